@@ -1,0 +1,79 @@
+# The one runner: people and CI call the same targets. Each sets up what it needs, from nothing.
+#   make PYTHON=/path/to/python3.12 test    another interpreter (3.11 or newer)
+#   make VENV=/somewhere/else test          another virtual environment
+SHELL       := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+VENV   ?= .venv
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do $$p -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+BIN    := $(VENV)/bin
+PINS   := constraints/py311.txt
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+OFFLINE := HF_HUB_OFFLINE=1
+PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check -c $(PINS)
+
+.PHONY: help setup fix check test unit snippets examples demo bench-cpu cover constraints dist clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(VENV)/.dev ## make the virtual environment with everything a developer needs
+
+$(VENV)/.runtime: pyproject.toml $(PINS)
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer with the venv module is needed and was not found; name one: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
+	@echo "setting up $(VENV) (torch comes first; its GPU build is a large download)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) torch==$$(sed -n 's/^torch==\([^ ;]*\).*/\1/p' $(PINS))
+	@$(PIP) -e '.[transformers]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.runtime
+	@echo "adding the tools of a developer to $(VENV)"
+	@$(PIP) -e '.[dev,transformers]'
+	@touch $@
+
+fix: $(VENV)/.dev ## format, and repair what the linter can repair
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+check: $(VENV)/.dev ## format, lint, types, imports, spelling, links, words, changelog, size
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports
+	$(BIN)/codespell
+	$(BIN)/python scripts/check_links.py
+	$(BIN)/python scripts/check_changelog.py
+	$(BIN)/python scripts/check_size.py
+	$(BIN)/python scripts/check_words.py
+
+unit: $(VENV)/.dev ## the tests alone
+	$(ONE_THREAD) $(OFFLINE) $(BIN)/python -m pytest tests -n 2
+
+snippets: $(VENV)/.dev ## run every Python block of README and quickstart, and the marked shell blocks
+	$(OFFLINE) $(BIN)/python scripts/run_snippets.py README.md docs/quickstart.md
+
+examples: $(VENV)/.dev ## run every script in examples/
+	@for script in examples/*.py; do echo "$$script"; $(OFFLINE) $(BIN)/python "$$script"; done
+
+test: check snippets examples unit ## all of the above; what CI runs
+
+demo: $(VENV)/.runtime ## the shipped model writes text in every weight format
+	@$(OFFLINE) $(BIN)/collegium demo
+
+bench-cpu: $(VENV)/.dev ## the CPU path beside transformers' own experts
+	$(OFFLINE) $(BIN)/python benchmarks/bench_cpu.py
+
+cover: $(VENV)/.dev ## tests with a coverage report
+	$(ONE_THREAD) $(OFFLINE) $(BIN)/python -m pytest tests -n 2 --cov
+
+constraints: $(VENV)/.dev ## pin every dependency anew (run it on Linux x86_64)
+	@scripts/pin.sh $(BIN) $(PINS)
+
+dist: $(VENV)/.dev ## build the wheel and the source archive into dist/
+	$(BIN)/python -m build
+
+clean: ## remove the virtual environment, build outputs and caches
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache .coverage htmlcov
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,71 @@
+"""Small enough to read: lines of files and functions, parameters, and lines in all."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+from tracked import ROOT, tracked
+
+__all__ = ["HOST_FILE", "KERNEL_FILE", "main", "oversized", "total_lines"]
+
+HOST_FILE = 400
+KERNEL_FILE = 700
+FUNCTION = 60
+PARAMETERS = 8
+TOTAL = 10_000
+
+
+def oversized(root: Path = ROOT) -> list[str]:
+    """Return one line for each file or function under ``root/src`` that is over its budget."""
+    faults: list[str] = []
+    total = 0
+    for path in _sources(root):
+        text = path.read_text(encoding="utf-8")
+        lines, device = len(text.splitlines()), "kernels" in path.relative_to(root).parts
+        allowed = KERNEL_FILE if device else HOST_FILE
+        name = str(path.relative_to(root))
+        total += lines
+        if lines > allowed:
+            faults.append(f"{name}: {lines} lines, allowed {allowed}; split it by subject")
+        if not device:
+            faults += [f"{name}:{fault}" for fault in _functions(ast.parse(text))]
+    if total > TOTAL:
+        faults.append(f"src: {total} lines in all, allowed {TOTAL}; what can be deleted?")
+    return faults
+
+
+def total_lines(root: Path = ROOT) -> int:
+    """Return the number of source lines under ``root/src``."""
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in _sources(root))
+
+
+def _sources(root: Path) -> list[Path]:
+    return [path for path in tracked(root) if path.suffix == ".py" and path.is_relative_to(root / "src")]
+
+
+def _functions(tree: ast.Module) -> list[str]:
+    faults: list[str] = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        length = (node.end_lineno or node.lineno) - node.lineno + 1
+        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        taken = sum(argument.arg not in ("self", "cls") for argument in arguments)
+        if length > FUNCTION:
+            faults.append(f"{node.lineno}: {node.name} has {length} lines, allowed {FUNCTION}")
+        if taken > PARAMETERS:
+            faults.append(f"{node.lineno}: {node.name} takes {taken} parameters, allowed {PARAMETERS}")
+    return faults
+
+
+def main() -> int:
+    """Print what is over budget; 1 when anything is."""
+    faults = oversized()
+    print("\n".join(faults) or f"size: {total_lines()} of {TOTAL} lines")
+    return bool(faults)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""Which format a layer's experts are stored in: what the config declares, checked against the tensors."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ..errors import ConfigError, MissingTensorError
+from ..formats import FORMATS, by_name
+from ..models import declared_format, expert_path, family_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from ..formats.payload import Payload, Storage
+    from ..models import Declared, Family, Names
+    from .header import TensorInfo
+    from .layout import Projection
+    from .reader import Checkpoint
+
+__all__ = ["Found", "StoredFormat", "detect", "find_experts", "find_shared", "match_storage"]
+
+_FLOATS = ("bf16", "fp16", "fp32")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredFormat:
+    """How one layer's experts are stored.
+
+    name: a format of ``formats.FORMATS``. storage: one of its storages. stacked: one tensor holds all experts.
+    """
+
+    name: str
+    storage: str
+    stacked: bool = False
+
+    @property
+    def format(self) -> type[Payload]:
+        """The payload class."""
+        return by_name(self.name)
+
+    @property
+    def layout(self) -> Storage:
+        """The storage's parts."""
+        return next(s for s in self.format.storages if s.name == self.storage)
+
+
+@dataclass(kw_only=True, slots=True)
+class Found:
+    """The expert tensors of one layer, by name only.
+
+    single: ``(expert, projection)`` to suffix to header entry. stack: the same without experts (``gate`` stands for
+    gate_up). unknown: names below the experts' prefix that fit neither.
+    """
+
+    single: dict[tuple[int, Projection], dict[str, TensorInfo]] = field(default_factory=dict)
+    stack: dict[Projection, dict[str, TensorInfo]] = field(default_factory=dict)
+    unknown: list[str] = field(default_factory=list)
+
+    def suffixes(self) -> dict[str, set[str]]:
+        """Return every suffix seen, with the dtypes it was seen in."""
+        seen: dict[str, set[str]] = defaultdict(set)
+        groups: Iterable[Mapping[str, TensorInfo]] = (*self.single.values(), *self.stack.values())
+        for group in groups:
+            for suffix, info in group.items():
+                seen[suffix].add(info.dtype)
+        return dict(seen)
+
+
+def _single_pattern(names: Names, layer: int) -> tuple[re.Pattern[str], dict[str, Projection]] | None:
+    if names.gate is None or names.up is None or names.down is None:
+        return None
+    paths: dict[Projection, str] = {"gate": names.gate, "up": names.up, "down": names.down}
+    tails: dict[str, Projection] = {path.partition("{expert}.")[2]: which for which, path in paths.items()}
+    head = re.escape(names.gate.partition("{expert}.")[0].format(layer=layer))
+    choice = "|".join(re.escape(tail) for tail in tails)
+    # no leading zeros: experts.01 is not what the loader would look for
+    return re.compile(rf"{head}(0|[1-9][0-9]{{0,8}})\.({choice})(\..+)"), tails
+
+
+def find_experts(checkpoint: Checkpoint, family: Family, layer: int) -> Found:
+    """Sort the names below the experts' prefix of ``layer``; no tensor is read."""
+    names, found = family.names, Found()
+    prefix = names.experts.format(layer=layer)
+    single = _single_pattern(names, layer)
+    stacks: dict[str, Projection] = {
+        names.stacked.gate_up.format(layer=layer): "gate",
+        names.stacked.down.format(layer=layer): "down",
+    }
+    for name, info in checkpoint.tensors.items():
+        if not name.startswith(prefix):
+            continue
+        match = single[0].fullmatch(name) if single is not None else None
+        if single is not None and match is not None:
+            key = (int(match[1]), single[1][match[2]])
+            found.single.setdefault(key, {})[match[3]] = info
+            continue
+        path = next((p for p in stacks if name.startswith(p)), None)
+        if path is None:
+            found.unknown.append(name)
+        else:
+            # an unquantised stack is stored under the bare path; the formats call that part ".weight"
+            found.stack.setdefault(stacks[path], {})[name.removeprefix(path) or ".weight"] = info
+    return found
+
+
+def find_shared(checkpoint: Checkpoint, family: Family, layer: int) -> dict[str, set[str]]:
+    """Return the suffixes and dtypes of the shared expert's tensors."""
+    seen: dict[str, set[str]] = defaultdict(set)
+    for template in family.names.shared or ():
+        path = template.format(layer=layer)
+        for name, info in checkpoint.tensors.items():
+            if name.startswith(f"{path}."):
+                seen[name.removeprefix(path)].add(info.dtype)
+    return dict(seen)
+
+
+def _fits(storage: Storage, seen: Mapping[str, set[str]]) -> bool:
+    return all(not p.required or seen.get(p.suffix, set()) & set(p.dtypes) for p in storage.parts)
+
+
+def _closest(seen: Mapping[str, set[str]]) -> list[str]:
+    """Name the formats the tensors look like; those that explain the most suffixes come first."""
+    fits = [(len(s.parts), f.name) for f in FORMATS for s in f.storages if _fits(s, seen)]
+    most = max((count for count, _ in fits), default=0)
+    return list(dict.fromkeys(name for count, name in fits if count == most))
+
+
+def match_storage(declared: Declared, seen: Mapping[str, set[str]], where: str) -> tuple[str, str]:
+    """Return (format, storage) that is declared and present; raises ConfigError when the two contradict each other."""
+    closest = _closest(seen)
+    name = declared.format
+    if declared.method is None:
+        # dtype in config.json says how to compute; unquantised tensors carry their own dtype and it is the truth
+        floats = [n for n in closest if n in _FLOATS]
+        name = floats[0] if floats else name
+    listed = ", ".join(f"{suffix} {'/'.join(sorted(dtypes))}" for suffix, dtypes in sorted(seen.items())) or "none"
+    stored = f"{where}: the tensors are {listed}"
+    if closest:
+        stored += f", which looks like {' or '.join(closest)}"
+    if name is None:
+        msg = f"{stored}; config.json declares neither dtype nor quantization_config; add the one that is true"
+        raise ConfigError(msg)
+    cls = by_name(name)
+    fitting = [s.name for s in cls.storages if _fits(s, seen)]
+    foreign = declared.method is None and closest != [name]
+    if not fitting or foreign:
+        needs = " or ".join(" + ".join(p.suffix for p in s.parts if p.required) for s in cls.storages)
+        declares = f"declares {name}" if declared.method is None else f"declares {name} ({declared.method})"
+        msg = f"{stored}; config.json {declares}, which needs {needs}; correct quantization_config or the files"
+        raise ConfigError(msg)
+    preferred = [s for s in fitting if s == declared.method]
+    return name, (preferred or fitting)[0]
+
+
+def detect(config: Mapping[str, object], checkpoint: Checkpoint, layer: int | None = None) -> StoredFormat:
+    """Return how the experts of ``layer`` (default: the first MoE layer) are stored.
+
+    Raises ConfigError when the config names something unknown, declares different formats for the projections of an
+    expert, or contradicts the tensors, and MissingTensorError when the layer has no expert tensors at all.
+    """
+    family = family_of(config)
+    layers = family.moe_layers(config)
+    layer = layer if layer is not None else layers[0]
+    found = find_experts(checkpoint, family, layer)
+    if not found.single and not found.stack:
+        prefix = family.names.experts.format(layer=layer)
+        near = Counter(name.split(".layers.")[0] for name in checkpoint.tensors if ".experts." in name)
+        others = f"; experts exist below {', '.join(map(repr, near))}" if near else ""
+        msg = f"layer {layer}: no tensor starts with {prefix!r}, which {family.name} needs{others}"
+        raise MissingTensorError(msg)
+    stacked = not found.single
+    paths = _paths(family, layer, stacked=stacked)
+    declared = {path: declared_format(config, path) for path in paths}
+    if len(set(declared.values())) > 1:
+        listed = ", ".join(f"{path} {entry.format}" for path, entry in declared.items())
+        msg = f"layer {layer}: one expert's projections differ in format: {listed}; they must share one"
+        raise ConfigError(msg)
+    seen = {k: v for k, v in found.suffixes().items() if k != "_bias"}
+    entry = declared[paths[0]]
+    name, storage = match_storage(entry, seen, f"layer {layer}")
+    _check_block(entry, by_name(name), layer)
+    return StoredFormat(name=name, storage=storage, stacked=stacked)
+
+
+def _paths(family: Family, layer: int, *, stacked: bool) -> list[str]:
+    names = family.names
+    if stacked or names.gate is None or names.up is None or names.down is None:
+        return [names.stacked.gate_up.format(layer=layer), names.stacked.down.format(layer=layer)]
+    return [expert_path(family, layer), *(p.format(layer=layer, expert=0) for p in (names.up, names.down))]
+
+
+def _check_block(declared: Declared, cls: type[Payload], layer: int) -> None:
+    """Refuse a block or group size that the format's class does not have."""
+    own = (cls.row_block, cls.group)
+    if declared.block is not None and declared.block != own:
+        msg = f"layer {layer}: config.json declares blocks of {declared.block}, {cls.name} has blocks of {own}"
+        raise ConfigError(msg)

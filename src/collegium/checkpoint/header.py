@@ -1,0 +1,219 @@
+"""The safetensors header, believed only after every byte of it has been checked."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn, cast
+
+from ..errors import ConfigError, HostileFileError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+__all__ = ["DTYPE_BITS", "MAX_HEADER_BYTES", "TensorInfo", "read_header", "read_json"]
+
+MAX_HEADER_BYTES = 100_000_000
+_MAX_DIMENSIONS = 64
+_MAX_COUNT = 2**63 - 1
+
+DTYPE_BITS: Mapping[str, int] = {
+    "BOOL": 8,
+    "U8": 8,
+    "I8": 8,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "I16": 16,
+    "U16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "I32": 32,
+    "U32": 32,
+    "F32": 32,
+    "I64": 64,
+    "U64": 64,
+    "F64": 64,
+    "C64": 64,
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorInfo:
+    """Where one tensor lies: ``dtype`` is the safetensors name, ``start`` and ``stop`` are offsets in ``file``."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes the tensor takes in the file."""
+        return self.stop - self.start
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    msg = f"found the constant {text}, which JSON does not have"
+    raise ValueError(msg)
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    result: dict[str, object] = {}
+    for key, value in pairs:
+        if key in result:
+            msg = f"the key {key!r} appears twice"
+            raise ValueError(msg)
+        result[key] = value
+    return result
+
+
+def _strict_object(raw: bytes) -> dict[str, object]:
+    """Parse ``raw`` as a UTF-8 JSON object without duplicate keys; ValueError says what is wrong."""
+    try:
+        value: object = json.loads(
+            raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant
+        )
+    except RecursionError as error:
+        msg = "it is nested too deeply"
+        raise ValueError(msg) from error
+    if not isinstance(value, dict):
+        msg = f"it is a {type(value).__name__}, not an object"
+        raise ValueError(msg)  # noqa: TRY004  one kind of error for every fault of the text
+    return cast("dict[str, object]", value)
+
+
+def read_json(path: Path) -> dict[str, object]:
+    """Read a JSON object of at most 100 MB without duplicate keys; raises ConfigError."""
+    try:
+        size = path.stat().st_size
+        if size > MAX_HEADER_BYTES:
+            msg = f"{path}: {size} bytes, at most {MAX_HEADER_BYTES} are allowed for a JSON file"
+            raise ConfigError(msg)
+        return _strict_object(path.read_bytes())
+    except OSError as error:
+        msg = f"{path}: cannot be read ({error.strerror}); check that the download is complete"
+        raise ConfigError(msg) from error
+    except ValueError as error:
+        msg = f"{path}: is not a valid JSON object: {error}"
+        raise ConfigError(msg) from error
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """Read and check the header of one safetensors file; raises HostileFileError saying what was found and allowed.
+
+    Checked: length field, UTF-8, JSON without duplicate keys, dtypes, shapes, that every tensor's bytes match its
+    shape and dtype, and that the tensors cover the data exactly once, without holes or overlaps.
+    """
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size < 8:
+            msg = f"{path}: {size} bytes; a safetensors file has at least the 8 bytes of its header length"
+            raise HostileFileError(msg)
+        length = int.from_bytes(file.read(8), "little")
+        allowed = min(MAX_HEADER_BYTES, size - 8)
+        if not 2 <= length <= allowed:
+            msg = f"{path}: header length is {length}, allowed are 2 to {allowed} in a file of {size} bytes"
+            raise HostileFileError(msg)
+        raw = file.read(length)
+    if len(raw) != length or raw[:1] != b"{":
+        msg = f"{path}: the header starts with {raw[:1]!r} and has {len(raw)} of {length} bytes; it must start with '{{'"
+        raise HostileFileError(msg)
+    try:
+        entries = _strict_object(raw)
+    except ValueError as error:
+        msg = f"{path}: the header is not valid JSON: {error}"
+        raise HostileFileError(msg) from error
+    _check_metadata(path, entries.pop("__metadata__", None))
+    base = 8 + length
+    infos = {name: _tensor(path, name, entry, base=base, size=size) for name, entry in entries.items()}
+    _check_coverage(path, infos, base=base, size=size)
+    return infos
+
+
+def _check_metadata(path: Path, metadata: object) -> None:
+    if metadata is None:
+        return
+    texts = cast("dict[str, object]", metadata) if isinstance(metadata, dict) else {"": metadata}
+    for key, value in texts.items():
+        if not isinstance(value, str):
+            msg = f"{path}: __metadata__ entry {key!r} is {value!r}, allowed is an object of strings"
+            raise HostileFileError(msg)
+
+
+def _natural(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_COUNT
+
+
+def _naturals(value: object) -> list[int] | None:
+    if not isinstance(value, list):
+        return None
+    items = cast("list[object]", value)
+    return cast("list[int]", items) if all(_natural(item) for item in items) else None
+
+
+def _tensor(path: Path, name: str, entry: object, *, base: int, size: int) -> TensorInfo:
+    fields = cast("dict[str, object]", entry) if isinstance(entry, dict) else {}
+    if set(fields) != {"dtype", "shape", "data_offsets"}:
+        msg = f"{path}: tensor {name!r} has {entry!r:.200}, allowed are exactly dtype, shape and data_offsets"
+        raise HostileFileError(msg)
+    dtype = fields["dtype"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        msg = f"{path}: tensor {name!r} has dtype {dtype!r}, known are {', '.join(DTYPE_BITS)}"
+        raise HostileFileError(msg)
+    shape = _naturals(fields["shape"])
+    if shape is None or len(shape) > _MAX_DIMENSIONS:
+        msg = (
+            f"{path}: tensor {name!r} has shape {fields['shape']!r:.200}, allowed are at most {_MAX_DIMENSIONS} "
+            "integers from 0 to 2^63-1"
+        )
+        raise HostileFileError(msg)
+    bits = DTYPE_BITS[dtype]
+    for dimension in shape:
+        # a zero elsewhere in the shape must not hide a product no machine can index
+        bits *= max(dimension, 1)
+    if bits // 8 > _MAX_COUNT:
+        msg = f"{path}: tensor {name!r} has shape {shape}, whose size overflows 2^63-1 bytes"
+        raise HostileFileError(msg)
+    bits = 0 if 0 in shape else bits
+    offsets = _naturals(fields["data_offsets"])
+    room = size - base
+    if offsets is None or len(offsets) != 2 or not offsets[0] <= offsets[1] <= room:
+        msg = (
+            f"{path}: tensor {name!r} has data_offsets {fields['data_offsets']!r:.200}, allowed are two rising "
+            f"integers from 0 to {room}, the bytes behind the header (is the file truncated?)"
+        )
+        raise HostileFileError(msg)
+    if bits != 8 * (offsets[1] - offsets[0]):
+        msg = (
+            f"{path}: tensor {name!r} holds {offsets[1] - offsets[0]} bytes, "
+            f"shape {shape} of {dtype} needs {bits / 8:g}"
+        )
+        raise HostileFileError(msg)
+    return TensorInfo(
+        name=name, dtype=dtype, shape=tuple(shape), file=path, start=base + offsets[0], stop=base + offsets[1]
+    )
+
+
+def _check_coverage(path: Path, infos: Mapping[str, TensorInfo], *, base: int, size: int) -> None:
+    at, before = base, "the header"
+    for info in sorted(infos.values(), key=lambda i: (i.start, i.stop)):
+        if info.start < at:
+            msg = f"{path}: tensor {info.name!r} overlaps {before} by {at - info.start} bytes; each byte has one owner"
+            raise HostileFileError(msg)
+        if info.start > at:
+            msg = f"{path}: a hole of {info.start - at} bytes between {before} and {info.name!r}; none is allowed"
+            raise HostileFileError(msg)
+        at, before = info.stop, repr(info.name)
+    if at != size:
+        msg = f"{path}: {size - at} bytes follow {before}; the tensors must cover the file to its end"
+        raise HostileFileError(msg)

@@ -1,0 +1,200 @@
+"""Where the parts of one projection of one expert lie, and how to read a slice of it.
+
+Per-expert and stacked checkpoints look alike from here: a ``Source`` says which tensors hold the projection, which
+entry of the stack it is, and how its rows are spread over the stored rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from ..errors import InputError, TensorMismatchError
+from ..formats import FORMATS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..formats.payload import Part, Payload, Storage
+    from ..models import Names
+    from ..types import MoESpec
+    from .reader import Checkpoint
+
+__all__ = ["PROJECTIONS", "Cut", "Projection", "Source", "check_part", "part_name", "read_parts", "source_of"]
+
+Projection = Literal["gate", "up", "down"]
+PROJECTIONS: tuple[Projection, ...] = ("gate", "up", "down")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """One projection ``[rows, columns]`` of one expert, as stored.
+
+    path: module path; format suffixes follow it. experts: length of the stack, None when each expert has its own
+    tensors. index: entry of the stack. stored_rows: rows of the stored matrix. offset, step: row i of the projection
+    is stored row ``offset + step * i``. transposed: an unquantised tensor is stored ``[columns, rows]``.
+    """
+
+    label: str
+    path: str
+    rows: int
+    columns: int
+    experts: int | None = None
+    index: int = 0
+    stored_rows: int
+    offset: int = 0
+    step: int = 1
+    transposed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cut:
+    """Rows and columns of a projection wanted here, half-open."""
+
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+
+
+def source_of(
+    names: Names, spec: MoESpec, *, layer: int, expert: int, projection: Projection, stacked: bool
+) -> Source:
+    """Return where ``projection`` of ``expert`` lies."""
+    wide, width = spec.intermediate_size, spec.expert_hidden_size
+    rows, columns = (width, wide) if projection == "down" else (wide, width)
+    label = f"layer {layer}, expert {expert}, {projection}"
+    if not stacked:
+        template = {"gate": names.gate, "up": names.up, "down": names.down}[projection] or ""
+        path = template.format(layer=layer, expert=expert)
+        return Source(label=label, path=path, rows=rows, columns=columns, stored_rows=rows)
+    table = names.stacked
+    template, stored, offset, step = table.down, rows, 0, 1
+    if projection != "down":
+        template, stored = table.gate_up, 2 * rows
+        second = projection == "up"
+        offset, step = (int(second), 2) if table.interleaved else (rows * second, 1)
+    return Source(
+        label=label,
+        path=template.format(layer=layer),
+        rows=rows,
+        columns=columns,
+        experts=spec.num_experts,
+        index=expert,
+        stored_rows=stored,
+        offset=offset,
+        step=step,
+        transposed=table.transposed,
+    )
+
+
+def part_name(source: Source, part: Part) -> str:
+    """Return the tensor name of a part; an unquantised stack is stored under the bare path."""
+    suffix = "" if source.experts is not None and part.suffix == ".weight" else part.suffix
+    return source.path + suffix
+
+
+def _stored_shape(source: Source, part: Part) -> tuple[int, ...]:
+    shape = part.stored_shape(source.stored_rows, source.columns)
+    if _flipped(source, part):
+        shape = shape[::-1]
+    return shape if source.experts is None else (source.experts, *shape)
+
+
+def _flipped(source: Source, part: Part) -> bool:
+    return source.transposed and source.experts is not None and part.suffix == ".weight"
+
+
+def _squeezed(shape: tuple[int, ...]) -> list[int]:
+    return [n for n in shape if n != 1]
+
+
+def check_part(source: Source, part: Part, checkpoint: Checkpoint, cls: type[Payload]) -> None:
+    """Compare the header entry of a part with what the config implies; raises MissingTensorError, TensorMismatchError."""
+    name = part_name(source, part)
+    info = checkpoint.info(name)
+    if info.dtype not in part.dtypes:
+        msg = f"{source.label}: {name} is {info.dtype}, {cls.name} allows {' or '.join(part.dtypes)}"
+        raise TensorMismatchError(msg)
+    needed = _stored_shape(source, part)
+    if _squeezed(info.shape) != _squeezed(needed) and not _one_for_all(source, part, info.shape):
+        what = "scale" if "scale" in part.suffix else "weight"
+        msg = (
+            f"{source.label}: {what} is {info.shape}, {cls.name} with N={source.stored_rows} and K={source.columns} "
+            f"needs {needed}{_hint(source, part, info.shape, cls)} ({name})"
+        )
+        raise TensorMismatchError(msg)
+
+
+def _one_for_all(source: Source, part: Part, shape: tuple[int, ...]) -> bool:
+    """Tell whether a stack stores one number for all its experts."""
+    return source.experts is not None and not part.rows_per and not part.columns_per and not _squeezed(shape)
+
+
+def _hint(source: Source, part: Part, found: tuple[int, ...], cls: type[Payload]) -> str:
+    """Name the format whose group the found scale would fit."""
+    if "scale" not in part.suffix or not part.columns_per or not found or not found[-1]:
+        return ""
+    group, rest = divmod(source.columns, found[-1])
+    if rest or group == part.columns_per:
+        return ""
+    others = [f.name for f in FORMATS if f.group == group and f.name != cls.name]
+    guess = f", is this {' or '.join(others)}?" if others else ""
+    return f"; {found[-1]} would be group {group}{guess}"
+
+
+def read_parts(
+    checkpoint: Checkpoint, source: Source, storage: Storage, cut: Cut, seen: dict[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Read the required parts of ``cut``, keyed by suffix, without the stack dimension.
+
+    seen: tensors of this expert that were read before, so that interleaved rows are read once for gate and up.
+    """
+    seen = {} if seen is None else seen
+    return {p.suffix: _read_part(checkpoint, source, p, cut, seen) for p in storage.parts if p.required}
+
+
+def _read_part(checkpoint: Checkpoint, source: Source, part: Part, cut: Cut, seen: dict[str, Tensor]) -> Tensor:
+    name = part_name(source, part)
+    actual = checkpoint.info(name).shape
+    if not part.rows_per and not part.columns_per:
+        stacked = source.experts is not None and len(_squeezed(actual)) > len(_squeezed(part.inner))
+        tensor = checkpoint.read_slice(name, (slice(source.index, source.index + 1),) if stacked else ())
+        return tensor.reshape(part.inner)
+    first, last = cut.rows
+    first, last = (source.step * first, source.step * last) if source.step > 1 else (source.offset + first, source.offset + last)
+    wanted: list[slice] = []
+    if part.rows_per:
+        wanted.append(_boundaries(source, first, last, part.rows_per, source.stored_rows))
+    if part.columns_per:
+        wanted.append(_boundaries(source, *cut.columns, part.columns_per, source.columns))
+    if _flipped(source, part):
+        wanted.reverse()
+    wanted.extend(slice(0, n) for n in part.inner)
+    if source.experts is not None:
+        wanted.insert(0, slice(source.index, source.index + 1))
+    key = f"{name}{wanted}"
+    tensor = seen.get(key)
+    if tensor is None:
+        tensor = checkpoint.read_slice(name, _aligned(wanted, _stored_shape(source, part), actual))
+        if source.step > 1:
+            seen[key] = tensor
+    tensor = tensor.reshape([s.stop - s.start for s in wanted])
+    if source.experts is not None:
+        tensor = tensor[0]
+    if _flipped(source, part):
+        tensor = tensor.mT
+    return tensor[source.offset :: source.step] if source.step > 1 and part.rows_per else tensor
+
+
+def _boundaries(source: Source, start: int, stop: int, per: int, size: int) -> slice:
+    if start % per or (stop % per and stop != size):
+        msg = f"{source.label}: cut {start}:{stop} of {size} does not fall on multiples of {per}"
+        raise InputError(msg)
+    return slice(start // per, -(-stop // per))
+
+
+def _aligned(wanted: list[slice], expected: tuple[int, ...], actual: tuple[int, ...]) -> list[slice]:
+    """Move slices from the expected shape to a stored shape that differs in dimensions of size 1 only."""
+    if expected == actual:
+        return wanted
+    real = iter([w for w, n in zip(wanted, expected, strict=True) if n != 1])
+    return [slice(0, 1) if n == 1 else next(real) for n in actual]

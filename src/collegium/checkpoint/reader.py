@@ -1,0 +1,241 @@
+"""A checkpoint on disk, read lazily: whole tensors or slices, and never a byte more than asked."""
+
+from __future__ import annotations
+
+import math
+import os
+from itertools import product
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from ..errors import CheckpointError, ConfigError, DuplicateTensorError, HostileFileError, InputError, MissingTensorError
+from .header import TensorInfo, read_header, read_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from io import FileIO
+
+    from torch import Tensor
+
+__all__ = ["Checkpoint"]
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_COMPARE_BYTES = 1 << 20
+
+_TORCH_DTYPES: Mapping[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F64": torch.float64,
+}
+
+
+class Checkpoint:
+    """The tensors of one model and its ``config.json``; made by ``Checkpoint.open``.
+
+    path: the folder or file. config: ``config.json`` (with ``hf_quant_config.json`` merged in as
+    ``quantization_config`` when the former has none), empty when there is no such file. tensors: name to
+    ``TensorInfo``. bytes_read: bytes of tensor data read so far.
+    """
+
+    def __init__(self, path: Path, config: Mapping[str, object], tensors: Mapping[str, TensorInfo]) -> None:
+        self.path = path
+        self.config = config
+        self.tensors = tensors
+        self.bytes_read = 0
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Checkpoint:
+        """Open a folder or one ``.safetensors`` file and check every header; no tensor data is read.
+
+        In a folder the ``weight_map`` of ``model.safetensors.index.json`` is the authority; files it does not name
+        are ignored. Raises HostileFileError, ConfigError, MissingTensorError, DuplicateTensorError, CheckpointError.
+        """
+        root = Path(path)
+        if root.is_dir():
+            config, tensors = _read_config(root), _folder(root)
+        elif root.is_file():
+            config, tensors = _read_config(root.parent), read_header(root)
+        else:
+            msg = f"{root}: no such folder or file; give a checkpoint folder or one .safetensors file"
+            raise CheckpointError(msg)
+        return cls(root, config, tensors)
+
+    def __contains__(self, name: object) -> bool:
+        """Whether a tensor of this name exists."""
+        return name in self.tensors
+
+    def info(self, name: str) -> TensorInfo:
+        """Return where the tensor lies; raises MissingTensorError."""
+        if name not in self.tensors:
+            msg = f"{self.path}: tensor {name!r} was asked for, the checkpoint's {len(self.tensors)} tensors lack it"
+            raise MissingTensorError(msg)
+        return self.tensors[name]
+
+    def read(self, name: str) -> Tensor:
+        """Return the whole tensor on the CPU, dtype and shape as stored; raises MissingTensorError."""
+        return self.read_slice(name, ())
+
+    def read_slice(self, name: str, slices: Sequence[slice]) -> Tensor:
+        """Return ``tensor[slices]`` on the CPU, reading only the bytes of the slice.
+
+        slices: one slice of step 1 for each leading dimension; dimensions not named are read whole. Raises
+        InputError for other steps, for too many slices and for bounds outside the tensor.
+        """
+        info = self.info(name)
+        if info.dtype not in _TORCH_DTYPES:
+            msg = f"tensor {name!r} has dtype {info.dtype}, which can be listed but not read; known: {', '.join(_TORCH_DTYPES)}"
+            raise CheckpointError(msg)
+        bounds = _bounds(info, slices)
+        shape = [stop - start for start, stop in bounds]
+        dtype = _TORCH_DTYPES[info.dtype]
+        raw = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
+        if raw.numel():
+            view, at = memoryview(raw.numpy()), 0  # pyright: ignore[reportUnknownMemberType]
+            with info.file.open("rb", buffering=0) as file:
+                for start, count in _runs(info, bounds, dtype.itemsize):
+                    _read_exactly(file, info, start, view[at : at + count])
+                    at += count
+            self.bytes_read += at
+        return raw.view(dtype).reshape(shape)
+
+
+def _bounds(info: TensorInfo, slices: Sequence[slice]) -> list[tuple[int, int]]:
+    if len(slices) > len(info.shape):
+        msg = f"tensor {info.name!r} has shape {info.shape}, {len(slices)} slices were given"
+        raise InputError(msg)
+    bounds = [(0, n) for n in info.shape]
+    for axis, part in enumerate(slices):
+        n = info.shape[axis]
+        start, stop = part.start or 0, n if part.stop is None else part.stop
+        if part.step not in (None, 1) or not 0 <= start <= stop <= n:
+            msg = f"tensor {info.name!r}, axis {axis} of {n}: slice {part} was asked, allowed is step 1 within 0 to {n}"
+            raise InputError(msg)
+        bounds[axis] = (start, stop)
+    return bounds
+
+
+def _runs(info: TensorInfo, bounds: Sequence[tuple[int, int]], itemsize: int) -> Iterator[tuple[int, int]]:
+    """Yield (file offset, bytes) of the contiguous runs of a slice, in the slice's row-major order."""
+    strides = [math.prod(info.shape[axis + 1 :]) * itemsize for axis in range(len(bounds))]
+    cut = len(bounds)
+    while cut and bounds[cut - 1] == (0, info.shape[cut - 1]):
+        cut -= 1
+    if cut == 0:
+        yield info.start, info.nbytes
+        return
+    # axes behind the last cut one are whole, so one index of that axis is stride[cut - 1] contiguous bytes
+    start, stop = bounds[cut - 1]
+    count, first = (stop - start) * strides[cut - 1], start * strides[cut - 1]
+    for index in product(*(range(*bound) for bound in bounds[: cut - 1])):
+        yield info.start + first + sum(i * s for i, s in zip(index, strides, strict=False)), count
+
+
+def _read_exactly(file: FileIO, info: TensorInfo, start: int, into: memoryview) -> None:
+    file.seek(start)
+    at = 0
+    while at < len(into):
+        got = file.readinto(into[at:])
+        if not got:
+            msg = f"{info.file}: ended at byte {start + at} inside tensor {info.name!r}; it has shrunk since it was opened"
+            raise HostileFileError(msg)
+        at += got
+
+
+def _read_config(root: Path) -> dict[str, object]:
+    config = read_json(root / "config.json") if (root / "config.json").exists() else {}
+    separate = root / "hf_quant_config.json"
+    text = config.get("text_config")
+    nested = isinstance(text, dict) and "quantization_config" in text
+    if "quantization_config" not in config and not nested and separate.exists():
+        block = read_json(separate).get("quantization")
+        if not isinstance(block, dict):
+            msg = f"{separate}: found no object 'quantization' in it; expected the quant_algo and exclude_modules"
+            raise ConfigError(msg)
+        config["quantization_config"] = {"quant_method": "modelopt", **cast("dict[str, object]", block)}
+    return config
+
+
+def _folder(root: Path) -> dict[str, TensorInfo]:
+    index = root / _INDEX
+    if index.exists():
+        return _sharded(root, index)
+    if (root / _SINGLE).is_file():
+        return read_header(root / _SINGLE)
+    found = sorted(p.name for p in root.iterdir())[:8]
+    msg = f"{root}: neither {_INDEX} nor {_SINGLE} is there; found {', '.join(found) or 'nothing'}"
+    raise CheckpointError(msg)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    table = read_json(index).get("weight_map")
+    entries = cast("dict[str, object]", table) if isinstance(table, dict) else {}
+    wrong = [name for name, file in entries.items() if not isinstance(file, str)]
+    if not entries or wrong:
+        found = f"entry {wrong[0]!r} of 'weight_map' is no text" if wrong else "found no filled object 'weight_map'"
+        msg = f"{index}: {found}; expected tensor names with file names"
+        raise CheckpointError(msg)
+    return cast("dict[str, str]", entries)
+
+
+def _shard_path(root: Path, index: Path, name: str) -> Path:
+    parts = (*PurePosixPath(name).parts, *PureWindowsPath(name).parts)
+    absolute = PurePosixPath(name).is_absolute() or bool(PureWindowsPath(name).anchor)
+    if absolute or ".." in parts or "\0" in name:
+        msg = f"{index}: names the file {name!r}, which leaves the folder; allowed are files below {root}"
+        raise CheckpointError(msg)
+    path = root / name
+    if not path.is_file():
+        msg = f"{index}: names the file {name!r}, which is not in {root}; download it or rebuild the index"
+        raise CheckpointError(msg)
+    return path
+
+
+def _sharded(root: Path, index: Path) -> dict[str, TensorInfo]:
+    weight_map = _weight_map(index)
+    shards = {file: read_header(_shard_path(root, index, file)) for file in sorted(set(weight_map.values()))}
+    for name, file in weight_map.items():
+        if name not in shards[file]:
+            msg = f"{index}: says tensor {name!r} is in {file}, whose {len(shards[file])} tensors lack it"
+            raise MissingTensorError(msg)
+    seen: dict[str, TensorInfo] = {}
+    for infos in shards.values():
+        for name, info in infos.items():
+            if name in seen and not _equal_bytes(seen[name], info):
+                msg = (
+                    f"tensor {name!r} is in {seen[name].file.name} ({seen[name].dtype} {seen[name].shape}) and in "
+                    f"{info.file.name} ({info.dtype} {info.shape}) with different bytes; keep one of them"
+                )
+                raise DuplicateTensorError(msg)
+            seen[name] = info
+    return {name: shards[file][name] for name, file in weight_map.items()}
+
+
+def _equal_bytes(one: TensorInfo, two: TensorInfo) -> bool:
+    if (one.dtype, one.shape) != (two.dtype, two.shape):
+        return False
+    with one.file.open("rb") as a, two.file.open("rb") as b:
+        a.seek(one.start)
+        b.seek(two.start)
+        left = one.nbytes
+        while left:
+            count = min(left, _COMPARE_BYTES)
+            if a.read(count) != b.read(count):
+                return False
+            left -= count
+    return True

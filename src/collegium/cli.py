@@ -1,0 +1,188 @@
+"""The command ``collegium``: demo, generate, inspect, plan. Thin: it parses, calls the library and prints."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from .errors import CollegiumError
+from .inspection import inspect_model, plan_model
+from .types import Choice, Limits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from .demo import DemoReport
+    from .inspection import Inspection
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    help="Run Mixture-of-Experts checkpoints in the format they were published in.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+out = Console()
+err = Console(stderr=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda; the best device of this machine when left out.")]
+Format = Annotated[str | None, typer.Option("--format", help="Encode the experts into this format first.")]
+Kernel = Annotated[str | None, typer.Option(help="Force this experts kernel; it runs or refuses.")]
+Activations = Annotated[str | None, typer.Option(help="Force this activation format.")]
+Model = Annotated[str, typer.Argument(help="Folder with config.json and safetensors files.")]
+
+
+@app.command()
+def demo(
+    model: Annotated[str | None, typer.Option(help="Model folder; the shipped model when left out.")] = None,
+    device: Device = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens written in each format.")] = 32,
+    as_json: Json = False,
+) -> None:
+    """Run the shipped model in every format: bytes, perplexity, error, speed, and a few sentences."""
+    from .demo import find_model, run_demo
+
+    folder = find_model(model)
+    with _bar("formats") as progress:
+        report = run_demo(folder, device=device, tokens=tokens, progress=progress)
+    if as_json:
+        _print_json(report.to_json())
+    else:
+        _print_demo(report)
+
+
+@app.command()
+def generate(
+    model: Model,
+    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "Once upon a time",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 100,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    weight_format: Format = None,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Write text: transformers runs everything but the experts, which run through Collegium."""
+    from .demo import Writer
+    from .integrations.transformers import load_model
+
+    with _bar("loading") as progress:
+        loaded = load_model(model, weight_format=weight_format, device=device, progress=progress)
+    text, speed = Writer(loaded, Path(model)).write(prompt, tokens, temperature=temperature, seed=seed)
+    if as_json:
+        _print_json({"text": text, "tokens_per_second": speed})
+    else:
+        out.print(text, markup=False, highlight=False)
+        out.print(f"[dim]{speed:.1f} tokens/s[/dim]")
+
+
+@app.command()
+def inspect(
+    model: Model,
+    deep: Annotated[bool, typer.Option(help="Read every scale and check it; --no-deep reads headers only.")] = True,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Say what a checkpoint holds (formats, sizes, audit) and what would run it here and why."""
+    with _bar("audit") as progress:
+        found = inspect_model(model, deep=deep, device=device, progress=progress)
+    if as_json:
+        _print_json(found.to_json())
+    else:
+        _print_inspection(found)
+
+
+@app.command()
+def plan(
+    model: Model,
+    device: Device = None,
+    kernel: Kernel = None,
+    activations: Activations = None,
+    weight_format: Format = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of one forward pass.")] = 8192,
+    as_json: Json = False,
+) -> None:
+    """Plan one MoE layer from config.json alone: kernel, formats, bytes, and why the others were refused."""
+    made = plan_model(
+        model,
+        device=device,
+        force=Choice(kernel=kernel, activation_format=activations),
+        weight_format=weight_format,
+        limits=Limits(max_tokens=max_tokens),
+    )
+    if as_json:
+        _print_json(made.to_json())
+    else:
+        out.print(made.explain(), markup=False, highlight=False)
+
+
+def main() -> None:
+    """Run the command; errors of the library become one message and exit code 1."""
+    try:
+        app()
+    except CollegiumError as error:
+        err.print(f"[bold red]{type(error).__name__}[/bold red]: ", end="")
+        err.print(str(error), markup=False, highlight=False)
+        sys.exit(1)
+
+
+@contextmanager
+def _bar(what: str) -> Iterator[Callable[[int, int, str], None]]:
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=err, transient=True) as progress:
+        task = progress.add_task(what)
+
+        def step(done: int, total: int, text: str) -> None:
+            progress.update(task, completed=done, total=total, description=f"{what}: {text}")
+
+        yield step
+
+
+def _print_json(value: dict[str, object]) -> None:
+    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+
+
+def _print_demo(report: DemoReport) -> None:
+    table = Table(title=f"{report.model} on {report.device}", title_justify="left")
+    table.add_column("weights")
+    table.add_column("activations")
+    for name in ("bytes/expert", "perplexity", "/ bf16", "layer error", "tokens/s"):
+        table.add_column(name, justify="right")
+    table.add_column("kernel")
+    for row in report.rows:
+        table.add_row(
+            row.weights,
+            row.activations,
+            f"{row.expert_bytes:,}",
+            f"{row.perplexity:.3f}",
+            f"{row.perplexity_ratio:.4f}",
+            f"{100 * row.layer_error:.2f} %",
+            f"{row.tokens_per_second:.1f}",
+            row.kernel,
+        )
+    out.print(table)
+    for row in report.rows:
+        out.print(f"[bold]{row.weights} x {row.activations}[/bold]", end="  ")
+        out.print(" ".join(row.text.split()), markup=False, highlight=False)
+    out.print(f"[dim]{report.seconds:.1f} s in all[/dim]")
+
+
+def _print_inspection(found: Inspection) -> None:
+    table = Table(title=found.path, title_justify="left", show_header=False)
+    table.add_column("what", style="bold")
+    table.add_column("found")
+    for what, value in found.lines():
+        table.add_row(what, value)
+    out.print(table)
+    out.print("what would run here", style="bold")
+    out.print(found.plan.explain(), markup=False, highlight=False)

@@ -1,0 +1,92 @@
+"""Every error Collegium raises, in one tree.
+
+::
+
+    CollegiumError
+    ├── SpecError          a specification contradicts itself (also a ValueError)
+    ├── InputError         a call's tensors or arguments are not allowed (also a ValueError)
+    │   └── RoutingError   NaN logits, out-of-range or duplicate expert ids in checked mode
+    ├── CheckpointError    a file cannot be read as what it claims to be
+    │   ├── HostileFileError   the bytes break the safetensors rules
+    │   ├── MissingTensorError / UnknownTensorError / DuplicateTensorError
+    │   ├── TensorMismatchError    shape or dtype is not what the config implies
+    │   ├── BadScaleError      a scale is NaN, infinite, negative or a forbidden zero
+    │   └── ConfigError        config.json is unreadable, unknown, or contradicts the tensors
+    ├── PlanError          no kernel can run the problem; lists every refusal
+    └── MissingExtraError  an optional package is needed (also an ImportError)
+
+Every text says what was asked, what was found, what is allowed and what to do next.
+"""
+
+__all__ = [
+    "BadScaleError",
+    "CheckpointError",
+    "CollegiumError",
+    "ConfigError",
+    "DuplicateTensorError",
+    "HostileFileError",
+    "InputError",
+    "MissingExtraError",
+    "MissingTensorError",
+    "PlanError",
+    "RoutingError",
+    "SpecError",
+    "TensorMismatchError",
+    "UnknownTensorError",
+]
+
+
+class CollegiumError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class SpecError(CollegiumError, ValueError):
+    """A specification contradicts itself."""
+
+
+class InputError(CollegiumError, ValueError):
+    """An argument of a call is not allowed."""
+
+
+class RoutingError(InputError):
+    """Routing data is not finite, out of range or duplicated (checked mode only)."""
+
+
+class CheckpointError(CollegiumError):
+    """A checkpoint cannot be read as what it claims to be."""
+
+
+class HostileFileError(CheckpointError):
+    """A file breaks the rules of the safetensors format."""
+
+
+class MissingTensorError(CheckpointError):
+    """A tensor that the name table expects is not in the checkpoint."""
+
+
+class UnknownTensorError(CheckpointError):
+    """The checkpoint holds an expert tensor that the name table does not know."""
+
+
+class DuplicateTensorError(CheckpointError):
+    """A tensor appears in two files with different bytes."""
+
+
+class TensorMismatchError(CheckpointError):
+    """A tensor's shape or dtype is not what the config implies."""
+
+
+class BadScaleError(CheckpointError):
+    """A scale is NaN, infinite, negative, or zero where the format forbids it."""
+
+
+class ConfigError(CheckpointError):
+    """config.json is unreadable, names something unknown, or contradicts the tensors."""
+
+
+class PlanError(CollegiumError):
+    """No kernel can run the problem; the text lists every refusal."""
+
+
+class MissingExtraError(CollegiumError, ImportError):
+    """An optional package is needed; the text names the extra to install."""

@@ -1,0 +1,58 @@
+"""Weight formats: one payload class a file, exact encode and decode, and the published storages of each."""
+
+from __future__ import annotations
+
+from ..errors import SpecError
+from .fp8_block import Fp8Block
+from .fp8_channel import Fp8Channel
+from .fp8_tensor import Fp8Tensor
+from .int4_group import Int4Group
+from .intake import select_part
+from .mxfp4 import MxFp4
+from .mxfp8 import MxFp8
+from .nvfp4 import NvFp4, Reconciliation, reconcile
+from .payload import Part, Payload, Storage
+from .unquantised import Bf16, Fp16, Fp32
+
+__all__ = [
+    "FORMATS",
+    "Bf16",
+    "Fp8Block",
+    "Fp8Channel",
+    "Fp8Tensor",
+    "Fp16",
+    "Fp32",
+    "Int4Group",
+    "MxFp4",
+    "MxFp8",
+    "NvFp4",
+    "Part",
+    "Payload",
+    "Reconciliation",
+    "Storage",
+    "by_name",
+    "reconcile",
+    "select_part",
+]
+
+FORMATS: tuple[type[Payload], ...] = (
+    Bf16,
+    Fp16,
+    Fp32,
+    Fp8Block,
+    Fp8Tensor,
+    Fp8Channel,
+    MxFp8,
+    MxFp4,
+    NvFp4,
+    Int4Group,
+)
+
+
+def by_name(name: str) -> type[Payload]:
+    """Return the format called ``name``; SpecError lists all names."""
+    for candidate in FORMATS:
+        if candidate.name == name:
+            return candidate
+    known = ", ".join(candidate.name for candidate in FORMATS)
+    raise SpecError(f"weight format {name!r} is not known, allowed: {known}")

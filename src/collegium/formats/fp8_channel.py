@@ -1,0 +1,94 @@
+"""FP8 with one float32 scale per output row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Self
+
+import torch
+
+from .codecs import as_float32, decode_rows, e4m3_codes, e4m3_is_nan, e4m3_values, fp8_scales, look_up
+from .intake import any_per_matrix, check_cut, find_storage, promote_scales, take
+from .payload import Part, Payload, Storage
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+__all__ = ["Fp8Channel"]
+
+
+def _storage(name: str, inner: tuple[int, ...]) -> Storage:
+    weight = Part(suffix=".weight", dtypes=("F8_E4M3",))
+    scale = Part(suffix=".weight_scale", dtypes=("F32", "BF16"), columns_per=0, inner=inner)
+    return Storage(name=name, parts=(weight, scale))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fp8Channel(Payload):
+    """FP8, one scale an output row: ``codes [..., N, K]`` float8_e4m3fn, ``scales [..., N]`` float32."""
+
+    codes: Tensor
+    scales: Tensor
+
+    name: ClassVar[str] = "fp8_channel"
+    tolerance: ClassVar[float] = 0.03
+    storages: ClassVar[tuple[Storage, ...]] = (_storage("compressed-tensors", (1,)), _storage("modelopt", ()))
+
+    @classmethod
+    def encode(cls, weight: Tensor) -> Self:
+        """Quantise ``weight [..., N, K]``: scale amax / 448 of the row (1 for zeros), codes to nearest even.
+
+        Raises InputError for NaN or infinite weights.
+        """
+        values = as_float32(weight, cls.name)
+        scales = fp8_scales(values.abs().amax(-1))
+        return cls(shape=tuple(weight.shape), codes=e4m3_codes(values / scales.unsqueeze(-1)), scales=scales)
+
+    def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return ``[..., N, K]``: e4m3(code) * scale as one float32 product, rounded once to ``dtype``."""
+        table = e4m3_values(self.codes.device)
+        codes = self.codes.view(torch.uint8).reshape(-1, self.shape[-1])
+        spread = self.scales.reshape(-1, 1)
+
+        def rows(start: int, stop: int) -> Tensor:
+            return look_up(table, codes[start:stop]).mul_(spread[start:stop])
+
+        return decode_rows(self.shape, dtype, self.codes.device, rows)
+
+    @classmethod
+    def from_parts(cls, parts: Mapping[str, Tensor], *, storage: str, shape: tuple[int, ...]) -> Self:
+        """Take codes as stored and the scales, ``[N]`` or ``[N, 1]``, in float32."""
+        taken = take(cls, find_storage(cls, storage), parts, shape)
+        scales = promote_scales(taken[".weight_scale"]).reshape(shape[:-1])
+        return cls(shape=tuple(shape), codes=taken[".weight"], scales=scales)
+
+    def faults(self) -> Tensor:
+        """Return a bool tensor over the leading dimensions: True for a forbidden scale or a NaN code.
+
+        Forbidden are NaN, infinite and negative scales, and a zero scale over codes that are not all zero.
+        """
+        leading = len(self.shape) - 2
+        bad = any_per_matrix(~torch.isfinite(self.scales) | (self.scales < 0), leading)
+        bad |= any_per_matrix(e4m3_is_nan(self.codes), leading)
+        zero = self.scales == 0
+        if bool(zero.any()):
+            used = ((self.codes.view(torch.uint8) & 0x7F) != 0).any(-1)
+            bad |= any_per_matrix(zero & used, leading)
+        return bad
+
+    def columns(self, start: int, stop: int) -> Self:
+        """Return a view of input columns ``start:stop``, any columns."""
+        check_cut(f"{self.name}: input columns", start, stop, self.shape[-1], 1)
+        return replace(self, shape=(*self.shape[:-1], stop - start), codes=self.codes[..., start:stop])
+
+    def rows(self, start: int, stop: int) -> Self:
+        """Return a view of output rows ``start:stop``, any rows."""
+        check_cut(f"{self.name}: output rows", start, stop, self.shape[-2], 1)
+        return replace(
+            self,
+            shape=(*self.shape[:-2], stop - start, self.shape[-1]),
+            codes=self.codes[..., start:stop, :],
+            scales=self.scales[..., start:stop],
+        )

@@ -1,0 +1,98 @@
+"""FP8 with one float32 scale per matrix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Self
+
+import torch
+
+from .codecs import as_float32, decode_rows, e4m3_codes, e4m3_is_nan, e4m3_values, fp8_scales, look_up
+from .intake import any_per_matrix, check_cut, find_storage, promote_scales, take
+from .payload import Part, Payload, Storage
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+__all__ = ["Fp8Tensor"]
+
+
+def _storage(name: str) -> Storage:
+    dtypes = ("F32", "BF16")
+    return Storage(
+        name=name,
+        parts=(
+            Part(suffix=".weight", dtypes=("F8_E4M3",)),
+            Part(suffix=".weight_scale", dtypes=dtypes, rows_per=0, columns_per=0),
+            Part(suffix=".input_scale", dtypes=dtypes, rows_per=0, columns_per=0, required=False),
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fp8Tensor(Payload):
+    """FP8, one scale a matrix: ``codes [..., N, K]`` float8_e4m3fn and ``scale [...]`` float32."""
+
+    codes: Tensor
+    scale: Tensor
+
+    name: ClassVar[str] = "fp8_tensor"
+    tolerance: ClassVar[float] = 0.03
+    storages: ClassVar[tuple[Storage, ...]] = tuple(
+        _storage(name) for name in ("modelopt", "compressed-tensors", "finegrained-fp8")
+    )
+
+    @classmethod
+    def encode(cls, weight: Tensor) -> Self:
+        """Quantise ``weight [..., N, K]``: scale amax / 448 of the matrix (1 for zeros), nearest even codes.
+
+        Raises InputError for NaN or infinite weights.
+        """
+        values = as_float32(weight, cls.name)
+        scale = fp8_scales(values.abs().amax((-2, -1)))
+        return cls(shape=tuple(weight.shape), codes=e4m3_codes(values / scale[..., None, None]), scale=scale)
+
+    def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return ``[..., N, K]``: e4m3(code) * scale as one float32 product, rounded once to ``dtype``."""
+        table = e4m3_values(self.codes.device)
+        codes = self.codes.view(torch.uint8).reshape(-1, self.shape[-1])
+        spread = self.scale.reshape(-1).repeat_interleave(self.shape[-2]).unsqueeze(-1)
+
+        def rows(start: int, stop: int) -> Tensor:
+            return look_up(table, codes[start:stop]).mul_(spread[start:stop])
+
+        return decode_rows(self.shape, dtype, self.codes.device, rows)
+
+    @classmethod
+    def from_parts(cls, parts: Mapping[str, Tensor], *, storage: str, shape: tuple[int, ...]) -> Self:
+        """Take codes as stored and the scale in float32; a static input scale is accepted and not kept."""
+        taken = take(cls, find_storage(cls, storage), parts, shape)
+        scale = promote_scales(taken[".weight_scale"])
+        return cls(shape=tuple(shape), codes=taken[".weight"], scale=scale)
+
+    def faults(self) -> Tensor:
+        """Return a bool tensor over the leading dimensions: True for a forbidden scale or a NaN code.
+
+        Forbidden are a NaN, infinite or negative scale, and a zero scale over codes that are not all zero.
+        """
+        leading = len(self.shape) - 2
+        bad = (
+            ~torch.isfinite(self.scale) | (self.scale < 0) | any_per_matrix(e4m3_is_nan(self.codes), leading)
+        )
+        zero = self.scale == 0
+        if bool(zero.any()):
+            bad |= zero & any_per_matrix((self.codes.view(torch.uint8) & 0x7F) != 0, leading)
+        return bad
+
+    def columns(self, start: int, stop: int) -> Self:
+        """Return a view of input columns ``start:stop``, any columns."""
+        check_cut(f"{self.name}: input columns", start, stop, self.shape[-1], 1)
+        return replace(self, shape=(*self.shape[:-1], stop - start), codes=self.codes[..., start:stop])
+
+    def rows(self, start: int, stop: int) -> Self:
+        """Return a view of output rows ``start:stop``, any rows."""
+        check_cut(f"{self.name}: output rows", start, stop, self.shape[-2], 1)
+        shape = (*self.shape[:-2], stop - start, self.shape[-1])
+        return replace(self, shape=shape, codes=self.codes[..., start:stop, :])

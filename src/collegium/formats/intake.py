@@ -1,0 +1,133 @@
+"""How checkpoint tensors become fields: look up the storage, check names, dtypes and shapes, cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from ..errors import InputError, MissingTensorError, SpecError, TensorMismatchError, UnknownTensorError
+from .codecs import e8m0_values, look_up
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from .payload import Part, Payload, Storage
+
+__all__ = ["any_per_matrix", "check_cut", "find_storage", "pad_last", "promote_scales", "select_part", "take"]
+
+P = TypeVar("P", bound="Payload")
+
+SAFETENSORS_DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+
+
+def find_storage(cls: type[Payload], name: str) -> Storage:
+    """Return the storage of ``cls`` called ``name``; SpecError lists the known ones."""
+    for storage in cls.storages:
+        if storage.name == name:
+            return storage
+    known = ", ".join(storage.name for storage in cls.storages)
+    raise SpecError(f"{cls.name}: storage {name!r} is not known, allowed: {known}")
+
+
+def take(
+    cls: type[Payload], storage: Storage, parts: Mapping[str, Tensor], shape: tuple[int, ...]
+) -> dict[str, Tensor]:
+    """Return the parts with their stored shape ``[*leading, *part shape]``.
+
+    Size-1 dimensions are forgiven (scalars as ``[1]``, row scales as ``[N]`` or ``[N, 1]``), and one number
+    per matrix may be given once for all matrices. Raises MissingTensorError, UnknownTensorError or
+    TensorMismatchError.
+    """
+    if len(shape) < 2 or min(shape) < 1:
+        raise InputError(f"{cls.name}: from_parts needs a logical shape [..., N, K], found {list(shape)}")
+    known = {part.suffix: part for part in storage.parts}
+    for suffix in parts:
+        if suffix not in known:
+            raise UnknownTensorError(
+                f"{cls.name} in {storage.name} storage has no part {suffix!r}, allowed: {', '.join(known)}"
+            )
+    taken: dict[str, Tensor] = {}
+    for suffix, part in known.items():
+        if suffix in parts:
+            taken[suffix] = _fit(f"{cls.name} {suffix}", part, parts[suffix], shape)
+        elif part.required:
+            found = ", ".join(parts) or "nothing"
+            raise MissingTensorError(
+                f"{cls.name} in {storage.name} storage needs the part {suffix!r}, found only: {found}"
+            )
+    return taken
+
+
+def _fit(what: str, part: Part, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    if tensor.dtype not in [SAFETENSORS_DTYPES[name] for name in part.dtypes]:
+        raise TensorMismatchError(f"{what} is {tensor.dtype}, allowed: {', '.join(part.dtypes)}")
+    lead, (rows, columns) = shape[:-2], shape[-2:]
+    expected = (*lead, *part.stored_shape(rows, columns))
+    if tuple(tensor.shape) == expected:
+        return tensor
+    if [n for n in tensor.shape if n != 1] == [n for n in expected if n != 1]:
+        return tensor.reshape(expected)
+    if expected == lead and tensor.numel() == 1:
+        return tensor.reshape(()).repeat(lead)
+    raise TensorMismatchError(
+        f"{what} is {list(tensor.shape)}, a logical {list(shape)} needs {list(expected)}; "
+        "check the sizes in the config and the format of this tensor"
+    )
+
+
+def promote_scales(scales: Tensor) -> Tensor:
+    """Return BF16, FP16, FP32 or E8M0 scales as float32, exactly."""
+    if scales.dtype == torch.float8_e8m0fnu:
+        return look_up(e8m0_values(scales.device), scales.view(torch.uint8))
+    return scales.float()
+
+
+def pad_last(codes: Tensor, size: int, valid: int, fill: int) -> Tensor:
+    """Return uint8 ``codes [..., n]`` as ``[..., size]`` with all from ``valid`` on set to ``fill``."""
+    if codes.shape[-1] == size == valid:
+        return codes
+    out = codes.new_full((*codes.shape[:-1], size), fill)
+    out[..., :valid] = codes[..., :valid]
+    return out
+
+
+def check_cut(what: str, start: int, stop: int, size: int, step: int) -> None:
+    """Raise InputError unless ``0 <= start < stop <= size`` with both on multiples of ``step`` or the end."""
+    inside = 0 <= start < stop <= size
+    if not inside or start % step or (stop % step and stop != size):
+        raise InputError(
+            f"{what} {start}:{stop} cannot be cut out of {size}: both ends must be multiples of {step} or "
+            f"the end {size}, and the cut not empty; choose other boundaries or a tensor-parallel size that fits"
+        )
+
+
+def any_per_matrix(mask: Tensor, leading: int) -> Tensor:
+    """Reduce a bool mask ``[*leading dims, ...]`` to the leading dimensions."""
+    return mask.reshape(*mask.shape[:leading], -1).any(-1)
+
+
+def select_part(payload: P, index: int) -> P:
+    """Return matrix ``index`` of the last leading dimension: of gate_up ``[E, 2, I, H]``, 0 is gate, 1 is up."""
+    last = len(payload.shape) - 3
+    if last < 0 or not 0 <= index < payload.shape[last]:
+        raise InputError(
+            f"{payload.name}: part {index} of logical shape {list(payload.shape)} does not exist; the shape must "
+            "be [..., P, N, K] and the part 0 to P - 1"
+        )
+    shape = (*payload.shape[:last], *payload.shape[last + 1 :])
+    picked = {name: tensor.select(last, index) for name, tensor in payload.tensors().items()}
+    return replace(payload, shape=shape, **picked)

@@ -1,0 +1,95 @@
+"""MXFP4: E2M1 codes, two in a byte, with one E8M0 scale per 32 input columns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Self
+
+import torch
+
+from .codecs import (
+    as_float32,
+    e2m1_codes,
+    e2m1_pairs,
+    e8m0_codes,
+    e8m0_values,
+    in_groups,
+    look_up,
+    pack_nibbles,
+)
+from .grouped import Grouped
+from .intake import any_per_matrix, find_storage, take
+from .payload import Part, Storage
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+__all__ = ["MxFp4"]
+
+_E2M1_EXPONENT = 2
+_SCALE_DTYPES = ("U8", "F8_E8M0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MxFp4(Grouped):
+    """MXFP4: ``codes [..., N, Kp/2]`` uint8, low nibble first, ``scales [..., N, Kp/32]`` uint8 (E8M0)."""
+
+    name: ClassVar[str] = "mxfp4"
+    group: ClassVar[int] = 32
+    tolerance: ClassVar[float] = 0.13
+    storages: ClassVar[tuple[Storage, ...]] = (
+        Storage(
+            name="gpt-oss",
+            parts=(
+                Part(suffix="_blocks", dtypes=("U8",), columns_per=32, inner=(16,)),
+                Part(suffix="_scales", dtypes=_SCALE_DTYPES, columns_per=32),
+            ),
+        ),
+        Storage(
+            name="deepseek-v4",
+            parts=(
+                Part(suffix=".weight", dtypes=("I8", "U8"), columns_per=2),
+                Part(suffix=".scale", dtypes=_SCALE_DTYPES, columns_per=32),
+            ),
+        ),
+        Storage(
+            name="compressed-tensors",
+            parts=(
+                Part(suffix=".weight_packed", dtypes=("U8",), columns_per=2),
+                Part(suffix=".weight_scale", dtypes=_SCALE_DTYPES, columns_per=32),
+            ),
+        ),
+    )
+
+    @classmethod
+    def encode(cls, weight: Tensor) -> Self:
+        """Quantise ``weight [..., N, K]``: scale 2^(floor(log2(amax)) - 2), nearest even codes, saturating.
+
+        Scale rule: OCP MX 1.0, section 6.3. Raises InputError for NaN or infinite weights.
+        """
+        groups = in_groups(as_float32(weight, cls.name), 32)
+        scales = e8m0_codes(groups.abs().amax(-1), _E2M1_EXPONENT)
+        codes = e2m1_codes(groups / look_up(e8m0_values(weight.device), scales).unsqueeze(-1))
+        return cls(shape=tuple(weight.shape), codes=pack_nibbles(codes).flatten(-2), scales=scales)
+
+    def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return ``[..., N, K]``: e2m1(code) * 2^(scale - 127) in float32, rounded once to ``dtype``."""
+        device = self.codes.device
+        codes = self.codes.reshape(-1, self.codes.shape[-1])
+        scales = self.scales.reshape(-1, self.scales.shape[-1])
+        powers = e8m0_values(device)
+        return self._decode(dtype, e2m1_pairs(device), codes, lambda a, b: look_up(powers, scales[a:b]))
+
+    @classmethod
+    def from_parts(cls, parts: Mapping[str, Tensor], *, storage: str, shape: tuple[int, ...]) -> Self:
+        """Take code and scale bytes as stored, I8 and E8M0 reinterpreted, never converted."""
+        layout = find_storage(cls, storage)
+        taken = take(cls, layout, parts, shape)
+        codes, scales = (taken[part.suffix].view(torch.uint8) for part in layout.parts)
+        return cls(shape=tuple(shape), codes=cls._whole_groups(codes, shape), scales=scales)
+
+    def faults(self) -> Tensor:
+        """Return a bool tensor over the leading dimensions: True where a scale byte is 255 (NaN)."""
+        return any_per_matrix(self.scales == 255, len(self.shape) - 2)

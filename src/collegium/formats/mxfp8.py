@@ -1,0 +1,99 @@
+"""MXFP8: E4M3 codes with one E8M0 scale per 32 input columns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Self
+
+import torch
+
+from .codecs import (
+    as_float32,
+    e4m3_codes,
+    e4m3_is_nan,
+    e4m3_values,
+    e8m0_codes,
+    e8m0_values,
+    in_groups,
+    look_up,
+)
+from .grouped import Grouped
+from .intake import any_per_matrix, find_storage, take
+from .payload import Part, Storage
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+__all__ = ["MxFp8"]
+
+_E4M3_EXPONENT = 8
+
+
+def _storage(name: str, suffix: str) -> Storage:
+    weight = Part(suffix=".weight", dtypes=("F8_E4M3",))
+    return Storage(name=name, parts=(weight, Part(suffix=suffix, dtypes=("U8", "F8_E8M0"), columns_per=32)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MxFp8(Grouped):
+    """MXFP8 weights: ``codes [..., N, Kp]`` float8_e4m3fn and ``scales [..., N, Kp/32]`` uint8 (E8M0)."""
+
+    name: ClassVar[str] = "mxfp8"
+    group: ClassVar[int] = 32
+    per_byte: ClassVar[int] = 1
+    tolerance: ClassVar[float] = 0.035
+    storages: ClassVar[tuple[Storage, ...]] = (
+        _storage("compressed-tensors", ".weight_scale"),
+        _storage("modelopt", ".weight_scale"),
+        _storage("minimax-m3", ".weight_scale_inv"),
+    )
+
+    @classmethod
+    def encode(cls, weight: Tensor) -> Self:
+        """Quantise ``weight [..., N, K]``: scale 2^(floor(log2(amax)) - 8), nearest even codes, saturating.
+
+        Scale rule: OCP MX 1.0, section 6.3. Raises InputError for NaN or infinite weights.
+        """
+        groups = in_groups(as_float32(weight, cls.name), 32)
+        scales = e8m0_codes(groups.abs().amax(-1), _E4M3_EXPONENT)
+        codes = e4m3_codes(groups / look_up(e8m0_values(weight.device), scales).unsqueeze(-1))
+        return cls(shape=tuple(weight.shape), codes=codes.flatten(-2), scales=scales)
+
+    def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return ``[..., N, K]``: e4m3(code) * 2^(scale - 127) in float32, rounded once to ``dtype``."""
+        device = self.codes.device
+        codes = self.codes.view(torch.uint8).reshape(-1, self.codes.shape[-1])
+        scales = self.scales.reshape(-1, self.scales.shape[-1])
+        powers = e8m0_values(device)
+        return self._decode(dtype, e4m3_values(device), codes, lambda a, b: look_up(powers, scales[a:b]))
+
+    @classmethod
+    def from_parts(cls, parts: Mapping[str, Tensor], *, storage: str, shape: tuple[int, ...]) -> Self:
+        """Take codes and scale bytes as stored; a scale row for several rows (ModelOpt) is repeated."""
+        layout = find_storage(cls, storage)
+        scale = layout.parts[1].suffix
+        taken = take(cls, layout, _one_scale_row_each(parts, scale, shape), shape)
+        codes = cls._whole_groups(taken[".weight"].view(torch.uint8), shape)
+        return cls(
+            shape=tuple(shape), codes=codes.view(torch.float8_e4m3fn), scales=taken[scale].view(torch.uint8)
+        )
+
+    def faults(self) -> Tensor:
+        """Return a bool tensor over the leading dimensions: True for a scale byte 255 or a NaN code."""
+        leading = len(self.shape) - 2
+        return any_per_matrix(self.scales == 255, leading) | any_per_matrix(e4m3_is_nan(self.codes), leading)
+
+
+def _one_scale_row_each(
+    parts: Mapping[str, Tensor], suffix: str, shape: tuple[int, ...]
+) -> Mapping[str, Tensor]:
+    scales = parts.get(suffix)
+    if scales is None or scales.dim() != len(shape):
+        return parts
+    stored, rows = scales.shape[-2], shape[-2]
+    if stored == rows or stored == 0 or rows % stored:
+        return parts
+    raw = scales.view(torch.uint8) if scales.element_size() == 1 else scales
+    return {**parts, suffix: raw.repeat_interleave(rows // stored, dim=-2)}

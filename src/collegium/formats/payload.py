@@ -1,0 +1,142 @@
+"""What every weight format is: a frozen bundle of exactly the tensors that format stores.
+
+A payload describes a stack of matrices with logical shape ``[..., N, K]``: any number of leading dimensions, N
+output rows, K input columns; groups always run along K. ``y = x @ W.T``. All tensors of a payload share the leading
+dimensions, so a payload of all experts can be indexed by expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, ClassVar, Self
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+__all__ = ["Part", "Payload", "Storage"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One checkpoint tensor of a quantised matrix ``[N, K]``.
+
+    suffix: what follows the module path, for instance ``.weight_scale_inv``.
+    dtypes: safetensors dtype names that may hold it.
+    rows_per, columns_per: logical rows and columns that one stored element covers along its own axis, so the stored
+        shape is ``[ceil(N / rows_per), ceil(K / columns_per), *inner]``; 0 means the axis is absent. With both 0 the
+        part is one number per matrix, stored as ``[]`` or ``[1]``.
+    inner: trailing stored dimensions, for instance the 16 bytes of a gpt-oss block.
+    required: whether a checkpoint without it is refused.
+    """
+
+    suffix: str
+    dtypes: tuple[str, ...]
+    rows_per: int = 1
+    columns_per: int = 1
+    inner: tuple[int, ...] = ()
+    required: bool = True
+
+    def stored_shape(self, rows: int, columns: int) -> tuple[int, ...]:
+        """Return the shape this part has for a logical matrix ``[rows, columns]``."""
+        head = tuple(-(-n // per) for n, per in ((rows, self.rows_per), (columns, self.columns_per)) if per)
+        return (*head, *self.inner)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Storage:
+    """One published way to store a format: ``name`` (``modelopt``, ``compressed-tensors``, ...) and its parts."""
+
+    name: str
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Payload:
+    """Base of the weight formats; subclasses add tensor fields and the class facts below.
+
+    shape: logical shape ``(..., N, K)``; storage may be padded with zeros along N or K, the shape stays true.
+
+    Class facts. name: the name plans and tables use. group: input columns that share a scale (0: no groups).
+    row_block: output rows that share a scale (1 for row-wise formats). tolerance: bound on the relative L2 error of
+    encode followed by decode for Gaussian weights. storages: the published layouts ``from_parts`` understands.
+    """
+
+    shape: tuple[int, ...]
+
+    name: ClassVar[str]
+    group: ClassVar[int] = 0
+    row_block: ClassVar[int] = 1
+    tolerance: ClassVar[float]
+    storages: ClassVar[tuple[Storage, ...]]
+
+    @classmethod
+    def encode(cls, weight: Tensor) -> Self:
+        """Quantise ``weight [..., N, K]`` (any floating dtype) into this format, on the weight's device."""
+        raise NotImplementedError
+
+    def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return ``[..., N, K]``: the exact float32 value of every element, rounded once to ``dtype``."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_parts(cls, parts: Mapping[str, Tensor], *, storage: str, shape: tuple[int, ...]) -> Self:
+        """Build the payload of logical ``shape`` from checkpoint tensors keyed by part suffix, byte for byte.
+
+        The tensors may carry leading dimensions (stacked experts); ``shape`` then has them too.
+        """
+        raise NotImplementedError
+
+    def faults(self) -> Tensor:
+        """Return a bool tensor over the leading dimensions: True where a scale is forbidden by the format.
+
+        Forbidden are NaN, infinite, negative, and zero scales where the format says so, and E8M0 byte 255.
+        """
+        raise NotImplementedError
+
+    def columns(self, start: int, stop: int) -> Self:
+        """Return input columns ``start:stop``; both must lie on group boundaries or at the end."""
+        raise NotImplementedError
+
+    def rows(self, start: int, stop: int) -> Self:
+        """Return output rows ``start:stop``; both must lie on row-block boundaries or at the end."""
+        raise NotImplementedError
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the stored tensors by field name."""
+        pairs = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return {name: value for name, value in pairs if isinstance(value, torch.Tensor)}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all stored tensors."""
+        return sum(t.numel() * t.element_size() for t in self.tensors().values())
+
+    @property
+    def device(self) -> torch.device:
+        """Where the payload lives."""
+        return next(iter(self.tensors().values())).device
+
+    def __getitem__(self, index: int | slice) -> Self:
+        """Index or slice the first leading dimension, for instance one expert."""
+        picked = {name: t[index] for name, t in self.tensors().items()}
+        lead = self.shape[0]
+        head = () if isinstance(index, int) else (len(range(*index.indices(lead))),)
+        return replace(self, shape=(*head, *self.shape[1:]), **picked)
+
+    def to(self, device: torch.device | str) -> Self:
+        """Copy every tensor to ``device``."""
+        return replace(self, **{name: t.to(device) for name, t in self.tensors().items()})
+
+    def repeated(self, count: int) -> Self:
+        """Return an uninitialised payload of ``count`` matrices shaped like this one, to be filled by ``put``."""
+        room = {name: t.new_empty((count, *t.shape)) for name, t in self.tensors().items()}
+        return replace(self, shape=(count, *self.shape), **room)
+
+    def put(self, index: int, payload: Self) -> None:
+        """Copy ``payload`` into slot ``index`` of the first leading dimension, in place."""
+        for name, target in self.tensors().items():
+            target[index].copy_(payload.tensors()[name])

@@ -1,0 +1,106 @@
+"""Weights as floating-point numbers: FP32, BF16 and FP16, one number an element, no scales."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Self
+
+import torch
+
+from ..errors import InputError
+from .codecs import DECODE_DTYPES, as_float32
+from .intake import any_per_matrix, check_cut, find_storage, take
+from .payload import Part, Payload, Storage
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+__all__ = ["Bf16", "Fp16", "Fp32"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Plain(Payload):
+    """values: ``[..., N, K]`` in the format's dtype."""
+
+    values: Tensor
+    dtype: ClassVar[torch.dtype]
+
+    @classmethod
+    def encode(cls, weight: Tensor) -> Self:
+        """Round ``weight [..., N, K]`` to the format's dtype; InputError if one is or becomes infinite."""
+        values = as_float32(weight, cls.name).to(cls.dtype)
+        lost = int((~torch.isfinite(values)).sum())
+        if lost:
+            raise InputError(
+                f"{cls.name}: {lost} of {values.numel()} weights are beyond {torch.finfo(cls.dtype).max}; "
+                "encode into bf16 or fp32"
+            )
+        return cls(shape=tuple(weight.shape), values=values)
+
+    def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return ``[..., N, K]`` in ``dtype``; the stored tensor itself when it already has that dtype."""
+        if dtype not in DECODE_DTYPES:
+            allowed = ", ".join(str(d) for d in DECODE_DTYPES)
+            raise InputError(
+                f"decode to {dtype} is not possible, allowed: {allowed}; convert the result yourself"
+            )
+        return self.values.to(dtype)
+
+    @classmethod
+    def from_parts(cls, parts: Mapping[str, Tensor], *, storage: str, shape: tuple[int, ...]) -> Self:
+        """Take the part ``.weight`` as it is; raises the CheckpointErrors of a wrong name, dtype or shape."""
+        taken = take(cls, find_storage(cls, storage), parts, shape)
+        return cls(shape=tuple(shape), values=taken[".weight"])
+
+    def faults(self) -> Tensor:
+        """Return a bool tensor over the leading dimensions: True where a value is NaN or infinite."""
+        return any_per_matrix(~torch.isfinite(self.values), len(self.shape) - 2)
+
+    def columns(self, start: int, stop: int) -> Self:
+        """Return a view of input columns ``start:stop``, any columns."""
+        check_cut(f"{self.name}: input columns", start, stop, self.shape[-1], 1)
+        return replace(self, shape=(*self.shape[:-1], stop - start), values=self.values[..., start:stop])
+
+    def rows(self, start: int, stop: int) -> Self:
+        """Return a view of output rows ``start:stop``, any rows."""
+        check_cut(f"{self.name}: output rows", start, stop, self.shape[-2], 1)
+        shape = (*self.shape[:-2], stop - start, self.shape[-1])
+        return replace(self, shape=shape, values=self.values[..., start:stop, :])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fp32(_Plain):
+    """Float32 weights: ``values [..., N, K]`` float32."""
+
+    name: ClassVar[str] = "fp32"
+    tolerance: ClassVar[float] = 0.0
+    dtype: ClassVar[torch.dtype] = torch.float32
+    storages: ClassVar[tuple[Storage, ...]] = (
+        Storage(name="plain", parts=(Part(suffix=".weight", dtypes=("F32",)),)),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bf16(_Plain):
+    """BF16 weights: ``values [..., N, K]`` bfloat16."""
+
+    name: ClassVar[str] = "bf16"
+    tolerance: ClassVar[float] = 2.0e-3
+    dtype: ClassVar[torch.dtype] = torch.bfloat16
+    storages: ClassVar[tuple[Storage, ...]] = (
+        Storage(name="plain", parts=(Part(suffix=".weight", dtypes=("BF16",)),)),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fp16(_Plain):
+    """FP16 weights: ``values [..., N, K]`` float16."""
+
+    name: ClassVar[str] = "fp16"
+    tolerance: ClassVar[float] = 2.5e-4
+    dtype: ClassVar[torch.dtype] = torch.float16
+    storages: ClassVar[tuple[Storage, ...]] = (
+        Storage(name="plain", parts=(Part(suffix=".weight", dtypes=("F16",)),)),
+    )

@@ -1,0 +1,335 @@
+"""MoELayer and moe(): the two ways to call Collegium.
+
+A token's way: route -> dispatch -> experts -> combine -> add the shared expert. Every number on that way stands in
+the plan, which is made before the weights are packed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from .devices import probe
+from .errors import InputError
+from .experts import KERNELS
+from .formats import by_name
+from .formats.payload import Payload
+from .formats.unquantised import Bf16, Fp16, Fp32
+from .ops.route import route, route_custom, sanitise
+from .parallel.local import Local
+from .pipeline import SplitPipeline
+from .plan import plan
+from .types import ActivationSpec, ContiguousBatch, ExpertWeights, Limits, MoESpec, Problem, Routing, RoutingSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from .plan import Plan
+    from .types import Choice, LatentWeights, RouterWeights, SharedWeights
+
+__all__ = ["MoELayer", "encode_experts", "moe"]
+
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+class MoELayer(nn.Module):
+    """One Mixture-of-Experts layer: router, routed experts, shared expert.
+
+    The layer owns packed weights on one device and makes every decision when it is built; ``forward`` only computes.
+    ``plan`` says what was chosen, ``print(layer)`` shows it.
+    """
+
+    def __init__(
+        self,
+        weights: ExpertWeights[Payload],
+        plan: Plan,
+        *,
+        router: RouterWeights | None = None,
+        shared: SharedWeights[Payload] | None = None,
+        latent: LatentWeights | None = None,
+        choose: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]] | None = None,
+        checked: bool = False,
+    ) -> None:
+        """Pack ``weights`` for the kernel of ``plan``.
+
+        router: needed unless every call brings logits or a routing. shared, latent: as the spec says.
+        choose: a routing rule of your own, ``choose(x [T, D], logits [T, E], top_k) -> (weights, ids)`` both
+        ``[T, K]``; it replaces the spec's rule, and what it returns is checked like any other routing.
+        checked: raise RoutingError on NaN logits, out-of-range and duplicate ids instead of dropping the rows; this
+        reads the device once a call. Raises InputError when weights and spec disagree.
+        """
+        super().__init__()
+        spec = plan.problem.spec
+        _check_weights(weights, spec)
+        _check_extras(spec, router, shared, latent)
+        kernel = next(k for k in KERNELS if k.name == plan.kernel)
+        self.plan = plan
+        self.spec = spec
+        self.checked = checked
+        self.choose = choose
+        self.router = router
+        self.shared = shared
+        self.latent = latent
+        self._kernel = kernel
+        self._pipeline = SplitPipeline(
+            dispatcher=Local(num_experts=spec.num_experts, weight_on_input=spec.routing.weight_on_input),
+            kernel=kernel,
+            packed=kernel.pack(weights, plan.problem),
+        )
+        self._packed_shared = None if shared is None else kernel.pack(shared.experts, _shared_problem(plan.problem))
+        self._device = weights.down.device
+
+    def extra_repr(self) -> str:
+        """Show the plan."""
+        return self.plan.explain()
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        router_logits: Tensor | None = None,
+        routing: Routing | None = None,
+        token_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Return the layer's output for ``x [..., D]`` (bf16, fp16 or float32), same shape and dtype.
+
+        router_logits: ``[T, E]`` from an external router; routing: chosen experts and weights, used as they are;
+        neither: the layer's own router. token_ids: ``[T]`` integers, needed for hash routing only.
+        T is the product of the leading dimensions and may be 0. Raises InputError on shapes, dtypes and devices, and
+        RoutingError in checked mode.
+        """
+        self._check_input(x)
+        flat = x.reshape(-1, self.spec.hidden_size)
+        chosen = self._route(flat, router_logits, routing, token_ids)
+        step = self.plan.problem.limits.max_tokens
+        if flat.shape[0] <= step:
+            return self._tokens(flat, chosen).reshape(x.shape)
+        out = torch.empty_like(flat, memory_format=torch.contiguous_format)
+        for start in range(0, flat.shape[0], step):
+            span = slice(start, start + step)
+            part = Routing(topk_ids=chosen.topk_ids[span], topk_weights=chosen.topk_weights[span])
+            out[span] = self._tokens(flat[span], part)
+        return out.reshape(x.shape)
+
+    def _tokens(self, x: Tensor, routing: Routing) -> Tensor:
+        inner = x if self.latent is None else functional.linear(x, self.latent.down.to(x.dtype))
+        out = self._pipeline(inner, routing)
+        if self.latent is not None:
+            out = _leave_latent(out, self.latent)
+        if self.shared is not None:
+            out = out + self._shared_output(x)
+        return out.to(x.dtype)
+
+    def _shared_output(self, x: Tensor) -> Tensor:
+        shared = cast("SharedWeights[Payload]", self.shared)
+        tokens = x.shape[0]
+        rows = torch.arange(tokens, device=x.device)
+        batch = ContiguousBatch(x=x, source=rows, expert_offsets=torch.tensor([0, tokens], device=x.device))
+        out = self._kernel.run(batch, self._packed_shared)
+        if shared.gate is None:
+            return out
+        return torch.sigmoid(functional.linear(x.float(), shared.gate.float())) * out
+
+    def _route(
+        self, x: Tensor, logits: Tensor | None, routing: Routing | None, token_ids: Tensor | None
+    ) -> Routing:
+        if routing is not None:
+            _check_rows("topk_ids", routing.topk_ids, (x.shape[0], routing.topk_ids.shape[-1]))
+            return sanitise(routing.topk_ids, routing.topk_weights, self.spec.num_experts, checked=self.checked)
+        if logits is None:
+            if self.router is None:
+                raise InputError(
+                    "forward: no router_logits and no routing were given and the layer was built without a router; "
+                    "give one of the two, or build the layer with router=RouterWeights(...)"
+                )
+            bias = None if self.router.bias is None else self.router.bias.float()
+            logits = functional.linear(x.float(), self.router.weight.float(), bias)
+        _check_rows("router_logits", logits, (x.shape[0], self.spec.num_experts))
+        if self.choose is not None:
+            return route_custom(self.choose, x, logits, self.spec.routing, checked=self.checked)
+        return route(
+            logits,
+            self.spec.routing,
+            bias=None if self.router is None else self.router.correction_bias,
+            token_ids=token_ids,
+            hash_table=None if self.router is None else self.router.hash_table,
+            checked=self.checked,
+        )
+
+    def _check_input(self, x: Tensor) -> None:
+        if x.shape[-1:] != (self.spec.hidden_size,):
+            raise InputError(
+                f"forward: x has shape {tuple(x.shape)}; its last dimension must be hidden_size={self.spec.hidden_size}"
+            )
+        wanted = self.plan.problem.dtype
+        if _DTYPES.get(x.dtype) != wanted:
+            raise InputError(
+                f"forward: x is {x.dtype}, the layer was planned for {wanted}; convert x, or plan with dtype="
+                f"{_DTYPES.get(x.dtype, 'one of ' + ', '.join(_DTYPES.values()))!r}"
+            )
+        if x.device != self._device:
+            raise InputError(
+                f"forward: x is on {x.device}, the packed weights are on {self._device}; move x, or build the layer "
+                "with weights on x's device (a packed layer does not move)"
+            )
+
+
+def moe(
+    x: Tensor,
+    gate_up: Payload | Tensor,
+    down: Payload | Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    *,
+    activation: ActivationSpec | None = None,
+    biases: tuple[Tensor, Tensor] | None = None,
+    force: Choice | None = None,
+) -> Tensor:
+    """Run routed experts once, without building a layer: ``x [T, H]`` to ``[T, H]``, same dtype.
+
+    gate_up: a payload ``[E, P, I, H]``, or a tensor ``[E, P*I, H]`` with the gate rows first. down: a payload or
+    tensor ``[E, H, I]``. topk_ids ``[T, K]`` integers (-1: not here), topk_weights ``[T, K]``. biases: gate_up
+    ``[E, P*I]`` or ``[E, P, I]`` and down ``[E, H]``. Weights are packed at every call: keep a MoELayer for repeated
+    use of a quantised format. Raises InputError and PlanError; bad ids and weights drop their assignment.
+    """
+    kind = activation or ActivationSpec()
+    upper, lower = _as_payload(gate_up, 2 if kind.gated else 1), _as_payload(down, None)
+    experts, _, wide, hidden = upper.shape
+    spec = MoESpec(
+        hidden_size=hidden,
+        intermediate_size=wide,
+        num_experts=experts,
+        routing=RoutingSpec(top_k=min(topk_ids.shape[-1], experts)),
+        activation=kind,
+        weight_format=upper.name,
+        expert_bias=biases is not None,
+    )
+    dtype = _DTYPES.get(x.dtype)
+    if dtype is None:
+        raise InputError(f"moe: x is {x.dtype}; allowed: {', '.join(map(str, _DTYPES))}")
+    problem = Problem(
+        spec=spec, device=probe(x.device), limits=Limits(max_tokens=max(1, x.shape[0])), dtype=cast("Any", dtype)
+    )
+    weights = ExpertWeights(
+        gate_up=upper,
+        down=lower,
+        gate_up_bias=None if biases is None else biases[0].reshape(experts, -1, wide),
+        down_bias=None if biases is None else biases[1],
+    )
+    layer = MoELayer(weights, plan(problem, force))
+    return layer(x, routing=Routing(topk_ids=topk_ids, topk_weights=topk_weights))
+
+
+def encode_experts(weights: ExpertWeights[Payload], weight_format: str) -> ExpertWeights[Payload]:
+    """Encode every expert into ``weight_format``, one expert at a time; biases stay as they are.
+
+    Raises SpecError for an unknown format name.
+    """
+    target = by_name(weight_format)
+    return replace(weights, gate_up=_encode(weights.gate_up, target), down=_encode(weights.down, target))
+
+
+def _encode(source: Payload, target: type[Payload]) -> Payload:
+    first = target.encode(source[0].decode())
+    out = first.repeated(source.shape[0])
+    for expert in range(source.shape[0]):
+        out.put(expert, target.encode(source[expert].decode()))
+    return out
+
+
+def _leave_latent(out: Tensor, latent: LatentWeights) -> Tensor:
+    if latent.norm is not None:
+        out = functional.rms_norm(out, (out.shape[-1],), latent.norm.float(), latent.norm_eps)
+    return functional.linear(out, latent.up.float())
+
+
+def _shared_problem(problem: Problem) -> Problem:
+    spec = problem.spec
+    wide = spec.intermediate_size if spec.shared is None else spec.shared.intermediate_size
+    shared = replace(
+        spec,
+        num_experts=1,
+        intermediate_size=wide,
+        latent_size=None,
+        shared=None,
+        expert_bias=False,
+        routing=RoutingSpec(top_k=1),
+    )
+    return replace(problem, spec=shared)
+
+
+def _as_payload(weight: Payload | Tensor, parts: int | None) -> Payload:
+    if isinstance(weight, Payload):
+        return weight
+    if parts is not None and weight.dim() == 3:
+        weight = weight.unflatten(1, (parts, -1))
+    for payload in (Bf16, Fp16, Fp32):
+        if _DTYPES.get(weight.dtype) == payload.name:
+            return payload(values=weight, shape=tuple(weight.shape))
+    raise InputError(
+        f"moe: a weight is {weight.dtype}; allowed: {', '.join(map(str, _DTYPES))}, or a payload of collegium.formats"
+    )
+
+
+def _check_rows(name: str, found: Tensor, wanted: tuple[int, int]) -> None:
+    if tuple(found.shape) != wanted:
+        raise InputError(f"forward: {name} has shape {tuple(found.shape)}, this call needs {wanted}")
+
+
+def _check_weights(weights: ExpertWeights[Payload], spec: MoESpec) -> None:
+    experts, parts = spec.num_experts, spec.gate_up_parts
+    wide, hidden = spec.intermediate_size, spec.expert_hidden_size
+    wanted = {"gate_up": (experts, parts, wide, hidden), "down": (experts, hidden, wide)}
+    for name, shape in wanted.items():
+        payload: Payload = getattr(weights, name)
+        if payload.shape != shape:
+            raise InputError(
+                f"{name}: the payload's logical shape is {payload.shape}, the spec needs {shape} "
+                f"(E={experts}, P={parts}, I={wide}, H={hidden})"
+            )
+        if payload.name != spec.weight_format:
+            raise InputError(f"{name}: the payload is {payload.name}, the spec says {spec.weight_format}")
+    biases = {"gate_up_bias": (experts, parts, wide), "down_bias": (experts, hidden)}
+    for name, shape in biases.items():
+        bias: Tensor | None = getattr(weights, name)
+        found = None if bias is None else tuple(bias.shape)
+        allowed = shape if spec.expert_bias else None
+        if found != allowed:
+            raise InputError(
+                f"{name}: found {found or 'none'}, the spec (expert_bias={spec.expert_bias}) needs {allowed or 'none'}"
+            )
+
+
+def _check_extras(
+    spec: MoESpec,
+    router: RouterWeights | None,
+    shared: SharedWeights[Payload] | None,
+    latent: LatentWeights | None,
+) -> None:
+    for name, asked, given in (
+        ("shared", spec.shared is not None, shared is not None),
+        ("latent", spec.latent_size is not None, latent is not None),
+    ):
+        if asked != given:
+            needs = "needs" if asked else "has no place for"
+            raise InputError(f"{name}: the spec {needs} {name} weights, they were {'given' if given else 'not given'}")
+    if spec.shared is not None and shared is not None and (shared.gate is not None) != spec.shared.gated:
+        raise InputError(f"shared: gate {'given' if shared.gate is not None else 'missing'}, spec gated={spec.shared.gated}")
+    if router is None:
+        return
+    if tuple(router.weight.shape) != (spec.num_experts, spec.hidden_size):
+        raise InputError(
+            f"router: weight has shape {tuple(router.weight.shape)}, the spec needs "
+            f"({spec.num_experts}, {spec.hidden_size})"
+        )
+    if (router.correction_bias is not None) != spec.routing.correction_bias:
+        raise InputError(
+            f"router: correction bias {'given' if router.correction_bias is not None else 'missing'}, the spec says "
+            f"correction_bias={spec.routing.correction_bias}"
+        )

@@ -1,0 +1,223 @@
+"""Which weight format a config declares for one module: the quantisation block, its skip list, and ``dtype``."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, cast
+
+from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = ["METHODS", "Declared", "declared_format"]
+
+METHODS = ("fp8", "mxfp4", "mxfp8", "modelopt", "compressed-tensors")
+_FLOATS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+_MODELOPT = {
+    "FP8": "fp8_tensor",
+    "FP8_PER_CHANNEL_PER_TOKEN": "fp8_channel",
+    "FP8_PB_WO": "fp8_block",
+    "FP8_BLOCK_SCALES": "fp8_block",
+    "NVFP4": "nvfp4",
+    "W4A16_NVFP4": "nvfp4",
+    "MXFP8": "mxfp8",
+}
+_COMPRESSED = (
+    # type, bits, strategy, group size (None: any) -> format
+    ("float", 8, "tensor", None, "fp8_tensor"),
+    ("float", 8, "channel", None, "fp8_channel"),
+    ("float", 8, "block", None, "fp8_block"),
+    ("float", 8, "group", 32, "mxfp8"),
+    ("float", 4, "tensor_group", 16, "nvfp4"),
+    ("float", 4, "group", 32, "mxfp4"),
+    ("int", 4, "group", None, "int4_group"),
+    ("int", 4, "channel", None, "int4_group"),
+)
+_MAX_PATTERN = 1000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Declared:
+    """What a config says of one module.
+
+    format: name of a format of ``collegium.formats.FORMATS``; None when the config says nothing. method: the
+    ``quant_method`` it stands in, None for unquantised. block: rows and columns that share a scale (FP8 block).
+    group: columns that share a scale (INT4; None: a whole row).
+    """
+
+    format: str | None
+    method: str | None = None
+    block: tuple[int, int] | None = None
+    group: int | None = None
+
+
+def declared_format(config: Mapping[str, object], path: str) -> Declared:
+    """Return the format the config declares for the module at ``path``.
+
+    Raises ConfigError for an unknown method, algorithm or argument, naming those known.
+    """
+    block = _block(config)
+    plain = Declared(format=_float_format(config))
+    if block is None:
+        return plain
+    method = str(block.get("quant_method")).lower()
+    if method not in METHODS:
+        msg = f"quantization_config: quant_method is {block.get('quant_method')!r}, known are {', '.join(METHODS)}"
+        raise ConfigError(msg)
+    if _skipped(block, path):
+        return plain
+    if method == "fp8":
+        return _fp8(config, block)
+    if method in ("mxfp4", "mxfp8"):
+        return Declared(format=method, method=method)
+    if method == "modelopt":
+        return _modelopt(block, path, plain)
+    return _compressed(block, path, plain)
+
+
+def _block(config: Mapping[str, object]) -> Mapping[str, object] | None:
+    text = config.get("text_config")
+    nested = cast("Mapping[str, object]", text).get("quantization_config") if isinstance(text, dict) else None
+    found = config.get("quantization_config") or nested
+    if not found:
+        return None
+    if not isinstance(found, dict):
+        msg = f"config.json: quantization_config is {found!r}, allowed is an object"
+        raise ConfigError(msg)
+    return cast("Mapping[str, object]", found)
+
+
+def _float_format(config: Mapping[str, object]) -> str | None:
+    found = config.get("dtype") or config.get("torch_dtype")
+    if found is None:
+        return None
+    name = str(found).removeprefix("torch.")
+    if name not in _FLOATS:
+        msg = f"config.json: dtype is {found!r}, known are {', '.join(_FLOATS)}"
+        raise ConfigError(msg)
+    return _FLOATS[name]
+
+
+def _texts(block: Mapping[str, object], key: str) -> list[str]:
+    found = block.get(key) or []
+    items = cast("list[object]", found) if isinstance(found, list) else [None]
+    if any(not isinstance(item, str) for item in items):
+        msg = f"quantization_config: {key} is {found!r:.200}, allowed is a list of module names"
+        raise ConfigError(msg)
+    return cast("list[str]", items)
+
+
+def _skipped(block: Mapping[str, object], path: str) -> bool:
+    keys = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
+    return any(_matches(entry, path) for key in keys for entry in _texts(block, key))
+
+
+def _matches(entry: str, path: str) -> bool:
+    """Tell whether a skip-list entry covers ``path``: ``re:`` pattern, wildcard, or consecutive path components."""
+    if entry.startswith("re:"):
+        return _search(entry, path)
+    steps = path.split(".")
+    if "*" in entry or "?" in entry:
+        return any(fnmatchcase(".".join(steps[:stop]), entry) for stop in range(1, len(steps) + 1))
+    # whole components only: "mlp.gate" is the router and must not cover "mlp.gate_proj"
+    return f".{entry}." in f".{path}."
+
+
+def _search(entry: str, path: str) -> bool:
+    pattern = entry.removeprefix("re:")
+    try:
+        if len(pattern) > _MAX_PATTERN:
+            msg = f"it has {len(pattern)} characters, at most {_MAX_PATTERN} are allowed"
+            raise ValueError(msg)
+        return re.match(pattern, path) is not None
+    except (re.error, ValueError) as error:
+        msg = f"quantization_config: the pattern {entry[:100]!r} cannot be used: {error}"
+        raise ConfigError(msg) from error
+
+
+def _pair(block: Mapping[str, object], key: str) -> tuple[int, int]:
+    found = block.get(key)
+    items = cast("list[object]", found) if isinstance(found, list | tuple) else []
+    if len(items) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in items):
+        msg = f"quantization_config: {key} is {found!r}, allowed are two positive integers, for instance [128, 128]"
+        raise ConfigError(msg)
+    rows, columns = cast("list[int]", items)
+    return rows, columns
+
+
+def _fp8(config: Mapping[str, object], block: Mapping[str, object]) -> Declared:
+    if config.get("model_type") == "deepseek_v4" and config.get("expert_dtype", "fp4") == "fp4":
+        nv = str(block.get("moe_quant_algo")).upper() == "NVFP4"
+        return Declared(format="nvfp4" if nv else "mxfp4", method="fp8")
+    if block.get("weight_block_size") is None:
+        return Declared(format="fp8_tensor", method="fp8")
+    return Declared(format="fp8_block", method="fp8", block=_pair(block, "weight_block_size"))
+
+
+def _modelopt(block: Mapping[str, object], path: str, plain: Declared) -> Declared:
+    algorithm = str(block.get("quant_algo")).upper()
+    if algorithm == "MIXED_PRECISION":
+        table = block.get("quantized_layers")
+        layers = cast("Mapping[str, object]", table) if isinstance(table, dict) else {}
+        found = [name for name in layers if path == name or path.startswith(f"{name}.")]
+        if not found:
+            return plain
+        entry = layers[max(found, key=len)]
+        algorithm = str(cast("Mapping[str, object]", entry).get("quant_algo")).upper() if isinstance(entry, dict) else ""
+    if algorithm not in _MODELOPT:
+        msg = f"quantization_config: quant_algo is {algorithm!r}, known are {', '.join(_MODELOPT)}, MIXED_PRECISION"
+        raise ConfigError(msg)
+    name = _MODELOPT[algorithm]
+    return Declared(format=name, method="modelopt", block=(128, 128) if name == "fp8_block" else None)
+
+
+def _compressed(block: Mapping[str, object], path: str, plain: Declared) -> Declared:
+    groups = block.get("config_groups")
+    table = cast("Mapping[str, object]", groups) if isinstance(groups, dict) else {}
+    schemes = [cast("Mapping[str, object]", entry) for entry in table.values() if isinstance(entry, dict)]
+    if not schemes:
+        msg = f"quantization_config: config_groups is {groups!r:.200}, expected at least one group with 'weights'"
+        raise ConfigError(msg)
+    scheme = _targeting(schemes, path)
+    weights = scheme.get("weights") if scheme is not None else None
+    return _arguments(cast("Mapping[str, object]", weights)) if isinstance(weights, dict) else plain
+
+
+def _targeting(schemes: Sequence[Mapping[str, object]], path: str) -> Mapping[str, object] | None:
+    def exact(entry: str) -> bool:
+        return entry != "Linear" and _matches(entry, path)
+
+    # a pattern or a name is more specific than the class name
+    for scheme in schemes:
+        if any(exact(entry) for entry in _texts(scheme, "targets")):
+            return scheme
+    for scheme in schemes:
+        targets = _texts(scheme, "targets")
+        if not targets or "Linear" in targets:
+            return scheme
+    return None
+
+
+def _arguments(weights: Mapping[str, object]) -> Declared:
+    kind, bits, strategy = weights.get("type", "int"), weights.get("num_bits"), weights.get("strategy")
+    size = weights.get("group_size")
+    if weights.get("symmetric", True) is not True or weights.get("actorder"):
+        msg = (
+            f"quantization_config: weights with symmetric={weights.get('symmetric')!r} and "
+            f"actorder={weights.get('actorder')!r}; allowed are symmetric weights without activation order"
+        )
+        raise ConfigError(msg)
+    for row_kind, row_bits, row_strategy, row_size, name in _COMPRESSED:
+        if (kind, bits, strategy) == (row_kind, row_bits, row_strategy) and row_size in (None, size):
+            return Declared(
+                format=name,
+                method="compressed-tensors",
+                block=_pair(weights, "block_structure") if name == "fp8_block" else None,
+                group=size if strategy == "group" and isinstance(size, int) else None,
+            )
+    known = "; ".join(f"{k} {b} bits {s}{f' of {g}' if g else ''}" for k, b, s, g, _ in _COMPRESSED)
+    msg = f"quantization_config: weights are {kind} {bits} bits {strategy} of {size}, known are {known}"
+    raise ConfigError(msg)

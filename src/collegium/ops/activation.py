@@ -1,0 +1,125 @@
+"""What stands between the two projections of an expert, and the order of interleaved gate and up rows.
+
+Shape letters: R rows, P parts (2: gate then up; 1: up alone), I intermediate size.
+
+Everything is evaluated in float64 and rounded once to float32: the float32 silu, sigmoid and gelu of torch
+give other bits in the vector body than in the tail of a tensor, so a row would depend on how many rows stand
+before it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from ..errors import InputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..types import ActivationSpec
+
+__all__ = ["activate", "deinterleave", "interleave"]
+
+_CHUNK = 1 << 22  # float64 elements in flight; a bound on memory, without influence on the result
+
+
+def activate(x: Tensor, spec: ActivationSpec) -> Tensor:
+    """Return the float32 activation ``[R, I]`` of ``x [R, P, I]`` (any floating dtype).
+
+    With a gate P is 2 and index 0 is the gate, index 1 up; without one P is 1. Formulas:
+    ``docs/activations.md``. NaN stays NaN through every clamp; finite inputs never give NaN. Raises
+    ``InputError`` for a wrong shape or dtype.
+    """
+    parts = 2 if spec.gated else 1
+    if x.dim() != 3 or x.shape[1] != parts or not x.is_floating_point():
+        raise InputError(
+            f"activation {spec.kind}: found {tuple(x.shape)} {x.dtype}, allowed: floating [R, {parts}, I] "
+            f"({'gate, then up' if spec.gated else 'up alone'})"
+        )
+    rows, _, width = x.shape
+    step = max(1, _CHUNK // max(1, width))
+    if rows <= step:
+        return _formula(x, spec)
+    return torch.cat([_formula(x[start : start + step], spec) for start in range(0, rows, step)])
+
+
+def _formula(x: Tensor, spec: ActivationSpec) -> Tensor:
+    wide = x.to(torch.float64)
+    value = _gated(wide[:, 0], wide[:, 1], spec) if spec.gated else _plain(wide[:, 0], spec)
+    return value.to(torch.float32)
+
+
+def _gated(gate: Tensor, up: Tensor, spec: ActivationSpec) -> Tensor:
+    limit = spec.limit
+    match spec.kind:
+        case "swiglu":
+            if limit is not None:
+                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            return functional.silu(gate) * up
+        case "swiglu_oai":
+            if limit is not None:
+                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            return (up + 1) * (gate * torch.sigmoid(spec.alpha * gate))
+        case "swiglu_step":
+            gate = functional.silu(gate)
+            if limit is not None:
+                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            return gate * up
+        case "situ":
+            bounded = spec.gate_bound * torch.tanh(gate / spec.gate_bound) * torch.sigmoid(gate)
+            return bounded * (spec.up_bound * torch.tanh(up / spec.up_bound))
+        case "geglu":
+            return functional.gelu(gate) * up
+        case "geglu_tanh":
+            return functional.gelu(gate, approximate="tanh") * up
+        case _:
+            raise InputError(f"activation {spec.kind}: found no gated formula of this name")
+
+
+def _plain(up: Tensor, spec: ActivationSpec) -> Tensor:
+    match spec.kind:
+        case "relu2":
+            return functional.relu(up).square()
+        case "silu":
+            return functional.silu(up)
+        case "gelu":
+            return functional.gelu(up)
+        case _:
+            raise InputError(f"activation {spec.kind}: found no formula without a gate of this name")
+
+
+def deinterleave(rows: Tensor, dim: int) -> Tensor:
+    """Split axis ``dim`` of size 2I, ordered g0, u0, g1, u1, ..., into ``[2, I]``: all gates, then all ups.
+
+    Works on any dtype; returns a view with one more dimension. Raises ``InputError`` when the size is odd.
+    """
+    axis = _axis(dim, rows.dim())
+    size = rows.shape[axis]
+    if size % 2:
+        raise InputError(
+            f"deinterleave: axis {dim} of {tuple(rows.shape)} is odd, allowed: 2*I rows, gate and up in turn"
+        )
+    split = rows.reshape(*rows.shape[:axis], size // 2, 2, *rows.shape[axis + 1 :])
+    return split.transpose(axis, axis + 1)
+
+
+def interleave(parts: Tensor, dim: int) -> Tensor:
+    """Undo ``deinterleave`` with the same ``dim``: axes ``[2, I]`` become one axis g0, u0, g1, u1, ...
+
+    ``dim`` counts axes of the result. Returns a copy. Raises ``InputError`` when the first axis is not 2.
+    """
+    axis = _axis(dim, parts.dim() - 1)
+    if parts.shape[axis] != 2:
+        raise InputError(
+            f"interleave: axis {axis} of {tuple(parts.shape)} is not 2, allowed: [2, I], gate before up"
+        )
+    return parts.transpose(axis, axis + 1).flatten(axis, axis + 1)
+
+
+def _axis(dim: int, dims: int) -> int:
+    if not -dims <= dim < dims:
+        raise InputError(f"interleaved axis: found {dim}, allowed: {-dims} to {dims - 1}")
+    return dim % dims

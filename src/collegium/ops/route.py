@@ -1,0 +1,346 @@
+"""Router logits to experts: scores, grouped top-k, hash tables and custom callables.
+
+Shape letters: T tokens, K experts per token, E experts. ``docs/routing.md`` states the rules.
+
+Scores are evaluated in float64 and rounded once to float32: the float32 sigmoid of torch gives other bits in
+the vector body than in the tail of a tensor, so a row would depend on how many rows stand before it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..errors import InputError, RoutingError
+from ..types import Routing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from ..types import RoutingSpec, ScoreFunction
+
+__all__ = ["route", "route_custom", "sanitise"]
+
+_LARGEST = torch.finfo(torch.float32).max
+_ID_BITS = 24  # bits of an expert id in a composite sort key; 32 bits of score stand above them
+_ID_DTYPES = (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64)
+
+
+def route(
+    logits: Tensor,
+    spec: RoutingSpec,
+    *,
+    bias: Tensor | None = None,
+    token_ids: Tensor | None = None,
+    hash_table: Tensor | None = None,
+    checked: bool = False,
+) -> Routing:
+    """Choose ``spec.top_k`` experts for each token.
+
+    logits: ``[T, E]``, any floating dtype; infinities act as the largest finite float32 of their sign.
+    bias: ``[E]`` correction bias, added for selection only; needed exactly when ``spec.correction_bias`` is
+        set and experts are not looked up.
+    token_ids: ``[T]`` integers, and hash_table: ``[vocabulary, K]`` integers; needed exactly when
+        ``spec.hash_routing`` is set (token_ids alone is ignored otherwise).
+    checked: waits for the device and raises on bad values; otherwise a bad row or assignment gets id -1,
+        weight 0.
+
+    Returns ids in descending order of the (biased) score, ties to the lower id; a hash table keeps its order.
+    Raises ``InputError`` for wrong shapes, dtypes or missing arguments in both modes, and, in checked mode,
+    ``RoutingError`` for NaN logits, NaN bias, and token ids or table entries out of range or duplicated.
+    """
+    _check_logits(logits, spec)
+    experts = logits.shape[1]
+    raw = logits.to(torch.float32)
+    finite = raw.clamp(-_LARGEST, _LARGEST)
+    poisoned = raw.isnan().any(dim=1, keepdim=True)
+    if checked:
+        _refuse_nan_rows(poisoned, "router logits")
+    scores = _scores(finite, spec.score)
+    if spec.hash_routing:
+        ids = _look_up(logits, spec, bias, token_ids, hash_table, checked=checked)
+        ids = _drop_bad_ids(ids, experts, checked=checked)
+    else:
+        if hash_table is not None:
+            raise InputError(
+                f"route: found a hash_table {_describe(hash_table)}, but spec.hash_routing is False; "
+                "pass hash_table=None or a RoutingSpec with hash_routing=True"
+            )
+        choice = _choice(finite, scores, spec, bias, checked=checked)
+        poisoned = poisoned | choice.isnan().any(dim=1, keepdim=True)
+        ids = _select(choice, scores, spec)
+    ids = ids.masked_fill(poisoned, -1)
+    return Routing(topk_ids=ids, topk_weights=_weights(finite, scores, ids, spec))
+
+
+def route_custom(
+    fn: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]],
+    x: Tensor,
+    logits: Tensor,
+    spec: RoutingSpec,
+    *,
+    checked: bool = False,
+) -> Routing:
+    """Let ``fn(x, logits, top_k) -> (topk_weights, topk_ids)`` choose the experts, and validate its choice.
+
+    x: ``[T, D]``, logits: ``[T, E]``; both results must be ``[T, K]``. The weights are taken as returned: the
+    score function, renormalisation and scale of ``spec`` are the callable's own business. Validation is
+    ``sanitise``.
+    """
+    _check_logits(logits, spec)
+    if x.dim() != 2 or x.shape[0] != logits.shape[0]:
+        raise InputError(
+            f"route_custom: x is {_describe(x)}, allowed: [{logits.shape[0]}, D], a row for each token"
+        )
+    weights, ids = fn(x, logits, spec.top_k)
+    want = (logits.shape[0], spec.top_k)
+    if tuple(ids.shape) != want:
+        raise InputError(
+            f"route_custom: the callable returned topk_ids {_describe(ids)}, allowed: shape {want} "
+            "(T, top_k); it must return (topk_weights, topk_ids) in this order"
+        )
+    return sanitise(ids, weights, logits.shape[1], checked=checked)
+
+
+def sanitise(topk_ids: Tensor, topk_weights: Tensor, num_experts: int, *, checked: bool = False) -> Routing:
+    """Turn foreign ``topk_ids [T, K]`` and ``topk_weights [T, K]`` into a ``Routing`` that cannot do harm.
+
+    topk_ids: integers; -1 means "not here" and is always legal. topk_weights: floating, returned as float32.
+    An id outside ``0..num_experts-1``, an id seen in an earlier slot of its row, and a weight that is not
+    finite in
+    float32 are faults: ``RoutingError`` when checked, otherwise the assignment becomes id -1, weight 0. The
+    weights of the remaining slots are not touched. Raises ``InputError`` for wrong shapes and dtypes in both
+    modes.
+    """
+    _check_ids("topk_ids", topk_ids, 2)
+    if tuple(topk_weights.shape) != tuple(topk_ids.shape) or not topk_weights.is_floating_point():
+        raise InputError(
+            f"topk_weights: found {_describe(topk_weights)}, allowed: a floating dtype and the shape of "
+            f"topk_ids {tuple(topk_ids.shape)}"
+        )
+    if num_experts < 1:
+        raise InputError(f"num_experts: found {num_experts}, allowed: at least 1")
+    ids = _drop_bad_ids(topk_ids.to(torch.int64), num_experts, checked=checked)
+    weights = topk_weights.to(torch.float32)
+    unusable = (ids >= 0) & ~weights.isfinite()
+    if checked:
+        _refuse_slots(unusable, topk_weights, "topk_weights", "a finite float32 number")
+    ids = ids.masked_fill(unusable, -1)
+    return Routing(topk_ids=ids, topk_weights=weights.masked_fill(ids < 0, 0.0))
+
+
+def _scores(logits: Tensor, score: ScoreFunction) -> Tensor:
+    """Score every expert, ``[T, E]`` float32; for topk_softmax the logits, normalised after top-k."""
+    if score == "topk_softmax":
+        return logits
+    wide = logits.to(torch.float64)
+    if score == "softmax":
+        return torch.softmax(wide, dim=1).to(torch.float32)
+    if score == "sigmoid":
+        return torch.sigmoid(wide).to(torch.float32)
+    # softplus written so that neither exp nor log1p overflows or cancels for any finite x.
+    softplus = wide.clamp(min=0.0) + torch.log1p(torch.exp(-wide.abs()))
+    return softplus.sqrt().to(torch.float32)
+
+
+def _choice(
+    logits: Tensor, scores: Tensor, spec: RoutingSpec, bias: Tensor | None, *, checked: bool
+) -> Tensor:
+    """Return the values experts are ranked by, ``[T, E]`` float32 in the finite range (NaN where poisoned).
+
+    Every score function rises with the logit, so without a bias the logits rank the experts exactly, where
+    rounded scores would tie (a float32 sigmoid is 1 for every logit above 17).
+    """
+    if not spec.correction_bias:
+        if bias is not None:
+            raise InputError(
+                f"route: found a bias {_describe(bias)}, but spec.correction_bias is False; "
+                "pass bias=None or a RoutingSpec with correction_bias=True"
+            )
+        return logits
+    experts = logits.shape[1]
+    if bias is None or tuple(bias.shape) != (experts,) or not bias.is_floating_point():
+        found = "None" if bias is None else _describe(bias)
+        raise InputError(
+            f"route: spec.correction_bias needs a floating bias of shape ({experts},) [E], found {found}; "
+            "pass the router's correction bias"
+        )
+    _check_device("bias", bias, logits)
+    wide = bias.to(torch.float32)
+    if checked and bool(wide.isnan().any()):
+        first = int(wide.isnan().nonzero()[0, 0])
+        raise RoutingError(
+            f"correction bias: expert {first} of {experts} is NaN, allowed: numbers; reload the router"
+        )
+    # The clamp keeps a biased score of -inf above the -inf of a masked group.
+    return (scores + wide).clamp(-_LARGEST, _LARGEST)
+
+
+def _select(choice: Tensor, scores: Tensor, spec: RoutingSpec) -> Tensor:
+    """Grouped top-k over ``choice [T, E]``: ids ``[T, K]`` int64."""
+    tokens, experts = choice.shape
+    if spec.groups > 1:
+        size = experts // spec.groups
+        # A sum of two needs scores; a maximum may rank by whatever ranks the experts.
+        summed = spec.group_score == "top2_sum"
+        basis = scores if summed and not spec.correction_bias else choice
+        grouped = basis.view(tokens, spec.groups, size)
+        best = grouped.topk(min(2, size) if summed else 1, dim=2).values.sum(dim=2)
+        kept = _top(best, spec.kept_groups)
+        masked = torch.ones_like(best, dtype=torch.bool).scatter(1, kept, False)
+        choice = choice.view(tokens, spec.groups, size).masked_fill(masked.unsqueeze(2), -torch.inf)
+        choice = choice.view(tokens, experts)
+    return _top(choice, spec.top_k)
+
+
+def _top(values: Tensor, count: int) -> Tensor:
+    """Return positions of the ``count`` largest of ``values [T, N]`` float32, descending, ties lower first.
+
+    ``torch.topk`` promises nothing about ties, so each value is packed with its position into one int64 that
+    is unique in its row: the float's bits in an order-preserving form above, the reversed position below.
+    """
+    # Adding +0 turns -0 into +0: the two compare equal but differ in bits.
+    bits = (values + 0.0).contiguous().view(torch.int32)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    last = (1 << _ID_BITS) - 1
+    reversed_ids = last - torch.arange(values.shape[1], device=values.device)
+    keys = (ordered.to(torch.int64) << _ID_BITS) | reversed_ids
+    return last - (keys.topk(count, dim=1).values & last)
+
+
+def _weights(logits: Tensor, scores: Tensor, ids: Tensor, spec: RoutingSpec) -> Tensor:
+    """Weights ``[T, K]`` float32 of the chosen experts, from unbiased scores; 0 where the id is -1."""
+    dropped = ids < 0
+    safe = ids.clamp(min=0)
+    if spec.score == "topk_softmax":
+        picked = logits.gather(1, safe).to(torch.float64).masked_fill(dropped, -torch.inf)
+        weights = torch.softmax(picked, dim=1).to(torch.float32)
+    else:
+        weights = scores.gather(1, safe)
+    weights = weights.masked_fill(dropped, 0.0)
+    if spec.renormalise:
+        # Slot order, one add at a time: the order of a library sum may depend on the shape.
+        total = weights[:, 0]
+        for k in range(1, weights.shape[1]):
+            total = total + weights[:, k]
+        total = (total + spec.renormalise_eps).unsqueeze(1)
+        weights = (weights / total).masked_fill(total == 0, 0.0)
+    return weights * spec.scale
+
+
+def _look_up(
+    logits: Tensor,
+    spec: RoutingSpec,
+    bias: Tensor | None,
+    token_ids: Tensor | None,
+    hash_table: Tensor | None,
+    *,
+    checked: bool,
+) -> Tensor:
+    """Return ``hash_table[token_ids]``, ``[T, K]`` int64, with -1 for token ids outside the table."""
+    if bias is not None:
+        raise InputError(
+            f"route: found a bias {_describe(bias)} with hash routing, which looks experts up and ranks "
+            "nothing; pass bias=None"
+        )
+    if token_ids is None or hash_table is None:
+        missing = "token_ids" if token_ids is None else "hash_table"
+        raise InputError(
+            f"route: spec.hash_routing needs token_ids [T] and hash_table [vocabulary, K], {missing} is "
+            "None; pass both"
+        )
+    tokens = logits.shape[0]
+    _check_ids("token_ids", token_ids, 1)
+    _check_ids("hash_table", hash_table, 2)
+    if token_ids.shape[0] != tokens:
+        raise InputError(
+            f"token_ids: found {_describe(token_ids)}, allowed: shape ({tokens},), one for each logits row"
+        )
+    vocabulary, width = hash_table.shape
+    if width != spec.top_k or vocabulary < 1:
+        raise InputError(
+            f"hash_table: found {_describe(hash_table)}, allowed: [vocabulary >= 1, top_k={spec.top_k}]"
+        )
+    _check_device("token_ids", token_ids, logits)
+    _check_device("hash_table", hash_table, logits)
+    wanted = token_ids.to(torch.int64)
+    outside = (wanted < 0) | (wanted >= vocabulary)
+    if checked and bool(outside.any()):
+        row = int(outside.nonzero()[0, 0])
+        raise RoutingError(
+            f"token_ids: token {row} is {int(wanted[row])}, allowed: 0 to {vocabulary - 1} (rows of the hash "
+            "table); pass the ids of the tokens the logits were computed for"
+        )
+    # torch has few operations for the wide unsigned dtypes, index_select is not among them.
+    table = hash_table.to(torch.int64) if hash_table.dtype in (torch.uint16, torch.uint32) else hash_table
+    rows = table.index_select(0, wanted.clamp(0, vocabulary - 1)).to(torch.int64)
+    return rows.masked_fill(outside.unsqueeze(1), -1)
+
+
+def _drop_bad_ids(ids: Tensor, experts: int, *, checked: bool) -> Tensor:
+    """Replace ids outside ``-1..experts-1`` and repeated ids of a row by -1, or raise when checked."""
+    outside = (ids < -1) | (ids >= experts)
+    if checked:
+        _refuse_slots(outside, ids, "topk_ids", f"0 to {experts - 1}, or -1 for not here")
+    ids = ids.masked_fill(outside, -1)
+    same = (ids.unsqueeze(2) == ids.unsqueeze(1)) & (ids >= 0).unsqueeze(2)
+    repeated = same.tril(-1).any(dim=2)
+    if checked:
+        _refuse_slots(
+            repeated, ids, "topk_ids", "each id once in a row, this one also stands in an earlier slot"
+        )
+    return ids.masked_fill(repeated, -1)
+
+
+def _refuse_nan_rows(bad: Tensor, what: str) -> None:
+    if bool(bad.any()):
+        rows = bad.view(-1).nonzero()
+        raise RoutingError(
+            f"{what}: token {int(rows[0, 0])} is the first of {rows.shape[0]} of {bad.shape[0]} "
+            "whose row holds NaN, allowed: numbers; find the layer that made it, or drop such rows with "
+            "checked=False"
+        )
+
+
+def _refuse_slots(bad: Tensor, values: Tensor, what: str, allowed: str) -> None:
+    if bool(bad.any()):
+        token, slot = (int(i) for i in bad.nonzero()[0])
+        raise RoutingError(
+            f"{what}: token {token}, slot {slot} is {values[token, slot].item()}, allowed: {allowed}; "
+            "correct the router, or use checked=False to drop such assignments"
+        )
+
+
+def _check_logits(logits: Tensor, spec: RoutingSpec) -> None:
+    if logits.dim() != 2 or not logits.is_floating_point():
+        raise InputError(f"router logits: found {_describe(logits)}, allowed: [T, E] of a floating dtype")
+    experts = logits.shape[1]
+    if not spec.top_k <= experts < 1 << _ID_BITS:
+        most = (1 << _ID_BITS) - 1
+        raise InputError(f"router logits: found {experts} experts, allowed: top_k={spec.top_k} to {most}")
+    if experts % spec.groups or spec.top_k > spec.kept_groups * (experts // spec.groups):
+        raise InputError(
+            f"router logits: found {experts} experts, allowed: a multiple of groups={spec.groups} whose "
+            f"{spec.kept_groups} kept groups hold at least top_k={spec.top_k} experts"
+        )
+
+
+def _check_ids(name: str, ids: Tensor, dims: int) -> None:
+    if ids.dim() != dims or ids.dtype not in _ID_DTYPES:
+        raise InputError(
+            f"{name}: found {_describe(ids)}, allowed: {dims} dimensions of int8 to int64 or uint8 to uint32"
+        )
+
+
+def _check_device(name: str, tensor: Tensor, logits: Tensor) -> None:
+    if tensor.device != logits.device:
+        raise InputError(
+            f"{name}: found on {tensor.device}, allowed: {logits.device}, where the logits are; move it there"
+        )
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {tensor.dtype}"

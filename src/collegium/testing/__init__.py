@@ -1,0 +1,1 @@
+"""Shipped helpers for tests and benchmarks: inputs, truth, comparison, toy checkpoints."""

@@ -1,0 +1,121 @@
+"""Inputs that hide nothing, a truth that shares no code with the library, and one error measure."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..formats.unquantised import Fp32
+from ..types import ExpertWeights
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..types import ActivationSpec
+
+__all__ = ["heavy_tailed", "moe_truth", "random_experts", "relative_error", "uneven_ids"]
+
+
+def heavy_tailed(*shape: int, seed: int, channels: bool = True) -> Tensor:
+    """Return float32 numbers of unit root mean square with heavy tails (Student t, 4 degrees of freedom).
+
+    channels: one column in sixteen is eight times larger, as in the hidden states of real models. Unit scale matters:
+    near zero silu(a) * b is almost silu(b) * a, and a test could not tell gate from up.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    normal = torch.randn(*shape, generator=generator)
+    chi = sum(torch.randn(*shape, generator=generator).square() for _ in range(4)) / 4
+    out = normal / torch.sqrt(chi)
+    if channels and shape[-1] >= 16:
+        out[..., ::16] *= 8
+    return out / out.square().mean().sqrt().clamp(min=1e-30) if out.numel() else out
+
+
+def uneven_ids(tokens: int, top_k: int, experts: int, *, seed: int) -> Tensor:
+    """Return ``[T, K]`` distinct ids a token with one hot expert (in every token) and a third of the experts empty."""
+    generator = torch.Generator().manual_seed(seed)
+    used = torch.randperm(experts, generator=generator)[: max(top_k, experts - experts // 3)]
+    hot, others = used[0], used[1:]
+    rows = [others[torch.randperm(len(others), generator=generator)[: top_k - 1]] for _ in range(tokens)]
+    if not rows:
+        return torch.empty(0, top_k, dtype=torch.int64)
+    ids = torch.stack([torch.cat([hot[None], row]) for row in rows])
+    return ids.gather(1, torch.rand(ids.shape, generator=generator).argsort(1))
+
+
+def random_experts(
+    experts: int, parts: int, wide: int, hidden: int, *, seed: int, bias: bool = False
+) -> ExpertWeights[Fp32]:
+    """Return heavy-tailed float32 experts scaled so that every intermediate value keeps unit size.
+
+    gate_up ``[experts, parts, wide, hidden]``, down ``[experts, hidden, wide]``; biases of unit size when asked for.
+    """
+    down = heavy_tailed(experts, hidden, wide, seed=seed + 1, channels=False) * wide**-0.5
+    gate_up = heavy_tailed(experts, parts, wide, hidden, seed=seed, channels=False) * hidden**-0.5
+    biases = (heavy_tailed(experts, parts, wide, seed=seed + 2), heavy_tailed(experts, hidden, seed=seed + 3))
+    return ExpertWeights(
+        gate_up=Fp32(values=gate_up, shape=tuple(gate_up.shape)),
+        down=Fp32(values=down, shape=tuple(down.shape)),
+        gate_up_bias=biases[0] if bias else None,
+        down_bias=biases[1] if bias else None,
+    )
+
+
+def relative_error(found: Tensor, truth: Tensor) -> float:
+    """Return the relative L2 distance in float64; infinity when ``found`` holds anything not finite."""
+    a, b = found.double(), truth.double()
+    if not bool(torch.isfinite(a).all()):
+        return math.inf
+    return float((a - b).norm() / b.norm().clamp(min=1e-300))
+
+
+def moe_truth(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    activation: ActivationSpec,
+    biases: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Return the routed experts' output in float64, one assignment at a time: ``gate_up [E, P, I, H]``."""
+    out = torch.zeros(x.shape[0], down.shape[1], dtype=torch.float64)
+    for token in range(x.shape[0]):
+        for slot in range(topk_ids.shape[1]):
+            expert = int(topk_ids[token, slot])
+            if not 0 <= expert < down.shape[0]:
+                continue
+            both = gate_up[expert].double() @ x[token].double()
+            if biases is not None:
+                both = both + biases[0][expert].double()
+            row = down[expert].double() @ _activation(both, activation)
+            if biases is not None:
+                row = row + biases[1][expert].double()
+            out[token] += topk_weights[token, slot].double() * row
+    return out
+
+
+def _activation(both: Tensor, spec: ActivationSpec) -> Tensor:
+    gate, up = both[0], both[-1]
+    if spec.kind == "swiglu_step":
+        step = gate / (1 + torch.exp(-gate))
+        return step.clamp(max=spec.limit) * up.clamp(-spec.limit, spec.limit) if spec.limit else step * up
+    if spec.limit is not None:
+        gate, up = gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit)
+    sigmoid = 1 / (1 + torch.exp(-gate))
+    cube = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+    return {
+        "swiglu": lambda: gate * sigmoid * up,
+        "swiglu_oai": lambda: (up + 1) * gate / (1 + torch.exp(-spec.alpha * gate)),
+        "situ": lambda: (
+            spec.gate_bound * torch.tanh(gate / spec.gate_bound) * sigmoid
+            * spec.up_bound * torch.tanh(up / spec.up_bound)
+        ),
+        "geglu": lambda: 0.5 * gate * (1 + torch.erf(gate / math.sqrt(2))) * up,
+        "geglu_tanh": lambda: 0.5 * gate * (1 + torch.tanh(cube)) * up,
+        "relu2": lambda: up.clamp(min=0) ** 2,
+        "silu": lambda: up / (1 + torch.exp(-up)),
+        "gelu": lambda: 0.5 * up * (1 + torch.erf(up / math.sqrt(2))),
+    }[spec.kind]()

@@ -1,0 +1,319 @@
+"""Frozen values that cross borders between rooms.
+
+Shape letters: T tokens, K experts per token (top-k), E experts, D hidden size of the model, H width the routed
+experts read and write (differs from D only for latent MoE), I intermediate size, R received rows (T*K at most).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+
+from .errors import SpecError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "ActivationSpec",
+    "Choice",
+    "ContiguousBatch",
+    "DeviceFacts",
+    "ExpertWeights",
+    "LatentWeights",
+    "Limits",
+    "MoESpec",
+    "Placement",
+    "Problem",
+    "Refusal",
+    "RouterWeights",
+    "Routing",
+    "RoutingSpec",
+    "SharedSpec",
+    "SharedWeights",
+]
+
+ActivationKind = Literal[
+    "swiglu", "swiglu_oai", "swiglu_step", "situ", "geglu", "geglu_tanh", "relu2", "silu", "gelu"
+]
+GATED_KINDS = ("swiglu", "swiglu_oai", "swiglu_step", "situ", "geglu", "geglu_tanh")
+ACTIVATION_KINDS = (*GATED_KINDS, "relu2", "silu", "gelu")
+
+ScoreFunction = Literal["softmax", "topk_softmax", "sigmoid", "sqrt_softplus"]
+SCORE_FUNCTIONS = ("softmax", "topk_softmax", "sigmoid", "sqrt_softplus")
+
+
+def _require(ok: bool, asked: str, found: object, allowed: str) -> None:
+    if not ok:
+        raise SpecError(f"{asked}: found {found!r}, allowed: {allowed}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActivationSpec:
+    """What stands between the two projections.
+
+    kind: one of ``ACTIVATION_KINDS``.
+    limit: clamp bound. For ``swiglu`` and ``swiglu_oai`` the gate is clamped above and up on both sides *before*
+        the activation; for ``swiglu_step`` silu(gate) is clamped above and up on both sides *after* it. None: no clamp.
+    alpha: factor inside the sigmoid of ``swiglu_oai`` (gpt-oss: 1.702).
+    gate_bound, up_bound: the two tanh bounds of ``situ`` (Kimi-K3: 4 and 25).
+    """
+
+    kind: ActivationKind = "swiglu"
+    limit: float | None = None
+    alpha: float = 1.702
+    gate_bound: float = 4.0
+    up_bound: float = 25.0
+
+    def __post_init__(self) -> None:
+        _require(self.kind in ACTIVATION_KINDS, "activation kind", self.kind, ", ".join(ACTIVATION_KINDS))
+        _require(self.limit is None or self.limit > 0, "activation limit", self.limit, "None or a positive number")
+        if self.limit is not None:
+            kinds = ("swiglu", "swiglu_oai", "swiglu_step")
+            _require(self.kind in kinds, "activation with a limit", self.kind, ", ".join(kinds))
+
+    @property
+    def gated(self) -> bool:
+        """Whether the first projection has a gate half and an up half."""
+        return self.kind in GATED_KINDS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoutingSpec:
+    """How router logits ``[T, E]`` become ``topk_ids`` and ``topk_weights`` ``[T, K]``.
+
+    score: ``softmax`` over all experts before top-k; ``topk_softmax`` over the selected logits only; ``sigmoid`` and
+        ``sqrt_softplus`` elementwise before top-k.
+    renormalise: divide the selected weights by (their sum + ``renormalise_eps``).
+    groups, kept_groups: grouped top-k; ``group_score`` is the maximum of the group or the sum of its two best.
+    scale: routed scaling factor, applied last.
+    correction_bias: whether a per-expert bias is added for selection only, never to the weights.
+    weight_on_input: the router weight multiplies the expert's input instead of its output (Llama-4).
+    hash_routing: experts are looked up by token id in a table; the weights still come from the scores.
+    """
+
+    top_k: int
+    score: ScoreFunction = "softmax"
+    renormalise: bool = True
+    renormalise_eps: float = 0.0
+    groups: int = 1
+    kept_groups: int = 1
+    group_score: Literal["max", "top2_sum"] = "max"
+    scale: float = 1.0
+    correction_bias: bool = False
+    weight_on_input: bool = False
+    hash_routing: bool = False
+
+    def __post_init__(self) -> None:
+        _require(self.top_k >= 1, "top_k", self.top_k, "at least 1")
+        _require(self.score in SCORE_FUNCTIONS, "score function", self.score, ", ".join(SCORE_FUNCTIONS))
+        _require(1 <= self.kept_groups <= self.groups, "kept_groups", self.kept_groups, f"1 to groups={self.groups}")
+        _require(self.group_score in ("max", "top2_sum"), "group_score", self.group_score, "max, top2_sum")
+        _require(self.renormalise_eps >= 0, "renormalise_eps", self.renormalise_eps, "0 or more")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedSpec:
+    """The dense expert every token passes through, width ``intermediate_size``.
+
+    gated: its output is multiplied by sigmoid(Linear(x) -> 1) (Qwen2-MoE family).
+    """
+
+    intermediate_size: int
+    gated: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoESpec:
+    """One Mixture-of-Experts layer, as the model's config states it. Sizes are logical, never padded.
+
+    hidden_size: D, width of the layer's input and output.
+    intermediate_size: I, width between the projections of one expert.
+    weight_format: name of the format the experts are published in (see ``collegium.formats.FORMATS``).
+    expert_bias: whether both projections carry biases ``[E, 2I or I]`` and ``[E, H]``.
+    latent_size: H when the routed experts work in a latent width; None means H = D.
+    shared: the shared expert, or None.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    routing: RoutingSpec
+    activation: ActivationSpec = field(default_factory=ActivationSpec)
+    weight_format: str = "bf16"
+    expert_bias: bool = False
+    latent_size: int | None = None
+    shared: SharedSpec | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "intermediate_size", "num_experts"):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        k, e, g = self.routing.top_k, self.num_experts, self.routing.groups
+        _require(k <= e, "top_k", k, f"at most num_experts={e}")
+        _require(e % g == 0, "num_experts with routing groups", (e, g), "num_experts a multiple of groups")
+        _require(k <= self.routing.kept_groups * (e // g), "top_k with kept groups", k, "at most the experts they hold")
+
+    @property
+    def expert_hidden_size(self) -> int:
+        """H, the width the routed experts read and write."""
+        return self.hidden_size if self.latent_size is None else self.latent_size
+
+    @property
+    def gate_up_parts(self) -> int:
+        """2 when the first projection is gate and up, 1 when it is a single up projection."""
+        return 2 if self.activation.gated else 1
+
+
+F = TypeVar("F")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertWeights(Generic[F]):
+    """The local experts of one layer in logical order: gate before up, nothing padded, nothing interleaved.
+
+    gate_up: payload with logical shape ``[E, P, I, H]``; P is 2 (index 0 gate, 1 up) or 1 without a gate.
+    down: payload with logical shape ``[E, H, I]``.
+    gate_up_bias ``[E, P, I]`` and down_bias ``[E, H]``: floating point, or None when the model has no biases.
+    """
+
+    gate_up: F
+    down: F
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """Which experts and which slice of their intermediate width this rank holds.
+
+    expert_ids: logical ids of the local experts, in local slot order.
+    tp_rank, tp_size: the slice of I held here: rows of gate and up, columns of down.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    expert_ids: tuple[int, ...]
+    tp_rank: int = 0
+    tp_size: int = 1
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.rank < self.world_size, "rank", self.rank, f"0 to {self.world_size - 1}")
+        _require(0 <= self.tp_rank < self.tp_size, "tp_rank", self.tp_rank, f"0 to {self.tp_size - 1}")
+        _require(len(set(self.expert_ids)) == len(self.expert_ids), "expert_ids", self.expert_ids, "each id once")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceFacts:
+    """The machine as far as planning needs it; made by hand or by ``collegium.devices.probe``.
+
+    kind: ``cpu`` or ``cuda``. capability: (major, minor) of a CUDA device, None on CPU.
+    memory: bytes of the device, 0 when unknown. threads: CPU threads torch will use.
+    """
+
+    kind: Literal["cpu", "cuda"]
+    name: str = ""
+    capability: tuple[int, int] | None = None
+    memory: int = 0
+    threads: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Bounds the plan sizes its workspace for."""
+
+    max_tokens: int = 8192
+
+    def __post_init__(self) -> None:
+        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """The printable question ``plan()`` answers.
+
+    activation_format: format activations take before each multiplication (``collegium.ops.quantize``); None lets the
+        plan choose the one that loses nothing. dtype: of the layer's input and output.
+    """
+
+    spec: MoESpec
+    device: DeviceFacts
+    limits: Limits = field(default_factory=Limits)
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    activation_format: str | None = None
+    world_size: int = 1
+    tp_size: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """A user's explicit wish; the plan obeys or refuses, it never falls back."""
+
+    kernel: str | None = None
+    activation_format: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """One candidate kernel and the reason, with numbers, why it was not chosen."""
+
+    kernel: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Routing:
+    """``topk_ids [T, K]`` int64 (-1: dropped) and ``topk_weights [T, K]`` float32."""
+
+    topk_ids: Tensor
+    topk_weights: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouterWeights:
+    """The router's linear layer: weight ``[E, D]``, bias ``[E]`` or None, correction_bias ``[E]`` or None."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+    correction_bias: Tensor | None = None
+    hash_table: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedWeights(Generic[F]):
+    """The shared expert as ``ExpertWeights`` of one expert, and its sigmoid gate ``[1, D]`` or None."""
+
+    experts: ExpertWeights[F]
+    gate: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatentWeights:
+    """Projections around the routed experts of a latent MoE.
+
+    down ``[H, D]`` maps the input to the latent width, up ``[D, H]`` maps the summed expert output back.
+    norm ``[H]``: weight of an RMS norm applied to the summed output before ``up``, or None; norm_eps: its epsilon.
+    """
+
+    down: Tensor
+    up: Tensor
+    norm: Tensor | None = None
+    norm_eps: float = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContiguousBatch:
+    """Rows packed by expert, named by where they come from; nothing is gathered yet.
+
+    x: ``[T, H]`` activations. source: ``[R]`` int64, row r reads ``x[source[r]]``; rows are sorted by expert, and
+    within an expert by token. expert_offsets: ``[E+1]`` int64 on x's device, expert e owns rows
+    ``expert_offsets[e]:expert_offsets[e+1]``; rows from ``expert_offsets[E]`` on belong to dropped assignments and
+    must not be read from the result. input_weights: ``[R]`` float32 that multiply the row before everything else
+    (router weight on the input), or None.
+    """
+
+    x: Tensor
+    source: Tensor
+    expert_offsets: Tensor
+    input_weights: Tensor | None = None
+
+

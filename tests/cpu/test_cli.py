@@ -1,0 +1,117 @@
+"""The command line on the shipped model: tables for people, JSON for programs, one message for errors."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from collegium import cli
+from collegium.demo import RECIPES
+from collegium.formats import FORMATS
+
+RUNNER = CliRunner()
+SHIPPED = Path(__file__).resolve().parents[2] / "demo" / "fables-16m"
+
+
+def run(*arguments: str):
+    result = RUNNER.invoke(cli.app, list(arguments), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def failing(monkeypatch, capsys, *arguments: str) -> str:
+    monkeypatch.setattr("sys.argv", ["collegium", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 1
+    return " ".join(capsys.readouterr().err.split())
+
+
+def test_plan_reads_the_config_alone(tmp_path):
+    shutil.copy(SHIPPED / "config.json", tmp_path)
+    found = json.loads(run("plan", str(tmp_path), "--device", "cpu", "--json"))
+    assert found["kernel"] == "cpu_grouped"
+    assert found["weight_format"] == "bf16"
+    assert [r["kernel"] for r in found["refusals"]] == ["reference"]
+    other = json.loads(run("plan", str(tmp_path), "--device", "cpu", "--format", "mxfp4", "--json"))
+    assert 0.25 < other["expert_bytes"] / found["expert_bytes"] < 0.29
+    assert "cpu_grouped" in run("plan", str(tmp_path), "--device", "cpu")
+
+
+def test_inspect_tells_formats_sizes_and_plan():
+    found = json.loads(run("inspect", str(SHIPPED), "--device", "cpu", "--json"))
+    assert found["plan"]["kernel"] == "cpu_grouped"
+    config = json.loads((SHIPPED / "config.json").read_text())
+    assert found["num_experts"] == config["num_experts"]
+    assert len(found["moe_layers"]) == config["num_hidden_layers"]
+    expert = 3 * config["hidden_size"] * config["moe_intermediate_size"] * 2
+    assert found["expert_tensor_bytes"] == expert * config["num_experts"] * config["num_hidden_layers"]
+    assert found["findings"] == []
+    assert "qwen3_moe" in run("inspect", str(SHIPPED), "--device", "cpu")
+
+
+def test_generate_writes_the_same_text_twice():
+    arguments = ("generate", str(SHIPPED), "--tokens", "12", "--device", "cpu", "--format", "mxfp8", "--json")
+    first, second = json.loads(run(*arguments)), json.loads(run(*arguments))
+    assert first["text"] == second["text"]
+    assert first["text"].startswith("Once upon a time")
+    assert len(first["text"]) > len("Once upon a time") + 12
+
+
+def test_demo_covers_every_format_and_degrades_in_the_known_order():
+    found = json.loads(run("demo", "--device", "cpu", "--tokens", "4", "--json"))
+    rows = {(row["weights"], row["activations"]): row for row in found["rows"]}
+    assert set(rows) == {(r.weights, r.activations) for r in RECIPES}
+    assert {f.name for f in FORMATS} - {"fp32"} == {r.weights for r in RECIPES}
+    assert all(math.isfinite(row["perplexity"]) for row in rows.values())
+    base = rows["bf16", "bf16"]
+    assert base["layer_error"] < 0.01
+    for name, low, high in (("fp8_block", 0.01, 0.06), ("mxfp8", 0.01, 0.06), ("nvfp4", 0.05, 0.2), ("mxfp4", 0.08, 0.25)):
+        row = rows[name, "bf16"]
+        assert low < row["layer_error"] < high, name
+        assert row["expert_bytes"] < 0.56 * base["expert_bytes"]
+        assert 0.97 < row["perplexity_ratio"] < 1.3
+    assert rows["nvfp4", "nvfp4"]["layer_error"] > rows["nvfp4", "bf16"]["layer_error"]
+    assert rows["nvfp4", "nvfp4"]["kernel"] == "reference"
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (lambda f: f.write_bytes(f.read_bytes()[:5000]), "HostileFileError"),
+        (lambda f: f.write_bytes((1 << 62).to_bytes(8, "little") + f.read_bytes()[8:]), "HostileFileError"),
+        (lambda f: f.unlink(), "CheckpointError"),
+    ],
+    ids=["truncated", "header length", "file gone"],
+)
+def test_a_damaged_checkpoint_is_one_clear_message(damage, text, tmp_path, monkeypatch, capsys):
+    shutil.copytree(SHIPPED, tmp_path / "model")
+    damage(tmp_path / "model" / "model.safetensors")
+    message = failing(monkeypatch, capsys, "inspect", str(tmp_path / "model"))
+    assert message.startswith(text)
+    assert "model.safetensors" in message
+    assert "Traceback" not in message
+
+
+def test_unknown_quantization_names_the_known_ones(tmp_path, monkeypatch, capsys):
+    shutil.copytree(SHIPPED, tmp_path / "model")
+    config = json.loads((SHIPPED / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "telepathy"}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    message = failing(monkeypatch, capsys, "plan", str(tmp_path / "model"), "--device", "cpu")
+    assert message.startswith("ConfigError")
+    assert "telepathy" in message
+    assert "compressed-tensors" in message
+
+
+def test_a_forced_kernel_that_cannot_run_lists_the_refusals(monkeypatch, capsys):
+    arguments = ("plan", str(SHIPPED), "--device", "cpu", "--kernel", "cpu_grouped", "--activations", "nvfp4")
+    message = failing(monkeypatch, capsys, *arguments)
+    assert message.startswith("PlanError")
+    assert "nvfp4" in message
+    assert "reference: kernel cpu_grouped was forced" in message

@@ -1,0 +1,255 @@
+"""The layer against a float64 truth that shares no code with it, for every format, activation and ugly size."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from collegium import (
+    ActivationSpec,
+    Choice,
+    DeviceFacts,
+    InputError,
+    LatentWeights,
+    Limits,
+    MoELayer,
+    MoESpec,
+    Problem,
+    RouterWeights,
+    Routing,
+    RoutingError,
+    RoutingSpec,
+    SharedSpec,
+    SharedWeights,
+    encode_experts,
+    moe,
+    plan,
+)
+from collegium.experts import KERNELS
+from collegium.formats import FORMATS
+from collegium.ops.quantize import ACTIVATION_FORMATS
+from collegium.testing.compare import heavy_tailed, moe_truth, random_experts, relative_error, uneven_ids
+from collegium.types import ACTIVATION_KINDS
+
+CPU = DeviceFacts(kind="cpu", threads=1)
+KERNEL_NAMES = [kernel.name for kernel in KERNELS]
+# Relative L2 error of the layer output against float64 on the dequantised weights.
+BOUNDS = {"bf16": 0.01, "fp16": 0.002, "fp32": 1e-5}
+SHAPES = [(17, 90, 56, 3), (5, 176, 33, 1), (8, 128, 130, 4)]
+
+
+def truth_of(x, weights, ids, topk_weights, activation):
+    biases = None if weights.down_bias is None else (weights.gate_up_bias, weights.down_bias)
+    return moe_truth(x, weights.gate_up.decode(), weights.down.decode(), ids, topk_weights, activation, biases)
+
+
+def problem_of(experts, hidden, wide, top_k, *, weight_format="fp32", dtype="fp32", bias=False, **more):
+    spec = MoESpec(
+        hidden_size=hidden,
+        intermediate_size=wide,
+        num_experts=experts,
+        routing=RoutingSpec(top_k=top_k),
+        weight_format=weight_format,
+        expert_bias=bias,
+        **more,
+    )
+    return Problem(spec=spec, device=CPU, limits=Limits(max_tokens=64), dtype=dtype)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kernel", KERNEL_NAMES)
+@pytest.mark.parametrize("weight_format", [f.name for f in FORMATS])
+def test_layer_matches_truth_on_dequantised_weights(weight_format, kernel, shape):
+    experts, hidden, wide, top_k = shape
+    weights = encode_experts(random_experts(experts, 2, wide, hidden, seed=1), weight_format)
+    problem = problem_of(experts, hidden, wide, top_k, weight_format=weight_format, dtype="bf16")
+    layer = MoELayer(weights, plan(problem, Choice(kernel=kernel)))
+    x = heavy_tailed(23, hidden, seed=2).bfloat16()
+    ids = uneven_ids(23, top_k, experts, seed=3)
+    topk_weights = torch.rand(23, top_k) + 0.1
+    found = layer(x, routing=Routing(topk_ids=ids, topk_weights=topk_weights))
+    assert found.shape == x.shape
+    assert found.dtype == x.dtype
+    truth = truth_of(x, weights, ids, topk_weights, ActivationSpec())
+    assert relative_error(found, truth) < BOUNDS["bf16"]
+
+
+@pytest.mark.parametrize("kernel", KERNEL_NAMES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", ACTIVATION_KINDS)
+def test_every_activation_with_and_without_bias(kind, bias, kernel):
+    limit = 0.7 if kind in ("swiglu", "swiglu_oai", "swiglu_step") else None
+    activation = ActivationSpec(kind=kind, limit=limit)
+    weights = random_experts(5, 2 if activation.gated else 1, 33, 48, seed=4, bias=bias)
+    problem = problem_of(5, 48, 33, 2, bias=bias, activation=activation)
+    x, ids, topk_weights = heavy_tailed(9, 48, seed=5), uneven_ids(9, 2, 5, seed=6), torch.rand(9, 2)
+    found = MoELayer(weights, plan(problem, Choice(kernel=kernel)))(
+        x, routing=Routing(topk_ids=ids, topk_weights=topk_weights)
+    )
+    assert relative_error(found, truth_of(x, weights, ids, topk_weights, activation)) < 1e-5
+
+
+@pytest.mark.parametrize("name", [f.name for f in ACTIVATION_FORMATS])
+def test_reference_recipe_quantises_both_activations(name):
+    """The error must be what two roundings of this format cost: neither none nor much more."""
+    weights = encode_experts(random_experts(8, 2, 96, 160, seed=7), "mxfp4")
+    problem = problem_of(8, 160, 96, 2, weight_format="mxfp4")
+    layer = MoELayer(weights, plan(problem, Choice(kernel="reference", activation_format=name)))
+    assert layer.plan.activation_format == name
+    x, ids, topk_weights = heavy_tailed(31, 160, seed=8), uneven_ids(31, 2, 8, seed=9), torch.rand(31, 2) + 0.1
+    found = layer(x, routing=Routing(topk_ids=ids, topk_weights=topk_weights))
+    error = relative_error(found, truth_of(x, weights, ids, topk_weights, ActivationSpec()))
+    low, high = {
+        "fp32": (0, 1e-5),
+        "bf16": (5e-4, 0.01),
+        "fp16": (5e-5, 0.002),
+        "nvfp4": (0.05, 0.35),
+    }.get(name, (0.01, 0.08))
+    assert low <= error < high
+
+
+def test_gate_and_up_are_not_interchangeable():
+    weights = random_experts(4, 2, 32, 64, seed=10)
+    x, ids, ones = heavy_tailed(8, 64, seed=11), uneven_ids(8, 2, 4, seed=12), torch.ones(8, 2)
+    swapped = moe(x, weights.gate_up.decode().flip(1), weights.down.decode(), ids, ones)
+    right = moe(x, weights.gate_up.decode(), weights.down.decode(), ids, ones)
+    truth = truth_of(x, weights, ids, ones, ActivationSpec())
+    assert relative_error(right, truth) < 1e-5
+    assert relative_error(swapped, truth) > 0.2
+
+
+@pytest.mark.parametrize("kernel", KERNEL_NAMES)
+def test_zero_and_one_token_and_all_on_one_expert(kernel):
+    weights = random_experts(6, 2, 24, 40, seed=13)
+    layer = MoELayer(weights, plan(problem_of(6, 40, 24, 1), Choice(kernel=kernel)))
+    empty = layer(torch.empty(0, 40), routing=Routing(topk_ids=torch.empty(0, 1, dtype=torch.int64), topk_weights=torch.empty(0, 1)))
+    assert empty.shape == (0, 40)
+    for tokens in (1, 50):
+        x, ids, ones = heavy_tailed(tokens, 40, seed=14), torch.full((tokens, 1), 5), torch.ones(tokens, 1)
+        found = layer(x, routing=Routing(topk_ids=ids, topk_weights=ones))
+        assert relative_error(found, truth_of(x, weights, ids, ones, ActivationSpec())) < 1e-5
+
+
+@pytest.mark.parametrize("kernel", KERNEL_NAMES)
+def test_more_tokens_than_the_plan_allows_run_in_pieces_with_the_same_bits(kernel):
+    weights = random_experts(6, 2, 24, 40, seed=15)
+    x, ids, w = heavy_tailed(50, 40, seed=16), uneven_ids(50, 2, 6, seed=17), torch.rand(50, 2)
+    whole = problem_of(6, 40, 24, 2)
+    pieces = replace(whole, limits=Limits(max_tokens=16))
+    routing = Routing(topk_ids=ids, topk_weights=w)
+    one, many = (MoELayer(weights, plan(p, Choice(kernel=kernel)))(x, routing=routing) for p in (whole, pieces))
+    assert relative_error(many, truth_of(x, weights, ids, w, ActivationSpec())) < 1e-5
+    if kernel == "reference":
+        assert relative_error(one, many) < 1e-6
+
+
+@pytest.mark.parametrize("kernel", KERNEL_NAMES)
+def test_non_contiguous_and_batched_input(kernel):
+    weights = random_experts(6, 2, 24, 40, seed=18)
+    layer = MoELayer(weights, plan(problem_of(6, 40, 24, 2), Choice(kernel=kernel)))
+    wide = heavy_tailed(12, 80, seed=19)
+    x = wide[:, ::2]
+    ids, w = uneven_ids(12, 2, 6, seed=20), torch.rand(12, 2)
+    routing = Routing(topk_ids=ids, topk_weights=w)
+    expected = layer(x.contiguous(), routing=routing)
+    assert torch.equal(layer(x, routing=routing), expected)
+    assert torch.equal(layer(x.reshape(3, 4, 40), routing=routing).reshape(12, 40), expected)
+
+
+@pytest.mark.parametrize("kernel", KERNEL_NAMES)
+def test_dropped_assignments_add_nothing_even_with_poison(kernel):
+    weights = random_experts(6, 2, 24, 40, seed=21)
+    layer = MoELayer(weights, plan(problem_of(6, 40, 24, 2), Choice(kernel=kernel)))
+    x, w = heavy_tailed(4, 40, seed=22), torch.ones(4, 2)
+    ids = torch.tensor([[0, -1], [99, 3], [2, 2], [-1, -1]])
+    x[3] = torch.nan
+    found = layer(x, routing=Routing(topk_ids=ids, topk_weights=w))
+    kept = torch.tensor([[0, -1], [-1, 3], [2, -1], [-1, -1]])
+    truth = truth_of(x.nan_to_num(), weights, kept, w, ActivationSpec())
+    assert relative_error(found[:3], truth[:3]) < 1e-5
+    assert torch.equal(found[3], torch.zeros(40))
+    checked = MoELayer(weights, layer.plan, checked=True)
+    with pytest.raises(RoutingError, match="99"):
+        checked(x, routing=Routing(topk_ids=ids, topk_weights=w))
+
+
+@pytest.mark.parametrize("kernel", KERNEL_NAMES)
+def test_router_weight_on_the_input(kernel):
+    weights = random_experts(6, 2, 24, 40, seed=23)
+    problem = problem_of(6, 40, 24, 1)
+    on_input = replace(problem, spec=replace(problem.spec, routing=RoutingSpec(top_k=1, weight_on_input=True)))
+    x, ids, w = heavy_tailed(7, 40, seed=24), uneven_ids(7, 1, 6, seed=25), torch.rand(7, 1) + 0.5
+    found = MoELayer(weights, plan(on_input, Choice(kernel=kernel)))(x, routing=Routing(topk_ids=ids, topk_weights=w))
+    truth = truth_of(x * w, weights, ids, torch.ones(7, 1), ActivationSpec())
+    assert relative_error(found, truth) < 1e-5
+
+
+def test_own_router_shared_expert_and_gate():
+    weights, shared = random_experts(6, 2, 24, 40, seed=26), random_experts(1, 2, 56, 40, seed=27)
+    problem = problem_of(6, 40, 24, 2, shared=SharedSpec(intermediate_size=56, gated=True))
+    router, gate = heavy_tailed(6, 40, seed=28), heavy_tailed(1, 40, seed=29)
+    layer = MoELayer(
+        weights,
+        plan(problem),
+        router=RouterWeights(weight=router),
+        shared=SharedWeights(experts=shared, gate=gate),
+    )
+    x = heavy_tailed(11, 40, seed=30)
+    probabilities = torch.softmax(x.double() @ router.double().T, dim=-1)
+    top = probabilities.topk(2)
+    w = top.values / top.values.sum(-1, keepdim=True)
+    routed = truth_of(x, weights, top.indices, w, ActivationSpec())
+    dense = truth_of(x, shared, torch.zeros(11, 1, dtype=torch.int64), torch.ones(11, 1), ActivationSpec())
+    truth = routed + torch.sigmoid(x.double() @ gate.double().T) * dense
+    assert relative_error(layer(x), truth) < 1e-5
+    assert relative_error(layer(x, router_logits=x @ router.T), truth) < 1e-5
+    with pytest.raises(InputError, match="shared"):
+        MoELayer(weights, plan(problem))
+
+
+def test_latent_width_with_norm():
+    weights = random_experts(6, 2, 24, 40, seed=31)
+    problem = problem_of(6, 72, 24, 2, latent_size=40)
+    down, up, norm = heavy_tailed(40, 72, seed=32) / 9, heavy_tailed(72, 40, seed=33) / 6, torch.rand(40) + 0.5
+    layer = MoELayer(weights, plan(problem), latent=LatentWeights(down=down, up=up, norm=norm, norm_eps=1e-5))
+    x, ids, w = heavy_tailed(9, 72, seed=34), uneven_ids(9, 2, 6, seed=35), torch.rand(9, 2)
+    found = layer(x, routing=Routing(topk_ids=ids, topk_weights=w))
+    inner = truth_of(x @ down.T, weights, ids, w, ActivationSpec())
+    inner = inner / (inner.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.double()
+    assert relative_error(found, inner @ up.double().T) < 1e-5
+
+
+@pytest.mark.parametrize("kernel", KERNEL_NAMES)
+def test_runs_repeat_bit_for_bit(kernel):
+    weights = encode_experts(random_experts(6, 2, 48, 64, seed=36), "nvfp4")
+    layer = MoELayer(weights, plan(problem_of(6, 64, 48, 2, weight_format="nvfp4", dtype="bf16"), Choice(kernel=kernel)))
+    x, ids, w = heavy_tailed(33, 64, seed=37).bfloat16(), uneven_ids(33, 2, 6, seed=38), torch.rand(33, 2)
+    routing = Routing(topk_ids=ids, topk_weights=w)
+    assert torch.equal(layer(x, routing=routing), layer(x, routing=routing))
+
+
+@pytest.mark.parametrize(
+    ("x", "text"),
+    [
+        (torch.zeros(3, 41), r"x has shape \(3, 41\).*hidden_size=40"),
+        (torch.zeros(3, 40, dtype=torch.bfloat16), "bfloat16.*planned for fp32"),
+    ],
+)
+def test_wrong_input_names_what_is_allowed(x, text):
+    layer = MoELayer(random_experts(6, 2, 24, 40, seed=39), plan(problem_of(6, 40, 24, 2)))
+    with pytest.raises(InputError, match=text):
+        layer(x, routing=Routing(topk_ids=torch.zeros(3, 2, dtype=torch.int64), topk_weights=torch.ones(3, 2)))
+    with pytest.raises(InputError, match="without a router"):
+        layer(torch.zeros(3, 40))
+
+
+def test_weights_that_contradict_the_spec_are_refused():
+    weights = random_experts(6, 2, 24, 40, seed=40)
+    with pytest.raises(InputError, match=r"\(6, 2, 24, 40\).*\(7, 2, 24, 40\)"):
+        MoELayer(weights, plan(problem_of(7, 40, 24, 2)))
+    with pytest.raises(InputError, match="fp32, the spec says mxfp4"):
+        MoELayer(weights, plan(problem_of(6, 40, 24, 2, weight_format="mxfp4")))
+    with pytest.raises(InputError, match="gate_up_bias"):
+        MoELayer(weights, plan(problem_of(6, 40, 24, 2, bias=True)))

@@ -1,0 +1,101 @@
+"""plan() is pure, explains itself, obeys or refuses."""
+
+from __future__ import annotations
+
+import pytest
+
+from collegium import (
+    ActivationSpec,
+    Choice,
+    DeviceFacts,
+    InputError,
+    MoESpec,
+    PlanError,
+    Problem,
+    RoutingSpec,
+    SpecError,
+    encode_experts,
+    plan,
+)
+from collegium.formats import FORMATS
+from collegium.plan import expert_bytes
+from collegium.testing.compare import random_experts
+
+CPU = DeviceFacts(kind="cpu", threads=2)
+H200 = DeviceFacts(kind="cuda", name="NVIDIA H200", capability=(9, 0), memory=141 << 30)
+
+
+def problem(device=CPU, **more):
+    spec = MoESpec(
+        hidden_size=2880,
+        intermediate_size=1408,
+        num_experts=17,
+        routing=RoutingSpec(top_k=3),
+        weight_format="mxfp4",
+        **more,
+    )
+    return Problem(spec=spec, device=device)
+
+
+def test_every_candidate_is_chosen_or_refused_with_a_reason():
+    made = plan(problem())
+    assert made.kernel == "cpu_grouped"
+    assert [r.kernel for r in made.refusals] == ["reference"]
+    assert "cpu_grouped stands before it" in made.refusals[0].reason
+    for piece in ("17 experts", "top-3", "cpu_grouped", "mxfp4", "refused    reference"):
+        assert piece in made.explain()
+
+
+def test_planning_for_another_machine_needs_no_gpu():
+    made = plan(problem(H200))
+    assert made.kernel == "reference"
+    assert any(r.kernel == "cpu_grouped" and "cuda" in r.reason for r in made.refusals)
+
+
+def test_a_forced_choice_is_obeyed_or_refused_never_replaced():
+    assert plan(problem(), Choice(kernel="reference")).kernel == "reference"
+    with pytest.raises(PlanError, match="cpu_grouped.*cuda"):
+        plan(problem(H200), Choice(kernel="cpu_grouped"))
+    with pytest.raises(PlanError, match="known kernels: cpu_grouped, reference"):
+        plan(problem(), Choice(kernel="marlin"))
+    with pytest.raises(InputError, match="fp8_group128"):
+        plan(problem(), Choice(activation_format="fp7"))
+
+
+def test_a_quantised_activation_format_goes_to_a_kernel_that_applies_it():
+    made = plan(problem(), Choice(activation_format="fp8_group128"))
+    assert made.kernel == "reference"
+    assert made.problem.activation_format == "fp8_group128"
+    assert any(r.kernel == "cpu_grouped" and "fp8_group128" in r.reason for r in made.refusals)
+
+
+@pytest.mark.parametrize("weight_format", [f.name for f in FORMATS])
+@pytest.mark.parametrize("sizes", [(90, 56), (176, 33), (256, 192)], ids=str)
+def test_planned_bytes_are_the_bytes_of_the_weights(weight_format, sizes):
+    hidden, wide = sizes
+    weights = encode_experts(random_experts(3, 2, wide, hidden, seed=1), weight_format)
+    spec = MoESpec(
+        hidden_size=hidden,
+        intermediate_size=wide,
+        num_experts=3,
+        routing=RoutingSpec(top_k=1),
+        weight_format=weight_format,
+    )
+    real = (weights.gate_up.nbytes + weights.down.nbytes) / 3
+    assert expert_bytes(spec) == pytest.approx(real, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: RoutingSpec(top_k=0), "top_k"),
+        (lambda: RoutingSpec(top_k=2, kept_groups=3, groups=2), "kept_groups"),
+        (lambda: ActivationSpec(kind="situ", limit=3.0), "limit"),
+        (lambda: ActivationSpec(kind="swish"), "swiglu_oai"),  # type: ignore[arg-type]
+        (lambda: problem(shared=None, latent_size=None, expert_bias=False) and MoESpec(
+            hidden_size=4, intermediate_size=4, num_experts=2, routing=RoutingSpec(top_k=3)), "num_experts=2"),
+    ],
+)
+def test_specs_that_contradict_themselves(make, text):
+    with pytest.raises(SpecError, match=text):
+        make()

@@ -1,0 +1,137 @@
+"""Each check of ``make check`` passes here, and fails on a planted fault."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import check_changelog
+import check_links
+import check_size
+import check_words
+import run_snippets
+from tracked import ROOT, tracked
+
+
+def test_this_file_is_tracked() -> None:
+    assert ROOT / "tests" / "house" / "test_checks.py" in tracked()
+
+
+def test_without_git_the_files_are_found(tmp_path: Path) -> None:
+    for name in ("a.md", "src/b.py", ".venv/c.py", "__pycache__/d.pyc"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    assert [str(path.relative_to(tmp_path)) for path in tracked(tmp_path)] == ["a.md", "src/b.py"]
+
+
+def test_links() -> None:
+    assert check_links.broken_links() == []
+
+
+@pytest.mark.parametrize(
+    ("link", "reason"),
+    [
+        ("gone.md", "no such file"),
+        ("../outside.md", "leads out of the repository"),
+        ("#nowhere", "no heading makes the anchor 'nowhere'"),
+    ],
+)
+def test_a_broken_link_is_found(tmp_path: Path, link: str, reason: str) -> None:
+    (tmp_path / "page.md").write_text(
+        f"# Here it is\n[ok](#here-it-is) [web](https://example.org) [bad]({link})\n"
+    )
+    (fault,) = check_links.broken_links(tmp_path)
+    assert reason in fault
+
+
+def test_changelog() -> None:
+    assert check_changelog.changelog_fault() is None
+
+
+@pytest.mark.parametrize(
+    ("heading", "text"),
+    [
+        ("## [0.9.0] - 2026-01-31", "the package says 1.0.0"),
+        ("## 1.0.0", "no line such as"),
+        ("## [1.0.0] - soon", "'soon'"),
+        ("## [1.0.0]", "date ''"),
+    ],
+)
+def test_a_wrong_changelog_is_found(tmp_path: Path, heading: str, text: str) -> None:
+    (tmp_path / "src" / "collegium").mkdir(parents=True)
+    (tmp_path / "src" / "collegium" / "__init__.py").write_text('__version__ = "1.0.0"\n')
+    (tmp_path / "CHANGELOG.md").write_text(f"# Changelog\n\n{heading}\n")
+    assert text in str(check_changelog.changelog_fault(tmp_path))
+
+
+def test_size() -> None:
+    assert check_size.oversized() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "text"),
+    [
+        ("a.py", "x = 1\n" * 401, "401 lines, allowed 400"),
+        ("kernels/a.py", "x = 1\n" * 701, "701 lines, allowed 700"),
+        ("a.py", "def long():\n" + "    x = 1\n" * 60, "long has 61 lines, allowed 60"),
+        ("a.py", "def wide(a, b, c, d, e, f, g, *, h, i): ...\n", "wide takes 9 parameters, allowed 8"),
+        ("a.py", "class C:\n    def wide(self, a, b, c, d, e, f, g, h, i): ...\n", "takes 9 parameters"),
+    ],
+)
+def test_an_oversized_thing_is_found(tmp_path: Path, name: str, source: str, text: str) -> None:
+    path = tmp_path / "src" / name
+    path.parent.mkdir(parents=True)
+    path.write_text(source)
+    (fault,) = check_size.oversized(tmp_path)
+    assert text in fault
+
+
+def test_too_many_lines_in_all_are_found(tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    for n in range(26):
+        (tmp_path / "src" / f"f{n}.py").write_text("x = 1\n" * 400)
+    assert [fault for fault in check_size.oversized(tmp_path) if "10400 lines in all" in fault]
+
+
+def test_words() -> None:
+    assert check_words.forbidden_words() == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "see /" + "home/someone/model",
+        "in ../" + "shared/notes.md",
+        "from https://" + "pypi.o" + "rg/simple",
+        "made by " + "Chat" + "GPT",
+    ],
+)
+def test_a_forbidden_word_is_found(tmp_path: Path, text: str) -> None:
+    (tmp_path / "page.md").write_text(f"fine\n{text}\n")
+    (fault,) = check_words.forbidden_words(tmp_path)
+    assert fault.startswith("page.md:2:")
+
+
+def test_only_marked_shell_blocks_run() -> None:
+    page = "```python\nx = 1\n```\n```bash\nfalse\n```\n<!-- run -->\n```bash\ntrue\n```\n```json\n{}\n```\n"
+    assert [(s.language, s.line, s.code) for s in run_snippets.snippets("p.md", page)] == [
+        ("python", 1, "x = 1\n"),
+        ("bash", 8, "true\n"),
+    ]
+
+
+@pytest.mark.parametrize(("language", "code"), [("python", "raise SystemExit(3)"), ("bash", "exit 3")])
+def test_a_failing_block_is_found(language: str, code: str) -> None:
+    snippet = run_snippets.Snippet(page="p.md", line=1, language=language, code=code)
+    assert run_snippets.run(snippet).returncode == 3
+
+
+def test_no_block_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_snippets.main([]) == 1
+    assert "no block" in capsys.readouterr().out
+
+
+def test_a_command_of_this_environment_is_found() -> None:
+    snippet = run_snippets.Snippet(page="p.md", line=1, language="bash", code="python -c 'import torch'")
+    assert run_snippets.run(snippet).returncode == 0

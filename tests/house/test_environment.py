@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tracked import ROOT
+
+SOURCE = ROOT / "src" / "collegium"
+READERS = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+
+
+def reads(source: str) -> list[int]:
+    """The lines of ``source`` that touch the environment."""
+    found: list[int] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and node.attr in READERS:
+            found.append(node.lineno)
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module == "os"
+            and {a.name for a in node.names} & READERS
+        ):
+            found.append(node.lineno)
+    return found
+
+
+def test_the_library_reads_no_environment_variable() -> None:
+    paths = [path for path in SOURCE.rglob("*.py") if path != SOURCE / "cli.py"]
+    assert len(paths) > 10
+    guilty = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in paths
+        for line in reads(path.read_text(encoding="utf-8"))
+    ]
+    assert not guilty, f"read an explicit argument instead: {guilty}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import os\nx = os.environ['A']",
+        "import os as o\nx = o.getenv('A')",
+        "from os import environ\nx = environ",
+    ],
+)
+def test_a_read_is_found(source: str) -> None:
+    assert reads(source)

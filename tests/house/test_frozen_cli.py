@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import typer
+
+from collegium.cli import app
+
+# Every command with its arguments (upper case) and options. Changing one is a change users see: CHANGELOG.md.
+COMMANDS = {
+    "demo": {"--model", "--device", "--tokens", "--json"},
+    "generate": {
+        "MODEL",
+        "--prompt",
+        "--tokens",
+        "--temperature",
+        "--seed",
+        "--format",
+        "--device",
+        "--json",
+    },
+    "inspect": {"MODEL", "--deep", "--no-deep", "--device", "--json"},
+    "plan": {"MODEL", "--device", "--kernel", "--activations", "--format", "--max-tokens", "--json"},
+}
+
+
+def found() -> dict[str, set[str]]:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    return {
+        name: {
+            spelling if spelling.startswith("-") else spelling.upper()
+            for parameter in command.params
+            for spelling in (*parameter.opts, *parameter.secondary_opts)
+        }
+        - {"--help"}
+        for name, command in commands.items()
+    }
+
+
+def test_commands_are_frozen() -> None:
+    assert set(found()) == set(COMMANDS)
+
+
+def test_options_are_frozen() -> None:
+    assert found() == COMMANDS
+
+
+def test_every_command_speaks_json() -> None:
+    assert all("--json" in options for options in found().values())

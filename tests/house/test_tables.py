@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from collections.abc import Mapping
+from types import ModuleType
+
+import pytest
+
+from collegium import experts, formats, models
+from collegium.formats.payload import Payload
+from tracked import ROOT
+
+SOURCE = ROOT / "src" / "collegium"
+
+
+def rows(table: object) -> list[object]:
+    assert isinstance(table, tuple | Mapping)
+    return list(table.values() if isinstance(table, Mapping) else table)
+
+
+def files(room: str) -> list[ModuleType]:
+    paths = sorted((SOURCE / room).glob("*.py"))
+    return [importlib.import_module(f"collegium.{room}.{p.stem}") for p in paths if p.stem != "__init__"]
+
+
+def classes(module: ModuleType) -> list[type]:
+    found = [value for value in vars(module).values() if inspect.isclass(value)]
+    return [c for c in found if c.__module__ == module.__name__ and not c.__name__.startswith("_")]
+
+
+def test_every_format_is_in_its_table() -> None:
+    written = {
+        c
+        for module in files("formats")
+        for c in classes(module)
+        if issubclass(c, Payload) and c is not Payload
+    }
+    concrete = {c for c in written if "name" in vars(c)}
+    assert concrete == set(rows(formats.FORMATS))
+    assert concrete
+
+
+def test_format_names_are_unique() -> None:
+    names = [row.name for row in rows(formats.FORMATS)]  # type: ignore[attr-defined]
+    assert len(set(names)) == len(names)
+
+
+def test_every_experts_kernel_is_in_its_table() -> None:
+    written = {
+        c
+        for m in files("experts")
+        for c in classes(m)
+        if {"refuse", "pack", "run"} <= set(vars(c)) and not protocol(c)
+    }
+    assert written == {type(kernel) for kernel in experts.KERNELS}
+    assert written
+
+
+def protocol(c: type) -> bool:
+    return bool(getattr(c, "_is_protocol", False))
+
+
+def test_kernel_names_are_unique() -> None:
+    names = [kernel.name for kernel in experts.KERNELS]
+    assert len(set(names)) == len(names)
+
+
+def test_every_model_family_is_in_its_table() -> None:
+    written = [module.FAMILY for module in files("models") if hasattr(module, "FAMILY")]
+    assert {id(family) for family in written} == {id(family) for family in models.FAMILIES}
+    assert written
+
+
+def test_no_model_type_has_two_families() -> None:
+    names = [name for family in models.FAMILIES for name in family.model_types]
+    assert len(set(names)) == len(names)
+
+
+def test_every_model_file_makes_a_family_or_serves_them() -> None:
+    helpers = {"base", "quantization"}
+    assert {m.__name__.rsplit(".", 1)[1] for m in files("models") if not hasattr(m, "FAMILY")} <= helpers
+
+
+@pytest.mark.parametrize(
+    ("room", "table"),
+    [("formats", "FORMATS"), ("experts", "KERNELS"), ("models", "FAMILIES")],
+)
+def test_a_table_is_a_literal(room: str, table: str) -> None:
+    tree = ast.parse((SOURCE / room / "__init__.py").read_text(encoding="utf-8"))
+    values = [
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        and any(
+            getattr(t, "id", None) == table
+            for t in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        )
+    ]
+    assert len(values) == 1
+    assert isinstance(values[0], ast.Tuple | ast.Dict), f"{table} is computed; write its rows down"
