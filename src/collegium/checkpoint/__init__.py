@@ -1,0 +1,22 @@
+"""Checkpoints on disk: read lazily, detected, audited, and loaded as ``ExpertWeights``."""
+
+from __future__ import annotations
+
+from .audit import AuditReport, LayerReport, audit
+from .detect import StoredFormat, detect
+from .loader import describe_checkpoint, load_all, load_experts, load_router, load_shared
+from .reader import Checkpoint
+
+__all__ = [
+    "AuditReport",
+    "Checkpoint",
+    "LayerReport",
+    "StoredFormat",
+    "audit",
+    "describe_checkpoint",
+    "detect",
+    "load_all",
+    "load_experts",
+    "load_router",
+    "load_shared",
+]

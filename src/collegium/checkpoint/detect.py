@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, MissingTensorError
-from ..formats import FORMATS, by_name
+from ..formats import FORMATS, Fp8Block, Int4Group, by_name
 from ..models import declared_format, expert_path, family_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from ..formats.payload import Payload, Storage
+    from torch import Tensor
+
+    from ..formats.payload import Part, Payload, Storage
     from ..models import Declared, Family, Names
     from .header import TensorInfo
     from .layout import Projection
     from .reader import Checkpoint
 
-__all__ = ["Found", "StoredFormat", "detect", "find_experts", "find_shared", "match_storage"]
+__all__ = ["Found", "StoredFormat", "detect", "find_experts", "find_shared", "stored_format"]
 
 _FLOATS = ("bf16", "fp16", "fp32")
 
@@ -30,11 +32,14 @@ class StoredFormat:
     """How one layer's experts are stored.
 
     name: a format of ``formats.FORMATS``. storage: one of its storages. stacked: one tensor holds all experts.
+    block: rows and columns that share a scale (FP8 block). group: columns that share a scale (INT4; 0: a whole row).
     """
 
     name: str
     storage: str
     stacked: bool = False
+    block: tuple[int, int] = (128, 128)
+    group: int = 0
 
     @property
     def format(self) -> type[Payload]:
@@ -43,8 +48,30 @@ class StoredFormat:
 
     @property
     def layout(self) -> Storage:
-        """The storage's parts."""
-        return next(s for s in self.format.storages if s.name == self.storage)
+        """The storage's parts, with the block and group sizes the config declares."""
+        storage = next(s for s in self.format.storages if s.name == self.storage)
+        if self.name not in ("fp8_block", "int4_group"):
+            return storage
+        return replace(storage, parts=tuple(self._sized(part) for part in storage.parts))
+
+    def _sized(self, part: Part) -> Part:
+        if part.suffix not in (".weight_scale", ".weight_scale_inv"):
+            return part
+        if self.name == "fp8_block":
+            return replace(part, rows_per=self.block[0], columns_per=self.block[1])
+        if self.group:
+            return replace(part, columns_per=self.group)
+        return replace(part, columns_per=0, inner=(1,))
+
+    def build(self, parts: Mapping[str, Tensor], shape: tuple[int, ...]) -> Payload:
+        """Return the payload of logical ``shape`` from its parts; raises the CheckpointErrors of ``from_parts``."""
+        if self.format is Fp8Block:
+            return Fp8Block.from_parts(parts, storage=self.storage, shape=shape, block=self.block)
+        if self.format is Int4Group:
+            return Int4Group.from_parts(
+                parts, storage=self.storage, shape=shape, group_size=self.group or None
+            )
+        return self.format.from_parts(parts, storage=self.storage, shape=shape)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -128,28 +155,34 @@ def _closest(seen: Mapping[str, set[str]]) -> list[str]:
     return list(dict.fromkeys(name for count, name in fits if count == most))
 
 
-def match_storage(declared: Declared, seen: Mapping[str, set[str]], where: str) -> tuple[str, str]:
+def _match_storage(declared: Declared, seen: Mapping[str, set[str]], where: str) -> tuple[str, str]:
     """Return (format, storage) that is declared and present; raises ConfigError when the two contradict each other."""
     closest = _closest(seen)
     name = declared.format
     if declared.method is None:
         # dtype in config.json says how to compute; unquantised tensors carry their own dtype and it is the truth
         floats = [n for n in closest if n in _FLOATS]
-        name = floats[0] if floats else name
-    listed = ", ".join(f"{suffix} {'/'.join(sorted(dtypes))}" for suffix, dtypes in sorted(seen.items())) or "none"
+        name = floats[0] if floats and name not in floats else name
+    listed = (
+        ", ".join(f"{suffix} {'/'.join(sorted(dtypes))}" for suffix, dtypes in sorted(seen.items())) or "none"
+    )
     stored = f"{where}: the tensors are {listed}"
     if closest:
         stored += f", which looks like {' or '.join(closest)}"
     if name is None:
-        msg = f"{stored}; config.json declares neither dtype nor quantization_config; add the one that is true"
+        msg = (
+            f"{stored}; config.json declares neither dtype nor quantization_config; add the one that is true"
+        )
         raise ConfigError(msg)
     cls = by_name(name)
     fitting = [s.name for s in cls.storages if _fits(s, seen)]
-    foreign = declared.method is None and closest != [name]
+    foreign = declared.method is None and any(n not in _FLOATS for n in closest)
     if not fitting or foreign:
         needs = " or ".join(" + ".join(p.suffix for p in s.parts if p.required) for s in cls.storages)
         declares = f"declares {name}" if declared.method is None else f"declares {name} ({declared.method})"
-        msg = f"{stored}; config.json {declares}, which needs {needs}; correct quantization_config or the files"
+        msg = (
+            f"{stored}; config.json {declares}, which needs {needs}; correct quantization_config or the files"
+        )
         raise ConfigError(msg)
     preferred = [s for s in fitting if s == declared.method]
     return name, (preferred or fitting)[0]
@@ -179,10 +212,21 @@ def detect(config: Mapping[str, object], checkpoint: Checkpoint, layer: int | No
         msg = f"layer {layer}: one expert's projections differ in format: {listed}; they must share one"
         raise ConfigError(msg)
     seen = {k: v for k, v in found.suffixes().items() if k != "_bias"}
-    entry = declared[paths[0]]
-    name, storage = match_storage(entry, seen, f"layer {layer}")
-    _check_block(entry, by_name(name), layer)
-    return StoredFormat(name=name, storage=storage, stacked=stacked)
+    return stored_format(declared[paths[0]], seen, f"layer {layer}", stacked=stacked)
+
+
+def stored_format(
+    declared: Declared, seen: Mapping[str, set[str]], where: str, *, stacked: bool = False
+) -> StoredFormat:
+    """Return the stored format that is both declared and present; raises ConfigError."""
+    name, storage = _match_storage(declared, seen, where)
+    return StoredFormat(
+        name=name,
+        storage=storage,
+        stacked=stacked,
+        block=declared.block or (128, 128),
+        group=declared.group or 0,
+    )
 
 
 def _paths(family: Family, layer: int, *, stacked: bool) -> list[str]:
@@ -190,11 +234,3 @@ def _paths(family: Family, layer: int, *, stacked: bool) -> list[str]:
     if stacked or names.gate is None or names.up is None or names.down is None:
         return [names.stacked.gate_up.format(layer=layer), names.stacked.down.format(layer=layer)]
     return [expert_path(family, layer), *(p.format(layer=layer, expert=0) for p in (names.up, names.down))]
-
-
-def _check_block(declared: Declared, cls: type[Payload], layer: int) -> None:
-    """Refuse a block or group size that the format's class does not have."""
-    own = (cls.row_block, cls.group)
-    if declared.block is not None and declared.block != own:
-        msg = f"layer {layer}: config.json declares blocks of {declared.block}, {cls.name} has blocks of {own}"
-        raise ConfigError(msg)

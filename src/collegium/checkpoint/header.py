@@ -126,7 +126,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             raise HostileFileError(msg)
         raw = file.read(length)
     if len(raw) != length or raw[:1] != b"{":
-        msg = f"{path}: the header starts with {raw[:1]!r} and has {len(raw)} of {length} bytes; it must start with '{{'"
+        msg = f"{path}: the header has {len(raw)} of {length} bytes and starts {raw[:1]!r}; it must start with '{{'"
         raise HostileFileError(msg)
     try:
         entries = _strict_object(raw)

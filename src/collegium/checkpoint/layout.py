@@ -108,7 +108,7 @@ def _squeezed(shape: tuple[int, ...]) -> list[int]:
 
 
 def check_part(source: Source, part: Part, checkpoint: Checkpoint, cls: type[Payload]) -> None:
-    """Compare the header entry of a part with what the config implies; raises MissingTensorError, TensorMismatchError."""
+    """Compare a part's header entry with what the config implies; raises MissingTensorError, TensorMismatchError."""
     name = part_name(source, part)
     info = checkpoint.info(name)
     if info.dtype not in part.dtypes:
@@ -152,7 +152,9 @@ def read_parts(
     return {p.suffix: _read_part(checkpoint, source, p, cut, seen) for p in storage.parts if p.required}
 
 
-def _read_part(checkpoint: Checkpoint, source: Source, part: Part, cut: Cut, seen: dict[str, Tensor]) -> Tensor:
+def _read_part(
+    checkpoint: Checkpoint, source: Source, part: Part, cut: Cut, seen: dict[str, Tensor]
+) -> Tensor:
     name = part_name(source, part)
     actual = checkpoint.info(name).shape
     if not part.rows_per and not part.columns_per:
@@ -160,7 +162,11 @@ def _read_part(checkpoint: Checkpoint, source: Source, part: Part, cut: Cut, see
         tensor = checkpoint.read_slice(name, (slice(source.index, source.index + 1),) if stacked else ())
         return tensor.reshape(part.inner)
     first, last = cut.rows
-    first, last = (source.step * first, source.step * last) if source.step > 1 else (source.offset + first, source.offset + last)
+    first, last = (
+        (source.step * first, source.step * last)
+        if source.step > 1
+        else (source.offset + first, source.offset + last)
+    )
     wanted: list[slice] = []
     if part.rows_per:
         wanted.append(_boundaries(source, first, last, part.rows_per, source.stored_rows))

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from ..errors import CheckpointError, ConfigError, DuplicateTensorError, HostileFileError, InputError, MissingTensorError
+from ..errors import (
+    CheckpointError,
+    ConfigError,
+    DuplicateTensorError,
+    HostileFileError,
+    InputError,
+    MissingTensorError,
+)
 from .header import TensorInfo, read_header, read_json
 
 if TYPE_CHECKING:
@@ -19,7 +26,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["Checkpoint"]
+__all__ = ["Checkpoint", "read_config"]
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -68,9 +75,9 @@ class Checkpoint:
         """
         root = Path(path)
         if root.is_dir():
-            config, tensors = _read_config(root), _folder(root)
+            config, tensors = read_config(root), _folder(root)
         elif root.is_file():
-            config, tensors = _read_config(root.parent), read_header(root)
+            config, tensors = read_config(root.parent), read_header(root)
         else:
             msg = f"{root}: no such folder or file; give a checkpoint folder or one .safetensors file"
             raise CheckpointError(msg)
@@ -99,14 +106,16 @@ class Checkpoint:
         """
         info = self.info(name)
         if info.dtype not in _TORCH_DTYPES:
-            msg = f"tensor {name!r} has dtype {info.dtype}, which can be listed but not read; known: {', '.join(_TORCH_DTYPES)}"
+            known = ", ".join(_TORCH_DTYPES)
+            msg = f"tensor {name!r} has dtype {info.dtype}, which can be listed but not read; known: {known}"
             raise CheckpointError(msg)
         bounds = _bounds(info, slices)
         shape = [stop - start for start, stop in bounds]
         dtype = _TORCH_DTYPES[info.dtype]
         raw = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
         if raw.numel():
-            view, at = memoryview(raw.numpy()), 0  # pyright: ignore[reportUnknownMemberType]
+            # numpy shares the tensor's memory; its stubs lack the buffer protocol on Python 3.11
+            view, at = memoryview(cast("bytearray", raw.numpy())), 0
             with info.file.open("rb", buffering=0) as file:
                 for start, count in _runs(info, bounds, dtype.itemsize):
                     _read_exactly(file, info, start, view[at : at + count])
@@ -152,12 +161,14 @@ def _read_exactly(file: FileIO, info: TensorInfo, start: int, into: memoryview) 
     while at < len(into):
         got = file.readinto(into[at:])
         if not got:
-            msg = f"{info.file}: ended at byte {start + at} inside tensor {info.name!r}; it has shrunk since it was opened"
+            where = f"byte {start + at} inside tensor {info.name!r}"
+            msg = f"{info.file}: ended at {where}; it has shrunk since it was opened"
             raise HostileFileError(msg)
         at += got
 
 
-def _read_config(root: Path) -> dict[str, object]:
+def read_config(root: Path) -> dict[str, object]:
+    """Return ``config.json`` of a folder, ``hf_quant_config.json`` merged in, empty without one; raises ConfigError."""
     config = read_json(root / "config.json") if (root / "config.json").exists() else {}
     separate = root / "hf_quant_config.json"
     text = config.get("text_config")
@@ -187,7 +198,11 @@ def _weight_map(index: Path) -> dict[str, str]:
     entries = cast("dict[str, object]", table) if isinstance(table, dict) else {}
     wrong = [name for name, file in entries.items() if not isinstance(file, str)]
     if not entries or wrong:
-        found = f"entry {wrong[0]!r} of 'weight_map' is no text" if wrong else "found no filled object 'weight_map'"
+        found = (
+            f"entry {wrong[0]!r} of 'weight_map' is no text"
+            if wrong
+            else "found no filled object 'weight_map'"
+        )
         msg = f"{index}: {found}; expected tensor names with file names"
         raise CheckpointError(msg)
     return cast("dict[str, str]", entries)

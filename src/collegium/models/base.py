@@ -12,7 +12,17 @@ if TYPE_CHECKING:
 
     from ..types import MoESpec
 
-__all__ = ["Family", "Names", "StackedNames", "flag", "integer", "integers", "number", "require_silu", "value"]
+__all__ = [
+    "Family",
+    "Names",
+    "StackedNames",
+    "flag",
+    "integer",
+    "integers",
+    "number",
+    "require_silu",
+    "value",
+]
 
 _ABSENT = object()
 

@@ -128,12 +128,12 @@ def _matches(entry: str, path: str) -> bool:
 
 def _search(entry: str, path: str) -> bool:
     pattern = entry.removeprefix("re:")
+    if len(pattern) > _MAX_PATTERN:
+        msg = f"quantization_config: a pattern has {len(pattern)} characters, at most {_MAX_PATTERN} are allowed"
+        raise ConfigError(msg)
     try:
-        if len(pattern) > _MAX_PATTERN:
-            msg = f"it has {len(pattern)} characters, at most {_MAX_PATTERN} are allowed"
-            raise ValueError(msg)
         return re.match(pattern, path) is not None
-    except (re.error, ValueError) as error:
+    except re.error as error:
         msg = f"quantization_config: the pattern {entry[:100]!r} cannot be used: {error}"
         raise ConfigError(msg) from error
 
@@ -166,7 +166,11 @@ def _modelopt(block: Mapping[str, object], path: str, plain: Declared) -> Declar
         if not found:
             return plain
         entry = layers[max(found, key=len)]
-        algorithm = str(cast("Mapping[str, object]", entry).get("quant_algo")).upper() if isinstance(entry, dict) else ""
+        algorithm = (
+            str(cast("Mapping[str, object]", entry).get("quant_algo")).upper()
+            if isinstance(entry, dict)
+            else ""
+        )
     if algorithm not in _MODELOPT:
         msg = f"quantization_config: quant_algo is {algorithm!r}, known are {', '.join(_MODELOPT)}, MIXED_PRECISION"
         raise ConfigError(msg)

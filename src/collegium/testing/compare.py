@@ -26,7 +26,7 @@ def heavy_tailed(*shape: int, seed: int, channels: bool = True) -> Tensor:
     """
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(*shape, generator=generator)
-    chi = sum(torch.randn(*shape, generator=generator).square() for _ in range(4)) / 4
+    chi = torch.randn(4, *shape, generator=generator).square().mean(0)
     out = normal / torch.sqrt(chi)
     if channels and shape[-1] >= 16:
         out[..., ::16] *= 8
@@ -110,8 +110,11 @@ def _activation(both: Tensor, spec: ActivationSpec) -> Tensor:
         "swiglu": lambda: gate * sigmoid * up,
         "swiglu_oai": lambda: (up + 1) * gate / (1 + torch.exp(-spec.alpha * gate)),
         "situ": lambda: (
-            spec.gate_bound * torch.tanh(gate / spec.gate_bound) * sigmoid
-            * spec.up_bound * torch.tanh(up / spec.up_bound)
+            spec.gate_bound
+            * torch.tanh(gate / spec.gate_bound)
+            * sigmoid
+            * spec.up_bound
+            * torch.tanh(up / spec.up_bound)
         ),
         "geglu": lambda: 0.5 * gate * (1 + torch.erf(gate / math.sqrt(2))) * up,
         "geglu_tanh": lambda: 0.5 * gate * (1 + torch.tanh(cube)) * up,

@@ -1,0 +1,56 @@
+"""Which rank holds which experts: pure functions that make a ``Placement``."""
+
+from __future__ import annotations
+
+from ..errors import InputError
+from ..types import Placement
+
+__all__ = ["expert_owner", "linear", "round_robin", "tensor_parallel"]
+
+
+def _check(num_experts: int, rank: int, world_size: int) -> None:
+    if num_experts < 1 or world_size < 1 or not 0 <= rank < world_size:
+        msg = (
+            f"placement of {num_experts} experts for rank {rank} of {world_size} was asked; allowed are at least 1 "
+            "expert, at least 1 rank and a rank below their number"
+        )
+        raise InputError(msg)
+
+
+def linear(num_experts: int, rank: int = 0, world_size: int = 1) -> Placement:
+    """Return consecutive experts a rank; the first ``num_experts % world_size`` ranks hold one more.
+
+    Raises InputError for a rank that does not exist.
+    """
+    _check(num_experts, rank, world_size)
+    each, more = divmod(num_experts, world_size)
+    start = rank * each + min(rank, more)
+    ids = tuple(range(start, start + each + (rank < more)))
+    return Placement(rank=rank, world_size=world_size, expert_ids=ids)
+
+
+def round_robin(num_experts: int, rank: int = 0, world_size: int = 1) -> Placement:
+    """Return every ``world_size``-th expert, from ``rank`` on. Raises InputError for a rank that does not exist."""
+    _check(num_experts, rank, world_size)
+    return Placement(rank=rank, world_size=world_size, expert_ids=tuple(range(rank, num_experts, world_size)))
+
+
+def tensor_parallel(num_experts: int, tp_rank: int, tp_size: int) -> Placement:
+    """Return all experts with slice ``tp_rank`` of ``tp_size`` of I. Raises InputError for a missing rank."""
+    _check(num_experts, tp_rank, tp_size)
+    return Placement(
+        rank=tp_rank,
+        world_size=tp_size,
+        expert_ids=tuple(range(num_experts)),
+        tp_rank=tp_rank,
+        tp_size=tp_size,
+    )
+
+
+def expert_owner(placements: tuple[Placement, ...], expert: int) -> tuple[int, int]:
+    """Return (rank, local slot) of the first rank that holds ``expert``; raises InputError when none does."""
+    for placement in placements:
+        if expert in placement.expert_ids:
+            return placement.rank, placement.expert_ids.index(expert)
+    msg = f"expert {expert} is on none of {len(placements)} ranks; place every expert on at least one"
+    raise InputError(msg)

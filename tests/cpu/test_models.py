@@ -1,0 +1,302 @@
+"""Families: config to spec, which layers are MoE, declared formats, and agreement with transformers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from collegium.checkpoint import (
+    Checkpoint,
+    describe_checkpoint,
+    detect,
+    load_experts,
+    load_router,
+    load_shared,
+)
+from collegium.errors import ConfigError, SpecError
+from collegium.models import FAMILIES, declared_format, describe, family_of, moe_layers
+from collegium.parallel.placement import linear
+from collegium.testing.tiny import TinySize, write_checkpoint
+from collegium.types import ActivationSpec, MoESpec, RoutingSpec, SharedSpec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+QWEN3 = {
+    "model_type": "qwen3_moe", "hidden_size": 2048, "moe_intermediate_size": 768, "intermediate_size": 6144,
+    "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48, "norm_topk_prob": True,
+    "hidden_act": "silu", "decoder_sparse_step": 1, "mlp_only_layers": [], "torch_dtype": "bfloat16",
+}  # fmt: skip
+MIXTRAL = {
+    "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_local_experts": 8,
+    "num_experts_per_tok": 2, "num_hidden_layers": 32, "hidden_act": "silu", "torch_dtype": "bfloat16",
+}  # fmt: skip
+DEEPSEEK = {
+    "model_type": "deepseek_v3", "hidden_size": 7168, "moe_intermediate_size": 2048, "intermediate_size": 18432,
+    "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "num_hidden_layers": 61,
+    "first_k_dense_replace": 3, "moe_layer_freq": 1, "n_group": 8, "topk_group": 4, "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 2.5, "hidden_act": "silu",
+    "torch_dtype": "bfloat16", "num_nextn_predict_layers": 1,
+    "quantization_config": {
+        "quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3",
+    },
+}  # fmt: skip
+GPT_OSS = {
+    "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 32,
+    "num_experts_per_tok": 4, "num_hidden_layers": 24, "hidden_act": "silu", "swiglu_limit": 7.0,
+    "quantization_config": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+        ],
+    },
+}  # fmt: skip
+EXPERT = "model.layers.5.mlp.experts.0.gate_proj"
+
+
+def test_published_models_are_described() -> None:
+    assert describe(QWEN3) == MoESpec(
+        hidden_size=2048, intermediate_size=768, num_experts=128, routing=RoutingSpec(top_k=8)
+    )
+    assert describe(MIXTRAL) == MoESpec(
+        hidden_size=4096, intermediate_size=14336, num_experts=8, routing=RoutingSpec(top_k=2)
+    )
+    routing = RoutingSpec(
+        top_k=8, score="sigmoid", renormalise_eps=1e-20, groups=8, kept_groups=4, group_score="top2_sum",
+        scale=2.5, correction_bias=True,
+    )  # fmt: skip
+    assert describe(DEEPSEEK) == MoESpec(
+        hidden_size=7168, intermediate_size=2048, num_experts=256, routing=routing, weight_format="fp8_block",
+        shared=SharedSpec(intermediate_size=2048),
+    )  # fmt: skip
+    assert describe(GPT_OSS) == MoESpec(
+        hidden_size=2880, intermediate_size=2880, num_experts=32, weight_format="mxfp4", expert_bias=True,
+        routing=RoutingSpec(top_k=4, score="topk_softmax"),
+        activation=ActivationSpec(kind="swiglu_oai", limit=7.0, alpha=1.702),
+    )  # fmt: skip
+
+
+def test_moe_layers() -> None:
+    assert moe_layers(DEEPSEEK) == tuple(range(3, 61))
+    assert moe_layers({**DEEPSEEK, "moe_layer_freq": 2, "num_hidden_layers": 9}) == (4, 6, 8)
+    assert moe_layers(
+        {**QWEN3, "num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    ) == (1, 5)
+    assert moe_layers(MIXTRAL) == tuple(range(32))
+    with pytest.raises(ConfigError, match="no layer has routed experts"):
+        describe({**QWEN3, "mlp_only_layers": list(range(48))})
+
+
+def test_every_family_is_found_by_its_types() -> None:
+    for family in FAMILIES:
+        for name in family.model_types:
+            assert family_of({"model_type": name}) is family
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "text"),
+    [
+        ({"model_type": "llama"}, ConfigError, "'llama', known are qwen3_moe, mixtral, deepseek_v3.*gpt_oss"),
+        ({}, ConfigError, "model_type is None"),
+        ({**MIXTRAL, "hidden_size": "4096"}, ConfigError, "hidden_size is '4096', allowed is an integer"),
+        ({**MIXTRAL, "hidden_size": None}, ConfigError, "lacks hidden_size"),
+        ({**MIXTRAL, "hidden_act": "gelu"}, ConfigError, "hidden_act is 'gelu'"),
+        ({**MIXTRAL, "num_experts_per_tok": 9}, SpecError, "top_k"),
+        ({**QWEN3, "norm_topk_prob": 1}, ConfigError, "norm_topk_prob is 1"),
+        ({**QWEN3, "mlp_only_layers": ["a"]}, ConfigError, "list of integers"),
+        ({**DEEPSEEK, "scoring_func": "softmax"}, ConfigError, "scoring_func is 'softmax'"),
+        ({**DEEPSEEK, "routed_scaling_factor": "2"}, ConfigError, "allowed is a number"),
+        ({**DEEPSEEK, "moe_layer_freq": 0}, ConfigError, "moe_layer_freq is 0"),
+        ({**MIXTRAL, "torch_dtype": "int8"}, ConfigError, "dtype is 'int8'"),
+        (
+            {**MIXTRAL, "quantization_config": {"quant_method": "gptq"}},
+            ConfigError,
+            "'gptq', known are fp8, mxfp4",
+        ),
+        ({**MIXTRAL, "quantization_config": [1]}, ConfigError, "allowed is an object"),
+    ],
+)
+def test_bad_configs(config: dict[str, object], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        describe(config)
+
+
+def compressed(**weights: object) -> dict[str, object]:
+    group = {"targets": ["Linear"], "weights": {"symmetric": True, **weights}}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+
+
+@pytest.mark.parametrize(
+    ("block", "format_name"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8_block"),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, "fp8_tensor"),
+        ({"quant_method": "fp8", "ignored_layers": ["model.layers.5.mlp.experts"]}, "bf16"),
+        ({"quant_method": "fp8", "modules_to_not_convert": ["mlp.gate", "gate"]}, "fp8_tensor"),
+        ({"quant_method": "mxfp8", "ignored_layers": ["model.layers.4"]}, "mxfp8"),
+        ({"quant_method": "mxfp8", "ignored_layers": ["model.layers.5"]}, "bf16"),
+        ({"quant_method": "modelopt", "quant_algo": "nvfp4"}, "nvfp4"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head", "*.mlp.experts*"]}, "bf16"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, "fp8_channel"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, "fp8_block"),
+        ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, "mxfp8"),
+        (
+            {
+                "quant_method": "modelopt",
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {
+                    "model.layers.5": {"quant_algo": "FP8"},
+                    "model.layers.5.mlp.experts": {"quant_algo": "NVFP4"},
+                },
+            },
+            "nvfp4",
+        ),
+        (
+            {
+                "quant_method": "modelopt",
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {"lm_head": {}},
+            },
+            "bf16",
+        ),
+        (compressed(type="float", num_bits=8, strategy="tensor"), "fp8_tensor"),
+        (compressed(type="float", num_bits=8, strategy="channel"), "fp8_channel"),
+        (compressed(type="float", num_bits=8, strategy="block", block_structure=[128, 128]), "fp8_block"),
+        (compressed(type="float", num_bits=8, strategy="group", group_size=32), "mxfp8"),
+        (compressed(type="float", num_bits=4, strategy="group", group_size=32), "mxfp4"),
+        (compressed(type="float", num_bits=4, strategy="tensor_group", group_size=16), "nvfp4"),
+        (compressed(type="int", num_bits=4, strategy="group", group_size=128), "int4_group"),
+        (
+            {
+                **compressed(type="int", num_bits=4, strategy="group", group_size=32),
+                "ignore": [r"re:.*experts.*"],
+            },
+            "bf16",
+        ),
+        (
+            {
+                **compressed(type="int", num_bits=4, strategy="group", group_size=32),
+                "ignore": ["lm_head", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*", "re:.*shared_experts.*"],
+            },
+            "int4_group",
+        ),
+    ],
+)
+def test_declared_formats(block: dict[str, object], format_name: str) -> None:
+    config = {"dtype": "bfloat16", "quantization_config": block}
+    assert declared_format(config, EXPERT).format == format_name
+    assert declared_format(
+        {"dtype": "bfloat16", "text_config": {"quantization_config": block}}, EXPERT
+    ).format == (format_name)
+
+
+def test_deepseek_v4_declares_its_experts_elsewhere() -> None:
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config: dict[str, object] = {"model_type": "deepseek_v4", "quantization_config": fp8}
+    assert declared_format(config, EXPERT).format == "mxfp4"
+    assert declared_format({**config, "expert_dtype": "fp8"}, EXPERT).format == "fp8_block"
+    nv = {**fp8, "moe_quant_algo": "NVFP4"}
+    assert declared_format({**config, "quantization_config": nv}, EXPERT).format == "nvfp4"
+
+
+@pytest.mark.parametrize(
+    ("block", "text"),
+    [
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "'W4A8_AWQ', known are FP8"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size is \[128\]"),
+        (
+            compressed(type="float", num_bits=4, strategy="group", group_size=64),
+            "float 4 bits group of 64, known are",
+        ),
+        (
+            compressed(type="int", num_bits=4, strategy="group", group_size=32, symmetric=False),
+            "symmetric=False",
+        ),
+        (
+            compressed(type="int", num_bits=4, strategy="group", group_size=32, actorder="group"),
+            "actorder='group'",
+        ),
+        ({"quant_method": "compressed-tensors"}, "config_groups is None"),
+        ({"quant_method": "mxfp4", "modules_to_not_convert": "lm_head"}, "allowed is a list of module names"),
+        ({**compressed(), "ignore": ["re:("]}, "cannot be used"),
+    ],
+)
+def test_bad_quantization(block: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        declared_format({"quantization_config": block}, EXPERT)
+
+
+def test_blocks_and_groups_of_other_sizes(tmp_path: Path) -> None:
+    from collegium.checkpoint.detect import StoredFormat
+
+    declared = declared_format(
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 32]}}, EXPERT
+    )
+    assert declared.block == (64, 32)
+    scale = StoredFormat(name="fp8_block", storage="finegrained-fp8", block=(64, 32)).layout.parts[1]
+    assert scale.stored_shape(128, 96) == (2, 3)
+    tiny = write_checkpoint(tmp_path, "mixtral", "int4_group", size=TinySize(hidden=64, intermediate=64))
+    stored = detect(tiny.config, Checkpoint.open(tmp_path))
+    assert (stored.storage, stored.group, stored.stacked) == ("compressed-tensors", 32, False)
+
+
+BASE = {
+    "vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+SMALL_MODELS = {
+    "Qwen3Moe": {**BASE, "head_dim": 16, "intermediate_size": 48, "moe_intermediate_size": 24, "num_experts": 5,
+                 "num_experts_per_tok": 2},
+    "Mixtral": {**BASE, "intermediate_size": 24, "num_local_experts": 5, "num_experts_per_tok": 2},
+    "DeepseekV3": {**BASE, "intermediate_size": 48, "moe_intermediate_size": 24, "n_routed_experts": 8,
+                   "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+                   "n_shared_experts": 2, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8,
+                   "qk_nope_head_dim": 8, "v_head_dim": 8},
+    "GptOss": {**BASE, "head_dim": 16, "intermediate_size": 24, "num_local_experts": 5, "num_experts_per_tok": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(SMALL_MODELS))
+def test_what_transformers_saves_is_what_we_load(tmp_path: Path, name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(3)
+    config = getattr(transformers, f"{name}Config")(**SMALL_MODELS[name])
+    model = getattr(transformers, f"{name}ForCausalLM")(config).to(torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape))
+        for buffer_name, buffer in model.named_buffers():
+            if "correction_bias" in buffer_name:
+                buffer.copy_(torch.randn(buffer.shape))
+    model.save_pretrained(tmp_path)
+    checkpoint = Checkpoint.open(tmp_path)
+    spec = describe_checkpoint(checkpoint)
+    layer = moe_layers(checkpoint.config)[-1]
+    mlp = model.model.layers[layer].mlp
+    weights = load_experts(checkpoint, spec, layer, linear(spec.num_experts))
+    both, down = mlp.experts.gate_up_proj.detach(), mlp.experts.down_proj.detach()
+    if name == "GptOss":
+        halves, down = torch.stack((both[..., 0::2].mT, both[..., 1::2].mT), 1), down.mT
+        bias = mlp.experts.gate_up_proj_bias.detach()
+        assert weights.gate_up_bias is not None
+        assert weights.down_bias is not None
+        assert torch.equal(weights.gate_up_bias, torch.stack((bias[:, 0::2], bias[:, 1::2]), 1))
+        assert torch.equal(weights.down_bias, mlp.experts.down_proj_bias.detach())
+    else:
+        halves = torch.stack(both.chunk(2, 1), 1)
+    assert torch.equal(weights.gate_up.decode(torch.bfloat16), halves)
+    assert torch.equal(weights.down.decode(torch.bfloat16), down)
+    router, theirs = load_router(checkpoint, spec, layer), mlp.router if name == "GptOss" else mlp.gate
+    assert torch.equal(router.weight, theirs.weight.detach())
+    if name == "DeepseekV3":
+        assert router.correction_bias is not None
+        assert torch.equal(router.correction_bias.float(), theirs.e_score_correction_bias.float())
+        shared = load_shared(checkpoint, spec, layer)
+        assert shared is not None
+        assert spec.shared is not None
+        assert spec.shared.intermediate_size == 48
+        assert torch.equal(
+            shared.experts.gate_up.decode()[0, 1], mlp.shared_experts.up_proj.weight.detach().float()
+        )

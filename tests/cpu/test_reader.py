@@ -1,0 +1,101 @@
+"""The reader: dtypes, slices, and bytes counted."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from collegium.checkpoint import Checkpoint
+from collegium.errors import ConfigError, InputError, MissingTensorError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e8m0fnu,
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_is_read_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
+    top = 2 if dtype == torch.bool else 256
+    raw = torch.randint(
+        0, top, (5, 8 * dtype.itemsize), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+    )
+    tensor = raw.view(dtype)
+    save_file({"pad": torch.zeros(3, dtype=torch.uint8), "x": tensor}, tmp_path / "model.safetensors")
+    found = Checkpoint.open(tmp_path).read("x")
+    assert found.dtype == dtype
+    assert found.shape == tensor.shape
+    assert torch.equal(found.view(torch.uint8), raw)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_slices_read_only_their_bytes(tmp_path: Path, data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(0, 5), min_size=0, max_size=4))
+    whole = torch.arange(max(1, torch.Size(shape).numel()), dtype=torch.int32)[
+        : torch.Size(shape).numel()
+    ].reshape(shape)
+    cuts = []
+    for n in shape[: data.draw(st.integers(0, len(shape)))]:
+        start = data.draw(st.integers(0, n))
+        cuts.append(slice(start, data.draw(st.integers(start, n))))
+    save_file({"x": whole.clone()}, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint.open(tmp_path)
+    found, wanted = checkpoint.read_slice("x", cuts), whole[tuple(cuts)] if cuts else whole
+    assert torch.equal(found, wanted)
+    assert checkpoint.bytes_read == 4 * wanted.numel()
+
+
+def test_bad_slices_and_names(tmp_path: Path) -> None:
+    save_file({"x": torch.zeros(4, 3)}, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint.open(tmp_path / "model.safetensors")
+    for cut in (slice(0, 5), slice(-1, 2), slice(3, 2), slice(0, 4, 2)):
+        with pytest.raises(InputError, match=r"axis 0 of 4.*step 1 within 0 to 4"):
+            checkpoint.read_slice("x", (cut,))
+    with pytest.raises(InputError, match="3 slices were given"):
+        checkpoint.read_slice("x", (slice(0, 1),) * 3)
+    with pytest.raises(MissingTensorError, match="'y' was asked for"):
+        checkpoint.read("y")
+    assert checkpoint.bytes_read == 0
+
+
+def test_index_is_the_authority(tmp_path: Path) -> None:
+    save_file({"x": torch.ones(2)}, tmp_path / "named.safetensors")
+    save_file({"x": torch.zeros(2), "y": torch.zeros(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "broken.safetensors").write_bytes(b"not a file of ours")
+    table = {"weight_map": {"x": "named.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(table))
+    checkpoint = Checkpoint.open(tmp_path)
+    assert checkpoint.read("x").tolist() == [1, 1]
+    assert "y" not in checkpoint
+    assert "x" in checkpoint
+
+
+def test_separate_modelopt_config_is_merged(tmp_path: Path) -> None:
+    save_file({"x": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "mixtral"}')
+    block = {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"producer": {}, "quantization": block}))
+    assert Checkpoint.open(tmp_path).config["quantization_config"] == {"quant_method": "modelopt", **block}
+    (tmp_path / "hf_quant_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="no object 'quantization'"):
+        Checkpoint.open(tmp_path)
