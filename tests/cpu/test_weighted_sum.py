@@ -81,10 +81,10 @@ def test_weighted_sum_row_zero_is_not_read_for_a_dropped_slot():
 def test_weighted_sum_bits_do_not_depend_on_the_batch():
     rows, slots, weights = problem(tokens=21, width=90)
     whole = weighted_sum(rows, slots, weights, torch.bfloat16)
-    for t in range(21):
-        assert torch.equal(
-            whole[t : t + 1], weighted_sum(rows, slots[t : t + 1], weights[t : t + 1], torch.bfloat16)
-        )
+    alone = [
+        weighted_sum(rows, s[None], w[None], torch.bfloat16) for s, w in zip(slots, weights, strict=True)
+    ]
+    assert torch.equal(whole, torch.cat(alone))
 
 
 def test_weighted_sum_rounds_once_at_the_end():
@@ -117,9 +117,9 @@ def test_weighted_sum_empty():
 
 def test_weighted_sum_refusals():
     rows, slots, weights = problem()
-    with pytest.raises(InputError, match="slots: .*int64"):
+    with pytest.raises(InputError, match=r"slots: .*int64"):
         weighted_sum(rows, slots.int(), weights, torch.float32)
-    with pytest.raises(InputError, match="weights: .*float32"):
+    with pytest.raises(InputError, match=r"weights: .*float32"):
         weighted_sum(rows, slots, weights.double(), torch.float32)
     with pytest.raises(InputError, match="weights: "):
         weighted_sum(rows, slots, weights[:-1], torch.float32)

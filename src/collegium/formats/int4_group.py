@@ -109,9 +109,17 @@ class Int4Group(Payload):
         return decode_rows(self.shape, dtype, device, rows)
 
     @classmethod
-    def from_parts(cls, parts: Mapping[str, Tensor], *, storage: str, shape: tuple[int, ...]) -> Self:
-        """Take the words as bytes and the scales as stored; the group size follows from the scales' columns.
+    def from_parts(
+        cls,
+        parts: Mapping[str, Tensor],
+        *,
+        storage: str,
+        shape: tuple[int, ...],
+        group_size: int | None = None,
+    ) -> Self:
+        """Take the words as bytes and the scales as stored.
 
+        group_size: the config's; None derives it from the scales' columns and refuses if more than one size fits.
         Raises CheckpointError for a zero point or a column order, and TensorMismatchError when
         ``.weight_shape`` or a tensor's shape contradicts ``shape``.
         """
@@ -123,7 +131,10 @@ class Int4Group(Payload):
                 )
         scales = parts.get(".weight_scale")
         stored = scales.shape[-1] if scales is not None and scales.dim() == len(shape) else 1
-        group_size = _group_size(shape[-1], stored)
+        if group_size is None:
+            group_size = _group_size(shape[-1], stored)
+        _check_group_size(group_size, shape[-1])
+        group_size = min(group_size, shape[-1])
         known = [
             replace(part, columns_per=group_size) if part.suffix == ".weight_scale" else part
             for part in layout.parts
@@ -197,13 +208,19 @@ def _padded(columns: int, group_size: int) -> int:
 
 
 def _group_size(columns: int, stored: int) -> int:
-    """Return the group size for ``stored`` scales a row: K / stored, else a power of two."""
-    if stored < 1 or columns % stored == 0:
-        return columns // max(stored, 1)
-    size = 8
-    while -(-columns // size) > stored:
-        size *= 2
-    return size
+    """Return the only usual group size (K / stored, or a power of two) that gives ``stored`` scales a row."""
+    if stored <= 1:
+        return columns
+    fits = {size for size in (16, 32, 64, 128, 256, 512, 1024) if -(-columns // size) == stored}
+    if columns % stored == 0 and columns // stored % 8 == 0:
+        fits.add(columns // stored)
+    if len(fits) != 1:
+        found = " or ".join(str(size) for size in sorted(fits)) or "no usual size"
+        raise TensorMismatchError(
+            f"int4_group .weight_scale has {stored} columns for K={columns}: the group size could be {found}; "
+            "pass the config's group_size"
+        )
+    return fits.pop()
 
 
 def _with_zero_padding(codes: Tensor, columns: int, group_size: int) -> Tensor:

@@ -111,7 +111,7 @@ def check_cut(what: str, start: int, stop: int, size: int, step: int) -> None:
     if not inside or start % step or (stop % step and stop != size):
         raise InputError(
             f"{what} {start}:{stop} cannot be cut out of {size}: both ends must be multiples of {step} or "
-            f"the end {size}, and the cut not empty; choose other boundaries or a tensor-parallel size that fits"
+            f"the end {size}, and the cut not empty; choose other boundaries or another tensor-parallel size"
         )
 
 
@@ -121,12 +121,12 @@ def any_per_matrix(mask: Tensor, leading: int) -> Tensor:
 
 
 def select_part(payload: P, index: int) -> P:
-    """Return matrix ``index`` of the last leading dimension: of gate_up ``[E, 2, I, H]``, 0 is gate, 1 is up."""
+    """Return matrix ``index`` of the last leading dimension; of gate_up, 0 is gate and 1 is up."""
     last = len(payload.shape) - 3
     if last < 0 or not 0 <= index < payload.shape[last]:
         raise InputError(
-            f"{payload.name}: part {index} of logical shape {list(payload.shape)} does not exist; the shape must "
-            "be [..., P, N, K] and the part 0 to P - 1"
+            f"{payload.name}: part {index} of logical shape {list(payload.shape)} does not exist; the shape "
+            "must be [..., P, N, K] and the part 0 to P - 1"
         )
     shape = (*payload.shape[:last], *payload.shape[last + 1 :])
     picked = {name: tensor.select(last, index) for name, tensor in payload.tensors().items()}

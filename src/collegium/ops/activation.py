@@ -9,6 +9,7 @@ before it.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -72,9 +73,9 @@ def _gated(gate: Tensor, up: Tensor, spec: ActivationSpec) -> Tensor:
             bounded = spec.gate_bound * torch.tanh(gate / spec.gate_bound) * torch.sigmoid(gate)
             return bounded * (spec.up_bound * torch.tanh(up / spec.up_bound))
         case "geglu":
-            return functional.gelu(gate) * up
+            return _gelu(gate) * up
         case "geglu_tanh":
-            return functional.gelu(gate, approximate="tanh") * up
+            return _gelu_tanh(gate) * up
         case _:
             raise InputError(f"activation {spec.kind}: found no gated formula of this name")
 
@@ -86,9 +87,19 @@ def _plain(up: Tensor, spec: ActivationSpec) -> Tensor:
         case "silu":
             return functional.silu(up)
         case "gelu":
-            return functional.gelu(up)
+            return _gelu(up)
         case _:
             raise InputError(f"activation {spec.kind}: found no formula without a gate of this name")
+
+
+def _gelu(x: Tensor) -> Tensor:
+    # erfc instead of 1 + erf, which cancels for negative x.
+    return 0.5 * x * torch.special.erfc(x * -math.sqrt(0.5))
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    # (1 + tanh z) / 2 is sigmoid(2 z), which does not cancel for negative z.
+    return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
 
 
 def deinterleave(rows: Tensor, dim: int) -> Tensor:

@@ -1,0 +1,489 @@
+"""Routing against a float64 judge that sorts Python tuples, and against the routers of published models."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from collegium.errors import InputError, RoutingError
+from collegium.ops.route import route, route_custom, sanitise
+from collegium.types import RoutingSpec
+
+V3 = RoutingSpec(
+    top_k=4,
+    score="sigmoid",
+    renormalise_eps=1e-20,
+    groups=4,
+    kept_groups=2,
+    group_score="top2_sum",
+    scale=2.5,
+    correction_bias=True,
+)
+SPECS = {
+    "mixtral": RoutingSpec(top_k=2),
+    "olmoe": RoutingSpec(top_k=8, renormalise=False),
+    "gpt_oss": RoutingSpec(top_k=4, score="topk_softmax", renormalise=False),
+    "deepseek_v2": RoutingSpec(top_k=6, renormalise=False, groups=4, kept_groups=2, scale=16.0),
+    "deepseek_v3": V3,
+    "deepseek_v4": RoutingSpec(
+        top_k=6, score="sqrt_softplus", renormalise_eps=1e-20, scale=1.5, correction_bias=True
+    ),
+    "llama4": RoutingSpec(top_k=1, score="sigmoid", renormalise=False, weight_on_input=True),
+    "ernie": RoutingSpec(top_k=6, correction_bias=True),
+    "top2_without_bias": replace(V3, correction_bias=False),
+    "max_with_bias": replace(V3, group_score="max"),
+    "biased_logits": RoutingSpec(top_k=3, score="topk_softmax", correction_bias=True),
+    "single_expert_groups": RoutingSpec(top_k=3, groups=20, kept_groups=5, group_score="top2_sum"),
+}
+
+
+def logits_for(tokens=40, experts=20, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    spread = torch.randn(tokens, 1, generator=generator).exp() * 2
+    return torch.randn(tokens, experts, generator=generator) * spread
+
+
+def bias_for(spec, experts=20, seed=1):
+    return (
+        torch.randn(experts, generator=torch.Generator().manual_seed(seed)) if spec.correction_bias else None
+    )
+
+
+def scores_of(row, score):
+    if score == "softmax":
+        total = math.fsum(math.exp(v - max(row)) for v in row)
+        return [math.exp(v - max(row)) / total for v in row]
+    if score == "sigmoid":
+        return [1 / (1 + math.exp(-v)) for v in row]
+    if score == "sqrt_softplus":
+        return [math.sqrt(math.log1p(math.exp(v))) for v in row]
+    return list(row)
+
+
+def judge(row, spec, bias=None):
+    """Route one row of Python floats: ids and weights."""
+    experts = len(row)
+    scores = scores_of(row, spec.score)
+    ranked = scores if bias is None else [s + b for s, b in zip(scores, bias, strict=True)]
+    size = experts // spec.groups
+    groups = [sorted(ranked[g * size : (g + 1) * size], reverse=True) for g in range(spec.groups)]
+    value = [sum(g[:2]) if spec.group_score == "top2_sum" else g[0] for g in groups]
+    kept = sorted(range(spec.groups), key=lambda g: (-value[g], g))[: spec.kept_groups]
+    allowed = [e for e in range(experts) if e // size in kept]
+    ids = sorted(allowed, key=lambda e: (-ranked[e], e))[: spec.top_k]
+    weights = [scores[e] for e in ids]
+    if spec.score == "topk_softmax":
+        weights = scores_of(weights, "softmax")
+    if spec.renormalise:
+        total = sum(weights) + spec.renormalise_eps
+        weights = [w / total for w in weights]
+    return ids, [w * spec.scale for w in weights]
+
+
+def judge_all(logits, spec, bias=None):
+    rows = [judge(row, spec, None if bias is None else bias.tolist()) for row in logits.double().tolist()]
+    return torch.tensor([r[0] for r in rows]), torch.tensor([r[1] for r in rows], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_route_matches_the_judge(name):
+    spec = SPECS[name]
+    logits, bias = logits_for(), bias_for(spec)
+    found = route(logits, spec, bias=bias, checked=True)
+    ids, weights = judge_all(logits, spec, bias)
+    assert torch.equal(found.topk_ids, ids)
+    torch.testing.assert_close(found.topk_weights.double(), weights, rtol=1e-6, atol=1e-30)
+    assert found.topk_ids.dtype == torch.int64
+    assert found.topk_weights.dtype == torch.float32
+    unchecked = route(logits, spec, bias=bias)
+    assert torch.equal(unchecked.topk_ids, ids)
+    assert torch.equal(unchecked.topk_weights, found.topk_weights)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_route_bits_do_not_depend_on_the_batch(name):
+    spec = SPECS[name]
+    logits, bias = logits_for(tokens=33), bias_for(spec)
+    whole = route(logits, spec, bias=bias)
+    alone = [route(row[None], spec, bias=bias) for row in logits]
+    assert torch.equal(whole.topk_ids, torch.cat([r.topk_ids for r in alone]))
+    assert torch.equal(whole.topk_weights, torch.cat([r.topk_weights for r in alone]))
+
+
+@pytest.mark.parametrize(
+    ("score", "pairs"),
+    [
+        ("sqrt_softplus", [(0.0, 0.832554611), (1.0, 1.145976303), (-3.0, 0.220425388)]),
+        ("sigmoid", [(0.0, 0.5)]),
+    ],
+)
+def test_route_score_worked_examples(score, pairs):
+    logits = torch.tensor([[x for x, _ in pairs]])
+    found = route(logits, RoutingSpec(top_k=len(pairs), score=score, renormalise=False))
+    want = sorted((y for _, y in pairs), reverse=True)
+    assert found.topk_weights[0].tolist() == pytest.approx(want, rel=6e-8)
+
+
+def test_route_bias_selects_but_never_weighs():
+    logits, bias = torch.tensor([[2.0, 1.0, 0.0, -1.0]]), torch.tensor([0.0, 0.0, 0.0, 9.0])
+    spec = RoutingSpec(top_k=2, score="sigmoid", renormalise=False, correction_bias=True)
+    found = route(logits, spec, bias=bias)
+    assert found.topk_ids.tolist() == [[3, 0]]
+    assert found.topk_weights[0].tolist() == pytest.approx(
+        [1 / (1 + math.e), 1 / (1 + math.exp(-2))], rel=1e-6
+    )
+
+
+def test_route_eps_is_added_to_the_sum():
+    logits = torch.zeros(1, 4)
+    spec = RoutingSpec(top_k=2, score="sigmoid", renormalise_eps=1.0, scale=4.0)
+    assert route(logits, spec).topk_weights.tolist() == [[1.0, 1.0]]
+
+
+def test_route_group_score_decides():
+    # The best single expert stands in group 0, the best pair in group 1.
+    logits = torch.tensor([[3.0, -3.0, 1.0, 1.0]])
+    spec = RoutingSpec(top_k=1, score="sigmoid", groups=2, group_score="max")
+    assert route(logits, spec).topk_ids.item() == 0
+    assert route(logits, replace(spec, group_score="top2_sum")).topk_ids.item() == 2
+
+
+@pytest.mark.parametrize("experts", [16, 17, 128, 512])
+@pytest.mark.parametrize("score", ["softmax", "topk_softmax", "sigmoid", "sqrt_softplus"])
+def test_route_ties_go_to_the_lower_id(experts, score):
+    spec = RoutingSpec(top_k=8, score=score)
+    assert route(torch.full((9, experts), 0.3), spec).topk_ids.tolist() == [list(range(8))] * 9
+    levels = torch.randint(0, 3, (40, experts), generator=torch.Generator().manual_seed(0)).float()
+    want = torch.stack(
+        [torch.tensor(judge(row, replace(spec, score="topk_softmax"))[0]) for row in levels.tolist()]
+    )
+    assert torch.equal(route(levels, spec).topk_ids, want)
+
+
+@pytest.mark.parametrize("score", ["sigmoid", "sqrt_softplus", "softmax"])
+def test_route_ties_with_a_bias_go_to_the_lower_id_wherever_they_stand(score):
+    spec = RoutingSpec(top_k=5, score=score, correction_bias=True)
+    logits = torch.full((7, 67), 1.2345)
+    assert route(logits, spec, bias=torch.full((67,), -0.5)).topk_ids.tolist() == [[0, 1, 2, 3, 4]] * 7
+
+
+def test_route_negative_zero_ties_with_zero():
+    found = route(torch.tensor([[-0.0, 0.0, -0.0]]), RoutingSpec(top_k=3))
+    assert found.topk_ids.tolist() == [[0, 1, 2]]
+
+
+def test_route_group_ties_go_to_the_lower_group():
+    spec = replace(V3, correction_bias=False)
+    assert route(torch.zeros(3, 16), spec).topk_ids.tolist() == [[0, 1, 2, 3]] * 3
+    logits = torch.zeros(1, 16)
+    logits[0, 12:] = 1.0
+    assert route(logits, replace(spec, top_k=6)).topk_ids.tolist() == [[12, 13, 14, 15, 0, 1]]
+
+
+def test_route_masked_groups_lose_to_negative_scores():
+    # All biased scores are negative: a mask with 0 instead of -inf would choose masked experts.
+    bias = torch.full((8,), -10.0)
+    bias[:4] += 1
+    spec = RoutingSpec(top_k=4, score="sigmoid", groups=2, correction_bias=True)
+    assert sorted(route(torch.zeros(1, 8), spec, bias=bias).topk_ids[0].tolist()) == [0, 1, 2, 3]
+    # A bias of -inf still ranks above a masked group, though the masked ids are lower.
+    bias = torch.tensor([-10.0] * 4 + [1.0] + [-torch.inf] * 3)
+    assert route(torch.zeros(1, 8), spec, bias=bias).topk_ids[0].tolist() == [4, 5, 6, 7]
+
+
+def test_route_without_a_bias_tells_saturated_scores_apart():
+    logits = torch.tensor([[20.0, 30.0, 25.0]])  # float32 sigmoid: 1 for all of them
+    spec = RoutingSpec(top_k=2, score="sigmoid", renormalise=False)
+    found = route(logits, spec)
+    assert found.topk_ids.tolist() == [[1, 2]]
+    assert found.topk_weights.tolist() == [[1.0, 1.0]]
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_route_nan_rows_are_dropped_or_refused(name):
+    spec = SPECS[name]
+    logits, bias = logits_for(), bias_for(spec)
+    clean = route(logits, spec, bias=bias)
+    bad = logits.clone()
+    bad[5, 19], bad[11] = torch.nan, torch.nan
+    found = route(bad, spec, bias=bias)
+    gone = torch.zeros(40, dtype=torch.bool)
+    gone[[5, 11]] = True
+    assert (found.topk_ids[gone] == -1).all()
+    assert (found.topk_weights[gone] == 0).all()
+    assert torch.equal(found.topk_ids[~gone], clean.topk_ids[~gone])
+    assert torch.equal(found.topk_weights[~gone], clean.topk_weights[~gone])
+    with pytest.raises(RoutingError, match=r"token 5 is the first of 2 of 40 whose row holds NaN"):
+        route(bad, spec, bias=bias, checked=True)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_route_infinite_logits_act_as_the_largest_number(name):
+    spec = SPECS[name]
+    logits, bias = logits_for(tokens=6), bias_for(spec)
+    logits[0, 3], logits[1, 4], logits[2], logits[3] = torch.inf, -torch.inf, torch.inf, -torch.inf
+    logits[4, ::2], logits[4, 1::2] = torch.inf, -torch.inf
+    largest = torch.finfo(torch.float32).max
+    for checked in (False, True):
+        found = route(logits, spec, bias=bias, checked=checked)
+        want = route(logits.clamp(-largest, largest), spec, bias=bias)
+        assert torch.equal(found.topk_ids, want.topk_ids)
+        assert torch.equal(found.topk_weights, want.topk_weights)
+        assert found.topk_weights.isfinite().all()
+        assert (found.topk_ids >= 0).all()
+    if bias is None:
+        assert found.topk_ids[0, 0] == 3
+
+
+def test_route_infinite_logits_in_a_softmax():
+    found = route(
+        torch.tensor([[0.0, torch.inf, -torch.inf, torch.inf]]), RoutingSpec(top_k=3, renormalise=False)
+    )
+    assert found.topk_ids.tolist() == [[1, 3, 0]]
+    assert found.topk_weights.tolist() == [[0.5, 0.5, 0.0]]
+
+
+def test_route_zero_sum_gives_zero_weights():
+    found = route(torch.full((2, 4), -1e30), RoutingSpec(top_k=2, score="sigmoid"))
+    assert found.topk_ids.tolist() == [[0, 1]] * 2
+    assert found.topk_weights.tolist() == [[0.0, 0.0]] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_route_reads_any_floating_dtype(dtype):
+    logits, spec = logits_for().to(dtype), SPECS["mixtral"]
+    found, want = route(logits, spec), route(logits.float(), spec)
+    assert torch.equal(found.topk_ids, want.topk_ids)
+    assert torch.equal(found.topk_weights, want.topk_weights)
+
+
+def test_route_no_tokens():
+    for spec in SPECS.values():
+        found = route(torch.empty(0, 20), spec, bias=bias_for(spec), checked=True)
+        assert found.topk_ids.shape == found.topk_weights.shape == (0, spec.top_k)
+
+
+def test_route_nan_bias():
+    bias = torch.zeros(20)
+    bias[7] = torch.nan
+    assert (route(logits_for(), V3, bias=bias).topk_ids == -1).all()
+    with pytest.raises(RoutingError, match="expert 7 of 20 is NaN"):
+        route(logits_for(), V3, bias=bias, checked=True)
+
+
+HASH = RoutingSpec(top_k=2, score="sqrt_softplus", renormalise_eps=1e-20, scale=1.5, hash_routing=True)
+TABLE = torch.tensor([[3, 0], [1, 2], [0, 4], [4, 3]])
+
+
+def test_route_hash_takes_ids_from_the_table_and_weights_from_the_scores():
+    logits = logits_for(tokens=5, experts=5)
+    tokens = torch.tensor([2, 0, 3, 3, 1])
+    found = route(logits, HASH, token_ids=tokens, hash_table=TABLE, checked=True)
+    assert torch.equal(found.topk_ids, TABLE[tokens])
+    for t, row in enumerate(logits.double().tolist()):
+        picked = [scores_of(row, "sqrt_softplus")[e] for e in TABLE[tokens[t]].tolist()]
+        want = [1.5 * p / sum(picked) for p in picked]
+        assert found.topk_weights[t].tolist() == pytest.approx(want, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint16, torch.uint32])
+def test_route_hash_integer_dtypes(dtype):
+    logits, tokens = logits_for(tokens=4, experts=5), torch.arange(4)
+    found = route(logits, HASH, token_ids=tokens.to(dtype), hash_table=TABLE.to(dtype), checked=True)
+    assert torch.equal(found.topk_ids, TABLE)
+
+
+def test_route_hash_softmax_of_the_selected():
+    spec = RoutingSpec(top_k=2, score="topk_softmax", renormalise=False, hash_routing=True)
+    table = torch.tensor([[0, 2], [1, -1], [-1, -1]])
+    found = route(torch.tensor([[1.0, 5.0, 1.0]] * 3), spec, token_ids=torch.arange(3), hash_table=table)
+    assert found.topk_weights.tolist() == [[0.5, 0.5], [1.0, 0.0], [0.0, 0.0]]
+    assert torch.equal(found.topk_ids, table)
+
+
+def test_route_hash_bad_token_ids():
+    logits, tokens = logits_for(tokens=4, experts=5), torch.tensor([0, 4, -1, 1 << 40])
+    found = route(logits, HASH, token_ids=tokens, hash_table=TABLE)
+    assert found.topk_ids.tolist() == [[3, 0], [-1, -1], [-1, -1], [-1, -1]]
+    assert (found.topk_weights[1:] == 0).all()
+    with pytest.raises(RoutingError, match="token 1 is 4, allowed: 0 to 3"):
+        route(logits, HASH, token_ids=tokens, hash_table=TABLE, checked=True)
+
+
+@pytest.mark.parametrize(
+    ("entry", "text"), [(5, "slot 1 is 5, allowed: 0 to 4"), (3, "earlier slot"), (-2, "is -2")]
+)
+def test_route_hash_bad_table_entries(entry, text):
+    table = TABLE.clone()
+    table[0, 1] = entry
+    logits, tokens = logits_for(tokens=4, experts=5), torch.arange(4)
+    found = route(logits, HASH, token_ids=tokens, hash_table=table)
+    assert found.topk_ids[0].tolist() == [3, -1]
+    assert found.topk_weights[0].tolist() == [1.5, 0.0]
+    with pytest.raises(RoutingError, match=text):
+        route(logits, HASH, token_ids=tokens, hash_table=table, checked=True)
+
+
+def test_route_refusals():
+    logits, tokens = logits_for(), torch.zeros(40, dtype=torch.int64)
+    mixtral = SPECS["mixtral"]
+    cases = [
+        ("correction_bias needs", lambda: route(logits, V3)),
+        (r"shape \(20,\)", lambda: route(logits, V3, bias=torch.zeros(19))),
+        ("correction_bias is False", lambda: route(logits, mixtral, bias=torch.zeros(20))),
+        ("hash_routing is False", lambda: route(logits, mixtral, hash_table=TABLE)),
+        ("token_ids is None", lambda: route(logits, HASH, hash_table=TABLE)),
+        ("hash_table is None", lambda: route(logits, HASH, token_ids=tokens)),
+        ("bias=None", lambda: route(logits, HASH, bias=torch.zeros(20), token_ids=tokens, hash_table=TABLE)),
+        ("one for each logits row", lambda: route(logits, HASH, token_ids=tokens[1:], hash_table=TABLE)),
+        ("top_k=2", lambda: route(logits, HASH, token_ids=tokens, hash_table=TABLE[:, :1])),
+        ("token_ids: found", lambda: route(logits, HASH, token_ids=tokens.float(), hash_table=TABLE)),
+        (r"\[T, E\]", lambda: route(logits[0], mixtral)),
+        ("floating", lambda: route(tokens[None], mixtral)),
+        ("top_k=2 to", lambda: route(logits[:, :1], mixtral)),
+        ("multiple of groups=4", lambda: route(logits[:, :18], SPECS["deepseek_v2"])),
+        ("kept groups hold", lambda: route(logits[:, :8], SPECS["deepseek_v2"])),
+    ]
+    for text, call in cases:
+        with pytest.raises(InputError, match=text):
+            call()
+
+
+def test_sanitise_keeps_what_is_good():
+    ids, weights = torch.tensor([[4, 0], [-1, 2]]), torch.tensor([[0.5, 2.0], [torch.nan, -1.0]])
+    for checked in (False, True):
+        found = sanitise(ids, weights, 5, checked=checked)
+        assert torch.equal(found.topk_ids, ids)
+        assert found.topk_weights.tolist() == [[0.5, 2.0], [0.0, -1.0]]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.int16, torch.int32, torch.uint8, torch.uint16, torch.uint32]
+)
+def test_sanitise_reads_any_integer_dtype(dtype):
+    ids = torch.tensor([[1, 0, 3]])
+    found = sanitise(ids.to(dtype), torch.ones(1, 3, dtype=torch.bfloat16), 4, checked=True)
+    assert found.topk_ids.dtype == torch.int64
+    assert torch.equal(found.topk_ids, ids)
+    assert found.topk_weights.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("ids", "weights", "kept", "text"),
+    [
+        ([3, 5, 0], [1.0, 1.0, 1.0], [3, -1, 0], r"topk_ids: token 1, slot 1 is 5, allowed: 0 to 4"),
+        ([3, -2, 0], [1.0, 1.0, 1.0], [3, -1, 0], r"topk_ids: token 1, slot 1 is -2, allowed: 0 to 4, or -1"),
+        ([3, 0, 3], [1.0, 1.0, 1.0], [3, 0, -1], r"token 1, slot 2 is 3, allowed: each id once"),
+        ([1, 1, 1], [1.0, 2.0, 3.0], [1, -1, -1], r"token 1, slot 1 is 1, allowed: each id once"),
+        (
+            [3, 1, 0],
+            [1.0, 1.0, torch.inf],
+            [3, 1, -1],
+            r"topk_weights: token 1, slot 2 is inf, allowed: a finite",
+        ),
+        ([3, 1, 0], [torch.nan, 1.0, 1.0], [-1, 1, 0], r"topk_weights: token 1, slot 0 is nan"),
+        ([-1, -1, 0], [1.0, 1.0, 1.0], [-1, -1, 0], None),
+    ],
+)
+def test_sanitise_drops_or_refuses(ids, weights, kept, text):
+    both = torch.tensor([[2, 4, 1], ids]), torch.tensor([[0.1, 0.2, 0.3], weights])
+    found = sanitise(*both, 5)
+    assert found.topk_ids.tolist() == [[2, 4, 1], kept]
+    assert found.topk_weights[1].tolist() == [
+        w if e >= 0 else 0.0 for w, e in zip(weights, kept, strict=True)
+    ]
+    if text is not None:
+        with pytest.raises(RoutingError, match=text):
+            sanitise(*both, 5, checked=True)
+
+
+def test_sanitise_weight_too_large_for_float32():
+    found = sanitise(torch.tensor([[0]]), torch.tensor([[1e300]], dtype=torch.float64), 2)
+    assert found.topk_ids.item() == -1
+
+
+def test_sanitise_refusals():
+    ids, weights = torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 2)
+    for args in [
+        (weights, weights),
+        (ids, ids),
+        (ids, weights[:, :1]),
+        (ids[0], weights[0]),
+        (ids.bool(), weights),
+    ]:
+        with pytest.raises(InputError, match="topk_"):
+            sanitise(*args, 4)
+    with pytest.raises(InputError, match="num_experts"):
+        sanitise(ids, weights, 0)
+
+
+def test_route_custom_passes_and_validates():
+    x, logits = torch.randn(4, 3), logits_for(tokens=4)
+    spec = RoutingSpec(top_k=2, scale=7.0)
+
+    def fn(given, scores, top_k):
+        assert given is x
+        assert scores is logits
+        return torch.full((4, top_k), 0.25), torch.tensor([[1, 2], [19, 20], [3, 3], [0, -1]])
+
+    found = route_custom(fn, x, logits, spec)
+    assert found.topk_ids.tolist() == [[1, 2], [19, -1], [3, -1], [0, -1]]
+    assert found.topk_weights.tolist() == [[0.25, 0.25], [0.25, 0.0], [0.25, 0.0], [0.25, 0.0]]
+    with pytest.raises(RoutingError, match="token 1, slot 1 is 20, allowed: 0 to 19"):
+        route_custom(fn, x, logits, spec, checked=True)
+    with pytest.raises(InputError, match="in this order"):
+        route_custom(lambda *_: (torch.ones(4, 3), torch.ones(4, 3)), x, logits, spec)
+    with pytest.raises(InputError, match="a row for each token"):
+        route_custom(fn, x[1:], logits, spec)
+
+
+class _Config:
+    def __init__(self, **facts):
+        self.__dict__.update(facts)
+
+
+def _published(family, spec, experts, hidden):
+    transformers = pytest.importorskip("transformers")
+    facts = {
+        "num_experts_per_tok": spec.top_k, "num_local_experts": experts, "num_experts": experts,
+        "hidden_size": hidden, "routed_scaling_factor": spec.scale, "n_group": spec.groups,
+        "topk_group": spec.kept_groups, "norm_topk_prob": spec.renormalise, "scoring_func": "sqrtsoftplus",
+        "topk_method": "group_limited_greedy",
+    }  # fmt: skip
+    module, name = family
+    source = __import__(f"{transformers.__name__}.models.{module}.modeling_{module}", fromlist=[name])
+    return getattr(source, name)(_Config(**facts))
+
+
+FAMILIES = [
+    (("deepseek_v3", "DeepseekV3TopkRouter"), V3),
+    (("deepseek_v4", "DeepseekV4TopKRouter"), replace(SPECS["deepseek_v4"], top_k=4)),
+    (("qwen3_moe", "Qwen3MoeTopKRouter"), RoutingSpec(top_k=6)),
+    (("gpt_oss", "GptOssTopKRouter"), SPECS["gpt_oss"]),
+]
+
+
+@pytest.mark.parametrize(("family", "spec"), FAMILIES, ids=lambda v: v[0] if isinstance(v, tuple) else "")
+def test_route_agrees_with_the_published_router(family, spec):
+    experts, hidden = 32, 24
+    router = _published(family, spec, experts, hidden)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        router.weight.copy_(torch.randn(experts, hidden, generator=generator))
+        bias = None
+        if spec.correction_bias:
+            bias = torch.randn(experts, generator=generator) * 0.3
+            router.e_score_correction_bias.copy_(bias)
+        if hasattr(router, "bias") and router.bias is not None:
+            router.bias.copy_(torch.randn(experts, generator=generator))
+        logits, weights, ids = router(torch.randn(50, hidden, generator=generator))
+    found = route(logits, spec, bias=bias, checked=True)
+    ids, order = ids.sort(dim=1)
+    mine, mine_order = found.topk_ids.sort(dim=1)
+    assert torch.equal(mine, ids)
+    torch.testing.assert_close(
+        found.topk_weights.gather(1, mine_order), weights.gather(1, order), rtol=2e-6, atol=1e-9
+    )
