@@ -18,7 +18,7 @@ from .inspection import inspect_model, plan_model
 from .types import Choice, Limits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator
 
     from .demo import DemoReport
     from .inspection import Inspection
@@ -35,7 +35,9 @@ out = Console()
 err = Console(stderr=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
-Device = Annotated[str | None, typer.Option(help="cpu or cuda; the best device of this machine when left out.")]
+Device = Annotated[
+    str | None, typer.Option(help="cpu or cuda; the best device of this machine when left out.")
+]
 Format = Annotated[str | None, typer.Option("--format", help="Encode the experts into this format first.")]
 Kernel = Annotated[str | None, typer.Option(help="Force this experts kernel; it runs or refuses.")]
 Activations = Annotated[str | None, typer.Option(help="Force this activation format.")]
@@ -89,7 +91,9 @@ def generate(
 @app.command()
 def inspect(
     model: Model,
-    deep: Annotated[bool, typer.Option(help="Read every scale and check it; --no-deep reads headers only.")] = True,
+    deep: Annotated[
+        bool, typer.Option(help="Read every scale and check it; --no-deep reads headers only.")
+    ] = True,
     device: Device = None,
     as_json: Json = False,
 ) -> None:
@@ -131,13 +135,13 @@ def main() -> None:
     try:
         app()
     except CollegiumError as error:
-        err.print(f"[bold red]{type(error).__name__}[/bold red]: ", end="")
-        err.print(str(error), markup=False, highlight=False)
+        err.print(f"[bold red]{type(error).__name__}[/bold red]: ", end="", soft_wrap=True)
+        err.print(str(error), markup=False, highlight=False, soft_wrap=True)
         sys.exit(1)
 
 
 @contextmanager
-def _bar(what: str) -> Iterator[Callable[[int, int, str], None]]:
+def _bar(what: str) -> Generator[Callable[[int, int, str], None]]:
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=err, transient=True) as progress:
         task = progress.add_task(what)
@@ -153,28 +157,28 @@ def _print_json(value: dict[str, object]) -> None:
 
 
 def _print_demo(report: DemoReport) -> None:
-    table = Table(title=f"{report.model} on {report.device}", title_justify="left")
-    table.add_column("weights")
-    table.add_column("activations")
-    for name in ("bytes/expert", "perplexity", "/ bf16", "layer error", "tokens/s"):
-        table.add_column(name, justify="right")
-    table.add_column("kernel")
+    table = Table(title=f"{report.model} on {report.device}", title_justify="left", box=None, pad_edge=False)
+    table.add_column("weights x activations", no_wrap=True)
+    for name in ("bytes/expert", "perplexity", "beside bf16", "error", "tok/s"):
+        table.add_column(name, justify="right", no_wrap=True)
     for row in report.rows:
         table.add_row(
-            row.weights,
-            row.activations,
+            f"{row.weights} x {row.activations}",
             f"{row.expert_bytes:,}",
             f"{row.perplexity:.3f}",
-            f"{row.perplexity_ratio:.4f}",
+            f"{100 * (row.perplexity_ratio - 1):+.2f} %",
             f"{100 * row.layer_error:.2f} %",
             f"{row.tokens_per_second:.1f}",
-            row.kernel,
         )
     out.print(table)
+    out.print("error: relative L2 error of one layer's output against FP32 on the BF16 weights", style="dim")
+    for kernel in dict.fromkeys(row.kernel for row in report.rows):
+        users = ", ".join(f"{r.weights} x {r.activations}" for r in report.rows if r.kernel == kernel)
+        out.print(f"kernel {kernel}: {users}", style="dim")
     for row in report.rows:
-        out.print(f"[bold]{row.weights} x {row.activations}[/bold]", end="  ")
+        out.print(f"\n[bold]{row.weights} x {row.activations}[/bold]")
         out.print(" ".join(row.text.split()), markup=False, highlight=False)
-    out.print(f"[dim]{report.seconds:.1f} s in all[/dim]")
+    out.print(f"\n[dim]{report.seconds:.1f} s in all[/dim]")
 
 
 def _print_inspection(found: Inspection) -> None:

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from .checkpoint.loader import load_experts
+from .checkpoint.loader import describe_checkpoint, load_experts
 from .checkpoint.reader import Checkpoint
 from .devices import probe
 from .errors import InputError, MissingExtraError
 from .integrations.transformers import attach, build_layers, experts_modules, load_model
 from .layer import moe
-from .models import describe
 from .parallel.placement import linear
 from .types import Choice, Limits, Routing
 
@@ -99,7 +98,9 @@ class Writer:
                 "tokenizers is not installed; install it with: pip install 'collegium[transformers]'"
             ) from error
         if not (folder / "tokenizer.json").exists():
-            raise InputError(f"{folder}: no tokenizer.json; text needs the tokenizer that the model was published with")
+            raise InputError(
+                f"{folder}: no tokenizer.json; text needs the tokenizer that the model was published with"
+            )
         self.model: Any = model
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self.device = next(p.device for p in model.parameters() if p.device.type != "meta")
@@ -108,7 +109,9 @@ class Writer:
         """Return token ids ``[1, T]``."""
         return torch.tensor([self.tokenizer.encode(text).ids], device=self.device)
 
-    def write(self, prompt: str, tokens: int, *, temperature: float = 0.0, seed: int = 0) -> tuple[str, float]:
+    def write(
+        self, prompt: str, tokens: int, *, temperature: float = 0.0, seed: int = 0
+    ) -> tuple[str, float]:
         """Continue ``prompt`` by at most ``tokens`` tokens; return the text and the tokens written per second."""
         ids = self.encode(prompt)
         sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
@@ -205,7 +208,9 @@ def run_demo(
 
 def _windows(writer: Writer, held_out: Path, windows: int) -> Tensor:
     if not held_out.exists():
-        raise InputError(f"{held_out}: not found; the demo needs held-out text beside the model to measure perplexity")
+        raise InputError(
+            f"{held_out}: not found; the demo needs held-out text beside the model to measure perplexity"
+        )
     ids = writer.encode(held_out.read_text(encoding="utf-8"))[0]
     needed = windows * WINDOW
     if len(ids) < needed:
@@ -234,7 +239,7 @@ class _Case:
         hook.remove()
         x, topk_ids, topk_weights = (t.clone() for t in asked[0])
         routing = Routing(topk_ids=topk_ids, topk_weights=topk_weights)
-        spec = describe(checkpoint.config)
+        spec = describe_checkpoint(checkpoint)
         weights = load_experts(checkpoint, spec, index, linear(spec.num_experts, 0, 1), device=x.device.type)
         truth = moe(
             x.float(),

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from .devices import probe
-from .errors import InputError
+from .errors import InputError, PlanError
 from .experts import KERNELS
 from .formats import by_name
 from .formats.payload import Payload
@@ -23,13 +23,23 @@ from .ops.route import route, route_custom, sanitise
 from .parallel.local import Local
 from .pipeline import SplitPipeline
 from .plan import plan
-from .types import ActivationSpec, ContiguousBatch, ExpertWeights, Limits, MoESpec, Problem, Routing, RoutingSpec
+from .types import (
+    ActivationSpec,
+    ContiguousBatch,
+    ExpertWeights,
+    Limits,
+    MoESpec,
+    Problem,
+    Routing,
+    RoutingSpec,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
+    from .experts import ExpertKernel
     from .plan import Plan
     from .types import Choice, LatentWeights, RouterWeights, SharedWeights
 
@@ -82,7 +92,7 @@ class MoELayer(nn.Module):
             kernel=kernel,
             packed=kernel.pack(weights, plan.problem),
         )
-        self._packed_shared = None if shared is None else kernel.pack(shared.experts, _shared_problem(plan.problem))
+        self._packed_shared = None if shared is None else _pack_shared(kernel, shared, plan.problem)
         self._device = weights.down.device
 
     def extra_repr(self) -> str:
@@ -141,7 +151,9 @@ class MoELayer(nn.Module):
     ) -> Routing:
         if routing is not None:
             _check_rows("topk_ids", routing.topk_ids, (x.shape[0], routing.topk_ids.shape[-1]))
-            return sanitise(routing.topk_ids, routing.topk_weights, self.spec.num_experts, checked=self.checked)
+            return sanitise(
+                routing.topk_ids, routing.topk_weights, self.spec.num_experts, checked=self.checked
+            )
         if logits is None:
             if self.router is None:
                 raise InputError(
@@ -214,7 +226,10 @@ def moe(
     if dtype is None:
         raise InputError(f"moe: x is {x.dtype}; allowed: {', '.join(map(str, _DTYPES))}")
     problem = Problem(
-        spec=spec, device=probe(x.device), limits=Limits(max_tokens=max(1, x.shape[0])), dtype=cast("Any", dtype)
+        spec=spec,
+        device=probe(x.device),
+        limits=Limits(max_tokens=max(1, x.shape[0])),
+        dtype=cast("Any", dtype),
     )
     weights = ExpertWeights(
         gate_up=upper,
@@ -249,19 +264,28 @@ def _leave_latent(out: Tensor, latent: LatentWeights) -> Tensor:
     return functional.linear(out, latent.up.float())
 
 
-def _shared_problem(problem: Problem) -> Problem:
+def _pack_shared(kernel: ExpertKernel, shared: SharedWeights[Payload], problem: Problem) -> Any:
+    """Pack the shared expert for the same kernel: to it, one expert that every token goes to."""
     spec = problem.spec
-    wide = spec.intermediate_size if spec.shared is None else spec.shared.intermediate_size
-    shared = replace(
+    alone = replace(
         spec,
         num_experts=1,
-        intermediate_size=wide,
+        intermediate_size=spec.intermediate_size if spec.shared is None else spec.shared.intermediate_size,
         latent_size=None,
         shared=None,
         expert_bias=False,
+        weight_format=shared.experts.down.name,
         routing=RoutingSpec(top_k=1),
     )
-    return replace(problem, spec=shared)
+    _check_weights(shared.experts, alone)
+    asked = replace(problem, spec=alone)
+    reason = kernel.refuse(asked)
+    if reason is not None:
+        raise PlanError(
+            f"the plan's kernel {kernel.name} runs the routed experts but refuses the shared expert: {reason}; "
+            "force a kernel that runs both"
+        )
+    return kernel.pack(shared.experts, asked)
 
 
 def _as_payload(weight: Payload | Tensor, parts: int | None) -> Payload:
@@ -318,9 +342,13 @@ def _check_extras(
     ):
         if asked != given:
             needs = "needs" if asked else "has no place for"
-            raise InputError(f"{name}: the spec {needs} {name} weights, they were {'given' if given else 'not given'}")
+            raise InputError(
+                f"{name}: the spec {needs} {name} weights, they were {'given' if given else 'not given'}"
+            )
     if spec.shared is not None and shared is not None and (shared.gate is not None) != spec.shared.gated:
-        raise InputError(f"shared: gate {'given' if shared.gate is not None else 'missing'}, spec gated={spec.shared.gated}")
+        raise InputError(
+            f"shared: gate {'given' if shared.gate is not None else 'missing'}, spec gated={spec.shared.gated}"
+        )
     if router is None:
         return
     if tuple(router.weight.shape) != (spec.num_experts, spec.hidden_size):

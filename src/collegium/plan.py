@@ -51,7 +51,9 @@ class Plan:
             f"layer      {spec.num_experts} experts, top-{spec.routing.top_k}, hidden {spec.hidden_size}, "
             f"intermediate {spec.intermediate_size}, {spec.activation.kind}"
             + (f" limit {spec.activation.limit:g}" if spec.activation.limit is not None else ""),
-            f"machine    {where}, {device.threads} threads" if device.kind == "cpu" else f"machine    {where}",
+            f"machine    {where}, {device.threads} threads"
+            if device.kind == "cpu"
+            else f"machine    {where}",
             f"kernel     {self.kernel} (strategy {self.strategy})",
             f"formats    weights {spec.weight_format}, activations {self.activation_format}",
             f"bytes      {self.expert_bytes:,} an expert, {self.weight_bytes:,} a layer, "
@@ -89,8 +91,10 @@ def expert_bytes(spec: MoESpec) -> int:
 
 
 def _matrix_bytes(name: str, rows: int, columns: int) -> int:
-    storage = by_name(name).storages[0]
-    needed = (part for part in storage.parts if part.required)
+    layout = by_name(name)
+    if layout.row_block == 1 and layout.group:
+        columns = -(-columns // layout.group) * layout.group
+    needed = (part for part in layout.storages[0].parts if part.required)
     return sum(math.prod(p.stored_shape(rows, columns)) * _ITEM_BYTES.get(p.dtypes[0], 1) for p in needed)
 
 
@@ -113,7 +117,10 @@ def plan(problem: Problem, force: Choice | None = None) -> Plan:
         if reason is None and chosen is None:
             chosen = kernel
         else:
-            reason = reason or f"it can run this, but {chosen.name if chosen else ''} stands before it in the table"
+            reason = (
+                reason
+                or f"it can run this, but {chosen.name if chosen else ''} stands before it in the table"
+            )
             refusals.append(Refusal(kernel=kernel.name, reason=reason))
     if chosen is None:
         listed = "\n".join(f"  {r.kernel}: {r.reason}" for r in refusals)

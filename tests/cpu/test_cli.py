@@ -71,7 +71,12 @@ def test_demo_covers_every_format_and_degrades_in_the_known_order():
     assert all(math.isfinite(row["perplexity"]) for row in rows.values())
     base = rows["bf16", "bf16"]
     assert base["layer_error"] < 0.01
-    for name, low, high in (("fp8_block", 0.01, 0.06), ("mxfp8", 0.01, 0.06), ("nvfp4", 0.05, 0.2), ("mxfp4", 0.08, 0.25)):
+    for name, low, high in (
+        ("fp8_block", 0.01, 0.06),
+        ("mxfp8", 0.01, 0.06),
+        ("nvfp4", 0.05, 0.2),
+        ("mxfp4", 0.08, 0.25),
+    ):
         row = rows[name, "bf16"]
         assert low < row["layer_error"] < high, name
         assert row["expert_bytes"] < 0.56 * base["expert_bytes"]

@@ -42,7 +42,9 @@ SHAPES = [(17, 90, 56, 3), (5, 176, 33, 1), (8, 128, 130, 4)]
 
 def truth_of(x, weights, ids, topk_weights, activation):
     biases = None if weights.down_bias is None else (weights.gate_up_bias, weights.down_bias)
-    return moe_truth(x, weights.gate_up.decode(), weights.down.decode(), ids, topk_weights, activation, biases)
+    return moe_truth(
+        x, weights.gate_up.decode(), weights.down.decode(), ids, topk_weights, activation, biases
+    )
 
 
 def problem_of(experts, hidden, wide, top_k, *, weight_format="fp32", dtype="fp32", bias=False, **more):
@@ -98,7 +100,11 @@ def test_reference_recipe_quantises_both_activations(name):
     problem = problem_of(8, 160, 96, 2, weight_format="mxfp4")
     layer = MoELayer(weights, plan(problem, Choice(kernel="reference", activation_format=name)))
     assert layer.plan.activation_format == name
-    x, ids, topk_weights = heavy_tailed(31, 160, seed=8), uneven_ids(31, 2, 8, seed=9), torch.rand(31, 2) + 0.1
+    x, ids, topk_weights = (
+        heavy_tailed(31, 160, seed=8),
+        uneven_ids(31, 2, 8, seed=9),
+        torch.rand(31, 2) + 0.1,
+    )
     found = layer(x, routing=Routing(topk_ids=ids, topk_weights=topk_weights))
     error = relative_error(found, truth_of(x, weights, ids, topk_weights, ActivationSpec()))
     low, high = {
@@ -124,7 +130,10 @@ def test_gate_and_up_are_not_interchangeable():
 def test_zero_and_one_token_and_all_on_one_expert(kernel):
     weights = random_experts(6, 2, 24, 40, seed=13)
     layer = MoELayer(weights, plan(problem_of(6, 40, 24, 1), Choice(kernel=kernel)))
-    empty = layer(torch.empty(0, 40), routing=Routing(topk_ids=torch.empty(0, 1, dtype=torch.int64), topk_weights=torch.empty(0, 1)))
+    empty = layer(
+        torch.empty(0, 40),
+        routing=Routing(topk_ids=torch.empty(0, 1, dtype=torch.int64), topk_weights=torch.empty(0, 1)),
+    )
     assert empty.shape == (0, 40)
     for tokens in (1, 50):
         x, ids, ones = heavy_tailed(tokens, 40, seed=14), torch.full((tokens, 1), 5), torch.ones(tokens, 1)
@@ -139,7 +148,9 @@ def test_more_tokens_than_the_plan_allows_run_in_pieces_with_the_same_bits(kerne
     whole = problem_of(6, 40, 24, 2)
     pieces = replace(whole, limits=Limits(max_tokens=16))
     routing = Routing(topk_ids=ids, topk_weights=w)
-    one, many = (MoELayer(weights, plan(p, Choice(kernel=kernel)))(x, routing=routing) for p in (whole, pieces))
+    one, many = (
+        MoELayer(weights, plan(p, Choice(kernel=kernel)))(x, routing=routing) for p in (whole, pieces)
+    )
     assert relative_error(many, truth_of(x, weights, ids, w, ActivationSpec())) < 1e-5
     if kernel == "reference":
         assert relative_error(one, many) < 1e-6
@@ -179,9 +190,13 @@ def test_dropped_assignments_add_nothing_even_with_poison(kernel):
 def test_router_weight_on_the_input(kernel):
     weights = random_experts(6, 2, 24, 40, seed=23)
     problem = problem_of(6, 40, 24, 1)
-    on_input = replace(problem, spec=replace(problem.spec, routing=RoutingSpec(top_k=1, weight_on_input=True)))
+    on_input = replace(
+        problem, spec=replace(problem.spec, routing=RoutingSpec(top_k=1, weight_on_input=True))
+    )
     x, ids, w = heavy_tailed(7, 40, seed=24), uneven_ids(7, 1, 6, seed=25), torch.rand(7, 1) + 0.5
-    found = MoELayer(weights, plan(on_input, Choice(kernel=kernel)))(x, routing=Routing(topk_ids=ids, topk_weights=w))
+    found = MoELayer(weights, plan(on_input, Choice(kernel=kernel)))(
+        x, routing=Routing(topk_ids=ids, topk_weights=w)
+    )
     truth = truth_of(x * w, weights, ids, torch.ones(7, 1), ActivationSpec())
     assert relative_error(found, truth) < 1e-5
 
@@ -212,7 +227,11 @@ def test_own_router_shared_expert_and_gate():
 def test_latent_width_with_norm():
     weights = random_experts(6, 2, 24, 40, seed=31)
     problem = problem_of(6, 72, 24, 2, latent_size=40)
-    down, up, norm = heavy_tailed(40, 72, seed=32) / 9, heavy_tailed(72, 40, seed=33) / 6, torch.rand(40) + 0.5
+    down, up, norm = (
+        heavy_tailed(40, 72, seed=32) / 9,
+        heavy_tailed(72, 40, seed=33) / 6,
+        torch.rand(40) + 0.5,
+    )
     layer = MoELayer(weights, plan(problem), latent=LatentWeights(down=down, up=up, norm=norm, norm_eps=1e-5))
     x, ids, w = heavy_tailed(9, 72, seed=34), uneven_ids(9, 2, 6, seed=35), torch.rand(9, 2)
     found = layer(x, routing=Routing(topk_ids=ids, topk_weights=w))
@@ -224,7 +243,9 @@ def test_latent_width_with_norm():
 @pytest.mark.parametrize("kernel", KERNEL_NAMES)
 def test_runs_repeat_bit_for_bit(kernel):
     weights = encode_experts(random_experts(6, 2, 48, 64, seed=36), "nvfp4")
-    layer = MoELayer(weights, plan(problem_of(6, 64, 48, 2, weight_format="nvfp4", dtype="bf16"), Choice(kernel=kernel)))
+    layer = MoELayer(
+        weights, plan(problem_of(6, 64, 48, 2, weight_format="nvfp4", dtype="bf16"), Choice(kernel=kernel))
+    )
     x, ids, w = heavy_tailed(33, 64, seed=37).bfloat16(), uneven_ids(33, 2, 6, seed=38), torch.rand(33, 2)
     routing = Routing(topk_ids=ids, topk_weights=w)
     assert torch.equal(layer(x, routing=routing), layer(x, routing=routing))
@@ -240,7 +261,9 @@ def test_runs_repeat_bit_for_bit(kernel):
 def test_wrong_input_names_what_is_allowed(x, text):
     layer = MoELayer(random_experts(6, 2, 24, 40, seed=39), plan(problem_of(6, 40, 24, 2)))
     with pytest.raises(InputError, match=text):
-        layer(x, routing=Routing(topk_ids=torch.zeros(3, 2, dtype=torch.int64), topk_weights=torch.ones(3, 2)))
+        layer(
+            x, routing=Routing(topk_ids=torch.zeros(3, 2, dtype=torch.int64), topk_weights=torch.ones(3, 2))
+        )
     with pytest.raises(InputError, match="without a router"):
         layer(torch.zeros(3, 40))
 

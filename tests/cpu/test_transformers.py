@@ -17,22 +17,55 @@ from collegium.integrations.transformers import (
 )
 from collegium.testing.compare import relative_error
 
-SIZES = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "tie_word_embeddings": False}
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "tie_word_embeddings": False,
+}
 CONFIGS = {
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
-        **SIZES, num_key_value_heads=2, head_dim=16, intermediate_size=96, moe_intermediate_size=48, num_experts=7,
-        num_experts_per_tok=3, norm_topk_prob=True,
+        **SIZES,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=96,
+        moe_intermediate_size=48,
+        num_experts=7,
+        num_experts_per_tok=3,
+        norm_topk_prob=True,
     ),
     "mixtral": lambda: transformers.MixtralConfig(
-        **SIZES, num_key_value_heads=2, intermediate_size=48, num_local_experts=6, num_experts_per_tok=2,
+        **SIZES,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        num_local_experts=6,
+        num_experts_per_tok=2,
     ),
     "deepseek_v3": lambda: transformers.DeepseekV3Config(
-        **SIZES, num_key_value_heads=4, intermediate_size=96, moe_intermediate_size=48, n_routed_experts=8,
-        num_experts_per_tok=2, n_group=2, topk_group=1, n_shared_experts=1, first_k_dense_replace=1, q_lora_rank=24,
-        kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16,
+        **SIZES,
+        num_key_value_heads=4,
+        intermediate_size=96,
+        moe_intermediate_size=48,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        q_lora_rank=24,
+        kv_lora_rank=16,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=16,
+        v_head_dim=16,
     ),
     "gpt_oss": lambda: transformers.GptOssConfig(
-        **SIZES, num_key_value_heads=2, head_dim=16, intermediate_size=48, num_local_experts=6, num_experts_per_tok=2,
+        **SIZES,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=48,
+        num_local_experts=6,
+        num_experts_per_tok=2,
     ),
 }
 

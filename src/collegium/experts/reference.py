@@ -13,6 +13,7 @@ One expert's weights are decoded at a time. Every other kernel is judged against
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,9 +47,7 @@ class Reference:
     def refuse(self, problem: Problem) -> str | None:
         """Refuse nothing but a problem spread over several ranks."""
         if problem.world_size * problem.tp_size > 1:
-            return (
-                f"asked for world_size={problem.world_size} and tp_size={problem.tp_size}; it runs on one rank only"
-            )
+            return f"asked for world_size={problem.world_size} and tp_size={problem.tp_size}; it runs on one rank only"
         return None
 
     def workspace_bytes(self, problem: Problem) -> int:
@@ -62,14 +61,16 @@ class Reference:
     def pack(self, weights: ExpertWeights[Payload], problem: Problem) -> _Packed:
         """Keep the weights as they are."""
         name = problem.activation_format or problem.dtype
-        return _Packed(weights=weights, activation=problem.spec.activation, activations=activation_format(name))
+        return _Packed(
+            weights=weights, activation=problem.spec.activation, activations=activation_format(name)
+        )
 
     def run(self, batch: ContiguousBatch, packed: _Packed) -> Tensor:
         """Return ``[R, H]`` float32; rows of dropped assignments are zero."""
         hidden = packed.weights.down.shape[-2]
         rows = torch.zeros(batch.source.numel(), hidden, dtype=torch.float32, device=batch.x.device)
         offsets: list[int] = batch.expert_offsets.tolist()
-        for expert, (start, stop) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
+        for expert, (start, stop) in enumerate(pairwise(offsets)):
             if stop > start:
                 rows[start:stop] = _one_expert(batch, packed, expert, slice(start, stop))
         return rows

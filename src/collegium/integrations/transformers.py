@@ -18,18 +18,16 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from ..checkpoint.detect import detect
-from ..checkpoint.loader import load_experts
 from ..checkpoint.reader import Checkpoint
 from ..devices import probe
 from ..errors import ConfigError, InputError, MissingExtraError, MissingTensorError, SpecError
 from ..formats.unquantised import Bf16, Fp16, Fp32
-from ..layer import MoELayer, encode_experts
-from ..models import describe, family_of
+from ..layer import MoELayer
+from ..loading import load_routed
+from ..models import family_of
 from ..ops.activation import activate, deinterleave
-from ..parallel.placement import linear
 from ..plan import plan
-from ..types import ActivationSpec, Choice, ExpertWeights, Limits, MoESpec, Problem, Routing, RoutingSpec
+from ..types import ActivationSpec, ExpertWeights, MoESpec, Problem, Routing, RoutingSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -37,8 +35,17 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ..formats.payload import Payload
+    from ..types import Choice, Limits
 
-__all__ = ["attach", "build_layers", "experts_modules", "load_model", "register", "routed_weights"]
+__all__ = [
+    "attach",
+    "build_layers",
+    "experts_forward",
+    "experts_modules",
+    "load_model",
+    "register",
+    "routed_weights",
+]
 
 NAME = "collegium"
 # Where transformers names a module otherwise than the published checkpoint does: family -> {theirs: published}.
@@ -90,7 +97,7 @@ def attach(model: nn.Module, layers: Mapping[int, MoELayer]) -> None:
         _LAYERS[module] = _Entry(layer=layers[index], stamp=None)
 
 
-def routed_weights(module: nn.Module) -> ExpertWeights[Payload]:
+def routed_weights(module: Any) -> ExpertWeights[Payload]:
     """Return an experts module's parameters in logical order, as views: gate before up, output-first."""
     upper = module.gate_up_proj if module.has_gate else module.up_proj
     lower = module.down_proj
@@ -130,7 +137,12 @@ def load_model(
     attach(
         model,
         build_layers(
-            checkpoint, weight_format=weight_format, force=force, device=device, limits=limits, progress=progress
+            checkpoint,
+            weight_format=weight_format,
+            force=force,
+            device=device,
+            limits=limits,
+            progress=progress,
         ),
     )
     return model
@@ -149,35 +161,17 @@ def build_layers(
 
     The layers hold no router and no shared expert: transformers keeps those. Arguments and errors as ``load_model``.
     """
-    facts = probe(device)
-    spec, stored = describe(checkpoint.config), detect(checkpoint.config, checkpoint)
     indices = family_of(checkpoint.config).moe_layers(checkpoint.config)
     layers: dict[int, MoELayer] = {}
     for done, index in enumerate(indices):
         if progress is not None:
             progress(done, len(indices), f"layer {index}")
-        everything = linear(spec.num_experts, 0, 1)
-        weights = load_experts(checkpoint, spec, index, everything, stored=stored, device=facts.kind)
-        if weight_format is not None and weight_format != weights.down.name:
-            weights = encode_experts(weights, weight_format)
-        routed = _routed_only(spec, weights.down.name)
-        problem = Problem(spec=routed, device=facts, limits=limits or Limits())
-        layers[index] = MoELayer(weights, plan(problem, force))
+        layers[index] = load_routed(
+            checkpoint, index, weight_format=weight_format, force=force, device=device, limits=limits
+        )
     if progress is not None:
         progress(len(indices), len(indices), "done")
     return layers
-
-
-def _routed_only(spec: MoESpec, weight_format: str) -> MoESpec:
-    return MoESpec(
-        hidden_size=spec.expert_hidden_size,
-        intermediate_size=spec.intermediate_size,
-        num_experts=spec.num_experts,
-        routing=RoutingSpec(top_k=spec.routing.top_k),
-        activation=spec.activation,
-        weight_format=weight_format,
-        expert_bias=spec.expert_bias,
-    )
 
 
 def _build(module: nn.Module, x: Tensor, top_k: int) -> MoELayer:
@@ -306,8 +300,8 @@ def _load_rest(model: Any, checkpoint: Checkpoint, device: str) -> None:
         if name in checkpoint:
             buffer.copy_(checkpoint.read(name).to(buffer.dtype))
     generation = _extra("transformers").GenerationConfig
-    if (checkpoint.folder / "generation_config.json").exists():
-        model.generation_config = generation.from_pretrained(checkpoint.folder)
+    if (checkpoint.path / "generation_config.json").exists():
+        model.generation_config = generation.from_pretrained(checkpoint.path)
 
 
 def _plain(tensor: Tensor, name: str) -> Tensor:

@@ -1,0 +1,87 @@
+"""One call from a checkpoint to layers that run: read, audit, plan, pack."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
+
+from .checkpoint.loader import describe_checkpoint, load_experts, load_router, load_shared
+from .checkpoint.reader import Checkpoint
+from .devices import probe
+from .layer import MoELayer, encode_experts
+from .parallel.placement import linear
+from .plan import plan
+from .types import Limits, Problem, RoutingSpec
+
+if TYPE_CHECKING:
+    import os
+
+    import torch
+
+    from .types import Choice
+
+__all__ = ["load_layer", "load_routed"]
+
+
+def load_layer(
+    path: str | os.PathLike[str],
+    layer: int,
+    *,
+    weight_format: str | None = None,
+    force: Choice | None = None,
+    device: torch.device | str | None = None,
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16",
+    limits: Limits | None = None,
+    checked: bool = False,
+) -> MoELayer:
+    """Load MoE layer ``layer`` of the checkpoint at ``path``: router, experts and shared expert.
+
+    weight_format: encode the experts into this format instead of the published one. force, limits: as ``plan``.
+    device: the best of this machine when None. dtype: of the layer's input and output. checked: as ``MoELayer``.
+    Raises the CheckpointErrors of the audit, InputError for a layer without experts, and PlanError.
+    """
+    checkpoint = Checkpoint.open(path)
+    spec = describe_checkpoint(checkpoint, layer)
+    facts = probe(device)
+    weights = load_experts(checkpoint, spec, layer, linear(spec.num_experts, 0, 1), device=facts.kind)
+    if weight_format is not None:
+        weights = encode_experts(weights, weight_format)
+    spec = replace(spec, weight_format=weights.down.name)
+    problem = Problem(spec=spec, device=facts, limits=limits or Limits(), dtype=dtype)
+    return MoELayer(
+        weights,
+        plan(problem, force),
+        router=load_router(checkpoint, spec, layer, device=facts.kind),
+        shared=load_shared(checkpoint, spec, layer, device=facts.kind),
+        checked=checked,
+    )
+
+
+def load_routed(
+    checkpoint: Checkpoint,
+    layer: int,
+    *,
+    weight_format: str | None = None,
+    force: Choice | None = None,
+    device: torch.device | str | None = None,
+    limits: Limits | None = None,
+) -> MoELayer:
+    """Load only the routed experts of a layer, for a caller that keeps router and shared expert.
+
+    Arguments and errors as ``load_layer``; the layer computes in BF16 and takes a routing or logits at every call.
+    """
+    spec = describe_checkpoint(checkpoint, layer)
+    facts = probe(device)
+    weights = load_experts(checkpoint, spec, layer, linear(spec.num_experts, 0, 1), device=facts.kind)
+    if weight_format is not None:
+        weights = encode_experts(weights, weight_format)
+    routed = replace(
+        spec,
+        hidden_size=spec.expert_hidden_size,
+        latent_size=None,
+        shared=None,
+        routing=RoutingSpec(top_k=spec.routing.top_k),
+        weight_format=weights.down.name,
+    )
+    problem = Problem(spec=routed, device=facts, limits=limits or Limits())
+    return MoELayer(weights, plan(problem, force))
