@@ -4,11 +4,14 @@
 SHELL       := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
+.NOTPARALLEL:
 
 VENV   ?= .venv
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do $$p -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 BIN    := $(VENV)/bin
 PINS   := constraints/py311.txt
+# A GPU build of torch brings the Triton it was built with; beside a CPU build we choose.
+TRITON := triton==3.6.0; platform_system == "Linux"
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 OFFLINE := HF_HUB_OFFLINE=1
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check -c $(PINS)
@@ -25,6 +28,7 @@ $(VENV)/.runtime: pyproject.toml $(PINS)
 	@echo "setting up $(VENV) (torch comes first; its GPU build is a large download)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) torch==$$(sed -n 's/^torch==\([^ ;]*\).*/\1/p' $(PINS))
+	@$(BIN)/python -c 'import sys, torch; sys.exit(torch.version.cuda is None)' 2>/dev/null || $(PIP) '$(TRITON)'
 	@$(PIP) -e '.[transformers]'
 	@touch $@
 

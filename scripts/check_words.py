@@ -17,7 +17,7 @@ _TEXT = {".py", ".md", ".toml", ".txt", ".in", ".sh", ".csv", ".yml", ".yaml", "
 
 _PATTERNS = {
     "a path of one machine": re.compile(
-        r"(?<![\w.~-])/(?:" + "|".join(("wo" + "rk", "ro" + "ot", "ho" + "me", "Us" + "ers")) + r")/"
+        r"(?<![\w.~-])/(?:" + "|".join(("wo" + "rk", "roo" + "t", "ho" + "me", "Us" + "ers")) + r")/"
     ),
     "a path outside the repository": re.compile(r"\.\./sha" + r"red\b"),
     "a host of a package registry": re.compile(

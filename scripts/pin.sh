@@ -11,7 +11,8 @@ if [[ -s $output ]]; then cp "$output" "$work/pins.txt"; fi
     --constraint constraints/base.in --output-file "$work/pins.txt" pyproject.toml
 {
     echo "# Versions the tests are run with, for Python 3.11 and 3.12. Written by \`make constraints\`; do not edit."
+    # Triton is left out: a GPU build of torch insists on its own.
     # A build label such as +cpu would tie the file to one machine.
     sed -n 's/^\([A-Za-z0-9._-]*==[A-Za-z0-9.]*\)\(+[a-z0-9.]*\)\{0,1\}\(.*\)/\1\3/p' "$work/pins.txt" |
-        grep -v '^pip==' | sort
+        grep -v -e '^pip==' -e '^triton==' | sort
 } >"$output"

@@ -1,21 +1,21 @@
 """Turn a folder of plain public-domain books into a tokenizer, a token file and a held-out text.
 
-The input is a folder of `.txt` files in the layout of Project Gutenberg's plain text editions. For every book the
-script
+The input is a folder of `.txt` files in the layout of Project Gutenberg's plain text editions. For every book
+the script
 
 1. reads title, author and number from the header, and keeps nothing of the header, the licence or the footer;
 2. removes illustration notes, transcriber's notes, footnote marks and emphasis marks, and writes quotation
    marks and dashes in ASCII;
-3. joins the lines of each paragraph (verse keeps its lines), drops front matter, tables of contents and paragraphs
-   that hold a racial slur, and drops every paragraph that an earlier book already contained;
+3. joins the lines of each paragraph (verse keeps its lines), drops front matter, tables of contents and
+   paragraphs that hold a racial slur, and drops every paragraph that an earlier book already contained;
 4. puts `<|endoftext|>` before each chapter or story heading.
 
 Books whose title is named with `--heldout` never reach the training file: their first characters become
-`heldout.txt`, and any paragraph of theirs that appears in another book is removed from that book. The remaining
-text trains a byte-level BPE tokenizer and is written as `train.bin`, a flat array of little-endian uint16 ids.
+`heldout.txt`, and any paragraph of theirs that appears in another book is removed from that book. The
+remaining text trains a byte-level BPE tokenizer and is written as `train.bin`, a flat array of little-endian
+uint16 ids; `sources.csv` lists the books.
 
 Example:
-
     python prepare_data.py books/ --output data/ --heldout "The Olive Fairy Book" --heldout "The Magic World"
 """
 
@@ -37,8 +37,12 @@ LOG = logging.getLogger("prepare_data")
 END_OF_TEXT = "<|endoftext|>"
 
 START = re.compile(r"^\*\*\* ?START OF .*$|^\*END[* ]+THE SMALL PRINT.*$", re.MULTILINE | re.IGNORECASE)
-END = re.compile(r"^\*\*\* ?END OF .*$|^\s*End of (?:the |this )?Project Gutenberg.*$", re.MULTILINE | re.IGNORECASE)
-BRACKETS = re.compile(r"\[(?:Illustration|Transcriber|Footnote|Sidenote|Note|Frontispiece)[^\]]*\]", re.IGNORECASE)
+END = re.compile(
+    r"^\*\*\* ?END OF .*$|^\s*End of (?:the |this )?Project Gutenberg.*$", re.MULTILINE | re.IGNORECASE
+)
+BRACKETS = re.compile(
+    r"\[(?:Illustration|Transcriber|Footnote|Sidenote|Note|Frontispiece)[^\]]*\]", re.IGNORECASE
+)
 NOTE_MARKS = re.compile(r"\[\w{1,3}\]|\{\d+\w?\}")
 DROPPED = re.compile(
     r"gutenberg|transcriber|proofread|copyright|produced by|e-?text|all rights reserved|illustrated by|"
@@ -47,10 +51,23 @@ DROPPED = re.compile(
 )
 ASCII = str.maketrans(
     {
-        "\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u2014": "--", "\u2013": "-", "\u2026": "...",
-        "\u00a0": " ", "\ufeff": "", "\r": "", "_": "", "=": "", "\u201a": "'", "\u201b": "'", "`": "'",
+        "\u2018": "'",
+        "\u2019": "'",
+        "\u201a": "'",
+        "\u201b": "'",
+        "`": "'",
+        "\u201c": '"',
+        "\u201d": '"',
+        "\u2014": "--",
+        "\u2013": "-",
+        "\u2026": "...",
+        "\u00a0": " ",
+        "\ufeff": "",
+        "\r": "",
+        "_": "",
+        "=": "",
     }
-)  # fmt: skip
+)
 
 
 @dataclass
@@ -69,7 +86,8 @@ def read_header(text: str, stem: str) -> tuple[str, str, str]:
     title = re.search(r"^Title:\s*(.+)$", head, re.MULTILINE)
     people = re.findall(r"^(?:Author|Editor):\s*(.+)$", head, re.MULTILINE)
     number = re.search(r"\[e(?:book|text)[ #]*(\d+)\]", head, re.IGNORECASE)
-    named = [name.strip() for name in people if name.strip().lower() not in {"various", "anonymous", "unknown"}]
+    nameless = {"various", "anonymous", "unknown"}
+    named = [name.strip() for name in people if name.strip().lower() not in nameless]
     return (
         title.group(1).strip() if title else stem,
         ", ".join(named) or stem.split(" - ")[0],
@@ -90,10 +108,13 @@ def clean(text: str) -> list[str]:
         lines = [line for line in lines if line and not re.fullmatch(r"[\W\d]*", line)]
         if not lines:
             continue
-        verse = len(lines) > 1 and max(map(len, lines)) < 56 and sum(line[0].isupper() for line in lines) > 0.7 * len(lines)
+        capitals = sum(line[0].isupper() for line in lines)
+        verse = len(lines) > 1 and max(map(len, lines)) < 56 and capitals > 0.7 * len(lines)
         paragraph = ("\n" if verse else " ").join(lines)
         digits = sum(character.isdigit() for character in paragraph)
-        if digits > 0.04 * len(paragraph) or re.search(r"(?:\. ){3}|\.{5}", paragraph) or DROPPED.search(paragraph):
+        if digits > 0.04 * len(paragraph) or DROPPED.search(paragraph):
+            continue
+        if re.search(r"(?:\. ){3}|\.{5}", paragraph):
             continue
         if max(map(len, paragraph.split())) > 40 or paragraph.strip("* ") in {"", "THE END", "FINIS"}:
             continue
@@ -133,7 +154,8 @@ def drop_repeats(books: list[Book]) -> None:
         for paragraph in book.paragraphs:
             letters = re.sub(r"[^a-z]", "", paragraph.lower())
             if len(letters) > 60:
-                keys = [hashlib.blake2b(part.encode(), digest_size=8).digest() for part in (letters[:60], letters[-60:])]
+                ends = (letters[:60], letters[-60:])
+                keys = [hashlib.blake2b(part.encode(), digest_size=8).digest() for part in ends]
                 if any(key in seen for key in keys):
                     continue
                 seen.update(keys)
@@ -158,12 +180,13 @@ def train_tokenizer(texts: list[str], vocabulary: int) -> Tokenizer:
 
 def main() -> None:
     """Run the preparation from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     parser.add_argument("texts", type=Path, help="folder of plain text books, searched recursively")
     parser.add_argument("--output", type=Path, default=Path("data"), help="folder for the results")
     parser.add_argument("--vocabulary", type=int, default=4096, help="tokens in the vocabulary")
-    parser.add_argument("--heldout", action="append", default=[], help="title of a held-out book (repeatable)")
-    parser.add_argument("--heldout-characters", type=int, default=60_000, help="characters kept of each of them")
+    parser.add_argument("--heldout", action="append", default=[], help="title of a held-out book")
+    parser.add_argument("--heldout-characters", type=int, default=60_000, help="characters kept of each")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
 
@@ -205,7 +228,8 @@ def main() -> None:
         "clean_up_tokenization_spaces": False,
         "model_max_length": 1024,
     }
-    (args.output / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    settings_text = json.dumps(settings, indent=2) + "\n"
+    (args.output / "tokenizer_config.json").write_text(settings_text, encoding="utf-8")
 
     with (args.output / "sources.csv").open("w", newline="", encoding="utf-8") as handle:
         writer = csv.writer(handle)
@@ -219,8 +243,11 @@ def main() -> None:
     np.asarray(tokenizer.encode(heldout_text).ids, dtype="<u2").tofile(args.output / "heldout.bin")
     LOG.info(
         "%d books, %.1f MB of training text, %d training tokens, %d held-out characters",
-        len(training), sum(map(len, texts)) / 1e6, len(tokens), len(heldout_text),
-    )  # fmt: skip
+        len(training),
+        sum(map(len, texts)) / 1e6,
+        len(tokens),
+        len(heldout_text),
+    )
 
 
 if __name__ == "__main__":

@@ -1,17 +1,15 @@
 """Train the small Mixture-of-Experts language model of this folder from scratch.
 
-The model is a `Qwen3MoeForCausalLM` of Hugging Face Transformers with small dimensions. The script reads the flat
-uint16 token files and the tokenizer that `prepare_data.py` wrote, trains for a given number of wall-clock minutes
-on one CUDA device (or, for a trial, on the CPU), and writes a Transformers checkpoint in BF16 with one tensor per
-expert matrix, `loss.csv` and `loss.png`.
+The model is a small `Qwen3MoeForCausalLM` of Hugging Face Transformers. The script reads the token files
+and the tokenizer that `prepare_data.py` wrote, trains for a given time on one CUDA device (or, for a trial,
+on the CPU), and writes a BF16 checkpoint with one tensor for each expert matrix, `loss.csv` and `loss.png`.
 
 The stock expert layer loops over experts in Python, which is slow for experts this small. Training therefore
 evaluates all experts on all tokens as two batched matrix products and weighs them by the router's top-k
 probabilities, zero for experts that were not chosen; the result is the same function.
 
 Example:
-
-    python train.py data/ --output fables-16m/ --minutes 8
+    python train.py data/ --output fables-16m/
 """
 
 from __future__ import annotations
@@ -97,11 +95,13 @@ def evaluate(model: torch.nn.Module, tokens: torch.Tensor, length: int) -> float
     inputs = tokens[: count * length].view(count, length)
     targets = tokens[1 : count * length + 1].view(count, length)
     total = 0.0
+    model.eval()
     with torch.autocast(tokens.device.type, dtype=torch.bfloat16):
         for start in range(0, count, 32):
             logits = model(input_ids=inputs[start : start + 32], output_router_logits=False).logits.float()
-            target = targets[start : start + 32]
-            total += torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum").item()
+            target = targets[start : start + 32].flatten()
+            total += torch.nn.functional.cross_entropy(logits.flatten(0, 1), target, reduction="sum").item()
+    model.train()
     return total / (count * length)
 
 
@@ -148,15 +148,17 @@ def plot(rows: list[tuple[int, int, float, float | None]], path: Path) -> None:
 
 def main() -> None:
     """Run the training from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     parser.add_argument("data", type=Path, help="folder written by prepare_data.py")
     parser.add_argument("--output", type=Path, default=Path("fables-16m"))
-    parser.add_argument("--minutes", type=float, default=8.0, help="wall-clock time of the training loop")
+    parser.add_argument("--minutes", type=float, default=3.4, help="wall-clock time of the training loop")
     parser.add_argument("--batch", type=int, default=128, help="sequences per step")
     parser.add_argument("--length", type=int, default=512, help="tokens per sequence")
     parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate")
     parser.add_argument("--warm-up", type=float, default=0.03, help="fraction of the run")
-    parser.add_argument("--weight-decay", type=float, default=0.1)
+    parser.add_argument("--weight-decay", type=float, default=0.5)
+    parser.add_argument("--dropout", type=float, default=0.1, help="after embedding, attention and experts")
     parser.add_argument("--aux", type=float, default=0.01, help="coefficient of the load-balancing loss")
     parser.add_argument("--save-every", type=float, default=2.0, help="minutes between checkpoints")
     parser.add_argument("--log-every", type=int, default=50, help="steps between rows of loss.csv")
@@ -175,9 +177,17 @@ def main() -> None:
         for name in ("train.bin", "heldout.bin")
     )
     model = Qwen3MoeForCausalLM(build_config(args.aux)).to(device)
-    for module in model.modules():
-        if hasattr(module, "gate_up_proj") and hasattr(module, "down_proj"):
+    model.train()
+
+    def drop(module: torch.nn.Module, _: tuple[torch.Tensor, ...], out: torch.Tensor) -> torch.Tensor:
+        """Apply dropout to a module's output while training."""
+        return torch.nn.functional.dropout(out, args.dropout, training=module.training)
+
+    for name, module in model.named_modules():
+        if name.endswith("mlp.experts"):
             module.forward = types.MethodType(dense_experts, module)
+        if args.dropout and name.endswith(("mlp.experts", "o_proj", "embed_tokens")):
+            module.register_forward_hook(drop)
     LOG.info("%d parameters, %d training tokens", sum(p.numel() for p in model.parameters()), len(train))
     optimizer = make_optimizer(model, args.weight_decay, fused=device.type == "cuda")
     offsets = torch.arange(args.length, device=device)
@@ -196,8 +206,7 @@ def main() -> None:
     step, begun, saved = 0, 0.0, 0.0
     recent: list[torch.Tensor] = []
     while True:
-        elapsed = time.monotonic() - begun if begun else 0.0
-        progress = elapsed / (60 * args.minutes)
+        progress = (time.monotonic() - begun) / (60 * args.minutes) if begun else 0.0
         if progress >= 1:
             break
         for group in optimizer.param_groups:
@@ -219,15 +228,16 @@ def main() -> None:
             held = evaluate(model, heldout, args.length) if step % (10 * args.log_every) == 0 else None
             rows.append((step, step * args.batch * args.length, mean, held))
             speed = (step - 3) * args.batch * args.length / max(time.monotonic() - begun, 1e-3)
-            text = f", held-out {held:.4f}" if held is not None else ""
-            LOG.info("step %d %.0f%% loss %.4f%s, %.0f tok/s", step, 100 * progress, mean, text, speed)
+            LOG.info(
+                "step %d, %.0f%%, loss %.4f, held-out %s, %.0f/s", step, 100 * progress, mean, held, speed
+            )
             if time.monotonic() - saved > 60 * args.save_every:
                 save(model, args.data, args.output)
                 saved = time.monotonic()
     held = evaluate(model, heldout, args.length)
     tokens = step * args.batch * args.length
     rows.append((step, tokens, torch.stack(recent).mean().item() if recent else rows[-1][2], held))
-    LOG.info("finished: %d steps, %d tokens, held-out loss %.4f, balance %.3f", step, tokens, held, balance.item())
+    LOG.info("finished: %d steps, %d tokens, held-out %.4f, balance %.3f", step, tokens, held, balance.item())
     save(model, args.data, args.output)
     with (args.output / "loss.csv").open("w", newline="", encoding="utf-8") as handle:
         writer = csv.writer(handle)
