@@ -67,7 +67,9 @@ class ActivationSpec:
 
     def __post_init__(self) -> None:
         _require(self.kind in ACTIVATION_KINDS, "activation kind", self.kind, ", ".join(ACTIVATION_KINDS))
-        _require(self.limit is None or self.limit > 0, "activation limit", self.limit, "None or a positive number")
+        _require(
+            self.limit is None or self.limit > 0, "activation limit", self.limit, "None or a positive number"
+        )
         if self.limit is not None:
             kinds = ("swiglu", "swiglu_oai", "swiglu_step")
             _require(self.kind in kinds, "activation with a limit", self.kind, ", ".join(kinds))
@@ -107,7 +109,12 @@ class RoutingSpec:
     def __post_init__(self) -> None:
         _require(self.top_k >= 1, "top_k", self.top_k, "at least 1")
         _require(self.score in SCORE_FUNCTIONS, "score function", self.score, ", ".join(SCORE_FUNCTIONS))
-        _require(1 <= self.kept_groups <= self.groups, "kept_groups", self.kept_groups, f"1 to groups={self.groups}")
+        _require(
+            1 <= self.kept_groups <= self.groups,
+            "kept_groups",
+            self.kept_groups,
+            f"1 to groups={self.groups}",
+        )
         _require(self.group_score in ("max", "top2_sum"), "group_score", self.group_score, "max, top2_sum")
         _require(self.renormalise_eps >= 0, "renormalise_eps", self.renormalise_eps, "0 or more")
 
@@ -151,7 +158,12 @@ class MoESpec:
         k, e, g = self.routing.top_k, self.num_experts, self.routing.groups
         _require(k <= e, "top_k", k, f"at most num_experts={e}")
         _require(e % g == 0, "num_experts with routing groups", (e, g), "num_experts a multiple of groups")
-        _require(k <= self.routing.kept_groups * (e // g), "top_k with kept groups", k, "at most the experts they hold")
+        _require(
+            k <= self.routing.kept_groups * (e // g),
+            "top_k with kept groups",
+            k,
+            "at most the experts they hold",
+        )
 
     @property
     def expert_hidden_size(self) -> int:
@@ -199,7 +211,9 @@ class Placement:
     def __post_init__(self) -> None:
         _require(0 <= self.rank < self.world_size, "rank", self.rank, f"0 to {self.world_size - 1}")
         _require(0 <= self.tp_rank < self.tp_size, "tp_rank", self.tp_rank, f"0 to {self.tp_size - 1}")
-        _require(len(set(self.expert_ids)) == len(self.expert_ids), "expert_ids", self.expert_ids, "each id once")
+        _require(
+            len(set(self.expert_ids)) == len(self.expert_ids), "expert_ids", self.expert_ids, "each id once"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -315,5 +329,3 @@ class ContiguousBatch:
     source: Tensor
     expert_offsets: Tensor
     input_weights: Tensor | None = None
-
-
