@@ -1,0 +1,271 @@
+"""Time one Qwen3-30B-A3B-shaped experts layer on this CPU: transformers' paths against ``cpu_grouped``.
+
+E=128 experts, top-8, H=2048, I=768, bfloat16 activations, random weights and uniform random routing. Each
+contender first has to pass against a float32 loop over its own weights (relative L2 error at most 1 %); then all
+are timed in turn, the order rotated each round, and the median is printed with its ratio to transformers'
+default and to our BF16. The timed part is dispatch, experts and combine: what transformers' experts class does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+from torch.nn import functional
+from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from collegium.devices import probe
+from collegium.experts import CpuGrouped
+from collegium.formats import Bf16, by_name
+from collegium.parallel.local import Local
+from collegium.types import ExpertWeights, MoESpec, Problem, Routing, RoutingSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from collegium.formats import Payload
+
+E, K, H, WIDE = 128, 8, 2048, 768
+DISTINCT = 8  # different experts; the others repeat them, so that encoding takes seconds, not minutes
+GATE = 0.01
+ALL = "bf16,mxfp4,nvfp4,int4_group,fp8_block,fp8_tensor,fp8_channel,mxfp8,fp16,fp32"
+BASELINE, OURS = "transformers grouped_mm", "cpu_grouped bf16"
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contender:
+    """name: row of the table. call: (x, ids, weights) -> y. weights: what the truth is computed from."""
+
+    name: str
+    call: Callable[[Tensor, Tensor, Tensor], Tensor]
+    weights: ExpertWeights[Payload]
+    nbytes: int
+
+
+def main() -> None:
+    options = _options()
+    torch.manual_seed(0)
+    experts = [
+        (_random(2 * WIDE * H, H).view(2, WIDE, H), _random(H * WIDE, WIDE).view(H, WIDE))
+        for _ in range(DISTINCT)
+    ]
+    order = [e % DISTINCT for e in range(E)]
+    plain = ExpertWeights(
+        gate_up=Bf16(shape=(E, 2, WIDE, H), values=torch.stack([experts[e][0] for e in order])),
+        down=Bf16(shape=(E, H, WIDE), values=torch.stack([experts[e][1] for e in order])),
+    )
+    contenders = [_ours(name, plain) for name in options.formats.split(",")]
+    contenders = [*_transformers(plain), *contenders]
+    rows: list[list[str]] = []
+    for tokens in (int(t) for t in options.tokens.split(",")):
+        case = _case(tokens)
+        for contender in contenders:
+            _check(contender, case)
+        times = _measure(contenders, case, options)
+        rows += [_row(c, tokens, times) for c in contenders]
+    _show(rows)
+    _write(rows, options.formats)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", default="1,64,512")
+    parser.add_argument("--formats", default=ALL)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--quick", action="store_true", help="three repeats")
+    options = parser.parse_args()
+    options.repeats = 3 if options.quick else options.repeats
+    return options
+
+
+def _random(count: int, fan_in: int) -> Tensor:
+    return (torch.randn(count) / fan_in**0.5).to(torch.bfloat16)
+
+
+def _encode(name: str, values: Tensor) -> Payload:
+    """Encode the distinct experts and repeat them."""
+    kind = by_name(name)
+    distinct = [kind.encode(own) for own in values[:DISTINCT]]
+    room = distinct[0].repeated(values.shape[0])
+    for expert in range(values.shape[0]):
+        room.put(expert, distinct[expert % DISTINCT])
+    return room
+
+
+def _ours(name: str, plain: ExpertWeights[Bf16]) -> Contender:
+    weights: ExpertWeights[Payload] = (
+        ExpertWeights(gate_up=plain.gate_up, down=plain.down)
+        if name == "bf16"
+        else ExpertWeights(gate_up=_encode(name, plain.gate_up.values), down=_encode(name, plain.down.values))
+    )
+    spec = MoESpec(
+        hidden_size=H, intermediate_size=WIDE, num_experts=E, routing=RoutingSpec(top_k=K), weight_format=name
+    )
+    problem = Problem(spec=spec, device=probe("cpu"))
+    kernel, local = CpuGrouped(), Local(num_experts=E)
+    reason = kernel.refuse(problem)
+    if reason is not None:
+        sys.exit(f"{name}: {reason}")
+    packed = kernel.pack(weights, problem)
+
+    def call(x: Tensor, ids: Tensor, topk_weights: Tensor) -> Tensor:
+        batch, handle = local.dispatch(x, Routing(topk_ids=ids, topk_weights=topk_weights))
+        return local.combine(kernel.run(batch, packed), handle).to(x.dtype)
+
+    return Contender(name=f"cpu_grouped {name}", call=call, weights=weights, nbytes=packed.nbytes)
+
+
+def _transformers(plain: ExpertWeights[Bf16]) -> list[Contender]:
+    config = Qwen3MoeConfig(
+        num_experts=E, num_experts_per_tok=K, hidden_size=H, moe_intermediate_size=WIDE, hidden_act="silu"
+    )
+    with torch.device("meta"):
+        experts = Qwen3MoeExperts(config)
+    experts.gate_up_proj = torch.nn.Parameter(plain.gate_up.values.view(E, 2 * WIDE, H), requires_grad=False)
+    experts.down_proj = torch.nn.Parameter(plain.down.values, requires_grad=False)
+
+    def path(name: str) -> Contender:
+        def call(x: Tensor, ids: Tensor, topk_weights: Tensor) -> Tensor:
+            experts.config._experts_implementation = name
+            return experts(x, ids, topk_weights.to(x.dtype))
+
+        return Contender(
+            name=f"transformers {name}", call=call, weights=plain, nbytes=plain.gate_up.nbytes * 3 // 2
+        )
+
+    return [path(name) for name in ("grouped_mm", "eager", "batched_mm")]
+
+
+def _case(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    x = torch.randn(tokens, H).to(torch.bfloat16)
+    ids = torch.stack([torch.randperm(E)[:K] for _ in range(tokens)])
+    return x, ids, torch.softmax(torch.randn(tokens, K), -1)
+
+
+def _skipped(contender: Contender, tokens: int) -> bool:
+    # It copies the weights of every assignment: 4.7 million times 2 bytes each.
+    return contender.name.endswith("batched_mm") and tokens > 16
+
+
+def _truth(weights: ExpertWeights[Payload], case: tuple[Tensor, Tensor, Tensor], tokens: list[int]) -> Tensor:
+    """Float32 throughout, one expert at a time, for some tokens."""
+    x, ids, topk_weights = case
+    result = torch.zeros(len(tokens), H)
+    for expert in range(E):
+        hits = [(i, k) for i, t in enumerate(tokens) for k in range(K) if int(ids[t, k]) == expert]
+        if not hits:
+            continue
+        gate, up = weights.gate_up[expert].decode(torch.float32)
+        down = weights.down[expert].decode(torch.float32)
+        for i, k in hits:
+            row = x[tokens[i]].float()
+            inner = functional.silu(gate @ row) * (up @ row)
+            result[i] += topk_weights[tokens[i], k] * (down @ inner)
+    return result
+
+
+def _check(contender: Contender, case: tuple[Tensor, Tensor, Tensor]) -> None:
+    x = case[0]
+    if _skipped(contender, len(x)):
+        return
+    tokens = sorted({0, len(x) - 1})
+    truth = _truth(contender.weights, case, tokens)
+    with torch.inference_mode():
+        found = contender.call(*case)[tokens].float()
+    error = float((found - truth).norm() / truth.norm())
+    if not error <= GATE:
+        sys.exit(
+            f"{contender.name}, T={len(x)}: relative L2 error {error:.4f} is above {GATE}; nothing is timed"
+        )
+
+
+def _measure(
+    contenders: list[Contender], case: tuple[Tensor, Tensor, Tensor], options: argparse.Namespace
+) -> dict[str, float]:
+    # At T=1 the same eight experts would stay in the cache; fresh routing each round reads them from memory.
+    active = [c for c in contenders if not _skipped(c, len(case[0]))]
+    times: dict[str, list[float]] = {c.name: [] for c in active}
+    with torch.inference_mode():
+        for turn in range(options.repeats):
+            order = active[turn % len(active) :] + active[: turn % len(active)]
+            x, ids, topk_weights = case if len(case[0]) > 1 else _case(1)
+            for contender in order:
+                start = time.perf_counter()
+                contender.call(x, ids, topk_weights)
+                times[contender.name].append(time.perf_counter() - start)
+    return {name: 1e3 * statistics.median(values) for name, values in times.items()}
+
+
+def _row(contender: Contender, tokens: int, times: dict[str, float]) -> list[str]:
+    if contender.name not in times:
+        return [str(tokens), contender.name, "-", "-", "-", "-"]
+    own, ours = times[contender.name], times.get(OURS)
+    to_ours = "-" if ours is None else f"{own / ours:.2f}"
+    return [
+        str(tokens),
+        contender.name,
+        f"{own:.2f}",
+        f"{own / times[BASELINE]:.2f}",
+        to_ours,
+        f"{contender.nbytes / 2**20:.0f}",
+    ]
+
+
+COLUMNS = ("T", "format", "median ms", "time / transformers default", "time / our bf16", "weights MiB")
+
+
+def _show(rows: list[list[str]]) -> None:
+    table = Table(title=f"Experts of one layer, E={E}, top-{K}, H={H}, I={WIDE}; {_cpu()}")
+    for column in COLUMNS:
+        table.add_column(column, justify="left" if column == "format" else "right")
+    for row in rows:
+        table.add_row(*row)
+    console = Console(width=120)
+    console.print(table)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    console.print(f"peak RSS of all contenders together {peak:.2f} GiB")
+
+
+def _cpu() -> str:
+    listing = Path("/proc/cpuinfo")
+    lines = listing.read_text().splitlines() if listing.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    flags = next((line for line in lines if line.startswith("flags")), "")
+    kinds = [kind for kind in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if f" {kind} " in f"{flags} "]
+    return f"{names[0] if names else platform.machine()} ({kinds[0] if kinds else 'no AVX2'})"
+
+
+def _commit() -> str:
+    found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return found.stdout.strip() if found.returncode == 0 else "uncommitted"
+
+
+def _write(rows: list[list[str]], formats: str) -> None:
+    RESULTS.mkdir(exist_ok=True)
+    name = "all" if formats == ALL else formats.replace(",", "-")
+    facts = [_cpu(), torch.get_num_threads(), torch.__version__, transformers.__version__, _commit()]
+    with (RESULTS / f"cpu-{name}.csv").open("w", newline="") as file:
+        out = csv.writer(file)
+        out.writerow(["cpu", "threads", "torch", "transformers", "commit", "command", *COLUMNS])
+        out.writerows([*facts, " ".join(["python", *sys.argv]), *row] for row in rows)
+
+
+if __name__ == "__main__":
+    main()
