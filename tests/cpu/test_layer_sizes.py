@@ -1,0 +1,105 @@
+"""Sizes that break assumptions: E = 17, H = 2880, I = 1408, and tensors of more than 2^31 elements."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from collegium import (
+    ActivationSpec,
+    Choice,
+    DeviceFacts,
+    ExpertWeights,
+    Limits,
+    MoELayer,
+    MoESpec,
+    Problem,
+    Routing,
+    RoutingSpec,
+    plan,
+)
+from collegium.experts import KERNELS
+from collegium.formats import by_name
+from collegium.ops.weighted_sum import weighted_sum
+from collegium.testing.compare import heavy_tailed, moe_truth, relative_error, uneven_ids
+
+E, H, I = 17, 2880, 1408
+USED = 4  # experts with weights of their own; the others are empty here, and a wrong expert would show
+
+
+@pytest.fixture(scope="module")
+def experts():
+    down = heavy_tailed(USED, H, I, seed=1, channels=False) * I**-0.5
+    return heavy_tailed(USED, 2, I, H, seed=2, channels=False) * H**-0.5, down
+
+
+@pytest.mark.parametrize("top_k", [1, 3])
+@pytest.mark.parametrize("weight_format", ["bf16", "fp8_block", "mxfp4", "nvfp4", "int4_group"])
+def test_the_standard_ugly_size(experts, weight_format, top_k):
+    gate_up, down = (by_name(weight_format).encode(w) for w in experts)
+    wide, narrow = gate_up[0].repeated(E), down[0].repeated(E)
+    where = [16, 3, 8, 0]
+    for slot in range(E):
+        source = where.index(slot) if slot in where else 0
+        wide.put(slot, gate_up[source])
+        narrow.put(slot, down[source])
+    spec = MoESpec(
+        hidden_size=H,
+        intermediate_size=I,
+        num_experts=E,
+        routing=RoutingSpec(top_k=top_k),
+        weight_format=weight_format,
+    )
+    problem = Problem(spec=spec, device=DeviceFacts(kind="cpu"), limits=Limits(max_tokens=16))
+    x = heavy_tailed(5, H, seed=3).bfloat16()
+    local = uneven_ids(5, top_k, USED, seed=4)
+    ids, weights = torch.tensor(where)[local], torch.rand(5, top_k) + 0.1
+    truth = moe_truth(x, gate_up.decode(), down.decode(), local, weights, ActivationSpec())
+    for kernel in KERNELS:
+        if kernel.refuse(problem) is None:
+            made = plan(problem, Choice(kernel=kernel.name))
+            layer = MoELayer(ExpertWeights(gate_up=wide, down=narrow), made)
+            found = layer(x, routing=Routing(topk_ids=ids, topk_weights=weights))
+            assert relative_error(found, truth) < 0.01, kernel.name
+
+
+def test_an_intermediate_of_more_than_two_to_the_31_elements():
+    """gate_up rows [R, 2 * I] above 2^31 elements: an index of 32 bits would wrap onto other rows.
+
+    One row of x and tiny widths keep the memory at the intermediate itself, which the kernel makes in pieces.
+    """
+    tokens, wide = 1 << 17, 1 << 14
+    assert tokens * wide >= 1 << 31
+    gate_up = torch.zeros(1, 1, wide, 16)
+    gate_up[0, 0, -1] = 1.0
+    down = torch.zeros(1, 16, wide)
+    down[0, :, -1] = 0.5
+    weights = ExpertWeights(
+        gate_up=by_name("bf16").encode(gate_up), down=by_name("bf16").encode(down)
+    )
+    spec = MoESpec(
+        hidden_size=16,
+        intermediate_size=wide,
+        num_experts=1,
+        routing=RoutingSpec(top_k=1),
+        activation=ActivationSpec(kind="relu2"),
+    )
+    x = torch.zeros(tokens, 16, dtype=torch.bfloat16)
+    x[:, 0] = torch.arange(tokens) % 7
+    problem = Problem(spec=spec, device=DeviceFacts(kind="cpu"))
+    routing = Routing(topk_ids=torch.zeros(tokens, 1, dtype=torch.int64), topk_weights=torch.ones(tokens, 1))
+    found = MoELayer(weights, plan(problem))(x, routing=routing)
+    expected = 0.5 * (torch.arange(tokens) % 7).float() ** 2
+    assert torch.equal(found[:, 5].float(), expected)
+
+
+@pytest.mark.parametrize("numel", [(1 << 31) - 1, 1 << 31, (1 << 31) + 7])
+def test_rows_beyond_the_31st_bit_are_the_right_rows(numel):
+    """The last row of a row buffer whose element index needs 32 bits, without the memory: rows repeat a stride."""
+    hidden = 1 << 10
+    count = -(-numel // hidden)
+    base = torch.arange(count, dtype=torch.float32)[:, None].expand(count, hidden)
+    slots = torch.tensor([[count - 1, 0], [count - 2, -1]])
+    found = weighted_sum(base, slots, torch.tensor([[1.0, 1.0], [1.0, 1.0]]), torch.float32)
+    assert torch.equal(found[0], torch.full((hidden,), float(count - 1)))
+    assert torch.equal(found[1], torch.full((hidden,), float(count - 2)))

@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+from collegium.devices import probe
+from collegium.experts.reference import Reference
+from collegium.experts.triton_bf16 import TritonBf16
+from collegium.experts.triton_fp8 import TritonFp8
+from collegium.experts.triton_w4a16 import TritonW4A16
+from collegium.layer import encode_experts
+from collegium.ops.grouped_gemm import PackedExperts, grouped_gemm, tile_list, with_tiles
+from collegium.ops.tiles import TileChoice, candidates
+from collegium.parallel.local import Local
+from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
+from collegium.types import (
+    ACTIVATION_KINDS,
+    ActivationSpec,
+    ContiguousBatch,
+    ExpertWeights,
+    MoESpec,
+    Problem,
+    Routing,
+    RoutingSpec,
+)
+
+KERNELS = (TritonBf16(), TritonFp8(), TritonW4A16())
+BF16, CODES = 0.01, 0.06
+CASES = (
+    ("bf16", "bf16", BF16),
+    ("mxfp4", "bf16", BF16),
+    ("nvfp4", "bf16", BF16),
+    ("int4_group", "bf16", BF16),
+    ("fp8_block", "bf16", BF16),
+    ("fp8_channel", "bf16", BF16),
+    ("fp8_tensor", "bf16", BF16),
+    ("mxfp8", "bf16", BF16),
+    ("fp8_block", "fp8_group128", CODES),
+    ("fp8_block", "fp8_group128_pow2", CODES),
+    ("fp8_block", "fp8_token", CODES),
+    ("fp8_channel", "fp8_group128", CODES),
+    ("fp8_channel", "fp8_token", CODES),
+    ("fp8_tensor", "fp8_token", CODES),
+)
+
+
+def build(
+    weights: str,
+    act: str,
+    *,
+    experts: int = 17,
+    wide: int = 176,
+    hidden: int = 336,
+    activation: ActivationSpec | None = None,
+    bias: bool = True,
+) -> tuple[Any, PackedExperts, ExpertWeights[Any], Problem]:
+    kind = activation or ActivationSpec()
+    spec = MoESpec(
+        hidden_size=hidden,
+        intermediate_size=wide,
+        num_experts=experts,
+        routing=RoutingSpec(top_k=4),
+        activation=kind,
+        weight_format=weights,
+        expert_bias=bias,
+    )
+    problem = Problem(spec=spec, device=probe(torch.device("cuda")), activation_format=act)
+    kernel = next(k for k in KERNELS if k.refuse(problem) is None)
+    parts = spec.gate_up_parts
+    encoded = encode_experts(random_experts(experts, parts, wide, hidden, seed=1, bias=bias), weights)
+    moved = ExpertWeights(
+        gate_up=encoded.gate_up.to("cuda"),
+        down=encoded.down.to("cuda"),
+        gate_up_bias=None if encoded.gate_up_bias is None else encoded.gate_up_bias.cuda(),
+        down_bias=None if encoded.down_bias is None else encoded.down_bias.cuda(),
+    )
+    return kernel, kernel.pack(moved, problem), moved, problem
+
+
+def dispatched(tokens: int, experts: int, hidden: int, top_k: int = 4) -> ContiguousBatch:
+    x = heavy_tailed(tokens, hidden, seed=3).bfloat16().cuda()
+    ids = uneven_ids(tokens, top_k, experts, seed=2).cuda()
+    if tokens > 2:
+        ids[1, 1] = -1
+    routing = Routing(topk_ids=ids, topk_weights=torch.rand(tokens, top_k, device="cuda"))
+    return Local(num_experts=experts).dispatch(x, routing)[0]
+
+
+def truth(batch: ContiguousBatch, weights: ExpertWeights[Any], problem: Problem) -> torch.Tensor:
+    reference = Reference()
+    return reference.run(batch, reference.pack(weights, replace(problem, activation_format="fp32")))
+
+
+@pytest.mark.parametrize(("weights", "act", "bound"), CASES)
+@pytest.mark.parametrize("tokens", [1, 7, 200])
+def test_against_the_reference(weights: str, act: str, bound: float, tokens: int) -> None:
+    kernel, packed, made, problem = build(weights, act)
+    batch = dispatched(tokens, 17, 336)
+    stop = int(batch.expert_offsets[-1])
+    found = kernel.run(batch, packed)
+    assert relative_error(found[:stop], truth(batch, made, problem)[:stop]) < bound
+
+
+@pytest.mark.parametrize(("weights", "act", "bound"), CASES)
+def test_every_tile_gives_the_same_bits(weights: str, act: str, bound: float) -> None:
+    kernel, packed, made, problem = build(weights, act, wide=256, hidden=512)
+    batch = dispatched(150, 17, 512)
+    stop = int(batch.expert_offsets[-1])
+    first = kernel.run(batch, packed)[:stop]
+    assert relative_error(first, truth(batch, made, problem)[:stop]) < bound
+    bits, groups = (8, act != "fp8_token") if packed.activations else (16, False)
+    tried = candidates(packed.gate_up.problem(600, bits, groups), packed.machine)
+    allowed = set(candidates(packed.down.problem(600, bits, groups), packed.machine))
+    assert len({tile.block_t for tile in tried}) >= 3
+    for tile in tried:
+        other = next(t for t in allowed if (t.block_n, t.block_t) == (tile.block_n, tile.block_t))
+        assert torch.equal(kernel.run(batch, with_tiles(packed, (tile, other)))[:stop], first), tile
+
+
+@pytest.mark.parametrize(("weights", "act", "bound"), CASES)
+def test_a_row_does_not_depend_on_the_batch(weights: str, act: str, bound: float) -> None:
+    kernel, packed, _, _ = build(weights, act, wide=256, hidden=512)
+    x = heavy_tailed(4096, 512, seed=3).bfloat16().cuda()
+    ids = uneven_ids(4096, 4, 17, seed=2).cuda()
+    weight = torch.rand(4096, 4, device="cuda")
+    local = Local(num_experts=17)
+
+    def outputs(tokens: int) -> torch.Tensor:
+        batch, handle = local.dispatch(x[:tokens], Routing(topk_ids=ids[:tokens], topk_weights=weight[:tokens]))
+        return local.combine(kernel.run(batch, packed), handle)
+
+    alone = outputs(1)
+    assert bool(torch.isfinite(alone).all())
+    for tokens in (2, 9, 64, 333, 4096):
+        assert torch.equal(outputs(tokens)[:1], alone), tokens
+
+
+@pytest.mark.parametrize("kind", ACTIVATION_KINDS)
+def test_every_activation(kind: Any) -> None:
+    limit = 1.5 if kind.startswith("swiglu") else None
+    activation = ActivationSpec(kind=kind, limit=limit)
+    kernel, packed, made, problem = build("bf16", "bf16", activation=activation)
+    batch = dispatched(40, 17, 336)
+    stop = int(batch.expert_offsets[-1])
+    assert relative_error(kernel.run(batch, packed)[:stop], truth(batch, made, problem)[:stop]) < BF16
+
+
+@pytest.mark.parametrize(("weights", "act"), [("bf16", "bf16"), ("fp8_block", "fp8_group128"), ("mxfp4", "bf16")])
+def test_graph_replay_with_another_routing(weights: str, act: str) -> None:
+    kernel, packed, _, _ = build(weights, act)
+    local = Local(num_experts=17)
+    x = heavy_tailed(32, 336, seed=3).bfloat16().cuda()
+    weight = torch.rand(32, 4, device="cuda")
+    ids = uneven_ids(32, 4, 17, seed=2).cuda()
+
+    def layer() -> torch.Tensor:
+        batch, handle = local.dispatch(x, Routing(topk_ids=ids, topk_weights=weight))
+        return local.combine(kernel.run(batch, packed), handle)
+
+    layer()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = layer()
+    for seed in (5, 6):
+        ids.copy_(uneven_ids(32, 4, 17, seed=seed))
+        graph.replay()
+        assert torch.equal(replayed, layer())
+
+
+def test_nothing_waits_for_the_device() -> None:
+    kernel, packed, _, _ = build("bf16", "bf16")
+    batch = dispatched(33, 17, 336)
+    kernel.run(batch, packed)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        kernel.run(batch, packed)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_nan_token_stays_in_its_rows() -> None:
+    for weights, act in (("bf16", "bf16"), ("fp8_block", "fp8_group128"), ("mxfp4", "bf16")):
+        kernel, packed, _, _ = build(weights, act)
+        batch = dispatched(20, 17, 336)
+        stop = int(batch.expert_offsets[-1])
+        clean = kernel.run(batch, packed)
+        x = batch.x.clone()
+        x[3, 5] = torch.nan
+        found = kernel.run(replace(batch, x=x), packed)
+        hit = (batch.source == 3)[:stop]
+        assert bool(torch.isnan(found[:stop][hit]).all())
+        assert torch.equal(found[:stop][~hit], clean[:stop][~hit])
+
+
+def test_rows_beyond_the_last_expert_are_not_written() -> None:
+    _, packed, _, _ = build("bf16", "bf16")
+    batch = dispatched(12, 17, 336)
+    stop = int(batch.expert_offsets[-1])
+    assert stop < 48
+    out = torch.full((48, 336), 7.0, dtype=torch.bfloat16, device="cuda")
+    tile = TileChoice(block_n=64, block_t=16, warps=4, stages=2)
+    tiles = tile_list(batch.expert_offsets, 48, 16)
+    h = torch.randn(48, 176, device="cuda").bfloat16()
+    grouped_gemm(h, packed.down, batch.expert_offsets, tiles, tile, out)
+    assert bool((out[stop:] == 7.0).all())
+    assert not bool((out[:stop] == 7.0).all(1).any())
+
+
+def test_addresses_beyond_2_to_the_31() -> None:
+    experts, wide, hidden = 17, 8192, 8192  # 2.3e9 elements in gate and up
+    if torch.cuda.mem_get_info()[0] < 24 << 30:
+        pytest.skip("needs 24 GiB of GPU memory")
+    from collegium.formats.unquantised import Bf16
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    gate_up = torch.empty(experts, 2, wide, hidden, dtype=torch.bfloat16, device="cuda")
+    gate_up.normal_(0, hidden**-0.5, generator=generator)
+    down = torch.empty(experts, hidden, wide, dtype=torch.bfloat16, device="cuda")
+    down.normal_(0, wide**-0.5, generator=generator)
+    spec = MoESpec(
+        hidden_size=hidden, intermediate_size=wide, num_experts=experts, routing=RoutingSpec(top_k=2)
+    )
+    problem = Problem(spec=spec, device=probe(torch.device("cuda")), activation_format="bf16")
+    made = ExpertWeights(
+        gate_up=Bf16(values=gate_up, shape=tuple(gate_up.shape)), down=Bf16(values=down, shape=tuple(down.shape))
+    )
+    kernel = TritonBf16()
+    x = torch.randn(3, hidden, device="cuda", generator=generator).bfloat16()
+    ids = torch.tensor([[16, 0], [15, 16], [1, 16]], device="cuda")
+    batch, _ = Local(num_experts=experts).dispatch(x, Routing(topk_ids=ids, topk_weights=torch.ones(3, 2).cuda()))
+    assert relative_error(kernel.run(batch, kernel.pack(made, problem)), truth(batch, made, problem)) < BF16

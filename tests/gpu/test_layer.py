@@ -1,0 +1,88 @@
+"""The layer on a CUDA device against float64 truth, in every format and recipe."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from collegium import (
+    ActivationSpec,
+    Choice,
+    Limits,
+    MoELayer,
+    MoESpec,
+    Problem,
+    RouterWeights,
+    Routing,
+    RoutingSpec,
+    encode_experts,
+    plan,
+    probe,
+)
+from collegium.formats import FORMATS
+from collegium.ops.quantize import ACTIVATION_FORMATS
+from collegium.ops.route import route
+from collegium.testing.compare import heavy_tailed, moe_truth, random_experts, relative_error, uneven_ids
+from collegium.types import ExpertWeights
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def to(weights, device):
+    return ExpertWeights(gate_up=weights.gate_up.to(device), down=weights.down.to(device))
+
+
+@pytest.mark.parametrize("activations", [None, *(f.name for f in ACTIVATION_FORMATS)])
+@pytest.mark.parametrize("weight_format", [f.name for f in FORMATS])
+def test_gpu_layer_is_the_cpu_reference(weight_format, activations):
+    experts, hidden, wide, top_k = 17, 192, 90, 3
+    weights = encode_experts(random_experts(experts, 2, wide, hidden, seed=1), weight_format)
+    spec = MoESpec(
+        hidden_size=hidden,
+        intermediate_size=wide,
+        num_experts=experts,
+        routing=RoutingSpec(top_k=top_k),
+        weight_format=weight_format,
+    )
+    x, ids = heavy_tailed(23, hidden, seed=2).bfloat16(), uneven_ids(23, top_k, experts, seed=3)
+    topk_weights = torch.rand(23, top_k) + 0.1
+    out = {}
+    for kind in ("cpu", "cuda"):
+        problem = Problem(spec=spec, device=probe(kind), limits=Limits(max_tokens=64))
+        made = plan(problem, Choice(kernel="reference", activation_format=activations))
+        layer = MoELayer(to(weights, kind), made)
+        routing = Routing(topk_ids=ids.to(kind), topk_weights=topk_weights.to(kind))
+        out[kind] = layer(x.to(kind), routing=routing).cpu()
+    # Sums are ordered differently; a quantised h may round to the neighbour where float32 sums differ.
+    assert relative_error(out["cuda"], out["cpu"]) < 0.01
+    if activations is None:
+        truth = moe_truth(x, weights.gate_up.decode(), weights.down.decode(), ids, topk_weights, ActivationSpec())
+        assert relative_error(out["cuda"], truth) < 0.01
+
+
+@pytest.mark.parametrize("score", ["softmax", "topk_softmax", "sigmoid", "sqrt_softplus"])
+def test_gpu_routing_is_the_cpu_routing_bit_for_bit(score):
+    logits = heavy_tailed(257, 64, seed=4, channels=False)
+    logits[::5] = logits[::5].round()  # ties
+    spec = RoutingSpec(top_k=6, score=score, groups=8, kept_groups=3, group_score="top2_sum")
+    on_cpu, on_gpu = route(logits, spec), route(logits.cuda(), spec)
+    assert torch.equal(on_cpu.topk_ids, on_gpu.topk_ids.cpu())
+    assert relative_error(on_gpu.topk_weights.cpu(), on_cpu.topk_weights) < 1e-6
+
+
+def test_gpu_layer_with_its_own_router_runs_twice_the_same():
+    weights = encode_experts(random_experts(16, 2, 96, 128, seed=5), "mxfp4")
+    spec = MoESpec(
+        hidden_size=128,
+        intermediate_size=96,
+        num_experts=16,
+        routing=RoutingSpec(top_k=4),
+        weight_format="mxfp4",
+    )
+    layer = MoELayer(
+        to(weights, "cuda"),
+        plan(Problem(spec=spec, device=probe("cuda"))),
+        router=RouterWeights(weight=heavy_tailed(16, 128, seed=6).cuda()),
+    )
+    x = heavy_tailed(300, 128, seed=7).bfloat16().cuda()
+    assert torch.equal(layer(x), layer(x))
