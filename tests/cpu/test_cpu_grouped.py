@@ -96,7 +96,7 @@ def judge(batch, weights, dtype, activation=None, bound=None):
     used = int(batch.expert_offsets[-1])
     wanted = truth(batch, weights, activation)[:used]
     found = rows[:used]
-    assert found.dtype == torch.float32
+    assert found.dtype in (torch.float32, batch.x.dtype)
     assert rows.shape == (batch.source.numel(), weights.down.shape[1])
     error = float((found - wanted).norm() / wanted.norm())
     assert error <= (bound or BOUND[dtype]), f"relative L2 error {error}"

@@ -31,5 +31,8 @@ class ExpertKernel(Protocol):
         ...
 
     def run(self, batch: ContiguousBatch, packed: Any) -> Tensor:
-        """Return ``[R, H]`` float32, row r being its expert's output for ``x[source[r]]``."""
+        """Return ``[R, H]``, row r being its expert's output for ``x[source[r]]``.
+
+        float32, or the dtype the kernel's sums were rounded to.
+        """
         ...

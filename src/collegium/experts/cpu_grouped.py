@@ -100,26 +100,38 @@ class CpuGrouped:
         )
 
     def run(self, batch: ContiguousBatch, packed: _Packed) -> Tensor:
-        """Return ``[R, H]`` float32; rows of dropped assignments are not written."""
-        rows = torch.empty(batch.source.numel(), packed.down.shape[1], dtype=torch.float32)
+        """Return ``[R, H]``; rows of dropped assignments are not written.
+
+        float32, but bfloat16 where a bfloat16 product is the result as it stands: half the fresh memory, same bits.
+        """
+        finished = packed.down.row_scale is None and packed.down_bias is None
+        exact = torch.bfloat16 if finished and batch.x.dtype == torch.bfloat16 else torch.float32
+        rows = torch.empty(batch.source.numel(), packed.down.shape[1], dtype=exact)
         offsets: list[int] = batch.expert_offsets.tolist()
+        chunks = _chunks(offsets)
+        longest = max((offsets[last] - offsets[first] for first, last in chunks), default=0)
+        inner = torch.empty(longest, packed.gate_up.shape[1], dtype=torch.float32)
         scratch = _scratch(packed)
         with torch.inference_mode():
-            for first, last in _chunks(offsets):
-                _run_chunk(batch, packed, offsets[first : last + 1], first, (scratch, rows))
+            for first, last in chunks:
+                _run_chunk(batch, packed, offsets[first : last + 1], first, (scratch, inner, rows))
         return rows
 
 
 def _run_chunk(
-    batch: ContiguousBatch, packed: _Packed, bounds: list[int], first: int, buffers: tuple[Scratch, Tensor]
+    batch: ContiguousBatch,
+    packed: _Packed,
+    bounds: list[int],
+    first: int,
+    buffers: tuple[Scratch, Tensor, Tensor],
 ) -> None:
     """Run experts ``first`` and following, whose rows are ``bounds[i]:bounds[i + 1]``."""
-    scratch, out = buffers
+    scratch, room, out = buffers
     start, stop = bounds[0], bounds[-1]
     x = batch.x.index_select(0, batch.source[start:stop])
     if batch.input_weights is not None:
         x = (x.float() * batch.input_weights[start:stop, None]).to(x.dtype)
-    inner = torch.empty(stop - start, packed.gate_up.shape[1], dtype=torch.float32)
+    inner = room[: stop - start]
     spans = [(first + i, slice(a - start, b - start)) for i, (a, b) in enumerate(pairwise(bounds)) if b > a]
     compute = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
     _project(packed.gate_up, packed.gate_up_bias, x.to(compute), (spans, inner, scratch))
@@ -138,7 +150,6 @@ def _project(
     width = matrix.shape[1]
     step = matrix.tile_rows(x.dtype, _TILE)
     x = matrix.arrange(x)
-    scale = matrix.row_scale
     for expert, span in spans:
         own = x[span]
         count = own.shape[0]
@@ -153,12 +164,18 @@ def _project(
             else:
                 torch.mv(weights, right, out=result[piece])
         target = out[span] if count > 1 else out[span.start]
-        if scale is None:
-            target.copy_(result.t())
-        else:
-            torch.mul(result.t(), scale[expert], out=target)
-        if bias is not None:
-            target.add_(bias[expert])
+        _finish(result.t(), target, (matrix.row_scale, bias), expert)
+
+
+def _finish(product: Tensor, target: Tensor, after: tuple[Tensor | None, Tensor | None], expert: int) -> None:
+    """Write ``product * row_scale + bias`` into ``target``, in the dtype of ``target``."""
+    scale, bias = after
+    if scale is None:
+        target.copy_(product)
+    else:
+        torch.mul(product, scale[expert], out=target)
+    if bias is not None:
+        target.add_(bias[expert])
 
 
 def _activate(inner: Tensor, spec: ActivationSpec) -> Tensor:

@@ -33,10 +33,15 @@ def weighted_sum(rows: Tensor, slots: Tensor, weights: Tensor, out_dtype: torch.
         return total.to(out_dtype)
     dropped = (slots < 0) | (slots >= count)
     safe = slots.clamp(0, count - 1)
+    # Two buffers for all slots: fresh memory for each product costs more than the product.
+    gathered = rows.new_empty((slots.shape[0], width))
+    product = gathered if rows.dtype == torch.float32 else torch.empty_like(total)
     for k in range(slots.shape[1]):
+        torch.index_select(rows, 0, safe[:, k], out=gathered)
         # Two operations on purpose: a fused multiply-add would skip the rounding of the product.
-        product = rows.index_select(0, safe[:, k]).to(torch.float32) * weights[:, k, None]
-        total = torch.where(dropped[:, k, None], total, total + product)
+        torch.mul(gathered, weights[:, k, None], out=product)
+        # The sum starts from +0 and so is never -0: adding +0 leaves its bits alone.
+        total.add_(product.masked_fill_(dropped[:, k, None], 0.0))
     return total.to(out_dtype)
 
 

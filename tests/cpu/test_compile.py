@@ -1,0 +1,120 @@
+"""What the compiler makes of the grouped product for sm_80, sm_90 and sm_100: instructions, registers, no spills.
+
+No GPU is needed. The compiler runs in a process of its own, because the interpreter of the other tests takes
+Triton's place in this one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("needs Triton", allow_module_level=True)
+
+BASE = {
+    "WEIGHT": 0, "SCALE": 0, "WORDS": 1, "X_SCALE": 0, "ROW_SCALE": False, "BIAS": False, "GATHER": True,
+    "PARTS": 2, "KIND": 0, "HAS_LIMIT": False, "EVEN_K": True, "ASM": True, "GROUP_T": 8, "K_BLOCKS": 32,
+    "BLOCK_N": 64, "BLOCK_T": 16, "BLOCK_K": 128, "STAGES": 4,
+}  # fmt: skip
+PLAIN = {"BLOCK_K": 64}
+BLOCKS = {"WEIGHT": 2, "SCALE": 1, "X_SCALE": 1}
+MXFP4 = {"WEIGHT": 3, "SCALE": 2, "ROW_SCALE": True}
+NVFP4 = {"WEIGHT": 3, "SCALE": 3, "ROW_SCALE": True, "BLOCK_K": 64}
+INT4 = {"WEIGHT": 4, "SCALE": 5, "WORDS": 2}
+MXFP8 = {"WEIGHT": 5, "SCALE": 2, "ROW_SCALE": True}
+WIDE = {"BLOCK_N": 128, "BLOCK_T": 128, "STAGES": 3, "warps": 8}
+
+# (architecture, weights, changes, the tensor core's instruction, most registers, most KiB of shared memory)
+CASES: tuple[tuple[int, str, dict[str, Any], str, int, int], ...] = (
+    (90, "bf16", PLAIN, "HGMMA", 64, 74),
+    (90, "bf16", PLAIN | WIDE, "HGMMA", 255, 146),
+    (90, "e4m3", BLOCKS, "QGMMA", 80, 75),
+    (90, "i16", MXFP4, "HGMMA", 104, 43),
+    (90, "i16", NVFP4, "HGMMA", 72, 23),
+    (90, "i16", INT4, "HGMMA", 148, 45),
+    (90, "u8", MXFP8, "HGMMA", 96, 67),
+    (80, "bf16", PLAIN, "HMMA", 128, 74),
+    (80, "i16", MXFP4, "HMMA", 168, 50),
+    (80, "i16", INT4, "HMMA", 168, 50),
+    (100, "bf16", PLAIN, "UTC", 128, 90),
+    (100, "e4m3", BLOCKS, "UTC", 168, 90),
+    (100, "i16", MXFP4, "UTC", 168, 90),
+)
+
+_PROGRAM = """
+import json, re, subprocess, sys, tempfile
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from collegium.kernels.grouped_gemm import grouped_gemm_kernel as kernel
+
+tool = triton.__path__[0] + "/backends/nvidia/bin/cuobjdump"
+pointers = {"x_scale": "fp32", "row_scale": "fp32", "bias": "bf16", "out": "bf16", "source": "i64"}
+pointers |= {"expert_offsets": "i64", "tile_expert": "i32", "tile_row": "i64"}
+even = {"n_out", "k_in", "x_stride", "n_step", "k_step", "part_step"}
+found = []
+for arch, weight, constants, warps in json.load(sys.stdin):
+    stored = {"e4m3": "fp8e4nv"}.get(weight, weight)
+    types = {name: "*" + kind for name, kind in pointers.items()}
+    types |= {"weight": "*" + stored, "x": "*fp8e4nv" if weight == "e4m3" else "*bf16"}
+    types["scale"] = "*fp32" if weight == "e4m3" else "*i32"
+    types |= dict.fromkeys(("limit", "alpha", "gate_bound", "up_bound"), "fp32")
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
+    aligned = [i for i, n in enumerate(names) if signature[n].startswith("*") or n in even]
+    source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
+    built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps})
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(built.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True).stdout
+        sass = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True).stdout
+    registers, stack = map(int, re.search(r"REG:(\\d+) STACK:(\\d+)", usage).groups())
+    codes = sorted(set(re.findall(r"\\b(HGMMA|QGMMA|HMMA|UTC[A-Z]+|LDGSTS|LDL|STL|HFMA2|HMUL2)\\b", sass)))
+    found.append([registers, stack, built.metadata.shared, codes])
+print("RESULT" + json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[Any]:
+    asked = []
+    for arch, weight, changes, *_ in CASES:
+        constants = BASE | changes
+        asked.append([arch, weight, constants, constants.pop("warps", 4)])
+    source = Path(__file__).parents[2] / "src"
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _PROGRAM],
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(source)},
+    )
+    line = next((text for text in run.stdout.splitlines() if text.startswith("RESULT")), None)
+    assert line is not None, run.stderr[-4000:]
+    return json.loads(line.removeprefix("RESULT"))
+
+
+@pytest.mark.parametrize(
+    "index", range(len(CASES)), ids=[f"sm{c[0]}-{c[1]}-{i}" for i, c in enumerate(CASES)]
+)
+def test_instructions_registers_and_shared_memory(compiled: list[Any], index: int) -> None:
+    _, weight, _, wanted, most_registers, most_shared = CASES[index]
+    registers, stack, shared, codes = compiled[index]
+    assert any(code.startswith(wanted) for code in codes), codes
+    assert "LDGSTS" in codes, "weights are not prefetched"
+    assert stack == 0
+    assert not {"LDL", "STL"} & set(codes), "registers spill"
+    assert registers <= most_registers
+    assert shared <= most_shared * 1024
+    # Codes are scaled or shifted two at a time.
+    assert weight != "i16" or {"HFMA2", "HMUL2"} & set(codes)

@@ -1,0 +1,367 @@
+"""The device code of the grouped product, run by Triton's interpreter on small ugly shapes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from collegium.errors import InputError, PlanError
+from collegium.experts.reference import Reference
+from collegium.experts.triton_bf16 import TritonBf16
+from collegium.experts.triton_fp8 import TritonFp8
+from collegium.experts.triton_w4a16 import TritonW4A16
+from collegium.formats import Fp8Block, Int4Group, MxFp4
+from collegium.layer import encode_experts
+from collegium.ops import grouped_gemm as ops
+from collegium.ops import pack
+from collegium.ops.tiles import Machine, TileChoice, TileProblem, candidates, choose, machine_of, score
+from collegium.parallel.local import Local
+from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
+from collegium.types import (
+    ACTIVATION_KINDS,
+    ActivationSpec,
+    ContiguousBatch,
+    DeviceFacts,
+    ExpertWeights,
+    MoESpec,
+    Problem,
+    Routing,
+    RoutingSpec,
+)
+
+if TYPE_CHECKING:
+    from collegium.ops.grouped_gemm import PackedExperts
+
+if "triton" not in sys.modules:
+    os.environ["TRITON_INTERPRET"] = "1"
+triton = pytest.importorskip("triton")
+
+KERNELS = (TritonBf16(), TritonFp8(), TritonW4A16())
+TILE = TileChoice(block_n=64, block_t=16, warps=4, stages=2)
+# The interpreter rounds to bfloat16 toward zero, so its rows are twice as far from the truth as a GPU's.
+SIXTEEN, EIGHT = 0.015, 0.06
+FORMATS = (
+    ("bf16", "bf16", SIXTEEN),
+    ("mxfp4", "bf16", SIXTEEN),
+    ("nvfp4", "bf16", SIXTEEN),
+    ("int4_group", "bf16", SIXTEEN),
+    ("fp8_block", "bf16", SIXTEEN),
+    ("fp8_channel", "bf16", SIXTEEN),
+    ("fp8_tensor", "bf16", SIXTEEN),
+    ("mxfp8", "bf16", SIXTEEN),
+    ("fp8_block", "fp8_group128", EIGHT),
+    ("fp8_block", "fp8_token", EIGHT),
+    ("fp8_channel", "fp8_group128_pow2", EIGHT),
+    ("fp8_tensor", "fp8_token", EIGHT),
+)
+
+
+@pytest.fixture(autouse=True)
+def _interpreted() -> None:
+    from collegium.kernels.grouped_gemm import grouped_gemm_kernel
+
+    if type(grouped_gemm_kernel).__name__ != "InterpretedFunction":
+        pytest.fail("Triton was imported before this file; set TRITON_INTERPRET=1 before pytest starts")
+
+
+def question(weights: str, act: str, **changes: Any) -> Problem:
+    sizes = {"hidden_size": 176, "intermediate_size": 90, "num_experts": 5} | changes
+    activation = sizes.pop("activation", ActivationSpec())
+    spec = MoESpec(
+        **sizes,
+        routing=RoutingSpec(top_k=2),
+        activation=activation,
+        weight_format=weights,
+        expert_bias=True,
+    )
+    return Problem(spec=spec, device=DeviceFacts(kind="cuda", capability=(9, 0)), activation_format=act)
+
+
+def build(problem: Problem) -> tuple[Any, PackedExperts, ExpertWeights[Any]]:
+    spec = problem.spec
+    kernel = next(k for k in KERNELS if k.refuse(problem) is None)
+    plain = random_experts(
+        spec.num_experts, spec.gate_up_parts, spec.intermediate_size, spec.hidden_size, seed=1, bias=True
+    )
+    made = encode_experts(plain, spec.weight_format)
+    return kernel, ops.with_tiles(kernel.pack(made, problem), (TILE, TILE)), made
+
+
+def batch_of(tokens: int, problem: Problem) -> ContiguousBatch:
+    spec = problem.spec
+    x = heavy_tailed(tokens, spec.hidden_size, seed=3).bfloat16()
+    ids = uneven_ids(tokens, 2, spec.num_experts, seed=2)
+    ids[0, 0] = -1
+    routing = Routing(topk_ids=ids, topk_weights=torch.rand(tokens, 2))
+    return Local(num_experts=spec.num_experts).dispatch(x, routing)[0]
+
+
+def truth(batch: ContiguousBatch, made: ExpertWeights[Any], problem: Problem) -> torch.Tensor:
+    reference = Reference()
+    return reference.run(batch, reference.pack(made, replace(problem, activation_format="fp32")))
+
+
+@pytest.mark.parametrize(("weights", "act", "bound"), FORMATS)
+def test_experts_against_the_reference(weights: str, act: str, bound: float) -> None:
+    problem = question(weights, act)
+    kernel, packed, made = build(problem)
+    batch = batch_of(23, problem)
+    stop = int(batch.expert_offsets[-1])
+    found = kernel.run(batch, packed)
+    assert found.shape == (46, 176)
+    assert relative_error(found[:stop], truth(batch, made, problem)[:stop]) < bound
+    swapped = replace(
+        made,
+        gate_up=encode_experts(made, weights).gate_up.__class__.encode(made.gate_up.decode().flip(1)),
+    )
+    assert relative_error(found[:stop], truth(batch, swapped, problem)[:stop]) > 0.3
+
+
+@pytest.mark.parametrize("kind", ACTIVATION_KINDS)
+@pytest.mark.parametrize("limit", [None, 0.8])
+def test_every_activation(kind: Any, limit: float | None) -> None:
+    if limit and not kind.startswith("swiglu"):
+        pytest.skip("only the swiglu family has a limit")
+    problem = question(
+        "bf16", "bf16", activation=ActivationSpec(kind=kind, limit=limit), intermediate_size=33
+    )
+    kernel, packed, made = build(problem)
+    batch = batch_of(6, problem)
+    stop = int(batch.expert_offsets[-1])
+    assert relative_error(kernel.run(batch, packed)[:stop], truth(batch, made, problem)[:stop]) < SIXTEEN
+
+
+@pytest.mark.parametrize(
+    ("weights", "act"), [("bf16", "bf16"), ("mxfp4", "bf16"), ("fp8_block", "fp8_group128")]
+)
+def test_a_row_does_not_depend_on_the_batch_or_the_tile(weights: str, act: str) -> None:
+    problem = question(weights, act)
+    kernel, packed, _ = build(problem)
+    batch = batch_of(17, problem)
+    whole = kernel.run(batch, packed)
+    wide = TileChoice(block_n=128, block_t=32, warps=8, stages=3, group_t=2)
+    stop = int(batch.expert_offsets[-1])
+    assert torch.equal(kernel.run(batch, ops.with_tiles(packed, (wide, wide)))[:stop], whole[:stop])
+    for row in (0, 5, stop - 1):
+        expert = int(torch.searchsorted(batch.expert_offsets, torch.tensor(row), right=True)) - 1
+        offsets = (torch.arange(6) > expert).long()
+        one = ContiguousBatch(x=batch.x, source=batch.source[row : row + 1], expert_offsets=offsets)
+        assert torch.equal(kernel.run(one, packed)[0], whole[row])
+
+
+def test_router_weight_on_the_input() -> None:
+    problem = question("bf16", "bf16")
+    kernel, packed, made = build(problem)
+    batch = batch_of(5, problem)
+    batch = replace(batch, input_weights=torch.rand(10) + 0.5)
+    stop = int(batch.expert_offsets[-1])
+    assert relative_error(kernel.run(batch, packed)[:stop], truth(batch, made, problem)[:stop]) < SIXTEEN
+
+
+def test_fp16_and_an_empty_batch() -> None:
+    problem = replace(question("fp16", "fp16"), dtype="fp16")
+    kernel, packed, made = build(problem)
+    batch = batch_of(5, problem)
+    batch = replace(batch, x=batch.x.half())
+    stop = int(batch.expert_offsets[-1])
+    found = kernel.run(batch, packed)
+    assert found.dtype == torch.float32
+    assert relative_error(found[:stop], truth(batch, made, problem)[:stop]) < 2e-3
+    none = ContiguousBatch(
+        x=batch.x[:0], source=batch.source[:0], expert_offsets=torch.zeros_like(batch.expert_offsets)
+    )
+    assert kernel.run(none, packed).shape == (0, 176)
+
+
+def test_rows_no_expert_owns_are_not_written() -> None:
+    problem = question("bf16", "bf16")
+    _, packed, _ = build(problem)
+    offsets = torch.tensor([0, 0, 3, 3, 7, 7])
+    out = torch.full((20, 176), 7.0, dtype=torch.bfloat16)
+    rows = heavy_tailed(20, 90, seed=4).bfloat16()
+    ops.grouped_gemm(rows, packed.down, offsets, ops.tile_list(offsets, 20, TILE), out)
+    assert bool((out[7:] == 7.0).all())
+    bias = packed.down.bias
+    wanted = ops.grouped_gemm_reference(rows, packed.down.values, offsets, bias=bias)
+    assert relative_error(out[:7], wanted[:7]) < SIXTEEN
+
+
+def test_grouped_gemm_reference_by_hand() -> None:
+    weight = torch.tensor([[[[1.0, 2.0]], [[3.0, 4.0]]], [[[0.0, 1.0]], [[1.0, 0.0]]]])
+    x = torch.tensor([[1.0, 1.0], [2.0, 0.0]])
+    offsets = torch.tensor([0, 1, 2])
+    found = ops.grouped_gemm_reference(
+        x, weight, offsets, source=torch.tensor([1, 0]), activation=ActivationSpec(kind="swiglu")
+    )
+    silu = torch.nn.functional.silu(torch.tensor([2.0, 1.0]))
+    assert torch.allclose(found[:, 0], silu * torch.tensor([6.0, 1.0]))
+
+
+@pytest.mark.parametrize("counts", [[0, 0, 0], [1, 0, 300], [16, 17, 0, 1, 15], [0, 5] * 40])
+@pytest.mark.parametrize("block_t", [16, 32])
+def test_tile_list(counts: list[int], block_t: int) -> None:
+    offsets = torch.tensor([0, *counts]).cumsum(0)
+    rows = int(offsets[-1]) + 5
+    tiles = ops.tile_list(offsets, rows, replace(TILE, block_t=block_t))
+    wanted = [(e, int(offsets[e]) + j) for e, c in enumerate(counts) for j in range(0, c, block_t)]
+    assert len(wanted) <= tiles.count
+    found = [(e, r) for e, r in zip(tiles.expert.tolist(), tiles.row.tolist(), strict=True) if e >= 0]
+    assert found == wanted
+    assert tiles.expert.tolist()[len(wanted) :] == [-1] * (tiles.count - len(wanted))
+
+
+def test_tile_count_is_reached_by_the_worst_routing() -> None:
+    for rows, experts, block in ((1, 8, 16), (64, 256, 16), (700, 8, 16), (65536, 256, 128)):
+        used = min(rows, experts)
+        counts = [1] * (used - 1) + [rows - used + 1]
+        assert ops.tile_count(rows, experts, block) == sum(-(-c // block) for c in counts)
+
+
+def test_every_e2m1_code_and_scale_is_exact() -> None:
+    codes = torch.arange(16, dtype=torch.uint8).repeat(16)[None, None, None]
+    row = codes[..., 0::2] | (codes[..., 1::2] << 4)
+    for low, high in ((127, 127), (100, 139), (1, 120), (127, 250)):
+        scales = torch.linspace(low, high, 8).round().to(torch.uint8)[None, None, None]
+        payload = MxFp4(shape=(1, 1, 1, 256), codes=row, scales=scales)
+        packed = pack.pack_mxfp4(payload, None)
+        offsets = torch.tensor([0, 256])
+        found = torch.empty(256, 1)
+        x = torch.eye(256).bfloat16()
+        ops.grouped_gemm(x, packed, offsets, ops.tile_list(offsets, 256, TILE), found)
+        assert torch.equal(found[:, 0], payload.decode()[0, 0, 0])
+
+
+def test_packing_keeps_plain_weights_where_they_are() -> None:
+    problem = question("bf16", "bf16")
+    _, packed, made = build(problem)
+    assert packed.gate_up.values.data_ptr() == made.gate_up.values.data_ptr()
+    assert packed.down.values.data_ptr() == made.down.values.data_ptr()
+
+
+@pytest.mark.parametrize("group_size", [32, 64, 128, 176])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_int4_groups_and_scale_dtypes(group_size: int, dtype: torch.dtype) -> None:
+    weight = heavy_tailed(2, 1, 40, 176, seed=5, channels=False)
+    payload = Int4Group.encode(weight, group_size=group_size, scale_dtype=dtype)
+    packed = pack.pack_int4(payload, None)
+    offsets = torch.tensor([0, 3, 9])
+    x = heavy_tailed(9, 176, seed=6).bfloat16()
+    found = torch.empty(9, 40)
+    ops.grouped_gemm(x, packed, offsets, ops.tile_list(offsets, 9, TILE), found)
+    assert relative_error(found, ops.grouped_gemm_reference(x, payload.decode(), offsets)) < 1e-6
+
+
+def test_unsuitable_blocks_and_groups_are_refused_with_their_sizes() -> None:
+    weight = heavy_tailed(1, 1, 64, 96, seed=5)
+    with pytest.raises(InputError, match=r"blocks of \(64, 64\) found"):
+        pack.pack_fp8_block(Fp8Block.encode(weight, block=(64, 64)), None, native=True)
+    with pytest.raises(InputError, match="groups of 24 columns found"):
+        pack.pack_int4(Int4Group.encode(weight, group_size=24), None)
+
+
+def test_large_fp8_blocks_are_repeated() -> None:
+    weight = heavy_tailed(1, 1, 300, 260, seed=5)
+    payload = Fp8Block.encode(weight, block=(256, 128))
+    packed = pack.pack_fp8_block(payload, None, native=False)
+    offsets = torch.tensor([0, 4])
+    x = heavy_tailed(4, 260, seed=6).bfloat16()
+    found = torch.empty(4, 300)
+    ops.grouped_gemm(x, packed, offsets, ops.tile_list(offsets, 4, TILE), found)
+    assert relative_error(found, ops.grouped_gemm_reference(x, payload.decode(), offsets)) < 1e-5
+
+
+def test_refusals_name_what_was_asked() -> None:
+    bf16, fp8, w4 = KERNELS
+    assert "takes bf16 or fp16" in str(bf16.refuse(question("mxfp4", "bf16")))
+    assert "one 16-bit dtype" in str(bf16.refuse(question("bf16", "fp8_token")))
+    assert "takes bf16 for both" in str(w4.refuse(question("mxfp4", "fp8_token")))
+    assert "takes bf16 with bf16 input" in str(fp8.refuse(question("mxfp8", "fp8_token")))
+    ampere = replace(
+        question("fp8_block", "fp8_group128"), device=DeviceFacts(kind="cuda", capability=(8, 0))
+    )
+    assert "sm_80; E4M3 products need sm_89" in str(fp8.refuse(ampere))
+    old = replace(question("bf16", "bf16"), device=DeviceFacts(kind="cuda", capability=(7, 5)))
+    assert "found sm_75" in str(bf16.refuse(old))
+    assert "needs a CUDA GPU" in str(bf16.refuse(replace(old, device=DeviceFacts(kind="cpu"))))
+    assert "one rank only" in str(bf16.refuse(replace(question("bf16", "bf16"), tp_size=2)))
+    for kernel in KERNELS:
+        assert kernel.capturable
+
+
+def test_workspace_counts_every_row() -> None:
+    problem = question("bf16", "bf16")
+    rows = 8192 * 2
+    least = rows * (90 * 2 + 176 * 2)
+    assert least < KERNELS[0].workspace_bytes(problem) < 1.1 * least
+
+
+def test_wrong_rows_are_refused() -> None:
+    problem = question("mxfp4", "bf16")
+    _, packed, _ = build(problem)
+    offsets = torch.zeros(6, dtype=torch.int64)
+    tiles = ops.tile_list(offsets, 4, TILE)
+    out = torch.empty(4, 176, dtype=torch.bfloat16)
+    with pytest.raises(InputError, match=r"x is \(4, 91\)"):
+        ops.grouped_gemm(torch.zeros(4, 91).bfloat16(), packed.down, offsets, tiles, out)
+    with pytest.raises(InputError, match=r"x is torch\.float16"):
+        ops.grouped_gemm(torch.zeros(4, 90).half(), packed.down, offsets, tiles, out)
+    with pytest.raises(InputError, match="must not have one"):
+        ops.grouped_gemm(
+            torch.zeros(4, 90).bfloat16(), packed.down, offsets, tiles, out, x_scale=torch.ones(4, 1)
+        )
+    with pytest.raises(InputError, match=r"out is \(4, 175\)"):
+        ops.grouped_gemm(torch.zeros(4, 90).bfloat16(), packed.down, offsets, tiles, out[:, :175])
+
+
+SIZES = (
+    (7168, 2048, 256, 8),
+    (4096, 2048, 256, 6),
+    (2880, 2880, 128, 4),
+    (2048, 768, 128, 8),
+    (64, 32, 1, 1),
+)
+
+
+def products(tokens: int, sizes: tuple[int, ...], **facts: Any) -> TileProblem:
+    hidden, wide, experts, top_k = sizes
+    return TileProblem(
+        rows=tokens * top_k, experts=experts, n_out=wide, k_in=hidden, parts=2, block_k=64, **facts
+    )
+
+
+@pytest.mark.parametrize(
+    "machine", [machine_of((9, 0), 132), machine_of((8, 0), 108), machine_of((8, 6), 84)]
+)
+def test_a_tile_that_fits_is_chosen_for_every_size(machine: Machine) -> None:
+    for sizes in SIZES:
+        for tokens in (1, 8, 512, 8192):
+            for facts in (
+                {},
+                {"decoded": True, "weight_bits": 4.25},
+                {"promoted": True, "x_bits": 8, "weight_bits": 8},
+            ):
+                problem = products(tokens, sizes, **facts)
+                tile = choose(problem, machine)
+                assert tile in candidates(problem, machine)
+                bits = 2 * tile.block_n * problem.weight_bits + tile.block_t * problem.x_bits
+                assert tile.stages * 64 * bits / 8 <= machine.shared
+                assert score(problem, tile, machine) == min(
+                    score(problem, other, machine) for other in candidates(problem, machine)
+                )
+
+
+def test_few_tokens_take_narrow_tiles_and_many_take_wide_ones() -> None:
+    machine = machine_of((9, 0), 132)
+    few, many = products(1, SIZES[0]), products(8192, SIZES[0])
+    assert choose(few, machine).block_t == 16
+    assert choose(many, machine).block_t >= 128
+
+
+def test_a_machine_too_small_is_named() -> None:
+    with pytest.raises(PlanError, match=r"fits 1,024 bytes"):
+        choose(products(1, SIZES[0]), Machine(shared=1024))
