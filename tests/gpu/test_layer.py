@@ -56,7 +56,9 @@ def test_gpu_layer_is_the_cpu_reference(weight_format, activations):
     # Sums are ordered differently; a quantised h may round to the neighbour where float32 sums differ.
     assert relative_error(out["cuda"], out["cpu"]) < 0.01
     if activations is None:
-        truth = moe_truth(x, weights.gate_up.decode(), weights.down.decode(), ids, topk_weights, ActivationSpec())
+        truth = moe_truth(
+            x, weights.gate_up.decode(), weights.down.decode(), ids, topk_weights, ActivationSpec()
+        )
         assert relative_error(out["cuda"], truth) < 0.01
 
 
