@@ -63,8 +63,7 @@ def main() -> None:
     options = _options()
     torch.manual_seed(0)
     experts = [
-        (_random(2 * WIDE * H, H).view(2, WIDE, H), _random(H * WIDE, WIDE).view(H, WIDE))
-        for _ in range(DISTINCT)
+        (_random(2 * WIDE * H, H).view(2, WIDE, H), _random(H * WIDE, WIDE).view(H, WIDE)) for _ in range(DISTINCT)
     ]
     order = [e % DISTINCT for e in range(E)]
     plain = ExpertWeights(
@@ -146,9 +145,7 @@ def _transformers(plain: ExpertWeights[Bf16]) -> list[Contender]:
             experts.config._experts_implementation = name
             return experts(x, ids, topk_weights.to(x.dtype))
 
-        return Contender(
-            name=f"transformers {name}", call=call, weights=plain, nbytes=plain.gate_up.nbytes * 3 // 2
-        )
+        return Contender(name=f"transformers {name}", call=call, weights=plain, nbytes=plain.gate_up.nbytes * 3 // 2)
 
     return [path(name) for name in ("grouped_mm", "eager", "batched_mm")]
 
@@ -191,9 +188,7 @@ def _check(contender: Contender, case: tuple[Tensor, Tensor, Tensor]) -> None:
         found = contender.call(*case)[tokens].float()
     error = float((found - truth).norm() / truth.norm())
     if not error <= GATE:
-        sys.exit(
-            f"{contender.name}, T={len(x)}: relative L2 error {error:.4f} is above {GATE}; nothing is timed"
-        )
+        sys.exit(f"{contender.name}, T={len(x)}: relative L2 error {error:.4f} is above {GATE}; nothing is timed")
 
 
 def _measure(

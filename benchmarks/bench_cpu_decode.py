@@ -91,7 +91,7 @@ def bit_fields() -> list[tuple[str, float]]:
 
 
 def fused() -> list[tuple[str, float]]:
-    """torch's own uniform INT4 product; E2M1 is not uniform and would need two of them and twice the bytes."""
+    """Torch's own uniform INT4 product; E2M1 is not uniform and would need two of them and twice the bytes."""
     codes = torch.randint(0, 15, (ROWS, COLUMNS), dtype=torch.int32)
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
     scales = torch.ones(COLUMNS // 32, ROWS, 2, dtype=torch.bfloat16)

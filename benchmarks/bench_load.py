@@ -44,9 +44,7 @@ def one_rank(folder: str, rank: int, world: int) -> dict[str, object]:
     """Load the share of one rank in this process and say what it cost."""
     checkpoint = Checkpoint.open(folder)
     spec = describe_checkpoint(checkpoint)
-    layer = min(
-        int(name.split(".layers.")[1].split(".")[0]) for name in checkpoint.tensors if ".experts." in name
-    )
+    layer = min(int(name.split(".layers.")[1].split(".")[0]) for name in checkpoint.tensors if ".experts." in name)
     placement = linear(spec.num_experts, rank, world)
     warm = load_experts(checkpoint, spec, layer, linear(spec.num_experts, 0, spec.num_experts))
     del warm
@@ -57,9 +55,7 @@ def one_rank(folder: str, rank: int, world: int) -> dict[str, object]:
     seconds = time.perf_counter() - start
     peak = resident("VmHWM") - before
     digest = sum(int(t.view(torch.uint8).long().sum()) for t in weights.down.tensors().values())
-    expert_bytes = sum(
-        i.nbytes for n, i in checkpoint.tensors.items() if f".layers.{layer}." in n and ".experts." in n
-    )
+    expert_bytes = sum(i.nbytes for n, i in checkpoint.tensors.items() if f".layers.{layer}." in n and ".experts." in n)
     return {
         "peak": peak,
         "local": weights.gate_up.nbytes + weights.down.nbytes,
@@ -72,9 +68,7 @@ def one_rank(folder: str, rank: int, world: int) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", default="mixtral")
     parser.add_argument("--formats", default="bf16,fp8_block,mxfp4,nvfp4")
     parser.add_argument("--hidden", type=int, default=2048)
@@ -122,9 +116,7 @@ def show(rows: list[dict[str, object]]) -> None:
     ):
         table.add_column(name, justify="right")
     for row in rows:
-        local, peak, largest, read, stored = (
-            int(row[k]) for k in ("local", "peak", "largest", "read", "stored")
-        )
+        local, peak, largest, read, stored = (int(row[k]) for k in ("local", "peak", "largest", "read", "stored"))
         table.add_row(
             str(row["format"]),
             str(row["world"]),

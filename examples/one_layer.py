@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from collegium import (
     Choice,
     Limits,
@@ -46,9 +44,7 @@ def main() -> None:
     ):
         one = layer(name, "bf16", activations)
         error = relative_error(one(x), truth)
-        print(
-            f"{name} x {one.plan.activation_format}: {one.plan.expert_bytes:,} bytes, {100 * error:.2f} % from FP32"
-        )
+        print(f"{name} x {one.plan.activation_format}: {one.plan.expert_bytes:,} bytes, {100 * error:.2f} % from FP32")
 
 
 if __name__ == "__main__":

@@ -40,9 +40,7 @@ def _reason(page: Path, target: str, root: Path) -> str | None:
     if not goal.exists():
         return "no such file"
     if anchor and goal.suffix == ".md" and anchor not in _anchors(goal):
-        return (
-            f"no heading makes the anchor {anchor!r}; there are {', '.join(sorted(_anchors(goal))) or 'none'}"
-        )
+        return f"no heading makes the anchor {anchor!r}; there are {', '.join(sorted(_anchors(goal))) or 'none'}"
     return None
 
 

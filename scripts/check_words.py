@@ -32,9 +32,7 @@ _PATTERNS = {
         re.IGNORECASE,
     ),
     "how it was written": re.compile(
-        r"\b(?:"
-        + "|".join(("anthr" + "opic", "chat" + "gpt", "co" + "pilot", "ai[- ]gener" + "ated"))
-        + r")\b",
+        r"\b(?:" + "|".join(("anthr" + "opic", "chat" + "gpt", "co" + "pilot", "ai[- ]gener" + "ated")) + r")\b",
         re.IGNORECASE,
     ),
 }
@@ -46,9 +44,7 @@ def forbidden_words(root: Path = ROOT) -> list[str]:
     for path in tracked(root):
         if path.suffix not in _TEXT:
             continue
-        for number, line in enumerate(
-            path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1
-        ):
+        for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
             for what, pattern in _PATTERNS.items():
                 hit = pattern.search(line)
                 if hit:

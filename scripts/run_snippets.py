@@ -18,9 +18,7 @@ from tracked import ROOT
 
 __all__ = ["Snippet", "main", "run", "snippets"]
 
-_BLOCK = re.compile(
-    r"^(?P<mark><!-- run -->\s*\n)?```(?P<language>python|bash)\s*\n(?P<code>.*?)^```\s*$", re.M | re.S
-)
+_BLOCK = re.compile(r"^(?P<mark><!-- run -->\s*\n)?```(?P<language>python|bash)\s*\n(?P<code>.*?)^```\s*$", re.M | re.S)
 _LIMIT_SECONDS = 300
 
 
@@ -37,9 +35,7 @@ class Snippet:
 def snippets(page: str, text: str) -> list[Snippet]:
     """Return the blocks of a Markdown ``text`` that must run."""
     return [
-        Snippet(
-            page=page, line=text.count("\n", 0, hit.start("code")), language=hit["language"], code=hit["code"]
-        )
+        Snippet(page=page, line=text.count("\n", 0, hit.start("code")), language=hit["language"], code=hit["code"])
         for hit in _BLOCK.finditer(text)
         if hit["language"] == "python" or hit["mark"]
     ]
@@ -62,9 +58,7 @@ def run(snippet: Snippet) -> subprocess.CompletedProcess[str]:
 
 def main(pages: list[str]) -> int:
     """Run the blocks of ``pages``; 1 when one fails or none is found."""
-    found = [
-        snippet for page in pages for snippet in snippets(page, (ROOT / page).read_text(encoding="utf-8"))
-    ]
+    found = [snippet for page in pages for snippet in snippets(page, (ROOT / page).read_text(encoding="utf-8"))]
     if not found:
         print(f"snippets: {', '.join(pages) or 'no page given'}: no block to run")
         return 1
@@ -73,9 +67,7 @@ def main(pages: list[str]) -> int:
         began = time.monotonic()
         result = run(snippet)
         verdict = "ok" if result.returncode == 0 else f"FAILED with {result.returncode}"
-        print(
-            f"{snippet.page}:{snippet.line}: {snippet.language} {verdict} in {time.monotonic() - began:.1f} s"
-        )
+        print(f"{snippet.page}:{snippet.line}: {snippet.language} {verdict} in {time.monotonic() - began:.1f} s")
         if result.returncode:
             failed += 1
             print(result.stdout + result.stderr)

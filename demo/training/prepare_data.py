@@ -37,12 +37,8 @@ LOG = logging.getLogger("prepare_data")
 END_OF_TEXT = "<|endoftext|>"
 
 START = re.compile(r"^\*\*\* ?START OF .*$|^\*END[* ]+THE SMALL PRINT.*$", re.MULTILINE | re.IGNORECASE)
-END = re.compile(
-    r"^\*\*\* ?END OF .*$|^\s*End of (?:the |this )?Project Gutenberg.*$", re.MULTILINE | re.IGNORECASE
-)
-BRACKETS = re.compile(
-    r"\[(?:Illustration|Transcriber|Footnote|Sidenote|Note|Frontispiece)[^\]]*\]", re.IGNORECASE
-)
+END = re.compile(r"^\*\*\* ?END OF .*$|^\s*End of (?:the |this )?Project Gutenberg.*$", re.MULTILINE | re.IGNORECASE)
+BRACKETS = re.compile(r"\[(?:Illustration|Transcriber|Footnote|Sidenote|Note|Frontispiece)[^\]]*\]", re.IGNORECASE)
 NOTE_MARKS = re.compile(r"\[\w{1,3}\]|\{\d+\w?\}")
 DROPPED = re.compile(
     r"gutenberg|transcriber|proofread|copyright|produced by|e-?text|all rights reserved|illustrated by|"

@@ -228,9 +228,7 @@ def main() -> None:
             held = evaluate(model, heldout, args.length) if step % (10 * args.log_every) == 0 else None
             rows.append((step, step * args.batch * args.length, mean, held))
             speed = (step - 3) * args.batch * args.length / max(time.monotonic() - begun, 1e-3)
-            LOG.info(
-                "step %d, %.0f%%, loss %.4f, held-out %s, %.0f/s", step, 100 * progress, mean, held, speed
-            )
+            LOG.info("step %d, %.0f%%, loss %.4f, held-out %s, %.0f/s", step, 100 * progress, mean, held, speed)
             if time.monotonic() - saved > 60 * args.save_every:
                 save(model, args.data, args.output)
                 saved = time.monotonic()

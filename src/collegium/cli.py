@@ -35,9 +35,7 @@ out = Console()
 err = Console(stderr=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
-Device = Annotated[
-    str | None, typer.Option(help="cpu or cuda; the best device of this machine when left out.")
-]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda; the best device of this machine when left out.")]
 Format = Annotated[str | None, typer.Option("--format", help="Encode the experts into this format first.")]
 Kernel = Annotated[str | None, typer.Option(help="Force this experts kernel; it runs or refuses.")]
 Activations = Annotated[str | None, typer.Option(help="Force this activation format.")]
@@ -91,9 +89,7 @@ def generate(
 @app.command()
 def inspect(
     model: Model,
-    deep: Annotated[
-        bool, typer.Option(help="Read every scale and check it; --no-deep reads headers only.")
-    ] = True,
+    deep: Annotated[bool, typer.Option(help="Read every scale and check it; --no-deep reads headers only.")] = True,
     device: Device = None,
     as_json: Json = False,
 ) -> None:

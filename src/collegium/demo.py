@@ -98,9 +98,7 @@ class Writer:
                 "tokenizers is not installed; install it with: pip install 'collegium[transformers]'"
             ) from error
         if not (folder / "tokenizer.json").exists():
-            raise InputError(
-                f"{folder}: no tokenizer.json; text needs the tokenizer that the model was published with"
-            )
+            raise InputError(f"{folder}: no tokenizer.json; text needs the tokenizer that the model was published with")
         self.model: Any = model
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self.device = next(p.device for p in model.parameters() if p.device.type != "meta")
@@ -109,9 +107,7 @@ class Writer:
         """Return token ids ``[1, T]``."""
         return torch.tensor([self.tokenizer.encode(text).ids], device=self.device)
 
-    def write(
-        self, prompt: str, tokens: int, *, temperature: float = 0.0, seed: int = 0
-    ) -> tuple[str, float]:
+    def write(self, prompt: str, tokens: int, *, temperature: float = 0.0, seed: int = 0) -> tuple[str, float]:
         """Continue ``prompt`` by at most ``tokens`` tokens; return the text and the tokens written per second."""
         ids = self.encode(prompt)
         sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
@@ -208,9 +204,7 @@ def run_demo(
 
 def _windows(writer: Writer, held_out: Path, windows: int) -> Tensor:
     if not held_out.exists():
-        raise InputError(
-            f"{held_out}: not found; the demo needs held-out text beside the model to measure perplexity"
-        )
+        raise InputError(f"{held_out}: not found; the demo needs held-out text beside the model to measure perplexity")
     ids = writer.encode(held_out.read_text(encoding="utf-8"))[0]
     needed = windows * WINDOW
     if len(ids) < needed:

@@ -21,9 +21,7 @@ def probe(device: torch.device | str | None = None) -> DeviceFacts:
     """
     wanted = torch.device(device) if device is not None else torch.device(_best())
     if wanted.type == "cpu":
-        return DeviceFacts(
-            kind="cpu", name=_cpu_name(), memory=_cpu_memory(), threads=torch.get_num_threads()
-        )
+        return DeviceFacts(kind="cpu", name=_cpu_name(), memory=_cpu_memory(), threads=torch.get_num_threads())
     if wanted.type == "cuda" and torch.cuda.is_available():
         facts = torch.cuda.get_device_properties(wanted)
         return DeviceFacts(

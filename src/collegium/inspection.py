@@ -56,9 +56,7 @@ class Inspection:
             ("activation", spec.activation.kind),
             ("shared expert", shared),
         ]
-        rows += [
-            (role, f"{count:,} tensors, {size:,} bytes") for role, (count, size) in self.report.roles.items()
-        ]
+        rows += [(role, f"{count:,} tensors, {size:,} bytes") for role, (count, size) in self.report.roles.items()]
         rows.append(("audit", f"passed, {checked}"))
         rows += [("finding", text) for text in self.report.findings]
         return rows
@@ -108,9 +106,7 @@ def inspect_model(
     """
     checkpoint = Checkpoint.open(path)
     if not checkpoint.config:
-        raise ConfigError(
-            f"{path}: no config.json beside the tensors; inspect needs it to know what they mean"
-        )
+        raise ConfigError(f"{path}: no config.json beside the tensors; inspect needs it to know what they mean")
     spec = describe_checkpoint(checkpoint)
     return Inspection(
         path=str(path),

@@ -140,20 +140,16 @@ class MoELayer(nn.Module):
         shared = cast("SharedWeights[Payload]", self.shared)
         tokens = x.shape[0]
         rows = torch.arange(tokens, device=x.device)
-        batch = ContiguousBatch(x=x, source=rows, expert_offsets=torch.tensor([0, tokens], device=x.device))
+        batch = ContiguousBatch(x=x, source=rows, expert_offsets=tokens * torch.arange(2, device=x.device))
         out = self._kernel.run(batch, self._packed_shared)
         if shared.gate is None:
             return out
         return torch.sigmoid(functional.linear(x.float(), shared.gate.float())) * out
 
-    def _route(
-        self, x: Tensor, logits: Tensor | None, routing: Routing | None, token_ids: Tensor | None
-    ) -> Routing:
+    def _route(self, x: Tensor, logits: Tensor | None, routing: Routing | None, token_ids: Tensor | None) -> Routing:
         if routing is not None:
             _check_rows("topk_ids", routing.topk_ids, (x.shape[0], routing.topk_ids.shape[-1]))
-            return sanitise(
-                routing.topk_ids, routing.topk_weights, self.spec.num_experts, checked=self.checked
-            )
+            return sanitise(routing.topk_ids, routing.topk_weights, self.spec.num_experts, checked=self.checked)
         if logits is None:
             if self.router is None:
                 raise InputError(
@@ -342,9 +338,7 @@ def _check_extras(
     ):
         if asked != given:
             needs = "needs" if asked else "has no place for"
-            raise InputError(
-                f"{name}: the spec {needs} {name} weights, they were {'given' if given else 'not given'}"
-            )
+            raise InputError(f"{name}: the spec {needs} {name} weights, they were {'given' if given else 'not given'}")
     if spec.shared is not None and shared is not None and (shared.gate is not None) != spec.shared.gated:
         raise InputError(
             f"shared: gate {'given' if shared.gate is not None else 'missing'}, spec gated={spec.shared.gated}"

@@ -51,9 +51,7 @@ class Plan:
             f"layer      {spec.num_experts} experts, top-{spec.routing.top_k}, hidden {spec.hidden_size}, "
             f"intermediate {spec.intermediate_size}, {spec.activation.kind}"
             + (f" limit {spec.activation.limit:g}" if spec.activation.limit is not None else ""),
-            f"machine    {where}, {device.threads} threads"
-            if device.kind == "cpu"
-            else f"machine    {where}",
+            f"machine    {where}, {device.threads} threads" if device.kind == "cpu" else f"machine    {where}",
             f"kernel     {self.kernel} (strategy {self.strategy})",
             f"formats    weights {spec.weight_format}, activations {self.activation_format}",
             f"bytes      {self.expert_bytes:,} an expert, {self.weight_bytes:,} a layer, "
@@ -83,9 +81,7 @@ class Plan:
 def expert_bytes(spec: MoESpec) -> int:
     """Return the bytes one routed expert takes in the spec's weight format, biases included, padding included."""
     hidden, wide, parts = spec.expert_hidden_size, spec.intermediate_size, spec.gate_up_parts
-    matrices = parts * _matrix_bytes(spec.weight_format, wide, hidden) + _matrix_bytes(
-        spec.weight_format, hidden, wide
-    )
+    matrices = parts * _matrix_bytes(spec.weight_format, wide, hidden) + _matrix_bytes(spec.weight_format, hidden, wide)
     biases = 2 * (parts * wide + hidden) if spec.expert_bias else 0
     return matrices + biases
 
@@ -117,10 +113,7 @@ def plan(problem: Problem, force: Choice | None = None) -> Plan:
         if reason is None and chosen is None:
             chosen = kernel
         else:
-            reason = (
-                reason
-                or f"it can run this, but {chosen.name if chosen else ''} stands before it in the table"
-            )
+            reason = reason or f"it can run this, but {chosen.name if chosen else ''} stands before it in the table"
             refusals.append(Refusal(kernel=kernel.name, reason=reason))
     if chosen is None:
         listed = "\n".join(f"  {r.kernel}: {r.reason}" for r in refusals)

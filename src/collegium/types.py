@@ -33,9 +33,7 @@ __all__ = [
     "SharedWeights",
 ]
 
-ActivationKind = Literal[
-    "swiglu", "swiglu_oai", "swiglu_step", "situ", "geglu", "geglu_tanh", "relu2", "silu", "gelu"
-]
+ActivationKind = Literal["swiglu", "swiglu_oai", "swiglu_step", "situ", "geglu", "geglu_tanh", "relu2", "silu", "gelu"]
 GATED_KINDS = ("swiglu", "swiglu_oai", "swiglu_step", "situ", "geglu", "geglu_tanh")
 ACTIVATION_KINDS = (*GATED_KINDS, "relu2", "silu", "gelu")
 
@@ -67,9 +65,7 @@ class ActivationSpec:
 
     def __post_init__(self) -> None:
         _require(self.kind in ACTIVATION_KINDS, "activation kind", self.kind, ", ".join(ACTIVATION_KINDS))
-        _require(
-            self.limit is None or self.limit > 0, "activation limit", self.limit, "None or a positive number"
-        )
+        _require(self.limit is None or self.limit > 0, "activation limit", self.limit, "None or a positive number")
         if self.limit is not None:
             kinds = ("swiglu", "swiglu_oai", "swiglu_step")
             _require(self.kind in kinds, "activation with a limit", self.kind, ", ".join(kinds))
@@ -211,9 +207,7 @@ class Placement:
     def __post_init__(self) -> None:
         _require(0 <= self.rank < self.world_size, "rank", self.rank, f"0 to {self.world_size - 1}")
         _require(0 <= self.tp_rank < self.tp_size, "tp_rank", self.tp_rank, f"0 to {self.tp_size - 1}")
-        _require(
-            len(set(self.expert_ids)) == len(self.expert_ids), "expert_ids", self.expert_ids, "each id once"
-        )
+        _require(len(set(self.expert_ids)) == len(self.expert_ids), "expert_ids", self.expert_ids, "each id once")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,10 +18,7 @@ SITU = ActivationSpec(kind="situ")
 
 # Published worked examples: gate, up, result.
 EXAMPLES = [
-    *(
-        (OAI, *row)
-        for row in ((1.0, 2.0, 2.537387298), (8.0, -9.0, -41.99971877), (-8.0, 0.5, -1.464964330e-05))
-    ),
+    *((OAI, *row) for row in ((1.0, 2.0, 2.537387298), (8.0, -9.0, -41.99971877), (-8.0, 0.5, -1.464964330e-05))),
     *((V4, *row) for row in ((1.0, 2.0, 1.462117157), (12.0, -11.0, -99.995460213))),
     *((SITU, *row) for row in ((1.0, 2.0, 1.429351132), (10.0, -30.0, -82.245821545))),
     (STEP, 9.0, 8.0, 49.0),
@@ -83,9 +80,7 @@ def inputs(spec, rows, width, seed=0):
     generator = torch.Generator().manual_seed(seed)
     parts = 2 if spec.gated else 1
     x = torch.randn(rows, parts, width, generator=generator)
-    return (
-        x * torch.randn(rows, parts, width, generator=generator).exp().square()
-    )  # heavy tails: beyond every limit
+    return x * torch.randn(rows, parts, width, generator=generator).exp().square()  # heavy tails: beyond every limit
 
 
 @pytest.mark.parametrize(("spec", "gate", "up", "want"), EXAMPLES)
@@ -210,11 +205,7 @@ def test_interleave_undoes_deinterleave(dim, dtype):
     assert split.shape == (*rows.shape[:axis], 2, rows.shape[axis] // 2, *rows.shape[axis + 1 :])
     assert torch.equal(interleave(split, dim).view(torch.uint8), rows.view(torch.uint8))
     second = split.select(axis, 1).contiguous().view(torch.uint8)
-    odd = (
-        rows.index_select(axis, torch.arange(1, rows.shape[axis], 2))
-        if dtype != torch.float8_e4m3fn
-        else None
-    )
+    odd = rows.index_select(axis, torch.arange(1, rows.shape[axis], 2)) if dtype != torch.float8_e4m3fn else None
     if odd is not None:
         assert torch.equal(second, odd.contiguous().view(torch.uint8))
 

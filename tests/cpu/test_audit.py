@@ -131,9 +131,7 @@ def test_good_checkpoints_pass(tmp_path: Path, family: str, name: str, storage: 
          r"expert 0, down: .* holds NaN or infinity"),
     ],
 )  # fmt: skip
-def test_broken_experts(
-    tmp_path: Path, name: str, change: Change, error: type[CheckpointError], text: str
-) -> None:
+def test_broken_experts(tmp_path: Path, name: str, change: Change, error: type[CheckpointError], text: str) -> None:
     storage = {"mxfp4": "deepseek-v4"}.get(name)
     write_checkpoint(tmp_path, "qwen3_moe", name, storage, size=SIZE)
     refused(rewrite(tmp_path, change), error, text)
@@ -232,17 +230,13 @@ def test_config_sizes_contradict_tensors(tmp_path: Path) -> None:
 def test_wrong_family_says_where_experts_are(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "mixtral", size=SIZE)
     table = {"model_type": "qwen3_moe", "moe_intermediate_size": 64}
-    with pytest.raises(
-        MissingTensorError, match=r"no tensor starts with 'model.layers.0.mlp.experts.'.*exist below"
-    ):
+    with pytest.raises(MissingTensorError, match=r"no tensor starts with 'model.layers.0.mlp.experts.'.*exist below"):
         audit(rewrite(tmp_path, lambda tensors: None, table))
 
 
 def test_all_problems_are_listed_up_to_twenty(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, size=TinySize(hidden=32, intermediate=32, experts=16, layers=1))
-    names = [
-        f"model.layers.0.mlp.experts.{e}.{p}_proj.weight" for e in range(1, 9) for p in ("gate", "up", "down")
-    ]
+    names = [f"model.layers.0.mlp.experts.{e}.{p}_proj.weight" for e in range(1, 9) for p in ("gate", "up", "down")]
     checkpoint = rewrite(tmp_path, drop(*[n for n in names if ".8.gate" not in n]))
     with pytest.raises(MissingTensorError) as caught:
         audit(checkpoint)

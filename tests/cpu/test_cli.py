@@ -37,7 +37,7 @@ def test_plan_reads_the_config_alone(tmp_path):
     found = json.loads(run("plan", str(tmp_path), "--device", "cpu", "--json"))
     assert found["kernel"] == "cpu_grouped"
     assert found["weight_format"] == "bf16"
-    assert [r["kernel"] for r in found["refusals"]] == ["reference"]
+    assert "reference" in [r["kernel"] for r in found["refusals"]]
     other = json.loads(run("plan", str(tmp_path), "--device", "cpu", "--format", "mxfp4", "--json"))
     assert 0.25 < other["expert_bytes"] / found["expert_bytes"] < 0.29
     assert "cpu_grouped" in run("plan", str(tmp_path), "--device", "cpu")

@@ -104,9 +104,7 @@ def compiled() -> list[Any]:
     return json.loads(line.removeprefix("RESULT"))
 
 
-@pytest.mark.parametrize(
-    "index", range(len(CASES)), ids=[f"sm{c[0]}-{c[1]}-{i}" for i, c in enumerate(CASES)]
-)
+@pytest.mark.parametrize("index", range(len(CASES)), ids=[f"sm{c[0]}-{c[1]}-{i}" for i, c in enumerate(CASES)])
 def test_instructions_registers_and_shared_memory(compiled: list[Any], index: int) -> None:
     _, weight, _, wanted, most_registers, most_shared = CASES[index]
     registers, stack, shared, codes = compiled[index]

@@ -189,10 +189,7 @@ def test_tiles_are_exact_but_for_the_row_scale(name):
     payload = by_name(name).encode(heavy(2, 2, 24, 80) * torch.logspace(-6, 3, 24)[:, None])
     matrix = pack_matrix(payload, "gate_up")
     found = torch.stack(
-        [
-            matrix.tile(e, slice(0, 48), torch.float32, Scratch(48 * matrix.stored_columns, 128)).clone()
-            for e in (0, 1)
-        ]
+        [matrix.tile(e, slice(0, 48), torch.float32, Scratch(48 * matrix.stored_columns, 128)).clone() for e in (0, 1)]
     )
     columns = matrix.arrange(torch.arange(80).float()[None] + 1)[0].long()
     wanted = torch.zeros(2, 48, 81).index_copy_(2, torch.arange(1, 81), payload.decode().view(2, 48, 80))

@@ -26,9 +26,7 @@ from collegium.formats import (
 )
 
 ALL = pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
-SHAPES = pytest.mark.parametrize(
-    "shape", [(33, 90), (3, 45, 176), (2, 2, 7, 33), (1, 1), (130, 257)], ids=str
-)
+SHAPES = pytest.mark.parametrize("shape", [(33, 90), (3, 45, 176), (2, 2, 7, 33), (1, 1), (130, 257)], ids=str)
 
 
 def heavy(*shape: int) -> torch.Tensor:
@@ -65,9 +63,7 @@ def test_decode_has_the_logical_shape(form: type[Payload], shape: tuple[int, ...
 def test_round_trip_is_bitwise(form: type[Payload], shape: tuple[int, ...]) -> None:
     first = form.encode(heavy(*shape))
     # NVFP4's own rule derives the global scale through two roundings, so it is handed on.
-    again = (
-        NvFp4.encode(first.decode(), global_scale=first.global_scale) if isinstance(first, NvFp4) else None
-    )
+    again = NvFp4.encode(first.decode(), global_scale=first.global_scale) if isinstance(first, NvFp4) else None
     again = again or form.encode(first.decode())
     assert torch.equal(bits(again.decode()), bits(first.decode()))
 
@@ -166,11 +162,7 @@ def steps(payload: Payload) -> tuple[int, int]:
 
 @ALL
 def test_cuts_equal_cuts_of_the_decoded(form: type[Payload]) -> None:
-    payload = (
-        Fp8Block.encode(heavy(2, 50, 150), block=(16, 32))
-        if form is Fp8Block
-        else form.encode(heavy(2, 50, 150))
-    )
+    payload = Fp8Block.encode(heavy(2, 50, 150), block=(16, 32)) if form is Fp8Block else form.encode(heavy(2, 50, 150))
     decoded = payload.decode()
     row, column = steps(payload)
     for start, stop in ((0, 3 * row), (row, 2 * row), (2 * row, 50)):

@@ -41,9 +41,7 @@ def scheme(**weights: object) -> QuantizationScheme:
 
 def decompress(name: str, parts: dict[str, torch.Tensor], **weights: object) -> torch.Tensor:
     kind = BaseCompressor.get_value_from_registry(name)
-    return kind.decompress({k.removeprefix("."): v for k, v in parts.items()}, scheme(**weights))[
-        "weight"
-    ].data
+    return kind.decompress({k.removeprefix("."): v for k, v in parts.items()}, scheme(**weights))["weight"].data
 
 
 MX4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": torch.uint8}
@@ -135,9 +133,7 @@ def test_int4_decode_as_compressed_tensors(columns: int, strategy: str) -> None:
     }
     weights = {"num_bits": 4, "type": "int", "strategy": strategy}
     weights |= {"group_size": 32} if strategy == "group" else {}
-    ours = Int4Group.from_parts(parts, storage="compressed-tensors", shape=(9, columns)).decode(
-        torch.bfloat16
-    )
+    ours = Int4Group.from_parts(parts, storage="compressed-tensors", shape=(9, columns)).decode(torch.bfloat16)
     assert torch.equal(ours, decompress("pack-quantized", parts, **weights))
 
 
@@ -173,9 +169,7 @@ def test_int4_codes_as_compressed_tensors_for_our_scales() -> None:
     weight = torch.randn(16, 128)
     ours = Int4Group.encode(weight, scale_dtype=torch.float32)
     args = scheme(num_bits=4, type="int", strategy="group", group_size=32).weights
-    theirs = quantize(
-        weight, ours.scales, torch.zeros_like(ours.scales, dtype=torch.int8), args, dtype=torch.int8
-    )
+    theirs = quantize(weight, ours.scales, torch.zeros_like(ours.scales, dtype=torch.int8), args, dtype=torch.int8)
     bare = Int4Group(shape=(16, 128), codes=ours.codes, scales=torch.ones_like(ours.scales), group_size=32)
     assert torch.equal(bare.decode(), theirs.float())
 
@@ -186,9 +180,7 @@ def test_fp8_scales_as_compressed_tensors() -> None:
     args = scheme(num_bits=8, type="float", strategy="channel").weights
     scales, _ = calculate_qparams(weight.amin(-1), weight.amax(-1), args)
     assert torch.equal(Fp8Channel.encode(weight).scales, scales)
-    codes = quantize(
-        weight, scales[:, None], torch.zeros_like(scales[:, None]), args, dtype=torch.float8_e4m3fn
-    )
+    codes = quantize(weight, scales[:, None], torch.zeros_like(scales[:, None]), args, dtype=torch.float8_e4m3fn)
     assert torch.equal(Fp8Channel.encode(weight).codes.view(torch.uint8), codes.view(torch.uint8))
 
 

@@ -11,9 +11,7 @@ import torch
 
 from collegium.formats import Bf16, Fp8Block, Fp8Channel, Fp8Tensor, Int4Group, MxFp4, MxFp8, NvFp4, codecs
 
-EXAMPLES: dict[str, Any] = json.loads(
-    (Path(__file__).parents[1] / "data" / "format_examples.json").read_text()
-)
+EXAMPLES: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data" / "format_examples.json").read_text())
 
 
 def raw(*items: str) -> torch.Tensor:

@@ -58,9 +58,7 @@ def test_mxfp4_decode_as_modelopt() -> None:
 
 def test_mxfp8_decode_as_modelopt() -> None:
     codes, scales = any_e4m3(12, 64), any_bytes(12, 2, low=0, high=240)
-    theirs = MXFP8QTensor(torch.Size((12, 64)), torch.float32, codes).dequantize(
-        dtype=torch.float32, scale=scales
-    )
+    theirs = MXFP8QTensor(torch.Size((12, 64)), torch.float32, codes).dequantize(dtype=torch.float32, scale=scales)
     assert same_bits(MxFp8(shape=(12, 64), codes=codes, scales=scales).decode(), theirs)
 
 

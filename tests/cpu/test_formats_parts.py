@@ -54,9 +54,7 @@ def test_from_parts_keeps_every_byte(form: type[Payload], storage: str, shape: t
     parts = random_parts(form, storage, shape)
     payload = form.from_parts(parts, storage=storage, shape=shape)
     stored = sorted(t.contiguous().flatten().view(torch.uint8).numpy().tobytes() for t in parts.values())
-    held = sorted(
-        t.contiguous().flatten().view(torch.uint8).numpy().tobytes() for t in payload.tensors().values()
-    )
+    held = sorted(t.contiguous().flatten().view(torch.uint8).numpy().tobytes() for t in payload.tensors().values())
     assert held == stored
     assert not payload.faults().any()
     assert payload.decode().shape == shape
@@ -80,9 +78,7 @@ def test_from_parts_refuses_what_does_not_fit(form: type[Payload], storage: str)
             form.from_parts(wrong, storage=storage, shape=(4, 64))
     with pytest.raises(UnknownTensorError, match=r"no part '.weight_foo', allowed: "):
         form.from_parts({**parts, ".weight_foo": torch.zeros(1)}, storage=storage, shape=(4, 64))
-    with pytest.raises(
-        SpecError, match=rf"{form.name}: storage 'tape' is not known, allowed: {form.storages[0].name}"
-    ):
+    with pytest.raises(SpecError, match=rf"{form.name}: storage 'tape' is not known, allowed: {form.storages[0].name}"):
         form.from_parts(parts, storage="tape", shape=(4, 64))
     with pytest.raises(InputError, match=r"logical shape \[..., N, K\]"):
         form.from_parts(parts, storage=storage, shape=(64,))
@@ -138,24 +134,18 @@ def test_one_global_scale_for_all_experts_is_spread() -> None:
     payload = NvFp4.from_parts(parts, storage="modelopt", shape=(5, 3, 32))
     assert payload.global_scale.tolist() == [0.5] * 5
     assert payload[4].decode().unique().tolist() == [0.5]
-    with pytest.raises(
-        TensorMismatchError, match=r".weight_scale_2 is \[4\], a logical \[5, 3, 32\] needs \[5\]"
-    ):
+    with pytest.raises(TensorMismatchError, match=r".weight_scale_2 is \[4\], a logical \[5, 3, 32\] needs \[5\]"):
         NvFp4.from_parts({**parts, ".weight_scale_2": torch.ones(4)}, storage="modelopt", shape=(5, 3, 32))
 
 
 def test_channel_scales_bf16_and_wrong_length() -> None:
     codes = torch.ones(3, 32).to(torch.float8_e4m3fn)
     scales = torch.tensor([0.5, 2.0, 3.0], dtype=torch.bfloat16)
-    payload = Fp8Channel.from_parts(
-        {".weight": codes, ".weight_scale": scales}, storage="modelopt", shape=(3, 32)
-    )
+    payload = Fp8Channel.from_parts({".weight": codes, ".weight_scale": scales}, storage="modelopt", shape=(3, 32))
     assert payload.scales.dtype == torch.float32
     assert payload.decode()[:, 0].tolist() == [0.5, 2.0, 3.0]
     with pytest.raises(TensorMismatchError, match=r"\[2\], a logical \[3, 32\] needs \[3\]"):
-        Fp8Channel.from_parts(
-            {".weight": codes, ".weight_scale": scales[:2]}, storage="modelopt", shape=(3, 32)
-        )
+        Fp8Channel.from_parts({".weight": codes, ".weight_scale": scales[:2]}, storage="modelopt", shape=(3, 32))
 
 
 def test_mxfp8_scale_row_for_several_rows() -> None:
@@ -215,9 +205,7 @@ def test_int4_group_size_is_not_guessed() -> None:
     for group in (120, 128):
         payload = Int4Group.from_parts(parts, storage="compressed-tensors", shape=(2, 720), group_size=group)
         assert payload.group_size == group
-    with pytest.raises(
-        TensorMismatchError, match=r".weight_scale is \[2, 6\], a logical \[2, 720\] needs \[2, 23\]"
-    ):
+    with pytest.raises(TensorMismatchError, match=r".weight_scale is \[2, 6\], a logical \[2, 720\] needs \[2, 23\]"):
         Int4Group.from_parts(parts, storage="compressed-tensors", shape=(2, 720), group_size=32)
     with pytest.raises(TensorMismatchError, match=r"could be no usual size"):
         Int4Group.from_parts(int4_parts(720, 7), storage="compressed-tensors", shape=(2, 720))

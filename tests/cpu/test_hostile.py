@@ -22,9 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def raw_file(
-    path: Path, header: bytes | str | dict[str, object], data: bytes = b"", length: int | None = None
-) -> Path:
+def raw_file(path: Path, header: bytes | str | dict[str, object], data: bytes = b"", length: int | None = None) -> Path:
     text = json.dumps(header) if isinstance(header, dict) else header
     body = text.encode() if isinstance(text, str) else text
     path.write_bytes(struct.pack("<Q", len(body) if length is None else length) + body + data)
@@ -151,9 +149,7 @@ def test_index_without_a_table(tmp_path: Path, table: object) -> None:
         Checkpoint.open(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("second", "shape", "same"), [(b"12", [2], True), (b"13", [2], False), (b"12", [1, 2], False)]
-)
+@pytest.mark.parametrize(("second", "shape", "same"), [(b"12", [2], True), (b"13", [2], False), (b"12", [1, 2], False)])
 def test_a_name_in_two_shards(tmp_path: Path, second: bytes, shape: list[int], same: bool) -> None:
     raw_file(tmp_path / "one", {"a": entry(0, 2), "b": entry(2, 3)}, b"12x")
     raw_file(tmp_path / "two", {"a": entry(0, 2, shape), "c": entry(2, 3)}, second + b"y")

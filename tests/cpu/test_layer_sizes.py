@@ -23,14 +23,14 @@ from collegium.formats import by_name
 from collegium.ops.weighted_sum import weighted_sum
 from collegium.testing.compare import heavy_tailed, moe_truth, relative_error, uneven_ids
 
-E, H, I = 17, 2880, 1408
+E, H, WIDE = 17, 2880, 1408
 USED = 4  # experts with weights of their own; the others are empty here, and a wrong expert would show
 
 
 @pytest.fixture(scope="module")
 def experts():
-    down = heavy_tailed(USED, H, I, seed=1, channels=False) * I**-0.5
-    return heavy_tailed(USED, 2, I, H, seed=2, channels=False) * H**-0.5, down
+    down = heavy_tailed(USED, H, WIDE, seed=1, channels=False) * WIDE**-0.5
+    return heavy_tailed(USED, 2, WIDE, H, seed=2, channels=False) * H**-0.5, down
 
 
 @pytest.mark.parametrize("top_k", [1, 3])
@@ -45,7 +45,7 @@ def test_the_standard_ugly_size(experts, weight_format, top_k):
         narrow.put(slot, down[source])
     spec = MoESpec(
         hidden_size=H,
-        intermediate_size=I,
+        intermediate_size=WIDE,
         num_experts=E,
         routing=RoutingSpec(top_k=top_k),
         weight_format=weight_format,

@@ -78,9 +78,7 @@ def test_every_combination_loads_byte_for_byte(
 @pytest.mark.parametrize(
     ("family", "name", "storage", "stacked"), [r for r in combinations() if r[0] in ("mixtral", "gpt_oss")]
 )
-def test_slices_reassemble(
-    tmp_path: Path, family: str, name: str, storage: str, stacked: bool, tp_size: int
-) -> None:
+def test_slices_reassemble(tmp_path: Path, family: str, name: str, storage: str, stacked: bool, tp_size: int) -> None:
     wide = 128 * tp_size if name == "fp8_block" else 32 * tp_size
     size = TinySize(hidden=160, intermediate=wide, experts=2, top_k=1, layers=1)
     tiny = write_checkpoint(tmp_path, family, name, storage, size=size, stacked=stacked)
@@ -93,9 +91,7 @@ def test_slices_reassemble(
     assert torch.equal(torch.cat([r.down.decode() for r in ranks], 2), down)
     if tiny.biases:
         biases = [r.gate_up_bias for r in ranks]
-        assert torch.equal(
-            torch.cat([b for b in biases if b is not None], 2), torch.stack(tiny.biases[0][:2], 1)
-        )
+        assert torch.equal(torch.cat([b for b in biases if b is not None], 2), torch.stack(tiny.biases[0][:2], 1))
         sums = torch.stack([r.down_bias for r in ranks if r.down_bias is not None]).sum(0)
         assert torch.equal(sums, tiny.biases[0][2])
 
@@ -123,9 +119,7 @@ def test_rank_3_of_8_reads_an_eighth(tmp_path: Path, family: str, name: str) -> 
 
 
 def test_tensor_parallel_reads_its_share(tmp_path: Path) -> None:
-    write_checkpoint(
-        tmp_path, "mixtral", "bf16", size=TinySize(hidden=64, intermediate=64, experts=4, layers=1)
-    )
+    write_checkpoint(tmp_path, "mixtral", "bf16", size=TinySize(hidden=64, intermediate=64, experts=4, layers=1))
     checkpoint = Checkpoint.open(tmp_path)
     total = sum(i.nbytes for n, i in checkpoint.tensors.items() if ".experts." in n)
     load_experts(checkpoint, describe_checkpoint(checkpoint), 0, tensor_parallel(4, 3, 4))
@@ -169,16 +163,12 @@ def test_router_and_shared_expert(tmp_path: Path) -> None:
     assert torch.equal(router.weight, tiny.tensors["model.layers.1.mlp.gate.weight"])
     assert router.bias is None
     assert router.correction_bias is not None
-    assert torch.equal(
-        router.correction_bias, tiny.tensors["model.layers.1.mlp.gate.e_score_correction_bias"]
-    )
+    assert torch.equal(router.correction_bias, tiny.tensors["model.layers.1.mlp.gate.e_score_correction_bias"])
     shared = load_shared(checkpoint, spec, 1)
     assert shared is not None
     path = "model.layers.1.mlp.shared_experts."
     for half, name in enumerate(("gate_proj", "up_proj")):
-        assert torch.equal(
-            shared.experts.gate_up.decode()[0, half], tiny.tensors[f"{path}{name}.weight"].float()
-        )
+        assert torch.equal(shared.experts.gate_up.decode()[0, half], tiny.tensors[f"{path}{name}.weight"].float())
     assert torch.equal(shared.experts.down.decode()[0], tiny.tensors[f"{path}down_proj.weight"].float())
 
 
@@ -217,9 +207,7 @@ print((after - before) * 1024, weights.gate_up.nbytes + weights.down.nbytes)
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_peak_memory_is_local_weights_and_about_one_tensor(tmp_path: Path, family: str) -> None:
-    write_checkpoint(
-        tmp_path / "small", family, size=TinySize(hidden=64, intermediate=64, experts=16, layers=1)
-    )
+    write_checkpoint(tmp_path / "small", family, size=TinySize(hidden=64, intermediate=64, experts=16, layers=1))
     big = TinySize(hidden=1024, intermediate=1024, experts=16, layers=1)
     write_checkpoint(tmp_path / "big", family, size=big)
     result = subprocess.run(

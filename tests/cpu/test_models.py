@@ -81,9 +81,7 @@ def test_published_models_are_described() -> None:
 def test_moe_layers() -> None:
     assert moe_layers(DEEPSEEK) == tuple(range(3, 61))
     assert moe_layers({**DEEPSEEK, "moe_layer_freq": 2, "num_hidden_layers": 9}) == (4, 6, 8)
-    assert moe_layers(
-        {**QWEN3, "num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
-    ) == (1, 5)
+    assert moe_layers({**QWEN3, "num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}) == (1, 5)
     assert moe_layers(MIXTRAL) == tuple(range(32))
     with pytest.raises(ConfigError, match="no layer has routed experts"):
         describe({**QWEN3, "mlp_only_layers": list(range(48))})
@@ -187,9 +185,9 @@ def compressed(**weights: object) -> dict[str, object]:
 def test_declared_formats(block: dict[str, object], format_name: str) -> None:
     config = {"dtype": "bfloat16", "quantization_config": block}
     assert declared_format(config, EXPERT).format == format_name
-    assert declared_format(
-        {"dtype": "bfloat16", "text_config": {"quantization_config": block}}, EXPERT
-    ).format == (format_name)
+    assert declared_format({"dtype": "bfloat16", "text_config": {"quantization_config": block}}, EXPERT).format == (
+        format_name
+    )
 
 
 def test_deepseek_v4_declares_its_experts_elsewhere() -> None:
@@ -231,9 +229,7 @@ def test_bad_quantization(block: dict[str, object], text: str) -> None:
 def test_blocks_and_groups_of_other_sizes(tmp_path: Path) -> None:
     from collegium.checkpoint.detect import StoredFormat
 
-    declared = declared_format(
-        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 32]}}, EXPERT
-    )
+    declared = declared_format({"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 32]}}, EXPERT)
     assert declared.block == (64, 32)
     scale = StoredFormat(name="fp8_block", storage="finegrained-fp8", block=(64, 32)).layout.parts[1]
     assert scale.stored_shape(128, 96) == (2, 3)
@@ -297,6 +293,4 @@ def test_what_transformers_saves_is_what_we_load(tmp_path: Path, name: str) -> N
         assert shared is not None
         assert spec.shared is not None
         assert spec.shared.intermediate_size == 48
-        assert torch.equal(
-            shared.experts.gate_up.decode()[0, 1], mlp.shared_experts.up_proj.weight.detach().float()
-        )
+        assert torch.equal(shared.experts.gate_up.decode()[0, 1], mlp.shared_experts.up_proj.weight.detach().float())

@@ -12,9 +12,7 @@ from collegium.ops.permute import permute
 def expected(ids, experts):
     """Sort (expert, token, slot) triples; dropped assignments go last."""
     triples = [
-        (e if 0 <= e < experts else experts, t, k)
-        for t, row in enumerate(ids.tolist())
-        for k, e in enumerate(row)
+        (e if 0 <= e < experts else experts, t, k) for t, row in enumerate(ids.tolist()) for k, e in enumerate(row)
     ]
     order = sorted(triples)
     offsets = [sum(e < bound for e, _, _ in order) for bound in range(experts + 1)]
@@ -31,9 +29,7 @@ def ids_for(tokens, top_k, experts, seed=0, dropped=0.2):
     return ids.masked_fill(torch.rand(tokens, top_k, generator=generator) < dropped, -1)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "top_k", "experts"), [(1, 1, 1), (1, 4, 17), (23, 6, 17), (40, 8, 512), (33, 3, 3)]
-)
+@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(1, 1, 1), (1, 4, 17), (23, 6, 17), (40, 8, 512), (33, 3, 3)])
 def test_permute_matches_a_plain_sort(tokens, top_k, experts):
     ids = ids_for(tokens, top_k, experts)
     weights = torch.rand(tokens, top_k)

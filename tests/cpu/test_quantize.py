@@ -16,10 +16,7 @@ EIGHT = SCALED[:4]
 # Bounds on the relative L2 error of a Gaussian: half a step of the format's mantissa, and a scale rounding.
 BOUNDS = {"fp32": 0, "bf16": 0.002, "fp16": 0.0003, **dict.fromkeys(EIGHT, 0.03), "nvfp4": 0.1}
 
-E4M3 = [
-    (byte & 7) * 2.0**-9 if byte < 8 else (1 + (byte & 7) / 8) * 2.0 ** ((byte >> 3) - 7)
-    for byte in range(127)
-]
+E4M3 = [(byte & 7) * 2.0**-9 if byte < 8 else (1 + (byte & 7) / 8) * 2.0 ** ((byte >> 3) - 7) for byte in range(127)]
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
 
@@ -38,11 +35,7 @@ def nearest_even(x, table):
 def heavy(rows, columns, seed=0):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, columns, generator=generator)
-    return (
-        x
-        * torch.randn(1, columns, generator=generator).exp()
-        * torch.randn(rows, 1, generator=generator).exp()
-    )
+    return x * torch.randn(1, columns, generator=generator).exp() * torch.randn(rows, 1, generator=generator).exp()
 
 
 def groups_of(x, size):
@@ -217,9 +210,7 @@ def test_poison_is_visible_and_stays_in_its_row(name, value):
     x[2, 140] = value
     found = form.round_trip(x)
     keep = torch.ones(4, 300, dtype=torch.bool)
-    width = {"fp8_group128": 128, "fp8_group128_pow2": 128, "mxfp8": 32, "fp8_token": 300, "nvfp4": 300}.get(
-        name, 1
-    )
+    width = {"fp8_group128": 128, "fp8_group128_pow2": 128, "mxfp8": 32, "fp8_token": 300, "nvfp4": 300}.get(name, 1)
     start = 140 // width * width
     keep[2, start : start + width] = False
     assert torch.equal(found[keep], clean[keep])
@@ -227,9 +218,7 @@ def test_poison_is_visible_and_stays_in_its_row(name, value):
         assert found[~keep].isnan().all()
         rows = form.quantize(x)
         codes = (
-            rows.codes.float()
-            if name != "nvfp4"
-            else torch.stack([rows.codes & 7, rows.codes >> 4 & 7], 2).flatten(1)
+            rows.codes.float() if name != "nvfp4" else torch.stack([rows.codes & 7, rows.codes >> 4 & 7], 2).flatten(1)
         )
         assert (codes[~keep] == 0).all()
     else:

@@ -36,9 +36,7 @@ DTYPES = [
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_is_read_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
     top = 2 if dtype == torch.bool else 256
-    raw = torch.randint(
-        0, top, (5, 8 * dtype.itemsize), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
-    )
+    raw = torch.randint(0, top, (5, 8 * dtype.itemsize), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     tensor = raw.view(dtype)
     save_file({"pad": torch.zeros(3, dtype=torch.uint8), "x": tensor}, tmp_path / "model.safetensors")
     found = Checkpoint.open(tmp_path).read("x")
@@ -51,9 +49,9 @@ def test_every_dtype_is_read_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> 
 @given(data=st.data())
 def test_slices_read_only_their_bytes(tmp_path: Path, data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(0, 5), min_size=0, max_size=4))
-    whole = torch.arange(max(1, torch.Size(shape).numel()), dtype=torch.int32)[
-        : torch.Size(shape).numel()
-    ].reshape(shape)
+    whole = torch.arange(max(1, torch.Size(shape).numel()), dtype=torch.int32)[: torch.Size(shape).numel()].reshape(
+        shape
+    )
     cuts = []
     for n in shape[: data.draw(st.integers(0, len(shape)))]:
         start = data.draw(st.integers(0, n))

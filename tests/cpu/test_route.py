@@ -28,9 +28,7 @@ SPECS = {
     "gpt_oss": RoutingSpec(top_k=4, score="topk_softmax", renormalise=False),
     "deepseek_v2": RoutingSpec(top_k=6, renormalise=False, groups=4, kept_groups=2, scale=16.0),
     "deepseek_v3": V3,
-    "deepseek_v4": RoutingSpec(
-        top_k=6, score="sqrt_softplus", renormalise_eps=1e-20, scale=1.5, correction_bias=True
-    ),
+    "deepseek_v4": RoutingSpec(top_k=6, score="sqrt_softplus", renormalise_eps=1e-20, scale=1.5, correction_bias=True),
     "llama4": RoutingSpec(top_k=1, score="sigmoid", renormalise=False, weight_on_input=True),
     "ernie": RoutingSpec(top_k=6, correction_bias=True),
     "top2_without_bias": replace(V3, correction_bias=False),
@@ -47,9 +45,7 @@ def logits_for(tokens=40, experts=20, seed=0):
 
 
 def bias_for(spec, experts=20, seed=1):
-    return (
-        torch.randn(experts, generator=torch.Generator().manual_seed(seed)) if spec.correction_bias else None
-    )
+    return torch.randn(experts, generator=torch.Generator().manual_seed(seed)) if spec.correction_bias else None
 
 
 def scores_of(row, score):
@@ -132,9 +128,7 @@ def test_route_bias_selects_but_never_weighs():
     spec = RoutingSpec(top_k=2, score="sigmoid", renormalise=False, correction_bias=True)
     found = route(logits, spec, bias=bias)
     assert found.topk_ids.tolist() == [[3, 0]]
-    assert found.topk_weights[0].tolist() == pytest.approx(
-        [1 / (1 + math.e), 1 / (1 + math.exp(-2))], rel=1e-6
-    )
+    assert found.topk_weights[0].tolist() == pytest.approx([1 / (1 + math.e), 1 / (1 + math.exp(-2))], rel=1e-6)
 
 
 def test_route_eps_is_added_to_the_sum():
@@ -157,9 +151,7 @@ def test_route_ties_go_to_the_lower_id(experts, score):
     spec = RoutingSpec(top_k=8, score=score)
     assert route(torch.full((9, experts), 0.3), spec).topk_ids.tolist() == [list(range(8))] * 9
     levels = torch.randint(0, 3, (40, experts), generator=torch.Generator().manual_seed(0)).float()
-    want = torch.stack(
-        [torch.tensor(judge(row, replace(spec, score="topk_softmax"))[0]) for row in levels.tolist()]
-    )
+    want = torch.stack([torch.tensor(judge(row, replace(spec, score="topk_softmax"))[0]) for row in levels.tolist()])
     assert torch.equal(route(levels, spec).topk_ids, want)
 
 
@@ -239,9 +231,7 @@ def test_route_infinite_logits_act_as_the_largest_number(name):
 
 
 def test_route_infinite_logits_in_a_softmax():
-    found = route(
-        torch.tensor([[0.0, torch.inf, -torch.inf, torch.inf]]), RoutingSpec(top_k=3, renormalise=False)
-    )
+    found = route(torch.tensor([[0.0, torch.inf, -torch.inf, torch.inf]]), RoutingSpec(top_k=3, renormalise=False))
     assert found.topk_ids.tolist() == [[1, 3, 0]]
     assert found.topk_weights.tolist() == [[0.5, 0.5, 0.0]]
 
@@ -313,9 +303,7 @@ def test_route_hash_bad_token_ids():
         route(logits, HASH, token_ids=tokens, hash_table=TABLE, checked=True)
 
 
-@pytest.mark.parametrize(
-    ("entry", "text"), [(5, "slot 1 is 5, allowed: 0 to 4"), (3, "earlier slot"), (-2, "is -2")]
-)
+@pytest.mark.parametrize(("entry", "text"), [(5, "slot 1 is 5, allowed: 0 to 4"), (3, "earlier slot"), (-2, "is -2")])
 def test_route_hash_bad_table_entries(entry, text):
     table = TABLE.clone()
     table[0, 1] = entry
@@ -360,9 +348,7 @@ def test_sanitise_keeps_what_is_good():
         assert found.topk_weights.tolist() == [[0.5, 2.0], [0.0, -1.0]]
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.int8, torch.int16, torch.int32, torch.uint8, torch.uint16, torch.uint32]
-)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.uint8, torch.uint16, torch.uint32])
 def test_sanitise_reads_any_integer_dtype(dtype):
     ids = torch.tensor([[1, 0, 3]])
     found = sanitise(ids.to(dtype), torch.ones(1, 3, dtype=torch.bfloat16), 4, checked=True)
@@ -392,9 +378,7 @@ def test_sanitise_drops_or_refuses(ids, weights, kept, text):
     both = torch.tensor([[2, 4, 1], ids]), torch.tensor([[0.1, 0.2, 0.3], weights])
     found = sanitise(*both, 5)
     assert found.topk_ids.tolist() == [[2, 4, 1], kept]
-    assert found.topk_weights[1].tolist() == [
-        w if e >= 0 else 0.0 for w, e in zip(weights, kept, strict=True)
-    ]
+    assert found.topk_weights[1].tolist() == [w if e >= 0 else 0.0 for w, e in zip(weights, kept, strict=True)]
     if text is not None:
         with pytest.raises(RoutingError, match=text):
             sanitise(*both, 5, checked=True)
@@ -484,6 +468,4 @@ def test_route_agrees_with_the_published_router(family, spec):
     ids, order = ids.sort(dim=1)
     mine, mine_order = found.topk_ids.sort(dim=1)
     assert torch.equal(mine, ids)
-    torch.testing.assert_close(
-        found.topk_weights.gather(1, mine_order), weights.gather(1, order), rtol=2e-6, atol=1e-9
-    )
+    torch.testing.assert_close(found.topk_weights.gather(1, mine_order), weights.gather(1, order), rtol=2e-6, atol=1e-9)

@@ -13,10 +13,7 @@ from collegium.ops.weighted_sum import weighted_sum
 
 def problem(tokens=13, top_k=5, width=33, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    rows = (
-        torch.randn(tokens * top_k, width, generator=generator)
-        * torch.randn(1, width, generator=generator).exp()
-    )
+    rows = torch.randn(tokens * top_k, width, generator=generator) * torch.randn(1, width, generator=generator).exp()
     slots = torch.randperm(tokens * top_k, generator=generator).view(tokens, top_k)
     weights = torch.rand(tokens, top_k, generator=generator)
     return rows, slots, weights
@@ -68,9 +65,7 @@ def test_weighted_sum_dropped_slots_add_nothing_even_from_poison():
     bad_weights = weights.masked_fill(drop, torch.nan)
     found = weighted_sum(poisoned, slots.masked_fill(drop, -1), bad_weights, torch.float32)
     assert torch.equal(found, clean)
-    assert torch.equal(
-        weighted_sum(poisoned, slots.masked_fill(drop, len(rows)), weights, torch.float32), clean
-    )
+    assert torch.equal(weighted_sum(poisoned, slots.masked_fill(drop, len(rows)), weights, torch.float32), clean)
 
 
 def test_weighted_sum_row_zero_is_not_read_for_a_dropped_slot():
@@ -81,9 +76,7 @@ def test_weighted_sum_row_zero_is_not_read_for_a_dropped_slot():
 def test_weighted_sum_bits_do_not_depend_on_the_batch():
     rows, slots, weights = problem(tokens=21, width=90)
     whole = weighted_sum(rows, slots, weights, torch.bfloat16)
-    alone = [
-        weighted_sum(rows, s[None], w[None], torch.bfloat16) for s, w in zip(slots, weights, strict=True)
-    ]
+    alone = [weighted_sum(rows, s[None], w[None], torch.bfloat16) for s, w in zip(slots, weights, strict=True)]
     assert torch.equal(whole, torch.cat(alone))
 
 

@@ -15,6 +15,8 @@ from collegium import (
     RouterWeights,
     Routing,
     RoutingSpec,
+    SharedSpec,
+    SharedWeights,
     encode_experts,
     plan,
     probe,
@@ -56,9 +58,7 @@ def test_gpu_layer_is_the_cpu_reference(weight_format, activations):
     # Sums are ordered differently; a quantised h may round to the neighbour where float32 sums differ.
     assert relative_error(out["cuda"], out["cpu"]) < 0.01
     if activations is None:
-        truth = moe_truth(
-            x, weights.gate_up.decode(), weights.down.decode(), ids, topk_weights, ActivationSpec()
-        )
+        truth = moe_truth(x, weights.gate_up.decode(), weights.down.decode(), ids, topk_weights, ActivationSpec())
         assert relative_error(out["cuda"], truth) < 0.01
 
 
@@ -88,3 +88,43 @@ def test_gpu_layer_with_its_own_router_runs_twice_the_same():
     )
     x = heavy_tailed(300, 128, seed=7).bfloat16().cuda()
     assert torch.equal(layer(x), layer(x))
+
+
+@pytest.mark.parametrize("weight_format", ["bf16", "fp8_block", "mxfp4", "nvfp4", "int4_group"])
+def test_planned_kernel_is_right_and_replays_in_a_graph(weight_format):
+    """What the plan calls capturable is captured whole: router, experts, combine, shared expert."""
+    experts, hidden, wide = 17, 256, 128
+    weights = encode_experts(random_experts(experts, 2, wide, hidden, seed=8), weight_format)
+    shared = encode_experts(random_experts(1, 2, wide, hidden, seed=9), weight_format)
+    router = heavy_tailed(experts, hidden, seed=10)
+    spec = MoESpec(
+        hidden_size=hidden,
+        intermediate_size=wide,
+        num_experts=experts,
+        routing=RoutingSpec(top_k=3),
+        weight_format=weight_format,
+        shared=SharedSpec(intermediate_size=wide),
+    )
+    layers = {
+        name: MoELayer(
+            to(weights, "cuda"),
+            plan(Problem(spec=spec, device=probe("cuda")), Choice(kernel=name)),
+            router=RouterWeights(weight=router.cuda()),
+            shared=SharedWeights(experts=to(shared, "cuda")),
+        )
+        for name in (None, "reference")
+    }
+    fast = layers[None]
+    assert fast.plan.kernel.startswith("triton")
+    assert fast.plan.capturable
+    x = heavy_tailed(33, hidden, seed=11).bfloat16().cuda()
+    fast(x)
+    torch.cuda.synchronize()
+    graph, held = torch.cuda.CUDAGraph(), x.clone()
+    with torch.cuda.graph(graph):
+        out = fast(held)
+    for seed in (11, 12):
+        held.copy_(heavy_tailed(33, hidden, seed=seed).bfloat16().cuda())
+        graph.replay()
+        assert torch.equal(out, fast(held))
+        assert relative_error(out, layers["reference"](held)) < 0.01

@@ -38,9 +38,7 @@ def test_links() -> None:
     ],
 )
 def test_a_broken_link_is_found(tmp_path: Path, link: str, reason: str) -> None:
-    (tmp_path / "page.md").write_text(
-        f"# Here it is\n[ok](#here-it-is) [web](https://example.org) [bad]({link})\n"
-    )
+    (tmp_path / "page.md").write_text(f"# Here it is\n[ok](#here-it-is) [web](https://example.org) [bad]({link})\n")
     (fault,) = check_links.broken_links(tmp_path)
     assert reason in fault
 

@@ -16,11 +16,7 @@ def reads(source: str) -> list[int]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and node.attr in READERS:
             found.append(node.lineno)
-        if (
-            isinstance(node, ast.ImportFrom)
-            and node.module == "os"
-            and {a.name for a in node.names} & READERS
-        ):
+        if isinstance(node, ast.ImportFrom) and node.module == "os" and {a.name for a in node.names} & READERS:
             found.append(node.lineno)
     return found
 
@@ -28,11 +24,7 @@ def reads(source: str) -> list[int]:
 def test_the_library_reads_no_environment_variable() -> None:
     paths = [path for path in SOURCE.rglob("*.py") if path != SOURCE / "cli.py"]
     assert len(paths) > 10
-    guilty = [
-        f"{path.relative_to(ROOT)}:{line}"
-        for path in paths
-        for line in reads(path.read_text(encoding="utf-8"))
-    ]
+    guilty = [f"{path.relative_to(ROOT)}:{line}" for path in paths for line in reads(path.read_text(encoding="utf-8"))]
     assert not guilty, f"read an explicit argument instead: {guilty}"
 
 

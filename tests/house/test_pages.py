@@ -27,9 +27,7 @@ def test_every_format_has_a_page(name: str) -> None:
     text = page.read_text(encoding="utf-8")
     module = __import__(f"collegium.formats.{name}", fromlist=["_"])
     published = [
-        c.name
-        for c in vars(module).values()
-        if getattr(c, "__module__", "") == module.__name__ and "name" in vars(c)
+        c.name for c in vars(module).values() if getattr(c, "__module__", "") == module.__name__ and "name" in vars(c)
     ]
     absent = [found for found in published if found not in text]
     assert not absent, f"{page.name} says nothing of {absent}"

@@ -27,9 +27,7 @@ def test_hard_dependencies_are_the_promised_six() -> None:
 
 def test_every_direct_dependency_is_pinned() -> None:
     extras = PROJECT["optional-dependencies"]
-    wanted = names(PROJECT["dependencies"]).union(*(names(extra) for extra in extras.values())) - {
-        "collegium"
-    }
+    wanted = names(PROJECT["dependencies"]).union(*(names(extra) for extra in extras.values())) - {"collegium"}
     pinned = {name.lower() for name in pins()}
     assert not {name for name in wanted if name.replace("_", "-") not in pinned}
 
@@ -69,7 +67,5 @@ def test_ci_calls_the_one_runner() -> None:
 
 
 def test_no_file_is_too_large_for_a_clone() -> None:
-    large = {
-        str(path.relative_to(ROOT)): path.stat().st_size for path in tracked() if path.stat().st_size > 40e6
-    }
+    large = {str(path.relative_to(ROOT)): path.stat().st_size for path in tracked() if path.stat().st_size > 40e6}
     assert not large

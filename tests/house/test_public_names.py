@@ -85,18 +85,14 @@ def is_command(node: ast.stmt) -> bool:
 
 
 def test_the_modules_are_found() -> None:
-    assert {"collegium", "collegium.types", "collegium.formats", "collegium.formats.payload"} <= set(
-        modules()
-    )
+    assert {"collegium", "collegium.types", "collegium.formats", "collegium.formats.payload"} <= set(modules())
 
 
 @pytest.mark.parametrize("name", modules())
 def test_exported_names_are_exactly_all(name: str) -> None:
     module = load(name)
     tree = source_of(module)
-    if not any(
-        isinstance(node, ast.ClassDef | ast.FunctionDef | ast.ImportFrom | ast.Assign) for node in tree.body
-    ):
+    if not any(isinstance(node, ast.ClassDef | ast.FunctionDef | ast.ImportFrom | ast.Assign) for node in tree.body):
         assert not hasattr(module, "__all__"), f"{name} is empty and needs no __all__"
         return
     listed = module.__all__
@@ -104,18 +100,14 @@ def test_exported_names_are_exactly_all(name: str) -> None:
     made = {
         node.name
         for node in tree.body
-        if isinstance(node, ast.ClassDef | ast.FunctionDef)
-        and not node.name.startswith("_")
-        and not is_command(node)
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_") and not is_command(node)
     }
     assert made <= set(listed), f"{name}: public but not in __all__: {sorted(made - set(listed))}"
     absent = [public for public in listed if not hasattr(module, public)]
     assert not absent, f"{name}: in __all__ but not there: {absent}"
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in modules() if (SOURCE.parent / name.replace(".", "/")).is_dir()]
-)
+@pytest.mark.parametrize("name", [name for name in modules() if (SOURCE.parent / name.replace(".", "/")).is_dir()])
 def test_a_package_exports_everything_it_imports(name: str) -> None:
     tree = source_of(load(name))
     imported = {
@@ -124,9 +116,7 @@ def test_a_package_exports_everything_it_imports(name: str) -> None:
         if isinstance(node, ast.ImportFrom) and node.level == 1
         for alias in node.names
     }
-    hidden = {public for public in imported if not public.startswith("_")} - set(
-        getattr(load(name), "__all__", ())
-    )
+    hidden = {public for public in imported if not public.startswith("_")} - set(getattr(load(name), "__all__", ()))
     submodules = {path.stem for path in (SOURCE.parent / name.replace(".", "/")).glob("*.py")}
     assert not hidden - submodules, f"{name} imports but does not export {sorted(hidden - submodules)}"
 

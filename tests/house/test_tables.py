@@ -31,12 +31,7 @@ def classes(module: ModuleType) -> list[type]:
 
 
 def test_every_format_is_in_its_table() -> None:
-    written = {
-        c
-        for module in files("formats")
-        for c in classes(module)
-        if issubclass(c, Payload) and c is not Payload
-    }
+    written = {c for module in files("formats") for c in classes(module) if issubclass(c, Payload) and c is not Payload}
     concrete = {c for c in written if "name" in vars(c)}
     assert concrete == set(rows(formats.FORMATS))
     assert concrete
@@ -49,10 +44,7 @@ def test_format_names_are_unique() -> None:
 
 def test_every_experts_kernel_is_in_its_table() -> None:
     written = {
-        c
-        for m in files("experts")
-        for c in classes(m)
-        if {"refuse", "pack", "run"} <= set(vars(c)) and not protocol(c)
+        c for m in files("experts") for c in classes(m) if {"refuse", "pack", "run"} <= set(vars(c)) and not protocol(c)
     }
     assert written == {type(kernel) for kernel in experts.KERNELS}
     assert written
@@ -94,8 +86,7 @@ def test_a_table_is_a_literal(room: str, table: str) -> None:
         for node in tree.body
         if isinstance(node, ast.Assign | ast.AnnAssign)
         and any(
-            getattr(t, "id", None) == table
-            for t in (node.targets if isinstance(node, ast.Assign) else [node.target])
+            getattr(t, "id", None) == table for t in (node.targets if isinstance(node, ast.Assign) else [node.target])
         )
     ]
     assert len(values) == 1

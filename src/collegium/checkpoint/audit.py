@@ -94,13 +94,9 @@ def _refuse(checkpoint: Checkpoint, problems: Sequence[CheckpointError]) -> NoRe
 
 def bad_scale(source: Source, stored: StoredFormat) -> BadScaleError:
     """Return the error for a projection whose payload reports a fault."""
-    names = [
-        part_name(source, part) for part in stored.layout.parts if "scale" in part.suffix and part.required
-    ]
+    names = [part_name(source, part) for part in stored.layout.parts if "scale" in part.suffix and part.required]
     if not names:
-        return BadScaleError(
-            f"{source.label}: {part_name(source, stored.layout.parts[0])} holds NaN or infinity"
-        )
+        return BadScaleError(f"{source.label}: {part_name(source, stored.layout.parts[0])} holds NaN or infinity")
     allowed = "E8M0 bytes 0 to 254" if stored.name in ("mxfp4", "mxfp8") else "finite and positive numbers"
     return BadScaleError(
         f"{source.label}: a scale of {stored.name} is forbidden or a code is NaN, allowed are {allowed}, zero only "
@@ -108,9 +104,7 @@ def bad_scale(source: Source, stored: StoredFormat) -> BadScaleError:
     )
 
 
-def check_layer(
-    checkpoint: Checkpoint, spec: MoESpec, layer: int, stored: StoredFormat
-) -> list[CheckpointError]:
+def check_layer(checkpoint: Checkpoint, spec: MoESpec, layer: int, stored: StoredFormat) -> list[CheckpointError]:
     """Return every problem the headers show in the experts of ``layer``; no tensor data is read."""
     family = family_of(checkpoint.config)
     found = find_experts(checkpoint, family, layer)
@@ -181,15 +175,11 @@ def _check_biases(checkpoint: Checkpoint, family: Family, spec: MoESpec, layer: 
     for template, width in wanted if spec.expert_bias else ():
         name = template.format(layer=layer) + "_bias"
         if name not in checkpoint:
-            problems.append(
-                MissingTensorError(f"layer {layer}: {name} missing; {family.name} experts have biases")
-            )
+            problems.append(MissingTensorError(f"layer {layer}: {name} missing; {family.name} experts have biases"))
             continue
         info = checkpoint.info(name)
         if info.shape != (e, width) or info.dtype not in ("BF16", "F16", "F32"):
-            msg = (
-                f"layer {layer}: {name} is {info.dtype} {info.shape}, needed is BF16, F16 or F32 {(e, width)}"
-            )
+            msg = f"layer {layer}: {name} is {info.dtype} {info.shape}, needed is BF16, F16 or F32 {(e, width)}"
             problems.append(TensorMismatchError(msg))
     return problems
 
@@ -306,9 +296,7 @@ def bad_biases(checkpoint: Checkpoint, family: Family, spec: MoESpec, layer: int
         name = template.format(layer=layer) + "_bias"
         bad = (~torch.isfinite(checkpoint.read(name))).any(-1).nonzero().flatten().tolist()
         if bad:
-            problems.append(
-                BadScaleError(f"layer {layer}: {name} holds NaN or infinity for experts {bad[:8]}")
-            )
+            problems.append(BadScaleError(f"layer {layer}: {name} holds NaN or infinity for experts {bad[:8]}"))
     return problems
 
 

@@ -68,9 +68,7 @@ class StoredFormat:
         if self.format is Fp8Block:
             return Fp8Block.from_parts(parts, storage=self.storage, shape=shape, block=self.block)
         if self.format is Int4Group:
-            return Int4Group.from_parts(
-                parts, storage=self.storage, shape=shape, group_size=self.group or None
-            )
+            return Int4Group.from_parts(parts, storage=self.storage, shape=shape, group_size=self.group or None)
         return self.format.from_parts(parts, storage=self.storage, shape=shape)
 
 
@@ -163,16 +161,12 @@ def _match_storage(declared: Declared, seen: Mapping[str, set[str]], where: str)
         # dtype in config.json says how to compute; unquantised tensors carry their own dtype and it is the truth
         floats = [n for n in closest if n in _FLOATS]
         name = floats[0] if floats and name not in floats else name
-    listed = (
-        ", ".join(f"{suffix} {'/'.join(sorted(dtypes))}" for suffix, dtypes in sorted(seen.items())) or "none"
-    )
+    listed = ", ".join(f"{suffix} {'/'.join(sorted(dtypes))}" for suffix, dtypes in sorted(seen.items())) or "none"
     stored = f"{where}: the tensors are {listed}"
     if closest:
         stored += f", which looks like {' or '.join(closest)}"
     if name is None:
-        msg = (
-            f"{stored}; config.json declares neither dtype nor quantization_config; add the one that is true"
-        )
+        msg = f"{stored}; config.json declares neither dtype nor quantization_config; add the one that is true"
         raise ConfigError(msg)
     cls = by_name(name)
     fitting = [s.name for s in cls.storages if _fits(s, seen)]
@@ -180,9 +174,7 @@ def _match_storage(declared: Declared, seen: Mapping[str, set[str]], where: str)
     if not fitting or foreign:
         needs = " or ".join(" + ".join(p.suffix for p in s.parts if p.required) for s in cls.storages)
         declares = f"declares {name}" if declared.method is None else f"declares {name} ({declared.method})"
-        msg = (
-            f"{stored}; config.json {declares}, which needs {needs}; correct quantization_config or the files"
-        )
+        msg = f"{stored}; config.json {declares}, which needs {needs}; correct quantization_config or the files"
         raise ConfigError(msg)
     preferred = [s for s in fitting if s == declared.method]
     return name, (preferred or fitting)[0]

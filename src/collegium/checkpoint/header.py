@@ -80,9 +80,7 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 def _strict_object(raw: bytes) -> dict[str, object]:
     """Parse ``raw`` as a UTF-8 JSON object without duplicate keys; ValueError says what is wrong."""
     try:
-        value: object = json.loads(
-            raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant
-        )
+        value: object = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant)
     except RecursionError as error:
         msg = "it is nested too deeply"
         raise ValueError(msg) from error

@@ -55,9 +55,7 @@ class Cut:
     columns: tuple[int, int]
 
 
-def source_of(
-    names: Names, spec: MoESpec, *, layer: int, expert: int, projection: Projection, stacked: bool
-) -> Source:
+def source_of(names: Names, spec: MoESpec, *, layer: int, expert: int, projection: Projection, stacked: bool) -> Source:
     """Return where ``projection`` of ``expert`` lies."""
     wide, width = spec.intermediate_size, spec.expert_hidden_size
     rows, columns = (width, wide) if projection == "down" else (wide, width)
@@ -152,9 +150,7 @@ def read_parts(
     return {p.suffix: _read_part(checkpoint, source, p, cut, seen) for p in storage.parts if p.required}
 
 
-def _read_part(
-    checkpoint: Checkpoint, source: Source, part: Part, cut: Cut, seen: dict[str, Tensor]
-) -> Tensor:
+def _read_part(checkpoint: Checkpoint, source: Source, part: Part, cut: Cut, seen: dict[str, Tensor]) -> Tensor:
     name = part_name(source, part)
     actual = checkpoint.info(name).shape
     if not part.rows_per and not part.columns_per:
@@ -163,9 +159,7 @@ def _read_part(
         return tensor.reshape(part.inner)
     first, last = cut.rows
     first, last = (
-        (source.step * first, source.step * last)
-        if source.step > 1
-        else (source.offset + first, source.offset + last)
+        (source.step * first, source.step * last) if source.step > 1 else (source.offset + first, source.offset + last)
     )
     wanted: list[slice] = []
     if part.rows_per:

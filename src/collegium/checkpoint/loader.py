@@ -96,9 +96,7 @@ def load_experts(
     reader = _Reader(checkpoint=checkpoint, stored=stored)
 
     def source(expert: int, which: Projection) -> Source:
-        return source_of(
-            family.names, spec, layer=layer, expert=expert, projection=which, stacked=stored.stacked
-        )
+        return source_of(family.names, spec, layer=layer, expert=expert, projection=which, stacked=stored.stacked)
 
     weights = _fill(reader, source, placement, local, device)
     gate_up_bias, down_bias = _biases(reader, spec, layer, placement, local)
@@ -151,9 +149,7 @@ def _local_range(spec: MoESpec, stored: StoredFormat, placement: Placement) -> t
         return 0, wide
     width, rest = divmod(wide, placement.tp_size)
     if rest or width % step:
-        works = [
-            n for n in range(1, _MOST_RANKS + 1) if wide % n == 0 and (n == 1 or (wide // n) % step == 0)
-        ]
+        works = [n for n in range(1, _MOST_RANKS + 1) if wide % n == 0 and (n == 1 or (wide // n) % step == 0)]
         msg = (
             f"tp_size={placement.tp_size} cuts intermediate_size={wide} into {wide / placement.tp_size:g}, which is "
             f"no multiple of {step} ({stored.name} groups); tensor-parallel sizes that work: {works}; expert "
@@ -175,9 +171,7 @@ def _biases(
     if not spec.expert_bias:
         return None, None
     names, checkpoint = family_of(reader.checkpoint.config).names, reader.checkpoint
-    up_name, down_name = (
-        t.format(layer=layer) + "_bias" for t in (names.stacked.gate_up, names.stacked.down)
-    )
+    up_name, down_name = (t.format(layer=layer) + "_bias" for t in (names.stacked.gate_up, names.stacked.down))
     ids = torch.tensor(placement.expert_ids, dtype=torch.int64)
     both, down = (
         _rows(checkpoint, up_name, placement.expert_ids),
@@ -187,9 +181,7 @@ def _biases(
     for name, tensor in ((up_name, both), (down_name, down)):
         bad = ids[~torch.isfinite(tensor).all(-1)].tolist()
         if bad:
-            reader.problems.append(
-                BadScaleError(f"layer {layer}: {name} holds NaN or infinity for experts {bad[:8]}")
-            )
+            reader.problems.append(BadScaleError(f"layer {layer}: {name} holds NaN or infinity for experts {bad[:8]}"))
     if placement.tp_rank:
         down = torch.zeros_like(down)
     return order[..., local[0] : local[1]].contiguous(), down
@@ -239,9 +231,7 @@ def load_router(
     names, e = family_of(checkpoint.config).names, spec.num_experts
 
     def optional(template: str | None) -> Tensor | None:
-        return (
-            None if template is None else _vector(checkpoint, template.format(layer=layer), (e,)).to(device)
-        )
+        return None if template is None else _vector(checkpoint, template.format(layer=layer), (e,)).to(device)
 
     weight = _vector(checkpoint, names.router_weight.format(layer=layer), (e, spec.hidden_size))
     return RouterWeights(

@@ -198,11 +198,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     entries = cast("dict[str, object]", table) if isinstance(table, dict) else {}
     wrong = [name for name, file in entries.items() if not isinstance(file, str)]
     if not entries or wrong:
-        found = (
-            f"entry {wrong[0]!r} of 'weight_map' is no text"
-            if wrong
-            else "found no filled object 'weight_map'"
-        )
+        found = f"entry {wrong[0]!r} of 'weight_map' is no text" if wrong else "found no filled object 'weight_map'"
         msg = f"{index}: {found}; expected tensor names with file names"
         raise CheckpointError(msg)
     return cast("dict[str, str]", entries)

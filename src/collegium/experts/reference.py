@@ -61,9 +61,7 @@ class Reference:
     def pack(self, weights: ExpertWeights[Payload], problem: Problem) -> _Packed:
         """Keep the weights as they are."""
         name = problem.activation_format or problem.dtype
-        return _Packed(
-            weights=weights, activation=problem.spec.activation, activations=activation_format(name)
-        )
+        return _Packed(weights=weights, activation=problem.spec.activation, activations=activation_format(name))
 
     def run(self, batch: ContiguousBatch, packed: _Packed) -> Tensor:
         """Return ``[R, H]`` float32; rows of dropped assignments are zero."""

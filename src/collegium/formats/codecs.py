@@ -200,9 +200,7 @@ def decode_rows(
     """
     if dtype not in DECODE_DTYPES:
         allowed = ", ".join(str(d) for d in DECODE_DTYPES)
-        raise InputError(
-            f"decode to {dtype} is not possible, allowed: {allowed}; convert the result yourself"
-        )
+        raise InputError(f"decode to {dtype} is not possible, allowed: {allowed}; convert the result yourself")
     columns = shape[-1]
     total = prod(shape[:-1])
     out = torch.empty((total, columns), dtype=dtype, device=device)

@@ -78,9 +78,7 @@ class Fp8Tensor(Payload):
         Forbidden are a NaN, infinite or negative scale, and a zero scale over codes that are not all zero.
         """
         leading = len(self.shape) - 2
-        bad = (
-            ~torch.isfinite(self.scale) | (self.scale < 0) | any_per_matrix(e4m3_is_nan(self.codes), leading)
-        )
+        bad = ~torch.isfinite(self.scale) | (self.scale < 0) | any_per_matrix(e4m3_is_nan(self.codes), leading)
         zero = self.scale == 0
         if bool(zero.any()):
             bad |= zero & any_per_matrix((self.codes.view(torch.uint8) & 0x7F) != 0, leading)

@@ -56,18 +56,14 @@ class Int4Group(Payload):
                     inner=(2,),
                     required=False,
                 ),
-                Part(
-                    suffix=".weight_zero_point", dtypes=("I32",), rows_per=8, columns_per=32, required=False
-                ),
+                Part(suffix=".weight_zero_point", dtypes=("I32",), rows_per=8, columns_per=32, required=False),
                 Part(suffix=".weight_g_idx", dtypes=("I32",), rows_per=0, required=False),
             ),
         ),
     )
 
     @classmethod
-    def encode(
-        cls, weight: Tensor, *, group_size: int = 32, scale_dtype: torch.dtype = torch.bfloat16
-    ) -> Self:
+    def encode(cls, weight: Tensor, *, group_size: int = 32, scale_dtype: torch.dtype = torch.bfloat16) -> Self:
         """Quantise ``weight [..., N, K]``: scale max(largest / 7, -smallest / 8) of the group.
 
         The scale is rounded to ``scale_dtype``, 1 for a group of zeros; codes go to nearest even within -8
@@ -90,9 +86,7 @@ class Int4Group(Payload):
         codes = (groups / scales.float().unsqueeze(-1)).round_().clamp_(-8, 7).add_(8).to(torch.uint8)
         codes = codes.flatten(-2)
         padded = pad_last(codes, _padded(columns, group_size), columns, 8)
-        return cls(
-            shape=tuple(weight.shape), codes=pack_nibbles(padded), scales=scales, group_size=group_size
-        )
+        return cls(shape=tuple(weight.shape), codes=pack_nibbles(padded), scales=scales, group_size=group_size)
 
     def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return ``[..., N, K]``: (code - 8) * scale as one float32 product, rounded once to ``dtype``."""
@@ -126,9 +120,7 @@ class Int4Group(Payload):
         layout = find_storage(cls, storage)
         for suffix, reason in _UNSUPPORTED.items():
             if suffix in parts:
-                raise CheckpointError(
-                    f"{cls.name}: part {suffix!r} found: {reason}; export the model symmetric"
-                )
+                raise CheckpointError(f"{cls.name}: part {suffix!r} found: {reason}; export the model symmetric")
         scales = parts.get(".weight_scale")
         stored = scales.shape[-1] if scales is not None and scales.dim() == len(shape) else 1
         if group_size is None:
@@ -136,8 +128,7 @@ class Int4Group(Payload):
         _check_group_size(group_size, shape[-1])
         group_size = min(group_size, shape[-1])
         known = [
-            replace(part, columns_per=group_size) if part.suffix == ".weight_scale" else part
-            for part in layout.parts
+            replace(part, columns_per=group_size) if part.suffix == ".weight_scale" else part for part in layout.parts
         ]
         taken = take(cls, replace(layout, parts=tuple(known)), parts, shape)
         claimed = taken.get(".weight_shape")

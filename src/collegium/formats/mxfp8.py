@@ -76,9 +76,7 @@ class MxFp8(Grouped):
         scale = layout.parts[1].suffix
         taken = take(cls, layout, _one_scale_row_each(parts, scale, shape), shape)
         codes = cls._whole_groups(taken[".weight"].view(torch.uint8), shape)
-        return cls(
-            shape=tuple(shape), codes=codes.view(torch.float8_e4m3fn), scales=taken[scale].view(torch.uint8)
-        )
+        return cls(shape=tuple(shape), codes=codes.view(torch.float8_e4m3fn), scales=taken[scale].view(torch.uint8))
 
     def faults(self) -> Tensor:
         """Return a bool tensor over the leading dimensions: True for a scale byte 255 or a NaN code."""
@@ -86,9 +84,7 @@ class MxFp8(Grouped):
         return any_per_matrix(self.scales == 255, leading) | any_per_matrix(e4m3_is_nan(self.codes), leading)
 
 
-def _one_scale_row_each(
-    parts: Mapping[str, Tensor], suffix: str, shape: tuple[int, ...]
-) -> Mapping[str, Tensor]:
+def _one_scale_row_each(parts: Mapping[str, Tensor], suffix: str, shape: tuple[int, ...]) -> Mapping[str, Tensor]:
     scales = parts.get(suffix)
     if scales is None or scales.dim() != len(shape):
         return parts

@@ -65,9 +65,7 @@ class NvFp4(Grouped):
     )
 
     @classmethod
-    def encode(
-        cls, weight: Tensor, *, global_divides: bool = False, global_scale: Tensor | None = None
-    ) -> Self:
+    def encode(cls, weight: Tensor, *, global_divides: bool = False, global_scale: Tensor | None = None) -> Self:
         """Quantise ``weight [..., N, K]`` by ModelOpt's rule, or with a given ``global_scale [...]``.
 
         The global scale is amax / (6 * 448), or its counterpart 6 * 448 / amax when it divides; the group

@@ -43,9 +43,7 @@ class _Plain(Payload):
         """Return ``[..., N, K]`` in ``dtype``; the stored tensor itself when it already has that dtype."""
         if dtype not in DECODE_DTYPES:
             allowed = ", ".join(str(d) for d in DECODE_DTYPES)
-            raise InputError(
-                f"decode to {dtype} is not possible, allowed: {allowed}; convert the result yourself"
-            )
+            raise InputError(f"decode to {dtype} is not possible, allowed: {allowed}; convert the result yourself")
         return self.values.to(dtype)
 
     @classmethod
@@ -77,9 +75,7 @@ class Fp32(_Plain):
     name: ClassVar[str] = "fp32"
     tolerance: ClassVar[float] = 0.0
     dtype: ClassVar[torch.dtype] = torch.float32
-    storages: ClassVar[tuple[Storage, ...]] = (
-        Storage(name="plain", parts=(Part(suffix=".weight", dtypes=("F32",)),)),
-    )
+    storages: ClassVar[tuple[Storage, ...]] = (Storage(name="plain", parts=(Part(suffix=".weight", dtypes=("F32",)),)),)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +97,4 @@ class Fp16(_Plain):
     name: ClassVar[str] = "fp16"
     tolerance: ClassVar[float] = 2.5e-4
     dtype: ClassVar[torch.dtype] = torch.float16
-    storages: ClassVar[tuple[Storage, ...]] = (
-        Storage(name="plain", parts=(Part(suffix=".weight", dtypes=("F16",)),)),
-    )
+    storages: ClassVar[tuple[Storage, ...]] = (Storage(name="plain", parts=(Part(suffix=".weight", dtypes=("F16",)),)),)

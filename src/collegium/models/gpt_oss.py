@@ -21,9 +21,7 @@ def _describe(config: Mapping[str, object]) -> MoESpec:
         hidden_size=integer(config, "hidden_size"),
         intermediate_size=integer(config, "intermediate_size"),
         num_experts=integer(config, "num_local_experts"),
-        routing=RoutingSpec(
-            top_k=integer(config, "num_experts_per_tok", "experts_per_token"), score="topk_softmax"
-        ),
+        routing=RoutingSpec(top_k=integer(config, "num_experts_per_tok", "experts_per_token"), score="topk_softmax"),
         activation=ActivationSpec(
             kind="swiglu_oai",
             limit=number(config, "swiglu_limit", default=7.0),

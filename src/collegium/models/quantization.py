@@ -167,9 +167,7 @@ def _modelopt(block: Mapping[str, object], path: str, plain: Declared) -> Declar
             return plain
         entry = layers[max(found, key=len)]
         algorithm = (
-            str(cast("Mapping[str, object]", entry).get("quant_algo")).upper()
-            if isinstance(entry, dict)
-            else ""
+            str(cast("Mapping[str, object]", entry).get("quant_algo")).upper() if isinstance(entry, dict) else ""
         )
     if algorithm not in _MODELOPT:
         msg = f"quantization_config: quant_algo is {algorithm!r}, known are {', '.join(_MODELOPT)}, MIXED_PRECISION"

@@ -124,9 +124,7 @@ def interleave(parts: Tensor, dim: int) -> Tensor:
     """
     axis = _axis(dim, parts.dim() - 1)
     if parts.shape[axis] != 2:
-        raise InputError(
-            f"interleave: axis {axis} of {tuple(parts.shape)} is not 2, allowed: [2, I], gate before up"
-        )
+        raise InputError(f"interleave: axis {axis} of {tuple(parts.shape)} is not 2, allowed: [2, I], gate before up")
     return parts.transpose(axis, axis + 1).flatten(axis, axis + 1)
 
 

@@ -42,15 +42,8 @@ def permute(topk_ids: Tensor, num_experts: int, *, input_weights: Tensor | None 
         dropped.
     Raises ``InputError`` for wrong shapes or dtypes.
     """
-    if (
-        topk_ids.dim() != 2
-        or topk_ids.shape[1] < 1
-        or topk_ids.is_floating_point()
-        or topk_ids.dtype == torch.bool
-    ):
-        raise InputError(
-            f"topk_ids: found {tuple(topk_ids.shape)} {topk_ids.dtype}, allowed: [T, K >= 1] integers"
-        )
+    if topk_ids.dim() != 2 or topk_ids.shape[1] < 1 or topk_ids.is_floating_point() or topk_ids.dtype == torch.bool:
+        raise InputError(f"topk_ids: found {tuple(topk_ids.shape)} {topk_ids.dtype}, allowed: [T, K >= 1] integers")
     if num_experts < 1:
         raise InputError(f"num_experts: found {num_experts}, allowed: at least 1")
     tokens, top_k = topk_ids.shape

@@ -121,9 +121,7 @@ class _Fp8(ActivationFormat):
             scales = scale_byte.masked_fill(~finite, _NAN_BYTE).to(torch.uint8)
         else:
             scales = scale.masked_fill(~finite, torch.nan)
-        return QuantizedRows(
-            codes=codes[:, : x.shape[1]].contiguous(), shape=(x.shape[0], x.shape[1]), scales=scales
-        )
+        return QuantizedRows(codes=codes[:, : x.shape[1]].contiguous(), shape=(x.shape[0], x.shape[1]), scales=scales)
 
     def dequantize(self, rows: QuantizedRows) -> Tensor:
         stored = _present(self.name, rows.scales)
@@ -195,9 +193,7 @@ def activation_format(name: str) -> ActivationFormat:
 
 def _check(name: str, x: Tensor) -> Tensor:
     if x.dim() != 2 or x.shape[1] < 1 or not x.is_floating_point():
-        raise InputError(
-            f"quantize to {name}: found {tuple(x.shape)} {x.dtype}, allowed: floating [R, K >= 1]"
-        )
+        raise InputError(f"quantize to {name}: found {tuple(x.shape)} {x.dtype}, allowed: floating [R, K >= 1]")
     return x.to(torch.float32)
 
 

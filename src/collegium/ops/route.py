@@ -92,9 +92,7 @@ def route_custom(
     """
     _check_logits(logits, spec)
     if x.dim() != 2 or x.shape[0] != logits.shape[0]:
-        raise InputError(
-            f"route_custom: x is {_describe(x)}, allowed: [{logits.shape[0]}, D], a row for each token"
-        )
+        raise InputError(f"route_custom: x is {_describe(x)}, allowed: [{logits.shape[0]}, D], a row for each token")
     weights, ids = fn(x, logits, spec.top_k)
     want = (logits.shape[0], spec.top_k)
     if tuple(ids.shape) != want:
@@ -146,9 +144,7 @@ def _scores(logits: Tensor, score: ScoreFunction) -> Tensor:
     return softplus.sqrt().to(torch.float32)
 
 
-def _choice(
-    logits: Tensor, scores: Tensor, spec: RoutingSpec, bias: Tensor | None, *, checked: bool
-) -> Tensor:
+def _choice(logits: Tensor, scores: Tensor, spec: RoutingSpec, bias: Tensor | None, *, checked: bool) -> Tensor:
     """Return the values experts are ranked by, ``[T, E]`` float32 in the finite range (NaN where poisoned).
 
     Every score function rises with the logit, so without a bias the logits rank the experts exactly, where
@@ -172,9 +168,7 @@ def _choice(
     wide = bias.to(torch.float32)
     if checked and bool(wide.isnan().any()):
         first = int(wide.isnan().nonzero()[0, 0])
-        raise RoutingError(
-            f"correction bias: expert {first} of {experts} is NaN, allowed: numbers; reload the router"
-        )
+        raise RoutingError(f"correction bias: expert {first} of {experts} is NaN, allowed: numbers; reload the router")
     # The clamp keeps a biased score of -inf above the -inf of a masked group.
     return (scores + wide).clamp(-_LARGEST, _LARGEST)
 
@@ -249,8 +243,7 @@ def _look_up(
     if token_ids is None or hash_table is None:
         missing = "token_ids" if token_ids is None else "hash_table"
         raise InputError(
-            f"route: spec.hash_routing needs token_ids [T] and hash_table [vocabulary, K], {missing} is "
-            "None; pass both"
+            f"route: spec.hash_routing needs token_ids [T] and hash_table [vocabulary, K], {missing} is None; pass both"
         )
     tokens = logits.shape[0]
     _check_ids("token_ids", token_ids, 1)
@@ -261,9 +254,7 @@ def _look_up(
         )
     vocabulary, width = hash_table.shape
     if width != spec.top_k or vocabulary < 1:
-        raise InputError(
-            f"hash_table: found {_describe(hash_table)}, allowed: [vocabulary >= 1, top_k={spec.top_k}]"
-        )
+        raise InputError(f"hash_table: found {_describe(hash_table)}, allowed: [vocabulary >= 1, top_k={spec.top_k}]")
     _check_device("token_ids", token_ids, logits)
     _check_device("hash_table", hash_table, logits)
     wanted = token_ids.to(torch.int64)
@@ -289,9 +280,7 @@ def _drop_bad_ids(ids: Tensor, experts: int, *, checked: bool) -> Tensor:
     same = (ids.unsqueeze(2) == ids.unsqueeze(1)) & (ids >= 0).unsqueeze(2)
     repeated = same.tril(-1).any(dim=2)
     if checked:
-        _refuse_slots(
-            repeated, ids, "topk_ids", "each id once in a row, this one also stands in an earlier slot"
-        )
+        _refuse_slots(repeated, ids, "topk_ids", "each id once in a row, this one also stands in an earlier slot")
     return ids.masked_fill(repeated, -1)
 
 

@@ -49,9 +49,7 @@ def _check(rows: Tensor, slots: Tensor, weights: Tensor, out_dtype: torch.dtype)
     if rows.dim() != 2 or not rows.is_floating_point():
         raise InputError(f"rows: found {tuple(rows.shape)} {rows.dtype}, allowed: [R, H] of a floating dtype")
     if slots.dim() != 2 or slots.dtype != torch.int64:
-        raise InputError(
-            f"slots: found {tuple(slots.shape)} {slots.dtype}, allowed: [T, K] int64, as permute() makes"
-        )
+        raise InputError(f"slots: found {tuple(slots.shape)} {slots.dtype}, allowed: [T, K] int64, as permute() makes")
     if tuple(weights.shape) != tuple(slots.shape) or weights.dtype != torch.float32:
         raise InputError(
             f"weights: found {tuple(weights.shape)} {weights.dtype}, allowed: float32 of shape "

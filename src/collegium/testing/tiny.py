@@ -201,11 +201,7 @@ def _stacked(
     gate, up, down = (_parts(payload, storage) for payload in payloads)
     table, out = family.names.stacked, dict[str, "Tensor"]()
     for suffix in gate:
-        both = (
-            _interleave(gate[suffix], up[suffix])
-            if table.interleaved
-            else torch.cat((gate[suffix], up[suffix]), 1)
-        )
+        both = _interleave(gate[suffix], up[suffix]) if table.interleaved else torch.cat((gate[suffix], up[suffix]), 1)
         plain = suffix == ".weight"
         flip = plain and table.transposed
         name = "" if plain else suffix

@@ -1,0 +1,179 @@
+"""Weight codes to bfloat16 operands, in registers.
+
+Sixteen-bit lanes hold four codes of one row, one from each quarter of a block of input columns, so every shift
+and mask below works on two rows' worth of lanes at once and yields one operand for each quarter. The device runs
+PTX on pairs of lanes; the plain form, which the interpreter runs and the device form is tested against, is beside
+it. All results are exact: see ``ops/grouped_gemm.py`` for the number ranges.
+"""
+
+import triton
+import triton.language as tl
+
+# Bit positions of an E2M1 code (sign, two exponent bits, mantissa) of quarter q in its lane:
+#   quarter 0: 15, 8 7 6   quarter 1: 12, 5 4 3   quarter 2: 9, 2 1 0   quarter 3: 14, 13 11 10
+# The first three reach bfloat16's sign, low exponent and high mantissa bits (15, 8 7 6) by one shift.
+_E2M1_ASM = tl.constexpr(
+    """
+    {
+    .reg .b32 a, b, c, d, z;
+    mov.b32 z, 0x80008000;
+    and.b32 a, $4, 0x81C081C0;
+    shl.b32 b, $4, 3;
+    and.b32 b, b, 0x81C081C0;
+    shl.b32 c, $4, 6;
+    and.b32 c, c, 0x81C081C0;
+    fma.rn.bf16x2 $0, a, $5, z;
+    shr.u32 a, $4, 5;
+    and.b32 a, a, 0x01000100;
+    shr.u32 d, $4, 4;
+    and.b32 d, d, 0x00C000C0;
+    or.b32 a, a, d;
+    shl.b32 d, $4, 1;
+    and.b32 d, d, 0x80008000;
+    or.b32 a, a, d;
+    fma.rn.bf16x2 $1, b, $6, z;
+    fma.rn.bf16x2 $2, c, $7, z;
+    fma.rn.bf16x2 $3, a, $8, z;
+    }
+    """
+)
+
+_INT4_ASM = tl.constexpr(
+    """
+    {
+    .reg .b32 a, one, m;
+    mov.b32 one, 0x3F803F80;
+    mov.b32 m, 0xC308C308;
+    and.b32 a, $4, 0x000F000F;
+    or.b32 a, a, 0x43004300;
+    fma.rn.bf16x2 $0, a, one, m;
+    shr.u32 a, $4, 4;
+    and.b32 a, a, 0x000F000F;
+    or.b32 a, a, 0x43004300;
+    fma.rn.bf16x2 $1, a, one, m;
+    shr.u32 a, $4, 8;
+    and.b32 a, a, 0x000F000F;
+    or.b32 a, a, 0x43004300;
+    fma.rn.bf16x2 $2, a, one, m;
+    shr.u32 a, $4, 12;
+    and.b32 a, a, 0x000F000F;
+    or.b32 a, a, 0x43004300;
+    fma.rn.bf16x2 $3, a, one, m;
+    }
+    """
+)
+
+# Four E4M3 bytes to four bfloat16 numbers; 0x7B80 is 2^120, the distance of the two exponent biases.
+_E4M3_ASM = tl.constexpr(
+    """
+    {
+    .reg .b32 a, b, s, z;
+    mov.b32 z, 0x80008000;
+    mov.b32 s, 0x7B807B80;
+    prmt.b32 a, $2, 0, 0x1404;
+    shr.u32 b, a, 4;
+    and.b32 b, b, 0x07F007F0;
+    and.b32 a, a, 0x80008000;
+    or.b32 a, a, b;
+    fma.rn.bf16x2 $0, a, s, z;
+    prmt.b32 a, $2, 0, 0x3424;
+    shr.u32 b, a, 4;
+    and.b32 b, b, 0x07F007F0;
+    and.b32 a, a, 0x80008000;
+    or.b32 a, a, b;
+    fma.rn.bf16x2 $1, a, s, z;
+    }
+    """
+)
+
+
+@triton.jit
+def _as_bf16(bits):
+    return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def times(a, b, ASM: tl.constexpr):
+    """Return the bfloat16 product; the interpreter would multiply bit patterns."""
+    if ASM:
+        return a * b
+    else:
+        return (a.to(tl.float32) * b.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def _scaled(bits, factor):
+    # The interpreter does not convert subnormal bfloat16 numbers; as the upper half of a float32 they are exact.
+    wide = (bits << 16).to(tl.float32, bitcast=True)
+    return (wide * factor.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def e2m1_quarters(lanes, s0, s1, s2, s3, ASM: tl.constexpr):
+    """Return four bfloat16 tensors: code of each quarter times 2^-126 times the bfloat16 scale of that quarter."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            _E2M1_ASM,
+            "=&r,=&r,=&r,=&r,r,r,r,r,r",
+            [lanes, s0, s1, s2, s3],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        bits = lanes.to(tl.int32)
+        a = bits & 0x81C0
+        b = (bits << 3) & 0x81C0
+        c = (bits << 6) & 0x81C0
+        d = ((bits >> 5) & 0x0100) | ((bits >> 4) & 0x00C0) | ((bits << 1) & 0x8000)
+        return _scaled(a, s0), _scaled(b, s1), _scaled(c, s2), _scaled(d, s3)
+
+
+@triton.jit
+def int4_quarters(lanes, ASM: tl.constexpr):
+    """Return four bfloat16 tensors, code - 8 of each quarter; quarter q stands in bits 4q to 4q+3 of its lane."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            _INT4_ASM,
+            "=&r,=&r,=&r,=&r,r",
+            [lanes],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        bits = lanes.to(tl.int32)
+        a = (bits & 15) - 8
+        b = ((bits >> 4) & 15) - 8
+        c = ((bits >> 8) & 15) - 8
+        d = ((bits >> 12) & 15) - 8
+        return (
+            a.to(tl.float32).to(tl.bfloat16),
+            b.to(tl.float32).to(tl.bfloat16),
+            c.to(tl.float32).to(tl.bfloat16),
+            d.to(tl.float32).to(tl.bfloat16),
+        )
+
+
+@triton.jit
+def e4m3_to_bf16(codes, ASM: tl.constexpr):
+    """Return the bfloat16 value of E4M3 bytes (uint8); the two NaN codes become 480, checkpoints refuse them."""
+    if ASM:
+        return tl.inline_asm_elementwise(_E4M3_ASM, "=&r,=&r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
+    else:
+        bits = codes.to(tl.int32)
+        wide = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20)
+        return (wide.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(tl.bfloat16)
+
+
+@triton.jit
+def e8m0_scale(bytes_):
+    """Return 2^(byte - 127) as bfloat16, 0 for byte 0 (the packer writes 1 to 254 for scales in use)."""
+    return _as_bf16(bytes_.to(tl.int32) << 7)
+
+
+@triton.jit
+def e4m3_scale(bytes_):
+    """Return an E4M3 group scale times 2^117 as bfloat16: with the 2^-126 of E2M1 lanes, 2^-9 is left to undo."""
+    small = (bytes_.to(tl.int32) << 20).to(tl.float32, bitcast=True)
+    return ((small * 1.329227995784916e36) * 1.661534994731145e35).to(tl.bfloat16)

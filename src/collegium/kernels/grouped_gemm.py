@@ -1,0 +1,380 @@
+"""Grouped matrix product over rows packed by expert, weights as the first operand, one kernel for every format.
+
+A program owns BLOCK_N output columns of one expert (of gate and of up, when there are both) and one token tile of at
+most BLOCK_T rows; the tensor core sees weights [BLOCK_N, K] times tokens [K, BLOCK_T], so few tokens cost little
+padding. The K loop always runs forward in steps of BLOCK_K with one accumulator, whatever BLOCK_T is: a row's
+bits do not depend on the rows beside it. All addresses start from 64-bit bases.
+"""
+
+import triton
+import triton.language as tl
+
+from .decode import e2m1_quarters, e4m3_scale, e4m3_to_bf16, e8m0_scale, int4_quarters, times
+
+# How weights are stored and reach the tensor core.
+PLAIN = tl.constexpr(0)  # in the dtype of the activations
+E4M3_BF16 = tl.constexpr(1)  # E4M3 bytes, decoded to bfloat16
+E4M3_E4M3 = tl.constexpr(2)  # E4M3 on both sides
+E2M1_LANES = tl.constexpr(3)  # lanes of four E2M1 codes, decoded to bfloat16
+INT4_LANES = tl.constexpr(4)  # lanes of four codes 0..15, decoded to bfloat16
+E4M3_QUARTERS = tl.constexpr(5)  # E4M3 bytes, decoded to bfloat16 a quarter of the K block at a time
+
+# Which scale stands inside the K loop. Every one is loaded as 32-bit words: smaller loads are not prefetched.
+NO_SCALE = tl.constexpr(0)
+BLOCK_SCALE = tl.constexpr(1)  # float32 for each 128 rows and K block, applied to the product
+E8M0_SCALE = tl.constexpr(2)  # four bytes of one row and K block, a byte a quarter, applied to the operand
+E4M3_SCALE = tl.constexpr(3)  # the same with E4M3 bytes
+GROUP_SCALE = tl.constexpr(4)  # float32 for each row and K block or quarter, applied to the product
+PAIR_SCALE = tl.constexpr(5)  # two bfloat16 a word for each row and quarter, applied to the product
+
+# Activations between the two products; the numbers are the order of types.ACTIVATION_KINDS.
+NO_ACTIVATION = tl.constexpr(-1)
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _tanh(x):
+    return 2.0 * _sigmoid(2.0 * x) - 1.0
+
+
+@triton.jit
+def _below(x, limit):
+    # Not minimum: NaN must stay NaN.
+    return tl.where(x > limit, limit, x)
+
+
+@triton.jit
+def _within(x, limit):
+    return tl.where(x < -limit, -limit, tl.where(x > limit, limit, x))
+
+
+@triton.jit
+def _gelu(x):
+    return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+
+
+@triton.jit
+def _activate(gate, up, KIND: tl.constexpr, HAS_LIMIT: tl.constexpr, limit, alpha, gate_bound, up_bound):
+    if HAS_LIMIT and KIND != 2:
+        gate = _below(gate, limit)
+        up = _within(up, limit)
+    if KIND == 0:  # swiglu
+        out = gate * _sigmoid(gate) * up
+    elif KIND == 1:  # swiglu_oai
+        out = (up + 1.0) * (gate * _sigmoid(alpha * gate))
+    elif KIND == 2:  # swiglu_step
+        gate = gate * _sigmoid(gate)
+        if HAS_LIMIT:
+            gate = _below(gate, limit)
+            up = _within(up, limit)
+        out = gate * up
+    elif KIND == 3:  # situ
+        bounded = gate_bound * _tanh(gate / gate_bound) * _sigmoid(gate)
+        out = bounded * (up_bound * _tanh(up / up_bound))
+    elif KIND == 4:  # geglu
+        out = _gelu(gate) * up
+    elif KIND == 5:  # geglu_tanh
+        out = gate * _sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
+    elif KIND == 6:  # relu2
+        out = tl.where(up < 0.0, 0.0, up)
+        out = out * out
+    elif KIND == 7:  # silu
+        out = up * _sigmoid(up)
+    else:  # gelu
+        out = _gelu(up)
+    return out
+
+
+@triton.jit
+def _load(pointers, mask, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_weights(pointers, k, left, WIDTH: tl.constexpr, WEIGHT: tl.constexpr, EVEN: tl.constexpr):
+    w0 = _load(pointers, k < left, EVEN)
+    if WEIGHT == E4M3_QUARTERS:
+        w1 = _load(pointers + WIDTH, k < left - WIDTH, EVEN)
+        w2 = _load(pointers + 2 * WIDTH, k < left - 2 * WIDTH, EVEN)
+        w3 = _load(pointers + 3 * WIDTH, k < left - 3 * WIDTH, EVEN)
+        return w0, w1, w2, w3
+    else:
+        return w0, w0, w0, w0
+
+
+@triton.jit
+def _dot(a, b, acc, ASM: tl.constexpr):
+    if ASM:
+        return tl.dot(a, b, acc)
+    else:
+        # The interpreter multiplies the bit patterns of bfloat16; products of its values are exact in float32.
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+
+
+@triton.jit
+def _byte_scale(words, QUARTER: tl.constexpr, SCALE: tl.constexpr):
+    byte = (words >> (8 * QUARTER)) & 255
+    if SCALE == E8M0_SCALE:
+        return e8m0_scale(byte)[:, None]
+    else:
+        return e4m3_scale(byte)[:, None]
+
+
+@triton.jit
+def _spread(column, like):
+    spread, _ = tl.broadcast(column, like)
+    return spread
+
+
+@triton.jit
+def _upper(words):
+    return (words & -65536).to(tl.float32, bitcast=True)[:, None]
+
+
+@triton.jit
+def _multiply(
+    acc,
+    w,
+    w1,
+    w2,
+    w3,
+    scale,
+    scale_step,
+    x0,
+    x1,
+    x2,
+    x3,
+    x_scale,
+    WEIGHT: tl.constexpr,
+    SCALE: tl.constexpr,
+    WORDS: tl.constexpr,
+    X_SCALED: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Add one K block: weights ``w [BLOCK_N, .]`` times tokens ``x0..x3``, scaled as SCALE says."""
+    none = tl.zeros_like(acc)
+    if (WEIGHT == E2M1_LANES) or (WEIGHT == E4M3_QUARTERS):  # noqa: SIM109
+        words = tl.load(scale)
+        s0 = _byte_scale(words, 0, SCALE)
+        s1 = _byte_scale(words, 1, SCALE)
+        s2 = _byte_scale(words, 2, SCALE)
+        s3 = _byte_scale(words, 3, SCALE)
+        if WEIGHT == E2M1_LANES:
+            a0, a1, a2, a3 = e2m1_quarters(w, _spread(s0, w), _spread(s1, w), _spread(s2, w), _spread(s3, w), ASM)
+        else:
+            a0 = times(e4m3_to_bf16(w, ASM), s0, ASM)
+            a1 = times(e4m3_to_bf16(w1, ASM), s1, ASM)
+            a2 = times(e4m3_to_bf16(w2, ASM), s2, ASM)
+            a3 = times(e4m3_to_bf16(w3, ASM), s3, ASM)
+        acc = _dot(a0, x0, acc, ASM)
+        acc = _dot(a1, x1, acc, ASM)
+        acc = _dot(a2, x2, acc, ASM)
+        acc = _dot(a3, x3, acc, ASM)
+    elif WEIGHT == INT4_LANES:
+        a0, a1, a2, a3 = int4_quarters(w, ASM)
+        if SCALE == PAIR_SCALE:
+            low = tl.load(scale)
+            high = tl.load(scale + scale_step)
+            acc += _dot(a0, x0, none, ASM) * _upper(low << 16)
+            acc += _dot(a1, x1, none, ASM) * _upper(low)
+            acc += _dot(a2, x2, none, ASM) * _upper(high << 16)
+            acc += _dot(a3, x3, none, ASM) * _upper(high)
+        elif WORDS == 4:
+            acc += _dot(a0, x0, none, ASM) * tl.load(scale)[:, None]
+            acc += _dot(a1, x1, none, ASM) * tl.load(scale + scale_step)[:, None]
+            acc += _dot(a2, x2, none, ASM) * tl.load(scale + 2 * scale_step)[:, None]
+            acc += _dot(a3, x3, none, ASM) * tl.load(scale + 3 * scale_step)[:, None]
+        else:
+            product = _dot(a0, x0, none, ASM)
+            product = _dot(a1, x1, product, ASM)
+            product = _dot(a2, x2, product, ASM)
+            product = _dot(a3, x3, product, ASM)
+            acc += product * tl.load(scale)[:, None]
+    else:
+        if WEIGHT == E4M3_BF16:
+            w = e4m3_to_bf16(w, ASM)
+        if SCALE == BLOCK_SCALE:
+            # One number for the whole tile: with the tokens' scales it is a row of factors, not a matrix.
+            factor = tl.load(scale)
+            if X_SCALED:
+                acc += _dot(w, x0, none, ASM) * (factor * x_scale)[None, :]
+            else:
+                acc += _dot(w, x0, none, ASM) * factor
+        elif X_SCALED:
+            acc += _dot(w, x0, none, ASM) * x_scale[None, :]
+        else:
+            acc = _dot(w, x0, acc, ASM)
+    return acc
+
+
+@triton.jit
+def grouped_gemm_kernel(
+    x,
+    x_scale,
+    weight,
+    scale,
+    row_scale,
+    bias,
+    out,
+    source,
+    expert_offsets,
+    tile_expert,
+    tile_row,
+    n_out,
+    k_in,
+    x_stride,
+    n_step,
+    k_step,
+    part_step,
+    scale_rows,
+    token_tiles,
+    limit,
+    alpha,
+    gate_bound,
+    up_bound,
+    WEIGHT: tl.constexpr,
+    SCALE: tl.constexpr,
+    WORDS: tl.constexpr,
+    X_SCALE: tl.constexpr,
+    ROW_SCALE: tl.constexpr,
+    BIAS: tl.constexpr,
+    GATHER: tl.constexpr,
+    PARTS: tl.constexpr,
+    KIND: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+    K_BLOCKS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    ASM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_T: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Write ``out [R, n_out]``: rows of one expert times its weights, then bias and activation.
+
+    x [T or R, x_stride], read at row source[r] (GATHER) or r. x_scale: float32 [., K_BLOCKS] (X_SCALE 1) or [., 1]
+    (2), 0: none. weight: expert and part ``part_step`` elements apart, rows ``n_step``, K blocks ``k_step``.
+    scale: per (expert, part, K block): WORDS x n_out words, or for BLOCK_SCALE [ceil(n_out / 128), K_BLOCKS].
+    row_scale, bias: [expert, part, n_out]. Rows from expert_offsets[E] on are not written.
+    """
+    n_tiles = tl.cdiv(n_out, BLOCK_N)
+    program = tl.program_id(0)
+    group = program // (GROUP_T * n_tiles)
+    width = tl.minimum(token_tiles - group * GROUP_T, GROUP_T)
+    inside = program - group * GROUP_T * n_tiles
+    tile = group * GROUP_T + inside % width
+    n_first = (inside // width) * BLOCK_N
+
+    expert = tl.load(tile_expert + tile)
+    if expert < 0:
+        return
+    expert = expert.to(tl.int64)
+    row_first = tl.load(tile_row + tile)
+    row_count = tl.minimum(tl.load(expert_offsets + expert + 1) - row_first, BLOCK_T).to(tl.int32)
+
+    t = tl.arange(0, BLOCK_T)
+    n = tl.arange(0, BLOCK_N)
+    # Rows and columns beyond the end read a neighbour again; nothing of them is stored.
+    row = row_first + tl.where(t < row_count, t, 0)
+    column = tl.minimum(n, n_out - 1 - n_first)
+    token = tl.load(source + row) if GATHER else row
+
+    QUARTERS: tl.constexpr = WEIGHT >= E2M1_LANES
+    LANES: tl.constexpr = QUARTERS and WEIGHT != E4M3_QUARTERS
+    if QUARTERS:
+        WIDTH: tl.constexpr = BLOCK_K // 4
+    else:
+        WIDTH: tl.constexpr = BLOCK_K
+    k = tl.arange(0, WIDTH)
+    x_ptr = x + token[None, :] * x_stride + k[:, None]
+    matrix = expert * PARTS
+    w_ptr = weight + matrix * part_step + n_first.to(tl.int64) * n_step + (column[:, None] * n_step + k[None, :])
+    if SCALE == BLOCK_SCALE:
+        s_ptr = scale + (matrix * scale_rows + n_first // 128) * K_BLOCKS
+        s_part = scale_rows.to(tl.int64) * K_BLOCKS
+        s_k = 1
+    else:
+        s_k = n_out * WORDS
+        s_part = s_k.to(tl.int64) * K_BLOCKS
+        s_ptr = scale + matrix * s_part + n_first + column
+    if X_SCALE == 1:
+        xs_ptr = x_scale + token * K_BLOCKS
+
+    up = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
+    if PARTS == 2:
+        gate = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
+    up_ptr = w_ptr + (PARTS - 1) * part_step
+    us_ptr = s_ptr + (PARTS - 1) * s_part
+    for block in tl.range(0, K_BLOCKS, num_stages=STAGES):
+        left = k_in - block * BLOCK_K
+        x0 = _load(x_ptr, k[:, None] < left, EVEN_K)
+        if QUARTERS:
+            x1 = _load(x_ptr + WIDTH, k[:, None] < left - WIDTH, EVEN_K)
+            x2 = _load(x_ptr + 2 * WIDTH, k[:, None] < left - 2 * WIDTH, EVEN_K)
+            x3 = _load(x_ptr + 3 * WIDTH, k[:, None] < left - 3 * WIDTH, EVEN_K)
+        else:
+            x1 = x0
+            x2 = x0
+            x3 = x0
+        xs = tl.load(xs_ptr + block) if X_SCALE == 1 else 0.0
+        if PARTS == 2:
+            w0, w1, w2, w3 = _load_weights(w_ptr, k[None, :], left, WIDTH, WEIGHT, EVEN_K or LANES)
+            gate = _multiply(
+                gate,
+                w0,
+                w1,
+                w2,
+                w3,
+                s_ptr,
+                n_out,
+                x0,
+                x1,
+                x2,
+                x3,
+                xs,
+                WEIGHT,
+                SCALE,
+                WORDS,
+                X_SCALE == 1,
+                ASM,
+            )
+            w_ptr += k_step
+            s_ptr += s_k
+        w0, w1, w2, w3 = _load_weights(up_ptr, k[None, :], left, WIDTH, WEIGHT, EVEN_K or LANES)
+        up = _multiply(up, w0, w1, w2, w3, us_ptr, n_out, x0, x1, x2, x3, xs, WEIGHT, SCALE, WORDS, X_SCALE == 1, ASM)
+        up_ptr += k_step
+        us_ptr += s_k
+        x_ptr += BLOCK_K
+
+    vector = matrix * n_out + n_first + column
+    last = vector + (PARTS - 1) * n_out
+    if X_SCALE == 2:
+        per_token = tl.load(x_scale + token)[None, :]
+        up *= per_token
+        if PARTS == 2:
+            gate *= per_token
+    if ROW_SCALE:
+        up *= tl.load(row_scale + last)[:, None]
+        if PARTS == 2:
+            gate *= tl.load(row_scale + vector)[:, None]
+    if BIAS:
+        up += tl.load(bias + last).to(tl.float32)[:, None]
+        if PARTS == 2:
+            gate += tl.load(bias + vector).to(tl.float32)[:, None]
+    if KIND == NO_ACTIVATION:
+        result = up
+    elif PARTS == 2:
+        result = _activate(gate, up, KIND, HAS_LIMIT, limit, alpha, gate_bound, up_bound)
+    else:
+        result = _activate(up, up, KIND, HAS_LIMIT, limit, alpha, gate_bound, up_bound)
+    out_ptr = out + row[None, :] * n_out + (n_first + n)[:, None]
+    inside_out = (n < n_out - n_first)[:, None] & (t < row_count)[None, :]
+    tl.store(out_ptr, result.to(out.dtype.element_ty), mask=inside_out)
