@@ -299,11 +299,11 @@ def grouped_gemm_kernel(
     w_ptr = weight + matrix * part_step + n_first.to(tl.int64) * n_step + (column[:, None] * n_step + k[None, :])
     if SCALE == BLOCK_SCALE:
         s_ptr = scale + (matrix * scale_rows + n_first // 128) * K_BLOCKS
-        s_part = scale_rows.to(tl.int64) * K_BLOCKS
+        s_part = tl.cast(scale_rows, tl.int64) * K_BLOCKS
         s_k = 1
     else:
         s_k = n_out * WORDS
-        s_part = s_k.to(tl.int64) * K_BLOCKS
+        s_part = tl.cast(s_k, tl.int64) * K_BLOCKS
         s_ptr = scale + matrix * s_part + n_first + column
     if X_SCALE == 1:
         xs_ptr = x_scale + token * K_BLOCKS
