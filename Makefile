@@ -16,7 +16,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TOKENIZ
 OFFLINE := HF_HUB_OFFLINE=1
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check -c $(PINS)
 
-.PHONY: help setup fix check test unit snippets examples demo bench-cpu cover constraints dist clean
+.PHONY: help setup fix check test unit snippets examples demo bench-cpu gpu-test cover constraints dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -68,6 +68,9 @@ demo: $(VENV)/.runtime ## the shipped model writes text in every weight format
 
 bench-cpu: $(VENV)/.dev ## the CPU path beside transformers' own experts
 	$(OFFLINE) $(BIN)/python benchmarks/bench_cpu.py
+
+gpu-test: ## the tests of a machine with a GPU, on the Python that is there (torch, Triton and pytest installed)
+	PYTHONPATH=src python3 -m pytest tests/gpu -o filterwarnings=default
 
 cover: $(VENV)/.dev ## tests with a coverage report
 	$(ONE_THREAD) $(OFFLINE) $(BIN)/python -m pytest tests -n 2 --cov

@@ -112,7 +112,7 @@ def inspect_model(
         path=str(path),
         family=family_of(checkpoint.config).name,
         spec=spec,
-        report=audit(checkpoint, deep=deep),
+        report=audit(checkpoint, deep=deep, progress=progress),
         plan=plan(Problem(spec=spec, device=probe(device))),
     )
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from .types import Choice
+    from .formats.payload import Payload
+    from .types import Choice, DeviceFacts, ExpertWeights, MoESpec
 
 __all__ = ["load_layer", "load_routed"]
 
@@ -40,13 +41,8 @@ def load_layer(
     device: the best of this machine when None. dtype: of the layer's input and output. checked: as ``MoELayer``.
     Raises the CheckpointErrors of the audit, InputError for a layer without experts, and PlanError.
     """
-    checkpoint = Checkpoint.open(path)
-    spec = describe_checkpoint(checkpoint, layer)
-    facts = probe(device)
-    weights = load_experts(checkpoint, spec, layer, linear(spec.num_experts, 0, 1), device=facts.kind)
-    if weight_format is not None:
-        weights = encode_experts(weights, weight_format)
-    spec = replace(spec, weight_format=weights.down.name)
+    checkpoint, facts = Checkpoint.open(path), probe(device)
+    spec, weights = _experts(checkpoint, layer, weight_format, facts)
     problem = Problem(spec=spec, device=facts, limits=limits or Limits(), dtype=dtype)
     return MoELayer(
         weights,
@@ -70,18 +66,25 @@ def load_routed(
 
     Arguments and errors as ``load_layer``; the layer computes in BF16 and takes a routing or logits at every call.
     """
-    spec = describe_checkpoint(checkpoint, layer)
     facts = probe(device)
-    weights = load_experts(checkpoint, spec, layer, linear(spec.num_experts, 0, 1), device=facts.kind)
-    if weight_format is not None:
-        weights = encode_experts(weights, weight_format)
+    spec, weights = _experts(checkpoint, layer, weight_format, facts)
     routed = replace(
         spec,
         hidden_size=spec.expert_hidden_size,
         latent_size=None,
         shared=None,
         routing=RoutingSpec(top_k=spec.routing.top_k),
-        weight_format=weights.down.name,
     )
     problem = Problem(spec=routed, device=facts, limits=limits or Limits())
     return MoELayer(weights, plan(problem, force))
+
+
+def _experts(
+    checkpoint: Checkpoint, layer: int, weight_format: str | None, facts: DeviceFacts
+) -> tuple[MoESpec, ExpertWeights[Payload]]:
+    """Read all experts of a layer, encode them if asked, and return them with the spec that describes them."""
+    spec = describe_checkpoint(checkpoint, layer)
+    weights = load_experts(checkpoint, spec, layer, linear(spec.num_experts, 0, 1), device=facts.kind)
+    if weight_format is not None and weight_format != weights.down.name:
+        weights = encode_experts(weights, weight_format)
+    return replace(spec, weight_format=weights.down.name), weights

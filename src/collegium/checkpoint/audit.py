@@ -22,7 +22,7 @@ from .detect import Found, StoredFormat, detect, find_experts
 from .layout import PROJECTIONS, Cut, Source, check_part, part_name, read_parts, source_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
 
@@ -326,10 +326,13 @@ def _roles(checkpoint: Checkpoint, family: Family, layers: Sequence[int]) -> dic
     return totals
 
 
-def audit(checkpoint: Checkpoint, *, deep: bool = True) -> AuditReport:
+def audit(
+    checkpoint: Checkpoint, *, deep: bool = True, progress: Callable[[int, int, str], None] | None = None
+) -> AuditReport:
     """Check the experts of every MoE layer and return what was found.
 
-    deep: also read every expert, one matrix at a time, and check its scales. Raises one CheckpointError (of the class
+    deep: also read every expert, one matrix at a time, and check its scales. progress: called before each layer and
+    once at the end with (layers done, layers, text). Raises one CheckpointError (of the class
     of the first problem) that lists up to 20 problems, each with layer, expert and tensor.
     """
     family = family_of(checkpoint.config)
@@ -338,7 +341,9 @@ def audit(checkpoint: Checkpoint, *, deep: bool = True) -> AuditReport:
     findings: list[str] = []
     reports: list[LayerReport] = []
     layers = family.moe_layers(checkpoint.config)
-    for layer in layers:
+    for done, layer in enumerate(layers):
+        if progress is not None:
+            progress(done, len(layers), f"layer {layer}")
         try:
             stored = detect(checkpoint.config, checkpoint, layer)
         except CheckpointError as error:
@@ -352,6 +357,8 @@ def audit(checkpoint: Checkpoint, *, deep: bool = True) -> AuditReport:
         prefix = family.names.experts.format(layer=layer)
         nbytes = sum(i.nbytes for n, i in checkpoint.tensors.items() if n.startswith(prefix))
         reports.append(LayerReport(layer=layer, stored=stored, experts=spec.num_experts, nbytes=nbytes))
+    if progress is not None:
+        progress(len(layers), len(layers), f"{len(layers)} layers")
     refuse(checkpoint, problems)
     return AuditReport(
         path=str(checkpoint.path),
