@@ -28,6 +28,7 @@ def test_hard_dependencies_are_the_promised_six() -> None:
 def test_every_direct_dependency_is_pinned() -> None:
     extras = PROJECT["optional-dependencies"]
     wanted = names(PROJECT["dependencies"]).union(*(names(extra) for extra in extras.values())) - {"collegium"}
+    wanted -= {"triton"}  # a GPU build of torch brings its own; beside a CPU build the Makefile names one
     pinned = {name.lower() for name in pins()}
     assert not {name for name in wanted if name.replace("_", "-") not in pinned}
 

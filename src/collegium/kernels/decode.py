@@ -9,6 +9,8 @@ it. All results are exact: see ``ops/grouped_gemm.py`` for the number ranges.
 import triton
 import triton.language as tl
 
+__all__ = ["e2m1_quarters", "e4m3_scale", "e4m3_to_bf16", "e8m0_scale", "int4_quarters", "times"]
+
 # Bit positions of an E2M1 code (sign, two exponent bits, mantissa) of quarter q in its lane:
 #   quarter 0: 15, 8 7 6   quarter 1: 12, 5 4 3   quarter 2: 9, 2 1 0   quarter 3: 14, 13 11 10
 # The first three reach bfloat16's sign, low exponent and high mantissa bits (15, 8 7 6) by one shift.

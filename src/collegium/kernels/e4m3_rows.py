@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+__all__ = ["e4m3_rows_kernel"]
+
 
 @triton.jit
 def e4m3_rows_kernel(

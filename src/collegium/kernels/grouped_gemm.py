@@ -11,6 +11,8 @@ import triton.language as tl
 
 from .decode import e2m1_quarters, e4m3_scale, e4m3_to_bf16, e8m0_scale, int4_quarters, times
 
+__all__ = ["grouped_gemm_kernel"]
+
 # How weights are stored and reach the tensor core.
 PLAIN = tl.constexpr(0)  # in the dtype of the activations
 E4M3_BF16 = tl.constexpr(1)  # E4M3 bytes, decoded to bfloat16

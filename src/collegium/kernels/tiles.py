@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+__all__ = ["tile_list_kernel"]
+
 
 @triton.jit
 def tile_list_kernel(

@@ -27,6 +27,7 @@ __all__ = [
     "PackedExperts",
     "PackedMatrix",
     "TileList",
+    "constants",
     "grouped_gemm",
     "grouped_gemm_reference",
     "refuse_machine",
