@@ -130,7 +130,10 @@ def plan_model(
     weight_format: plan for the experts encoded into this format. Raises ConfigError, SpecError and PlanError.
     """
     where = Path(path)
-    spec = describe(read_config(where.parent if where.is_file() else where))
+    folder = where.parent if where.is_file() else where
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{path}: no config.json there; give a model's folder, or the file itself")
+    spec = describe(read_config(folder))
     if weight_format is not None:
         spec = replace(spec, weight_format=by_name(weight_format).name)
     return plan(Problem(spec=spec, device=probe(device), limits=limits or Limits()), force)

@@ -120,3 +120,10 @@ def test_a_forced_kernel_that_cannot_run_lists_the_refusals(monkeypatch, capsys)
     assert message.startswith("PlanError")
     assert "nvfp4" in message
     assert "reference: kernel cpu_grouped was forced" in message
+
+
+@pytest.mark.parametrize("command", ["plan", "inspect"])
+def test_a_folder_that_is_not_there(command, tmp_path, monkeypatch, capsys):
+    message = failing(monkeypatch, capsys, command, str(tmp_path / "nowhere"))
+    assert "nowhere" in message
+    assert "no config.json there" in message or "no such folder" in message
