@@ -18,7 +18,7 @@ from .errors import InputError, PlanError
 from .experts import KERNELS
 from .formats import by_name
 from .formats.payload import Payload
-from .formats.unquantised import Bf16, Fp16, Fp32
+from .formats.unquantised import FLOAT_FORMATS, as_stored
 from .ops.route import route, route_custom, sanitise
 from .parallel.local import Local
 from .pipeline import SplitPipeline
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MoELayer", "encode_experts", "moe"]
 
-_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_DTYPES = {dtype: plain.name for dtype, plain in FLOAT_FORMATS.items()}
 
 
 class MoELayer(nn.Module):
@@ -289,12 +289,7 @@ def _as_payload(weight: Payload | Tensor, parts: int | None) -> Payload:
         return weight
     if parts is not None and weight.dim() == 3:
         weight = weight.unflatten(1, (parts, -1))
-    for payload in (Bf16, Fp16, Fp32):
-        if _DTYPES.get(weight.dtype) == payload.name:
-            return payload(values=weight, shape=tuple(weight.shape))
-    raise InputError(
-        f"moe: a weight is {weight.dtype}; allowed: {', '.join(map(str, _DTYPES))}, or a payload of collegium.formats"
-    )
+    return as_stored(weight)
 
 
 def _check_rows(name: str, found: Tensor, wanted: tuple[int, int]) -> None:

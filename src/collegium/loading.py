@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from .checkpoint.loader import describe_checkpoint, load_experts, load_router, load_shared
+from .checkpoint.detect import detect
+from .checkpoint.loader import load_experts, load_router, load_shared
 from .checkpoint.reader import Checkpoint
 from .devices import probe
 from .layer import MoELayer, encode_experts
+from .models import describe
 from .parallel.placement import linear
 from .plan import plan
 from .types import Limits, Problem, RoutingSpec
@@ -83,8 +85,10 @@ def _experts(
     checkpoint: Checkpoint, layer: int, weight_format: str | None, facts: DeviceFacts
 ) -> tuple[MoESpec, ExpertWeights[Payload]]:
     """Read all experts of a layer, encode them if asked, and return them with the spec that describes them."""
-    spec = describe_checkpoint(checkpoint, layer)
-    weights = load_experts(checkpoint, spec, layer, linear(spec.num_experts, 0, 1), device=facts.kind)
+    stored = detect(checkpoint.config, checkpoint, layer)
+    spec = replace(describe(checkpoint.config), weight_format=stored.name)
+    everything = linear(spec.num_experts, 0, 1)
+    weights = load_experts(checkpoint, spec, layer, everything, stored=stored, device=facts.kind)
     if weight_format is not None and weight_format != weights.down.name:
         weights = encode_experts(weights, weight_format)
     return replace(spec, weight_format=weights.down.name), weights

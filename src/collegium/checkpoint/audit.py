@@ -264,7 +264,7 @@ def _check_values(
     first: Payload | None = None
     seen: dict[str, Tensor] = {}
     for source in _sources(family, spec, layer, stored.stacked):
-        if source.path.endswith("gate") or source.label.endswith("gate"):
+        if source.label.endswith("gate"):
             seen = {}
         shape_problem = check_declared_shape(checkpoint, source)
         if shape_problem is not None:

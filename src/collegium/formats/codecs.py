@@ -39,6 +39,7 @@ __all__ = [
     "pack_nibbles",
     "pair_table",
     "power_of_two",
+    "relative_e8m0",
     "scale_groups_",
     "split_last",
     "unpack_nibbles",
@@ -91,6 +92,19 @@ def e8m0_values(device: torch.device) -> Tensor:
     bits[0] = 0x00400000
     bits[255] = 0x7FC00000
     return bits.view(torch.float32)
+
+
+def relative_e8m0(scales: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """Split E8M0 ``scales [E, ..., G]`` into bytes relative to the row's largest, which gets ``top``, and that scale.
+
+    Returns uint8 ``[E, ..., G]`` and float32 ``[E, ...]``. Groups more than 2^top below the largest are raised to
+    that. Temporary memory is one expert's.
+    """
+    relative, largest = torch.empty_like(scales), scales.amax(-1)
+    for expert, own in enumerate(scales):
+        wide = own.to(torch.int16) - largest[expert].to(torch.int16).unsqueeze(-1) + top
+        relative[expert] = wide.clamp(min=0).to(torch.uint8)
+    return relative, look_up(e8m0_values(scales.device), largest)
 
 
 def floor_log2(x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["Bf16", "Fp16", "Fp32"]
+__all__ = ["FLOAT_FORMATS", "Bf16", "Fp16", "Fp32", "as_stored"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,3 +98,14 @@ class Fp16(_Plain):
     tolerance: ClassVar[float] = 2.5e-4
     dtype: ClassVar[torch.dtype] = torch.float16
     storages: ClassVar[tuple[Storage, ...]] = (Storage(name="plain", parts=(Part(suffix=".weight", dtypes=("F16",)),)),)
+
+
+FLOAT_FORMATS: Mapping[torch.dtype, type[Fp32 | Bf16 | Fp16]] = {f.dtype: f for f in (Bf16, Fp16, Fp32)}
+
+
+def as_stored(values: Tensor) -> Fp32 | Bf16 | Fp16:
+    """Wrap ``values [..., N, K]`` as the format its dtype is, without a copy; InputError for another dtype."""
+    if values.dtype not in FLOAT_FORMATS:
+        allowed = ", ".join(map(str, FLOAT_FORMATS))
+        raise InputError(f"a weight is {values.dtype}; allowed: {allowed}, or a payload of collegium.formats")
+    return FLOAT_FORMATS[values.dtype](values=values, shape=tuple(values.shape))

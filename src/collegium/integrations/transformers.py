@@ -21,7 +21,7 @@ import torch
 from ..checkpoint.reader import Checkpoint
 from ..devices import probe
 from ..errors import ConfigError, InputError, MissingExtraError, MissingTensorError, SpecError
-from ..formats.unquantised import Bf16, Fp16, Fp32
+from ..formats.unquantised import FLOAT_FORMATS, as_stored
 from ..layer import MoELayer
 from ..loading import load_routed
 from ..models import family_of
@@ -50,7 +50,6 @@ __all__ = [
 NAME = "collegium"
 # Where transformers names a module otherwise than the published checkpoint does: family -> {theirs: published}.
 RENAMED: dict[str, dict[str, str]] = {"mixtral": {".mlp.": ".block_sparse_moe."}}
-_DTYPES = {torch.bfloat16: (Bf16, "bf16"), torch.float16: (Fp16, "fp16"), torch.float32: (Fp32, "fp32")}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,9 +75,8 @@ def experts_forward(module: nn.Module, x: Tensor, topk_ids: Tensor, topk_weights
     ``attach`` or ``load_model`` are used as they are. Ids of ``num_experts`` and above mean "not on this rank".
     """
     entry = _LAYERS.get(module)
-    stamp = _stamp(module)
-    if entry is None or (entry.stamp is not None and entry.stamp != stamp):
-        entry = _Entry(layer=_build(module, x, topk_ids.shape[-1]), stamp=stamp)
+    if entry is None or (entry.stamp is not None and entry.stamp != _stamp(module)):
+        entry = _Entry(layer=_build(module, x, topk_ids.shape[-1]), stamp=_stamp(module))
         _LAYERS[module] = entry
     return entry.layer(x, routing=Routing(topk_ids=topk_ids, topk_weights=topk_weights))
 
@@ -110,8 +108,8 @@ def routed_weights(module: Any) -> ExpertWeights[Payload]:
     if module.is_transposed:
         upper, lower = upper.transpose(1, 2), lower.transpose(1, 2)
     return ExpertWeights(
-        gate_up=_payload(_split(upper, parts, module)),
-        down=_payload(lower),
+        gate_up=as_stored(_split(upper, parts, module)),
+        down=as_stored(lower),
         gate_up_bias=biases[0],
         down_bias=biases[1],
     )
@@ -186,9 +184,8 @@ def _build(module: nn.Module, x: Tensor, top_k: int) -> MoELayer:
             f"{type(module).__name__}: its parameters are on the meta device and no layer was attached; "
             "use load_model(), or attach() layers of your own"
         )
-    dtype = _DTYPES.get(x.dtype)
-    if dtype is None:
-        raise InputError(f"x is {x.dtype}; allowed: {', '.join(map(str, _DTYPES))}")
+    if x.dtype not in FLOAT_FORMATS:
+        raise InputError(f"x is {x.dtype}; allowed: {', '.join(map(str, FLOAT_FORMATS))}")
     experts, _, wide, hidden = weights.gate_up.shape
     spec = MoESpec(
         hidden_size=hidden,
@@ -199,7 +196,9 @@ def _build(module: nn.Module, x: Tensor, top_k: int) -> MoELayer:
         weight_format=weights.down.name,
         expert_bias=weights.down_bias is not None,
     )
-    return MoELayer(weights, plan(Problem(spec=spec, device=probe(x.device), dtype=cast("Any", dtype[1]))))
+    return MoELayer(
+        weights, plan(Problem(spec=spec, device=probe(x.device), dtype=cast("Any", FLOAT_FORMATS[x.dtype].name)))
+    )
 
 
 def _activation_of(module: nn.Module) -> ActivationSpec:
@@ -240,12 +239,6 @@ def _split(weight: Tensor, parts: int, module: nn.Module) -> Tensor:
     if parts == 2 and not module.is_concatenated:
         return deinterleave(weight, 1)
     return weight.unflatten(1, (parts, -1))
-
-
-def _payload(weight: Tensor) -> Payload:
-    if weight.dtype not in _DTYPES:
-        raise InputError(f"expert weights are {weight.dtype}; allowed: {', '.join(map(str, _DTYPES))}")
-    return _DTYPES[weight.dtype][0](values=weight, shape=tuple(weight.shape))
 
 
 def _stamp(module: nn.Module) -> tuple[object, ...]:
@@ -305,10 +298,10 @@ def _load_rest(model: Any, checkpoint: Checkpoint, device: str) -> None:
 
 
 def _plain(tensor: Tensor, name: str) -> Tensor:
-    if tensor.dtype in _DTYPES:
+    if tensor.dtype in FLOAT_FORMATS:
         return tensor
     raise ConfigError(
-        f"{name}: stored as {tensor.dtype}; outside the experts only {', '.join(map(str, _DTYPES))} are read. "
+        f"{name}: stored as {tensor.dtype}; outside the experts only {', '.join(map(str, FLOAT_FORMATS))} are read. "
         "Run this model in an engine that quantises its other layers too, and use Collegium for the experts there"
     )
 

@@ -30,7 +30,7 @@ from ..formats import (
     NvFp4,
     Payload,
 )
-from ..formats.codecs import E2M1_VALUES, pack_nibbles, unpack_nibbles
+from ..formats.codecs import E2M1_VALUES, pack_nibbles, relative_e8m0, unpack_nibbles
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -262,24 +262,9 @@ def _by_row(per_matrix: Tensor, shape: tuple[int, ...]) -> Tensor:
     return spread.reshape(shape[0], -1).contiguous()
 
 
-def _relative(scales: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Split E8M0 ``[E, N, G]`` into fields relative to the row's largest scale, which gets ``top``, and that scale.
-
-    Groups more than 2^top below the largest are raised to that: less than a float32 sum can resolve.
-    """
-    fields = torch.empty_like(scales)
-    largest = torch.empty(scales.shape[:2], dtype=torch.float32)
-    for expert, own in enumerate(scales):
-        wide = own.to(torch.int16)
-        most = wide.amax(-1, keepdim=True)
-        fields[expert] = (wide - most + top).clamp_(min=0).to(torch.uint8)
-        largest[expert] = torch.ldexp(torch.ones(own.shape[0]), most[:, 0].to(torch.int32) - 127)
-    return fields, largest
-
-
 def _mxfp4(payload: MxFp4) -> CodeMatrix:
     experts = payload.shape[0]
-    fields, largest = _relative(_flat(payload.scales, experts), _MX_FIELD)
+    fields, largest = relative_e8m0(_flat(payload.scales, experts), _MX_FIELD)
     return CodeMatrix(
         codes=_words(_flat(payload.codes, experts)),
         table=_table(tuple(v * 2.0**-63 for v in E2M1_VALUES)),
@@ -325,7 +310,7 @@ def _int4(payload: Int4Group) -> CodeMatrix:
 
 def _mxfp8(payload: MxFp8) -> CodeMatrix:
     experts = payload.shape[0]
-    fields, largest = _relative(_flat(payload.scales, experts), _E4M3_FIELD)
+    fields, largest = relative_e8m0(_flat(payload.scales, experts), _E4M3_FIELD)
     return CodeMatrix(
         codes=_flat(payload.codes.view(torch.int8), experts),
         scales=fields,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import InputError
-from ..formats.codecs import e8m0_values, look_up, unpack_nibbles
+from ..formats.codecs import relative_e8m0, unpack_nibbles
 from .grouped_gemm import (
     BLOCK_SCALE,
     E2M1_LANES,
@@ -115,7 +115,7 @@ def pack_fp8_rows(payload: Fp8Channel | Fp8Tensor, bias: Tensor | None, *, nativ
 def pack_mxfp8(payload: MxFp8, bias: Tensor | None) -> PackedMatrix:
     """Take codes as they are; E8M0 scales stand relative to the largest of their row."""
     shape = _four(payload.shape)
-    scale, row_scale = _relative_e8m0(payload.scales, shape, top=127)
+    scale, row_scale = _relative_words(payload.scales, shape[3], top=127)
     return PackedMatrix(
         values=_e4m3(payload.codes, native=False),
         shape=shape,
@@ -136,7 +136,7 @@ def pack_mxfp4(payload: MxFp4, bias: Tensor | None) -> PackedMatrix:
     rounded.
     """
     shape = _four(payload.shape)
-    scale, row_scale = _relative_e8m0(payload.scales, shape, top=253)
+    scale, row_scale = _relative_words(payload.scales, shape[3], top=253)
     return PackedMatrix(
         values=_lanes(payload.codes, shape, 128, 0, _e2m1_lane),
         shape=shape,
@@ -227,14 +227,9 @@ def _e4m3(codes: Tensor, native: bool) -> Tensor:
     return codes.contiguous() if native else codes.contiguous().view(torch.uint8)
 
 
-def _relative_e8m0(scales: Tensor, shape: tuple[int, int, int, int], top: int) -> tuple[Tensor, Tensor]:
-    """Return words of bytes ``top + scale - largest of the row``, and 2^(largest - 127) ``[E, P, N]``."""
-    largest = scales.amax(-1)
-    moved = torch.empty_like(scales)
-    for expert in range(shape[0]):
-        wide = scales[expert].to(torch.int16) - largest[expert].to(torch.int16).unsqueeze(-1) + top
-        moved[expert] = wide.clamp(min=0).to(torch.uint8)
-    return _scale_words(moved, shape[3], 128), look_up(e8m0_values(scales.device), largest)
+def _relative_words(scales: Tensor, k_in: int, top: int) -> tuple[Tensor, Tensor]:
+    relative, largest = relative_e8m0(scales, top)
+    return _scale_words(relative, k_in, 128), largest
 
 
 def _scale_words(scales: Tensor, k_in: int, block_k: int) -> Tensor:
