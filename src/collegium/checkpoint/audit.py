@@ -35,7 +35,7 @@ __all__ = [
     "AuditReport",
     "LayerReport",
     "audit",
-    "bad_biases",
+    "bad_bias",
     "bad_scale",
     "check_declared_shape",
     "check_layer",
@@ -279,7 +279,9 @@ def _check_values(
             first = payload
         elif source.label.endswith("up") and first is not None and scale is not None:
             unequal += int(not torch.equal(scale, first.tensors()["global_scale"]))
-    problems += bad_biases(checkpoint, family, spec, layer)
+    for template in (family.names.stacked.gate_up, family.names.stacked.down) if spec.expert_bias else ():
+        name = template.format(layer=layer) + "_bias"
+        problems += bad_bias(layer, name, checkpoint.read(name), range(spec.num_experts))
     findings = []
     if unequal:
         findings.append(
@@ -289,15 +291,10 @@ def _check_values(
     return problems, findings
 
 
-def bad_biases(checkpoint: Checkpoint, family: Family, spec: MoESpec, layer: int) -> list[CheckpointError]:
-    """Return a problem for every bias tensor of the stack that holds NaN or infinity."""
-    problems: list[CheckpointError] = []
-    for template in (family.names.stacked.gate_up, family.names.stacked.down) if spec.expert_bias else ():
-        name = template.format(layer=layer) + "_bias"
-        bad = (~torch.isfinite(checkpoint.read(name))).any(-1).nonzero().flatten().tolist()
-        if bad:
-            problems.append(BadScaleError(f"layer {layer}: {name} holds NaN or infinity for experts {bad[:8]}"))
-    return problems
+def bad_bias(layer: int, name: str, bias: Tensor, experts: Sequence[int]) -> list[CheckpointError]:
+    """Return a problem when ``bias [E, N]`` of these experts holds NaN or infinity, else nothing."""
+    bad = [expert for expert, fine in zip(experts, torch.isfinite(bias).all(-1).tolist(), strict=True) if not fine]
+    return [BadScaleError(f"layer {layer}: {name} holds NaN or infinity for experts {bad[:8]}")] if bad else []
 
 
 def _roles(checkpoint: Checkpoint, family: Family, layers: Sequence[int]) -> dict[str, tuple[int, int]]:

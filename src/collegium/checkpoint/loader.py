@@ -14,7 +14,7 @@ import torch
 from ..errors import BadScaleError, CheckpointError, ConfigError, InputError, TensorMismatchError
 from ..models import declared_format, describe, family_of
 from ..types import ExpertWeights, RouterWeights, SharedWeights
-from .audit import bad_scale, check_declared_shape, check_layer, refuse
+from .audit import bad_bias, bad_scale, check_declared_shape, check_layer, refuse
 from .detect import StoredFormat, detect, find_shared, stored_format
 from .layout import Cut, Projection, Source, check_part, read_parts, source_of
 
@@ -172,16 +172,13 @@ def _biases(
         return None, None
     names, checkpoint = family_of(reader.checkpoint.config).names, reader.checkpoint
     up_name, down_name = (t.format(layer=layer) + "_bias" for t in (names.stacked.gate_up, names.stacked.down))
-    ids = torch.tensor(placement.expert_ids, dtype=torch.int64)
     both, down = (
         _rows(checkpoint, up_name, placement.expert_ids),
         _rows(checkpoint, down_name, placement.expert_ids),
     )
     order = both.unflatten(-1, (-1, 2)).mT if names.stacked.interleaved else both.unflatten(-1, (2, -1))
     for name, tensor in ((up_name, both), (down_name, down)):
-        bad = ids[~torch.isfinite(tensor).all(-1)].tolist()
-        if bad:
-            reader.problems.append(BadScaleError(f"layer {layer}: {name} holds NaN or infinity for experts {bad[:8]}"))
+        reader.problems += bad_bias(layer, name, tensor, placement.expert_ids)
     if placement.tp_rank:
         down = torch.zeros_like(down)
     return order[..., local[0] : local[1]].contiguous(), down
