@@ -1,20 +1,31 @@
-"""Small enough to read: lines of files and functions, parameters, and lines in all."""
+"""Small enough to read: lines of files and functions, parameters, and lines of code in all."""
 
 from __future__ import annotations
 
 import ast
+import io
 import sys
+import tokenize
 from pathlib import Path
 
 from tracked import ROOT, tracked
 
-__all__ = ["HOST_FILE", "KERNEL_FILE", "main", "oversized", "total_lines"]
+__all__ = ["HOST_FILE", "KERNEL_FILE", "code_lines", "main", "oversized", "total_lines"]
 
 HOST_FILE = 400
 KERNEL_FILE = 700
 FUNCTION = 60
 PARAMETERS = 8
-TOTAL = 10_000
+TOTAL = 10_000  # of code: ADR 8 says why comments and docstrings are free
+
+_NO_CODE = (
+    tokenize.COMMENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+    tokenize.INDENT,
+    tokenize.NEWLINE,
+    tokenize.NL,
+)
 
 
 def oversized(root: Path = ROOT) -> list[str]:
@@ -26,19 +37,33 @@ def oversized(root: Path = ROOT) -> list[str]:
         lines, device = len(text.splitlines()), "kernels" in path.relative_to(root).parts
         allowed = KERNEL_FILE if device else HOST_FILE
         name = str(path.relative_to(root))
-        total += lines
+        total += code_lines(text)
         if lines > allowed:
             faults.append(f"{name}: {lines} lines, allowed {allowed}; split it by subject")
         if not device:
             faults += [f"{name}:{fault}" for fault in _functions(ast.parse(text))]
     if total > TOTAL:
-        faults.append(f"src: {total} lines in all, allowed {TOTAL}; what can be deleted?")
+        faults.append(f"src: {total} lines of code in all, allowed {TOTAL}; what can be deleted?")
     return faults
 
 
 def total_lines(root: Path = ROOT) -> int:
-    """Return the number of source lines under ``root/src``."""
-    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in _sources(root))
+    """Return the number of lines of code under ``root/src``."""
+    return sum(code_lines(path.read_text(encoding="utf-8")) for path in _sources(root))
+
+
+def code_lines(text: str) -> int:
+    """Return how many lines of a module hold code: not blank, not only a comment, not a docstring."""
+    found: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in _NO_CODE:
+            found.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0] if node.body else None
+            if ast.get_docstring(node, clean=False) is not None and first is not None:
+                found.difference_update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+    return len(found)
 
 
 def _sources(root: Path) -> list[Path]:
@@ -63,7 +88,7 @@ def _functions(tree: ast.Module) -> list[str]:
 def main() -> int:
     """Print what is over budget; 1 when anything is."""
     faults = oversized()
-    print("\n".join(faults) or f"size: {total_lines()} of {TOTAL} lines")
+    print("\n".join(faults) or f"size: {total_lines()} of {TOTAL} lines of code")
     return bool(faults)
 
 

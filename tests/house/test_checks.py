@@ -89,7 +89,13 @@ def test_too_many_lines_in_all_are_found(tmp_path: Path) -> None:
     (tmp_path / "src").mkdir()
     for n in range(26):
         (tmp_path / "src" / f"f{n}.py").write_text("x = 1\n" * 400)
-    assert [fault for fault in check_size.oversized(tmp_path) if "10400 lines in all" in fault]
+    assert [fault for fault in check_size.oversized(tmp_path) if "10400 lines of code in all" in fault]
+
+
+def test_comments_and_docstrings_are_no_code() -> None:
+    text = '"""Module.\n\nMore."""\n\n# remark\nx = """a\nb"""  # value\n\n\n'
+    text += 'def f() -> None:\n    """Say."""\n    return None\n'
+    assert check_size.code_lines(text) == 4
 
 
 def test_words() -> None:

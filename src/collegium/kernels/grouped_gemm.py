@@ -9,6 +9,7 @@ bits do not depend on the rows beside it. All addresses start from 64-bit bases.
 import triton
 import triton.language as tl
 
+from .activation import activate
 from .decode import e2m1_quarters, e4m3_scale, e4m3_to_bf16, e8m0_scale, int4_quarters, times
 
 __all__ = ["grouped_gemm_kernel"]
@@ -29,66 +30,8 @@ E4M3_SCALE = tl.constexpr(3)  # the same with E4M3 bytes
 GROUP_SCALE = tl.constexpr(4)  # float32 for each row and K block or quarter, applied to the product
 PAIR_SCALE = tl.constexpr(5)  # two bfloat16 a word for each row and quarter, applied to the product
 
-# Activations between the two products; the numbers are the order of types.ACTIVATION_KINDS.
+# No activation follows the product; the other kinds are in activation.py.
 NO_ACTIVATION = tl.constexpr(-1)
-
-
-@triton.jit
-def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
-
-
-@triton.jit
-def _tanh(x):
-    return 2.0 * _sigmoid(2.0 * x) - 1.0
-
-
-@triton.jit
-def _below(x, limit):
-    # Not minimum: NaN must stay NaN.
-    return tl.where(x > limit, limit, x)
-
-
-@triton.jit
-def _within(x, limit):
-    return tl.where(x < -limit, -limit, tl.where(x > limit, limit, x))
-
-
-@triton.jit
-def _gelu(x):
-    return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-
-
-@triton.jit
-def _activate(gate, up, KIND: tl.constexpr, HAS_LIMIT: tl.constexpr, limit, alpha, gate_bound, up_bound):
-    if HAS_LIMIT and KIND != 2:
-        gate = _below(gate, limit)
-        up = _within(up, limit)
-    if KIND == 0:  # swiglu
-        out = gate * _sigmoid(gate) * up
-    elif KIND == 1:  # swiglu_oai
-        out = (up + 1.0) * (gate * _sigmoid(alpha * gate))
-    elif KIND == 2:  # swiglu_step
-        gate = gate * _sigmoid(gate)
-        if HAS_LIMIT:
-            gate = _below(gate, limit)
-            up = _within(up, limit)
-        out = gate * up
-    elif KIND == 3:  # situ
-        bounded = gate_bound * _tanh(gate / gate_bound) * _sigmoid(gate)
-        out = bounded * (up_bound * _tanh(up / up_bound))
-    elif KIND == 4:  # geglu
-        out = _gelu(gate) * up
-    elif KIND == 5:  # geglu_tanh
-        out = gate * _sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
-    elif KIND == 6:  # relu2
-        out = tl.where(up < 0.0, 0.0, up)
-        out = out * out
-    elif KIND == 7:  # silu
-        out = up * _sigmoid(up)
-    else:  # gelu
-        out = _gelu(up)
-    return out
 
 
 @triton.jit
@@ -374,9 +317,9 @@ def grouped_gemm_kernel(
     if KIND == NO_ACTIVATION:
         result = up
     elif PARTS == 2:
-        result = _activate(gate, up, KIND, HAS_LIMIT, limit, alpha, gate_bound, up_bound)
+        result = activate(gate, up, KIND, HAS_LIMIT, limit, alpha, gate_bound, up_bound)
     else:
-        result = _activate(up, up, KIND, HAS_LIMIT, limit, alpha, gate_bound, up_bound)
+        result = activate(up, up, KIND, HAS_LIMIT, limit, alpha, gate_bound, up_bound)
     out_ptr = out + row[None, :] * n_out + (n_first + n)[:, None]
     inside_out = (n < n_out - n_first)[:, None] & (t < row_count)[None, :]
     tl.store(out_ptr, result.to(out.dtype.element_ty), mask=inside_out)
