@@ -17,9 +17,10 @@ from ..errors import (
     TensorMismatchError,
     UnknownTensorError,
 )
-from ..models import describe, family_of
-from .detect import Found, StoredFormat, detect, find_experts
-from .layout import PROJECTIONS, Cut, Source, check_part, part_name, read_parts, source_of
+from ..models import family_of
+from .detect import StoredFormat, detect
+from .index import Found, find_experts, index_of
+from .layout import Cut, Source, check_part, part_name, projections, read_parts, source_of, stack_paths
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..formats.payload import Payload
-    from ..models import Family
+    from ..models import Family, Names
     from ..types import MoESpec
+    from .header import TensorInfo
     from .reader import Checkpoint
 
 __all__ = [
@@ -107,7 +109,7 @@ def bad_scale(source: Source, stored: StoredFormat) -> BadScaleError:
 def check_layer(checkpoint: Checkpoint, spec: MoESpec, layer: int, stored: StoredFormat) -> list[CheckpointError]:
     """Return every problem the headers show in the experts of ``layer``; no tensor data is read."""
     family = family_of(checkpoint.config)
-    found = find_experts(checkpoint, family, layer)
+    found, names = find_experts(checkpoint, layer), index_of(checkpoint).names
     problems: list[CheckpointError] = [
         UnknownTensorError(f"layer {layer}: {name} lies among the experts, {family.name} has no such tensor")
         for name in found.unknown
@@ -116,18 +118,18 @@ def check_layer(checkpoint: Checkpoint, spec: MoESpec, layer: int, stored: Store
         msg = f"layer {layer}: experts are stored one by one and stacked at once; keep one of the two"
         problems.append(DuplicateTensorError(msg))
     if stored.stacked:
-        problems += _check_stack(checkpoint, family, spec, layer, stored)
+        problems += _check_stack(checkpoint, names, spec, layer, stored)
         problems += _check_biases(checkpoint, family, spec, layer)
     else:
-        problems += _check_experts(checkpoint, family, spec, layer, stored)
+        problems += _check_experts(checkpoint, names, spec, layer, stored)
     problems += _check_suffixes(found, family, spec, layer, stored)
     return problems
 
 
-def _sources(family: Family, spec: MoESpec, layer: int, stacked: bool) -> Iterable[Source]:
+def _sources(names: Names, spec: MoESpec, layer: int, stacked: bool) -> Iterable[tuple[int, Source]]:
     for expert in range(spec.num_experts):
-        for which in PROJECTIONS:
-            yield source_of(family.names, spec, layer=layer, expert=expert, projection=which, stacked=stacked)
+        for which in projections(spec):
+            yield expert, source_of(names, spec, layer=layer, expert=expert, projection=which, stacked=stacked)
 
 
 def _parts_problems(checkpoint: Checkpoint, source: Source, stored: StoredFormat) -> list[CheckpointError]:
@@ -147,13 +149,13 @@ def _parts_problems(checkpoint: Checkpoint, source: Source, stored: StoredFormat
 
 
 def _check_stack(
-    checkpoint: Checkpoint, family: Family, spec: MoESpec, layer: int, stored: StoredFormat
+    checkpoint: Checkpoint, names: Names, spec: MoESpec, layer: int, stored: StoredFormat
 ) -> list[CheckpointError]:
     problems: list[CheckpointError] = []
-    for which in ("gate", "down"):
-        source = source_of(family.names, spec, layer=layer, expert=0, projection=which, stacked=True)
+    for which in stack_paths(names.stacked):
+        source = source_of(names, spec, layer=layer, expert=0, projection=which, stacked=True)
         name = part_name(source, stored.layout.parts[0])
-        held = checkpoint.tensors[name].shape[:1] if name in checkpoint else ()
+        held = checkpoint.tensors[name].shape[:1] if name in checkpoint and not source.flat else ()
         if held and held[0] != spec.num_experts:
             problems.append(_wrong_count(layer, held[0], spec))
         else:
@@ -170,8 +172,8 @@ def _wrong_count(layer: int, held: int, spec: MoESpec) -> ConfigError:
 
 def _check_biases(checkpoint: Checkpoint, family: Family, spec: MoESpec, layer: int) -> list[CheckpointError]:
     problems: list[CheckpointError] = []
-    table, e = family.names.stacked, spec.num_experts
-    wanted = ((table.gate_up, 2 * spec.intermediate_size), (table.down, spec.expert_hidden_size))
+    table, e = index_of(checkpoint).names.stacked, spec.num_experts
+    wanted = ((table.gate_up, spec.gate_up_parts * spec.intermediate_size), (table.down, spec.expert_hidden_size))
     for template, width in wanted if spec.expert_bias else ():
         name = template.format(layer=layer) + "_bias"
         if name not in checkpoint:
@@ -185,9 +187,9 @@ def _check_biases(checkpoint: Checkpoint, family: Family, spec: MoESpec, layer: 
 
 
 def _check_experts(
-    checkpoint: Checkpoint, family: Family, spec: MoESpec, layer: int, stored: StoredFormat
+    checkpoint: Checkpoint, names: Names, spec: MoESpec, layer: int, stored: StoredFormat
 ) -> list[CheckpointError]:
-    found = find_experts(checkpoint, family, layer)
+    found = find_experts(checkpoint, layer)
     present, e = {expert for expert, _ in found.single}, spec.num_experts
     if len(present) != e and present == set(range(len(present))):
         return [_wrong_count(layer, len(present), spec)]
@@ -200,11 +202,12 @@ def _check_experts(
         msg = f"layer {layer}, expert {expert}: no tensor at all; {len(present)} of {e} experts are in the files"
         problems.append(MissingTensorError(msg))
     dtypes: dict[tuple[bool, str], dict[str, str]] = defaultdict(dict)
-    for source in _sources(family, spec, layer, stacked=False):
-        if int(source.label.split(",")[1].rsplit(" ", 1)[1]) not in present:
+    parts = stored.layout.parts
+    for expert, source in _sources(names, spec, layer, stacked=False):
+        if expert not in present:
             continue
         problems += _parts_problems(checkpoint, source, stored)
-        for part in stored.layout.parts:
+        for part in parts:
             if part.required and part_name(source, part) in checkpoint:
                 kind = (source.label.endswith("down"), part.suffix)
                 dtypes[kind][checkpoint.info(part_name(source, part)).dtype] = source.label
@@ -258,12 +261,12 @@ def _check_values(
     checkpoint: Checkpoint, spec: MoESpec, layer: int, stored: StoredFormat
 ) -> tuple[list[CheckpointError], list[str]]:
     """Read the experts one matrix at a time: faults as problems, unequal global scales of gate and up as a finding."""
-    family = family_of(checkpoint.config)
+    names = index_of(checkpoint).names
     problems: list[CheckpointError] = []
     unequal = 0
     first: Payload | None = None
     seen: dict[str, Tensor] = {}
-    for source in _sources(family, spec, layer, stored.stacked):
+    for _, source in _sources(names, spec, layer, stored.stacked):
         if source.label.endswith("gate"):
             seen = {}
         shape_problem = check_declared_shape(checkpoint, source)
@@ -279,7 +282,7 @@ def _check_values(
             first = payload
         elif source.label.endswith("up") and first is not None and scale is not None:
             unequal += int(not torch.equal(scale, first.tensors()["global_scale"]))
-    for template in (family.names.stacked.gate_up, family.names.stacked.down) if spec.expert_bias else ():
+    for template in (names.stacked.gate_up, names.stacked.down) if spec.expert_bias else ():
         name = template.format(layer=layer) + "_bias"
         problems += bad_bias(layer, name, checkpoint.read(name), range(spec.num_experts))
     findings = []
@@ -297,30 +300,30 @@ def bad_bias(layer: int, name: str, bias: Tensor, experts: Sequence[int]) -> lis
     return [BadScaleError(f"layer {layer}: {name} holds NaN or infinity for experts {bad[:8]}")] if bad else []
 
 
-def _roles(checkpoint: Checkpoint, family: Family, layers: Sequence[int]) -> dict[str, tuple[int, int]]:
-    names = family.names
-    routers = {
-        template.format(layer=layer)
-        for template in (names.router_weight, names.router_bias, names.correction_bias)
-        if template is not None
-        for layer in layers
-    }
-    shared = tuple(template.format(layer=layer) + "." for template in names.shared or () for layer in layers)
-    experts = tuple(names.experts.format(layer=layer) for layer in layers)
-    beyond = names.experts.partition("{layer}")[0] + f"{max(layers) + 1}."
-    totals: dict[str, tuple[int, int]] = {}
-    for name, info in checkpoint.tensors.items():
-        if name.startswith(experts):
-            role = "experts"
-        elif name in routers:
-            role = "router"
-        elif name.startswith(shared):
-            role = "shared"
-        else:
-            role = "beyond the last layer" if name.startswith(beyond) else "other"
-        count, nbytes = totals.get(role, (0, 0))
-        totals[role] = (count + 1, nbytes + info.nbytes)
-    return totals
+def _roles(checkpoint: Checkpoint, layers: Sequence[int]) -> dict[str, tuple[int, int]]:
+    """Count tensors and bytes by role, each tensor once; what no layer claims is ``other``."""
+    index, totals = index_of(checkpoint), defaultdict[str, list[int]](lambda: [0, 0])
+
+    def add(role: str, infos: Iterable[TensorInfo]) -> None:
+        for info in infos:
+            totals[role][0] += 1
+            totals[role][1] += info.nbytes
+
+    names = index.names
+    singles = (names.router_weight, names.router_bias, names.correction_bias, names.hash_table)
+    router = {n.removeprefix(names.layer) for n in (*singles, names.router_scale, names.expert_scale) if n}
+    shared = tuple(p.removeprefix(names.layer) + "." for p in names.shared or ()) or ("\0",)
+    gate = {names.shared_gate.removeprefix(names.layer)} if names.shared_gate else set[str]()
+    for layer in layers:
+        rest = index.tensors(layer)
+        add("experts", index.found(layer).infos())
+        add("router", (i for n, i in rest if n in router))
+        add("shared", (i for n, i in rest if n.startswith(shared) or n in gate))
+    add("beyond the last layer", (i for n in index.layers() if n > max(layers) for _, i in index.tensors(n)))
+    count, nbytes = (sum(column) for column in zip(*totals.values(), strict=True))
+    everything = sum(info.nbytes for info in checkpoint.tensors.values())
+    totals["other"] = [len(checkpoint.tensors) - count, everything - nbytes]
+    return {role: (n, size) for role, (n, size) in totals.items() if n}
 
 
 def audit(
@@ -333,7 +336,6 @@ def audit(
     of the first problem) that lists up to 20 problems, each with layer, expert and tensor.
     """
     family = family_of(checkpoint.config)
-    spec = describe(checkpoint.config)
     problems: list[CheckpointError] = []
     findings: list[str] = []
     reports: list[LayerReport] = []
@@ -346,13 +348,13 @@ def audit(
         except CheckpointError as error:
             problems.append(error)
             continue
+        spec = family.describe(checkpoint.config, layer)
         wrong = check_layer(checkpoint, spec, layer, stored)
         if deep and not wrong:
             wrong, remarks = _check_values(checkpoint, spec, layer, stored)
             findings += remarks
         problems += wrong
-        prefix = family.names.experts.format(layer=layer)
-        nbytes = sum(i.nbytes for n, i in checkpoint.tensors.items() if n.startswith(prefix))
+        nbytes = sum(info.nbytes for info in find_experts(checkpoint, layer).infos())
         reports.append(LayerReport(layer=layer, stored=stored, experts=spec.num_experts, nbytes=nbytes))
     if progress is not None:
         progress(len(layers), len(layers), f"{len(layers)} layers")
@@ -360,7 +362,7 @@ def audit(
     return AuditReport(
         path=str(checkpoint.path),
         layers=tuple(reports),
-        roles=_roles(checkpoint, family, layers),
+        roles=_roles(checkpoint, layers),
         findings=tuple(findings),
         deep=deep,
     )

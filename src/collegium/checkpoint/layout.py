@@ -16,11 +16,23 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..formats.payload import Part, Payload, Storage
-    from ..models import Names
+    from ..models import Names, StackedNames
     from ..types import MoESpec
     from .reader import Checkpoint
 
-__all__ = ["PROJECTIONS", "Cut", "Projection", "Source", "check_part", "part_name", "read_parts", "source_of"]
+__all__ = [
+    "PROJECTIONS",
+    "Cut",
+    "Projection",
+    "Source",
+    "check_part",
+    "part_name",
+    "projections",
+    "read_parts",
+    "source_of",
+    "stack_paths",
+    "stack_shape",
+]
 
 Projection = Literal["gate", "up", "down"]
 PROJECTIONS: tuple[Projection, ...] = ("gate", "up", "down")
@@ -32,7 +44,8 @@ class Source:
 
     path: module path; format suffixes follow it. experts: length of the stack, None when each expert has its own
     tensors. index: entry of the stack. stored_rows: rows of the stored matrix. offset, step: row i of the projection
-    is stored row ``offset + step * i``. transposed: an unquantised tensor is stored ``[columns, rows]``.
+    is stored row ``offset + step * i``. transposed: an unquantised tensor is stored ``[columns, rows]``. flat: the
+    entries of the stack follow each other along the first stored axis. plain: suffix of an unquantised stack.
     """
 
     label: str
@@ -45,6 +58,8 @@ class Source:
     offset: int = 0
     step: int = 1
     transposed: bool = False
+    flat: bool = False
+    plain: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,14 +80,14 @@ def source_of(names: Names, spec: MoESpec, *, layer: int, expert: int, projectio
         path = template.format(layer=layer, expert=expert)
         return Source(label=label, path=path, rows=rows, columns=columns, stored_rows=rows)
     table = names.stacked
-    template, stored, offset, step = table.down, rows, 0, 1
-    if projection != "down":
-        template, stored = table.gate_up, 2 * rows
-        second = projection == "up"
+    stored, offset, step = rows, 0, 1
+    if projection != "down" and table.up is None and spec.gate_up_parts == 2:
+        stored, second = 2 * rows, projection == "up"
         offset, step = (int(second), 2) if table.interleaved else (rows * second, 1)
+    paths = stack_paths(table)
     return Source(
         label=label,
-        path=template.format(layer=layer),
+        path=paths.get(projection, paths["gate"]).format(layer=layer),
         rows=rows,
         columns=columns,
         experts=spec.num_experts,
@@ -80,13 +95,37 @@ def source_of(names: Names, spec: MoESpec, *, layer: int, expert: int, projectio
         stored_rows=stored,
         offset=offset,
         step=step,
-        transposed=table.transposed,
+        transposed=table.transposed or (table.flat and projection == "down"),
+        flat=table.flat,
+        plain=table.plain,
     )
 
 
+def projections(spec: MoESpec) -> tuple[Projection, ...]:
+    """Return the projections an expert has: without a gate, up and down."""
+    return PROJECTIONS if spec.activation.gated else ("up", "down")
+
+
+def stack_paths(table: StackedNames) -> dict[Projection, str]:
+    """Return the paths of the stacks; ``gate`` stands for gate and up in one, or for the only one there is."""
+    paths: dict[Projection, str] = {"gate": table.gate_up, "down": table.down}
+    return paths if table.up is None else {**paths, "up": table.up}
+
+
+def stack_shape(table: StackedNames, spec: MoESpec, projection: Projection) -> tuple[int, ...]:
+    """Return the shape of an unquantised stack."""
+    rows, columns = spec.intermediate_size, spec.expert_hidden_size
+    rows *= 1 if table.up is not None else spec.gate_up_parts
+    if projection == "down":
+        rows, columns = spec.expert_hidden_size, spec.intermediate_size
+    if table.transposed or (table.flat and projection == "down"):
+        rows, columns = columns, rows
+    return (spec.num_experts * rows, columns) if table.flat else (spec.num_experts, rows, columns)
+
+
 def part_name(source: Source, part: Part) -> str:
-    """Return the tensor name of a part; an unquantised stack is stored under the bare path."""
-    suffix = "" if source.experts is not None and part.suffix == ".weight" else part.suffix
+    """Return the tensor name of a part; most unquantised stacks are stored under the bare path."""
+    suffix = source.plain if source.experts is not None and part.suffix == ".weight" else part.suffix
     return source.path + suffix
 
 
@@ -94,6 +133,8 @@ def _stored_shape(source: Source, part: Part) -> tuple[int, ...]:
     shape = part.stored_shape(source.stored_rows, source.columns)
     if _flipped(source, part):
         shape = shape[::-1]
+    if source.flat and source.experts is not None:
+        return (source.experts * shape[0], *shape[1:])
     return shape if source.experts is None else (source.experts, *shape)
 
 
@@ -154,8 +195,8 @@ def _read_part(checkpoint: Checkpoint, source: Source, part: Part, cut: Cut, see
     name = part_name(source, part)
     actual = checkpoint.info(name).shape
     if not part.rows_per and not part.columns_per:
-        stacked = source.experts is not None and len(_squeezed(actual)) > len(_squeezed(part.inner))
-        tensor = checkpoint.read_slice(name, (slice(source.index, source.index + 1),) if stacked else ())
+        many = source.experts is not None and len(_squeezed(actual)) > len(_squeezed(part.inner))
+        tensor = checkpoint.read_slice(name, (slice(source.index, source.index + 1),) if many else ())
         return tensor.reshape(part.inner)
     first, last = cut.rows
     first, last = (
@@ -169,8 +210,12 @@ def _read_part(checkpoint: Checkpoint, source: Source, part: Part, cut: Cut, see
     if _flipped(source, part):
         wanted.reverse()
     wanted.extend(slice(0, n) for n in part.inner)
-    if source.experts is not None:
+    stacked = source.experts is not None and not source.flat
+    if stacked:
         wanted.insert(0, slice(source.index, source.index + 1))
+    elif source.flat and source.experts is not None:
+        base = source.index * (_stored_shape(source, part)[0] // source.experts)
+        wanted[0] = slice(base + wanted[0].start, base + wanted[0].stop)
     key = f"{name}{wanted}"
     tensor = seen.get(key)
     if tensor is None:
@@ -178,7 +223,7 @@ def _read_part(checkpoint: Checkpoint, source: Source, part: Part, cut: Cut, see
         if source.step > 1:
             seen[key] = tensor
     tensor = tensor.reshape([s.stop - s.start for s in wanted])
-    if source.experts is not None:
+    if stacked:
         tensor = tensor[0]
     if _flipped(source, part):
         tensor = tensor.mT

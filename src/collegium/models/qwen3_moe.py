@@ -1,52 +1,50 @@
-"""Qwen3-MoE: softmax routing, dense layers by list and by step, no shared expert."""
+"""Qwen3-MoE, Qwen3-VL-MoE and Qwen3-Omni: softmax routing, dense layers by list and by step, no shared expert.
+
+The published Qwen3-VL-MoE stacks are stored input-first; copies saved again may be output-first, so both are known and
+the shape decides, the published one where both would fit. Its model code always renormalises.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ..types import MoESpec, RoutingSpec
-from .base import Family, Names, StackedNames, flag, integer, integers, require_silu
+from .base import Config, Family, Names, StackedNames
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-__all__ = ["FAMILY"]
+__all__ = ["FAMILY", "step_layers"]
 
 
-def _describe(config: Mapping[str, object]) -> MoESpec:
-    require_silu(config)
+def step_layers(config: Config) -> tuple[int, ...]:
+    """Return every ``decoder_sparse_step``-th layer that ``mlp_only_layers`` does not name; raises ConfigError."""
+    dense, step = config.items("mlp_only_layers") or [], config.integer("decoder_sparse_step", default=1)
+    if any(isinstance(item, bool) or not isinstance(item, int) for item in dense):
+        raise config.wrong("mlp_only_layers", dense, "a list of integers")
+    layers = range(config.integer("num_hidden_layers"))
+    return tuple(i for i in layers if i not in dense and step > 0 and (i + 1) % step == 0)
+
+
+def _spec(config: Config, layer: int) -> MoESpec:
+    del layer
+    config.silu()
+    vision = str(config.value("model_type", default="")).startswith("qwen3_vl_moe")
+    if vision:
+        config.only("norm_topk_prob", True)
     return MoESpec(
-        hidden_size=integer(config, "hidden_size"),
-        intermediate_size=integer(config, "moe_intermediate_size"),
-        num_experts=integer(config, "num_experts", "num_local_experts"),
+        hidden_size=config.integer("hidden_size"),
+        intermediate_size=config.integer("moe_intermediate_size"),
+        num_experts=config.integer("num_experts", "num_local_experts"),
         routing=RoutingSpec(
-            top_k=integer(config, "num_experts_per_tok"),
-            score="softmax",
-            renormalise=flag(config, "norm_topk_prob", default=False),
+            top_k=config.integer("num_experts_per_tok"),
+            renormalise=vision or config.flag("norm_topk_prob", default=False),
         ),
     )
 
 
-def _moe_layers(config: Mapping[str, object]) -> tuple[int, ...]:
-    dense, step = integers(config, "mlp_only_layers"), integer(config, "decoder_sparse_step", default=1)
-    layers = range(integer(config, "num_hidden_layers"))
-    return tuple(i for i in layers if i not in dense and step > 0 and (i + 1) % step == 0)
-
+_STACK = {"gate_up": "mlp.experts.gate_up_proj", "down": "mlp.experts.down_proj"}
 
 FAMILY = Family(
     name="qwen3_moe",
-    model_types=("qwen3_moe",),
-    names=Names(
-        experts="model.layers.{layer}.mlp.experts.",
-        gate="model.layers.{layer}.mlp.experts.{expert}.gate_proj",
-        up="model.layers.{layer}.mlp.experts.{expert}.up_proj",
-        down="model.layers.{layer}.mlp.experts.{expert}.down_proj",
-        stacked=StackedNames(
-            gate_up="model.layers.{layer}.mlp.experts.gate_up_proj",
-            down="model.layers.{layer}.mlp.experts.down_proj",
-        ),
-        router_weight="model.layers.{layer}.mlp.gate.weight",
-    ),
-    describe=_describe,
-    moe_layers=_moe_layers,
+    model_types=("qwen3_moe", "qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3_omni_moe", "qwen3_omni_moe_text"),
+    names=Names.below(),
+    others=(Names.below(stacked=StackedNames(transposed=True, **_STACK)),),
+    spec_of=_spec,
+    layers_of=step_layers,
 )
