@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from ..models import Family, Names
+    from ..types import MoESpec
     from .header import TensorInfo
     from .reader import Checkpoint
 
@@ -86,8 +87,8 @@ class Index:
         return self._found[layer]
 
     def _choose(self, family: Family, config: Mapping[str, object]) -> Names:
-        """Return the first table whose tensors exist, one whose stacks also have the right shape if there is any."""
-        layers, partial = family.moe_layers(config), None
+        """Return the table whose experts exist and most of whose other names do; the first of equals."""
+        layers, best = family.moe_layers(config), (1 << 30, family.names)
         for table in (family.names, *family.others):
             for prefix in dict.fromkeys((table.layer, *PREFIXES)):
                 present = self.heads.get(prefix.partition("{layer}")[0], {})
@@ -95,12 +96,11 @@ class Index:
                 found = None if layer is None else _sort(table.moved(prefix), layer, present[layer])
                 if found is None or layer is None or not (found.single or found.stack):
                     continue
-                plain = found.stack.get("gate", {}).get(".weight")
-                spec = family.describe(config, layer)
-                if found.single or plain is None or plain.shape == stack_shape(table.stacked, spec, "gate"):
-                    return table.moved(prefix)
-                partial = partial or table.moved(prefix)
-        return partial or family.names
+                faults = _turned(found, table, family.describe(config, layer))
+                faults += len(_others(table)[0] - {rest for rest, _ in present[layer]})
+                if faults < best[0]:
+                    best = (faults, table.moved(prefix))
+        return best[1]
 
 
 _INDICES: WeakKeyDictionary[Checkpoint, Index] = WeakKeyDictionary()
@@ -152,6 +152,12 @@ def _others(names: Names) -> tuple[set[str], tuple[str, ...]]:
     paths = (*(names.shared or ()), *(names.latent or ()))
     cut = len(names.layer)
     return {name[cut:] for name in exact if name is not None}, tuple(path[cut:] + "." for path in paths)
+
+
+def _turned(found: Found, table: Names, spec: MoESpec) -> int:
+    """Count the unquantised stacks that do not have the table's shape; ``H = 2I`` and ``H = I`` are never both true."""
+    plain = {which: parts[".weight"].shape for which, parts in found.stack.items() if ".weight" in parts}
+    return sum(shape != stack_shape(table.stacked, spec, which) for which, shape in plain.items())
 
 
 def _sort(names: Names, layer: int, tensors: Iterable[tuple[str, TensorInfo]]) -> Found:

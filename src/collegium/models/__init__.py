@@ -126,5 +126,9 @@ def describe(config: Mapping[str, object], layer: int | None = None) -> MoESpec:
     if not layers:
         msg = f"config.json of model_type {config.get('model_type')!r}: no layer has routed experts"
         raise ConfigError(msg)
-    declared = declared_format(config, expert_path(family, layers[0] if layer is None else layer))
-    return replace(family.describe(config, layer), weight_format=declared.format or "bf16")
+    path = expert_path(family, layers[0] if layer is None else layer)
+    layer_prefix = family.names.layer.partition("{layer}")[0]
+    heads = (prefix.partition("{layer}")[0] for prefix in (family.names.layer, *PREFIXES))
+    said = [declared_format(config, path.replace(layer_prefix, head)).format for head in dict.fromkeys(heads)]
+    # tables that name modules in full know one prefix: the answer that stands alone is theirs
+    return replace(family.describe(config, layer), weight_format=min(said, key=said.count) or "bf16")

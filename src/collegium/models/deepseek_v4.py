@@ -5,8 +5,11 @@ The published tensors have no ``model.`` in front; what transformers saves may.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..types import ActivationSpec, MoESpec, RoutingSpec
 from .base import W123, Config, Family, Names, every_layer, shared_width
+from .deepseek_v3 import NAMES
 
 __all__ = ["FAMILY"]
 
@@ -52,6 +55,7 @@ FAMILY = Family(
         hash_table="ffn.gate.tid2eid",
         shared=("ffn.shared_experts.w1", "ffn.shared_experts.w3", "ffn.shared_experts.w2"),
     ),
+    others=(replace(NAMES, hash_table=NAMES.layer + "mlp.gate.tid2eid"),),
     spec_of=_spec,
     layers_of=every_layer,
 )

@@ -35,13 +35,13 @@ def _layers(config: Config) -> tuple[int, ...]:
     return tuple(i for i in range(count) if step > 0 and (i + 1) % step == 0 and first <= i <= last)
 
 
+_SHARED = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj", "mlp.shared_experts.down_proj")
+
 FAMILY = Family(
     name="ernie4_5",
     model_types=("ernie4_5_moe",),
-    names=Names.below(
-        correction_bias="mlp.moe_statics.e_score_correction_bias",
-        shared=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj", "mlp.shared_experts.down_proj"),
-    ),
+    names=Names.below(correction_bias="mlp.moe_statics.e_score_correction_bias", shared=_SHARED),
+    others=(Names.below(correction_bias="mlp.gate.moe_statics.e_score_correction_bias", shared=_SHARED),),
     spec_of=_spec,
     layers_of=_layers,
 )

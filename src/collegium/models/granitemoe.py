@@ -37,6 +37,13 @@ FAMILY = Family(
         router="block_sparse_moe.router.layer.weight",
         shared=("shared_mlp.input_linear", "shared_mlp.output_linear"),
     ),
+    others=(
+        Names.below(
+            experts="block_sparse_moe.experts.",
+            router="block_sparse_moe.router.weight",
+            shared=("shared_mlp.input_linear", "shared_mlp.output_linear"),
+        ),
+    ),
     spec_of=_spec,
     layers_of=_layers,
 )

@@ -40,6 +40,12 @@ FAMILY = Family(
         correction_bias="mlp.expert_bias",
         shared=("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj", "mlp.shared_mlp.down_proj"),
     ),
+    others=(
+        Names.below(
+            correction_bias="mlp.e_score_correction_bias",
+            shared=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj", "mlp.shared_experts.down_proj"),
+        ),
+    ),
     spec_of=_spec,
     layers_of=_layers,
 )

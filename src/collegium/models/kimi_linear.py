@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..types import ActivationSpec, MoESpec
 from .base import W123, Config, Family, Names, listed_layers, shared_width
-from .deepseek_v3 import biased_sigmoid
+from .deepseek_v3 import NAMES, biased_sigmoid
 
 __all__ = ["FAMILY"]
 
@@ -55,6 +55,7 @@ FAMILY = Family(
         latent=("block_sparse_moe.routed_expert_down_proj", "block_sparse_moe.routed_expert_up_proj"),
         latent_norm="block_sparse_moe.routed_expert_norm.weight",
     ),
+    others=(NAMES,),
     spec_of=_spec,
     layers_of=_layers,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .base import Config, Family, every_layer
+from .base import Config, Family, Names, every_layer
 from .mixtral import NAMES, spec
 
 __all__ = ["FAMILY"]
@@ -20,6 +20,7 @@ FAMILY = Family(
     name="minimax",
     model_types=("minimax", "minimax_text_01", "minimax_m1", "minimax_vl_01"),
     names=NAMES,
+    others=(Names.below(),),
     spec_of=spec,
     layers_of=_layers,
 )

@@ -30,6 +30,7 @@ FAMILY = Family(
         router="block_sparse_moe.gate.weight",
         correction_bias="block_sparse_moe.e_score_correction_bias",
     ),
+    others=(Names.below(correction_bias="mlp.e_score_correction_bias"),),
     spec_of=_spec,
     layers_of=every_layer,
 )

@@ -48,6 +48,13 @@ FAMILY = Family(
             "block_sparse_moe.shared_experts.down_proj",
         ),
     ),
+    others=(
+        Names.below(
+            "model.language_model.layers.{layer}.",
+            correction_bias="mlp.gate.e_score_correction_bias",
+            shared=("mlp.shared_experts.gate_up_proj", "mlp.shared_experts.down_proj"),
+        ),
+    ),
     spec_of=_spec,
     layers_of=listed_layers,
 )

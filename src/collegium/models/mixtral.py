@@ -22,4 +22,11 @@ def spec(config: Config, layer: int) -> MoESpec:
 
 NAMES = Names.below(experts="block_sparse_moe.experts.", single=W123, router="block_sparse_moe.gate.weight")
 
-FAMILY = Family(name="mixtral", model_types=("mixtral",), names=NAMES, spec_of=spec, layers_of=every_layer)
+FAMILY = Family(
+    name="mixtral",
+    model_types=("mixtral",),
+    names=NAMES,
+    others=(Names.below(),),
+    spec_of=spec,
+    layers_of=every_layer,
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..types import MoESpec, RoutingSpec
-from .base import Config, Family, every_layer
+from .base import Config, Family, Names, every_layer
 from .mixtral import NAMES, spec
 
 __all__ = ["FAMILY"]
@@ -19,4 +19,11 @@ def _spec(config: Config, layer: int) -> MoESpec:
     return replace(spec(config, layer), routing=routing)
 
 
-FAMILY = Family(name="phimoe", model_types=("phimoe",), names=NAMES, spec_of=_spec, layers_of=every_layer)
+FAMILY = Family(
+    name="phimoe",
+    model_types=("phimoe",),
+    names=NAMES,
+    others=(Names.below(router="mlp.router.weight"),),
+    spec_of=_spec,
+    layers_of=every_layer,
+)

@@ -1,7 +1,7 @@
 """Qwen3-MoE, Qwen3-VL-MoE and Qwen3-Omni: softmax routing, dense layers by list and by step, no shared expert.
 
 The published Qwen3-VL-MoE stacks are stored input-first; copies saved again may be output-first, so both are known and
-the shape decides, the published one where both would fit. Its model code always renormalises.
+the shapes of the two stacks together decide. Its model code always renormalises.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from ..types import ActivationSpec, MoESpec, RoutingSpec, SharedSpec
 from .base import Config, Family, Names
+from .deepseek_v3 import NAMES
 from .step3 import SHARED, STACK, enumerated_layers
 
 __all__ = ["FAMILY"]
@@ -54,7 +55,7 @@ FAMILY = Family(
     name="step3p7",
     model_types=("step3p7", "step3p5", "step3p7_text"),
     names=Names.below(experts="moe.", single=(), stacked=STACK, **_ROUTER),
-    others=(Names.below(experts="moe.experts.", **_ROUTER),),
+    others=(Names.below(experts="moe.experts.", **_ROUTER), NAMES),
     spec_of=_spec,
     layers_of=_layers,
 )

@@ -243,7 +243,8 @@ def _sparsemixer(logits: Tensor, ids: Tensor, jitter: float) -> Tensor:
     A logit s is near the best b when ``(b - s) / max(|s|, b) <= 2 * jitter`` (Liu et al., 2023, as Phi-3.5-MoE
     evaluates it).
     """
-    left, weights = logits, list[Tensor]()
+    left = logits
+    weights: list[Tensor] = []
     for chosen in ids.unbind(1):
         best = left.gather(1, chosen[:, None])
         far = (best - logits) / torch.maximum(logits.abs(), best) > 2 * jitter
