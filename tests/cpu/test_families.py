@@ -5,7 +5,6 @@ The classes are those of transformers; families without one there are proved in 
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from torch import nn
 
 from collegium.checkpoint import Checkpoint, audit
 from collegium.loading import load_layer
-from collegium.models import FAMILIES, describe, moe_layers
+from collegium.models import moe_layers
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -193,8 +192,8 @@ CASES = {
     "glm5_next": Case(
         stem="Glm5Next", model="ForConditionalGeneration",
         text={
-            **DEEPSEEK, **INDEXED, "qk_rope_head_dim": 0, "index_kpool": 2, "swiglu_limit": 0.5, "linear_conv_kernel_dim": 2,
-            "linear_head_dim": 8, "linear_num_heads": 2, "mlp_layer_types": ["dense", "sparse", "sparse"],
+            **DEEPSEEK, **INDEXED, "qk_rope_head_dim": 0, "index_kpool": 2, "swiglu_limit": 0.5,
+            "linear_conv_kernel_dim": 2, "linear_head_dim": 8, "linear_num_heads": 2, "mlp_layer_types": ["dense", "sparse", "sparse"],
             "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"],
         },
         vision=PATCHES_GLM,

@@ -61,34 +61,12 @@ __all__ = [
 ]
 
 FAMILIES: tuple[Family, ...] = (
-    qwen3_moe.FAMILY,
-    mixtral.FAMILY,
-    deepseek_v3.FAMILY,
-    gpt_oss.FAMILY,
-    arctic.FAMILY,
-    dbrx.FAMILY,
-    deepseek_v2.FAMILY,
-    deepseek_v4.FAMILY,
-    ernie4_5.FAMILY,
-    gemma4.FAMILY,
-    glm4_moe.FAMILY,
-    granitemoe.FAMILY,
-    hunyuan.FAMILY,
-    hy_v3.FAMILY,
-    jamba.FAMILY,
-    kimi_linear.FAMILY,
-    llama4.FAMILY,
-    mimo_v2.FAMILY,
-    minimax.FAMILY,
-    minimax_m2.FAMILY,
-    minimax_m3.FAMILY,
-    nemotron_h.FAMILY,
-    olmoe.FAMILY,
-    phimoe.FAMILY,
-    qwen2_moe.FAMILY,
-    step3.FAMILY,
-    step3p7.FAMILY,
-)
+    qwen3_moe.FAMILY, mixtral.FAMILY, deepseek_v3.FAMILY, gpt_oss.FAMILY, arctic.FAMILY, dbrx.FAMILY,
+    deepseek_v2.FAMILY, deepseek_v4.FAMILY, ernie4_5.FAMILY, gemma4.FAMILY, glm4_moe.FAMILY, granitemoe.FAMILY,
+    hunyuan.FAMILY, hy_v3.FAMILY, jamba.FAMILY, kimi_linear.FAMILY, llama4.FAMILY, mimo_v2.FAMILY, minimax.FAMILY,
+    minimax_m2.FAMILY, minimax_m3.FAMILY, nemotron_h.FAMILY, olmoe.FAMILY, phimoe.FAMILY, qwen2_moe.FAMILY,
+    step3.FAMILY, step3p7.FAMILY,
+)  # fmt: skip
 
 
 def family_of(config: Mapping[str, object]) -> Family:
@@ -117,9 +95,9 @@ def expert_path(family: Family, layer: int, names: Names | None = None) -> str:
 def describe(config: Mapping[str, object], layer: int | None = None) -> MoESpec:
     """Return the ``MoESpec`` of an MoE layer, default the last one; few families differ from layer to layer.
 
-    ``weight_format`` is what the quantisation block says of the layer's experts, by default of the first MoE layer's, else what ``dtype`` says,
-    else ``bf16``. Raises ConfigError for an unknown model type, a missing or ill-typed entry, or an unknown
-    quantisation, and SpecError when the entries contradict each other.
+    ``weight_format`` is what the quantisation block says of the layer's experts, by default of the first MoE layer's,
+    else what ``dtype`` says, else ``bf16``. Raises ConfigError for an unknown model type, a missing, ill-typed or
+    unimplemented entry, or an unknown quantisation, and SpecError when the entries contradict each other.
     """
     family = family_of(config)
     layers = family.moe_layers(config)

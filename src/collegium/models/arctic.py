@@ -6,23 +6,16 @@ The dense residual MLP of a layer has an input of its own and stays with the cal
 from __future__ import annotations
 
 from ..types import MoESpec, RoutingSpec
-from .base import W123, Config, Family, Names
+from .base import Config, Family, spec_of
+from .mixtral import NAMES
 
 __all__ = ["FAMILY"]
 
 
-def _spec(config: Config, layer: int) -> MoESpec:
-    del layer
-    config.silu()
+def _spec(config: Config, _: int) -> MoESpec:
     config.passed_over("moe_train_capacity_factor", "moe_eval_capacity_factor", "moe_min_capacity")
     config.passed_over("moe_token_dropping", "enable_expert_tensor_parallelism", "parallel_attn_mlp_res")
-    top_k = config.integer("num_experts_per_tok")
-    return MoESpec(
-        hidden_size=config.integer("hidden_size"),
-        intermediate_size=config.integer("intermediate_size"),
-        num_experts=config.integer("num_local_experts"),
-        routing=RoutingSpec(top_k=top_k, renormalise=top_k > 1),
-    )
+    return spec_of(config, RoutingSpec(top_k=config.top_k, renormalise=config.top_k > 1), wide="intermediate_size")
 
 
 def _layers(config: Config) -> tuple[int, ...]:
@@ -30,10 +23,4 @@ def _layers(config: Config) -> tuple[int, ...]:
     return tuple(i for i in range(config.integer("num_hidden_layers")) if step > 0 and (i + 1) % step == 0)
 
 
-FAMILY = Family(
-    name="arctic",
-    model_types=("arctic",),
-    names=Names.below(experts="block_sparse_moe.experts.", single=W123, router="block_sparse_moe.gate.weight"),
-    spec_of=_spec,
-    layers_of=_layers,
-)
+FAMILY = Family("arctic", ("arctic",), NAMES, _spec, _layers)

@@ -11,30 +11,35 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from ..errors import ConfigError
-from ..types import SharedSpec
+from ..types import ActivationSpec, MoESpec, SharedSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from ..types import MoESpec
+    from ..types import RoutingSpec
 
 __all__ = [
     "PREFIXES",
-    "PROJ",
     "W123",
     "Config",
     "Family",
     "Names",
     "StackedNames",
     "every_layer",
+    "layers_after_first",
     "listed_layers",
+    "projections_of",
     "shared_width",
+    "spec_of",
     "text_of",
 ]
 
 _ABSENT = object()
+# The same number under the names that families and tools give it; several must agree.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_top_k", "moe_k", "top_k_experts")
 _NESTED = ("thinker_config", "text_config", "language_config", "llm_config")
-PROJ = ("gate_proj", "up_proj", "down_proj")
+_PROJ = ("gate_proj", "up_proj", "down_proj")
 W123 = ("w1", "w3", "w2")
 # Where a text model's layers lie, by itself and inside multimodal models.
 PREFIXES = (
@@ -126,7 +131,7 @@ class Names:
         layer: str = PREFIXES[0],
         *,
         experts: str = "mlp.experts.",
-        single: tuple[str, ...] = PROJ,
+        single: tuple[str, ...] = _PROJ,
         stacked: StackedNames | None = None,
         router: str = "mlp.gate.weight",
         **others: str | tuple[str, ...],
@@ -168,7 +173,12 @@ def _moved(table: T, old: str, new: str) -> T:
     return replace(table, **changed)  # pyright: ignore[reportArgumentType]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+def every_layer(config: Config) -> tuple[int, ...]:
+    """Return all layers."""
+    return tuple(range(config.integer("num_hidden_layers")))
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """One row of ``models.FAMILIES``.
 
@@ -180,9 +190,9 @@ class Family:
     name: str
     model_types: tuple[str, ...]
     names: Names
-    others: tuple[Names, ...] = ()
     spec_of: Callable[[Config, int], MoESpec]
-    layers_of: Callable[[Config], tuple[int, ...]]
+    layers_of: Callable[[Config], tuple[int, ...]] = every_layer
+    others: tuple[Names, ...] = ()
 
     def moe_layers(self, config: Mapping[str, object]) -> tuple[int, ...]:
         """Return the indices of the layers that have routed experts; raises ConfigError."""
@@ -264,16 +274,17 @@ class Config:
         self.parts.append(part)
         return part
 
-    def silu(self) -> None:
-        """Refuse an activation other than SiLU."""
-        self.only("hidden_act", "silu", "swish")
+    @property
+    def top_k(self) -> int:
+        """The number of experts per token."""
+        return self.integer(*_TOP_K)
 
     def items(self, key: str) -> list[object] | None:
-        """Return a list, or None when absent; text is split at commas, a number stands alone for every layer."""
+        """Return a list, or None when absent or a number; text is split at commas."""
         found = self.value(key, default=None)
         if isinstance(found, str):
             found = [int(piece) if piece.strip().isdigit() else piece.strip() for piece in found.split(",")]
-        return cast("list[object] | None", found if found is None or isinstance(found, list) else None)
+        return cast("list[object]", found) if isinstance(found, list) else None
 
     def per_layer(self, key: str, layer: int, default: object = _ABSENT) -> int:
         """Return an integer that is given once, or in a list for each layer."""
@@ -306,11 +317,6 @@ class Config:
             )
 
 
-def every_layer(config: Config) -> tuple[int, ...]:
-    """Return all layers."""
-    return tuple(range(config.integer("num_hidden_layers")))
-
-
 def listed_layers(config: Config, *, first: int = 0) -> tuple[int, ...]:
     """Return the layers after the dense ones: a list of kinds, or one flag a layer, or a first layer and a step.
 
@@ -329,7 +335,44 @@ def listed_layers(config: Config, *, first: int = 0) -> tuple[int, ...]:
     return tuple(i for i in layers if i >= dense and i % step == 0)
 
 
-def shared_width(config: Config, each: int, *keys: str, default: int = 0) -> SharedSpec | None:
-    """Return the shared expert whose count times ``each`` is its width, or None for a count of 0."""
-    count = config.integer(*keys, default=default)
+def shared_width(config: Config, *keys: str, default: int = 0) -> SharedSpec | None:
+    """Return the shared expert that is as wide as ``keys`` routed ones together, or None for a count of 0."""
+    count, each = config.integer(*keys, default=default), config.integer("moe_intermediate_size")
     return SharedSpec(intermediate_size=count * each) if count else None
+
+
+def layers_after_first(config: Config) -> tuple[int, ...]:
+    """Return ``listed_layers`` of a model whose first layer is dense when the config does not say."""
+    return listed_layers(config, first=1)
+
+
+def projections_of(path: str) -> tuple[str, ...]:
+    """Return the module paths of gate, up and down below ``path``, under the names most families use."""
+    return tuple(path + name for name in _PROJ)
+
+
+def spec_of(
+    config: Config,
+    routing: RoutingSpec,
+    *,
+    wide: str = "moe_intermediate_size",
+    activation: ActivationSpec | None = None,
+    shared: SharedSpec | None = None,
+    latent_size: int | None = None,
+    latent_norm_eps: float | None = None,
+    expert_bias: bool = False,
+) -> MoESpec:
+    """Return the spec of a layer; wide: the entry with an expert's width; SiLU is required without ``activation``."""
+    if activation is None:
+        config.only("hidden_act", "silu", "swish")
+    return MoESpec(
+        hidden_size=config.integer("hidden_size", "d_model"),
+        intermediate_size=config.integer(wide),
+        num_experts=config.integer(*_EXPERTS),
+        routing=routing,
+        activation=activation or ActivationSpec(),
+        shared=shared,
+        latent_size=latent_size,
+        latent_norm_eps=latent_norm_eps,
+        expert_bias=expert_bias,
+    )

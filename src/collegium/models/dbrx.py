@@ -8,8 +8,7 @@ from .base import Config, Family, Names, StackedNames
 __all__ = ["FAMILY"]
 
 
-def _spec(config: Config, layer: int) -> MoESpec:
-    del layer
+def _spec(config: Config, _: int) -> MoESpec:
     inner = config.inner("ffn_config")
     act = inner.value("ffn_act_fn", default={"name": "silu"})
     if act != {"name": "silu"}:
@@ -20,9 +19,7 @@ def _spec(config: Config, layer: int) -> MoESpec:
         hidden_size=config.integer("d_model", "hidden_size"),
         intermediate_size=inner.integer("ffn_hidden_size"),
         num_experts=inner.integer("moe_num_experts"),
-        routing=RoutingSpec(
-            top_k=inner.integer("moe_top_k"), renormalise=inner.value("moe_normalize_expert_weights", default=1.0) == 1
-        ),
+        routing=RoutingSpec(top_k=inner.top_k),
     )
 
 
@@ -30,18 +27,11 @@ def _layers(config: Config) -> tuple[int, ...]:
     return tuple(range(config.integer("n_layers", "num_hidden_layers")))
 
 
-FAMILY = Family(
-    name="dbrx",
-    model_types=("dbrx",),
-    names=Names.below(
-        "transformer.blocks.{layer}.",
-        experts="ffn.experts.",
-        single=(),
-        stacked=StackedNames(
-            gate_up="ffn.experts.mlp.w1", up="ffn.experts.mlp.v1", down="ffn.experts.mlp.w2", flat=True
-        ),
-        router="ffn.router.layer.weight",
-    ),
-    spec_of=_spec,
-    layers_of=_layers,
+_NAMES = Names.below(
+    "transformer.blocks.{layer}.",
+    experts="ffn.experts.",
+    single=(),
+    stacked=StackedNames(gate_up="ffn.experts.mlp.w1", up="ffn.experts.mlp.v1", down="ffn.experts.mlp.w2", flat=True),
+    router="ffn.router.layer.weight",
 )
+FAMILY = Family("dbrx", ("dbrx",), _NAMES, _spec, _layers)

@@ -6,9 +6,9 @@ Layers from ``num_hidden_layers`` on hold multi-token prediction and are not des
 from __future__ import annotations
 
 from ..types import MoESpec, RoutingSpec
-from .base import Config, Family, Names, listed_layers, shared_width
+from .base import Config, Family, Names, listed_layers, projections_of, shared_width, spec_of
 
-__all__ = ["FAMILY", "NAMES", "biased_sigmoid", "spec"]
+__all__ = ["FAMILY", "NAMES", "biased_sigmoid", "deepseek_spec"]
 
 
 def biased_sigmoid(config: Config) -> RoutingSpec:
@@ -16,7 +16,7 @@ def biased_sigmoid(config: Config) -> RoutingSpec:
     config.only("scoring_func", "sigmoid")
     config.only("topk_method", "noaux_tc")
     return RoutingSpec(
-        top_k=config.integer("num_experts_per_tok", "num_experts_per_token"),
+        top_k=config.top_k,
         score="sigmoid",
         renormalise=config.flag("norm_topk_prob", "moe_renormalize", default=True),
         renormalise_eps=1e-20,
@@ -28,29 +28,11 @@ def biased_sigmoid(config: Config) -> RoutingSpec:
     )
 
 
-def spec(config: Config, layer: int) -> MoESpec:
+def deepseek_spec(config: Config, _: int) -> MoESpec:
     """Return the spec of a DeepSeek-V3 layer; raises ConfigError."""
-    del layer
-    config.silu()
-    wide = config.integer("moe_intermediate_size")
-    return MoESpec(
-        hidden_size=config.integer("hidden_size"),
-        intermediate_size=wide,
-        num_experts=config.integer("n_routed_experts", "num_local_experts", "num_experts"),
-        routing=biased_sigmoid(config),
-        shared=shared_width(config, wide, "n_shared_experts"),
-    )
+    return spec_of(config, biased_sigmoid(config), shared=shared_width(config, "n_shared_experts"))
 
 
-NAMES = Names.below(
-    correction_bias="mlp.gate.e_score_correction_bias",
-    shared=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj", "mlp.shared_experts.down_proj"),
-)
-
-FAMILY = Family(
-    name="deepseek_v3",
-    model_types=("deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25"),
-    names=NAMES,
-    spec_of=spec,
-    layers_of=listed_layers,
-)
+NAMES = Names.below(correction_bias="mlp.gate.e_score_correction_bias", shared=projections_of("mlp.shared_experts."))
+_TYPES = ("deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25")
+FAMILY = Family("deepseek_v3", _TYPES, NAMES, deepseek_spec, listed_layers)

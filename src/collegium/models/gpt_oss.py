@@ -6,41 +6,25 @@
 from __future__ import annotations
 
 from ..types import ActivationSpec, MoESpec, RoutingSpec
-from .base import Config, Family, Names, StackedNames, every_layer
+from .base import Config, Family, Names, StackedNames, spec_of
 
-__all__ = ["FAMILY"]
-
-
-def _spec(config: Config, layer: int) -> MoESpec:
-    del layer
-    config.silu()
-    return MoESpec(
-        hidden_size=config.integer("hidden_size"),
-        intermediate_size=config.integer("intermediate_size"),
-        num_experts=config.integer("num_local_experts"),
-        routing=RoutingSpec(
-            top_k=config.integer("num_experts_per_tok", "experts_per_token"), score="topk_softmax"
-        ),
-        activation=ActivationSpec(
-            kind="swiglu_oai",
-            limit=config.number("swiglu_limit", default=7.0),
-            alpha=config.number("swiglu_alpha", default=1.702),
-        ),
-        expert_bias=True,
-    )
+__all__ = ["FAMILY", "swiglu_oai"]
 
 
-FAMILY = Family(
-    name="gpt_oss",
-    model_types=("gpt_oss",),
-    names=Names.below(
-        single=(),
-        stacked=StackedNames(
-            gate_up="mlp.experts.gate_up_proj", down="mlp.experts.down_proj", interleaved=True, transposed=True
-        ),
-        router="mlp.router.weight",
-        router_bias="mlp.router.bias",
-    ),
-    spec_of=_spec,
-    layers_of=every_layer,
+def swiglu_oai(config: Config) -> ActivationSpec:
+    """Return the activation of gpt-oss with the config's limit and factor."""
+    limit, alpha = config.number("swiglu_limit", default=7.0), config.number("swiglu_alpha", default=1.702)
+    return ActivationSpec(kind="swiglu_oai", limit=limit, alpha=alpha)
+
+
+def _spec(config: Config, _: int) -> MoESpec:
+    config.only("hidden_act", "silu")
+    routing = RoutingSpec(top_k=config.top_k, score="topk_softmax")
+    return spec_of(config, routing, wide="intermediate_size", activation=swiglu_oai(config), expert_bias=True)
+
+
+_STACK = StackedNames(
+    gate_up="mlp.experts.gate_up_proj", down="mlp.experts.down_proj", interleaved=True, transposed=True
 )
+_NAMES = Names.below(single=(), stacked=_STACK, router="mlp.router.weight", router_bias="mlp.router.bias")
+FAMILY = Family("gpt_oss", ("gpt_oss",), _NAMES, _spec)

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from ..types import MoESpec, RoutingSpec
-from .base import Config, Family, Names
+from .base import Config, Family, Names, spec_of
 
 __all__ = ["FAMILY"]
 
 
-def _spec(config: Config, layer: int) -> MoESpec:
-    del layer
-    config.silu()
-    return MoESpec(
-        hidden_size=config.integer("hidden_size"),
-        intermediate_size=config.integer("intermediate_size"),
-        num_experts=config.integer("num_experts", "num_local_experts"),
-        routing=RoutingSpec(top_k=config.integer("num_experts_per_tok"), renormalise=False),
-    )
+def _spec(config: Config, _: int) -> MoESpec:
+    return spec_of(config, RoutingSpec(top_k=config.top_k, renormalise=False), wide="intermediate_size")
 
 
 def _layers(config: Config) -> tuple[int, ...]:
@@ -26,10 +19,5 @@ def _layers(config: Config) -> tuple[int, ...]:
     return tuple(i for i in layers if period > 0 and i % period == offset)
 
 
-FAMILY = Family(
-    name="jamba",
-    model_types=("jamba",),
-    names=Names.below(experts="feed_forward.experts.", router="feed_forward.router.weight"),
-    spec_of=_spec,
-    layers_of=_layers,
-)
+_NAMES = Names.below(experts="feed_forward.experts.", router="feed_forward.router.weight")
+FAMILY = Family("jamba", ("jamba",), _NAMES, _spec, _layers)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from .base import Config, Family, listed_layers
-from .deepseek_v3 import NAMES, spec
+from .base import Family, layers_after_first
+from .deepseek_v3 import NAMES, deepseek_spec
 
 __all__ = ["FAMILY"]
 
 
-def _layers(config: Config) -> tuple[int, ...]:
-    return listed_layers(config, first=1)
-
-
-FAMILY = Family(name="mimo_v2", model_types=("mimo_v2_flash",), names=NAMES, spec_of=spec, layers_of=_layers)
+FAMILY = Family("mimo_v2", ("mimo_v2_flash",), NAMES, deepseek_spec, layers_after_first)

@@ -1,24 +1,20 @@
-"""Nemotron-H and Nemotron-3: experts without a gate, squared ReLU, DeepSeek-V3's routing, a latent width in the large ones."""
+"""Nemotron-H and Nemotron-3: experts without a gate, squared ReLU, DeepSeek-V3's routing; large ones are latent."""
 
 from __future__ import annotations
 
 from ..types import ActivationSpec, MoESpec, SharedSpec
-from .base import Config, Family, Names, StackedNames
+from .base import Config, Family, Names, StackedNames, spec_of
 from .deepseek_v3 import biased_sigmoid
 
 __all__ = ["FAMILY"]
 
 
-def _spec(config: Config, layer: int) -> MoESpec:
-    del layer
+def _spec(config: Config, _: int) -> MoESpec:
     config.only("mlp_hidden_act", "relu2")
-    config.only("mlp_bias", False)
     count, wide = config.integer("n_shared_experts", default=1), config.integer("moe_shared_expert_intermediate_size")
-    return MoESpec(
-        hidden_size=config.integer("hidden_size"),
-        intermediate_size=config.integer("moe_intermediate_size"),
-        num_experts=config.integer("n_routed_experts", "num_local_experts"),
-        routing=biased_sigmoid(config),
+    return spec_of(
+        config,
+        biased_sigmoid(config),
         activation=ActivationSpec(kind="relu2"),
         latent_size=config.integer("moe_latent_size", default=0) or None,
         shared=SharedSpec(intermediate_size=wide) if count else None,
@@ -32,19 +28,14 @@ def _layers(config: Config) -> tuple[int, ...]:
     return tuple(i for i, kind in enumerate(kinds) if kind == "moe")
 
 
-FAMILY = Family(
-    name="nemotron_h",
-    model_types=("nemotron_h",),
-    names=Names.below(
-        "backbone.layers.{layer}.",
-        experts="mixer.experts.",
-        single=("up_proj", "down_proj"),
-        stacked=StackedNames(gate_up="mixer.experts.up_proj", down="mixer.experts.down_proj"),
-        router="mixer.gate.weight",
-        correction_bias="mixer.gate.e_score_correction_bias",
-        shared=("mixer.shared_experts.up_proj", "mixer.shared_experts.down_proj"),
-        latent=("mixer.fc1_latent_proj", "mixer.fc2_latent_proj"),
-    ),
-    spec_of=_spec,
-    layers_of=_layers,
+_NAMES = Names.below(
+    "backbone.layers.{layer}.",
+    experts="mixer.experts.",
+    single=("up_proj", "down_proj"),
+    stacked=StackedNames(gate_up="mixer.experts.up_proj", down="mixer.experts.down_proj"),
+    router="mixer.gate.weight",
+    correction_bias="mixer.gate.e_score_correction_bias",
+    shared=("mixer.shared_experts.up_proj", "mixer.shared_experts.down_proj"),
+    latent=("mixer.fc1_latent_proj", "mixer.fc2_latent_proj"),
 )
+FAMILY = Family("nemotron_h", ("nemotron_h",), _NAMES, _spec, _layers)

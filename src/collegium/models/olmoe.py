@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from ..types import MoESpec, RoutingSpec
-from .base import Config, Family, Names, every_layer
+from ..types import MoESpec
+from .base import Config, Family, Names, spec_of
+from .qwen3_moe import qwen_routing
 
 __all__ = ["FAMILY"]
 
 
-def _spec(config: Config, layer: int) -> MoESpec:
-    del layer
-    config.silu()
-    return MoESpec(
-        hidden_size=config.integer("hidden_size"),
-        intermediate_size=config.integer("intermediate_size"),
-        num_experts=config.integer("num_experts", "num_local_experts"),
-        routing=RoutingSpec(
-            top_k=config.integer("num_experts_per_tok"), renormalise=config.flag("norm_topk_prob", default=False)
-        ),
-    )
+def _spec(config: Config, _: int) -> MoESpec:
+    return spec_of(config, qwen_routing(config), wide="intermediate_size")
 
 
-FAMILY = Family(name="olmoe", model_types=("olmoe",), names=Names.below(), spec_of=_spec, layers_of=every_layer)
+FAMILY = Family("olmoe", ("olmoe",), Names.below(), _spec)

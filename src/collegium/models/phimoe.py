@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ..types import MoESpec, RoutingSpec
-from .base import Config, Family, Names, every_layer
-from .mixtral import NAMES, spec
+from .base import Config, Family, Names, spec_of
+from .mixtral import NAMES
 
 __all__ = ["FAMILY"]
 
 
-def _spec(config: Config, layer: int) -> MoESpec:
+def _spec(config: Config, _: int) -> MoESpec:
     jitter = config.number("router_jitter_noise", default=0.01)
-    routing = RoutingSpec(
-        top_k=config.integer("num_experts_per_tok"), score="sparsemixer", renormalise=False, jitter=jitter
-    )
-    return replace(spec(config, layer), routing=routing)
+    routing = RoutingSpec(top_k=config.top_k, score="sparsemixer", renormalise=False, jitter=jitter)
+    return spec_of(config, routing, wide="intermediate_size")
 
 
-FAMILY = Family(
-    name="phimoe",
-    model_types=("phimoe",),
-    names=NAMES,
-    others=(Names.below(router="mlp.router.weight"),),
-    spec_of=_spec,
-    layers_of=every_layer,
-)
+FAMILY = Family("phimoe", ("phimoe",), NAMES, _spec, others=(Names.below(router="mlp.router.weight"),))

@@ -7,9 +7,9 @@ the shapes of the two stacks together decide. Its model code always renormalises
 from __future__ import annotations
 
 from ..types import MoESpec, RoutingSpec
-from .base import Config, Family, Names, StackedNames
+from .base import Config, Family, Names, StackedNames, spec_of
 
-__all__ = ["FAMILY", "step_layers"]
+__all__ = ["FAMILY", "qwen_routing", "step_layers"]
 
 
 def step_layers(config: Config) -> tuple[int, ...]:
@@ -21,30 +21,18 @@ def step_layers(config: Config) -> tuple[int, ...]:
     return tuple(i for i in layers if i not in dense and step > 0 and (i + 1) % step == 0)
 
 
-def _spec(config: Config, layer: int) -> MoESpec:
-    del layer
-    config.silu()
-    vision = str(config.value("model_type", default="")).startswith("qwen3_vl_moe")
-    if vision:
+def qwen_routing(config: Config) -> RoutingSpec:
+    """Return softmax routing; Qwen3-VL and Qwen3.5 always renormalise."""
+    always = str(config.value("model_type", default="")).startswith(("qwen3_vl", "qwen3_5"))
+    if always:
         config.only("norm_topk_prob", True)
-    return MoESpec(
-        hidden_size=config.integer("hidden_size"),
-        intermediate_size=config.integer("moe_intermediate_size"),
-        num_experts=config.integer("num_experts", "num_local_experts"),
-        routing=RoutingSpec(
-            top_k=config.integer("num_experts_per_tok"),
-            renormalise=vision or config.flag("norm_topk_prob", default=False),
-        ),
-    )
+    return RoutingSpec(top_k=config.top_k, renormalise=always or config.flag("norm_topk_prob", default=False))
 
 
-_STACK = {"gate_up": "mlp.experts.gate_up_proj", "down": "mlp.experts.down_proj"}
+def _spec(config: Config, _: int) -> MoESpec:
+    return spec_of(config, qwen_routing(config))
 
-FAMILY = Family(
-    name="qwen3_moe",
-    model_types=("qwen3_moe", "qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3_omni_moe", "qwen3_omni_moe_text"),
-    names=Names.below(),
-    others=(Names.below(stacked=StackedNames(transposed=True, **_STACK)),),
-    spec_of=_spec,
-    layers_of=step_layers,
-)
+
+_STACK = StackedNames(gate_up="mlp.experts.gate_up_proj", down="mlp.experts.down_proj", transposed=True)
+_TYPES = ("qwen3_moe", "qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3_omni_moe", "qwen3_omni_moe_text")
+FAMILY = Family("qwen3_moe", _TYPES, Names.below(), _spec, step_layers, (Names.below(stacked=_STACK),))
