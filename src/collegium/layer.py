@@ -119,7 +119,7 @@ class MoELayer(nn.Module):
         self._check_input(x)
         flat = x.reshape(-1, self.spec.hidden_size)
         seen = flat if router_input is None else router_input.reshape(-1, self.spec.hidden_size)
-        _check_rows("router_input", seen, tuple(flat.shape))
+        _check_rows("router_input", seen, (flat.shape[0], self.spec.hidden_size))
         chosen = self._route(seen, router_logits, routing, token_ids)
         step = self.plan.problem.limits.max_tokens
         if flat.shape[0] <= step:

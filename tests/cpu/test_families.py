@@ -193,7 +193,8 @@ CASES = {
         stem="Glm5Next", model="ForConditionalGeneration",
         text={
             **DEEPSEEK, **INDEXED, "qk_rope_head_dim": 0, "index_kpool": 2, "swiglu_limit": 0.5,
-            "linear_conv_kernel_dim": 2, "linear_head_dim": 8, "linear_num_heads": 2, "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "linear_conv_kernel_dim": 2, "linear_head_dim": 8, "linear_num_heads": 2,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
             "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"],
         },
         vision=PATCHES_GLM,

@@ -18,6 +18,7 @@ from ..errors import (
     UnknownTensorError,
 )
 from ..models import family_of
+from .activation_scales import ACTIVATION_SCALES, check_activation_scales
 from .detect import StoredFormat, detect
 from .index import Found, find_experts, index_of
 from .layout import Cut, Source, check_part, part_name, projections, read_parts, source_of, stack_paths
@@ -45,7 +46,6 @@ __all__ = [
 ]
 
 _MOST_PROBLEMS = 20
-_ACTIVATION_SCALES = (".input_scale", ".input_global_scale")
 _REFUSED = {
     ".weight_zero_point": "asymmetric weights have a zero point; only symmetric ones are supported",
     ".weight_g_idx": "activation order permutes the input columns; only weights in column order are supported",
@@ -222,7 +222,7 @@ def _check_experts(
 def _check_suffixes(
     found: Found, family: Family, spec: MoESpec, layer: int, stored: StoredFormat
 ) -> list[CheckpointError]:
-    known = {part.suffix for part in stored.layout.parts} | set(_ACTIVATION_SCALES)
+    known = {part.suffix for part in stored.layout.parts} | set(ACTIVATION_SCALES)
     stack_known = known | ({"_bias"} if spec.expert_bias else set())
     problems: list[CheckpointError] = []
     groups = [(group, known) for group in found.single.values()]
@@ -285,7 +285,8 @@ def _check_values(
     for template in (names.stacked.gate_up, names.stacked.down) if spec.expert_bias else ():
         name = template.format(layer=layer) + "_bias"
         problems += bad_bias(layer, name, checkpoint.read(name), range(spec.num_experts))
-    findings = []
+    wrong, findings = check_activation_scales(checkpoint, layer, stored)
+    problems += wrong
     if unequal:
         findings.append(
             f"layer {layer}: gate and up of {unequal} of {spec.num_experts} experts have different global scales; "

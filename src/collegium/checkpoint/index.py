@@ -156,14 +156,18 @@ def _others(names: Names) -> tuple[set[str], tuple[str, ...]]:
 
 def _turned(found: Found, table: Names, spec: MoESpec) -> int:
     """Count the unquantised stacks that do not have the table's shape; ``H = 2I`` and ``H = I`` are never both true."""
-    plain = {which: parts[".weight"].shape for which, parts in found.stack.items() if ".weight" in parts}
-    return sum(shape != stack_shape(table.stacked, spec, which) for which, shape in plain.items())
+    wrong = 0
+    for which, parts in found.stack.items():
+        wrong += ".weight" in parts and parts[".weight"].shape != stack_shape(table.stacked, spec, which)
+    return wrong
 
 
 def _sort(names: Names, layer: int, tensors: Iterable[tuple[str, TensorInfo]]) -> Found:
     found, (pattern, tails), (exact, paths) = Found(), _patterns(names), _others(names)
     prefix, table = names.experts.removeprefix(names.layer), names.stacked
-    stacks = {path.removeprefix(names.layer): which for which, path in stack_paths(table).items()}
+    stacks: dict[str, Projection] = {
+        path.removeprefix(names.layer): which for which, path in stack_paths(table).items()
+    }
     for rest, info in tensors:
         if not rest.startswith(prefix) or rest in exact or rest.startswith(paths or ("\0",)):
             continue

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn import functional
 
 from ..errors import BadScaleError, CheckpointError, ConfigError, InputError, TensorMismatchError
 from ..models import declared_format, describe, family_of
@@ -24,13 +25,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ..formats.payload import Payload
+    from ..formats.payload import Part, Payload
     from ..types import MoESpec, Placement
     from .reader import Checkpoint
 
 __all__ = ["describe_checkpoint", "load_all", "load_experts", "load_latent", "load_router", "load_shared"]
 
 _MOST_RANKS = 64
+_PADDED = ("bf16", "fp16", "fp32", "fp8_tensor", "fp8_channel", "fp8_block", "mxfp4", "mxfp8", "nvfp4")
 
 
 def describe_checkpoint(checkpoint: Checkpoint, layer: int | None = None) -> MoESpec:
@@ -47,12 +49,16 @@ class _Reader:
     stored: StoredFormat
     problems: list[CheckpointError] = field(default_factory=list)
 
-    def matrix(self, source: Source, cut: Cut, seen: dict[str, Tensor]) -> Payload:
+    def matrix(self, source: Source, cut: Cut, seen: dict[str, Tensor], room: tuple[int, int] | None = None) -> Payload:
+        """Return the cut; room: rows and columns to fill up to with zeros."""
         wrong = check_declared_shape(self.checkpoint, source)
         if wrong is not None:
             self.problems.append(wrong)
         parts = read_parts(self.checkpoint, source, self.stored.layout, cut, seen)
         shape = (cut.rows[1] - cut.rows[0], cut.columns[1] - cut.columns[0])
+        if room is not None and room != shape:
+            parts = {p.suffix: _filled(parts[p.suffix], p, room) for p in self.stored.layout.parts if p.required}
+            shape = room
         payload = self.stored.build(parts, shape)
         if bool(payload.faults()):
             self.problems.append(bad_scale(source, self.stored))
@@ -67,12 +73,15 @@ def load_experts(
     *,
     stored: StoredFormat | None = None,
     device: torch.device | str = "cpu",
+    pad: bool = False,
 ) -> ExpertWeights[Payload]:
     """Read the local experts of ``layer`` on ``device``, byte for byte in the format they are stored in.
 
-    gate_up ``[E_local, 2, I / tp_size, H]``, down ``[E_local, H, I / tp_size]``, experts in the order of
+    gate_up ``[E_local, P, I / tp_size, H]``, down ``[E_local, H, I / tp_size]``, experts in the order of
     ``placement.expert_ids``. With biases, ranks other than ``tp_rank`` 0 get zeros for ``down_bias``, because the
-    sum over ranks must hold it once. stored: what ``detect`` said, to save asking again.
+    sum over ranks must hold it once. stored: what ``detect`` said, to save asking again. pad: where ``tp_size`` does
+    not cut I on the format's groups, give every rank the next number of whole groups and fill the last ranks up with
+    zeros, which add nothing to the sum over ranks.
 
     Raises InputError for a layer, expert or split that does not exist, ConfigError when ``spec.weight_format`` is not
     what is stored, and the CheckpointErrors of the audit for whatever is wrong with the layer's headers or with the
@@ -93,15 +102,19 @@ def load_experts(
         )
         raise ConfigError(msg)
     refuse(checkpoint, check_layer(checkpoint, spec, layer, stored))
-    local = _local_range(spec, stored, placement)
+    names = index_of(checkpoint).names
+    block = math.lcm(*(p.rows_per for p in stored.layout.parts if p.required and p.rows_per))
+    if stored.stacked and names.stacked.up is None and spec.gate_up_parts == 2 and spec.intermediate_size % block:
+        meet = f"stacked gate and up meet at row {spec.intermediate_size}"
+        raise TensorMismatchError(f"{meet}, which is inside a scale block of {block} rows")
+    local, room = _local_range(spec, stored, placement, pad=pad)
     reader = _Reader(checkpoint=checkpoint, stored=stored)
 
     def source(expert: int, which: Projection) -> Source:
         return source_of(names, spec, layer=layer, expert=expert, projection=which, stacked=stored.stacked)
 
-    names = index_of(checkpoint).names
-    weights = _fill(reader, source, projections(spec)[:-1], placement, local, device)
-    gate_up_bias, down_bias = _biases(reader, spec, layer, placement, local)
+    weights = _fill(reader, source, projections(spec)[:-1], placement, local, room, device)
+    gate_up_bias, down_bias = _biases(reader, spec, layer, placement, local, room)
     refuse(checkpoint, reader.problems)
     if gate_up_bias is None or down_bias is None:
         return weights
@@ -114,6 +127,7 @@ def _fill(
     halves: tuple[Projection, ...],
     placement: Placement,
     local: tuple[int, int],
+    room: int,
     device: torch.device | str,
 ) -> ExpertWeights[Payload]:
     count = len(placement.expert_ids)
@@ -124,12 +138,12 @@ def _fill(
         seen: dict[str, Tensor] = {}
         for half, which in enumerate(halves):
             place = source(expert, which)
-            matrix = reader.matrix(place, Cut(rows=local, columns=(0, place.columns)), seen)
+            matrix = reader.matrix(place, Cut(rows=local, columns=(0, place.columns)), seen, (room, place.columns))
             gate_up = matrix.to(device).repeated(len(halves)).repeated(count) if gate_up is None else gate_up
             if count:
                 gate_up[slot].put(half, matrix)
         place = source(expert, "down")
-        matrix = reader.matrix(place, Cut(rows=(0, place.rows), columns=local), seen)
+        matrix = reader.matrix(place, Cut(rows=(0, place.rows), columns=local), seen, (place.rows, room))
         down = matrix.to(device).repeated(count) if down is None else down
         if count:
             down.put(slot, matrix)
@@ -138,27 +152,44 @@ def _fill(
     return ExpertWeights(gate_up=gate_up, down=down)
 
 
-def _local_range(spec: MoESpec, stored: StoredFormat, placement: Placement) -> tuple[int, int]:
-    """Return this rank's half-open range of I; InputError lists the tensor-parallel sizes that work."""
+def _filled(tensor: Tensor, part: Part, room: tuple[int, int]) -> Tensor:
+    """Return a part filled up to the shape it has for a matrix of ``room``: weights with 0, scales with 1."""
+    scale = "scale" in part.suffix
+    if tensor.dtype == torch.uint8:
+        value = torch.tensor(127 if scale else 0, dtype=torch.uint8)  # E8M0 127 is 1
+    else:
+        value = torch.tensor(float(scale)).to(tensor.dtype)
+    out = value.expand(part.stored_shape(*room)).clone()
+    out[tuple(slice(0, n) for n in tensor.shape)] = tensor
+    return out
+
+
+def _local_range(
+    spec: MoESpec, stored: StoredFormat, placement: Placement, *, pad: bool
+) -> tuple[tuple[int, int], int]:
+    """Return this rank's half-open range of I, and the width it is filled up to.
+
+    InputError lists the tensor-parallel sizes that work.
+    """
     wide, parts = spec.intermediate_size, stored.layout.parts
     steps = [n for p in parts if p.required for n in (p.rows_per, p.columns_per) if n]
-    rows = [p.rows_per for p in parts if p.required and p.rows_per]
     step = math.lcm(*steps)
     if placement.tp_size == 1:
-        if stored.stacked and wide % math.lcm(*rows):
-            msg = f"stacked gate and up meet at row {wide}, which is inside a scale block of {math.lcm(*rows)} rows"
-            raise TensorMismatchError(msg)
-        return 0, wide
+        return (0, wide), wide
     width, rest = divmod(wide, placement.tp_size)
+    if (rest or width % step) and pad and stored.name in _PADDED:
+        width = math.ceil(math.ceil(wide / step) / placement.tp_size) * step
+        start = placement.tp_rank * width
+        return ((start, min(wide, start + width)) if start < wide else (0, 0)), width
     if rest or width % step:
         works = [n for n in range(1, _MOST_RANKS + 1) if wide % n == 0 and (n == 1 or (wide // n) % step == 0)]
         msg = (
             f"tp_size={placement.tp_size} cuts intermediate_size={wide} into {wide / placement.tp_size:g}, which is "
             f"no multiple of {step} ({stored.name} groups); tensor-parallel sizes that work: {works}; expert "
-            "parallelism has no such limit"
+            "parallelism has no such limit, and pad=True fills up with zeros"
         )
         raise InputError(msg)
-    return placement.tp_rank * width, (placement.tp_rank + 1) * width
+    return (placement.tp_rank * width, (placement.tp_rank + 1) * width), width
 
 
 def _rows(checkpoint: Checkpoint, name: str, ids: tuple[int, ...]) -> Tensor:
@@ -168,7 +199,7 @@ def _rows(checkpoint: Checkpoint, name: str, ids: tuple[int, ...]) -> Tensor:
 
 
 def _biases(
-    reader: _Reader, spec: MoESpec, layer: int, placement: Placement, local: tuple[int, int]
+    reader: _Reader, spec: MoESpec, layer: int, placement: Placement, local: tuple[int, int], room: int
 ) -> tuple[Tensor | None, Tensor | None]:
     if not spec.expert_bias:
         return None, None
@@ -184,7 +215,8 @@ def _biases(
         reader.problems += bad_bias(layer, name, tensor, placement.expert_ids)
     if placement.tp_rank:
         down = torch.zeros_like(down)
-    return order[..., local[0] : local[1]].contiguous(), down
+    own = order[..., local[0] : local[1]]
+    return functional.pad(own, (0, room - own.shape[-1])).contiguous(), down
 
 
 def load_all(
@@ -193,8 +225,9 @@ def load_all(
     progress: Callable[[int, int, str], None] | None = None,
     *,
     device: torch.device | str = "cpu",
+    pad: bool = False,
 ) -> Iterator[tuple[int, ExpertWeights[Payload]]]:
-    """Yield (layer, weights) of every MoE layer, one layer in memory at a time.
+    """Yield (layer, weights) of every MoE layer, one layer in memory at a time; pad as for ``load_experts``.
 
     progress: called before each layer and once at the end with (layers done, layers, text).
     """
@@ -204,7 +237,7 @@ def load_all(
         if progress is not None:
             progress(done, len(layers), f"layer {layer} ({stored.name})")
         own = replace(describe(checkpoint.config, layer), weight_format=stored.name)
-        yield layer, load_experts(checkpoint, own, layer, placement, stored=stored, device=device)
+        yield layer, load_experts(checkpoint, own, layer, placement, stored=stored, device=device, pad=pad)
     if progress is not None:
         progress(len(layers), len(layers), f"{len(layers)} layers loaded")
 

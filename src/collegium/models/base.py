@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ..errors import ConfigError
 from ..types import ActivationSpec, MoESpec, SharedSpec
@@ -149,7 +149,7 @@ class Names:
             down=paths[1] if paths else None,
             stacked=_moved(stacked, "", layer),
             router_weight=layer + router,
-            **cast("dict[str, str]", extra),
+            **cast("dict[str, Any]", extra),
         )
 
     def moved(self, layer: str) -> Names:
