@@ -120,7 +120,7 @@ class MoELayer(nn.Module):
         flat = x.reshape(-1, self.spec.hidden_size)
         seen = flat if router_input is None else router_input.reshape(-1, self.spec.hidden_size)
         _check_rows("router_input", seen, (flat.shape[0], self.spec.hidden_size))
-        chosen = self._route(seen, router_logits, routing, token_ids)
+        chosen = self._route(seen, router_logits, routing, token_ids, apart=router_input is not None)
         step = self.plan.problem.limits.max_tokens
         if flat.shape[0] <= step:
             return self._tokens(flat, chosen).reshape(x.shape)
@@ -150,7 +150,9 @@ class MoELayer(nn.Module):
             return out
         return torch.sigmoid(functional.linear(x.float(), shared.gate.float())) * out
 
-    def _route(self, x: Tensor, logits: Tensor | None, routing: Routing | None, token_ids: Tensor | None) -> Routing:
+    def _route(
+        self, x: Tensor, logits: Tensor | None, routing: Routing | None, token_ids: Tensor | None, *, apart: bool
+    ) -> Routing:
         if routing is not None:
             _check_rows("topk_ids", routing.topk_ids, (x.shape[0], routing.topk_ids.shape[-1]))
             return sanitise(routing.topk_ids, routing.topk_weights, self.spec.num_experts, checked=self.checked)
@@ -161,6 +163,11 @@ class MoELayer(nn.Module):
                     "give one of the two, or build the layer with router=RouterWeights(...)"
                 )
             bias, eps = None if self.router.bias is None else self.router.bias.float(), self.spec.routing.input_norm_eps
+            if eps is not None and not apart:
+                raise InputError(
+                    "forward: this router reads an input of its own, which it normalises (Gemma-4: the residual before "
+                    "the experts' norm); give router_input, or router_logits or a routing"
+                )
             read = x.float() if eps is None else functional.rms_norm(x.float(), (x.shape[-1],), eps=eps)
             logits = functional.linear(read, self.router.weight.float(), bias)
         _check_rows("router_logits", logits, (x.shape[0], self.spec.num_experts))

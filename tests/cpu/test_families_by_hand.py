@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,14 +16,13 @@ from safetensors.torch import save_file
 from torch.nn import functional
 
 from collegium.checkpoint import Checkpoint, audit, describe_checkpoint
-from collegium.errors import ConfigError
+from collegium.errors import ConfigError, InputError
 from collegium.formats import by_name
 from collegium.loading import load_layer
 from collegium.models import describe, moe_layers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from torch import Tensor
 
@@ -245,6 +245,25 @@ def deepseek_v4() -> Toy:
     return Toy(config=DEEPSEEK_V4, layers=(0, 1, 2, 3), tensors=t, wanted=wanted)
 
 
+PUBLISHED = json.loads((Path(__file__).parents[1] / "data" / "published_configs.json").read_text())
+
+
+@pytest.mark.parametrize("case", PUBLISHED, ids=[case["repo"] for case in PUBLISHED])
+def test_a_published_config_describes_the_sizes_the_model_has(case: dict[str, Any]) -> None:
+    """The configs hold the entries that concern experts; what is expected was collected from other sources."""
+    spec, wanted = describe(case["config"]), case["expected"]
+    found = {
+        "hidden_size": spec.hidden_size, "expert_hidden_size": spec.expert_hidden_size,
+        "intermediate_size": spec.intermediate_size, "num_experts": spec.num_experts, "top_k": spec.routing.top_k,
+        "moe_layers": len(moe_layers(case["config"])), "scale": spec.routing.scale,
+        "shared": None if spec.shared is None else spec.shared.intermediate_size,
+        "correction_bias": spec.routing.correction_bias, "renormalise": spec.routing.renormalise,
+    }  # fmt: skip
+    unknown = {"scale": 1.0} if wanted["scale"] is None else {}
+    unknown |= {"renormalise": found["renormalise"]} if wanted["renormalise"] is None else {}
+    assert found == {**wanted, **unknown}
+
+
 TOYS = {f.__name__: f for f in (arctic, minimax_text_01, step3, kimi_k3, deepseek_v4)}
 
 
@@ -376,3 +395,26 @@ def test_an_entry_that_changes_the_mathematics_is_refused(
     describe(config)
     with pytest.raises(ConfigError, match=text):
         describe({**config, **entry})
+
+
+def test_a_router_with_an_input_of_its_own_asks_for_it(tmp_path: Path) -> None:
+    text = {
+        "model_type": "gemma4_text", "hidden_size": D, "moe_intermediate_size": WIDE, "num_experts": EXPERTS,
+        "top_k_experts": 2, "num_hidden_layers": 1, "enable_moe_block": True, "dtype": "float32",
+        "hidden_activation": "gelu_pytorch_tanh",
+    }  # fmt: skip
+    base = "model.language_model.layers.0."
+    tensors = {
+        f"{base}experts.gate_up_proj": randn(EXPERTS, 2 * WIDE, D), f"{base}experts.down_proj": randn(EXPERTS, D, WIDE),
+        f"{base}router.proj.weight": randn(EXPERTS, D), f"{base}router.scale": randn(D),
+        f"{base}router.per_expert_scale": randn(EXPERTS),
+    }  # fmt: skip
+    write(tmp_path, {"model_type": "gemma4", "text_config": text}, tensors)
+    layer = load_layer(tmp_path, 0, dtype="fp32", device="cpu")
+    x = randn(TOKENS, D)
+    with pytest.raises(InputError, match="give router_input"):
+        layer(x)
+    with pytest.raises(InputError, match="router_input has shape"):
+        layer(x, router_input=x[:3])
+    assert not torch.equal(layer(x, router_input=x), layer(x, router_input=x.flip(0)))
+    assert torch.allclose(layer(x, router_input=x), layer(x, router_input=3 * x), rtol=1e-4)  # it is normalised

@@ -1,4 +1,4 @@
-"""Toy checkpoints: every family in every format and storage, small enough to write in a test.
+"""Toy checkpoints: four families in every format and storage, small enough to write in a test.
 
 ``write_checkpoint`` encodes random heavy-tailed weights and writes them under the family's names; what it returns
 holds the payloads it wrote, so that a test compares bytes and values with what a loader gives back.
