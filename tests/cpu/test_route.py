@@ -490,7 +490,7 @@ def test_sparsemixer_picks_two_in_turn_and_masks_what_is_far() -> None:
 
 @pytest.mark.parametrize("change", [{"top_k": 3}, {"renormalise": True}, {"correction_bias": True}, {"jitter": 0.0}])
 def test_sparsemixer_stands_alone(change: dict[str, object]) -> None:
-    with pytest.raises(SpecError, match="sparsemixer|jitter"):
+    with pytest.raises(SpecError, match=r"sparsemixer|jitter"):
         RoutingSpec(**{"top_k": 2, "score": "sparsemixer", "renormalise": False, **change})  # type: ignore[arg-type]
 
 

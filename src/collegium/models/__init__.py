@@ -58,6 +58,7 @@ __all__ = [
     "expert_path",
     "family_of",
     "moe_layers",
+    "text_of",
 ]
 
 FAMILIES: tuple[Family, ...] = (
