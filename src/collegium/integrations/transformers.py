@@ -145,10 +145,10 @@ def _quantised_weights(module: Any) -> ExpertWeights[Payload]:
         if scale.dtype == torch.float8_e8m0fnu and codes.dtype != torch.int8:
             scale = scale.float()
         rows = codes.shape[1] // (count or 1)
-        fused_blocks = module.block_size is not None and codes.dtype != torch.int8 and count == 2
-        if fused_blocks and rows % module.block_size[0]:
+        block: tuple[int, int] | None = None if codes.dtype == torch.int8 else module.block_size
+        if block is not None and count == 2 and rows % block[0]:
             raise SpecError(
-                f"{type(module).__name__}: gate has {rows} rows, no multiple of its {module.block_size[0]}-row blocks, "
+                f"{type(module).__name__}: gate has {rows} rows, no multiple of its {block[0]}-row blocks, "
                 "so a block spans gate and up; load the checkpoint with load_model() instead"
             )
         if count is not None:
@@ -156,10 +156,10 @@ def _quantised_weights(module: Any) -> ExpertWeights[Payload]:
         shape = (*codes.shape[:-1], codes.shape[-1] * (2 if codes.dtype == torch.int8 else 1))
         if codes.dtype == torch.int8:
             made.append(MxFp4(shape=shape, codes=codes.view(torch.uint8), scales=scale.view(torch.uint8)))
-        elif module.block_size is None:
+        elif block is None:
             made.append(Fp8Tensor(shape=shape, codes=codes, scale=scale[..., 0, 0]))
         else:
-            made.append(Fp8Block(shape=shape, codes=codes, scales=scale, block=tuple(module.block_size)))
+            made.append(Fp8Block(shape=shape, codes=codes, scales=scale, block=(block[0], block[1])))
     return ExpertWeights(gate_up=made[0], down=made[1])
 
 
