@@ -31,13 +31,15 @@ def _load(
 
 @triton.jit
 def _to_e4m3(value, dtype: tl.constexpr, ROUND: tl.constexpr):
-    """Convert values of at most 448, to nearest even. ROUND: first to a multiple of 2^-9 (the interpreter truncates)."""
+    """Convert values of at most 448, to nearest even. ROUND: rounded here, which the interpreter gets wrong."""
     if ROUND:
-        magic = 12582912.0 * 0.001953125
-        small = (tl.abs(value) + magic) - magic
-        sign = value.to(tl.int32, bitcast=True) & -2147483648
-        small = (small.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
-        value = tl.where(tl.abs(value) < 0.015625, small, value)
+        bits = value.to(tl.int32, bitcast=True)
+        size = bits & 0x7FFFFFFF
+        # To three bits of mantissa, and below 2^-6 to a multiple of 2^-9, by adding and taking away 1.5 * 2^14.
+        normal = (size + 0x7FFFF + ((size >> 20) & 1)) & -0x100000
+        small = ((tl.abs(value) + 24576.0) - 24576.0).to(tl.int32, bitcast=True)
+        rounded = tl.where(size < 0x3C800000, small, normal) | (bits & -0x80000000)
+        value = rounded.to(tl.float32, bitcast=True)
     return value.to(dtype)
 
 

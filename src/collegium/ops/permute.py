@@ -151,7 +151,7 @@ def permute_on_device(
         single[(1,)](
             ids, weights, made.source, made.slots, made.expert_offsets, by_row, *lists,
             rows, top_k, num_experts, *counts, BLOCK=block, **listed, WEIGHTS=carried,
-            num_warps=max(1, min(8, block // 64)),
+            num_warps=4 if block <= 256 else 8,
         )  # fmt: skip
         return made
     blocks = -(-rows // _BLOCK)
@@ -161,7 +161,7 @@ def permute_on_device(
     scan: Any = kernels.column_scan_kernel
     scan[(1,)](
         histograms, bases, dropped, made.expert_offsets, *lists, rows, num_experts, *counts, blocks,
-        BLOCK=_BLOCK, **listed, CHUNK=max(8, min(64, 16384 // block_e)), num_warps=16,
+        BLOCK=_BLOCK, **listed, CHUNK=max(8, min(64, 8192 // block_e)), num_warps=16,
     )  # fmt: skip
     put: Any = kernels.scatter_kernel
     put[(blocks * (_BLOCK // _PART),)](

@@ -8,12 +8,13 @@ the vector body than in the tail of a tensor, so a row would depend on how many 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import InputError, RoutingError
-from ..types import Routing
+from ..types import SCORE_FUNCTIONS, Routing
+from .launch import on_device, power_of_two
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from ..types import RoutingSpec, ScoreFunction
 
-__all__ = ["route", "route_custom", "sanitise"]
+__all__ = ["route", "route_custom", "route_on_device", "sanitise", "sanitise_on_device"]
 
 _LARGEST = torch.finfo(torch.float32).max
 _ID_BITS = 24  # bits of an expert id in a composite sort key; 32 bits of score stand above them
@@ -37,6 +38,7 @@ def route(
     token_ids: Tensor | None = None,
     hash_table: Tensor | None = None,
     checked: bool = False,
+    out: Routing | None = None,
 ) -> Routing:
     """Choose ``spec.top_k`` experts for each token.
 
@@ -46,13 +48,20 @@ def route(
     token_ids: ``[T]`` integers, and hash_table: ``[vocabulary, K]`` integers; needed exactly when
         ``spec.hash_routing`` is set (token_ids alone is ignored otherwise).
     checked: waits for the device and raises on bad values; otherwise a bad row or assignment gets id -1,
-        weight 0.
+        weight 0. On a GPU, unchecked routing is one kernel.
+    out: ids int64 and weights float32, both ``[T, K]`` contiguous, to write instead of fresh memory.
 
     Returns ids in descending order of the (biased) score, ties to the lower id; a hash table keeps its order.
     Raises ``InputError`` for wrong shapes, dtypes or missing arguments in both modes, and, in checked mode,
     ``RoutingError`` for NaN logits, NaN bias, and token ids or table entries out of range or duplicated.
     """
     _check_logits(logits, spec)
+    if spec.hash_routing:
+        _check_look_up(logits, spec, bias, token_ids, hash_table)
+    else:
+        _check_ranking(logits, spec, bias, hash_table)
+    if not checked and on_device(logits):
+        return route_on_device(logits, spec, bias=bias, token_ids=token_ids, hash_table=hash_table, out=out)
     experts = logits.shape[1]
     raw = logits.to(torch.float32)
     finite = raw.clamp(-_LARGEST, _LARGEST)
@@ -60,20 +69,67 @@ def route(
     if checked:
         _refuse_nan_rows(poisoned, "router logits")
     scores = _scores(finite, spec.score)
-    if spec.hash_routing:
-        ids = _look_up(logits, spec, bias, token_ids, hash_table, checked=checked)
-        ids = _drop_bad_ids(ids, experts, checked=checked)
+    if spec.hash_routing and token_ids is not None and hash_table is not None:
+        ids = _drop_bad_ids(_look_up(token_ids, hash_table, checked=checked), experts, checked=checked)
     else:
-        if hash_table is not None:
-            raise InputError(
-                f"route: found a hash_table {_describe(hash_table)}, but spec.hash_routing is False; "
-                "pass hash_table=None or a RoutingSpec with hash_routing=True"
-            )
-        choice = _choice(finite, scores, spec, bias, checked=checked)
+        choice = _choice(finite, scores, bias, checked=checked)
         poisoned = poisoned | choice.isnan().any(dim=1, keepdim=True)
         ids = _select(choice, scores, spec)
     ids = ids.masked_fill(poisoned, -1)
-    return Routing(topk_ids=ids, topk_weights=_weights(finite, scores, ids, spec))
+    return _into(out, ids, _weights(finite, scores, ids, spec))
+
+
+def route_on_device(
+    logits: Tensor,
+    spec: RoutingSpec,
+    *,
+    bias: Tensor | None = None,
+    token_ids: Tensor | None = None,
+    hash_table: Tensor | None = None,
+    out: Routing | None = None,
+) -> Routing:
+    """Do ``route`` unchecked, in one kernel; the arguments must be those ``route`` accepts."""
+    from ..kernels.route import route_kernel
+
+    tokens, experts = logits.shape
+    made = _routing_buffers((tokens, spec.top_k), logits.device) if out is None else out
+    if tokens == 0:
+        return made
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    groups = spec.groups if spec.groups > 1 and not spec.hash_routing else 1
+    block_g, block_s = power_of_two(groups), power_of_two(experts // groups)
+    block_s = max(block_s, 32 // block_g)
+    launch: Any = route_kernel
+    launch[(tokens,)](
+        logits,
+        logits if bias is None else bias,
+        logits if token_ids is None else token_ids,
+        logits if hash_table is None else hash_table.contiguous(),
+        made.topk_ids,
+        made.topk_weights,
+        experts,
+        groups,
+        experts // groups,
+        1 if hash_table is None else hash_table.shape[0],
+        logits.stride(0),
+        1 if bias is None else bias.stride(0),
+        1 if token_ids is None else token_ids.stride(0),
+        float(spec.renormalise_eps),
+        float(spec.scale),
+        SCORE=SCORE_FUNCTIONS.index(spec.score),
+        TOP_K=spec.top_k,
+        BLOCK_K=power_of_two(spec.top_k),
+        BLOCK_G=block_g,
+        BLOCK_S=block_s,
+        KEPT=spec.kept_groups if groups > 1 else 0,
+        TOP2=spec.group_score == "top2_sum",
+        BIAS=bias is not None,
+        HASH=spec.hash_routing,
+        RENORM=spec.renormalise,
+        num_warps=max(1, min(4, block_g * block_s // 256)),
+        enable_fp_fusion=False,
+    )
+    return made
 
 
 def route_custom(
@@ -103,15 +159,16 @@ def route_custom(
     return sanitise(ids, weights, logits.shape[1], checked=checked)
 
 
-def sanitise(topk_ids: Tensor, topk_weights: Tensor, num_experts: int, *, checked: bool = False) -> Routing:
+def sanitise(
+    topk_ids: Tensor, topk_weights: Tensor, num_experts: int, *, checked: bool = False, out: Routing | None = None
+) -> Routing:
     """Turn foreign ``topk_ids [T, K]`` and ``topk_weights [T, K]`` into a ``Routing`` that cannot do harm.
 
     topk_ids: integers; -1 means "not here" and is always legal. topk_weights: floating, returned as float32.
-    An id outside ``0..num_experts-1``, an id seen in an earlier slot of its row, and a weight that is not
-    finite in
+    An id outside ``0..num_experts-1``, an id seen in an earlier slot of its row, and a weight that is not finite in
     float32 are faults: ``RoutingError`` when checked, otherwise the assignment becomes id -1, weight 0. The
-    weights of the remaining slots are not touched. Raises ``InputError`` for wrong shapes and dtypes in both
-    modes.
+    weights of the remaining slots are not touched. out: as in ``route``. Raises ``InputError`` for wrong shapes and
+    dtypes in both modes.
     """
     _check_ids("topk_ids", topk_ids, 2)
     if tuple(topk_weights.shape) != tuple(topk_ids.shape) or not topk_weights.is_floating_point():
@@ -121,13 +178,51 @@ def sanitise(topk_ids: Tensor, topk_weights: Tensor, num_experts: int, *, checke
         )
     if num_experts < 1:
         raise InputError(f"num_experts: found {num_experts}, allowed: at least 1")
+    if not checked and on_device(topk_ids):
+        return sanitise_on_device(topk_ids, topk_weights, num_experts, out=out)
     ids = _drop_bad_ids(topk_ids.to(torch.int64), num_experts, checked=checked)
     weights = topk_weights.to(torch.float32)
     unusable = (ids >= 0) & ~weights.isfinite()
     if checked:
         _refuse_slots(unusable, topk_weights, "topk_weights", "a finite float32 number")
     ids = ids.masked_fill(unusable, -1)
-    return Routing(topk_ids=ids, topk_weights=weights.masked_fill(ids < 0, 0.0))
+    return _into(out, ids, weights.masked_fill(ids < 0, 0.0))
+
+
+def sanitise_on_device(
+    topk_ids: Tensor, topk_weights: Tensor, num_experts: int, *, out: Routing | None = None
+) -> Routing:
+    """Do ``sanitise`` unchecked, in one kernel."""
+    from ..kernels.route import sanitise_kernel
+
+    tokens, top_k = topk_ids.shape
+    made = _routing_buffers((tokens, top_k), topk_ids.device) if out is None else out
+    if made.topk_ids.numel() == 0:
+        return made
+    ids = topk_ids if topk_ids.stride(1) == 1 else topk_ids.contiguous()
+    weights = topk_weights if topk_weights.stride(1) == 1 else topk_weights.contiguous()
+    block_k = power_of_two(top_k)
+    block_r = min(power_of_two(tokens), max(1, 256 // block_k))
+    launch: Any = sanitise_kernel
+    launch[(-(-tokens // block_r),)](
+        ids, weights, made.topk_ids, made.topk_weights, tokens, num_experts, ids.stride(0), weights.stride(0),
+        TOP_K=top_k, BLOCK_K=block_k, BLOCK_R=block_r, num_warps=4,
+    )  # fmt: skip
+    return made
+
+
+def _routing_buffers(shape: tuple[int, int], device: torch.device) -> Routing:
+    return Routing(
+        topk_ids=torch.empty(shape, dtype=torch.int64, device=device), topk_weights=torch.empty(shape, device=device)
+    )
+
+
+def _into(out: Routing | None, ids: Tensor, weights: Tensor) -> Routing:
+    if out is None:
+        return Routing(topk_ids=ids, topk_weights=weights)
+    out.topk_ids.copy_(ids)
+    out.topk_weights.copy_(weights)
+    return out
 
 
 def _scores(logits: Tensor, score: ScoreFunction) -> Tensor:
@@ -144,19 +239,36 @@ def _scores(logits: Tensor, score: ScoreFunction) -> Tensor:
     return softplus.sqrt().to(torch.float32)
 
 
-def _choice(logits: Tensor, scores: Tensor, spec: RoutingSpec, bias: Tensor | None, *, checked: bool) -> Tensor:
+def _choice(logits: Tensor, scores: Tensor, bias: Tensor | None, *, checked: bool) -> Tensor:
     """Return the values experts are ranked by, ``[T, E]`` float32 in the finite range (NaN where poisoned).
 
     Every score function rises with the logit, so without a bias the logits rank the experts exactly, where
     rounded scores would tie (a float32 sigmoid is 1 for every logit above 17).
     """
+    if bias is None:
+        return logits
+    wide = bias.to(torch.float32)
+    if checked and bool(wide.isnan().any()):
+        first = int(wide.isnan().nonzero()[0, 0])
+        experts = logits.shape[1]
+        raise RoutingError(f"correction bias: expert {first} of {experts} is NaN, allowed: numbers; reload the router")
+    # The clamp keeps a biased score of -inf above the -inf of a masked group.
+    return (scores + wide).clamp(-_LARGEST, _LARGEST)
+
+
+def _check_ranking(logits: Tensor, spec: RoutingSpec, bias: Tensor | None, hash_table: Tensor | None) -> None:
+    if hash_table is not None:
+        raise InputError(
+            f"route: found a hash_table {_describe(hash_table)}, but spec.hash_routing is False; "
+            "pass hash_table=None or a RoutingSpec with hash_routing=True"
+        )
     if not spec.correction_bias:
         if bias is not None:
             raise InputError(
                 f"route: found a bias {_describe(bias)}, but spec.correction_bias is False; "
                 "pass bias=None or a RoutingSpec with correction_bias=True"
             )
-        return logits
+        return
     experts = logits.shape[1]
     if bias is None or tuple(bias.shape) != (experts,) or not bias.is_floating_point():
         found = "None" if bias is None else _describe(bias)
@@ -165,12 +277,6 @@ def _choice(logits: Tensor, scores: Tensor, spec: RoutingSpec, bias: Tensor | No
             "pass the router's correction bias"
         )
     _check_device("bias", bias, logits)
-    wide = bias.to(torch.float32)
-    if checked and bool(wide.isnan().any()):
-        first = int(wide.isnan().nonzero()[0, 0])
-        raise RoutingError(f"correction bias: expert {first} of {experts} is NaN, allowed: numbers; reload the router")
-    # The clamp keeps a biased score of -inf above the -inf of a masked group.
-    return (scores + wide).clamp(-_LARGEST, _LARGEST)
 
 
 def _select(choice: Tensor, scores: Tensor, spec: RoutingSpec) -> Tensor:
@@ -225,16 +331,9 @@ def _weights(logits: Tensor, scores: Tensor, ids: Tensor, spec: RoutingSpec) -> 
     return weights * spec.scale
 
 
-def _look_up(
-    logits: Tensor,
-    spec: RoutingSpec,
-    bias: Tensor | None,
-    token_ids: Tensor | None,
-    hash_table: Tensor | None,
-    *,
-    checked: bool,
-) -> Tensor:
-    """Return ``hash_table[token_ids]``, ``[T, K]`` int64, with -1 for token ids outside the table."""
+def _check_look_up(
+    logits: Tensor, spec: RoutingSpec, bias: Tensor | None, token_ids: Tensor | None, hash_table: Tensor | None
+) -> None:
     if bias is not None:
         raise InputError(
             f"route: found a bias {_describe(bias)} with hash routing, which looks experts up and ranks "
@@ -257,6 +356,11 @@ def _look_up(
         raise InputError(f"hash_table: found {_describe(hash_table)}, allowed: [vocabulary >= 1, top_k={spec.top_k}]")
     _check_device("token_ids", token_ids, logits)
     _check_device("hash_table", hash_table, logits)
+
+
+def _look_up(token_ids: Tensor, hash_table: Tensor, *, checked: bool) -> Tensor:
+    """Return ``hash_table[token_ids]``, ``[T, K]`` int64, with -1 for token ids outside the table."""
+    vocabulary = hash_table.shape[0]
     wanted = token_ids.to(torch.int64)
     outside = (wanted < 0) | (wanted >= vocabulary)
     if checked and bool(outside.any()):
