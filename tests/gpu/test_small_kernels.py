@@ -47,14 +47,14 @@ def ids_of(kind: str, tokens: int, top_k: int, experts: int) -> torch.Tensor:
     return torch.where(torch.rand(tokens, top_k) < 0.1, torch.randint(-3, experts + 3, ids.shape), ids)
 
 
-@pytest.mark.parametrize("experts", [1, 17, 256, 512])
-@pytest.mark.parametrize("tokens", [0, 1, 33, 128, 129, 1000, 8192])
+@pytest.mark.parametrize("experts", [17, 256, 512])
+@pytest.mark.parametrize("tokens", [0, 1, 33, 128, 129, 8192])
 @pytest.mark.parametrize("kind", ["random", "hot", "dropped"])
 def test_order_and_tiles(kind: str, tokens: int, experts: int) -> None:
     ids, weights = ids_of(kind, tokens, 8, experts), torch.rand(tokens, 8)
     asked: dict[str, Any] = {"block_t": (16, 128)}
     wanted = permute(ids, experts, input_weights=weights, **asked)
-    for dtype in (torch.int64, torch.int32):
+    for dtype in (torch.int64, torch.int32) if tokens == 129 else (torch.int32,):
         found = permute(ids.to("cuda", dtype), experts, input_weights=weights.cuda(), **asked)
         for name in ("source", "expert_offsets", "slots", "weights_by_row"):
             assert same_bits(getattr(found, name), getattr(wanted, name)), name
@@ -64,9 +64,11 @@ def test_order_and_tiles(kind: str, tokens: int, experts: int) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(("rows", "columns"), [(1, 7168), (23, 336), (70, 2880), (300, 33), (2048, 7168)])
-def test_codes_and_scales(name: str, dtype: torch.dtype, rows: int, columns: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "columns", "dtype"),
+    [(1, 7168, torch.bfloat16), (23, 336, torch.float32), (300, 33, torch.float16), (1100, 2880, torch.bfloat16)],
+)
+def test_codes_and_scales(name: str, rows: int, columns: int, dtype: torch.dtype) -> None:
     x = heavy_tailed(rows, columns, seed=3)
     if rows > 20:
         x[3], x[8] = 0, -0.0
@@ -77,7 +79,7 @@ def test_codes_and_scales(name: str, dtype: torch.dtype, rows: int, columns: int
         x[9] = 1.75 * 2.0**-20
     x = x.to(dtype)
     source = torch.randint(0, rows, (rows + 5,))
-    for at, scale in ((None, None), (source, None), (source, torch.rand(rows + 5))):
+    for at, scale in ((None, None), (source, torch.rand(rows + 5))):
         wanted = quantize_rows(x, name, source=at, weights=scale)
         moved = [None if t is None else t.cuda() for t in (at, scale)]
         out = row_buffers(name, wanted.codes.shape[0], columns, torch.device("cuda"))
@@ -96,7 +98,7 @@ def test_weighted_sums(tokens: int, width: int, dtype: torch.dtype) -> None:
     weights = torch.rand(tokens, 8).masked_fill(dropped, torch.nan)
     slots = slots.masked_fill(dropped, -1)
     shared = torch.randn(tokens, width).to(dtype)
-    for out_dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for out_dtype in (torch.float32, dtype):
         for scale, more in ((weights, None), (None, shared), (weights, shared.float())):
             wanted = weighted_sum(rows, slots, scale, out_dtype, shared=more)
             out = torch.full((tokens, width), torch.nan, dtype=out_dtype, device="cuda")
@@ -127,7 +129,7 @@ def test_router(score: Any, biased: bool, experts: int, options: dict[str, Any])
     logits[6], logits[7], logits[8] = 0, torch.inf, -torch.inf
     logits[9:100] = logits[9:100].round()
     bias = torch.randn(experts) if biased else None
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16) if experts == 128 else (torch.float32,):
         given = logits.to(dtype)
         wanted = route(given, spec, bias=bias)
         found = route(given.cuda(), spec, bias=None if bias is None else bias.cuda())
