@@ -142,9 +142,7 @@ class MoELayer(nn.Module):
     def _shared_output(self, x: Tensor) -> Tensor:
         shared = cast("SharedWeights[Payload]", self.shared)
         tokens = x.shape[0]
-        batch = ContiguousBatch(
-            x=x, source=self._shared_rows[:tokens], expert_offsets=self._shared_bounds[tokens]
-        )
+        batch = ContiguousBatch(x=x, source=self._shared_rows[:tokens], expert_offsets=self._shared_bounds[tokens])
         out = self._kernel.run(batch, self._packed_shared)
         if shared.gate is None:
             return out

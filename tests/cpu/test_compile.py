@@ -95,9 +95,9 @@ _E4M3 = _ROWS | {"GROUP": 128, "POWER": False, "BYTE": False, "ROUND": False}
 SMALL: tuple[tuple[str, str, dict[str, str], dict[str, Any], int, int], ...] = (
     ("permute", "permute_kernel", {}, {"BLOCK": 64, "WEIGHTS": False} | _LISTS, 4, 64),
     ("permute", "permute_kernel", {}, {"BLOCK": 1024, "WEIGHTS": True} | _LISTS, 8, 64),
-    ("permute", "block_sort_kernel", {}, {"BLOCK": 1024, "BLOCK_E": 256}, 8, 40),
+    ("permute", "block_sort_kernel", {}, {"BLOCK": 1024, "BLOCK_E": 256}, 8, 64),
     ("permute", "column_scan_kernel", {}, {"BLOCK": 1024, "CHUNK": 32} | _LISTS, 16, 128),
-    ("permute", "scatter_kernel", {}, {"BLOCK": 1024, "BLOCK_E": 256, "PART": 256, "WEIGHTS": True}, 4, 40),
+    ("permute", "scatter_kernel", {}, {"BLOCK": 1024, "BLOCK_E": 256, "PART": 256, "WEIGHTS": True}, 4, 64),
     ("weighted_sum", "weighted_sum_kernel", {}, {"TOP_K": 8, "BLOCK": 1024, "WEIGHTS": True, "SHARED": True}, 4, 80),
     ("route", "route_kernel", {}, _ROUTE, 1, 128),
     ("route", "route_kernel", {}, _ROUTE | {"SCORE": 3, "BLOCK_G": 1, "BLOCK_S": 1024, "KEPT": 0}, 4, 128),
@@ -144,9 +144,8 @@ for arch, file, name, pointers, constants, warps in json.load(sys.stdin):
         usage = subprocess.run([tool, "-res-usage", binary.name], capture_output=True, text=True).stdout
         sass = subprocess.run([tool, "-sass", binary.name], capture_output=True, text=True).stdout
     registers, stack = map(int, re.search(r"REG:(\\d+) STACK:(\\d+)", usage).groups())
-    codes = re.findall(r"\\b(LDL|STL|FFMA|LDG[.A-Z0-9]*|STG[.A-Z0-9]*|BAR[.A-Z0-9]*|SHFL)\\b", sass)
-    lines = len(re.findall(r"/\\*[0-9a-f]{4,5}\\*/", sass))
-    found.append([registers, stack, built.metadata.shared, sorted(set(codes)), lines, codes.count("BAR.SYNC.DEFER_BLOCKING")])
+    codes = re.findall(r"\\b(LDL|STL|FFMA|LDG[.A-Z0-9]*|STG[.A-Z0-9]*)\\b", sass)
+    found.append([registers, stack, sorted(set(codes))])
 print("RESULT" + json.dumps(found))
 """
 
@@ -190,7 +189,10 @@ def test_instructions_registers_and_shared_memory(compiled: list[Any], index: in
 
 
 SMALL_CASES = [
-    (arch, *case) for arch in (80, 90, 100) for case in SMALL if arch > 80 or case[1] not in ("e4m3_kernel", "nvfp4_kernel")
+    (arch, *case)
+    for arch in (80, 90, 100)
+    for case in SMALL
+    if arch > 80 or case[1] not in ("e4m3_kernel", "nvfp4_kernel")
 ]
 
 
@@ -202,10 +204,12 @@ def small_compiled() -> list[Any]:
     return _compile(_SMALL_PROGRAM, asked)
 
 
-@pytest.mark.parametrize("index", range(len(SMALL_CASES)), ids=[f"sm{c[0]}-{c[2]}-{i}" for i, c in enumerate(SMALL_CASES)])
+@pytest.mark.parametrize(
+    "index", range(len(SMALL_CASES)), ids=[f"sm{c[0]}-{c[2]}-{i}" for i, c in enumerate(SMALL_CASES)]
+)
 def test_small_kernels_do_not_spill(small_compiled: list[Any], index: int) -> None:
     _, _, name, *_, most_registers = SMALL_CASES[index]
-    registers, stack, _, codes, *_ = small_compiled[index]
+    registers, stack, codes = small_compiled[index]
     assert stack == 0
     assert not {"LDL", "STL"} & set(codes), "registers spill"
     assert registers <= most_registers

@@ -15,7 +15,6 @@ from collegium.experts.triton_bf16 import TritonBf16
 from collegium.experts.triton_fp8 import TritonFp8
 from collegium.experts.triton_w4a16 import TritonW4A16
 from collegium.layer import encode_experts
-
 from collegium.ops.grouped_gemm import PackedExperts, grouped_gemm, tile_list, with_tiles
 from collegium.ops.quantize import activation_format, operand
 from collegium.ops.tiles import TileChoice, candidates

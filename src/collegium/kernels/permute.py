@@ -169,9 +169,7 @@ def column_scan_kernel(
     start = 0
     while start < blocks:
         block = start + tl.arange(0, CHUNK)
-        part = tl.load(
-            histograms + block[:, None] * BLOCK_E + expert[None, :], mask=(block < blocks)[:, None], other=0
-        )
+        part = tl.load(histograms + block[:, None] * BLOCK_E + expert[None, :], mask=(block < blocks)[:, None], other=0)
         total += tl.sum(part, 0)
         start += CHUNK
     first_row = _write_offsets(

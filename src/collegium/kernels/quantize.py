@@ -90,10 +90,7 @@ def e4m3_kernel(
     tl.store(codes + row[:, None] * columns + column[None, :], found, mask=inside)
     group = tl.program_id(1) * (BLOCK_C // GROUP) + tl.arange(0, BLOCK_C // GROUP)
     held = (row < rows)[:, None] & (group < groups)[None, :]
-    if BYTE:
-        stored = tl.where(finite, byte, 255).to(tl.uint8)
-    else:
-        stored = tl.where(finite, scale, float("nan"))
+    stored = tl.where(finite, byte, 255).to(tl.uint8) if BYTE else tl.where(finite, scale, float("nan"))
     tl.store(scales + row[:, None] * groups + group[None, :], stored, mask=held)
 
 

@@ -280,9 +280,7 @@ def run_experts(batch: ContiguousBatch, packed: PackedExperts) -> Tensor:
     tiles = _listed(batch, first)
     # A weight belongs to a row, so weighted rows are gathered; others are gathered by the product.
     weighted = batch.input_weights is not None
-    rows_in, x_scale = operand(
-        x, packed.activations, source=source if weighted else None, weights=batch.input_weights
-    )
+    rows_in, x_scale = operand(x, packed.activations, source=source if weighted else None, weights=batch.input_weights)
     middle = torch.empty(rows, wide, dtype=middle_dtype, device=x.device)
     grouped_gemm(
         rows_in,

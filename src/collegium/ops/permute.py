@@ -17,7 +17,7 @@ from .launch import on_device, power_of_two
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Permutation", "permute", "permute_on_device", "permutation_buffers", "tile_count"]
+__all__ = ["Permutation", "permutation_buffers", "permute", "permute_on_device", "tile_count"]
 
 _BLOCK = 1024  # assignments one program sorts
 _PART = 256

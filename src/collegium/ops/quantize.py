@@ -286,7 +286,9 @@ def quantize_on_device(
     if form.group == 0 and not isinstance(form, _Cast):
         block_r, block_c = 1, power_of_two(columns, 32)
     else:
-        block_r, block_c = (1, min(256, power_of_two(columns, 128))) if few else (2, min(1024, power_of_two(columns, 128)))
+        block_r, block_c = (
+            (1, min(256, power_of_two(columns, 128))) if few else (2, min(1024, power_of_two(columns, 128)))
+        )
     grid = (-(-rows // block_r), -(-columns // block_c))
     block = {"BLOCK_R": block_r, "BLOCK_C": block_c, "num_warps": max(1, min(16, block_r * block_c // 512))}
     if isinstance(form, _Fp8):
@@ -303,7 +305,7 @@ def quantize_on_device(
 def operand(
     x: Tensor, name: str | None, *, source: Tensor | None = None, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return rows of ``x [T, K]`` as a product reads them: codes and scales of the format ``name``, or x's dtype and None.
+    """Return rows of ``x [T, K]`` as a product reads them: codes and scales of a format, or x's dtype and None.
 
     source and weights as in ``quantize_rows``; without them and without a format x itself is returned.
     """
