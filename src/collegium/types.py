@@ -31,6 +31,7 @@ __all__ = [
     "RoutingSpec",
     "SharedSpec",
     "SharedWeights",
+    "TileRows",
 ]
 
 ActivationKind = Literal["swiglu", "swiglu_oai", "swiglu_step", "situ", "geglu", "geglu_tanh", "relu2", "silu", "gelu"]
