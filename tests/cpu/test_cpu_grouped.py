@@ -26,7 +26,7 @@ from collegium.types import (
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BOUND = {"bf16": 8e-3, "fp16": 2e-3, "fp32": 5e-5}
-NAMES = [kind.name for kind in FORMATS]
+NAMES = [kind.name for kind in FORMATS if not kind.read_only]
 
 
 def heavy(*shape: int) -> torch.Tensor:

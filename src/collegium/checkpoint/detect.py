@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, MissingTensorError
-from ..formats import FORMATS, Fp8Block, Int4Group, by_name
+from ..formats import FORMATS, Fp8Block, Int4Affine, Int4Group, Int8Affine, by_name
 from ..models import declared_format, expert_path, family_of
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ class StoredFormat:
     """How one layer's experts are stored.
 
     name: a format of ``formats.FORMATS``. storage: one of its storages. stacked: one tensor holds all experts.
-    block: rows and columns that share a scale (FP8 block). group: columns that share a scale (INT4; 0: a whole row).
+    block: rows and columns that share a scale (FP8 block). group: columns that share a scale (integers; 0: a whole
+    row). ordered: an index says which group each column belongs to.
     """
 
     name: str
@@ -40,6 +41,12 @@ class StoredFormat:
     stacked: bool = False
     block: tuple[int, int] = (128, 128)
     group: int = 0
+    ordered: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether a matrix must be read whole before it can be cut."""
+        return self.ordered or any(part.flat for part in self.layout.parts)
 
     @property
     def format(self) -> type[Payload]:
@@ -50,26 +57,30 @@ class StoredFormat:
     def layout(self) -> Storage:
         """The storage's parts, with the block and group sizes the config declares."""
         storage = next(s for s in self.format.storages if s.name == self.storage)
-        if self.name not in ("fp8_block", "int4_group"):
-            return storage
         return replace(storage, parts=tuple(self._sized(part) for part in storage.parts))
 
     def _sized(self, part: Part) -> Part:
-        if part.suffix not in (".weight_scale", ".weight_scale_inv"):
-            return part
-        if self.name == "fp8_block":
+        if self.format is Fp8Block and part.columns_per == Fp8Block.group:
             return replace(part, rows_per=self.block[0], columns_per=self.block[1])
-        if self.group:
-            return replace(part, columns_per=self.group)
-        return replace(part, columns_per=0, inner=(1,))
+        if self.format not in (Int4Group, Int4Affine, Int8Affine):
+            return part
+        if part.suffix.endswith("g_idx") and self.ordered:
+            return replace(part, required=True)
+        if part.columns_per != Int4Group.group:
+            return part
+        return replace(part, columns_per=self.group) if self.group else replace(part, columns_per=0, inner=(1,))
 
     def build(self, parts: Mapping[str, Tensor], shape: tuple[int, ...]) -> Payload:
         """Return the payload of logical ``shape`` from its parts; raises the CheckpointErrors of ``from_parts``."""
-        if self.format is Fp8Block:
+        cls, size = self.format, self.group or shape[-1]
+        if cls is Fp8Block:
             return Fp8Block.from_parts(parts, storage=self.storage, shape=shape, block=self.block)
-        if self.format is Int4Group:
-            return Int4Group.from_parts(parts, storage=self.storage, shape=shape, group_size=self.group or None)
-        return self.format.from_parts(parts, storage=self.storage, shape=shape)
+        if cls is Int4Group:
+            return Int4Group.from_parts(parts, storage=self.storage, shape=shape, group_size=size)
+        if cls in (Int4Affine, Int8Affine):
+            affine = Int4Affine if cls is Int4Affine else Int8Affine
+            return affine.from_parts(parts, storage=self.storage, shape=shape, group_size=size, ordered=self.ordered)
+        return cls.from_parts(parts, storage=self.storage, shape=shape)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -146,6 +157,12 @@ def _fits(storage: Storage, seen: Mapping[str, set[str]]) -> bool:
     return all(not p.required or seen.get(p.suffix, set()) & set(p.dtypes) for p in storage.parts)
 
 
+def _holds(storage: Storage, seen: Mapping[str, set[str]]) -> bool:
+    """Tell whether a storage of one part explains everything seen."""
+    part = storage.parts[0]
+    return len(storage.parts) == 1 and set(seen) == {part.suffix} and seen[part.suffix] <= set(part.dtypes)
+
+
 def _closest(seen: Mapping[str, set[str]]) -> list[str]:
     """Name the formats the tensors look like; those that explain the most suffixes come first."""
     fits = [(len(s.parts), f.name) for f in FORMATS for s in f.storages if _fits(s, seen)]
@@ -161,6 +178,9 @@ def _match_storage(declared: Declared, seen: Mapping[str, set[str]], where: str)
         # dtype in config.json says how to compute; unquantised tensors carry their own dtype and it is the truth
         floats = [n for n in closest if n in _FLOATS]
         name = floats[0] if floats and name not in floats else name
+    if declared.method == "gguf":
+        # a file of blocks has no config; every tensor carries its own type
+        name = next((f.name for f in FORMATS if any(_holds(s, seen) for s in f.storages)), name)
     listed = ", ".join(f"{suffix} {'/'.join(sorted(dtypes))}" for suffix, dtypes in sorted(seen.items())) or "none"
     stored = f"{where}: the tensors are {listed}"
     if closest:
@@ -169,10 +189,11 @@ def _match_storage(declared: Declared, seen: Mapping[str, set[str]], where: str)
         msg = f"{stored}; config.json declares neither dtype nor quantization_config; add the one that is true"
         raise ConfigError(msg)
     cls = by_name(name)
-    fitting = [s.name for s in cls.storages if _fits(s, seen)]
+    fitting = [s.name for s in cls.storages if _fits(s, seen) and declared.storage in (None, s.name)]
     foreign = declared.method is None and any(n not in _FLOATS for n in closest)
     if not fitting or foreign:
-        needs = " or ".join(" + ".join(p.suffix for p in s.parts if p.required) for s in cls.storages)
+        asked = [s for s in cls.storages if declared.storage in (None, s.name)]
+        needs = " or ".join(dict.fromkeys(" + ".join(p.suffix for p in s.parts if p.required) for s in asked))
         declares = f"declares {name}" if declared.method is None else f"declares {name} ({declared.method})"
         msg = f"{stored}; config.json {declares}, which needs {needs}; correct quantization_config or the files"
         raise ConfigError(msg)
@@ -218,6 +239,7 @@ def stored_format(
         stacked=stacked,
         block=declared.block or (128, 128),
         group=declared.group or 0,
+        ordered=declared.ordered,
     )
 
 

@@ -14,9 +14,9 @@ import torch
 from ..errors import BadScaleError, CheckpointError, ConfigError, InputError, TensorMismatchError
 from ..models import declared_format, describe, family_of
 from ..types import ExpertWeights, RouterWeights, SharedWeights
-from .audit import bad_bias, bad_scale, check_declared_shape, check_layer, refuse
+from .audit import bad_bias, check_layer, fail, refuse
 from .detect import StoredFormat, detect, find_shared, stored_format
-from .layout import Cut, Projection, Source, check_part, read_parts, source_of
+from .layout import Cut, Projection, Source, bias_names, check_part, read_matrix, source_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -47,14 +47,10 @@ class _Reader:
     problems: list[CheckpointError] = field(default_factory=list)
 
     def matrix(self, source: Source, cut: Cut, seen: dict[str, Tensor]) -> Payload:
-        wrong = check_declared_shape(self.checkpoint, source)
-        if wrong is not None:
-            self.problems.append(wrong)
-        parts = read_parts(self.checkpoint, source, self.stored.layout, cut, seen)
-        shape = (cut.rows[1] - cut.rows[0], cut.columns[1] - cut.columns[0])
-        payload = self.stored.build(parts, shape)
-        if bool(payload.faults()):
-            self.problems.append(bad_scale(source, self.stored))
+        payload, wrong = read_matrix(self.checkpoint, source, self.stored, cut, seen)
+        self.problems += wrong
+        if payload is None:
+            fail(self.checkpoint, self.problems)
         return payload
 
 
@@ -170,15 +166,14 @@ def _biases(
 ) -> tuple[Tensor | None, Tensor | None]:
     if not spec.expert_bias:
         return None, None
-    names, checkpoint = family_of(reader.checkpoint.config).names, reader.checkpoint
-    up_name, down_name = (t.format(layer=layer) + "_bias" for t in (names.stacked.gate_up, names.stacked.down))
-    both, down = (
-        _rows(checkpoint, up_name, placement.expert_ids),
-        _rows(checkpoint, down_name, placement.expert_ids),
-    )
+    names = family_of(reader.checkpoint.config).names
+    tensors: list[Tensor] = []
+    for name in bias_names(names, layer):
+        tensors.append(_rows(reader.checkpoint, name, placement.expert_ids))
+        reader.problems += bad_bias(layer, name, tensors[-1], placement.expert_ids)
+    *upper, down = tensors
+    both = upper[0] if len(upper) == 1 else torch.cat(upper, dim=-1)
     order = both.unflatten(-1, (-1, 2)).mT if names.stacked.interleaved else both.unflatten(-1, (2, -1))
-    for name, tensor in ((up_name, both), (down_name, down)):
-        reader.problems += bad_bias(layer, name, tensor, placement.expert_ids)
     if placement.tp_rank:
         down = torch.zeros_like(down)
     return order[..., local[0] : local[1]].contiguous(), down

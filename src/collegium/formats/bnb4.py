@@ -145,9 +145,7 @@ class Bnb4(Payload):
         """Return a view of output rows ``start:stop``, any rows."""
         check_cut(f"{self.name}: output rows", start, stop, self.shape[-2], 1)
         shape = (*self.shape[:-2], stop - start, self.shape[-1])
-        return replace(
-            self, shape=shape, codes=self.codes[..., start:stop, :], scales=self.scales[..., start:stop, :]
-        )
+        return replace(self, shape=shape, codes=self.codes[..., start:stop, :], scales=self.scales[..., start:stop, :])
 
 
 def _state(raw: Tensor, storage: str, shape: tuple[int, ...]) -> Mapping[str, object]:
@@ -162,7 +160,8 @@ def _state(raw: Tensor, storage: str, shape: tuple[int, ...]) -> Mapping[str, ob
     wanted = (storage, _BLOCK, list(shape), _NESTED)
     if seen != wanted:
         raise TensorMismatchError(
-            f"bnb4: quant_state says (quant_type, blocksize, shape, nested_blocksize) = {seen!r:.200}, needed is {wanted}"
+            f"bnb4: quant_state says (quant_type, blocksize, shape, nested_blocksize) = {seen!r:.200}, "
+            f"needed is {wanted}"
         )
     return state
 

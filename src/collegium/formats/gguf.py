@@ -172,8 +172,8 @@ class Gguf(Payload):
         if needed is None or tuple(blocks.shape) != needed:
             sizes = ", ".join(f"{k.name} {k.nbytes} bytes for {k.elements}" for k in _TABLE)
             raise TensorMismatchError(
-                f"gguf .weight is {blocks.dtype} {list(blocks.shape)}, a logical {list(shape)} needs {needed or 'blocks'}; "
-                f"known blocks: {sizes}"
+                f"gguf .weight is {blocks.dtype} {list(blocks.shape)}, a logical {list(shape)} needs "
+                f"{needed or 'blocks'}; known blocks: {sizes}"
             )
         return cls(shape=tuple(shape), blocks=blocks)
 

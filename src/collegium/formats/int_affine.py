@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, ClassVar, Self
 import torch
 
 from .codecs import decode_rows, unpack_nibbles
-from .integers import GROUP, awq, compressed, gptq, read_integers
 from .intake import any_per_matrix, check_cut
+from .integers import GROUP, awq, compressed, gptq, read_integers
 from .payload import Payload, Storage
 
 if TYPE_CHECKING:

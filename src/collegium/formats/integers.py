@@ -143,7 +143,7 @@ def _codes(stored: Tensor, bits: int, storage: str, shape: tuple[int, ...]) -> T
 
 
 def _unpack_rows(words: Tensor, bits: int, places: Sequence[int], rows: int) -> Tensor:
-    """Return int32 ``[..., rows, G]`` of words ``[..., ceil(rows / n), G]`` whose row j of n stands at ``places[j]``."""
+    """Return int32 ``[..., rows, G]`` of words ``[..., ceil(rows / n), G]``; row j of n stands at ``places[j]``."""
     shifts = torch.tensor(places, dtype=torch.int32, device=words.device).mul_(bits).unsqueeze(-1)
     return ((words.unsqueeze(-2) >> shifts) & (2**bits - 1)).flatten(-3, -2)[..., :rows, :]
 

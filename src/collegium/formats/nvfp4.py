@@ -63,7 +63,9 @@ class NvFp4(Grouped):
     tolerance: ClassVar[float] = 0.105
     storages: ClassVar[tuple[Storage, ...]] = (
         _storage("modelopt", ".weight", ".weight_scale", ".weight_scale_2", ".input_scale"),
-        _storage("compressed-tensors", ".weight_packed", ".weight_scale", ".weight_global_scale", ".input_global_scale"),
+        _storage(
+            "compressed-tensors", ".weight_packed", ".weight_scale", ".weight_global_scale", ".input_global_scale"
+        ),
         _storage("modelopt-stack", ".weight", "_weight_scale", "_weight_scale_2", "_input_scale"),
     )
 

@@ -111,7 +111,7 @@ class Payload:
         Raises InputError for a read-only format.
         """
         raise InputError(
-            f"{cls.name} is read-only: checkpoints in it are loaded and run, but {list(weight.shape)} cannot be encoded "
+            f"{cls.name} is read-only: its checkpoints are loaded and run, but {list(weight.shape)} cannot be encoded "
             "into it; encode into int4_group, mxfp4, nvfp4 or an 8-bit format"
         )
 

@@ -47,7 +47,8 @@ class Names:
 
     experts: prefix of everything that belongs to routed experts. gate, up, down: module paths of one expert, the
     format's suffix (``.weight``, ...) follows; None where the family stores experts stacked only. shared: module paths
-    of the shared expert's gate, up and down.
+    of the shared expert's gate, up and down. biases: tensors ``[E, N]`` of gate, up and down where they are apart; None
+    where they are the stacks' names with ``_bias``.
     """
 
     experts: str
@@ -59,6 +60,7 @@ class Names:
     router_bias: str | None = None
     correction_bias: str | None = None
     shared: tuple[str, str, str] | None = None
+    biases: tuple[str, str, str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
