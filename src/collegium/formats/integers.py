@@ -139,7 +139,9 @@ def _codes(stored: Tensor, bits: int, storage: str, shape: tuple[int, ...]) -> T
     if storage == "awq":
         nibbles = _unpack_rows(stored, 4, _AWQ_PLACES, shape[-2]).to(torch.uint8)
         return pack_nibbles(torch.nn.functional.pad(nibbles, (0, shape[-1] % 2)))
-    return stored.contiguous().view(torch.uint8)[..., : -(-shape[-1] * bits // 8)]
+    # a single word a row counts as contiguous whatever its stride, and cannot be viewed as bytes
+    stored = stored.contiguous() if stored.stride(-1) == 1 else stored.clone(memory_format=torch.contiguous_format)
+    return stored.view(torch.uint8)[..., : -(-shape[-1] * bits // 8)]
 
 
 def _unpack_rows(words: Tensor, bits: int, places: Sequence[int], rows: int) -> Tensor:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
-from . import deepseek_v3, gpt_oss, mixtral, qwen3_moe
+from . import deepseek_v3, gguf, gguf_gpt_oss, gpt_oss, mixtral, qwen3_moe
 from .base import Family, Names, StackedNames
 from .quantization import Declared, declared_format
 
@@ -31,7 +31,14 @@ __all__ = [
     "moe_layers",
 ]
 
-FAMILIES: tuple[Family, ...] = (qwen3_moe.FAMILY, mixtral.FAMILY, deepseek_v3.FAMILY, gpt_oss.FAMILY)
+FAMILIES: tuple[Family, ...] = (
+    qwen3_moe.FAMILY,
+    mixtral.FAMILY,
+    deepseek_v3.FAMILY,
+    gpt_oss.FAMILY,
+    gguf.FAMILY,
+    gguf_gpt_oss.FAMILY,
+)
 
 
 def family_of(config: Mapping[str, object]) -> Family:
