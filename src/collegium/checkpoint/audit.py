@@ -224,7 +224,7 @@ def _check_suffixes(
     groups += [(group, stack_known) for group in found.stack.values()]
     for group, allowed in groups:
         for suffix, info in group.items():
-            if suffix in _REFUSED:
+            if suffix in _REFUSED and suffix not in allowed:
                 problems.append(UnknownTensorError(f"layer {layer}: {info.name}: {_REFUSED[suffix]}"))
             elif suffix not in allowed:
                 msg = (
