@@ -129,25 +129,25 @@ BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_typ
 @pytest.mark.parametrize(
     ("block", "wanted"),
     [
-        (GPTQ, ("int4_group", "gptq", 32, False)),
-        ({**GPTQ, "checkpoint_format": "gptq_v2"}, ("int4_group", "gptq_v2", 32, False)),
-        ({**GPTQ, "sym": False}, ("int4_affine", "gptq", 32, False)),
-        ({**GPTQ, "desc_act": True}, ("int4_affine", "gptq", 32, True)),
-        ({**GPTQ, "desc_act": True, "group_size": -1}, ("int4_group", "gptq", None, False)),
-        ({**GPTQ, "bits": 8}, ("int8_affine", "gptq", 32, False)),
-        ({**GPTQ, "dynamic": {"-:.*experts.*": {}}}, ("bf16", None, None, False)),
+        (GPTQ, ("int4_group", "gptq", 32)),
+        ({**GPTQ, "checkpoint_format": "gptq_v2"}, ("int4_group", "gptq_v2", 32)),
+        ({**GPTQ, "sym": False}, ("int4_affine", "gptq", 32)),
+        ({**GPTQ, "desc_act": True}, ("int4_ordered", "gptq", 32)),
+        ({**GPTQ, "desc_act": True, "group_size": -1}, ("int4_group", "gptq", None)),
+        ({**GPTQ, "bits": 8}, ("int8_affine", "gptq", 32)),
+        ({**GPTQ, "dynamic": {"-:.*experts.*": {}}}, ("bf16", None, None)),
         ({**GPTQ, "dynamic": {"+:.*w9": {"bits": 8}, r".*\.experts\..*": {"bits": 8, "group_size": 64}}},
-         ("int8_affine", "gptq", 64, False)),
-        (AWQ, ("int4_affine", "awq", 32, False)),
-        ({**AWQ, "modules_to_not_convert": ["gate"]}, ("int4_affine", "awq", 32, False)),
-        ({**AWQ, "modules_to_not_convert": ["experts"]}, ("bf16", None, None, False)),
-        (BNB, ("bnb4", "nf4", None, False)),
-        ({**BNB, "llm_int8_skip_modules": ["lm_head", "mlp"]}, ("bf16", None, None, False)),
+         ("int8_affine", "gptq", 64)),
+        (AWQ, ("int4_affine", "awq", 32)),
+        ({**AWQ, "modules_to_not_convert": ["gate"]}, ("int4_affine", "awq", 32)),
+        ({**AWQ, "modules_to_not_convert": ["experts"]}, ("bf16", None, None)),
+        (BNB, ("bnb4", "nf4", None)),
+        ({**BNB, "llm_int8_skip_modules": ["lm_head", "mlp"]}, ("bf16", None, None)),
     ],
 )  # fmt: skip
 def test_integer_methods(block: dict[str, object], wanted: tuple[object, ...]) -> None:
     found = declared_format({"quantization_config": block, "dtype": "bfloat16"}, EXPERT)
-    assert (found.format, found.storage, found.group, found.ordered) == wanted
+    assert (found.format, found.storage, found.group) == wanted
 
 
 def compressed(**weights: object) -> dict[str, object]:
@@ -265,19 +265,19 @@ def test_bad_quantization(block: dict[str, object], text: str) -> None:
 @pytest.mark.parametrize(
     ("weights", "wanted"),
     [
-        ({"num_bits": 4, "strategy": "group", "group_size": 32}, ("int4_group", None, 32, False)),
+        ({"num_bits": 4, "strategy": "group", "group_size": 32}, ("int4_group", None, 32)),
         ({"num_bits": 4, "strategy": "channel", "symmetric": False},
-         ("int4_affine", "compressed-tensors-asymmetric", None, False)),
-        ({"num_bits": 4, "strategy": "group", "group_size": 64, "actorder": "group"}, ("int4_affine", None, 64, True)),
-        ({"num_bits": 4, "strategy": "group", "group_size": 64, "actorder": "weight"}, ("int4_group", None, 64, False)),
-        ({"num_bits": 8, "strategy": "channel"}, ("int8_affine", None, None, False)),
+         ("int4_affine", "compressed-tensors-asymmetric", None)),
+        ({"num_bits": 4, "strategy": "group", "group_size": 64, "actorder": "group"}, ("int4_ordered", None, 64)),
+        ({"num_bits": 4, "strategy": "group", "group_size": 64, "actorder": "weight"}, ("int4_group", None, 64)),
+        ({"num_bits": 8, "strategy": "channel"}, ("int8_affine", None, None)),
         ({"num_bits": 8, "strategy": "group", "group_size": 32, "symmetric": False, "actorder": "group"},
-         ("int8_affine", "compressed-tensors-asymmetric", 32, True)),
+         ("int8_ordered", "compressed-tensors-asymmetric", 32)),
     ],
 )  # fmt: skip
 def test_compressed_integers(weights: dict[str, object], wanted: tuple[object, ...]) -> None:
     found = declared_format({"quantization_config": compressed(type="int", **weights)}, EXPERT)
-    assert (found.format, found.storage, found.group, found.ordered) == wanted
+    assert (found.format, found.storage, found.group) == wanted
 
 
 def test_blocks_and_groups_of_other_sizes(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from collegium.errors import (
     TensorMismatchError,
     UnknownTensorError,
 )
-from collegium.formats import FORMATS, Bnb4, Fp32, Int4Affine, Int4Group, Int8Affine
+from collegium.formats import FORMATS, Bnb4, Fp32, Int4Affine, Int4Group, Int4Ordered, Int8Affine, Int8Ordered
 from collegium.layer import MoELayer
 from collegium.parallel.placement import linear, tensor_parallel
 from collegium.plan import plan
@@ -137,13 +137,12 @@ def test_awq_worked_example() -> None:
 
 @pytest.mark.parametrize("order", [False, True])
 @pytest.mark.parametrize("packing", ["gptq", "gptq_v2"])
-@pytest.mark.parametrize(("form", "bits"), [(Int4Affine, 4), (Int8Affine, 8)])
+@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("n", "k", "group"), [(40, 96, 32), (24, 88, 32), (16, 64, 64), (33, 72, 24)])
-def test_gptq_decodes_by_definition(
-    form: Any, bits: int, packing: str, order: bool, n: int, k: int, group: int
-) -> None:
+def test_gptq_decodes_by_definition(bits: int, packing: str, order: bool, n: int, k: int, group: int) -> None:
     parts = gptq_parts(np.random.default_rng(n), n, k, bits, group, order)
-    payload = form.from_parts(parts, storage=packing, shape=(n, k), group_size=group, ordered=order)
+    form = {4: Int4Ordered if order else Int4Affine, 8: Int8Ordered if order else Int8Affine}[bits]
+    payload = form.from_parts(parts, storage=packing, shape=(n, k), group_size=group)
     truth = affine(parts, bits, packing)
     assert same(payload.decode(), truth)
     assert same(payload.decode(torch.bfloat16), truth.bfloat16())
@@ -175,7 +174,7 @@ def test_awq_decodes_by_definition(seed: int, n: int, k: int, group: int) -> Non
 def test_several_matrices_keep_their_own_order() -> None:
     rng = np.random.default_rng(0)
     each = [gptq_parts(rng, 16, 64, order=True) for _ in range(6)]
-    payloads = [Int4Affine.from_parts(p, storage="gptq", shape=(16, 64), group_size=32, ordered=True) for p in each]
+    payloads = [Int4Ordered.from_parts(p, storage="gptq", shape=(16, 64), group_size=32) for p in each]
     stack = payloads[0].repeated(2).repeated(3)
     for slot, payload in enumerate(payloads):
         stack[slot // 2].put(slot % 2, payload)
@@ -190,7 +189,7 @@ def test_group_index_out_of_range(bad: int) -> None:
     parts = gptq_parts(np.random.default_rng(0), 16, 96, order=True)
     parts[".g_idx"][17] = bad
     with pytest.raises(TensorMismatchError, match=rf"g_idx holds groups .*{bad}.*, allowed are 0 to 2"):
-        Int4Affine.from_parts(parts, storage="gptq", shape=(16, 96), group_size=32, ordered=True)
+        Int4Ordered.from_parts(parts, storage="gptq", shape=(16, 96), group_size=32)
     with pytest.raises(TensorMismatchError, match="g_idx permutes the columns"):
         Int4Affine.from_parts(parts, storage="gptq", shape=(16, 96), group_size=32)
 
@@ -198,8 +197,8 @@ def test_group_index_out_of_range(bad: int) -> None:
 def test_declared_order_needs_an_index() -> None:
     parts = gptq_parts(np.random.default_rng(0), 16, 96)
     del parts[".g_idx"]
-    with pytest.raises(TensorMismatchError, match="declares an activation order, the tensors have no g_idx"):
-        Int4Affine.from_parts(parts, storage="gptq", shape=(16, 96), group_size=32, ordered=True)
+    with pytest.raises(MissingTensorError, match=r"int4_ordered in gptq storage needs the part '.g_idx'"):
+        Int4Ordered.from_parts(parts, storage="gptq", shape=(16, 96), group_size=32)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 0.0])
@@ -238,7 +237,7 @@ def test_wrong_shapes_are_refused(suffix: str) -> None:
             form.from_parts(found, storage=storage, shape=(16, 96), group_size=32)
 
 
-@pytest.mark.parametrize("name", ["int4_affine", "int8_affine", "bnb4", "gguf"])
+@pytest.mark.parametrize("name", [f.name for f in FORMATS if f.read_only])
 def test_read_only_formats_say_so(name: str) -> None:
     form = next(f for f in FORMATS if f.name == name)
     with pytest.raises(InputError, match=rf"{name} is read-only.*encode into int4_group"):
@@ -363,7 +362,7 @@ METHODS: dict[str, tuple[dict[str, Any], str, Callable[..., Parts], Callable[[Pa
         lambda p, n, k: affine(p, 4, "gptq"),
     ),
     "gptq ordered": (
-        {**GPTQ, "desc_act": True}, "int4_affine", lambda r, n, k: gptq_parts(r, n, k, order=True),
+        {**GPTQ, "desc_act": True}, "int4_ordered", lambda r, n, k: gptq_parts(r, n, k, order=True),
         lambda p, n, k: affine(p, 4, "gptq"),
     ),
     "awq": (AWQ, "int4_affine", awq_parts, lambda p, n, k: affine(p, 4, "awq")),
@@ -449,7 +448,7 @@ def test_published_checkpoints_are_cut_for_tensor_parallelism(tmp_path: Path, me
     ("method", "name", "make", "error", "text"),
     [
         ("gptq ordered", "1.w2.g_idx", lambda t: t + 9, TensorMismatchError,
-         r"expert 1, down: int4_affine g_idx holds groups 9 to 10, allowed are 0 to 1"),
+         r"expert 1, down: int4_ordered g_idx holds groups 9 to 10, allowed are 0 to 1"),
         ("gptq ordered", "1.w2.g_idx", lambda t: None, MissingTensorError, r"expert 1, down: .*g_idx missing"),
         ("gptq", "2.w1.g_idx", lambda t: t.flip(0), TensorMismatchError, r"expert 2, gate: .*g_idx permutes"),
         ("gptq", "2.w1.scales", lambda t: t[:1], TensorMismatchError,

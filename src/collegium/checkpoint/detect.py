@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, MissingTensorError
-from ..formats import FORMATS, Fp8Block, Int4Affine, Int4Group, Int8Affine, by_name
+from ..formats import FORMATS, Fp8Block, Int4Affine, Int4Group, Int4Ordered, Int8Affine, Int8Ordered, by_name
 from ..models import declared_format, expert_path, family_of
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Found", "StoredFormat", "detect", "find_experts", "find_shared", "stored_format"]
 
 _FLOATS = ("bf16", "fp16", "fp32")
+_INTEGERS = (Int4Group, Int4Affine, Int4Ordered, Int8Affine, Int8Ordered)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +34,7 @@ class StoredFormat:
 
     name: a format of ``formats.FORMATS``. storage: one of its storages. stacked: one tensor holds all experts.
     block: rows and columns that share a scale (FP8 block). group: columns that share a scale (integers; 0: a whole
-    row). ordered: an index says which group each column belongs to.
+    row).
     """
 
     name: str
@@ -41,12 +42,11 @@ class StoredFormat:
     stacked: bool = False
     block: tuple[int, int] = (128, 128)
     group: int = 0
-    ordered: bool = False
 
     @property
     def whole(self) -> bool:
         """Whether a matrix must be read whole before it can be cut."""
-        return self.ordered or any(part.flat for part in self.layout.parts)
+        return self.format in (Int4Ordered, Int8Ordered) or any(part.flat for part in self.layout.parts)
 
     @property
     def format(self) -> type[Payload]:
@@ -62,25 +62,18 @@ class StoredFormat:
     def _sized(self, part: Part) -> Part:
         if self.format is Fp8Block and part.columns_per == Fp8Block.group:
             return replace(part, rows_per=self.block[0], columns_per=self.block[1])
-        if self.format not in (Int4Group, Int4Affine, Int8Affine):
-            return part
-        if part.suffix.endswith("g_idx") and self.ordered:
-            return replace(part, required=True)
-        if part.columns_per != Int4Group.group:
+        if self.format not in _INTEGERS or part.columns_per != Int4Group.group:
             return part
         return replace(part, columns_per=self.group) if self.group else replace(part, columns_per=0, inner=(1,))
 
     def build(self, parts: Mapping[str, Tensor], shape: tuple[int, ...]) -> Payload:
         """Return the payload of logical ``shape`` from its parts; raises the CheckpointErrors of ``from_parts``."""
-        cls, size = self.format, self.group or shape[-1]
-        if cls is Fp8Block:
+        for cls in _INTEGERS:
+            if self.format is cls:
+                return cls.from_parts(parts, storage=self.storage, shape=shape, group_size=self.group or shape[-1])
+        if self.format is Fp8Block:
             return Fp8Block.from_parts(parts, storage=self.storage, shape=shape, block=self.block)
-        if cls is Int4Group:
-            return Int4Group.from_parts(parts, storage=self.storage, shape=shape, group_size=size)
-        if cls in (Int4Affine, Int8Affine):
-            affine = Int4Affine if cls is Int4Affine else Int8Affine
-            return affine.from_parts(parts, storage=self.storage, shape=shape, group_size=size, ordered=self.ordered)
-        return cls.from_parts(parts, storage=self.storage, shape=shape)
+        return self.format.from_parts(parts, storage=self.storage, shape=shape)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -239,7 +232,6 @@ def stored_format(
         stacked=stacked,
         block=declared.block or (128, 128),
         group=declared.group or 0,
-        ordered=declared.ordered,
     )
 
 

@@ -9,7 +9,7 @@ from .fp8_channel import Fp8Channel
 from .fp8_tensor import Fp8Tensor
 from .gguf import Gguf
 from .int4_group import Int4Group
-from .int_affine import Int4Affine, Int8Affine
+from .int_affine import Int4Affine, Int4Ordered, Int8Affine, Int8Ordered
 from .intake import select_part
 from .mxfp4 import MxFp4
 from .mxfp8 import MxFp8
@@ -29,7 +29,9 @@ __all__ = [
     "Gguf",
     "Int4Affine",
     "Int4Group",
+    "Int4Ordered",
     "Int8Affine",
+    "Int8Ordered",
     "MxFp4",
     "MxFp8",
     "NvFp4",
@@ -54,7 +56,9 @@ FORMATS: tuple[type[Payload], ...] = (
     NvFp4,
     Int4Group,
     Int4Affine,
+    Int4Ordered,
     Int8Affine,
+    Int8Ordered,
     Bnb4,
     Gguf,
 )

@@ -99,7 +99,7 @@ class Int4Group(Payload):
         Raises TensorMismatchError when ``.weight_shape``, a tensor's shape, a zero point other than 8 or a column
         order contradicts the declared symmetric weights in order.
         """
-        found = read_integers(cls, 4, parts, storage=storage, shape=shape, group_size=group_size, ordered=False)
+        found = read_integers(cls, 4, parts, storage=storage, shape=shape, group_size=group_size)
         if found.zeros is not None and bool((found.zeros != 8).any()):
             low, high = int(found.zeros.min()), int(found.zeros.max())
             raise TensorMismatchError(

@@ -1,4 +1,4 @@
-"""INT4 and INT8 with a scale and a zero point per row and group of columns, in order or in activation order."""
+"""INT4 and INT8 with a scale and a zero point per row and group of columns, in order or with an index of groups."""
 
 from __future__ import annotations
 
@@ -17,22 +17,20 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["Int4Affine", "Int8Affine"]
+__all__ = ["Int4Affine", "Int4Ordered", "Int8Affine", "Int8Ordered"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Affine(Payload):
     """codes: uint8 ``[..., N, ceil(K * bits / 8)]``, low nibble first. scales, zeros: ``[..., N, G]``.
 
-    scales: bfloat16, float16 or float32. zeros: uint8, the code of zero. group_size: columns of a group in order.
-    group_of: int32 ``[..., K]``, the group of each column in activation order, or None.
+    scales: bfloat16, float16 or float32. zeros: uint8, the code of zero. group_size: columns of a group.
     """
 
     codes: Tensor
     scales: Tensor
     zeros: Tensor
     group_size: int
-    group_of: Tensor | None = None
 
     group: ClassVar[int] = GROUP
     read_only: ClassVar[bool] = True
@@ -42,8 +40,7 @@ class _Affine(Payload):
         """Return ``[..., N, K]``: (code - zero) * scale as one float32 product, rounded once to ``dtype``."""
         count, columns = self.shape[-2:]
         codes, scales, zeros = (t.reshape(-1, t.shape[-1]) for t in (self.codes, self.scales, self.zeros))
-        group_of = torch.arange(columns, device=codes.device) // self.group_size
-        group_of = group_of.unsqueeze(0) if self.group_of is None else self.group_of.reshape(-1, columns).long()
+        group_of = self._groups()
 
         def rows(start: int, stop: int) -> Tensor:
             raw = codes[start:stop]
@@ -55,23 +52,20 @@ class _Affine(Payload):
 
         return decode_rows(self.shape, dtype, codes.device, rows)
 
+    def _groups(self) -> Tensor:
+        """Return the group of each column, int64 ``[1, K]``, or ``[M, K]`` for M matrices."""
+        return (torch.arange(self.shape[-1], device=self.codes.device) // self.group_size).unsqueeze(0)
+
     @classmethod
     def from_parts(
-        cls,
-        parts: Mapping[str, Tensor],
-        *,
-        storage: str,
-        shape: tuple[int, ...],
-        group_size: int | None = None,
-        ordered: bool = False,
+        cls, parts: Mapping[str, Tensor], *, storage: str, shape: tuple[int, ...], group_size: int | None = None
     ) -> Self:
         """Re-lay the codes row by row; arguments and errors as ``integers.read_integers``.
 
         A storage without zero points is symmetric: the zero is the middle code.
         """
-        found = read_integers(
-            cls, cls.bits, parts, storage=storage, shape=shape, group_size=group_size, ordered=ordered
-        )
+        found = read_integers(cls, cls.bits, parts, storage=storage, shape=shape, group_size=group_size)
+        order = {} if found.group_of is None else {"group_of": found.group_of}
         middle = torch.full_like(found.scales, 2 ** (cls.bits - 1), dtype=torch.uint8)
         return cls(
             shape=tuple(shape),
@@ -79,7 +73,7 @@ class _Affine(Payload):
             scales=found.scales,
             zeros=middle if found.zeros is None else found.zeros,
             group_size=found.group_size,
-            group_of=found.group_of,
+            **order,
         )
 
     def faults(self) -> Tensor:
@@ -96,18 +90,19 @@ class _Affine(Payload):
         return bad
 
     def columns(self, start: int, stop: int) -> Self:
-        """Return input columns ``start:stop``; on group boundaries, in activation order or with one group on 8."""
+        """Return input columns ``start:stop``; both on group boundaries (of 8 if one group a row) or at the end."""
         columns, size = self.shape[-1], self.group_size
-        whole = self.group_of is not None or size >= columns
-        check_cut(f"{self.name}: input columns", start, stop, columns, 8 if whole else size)
-        groups = slice(None) if whole else slice(start // size, -(-stop // size))
+        check_cut(f"{self.name}: input columns", start, stop, columns, 8 if size >= columns else size)
+        return self._cut(start, stop, slice(start // size, -(-stop // size)))
+
+    def _cut(self, start: int, stop: int, groups: slice, **more: Tensor) -> Self:
         return replace(
             self,
             shape=(*self.shape[:-1], stop - start),
             codes=self.codes[..., start * self.bits // 8 : -(-stop * self.bits // 8)],
             scales=self.scales[..., groups],
             zeros=self.zeros[..., groups],
-            group_of=None if self.group_of is None else self.group_of[..., start:stop],
+            **more,
         )
 
     def rows(self, start: int, stop: int) -> Self:
@@ -118,18 +113,38 @@ class _Affine(Payload):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class _Ordered(_Affine):
+    """group_of: int32 ``[..., K]``, the group of each column, as activation order has assigned them."""
+
+    group_of: Tensor
+
+    def _groups(self) -> Tensor:
+        return self.group_of.reshape(-1, self.shape[-1]).long()
+
+    def columns(self, start: int, stop: int) -> Self:
+        """Return input columns ``start:stop``, both on multiples of 8 or at the end, and all groups."""
+        check_cut(f"{self.name}: input columns", start, stop, self.shape[-1], 8)
+        return self._cut(start, stop, slice(None), group_of=self.group_of[..., start:stop])
+
+
+def _storages(bits: int, *, ordered: bool) -> tuple[Storage, ...]:
+    """Return what both widths are published in; symmetric INT4 in order is ``int4_group``."""
+    symmetric = (compressed("compressed-tensors", bits, ordered=ordered),) if ordered or bits == 8 else ()
+    return (
+        gptq("gptq", bits, ordered=ordered),
+        gptq("gptq_v2", bits, ordered=ordered),
+        *symmetric,
+        compressed("compressed-tensors-asymmetric", bits, ordered=ordered),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Int4Affine(_Affine):
     """INT4 with zero points: value = (code - zero) * scale, code and zero 0 to 15."""
 
     name: ClassVar[str] = "int4_affine"
     bits: ClassVar[int] = 4
-    storages: ClassVar[tuple[Storage, ...]] = (
-        gptq("gptq", 4),
-        gptq("gptq_v2", 4),
-        awq(),
-        compressed("compressed-tensors", 4),
-        compressed("compressed-tensors-asymmetric", 4, zeros=True),
-    )
+    storages: ClassVar[tuple[Storage, ...]] = (*_storages(4, ordered=False), awq())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,10 +153,22 @@ class Int8Affine(_Affine):
 
     name: ClassVar[str] = "int8_affine"
     bits: ClassVar[int] = 8
-    storages: ClassVar[tuple[Storage, ...]] = (
-        gptq("gptq", 8),
-        gptq("gptq_v2", 8),
-        compressed("compressed-tensors", 8),
-        compressed("compressed-tensors-asymmetric", 8, zeros=True),
-        compressed("int-quantized", 8, packed=False),
-    )
+    storages: ClassVar[tuple[Storage, ...]] = (*_storages(8, ordered=False), compressed("int-quantized", 8))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Int4Ordered(_Ordered):
+    """``Int4Affine`` whose columns an index assigns to groups."""
+
+    name: ClassVar[str] = "int4_ordered"
+    bits: ClassVar[int] = 4
+    storages: ClassVar[tuple[Storage, ...]] = _storages(4, ordered=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Int8Ordered(_Ordered):
+    """``Int8Affine`` whose columns an index assigns to groups."""
+
+    name: ClassVar[str] = "int8_ordered"
+    bits: ClassVar[int] = 8
+    storages: ClassVar[tuple[Storage, ...]] = _storages(8, ordered=True)

@@ -29,7 +29,6 @@ __all__ = ["GROUP", "Integers", "awq", "check_group_size", "compressed", "gptq",
 GROUP = 32
 _SCALES = ("BF16", "F16", "F32")
 _INDICES = ("I32", "I64")
-_ORDER = (".g_idx", ".weight_g_idx")
 # AWQ writes column 8c + [0, 2, 4, 6, 1, 3, 5, 7][p] at bits 4p; these are the places of columns 0 to 7.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
@@ -49,19 +48,24 @@ class Integers:
     group_size: int
 
 
-def compressed(name: str, bits: int, *, zeros: bool = False, packed: bool = True) -> Storage:
-    """Return a compressed-tensors storage: words or plain bytes, with packed zero points or without."""
+def _index(suffix: str, *, ordered: bool) -> Part:
+    # where columns stand in order the index says so, and is read to be sure
+    return Part(suffix=suffix, dtypes=_INDICES, rows_per=0, required=ordered, if_present=True)
+
+
+def compressed(name: str, bits: int, *, ordered: bool = False) -> Storage:
+    """Return a compressed-tensors storage; the name says whether it has zero points or plain bytes for words."""
     per = 32 // bits
-    zero = Part(suffix=".weight_zero_point", dtypes=("I32",), rows_per=per, columns_per=GROUP)
     weight = Part(suffix=".weight_packed", dtypes=("I32",), columns_per=per)
+    zero = Part(suffix=".weight_zero_point", dtypes=("I32",), rows_per=per, columns_per=GROUP)
     return Storage(
         name=name,
         parts=(
-            weight if packed else Part(suffix=".weight", dtypes=("I8",)),
+            Part(suffix=".weight", dtypes=("I8",)) if name == "int-quantized" else weight,
             Part(suffix=".weight_scale", dtypes=_SCALES, columns_per=GROUP),
-            *((zero,) if zeros else ()),
+            *((zero,) if name.endswith("-asymmetric") else ()),
             Part(suffix=".weight_shape", dtypes=_INDICES, rows_per=0, columns_per=0, inner=(2,), required=False),
-            Part(suffix=".weight_g_idx", dtypes=_INDICES, rows_per=0, required=False, if_present=True),
+            _index(".weight_g_idx", ordered=ordered),
         ),
     )
 
@@ -72,14 +76,14 @@ def _input_first(name: str, weight: Part, zeros: Part, *more: Part) -> Storage:
     return Storage(name=name, parts=(weight, scales, zeros, *more, bias))
 
 
-def gptq(name: str, bits: int) -> Storage:
+def gptq(name: str, bits: int, *, ordered: bool = False) -> Storage:
     """Return a GPTQ storage, ``gptq`` (zero points stored minus one) or ``gptq_v2`` (as they are)."""
     per = 32 // bits
     return _input_first(
         name,
         Part(suffix=".qweight", dtypes=("I32",), columns_per=per, transposed=True),
         Part(suffix=".qzeros", dtypes=("I32",), rows_per=per, columns_per=GROUP, transposed=True),
-        Part(suffix=".g_idx", dtypes=_INDICES, rows_per=0, required=False, if_present=True),
+        _index(".g_idx", ordered=ordered),
     )
 
 
@@ -100,13 +104,11 @@ def read_integers(
     storage: str,
     shape: tuple[int, ...],
     group_size: int | None,
-    ordered: bool,
 ) -> Integers:
     """Take integer parts apart.
 
-    group_size: the config's; None derives it from the scales and refuses if more than one size fits. ordered: the
-    config declares an activation order. Raises TensorMismatchError when a shape, ``.weight_shape``, the column order
-    or a bias contradicts what was declared.
+    group_size: the config's; None derives it from the scales and refuses if more than one size fits. Raises
+    TensorMismatchError when a shape, ``.weight_shape``, the column order or a bias contradicts what was declared.
     """
     layout = find_storage(cls, storage)
     scale = layout.parts[1]
@@ -123,12 +125,12 @@ def read_integers(
         zeros = _unpack_rows(zeros, bits, places, shape[-2])
         # v1 stores the zero point minus one; 15 stands for 0
         zeros = ((zeros + 1) & (2**bits - 1) if storage == "gptq" else zeros).to(torch.uint8).contiguous()
-    order = next((taken[suffix] for suffix in _ORDER if suffix in taken), None)
+    index = next((part for part in layout.parts if part.suffix.endswith("g_idx")), None)
     return Integers(
         codes=_codes(taken[layout.parts[0].suffix], bits, storage, shape),
         scales=taken[scale.suffix].contiguous(),
         zeros=zeros,
-        group_of=_group_of(cls.name, order, shape[-1], group_size, ordered=ordered),
+        group_of=None if index is None else _group_of(cls.name, index, taken, (shape[-1], group_size)),
         group_size=group_size,
     )
 
@@ -150,14 +152,13 @@ def _unpack_rows(words: Tensor, bits: int, places: Sequence[int], rows: int) -> 
     return ((words.unsqueeze(-2) >> shifts) & (2**bits - 1)).flatten(-3, -2)[..., :rows, :]
 
 
-def _group_of(name: str, order: Tensor | None, columns: int, size: int, *, ordered: bool) -> Tensor | None:
+def _group_of(name: str, index: Part, taken: Mapping[str, Tensor], sizes: tuple[int, int]) -> Tensor | None:
+    order, (columns, size) = taken.get(index.suffix), sizes
     if order is None:
-        if ordered:
-            raise TensorMismatchError(f"{name}: the config declares an activation order, the tensors have no g_idx")
         return None
     groups = -(-columns // size)
     low, high = int(order.min()), int(order.max())
-    if ordered:
+    if index.required:
         if low < 0 or high >= groups:
             raise TensorMismatchError(
                 f"{name} g_idx holds groups {low} to {high}, allowed are 0 to {groups - 1} (K={columns}, groups of "

@@ -35,8 +35,8 @@ _COMPRESSED = (
     ("float", 4, "group", 32, "mxfp4"),
     ("int", 4, "group", None, "int4_group"),
     ("int", 4, "channel", None, "int4_group"),
-    ("int", 8, "group", None, "int8_affine"),
-    ("int", 8, "channel", None, "int8_affine"),
+    ("int", 8, "group", None, "int8_group"),
+    ("int", 8, "channel", None, "int8_group"),
 )
 _MAX_PATTERN = 1000
 
@@ -48,7 +48,7 @@ class Declared:
     format: name of a format of ``collegium.formats.FORMATS``; None when the config says nothing. method: the
     ``quant_method`` it stands in, None for unquantised. block: rows and columns that share a scale (FP8 block).
     group: columns that share a scale (integers; None: a whole row). storage: the one storage of the format that is
-    declared, None when any will do. ordered: columns are assigned to groups by activation order.
+    declared, None when any will do.
     """
 
     format: str | None
@@ -56,7 +56,6 @@ class Declared:
     block: tuple[int, int] | None = None
     group: int | None = None
     storage: str | None = None
-    ordered: bool = False
 
 
 def declared_format(config: Mapping[str, object], path: str) -> Declared:
@@ -220,18 +219,23 @@ def _arguments(weights: Mapping[str, object]) -> Declared:
     ordered = strategy == "group" and order in (True, "group", "dynamic")
     for row_kind, row_bits, row_strategy, row_size, name in _COMPRESSED:
         if (kind, bits, strategy) == (row_kind, row_bits, row_strategy) and row_size in (None, size):
-            affine = name == "int4_group" and (ordered or not symmetric)
             return Declared(
-                format="int4_affine" if affine else name,
+                format=_integers(name, symmetric=symmetric is True, ordered=ordered) if kind == "int" else name,
                 method="compressed-tensors",
                 block=_pair(weights, "block_structure") if name == "fp8_block" else None,
                 group=size if strategy == "group" and isinstance(size, int) else None,
                 storage="compressed-tensors-asymmetric" if kind == "int" and not symmetric else None,
-                ordered=ordered,
             )
     known = "; ".join(f"{k} {b} bits {s}{f' of {g}' if g else ''}" for k, b, s, g, _ in _COMPRESSED)
     msg = f"quantization_config: weights are {kind} {bits} bits {strategy} of {size}, known are {known}"
     raise ConfigError(msg)
+
+
+def _integers(name: str, *, symmetric: bool, ordered: bool) -> str:
+    """Return the format of integers of a width: the plain one has no zero points and columns in order."""
+    if name == "int4_group" and symmetric and not ordered:
+        return name
+    return name.replace("_group", "_ordered" if ordered else "_affine")
 
 
 def _only(block: Mapping[str, object], key: str, allowed: tuple[object, ...]) -> object:
@@ -265,13 +269,11 @@ def _gptq(block: Mapping[str, object], path: str, plain: Declared) -> Declared:
             break
     size = _columns(block)
     bits = _only(block, "bits", (4, 8))
-    symmetric, ordered = (
-        _only(block, "sym", (True, False)),
-        _only(block, "desc_act", (False, True)) and size is not None,
-    )
-    name = "int8_affine" if bits == 8 else "int4_group" if symmetric and not ordered else "int4_affine"
+    symmetric = _only(block, "sym", (True, False)) is True
+    ordered = _only(block, "desc_act", (False, True)) is True and size is not None
+    name = _integers(f"int{bits}_group", symmetric=symmetric, ordered=ordered)
     storage = str(_only(block, "checkpoint_format", ("gptq", "gptq_v2")))
-    return Declared(format=name, method="gptq", group=size, storage=storage, ordered=bool(ordered))
+    return Declared(format=name, method="gptq", group=size, storage=storage)
 
 
 def _awq(block: Mapping[str, object], _path: str, _plain: Declared) -> Declared:
