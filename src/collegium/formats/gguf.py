@@ -98,9 +98,9 @@ def _mxfp4(raw: Tensor) -> Tensor:
 
 
 class _Kind(NamedTuple):
-    """A kind of block: elements and bytes, where its half-precision scales lie, how ``[n, bytes]`` is decoded."""
+    """A kind of block: its title, elements and bytes, where its half-precision scales lie, how ``[n, bytes]`` is decoded."""
 
-    name: str
+    title: str
     elements: int
     nbytes: int
     halves: tuple[int, ...]
@@ -118,7 +118,7 @@ _TABLE = (
     _Kind("Q6_K", 256, 210, (208,), _q6_k),
     _Kind("MXFP4", 32, 17, (), _mxfp4),
 )
-KINDS = {kind.name: kind for kind in _TABLE}
+KINDS = {kind.title: kind for kind in _TABLE}
 _BY_BYTES = {kind.nbytes: kind for kind in _TABLE}
 
 
@@ -141,7 +141,7 @@ class Gguf(Payload):
                     dtypes=tuple(KINDS),
                     columns_per=32,
                     inner=(34,),
-                    by_dtype={kind.name: (kind.elements, (kind.nbytes,)) for kind in _TABLE},
+                    by_dtype={kind.title: (kind.elements, (kind.nbytes,)) for kind in _TABLE},
                 ),
             ),
         ),
@@ -150,7 +150,7 @@ class Gguf(Payload):
     @property
     def kind(self) -> str:
         """The name of the blocks' kind, for instance ``Q4_K``."""
-        return _BY_BYTES[self.blocks.shape[-1]].name
+        return _BY_BYTES[self.blocks.shape[-1]].title
 
     def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return ``[..., N, K]``: float32 as the ``gguf`` package computes it, rounded once to ``dtype``."""
@@ -170,7 +170,7 @@ class Gguf(Payload):
         kind = _BY_BYTES.get(blocks.shape[-1]) if blocks.dtype == torch.uint8 else None
         needed = None if kind is None else (*shape[:-1], -(-shape[-1] // kind.elements), kind.nbytes)
         if needed is None or tuple(blocks.shape) != needed:
-            sizes = ", ".join(f"{k.name} {k.nbytes} bytes for {k.elements}" for k in _TABLE)
+            sizes = ", ".join(f"{k.title} {k.nbytes} bytes for {k.elements}" for k in _TABLE)
             raise TensorMismatchError(
                 f"gguf .weight is {blocks.dtype} {list(blocks.shape)}, a logical {list(shape)} needs "
                 f"{needed or 'blocks'}; known blocks: {sizes}"
