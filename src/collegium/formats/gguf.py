@@ -98,7 +98,7 @@ def _mxfp4(raw: Tensor) -> Tensor:
 
 
 class _Kind(NamedTuple):
-    """A kind of block: its title, elements and bytes, where its half-precision scales lie, how ``[n, bytes]`` is decoded."""
+    """A kind of block: title, elements and bytes, where its half-precision scales lie, how ``[n, bytes]`` decodes."""
 
     title: str
     elements: int
