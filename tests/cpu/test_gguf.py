@@ -476,6 +476,8 @@ HOSTILE: list[tuple[bytes, str]] = [
     (padded(header(infos=(tensor(), tensor(b"u", offset=96))), 512), "'u' lies at 192 to 320, allowed is from 224 on"),
     (padded(header(infos=(tensor(), tensor(offset=128))), 512), "each name once"),
     (padded(header(infos=(tensor(b"blk.0.ffn_up_exps.weight", (32, 4)),)), 512), r"expected \(experts, rows, colu"),
+    (padded(header(infos=(tensor(b"blk.0.ffn_up_exps.weight", (32, 1, 1)),
+                          tensor(b"blk.0.ffn_exps.0.up.weight", offset=128))), 512), "is stored twice"),
     (padded(header(infos=(tensor(b"blk.0.ffn_gate_up_exps.weight", (32, 3, 2)),)), 768), "expected \\(experts, rows"),
 ]  # fmt: skip
 

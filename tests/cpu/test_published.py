@@ -463,6 +463,8 @@ def test_published_checkpoints_are_cut_for_tensor_parallelism(tmp_path: Path, me
         ("awq", "0.w2.qweight", lambda t: t.T, TensorMismatchError, r"weight is \(12, 64\).*needs \(64, 12\)"),
         ("nf4", "0.w2.weight.absmax", lambda t: t * float("inf"), BadScaleError, r"expert 0, down"),
         ("nf4", "0.w2.weight.quant_state.bitsandbytes__nf4", lambda t: t[:-1], CheckpointError, "not a JSON object"),
+        ("nf4", "0.w2.weight.quant_state.bitsandbytes__nf4", lambda t: torch.zeros(70_000, dtype=torch.uint8),
+         TensorMismatchError, "has 70000 bytes, at most 65536"),
         ("nf4", "0.w2.weight", lambda t: t[:-2], TensorMismatchError, r"expert 0, down: weight is \(3070, 1\)"),
     ],
 )  # fmt: skip

@@ -169,16 +169,16 @@ def _read_one(path: Path) -> tuple[dict[str, object], dict[str, TensorInfo]]:
         version = cursor.number("I", "the version")
         if version not in (2, 3):
             cursor.fail(f"GGUF version {version}, known are 2 and 3, little-endian")
-        tensors, entries = cursor.number("Q", "the tensor count"), cursor.number("Q", "the metadata count")
-        if max(tensors, entries) > _MAX_ENTRIES:
-            cursor.fail(f"{tensors} tensors and {entries} metadata entries, at most {_MAX_ENTRIES} are allowed")
+        count, entries = cursor.number("Q", "the tensor count"), cursor.number("Q", "the metadata count")
+        if max(count, entries) > _MAX_ENTRIES:
+            cursor.fail(f"{count} tensors and {entries} metadata entries, at most {_MAX_ENTRIES} are allowed")
         config: dict[str, object] = {}
         for _ in range(entries):
             key = cursor.name("a metadata key")
             if key in config:
                 cursor.fail(f"the metadata key {key!r} appears twice")
             config[key] = cursor.value(cursor.number("I", key), key)
-        infos = [_info(cursor) for _ in range(tensors)]
+        infos = [_info(cursor) for _ in range(count)]
         step = config.get("general.alignment", 32)
         if not isinstance(step, int) or step < 1 or step % 8 or step > 1 << 20:
             cursor.fail(f"general.alignment is {step!r}, allowed are multiples of 8 up to {1 << 20}")
@@ -194,7 +194,12 @@ def _read_one(path: Path) -> tuple[dict[str, object], dict[str, TensorInfo]]:
             )
         at, before = stop, repr(info.name)
         found[info.name] = replace(info, start=start, stop=stop)
-    return config, {info.name: info for whole in found.values() for info in _experts(cursor, whole)}
+    tensors: dict[str, TensorInfo] = {}
+    for info in (piece for whole in found.values() for piece in _experts(cursor, whole)):
+        if info.name in tensors:
+            cursor.fail(f"tensor {info.name!r} is stored twice, alone and in a stack or fused and apart")
+        tensors[info.name] = info
+    return config, tensors
 
 
 def _info(cursor: _Cursor) -> TensorInfo:

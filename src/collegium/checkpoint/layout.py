@@ -36,6 +36,7 @@ __all__ = [
 
 Projection = Literal["gate", "up", "down"]
 PROJECTIONS: tuple[Projection, ...] = ("gate", "up", "down")
+_MAX_LIST = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,6 +134,9 @@ def check_part(source: Source, part: Part, checkpoint: Checkpoint, cls: type[Pay
     part = part.fitted(info.dtype, info.shape, source.stored_rows)
     needed = _stored_shape(source, part)
     if part.any_length:
+        if info.nbytes > _MAX_LIST:
+            msg = f"{source.label}: {name} has {info.nbytes} bytes, at most {_MAX_LIST} are allowed"
+            raise TensorMismatchError(msg)
         return
     if _squeezed(info.shape) != _squeezed(needed) and not _one_for_all(source, part, info.shape):
         what = "scale" if "scale" in part.suffix else "weight"
