@@ -7,6 +7,8 @@ from tracked import ROOT
 
 BY_HAND = {
     "arctic": "arithmetic",
+    "gguf": "file",
+    "gguf_gpt_oss": "file",
     "step3": "arithmetic",
     "deepseek_v4": "class; MXFP4 by arithmetic",
     "kimi_linear": "class; Kimi-K3 by arithmetic",

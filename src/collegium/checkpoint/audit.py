@@ -18,10 +18,9 @@ from ..errors import (
     UnknownTensorError,
 )
 from ..models import family_of
-from .activation_scales import ACTIVATION_SCALES, check_activation_scales
 from .detect import StoredFormat, detect
 from .index import Found, find_experts, find_suffixes, index_of
-from .layout import Cut, Source, check_part, part_name, projections, read_parts, source_of, stack_paths
+from .layout import Source, bias_names, check_part, part_name, projections, read_matrix, source_of, stack_paths
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -35,20 +34,22 @@ if TYPE_CHECKING:
     from .reader import Checkpoint
 
 __all__ = [
+    "ACTIVATION_SCALES",
     "AuditReport",
     "LayerReport",
     "audit",
     "bad_bias",
-    "bad_scale",
-    "check_declared_shape",
     "check_layer",
+    "fail",
     "refuse",
 ]
 
 _MOST_PROBLEMS = 20
+ACTIVATION_SCALES = (".input_scale", ".input_global_scale", "_input_scale")
+_SAME_SCALE = 1e-5  # relative; what engines that fuse gate and up allow between the two
 _REFUSED = {
-    ".weight_zero_point": "asymmetric weights have a zero point; only symmetric ones are supported",
-    ".weight_g_idx": "activation order permutes the input columns; only weights in column order are supported",
+    ".weight_zero_point": "a zero point, where the config declares no asymmetric packed integers",
+    ".weight_g_idx": "an activation order of the columns, where the config declares no integer weights",
 }
 
 
@@ -80,10 +81,11 @@ class AuditReport:
 def refuse(checkpoint: Checkpoint, problems: Sequence[CheckpointError]) -> None:
     """Raise one error that lists up to 20 problems, of the class of the first; do nothing when there are none."""
     if problems:
-        _refuse(checkpoint, problems)
+        fail(checkpoint, problems)
 
 
-def _refuse(checkpoint: Checkpoint, problems: Sequence[CheckpointError]) -> NoReturn:
+def fail(checkpoint: Checkpoint, problems: Sequence[CheckpointError]) -> NoReturn:
+    """Raise the error of ``refuse`` for at least one problem."""
     kind = type(problems[0])
     if len(problems) == 1:
         raise kind(str(problems[0]))
@@ -92,18 +94,6 @@ def _refuse(checkpoint: Checkpoint, problems: Sequence[CheckpointError]) -> NoRe
     if rest > 0:
         lines.append(f"- and {rest} more")
     raise kind(f"{checkpoint.path}: {len(problems)} problems:\n" + "\n".join(lines))
-
-
-def bad_scale(source: Source, stored: StoredFormat) -> BadScaleError:
-    """Return the error for a projection whose payload reports a fault."""
-    names = [part_name(source, part) for part in stored.layout.parts if "scale" in part.suffix and part.required]
-    if not names:
-        return BadScaleError(f"{source.label}: {part_name(source, stored.layout.parts[0])} holds NaN or infinity")
-    allowed = "E8M0 bytes 0 to 254" if stored.name in ("mxfp4", "mxfp8") else "finite and positive numbers"
-    return BadScaleError(
-        f"{source.label}: a scale of {stored.name} is forbidden or a code is NaN, allowed are {allowed}, zero only "
-        f"where every code is zero ({', '.join(names)}); download the file again or export it anew"
-    )
 
 
 def check_layer(checkpoint: Checkpoint, spec: MoESpec, layer: int, stored: StoredFormat) -> list[CheckpointError]:
@@ -119,9 +109,9 @@ def check_layer(checkpoint: Checkpoint, spec: MoESpec, layer: int, stored: Store
         problems.append(DuplicateTensorError(msg))
     if stored.stacked:
         problems += _check_stack(checkpoint, names, spec, layer, stored)
-        problems += _check_biases(checkpoint, family, spec, layer)
     else:
         problems += _check_experts(checkpoint, names, spec, layer, stored)
+    problems += _check_biases(checkpoint, family, spec, layer)
     problems += _check_suffixes(found, family, spec, layer, stored)
     return problems
 
@@ -154,8 +144,8 @@ def _parts_problems(checkpoint: Checkpoint, source: Source, stored: StoredFormat
     if missing:
         msg = f"{source.label}: {' and '.join(missing)} missing; {stored.name} in {stored.storage} storage needs it"
         problems.append(MissingTensorError(msg))
-    for part in needed:
-        if part_name(source, part) in checkpoint:
+    for part in stored.layout.parts:
+        if (part.required or part.if_present) and part_name(source, part) in checkpoint:
             try:
                 check_part(source, part, checkpoint, stored.format)
             except TensorMismatchError as error:
@@ -185,18 +175,27 @@ def _wrong_count(layer: int, held: int, spec: MoESpec) -> ConfigError:
     )
 
 
+def _bias_shapes(names: Names, spec: MoESpec, layer: int) -> list[tuple[str, tuple[int, int]]]:
+    """Return name and shape of every expert bias the layer needs."""
+    if not spec.expert_bias:
+        return []
+    *upper, down = bias_names(names, layer)
+    wide = spec.gate_up_parts * spec.intermediate_size // len(upper)
+    return [
+        (name, (spec.num_experts, width))
+        for name, width in (*((name, wide) for name in upper), (down, spec.expert_hidden_size))
+    ]
+
+
 def _check_biases(checkpoint: Checkpoint, family: Family, spec: MoESpec, layer: int) -> list[CheckpointError]:
     problems: list[CheckpointError] = []
-    table, e = index_of(checkpoint).names.stacked, spec.num_experts
-    wanted = ((table.gate_up, spec.gate_up_parts * spec.intermediate_size), (table.down, spec.expert_hidden_size))
-    for template, width in wanted if spec.expert_bias else ():
-        name = template.format(layer=layer) + "_bias"
+    for name, shape in _bias_shapes(index_of(checkpoint).names, spec, layer):
         if name not in checkpoint:
             problems.append(MissingTensorError(f"layer {layer}: {name} missing; {family.name} experts have biases"))
             continue
         info = checkpoint.info(name)
-        if info.shape != (e, width) or info.dtype not in ("BF16", "F16", "F32"):
-            msg = f"layer {layer}: {name} is {info.dtype} {info.shape}, needed is BF16, F16 or F32 {(e, width)}"
+        if info.shape != shape or info.dtype not in ("BF16", "F16", "F32"):
+            msg = f"layer {layer}: {name} is {info.dtype} {info.shape}, needed is BF16, F16 or F32 {shape}"
             problems.append(TensorMismatchError(msg))
     return problems
 
@@ -244,7 +243,7 @@ def _check_suffixes(
     groups += [(group, stack_known) for group in found.stack.values()]
     for group, allowed in groups:
         for suffix, info in group.items():
-            if suffix in _REFUSED:
+            if suffix in _REFUSED and suffix not in allowed:
                 problems.append(UnknownTensorError(f"layer {layer}: {info.name}: {_REFUSED[suffix]}"))
             elif suffix not in allowed:
                 msg = (
@@ -255,59 +254,57 @@ def _check_suffixes(
     return problems
 
 
-def _whole(source: Source) -> Cut:
-    return Cut(rows=(0, source.rows), columns=(0, source.columns))
-
-
-def check_declared_shape(checkpoint: Checkpoint, source: Source) -> TensorMismatchError | None:
-    """Compare the ``.weight_shape`` of packed integers, where there is one, with what the config implies."""
-    name = f"{source.path}.weight_shape"
-    if name not in checkpoint:
-        return None
-    claimed = checkpoint.read(name).tolist()
-    if claimed == [source.rows, source.columns]:
-        return None
-    return TensorMismatchError(
-        f"{source.label}: {name} says {claimed}, the config implies {[source.rows, source.columns]}"
-    )
+def _input_scale(
+    checkpoint: Checkpoint, source: Source, stored: StoredFormat
+) -> tuple[Tensor | None, list[CheckpointError]]:
+    """Return the static activation scale of a projection, which nothing computes with, and what is wrong with it."""
+    for part in stored.layout.parts:
+        name = part_name(source, part)
+        if part.suffix in ACTIVATION_SCALES and name in checkpoint and source.experts is None:
+            scale = checkpoint.read(name).float().reshape(-1)
+            if bool((torch.isfinite(scale) & (scale > 0)).all()):
+                return scale, []
+            return None, [BadScaleError(f"{source.label}: {name} is {scale.tolist()}, allowed are positive numbers")]
+    return None, []
 
 
 def _check_values(
     checkpoint: Checkpoint, spec: MoESpec, layer: int, stored: StoredFormat
 ) -> tuple[list[CheckpointError], list[str]]:
-    """Read the experts one matrix at a time: faults as problems, unequal global scales of gate and up as a finding."""
+    """Read the experts one matrix at a time: faults as problems, unequal scales of gate and up as a finding."""
     names = index_of(checkpoint).names
     problems: list[CheckpointError] = []
-    unequal = 0
-    first: Payload | None = None
+    unequal, inputs = 0, 0
+    first: tuple[Payload | None, Tensor | None] = (None, None)
     seen: dict[str, Tensor] = {}
     for _, source in _sources(names, spec, layer, stored.stacked):
-        if source.label.endswith("gate"):
-            seen = {}
-        shape_problem = check_declared_shape(checkpoint, source)
-        if shape_problem is not None:
-            problems.append(shape_problem)
-            continue
-        parts = read_parts(checkpoint, source, stored.layout, _whole(source), seen)
-        payload = stored.build(parts, (source.rows, source.columns))
-        if bool(payload.faults()):
-            problems.append(bad_scale(source, stored))
-        scale: Tensor | None = payload.tensors().get("global_scale")
-        if source.label.endswith("gate"):
-            first = payload
-        elif source.label.endswith("up") and first is not None and scale is not None:
-            unequal += int(not torch.equal(scale, first.tensors()["global_scale"]))
-    for template in (names.stacked.gate_up, names.stacked.down) if spec.expert_bias else ():
-        name = template.format(layer=layer) + "_bias"
+        seen = {} if source.label.endswith("gate") else seen
+        payload, wrong = read_matrix(checkpoint, source, stored, seen=seen)
+        own, bad = _input_scale(checkpoint, source, stored)
+        problems += wrong + bad
+        if source.label.endswith("up"):
+            unequal += int(not _equal_global_scales(first[0], payload))
+            inputs += int(not _close(first[1], own))
+        first = (payload, own)
+    for name, _ in _bias_shapes(names, spec, layer):
         problems += bad_bias(layer, name, checkpoint.read(name), range(spec.num_experts))
-    wrong, findings = check_activation_scales(checkpoint, layer, stored)
-    problems += wrong
+    findings: list[str] = []
+    text = f"layer {layer}: gate and up of {{}} of {spec.num_experts} experts have different {{}}"
     if unequal:
-        findings.append(
-            f"layer {layer}: gate and up of {unequal} of {spec.num_experts} experts have different global scales; "
-            "each keeps its own, exactly"
-        )
+        findings.append(text.format(unequal, "global scales; each keeps its own, exactly"))
+    if inputs:
+        findings.append(text.format(inputs, "static activation scales; none is used, activations get their own"))
     return problems, findings
+
+
+def _equal_global_scales(gate: Payload | None, up: Payload | None) -> bool:
+    if gate is None or up is None or "global_scale" not in gate.tensors():
+        return True
+    return torch.equal(gate.tensors()["global_scale"], up.tensors()["global_scale"])
+
+
+def _close(gate: Tensor | None, up: Tensor | None) -> bool:
+    return gate is None or up is None or torch.allclose(gate, up, rtol=_SAME_SCALE, atol=0)
 
 
 def bad_bias(layer: int, name: str, bias: Tensor, experts: Sequence[int]) -> list[CheckpointError]:

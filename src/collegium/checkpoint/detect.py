@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, MissingTensorError
-from ..formats import FORMATS, Fp8Block, Int4Group, by_name
+from ..formats import FORMATS, Fp8Block, Int4Affine, Int4Group, Int4Ordered, Int8Affine, Int8Ordered, by_name
 from ..models import declared_format, family_of
 from .index import index_of
 from .layout import projections, stack_paths
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["StoredFormat", "detect", "stored_format"]
 
 _FLOATS = ("bf16", "fp16", "fp32")
+_INTEGERS = (Int4Group, Int4Affine, Int4Ordered, Int8Affine, Int8Ordered)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +32,8 @@ class StoredFormat:
     """How one layer's experts are stored.
 
     name: a format of ``formats.FORMATS``. storage: one of its storages. stacked: one tensor holds all experts.
-    block: rows and columns that share a scale (FP8 block). group: columns that share a scale (INT4; 0: a whole row).
+    block: rows and columns that share a scale (FP8 block). group: columns that share a scale (integers; 0: a whole
+    row).
     """
 
     name: str
@@ -39,6 +41,11 @@ class StoredFormat:
     stacked: bool = False
     block: tuple[int, int] = (128, 128)
     group: int = 0
+
+    @property
+    def whole(self) -> bool:
+        """Whether a matrix must be read whole before it can be cut."""
+        return self.format in (Int4Ordered, Int8Ordered) or any(part.flat for part in self.layout.parts)
 
     @property
     def format(self) -> type[Payload]:
@@ -49,30 +56,33 @@ class StoredFormat:
     def layout(self) -> Storage:
         """The storage's parts, with the block and group sizes the config declares."""
         storage = next(s for s in self.format.storages if s.name == self.storage)
-        if self.name not in ("fp8_block", "int4_group"):
-            return storage
         return replace(storage, parts=tuple(self._sized(part) for part in storage.parts))
 
     def _sized(self, part: Part) -> Part:
-        if part.suffix not in (".weight_scale", ".weight_scale_inv"):
-            return part
-        if self.name == "fp8_block":
+        if self.format is Fp8Block and part.columns_per == Fp8Block.group:
             return replace(part, rows_per=self.block[0], columns_per=self.block[1])
-        if self.group:
-            return replace(part, columns_per=self.group)
-        return replace(part, columns_per=0, inner=(1,))
+        if self.format not in _INTEGERS or part.columns_per != Int4Group.group:
+            return part
+        return replace(part, columns_per=self.group) if self.group else replace(part, columns_per=0, inner=(1,))
 
     def build(self, parts: Mapping[str, Tensor], shape: tuple[int, ...]) -> Payload:
         """Return the payload of logical ``shape`` from its parts; raises the CheckpointErrors of ``from_parts``."""
+        for cls in _INTEGERS:
+            if self.format is cls:
+                return cls.from_parts(parts, storage=self.storage, shape=shape, group_size=self.group or shape[-1])
         if self.format is Fp8Block:
             return Fp8Block.from_parts(parts, storage=self.storage, shape=shape, block=self.block)
-        if self.format is Int4Group:
-            return Int4Group.from_parts(parts, storage=self.storage, shape=shape, group_size=self.group or None)
         return self.format.from_parts(parts, storage=self.storage, shape=shape)
 
 
 def _fits(storage: Storage, seen: Mapping[str, set[str]]) -> bool:
     return all(not p.required or seen.get(p.suffix, set()) & set(p.dtypes) for p in storage.parts)
+
+
+def _holds(storage: Storage, seen: Mapping[str, set[str]]) -> bool:
+    """Tell whether a storage of one part explains everything seen."""
+    part = storage.parts[0]
+    return len(storage.parts) == 1 and set(seen) == {part.suffix} and seen[part.suffix] <= set(part.dtypes)
 
 
 def _closest(seen: Mapping[str, set[str]]) -> list[str]:
@@ -90,6 +100,9 @@ def _match_storage(declared: Declared, seen: Mapping[str, set[str]], where: str)
         # dtype in config.json says how to compute; unquantised tensors carry their own dtype and it is the truth
         floats = [n for n in closest if n in _FLOATS]
         name = floats[0] if floats and name not in floats else name
+    if declared.method == "gguf":
+        # a file of blocks has no config; every tensor carries its own type
+        name = next((f.name for f in FORMATS if any(_holds(s, seen) for s in f.storages)), name)
     listed = ", ".join(f"{suffix} {'/'.join(sorted(dtypes))}" for suffix, dtypes in sorted(seen.items())) or "none"
     stored = f"{where}: the tensors are {listed}"
     if closest:
@@ -98,10 +111,11 @@ def _match_storage(declared: Declared, seen: Mapping[str, set[str]], where: str)
         msg = f"{stored}; config.json declares neither dtype nor quantization_config; add the one that is true"
         raise ConfigError(msg)
     cls = by_name(name)
-    fitting = [s.name for s in cls.storages if _fits(s, seen)]
+    fitting = [s.name for s in cls.storages if _fits(s, seen) and declared.storage in (None, s.name)]
     foreign = declared.method is None and any(n not in _FLOATS for n in closest)
     if not fitting or foreign:
-        needs = " or ".join(" + ".join(p.suffix for p in s.parts if p.required) for s in cls.storages)
+        asked = [s for s in cls.storages if declared.storage in (None, s.name)]
+        needs = " or ".join(dict.fromkeys(" + ".join(p.suffix for p in s.parts if p.required) for s in asked))
         declares = f"declares {name}" if declared.method is None else f"declares {name} ({declared.method})"
         msg = f"{stored}; config.json {declares}, which needs {needs}; correct quantization_config or the files"
         raise ConfigError(msg)

@@ -22,18 +22,17 @@ from ..errors import (
 )
 from ..models import declared_format, describe, family_of
 from ..types import ExpertWeights, LatentWeights, RouterWeights, SharedWeights
-from .activation_scales import ACTIVATION_SCALES
-from .audit import bad_bias, bad_scale, check_declared_shape, check_layer, refuse
+from .audit import ACTIVATION_SCALES, bad_bias, check_layer, fail, refuse
 from .detect import StoredFormat, detect, stored_format
 from .index import find_suffixes, index_of
-from .layout import Cut, Projection, Source, check_part, projections, read_parts, source_of
+from .layout import Cut, Projection, Source, bias_names, check_part, projections, read_matrix, source_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
-    from ..formats.payload import Part, Payload
+    from ..formats.payload import Payload
     from ..types import MoESpec, Placement
     from .reader import Checkpoint
 
@@ -59,17 +58,10 @@ class _Reader:
 
     def matrix(self, source: Source, cut: Cut, seen: dict[str, Tensor], room: tuple[int, int] | None = None) -> Payload:
         """Return the cut; room: rows and columns to fill up to with zeros."""
-        wrong = check_declared_shape(self.checkpoint, source)
-        if wrong is not None:
-            self.problems.append(wrong)
-        parts = read_parts(self.checkpoint, source, self.stored.layout, cut, seen)
-        shape = (cut.rows[1] - cut.rows[0], cut.columns[1] - cut.columns[0])
-        if room is not None and room != shape:
-            parts = {p.suffix: _filled(parts[p.suffix], p, room) for p in self.stored.layout.parts if p.required}
-            shape = room
-        payload = self.stored.build(parts, shape)
-        if bool(payload.faults()):
-            self.problems.append(bad_scale(source, self.stored))
+        payload, wrong = read_matrix(self.checkpoint, source, self.stored, cut, seen, room)
+        self.problems += wrong
+        if payload is None:
+            fail(self.checkpoint, self.problems)
         return payload
 
 
@@ -160,18 +152,6 @@ def _fill(
     return ExpertWeights(gate_up=gate_up, down=down)
 
 
-def _filled(tensor: Tensor, part: Part, room: tuple[int, int]) -> Tensor:
-    """Return a part filled up to the shape it has for a matrix of ``room``: weights with 0, scales with 1."""
-    scale = "scale" in part.suffix
-    if tensor.dtype == torch.uint8:
-        value = torch.tensor(127 if scale else 0, dtype=torch.uint8)  # E8M0 127 is 1
-    else:
-        value = torch.tensor(float(scale)).to(tensor.dtype)
-    out = value.expand(part.stored_shape(*room)).clone()
-    out[tuple(slice(0, n) for n in tensor.shape)] = tensor
-    return out
-
-
 def _local_range(
     spec: MoESpec, stored: StoredFormat, placement: Placement, *, pad: bool
 ) -> tuple[tuple[int, int], int]:
@@ -211,16 +191,15 @@ def _biases(
 ) -> tuple[Tensor | None, Tensor | None]:
     if not spec.expert_bias:
         return None, None
-    names, checkpoint = index_of(reader.checkpoint).names, reader.checkpoint
-    up_name, down_name = (t.format(layer=layer) + "_bias" for t in (names.stacked.gate_up, names.stacked.down))
-    both, down = (
-        _rows(checkpoint, up_name, placement.expert_ids),
-        _rows(checkpoint, down_name, placement.expert_ids),
-    )
+    names = index_of(reader.checkpoint).names
+    tensors: list[Tensor] = []
+    for name in bias_names(names, layer):
+        tensors.append(_rows(reader.checkpoint, name, placement.expert_ids))
+        reader.problems += bad_bias(layer, name, tensors[-1], placement.expert_ids)
+    *upper, down = tensors
+    both = upper[0] if len(upper) == 1 else torch.cat(upper, dim=-1)
     parts = spec.gate_up_parts
     order = both.unflatten(-1, (-1, parts)).mT if names.stacked.interleaved else both.unflatten(-1, (parts, -1))
-    for name, tensor in ((up_name, both), (down_name, down)):
-        reader.problems += bad_bias(layer, name, tensor, placement.expert_ids)
     if placement.tp_rank:
         down = torch.zeros_like(down)
     own = order[..., local[0] : local[1]]

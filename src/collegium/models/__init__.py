@@ -17,6 +17,8 @@ from . import (
     deepseek_v4,
     ernie4_5,
     gemma4,
+    gguf,
+    gguf_gpt_oss,
     glm4_moe,
     gpt_oss,
     granitemoe,
@@ -66,7 +68,7 @@ FAMILIES: tuple[Family, ...] = (
     deepseek_v2.FAMILY, deepseek_v4.FAMILY, ernie4_5.FAMILY, gemma4.FAMILY, glm4_moe.FAMILY, granitemoe.FAMILY,
     hunyuan.FAMILY, hy_v3.FAMILY, jamba.FAMILY, kimi_linear.FAMILY, llama4.FAMILY, mimo_v2.FAMILY, minimax.FAMILY,
     minimax_m2.FAMILY, minimax_m3.FAMILY, nemotron_h.FAMILY, olmoe.FAMILY, phimoe.FAMILY, qwen2_moe.FAMILY,
-    step3.FAMILY, step3p7.FAMILY,
+    step3.FAMILY, step3p7.FAMILY, gguf.FAMILY, gguf_gpt_oss.FAMILY,
 )  # fmt: skip
 
 

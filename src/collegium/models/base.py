@@ -103,9 +103,11 @@ class Names:
     layer: prefix of a layer. experts: prefix of everything that belongs to routed experts. gate, up, down: module
     paths of one expert, the format's suffix (``.weight``, ...) follows; up and down are None where the family stores
     experts stacked only, gate also where experts have none. shared: module paths of the shared expert's gate, up and
-    down, where ``shared_fused`` of gate and up in one, and down. shared_gate: its sigmoid gate. router_scale: factor of
-    the router's input; expert_scale: factor of each expert's weight; hash_table: experts by token id. latent: module
-    paths of the projections into and out of the latent width; latent_norm: the norm between experts and the latter.
+    down; where there are two and experts have a gate, of gate and up in one, and down. shared_gate: its sigmoid gate.
+    router_scale: factor of the router's input; expert_scale: factor of each expert's weight; hash_table: experts by
+    token id. latent: module paths of the projections into and out of the latent width; latent_norm: the norm between
+    experts and the latter. biases: tensors ``[E, N]`` of gate, up and down where they are apart; None where they are
+    the stacks' names with ``_bias``.
     """
 
     layer: str
@@ -124,6 +126,7 @@ class Names:
     shared_gate: str | None = None
     latent: tuple[str, str] | None = None
     latent_norm: str | None = None
+    biases: tuple[str, str, str] | None = None
 
     @classmethod
     def below(
