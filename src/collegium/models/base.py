@@ -56,24 +56,11 @@ _SUSPECT = re.compile(
 )
 # Entries that speak of experts but do not change what a layer computes in inference: losses, training noise,
 # outputs, dense layers, attention and the dtype that the quantisation block is asked for.
-_HARMLESS = frozenset(
-    (
-        "activation_dropout",
-        "expert_dtype",
-        "input_jitter_noise",
-        "intermediate_size_mlp",
-        "mamba_hidden_act",
-        "moe_router_dtype",
-        "moe_shared_expert_overlap",
-        "mtp_mlp_layer_types",
-        "num_kv_shared_layers",
-        "output_router_logits",
-        "output_scores",
-        "router_aux_loss_coef",
-        "router_jitter_noise",
-        "use_double_wide_mlp",
-    )
-)
+_HARMLESS = frozenset((
+    "activation_dropout", "expert_dtype", "input_jitter_noise", "intermediate_size_mlp", "mamba_hidden_act",
+    "moe_router_dtype", "moe_shared_expert_overlap", "mtp_mlp_layer_types", "num_kv_shared_layers",
+    "output_router_logits", "output_scores", "router_aux_loss_coef", "router_jitter_noise", "use_double_wide_mlp",
+))  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -360,12 +347,12 @@ def spec_of(
     *,
     wide: str = "moe_intermediate_size",
     activation: ActivationSpec | None = None,
-    shared: SharedSpec | None = None,
-    latent_size: int | None = None,
-    latent_norm_eps: float | None = None,
-    expert_bias: bool = False,
+    **others: Any,
 ) -> MoESpec:
-    """Return the spec of a layer; wide: the entry with an expert's width; SiLU is required without ``activation``."""
+    """Return the spec of a layer; SiLU is required without ``activation``.
+
+    wide: the entry with an expert's width. others: further fields of ``MoESpec``.
+    """
     if activation is None:
         config.only("hidden_act", "silu", "swish")
     return MoESpec(
@@ -374,8 +361,5 @@ def spec_of(
         num_experts=config.integer(*_EXPERTS),
         routing=routing,
         activation=activation or ActivationSpec(),
-        shared=shared,
-        latent_size=latent_size,
-        latent_norm_eps=latent_norm_eps,
-        expert_bias=expert_bias,
+        **others,
     )
