@@ -5,6 +5,8 @@ The classes are those of transformers; families without one there are proved in 
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from collegium.checkpoint import Checkpoint, audit
+from collegium.errors import ConfigError, SpecError
 from collegium.loading import load_layer
-from collegium.models import FAMILIES, family_of, moe_layers
+from collegium.models import FAMILIES, describe, family_of, moe_layers
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -359,3 +362,25 @@ def test_every_family_has_a_case_of_its_class_or_by_hand() -> None:
     named = [name for name in CASES if any(name in family.model_types for family in FAMILIES)]
     proved = {family_of({"model_type": name}).name for name in named}
     assert {family.name for family in FAMILIES} - proved == {"arctic", "step3", "gguf", "gguf_gpt_oss"}
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_a_wrong_entry_of_a_config_is_an_error_of_ours(name: str) -> None:
+    case = CASES[name]
+    if not hasattr(transformers, case.stem + case.config):
+        pytest.skip(f"transformers {transformers.__version__} has no {case.stem}{case.config}")
+    asked = case.text if case.vision is None else {"text_config": case.text, "vision_config": case.vision}
+    whole = json.loads(getattr(transformers, case.stem + case.config)(**asked).to_json_string(use_diff=False))
+    describe(whole)
+    inner = whole.get("text_config") or whole
+    wrong: list[Any] = [None, -1, 0, 1 << 70, 2.5, "x", [], ["a"], [[]], {}, {"a": 1}, True]
+    spoken = [key for key in inner if re.search(r"moe|expert|layer|mlp|topk|group|hidden|swiglu|rout|ffn|type", key)]
+    for key in spoken:
+        for bad in wrong:
+            changed = {**inner, key: bad}
+            config = {**whole, "text_config": changed} if inner is not whole else changed
+            try:
+                describe(config)
+                moe_layers(config)
+            except (ConfigError, SpecError):
+                continue

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch.nn import functional
 
 from collegium.checkpoint import Checkpoint, audit, describe_checkpoint
-from collegium.errors import ConfigError, InputError
+from collegium.errors import ConfigError, InputError, SpecError
 from collegium.formats import by_name
 from collegium.loading import load_layer
 from collegium.models import describe, moe_layers
@@ -386,6 +386,13 @@ def test_the_orientation_of_a_vl_stack_is_found(tmp_path: Path, square: bool, tr
         (DEEPSEEK_V4, {"swiglu_beta": 0.5}, "swiglu_beta=0.5 is not implemented"),
         (ARCTIC, {"expert_dropout_kind": "top"}, "expert_dropout_kind='top' is not implemented"),
         (ARCTIC, {"num_experts_per_tok": 2, "mlp_bias": True}, "mlp_bias=True is not implemented"),
+        (
+            DEEPSEEK_V4,
+            {"mlp_layer_types": ["hash_moe"]},
+            "mlp_layer_types is 'a list of 1', allowed is one entry for each",
+        ),
+        (DEEPSEEK_V4, {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, allowed is 16384 at most"),
+        (ARCTIC, {"num_local_experts": 10**30}, "num_experts is beyond 2.63"),
         (TEXT_01, {"num_experts": EXPERTS + 1}, "num_experts, num_local_experts is '7, 6'"),
     ],
 )
@@ -419,3 +426,20 @@ def test_a_router_with_an_input_of_its_own_asks_for_it(tmp_path: Path) -> None:
     assert not torch.equal(layer(x, router_input=x), layer(x, router_input=x.flip(0)))
     one, three = layer(x, router_input=x), layer(x, router_input=3 * x)  # it is normalised
     assert (one - three).abs().max() <= 1e-4 * one.abs().max()
+
+
+def test_no_entry_of_a_config_ends_in_anything_but_an_error_of_ours() -> None:
+    """Every entry of every published config is replaced by things it cannot be."""
+    wrong: list[Any] = [None, -1, 0, 1 << 70, 2.5, "x", "1,2", [], ["a"], [[]], {}, {"a": 1}, True]
+    for case in PUBLISHED:
+        whole = case["config"]
+        inner = whole.get("text_config", whole)
+        for key in inner:
+            for bad in wrong:
+                changed = {**inner, key: bad}
+                config = {**whole, "text_config": changed} if "text_config" in whole else changed
+                try:
+                    describe(config)
+                    moe_layers(config)
+                except (ConfigError, SpecError):
+                    continue

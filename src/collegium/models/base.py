@@ -35,6 +35,8 @@ __all__ = [
 ]
 
 _ABSENT = object()
+_MOST_COUNT = 1 << 14  # layers, experts; published models have at most 126 and 896
+_MOST_SIZE = 1 << 24
 # The same number under the names that families and tools give it; several must agree.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_top_k", "moe_k", "top_k_experts")
@@ -233,6 +235,12 @@ class Config:
         found = self.value(*keys, default=default)
         if isinstance(found, bool) or not isinstance(found, int):
             raise self.wrong(keys[0], found, "an integer")
+        most = _MOST_COUNT if keys[0].startswith(("num_", "n_")) else _MOST_SIZE
+        if abs(found) > most:
+            # loops and tables are made for every layer and expert before the first tensor can contradict the config
+            size = found if found.bit_length() < 64 else "beyond 2^63"
+            msg = f"config.json: {keys[0]} is {size}, allowed is {most} at most"
+            raise ConfigError(msg)
         return found
 
     def number(self, *keys: str, default: object = _ABSENT) -> float:
@@ -272,9 +280,16 @@ class Config:
     def items(self, key: str) -> list[object] | None:
         """Return a list, or None when absent or a number; text is split at commas."""
         found = self.value(key, default=None)
-        if isinstance(found, str):
+        if isinstance(found, str) and len(found) <= _MOST_COUNT:
             found = [int(piece) if piece.strip().isdigit() else piece.strip() for piece in found.split(",")]
         return cast("list[object]", found) if isinstance(found, list) else None
+
+    def kinds(self, key: str) -> list[object] | None:
+        """Return a list with one entry for each layer at least, or None when absent or a number."""
+        found, layers = self.items(key), self.integer("num_hidden_layers")
+        if found is not None and len(found) < layers:
+            raise self.wrong(key, f"a list of {len(found)}", f"one entry for each of num_hidden_layers={layers}")
+        return found
 
     def per_layer(self, key: str, layer: int, default: object = _ABSENT) -> int:
         """Return an integer that is given once, or in a list for each layer."""
@@ -313,7 +328,7 @@ def listed_layers(config: Config, *, first: int = 0) -> tuple[int, ...]:
     first: number of dense layers when the config does not say.
     """
     layers = range(config.integer("num_hidden_layers"))
-    kinds, flags = config.items("mlp_layer_types"), config.items("moe_layer_freq")
+    kinds, flags = config.kinds("mlp_layer_types"), config.kinds("moe_layer_freq")
     dense = config.integer("first_k_dense_replace", default=first)
     if kinds is not None:
         return tuple(i for i in layers if kinds[i] != "dense")

@@ -15,7 +15,7 @@ __all__ = ["FAMILY"]
 
 
 def _hashed(config: Config, layer: int) -> bool:
-    kinds, count = config.items("mlp_layer_types"), config.integer("num_hash_layers", default=3)
+    kinds, count = config.kinds("mlp_layer_types"), config.integer("num_hash_layers", default=3)
     return kinds[layer] == "hash_moe" if kinds else layer < count
 
 

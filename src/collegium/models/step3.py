@@ -13,7 +13,7 @@ __all__ = ["FAMILY", "STACK", "enumerated_layers"]
 
 def enumerated_layers(config: Config, default: range) -> tuple[int, ...]:
     """Return the layers ``moe_layers_enum`` or ``mlp_layer_types`` name, else those of ``default`` that exist."""
-    layers, kinds = range(config.integer("num_hidden_layers")), config.items("mlp_layer_types")
+    layers, kinds = range(config.integer("num_hidden_layers")), config.kinds("mlp_layer_types")
     if kinds is not None:
         return tuple(i for i in layers if kinds[i] == "sparse")
     listed = config.items("moe_layers_enum")
