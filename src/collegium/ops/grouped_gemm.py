@@ -13,6 +13,7 @@ import torch
 
 from ..errors import InputError
 from ..types import ACTIVATION_KINDS, ActivationSpec
+from ..workspace import empty
 from .activation import activate
 from .permute import tile_count
 from .quantize import activation_format, operand
@@ -161,8 +162,8 @@ def tile_list(expert_offsets: Tensor, rows: int, tile: TileChoice) -> TileList:
     # Imported here: Triton exists for Linux alone, and everything but a launch works without it.
     from ..kernels.tiles import tile_list_kernel
 
-    expert = torch.empty(count, dtype=torch.int32, device=expert_offsets.device)
-    row = torch.empty(count, dtype=torch.int64, device=expert_offsets.device)
+    expert = empty((count,), torch.int32, expert_offsets.device)
+    row = empty((count,), torch.int64, expert_offsets.device)
     launch: Any = tile_list_kernel
     launch[(-(-count // _BLOCK_TILES),)](
         expert_offsets,
@@ -272,7 +273,7 @@ def run_experts(batch: ContiguousBatch, packed: PackedExperts) -> Tensor:
     hidden = packed.down.shape[2]
     middle_dtype = torch.float32 if packed.activations and x.dtype != torch.bfloat16 else x.dtype
     out_dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
-    out = torch.empty(rows, hidden, dtype=out_dtype, device=x.device)
+    out = empty((rows, hidden), out_dtype, x.device)
     if rows == 0:
         return out
     first, second = _tiles(packed, rows)
@@ -281,7 +282,7 @@ def run_experts(batch: ContiguousBatch, packed: PackedExperts) -> Tensor:
     # A weight belongs to a row, so weighted rows are gathered; others are gathered by the product.
     weighted = batch.input_weights is not None
     rows_in, x_scale = operand(x, packed.activations, source=source if weighted else None, weights=batch.input_weights)
-    middle = torch.empty(rows, wide, dtype=middle_dtype, device=x.device)
+    middle = empty((rows, wide), middle_dtype, x.device)
     grouped_gemm(
         rows_in,
         packed.gate_up,
