@@ -4,10 +4,18 @@ A program owns BLOCK_N output columns of one expert (of gate and of up, when the
 most BLOCK_T rows; the tensor core sees weights [BLOCK_N, K] times tokens [K, BLOCK_T], so few tokens cost little
 padding. The K loop always runs forward in steps of BLOCK_K with one accumulator, whatever BLOCK_T is: a row's
 bits do not depend on the rows beside it. All addresses start from 64-bit bases.
+
+STACKED tiles hold half as many columns, gate and up as rows of one operand, for products with too few programs. Eight
+rows of gate and eight of up take turns, so that both values of a column are in one thread.
+
+With PDL the program starts while the kernel before it still runs: it asks the L2 cache for its first weights, which
+no kernel writes, and waits before it touches anything else. A kernel lets the next one start only after its own wait,
+so at that point all kernels but the one just before have finished (EARLY: the tile list is from one of those).
 """
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .activation import activate
 from .decode import e2m1_quarters, e4m3_scale, e4m3_to_bf16, e8m0_scale, int4_quarters, times
@@ -32,6 +40,26 @@ PAIR_SCALE = tl.constexpr(5)  # two bfloat16 a word for each row and quarter, ap
 
 # No activation follows the product; the other kinds are in activation.py.
 NO_ACTIVATION = tl.constexpr(-1)
+
+
+@triton.jit
+def _into_cache(pointers):
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.int64, bitcast=True)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _halves(rows, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Return gate and up of stacked ``rows [BLOCK_N, BLOCK_T]``."""
+    rows = tl.reshape(rows, (BLOCK_N // 16, 2, 8, BLOCK_T))
+    gate, up = tl.split(tl.permute(rows, (0, 2, 3, 1)))
+    return tl.reshape(gate, (BLOCK_N // 2, BLOCK_T)), tl.reshape(up, (BLOCK_N // 2, BLOCK_T))
 
 
 @triton.jit
@@ -101,6 +129,7 @@ def _multiply(
     SCALE: tl.constexpr,
     WORDS: tl.constexpr,
     X_SCALED: tl.constexpr,
+    STACKED: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """Add one K block: weights ``w [BLOCK_N, .]`` times tokens ``x0..x3``, scaled as SCALE says."""
@@ -148,7 +177,12 @@ def _multiply(
         if SCALE == BLOCK_SCALE:
             # One number for the whole tile: with the tokens' scales it is a row of factors, not a matrix.
             factor = tl.load(scale)
-            if X_SCALED:
+            if STACKED:
+                if X_SCALED:
+                    acc += _dot(w, x0, none, ASM) * (factor[:, None] * x_scale[None, :])
+                else:
+                    acc += _dot(w, x0, none, ASM) * factor[:, None]
+            elif X_SCALED:
                 acc += _dot(w, x0, none, ASM) * (factor * x_scale)[None, :]
             else:
                 acc += _dot(w, x0, none, ASM) * factor
@@ -202,6 +236,10 @@ def grouped_gemm_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_T: tl.constexpr,
     STAGES: tl.constexpr,
+    STACKED: tl.constexpr,
+    PDL: tl.constexpr,
+    EARLY: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):
     """Write ``out [R, n_out]``: rows of one expert times its weights, then bias and activation.
 
@@ -210,26 +248,51 @@ def grouped_gemm_kernel(
     scale: per (expert, part, K block): WORDS x n_out words, or for BLOCK_SCALE [ceil(n_out / 128), K_BLOCKS].
     row_scale, bias: [expert, part, n_out]. Rows from expert_offsets[E] on are not written.
     """
-    n_tiles = tl.cdiv(n_out, BLOCK_N)
+    COLUMNS: tl.constexpr = BLOCK_N // 2 if STACKED else BLOCK_N
+    # Accumulators: gate and up of a stacked tile share one.
+    SETS: tl.constexpr = 1 if STACKED else PARTS
+    n_tiles = tl.cdiv(n_out, COLUMNS)
     program = tl.program_id(0)
     group = program // (GROUP_T * n_tiles)
     width = tl.minimum(token_tiles - group * GROUP_T, GROUP_T)
     inside = program - group * GROUP_T * n_tiles
     tile = group * GROUP_T + inside % width
-    n_first = (inside // width) * BLOCK_N
+    n_first = (inside // width) * COLUMNS
 
+    if PDL and not EARLY:
+        gdc_wait()
     expert = tl.load(tile_expert + tile)
+    row_first = tl.load(tile_row + tile)
+    n = tl.arange(0, BLOCK_N)
+    if STACKED:
+        channel = n // 16 * 8 + n % 8
+        part = n // 8 % 2
+    else:
+        channel = n
+        part = tl.zeros((BLOCK_N,), dtype=tl.int32)
+    # Rows and columns beyond the end read a neighbour again; nothing of them is stored.
+    column = tl.minimum(channel, n_out - 1 - n_first)
+    matrix = expert.to(tl.int64) * PARTS
+    w_row = weight + matrix * part_step + n_first.to(tl.int64) * n_step + column * n_step
+    if STACKED:
+        w_row += part.to(tl.int64) * part_step
+    if PDL:
+        if PREFETCH > 0 and expert >= 0:
+            ahead = tl.minimum(tl.arange(0, PREFETCH), K_BLOCKS - 1)
+            lines = w_row[:, None] + ahead[None, :] * k_step
+            _into_cache(lines)
+            if SETS == 2:
+                _into_cache(lines + part_step)
+        if EARLY:
+            gdc_wait()
+        gdc_launch_dependents()
     if expert < 0:
         return
     expert = expert.to(tl.int64)
-    row_first = tl.load(tile_row + tile)
     row_count = tl.minimum(tl.load(expert_offsets + expert + 1) - row_first, BLOCK_T).to(tl.int32)
 
     t = tl.arange(0, BLOCK_T)
-    n = tl.arange(0, BLOCK_N)
-    # Rows and columns beyond the end read a neighbour again; nothing of them is stored.
     row = row_first + tl.where(t < row_count, t, 0)
-    column = tl.minimum(n, n_out - 1 - n_first)
     token = tl.load(source + row) if GATHER else row
 
     QUARTERS: tl.constexpr = WEIGHT >= E2M1_LANES
@@ -240,8 +303,7 @@ def grouped_gemm_kernel(
         WIDTH: tl.constexpr = BLOCK_K
     k = tl.arange(0, WIDTH)
     x_ptr = x + token[None, :] * x_stride + k[:, None]
-    matrix = expert * PARTS
-    w_ptr = weight + matrix * part_step + n_first.to(tl.int64) * n_step + (column[:, None] * n_step + k[None, :])
+    w_ptr = w_row[:, None] + k[None, :]
     if SCALE == BLOCK_SCALE:
         s_ptr = scale + (matrix * scale_rows + n_first // 128) * K_BLOCKS
         s_part = tl.cast(scale_rows, tl.int64) * K_BLOCKS
@@ -250,14 +312,16 @@ def grouped_gemm_kernel(
         s_k = n_out * WORDS
         s_part = tl.cast(s_k, tl.int64) * K_BLOCKS
         s_ptr = scale + matrix * s_part + n_first + column
+    if STACKED:
+        s_ptr += part * s_part
     if X_SCALE == 1:
         xs_ptr = x_scale + token * K_BLOCKS
 
     up = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
-    if PARTS == 2:
+    if SETS == 2:
         gate = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
-    up_ptr = w_ptr + (PARTS - 1) * part_step
-    us_ptr = s_ptr + (PARTS - 1) * s_part
+    up_ptr = w_ptr + (SETS - 1) * part_step
+    us_ptr = s_ptr + (SETS - 1) * s_part
     for block in tl.range(0, K_BLOCKS, num_stages=STAGES):
         left = k_in - block * BLOCK_K
         x0 = _load(x_ptr, k[:, None] < left, EVEN_K)
@@ -270,7 +334,7 @@ def grouped_gemm_kernel(
             x2 = x0
             x3 = x0
         xs = tl.load(xs_ptr + block) if X_SCALE == 1 else 0.0
-        if PARTS == 2:
+        if SETS == 2:
             w0, w1, w2, w3 = _load_weights(w_ptr, k[None, :], left, WIDTH, WEIGHT, EVEN_K or LANES)
             gate = _multiply(
                 gate,
@@ -289,37 +353,60 @@ def grouped_gemm_kernel(
                 SCALE,
                 WORDS,
                 X_SCALE == 1,
+                STACKED,
                 ASM,
             )
             w_ptr += k_step
             s_ptr += s_k
         w0, w1, w2, w3 = _load_weights(up_ptr, k[None, :], left, WIDTH, WEIGHT, EVEN_K or LANES)
-        up = _multiply(up, w0, w1, w2, w3, us_ptr, n_out, x0, x1, x2, x3, xs, WEIGHT, SCALE, WORDS, X_SCALE == 1, ASM)
+        up = _multiply(
+            up,
+            w0,
+            w1,
+            w2,
+            w3,
+            us_ptr,
+            n_out,
+            x0,
+            x1,
+            x2,
+            x3,
+            xs,
+            WEIGHT,
+            SCALE,
+            WORDS,
+            X_SCALE == 1,
+            STACKED,
+            ASM,
+        )
         up_ptr += k_step
         us_ptr += s_k
         x_ptr += BLOCK_K
 
-    vector = matrix * n_out + n_first + column
-    last = vector + (PARTS - 1) * n_out
+    vector = (matrix + part) * n_out + n_first + column
+    last = vector + (SETS - 1) * n_out
     if X_SCALE == 2:
         per_token = tl.load(x_scale + token)[None, :]
         up *= per_token
-        if PARTS == 2:
+        if SETS == 2:
             gate *= per_token
     if ROW_SCALE:
         up *= tl.load(row_scale + last)[:, None]
-        if PARTS == 2:
+        if SETS == 2:
             gate *= tl.load(row_scale + vector)[:, None]
     if BIAS:
         up += tl.load(bias + last).to(tl.float32)[:, None]
-        if PARTS == 2:
+        if SETS == 2:
             gate += tl.load(bias + vector).to(tl.float32)[:, None]
+    if STACKED:
+        gate, up = _halves(up, BLOCK_N, BLOCK_T)
     if KIND == NO_ACTIVATION:
         result = up
     elif PARTS == 2:
         result = activate(gate, up, KIND, HAS_LIMIT, limit, alpha, gate_bound, up_bound)
     else:
         result = activate(up, up, KIND, HAS_LIMIT, limit, alpha, gate_bound, up_bound)
-    out_ptr = out + row[None, :] * n_out + (n_first + n)[:, None]
-    inside_out = (n < n_out - n_first)[:, None] & (t < row_count)[None, :]
+    o = tl.arange(0, COLUMNS)
+    out_ptr = out + row[None, :] * n_out + (n_first + o)[:, None]
+    inside_out = (o < n_out - n_first)[:, None] & (t < row_count)[None, :]
     tl.store(out_ptr, result.to(out.dtype.element_ty), mask=inside_out)

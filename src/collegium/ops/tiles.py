@@ -65,13 +65,25 @@ class TileProblem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileChoice:
-    """block_n: output columns of each part; block_t: rows; group_t: token tiles that share a pass over the weights."""
+    """How one grouped product is cut and launched.
+
+    block_n: weight rows of an operand. stacked: half of them are gate and half up of the same columns, otherwise
+    every part has an operand of its own. block_t: rows. group_t: token tiles that share a pass over the weights.
+    ahead: K blocks asked of the L2 cache before the kernel before has finished, -1 to start after it.
+    """
 
     block_n: int
     block_t: int
     warps: int
     stages: int
     group_t: int = 8
+    stacked: bool = False
+    ahead: int = -1
+
+    @property
+    def columns(self) -> int:
+        """Output columns of a program."""
+        return self.block_n // 2 if self.stacked else self.block_n
 
 
 def machine_of(capability: tuple[int, int], sms: int) -> Machine:
