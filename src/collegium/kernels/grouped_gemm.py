@@ -18,17 +18,16 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .activation import activate
-from .decode import e2m1_quarters, e4m3_scale, e4m3_to_bf16, e8m0_scale, int4_quarters, times
+from .decode import e2m1_quarters, e4m3_halves, e4m3_scale, e8m0_scale, int4_quarters
 
 __all__ = ["grouped_gemm_kernel"]
 
 # How weights are stored and reach the tensor core.
 PLAIN = tl.constexpr(0)  # in the dtype of the activations
-E4M3_BF16 = tl.constexpr(1)  # E4M3 bytes, decoded to bfloat16
+E4M3_LANES = tl.constexpr(1)  # lanes of two E4M3 codes, decoded to bfloat16
 E4M3_E4M3 = tl.constexpr(2)  # E4M3 on both sides
 E2M1_LANES = tl.constexpr(3)  # lanes of four E2M1 codes, decoded to bfloat16
 INT4_LANES = tl.constexpr(4)  # lanes of four codes 0..15, decoded to bfloat16
-E4M3_QUARTERS = tl.constexpr(5)  # E4M3 bytes, decoded to bfloat16 a quarter of the K block at a time
 
 # Which scale stands inside the K loop. Every one is loaded as 32-bit words: smaller loads are not prefetched.
 NO_SCALE = tl.constexpr(0)
@@ -73,13 +72,10 @@ def _load(pointers, mask, EVEN: tl.constexpr):
 @triton.jit
 def _load_weights(pointers, k, left, WIDTH: tl.constexpr, WEIGHT: tl.constexpr, EVEN: tl.constexpr):
     w0 = _load(pointers, k < left, EVEN)
-    if WEIGHT == E4M3_QUARTERS:
-        w1 = _load(pointers + WIDTH, k < left - WIDTH, EVEN)
-        w2 = _load(pointers + 2 * WIDTH, k < left - 2 * WIDTH, EVEN)
-        w3 = _load(pointers + 3 * WIDTH, k < left - 3 * WIDTH, EVEN)
-        return w0, w1, w2, w3
+    if WEIGHT == E4M3_LANES:
+        return w0, tl.load(pointers + WIDTH)
     else:
-        return w0, w0, w0, w0
+        return w0, w0
 
 
 @triton.jit
@@ -116,8 +112,6 @@ def _multiply(
     acc,
     w,
     w1,
-    w2,
-    w3,
     scale,
     scale_step,
     x0,
@@ -134,23 +128,34 @@ def _multiply(
 ):
     """Add one K block: weights ``w [BLOCK_N, .]`` times tokens ``x0..x3``, scaled as SCALE says."""
     none = tl.zeros_like(acc)
-    if (WEIGHT == E2M1_LANES) or (WEIGHT == E4M3_QUARTERS):  # noqa: SIM109
-        words = tl.load(scale)
-        s0 = _byte_scale(words, 0, SCALE)
-        s1 = _byte_scale(words, 1, SCALE)
-        s2 = _byte_scale(words, 2, SCALE)
-        s3 = _byte_scale(words, 3, SCALE)
-        if WEIGHT == E2M1_LANES:
-            a0, a1, a2, a3 = e2m1_quarters(w, _spread(s0, w), _spread(s1, w), _spread(s2, w), _spread(s3, w), ASM)
+    if (WEIGHT == E2M1_LANES) or (WEIGHT == E4M3_LANES):  # noqa: SIM109
+        SCALED: tl.constexpr = (SCALE == E8M0_SCALE) or (SCALE == E4M3_SCALE)  # noqa: SIM109
+        if SCALED:
+            words = tl.load(scale)
+            s0 = _spread(_byte_scale(words, 0, SCALE), w)
+            s1 = _spread(_byte_scale(words, 1, SCALE), w)
+            s2 = _spread(_byte_scale(words, 2, SCALE), w)
+            s3 = _spread(_byte_scale(words, 3, SCALE), w)
         else:
-            a0 = times(e4m3_to_bf16(w, ASM), s0, ASM)
-            a1 = times(e4m3_to_bf16(w1, ASM), s1, ASM)
-            a2 = times(e4m3_to_bf16(w2, ASM), s2, ASM)
-            a3 = times(e4m3_to_bf16(w3, ASM), s3, ASM)
-        acc = _dot(a0, x0, acc, ASM)
-        acc = _dot(a1, x1, acc, ASM)
-        acc = _dot(a2, x2, acc, ASM)
-        acc = _dot(a3, x3, acc, ASM)
+            s0 = 1.329227995784916e36
+            s1 = s0
+            s2 = s0
+            s3 = s0
+        if WEIGHT == E2M1_LANES:
+            a0, a1, a2, a3 = e2m1_quarters(w, s0, s1, s2, s3, ASM)
+        else:
+            a0, a1 = e4m3_halves(w, s0, s1, SCALED, ASM)
+            a2, a3 = e4m3_halves(w1, s2, s3, SCALED, ASM)
+        start = none if SCALE == BLOCK_SCALE else acc
+        product = _dot(a0, x0, start, ASM)
+        product = _dot(a1, x1, product, ASM)
+        product = _dot(a2, x2, product, ASM)
+        product = _dot(a3, x3, product, ASM)
+        if SCALE == BLOCK_SCALE:
+            factor = tl.load(scale)
+            acc += product * (factor[:, None] if STACKED else factor)
+        else:
+            acc = product
     elif WEIGHT == INT4_LANES:
         a0, a1, a2, a3 = int4_quarters(w, ASM)
         if SCALE == PAIR_SCALE:
@@ -172,20 +177,14 @@ def _multiply(
             product = _dot(a3, x3, product, ASM)
             acc += product * tl.load(scale)[:, None]
     else:
-        if WEIGHT == E4M3_BF16:
-            w = e4m3_to_bf16(w, ASM)
         if SCALE == BLOCK_SCALE:
             # One number for the whole tile: with the tokens' scales it is a row of factors, not a matrix.
             factor = tl.load(scale)
-            if STACKED:
-                if X_SCALED:
-                    acc += _dot(w, x0, none, ASM) * (factor[:, None] * x_scale[None, :])
-                else:
-                    acc += _dot(w, x0, none, ASM) * factor[:, None]
-            elif X_SCALED:
-                acc += _dot(w, x0, none, ASM) * (factor * x_scale)[None, :]
+            if X_SCALED:
+                factors = factor[:, None] * x_scale[None, :] if STACKED else (factor * x_scale)[None, :]
             else:
-                acc += _dot(w, x0, none, ASM) * factor
+                factors = factor[:, None] if STACKED else factor
+            acc += _dot(w, x0, none, ASM) * factors
         elif X_SCALED:
             acc += _dot(w, x0, none, ASM) * x_scale[None, :]
         else:
@@ -295,8 +294,7 @@ def grouped_gemm_kernel(
     row = row_first + tl.where(t < row_count, t, 0)
     token = tl.load(source + row) if GATHER else row
 
-    QUARTERS: tl.constexpr = WEIGHT >= E2M1_LANES
-    LANES: tl.constexpr = QUARTERS and WEIGHT != E4M3_QUARTERS
+    QUARTERS: tl.constexpr = WEIGHT != PLAIN and WEIGHT != E4M3_E4M3
     if QUARTERS:
         WIDTH: tl.constexpr = BLOCK_K // 4
     else:
@@ -335,13 +333,11 @@ def grouped_gemm_kernel(
             x3 = x0
         xs = tl.load(xs_ptr + block) if X_SCALE == 1 else 0.0
         if SETS == 2:
-            w0, w1, w2, w3 = _load_weights(w_ptr, k[None, :], left, WIDTH, WEIGHT, EVEN_K or LANES)
+            w0, w1 = _load_weights(w_ptr, k[None, :], left, WIDTH, WEIGHT, EVEN_K or QUARTERS)
             gate = _multiply(
                 gate,
                 w0,
                 w1,
-                w2,
-                w3,
                 s_ptr,
                 n_out,
                 x0,
@@ -358,13 +354,11 @@ def grouped_gemm_kernel(
             )
             w_ptr += k_step
             s_ptr += s_k
-        w0, w1, w2, w3 = _load_weights(up_ptr, k[None, :], left, WIDTH, WEIGHT, EVEN_K or LANES)
+        w0, w1 = _load_weights(up_ptr, k[None, :], left, WIDTH, WEIGHT, EVEN_K or QUARTERS)
         up = _multiply(
             up,
             w0,
             w1,
-            w2,
-            w3,
             us_ptr,
             n_out,
             x0,

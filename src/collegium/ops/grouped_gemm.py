@@ -38,7 +38,7 @@ __all__ = [
     "with_tiles",
 ]
 
-PLAIN, E4M3_BF16, E4M3_E4M3, E2M1_LANES, INT4_LANES, E4M3_QUARTERS = range(6)
+PLAIN, E4M3_LANES, E4M3_E4M3, E2M1_LANES, INT4_LANES = range(5)
 NO_SCALE, BLOCK_SCALE, E8M0_SCALE, E4M3_SCALE, GROUP_SCALE, PAIR_SCALE = range(6)
 _BLOCK_TILES = 64
 
@@ -47,7 +47,8 @@ _BLOCK_TILES = 64
 class PackedMatrix:
     """Weights ``[E, P, N, K]`` as the kernel reads them.
 
-    values: plain and E4M3: ``[E, P, N, K or more]``; lanes: int16 ``[E, P, ceil(K / block_k), N, block_k / 4]``.
+    values: plain and E4M3: ``[E, P, N, K or more]``; lanes: int16 ``[E, P, ceil(K / block_k), N, block_k / 4]``, of
+        E4M3 codes twice as many.
     weight, scale_kind: how values become operands and which scale stands in the K loop (the constants above).
     scale: 32-bit ``[E, P, ceil(K / block_k), words, N]``, or float32 ``[E, P, ceil(N / 128), ceil(K / 128)]`` for
         blocks.
@@ -73,8 +74,8 @@ class PackedMatrix:
     @property
     def steps(self) -> tuple[int, int, int]:
         """Elements of ``values`` from one row, K block and part to the next."""
-        if self.weight in (E2M1_LANES, INT4_LANES):
-            lanes = self.block_k // 4
+        if self.weight not in (PLAIN, E4M3_E4M3):
+            lanes = self.block_k // (2 if self.weight == E4M3_LANES else 4)
             return lanes, self.shape[2] * lanes, self.k_blocks * self.shape[2] * lanes
         wide = self.values.shape[-1]
         return wide, self.block_k, self.shape[2] * wide
