@@ -8,9 +8,8 @@ bits do not depend on the rows beside it. All addresses start from 64-bit bases.
 STACKED tiles hold half as many columns, gate and up as rows of one operand, for products with too few programs. Eight
 rows of gate and eight of up take turns, so that both values of a column are in one thread.
 
-With PDL the program starts while the kernel before it still runs: it asks the L2 cache for its first weights, which
-no kernel writes, and waits before it touches anything else. A kernel lets the next one start only after its own wait,
-so at that point all kernels but the one just before have finished (EARLY: the tile list is from one of those).
+With PDL a program may start while the last ones of the kernel before it still run, and waits for them before it reads
+anything. The next kernel is let in after the K loop: earlier, its programs would crowd where this kernel leaves room.
 """
 
 import triton
@@ -39,18 +38,6 @@ PAIR_SCALE = tl.constexpr(5)  # two bfloat16 a word for each row and quarter, ap
 
 # No activation follows the product; the other kinds are in activation.py.
 NO_ACTIVATION = tl.constexpr(-1)
-
-
-@triton.jit
-def _into_cache(pointers):
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-        "=r,l",
-        [pointers.to(tl.int64, bitcast=True)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit
@@ -237,8 +224,6 @@ def grouped_gemm_kernel(
     STAGES: tl.constexpr,
     STACKED: tl.constexpr,
     PDL: tl.constexpr,
-    EARLY: tl.constexpr,
-    PREFETCH: tl.constexpr,
 ):
     """Write ``out [R, n_out]``: rows of one expert times its weights, then bias and activation.
 
@@ -258,7 +243,7 @@ def grouped_gemm_kernel(
     tile = group * GROUP_T + inside % width
     n_first = (inside // width) * COLUMNS
 
-    if PDL and not EARLY:
+    if PDL:
         gdc_wait()
     expert = tl.load(tile_expert + tile)
     row_first = tl.load(tile_row + tile)
@@ -275,16 +260,6 @@ def grouped_gemm_kernel(
     w_row = weight + matrix * part_step + n_first.to(tl.int64) * n_step + column * n_step
     if STACKED:
         w_row += part.to(tl.int64) * part_step
-    if PDL:
-        if PREFETCH > 0 and expert >= 0:
-            ahead = tl.minimum(tl.arange(0, PREFETCH), K_BLOCKS - 1)
-            lines = w_row[:, None] + ahead[None, :] * k_step
-            _into_cache(lines)
-            if SETS == 2:
-                _into_cache(lines + part_step)
-        if EARLY:
-            gdc_wait()
-        gdc_launch_dependents()
     if expert < 0:
         return
     expert = expert.to(tl.int64)
@@ -377,6 +352,8 @@ def grouped_gemm_kernel(
         us_ptr += s_k
         x_ptr += BLOCK_K
 
+    if PDL:
+        gdc_launch_dependents()
     vector = (matrix + part) * n_out + n_first + column
     last = vector + (SETS - 1) * n_out
     if X_SCALE == 2:

@@ -115,16 +115,12 @@ class PackedExperts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileList:
-    """expert ``[count]`` int32 (-1: no tile) and first row ``[count]`` int64 of each token tile of ``tile``.
-
-    early: the list was complete before the kernel just before the product started.
-    """
+    """expert ``[count]`` int32 (-1: no tile) and first row ``[count]`` int64 of each token tile of ``tile``."""
 
     expert: Tensor
     row: Tensor
     count: int
     tile: TileChoice
-    early: bool = False
 
 
 def grouped_gemm_reference(
@@ -237,10 +233,9 @@ def grouped_gemm(
         float(spec.up_bound),
         **constants(packed, tile, activation, x_groups=0 if x_scale is None else 1 + (x_scale.shape[1] == 1)),
         GATHER=source is not None,
-        EARLY=tiles.early,
         ASM=x.is_cuda,
         num_warps=tile.warps,
-        **({"launch_pdl": True} if tile.ahead >= 0 else {}),
+        **({"launch_pdl": True} if tile.overlap else {}),
     )
     return out
 
@@ -267,8 +262,7 @@ def constants(
         "GROUP_T": tile.group_t,
         "STAGES": tile.stages,
         "STACKED": tile.stacked,
-        "PDL": tile.ahead >= 0,
-        "PREFETCH": max(0, tile.ahead),
+        "PDL": tile.overlap,
     }
 
 
@@ -294,8 +288,6 @@ def run_experts(batch: ContiguousBatch, packed: PackedExperts) -> Tensor:
     first, second = _tiles(packed, rows)
     offsets = batch.expert_offsets
     tiles = tile_list(offsets, rows, first)
-    same = second.block_t == first.block_t
-    after = replace(tiles if same else tile_list(offsets, rows, second), tile=second, early=True)
     rows_in, x_scale = operand(x, packed.activations)
     middle = torch.empty(rows, wide, dtype=middle_dtype, device=x.device)
     grouped_gemm(
@@ -308,8 +300,10 @@ def run_experts(batch: ContiguousBatch, packed: PackedExperts) -> Tensor:
         x_scale=x_scale,
         activation=packed.activation,
     )
+    same = second.block_t == first.block_t
+    tiles = replace(tiles, tile=second) if same else tile_list(offsets, rows, second)
     rows_in, x_scale = operand(middle, packed.activations)
-    return grouped_gemm(rows_in, packed.down, offsets, after, out, x_scale=x_scale)
+    return grouped_gemm(rows_in, packed.down, offsets, tiles, out, x_scale=x_scale)
 
 
 def refuse_machine(problem: Problem) -> str | None:
