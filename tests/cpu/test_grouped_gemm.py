@@ -248,7 +248,7 @@ def test_every_e4m3_code_is_exact_in_lanes() -> None:
     codes = torch.where((codes & 127) == 127, 0, codes)[None, None, None].view(torch.float8_e4m3fn)
     offsets = torch.tensor([0, 256])
     x = torch.eye(256).bfloat16()
-    for low, high in ((127, 127), (1, 120), (120, 134), (127, 254)):
+    for low, high in ((127, 127), (20, 120), (120, 134), (127, 240)):
         scales = torch.linspace(low, high, 8).round().to(torch.uint8)[None, None, None]
         payload = MxFp8(shape=(1, 1, 1, 256), codes=codes, scales=scales)
         found = torch.empty(256, 1)
