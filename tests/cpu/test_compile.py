@@ -90,7 +90,8 @@ for arch, weight, constants, warps in json.load(sys.stdin):
         usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True).stdout
         sass = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True).stdout
     registers, stack = map(int, re.search(r"REG:(\\d+) STACK:(\\d+)", usage).groups())
-    codes = sorted(set(re.findall(r"\\b(HGMMA|QGMMA|HMMA|UTC[A-Z]+|LDGSTS|LDL|STL|HFMA2|HMUL2|ACQBULK|PREEXIT)\\b", sass)))
+    known = r"\\b(HGMMA|QGMMA|HMMA|UTC[A-Z]+|LDGSTS|LDL|STL|HFMA2|HMUL2|ACQBULK|PREEXIT)\\b"
+    codes = sorted(set(re.findall(known, sass)))
     found.append([registers, stack, built.metadata.shared, codes])
 print("RESULT" + json.dumps(found))
 """

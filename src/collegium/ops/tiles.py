@@ -106,14 +106,21 @@ def machine_at(device: torch.device) -> Machine:
 def candidates(problem: TileProblem, machine: Machine) -> tuple[TileChoice, ...]:
     """Return every tile whose buffers and accumulators fit."""
     found: list[TileChoice] = []
+    # A product of a few microseconds gains by starting before the kernel before it ends; a longer one can lose.
+    weights = _experts_hit(problem) * problem.parts * problem.n_out * problem.k_in * problem.weight_bits / 8
+    overlap = machine.pdl and weights < 1.1e8
     for block_t in (16, 32, 64, 128, 256):
         for block_n, warps, stacked in product((64, 128), (4, 8), (False, True)):
             # A warp decodes the weight rows it multiplies: with more warps, several decode the same rows.
-            if (stacked and problem.parts == 1) or (problem.decoded and block_n < 16 * warps):
+            rows = block_n * (1 if stacked else problem.parts)
+            if stacked and problem.parts == 1:
                 continue
-            tile = TileChoice(
-                block_n=block_n, block_t=block_t, warps=warps, stages=1, stacked=stacked, overlap=machine.pdl
-            )
+            if problem.decoded and (block_n < 16 * warps or rows > 32 * warps):
+                continue
+            # Undecoded weights gain from stacking only with eight warps and few tokens.
+            if stacked and not problem.decoded and (block_n, warps) != (128, 8):
+                continue
+            tile = TileChoice(block_n=block_n, block_t=block_t, warps=warps, stages=1, stacked=stacked, overlap=overlap)
             if _registers_fit(problem, tile):
                 stages = _stages(problem, machine, tile)
                 found += [replace(tile, stages=count) for count in stages]
@@ -134,11 +141,28 @@ def score(problem: TileProblem, tile: TileChoice, machine: Machine) -> float:
     memory = weights / machine.bandwidth + again / (4 * machine.bandwidth)
     math_time = tiles * columns * _program(problem, tile, machine)
     programs = tiles * columns
-    resident = machine.sms * _resident(problem, tile, machine)
-    waves = programs / resident
+    resident = _resident(problem, tile, machine)
+    waves = programs / (machine.sms * resident)
     # The last wave is only partly full: with few waves that is felt, with many it is not.
     filled = waves / math.ceil(waves) if waves > 1 else 1.0
+    each_sm = programs / machine.sms
+    even = max(each_sm / math.ceil(each_sm), 0.5) if each_sm < 4 else 1.0
+    if problem.decoded:
+        math_time /= even
+    else:
+        memory *= _slower(problem, tile, waves)
     return max(memory, math_time) / filled**0.5 + 0.25 * min(memory, math_time)
+
+
+def _slower(problem: TileProblem, tile: TileChoice, waves: float) -> float:
+    """Return how many times longer a tile of undecoded weights takes to read them than the best one."""
+    rows = _weight_rows(problem, tile)
+    factor = 1 + 0.08 / (tile.stages - 1)
+    if waves <= 1 and rows > tile.block_n:
+        return factor * 1.08  # one wave: two operands a step keep fewer bytes on their way than one of eight warps
+    if rows == 256:
+        factor *= 1.03
+    return factor * (1.03 if rows == 64 or (tile.stacked and problem.x_bits == 8) else 1.0)
 
 
 def choose(problem: TileProblem, machine: Machine) -> TileChoice:
@@ -170,11 +194,16 @@ def _stages(problem: TileProblem, machine: Machine, tile: TileChoice) -> tuple[i
     room = machine.shared - 4096
     one = _stage_bytes(problem, tile)
     # Two programs on a multiprocessor hide each other's waits better than more stages of one.
-    for programs, least in ((3, 4), (2, 3)):
-        if int(room / programs / one) >= least:
-            return (min(5 if problem.decoded else 4, int(room / programs / one)),)
-    fits = min(4, int(room / one))
-    return (fits,) if fits >= 2 else ()
+    fits = next((f for count, least in ((3, 4), (2, 3)) if (f := int(room / count / one)) >= least), int(room / one))
+    stages = min(4, fits)
+    if stages < 2:
+        return ()
+    rows, deep = _weight_rows(problem, tile), min(6 if tile.warps == 4 else 5, int(room / 2 / one))
+    short = problem.k_in < 12 * problem.block_k
+    if problem.decoded or rows != 128 or tile.block_t > 32 or deep <= stages or short:
+        return (stages,)
+    # Wide operands of few tokens: two programs with more stages are sometimes better than three.
+    return (stages, deep) if tile.warps == 8 or rows > tile.block_n else (stages,)
 
 
 def _accumulators(problem: TileProblem, tile: TileChoice) -> float:
@@ -185,7 +214,9 @@ def _accumulators(problem: TileProblem, tile: TileChoice) -> float:
 def _registers_fit(problem: TileProblem, tile: TileChoice) -> bool:
     used = _accumulators(problem, tile)
     # Decoded operands, scales and addresses need room beside the accumulators.
-    return used <= (96 if problem.decoded else 128) and not (tile.warps == 8 and used < 16)
+    return used <= (96 if problem.decoded else 128) and not (
+        tile.warps == 8 and used < (8 if tile.block_t <= 32 else 16)
+    )
 
 
 def _resident(problem: TileProblem, tile: TileChoice, machine: Machine) -> int:
@@ -205,8 +236,10 @@ def _program(problem: TileProblem, tile: TileChoice, machine: Machine) -> float:
     if problem.decoded:
         # Decoding costs the same for any number of tokens. A lone accumulator of 64 rows waits for each product, and
         # four of them crowd the registers.
-        one = (0.30 + 0.0053 * tile.block_t) * weights / 16384 / machine.sms
-        crowd = {64: 1.0 if tile.block_t <= 16 else 1.35, 256: 1.08 if tile.block_t > 16 else 1.3}.get(rows, 1.0)
+        one = (0.24 + 0.0053 * tile.block_t) * weights / 16384 / machine.sms
+        one *= 1.3 if problem.weight_bits > 6 else 1.0
+        lone = rows == tile.block_n
+        crowd = (1.0 if rows == 128 and tile.warps == 4 else 1.2) if lone else 1.12 if rows == 128 else 1.3
         return one * crowd * (1.3 if tile.block_t >= 128 else 1.0)
     share = 0.76 * (area / (256 * 128)) ** 0.33
     rate = machine.rate
