@@ -364,7 +364,7 @@ def test_a_tile_that_fits_is_chosen_for_every_size(machine: Machine) -> None:
                 problem = products(tokens, sizes, **facts)
                 tile = choose(problem, machine)
                 assert tile in candidates(problem, machine)
-                bits = 2 * tile.block_n * problem.weight_bits + tile.block_t * problem.x_bits
+                bits = 2 * tile.columns * problem.weight_bits + tile.block_t * problem.x_bits
                 assert tile.stages * 64 * bits / 8 <= machine.shared
                 assert score(problem, tile, machine) == min(
                     score(problem, other, machine) for other in candidates(problem, machine)
@@ -376,6 +376,18 @@ def test_few_tokens_take_narrow_tiles_and_many_take_wide_ones() -> None:
     few, many = products(1, SIZES[0]), products(8192, SIZES[0])
     assert choose(few, machine).block_t == 16
     assert choose(many, machine).block_t >= 128
+
+
+def test_few_tokens_stack_gate_and_up_and_only_short_products_overlap() -> None:
+    hopper, ampere = machine_of((9, 0), 132), machine_of((8, 0), 108)
+    few, many = products(1, SIZES[3]), products(512, SIZES[0])
+    assert choose(few, hopper).stacked
+    assert choose(few, hopper).overlap
+    assert not choose(few, ampere).overlap
+    assert not choose(many, hopper).overlap
+    assert choose(products(8, SIZES[1], decoded=True, weight_bits=4.25), hopper).stacked
+    alone = replace(few, parts=1)
+    assert not any(tile.stacked for tile in candidates(alone, hopper))
 
 
 def test_a_machine_too_small_is_named() -> None:

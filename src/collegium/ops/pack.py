@@ -1,9 +1,9 @@
 """Weights for the grouped product: four-bit codes re-laid into sixteen-bit lanes, scales by K block.
 
 A lane holds the codes of columns k, k + q, k + 2q and k + 3q of one row, q a quarter of the K block, at the bits
-that ``kernels/decode.py`` names; lanes of E4M3 codes hold k and k + q, and after all of those k + 2q and k + 3q. Rows of
-a K block stand beside each other, so a tile is one run of memory. Packing goes row by row in small chunks: temporary
-memory stays under 64 MiB whatever the layer's size.
+that ``kernels/decode.py`` names; lanes of E4M3 codes hold k and k + q, and after all of those k + 2q and k + 3q. Rows
+of a K block stand beside each other, so a tile is one run of memory. Packing goes row by row in small chunks:
+temporary memory stays under 64 MiB whatever the layer's size.
 
 Shape letters: E experts, P parts, N output rows, K input columns, B K blocks.
 """
