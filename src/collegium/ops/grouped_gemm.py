@@ -39,7 +39,7 @@ __all__ = [
     "with_tiles",
 ]
 
-PLAIN, E4M3_BF16, E4M3_E4M3, E2M1_LANES, INT4_LANES, E4M3_QUARTERS = range(6)
+PLAIN, E4M3_LANES, E4M3_E4M3, E2M1_LANES, INT4_LANES = range(5)
 NO_SCALE, BLOCK_SCALE, E8M0_SCALE, E4M3_SCALE, GROUP_SCALE, PAIR_SCALE = range(6)
 _BLOCK_TILES = 64
 
@@ -48,7 +48,8 @@ _BLOCK_TILES = 64
 class PackedMatrix:
     """Weights ``[E, P, N, K]`` as the kernel reads them.
 
-    values: plain and E4M3: ``[E, P, N, K or more]``; lanes: int16 ``[E, P, ceil(K / block_k), N, block_k / 4]``.
+    values: plain and E4M3: ``[E, P, N, K or more]``; lanes: int16 ``[E, P, ceil(K / block_k), N, block_k / 4]``, of
+        E4M3 codes twice as many.
     weight, scale_kind: how values become operands and which scale stands in the K loop (the constants above).
     scale: 32-bit ``[E, P, ceil(K / block_k), words, N]``, or float32 ``[E, P, ceil(N / 128), ceil(K / 128)]`` for
         blocks.
@@ -74,8 +75,8 @@ class PackedMatrix:
     @property
     def steps(self) -> tuple[int, int, int]:
         """Elements of ``values`` from one row, K block and part to the next."""
-        if self.weight in (E2M1_LANES, INT4_LANES):
-            lanes = self.block_k // 4
+        if self.weight not in (PLAIN, E4M3_E4M3):
+            lanes = self.block_k // (2 if self.weight == E4M3_LANES else 4)
             return lanes, self.shape[2] * lanes, self.k_blocks * self.shape[2] * lanes
         wide = self.values.shape[-1]
         return wide, self.block_k, self.shape[2] * wide
@@ -205,7 +206,7 @@ def grouped_gemm(
     from ..kernels.grouped_gemm import grouped_gemm_kernel
 
     launch: Any = grouped_gemm_kernel
-    launch[(tiles.count * -(-n_out // tile.block_n),)](
+    launch[(tiles.count * -(-n_out // tile.columns),)](
         x,
         spare if x_scale is None else x_scale,
         packed.values,
@@ -233,6 +234,7 @@ def grouped_gemm(
         GATHER=source is not None,
         ASM=x.is_cuda,
         num_warps=tile.warps,
+        **({"launch_pdl": True} if tile.overlap else {}),
     )
     return out
 
@@ -258,6 +260,8 @@ def constants(
         "BLOCK_K": packed.block_k,
         "GROUP_T": tile.group_t,
         "STAGES": tile.stages,
+        "STACKED": tile.stacked,
+        "PDL": tile.overlap,
     }
 
 
