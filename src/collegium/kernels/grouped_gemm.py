@@ -116,7 +116,7 @@ def _multiply(
     """Add one K block: weights ``w [BLOCK_N, .]`` times tokens ``x0..x3``, scaled as SCALE says."""
     none = tl.zeros_like(acc)
     if (WEIGHT == E2M1_LANES) or (WEIGHT == E4M3_LANES):  # noqa: SIM109
-        SCALED: tl.constexpr = (SCALE == E8M0_SCALE) or (SCALE == E4M3_SCALE)
+        SCALED: tl.constexpr = (SCALE == E8M0_SCALE) or (SCALE == E4M3_SCALE)  # noqa: SIM109
         if SCALED:
             words = tl.load(scale)
             s0 = _spread(_byte_scale(words, 0, SCALE), w)
