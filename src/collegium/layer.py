@@ -6,6 +6,7 @@ the plan, which is made before the weights are packed.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from .compiled import announce
 from .devices import probe
 from .errors import InputError, PlanError
 from .experts import KERNELS
@@ -33,15 +35,20 @@ from .types import (
     Routing,
     RoutingSpec,
 )
+from .weight_checks import check_extras, check_weights
+from .workspace import shared_workspace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
     from .experts import ExpertKernel
     from .plan import Plan
     from .types import Choice, LatentWeights, RouterWeights, SharedWeights
+    from .weight_checks import check_extras, check_weights
+from .workspace import Workspace
 
 __all__ = ["MoELayer", "encode_experts", "moe"]
 
@@ -64,6 +71,7 @@ class MoELayer(nn.Module):
         shared: SharedWeights[Payload] | None = None,
         latent: LatentWeights | None = None,
         choose: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]] | None = None,
+        after_expert: Callable[[Tensor], Tensor] | None = None,
         checked: bool = False,
     ) -> None:
         """Pack ``weights`` for the kernel of ``plan``.
@@ -71,13 +79,17 @@ class MoELayer(nn.Module):
         router: needed unless every call brings logits or a routing. shared, latent: as the spec says.
         choose: a routing rule of your own, ``choose(x [T, D], logits [T, E], top_k) -> (weights, ids)`` both
         ``[T, K]``; it replaces the spec's rule, and what it returns is checked like any other routing.
+        after_expert: applied to the rows ``[R, H]`` the experts return, row by row, before they are weighted.
         checked: raise RoutingError on NaN logits, out-of-range and duplicate ids instead of dropping the rows; this
         reads the device once a call. Raises InputError when weights and spec disagree.
+
+        ``workspace``, the memory of the forward pass on a GPU, is one for all layers of the device; a layer that runs
+        beside others, on another stream, needs a ``Workspace`` of its own there. None elsewhere.
         """
         super().__init__()
         spec = plan.problem.spec
-        _check_weights(weights, spec)
-        _check_extras(spec, router, shared, latent)
+        check_weights(weights, spec)
+        check_extras(spec, router, shared, latent)
         kernel = next(k for k in KERNELS if k.name == plan.kernel)
         self.plan = plan
         self.spec = spec
@@ -91,13 +103,18 @@ class MoELayer(nn.Module):
             dispatcher=Local(num_experts=spec.num_experts, weight_on_input=spec.routing.weight_on_input),
             kernel=kernel,
             packed=kernel.pack(weights, plan.problem),
+            after_expert=after_expert,
         )
         self._packed_shared = None if shared is None else _pack_shared(kernel, shared, plan.problem)
         self._device = weights.down.device
         # To the shared expert every batch is the first rows in order; row T of the bounds is (0, T).
-        longest = plan.problem.limits.max_tokens + 1 if shared is not None else 0
+        longest = 0 if shared is None else plan.problem.limits.max_tokens + 1
         self._shared_rows = torch.arange(longest, device=self._device)
         self._shared_bounds = torch.stack((torch.zeros_like(self._shared_rows), self._shared_rows), dim=1)
+        on_gpu = self._device.type == "cuda" and plan.capturable
+        self.workspace: Workspace | None = shared_workspace(self._device, plan.workspace_bytes) if on_gpu else None
+        self._kind = hash((plan.problem, plan.kernel))
+        self._name = announce(self)
 
     def extra_repr(self) -> str:
         """Show the plan."""
@@ -111,37 +128,70 @@ class MoELayer(nn.Module):
         routing: Routing | None = None,
         token_ids: Tensor | None = None,
         router_input: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Return the layer's output for ``x [..., D]`` (bf16, fp16 or float32), same shape and dtype.
 
         router_logits: ``[T, E]`` from an external router; routing: chosen experts and weights, used as they are;
         neither: the layer's own router. token_ids: ``[T]`` integers, needed for hash routing only.
         router_input: what the layer's own router reads, like ``x``, where the model gives it another input (Gemma-4).
-        T is the product of the leading dimensions and may be 0. Raises InputError on shapes, dtypes and devices, and
-        RoutingError in checked mode.
+        T is the product of the leading dimensions and may be 0. out: contiguous, like x, written and returned instead
+        of fresh memory. Raises InputError on shapes, dtypes and devices, and RoutingError in checked mode.
         """
         self._check_input(x)
-        flat = x.reshape(-1, self.spec.hidden_size)
-        seen = flat if router_input is None else router_input.reshape(-1, self.spec.hidden_size)
-        _check_rows("router_input", seen, (flat.shape[0], self.spec.hidden_size))
-        chosen = self._route(seen, router_logits, routing, token_ids, apart=router_input is not None)
-        step = self.plan.problem.limits.max_tokens
-        if flat.shape[0] <= step:
-            return self._tokens(flat, chosen).reshape(x.shape)
-        out = torch.empty_like(flat, memory_format=torch.contiguous_format)
-        for start in range(0, flat.shape[0], step):
-            span = slice(start, start + step)
-            part = Routing(topk_ids=chosen.topk_ids[span], topk_weights=chosen.topk_weights[span])
-            out[span] = self._tokens(flat[span], part)
-        return out.reshape(x.shape)
+        if out is None:
+            out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        elif out.shape != x.shape or out.dtype != x.dtype or not out.is_contiguous():
+            raise InputError(f"forward: out is {tuple(out.shape)} {out.dtype}, needed: contiguous, like x")
+        wide = self.spec.hidden_size
+        if router_input is not None and routing is None and router_logits is None:
+            seen = router_input.reshape(-1, wide)
+            _check_rows("router_input", seen, (x.numel() // wide, wide))
+            router_logits = self._logits(seen)
+        ids, weights = (None, None) if routing is None else (routing.topk_ids, routing.topk_weights)
+        inputs = (x.reshape(-1, wide), router_logits, ids, weights, token_ids)
+        if torch.compiler.is_compiling():
+            torch.ops.collegium.moe_layer(*inputs, self._name, out.view(-1, wide))
+        else:
+            self.compute(*inputs, out.view(-1, wide))
+        return out
 
-    def _tokens(self, x: Tensor, routing: Routing) -> Tensor:
+    def compute(
+        self,
+        x: Tensor,
+        router_logits: Tensor | None,
+        topk_ids: Tensor | None,
+        topk_weights: Tensor | None,
+        token_ids: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        """Write ``out [T, D]`` for ``x [T, D]``: ``forward`` after its checks, in passes of ``max_tokens`` rows."""
+        given = None
+        if topk_ids is not None and topk_weights is not None:
+            given = Routing(topk_ids=topk_ids, topk_weights=topk_weights)
+        step = self.plan.problem.limits.max_tokens
+        if x.shape[0] <= step:
+            with self._pass(x.shape[0]):
+                self._tokens(x, self._route(x, router_logits, given, token_ids), out)
+            return
+        chosen = self._route(x, router_logits, given, token_ids)
+        for start in range(0, x.shape[0], step):
+            span = slice(start, min(start + step, x.shape[0]))
+            part = Routing(topk_ids=chosen.topk_ids[span], topk_weights=chosen.topk_weights[span])
+            with self._pass(span.stop - start):
+                self._tokens(x[span], part, out[span])
+
+    def _pass(self, tokens: int) -> AbstractContextManager[None]:
+        return nullcontext() if self.workspace is None else self.workspace.scope((self._kind, tokens))
+
+    def _tokens(self, x: Tensor, routing: Routing, out: Tensor) -> None:
         shared = None if self.shared is None else self._shared_output(x)
         if self.latent is None:
-            return self._pipeline(x, routing, dtype=x.dtype, shared=shared)
+            self._pipeline(x, routing, dtype=x.dtype, shared=shared, out=out)
+            return
         inner = functional.linear(x, self.latent.down.to(x.dtype))
-        out = _leave_latent(self._pipeline(inner, routing), self.latent)
-        return (out if shared is None else out + shared).to(x.dtype)
+        latent = _leave_latent(self._pipeline(inner, routing), self.latent)
+        out.copy_(latent if shared is None else latent + shared)
 
     def _shared_output(self, x: Tensor) -> Tensor:
         shared = cast("SharedWeights[Payload]", self.shared)
@@ -152,26 +202,28 @@ class MoELayer(nn.Module):
             return out
         return torch.sigmoid(functional.linear(x.float(), shared.gate.float())) * out
 
-    def _route(
-        self, x: Tensor, logits: Tensor | None, routing: Routing | None, token_ids: Tensor | None, *, apart: bool
-    ) -> Routing:
+    def _logits(self, x: Tensor) -> Tensor:
+        """Return the logits ``[T, E]`` float32 of the layer's own router for what it reads, ``[T, D]``."""
+        if self.router is None:
+            raise InputError(
+                "forward: no router_logits and no routing were given and the layer was built without a router; "
+                "give one of the two, or build the layer with router=RouterWeights(...)"
+            )
+        bias, eps = None if self.router.bias is None else self.router.bias.float(), self.spec.routing.input_norm_eps
+        read = x.float() if eps is None else functional.rms_norm(x.float(), (x.shape[-1],), eps=eps)
+        return functional.linear(read, self.router.weight.float(), bias)
+
+    def _route(self, x: Tensor, logits: Tensor | None, routing: Routing | None, token_ids: Tensor | None) -> Routing:
         if routing is not None:
             _check_rows("topk_ids", routing.topk_ids, (x.shape[0], routing.topk_ids.shape[-1]))
             return sanitise(routing.topk_ids, routing.topk_weights, self.spec.num_experts, checked=self.checked)
         if logits is None:
-            if self.router is None:
-                raise InputError(
-                    "forward: no router_logits and no routing were given and the layer was built without a router; "
-                    "give one of the two, or build the layer with router=RouterWeights(...)"
-                )
-            bias, eps = None if self.router.bias is None else self.router.bias.float(), self.spec.routing.input_norm_eps
-            if eps is not None and not apart:
+            if self.spec.routing.input_norm_eps is not None:
                 raise InputError(
                     "forward: this router reads an input of its own, which it normalises (Gemma-4: the residual before "
                     "the experts' norm); give router_input, or router_logits or a routing"
                 )
-            read = x.float() if eps is None else functional.rms_norm(x.float(), (x.shape[-1],), eps=eps)
-            logits = functional.linear(read, self.router.weight.float(), bias)
+            logits = self._logits(x)
         _check_rows("router_logits", logits, (x.shape[0], self.spec.num_experts))
         if self.choose is not None:
             return route_custom(self.choose, x, logits, self.spec.routing, checked=self.checked)
@@ -290,7 +342,7 @@ def _pack_shared(kernel: ExpertKernel, shared: SharedWeights[Payload], problem: 
         weight_format=shared.experts.down.name,
         routing=RoutingSpec(top_k=1),
     )
-    _check_weights(shared.experts, alone)
+    check_weights(shared.experts, alone)
     asked = replace(problem, spec=alone)
     reason = kernel.refuse(asked)
     if reason is not None:
@@ -312,58 +364,3 @@ def _as_payload(weight: Payload | Tensor, parts: int | None) -> Payload:
 def _check_rows(name: str, found: Tensor, wanted: tuple[int, int]) -> None:
     if tuple(found.shape) != wanted:
         raise InputError(f"forward: {name} has shape {tuple(found.shape)}, this call needs {wanted}")
-
-
-def _check_weights(weights: ExpertWeights[Payload], spec: MoESpec) -> None:
-    experts, parts = spec.num_experts, spec.gate_up_parts
-    wide, hidden = spec.intermediate_size, spec.expert_hidden_size
-    wanted = {"gate_up": (experts, parts, wide, hidden), "down": (experts, hidden, wide)}
-    for name, shape in wanted.items():
-        payload: Payload = getattr(weights, name)
-        if payload.shape != shape:
-            raise InputError(
-                f"{name}: the payload's logical shape is {payload.shape}, the spec needs {shape} "
-                f"(E={experts}, P={parts}, I={wide}, H={hidden})"
-            )
-        if payload.name != spec.weight_format:
-            raise InputError(f"{name}: the payload is {payload.name}, the spec says {spec.weight_format}")
-    biases = {"gate_up_bias": (experts, parts, wide), "down_bias": (experts, hidden)}
-    for name, shape in biases.items():
-        bias: Tensor | None = getattr(weights, name)
-        found = None if bias is None else tuple(bias.shape)
-        allowed = shape if spec.expert_bias else None
-        if found != allowed:
-            raise InputError(
-                f"{name}: found {found or 'none'}, the spec (expert_bias={spec.expert_bias}) needs {allowed or 'none'}"
-            )
-
-
-def _check_extras(
-    spec: MoESpec,
-    router: RouterWeights | None,
-    shared: SharedWeights[Payload] | None,
-    latent: LatentWeights | None,
-) -> None:
-    for name, asked, given in (
-        ("shared", spec.shared is not None, shared is not None),
-        ("latent", spec.latent_size is not None, latent is not None),
-    ):
-        if asked != given:
-            needs = "needs" if asked else "has no place for"
-            raise InputError(f"{name}: the spec {needs} {name} weights, they were {'given' if given else 'not given'}")
-    if spec.shared is not None and shared is not None and (shared.gate is not None) != spec.shared.gated:
-        raise InputError(
-            f"shared: gate {'given' if shared.gate is not None else 'missing'}, spec gated={spec.shared.gated}"
-        )
-    if router is None:
-        return
-    if tuple(router.weight.shape) != (spec.num_experts, spec.hidden_size):
-        raise InputError(
-            f"router: weight has shape {tuple(router.weight.shape)}, the spec needs "
-            f"({spec.num_experts}, {spec.hidden_size})"
-        )
-    if (router.correction_bias is not None) != spec.routing.correction_bias:
-        raise InputError(
-            f"router: correction bias {'given' if router.correction_bias is not None else 'missing'}, the spec says "
-            f"correction_bias={spec.routing.correction_bias}"
-        )
