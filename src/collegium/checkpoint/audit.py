@@ -17,9 +17,11 @@ from ..errors import (
     TensorMismatchError,
     UnknownTensorError,
 )
-from ..models import describe, family_of
-from .detect import Found, StoredFormat, detect, find_experts
-from .layout import PROJECTIONS, Source, bias_names, check_part, part_name, read_matrix, source_of
+from ..models import family_of
+from .activation_scales import ACTIVATION_SCALES, check_activation_scales
+from .detect import StoredFormat, detect
+from .index import Found, find_experts, index_of
+from .layout import Source, bias_names, check_part, part_name, projections, read_matrix, source_of, stack_paths
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -27,8 +29,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..formats.payload import Payload
-    from ..models import Family
+    from ..models import Family, Names
     from ..types import MoESpec
+    from .header import TensorInfo
     from .reader import Checkpoint
 
 __all__ = [
@@ -42,8 +45,6 @@ __all__ = [
 ]
 
 _MOST_PROBLEMS = 20
-_ACTIVATION_SCALES = (".input_scale", ".input_global_scale", "_input_scale")
-_SAME_SCALE = 1e-5  # relative; what engines that fuse gate and up allow between the two
 _REFUSED = {
     ".weight_zero_point": "a zero point, where the config declares no asymmetric packed integers",
     ".weight_g_idx": "an activation order of the columns, where the config declares no integer weights",
@@ -96,7 +97,7 @@ def fail(checkpoint: Checkpoint, problems: Sequence[CheckpointError]) -> NoRetur
 def check_layer(checkpoint: Checkpoint, spec: MoESpec, layer: int, stored: StoredFormat) -> list[CheckpointError]:
     """Return every problem the headers show in the experts of ``layer``; no tensor data is read."""
     family = family_of(checkpoint.config)
-    found = find_experts(checkpoint, family, layer)
+    found, names = find_experts(checkpoint, layer), index_of(checkpoint).names
     problems: list[CheckpointError] = [
         UnknownTensorError(f"layer {layer}: {name} lies among the experts, {family.name} has no such tensor")
         for name in found.unknown
@@ -105,18 +106,18 @@ def check_layer(checkpoint: Checkpoint, spec: MoESpec, layer: int, stored: Store
         msg = f"layer {layer}: experts are stored one by one and stacked at once; keep one of the two"
         problems.append(DuplicateTensorError(msg))
     if stored.stacked:
-        problems += _check_stack(checkpoint, family, spec, layer, stored)
+        problems += _check_stack(checkpoint, names, spec, layer, stored)
     else:
-        problems += _check_experts(checkpoint, family, spec, layer, stored)
+        problems += _check_experts(checkpoint, names, spec, layer, stored)
     problems += _check_biases(checkpoint, family, spec, layer)
     problems += _check_suffixes(found, family, spec, layer, stored)
     return problems
 
 
-def _sources(family: Family, spec: MoESpec, layer: int, stacked: bool) -> Iterable[Source]:
+def _sources(names: Names, spec: MoESpec, layer: int, stacked: bool) -> Iterable[tuple[int, Source]]:
     for expert in range(spec.num_experts):
-        for which in PROJECTIONS:
-            yield source_of(family.names, spec, layer=layer, expert=expert, projection=which, stacked=stacked)
+        for which in projections(spec):
+            yield expert, source_of(names, spec, layer=layer, expert=expert, projection=which, stacked=stacked)
 
 
 def _parts_problems(checkpoint: Checkpoint, source: Source, stored: StoredFormat) -> list[CheckpointError]:
@@ -136,13 +137,13 @@ def _parts_problems(checkpoint: Checkpoint, source: Source, stored: StoredFormat
 
 
 def _check_stack(
-    checkpoint: Checkpoint, family: Family, spec: MoESpec, layer: int, stored: StoredFormat
+    checkpoint: Checkpoint, names: Names, spec: MoESpec, layer: int, stored: StoredFormat
 ) -> list[CheckpointError]:
     problems: list[CheckpointError] = []
-    for which in ("gate", "down"):
-        source = source_of(family.names, spec, layer=layer, expert=0, projection=which, stacked=True)
+    for which in stack_paths(names.stacked):
+        source = source_of(names, spec, layer=layer, expert=0, projection=which, stacked=True)
         name = part_name(source, stored.layout.parts[0])
-        held = checkpoint.tensors[name].shape[:1] if name in checkpoint else ()
+        held = checkpoint.tensors[name].shape[:1] if name in checkpoint and not source.flat else ()
         if held and held[0] != spec.num_experts:
             problems.append(_wrong_count(layer, held[0], spec))
         else:
@@ -157,12 +158,12 @@ def _wrong_count(layer: int, held: int, spec: MoESpec) -> ConfigError:
     )
 
 
-def _bias_shapes(family: Family, spec: MoESpec, layer: int) -> list[tuple[str, tuple[int, int]]]:
+def _bias_shapes(checkpoint: Checkpoint, spec: MoESpec, layer: int) -> list[tuple[str, tuple[int, int]]]:
     """Return name and shape of every expert bias the layer needs."""
     if not spec.expert_bias:
         return []
-    *upper, down = bias_names(family.names, layer)
-    wide = 2 * spec.intermediate_size // len(upper)
+    *upper, down = bias_names(index_of(checkpoint).names, layer)
+    wide = spec.gate_up_parts * spec.intermediate_size // len(upper)
     return [
         (name, (spec.num_experts, width))
         for name, width in (*((name, wide) for name in upper), (down, spec.expert_hidden_size))
@@ -171,7 +172,7 @@ def _bias_shapes(family: Family, spec: MoESpec, layer: int) -> list[tuple[str, t
 
 def _check_biases(checkpoint: Checkpoint, family: Family, spec: MoESpec, layer: int) -> list[CheckpointError]:
     problems: list[CheckpointError] = []
-    for name, shape in _bias_shapes(family, spec, layer):
+    for name, shape in _bias_shapes(checkpoint, spec, layer):
         if name not in checkpoint:
             problems.append(MissingTensorError(f"layer {layer}: {name} missing; {family.name} experts have biases"))
             continue
@@ -183,9 +184,9 @@ def _check_biases(checkpoint: Checkpoint, family: Family, spec: MoESpec, layer: 
 
 
 def _check_experts(
-    checkpoint: Checkpoint, family: Family, spec: MoESpec, layer: int, stored: StoredFormat
+    checkpoint: Checkpoint, names: Names, spec: MoESpec, layer: int, stored: StoredFormat
 ) -> list[CheckpointError]:
-    found = find_experts(checkpoint, family, layer)
+    found = find_experts(checkpoint, layer)
     present, e = {expert for expert, _ in found.single}, spec.num_experts
     if len(present) != e and present == set(range(len(present))):
         return [_wrong_count(layer, len(present), spec)]
@@ -198,11 +199,12 @@ def _check_experts(
         msg = f"layer {layer}, expert {expert}: no tensor at all; {len(present)} of {e} experts are in the files"
         problems.append(MissingTensorError(msg))
     dtypes: dict[tuple[bool, str], dict[str, str]] = defaultdict(dict)
-    for source in _sources(family, spec, layer, stacked=False):
-        if int(source.label.split(",")[1].rsplit(" ", 1)[1]) not in present:
+    parts = stored.layout.parts
+    for expert, source in _sources(names, spec, layer, stacked=False):
+        if expert not in present:
             continue
         problems += _parts_problems(checkpoint, source, stored)
-        for part in stored.layout.parts:
+        for part in parts:
             if part.required and part_name(source, part) in checkpoint:
                 kind = (source.label.endswith("down"), part.suffix)
                 dtypes[kind][checkpoint.info(part_name(source, part)).dtype] = source.label
@@ -217,7 +219,7 @@ def _check_experts(
 def _check_suffixes(
     found: Found, family: Family, spec: MoESpec, layer: int, stored: StoredFormat
 ) -> list[CheckpointError]:
-    known = {part.suffix for part in stored.layout.parts} | set(_ACTIVATION_SCALES)
+    known = {part.suffix for part in stored.layout.parts} | set(ACTIVATION_SCALES)
     stack_known = known | ({"_bias"} if spec.expert_bias else set())
     problems: list[CheckpointError] = []
     groups = [(group, known) for group in found.single.values()]
@@ -235,57 +237,31 @@ def _check_suffixes(
     return problems
 
 
-def _input_scale(
-    checkpoint: Checkpoint, source: Source, stored: StoredFormat
-) -> tuple[Tensor | None, list[CheckpointError]]:
-    """Return the static activation scale of a projection, which nothing computes with, and what is wrong with it."""
-    for part in stored.layout.parts:
-        name = part_name(source, part)
-        if part.suffix in _ACTIVATION_SCALES and name in checkpoint and source.experts is None:
-            scale = checkpoint.read(name).float().reshape(-1)
-            if bool((torch.isfinite(scale) & (scale > 0)).all()):
-                return scale, []
-            return None, [BadScaleError(f"{source.label}: {name} is {scale.tolist()}, allowed are positive numbers")]
-    return None, []
-
-
 def _check_values(
     checkpoint: Checkpoint, spec: MoESpec, layer: int, stored: StoredFormat
 ) -> tuple[list[CheckpointError], list[str]]:
-    """Read the experts one matrix at a time: faults as problems, unequal scales of gate and up as a finding."""
-    family = family_of(checkpoint.config)
-    problems: list[CheckpointError] = []
-    unequal, inputs = 0, 0
-    first: tuple[Payload | None, Tensor | None] = (None, None)
+    """Read the experts one matrix at a time: faults as problems, unequal global scales of gate and up as a finding."""
+    unequal = 0
+    first: Payload | None = None
     seen: dict[str, Tensor] = {}
-    for source in _sources(family, spec, layer, stored.stacked):
+    problems, findings = check_activation_scales(checkpoint, layer, stored)
+    for _, source in _sources(index_of(checkpoint).names, spec, layer, stored.stacked):
         seen = {} if source.label.endswith("gate") else seen
         payload, wrong = read_matrix(checkpoint, source, stored, seen=seen)
-        own, bad = _input_scale(checkpoint, source, stored)
-        problems += wrong + bad
-        if source.label.endswith("up"):
-            unequal += int(not _equal_global_scales(first[0], payload))
-            inputs += int(not _close(first[1], own))
-        first = (payload, own)
-    for name, _ in _bias_shapes(family, spec, layer):
+        problems += wrong
+        scale: Tensor | None = None if payload is None else payload.tensors().get("global_scale")
+        if source.label.endswith("gate"):
+            first = payload
+        elif source.label.endswith("up") and first is not None and scale is not None:
+            unequal += int(not torch.equal(scale, first.tensors()["global_scale"]))
+    for name, _ in _bias_shapes(checkpoint, spec, layer):
         problems += bad_bias(layer, name, checkpoint.read(name), range(spec.num_experts))
-    findings: list[str] = []
-    text = f"layer {layer}: gate and up of {{}} of {spec.num_experts} experts have different {{}}"
     if unequal:
-        findings.append(text.format(unequal, "global scales; each keeps its own, exactly"))
-    if inputs:
-        findings.append(text.format(inputs, "static activation scales; none is used, activations get their own"))
+        findings.append(
+            f"layer {layer}: gate and up of {unequal} of {spec.num_experts} experts have different global scales; "
+            "each keeps its own, exactly"
+        )
     return problems, findings
-
-
-def _equal_global_scales(gate: Payload | None, up: Payload | None) -> bool:
-    if gate is None or up is None or "global_scale" not in gate.tensors():
-        return True
-    return torch.equal(gate.tensors()["global_scale"], up.tensors()["global_scale"])
-
-
-def _close(gate: Tensor | None, up: Tensor | None) -> bool:
-    return gate is None or up is None or torch.allclose(gate, up, rtol=_SAME_SCALE, atol=0)
 
 
 def bad_bias(layer: int, name: str, bias: Tensor, experts: Sequence[int]) -> list[CheckpointError]:
@@ -294,30 +270,30 @@ def bad_bias(layer: int, name: str, bias: Tensor, experts: Sequence[int]) -> lis
     return [BadScaleError(f"layer {layer}: {name} holds NaN or infinity for experts {bad[:8]}")] if bad else []
 
 
-def _roles(checkpoint: Checkpoint, family: Family, layers: Sequence[int]) -> dict[str, tuple[int, int]]:
-    names = family.names
-    routers = {
-        template.format(layer=layer)
-        for template in (names.router_weight, names.router_bias, names.correction_bias)
-        if template is not None
-        for layer in layers
-    }
-    shared = tuple(template.format(layer=layer) + "." for template in names.shared or () for layer in layers)
-    experts = tuple(names.experts.format(layer=layer) for layer in layers)
-    beyond = names.experts.partition("{layer}")[0] + f"{max(layers) + 1}."
-    totals: dict[str, tuple[int, int]] = {}
-    for name, info in checkpoint.tensors.items():
-        if name.startswith(experts):
-            role = "experts"
-        elif name in routers:
-            role = "router"
-        elif name.startswith(shared):
-            role = "shared"
-        else:
-            role = "beyond the last layer" if name.startswith(beyond) else "other"
-        count, nbytes = totals.get(role, (0, 0))
-        totals[role] = (count + 1, nbytes + info.nbytes)
-    return totals
+def _roles(checkpoint: Checkpoint, layers: Sequence[int]) -> dict[str, tuple[int, int]]:
+    """Count tensors and bytes by role, each tensor once; what no layer claims is ``other``."""
+    index, totals = index_of(checkpoint), defaultdict[str, list[int]](lambda: [0, 0])
+
+    def add(role: str, infos: Iterable[TensorInfo]) -> None:
+        for info in infos:
+            totals[role][0] += 1
+            totals[role][1] += info.nbytes
+
+    names = index.names
+    singles = (names.router_weight, names.router_bias, names.correction_bias, names.hash_table)
+    router = {n.removeprefix(names.layer) for n in (*singles, names.router_scale, names.expert_scale) if n}
+    shared = tuple(p.removeprefix(names.layer) + "." for p in names.shared or ()) or ("\0",)
+    gate = {names.shared_gate.removeprefix(names.layer)} if names.shared_gate else set[str]()
+    for layer in layers:
+        rest = index.tensors(layer)
+        add("experts", index.found(layer).infos())
+        add("router", (i for n, i in rest if n in router))
+        add("shared", (i for n, i in rest if n.startswith(shared) or n in gate))
+    add("beyond the last layer", (i for n in index.layers() if n > max(layers) for _, i in index.tensors(n)))
+    count, nbytes = (sum(column) for column in zip(*totals.values(), strict=True))
+    everything = sum(info.nbytes for info in checkpoint.tensors.values())
+    totals["other"] = [len(checkpoint.tensors) - count, everything - nbytes]
+    return {role: (n, size) for role, (n, size) in totals.items() if n}
 
 
 def audit(
@@ -330,7 +306,6 @@ def audit(
     of the first problem) that lists up to 20 problems, each with layer, expert and tensor.
     """
     family = family_of(checkpoint.config)
-    spec = describe(checkpoint.config)
     problems: list[CheckpointError] = []
     findings: list[str] = []
     reports: list[LayerReport] = []
@@ -343,13 +318,13 @@ def audit(
         except CheckpointError as error:
             problems.append(error)
             continue
+        spec = family.describe(checkpoint.config, layer)
         wrong = check_layer(checkpoint, spec, layer, stored)
         if deep and not wrong:
             wrong, remarks = _check_values(checkpoint, spec, layer, stored)
             findings += remarks
         problems += wrong
-        prefix = family.names.experts.format(layer=layer)
-        nbytes = sum(i.nbytes for n, i in checkpoint.tensors.items() if n.startswith(prefix))
+        nbytes = sum(info.nbytes for info in find_experts(checkpoint, layer).infos())
         reports.append(LayerReport(layer=layer, stored=stored, experts=spec.num_experts, nbytes=nbytes))
     if progress is not None:
         progress(len(layers), len(layers), f"{len(layers)} layers")
@@ -357,7 +332,7 @@ def audit(
     return AuditReport(
         path=str(checkpoint.path),
         layers=tuple(reports),
-        roles=_roles(checkpoint, family, layers),
+        roles=_roles(checkpoint, layers),
         findings=tuple(findings),
         deep=deep,
     )

@@ -1,6 +1,6 @@
 """The header of a GGUF file, believed only after every byte of it has been checked.
 
-A GGUF file has no ``config.json``: its metadata become the config, of ``model_type`` ``gguf:ARCHITECTURE``. Every
+A GGUF file has no ``config.json``: the metadata of its architecture become the config. Every
 expert of a stack becomes a tensor of its own, ``blk.L.ffn_exps.E.gate.weight``, which costs nothing because the
 experts of a stack follow each other in the file.
 Sources: the GGUF specification (ggml, ``docs/gguf.md``) and the ``gguf`` package, ``constants.py``.
@@ -112,24 +112,26 @@ class _Cursor:
             self.fail(f"{what} is not UTF-8")
 
     def value(self, kind: int, key: str, depth: int = 0) -> object:
-        """Read one metadata value; arrays and long texts are skipped and give None."""
+        """Read one metadata value; of arrays and long texts only the length is told."""
         if kind in _SCALARS:
             return self.number(_SCALARS[kind], key)
         if kind == _STRING:
             length = self.number("Q", f"the length of {key}")
             if length > _MAX_TEXT or depth:
-                return self.skip(length, key)
+                self.skip(length, key)
+                return f"a text of {length} bytes"
             return self.take(length, key).decode("utf-8", errors="replace")
         if kind != _ARRAY or depth >= _MAX_DEPTH:
             self.fail(f"{key} has value type {kind} at depth {depth}, known are 0 to 12, {_MAX_DEPTH} deep")
         inner, count = self.number("I", key), self.number("Q", f"the length of {key}")
         if inner in _SCALARS:
-            return self.skip(count * struct.calcsize(f"<{_SCALARS[inner]}"), key)
+            self.skip(count * struct.calcsize(f"<{_SCALARS[inner]}"), key)
+            return f"an array of {count}"
         # each element has at least 8 bytes, so a length the file cannot hold ends here
         self.check(8 * count, key)
         for _ in range(count):
             self.value(inner, key, depth + 1)
-        return None
+        return f"an array of {count}"
 
 
 def read_gguf(path: Path) -> tuple[dict[str, object], dict[str, TensorInfo]]:
@@ -156,8 +158,9 @@ def read_gguf(path: Path) -> tuple[dict[str, object], dict[str, TensorInfo]]:
                 )
             infos.update(more)
     architecture = config.get("general.architecture", "unknown")
+    own = {key.removeprefix(f"{architecture}."): v for key, v in config.items() if key.startswith(f"{architecture}.")}
     block = {"model_type": f"gguf:{architecture}", "quantization_config": {"quant_method": "gguf"}}
-    return {**config, **block}, infos
+    return {**own, **block}, infos
 
 
 def _read_one(path: Path) -> tuple[dict[str, object], dict[str, TensorInfo]]:

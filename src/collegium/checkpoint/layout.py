@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+import torch
+
 from ..errors import BadScaleError, CheckpointError, InputError, TensorMismatchError
 from ..formats import FORMATS
 
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..formats.payload import Part, Payload, Storage
-    from ..models import Names
+    from ..models import Names, StackedNames
     from ..types import MoESpec
     from .detect import StoredFormat
     from .reader import Checkpoint
@@ -29,9 +31,12 @@ __all__ = [
     "bias_names",
     "check_part",
     "part_name",
+    "projections",
     "read_matrix",
     "read_parts",
     "source_of",
+    "stack_paths",
+    "stack_shape",
 ]
 
 Projection = Literal["gate", "up", "down"]
@@ -45,7 +50,8 @@ class Source:
 
     path: module path; format suffixes follow it. experts: length of the stack, None when each expert has its own
     tensors. index: entry of the stack. stored_rows: rows of the stored matrix. offset, step: row i of the projection
-    is stored row ``offset + step * i``. transposed: an unquantised tensor is stored ``[columns, rows]``.
+    is stored row ``offset + step * i``. transposed: an unquantised tensor is stored ``[columns, rows]``. flat: the
+    entries of the stack follow each other along the first stored axis. plain: suffix of an unquantised stack.
     """
 
     label: str
@@ -58,6 +64,8 @@ class Source:
     offset: int = 0
     step: int = 1
     transposed: bool = False
+    flat: bool = False
+    plain: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,14 +86,14 @@ def source_of(names: Names, spec: MoESpec, *, layer: int, expert: int, projectio
         path = template.format(layer=layer, expert=expert)
         return Source(label=label, path=path, rows=rows, columns=columns, stored_rows=rows)
     table = names.stacked
-    template, stored, offset, step = table.down, rows, 0, 1
-    if projection != "down":
-        template, stored = table.gate_up, 2 * rows
-        second = projection == "up"
+    stored, offset, step = rows, 0, 1
+    if projection != "down" and table.up is None and spec.gate_up_parts == 2:
+        stored, second = 2 * rows, projection == "up"
         offset, step = (int(second), 2) if table.interleaved else (rows * second, 1)
+    paths = stack_paths(table)
     return Source(
         label=label,
-        path=template.format(layer=layer),
+        path=paths.get(projection, paths["gate"]).format(layer=layer),
         rows=rows,
         columns=columns,
         experts=spec.num_experts,
@@ -93,8 +101,32 @@ def source_of(names: Names, spec: MoESpec, *, layer: int, expert: int, projectio
         stored_rows=stored,
         offset=offset,
         step=step,
-        transposed=table.transposed,
+        transposed=table.transposed or (table.flat and projection == "down"),
+        flat=table.flat,
+        plain=table.plain,
     )
+
+
+def projections(spec: MoESpec) -> tuple[Projection, ...]:
+    """Return the projections an expert has: without a gate, up and down."""
+    return PROJECTIONS if spec.activation.gated else ("up", "down")
+
+
+def stack_paths(table: StackedNames) -> dict[Projection, str]:
+    """Return the paths of the stacks; ``gate`` stands for gate and up in one, or for the only one there is."""
+    paths: dict[Projection, str] = {"gate": table.gate_up, "down": table.down}
+    return paths if table.up is None else {**paths, "up": table.up}
+
+
+def stack_shape(table: StackedNames, spec: MoESpec, projection: Projection) -> tuple[int, ...]:
+    """Return the shape of an unquantised stack."""
+    rows, columns = spec.intermediate_size, spec.expert_hidden_size
+    rows *= 1 if table.up is not None else spec.gate_up_parts
+    if projection == "down":
+        rows, columns = spec.expert_hidden_size, spec.intermediate_size
+    if table.transposed or (table.flat and projection == "down"):
+        rows, columns = columns, rows
+    return (spec.num_experts * rows, columns) if table.flat else (spec.num_experts, rows, columns)
 
 
 def bias_names(names: Names, layer: int) -> tuple[str, ...]:
@@ -104,8 +136,8 @@ def bias_names(names: Names, layer: int) -> tuple[str, ...]:
 
 
 def part_name(source: Source, part: Part) -> str:
-    """Return the tensor name of a part; an unquantised stack is stored under the bare path."""
-    suffix = "" if source.experts is not None and part.suffix == ".weight" else part.suffix
+    """Return the tensor name of a part; most unquantised stacks are stored under the bare path."""
+    suffix = source.plain if source.experts is not None and part.suffix == ".weight" else part.suffix
     return source.path + suffix
 
 
@@ -113,6 +145,8 @@ def _stored_shape(source: Source, part: Part) -> tuple[int, ...]:
     shape = part.stored_shape(source.stored_rows, source.columns)
     if _flipped(source, part) and not part.transposed:
         shape = shape[::-1]
+    if source.flat and source.experts is not None:
+        return (source.experts * shape[0], *shape[1:])
     return shape if source.experts is None else (source.experts, *shape)
 
 
@@ -139,7 +173,7 @@ def check_part(source: Source, part: Part, checkpoint: Checkpoint, cls: type[Pay
             raise TensorMismatchError(msg)
         return
     if _squeezed(info.shape) != _squeezed(needed) and not _one_for_all(source, part, info.shape):
-        what = "scale" if "scale" in part.suffix else "weight"
+        what = "scale" if "scale" in part.suffix else "index" if part.suffix.endswith("g_idx") else "weight"
         msg = (
             f"{source.label}: {what} is {info.shape}, {cls.name} with N={source.stored_rows} and K={source.columns} "
             f"needs {needed}{_hint(source, part, info.shape, cls)} ({name})"
@@ -183,11 +217,32 @@ def read_parts(
 def _read_part(checkpoint: Checkpoint, source: Source, part: Part, cut: Cut, seen: dict[str, Tensor]) -> Tensor:
     name = part_name(source, part)
     actual = checkpoint.info(name).shape
-    part = part.fitted(checkpoint.info(name).dtype, actual, source.stored_rows)
+    plain, part = part, part.fitted(checkpoint.info(name).dtype, actual, source.stored_rows)
     if part.flat:
         return checkpoint.read(name)
     if not part.rows_per and not part.columns_per:
         return _read_number(checkpoint, source, part, actual)
+    wanted, stacked = _slices(source, part, cut)
+    key = f"{name}{wanted}"
+    tensor = seen.get(key)
+    if tensor is None:
+        tensor = checkpoint.read_slice(name, _aligned(wanted, _stored_shape(source, part), actual))
+        if source.step > 1:
+            seen[key] = tensor
+    tensor = tensor.reshape([s.stop - s.start for s in wanted])
+    if stacked:
+        tensor = tensor[0]
+    if _flipped(source, part):
+        tensor = tensor.mT
+    if plain.repeats and part.rows_per > 1:
+        tensor = tensor.view(torch.uint8).repeat_interleave(part.rows_per, dim=0)
+    if source.step > 1 and part.rows_per:
+        tensor = tensor[source.offset :: source.step]
+    return tensor.mT if part.transposed else tensor
+
+
+def _slices(source: Source, part: Part, cut: Cut) -> tuple[list[slice], bool]:
+    """Return the stored slices of a cut, and whether the first of them picks an entry of a stack."""
     first, last = cut.rows
     first, last = (
         (source.step * first, source.step * last) if source.step > 1 else (source.offset + first, source.offset + last)
@@ -200,22 +255,13 @@ def _read_part(checkpoint: Checkpoint, source: Source, part: Part, cut: Cut, see
     wanted.extend(slice(0, n) for n in part.inner)
     if _flipped(source, part):
         wanted.reverse()
-    if source.experts is not None:
+    stacked = source.experts is not None and not source.flat
+    if stacked:
         wanted.insert(0, slice(source.index, source.index + 1))
-    key = f"{name}{wanted}"
-    tensor = seen.get(key)
-    if tensor is None:
-        tensor = checkpoint.read_slice(name, _aligned(wanted, _stored_shape(source, part), actual))
-        if source.step > 1:
-            seen[key] = tensor
-    tensor = tensor.reshape([s.stop - s.start for s in wanted])
-    if source.experts is not None:
-        tensor = tensor[0]
-    if _flipped(source, part):
-        tensor = tensor.mT
-    if source.step > 1 and part.rows_per:
-        tensor = tensor[source.offset :: source.step]
-    return tensor.mT if part.transposed else tensor
+    elif source.flat and source.experts is not None:
+        base = source.index * (_stored_shape(source, part)[0] // source.experts)
+        wanted[0] = slice(base + wanted[0].start, base + wanted[0].stop)
+    return wanted, stacked
 
 
 def _read_number(checkpoint: Checkpoint, source: Source, part: Part, actual: tuple[int, ...]) -> Tensor:
@@ -259,10 +305,11 @@ def read_matrix(
     stored: StoredFormat,
     cut: Cut | None = None,
     seen: dict[str, Tensor] | None = None,
+    room: tuple[int, int] | None = None,
 ) -> tuple[Payload | None, list[CheckpointError]]:
     """Read ``cut`` (default: all) of one projection; return its payload, None if unreadable, and what is wrong.
 
-    seen: as ``layout.read_parts``.
+    seen: as ``read_parts``. room: rows and columns to fill the cut up to with zeros.
     """
     problems = _declared_shape(checkpoint, source)
     if problems:
@@ -271,13 +318,29 @@ def read_matrix(
     cut = everything if cut is None else cut
     span = everything if stored.whole else cut
     parts = read_parts(checkpoint, source, stored.layout, span, seen)
+    shape = (span.rows[1] - span.rows[0], span.columns[1] - span.columns[0])
+    if room is not None and room != shape and not stored.whole:
+        parts = {p.suffix: _filled(parts[p.suffix], p, room) for p in stored.layout.parts if p.suffix in parts}
+        shape = room
     try:
-        payload = stored.build(parts, (span.rows[1] - span.rows[0], span.columns[1] - span.columns[0]))
+        payload = stored.build(parts, shape)
     except CheckpointError as error:
         return None, [type(error)(f"{source.label}: {error}")]
     if span != cut:
         payload = payload.rows(*cut.rows).columns(*cut.columns)
     return payload, [_bad_scale(source, stored)] if bool(payload.faults()) else []
+
+
+def _filled(tensor: Tensor, part: Part, room: tuple[int, int]) -> Tensor:
+    """Return a part filled up to the shape it has for a matrix of ``room``: weights with 0, scales with 1."""
+    scale = "scale" in part.suffix
+    if tensor.dtype == torch.uint8:
+        value = torch.tensor(127 if scale else 0, dtype=torch.uint8)  # E8M0 127 is 1
+    else:
+        value = torch.tensor(float(scale)).to(tensor.dtype)
+    out = value.expand(part.stored_shape(*room)).clone()
+    out[tuple(slice(0, n) for n in tensor.shape)] = tensor
+    return out
 
 
 def _bad_scale(source: Source, stored: StoredFormat) -> BadScaleError:

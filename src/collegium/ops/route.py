@@ -36,6 +36,7 @@ def route(
     bias: Tensor | None = None,
     token_ids: Tensor | None = None,
     hash_table: Tensor | None = None,
+    expert_scale: Tensor | None = None,
     checked: bool = False,
 ) -> Routing:
     """Choose ``spec.top_k`` experts for each token.
@@ -45,6 +46,7 @@ def route(
         set and experts are not looked up.
     token_ids: ``[T]`` integers, and hash_table: ``[vocabulary, K]`` integers; needed exactly when
         ``spec.hash_routing`` is set (token_ids alone is ignored otherwise).
+    expert_scale: ``[E]``, needed exactly when ``spec.expert_scale`` is set.
     checked: waits for the device and raises on bad values; otherwise a bad row or assignment gets id -1,
         weight 0.
 
@@ -73,7 +75,15 @@ def route(
         poisoned = poisoned | choice.isnan().any(dim=1, keepdim=True)
         ids = _select(choice, scores, spec)
     ids = ids.masked_fill(poisoned, -1)
-    return Routing(topk_ids=ids, topk_weights=_weights(finite, scores, ids, spec))
+    weights = _weights(finite, scores, ids, spec)
+    if (expert_scale is not None) != spec.expert_scale or (
+        expert_scale is not None and tuple(expert_scale.shape) != (experts,)
+    ):
+        found = "None" if expert_scale is None else _describe(expert_scale)
+        raise InputError(f"route: expert_scale is {found}, spec.expert_scale={spec.expert_scale} needs ({experts},)")
+    if expert_scale is not None:
+        weights = weights * expert_scale.to(torch.float32)[ids.clamp(min=0)]
+    return Routing(topk_ids=ids, topk_weights=weights)
 
 
 def route_custom(
@@ -132,7 +142,7 @@ def sanitise(topk_ids: Tensor, topk_weights: Tensor, num_experts: int, *, checke
 
 def _scores(logits: Tensor, score: ScoreFunction) -> Tensor:
     """Score every expert, ``[T, E]`` float32; for topk_softmax the logits, normalised after top-k."""
-    if score == "topk_softmax":
+    if score in ("topk_softmax", "sparsemixer"):
         return logits
     wide = logits.to(torch.float64)
     if score == "softmax":
@@ -212,6 +222,8 @@ def _weights(logits: Tensor, scores: Tensor, ids: Tensor, spec: RoutingSpec) -> 
     if spec.score == "topk_softmax":
         picked = logits.gather(1, safe).to(torch.float64).masked_fill(dropped, -torch.inf)
         weights = torch.softmax(picked, dim=1).to(torch.float32)
+    elif spec.score == "sparsemixer":
+        weights = _sparsemixer(logits, safe, spec.jitter)
     else:
         weights = scores.gather(1, safe)
     weights = weights.masked_fill(dropped, 0.0)
@@ -220,9 +232,26 @@ def _weights(logits: Tensor, scores: Tensor, ids: Tensor, spec: RoutingSpec) -> 
         total = weights[:, 0]
         for k in range(1, weights.shape[1]):
             total = total + weights[:, k]
-        total = (total + spec.renormalise_eps).unsqueeze(1)
+        total = (total + spec.renormalise_eps).clamp(min=spec.renormalise_floor).unsqueeze(1)
         weights = (weights / total).masked_fill(total == 0, 0.0)
     return weights * spec.scale
+
+
+def _sparsemixer(logits: Tensor, ids: Tensor, jitter: float) -> Tensor:
+    """Weights ``[T, 2]`` of the two best: each a softmax over the logits near the best of those left.
+
+    A logit s is near the best b when ``(b - s) / max(|s|, b) <= 2 * jitter`` (Liu et al., 2023, as Phi-3.5-MoE
+    evaluates it).
+    """
+    left = logits
+    weights: list[Tensor] = []
+    for chosen in ids.unbind(1):
+        best = left.gather(1, chosen[:, None])
+        far = (best - logits) / torch.maximum(logits.abs(), best) > 2 * jitter
+        near = left.masked_fill(far, -torch.inf).to(torch.float64)
+        weights.append(torch.softmax(near, dim=1).gather(1, chosen[:, None]))
+        left = left.scatter(1, chosen[:, None], -torch.inf)
+    return torch.cat(weights, dim=1).to(torch.float32)
 
 
 def _look_up(
