@@ -26,6 +26,7 @@ from collegium.errors import (
     InputError,
     MissingTensorError,
     TensorMismatchError,
+    UnknownTensorError,
 )
 from collegium.formats import Fp32, Gguf, MxFp4
 from collegium.formats.gguf import KINDS
@@ -404,6 +405,9 @@ def test_broken_models(tmp_path: Path) -> None:
     for read in (lambda c: audit(c), lambda c: load_experts(c, describe_checkpoint(c), 1, linear(E))):
         with pytest.raises(BadScaleError, match=r"layer 1, expert 2, down: .*blk.1.ffn_exps.2.down.weight holds NaN"):
             read(Checkpoint.open(path))
+    odd = replace(checkpoint.info("blk.1.ffn_gate_inp.weight"), name="blk.1.ffn_exps.bias.up")
+    with pytest.raises(UnknownTensorError, match=r"layer 1: blk.1.ffn_exps.bias.up lies in the MoE block, gguf has no"):
+        audit(Checkpoint(path, checkpoint.config, {**checkpoint.tensors, odd.name: odd}), deep=False)
     write_gguf(path, "qwen3moe", ("Q8_0", "F32"))
     with pytest.raises(TensorMismatchError, match=r"expert 0, down: .* is F32, gguf allows Q4_0"):
         audit(Checkpoint.open(path))

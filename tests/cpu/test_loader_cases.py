@@ -288,6 +288,9 @@ def test_quantised_stacks_with_separate_gate_and_up_load(tmp_path: Path) -> None
         tensors[f"{base}{name}.weight"] = stored["codes"][..., : shape[0], : shape[1]].contiguous()
         tensors[f"{base}{name}.weight_scale_inv"] = stored["scales" if "scales" in stored else "scale"].contiguous()
     tensors |= {f"{base}gate.weight": torch.randn(3, 160), f"{base}router_bias": torch.randn(3)}
+    shared = "model.layers.3.share_expert."
+    tensors |= {f"{shared}{n}_proj.weight": torch.zeros(64, 160) for n in ("gate", "up")}
+    tensors |= {f"{shared}down_proj.weight": torch.zeros(160, 64)}
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(tensors, tmp_path / "model.safetensors")
     checkpoint = Checkpoint.open(tmp_path)
@@ -345,3 +348,32 @@ def test_a_checkpoint_of_46000_tensors_is_inspected_in_seconds(tmp_path: Path) -
     assert report.roles["experts"][0] == layers * experts * 3
     assert report.roles["router"][0] == layers
     assert seconds < 20  # about 3 on an idle core; looking through all names for every layer took minutes
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("mlp.gate.bias", "mlp.gate.bias lies in the MoE block"),
+        ("mlp.experts_norm.weight", "mlp.experts_norm.weight lies in the MoE block"),
+        ("mlp.shared_experts.up_proj.bias", "has .bias, which bf16 does not have"),
+    ],
+)
+def test_a_tensor_of_the_block_that_nothing_would_read_is_refused(tmp_path: Path, name: str, text: str) -> None:
+    from collegium.loading import load_layer
+
+    write_checkpoint(tmp_path, "deepseek_v3", size=TinySize(hidden=64, intermediate=32, layers=2))
+    rewrite(tmp_path, **{f"model.layers.1.{name}": torch.zeros(4)})
+    with pytest.raises(UnknownTensorError, match=text):
+        load_layer(tmp_path, 1, device="cpu")
+
+
+@pytest.mark.parametrize(
+    "name", ["mlp.gate.weight", "mlp.gate.e_score_correction_bias", "mlp.shared_experts.up_proj.weight"]
+)
+def test_the_audit_misses_what_the_layer_needs_beside_its_experts(tmp_path: Path, name: str) -> None:
+    from collegium.errors import MissingTensorError
+
+    write_checkpoint(tmp_path, "deepseek_v3", size=TinySize(hidden=64, intermediate=32, layers=2))
+    checkpoint = rewrite(tmp_path, **{f"model.layers.1.{name}": None})
+    with pytest.raises(MissingTensorError, match=rf"layer 1: .*{name.removesuffix('.weight')}.* missing"):
+        audit(checkpoint, deep=False)

@@ -20,7 +20,7 @@ from ..errors import (
 from ..models import family_of
 from .activation_scales import ACTIVATION_SCALES, check_activation_scales
 from .detect import StoredFormat, detect
-from .index import Found, find_experts, index_of
+from .index import Found, find_experts, find_suffixes, index_of
 from .layout import Source, bias_names, check_part, part_name, projections, read_matrix, source_of, stack_paths
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def check_layer(checkpoint: Checkpoint, spec: MoESpec, layer: int, stored: Store
     family = family_of(checkpoint.config)
     found, names = find_experts(checkpoint, layer), index_of(checkpoint).names
     problems: list[CheckpointError] = [
-        UnknownTensorError(f"layer {layer}: {name} lies among the experts, {family.name} has no such tensor")
+        UnknownTensorError(f"layer {layer}: {name} lies in the MoE block, {family.name} has no such tensor")
         for name in found.unknown
     ]
     if found.single and found.stack:
@@ -112,6 +112,21 @@ def check_layer(checkpoint: Checkpoint, spec: MoESpec, layer: int, stored: Store
     problems += _check_biases(checkpoint, family, spec, layer)
     problems += _check_suffixes(found, family, spec, layer, stored)
     return problems
+
+
+def _check_beside(checkpoint: Checkpoint, spec: MoESpec, layer: int) -> list[CheckpointError]:
+    """Return what the layer needs beside its experts and does not have."""
+    names, rule = index_of(checkpoint).names, spec.routing
+    needed = [names.router_weight, names.router_bias, names.router_scale]
+    needed += [names.correction_bias] if rule.correction_bias else []
+    needed += [names.hash_table] if rule.hash_routing else []
+    needed += [names.expert_scale] if rule.expert_scale else []
+    needed += [names.shared_gate] if spec.shared is not None and spec.shared.gated else []
+    needed += [names.latent_norm] if spec.latent_norm_eps is not None else []
+    missing = [n for t in needed if t is not None and (n := t.format(layer=layer)) not in checkpoint]
+    paths = (*((names.shared or ()) if spec.shared else ()), *((names.latent or ()) if spec.latent_size else ()))
+    missing += [p.format(layer=layer) for p in paths if not find_suffixes(checkpoint, layer, (p,))]
+    return [MissingTensorError(f"layer {layer}: {name} missing; the layer needs it") for name in missing]
 
 
 def _sources(names: Names, spec: MoESpec, layer: int, stacked: bool) -> Iterable[tuple[int, Source]]:
@@ -319,7 +334,7 @@ def audit(
             problems.append(error)
             continue
         spec = family.describe(checkpoint.config, layer)
-        wrong = check_layer(checkpoint, spec, layer, stored)
+        wrong = check_layer(checkpoint, spec, layer, stored) + _check_beside(checkpoint, spec, layer)
         if deep and not wrong:
             wrong, remarks = _check_values(checkpoint, spec, layer, stored)
             findings += remarks

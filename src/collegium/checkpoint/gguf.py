@@ -67,7 +67,7 @@ _MAX_NAME = 4096
 _MAX_TEXT = 1 << 16  # longer texts (chat templates) are skipped
 _MAX_ENTRIES = 1 << 20
 _MAX_DEPTH = 4
-_EXPERTS = re.compile(r"(blk\.\d{1,6}\.ffn_)(gate|up|down|gate_up)_exps\.weight")
+_EXPERTS = re.compile(r"(blk\.\d{1,6}\.ffn_)(gate|up|down|gate_up)_exps\.(\w+)")
 
 
 class _Cursor:
@@ -226,10 +226,15 @@ def _info(cursor: _Cursor) -> TensorInfo:
 
 
 def _experts(cursor: _Cursor, info: TensorInfo) -> Iterable[TensorInfo]:
-    """Split a stack of experts into one tensor an expert, and gate and up stored as one into two."""
+    """Split a stack of experts into one tensor an expert, and gate and up stored as one into two.
+
+    Whatever else belongs to the experts, biases for instance, gets a name beside them.
+    """
     match = _EXPERTS.fullmatch(info.name)
     if match is None:
         return (info,)
+    if match[3] != "weight":
+        return (replace(info, name=f"{match[1]}exps.{match[3]}.{match[2]}"),)
     halves = ("gate", "up") if match[2] == "gate_up" else (match[2],)
     axes = 4 if info.dtype in _BLOCKS else 3
     experts, rows = info.shape[0], info.shape[1] if len(info.shape) == axes else 0

@@ -33,7 +33,7 @@ class Found:
     """The expert tensors of one layer, by name only.
 
     single: ``(expert, projection)`` to suffix to header entry. stack: the same without experts (``gate`` stands for
-    gate_up where both are in one). unknown: names below the experts' prefix that fit neither.
+    gate_up where both are in one). unknown: names in the block of router and experts that the family does not have.
     """
 
     single: dict[tuple[int, Projection], dict[str, TensorInfo]] = field(default_factory=dict)
@@ -146,9 +146,9 @@ def _patterns(names: Names) -> tuple[re.Pattern[str] | None, dict[str, Projectio
 
 
 def _others(names: Names) -> tuple[set[str], tuple[str, ...]]:
-    """Return the names and the module paths of everything in an MoE layer that is no expert."""
+    """Return the names and the module paths of everything in an MoE block that is no expert."""
     listed = (names.router_weight, names.router_bias, names.correction_bias, names.router_scale, names.expert_scale)
-    exact = (*listed, names.hash_table, names.shared_gate, names.latent_norm)
+    exact = (*listed, names.hash_table, names.shared_gate, names.latent_norm, *(names.biases or ()))
     paths = (*(names.shared or ()), *(names.latent or ()))
     cut = len(names.layer)
     return {name[cut:] for name in exact if name is not None}, tuple(path[cut:] + "." for path in paths)
@@ -165,11 +165,12 @@ def _turned(found: Found, table: Names, spec: MoESpec) -> int:
 def _sort(names: Names, layer: int, tensors: Iterable[tuple[str, TensorInfo]]) -> Found:
     found, (pattern, tails), (exact, paths) = Found(), _patterns(names), _others(names)
     prefix, table = names.experts.removeprefix(names.layer), names.stacked
+    block = names.router_weight.removeprefix(names.layer).partition(".")[0] + "."
     stacks: dict[str, Projection] = {
         path.removeprefix(names.layer): which for which, path in stack_paths(table).items()
     }
     for rest, info in tensors:
-        if not rest.startswith(prefix) or rest in exact or rest.startswith(paths or ("\0",)):
+        if not rest.startswith((prefix, block)) or rest in exact or rest.startswith(paths):
             continue
         match = pattern.fullmatch(rest) if pattern is not None else None
         if match is not None:

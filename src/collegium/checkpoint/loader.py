@@ -12,9 +12,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from ..errors import BadScaleError, CheckpointError, ConfigError, InputError, TensorMismatchError
+from ..errors import (
+    BadScaleError,
+    CheckpointError,
+    ConfigError,
+    InputError,
+    TensorMismatchError,
+    UnknownTensorError,
+)
 from ..models import declared_format, describe, family_of
 from ..types import ExpertWeights, LatentWeights, RouterWeights, SharedWeights
+from .activation_scales import ACTIVATION_SCALES
 from .audit import bad_bias, check_layer, fail, refuse
 from .detect import StoredFormat, detect, stored_format
 from .index import find_suffixes, index_of
@@ -266,6 +274,16 @@ def load_router(
     )
 
 
+def _stored_at(checkpoint: Checkpoint, layer: int, templates: tuple[str, ...], where: str) -> StoredFormat:
+    """Return how the modules at ``templates`` are stored; raises ConfigError and UnknownTensorError."""
+    seen = find_suffixes(checkpoint, layer, templates)
+    stored = stored_format(declared_format(checkpoint.config, templates[0].format(layer=layer)), seen, where)
+    unknown = set(seen) - {part.suffix for part in stored.layout.parts} - set(ACTIVATION_SCALES)
+    if unknown:
+        raise UnknownTensorError(f"{where}: has {', '.join(sorted(unknown))}, which {stored.name} does not have")
+    return stored
+
+
 def _matrix(checkpoint: Checkpoint, stored: StoredFormat, place: Source) -> Payload:
     """Read one whole matrix in its stored format, checked."""
     for part in stored.layout.parts:
@@ -291,9 +309,7 @@ def load_latent(
     sizes = ((spec.latent_size, spec.hidden_size), (spec.hidden_size, spec.latent_size))
     for template, (rows, columns) in zip(names.latent, sizes, strict=True):
         path, where = template.format(layer=layer), f"layer {layer}, {template.rpartition('.')[2]}"
-        stored = stored_format(
-            declared_format(checkpoint.config, path), find_suffixes(checkpoint, layer, (template,)), where
-        )
+        stored = _stored_at(checkpoint, layer, (template,), where)
         place = Source(label=where, path=path, rows=rows, columns=columns, stored_rows=rows)
         found.append(_matrix(checkpoint, stored, place).decode().to(device))
     norm: Tensor | None = None
@@ -314,8 +330,7 @@ def load_shared(
         return None
     where, gated = f"layer {layer}, shared expert", spec.activation.gated
     paths = [template.format(layer=layer) for template in names.shared]
-    declared = declared_format(checkpoint.config, paths[0])
-    stored = stored_format(declared, find_suffixes(checkpoint, layer, names.shared), where)
+    stored = _stored_at(checkpoint, layer, names.shared, where)
     wide, width = spec.shared.intermediate_size, spec.hidden_size
     fused = gated and len(paths) == 2  # gate rows, then up rows, in one tensor
     upper: list[Payload] = []

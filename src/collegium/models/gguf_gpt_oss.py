@@ -20,6 +20,6 @@ def _spec(config: Config, layer: int) -> MoESpec:
 _NAMES = replace(
     NAMES,
     router_bias="blk.{layer}.ffn_gate_inp.bias",
-    biases=("blk.{layer}.ffn_gate_exps.bias", "blk.{layer}.ffn_up_exps.bias", "blk.{layer}.ffn_down_exps.bias"),
+    biases=tuple("blk.{layer}.ffn_exps.bias." + which for which in ("gate", "up", "down")),
 )
 FAMILY = Family("gguf_gpt_oss", ("gguf:gpt-oss",), _NAMES, _spec, gguf_layers)
