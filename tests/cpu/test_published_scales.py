@@ -142,6 +142,32 @@ def test_mxfp8_rows_that_a_cut_would_split_are_refused(tmp_path: Path) -> None:
         load_experts(checkpoint, describe_checkpoint(checkpoint), 0, tensor_parallel(3, 0, 2))
 
 
+def check_padding(checkpoint: Checkpoint, ranks: int) -> None:
+    """Slices that do not fall on groups, filled up with zeros, join to the whole."""
+    spec = describe_checkpoint(checkpoint)
+    whole = load_experts(checkpoint, spec, 0, linear(3))
+    parts = [load_experts(checkpoint, spec, 0, tensor_parallel(3, rank, ranks), pad=True) for rank in range(ranks)]
+    gate_up = torch.cat([part.gate_up.decode() for part in parts], dim=2)
+    down = torch.cat([part.down.decode() for part in parts], dim=2)
+    wide = spec.intermediate_size
+    assert gate_up.shape[2] > wide
+    assert torch.equal(gate_up[:, :, :wide], whole.gate_up.decode())
+    assert torch.equal(down[..., :wide], whole.down.decode())
+    assert gate_up[:, :, wide:].abs().max() == down[..., wide:].abs().max() == 0
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "fp8_tensor"])
+def test_padded_slices_of_input_first_stacks(tmp_path: Path, name: str) -> None:
+    write_stack(tmp_path, name, "each")
+    check_padding(Checkpoint.open(tmp_path), 3)
+
+
+def test_padded_slices_of_repeated_scale_rows(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "mixtral", "mxfp8", "modelopt", size=SIZE)
+    names = [f"{SINGLE}{e}.{p}.weight_scale" for e in range(3) for p in ("w1", "w3", "w2")]
+    check_padding(rewrite(tmp_path, lambda t: t.update({n: t[n][::2] for n in names})), 3)
+
+
 def test_gate_and_up_keep_their_own_fp8_scales(tmp_path: Path) -> None:
     tiny = write_checkpoint(tmp_path, "mixtral", "fp8_tensor", "compressed-tensors", size=SIZE)
     checkpoint = rewrite(tmp_path, lambda t: t.update({f"{SINGLE}1.w3.weight_scale": torch.tensor([7.5])}))
