@@ -213,30 +213,43 @@ def test_scales_of_gate_and_up_stay_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("storage", "suffix"), [("compressed-tensors", ".input_global_scale"), ("modelopt", ".input_scale")]
+    ("storage", "suffix", "text"),
+    [
+        ("compressed-tensors", ".input_global_scale", "they share one input"),
+        ("modelopt", ".input_scale", None),
+    ],
 )
-def test_activation_scales_of_gate_and_up_that_differ_are_reported(tmp_path: Path, storage: str, suffix: str) -> None:
-    """They read one input, so exporters give both one scale; nothing here computes with it."""
+def test_activation_scales_of_gate_and_up_agree_or_are_reported(
+    tmp_path: Path, storage: str, suffix: str, text: str | None
+) -> None:
     write_checkpoint(tmp_path, "mixtral", "nvfp4", storage, size=TinySize(experts=2, layers=1))
     base = "model.layers.0.block_sparse_moe.experts.1."
     one = torch.tensor(0.25)
     same = {f"{base}w1{suffix}": one, f"{base}w3{suffix}": one * (1 + 1e-6), f"{base}w2{suffix}": one * 3}
     assert not [f for f in audit(rewrite(tmp_path, **same)).findings if "activation" in f]
-    other = audit(rewrite(tmp_path, **{f"{base}w3{suffix}": one * 1.001}))
-    assert "1 of 2 experts have different static activation scales" in " ".join(other.findings)
-    with pytest.raises(BadScaleError, match=r"expert 1, down.*allowed are positive numbers"):
-        audit(rewrite(tmp_path, **{f"{base}w2{suffix}": one * -4}))
+    other = rewrite(tmp_path, **{f"{base}w3{suffix}": one * 1.001})
+    if text is None:
+        assert "1 experts have different static activation scales" in " ".join(audit(other).findings)
+    else:
+        with pytest.raises(BadScaleError, match=rf"layer 0, expert 1, up.*{text}"):
+            audit(other)
+    with pytest.raises(BadScaleError, match=r"w2.*is -1, allowed are finite and positive"):
+        audit(rewrite(tmp_path, **{f"{base}w2{suffix}": one * -4, f"{base}w3{suffix}": one}))
 
 
 @pytest.mark.parametrize(
-    ("suffix", "text"), [(".weight_zero_point", "a zero point"), (".weight_g_idx", "an activation order")]
+    ("suffix", "error", "text"),
+    [
+        (".weight_zero_point", UnknownTensorError, "zero point"),
+        (".weight_g_idx", TensorMismatchError, r"index is \(4,\), int4_group .* needs \(256,\)"),
+    ],
 )
-def test_zero_points_and_index_permutations_are_refused_where_none_is_declared(
-    tmp_path: Path, suffix: str, text: str
+def test_undeclared_zero_points_and_indices_of_int4_are_refused(
+    tmp_path: Path, suffix: str, error: type[Exception], text: str
 ) -> None:
-    write_checkpoint(tmp_path, "mixtral", "nvfp4", size=TinySize(experts=2, layers=1))
+    write_checkpoint(tmp_path, "mixtral", "int4_group", size=TinySize(experts=2, layers=1))
     name = f"model.layers.0.block_sparse_moe.experts.1.w1{suffix}"
-    with pytest.raises(UnknownTensorError, match=text):
+    with pytest.raises(error, match=text):
         audit(rewrite(tmp_path, **{name: torch.zeros(4, dtype=torch.int32)}))
 
 

@@ -7,13 +7,13 @@ from tracked import ROOT
 
 BY_HAND = {
     "arctic": "arithmetic",
-    "gguf": "file",
-    "gguf_gpt_oss": "file",
     "step3": "arithmetic",
     "deepseek_v4": "class; MXFP4 by arithmetic",
     "kimi_linear": "class; Kimi-K3 by arithmetic",
     "minimax": "class; published names by arithmetic",
     "qwen3_moe": "class; Qwen3-Omni by arithmetic",
+    "gguf": "files",
+    "gguf_gpt_oss": "files",
 }
 HEAD = ["family", "`model_type`", "experts", "router", "shared expert", "proof"]
 
@@ -36,8 +36,8 @@ def router(names: Names) -> str:
 def shared(names: Names) -> str:
     if names.shared is None:
         return "none"
-    head = names.shared[0].removeprefix(names.layer).rpartition(".")[0]
-    return f"`{head}`" + (", gated" if names.shared_gate else "")
+    head, _, tail = names.shared[0].removeprefix(names.layer).rpartition(".")
+    return f"`{head or tail}`" + (", gated" if names.shared_gate else "")
 
 
 def row(family: Family) -> list[str]:

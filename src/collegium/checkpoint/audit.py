@@ -18,6 +18,7 @@ from ..errors import (
     UnknownTensorError,
 )
 from ..models import family_of
+from .activation_scales import ACTIVATION_SCALES, check_activation_scales
 from .detect import StoredFormat, detect
 from .index import Found, find_experts, find_suffixes, index_of
 from .layout import Source, bias_names, check_part, part_name, projections, read_matrix, source_of, stack_paths
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from .reader import Checkpoint
 
 __all__ = [
-    "ACTIVATION_SCALES",
     "AuditReport",
     "LayerReport",
     "audit",
@@ -45,8 +45,6 @@ __all__ = [
 ]
 
 _MOST_PROBLEMS = 20
-ACTIVATION_SCALES = (".input_scale", ".input_global_scale", "_input_scale")
-_SAME_SCALE = 1e-5  # relative; what engines that fuse gate and up allow between the two
 _REFUSED = {
     ".weight_zero_point": "a zero point, where the config declares no asymmetric packed integers",
     ".weight_g_idx": "an activation order of the columns, where the config declares no integer weights",
@@ -175,11 +173,11 @@ def _wrong_count(layer: int, held: int, spec: MoESpec) -> ConfigError:
     )
 
 
-def _bias_shapes(names: Names, spec: MoESpec, layer: int) -> list[tuple[str, tuple[int, int]]]:
+def _bias_shapes(checkpoint: Checkpoint, spec: MoESpec, layer: int) -> list[tuple[str, tuple[int, int]]]:
     """Return name and shape of every expert bias the layer needs."""
     if not spec.expert_bias:
         return []
-    *upper, down = bias_names(names, layer)
+    *upper, down = bias_names(index_of(checkpoint).names, layer)
     wide = spec.gate_up_parts * spec.intermediate_size // len(upper)
     return [
         (name, (spec.num_experts, width))
@@ -189,7 +187,7 @@ def _bias_shapes(names: Names, spec: MoESpec, layer: int) -> list[tuple[str, tup
 
 def _check_biases(checkpoint: Checkpoint, family: Family, spec: MoESpec, layer: int) -> list[CheckpointError]:
     problems: list[CheckpointError] = []
-    for name, shape in _bias_shapes(index_of(checkpoint).names, spec, layer):
+    for name, shape in _bias_shapes(checkpoint, spec, layer):
         if name not in checkpoint:
             problems.append(MissingTensorError(f"layer {layer}: {name} missing; {family.name} experts have biases"))
             continue
@@ -254,57 +252,31 @@ def _check_suffixes(
     return problems
 
 
-def _input_scale(
-    checkpoint: Checkpoint, source: Source, stored: StoredFormat
-) -> tuple[Tensor | None, list[CheckpointError]]:
-    """Return the static activation scale of a projection, which nothing computes with, and what is wrong with it."""
-    for part in stored.layout.parts:
-        name = part_name(source, part)
-        if part.suffix in ACTIVATION_SCALES and name in checkpoint and source.experts is None:
-            scale = checkpoint.read(name).float().reshape(-1)
-            if bool((torch.isfinite(scale) & (scale > 0)).all()):
-                return scale, []
-            return None, [BadScaleError(f"{source.label}: {name} is {scale.tolist()}, allowed are positive numbers")]
-    return None, []
-
-
 def _check_values(
     checkpoint: Checkpoint, spec: MoESpec, layer: int, stored: StoredFormat
 ) -> tuple[list[CheckpointError], list[str]]:
-    """Read the experts one matrix at a time: faults as problems, unequal scales of gate and up as a finding."""
-    names = index_of(checkpoint).names
-    problems: list[CheckpointError] = []
-    unequal, inputs = 0, 0
-    first: tuple[Payload | None, Tensor | None] = (None, None)
+    """Read the experts one matrix at a time: faults as problems, unequal global scales of gate and up as a finding."""
+    unequal = 0
+    first: Payload | None = None
     seen: dict[str, Tensor] = {}
-    for _, source in _sources(names, spec, layer, stored.stacked):
+    problems, findings = check_activation_scales(checkpoint, layer, stored)
+    for _, source in _sources(index_of(checkpoint).names, spec, layer, stored.stacked):
         seen = {} if source.label.endswith("gate") else seen
         payload, wrong = read_matrix(checkpoint, source, stored, seen=seen)
-        own, bad = _input_scale(checkpoint, source, stored)
-        problems += wrong + bad
-        if source.label.endswith("up"):
-            unequal += int(not _equal_global_scales(first[0], payload))
-            inputs += int(not _close(first[1], own))
-        first = (payload, own)
-    for name, _ in _bias_shapes(names, spec, layer):
+        problems += wrong
+        scale: Tensor | None = None if payload is None else payload.tensors().get("global_scale")
+        if source.label.endswith("gate"):
+            first = payload
+        elif source.label.endswith("up") and first is not None and scale is not None:
+            unequal += int(not torch.equal(scale, first.tensors()["global_scale"]))
+    for name, _ in _bias_shapes(checkpoint, spec, layer):
         problems += bad_bias(layer, name, checkpoint.read(name), range(spec.num_experts))
-    findings: list[str] = []
-    text = f"layer {layer}: gate and up of {{}} of {spec.num_experts} experts have different {{}}"
     if unequal:
-        findings.append(text.format(unequal, "global scales; each keeps its own, exactly"))
-    if inputs:
-        findings.append(text.format(inputs, "static activation scales; none is used, activations get their own"))
+        findings.append(
+            f"layer {layer}: gate and up of {unequal} of {spec.num_experts} experts have different global scales; "
+            "each keeps its own, exactly"
+        )
     return problems, findings
-
-
-def _equal_global_scales(gate: Payload | None, up: Payload | None) -> bool:
-    if gate is None or up is None or "global_scale" not in gate.tensors():
-        return True
-    return torch.equal(gate.tensors()["global_scale"], up.tensors()["global_scale"])
-
-
-def _close(gate: Tensor | None, up: Tensor | None) -> bool:
-    return gate is None or up is None or torch.allclose(gate, up, rtol=_SAME_SCALE, atol=0)
 
 
 def bad_bias(layer: int, name: str, bias: Tensor, experts: Sequence[int]) -> list[CheckpointError]:

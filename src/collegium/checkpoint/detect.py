@@ -32,8 +32,8 @@ class StoredFormat:
     """How one layer's experts are stored.
 
     name: a format of ``formats.FORMATS``. storage: one of its storages. stacked: one tensor holds all experts.
-    block: rows and columns that share a scale (FP8 block). group: columns that share a scale (integers; 0: a whole
-    row).
+    block: rows and columns that share a scale (FP8 block). group: columns that share a scale (integers; 0: a
+    whole row).
     """
 
     name: str
@@ -56,6 +56,8 @@ class StoredFormat:
     def layout(self) -> Storage:
         """The storage's parts, with the block and group sizes the config declares."""
         storage = next(s for s in self.format.storages if s.name == self.storage)
+        if self.format is not Fp8Block and self.format not in _INTEGERS:
+            return storage
         return replace(storage, parts=tuple(self._sized(part) for part in storage.parts))
 
     def _sized(self, part: Part) -> Part:

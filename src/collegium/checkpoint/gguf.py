@@ -1,6 +1,6 @@
 """The header of a GGUF file, believed only after every byte of it has been checked.
 
-A GGUF file has no ``config.json``: its metadata become the config, of ``model_type`` ``gguf:ARCHITECTURE``. Every
+A GGUF file has no ``config.json``: the metadata of its architecture become the config. Every
 expert of a stack becomes a tensor of its own, ``blk.L.ffn_exps.E.gate.weight``, which costs nothing because the
 experts of a stack follow each other in the file.
 Sources: the GGUF specification (ggml, ``docs/gguf.md``) and the ``gguf`` package, ``constants.py``.
@@ -26,40 +26,15 @@ __all__ = ["GGML_TYPES", "read_gguf"]
 
 # type id -> name, elements and bytes of a block
 GGML_TYPES: Mapping[int, tuple[str, int, int]] = {
-    0: ("F32", 1, 4),
-    1: ("F16", 1, 2),
-    2: ("Q4_0", 32, 18),
-    3: ("Q4_1", 32, 20),
-    6: ("Q5_0", 32, 22),
-    7: ("Q5_1", 32, 24),
-    8: ("Q8_0", 32, 34),
-    9: ("Q8_1", 32, 40),
-    10: ("Q2_K", 256, 84),
-    11: ("Q3_K", 256, 110),
-    12: ("Q4_K", 256, 144),
-    13: ("Q5_K", 256, 176),
-    14: ("Q6_K", 256, 210),
-    15: ("Q8_K", 256, 292),
-    16: ("IQ2_XXS", 256, 66),
-    17: ("IQ2_XS", 256, 74),
-    18: ("IQ3_XXS", 256, 98),
-    19: ("IQ1_S", 256, 50),
-    20: ("IQ4_NL", 32, 18),
-    21: ("IQ3_S", 256, 110),
-    22: ("IQ2_S", 256, 82),
-    23: ("IQ4_XS", 256, 136),
-    24: ("I8", 1, 1),
-    25: ("I16", 1, 2),
-    26: ("I32", 1, 4),
-    27: ("I64", 1, 8),
-    28: ("F64", 1, 8),
-    29: ("IQ1_M", 256, 56),
-    30: ("BF16", 1, 2),
-    34: ("TQ1_0", 256, 54),
-    35: ("TQ2_0", 256, 66),
-    39: ("MXFP4", 32, 17),
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 40), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292),
+    16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136),
+    24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8), 28: ("F64", 1, 8),
+    29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17),
     40: ("NVFP4", 64, 36),
-}
+}  # fmt: skip
 _BLOCKS = {name for name, elements, _ in GGML_TYPES.values() if elements > 1}
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -67,7 +42,7 @@ _MAX_NAME = 4096
 _MAX_TEXT = 1 << 16  # longer texts (chat templates) are skipped
 _MAX_ENTRIES = 1 << 20
 _MAX_DEPTH = 4
-_EXPERTS = re.compile(r"(blk\.\d{1,6}\.ffn_)(gate|up|down|gate_up)_exps\.weight")
+_EXPERTS = re.compile(r"(blk\.\d{1,6}\.ffn_)(gate|up|down|gate_up)_exps\.(\w+)")
 
 
 class _Cursor:
@@ -112,24 +87,26 @@ class _Cursor:
             self.fail(f"{what} is not UTF-8")
 
     def value(self, kind: int, key: str, depth: int = 0) -> object:
-        """Read one metadata value; arrays and long texts are skipped and give None."""
+        """Read one metadata value; of arrays and long texts only the length is told."""
         if kind in _SCALARS:
             return self.number(_SCALARS[kind], key)
         if kind == _STRING:
             length = self.number("Q", f"the length of {key}")
             if length > _MAX_TEXT or depth:
-                return self.skip(length, key)
+                self.skip(length, key)
+                return f"a text of {length} bytes"
             return self.take(length, key).decode("utf-8", errors="replace")
         if kind != _ARRAY or depth >= _MAX_DEPTH:
             self.fail(f"{key} has value type {kind} at depth {depth}, known are 0 to 12, {_MAX_DEPTH} deep")
         inner, count = self.number("I", key), self.number("Q", f"the length of {key}")
         if inner in _SCALARS:
-            return self.skip(count * struct.calcsize(f"<{_SCALARS[inner]}"), key)
+            self.skip(count * struct.calcsize(f"<{_SCALARS[inner]}"), key)
+            return f"an array of {count}"
         # each element has at least 8 bytes, so a length the file cannot hold ends here
         self.check(8 * count, key)
         for _ in range(count):
             self.value(inner, key, depth + 1)
-        return None
+        return f"an array of {count}"
 
 
 def read_gguf(path: Path) -> tuple[dict[str, object], dict[str, TensorInfo]]:
@@ -156,8 +133,9 @@ def read_gguf(path: Path) -> tuple[dict[str, object], dict[str, TensorInfo]]:
                 )
             infos.update(more)
     architecture = config.get("general.architecture", "unknown")
+    own = {key.removeprefix(f"{architecture}."): v for key, v in config.items() if key.startswith(f"{architecture}.")}
     block = {"model_type": f"gguf:{architecture}", "quantization_config": {"quant_method": "gguf"}}
-    return {**config, **block}, infos
+    return {**own, **block}, infos
 
 
 def _read_one(path: Path) -> tuple[dict[str, object], dict[str, TensorInfo]]:
@@ -223,10 +201,15 @@ def _info(cursor: _Cursor) -> TensorInfo:
 
 
 def _experts(cursor: _Cursor, info: TensorInfo) -> Iterable[TensorInfo]:
-    """Split a stack of experts into one tensor an expert, and gate and up stored as one into two."""
+    """Split a stack of experts into one tensor an expert, and gate and up stored as one into two.
+
+    Whatever else belongs to the experts, biases for instance, gets a name beside them.
+    """
     match = _EXPERTS.fullmatch(info.name)
     if match is None:
         return (info,)
+    if match[3] != "weight":
+        return (replace(info, name=f"{match[1]}exps.{match[3]}.{match[2]}"),)
     halves = ("gate", "up") if match[2] == "gate_up" else (match[2],)
     axes = 4 if info.dtype in _BLOCKS else 3
     experts, rows = info.shape[0], info.shape[1] if len(info.shape) == axes else 0

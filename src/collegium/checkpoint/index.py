@@ -148,7 +148,7 @@ def _patterns(names: Names) -> tuple[re.Pattern[str] | None, dict[str, Projectio
 def _others(names: Names) -> tuple[set[str], tuple[str, ...]]:
     """Return the names and the module paths of everything in an MoE block that is no expert."""
     listed = (names.router_weight, names.router_bias, names.correction_bias, names.router_scale, names.expert_scale)
-    exact = (*listed, names.hash_table, names.shared_gate, names.latent_norm)
+    exact = (*listed, names.hash_table, names.shared_gate, names.latent_norm, *(names.biases or ()))
     paths = (*(names.shared or ()), *(names.latent or ()))
     cut = len(names.layer)
     return {name[cut:] for name in exact if name is not None}, tuple(path[cut:] + "." for path in paths)

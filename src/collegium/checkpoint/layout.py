@@ -173,7 +173,7 @@ def check_part(source: Source, part: Part, checkpoint: Checkpoint, cls: type[Pay
             raise TensorMismatchError(msg)
         return
     if _squeezed(info.shape) != _squeezed(needed) and not _one_for_all(source, part, info.shape):
-        what = "scale" if "scale" in part.suffix else "weight"
+        what = "scale" if "scale" in part.suffix else "index" if part.suffix.endswith("g_idx") else "weight"
         msg = (
             f"{source.label}: {what} is {info.shape}, {cls.name} with N={source.stored_rows} and K={source.columns} "
             f"needs {needed}{_hint(source, part, info.shape, cls)} ({name})"
@@ -217,12 +217,12 @@ def read_parts(
 def _read_part(checkpoint: Checkpoint, source: Source, part: Part, cut: Cut, seen: dict[str, Tensor]) -> Tensor:
     name = part_name(source, part)
     actual = checkpoint.info(name).shape
-    part = part.fitted(checkpoint.info(name).dtype, actual, source.stored_rows)
+    plain, part = part, part.fitted(checkpoint.info(name).dtype, actual, source.stored_rows)
     if part.flat:
         return checkpoint.read(name)
     if not part.rows_per and not part.columns_per:
         return _read_number(checkpoint, source, part, actual)
-    wanted = _wanted(source, part, cut)
+    wanted, stacked = _slices(source, part, cut)
     key = f"{name}{wanted}"
     tensor = seen.get(key)
     if tensor is None:
@@ -230,18 +230,23 @@ def _read_part(checkpoint: Checkpoint, source: Source, part: Part, cut: Cut, see
         if source.step > 1:
             seen[key] = tensor
     tensor = tensor.reshape([s.stop - s.start for s in wanted])
-    if source.experts is not None and not source.flat:
+    if stacked:
         tensor = tensor[0]
     if _flipped(source, part):
         tensor = tensor.mT
+    if plain.repeats and part.rows_per > 1:
+        tensor = tensor.view(torch.uint8).repeat_interleave(part.rows_per, dim=0)
     if source.step > 1 and part.rows_per:
         tensor = tensor[source.offset :: source.step]
     return tensor.mT if part.transposed else tensor
 
 
-def _wanted(source: Source, part: Part, cut: Cut) -> list[slice]:
-    """Return the slices of the stored tensor that hold the cut, in the stored order of axes."""
-    first, last = ((source.step * n if source.step > 1 else source.offset + n) for n in cut.rows)
+def _slices(source: Source, part: Part, cut: Cut) -> tuple[list[slice], bool]:
+    """Return the stored slices of a cut, and whether the first of them picks an entry of a stack."""
+    first, last = cut.rows
+    first, last = (
+        (source.step * first, source.step * last) if source.step > 1 else (source.offset + first, source.offset + last)
+    )
     wanted: list[slice] = []
     if part.rows_per:
         wanted.append(_boundaries(source, first, last, part.rows_per, source.stored_rows))
@@ -250,12 +255,13 @@ def _wanted(source: Source, part: Part, cut: Cut) -> list[slice]:
     wanted.extend(slice(0, n) for n in part.inner)
     if _flipped(source, part):
         wanted.reverse()
-    if source.experts is None:
-        return wanted
-    if not source.flat:
-        return [slice(source.index, source.index + 1), *wanted]
-    base = source.index * (_stored_shape(source, part)[0] // source.experts)
-    return [slice(base + wanted[0].start, base + wanted[0].stop), *wanted[1:]]
+    stacked = source.experts is not None and not source.flat
+    if stacked:
+        wanted.insert(0, slice(source.index, source.index + 1))
+    elif source.flat and source.experts is not None:
+        base = source.index * (_stored_shape(source, part)[0] // source.experts)
+        wanted[0] = slice(base + wanted[0].start, base + wanted[0].stop)
+    return wanted, stacked
 
 
 def _read_number(checkpoint: Checkpoint, source: Source, part: Part, actual: tuple[int, ...]) -> Tensor:
@@ -303,7 +309,7 @@ def read_matrix(
 ) -> tuple[Payload | None, list[CheckpointError]]:
     """Read ``cut`` (default: all) of one projection; return its payload, None if unreadable, and what is wrong.
 
-    seen: as ``layout.read_parts``. room: rows and columns to fill up to, weights with 0 and scales with 1.
+    seen: as ``read_parts``. room: rows and columns to fill the cut up to with zeros.
     """
     problems = _declared_shape(checkpoint, source)
     if problems:

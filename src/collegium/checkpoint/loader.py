@@ -22,7 +22,8 @@ from ..errors import (
 )
 from ..models import declared_format, describe, family_of
 from ..types import ExpertWeights, LatentWeights, RouterWeights, SharedWeights
-from .audit import ACTIVATION_SCALES, bad_bias, check_layer, fail, refuse
+from .activation_scales import ACTIVATION_SCALES
+from .audit import bad_bias, check_layer, fail, refuse
 from .detect import StoredFormat, detect, stored_format
 from .index import find_suffixes, index_of
 from .layout import Cut, Projection, Source, bias_names, check_part, projections, read_matrix, source_of
@@ -191,14 +192,13 @@ def _biases(
 ) -> tuple[Tensor | None, Tensor | None]:
     if not spec.expert_bias:
         return None, None
-    names = index_of(reader.checkpoint).names
+    names, parts = index_of(reader.checkpoint).names, spec.gate_up_parts
     tensors: list[Tensor] = []
     for name in bias_names(names, layer):
         tensors.append(_rows(reader.checkpoint, name, placement.expert_ids))
         reader.problems += bad_bias(layer, name, tensors[-1], placement.expert_ids)
     *upper, down = tensors
     both = upper[0] if len(upper) == 1 else torch.cat(upper, dim=-1)
-    parts = spec.gate_up_parts
     order = both.unflatten(-1, (-1, parts)).mT if names.stacked.interleaved else both.unflatten(-1, (parts, -1))
     if placement.tp_rank:
         down = torch.zeros_like(down)

@@ -115,7 +115,7 @@ class Names:
     shared_gate: str | None = None
     latent: tuple[str, str] | None = None
     latent_norm: str | None = None
-    biases: tuple[str, str, str] | None = None
+    biases: tuple[str, ...] | None = None
 
     @classmethod
     def below(

@@ -1,0 +1,50 @@
+"""Static activation scales: read by the audit, used by nothing, since activations are quantised as they come.
+
+A checkpoint whose scales contradict each other was exported wrongly, and its weights are not to be trusted either.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from ..errors import BadScaleError, CheckpointError
+from .index import find_experts
+
+if TYPE_CHECKING:
+    from .detect import StoredFormat
+    from .reader import Checkpoint
+
+__all__ = ["ACTIVATION_SCALES", "check_activation_scales"]
+
+ACTIVATION_SCALES = (".input_scale", ".input_global_scale", "_input_scale")
+_AGREE = 1e-5  # relative; gate and up read one input, so compressed-tensors gives both one scale
+
+
+def check_activation_scales(
+    checkpoint: Checkpoint, layer: int, stored: StoredFormat
+) -> tuple[list[CheckpointError], list[str]]:
+    """Return problems (not finite and positive; unequal where the storage wants one scale) and findings."""
+    found = find_experts(checkpoint, layer).single
+    problems: list[CheckpointError] = []
+    unequal = 0
+    for (expert, which), parts in found.items():
+        for suffix in ACTIVATION_SCALES:
+            if suffix not in parts:
+                continue
+            own = float(checkpoint.read(parts[suffix].name).float().max())
+            where = f"layer {layer}, expert {expert}, {which}: {parts[suffix].name} is {own:g}"
+            if not 0 < own < math.inf:
+                problems.append(BadScaleError(f"{where}, allowed are finite and positive numbers"))
+            gate = found.get((expert, "gate"), {}).get(suffix) if which == "up" else None
+            other = own if gate is None else float(checkpoint.read(gate.name).float().max())
+            if abs(own - other) > _AGREE * max(own, other):
+                unequal += 1
+                if stored.storage == "compressed-tensors":
+                    problems.append(BadScaleError(f"{where}, that of gate is {other:g}; they share one input"))
+    if not unequal:
+        return problems, []
+    text = (
+        f"layer {layer}: gate and up of {unequal} experts have different static activation scales, which are not used"
+    )
+    return problems, [text]
