@@ -96,8 +96,9 @@ class MoELayer(nn.Module):
         self._device = weights.down.device
 
     def extra_repr(self) -> str:
-        """Show the plan."""
-        return self.plan.explain()
+        """Show the plan, and what packing rounded where the kernel reports it."""
+        report = getattr(self._pipeline.packed, "report", None)
+        return self.plan.explain() + ("" if report is None else f"\nweights    {report}")
 
     def forward(
         self,

@@ -39,6 +39,7 @@ __all__ = [
 ]
 
 PLAIN, E4M3_BF16, E4M3_E4M3, E2M1_LANES, INT4_LANES, E4M3_QUARTERS = range(6)
+FOUR_BIT_E4M3 = 6  # this and above: four-bit codes decoded to E4M3, of kernels/w4a8.py
 NO_SCALE, BLOCK_SCALE, E8M0_SCALE, E4M3_SCALE, GROUP_SCALE, PAIR_SCALE = range(6)
 _BLOCK_TILES = 64
 
@@ -47,7 +48,8 @@ _BLOCK_TILES = 64
 class PackedMatrix:
     """Weights ``[E, P, N, K]`` as the kernel reads them.
 
-    values: plain and E4M3: ``[E, P, N, K or more]``; lanes: int16 ``[E, P, ceil(K / block_k), N, block_k / 4]``.
+    values: plain and E4M3: ``[E, P, N, K or more]``; lanes: int16 ``[E, P, ceil(K / block_k), N, block_k / 4]``;
+        for the kernel of four-bit weights and E4M3 rows see ``ops/w4a8.py``.
     weight, scale_kind: how values become operands and which scale stands in the K loop (the constants above).
     scale: 32-bit ``[E, P, ceil(K / block_k), words, N]``, or float32 ``[E, P, ceil(N / 128), ceil(K / 128)]`` for
         blocks.
@@ -102,6 +104,7 @@ class PackedExperts:
 
     activations: name of a format whose codes are E4M3, or None to multiply in the dtype of x.
     tiles: the two tiles to use instead of the choice made from the sizes, or None.
+    report: what packing rounded, where it can.
     """
 
     gate_up: PackedMatrix
@@ -110,6 +113,7 @@ class PackedExperts:
     machine: Machine
     activations: str | None = None
     tiles: tuple[TileChoice, TileChoice] | None = None
+    report: object | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,6 +201,10 @@ def grouped_gemm(
     ``expert_offsets[E]`` on are not written. Raises InputError for wrong shapes or dtypes.
     """
     _check(x, packed, out, x_scale)
+    if packed.weight >= FOUR_BIT_E4M3:
+        from .w4a8 import w4a8_gemm
+
+        return w4a8_gemm(x, packed, expert_offsets, tiles, out, source, x_scale, activation)
     _, _, n_out, k_in = packed.shape
     spec = activation or ActivationSpec()
     tile = tiles.tile
@@ -284,7 +292,8 @@ def run_experts(batch: ContiguousBatch, packed: PackedExperts) -> Tensor:
     first, second = _tiles(packed, rows)
     offsets = batch.expert_offsets
     tiles = tile_list(offsets, rows, first)
-    rows_in, x_scale = operand(x, packed.activations)
+    reorder = packed.gate_up.weight >= FOUR_BIT_E4M3
+    rows_in, x_scale = operand(x, packed.activations, reorder=reorder)
     middle = torch.empty(rows, wide, dtype=middle_dtype, device=x.device)
     grouped_gemm(
         rows_in,
@@ -298,7 +307,7 @@ def run_experts(batch: ContiguousBatch, packed: PackedExperts) -> Tensor:
     )
     same = second.block_t == first.block_t
     tiles = replace(tiles, tile=second) if same else tile_list(offsets, rows, second)
-    rows_in, x_scale = operand(middle, packed.activations)
+    rows_in, x_scale = operand(middle, packed.activations, reorder=reorder)
     return grouped_gemm(rows_in, packed.down, offsets, tiles, out, x_scale=x_scale)
 
 
@@ -346,12 +355,16 @@ def _tiles(packed: PackedExperts, rows: int) -> tuple[TileChoice, TileChoice]:
 
 def _check(x: Tensor, packed: PackedMatrix, out: Tensor, x_scale: Tensor | None) -> None:
     _, _, n_out, k_in = packed.shape
+    four = packed.weight >= FOUR_BIT_E4M3
+    if four:
+        k_in = packed.k_blocks * packed.block_k
     if x.dim() != 2 or x.shape[1] != k_in or x.stride(1) != 1:
         raise InputError(
             f"grouped_gemm: x is {tuple(x.shape)} with strides {x.stride()}, these weights need [rows, {k_in}] with "
             "dense rows; call contiguous() first"
         )
-    if packed.weight == E4M3_E4M3:
+    eight = four or packed.weight == E4M3_E4M3
+    if eight:
         allowed = (torch.float8_e4m3fn,)
     elif packed.weight == PLAIN:
         allowed = (packed.values.dtype,)
@@ -359,7 +372,7 @@ def _check(x: Tensor, packed: PackedMatrix, out: Tensor, x_scale: Tensor | None)
         allowed = (torch.bfloat16,)
     if x.dtype not in allowed:
         raise InputError(f"grouped_gemm: x is {x.dtype}, these weights multiply {allowed[0]}; convert x")
-    if (x_scale is not None) != (packed.weight == E4M3_E4M3):
+    if (x_scale is not None) != eight:
         raise InputError("grouped_gemm: E4M3 rows need x_scale, other rows must not have one")
     if out.dim() != 2 or out.shape[1] != n_out or not out.is_contiguous():
         raise InputError(f"grouped_gemm: out is {tuple(out.shape)}, these weights write contiguous [rows, {n_out}]")

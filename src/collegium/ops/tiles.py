@@ -91,6 +91,8 @@ def machine_at(device: torch.device) -> Machine:
 def candidates(problem: TileProblem, machine: Machine) -> tuple[TileChoice, ...]:
     """Return every tile whose buffers and accumulators fit."""
     found: list[TileChoice] = []
+    if problem.decoded and problem.x_bits == 8:
+        return _four_bit_candidates(problem, machine)
     for block_t in (16, 32, 64, 128, 256):
         for block_n in (64, 128):
             for warps in (4, 8):
@@ -172,6 +174,20 @@ def _resident(problem: TileProblem, tile: TileChoice, machine: Machine) -> int:
     by_shared = int(machine.shared / (tile.stages * _stage_bytes(problem, tile.block_n, tile.block_t) + 1024))
     registers = 64 + _accumulators(problem, tile.block_n, tile.block_t, tile.warps)
     return max(1, min(by_shared, int(65536 / (registers * 32 * tile.warps))))
+
+
+def _four_bit_candidates(problem: TileProblem, machine: Machine) -> tuple[TileChoice, ...]:
+    """Return the tiles of four-bit weights and E4M3 rows: a warp decodes 16 weight rows, or twice 16."""
+    found: list[TileChoice] = []
+    for block_t in (16, 32, 64, 128, 256):
+        for block_n, warps in ((64, 4), (128, 4), (128, 8)):
+            if _accumulators(problem, block_n, block_t, warps) > 128:
+                continue
+            one = _stage_bytes(problem, block_n, block_t)
+            for stages in (3, 4, 5, 6):
+                if stages * one <= machine.shared - 4096:
+                    found.append(TileChoice(block_n=block_n, block_t=block_t, warps=warps, stages=stages))
+    return tuple(found)
 
 
 def _program(problem: TileProblem, tile: TileChoice, machine: Machine) -> float:
