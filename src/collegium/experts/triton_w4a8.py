@@ -45,13 +45,14 @@ class TritonW4A8:
 
     def pack(self, weights: ExpertWeights[Any], problem: Problem) -> PackedExperts:
         """Re-lay codes and scales, a few rows at a time; InputError for INT4 groups that are no multiples of 128."""
-        gate_up, upper = pack_w4a8(weights.gate_up, weights.gate_up_bias)
-        down, lower = pack_w4a8(with_part(weights.down), weights.down_bias)
+        machine = machine_at(weights.down.device)
+        gate_up, upper = pack_w4a8(weights.gate_up, weights.gate_up_bias, scaled=machine.scaled)
+        down, lower = pack_w4a8(with_part(weights.down), weights.down_bias, scaled=machine.scaled)
         return PackedExperts(
             gate_up=gate_up,
             down=down,
             activation=problem.spec.activation,
-            machine=machine_at(weights.down.device),
+            machine=machine,
             activations=problem.activation_format,
             report=upper + lower,
         )

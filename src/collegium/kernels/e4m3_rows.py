@@ -19,11 +19,11 @@ def e4m3_rows_kernel(
     GROUP: tl.constexpr,
     BLOCK_R: tl.constexpr,
     POWER: tl.constexpr,
-    REORDER: tl.constexpr,
+    ORDER: tl.constexpr,
 ):
     """Write codes ``[rows, wide]`` and scales ``[rows, groups]``; a program owns BLOCK_R rows of one group.
 
-    REORDER: columns change places within 128 as ``ops/e4m3_rows.py`` says, and those beyond ``columns`` are zero.
+    ORDER: 0, or 1 for zeros beyond ``columns``, or 2 to change places within 128 too (``ops/e4m3_rows.py``).
 
     GROUP is a power of two of at least the group's columns. A group with NaN or infinity gets zero codes and a NaN
     scale. POWER: the scale is the least power of two that saturates nothing.
@@ -47,9 +47,9 @@ def e4m3_rows_kernel(
     scaled = tl.where(finite[:, None], value * factor[:, None], 0.0)
     scaled = tl.minimum(tl.maximum(scaled, -448.0), 448.0)
     place = column
-    if REORDER:
+    if ORDER == 2:
         # t (32), s (8), half (4), i (1) to half (64), s (16), t (4), i (1).
         place = column // 128 * 128 + column // 4 % 2 * 64 + column // 8 % 4 * 16 + column // 32 % 4 * 4 + column % 4
-        inside = (row[:, None] < rows) & (column[None, :] < wide)
+    inside = (row[:, None] < rows) & (column[None, :] < wide)
     tl.store(codes + row[:, None] * wide + place[None, :], scaled.to(codes.dtype.element_ty), mask=inside)
     tl.store(scales + row * groups + group, tl.where(finite, scale, float("nan")), mask=row < rows)

@@ -18,6 +18,8 @@ __all__ = ["w4a8_kernel"]
 E2M1_E8M0 = tl.constexpr(6)  # E2M1, groups of 32 with a power of two
 INT4_FLOAT = tl.constexpr(7)  # two's complement, one float32 for each row and K block, applied to the product
 E2M1_E4M3 = tl.constexpr(8)  # E2M1, groups of 16 with an E4M3 scale: two operands whose sum is exact
+# Not words but pairs of neighbours, E2M1 with E8M0 bytes: the tensor core of sm_100 decodes and scales them itself.
+E2M1_SCALED = tl.constexpr(9)
 
 # Operand $2: the word; $3 (of $3 to $6): scale bytes of the row; $7 (of $7 to $10): which of them, as a selector.
 # The byte is 8 d: added to all bytes of the table but the first, it multiplies by 2^d.
@@ -221,6 +223,22 @@ def _load_words(pointers, ASM: tl.constexpr):
 
 
 @triton.jit
+def _dot_scaled(pairs, scales, tokens, acc, ASM: tl.constexpr):
+    """Add E2M1 pairs ``[BLOCK_N, BLOCK_K / 2]`` with E8M0 scales ``[BLOCK_N, BLOCK_K / 32]`` times E4M3 tokens."""
+    if ASM:
+        ones = tl.full((tokens.shape[1], scales.shape[1]), 127, tl.uint8)
+        return tl.dot_scaled(pairs, scales, "e2m1", tokens, ones, "e4m3", acc)
+    else:
+        bits = pairs.to(tl.int32)
+        codes = tl.reshape(tl.join(bits & 15, (bits >> 4) & 15), (pairs.shape[0], 2 * pairs.shape[1]))
+        values = _bytes(_e2m1_byte(codes & 7, 48) | ((codes & 8) << 4)).to(tl.float32)
+        groups = tl.reshape(values, (scales.shape[0], scales.shape[1], 32))
+        groups *= (scales.to(tl.int32) << 23).to(tl.float32, bitcast=True)[:, :, None]
+        weights = tl.reshape(groups, (pairs.shape[0], 2 * pairs.shape[1]))
+        return tl.dot(weights, tokens.to(tl.float32), acc, input_precision="ieee")
+
+
+@triton.jit
 def _dot(a, b, acc, ASM: tl.constexpr):
     if ASM:
         return tl.dot(a, b, acc)
@@ -267,7 +285,7 @@ def w4a8_kernel(
 ):
     """Write ``out [R, n_out]``: rows of one expert times its weights, then bias and activation.
 
-    x: E4M3 ``[T or R, x_stride]`` in the order of ``reordered`` (ops/w4a8.py), read at row source[r] (GATHER) or r.
+    x: E4M3 ``[T or R, x_stride]`` in the order of ``ops/e4m3_rows.py`` (E2M1_SCALED: K order), read at row source[r] (GATHER) or r.
     x_scale: float32 [., K_BLOCKS] (X_SCALE 1) or [., 1] (2). weight: bytes ``[E, row_tiles, K_BLOCKS, 64, BLOCK_K / 2]``;
     with two parts, eight rows of gate and eight of up take turns. scale: int32 or float32 ``[E, row_tiles, K_BLOCKS, words, 64]``. row_scale: float32
     ``[E, row_tiles, 64]``. bias: ``[E, PARTS, n_out]``. Rows from expert_offsets[E] on are not written.
@@ -302,16 +320,21 @@ def w4a8_kernel(
         xs_ptr = x_scale + token * K_BLOCKS
 
     # The row of the tensor core that a loaded row becomes in _operand; weights are stored in the core's order.
-    core = n // (16 * WARPS) * (16 * WARPS) + n // 8 % WARPS * 16 + n // (8 * WARPS) % 2 * 8 + n % 8
+    if WEIGHT == E2M1_SCALED:
+        core = n
+    else:
+        core = n // (16 * WARPS) * (16 * WARPS) + n // 8 % WARPS * 16 + n // (8 * WARPS) % 2 * 8 + n % 8
     n_tile = n_first // 64
     here = (expert * row_tiles + n_tile) * K_BLOCKS
     beyond = tl.minimum(core // 64, row_tiles - 1 - n_tile) * K_BLOCKS
-    if ASM:
+    if ASM or WEIGHT == E2M1_SCALED:
         byte = j
     else:
         byte = j // 4 * 4
     w_ptr = weight + here * (64 * HALF) + ((beyond * (64 * HALF) + core % 64 * HALF)[:, None] + byte[None, :])
     s_ptr = scale + here * (64 * WORDS) + (beyond * (64 * WORDS) + core % 64)
+    if WEIGHT == E2M1_SCALED:
+        s_ptr = scale + here * 256 + ((beyond * 256 + core % 64 * 4)[:, None] + tl.arange(0, 4)[None, :])
     g_ptr = scale + here * 64 + (tl.minimum(n // 64, row_tiles - 1 - n_tile) * (K_BLOCKS * 64) + n % 64)
     byte = (j % 4)[None, :]
     group_of = j // (HALF // (4 * WORDS))
@@ -321,8 +344,11 @@ def w4a8_kernel(
     none = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
     for step in tl.range(0, K_BLOCKS, num_stages=STAGES):
         tokens = tl.load(x_ptr)
-        words = _load_words(w_ptr, ASM)
-        if WEIGHT == INT4_FLOAT:
+        words = _load_words(w_ptr, ASM or WEIGHT == E2M1_SCALED)
+        if WEIGHT == E2M1_SCALED:
+            a = words
+            b = words
+        elif WEIGHT == INT4_FLOAT:
             a, b = _decode(words, byte, words, words, BLOCK_N, WARPS, WEIGHT, ASM)
         else:
             spread = tl.load(s_ptr)[:, None]
@@ -332,7 +358,10 @@ def w4a8_kernel(
             chosen, _ = tl.broadcast(select, words)
             a, b = _decode(words, byte, spread, chosen, BLOCK_N, WARPS, WEIGHT, ASM)
         if (X_SCALE == 1) or (WEIGHT == INT4_FLOAT):  # noqa: SIM109
-            product = _dot(a, tokens, none, ASM)
+            if WEIGHT == E2M1_SCALED:
+                product = _dot_scaled(a, tl.load(s_ptr), tokens, none, ASM)
+            else:
+                product = _dot(a, tokens, none, ASM)
             if WEIGHT == E2M1_E4M3:
                 product = _dot(b, tokens, product, ASM)
             if WEIGHT == INT4_FLOAT:
@@ -341,16 +370,18 @@ def w4a8_kernel(
                 acc += product * tl.load(xs_ptr + step)[None, :]
             else:
                 acc += product
+        elif WEIGHT == E2M1_SCALED:
+            acc = _dot_scaled(a, tl.load(s_ptr), tokens, acc, ASM)
         else:
             acc = _dot(a, tokens, acc, ASM)
             if WEIGHT == E2M1_E4M3:
                 acc = _dot(b, tokens, acc, ASM)
         x_ptr += BLOCK_K
         w_ptr += 64 * HALF
-        s_ptr += 64 * WORDS
+        s_ptr += 256 if WEIGHT == E2M1_SCALED else 64 * WORDS
         g_ptr += 64
 
-    if WEIGHT != INT4_FLOAT:
+    if WEIGHT != INT4_FLOAT and WEIGHT != E2M1_SCALED:
         last_row = row_tiles * 64 - 1
         acc *= tl.load(row_scale + expert * (row_tiles * 64) + tl.minimum(n_first + n, last_row))[:, None]
     if X_SCALE == 2:

@@ -13,43 +13,50 @@ if TYPE_CHECKING:
 
     from .quantize import ActivationFormat
 
-__all__ = ["operand", "reordered"]
+__all__ = ["AS_IS", "PADDED", "REORDERED", "operand", "ordered"]
+
+# How a product reads the codes of a row: K of them; up to whole 128; the same in the order of ``ordered``.
+AS_IS, PADDED, REORDERED = range(3)
 
 
-def operand(x: Tensor, name: str | None, *, reorder: bool = False) -> tuple[Tensor, Tensor | None]:
+def operand(x: Tensor, name: str | None, *, order: int = AS_IS) -> tuple[Tensor, Tensor | None]:
     """Return ``x`` as a product reads it, E4M3 codes and float32 scales in the format ``name`` or itself and None.
 
-    reorder: the codes' columns stand as ``reordered`` says.
+    order: one of the three above.
     """
     if name is None:
         return x if x.stride(-1) == 1 else x.contiguous(), None
     form = activation_format(name)
     if not x.is_cuda:
         rows = form.quantize(x)
-        return reordered(rows.codes) if reorder else rows.codes, rows.scales
-    return _e4m3_rows(x if x.stride(-1) == 1 else x.contiguous(), form, reorder)
+        return ordered(rows.codes, order), rows.scales
+    return _e4m3_rows(x if x.stride(-1) == 1 else x.contiguous(), form, order)
 
 
-def reordered(codes: Tensor) -> Tensor:
-    """Return codes ``[R, K]`` as ``[R, K up to whole 128]``, zeros beyond K, columns in the four-bit kernel's order.
+def ordered(codes: Tensor, order: int) -> Tensor:
+    """Return codes ``[R, K]`` in ``order``; zeros stand beyond K.
 
-    Within 128 columns, column 32 t + 8 s + 4 h + i (t, s < 4, h < 2, i < 4) goes to place 64 h + 16 s + 4 t + i: a
+    REORDERED is for four-bit weights: within 128 columns, column 32 t + 8 s + 4 h + i (t, s < 4, h < 2, i < 4) goes to place 64 h + 16 s + 4 t + i: a
     thread of the tensor core then needs 32 neighbours of a row of weights.
     """
+    if order == AS_IS:
+        return codes
     short = -codes.shape[1] % 128
     padded = torch.nn.functional.pad(codes.view(torch.uint8), (0, short))
+    if order == PADDED:
+        return padded.view(codes.dtype)
     split = padded.view(codes.shape[0], -1, 4, 4, 2, 4).permute(0, 1, 4, 3, 2, 5)
     return split.reshape(codes.shape[0], -1).view(codes.dtype)
 
 
-def _e4m3_rows(x: Tensor, form: ActivationFormat, reorder: bool) -> tuple[Tensor, Tensor]:
+def _e4m3_rows(x: Tensor, form: ActivationFormat, order: int) -> tuple[Tensor, Tensor]:
     """Return what ``form.quantize(x)`` holds, in one pass instead of ten."""
     from ..kernels.e4m3_rows import e4m3_rows_kernel
 
     count, columns = x.shape
     group = form.group or columns
     groups = -(-columns // group)
-    wide = -(-columns // 128) * 128 if reorder else columns
+    wide = -(-columns // 128) * 128 if order else columns
     codes = torch.empty(count, wide, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(count, groups, dtype=torch.float32, device=x.device)
     block_r = 16 if form.group else 1
@@ -63,10 +70,10 @@ def _e4m3_rows(x: Tensor, form: ActivationFormat, reorder: bool) -> tuple[Tensor
         x.stride(0),
         groups,
         wide,
-        GROUP=max(128 if reorder else 1, 1 << (group - 1).bit_length()),
+        GROUP=max(128 if order else 1, 1 << (group - 1).bit_length()),
         BLOCK_R=block_r,
         POWER=form.name == "fp8_group128_pow2",
-        REORDER=reorder,
+        ORDER=order,
         num_warps=4,
     )
     return codes, scales

@@ -14,7 +14,7 @@ import torch
 from ..errors import InputError
 from ..types import ACTIVATION_KINDS, ActivationSpec
 from .activation import activate
-from .e4m3_rows import operand
+from .e4m3_rows import AS_IS, PADDED, REORDERED, operand
 from .quantize import activation_format
 from .tiles import Machine, TileChoice, TileProblem, choose
 
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 PLAIN, E4M3_BF16, E4M3_E4M3, E2M1_LANES, INT4_LANES, E4M3_QUARTERS = range(6)
-FOUR_BIT_E4M3 = 6  # this and above: four-bit codes decoded to E4M3, of kernels/w4a8.py
+FOUR_BIT_E4M3, E2M1_SCALED = 6, 9  # from the first to the last: four-bit codes for E4M3 rows, of kernels/w4a8.py
 NO_SCALE, BLOCK_SCALE, E8M0_SCALE, E4M3_SCALE, GROUP_SCALE, PAIR_SCALE = range(6)
 _BLOCK_TILES = 64
 
@@ -80,6 +80,13 @@ class PackedMatrix:
             return lanes, self.shape[2] * lanes, self.k_blocks * self.shape[2] * lanes
         wide = self.values.shape[-1]
         return wide, self.block_k, self.shape[2] * wide
+
+    @property
+    def row_order(self) -> int:
+        """How the kernel reads rows of codes (see ``ops/e4m3_rows.py``)."""
+        if self.weight < FOUR_BIT_E4M3:
+            return AS_IS
+        return PADDED if self.weight == E2M1_SCALED else REORDERED
 
     def problem(self, rows: int, x_bits: int, x_groups: bool) -> TileProblem:
         """Return what tile choice asks about a product of ``rows`` rows with these weights."""
@@ -202,9 +209,9 @@ def grouped_gemm(
     """
     _check(x, packed, out, x_scale)
     if packed.weight >= FOUR_BIT_E4M3:
-        from .w4a8 import w4a8_gemm
+        from .w4a8 import launch_w4a8
 
-        return w4a8_gemm(x, packed, expert_offsets, tiles, out, source, x_scale, activation)
+        return launch_w4a8(x, packed, expert_offsets, tiles, out, source, x_scale, activation)
     _, _, n_out, k_in = packed.shape
     spec = activation or ActivationSpec()
     tile = tiles.tile
@@ -292,8 +299,7 @@ def run_experts(batch: ContiguousBatch, packed: PackedExperts) -> Tensor:
     first, second = _tiles(packed, rows)
     offsets = batch.expert_offsets
     tiles = tile_list(offsets, rows, first)
-    reorder = packed.gate_up.weight >= FOUR_BIT_E4M3
-    rows_in, x_scale = operand(x, packed.activations, reorder=reorder)
+    rows_in, x_scale = operand(x, packed.activations, order=packed.gate_up.row_order)
     middle = torch.empty(rows, wide, dtype=middle_dtype, device=x.device)
     grouped_gemm(
         rows_in,
@@ -307,7 +313,7 @@ def run_experts(batch: ContiguousBatch, packed: PackedExperts) -> Tensor:
     )
     same = second.block_t == first.block_t
     tiles = replace(tiles, tile=second) if same else tile_list(offsets, rows, second)
-    rows_in, x_scale = operand(middle, packed.activations, reorder=reorder)
+    rows_in, x_scale = operand(middle, packed.activations, order=packed.down.row_order)
     return grouped_gemm(rows_in, packed.down, offsets, tiles, out, x_scale=x_scale)
 
 

@@ -34,6 +34,7 @@ class Machine:
 
     sms: multiprocessors. shared: bytes of shared memory one of them has for a block. bandwidth: bytes a microsecond.
     rate: bf16 FLOP a microsecond; FP8 runs twice as fast where ``fp8`` says the tensor cores have it.
+    scaled: its tensor cores multiply four-bit weights and E4M3 rows with block scales.
     """
 
     sms: int = 132
@@ -41,6 +42,7 @@ class Machine:
     bandwidth: float = 4.33e6
     rate: float = 7.9e8
     fp8: bool = True
+    scaled: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +79,7 @@ class TileChoice:
 def machine_of(capability: tuple[int, int], sms: int) -> Machine:
     """Return the machine of a CUDA ``capability`` with ``sms`` multiprocessors."""
     shared = _SHARED.get(capability, 227 if capability >= (9, 0) else 99) * 1024
-    return Machine(sms=sms, shared=shared, fp8=capability >= (8, 9))
+    return Machine(sms=sms, shared=shared, fp8=capability >= (8, 9), scaled=capability[0] == 10)
 
 
 def machine_at(device: torch.device) -> Machine:
@@ -182,6 +184,8 @@ def _four_bit_candidates(problem: TileProblem, machine: Machine) -> tuple[TileCh
     for block_t in (16, 32, 64, 128, 256):
         for block_n, warps in ((64, 4), (128, 4), (128, 8)):
             if _accumulators(problem, block_n, block_t, warps) > 128:
+                continue
+            if machine.scaled and block_n < 128:
                 continue
             one = _stage_bytes(problem, block_n, block_t)
             for stages in (3, 4, 5, 6):

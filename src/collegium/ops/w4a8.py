@@ -24,7 +24,7 @@ import torch
 from ..errors import InputError
 from ..formats.codecs import E2M1_VALUES, e2m1_codes, power_of_two, unpack_nibbles
 from ..types import ACTIVATION_KINDS, ActivationSpec
-from .grouped_gemm import FOUR_BIT_E4M3, PackedMatrix
+from .grouped_gemm import E2M1_SCALED, FOUR_BIT_E4M3, PackedMatrix
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ..formats.nvfp4 import NvFp4
     from .grouped_gemm import TileList
 
-__all__ = ["RangeReport", "pack_w4a8", "w4a8_constants", "w4a8_gemm"]
+__all__ = ["RangeReport", "pack_w4a8", "w4a8_constants", "launch_w4a8"]
 
 E2M1_E8M0, INT4_FLOAT, E2M1_E4M3 = range(FOUR_BIT_E4M3, FOUR_BIT_E4M3 + 3)
 _CHUNK = 1 << 20  # codes re-laid at a time
@@ -66,16 +66,19 @@ class RangeReport:
         )
 
 
-def pack_w4a8(payload: MxFp4 | NvFp4 | Int4Group, bias: Tensor | None) -> tuple[PackedMatrix, RangeReport]:
+def pack_w4a8(payload: MxFp4 | NvFp4 | Int4Group, bias: Tensor | None, *, scaled: bool = False) -> tuple[PackedMatrix, RangeReport]:
     """Re-lay codes ``[E, P, N, K]`` and bring group scales to one base a row, a few rows at a time.
 
     values: uint8 ``[E, R, B, 64, 64]``; scale: int32 (INT4: float32) ``[E, R, B, words, 64]``; row_scale: float32
-    ``[E, R * 64]`` (INT4: None). Raises InputError for an empty weight and for INT4 groups other than multiples of 128.
+    ``[E, R * 64]`` (INT4: None). scaled: leave the decoding of MXFP4 to the tensor cores (sm_100): pairs of codes as
+    published, scale uint8 ``[E, R, B, 64, 4]``, no row_scale. Raises InputError for an empty weight and for INT4 groups other than multiples of 128.
     """
     experts, parts, n_out, k_in = payload.shape
     if prod(payload.shape) == 0:
         raise InputError(f"packing: a weight of shape {payload.shape} is empty, allowed: at least one row and column")
     kind, words = _kind(payload)
+    if scaled and kind == E2M1_E8M0:
+        return _pack_scaled(payload, bias)
     one = _ROWS // parts
     tiles, blocks = -(-n_out // one), -(-k_in // _BLOCK)
     device = payload.codes.device
@@ -108,7 +111,31 @@ def pack_w4a8(payload: MxFp4 | NvFp4 | Int4Group, bias: Tensor | None) -> tuple[
     return matrix, RangeReport(groups=payload.scales.numel(), beyond=beyond, changed=changed)
 
 
-def w4a8_gemm(
+def _pack_scaled(payload: Any, bias: Tensor | None) -> tuple[PackedMatrix, RangeReport]:
+    experts, parts, n_out, k_in = payload.shape
+    one = _ROWS // parts
+    tiles, blocks = -(-n_out // one), -(-k_in // _BLOCK)
+    device, rows = payload.codes.device, -(-n_out // one) * one
+    values = torch.empty((experts, tiles, blocks, _ROWS, _BLOCK // 2), dtype=torch.uint8, device=device)
+    scale = torch.empty((experts, tiles, blocks, _ROWS, 4), dtype=torch.uint8, device=device)
+    for expert in range(experts):
+        codes = _filled(payload.codes[expert], blocks * _BLOCK // 2 - payload.codes.shape[-1], rows, 0)
+        scales = _filled(payload.scales[expert], blocks * 4 - payload.scales.shape[-1], rows, 127)
+        values[expert] = _laid(codes.unflatten(-1, (blocks, -1)), tiles, parts).transpose(1, 2)
+        scale[expert] = _laid(scales.unflatten(-1, (blocks, -1)), tiles, parts).transpose(1, 2)
+    matrix = PackedMatrix(
+        values=values,
+        shape=(experts, parts, n_out, k_in),
+        weight=E2M1_SCALED,
+        block_k=_BLOCK,
+        bits=4.25,
+        scale=scale,
+        bias=bias,
+    )
+    return matrix, RangeReport(groups=payload.scales.numel(), beyond=0, changed=0)
+
+
+def launch_w4a8(
     x: Tensor,
     packed: PackedMatrix,
     expert_offsets: Tensor,
