@@ -91,6 +91,8 @@ class PackedMatrix:
     def problem(self, rows: int, x_bits: int, x_groups: bool) -> TileProblem:
         """Return what tile choice asks about a product of ``rows`` rows with these weights."""
         experts, parts, n_out, k_in = self.shape
+        if self.weight >= FOUR_BIT_E4M3:  # both parts stand in one tile
+            parts, n_out = 1, self.values.shape[1] * self.values.shape[3]
         return TileProblem(
             rows=rows,
             experts=experts,
@@ -102,6 +104,7 @@ class PackedMatrix:
             x_bits=x_bits,
             decoded=self.weight not in (PLAIN, E4M3_E4M3),
             promoted=x_groups or self.scale_kind in (BLOCK_SCALE, GROUP_SCALE, PAIR_SCALE),
+            operands=self.words if self.weight >= FOUR_BIT_E4M3 else 1,
         )
 
 

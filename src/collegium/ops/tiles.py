@@ -50,7 +50,8 @@ class TileProblem:
     """One grouped product: R rows of K inputs over E experts of ``parts`` times ``n_out`` outputs.
 
     weight_bits: stored bits a weight. x_bits: bits of an activation. decoded: weights are decoded in registers.
-    promoted: the product is scaled inside the K loop, which needs a second accumulator.
+    promoted: the product is scaled inside the K loop, which needs a second accumulator. operands: products a weight
+    takes, 2 when it is decoded to a sum.
     """
 
     rows: int
@@ -63,6 +64,7 @@ class TileProblem:
     x_bits: int = 16
     decoded: bool = False
     promoted: bool = False
+    operands: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,6 +113,8 @@ def candidates(problem: TileProblem, machine: Machine) -> tuple[TileChoice, ...]
 
 def score(problem: TileProblem, tile: TileChoice, machine: Machine) -> float:
     """Return the estimated microseconds of ``problem`` with ``tile``."""
+    if problem.decoded and problem.x_bits == 8:
+        return _four_bit_score(problem, tile, machine)
     hit = _experts_hit(problem)
     each = problem.rows / hit
     # A tile less than full at the end of every expert: half of one on average, a whole one when all rows fit.
@@ -178,20 +182,45 @@ def _resident(problem: TileProblem, tile: TileChoice, machine: Machine) -> int:
     return max(1, min(by_shared, int(65536 / (registers * 32 * tile.warps))))
 
 
+# Most tokens of four-bit weights and E4M3 rows, by (block_n, warps): more would spill. A scale in the loop takes a
+# second accumulator.
+_FOUR_BIT = {(64, 4): 128, (128, 4): 128, (128, 8): 256}
+_FOUR_BIT_PROMOTED = {(64, 4): 128, (128, 4): 32, (128, 8): 64}
+
+
 def _four_bit_candidates(problem: TileProblem, machine: Machine) -> tuple[TileChoice, ...]:
-    """Return the tiles of four-bit weights and E4M3 rows: a warp decodes 16 weight rows, or twice 16."""
+    most = _FOUR_BIT_PROMOTED if problem.promoted else _FOUR_BIT
     found: list[TileChoice] = []
     for block_t in (16, 32, 64, 128, 256):
-        for block_n, warps in ((64, 4), (128, 4), (128, 8)):
-            if _accumulators(problem, block_n, block_t, warps) > 128:
+        for (block_n, warps), limit in most.items():
+            if block_t > limit or (machine.scaled and block_n < 128):
                 continue
-            if machine.scaled and block_n < 128:
-                continue
-            one = _stage_bytes(problem, block_n, block_t)
-            for stages in (3, 4, 5, 6):
-                if stages * one <= machine.shared - 4096:
-                    found.append(TileChoice(block_n=block_n, block_t=block_t, warps=warps, stages=stages))
+            stages = min(5, int((machine.shared - 4096) / _stage_bytes(problem, block_n, block_t)))
+            if block_t >= 64:
+                stages = min(stages, 4 if block_t < 256 else 3)
+            if stages >= 2:
+                found.append(TileChoice(block_n=block_n, block_t=block_t, warps=warps, stages=stages))
     return tuple(found)
+
+
+def _four_bit_score(problem: TileProblem, tile: TileChoice, machine: Machine) -> float:
+    hit = _experts_hit(problem)
+    each = problem.rows / hit
+    tiles = hit * (1.0 if each <= tile.block_t / 2 else each / tile.block_t + 0.5)
+    columns = math.ceil(problem.n_out / tile.block_n)
+    weights = hit * problem.n_out * problem.k_in * problem.weight_bits / 8
+    # Nanoseconds of a multiprocessor for 128 weight rows and one K block: decoding, then tokens.
+    step = (90 + 50 * problem.operands + 3.0 * problem.operands * tile.block_t) * tile.block_n / 128
+    if tile.block_n == 64:
+        step *= 1.1 if tile.block_t <= 16 else 1.4
+    if tile.warps == 8 and tile.block_t < 256:
+        step *= 1.15
+    steps = math.ceil(problem.k_in / problem.block_k)
+    programs = tiles * columns
+    busy = programs / machine.sms
+    waves = math.ceil(busy) if busy < 4 else busy + 0.5
+    memory, math_time = weights / machine.bandwidth, waves * steps * step / 1000
+    return max(memory, math_time) + 0.25 * min(memory, math_time)
 
 
 def _program(problem: TileProblem, tile: TileChoice, machine: Machine) -> float:

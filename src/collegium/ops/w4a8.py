@@ -24,7 +24,7 @@ import torch
 from ..errors import InputError
 from ..formats.codecs import E2M1_VALUES, e2m1_codes, power_of_two, unpack_nibbles
 from ..types import ACTIVATION_KINDS, ActivationSpec
-from .grouped_gemm import E2M1_SCALED, FOUR_BIT_E4M3, PackedMatrix
+from .grouped_gemm import E2M1_SCALED, FOUR_BIT_E4M3, GROUP_SCALE, NO_SCALE, PackedMatrix
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -104,6 +104,8 @@ def pack_w4a8(payload: MxFp4 | NvFp4 | Int4Group, bias: Tensor | None, *, scaled
         weight=kind,
         block_k=_BLOCK,
         bits=4 + 32 * words / _BLOCK,
+        scale_kind=GROUP_SCALE if kind == INT4_FLOAT else NO_SCALE,
+        words=words,
         scale=scale,
         row_scale=row_scale,
         bias=bias,
