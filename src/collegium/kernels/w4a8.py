@@ -294,10 +294,12 @@ def w4a8_kernel(
 ):
     """Write ``out [R, n_out]``: rows of one expert times its weights, then bias and activation.
 
-    x: E4M3 ``[T or R, x_stride]`` in the order of ``ops/e4m3_rows.py`` (E2M1_SCALED: K order), read at row source[r] (GATHER) or r.
-    x_scale: float32 [., K_BLOCKS] (X_SCALE 1) or [., 1] (2). weight: bytes ``[E, row_tiles, K_BLOCKS, 64, BLOCK_K / 2]``;
-    with two parts, eight rows of gate and eight of up take turns. scale: int32 or float32 ``[E, row_tiles, K_BLOCKS, words, 64]``. row_scale: float32
-    ``[E, row_tiles, 64]``. bias: ``[E, PARTS, n_out]``. Rows from expert_offsets[E] on are not written.
+    x: E4M3 ``[T or R, x_stride]``, columns in the weight's order (``ops/e4m3_rows.py``), read at row source[r]
+    (GATHER) or r. x_scale: float32 [., K_BLOCKS] (X_SCALE 1) or [., 1] (2). weight: bytes
+    ``[E, row_tiles, K_BLOCKS, 64, BLOCK_K / 2]``; with two parts, eight rows of gate and eight of up take turns.
+    scale: int32 or float32 ``[E, row_tiles, K_BLOCKS, words, 64]``, or bytes ``[E, row_tiles, K_BLOCKS, 64, 4]``
+    (E2M1_SCALED). row_scale: float32 ``[E, row_tiles, 64]``. bias: ``[E, PARTS, n_out]``. Rows from
+    expert_offsets[E] on are not written.
     """
     n_tiles = tl.cdiv(row_tiles * 64, BLOCK_N)
     program = tl.program_id(0)
@@ -336,10 +338,7 @@ def w4a8_kernel(
     n_tile = n_first // 64
     here = (expert * row_tiles + n_tile) * K_BLOCKS
     beyond = tl.minimum(core // 64, row_tiles - 1 - n_tile) * K_BLOCKS
-    if ASM or WEIGHT == E2M1_SCALED:
-        byte = j
-    else:
-        byte = j // 4 * 4
+    byte = j if ASM or WEIGHT == E2M1_SCALED else j // 4 * 4
     w_ptr = weight + here * (64 * HALF) + ((beyond * (64 * HALF) + core % 64 * HALF)[:, None] + byte[None, :])
     s_ptr = scale + here * (64 * WORDS) + (beyond * (64 * WORDS) + core % 64)
     if WEIGHT == E2M1_SCALED:
@@ -366,7 +365,7 @@ def w4a8_kernel(
             spread, _ = tl.broadcast(spread, words)
             chosen, _ = tl.broadcast(select, words)
             a, b = _decode(words, byte, spread, chosen, BLOCK_N, WARPS, WEIGHT, ASM)
-        if (X_SCALE == 1) or (WEIGHT == INT4_FLOAT):  # noqa: SIM109
+        if (X_SCALE == 1) or (WEIGHT == INT4_FLOAT):
             if WEIGHT == E2M1_SCALED:
                 product = _dot_scaled(a, tl.load(s_ptr), tokens, none, ASM)
             else:

@@ -36,8 +36,8 @@ def operand(x: Tensor, name: str | None, *, order: int = AS_IS) -> tuple[Tensor,
 def ordered(codes: Tensor, order: int) -> Tensor:
     """Return codes ``[R, K]`` in ``order``; zeros stand beyond K.
 
-    REORDERED is for four-bit weights: within 128 columns, column 32 t + 8 s + 4 h + i (t, s < 4, h < 2, i < 4) goes to place 64 h + 16 s + 4 t + i: a
-    thread of the tensor core then needs 32 neighbours of a row of weights.
+    REORDERED is for four-bit weights: within 128 columns, column 32 t + 8 s + 4 h + i (t, s < 4, h < 2, i < 4) goes to
+    place 64 h + 16 s + 4 t + i, so a thread of the tensor core needs 32 neighbours of a row of weights.
     """
     if order == AS_IS:
         return codes

@@ -216,8 +216,7 @@ def grouped_gemm(
 
         return launch_w4a8(x, packed, expert_offsets, tiles, out, source, x_scale, activation)
     _, _, n_out, k_in = packed.shape
-    spec = activation or ActivationSpec()
-    tile = tiles.tile
+    spec, tile = activation or ActivationSpec(), tiles.tile
     n_step, k_step, part_step = packed.steps
     blocks = packed.scale_kind == BLOCK_SCALE and packed.scale is not None
     spare = tiles.row  # stands where a pointer is not used

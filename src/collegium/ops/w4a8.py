@@ -27,8 +27,6 @@ from ..types import ACTIVATION_KINDS, ActivationSpec
 from .grouped_gemm import E2M1_SCALED, FOUR_BIT_E4M3, GROUP_SCALE, NO_SCALE, PackedMatrix
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
     from ..formats.int4_group import Int4Group
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
     from ..formats.nvfp4 import NvFp4
     from .grouped_gemm import TileList
 
-__all__ = ["RangeReport", "pack_w4a8", "w4a8_constants", "launch_w4a8"]
+__all__ = ["RangeReport", "launch_w4a8", "pack_w4a8", "w4a8_constants"]
 
 E2M1_E8M0, INT4_FLOAT, E2M1_E4M3 = range(FOUR_BIT_E4M3, FOUR_BIT_E4M3 + 3)
 _CHUNK = 1 << 20  # codes re-laid at a time
@@ -66,12 +64,15 @@ class RangeReport:
         )
 
 
-def pack_w4a8(payload: MxFp4 | NvFp4 | Int4Group, bias: Tensor | None, *, scaled: bool = False) -> tuple[PackedMatrix, RangeReport]:
+def pack_w4a8(
+    payload: MxFp4 | NvFp4 | Int4Group, bias: Tensor | None, *, scaled: bool = False
+) -> tuple[PackedMatrix, RangeReport]:
     """Re-lay codes ``[E, P, N, K]`` and bring group scales to one base a row, a few rows at a time.
 
     values: uint8 ``[E, R, B, 64, 64]``; scale: int32 (INT4: float32) ``[E, R, B, words, 64]``; row_scale: float32
     ``[E, R * 64]`` (INT4: None). scaled: leave the decoding of MXFP4 to the tensor cores (sm_100): pairs of codes as
-    published, scale uint8 ``[E, R, B, 64, 4]``, no row_scale. Raises InputError for an empty weight and for INT4 groups other than multiples of 128.
+    published, scale uint8 ``[E, R, B, 64, 4]``, no row_scale. Raises InputError for an empty weight and for INT4
+    groups other than multiples of 128.
     """
     experts, parts, n_out, k_in = payload.shape
     if prod(payload.shape) == 0:
