@@ -23,7 +23,7 @@ BASE = {
     "WEIGHT": 6, "X_SCALE": 2, "BIAS": False, "GATHER": True, "PARTS": 2, "KIND": 0, "HAS_LIMIT": False,
     "K_BLOCKS": 32, "ASM": True, "WARPS": 4, "BLOCK_N": 64, "BLOCK_T": 16, "BLOCK_K": 128, "GROUP_T": 8, "STAGES": 4,
 }  # fmt: skip
-INT4, NVFP4 = {"WEIGHT": 7}, {"WEIGHT": 8}
+INT4, NVFP4, SCALED = {"WEIGHT": 7}, {"WEIGHT": 8}, {"WEIGHT": 9}
 GROUPS = {"X_SCALE": 1}
 DOWN = {"PARTS": 1, "KIND": -1, "GATHER": False, "BIAS": True}
 TALL = {"BLOCK_N": 128}
@@ -31,16 +31,17 @@ WIDE = {"BLOCK_N": 128, "BLOCK_T": 128, "WARPS": 8, "STAGES": 3}
 
 # (architecture, changes, most instructions in a step of the K loop, most registers, most KiB of shared memory)
 CASES: tuple[tuple[int, dict[str, Any], int, int, int], ...] = (
-    (90, {}, 165, 72, 22),
-    (90, DOWN, 165, 64, 22),
-    (90, TALL, 245, 104, 36),
-    (90, WIDE, 180, 216, 68),
+    (90, {}, 150, 72, 22),
+    (90, DOWN, 150, 64, 22),
+    (90, TALL, 230, 104, 36),
+    (90, WIDE, 165, 216, 68),
     (90, GROUPS, 200, 80, 22),
     (90, INT4, 215, 72, 22),
     (90, NVFP4, 215, 96, 23),
     (90, NVFP4 | TALL, 340, 128, 37),
     (89, {}, 220, 80, 22),
     (100, {}, 400, 96, 32),
+    (100, SCALED | TALL | {"BLOCK_T": 64}, 0, 255, 80),
 )
 PRODUCT = {89: "QMMA", 90: "QGMMA", 100: "UTCQMMA"}
 
@@ -57,7 +58,7 @@ types |= {"source": "*i64", "expert_offsets": "*i64", "tile_expert": "*i32", "ti
 types |= dict.fromkeys(("limit", "alpha", "gate_bound", "up_bound"), "fp32")
 found = []
 for arch, constants in json.load(sys.stdin):
-    types["scale"] = "*fp32" if constants["WEIGHT"] == 7 else "*i32"
+    types["scale"] = {7: "*fp32", 9: "*u8"}.get(constants["WEIGHT"], "*i32")
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
     aligned = [i for i, n in enumerate(names) if signature[n].startswith("*") or n in ("n_out", "x_stride")]
@@ -77,7 +78,9 @@ for arch, constants in json.load(sys.stdin):
             body = [t for a, t in lines if int(jump[1], 16) <= a <= at]
             if any("QGMMA" in t or "QMMA" in t for t in body):
                 loops.append(body)
-    found.append([registers, stack, built.metadata.shared, min(loops, key=len), [t for _, t in lines]])
+    scaled = "kind::mxf8f6f4.block_scale" in built.asm["ptx"]
+    body = min(loops, key=len, default=[])
+    found.append([registers, stack, built.metadata.shared, body, [t for _, t in lines], scaled])
 print("RESULT" + json.dumps(found))
 """
 
@@ -101,9 +104,9 @@ def compiled() -> list[Any]:
 @pytest.mark.parametrize("index", range(len(CASES)), ids=[f"sm{c[0]}-{i}" for i, c in enumerate(CASES)])
 def test_instructions_registers_and_shared_memory(compiled: list[Any], index: int) -> None:
     arch, _, most_instructions, most_registers, most_shared = CASES[index]
-    registers, stack, shared, loop, whole = compiled[index]
-    assert any(PRODUCT[arch] in text for text in loop)
-    assert any("LDGSTS" in text for text in loop), "weights are not prefetched"
+    registers, stack, shared, loop, whole, _ = compiled[index]
+    assert any(PRODUCT[arch] in text for text in loop or whole)
+    assert any("LDGSTS" in text for text in loop or whole), "weights are not prefetched"
     assert stack == 0
     assert not any(text.split()[0] in ("LDL", "STL") for text in whole), "registers spill"
     assert len(loop) <= most_instructions
@@ -112,7 +115,7 @@ def test_instructions_registers_and_shared_memory(compiled: list[Any], index: in
 
 
 def test_decoded_weights_stay_in_registers(compiled: list[Any]) -> None:
-    for (arch, *_), (_, _, _, loop, _) in zip(CASES, compiled, strict=True):
+    for (arch, *_), (_, _, _, loop, _, _) in zip(CASES, compiled, strict=True):
         if arch != 90:
             continue
         moved = [text for text in loop if re.search(r"\b(STS|SHFL|LDSM)\b", text)]
@@ -120,3 +123,17 @@ def test_decoded_weights_stay_in_registers(compiled: list[Any]) -> None:
         products = [text for text in loop if "QGMMA" in text]
         # QGMMA sum, weights, tokens: the weights are a register, not a descriptor.
         assert all(text.split(",")[1].strip().startswith("R") for text in products), products
+
+
+def test_the_tensor_cores_of_sm_100_scale_blocks_themselves(compiled: list[Any]) -> None:
+    for (arch, changes, *_), (*_, scaled) in zip(CASES, compiled, strict=True):
+        assert scaled == (arch == 100 and changes.get("WEIGHT") == 9)
+
+
+def test_no_product_is_in_flight_when_registers_are_decoded_again(compiled: list[Any]) -> None:
+    for (arch, *_), (_, _, _, loop, *_) in zip(CASES, compiled, strict=True):
+        if arch != 90:
+            continue
+        last = max(i for i, text in enumerate(loop) if "QGMMA" in text)
+        waits = [i for i, text in enumerate(loop) if "WARPGROUP.DEPBAR.LE gsb0, 0x0" in text]
+        assert max(waits, default=-1) > last, "the loop ends with a product that still reads its registers"

@@ -69,13 +69,18 @@ class TileProblem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileChoice:
-    """block_n: output columns of each part; block_t: rows; group_t: token tiles that share a pass over the weights."""
+    """block_n: output columns of each part; block_t: rows; group_t: token tiles that share a pass over the weights.
+
+    Four-bit weights with E4M3 rows only: unroll: K blocks in a stage; registers: most a thread may take, or None.
+    """
 
     block_n: int
     block_t: int
     warps: int
     stages: int
     group_t: int = 8
+    unroll: int = 1
+    registers: int | None = None
 
 
 def machine_of(capability: tuple[int, int], sms: int) -> Machine:
