@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .activation import activate
-from .decode import e2m1_quarters, e4m3_scale, e4m3_to_bf16, e8m0_scale, int4_quarters, times
+from .decode import e2m1_quarters, e4m3_scale, e4m3_to_bf16, e8m0_scale, finished, int4_quarters, times
 
 __all__ = ["grouped_gemm_kernel"]
 
@@ -121,7 +121,7 @@ def _multiply(
         acc = _dot(a0, x0, acc, ASM)
         acc = _dot(a1, x1, acc, ASM)
         acc = _dot(a2, x2, acc, ASM)
-        acc = _dot(a3, x3, acc, ASM)
+        acc = finished(_dot(a3, x3, acc, ASM), ASM)
     elif WEIGHT == INT4_LANES:
         a0, a1, a2, a3 = int4_quarters(w, ASM)
         if SCALE == PAIR_SCALE:
@@ -156,6 +156,8 @@ def _multiply(
             acc += _dot(w, x0, none, ASM) * x_scale[None, :]
         else:
             acc = _dot(w, x0, acc, ASM)
+            if WEIGHT == E4M3_BF16:
+                acc = finished(acc, ASM)
     return acc
 
 

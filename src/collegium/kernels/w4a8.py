@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from .activation import activate
+from .decode import finished
 
 __all__ = ["w4a8_kernel"]
 
@@ -223,15 +224,6 @@ def _load_words(pointers, ASM: tl.constexpr):
 
 
 @triton.jit
-def _finished(acc, ASM: tl.constexpr):
-    """Return ``acc`` once its products are done: before that the registers of their first operand must stay."""
-    if ASM:
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [acc], dtype=tl.float32, is_pure=True, pack=1)
-    else:
-        return acc
-
-
-@triton.jit
 def _dot_scaled(pairs, scales, tokens, acc, ASM: tl.constexpr):
     """Add E2M1 pairs ``[BLOCK_N, BLOCK_K / 2]`` with E8M0 scales ``[BLOCK_N, BLOCK_K / 32]`` times E4M3 tokens."""
     if ASM:
@@ -385,7 +377,7 @@ def w4a8_kernel(
             acc = _dot(a, tokens, acc, ASM)
             if WEIGHT == E2M1_E4M3:
                 acc = _dot(b, tokens, acc, ASM)
-            acc = _finished(acc, ASM)
+            acc = finished(acc, ASM)
         x_ptr += BLOCK_K
         w_ptr += 64 * HALF
         s_ptr += 256 if WEIGHT == E2M1_SCALED else 64 * WORDS
