@@ -38,7 +38,7 @@ CASES: tuple[tuple[int, dict[str, Any], int, int, int], ...] = (
     (90, GROUPS, 200, 80, 22),
     (90, INT4, 215, 72, 22),
     (90, NVFP4, 215, 96, 23),
-    (90, NVFP4 | TALL, 340, 128, 37),
+    (90, NVFP4 | TALL, 340, 168, 37),
     (89, {}, 220, 80, 22),
     (100, {}, 400, 96, 32),
     (100, SCALED | TALL | {"BLOCK_T": 64}, 0, 255, 80),

@@ -283,7 +283,6 @@ def w4a8_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_T: tl.constexpr,
     STAGES: tl.constexpr,
-    UNROLL: tl.constexpr,
 ):
     """Write ``out [R, n_out]``: rows of one expert times its weights, then bias and activation.
 
@@ -343,7 +342,7 @@ def w4a8_kernel(
 
     acc = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
     none = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
-    for step in tl.range(0, K_BLOCKS, num_stages=STAGES, loop_unroll_factor=UNROLL):
+    for step in tl.range(0, K_BLOCKS, num_stages=STAGES):
         tokens = tl.load(x_ptr)
         words = _load_words(w_ptr, ASM or WEIGHT == E2M1_SCALED)
         if WEIGHT == E2M1_SCALED:

@@ -69,18 +69,13 @@ class TileProblem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileChoice:
-    """block_n: output columns of each part; block_t: rows; group_t: token tiles that share a pass over the weights.
-
-    Four-bit weights with E4M3 rows only: unroll: K blocks in a stage; registers: most a thread may take, or None.
-    """
+    """block_n: output columns of each part; block_t: rows; group_t: token tiles that share a pass over the weights."""
 
     block_n: int
     block_t: int
     warps: int
     stages: int
     group_t: int = 8
-    unroll: int = 1
-    registers: int | None = None
 
 
 def machine_of(capability: tuple[int, int], sms: int) -> Machine:
@@ -200,32 +195,38 @@ def _four_bit_candidates(problem: TileProblem, machine: Machine) -> tuple[TileCh
         for (block_n, warps), limit in most.items():
             if block_t > limit or (machine.scaled and block_n < 128):
                 continue
-            stages = min(5, int((machine.shared - 4096) / _stage_bytes(problem, block_n, block_t)))
-            if block_t >= 64:
-                stages = min(stages, 4 if block_t < 256 else 3)
+            stages = min(3 if block_t > 128 else 4 if block_t > 32 else 5, _fitting(problem, machine, block_n, block_t))
+            # Wide tiles of tokens live off the weights the tiles beside them have just read.
+            group_t = 32 if block_t == 128 and problem.operands == 1 else 8
             if stages >= 2:
-                found.append(TileChoice(block_n=block_n, block_t=block_t, warps=warps, stages=stages))
+                found.append(TileChoice(block_n=block_n, block_t=block_t, warps=warps, stages=stages, group_t=group_t))
     return tuple(found)
 
 
+def _fitting(problem: TileProblem, machine: Machine, block_n: int, block_t: int) -> int:
+    return int((machine.shared - 4096) / _stage_bytes(problem, block_n, block_t))
+
+
 def _four_bit_score(problem: TileProblem, tile: TileChoice, machine: Machine) -> float:
+    """Return microseconds, fitted to four models' products on an H200, 2026-11-21."""
     hit = _experts_hit(problem)
     each = problem.rows / hit
     tiles = hit * (1.0 if each <= tile.block_t / 2 else each / tile.block_t + 0.5)
     columns = math.ceil(problem.n_out / tile.block_n)
-    weights = hit * problem.n_out * problem.k_in * problem.weight_bits / 8
-    # Nanoseconds of a multiprocessor for 128 weight rows and one K block: decoding, then tokens.
-    step = (90 + 50 * problem.operands + 3.0 * problem.operands * tile.block_t) * tile.block_n / 128
+    # Nanoseconds of a multiprocessor for 128 weight rows and one K block: decoding, then a token's products and sums.
+    token = 0.8 + 1.75 * problem.operands + 2.0 * problem.promoted
+    step = (130 + 60 * problem.operands + token * tile.block_t) * tile.block_n / 128
     if tile.block_n == 64:
         step *= 1.1 if tile.block_t <= 16 else 1.4
-    if tile.warps == 8 and tile.block_t < 256:
-        step *= 1.15
+    if tile.warps == 8:
+        step *= 1.05 if tile.block_t <= 16 else 1.4 / problem.operands**0.3
     steps = math.ceil(problem.k_in / problem.block_k)
-    programs = tiles * columns
-    busy = programs / machine.sms
-    waves = math.ceil(busy) if busy < 4 else busy + 0.5
-    memory, math_time = weights / machine.bandwidth, waves * steps * step / 1000
-    return max(memory, math_time) + 0.25 * min(memory, math_time)
+    memory = hit * problem.n_out * problem.k_in * problem.weight_bits / 8 / machine.bandwidth
+    math_time = tiles * columns / machine.sms * steps * step / 1000
+    # A program by itself: it waits for loads, decoding and products in turn, less so with more warps.
+    alone = steps * (0.66 - 0.1 * (tile.warps // 8) - 0.08 * (tile.block_n // 128))
+    alone += 2.0 * problem.operands * (tile.warps // 8)
+    return max(memory, math_time, alone) + 0.25 * min(memory, math_time)
 
 
 def _program(problem: TileProblem, tile: TileChoice, machine: Machine) -> float:

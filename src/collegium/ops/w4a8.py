@@ -184,8 +184,6 @@ def launch_w4a8(
         BLOCK_T=tile.block_t,
         GROUP_T=tile.group_t,
         STAGES=tile.stages,
-        UNROLL=tile.unroll,
-        maxnreg=tile.registers,
         num_warps=tile.warps,
     )
     return out
