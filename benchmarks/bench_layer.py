@@ -28,10 +28,12 @@ from collegium.devices import probe
 from collegium.experts.reference import Reference
 from collegium.experts.triton_bf16 import TritonBf16
 from collegium.experts.triton_fp8 import TritonFp8
+from collegium.experts.triton_w4a8 import TritonW4A8
 from collegium.experts.triton_w4a16 import TritonW4A16
 from collegium.formats import by_name
 from collegium.ops import grouped_gemm as ops
-from collegium.ops.quantize import operand
+from collegium.ops.operand import operand
+from collegium.ops.quantize import activation_format
 from collegium.ops.tiles import candidates, score
 from collegium.parallel.local import Local
 from collegium.types import ActivationSpec, ExpertWeights, Limits, MoESpec, Problem, Routing, RoutingSpec
@@ -42,7 +44,7 @@ SHAPES = {  # hidden, intermediate, experts, top-k
     "gptoss120b": (2880, 2880, 128, 4),
     "qwen3_30b": (2048, 768, 128, 8),
 }
-KERNELS = (TritonBf16(), TritonFp8(), TritonW4A16())
+KERNELS = (TritonBf16(), TritonFp8(), TritonW4A8(), TritonW4A16())
 BITS = {"bf16": 16, "fp8_block": 8 + 32 / 128**2, "fp8_channel": 8, "fp8_tensor": 8, "mxfp8": 8.25}
 BITS |= {"mxfp4": 4.25, "nvfp4": 4.5, "int4_group": 4.5}
 BANDWIDTH, RATE_16, RATE_8 = 4.60e6, 7.97e8, 1.329e9  # per microsecond
@@ -201,13 +203,14 @@ def sweep(case: Case, limit: int) -> list[dict[str, Any]]:
     rows = batches[0].source.numel()
     found: list[dict[str, Any]] = []
     eight = packed.activations is not None
+    groups = eight and activation_format(packed.activations).group > 0
     for name, matrix in (("gate_up", packed.gate_up), ("down", packed.down)):
-        problem = matrix.problem(rows, 8 if eight else 16, eight)
+        problem = matrix.problem(rows, 8 if eight else 16, groups)
         ranked = sorted(candidates(problem, packed.machine), key=lambda t: score(problem, t, packed.machine))
         first = name == "gate_up"
         width = matrix.shape[3]
         sources = [b.x if first else torch.randn(rows, width, device="cuda", dtype=torch.bfloat16) for b in batches]
-        made = [operand(s, packed.activations) for s in sources]
+        made = [operand(s, packed.activations, order=matrix.row_order) for s in sources]
         out = torch.empty(rows, matrix.shape[2], device="cuda", dtype=torch.bfloat16)
         for place, tile in enumerate(ranked[:limit]):
             calls = [

@@ -81,10 +81,8 @@ class MoELayer(nn.Module):
         ``[T, K]``; it replaces the spec's rule, and what it returns is checked like any other routing.
         after_expert: applied to the rows ``[R, H]`` the experts return, row by row, before they are weighted.
         checked: raise RoutingError on NaN logits, out-of-range and duplicate ids instead of dropping the rows; this
-        reads the device once a call. Raises InputError when weights and spec disagree.
-
-        ``workspace``, the memory of the forward pass on a GPU, is one for all layers of the device; a layer that runs
-        beside others, on another stream, needs a ``Workspace`` of its own there. None elsewhere.
+        reads the device once a call. Raises InputError when weights and spec disagree. ``workspace``, the memory
+        of a pass on a GPU, is one for all layers of the device; a layer on another stream needs one of its own.
         """
         super().__init__()
         spec = plan.problem.spec
@@ -117,8 +115,9 @@ class MoELayer(nn.Module):
         self._name = announce(self)
 
     def extra_repr(self) -> str:
-        """Show the plan."""
-        return self.plan.explain()
+        """Show the plan, and what packing rounded where the kernel reports it."""
+        report = getattr(self._pipeline.packed, "report", None)
+        return self.plan.explain() + ("" if report is None else f"\nweights    {report}")
 
     def forward(
         self,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .ops.grouped_gemm import PackedExperts
+from .ops.products import PackedExperts
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,6 +17,7 @@ from collegium.formats import Fp8Block, Fp8Channel, Int4Group, MxFp4, MxFp8
 from collegium.layer import encode_experts
 from collegium.ops import grouped_gemm as ops
 from collegium.ops import pack
+from collegium.ops.products import with_tiles
 from collegium.ops.tiles import Machine, TileChoice, TileProblem, candidates, choose, machine_of, score
 from collegium.parallel.local import Local
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
@@ -33,7 +34,7 @@ from collegium.types import (
 )
 
 if TYPE_CHECKING:
-    from collegium.ops.grouped_gemm import PackedExperts
+    from collegium.ops.products import PackedExperts
 
 if torch.cuda.is_available():
     pytest.skip("tests/gpu makes these comparisons on the device", allow_module_level=True)
@@ -87,7 +88,7 @@ def build(problem: Problem) -> tuple[Any, PackedExperts, ExpertWeights[Any]]:
         spec.num_experts, spec.gate_up_parts, spec.intermediate_size, spec.hidden_size, seed=1, bias=True
     )
     made = encode_experts(plain, spec.weight_format)
-    return kernel, ops.with_tiles(kernel.pack(made, problem), (TILE, TILE)), made
+    return kernel, with_tiles(kernel.pack(made, problem), (TILE, TILE)), made
 
 
 def batch_of(tokens: int, problem: Problem) -> ContiguousBatch:
@@ -153,7 +154,7 @@ def test_a_row_does_not_depend_on_the_batch_or_the_tile(weights: str, act: str) 
     wide = TileChoice(block_n=128, block_t=32, warps=8, stages=3, group_t=2)
     stop = int(batch.expert_offsets[-1])
     for first in (wide, replace(TILE, block_t=32, stacked=True)):
-        assert torch.equal(kernel.run(batch, ops.with_tiles(packed, (first, wide)))[:stop], whole[:stop]), first
+        assert torch.equal(kernel.run(batch, with_tiles(packed, (first, wide)))[:stop], whole[:stop]), first
     for row in (0, 5, stop - 1):
         expert = int(torch.searchsorted(batch.expert_offsets, torch.tensor(row), right=True)) - 1
         offsets = (torch.arange(6) > expert).long()

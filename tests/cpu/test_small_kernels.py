@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from collegium.errors import InputError
+from collegium.ops.operand import operand
 from collegium.ops.permute import permutation_buffers, permute, permute_on_device
-from collegium.ops.quantize import operand, quantize_on_device, quantize_rows, row_buffers
+from collegium.ops.quantize import quantize_on_device, quantize_rows, row_buffers
 from collegium.ops.route import route, sanitise
 from collegium.ops.route_device import route_on_device, routing_buffers, sanitise_on_device
 from collegium.ops.weighted_sum import weighted_sum, weighted_sum_on_device

@@ -16,9 +16,11 @@ from collegium.experts.triton_fp8 import TritonFp8
 from collegium.experts.triton_w4a16 import TritonW4A16
 from collegium.formats import Fp8Channel, MxFp8
 from collegium.layer import encode_experts
-from collegium.ops.grouped_gemm import PackedExperts, grouped_gemm, tile_list, with_tiles
+from collegium.ops.grouped_gemm import grouped_gemm, tile_list
+from collegium.ops.operand import operand
 from collegium.ops.pack import pack_fp8_rows, pack_mxfp8
-from collegium.ops.quantize import activation_format, operand
+from collegium.ops.products import PackedExperts, with_tiles
+from collegium.ops.quantize import activation_format
 from collegium.ops.tiles import TileChoice, candidates
 from collegium.parallel.local import Local
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids

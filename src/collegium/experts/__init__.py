@@ -7,8 +7,16 @@ from .cpu_grouped import CpuGrouped
 from .reference import Reference
 from .triton_bf16 import TritonBf16
 from .triton_fp8 import TritonFp8
+from .triton_w4a8 import TritonW4A8
 from .triton_w4a16 import TritonW4A16
 
-__all__ = ["KERNELS", "CpuGrouped", "ExpertKernel", "Reference", "TritonBf16", "TritonFp8", "TritonW4A16"]
+__all__ = ["KERNELS", "CpuGrouped", "ExpertKernel", "Reference", "TritonBf16", "TritonFp8", "TritonW4A8", "TritonW4A16"]
 
-KERNELS: tuple[ExpertKernel, ...] = (TritonFp8(), TritonW4A16(), TritonBf16(), CpuGrouped(), Reference())
+KERNELS: tuple[ExpertKernel, ...] = (
+    TritonFp8(),
+    TritonW4A8(),
+    TritonW4A16(),
+    TritonBf16(),
+    CpuGrouped(),
+    Reference(),
+)

@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .activation import activate
-from .decode import e2m1_quarters, e4m3_halves, e4m3_scale, e8m0_scale, int4_quarters
+from .decode import e2m1_quarters, e4m3_halves, e4m3_scale, e8m0_scale, finished, int4_quarters
 
 __all__ = ["grouped_gemm_kernel"]
 
@@ -115,8 +115,8 @@ def _multiply(
 ):
     """Add one K block: weights ``w [BLOCK_N, .]`` times tokens ``x0..x3``, scaled as SCALE says."""
     none = tl.zeros_like(acc)
-    if (WEIGHT == E2M1_LANES) or (WEIGHT == E4M3_LANES):  # noqa: SIM109
-        SCALED: tl.constexpr = (SCALE == E8M0_SCALE) or (SCALE == E4M3_SCALE)  # noqa: SIM109
+    if (WEIGHT == E2M1_LANES) or (WEIGHT == E4M3_LANES):
+        SCALED: tl.constexpr = (SCALE == E8M0_SCALE) or (SCALE == E4M3_SCALE)
         if SCALED:
             words = tl.load(scale)
             s0 = _spread(_byte_scale(words, 0, SCALE), w)
@@ -142,7 +142,7 @@ def _multiply(
             factor = tl.load(scale)
             acc += product * (factor[:, None] if STACKED else factor)
         else:
-            acc = product
+            acc = finished(product, ASM)
     elif WEIGHT == INT4_LANES:
         a0, a1, a2, a3 = int4_quarters(w, ASM)
         if SCALE == PAIR_SCALE:

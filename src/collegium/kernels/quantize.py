@@ -58,14 +58,15 @@ def cast_kernel(
 
 @triton.jit
 def e4m3_kernel(
-    x, source, weights, codes, scales, rows, columns, x_stride, groups,
+    x, source, weights, codes, scales, rows, columns, x_stride, groups, wide,
     GROUP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, POWER: tl.constexpr, BYTE: tl.constexpr,
-    GATHER: tl.constexpr, WEIGHTS: tl.constexpr, ROUND: tl.constexpr,
+    GATHER: tl.constexpr, WEIGHTS: tl.constexpr, ROUND: tl.constexpr, REORDER: tl.constexpr,
 ):  # fmt: skip
-    """Write codes ``[rows, columns]`` and scales ``[rows, groups]``; BLOCK_C is whole groups.
+    """Write codes ``[rows, wide]``, zeros beyond ``columns``, and scales ``[rows, groups]``; BLOCK_C is whole groups.
 
     A group with NaN or infinity gets zero codes and a NaN scale. POWER: the scale is the least power of two that
-    saturates nothing; BYTE: stored as its E8M0 byte.
+    saturates nothing; BYTE: stored as its E8M0 byte. REORDER: codes change places within 128 columns (``ordered`` in
+    ``ops/quantize.py``).
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -85,9 +86,13 @@ def e4m3_kernel(
         scale = tl.maximum(tl.div_rn(most.to(tl.float32, bitcast=True), 448.0), 1.1754943508222875e-38)
     scaled = tl.where(finite[:, :, None], value * tl.div_rn(1.0, scale)[:, :, None], 0.0)
     scaled = tl.reshape(tl.minimum(tl.maximum(scaled, -448.0), 448.0), [BLOCK_R, BLOCK_C])
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    inside = (row < rows)[:, None] & (column < wide)[None, :]
     found = _to_e4m3(scaled, codes.dtype.element_ty, ROUND)
-    tl.store(codes + row[:, None] * columns + column[None, :], found, mask=inside)
+    place = column
+    if REORDER:
+        # t (32), s (8), half (4), i (1) to half (64), s (16), t (4), i (1).
+        place = column // 128 * 128 + column // 4 % 2 * 64 + column // 8 % 4 * 16 + column // 32 % 4 * 4 + column % 4
+    tl.store(codes + row[:, None] * wide + place[None, :], found, mask=inside)
     group = tl.program_id(1) * (BLOCK_C // GROUP) + tl.arange(0, BLOCK_C // GROUP)
     held = (row < rows)[:, None] & (group < groups)[None, :]
     stored = tl.where(finite, byte, 255).to(tl.uint8) if BYTE else tl.where(finite, scale, float("nan"))

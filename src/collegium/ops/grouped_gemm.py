@@ -5,8 +5,7 @@ Shape letters: T tokens, R rows, E experts, P parts (2: gate and up; 1), N outpu
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from importlib.util import find_spec
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,31 +14,27 @@ from ..errors import InputError
 from ..types import ACTIVATION_KINDS, ActivationSpec
 from ..workspace import empty
 from .activation import activate
+from .launch import launch, power_of_two
 from .permute import tile_count
-from .quantize import activation_format, operand
-from .tiles import Machine, TileChoice, TileProblem, choose
+from .quantize import AS_IS, PADDED, REORDERED
+from .tiles import TileChoice, TileProblem
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..types import ContiguousBatch, Problem
 
 __all__ = [
-    "PackedExperts",
     "PackedMatrix",
     "TileList",
     "constants",
     "grouped_gemm",
     "grouped_gemm_reference",
-    "refuse_machine",
-    "run_experts",
-    "temporary_bytes",
     "tile_count",
     "tile_list",
-    "with_tiles",
 ]
 
 PLAIN, E4M3_LANES, E4M3_E4M3, E2M1_LANES, INT4_LANES = range(5)
+FOUR_BIT_E4M3, E2M1_SCALED = 6, 9  # from the first to the last: four-bit codes for E4M3 rows, of kernels/w4a8.py
 NO_SCALE, BLOCK_SCALE, E8M0_SCALE, E4M3_SCALE, GROUP_SCALE, PAIR_SCALE = range(6)
 _BLOCK_TILES = 64
 
@@ -49,7 +44,7 @@ class PackedMatrix:
     """Weights ``[E, P, N, K]`` as the kernel reads them.
 
     values: plain and E4M3: ``[E, P, N, K or more]``; lanes: int16 ``[E, P, ceil(K / block_k), N, block_k / 4]``, of
-        E4M3 codes twice as many.
+        E4M3 codes twice as many; for the kernel of four-bit weights and E4M3 rows see ``ops/w4a8.py``.
     weight, scale_kind: how values become operands and which scale stands in the K loop (the constants above).
     scale: 32-bit ``[E, P, ceil(K / block_k), words, N]``, or float32 ``[E, P, ceil(N / 128), ceil(K / 128)]`` for
         blocks.
@@ -81,9 +76,18 @@ class PackedMatrix:
         wide = self.values.shape[-1]
         return wide, self.block_k, self.shape[2] * wide
 
+    @property
+    def row_order(self) -> int:
+        """How the kernel reads rows of codes (see ``ops/quantize.py``)."""
+        if self.weight < FOUR_BIT_E4M3:
+            return AS_IS
+        return PADDED if self.weight == E2M1_SCALED else REORDERED
+
     def problem(self, rows: int, x_bits: int, x_groups: bool) -> TileProblem:
         """Return what tile choice asks about a product of ``rows`` rows with these weights."""
         experts, parts, n_out, k_in = self.shape
+        if self.weight >= FOUR_BIT_E4M3:  # both parts stand in one tile
+            parts, n_out = 1, self.values.shape[1] * self.values.shape[3]
         return TileProblem(
             rows=rows,
             experts=experts,
@@ -95,27 +99,8 @@ class PackedMatrix:
             x_bits=x_bits,
             decoded=self.weight not in (PLAIN, E4M3_E4M3),
             promoted=x_groups or self.scale_kind in (BLOCK_SCALE, GROUP_SCALE, PAIR_SCALE),
+            operands=self.words if self.weight >= FOUR_BIT_E4M3 else 1,
         )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PackedExperts:
-    """Both matrices of all experts and what runs between them.
-
-    activations: name of a format whose codes are E4M3, or None to multiply in the dtype of x.
-    tiles: the two tiles to use instead of the choice made from the sizes, or None.
-    """
-
-    gate_up: PackedMatrix
-    down: PackedMatrix
-    activation: ActivationSpec
-    machine: Machine
-    activations: str | None = None
-    tiles: tuple[TileChoice, TileChoice] | None = None
-
-    def block_t(self, rows: int) -> tuple[int, ...]:
-        """Return the row counts whose token tiles ``run_experts`` will ask for."""
-        return tuple(dict.fromkeys(tile.block_t for tile in _tiles(self, rows))) if rows else ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,17 +150,9 @@ def tile_list(expert_offsets: Tensor, rows: int, tile: TileChoice) -> TileList:
 
     expert = empty((count,), torch.int32, expert_offsets.device)
     row = empty((count,), torch.int64, expert_offsets.device)
-    launch: Any = tile_list_kernel
-    launch[(-(-count // _BLOCK_TILES),)](
-        expert_offsets,
-        expert,
-        row,
-        experts,
-        count,
-        BLOCK_T=tile.block_t,
-        BLOCK_E=max(16, 1 << (experts - 1).bit_length()),
-        BLOCK_TILES=_BLOCK_TILES,
-    )
+    constants = {"BLOCK_T": tile.block_t, "BLOCK_E": power_of_two(experts, 16), "BLOCK_TILES": _BLOCK_TILES}
+    grid = (-(-count // _BLOCK_TILES),)
+    launch(tile_list_kernel, grid, (expert_offsets, expert, row, experts, count), constants)
     return TileList(expert=expert, row=row, count=count, tile=tile)
 
 
@@ -197,16 +174,18 @@ def grouped_gemm(
     ``expert_offsets[E]`` on are not written. Raises InputError for wrong shapes or dtypes.
     """
     _check(x, packed, out, x_scale)
+    if packed.weight >= FOUR_BIT_E4M3:
+        from .w4a8 import launch_w4a8
+
+        return launch_w4a8(x, packed, expert_offsets, tiles, out, source, x_scale, activation)
     _, _, n_out, k_in = packed.shape
-    spec = activation or ActivationSpec()
-    tile = tiles.tile
+    spec, tile = activation or ActivationSpec(), tiles.tile
     n_step, k_step, part_step = packed.steps
     blocks = packed.scale_kind == BLOCK_SCALE and packed.scale is not None
     spare = tiles.row  # stands where a pointer is not used
     from ..kernels.grouped_gemm import grouped_gemm_kernel
 
-    launch: Any = grouped_gemm_kernel
-    launch[(tiles.count * -(-n_out // tile.columns),)](
+    args = (
         x,
         spare if x_scale is None else x_scale,
         packed.values,
@@ -230,12 +209,11 @@ def grouped_gemm(
         float(spec.alpha),
         float(spec.gate_bound),
         float(spec.up_bound),
-        **constants(packed, tile, activation, x_groups=0 if x_scale is None else 1 + (x_scale.shape[1] == 1)),
-        GATHER=source is not None,
-        ASM=x.is_cuda,
-        num_warps=tile.warps,
-        **({"launch_pdl": True} if tile.overlap else {}),
     )
+    x_groups = 0 if x_scale is None else 1 + (x_scale.shape[1] == 1)
+    fixed = constants(packed, tile, activation, x_groups=x_groups) | {"GATHER": source is not None, "ASM": x.is_cuda}
+    options = {"num_warps": tile.warps} | ({"launch_pdl": True} if tile.overlap else {})
+    launch(grouped_gemm_kernel, (tiles.count * -(-n_out // tile.columns),), args, fixed, **options)
     return out
 
 
@@ -265,102 +243,18 @@ def constants(
     }
 
 
-def run_experts(batch: ContiguousBatch, packed: PackedExperts) -> Tensor:
-    """Return ``[R, H]``: both products of every row, in bfloat16 for bfloat16 x and in float32 otherwise.
-
-    Rounding a row to bfloat16 adds 0.17 % of its size at most to the layer's error, and halves the largest traffic
-    of a big batch. Nothing waits for the device; rows from ``expert_offsets[E]`` on are uninitialised.
-    """
-    x, source = batch.x, batch.source
-    rows = source.numel()
-    _, _, wide, _ = packed.gate_up.shape
-    hidden = packed.down.shape[2]
-    middle_dtype = torch.float32 if packed.activations and x.dtype != torch.bfloat16 else x.dtype
-    out_dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
-    out = empty((rows, hidden), out_dtype, x.device)
-    if rows == 0:
-        return out
-    first, second = _tiles(packed, rows)
-    offsets = batch.expert_offsets
-    tiles = _listed(batch, first)
-    # A weight belongs to a row, so weighted rows are gathered; others are gathered by the product.
-    weighted = batch.input_weights is not None
-    rows_in, x_scale = operand(x, packed.activations, source=source if weighted else None, weights=batch.input_weights)
-    middle = empty((rows, wide), middle_dtype, x.device)
-    grouped_gemm(
-        rows_in,
-        packed.gate_up,
-        offsets,
-        tiles,
-        middle,
-        source=None if weighted else source,
-        x_scale=x_scale,
-        activation=packed.activation,
-    )
-    same = second.block_t == first.block_t
-    tiles = replace(tiles, tile=second) if same else _listed(batch, second)
-    rows_in, x_scale = operand(middle, packed.activations)
-    return grouped_gemm(rows_in, packed.down, offsets, tiles, out, x_scale=x_scale)
-
-
-def refuse_machine(problem: Problem) -> str | None:
-    """Return why Triton's grouped product cannot serve the device or the ranks of ``problem``, or None."""
-    device = problem.device
-    if problem.world_size * problem.tp_size > 1:
-        return f"asked for world_size={problem.world_size} and tp_size={problem.tp_size}; it runs on one rank only"
-    if device.kind != "cuda":
-        return f"asked for {device.kind}; it needs a CUDA GPU"
-    if device.capability is not None and device.capability < (8, 0):
-        return f"found sm_{device.capability[0]}{device.capability[1]}; it needs sm_80 (Ampere) or later"
-    if find_spec("triton") is None:
-        return "found no Triton; install the package triton to use it"
-    return None
-
-
-def temporary_bytes(problem: Problem, *, codes: bool) -> int:
-    """Return the bytes ``run_experts`` takes at most: middle and result rows, E4M3 codes of both, tile lists."""
-    spec = problem.spec
-    tokens = problem.limits.max_tokens
-    rows = tokens * spec.routing.top_k
-    hidden, wide = spec.expert_hidden_size, spec.intermediate_size
-    middle = 4 if codes and problem.dtype != "bf16" else 2
-    result = 2 if problem.dtype == "bf16" else 4
-    total = rows * (middle * wide + result * hidden) + 2 * 12 * tile_count(rows, spec.num_experts, 16)
-    if codes:
-        # One float32 scale for 128 codes.
-        taken = rows if spec.routing.weight_on_input else tokens
-        total += taken * (hidden + hidden // 32 + 4) + rows * (wide + wide // 32 + 4)
-    elif spec.routing.weight_on_input:
-        total += rows * hidden * middle
-    return total
-
-
-def _listed(batch: ContiguousBatch, tile: TileChoice) -> TileList:
-    """Return the tile list that came with the batch, or make it."""
-    for made in batch.tiles:
-        if made.block_t == tile.block_t:
-            return TileList(expert=made.expert, row=made.row, count=made.row.numel(), tile=tile)
-    return tile_list(batch.expert_offsets, batch.source.numel(), tile)
-
-
-def _tiles(packed: PackedExperts, rows: int) -> tuple[TileChoice, TileChoice]:
-    if packed.tiles is not None:
-        return packed.tiles
-    bits = 8 if packed.activations else 16
-    groups = packed.activations is not None and activation_format(packed.activations).group > 0
-    first = choose(packed.gate_up.problem(rows, bits, groups), packed.machine)
-    second = choose(packed.down.problem(rows, bits, groups), packed.machine)
-    return first, second
-
-
 def _check(x: Tensor, packed: PackedMatrix, out: Tensor, x_scale: Tensor | None) -> None:
     _, _, n_out, k_in = packed.shape
+    four = packed.weight >= FOUR_BIT_E4M3
+    if four:
+        k_in = packed.k_blocks * packed.block_k
     if x.dim() != 2 or x.shape[1] != k_in or x.stride(1) != 1:
         raise InputError(
             f"grouped_gemm: x is {tuple(x.shape)} with strides {x.stride()}, these weights need [rows, {k_in}] with "
             "dense rows; call contiguous() first"
         )
-    if packed.weight == E4M3_E4M3:
+    eight = four or packed.weight == E4M3_E4M3
+    if eight:
         allowed = (torch.float8_e4m3fn,)
     elif packed.weight == PLAIN:
         allowed = (packed.values.dtype,)
@@ -368,12 +262,7 @@ def _check(x: Tensor, packed: PackedMatrix, out: Tensor, x_scale: Tensor | None)
         allowed = (torch.bfloat16,)
     if x.dtype not in allowed:
         raise InputError(f"grouped_gemm: x is {x.dtype}, these weights multiply {allowed[0]}; convert x")
-    if (x_scale is not None) != (packed.weight == E4M3_E4M3):
+    if (x_scale is not None) != eight:
         raise InputError("grouped_gemm: E4M3 rows need x_scale, other rows must not have one")
     if out.dim() != 2 or out.shape[1] != n_out or not out.is_contiguous():
         raise InputError(f"grouped_gemm: out is {tuple(out.shape)}, these weights write contiguous [rows, {n_out}]")
-
-
-def with_tiles(packed: PackedExperts, tiles: tuple[TileChoice, TileChoice]) -> PackedExperts:
-    """Return ``packed`` with fixed tiles instead of the choice made from the sizes."""
-    return replace(packed, tiles=tiles)

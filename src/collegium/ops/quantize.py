@@ -36,10 +36,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ACTIVATION_FORMATS",
+    "AS_IS",
+    "PADDED",
+    "REORDERED",
     "ActivationFormat",
     "QuantizedRows",
     "activation_format",
-    "operand",
+    "cast_name",
     "quantize_on_device",
     "quantize_rows",
     "row_buffers",
@@ -181,6 +184,9 @@ class _NvFp4(ActivationFormat):
         return _e2m1_values(nibbles) * _spread(scales, self.group, rows.shape[1])
 
 
+# How a product reads the codes of a row: K of them; up to whole 128; the same in the order of ``ordered``.
+AS_IS, PADDED, REORDERED = range(3)
+
 # Order: plain dtypes, then eight bits, then four.
 ACTIVATION_FORMATS: tuple[ActivationFormat, ...] = (
     _Cast(name="fp32", bits=32, dtype=torch.float32),
@@ -201,6 +207,11 @@ def activation_format(name: str) -> ActivationFormat:
             return candidate
     allowed = ", ".join(candidate.name for candidate in ACTIVATION_FORMATS)
     raise InputError(f"activation format: found {name!r}, allowed: {allowed}")
+
+
+def cast_name(dtype: torch.dtype) -> str:
+    """Return the name of the format that holds rows in ``dtype`` as they are."""
+    return next(form.name for form in ACTIVATION_FORMATS if isinstance(form, _Cast) and form.dtype == dtype)
 
 
 def row_buffers(name: str, rows: int, columns: int, device: torch.device) -> QuantizedRows:
@@ -260,11 +271,13 @@ def quantize_on_device(
     source: Tensor | None = None,
     weights: Tensor | None = None,
     out: QuantizedRows | None = None,
+    order: int = 0,
 ) -> QuantizedRows:
-    """Do ``quantize_rows`` in one pass of a kernel."""
+    """Do ``quantize_rows`` in one pass of a kernel, E4M3 codes in the order of ``operand``."""
     form, columns = activation_format(name), x.shape[1]
+    wide = -(-columns // 128) * 128 if order != AS_IS else columns
     rows = x.shape[0] if source is None else source.numel()
-    made = row_buffers(name, rows, columns, x.device) if out is None else out
+    made = row_buffers(name, rows, wide, x.device) if out is None else out
     if rows == 0:
         return made
     # Imported here: Triton exists for Linux alone, and everything but a launch works without it.
@@ -282,36 +295,22 @@ def quantize_on_device(
         return made
     few = rows < _FEW_ROWS
     if form.group == 0 and not isinstance(form, _Cast):
-        block_r, block_c = 1, power_of_two(columns, 32)
+        block_r, block_c = 1, power_of_two(wide, 32)
     else:
         block_r, block_c = (
             (1, min(256, power_of_two(columns, 128))) if few else (2, min(1024, power_of_two(columns, 128)))
         )
-    grid = (-(-rows // block_r), -(-columns // block_c))
+    grid = (-(-rows // block_r), -(-wide // block_c))
     block = {"BLOCK_R": block_r, "BLOCK_C": block_c, **reads}
     warps = max(1, min(16, block_r * block_c // 512))
     if isinstance(form, _Fp8):
         block |= {"GROUP": form.group or block_c, "POWER": form.power, "BYTE": form.e8m0, "ROUND": not x.is_cuda}
-        args = (*inputs, made.scales, *sizes, _present(name, made.scales).shape[1])
+        block["REORDER"] = order == REORDERED
+        args = (*inputs, made.scales, *sizes, _present(name, made.scales).shape[1], wide)
         launch(kernels.e4m3_kernel, grid, args, block, num_warps=warps)
     else:
         launch(kernels.cast_kernel, grid, (*inputs, *sizes), block, num_warps=warps)
     return made
-
-
-def operand(
-    x: Tensor, name: str | None, *, source: Tensor | None = None, weights: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Return rows of ``x [T, K]`` as a product reads them: codes and scales of a format, or x's dtype and None.
-
-    source and weights as in ``quantize_rows``; without them and without a format x itself is returned.
-    """
-    if name is None:
-        if source is None and weights is None:
-            return x if x.stride(-1) == 1 else x.contiguous(), None
-        name = next(form.name for form in ACTIVATION_FORMATS if isinstance(form, _Cast) and form.dtype == x.dtype)
-    rows = quantize_rows(x, name, source=source, weights=weights)
-    return rows.codes, rows.scales
 
 
 def _weighted(x: Tensor, source: Tensor | None, weights: Tensor | None) -> Tensor:

@@ -35,7 +35,8 @@ class Machine:
 
     sms: multiprocessors. shared: bytes of shared memory one of them has for a block. bandwidth: bytes a microsecond.
     rate: bf16 FLOP a microsecond; FP8 runs twice as fast where ``fp8`` says the tensor cores have it. pdl: a kernel
-    may start before the one before it has finished.
+    may start before the one before it has finished. scaled: its tensor cores multiply four-bit weights and E4M3 rows
+    with block scales.
     """
 
     sms: int = 132
@@ -44,6 +45,7 @@ class Machine:
     rate: float = 7.9e8
     fp8: bool = True
     pdl: bool = True
+    scaled: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +53,8 @@ class TileProblem:
     """One grouped product: R rows of K inputs over E experts of ``parts`` times ``n_out`` outputs.
 
     weight_bits: stored bits a weight. x_bits: bits of an activation. decoded: weights are decoded in registers.
-    promoted: the product is scaled inside the K loop, which needs a second accumulator.
+    promoted: the product is scaled inside the K loop, which needs a second accumulator. operands: products a weight
+    takes, 2 when it is decoded to a sum.
     """
 
     rows: int
@@ -64,6 +67,7 @@ class TileProblem:
     x_bits: int = 16
     decoded: bool = False
     promoted: bool = False
+    operands: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +96,13 @@ class TileChoice:
 def machine_of(capability: tuple[int, int], sms: int) -> Machine:
     """Return the machine of a CUDA ``capability`` with ``sms`` multiprocessors."""
     shared = _SHARED.get(capability, 227 if capability >= (9, 0) else 99) * 1024
-    return Machine(sms=sms, shared=shared, fp8=capability >= (8, 9), pdl=capability >= (9, 0))
+    return Machine(
+        sms=sms,
+        shared=shared,
+        fp8=capability >= (8, 9),
+        pdl=capability >= (9, 0),
+        scaled=capability[0] == 10,
+    )
 
 
 def machine_at(device: torch.device) -> Machine:
@@ -106,6 +116,8 @@ def machine_at(device: torch.device) -> Machine:
 def candidates(problem: TileProblem, machine: Machine) -> tuple[TileChoice, ...]:
     """Return every tile whose buffers and accumulators fit."""
     found: list[TileChoice] = []
+    if problem.decoded and problem.x_bits == 8:
+        return _four_bit_candidates(problem, machine)
     # A product of a few microseconds gains by starting before the kernel before it ends; a longer one can lose.
     weights = _experts_hit(problem) * problem.parts * problem.n_out * problem.k_in * problem.weight_bits / 8
     overlap = machine.pdl and weights < 1.1e8
@@ -129,6 +141,8 @@ def candidates(problem: TileProblem, machine: Machine) -> tuple[TileChoice, ...]
 
 def score(problem: TileProblem, tile: TileChoice, machine: Machine) -> float:
     """Return the estimated microseconds of ``problem`` with ``tile``."""
+    if problem.decoded and problem.x_bits == 8:
+        return _four_bit_score(problem, tile, machine)
     hit = _experts_hit(problem)
     each = problem.rows / hit
     # A tile less than full at the end of every expert: half of one on average, a whole one when all rows fit.
@@ -223,6 +237,51 @@ def _resident(problem: TileProblem, tile: TileChoice, machine: Machine) -> int:
     by_shared = int(machine.shared / (tile.stages * _stage_bytes(problem, tile) + 1024))
     registers = 64 + _accumulators(problem, tile)
     return max(1, min(by_shared, int(65536 / (registers * 32 * tile.warps))))
+
+
+# Most tokens of four-bit weights and E4M3 rows, by (block_n, warps): more would spill. A scale in the loop takes a
+# second accumulator.
+_FOUR_BIT = {(64, 4): 128, (128, 4): 128, (128, 8): 256}
+_FOUR_BIT_PROMOTED = {(64, 4): 128, (128, 4): 32, (128, 8): 64}
+
+
+def _four_bit_candidates(problem: TileProblem, machine: Machine) -> tuple[TileChoice, ...]:
+    most = _FOUR_BIT_PROMOTED if problem.promoted else _FOUR_BIT
+    found: list[TileChoice] = []
+    for block_t in (16, 32, 64, 128, 256):
+        for (block_n, warps), limit in most.items():
+            if block_t > limit or (machine.scaled and block_n < 128):
+                continue
+            # Wide tiles of tokens live off the weights the tiles beside them have just read.
+            group_t = 32 if block_t == 128 and problem.operands == 1 else 8
+            tile = TileChoice(block_n=block_n, block_t=block_t, warps=warps, stages=1, group_t=group_t)
+            fitting = int((machine.shared - 4096) / _stage_bytes(problem, tile))
+            stages = min(3 if block_t > 128 else 4 if block_t > 32 else 5, fitting)
+            if stages >= 2:
+                found.append(replace(tile, stages=stages))
+    return tuple(found)
+
+
+def _four_bit_score(problem: TileProblem, tile: TileChoice, machine: Machine) -> float:
+    """Return microseconds, fitted to four models' products on an H200, 2026-11-21."""
+    hit = _experts_hit(problem)
+    each = problem.rows / hit
+    tiles = hit * (1.0 if each <= tile.block_t / 2 else each / tile.block_t + 0.5)
+    columns = math.ceil(problem.n_out / tile.block_n)
+    # Nanoseconds of a multiprocessor for 128 weight rows and one K block: decoding, then a token's products and sums.
+    token = 0.8 + 1.75 * problem.operands + 2.0 * problem.promoted
+    step = (130 + 60 * problem.operands + token * tile.block_t) * tile.block_n / 128
+    if tile.block_n == 64:
+        step *= 1.1 if tile.block_t <= 16 else 1.4
+    if tile.warps == 8:
+        step *= 1.05 if tile.block_t <= 16 else 1.4 / problem.operands**0.3
+    steps = math.ceil(problem.k_in / problem.block_k)
+    memory = hit * problem.n_out * problem.k_in * problem.weight_bits / 8 / machine.bandwidth
+    math_time = tiles * columns / machine.sms * steps * step / 1000
+    # A program by itself: it waits for loads, decoding and products in turn, less so with more warps.
+    alone = steps * (0.66 - 0.1 * (tile.warps // 8) - 0.08 * (tile.block_n // 128))
+    alone += 2.0 * problem.operands * (tile.warps // 8)
+    return max(memory, math_time, alone) + 0.25 * min(memory, math_time)
 
 
 def _program(problem: TileProblem, tile: TileChoice, machine: Machine) -> float:

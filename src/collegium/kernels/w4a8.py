@@ -1,0 +1,411 @@
+"""Grouped matrix product of four-bit weights and E4M3 activations, codes decoded to E4M3 in registers.
+
+Weights are the first operand, tokens the second, as in ``grouped_gemm.py``. A 32-bit word of the packed weights holds
+eight codes of one row: the magnitudes of columns c to c+3 of its first and of its second half in eight three-bit
+fields, four bits apart, and the eight signs in the bits between. Two byte permutations turn a word into two operand
+registers. A group scale that is a power of two, or an E4M3 number, enters by integer addition to the table the
+permutations read, so MXFP4 and NVFP4 have no scale in the K loop. ``ops/w4a8.py`` states layout and number ranges.
+"""
+
+import triton
+import triton.language as tl
+
+from .activation import activate
+from .decode import finished
+
+__all__ = ["w4a8_kernel"]
+
+# Which codes the words hold.
+E2M1_E8M0 = tl.constexpr(6)  # E2M1, groups of 32 with a power of two
+INT4_FLOAT = tl.constexpr(7)  # two's complement, one float32 for each row and K block, applied to the product
+E2M1_E4M3 = tl.constexpr(8)  # E2M1, groups of 16 with an E4M3 scale: two operands whose sum is exact
+# Not words but pairs of neighbours, E2M1 with E8M0 bytes: the tensor core of sm_100 decodes and scales them itself.
+E2M1_SCALED = tl.constexpr(9)
+
+# Operand $2: the word; $3 (of $3 to $6): scale bytes of the row; $7 (of $7 to $10): which of them, as a selector.
+# The byte is 8 d: added to all bytes of the table but the first, it multiplies by 2^d.
+_E8M0_ASM = tl.constexpr(
+    """
+    {
+    .reg .b32 d, lo, hi, m, n, s;
+    prmt.b32 d, $3, 0, $7;
+    and.b32 m, $2, 0x77777777;
+    mad.lo.u32 lo, d, 0x01010100, 0x0C080000;
+    mad.lo.u32 hi, d, 0x01010101, 0x1C181410;
+    shr.u32 n, m, 16;
+    prmt.b32 m, lo, hi, m;
+    prmt.b32 n, lo, hi, n;
+    shl.b32 s, $2, 4;
+    lop3.b32 $0, m, $2, 0x80808080, 0xF8;
+    lop3.b32 $1, n, s, 0x80808080, 0xF8;
+    }
+    """
+)
+
+# Two tables: 0 to 7 and -8 to -1; the sign, spread over its byte, chooses.
+_INT4_ASM = tl.constexpr(
+    """
+    {
+    .reg .b32 m, n, s, p, q;
+    and.b32 m, $2, 0x77777777;
+    shr.u32 n, m, 16;
+    prmt.b32 p, 0x44403800, 0x4E4C4A48, m;
+    prmt.b32 q, 0xCACCCED0, 0xB8C0C4C8, m;
+    prmt.b32 s, $2, 0, 0xBA98;
+    lop3.b32 $0, s, q, p, 0xCA;
+    prmt.b32 p, 0x44403800, 0x4E4C4A48, n;
+    prmt.b32 q, 0xCACCCED0, 0xB8C0C4C8, n;
+    shl.b32 s, $2, 4;
+    prmt.b32 s, s, 0, 0xBA98;
+    lop3.b32 $1, s, q, p, 0xCA;
+    }
+    """
+)
+
+# The byte is the E4M3 group scale over two. A magnitude with its mantissa bit set, 1.5 * 2^e, is 2^e + 2^(e-1): the
+# first table holds scale * 2^e, the second scale * 2^(e-1) or zero. $0, $1: first operands; $2, $3: second ones;
+# $4: the word, $5: scale bytes, $9: selector.
+_E4M3_ASM = tl.constexpr(
+    """
+    {
+    .reg .b32 d, lo, hi, l2, h2, m, n, s, a, b;
+    prmt.b32 d, $5, 0, $9;
+    and.b32 m, $4, 0x77777777;
+    mad.lo.u32 lo, d, 0x01010100, 0x08080000;
+    mad.lo.u32 hi, d, 0x01010101, 0x18181010;
+    shl.b32 l2, d, 24;
+    mad.lo.u32 h2, d, 0x01000100, 0x10000800;
+    shr.u32 n, m, 16;
+    shl.b32 s, $4, 4;
+    prmt.b32 a, lo, hi, m;
+    prmt.b32 b, lo, hi, n;
+    lop3.b32 $0, a, $4, 0x80808080, 0xF8;
+    lop3.b32 $1, b, s, 0x80808080, 0xF8;
+    prmt.b32 a, l2, h2, m;
+    prmt.b32 b, l2, h2, n;
+    lop3.b32 $2, a, $4, 0x80808080, 0xF8;
+    lop3.b32 $3, b, s, 0x80808080, 0xF8;
+    }
+    """
+)
+
+
+@triton.jit
+def _bytes(bits):
+    return bits.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+
+
+@triton.jit
+def _e2m1_byte(code, d):
+    # Codes 2 to 7 are (code << 2) + d; 0.5 has the exponent below that of 1 and no mantissa bit.
+    byte = tl.where(code == 0, 0, tl.where(code == 1, d, (code << 2) + d))
+    return byte
+
+
+@triton.jit
+def _halves(words, byte):
+    """Return magnitudes and signs ``m0, s0, m1, s1`` of both halves for the byte of the word a column stands in."""
+    m0 = (words >> (4 * byte)) & 7
+    m1 = (words >> (16 + 4 * byte)) & 7
+    s0 = (words >> (8 * byte + 7)) & 1
+    s1 = (words >> (8 * byte + 3)) & 1
+    return m0, s0, m1, s1
+
+
+@triton.jit
+def _e2m1_table(words, byte, d):
+    m0, s0, m1, s1 = _halves(words, byte)
+    return _bytes(_e2m1_byte(m0, d) | (s0 << 7)), _bytes(_e2m1_byte(m1, d) | (s1 << 7))
+
+
+@triton.jit
+def _int4_one(m, s):
+    value = (m - 8 * s).to(tl.float32)
+    return value.to(tl.float8e4nv)
+
+
+@triton.jit
+def _first(m, d):
+    return tl.where(m == 0, 0, d + 8 * (m >> 1))
+
+
+@triton.jit
+def _second(m, d):
+    return tl.where((m & 1) * (m >> 1) == 0, 0, d + 8 * (m >> 1) - 8)
+
+
+@triton.jit
+def _operand(a0, a1, BLOCK_N: tl.constexpr, WARPS: tl.constexpr):
+    """Return ``[BLOCK_N, BLOCK_K]`` from the first and second halves of words ``[BLOCK_N, BLOCK_K / 2]``.
+
+    Loaded row (m, r, w, g) of sizes (., 2, WARPS, 8) becomes row (m, w, r, g), and byte (t, s, i) of sizes (4, ., 4)
+    column (half, s, t, i): each thread keeps what it holds, so nothing moves between threads.
+    """
+    HALF: tl.constexpr = a0.shape[1]
+    both = tl.join(a0, a1)
+    both = tl.reshape(both, (BLOCK_N // (16 * WARPS), 2, WARPS, 8, 4, HALF // 16, 4, 2))
+    both = tl.permute(both, (0, 2, 1, 3, 7, 5, 4, 6))
+    return tl.reshape(both, (BLOCK_N, 2 * HALF))
+
+
+@triton.jit
+def _decode(
+    words,
+    byte,
+    scales,
+    select,
+    BLOCK_N: tl.constexpr,
+    WARPS: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Return two E4M3 operands ``[BLOCK_N, BLOCK_K]``: the weights, and what they still lack (E2M1_E4M3)."""
+    if WEIGHT == INT4_FLOAT:
+        if ASM:
+            a0, a1 = tl.inline_asm_elementwise(
+                _INT4_ASM,
+                "=&r,=&r,r",
+                [words],
+                dtype=(tl.float8e4nv, tl.float8e4nv),
+                is_pure=True,
+                pack=4,
+            )
+        else:
+            m0, s0, m1, s1 = _halves(words, byte)
+            a0 = _int4_one(m0, s0)
+            a1 = _int4_one(m1, s1)
+    elif WEIGHT == E2M1_E8M0:
+        if ASM:
+            a0, a1 = tl.inline_asm_elementwise(
+                _E8M0_ASM,
+                "=&r,=&r,r,r,r,r,r,r,r,r,r",
+                [words, scales, select],
+                dtype=(tl.float8e4nv, tl.float8e4nv),
+                is_pure=True,
+                pack=4,
+            )
+        else:
+            a0, a1 = _e2m1_table(words, byte, (scales >> (8 * (select & 3))) & 255)
+    else:
+        if ASM:
+            a0, a1, b0, b1 = tl.inline_asm_elementwise(
+                _E4M3_ASM,
+                "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r",
+                [words, scales, select],
+                dtype=(tl.float8e4nv, tl.float8e4nv, tl.float8e4nv, tl.float8e4nv),
+                is_pure=True,
+                pack=4,
+            )
+        else:
+            d = (scales >> (8 * (select & 3))) & 255
+            m0, s0, m1, s1 = _halves(words, byte)
+            a0 = _bytes(_first(m0, d) | (s0 << 7))
+            a1 = _bytes(_first(m1, d) | (s1 << 7))
+            b0 = _bytes(_second(m0, d) | (s0 << 7))
+            b1 = _bytes(_second(m1, d) | (s1 << 7))
+    a = _operand(a0, a1, BLOCK_N, WARPS)
+    if WEIGHT == E2M1_E4M3:
+        return a, _operand(b0, b1, BLOCK_N, WARPS)
+    else:
+        return a, a
+
+
+@triton.jit
+def _load_words(pointers, ASM: tl.constexpr):
+    """Return codes as bytes for the device, which sees four of them as a word; as whole words for the interpreter."""
+    if ASM:
+        return tl.load(pointers)
+    else:
+        b0 = tl.load(pointers).to(tl.int32) & 255
+        b1 = tl.load(pointers + 1).to(tl.int32) & 255
+        b2 = tl.load(pointers + 2).to(tl.int32) & 255
+        b3 = tl.load(pointers + 3).to(tl.int32) & 255
+        return b0 | (b1 << 8) | (b2 << 16) | (b3 << 24)
+
+
+@triton.jit
+def _dot_scaled(pairs, scales, tokens, acc, ASM: tl.constexpr):
+    """Add E2M1 pairs ``[BLOCK_N, BLOCK_K / 2]`` with E8M0 scales ``[BLOCK_N, BLOCK_K / 32]`` times E4M3 tokens."""
+    if ASM:
+        ones = tl.full((tokens.shape[1], scales.shape[1]), 127, tl.uint8)
+        return tl.dot_scaled(pairs, scales, "e2m1", tokens, ones, "e4m3", acc)
+    else:
+        bits = pairs.to(tl.int32)
+        codes = tl.reshape(tl.join(bits & 15, (bits >> 4) & 15), (pairs.shape[0], 2 * pairs.shape[1]))
+        values = _bytes(_e2m1_byte(codes & 7, 48) | ((codes & 8) << 4)).to(tl.float32)
+        groups = tl.reshape(values, (scales.shape[0], scales.shape[1], 32))
+        groups *= (scales.to(tl.int32) << 23).to(tl.float32, bitcast=True)[:, :, None]
+        weights = tl.reshape(groups, (pairs.shape[0], 2 * pairs.shape[1]))
+        return tl.dot(weights, tokens.to(tl.float32), acc, input_precision="ieee")
+
+
+@triton.jit
+def _dot(a, b, acc, ASM: tl.constexpr):
+    if ASM:
+        return tl.dot(a, b, acc)
+    else:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=["token_tiles"])
+def w4a8_kernel(
+    x,
+    x_scale,
+    weight,
+    scale,
+    row_scale,
+    bias,
+    out,
+    source,
+    expert_offsets,
+    tile_expert,
+    tile_row,
+    n_out,
+    x_stride,
+    row_tiles,
+    token_tiles,
+    limit,
+    alpha,
+    gate_bound,
+    up_bound,
+    WEIGHT: tl.constexpr,
+    X_SCALE: tl.constexpr,
+    BIAS: tl.constexpr,
+    GATHER: tl.constexpr,
+    PARTS: tl.constexpr,
+    KIND: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+    K_BLOCKS: tl.constexpr,
+    ASM: tl.constexpr,
+    WARPS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_T: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Write ``out [R, n_out]``: rows of one expert times its weights, then bias and activation.
+
+    x: E4M3 ``[T or R, x_stride]``, columns in the weight's order (``ops/quantize.py``), read at row source[r]
+    (GATHER) or r. x_scale: float32 [., K_BLOCKS] (X_SCALE 1) or [., 1] (2). weight: bytes
+    ``[E, row_tiles, K_BLOCKS, 64, BLOCK_K / 2]``; with two parts, eight rows of gate and eight of up take turns.
+    scale: int32 or float32 ``[E, row_tiles, K_BLOCKS, words, 64]``, or bytes ``[E, row_tiles, K_BLOCKS, 64, 4]``
+    (E2M1_SCALED). row_scale: float32 ``[E, row_tiles, 64]``. bias: ``[E, PARTS, n_out]``. Rows from
+    expert_offsets[E] on are not written.
+    """
+    n_tiles = tl.cdiv(row_tiles * 64, BLOCK_N)
+    program = tl.program_id(0)
+    group = program // (GROUP_T * n_tiles)
+    width = tl.minimum(token_tiles - group * GROUP_T, GROUP_T)
+    inside = program - group * GROUP_T * n_tiles
+    tile = group * GROUP_T + inside % width
+    n_first = (inside // width) * BLOCK_N
+
+    expert = tl.load(tile_expert + tile)
+    if expert < 0:
+        return
+    expert = expert.to(tl.int64)
+    row_first = tl.load(tile_row + tile)
+    row_count = tl.minimum(tl.load(expert_offsets + expert + 1) - row_first, BLOCK_T).to(tl.int32)
+
+    WORDS: tl.constexpr = 2 if WEIGHT == E2M1_E4M3 else 1
+    t = tl.arange(0, BLOCK_T)
+    n = tl.arange(0, BLOCK_N)
+    # Rows beyond the end read a neighbour again; nothing of them is stored.
+    row = row_first + tl.where(t < row_count, t, 0)
+    token = tl.load(source + row) if GATHER else row
+
+    HALF: tl.constexpr = BLOCK_K // 2
+    j = tl.arange(0, HALF)
+    k = tl.arange(0, BLOCK_K)
+    x_ptr = x + token[None, :] * x_stride + k[:, None]
+    if X_SCALE == 1:
+        xs_ptr = x_scale + token * K_BLOCKS
+
+    # The row of the tensor core that a loaded row becomes in _operand; weights are stored in the core's order.
+    if WEIGHT == E2M1_SCALED:
+        core = n
+    else:
+        core = n // (16 * WARPS) * (16 * WARPS) + n // 8 % WARPS * 16 + n // (8 * WARPS) % 2 * 8 + n % 8
+    n_tile = n_first // 64
+    here = (expert * row_tiles + n_tile) * K_BLOCKS
+    beyond = tl.minimum(core // 64, row_tiles - 1 - n_tile) * K_BLOCKS
+    byte = j if ASM or WEIGHT == E2M1_SCALED else j // 4 * 4
+    w_ptr = weight + here * (64 * HALF) + ((beyond * (64 * HALF) + core % 64 * HALF)[:, None] + byte[None, :])
+    s_ptr = scale + here * (64 * WORDS) + (beyond * (64 * WORDS) + core % 64)
+    if WEIGHT == E2M1_SCALED:
+        s_ptr = scale + here * 256 + ((beyond * 256 + core % 64 * 4)[:, None] + tl.arange(0, 4)[None, :])
+    g_ptr = scale + here * 64 + (tl.minimum(n // 64, row_tiles - 1 - n_tile) * (K_BLOCKS * 64) + n % 64)
+    byte = (j % 4)[None, :]
+    group_of = j // (HALF // (4 * WORDS))
+    select = (0x4440 + group_of % 4)[None, :]
+
+    acc = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
+    none = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
+    for step in tl.range(0, K_BLOCKS, num_stages=STAGES):
+        tokens = tl.load(x_ptr)
+        words = _load_words(w_ptr, ASM or WEIGHT == E2M1_SCALED)
+        if WEIGHT == E2M1_SCALED:
+            a = words
+            b = words
+        elif WEIGHT == INT4_FLOAT:
+            a, b = _decode(words, byte, words, words, BLOCK_N, WARPS, WEIGHT, ASM)
+        else:
+            spread = tl.load(s_ptr)[:, None]
+            if WORDS == 2:
+                spread = tl.where((group_of < 4)[None, :], spread, tl.load(s_ptr + 64)[:, None])
+            spread, _ = tl.broadcast(spread, words)
+            chosen, _ = tl.broadcast(select, words)
+            a, b = _decode(words, byte, spread, chosen, BLOCK_N, WARPS, WEIGHT, ASM)
+        if (X_SCALE == 1) or (WEIGHT == INT4_FLOAT):
+            if WEIGHT == E2M1_SCALED:
+                product = _dot_scaled(a, tl.load(s_ptr), tokens, none, ASM)
+            else:
+                product = _dot(a, tokens, none, ASM)
+            if WEIGHT == E2M1_E4M3:
+                product = _dot(b, tokens, product, ASM)
+            if WEIGHT == INT4_FLOAT:
+                product *= tl.load(g_ptr)[:, None]
+            if X_SCALE == 1:
+                acc += product * tl.load(xs_ptr + step)[None, :]
+            else:
+                acc += product
+        elif WEIGHT == E2M1_SCALED:
+            acc = _dot_scaled(a, tl.load(s_ptr), tokens, acc, ASM)
+        else:
+            acc = _dot(a, tokens, acc, ASM)
+            if WEIGHT == E2M1_E4M3:
+                acc = _dot(b, tokens, acc, ASM)
+            acc = finished(acc, ASM)
+        x_ptr += BLOCK_K
+        w_ptr += 64 * HALF
+        s_ptr += 256 if WEIGHT == E2M1_SCALED else 64 * WORDS
+        g_ptr += 64
+
+    if WEIGHT != INT4_FLOAT and WEIGHT != E2M1_SCALED:
+        last_row = row_tiles * 64 - 1
+        acc *= tl.load(row_scale + expert * (row_tiles * 64) + tl.minimum(n_first + n, last_row))[:, None]
+    if X_SCALE == 2:
+        acc *= tl.load(x_scale + token)[None, :]
+    vector = bias + expert * PARTS * n_out
+    if PARTS == 2:
+        pairs = tl.permute(tl.reshape(acc, (BLOCK_N // 16, 2, 8, BLOCK_T)), (0, 2, 3, 1))
+        gate, up = tl.split(pairs)
+        gate = tl.reshape(gate, (BLOCK_N // 2, BLOCK_T))
+        up = tl.reshape(up, (BLOCK_N // 2, BLOCK_T))
+        column = n_first // 2 + tl.arange(0, BLOCK_N // 2)
+        last = tl.minimum(column, n_out - 1)
+        if BIAS:
+            gate += tl.load(vector + last).to(tl.float32)[:, None]
+            up += tl.load(vector + n_out + last).to(tl.float32)[:, None]
+        result = activate(gate, up, KIND, HAS_LIMIT, limit, alpha, gate_bound, up_bound)
+    else:
+        column = n_first + n
+        result = acc
+        if BIAS:
+            result += tl.load(vector + tl.minimum(column, n_out - 1)).to(tl.float32)[:, None]
+        if KIND != -1:
+            result = activate(result, result, KIND, HAS_LIMIT, limit, alpha, gate_bound, up_bound)
+    out_ptr = out + row[None, :] * n_out + column[:, None]
+    inside_out = (column < n_out)[:, None] & (t < row_count)[None, :]
+    tl.store(out_ptr, result.to(out.dtype.element_ty), mask=inside_out)

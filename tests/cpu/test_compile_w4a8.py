@@ -1,0 +1,139 @@
+"""What the compiler makes of four-bit weights and E4M3 rows: operands decoded in registers, few instructions.
+
+No GPU is needed; the compiler runs in a process of its own (see test_compile.py).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("needs Triton", allow_module_level=True)
+
+BASE = {
+    "WEIGHT": 6, "X_SCALE": 2, "BIAS": False, "GATHER": True, "PARTS": 2, "KIND": 0, "HAS_LIMIT": False,
+    "K_BLOCKS": 32, "ASM": True, "WARPS": 4, "BLOCK_N": 64, "BLOCK_T": 16, "BLOCK_K": 128, "GROUP_T": 8, "STAGES": 4,
+}  # fmt: skip
+INT4, NVFP4, SCALED = {"WEIGHT": 7}, {"WEIGHT": 8}, {"WEIGHT": 9}
+GROUPS = {"X_SCALE": 1}
+DOWN = {"PARTS": 1, "KIND": -1, "GATHER": False, "BIAS": True}
+TALL = {"BLOCK_N": 128}
+WIDE = {"BLOCK_N": 128, "BLOCK_T": 128, "WARPS": 8, "STAGES": 3}
+
+# (architecture, changes, most instructions in a step of the K loop, most registers, most KiB of shared memory)
+CASES: tuple[tuple[int, dict[str, Any], int, int, int], ...] = (
+    (90, {}, 150, 72, 22),
+    (90, DOWN, 150, 64, 22),
+    (90, TALL, 230, 104, 36),
+    (90, WIDE, 165, 216, 68),
+    (90, GROUPS, 200, 80, 22),
+    (90, INT4, 215, 72, 22),
+    (90, NVFP4, 215, 96, 23),
+    (90, NVFP4 | TALL, 340, 168, 37),
+    (89, {}, 220, 80, 22),
+    (100, {}, 400, 96, 32),
+    (100, SCALED | TALL | {"BLOCK_T": 64}, 0, 255, 80),
+)
+PRODUCT = {89: "QMMA", 90: "QGMMA", 100: "UTCQMMA"}
+
+_PROGRAM = """
+import json, re, subprocess, sys, tempfile
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from collegium.kernels.w4a8 import w4a8_kernel as kernel
+
+tool = triton.__path__[0] + "/backends/nvidia/bin/cuobjdump"
+types = {"x": "*fp8e4nv", "x_scale": "*fp32", "weight": "*u8", "row_scale": "*fp32", "bias": "*bf16", "out": "*bf16"}
+types |= {"source": "*i64", "expert_offsets": "*i64", "tile_expert": "*i32", "tile_row": "*i64"}
+types |= dict.fromkeys(("limit", "alpha", "gate_bound", "up_bound"), "fp32")
+found = []
+for arch, constants in json.load(sys.stdin):
+    types["scale"] = {7: "*fp32", 9: "*u8"}.get(constants["WEIGHT"], "*i32")
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
+    aligned = [i for i, n in enumerate(names) if signature[n].startswith("*") or n in ("n_out", "x_stride")]
+    source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
+    built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": constants["WARPS"]})
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(built.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True).stdout
+        sass = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True).stdout
+    registers, stack = map(int, re.search(r"REG:(\\d+) STACK:(\\d+)", usage).groups())
+    lines = [(int(a, 16), t) for a, t in re.findall(r"/\\*([0-9a-f]{4,})\\*/ +([@A-Z][^;]*);", sass)]
+    loops = []
+    for at, text in lines:
+        jump = re.search(r"BRA .*?0x([0-9a-f]+)", text)
+        if jump and int(jump[1], 16) < at:
+            body = [t for a, t in lines if int(jump[1], 16) <= a <= at]
+            if any("QGMMA" in t or "QMMA" in t for t in body):
+                loops.append(body)
+    scaled = "kind::mxf8f6f4.block_scale" in built.asm["ptx"]
+    body = min(loops, key=len, default=[])
+    found.append([registers, stack, built.metadata.shared, body, [t for _, t in lines], scaled])
+print("RESULT" + json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[Any]:
+    source = Path(__file__).parents[2] / "src"
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _PROGRAM],
+        input=json.dumps([[arch, BASE | changes] for arch, changes, *_ in CASES]),
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(source)},
+    )
+    line = next((text for text in run.stdout.splitlines() if text.startswith("RESULT")), None)
+    assert line is not None, run.stderr[-4000:]
+    return json.loads(line.removeprefix("RESULT"))
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=[f"sm{c[0]}-{i}" for i, c in enumerate(CASES)])
+def test_instructions_registers_and_shared_memory(compiled: list[Any], index: int) -> None:
+    arch, _, most_instructions, most_registers, most_shared = CASES[index]
+    registers, stack, shared, loop, whole, _ = compiled[index]
+    assert any(PRODUCT[arch] in text for text in loop or whole)
+    assert any("LDGSTS" in text for text in loop or whole), "weights are not prefetched"
+    assert stack == 0
+    assert not any(text.split()[0] in ("LDL", "STL") for text in whole), "registers spill"
+    assert len(loop) <= most_instructions
+    assert registers <= most_registers
+    assert shared <= most_shared * 1024
+
+
+def test_decoded_weights_stay_in_registers(compiled: list[Any]) -> None:
+    for (arch, *_), (_, _, _, loop, _, _) in zip(CASES, compiled, strict=True):
+        if arch != 90:
+            continue
+        moved = [text for text in loop if re.search(r"\b(STS|SHFL|LDSM)\b", text)]
+        assert not moved, moved
+        products = [text for text in loop if "QGMMA" in text]
+        # QGMMA sum, weights, tokens: the weights are a register, not a descriptor.
+        assert all(text.split(",")[1].strip().startswith("R") for text in products), products
+
+
+def test_the_tensor_cores_of_sm_100_scale_blocks_themselves(compiled: list[Any]) -> None:
+    for (arch, changes, *_), (*_, scaled) in zip(CASES, compiled, strict=True):
+        assert scaled == (arch == 100 and changes.get("WEIGHT") == 9)
+
+
+def test_no_product_is_in_flight_when_registers_are_decoded_again(compiled: list[Any]) -> None:
+    for (arch, *_), (_, _, _, loop, *_) in zip(CASES, compiled, strict=True):
+        if arch != 90:
+            continue
+        last = max(i for i, text in enumerate(loop) if "QGMMA" in text)
+        waits = [i for i, text in enumerate(loop) if "WARPGROUP.DEPBAR.LE gsb0, 0x0" in text]
+        assert max(waits, default=-1) > last, "the loop ends with a product that still reads its registers"

@@ -1,0 +1,245 @@
+"""Four-bit weights with E4M3 activations: packing, and the device code in Triton's interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from collegium.errors import InputError
+from collegium.experts.reference import Reference
+from collegium.experts.triton_w4a8 import TritonW4A8
+from collegium.formats import Int4Group, MxFp4, NvFp4
+from collegium.formats.unquantised import Fp32
+from collegium.layer import encode_experts
+from collegium.ops import grouped_gemm as ops
+from collegium.ops.operand import operand, ordered
+from collegium.ops.products import with_tiles
+from collegium.ops.quantize import PADDED, REORDERED
+from collegium.ops.tiles import TileChoice
+from collegium.ops.w4a8 import pack_w4a8
+from collegium.parallel.local import Local
+from collegium.plan import plan
+from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
+from collegium.types import (
+    ActivationSpec,
+    ContiguousBatch,
+    DeviceFacts,
+    ExpertWeights,
+    Limits,
+    MoESpec,
+    Problem,
+    Routing,
+    RoutingSpec,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+if torch.cuda.is_available():
+    pytest.skip("tests/gpu makes these comparisons on the device", allow_module_level=True)
+pytest.importorskip("triton")
+
+KERNEL = TritonW4A8()
+TILE = TileChoice(block_n=64, block_t=16, warps=4, stages=2)
+WEIGHTS = ("mxfp4", "nvfp4", "int4_group")
+
+
+def question(weights: str, act: str, **changes: Any) -> Problem:
+    sizes = {"hidden_size": 176, "intermediate_size": 90, "num_experts": 5} | changes
+    activation = sizes.pop("activation", ActivationSpec())
+    spec = MoESpec(
+        **sizes, routing=RoutingSpec(top_k=2), activation=activation, weight_format=weights, expert_bias=True
+    )
+    return Problem(spec=spec, device=DeviceFacts(kind="cuda", capability=(9, 0)), activation_format=act)
+
+
+def encoded(problem: Problem, weights: ExpertWeights[Any]) -> ExpertWeights[Any]:
+    if problem.spec.weight_format != "int4_group":
+        return encode_experts(weights, problem.spec.weight_format)
+    both = (Int4Group.encode(part.decode(), group_size=128) for part in (weights.gate_up, weights.down))
+    return replace(weights, gate_up=next(both), down=next(both))
+
+
+def build(problem: Problem) -> tuple[Any, ExpertWeights[Any]]:
+    spec = problem.spec
+    plain = random_experts(
+        spec.num_experts, spec.gate_up_parts, spec.intermediate_size, spec.hidden_size, seed=1, bias=True
+    )
+    made = encoded(problem, plain)
+    return with_tiles(KERNEL.pack(made, problem), (TILE, TILE)), made
+
+
+def batch_of(tokens: int, problem: Problem) -> ContiguousBatch:
+    spec = problem.spec
+    x = heavy_tailed(tokens, spec.hidden_size, seed=3).bfloat16()
+    ids = uneven_ids(tokens, 2, spec.num_experts, seed=2)
+    ids[0, 0] = -1
+    return Local(num_experts=spec.num_experts).dispatch(x, Routing(topk_ids=ids, topk_weights=torch.rand(tokens, 2)))[0]
+
+
+def reference(batch: ContiguousBatch, made: ExpertWeights[Any], problem: Problem, act: str) -> Tensor:
+    kernel = Reference()
+    return kernel.run(batch, kernel.pack(made, replace(problem, activation_format=act)))
+
+
+def multiplied_by_one(payload: Any, *, scaled: bool = False) -> Tensor:
+    """Return ``[N, K]``: what the kernel reads of weights ``[1, 1, N, K]``, by rows with a single one."""
+    columns = payload.shape[3]
+    matrix, _ = pack_w4a8(payload, None, scaled=scaled)
+    x, scale = ordered(torch.eye(columns).to(torch.float8_e4m3fn), matrix.row_order), torch.ones(columns, 1)
+    found = torch.empty(columns, payload.shape[2])
+    offsets = torch.tensor([0, columns])
+    tile = replace(TILE, block_t=128)
+    ops.grouped_gemm(x, matrix, offsets, ops.tile_list(offsets, columns, tile), found, x_scale=scale)
+    return found.T
+
+
+@pytest.mark.parametrize(("weights", "act"), [(w, a) for w in WEIGHTS for a in ("fp8_token", "fp8_group128")])
+def test_experts_against_the_reference(weights: str, act: str) -> None:
+    problem = question(weights, act)
+    packed, made = build(problem)
+    batch = batch_of(23, problem)
+    stop = int(batch.expert_offsets[-1])
+    found = KERNEL.run(batch, packed)[:stop]
+    assert relative_error(found, reference(batch, made, problem, "fp32")[:stop]) < 0.06
+    # The interpreter rounds the rows between the products toward zero, which moves some of their codes.
+    assert relative_error(found, reference(batch, made, problem, act)[:stop]) < 0.012
+    values = made.gate_up.decode().flip(1)
+    swapped = replace(
+        made, gate_up=encoded(problem, replace(made, gate_up=Fp32(values=values, shape=values.shape))).gate_up
+    )
+    assert relative_error(found, reference(batch, swapped, problem, "fp32")[:stop]) > 0.3
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_a_row_does_not_depend_on_the_batch_or_the_tile(weights: str) -> None:
+    problem = question(weights, "fp8_group128")
+    packed, _ = build(problem)
+    batch = batch_of(9, problem)
+    whole = KERNEL.run(batch, packed)
+    stop = int(batch.expert_offsets[-1])
+    for warps in (4, 8):
+        wide = TileChoice(block_n=128, block_t=32, warps=warps, stages=3, group_t=2)
+        assert torch.equal(KERNEL.run(batch, with_tiles(packed, (wide, wide)))[:stop], whole[:stop])
+    row = stop - 1
+    expert = int(torch.searchsorted(batch.expert_offsets, torch.tensor(row), right=True)) - 1
+    one = ContiguousBatch(
+        x=batch.x, source=batch.source[row : row + 1], expert_offsets=(torch.arange(6) > expert).long()
+    )
+    assert torch.equal(KERNEL.run(one, packed)[0], whole[row])
+
+
+@pytest.mark.parametrize("kind", ["swiglu_oai", "relu2"])
+def test_activations_with_limit_and_without_gate(kind: Any) -> None:
+    activation = ActivationSpec(kind=kind, limit=0.8 if kind == "swiglu_oai" else None)
+    problem = question("mxfp4", "fp8_token", activation=activation, intermediate_size=33)
+    packed, made = build(problem)
+    batch = batch_of(6, problem)
+    stop = int(batch.expert_offsets[-1])
+    found = KERNEL.run(batch, packed)[:stop]
+    assert relative_error(found, reference(batch, made, problem, "fp8_token")[:stop]) < 0.015
+
+
+def all_bytes(rows: int) -> Tensor:
+    return torch.arange(256, dtype=torch.uint8).repeat(1, 1, rows, 1)
+
+
+def test_every_mxfp4_byte_is_exact_at_every_exponent_in_range() -> None:
+    exponents = (torch.arange(12)[:, None] + torch.arange(16)) % 12 + 100
+    payload = MxFp4(shape=(1, 1, 12, 512), codes=all_bytes(12), scales=exponents.to(torch.uint8)[None, None])
+    for scaled in (False, True):
+        assert torch.equal(multiplied_by_one(payload, scaled=scaled), payload.decode()[0, 0])
+    report = pack_w4a8(payload, None)[1]
+    assert (report.groups, report.beyond, report.changed) == (192, 0, 0)
+    assert "exact" in str(report)
+
+
+def test_every_nvfp4_byte_is_exact_at_every_scale_in_range() -> None:
+    scales = torch.arange(96).view(3, 32) + 22
+    payload = NvFp4(
+        shape=(1, 1, 3, 512),
+        codes=all_bytes(3),
+        scales=scales.to(torch.uint8).view(torch.float8_e4m3fn)[None, None],
+        global_scale=torch.tensor([[0.25]]),
+    )
+    assert torch.equal(multiplied_by_one(payload), payload.decode()[0, 0])
+    assert pack_w4a8(payload, None)[1].beyond == 0
+
+
+def test_nvfp4_scales_below_the_normal_range_are_exact_too() -> None:
+    scales = torch.arange(1, 33)[None].to(torch.uint8)
+    payload = NvFp4(
+        shape=(1, 1, 1, 512),
+        codes=all_bytes(1),
+        scales=scales.view(torch.float8_e4m3fn)[None, None],
+        global_scale=torch.tensor([[2.0]]),
+        global_divides=True,
+    )
+    assert torch.equal(multiplied_by_one(payload), payload.decode()[0, 0])
+
+
+def test_every_int4_byte_is_exact() -> None:
+    payload = Int4Group(shape=(1, 1, 2, 512), codes=all_bytes(2), scales=torch.rand(1, 1, 2, 4) + 0.5, group_size=128)
+    assert torch.equal(multiplied_by_one(payload), payload.decode()[0, 0])
+
+
+def test_groups_below_the_range_of_their_row_are_rounded_and_counted() -> None:
+    exponents = torch.tensor([[120] * 15 + [120 - 13], [120] * 15 + [60], [90] * 16])
+    payload = MxFp4(shape=(1, 1, 3, 512), codes=all_bytes(3), scales=exponents.to(torch.uint8)[None, None])
+    found, exact = multiplied_by_one(payload), payload.decode()[0, 0]
+    assert torch.equal(found[:, :480], exact[:, :480])
+    assert torch.equal(found[2], exact[2])
+    grid = 2.0 ** (120 - 11 - 127)  # codes of the smallest group in range are multiples of half of it
+    assert float((found[:, 480:] - exact[:, 480:]).abs().max()) <= grid / 4
+    assert not bool(found[1, 480:].any())
+    report = pack_w4a8(payload, None)[1]
+    assert (report.groups, report.beyond) == (48, 2)
+    assert "2 of 48 groups" in str(report)
+
+
+def test_groups_of_zeros_set_no_base() -> None:
+    exponents = torch.tensor([[254] + [100] * 15])
+    codes = all_bytes(1)
+    codes[..., :16] = 0
+    payload = MxFp4(shape=(1, 1, 1, 512), codes=codes, scales=exponents.to(torch.uint8)[None, None])
+    assert torch.equal(multiplied_by_one(payload), payload.decode()[0, 0])
+
+
+def test_rows_of_an_odd_width_keep_their_columns() -> None:
+    codes, scale = operand(heavy_tailed(3, 200, seed=1), "fp8_token", order=REORDERED)
+    assert scale is not None
+    plain, _ = operand(heavy_tailed(3, 200, seed=1), "fp8_token")
+    padded, _ = operand(heavy_tailed(3, 200, seed=1), "fp8_token", order=PADDED)
+    assert torch.equal(padded[:, :200].view(torch.uint8), plain.view(torch.uint8))
+    assert not bool(padded[:, 200:].view(torch.uint8).any())
+    assert codes.shape == (3, 256)
+    back = codes.view(torch.uint8).view(3, 2, 2, 4, 4, 4).permute(0, 1, 4, 3, 2, 5).reshape(3, 256)
+    assert torch.equal(back[:, :200], plain.view(torch.uint8))
+    assert not bool(back[:, 200:].any())
+
+
+def test_refusals_name_what_was_asked() -> None:
+    assert KERNEL.refuse(question("mxfp4", "fp8_token")) is None
+    assert "takes mxfp4, nvfp4, int4_group" in str(KERNEL.refuse(question("fp8_block", "fp8_token")))
+    assert "asked for bf16 activations" in str(KERNEL.refuse(question("mxfp4", "bf16")))
+    ampere = replace(question("mxfp4", "fp8_token"), device=DeviceFacts(kind="cuda", capability=(8, 0)))
+    assert "sm_80; E4M3 products need sm_89" in str(KERNEL.refuse(ampere))
+    assert "needs a CUDA GPU" in str(KERNEL.refuse(replace(ampere, device=DeviceFacts(kind="cpu"))))
+    small = Int4Group.encode(heavy_tailed(1, 1, 64, 256, seed=5), group_size=64)
+    with pytest.raises(InputError, match="groups of 64 columns found"):
+        pack_w4a8(small, None)
+
+
+def test_the_plan_takes_it_for_e4m3_activations_only() -> None:
+    asked = question("mxfp4", "fp8_token")
+    assert plan(asked).kernel == "triton_w4a8"
+    assert plan(replace(asked, activation_format=None)).kernel == "triton_w4a16"
+
+
+def test_workspace_counts_rows_and_codes() -> None:
+    problem = replace(question("mxfp4", "fp8_token"), limits=Limits(max_tokens=64))
+    rows = 64 * 2
+    assert KERNEL.workspace_bytes(problem) > rows * (90 * 2 + 176 * 2 + 128) + 64 * 256
