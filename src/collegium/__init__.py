@@ -9,8 +9,8 @@
 
 Import rule, higher may import lower only, names on one line never import each other::
 
-    cli > demo | inspection > integrations > loading > layer > plan | pipeline > experts | parallel | checkpoint
-        > models > ops > formats | devices > kernels > types > errors
+    cli > demo | inspection | bench | tuning > measure > integrations > loading > layer > plan | pipeline
+        > experts | parallel | checkpoint > models > ops > formats | devices > kernels > types > errors
 """
 
 from .devices import probe
@@ -22,6 +22,7 @@ from .errors import (
     DuplicateTensorError,
     HostileFileError,
     InputError,
+    MeasurementError,
     MissingExtraError,
     MissingTensorError,
     PlanError,
@@ -70,6 +71,7 @@ __all__ = [
     "InputError",
     "LatentWeights",
     "Limits",
+    "MeasurementError",
     "MissingExtraError",
     "MissingTensorError",
     "MoELayer",

@@ -1,4 +1,4 @@
-"""The command ``collegium``: demo, generate, inspect, plan. Thin: it parses, calls the library and prints."""
+"""The command ``collegium``: what it does is in ``--help``. Thin: it parses, calls the library and prints."""
 
 from __future__ import annotations
 
@@ -6,22 +6,24 @@ import json
 import sys
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from .errors import CollegiumError
+from .errors import CollegiumError, InputError
 from .inspection import inspect_model, plan_model
 from .types import Choice, Limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
+    from .bench import BenchReport
     from .demo import DemoReport
     from .inspection import Inspection
+    from .measure import Ceilings
 
 __all__ = ["app", "main"]
 
@@ -34,6 +36,7 @@ app = typer.Typer(
 out = Console()
 err = Console(stderr=True)
 
+N = TypeVar("N", int, float)
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; the best device of this machine when left out.")]
 Format = Annotated[str | None, typer.Option("--format", help="Encode the experts into this format first.")]
@@ -126,6 +129,44 @@ def plan(
         out.print(made.explain(), markup=False, highlight=False)
 
 
+@app.command()
+def bench(
+    what: Annotated[str, typer.Argument(help="dsv3, v4_flash, gptoss120b, qwen3_30b, HxIxExK, or a model's folder.")],
+    recipes: Annotated[
+        list[str] | None, typer.Option("--format", help="weights or weights:activations, such as mxfp4; repeatable.")
+    ] = None,
+    tokens: Annotated[str, typer.Option(help="Token counts, separated by commas.")] = "1,8,32,128,512,2048,8192",
+    routing: Annotated[str, typer.Option(help="uniform, zipf, hot (one expert) or half (half empty).")] = "uniform",
+    device: Device = None,
+    ceilings: Annotated[
+        str | None, typer.Option(help="TB/s,TFLOP/s of 16 bits,TFLOP/s of 8 bits; measured when left out.")
+    ] = None,
+    picture: Annotated[str | None, typer.Option("--plot", help="Draw latency and roofline into this PNG.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Time one MoE layer on random weights, beside the least this machine could take; wrong results get no time."""
+    from .bench import bench, plot
+
+    counts = _numbers("--tokens", tokens, int)
+    pairs = [recipe.partition(":")[::2] for recipe in recipes or ["bf16"]]
+    with _bar("bench") as progress:
+        report = bench(
+            what,
+            [(weights, activations or "bf16") for weights, activations in pairs],
+            tokens=counts,
+            routing=routing,
+            device=device,
+            ceilings=None if ceilings is None else _ceilings(ceilings),
+            progress=progress,
+        )
+    if picture is not None:
+        plot(report, picture)
+    if as_json:
+        _print_json(report.to_json())
+    else:
+        _print_bench(report)
+
+
 def main() -> None:
     """Run the command; errors of the library become one message and exit code 1."""
     try:
@@ -175,6 +216,56 @@ def _print_demo(report: DemoReport) -> None:
         out.print(f"\n[bold]{row.weights} x {row.activations}[/bold]")
         out.print(" ".join(row.text.split()), markup=False, highlight=False)
     out.print(f"\n[dim]{report.seconds:.1f} s in all[/dim]")
+
+
+def _numbers(option: str, text: str, kind: type[N]) -> list[N]:
+    try:
+        found = [kind(piece) for piece in text.split(",")]
+    except ValueError as error:
+        raise InputError(f"{option} {text!r}: numbers separated by commas are needed") from error
+    if not all(number > 0 for number in found):
+        raise InputError(f"{option} {text!r}: every number must be positive")
+    return found
+
+
+def _ceilings(text: str) -> Ceilings:
+    from .measure import Ceilings
+
+    given = _numbers("--ceilings", text, float)
+    if len(given) != 3:
+        raise InputError(f"--ceilings {text!r}: three numbers are needed, such as 4.6,797,1329")
+    return Ceilings(bandwidth=given[0] * 1e12, rate_16=given[1] * 1e12, rate_8=given[2] * 1e12)
+
+
+def _print_bench(report: BenchReport) -> None:
+    out.print(f"[bold]{report.shape}[/bold] ({report.sizes}), {report.routing} routing, on {report.device}")
+    for name in dict.fromkeys((row.weights, row.activations, row.kernel) for row in report.rows):
+        title = f"{name[0]} x {name[1]} ({name[2]})"
+        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+        for column in ("tokens", "us", "floor us", "of floor", "bound", "GB/s", "TFLOP/s", "experts", "error"):
+            table.add_column(column, justify="right", no_wrap=True)
+        for row in report.rows:
+            if (row.weights, row.activations, row.kernel) == name:
+                table.add_row(
+                    str(row.tokens),
+                    f"{1e6 * row.seconds:.1f}" + ("" if row.cold else "*"),
+                    f"{1e6 * row.floor_seconds:.1f}",
+                    f"{100 * row.of_floor:.0f} %",
+                    row.bound,
+                    f"{row.gigabytes_per_second:.0f}",
+                    f"{row.teraflops:.1f}",
+                    f"{row.experts_hit:.0f}",
+                    f"{row.error:.4f}",
+                )
+        out.print(table)
+    top = report.ceilings
+    out.print(
+        f"ceilings: {top.bandwidth / 1e12:.3g} TB/s, {top.rate_16 / 1e12:.4g} TFLOP/s with 16-bit and "
+        f"{top.rate_8 / 1e12:.4g} with 8-bit operands; torch {report.torch}, triton {report.triton}",
+        style="dim",
+    )
+    if not all(row.cold for row in report.rows):
+        out.print("*: the weights of a pass may stay in the cache", style="dim")
 
 
 def _print_inspection(found: Inspection) -> None:

@@ -30,6 +30,7 @@ PUBLIC = {
     "InputError",
     "LatentWeights",
     "Limits",
+    "MeasurementError",
     "MissingExtraError",
     "MissingTensorError",
     "MoELayer",
