@@ -9,7 +9,7 @@
 
 Import rule, higher may import lower only, names on one line never import each other::
 
-    cli > demo | inspection | bench | tuning > measure > integrations > loading > layer > plan | pipeline
+    cli > demo | inspection | tuning > bench > measure > integrations > loading > layer > plan | pipeline | warming
         > experts | parallel | checkpoint > models > ops > formats | devices > kernels > types > errors
 """
 
@@ -32,7 +32,7 @@ from .errors import (
     UnknownTensorError,
 )
 from .formats import FORMATS
-from .layer import MoELayer, encode_experts, moe
+from .layer import MoELayer, encode_experts, moe, warm_up
 from .loading import load_layer
 from .models import describe
 from .plan import Plan, plan
@@ -97,4 +97,5 @@ __all__ = [
     "moe",
     "plan",
     "probe",
+    "warm_up",
 ]

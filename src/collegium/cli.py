@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .demo import DemoReport
     from .inspection import Inspection
     from .measure import Ceilings
+    from .tuning import TuneReport
 
 __all__ = ["app", "main"]
 
@@ -167,6 +168,34 @@ def bench(
         _print_bench(report)
 
 
+@app.command()
+def tune(
+    what: Annotated[str, typer.Argument(help="dsv3, v4_flash, gptoss120b, qwen3_30b, HxIxExK, or a model's folder.")],
+    recipe: Annotated[str, typer.Option("--format", help="weights or weights:activations, such as mxfp4.")] = "bf16",
+    tokens: Annotated[str | None, typer.Option(help="Token counts; powers of two up to 8192 when left out.")] = None,
+    most: Annotated[int, typer.Option(min=1, help="Tiles tried for each product and token count.")] = 8,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Measure the tiles of one layer on this GPU and keep the best in your cache directory."""
+    from .tuning import TUNED_TOKENS, tune
+
+    weights, _, activations = recipe.partition(":")
+    with _bar("tune") as progress:
+        report = tune(
+            what,
+            (weights, activations or "bf16"),
+            tokens=TUNED_TOKENS if tokens is None else _numbers("--tokens", tokens, int),
+            most=most,
+            device=device,
+            progress=progress,
+        )
+    if as_json:
+        _print_json(report.to_json())
+    else:
+        _print_tuning(report)
+
+
 def main() -> None:
     """Run the command; errors of the library become one message and exit code 1."""
     try:
@@ -266,6 +295,26 @@ def _print_bench(report: BenchReport) -> None:
     )
     if not all(row.cold for row in report.rows):
         out.print("*: the weights of a pass may stay in the cache", style="dim")
+
+
+def _print_tuning(report: TuneReport) -> None:
+    out.print(f"[bold]{report.shape}[/bold] in {report.weights} x {report.activations} on {report.device}")
+    table = Table(box=None, pad_edge=False)
+    for column in ("product", "tokens", "chosen us", "best us", "gain", "tile", "tried"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in report.rows:
+        tile = row.best
+        table.add_row(
+            row.product,
+            str(row.tokens),
+            f"{1e6 * row.chosen_seconds:.1f}",
+            f"{1e6 * row.best_seconds:.1f}",
+            f"{100 * (1 - row.best_seconds / row.chosen_seconds):.0f} %",
+            f"{tile.block_n}x{tile.block_t} w{tile.warps} s{tile.stages}",
+            str(row.candidates),
+        )
+    out.print(table)
+    out.print(f"written to {report.path}", style="dim", soft_wrap=True)
 
 
 def _print_inspection(found: Inspection) -> None:

@@ -20,6 +20,7 @@ from .formats import by_name
 from .formats.payload import Payload
 from .formats.unquantised import FLOAT_FORMATS, as_stored
 from .ops.route import route, route_custom, sanitise
+from .ops.tile_file import with_tuned_tiles
 from .parallel.local import Local
 from .pipeline import SplitPipeline
 from .plan import plan
@@ -33,9 +34,10 @@ from .types import (
     Routing,
     RoutingSpec,
 )
+from .warming import batch_sizes, compile_batches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from torch import Tensor
 
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
     from .plan import Plan
     from .types import Choice, LatentWeights, RouterWeights, SharedWeights
 
-__all__ = ["MoELayer", "encode_experts", "moe"]
+__all__ = ["MoELayer", "encode_experts", "moe", "warm_up"]
 
 _DTYPES = {dtype: plain.name for dtype, plain in FLOAT_FORMATS.items()}
 
@@ -90,7 +92,7 @@ class MoELayer(nn.Module):
         self._pipeline = SplitPipeline(
             dispatcher=Local(num_experts=spec.num_experts, weight_on_input=spec.routing.weight_on_input),
             kernel=kernel,
-            packed=kernel.pack(weights, plan.problem),
+            packed=with_tuned_tiles(kernel.pack(weights, plan.problem), plan.problem),
         )
         self._packed_shared = None if shared is None else _pack_shared(kernel, shared, plan.problem)
         self._device = weights.down.device
@@ -126,6 +128,25 @@ class MoELayer(nn.Module):
             part = Routing(topk_ids=chosen.topk_ids[span], topk_weights=chosen.topk_weights[span])
             out[span] = self._tokens(flat[span], part)
         return out.reshape(x.shape)
+
+    def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> int:
+        """Compile every kernel variant that 1 to ``max_tokens`` tokens can reach, and no other.
+
+        Returns the number of batches that were run for it; 0 for a kernel that compiles nothing. progress: called
+        with (done, total, text).
+        """
+        top_k, limit = self.spec.routing.top_k, self.plan.problem.limits.max_tokens
+        sizes = batch_sizes([(self._pipeline.packed, top_k), (self._packed_shared, 1)], limit)
+        return compile_batches(self._empty_batch, sizes, self._device, progress)
+
+    def _empty_batch(self, tokens: int) -> None:
+        kind = next(dtype for dtype, name in _DTYPES.items() if name == self.plan.problem.dtype)
+        x = torch.zeros(tokens, self.spec.hidden_size, dtype=kind, device=self._device)
+        shape = (tokens, self.spec.routing.top_k)
+        ids = torch.arange(tokens * shape[1], device=self._device).view(shape) % self.spec.num_experts
+        self(x, routing=Routing(topk_ids=ids, topk_weights=torch.ones(shape, device=self._device)))
+        if self.router is not None:
+            self(x, token_ids=torch.zeros(tokens, dtype=torch.int64, device=self._device))
 
     def _tokens(self, x: Tensor, routing: Routing) -> Tensor:
         inner = x if self.latent is None else functional.linear(x, self.latent.down.to(x.dtype))
@@ -235,6 +256,12 @@ def moe(
     )
     layer = MoELayer(weights, plan(problem, force))
     return layer(x, routing=Routing(topk_ids=topk_ids, topk_weights=topk_weights))
+
+
+def warm_up(layers: Iterable[MoELayer], progress: Callable[[int, int, str], None] | None = None) -> int:
+    """Warm up every layer that differs from the ones before it (see ``MoELayer.warm_up``); returns batches run."""
+    kinds = {(layer.plan, layer.router is None, layer.shared is None): layer for layer in layers}
+    return sum(layer.warm_up(progress) for layer in kinds.values())
 
 
 def encode_experts(weights: ExpertWeights[Payload], weight_format: str) -> ExpertWeights[Payload]:

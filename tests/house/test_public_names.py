@@ -56,6 +56,7 @@ PUBLIC = {
     "moe",
     "plan",
     "probe",
+    "warm_up",
 }
 
 

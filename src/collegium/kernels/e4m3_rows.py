@@ -6,7 +6,7 @@ import triton.language as tl
 __all__ = ["e4m3_rows_kernel"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def e4m3_rows_kernel(
     x,
     codes,

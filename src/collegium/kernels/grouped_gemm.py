@@ -159,7 +159,7 @@ def _multiply(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["token_tiles"])
 def grouped_gemm_kernel(
     x,
     x_scale,

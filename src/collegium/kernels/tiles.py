@@ -6,7 +6,7 @@ import triton.language as tl
 __all__ = ["tile_list_kernel"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def tile_list_kernel(
     expert_offsets,
     tile_expert,

@@ -16,7 +16,7 @@ from ..types import ACTIVATION_KINDS, ActivationSpec
 from .activation import activate
 from .e4m3_rows import operand
 from .quantize import activation_format
-from .tiles import Machine, TileChoice, TileProblem, choose
+from .tiles import Machine, TileChoice, TileProblem, TunedTiles, choose, nearest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,6 +27,7 @@ __all__ = [
     "PackedExperts",
     "PackedMatrix",
     "TileList",
+    "chosen_tiles",
     "constants",
     "grouped_gemm",
     "grouped_gemm_reference",
@@ -101,7 +102,8 @@ class PackedExperts:
     """Both matrices of all experts and what runs between them.
 
     activations: name of a format whose codes are E4M3, or None to multiply in the dtype of x.
-    tiles: the two tiles to use instead of the choice made from the sizes, or None.
+    tiles: the two tiles to use instead of the choice made from the sizes, or None. tuned: for each product, tiles
+    measured at some row counts, which replace the choice near those; see ``tile_file.py``.
     """
 
     gate_up: PackedMatrix
@@ -110,6 +112,12 @@ class PackedExperts:
     machine: Machine
     activations: str | None = None
     tiles: tuple[TileChoice, TileChoice] | None = None
+    tuned: tuple[TunedTiles, TunedTiles] = ((), ())
+
+    def problem_of(self, matrix: PackedMatrix, rows: int) -> TileProblem:
+        """Return what tile choice asks about ``rows`` rows of one of the two products."""
+        groups = self.activations is not None and activation_format(self.activations).group > 0
+        return matrix.problem(rows, 8 if self.activations else 16, groups)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -281,7 +289,7 @@ def run_experts(batch: ContiguousBatch, packed: PackedExperts) -> Tensor:
     if batch.input_weights is not None:
         x = (x.index_select(0, source).float() * batch.input_weights[:, None]).to(x.dtype)
         gather = None
-    first, second = _tiles(packed, rows)
+    first, second = chosen_tiles(packed, rows)
     offsets = batch.expert_offsets
     tiles = tile_list(offsets, rows, first)
     rows_in, x_scale = operand(x, packed.activations)
@@ -334,13 +342,12 @@ def temporary_bytes(problem: Problem, *, codes: bool) -> int:
     return total
 
 
-def _tiles(packed: PackedExperts, rows: int) -> tuple[TileChoice, TileChoice]:
+def chosen_tiles(packed: PackedExperts, rows: int) -> tuple[TileChoice, TileChoice]:
+    """Return the tiles of both products for a batch of ``rows`` rows."""
     if packed.tiles is not None:
         return packed.tiles
-    bits = 8 if packed.activations else 16
-    groups = packed.activations is not None and activation_format(packed.activations).group > 0
-    first = choose(packed.gate_up.problem(rows, bits, groups), packed.machine)
-    second = choose(packed.down.problem(rows, bits, groups), packed.machine)
+    first = nearest(packed.tuned[0], rows) or choose(packed.problem_of(packed.gate_up, rows), packed.machine)
+    second = nearest(packed.tuned[1], rows) or choose(packed.problem_of(packed.down, rows), packed.machine)
     return first, second
 
 

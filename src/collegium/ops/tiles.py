@@ -18,10 +18,12 @@ __all__ = [
     "Machine",
     "TileChoice",
     "TileProblem",
+    "TunedTiles",
     "candidates",
     "choose",
     "machine_at",
     "machine_of",
+    "nearest",
     "score",
 ]
 
@@ -72,6 +74,16 @@ class TileChoice:
     warps: int
     stages: int
     group_t: int = 8
+
+
+TunedTiles = tuple[tuple[int, TileChoice], ...]  # (rows, the tile measured to be best there), rows ascending
+
+
+def nearest(tuned: TunedTiles, rows: int) -> TileChoice | None:
+    """Return the tile measured nearest to ``rows``, or None when all were measured more than a factor of two away."""
+    close = [(max(rows, at) / max(1, min(rows, at)), tile) for at, tile in tuned]
+    ratio, tile = min(close, key=lambda pair: pair[0], default=(math.inf, None))
+    return tile if ratio <= 2 else None
 
 
 def machine_of(capability: tuple[int, int], sms: int) -> Machine:
