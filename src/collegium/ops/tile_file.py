@@ -92,7 +92,7 @@ def with_tuned_tiles(packed: Any, problem: Problem, folder: Path | None = None) 
         return packed
     try:
         found = _read(path, problem, packed)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         _warn(path, str(error) or type(error).__name__)
         return packed
     return replace(packed, tuned=found)
