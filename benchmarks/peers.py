@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
+import collegium
 from collegium.bench import SHAPES, TOLERANCES, experts_error, random_weights, spec_of
 from collegium.devices import probe
 from collegium.errors import CollegiumError
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
     Run = Callable[[Tensor, Tensor, Tensor], Tensor]  # x [T, H], weights [T, K] float32, ids [T, K] int32 -> [T, H]
 
 RESULTS = Path(__file__).parent / "results" / "peers_h200.csv"
-PACKAGES = ("torch", "triton", "transformers", "vllm", "humming-kernels", "collegium")
+PACKAGES = ("torch", "triton", "transformers", "vllm", "humming-kernels")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +80,7 @@ def _ours(weights: ExpertWeights[Any], spec: MoESpec, activations: str, limit: i
     problem = Problem(spec=spec, device=probe("cuda"), limits=Limits(max_tokens=limit))
     made = plan(problem, Choice(activation_format=activations))
     if not made.capturable:
-        raise CollegiumError(f"the plan is {made.kernel}, which no CUDA graph can hold: {made.refusals}")
+        raise CollegiumError(f"the plan is {made.kernel}, which no CUDA graph can hold")
     layer = MoELayer(weights, made)
     print(f"    ours {spec.weight_format} x {activations}: kernel {made.kernel}", flush=True)
     return lambda x, w, ids: layer(x, routing=Routing(topk_ids=ids, topk_weights=w))
@@ -382,6 +383,7 @@ class Table:
             "gpu": torch.cuda.get_device_name(),
             "driver": driver_version(place),
             **{name: version_of(name) for name in PACKAGES},
+            "collegium": collegium.__version__,
             "commit": commit,
             "command": " ".join(["python", "benchmarks/peers.py", *sys.argv[1:]]),
         }
@@ -435,6 +437,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--routings", nargs="+", default=["uniform"], choices=list(ROUTINGS))
     parser.add_argument("--only", nargs="+", default=[], help="contenders whose name holds one of these words")
     parser.add_argument("--weights", nargs="+", default=[], help="these weight formats only")
+    parser.add_argument("--activations", nargs="+", default=[], help="these activation formats only")
     parser.add_argument("--rounds", type=int, default=9, help="0: compile and check only")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further measurement after this long")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -452,7 +455,11 @@ def _commit() -> str:
 
 def _wanted(column: Peer, args: argparse.Namespace) -> bool:
     named = not args.only or any(word in column.name for word in args.only)
-    return named and (not args.weights or column.weights in args.weights)
+    return (
+        named
+        and (not args.weights or column.weights in args.weights)
+        and (not args.activations or column.activations in args.activations)
+    )
 
 
 def _build(
@@ -467,11 +474,13 @@ def _build(
         for column in columns:
             if column.weights != name:
                 continue
+            begin = time.time()
             try:
                 runs[column] = (column.build(weights, spec), weights)
             except Exception as error:  # a peer fails in its own way; it is listed, and the run goes on
                 refused[column] = f"absent: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
                 print(f"    {column.name} {name} x {column.activations}: {refused[column]}", flush=True)
+            print(f"    {column.name} {name} x {column.activations}: {time.time() - begin:.1f} s to build", flush=True)
         torch.cuda.empty_cache()
     return runs, refused
 
