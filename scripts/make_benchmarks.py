@@ -21,12 +21,14 @@ INTRODUCTION = """# Benchmarks
 
 <!-- Written by scripts/make_benchmarks.py from benchmarks/results; do not edit. -->
 
-Every number comes from a file in `benchmarks/results`, which names the machine, the versions, the commit and the command.
-A time says something only beside another one from the same run: a peer's, or the floor. The **floor** is the larger of
-bytes / bandwidth and operations / rate: the bytes are the weights of the experts that the measured routing hits, plus
-input and output, each once; bandwidth and rates are measured on the same GPU. In brackets: how many times the floor.
+Every number comes from a file in `benchmarks/results`, which names the machine, the versions, the commit and the
+command. A time says something only beside another one from the same run: a peer's, or the floor. The **floor** is the
+larger of bytes / bandwidth and operations / rate: the bytes are the weights of the experts that the measured routing
+hits, plus input and output, each once; bandwidth and rates are measured on the same kind of GPU. In brackets: how many
+times the floor.
 
-[benchmarks/protocol.md](../benchmarks/protocol.md) says how times are taken; `collegium bench` takes them on your machine.
+[benchmarks/protocol.md](../benchmarks/protocol.md) says how times are taken; `collegium bench` takes them on your
+machine.
 """
 
 Row = dict[str, str]
