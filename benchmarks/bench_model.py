@@ -164,9 +164,8 @@ def main() -> int:
     started = time.time()
     model = build(args.model, args.layers)
     torch.cuda.synchronize()
-    print(
-        f"{args.model}: {sum(p.numel() for p in model.parameters()) / 1e9:.1f} G parameters, {time.time() - started:.0f} s"
-    )
+    count = sum(p.numel() for p in model.parameters()) / 1e9
+    print(f"{args.model}: {count:.1f} G parameters, {time.time() - started:.0f} s", flush=True)
     head = {"gpu": torch.cuda.get_device_name(), "driver": driver_version(torch.device("cuda"))}
     head |= {name: version_of(name) for name in ("torch", "triton", "transformers")}
     head |= {"collegium": collegium.__version__, "commit": args.commit}
@@ -203,9 +202,8 @@ def _turns(model: Any, ways: list[str], batch: int, args: argparse.Namespace) ->
                 f"{way}, batch {batch}: logits are {error} away from transformers' eager experts; nothing is timed"
             )
         ready[way] = call
-        rows.append(
-            {"batch": batch, "experts": way, "graph": graph, "logits_error": "" if error is None else f"{error:.4f}"}
-        )
+        shown = "" if error is None else f"{error:.4f}"
+        rows.append({"batch": batch, "experts": way, "graph": graph, "logits_error": shown})
     times = take_turns(ready, torch.device("cuda"), rounds=args.rounds)
     for row in rows:
         seconds = times[row["experts"]]
