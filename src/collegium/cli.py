@@ -78,10 +78,15 @@ def generate(
 ) -> None:
     """Write text: transformers runs everything but the experts, which run through Collegium."""
     from .demo import Writer
-    from .integrations.transformers import load_model
+    from .integrations.transformers import layers_of, load_model
+    from .layer import warm_up
 
+    # A small limit is few kernel variants to compile; a longer prompt runs in pieces.
+    limits = Limits(max_tokens=512)
     with _bar("loading") as progress:
-        loaded = load_model(model, weight_format=weight_format, device=device, progress=progress)
+        loaded = load_model(model, weight_format=weight_format, device=device, limits=limits, progress=progress)
+    with _bar("compiling") as progress:
+        warm_up(layers_of(loaded), progress)
     text, speed = Writer(loaded, Path(model)).write(prompt, tokens, temperature=temperature, seed=seed)
     if as_json:
         _print_json({"text": text, "tokens_per_second": speed})

@@ -19,13 +19,15 @@ from collegium.errors import InputError
 from collegium.experts.reference import Reference
 from collegium.experts.triton_bf16 import TritonBf16
 from collegium.experts.triton_w4a16 import TritonW4A16
+from collegium.layer import MoELayer, warm_up
 from collegium.measure import random_routing
 from collegium.ops.grouped_gemm import PackedExperts, chosen_tiles
 from collegium.ops.tile_file import products, tile_folder, tile_key, tile_path, with_tuned_tiles, write_tiles
 from collegium.ops.tiles import candidates, nearest
 from collegium.parallel.local import Local
+from collegium.plan import plan
 from collegium.tuning import measure_tiles, tune
-from collegium.types import DeviceFacts, Problem
+from collegium.types import DeviceFacts, Problem, RouterWeights
 from collegium.warming import batch_sizes, compile_batches
 
 pytest.importorskip("triton")
@@ -237,3 +239,27 @@ def test_the_compile_cache_key_changes_with_source_dependencies_and_constants(tm
     assert len({plain, *keys}) == 4
     # What changes with the token count must not choose a variant: it would compile at some batches only.
     assert free == [["token_tiles"], ["rows"], ["tiles"]]
+
+
+def test_layers_of_one_kind_are_warmed_up_once(monkeypatch):
+    def layer(what: str) -> MoELayer:
+        spec = spec_of(what)[1]
+        problem = Problem(spec=spec, device=DeviceFacts(kind="cpu"))
+        return MoELayer(random_weights(spec, CPU), plan(problem))
+
+    layers = [layer("64x64x3x1"), layer("64x64x3x1"), layer("64x32x3x1")]
+    assert layers[0].warm_up() == 0, "nothing to compile on a CPU"
+    warmed: list[MoELayer] = []
+    monkeypatch.setattr(MoELayer, "warm_up", lambda self, _: (warmed.append(self), 5)[1])
+    assert warm_up(layers) == 10
+    assert {own.spec.intermediate_size for own in warmed} == {64, 32}
+
+
+def test_an_empty_batch_goes_the_whole_way_through_a_layer():
+    spec = spec_of("64x64x3x2")[1]
+    router = RouterWeights(weight=torch.randn(3, 64))
+    layer = MoELayer(random_weights(spec, CPU), plan(Problem(spec=spec, device=DeviceFacts(kind="cpu"))), router=router)
+    seen: list[int] = []
+    layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[0]))
+    layer._empty_batch(5)
+    assert seen == [5, 5], "once with a routing, once through its own router"
