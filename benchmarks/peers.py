@@ -41,6 +41,7 @@ from collegium.measure import (
     ROUTINGS,
     driver_version,
     floor_of,
+    graph_pool,
     input_sets,
     measure_ceilings,
     prepare_pass,
@@ -537,11 +538,13 @@ def _measure(
         if time.time() - begin > 5:
             print(f"    {column.name} {column.weights} T={tokens}: first call {time.time() - begin:.1f} s", flush=True)
     passes: dict[Any, Any] = {}
+    pool = graph_pool(torch.device("cuda"))
     for column, row in zip(runs, rows, strict=True):
         if column not in errors or rounds == 0:
             continue
         try:
-            passes[column] = prepare_pass([partial(runs[column][0], *one) for one in inputs], torch.device("cuda"))
+            calls = [partial(runs[column][0], *one) for one in inputs]
+            passes[column] = prepare_pass(calls, torch.device("cuda"), pool=pool)
         except Exception as fault:
             row["note"] = f"no graph: {type(fault).__name__}: {' '.join(str(fault).split())[:200]}"
             torch.cuda.synchronize()

@@ -23,6 +23,7 @@ from .measure import (
     cache_bytes,
     driver_version,
     floor_of,
+    graph_pool,
     input_sets,
     measure_ceilings,
     prepare_pass,
@@ -194,7 +195,11 @@ def bench(
         step(index, len(cases), f"checking {key[0]} x {key[1]}, {key[2]} tokens")
         errors[key] = gate(f"{key[0]} x {key[1]}, {key[2]} tokens", case.layer, case.weights, case.inputs[0])
     least = ceilings or measure_ceilings(place)
-    passes = {k: prepare_pass(c.calls(), place, capture=c.layer.plan.capturable) for k, c in cases.items()}
+    pool = graph_pool(place)
+    passes = {
+        key: prepare_pass(case.calls(), place, capture=case.layer.plan.capturable, pool=pool)
+        for key, case in cases.items()
+    }
     times = take_turns(passes, place, rounds=rounds, progress=step)
     rows = [_row(case, times[key] / len(case.inputs), errors[key], least) for key, case in cases.items()]
     return _report(name, spec, routing, (facts, least, tuple(rows)))

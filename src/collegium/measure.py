@@ -38,6 +38,7 @@ __all__ = [
     "cache_bytes",
     "driver_version",
     "floor_of",
+    "graph_pool",
     "input_sets",
     "measure_ceilings",
     "prepare_pass",
@@ -169,9 +170,12 @@ def timed_once(call: Callable[[], object], device: torch.device) -> float:
 
 
 def prepare_pass(
-    calls: Sequence[Callable[[], object]], device: torch.device, *, capture: bool = True
+    calls: Sequence[Callable[[], object]], device: torch.device, *, capture: bool = True, pool: Any = None
 ) -> Callable[[], object]:
-    """Return a call that runs all ``calls`` once, after running them once: one CUDA graph where ``capture`` allows."""
+    """Return a call that runs all ``calls`` once, after running them once: one CUDA graph where ``capture`` allows.
+
+    pool: ``graph_pool(device)``, for passes that take turns: then they take their temporary memory from one place.
+    """
 
     def eager() -> None:
         with torch.inference_mode():
@@ -190,11 +194,16 @@ def prepare_pass(
     if not capture:
         return eager
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool):
         eager()
     graph.replay()
     torch.cuda.synchronize()
     return graph.replay
+
+
+def graph_pool(device: torch.device) -> Any:
+    """Return a memory pool that the graphs of one run may share, as none needs what another one left."""
+    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
 
 def measure_ceilings(device: torch.device, *, nbytes: int | None = None, size: int | None = None) -> Ceilings:

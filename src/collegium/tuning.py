@@ -18,7 +18,7 @@ from .devices import probe
 from .errors import InputError, MeasurementError
 from .experts import KERNELS
 from .formats import by_name
-from .measure import input_sets, prepare_pass, random_routing, take_turns
+from .measure import graph_pool, input_sets, prepare_pass, random_routing, take_turns
 from .ops.e4m3_rows import operand
 from .ops.grouped_gemm import PackedExperts, chosen_tiles, grouped_gemm, tile_list
 from .ops.tile_file import products, write_tiles
@@ -142,7 +142,8 @@ def measure_tiles(packed: PackedExperts, problem: Problem, tokens: int, *, most:
         tiles = list(dict.fromkeys([chosen, *ranked[:most]]))
         runs = [_run(packed, matrix, batch, first=place == 0) for batch in batches]
         _same_bits(f"{product}, {tokens} tokens", [partial(runs[0], tile) for tile in tiles])
-        passes = {tile: prepare_pass([partial(run, tile) for run in runs], device) for tile in tiles}
+        pool = graph_pool(device)
+        passes = {tile: prepare_pass([partial(run, tile) for run in runs], device, pool=pool) for tile in tiles}
         times = {tile: t / len(runs) for tile, t in take_turns(passes, device, rounds=rounds).items()}
         fastest = min(tiles, key=lambda tile: times[tile])
         best = fastest if times[fastest] < _GAIN * times[chosen] else chosen
