@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -138,6 +139,7 @@ def score(problem: TileProblem, tile: TileChoice, machine: Machine) -> float:
     return max(memory, math_time) / filled**0.5 + 0.25 * min(memory, math_time)
 
 
+@lru_cache(maxsize=1 << 16)  # scoring every candidate takes some 60 microseconds, at every forward pass
 def choose(problem: TileProblem, machine: Machine) -> TileChoice:
     """Return the candidate of least score; raises PlanError when nothing fits the machine."""
     found = candidates(problem, machine)
