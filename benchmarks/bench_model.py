@@ -169,7 +169,8 @@ def main() -> int:
     head = {"gpu": torch.cuda.get_device_name(), "driver": driver_version(torch.device("cuda"))}
     head |= {name: version_of(name) for name in ("torch", "triton", "transformers")}
     head |= {"collegium": collegium.__version__, "commit": args.commit}
-    head |= {"command": " ".join(["python", "benchmarks/bench_model.py", *sys.argv[1:]]), "model": args.model}
+    said = [f"--layers {args.layers}"] if args.layers else []
+    head |= {"command": " ".join(["python benchmarks/bench_model.py", args.model, *said]), "model": args.model}
     rows: list[dict[str, Any]] = []
     for ways in (["eager", "grouped_mm", "collegium bf16"], *([f"collegium {f}"] for f in args.formats)):
         if len(ways) == 1:

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
     Run = Callable[[Tensor, Tensor, Tensor], Tensor]  # x [T, H], weights [T, K] float32, ids [T, K] int32 -> [T, H]
 
-RESULTS = Path(__file__).parent / "results" / "peers_h200.csv"
+RESULTS = Path(__file__).parent / "results" / "peers_{shape}_h200.csv"
 PACKAGES = ("torch", "triton", "transformers", "vllm", "humming-kernels")
 
 
@@ -386,7 +386,7 @@ class Table:
             **{name: version_of(name) for name in PACKAGES},
             "collegium": collegium.__version__,
             "commit": commit,
-            "command": " ".join(["python", "benchmarks/peers.py", *sys.argv[1:]]),
+            "command": " ".join(["python", "benchmarks/peers.py", *_said(sys.argv[1:])]),
         }
         self.file = path.open("w", newline="", encoding="utf-8")
         self.writer: csv.DictWriter[str] | None = None
@@ -401,12 +401,18 @@ class Table:
         self.file.flush()
 
 
+def _said(arguments: list[str]) -> list[str]:
+    """Return the arguments that say what was measured: not where to, and not the commit, which has its own column."""
+    left_out = {place + step for place, a in enumerate(arguments) if a in ("--out", "--commit") for step in (0, 1)}
+    return [argument for place, argument in enumerate(arguments) if place not in left_out]
+
+
 def main() -> int:
     args = _options()
     started, place = time.time(), torch.device("cuda")
     ceilings = measure_ceilings(place)
     print("ceilings", ceilings)
-    table = Table(args.out, args.commit)
+    table = Table(Path(str(args.out).format(shape="_".join(args.shapes))), args.commit)
     empty: dict[str, object] = dict.fromkeys(("us", "floor_us", "of_floor", "bound", "experts_hit", "error"), "")
     for shape in args.shapes:
         _, plain = spec_of(shape)
