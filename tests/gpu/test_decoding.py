@@ -8,8 +8,12 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
+from collegium.devices import probe
 from collegium.integrations.decoding import Decoder
-from collegium.integrations.transformers import register
+from collegium.integrations.transformers import attach, experts_modules, layers_of, register, routed_weights
+from collegium.layer import MoELayer
+from collegium.plan import plan
+from collegium.types import Choice, Problem
 
 
 def tiny(family: str):
@@ -50,6 +54,22 @@ def test_the_graph_writes_the_same_tokens(family, tokens, rows):
     assert len(set(wanted[0, 9:].tolist())) > 3, "a model that repeats one token would hide a stuck position"
     other = torch.randint(0, 512, (rows, 9), device="cuda")
     assert torch.equal(graph.generate(other, tokens), plain.generate(other, tokens))
+
+
+def test_a_kernel_that_cannot_be_captured_is_not():
+    model = tiny("qwen3_moe")
+    ids = torch.randint(0, 512, (1, 9), device="cuda")
+    decoder = Decoder(model)
+    decoder.generate(ids, 4)
+    assert decoder.captured
+    layers = {}
+    for index, module in experts_modules(model).items():
+        spec = layers_of(model)[index].spec
+        made = plan(Problem(spec=spec, device=probe("cuda")), Choice(kernel="reference"))
+        layers[index] = MoELayer(routed_weights(module), made)
+    attach(model, layers)
+    decoder.generate(ids, 4)
+    assert not decoder.captured
 
 
 def test_a_cache_that_slides_is_not_captured():

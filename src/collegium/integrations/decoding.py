@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import InputError, MissingExtraError
+from .transformers import layers_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,11 +25,11 @@ __all__ = ["Decoder"]
 class Decoder:
     """A causal language model of transformers that continues token ids.
 
-    capture: replay a decode step as a CUDA graph; None: wherever that is possible. ``captured`` says whether the last
+    capture: False never replays a decode step as a CUDA graph; otherwise it is done wherever it is possible. ``captured`` says whether the last
     call of ``generate`` did.
     """
 
-    def __init__(self, model: Any, *, capture: bool | None = None) -> None:
+    def __init__(self, model: Any, *, capture: bool = True) -> None:
         """Keep the model; raises MissingExtraError without transformers."""
         try:
             self._caches: Any = importlib.import_module("transformers.cache_utils")
@@ -62,10 +63,12 @@ class Decoder:
             )
         with torch.inference_mode():
             length = ids.shape[1]
-            step = _Steps(self.model, self._caches.StaticCache, length + tokens, self._possible(ids))
+            step = _Steps(self.model, self._caches.StaticCache, length + tokens, self.capture and ids.is_cuda)
             out = torch.cat([ids, ids.new_zeros(ids.shape[0], tokens)], 1)
             ended = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
             logits = step.first(ids)
+            # Known only now: layers are built by the first forward pass.
+            step.capture = step.capture and all(layer.plan.capturable for layer in layers_of(self.model))
             for place in range(length, length + tokens):
                 chosen = _pick(_penalised(logits, out[:, :place], penalty), temperature, top_k)
                 out[:, place] = chosen
@@ -77,11 +80,6 @@ class Decoder:
                     logits = step.next(chosen, place)
             self.captured = step.graph is not None
             return out
-
-    def _possible(self, ids: Tensor) -> bool:
-        if self.capture is not None:
-            return self.capture and ids.is_cuda
-        return ids.is_cuda
 
 
 class _Steps:
