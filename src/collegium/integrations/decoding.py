@@ -25,8 +25,8 @@ __all__ = ["Decoder"]
 class Decoder:
     """A causal language model of transformers that continues token ids.
 
-    capture: False never replays a decode step as a CUDA graph; otherwise it is done wherever it is possible. ``captured`` says whether the last
-    call of ``generate`` did.
+    capture: False never replays a decode step as a CUDA graph; otherwise it is done wherever it is possible.
+    ``captured`` says whether the last call of ``generate`` did.
     """
 
     def __init__(self, model: Any, *, capture: bool = True) -> None:
