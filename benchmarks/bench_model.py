@@ -2,9 +2,10 @@
 
 Everything but the experts is the same module in the same process. Decoding is greedy with a cache of fixed size; a
 step is one CUDA graph where the experts allow it. Before a time is taken, the logits of the prompt must agree with
-those of transformers' eager experts (relative L2 error at most 0.05 with the same BF16 weights; other formats hold
-other numbers and are checked against the reference kernel by the tests). Implementations take turns in rotated order;
-a time is the median over rounds of one decode step.
+those of transformers' eager experts on the same BF16 weights: relative L2 error at most 0.2, as in a random model a
+router near a tie takes another expert after any rounding (transformers' own two ways differ by 0.06); swapped gate and
+up would give more than 1. Other formats hold other numbers and are checked layer by layer by the tests.
+Implementations take turns in rotated order; a time is the median over rounds of one decode step.
 
     python benchmarks/bench_model.py qwen3_30b --batches 1 32
 """
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 RESULTS = Path(__file__).parent / "results" / "models_h200.csv"
-GATE = 0.05
+GATE = 0.2
 # Facts of the published configurations; layers can be cut, which scales both sides alike.
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3_30b": {
@@ -85,17 +86,21 @@ class Stepper:
         self.cache = StaticCache(config=model.config, max_cache_len=prompt + 64)
         self.position = torch.full((1, 1), prompt, device="cuda")
         self.token = self.ids[:, -1:].clone()
+        # transformers makes a mask by copying a number from the host, which no graph can hold.
+        self.mask = torch.zeros(batch, 1, 1, prompt + 64, dtype=model.dtype, device="cuda")
+        self.mask[..., prompt + 1 :] = torch.finfo(model.dtype).min
         with torch.inference_mode():
             places = torch.arange(prompt, device="cuda")[None]
-            self.logits = self._run(self.ids, places)
+            self.logits = self._run(self.ids, places, None)
 
-    def _run(self, ids: Tensor, places: Tensor) -> Tensor:
-        made = self.model(ids, position_ids=places, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+    def _run(self, ids: Tensor, places: Tensor, mask: Tensor | None) -> Tensor:
+        kept = {"past_key_values": self.cache, "use_cache": True, "logits_to_keep": 1}
+        made = self.model(ids, attention_mask=mask, position_ids=places, **kept)
         return made.logits[:, -1].float()
 
     def step(self) -> Tensor:
         """Decode one token; the cache grows by one and is set back, so that every step costs the same."""
-        self.token.copy_(self._run(self.token, self.position).argmax(-1, keepdim=True))
+        self.token.copy_(self._run(self.token, self.position, self.mask).argmax(-1, keepdim=True))
         for layer in self.cache.layers:
             layer.cumulative_length.sub_(1)
             if hasattr(layer, "cumulative_length_int"):

@@ -91,6 +91,7 @@ class _Steps:
         # A sliding window's cache takes another way in Python once it is full, which a graph cannot follow.
         slides = any(layer.is_sliding and layer.max_cache_len < length for layer in self.cache.layers)
         self.capture = capture and not slides
+        self.masked = not slides
         self.graph: torch.cuda.CUDAGraph | None = None
         self.warm = False
 
@@ -99,32 +100,46 @@ class _Steps:
         self.token = ids.new_zeros(ids.shape[0], 1)
         self.position = ids.new_zeros(1, 1)
         positions = torch.arange(ids.shape[1], device=ids.device)[None]
-        return self._forward(ids, positions)
+        logits = self._forward(ids, positions, None)
+        # Ours for the steps: making one copies a number from the host, which no graph can hold.
+        self.mask: Tensor | None = None
+        if self.masked:
+            length, dtype = self.cache.layers[0].max_cache_len, self.model.dtype
+            hidden = torch.full((1, 1, 1, length), torch.finfo(dtype).min, dtype=dtype, device=ids.device)
+            self.mask = hidden.repeat(ids.shape[0], 1, 1, 1)
+            self.mask[..., : ids.shape[1]] = 0
+        return logits
 
     def next(self, token: Tensor, position: int) -> Tensor:
         """Run ``token [B]`` at ``position``; the result is overwritten by the next call."""
         self.token.copy_(token[:, None])
         self.position.fill_(position)
+        if self.mask is not None:
+            self.mask[..., position] = 0
         if not self.capture:
-            return self._forward(self.token, self.position)
+            return self._step()
         if not self.warm:
             # A real step on another stream compiles and allocates what a graph must not.
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                out = self._forward(self.token, self.position)
+                out = self._step()
             torch.cuda.current_stream().wait_stream(stream)
             self.warm = True
             return out
         if self.graph is None:
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):
-                self.logits = self._forward(self.token, self.position)
+                self.logits = self._step()
         self.graph.replay()
         return self.logits
 
-    def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        out = self.model(ids, position_ids=positions, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+    def _step(self) -> Tensor:
+        return self._forward(self.token, self.position, self.mask)
+
+    def _forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
+        made = {"past_key_values": self.cache, "use_cache": True, "logits_to_keep": 1}
+        out = self.model(ids, attention_mask=mask, position_ids=positions, **made)
         return out.logits[:, -1].float()
 
 

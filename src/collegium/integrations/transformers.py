@@ -180,7 +180,7 @@ def build_layers(
 
 
 def _build(module: nn.Module, x: Tensor, top_k: int) -> MoELayer:
-    if module.has_post_expert_norm:
+    if getattr(module, "has_post_expert_norm", False):  # 5.17 does not know such experts yet
         raise SpecError(
             f"{type(module).__name__}: each expert ends in a norm, which Collegium's experts do not have; "
             'use experts_implementation="eager" for this model'
