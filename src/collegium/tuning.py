@@ -19,8 +19,8 @@ from .errors import InputError, MeasurementError
 from .experts import KERNELS
 from .formats import by_name
 from .measure import graph_pool, input_sets, prepare_pass, random_routing, take_turns
-from .ops.e4m3_rows import operand
 from .ops.grouped_gemm import PackedExperts, chosen_tiles, grouped_gemm, tile_list
+from .ops.quantize import operand
 from .ops.tile_file import products, write_tiles
 from .ops.tiles import candidates, score
 from .parallel.local import Local

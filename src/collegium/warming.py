@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .ops.grouped_gemm import PackedExperts, chosen_tiles
+from .ops.launch import power_of_two
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,19 +28,22 @@ _THREADS = 8
 
 
 def batch_sizes(packed: Sequence[tuple[Any, int]], limit: int) -> list[int]:
-    """Return token counts that together use every tile that 1 to ``limit`` tokens can use, the smallest for each.
+    """Return token counts that together need every kernel variant that 1 to ``limit`` tokens can need.
 
-    packed: packed experts and how many rows a token has in them; other packed types have no tiles.
+    packed: packed experts and how many rows a token has in them; other packed types have no variants. Products depend
+    on their tiles; the kernels around them on powers of two, above or below, of the counts of tokens and rows.
     """
     tiled = [(own, rows) for own, rows in packed if isinstance(own, PackedExperts)]
-    seen: set[tuple[int, int, object]] = set()
+    seen: set[tuple[object, ...]] = set()
     sizes: list[int] = []
     for tokens in range(1, limit + 1 if tiled else 1):
-        used = {
-            (place, product, tile)
-            for place, (own, rows) in enumerate(tiled)
-            for product, tile in enumerate(chosen_tiles(own, tokens * rows))
-        }
+        used: set[tuple[object, ...]] = {(tokens.bit_length(), power_of_two(tokens))}
+        for place, (own, each) in enumerate(tiled):
+            rows = tokens * each
+            tiles = chosen_tiles(own, rows)
+            used |= {(place, product, tile) for product, tile in enumerate(tiles)}
+            # One kernel orders the rows and lists the tiles of both products.
+            used.add((place, rows.bit_length(), power_of_two(rows), *(tile.block_t for tile in tiles)))
         if not used <= seen:
             seen |= used
             sizes.append(tokens)
