@@ -18,7 +18,7 @@ from .inspection import inspect_model, plan_model
 from .types import Choice, Limits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Iterable, Sequence
 
     from .bench import BenchReport
     from .demo import DemoReport
@@ -227,21 +227,32 @@ def _print_json(value: dict[str, object]) -> None:
     sys.stdout.write(json.dumps(value, indent=2) + "\n")
 
 
-def _print_demo(report: DemoReport) -> None:
-    table = Table(title=f"{report.model} on {report.device}", title_justify="left", box=None, pad_edge=False)
-    table.add_column("weights x activations", no_wrap=True)
-    for name in ("bytes/expert", "perplexity", "beside bf16", "error", "tok/s"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in report.rows:
-        table.add_row(
-            f"{row.weights} x {row.activations}",
-            f"{row.expert_bytes:,}",
-            f"{row.perplexity:.3f}",
-            f"{100 * (row.perplexity_ratio - 1):+.2f} %",
-            f"{100 * row.layer_error:.2f} %",
-            f"{row.tokens_per_second:.1f}",
-        )
+def _print_table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print right-aligned columns, except those whose name ends in a space."""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column.strip(), justify="left" if column.endswith(" ") else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
     out.print(table)
+
+
+def _print_demo(report: DemoReport) -> None:
+    _print_table(
+        f"{report.model} on {report.device}",
+        ("weights x activations ", "bytes/expert", "perplexity", "beside bf16", "error", "tok/s"),
+        [
+            (
+                f"{row.weights} x {row.activations}",
+                f"{row.expert_bytes:,}",
+                f"{row.perplexity:.3f}",
+                f"{100 * (row.perplexity_ratio - 1):+.2f} %",
+                f"{100 * row.layer_error:.2f} %",
+                f"{row.tokens_per_second:.1f}",
+            )
+            for row in report.rows
+        ],
+    )
     out.print("error: relative L2 error of one layer's output against FP32 on the BF16 weights", style="dim")
     for kernel in dict.fromkeys(row.kernel for row in report.rows):
         users = ", ".join(f"{r.weights} x {r.activations}" for r in report.rows if r.kernel == kernel)
@@ -274,13 +285,11 @@ def _ceilings(text: str) -> Ceilings:
 def _print_bench(report: BenchReport) -> None:
     out.print(f"[bold]{report.shape}[/bold] ({report.sizes}), {report.routing} routing, on {report.device}")
     for name in dict.fromkeys((row.weights, row.activations, row.kernel) for row in report.rows):
-        title = f"{name[0]} x {name[1]} ({name[2]})"
-        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-        for column in ("tokens", "us", "floor us", "of floor", "bound", "GB/s", "TFLOP/s", "experts", "error"):
-            table.add_column(column, justify="right", no_wrap=True)
-        for row in report.rows:
-            if (row.weights, row.activations, row.kernel) == name:
-                table.add_row(
+        _print_table(
+            f"{name[0]} x {name[1]} ({name[2]})",
+            ("tokens", "us", "floor us", "of floor", "bound", "GB/s", "TFLOP/s", "experts", "error"),
+            [
+                (
                     str(row.tokens),
                     f"{1e6 * row.seconds:.1f}" + ("" if row.cold else "*"),
                     f"{1e6 * row.floor_seconds:.1f}",
@@ -291,7 +300,10 @@ def _print_bench(report: BenchReport) -> None:
                     f"{row.experts_hit:.0f}",
                     f"{row.error:.4f}",
                 )
-        out.print(table)
+                for row in report.rows
+                if (row.weights, row.activations, row.kernel) == name
+            ],
+        )
     top = report.ceilings
     out.print(
         f"ceilings: {top.bandwidth / 1e12:.3g} TB/s, {top.rate_16 / 1e12:.4g} TFLOP/s with 16-bit and "
@@ -304,21 +316,22 @@ def _print_bench(report: BenchReport) -> None:
 
 def _print_tuning(report: TuneReport) -> None:
     out.print(f"[bold]{report.shape}[/bold] in {report.weights} x {report.activations} on {report.device}")
-    table = Table(box=None, pad_edge=False)
-    for column in ("product", "tokens", "chosen us", "best us", "gain", "tile", "tried"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for row in report.rows:
-        tile = row.best
-        table.add_row(
-            row.product,
-            str(row.tokens),
-            f"{1e6 * row.chosen_seconds:.1f}",
-            f"{1e6 * row.best_seconds:.1f}",
-            f"{100 * (1 - row.best_seconds / row.chosen_seconds):.0f} %",
-            f"{tile.block_n}x{tile.block_t} w{tile.warps} s{tile.stages}",
-            str(row.candidates),
-        )
-    out.print(table)
+    _print_table(
+        None,
+        ("product", "tokens", "chosen us", "best us", "gain", "tile", "tried"),
+        [
+            (
+                row.product,
+                str(row.tokens),
+                f"{1e6 * row.chosen_seconds:.1f}",
+                f"{1e6 * row.best_seconds:.1f}",
+                f"{100 * (1 - row.best_seconds / row.chosen_seconds):.0f} %",
+                f"{row.best.block_n}x{row.best.block_t} w{row.best.warps} s{row.best.stages}",
+                str(row.candidates),
+            )
+            for row in report.rows
+        ],
+    )
     out.print(f"written to {report.path}", style="dim", soft_wrap=True)
 
 
