@@ -196,9 +196,14 @@ def prepare_pass(
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
         eager()
-    graph.replay()
+    kept = (graph, calls)  # a graph knows addresses; the calls hold the tensors that live there
+
+    def replay() -> None:
+        kept[0].replay()
+
+    replay()
     torch.cuda.synchronize()
-    return graph.replay
+    return replay
 
 
 def graph_pool(device: torch.device) -> Any:
