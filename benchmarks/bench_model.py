@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 RESULTS = Path(__file__).parent / "results" / "models_h200.csv"
 # Facts of the published configurations; layers can be cut, which scales both sides alike.
 MODELS: dict[str, dict[str, Any]] = {
@@ -79,16 +80,16 @@ class Stepper:
     def __init__(self, model: Any, batch: int, prompt: int) -> None:
         """Run the prompt; the logits of its last token stay in ``logits``."""
         self.model = model
-        generator = torch.Generator("cuda").manual_seed(batch)
-        self.ids = torch.randint(0, 1000, (batch, prompt), device="cuda", generator=generator)
+        generator = torch.Generator(DEVICE).manual_seed(batch)
+        self.ids = torch.randint(0, 1000, (batch, prompt), device=DEVICE, generator=generator)
         self.cache = StaticCache(config=model.config, max_cache_len=prompt + 64)
-        self.position = torch.full((1, 1), prompt, device="cuda")
+        self.position = torch.full((1, 1), prompt, device=DEVICE)
         self.token = self.ids[:, -1:].clone()
         # transformers makes a mask by copying a number from the host, which no graph can hold.
-        self.mask = torch.zeros(batch, 1, 1, prompt + 64, dtype=model.dtype, device="cuda")
+        self.mask = torch.zeros(batch, 1, 1, prompt + 64, dtype=model.dtype, device=DEVICE)
         self.mask[..., prompt + 1 :] = torch.finfo(model.dtype).min
         with torch.inference_mode():
-            places = torch.arange(prompt, device="cuda")[None]
+            places = torch.arange(prompt, device=DEVICE)[None]
             self.logits = self._run(self.ids, places, None)
 
     def _run(self, ids: Tensor, places: Tensor, mask: Tensor | None) -> Tensor:
@@ -114,7 +115,7 @@ def build(name: str, layers: int | None) -> Any:
     config = kind(**facts, max_position_embeddings=4096)
     plugin.register()
     torch.manual_seed(0)
-    with torch.device("cuda"):
+    with DEVICE:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     return model.eval()
 
@@ -139,9 +140,9 @@ def attach(model: Any, weights: str, activations: str) -> list[MoELayer]:
     layers: dict[int, MoELayer] = {}
     for index, module in plugin.experts_modules(model).items():
         spec = spec_of_module(model, module, weights)
-        problem = Problem(spec=spec, device=probe("cuda"), limits=Limits(max_tokens=2048))
+        problem = Problem(spec=spec, device=probe(DEVICE), limits=Limits(max_tokens=2048))
         made = plan(problem, Choice(activation_format=activations))
-        layers[index] = MoELayer(random_weights(spec, torch.device("cuda"), seed=index), made)
+        layers[index] = MoELayer(random_weights(spec, DEVICE, seed=index), made)
     plugin.attach(model, layers)
     return list(layers.values())
 
@@ -159,10 +160,10 @@ def check(model: Any, way: str, stepper: Stepper) -> float:
         spec = spec_of_module(model, module, weights)
         own = plugin.routed_weights(module)
         if weights != "bf16":
-            own = random_weights(spec, torch.device("cuda"), seed=index)
-        case = (x.view(-1, x.shape[-1]), Routing(topk_ids=ids, topk_weights=topk_weights))
+            own = random_weights(spec, DEVICE, seed=index)
+        case = (x.view(-1, x.shape[-1]), Routing(topk_ids=ids, topk_weights=topk_weights.float()))
         found = found.view(-1, x.shape[-1])
-        error = experts_error(found, Problem(spec=spec, device=probe("cuda")), own, case)
+        error = experts_error(found, Problem(spec=spec, device=probe(DEVICE)), own, case)
     allowed = TOLERANCES[activation_format(activations or "bf16").bits]
     if not error <= allowed:
         sys.exit(f"{way}: the experts of layer {index} are {error:.4f} away from FP32 truth; nothing is timed")
@@ -175,7 +176,7 @@ def prepare(model: Any, way: str, batch: int, prompt: int) -> tuple[Callable[[],
     stepper = Stepper(model, batch, prompt)
     error = check(model, way, stepper)
     try:
-        return prepare_pass([stepper.step], torch.device("cuda")), error, True
+        return prepare_pass([stepper.step], DEVICE), error, True
     except Exception as fault:
         torch.cuda.synchronize()
         print(f"    {way}: no graph: {type(fault).__name__}: {' '.join(str(fault).split())[:160]}", flush=True)
@@ -191,12 +192,14 @@ def prepare(model: Any, way: str, batch: int, prompt: int) -> tuple[Callable[[],
 
 def main() -> int:
     args = _options()
+    if DEVICE.type != "cuda":
+        sys.exit("a step that is no graph would run the implementation set last: this needs a CUDA GPU")
     started = time.time()
     model = build(args.model, args.layers)
     torch.cuda.synchronize()
     count = sum(p.numel() for p in model.parameters()) / 1e9
     print(f"{args.model}: {count:.1f} G parameters, {time.time() - started:.0f} s", flush=True)
-    head = {"gpu": torch.cuda.get_device_name(), "driver": driver_version(torch.device("cuda"))}
+    head = {"gpu": probe(DEVICE).name, "driver": driver_version(DEVICE)}
     head |= {name: version_of(name) for name in ("torch", "triton", "transformers")}
     head |= {"collegium": collegium.__version__, "commit": args.commit}
     said = [f"--layers {args.layers}"] if args.layers else []
@@ -228,7 +231,7 @@ def _turns(model: Any, ways: list[str], batch: int, args: argparse.Namespace) ->
     for way in ways:
         ready[way], error, graph = prepare(model, way, batch, args.prompt)
         rows.append({"batch": batch, "experts": way, "graph": graph, "error": round(error, 5)})
-    times = take_turns(ready, torch.device("cuda"), rounds=args.rounds)
+    times = take_turns(ready, DEVICE, rounds=args.rounds)
     for row in rows:
         seconds = times[row["experts"]]
         row["ms_per_step"], row["tokens_per_second"] = round(1e3 * seconds, 3), round(batch / seconds, 1)
