@@ -231,7 +231,9 @@ def sweep(case: Case, limit: int) -> list[dict[str, Any]]:
                 "us": round(time, 1),
                 "score": round(score(problem, tile, packed.machine), 1),
             }
-            row |= {k: getattr(tile, k) for k in ("block_n", "block_t", "warps", "stages", "group_t")}
+            row |= {
+                k: getattr(tile, k) for k in ("block_n", "block_t", "warps", "stages", "group_t", "stacked", "overlap")
+            }
             found.append(row)
     return found
 

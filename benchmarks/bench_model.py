@@ -29,11 +29,12 @@ from collegium.bench import TOLERANCES, experts_error, random_weights
 from collegium.devices import probe
 from collegium.errors import CollegiumError
 from collegium.integrations import transformers as plugin
-from collegium.layer import MoELayer, warm_up
+from collegium.layer import MoELayer
 from collegium.measure import driver_version, prepare_pass, take_turns, version_of
 from collegium.ops.quantize import activation_format
 from collegium.plan import plan
 from collegium.types import ActivationSpec, Choice, Limits, MoESpec, Problem, Routing, RoutingSpec
+from collegium.warming import warm_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,9 +17,10 @@ from triton import knobs
 
 from collegium.bench import random_weights, spec_of
 from collegium.devices import probe
-from collegium.layer import MoELayer, warm_up
+from collegium.layer import MoELayer
 from collegium.plan import plan
 from collegium.types import Choice, Limits, Problem
+from collegium.warming import warm_up
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ from .errors import (
     UnknownTensorError,
 )
 from .formats import FORMATS
-from .layer import MoELayer, encode_experts, moe, warm_up
+from .layer import MoELayer, encode_experts, moe
 from .loading import load_layer
 from .models import describe
 from .plan import Plan, plan
@@ -53,6 +53,7 @@ from .types import (
     SharedSpec,
     SharedWeights,
 )
+from .warming import warm_up
 
 __version__ = "0.1.0"
 

@@ -79,7 +79,7 @@ def generate(
     """Write text: transformers runs everything but the experts, which run through Collegium."""
     from .demo import Writer
     from .integrations.transformers import layers_of, load_model
-    from .layer import warm_up
+    from .warming import warm_up
 
     # A small limit is few kernel variants to compile; a longer prompt runs in pieces.
     limits = Limits(max_tokens=512)

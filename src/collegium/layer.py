@@ -6,6 +6,7 @@ the plan, which is made before the weights are packed.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from .compiled import announce
 from .devices import probe
 from .errors import InputError, PlanError
 from .experts import KERNELS
@@ -34,18 +36,21 @@ from .types import (
     Routing,
     RoutingSpec,
 )
-from .warming import batch_sizes, compile_batches
+from .warming import warm_layer
+from .workspace import shared_workspace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
     from .experts import ExpertKernel
     from .plan import Plan
     from .types import Choice, LatentWeights, RouterWeights, SharedWeights
+    from .workspace import Workspace
 
-__all__ = ["MoELayer", "encode_experts", "moe", "warm_up"]
+__all__ = ["MoELayer", "encode_experts", "moe"]
 
 _DTYPES = {dtype: plain.name for dtype, plain in FLOAT_FORMATS.items()}
 
@@ -66,6 +71,7 @@ class MoELayer(nn.Module):
         shared: SharedWeights[Payload] | None = None,
         latent: LatentWeights | None = None,
         choose: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]] | None = None,
+        after_expert: Callable[[Tensor], Tensor] | None = None,
         checked: bool = False,
     ) -> None:
         """Pack ``weights`` for the kernel of ``plan``.
@@ -73,8 +79,12 @@ class MoELayer(nn.Module):
         router: needed unless every call brings logits or a routing. shared, latent: as the spec says.
         choose: a routing rule of your own, ``choose(x [T, D], logits [T, E], top_k) -> (weights, ids)`` both
         ``[T, K]``; it replaces the spec's rule, and what it returns is checked like any other routing.
+        after_expert: applied to the rows ``[R, H]`` the experts return, row by row, before they are weighted.
         checked: raise RoutingError on NaN logits, out-of-range and duplicate ids instead of dropping the rows; this
         reads the device once a call. Raises InputError when weights and spec disagree.
+
+        ``workspace``, the memory of the forward pass on a GPU, is one for all layers of the device; a layer that runs
+        beside others, on another stream, needs a ``Workspace`` of its own there. None elsewhere.
         """
         super().__init__()
         spec = plan.problem.spec
@@ -93,13 +103,18 @@ class MoELayer(nn.Module):
             dispatcher=Local(num_experts=spec.num_experts, weight_on_input=spec.routing.weight_on_input),
             kernel=kernel,
             packed=with_tuned_tiles(kernel.pack(weights, plan.problem), plan.problem),
+            after_expert=after_expert,
         )
         self._packed_shared = None if shared is None else _pack_shared(kernel, shared, plan.problem)
         self._device = weights.down.device
         # To the shared expert every batch is the first rows in order; row T of the bounds is (0, T).
-        longest = plan.problem.limits.max_tokens + 1 if shared is not None else 0
+        longest = 0 if shared is None else plan.problem.limits.max_tokens + 1
         self._shared_rows = torch.arange(longest, device=self._device)
         self._shared_bounds = torch.stack((torch.zeros_like(self._shared_rows), self._shared_rows), dim=1)
+        on_gpu = self._device.type == "cuda" and plan.capturable
+        self.workspace: Workspace | None = shared_workspace(self._device, plan.workspace_bytes) if on_gpu else None
+        self._kind = hash((plan.problem, plan.kernel))
+        self._name = announce(self)
 
     def extra_repr(self) -> str:
         """Show the plan."""
@@ -112,53 +127,70 @@ class MoELayer(nn.Module):
         router_logits: Tensor | None = None,
         routing: Routing | None = None,
         token_ids: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Return the layer's output for ``x [..., D]`` (bf16, fp16 or float32), same shape and dtype.
 
         router_logits: ``[T, E]`` from an external router; routing: chosen experts and weights, used as they are;
         neither: the layer's own router. token_ids: ``[T]`` integers, needed for hash routing only.
-        T is the product of the leading dimensions and may be 0. Raises InputError on shapes, dtypes and devices, and
-        RoutingError in checked mode.
+        T is the product of the leading dimensions and may be 0. out: contiguous, like x, written and returned instead
+        of fresh memory. Raises InputError on shapes, dtypes and devices, and RoutingError in checked mode.
         """
         self._check_input(x)
-        flat = x.reshape(-1, self.spec.hidden_size)
-        chosen = self._route(flat, router_logits, routing, token_ids)
+        if out is None:
+            out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        elif out.shape != x.shape or out.dtype != x.dtype or not out.is_contiguous():
+            raise InputError(f"forward: out is {tuple(out.shape)} {out.dtype}, needed: contiguous, like x")
+        wide = self.spec.hidden_size
+        ids, weights = (None, None) if routing is None else (routing.topk_ids, routing.topk_weights)
+        inputs = (x.reshape(-1, wide), router_logits, ids, weights, token_ids)
+        if torch.compiler.is_compiling():
+            torch.ops.collegium.moe_layer(*inputs, self._name, out.view(-1, wide))
+        else:
+            self.compute(*inputs, out.view(-1, wide))
+        return out
+
+    warm_up = warm_layer
+
+    def compute(
+        self,
+        x: Tensor,
+        router_logits: Tensor | None,
+        topk_ids: Tensor | None,
+        topk_weights: Tensor | None,
+        token_ids: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        """Write ``out [T, D]`` for ``x [T, D]``: ``forward`` after its checks, in passes of ``max_tokens`` rows."""
+        given = None
+        if topk_ids is not None and topk_weights is not None:
+            given = Routing(topk_ids=topk_ids, topk_weights=topk_weights)
         step = self.plan.problem.limits.max_tokens
-        if flat.shape[0] <= step:
-            return self._tokens(flat, chosen).reshape(x.shape)
-        out = torch.empty_like(flat, memory_format=torch.contiguous_format)
-        for start in range(0, flat.shape[0], step):
-            span = slice(start, start + step)
+        if x.shape[0] <= step:
+            with self._pass(x.shape[0]):
+                self._tokens(x, self._route(x, router_logits, given, token_ids), out)
+            return
+        chosen = self._route(x, router_logits, given, token_ids)
+        for start in range(0, x.shape[0], step):
+            span = slice(start, min(start + step, x.shape[0]))
             part = Routing(topk_ids=chosen.topk_ids[span], topk_weights=chosen.topk_weights[span])
-            out[span] = self._tokens(flat[span], part)
-        return out.reshape(x.shape)
+            with self._pass(span.stop - start):
+                self._tokens(x[span], part, out[span])
 
-    def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> int:
-        """Compile every kernel variant that 1 to ``max_tokens`` tokens can reach, and no other.
+    def _pass(self, tokens: int) -> AbstractContextManager[None]:
+        return nullcontext() if self.workspace is None else self.workspace.scope((self._kind, tokens))
 
-        Returns the number of batches that were run for it; 0 for a kernel that compiles nothing. progress: called
-        with (done, total, text).
-        """
-        top_k, limit = self.spec.routing.top_k, self.plan.problem.limits.max_tokens
-        sizes = batch_sizes([(self._pipeline.packed, top_k), (self._packed_shared, 1)], limit)
-        return compile_batches(self._empty_batch, sizes, self._device, progress)
-
-    def _empty_batch(self, tokens: int) -> None:
-        kind = next(dtype for dtype, name in _DTYPES.items() if name == self.plan.problem.dtype)
-        x = torch.zeros(tokens, self.spec.hidden_size, dtype=kind, device=self._device)
-        shape = (tokens, self.spec.routing.top_k)
-        ids = torch.arange(tokens * shape[1], device=self._device).view(shape) % self.spec.num_experts
-        self(x, routing=Routing(topk_ids=ids, topk_weights=torch.ones(shape, device=self._device)))
-        if self.router is not None:
-            self(x, token_ids=torch.zeros(tokens, dtype=torch.int64, device=self._device))
-
-    def _tokens(self, x: Tensor, routing: Routing) -> Tensor:
+    def _tokens(self, x: Tensor, routing: Routing, out: Tensor) -> None:
         shared = None if self.shared is None else self._shared_output(x)
         if self.latent is None:
-            return self._pipeline(x, routing, dtype=x.dtype, shared=shared)
+            self._pipeline(x, routing, dtype=x.dtype, shared=shared, out=out)
+            return
         inner = functional.linear(x, self.latent.down.to(x.dtype))
-        out = _leave_latent(self._pipeline(inner, routing), self.latent)
-        return (out if shared is None else out + shared).to(x.dtype)
+        rows, norm = self._pipeline(inner, routing), self.latent.norm
+        if norm is not None:
+            rows = functional.rms_norm(rows, (rows.shape[-1],), norm.float(), self.latent.norm_eps)
+        latent = functional.linear(rows, self.latent.up.float())
+        out.copy_(latent if shared is None else latent + shared)
 
     def _shared_output(self, x: Tensor) -> Tensor:
         shared = cast("SharedWeights[Payload]", self.shared)
@@ -241,8 +273,7 @@ def moe(
         weight_format=upper.name,
         expert_bias=biases is not None,
     )
-    dtype = _DTYPES.get(x.dtype)
-    if dtype is None:
+    if (dtype := _DTYPES.get(x.dtype)) is None:
         raise InputError(f"moe: x is {x.dtype}; allowed: {', '.join(map(str, _DTYPES))}")
     problem = Problem(
         spec=spec,
@@ -260,12 +291,6 @@ def moe(
     return layer(x, routing=Routing(topk_ids=topk_ids, topk_weights=topk_weights))
 
 
-def warm_up(layers: Iterable[MoELayer], progress: Callable[[int, int, str], None] | None = None) -> int:
-    """Warm up every layer that differs from the ones before it (see ``MoELayer.warm_up``); returns batches run."""
-    kinds = {(layer.plan, layer.router is None, layer.shared is None): layer for layer in layers}
-    return sum(layer.warm_up(progress) for layer in kinds.values())
-
-
 def encode_experts(weights: ExpertWeights[Payload], weight_format: str) -> ExpertWeights[Payload]:
     """Encode every expert into ``weight_format``, one expert at a time; biases stay as they are.
 
@@ -281,12 +306,6 @@ def _encode(source: Payload, target: type[Payload]) -> Payload:
     for expert in range(source.shape[0]):
         out.put(expert, target.encode(source[expert].decode()))
     return out
-
-
-def _leave_latent(out: Tensor, latent: LatentWeights) -> Tensor:
-    if latent.norm is not None:
-        out = functional.rms_norm(out, (out.shape[-1],), latent.norm.float(), latent.norm_eps)
-    return functional.linear(out, latent.up.float())
 
 
 def _pack_shared(kernel: ExpertKernel, shared: SharedWeights[Payload], problem: Problem) -> Any:

@@ -10,6 +10,8 @@ import torch
 from .ops.grouped_gemm import PackedExperts
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from .experts import ExpertKernel
@@ -26,13 +28,23 @@ class SplitPipeline:
     dispatcher: Local
     kernel: ExpertKernel
     packed: Any
+    after_expert: Callable[[Tensor], Tensor] | None = None
 
     def __call__(
-        self, x: Tensor, routing: Routing, *, dtype: torch.dtype = torch.float32, shared: Tensor | None = None
+        self,
+        x: Tensor,
+        routing: Routing,
+        *,
+        dtype: torch.dtype = torch.float32,
+        shared: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Return the routed experts' weighted sum ``[T, H]`` for ``x [T, H]``, plus ``shared``, rounded once."""
         # Kernels that walk token tiles get their lists from the launch that orders the rows.
         tiled = x.is_cuda and isinstance(self.packed, PackedExperts)
         block_t = self.packed.block_t(routing.topk_ids.numel()) if tiled else ()
         batch, handle = self.dispatcher.dispatch(x, routing, block_t=block_t)
-        return self.dispatcher.combine(self.kernel.run(batch, self.packed), handle, dtype=dtype, shared=shared)
+        rows = self.kernel.run(batch, self.packed)
+        if self.after_expert is not None:
+            rows = self.after_expert(rows)
+        return self.dispatcher.combine(rows, handle, dtype=dtype, shared=shared, out=out)

@@ -18,13 +18,46 @@ import torch
 
 from .ops.grouped_gemm import PackedExperts, chosen_tiles
 from .ops.launch import power_of_two
+from .types import Routing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
-__all__ = ["batch_sizes", "compile_batches"]
+__all__ = ["batch_sizes", "compile_batches", "warm_layer", "warm_up"]
 
 _THREADS = 8
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def warm_up(layers: Iterable[Any], progress: Callable[[int, int, str], None] | None = None) -> int:
+    """Warm up every ``MoELayer`` that differs from the ones before it; return the number of batches run."""
+    kinds = {(layer.plan, layer.router is None, layer.shared is None): layer for layer in layers}
+    return sum(layer.warm_up(progress) for layer in kinds.values())
+
+
+def warm_layer(layer: Any, progress: Callable[[int, int, str], None] | None = None) -> int:
+    """Compile every kernel variant that 1 to ``max_tokens`` tokens can reach, and no other.
+
+    Returns the number of batches of zeros that were run for it; 0 for a kernel that compiles nothing. progress: called
+    with (done, total, text).
+    """
+    problem = layer.plan.problem
+    spec, device = problem.spec, torch.device(problem.device.kind)
+    packed = [(layer._pipeline.packed, spec.routing.top_k), (layer._packed_shared, 1)]
+
+    def run(tokens: int) -> None:
+        x = torch.zeros(tokens, spec.hidden_size, dtype=_DTYPES[problem.dtype], device=device)
+        shape = (tokens, spec.routing.top_k)
+        ids = torch.arange(tokens * shape[1], device=device).view(shape) % spec.num_experts
+        layer(x, routing=Routing(topk_ids=ids, topk_weights=torch.ones(shape, device=device)))
+        if layer.router is not None:
+            layer(x, token_ids=torch.zeros(tokens, dtype=torch.int64, device=device))
+
+    kept, layer.workspace = layer.workspace, None  # batches run side by side, each in memory of its own
+    try:
+        return compile_batches(run, batch_sizes(packed, problem.limits.max_tokens), device, progress)
+    finally:
+        layer.workspace = kept
 
 
 def batch_sizes(packed: Sequence[tuple[Any, int]], limit: int) -> list[int]:

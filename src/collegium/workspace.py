@@ -1,40 +1,29 @@
-"""Memory that forward passes run in: taken once, cut into named buffers for each batch size.
+"""Memory that forward passes run in: taken once, cut into buffers for each kind of pass.
 
-A forward pass allocates nothing because its buffers are views of one block that exist already. Layers of a device
-share the block: they run one after the other. Blocks are never given back while the workspace lives, since a
+A forward pass allocates nothing because its buffers are views of a block that exists already. Code that needs memory
+for the length of a pass asks ``empty``: inside ``Workspace.scope`` it gets, at the same place of every pass of one
+kind, the same buffer; outside it gets fresh memory. Blocks are never given back while the workspace lives, since a
 captured CUDA graph keeps their addresses.
 """
 
 from __future__ import annotations
 
+import threading
+from contextlib import contextmanager
 from math import prod
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Generator, Hashable
 
     from torch import Tensor
 
-__all__ = ["Wanted", "Workspace", "bytes_of", "shared_workspace"]
-
-Wanted = tuple[tuple[int, ...], torch.dtype]
+__all__ = ["Workspace", "empty", "shared_workspace"]
 
 _ALIGN = 256
-_KEPT = 256  # cuts remembered; the oldest goes first
-
-_shared: dict[torch.device, Workspace] = {}
-
-
-def shared_workspace(device: torch.device) -> Workspace:
-    """Return the workspace all layers of ``device`` share unless they are given another."""
-    return _shared.setdefault(device, Workspace(device))
-
-
-def bytes_of(wanted: Sequence[Wanted]) -> int:
-    """Return the bytes a cut of ``wanted`` takes, alignment included."""
-    return sum(_padded(shape, dtype) for shape, dtype in wanted)
+_KEPT = 512  # kinds of pass remembered; the oldest goes first
 
 
 class Workspace:
@@ -47,7 +36,7 @@ class Workspace:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._blocks: list[Tensor] = []
-        self._cuts: dict[Hashable, tuple[Tensor, ...]] = {}
+        self._kinds: dict[Hashable, list[tuple[Tensor, int]]] = {}
 
     @property
     def nbytes(self) -> int:
@@ -55,31 +44,72 @@ class Workspace:
         return self._blocks[-1].numel() if self._blocks else 0
 
     def reserve(self, size: int) -> None:
-        """Make sure that cuts of up to ``size`` bytes need no new memory."""
+        """Make sure that passes of up to ``size`` bytes take no new memory."""
         if size > self.nbytes:
             self._blocks.append(torch.empty(size, dtype=torch.uint8, device=self.device))
-            self._cuts.clear()
+            self._kinds.clear()
 
-    def cut(self, key: Hashable, wanted: Sequence[Wanted], *, start: int = 0) -> tuple[Tensor, ...]:
-        """Return one tensor for each shape and dtype, contiguous and uninitialised, the same for the same key.
+    @contextmanager
+    def scope(self, kind: Hashable) -> Generator[None]:
+        """Serve ``empty`` from this workspace inside the block; ``kind`` names passes that ask for the same buffers."""
+        if kind not in self._kinds and len(self._kinds) >= _KEPT:
+            del self._kinds[next(iter(self._kinds))]
+        before, _active.running = _active.running, _Pass(self, self._kinds.setdefault(kind, []))
+        try:
+            yield
+        finally:
+            _active.running = before
 
-        The tensors of one call do not overlap; those of different keys do, unless ``start`` (bytes from the
-        beginning of the block) keeps them apart. Takes memory only when the block is too small.
-        """
-        found = self._cuts.get(key)
-        if found is not None:
-            return found
-        self.reserve(start + bytes_of(wanted))
-        made: list[Tensor] = []
-        for shape, dtype in wanted:
-            used = prod(shape) * dtype.itemsize
-            made.append(self._blocks[-1][start : start + used].view(dtype).view(shape))
-            start += _padded(shape, dtype)
-        if len(self._cuts) >= _KEPT:
-            del self._cuts[next(iter(self._cuts))]
-        self._cuts[key] = tuple(made)
-        return self._cuts[key]
+    def piece(self, start: int, size: int) -> tuple[Tensor, int]:
+        """Return ``size`` bytes from byte ``start`` of the block, or from a new and larger one, and where they end."""
+        if start + size > self.nbytes:
+            self._blocks.append(torch.empty(start + size, dtype=torch.uint8, device=self.device))
+            start = 0
+        end = start + size
+        return self._blocks[-1][start:end], -(-end // _ALIGN) * _ALIGN
 
 
-def _padded(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return -(-prod(shape) * dtype.itemsize // _ALIGN) * _ALIGN
+class _Pass:
+    """How far one pass has come in the list of buffers of its kind."""
+
+    def __init__(self, space: Workspace, buffers: list[tuple[Tensor, int]]) -> None:
+        self.space = space
+        self.buffers = buffers
+        self.given = 0
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if self.given < len(self.buffers):
+            found = self.buffers[self.given][0]
+            if found.shape == shape and found.dtype == dtype:
+                self.given += 1
+                return found
+            del self.buffers[self.given :]  # another sequence than last time: what follows is cut anew
+        start = self.buffers[-1][1] if self.buffers else 0
+        raw, end = self.space.piece(start, prod(shape) * dtype.itemsize)
+        self.buffers.append((raw.view(dtype).view(shape), end))
+        self.given += 1
+        return self.buffers[-1][0]
+
+
+class _Active(threading.local):
+    running: _Pass | None = None
+
+
+_active = _Active()
+_shared: dict[torch.device, Workspace] = {}
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return an uninitialised contiguous tensor: the running pass's own until it ends, or fresh memory outside one."""
+    running = _active.running
+    if running is None or running.space.device != device:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return running.take(shape, dtype)
+
+
+def shared_workspace(device: torch.device, size: int = 0) -> Workspace:
+    """Return the workspace all layers of ``device`` share, of ``size`` bytes at least: they run one after the other."""
+    if device not in _shared:
+        _shared[device] = Workspace(device)
+    _shared[device].reserve(size)
+    return _shared[device]

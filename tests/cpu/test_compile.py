@@ -22,28 +22,40 @@ if importlib.util.find_spec("triton") is None:
 BASE = {
     "WEIGHT": 0, "SCALE": 0, "WORDS": 1, "X_SCALE": 0, "ROW_SCALE": False, "BIAS": False, "GATHER": True,
     "PARTS": 2, "KIND": 0, "HAS_LIMIT": False, "EVEN_K": True, "ASM": True, "GROUP_T": 8, "K_BLOCKS": 32,
-    "BLOCK_N": 64, "BLOCK_T": 16, "BLOCK_K": 128, "STAGES": 4,
+    "BLOCK_N": 64, "BLOCK_T": 16, "BLOCK_K": 128, "STAGES": 4, "STACKED": False, "PDL": True,
 }  # fmt: skip
 PLAIN = {"BLOCK_K": 64}
 BLOCKS = {"WEIGHT": 2, "SCALE": 1, "X_SCALE": 1}
 MXFP4 = {"WEIGHT": 3, "SCALE": 2, "ROW_SCALE": True}
 NVFP4 = {"WEIGHT": 3, "SCALE": 3, "ROW_SCALE": True, "BLOCK_K": 64}
 INT4 = {"WEIGHT": 4, "SCALE": 5, "WORDS": 2}
-MXFP8 = {"WEIGHT": 5, "SCALE": 2, "ROW_SCALE": True}
+MXFP8 = {"WEIGHT": 1, "SCALE": 2, "ROW_SCALE": True}
+W8A16 = {"WEIGHT": 1, "SCALE": 1}
+STACKED = {"STACKED": True, "BLOCK_N": 128}
+ALONE = {"PDL": False}
 WIDE = {"BLOCK_N": 128, "BLOCK_T": 128, "STAGES": 3, "warps": 8}
 
 # (architecture, weights, changes, the tensor core's instruction, most registers, most KiB of shared memory)
 CASES: tuple[tuple[int, str, dict[str, Any], str, int, int], ...] = (
     (90, "bf16", PLAIN, "HGMMA", 64, 74),
     (90, "bf16", PLAIN | WIDE, "HGMMA", 255, 146),
-    (90, "e4m3", BLOCKS, "QGMMA", 80, 75),
+    (90, "e4m3", BLOCKS, "QGMMA", 96, 75),
     (90, "i16", MXFP4, "HGMMA", 104, 43),
     (90, "i16", NVFP4, "HGMMA", 72, 23),
     (90, "i16", INT4, "HGMMA", 148, 45),
-    (90, "u8", MXFP8, "HGMMA", 96, 67),
-    (80, "bf16", PLAIN, "HMMA", 128, 74),
-    (80, "i16", MXFP4, "HMMA", 168, 50),
-    (80, "i16", INT4, "HMMA", 168, 50),
+    (90, "i16", MXFP8, "HGMMA", 112, 67),
+    (90, "i16", W8A16, "HGMMA", 96, 67),
+    (90, "bf16", PLAIN | STACKED | {"warps": 8}, "HGMMA", 64, 74),
+    (90, "e4m3", BLOCKS | STACKED | {"warps": 8}, "QGMMA", 80, 75),
+    (90, "i16", MXFP4 | STACKED, "HGMMA", 128, 43),
+    (90, "i16", MXFP4 | STACKED | {"BLOCK_T": 64}, "HGMMA", 168, 91),
+    (90, "i16", NVFP4 | STACKED, "HGMMA", 96, 23),
+    (90, "i16", MXFP8 | STACKED, "HGMMA", 128, 67),
+    (90, "i16", INT4 | STACKED, "HGMMA", 168, 45),
+    (80, "bf16", PLAIN | ALONE, "HMMA", 128, 74),
+    (80, "bf16", PLAIN | ALONE | STACKED, "HMMA", 128, 74),
+    (80, "i16", MXFP4 | ALONE, "HMMA", 168, 50),
+    (80, "i16", INT4 | ALONE, "HMMA", 168, 50),
     (100, "bf16", PLAIN, "UTC", 128, 90),
     (100, "e4m3", BLOCKS, "UTC", 168, 90),
     (100, "i16", MXFP4, "UTC", 168, 90),
@@ -65,7 +77,7 @@ for arch, weight, constants, warps in json.load(sys.stdin):
     stored = {"e4m3": "fp8e4nv"}.get(weight, weight)
     types = {name: "*" + kind for name, kind in pointers.items()}
     types |= {"weight": "*" + stored, "x": "*fp8e4nv" if weight == "e4m3" else "*bf16"}
-    types["scale"] = "*fp32" if weight == "e4m3" else "*i32"
+    types["scale"] = "*fp32" if constants["SCALE"] == 1 else "*i32"
     types |= dict.fromkeys(("limit", "alpha", "gate_bound", "up_bound"), "fp32")
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
@@ -78,7 +90,8 @@ for arch, weight, constants, warps in json.load(sys.stdin):
         usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True).stdout
         sass = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True).stdout
     registers, stack = map(int, re.search(r"REG:(\\d+) STACK:(\\d+)", usage).groups())
-    codes = sorted(set(re.findall(r"\\b(HGMMA|QGMMA|HMMA|UTC[A-Z]+|LDGSTS|LDL|STL|HFMA2|HMUL2)\\b", sass)))
+    known = r"\\b(HGMMA|QGMMA|HMMA|UTC[A-Z]+|LDGSTS|LDL|STL|HFMA2|HMUL2|ACQBULK|PREEXIT)\\b"
+    codes = sorted(set(re.findall(known, sass)))
     found.append([registers, stack, built.metadata.shared, codes])
 print("RESULT" + json.dumps(found))
 """
@@ -176,7 +189,7 @@ def _compile(program: str, asked: list[Any]) -> list[Any]:
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=[f"sm{c[0]}-{c[1]}-{i}" for i, c in enumerate(CASES)])
 def test_instructions_registers_and_shared_memory(compiled: list[Any], index: int) -> None:
-    _, weight, _, wanted, most_registers, most_shared = CASES[index]
+    arch, weight, _, wanted, most_registers, most_shared = CASES[index]
     registers, stack, shared, codes = compiled[index]
     assert any(code.startswith(wanted) for code in codes), codes
     assert "LDGSTS" in codes, "weights are not prefetched"
@@ -184,6 +197,8 @@ def test_instructions_registers_and_shared_memory(compiled: list[Any], index: in
     assert not {"LDL", "STL"} & set(codes), "registers spill"
     assert registers <= most_registers
     assert shared <= most_shared * 1024
+    # The kernel waits for the one before it and lets the next one in, where the machine can.
+    assert {"ACQBULK", "PREEXIT"} <= set(codes) if arch == 90 else arch == 100 or "ACQBULK" not in codes
     # Codes are scaled or shifted two at a time.
     assert weight != "i16" or {"HFMA2", "HMUL2"} & set(codes)
 

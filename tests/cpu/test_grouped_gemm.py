@@ -13,7 +13,7 @@ from collegium.experts.reference import Reference
 from collegium.experts.triton_bf16 import TritonBf16
 from collegium.experts.triton_fp8 import TritonFp8
 from collegium.experts.triton_w4a16 import TritonW4A16
-from collegium.formats import Fp8Block, Int4Group, MxFp4
+from collegium.formats import Fp8Block, Fp8Channel, Int4Group, MxFp4, MxFp8
 from collegium.layer import encode_experts
 from collegium.ops import grouped_gemm as ops
 from collegium.ops import pack
@@ -132,7 +132,19 @@ def test_every_activation(kind: Any, limit: float | None) -> None:
     assert relative_error(kernel.run(batch, packed)[:stop], truth(batch, made, problem)[:stop]) < SIXTEEN
 
 
-@pytest.mark.parametrize(("weights", "act"), [("bf16", "bf16"), ("mxfp4", "bf16"), ("fp8_block", "fp8_group128")])
+@pytest.mark.parametrize(
+    ("weights", "act"),
+    [
+        ("bf16", "bf16"),
+        ("mxfp4", "bf16"),
+        ("nvfp4", "bf16"),
+        ("int4_group", "bf16"),
+        ("mxfp8", "bf16"),
+        ("fp8_block", "bf16"),
+        ("fp8_block", "fp8_group128"),
+        ("fp8_channel", "fp8_token"),
+    ],
+)
 def test_a_row_does_not_depend_on_the_batch_or_the_tile(weights: str, act: str) -> None:
     problem = question(weights, act)
     kernel, packed, _ = build(problem)
@@ -140,7 +152,8 @@ def test_a_row_does_not_depend_on_the_batch_or_the_tile(weights: str, act: str) 
     whole = kernel.run(batch, packed)
     wide = TileChoice(block_n=128, block_t=32, warps=8, stages=3, group_t=2)
     stop = int(batch.expert_offsets[-1])
-    assert torch.equal(kernel.run(batch, ops.with_tiles(packed, (wide, wide)))[:stop], whole[:stop])
+    for first in (wide, replace(TILE, block_t=32, stacked=True)):
+        assert torch.equal(kernel.run(batch, ops.with_tiles(packed, (first, wide)))[:stop], whole[:stop]), first
     for row in (0, 5, stop - 1):
         expert = int(torch.searchsorted(batch.expert_offsets, torch.tensor(row), right=True)) - 1
         offsets = (torch.arange(6) > expert).long()
@@ -228,6 +241,23 @@ def test_every_e2m1_code_and_scale_is_exact() -> None:
         x = torch.eye(256).bfloat16()
         ops.grouped_gemm(x, packed, offsets, ops.tile_list(offsets, 256, TILE), found)
         assert torch.equal(found[:, 0], payload.decode()[0, 0, 0])
+
+
+def test_every_e4m3_code_is_exact_in_lanes() -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes = torch.where((codes & 127) == 127, 0, codes)[None, None, None].view(torch.float8_e4m3fn)
+    offsets = torch.tensor([0, 256])
+    x = torch.eye(256).bfloat16()
+    for low, high in ((127, 127), (20, 120), (120, 134), (127, 240)):
+        scales = torch.linspace(low, high, 8).round().to(torch.uint8)[None, None, None]
+        payload = MxFp8(shape=(1, 1, 1, 256), codes=codes, scales=scales)
+        found = torch.empty(256, 1)
+        tiles = ops.tile_list(offsets, 256, TILE)
+        ops.grouped_gemm(x, pack.pack_mxfp8(payload, None), offsets, tiles, found)
+        assert torch.equal(found[:, 0], payload.decode()[0, 0, 0])
+    channel = Fp8Channel(shape=(1, 1, 1, 256), codes=codes, scales=torch.ones(1, 1, 1))
+    ops.grouped_gemm(x, pack.pack_fp8_rows(channel, None, native=False), offsets, tiles, found)
+    assert torch.equal(found[:, 0], codes.float()[0, 0, 0])
 
 
 def test_packing_keeps_plain_weights_where_they_are() -> None:
@@ -334,7 +364,7 @@ def test_a_tile_that_fits_is_chosen_for_every_size(machine: Machine) -> None:
                 problem = products(tokens, sizes, **facts)
                 tile = choose(problem, machine)
                 assert tile in candidates(problem, machine)
-                bits = 2 * tile.block_n * problem.weight_bits + tile.block_t * problem.x_bits
+                bits = 2 * tile.columns * problem.weight_bits + tile.block_t * problem.x_bits
                 assert tile.stages * 64 * bits / 8 <= machine.shared
                 assert score(problem, tile, machine) == min(
                     score(problem, other, machine) for other in candidates(problem, machine)
@@ -346,6 +376,18 @@ def test_few_tokens_take_narrow_tiles_and_many_take_wide_ones() -> None:
     few, many = products(1, SIZES[0]), products(8192, SIZES[0])
     assert choose(few, machine).block_t == 16
     assert choose(many, machine).block_t >= 128
+
+
+def test_few_tokens_stack_gate_and_up_and_only_short_products_overlap() -> None:
+    hopper, ampere = machine_of((9, 0), 132), machine_of((8, 0), 108)
+    few, many = products(1, SIZES[3]), products(512, SIZES[0])
+    assert choose(few, hopper).stacked
+    assert choose(few, hopper).overlap
+    assert not choose(few, ampere).overlap
+    assert not choose(many, hopper).overlap
+    assert choose(products(8, SIZES[1], decoded=True, weight_bits=4.25), hopper).stacked
+    alone = replace(few, parts=1)
+    assert not any(tile.stacked for tile in candidates(alone, hopper))
 
 
 def test_a_machine_too_small_is_named() -> None:

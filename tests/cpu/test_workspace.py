@@ -2,48 +2,74 @@ from __future__ import annotations
 
 import torch
 
-from collegium.workspace import Workspace, bytes_of, shared_workspace
+from collegium.workspace import Workspace, empty, shared_workspace
 
+CPU = torch.device("cpu")
 WANTED = (((3, 5), torch.bfloat16), ((7,), torch.int64), ((0, 4), torch.float32), ((2, 2), torch.float8_e4m3fn))
 
 
+def one_pass(space: Workspace, kind: object, wanted=WANTED) -> list[torch.Tensor]:
+    with space.scope(kind):
+        return [empty(shape, dtype, CPU) for shape, dtype in wanted]
+
+
 def test_buffers_have_the_shapes_and_do_not_overlap() -> None:
-    space = Workspace(torch.device("cpu"))
-    made = space.cut("a", WANTED)
+    made = one_pass(Workspace(CPU), "a")
     assert [(tuple(t.shape), t.dtype) for t in made] == [(shape, dtype) for shape, dtype in WANTED]
     for number, tensor in enumerate(made):
         tensor.view(torch.uint8).fill_(number + 1)
     assert all(bool((t.view(torch.uint8) == n + 1).all()) for n, t in enumerate(made))
 
 
-def test_a_second_cut_of_the_same_key_takes_no_memory_and_gives_the_same_buffers() -> None:
-    space = Workspace(torch.device("cpu"))
-    first = space.cut("a", WANTED)
-    size = space.nbytes
-    assert all(a is b for a, b in zip(first, space.cut("a", WANTED), strict=True))
-    space.cut("b", WANTED)
-    assert space.nbytes == size == bytes_of(WANTED)
+def test_a_second_pass_of_the_same_kind_takes_no_memory_and_gets_the_same_buffers() -> None:
+    space = Workspace(CPU)
+    space.reserve(4096)
+    first = one_pass(space, "a")
+    assert all(a is b for a, b in zip(first, one_pass(space, "a"), strict=True))
+    other = one_pass(space, "b")
+    assert other[0].data_ptr() == first[0].data_ptr()
+    assert space.nbytes == 4096
 
 
-def test_a_start_keeps_two_keys_apart() -> None:
-    space = Workspace(torch.device("cpu"))
-    space.reserve(2 * bytes_of(WANTED))
-    (low, *_), (high, *_) = space.cut("a", WANTED), space.cut("b", WANTED, start=bytes_of(WANTED))
-    low.fill_(1.0)
-    high.fill_(2.0)
-    assert bool((low == 1.0).all())
+def test_a_pass_that_asks_for_something_else_is_cut_anew() -> None:
+    space = Workspace(CPU)
+    first = one_pass(space, "a")
+    changed = one_pass(space, "a", (*WANTED[:1], ((9,), torch.float32)))
+    assert changed[0] is first[0]
+    assert changed[1].shape == (9,)
+    changed[1].fill_(1.0)
+    changed[0].fill_(2.0)
+    assert bool((changed[1] == 1.0).all())
 
 
 def test_a_block_that_grew_keeps_the_old_one_alive_for_captured_graphs() -> None:
-    space = Workspace(torch.device("cpu"))
-    (old, *_) = space.cut("a", WANTED)
-    address = old.data_ptr()
+    space = Workspace(CPU)
+    (old, *_) = one_pass(space, "a")
+    old.fill_(1.0)
     space.reserve(1 << 20)
-    (new, *_) = space.cut("a", WANTED)
-    assert new.data_ptr() != address
-    assert old.data_ptr() == address
-    assert old.fill_(1.0).sum() == 15
+    (new, *_) = one_pass(space, "a")
+    new.fill_(2.0)
+    assert new.data_ptr() != old.data_ptr()
+    assert bool((old == 1.0).all())
+
+
+def test_outside_a_pass_and_on_another_device_memory_is_fresh() -> None:
+    space = Workspace(CPU)
+    kept = [empty((2,), torch.float32, CPU) for _ in range(2)]
+    assert kept[0].data_ptr() != kept[1].data_ptr()
+    with space.scope("a"):
+        assert empty((2,), torch.float32, torch.device("meta")).device.type == "meta"
+    assert space.nbytes == 0
+
+
+def test_a_scope_inside_a_scope_ends_where_it_began() -> None:
+    outer, inner = Workspace(CPU), Workspace(CPU)
+    with outer.scope("a"):
+        with inner.scope("b"):
+            empty((100,), torch.uint8, CPU)
+        empty((50,), torch.uint8, CPU)
+    assert (outer.nbytes, inner.nbytes) == (50, 100)
 
 
 def test_layers_of_a_device_share_one_workspace() -> None:
-    assert shared_workspace(torch.device("cpu")) is shared_workspace(torch.device("cpu"))
+    assert shared_workspace(CPU) is shared_workspace(CPU)

@@ -14,8 +14,10 @@ from collegium.experts.reference import Reference
 from collegium.experts.triton_bf16 import TritonBf16
 from collegium.experts.triton_fp8 import TritonFp8
 from collegium.experts.triton_w4a16 import TritonW4A16
+from collegium.formats import Fp8Channel, MxFp8
 from collegium.layer import encode_experts
 from collegium.ops.grouped_gemm import PackedExperts, grouped_gemm, tile_list, with_tiles
+from collegium.ops.pack import pack_fp8_rows, pack_mxfp8
 from collegium.ops.quantize import activation_format, operand
 from collegium.ops.tiles import TileChoice, candidates
 from collegium.parallel.local import Local
@@ -140,6 +142,24 @@ def test_a_row_does_not_depend_on_the_batch(weights: str, act: str, bound: float
     assert bool(torch.isfinite(alone).all())
     for tokens in (2, 9, 64, 333, 4096):
         assert torch.equal(outputs(tokens)[:1], alone), tokens
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_every_e4m3_code_is_exact_in_lanes(scaled: bool) -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes = torch.where((codes & 127) == 127, 0, codes)[None, None, None].view(torch.float8_e4m3fn).cuda()
+    scales = torch.linspace(118, 134, 8).round().to(torch.uint8)[None, None, None].cuda()
+    if scaled:
+        payload = MxFp8(shape=(1, 1, 1, 256), codes=codes, scales=scales)
+        packed = pack_mxfp8(payload, None)
+    else:
+        payload = Fp8Channel(shape=(1, 1, 1, 256), codes=codes, scales=torch.ones(1, 1, 1, device="cuda"))
+        packed = pack_fp8_rows(payload, None, native=False)
+    offsets = torch.tensor([0, 256], device="cuda")
+    found = torch.empty(256, 1, device="cuda")
+    tiles = tile_list(offsets, 256, TileChoice(block_n=64, block_t=16, warps=4, stages=2))
+    grouped_gemm(torch.eye(256, device="cuda").bfloat16(), packed, offsets, tiles, found)
+    assert torch.equal(found[:, 0], payload.decode()[0, 0, 0])
 
 
 @pytest.mark.parametrize("name", ["fp8_group128", "fp8_group128_pow2", "fp8_token"])

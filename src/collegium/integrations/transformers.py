@@ -227,12 +227,7 @@ def build_layers(
     return layers
 
 
-def _build(module: nn.Module, x: Tensor, top_k: int, force: Choice | None) -> MoELayer:
-    if getattr(module, "has_post_expert_norm", False):  # 5.17 does not know such experts yet
-        raise SpecError(
-            f"{type(module).__name__}: each expert ends in a norm, which Collegium's experts do not have; "
-            'use experts_implementation="eager" for this model'
-        )
+def _build(module: Any, x: Tensor, top_k: int, force: Choice | None) -> MoELayer:
     weights = routed_weights(module)
     if weights.down.device.type == "meta":
         raise InputError(
@@ -252,7 +247,9 @@ def _build(module: nn.Module, x: Tensor, top_k: int, force: Choice | None) -> Mo
         expert_bias=weights.down_bias is not None,
     )
     problem = Problem(spec=spec, device=probe(x.device), dtype=cast("Any", FLOAT_FORMATS[x.dtype].name))
-    return MoELayer(weights, plan(problem, force))
+    # Not every release of transformers knows of experts that end in a norm.
+    norm = module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
+    return MoELayer(weights, plan(problem, force), after_expert=norm)
 
 
 def _activation_of(module: Any) -> ActivationSpec:

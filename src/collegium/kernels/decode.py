@@ -1,6 +1,7 @@
 """Weight codes to bfloat16 operands, in registers.
 
-Sixteen-bit lanes hold four codes of one row, one from each quarter of a block of input columns, so every shift
+Sixteen-bit lanes hold four codes of one row (or two of eight bits), from as many parts of a block of input columns:
+one part of each operand. Every shift
 and mask below works on two rows' worth of lanes at once and yields one operand for each quarter. The device runs
 PTX on pairs of lanes; the plain form, which the interpreter runs and the device form is tested against, is beside
 it. All results are exact: see ``ops/grouped_gemm.py`` for the number ranges.
@@ -9,7 +10,7 @@ it. All results are exact: see ``ops/grouped_gemm.py`` for the number ranges.
 import triton
 import triton.language as tl
 
-__all__ = ["e2m1_quarters", "e4m3_scale", "e4m3_to_bf16", "e8m0_scale", "int4_quarters", "times"]
+__all__ = ["e2m1_quarters", "e4m3_halves", "e4m3_scale", "e8m0_scale", "int4_quarters"]
 
 # Bit positions of an E2M1 code (sign, two exponent bits, mantissa) of quarter q in its lane:
 #   quarter 0: 15, 8 7 6   quarter 1: 12, 5 4 3   quarter 2: 9, 2 1 0   quarter 3: 14, 13 11 10
@@ -65,28 +66,28 @@ _INT4_ASM = tl.constexpr(
     """
 )
 
-# Four E4M3 bytes to four bfloat16 numbers; 0x7B80 is 2^120, the distance of the two exponent biases.
-_E4M3_ASM = tl.constexpr(
-    """
+# A byte's sign, exponent and mantissa to bfloat16's bit 15 and bits 10 to 4: the value times 2^-120.
+_E4M3_TEXT = """
     {
     .reg .b32 a, b, s, z;
     mov.b32 z, 0x80008000;
     mov.b32 s, 0x7B807B80;
-    prmt.b32 a, $2, 0, 0x1404;
-    shr.u32 b, a, 4;
-    and.b32 b, b, 0x07F007F0;
-    and.b32 a, a, 0x80008000;
+    shl.b32 a, $2, 4;
+    and.b32 a, a, 0x07F007F0;
+    shl.b32 b, $2, 8;
+    and.b32 b, b, 0x80008000;
     or.b32 a, a, b;
-    fma.rn.bf16x2 $0, a, s, z;
-    prmt.b32 a, $2, 0, 0x3424;
-    shr.u32 b, a, 4;
-    and.b32 b, b, 0x07F007F0;
-    and.b32 a, a, 0x80008000;
+    fma.rn.bf16x2 $0, a, $3, z;
+    shr.u32 a, $2, 4;
+    and.b32 a, a, 0x07F007F0;
+    and.b32 b, $2, 0x80008000;
     or.b32 a, a, b;
-    fma.rn.bf16x2 $1, a, s, z;
+    fma.rn.bf16x2 $1, a, $4, z;
     }
     """
-)
+_E4M3_ASM = tl.constexpr(_E4M3_TEXT)
+# Without scales, 2^120 stands in their place.
+_E4M3_ALONE_ASM = tl.constexpr(_E4M3_TEXT.replace("$3", "s").replace("$4", "s"))
 
 
 @triton.jit
@@ -95,19 +96,10 @@ def _as_bf16(bits):
 
 
 @triton.jit
-def times(a, b, ASM: tl.constexpr):
-    """Return the bfloat16 product; the interpreter would multiply bit patterns."""
-    if ASM:
-        return a * b
-    else:
-        return (a.to(tl.float32) * b.to(tl.float32)).to(tl.bfloat16)
-
-
-@triton.jit
 def _scaled(bits, factor):
     # The interpreter does not convert subnormal bfloat16 numbers; as the upper half of a float32 they are exact.
     wide = (bits << 16).to(tl.float32, bitcast=True)
-    return (wide * factor.to(tl.float32)).to(tl.bfloat16)
+    return (wide * factor).to(tl.bfloat16)
 
 
 @triton.jit
@@ -128,7 +120,8 @@ def e2m1_quarters(lanes, s0, s1, s2, s3, ASM: tl.constexpr):
         b = (bits << 3) & 0x81C0
         c = (bits << 6) & 0x81C0
         d = ((bits >> 5) & 0x0100) | ((bits >> 4) & 0x00C0) | ((bits << 1) & 0x8000)
-        return _scaled(a, s0), _scaled(b, s1), _scaled(c, s2), _scaled(d, s3)
+        f0, f1 = s0.to(tl.float32), s1.to(tl.float32)
+        return _scaled(a, f0), _scaled(b, f1), _scaled(c, s2.to(tl.float32)), _scaled(d, s3.to(tl.float32))
 
 
 @triton.jit
@@ -158,14 +151,37 @@ def int4_quarters(lanes, ASM: tl.constexpr):
 
 
 @triton.jit
-def e4m3_to_bf16(codes, ASM: tl.constexpr):
-    """Return the bfloat16 value of E4M3 bytes (uint8); the two NaN codes become 480, checkpoints refuse them."""
-    if ASM:
-        return tl.inline_asm_elementwise(_E4M3_ASM, "=&r,=&r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
+def e4m3_halves(lanes, s0, s1, SCALED: tl.constexpr, ASM: tl.constexpr):
+    """Return two bfloat16 tensors, the codes of low and high byte: times 2^-120 and their scale if SCALED.
+
+    The two NaN codes become 480; checkpoints refuse them.
+    """
+    if ASM and not SCALED:
+        return tl.inline_asm_elementwise(
+            _E4M3_ALONE_ASM,
+            "=&r,=&r,r",
+            [lanes],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    elif ASM:
+        return tl.inline_asm_elementwise(
+            _E4M3_ASM,
+            "=&r,=&r,r,r,r",
+            [lanes, s0, s1],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
     else:
-        bits = codes.to(tl.int32)
-        wide = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20)
-        return (wide.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(tl.bfloat16)
+        bits = lanes.to(tl.int32)
+        low = ((bits << 4) & 0x07F0) | ((bits << 8) & 0x8000)
+        high = ((bits >> 4) & 0x07F0) | (bits & 0x8000)
+        if SCALED:
+            s0 = s0.to(tl.float32)
+            s1 = s1.to(tl.float32)
+        return _scaled(low, s0), _scaled(high, s1)
 
 
 @triton.jit

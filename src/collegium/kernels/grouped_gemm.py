@@ -4,23 +4,29 @@ A program owns BLOCK_N output columns of one expert (of gate and of up, when the
 most BLOCK_T rows; the tensor core sees weights [BLOCK_N, K] times tokens [K, BLOCK_T], so few tokens cost little
 padding. The K loop always runs forward in steps of BLOCK_K with one accumulator, whatever BLOCK_T is: a row's
 bits do not depend on the rows beside it. All addresses start from 64-bit bases.
+
+STACKED tiles hold half as many columns, gate and up as rows of one operand, for products with too few programs. Eight
+rows of gate and eight of up take turns, so that both values of a column are in one thread.
+
+With PDL a program may start while the last ones of the kernel before it still run, and waits for them before it reads
+anything. The next kernel is let in after the K loop: earlier, its programs would crowd where this kernel leaves room.
 """
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .activation import activate
-from .decode import e2m1_quarters, e4m3_scale, e4m3_to_bf16, e8m0_scale, int4_quarters, times
+from .decode import e2m1_quarters, e4m3_halves, e4m3_scale, e8m0_scale, int4_quarters
 
 __all__ = ["grouped_gemm_kernel"]
 
 # How weights are stored and reach the tensor core.
 PLAIN = tl.constexpr(0)  # in the dtype of the activations
-E4M3_BF16 = tl.constexpr(1)  # E4M3 bytes, decoded to bfloat16
+E4M3_LANES = tl.constexpr(1)  # lanes of two E4M3 codes, decoded to bfloat16
 E4M3_E4M3 = tl.constexpr(2)  # E4M3 on both sides
 E2M1_LANES = tl.constexpr(3)  # lanes of four E2M1 codes, decoded to bfloat16
 INT4_LANES = tl.constexpr(4)  # lanes of four codes 0..15, decoded to bfloat16
-E4M3_QUARTERS = tl.constexpr(5)  # E4M3 bytes, decoded to bfloat16 a quarter of the K block at a time
 
 # Which scale stands inside the K loop. Every one is loaded as 32-bit words: smaller loads are not prefetched.
 NO_SCALE = tl.constexpr(0)
@@ -35,6 +41,14 @@ NO_ACTIVATION = tl.constexpr(-1)
 
 
 @triton.jit
+def _halves(rows, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Return gate and up of stacked ``rows [BLOCK_N, BLOCK_T]``."""
+    rows = tl.reshape(rows, (BLOCK_N // 16, 2, 8, BLOCK_T))
+    gate, up = tl.split(tl.permute(rows, (0, 2, 3, 1)))
+    return tl.reshape(gate, (BLOCK_N // 2, BLOCK_T)), tl.reshape(up, (BLOCK_N // 2, BLOCK_T))
+
+
+@triton.jit
 def _load(pointers, mask, EVEN: tl.constexpr):
     if EVEN:
         return tl.load(pointers)
@@ -45,13 +59,10 @@ def _load(pointers, mask, EVEN: tl.constexpr):
 @triton.jit
 def _load_weights(pointers, k, left, WIDTH: tl.constexpr, WEIGHT: tl.constexpr, EVEN: tl.constexpr):
     w0 = _load(pointers, k < left, EVEN)
-    if WEIGHT == E4M3_QUARTERS:
-        w1 = _load(pointers + WIDTH, k < left - WIDTH, EVEN)
-        w2 = _load(pointers + 2 * WIDTH, k < left - 2 * WIDTH, EVEN)
-        w3 = _load(pointers + 3 * WIDTH, k < left - 3 * WIDTH, EVEN)
-        return w0, w1, w2, w3
+    if WEIGHT == E4M3_LANES:
+        return w0, tl.load(pointers + WIDTH)
     else:
-        return w0, w0, w0, w0
+        return w0, w0
 
 
 @triton.jit
@@ -88,8 +99,6 @@ def _multiply(
     acc,
     w,
     w1,
-    w2,
-    w3,
     scale,
     scale_step,
     x0,
@@ -101,27 +110,39 @@ def _multiply(
     SCALE: tl.constexpr,
     WORDS: tl.constexpr,
     X_SCALED: tl.constexpr,
+    STACKED: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """Add one K block: weights ``w [BLOCK_N, .]`` times tokens ``x0..x3``, scaled as SCALE says."""
     none = tl.zeros_like(acc)
-    if (WEIGHT == E2M1_LANES) or (WEIGHT == E4M3_QUARTERS):  # noqa: SIM109
-        words = tl.load(scale)
-        s0 = _byte_scale(words, 0, SCALE)
-        s1 = _byte_scale(words, 1, SCALE)
-        s2 = _byte_scale(words, 2, SCALE)
-        s3 = _byte_scale(words, 3, SCALE)
-        if WEIGHT == E2M1_LANES:
-            a0, a1, a2, a3 = e2m1_quarters(w, _spread(s0, w), _spread(s1, w), _spread(s2, w), _spread(s3, w), ASM)
+    if (WEIGHT == E2M1_LANES) or (WEIGHT == E4M3_LANES):  # noqa: SIM109
+        SCALED: tl.constexpr = (SCALE == E8M0_SCALE) or (SCALE == E4M3_SCALE)  # noqa: SIM109
+        if SCALED:
+            words = tl.load(scale)
+            s0 = _spread(_byte_scale(words, 0, SCALE), w)
+            s1 = _spread(_byte_scale(words, 1, SCALE), w)
+            s2 = _spread(_byte_scale(words, 2, SCALE), w)
+            s3 = _spread(_byte_scale(words, 3, SCALE), w)
         else:
-            a0 = times(e4m3_to_bf16(w, ASM), s0, ASM)
-            a1 = times(e4m3_to_bf16(w1, ASM), s1, ASM)
-            a2 = times(e4m3_to_bf16(w2, ASM), s2, ASM)
-            a3 = times(e4m3_to_bf16(w3, ASM), s3, ASM)
-        acc = _dot(a0, x0, acc, ASM)
-        acc = _dot(a1, x1, acc, ASM)
-        acc = _dot(a2, x2, acc, ASM)
-        acc = _dot(a3, x3, acc, ASM)
+            s0 = 1.329227995784916e36
+            s1 = s0
+            s2 = s0
+            s3 = s0
+        if WEIGHT == E2M1_LANES:
+            a0, a1, a2, a3 = e2m1_quarters(w, s0, s1, s2, s3, ASM)
+        else:
+            a0, a1 = e4m3_halves(w, s0, s1, SCALED, ASM)
+            a2, a3 = e4m3_halves(w1, s2, s3, SCALED, ASM)
+        start = none if SCALE == BLOCK_SCALE else acc
+        product = _dot(a0, x0, start, ASM)
+        product = _dot(a1, x1, product, ASM)
+        product = _dot(a2, x2, product, ASM)
+        product = _dot(a3, x3, product, ASM)
+        if SCALE == BLOCK_SCALE:
+            factor = tl.load(scale)
+            acc += product * (factor[:, None] if STACKED else factor)
+        else:
+            acc = product
     elif WEIGHT == INT4_LANES:
         a0, a1, a2, a3 = int4_quarters(w, ASM)
         if SCALE == PAIR_SCALE:
@@ -143,15 +164,14 @@ def _multiply(
             product = _dot(a3, x3, product, ASM)
             acc += product * tl.load(scale)[:, None]
     else:
-        if WEIGHT == E4M3_BF16:
-            w = e4m3_to_bf16(w, ASM)
         if SCALE == BLOCK_SCALE:
             # One number for the whole tile: with the tokens' scales it is a row of factors, not a matrix.
             factor = tl.load(scale)
             if X_SCALED:
-                acc += _dot(w, x0, none, ASM) * (factor * x_scale)[None, :]
+                factors = factor[:, None] * x_scale[None, :] if STACKED else (factor * x_scale)[None, :]
             else:
-                acc += _dot(w, x0, none, ASM) * factor
+                factors = factor[:, None] if STACKED else factor
+            acc += _dot(w, x0, none, ASM) * factors
         elif X_SCALED:
             acc += _dot(w, x0, none, ASM) * x_scale[None, :]
         else:
@@ -205,6 +225,8 @@ def grouped_gemm_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_T: tl.constexpr,
     STAGES: tl.constexpr,
+    STACKED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Write ``out [R, n_out]``: rows of one expert times its weights, then bias and activation.
 
@@ -213,38 +235,51 @@ def grouped_gemm_kernel(
     scale: per (expert, part, K block): WORDS x n_out words, or for BLOCK_SCALE [ceil(n_out / 128), K_BLOCKS].
     row_scale, bias: [expert, part, n_out]. Rows from expert_offsets[E] on are not written.
     """
-    n_tiles = tl.cdiv(n_out, BLOCK_N)
+    COLUMNS: tl.constexpr = BLOCK_N // 2 if STACKED else BLOCK_N
+    # Accumulators: gate and up of a stacked tile share one.
+    SETS: tl.constexpr = 1 if STACKED else PARTS
+    n_tiles = tl.cdiv(n_out, COLUMNS)
     program = tl.program_id(0)
     group = program // (GROUP_T * n_tiles)
     width = tl.minimum(token_tiles - group * GROUP_T, GROUP_T)
     inside = program - group * GROUP_T * n_tiles
     tile = group * GROUP_T + inside % width
-    n_first = (inside // width) * BLOCK_N
+    n_first = (inside // width) * COLUMNS
 
+    if PDL:
+        gdc_wait()
     expert = tl.load(tile_expert + tile)
+    row_first = tl.load(tile_row + tile)
+    n = tl.arange(0, BLOCK_N)
+    if STACKED:
+        channel = n // 16 * 8 + n % 8
+        part = n // 8 % 2
+    else:
+        channel = n
+        part = tl.zeros((BLOCK_N,), dtype=tl.int32)
+    # Rows and columns beyond the end read a neighbour again; nothing of them is stored.
+    column = tl.minimum(channel, n_out - 1 - n_first)
+    matrix = expert.to(tl.int64) * PARTS
+    w_row = weight + matrix * part_step + n_first.to(tl.int64) * n_step + column * n_step
+    if STACKED:
+        w_row += part.to(tl.int64) * part_step
     if expert < 0:
         return
     expert = expert.to(tl.int64)
-    row_first = tl.load(tile_row + tile)
     row_count = tl.minimum(tl.load(expert_offsets + expert + 1) - row_first, BLOCK_T).to(tl.int32)
 
     t = tl.arange(0, BLOCK_T)
-    n = tl.arange(0, BLOCK_N)
-    # Rows and columns beyond the end read a neighbour again; nothing of them is stored.
     row = row_first + tl.where(t < row_count, t, 0)
-    column = tl.minimum(n, n_out - 1 - n_first)
     token = tl.load(source + row) if GATHER else row
 
-    QUARTERS: tl.constexpr = WEIGHT >= E2M1_LANES
-    LANES: tl.constexpr = QUARTERS and WEIGHT != E4M3_QUARTERS
+    QUARTERS: tl.constexpr = WEIGHT != PLAIN and WEIGHT != E4M3_E4M3
     if QUARTERS:
         WIDTH: tl.constexpr = BLOCK_K // 4
     else:
         WIDTH: tl.constexpr = BLOCK_K
     k = tl.arange(0, WIDTH)
     x_ptr = x + token[None, :] * x_stride + k[:, None]
-    matrix = expert * PARTS
-    w_ptr = weight + matrix * part_step + n_first.to(tl.int64) * n_step + (column[:, None] * n_step + k[None, :])
+    w_ptr = w_row[:, None] + k[None, :]
     if SCALE == BLOCK_SCALE:
         s_ptr = scale + (matrix * scale_rows + n_first // 128) * K_BLOCKS
         s_part = tl.cast(scale_rows, tl.int64) * K_BLOCKS
@@ -253,14 +288,16 @@ def grouped_gemm_kernel(
         s_k = n_out * WORDS
         s_part = tl.cast(s_k, tl.int64) * K_BLOCKS
         s_ptr = scale + matrix * s_part + n_first + column
+    if STACKED:
+        s_ptr += part * s_part
     if X_SCALE == 1:
         xs_ptr = x_scale + token * K_BLOCKS
 
     up = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
-    if PARTS == 2:
+    if SETS == 2:
         gate = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
-    up_ptr = w_ptr + (PARTS - 1) * part_step
-    us_ptr = s_ptr + (PARTS - 1) * s_part
+    up_ptr = w_ptr + (SETS - 1) * part_step
+    us_ptr = s_ptr + (SETS - 1) * s_part
     for block in tl.range(0, K_BLOCKS, num_stages=STAGES):
         left = k_in - block * BLOCK_K
         x0 = _load(x_ptr, k[:, None] < left, EVEN_K)
@@ -273,14 +310,12 @@ def grouped_gemm_kernel(
             x2 = x0
             x3 = x0
         xs = tl.load(xs_ptr + block) if X_SCALE == 1 else 0.0
-        if PARTS == 2:
-            w0, w1, w2, w3 = _load_weights(w_ptr, k[None, :], left, WIDTH, WEIGHT, EVEN_K or LANES)
+        if SETS == 2:
+            w0, w1 = _load_weights(w_ptr, k[None, :], left, WIDTH, WEIGHT, EVEN_K or QUARTERS)
             gate = _multiply(
                 gate,
                 w0,
                 w1,
-                w2,
-                w3,
                 s_ptr,
                 n_out,
                 x0,
@@ -292,37 +327,60 @@ def grouped_gemm_kernel(
                 SCALE,
                 WORDS,
                 X_SCALE == 1,
+                STACKED,
                 ASM,
             )
             w_ptr += k_step
             s_ptr += s_k
-        w0, w1, w2, w3 = _load_weights(up_ptr, k[None, :], left, WIDTH, WEIGHT, EVEN_K or LANES)
-        up = _multiply(up, w0, w1, w2, w3, us_ptr, n_out, x0, x1, x2, x3, xs, WEIGHT, SCALE, WORDS, X_SCALE == 1, ASM)
+        w0, w1 = _load_weights(up_ptr, k[None, :], left, WIDTH, WEIGHT, EVEN_K or QUARTERS)
+        up = _multiply(
+            up,
+            w0,
+            w1,
+            us_ptr,
+            n_out,
+            x0,
+            x1,
+            x2,
+            x3,
+            xs,
+            WEIGHT,
+            SCALE,
+            WORDS,
+            X_SCALE == 1,
+            STACKED,
+            ASM,
+        )
         up_ptr += k_step
         us_ptr += s_k
         x_ptr += BLOCK_K
 
-    vector = matrix * n_out + n_first + column
-    last = vector + (PARTS - 1) * n_out
+    if PDL:
+        gdc_launch_dependents()
+    vector = (matrix + part) * n_out + n_first + column
+    last = vector + (SETS - 1) * n_out
     if X_SCALE == 2:
         per_token = tl.load(x_scale + token)[None, :]
         up *= per_token
-        if PARTS == 2:
+        if SETS == 2:
             gate *= per_token
     if ROW_SCALE:
         up *= tl.load(row_scale + last)[:, None]
-        if PARTS == 2:
+        if SETS == 2:
             gate *= tl.load(row_scale + vector)[:, None]
     if BIAS:
         up += tl.load(bias + last).to(tl.float32)[:, None]
-        if PARTS == 2:
+        if SETS == 2:
             gate += tl.load(bias + vector).to(tl.float32)[:, None]
+    if STACKED:
+        gate, up = _halves(up, BLOCK_N, BLOCK_T)
     if KIND == NO_ACTIVATION:
         result = up
     elif PARTS == 2:
         result = activate(gate, up, KIND, HAS_LIMIT, limit, alpha, gate_bound, up_bound)
     else:
         result = activate(up, up, KIND, HAS_LIMIT, limit, alpha, gate_bound, up_bound)
-    out_ptr = out + row[None, :] * n_out + (n_first + n)[:, None]
-    inside_out = (n < n_out - n_first)[:, None] & (t < row_count)[None, :]
+    o = tl.arange(0, COLUMNS)
+    out_ptr = out + row[None, :] * n_out + (n_first + o)[:, None]
+    inside_out = (o < n_out - n_first)[:, None] & (t < row_count)[None, :]
     tl.store(out_ptr, result.to(out.dtype.element_ty), mask=inside_out)

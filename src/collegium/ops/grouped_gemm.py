@@ -13,6 +13,7 @@ import torch
 
 from ..errors import InputError
 from ..types import ACTIVATION_KINDS, ActivationSpec
+from ..workspace import empty
 from .activation import activate
 from .permute import tile_count
 from .quantize import activation_format, operand
@@ -39,7 +40,7 @@ __all__ = [
     "with_tiles",
 ]
 
-PLAIN, E4M3_BF16, E4M3_E4M3, E2M1_LANES, INT4_LANES, E4M3_QUARTERS = range(6)
+PLAIN, E4M3_LANES, E4M3_E4M3, E2M1_LANES, INT4_LANES = range(5)
 NO_SCALE, BLOCK_SCALE, E8M0_SCALE, E4M3_SCALE, GROUP_SCALE, PAIR_SCALE = range(6)
 _BLOCK_TILES = 64
 
@@ -48,7 +49,8 @@ _BLOCK_TILES = 64
 class PackedMatrix:
     """Weights ``[E, P, N, K]`` as the kernel reads them.
 
-    values: plain and E4M3: ``[E, P, N, K or more]``; lanes: int16 ``[E, P, ceil(K / block_k), N, block_k / 4]``.
+    values: plain and E4M3: ``[E, P, N, K or more]``; lanes: int16 ``[E, P, ceil(K / block_k), N, block_k / 4]``, of
+        E4M3 codes twice as many.
     weight, scale_kind: how values become operands and which scale stands in the K loop (the constants above).
     scale: 32-bit ``[E, P, ceil(K / block_k), words, N]``, or float32 ``[E, P, ceil(N / 128), ceil(K / 128)]`` for
         blocks.
@@ -74,8 +76,8 @@ class PackedMatrix:
     @property
     def steps(self) -> tuple[int, int, int]:
         """Elements of ``values`` from one row, K block and part to the next."""
-        if self.weight in (E2M1_LANES, INT4_LANES):
-            lanes = self.block_k // 4
+        if self.weight not in (PLAIN, E4M3_E4M3):
+            lanes = self.block_k // (2 if self.weight == E4M3_LANES else 4)
             return lanes, self.shape[2] * lanes, self.k_blocks * self.shape[2] * lanes
         wide = self.values.shape[-1]
         return wide, self.block_k, self.shape[2] * wide
@@ -169,8 +171,8 @@ def tile_list(expert_offsets: Tensor, rows: int, tile: TileChoice) -> TileList:
     # Imported here: Triton exists for Linux alone, and everything but a launch works without it.
     from ..kernels.tiles import tile_list_kernel
 
-    expert = torch.empty(count, dtype=torch.int32, device=expert_offsets.device)
-    row = torch.empty(count, dtype=torch.int64, device=expert_offsets.device)
+    expert = empty((count,), torch.int32, expert_offsets.device)
+    row = empty((count,), torch.int64, expert_offsets.device)
     launch: Any = tile_list_kernel
     launch[(-(-count // _BLOCK_TILES),)](
         expert_offsets,
@@ -212,7 +214,7 @@ def grouped_gemm(
     from ..kernels.grouped_gemm import grouped_gemm_kernel
 
     launch: Any = grouped_gemm_kernel
-    launch[(tiles.count * -(-n_out // tile.block_n),)](
+    launch[(tiles.count * -(-n_out // tile.columns),)](
         x,
         spare if x_scale is None else x_scale,
         packed.values,
@@ -240,6 +242,7 @@ def grouped_gemm(
         GATHER=source is not None,
         ASM=x.is_cuda,
         num_warps=tile.warps,
+        **({"launch_pdl": True} if tile.overlap else {}),
     )
     return out
 
@@ -265,6 +268,8 @@ def constants(
         "BLOCK_K": packed.block_k,
         "GROUP_T": tile.group_t,
         "STAGES": tile.stages,
+        "STACKED": tile.stacked,
+        "PDL": tile.overlap,
     }
 
 
@@ -280,7 +285,7 @@ def run_experts(batch: ContiguousBatch, packed: PackedExperts) -> Tensor:
     hidden = packed.down.shape[2]
     middle_dtype = torch.float32 if packed.activations and x.dtype != torch.bfloat16 else x.dtype
     out_dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
-    out = torch.empty(rows, hidden, dtype=out_dtype, device=x.device)
+    out = empty((rows, hidden), out_dtype, x.device)
     if rows == 0:
         return out
     first, second = chosen_tiles(packed, rows)
@@ -289,7 +294,7 @@ def run_experts(batch: ContiguousBatch, packed: PackedExperts) -> Tensor:
     # A weight belongs to a row, so weighted rows are gathered; others are gathered by the product.
     weighted = batch.input_weights is not None
     rows_in, x_scale = operand(x, packed.activations, source=source if weighted else None, weights=batch.input_weights)
-    middle = torch.empty(rows, wide, dtype=middle_dtype, device=x.device)
+    middle = empty((rows, wide), middle_dtype, x.device)
     grouped_gemm(
         rows_in,
         packed.gate_up,

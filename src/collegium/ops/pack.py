@@ -1,8 +1,9 @@
 """Weights for the grouped product: four-bit codes re-laid into sixteen-bit lanes, scales by K block.
 
 A lane holds the codes of columns k, k + q, k + 2q and k + 3q of one row, q a quarter of the K block, at the bits
-that ``kernels/decode.py`` names; rows of a K block stand beside each other, so a tile is one run of memory. Packing
-goes row by row in small chunks: temporary memory stays under 64 MiB whatever the layer's size.
+that ``kernels/decode.py`` names; lanes of E4M3 codes hold k and k + q, and after all of those k + 2q and k + 3q. Rows
+of a K block stand beside each other, so a tile is one run of memory. Packing goes row by row in small chunks:
+temporary memory stays under 64 MiB whatever the layer's size.
 
 Shape letters: E experts, P parts, N output rows, K input columns, B K blocks.
 """
@@ -20,9 +21,8 @@ from ..formats.codecs import relative_e8m0, unpack_nibbles
 from .grouped_gemm import (
     BLOCK_SCALE,
     E2M1_LANES,
-    E4M3_BF16,
     E4M3_E4M3,
-    E4M3_QUARTERS,
+    E4M3_LANES,
     E4M3_SCALE,
     E8M0_SCALE,
     GROUP_SCALE,
@@ -72,7 +72,7 @@ def pack_plain(values: Tensor, bias: Tensor | None) -> PackedMatrix:
 
 
 def pack_fp8_block(payload: Fp8Block, bias: Tensor | None, *, native: bool) -> PackedMatrix:
-    """Take codes as they are; native: E4M3 operands, otherwise decoded to bfloat16.
+    """Native: take codes as they are, as E4M3 operands; otherwise re-lay them to be decoded to bfloat16.
 
     Blocks must be whole multiples of 128 x 128; their scales are repeated. Raises InputError for other blocks.
     """
@@ -86,9 +86,9 @@ def pack_fp8_block(payload: Fp8Block, bias: Tensor | None, *, native: bool) -> P
     scales = payload.scales.float().repeat_interleave(rows // 128, dim=2).repeat_interleave(columns // 128, dim=3)
     scales = scales[:, :, : -(-shape[2] // 128), : -(-shape[3] // 128)].contiguous()
     return PackedMatrix(
-        values=_e4m3(payload.codes, native),
+        values=payload.codes.contiguous() if native else _e4m3_lanes(payload.codes, shape),
         shape=shape,
-        weight=E4M3_E4M3 if native else E4M3_BF16,
+        weight=E4M3_E4M3 if native else E4M3_LANES,
         block_k=128,
         bits=8,
         scale_kind=BLOCK_SCALE,
@@ -98,13 +98,13 @@ def pack_fp8_block(payload: Fp8Block, bias: Tensor | None, *, native: bool) -> P
 
 
 def pack_fp8_rows(payload: Fp8Channel | Fp8Tensor, bias: Tensor | None, *, native: bool) -> PackedMatrix:
-    """Take codes as they are and one scale a row, applied after the sum."""
+    """Take or re-lay codes like ``pack_fp8_block``; the one scale of a row is applied after the sum."""
     shape = _four(payload.shape)
     scale = payload.scale.unsqueeze(-1) if payload.name == "fp8_tensor" else payload.scales  # pyright: ignore
     return PackedMatrix(
-        values=_e4m3(payload.codes, native),
+        values=payload.codes.contiguous() if native else _e4m3_lanes(payload.codes, shape),
         shape=shape,
-        weight=E4M3_E4M3 if native else E4M3_BF16,
+        weight=E4M3_E4M3 if native else E4M3_LANES,
         block_k=128,
         bits=8,
         row_scale=scale.float().expand(shape[:3]).contiguous(),
@@ -113,13 +113,16 @@ def pack_fp8_rows(payload: Fp8Channel | Fp8Tensor, bias: Tensor | None, *, nativ
 
 
 def pack_mxfp8(payload: MxFp8, bias: Tensor | None) -> PackedMatrix:
-    """Take codes as they are; E8M0 scales stand relative to the largest of their row."""
+    """Re-lay codes; E8M0 scales stand relative to the largest of their row.
+
+    Lanes decode to code times 2^-120, which the largest scale, 2^120, undoes.
+    """
     shape = _four(payload.shape)
-    scale, row_scale = _relative_words(payload.scales, shape[3], top=127)
+    scale, row_scale = _relative_words(payload.scales, shape[3], top=247)
     return PackedMatrix(
-        values=_e4m3(payload.codes, native=False),
+        values=_e4m3_lanes(payload.codes, shape),
         shape=shape,
-        weight=E4M3_QUARTERS,
+        weight=E4M3_LANES,
         block_k=128,
         bits=8.25,
         scale_kind=E8M0_SCALE,
@@ -223,8 +226,8 @@ def _four(shape: tuple[int, ...]) -> tuple[int, int, int, int]:
     return experts, parts, n_out, k_in
 
 
-def _e4m3(codes: Tensor, native: bool) -> Tensor:
-    return codes.contiguous() if native else codes.contiguous().view(torch.uint8)
+def _e4m3_lanes(codes: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+    return _lanes(codes.view(torch.uint8), shape, 128, 0, _e4m3_lane)
 
 
 def _relative_words(scales: Tensor, k_in: int, top: int) -> tuple[Tensor, Tensor]:
@@ -246,16 +249,22 @@ def _scale_words(scales: Tensor, k_in: int, block_k: int) -> Tensor:
 def _lanes(
     codes: Tensor, shape: tuple[int, int, int, int], block_k: int, zero: int, lane: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Return ``[E, P, B, N, block_k / 4]`` int16 lanes of nibbles ``codes [E, P, N, bytes]``, low nibble first."""
+    """Return ``[E, P, B, N, block_k / 4]`` int16 lanes of nibbles ``codes [E, P, N, bytes]``, low nibble first.
+
+    E4M3 bytes ``codes [E, P, N, K]`` make twice as many.
+    """
     experts, parts, n_out, k_in = shape
     blocks = -(-k_in // block_k)
-    out = torch.empty((experts, parts, blocks, n_out, block_k // 4), dtype=torch.int16, device=codes.device)
+    whole = lane is _e4m3_lane
+    lanes = block_k // (2 if whole else 4)
+    out = torch.empty((experts, parts, blocks, n_out, lanes), dtype=torch.int16, device=codes.device)
     step = max(1, _CHUNK // (blocks * block_k))
     for matrix in range(experts * parts):
         source, target = codes[matrix // parts, matrix % parts], out[matrix // parts, matrix % parts]
         for start in range(0, n_out, step):
-            nibbles = unpack_nibbles(source[start : start + step])[:, :k_in]
-            padded = torch.nn.functional.pad(nibbles, (0, blocks * block_k - k_in), value=zero)
+            rows = source[start : start + step]
+            rows = (rows if whole else unpack_nibbles(rows))[:, :k_in]
+            padded = torch.nn.functional.pad(rows, (0, blocks * block_k - k_in), value=zero)
             quarters = padded.view(-1, blocks, 4, block_k // 4).to(torch.int32)
             target[:, start : start + step] = _as_int16(lane(quarters)).transpose(0, 1)
     if prod(out.shape) == 0:
@@ -271,6 +280,11 @@ def _e2m1_lane(codes: Tensor) -> Tensor:
     a, b, c, d = codes.unbind(2)
     lane = ((a & 8) << 12) | ((a & 7) << 6) | ((b & 8) << 9) | ((b & 7) << 3) | ((c & 8) << 6) | (c & 7)
     return lane | ((d & 8) << 11) | ((d & 4) << 11) | ((d & 3) << 10)
+
+
+def _e4m3_lane(codes: Tensor) -> Tensor:
+    a, b, c, d = codes.unbind(2)
+    return torch.cat((a | (b << 8), c | (d << 8)), dim=-1)
 
 
 def _int4_lane(codes: Tensor) -> Tensor:

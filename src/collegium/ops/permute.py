@@ -6,13 +6,14 @@ Shape letters: T tokens, K experts per token, E experts, R = T*K rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..errors import InputError
 from ..types import TileRows
-from .launch import on_device, power_of_two
+from ..workspace import empty
+from .launch import launch, on_device, power_of_two
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,21 +61,21 @@ def permutation_buffers(
     """Allocate what ``permute`` writes for ids of ``shape`` (T, K), to be passed as ``out``."""
     rows = shape[0] * shape[1]
     counts = [tile_count(rows, num_experts, size) for size in block_t]
-    long = torch.empty(2 * rows + num_experts + 1 + sum(counts), dtype=torch.int64, device=device)
+    long = empty((2 * rows + num_experts + 1 + sum(counts),), torch.int64, device)
     source, slots, offsets, *firsts = long.split([rows, rows, num_experts + 1, *counts])
-    owners = torch.empty(sum(counts), dtype=torch.int32, device=device).split(counts) if counts else ()
+    owners = empty((sum(counts),), torch.int32, device).split(counts) if counts else ()
     blocks = -(-rows // _BLOCK)
     scratch = blocks * (_BLOCK + 2 * power_of_two(num_experts, 16) + 1) if blocks > 1 else 0
     return Permutation(
         source=source,
         expert_offsets=offsets,
         slots=slots.view(shape),
-        weights_by_row=torch.empty(rows, device=device) if weights else None,
+        weights_by_row=empty((rows,), torch.float32, device) if weights else None,
         tiles=tuple(
             TileRows(block_t=size, expert=owner, row=first)
             for size, owner, first in zip(block_t, owners, firsts, strict=True)
         ),
-        scratch=torch.empty(scratch, dtype=torch.int32, device=device) if scratch else None,
+        scratch=empty((scratch,), torch.int32, device) if scratch else None,
     )
 
 
@@ -144,30 +145,23 @@ def permute_on_device(
         sizes[index] = tiles.block_t
     counts = [tiles.row.numel() for tiles in made.tiles] + [0] * (2 - len(made.tiles))
     listed = {"BLOCK_E": block_e, "BLOCK_T_A": sizes[0], "BLOCK_T_B": sizes[1]}
-    scatter = (made.source, made.slots, by_row)
     if made.scratch is None:
         block = power_of_two(rows, 16)
-        single: Any = kernels.permute_kernel
-        single[(1,)](
-            ids, weights, made.source, made.slots, made.expert_offsets, by_row, *lists,
-            rows, top_k, num_experts, *counts, BLOCK=block, **listed, WEIGHTS=carried,
-            num_warps=4 if block <= 256 else 8,
-        )  # fmt: skip
+        args = (ids, weights, made.source, made.slots, made.expert_offsets, by_row, *lists)
+        constants = {"BLOCK": block, **listed, "WEIGHTS": carried}
+        warps = 4 if block <= 256 else 8
+        launch(kernels.permute_kernel, (1,), (*args, rows, top_k, num_experts, *counts), constants, num_warps=warps)
         return made
     blocks = -(-rows // _BLOCK)
     keys, histograms, bases, dropped = made.scratch.split([blocks * _BLOCK, *[blocks * block_e] * 2, blocks])
-    sort: Any = kernels.block_sort_kernel
-    sort[(blocks,)](ids, keys, histograms, rows, num_experts, BLOCK=_BLOCK, BLOCK_E=block_e, num_warps=8)
-    scan: Any = kernels.column_scan_kernel
-    scan[(1,)](
-        histograms, bases, dropped, made.expert_offsets, *lists, rows, num_experts, *counts, blocks,
-        BLOCK=_BLOCK, **listed, CHUNK=max(8, min(64, 8192 // block_e)), num_warps=16,
-    )  # fmt: skip
-    put: Any = kernels.scatter_kernel
-    put[(blocks * (_BLOCK // _PART),)](
-        keys, bases, dropped, weights, *scatter, rows, top_k, num_experts,
-        BLOCK=_BLOCK, BLOCK_E=block_e, PART=_PART, WEIGHTS=carried, num_warps=4,
-    )  # fmt: skip
+    sizes_at = {"BLOCK": _BLOCK, "BLOCK_E": block_e}
+    launch(kernels.block_sort_kernel, (blocks,), (ids, keys, histograms, rows, num_experts), sizes_at, num_warps=8)
+    scan = (histograms, bases, dropped, made.expert_offsets, *lists, rows, num_experts, *counts, blocks)
+    chunk = {"BLOCK": _BLOCK, **listed, "CHUNK": max(8, min(64, 8192 // block_e))}
+    launch(kernels.column_scan_kernel, (1,), scan, chunk, num_warps=16)
+    put = (keys, bases, dropped, weights, made.source, made.slots, by_row, rows, top_k, num_experts)
+    grid = (blocks * (_BLOCK // _PART),)
+    launch(kernels.scatter_kernel, grid, put, {**sizes_at, "PART": _PART, "WEIGHTS": carried}, num_warps=4)
     return made
 
 

@@ -13,7 +13,7 @@ infinity gets a NaN scale and zero codes, hence decodes to NaN throughout: visib
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
@@ -28,7 +28,8 @@ from ..formats.codecs import (
     pack_nibbles,
     unpack_nibbles,
 )
-from .launch import on_device, power_of_two
+from ..workspace import empty
+from .launch import launch, on_device, power_of_two
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -208,19 +209,19 @@ def row_buffers(name: str, rows: int, columns: int, device: torch.device) -> Qua
     made = QuantizedRows(codes=torch.empty(0), shape=(rows, columns))
     groups = -(-columns // (form.group or columns))
     if isinstance(form, _Cast):
-        return replace(made, codes=torch.empty(rows, columns, dtype=form.dtype, device=device))
+        return replace(made, codes=empty((rows, columns), form.dtype, device))
     if isinstance(form, _NvFp4):
         return replace(
             made,
-            codes=torch.empty(rows, -(-columns // 2), dtype=torch.uint8, device=device),
-            scales=torch.empty(rows, groups, dtype=torch.float8_e4m3fn, device=device),
-            global_scale=torch.empty(rows, 1, device=device),
+            codes=empty((rows, -(-columns // 2)), torch.uint8, device),
+            scales=empty((rows, groups), torch.float8_e4m3fn, device),
+            global_scale=empty((rows, 1), torch.float32, device),
         )
     byte = isinstance(form, _Fp8) and form.e8m0
     return replace(
         made,
-        codes=torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=device),
-        scales=torch.empty(rows, groups, dtype=torch.uint8 if byte else torch.float32, device=device),
+        codes=empty((rows, columns), torch.float8_e4m3fn, device),
+        scales=empty((rows, groups), torch.uint8 if byte else torch.float32, device),
     )
 
 
@@ -273,14 +274,11 @@ def quantize_on_device(
     inputs = (x, made.codes if source is None else source, made.codes if weights is None else weights, made.codes)
     sizes = (rows, columns, x.stride(0))
     reads = {"GATHER": source is not None, "WEIGHTS": weights is not None}
-    launch: Any
     if isinstance(form, _NvFp4):
         block = power_of_two(columns, 32)
-        launch, wide = kernels.nvfp4_kernel, {"BLOCK_C": block, "num_warps": max(1, min(16, block // 512))}
-        groups = _present(name, made.scales).shape[1]
-        launch[(rows,)](
-            *inputs, made.scales, made.global_scale, *sizes, groups, **wide, **reads, ROUND=not x.is_cuda
-        )  # fmt: skip
+        args = (*inputs, made.scales, made.global_scale, *sizes, _present(name, made.scales).shape[1])
+        constants = {"BLOCK_C": block, **reads, "ROUND": not x.is_cuda}
+        launch(kernels.nvfp4_kernel, (rows,), args, constants, num_warps=max(1, min(16, block // 512)))
         return made
     few = rows < _FEW_ROWS
     if form.group == 0 and not isinstance(form, _Cast):
@@ -290,15 +288,14 @@ def quantize_on_device(
             (1, min(256, power_of_two(columns, 128))) if few else (2, min(1024, power_of_two(columns, 128)))
         )
     grid = (-(-rows // block_r), -(-columns // block_c))
-    block = {"BLOCK_R": block_r, "BLOCK_C": block_c, "num_warps": max(1, min(16, block_r * block_c // 512))}
+    block = {"BLOCK_R": block_r, "BLOCK_C": block_c, **reads}
+    warps = max(1, min(16, block_r * block_c // 512))
     if isinstance(form, _Fp8):
-        launch = kernels.e4m3_kernel
-        groups = _present(name, made.scales).shape[1]
-        form_args = {"GROUP": form.group or block_c, "POWER": form.power, "BYTE": form.e8m0, "ROUND": not x.is_cuda}
-        launch[grid](*inputs, made.scales, *sizes, groups, **form_args, **block, **reads)
+        block |= {"GROUP": form.group or block_c, "POWER": form.power, "BYTE": form.e8m0, "ROUND": not x.is_cuda}
+        args = (*inputs, made.scales, *sizes, _present(name, made.scales).shape[1])
+        launch(kernels.e4m3_kernel, grid, args, block, num_warps=warps)
     else:
-        launch = kernels.cast_kernel
-        launch[grid](*inputs, *sizes, **block, **reads)
+        launch(kernels.cast_kernel, grid, (*inputs, *sizes), block, num_warps=warps)
     return made
 
 

@@ -5,12 +5,13 @@ Shape letters: T tokens, K experts per token, E experts.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..types import SCORE_FUNCTIONS, Routing
-from .launch import power_of_two
+from ..workspace import empty
+from .launch import launch, power_of_two
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,9 +23,7 @@ __all__ = ["route_on_device", "routing_buffers", "sanitise_on_device"]
 
 def routing_buffers(shape: tuple[int, int], device: torch.device) -> Routing:
     """Allocate what ``route`` and ``sanitise`` write for ``shape`` (T, K), to be passed as ``out``."""
-    return Routing(
-        topk_ids=torch.empty(shape, dtype=torch.int64, device=device), topk_weights=torch.empty(shape, device=device)
-    )
+    return Routing(topk_ids=empty(shape, torch.int64, device), topk_weights=empty(shape, torch.float32, device))
 
 
 def route_on_device(
@@ -48,8 +47,7 @@ def route_on_device(
     groups = spec.groups if spec.groups > 1 and not spec.hash_routing else 1
     block_g, block_s = power_of_two(groups), power_of_two(experts // groups)
     block_s = max(block_s, 32 // block_g)
-    launch: Any = route_kernel
-    launch[(tokens,)](
+    args = (
         logits,
         logits if bias is None else bias,
         logits if token_ids is None else token_ids,
@@ -65,19 +63,21 @@ def route_on_device(
         1 if token_ids is None else token_ids.stride(0),
         float(spec.renormalise_eps),
         float(spec.scale),
-        SCORE=SCORE_FUNCTIONS.index(spec.score),
-        TOP_K=spec.top_k,
-        BLOCK_K=power_of_two(spec.top_k),
-        BLOCK_G=block_g,
-        BLOCK_S=block_s,
-        KEPT=spec.kept_groups if groups > 1 else 0,
-        TOP2=spec.group_score == "top2_sum",
-        BIAS=bias is not None,
-        HASH=spec.hash_routing,
-        RENORM=spec.renormalise,
-        num_warps=max(1, min(4, block_g * block_s // 256)),
-        enable_fp_fusion=False,
     )
+    constants = {
+        "SCORE": SCORE_FUNCTIONS.index(spec.score),
+        "TOP_K": spec.top_k,
+        "BLOCK_K": power_of_two(spec.top_k),
+        "BLOCK_G": block_g,
+        "BLOCK_S": block_s,
+        "KEPT": spec.kept_groups if groups > 1 else 0,
+        "TOP2": spec.group_score == "top2_sum",
+        "BIAS": bias is not None,
+        "HASH": spec.hash_routing,
+        "RENORM": spec.renormalise,
+    }
+    warps = max(1, min(4, block_g * block_s // 256))
+    launch(route_kernel, (tokens,), args, constants, num_warps=warps, enable_fp_fusion=False)
     return made
 
 
@@ -95,9 +95,7 @@ def sanitise_on_device(
     weights = topk_weights if topk_weights.stride(1) == 1 else topk_weights.contiguous()
     block_k = power_of_two(top_k)
     block_r = min(power_of_two(tokens), max(1, 256 // block_k))
-    launch: Any = sanitise_kernel
-    launch[(-(-tokens // block_r),)](
-        ids, weights, made.topk_ids, made.topk_weights, tokens, num_experts, ids.stride(0), weights.stride(0),
-        TOP_K=top_k, BLOCK_K=block_k, BLOCK_R=block_r, num_warps=4,
-    )  # fmt: skip
+    args = (ids, weights, made.topk_ids, made.topk_weights, tokens, num_experts, ids.stride(0), weights.stride(0))
+    constants = {"TOP_K": top_k, "BLOCK_K": block_k, "BLOCK_R": block_r}
+    launch(sanitise_kernel, (-(-tokens // block_r),), args, constants, num_warps=4)
     return made

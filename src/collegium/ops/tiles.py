@@ -8,8 +8,9 @@ the format, so every token count adds in the same order. Shape letters: R rows, 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 
 import torch
 
@@ -36,7 +37,8 @@ class Machine:
     """What the score needs of a GPU.
 
     sms: multiprocessors. shared: bytes of shared memory one of them has for a block. bandwidth: bytes a microsecond.
-    rate: bf16 FLOP a microsecond; FP8 runs twice as fast where ``fp8`` says the tensor cores have it.
+    rate: bf16 FLOP a microsecond; FP8 runs twice as fast where ``fp8`` says the tensor cores have it. pdl: a kernel
+    may start before the one before it has finished.
     """
 
     sms: int = 132
@@ -44,6 +46,7 @@ class Machine:
     bandwidth: float = 4.33e6
     rate: float = 7.9e8
     fp8: bool = True
+    pdl: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,13 +71,25 @@ class TileProblem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileChoice:
-    """block_n: output columns of each part; block_t: rows; group_t: token tiles that share a pass over the weights."""
+    """How one grouped product is cut and launched.
+
+    block_n: weight rows of an operand. stacked: half of them are gate and half up of the same columns, otherwise
+    every part has an operand of its own. block_t: rows. group_t: token tiles that share a pass over the weights.
+    overlap: it may start while the kernel before it ends.
+    """
 
     block_n: int
     block_t: int
     warps: int
     stages: int
     group_t: int = 8
+    stacked: bool = False
+    overlap: bool = False
+
+    @property
+    def columns(self) -> int:
+        """Output columns of a program."""
+        return self.block_n // 2 if self.stacked else self.block_n
 
 
 TunedTiles = tuple[tuple[int, TileChoice], ...]  # (rows, the tile measured to be best there), rows ascending
@@ -90,7 +105,7 @@ def nearest(tuned: TunedTiles, rows: int) -> TileChoice | None:
 def machine_of(capability: tuple[int, int], sms: int) -> Machine:
     """Return the machine of a CUDA ``capability`` with ``sms`` multiprocessors."""
     shared = _SHARED.get(capability, 227 if capability >= (9, 0) else 99) * 1024
-    return Machine(sms=sms, shared=shared, fp8=capability >= (8, 9))
+    return Machine(sms=sms, shared=shared, fp8=capability >= (8, 9), pdl=capability >= (9, 0))
 
 
 def machine_at(device: torch.device) -> Machine:
@@ -104,17 +119,24 @@ def machine_at(device: torch.device) -> Machine:
 def candidates(problem: TileProblem, machine: Machine) -> tuple[TileChoice, ...]:
     """Return every tile whose buffers and accumulators fit."""
     found: list[TileChoice] = []
+    # A product of a few microseconds gains by starting before the kernel before it ends; a longer one can lose.
+    weights = _experts_hit(problem) * problem.parts * problem.n_out * problem.k_in * problem.weight_bits / 8
+    overlap = machine.pdl and weights < 1.1e8
     for block_t in (16, 32, 64, 128, 256):
-        for block_n in (64, 128):
-            for warps in (4, 8):
-                # A warp decodes the weight rows it multiplies: with other numbers, warps decode the same rows twice.
-                if problem.decoded and block_n != 16 * warps:
-                    continue
-                if not _registers_fit(problem, block_n, block_t, warps):
-                    continue
-                stages = _stages(problem, machine, block_n, block_t)
-                if stages >= 2:
-                    found.append(TileChoice(block_n=block_n, block_t=block_t, warps=warps, stages=stages))
+        for block_n, warps, stacked in product((64, 128), (4, 8), (False, True)):
+            # A warp decodes the weight rows it multiplies: with more warps, several decode the same rows.
+            rows = block_n * (1 if stacked else problem.parts)
+            if stacked and problem.parts == 1:
+                continue
+            if problem.decoded and (block_n < 16 * warps or rows > 32 * warps):
+                continue
+            # Undecoded weights gain from stacking only with eight warps and few tokens.
+            if stacked and not problem.decoded and (block_n, warps) != (128, 8):
+                continue
+            tile = TileChoice(block_n=block_n, block_t=block_t, warps=warps, stages=1, stacked=stacked, overlap=overlap)
+            if _registers_fit(problem, tile):
+                stages = _stages(problem, machine, tile)
+                found += [replace(tile, stages=count) for count in stages]
     return tuple(found)
 
 
@@ -124,7 +146,7 @@ def score(problem: TileProblem, tile: TileChoice, machine: Machine) -> float:
     each = problem.rows / hit
     # A tile less than full at the end of every expert: half of one on average, a whole one when all rows fit.
     tiles = hit * (1.0 if each <= tile.block_t / 2 else each / tile.block_t + 0.5)
-    columns = math.ceil(problem.n_out / tile.block_n)
+    columns = math.ceil(problem.n_out / tile.columns)
     weights = hit * problem.parts * problem.n_out * problem.k_in * problem.weight_bits / 8
     # Weights come from memory once and from the L2 cache, four times as fast, for every further token tile; the
     # tokens of a tile come from the L2 cache for every column tile.
@@ -132,11 +154,28 @@ def score(problem: TileProblem, tile: TileChoice, machine: Machine) -> float:
     memory = weights / machine.bandwidth + again / (4 * machine.bandwidth)
     math_time = tiles * columns * _program(problem, tile, machine)
     programs = tiles * columns
-    resident = machine.sms * _resident(problem, tile, machine)
-    waves = programs / resident
+    resident = _resident(problem, tile, machine)
+    waves = programs / (machine.sms * resident)
     # The last wave is only partly full: with few waves that is felt, with many it is not.
     filled = waves / math.ceil(waves) if waves > 1 else 1.0
+    each_sm = programs / machine.sms
+    even = max(each_sm / math.ceil(each_sm), 0.5) if each_sm < 4 else 1.0
+    if problem.decoded:
+        math_time /= even
+    else:
+        memory *= _slower(problem, tile, waves)
     return max(memory, math_time) / filled**0.5 + 0.25 * min(memory, math_time)
+
+
+def _slower(problem: TileProblem, tile: TileChoice, waves: float) -> float:
+    """Return how many times longer a tile of undecoded weights takes to read them than the best one."""
+    rows = _weight_rows(problem, tile)
+    factor = 1 + 0.08 / (tile.stages - 1)
+    if waves <= 1 and rows > tile.block_n:
+        return factor * 1.08  # one wave: two operands a step keep fewer bytes on their way than one of eight warps
+    if rows == 256:
+        factor *= 1.03
+    return factor * (1.03 if rows == 64 or (tile.stacked and problem.x_bits == 8) else 1.0)
 
 
 @lru_cache(maxsize=1 << 16)  # scoring every candidate takes some 60 microseconds, at every forward pass
@@ -156,35 +195,47 @@ def _experts_hit(problem: TileProblem) -> float:
     return max(1.0, problem.experts * (1 - missed))
 
 
-def _stage_bytes(problem: TileProblem, block_n: int, block_t: int) -> float:
-    weights = problem.parts * block_n * problem.weight_bits
-    return problem.block_k * (weights + block_t * problem.x_bits) / 8
+def _weight_rows(problem: TileProblem, tile: TileChoice) -> int:
+    return tile.block_n * (1 if tile.stacked else problem.parts)
 
 
-def _stages(problem: TileProblem, machine: Machine, block_n: int, block_t: int) -> int:
+def _stage_bytes(problem: TileProblem, tile: TileChoice) -> float:
+    weights = _weight_rows(problem, tile) * problem.weight_bits
+    return problem.block_k * (weights + tile.block_t * problem.x_bits) / 8
+
+
+def _stages(problem: TileProblem, machine: Machine, tile: TileChoice) -> tuple[int, ...]:
     room = machine.shared - 4096
-    one = _stage_bytes(problem, block_n, block_t)
+    one = _stage_bytes(problem, tile)
     # Two programs on a multiprocessor hide each other's waits better than more stages of one.
-    for programs, least in ((3, 4), (2, 3)):
-        if int(room / programs / one) >= least:
-            return min(5 if problem.decoded else 4, int(room / programs / one))
-    return min(4, int(room / one))
+    fits = next((f for count, least in ((3, 4), (2, 3)) if (f := int(room / count / one)) >= least), int(room / one))
+    stages = min(4, fits)
+    if stages < 2:
+        return ()
+    rows, deep = _weight_rows(problem, tile), min(6 if tile.warps == 4 else 5, int(room / 2 / one))
+    short = problem.k_in < 12 * problem.block_k
+    if problem.decoded or rows != 128 or tile.block_t > 32 or deep <= stages or short:
+        return (stages,)
+    # Wide operands of few tokens: two programs with more stages are sometimes better than three.
+    return (stages, deep) if tile.warps == 8 or rows > tile.block_n else (stages,)
 
 
-def _accumulators(problem: TileProblem, block_n: int, block_t: int, warps: int) -> float:
-    copies = problem.parts + (1 if problem.promoted else 0)
-    return copies * block_n * block_t / (32 * warps)
+def _accumulators(problem: TileProblem, tile: TileChoice) -> float:
+    copies = _weight_rows(problem, tile) + (tile.block_n if problem.promoted else 0)
+    return copies * tile.block_t / (32 * tile.warps)
 
 
-def _registers_fit(problem: TileProblem, block_n: int, block_t: int, warps: int) -> bool:
-    used = _accumulators(problem, block_n, block_t, warps)
+def _registers_fit(problem: TileProblem, tile: TileChoice) -> bool:
+    used = _accumulators(problem, tile)
     # Decoded operands, scales and addresses need room beside the accumulators.
-    return used <= (96 if problem.decoded else 128) and not (warps == 8 and used < 16)
+    return used <= (96 if problem.decoded else 128) and not (
+        tile.warps == 8 and used < (8 if tile.block_t <= 32 else 16)
+    )
 
 
 def _resident(problem: TileProblem, tile: TileChoice, machine: Machine) -> int:
-    by_shared = int(machine.shared / (tile.stages * _stage_bytes(problem, tile.block_n, tile.block_t) + 1024))
-    registers = 64 + _accumulators(problem, tile.block_n, tile.block_t, tile.warps)
+    by_shared = int(machine.shared / (tile.stages * _stage_bytes(problem, tile) + 1024))
+    registers = 64 + _accumulators(problem, tile)
     return max(1, min(by_shared, int(65536 / (registers * 32 * tile.warps))))
 
 
@@ -193,14 +244,16 @@ def _program(problem: TileProblem, tile: TileChoice, machine: Machine) -> float:
 
     Fitted to products of 4096 x 4096 and 4096 x 2048 over 256 experts on an H200, 2026-11-21.
     """
-    weights = problem.parts * tile.block_n * problem.k_in
-    area = problem.parts * tile.block_n * tile.block_t
+    rows = _weight_rows(problem, tile)
+    weights = rows * problem.k_in
+    area = rows * tile.block_t
     if problem.decoded:
         # Decoding costs the same for any number of tokens. A lone accumulator of 64 rows waits for each product, and
         # four of them crowd the registers.
-        one = (0.30 + 0.0053 * tile.block_t) * weights / 16384 / machine.sms
-        rows = problem.parts * tile.block_n
-        crowd = {64: 1.0 if tile.block_t <= 16 else 1.35, 256: 1.08 if tile.block_t > 16 else 1.3}.get(rows, 1.0)
+        one = (0.24 + 0.0053 * tile.block_t) * weights / 16384 / machine.sms
+        one *= 1.3 if problem.weight_bits > 6 else 1.0
+        lone = rows == tile.block_n
+        crowd = (1.0 if rows == 128 and tile.warps == 4 else 1.2) if lone else 1.12 if rows == 128 else 1.3
         return one * crowd * (1.3 if tile.block_t >= 128 else 1.0)
     share = 0.76 * (area / (256 * 128)) ** 0.33
     rate = machine.rate

@@ -5,12 +5,12 @@ Shape letters: T tokens, K experts per token, R rows, H width.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..errors import InputError
-from .launch import on_device, power_of_two
+from .launch import launch, on_device, power_of_two
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,8 +83,7 @@ def weighted_sum_on_device(
         return made
     # Small batches spread a token over more programs.
     block = min(power_of_two(width, 32), 1024 if tokens >= 64 else 256)
-    launch: Any = weighted_sum_kernel
-    launch[(-(-width // block), tokens)](
+    args = (
         rows,
         slots.contiguous(),
         slots if weights is None else weights.contiguous(),
@@ -94,13 +93,10 @@ def weighted_sum_on_device(
         width,
         rows.stride(0),
         0 if shared is None else shared.stride(0),
-        TOP_K=top_k,
-        BLOCK=block,
-        WEIGHTS=weights is not None,
-        SHARED=shared is not None,
-        num_warps=max(1, min(4, block // 256)),
-        enable_fp_fusion=False,
     )
+    constants = {"TOP_K": top_k, "BLOCK": block, "WEIGHTS": weights is not None, "SHARED": shared is not None}
+    warps = max(1, min(4, block // 256))
+    launch(weighted_sum_kernel, (-(-width // block), tokens), args, constants, num_warps=warps, enable_fp_fusion=False)
     return made
 
 

@@ -53,7 +53,13 @@ class Local:
         return batch, LocalHandle(slots=order.slots, weights=None if self.weight_on_input else routing.topk_weights)
 
     def combine(
-        self, rows: Tensor, handle: LocalHandle, *, dtype: torch.dtype = torch.float32, shared: Tensor | None = None
+        self,
+        rows: Tensor,
+        handle: LocalHandle,
+        *,
+        dtype: torch.dtype = torch.float32,
+        shared: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Return ``[T, H]``: the weighted rows of each token summed in slot order, plus ``shared``, rounded once."""
-        return weighted_sum(rows, handle.slots, handle.weights, dtype, shared=shared)
+        return weighted_sum(rows, handle.slots, handle.weights, dtype, shared=shared, out=out)

@@ -1,0 +1,85 @@
+"""The layer under torch.compile and as an operation of torch.library."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from collegium import InputError, MoELayer, MoESpec, Problem, RouterWeights, Routing, RoutingSpec, plan
+from collegium.devices import probe
+from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
+
+SPEC = MoESpec(hidden_size=40, intermediate_size=24, num_experts=5, routing=RoutingSpec(top_k=2), weight_format="fp32")
+
+
+def layer(**options: object) -> MoELayer:
+    made = random_experts(5, 2, 24, 40, seed=1)
+    router = RouterWeights(weight=heavy_tailed(5, 40, seed=2))
+    return MoELayer(made, plan(Problem(spec=SPEC, device=probe(), dtype="fp32")), router=router, **options)  # type: ignore[arg-type]
+
+
+def routing(tokens: int) -> Routing:
+    return Routing(topk_ids=uneven_ids(tokens, 5, 2, seed=3), topk_weights=torch.rand(tokens, 2))
+
+
+def test_full_graph_gives_the_bits_of_eager_for_every_batch_size() -> None:
+    made = layer()
+    compiled = torch.compile(made, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens in (3, 1, 17):
+        x = heavy_tailed(tokens, 40, seed=tokens)
+        assert torch.equal(compiled(x), made(x))
+        chosen = routing(tokens)
+        assert torch.equal(compiled(x, routing=chosen), made(x, routing=chosen))
+
+
+def test_a_layer_inside_a_compiled_model() -> None:
+    made = layer()
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(made(x * 2.0)) + x
+
+    x = heavy_tailed(2, 3, 40, seed=5)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), model(x))
+
+
+def test_the_operation_passes_opcheck() -> None:
+    made = layer()
+    x = heavy_tailed(4, 40, seed=6)
+    chosen = routing(4)
+    arguments = (x, None, chosen.topk_ids, chosen.topk_weights, None, made._name, torch.empty_like(x))
+    torch.library.opcheck(torch.ops.collegium.moe_layer, arguments)
+
+
+def test_a_name_dies_with_its_layer() -> None:
+    made = layer()
+    name = made._name
+    del made
+    gc.collect()
+    x = torch.zeros(1, 40)
+    with pytest.raises(InputError, match="no layer"):
+        torch.ops.collegium.moe_layer(x, None, None, None, None, name, torch.empty_like(x))
+
+
+def test_a_given_output_is_written_and_returned() -> None:
+    made = layer()
+    x = heavy_tailed(2, 3, 40, seed=7)
+    out = torch.full_like(x, torch.nan)
+    assert made(x, out=out) is out
+    assert torch.equal(out, made(x))
+    with pytest.raises(InputError, match="out is"):
+        made(x, out=torch.empty(6, 40))
+
+
+def test_what_follows_an_expert_is_applied_before_the_weights() -> None:
+    made = layer(after_expert=lambda rows: rows.square())
+    x = heavy_tailed(6, 40, seed=8)
+    chosen = routing(6)
+    ones = torch.ones(6, 1)
+    parts = [
+        layer()(x, routing=Routing(topk_ids=chosen.topk_ids[:, k : k + 1], topk_weights=ones)).square() for k in (0, 1)
+    ]
+    wanted = sum(parts[k] * chosen.topk_weights[:, k : k + 1] for k in (0, 1))
+    torch.testing.assert_close(made(x, routing=chosen), wanted)
