@@ -9,8 +9,8 @@
 
 Import rule, higher may import lower only, names on one line never import each other::
 
-    cli > demo | inspection > integrations > loading > layer > plan | pipeline > experts | parallel | checkpoint
-        > models > ops > formats | devices > kernels > types > errors
+    cli > demo | inspection | tuning > bench > measure > integrations > loading > layer > plan | pipeline | warming
+        > experts | parallel | checkpoint > models > ops > formats | devices > kernels > types > errors
 """
 
 from .devices import probe
@@ -22,6 +22,7 @@ from .errors import (
     DuplicateTensorError,
     HostileFileError,
     InputError,
+    MeasurementError,
     MissingExtraError,
     MissingTensorError,
     PlanError,
@@ -52,6 +53,7 @@ from .types import (
     SharedSpec,
     SharedWeights,
 )
+from .warming import warm_up
 
 __version__ = "0.1.0"
 
@@ -70,6 +72,7 @@ __all__ = [
     "InputError",
     "LatentWeights",
     "Limits",
+    "MeasurementError",
     "MissingExtraError",
     "MissingTensorError",
     "MoELayer",
@@ -95,4 +98,5 @@ __all__ = [
     "moe",
     "plan",
     "probe",
+    "warm_up",
 ]

@@ -1,4 +1,4 @@
-"""The command ``collegium``: demo, generate, inspect, plan. Thin: it parses, calls the library and prints."""
+"""The command ``collegium``: what it does is in ``--help``. Thin: it parses, calls the library and prints."""
 
 from __future__ import annotations
 
@@ -6,22 +6,25 @@ import json
 import sys
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from .errors import CollegiumError
+from .errors import CollegiumError, InputError
 from .inspection import inspect_model, plan_model
 from .types import Choice, Limits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Iterable, Sequence
 
+    from .bench import BenchReport
     from .demo import DemoReport
     from .inspection import Inspection
+    from .measure import Ceilings
+    from .tuning import TuneReport
 
 __all__ = ["app", "main"]
 
@@ -34,6 +37,7 @@ app = typer.Typer(
 out = Console()
 err = Console(stderr=True)
 
+N = TypeVar("N", int, float)
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; the best device of this machine when left out.")]
 Format = Annotated[str | None, typer.Option("--format", help="Encode the experts into this format first.")]
@@ -74,10 +78,15 @@ def generate(
 ) -> None:
     """Write text: transformers runs everything but the experts, which run through Collegium."""
     from .demo import Writer
-    from .integrations.transformers import load_model
+    from .integrations.transformers import layers_of, load_model
+    from .warming import warm_up
 
+    # A small limit is few kernel variants to compile; a longer prompt runs in pieces.
+    limits = Limits(max_tokens=512)
     with _bar("loading") as progress:
-        loaded = load_model(model, weight_format=weight_format, device=device, progress=progress)
+        loaded = load_model(model, weight_format=weight_format, device=device, limits=limits, progress=progress)
+    with _bar("compiling") as progress:
+        warm_up(layers_of(loaded), progress)
     text, speed = Writer(loaded, Path(model)).write(prompt, tokens, temperature=temperature, seed=seed)
     if as_json:
         _print_json({"text": text, "tokens_per_second": speed})
@@ -126,6 +135,72 @@ def plan(
         out.print(made.explain(), markup=False, highlight=False)
 
 
+@app.command()
+def bench(
+    what: Annotated[str, typer.Argument(help="dsv3, v4_flash, gptoss120b, qwen3_30b, HxIxExK, or a model's folder.")],
+    recipes: Annotated[
+        list[str] | None, typer.Option("--format", help="weights or weights:activations, such as mxfp4; repeatable.")
+    ] = None,
+    tokens: Annotated[str, typer.Option(help="Token counts, separated by commas.")] = "1,8,32,128,512,2048,8192",
+    routing: Annotated[str, typer.Option(help="uniform, zipf, hot (one expert) or half (half empty).")] = "uniform",
+    device: Device = None,
+    ceilings: Annotated[
+        str | None, typer.Option(help="TB/s,TFLOP/s of 16 bits,TFLOP/s of 8 bits; measured when left out.")
+    ] = None,
+    picture: Annotated[str | None, typer.Option("--plot", help="Draw latency and roofline into this PNG.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Time one MoE layer on random weights, beside the least this machine could take; wrong results get no time."""
+    from .bench import bench, plot
+
+    counts = _numbers("--tokens", tokens, int)
+    pairs = [recipe.partition(":")[::2] for recipe in recipes or ["bf16"]]
+    with _bar("bench") as progress:
+        report = bench(
+            what,
+            [(weights, activations or "bf16") for weights, activations in pairs],
+            tokens=counts,
+            routing=routing,
+            device=device,
+            ceilings=None if ceilings is None else _ceilings(ceilings),
+            progress=progress,
+        )
+    if picture is not None:
+        plot(report, picture)
+    if as_json:
+        _print_json(report.to_json())
+    else:
+        _print_bench(report)
+
+
+@app.command()
+def tune(
+    what: Annotated[str, typer.Argument(help="dsv3, v4_flash, gptoss120b, qwen3_30b, HxIxExK, or a model's folder.")],
+    recipe: Annotated[str, typer.Option("--format", help="weights or weights:activations, such as mxfp4.")] = "bf16",
+    tokens: Annotated[str | None, typer.Option(help="Token counts; powers of two up to 8192 when left out.")] = None,
+    most: Annotated[int, typer.Option(min=1, help="Tiles tried for each product and token count.")] = 8,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Measure the tiles of one layer on this GPU and keep the best in your cache directory."""
+    from .tuning import TUNED_TOKENS, tune
+
+    weights, _, activations = recipe.partition(":")
+    with _bar("tune") as progress:
+        report = tune(
+            what,
+            (weights, activations or "bf16"),
+            tokens=TUNED_TOKENS if tokens is None else _numbers("--tokens", tokens, int),
+            most=most,
+            device=device,
+            progress=progress,
+        )
+    if as_json:
+        _print_json(report.to_json())
+    else:
+        _print_tuning(report)
+
+
 def main() -> None:
     """Run the command; errors of the library become one message and exit code 1."""
     try:
@@ -152,21 +227,32 @@ def _print_json(value: dict[str, object]) -> None:
     sys.stdout.write(json.dumps(value, indent=2) + "\n")
 
 
-def _print_demo(report: DemoReport) -> None:
-    table = Table(title=f"{report.model} on {report.device}", title_justify="left", box=None, pad_edge=False)
-    table.add_column("weights x activations", no_wrap=True)
-    for name in ("bytes/expert", "perplexity", "beside bf16", "error", "tok/s"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in report.rows:
-        table.add_row(
-            f"{row.weights} x {row.activations}",
-            f"{row.expert_bytes:,}",
-            f"{row.perplexity:.3f}",
-            f"{100 * (row.perplexity_ratio - 1):+.2f} %",
-            f"{100 * row.layer_error:.2f} %",
-            f"{row.tokens_per_second:.1f}",
-        )
+def _print_table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print right-aligned columns, except those whose name ends in a space."""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column.strip(), justify="left" if column.endswith(" ") else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
     out.print(table)
+
+
+def _print_demo(report: DemoReport) -> None:
+    _print_table(
+        f"{report.model} on {report.device}",
+        ("weights x activations ", "bytes/expert", "perplexity", "beside bf16", "error", "tok/s"),
+        [
+            (
+                f"{row.weights} x {row.activations}",
+                f"{row.expert_bytes:,}",
+                f"{row.perplexity:.3f}",
+                f"{100 * (row.perplexity_ratio - 1):+.2f} %",
+                f"{100 * row.layer_error:.2f} %",
+                f"{row.tokens_per_second:.1f}",
+            )
+            for row in report.rows
+        ],
+    )
     out.print("error: relative L2 error of one layer's output against FP32 on the BF16 weights", style="dim")
     for kernel in dict.fromkeys(row.kernel for row in report.rows):
         users = ", ".join(f"{r.weights} x {r.activations}" for r in report.rows if r.kernel == kernel)
@@ -175,6 +261,78 @@ def _print_demo(report: DemoReport) -> None:
         out.print(f"\n[bold]{row.weights} x {row.activations}[/bold]")
         out.print(" ".join(row.text.split()), markup=False, highlight=False)
     out.print(f"\n[dim]{report.seconds:.1f} s in all[/dim]")
+
+
+def _numbers(option: str, text: str, kind: type[N]) -> list[N]:
+    try:
+        found = [kind(piece) for piece in text.split(",")]
+    except ValueError as error:
+        raise InputError(f"{option} {text!r}: numbers separated by commas are needed") from error
+    if not all(number > 0 for number in found):
+        raise InputError(f"{option} {text!r}: every number must be positive")
+    return found
+
+
+def _ceilings(text: str) -> Ceilings:
+    from .measure import Ceilings
+
+    given = _numbers("--ceilings", text, float)
+    if len(given) != 3:
+        raise InputError(f"--ceilings {text!r}: three numbers are needed, such as 4.6,797,1329")
+    return Ceilings(bandwidth=given[0] * 1e12, rate_16=given[1] * 1e12, rate_8=given[2] * 1e12)
+
+
+def _print_bench(report: BenchReport) -> None:
+    out.print(f"[bold]{report.shape}[/bold] ({report.sizes}), {report.routing} routing, on {report.device}")
+    for name in dict.fromkeys((row.weights, row.activations, row.kernel) for row in report.rows):
+        _print_table(
+            f"{name[0]} x {name[1]} ({name[2]})",
+            ("tokens", "us", "floor us", "of floor", "bound", "GB/s", "TFLOP/s", "experts", "error"),
+            [
+                (
+                    str(row.tokens),
+                    f"{1e6 * row.seconds:.1f}" + ("" if row.cold else "*"),
+                    f"{1e6 * row.floor_seconds:.1f}",
+                    f"{100 * row.of_floor:.0f} %",
+                    row.bound,
+                    f"{row.gigabytes_per_second:.0f}",
+                    f"{row.teraflops:.1f}",
+                    f"{row.experts_hit:.0f}",
+                    f"{row.error:.4f}",
+                )
+                for row in report.rows
+                if (row.weights, row.activations, row.kernel) == name
+            ],
+        )
+    top = report.ceilings
+    out.print(
+        f"ceilings: {top.bandwidth / 1e12:.3g} TB/s, {top.rate_16 / 1e12:.4g} TFLOP/s with 16-bit and "
+        f"{top.rate_8 / 1e12:.4g} with 8-bit operands; torch {report.torch}, triton {report.triton}",
+        style="dim",
+    )
+    if not all(row.cold for row in report.rows):
+        out.print("*: the weights of a pass may stay in the cache", style="dim")
+
+
+def _print_tuning(report: TuneReport) -> None:
+    out.print(f"[bold]{report.shape}[/bold] in {report.weights} x {report.activations} on {report.device}")
+    _print_table(
+        None,
+        ("product", "tokens", "chosen us", "best us", "gain", "tile", "tried"),
+        [
+            (
+                row.product,
+                str(row.tokens),
+                f"{1e6 * row.chosen_seconds:.1f}",
+                f"{1e6 * row.best_seconds:.1f}",
+                f"{100 * (1 - row.best_seconds / row.chosen_seconds):.0f} %",
+                f"{row.best.block_n}x{row.best.block_t} w{row.best.warps} s{row.best.stages}",
+                str(row.candidates),
+            )
+            for row in report.rows
+        ],
+    )
+    out.print(f"written to {report.path}", style="dim", soft_wrap=True)
 
 
 def _print_inspection(found: Inspection) -> None:

@@ -14,6 +14,7 @@ from .checkpoint.loader import describe_checkpoint, load_experts
 from .checkpoint.reader import Checkpoint
 from .devices import probe
 from .errors import InputError, MissingExtraError
+from .integrations.decoding import Decoder
 from .integrations.transformers import attach, build_layers, experts_modules, load_model
 from .layer import moe
 from .parallel.placement import linear
@@ -101,6 +102,7 @@ class Writer:
             raise InputError(f"{folder}: no tokenizer.json; text needs the tokenizer that the model was published with")
         self.model: Any = model
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self.decoder = Decoder(model)
         self.device = next(p.device for p in model.parameters() if p.device.type != "meta")
 
     def encode(self, text: str) -> Tensor:
@@ -110,22 +112,13 @@ class Writer:
     def write(self, prompt: str, tokens: int, *, temperature: float = 0.0, seed: int = 0) -> tuple[str, float]:
         """Continue ``prompt`` by at most ``tokens`` tokens; return the text and the tokens written per second."""
         ids = self.encode(prompt)
-        sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-        if temperature > 0:
-            torch.manual_seed(seed)
-            sampling = {"do_sample": True, "temperature": temperature, "top_k": 40}
+        ends: Any = getattr(self.model, "generation_config", self.model.config).eos_token_id
+        stop = () if ends is None else tuple(ends) if isinstance(ends, list | tuple) else (ends,)
+        torch.manual_seed(seed)
         start = time.perf_counter()
-        with torch.inference_mode():
-            out = self.model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=tokens,
-                repetition_penalty=1.2,
-                pad_token_id=0,
-                **sampling,
-            )
+        out = self.decoder.generate(ids, tokens, temperature=temperature, penalty=1.2, stop=stop).tolist()[0]
         elapsed = time.perf_counter() - start
-        return self.tokenizer.decode(out[0].tolist()), (out.shape[1] - ids.shape[1]) / elapsed
+        return self.tokenizer.decode(out), (len(out) - ids.shape[1]) / elapsed
 
     def perplexity(self, ids: Tensor) -> float:
         """Return exp of the mean negative log likelihood of windows ``ids [B, T]``."""

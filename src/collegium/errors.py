@@ -13,6 +13,7 @@
     │   ├── BadScaleError      a scale is NaN, infinite, negative or a forbidden zero
     │   └── ConfigError        config.json is unreadable, unknown, or contradicts the tensors
     ├── PlanError          no kernel can run the problem; lists every refusal
+    ├── MeasurementError   a layer to be measured computes something else than FP32 truth
     └── MissingExtraError  an optional package is needed (also an ImportError)
 
 Every text says what was asked, what was found, what is allowed and what to do next.
@@ -26,6 +27,7 @@ __all__ = [
     "DuplicateTensorError",
     "HostileFileError",
     "InputError",
+    "MeasurementError",
     "MissingExtraError",
     "MissingTensorError",
     "PlanError",
@@ -86,6 +88,10 @@ class ConfigError(CheckpointError):
 
 class PlanError(CollegiumError):
     """No kernel can run the problem; the text lists every refusal."""
+
+
+class MeasurementError(CollegiumError):
+    """What is to be measured computes the wrong numbers; no time is given."""
 
 
 class MissingExtraError(CollegiumError, ImportError):

@@ -22,6 +22,7 @@ from .formats import by_name
 from .formats.payload import Payload
 from .formats.unquantised import FLOAT_FORMATS, as_stored
 from .ops.route import route, route_custom, sanitise
+from .ops.tile_file import with_tuned_tiles
 from .parallel.local import Local
 from .pipeline import SplitPipeline
 from .plan import plan
@@ -35,6 +36,7 @@ from .types import (
     Routing,
     RoutingSpec,
 )
+from .warming import warm_layer
 from .weight_checks import check_extras, check_weights
 from .workspace import shared_workspace
 
@@ -100,7 +102,7 @@ class MoELayer(nn.Module):
         self._pipeline = SplitPipeline(
             dispatcher=Local(num_experts=spec.num_experts, weight_on_input=spec.routing.weight_on_input),
             kernel=kernel,
-            packed=kernel.pack(weights, plan.problem),
+            packed=with_tuned_tiles(kernel.pack(weights, plan.problem), plan.problem),
             after_expert=after_expert,
         )
         self._packed_shared = None if shared is None else _pack_shared(kernel, shared, plan.problem)
@@ -155,6 +157,8 @@ class MoELayer(nn.Module):
             self.compute(*inputs, out.view(-1, wide))
         return out
 
+    warm_up = warm_layer
+
     def compute(
         self,
         x: Tensor,
@@ -189,7 +193,10 @@ class MoELayer(nn.Module):
             self._pipeline(x, routing, dtype=x.dtype, shared=shared, out=out)
             return
         inner = functional.linear(x, self.latent.down.to(x.dtype))
-        latent = _leave_latent(self._pipeline(inner, routing), self.latent)
+        rows, norm = self._pipeline(inner, routing), self.latent.norm
+        if norm is not None:
+            rows = functional.rms_norm(rows, (rows.shape[-1],), norm.float(), self.latent.norm_eps)
+        latent = functional.linear(rows, self.latent.up.float())
         out.copy_(latent if shared is None else latent + shared)
 
     def _shared_output(self, x: Tensor) -> Tensor:
@@ -284,8 +291,7 @@ def moe(
         weight_format=upper.name,
         expert_bias=biases is not None,
     )
-    dtype = _DTYPES.get(x.dtype)
-    if dtype is None:
+    if (dtype := _DTYPES.get(x.dtype)) is None:
         raise InputError(f"moe: x is {x.dtype}; allowed: {', '.join(map(str, _DTYPES))}")
     problem = Problem(
         spec=spec,
@@ -318,12 +324,6 @@ def _encode(source: Payload, target: type[Payload]) -> Payload:
     for expert in range(source.shape[0]):
         out.put(expert, target.encode(source[expert].decode()))
     return out
-
-
-def _leave_latent(out: Tensor, latent: LatentWeights) -> Tensor:
-    if latent.norm is not None:
-        out = functional.rms_norm(out, (out.shape[-1],), latent.norm.float(), latent.norm_eps)
-    return functional.linear(out, latent.up.float())
 
 
 def _pack_shared(kernel: ExpertKernel, shared: SharedWeights[Payload], problem: Problem) -> Any:

@@ -18,6 +18,17 @@ COMMANDS = {
         "--json",
     },
     "inspect": {"MODEL", "--deep", "--no-deep", "--device", "--json"},
+    "bench": {
+        "WHAT",
+        "--format",
+        "--tokens",
+        "--routing",
+        "--device",
+        "--ceilings",
+        "--plot",
+        "--json",
+    },
+    "tune": {"WHAT", "--format", "--tokens", "--most", "--device", "--json"},
     "plan": {"MODEL", "--device", "--kernel", "--activations", "--format", "--max-tokens", "--json"},
 }
 

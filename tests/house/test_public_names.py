@@ -30,6 +30,7 @@ PUBLIC = {
     "InputError",
     "LatentWeights",
     "Limits",
+    "MeasurementError",
     "MissingExtraError",
     "MissingTensorError",
     "MoELayer",
@@ -55,6 +56,7 @@ PUBLIC = {
     "moe",
     "plan",
     "probe",
+    "warm_up",
 }
 
 

@@ -46,6 +46,7 @@ __all__ = [
     "build_layers",
     "experts_forward",
     "experts_modules",
+    "layers_of",
     "load_model",
     "register",
     "routed_weights",
@@ -106,6 +107,12 @@ def attach(model: nn.Module, layers: Mapping[int, MoELayer]) -> None:
         )
     for index, module in modules.items():
         _LAYERS[module] = _Entry(layer=layers[index], stamp=None)
+
+
+def layers_of(model: nn.Module) -> list[MoELayer]:
+    """Return the layers that the experts of ``model`` run through so far, in order; for ``collegium.warm_up``."""
+    found = (_LAYERS.get(module) for _, module in sorted(experts_modules(model).items()))
+    return [entry.layer for entry in found if entry is not None]
 
 
 def routed_weights(module: Any) -> ExpertWeights[Payload]:

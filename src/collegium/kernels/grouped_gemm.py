@@ -179,7 +179,10 @@ def _multiply(
     return acc
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["token_tiles"],
+    do_not_specialize_on_alignment=["expert_offsets", "tile_expert", "tile_row"],
+)
 def grouped_gemm_kernel(
     x,
     x_scale,

@@ -86,7 +86,17 @@ def _write_row(source, slots, weights_by_row, weights, assignment, row, kept, in
         tl.store(weights_by_row + row, weight, mask=inside)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["count", "tiles_a", "tiles_b"],
+    do_not_specialize_on_alignment=[
+        "slots",
+        "expert_offsets",
+        "tile_expert_a",
+        "tile_row_a",
+        "tile_expert_b",
+        "tile_row_b",
+    ],
+)
 def permute_kernel(
     ids,
     weights,
@@ -130,7 +140,7 @@ def permute_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def block_sort_kernel(ids, keys, histograms, count, experts, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr):
     """Write each block's sorted keys ``[blocks, BLOCK]`` and histogram ``[blocks, BLOCK_E]``, both int32."""
     block = tl.program_id(0)
@@ -139,7 +149,10 @@ def block_sort_kernel(ids, keys, histograms, count, experts, BLOCK: tl.constexpr
     tl.store(histograms + block * BLOCK_E + tl.arange(0, BLOCK_E), histogram)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["count", "tiles_a", "tiles_b", "blocks"],
+    do_not_specialize_on_alignment=["expert_offsets", "tile_expert_a", "tile_row_a", "tile_expert_b", "tile_row_b"],
+)
 def column_scan_kernel(
     histograms,
     bases,
@@ -205,7 +218,7 @@ def column_scan_kernel(
         start += CHUNK
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["slots"])
 def scatter_kernel(
     keys,
     bases,

@@ -43,7 +43,7 @@ def _to_e4m3(value, dtype: tl.constexpr, ROUND: tl.constexpr):
     return value.to(dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def cast_kernel(
     x, source, weights, codes, rows, columns, x_stride,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, GATHER: tl.constexpr, WEIGHTS: tl.constexpr,
@@ -56,7 +56,7 @@ def cast_kernel(
     tl.store(codes + row[:, None] * columns + column[None, :], value.to(codes.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def e4m3_kernel(
     x, source, weights, codes, scales, rows, columns, x_stride, groups, wide,
     GROUP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, POWER: tl.constexpr, BYTE: tl.constexpr,
@@ -99,7 +99,7 @@ def e4m3_kernel(
     tl.store(scales + row[:, None] * groups + group[None, :], stored, mask=held)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def nvfp4_kernel(
     x, source, weights, codes, scales, global_scales, rows, columns, x_stride, groups,
     BLOCK_C: tl.constexpr, GATHER: tl.constexpr, WEIGHTS: tl.constexpr, ROUND: tl.constexpr,

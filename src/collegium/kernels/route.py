@@ -143,7 +143,7 @@ def route_kernel(
     tl.store(weights + token * TOP_K + slot, weight * scale, mask=written)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def sanitise_kernel(
     topk_ids, topk_weights, ids, weights, tokens, experts, id_stride, weight_stride,
     TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,

@@ -6,7 +6,10 @@ import triton.language as tl
 __all__ = ["tile_list_kernel"]
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["tiles"],
+    do_not_specialize_on_alignment=["expert_offsets", "tile_expert", "tile_row"],
+)
 def tile_list_kernel(
     expert_offsets,
     tile_expert,

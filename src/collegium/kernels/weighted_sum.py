@@ -6,7 +6,7 @@ import triton.language as tl
 __all__ = ["weighted_sum_kernel"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["slots"])
 def weighted_sum_kernel(
     rows,
     slots,

@@ -16,16 +16,16 @@ from .grouped_gemm import TileList, grouped_gemm, tile_list
 from .operand import operand
 from .permute import tile_count
 from .quantize import activation_format
-from .tiles import TileChoice, choose
+from .tiles import TileChoice, choose, nearest
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ..types import ActivationSpec, ContiguousBatch, Problem
     from .grouped_gemm import PackedMatrix
-    from .tiles import Machine
+    from .tiles import Machine, TileProblem, TunedTiles
 
-__all__ = ["PackedExperts", "refuse_machine", "run_experts", "temporary_bytes", "with_tiles"]
+__all__ = ["PackedExperts", "chosen_tiles", "refuse_machine", "run_experts", "temporary_bytes", "with_tiles"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +34,8 @@ class PackedExperts:
 
     activations: name of a format whose codes are E4M3, or None to multiply in the dtype of x.
     tiles: the two tiles to use instead of the choice made from the sizes, or None.
-    report: what packing rounded, where it can.
+    report: what packing rounded, where it can. tuned: for each product, tiles measured at some row counts, which
+        replace the choice near those; see ``tile_file.py``.
     """
 
     gate_up: PackedMatrix
@@ -44,10 +45,16 @@ class PackedExperts:
     activations: str | None = None
     tiles: tuple[TileChoice, TileChoice] | None = None
     report: object | None = None
+    tuned: tuple[TunedTiles, TunedTiles] = ((), ())
+
+    def problem_of(self, matrix: PackedMatrix, rows: int) -> TileProblem:
+        """Return what tile choice asks about ``rows`` rows of one of the two products."""
+        groups = self.activations is not None and activation_format(self.activations).group > 0
+        return matrix.problem(rows, 8 if self.activations else 16, groups)
 
     def block_t(self, rows: int) -> tuple[int, ...]:
         """Return the row counts whose token tiles ``run_experts`` will ask for."""
-        return tuple(dict.fromkeys(tile.block_t for tile in _tiles(self, rows))) if rows else ()
+        return tuple(dict.fromkeys(tile.block_t for tile in chosen_tiles(self, rows))) if rows else ()
 
 
 def run_experts(batch: ContiguousBatch, packed: PackedExperts) -> Tensor:
@@ -65,7 +72,7 @@ def run_experts(batch: ContiguousBatch, packed: PackedExperts) -> Tensor:
     out = empty((rows, hidden), out_dtype, x.device)
     if rows == 0:
         return out
-    first, second = _tiles(packed, rows)
+    first, second = chosen_tiles(packed, rows)
     offsets = batch.expert_offsets
     tiles = _listed(batch, first)
     # A weight belongs to a row, so weighted rows are gathered; others are gathered by the product.
@@ -145,13 +152,12 @@ def _listed(batch: ContiguousBatch, tile: TileChoice) -> TileList:
     return tile_list(batch.expert_offsets, batch.source.numel(), tile)
 
 
-def _tiles(packed: PackedExperts, rows: int) -> tuple[TileChoice, TileChoice]:
+def chosen_tiles(packed: PackedExperts, rows: int) -> tuple[TileChoice, TileChoice]:
+    """Return the tiles of both products for a batch of ``rows`` rows."""
     if packed.tiles is not None:
         return packed.tiles
-    bits = 8 if packed.activations else 16
-    groups = packed.activations is not None and activation_format(packed.activations).group > 0
-    first = choose(packed.gate_up.problem(rows, bits, groups), packed.machine)
-    second = choose(packed.down.problem(rows, bits, groups), packed.machine)
+    first = nearest(packed.tuned[0], rows) or choose(packed.problem_of(packed.gate_up, rows), packed.machine)
+    second = nearest(packed.tuned[1], rows) or choose(packed.problem_of(packed.down, rows), packed.machine)
     return first, second
 
 

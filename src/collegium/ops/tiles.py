@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 
 import torch
@@ -19,10 +20,12 @@ __all__ = [
     "Machine",
     "TileChoice",
     "TileProblem",
+    "TunedTiles",
     "candidates",
     "choose",
     "machine_at",
     "machine_of",
+    "nearest",
     "score",
 ]
 
@@ -91,6 +94,16 @@ class TileChoice:
     def columns(self) -> int:
         """Output columns of a program."""
         return self.block_n // 2 if self.stacked else self.block_n
+
+
+TunedTiles = tuple[tuple[int, TileChoice], ...]  # (rows, the tile measured to be best there), rows ascending
+
+
+def nearest(tuned: TunedTiles, rows: int) -> TileChoice | None:
+    """Return the tile measured nearest to ``rows``, or None when all were measured more than a factor of two away."""
+    close = [(max(rows, at) / max(1, min(rows, at)), tile) for at, tile in tuned]
+    ratio, tile = min(close, key=lambda pair: pair[0], default=(math.inf, None))
+    return tile if ratio <= 2 else None
 
 
 def machine_of(capability: tuple[int, int], sms: int) -> Machine:
@@ -179,6 +192,7 @@ def _slower(problem: TileProblem, tile: TileChoice, waves: float) -> float:
     return factor * (1.03 if rows == 64 or (tile.stacked and problem.x_bits == 8) else 1.0)
 
 
+@lru_cache(maxsize=1 << 16)  # scoring every candidate takes some 60 microseconds, at every forward pass
 def choose(problem: TileProblem, machine: Machine) -> TileChoice:
     """Return the candidate of least score; raises PlanError when nothing fits the machine."""
     found = candidates(problem, machine)

@@ -1,0 +1,261 @@
+"""Tokens a second of whole models with random weights: Collegium's experts beside transformers' own.
+
+Everything but the experts is the same module in the same process. Decoding is greedy with a cache of fixed size; a
+step is one CUDA graph where the experts allow it. Before a time is taken, the experts of the middle layer must agree
+with FP32 truth on what the prompt brings them (relative L2 error at most 0.01 with 16-bit activations). Logits are no
+judge: in a random model a router near a tie takes another expert after any rounding, and transformers' own ways differ
+by a tenth. Implementations take turns in rotated order; a time is the median over rounds of one decode step.
+
+    python benchmarks/bench_model.py qwen3_30b --batches 1 32
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gc
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from transformers.cache_utils import StaticCache
+
+import collegium
+from collegium.bench import TOLERANCES, experts_error, random_weights
+from collegium.devices import probe
+from collegium.errors import CollegiumError
+from collegium.integrations import transformers as plugin
+from collegium.layer import MoELayer
+from collegium.measure import driver_version, prepare_pass, take_turns, version_of
+from collegium.ops.quantize import activation_format
+from collegium.plan import plan
+from collegium.types import ActivationSpec, Choice, Limits, MoESpec, Problem, Routing, RoutingSpec
+from collegium.warming import warm_up
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+RESULTS = Path(__file__).parent / "results" / "models_h200.csv"
+# Facts of the published configurations; layers can be cut, which scales both sides alike.
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_30b": {
+        "config": "Qwen3MoeConfig",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+    },
+    "gpt_oss_20b": {
+        "config": "GptOssConfig",
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "vocab_size": 201088,
+    },
+}
+
+
+class Stepper:
+    """A prompt in a cache of its own, and the decode step that follows it, always at the same position."""
+
+    def __init__(self, model: Any, batch: int, prompt: int) -> None:
+        """Run the prompt; the logits of its last token stay in ``logits``."""
+        self.model = model
+        generator = torch.Generator(DEVICE).manual_seed(batch)
+        self.ids = torch.randint(0, 1000, (batch, prompt), device=DEVICE, generator=generator)
+        self.cache = StaticCache(config=model.config, max_cache_len=prompt + 64)
+        self.position = torch.full((1, 1), prompt, device=DEVICE)
+        self.token = self.ids[:, -1:].clone()
+        # transformers makes a mask by copying a number from the host, which no graph can hold.
+        self.mask = torch.zeros(batch, 1, 1, prompt + 64, dtype=model.dtype, device=DEVICE)
+        self.mask[..., prompt + 1 :] = torch.finfo(model.dtype).min
+        with torch.inference_mode():
+            places = torch.arange(prompt, device=DEVICE)[None]
+            self.logits = self._run(self.ids, places, None)
+
+    def _run(self, ids: Tensor, places: Tensor, mask: Tensor | None) -> Tensor:
+        kept = {"past_key_values": self.cache, "use_cache": True, "logits_to_keep": 1}
+        made = self.model(ids, attention_mask=mask, position_ids=places, **kept)
+        return made.logits[:, -1].float()
+
+    def step(self) -> Tensor:
+        """Decode one token; the cache grows by one and is set back, so that every step costs the same."""
+        self.token.copy_(self._run(self.token, self.position, self.mask).argmax(-1, keepdim=True))
+        for layer in self.cache.layers:
+            layer.cumulative_length.sub_(1)
+            if hasattr(layer, "cumulative_length_int"):
+                layer.cumulative_length_int = self.ids.shape[1]
+        return self.token
+
+
+def build(name: str, layers: int | None) -> Any:
+    facts = dict(MODELS[name])
+    kind = getattr(transformers, facts.pop("config"))
+    if layers is not None:
+        facts["num_hidden_layers"] = layers
+    config = kind(**facts, max_position_embeddings=4096)
+    plugin.register()
+    torch.manual_seed(0)
+    with DEVICE:
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return model.eval()
+
+
+def spec_of_module(model: Any, module: Any, weights: str) -> MoESpec:
+    plain = plugin.routed_weights(module)
+    experts, _, wide, hidden = plain.gate_up.shape
+    oai = ActivationSpec(kind="swiglu_oai", limit=7.0)
+    return MoESpec(
+        hidden_size=hidden,
+        intermediate_size=wide,
+        num_experts=experts,
+        routing=RoutingSpec(top_k=model.config.num_experts_per_tok),
+        activation=ActivationSpec() if plain.down_bias is None else oai,
+        weight_format=weights,
+        expert_bias=plain.down_bias is not None,
+    )
+
+
+def attach(model: Any, weights: str, activations: str) -> list[MoELayer]:
+    """Let the experts of ``model`` be fresh random ones in a format of ours, router and the rest being the model's."""
+    layers: dict[int, MoELayer] = {}
+    for index, module in plugin.experts_modules(model).items():
+        spec = spec_of_module(model, module, weights)
+        problem = Problem(spec=spec, device=probe(DEVICE), limits=Limits(max_tokens=2048))
+        made = plan(problem, Choice(activation_format=activations))
+        layers[index] = MoELayer(random_weights(spec, DEVICE, seed=index), made)
+    plugin.attach(model, layers)
+    return list(layers.values())
+
+
+def check(model: Any, way: str, stepper: Stepper) -> float:
+    """Return the error of the middle layer's experts on the inputs of the prompt; ends the program when it is wrong."""
+    index, module = sorted(plugin.experts_modules(model).items())[len(plugin.experts_modules(model)) // 2]
+    asked: list[tuple[Any, ...]] = []
+    hook = module.register_forward_hook(lambda _, inputs, out: asked.append((*inputs, out)))
+    with torch.inference_mode():
+        model(stepper.ids, use_cache=False, logits_to_keep=1)
+        hook.remove()
+        x, ids, topk_weights, found = asked[0]
+        weights, activations = (way.removeprefix("collegium ").partition(":")[::2]) if " " in way else ("bf16", "")
+        spec = spec_of_module(model, module, weights)
+        own = plugin.routed_weights(module)
+        if weights != "bf16":
+            own = random_weights(spec, DEVICE, seed=index)
+        case = (x.view(-1, x.shape[-1]), Routing(topk_ids=ids, topk_weights=topk_weights.float()))
+        found = found.view(-1, x.shape[-1])
+        error = experts_error(found, Problem(spec=spec, device=probe(DEVICE)), own, case)
+    allowed = TOLERANCES[activation_format(activations or "bf16").bits]
+    if not error <= allowed:
+        sys.exit(f"{way}: the experts of layer {index} are {error:.4f} away from FP32 truth; nothing is timed")
+    return error
+
+
+def prepare(model: Any, way: str, batch: int, prompt: int) -> tuple[Callable[[], object], float, bool]:
+    """Return a decode step of ``way``, the error of its experts, and whether the step is a graph."""
+    model.set_experts_implementation("collegium" if way.startswith("collegium") else way)
+    stepper = Stepper(model, batch, prompt)
+    error = check(model, way, stepper)
+    try:
+        return prepare_pass([stepper.step], DEVICE), error, True
+    except Exception as fault:
+        torch.cuda.synchronize()
+        print(f"    {way}: no graph: {type(fault).__name__}: {' '.join(str(fault).split())[:160]}", flush=True)
+
+    def eager() -> object:
+        model.set_experts_implementation(way)
+        with torch.inference_mode():
+            return stepper.step()
+
+    eager()
+    return eager, error, False
+
+
+def main() -> int:
+    args = _options()
+    if DEVICE.type != "cuda":
+        sys.exit("a step that is no graph would run the implementation set last: this needs a CUDA GPU")
+    started = time.time()
+    model = build(args.model, args.layers)
+    torch.cuda.synchronize()
+    count = sum(p.numel() for p in model.parameters()) / 1e9
+    print(f"{args.model}: {count:.1f} G parameters, {time.time() - started:.0f} s", flush=True)
+    head = {"gpu": probe(DEVICE).name, "driver": driver_version(DEVICE)}
+    head |= {name: version_of(name) for name in ("torch", "triton", "transformers")}
+    head |= {"collegium": collegium.__version__, "commit": args.commit}
+    said = [f"--layers {args.layers}"] if args.layers else []
+    head |= {"command": " ".join(["python benchmarks/bench_model.py", args.model, *said]), "model": args.model}
+    rows: list[dict[str, Any]] = []
+    for ways in (["eager", "grouped_mm", "collegium bf16"], *([f"collegium {f}"] for f in args.formats)):
+        if len(ways) == 1:
+            weights, _, activations = ways[0].split()[1].partition(":")
+            try:
+                layers = attach(model, weights, activations or "bf16")
+            except CollegiumError as refused:
+                print(f"    {ways[0]}: {refused}", flush=True)
+                continue
+            warm_up(layers)
+            print(f"    {ways[0]}: built after {time.time() - started:.0f} s", flush=True)
+        for batch in args.batches:
+            rows += [head | row for row in _turns(model, ways, batch, args)]
+    with args.out.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    print(f"done after {time.time() - started:.0f} s")
+    return 0
+
+
+def _turns(model: Any, ways: list[str], batch: int, args: argparse.Namespace) -> list[dict[str, Any]]:
+    ready: dict[str, Any] = {}
+    rows: list[dict[str, Any]] = []
+    for way in ways:
+        ready[way], error, graph = prepare(model, way, batch, args.prompt)
+        rows.append({"batch": batch, "experts": way, "graph": graph, "error": round(error, 5)})
+    times = take_turns(ready, DEVICE, rounds=args.rounds)
+    for row in rows:
+        seconds = times[row["experts"]]
+        row["ms_per_step"], row["tokens_per_second"] = round(1e3 * seconds, 3), round(batch / seconds, 1)
+        print("   ", row, flush=True)
+    ready.clear()
+    gc.collect()
+    torch.cuda.empty_cache()
+    return rows
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", choices=list(MODELS))
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 32])
+    parser.add_argument("--formats", nargs="*", default=["mxfp4"], help="our formats besides bf16, weights:activations")
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    parser.add_argument("--prompt", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
+    parser.add_argument("--commit", default=commit.strip() or "unknown")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

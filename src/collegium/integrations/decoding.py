@@ -1,0 +1,158 @@
+"""Write tokens with a transformers model: a cache of fixed size, and on a GPU one CUDA graph for a decode step.
+
+A step of a Mixture-of-Experts model launches thousands of small kernels; replayed as one graph, the GPU no longer
+waits for Python. The graph holds exactly the kernels that run without it, so the tokens are the same.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import InputError, MissingExtraError
+from .transformers import layers_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+__all__ = ["Decoder"]
+
+
+class Decoder:
+    """A causal language model of transformers that continues token ids.
+
+    capture: False never replays a decode step as a CUDA graph; otherwise it is done wherever it is possible.
+    ``captured`` says whether the last call of ``generate`` did.
+    """
+
+    def __init__(self, model: Any, *, capture: bool = True) -> None:
+        """Keep the model; raises MissingExtraError without transformers."""
+        try:
+            self._caches: Any = importlib.import_module("transformers.cache_utils")
+        except ImportError as error:
+            raise MissingExtraError(
+                "transformers is not installed; install it with: pip install 'collegium[transformers]'"
+            ) from error
+        self.model = model
+        self.capture = capture
+        self.captured = False
+
+    def generate(
+        self,
+        ids: Tensor,
+        tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_k: int = 40,
+        penalty: float = 1.0,
+        stop: tuple[int, ...] = (),
+    ) -> Tensor:
+        """Return ``ids [B, T]`` (T >= 1, no padding) continued by ``tokens`` tokens at most.
+
+        temperature: 0 always takes the likeliest token, else one of the ``top_k`` likeliest is drawn. penalty: divides
+        positive and multiplies negative logits of tokens that were there before. stop: ids that end a sequence;
+        writing ends when each sequence has ended. Raises InputError for ids of another shape.
+        """
+        if ids.dim() != 2 or ids.shape[1] < 1 or tokens < 1:
+            raise InputError(
+                f"generate: ids {tuple(ids.shape)} and {tokens} tokens; allowed: [B, T >= 1] and 1 or more"
+            )
+        with torch.inference_mode():
+            length = ids.shape[1]
+            step = _Steps(self.model, self._caches.StaticCache, length + tokens, self.capture and ids.is_cuda)
+            out = torch.cat([ids, ids.new_zeros(ids.shape[0], tokens)], 1)
+            ended = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
+            logits = step.first(ids)
+            # Known only now: layers are built by the first forward pass.
+            step.capture = step.capture and all(layer.plan.capturable for layer in layers_of(self.model))
+            for place in range(length, length + tokens):
+                chosen = _pick(_penalised(logits, out[:, :place], penalty), temperature, top_k)
+                out[:, place] = chosen
+                if stop:
+                    ended |= torch.isin(chosen, torch.tensor(stop, device=ids.device))
+                    if bool(ended.all()):
+                        return out[:, : place + 1]
+                if place + 1 < length + tokens:
+                    logits = step.next(chosen, place)
+            self.captured = step.graph is not None
+            return out
+
+
+class _Steps:
+    """The forward passes of one call: the prompt, then one token at a time at growing positions."""
+
+    def __init__(self, model: Any, cache: Callable[..., Any], length: int, capture: bool) -> None:
+        self.model = model
+        self.cache = cache(config=model.config, max_cache_len=length)
+        # A sliding window's cache takes another way in Python once it is full, which a graph cannot follow.
+        slides = any(layer.is_sliding and layer.max_cache_len < length for layer in self.cache.layers)
+        self.capture = capture and not slides
+        self.masked = not slides
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.warm = False
+
+    def first(self, ids: Tensor) -> Tensor:
+        """Run the prompt ``[B, T]``; return the logits ``[B, V]`` of what follows."""
+        self.token = ids.new_zeros(ids.shape[0], 1)
+        self.position = ids.new_zeros(1, 1)
+        positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        logits = self._forward(ids, positions, None)
+        # Ours for the steps: making one copies a number from the host, which no graph can hold.
+        self.mask: Tensor | None = None
+        if self.masked:
+            length, dtype = self.cache.layers[0].max_cache_len, self.model.dtype
+            hidden = torch.full((1, 1, 1, length), torch.finfo(dtype).min, dtype=dtype, device=ids.device)
+            self.mask = hidden.repeat(ids.shape[0], 1, 1, 1)
+            self.mask[..., : ids.shape[1]] = 0
+        return logits
+
+    def next(self, token: Tensor, position: int) -> Tensor:
+        """Run ``token [B]`` at ``position``; the result is overwritten by the next call."""
+        self.token.copy_(token[:, None])
+        self.position.fill_(position)
+        if self.mask is not None:
+            self.mask[..., position] = 0
+        if not self.capture:
+            return self._step()
+        if not self.warm:
+            # A real step on another stream compiles and allocates what a graph must not.
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                out = self._step()
+            torch.cuda.current_stream().wait_stream(stream)
+            self.warm = True
+            return out
+        if self.graph is None:
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.logits = self._step()
+        self.graph.replay()
+        return self.logits
+
+    def _step(self) -> Tensor:
+        return self._forward(self.token, self.position, self.mask)
+
+    def _forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
+        made = {"past_key_values": self.cache, "use_cache": True, "logits_to_keep": 1}
+        out = self.model(ids, attention_mask=mask, position_ids=positions, **made)
+        return out.logits[:, -1].float()
+
+
+def _penalised(logits: Tensor, before: Tensor, penalty: float) -> Tensor:
+    if penalty == 1.0:
+        return logits
+    seen = logits.gather(1, before)
+    return logits.scatter(1, before, torch.where(seen > 0, seen / penalty, seen * penalty))
+
+
+def _pick(logits: Tensor, temperature: float, top_k: int) -> Tensor:
+    if temperature <= 0:
+        return logits.argmax(-1)
+    best = logits.topk(min(top_k, logits.shape[-1]), -1)
+    drawn = torch.multinomial(torch.softmax(best.values / temperature, -1), 1)
+    return best.indices.gather(1, drawn)[:, 0]

@@ -1,0 +1,290 @@
+"""Times, ceilings and floors: what every measurement of this package is made of.
+
+A time is the median of rounds in which all contenders take turns, the order rotated each round. One turn walks
+through several inputs and routings, in one CUDA graph where that is possible, so that weights come from memory.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from .errors import InputError
+from .ops.quantize import activation_format
+from .plan import expert_bytes
+from .types import Routing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor
+
+    from .types import MoESpec
+
+__all__ = [
+    "ROUTINGS",
+    "Ceilings",
+    "Floor",
+    "cache_bytes",
+    "driver_version",
+    "floor_of",
+    "graph_pool",
+    "input_sets",
+    "measure_ceilings",
+    "prepare_pass",
+    "random_routing",
+    "take_turns",
+    "timed_once",
+    "version_of",
+]
+
+K = TypeVar("K")
+ROUTINGS = ("uniform", "zipf", "hot", "half")
+_ZIPF = 1.2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ceilings:
+    """What the machine can do at best: bytes a second, and FLOP a second with 16-bit and with 8-bit operands."""
+
+    bandwidth: float
+    rate_16: float
+    rate_8: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Floor:
+    """What a layer must at least move and compute for its inputs, on average over them.
+
+    seconds: the larger of the two times; bound: ``memory`` or ``math``, whichever it is. experts_hit: how many
+    experts' weights are read.
+    """
+
+    nbytes: float
+    flops: float
+    experts_hit: float
+    seconds: float
+    bound: str
+
+
+def floor_of(spec: MoESpec, activations: str, routings: Sequence[Routing], ceilings: Ceilings) -> Floor:
+    """Return the floor of ``spec`` with these routings; ``activations`` names the format products are computed in.
+
+    Bytes: weights, scales and biases of the experts that each routing really hits, once, and 2 bytes for each element
+    of input and output, once. What stands between the projections need not reach memory and is not counted.
+    """
+    hits = [torch.unique(r.topk_ids[r.topk_ids >= 0]).numel() for r in routings]
+    rows = [int((r.topk_ids >= 0).sum()) for r in routings]
+    tokens = statistics.mean(r.topk_ids.shape[0] for r in routings)
+    hidden, wide = spec.expert_hidden_size, spec.intermediate_size
+    nbytes = statistics.mean(hits) * expert_bytes(spec) + 4 * tokens * hidden
+    flops = 2.0 * statistics.mean(rows) * (spec.gate_up_parts + 1) * hidden * wide
+    rate = ceilings.rate_8 if activation_format(activations).bits <= 8 else ceilings.rate_16
+    memory, work = nbytes / ceilings.bandwidth, flops / rate
+    return Floor(
+        nbytes=nbytes,
+        flops=flops,
+        experts_hit=statistics.mean(hits),
+        seconds=max(memory, work),
+        bound="memory" if memory >= work else "math",
+    )
+
+
+def random_routing(tokens: int, spec: MoESpec, style: str, generator: torch.Generator) -> Routing:
+    """Return distinct random experts for each token, on the generator's device.
+
+    style: ``uniform``; ``zipf``: expert i is drawn with weight i ** -1.2; ``hot``: expert 0 gets every token;
+    ``half``: half of the experts get nothing. Raises InputError for another style or too few experts left.
+    """
+    experts, top_k, device = spec.num_experts, spec.routing.top_k, generator.device
+    alive = experts // 2 if style == "half" else experts
+    if style not in ROUTINGS or top_k > max(1, alive):
+        raise InputError(
+            f"routing {style!r} with top-{top_k} of {experts} experts: allowed are {', '.join(ROUTINGS)}, and half "
+            f"needs top_k at most {experts // 2}"
+        )
+    weight = torch.ones(experts, device=device)
+    if style == "zipf":
+        weight = torch.arange(1, experts + 1, device=device).float() ** -_ZIPF
+    if style == "half":
+        weight[max(1, alive) :] = 0
+    weight = weight[torch.randperm(experts, device=device, generator=generator)]
+    ids = torch.multinomial(weight.expand(tokens, experts), top_k, generator=generator)
+    if style == "hot":
+        ids = torch.where(ids == 0, ids[:, :1], ids)
+        ids[:, 0] = 0
+    weights = torch.rand(tokens, top_k, device=device, generator=generator) + 0.1
+    return Routing(topk_ids=ids, topk_weights=weights / weights.sum(1, keepdim=True))
+
+
+def input_sets(tokens: int) -> int:
+    """Return how many inputs one pass walks through: enough that its weights come from memory."""
+    return 8 if tokens <= 128 else 4 if tokens <= 512 else 2
+
+
+def take_turns(
+    passes: Mapping[K, Callable[[], object]],
+    device: torch.device,
+    *,
+    rounds: int = 15,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> dict[K, float]:
+    """Return the median seconds of each of ``passes`` (made by ``prepare_pass``) over ``rounds`` rounds.
+
+    All take one turn a round, in an order that is rotated each round. progress: called with (done, total, "").
+    """
+    keys = list(passes)
+    times: dict[K, list[float]] = {key: [] for key in keys}
+    with torch.inference_mode():
+        for turn in range(rounds if keys else 0):
+            if progress is not None:
+                progress(turn, rounds, "")
+            shift = turn % len(keys)
+            for key in keys[shift:] + keys[:shift]:
+                times[key].append(timed_once(passes[key], device))
+    return {key: statistics.median(values) for key, values in times.items()}
+
+
+def timed_once(call: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of one call, by the device's own clock on CUDA."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e-3
+
+
+def prepare_pass(
+    calls: Sequence[Callable[[], object]], device: torch.device, *, capture: bool = True, pool: Any = None
+) -> Callable[[], object]:
+    """Return a call that runs all ``calls`` once, after running them once: one CUDA graph where ``capture`` allows.
+
+    pool: ``graph_pool(device)``, for passes that take turns: then they take their temporary memory from one place.
+    """
+
+    def eager() -> None:
+        with torch.inference_mode():
+            for call in calls:
+                call()
+
+    if device.type != "cuda":
+        eager()
+        return eager
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        eager()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    if not capture:
+        return eager
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        eager()
+    kept = (graph, calls)  # a graph knows addresses; the calls hold the tensors that live there
+
+    def replay() -> None:
+        kept[0].replay()
+
+    replay()
+    torch.cuda.synchronize()
+    return replay
+
+
+def graph_pool(device: torch.device) -> Any:
+    """Return a memory pool that the graphs of one run may share, as none needs what another one left."""
+    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+
+def measure_ceilings(device: torch.device, *, nbytes: int | None = None, size: int | None = None) -> Ceilings:
+    """Measure what ``device`` can do at best; takes about a second.
+
+    Bandwidth: the best of reading and of copying ``nbytes`` (4 GiB on a GPU, 256 MiB on a CPU). Rates: square
+    products of ``size`` (8192; 1024 on a CPU), bfloat16 and, where torch has it, E4M3 with a scale a row.
+    """
+    if device.type != "cuda":
+        half = torch.zeros((nbytes or 1 << 28) // 8)
+        other = torch.empty_like(half)
+        bandwidth = 2 * half.nbytes / _best(lambda: other.copy_(half), device)
+        a = torch.randn(size or 1024, size or 1024).bfloat16()
+        rate = 2 * a.shape[0] ** 3 / _best(lambda: a @ a, device)
+        return Ceilings(bandwidth=bandwidth, rate_16=rate, rate_8=rate)
+    words = torch.zeros((nbytes or 1 << 32) // 4, dtype=torch.int32, device=device)
+    half, other = words.chunk(2)
+    bandwidth = max(words.nbytes / _best(lambda: other.copy_(half), device), *_read_rates(words, device))
+    side = size or 8192
+    a = torch.randn(side, side, device=device).bfloat16()
+    rate_16 = 2 * side**3 / _best(lambda: a @ a.T, device)
+    rate_8 = rate_16
+    if torch.cuda.get_device_capability(device) >= (8, 9):
+        codes, one = a.to(torch.float8_e4m3fn), torch.ones(side, 1, device=device)
+        product: Any = torch._scaled_mm  # type: ignore[attr-defined]
+        made = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
+        rate_8 = 2 * side**3 / _best(lambda: product(codes, codes.T, one, one.T, **made), device)
+    return Ceilings(bandwidth=bandwidth, rate_16=rate_16, rate_8=max(rate_8, rate_16))
+
+
+def _read_rates(words: Tensor, device: torch.device) -> list[float]:
+    """Return bytes a second of reading ``words`` with a few shapes of one kernel."""
+    if find_spec("triton") is None:
+        return [words.nbytes / _best(words.amax, device)]
+    from .kernels.read import read_kernel
+
+    launch: Any = read_kernel
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    out = torch.empty(processors * 16, dtype=torch.int32, device=device)
+    rates: list[float] = []
+    for block, unroll, warps, each in ((1024, 4, 4, 8), (2048, 4, 4, 8), (2048, 4, 8, 4), (4096, 4, 8, 4)):
+        programs = processors * each
+        stride = programs * block * unroll
+        steps = words.numel() // stride
+        constants = {"BLOCK": block, "UNROLL": unroll, "num_warps": warps}
+        taken = _best(partial(launch[(programs,)], words, out, steps, stride, **constants), device)
+        rates.append(4 * steps * stride / taken)
+    return rates
+
+
+def _best(call: Callable[[], object], device: torch.device, repeats: int = 7) -> float:
+    call()
+    return min(timed_once(call, device) for _ in range(repeats))
+
+
+def cache_bytes(device: torch.device) -> int:
+    """Return the bytes of the last cache before memory, 0 when the machine does not say."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).L2_cache_size
+    listed = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
+    text = listed.read_text().strip() if listed.exists() else "0"
+    factor = {"K": 1 << 10, "M": 1 << 20}.get(text[-1:], 1)
+    return int(text.rstrip("KM") or 0) * factor
+
+
+def driver_version(device: torch.device) -> str:
+    """Return the version of the GPU driver, or the operating system's on a CPU."""
+    if device.type != "cuda":
+        return f"{platform.system()} {os.uname().release}" if hasattr(os, "uname") else platform.system()
+    listed = Path("/sys/module/nvidia/version")
+    return listed.read_text().strip() if listed.exists() else "unknown"
+
+
+def version_of(package: str) -> str:
+    """Return the version of an installed package, or ``absent``."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "absent"

@@ -1,0 +1,229 @@
+"""The measurement measures what it says: floors from real histograms, turns in order, and no time for wrong numbers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from collegium import cli
+from collegium.bench import TOLERANCES, bench, experts_error, plot, random_weights, spec_of
+from collegium.errors import ConfigError, InputError, MeasurementError, SpecError
+from collegium.experts import cpu_grouped
+from collegium.measure import (
+    ROUTINGS,
+    Ceilings,
+    cache_bytes,
+    floor_of,
+    input_sets,
+    measure_ceilings,
+    prepare_pass,
+    random_routing,
+    take_turns,
+)
+from collegium.testing.compare import moe_truth, relative_error
+from collegium.types import DeviceFacts, Problem, Routing
+
+RUNNER = CliRunner()
+SHIPPED = Path(__file__).resolve().parents[2] / "demo" / "fables-16m"
+CEILINGS = Ceilings(bandwidth=1e9, rate_16=1e12, rate_8=2e12)
+CPU = torch.device("cpu")
+
+
+def spec(what: str = "64x32x6x2", weights: str = "bf16"):
+    return replace(spec_of(what)[1], weight_format=weights)
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def routing(ids: list[list[int]]) -> Routing:
+    found = torch.tensor(ids)
+    return Routing(topk_ids=found, topk_weights=torch.ones(found.shape))
+
+
+def test_the_floor_counts_the_experts_that_are_hit_and_nothing_else():
+    # Four of six experts in the first routing, two in the second: three on average; five rows of six in the first.
+    routings = [routing([[0, 1], [2, -1], [3, 0]]), routing([[4, 5], [4, 5], [5, 4]])]
+    found = floor_of(spec(), "bf16", routings, CEILINGS)
+    assert found.experts_hit == 3
+    assert found.nbytes == 3 * 3 * 64 * 32 * 2 + 2 * 3 * 64 * 2
+    assert found.flops == 2 * 5.5 * 3 * 64 * 32
+    assert (found.bound, found.seconds) == ("memory", found.nbytes / 1e9)
+    quick = replace(CEILINGS, bandwidth=1e15)
+    assert floor_of(spec(), "bf16", routings, quick).bound == "math"
+    half = floor_of(spec(), "fp8_token", routings, quick).seconds
+    assert half == pytest.approx(floor_of(spec(), "bf16", routings, quick).seconds / 2)
+    small = floor_of(spec(weights="mxfp4"), "bf16", routings, CEILINGS)
+    assert small.nbytes == 3 * 3 * 64 * 32 * (4.25 / 8) + 2 * 3 * 64 * 2
+
+
+@pytest.mark.parametrize("style", ROUTINGS)
+def test_a_routing_gives_each_token_distinct_experts_and_normalised_weights(style):
+    made = random_routing(50, spec(), style, generator())
+    assert made.topk_ids.shape == made.topk_weights.shape == (50, 2)
+    assert int(made.topk_ids.min()) >= 0
+    assert int(made.topk_ids.max()) < 6
+    assert all(len(set(row)) == 2 for row in made.topk_ids.tolist())
+    assert torch.allclose(made.topk_weights.sum(1), torch.ones(50))
+
+
+def test_routings_are_skewed_as_they_say():
+    wide = spec("64x32x32x4")
+    counts = {
+        style: torch.bincount(random_routing(400, wide, style, generator()).topk_ids.flatten(), minlength=32)
+        for style in ROUTINGS
+    }
+    assert int(counts["hot"][0]) == 400
+    assert int((counts["half"] == 0).sum()) == 16
+    assert int(counts["uniform"].min()) > 20
+    ordered = counts["zipf"].sort(descending=True).values
+    assert int(ordered[0]) > 300
+    assert int(ordered[0]) > 4 * int(ordered[16])
+
+
+@pytest.mark.parametrize(("style", "what"), [("skewed", "64x32x6x2"), ("half", "64x32x6x4")])
+def test_a_routing_that_cannot_be_made_is_refused(style, what):
+    with pytest.raises(InputError, match="half"):
+        random_routing(3, spec(what), style, generator())
+
+
+def test_turns_rotate_and_the_median_is_per_pass():
+    order: list[str] = []
+    passes = {name: (lambda name=name: order.append(name)) for name in "abc"}
+    times = take_turns(passes, CPU, rounds=4)
+    assert "".join(order) == "abcbcacababc"
+    assert set(times) == {"a", "b", "c"}
+    ran: list[int] = []
+    prepare_pass([lambda: ran.append(1), lambda: ran.append(2)], CPU)()
+    assert ran == [1, 2, 1, 2]
+
+
+def test_more_inputs_for_fewer_tokens():
+    assert [input_sets(t) for t in (1, 128, 129, 512, 513)] == [8, 8, 4, 4, 2]
+
+
+def test_ceilings_of_this_machine_are_plausible():
+    found = measure_ceilings(CPU, nbytes=1 << 24, size=128)
+    assert 1e8 < found.bandwidth < 1e13
+    assert 1e8 < found.rate_16 <= found.rate_8 < 1e15
+    assert cache_bytes(CPU) >= 0
+
+
+@pytest.mark.parametrize("weights", ["bf16", "mxfp4", "nvfp4"])
+def test_the_judge_agrees_with_truth_written_by_hand_and_sees_swapped_parts(weights):
+    own = spec(weights=weights)
+    made = random_weights(own, CPU)
+    problem = Problem(spec=own, device=DeviceFacts(kind="cpu"))
+    case = (torch.randn(5, 64, generator=generator()).bfloat16(), random_routing(5, own, "uniform", generator()))
+    upper, lower = (torch.stack([m[e].decode() for e in range(6)]) for m in (made.gate_up, made.down))
+    ids, weight = case[1].topk_ids, case[1].topk_weights
+    truth = moe_truth(case[0], upper, lower, ids, weight, own.activation)
+    assert experts_error(truth, problem, made, case) < 1e-5
+    wrong = moe_truth(case[0], upper.flip(1), lower, ids, weight, own.activation)
+    assert experts_error(wrong, problem, made, case) > 0.3
+    assert experts_error(truth.index_fill(0, torch.tensor([3]), float("nan")), problem, made, case) == float("inf")
+    assert relative_error(wrong, truth) > 0.3
+
+
+def test_experts_differ_and_the_spec_is_kept():
+    own = replace(spec("64x32x9x2", "nvfp4"), expert_bias=True)
+    made = random_weights(own, CPU)
+    assert made.gate_up.shape == (9, 2, 32, 64)
+    assert made.down.shape == (9, 64, 32)
+    assert made.gate_up_bias is not None
+    assert made.gate_up_bias.shape == (9, 2, 32)
+    decoded = [made.down[e].decode() for e in range(9)]
+    assert all(not torch.equal(decoded[0], other) for other in decoded[1:7])
+    assert torch.equal(decoded[0], decoded[7])
+    # gate and up share NVFP4's global scale, which some peers need
+    scales = made.gate_up.global_scale
+    assert torch.equal(scales[:, 0], scales[:, 1])
+
+
+def test_a_spec_comes_from_a_name_from_sizes_or_from_a_config():
+    assert spec_of("dsv3")[1].num_experts == 256
+    name, found = spec_of("64x32x6x2")
+    assert (name, found.hidden_size, found.intermediate_size) == ("64x32x6x2", 64, 32)
+    assert (found.num_experts, found.routing.top_k) == (6, 2)
+    config = json.loads((SHIPPED / "config.json").read_text())
+    name, found = spec_of(str(SHIPPED))
+    assert name == "fables-16m"
+    assert found.num_experts == config["num_experts"]
+    assert found.shared is None
+
+
+@pytest.mark.parametrize("what", ["dsv5", "64x32x6", "64x32x6x2x1", "64xwidex6x2", "0x32x6x2", "64x32x6x7"])
+def test_a_shape_that_means_nothing_is_refused(what):
+    with pytest.raises((InputError, SpecError)):
+        spec_of(what)
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        spec_of(str(tmp_path))
+
+
+def arguments(*more: str) -> list[str]:
+    return ["bench", "64x32x6x2", "--tokens", "1,5", "--device", "cpu", "--ceilings", "0.01,0.1,0.2", *more]
+
+
+def test_the_command_reports_every_recipe_at_every_token_count():
+    result = RUNNER.invoke(cli.app, [*arguments(), "--format", "bf16", "--format", "nvfp4:nvfp4", "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["ceilings"] == {"bandwidth": 0.01e12, "rate_16": 0.1e12, "rate_8": 0.2e12}
+    rows = {(r["weights"], r["activations"], r["tokens"]): r for r in found["rows"]}
+    assert set(rows) == {(w, a, t) for w, a in (("bf16", "bf16"), ("nvfp4", "nvfp4")) for t in (1, 5)}
+    one = rows["bf16", "bf16", 1]
+    assert one["experts_hit"] == 2
+    assert one["floor_seconds"] == pytest.approx((2 * 3 * 64 * 32 * 2 + 2 * 64 * 2) / 1e10)
+    assert one["of_floor"] == pytest.approx(one["floor_seconds"] / one["seconds"])
+    assert one["error"] < TOLERANCES[16]
+    assert 0.01 < rows["nvfp4", "nvfp4", 5]["error"] < TOLERANCES[4]
+    assert not one["cold"]
+
+
+def test_the_table_says_what_was_measured():
+    result = RUNNER.invoke(cli.app, arguments("--routing", "hot"), env={"COLUMNS": "120"})
+    assert result.exit_code == 0, result.output
+    for word in ("bf16 x bf16", "cpu_grouped", "hot routing", "of floor", "0.01 TB/s", "may stay in the cache"):
+        assert word in result.output
+
+
+def test_a_wrong_layer_gets_no_time(monkeypatch, capsys):
+    right = cpu_grouped._activate
+    monkeypatch.setattr(
+        cpu_grouped, "_activate", lambda inner, kind: right(torch.cat(inner.chunk(2, -1)[::-1], -1), kind)
+    )
+    with pytest.raises(MeasurementError, match="FP32 truth"):
+        bench("64x32x6x2", [("bf16", "bf16")], tokens=(1, 5), ceilings=CEILINGS, device="cpu", rounds=1)
+    monkeypatch.setattr("sys.argv", ["collegium", *arguments()])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    said = capsys.readouterr()
+    assert stop.value.code == 1
+    assert said.out == ""
+    assert "MeasurementError" in said.err
+
+
+@pytest.mark.parametrize("text", ["1,x", "0", "-3", ""])
+def test_token_counts_are_positive_numbers(text, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["collegium", "bench", "64x32x6x2", "--tokens", text])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert "--tokens" in capsys.readouterr().err
+
+
+def test_a_picture_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    report = bench(
+        "64x32x6x2", [("bf16", "bf16"), ("mxfp4", "bf16")], tokens=(1, 5), ceilings=CEILINGS, device="cpu", rounds=1
+    )
+    plot(report, str(tmp_path / "bench.png"))
+    assert (tmp_path / "bench.png").read_bytes()[:4] == b"\x89PNG"

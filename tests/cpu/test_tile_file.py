@@ -1,0 +1,273 @@
+"""Measured tiles: used when they fit, ignored with one line when they do not, and never a change of a bit."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from collegium import warming
+from collegium.bench import random_weights, spec_of
+from collegium.errors import InputError
+from collegium.experts.reference import Reference
+from collegium.experts.triton_bf16 import TritonBf16
+from collegium.experts.triton_w4a16 import TritonW4A16
+from collegium.layer import MoELayer
+from collegium.measure import random_routing
+from collegium.ops.products import PackedExperts, chosen_tiles
+from collegium.ops.tile_file import products, tile_folder, tile_key, tile_path, with_tuned_tiles, write_tiles
+from collegium.ops.tiles import candidates, nearest
+from collegium.parallel.local import Local
+from collegium.plan import plan
+from collegium.tuning import measure_tiles, tune
+from collegium.types import DeviceFacts, Problem, RouterWeights
+from collegium.warming import batch_sizes, compile_batches, warm_up
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("tests/gpu does this on the device", allow_module_level=True)
+
+CPU = torch.device("cpu")
+KERNELS = Path(__file__).parents[2] / "src" / "collegium" / "kernels"
+
+
+def packed_layer(weights: str = "bf16", what: str = "64x64x3x1") -> tuple[Problem, PackedExperts]:
+    spec = replace(spec_of(what)[1], weight_format=weights)
+    problem = Problem(spec=spec, device=DeviceFacts(kind="cpu", name="test / machine"), activation_format="bf16")
+    kernel = TritonBf16() if weights == "bf16" else TritonW4A16()
+    packed = kernel.pack(random_weights(spec, CPU), problem)
+    # In the interpreter no kernel starts before the one before it has ended.
+    return problem, replace(packed, machine=replace(packed.machine, pdl=False))
+
+
+def some_tiles(packed: PackedExperts, rows: int, place: int):
+    found = [candidates(packed.problem_of(matrix, rows), packed.machine) for _, matrix in products(packed)]
+    return tuple(((rows, tiles[place]),) for tiles in found)
+
+
+def test_a_measured_tile_is_used_near_where_it_was_measured(tmp_path):
+    problem, packed = packed_layer()
+    tables = some_tiles(packed, 64, -1)
+    assert chosen_tiles(packed, 64) != (tables[0][0][1], tables[1][0][1])
+    write_tiles(problem, tables, tmp_path)
+    tuned = with_tuned_tiles(packed, problem, tmp_path)
+    for rows in (32, 64, 128):
+        assert chosen_tiles(tuned, rows) == (tables[0][0][1], tables[1][0][1])
+    for rows in (31, 129):
+        assert chosen_tiles(tuned, rows) == chosen_tiles(packed, rows)
+
+
+def test_the_nearest_measurement_counts():
+    problem, packed = packed_layer()
+    first, second = candidates(packed.problem_of(packed.down, 8), packed.machine)[:2]
+    table = ((8, first), (32, second))
+    found = [nearest(table, rows) for rows in (3, 4, 8, 15, 17, 32, 64, 65)]
+    assert found == [None, first, first, first, second, second, second, None]
+    assert nearest((), 8) is None
+    assert problem.spec.num_experts == 3
+
+
+def test_tiles_change_no_bit():
+    problem, packed = packed_layer()
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    batch, _ = Local(num_experts=3).dispatch(x, random_routing(5, problem.spec, "uniform", torch.Generator()))
+    results = [TritonBf16().run(batch, replace(packed, tuned=some_tiles(packed, 5, place))) for place in (0, -1)]
+    assert torch.equal(results[0], results[1])
+    truth = Reference().run(batch, Reference().pack(random_weights(problem.spec, CPU), problem))
+    assert float((results[0].float() - truth).norm() / truth.norm()) < 0.02
+
+
+@pytest.mark.parametrize("entry", ["gpu", "capability", "triton", "collegium", "kernels", "hidden", "weights"])
+def test_a_stale_or_foreign_file_is_ignored_with_one_line(entry, tmp_path, caplog):
+    problem, packed = packed_layer()
+    path = write_tiles(problem, some_tiles(packed, 64, -1), tmp_path)
+    held = json.loads(path.read_text())
+    held["key"][entry] = "another"
+    path.write_text(json.dumps(held))
+    with caplog.at_level(logging.WARNING, logger="collegium"):
+        assert with_tuned_tiles(packed, problem, tmp_path) is packed
+        assert with_tuned_tiles(packed, problem, tmp_path) is packed
+    assert len(caplog.records) == 1
+    text = caplog.records[0].getMessage()
+    assert entry in text
+    assert "another" in text
+    assert "collegium tune" in text
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda held: held["down"][0].update(block_n=96),
+        lambda held: held["down"][0].update(stages=400),
+        lambda held: held["down"][0].update(rows=0),
+        lambda held: held["down"][0].update(cluster=2),
+        lambda held: held["down"][0].pop("warps"),
+        lambda held: held.pop("gate_up"),
+        lambda held: held.update(key=None),
+    ],
+    ids=["block", "stages", "rows", "unknown entry", "missing entry", "missing product", "no key"],
+)
+def test_a_tile_that_this_machine_cannot_run_is_not_run(damage, tmp_path, caplog):
+    problem, packed = packed_layer()
+    path = write_tiles(problem, some_tiles(packed, 64, -1), tmp_path)
+    held = json.loads(path.read_text())
+    damage(held)
+    path.write_text(json.dumps(held))
+    with caplog.at_level(logging.WARNING, logger="collegium"):
+        assert with_tuned_tiles(packed, problem, tmp_path) is packed
+    assert len(caplog.records) == 1
+
+
+def test_half_a_file_is_ignored_and_no_file_is_silent(tmp_path, caplog):
+    problem, packed = packed_layer()
+    assert with_tuned_tiles(packed, problem, tmp_path) is packed
+    assert not caplog.records
+    path = write_tiles(problem, some_tiles(packed, 64, -1), tmp_path)
+    path.write_text(path.read_text()[:40])
+    assert with_tuned_tiles(packed, problem, tmp_path) is packed
+    assert len(caplog.records) == 1
+
+
+def test_the_file_is_named_and_keyed_by_what_it_depends_on(tmp_path, monkeypatch):
+    problem, _ = packed_layer()
+    key = tile_key(problem)
+    assert key["gpu"] == "test / machine"
+    assert len(key["kernels"]) == 16
+    path = tile_path(problem, tmp_path)
+    assert path.parent == tmp_path
+    assert path.name == "test___machine-64-64-3-2-bf16-bf16.json"
+    other = replace(problem, spec=replace(problem.spec, weight_format="mxfp4"))
+    assert tile_path(other, tmp_path) != path
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert tile_folder() == tmp_path / "collegium" / "tiles"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert tile_folder() == Path.home() / ".cache" / "collegium" / "tiles"
+
+
+def test_tuning_measures_candidates_and_keeps_only_what_is_faster():
+    problem, packed = packed_layer(what="64x64x2x1")
+    rows = measure_tiles(packed, problem, 1, most=2, rounds=1)
+    assert [row.product for row in rows] == ["gate_up", "down"]
+    for row, (_, matrix) in zip(rows, products(packed), strict=True):
+        possible = candidates(packed.problem_of(matrix, 1), packed.machine)
+        assert row.best in possible
+        assert row.chosen in possible
+        assert row.best_seconds <= row.chosen_seconds
+        assert row.rows == 1
+
+
+def test_tuning_refuses_a_kernel_without_tiles():
+    with pytest.raises(InputError, match="cpu_grouped"):
+        tune("64x32x3x1", device="cpu", tokens=(1,))
+
+
+def test_warming_up_meets_every_tile_once():
+    _, packed = packed_layer("mxfp4", "256x256x8x2")
+    limit = 700
+    sizes = batch_sizes([(packed, 2), (None, 1)], limit)
+    needed = {(p, tile) for t in range(1, limit + 1) for p, tile in enumerate(chosen_tiles(packed, 2 * t))}
+    met = [{(p, tile) for p, tile in enumerate(chosen_tiles(packed, 2 * t))} for t in sizes]
+    assert set().union(*met) == needed
+    assert sizes[0] == 1
+    assert sizes == sorted(sizes)
+    assert len(sizes) < 60, "more batches than powers of two and tiles"
+    # Powers of two choose the variants of the kernels around the products: 64 tokens and 63, 65 rows and 64.
+    assert {1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 512, 513} <= set(sizes)
+    assert batch_sizes([(None, 2)], limit) == []
+
+
+def test_batches_run_and_report():
+    ran: list[int] = []
+    said: list[tuple[int, int, str]] = []
+    assert compile_batches(ran.append, [1, 7, 30], CPU, lambda *now: said.append(now)) == 3
+    assert sorted(ran) == [1, 7, 30]
+    assert said == [(1, 3, "1 tokens"), (2, 3, "7 tokens"), (3, 3, "30 tokens")]
+    assert compile_batches(ran.append, [], CPU) == 0
+
+    def fails(tokens: int) -> None:
+        if tokens == 7:
+            raise InputError("seven")
+
+    with pytest.raises(InputError, match="seven"):
+        compile_batches(fails, [1, 7], CPU)
+
+
+_KEYS = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from kernels.grouped_gemm import grouped_gemm_kernel
+from kernels import permute, quantize, route, weighted_sum
+from kernels.tiles import tile_list_kernel
+free = [[p.name for p in k.params if p.do_not_specialize] for k in
+        (grouped_gemm_kernel, tile_list_kernel, quantize.e4m3_kernel, permute.permute_kernel,
+         permute.column_scan_kernel, permute.scatter_kernel, route.sanitise_kernel, weighted_sum.weighted_sum_kernel)]
+print(json.dumps([grouped_gemm_kernel.cache_key, free]))
+"""
+
+
+def key_of(folder: Path, change: tuple[str, str, str] | None = None):
+    shutil.copytree(KERNELS, folder / "kernels")
+    if change is not None:
+        path = folder / "kernels" / change[0]
+        text = path.read_text()
+        assert change[1] in text
+        path.write_text(text.replace(change[1], change[2]))
+    run = subprocess.run(
+        [sys.executable, "-c", _KEYS, str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"TRITON_INTERPRET": "0"},
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    return json.loads(run.stdout)
+
+
+def test_the_compile_cache_key_changes_with_source_dependencies_and_constants(tmp_path):
+    plain, free = key_of(tmp_path / "a")
+    assert key_of(tmp_path / "b")[0] == plain
+    changes = (
+        ("grouped_gemm.py", "up += tl.load(bias + last)", "up += 2 * tl.load(bias + last)"),
+        ("activation.py", "return 2.0 * _sigmoid(2.0 * x) - 1.0", "return 2.0 * _sigmoid(2.0 * x) - 1.5"),
+        ("grouped_gemm.py", "PAIR_SCALE = tl.constexpr(5)", "PAIR_SCALE = tl.constexpr(6)"),
+    )
+    keys = [key_of(tmp_path / str(index), change)[0] for index, change in enumerate(changes)]
+    assert len({plain, *keys}) == 4
+    # What changes with the token count must not choose a variant: it would compile at some batches only.
+    lists = ["count", "tiles_a", "tiles_b"]
+    assert free == [
+        ["token_tiles"], ["tiles"], ["rows"], lists, [*lists, "blocks"], ["count"], ["tokens"], ["count"]
+    ]  # fmt: skip
+
+
+def test_layers_of_one_kind_are_warmed_up_once(monkeypatch):
+    def layer(what: str) -> MoELayer:
+        spec = spec_of(what)[1]
+        problem = Problem(spec=spec, device=DeviceFacts(kind="cpu"))
+        return MoELayer(random_weights(spec, CPU), plan(problem))
+
+    layers = [layer("64x64x3x1"), layer("64x64x3x1"), layer("64x32x3x1")]
+    assert layers[0].warm_up() == 0, "nothing to compile on a CPU"
+    warmed: list[MoELayer] = []
+    monkeypatch.setattr(MoELayer, "warm_up", lambda self, _: (warmed.append(self), 5)[1])
+    assert warm_up(layers) == 10
+    assert {own.spec.intermediate_size for own in warmed} == {64, 32}
+
+
+def test_an_empty_batch_goes_the_whole_way_through_a_layer(monkeypatch):
+    spec = spec_of("64x64x3x2")[1]
+    router = RouterWeights(weight=torch.randn(3, 64))
+    layer = MoELayer(random_weights(spec, CPU), plan(Problem(spec=spec, device=DeviceFacts(kind="cpu"))), router=router)
+    seen: list[int] = []
+    layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[0]))
+    monkeypatch.setattr(warming, "batch_sizes", lambda *_: [5])
+    assert layer.warm_up() == 1
+    assert seen == [5, 5], "once with a routing, once through its own router"

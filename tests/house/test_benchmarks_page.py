@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+from make_benchmarks import PAGE, page
+from tracked import ROOT
+
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def write(path: Path, rows: list[dict[str, object]]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def test_the_page_is_what_the_results_say() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "run: python scripts/make_benchmarks.py"
+
+
+def test_every_results_file_is_on_the_page() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert all(f"## {path.name}" in text for path in RESULTS.glob("*.csv"))
+
+
+def test_peers_stand_beside_each_other_and_the_absent_are_listed(tmp_path: Path) -> None:
+    same = {"gpu": "G", "commit": "abc", "command": "c", "shape": "s", "routing": "zipf", "tokens": 8}
+    same |= {"weights": "bf16", "activations": "bf16", "floor_us": 10.0}
+    write(
+        tmp_path / "peers.csv",
+        [
+            same | {"contender": "collegium", "us": 15.0, "note": ""},
+            same | {"contender": "other", "us": 120.0, "note": ""},
+            same | {"contender": "third", "us": "", "routing": "", "tokens": "", "note": "absent: ImportError"},
+        ],
+    )
+    text = page(tmp_path)
+    assert "| bf16 x bf16 | collegium | **15.0 (1.50)** |" in text
+    assert "| bf16 x bf16 | other | 120 (12.00) |" in text
+    assert "- s: third, bf16 x bf16: absent: ImportError" in text
+    assert "### s, zipf routing" in text
+    assert "- commit: `abc`" in text
+
+
+def test_layers_are_times_and_times_the_floor(tmp_path: Path) -> None:
+    row = {"gpu": "G", "shape": "s", "format": "mxfp4:fp8_token", "tokens": 1, "layer_us": 30.0, "floor_us": 20.0}
+    write(tmp_path / "layers.csv", [row])
+    assert "| s | mxfp4 x fp8_token | 30.0 (1.50) |" in page(tmp_path)
