@@ -211,8 +211,12 @@ def _shard_path(root: Path, index: Path, name: str) -> Path:
         msg = f"{index}: names the file {name!r}, which leaves the folder; allowed are files below {root}"
         raise CheckpointError(msg)
     path = root / name
-    if not path.is_file():
-        msg = f"{index}: names the file {name!r}, which is not in {root}; download it or rebuild the index"
+    try:
+        there = path.is_file()
+    except OSError:  # a name no file system takes
+        there = False
+    if not there:
+        msg = f"{index}: names the file {name!r:.200}, which is not in {root}; download it or rebuild the index"
         raise CheckpointError(msg)
     return path
 

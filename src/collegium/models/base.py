@@ -25,6 +25,8 @@ __all__ = [
 ]
 
 _ABSENT = object()
+_MOST_COUNT = 1 << 14  # layers, experts; published models have at most 126 and 896
+_MOST_SIZE = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,6 +94,12 @@ def integer(config: Mapping[str, object], *keys: str, default: object = _ABSENT)
     found = value(config, keys, default)
     if isinstance(found, bool) or not isinstance(found, int):
         msg = f"config.json: {keys[0]} is {found!r}, allowed is an integer"
+        raise ConfigError(msg)
+    most = _MOST_COUNT if keys[0].startswith(("num_", "n_")) else _MOST_SIZE
+    if abs(found) > most:
+        # loops and tables are made for every layer and expert before the first tensor can contradict the config
+        size = found if found.bit_length() < 64 else "beyond 2^63"
+        msg = f"config.json: {keys[0]} is {size}, allowed is {most} at most"
         raise ConfigError(msg)
     return found
 
