@@ -9,8 +9,8 @@
 
 Import rule, higher may import lower only, names on one line never import each other::
 
-    cli > demo | inspection > integrations > loading > layer > plan | pipeline > experts | parallel | checkpoint
-        > models > ops > formats | devices > kernels > types > errors
+    cli > demo | inspection | verification | conversion > integrations > loading > layer > plan | pipeline
+        > experts | parallel | checkpoint > models > ops > formats | devices > kernels > types > errors
 """
 
 from .devices import probe

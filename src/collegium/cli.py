@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from .demo import DemoReport
     from .inspection import Inspection
+    from .verification import VerifyReport
 
 __all__ = ["app", "main"]
 
@@ -126,6 +127,37 @@ def plan(
         out.print(made.explain(), markup=False, highlight=False)
 
 
+@app.command()
+def verify(
+    model: Model,
+    experts: Annotated[int, typer.Option(min=1, help="Experts of each layer to recompute.")] = 8,
+    every: Annotated[bool, typer.Option("--all", help="Recompute every expert.")] = False,
+    device: Device = None,
+    kernel: Kernel = None,
+    activations: Activations = None,
+    weight_format: Format = None,
+    as_json: Json = False,
+) -> None:
+    """Recompute experts as they run here beside plain FP32 code; exit code 1 when one is over tolerance."""
+    from .verification import verify_model
+
+    with _bar("verify") as progress:
+        report = verify_model(
+            model,
+            experts=None if every else experts,
+            device=device,
+            force=Choice(kernel=kernel, activation_format=activations),
+            weight_format=weight_format,
+            progress=progress,
+        )
+    if as_json:
+        _print_json(report.to_json())
+    else:
+        _print_proofs(report)
+    if not report.passed:
+        raise typer.Exit(1)
+
+
 def main() -> None:
     """Run the command; errors of the library become one message and exit code 1."""
     try:
@@ -150,6 +182,25 @@ def _bar(what: str) -> Generator[Callable[[int, int, str], None]]:
 
 def _print_json(value: dict[str, object]) -> None:
     sys.stdout.write(json.dumps(value, indent=2) + "\n")
+
+
+def _print_proofs(report: VerifyReport) -> None:
+    kernels = ", ".join(dict.fromkeys(proof.kernel for proof in report.proofs))
+    title = f"{report.path} on {report.device}, kernel {kernels}"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for name in ("layer", "formats", "experts", "error", "worst expert", "allowed", ""):
+        table.add_column(name, no_wrap=True)
+    for proof in report.proofs:
+        table.add_row(
+            f"{proof.layer}" if proof.part == "experts" else f"{proof.layer} {proof.part}",
+            f"{proof.weight_format} x {proof.activation_format}",
+            f"{proof.checked} of {proof.held}",
+            f"{proof.error:.3%}",
+            f"{proof.worst}: {proof.worst_error:.3%}",
+            f"{proof.tolerance:.0%}, an expert {2 * proof.tolerance:.0%}",
+            "[green]ok[/green]" if proof.passed else "[bold red]WRONG[/bold red]",
+        )
+    out.print(table)
 
 
 def _print_demo(report: DemoReport) -> None:
