@@ -1,4 +1,4 @@
-"""The command ``collegium``: demo, generate, inspect, plan. Thin: it parses, calls the library and prints."""
+"""The command ``collegium``, one function a subcommand. Thin: it parses, calls the library and prints."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from .types import Choice, Limits
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
+    from .conversion import QuantizeReport
     from .demo import DemoReport
     from .inspection import Inspection
     from .verification import VerifyReport
@@ -128,6 +129,24 @@ def plan(
 
 
 @app.command()
+def quantize(
+    model: Model,
+    to: Annotated[str, typer.Option(help="Weight format of the experts to write.")],
+    target: Annotated[str | None, typer.Option("--out", help="New folder; MODEL-FORMAT when left out.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a checkpoint with its experts in another format; all else is copied. The folder appears when complete."""
+    from .conversion import quantize_model
+
+    with _bar("quantize") as progress:
+        report = quantize_model(model, to, target, progress=progress)
+    if as_json:
+        _print_json(report.to_json())
+    else:
+        _print_conversion(report)
+
+
+@app.command()
 def verify(
     model: Model,
     experts: Annotated[int, typer.Option(min=1, help="Experts of each layer to recompute.")] = 8,
@@ -201,6 +220,21 @@ def _print_proofs(report: VerifyReport) -> None:
             "[green]ok[/green]" if proof.passed else "[bold red]WRONG[/bold red]",
         )
     out.print(table)
+
+
+def _print_conversion(report: QuantizeReport) -> None:
+    title = f"{report.path}: {report.weight_format} experts as {report.storage} stores them"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for name in ("layer", "was", "error", "worst expert"):
+        table.add_column(name, no_wrap=True)
+    for layer in report.layers:
+        worst = f"{layer.worst}: {layer.worst_error:.3%}"
+        table.add_row(str(layer.layer), layer.source_format, f"{layer.error:.3%}", worst)
+    out.print(table)
+    rows = [f"bytes    {report.nbytes:,}, were {report.source_nbytes:,}"]
+    for what, names in (("copied", report.copied), ("skipped", report.skipped), ("removed", report.removed)):
+        rows += [f"{what:<8} {', '.join(names)}"] if names else []
+    out.print("\n".join(rows), markup=False, highlight=False)
 
 
 def _print_demo(report: DemoReport) -> None:

@@ -18,6 +18,7 @@ COMMANDS = {
         "--json",
     },
     "inspect": {"MODEL", "--deep", "--no-deep", "--device", "--json"},
+    "quantize": {"MODEL", "--to", "--out", "--json"},
     "verify": {"MODEL", "--experts", "--all", "--device", "--kernel", "--activations", "--format", "--json"},
     "plan": {"MODEL", "--device", "--kernel", "--activations", "--format", "--max-tokens", "--json"},
 }

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["Checkpoint", "read_config"]
+__all__ = ["TORCH_DTYPES", "Checkpoint", "read_config"]
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _COMPARE_BYTES = 1 << 20
 
-_TORCH_DTYPES: Mapping[str, torch.dtype] = {
+TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
@@ -105,13 +105,13 @@ class Checkpoint:
         InputError for other steps, for too many slices and for bounds outside the tensor.
         """
         info = self.info(name)
-        if info.dtype not in _TORCH_DTYPES:
-            known = ", ".join(_TORCH_DTYPES)
+        if info.dtype not in TORCH_DTYPES:
+            known = ", ".join(TORCH_DTYPES)
             msg = f"tensor {name!r} has dtype {info.dtype}, which can be listed but not read; known: {known}"
             raise CheckpointError(msg)
         bounds = _bounds(info, slices)
         shape = [stop - start for start, stop in bounds]
-        dtype = _TORCH_DTYPES[info.dtype]
+        dtype = TORCH_DTYPES[info.dtype]
         raw = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
         if raw.numel():
             # numpy shares the tensor's memory; its stubs lack the buffer protocol on Python 3.11
