@@ -504,9 +504,9 @@ def _killed_by(mutant: Mutant, room: Path) -> str:
     shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__"))
     target = source / "collegium" / mutant.file
     target.write_text(applied(mutant, target.read_text(encoding="utf-8")), encoding="utf-8")
-    threads = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     environment = {**os.environ, **threads, "PYTHONPATH": str(source), "HF_HUB_OFFLINE": "1", "COLUMNS": "400"}
-    options = ["-x", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", "-o", f"cache_dir={room}"]
+    options = ["-x", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider"]
     tests = [test for test in mutant.tests if (ROOT / test.partition("::")[0]).exists()]
     command = [sys.executable, "-B", "-m", "pytest", *options, *tests]
     try:

@@ -20,6 +20,7 @@ from ..errors import (
 from ..models import describe, family_of
 from .detect import Found, StoredFormat, detect, find_experts
 from .layout import PROJECTIONS, Cut, Source, check_part, part_name, read_parts, source_of
+from .remarks import Remarks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -255,9 +256,9 @@ def check_declared_shape(checkpoint: Checkpoint, source: Source) -> TensorMismat
 
 
 def _check_values(
-    checkpoint: Checkpoint, spec: MoESpec, layer: int, stored: StoredFormat
+    checkpoint: Checkpoint, spec: MoESpec, layer: int, stored: StoredFormat, remarks: Remarks
 ) -> tuple[list[CheckpointError], list[str]]:
-    """Read the experts one matrix at a time: faults as problems, unequal global scales of gate and up as a finding."""
+    """Read the experts one matrix at a time: faults are problems, unequal global scales of gate and up a finding."""
     family = family_of(checkpoint.config)
     problems: list[CheckpointError] = []
     unequal = 0
@@ -274,6 +275,8 @@ def _check_values(
         payload = stored.build(parts, (source.rows, source.columns))
         if bool(payload.faults()):
             problems.append(bad_scale(source, stored))
+        else:
+            remarks.see(source, parts, payload)
         scale: Tensor | None = payload.tensors().get("global_scale")
         if source.label.endswith("gate"):
             first = payload
@@ -328,7 +331,7 @@ def audit(
 ) -> AuditReport:
     """Check the experts of every MoE layer and return what was found.
 
-    deep: also read every expert, one matrix at a time, and check its scales. progress: called before each layer and
+    deep: also read every expert, one matrix at a time, check its scales and look for copies. progress: called before each layer and
     once at the end with (layers done, layers, text). Raises one CheckpointError (of the class
     of the first problem) that lists up to 20 problems, each with layer, expert and tensor.
     """
@@ -337,6 +340,7 @@ def audit(
     problems: list[CheckpointError] = []
     findings: list[str] = []
     reports: list[LayerReport] = []
+    remarks = Remarks()
     layers = family.moe_layers(checkpoint.config)
     for done, layer in enumerate(layers):
         if progress is not None:
@@ -348,8 +352,8 @@ def audit(
             continue
         wrong = check_layer(checkpoint, spec, layer, stored)
         if deep and not wrong:
-            wrong, remarks = _check_values(checkpoint, spec, layer, stored)
-            findings += remarks
+            wrong, unequal = _check_values(checkpoint, spec, layer, stored, remarks)
+            findings += unequal
         problems += wrong
         prefix = family.names.experts.format(layer=layer)
         nbytes = sum(i.nbytes for n, i in checkpoint.tensors.items() if n.startswith(prefix))
@@ -361,6 +365,6 @@ def audit(
         path=str(checkpoint.path),
         layers=tuple(reports),
         roles=_roles(checkpoint, family, layers),
-        findings=tuple(findings),
+        findings=(*findings, *remarks.findings()),
         deep=deep,
     )

@@ -1,0 +1,83 @@
+"""What is allowed but strange in the weights: copies, constants, and sizes far from those of the other experts.
+
+Nothing here is refused: experts copied from one dense layer are how some models begin their training.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from hashlib import blake2b
+from statistics import median
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from ..formats.payload import Payload
+    from .layout import Source
+
+__all__ = ["Remarks"]
+
+_MOST = 20
+_FEWEST = 64  # numbers a tensor must have before equality means anything
+_FAR = 1024.0
+
+
+class Remarks:
+    """Collects remarks over all layers of a checkpoint, keeping 16 bytes for each tensor seen."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, bytes], str] = {}
+        self._sizes: dict[str, list[tuple[str, float]]] = defaultdict(list)
+        self._texts: list[str] = []
+
+    def see(self, source: Source, parts: Mapping[str, Tensor], payload: Payload) -> None:
+        """Take in one projection of one expert, as read."""
+        layer, _, projection = source.label.split(", ")
+        self._sizes[f"{layer}, {projection}"].append((source.label, _largest(payload)))
+        copied = False
+        for suffix, tensor in parts.items():
+            if tensor.numel() < _FEWEST or copied:
+                continue
+            what = "scales" if "scale" in suffix else "weights"
+            raw = tensor.contiguous().view(-1).view(torch.uint8).view(-1, tensor.element_size())
+            if bool((raw == raw[0]).all()):
+                if what == "weights":
+                    self._texts.append(f"{source.label}: all its weights are the same")
+                continue
+            digest = blake2b(memoryview(raw.numpy()), digest_size=16).digest()
+            first = self._seen.setdefault((what, digest), source.label)
+            copied = first != source.label
+            if copied:
+                self._texts.append(f"{source.label}: its {what} are, byte for byte, those of {first}")
+
+    def findings(self) -> list[str]:
+        """Return the remarks, at most 20 and how many more there are."""
+        texts = list(self._texts)
+        for place, sizes in self._sizes.items():
+            middle = median(size for _, size in sizes)
+            for label, size in sizes:
+                if middle and not middle / _FAR < size < middle * _FAR:
+                    usual = f"{middle:.3g} is usual for {place}"
+                    texts.append(f"{label}: its largest scale is {size:.3g}, {usual}")
+        rest = len(texts) - _MOST
+        return texts[:_MOST] + ([f"{rest} more remarks of these kinds"] if rest > 0 else [])
+
+
+def _largest(payload: Payload) -> float:
+    """Return the largest absolute weight, or the largest scale, which says as much and costs less."""
+    tensors = payload.tensors()
+    own = tensors.get("scales", tensors.get("scale", tensors.get("values")))
+    if own is None:
+        return 1.0
+    largest = float(own.float().abs().max())
+    if own.dtype == torch.uint8:
+        largest = 2.0 ** (largest - 127)
+    if "global_scale" in tensors:
+        whole = float(tensors["global_scale"]) or 1.0
+        largest = largest / whole if getattr(payload, "global_divides", False) else largest * whole
+    return largest
