@@ -336,7 +336,7 @@ def _with_tensors(rng: random.Random, files: Files, change: Callable[[list[Tenso
     name = _shard(rng, files)
     try:
         tensors = _tensors(files[name])
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error, RecursionError, MemoryError):
         return  # an earlier damage left nothing to parse
     if tensors:
         change(tensors)
@@ -491,7 +491,7 @@ def damaged(seed: int) -> tuple[Files, list[str]]:
         damage = rng.choice(_DAMAGES)
         try:
             damage(rng, files)
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error, RecursionError):
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error, RecursionError, MemoryError):
             continue  # an earlier damage left nothing this one can work on
         done.append(damage.__name__)
     return files, done

@@ -331,9 +331,9 @@ def audit(
 ) -> AuditReport:
     """Check the experts of every MoE layer and return what was found.
 
-    deep: also read every expert, one matrix at a time, check its scales and look for copies. progress: called before each layer and
-    once at the end with (layers done, layers, text). Raises one CheckpointError (of the class
-    of the first problem) that lists up to 20 problems, each with layer, expert and tensor.
+    deep: also read every expert, one matrix at a time, check its scales and look for copies. progress: called before
+    each layer and once at the end with (layers done, layers, text). Raises one CheckpointError (of the class of the
+    first problem) that lists up to 20 problems, each with layer, expert and tensor.
     """
     family = family_of(checkpoint.config)
     spec = describe(checkpoint.config)
