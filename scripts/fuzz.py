@@ -564,7 +564,7 @@ def _record(path: Path, commit: str, seeds: tuple[int, int], kinds: Counter[str]
         "cpu_seconds",
         "refusals",
     )
-    rows = list(csv.DictReader(path.open())) if path.exists() else []
+    rows = list(csv.DictReader(path.read_text().splitlines())) if path.exists() else []
     refusals = {k: n for k, n in sorted(kinds.items()) if k not in ("accepted", "FAULT")}
     row = {
         "commit": commit, "first_seed": seeds[0], "last_seed": seeds[1], "inputs": kinds.total(),

@@ -469,7 +469,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     # Activations in eight bits.
     Mutant("448 becomes 240", "kernels/e4m3_rows.py", (("tl.div_rn(amax, 448.0)", "tl.div_rn(amax, 240.0)"),),
-        ("tests/cpu/test_e4m3_rows.py", *_KERNEL)),
+        _KERNEL),
     Mutant(
         "scale of the neighbouring group of activations", "kernels/e4m3_rows.py",
         (("tl.store(scales + row * groups + group,", "tl.store(scales + row * groups + (group + 1) % groups,"),), _KERNEL,
@@ -525,7 +525,7 @@ def _killed_by(mutant: Mutant, room: Path) -> str:
 
 
 def _rows() -> list[dict[str, str]]:
-    return list(csv.DictReader(RESULTS.open(encoding="utf-8"))) if RESULTS.exists() else []
+    return list(csv.DictReader(RESULTS.read_text(encoding="utf-8").splitlines())) if RESULTS.exists() else []
 
 
 def _save(found: list[tuple[Mutant, str, float]]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from hashlib import blake2b
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -49,7 +49,8 @@ class Remarks:
                 if what == "weights":
                     self._texts.append(f"{source.label}: all its weights are the same")
                 continue
-            digest = blake2b(memoryview(raw.numpy()), digest_size=16).digest()
+            # numpy shares the tensor's memory; its stubs lack the buffer protocol on Python 3.11
+            digest = blake2b(cast("bytes", raw.numpy()), digest_size=16).digest()
             first = self._seen.setdefault((what, digest), source.label)
             copied = first != source.label
             if copied:
