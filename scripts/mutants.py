@@ -4,7 +4,7 @@ Every mutant is a replacement of text that occurs exactly once. The tests that c
 mutant that passes them all survives, and that is a missing test. What killed what stands in docs/mutants.md.
 
     python scripts/mutants.py                 run all (about a quarter of an hour on one core), write the table
-    python scripts/mutants.py --only clamp    those whose name or file holds the text, without writing
+    python scripts/mutants.py --only clamp    those whose name or file holds the text
     python scripts/mutants.py --gpu           those that only a GPU can kill; on a machine that has one
     python scripts/mutants.py --page          write docs/mutants.md anew from the committed results
 """
@@ -425,6 +425,26 @@ MUTANTS: tuple[Mutant, ...] = (
         "columns beyond K not zero", "ops/cpu_decode.py",
         (("x = functional.pad(x, (0, stored - self.columns))", "x = functional.pad(x, (0, stored - self.columns), value=1.0)"),), _CPU,
     ),
+    # Biases, and the router weight on the input.
+    Mutant("bias dropped", "experts/reference.py", (("both = both + weights.gate_up_bias[expert].float()", "both = both + 0.0"),), _LAYER),
+    Mutant("down bias dropped", "experts/reference.py", (("out = out + weights.down_bias[expert].float()", "out = out + 0.0"),), _LAYER),
+    Mutant("bias dropped", "experts/cpu_grouped.py", (("target.add_(bias[expert])", "target.add_(0.0)"),), _CPU),
+    Mutant("bias of the neighbouring expert", "experts/cpu_grouped.py", (("target.add_(bias[expert])", "target.add_(bias[expert - 1])"),), _CPU),
+    Mutant("up's bias dropped", "kernels/grouped_gemm.py", (("up += tl.load(bias + last)", "up += 0.0 * tl.load(bias + last)"),), _KERNEL),
+    Mutant(
+        "router weight on the input dropped", "experts/reference.py",
+        (("(x.float() * batch.input_weights[span, None])", "(x.float() * 1.0)"),), _LAYER,
+    ),
+    Mutant(
+        "router weight on the input dropped", "experts/cpu_grouped.py",
+        (("(x.float() * batch.input_weights[start:stop, None])", "(x.float() * 1.0)"),), _CPU,
+    ),
+    Mutant(
+        "router weight on the input dropped", "ops/grouped_gemm.py",
+        (("(x.index_select(0, source).float() * batch.input_weights[:, None])", "x.index_select(0, source)"),),
+        ("tests/cpu/test_grouped_gemm.py::test_router_weight_on_the_input",),
+    ),
+    Mutant("norm of the latent output skipped", "layer.py", (("if latent.norm is not None:", "if False:"),), _LAYER),
     # The shared expert.
     Mutant(
         "shared expert dropped", "layer.py",
@@ -585,10 +605,9 @@ def main() -> int:
             test = _killed_by(mutant, Path(room))
             found.append((mutant, test, time.monotonic() - begun))
             print(f"{found[-1][2]:4.0f} s  {mutant.name} ({mutant.file}): {test or 'SURVIVED'}", flush=True)
-    if found and not asked.only:
+    if found:
         _save(found)
-    if not asked.only:
-        PAGE.write_text(page(), encoding="utf-8")
+    PAGE.write_text(page(), encoding="utf-8")
     survivors = [mutant for mutant, test, _ in found if not test]
     print(f"{len(found) - len(survivors)} of {len(found)} mutants killed")
     return bool(survivors)
