@@ -19,9 +19,10 @@ __all__ = ["matches_prefix"]
 
 _MAX_PATTERN = 1000
 _MAX_TEXT = 1000
-_parser: Any = import_module("re._parser")  # the parser of ``re``; only its matcher is replaced
-_REPEATS = ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT")
-_ALLOWED = "literals, sets, groups, alternatives, repetitions, anchors and look-ahead"
+# The parser of ``re``, and its matcher for single characters and anchors; only what could backtrack is replaced.
+_parser: Any = import_module("re._parser")
+_compiler: Any = import_module("re._compiler")
+_LEAVES = ("ANY", "LITERAL", "NOT_LITERAL", "IN", "AT")
 
 
 def matches_prefix(pattern: str, text: str) -> bool:
@@ -40,95 +41,58 @@ def matches_prefix(pattern: str, text: str) -> bool:
         tree = _parser.parse(pattern)
         if tree.state.flags & ~re.UNICODE:
             raise _refused("flags")
-        return bool(_walk(tree, text, {0}))
+        return bool(_Matcher(text, tree.state).walk(tree, {0}))
     except (re.error, OverflowError, RecursionError) as error:
         msg = f"quantization_config: the pattern {pattern[:100]!r} cannot be used: {error}"
         raise ConfigError(msg) from error
 
 
 def _refused(what: str) -> ConfigError:
-    return ConfigError(f"quantization_config: a pattern uses {what}, allowed are {_ALLOWED}")
+    allowed = "literals, sets, groups, alternatives, repetitions, anchors and look-ahead"
+    return ConfigError(f"quantization_config: a pattern uses {what}, allowed are {allowed}")
 
 
-def _walk(nodes: Iterable[Any], text: str, positions: set[int]) -> set[int]:
-    """Return every position at which ``nodes`` may end when they begin at one of ``positions``."""
-    for node, value in nodes:
-        if not positions:
-            break
-        positions = _step(str(node), value, text, positions)
-    return positions
+class _Matcher:
+    """Moves sets of positions through ``text``."""
 
+    def __init__(self, text: str, state: Any) -> None:
+        self._text, self._state = text, state
+        self._leaves: dict[int, re.Pattern[str]] = {}
 
-def _step(kind: str, value: Any, text: str, positions: set[int]) -> set[int]:
-    if kind == "SUBPATTERN":
-        _, add, remove, inner = value
-        if add or remove:
-            raise _refused("flags")
-        return _walk(inner, text, positions)
-    if kind == "BRANCH":
-        return set[int]().union(*(_walk(branch, text, positions) for branch in value[1]))
-    if kind in _REPEATS[:2]:
-        return _repeat(value, text, positions)
-    if kind in ("ASSERT", "ASSERT_NOT") and value[0] > 0:
-        return {p for p in positions if bool(_walk(value[1], text, {p})) == (kind == "ASSERT")}
-    if kind == "AT":
-        return {p for p in positions if _anchored(str(value), text, p)}
-    return {p + 1 for p in positions if p < len(text) and _takes(kind, value, text[p])}
+    def walk(self, nodes: Iterable[Any], positions: set[int]) -> set[int]:
+        """Return every position at which ``nodes`` may end when they begin at one of ``positions``."""
+        for node in nodes:
+            if not positions:
+                break
+            positions = self._step(node, positions)
+        return positions
 
+    def _step(self, node: Any, positions: set[int]) -> set[int]:
+        kind, value = str(node[0]), node[1]
+        if kind in _LEAVES:
+            if id(node) not in self._leaves:
+                self._leaves[id(node)] = _compiler.compile(_parser.SubPattern(self._state, [node]))
+            found = (self._leaves[id(node)].match(self._text, position) for position in positions)
+            return {match.end() for match in found if match is not None}
+        if kind == "SUBPATTERN" and not value[1] and not value[2]:
+            return self.walk(value[3], positions)
+        if kind == "BRANCH":
+            return set[int]().union(*(self.walk(branch, positions) for branch in value[1]))
+        if kind in ("MAX_REPEAT", "MIN_REPEAT"):
+            return self._repeat(value, positions)
+        if kind in ("ASSERT", "ASSERT_NOT") and value[0] > 0:
+            return {p for p in positions if bool(self.walk(value[1], {p})) == (kind == "ASSERT")}
+        raise _refused("flags" if kind == "SUBPATTERN" else kind.lower().replace("_", " "))
 
-def _repeat(value: Any, text: str, positions: set[int]) -> set[int]:
-    least, most, inner = value
-    for _ in range(least):
-        before, positions = positions, _walk(inner, text, positions)
-        if positions == before:  # it can stand still, so more rounds change nothing
-            break
-    reached, rounds = set(positions), 0
-    while positions and rounds < most - least:
-        positions = _walk(inner, text, positions) - reached
-        reached |= positions
-        rounds += 1
-    return reached
-
-
-def _anchored(kind: str, text: str, position: int) -> bool:
-    match kind:
-        case "AT_BEGINNING" | "AT_BEGINNING_STRING":
-            return position == 0
-        case "AT_END_STRING":
-            return position == len(text)
-        case "AT_END":
-            return position == len(text) or (position == len(text) - 1 and text[-1] == "\n")
-        case "AT_BOUNDARY" | "AT_NON_BOUNDARY":
-            sides = [0 <= p < len(text) and _word(text[p]) for p in (position - 1, position)]
-            return (sides[0] != sides[1]) == (kind == "AT_BOUNDARY")
-        case _:
-            raise _refused(kind.lower())
-
-
-def _takes(kind: str, value: Any, letter: str) -> bool:
-    match kind:
-        case "ANY":
-            return letter != "\n"
-        case "LITERAL":
-            return ord(letter) == value
-        case "NOT_LITERAL":
-            return ord(letter) != value
-        case "RANGE":
-            return value[0] <= ord(letter) <= value[1]
-        case "CATEGORY":
-            return _in_category(str(value), letter)
-        case "IN":
-            rest = [(str(node), inner) for node, inner in value if str(node) != "NEGATE"]
-            return any(_takes(node, inner, letter) for node, inner in rest) == (len(rest) == len(value))
-        case _:
-            raise _refused(kind.lower().replace("_", " "))
-
-
-def _word(letter: str) -> bool:
-    return letter.isalnum() or letter == "_"
-
-
-def _in_category(kind: str, letter: str) -> bool:
-    name = kind.removeprefix("CATEGORY_")
-    test = {"DIGIT": letter.isdecimal(), "SPACE": letter.isspace(), "WORD": _word(letter)}
-    return test[name.removeprefix("NOT_")] != name.startswith("NOT_")
+    def _repeat(self, value: Any, positions: set[int]) -> set[int]:
+        least, most, inner = value
+        for _ in range(least):
+            before, positions = positions, self.walk(inner, positions)
+            if positions == before:  # it can stand still, so more rounds change nothing
+                break
+        reached, rounds = set(positions), 0
+        while positions and rounds < most - least:
+            positions = self.walk(inner, positions) - reached
+            reached |= positions
+            rounds += 1
+        return reached
