@@ -284,7 +284,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "compressed-tensors global scale multiplied", "ops/pack.py",
-        (("(own.reciprocal() if payload.global_divides else own)", "own"),), _KERNEL,
+        (("(own.reciprocal() if payload.global_divides else own)", "own"),), ("tests/cpu/test_proofs.py",),
     ),
     Mutant(
         "compressed-tensors read as ModelOpt", "formats/nvfp4.py",
@@ -408,7 +408,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "padding rows left uninitialised", "experts/reference.py",
-        (("rows = torch.zeros(batch.source.numel()", "rows = torch.empty(batch.source.numel()"),), _LAYER,
+        (("rows = torch.zeros(batch.source.numel()", "rows = torch.empty(batch.source.numel()"),), ("tests/cpu/test_proofs.py",),
     ),
     Mutant(
         "padding columns left uninitialised", "formats/intake.py",
@@ -416,9 +416,12 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/cpu/test_formats.py", "tests/cpu/test_formats_parts.py"),
     ),
     Mutant(
-        "rows beyond a tile's end stored", "kernels/grouped_gemm.py",
-        (("(n < n_out - n_first)[:, None] & (t < row_count)[None, :]", "(n < n_out - n_first)[:, None] & (t < BLOCK_T)[None, :]"),), 
-        ("tests/cpu/test_grouped_gemm.py::test_rows_no_expert_owns_are_not_written", *_KERNEL),
+        "a row beyond a tile's end stored", "kernels/grouped_gemm.py",
+        (
+            ("row = row_first + tl.where(t < row_count, t, 0)", "row = row_first + tl.where(t <= row_count, t, 0)"),
+            ("(n < n_out - n_first)[:, None] & (t < row_count)[None, :]", "(n < n_out - n_first)[:, None] & (t <= row_count)[None, :]"),
+        ),
+        ("tests/cpu/test_grouped_gemm.py::test_rows_no_expert_owns_are_not_written",),
     ),
     Mutant("columns beyond K not zero", "kernels/grouped_gemm.py", (("mask=mask, other=0.0)", "mask=mask, other=1.0)"),), _KERNEL),
     Mutant(
@@ -488,11 +491,19 @@ MUTANTS: tuple[Mutant, ...] = (
         "expert ids not checked", "ops/route.py", (("outside = (ids < -1) | (ids >= experts)", "outside = ids < -1"),), _ROUTE,
     ),
     # Activations in eight bits.
-    Mutant("448 becomes 240", "kernels/e4m3_rows.py", (("tl.div_rn(amax, 448.0)", "tl.div_rn(amax, 240.0)"),),
-        _KERNEL),
+    Mutant(
+        "448 becomes 240", "kernels/e4m3_rows.py", (("tl.div_rn(amax, 448.0)", "tl.div_rn(amax, 240.0)"),),
+        ("tests/cpu/test_proofs.py",),
+    ),
     Mutant(
         "scale of the neighbouring group of activations", "kernels/e4m3_rows.py",
-        (("tl.store(scales + row * groups + group,", "tl.store(scales + row * groups + (group + 1) % groups,"),), _KERNEL,
+        (("tl.store(scales + row * groups + group,", "tl.store(scales + row * groups + (group + 1) % groups,"),),
+        ("tests/cpu/test_proofs.py",),
+    ),
+    Mutant(
+        "activations left in 32 bits", "experts/reference.py",
+        (("inner = packed.activations.round_trip(activate(both, packed.activation))", "inner = activate(both, packed.activation)"),),
+        _LAYER,
     ),
 )  # fmt: skip
 
