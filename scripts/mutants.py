@@ -503,7 +503,11 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "activations left in 32 bits", "experts/reference.py",
         (("inner = packed.activations.round_trip(activate(both, packed.activation))", "inner = activate(both, packed.activation)"),),
-        _LAYER,
+        ("tests/cpu/test_proofs.py",),
+    ),
+    Mutant(
+        "input left in 32 bits", "experts/reference.py", (("packed.activations.round_trip(x) @", "x.float() @"),),
+        ("tests/cpu/test_proofs.py",),
     ),
 )  # fmt: skip
 

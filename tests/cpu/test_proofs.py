@@ -63,3 +63,19 @@ def test_rows_become_the_codes_and_scales_of_the_format(name: str, columns: int)
     assert torch.equal(scales.isnan(), wanted.scales.isnan())
     assert torch.equal(scales.nan_to_num(7.0), wanted.scales.nan_to_num(7.0))
     assert (codes.float() == wanted.codes.float()).float().mean() > 0.95
+
+
+@pytest.mark.parametrize("name", ["fp8_group128", "nvfp4", "bf16"])
+def test_the_reference_rounds_activations_before_both_products(name: str) -> None:
+    made = random_experts(1, 2, 64, 96, seed=12)
+    spec = MoESpec(
+        hidden_size=96, intermediate_size=64, num_experts=1, routing=RoutingSpec(top_k=1), weight_format="fp32"
+    )
+    problem = Problem(spec=spec, device=DeviceFacts(kind="cpu"), dtype="fp32", activation_format=name)
+    x, form = heavy_tailed(7, 96, seed=13), activation_format(name)
+    batch = ContiguousBatch(x=x, source=torch.arange(7), expert_offsets=torch.tensor([0, 7]))
+    rows = Reference().run(batch, Reference().pack(made, problem))
+    gate, up = form.round_trip(x) @ made.gate_up.values[0].mT
+    inner = form.round_trip(torch.nn.functional.silu(gate) * up)
+    assert relative_error(rows, inner @ made.down.values[0].T) < 1e-5
+    assert relative_error(rows, (torch.nn.functional.silu(gate) * up) @ made.down.values[0].T) > 1e-3
