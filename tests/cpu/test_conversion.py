@@ -201,12 +201,15 @@ KILLER = textwrap.dedent("""
     whole = time.monotonic() - begun
     (room / "out").rename(room / "good")
     rng, killed, complete = random.Random(7), 0, 0
-    for _ in range(rounds):
+    while killed < rounds:
         pid = child()
         time.sleep(rng.uniform(0, 1.2 * whole))
         os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
         killed += os.WIFSIGNALED(status)
+        if not os.WIFSIGNALED(status):
+            assert (room / "out").exists()
+            whole *= 0.8  # this machine was slower before
         if (room / "out").exists():
             complete += 1
             good = {p.name: p.read_bytes() for p in (room / "good").iterdir()}
@@ -221,12 +224,11 @@ def test_a_run_killed_at_any_moment_leaves_all_or_nothing(tmp_path) -> None:
         tmp_path / "in", "mixtral", "bf16", size=TinySize(hidden=256, intermediate=256, experts=8, layers=3)
     )
     done = subprocess.run(
-        [sys.executable, "-c", KILLER, str(tmp_path), "40"], capture_output=True, text=True, timeout=200, check=False
+        [sys.executable, "-c", KILLER, str(tmp_path), "25"], capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stderr
-    killed, complete = map(int, done.stdout.split())
-    assert killed >= 20
-    assert killed + complete >= 40
+    killed, _ = map(int, done.stdout.split())
+    assert killed == 25
     # What the kills left is removed by the next run.
     assert len([p for p in tmp_path.iterdir() if ".partial-" in p.name]) <= 1
     report = quantize_model(str(tmp_path / "in"), "nvfp4", str(tmp_path / "out"))
