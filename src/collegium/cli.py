@@ -203,11 +203,16 @@ def _print_json(value: dict[str, object]) -> None:
     sys.stdout.write(json.dumps(value, indent=2) + "\n")
 
 
+def _titled(title: str) -> Table:
+    """Print a title, which may be wider than its table, and return the table."""
+    out.print(title, style="italic", markup=False, highlight=False)
+    return Table(box=None, pad_edge=False)
+
+
 def _print_proofs(report: VerifyReport) -> None:
     kernels = ", ".join(dict.fromkeys(proof.kernel for proof in report.proofs))
-    title = f"{report.path} on {report.device}, kernel {kernels}"
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for name in ("layer", "formats", "experts", "error", "worst expert", "allowed", ""):
+    table = _titled(f"{report.path} on {report.device}, kernel {kernels}")
+    for name in ("layer", "formats", "experts", "error", "worst expert", "allowed", "verdict"):
         table.add_column(name, no_wrap=True)
     for proof in report.proofs:
         table.add_row(
@@ -216,15 +221,14 @@ def _print_proofs(report: VerifyReport) -> None:
             f"{proof.checked} of {proof.held}",
             f"{proof.error:.3%}",
             f"{proof.worst}: {proof.worst_error:.3%}",
-            f"{proof.tolerance:.0%}, an expert {2 * proof.tolerance:.0%}",
+            f"{proof.tolerance:.0%}, {2 * proof.tolerance:.0%}",
             "[green]ok[/green]" if proof.passed else "[bold red]WRONG[/bold red]",
         )
     out.print(table)
 
 
 def _print_conversion(report: QuantizeReport) -> None:
-    title = f"{report.path}: {report.weight_format} experts as {report.storage} stores them"
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table = _titled(f"{report.path}: {report.weight_format} experts as {report.storage} stores them")
     for name in ("layer", "was", "error", "worst expert"):
         table.add_column(name, no_wrap=True)
     for layer in report.layers:
@@ -234,7 +238,7 @@ def _print_conversion(report: QuantizeReport) -> None:
     rows = [f"bytes    {report.nbytes:,}, were {report.source_nbytes:,}"]
     for what, names in (("copied", report.copied), ("skipped", report.skipped), ("removed", report.removed)):
         rows += [f"{what:<8} {', '.join(names)}"] if names else []
-    out.print("\n".join(rows), markup=False, highlight=False)
+    out.print("\n".join(rows), markup=False, highlight=False, soft_wrap=True)
 
 
 def _print_demo(report: DemoReport) -> None:
