@@ -154,11 +154,12 @@ def _job(checkpoint: Checkpoint, weight_format: str) -> _Job:
     family, target = family_of(checkpoint.config), by_name(weight_format)
     stacked = family.names.gate is None
     wanted = ("plain", "gpt-oss") if stacked else ("plain", "finegrained-fp8", "minimax-m3", "compressed-tensors")
-    found = [storage for name in wanted for storage in target.storages if storage.name == name]
+    known = {*_DTYPES, *_COMPRESSED, "fp8_block", "mxfp8"}
+    found = [s for name in wanted for s in target.storages if s.name == name and target.name in known]
     found = [s for s in found if s.name != "finegrained-fp8" or target.name == "fp8_block"]
     if not found:
-        msg = f"{weight_format}: experts of {family.name} are published stacked in bf16, fp16, fp32 and mxfp4 only"
-        raise InputError(msg)
+        can = "bf16, fp16, fp32 and mxfp4, stacked" if stacked else ", ".join(sorted(known))
+        raise InputError(f"{weight_format}: experts of {family.name} are written in {can}")
     spec = describe(checkpoint.config)
     sizes = (spec.expert_hidden_size, spec.intermediate_size)
     if target.name == "fp8_block" and any(size % 128 for size in sizes):
@@ -174,7 +175,7 @@ def _kept(job: _Job, layers: Iterable[int]) -> dict[str, TensorInfo]:
     for layer in layers:
         found = find_experts(job.checkpoint, job.family, layer)
         groups: list[dict[str, TensorInfo]] = [*found.single.values(), *found.stack.values()]
-        replaced |= {info.name for group in groups for suffix, info in group.items() if suffix != "_bias"}
+        replaced |= {info.name for group in groups for suffix, info in group.items() if not suffix.endswith("bias")}
     kept = {name: info for name, info in job.checkpoint.tensors.items() if name not in replaced}
     other = [name for name, info in kept.items() if info.dtype in _QUANTISED or name.endswith((".qweight", "_packed"))]
     if other:

@@ -123,7 +123,7 @@ def refused(tmp_path, text: str, name: str, error: Any = InputError) -> None:
 
 def test_what_cannot_be_converted_is_refused_and_nothing_is_left(tmp_path) -> None:
     write_checkpoint(tmp_path / "in", "gpt_oss", "bf16", size=SIZE)
-    refused(tmp_path, "stacked in bf16, fp16, fp32 and mxfp4 only", "nvfp4")
+    refused(tmp_path, "experts of gpt_oss are written in bf16, fp16, fp32 and mxfp4, stacked", "nvfp4")
     refused(tmp_path, "weight format 'fp7' is not known", "fp7", SpecError)
     refused(tmp_path, "are bf16 already", "bf16")
     (tmp_path / "in" / "config.json").unlink()

@@ -276,7 +276,7 @@ def _check_values(
         if bool(payload.faults()):
             problems.append(bad_scale(source, stored))
         else:
-            remarks.see(source, parts, payload)
+            remarks.see(source.label, payload)
         scale: Tensor | None = payload.tensors().get("global_scale")
         if source.label.endswith("gate"):
             first = payload

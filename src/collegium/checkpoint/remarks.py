@@ -13,18 +13,14 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
-
     from ..formats.payload import Payload
-    from .layout import Source
 
 __all__ = ["Remarks"]
 
 _MOST = 20
 _FEWEST = 64  # numbers a tensor must have before equality means anything
 _FAR = 1024.0
+_COMPARED = {"codes": "weights", "values": "weights", "scales": "scales"}
 
 
 class Remarks:
@@ -35,26 +31,24 @@ class Remarks:
         self._sizes: dict[str, list[tuple[str, float]]] = defaultdict(list)
         self._texts: list[str] = []
 
-    def see(self, source: Source, parts: Mapping[str, Tensor], payload: Payload) -> None:
-        """Take in one projection of one expert, as read."""
-        layer, _, projection = source.label.split(", ")
-        self._sizes[f"{layer}, {projection}"].append((source.label, _largest(payload)))
-        copied = False
-        for suffix, tensor in parts.items():
-            if tensor.numel() < _FEWEST or copied:
+    def see(self, label: str, payload: Payload) -> None:
+        """Take in one projection of one expert, as read; label: ``layer 3, expert 17, down``."""
+        layer, _, projection = label.split(", ")
+        self._sizes[f"{layer}, {projection}"].append((label, _largest(payload)))
+        for name, tensor in payload.tensors().items():
+            if name not in _COMPARED or tensor.numel() < _FEWEST:
                 continue
-            what = "scales" if "scale" in suffix else "weights"
             raw = tensor.contiguous().view(-1).view(torch.uint8).view(-1, tensor.element_size())
             if bool((raw == raw[0]).all()):
-                if what == "weights":
-                    self._texts.append(f"{source.label}: all its weights are the same")
+                if _COMPARED[name] == "weights":
+                    self._texts.append(f"{label}: all its weights are the same")
                 continue
             # numpy shares the tensor's memory; its stubs lack the buffer protocol on Python 3.11
             digest = blake2b(cast("bytes", raw.numpy()), digest_size=16).digest()
-            first = self._seen.setdefault((what, digest), source.label)
-            copied = first != source.label
-            if copied:
-                self._texts.append(f"{source.label}: its {what} are, byte for byte, those of {first}")
+            first = self._seen.setdefault((name, digest), label)
+            if first != label:
+                self._texts.append(f"{label}: its {_COMPARED[name]} are, byte for byte, those of {first}")
+                break
 
     def findings(self) -> list[str]:
         """Return the remarks, at most 20 and how many more there are."""
@@ -76,7 +70,7 @@ def _largest(payload: Payload) -> float:
     if own is None:
         return 1.0
     largest = float(own.float().abs().max())
-    if own.dtype == torch.uint8:
+    if payload.name in ("mxfp4", "mxfp8"):
         largest = 2.0 ** (largest - 127)
     if "global_scale" in tensors:
         whole = float(tensors["global_scale"]) or 1.0
