@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .checkpoint.audit import audit
-from .checkpoint.detect import detect, find_experts
+from .checkpoint.detect import detect
+from .checkpoint.index import find_experts, index_of
 from .checkpoint.loader import load_experts
 from .checkpoint.reader import Checkpoint
 from .checkpoint.writer import Shard, entry_of, matrix_parts, whole_folder
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
     from .checkpoint.header import TensorInfo
     from .formats.payload import Payload, Storage
-    from .models import Family
+    from .models import Names
     from .types import MoESpec
 
 __all__ = ["ConvertedLayer", "QuantizeReport", "quantize_model"]
@@ -97,7 +98,7 @@ class QuantizeReport:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Job:
     checkpoint: Checkpoint
-    family: Family
+    names: Names
     spec: MoESpec
     target: type[Payload]
     storage: Storage
@@ -152,7 +153,8 @@ def quantize_model(
 def _job(checkpoint: Checkpoint, weight_format: str) -> _Job:
     """Choose the published storage this family can hold; InputError lists the formats that have one."""
     family, target = family_of(checkpoint.config), by_name(weight_format)
-    stacked = family.names.gate is None
+    names = index_of(checkpoint).names
+    stacked = names.up is None
     wanted = ("plain", "gpt-oss") if stacked else ("plain", "finegrained-fp8", "minimax-m3", "compressed-tensors")
     known = {*_DTYPES, *_COMPRESSED, "fp8_block", "mxfp8"}
     found = [s for name in wanted for s in target.storages if s.name == name and target.name in known]
@@ -166,14 +168,14 @@ def _job(checkpoint: Checkpoint, weight_format: str) -> _Job:
         # transformers derives the block from the number of scales, and so reads a last, partial block wrongly.
         msg = f"fp8_block: hidden and intermediate size are {sizes}; only multiples of 128 are read alike everywhere, "
         raise InputError(msg + "use mxfp8 or fp8_channel")
-    return _Job(checkpoint=checkpoint, family=family, spec=spec, target=target, storage=found[0], stacked=stacked)
+    return _Job(checkpoint=checkpoint, names=names, spec=spec, target=target, storage=found[0], stacked=stacked)
 
 
 def _kept(job: _Job, layers: Iterable[int]) -> dict[str, TensorInfo]:
     """Return every tensor that is copied; InputError when one of them is quantised, which no one config could say."""
     replaced: set[str] = set()
     for layer in layers:
-        found = find_experts(job.checkpoint, job.family, layer)
+        found = find_experts(job.checkpoint, layer)
         groups: list[dict[str, TensorInfo]] = [*found.single.values(), *found.stack.values()]
         replaced |= {info.name for group in groups for suffix, info in group.items() if not suffix.endswith("bias")}
     kept = {name: info for name, info in job.checkpoint.tensors.items() if name not in replaced}
@@ -227,7 +229,7 @@ def _write_layer(
 ) -> tuple[ConvertedLayer, Iterable[str]]:
     """Convert one layer a few experts at a time; the first expert says what the header needs."""
     stored = detect(job.checkpoint.config, job.checkpoint, layer)
-    spec = replace(job.spec, weight_format=stored.name)
+    spec = replace(describe(job.checkpoint.config, layer), weight_format=stored.name)
     together = max(1, _CHUNK // expert_bytes(spec))
     entries: dict[str, tuple[str, tuple[int, ...]]] = {}
     errors: list[float] = []
@@ -281,7 +283,7 @@ def _expert_tensors(
 ) -> dict[str, Tensor]:
     """Return one expert's tensors under their published names; of a stack, its entry."""
     gate, up, down = (matrix_parts(matrix, job.storage) for matrix in matrices)
-    names, table, out = job.family.names, job.family.names.stacked, dict[str, "Tensor"]()
+    names, table, out = job.names, job.names.stacked, dict[str, "Tensor"]()
     if not job.stacked:
         for template, parts in ((names.gate, gate), (names.up, up), (names.down, down)):
             path = (template or "").format(layer=layer, expert=expert)

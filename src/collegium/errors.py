@@ -7,7 +7,7 @@
     ├── InputError         a call's tensors or arguments are not allowed (also a ValueError)
     │   └── RoutingError   NaN logits, out-of-range or duplicate expert ids in checked mode
     ├── CheckpointError    a file cannot be read as what it claims to be
-    │   ├── HostileFileError   the bytes break the safetensors rules
+    │   ├── HostileFileError   the bytes break the rules of safetensors or GGUF
     │   ├── MissingTensorError / UnknownTensorError / DuplicateTensorError
     │   ├── TensorMismatchError    shape or dtype is not what the config implies
     │   ├── BadScaleError      a scale is NaN, infinite, negative or a forbidden zero
@@ -57,7 +57,7 @@ class CheckpointError(CollegiumError):
 
 
 class HostileFileError(CheckpointError):
-    """A file breaks the rules of the safetensors format."""
+    """A file breaks the rules of the safetensors or the GGUF format."""
 
 
 class MissingTensorError(CheckpointError):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from .checkpoint.audit import audit
 from .checkpoint.loader import describe_checkpoint
-from .checkpoint.reader import Checkpoint, read_config
+from .checkpoint.reader import Checkpoint, gguf_file, read_config
 from .devices import probe
 from .errors import ConfigError
 from .formats import by_name
@@ -125,15 +125,18 @@ def plan_model(
     weight_format: str | None = None,
     limits: Limits | None = None,
 ) -> Plan:
-    """Plan one MoE layer from ``config.json`` alone (a folder or the file); no tensor is opened.
+    """Plan one MoE layer from ``config.json`` alone (a folder or the file) or a GGUF header; no tensor is opened.
 
     weight_format: plan for the experts encoded into this format. Raises ConfigError, SpecError and PlanError.
     """
     where = Path(path)
     folder = where.parent if where.is_file() else where
-    if not (folder / "config.json").is_file():
+    if gguf_file(where) is not None:
+        spec = describe_checkpoint(Checkpoint.open(where))
+    elif (folder / "config.json").is_file():
+        spec = describe(read_config(folder))
+    else:
         raise ConfigError(f"{path}: no config.json there; give a model's folder, or the file itself")
-    spec = describe(read_config(folder))
     if weight_format is not None:
         spec = replace(spec, weight_format=by_name(weight_format).name)
     return plan(Problem(spec=spec, device=probe(device), limits=limits or Limits()), force)

@@ -94,6 +94,10 @@ class MoELayer(nn.Module):
         )
         self._packed_shared = None if shared is None else _pack_shared(kernel, shared, plan.problem)
         self._device = weights.down.device
+        # To the shared expert every batch is the first rows in order; row T of the bounds is (0, T).
+        longest = plan.problem.limits.max_tokens + 1 if shared is not None else 0
+        self._shared_rows = torch.arange(longest, device=self._device)
+        self._shared_bounds = torch.stack((torch.zeros_like(self._shared_rows), self._shared_rows), dim=1)
 
     def extra_repr(self) -> str:
         """Show the plan."""
@@ -106,17 +110,21 @@ class MoELayer(nn.Module):
         router_logits: Tensor | None = None,
         routing: Routing | None = None,
         token_ids: Tensor | None = None,
+        router_input: Tensor | None = None,
     ) -> Tensor:
         """Return the layer's output for ``x [..., D]`` (bf16, fp16 or float32), same shape and dtype.
 
         router_logits: ``[T, E]`` from an external router; routing: chosen experts and weights, used as they are;
         neither: the layer's own router. token_ids: ``[T]`` integers, needed for hash routing only.
+        router_input: what the layer's own router reads, like ``x``, where the model gives it another input (Gemma-4).
         T is the product of the leading dimensions and may be 0. Raises InputError on shapes, dtypes and devices, and
         RoutingError in checked mode.
         """
         self._check_input(x)
         flat = x.reshape(-1, self.spec.hidden_size)
-        chosen = self._route(flat, router_logits, routing, token_ids)
+        seen = flat if router_input is None else router_input.reshape(-1, self.spec.hidden_size)
+        _check_rows("router_input", seen, (flat.shape[0], self.spec.hidden_size))
+        chosen = self._route(seen, router_logits, routing, token_ids, apart=router_input is not None)
         step = self.plan.problem.limits.max_tokens
         if flat.shape[0] <= step:
             return self._tokens(flat, chosen).reshape(x.shape)
@@ -128,25 +136,25 @@ class MoELayer(nn.Module):
         return out.reshape(x.shape)
 
     def _tokens(self, x: Tensor, routing: Routing) -> Tensor:
-        inner = x if self.latent is None else functional.linear(x, self.latent.down.to(x.dtype))
-        out = self._pipeline(inner, routing)
-        if self.latent is not None:
-            out = _leave_latent(out, self.latent)
-        if self.shared is not None:
-            out = out + self._shared_output(x)
-        return out.to(x.dtype)
+        shared = None if self.shared is None else self._shared_output(x)
+        if self.latent is None:
+            return self._pipeline(x, routing, dtype=x.dtype, shared=shared)
+        inner = functional.linear(x, self.latent.down.to(x.dtype))
+        out = _leave_latent(self._pipeline(inner, routing), self.latent)
+        return (out if shared is None else out + shared).to(x.dtype)
 
     def _shared_output(self, x: Tensor) -> Tensor:
         shared = cast("SharedWeights[Payload]", self.shared)
         tokens = x.shape[0]
-        rows = torch.arange(tokens, device=x.device)
-        batch = ContiguousBatch(x=x, source=rows, expert_offsets=tokens * torch.arange(2, device=x.device))
+        batch = ContiguousBatch(x=x, source=self._shared_rows[:tokens], expert_offsets=self._shared_bounds[tokens])
         out = self._kernel.run(batch, self._packed_shared)
         if shared.gate is None:
             return out
         return torch.sigmoid(functional.linear(x.float(), shared.gate.float())) * out
 
-    def _route(self, x: Tensor, logits: Tensor | None, routing: Routing | None, token_ids: Tensor | None) -> Routing:
+    def _route(
+        self, x: Tensor, logits: Tensor | None, routing: Routing | None, token_ids: Tensor | None, *, apart: bool
+    ) -> Routing:
         if routing is not None:
             _check_rows("topk_ids", routing.topk_ids, (x.shape[0], routing.topk_ids.shape[-1]))
             return sanitise(routing.topk_ids, routing.topk_weights, self.spec.num_experts, checked=self.checked)
@@ -156,8 +164,14 @@ class MoELayer(nn.Module):
                     "forward: no router_logits and no routing were given and the layer was built without a router; "
                     "give one of the two, or build the layer with router=RouterWeights(...)"
                 )
-            bias = None if self.router.bias is None else self.router.bias.float()
-            logits = functional.linear(x.float(), self.router.weight.float(), bias)
+            bias, eps = None if self.router.bias is None else self.router.bias.float(), self.spec.routing.input_norm_eps
+            if eps is not None and not apart:
+                raise InputError(
+                    "forward: this router reads an input of its own, which it normalises (Gemma-4: the residual before "
+                    "the experts' norm); give router_input, or router_logits or a routing"
+                )
+            read = x.float() if eps is None else functional.rms_norm(x.float(), (x.shape[-1],), eps=eps)
+            logits = functional.linear(read, self.router.weight.float(), bias)
         _check_rows("router_logits", logits, (x.shape[0], self.spec.num_experts))
         if self.choose is not None:
             return route_custom(self.choose, x, logits, self.spec.routing, checked=self.checked)
@@ -167,6 +181,7 @@ class MoELayer(nn.Module):
             bias=None if self.router is None else self.router.correction_bias,
             token_ids=token_ids,
             hash_table=None if self.router is None else self.router.hash_table,
+            expert_scale=None if self.router is None else self.router.expert_scale,
             checked=self.checked,
         )
 
@@ -267,7 +282,9 @@ def _pack_shared(kernel: ExpertKernel, shared: SharedWeights[Payload], problem: 
         spec,
         num_experts=1,
         intermediate_size=spec.intermediate_size if spec.shared is None else spec.shared.intermediate_size,
+        activation=spec.activation if spec.shared is None else spec.shared.activation or spec.activation,
         latent_size=None,
+        latent_norm_eps=None,
         shared=None,
         expert_bias=False,
         weight_format=shared.experts.down.name,

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from .checkpoint.detect import detect
-from .checkpoint.loader import load_experts, load_router, load_shared
+from .checkpoint.loader import load_experts, load_latent, load_router, load_shared
 from .checkpoint.reader import Checkpoint
 from .devices import probe
 from .layer import MoELayer, encode_experts
@@ -51,6 +51,7 @@ def load_layer(
         plan(problem, force),
         router=load_router(checkpoint, spec, layer, device=facts.kind),
         shared=load_shared(checkpoint, spec, layer, device=facts.kind),
+        latent=load_latent(checkpoint, spec, layer, device=facts.kind),
         checked=checked,
     )
 
@@ -74,6 +75,7 @@ def load_routed(
         spec,
         hidden_size=spec.expert_hidden_size,
         latent_size=None,
+        latent_norm_eps=None,
         shared=None,
         routing=RoutingSpec(top_k=spec.routing.top_k),
     )
@@ -86,7 +88,7 @@ def _experts(
 ) -> tuple[MoESpec, ExpertWeights[Payload]]:
     """Read all experts of a layer, encode them if asked, and return them with the spec that describes them."""
     stored = detect(checkpoint.config, checkpoint, layer)
-    spec = replace(describe(checkpoint.config), weight_format=stored.name)
+    spec = replace(describe(checkpoint.config, layer), weight_format=stored.name)
     everything = linear(spec.num_experts, 0, 1)
     weights = load_experts(checkpoint, spec, layer, everything, stored=stored, device=facts.kind)
     if weight_format is not None and weight_format != weights.down.name:

@@ -31,14 +31,15 @@ __all__ = [
     "RoutingSpec",
     "SharedSpec",
     "SharedWeights",
+    "TileRows",
 ]
 
 ActivationKind = Literal["swiglu", "swiglu_oai", "swiglu_step", "situ", "geglu", "geglu_tanh", "relu2", "silu", "gelu"]
 GATED_KINDS = ("swiglu", "swiglu_oai", "swiglu_step", "situ", "geglu", "geglu_tanh")
 ACTIVATION_KINDS = (*GATED_KINDS, "relu2", "silu", "gelu")
 
-ScoreFunction = Literal["softmax", "topk_softmax", "sigmoid", "sqrt_softplus"]
-SCORE_FUNCTIONS = ("softmax", "topk_softmax", "sigmoid", "sqrt_softplus")
+ScoreFunction = Literal["softmax", "topk_softmax", "sigmoid", "sqrt_softplus", "sparsemixer"]
+SCORE_FUNCTIONS = ("softmax", "topk_softmax", "sigmoid", "sqrt_softplus", "sparsemixer")
 
 
 def _require(ok: bool, asked: str, found: object, allowed: str) -> None:
@@ -81,13 +82,17 @@ class RoutingSpec:
     """How router logits ``[T, E]`` become ``topk_ids`` and ``topk_weights`` ``[T, K]``.
 
     score: ``softmax`` over all experts before top-k; ``topk_softmax`` over the selected logits only; ``sigmoid`` and
-        ``sqrt_softplus`` elementwise before top-k.
-    renormalise: divide the selected weights by (their sum + ``renormalise_eps``).
+        ``sqrt_softplus`` elementwise before top-k; ``sparsemixer``: two experts one after the other, each weighted by
+        a softmax over the logits within ``2 * jitter`` of the best left (Phi-3.5-MoE).
+    renormalise: divide the selected weights by (their sum + ``renormalise_eps``), or by ``renormalise_floor`` if that
+        is larger.
     groups, kept_groups: grouped top-k; ``group_score`` is the maximum of the group or the sum of its two best.
     scale: routed scaling factor, applied last.
     correction_bias: whether a per-expert bias is added for selection only, never to the weights.
     weight_on_input: the router weight multiplies the expert's input instead of its output (Llama-4).
     hash_routing: experts are looked up by token id in a table; the weights still come from the scores.
+    input_norm_eps: the router reads its input after an RMS norm without weight (Gemma-4); None: as it is.
+    expert_scale: whether the weight of each assignment is multiplied by a factor of its expert at the very end.
     """
 
     top_k: int
@@ -101,6 +106,10 @@ class RoutingSpec:
     correction_bias: bool = False
     weight_on_input: bool = False
     hash_routing: bool = False
+    renormalise_floor: float = 0.0
+    jitter: float = 0.01
+    input_norm_eps: float | None = None
+    expert_scale: bool = False
 
     def __post_init__(self) -> None:
         _require(self.top_k >= 1, "top_k", self.top_k, "at least 1")
@@ -113,17 +122,24 @@ class RoutingSpec:
         )
         _require(self.group_score in ("max", "top2_sum"), "group_score", self.group_score, "max, top2_sum")
         _require(self.renormalise_eps >= 0, "renormalise_eps", self.renormalise_eps, "0 or more")
+        _require(self.renormalise_floor >= 0, "renormalise_floor", self.renormalise_floor, "0 or more")
+        if self.score == "sparsemixer":
+            plain = not (self.renormalise or self.correction_bias or self.hash_routing or self.groups > 1)
+            _require(plain and self.top_k == 2, "sparsemixer", self, "top_k=2 and renormalise=False alone")
+            _require(self.jitter > 0, "jitter", self.jitter, "a positive number")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedSpec:
     """The dense expert every token passes through, width ``intermediate_size``.
 
-    gated: its output is multiplied by sigmoid(Linear(x) -> 1) (Qwen2-MoE family).
+    gated: its output is multiplied by sigmoid(Linear(x) -> 1) (Qwen2-MoE family). activation: its own, None for that
+    of the routed experts.
     """
 
     intermediate_size: int
     gated: bool = False
+    activation: ActivationSpec | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,6 +151,7 @@ class MoESpec:
     weight_format: name of the format the experts are published in (see ``collegium.formats.FORMATS``).
     expert_bias: whether both projections carry biases ``[E, 2I or I]`` and ``[E, H]``.
     latent_size: H when the routed experts work in a latent width; None means H = D.
+    latent_norm_eps: epsilon of the RMS norm before the projection out of the latent width, None when there is none.
     shared: the shared expert, or None.
     """
 
@@ -147,6 +164,7 @@ class MoESpec:
     expert_bias: bool = False
     latent_size: int | None = None
     shared: SharedSpec | None = None
+    latent_norm_eps: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "intermediate_size", "num_experts"):
@@ -278,12 +296,16 @@ class Routing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouterWeights:
-    """The router's linear layer: weight ``[E, D]``, bias ``[E]`` or None, correction_bias ``[E]`` or None."""
+    """The router's linear layer: weight ``[E, D]``, bias, correction_bias and expert_scale ``[E]`` or None.
+
+    hash_table: ``[vocabulary, K]`` expert ids, for hash routing only.
+    """
 
     weight: Tensor
     bias: Tensor | None = None
     correction_bias: Tensor | None = None
     hash_table: Tensor | None = None
+    expert_scale: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -309,6 +331,15 @@ class LatentWeights:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TileRows:
+    """Token tiles of ``block_t`` rows: expert ``[count]`` int32 (-1: no tile) and first row ``[count]`` int64."""
+
+    block_t: int
+    expert: Tensor
+    row: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ContiguousBatch:
     """Rows packed by expert, named by where they come from; nothing is gathered yet.
 
@@ -316,10 +347,11 @@ class ContiguousBatch:
     within an expert by token. expert_offsets: ``[E+1]`` int64 on x's device, expert e owns rows
     ``expert_offsets[e]:expert_offsets[e+1]``; rows from ``expert_offsets[E]`` on belong to dropped assignments and
     must not be read from the result. input_weights: ``[R]`` float32 that multiply the row before everything else
-    (router weight on the input), or None.
+    (router weight on the input), or None. tiles: token tile lists made with the order, for kernels that asked.
     """
 
     x: Tensor
     source: Tensor
     expert_offsets: Tensor
     input_weights: Tensor | None = None
+    tiles: tuple[TileRows, ...] = ()

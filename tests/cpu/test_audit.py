@@ -148,10 +148,10 @@ def extra(name: str) -> Change:
     ("name", "text"),
     [
         (f"{PATH}0.gate_proj.bias", r"gate_proj.bias is not known to qwen3_moe in bf16.*known suffixes are"),
-        (f"{PATH}0.w1.weight", r"experts.0.w1.weight lies among the experts, qwen3_moe has no such tensor"),
-        (f"{PATH}01.gate_proj.weight", r"experts.01.gate_proj.weight lies among the experts"),
-        (f"{PATH}0.gate_proj.weight_g_idx", r"activation order permutes"),
-        (f"{PATH}0.gate_proj.weight_zero_point", r"zero point; only symmetric"),
+        (f"{PATH}0.w1.weight", r"experts.0.w1.weight lies in the MoE block, qwen3_moe has no such tensor"),
+        (f"{PATH}01.gate_proj.weight", r"experts.01.gate_proj.weight lies in the MoE block"),
+        (f"{PATH}0.gate_proj.weight_g_idx", r"weight_g_idx: an activation order of the columns"),
+        (f"{PATH}0.gate_proj.weight_zero_point", r"weight_zero_point: a zero point, where the config declares no"),
         (f"{PATH}9.gate_proj.weight", r"experts \[9\] are in the files, config.json says num_experts=4"),
     ],
 )

@@ -14,7 +14,19 @@ from compressed_tensors.quantization.utils import calculate_qparams
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from collegium.formats import Fp8Block, Fp8Channel, Fp8Tensor, Int4Group, MxFp4, MxFp8, NvFp4
+from collegium.formats import (
+    Fp8Block,
+    Fp8Channel,
+    Fp8Tensor,
+    Int4Affine,
+    Int4Group,
+    Int4Ordered,
+    Int8Affine,
+    Int8Ordered,
+    MxFp4,
+    MxFp8,
+    NvFp4,
+)
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -36,7 +48,7 @@ def positive_e4m3(*shape: int) -> torch.Tensor:
 
 
 def scheme(**weights: object) -> QuantizationScheme:
-    return QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(symmetric=True, **weights))
+    return QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**{"symmetric": True, **weights}))
 
 
 def decompress(name: str, parts: dict[str, torch.Tensor], **weights: object) -> torch.Tensor:
@@ -135,6 +147,55 @@ def test_int4_decode_as_compressed_tensors(columns: int, strategy: str) -> None:
     weights |= {"group_size": 32} if strategy == "group" else {}
     ours = Int4Group.from_parts(parts, storage="compressed-tensors", shape=(9, columns)).decode(torch.bfloat16)
     assert torch.equal(ours, decompress("pack-quantized", parts, **weights))
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("strategy", ["group", "channel"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_integer_decode_as_compressed_tensors(bits: int, strategy: str, symmetric: bool) -> None:
+    rows, columns, per = 21, 128, 32 // bits
+    size = 32 if strategy == "group" else columns
+    parts = {
+        ".weight_packed": torch.randint(-(2**31), 2**31 - 1, (rows, columns // per), dtype=torch.int32),
+        ".weight_scale": torch.rand(rows, columns // size) + 0.1,
+        ".weight_shape": torch.tensor([rows, columns]),
+    }
+    if not symmetric:
+        shape = (-(-rows // per), columns // size)
+        parts[".weight_zero_point"] = torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32)
+    weights = {"num_bits": bits, "type": "int", "strategy": strategy, "symmetric": symmetric}
+    weights |= {"group_size": 32} if strategy == "group" else {}
+    storage = "compressed-tensors" if symmetric else "compressed-tensors-asymmetric"
+    form = {4: Int4Group if symmetric else Int4Affine, 8: Int8Affine}[bits]
+    ours = form.from_parts(parts, storage=storage, shape=(rows, columns)).decode()
+    theirs = decompress("pack-quantized", parts, **weights)
+    # the library multiplies a negative zero as such; the numbers are equal
+    assert torch.equal(ours, theirs)
+    if symmetric:
+        reversed_groups = torch.arange(columns - 1, -1, -1, dtype=torch.int32) // size
+        backwards = {
+            **parts,
+            ".weight_packed": parts[".weight_packed"].view(torch.uint8).flip(1).contiguous().view(torch.int32),
+            ".weight_g_idx": reversed_groups,
+        }
+        ordered = {4: Int4Ordered, 8: Int8Ordered}[bits].from_parts(
+            backwards, storage=storage, shape=(rows, columns), group_size=size
+        )
+        pairs = ordered.decode().flip(1)
+        if bits == 4:  # bytes were reversed, the two codes inside each were not
+            pairs = pairs.view(rows, -1, 2).flip(-1).flatten(1)
+        assert torch.equal(pairs, theirs)
+
+
+@pytest.mark.parametrize("strategy", ["group", "channel"])
+def test_plain_int8_decode_as_compressed_tensors(strategy: str) -> None:
+    size = 32 if strategy == "group" else 96
+    codes = any_bytes(9, 96).view(torch.int8)
+    parts = {".weight": codes, ".weight_scale": torch.rand(9, 96 // size) + 0.1}
+    weights = {"num_bits": 8, "type": "int", "strategy": strategy}
+    weights |= {"group_size": 32} if strategy == "group" else {}
+    ours = Int8Affine.from_parts(parts, storage="int-quantized", shape=(9, 96)).decode()
+    assert torch.equal(ours, decompress("int-quantized", parts, **weights))
 
 
 def test_fp8_decode_as_compressed_tensors() -> None:

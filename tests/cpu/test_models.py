@@ -96,7 +96,7 @@ def test_every_family_is_found_by_its_types() -> None:
 @pytest.mark.parametrize(
     ("config", "error", "text"),
     [
-        ({"model_type": "llama"}, ConfigError, "'llama', known are qwen3_moe, mixtral, deepseek_v3.*gpt_oss"),
+        ({"model_type": "llama"}, ConfigError, "'llama', known are qwen3_moe.*mixtral, deepseek_v3.*gpt_oss"),
         ({}, ConfigError, "model_type is None"),
         ({**MIXTRAL, "hidden_size": "4096"}, ConfigError, "hidden_size is '4096', allowed is an integer"),
         ({**MIXTRAL, "hidden_size": None}, ConfigError, "lacks hidden_size"),
@@ -109,9 +109,9 @@ def test_every_family_is_found_by_its_types() -> None:
         ({**DEEPSEEK, "moe_layer_freq": 0}, ConfigError, "moe_layer_freq is 0"),
         ({**MIXTRAL, "torch_dtype": "int8"}, ConfigError, "dtype is 'int8'"),
         (
-            {**MIXTRAL, "quantization_config": {"quant_method": "gptq"}},
+            {**MIXTRAL, "quantization_config": {"quant_method": "hqq"}},
             ConfigError,
-            "'gptq', known are fp8, mxfp4",
+            "'hqq', known are fp8, mxfp4",
         ),
         ({**MIXTRAL, "quantization_config": [1]}, ConfigError, "allowed is an object"),
     ],
@@ -119,6 +119,35 @@ def test_every_family_is_found_by_its_types() -> None:
 def test_bad_configs(config: dict[str, object], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         describe(config)
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
+BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+
+
+@pytest.mark.parametrize(
+    ("block", "wanted"),
+    [
+        (GPTQ, ("int4_group", "gptq", 32)),
+        ({**GPTQ, "checkpoint_format": "gptq_v2"}, ("int4_group", "gptq_v2", 32)),
+        ({**GPTQ, "sym": False}, ("int4_affine", "gptq", 32)),
+        ({**GPTQ, "desc_act": True}, ("int4_ordered", "gptq", 32)),
+        ({**GPTQ, "desc_act": True, "group_size": -1}, ("int4_group", "gptq", None)),
+        ({**GPTQ, "bits": 8}, ("int8_affine", "gptq", 32)),
+        ({**GPTQ, "dynamic": {"-:.*experts.*": {}}}, ("bf16", None, None)),
+        ({**GPTQ, "dynamic": {"+:.*w9": {"bits": 8}, r".*\.experts\..*": {"bits": 8, "group_size": 64}}},
+         ("int8_affine", "gptq", 64)),
+        (AWQ, ("int4_affine", "awq", 32)),
+        ({**AWQ, "modules_to_not_convert": ["gate"]}, ("int4_affine", "awq", 32)),
+        ({**AWQ, "modules_to_not_convert": ["experts"]}, ("bf16", None, None)),
+        (BNB, ("bnb4", "nf4", None)),
+        ({**BNB, "llm_int8_skip_modules": ["lm_head", "mlp"]}, ("bf16", None, None)),
+    ],
+)  # fmt: skip
+def test_integer_methods(block: dict[str, object], wanted: tuple[object, ...]) -> None:
+    found = declared_format({"quantization_config": block, "dtype": "bfloat16"}, EXPERT)
+    assert (found.format, found.storage, found.group) == wanted
 
 
 def compressed(**weights: object) -> dict[str, object]:
@@ -209,13 +238,20 @@ def test_deepseek_v4_declares_its_experts_elsewhere() -> None:
             "float 4 bits group of 64, known are",
         ),
         (
-            compressed(type="int", num_bits=4, strategy="group", group_size=32, symmetric=False),
-            "symmetric=False",
+            compressed(type="int", num_bits=4, strategy="group", group_size=32, symmetric="yes"),
+            "symmetric='yes'",
         ),
         (
-            compressed(type="int", num_bits=4, strategy="group", group_size=32, actorder="group"),
-            "actorder='group'",
+            compressed(type="int", num_bits=4, strategy="group", group_size=32, actorder="random"),
+            "actorder='random'",
         ),
+        ({**GPTQ, "bits": 3}, "bits is 3, allowed are 4, 8"),
+        ({**GPTQ, "group_size": 0}, "group_size is 0, allowed is a positive integer or -1"),
+        ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin', allowed are 'gptq', 'gptq_v2'"),
+        ({**AWQ, "version": "gemv"}, "version is 'gemv', allowed are 'gemm'"),
+        ({**AWQ, "zero_point": False}, "zero_point is False, allowed are True"),
+        ({**BNB, "load_in_4bit": False}, "load_in_4bit is False, allowed are True"),
+        ({**BNB, "bnb_4bit_quant_type": "int4"}, "bnb_4bit_quant_type is 'int4', allowed are 'nf4', 'fp4'"),
         ({"quant_method": "compressed-tensors"}, "config_groups is None"),
         ({"quant_method": "mxfp4", "modules_to_not_convert": "lm_head"}, "allowed is a list of module names"),
         ({**compressed(), "ignore": ["re:("]}, "cannot be used"),
@@ -224,6 +260,24 @@ def test_deepseek_v4_declares_its_experts_elsewhere() -> None:
 def test_bad_quantization(block: dict[str, object], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         declared_format({"quantization_config": block}, EXPERT)
+
+
+@pytest.mark.parametrize(
+    ("weights", "wanted"),
+    [
+        ({"num_bits": 4, "strategy": "group", "group_size": 32}, ("int4_group", None, 32)),
+        ({"num_bits": 4, "strategy": "channel", "symmetric": False},
+         ("int4_affine", "compressed-tensors-asymmetric", None)),
+        ({"num_bits": 4, "strategy": "group", "group_size": 64, "actorder": "group"}, ("int4_ordered", None, 64)),
+        ({"num_bits": 4, "strategy": "group", "group_size": 64, "actorder": "weight"}, ("int4_group", None, 64)),
+        ({"num_bits": 8, "strategy": "channel"}, ("int8_affine", None, None)),
+        ({"num_bits": 8, "strategy": "group", "group_size": 32, "symmetric": False, "actorder": "group"},
+         ("int8_ordered", "compressed-tensors-asymmetric", 32)),
+    ],
+)  # fmt: skip
+def test_compressed_integers(weights: dict[str, object], wanted: tuple[object, ...]) -> None:
+    found = declared_format({"quantization_config": compressed(type="int", **weights)}, EXPERT)
+    assert (found.format, found.storage, found.group) == wanted
 
 
 def test_blocks_and_groups_of_other_sizes(tmp_path: Path) -> None:

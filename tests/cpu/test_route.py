@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from collegium.errors import InputError, RoutingError
+from collegium.errors import InputError, RoutingError, SpecError
 from collegium.ops.route import route, route_custom, sanitise
 from collegium.types import RoutingSpec
 
@@ -469,3 +469,47 @@ def test_route_agrees_with_the_published_router(family, spec):
     mine, mine_order = found.topk_ids.sort(dim=1)
     assert torch.equal(mine, ids)
     torch.testing.assert_close(found.topk_weights.gather(1, mine_order), weights.gather(1, order), rtol=2e-6, atol=1e-9)
+
+
+def test_sparsemixer_picks_two_in_turn_and_masks_what_is_far() -> None:
+    spec = RoutingSpec(top_k=2, score="sparsemixer", renormalise=False, jitter=0.1)
+    logits = torch.tensor([[2.0, 1.9, 1.0, -3.0], [-1.0, -1.1, -4.0, -1.15]])
+    found = route(logits, spec)
+    assert found.topk_ids.tolist() == [[0, 1], [0, 1]]
+    # row 0: 1.0 is (2 - 1) / 2 = 0.5 away from 2, more than 0.2; alone with 1.9 the second weight is 1
+    first = torch.softmax(torch.tensor([2.0, 1.9]), 0)[0]
+    assert found.topk_weights[0].tolist() == pytest.approx([first.item(), 1.0])
+    # row 1: |s| is what the distance is divided by; -1.1 and -1.15 are near -1, -4 is not
+    near = torch.softmax(torch.tensor([-1.0, -1.1, -1.15]), 0)[0]
+    second = torch.softmax(torch.tensor([-1.1, -1.15]), 0)[0]
+    assert found.topk_weights[1].tolist() == pytest.approx([near.item(), second.item()])
+    lost = route(torch.tensor([[float("nan"), 1.0, 0.0, 0.0]]), spec)
+    assert lost.topk_ids.tolist() == [[-1, -1]]
+    assert not lost.topk_weights.any()
+
+
+@pytest.mark.parametrize("change", [{"top_k": 3}, {"renormalise": True}, {"correction_bias": True}, {"jitter": 0.0}])
+def test_sparsemixer_stands_alone(change: dict[str, object]) -> None:
+    with pytest.raises(SpecError, match=r"sparsemixer|jitter"):
+        RoutingSpec(**{"top_k": 2, "score": "sparsemixer", "renormalise": False, **change})  # type: ignore[arg-type]
+
+
+def test_the_sum_of_weights_has_a_floor() -> None:
+    logits = torch.tensor([[3.0, 2.0, 0.0]])
+    plain = route(logits, RoutingSpec(top_k=1, score="sigmoid", renormalise=True))
+    floored = route(logits, RoutingSpec(top_k=1, score="sigmoid", renormalise=True, renormalise_floor=2.0))
+    assert plain.topk_weights.item() == 1.0
+    assert floored.topk_weights.item() == pytest.approx(torch.sigmoid(torch.tensor(3.0)).item() / 2)
+
+
+def test_expert_scale_multiplies_last_and_must_be_given() -> None:
+    spec = RoutingSpec(top_k=2, expert_scale=True, scale=3.0)
+    logits, factors = torch.tensor([[1.0, 0.0, 2.0]]), torch.tensor([10.0, 20.0, 30.0])
+    plain = route(logits, RoutingSpec(top_k=2, scale=3.0))
+    scaled = route(logits, spec, expert_scale=factors)
+    assert torch.equal(scaled.topk_weights, plain.topk_weights * torch.tensor([[30.0, 10.0]]))
+    for wrong in (None, factors[:2]):
+        with pytest.raises(InputError, match="expert_scale"):
+            route(logits, spec, expert_scale=wrong)
+    with pytest.raises(InputError, match="expert_scale"):
+        route(logits, RoutingSpec(top_k=2), expert_scale=factors)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .audit import AuditReport, LayerReport, audit
 from .detect import StoredFormat, detect
-from .loader import describe_checkpoint, load_all, load_experts, load_router, load_shared
+from .loader import describe_checkpoint, load_all, load_experts, load_latent, load_router, load_shared
 from .reader import Checkpoint
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "detect",
     "load_all",
     "load_experts",
+    "load_latent",
     "load_router",
     "load_shared",
 ]

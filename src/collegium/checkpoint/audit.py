@@ -18,8 +18,9 @@ from ..errors import (
     UnknownTensorError,
 )
 from ..models import describe, family_of
-from .detect import Found, StoredFormat, detect, find_experts
-from .layout import PROJECTIONS, Cut, Source, check_part, part_name, read_parts, source_of
+from .detect import StoredFormat, detect
+from .index import Found, find_experts, find_suffixes, index_of
+from .layout import Source, bias_names, check_part, part_name, projections, read_matrix, source_of, stack_paths
 from .remarks import Remarks
 
 if TYPE_CHECKING:
@@ -28,26 +29,28 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..formats.payload import Payload
-    from ..models import Family
+    from ..models import Family, Names
     from ..types import MoESpec
+    from .header import TensorInfo
     from .reader import Checkpoint
 
 __all__ = [
+    "ACTIVATION_SCALES",
     "AuditReport",
     "LayerReport",
     "audit",
     "bad_bias",
-    "bad_scale",
-    "check_declared_shape",
     "check_layer",
+    "fail",
     "refuse",
 ]
 
 _MOST_PROBLEMS = 20
-_ACTIVATION_SCALES = (".input_scale", ".input_global_scale")
+ACTIVATION_SCALES = (".input_scale", ".input_global_scale", "_input_scale")
+_SAME_SCALE = 1e-5  # relative; what engines that fuse gate and up allow between the two
 _REFUSED = {
-    ".weight_zero_point": "asymmetric weights have a zero point; only symmetric ones are supported",
-    ".weight_g_idx": "activation order permutes the input columns; only weights in column order are supported",
+    ".weight_zero_point": "a zero point, where the config declares no asymmetric packed integers",
+    ".weight_g_idx": "an activation order of the columns, where the config declares no integer weights",
 }
 
 
@@ -79,10 +82,11 @@ class AuditReport:
 def refuse(checkpoint: Checkpoint, problems: Sequence[CheckpointError]) -> None:
     """Raise one error that lists up to 20 problems, of the class of the first; do nothing when there are none."""
     if problems:
-        _refuse(checkpoint, problems)
+        fail(checkpoint, problems)
 
 
-def _refuse(checkpoint: Checkpoint, problems: Sequence[CheckpointError]) -> NoReturn:
+def fail(checkpoint: Checkpoint, problems: Sequence[CheckpointError]) -> NoReturn:
+    """Raise the error of ``refuse`` for at least one problem."""
     kind = type(problems[0])
     if len(problems) == 1:
         raise kind(str(problems[0]))
@@ -93,42 +97,45 @@ def _refuse(checkpoint: Checkpoint, problems: Sequence[CheckpointError]) -> NoRe
     raise kind(f"{checkpoint.path}: {len(problems)} problems:\n" + "\n".join(lines))
 
 
-def bad_scale(source: Source, stored: StoredFormat) -> BadScaleError:
-    """Return the error for a projection whose payload reports a fault."""
-    names = [part_name(source, part) for part in stored.layout.parts if "scale" in part.suffix and part.required]
-    if not names:
-        return BadScaleError(f"{source.label}: {part_name(source, stored.layout.parts[0])} holds NaN or infinity")
-    allowed = "E8M0 bytes 0 to 254" if stored.name in ("mxfp4", "mxfp8") else "finite and positive numbers"
-    return BadScaleError(
-        f"{source.label}: a scale of {stored.name} is forbidden or a code is NaN, allowed are {allowed}, zero only "
-        f"where every code is zero ({', '.join(names)}); download the file again or export it anew"
-    )
-
-
 def check_layer(checkpoint: Checkpoint, spec: MoESpec, layer: int, stored: StoredFormat) -> list[CheckpointError]:
     """Return every problem the headers show in the experts of ``layer``; no tensor data is read."""
     family = family_of(checkpoint.config)
-    found = find_experts(checkpoint, family, layer)
+    found, names = find_experts(checkpoint, layer), index_of(checkpoint).names
     problems: list[CheckpointError] = [
-        UnknownTensorError(f"layer {layer}: {name} lies among the experts, {family.name} has no such tensor")
+        UnknownTensorError(f"layer {layer}: {name} lies in the MoE block, {family.name} has no such tensor")
         for name in found.unknown
     ]
     if found.single and found.stack:
         msg = f"layer {layer}: experts are stored one by one and stacked at once; keep one of the two"
         problems.append(DuplicateTensorError(msg))
     if stored.stacked:
-        problems += _check_stack(checkpoint, family, spec, layer, stored)
-        problems += _check_biases(checkpoint, family, spec, layer)
+        problems += _check_stack(checkpoint, names, spec, layer, stored)
     else:
-        problems += _check_experts(checkpoint, family, spec, layer, stored)
+        problems += _check_experts(checkpoint, names, spec, layer, stored)
+    problems += _check_biases(checkpoint, family, spec, layer)
     problems += _check_suffixes(found, family, spec, layer, stored)
     return problems
 
 
-def _sources(family: Family, spec: MoESpec, layer: int, stacked: bool) -> Iterable[Source]:
+def _check_beside(checkpoint: Checkpoint, spec: MoESpec, layer: int) -> list[CheckpointError]:
+    """Return what the layer needs beside its experts and does not have."""
+    names, rule = index_of(checkpoint).names, spec.routing
+    needed = [names.router_weight, names.router_bias, names.router_scale]
+    needed += [names.correction_bias] if rule.correction_bias else []
+    needed += [names.hash_table] if rule.hash_routing else []
+    needed += [names.expert_scale] if rule.expert_scale else []
+    needed += [names.shared_gate] if spec.shared is not None and spec.shared.gated else []
+    needed += [names.latent_norm] if spec.latent_norm_eps is not None else []
+    missing = [n for t in needed if t is not None and (n := t.format(layer=layer)) not in checkpoint]
+    paths = (*((names.shared or ()) if spec.shared else ()), *((names.latent or ()) if spec.latent_size else ()))
+    missing += [p.format(layer=layer) for p in paths if not find_suffixes(checkpoint, layer, (p,))]
+    return [MissingTensorError(f"layer {layer}: {name} missing; the layer needs it") for name in missing]
+
+
+def _sources(names: Names, spec: MoESpec, layer: int, stacked: bool) -> Iterable[tuple[int, Source]]:
     for expert in range(spec.num_experts):
-        for which in PROJECTIONS:
-            yield source_of(family.names, spec, layer=layer, expert=expert, projection=which, stacked=stacked)
+        for which in projections(spec):
+            yield expert, source_of(names, spec, layer=layer, expert=expert, projection=which, stacked=stacked)
 
 
 def _parts_problems(checkpoint: Checkpoint, source: Source, stored: StoredFormat) -> list[CheckpointError]:
@@ -138,8 +145,8 @@ def _parts_problems(checkpoint: Checkpoint, source: Source, stored: StoredFormat
     if missing:
         msg = f"{source.label}: {' and '.join(missing)} missing; {stored.name} in {stored.storage} storage needs it"
         problems.append(MissingTensorError(msg))
-    for part in needed:
-        if part_name(source, part) in checkpoint:
+    for part in stored.layout.parts:
+        if (part.required or part.if_present) and part_name(source, part) in checkpoint:
             try:
                 check_part(source, part, checkpoint, stored.format)
             except TensorMismatchError as error:
@@ -148,13 +155,13 @@ def _parts_problems(checkpoint: Checkpoint, source: Source, stored: StoredFormat
 
 
 def _check_stack(
-    checkpoint: Checkpoint, family: Family, spec: MoESpec, layer: int, stored: StoredFormat
+    checkpoint: Checkpoint, names: Names, spec: MoESpec, layer: int, stored: StoredFormat
 ) -> list[CheckpointError]:
     problems: list[CheckpointError] = []
-    for which in ("gate", "down"):
-        source = source_of(family.names, spec, layer=layer, expert=0, projection=which, stacked=True)
+    for which in stack_paths(names.stacked):
+        source = source_of(names, spec, layer=layer, expert=0, projection=which, stacked=True)
         name = part_name(source, stored.layout.parts[0])
-        held = checkpoint.tensors[name].shape[:1] if name in checkpoint else ()
+        held = checkpoint.tensors[name].shape[:1] if name in checkpoint and not source.flat else ()
         if held and held[0] != spec.num_experts:
             problems.append(_wrong_count(layer, held[0], spec))
         else:
@@ -169,26 +176,35 @@ def _wrong_count(layer: int, held: int, spec: MoESpec) -> ConfigError:
     )
 
 
+def _bias_shapes(names: Names, spec: MoESpec, layer: int) -> list[tuple[str, tuple[int, int]]]:
+    """Return name and shape of every expert bias the layer needs."""
+    if not spec.expert_bias:
+        return []
+    *upper, down = bias_names(names, layer)
+    wide = spec.gate_up_parts * spec.intermediate_size // len(upper)
+    return [
+        (name, (spec.num_experts, width))
+        for name, width in (*((name, wide) for name in upper), (down, spec.expert_hidden_size))
+    ]
+
+
 def _check_biases(checkpoint: Checkpoint, family: Family, spec: MoESpec, layer: int) -> list[CheckpointError]:
     problems: list[CheckpointError] = []
-    table, e = family.names.stacked, spec.num_experts
-    wanted = ((table.gate_up, 2 * spec.intermediate_size), (table.down, spec.expert_hidden_size))
-    for template, width in wanted if spec.expert_bias else ():
-        name = template.format(layer=layer) + "_bias"
+    for name, shape in _bias_shapes(index_of(checkpoint).names, spec, layer):
         if name not in checkpoint:
             problems.append(MissingTensorError(f"layer {layer}: {name} missing; {family.name} experts have biases"))
             continue
         info = checkpoint.info(name)
-        if info.shape != (e, width) or info.dtype not in ("BF16", "F16", "F32"):
-            msg = f"layer {layer}: {name} is {info.dtype} {info.shape}, needed is BF16, F16 or F32 {(e, width)}"
+        if info.shape != shape or info.dtype not in ("BF16", "F16", "F32"):
+            msg = f"layer {layer}: {name} is {info.dtype} {info.shape}, needed is BF16, F16 or F32 {shape}"
             problems.append(TensorMismatchError(msg))
     return problems
 
 
 def _check_experts(
-    checkpoint: Checkpoint, family: Family, spec: MoESpec, layer: int, stored: StoredFormat
+    checkpoint: Checkpoint, names: Names, spec: MoESpec, layer: int, stored: StoredFormat
 ) -> list[CheckpointError]:
-    found = find_experts(checkpoint, family, layer)
+    found = find_experts(checkpoint, layer)
     present, e = {expert for expert, _ in found.single}, spec.num_experts
     if len(present) != e and present == set(range(len(present))):
         return [_wrong_count(layer, len(present), spec)]
@@ -201,11 +217,12 @@ def _check_experts(
         msg = f"layer {layer}, expert {expert}: no tensor at all; {len(present)} of {e} experts are in the files"
         problems.append(MissingTensorError(msg))
     dtypes: dict[tuple[bool, str], dict[str, str]] = defaultdict(dict)
-    for source in _sources(family, spec, layer, stacked=False):
-        if int(source.label.split(",")[1].rsplit(" ", 1)[1]) not in present:
+    parts = stored.layout.parts
+    for expert, source in _sources(names, spec, layer, stacked=False):
+        if expert not in present:
             continue
         problems += _parts_problems(checkpoint, source, stored)
-        for part in stored.layout.parts:
+        for part in parts:
             if part.required and part_name(source, part) in checkpoint:
                 kind = (source.label.endswith("down"), part.suffix)
                 dtypes[kind][checkpoint.info(part_name(source, part)).dtype] = source.label
@@ -220,14 +237,14 @@ def _check_experts(
 def _check_suffixes(
     found: Found, family: Family, spec: MoESpec, layer: int, stored: StoredFormat
 ) -> list[CheckpointError]:
-    known = {part.suffix for part in stored.layout.parts} | set(_ACTIVATION_SCALES)
+    known = {part.suffix for part in stored.layout.parts} | set(ACTIVATION_SCALES)
     stack_known = known | ({"_bias"} if spec.expert_bias else set())
     problems: list[CheckpointError] = []
     groups = [(group, known) for group in found.single.values()]
     groups += [(group, stack_known) for group in found.stack.values()]
     for group, allowed in groups:
         for suffix, info in group.items():
-            if suffix in _REFUSED:
+            if suffix in _REFUSED and suffix not in allowed:
                 problems.append(UnknownTensorError(f"layer {layer}: {info.name}: {_REFUSED[suffix]}"))
             elif suffix not in allowed:
                 msg = (
@@ -238,60 +255,59 @@ def _check_suffixes(
     return problems
 
 
-def _whole(source: Source) -> Cut:
-    return Cut(rows=(0, source.rows), columns=(0, source.columns))
-
-
-def check_declared_shape(checkpoint: Checkpoint, source: Source) -> TensorMismatchError | None:
-    """Compare the ``.weight_shape`` of packed integers, where there is one, with what the config implies."""
-    name = f"{source.path}.weight_shape"
-    if name not in checkpoint:
-        return None
-    claimed = checkpoint.read(name).tolist()
-    if claimed == [source.rows, source.columns]:
-        return None
-    return TensorMismatchError(
-        f"{source.label}: {name} says {claimed}, the config implies {[source.rows, source.columns]}"
-    )
+def _input_scale(
+    checkpoint: Checkpoint, source: Source, stored: StoredFormat
+) -> tuple[Tensor | None, list[CheckpointError]]:
+    """Return the static activation scale of a projection, which nothing computes with, and what is wrong with it."""
+    for part in stored.layout.parts:
+        name = part_name(source, part)
+        if part.suffix in ACTIVATION_SCALES and name in checkpoint and source.experts is None:
+            scale = checkpoint.read(name).float().reshape(-1)
+            if bool((torch.isfinite(scale) & (scale > 0)).all()):
+                return scale, []
+            return None, [BadScaleError(f"{source.label}: {name} is {scale.tolist()}, allowed are positive numbers")]
+    return None, []
 
 
 def _check_values(
     checkpoint: Checkpoint, spec: MoESpec, layer: int, stored: StoredFormat, remarks: Remarks
 ) -> tuple[list[CheckpointError], list[str]]:
-    """Read the experts one matrix at a time: faults are problems, unequal global scales of gate and up a finding."""
-    family = family_of(checkpoint.config)
+    """Read the experts one matrix at a time: faults as problems, unequal scales of gate and up as a finding."""
+    names = index_of(checkpoint).names
     problems: list[CheckpointError] = []
-    unequal = 0
-    first: Payload | None = None
+    unequal, inputs = 0, 0
+    first: tuple[Payload | None, Tensor | None] = (None, None)
     seen: dict[str, Tensor] = {}
-    for source in _sources(family, spec, layer, stored.stacked):
-        if source.label.endswith("gate"):
-            seen = {}
-        shape_problem = check_declared_shape(checkpoint, source)
-        if shape_problem is not None:
-            problems.append(shape_problem)
-            continue
-        parts = read_parts(checkpoint, source, stored.layout, _whole(source), seen)
-        payload = stored.build(parts, (source.rows, source.columns))
-        if bool(payload.faults()):
-            problems.append(bad_scale(source, stored))
-        else:
+    for _, source in _sources(names, spec, layer, stored.stacked):
+        seen = {} if source.label.endswith("gate") else seen
+        payload, wrong = read_matrix(checkpoint, source, stored, seen=seen)
+        own, bad = _input_scale(checkpoint, source, stored)
+        problems += wrong + bad
+        if payload is not None and not wrong:
             remarks.see(source.label, payload)
-        scale: Tensor | None = payload.tensors().get("global_scale")
-        if source.label.endswith("gate"):
-            first = payload
-        elif source.label.endswith("up") and first is not None and scale is not None:
-            unequal += int(not torch.equal(scale, first.tensors()["global_scale"]))
-    for template in (family.names.stacked.gate_up, family.names.stacked.down) if spec.expert_bias else ():
-        name = template.format(layer=layer) + "_bias"
+        if source.label.endswith("up"):
+            unequal += int(not _equal_global_scales(first[0], payload))
+            inputs += int(not _close(first[1], own))
+        first = (payload, own)
+    for name, _ in _bias_shapes(names, spec, layer):
         problems += bad_bias(layer, name, checkpoint.read(name), range(spec.num_experts))
-    findings = []
+    findings: list[str] = []
+    text = f"layer {layer}: gate and up of {{}} of {spec.num_experts} experts have different {{}}"
     if unequal:
-        findings.append(
-            f"layer {layer}: gate and up of {unequal} of {spec.num_experts} experts have different global scales; "
-            "each keeps its own, exactly"
-        )
+        findings.append(text.format(unequal, "global scales; each keeps its own, exactly"))
+    if inputs:
+        findings.append(text.format(inputs, "static activation scales; none is used, activations get their own"))
     return problems, findings
+
+
+def _equal_global_scales(gate: Payload | None, up: Payload | None) -> bool:
+    if gate is None or up is None or "global_scale" not in gate.tensors():
+        return True
+    return torch.equal(gate.tensors()["global_scale"], up.tensors()["global_scale"])
+
+
+def _close(gate: Tensor | None, up: Tensor | None) -> bool:
+    return gate is None or up is None or torch.allclose(gate, up, rtol=_SAME_SCALE, atol=0)
 
 
 def bad_bias(layer: int, name: str, bias: Tensor, experts: Sequence[int]) -> list[CheckpointError]:
@@ -300,30 +316,30 @@ def bad_bias(layer: int, name: str, bias: Tensor, experts: Sequence[int]) -> lis
     return [BadScaleError(f"layer {layer}: {name} holds NaN or infinity for experts {bad[:8]}")] if bad else []
 
 
-def _roles(checkpoint: Checkpoint, family: Family, layers: Sequence[int]) -> dict[str, tuple[int, int]]:
-    names = family.names
-    routers = {
-        template.format(layer=layer)
-        for template in (names.router_weight, names.router_bias, names.correction_bias)
-        if template is not None
-        for layer in layers
-    }
-    shared = tuple(template.format(layer=layer) + "." for template in names.shared or () for layer in layers)
-    experts = tuple(names.experts.format(layer=layer) for layer in layers)
-    beyond = names.experts.partition("{layer}")[0] + f"{max(layers) + 1}."
-    totals: dict[str, tuple[int, int]] = {}
-    for name, info in checkpoint.tensors.items():
-        if name.startswith(experts):
-            role = "experts"
-        elif name in routers:
-            role = "router"
-        elif name.startswith(shared):
-            role = "shared"
-        else:
-            role = "beyond the last layer" if name.startswith(beyond) else "other"
-        count, nbytes = totals.get(role, (0, 0))
-        totals[role] = (count + 1, nbytes + info.nbytes)
-    return totals
+def _roles(checkpoint: Checkpoint, layers: Sequence[int]) -> dict[str, tuple[int, int]]:
+    """Count tensors and bytes by role, each tensor once; what no layer claims is ``other``."""
+    index, totals = index_of(checkpoint), defaultdict[str, list[int]](lambda: [0, 0])
+
+    def add(role: str, infos: Iterable[TensorInfo]) -> None:
+        for info in infos:
+            totals[role][0] += 1
+            totals[role][1] += info.nbytes
+
+    names = index.names
+    singles = (names.router_weight, names.router_bias, names.correction_bias, names.hash_table)
+    router = {n.removeprefix(names.layer) for n in (*singles, names.router_scale, names.expert_scale) if n}
+    shared = tuple(p.removeprefix(names.layer) + "." for p in names.shared or ()) or ("\0",)
+    gate = {names.shared_gate.removeprefix(names.layer)} if names.shared_gate else set[str]()
+    for layer in layers:
+        rest = index.tensors(layer)
+        add("experts", index.found(layer).infos())
+        add("router", (i for n, i in rest if n in router))
+        add("shared", (i for n, i in rest if n.startswith(shared) or n in gate))
+    add("beyond the last layer", (i for n in index.layers() if n > max(layers) for _, i in index.tensors(n)))
+    count, nbytes = (sum(column) for column in zip(*totals.values(), strict=True))
+    everything = sum(info.nbytes for info in checkpoint.tensors.values())
+    totals["other"] = [len(checkpoint.tensors) - count, everything - nbytes]
+    return {role: (n, size) for role, (n, size) in totals.items() if n}
 
 
 def audit(
@@ -331,12 +347,12 @@ def audit(
 ) -> AuditReport:
     """Check the experts of every MoE layer and return what was found.
 
-    deep: also read every expert, one matrix at a time, check its scales and look for copies. progress: called before
-    each layer and once at the end with (layers done, layers, text). Raises one CheckpointError (of the class of the
-    first problem) that lists up to 20 problems, each with layer, expert and tensor.
+    deep: also read every expert, one matrix at a time, and check its scales. progress: called before each layer and
+    once at the end with (layers done, layers, text). Raises one CheckpointError (of the class
+    of the first problem) that lists up to 20 problems, each with layer, expert and tensor.
     """
     family = family_of(checkpoint.config)
-    spec = describe(checkpoint.config)
+    describe(checkpoint.config)  # refuses a model without routed experts
     problems: list[CheckpointError] = []
     findings: list[str] = []
     reports: list[LayerReport] = []
@@ -350,13 +366,13 @@ def audit(
         except CheckpointError as error:
             problems.append(error)
             continue
-        wrong = check_layer(checkpoint, spec, layer, stored)
+        spec = family.describe(checkpoint.config, layer)
+        wrong = check_layer(checkpoint, spec, layer, stored) + _check_beside(checkpoint, spec, layer)
         if deep and not wrong:
             wrong, unequal = _check_values(checkpoint, spec, layer, stored, remarks)
             findings += unequal
         problems += wrong
-        prefix = family.names.experts.format(layer=layer)
-        nbytes = sum(i.nbytes for n, i in checkpoint.tensors.items() if n.startswith(prefix))
+        nbytes = sum(info.nbytes for info in find_experts(checkpoint, layer).infos())
         reports.append(LayerReport(layer=layer, stored=stored, experts=spec.num_experts, nbytes=nbytes))
     if progress is not None:
         progress(len(layers), len(layers), f"{len(layers)} layers")
@@ -364,7 +380,7 @@ def audit(
     return AuditReport(
         path=str(checkpoint.path),
         layers=tuple(reports),
-        roles=_roles(checkpoint, family, layers),
+        roles=_roles(checkpoint, layers),
         findings=(*findings, *remarks.findings()),
         deep=deep,
     )

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter, defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, MissingTensorError
-from ..formats import FORMATS, Fp8Block, Int4Group, by_name
-from ..models import declared_format, expert_path, family_of
+from ..formats import FORMATS, Fp8Block, Int4Affine, Int4Group, Int4Ordered, Int8Affine, Int8Ordered, by_name
+from ..models import declared_format, family_of
+from .index import index_of
+from .layout import projections, stack_paths
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from torch import Tensor
 
     from ..formats.payload import Part, Payload, Storage
-    from ..models import Declared, Family, Names
-    from .header import TensorInfo
-    from .layout import Projection
+    from ..models import Declared, Names
+    from ..types import MoESpec
     from .reader import Checkpoint
 
-__all__ = ["Found", "StoredFormat", "detect", "find_experts", "find_shared", "stored_format"]
+__all__ = ["StoredFormat", "detect", "stored_format"]
 
 _FLOATS = ("bf16", "fp16", "fp32")
+_INTEGERS = (Int4Group, Int4Affine, Int4Ordered, Int8Affine, Int8Ordered)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +32,8 @@ class StoredFormat:
     """How one layer's experts are stored.
 
     name: a format of ``formats.FORMATS``. storage: one of its storages. stacked: one tensor holds all experts.
-    block: rows and columns that share a scale (FP8 block). group: columns that share a scale (INT4; 0: a whole row).
+    block: rows and columns that share a scale (FP8 block). group: columns that share a scale (integers; 0: a whole
+    row).
     """
 
     name: str
@@ -40,6 +41,11 @@ class StoredFormat:
     stacked: bool = False
     block: tuple[int, int] = (128, 128)
     group: int = 0
+
+    @property
+    def whole(self) -> bool:
+        """Whether a matrix must be read whole before it can be cut."""
+        return self.format in (Int4Ordered, Int8Ordered) or any(part.flat for part in self.layout.parts)
 
     @property
     def format(self) -> type[Payload]:
@@ -50,100 +56,33 @@ class StoredFormat:
     def layout(self) -> Storage:
         """The storage's parts, with the block and group sizes the config declares."""
         storage = next(s for s in self.format.storages if s.name == self.storage)
-        if self.name not in ("fp8_block", "int4_group"):
-            return storage
         return replace(storage, parts=tuple(self._sized(part) for part in storage.parts))
 
     def _sized(self, part: Part) -> Part:
-        if part.suffix not in (".weight_scale", ".weight_scale_inv"):
-            return part
-        if self.name == "fp8_block":
+        if self.format is Fp8Block and part.columns_per == Fp8Block.group:
             return replace(part, rows_per=self.block[0], columns_per=self.block[1])
-        if self.group:
-            return replace(part, columns_per=self.group)
-        return replace(part, columns_per=0, inner=(1,))
+        if self.format not in _INTEGERS or part.columns_per != Int4Group.group:
+            return part
+        return replace(part, columns_per=self.group) if self.group else replace(part, columns_per=0, inner=(1,))
 
     def build(self, parts: Mapping[str, Tensor], shape: tuple[int, ...]) -> Payload:
         """Return the payload of logical ``shape`` from its parts; raises the CheckpointErrors of ``from_parts``."""
+        for cls in _INTEGERS:
+            if self.format is cls:
+                return cls.from_parts(parts, storage=self.storage, shape=shape, group_size=self.group or shape[-1])
         if self.format is Fp8Block:
             return Fp8Block.from_parts(parts, storage=self.storage, shape=shape, block=self.block)
-        if self.format is Int4Group:
-            return Int4Group.from_parts(parts, storage=self.storage, shape=shape, group_size=self.group or None)
         return self.format.from_parts(parts, storage=self.storage, shape=shape)
-
-
-@dataclass(kw_only=True, slots=True)
-class Found:
-    """The expert tensors of one layer, by name only.
-
-    single: ``(expert, projection)`` to suffix to header entry. stack: the same without experts (``gate`` stands for
-    gate_up). unknown: names below the experts' prefix that fit neither.
-    """
-
-    single: dict[tuple[int, Projection], dict[str, TensorInfo]] = field(default_factory=dict)
-    stack: dict[Projection, dict[str, TensorInfo]] = field(default_factory=dict)
-    unknown: list[str] = field(default_factory=list)
-
-    def suffixes(self) -> dict[str, set[str]]:
-        """Return every suffix seen, with the dtypes it was seen in."""
-        seen: dict[str, set[str]] = defaultdict(set)
-        groups: Iterable[Mapping[str, TensorInfo]] = (*self.single.values(), *self.stack.values())
-        for group in groups:
-            for suffix, info in group.items():
-                seen[suffix].add(info.dtype)
-        return dict(seen)
-
-
-def _single_pattern(names: Names, layer: int) -> tuple[re.Pattern[str], dict[str, Projection]] | None:
-    if names.gate is None or names.up is None or names.down is None:
-        return None
-    paths: dict[Projection, str] = {"gate": names.gate, "up": names.up, "down": names.down}
-    tails: dict[str, Projection] = {path.partition("{expert}.")[2]: which for which, path in paths.items()}
-    head = re.escape(names.gate.partition("{expert}.")[0].format(layer=layer))
-    choice = "|".join(re.escape(tail) for tail in tails)
-    # no leading zeros: experts.01 is not what the loader would look for
-    return re.compile(rf"{head}(0|[1-9][0-9]{{0,8}})\.({choice})(\..+)"), tails
-
-
-def find_experts(checkpoint: Checkpoint, family: Family, layer: int) -> Found:
-    """Sort the names below the experts' prefix of ``layer``; no tensor is read."""
-    names, found = family.names, Found()
-    prefix = names.experts.format(layer=layer)
-    single = _single_pattern(names, layer)
-    stacks: dict[str, Projection] = {
-        names.stacked.gate_up.format(layer=layer): "gate",
-        names.stacked.down.format(layer=layer): "down",
-    }
-    for name, info in checkpoint.tensors.items():
-        if not name.startswith(prefix):
-            continue
-        match = single[0].fullmatch(name) if single is not None else None
-        if single is not None and match is not None:
-            key = (int(match[1]), single[1][match[2]])
-            found.single.setdefault(key, {})[match[3]] = info
-            continue
-        path = next((p for p in stacks if name.startswith(p)), None)
-        if path is None:
-            found.unknown.append(name)
-        else:
-            # an unquantised stack is stored under the bare path; the formats call that part ".weight"
-            found.stack.setdefault(stacks[path], {})[name.removeprefix(path) or ".weight"] = info
-    return found
-
-
-def find_shared(checkpoint: Checkpoint, family: Family, layer: int) -> dict[str, set[str]]:
-    """Return the suffixes and dtypes of the shared expert's tensors."""
-    seen: dict[str, set[str]] = defaultdict(set)
-    for template in family.names.shared or ():
-        path = template.format(layer=layer)
-        for name, info in checkpoint.tensors.items():
-            if name.startswith(f"{path}."):
-                seen[name.removeprefix(path)].add(info.dtype)
-    return dict(seen)
 
 
 def _fits(storage: Storage, seen: Mapping[str, set[str]]) -> bool:
     return all(not p.required or seen.get(p.suffix, set()) & set(p.dtypes) for p in storage.parts)
+
+
+def _holds(storage: Storage, seen: Mapping[str, set[str]]) -> bool:
+    """Tell whether a storage of one part explains everything seen."""
+    part = storage.parts[0]
+    return len(storage.parts) == 1 and set(seen) == {part.suffix} and seen[part.suffix] <= set(part.dtypes)
 
 
 def _closest(seen: Mapping[str, set[str]]) -> list[str]:
@@ -161,6 +100,9 @@ def _match_storage(declared: Declared, seen: Mapping[str, set[str]], where: str)
         # dtype in config.json says how to compute; unquantised tensors carry their own dtype and it is the truth
         floats = [n for n in closest if n in _FLOATS]
         name = floats[0] if floats and name not in floats else name
+    if declared.method == "gguf":
+        # a file of blocks has no config; every tensor carries its own type
+        name = next((f.name for f in FORMATS if any(_holds(s, seen) for s in f.storages)), name)
     listed = ", ".join(f"{suffix} {'/'.join(sorted(dtypes))}" for suffix, dtypes in sorted(seen.items())) or "none"
     stored = f"{where}: the tensors are {listed}"
     if closest:
@@ -169,10 +111,11 @@ def _match_storage(declared: Declared, seen: Mapping[str, set[str]], where: str)
         msg = f"{stored}; config.json declares neither dtype nor quantization_config; add the one that is true"
         raise ConfigError(msg)
     cls = by_name(name)
-    fitting = [s.name for s in cls.storages if _fits(s, seen)]
+    fitting = [s.name for s in cls.storages if _fits(s, seen) and declared.storage in (None, s.name)]
     foreign = declared.method is None and any(n not in _FLOATS for n in closest)
     if not fitting or foreign:
-        needs = " or ".join(" + ".join(p.suffix for p in s.parts if p.required) for s in cls.storages)
+        asked = [s for s in cls.storages if declared.storage in (None, s.name)]
+        needs = " or ".join(dict.fromkeys(" + ".join(p.suffix for p in s.parts if p.required) for s in asked))
         declares = f"declares {name}" if declared.method is None else f"declares {name} ({declared.method})"
         msg = f"{stored}; config.json {declares}, which needs {needs}; correct quantization_config or the files"
         raise ConfigError(msg)
@@ -189,15 +132,16 @@ def detect(config: Mapping[str, object], checkpoint: Checkpoint, layer: int | No
     family = family_of(config)
     layers = family.moe_layers(config)
     layer = layer if layer is not None else layers[0]
-    found = find_experts(checkpoint, family, layer)
+    index = index_of(checkpoint)
+    found = index.found(layer)
     if not found.single and not found.stack:
-        prefix = family.names.experts.format(layer=layer)
-        near = Counter(name.split(".layers.")[0] for name in checkpoint.tensors if ".experts." in name)
+        prefix = index.names.experts.format(layer=layer)
+        near = dict.fromkeys(name.split(".layers.")[0] for name in checkpoint.tensors if ".experts." in name)
         others = f"; experts exist below {', '.join(map(repr, near))}" if near else ""
         msg = f"layer {layer}: no tensor starts with {prefix!r}, which {family.name} needs{others}"
         raise MissingTensorError(msg)
     stacked = not found.single
-    paths = _paths(family, layer, stacked=stacked)
+    paths = _paths(index.names, family.describe(config, layer), layer, stacked=stacked)
     declared = {path: declared_format(config, path) for path in paths}
     if len(set(declared.values())) > 1:
         listed = ", ".join(f"{path} {entry.format}" for path, entry in declared.items())
@@ -221,8 +165,8 @@ def stored_format(
     )
 
 
-def _paths(family: Family, layer: int, *, stacked: bool) -> list[str]:
-    names = family.names
-    if stacked or names.gate is None or names.up is None or names.down is None:
-        return [names.stacked.gate_up.format(layer=layer), names.stacked.down.format(layer=layer)]
-    return [expert_path(family, layer), *(p.format(layer=layer, expert=0) for p in (names.up, names.down))]
+def _paths(names: Names, spec: MoESpec, layer: int, *, stacked: bool) -> list[str]:
+    if stacked:
+        return [path.format(layer=layer) for path in stack_paths(names.stacked).values()]
+    single = {"gate": names.gate, "up": names.up, "down": names.down}
+    return [(single[which] or "").format(layer=layer, expert=0) for which in projections(spec)]

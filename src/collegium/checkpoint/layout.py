@@ -9,21 +9,39 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from ..errors import InputError, TensorMismatchError
+import torch
+
+from ..errors import BadScaleError, CheckpointError, InputError, TensorMismatchError
 from ..formats import FORMATS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ..formats.payload import Part, Payload, Storage
-    from ..models import Names
+    from ..models import Names, StackedNames
     from ..types import MoESpec
+    from .detect import StoredFormat
     from .reader import Checkpoint
 
-__all__ = ["PROJECTIONS", "Cut", "Projection", "Source", "check_part", "part_name", "read_parts", "source_of"]
+__all__ = [
+    "PROJECTIONS",
+    "Cut",
+    "Projection",
+    "Source",
+    "bias_names",
+    "check_part",
+    "part_name",
+    "projections",
+    "read_matrix",
+    "read_parts",
+    "source_of",
+    "stack_paths",
+    "stack_shape",
+]
 
 Projection = Literal["gate", "up", "down"]
 PROJECTIONS: tuple[Projection, ...] = ("gate", "up", "down")
+_MAX_LIST = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +50,8 @@ class Source:
 
     path: module path; format suffixes follow it. experts: length of the stack, None when each expert has its own
     tensors. index: entry of the stack. stored_rows: rows of the stored matrix. offset, step: row i of the projection
-    is stored row ``offset + step * i``. transposed: an unquantised tensor is stored ``[columns, rows]``.
+    is stored row ``offset + step * i``. transposed: an unquantised tensor is stored ``[columns, rows]``. flat: the
+    entries of the stack follow each other along the first stored axis. plain: suffix of an unquantised stack.
     """
 
     label: str
@@ -45,6 +64,8 @@ class Source:
     offset: int = 0
     step: int = 1
     transposed: bool = False
+    flat: bool = False
+    plain: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,14 +86,14 @@ def source_of(names: Names, spec: MoESpec, *, layer: int, expert: int, projectio
         path = template.format(layer=layer, expert=expert)
         return Source(label=label, path=path, rows=rows, columns=columns, stored_rows=rows)
     table = names.stacked
-    template, stored, offset, step = table.down, rows, 0, 1
-    if projection != "down":
-        template, stored = table.gate_up, 2 * rows
-        second = projection == "up"
+    stored, offset, step = rows, 0, 1
+    if projection != "down" and table.up is None and spec.gate_up_parts == 2:
+        stored, second = 2 * rows, projection == "up"
         offset, step = (int(second), 2) if table.interleaved else (rows * second, 1)
+    paths = stack_paths(table)
     return Source(
         label=label,
-        path=template.format(layer=layer),
+        path=paths.get(projection, paths["gate"]).format(layer=layer),
         rows=rows,
         columns=columns,
         experts=spec.num_experts,
@@ -80,25 +101,57 @@ def source_of(names: Names, spec: MoESpec, *, layer: int, expert: int, projectio
         stored_rows=stored,
         offset=offset,
         step=step,
-        transposed=table.transposed,
+        transposed=table.transposed or (table.flat and projection == "down"),
+        flat=table.flat,
+        plain=table.plain,
     )
 
 
+def projections(spec: MoESpec) -> tuple[Projection, ...]:
+    """Return the projections an expert has: without a gate, up and down."""
+    return PROJECTIONS if spec.activation.gated else ("up", "down")
+
+
+def stack_paths(table: StackedNames) -> dict[Projection, str]:
+    """Return the paths of the stacks; ``gate`` stands for gate and up in one, or for the only one there is."""
+    paths: dict[Projection, str] = {"gate": table.gate_up, "down": table.down}
+    return paths if table.up is None else {**paths, "up": table.up}
+
+
+def stack_shape(table: StackedNames, spec: MoESpec, projection: Projection) -> tuple[int, ...]:
+    """Return the shape of an unquantised stack."""
+    rows, columns = spec.intermediate_size, spec.expert_hidden_size
+    rows *= 1 if table.up is not None else spec.gate_up_parts
+    if projection == "down":
+        rows, columns = spec.expert_hidden_size, spec.intermediate_size
+    if table.transposed or (table.flat and projection == "down"):
+        rows, columns = columns, rows
+    return (spec.num_experts * rows, columns) if table.flat else (spec.num_experts, rows, columns)
+
+
+def bias_names(names: Names, layer: int) -> tuple[str, ...]:
+    """Return the names of the expert biases: gate, up and down, or gate_up and down."""
+    templates = names.biases or tuple(f"{t}_bias" for t in (names.stacked.gate_up, names.stacked.down))
+    return tuple(template.format(layer=layer) for template in templates)
+
+
 def part_name(source: Source, part: Part) -> str:
-    """Return the tensor name of a part; an unquantised stack is stored under the bare path."""
-    suffix = "" if source.experts is not None and part.suffix == ".weight" else part.suffix
+    """Return the tensor name of a part; most unquantised stacks are stored under the bare path."""
+    suffix = source.plain if source.experts is not None and part.suffix == ".weight" else part.suffix
     return source.path + suffix
 
 
 def _stored_shape(source: Source, part: Part) -> tuple[int, ...]:
     shape = part.stored_shape(source.stored_rows, source.columns)
-    if _flipped(source, part):
+    if _flipped(source, part) and not part.transposed:
         shape = shape[::-1]
+    if source.flat and source.experts is not None:
+        return (source.experts * shape[0], *shape[1:])
     return shape if source.experts is None else (source.experts, *shape)
 
 
 def _flipped(source: Source, part: Part) -> bool:
-    return source.transposed and source.experts is not None and part.suffix == ".weight"
+    return part.transposed or (source.transposed and source.experts is not None and part.suffix == ".weight")
 
 
 def _squeezed(shape: tuple[int, ...]) -> list[int]:
@@ -112,7 +165,13 @@ def check_part(source: Source, part: Part, checkpoint: Checkpoint, cls: type[Pay
     if info.dtype not in part.dtypes:
         msg = f"{source.label}: {name} is {info.dtype}, {cls.name} allows {' or '.join(part.dtypes)}"
         raise TensorMismatchError(msg)
+    part = part.fitted(info.dtype, info.shape, source.stored_rows)
     needed = _stored_shape(source, part)
+    if part.any_length:
+        if info.nbytes > _MAX_LIST:
+            msg = f"{source.label}: {name} has {info.nbytes} bytes, at most {_MAX_LIST} are allowed"
+            raise TensorMismatchError(msg)
+        return
     if _squeezed(info.shape) != _squeezed(needed) and not _one_for_all(source, part, info.shape):
         what = "scale" if "scale" in part.suffix else "weight"
         msg = (
@@ -123,13 +182,15 @@ def check_part(source: Source, part: Part, checkpoint: Checkpoint, cls: type[Pay
 
 
 def _one_for_all(source: Source, part: Part, shape: tuple[int, ...]) -> bool:
-    """Tell whether a stack stores one number for all its experts."""
-    return source.experts is not None and not part.rows_per and not part.columns_per and not _squeezed(shape)
+    """Tell whether a stack stores one number for all its experts, or one for gate and one for up of each."""
+    if source.experts is None or part.rows_per or part.columns_per:
+        return False
+    return not _squeezed(shape) or (shape == (source.experts, 2) and source.stored_rows == 2 * source.rows)
 
 
 def _hint(source: Source, part: Part, found: tuple[int, ...], cls: type[Payload]) -> str:
     """Name the format whose group the found scale would fit."""
-    if "scale" not in part.suffix or not part.columns_per or not found or not found[-1]:
+    if "scale" not in part.suffix or part.transposed or not part.columns_per or not found or not found[-1]:
         return ""
     group, rest = divmod(source.columns, found[-1])
     if rest or group == part.columns_per:
@@ -142,35 +203,26 @@ def _hint(source: Source, part: Part, found: tuple[int, ...], cls: type[Payload]
 def read_parts(
     checkpoint: Checkpoint, source: Source, storage: Storage, cut: Cut, seen: dict[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Read the required parts of ``cut``, keyed by suffix, without the stack dimension.
+    """Read the parts of ``cut``, keyed by suffix, axes as stored but without the stack dimension.
+
+    Read are the required parts, and those that are read wherever they exist.
 
     seen: tensors of this expert that were read before, so that interleaved rows are read once for gate and up.
     """
     seen = {} if seen is None else seen
-    return {p.suffix: _read_part(checkpoint, source, p, cut, seen) for p in storage.parts if p.required}
+    present = [p for p in storage.parts if p.required or (p.if_present and part_name(source, p) in checkpoint)]
+    return {p.suffix: _read_part(checkpoint, source, p, cut, seen) for p in present}
 
 
 def _read_part(checkpoint: Checkpoint, source: Source, part: Part, cut: Cut, seen: dict[str, Tensor]) -> Tensor:
     name = part_name(source, part)
     actual = checkpoint.info(name).shape
+    part = part.fitted(checkpoint.info(name).dtype, actual, source.stored_rows)
+    if part.flat:
+        return checkpoint.read(name)
     if not part.rows_per and not part.columns_per:
-        stacked = source.experts is not None and len(_squeezed(actual)) > len(_squeezed(part.inner))
-        tensor = checkpoint.read_slice(name, (slice(source.index, source.index + 1),) if stacked else ())
-        return tensor.reshape(part.inner)
-    first, last = cut.rows
-    first, last = (
-        (source.step * first, source.step * last) if source.step > 1 else (source.offset + first, source.offset + last)
-    )
-    wanted: list[slice] = []
-    if part.rows_per:
-        wanted.append(_boundaries(source, first, last, part.rows_per, source.stored_rows))
-    if part.columns_per:
-        wanted.append(_boundaries(source, *cut.columns, part.columns_per, source.columns))
-    if _flipped(source, part):
-        wanted.reverse()
-    wanted.extend(slice(0, n) for n in part.inner)
-    if source.experts is not None:
-        wanted.insert(0, slice(source.index, source.index + 1))
+        return _read_number(checkpoint, source, part, actual)
+    wanted = _wanted(source, part, cut)
     key = f"{name}{wanted}"
     tensor = seen.get(key)
     if tensor is None:
@@ -178,11 +230,42 @@ def _read_part(checkpoint: Checkpoint, source: Source, part: Part, cut: Cut, see
         if source.step > 1:
             seen[key] = tensor
     tensor = tensor.reshape([s.stop - s.start for s in wanted])
-    if source.experts is not None:
+    if source.experts is not None and not source.flat:
         tensor = tensor[0]
     if _flipped(source, part):
         tensor = tensor.mT
-    return tensor[source.offset :: source.step] if source.step > 1 and part.rows_per else tensor
+    if source.step > 1 and part.rows_per:
+        tensor = tensor[source.offset :: source.step]
+    return tensor.mT if part.transposed else tensor
+
+
+def _wanted(source: Source, part: Part, cut: Cut) -> list[slice]:
+    """Return the slices of the stored tensor that hold the cut, in the stored order of axes."""
+    first, last = ((source.step * n if source.step > 1 else source.offset + n) for n in cut.rows)
+    wanted: list[slice] = []
+    if part.rows_per:
+        wanted.append(_boundaries(source, first, last, part.rows_per, source.stored_rows))
+    if part.columns_per:
+        wanted.append(_boundaries(source, *cut.columns, part.columns_per, source.columns))
+    wanted.extend(slice(0, n) for n in part.inner)
+    if _flipped(source, part):
+        wanted.reverse()
+    if source.experts is None:
+        return wanted
+    if not source.flat:
+        return [slice(source.index, source.index + 1), *wanted]
+    base = source.index * (_stored_shape(source, part)[0] // source.experts)
+    return [slice(base + wanted[0].start, base + wanted[0].stop), *wanted[1:]]
+
+
+def _read_number(checkpoint: Checkpoint, source: Source, part: Part, actual: tuple[int, ...]) -> Tensor:
+    """Read what does not depend on rows and columns: one for this matrix, for gate and up, or for all experts."""
+    stacked = source.experts is not None and len(_squeezed(actual)) > len(_squeezed(part.inner))
+    index = slice(source.index, source.index + 1)
+    tensor = checkpoint.read_slice(part_name(source, part), (index,) if stacked else ())
+    if stacked and actual == (source.experts, 2) and not part.inner:
+        return tensor[0, int(source.offset > 0)]
+    return tensor.reshape(part.inner)
 
 
 def _boundaries(source: Source, start: int, stop: int, per: int, size: int) -> slice:
@@ -198,3 +281,69 @@ def _aligned(wanted: list[slice], expected: tuple[int, ...], actual: tuple[int, 
         return wanted
     real = iter([w for w, n in zip(wanted, expected, strict=True) if n != 1])
     return [slice(0, 1) if n == 1 else next(real) for n in actual]
+
+
+def _declared_shape(checkpoint: Checkpoint, source: Source) -> list[CheckpointError]:
+    """Compare the ``.weight_shape`` of packed integers, where there is one, with what the config implies."""
+    name = f"{source.path}.weight_shape"
+    claimed = checkpoint.read(name).tolist() if name in checkpoint else [source.rows, source.columns]
+    if claimed == [source.rows, source.columns]:
+        return []
+    msg = f"{source.label}: {name} says {claimed}, the config implies {[source.rows, source.columns]}"
+    return [TensorMismatchError(msg)]
+
+
+def read_matrix(
+    checkpoint: Checkpoint,
+    source: Source,
+    stored: StoredFormat,
+    cut: Cut | None = None,
+    seen: dict[str, Tensor] | None = None,
+    room: tuple[int, int] | None = None,
+) -> tuple[Payload | None, list[CheckpointError]]:
+    """Read ``cut`` (default: all) of one projection; return its payload, None if unreadable, and what is wrong.
+
+    seen: as ``layout.read_parts``. room: rows and columns to fill up to, weights with 0 and scales with 1.
+    """
+    problems = _declared_shape(checkpoint, source)
+    if problems:
+        return None, problems
+    everything = Cut(rows=(0, source.rows), columns=(0, source.columns))
+    cut = everything if cut is None else cut
+    span = everything if stored.whole else cut
+    parts = read_parts(checkpoint, source, stored.layout, span, seen)
+    shape = (span.rows[1] - span.rows[0], span.columns[1] - span.columns[0])
+    if room is not None and room != shape and not stored.whole:
+        parts = {p.suffix: _filled(parts[p.suffix], p, room) for p in stored.layout.parts if p.suffix in parts}
+        shape = room
+    try:
+        payload = stored.build(parts, shape)
+    except CheckpointError as error:
+        return None, [type(error)(f"{source.label}: {error}")]
+    if span != cut:
+        payload = payload.rows(*cut.rows).columns(*cut.columns)
+    return payload, [_bad_scale(source, stored)] if bool(payload.faults()) else []
+
+
+def _filled(tensor: Tensor, part: Part, room: tuple[int, int]) -> Tensor:
+    """Return a part filled up to the shape it has for a matrix of ``room``: weights with 0, scales with 1."""
+    scale = "scale" in part.suffix
+    if tensor.dtype == torch.uint8:
+        value = torch.tensor(127 if scale else 0, dtype=torch.uint8)  # E8M0 127 is 1
+    else:
+        value = torch.tensor(float(scale)).to(tensor.dtype)
+    out = value.expand(part.stored_shape(*room)).clone()
+    out[tuple(slice(0, n) for n in tensor.shape)] = tensor
+    return out
+
+
+def _bad_scale(source: Source, stored: StoredFormat) -> BadScaleError:
+    """Return the error for a projection whose payload reports a fault."""
+    names = [part_name(source, part) for part in stored.layout.parts if "scale" in part.suffix and part.required]
+    if not names:
+        return BadScaleError(f"{source.label}: {part_name(source, stored.layout.parts[0])} holds NaN or infinity")
+    allowed = "E8M0 bytes 0 to 254" if stored.name in ("mxfp4", "mxfp8") else "finite and positive numbers"
+    return BadScaleError(
+        f"{source.label}: a scale of {stored.name} is forbidden or a code is NaN, allowed are {allowed}, zero only "
+        f"where every code is zero ({', '.join(names)}); download the file again or export it anew"
+    )

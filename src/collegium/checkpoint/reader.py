@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from itertools import product
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, cast
@@ -18,6 +19,8 @@ from ..errors import (
     InputError,
     MissingTensorError,
 )
+from ..formats.gguf import KINDS
+from .gguf import read_gguf
 from .header import TensorInfo, read_header, read_json
 
 if TYPE_CHECKING:
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["TORCH_DTYPES", "Checkpoint", "read_config"]
+__all__ = ["TORCH_DTYPES", "Checkpoint", "gguf_file", "read_config"]
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -49,6 +52,7 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "I64": torch.int64,
     "U64": torch.uint64,
     "F64": torch.float64,
+    **dict.fromkeys(KINDS, torch.uint8),
 }
 
 
@@ -68,18 +72,22 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Checkpoint:
-        """Open a folder or one ``.safetensors`` file and check every header; no tensor data is read.
+        """Open a folder or one ``.safetensors`` or ``.gguf`` file and check every header; no tensor data is read.
 
         In a folder the ``weight_map`` of ``model.safetensors.index.json`` is the authority; files it does not name
-        are ignored. Raises HostileFileError, ConfigError, MissingTensorError, DuplicateTensorError, CheckpointError.
+        are ignored. A folder without safetensors may hold one GGUF model. Raises HostileFileError, ConfigError,
+        MissingTensorError, DuplicateTensorError, CheckpointError.
         """
         root = Path(path)
-        if root.is_dir():
+        gguf = gguf_file(root)
+        if gguf is not None:
+            config, tensors = read_gguf(gguf)
+        elif root.is_dir():
             config, tensors = read_config(root), _folder(root)
         elif root.is_file():
             config, tensors = read_config(root.parent), read_header(root)
         else:
-            msg = f"{root}: no such folder or file; give a checkpoint folder or one .safetensors file"
+            msg = f"{root}: no such folder or file; give a checkpoint folder or one .safetensors or .gguf file"
             raise CheckpointError(msg)
         return cls(root, config, tensors)
 
@@ -165,6 +173,23 @@ def _read_exactly(file: FileIO, info: TensorInfo, start: int, into: memoryview) 
             msg = f"{info.file}: ended at {where}; it has shrunk since it was opened"
             raise HostileFileError(msg)
         at += got
+
+
+def gguf_file(root: Path) -> Path | None:
+    """Return the GGUF file ``root`` is or, in a folder without safetensors, holds; None without one.
+
+    Of a split file the first part is returned. Raises CheckpointError when a folder holds several models.
+    """
+    if not root.is_dir():
+        return root if root.suffix == ".gguf" and root.is_file() else None
+    if (root / _INDEX).exists() or (root / _SINGLE).exists():
+        return None
+    found = [p for p in sorted(root.glob("*.gguf")) if not p.name.startswith("mmproj")]
+    found = [p for p in found if not re.search(r"-(?!00001)\d{5}-of-\d{5}$", p.stem)]
+    if len(found) > 1:
+        names = ", ".join(p.name for p in found[:8])
+        raise CheckpointError(f"{root}: holds several GGUF models ({names}); name the file")
+    return found[0] if found else None
 
 
 def read_config(root: Path) -> dict[str, object]:

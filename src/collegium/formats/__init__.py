@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from ..errors import SpecError
+from .bnb4 import Bnb4
 from .fp8_block import Fp8Block
 from .fp8_channel import Fp8Channel
 from .fp8_tensor import Fp8Tensor
+from .gguf import Gguf
 from .int4_group import Int4Group
+from .int_affine import Int4Affine, Int4Ordered, Int8Affine, Int8Ordered
 from .intake import select_part
 from .mxfp4 import MxFp4
 from .mxfp8 import MxFp8
@@ -17,12 +20,18 @@ from .unquantised import Bf16, Fp16, Fp32
 __all__ = [
     "FORMATS",
     "Bf16",
+    "Bnb4",
     "Fp8Block",
     "Fp8Channel",
     "Fp8Tensor",
     "Fp16",
     "Fp32",
+    "Gguf",
+    "Int4Affine",
     "Int4Group",
+    "Int4Ordered",
+    "Int8Affine",
+    "Int8Ordered",
     "MxFp4",
     "MxFp8",
     "NvFp4",
@@ -46,6 +55,12 @@ FORMATS: tuple[type[Payload], ...] = (
     MxFp4,
     NvFp4,
     Int4Group,
+    Int4Affine,
+    Int4Ordered,
+    Int8Affine,
+    Int8Ordered,
+    Bnb4,
+    Gguf,
 )
 
 

@@ -21,12 +21,14 @@ __all__ = ["Fp8Tensor"]
 
 def _storage(name: str) -> Storage:
     dtypes = ("F32", "BF16")
+    stack = name == "modelopt-stack"  # all experts in one tensor, input-first, names joined by an underscore
+    join = "_" if stack else "."
     return Storage(
         name=name,
         parts=(
-            Part(suffix=".weight", dtypes=("F8_E4M3",)),
-            Part(suffix=".weight_scale", dtypes=dtypes, rows_per=0, columns_per=0),
-            Part(suffix=".input_scale", dtypes=dtypes, rows_per=0, columns_per=0, required=False),
+            Part(suffix=".weight", dtypes=("F8_E4M3",), transposed=stack),
+            Part(suffix=f"{join}weight_scale", dtypes=dtypes, rows_per=0, columns_per=0),
+            Part(suffix=f"{join}input_scale", dtypes=dtypes, rows_per=0, columns_per=0, required=False),
         ),
     )
 
@@ -41,7 +43,7 @@ class Fp8Tensor(Payload):
     name: ClassVar[str] = "fp8_tensor"
     tolerance: ClassVar[float] = 0.03
     storages: ClassVar[tuple[Storage, ...]] = tuple(
-        _storage(name) for name in ("modelopt", "compressed-tensors", "finegrained-fp8")
+        _storage(name) for name in ("modelopt", "compressed-tensors", "finegrained-fp8", "modelopt-stack")
     )
 
     @classmethod
@@ -68,9 +70,10 @@ class Fp8Tensor(Payload):
     @classmethod
     def from_parts(cls, parts: Mapping[str, Tensor], *, storage: str, shape: tuple[int, ...]) -> Self:
         """Take codes as stored and the scale in float32; a static input scale is accepted and not kept."""
-        taken = take(cls, find_storage(cls, storage), parts, shape)
-        scale = promote_scales(taken[".weight_scale"])
-        return cls(shape=tuple(shape), codes=taken[".weight"], scale=scale)
+        layout = find_storage(cls, storage)
+        taken = take(cls, layout, parts, shape)
+        scale = promote_scales(taken[layout.parts[1].suffix])
+        return cls(shape=tuple(shape), codes=taken[".weight"].contiguous(), scale=scale)
 
     def faults(self) -> Tensor:
         """Return a bool tensor over the leading dimensions: True for a forbidden scale or a NaN code.

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 
-from ..errors import CheckpointError, InputError, TensorMismatchError
+from ..errors import InputError, TensorMismatchError
 from .codecs import as_float32, decode_rows, in_groups, look_up, pack_nibbles, pair_table, scale_groups_
-from .intake import any_per_matrix, check_cut, find_storage, pad_last, take
-from .payload import Part, Payload, Storage
+from .intake import any_per_matrix, check_cut, pad_last
+from .integers import check_group_size, compressed, gptq, read_integers
+from .payload import Payload, Storage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,12 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Int4Group"]
 
-_SCALE_DTYPES = ("BF16", "F16", "F32")
 _ZERO_BYTE = 0x88
-_UNSUPPORTED = {
-    ".weight_zero_point": "asymmetric INT4 has a zero point; only symmetric INT4 (zero point 8) is supported",
-    ".weight_g_idx": "activation-ordered INT4 permutes the input columns; only column order is supported",
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,23 +39,9 @@ class Int4Group(Payload):
     group: ClassVar[int] = 32
     tolerance: ClassVar[float] = 0.1
     storages: ClassVar[tuple[Storage, ...]] = (
-        Storage(
-            name="compressed-tensors",
-            parts=(
-                Part(suffix=".weight_packed", dtypes=("I32",), columns_per=8),
-                Part(suffix=".weight_scale", dtypes=_SCALE_DTYPES, columns_per=32),
-                Part(
-                    suffix=".weight_shape",
-                    dtypes=("I64", "I32"),
-                    rows_per=0,
-                    columns_per=0,
-                    inner=(2,),
-                    required=False,
-                ),
-                Part(suffix=".weight_zero_point", dtypes=("I32",), rows_per=8, columns_per=32, required=False),
-                Part(suffix=".weight_g_idx", dtypes=("I32",), rows_per=0, required=False),
-            ),
-        ),
+        compressed("compressed-tensors", 4),
+        gptq("gptq", 4),
+        gptq("gptq_v2", 4),
     )
 
     @classmethod
@@ -72,7 +54,7 @@ class Int4Group(Payload):
         """
         values = as_float32(weight, cls.name)
         columns = weight.shape[-1]
-        _check_group_size(group_size, columns)
+        check_group_size(cls.name, group_size, columns)
         group_size = min(group_size, columns)
         groups = in_groups(values, group_size)
         scales = torch.maximum(groups.amax(-1) / 7, groups.amin(-1) / -8)
@@ -114,35 +96,21 @@ class Int4Group(Payload):
         """Take the words as bytes and the scales as stored.
 
         group_size: the config's; None derives it from the scales' columns and refuses if more than one size fits.
-        Raises CheckpointError for a zero point or a column order, and TensorMismatchError when
-        ``.weight_shape`` or a tensor's shape contradicts ``shape``.
+        Raises TensorMismatchError when ``.weight_shape``, a tensor's shape, a zero point other than 8 or a column
+        order contradicts the declared symmetric weights in order.
         """
-        layout = find_storage(cls, storage)
-        for suffix, reason in _UNSUPPORTED.items():
-            if suffix in parts:
-                raise CheckpointError(f"{cls.name}: part {suffix!r} found: {reason}; export the model symmetric")
-        scales = parts.get(".weight_scale")
-        stored = scales.shape[-1] if scales is not None and scales.dim() == len(shape) else 1
-        if group_size is None:
-            group_size = _group_size(shape[-1], stored)
-        _check_group_size(group_size, shape[-1])
-        group_size = min(group_size, shape[-1])
-        known = [
-            replace(part, columns_per=group_size) if part.suffix == ".weight_scale" else part for part in layout.parts
-        ]
-        taken = take(cls, replace(layout, parts=tuple(known)), parts, shape)
-        claimed = taken.get(".weight_shape")
-        if claimed is not None and not bool((claimed == claimed.new_tensor(shape[-2:])).all()):
+        found = read_integers(cls, 4, parts, storage=storage, shape=shape, group_size=group_size)
+        if found.zeros is not None and bool((found.zeros != 8).any()):
+            low, high = int(found.zeros.min()), int(found.zeros.max())
             raise TensorMismatchError(
-                f"{cls.name} .weight_shape says {[int(n) for n in claimed.reshape(-1, 2)[0]]}, the config "
-                f"implies {list(shape[-2:])}; check the sizes in the config"
+                f"{cls.name}: the config declares symmetric weights, the zero points are {low} to {high} instead of 8; "
+                "correct sym or checkpoint_format in quantization_config"
             )
-        raw = taken[".weight_packed"].contiguous().view(torch.uint8)
         return cls(
             shape=tuple(shape),
-            codes=_with_zero_padding(raw, shape[-1], group_size),
-            scales=taken[".weight_scale"],
-            group_size=group_size,
+            codes=_with_zero_padding(found.codes, shape[-1], found.group_size),
+            scales=found.scales,
+            group_size=found.group_size,
         )
 
     def faults(self) -> Tensor:
@@ -185,33 +153,9 @@ class Int4Group(Payload):
         )
 
 
-def _check_group_size(group_size: int, columns: int) -> None:
-    if group_size < 1 or (group_size % 8 and group_size < columns):
-        raise InputError(
-            f"int4_group: group_size is {group_size}, allowed: a multiple of 8, or at least K={columns} for "
-            "one scale a row"
-        )
-
-
 def _padded(columns: int, group_size: int) -> int:
     whole = -(-columns // group_size) * group_size
     return -(-whole // 8) * 8
-
-
-def _group_size(columns: int, stored: int) -> int:
-    """Return the only usual group size (K / stored, or a power of two) that gives ``stored`` scales a row."""
-    if stored <= 1:
-        return columns
-    fits = {size for size in (16, 32, 64, 128, 256, 512, 1024) if -(-columns // size) == stored}
-    if columns % stored == 0 and columns // stored % 8 == 0:
-        fits.add(columns // stored)
-    if len(fits) != 1:
-        found = " or ".join(str(size) for size in sorted(fits)) or "no usual size"
-        raise TensorMismatchError(
-            f"int4_group .weight_scale has {stored} columns for K={columns}: the group size could be {found}; "
-            "pass the config's group_size"
-        )
-    return fits.pop()
 
 
 def _with_zero_padding(codes: Tensor, columns: int, group_size: int) -> Tensor:

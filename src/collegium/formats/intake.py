@@ -31,6 +31,7 @@ SAFETENSORS_DTYPES = {
     "I8": torch.int8,
     "I32": torch.int32,
     "I64": torch.int64,
+    "MXFP4": torch.uint8,
 }
 
 
@@ -46,7 +47,7 @@ def find_storage(cls: type[Payload], name: str) -> Storage:
 def take(
     cls: type[Payload], storage: Storage, parts: Mapping[str, Tensor], shape: tuple[int, ...]
 ) -> dict[str, Tensor]:
-    """Return the parts with their stored shape ``[*leading, *part shape]``.
+    """Return the parts as ``[*leading, *part shape]``, those stored input-first turned to output-first.
 
     Size-1 dimensions are forgiven (scalars as ``[1]``, row scales as ``[N]`` or ``[N, 1]``), and one number
     per matrix may be given once for all matrices. Raises MissingTensorError, UnknownTensorError or
@@ -63,7 +64,8 @@ def take(
     taken: dict[str, Tensor] = {}
     for suffix, part in known.items():
         if suffix in parts:
-            taken[suffix] = _fit(f"{cls.name} {suffix}", part, parts[suffix], shape)
+            fitted = _fit(f"{cls.name} {suffix}", part, parts[suffix], shape)
+            taken[suffix] = fitted.mT if part.transposed else fitted
         elif part.required:
             found = ", ".join(parts) or "nothing"
             raise MissingTensorError(
@@ -77,7 +79,7 @@ def _fit(what: str, part: Part, tensor: Tensor, shape: tuple[int, ...]) -> Tenso
         raise TensorMismatchError(f"{what} is {tensor.dtype}, allowed: {', '.join(part.dtypes)}")
     lead, (rows, columns) = shape[:-2], shape[-2:]
     expected = (*lead, *part.stored_shape(rows, columns))
-    if tuple(tensor.shape) == expected:
+    if tuple(tensor.shape) == expected or part.any_length:
         return tensor
     if [n for n in tensor.shape if n != 1] == [n for n in expected if n != 1]:
         return tensor.reshape(expected)

@@ -61,6 +61,7 @@ class MxFp4(Grouped):
                 Part(suffix=".weight_scale", dtypes=_SCALE_DTYPES, columns_per=32),
             ),
         ),
+        Storage(name="gguf", parts=(Part(suffix=".weight", dtypes=("MXFP4",), columns_per=32, inner=(17,)),)),
     )
 
     @classmethod
@@ -84,9 +85,18 @@ class MxFp4(Grouped):
 
     @classmethod
     def from_parts(cls, parts: Mapping[str, Tensor], *, storage: str, shape: tuple[int, ...]) -> Self:
-        """Take code and scale bytes as stored, I8 and E8M0 reinterpreted, never converted."""
+        """Take code and scale bytes as stored, I8 and E8M0 reinterpreted, never converted.
+
+        GGUF blocks hold a scale byte and 16 bytes whose low nibbles are elements 0 to 15, the high ones 16 to 31; its
+        code 8 is a zero without a sign.
+        """
         layout = find_storage(cls, storage)
         taken = take(cls, layout, parts, shape)
+        if storage == "gguf":
+            raw = taken[".weight"]
+            nibbles = torch.cat((raw[..., 1:] & 0xF, raw[..., 1:] >> 4), dim=-1)
+            codes = pack_nibbles(torch.where(nibbles == 8, 0, nibbles)).flatten(-2)
+            return cls(shape=tuple(shape), codes=cls._whole_groups(codes, shape), scales=raw[..., 0].contiguous())
         codes, scales = (taken[part.suffix].view(torch.uint8) for part in layout.parts)
         return cls(shape=tuple(shape), codes=cls._whole_groups(codes, shape), scales=scales)
 

@@ -33,7 +33,9 @@ _E4M3_EXPONENT = 8
 
 def _storage(name: str, suffix: str) -> Storage:
     weight = Part(suffix=".weight", dtypes=("F8_E4M3",))
-    return Storage(name=name, parts=(weight, Part(suffix=suffix, dtypes=("U8", "F8_E8M0"), columns_per=32)))
+    return Storage(
+        name=name, parts=(weight, Part(suffix=suffix, dtypes=("U8", "F8_E8M0"), columns_per=32, repeats=True))
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -33,12 +33,14 @@ __all__ = ["NvFp4", "Reconciliation", "reconcile"]
 _SMALLEST_E4M3 = 2.0**-9
 
 
-def _storage(name: str, weight: str, global_scale: str, input_scale: str) -> Storage:
+def _storage(name: str, weight: str, scale: str, global_scale: str, input_scale: str) -> Storage:
+    # ModelOpt quantises a stack of experts along the input axis and turns codes and scales back to input-first
+    turned = name == "modelopt-stack"
     return Storage(
         name=name,
         parts=(
-            Part(suffix=weight, dtypes=("U8",), columns_per=2),
-            Part(suffix=".weight_scale", dtypes=("F8_E4M3",), columns_per=16),
+            Part(suffix=weight, dtypes=("U8",), columns_per=2, transposed=turned),
+            Part(suffix=scale, dtypes=("F8_E4M3",), columns_per=16, transposed=turned),
             Part(suffix=global_scale, dtypes=("F32",), rows_per=0, columns_per=0),
             Part(suffix=input_scale, dtypes=("F32",), rows_per=0, columns_per=0, required=False),
         ),
@@ -60,8 +62,11 @@ class NvFp4(Grouped):
     group: ClassVar[int] = 16
     tolerance: ClassVar[float] = 0.105
     storages: ClassVar[tuple[Storage, ...]] = (
-        _storage("modelopt", ".weight", ".weight_scale_2", ".input_scale"),
-        _storage("compressed-tensors", ".weight_packed", ".weight_global_scale", ".input_global_scale"),
+        _storage("modelopt", ".weight", ".weight_scale", ".weight_scale_2", ".input_scale"),
+        _storage(
+            "compressed-tensors", ".weight_packed", ".weight_scale", ".weight_global_scale", ".input_global_scale"
+        ),
+        _storage("modelopt-stack", ".weight", "_weight_scale", "_weight_scale_2", "_input_scale"),
     )
 
     @classmethod
@@ -119,7 +124,7 @@ class NvFp4(Grouped):
         return cls(
             shape=tuple(shape),
             codes=cls._whole_groups(codes, shape),
-            scales=scales,
+            scales=scales.contiguous(),
             global_scale=global_scale,
             global_divides=storage == "compressed-tensors",
         )

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 
+from ..errors import InputError
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -31,6 +33,11 @@ class Part:
         part is one number per matrix, stored as ``[]`` or ``[1]``.
     inner: trailing stored dimensions, for instance the 16 bytes of a gpt-oss block.
     required: whether a checkpoint without it is refused.
+    if_present: read where it exists although it is not required.
+    transposed: stored with the axes in reverse order, input first.
+    flat: stored as ``[ceil(N * K / columns_per)]``; with ``columns_per`` 0 a list of any length.
+    repeats: one stored row may stand for several output rows, as many as make the shape fit.
+    by_dtype: dtype name to ``(columns_per, inner)`` where these depend on the dtype.
     """
 
     suffix: str
@@ -39,11 +46,33 @@ class Part:
     columns_per: int = 1
     inner: tuple[int, ...] = ()
     required: bool = True
+    if_present: bool = False
+    transposed: bool = False
+    flat: bool = False
+    repeats: bool = False
+    by_dtype: Mapping[str, tuple[int, tuple[int, ...]]] | None = None
+
+    @property
+    def any_length(self) -> bool:
+        """Whether nothing is known of the stored shape."""
+        return self.flat and not self.columns_per
+
+    def fitted(self, dtype: str, stored: tuple[int, ...], rows: int) -> Part:
+        """Return this part as a tensor of ``dtype`` and shape ``stored`` holds it, for a matrix of ``rows`` rows."""
+        if self.by_dtype is not None and dtype in self.by_dtype:
+            per, inner = self.by_dtype[dtype]
+            return replace(self, columns_per=per, inner=inner)
+        if self.repeats and len(stored) > 1 and 0 < stored[-2] < rows and rows % stored[-2] == 0:
+            return replace(self, rows_per=rows // stored[-2])
+        return self
 
     def stored_shape(self, rows: int, columns: int) -> tuple[int, ...]:
         """Return the shape this part has for a logical matrix ``[rows, columns]``."""
+        if self.flat:
+            return (-(-rows * columns // self.columns_per) if self.columns_per else 0,)
         head = tuple(-(-n // per) for n, per in ((rows, self.rows_per), (columns, self.columns_per)) if per)
-        return (*head, *self.inner)
+        shape = (*head, *self.inner)
+        return shape[::-1] if self.transposed else shape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +92,7 @@ class Payload:
     Class facts. name: the name plans and tables use. group: input columns that share a scale (0: no groups).
     row_block: output rows that share a scale (1 for row-wise formats). tolerance: bound on the relative L2 error of
     encode followed by decode for Gaussian weights. storages: the published layouts ``from_parts`` understands.
+    read_only: the format is read from checkpoints and run, but never written.
     """
 
     shape: tuple[int, ...]
@@ -70,13 +100,20 @@ class Payload:
     name: ClassVar[str]
     group: ClassVar[int] = 0
     row_block: ClassVar[int] = 1
-    tolerance: ClassVar[float]
+    tolerance: ClassVar[float] = 0.0
     storages: ClassVar[tuple[Storage, ...]]
+    read_only: ClassVar[bool] = False
 
     @classmethod
     def encode(cls, weight: Tensor) -> Self:
-        """Quantise ``weight [..., N, K]`` (any floating dtype) into this format, on the weight's device."""
-        raise NotImplementedError
+        """Quantise ``weight [..., N, K]`` (any floating dtype) into this format, on the weight's device.
+
+        Raises InputError for a read-only format.
+        """
+        raise InputError(
+            f"{cls.name} is read-only: its checkpoints are loaded and run, but {list(weight.shape)} cannot be encoded "
+            "into it; encode into int4_group, mxfp4, nvfp4 or an 8-bit format"
+        )
 
     def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return ``[..., N, K]``: the exact float32 value of every element, rounded once to ``dtype``."""

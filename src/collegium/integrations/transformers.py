@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 import weakref
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -21,6 +22,9 @@ import torch
 from ..checkpoint.reader import Checkpoint
 from ..devices import probe
 from ..errors import ConfigError, InputError, MissingExtraError, MissingTensorError, SpecError
+from ..formats.fp8_block import Fp8Block
+from ..formats.fp8_tensor import Fp8Tensor
+from ..formats.mxfp4 import MxFp4
 from ..formats.unquantised import FLOAT_FORMATS, as_stored
 from ..layer import MoELayer
 from ..loading import load_routed
@@ -63,20 +67,29 @@ class _Entry:
 _LAYERS: weakref.WeakKeyDictionary[nn.Module, _Entry] = weakref.WeakKeyDictionary()
 
 
-def register() -> None:
-    """Make ``experts_implementation="collegium"`` known to transformers. May be called any number of times."""
-    _extra("transformers.integrations.moe").ExpertsInterface.register(NAME, experts_forward)
+def register(force: Choice | None = None) -> None:
+    """Make ``experts_implementation="collegium"`` known to transformers, for plain and for FP8 and FP4 experts.
+
+    force: kernel or activation format of the layers built from now on; without it activations are not quantised.
+    May be called any number of times.
+    """
+    forward = partial(experts_forward, force=force)
+    _extra("transformers.integrations.moe").ExpertsInterface.register(NAME, forward)
+    _extra("transformers.integrations.finegrained_fp8").FP8ExpertsInterface.register(NAME, forward)
 
 
-def experts_forward(module: nn.Module, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+def experts_forward(
+    module: nn.Module, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, *, force: Choice | None = None
+) -> Tensor:
     """Run one transformers experts module: ``x [T, H]``, ids and weights ``[T, K]``, returns ``[T, H]``.
 
     The layer is built from the module's parameters at the first call and again whenever they change; layers given by
-    ``attach`` or ``load_model`` are used as they are. Ids of ``num_experts`` and above mean "not on this rank".
+    ``attach`` or ``load_model`` are used as they are. force: see ``register``.
+    Ids of ``num_experts`` and above mean "not on this rank".
     """
     entry = _LAYERS.get(module)
     if entry is None or (entry.stamp is not None and entry.stamp != _stamp(module)):
-        entry = _Entry(layer=_build(module, x, topk_ids.shape[-1]), stamp=_stamp(module))
+        entry = _Entry(layer=_build(module, x, topk_ids.shape[-1], force), stamp=_stamp(module))
         _LAYERS[module] = entry
     return entry.layer(x, routing=Routing(topk_ids=topk_ids, topk_weights=topk_weights))
 
@@ -97,6 +110,8 @@ def attach(model: nn.Module, layers: Mapping[int, MoELayer]) -> None:
 
 def routed_weights(module: Any) -> ExpertWeights[Payload]:
     """Return an experts module's parameters in logical order, as views: gate before up, output-first."""
+    if hasattr(module, "down_proj_scale_inv"):
+        return _quantised_weights(module)
     upper = module.gate_up_proj if module.has_gate else module.up_proj
     lower = module.down_proj
     parts = 2 if module.has_gate else 1
@@ -113,6 +128,39 @@ def routed_weights(module: Any) -> ExpertWeights[Payload]:
         gate_up_bias=biases[0],
         down_bias=biases[1],
     )
+
+
+def _quantised_weights(module: Any) -> ExpertWeights[Payload]:
+    """Return the parameters of transformers' FP8 experts: blocks or tensors of E4M3, or MXFP4 bytes."""
+    if module.activation_scheme != "dynamic":
+        raise SpecError(
+            f"{type(module).__name__}: its activations have {module.activation_scheme} scales; allowed: dynamic. "
+            "Load the checkpoint with load_model() instead"
+        )
+    parts = 2 if module.has_gate else 1
+    name = "gate_up_proj" if module.has_gate else "up_proj"
+    made: list[Payload] = []
+    for tensor, count in ((name, parts), ("down_proj", None)):
+        codes, scale = getattr(module, tensor).detach(), getattr(module, f"{tensor}_scale_inv").detach()
+        if scale.dtype == torch.float8_e8m0fnu and codes.dtype != torch.int8:
+            scale = scale.float()
+        rows = codes.shape[1] // (count or 1)
+        block: tuple[int, int] | None = None if codes.dtype == torch.int8 else module.block_size
+        if block is not None and count == 2 and rows % block[0]:
+            raise SpecError(
+                f"{type(module).__name__}: gate has {rows} rows, no multiple of its {block[0]}-row blocks, "
+                "so a block spans gate and up; load the checkpoint with load_model() instead"
+            )
+        if count is not None:
+            codes, scale = codes.unflatten(1, (count, -1)), scale.unflatten(1, (count, -1))
+        shape = (*codes.shape[:-1], codes.shape[-1] * (2 if codes.dtype == torch.int8 else 1))
+        if codes.dtype == torch.int8:
+            made.append(MxFp4(shape=shape, codes=codes.view(torch.uint8), scales=scale.view(torch.uint8)))
+        elif block is None:
+            made.append(Fp8Tensor(shape=shape, codes=codes, scale=scale[..., 0, 0]))
+        else:
+            made.append(Fp8Block(shape=shape, codes=codes, scales=scale, block=(block[0], block[1])))
+    return ExpertWeights(gate_up=made[0], down=made[1])
 
 
 def load_model(
@@ -172,7 +220,7 @@ def build_layers(
     return layers
 
 
-def _build(module: nn.Module, x: Tensor, top_k: int) -> MoELayer:
+def _build(module: nn.Module, x: Tensor, top_k: int, force: Choice | None) -> MoELayer:
     if module.has_post_expert_norm:
         raise SpecError(
             f"{type(module).__name__}: each expert ends in a norm, which Collegium's experts do not have; "
@@ -196,12 +244,11 @@ def _build(module: nn.Module, x: Tensor, top_k: int) -> MoELayer:
         weight_format=weights.down.name,
         expert_bias=weights.down_bias is not None,
     )
-    return MoELayer(
-        weights, plan(Problem(spec=spec, device=probe(x.device), dtype=cast("Any", FLOAT_FORMATS[x.dtype].name)))
-    )
+    problem = Problem(spec=spec, device=probe(x.device), dtype=cast("Any", FLOAT_FORMATS[x.dtype].name))
+    return MoELayer(weights, plan(problem, force))
 
 
-def _activation_of(module: nn.Module) -> ActivationSpec:
+def _activation_of(module: Any) -> ActivationSpec:
     """Find the activation by trying it: a candidate counts only if it reproduces the module's own gate function."""
     limit, alpha = getattr(module, "limit", None), getattr(module, "alpha", None)
     if not module.has_gate:
@@ -212,6 +259,9 @@ def _activation_of(module: nn.Module) -> ActivationSpec:
         for bound in {float(v) for v in (limit, getattr(module, "swiglu_limit", None)) if v}:
             candidates.append(ActivationSpec(kind="swiglu", limit=bound))
             candidates.append(ActivationSpec(kind="swiglu_oai", limit=bound, alpha=float(alpha or 1.702)))
+        softcaps = [float(getattr(module.config, f"mlp_{part}_softcap", None) or 0) for part in ("gate", "up")]
+        if all(softcaps):
+            candidates.append(ActivationSpec(kind="situ", gate_bound=softcaps[0], up_bound=softcaps[1]))
     for candidate in candidates:
         if _reproduces(module, candidate):
             return candidate

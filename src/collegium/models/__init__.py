@@ -9,8 +9,38 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
-from . import deepseek_v3, gpt_oss, mixtral, qwen3_moe
-from .base import Family, Names, StackedNames
+from . import (
+    arctic,
+    dbrx,
+    deepseek_v2,
+    deepseek_v3,
+    deepseek_v4,
+    ernie4_5,
+    gemma4,
+    gguf,
+    gguf_gpt_oss,
+    glm4_moe,
+    gpt_oss,
+    granitemoe,
+    hunyuan,
+    hy_v3,
+    jamba,
+    kimi_linear,
+    llama4,
+    mimo_v2,
+    minimax,
+    minimax_m2,
+    minimax_m3,
+    mixtral,
+    nemotron_h,
+    olmoe,
+    phimoe,
+    qwen2_moe,
+    qwen3_moe,
+    step3,
+    step3p7,
+)
+from .base import PREFIXES, Family, Names, StackedNames, text_of
 from .quantization import Declared, declared_format
 
 if TYPE_CHECKING:
@@ -20,6 +50,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FAMILIES",
+    "PREFIXES",
     "Declared",
     "Family",
     "Names",
@@ -29,17 +60,25 @@ __all__ = [
     "expert_path",
     "family_of",
     "moe_layers",
+    "text_of",
 ]
 
-FAMILIES: tuple[Family, ...] = (qwen3_moe.FAMILY, mixtral.FAMILY, deepseek_v3.FAMILY, gpt_oss.FAMILY)
+FAMILIES: tuple[Family, ...] = (
+    qwen3_moe.FAMILY, mixtral.FAMILY, deepseek_v3.FAMILY, gpt_oss.FAMILY, arctic.FAMILY, dbrx.FAMILY,
+    deepseek_v2.FAMILY, deepseek_v4.FAMILY, ernie4_5.FAMILY, gemma4.FAMILY, glm4_moe.FAMILY, granitemoe.FAMILY,
+    hunyuan.FAMILY, hy_v3.FAMILY, jamba.FAMILY, kimi_linear.FAMILY, llama4.FAMILY, mimo_v2.FAMILY, minimax.FAMILY,
+    minimax_m2.FAMILY, minimax_m3.FAMILY, nemotron_h.FAMILY, olmoe.FAMILY, phimoe.FAMILY, qwen2_moe.FAMILY,
+    step3.FAMILY, step3p7.FAMILY, gguf.FAMILY, gguf_gpt_oss.FAMILY,
+)  # fmt: skip
 
 
 def family_of(config: Mapping[str, object]) -> Family:
-    """Return the family whose ``model_types`` hold the config's ``model_type``; raises ConfigError naming the known."""
+    """Return the family of the config's ``model_type``, or of its text part; raises ConfigError naming the known."""
     asked = config.get("model_type")
-    for family in FAMILIES:
-        if asked in family.model_types:
-            return family
+    for name in (asked, text_of(config).get("model_type")):
+        for family in FAMILIES:
+            if name in family.model_types:
+                return family
     known = ", ".join(name for family in FAMILIES for name in family.model_types)
     msg = f"config.json: model_type is {asked!r}, known are {known}; a new family is one file in collegium/models"
     raise ConfigError(msg)
@@ -50,22 +89,27 @@ def moe_layers(config: Mapping[str, object]) -> tuple[int, ...]:
     return family_of(config).moe_layers(config)
 
 
-def expert_path(family: Family, layer: int) -> str:
+def expert_path(family: Family, layer: int, names: Names | None = None) -> str:
     """Return the module path that quantisation tables are asked about: a projection of expert 0, or the stack."""
-    return (family.names.gate or family.names.stacked.gate_up).format(layer=layer, expert=0)
+    names = names or family.names
+    return (names.gate or names.up or names.stacked.gate_up).format(layer=layer, expert=0)
 
 
-def describe(config: Mapping[str, object]) -> MoESpec:
-    """Return the ``MoESpec`` of the model's MoE layers.
+def describe(config: Mapping[str, object], layer: int | None = None) -> MoESpec:
+    """Return the ``MoESpec`` of an MoE layer, default the last one; few families differ from layer to layer.
 
-    ``weight_format`` is what the quantisation block says of the first MoE layer's experts, else what ``dtype`` says,
-    else ``bf16``. Raises ConfigError for an unknown model type, a missing or ill-typed entry, or an unknown
-    quantisation, and SpecError when the entries contradict each other.
+    ``weight_format`` is what the quantisation block says of the layer's experts, by default of the first MoE layer's,
+    else what ``dtype`` says, else ``bf16``. Raises ConfigError for an unknown model type, a missing, ill-typed or
+    unimplemented entry, or an unknown quantisation, and SpecError when the entries contradict each other.
     """
     family = family_of(config)
     layers = family.moe_layers(config)
     if not layers:
         msg = f"config.json of model_type {config.get('model_type')!r}: no layer has routed experts"
         raise ConfigError(msg)
-    declared = declared_format(config, expert_path(family, layers[0]))
-    return replace(family.describe(config), weight_format=declared.format or "bf16")
+    path = expert_path(family, layers[0] if layer is None else layer)
+    layer_prefix = family.names.layer.partition("{layer}")[0]
+    heads = (prefix.partition("{layer}")[0] for prefix in (family.names.layer, *PREFIXES))
+    said = [declared_format(config, path.replace(layer_prefix, head)).format for head in dict.fromkeys(heads)]
+    # tables that name modules in full know one prefix: the answer that stands alone is theirs
+    return replace(family.describe(config, layer), weight_format=min(said, key=said.count) or "bf16")

@@ -1,57 +1,105 @@
-"""What a model family is: how its config becomes a ``MoESpec`` and how its tensors are named."""
+"""What a model family is: how its config becomes a ``MoESpec`` and how its tensors are named.
+
+A ``Config`` remembers which entries were asked for. What is left over and speaks of experts, routing or activation
+is refused, so that no entry that changes the mathematics is passed over in silence.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+import re
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ..errors import ConfigError
+from ..types import ActivationSpec, MoESpec, SharedSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from ..types import MoESpec
+    from ..types import RoutingSpec
 
 __all__ = [
+    "PREFIXES",
+    "W123",
+    "Config",
     "Family",
     "Names",
     "StackedNames",
-    "flag",
-    "integer",
-    "integers",
-    "number",
-    "require_silu",
-    "value",
+    "every_layer",
+    "layers_after_first",
+    "listed_layers",
+    "projections_of",
+    "shared_width",
+    "spec_of",
+    "text_of",
 ]
 
 _ABSENT = object()
 _MOST_COUNT = 1 << 14  # layers, experts; published models have at most 126 and 896
 _MOST_SIZE = 1 << 24
+# The same number under the names that families and tools give it; several must agree.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_top_k", "moe_k", "top_k_experts")
+_NESTED = ("thinker_config", "text_config", "language_config", "llm_config")
+_PROJ = ("gate_proj", "up_proj", "down_proj")
+W123 = ("w1", "w3", "w2")
+# Where a text model's layers lie, by itself and inside multimodal models.
+PREFIXES = (
+    "model.layers.{layer}.",
+    "model.language_model.layers.{layer}.",
+    "language_model.model.layers.{layer}.",
+    "language_model.layers.{layer}.",
+    "thinker.model.layers.{layer}.",
+    "layers.{layer}.",
+)
+_SUSPECT = re.compile(
+    r"moe|expert|rout|swiglu|situ|scor|shared|mlp|n_group$|topk_group|topk_method|norm_topk|hidden_act|activation"
+    r"|latent|act_fn|hash|ffn"
+)
+# Entries that speak of experts but do not change what a layer computes in inference: losses, training noise,
+# outputs, dense layers, attention and the dtype that the quantisation block is asked for.
+_HARMLESS = frozenset((
+    "activation_dropout", "expert_dtype", "input_jitter_noise", "intermediate_size_mlp", "mamba_hidden_act",
+    "moe_router_dtype", "moe_shared_expert_overlap", "mtp_mlp_layer_types", "num_kv_shared_layers",
+    "output_router_logits", "output_scores", "router_aux_loss_coef", "router_jitter_noise", "use_double_wide_mlp",
+))  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StackedNames:
     """Tensors that hold all experts of a layer; format suffixes follow the paths, biases end in ``_bias``.
 
-    interleaved: gate and up alternate (even is gate) instead of gate half first. transposed: unquantised tensors are
-    stored input-first, ``[E, H, 2I]`` and ``[E, I, H]``; quantised ones are output-first in every family.
+    gate_up: gate and up in one stack, or gate alone when ``up`` names a stack of its own, or the one up projection
+    of experts without a gate. plain: what follows the path of an unquantised stack. interleaved: gate and up
+    alternate (even is gate) instead of gate half first. transposed: unquantised tensors are stored input-first,
+    ``[E, H, 2I]`` and ``[E, I, H]``; quantised ones are output-first in every family. flat: experts follow each other
+    along the rows, ``[E*I, H]``, and down is stored input-first (DBRX).
     """
 
     gate_up: str
     down: str
+    up: str | None = None
+    plain: str = ""
     interleaved: bool = False
     transposed: bool = False
+    flat: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Names:
     """The literal name table of a family; ``{layer}`` and ``{expert}`` are filled in.
 
-    experts: prefix of everything that belongs to routed experts. gate, up, down: module paths of one expert, the
-    format's suffix (``.weight``, ...) follows; None where the family stores experts stacked only. shared: module paths
-    of the shared expert's gate, up and down.
+    layer: prefix of a layer. experts: prefix of everything that belongs to routed experts. gate, up, down: module
+    paths of one expert, the format's suffix (``.weight``, ...) follows; up and down are None where the family stores
+    experts stacked only, gate also where experts have none. shared: module paths of the shared expert's gate, up and
+    down; where there are two and experts have a gate, of gate and up in one, and down. shared_gate: its sigmoid gate.
+    router_scale: factor of the router's input; expert_scale: factor of each expert's weight; hash_table: experts by
+    token id. latent: module paths of the projections into and out of the latent width; latent_norm: the norm between
+    experts and the latter. biases: tensors ``[E, N]`` of gate, up and down where they are apart; None where they are
+    the stacks' names with ``_bias``.
     """
 
+    layer: str
     experts: str
     gate: str | None = None
     up: str | None = None
@@ -60,81 +108,273 @@ class Names:
     router_weight: str
     router_bias: str | None = None
     correction_bias: str | None = None
-    shared: tuple[str, str, str] | None = None
+    router_scale: str | None = None
+    expert_scale: str | None = None
+    hash_table: str | None = None
+    shared: tuple[str, ...] | None = None
+    shared_gate: str | None = None
+    latent: tuple[str, str] | None = None
+    latent_norm: str | None = None
+    biases: tuple[str, str, str] | None = None
+
+    @classmethod
+    def below(
+        cls,
+        layer: str = PREFIXES[0],
+        *,
+        experts: str = "mlp.experts.",
+        single: tuple[str, ...] = _PROJ,
+        stacked: StackedNames | None = None,
+        router: str = "mlp.gate.weight",
+        **others: str | tuple[str, ...],
+    ) -> Names:
+        """Build a table from paths below a layer; single: projections of one expert below ``experts{expert}.``."""
+        stacked = stacked or StackedNames(gate_up=experts + "gate_up_proj", down=experts + "down_proj")
+        paths = [layer + experts + "{expert}." + tail for tail in single]
+        gate = paths.pop(0) if len(paths) == 3 else None
+        extra = {k: layer + v if isinstance(v, str) else tuple(layer + p for p in v) for k, v in others.items()}
+        return cls(
+            layer=layer,
+            experts=layer + experts,
+            gate=gate,
+            up=paths[0] if paths else None,
+            down=paths[1] if paths else None,
+            stacked=_moved(stacked, "", layer),
+            router_weight=layer + router,
+            **cast("dict[str, Any]", extra),
+        )
+
+    def moved(self, layer: str) -> Names:
+        """Return the same table below another prefix of a layer."""
+        return self if layer == self.layer else _moved(self, self.layer, layer)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+T = TypeVar("T", Names, StackedNames)
+
+
+def _moved(table: T, old: str, new: str) -> T:
+    changed: dict[str, object] = {}
+    for field in fields(table):
+        found = getattr(table, field.name)
+        if isinstance(found, StackedNames):
+            changed[field.name] = _moved(found, old, new)
+        elif isinstance(found, tuple):
+            changed[field.name] = tuple(new + path.removeprefix(old) for path in cast("tuple[str, ...]", found))
+        elif isinstance(found, str) and field.name != "plain":
+            changed[field.name] = new + found.removeprefix(old)
+    return replace(table, **changed)  # pyright: ignore[reportArgumentType]
+
+
+def every_layer(config: Config) -> tuple[int, ...]:
+    """Return all layers."""
+    return tuple(range(config.integer("num_hidden_layers")))
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """One row of ``models.FAMILIES``.
 
-    model_types: values of ``model_type`` it answers to. describe: config to ``MoESpec`` (``weight_format`` left to
-    the caller). moe_layers: config to the indices of the layers that have routed experts.
+    model_types: values of ``model_type`` it answers to. names: the published table; others: tables that exist beside
+    it. spec_of: config and layer to ``MoESpec`` (``weight_format`` left to the caller). layers_of: config to the
+    indices of the layers that have routed experts.
     """
 
     name: str
     model_types: tuple[str, ...]
     names: Names
-    describe: Callable[[Mapping[str, object]], MoESpec]
-    moe_layers: Callable[[Mapping[str, object]], tuple[int, ...]]
+    spec_of: Callable[[Config, int], MoESpec]
+    layers_of: Callable[[Config], tuple[int, ...]] = every_layer
+    others: tuple[Names, ...] = ()
+
+    def moe_layers(self, config: Mapping[str, object]) -> tuple[int, ...]:
+        """Return the indices of the layers that have routed experts; raises ConfigError."""
+        return self.layers_of(Config(config))
+
+    def describe(self, config: Mapping[str, object], layer: int | None = None) -> MoESpec:
+        """Return the spec of a layer, default the last with routed experts; raises ConfigError and SpecError."""
+        read = Config(config)
+        layers = self.layers_of(read)
+        spec = self.spec_of(read, layer if layer is not None else layers[-1] if layers else 0)
+        read.refuse_unread()
+        return spec
 
 
-def value(config: Mapping[str, object], keys: tuple[str, ...], default: object = _ABSENT) -> object:
-    """Return the first of ``keys`` the config has (null counts as absent), else the default; raises ConfigError."""
-    for key in keys:
-        if config.get(key) is not None:
-            return config[key]
-    if default is _ABSENT:
-        msg = f"config.json of model_type {config.get('model_type')!r} lacks {' or '.join(keys)}"
-        raise ConfigError(msg)
-    return default
+def text_of(config: Mapping[str, object]) -> Mapping[str, object]:
+    """Return the part of a multimodal config that describes the text model."""
+    for key in _NESTED:
+        inner = config.get(key)
+        if isinstance(inner, dict):
+            config = cast("dict[str, object]", inner)
+    return config
 
 
-def integer(config: Mapping[str, object], *keys: str, default: object = _ABSENT) -> int:
-    """Return an integer of the config; raises ConfigError."""
-    found = value(config, keys, default)
-    if isinstance(found, bool) or not isinstance(found, int):
-        msg = f"config.json: {keys[0]} is {found!r}, allowed is an integer"
-        raise ConfigError(msg)
-    most = _MOST_COUNT if keys[0].startswith(("num_", "n_")) else _MOST_SIZE
-    if abs(found) > most:
-        # loops and tables are made for every layer and expert before the first tensor can contradict the config
-        size = found if found.bit_length() < 64 else "beyond 2^63"
-        msg = f"config.json: {keys[0]} is {size}, allowed is {most} at most"
-        raise ConfigError(msg)
-    return found
+class Config:
+    """The text part of one ``config.json``; every method raises ConfigError on what it does not allow."""
+
+    def __init__(self, config: Mapping[str, object]) -> None:
+        self.entries = text_of(config)
+        self.asked: set[str] = set()
+        self.parts: list[Config] = []
+        self._model = config.get("model_type") or self.entries.get("model_type")
+
+    def value(self, *keys: str, default: object = _ABSENT) -> object:
+        """Return the entry under any of ``keys`` (null counts as absent); several must agree."""
+        self.asked.update(keys)
+        found = {key: self.entries[key] for key in keys if self.entries.get(key) is not None}
+        values = list(found.values())
+        if any(value != values[0] for value in values):
+            raise self.wrong(", ".join(found), ", ".join(map(str, values)), "one value for both")
+        if values:
+            return values[0]
+        if default is _ABSENT:
+            raise ConfigError(f"config.json of model_type {self._model!r} lacks {' or '.join(keys)}")
+        return default
+
+    def integer(self, *keys: str, default: object = _ABSENT) -> int:
+        """Return an integer."""
+        found = self.value(*keys, default=default)
+        if isinstance(found, bool) or not isinstance(found, int):
+            raise self.wrong(keys[0], found, "an integer")
+        most = _MOST_COUNT if keys[0].startswith(("num_", "n_")) else _MOST_SIZE
+        if abs(found) > most:
+            # loops and tables are made for every layer and expert before the first tensor can contradict the config
+            size = found if found.bit_length() < 64 else "beyond 2^63"
+            msg = f"config.json: {keys[0]} is {size}, allowed is {most} at most"
+            raise ConfigError(msg)
+        return found
+
+    def number(self, *keys: str, default: object = _ABSENT) -> float:
+        """Return a number as float."""
+        found = self.value(*keys, default=default)
+        if isinstance(found, bool) or not isinstance(found, int | float):
+            raise self.wrong(keys[0], found, "a number")
+        return float(found)
+
+    def flag(self, *keys: str, default: bool) -> bool:
+        """Return a boolean."""
+        found = self.value(*keys, default=default)
+        if not isinstance(found, bool):
+            raise self.wrong(keys[0], found, "true and false")
+        return found
+
+    def only(self, key: str, *allowed: object) -> None:
+        """Refuse an entry other than the allowed ones; absent is allowed."""
+        found = self.value(key, default=allowed[0])
+        if found not in allowed:
+            raise self.wrong(key, found, " and ".join(map(repr, allowed)))
+
+    def inner(self, key: str) -> Config:
+        """Return the object under ``key`` as a config of its own, empty when absent."""
+        found = self.value(key, default={})
+        if not isinstance(found, dict):
+            raise self.wrong(key, found, "an object")
+        part = Config(cast("dict[str, object]", found))
+        self.parts.append(part)
+        return part
+
+    @property
+    def top_k(self) -> int:
+        """The number of experts per token."""
+        return self.integer(*_TOP_K)
+
+    def items(self, key: str) -> list[object] | None:
+        """Return a list, or None when absent or a number; text is split at commas."""
+        found = self.value(key, default=None)
+        if isinstance(found, str) and len(found) <= _MOST_COUNT:
+            found = [int(piece) if piece.strip().isdigit() else piece.strip() for piece in found.split(",")]
+        return cast("list[object]", found) if isinstance(found, list) else None
+
+    def kinds(self, key: str) -> list[object] | None:
+        """Return a list with one entry for each layer at least, or None when absent or a number."""
+        found, layers = self.items(key), self.integer("num_hidden_layers")
+        if found is not None and len(found) < layers:
+            raise self.wrong(key, f"a list of {len(found)}", f"one entry for each of num_hidden_layers={layers}")
+        return found
+
+    def per_layer(self, key: str, layer: int, default: object = _ABSENT) -> int:
+        """Return an integer that is given once, or in a list for each layer."""
+        found = self.value(key, default=default)
+        if isinstance(found, list):
+            listed = cast("list[object]", found)
+            found = listed[layer] if layer < len(listed) else None
+        if isinstance(found, bool) or not isinstance(found, int):
+            raise self.wrong(key, found, f"an integer, or a list with one for layer {layer}")
+        return found
+
+    def passed_over(self, *keys: str) -> None:
+        """Say that entries do not change what a layer computes in inference."""
+        self.asked.update(keys)
+
+    def wrong(self, key: str, found: object, allowed: str) -> ConfigError:
+        """Return the error for an entry that is not allowed."""
+        return ConfigError(f"config.json of model_type {self._model!r}: {key} is {found!r}, allowed is {allowed}")
+
+    def refuse_unread(self) -> None:
+        """Refuse entries that speak of experts, routing or activation, say something, and were never asked for."""
+        for part in self.parts:
+            part.refuse_unread()
+        left = {k: v for k, v in self.entries.items() if v and _SUSPECT.search(k) and k not in self.asked | _HARMLESS}
+        if left:
+            listed = ", ".join(f"{key}={value!r}" for key, value in left.items())
+            raise ConfigError(
+                f"config.json of model_type {self._model!r}: {listed} is not implemented for this family and could "
+                "change what its experts compute; remove the entry if it has no effect on them"
+            )
 
 
-def number(config: Mapping[str, object], *keys: str, default: object = _ABSENT) -> float:
-    """Return a number of the config as float; raises ConfigError."""
-    found = value(config, keys, default)
-    if isinstance(found, bool) or not isinstance(found, int | float):
-        msg = f"config.json: {keys[0]} is {found!r}, allowed is a number"
-        raise ConfigError(msg)
-    return float(found)
+def listed_layers(config: Config, *, first: int = 0) -> tuple[int, ...]:
+    """Return the layers after the dense ones: a list of kinds, or one flag a layer, or a first layer and a step.
+
+    first: number of dense layers when the config does not say.
+    """
+    layers = range(config.integer("num_hidden_layers"))
+    kinds, flags = config.kinds("mlp_layer_types"), config.kinds("moe_layer_freq")
+    dense = config.integer("first_k_dense_replace", default=first)
+    if kinds is not None:
+        return tuple(i for i in layers if kinds[i] != "dense")
+    if flags is not None:
+        return tuple(i for i in layers if flags[i])
+    step = config.integer("moe_layer_freq", default=1)
+    if step < 1:
+        raise config.wrong("moe_layer_freq", step, "1 or more")
+    return tuple(i for i in layers if i >= dense and i % step == 0)
 
 
-def flag(config: Mapping[str, object], key: str, *, default: bool) -> bool:
-    """Return a boolean of the config; raises ConfigError."""
-    found = value(config, (key,), default)
-    if not isinstance(found, bool):
-        msg = f"config.json: {key} is {found!r}, allowed are true and false"
-        raise ConfigError(msg)
-    return found
+def shared_width(config: Config, *keys: str, default: int = 0) -> SharedSpec | None:
+    """Return the shared expert that is as wide as ``keys`` routed ones together, or None for a count of 0."""
+    count, each = config.integer(*keys, default=default), config.integer("moe_intermediate_size")
+    return SharedSpec(intermediate_size=count * each) if count else None
 
 
-def integers(config: Mapping[str, object], key: str) -> tuple[int, ...]:
-    """Return a list of integers of the config, empty when absent; raises ConfigError."""
-    found = value(config, (key,), [])
-    items = cast("list[object]", found) if isinstance(found, list) else [None]
-    if any(isinstance(item, bool) or not isinstance(item, int) for item in items):
-        msg = f"config.json: {key} is {found!r}, allowed is a list of integers"
-        raise ConfigError(msg)
-    return tuple(cast("list[int]", items))
+def layers_after_first(config: Config) -> tuple[int, ...]:
+    """Return ``listed_layers`` of a model whose first layer is dense when the config does not say."""
+    return listed_layers(config, first=1)
 
 
-def require_silu(config: Mapping[str, object]) -> None:
-    """Refuse an activation other than SiLU; raises ConfigError."""
-    found = value(config, ("hidden_act",), "silu")
-    if found not in ("silu", "swish"):
-        msg = f"config.json: hidden_act is {found!r}, known for {config.get('model_type')!r} are 'silu' and 'swish'"
-        raise ConfigError(msg)
+def projections_of(path: str) -> tuple[str, ...]:
+    """Return the module paths of gate, up and down below ``path``, under the names most families use."""
+    return tuple(path + name for name in _PROJ)
+
+
+def spec_of(
+    config: Config,
+    routing: RoutingSpec,
+    *,
+    wide: str = "moe_intermediate_size",
+    activation: ActivationSpec | None = None,
+    **others: Any,
+) -> MoESpec:
+    """Return the spec of a layer; SiLU is required without ``activation``.
+
+    wide: the entry with an expert's width. others: further fields of ``MoESpec``.
+    """
+    if activation is None:
+        config.only("hidden_act", "silu", "swish")
+    return MoESpec(
+        hidden_size=config.integer("hidden_size", "d_model"),
+        intermediate_size=config.integer(wide),
+        num_experts=config.integer(*_EXPERTS),
+        routing=routing,
+        activation=activation or ActivationSpec(),
+        **others,
+    )

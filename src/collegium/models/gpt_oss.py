@@ -1,54 +1,30 @@
 """gpt-oss: stacked experts with biases and interleaved gate and up, router with a bias, clamped SwiGLU.
 
-``hidden_act`` says ``silu`` in the published configs although the activation is SwiGLU-OAI, so it is not read.
+``hidden_act`` says ``silu`` in the published configs although the activation is SwiGLU-OAI.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ..types import ActivationSpec, MoESpec, RoutingSpec
-from .base import Family, Names, StackedNames, integer, number
+from .base import Config, Family, Names, StackedNames, spec_of
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-__all__ = ["FAMILY"]
+__all__ = ["FAMILY", "swiglu_oai"]
 
 
-def _describe(config: Mapping[str, object]) -> MoESpec:
-    return MoESpec(
-        hidden_size=integer(config, "hidden_size"),
-        intermediate_size=integer(config, "intermediate_size"),
-        num_experts=integer(config, "num_local_experts"),
-        routing=RoutingSpec(top_k=integer(config, "num_experts_per_tok", "experts_per_token"), score="topk_softmax"),
-        activation=ActivationSpec(
-            kind="swiglu_oai",
-            limit=number(config, "swiglu_limit", default=7.0),
-            alpha=number(config, "swiglu_alpha", default=1.702),
-        ),
-        expert_bias=True,
-    )
+def swiglu_oai(config: Config) -> ActivationSpec:
+    """Return the activation of gpt-oss with the config's limit and factor."""
+    limit, alpha = config.number("swiglu_limit", default=7.0), config.number("swiglu_alpha", default=1.702)
+    return ActivationSpec(kind="swiglu_oai", limit=limit, alpha=alpha)
 
 
-def _moe_layers(config: Mapping[str, object]) -> tuple[int, ...]:
-    return tuple(range(integer(config, "num_hidden_layers")))
+def _spec(config: Config, _: int) -> MoESpec:
+    config.only("hidden_act", "silu")
+    routing = RoutingSpec(top_k=config.top_k, score="topk_softmax")
+    return spec_of(config, routing, wide="intermediate_size", activation=swiglu_oai(config), expert_bias=True)
 
 
-FAMILY = Family(
-    name="gpt_oss",
-    model_types=("gpt_oss",),
-    names=Names(
-        experts="model.layers.{layer}.mlp.experts.",
-        stacked=StackedNames(
-            gate_up="model.layers.{layer}.mlp.experts.gate_up_proj",
-            down="model.layers.{layer}.mlp.experts.down_proj",
-            interleaved=True,
-            transposed=True,
-        ),
-        router_weight="model.layers.{layer}.mlp.router.weight",
-        router_bias="model.layers.{layer}.mlp.router.bias",
-    ),
-    describe=_describe,
-    moe_layers=_moe_layers,
+_STACK = StackedNames(
+    gate_up="mlp.experts.gate_up_proj", down="mlp.experts.down_proj", interleaved=True, transposed=True
 )
+_NAMES = Names.below(single=(), stacked=_STACK, router="mlp.router.weight", router_bias="mlp.router.bias")
+FAMILY = Family("gpt_oss", ("gpt_oss",), _NAMES, _spec)

@@ -10,11 +10,11 @@ from ..errors import ConfigError
 from .patterns import matches_prefix
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 __all__ = ["METHODS", "Declared", "declared_format"]
 
-METHODS = ("fp8", "mxfp4", "mxfp8", "modelopt", "compressed-tensors")
+METHODS = ("fp8", "mxfp4", "mxfp8", "modelopt", "compressed-tensors", "gptq", "awq", "bitsandbytes", "gguf")
 _FLOATS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _MODELOPT = {
     "FP8": "fp8_tensor",
@@ -35,6 +35,8 @@ _COMPRESSED = (
     ("float", 4, "group", 32, "mxfp4"),
     ("int", 4, "group", None, "int4_group"),
     ("int", 4, "channel", None, "int4_group"),
+    ("int", 8, "group", None, "int8_group"),
+    ("int", 8, "channel", None, "int8_group"),
 )
 
 
@@ -44,13 +46,15 @@ class Declared:
 
     format: name of a format of ``collegium.formats.FORMATS``; None when the config says nothing. method: the
     ``quant_method`` it stands in, None for unquantised. block: rows and columns that share a scale (FP8 block).
-    group: columns that share a scale (INT4; None: a whole row).
+    group: columns that share a scale (integers; None: a whole row). storage: the one storage of the format that is
+    declared, None when any will do.
     """
 
     format: str | None
     method: str | None = None
     block: tuple[int, int] | None = None
     group: int | None = None
+    storage: str | None = None
 
 
 def declared_format(config: Mapping[str, object], path: str) -> Declared:
@@ -72,9 +76,9 @@ def declared_format(config: Mapping[str, object], path: str) -> Declared:
         return _fp8(config, block)
     if method in ("mxfp4", "mxfp8"):
         return Declared(format=method, method=method)
-    if method == "modelopt":
-        return _modelopt(block, path, plain)
-    return _compressed(block, path, plain)
+    if method in _METHODS:
+        return _METHODS[method](block, path, plain)
+    return Declared(format="gguf", method="gguf")
 
 
 def _block(config: Mapping[str, object]) -> Mapping[str, object] | None:
@@ -110,7 +114,7 @@ def _texts(block: Mapping[str, object], key: str) -> list[str]:
 
 
 def _skipped(block: Mapping[str, object], path: str) -> bool:
-    keys = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
+    keys = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "llm_int8_skip_modules")
     return any(_matches(entry, path) for key in keys for entry in _texts(block, key))
 
 
@@ -192,21 +196,90 @@ def _targeting(schemes: Sequence[Mapping[str, object]], path: str) -> Mapping[st
 
 def _arguments(weights: Mapping[str, object]) -> Declared:
     kind, bits, strategy = weights.get("type", "int"), weights.get("num_bits"), weights.get("strategy")
-    size = weights.get("group_size")
-    if weights.get("symmetric", True) is not True or weights.get("actorder"):
+    size, symmetric, order = weights.get("group_size"), weights.get("symmetric", True), weights.get("actorder")
+    if symmetric not in (True, False) or order not in (None, False, True, "group", "dynamic", "weight", "static"):
         msg = (
-            f"quantization_config: weights with symmetric={weights.get('symmetric')!r} and "
-            f"actorder={weights.get('actorder')!r}; allowed are symmetric weights without activation order"
+            f"quantization_config: weights with symmetric={symmetric!r} and actorder={order!r}; allowed are true and "
+            "false, and group, dynamic, weight, static or null"
         )
         raise ConfigError(msg)
+    ordered = strategy == "group" and order in (True, "group", "dynamic")
     for row_kind, row_bits, row_strategy, row_size, name in _COMPRESSED:
         if (kind, bits, strategy) == (row_kind, row_bits, row_strategy) and row_size in (None, size):
             return Declared(
-                format=name,
+                format=_integers(name, symmetric=symmetric is True, ordered=ordered) if kind == "int" else name,
                 method="compressed-tensors",
                 block=_pair(weights, "block_structure") if name == "fp8_block" else None,
                 group=size if strategy == "group" and isinstance(size, int) else None,
+                storage="compressed-tensors-asymmetric" if kind == "int" and not symmetric else None,
             )
     known = "; ".join(f"{k} {b} bits {s}{f' of {g}' if g else ''}" for k, b, s, g, _ in _COMPRESSED)
     msg = f"quantization_config: weights are {kind} {bits} bits {strategy} of {size}, known are {known}"
     raise ConfigError(msg)
+
+
+def _integers(name: str, *, symmetric: bool, ordered: bool) -> str:
+    """Return the format of integers of a width: the plain one has no zero points and columns in order."""
+    if name == "int4_group" and symmetric and not ordered:
+        return name
+    return name.replace("_group", "_ordered" if ordered else "_affine")
+
+
+def _only(block: Mapping[str, object], key: str, allowed: tuple[object, ...]) -> object:
+    """Return an entry whose value is one of ``allowed``; the first of them where it is missing."""
+    found = block.get(key)
+    found = allowed[0] if found is None else found
+    if found not in allowed:
+        msg = f"quantization_config: {key} is {found!r}, allowed are {', '.join(map(repr, allowed))}"
+        raise ConfigError(msg)
+    return found
+
+
+def _columns(block: Mapping[str, object]) -> int | None:
+    """Return the group size, None where it is -1, a whole row."""
+    size = block.get("group_size", -1)
+    if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
+        msg = f"quantization_config: group_size is {size!r}, allowed is a positive integer or -1 for a whole row"
+        raise ConfigError(msg)
+    return None if size == -1 else size
+
+
+def _gptq(block: Mapping[str, object], path: str, plain: Declared) -> Declared:
+    table = block.get("dynamic")
+    rules = cast("Mapping[str, object]", table) if isinstance(table, dict) else {}
+    for pattern, change in rules.items():
+        # the first pattern that matches decides: "-:" leaves the module alone, "+:" or nothing changes its entries
+        if _search(pattern.removeprefix("+:").removeprefix("-:"), path):
+            if pattern.startswith("-:"):
+                return plain
+            block = {**block, **(cast("Mapping[str, object]", change) if isinstance(change, dict) else {})}
+            break
+    size = _columns(block)
+    bits = _only(block, "bits", (4, 8))
+    symmetric = _only(block, "sym", (True, False)) is True
+    ordered = _only(block, "desc_act", (False, True)) is True and size is not None
+    name = _integers(f"int{bits}_group", symmetric=symmetric, ordered=ordered)
+    storage = str(_only(block, "checkpoint_format", ("gptq", "gptq_v2")))
+    return Declared(format=name, method="gptq", group=size, storage=storage)
+
+
+def _awq(block: Mapping[str, object], _path: str, _plain: Declared) -> Declared:
+    _only(block, "bits", (4,))
+    _only(block, "version", ("gemm", "GEMM"))
+    _only(block, "zero_point", (True,))
+    return Declared(format="int4_affine", method="awq", group=_columns(block), storage="awq")
+
+
+def _bitsandbytes(block: Mapping[str, object], _path: str, _plain: Declared) -> Declared:
+    _only({"load_in_4bit": False, **block}, "load_in_4bit", (True,))
+    kind = str(_only({"bnb_4bit_quant_type": "fp4", **block}, "bnb_4bit_quant_type", ("nf4", "fp4")))
+    return Declared(format="bnb4", method="bitsandbytes", storage=kind)
+
+
+_METHODS: Mapping[str, Callable[[Mapping[str, object], str, Declared], Declared]] = {
+    "modelopt": _modelopt,
+    "compressed-tensors": _compressed,
+    "gptq": _gptq,
+    "awq": _awq,
+    "bitsandbytes": _bitsandbytes,
+}

@@ -1,52 +1,38 @@
-"""Qwen3-MoE: softmax routing, dense layers by list and by step, no shared expert."""
+"""Qwen3-MoE, Qwen3-VL-MoE and Qwen3-Omni: softmax routing, dense layers by list and by step, no shared expert.
+
+The published Qwen3-VL-MoE stacks are stored input-first; copies saved again may be output-first, so both are known and
+the shapes of the two stacks together decide. Its model code always renormalises.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ..types import MoESpec, RoutingSpec
-from .base import Family, Names, StackedNames, flag, integer, integers, require_silu
+from .base import Config, Family, Names, StackedNames, spec_of
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-__all__ = ["FAMILY"]
+__all__ = ["FAMILY", "qwen_routing", "step_layers"]
 
 
-def _describe(config: Mapping[str, object]) -> MoESpec:
-    require_silu(config)
-    return MoESpec(
-        hidden_size=integer(config, "hidden_size"),
-        intermediate_size=integer(config, "moe_intermediate_size"),
-        num_experts=integer(config, "num_experts", "num_local_experts"),
-        routing=RoutingSpec(
-            top_k=integer(config, "num_experts_per_tok"),
-            score="softmax",
-            renormalise=flag(config, "norm_topk_prob", default=False),
-        ),
-    )
-
-
-def _moe_layers(config: Mapping[str, object]) -> tuple[int, ...]:
-    dense, step = integers(config, "mlp_only_layers"), integer(config, "decoder_sparse_step", default=1)
-    layers = range(integer(config, "num_hidden_layers"))
+def step_layers(config: Config) -> tuple[int, ...]:
+    """Return every ``decoder_sparse_step``-th layer that ``mlp_only_layers`` does not name; raises ConfigError."""
+    dense, step = config.items("mlp_only_layers") or [], config.integer("decoder_sparse_step", default=1)
+    if any(isinstance(item, bool) or not isinstance(item, int) for item in dense):
+        raise config.wrong("mlp_only_layers", dense, "a list of integers")
+    layers = range(config.integer("num_hidden_layers"))
     return tuple(i for i in layers if i not in dense and step > 0 and (i + 1) % step == 0)
 
 
-FAMILY = Family(
-    name="qwen3_moe",
-    model_types=("qwen3_moe",),
-    names=Names(
-        experts="model.layers.{layer}.mlp.experts.",
-        gate="model.layers.{layer}.mlp.experts.{expert}.gate_proj",
-        up="model.layers.{layer}.mlp.experts.{expert}.up_proj",
-        down="model.layers.{layer}.mlp.experts.{expert}.down_proj",
-        stacked=StackedNames(
-            gate_up="model.layers.{layer}.mlp.experts.gate_up_proj",
-            down="model.layers.{layer}.mlp.experts.down_proj",
-        ),
-        router_weight="model.layers.{layer}.mlp.gate.weight",
-    ),
-    describe=_describe,
-    moe_layers=_moe_layers,
-)
+def qwen_routing(config: Config) -> RoutingSpec:
+    """Return softmax routing; Qwen3-VL and Qwen3.5 always renormalise."""
+    always = str(config.value("model_type", default="")).startswith(("qwen3_vl", "qwen3_5"))
+    if always:
+        config.only("norm_topk_prob", True)
+    return RoutingSpec(top_k=config.top_k, renormalise=always or config.flag("norm_topk_prob", default=False))
+
+
+def _spec(config: Config, _: int) -> MoESpec:
+    return spec_of(config, qwen_routing(config))
+
+
+_STACK = StackedNames(gate_up="mlp.experts.gate_up_proj", down="mlp.experts.down_proj", transposed=True)
+_TYPES = ("qwen3_moe", "qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3_omni_moe", "qwen3_omni_moe_text")
+FAMILY = Family("qwen3_moe", _TYPES, Names.below(), _spec, step_layers, (Names.below(stacked=_STACK),))

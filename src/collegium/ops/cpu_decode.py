@@ -24,6 +24,7 @@ from ..formats import (
     Fp8Tensor,
     Fp16,
     Fp32,
+    Int4Affine,
     Int4Group,
     MxFp4,
     MxFp8,
@@ -33,6 +34,8 @@ from ..formats import (
 from ..formats.codecs import E2M1_VALUES, pack_nibbles, relative_e8m0, unpack_nibbles
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
 __all__ = ["CPU_FORMATS", "CodeMatrix", "PlainMatrix", "Scratch", "pack_matrix"]
@@ -114,6 +117,7 @@ class CodeMatrix:
     table: ``[65536]`` int64, the four bfloat16 numbers of a word; None for E4M3.
     scales: ``[E, N, G]``; ``step`` says what they are: ``exponent`` uint8 added to the exponent field;
         ``e4m3`` uint8 and ``power`` uint8 (exponent field) and ``value`` (floating point) multiply; None: none.
+    zeros: uint8 ``[E, N, G]``, subtracted from the codes before a ``value`` multiplies them, or None.
     row_scale: ``[E, N]`` float32 for the caller, or None. columns, group: K and the columns of a scale.
     row_block: rows that share a row of ``scales``. strided: position p of group g is stored at column p * G + g,
         so that a row of scales multiplies contiguous columns, instead of g * group + p.
@@ -122,6 +126,7 @@ class CodeMatrix:
     codes: Tensor
     table: Tensor | None = None
     scales: Tensor | None = None
+    zeros: Tensor | None = None
     step: str = "none"
     row_scale: Tensor | None = None
     columns: int
@@ -138,7 +143,7 @@ class CodeMatrix:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors, without the table that all matrices of a format share."""
-        own = (t for t in (self.codes, self.scales, self.row_scale) if t is not None)
+        own = (t for t in (self.codes, self.scales, self.zeros, self.row_scale) if t is not None)
         return sum(t.numel() * t.element_size() for t in own)
 
     @property
@@ -222,12 +227,17 @@ class CodeMatrix:
         if dtype != torch.bfloat16:
             values, factor = values.to(dtype), factor.to(dtype)
         whole = min(self.columns // self.group * self.group, values.shape[1])
-        if whole:
-            body = values[:, :whole].unflatten(1, (-1, self.group))
-            torch.mul(body, factor[:, : whole // self.group].unsqueeze(-1), out=body)
-        if factor.shape[1] > whole // self.group:
-            rest = values[:, whole:]
-            torch.mul(rest, factor[:, -1:], out=rest)
+        full = whole // self.group
+
+        def apply(change: Callable[[Tensor, Tensor], Tensor], stored: Tensor) -> None:
+            if whole:
+                change(values[:, :whole].unflatten(1, (-1, self.group)), stored[:, :full].unsqueeze(-1))
+            if stored.shape[1] > full:
+                change(values[:, whole:], stored[:, -1:])
+
+        if self.zeros is not None:
+            apply(torch.Tensor.sub_, self.zeros[expert].index_select(0, line).to(values.dtype))
+        apply(torch.Tensor.mul_, factor)
         return values
 
 
@@ -296,12 +306,14 @@ def _nvfp4(payload: NvFp4) -> CodeMatrix:
     )
 
 
-def _int4(payload: Int4Group) -> CodeMatrix:
+def _int4(payload: Int4Group | Int4Affine) -> CodeMatrix:
     experts = payload.shape[0]
+    codes, zeros = _flat(payload.codes, experts), payload.zeros if isinstance(payload, Int4Affine) else None
     return CodeMatrix(
-        codes=_words(_flat(payload.codes, experts)),
-        table=_table(tuple(float(code - 8) for code in range(16))),
+        codes=_words(functional.pad(codes, (0, codes.shape[-1] % 2)) if codes.shape[-1] % 2 else codes),
+        table=_table(tuple(float(code - (8 if zeros is None else 0)) for code in range(16))),
         scales=_flat(payload.scales, experts),
+        zeros=None if zeros is None else _flat(zeros, experts),
         step="value",
         columns=payload.shape[-1],
         group=payload.group_size,
@@ -344,7 +356,7 @@ def _fp8_block(payload: Fp8Block) -> CodeMatrix:
     )
 
 
-CPU_FORMATS = (Bf16, Fp16, Fp32, Fp8Block, Fp8Tensor, Fp8Channel, MxFp8, MxFp4, NvFp4, Int4Group)
+CPU_FORMATS = (Bf16, Fp16, Fp32, Fp8Block, Fp8Tensor, Fp8Channel, MxFp8, MxFp4, NvFp4, Int4Group, Int4Affine)
 
 
 def pack_matrix(payload: Payload, name: str) -> PlainMatrix | CodeMatrix:
@@ -368,7 +380,7 @@ def pack_matrix(payload: Payload, name: str) -> PlainMatrix | CodeMatrix:
             return _mxfp4(payload)
         case NvFp4():
             return _nvfp4(payload)
-        case Int4Group():
+        case Int4Group() | Int4Affine():
             return _int4(payload)
         case MxFp8():
             return _mxfp8(payload)

@@ -14,6 +14,8 @@ import torch
 
 from ..errors import InputError, RoutingError
 from ..types import Routing
+from .launch import on_device
+from .route_device import route_on_device, sanitise_on_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +38,9 @@ def route(
     bias: Tensor | None = None,
     token_ids: Tensor | None = None,
     hash_table: Tensor | None = None,
+    expert_scale: Tensor | None = None,
     checked: bool = False,
+    out: Routing | None = None,
 ) -> Routing:
     """Choose ``spec.top_k`` experts for each token.
 
@@ -45,35 +49,43 @@ def route(
         set and experts are not looked up.
     token_ids: ``[T]`` integers, and hash_table: ``[vocabulary, K]`` integers; needed exactly when
         ``spec.hash_routing`` is set (token_ids alone is ignored otherwise).
+    expert_scale: ``[E]``, needed exactly when ``spec.expert_scale`` is set.
     checked: waits for the device and raises on bad values; otherwise a bad row or assignment gets id -1,
-        weight 0.
+        weight 0. On a GPU, unchecked routing is one kernel for all but the sparse mixer
+        and a floor of the sum.
+    out: ids int64 and weights float32, both ``[T, K]`` contiguous, to write instead of fresh memory.
 
     Returns ids in descending order of the (biased) score, ties to the lower id; a hash table keeps its order.
     Raises ``InputError`` for wrong shapes, dtypes or missing arguments in both modes, and, in checked mode,
     ``RoutingError`` for NaN logits, NaN bias, and token ids or table entries out of range or duplicated.
     """
     _check_logits(logits, spec)
+    if spec.hash_routing:
+        _check_look_up(logits, spec, bias, token_ids, hash_table)
+    else:
+        _check_ranking(logits, spec, bias, hash_table)
     experts = logits.shape[1]
+    if (None if expert_scale is None else tuple(expert_scale.shape)) != ((experts,) if spec.expert_scale else None):
+        found = "None" if expert_scale is None else _describe(expert_scale)
+        raise InputError(f"route: expert_scale is {found}, spec.expert_scale={spec.expert_scale} needs ({experts},)")
+    # the kernel knows neither the sparse mixer nor a floor of the sum; torch routes for the two families that do
+    if not checked and on_device(logits) and spec.score != "sparsemixer" and not spec.renormalise_floor:
+        chosen = route_on_device(logits, spec, bias=bias, token_ids=token_ids, hash_table=hash_table, out=out)
+        return _scaled(chosen, expert_scale)
     raw = logits.to(torch.float32)
     finite = raw.clamp(-_LARGEST, _LARGEST)
     poisoned = raw.isnan().any(dim=1, keepdim=True)
     if checked:
         _refuse_nan_rows(poisoned, "router logits")
     scores = _scores(finite, spec.score)
-    if spec.hash_routing:
-        ids = _look_up(logits, spec, bias, token_ids, hash_table, checked=checked)
-        ids = _drop_bad_ids(ids, experts, checked=checked)
+    if spec.hash_routing and token_ids is not None and hash_table is not None:
+        ids = _drop_bad_ids(_look_up(token_ids, hash_table, checked=checked), experts, checked=checked)
     else:
-        if hash_table is not None:
-            raise InputError(
-                f"route: found a hash_table {_describe(hash_table)}, but spec.hash_routing is False; "
-                "pass hash_table=None or a RoutingSpec with hash_routing=True"
-            )
-        choice = _choice(finite, scores, spec, bias, checked=checked)
+        choice = _choice(finite, scores, bias, checked=checked)
         poisoned = poisoned | choice.isnan().any(dim=1, keepdim=True)
         ids = _select(choice, scores, spec)
     ids = ids.masked_fill(poisoned, -1)
-    return Routing(topk_ids=ids, topk_weights=_weights(finite, scores, ids, spec))
+    return _scaled(_into(out, ids, _weights(finite, scores, ids, spec)), expert_scale)
 
 
 def route_custom(
@@ -103,15 +115,16 @@ def route_custom(
     return sanitise(ids, weights, logits.shape[1], checked=checked)
 
 
-def sanitise(topk_ids: Tensor, topk_weights: Tensor, num_experts: int, *, checked: bool = False) -> Routing:
+def sanitise(
+    topk_ids: Tensor, topk_weights: Tensor, num_experts: int, *, checked: bool = False, out: Routing | None = None
+) -> Routing:
     """Turn foreign ``topk_ids [T, K]`` and ``topk_weights [T, K]`` into a ``Routing`` that cannot do harm.
 
     topk_ids: integers; -1 means "not here" and is always legal. topk_weights: floating, returned as float32.
-    An id outside ``0..num_experts-1``, an id seen in an earlier slot of its row, and a weight that is not
-    finite in
+    An id outside ``0..num_experts-1``, an id seen in an earlier slot of its row, and a weight that is not finite in
     float32 are faults: ``RoutingError`` when checked, otherwise the assignment becomes id -1, weight 0. The
-    weights of the remaining slots are not touched. Raises ``InputError`` for wrong shapes and dtypes in both
-    modes.
+    weights of the remaining slots are not touched. out: as in ``route``. Raises ``InputError`` for wrong shapes and
+    dtypes in both modes.
     """
     _check_ids("topk_ids", topk_ids, 2)
     if tuple(topk_weights.shape) != tuple(topk_ids.shape) or not topk_weights.is_floating_point():
@@ -121,18 +134,35 @@ def sanitise(topk_ids: Tensor, topk_weights: Tensor, num_experts: int, *, checke
         )
     if num_experts < 1:
         raise InputError(f"num_experts: found {num_experts}, allowed: at least 1")
+    if not checked and on_device(topk_ids):
+        return sanitise_on_device(topk_ids, topk_weights, num_experts, out=out)
     ids = _drop_bad_ids(topk_ids.to(torch.int64), num_experts, checked=checked)
     weights = topk_weights.to(torch.float32)
     unusable = (ids >= 0) & ~weights.isfinite()
     if checked:
         _refuse_slots(unusable, topk_weights, "topk_weights", "a finite float32 number")
     ids = ids.masked_fill(unusable, -1)
-    return Routing(topk_ids=ids, topk_weights=weights.masked_fill(ids < 0, 0.0))
+    return _into(out, ids, weights.masked_fill(ids < 0, 0.0))
+
+
+def _into(out: Routing | None, ids: Tensor, weights: Tensor) -> Routing:
+    if out is None:
+        return Routing(topk_ids=ids, topk_weights=weights)
+    out.topk_ids.copy_(ids)
+    out.topk_weights.copy_(weights)
+    return out
+
+
+def _scaled(chosen: Routing, expert_scale: Tensor | None) -> Routing:
+    """Multiply each weight by the factor of its expert, in place."""
+    if expert_scale is not None:
+        chosen.topk_weights.mul_(expert_scale.to(torch.float32)[chosen.topk_ids.clamp(min=0)])
+    return chosen
 
 
 def _scores(logits: Tensor, score: ScoreFunction) -> Tensor:
     """Score every expert, ``[T, E]`` float32; for topk_softmax the logits, normalised after top-k."""
-    if score == "topk_softmax":
+    if score in ("topk_softmax", "sparsemixer"):
         return logits
     wide = logits.to(torch.float64)
     if score == "softmax":
@@ -144,19 +174,36 @@ def _scores(logits: Tensor, score: ScoreFunction) -> Tensor:
     return softplus.sqrt().to(torch.float32)
 
 
-def _choice(logits: Tensor, scores: Tensor, spec: RoutingSpec, bias: Tensor | None, *, checked: bool) -> Tensor:
+def _choice(logits: Tensor, scores: Tensor, bias: Tensor | None, *, checked: bool) -> Tensor:
     """Return the values experts are ranked by, ``[T, E]`` float32 in the finite range (NaN where poisoned).
 
     Every score function rises with the logit, so without a bias the logits rank the experts exactly, where
     rounded scores would tie (a float32 sigmoid is 1 for every logit above 17).
     """
+    if bias is None:
+        return logits
+    wide = bias.to(torch.float32)
+    if checked and bool(wide.isnan().any()):
+        first = int(wide.isnan().nonzero()[0, 0])
+        experts = logits.shape[1]
+        raise RoutingError(f"correction bias: expert {first} of {experts} is NaN, allowed: numbers; reload the router")
+    # The clamp keeps a biased score of -inf above the -inf of a masked group.
+    return (scores + wide).clamp(-_LARGEST, _LARGEST)
+
+
+def _check_ranking(logits: Tensor, spec: RoutingSpec, bias: Tensor | None, hash_table: Tensor | None) -> None:
+    if hash_table is not None:
+        raise InputError(
+            f"route: found a hash_table {_describe(hash_table)}, but spec.hash_routing is False; "
+            "pass hash_table=None or a RoutingSpec with hash_routing=True"
+        )
     if not spec.correction_bias:
         if bias is not None:
             raise InputError(
                 f"route: found a bias {_describe(bias)}, but spec.correction_bias is False; "
                 "pass bias=None or a RoutingSpec with correction_bias=True"
             )
-        return logits
+        return
     experts = logits.shape[1]
     if bias is None or tuple(bias.shape) != (experts,) or not bias.is_floating_point():
         found = "None" if bias is None else _describe(bias)
@@ -165,12 +212,6 @@ def _choice(logits: Tensor, scores: Tensor, spec: RoutingSpec, bias: Tensor | No
             "pass the router's correction bias"
         )
     _check_device("bias", bias, logits)
-    wide = bias.to(torch.float32)
-    if checked and bool(wide.isnan().any()):
-        first = int(wide.isnan().nonzero()[0, 0])
-        raise RoutingError(f"correction bias: expert {first} of {experts} is NaN, allowed: numbers; reload the router")
-    # The clamp keeps a biased score of -inf above the -inf of a masked group.
-    return (scores + wide).clamp(-_LARGEST, _LARGEST)
 
 
 def _select(choice: Tensor, scores: Tensor, spec: RoutingSpec) -> Tensor:
@@ -212,6 +253,8 @@ def _weights(logits: Tensor, scores: Tensor, ids: Tensor, spec: RoutingSpec) -> 
     if spec.score == "topk_softmax":
         picked = logits.gather(1, safe).to(torch.float64).masked_fill(dropped, -torch.inf)
         weights = torch.softmax(picked, dim=1).to(torch.float32)
+    elif spec.score == "sparsemixer":
+        weights = _sparsemixer(logits, safe, spec.jitter)
     else:
         weights = scores.gather(1, safe)
     weights = weights.masked_fill(dropped, 0.0)
@@ -220,21 +263,31 @@ def _weights(logits: Tensor, scores: Tensor, ids: Tensor, spec: RoutingSpec) -> 
         total = weights[:, 0]
         for k in range(1, weights.shape[1]):
             total = total + weights[:, k]
-        total = (total + spec.renormalise_eps).unsqueeze(1)
+        total = (total + spec.renormalise_eps).clamp(min=spec.renormalise_floor).unsqueeze(1)
         weights = (weights / total).masked_fill(total == 0, 0.0)
     return weights * spec.scale
 
 
-def _look_up(
-    logits: Tensor,
-    spec: RoutingSpec,
-    bias: Tensor | None,
-    token_ids: Tensor | None,
-    hash_table: Tensor | None,
-    *,
-    checked: bool,
-) -> Tensor:
-    """Return ``hash_table[token_ids]``, ``[T, K]`` int64, with -1 for token ids outside the table."""
+def _sparsemixer(logits: Tensor, ids: Tensor, jitter: float) -> Tensor:
+    """Weights ``[T, 2]`` of the two best: each a softmax over the logits near the best of those left.
+
+    A logit s is near the best b when ``(b - s) / max(|s|, b) <= 2 * jitter`` (Liu et al., 2023, as Phi-3.5-MoE
+    evaluates it).
+    """
+    left = logits
+    weights: list[Tensor] = []
+    for chosen in ids.unbind(1):
+        best = left.gather(1, chosen[:, None])
+        far = (best - logits) / torch.maximum(logits.abs(), best) > 2 * jitter
+        near = left.masked_fill(far, -torch.inf).to(torch.float64)
+        weights.append(torch.softmax(near, dim=1).gather(1, chosen[:, None]))
+        left = left.scatter(1, chosen[:, None], -torch.inf)
+    return torch.cat(weights, dim=1).to(torch.float32)
+
+
+def _check_look_up(
+    logits: Tensor, spec: RoutingSpec, bias: Tensor | None, token_ids: Tensor | None, hash_table: Tensor | None
+) -> None:
     if bias is not None:
         raise InputError(
             f"route: found a bias {_describe(bias)} with hash routing, which looks experts up and ranks "
@@ -257,6 +310,11 @@ def _look_up(
         raise InputError(f"hash_table: found {_describe(hash_table)}, allowed: [vocabulary >= 1, top_k={spec.top_k}]")
     _check_device("token_ids", token_ids, logits)
     _check_device("hash_table", hash_table, logits)
+
+
+def _look_up(token_ids: Tensor, hash_table: Tensor, *, checked: bool) -> Tensor:
+    """Return ``hash_table[token_ids]``, ``[T, K]`` int64, with -1 for token ids outside the table."""
+    vocabulary = hash_table.shape[0]
     wanted = token_ids.to(torch.int64)
     outside = (wanted < 0) | (wanted >= vocabulary)
     if checked and bool(outside.any()):

@@ -1,0 +1,188 @@
+"""Which tensors belong to which layer: every name is looked at once, however many layers ask.
+
+Here too it is settled which name table of the family a checkpoint follows: below which prefix its layers lie, one
+tensor an expert or one stack, and in which orientation.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+from ..models import PREFIXES, family_of
+from .layout import PROJECTIONS, Projection, stack_paths, stack_shape
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from ..models import Family, Names
+    from ..types import MoESpec
+    from .header import TensorInfo
+    from .reader import Checkpoint
+
+__all__ = ["Found", "Index", "find_experts", "find_suffixes", "index_of"]
+
+_NAME = re.compile(r"((?:[A-Za-z_]\w*\.)+)(0|[1-9]\d{0,8})\.(.+)")
+
+
+@dataclass(kw_only=True, slots=True)
+class Found:
+    """The expert tensors of one layer, by name only.
+
+    single: ``(expert, projection)`` to suffix to header entry. stack: the same without experts (``gate`` stands for
+    gate_up where both are in one). unknown: names in the block of router and experts that the family does not have.
+    """
+
+    single: dict[tuple[int, Projection], dict[str, TensorInfo]] = field(default_factory=dict)
+    stack: dict[Projection, dict[str, TensorInfo]] = field(default_factory=dict)
+    unknown: list[str] = field(default_factory=list)
+
+    def infos(self) -> Iterable[TensorInfo]:
+        """Yield the header entries of all known expert tensors."""
+        for group in (*self.single.values(), *self.stack.values()):
+            yield from group.values()
+
+    def suffixes(self) -> dict[str, set[str]]:
+        """Return every suffix seen, with the dtypes it was seen in."""
+        seen: dict[str, set[str]] = defaultdict(set)
+        groups: Iterable[Mapping[str, TensorInfo]] = (*self.single.values(), *self.stack.values())
+        for group in groups:
+            for suffix, info in group.items():
+                seen[suffix].add(info.dtype)
+        return dict(seen)
+
+
+class Index:
+    """The names of a checkpoint sorted by layer; made by ``index_of``.
+
+    heads: what stands before the layer's number, to layer, to (rest of the name, entry). names: the table followed.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.heads: dict[str, dict[int, list[tuple[str, TensorInfo]]]] = {}
+        for name, info in checkpoint.tensors.items():
+            match = _NAME.fullmatch(name)
+            if match is not None:
+                layers = self.heads.setdefault(match[1], {})
+                layers.setdefault(int(match[2]), []).append((match[3], info))
+        self._found: dict[int, Found] = {}
+        family = family_of(checkpoint.config)
+        self.names = self._choose(family, checkpoint.config)
+
+    def tensors(self, layer: int) -> list[tuple[str, TensorInfo]]:
+        """Return (name below the layer, entry) of every tensor of ``layer``."""
+        return self.heads.get(self.names.layer.partition("{layer}")[0], {}).get(layer, [])
+
+    def layers(self) -> Iterable[int]:
+        """Return the numbers of all layers that have tensors."""
+        return self.heads.get(self.names.layer.partition("{layer}")[0], {})
+
+    def found(self, layer: int) -> Found:
+        """Return the expert tensors of ``layer``."""
+        if layer not in self._found:
+            self._found[layer] = _sort(self.names, layer, self.tensors(layer))
+        return self._found[layer]
+
+    def _choose(self, family: Family, config: Mapping[str, object]) -> Names:
+        """Return the table whose experts exist and most of whose other names do; the first of equals."""
+        layers, best = family.moe_layers(config), (1 << 30, family.names)
+        for table in (family.names, *family.others):
+            for prefix in dict.fromkeys((table.layer, *PREFIXES)):
+                present = self.heads.get(prefix.partition("{layer}")[0], {})
+                layer = next((i for i in layers if i in present), None)
+                found = None if layer is None else _sort(table.moved(prefix), layer, present[layer])
+                if found is None or layer is None or not (found.single or found.stack):
+                    continue
+                faults = _turned(found, table, family.describe(config, layer))
+                faults += len(_others(table)[0] - {rest for rest, _ in present[layer]})
+                if faults < best[0]:
+                    best = (faults, table.moved(prefix))
+        return best[1]
+
+
+_INDICES: WeakKeyDictionary[Checkpoint, Index] = WeakKeyDictionary()
+
+
+def index_of(checkpoint: Checkpoint) -> Index:
+    """Return the index of a checkpoint, built at the first call; raises ConfigError."""
+    if checkpoint not in _INDICES:
+        _INDICES[checkpoint] = Index(checkpoint)
+    return _INDICES[checkpoint]
+
+
+def find_experts(checkpoint: Checkpoint, layer: int) -> Found:
+    """Sort the names below the experts' prefix of ``layer``; no tensor is read."""
+    return index_of(checkpoint).found(layer)
+
+
+def find_suffixes(checkpoint: Checkpoint, layer: int, templates: Iterable[str]) -> dict[str, set[str]]:
+    """Return the suffixes and dtypes of the tensors at module paths of ``layer``, a shared expert's for instance."""
+    index, seen = index_of(checkpoint), defaultdict[str, set[str]](set)
+    paths = tuple(template.removeprefix(index.names.layer) + "." for template in templates)
+    for rest, info in index.tensors(layer):
+        path = next((p for p in paths if rest.startswith(p)), None)
+        if path is not None:
+            seen[rest[len(path) - 1 :]].add(info.dtype)
+    return dict(seen)
+
+
+def _patterns(names: Names) -> tuple[re.Pattern[str] | None, dict[str, Projection]]:
+    paths: dict[Projection, str | None] = {"gate": names.gate, "up": names.up, "down": names.down}
+    tails: dict[str, Projection] = {}
+    head = ""
+    for which in PROJECTIONS:
+        path = paths[which]
+        if path is not None:
+            head, _, tail = path.removeprefix(names.layer).partition("{expert}.")
+            tails[tail] = which
+    if not tails:
+        return None, tails
+    # no leading zeros: experts.01 is not what the loader would look for
+    choice = "|".join(re.escape(tail) for tail in tails)
+    return re.compile(rf"{re.escape(head)}(0|[1-9][0-9]{{0,8}})\.({choice})(\..+)"), tails
+
+
+def _others(names: Names) -> tuple[set[str], tuple[str, ...]]:
+    """Return the names and the module paths of everything in an MoE block that is no expert."""
+    listed = (names.router_weight, names.router_bias, names.correction_bias, names.router_scale, names.expert_scale)
+    exact = (*listed, names.hash_table, names.shared_gate, names.latent_norm)
+    paths = (*(names.shared or ()), *(names.latent or ()))
+    cut = len(names.layer)
+    return {name[cut:] for name in exact if name is not None}, tuple(path[cut:] + "." for path in paths)
+
+
+def _turned(found: Found, table: Names, spec: MoESpec) -> int:
+    """Count the unquantised stacks that do not have the table's shape; ``H = 2I`` and ``H = I`` are never both true."""
+    wrong = 0
+    for which, parts in found.stack.items():
+        wrong += ".weight" in parts and parts[".weight"].shape != stack_shape(table.stacked, spec, which)
+    return wrong
+
+
+def _sort(names: Names, layer: int, tensors: Iterable[tuple[str, TensorInfo]]) -> Found:
+    found, (pattern, tails), (exact, paths) = Found(), _patterns(names), _others(names)
+    prefix, table = names.experts.removeprefix(names.layer), names.stacked
+    block = names.router_weight.removeprefix(names.layer).partition(".")[0] + "."
+    stacks: dict[str, Projection] = {
+        path.removeprefix(names.layer): which for which, path in stack_paths(table).items()
+    }
+    for rest, info in tensors:
+        if not rest.startswith((prefix, block)) or rest in exact or rest.startswith(paths):
+            continue
+        match = pattern.fullmatch(rest) if pattern is not None else None
+        if match is not None:
+            key = (int(match[1]), tails[match[2]])
+            found.single.setdefault(key, {})[match[3]] = info
+            continue
+        path = next((p for p in stacks if rest.startswith(p)), None)
+        if path is None:
+            found.unknown.append(names.layer.format(layer=layer) + rest)
+        else:
+            # whatever an unquantised stack is stored under, the formats call that part ".weight"
+            suffix = rest.removeprefix(path)
+            suffix = ".weight" if suffix == table.plain else suffix
+            found.stack.setdefault(stacks[path], {})[suffix] = info
+    return found

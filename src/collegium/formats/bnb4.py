@@ -1,0 +1,179 @@
+"""The 4-bit format of bitsandbytes: codes into a table of 16 numbers, NF4 or FP4, one scale per 64 elements.
+
+Source: bitsandbytes ``functional.py`` and ``backends/default/ops.py``.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import TYPE_CHECKING, ClassVar, Self, cast
+
+import torch
+
+from ..errors import CheckpointError, InputError, MissingTensorError, TensorMismatchError
+from .codecs import decode_rows, pack_nibbles, scale_groups_, unpack_nibbles
+from .intake import any_per_matrix, check_cut, find_storage, take
+from .payload import Part, Payload, Storage
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+__all__ = ["Bnb4"]
+
+_BLOCK = 64
+_NESTED = 256
+
+
+def _storage(kind: str) -> Storage:
+    def few(suffix: str, count: int, *, required: bool = True) -> Part:
+        return Part(
+            suffix=suffix,
+            dtypes=("F32",),
+            rows_per=0,
+            columns_per=0,
+            inner=(count,),
+            required=required,
+            if_present=True,
+        )
+
+    # bnb_4bit_quant_storage only names the dtype the bytes lie in
+    places = {"U8": (2, ()), "BF16": (4, ()), "F16": (4, ()), "F32": (8, ())}
+    nested = Part(
+        suffix=".weight.nested_absmax",
+        dtypes=("F32",),
+        columns_per=_BLOCK * _NESTED,
+        flat=True,
+        required=False,
+        if_present=True,
+    )
+    return Storage(
+        name=kind,
+        parts=(
+            Part(suffix=".weight", dtypes=tuple(places), columns_per=2, flat=True, by_dtype=places),
+            Part(suffix=".weight.absmax", dtypes=("F32", "U8"), columns_per=_BLOCK, flat=True),
+            few(".weight.quant_map", 16),
+            Part(suffix=f".weight.quant_state.bitsandbytes__{kind}", dtypes=("U8",), columns_per=0, flat=True),
+            nested,
+            few(".weight.nested_quant_map", 256, required=False),
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bnb4(Payload):
+    """bitsandbytes 4-bit: ``codes [..., N, ceil(K/2)]`` uint8, low nibble first, ``scales [..., N, K/g]`` float32.
+
+    table: float32 ``[..., 16]``, what a code stands for before its scale. group_size: g, the largest power of two
+    up to 64 that divides K, because blocks of 64 run over row borders.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    table: Tensor
+    group_size: int
+
+    name: ClassVar[str] = "bnb4"
+    group: ClassVar[int] = _BLOCK
+    read_only: ClassVar[bool] = True
+    storages: ClassVar[tuple[Storage, ...]] = (_storage("nf4"), _storage("fp4"))
+
+    def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return ``[..., N, K]``: table[code] * scale as one float32 product, rounded once to ``dtype``."""
+        count, columns = self.shape[-2:]
+        codes, scales = (t.reshape(-1, t.shape[-1]) for t in (self.codes, self.scales))
+        tables = self.table.reshape(-1, 16)
+
+        def rows(start: int, stop: int) -> Tensor:
+            matrix = torch.arange(start, stop, device=codes.device) // count
+            index = unpack_nibbles(codes[start:stop])[:, :columns].long()
+            return scale_groups_(tables[matrix].gather(1, index), scales[start:stop], self.group_size)
+
+        return decode_rows(self.shape, dtype, codes.device, rows)
+
+    @classmethod
+    def from_parts(cls, parts: Mapping[str, Tensor], *, storage: str, shape: tuple[int, ...]) -> Self:
+        """Re-lay the flat codes by rows and undo the quantisation of the scales, as the library does.
+
+        One matrix at a time: ``shape`` is ``(N, K)``. Raises CheckpointError when ``quant_state`` is unreadable and
+        TensorMismatchError when it contradicts ``shape`` or the storage.
+        """
+        if len(shape) != 2:
+            raise InputError(f"{cls.name}: from_parts takes one matrix (N, K), found the shape {list(shape)}")
+        found = dict(parts)
+        if ".weight" in found:
+            found[".weight"] = found[".weight"].reshape(-1).view(torch.uint8)
+        layout = find_storage(cls, storage)
+        taken = take(cls, layout, found, shape)
+        state = _state(taken[layout.parts[3].suffix], storage, shape)
+        absmax = taken[".weight.absmax"]
+        if absmax.dtype == torch.uint8:
+            absmax = _nested(absmax, taken, state)
+        rows, columns = shape
+        size = gcd(_BLOCK, columns)
+        scales = absmax.repeat_interleave(_BLOCK // size)[: rows * columns // size]
+        raw = taken[".weight"]
+        codes = unpack_nibbles((raw >> 4) | (raw << 4))[: rows * columns].view(rows, columns)
+        return cls(
+            shape=tuple(shape),
+            codes=pack_nibbles(torch.nn.functional.pad(codes, (0, columns % 2))),
+            scales=scales.view(rows, -1),
+            table=taken[".weight.quant_map"],
+            group_size=size,
+        )
+
+    def faults(self) -> Tensor:
+        """Return a bool tensor over the leading dimensions: True where a scale or a table entry is not finite."""
+        leading = len(self.shape) - 2
+        return any_per_matrix(~torch.isfinite(self.scales), leading) | ~torch.isfinite(self.table).all(-1)
+
+    def columns(self, start: int, stop: int) -> Self:
+        """Return input columns ``start:stop``; both on group boundaries or at the end."""
+        size = max(self.group_size, 2)
+        check_cut(f"{self.name}: input columns", start, stop, self.shape[-1], size)
+        return replace(
+            self,
+            shape=(*self.shape[:-1], stop - start),
+            codes=self.codes[..., start // 2 : -(-stop // 2)],
+            scales=self.scales[..., start // self.group_size : -(-stop // self.group_size)],
+        )
+
+    def rows(self, start: int, stop: int) -> Self:
+        """Return a view of output rows ``start:stop``, any rows."""
+        check_cut(f"{self.name}: output rows", start, stop, self.shape[-2], 1)
+        shape = (*self.shape[:-2], stop - start, self.shape[-1])
+        return replace(self, shape=shape, codes=self.codes[..., start:stop, :], scales=self.scales[..., start:stop, :])
+
+
+def _state(raw: Tensor, storage: str, shape: tuple[int, ...]) -> Mapping[str, object]:
+    """Return the JSON object stored as bytes, checked against what the rest of the file says."""
+    try:
+        found: object = json.loads(bytes(raw.tolist()))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"bnb4: quant_state is not a JSON object: {error}") from error
+    state = cast("dict[str, object]", found) if isinstance(found, dict) else {}
+    nested = state.get("nested_blocksize", _NESTED)
+    seen = (state.get("quant_type"), state.get("blocksize"), state.get("shape"), nested)
+    wanted = (storage, _BLOCK, list(shape), _NESTED)
+    if seen != wanted:
+        raise TensorMismatchError(
+            f"bnb4: quant_state says (quant_type, blocksize, shape, nested_blocksize) = {seen!r:.200}, "
+            f"needed is {wanted}"
+        )
+    return state
+
+
+def _nested(absmax: Tensor, taken: Mapping[str, Tensor], state: Mapping[str, object]) -> Tensor:
+    """Return float32 scales of doubly quantised ones: map[code] * nested_absmax + nested_offset."""
+    scales, values = (taken.get(f".weight.nested_{name}") for name in ("absmax", "quant_map"))
+    offset = state.get("nested_offset")
+    if scales is None or values is None or isinstance(offset, bool) or not isinstance(offset, float | int):
+        raise MissingTensorError(
+            "bnb4: absmax is quantised (U8), so nested_absmax, nested_quant_map and a number nested_offset in "
+            f"quant_state are needed; found nested_offset={offset!r}"
+        )
+    spread = scales.repeat_interleave(_NESTED)[: absmax.numel()]
+    return (values[absmax.long()] * spread).add_(float(offset))

@@ -1,0 +1,174 @@
+"""INT4 and INT8 with a scale and a zero point per row and group of columns, in order or with an index of groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Self
+
+import torch
+
+from .codecs import decode_rows, unpack_nibbles
+from .intake import any_per_matrix, check_cut
+from .integers import GROUP, awq, compressed, gptq, read_integers
+from .payload import Payload, Storage
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+__all__ = ["Int4Affine", "Int4Ordered", "Int8Affine", "Int8Ordered"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Affine(Payload):
+    """codes: uint8 ``[..., N, ceil(K * bits / 8)]``, low nibble first. scales, zeros: ``[..., N, G]``.
+
+    scales: bfloat16, float16 or float32. zeros: uint8, the code of zero. group_size: columns of a group.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor
+    group_size: int
+
+    group: ClassVar[int] = GROUP
+    read_only: ClassVar[bool] = True
+    bits: ClassVar[int]
+
+    def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return ``[..., N, K]``: (code - zero) * scale as one float32 product, rounded once to ``dtype``."""
+        count, columns = self.shape[-2:]
+        codes, scales, zeros = (t.reshape(-1, t.shape[-1]) for t in (self.codes, self.scales, self.zeros))
+        group_of = self._groups()
+
+        def rows(start: int, stop: int) -> Tensor:
+            raw = codes[start:stop]
+            values = (raw if self.bits == 8 else unpack_nibbles(raw))[:, :columns].float()
+            matrix = torch.arange(start, stop, device=codes.device) // count if len(group_of) > 1 else 0
+            index = group_of[matrix].expand(stop - start, -1)
+            values -= zeros[start:stop].float().gather(1, index)
+            return values.mul_(scales[start:stop].float().gather(1, index))
+
+        return decode_rows(self.shape, dtype, codes.device, rows)
+
+    def _groups(self) -> Tensor:
+        """Return the group of each column, int64 ``[1, K]``, or ``[M, K]`` for M matrices."""
+        return (torch.arange(self.shape[-1], device=self.codes.device) // self.group_size).unsqueeze(0)
+
+    @classmethod
+    def from_parts(
+        cls, parts: Mapping[str, Tensor], *, storage: str, shape: tuple[int, ...], group_size: int | None = None
+    ) -> Self:
+        """Re-lay the codes row by row; arguments and errors as ``integers.read_integers``.
+
+        A storage without zero points is symmetric: the zero is the middle code.
+        """
+        found = read_integers(cls, cls.bits, parts, storage=storage, shape=shape, group_size=group_size)
+        order = {} if found.group_of is None else {"group_of": found.group_of}
+        middle = torch.full_like(found.scales, 2 ** (cls.bits - 1), dtype=torch.uint8)
+        return cls(
+            shape=tuple(shape),
+            codes=found.codes,
+            scales=found.scales,
+            zeros=middle if found.zeros is None else found.zeros,
+            group_size=found.group_size,
+            **order,
+        )
+
+    def faults(self) -> Tensor:
+        """Return a bool tensor over the leading dimensions: True for a forbidden scale.
+
+        Forbidden are NaN, infinite and negative scales, and a zero scale over codes that are not the zero point.
+        """
+        leading = len(self.shape) - 2
+        bad = any_per_matrix(~torch.isfinite(self.scales) | (self.scales < 0), leading)
+        zero = self.scales == 0
+        if bool(zero.any()):
+            # scale 1 where it is zero and 0 elsewhere leaves exactly the codes that must be the zero point
+            bad |= any_per_matrix(replace(self, scales=zero.float()).decode() != 0, leading)
+        return bad
+
+    def columns(self, start: int, stop: int) -> Self:
+        """Return input columns ``start:stop``; both on group boundaries (of 8 if one group a row) or at the end."""
+        columns, size = self.shape[-1], self.group_size
+        check_cut(f"{self.name}: input columns", start, stop, columns, 8 if size >= columns else size)
+        return self._cut(start, stop, slice(start // size, -(-stop // size)))
+
+    def _cut(self, start: int, stop: int, groups: slice, **more: Tensor) -> Self:
+        return replace(
+            self,
+            shape=(*self.shape[:-1], stop - start),
+            codes=self.codes[..., start * self.bits // 8 : -(-stop * self.bits // 8)],
+            scales=self.scales[..., groups],
+            zeros=self.zeros[..., groups],
+            **more,
+        )
+
+    def rows(self, start: int, stop: int) -> Self:
+        """Return a view of output rows ``start:stop``, any rows."""
+        check_cut(f"{self.name}: output rows", start, stop, self.shape[-2], 1)
+        cut = {name: getattr(self, name)[..., start:stop, :] for name in ("codes", "scales", "zeros")}
+        return replace(self, shape=(*self.shape[:-2], stop - start, self.shape[-1]), **cut)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Ordered(_Affine):
+    """group_of: int32 ``[..., K]``, the group of each column, as activation order has assigned them."""
+
+    group_of: Tensor
+
+    def _groups(self) -> Tensor:
+        return self.group_of.reshape(-1, self.shape[-1]).long()
+
+    def columns(self, start: int, stop: int) -> Self:
+        """Return input columns ``start:stop``, both on multiples of 8 or at the end, and all groups."""
+        check_cut(f"{self.name}: input columns", start, stop, self.shape[-1], 8)
+        return self._cut(start, stop, slice(None), group_of=self.group_of[..., start:stop])
+
+
+def _storages(bits: int, *, ordered: bool) -> tuple[Storage, ...]:
+    """Return what both widths are published in; symmetric INT4 in order is ``int4_group``."""
+    symmetric = (compressed("compressed-tensors", bits, ordered=ordered),) if ordered or bits == 8 else ()
+    return (
+        gptq("gptq", bits, ordered=ordered),
+        gptq("gptq_v2", bits, ordered=ordered),
+        *symmetric,
+        compressed("compressed-tensors-asymmetric", bits, ordered=ordered),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Int4Affine(_Affine):
+    """INT4 with zero points: value = (code - zero) * scale, code and zero 0 to 15."""
+
+    name: ClassVar[str] = "int4_affine"
+    bits: ClassVar[int] = 4
+    storages: ClassVar[tuple[Storage, ...]] = (*_storages(4, ordered=False), awq())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Int8Affine(_Affine):
+    """INT8 with zero points: value = (code - zero) * scale, code and zero 0 to 255."""
+
+    name: ClassVar[str] = "int8_affine"
+    bits: ClassVar[int] = 8
+    storages: ClassVar[tuple[Storage, ...]] = (*_storages(8, ordered=False), compressed("int-quantized", 8))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Int4Ordered(_Ordered):
+    """``Int4Affine`` whose columns an index assigns to groups."""
+
+    name: ClassVar[str] = "int4_ordered"
+    bits: ClassVar[int] = 4
+    storages: ClassVar[tuple[Storage, ...]] = _storages(4, ordered=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Int8Ordered(_Ordered):
+    """``Int8Affine`` whose columns an index assigns to groups."""
+
+    name: ClassVar[str] = "int8_ordered"
+    bits: ClassVar[int] = 8
+    storages: ClassVar[tuple[Storage, ...]] = _storages(8, ordered=True)

@@ -1,0 +1,213 @@
+"""How published integer weights become row-major codes: GPTQ, AWQ and compressed-tensors packings, taken apart.
+
+All of them hold words of 32 bits with 4-bit or 8-bit codes. GPTQ is compressed-tensors stored input-first, so its
+words transposed are rows of codes already; AWQ packs output columns in an order of its own.
+Sources: GPTQModel ``nn_modules/qlinear``, AutoAWQ gemm layout, compressed-tensors ``pack_quantized``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..errors import InputError, TensorMismatchError
+from .codecs import pack_nibbles
+from .intake import find_storage, take
+from .payload import Part, Storage
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from .payload import Payload
+
+__all__ = ["GROUP", "Integers", "awq", "check_group_size", "compressed", "gptq", "read_integers"]
+
+GROUP = 32
+_SCALES = ("BF16", "F16", "F32")
+_INDICES = ("I32", "I64")
+# AWQ writes column 8c + [0, 2, 4, 6, 1, 3, 5, 7][p] at bits 4p; these are the places of columns 0 to 7.
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Integers:
+    """codes uint8 ``[..., N, bytes]`` (4 bits: low nibble first), scales ``[..., N, G]`` as stored.
+
+    zeros: uint8 ``[..., N, G]``, None when the storage has none. group_of: int32 ``[..., K]``, the group of every
+    column, None when columns stand in order. group_size: columns of a group in order.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    group_of: Tensor | None
+    group_size: int
+
+
+def _index(suffix: str, *, ordered: bool) -> Part:
+    # where columns stand in order the index says so, and is read to be sure
+    return Part(suffix=suffix, dtypes=_INDICES, rows_per=0, required=ordered, if_present=True)
+
+
+def compressed(name: str, bits: int, *, ordered: bool = False) -> Storage:
+    """Return a compressed-tensors storage; the name says whether it has zero points or plain bytes for words."""
+    per = 32 // bits
+    weight = Part(suffix=".weight_packed", dtypes=("I32",), columns_per=per)
+    zero = Part(suffix=".weight_zero_point", dtypes=("I32",), rows_per=per, columns_per=GROUP)
+    return Storage(
+        name=name,
+        parts=(
+            Part(suffix=".weight", dtypes=("I8",)) if name == "int-quantized" else weight,
+            Part(suffix=".weight_scale", dtypes=_SCALES, columns_per=GROUP),
+            *((zero,) if name.endswith("-asymmetric") else ()),
+            Part(suffix=".weight_shape", dtypes=_INDICES, rows_per=0, columns_per=0, inner=(2,), required=False),
+            _index(".weight_g_idx", ordered=ordered),
+        ),
+    )
+
+
+def _input_first(name: str, weight: Part, zeros: Part, *more: Part) -> Storage:
+    scales = Part(suffix=".scales", dtypes=_SCALES, columns_per=GROUP, transposed=True)
+    bias = Part(suffix=".bias", dtypes=_SCALES, columns_per=0, required=False, if_present=True)
+    return Storage(name=name, parts=(weight, scales, zeros, *more, bias))
+
+
+def gptq(name: str, bits: int, *, ordered: bool = False) -> Storage:
+    """Return a GPTQ storage, ``gptq`` (zero points stored minus one) or ``gptq_v2`` (as they are)."""
+    per = 32 // bits
+    return _input_first(
+        name,
+        Part(suffix=".qweight", dtypes=("I32",), columns_per=per, transposed=True),
+        Part(suffix=".qzeros", dtypes=("I32",), rows_per=per, columns_per=GROUP, transposed=True),
+        _index(".g_idx", ordered=ordered),
+    )
+
+
+def awq() -> Storage:
+    """Return the AWQ gemm storage, 4 bits."""
+    return _input_first(
+        "awq",
+        Part(suffix=".qweight", dtypes=("I32",), rows_per=8, transposed=True),
+        Part(suffix=".qzeros", dtypes=("I32",), rows_per=8, columns_per=GROUP, transposed=True),
+    )
+
+
+def read_integers(
+    cls: type[Payload],
+    bits: int,
+    parts: Mapping[str, Tensor],
+    *,
+    storage: str,
+    shape: tuple[int, ...],
+    group_size: int | None,
+) -> Integers:
+    """Take integer parts apart.
+
+    group_size: the config's; None derives it from the scales and refuses if more than one size fits. Raises
+    TensorMismatchError when a shape, ``.weight_shape``, the column order or a bias contradicts what was declared.
+    """
+    layout = find_storage(cls, storage)
+    scale = layout.parts[1]
+    if group_size is None:
+        group_size = _group_size(cls.name, scale, parts.get(scale.suffix), shape)
+    check_group_size(cls.name, group_size, shape[-1])
+    group_size = min(group_size, shape[-1])
+    sized = [replace(p, columns_per=group_size) if p.columns_per == GROUP else p for p in layout.parts]
+    taken = take(cls, replace(layout, parts=tuple(sized)), parts, shape)
+    _check_claims(cls.name, taken, shape)
+    zeros = next((taken[p.suffix] for p in layout.parts if "zero" in p.suffix), None)
+    places = _AWQ_PLACES if storage == "awq" else range(32 // bits)
+    if zeros is not None:
+        zeros = _unpack_rows(zeros, bits, places, shape[-2])
+        # v1 stores the zero point minus one; 15 stands for 0
+        zeros = ((zeros + 1) & (2**bits - 1) if storage == "gptq" else zeros).to(torch.uint8).contiguous()
+    index = next((part for part in layout.parts if part.suffix.endswith("g_idx")), None)
+    return Integers(
+        codes=_codes(taken[layout.parts[0].suffix], bits, storage, shape),
+        scales=taken[scale.suffix].contiguous(),
+        zeros=zeros,
+        group_of=None if index is None else _group_of(cls.name, index, taken, (shape[-1], group_size)),
+        group_size=group_size,
+    )
+
+
+def _codes(stored: Tensor, bits: int, storage: str, shape: tuple[int, ...]) -> Tensor:
+    if stored.dtype == torch.int8:
+        return stored.contiguous().view(torch.uint8) ^ 0x80
+    if storage == "awq":
+        nibbles = _unpack_rows(stored, 4, _AWQ_PLACES, shape[-2]).to(torch.uint8)
+        return pack_nibbles(torch.nn.functional.pad(nibbles, (0, shape[-1] % 2)))
+    # a single word a row counts as contiguous whatever its stride, and cannot be viewed as bytes
+    stored = stored.contiguous() if stored.stride(-1) == 1 else stored.clone(memory_format=torch.contiguous_format)
+    return stored.view(torch.uint8)[..., : -(-shape[-1] * bits // 8)]
+
+
+def _unpack_rows(words: Tensor, bits: int, places: Sequence[int], rows: int) -> Tensor:
+    """Return int32 ``[..., rows, G]`` of words ``[..., ceil(rows / n), G]``; row j of n stands at ``places[j]``."""
+    shifts = torch.tensor(places, dtype=torch.int32, device=words.device).mul_(bits).unsqueeze(-1)
+    return ((words.unsqueeze(-2) >> shifts) & (2**bits - 1)).flatten(-3, -2)[..., :rows, :]
+
+
+def _group_of(name: str, index: Part, taken: Mapping[str, Tensor], sizes: tuple[int, int]) -> Tensor | None:
+    order, (columns, size) = taken.get(index.suffix), sizes
+    if order is None:
+        return None
+    groups = -(-columns // size)
+    low, high = int(order.min()), int(order.max())
+    if index.required:
+        if low < 0 or high >= groups:
+            raise TensorMismatchError(
+                f"{name} g_idx holds groups {low} to {high}, allowed are 0 to {groups - 1} (K={columns}, groups of "
+                f"{size}); download the file again"
+            )
+        return order.to(torch.int32)
+    plain = torch.arange(columns, device=order.device) // size
+    # a slice of the columns starts at a group of its own
+    if not bool((order - order[..., :1] == plain).all()):
+        raise TensorMismatchError(
+            f"{name} g_idx permutes the columns (groups {low} to {high}), the config declares columns in order; "
+            "correct desc_act or actorder in quantization_config"
+        )
+    return None
+
+
+def _check_claims(name: str, taken: Mapping[str, Tensor], shape: tuple[int, ...]) -> None:
+    claimed = taken.get(".weight_shape")
+    if claimed is not None and not bool((claimed == claimed.new_tensor(shape[-2:])).all()):
+        raise TensorMismatchError(
+            f"{name} .weight_shape says {[int(n) for n in claimed.reshape(-1, 2)[0]]}, the config implies "
+            f"{list(shape[-2:])}; check the sizes in the config"
+        )
+    bias = taken.get(".bias")
+    if bias is not None and bool((bias != 0).any()):
+        raise TensorMismatchError(f"{name} .bias is not zero, and experts of this model have no biases")
+
+
+def check_group_size(name: str, group_size: int, columns: int) -> None:
+    """Raise InputError unless groups are whole words or one a row."""
+    if group_size < 1 or (group_size % 8 and group_size < columns):
+        raise InputError(
+            f"{name}: group_size is {group_size}, allowed: a multiple of 8, or at least K={columns} for one scale a row"
+        )
+
+
+def _group_size(name: str, part: Part, scales: Tensor | None, shape: tuple[int, ...]) -> int:
+    """Return the only usual group size (K / stored, or a power of two) that gives the stored scales a row."""
+    columns = shape[-1]
+    stored = scales.shape[-2 if part.transposed else -1] if scales is not None and scales.dim() == len(shape) else 1
+    if stored <= 1:
+        return columns
+    fits = {size for size in (16, 32, 64, 128, 256, 512, 1024) if -(-columns // size) == stored}
+    if columns % stored == 0 and columns // stored % 8 == 0:
+        fits.add(columns // stored)
+    if len(fits) != 1:
+        found = " or ".join(str(size) for size in sorted(fits)) or "no usual size"
+        raise TensorMismatchError(
+            f"{name} {part.suffix} has {stored} columns for K={columns}: the group size could be {found}; pass the "
+            "config's group_size"
+        )
+    return fits.pop()

@@ -1,0 +1,30 @@
+"""ERNIE-4.5: softmax with a correction bias; the sum of the chosen weights has a floor; a shared expert."""
+
+from __future__ import annotations
+
+from ..types import MoESpec, RoutingSpec
+from .base import Config, Family, Names, projections_of, shared_width, spec_of
+
+__all__ = ["FAMILY"]
+
+
+def _spec(config: Config, _: int) -> MoESpec:
+    config.only("use_bias", False)
+    config.only("moe_gate", "topk")
+    config.only("moe_use_aux_free", True)
+    floor = config.number("moe_norm_min", default=1e-12)
+    routing = RoutingSpec(top_k=config.top_k, renormalise_floor=floor, correction_bias=True)
+    return spec_of(config, routing, shared=shared_width(config, "moe_num_shared_experts"))
+
+
+def _layers(config: Config) -> tuple[int, ...]:
+    count, step = config.integer("num_hidden_layers"), config.integer("moe_layer_interval", default=1)
+    first, last = config.integer("moe_layer_start_index", default=1), config.integer("moe_layer_end_index", default=-1)
+    last = count - 1 if last == -1 else last
+    return tuple(i for i in range(count) if step > 0 and (i + 1) % step == 0 and first <= i <= last)
+
+
+_SHARED = projections_of("mlp.shared_experts.")
+_NAMES = Names.below(correction_bias="mlp.moe_statics.e_score_correction_bias", shared=_SHARED)
+_SAVED = Names.below(correction_bias="mlp.gate.moe_statics.e_score_correction_bias", shared=_SHARED)
+FAMILY = Family("ernie4_5", ("ernie4_5_moe",), _NAMES, _spec, _layers, (_SAVED,))

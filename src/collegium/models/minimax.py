@@ -1,0 +1,21 @@
+"""MiniMax-Text-01 and M1: Mixtral's experts and routing; an optional shared MLP is not published and refused."""
+
+from __future__ import annotations
+
+from .base import Config, Family, Names, every_layer
+from .mixtral import NAMES, mixtral_spec
+
+__all__ = ["FAMILY"]
+
+
+def _layers(config: Config) -> tuple[int, ...]:
+    shared = config.value("shared_intermediate_size", default=0)
+    if shared not in (0, [0]):
+        raise config.wrong("shared_intermediate_size", shared, "0; the shared MLP of this family is not implemented")
+    config.passed_over("shared_moe_mode", "mlp_alpha_factor", "mlp_beta_factor")
+    config.passed_over("layernorm_mlp_alpha", "layernorm_mlp_beta")
+    return every_layer(config)
+
+
+_TYPES = ("minimax", "minimax_text_01", "minimax_m1", "minimax_vl_01")
+FAMILY = Family("minimax", _TYPES, NAMES, mixtral_spec, _layers, (Names.below(),))

@@ -1,0 +1,29 @@
+"""MiniMax-M2: Mixtral's names, sigmoid scores with a correction bias that lies beside the gate."""
+
+from __future__ import annotations
+
+from ..types import MoESpec, RoutingSpec
+from .base import W123, Config, Family, Names, spec_of
+
+__all__ = ["FAMILY", "minimax_routing"]
+
+
+def minimax_routing(config: Config, scale: float) -> RoutingSpec:
+    """Return sigmoid routing with a correction bias and no epsilon; raises ConfigError."""
+    config.only("scoring_func", "sigmoid")
+    config.only("use_routing_bias", True)
+    return RoutingSpec(top_k=config.top_k, score="sigmoid", scale=scale, correction_bias=True)
+
+
+def _spec(config: Config, _: int) -> MoESpec:
+    return spec_of(config, minimax_routing(config, 1.0), wide="intermediate_size")
+
+
+_NAMES = Names.below(
+    experts="block_sparse_moe.experts.",
+    single=W123,
+    router="block_sparse_moe.gate.weight",
+    correction_bias="block_sparse_moe.e_score_correction_bias",
+)
+_SAVED = Names.below(correction_bias="mlp.e_score_correction_bias")
+FAMILY = Family("minimax_m2", ("minimax_m2",), _NAMES, _spec, others=(_SAVED,))

@@ -1,0 +1,35 @@
+"""MiniMax-M3: M2's routing with a scale, SwiGLU-OAI in halves without biases, a shared expert of the same kind."""
+
+from __future__ import annotations
+
+from ..types import MoESpec, SharedSpec
+from .base import W123, Config, Family, Names, listed_layers, projections_of, spec_of
+from .gpt_oss import swiglu_oai
+from .minimax_m2 import minimax_routing
+
+__all__ = ["FAMILY"]
+
+
+def _spec(config: Config, _: int) -> MoESpec:
+    config.only("hidden_act", "swigluoai", "silu")  # transformers writes silu and computes SwiGLU-OAI
+    count, wide = config.integer("n_shared_experts", default=1), config.integer("shared_intermediate_size")
+    routing = minimax_routing(config, config.number("routed_scaling_factor", default=2.0))
+    config.only("moe_intermediate_size", config.integer("intermediate_size"))
+    shared = SharedSpec(intermediate_size=count * wide)
+    return spec_of(config, routing, wide="intermediate_size", activation=swiglu_oai(config), shared=shared)
+
+
+_NAMES = Names.below(
+    "language_model.model.layers.{layer}.",
+    experts="block_sparse_moe.experts.",
+    single=W123,
+    router="block_sparse_moe.gate.weight",
+    correction_bias="block_sparse_moe.e_score_correction_bias",
+    shared=projections_of("block_sparse_moe.shared_experts."),
+)
+_SAVED = Names.below(
+    correction_bias="mlp.gate.e_score_correction_bias",
+    shared=("mlp.shared_experts.gate_up_proj", "mlp.shared_experts.down_proj"),
+)
+_TYPES = ("minimax_m3", "minimax_m3_vl", "minimax_m3_vl_text")
+FAMILY = Family("minimax_m3", _TYPES, _NAMES, _spec, listed_layers, (_SAVED,))

@@ -1,0 +1,56 @@
+"""Step-3.5 and 3.7: sigmoid scores with a correction bias and a scale, SwiGLU clamped after SiLU in some layers.
+
+Routed and shared experts have limits of their own, one entry a layer, 0 for none.
+"""
+
+from __future__ import annotations
+
+from ..types import ActivationSpec, MoESpec, RoutingSpec, SharedSpec
+from .base import Config, Family, Names, projections_of, spec_of
+from .deepseek_v3 import NAMES
+from .step3 import STACK, enumerated_layers
+
+__all__ = ["FAMILY"]
+
+
+def _limited(config: Config, key: str, layer: int) -> ActivationSpec:
+    limits = config.items(key) or []
+    limit = limits[layer] if layer < len(limits) else None
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or limit < 0):
+        raise config.wrong(key, limit, "a list of numbers, 0 for none")
+    return ActivationSpec(kind="swiglu_step", limit=float(limit)) if limit else ActivationSpec()
+
+
+def _spec(config: Config, layer: int) -> MoESpec:
+    for key in ("hidden_act", "scoring_func", "moe_router_activation"):
+        config.only(key, "silu" if key == "hidden_act" else "sigmoid")
+    for key in ("use_moe", "use_moe_router_bias", "norm_expert_weight"):
+        config.only(key, True)
+    config.only("n_shared_experts", 1)
+    scale = config.number("moe_router_scaling_factor", default=1.0)
+    routing = RoutingSpec(top_k=config.top_k, score="sigmoid", scale=scale, correction_bias=True)
+    limited = _limited(config, "swiglu_limits_shared", layer)
+    shared = SharedSpec(intermediate_size=config.integer("share_expert_dim", "share_expert_dims"), activation=limited)
+    return spec_of(config, routing, activation=_limited(config, "swiglu_limits", layer), shared=shared)
+
+
+def _layers(config: Config) -> tuple[int, ...]:
+    return enumerated_layers(config, range(3, config.integer("num_hidden_layers")))
+
+
+_PUBLISHED = Names.below(
+    experts="moe.",
+    single=(),
+    stacked=STACK,
+    router="moe.gate.weight",
+    correction_bias="moe.router_bias",
+    shared=projections_of("share_expert."),
+)
+_SINGLE = Names.below(
+    experts="moe.experts.",
+    router="moe.gate.weight",
+    correction_bias="moe.router_bias",
+    shared=projections_of("share_expert."),
+)
+_TYPES = ("step3p7", "step3p5", "step3p7_text")
+FAMILY = Family("step3p7", _TYPES, _PUBLISHED, _spec, _layers, (_SINGLE, NAMES))

@@ -1,0 +1,519 @@
+"""GGUF files: blocks against the ``gguf`` package, hostile headers, and toy models written by that package."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from collegium import load_layer
+from collegium.checkpoint import Checkpoint, audit, describe_checkpoint, load_experts, load_router
+from collegium.checkpoint.gguf import GGML_TYPES, read_gguf
+from collegium.errors import (
+    BadScaleError,
+    CheckpointError,
+    ConfigError,
+    DuplicateTensorError,
+    HostileFileError,
+    InputError,
+    MissingTensorError,
+    TensorMismatchError,
+)
+from collegium.formats import Fp32, Gguf, MxFp4
+from collegium.formats.gguf import KINDS
+from collegium.inspection import inspect_model, plan_model
+from collegium.layer import MoELayer
+from collegium.models import FAMILIES, describe
+from collegium.parallel.placement import linear, tensor_parallel
+from collegium.plan import plan
+from collegium.types import Choice, ExpertWeights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from torch import Tensor
+
+D, E = 512, 4
+
+
+def random_blocks(rng: np.random.Generator, kind: str, *shape: int) -> np.ndarray:
+    """Random bytes ``[*shape, K]`` of a kind as stored, every half finite."""
+    entry = KINDS[kind]
+    blocks = rng.integers(0, 256, (*shape[:-1], shape[-1] // entry.elements, entry.nbytes), dtype=np.uint8)
+    for at in entry.halves:
+        halves = (rng.standard_normal((*blocks.shape[:-1], 1)) * 2**-6).astype(np.float16)
+        blocks[..., at : at + 2] = halves.view(np.uint8)
+    if not entry.halves:
+        blocks[..., 0] = rng.integers(110, 128, blocks.shape[:-1])
+    return blocks.reshape(*shape[:-1], -1)
+
+
+def theirs(raw: np.ndarray, kind: str) -> Tensor:
+    return torch.from_numpy(gguf.dequantize(raw, GGMLQuantizationType[kind]))
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    return left.shape == right.shape and torch.equal(left.view(torch.int32), right.view(torch.int32))
+
+
+def test_types_are_those_of_the_package() -> None:
+    for number, (name, elements, nbytes) in GGML_TYPES.items():
+        kind = GGMLQuantizationType(number)
+        assert (kind.name, *gguf.GGML_QUANT_SIZES[kind]) == (name, elements, nbytes)
+    assert {name: (k.elements, k.nbytes) for name, k in KINDS.items()} == {
+        name: gguf.GGML_QUANT_SIZES[GGMLQuantizationType[name]] for name in KINDS
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 2**31), rows=st.integers(1, 5), count=st.integers(1, 4))
+def test_blocks_decode_as_the_package(kind: str, seed: int, rows: int, count: int) -> None:
+    size = KINDS[kind].elements
+    raw = random_blocks(np.random.default_rng(seed), kind, 2, rows, count * size)
+    parts = {".weight": torch.from_numpy(raw).view(2, rows, count, -1)}
+    payload = Gguf.from_parts(parts, storage="gguf", shape=(2, rows, count * size))
+    truth = theirs(raw, kind)
+    assert payload.kind == kind
+    assert same_bits(payload.decode(), truth)
+    assert torch.equal(payload.decode(torch.bfloat16), truth.bfloat16())
+    assert same_bits(payload[1].decode(), truth[1])
+    assert same_bits(payload.columns((count - 1) * size, count * size).decode(), truth[..., -size:].contiguous())
+    assert same_bits(payload.rows(rows - 1, rows).decode(), truth[:, -1:].contiguous())
+    assert payload.faults().tolist() == [False, False]
+
+
+def test_mxfp4_blocks_become_mxfp4() -> None:
+    raw = random_blocks(np.random.default_rng(0), "MXFP4", 2, 5, 96)
+    parts = {".weight": torch.from_numpy(raw).view(2, 5, 3, 17)}
+    assert same_bits(MxFp4.from_parts(parts, storage="gguf", shape=(2, 5, 96)).decode(), theirs(raw, "MXFP4"))
+
+
+def test_worked_examples() -> None:
+    eight = bytes.fromhex("003801fe" + "00" * 30)
+    payload = Gguf.from_parts({".weight": _bytes(eight, 1)}, storage="gguf", shape=(1, 32))
+    assert payload.decode()[0, :4].tolist() == [0.5, -1.0, 0.0, 0.0]
+    four = (
+        bytes.fromhex("003c0038" + "81828384404142c3011223f4")
+        + b"\x21" * 32
+        + b"\x43" * 32
+        + b"\x65" * 32
+        + b"\x87" * 32
+    )
+    values = Gguf.from_parts({".weight": _bytes(four, 1)}, storage="gguf", shape=(1, 256)).decode()
+    assert values.view(8, 32).unique_consecutive(dim=1).flatten().tolist() == [
+        1.0, 3.5, 8.0, 14.5, 157.0, 195.5, 236.0, 256.5
+    ]  # fmt: skip
+    mx = bytes.fromhex("802143650798badcfe1032547689abcdef")
+    wanted = [1.0, 3.0, 6.0, 12.0, 0.0, -2.0, -4.0, -8.0, 0.0, 2.0, 4.0, 8.0, -1.0, -3.0, -6.0, -12.0,
+              2.0, 4.0, 8.0, 0.0, -1.0, -3.0, -6.0, -12.0, 1.0, 3.0, 6.0, 12.0, 0.0, -2.0, -4.0, -8.0]  # fmt: skip
+    for form in (Gguf, MxFp4):
+        found = form.from_parts({".weight": _bytes(mx, 1)}, storage="gguf", shape=(1, 32)).decode()
+        assert same_bits(found, torch.tensor([wanted]))
+
+
+def _bytes(raw: bytes, rows: int) -> Tensor:
+    return torch.tensor(list(raw), dtype=torch.uint8).view(rows, 1, -1)
+
+
+def test_blocks_of_no_known_kind_are_refused() -> None:
+    for shape in ((2, 1, 35), (2, 2, 34), (2, 34)):
+        with pytest.raises(TensorMismatchError, match=r"a logical \[2, 32\] needs .*Q8_0 34 bytes for 32"):
+            Gguf.from_parts({".weight": torch.zeros(shape, dtype=torch.uint8)}, storage="gguf", shape=(2, 32))
+    payload = Gguf.from_parts({".weight": torch.zeros(2, 2, 144, dtype=torch.uint8)}, storage="gguf", shape=(2, 512))
+    with pytest.raises(InputError, match="multiples of 256"):
+        payload.columns(0, 32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_faults_of_blocks(kind: str) -> None:
+    entry = KINDS[kind]
+    raw = torch.from_numpy(random_blocks(np.random.default_rng(0), kind, 2, 3, 2 * entry.elements)).view(2, 3, 2, -1)
+    for at in entry.halves or (0,):
+        bad = raw.clone()
+        if entry.halves:
+            bad[1, 2, 1, at : at + 2] = torch.tensor([0, 0x7C], dtype=torch.uint8)
+        else:
+            bad[1, 2, 1, 0] = 255
+        payload = Gguf(shape=(2, 3, 2 * entry.elements), blocks=bad)
+        assert payload.faults().tolist() == [False, True]
+
+
+# models
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "qwen3moe": {},
+    "llama": {},
+    "olmoe": {},
+    "deepseek2": {
+        "leading_dense_block_count": 1, "expert_shared_count": 1, "expert_gating_func": 2, "expert_weights_scale": 2.5,
+        "expert_weights_norm": True, "expert_group_count": 2, "expert_group_used_count": 1,
+    },
+    "glm4moe": {
+        "leading_dense_block_count": 1, "expert_shared_count": 1, "nextn_predict_layers": 1,
+        "expert_weights_scale": 1.0, "expert_weights_norm": True,
+    },
+    "gpt-oss": {},
+}  # fmt: skip
+
+
+def add(writer: GGUFWriter, name: str, kind: str, rng: np.random.Generator, shape: tuple[int, ...]) -> Tensor:
+    """Write a random tensor of a kind; return its values as the package decodes them."""
+    if kind in ("F32", "F16"):
+        values = rng.standard_normal(shape).astype({"F32": np.float32, "F16": np.float16}[kind])
+        writer.add_tensor(name, values)
+        return torch.from_numpy(values.astype(np.float32))
+    raw_kind = GGMLQuantizationType[kind]
+    if kind == "BF16":
+        raw = gguf.quantize(rng.standard_normal(shape).astype(np.float32), raw_kind)
+    else:
+        raw = random_blocks(rng, kind, *shape)
+    writer.add_tensor(name, raw, raw_dtype=raw_kind)
+    return theirs(raw, kind)
+
+
+def write_gguf(
+    path: Path, arch: str, kinds: tuple[str, str], *, wide: int = 256, fused: bool = False, split: str | None = None
+) -> dict[tuple[int, str], Tensor]:
+    """Write a model of two layers (the last is MoE for all); return values of layer 1 by (layer, tensor)."""
+    writer = GGUFWriter(path, arch, **({} if split is None else {"split_max_tensors": 5}))
+    writer.add_block_count(2 + ARCHITECTURES[arch].get("nextn_predict_layers", 0))
+    writer.add_embedding_length(D)
+    writer.add_expert_count(E)
+    writer.add_expert_used_count(2)
+    if arch == "llama":
+        writer.add_feed_forward_length(wide)
+    else:
+        writer.add_expert_feed_forward_length(wide)
+    for key, value in ARCHITECTURES[arch].items():
+        method = {bool: writer.add_bool, float: writer.add_float32}.get(type(value), writer.add_uint32)
+        method(f"{arch}.{key}", value)
+    writer.add_token_list([b"a", b"bc"])
+    writer.add_array("tokenizer.ggml.scores", [1.0, 2.0])
+    writer.add_string("tokenizer.chat_template", "x" * 70_000)
+    rng = np.random.default_rng(3)
+    truth: dict[tuple[int, str], Tensor] = {}
+    first = ARCHITECTURES[arch].get("leading_dense_block_count", 0)
+    for layer in range(first, 2 + ARCHITECTURES[arch].get("nextn_predict_layers", 0)):
+        shapes = {"ffn_gate_exps": (E, wide, D), "ffn_up_exps": (E, wide, D), "ffn_down_exps": (E, D, wide)}
+        if fused:
+            shapes = {"ffn_gate_up_exps": (E, 2 * wide, D), "ffn_down_exps": (E, D, wide)}
+        for name, shape in shapes.items():
+            kind = kinds[name == "ffn_down_exps"]
+            truth[layer, name] = add(writer, f"blk.{layer}.{name}.weight", kind, rng, shape)
+        truth[layer, "router"] = add(writer, f"blk.{layer}.ffn_gate_inp.weight", "F32", rng, (E, D))
+        if arch == "gpt-oss":
+            add(writer, f"blk.{layer}.ffn_gate_inp.bias", "F32", rng, (E,))
+            for name in ("gate", "up", "down"):
+                shape = (E, D if name == "down" else wide)
+                truth[layer, f"{name}_bias"] = add(writer, f"blk.{layer}.ffn_{name}_exps.bias", "F32", rng, shape)
+        if "expert_shared_count" in ARCHITECTURES[arch]:
+            add(writer, f"blk.{layer}.exp_probs_b.bias", "F32", rng, (E,))
+            for name in ("gate", "up", "down"):
+                shape = (D, wide) if name == "down" else (wide, D)
+                kind = kinds[0] if name != "down" else kinds[1]
+                truth[layer, f"{name}_shexp"] = add(writer, f"blk.{layer}.ffn_{name}_shexp.weight", kind, rng, shape)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return truth
+
+
+COMBINATIONS = [
+    ("qwen3moe", ("Q8_0", "Q8_0"), "gguf"),
+    ("qwen3moe", ("Q4_K", "Q6_K"), "gguf"),
+    ("qwen3moe", ("Q4_K", "Q4_K"), "gguf"),
+    ("llama", ("Q4_0", "Q5_0"), "gguf"),
+    ("llama", ("MXFP4", "Q8_0"), "gguf"),
+    ("olmoe", ("F16", "F16"), "fp16"),
+    ("deepseek2", ("Q5_K", "Q8_0"), "gguf"),
+    ("glm4moe", ("BF16", "BF16"), "bf16"),
+    ("gpt-oss", ("MXFP4", "MXFP4"), "mxfp4"),
+    ("gpt-oss", ("F32", "F32"), "fp32"),
+]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("arch", "kinds", "name"), COMBINATIONS)
+def test_models_load_and_run(tmp_path: Path, arch: str, kinds: tuple[str, str], name: str, fused: bool) -> None:
+    path = tmp_path / "model.gguf"
+    truth = write_gguf(path, arch, kinds, fused=fused)
+    checkpoint = Checkpoint.open(path)
+    spec = describe_checkpoint(checkpoint)
+    assert (spec.weight_format, spec.hidden_size, spec.intermediate_size) == (name, D, 256)
+    report = audit(checkpoint)
+    assert [entry.layer for entry in report.layers] == (
+        [1] if "leading_dense_block_count" in ARCHITECTURES[arch] else [0, 1]
+    )
+    weights = load_experts(checkpoint, spec, 1, linear(E))
+    if fused:
+        gate_up = truth[1, "ffn_gate_up_exps"].view(E, 2, 256, D)
+    else:
+        gate_up = torch.stack((truth[1, "ffn_gate_exps"], truth[1, "ffn_up_exps"]), dim=1)
+    down = truth[1, "ffn_down_exps"]
+    assert same_bits(weights.gate_up.decode(), gate_up)
+    assert same_bits(weights.down.decode(), down)
+    biases: dict[str, Tensor] = {}
+    if arch == "gpt-oss":
+        biases["gate_up_bias"] = torch.stack((truth[1, "gate_bias"], truth[1, "up_bias"]), dim=1)
+        biases["down_bias"] = truth[1, "down_bias"]
+        assert weights.gate_up_bias is not None
+        assert torch.equal(weights.gate_up_bias, biases["gate_up_bias"])
+
+    reference = Choice(kernel="reference")
+    x = torch.randn(7, D)
+    layer = load_layer(path, 1, dtype="fp32", device="cpu", force=reference)
+    problem = replace(layer.plan.problem, spec=replace(spec, weight_format="fp32"))
+    plain = MoELayer(
+        ExpertWeights(
+            gate_up=Fp32(values=gate_up, shape=tuple(gate_up.shape)),
+            down=Fp32(values=down, shape=tuple(down.shape)),
+            **biases,
+        ),
+        plan(problem, reference),
+        router=load_router(checkpoint, spec, 1),
+        shared=_shared(truth) if spec.shared else None,
+    )
+    assert torch.equal(layer(x), plain(x))
+    assert layer(x).isfinite().all()
+
+
+def _shared(truth: dict[tuple[int, str], Tensor]) -> Any:
+    from collegium.types import SharedWeights
+
+    gate_up = torch.stack((truth[1, "gate_shexp"], truth[1, "up_shexp"])).unsqueeze(0)
+    down = truth[1, "down_shexp"].unsqueeze(0)
+    experts = ExpertWeights(
+        gate_up=Fp32(values=gate_up, shape=tuple(gate_up.shape)), down=Fp32(values=down, shape=tuple(down.shape))
+    )
+    return SharedWeights(experts=experts)
+
+
+def test_only_local_experts_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    truth = write_gguf(path, "qwen3moe", ("Q8_0", "Q8_0"))
+    checkpoint = Checkpoint.open(path)
+    spec = describe_checkpoint(checkpoint)
+    weights = load_experts(checkpoint, spec, 1, linear(E, 1, 2))
+    assert same_bits(weights.down.decode(), truth[1, "ffn_down_exps"][2:])
+    assert checkpoint.bytes_read == 2 * 3 * 256 * D // 32 * 34
+    half = load_experts(checkpoint, spec, 1, tensor_parallel(E, 1, 2))
+    assert same_bits(half.down.decode(), truth[1, "ffn_down_exps"][..., 128:].contiguous())
+    assert same_bits(half.gate_up.decode()[:, 1], truth[1, "ffn_up_exps"][:, 128:].contiguous())
+
+
+def test_folders_inspect_and_plan(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf", "gpt-oss", ("MXFP4", "MXFP4"))
+    (tmp_path / "mmproj-model.gguf").write_bytes(b"")
+    found = inspect_model(str(tmp_path), device="cpu")
+    assert ("expert format", "mxfp4 (gguf)") in found.lines()
+    assert found.family == "gguf_gpt_oss"
+    assert (found.spec.activation.kind, found.spec.activation.limit) == ("swiglu_oai", 7.0)
+    assert found.plan.kernel == "cpu_grouped"
+    assert plan_model(str(tmp_path / "model.gguf"), device="cpu").kernel == "cpu_grouped"
+    write_gguf(tmp_path / "other.gguf", "qwen3moe", ("Q8_0", "Q8_0"))
+    with pytest.raises(CheckpointError, match=r"several GGUF models \(model.gguf, other.gguf\); name the file"):
+        Checkpoint.open(tmp_path)
+    assert plan_model(str(tmp_path / "other.gguf"), device="cpu").kernel == "reference"
+
+
+def test_split_files_are_read_together(tmp_path: Path) -> None:
+    truth = write_gguf(tmp_path / "model.gguf", "qwen3moe", ("Q8_0", "Q8_0"), split="parts")
+    parts = sorted(tmp_path.glob("*.gguf"))
+    assert len(parts) == 2
+    checkpoint = Checkpoint.open(tmp_path)
+    weights = load_experts(checkpoint, describe_checkpoint(checkpoint), 1, linear(E))
+    assert same_bits(weights.down.decode(), truth[1, "ffn_down_exps"])
+    assert Checkpoint.open(parts[1]).tensors.keys() == checkpoint.tensors.keys()
+    content = parts[1].read_bytes()
+    parts[1].unlink()
+    with pytest.raises(HostileFileError, match=r"one of 2 parts; missing beside it: \['model-00002-of-00002.gguf'\]"):
+        Checkpoint.open(tmp_path)
+    parts[1].write_bytes(parts[0].read_bytes())
+    with pytest.raises(DuplicateTensorError, match="keep one of them"):
+        Checkpoint.open(tmp_path)
+    assert content
+
+
+def test_specs_are_those_of_the_models() -> None:
+    """The metadata of the published models give the spec that their own config gives."""
+    keys = {"embedding_length": 2048, "expert_feed_forward_length": 768, "expert_count": 128, "expert_used_count": 8}
+    found = describe(_config("qwen3moe", block_count=48, **keys))
+    wanted = describe(
+        {"model_type": "qwen3_moe", "hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128,
+         "num_experts_per_tok": 8, "norm_topk_prob": True, "num_hidden_layers": 48}
+    )  # fmt: skip
+    assert replace(found, weight_format="bf16") == wanted
+    found = describe(
+        _config(
+            "deepseek2", block_count=61, leading_dense_block_count=3, embedding_length=7168, expert_count=256,
+            expert_used_count=8, expert_feed_forward_length=2048, expert_shared_count=1, expert_gating_func=2,
+            expert_weights_norm=True, expert_weights_scale=2.5, expert_group_count=8, expert_group_used_count=4,
+        )
+    )  # fmt: skip
+    wanted = describe(
+        {"model_type": "deepseek_v3", "hidden_size": 7168, "moe_intermediate_size": 2048, "n_routed_experts": 256,
+         "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "n_shared_experts": 1, "routed_scaling_factor": 2.5,
+         "first_k_dense_replace": 3, "num_hidden_layers": 61}
+    )  # fmt: skip
+    assert replace(found, weight_format="bf16") == wanted
+    found = describe(
+        _config("gpt-oss", block_count=24, embedding_length=2880, expert_feed_forward_length=2880, expert_count=32,
+                expert_used_count=4)
+    )  # fmt: skip
+    wanted = describe(
+        {"model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 32,
+         "num_experts_per_tok": 4, "num_hidden_layers": 24}
+    )  # fmt: skip
+    assert replace(found, weight_format="bf16") == wanted
+
+
+def _config(arch: str, **keys: object) -> dict[str, object]:
+    config: dict[str, object] = {f"{arch}.{key}": value for key, value in keys.items()}
+    return {**config, "model_type": f"gguf:{arch}", "quantization_config": {"quant_method": "gguf"}}
+
+
+def test_unknown_routing_is_refused() -> None:
+    keys = {"block_count": 2, "embedding_length": 64, "expert_feed_forward_length": 64, "expert_count": 4}
+    with pytest.raises(ConfigError, match="expert_gating_func is 9, known are"):
+        describe(_config("qwen3moe", expert_used_count=2, expert_gating_func=9, **keys))
+    with pytest.raises(ConfigError, match="swiglu_clamp_exp is None, allowed is absent"):
+        describe(_config("qwen3moe", expert_used_count=2, swiglu_clamp_exp=None, **keys))
+    with pytest.raises(ConfigError, match=r"'gguf:mamba', known are .*gguf:llama"):
+        describe(_config("mamba", **keys))
+    assert sum(name.startswith("gguf:") for f in FAMILIES for name in f.model_types) == len(ARCHITECTURES)
+
+
+def test_broken_models(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path, "qwen3moe", ("Q8_0", "Q8_0"))
+    checkpoint = Checkpoint.open(path)
+    info = checkpoint.info("blk.1.ffn_exps.2.down.weight")
+    raw = bytearray(path.read_bytes())
+    raw[info.start : info.start + 2] = b"\x00\x7e"
+    path.write_bytes(raw)
+    for read in (lambda c: audit(c), lambda c: load_experts(c, describe_checkpoint(c), 1, linear(E))):
+        with pytest.raises(BadScaleError, match=r"layer 1, expert 2, down: .*blk.1.ffn_exps.2.down.weight holds NaN"):
+            read(Checkpoint.open(path))
+    write_gguf(path, "qwen3moe", ("Q8_0", "F32"))
+    with pytest.raises(TensorMismatchError, match=r"expert 0, down: .* is F32, gguf allows Q4_0"):
+        audit(Checkpoint.open(path))
+    tensors = dict(checkpoint.tensors)
+    del tensors["blk.1.ffn_exps.3.up.weight"]
+    with pytest.raises(MissingTensorError, match=r"layer 1, expert 3, up"):
+        audit(Checkpoint(path, checkpoint.config, tensors), deep=False)
+    pruned = {**checkpoint.config, "qwen3moe.expert_count": 5}
+    with pytest.raises(ConfigError, match=r"num_experts=5"):
+        audit(Checkpoint(path, pruned, checkpoint.tensors), deep=False)
+
+
+# hostile headers
+
+
+def text(value: bytes) -> bytes:
+    return struct.pack("<Q", len(value)) + value
+
+
+def entry(key: bytes, kind: int, value: bytes) -> bytes:
+    return text(key) + struct.pack("<I", kind) + value
+
+
+def tensor(name: bytes = b"t", shape: tuple[int, ...] = (32,), kind: int = 0, offset: int = 0) -> bytes:
+    return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
+
+
+def header(*, version: int = 3, tensors: int | None = None, entries: int | None = None,
+           kv: tuple[bytes, ...] = (), infos: tuple[bytes, ...] = ()) -> bytes:  # fmt: skip
+    counts = (len(infos) if tensors is None else tensors, len(kv) if entries is None else entries)
+    return b"GGUF" + struct.pack("<IQQ", version, *counts) + b"".join(kv) + b"".join(infos)
+
+
+def padded(raw: bytes, data: int) -> bytes:
+    return raw + bytes(-len(raw) % 32 + data)
+
+
+HUGE = struct.pack("<Q", 2**63)
+HOSTILE: list[tuple[bytes, str]] = [
+    (b"", "the magic needs 4 bytes, 0 are left"),
+    (b"GGU", "the magic needs 4 bytes, 3 are left"),
+    (b"GGML" + bytes(20), r"starts with b'GGML', a GGUF file with b'GGUF'"),
+    (header(version=1), "GGUF version 1, known are 2 and 3"),
+    (header(version=3 << 24), "GGUF version 50331648, known are 2 and 3, little-endian"),
+    (header(tensors=2**63), "9223372036854775808 tensors and 0 metadata entries"),
+    (header(entries=2**40), "0 tensors and 1099511627776 metadata entries"),
+    (header(entries=1), "the length of a metadata key needs 8 bytes, 0 are left"),
+    (header(tensors=1), "the length of a tensor name needs 8 bytes"),
+    (header(entries=1) + HUGE, "a metadata key has 9223372036854775808 bytes, allowed are 1 to 4096"),
+    (header(kv=(entry(b"k", 8, HUGE),)), "k needs 9223372036854775808 bytes, 0 are left"),
+    (header(kv=(entry(b"k", 9, struct.pack("<IQ", 4, 2**62)),)), "k needs 18446744073709551616 bytes"),
+    (header(kv=(entry(b"k", 9, struct.pack("<IQ", 8, 2**62)),)), "k needs 36893488147419103232 bytes"),
+    (header(kv=(entry(b"k", 9, struct.pack("<IQ", 9, 1) * 9),)), "value type 9 at depth 4"),
+    (header(kv=(entry(b"k", 13, b""),)), "k has value type 13 at depth 0, known are 0 to 12"),
+    (header(kv=(entry(b"\xff", 4, b"1234"),)), "a metadata key is not UTF-8"),
+    (header(kv=(entry(b"k", 4, b"1234"),) * 2), "the metadata key 'k' appears twice"),
+    (header(kv=(entry(b"general.alignment", 4, struct.pack("<I", 0)),)), "general.alignment is 0"),
+    (header(kv=(entry(b"general.alignment", 4, struct.pack("<I", 2**31)),)), "general.alignment is 2147483648"),
+    (header(kv=(entry(b"general.alignment", 8, text(b"32")),)), "general.alignment is '32'"),
+    (header(infos=(tensor(shape=(1,) * 5),)), "has 5 dimensions, allowed are 1 to 4"),
+    (header(infos=(tensor(shape=()),)), "has 0 dimensions"),
+    (header(infos=(tensor(shape=(2**62, 2**62)),)), "less than 2\\^63 bytes"),
+    (header(infos=(tensor(shape=(32, 0)),)), "no empty axis"),
+    (header(infos=(tensor(shape=(33,), kind=8),)), "rows of whole blocks of 32"),
+    (header(infos=(tensor(kind=77),)), "'t' is type 77"),
+    (padded(header(infos=(tensor(),)), 127), r"lies at 64 to 192, .*is the file truncated"),
+    (padded(header(infos=(tensor(offset=2**63),)), 128), "is the file truncated"),
+    (padded(header(infos=(tensor(offset=4),)), 256), "at a multiple of 32"),
+    (padded(header(infos=(tensor(), tensor(b"u", offset=96))), 512), "'u' lies at 192 to 320, allowed is from 224 on"),
+    (padded(header(infos=(tensor(), tensor(offset=128))), 512), "each name once"),
+    (padded(header(infos=(tensor(b"blk.0.ffn_up_exps.weight", (32, 4)),)), 512), r"expected \(experts, rows, colu"),
+    (padded(header(infos=(tensor(b"blk.0.ffn_up_exps.weight", (32, 1, 1)),
+                          tensor(b"blk.0.ffn_exps.0.up.weight", offset=128))), 512), "is stored twice"),
+    (padded(header(infos=(tensor(b"blk.0.ffn_gate_up_exps.weight", (32, 3, 2)),)), 768), "expected \\(experts, rows"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("raw", "words"), HOSTILE)
+def test_hostile_headers(tmp_path: Path, raw: bytes, words: str) -> None:
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(raw)
+    with pytest.raises(HostileFileError, match=words):
+        Checkpoint.open(path)
+
+
+def test_a_sound_header_is_read(tmp_path: Path) -> None:
+    """The frame of the hostile cases is sound, so each is refused for its own reason."""
+    path = tmp_path / "good.gguf"
+    values = entry(b"general.architecture", 8, text(b"llama")), entry(b"k", 4, struct.pack("<I", 7))
+    path.write_bytes(padded(header(kv=values, infos=(tensor(), tensor(b"u", offset=128))), 256))
+    config, infos = read_gguf(path)
+    assert (config["k"], config["model_type"]) == (7, "gguf:llama")
+    assert {name: (i.shape, i.nbytes) for name, i in infos.items()} == {"t": ((32,), 128), "u": ((32,), 128)}
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_damaged_files_never_escape_as_other_errors(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("gguf")
+    values = entry(b"general.architecture", 8, text(b"llama")), entry(b"a", 9, struct.pack("<IQ", 8, 1) + text(b"x"))
+    raw = bytearray(padded(header(kv=values, infos=(tensor(), tensor(b"u", (32, 2), 8, 128))), 256))
+    for _ in range(data.draw(st.integers(1, 4))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    path = folder / "x.gguf"
+    path.write_bytes(raw[: data.draw(st.integers(0, len(raw)))])
+    opened: Callable[[], Checkpoint] = lambda: Checkpoint.open(path)  # noqa: E731
+    try:
+        opened()
+    except CheckpointError as error:
+        assert "x.gguf" in str(error) or "tensor" in str(error)  # noqa: PT017

@@ -1,0 +1,366 @@
+"""What a loader of experts must cope with: slices of every size, stacks of every kind, scales of every place.
+
+Widths that no power of two divides, scales shared or apart, replicas, streaming, and checkpoints of 46,000 tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from collegium.checkpoint import Checkpoint, audit, describe_checkpoint, load_all, load_experts
+from collegium.errors import BadScaleError, ConfigError, InputError, TensorMismatchError, UnknownTensorError
+from collegium.formats import by_name
+from collegium.formats.unquantised import as_stored
+from collegium.layer import MoELayer
+from collegium.parallel.placement import linear, tensor_parallel
+from collegium.plan import plan
+from collegium.testing.tiny import TinySize, write_checkpoint
+from collegium.types import (
+    ActivationSpec,
+    DeviceFacts,
+    ExpertWeights,
+    MoESpec,
+    Placement,
+    Problem,
+    Routing,
+    RoutingSpec,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+WIDTHS = (80, 160, 192, 320, 704, 1408, 2112)
+# a scale or a byte covers so many columns, so a slice must end there
+STEPS = {"bf16": 1, "fp8_tensor": 1, "fp8_channel": 1, "fp8_block": 128, "mxfp4": 32, "mxfp8": 32, "nvfp4": 16}
+
+
+def rewrite(path: Path, **changed: Tensor | None) -> Checkpoint:
+    """Change, add or remove (None) tensors of a toy checkpoint."""
+    tensors = load_file(path / "model.safetensors")
+    for name, tensor in changed.items():
+        tensors.pop(name, None)
+        if tensor is not None:
+            tensors[name] = tensor
+    save_file(tensors, path / "model.safetensors")
+    return Checkpoint.open(path)
+
+
+def configure(path: Path, **entries: Any) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, **entries}))
+
+
+@pytest.mark.parametrize("tp_size", [2, 4, 8])
+@pytest.mark.parametrize("wide", WIDTHS)
+@pytest.mark.parametrize("name", list(STEPS))
+def test_tensor_parallel_slices_of_odd_widths_load_padded_or_are_refused(
+    tmp_path: Path, name: str, wide: int, tp_size: int
+) -> None:
+    size = TinySize(hidden=32, intermediate=wide, experts=1, top_k=1, layers=1)
+    tiny = write_checkpoint(tmp_path, "mixtral", name, size=size)
+    checkpoint = Checkpoint.open(tmp_path)
+    spec = describe_checkpoint(checkpoint)
+    fits = wide % tp_size == 0 and (wide // tp_size) % STEPS[name] == 0
+    if not fits:
+        with pytest.raises(InputError, match=rf"tp_size={tp_size} cuts intermediate_size={wide}.*pad=True"):
+            load_experts(checkpoint, spec, 0, tensor_parallel(1, 0, tp_size))
+    ranks = [load_experts(checkpoint, spec, 0, tensor_parallel(1, r, tp_size), pad=not fits) for r in range(tp_size)]
+    room = {r.down.shape[-1] for r in ranks}
+    assert len(room) == 1
+    assert room.pop() % STEPS[name] == 0
+    gate, up, down = (p.decode()[0] for p in tiny.experts[0])
+    parts = (
+        torch.cat([r.gate_up.decode()[0, 0] for r in ranks]),
+        torch.cat([r.gate_up.decode()[0, 1] for r in ranks]),
+        torch.cat([r.down.decode()[0] for r in ranks], 1).mT,
+    )
+    for found, wanted in zip(parts, (gate, up, down.mT), strict=True):
+        assert torch.equal(found[:wide], wanted)
+        assert not found[wide:].any()
+        assert not any(bool(r.gate_up.faults().any()) or bool(r.down.faults().any()) for r in ranks)
+
+
+def test_padded_ranks_with_biases_sum_to_the_whole(tmp_path: Path) -> None:
+    size = TinySize(hidden=64, intermediate=96, experts=3, top_k=2, layers=1)
+    write_checkpoint(tmp_path, "gpt_oss", "mxfp4", size=size)
+    checkpoint = Checkpoint.open(tmp_path)
+    spec = describe_checkpoint(checkpoint)
+    x = torch.randn(7, 64)
+    routing = Routing(
+        topk_ids=torch.stack([torch.randperm(3)[:2] for _ in range(7)]), topk_weights=torch.rand(7, 2) + 0.1
+    )
+
+    def run(weights: ExpertWeights[Any]) -> Tensor:
+        own = MoESpec(
+            hidden_size=64, intermediate_size=weights.down.shape[-1], num_experts=3, weight_format="mxfp4",
+            expert_bias=True, activation=spec.activation, routing=RoutingSpec(top_k=2),
+        )  # fmt: skip
+        problem = Problem(spec=own, device=DeviceFacts(kind="cpu"), dtype="fp32")
+        return MoELayer(weights, plan(problem))(x, routing=routing)
+
+    whole = run(load_experts(checkpoint, spec, 0, linear(3)))
+    parts = [run(load_experts(checkpoint, spec, 0, tensor_parallel(3, r, 2), pad=True)) for r in range(2)]
+    assert load_experts(checkpoint, spec, 0, tensor_parallel(3, 1, 2), pad=True).down.shape == (3, 64, 64)
+    torch.testing.assert_close(parts[0] + parts[1], whole, rtol=1e-5, atol=1e-4)
+
+
+def test_padding_is_refused_where_zero_is_no_zero_code(tmp_path: Path) -> None:
+    write_checkpoint(
+        tmp_path, "mixtral", "int4_group", size=TinySize(hidden=64, intermediate=96, experts=1, top_k=1, layers=1)
+    )
+    checkpoint = Checkpoint.open(tmp_path)
+    with pytest.raises(InputError, match="tp_size=2 cuts intermediate_size=96"):
+        load_experts(checkpoint, describe_checkpoint(checkpoint), 0, tensor_parallel(1, 0, 2), pad=True)
+
+
+def test_experts_of_other_ranks_are_not_read(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "mixtral", "nvfp4", size=TinySize(hidden=64, intermediate=64, experts=8, layers=1))
+    checkpoint = Checkpoint.open(tmp_path)
+    spec = describe_checkpoint(checkpoint)
+    weights = load_experts(checkpoint, spec, 0, Placement(expert_ids=(6,)))
+    held = weights.gate_up.nbytes + weights.down.nbytes
+    assert checkpoint.bytes_read <= held
+
+
+def test_replicas_of_an_expert_load_on_every_rank_that_holds_one(tmp_path: Path) -> None:
+    tiny = write_checkpoint(tmp_path, "mixtral", size=TinySize(hidden=64, intermediate=64, experts=4, layers=1))
+    checkpoint = Checkpoint.open(tmp_path)
+    spec = describe_checkpoint(checkpoint)
+    slots = ((0, 1, 3), (2, 3, 0))  # experts 0 and 3 are on both ranks, in other slots
+    for ids in slots:
+        weights = load_experts(checkpoint, spec, 0, Placement(expert_ids=ids))
+        assert torch.equal(weights.down.decode(), tiny.experts[0][2].decode()[list(ids)])
+
+
+def test_layers_stream_one_at_a_time_and_say_which(tmp_path: Path) -> None:
+    tiny = write_checkpoint(tmp_path, "deepseek_v3", "fp8_block", size=TinySize(layers=3))
+    checkpoint = Checkpoint.open(tmp_path)
+    stream = load_all(checkpoint, linear(4))
+    before = checkpoint.bytes_read
+    index, first = next(stream)
+    assert index == 1
+    assert checkpoint.bytes_read - before <= first.gate_up.nbytes + first.down.nbytes
+    assert [index for index, _ in stream] == [2]
+    assert sorted(tiny.experts) == [1, 2]
+
+
+def fused(path: Path, name: str, suffixes: tuple[str, ...]) -> dict[str, Tensor]:
+    """Turn a toy checkpoint of single experts into stacks under the fused names."""
+    write_checkpoint(path, "qwen3_moe", name, size=TinySize(hidden=64, intermediate=48, experts=3, layers=1))
+    tensors, base = load_file(path / "model.safetensors"), "model.layers.0.mlp.experts."
+    out = {n: t for n, t in tensors.items() if ".experts." not in n}
+    for suffix in suffixes:
+        each = [[tensors[f"{base}{e}.{p}_proj{suffix}"] for e in range(3)] for p in ("gate", "up", "down")]
+        gate, up, down = (torch.stack(list(t)) for t in each)
+        plain = "" if suffix == ".weight" else suffix
+        both = torch.cat((gate, up), 1) if gate.dim() > 1 else torch.stack((gate, up), 1)
+        out |= {f"{base}gate_up_proj{plain}": both, f"{base}down_proj{plain}": down}
+    save_file({n: t.contiguous() for n, t in out.items()}, path / "model.safetensors")
+    return tensors
+
+
+def test_one_tensor_with_the_row_scales_of_gate_and_up_is_cut_in_two(tmp_path: Path) -> None:
+    tensors = fused(tmp_path, "fp8_channel", (".weight", ".weight_scale"))
+    checkpoint = Checkpoint.open(tmp_path)
+    audit(checkpoint)
+    base = "model.layers.0.mlp.experts.2."
+    weights = load_experts(checkpoint, describe_checkpoint(checkpoint), 0, tensor_parallel(3, 1, 2))
+    for half, name in enumerate(("gate_proj", "up_proj")):
+        wanted = tensors[f"{base}{name}.weight"].float() * tensors[f"{base}{name}.weight_scale"].float()
+        assert torch.equal(weights.gate_up.decode()[2, half], wanted[24:])
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_whole_stacks_load_in_both_orientations_of_the_family(tmp_path: Path, transposed: bool) -> None:
+    tensors = fused(tmp_path, "bf16", (".weight",))
+    base = "model.layers.0.mlp.experts."
+    if transposed:  # the table of Qwen3-VL lies in the same file
+        stacks = load_file(tmp_path / "model.safetensors")
+        turned = {n: stacks[n].mT.contiguous() for n in (f"{base}gate_up_proj", f"{base}down_proj")}
+        rewrite(tmp_path, **turned)
+    checkpoint = Checkpoint.open(tmp_path)
+    weights = load_experts(checkpoint, describe_checkpoint(checkpoint), 0, linear(3))
+    for e in range(3):
+        assert torch.equal(weights.gate_up[e][1].decode(torch.bfloat16), tensors[f"{base}{e}.up_proj.weight"])
+        assert torch.equal(weights.down[e].decode(torch.bfloat16), tensors[f"{base}{e}.down_proj.weight"])
+
+
+def test_a_stack_of_another_shape_names_both_shapes(tmp_path: Path) -> None:
+    fused(tmp_path, "bf16", (".weight",))
+    name = "model.layers.0.mlp.experts.down_proj"
+    checkpoint = rewrite(tmp_path, **{name: torch.zeros(3, 64, 47, dtype=torch.bfloat16)})
+    with pytest.raises(TensorMismatchError, match=r"\(3, 64, 47\).*needs \(3, 64, 48\)"):
+        audit(checkpoint)
+
+
+def test_scales_of_gate_and_up_stay_apart(tmp_path: Path) -> None:
+    tiny = write_checkpoint(tmp_path, "mixtral", "fp8_tensor", size=TinySize(experts=2, layers=1))
+    base = "model.layers.0.block_sparse_moe.experts.0."
+    gate, up = (tiny.tensors[f"{base}{n}.weight_scale"] for n in ("w1", "w3"))
+    assert gate != up
+    checkpoint = Checkpoint.open(tmp_path)
+    weights = load_experts(checkpoint, describe_checkpoint(checkpoint), 0, linear(2))
+    assert torch.equal(weights.gate_up.decode()[0, 1], tiny.experts[0][1].decode()[0])
+
+
+@pytest.mark.parametrize(
+    ("storage", "suffix"), [("compressed-tensors", ".input_global_scale"), ("modelopt", ".input_scale")]
+)
+def test_activation_scales_of_gate_and_up_that_differ_are_reported(tmp_path: Path, storage: str, suffix: str) -> None:
+    """They read one input, so exporters give both one scale; nothing here computes with it."""
+    write_checkpoint(tmp_path, "mixtral", "nvfp4", storage, size=TinySize(experts=2, layers=1))
+    base = "model.layers.0.block_sparse_moe.experts.1."
+    one = torch.tensor(0.25)
+    same = {f"{base}w1{suffix}": one, f"{base}w3{suffix}": one * (1 + 1e-6), f"{base}w2{suffix}": one * 3}
+    assert not [f for f in audit(rewrite(tmp_path, **same)).findings if "activation" in f]
+    other = audit(rewrite(tmp_path, **{f"{base}w3{suffix}": one * 1.001}))
+    assert "1 of 2 experts have different static activation scales" in " ".join(other.findings)
+    with pytest.raises(BadScaleError, match=r"expert 1, down.*allowed are positive numbers"):
+        audit(rewrite(tmp_path, **{f"{base}w2{suffix}": one * -4}))
+
+
+@pytest.mark.parametrize(
+    ("suffix", "text"), [(".weight_zero_point", "a zero point"), (".weight_g_idx", "an activation order")]
+)
+def test_zero_points_and_index_permutations_are_refused_where_none_is_declared(
+    tmp_path: Path, suffix: str, text: str
+) -> None:
+    write_checkpoint(tmp_path, "mixtral", "nvfp4", size=TinySize(experts=2, layers=1))
+    name = f"model.layers.0.block_sparse_moe.experts.1.w1{suffix}"
+    with pytest.raises(UnknownTensorError, match=text):
+        audit(rewrite(tmp_path, **{name: torch.zeros(4, dtype=torch.int32)}))
+
+
+def test_a_declared_shape_that_is_wrong_is_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "mixtral", "int4_group", size=TinySize(experts=2, layers=1))
+    name = "model.layers.0.block_sparse_moe.experts.1.w1.weight_shape"
+    checkpoint = rewrite(tmp_path, **{name: torch.tensor([128, 255])})
+    with pytest.raises(TensorMismatchError, match=r"w1.weight_shape says \[128, 255\]"):
+        load_experts(checkpoint, describe_checkpoint(checkpoint), 0, linear(2))
+
+
+def test_an_unknown_scale_granularity_lists_the_known_ones(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "mixtral", "fp8_channel", size=TinySize(experts=2, layers=1))
+    weights = {"type": "float", "num_bits": 8, "strategy": "column", "symmetric": True}
+    block = {"quant_method": "compressed-tensors", "config_groups": {"g": {"targets": ["Linear"], "weights": weights}}}
+    configure(tmp_path, quantization_config=block)
+    with pytest.raises(ConfigError, match=r"column.*known are.*tensor.*channel.*block"):
+        describe_checkpoint(Checkpoint.open(tmp_path))
+
+
+def test_quantised_stacks_with_separate_gate_and_up_load(tmp_path: Path) -> None:
+    """Step-3.7 in FP8: three stacks, each with its grid of 128 x 128 blocks."""
+    torch.manual_seed(4)
+    config = {
+        "model_type": "step3p7", "hidden_size": 160, "moe_intermediate_size": 144, "n_routed_experts": 3,
+        "num_experts_per_tok": 2, "num_hidden_layers": 4, "share_expert_dim": 64, "moe_layers_enum": "3",
+        "quantization_config": {
+            "quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["share_expert"],
+        },
+    }  # fmt: skip
+    base, tensors, wanted = "model.layers.3.moe.", dict[str, Any](), dict[str, Any]()
+    for name, shape in (("gate_proj", (144, 160)), ("up_proj", (144, 160)), ("down_proj", (160, 144))):
+        payload = by_name("fp8_block").encode(torch.randn(3, *shape))
+        wanted[name] = payload.decode()
+        stored = payload.tensors()
+        tensors[f"{base}{name}.weight"] = stored["codes"][..., : shape[0], : shape[1]].contiguous()
+        tensors[f"{base}{name}.weight_scale_inv"] = stored["scales" if "scales" in stored else "scale"].contiguous()
+    tensors |= {f"{base}gate.weight": torch.randn(3, 160), f"{base}router_bias": torch.randn(3)}
+    shared = "model.layers.3.share_expert."
+    tensors |= {f"{shared}{n}_proj.weight": torch.zeros(64, 160) for n in ("gate", "up")}
+    tensors |= {f"{shared}down_proj.weight": torch.zeros(160, 64)}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint.open(tmp_path)
+    spec = describe_checkpoint(checkpoint)
+    assert spec.weight_format == "fp8_block"
+    audit(checkpoint)
+    weights = load_experts(checkpoint, spec, 3, linear(3))
+    assert torch.equal(weights.gate_up.decode()[:, 0], wanted["gate_proj"])
+    assert torch.equal(weights.gate_up.decode()[:, 1], wanted["up_proj"])
+    assert torch.equal(weights.down.decode(), wanted["down_proj"])
+    first, second = (load_experts(checkpoint, spec, 3, tensor_parallel(3, r, 2), pad=True) for r in range(2))
+    assert torch.equal(torch.cat((first.down.decode(), second.down.decode()), 2)[..., :144], wanted["down_proj"])
+
+
+def test_packing_leaves_the_loaded_weights_alone() -> None:
+    """A layer may be built twice from the same weights."""
+    torch.manual_seed(2)
+    weights = ExpertWeights(gate_up=as_stored(torch.randn(4, 2, 24, 32)), down=as_stored(torch.randn(4, 32, 24)))
+    spec = MoESpec(
+        hidden_size=32, intermediate_size=24, num_experts=4, routing=RoutingSpec(top_k=2), weight_format="fp32",
+        activation=ActivationSpec(),
+    )  # fmt: skip
+    problem = Problem(spec=spec, device=DeviceFacts(kind="cpu"), dtype="fp32")
+    x, logits = torch.randn(5, 32), torch.randn(5, 4)
+    before = weights.gate_up.decode().clone()
+    one, two = (MoELayer(weights, plan(problem))(x, router_logits=logits) for _ in range(2))
+    assert torch.equal(one, two)
+    assert torch.equal(weights.gate_up.decode(), before)
+
+
+def test_a_checkpoint_of_46000_tensors_is_inspected_in_seconds(tmp_path: Path) -> None:
+    layers, experts = 60, 256
+    config = {
+        "model_type": "qwen3_moe", "hidden_size": 8, "moe_intermediate_size": 4, "num_experts": experts,
+        "num_experts_per_tok": 2, "num_hidden_layers": layers, "dtype": "bfloat16",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    header: dict[str, object] = {}
+    at = 0
+    for layer in range(layers):
+        base = f"model.layers.{layer}.mlp."
+        names = [(f"{base}gate.weight", [experts, 8])]
+        names += [(f"{base}experts.{e}.{p}_proj.weight", [4, 8]) for e in range(experts) for p in ("gate", "up")]
+        names += [(f"{base}experts.{e}.down_proj.weight", [8, 4]) for e in range(experts)]
+        for name, shape in names:
+            size = 2 * shape[0] * shape[1]
+            header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, at + size]}
+            at += size
+    text = json.dumps(header).encode()
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text + bytes(at))
+    start = time.perf_counter()
+    report = audit(Checkpoint.open(tmp_path), deep=False)
+    seconds = time.perf_counter() - start
+    assert report.roles["experts"][0] == layers * experts * 3
+    assert report.roles["router"][0] == layers
+    assert seconds < 20  # about 3 on an idle core; looking through all names for every layer took minutes
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("mlp.gate.bias", "mlp.gate.bias lies in the MoE block"),
+        ("mlp.experts_norm.weight", "mlp.experts_norm.weight lies in the MoE block"),
+        ("mlp.shared_experts.up_proj.bias", "has .bias, which bf16 does not have"),
+    ],
+)
+def test_a_tensor_of_the_block_that_nothing_would_read_is_refused(tmp_path: Path, name: str, text: str) -> None:
+    from collegium.loading import load_layer
+
+    write_checkpoint(tmp_path, "deepseek_v3", size=TinySize(hidden=64, intermediate=32, layers=2))
+    rewrite(tmp_path, **{f"model.layers.1.{name}": torch.zeros(4)})
+    with pytest.raises(UnknownTensorError, match=text):
+        load_layer(tmp_path, 1, device="cpu")
+
+
+@pytest.mark.parametrize(
+    "name", ["mlp.gate.weight", "mlp.gate.e_score_correction_bias", "mlp.shared_experts.up_proj.weight"]
+)
+def test_the_audit_misses_what_the_layer_needs_beside_its_experts(tmp_path: Path, name: str) -> None:
+    from collegium.errors import MissingTensorError
+
+    write_checkpoint(tmp_path, "deepseek_v3", size=TinySize(hidden=64, intermediate=32, layers=2))
+    checkpoint = rewrite(tmp_path, **{f"model.layers.1.{name}": None})
+    with pytest.raises(MissingTensorError, match=rf"layer 1: .*{name.removesuffix('.weight')}.* missing"):
+        audit(checkpoint, deep=False)

@@ -1,0 +1,86 @@
+"""Formats that are only read decode on a GPU to the bits of the CPU, and run there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from collegium.devices import probe
+from collegium.formats import Bnb4, Gguf, Int4Affine, Int4Ordered, Int8Affine, Int8Ordered, Payload
+from collegium.formats.gguf import KINDS
+from collegium.layer import MoELayer
+from collegium.plan import plan
+from collegium.testing.compare import relative_error
+from collegium.types import Choice, ExpertWeights, MoESpec, Problem, Routing, RoutingSpec
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+NAMES = ["int4_affine", "int8_affine", "int4_ordered", "int8_ordered", "bnb4", *KINDS]
+
+
+def integers(name: str, *shape: int) -> Payload:
+    *lead, columns = shape
+    groups, bits = -(-columns // 32), int(name[3])
+    form = {"int4_affine": Int4Affine, "int8_affine": Int8Affine, "int4_ordered": Int4Ordered,
+            "int8_ordered": Int8Ordered}[name]  # fmt: skip
+    order = torch.randint(0, groups, (*lead[:-1], columns), dtype=torch.int32)
+    return form(
+        shape=shape,
+        codes=torch.randint(0, 256, (*lead, -(-columns * bits // 8)), dtype=torch.uint8),
+        scales=(torch.rand(*lead, groups) + 0.1).half() / (2**bits * columns**0.5),
+        zeros=torch.randint(0, 2**bits, (*lead, groups), dtype=torch.uint8),
+        group_size=32,
+        **({"group_of": order} if "ordered" in name else {}),
+    )
+
+
+def payload(name: str, *shape: int) -> Payload:
+    *lead, columns = shape
+    if name.startswith("int"):
+        return integers(name, *shape)
+    if name == "bnb4":
+        return Bnb4(
+            shape=shape,
+            codes=torch.randint(0, 256, (*lead, columns // 2), dtype=torch.uint8),
+            scales=torch.rand(*lead, columns // 64) / columns**0.5,
+            table=torch.linspace(-1, 1, 16).expand(*lead[:-1], 16).contiguous(),
+            group_size=64,
+        )
+    kind = KINDS[name]
+    blocks = torch.randint(0, 256, (*lead, columns // kind.elements, kind.nbytes), dtype=torch.uint8)
+    for at in kind.halves:
+        halves = (torch.randn(blocks.shape[:-1]) / 256).half().unsqueeze(-1)
+        blocks[..., at : at + 2] = halves.view(torch.uint8)
+    if not kind.halves:
+        blocks[..., 0] = 120
+    return Gguf(shape=shape, blocks=blocks)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_decode_equals_the_cpu(name: str) -> None:
+    torch.manual_seed(0)
+    here = payload(name, 3, 2, 40, 512)
+    there = here.to("cuda")
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(there.decode(dtype).cpu().view(torch.uint8), here.decode(dtype).view(torch.uint8))
+    assert there.faults().tolist() == here.faults().tolist()
+    assert torch.equal(there.columns(256, 512).decode().cpu(), here.columns(256, 512).decode())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layer_equals_the_cpu(name: str) -> None:
+    torch.manual_seed(0)
+    gate_up, down = payload(name, 3, 2, 256, 512), payload(name, 3, 512, 256)
+    spec = MoESpec(
+        hidden_size=512, intermediate_size=256, num_experts=3, routing=RoutingSpec(top_k=2), weight_format=down.name
+    )  # fmt: skip
+    x, ids = torch.randn(9, 512).bfloat16(), torch.stack((torch.zeros(9), torch.arange(9) % 2 + 1), dim=1).long()
+    out = {}
+    for kind in ("cpu", "cuda"):
+        made = plan(Problem(spec=spec, device=probe(kind)), Choice(kernel="reference"))
+        layer = MoELayer(ExpertWeights(gate_up=gate_up.to(kind), down=down.to(kind)), made)
+        routing = Routing(topk_ids=ids.to(kind), topk_weights=torch.full((9, 2), 0.5, device=kind))
+        out[kind] = layer(x.to(kind), routing=routing).cpu()
+    # sums are ordered differently, and h is rounded to bfloat16 in between
+    assert relative_error(out["cuda"], out["cpu"]) < 0.01
+    assert out["cpu"].float().norm() > 0

@@ -1,0 +1,60 @@
+"""The table of docs/families.md is what the name tables say; a failure prints the rows that are missing."""
+
+from __future__ import annotations
+
+from collegium.models import FAMILIES, PREFIXES, Family, Names
+from tracked import ROOT
+
+BY_HAND = {
+    "arctic": "arithmetic",
+    "gguf": "file",
+    "gguf_gpt_oss": "file",
+    "step3": "arithmetic",
+    "deepseek_v4": "class; MXFP4 by arithmetic",
+    "kimi_linear": "class; Kimi-K3 by arithmetic",
+    "minimax": "class; published names by arithmetic",
+    "qwen3_moe": "class; Qwen3-Omni by arithmetic",
+}
+HEAD = ["family", "`model_type`", "experts", "router", "shared expert", "proof"]
+
+
+def experts(names: Names) -> str:
+    """Return the paths of the experts below a layer, one for all projections."""
+    single = [path for path in (names.gate, names.up, names.down) if path is not None]
+    stacks = [path for path in (names.stacked.gate_up, names.stacked.up, names.stacked.down) if path is not None]
+    paths = [path.removeprefix(names.layer).replace("{expert}", "{e}") for path in single or stacks]
+    head = paths[0].rpartition(".")[0]
+    return f"`{head}.{{{','.join(path.removeprefix(head + '.') for path in paths)}}}`"
+
+
+def router(names: Names) -> str:
+    found = (names.router_weight, names.router_bias, names.correction_bias, names.router_scale, names.expert_scale)
+    paths = [path.removeprefix(names.layer) for path in (*found, names.hash_table) if path is not None]
+    return ", ".join(f"`{path}`" for path in paths)
+
+
+def shared(names: Names) -> str:
+    if names.shared is None:
+        return "none"
+    head = names.shared[0].removeprefix(names.layer).rpartition(".")[0]
+    return f"`{head}`" + (", gated" if names.shared_gate else "")
+
+
+def row(family: Family) -> list[str]:
+    names = family.names
+    where = "" if names.layer == PREFIXES[0] else f" below `{names.layer.removesuffix('.')}`"
+    also = ["; also " + experts(other) for other in family.others if experts(other) != experts(names)]
+    types = ", ".join(f"`{name}`" for name in family.model_types)
+    cells = [experts(names) + where + "".join(also), router(names), shared(names)]
+    return [f"`{family.name}`", types, *cells, BY_HAND.get(family.name, "class")]
+
+
+def table() -> list[str]:
+    rows = [row(family) for family in FAMILIES]
+    return ["| " + " | ".join(cells) + " |" for cells in (HEAD, ["---"] * len(HEAD), *rows)]
+
+
+def test_the_page_has_the_table_of_the_name_tables() -> None:
+    text = (ROOT / "docs" / "families.md").read_text(encoding="utf-8").splitlines()
+    missing = [line for line in table() if line not in text]
+    assert not missing, "docs/families.md lacks:\n" + "\n".join(missing)
