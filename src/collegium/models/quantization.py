@@ -249,7 +249,7 @@ def _gptq(block: Mapping[str, object], path: str, plain: Declared) -> Declared:
     rules = cast("Mapping[str, object]", table) if isinstance(table, dict) else {}
     for pattern, change in rules.items():
         # the first pattern that matches decides: "-:" leaves the module alone, "+:" or nothing changes its entries
-        if _search(pattern.removeprefix("+:").removeprefix("-:"), path):
+        if matches_prefix(pattern.removeprefix("+:").removeprefix("-:").removeprefix("re:"), path):
             if pattern.startswith("-:"):
                 return plain
             block = {**block, **(cast("Mapping[str, object]", change) if isinstance(change, dict) else {})}
