@@ -16,7 +16,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TOKENIZ
 OFFLINE := HF_HUB_OFFLINE=1
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check -c $(PINS)
 
-.PHONY: help setup fix check test unit snippets examples demo bench-cpu gpu-test cover constraints dist clean
+.PHONY: help setup fix check test unit snippets examples demo bench-cpu gpu-test mutants fuzz cover constraints dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -71,6 +71,12 @@ bench-cpu: $(VENV)/.dev ## the CPU path beside transformers' own experts
 
 gpu-test: ## the tests of a machine with a GPU, on the Python that is there (torch, Triton and pytest installed)
 	PYTHONPATH=src python3 -m pytest tests/gpu -o filterwarnings=default
+
+mutants: $(VENV)/.dev ## inject known mistakes one at a time; every one must fail a test (a quarter of an hour)
+	$(BIN)/python scripts/mutants.py
+
+fuzz: $(VENV)/.dev ## feed the load path broken checkpoints for ten minutes
+	$(ONE_THREAD) $(BIN)/python scripts/fuzz.py --first $$(date +%s) --seconds 600
 
 cover: $(VENV)/.dev ## tests with a coverage report
 	$(ONE_THREAD) $(OFFLINE) $(BIN)/python -m pytest tests -n 2 --cov

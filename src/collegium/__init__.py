@@ -9,7 +9,8 @@
 
 Import rule, higher may import lower only, names on one line never import each other::
 
-    cli > demo | inspection | tuning > bench > measure > integrations > loading > layer > plan | pipeline | warming
+    cli > printing > demo | inspection | tuning | verification | conversion > bench > measure > integrations > loading
+        > layer > plan | pipeline | warming | compiled
         > experts | parallel | checkpoint > models > ops > formats | devices > kernels > types > errors
 """
 

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from .errors import CollegiumError, InputError
 from .inspection import inspect_model, plan_model
+from .printing import (
+    err,
+    out,
+    print_bench,
+    print_conversion,
+    print_demo,
+    print_inspection,
+    print_json,
+    print_proofs,
+    print_tuning,
+)
 from .types import Choice, Limits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Sequence
+    from collections.abc import Callable, Generator
 
-    from .bench import BenchReport
-    from .demo import DemoReport
-    from .inspection import Inspection
     from .measure import Ceilings
-    from .tuning import TuneReport
 
 __all__ = ["app", "main"]
 
@@ -34,9 +38,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-out = Console()
-err = Console(stderr=True)
-
 N = TypeVar("N", int, float)
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; the best device of this machine when left out.")]
@@ -60,9 +61,9 @@ def demo(
     with _bar("formats") as progress:
         report = run_demo(folder, device=device, tokens=tokens, progress=progress)
     if as_json:
-        _print_json(report.to_json())
+        print_json(report.to_json())
     else:
-        _print_demo(report)
+        print_demo(report)
 
 
 @app.command()
@@ -89,7 +90,7 @@ def generate(
         warm_up(layers_of(loaded), progress)
     text, speed = Writer(loaded, Path(model)).write(prompt, tokens, temperature=temperature, seed=seed)
     if as_json:
-        _print_json({"text": text, "tokens_per_second": speed})
+        print_json({"text": text, "tokens_per_second": speed})
     else:
         out.print(text, markup=False, highlight=False)
         out.print(f"[dim]{speed:.1f} tokens/s[/dim]")
@@ -106,9 +107,9 @@ def inspect(
     with _bar("audit") as progress:
         found = inspect_model(model, deep=deep, device=device, progress=progress)
     if as_json:
-        _print_json(found.to_json())
+        print_json(found.to_json())
     else:
-        _print_inspection(found)
+        print_inspection(found)
 
 
 @app.command()
@@ -130,7 +131,7 @@ def plan(
         limits=Limits(max_tokens=max_tokens),
     )
     if as_json:
-        _print_json(made.to_json())
+        print_json(made.to_json())
     else:
         out.print(made.explain(), markup=False, highlight=False)
 
@@ -168,9 +169,9 @@ def bench(
     if picture is not None:
         plot(report, picture)
     if as_json:
-        _print_json(report.to_json())
+        print_json(report.to_json())
     else:
-        _print_bench(report)
+        print_bench(report)
 
 
 @app.command()
@@ -196,9 +197,58 @@ def tune(
             progress=progress,
         )
     if as_json:
-        _print_json(report.to_json())
+        print_json(report.to_json())
     else:
-        _print_tuning(report)
+        print_tuning(report)
+
+
+@app.command()
+def quantize(
+    model: Model,
+    to: Annotated[str, typer.Option(help="Weight format of the experts to write.")],
+    target: Annotated[str | None, typer.Option("--out", help="New folder; MODEL-FORMAT when left out.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a checkpoint with its experts in another format; all else is copied. The folder appears when complete."""
+    from .conversion import quantize_model
+
+    with _bar("quantize") as progress:
+        report = quantize_model(model, to, target, progress=progress)
+    if as_json:
+        print_json(report.to_json())
+    else:
+        print_conversion(report)
+
+
+@app.command()
+def verify(
+    model: Model,
+    experts: Annotated[int, typer.Option(min=1, help="Experts of each layer to recompute.")] = 8,
+    every: Annotated[bool, typer.Option("--all", help="Recompute every expert.")] = False,
+    device: Device = None,
+    kernel: Kernel = None,
+    activations: Activations = None,
+    weight_format: Format = None,
+    as_json: Json = False,
+) -> None:
+    """Recompute experts as they run here beside plain FP32 code; exit code 1 when one is over tolerance."""
+    from .verification import verify_model
+
+    with _bar("verify") as progress:
+        report = verify_model(
+            model,
+            experts=None if every else experts,
+            device=device,
+            force=Choice(kernel=kernel, activation_format=activations),
+            weight_format=weight_format,
+            progress=progress,
+        )
+    if as_json:
+        print_json(report.to_json())
+    else:
+        print_proofs(report)
+    if not report.passed:
+        raise typer.Exit(1)
 
 
 def main() -> None:
@@ -223,46 +273,6 @@ def _bar(what: str) -> Generator[Callable[[int, int, str], None]]:
         yield step
 
 
-def _print_json(value: dict[str, object]) -> None:
-    sys.stdout.write(json.dumps(value, indent=2) + "\n")
-
-
-def _print_table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print right-aligned columns, except those whose name ends in a space."""
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column.strip(), justify="left" if column.endswith(" ") else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    out.print(table)
-
-
-def _print_demo(report: DemoReport) -> None:
-    _print_table(
-        f"{report.model} on {report.device}",
-        ("weights x activations ", "bytes/expert", "perplexity", "beside bf16", "error", "tok/s"),
-        [
-            (
-                f"{row.weights} x {row.activations}",
-                f"{row.expert_bytes:,}",
-                f"{row.perplexity:.3f}",
-                f"{100 * (row.perplexity_ratio - 1):+.2f} %",
-                f"{100 * row.layer_error:.2f} %",
-                f"{row.tokens_per_second:.1f}",
-            )
-            for row in report.rows
-        ],
-    )
-    out.print("error: relative L2 error of one layer's output against FP32 on the BF16 weights", style="dim")
-    for kernel in dict.fromkeys(row.kernel for row in report.rows):
-        users = ", ".join(f"{r.weights} x {r.activations}" for r in report.rows if r.kernel == kernel)
-        out.print(f"kernel {kernel}: {users}", style="dim")
-    for row in report.rows:
-        out.print(f"\n[bold]{row.weights} x {row.activations}[/bold]")
-        out.print(" ".join(row.text.split()), markup=False, highlight=False)
-    out.print(f"\n[dim]{report.seconds:.1f} s in all[/dim]")
-
-
 def _numbers(option: str, text: str, kind: type[N]) -> list[N]:
     try:
         found = [kind(piece) for piece in text.split(",")]
@@ -280,67 +290,3 @@ def _ceilings(text: str) -> Ceilings:
     if len(given) != 3:
         raise InputError(f"--ceilings {text!r}: three numbers are needed, such as 4.6,797,1329")
     return Ceilings(bandwidth=given[0] * 1e12, rate_16=given[1] * 1e12, rate_8=given[2] * 1e12)
-
-
-def _print_bench(report: BenchReport) -> None:
-    out.print(f"[bold]{report.shape}[/bold] ({report.sizes}), {report.routing} routing, on {report.device}")
-    for name in dict.fromkeys((row.weights, row.activations, row.kernel) for row in report.rows):
-        _print_table(
-            f"{name[0]} x {name[1]} ({name[2]})",
-            ("tokens", "us", "floor us", "of floor", "bound", "GB/s", "TFLOP/s", "experts", "error"),
-            [
-                (
-                    str(row.tokens),
-                    f"{1e6 * row.seconds:.1f}" + ("" if row.cold else "*"),
-                    f"{1e6 * row.floor_seconds:.1f}",
-                    f"{100 * row.of_floor:.0f} %",
-                    row.bound,
-                    f"{row.gigabytes_per_second:.0f}",
-                    f"{row.teraflops:.1f}",
-                    f"{row.experts_hit:.0f}",
-                    f"{row.error:.4f}",
-                )
-                for row in report.rows
-                if (row.weights, row.activations, row.kernel) == name
-            ],
-        )
-    top = report.ceilings
-    out.print(
-        f"ceilings: {top.bandwidth / 1e12:.3g} TB/s, {top.rate_16 / 1e12:.4g} TFLOP/s with 16-bit and "
-        f"{top.rate_8 / 1e12:.4g} with 8-bit operands; torch {report.torch}, triton {report.triton}",
-        style="dim",
-    )
-    if not all(row.cold for row in report.rows):
-        out.print("*: the weights of a pass may stay in the cache", style="dim")
-
-
-def _print_tuning(report: TuneReport) -> None:
-    out.print(f"[bold]{report.shape}[/bold] in {report.weights} x {report.activations} on {report.device}")
-    _print_table(
-        None,
-        ("product", "tokens", "chosen us", "best us", "gain", "tile", "tried"),
-        [
-            (
-                row.product,
-                str(row.tokens),
-                f"{1e6 * row.chosen_seconds:.1f}",
-                f"{1e6 * row.best_seconds:.1f}",
-                f"{100 * (1 - row.best_seconds / row.chosen_seconds):.0f} %",
-                f"{row.best.block_n}x{row.best.block_t} w{row.best.warps} s{row.best.stages}",
-                str(row.candidates),
-            )
-            for row in report.rows
-        ],
-    )
-    out.print(f"written to {report.path}", style="dim", soft_wrap=True)
-
-
-def _print_inspection(found: Inspection) -> None:
-    table = Table(title=found.path, title_justify="left", show_header=False)
-    table.add_column("what", style="bold")
-    table.add_column("found")
-    for what, value in found.lines():
-        table.add_row(what, value)
-    out.print(table)
-    out.print("what would run here", style="bold")
-    out.print(found.plan.explain(), markup=False, highlight=False)

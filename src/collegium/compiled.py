@@ -17,7 +17,7 @@ from .errors import InputError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Computes", "announce"]
+__all__ = ["Computes", "announce", "moe_layer"]
 
 
 class Computes(Protocol):

@@ -29,6 +29,8 @@ COMMANDS = {
         "--json",
     },
     "tune": {"WHAT", "--format", "--tokens", "--most", "--device", "--json"},
+    "quantize": {"MODEL", "--to", "--out", "--json"},
+    "verify": {"MODEL", "--experts", "--all", "--device", "--kernel", "--activations", "--format", "--json"},
     "plan": {"MODEL", "--device", "--kernel", "--activations", "--format", "--max-tokens", "--json"},
 }
 

@@ -17,11 +17,12 @@ from ..errors import (
     TensorMismatchError,
     UnknownTensorError,
 )
-from ..models import family_of
+from ..models import describe, family_of
 from .activation_scales import ACTIVATION_SCALES, check_activation_scales
 from .detect import StoredFormat, detect
 from .index import Found, find_experts, find_suffixes, index_of
 from .layout import Source, bias_names, check_part, part_name, projections, read_matrix, source_of, stack_paths
+from .remarks import Remarks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -253,7 +254,7 @@ def _check_suffixes(
 
 
 def _check_values(
-    checkpoint: Checkpoint, spec: MoESpec, layer: int, stored: StoredFormat
+    checkpoint: Checkpoint, spec: MoESpec, layer: int, stored: StoredFormat, remarks: Remarks
 ) -> tuple[list[CheckpointError], list[str]]:
     """Read the experts one matrix at a time: faults as problems, unequal global scales of gate and up as a finding."""
     unequal = 0
@@ -264,6 +265,8 @@ def _check_values(
         seen = {} if source.label.endswith("gate") else seen
         payload, wrong = read_matrix(checkpoint, source, stored, seen=seen)
         problems += wrong
+        if payload is not None and not wrong:
+            remarks.see(source.label, payload)
         scale: Tensor | None = None if payload is None else payload.tensors().get("global_scale")
         if source.label.endswith("gate"):
             first = payload
@@ -321,9 +324,11 @@ def audit(
     of the first problem) that lists up to 20 problems, each with layer, expert and tensor.
     """
     family = family_of(checkpoint.config)
+    describe(checkpoint.config)  # refuses a model without routed experts
     problems: list[CheckpointError] = []
     findings: list[str] = []
     reports: list[LayerReport] = []
+    remarks = Remarks()
     layers = family.moe_layers(checkpoint.config)
     for done, layer in enumerate(layers):
         if progress is not None:
@@ -336,8 +341,8 @@ def audit(
         spec = family.describe(checkpoint.config, layer)
         wrong = check_layer(checkpoint, spec, layer, stored) + _check_beside(checkpoint, spec, layer)
         if deep and not wrong:
-            wrong, remarks = _check_values(checkpoint, spec, layer, stored)
-            findings += remarks
+            wrong, unequal = _check_values(checkpoint, spec, layer, stored, remarks)
+            findings += unequal
         problems += wrong
         nbytes = sum(info.nbytes for info in find_experts(checkpoint, layer).infos())
         reports.append(LayerReport(layer=layer, stored=stored, experts=spec.num_experts, nbytes=nbytes))
@@ -348,6 +353,6 @@ def audit(
         path=str(checkpoint.path),
         layers=tuple(reports),
         roles=_roles(checkpoint, layers),
-        findings=tuple(findings),
+        findings=(*findings, *remarks.findings()),
         deep=deep,
     )

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn, cast
 
-from ..errors import ConfigError, HostileFileError
+from ..errors import CheckpointError, ConfigError, HostileFileError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -106,13 +106,14 @@ def read_json(path: Path) -> dict[str, object]:
         raise ConfigError(msg) from error
 
 
-def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Read and check the header of one safetensors file; raises HostileFileError saying what was found and allowed.
-
-    Checked: length field, UTF-8, JSON without duplicate keys, dtypes, shapes, that every tensor's bytes match its
-    shape and dtype, and that the tensors cover the data exactly once, without holes or overlaps.
-    """
-    with path.open("rb") as file:
+def _raw_header(path: Path) -> tuple[int, bytes, int]:
+    """Return the length field, the header's bytes and the file's size."""
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        msg = f"{path}: cannot be opened ({error.strerror}); check that the download is complete and readable"
+        raise CheckpointError(msg) from error
+    with file:
         size = os.fstat(file.fileno()).st_size
         if size < 8:
             msg = f"{path}: {size} bytes; a safetensors file has at least the 8 bytes of its header length"
@@ -122,7 +123,16 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         if not 2 <= length <= allowed:
             msg = f"{path}: header length is {length}, allowed are 2 to {allowed} in a file of {size} bytes"
             raise HostileFileError(msg)
-        raw = file.read(length)
+        return length, file.read(length), size
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """Read and check the header of one safetensors file; raises HostileFileError saying what was found and allowed.
+
+    Checked: length field, UTF-8, JSON without duplicate keys, dtypes, shapes, that every tensor's bytes match its
+    shape and dtype, and that the tensors cover the data exactly once, without holes or overlaps.
+    """
+    length, raw, size = _raw_header(path)
     if len(raw) != length or raw[:1] != b"{":
         msg = f"{path}: the header has {len(raw)} of {length} bytes and starts {raw[:1]!r}; it must start with '{{'"
         raise HostileFileError(msg)

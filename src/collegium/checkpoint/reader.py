@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["Checkpoint", "gguf_file", "read_config"]
+__all__ = ["TORCH_DTYPES", "Checkpoint", "gguf_file", "read_config"]
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _COMPARE_BYTES = 1 << 20
 
-_TORCH_DTYPES: Mapping[str, torch.dtype] = {
+TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
@@ -113,13 +113,13 @@ class Checkpoint:
         InputError for other steps, for too many slices and for bounds outside the tensor.
         """
         info = self.info(name)
-        if info.dtype not in _TORCH_DTYPES:
-            known = ", ".join(_TORCH_DTYPES)
+        if info.dtype not in TORCH_DTYPES:
+            known = ", ".join(TORCH_DTYPES)
             msg = f"tensor {name!r} has dtype {info.dtype}, which can be listed but not read; known: {known}"
             raise CheckpointError(msg)
         bounds = _bounds(info, slices)
         shape = [stop - start for start, stop in bounds]
-        dtype = _TORCH_DTYPES[info.dtype]
+        dtype = TORCH_DTYPES[info.dtype]
         raw = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
         if raw.numel():
             # numpy shares the tensor's memory; its stubs lack the buffer protocol on Python 3.11
@@ -236,8 +236,12 @@ def _shard_path(root: Path, index: Path, name: str) -> Path:
         msg = f"{index}: names the file {name!r}, which leaves the folder; allowed are files below {root}"
         raise CheckpointError(msg)
     path = root / name
-    if not path.is_file():
-        msg = f"{index}: names the file {name!r}, which is not in {root}; download it or rebuild the index"
+    try:
+        there = path.is_file()
+    except OSError:  # a name no file system takes
+        there = False
+    if not there:
+        msg = f"{index}: names the file {name!r:.200}, which is not in {root}; download it or rebuild the index"
         raise CheckpointError(msg)
     return path
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, cast
 
 from ..errors import ConfigError
+from .patterns import matches_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +38,6 @@ _COMPRESSED = (
     ("int", 8, "group", None, "int8_group"),
     ("int", 8, "channel", None, "int8_group"),
 )
-_MAX_PATTERN = 1000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,24 +121,12 @@ def _skipped(block: Mapping[str, object], path: str) -> bool:
 def _matches(entry: str, path: str) -> bool:
     """Tell whether a skip-list entry covers ``path``: ``re:`` pattern, wildcard, or consecutive path components."""
     if entry.startswith("re:"):
-        return _search(entry, path)
+        return matches_prefix(entry.removeprefix("re:"), path)
     steps = path.split(".")
     if "*" in entry or "?" in entry:
         return any(fnmatchcase(".".join(steps[:stop]), entry) for stop in range(1, len(steps) + 1))
     # whole components only: "mlp.gate" is the router and must not cover "mlp.gate_proj"
     return f".{entry}." in f".{path}."
-
-
-def _search(entry: str, path: str) -> bool:
-    pattern = entry.removeprefix("re:")
-    if len(pattern) > _MAX_PATTERN:
-        msg = f"quantization_config: a pattern has {len(pattern)} characters, at most {_MAX_PATTERN} are allowed"
-        raise ConfigError(msg)
-    try:
-        return re.match(pattern, path) is not None
-    except re.error as error:
-        msg = f"quantization_config: the pattern {entry[:100]!r} cannot be used: {error}"
-        raise ConfigError(msg) from error
 
 
 def _pair(block: Mapping[str, object], key: str) -> tuple[int, int]:
@@ -262,7 +249,7 @@ def _gptq(block: Mapping[str, object], path: str, plain: Declared) -> Declared:
     rules = cast("Mapping[str, object]", table) if isinstance(table, dict) else {}
     for pattern, change in rules.items():
         # the first pattern that matches decides: "-:" leaves the module alone, "+:" or nothing changes its entries
-        if _search(pattern.removeprefix("+:").removeprefix("-:"), path):
+        if matches_prefix(pattern.removeprefix("+:").removeprefix("-:").removeprefix("re:"), path):
             if pattern.startswith("-:"):
                 return plain
             block = {**block, **(cast("Mapping[str, object]", change) if isinstance(change, dict) else {})}

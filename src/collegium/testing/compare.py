@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from ..types import ActivationSpec
 
-__all__ = ["heavy_tailed", "moe_truth", "random_experts", "relative_error", "uneven_ids"]
+__all__ = ["between", "heavy_tailed", "moe_truth", "random_experts", "relative_error", "uneven_ids"]
 
 
 def heavy_tailed(*shape: int, seed: int, channels: bool = True) -> Tensor:
@@ -90,14 +90,15 @@ def moe_truth(
             both = gate_up[expert].double() @ x[token].double()
             if biases is not None:
                 both = both + biases[0][expert].double()
-            row = down[expert].double() @ _activation(both, activation)
+            row = down[expert].double() @ between(both, activation)
             if biases is not None:
                 row = row + biases[1][expert].double()
             out[token] += topk_weights[token, slot].double() * row
     return out
 
 
-def _activation(both: Tensor, spec: ActivationSpec) -> Tensor:
+def between(both: Tensor, spec: ActivationSpec) -> Tensor:
+    """Return the activation of float64 ``both [P, ...]``, gate first, written out from the formulas."""
     gate, up = both[0], both[-1]
     if spec.kind == "swiglu_step":
         step = gate / (1 + torch.exp(-gate))

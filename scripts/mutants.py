@@ -1,0 +1,622 @@
+"""Inject one known kind of mistake at a time into a copy of the source, and demand that a test fails.
+
+Every mutant is a replacement of text that occurs exactly once. The tests that could see it are run until one fails; a
+mutant that passes them all survives, and that is a missing test. What killed what stands in docs/mutants.md.
+
+    python scripts/mutants.py                 run all (about a quarter of an hour on one core), write the table
+    python scripts/mutants.py --only clamp    those whose name or file holds the text
+    python scripts/mutants.py --gpu           those that only a GPU can kill; on a machine that has one
+    python scripts/mutants.py --page          write docs/mutants.md anew from the committed results
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from tracked import ROOT
+
+__all__ = ["GPU_MUTANTS", "MUTANTS", "PAGE", "RESULTS", "Mutant", "applied", "main", "page"]
+
+RESULTS = ROOT / "benchmarks" / "results" / "mutants.csv"
+PAGE = ROOT / "docs" / "mutants.md"
+_SOURCE = ROOT / "src" / "collegium"
+_LIMIT = 300  # seconds a mutant's tests may take
+
+
+class Mutant(NamedTuple):
+    """One mistake: what is wrong, in which file below src/collegium, the text and what replaces it, and who may see it.
+
+    edits: (before, after) pairs, each ``before`` exactly once in the file. tests: pytest arguments, likeliest first.
+    """
+
+    name: str
+    file: str
+    edits: tuple[tuple[str, str], ...]
+    tests: tuple[str, ...]
+
+
+_HOST = ("tests/cpu/test_activation.py", "tests/cpu/test_layer.py")
+_CPU = ("tests/cpu/test_cpu_grouped.py", "tests/cpu/test_verify.py")
+_LOAD = ("tests/cpu/test_loader.py",)
+_KERNEL = tuple(
+    f"tests/cpu/test_grouped_gemm.py::{name}"
+    for name in ("test_experts_against_the_reference", "test_every_activation", "test_int4_groups_and_scale_dtypes")
+)
+_ACTS = ("tests/cpu/test_grouped_gemm.py::test_every_activation",)
+_LAYER = ("tests/cpu/test_layer.py",)
+_ROUTE = ("tests/cpu/test_route.py",)
+_FORMAT = ("tests/cpu/test_formats_examples.py", "tests/cpu/test_formats.py", "tests/cpu/test_formats_agreement.py")
+_WRITE = ("tests/cpu/test_conversion.py::test_what_is_written_loads_back",)
+_STACK = ("tests/cpu/test_conversion.py::test_stacked_families_stay_stacked",)
+_GPU = ("tests/gpu/test_experts.py",)
+
+MUTANTS: tuple[Mutant, ...] = (
+    # Gate and up swapped.
+    Mutant(
+        "gate and up swapped", "ops/activation.py",
+        (("_gated(wide[:, 0], wide[:, 1], spec)", "_gated(wide[:, 1], wide[:, 0], spec)"),), _HOST,
+    ),
+    Mutant(
+        "gate and up swapped", "experts/cpu_grouped.py",
+        (("gate, up = inner.chunk(2, dim=-1)", "up, gate = inner.chunk(2, dim=-1)"),), _CPU,
+    ),
+    Mutant(
+        "gate and up swapped", "kernels/grouped_gemm.py",
+        (("activate(gate, up, KIND, HAS_LIMIT", "activate(up, gate, KIND, HAS_LIMIT"),), _KERNEL,
+    ),
+    Mutant(
+        "gate and up swapped on loading", "checkpoint/loader.py",
+        (("projections(spec)[:-1], placement", "projections(spec)[:-1][::-1], placement"),), _LOAD,
+    ),
+    Mutant(
+        "interleaved rows: odd is gate", "checkpoint/layout.py",
+        (("(int(second), 2) if table.interleaved", "(int(not second), 2) if table.interleaved"),), _LOAD,
+    ),
+    Mutant(
+        "gate and up swapped on writing", "conversion.py",
+        (("return (gate, up, lower), (lost", "return (up, gate, lower), (lost"),), _WRITE,
+    ),
+    # The clamp.
+    Mutant(
+        "clamp dropped (swiglu)", "ops/activation.py",
+        (('case "swiglu":\n            if limit is not None:', 'case "swiglu":\n            if False:'),), _HOST,
+    ),
+    Mutant(
+        "clamp dropped (swiglu_oai)", "ops/activation.py",
+        (('case "swiglu_oai":\n            if limit is not None:', 'case "swiglu_oai":\n            if False:'),), _HOST,
+    ),
+    Mutant("clamp dropped", "experts/cpu_grouped.py", (("if spec.limit is not None:", "if False:"),), _CPU),
+    Mutant("clamp dropped", "kernels/activation.py", (("if HAS_LIMIT and KIND != 2:", "if HAS_LIMIT and KIND > 9:"),), _ACTS),
+    Mutant(
+        "clamp dropped (swiglu_step)", "kernels/activation.py",
+        (("gate = gate * _sigmoid(gate)\n        if HAS_LIMIT:", "gate = gate * _sigmoid(gate)\n        if KIND == 9:"),), _ACTS,
+    ),
+    Mutant(
+        "gate clamped from below too", "ops/activation.py",
+        (
+            (
+                'case "swiglu":\n            if limit is not None:\n                gate, up = gate.clamp(max=limit)',
+                'case "swiglu":\n            if limit is not None:\n                gate, up = gate.clamp(-limit, limit)',
+            ),
+        ),
+        _HOST,
+    ),
+    Mutant("gate clamped from below too", "kernels/activation.py",
+        (("gate = _below(gate, limit)\n        up = _within(up, limit)\n    if KIND == 0",
+          "gate = _within(gate, limit)\n        up = _within(up, limit)\n    if KIND == 0"),), _ACTS),
+    # Clamp after SiLU.
+    Mutant(
+        "clamp after SiLU", "ops/activation.py",
+        (
+            (
+                'case "swiglu":\n            if limit is not None:\n'
+                "                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)\n"
+                "            return functional.silu(gate) * up",
+                'case "swiglu":\n            gate = functional.silu(gate)\n            if limit is not None:\n'
+                "                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)\n            return gate * up",
+            ),
+        ),
+        _HOST,
+    ),
+    Mutant(
+        "clamp after SiLU", "experts/cpu_grouped.py",
+        (
+            (
+                "    if spec.limit is not None:\n"
+                "        gate, up = gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit)\n"
+                "    return functional.silu(gate).mul_(up)",
+                "    gate = functional.silu(gate)\n    if spec.limit is not None:\n"
+                "        gate, up = gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit)\n    return gate.mul_(up)",
+            ),
+        ),
+        _CPU,
+    ),
+    Mutant(
+        "clamp after SiLU", "kernels/activation.py",
+        (
+            ("if HAS_LIMIT and KIND != 2:", "if HAS_LIMIT and KIND > 2:"),
+            ("out = gate * _sigmoid(gate) * up", "out = tl.where(HAS_LIMIT, _below(gate * _sigmoid(gate), limit) * "
+             "_within(up, limit), gate * _sigmoid(gate) * up)"),
+        ),
+        _ACTS,
+    ),
+    # SwiGLU-OAI.
+    Mutant("alpha dropped", "ops/activation.py", (("torch.sigmoid(spec.alpha * gate)", "torch.sigmoid(gate)"),), _HOST),
+    Mutant("alpha dropped", "kernels/activation.py", (("_sigmoid(alpha * gate)", "_sigmoid(gate)"),), _ACTS),
+    Mutant("+1 dropped", "ops/activation.py", (("(up + 1) * (gate", "up * (gate"),), _HOST),
+    Mutant("+1 dropped", "kernels/activation.py", (("(up + 1.0) * (gate", "up * (gate"),), _ACTS),
+    # A scale dropped.
+    Mutant(
+        "a group's scale dropped", "formats/codecs.py",
+        (("split_last(full, group).mul_(scales[:, :whole, None])", "split_last(full, group)"),), _FORMAT,
+    ),
+    Mutant(
+        "the last, partial group's scale dropped", "formats/codecs.py",
+        (("values[:, whole * group :].mul_(scales[:, whole:])", "values[:, whole * group :]"),), _FORMAT,
+    ),
+    Mutant(
+        "a row's scale dropped", "experts/cpu_grouped.py",
+        (("torch.mul(product, scale[expert], out=target)", "target.copy_(product)"),), _CPU,
+    ),
+    Mutant(
+        "gate's row scale dropped", "kernels/grouped_gemm.py",
+        (("gate *= tl.load(row_scale + vector)[:, None]", "gate *= 1.0"),), _KERNEL,
+    ),
+    Mutant(
+        "a block's scale dropped", "kernels/grouped_gemm.py",
+        (("acc += _dot(w, x0, none, ASM) * factor\n", "acc += _dot(w, x0, none, ASM)\n"),), _KERNEL,
+    ),
+    Mutant(
+        "the tokens' scale dropped", "kernels/grouped_gemm.py",
+        (("* (factor * x_scale)[None, :]", "* (factor + 0.0 * x_scale)[None, :]"),), _KERNEL,
+    ),
+    Mutant(
+        "the tokens' scale dropped for up", "kernels/grouped_gemm.py",
+        (("        up *= per_token\n", "        up *= 1.0\n"),), _KERNEL,
+    ),
+    # The neighbouring group's scale.
+    Mutant(
+        "the neighbouring group's scale", "formats/codecs.py",
+        ((".mul_(scales[:, :whole, None])", ".mul_(scales.roll(1, 1)[:, :whole, None])"),), _FORMAT,
+    ),
+    Mutant(
+        "the neighbouring group's scale (MXFP4)", "ops/cpu_decode.py",
+        (
+            (
+                "field = self.scales[expert, span].to(torch.int16).bitwise_left_shift_(_INT16_FIELD)",
+                "field = self.scales[expert, span].roll(1, -1).to(torch.int16).bitwise_left_shift_(_INT16_FIELD)",
+            ),
+        ),
+        _CPU,
+    ),
+    Mutant(
+        "the neighbouring group's scale (NVFP4, MXFP8)", "ops/cpu_decode.py",
+        (("        scales = self.scales[expert, span]\n", "        scales = self.scales[expert, span].roll(1, -1)\n"),), _CPU,
+    ),
+    Mutant(
+        "the neighbouring group's scale (INT4, FP8 blocks)", "ops/cpu_decode.py",
+        (("factor = self.scales[expert].index_select(0, line)", "factor = self.scales[expert].index_select(0, line).roll(1, 1)"),), _CPU,
+    ),
+    Mutant(
+        "the neighbouring row block's scale", "ops/cpu_decode.py",
+        (("// height * blocks + rows % height // self.row_block", "// height * blocks + (rows % height // self.row_block + 1) % blocks"),),
+        _CPU,
+    ),
+    Mutant(
+        "the neighbouring group's scale", "kernels/grouped_gemm.py",
+        (("byte = (words >> (8 * QUARTER)) & 255", "byte = (words >> (8 * ((QUARTER + 1) % 4))) & 255"),), _KERNEL,
+    ),
+    Mutant(
+        "the neighbouring group's scale (INT4)", "kernels/grouped_gemm.py",
+        (("acc += _dot(a0, x0, none, ASM) * _upper(low << 16)", "acc += _dot(a0, x0, none, ASM) * _upper(low)"),), _KERNEL,
+    ),
+    Mutant(
+        "the neighbouring row block's scale", "kernels/grouped_gemm.py",
+        (("(matrix * scale_rows + n_first // 128) * K_BLOCKS", "(matrix * scale_rows + tl.maximum(n_first // 128 - 1, 0)) * K_BLOCKS"),),
+        _KERNEL,
+    ),
+    # Nibbles.
+    Mutant(
+        "nibbles swapped", "formats/codecs.py",
+        (("torch.stack((row.repeat(16), row.repeat_interleave(16)), dim=-1)", "torch.stack((row.repeat_interleave(16), row.repeat(16)), dim=-1)"),),
+        _FORMAT,
+    ),
+    Mutant(
+        "nibbles swapped on writing", "formats/codecs.py",
+        (("return codes[..., 0::2] | (codes[..., 1::2] << 4)", "return codes[..., 1::2] | (codes[..., 0::2] << 4)"),),
+        ("tests/cpu/test_formats_codecs.py", *_FORMAT),
+    ),
+    Mutant("nibbles swapped", "ops/cpu_decode.py", (("for shift in (0, 4, 8, 12)", "for shift in (4, 0, 12, 8)"),), _CPU),
+    Mutant(
+        "nibbles swapped (packing NVFP4)", "formats/codecs.py",
+        (("torch.stack((packed & 0xF, packed >> 4), dim=-1)", "torch.stack((packed >> 4, packed & 0xF), dim=-1)"),),
+        ("tests/cpu/test_formats_codecs.py", *_CPU),
+    ),
+    Mutant(
+        "quarters swapped (E2M1)", "ops/pack.py",
+        (("a, b, c, d = codes.unbind(2)\n    lane", "b, a, c, d = codes.unbind(2)\n    lane"),), _KERNEL,
+    ),
+    Mutant(
+        "quarters swapped (INT4)", "ops/pack.py",
+        (("a, b, c, d = codes.unbind(2)\n    return a", "b, a, c, d = codes.unbind(2)\n    return a"),), _KERNEL,
+    ),
+    Mutant("INT4 zero off by one", "kernels/decode.py", (("d = ((bits >> 12) & 15) - 8", "d = ((bits >> 12) & 15) - 7"),), _KERNEL),
+    # E8M0.
+    Mutant(
+        "E8M0 bias off by one", "formats/codecs.py",
+        (
+            (
+                "bits = torch.arange(256, device=device, dtype=torch.int32) << 23",
+                "bits = (torch.arange(256, device=device, dtype=torch.int32) - 1).clamp(min=0) << 23",
+            ),
+        ),
+        _FORMAT,
+    ),
+    Mutant("E8M0 bias off by one on writing", "formats/codecs.py", (("floor_log2(amax) - largest_exponent + 127", "floor_log2(amax) - largest_exponent + 126"),), _FORMAT),
+    Mutant("E8M0 bias off by one (MXFP4)", "ops/cpu_decode.py", (("row_scale=largest.mul_(0.5)", "row_scale=largest"),), _CPU),
+    Mutant("E8M0 bias off by one (MXFP8)", "ops/cpu_decode.py", (("_E4M3_FIELD = 247", "_E4M3_FIELD = 246"),), _CPU),
+    Mutant(
+        "E8M0 bias off by one", "kernels/decode.py",
+        (("return _as_bf16(bytes_.to(tl.int32) << 7)", "return _as_bf16((bytes_.to(tl.int32) - 1) << 7)"),), _KERNEL,
+    ),
+    # The global scale of NVFP4.
+    Mutant(
+        "global scale divided instead of multiplied", "formats/nvfp4.py",
+        (("            if self.global_divides:\n                return", "            if not self.global_divides:\n                return"),),
+        _FORMAT,
+    ),
+    Mutant(
+        "global scale divided instead of multiplied", "ops/cpu_decode.py",
+        (("scale.reciprocal() if payload.global_divides else scale", "scale if payload.global_divides else scale.reciprocal()"),), _CPU,
+    ),
+    Mutant(
+        "global scale divided instead of multiplied", "ops/pack.py",
+        (("(own.reciprocal() if payload.global_divides else own)", "(own if payload.global_divides else own.reciprocal())"),), _KERNEL,
+    ),
+    Mutant(
+        "compressed-tensors global scale multiplied", "ops/pack.py",
+        (("(own.reciprocal() if payload.global_divides else own)", "own"),), ("tests/cpu/test_proofs.py",),
+    ),
+    Mutant(
+        "compressed-tensors read as ModelOpt", "formats/nvfp4.py",
+        (('global_divides=storage == "compressed-tensors"', "global_divides=False"),),
+        ("tests/cpu/test_formats_examples.py", *_LOAD),
+    ),
+    Mutant(
+        "one global scale for both halves", "ops/cpu_decode.py",
+        (
+            (
+                "spread = per_matrix.reshape(*shape[:-2], 1).float().expand(shape[:-1])",
+                "spread = per_matrix.reshape(shape[0], -1)[:, :1].float().expand(shape[0], shape[-2] * (len(shape) - 2))",
+            ),
+        ),
+        _CPU,
+    ),
+    Mutant(
+        "one global scale for both halves", "ops/pack.py",
+        (("row_scale=row_scale.unsqueeze(-1).expand(shape[:3]).contiguous()", "row_scale=row_scale[:, :1].unsqueeze(-1).expand(shape[:3]).contiguous()"),),
+        _KERNEL,
+    ),
+    Mutant(
+        "one scale for both halves (FP8)", "ops/pack.py",
+        (("row_scale=scale.float().expand(shape[:3]).contiguous()", "row_scale=scale[:, :1].float().expand(shape[:3]).contiguous()"),),
+        _KERNEL,
+    ),
+    Mutant(
+        "one global scale for both halves", "formats/nvfp4.py",
+        (
+            (
+                "spread = self.global_scale.reshape(-1).repeat",
+                "own = self.global_scale\n        spread = (own[..., :1].expand_as(own) if own.dim() else own).reshape(-1).repeat",
+            ),
+        ),
+        ("tests/cpu/test_formats.py", "tests/cpu/test_audit.py", *_LAYER),
+    ),
+    # Experts rotated by one.
+    Mutant(
+        "experts rotated by one", "experts/reference.py",
+        (("gate_up = weights.gate_up[expert].decode()", "gate_up = weights.gate_up[(expert + 1) % weights.gate_up.shape[0]].decode()"),),
+        _LAYER,
+    ),
+    Mutant(
+        "experts rotated by one", "experts/cpu_grouped.py",
+        (("matrix.tile(expert, piece, x.dtype, scratch)", "matrix.tile((expert + 1) % matrix.shape[0], piece, x.dtype, scratch)"),), _CPU,
+    ),
+    Mutant("experts rotated by one", "kernels/grouped_gemm.py", (("matrix = expert * PARTS", "matrix = tl.maximum(expert - 1, 0) * PARTS"),), _KERNEL),
+    Mutant(
+        "experts rotated by one in a file", "checkpoint/loader.py",
+        (
+            (
+                "return source_of(names, spec, layer=layer, expert=expert, projection",
+                "return source_of(names, spec, layer=layer, expert=(expert + 1) % spec.num_experts, projection",
+            ),
+        ),
+        _LOAD,
+    ),
+    Mutant("experts rotated by one in a stack", "checkpoint/layout.py", (("        index=expert,", "        index=(expert + 1) % spec.num_experts,"),), _LOAD),
+    Mutant(
+        "experts rotated by one on writing", "conversion.py",
+        (
+            (
+                "path = (template or \"\").format(layer=layer, expert=expert)",
+                "path = (template or \"\").format(layer=layer, expert=(expert + 1) % job.spec.num_experts)",
+            ),
+        ),
+        _WRITE,
+    ),
+    Mutant(
+        "experts rotated by one on writing a stack", "conversion.py",
+        (("tensor, expert if job.stacked else 0)", "tensor, (expert + 1) % job.spec.num_experts if job.stacked else 0)"),), _STACK,
+    ),
+    Mutant(
+        "a bias of the neighbouring expert", "kernels/grouped_gemm.py",
+        (("gate += tl.load(bias + vector)", "gate += tl.load(bias + n_first + column)"),), _KERNEL,
+    ),
+    # Routing and combining.
+    Mutant(
+        "router weight applied twice", "ops/weighted_sum.py",
+        (("torch.mul(gathered, weights[:, k, None], out=product)", "torch.mul(gathered, weights[:, k, None].square(), out=product)"),),
+        ("tests/cpu/test_weighted_sum.py",),
+    ),
+    Mutant(
+        "router weight applied on both sides", "parallel/local.py",
+        (("carried = routing.topk_weights if self.weight_on_input else None", "carried = routing.topk_weights"),), _LAYER,
+    ),
+    Mutant(
+        "router weight on the wrong side", "parallel/local.py",
+        (
+            ("carried = routing.topk_weights if self.weight_on_input else None", "carried = None if self.weight_on_input else routing.topk_weights"),
+            ("weights=None if self.weight_on_input else routing", "weights=None if not self.weight_on_input else routing"),
+        ),
+        _LAYER,
+    ),
+    Mutant(
+        "correction bias used in the weights", "ops/route.py",
+        (
+            (
+                "_into(out, ids, _weights(finite, scores, ids, spec))",
+                "_into(out, ids, _weights(finite, scores if bias is None else scores + bias.float(), ids, spec))",
+            ),
+        ),
+        _ROUTE,
+    ),
+    Mutant("renormalise skipped", "ops/route.py", (("if spec.renormalise:", "if False:"),), _ROUTE),
+    Mutant(
+        "tie broken the other way", "ops/route.py",
+        (
+            ("reversed_ids = last - torch.arange(values.shape[1], device=values.device)", "reversed_ids = torch.arange(values.shape[1], device=values.device)"),
+            ("return last - (keys.topk(count, dim=1).values & last)", "return keys.topk(count, dim=1).values & last"),
+        ),
+        _ROUTE,
+    ),
+    Mutant("routed scale dropped", "ops/route.py", (("return weights * spec.scale", "return weights"),), _ROUTE),
+    Mutant("slots added in another order", "ops/weighted_sum.py", (("for k in range(slots.shape[1]):", "for k in reversed(range(slots.shape[1])):"),),
+        ("tests/cpu/test_weighted_sum.py",)),
+    # Memory nobody wrote.
+    Mutant(
+        "dropped rows added to the sum", "ops/weighted_sum.py",
+        (("total.add_(product.masked_fill_(dropped[:, k, None], 0.0))", "total.add_(product)"),), ("tests/cpu/test_weighted_sum.py", *_LAYER),
+    ),
+    Mutant(
+        "padding rows left uninitialised", "experts/reference.py",
+        (("rows = torch.zeros(batch.source.numel()", "rows = torch.empty(batch.source.numel()"),), ("tests/cpu/test_proofs.py",),
+    ),
+    Mutant(
+        "padding columns left uninitialised", "formats/intake.py",
+        (("out = codes.new_full((*codes.shape[:-1], size), fill)", "out = codes.new_empty((*codes.shape[:-1], size))"),),
+        ("tests/cpu/test_formats.py", "tests/cpu/test_formats_parts.py"),
+    ),
+    Mutant(
+        "a row beyond a tile's end stored", "kernels/grouped_gemm.py",
+        (
+            ("row = row_first + tl.where(t < row_count, t, 0)", "row = row_first + tl.where(t <= row_count, t, 0)"),
+            ("(n < n_out - n_first)[:, None] & (t < row_count)[None, :]", "(n < n_out - n_first)[:, None] & (t <= row_count)[None, :]"),
+        ),
+        ("tests/cpu/test_grouped_gemm.py::test_rows_no_expert_owns_are_not_written",),
+    ),
+    Mutant("columns beyond K not zero", "kernels/grouped_gemm.py", (("mask=mask, other=0.0)", "mask=mask, other=1.0)"),), _KERNEL),
+    Mutant(
+        "columns beyond K not zero", "ops/cpu_decode.py",
+        (("x = functional.pad(x, (0, stored - self.columns))", "x = functional.pad(x, (0, stored - self.columns), value=1.0)"),), _CPU,
+    ),
+    # Biases, and the router weight on the input.
+    Mutant("bias dropped", "experts/reference.py", (("both = both + weights.gate_up_bias[expert].float()", "both = both + 0.0"),), _LAYER),
+    Mutant("down bias dropped", "experts/reference.py", (("out = out + weights.down_bias[expert].float()", "out = out + 0.0"),), _LAYER),
+    Mutant("bias dropped", "experts/cpu_grouped.py", (("target.add_(bias[expert])", "target.add_(0.0)"),), _CPU),
+    Mutant("bias of the neighbouring expert", "experts/cpu_grouped.py", (("target.add_(bias[expert])", "target.add_(bias[expert - 1])"),), _CPU),
+    Mutant("up's bias dropped", "kernels/grouped_gemm.py", (("up += tl.load(bias + last)", "up += 0.0 * tl.load(bias + last)"),), _KERNEL),
+    Mutant(
+        "router weight on the input dropped", "experts/reference.py",
+        (("(x.float() * batch.input_weights[span, None])", "(x.float() * 1.0)"),), _LAYER,
+    ),
+    Mutant(
+        "router weight on the input dropped", "experts/cpu_grouped.py",
+        (("(x.float() * batch.input_weights[start:stop, None])", "(x.float() * 1.0)"),), _CPU,
+    ),
+    Mutant(
+        "router weight on the input dropped", "ops/grouped_gemm.py",
+        (("source=source if weighted else None, weights=batch.input_weights)", "source=source if weighted else None, weights=torch.ones(rows) if weighted else None)"),),
+        ("tests/cpu/test_grouped_gemm.py::test_router_weight_on_the_input",),
+    ),
+    Mutant("norm of the latent output skipped", "layer.py", (("if latent.norm is not None:", "if False:"),), _LAYER),
+    # The shared expert.
+    Mutant(
+        "shared expert dropped", "layer.py",
+        (("shared = None if self.shared is None else self._shared_output(x)", "shared = None"),),
+        _LAYER,
+    ),
+    Mutant("shared expert's gate dropped", "layer.py", (("if shared.gate is None:", "if True:"),), _LAYER),
+    # Tensor-parallel slices.
+    Mutant(
+        "tensor-parallel slice of the next rank", "checkpoint/loader.py",
+        (
+            (
+                "return (placement.tp_rank * width, (placement.tp_rank + 1) * width), width",
+                "start = (placement.tp_rank + 1) % placement.tp_size * width\n    return (start, start + width), width",
+            ),
+        ),
+        _LOAD,
+    ),
+    Mutant(
+        "tensor-parallel slice off by one row", "checkpoint/loader.py",
+        (
+            (
+                "return (placement.tp_rank * width, (placement.tp_rank + 1) * width), width",
+                "start = min(placement.tp_rank * width + 1, wide - width)\n    return (start, start + width), width",
+            ),
+        ),
+        _LOAD,
+    ),
+    Mutant("down bias added on every rank", "checkpoint/loader.py", (("    if placement.tp_rank:\n", "    if False:\n"),), _LOAD),
+    # Checks that look away.
+    Mutant(
+        "forbidden scales loaded and audited as fine", "checkpoint/layout.py",
+        (("return payload, [_bad_scale(source, stored)] if bool(payload.faults()) else []", "return payload, []"),),
+        ("tests/cpu/test_attacks.py", *_LOAD),
+    ),
+    Mutant(
+        "overlapping tensors believed", "checkpoint/header.py", (("if info.start < at:", "if False:"),), ("tests/cpu/test_hostile.py",),
+    ),
+    Mutant(
+        "expert ids not checked", "ops/route.py", (("outside = (ids < -1) | (ids >= experts)", "outside = ids < -1"),), _ROUTE,
+    ),
+    # Activations in eight bits.
+    Mutant(
+        "activations left in 32 bits", "experts/reference.py",
+        (("inner = packed.activations.round_trip(activate(both, packed.activation))", "inner = activate(both, packed.activation)"),),
+        ("tests/cpu/test_proofs.py",),
+    ),
+    Mutant(
+        "input left in 32 bits", "experts/reference.py", (("packed.activations.round_trip(x) @", "x.float() @"),),
+        ("tests/cpu/test_proofs.py",),
+    ),
+)  # fmt: skip
+
+# In the device form of kernels/decode.py: the interpreter runs the plain form beside it.
+GPU_MUTANTS: tuple[Mutant, ...] = (
+    Mutant("quarters swapped (device)", "kernels/decode.py", (("fma.rn.bf16x2 $1, b, $6, z;", "fma.rn.bf16x2 $1, c, $6, z;"),), _GPU),
+    Mutant("the neighbouring group's scale (device)", "kernels/decode.py", (("fma.rn.bf16x2 $2, c, $7, z;", "fma.rn.bf16x2 $2, c, $6, z;"),), _GPU),
+    Mutant("sign of the last quarter dropped (device)", "kernels/decode.py", (("shl.b32 d, $4, 1;", "shl.b32 d, $4, 2;"),), _GPU),
+    Mutant("INT4 zero off by one (device)", "kernels/decode.py", (("mov.b32 m, 0xC308C308;", "mov.b32 m, 0xC307C307;"),), _GPU),
+    Mutant("E4M3 bias off by one (device)", "kernels/decode.py", (("mov.b32 s, 0x7B807B80;", "mov.b32 s, 0x7C007C00;"),), _GPU),
+)  # fmt: skip
+
+
+def applied(mutant: Mutant, text: str) -> str:
+    """Return ``text`` with the mistake in it; ValueError unless every pattern occurs exactly once."""
+    for before, after in mutant.edits:
+        count = text.count(before)
+        if count != 1 or before == after:
+            msg = f"{mutant.name} in {mutant.file}: the pattern occurs {count} times, needed is once: {before!r}"
+            raise ValueError(msg)
+        text = text.replace(before, after)
+    return text
+
+
+def _killed_by(mutant: Mutant, room: Path) -> str:
+    """Run the mutant's tests until one fails and return its name, empty when the mutant survives."""
+    source = room / "src"
+    shutil.rmtree(source, ignore_errors=True)
+    shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__"))
+    target = source / "collegium" / mutant.file
+    target.write_text(applied(mutant, target.read_text(encoding="utf-8")), encoding="utf-8")
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    environment = {**os.environ, **threads, "PYTHONPATH": str(source), "HF_HUB_OFFLINE": "1", "COLUMNS": "400"}
+    options = ["-x", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider"]
+    tests = [test for test in mutant.tests if (ROOT / test.partition("::")[0]).exists()]
+    command = [sys.executable, "-B", "-m", "pytest", *options, *tests]
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=_LIMIT, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"time limit of {_LIMIT} s"
+    if done.returncode == 0:
+        return ""
+    failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED ")]
+    if done.returncode != 1 or not failed:
+        msg = f"{mutant.name} in {mutant.file}: the tests could not run:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+        raise RuntimeError(msg)
+    return failed[0].removeprefix("FAILED ").partition(" - ")[0].partition("[")[0]
+
+
+def _rows() -> list[dict[str, str]]:
+    return list(csv.DictReader(RESULTS.read_text(encoding="utf-8").splitlines())) if RESULTS.exists() else []
+
+
+def _save(found: list[tuple[Mutant, str, float]]) -> None:
+    """Write results, those of mutants not run now kept, in the order of the lists."""
+    rows = {(row["mutant"], row["file"]): row for row in _rows()}
+    for mutant, test, seconds in found:
+        key = (mutant.name, mutant.file)
+        rows[key] = {"mutant": key[0], "file": key[1], "killed_by": test, "seconds": f"{seconds:.0f}"}
+    keys = [(mutant.name, mutant.file) for mutant in (*MUTANTS, *GPU_MUTANTS)]
+    with RESULTS.open("w", newline="", encoding="utf-8") as file:
+        writer: csv.DictWriter[str] = csv.DictWriter(
+            file, ("mutant", "file", "killed_by", "seconds"), lineterminator="\n"
+        )
+        writer.writeheader()
+        writer.writerows(rows[key] for key in keys if key in rows)
+
+
+def page() -> str:
+    """Return docs/mutants.md as the lists and the committed results make it."""
+    rows = {(row["mutant"], row["file"]): row for row in _rows()}
+    killed = sum(bool(row["killed_by"]) for row in rows.values())
+    lines = [
+        "# Mutants",
+        "",
+        "Tests that cannot fail prove nothing. Each row is one known kind of mistake, injected alone into a copy of the",
+        "source; the tests named beside it are the first that failed. `make mutants` runs them all and fails when one",
+        "survives; `scripts/mutants.py` holds the list and writes this page. Mistakes in the device form of a kernel's",
+        "decoding can be killed on a GPU only (`python scripts/mutants.py --gpu`); the other kernels run in Triton's",
+        "interpreter.",
+        "",
+        f"{killed} of {len(rows)} mutants run were killed ([results](../benchmarks/results/mutants.csv)).",
+        "",
+        "| mutant | in | killed by |",
+        "| --- | --- | --- |",
+    ]
+    for mutant in (*MUTANTS, *GPU_MUTANTS):
+        row = rows.get((mutant.name, mutant.file))
+        test = "not run yet" if row is None else row["killed_by"] or "**survived**"
+        file, _, name = test.partition("::")
+        shown = f"`{name}` in `{file}`" if name else test
+        lines.append(f"| {mutant.name} | `{mutant.file}` | {shown} |")
+    return "\n".join([*lines, ""])
+
+
+def main() -> int:
+    """Run the mutants asked for; 1 when one survives."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--only", default="", help="text in the name or the file")
+    parser.add_argument("--gpu", action="store_true", help="the mutants only a GPU can kill")
+    parser.add_argument("--page", action="store_true", help="write docs/mutants.md and stop")
+    asked = parser.parse_args()
+    chosen = [m for m in (GPU_MUTANTS if asked.gpu else MUTANTS) if asked.only in f"{m.name} {m.file}"]
+    found: list[tuple[Mutant, str, float]] = []
+    with tempfile.TemporaryDirectory() as room:
+        for mutant in [] if asked.page else chosen:
+            begun = time.monotonic()
+            test = _killed_by(mutant, Path(room))
+            found.append((mutant, test, time.monotonic() - begun))
+            print(f"{found[-1][2]:4.0f} s  {mutant.name} ({mutant.file}): {test or 'SURVIVED'}", flush=True)
+    if found:
+        _save(found)
+    PAGE.write_text(page(), encoding="utf-8")
+    survivors = [mutant for mutant, test, _ in found if not test]
+    print(f"{len(found) - len(survivors)} of {len(found)} mutants killed")
+    return bool(survivors)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""Regular expressions of a config, matched without backtracking, so that no pattern can hang a load.
+
+A match is a set of positions that every node of the parsed pattern moves forward: the work grows with the length of
+the pattern times the square of the length of the text, whatever the pattern is.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["matches_prefix"]
+
+_MAX_PATTERN = 1000
+_MAX_TEXT = 1000
+# The parser of ``re``, and its matcher for single characters and anchors; only what could backtrack is replaced.
+_parser: Any = import_module("re._parser")
+_compiler: Any = import_module("re._compiler")
+_LEAVES = ("ANY", "LITERAL", "NOT_LITERAL", "IN", "AT")
+
+
+def matches_prefix(pattern: str, text: str) -> bool:
+    """Tell whether ``pattern`` matches at the start of ``text``, as ``re.match`` does.
+
+    Raises ConfigError for a pattern or text beyond 1,000 characters, a faulty pattern, and what needs backtracking
+    (references to groups, atomic groups, look-behind) or flags.
+    """
+    if len(pattern) > _MAX_PATTERN or len(text) > _MAX_TEXT:
+        msg = (
+            f"quantization_config: a pattern has {len(pattern)} characters and the name {len(text)}, at most "
+            f"{_MAX_PATTERN} and {_MAX_TEXT} are allowed"
+        )
+        raise ConfigError(msg)
+    try:
+        tree = _parser.parse(pattern)
+        if tree.state.flags & ~re.UNICODE:
+            raise _refused("flags")
+        return bool(_Matcher(text, tree.state).walk(tree, {0}))
+    except (re.error, OverflowError, RecursionError) as error:
+        msg = f"quantization_config: the pattern {pattern[:100]!r} cannot be used: {error}"
+        raise ConfigError(msg) from error
+
+
+def _refused(what: str) -> ConfigError:
+    allowed = "literals, sets, groups, alternatives, repetitions, anchors and look-ahead"
+    return ConfigError(f"quantization_config: a pattern uses {what}, allowed are {allowed}")
+
+
+class _Matcher:
+    """Moves sets of positions through ``text``."""
+
+    def __init__(self, text: str, state: Any) -> None:
+        self._text, self._state = text, state
+        self._leaves: dict[int, re.Pattern[str]] = {}
+
+    def walk(self, nodes: Iterable[Any], positions: set[int]) -> set[int]:
+        """Return every position at which ``nodes`` may end when they begin at one of ``positions``."""
+        for node in nodes:
+            if not positions:
+                break
+            positions = self._step(node, positions)
+        return positions
+
+    def _step(self, node: Any, positions: set[int]) -> set[int]:
+        kind, value = str(node[0]), node[1]
+        if kind in _LEAVES:
+            if id(node) not in self._leaves:
+                self._leaves[id(node)] = _compiler.compile(_parser.SubPattern(self._state, [node]))
+            found = (self._leaves[id(node)].match(self._text, position) for position in positions)
+            return {match.end() for match in found if match is not None}
+        if kind == "SUBPATTERN" and not value[1] and not value[2]:
+            return self.walk(value[3], positions)
+        if kind == "BRANCH":
+            return set[int]().union(*(self.walk(branch, positions) for branch in value[1]))
+        if kind in ("MAX_REPEAT", "MIN_REPEAT"):
+            return self._repeat(value, positions)
+        if kind in ("ASSERT", "ASSERT_NOT") and value[0] > 0:
+            return {p for p in positions if bool(self.walk(value[1], {p})) == (kind == "ASSERT")}
+        raise _refused("flags" if kind == "SUBPATTERN" else kind.lower().replace("_", " "))
+
+    def _repeat(self, value: Any, positions: set[int]) -> set[int]:
+        least, most, inner = value
+        for _ in range(least):
+            before, positions = positions, self.walk(inner, positions)
+            if positions == before:  # it can stand still, so more rounds change nothing
+                break
+        reached, rounds = set(positions), 0
+        while positions and rounds < most - least:
+            positions = self.walk(inner, positions) - reached
+            reached |= positions
+            rounds += 1
+        return reached

@@ -1,0 +1,170 @@
+"""``collegium verify``: every format passes, and a kernel with one mistake in it does not."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+from typer.testing import CliRunner
+
+from collegium import cli, verification
+from collegium.errors import InputError
+from collegium.experts import cpu_grouped
+from collegium.experts.reference import Reference
+from collegium.formats import FORMATS, Fp8Block, Int4Group, NvFp4
+from collegium.ops import cpu_decode
+from collegium.testing.tiny import TinySize, combinations, write_checkpoint
+from collegium.types import Choice
+from collegium.verification import plain_values, tolerance_of, verify_model
+
+SIZE = TinySize(hidden=192, intermediate=160, experts=5, top_k=2, layers=2)
+KNOWN = [form for form in FORMATS if form.name in (*verification._KNOWN, "bf16", "fp16", "fp32")]
+REFERENCE = Choice(kernel="reference")
+
+
+@pytest.mark.parametrize("form", KNOWN, ids=lambda form: form.name)
+@pytest.mark.parametrize("columns", [64, 176, 90])
+def test_plain_values_are_the_decoded_values(form: Any, columns: int) -> None:
+    weight = torch.randn(3, 150, columns) * torch.exp2(torch.randint(-6, 6, (3, 150, 1)))
+    payloads = [form.encode(weight)]
+    if form is NvFp4:
+        payloads.append(NvFp4.encode(weight, global_divides=True))
+    if form is Fp8Block:
+        payloads.append(Fp8Block.encode(weight, block=(64, 32)))
+    if form is Int4Group:
+        payloads.append(Int4Group.encode(weight, group_size=columns))
+    for payload in payloads:
+        found = torch.cat([plain_values(payload[1], 0, 97), plain_values(payload[1], 97, 150)])
+        torch.testing.assert_close(found.float(), payload[1].decode(), rtol=3e-7, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "storage", "stacked"),
+    [row for row in combinations() if row[0] in ("deepseek_v3", "gpt_oss") or row[1] in ("bf16", "nvfp4")],
+)
+def test_every_format_passes_on_the_cpu(tmp_path, family: str, name: str, storage: str, stacked: bool) -> None:
+    write_checkpoint(tmp_path, family, name, storage, stacked=stacked, size=SIZE)
+    report = verify_model(tmp_path, device="cpu", experts=2)
+    assert report.passed, report.to_json()
+    assert {p.kernel for p in report.proofs} == {"cpu_grouped"}
+    assert all(p.weight_format == name for p in report.proofs if p.part == "experts")
+    assert [p.part for p in report.proofs if p.layer == 1] == ["experts", "shared"][: 1 + (family == "deepseek_v3")]
+    assert all(0 < p.error <= p.worst_error < 0.01 for p in report.proofs)
+
+
+@pytest.mark.parametrize("activations", ["fp8_group128", "mxfp8", "nvfp4"])
+def test_quantised_activations_have_their_own_tolerance(tmp_path, activations: str) -> None:
+    write_checkpoint(tmp_path, "mixtral", "mxfp4", size=SIZE)
+    force = Choice(kernel="reference", activation_format=activations)
+    report = verify_model(tmp_path, device="cpu", experts=3, force=force)
+    assert report.passed, report.to_json()
+    assert all(0.01 < p.error <= tolerance_of(activations) == p.tolerance for p in report.proofs)
+
+
+def test_encoded_weights_are_judged_by_their_own_values(tmp_path) -> None:
+    write_checkpoint(tmp_path, "qwen3_moe", "bf16", size=SIZE)
+    report = verify_model(tmp_path, device="cpu", experts=2, weight_format="nvfp4")
+    assert report.passed
+    assert {p.weight_format for p in report.proofs} == {"nvfp4"}
+
+
+def test_all_experts_are_checked_when_asked(tmp_path) -> None:
+    write_checkpoint(tmp_path, "qwen3_moe", "bf16", size=SIZE)
+    assert [p.checked for p in verify_model(tmp_path, device="cpu", experts=None).proofs] == [5, 5]
+    assert [p.checked for p in verify_model(tmp_path, device="cpu", experts=3).proofs] == [3, 3]
+    with pytest.raises(InputError, match="at least 1"):
+        verify_model(tmp_path, device="cpu", experts=0)
+
+
+def _swapped(inner: torch.Tensor, spec: Any) -> torch.Tensor:
+    up, gate = inner.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def _neighbouring_scales(payload: Any) -> Any:
+    """Give every group the scale of the group before it."""
+    return replace(payload, scales=payload.scales.roll(1, dims=-1))
+
+
+BROKEN = {
+    "gate and up swapped": ("qwen3_moe", "bf16", cpu_grouped, "_activate", lambda _: _swapped),
+    "scale of the neighbouring group": (
+        "qwen3_moe", "mxfp4", cpu_decode, "_mxfp4", lambda true: lambda p: true(_neighbouring_scales(p)),
+    ),
+    "global scale multiplied, not divided": (
+        "qwen3_moe", "nvfp4", cpu_decode, "_nvfp4",
+        lambda true: lambda p: true(replace(p, global_divides=not p.global_divides)),
+    ),
+    "one scale row of all dropped": (
+        "deepseek_v3", "fp8_channel", cpu_decode, "_fp8",
+        lambda true: lambda p: replace(true(p), row_scale=torch.ones_like(true(p).row_scale)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_kernel_is_caught(tmp_path, monkeypatch, name: str) -> None:
+    family, form, module, attribute, wrap = BROKEN[name]
+    write_checkpoint(tmp_path, family, form, size=SIZE)
+    assert verify_model(tmp_path, device="cpu", experts=2).passed
+    monkeypatch.setattr(module, attribute, wrap(getattr(module, attribute)))
+    report = verify_model(tmp_path, device="cpu", experts=2)
+    assert not report.passed
+    assert all(p.worst_error > 0.05 for p in report.proofs if p.part == "experts")
+
+
+def test_a_dropped_clamp_is_caught(tmp_path, monkeypatch) -> None:
+    write_checkpoint(tmp_path, "gpt_oss", "mxfp4", size=SIZE)
+    true = cpu_grouped.activate
+    monkeypatch.setattr(cpu_grouped, "activate", lambda x, spec: true(x, replace(spec, limit=None)))
+    assert not verify_model(tmp_path, device="cpu", experts=2).passed
+
+
+def test_one_expert_in_the_place_of_another_is_caught_and_named(tmp_path, monkeypatch) -> None:
+    write_checkpoint(tmp_path, "qwen3_moe", "bf16", size=SIZE)
+    pack = cpu_grouped.CpuGrouped.pack
+
+    def rotated(self: Any, weights: Any, problem: Any) -> Any:
+        order = torch.tensor([0, 1, 2, 4, 3])
+        values = weights.down.values[order]
+        return pack(self, replace(weights, down=replace(weights.down, values=values)), problem)
+
+    monkeypatch.setattr(cpu_grouped.CpuGrouped, "pack", rotated)
+    report = verify_model(tmp_path, device="cpu", experts=None)
+    assert not report.passed
+    assert {p.worst for p in report.proofs} <= {3, 4}
+
+
+def test_a_row_nobody_wrote_is_not_a_small_error(tmp_path, monkeypatch) -> None:
+    write_checkpoint(tmp_path, "qwen3_moe", "bf16", size=SIZE)
+    run = Reference.run
+
+    def lazy(self: Any, batch: Any, packed: Any) -> Any:
+        rows = run(self, batch, packed)
+        rows[-1] = torch.nan
+        return rows
+
+    monkeypatch.setattr(Reference, "run", lazy)
+    report = verify_model(tmp_path, device="cpu", experts=2, force=REFERENCE)
+    assert not report.passed
+    assert json.loads(json.dumps(report.to_json()))["layers"][0]["worst_error"] is None
+
+
+def test_the_command_exits_with_1_over_tolerance(tmp_path, monkeypatch) -> None:
+    write_checkpoint(tmp_path, "deepseek_v3", "bf16", size=SIZE)
+    runner = CliRunner()
+    arguments = ["verify", str(tmp_path), "--device", "cpu", "--experts", "3"]
+    good = runner.invoke(cli.app, arguments)
+    assert good.exit_code == 0
+    assert "1 shared" in good.stdout
+    found = json.loads(runner.invoke(cli.app, [*arguments, "--json"]).stdout)
+    assert found["passed"] is True
+    assert [row["part"] for row in found["layers"]] == ["experts", "shared"]
+    monkeypatch.setattr(verification, "tolerance_of", lambda _: 1e-6)
+    bad = runner.invoke(cli.app, arguments)
+    assert bad.exit_code == 1
+    assert "WRONG" in bad.stdout

@@ -1,0 +1,56 @@
+"""``collegium verify`` on a GPU: the portable kernels pass in every format, and a broken one does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from collegium.ops import pack
+from collegium.testing.tiny import TinySize, write_checkpoint
+from collegium.types import Choice
+from collegium.verification import verify_model
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+SIZE = TinySize(hidden=512, intermediate=384, experts=6, top_k=2, layers=2)
+FORMATS = ["bf16", "fp8_block", "fp8_tensor", "fp8_channel", "mxfp8", "mxfp4", "nvfp4", "int4_group"]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_portable_kernels_pass(tmp_path, family: str, name: str) -> None:
+    write_checkpoint(tmp_path, family, name, size=SIZE)
+    report = verify_model(tmp_path, device="cuda", experts=4)
+    assert report.passed, report.to_json()
+    assert all(p.kernel.startswith("triton_") for p in report.proofs), report.to_json()
+
+
+@pytest.mark.parametrize("name", ["bf16", "mxfp4"])
+def test_clamped_experts_with_biases_pass(tmp_path, name: str) -> None:
+    write_checkpoint(tmp_path, "gpt_oss", name, size=SIZE)
+    report = verify_model(tmp_path, device="cuda", experts=4)
+    assert report.passed, report.to_json()
+    assert {p.kernel for p in report.proofs} <= {"triton_bf16", "triton_w4a16"}
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "fp8_channel"])
+def test_eight_bit_activations_pass_within_their_tolerance(tmp_path, name: str) -> None:
+    write_checkpoint(tmp_path, "mixtral", name, size=SIZE)
+    activations = "fp8_group128" if name == "fp8_block" else "fp8_token"
+    force = Choice(kernel="triton_fp8", activation_format=activations)
+    report = verify_model(tmp_path, device="cuda", experts=4, force=force)
+    assert report.passed, report.to_json()
+    assert all(0.01 < p.error <= p.tolerance == 0.06 for p in report.proofs)
+
+
+def test_a_broken_packing_is_caught(tmp_path, monkeypatch) -> None:
+    write_checkpoint(tmp_path, "mixtral", "mxfp4", size=SIZE)
+    true = pack._e2m1_lane
+
+    def swapped(codes: Any) -> Any:
+        return true(codes[:, :, [1, 0, 2, 3]])
+
+    monkeypatch.setattr(pack, "_e2m1_lane", swapped)
+    assert not verify_model(tmp_path, device="cuda", experts=2).passed
