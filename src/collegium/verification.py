@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LayerProof", "VerifyReport", "plain_values", "tolerance_of", "verify_model"]
 
+_KNOWN = ("fp8_block", "fp8_tensor", "fp8_channel", "mxfp8", "mxfp4", "nvfp4", "int4_group")
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _TOGETHER = 4  # experts read at a time
 _COUNTS = (9, 17, 40, 24)  # rows of the experts in turn: less than a tile, and more
@@ -263,15 +264,15 @@ def _product(x: Tensor, matrix: Payload) -> Tensor:
 def plain_values(matrix: Payload, start: int, stop: int) -> Tensor:
     """Return rows ``start:stop`` of one matrix ``[N, K]`` as float64, from its stored bytes and by arithmetic alone.
 
-    A format whose fields are none of those below is decoded by its own ``decode``.
+    A format this arithmetic does not know is decoded by its own ``decode``.
     """
     stored: Any = matrix
     fields, columns = matrix.tensors(), matrix.shape[-1]
     if set(fields) == {"values"}:
         return fields["values"][start:stop].double()
-    scales = fields.get("scales", fields.get("scale"))
-    if scales is None or not set(fields) <= {"codes", "scales", "scale", "global_scale"}:
+    if matrix.name not in _KNOWN:
         return matrix.decode()[start:stop].double()
+    scales = fields["scale"] if "scale" in fields else fields["scales"]
     codes = fields["codes"][start:stop]
     if codes.dtype == torch.float8_e4m3fn:
         values = _e4m3(codes.view(torch.uint8))
