@@ -93,7 +93,7 @@ def test_a_column_order_out_of_range_is_refused(tmp_path, suffix: str) -> None:
         tmp_path, lambda t: t.update({HEAD.format(0, 1, "up") + suffix: order}), "int4_group", "compressed-tensors"
     )
     for attempt in (lambda: audit(Checkpoint.open(path)), lambda: load_layer(path, 0, device="cpu")):
-        with pytest.raises(CheckpointError, match="g_idx|zero_point"):
+        with pytest.raises(CheckpointError, match=r"g_idx|zero_point"):
             attempt()
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["Shard", "entry_of", "matrix_parts", "whole_folder"]
 
 _COPY_BYTES = 1 << 24
-_NAMES = {dtype: name for name, dtype in reversed(TORCH_DTYPES.items())}  # of two names for one dtype the first
+_NAMES = {dtype: name for name, dtype in reversed(list(TORCH_DTYPES.items()))}  # of two names for one dtype the first
 
 
 def matrix_parts(payload: Payload, storage: Storage) -> dict[str, Tensor]:
