@@ -3,7 +3,26 @@
 import triton
 import triton.language as tl
 
-__all__ = ["e4m3_rows_kernel"]
+__all__ = ["e4m3_rows_kernel", "e4m3_scaled"]
+
+
+@triton.jit
+def e4m3_scaled(value, POWER: tl.constexpr):
+    """Return float32 ``value [rows, columns]`` over its scales, within 448, and the float32 scales of the rows."""
+    # NaN fails the comparison too.
+    finite = tl.min((tl.abs(value) < float("inf")).to(tl.int32), 1) == 1
+    amax = tl.where(finite, tl.max(tl.where(finite[:, None], tl.abs(value), 0.0), 1), 0.0)
+    if POWER:
+        # 448 is 1.75 * 2^8: the exponent drops by 8, and rises by one for a mantissa above 1.75.
+        bits = amax.to(tl.int32, bitcast=True)
+        byte = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+        scale = (tl.maximum(byte, 1) << 23).to(tl.float32, bitcast=True)
+    else:
+        scale = tl.maximum(tl.div_rn(amax, 448.0), 1.1754943508222875e-38)
+    factor = tl.div_rn(1.0, scale)
+    scaled = tl.where(finite[:, None], value * factor[:, None], 0.0)
+    scaled = tl.minimum(tl.maximum(scaled, -448.0), 448.0)
+    return scaled, tl.where(finite, scale, float("nan"))
 
 
 @triton.jit
@@ -29,18 +48,6 @@ def e4m3_rows_kernel(
     column = group * GROUP + tl.arange(0, GROUP)
     inside = (row[:, None] < rows) & (column[None, :] < columns)
     value = tl.load(x + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    # NaN fails the comparison too.
-    finite = tl.min((tl.abs(value) < float("inf")).to(tl.int32), 1) == 1
-    amax = tl.where(finite, tl.max(tl.where(finite[:, None], tl.abs(value), 0.0), 1), 0.0)
-    if POWER:
-        # 448 is 1.75 * 2^8: the exponent drops by 8, and rises by one for a mantissa above 1.75.
-        bits = amax.to(tl.int32, bitcast=True)
-        byte = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
-        scale = (tl.maximum(byte, 1) << 23).to(tl.float32, bitcast=True)
-    else:
-        scale = tl.maximum(tl.div_rn(amax, 448.0), 1.1754943508222875e-38)
-    factor = tl.div_rn(1.0, scale)
-    scaled = tl.where(finite[:, None], value * factor[:, None], 0.0)
-    scaled = tl.minimum(tl.maximum(scaled, -448.0), 448.0)
+    scaled, scale = e4m3_scaled(value, POWER)
     tl.store(codes + row[:, None] * columns + column[None, :], scaled.to(codes.dtype.element_ty), mask=inside)
-    tl.store(scales + row * groups + group, tl.where(finite, scale, float("nan")), mask=row < rows)
+    tl.store(scales + row * groups + group, scale, mask=row < rows)

@@ -114,10 +114,14 @@ class PackedExperts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileList:
-    """expert ``[count]`` int32 (-1: no tile) and first row ``[count]`` int64 of each token tile of ``tile``."""
+    """expert ``[count]`` int32 (-1: no tile) and first row ``[count]`` int64 of each token tile of ``tile``.
+
+    used: ``[1]`` int32, how many tiles have an expert; they stand first.
+    """
 
     expert: Tensor
     row: Tensor
+    used: Tensor
     count: int
     tile: TileChoice
 
@@ -164,19 +168,21 @@ def tile_list(expert_offsets: Tensor, rows: int, tile: TileChoice) -> TileList:
     from ..kernels.tiles import tile_list_kernel
 
     expert = torch.empty(count, dtype=torch.int32, device=expert_offsets.device)
+    used = torch.empty(1, dtype=torch.int32, device=expert_offsets.device)
     row = torch.empty(count, dtype=torch.int64, device=expert_offsets.device)
     launch: Any = tile_list_kernel
     launch[(-(-count // _BLOCK_TILES),)](
         expert_offsets,
         expert,
         row,
+        used,
         experts,
         count,
         BLOCK_T=tile.block_t,
         BLOCK_E=max(16, 1 << (experts - 1).bit_length()),
         BLOCK_TILES=_BLOCK_TILES,
     )
-    return TileList(expert=expert, row=row, count=count, tile=tile)
+    return TileList(expert=expert, row=row, used=used, count=count, tile=tile)
 
 
 def grouped_gemm(

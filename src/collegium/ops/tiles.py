@@ -34,6 +34,7 @@ class Machine:
 
     sms: multiprocessors. shared: bytes of shared memory one of them has for a block. bandwidth: bytes a microsecond.
     rate: bf16 FLOP a microsecond; FP8 runs twice as fast where ``fp8`` says the tensor cores have it.
+    specialises: the compiler gives copies and products warps of their own (Hopper).
     """
 
     sms: int = 132
@@ -41,6 +42,7 @@ class Machine:
     bandwidth: float = 4.33e6
     rate: float = 7.9e8
     fp8: bool = True
+    specialises: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +79,7 @@ class TileChoice:
 def machine_of(capability: tuple[int, int], sms: int) -> Machine:
     """Return the machine of a CUDA ``capability`` with ``sms`` multiprocessors."""
     shared = _SHARED.get(capability, 227 if capability >= (9, 0) else 99) * 1024
-    return Machine(sms=sms, shared=shared, fp8=capability >= (8, 9))
+    return Machine(sms=sms, shared=shared, fp8=capability >= (8, 9), specialises=capability == (9, 0))
 
 
 def machine_at(device: torch.device) -> Machine:
