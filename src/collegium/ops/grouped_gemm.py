@@ -15,6 +15,7 @@ from ..errors import InputError
 from ..types import ACTIVATION_KINDS, ActivationSpec
 from .activation import activate
 from .e4m3_rows import operand
+from .prefill import prefill_bytes, prefill_experts, prefill_tile
 from .quantize import activation_format
 from .tiles import Machine, TileChoice, TileProblem, choose
 
@@ -287,8 +288,11 @@ def run_experts(batch: ContiguousBatch, packed: PackedExperts) -> Tensor:
     if batch.input_weights is not None:
         x = (x.index_select(0, source).float() * batch.input_weights[:, None]).to(x.dtype)
         gather = None
-    first, second = _tiles(packed, rows)
     offsets = batch.expert_offsets
+    large = _large(packed, rows)
+    if large is not None:
+        return prefill_experts(x, gather, packed, offsets, tile_list(offsets, rows, large), out)
+    first, second = _tiles(packed, rows)
     tiles = tile_list(offsets, rows, first)
     rows_in, x_scale = operand(x, packed.activations)
     middle = torch.empty(rows, wide, dtype=middle_dtype, device=x.device)
@@ -331,6 +335,8 @@ def temporary_bytes(problem: Problem, *, codes: bool) -> int:
     middle = 4 if codes and problem.dtype != "bf16" else 2
     result = 2 if problem.dtype == "bf16" else 4
     total = rows * (middle * wide + result * hidden) + 2 * 12 * tile_count(rows, spec.num_experts, 16)
+    if problem.device.capability == (9, 0):
+        total += prefill_bytes(rows, hidden, codes=codes)
     if codes:
         # One float32 scale for 128 codes; quantising works on float32 copies, the larger of the two at a time.
         total += tokens * (hidden + hidden // 32 + 4) + rows * (wide + wide // 32 + 4)
@@ -340,14 +346,26 @@ def temporary_bytes(problem: Problem, *, codes: bool) -> int:
     return total
 
 
+def _problems(packed: PackedExperts, rows: int) -> tuple[TileProblem, TileProblem]:
+    bits = 8 if packed.activations else 16
+    groups = packed.activations is not None and activation_format(packed.activations).group > 0
+    return packed.gate_up.problem(rows, bits, groups), packed.down.problem(rows, bits, groups)
+
+
 def _tiles(packed: PackedExperts, rows: int) -> tuple[TileChoice, TileChoice]:
     if packed.tiles is not None:
         return packed.tiles
-    bits = 8 if packed.activations else 16
-    groups = packed.activations is not None and activation_format(packed.activations).group > 0
-    first = choose(packed.gate_up.problem(rows, bits, groups), packed.machine)
-    second = choose(packed.down.problem(rows, bits, groups), packed.machine)
-    return first, second
+    first, second = _problems(packed, rows)
+    return choose(first, packed.machine), choose(second, packed.machine)
+
+
+def _large(packed: PackedExperts, rows: int) -> TileChoice | None:
+    """Return the tile of both products of a large batch, or None where the small-batch product runs."""
+    aligned = packed.gate_up.values.data_ptr() % 16 == 0 == packed.down.values.data_ptr() % 16
+    if packed.tiles is not None or not aligned:
+        return None
+    first, second = _problems(packed, rows)
+    return prefill_tile(second, packed.machine) and prefill_tile(first, packed.machine)
 
 
 def _check(x: Tensor, packed: PackedMatrix, out: Tensor, x_scale: Tensor | None) -> None:

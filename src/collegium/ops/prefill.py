@@ -6,23 +6,38 @@ Shape letters: R rows, E experts, P parts, N outputs of a part, K inputs.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import InputError
 from ..types import ACTIVATION_KINDS, ActivationSpec
+from .e4m3_rows import operand
+from .quantize import activation_format
 from .tiles import TileChoice
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .grouped_gemm import PackedMatrix, TileList
+    from .grouped_gemm import PackedExperts, PackedMatrix, TileList
     from .tiles import Machine, TileProblem
 
-__all__ = ["prefill_gemm", "prefill_tile"]
+__all__ = ["CodeScales", "prefill_bytes", "prefill_experts", "prefill_gemm", "prefill_tile"]
 
 _BAND = 128  # weight rows a tile holds twice
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CodeScales:
+    """Results leave as E4M3 codes; scale: float32 ``[R, ceil(N / 128)]``, written beside them.
+
+    power: scales are powers of two. rounded: results are rounded to bfloat16 before they are quantised.
+    """
+
+    scale: Tensor
+    power: bool
+    rounded: bool
 
 
 def prefill_tile(problem: TileProblem, machine: Machine) -> TileChoice | None:
@@ -40,7 +55,7 @@ def prefill_tile(problem: TileProblem, machine: Machine) -> TileChoice | None:
     )
     if not fits or problem.rows < 32 * problem.experts:
         return None
-    return TileChoice(block_n=_BAND, block_t=128, warps=4, stages=4)
+    return TileChoice(block_n=_BAND, block_t=128, warps=4, stages=4, programs=machine.sms)
 
 
 def prefill_gemm(
@@ -52,17 +67,13 @@ def prefill_gemm(
     *,
     x_scale: Tensor | None = None,
     activation: ActivationSpec | None = None,
-    out_scale: Tensor | None = None,
-    power: bool = False,
-    round_first: bool = False,
-    programs: int = 132,
+    codes: CodeScales | None = None,
 ) -> Tensor:
     """Write ``out [R, N]`` and return it; see ``grouped_gemm_reference`` for what stands in it.
 
-    x: ``[R, K]`` of the operand dtype in expert order. x_scale: float32 ``[R, ceil(K / 128)]`` or ``[R, 1]`` for E4M3
-    rows. out_scale: float32 ``[R, ceil(N / 128)]``; with it ``out`` takes E4M3 codes, each group's scale a power of two
-    if ``power``, of results rounded to bfloat16 if ``round_first``. programs: how many share the tiles. Rows from
-    ``expert_offsets[E]`` on are not written. Raises InputError for rows no tensor descriptor can describe.
+    x: ``[R, K]`` of the operand dtype in expert order. x_scale: float32 ``[R, ceil(K / 128)]`` or ``[R, 1]`` for
+    E4M3 rows. codes: makes ``out`` take E4M3 codes. Rows from ``expert_offsets[E]`` on are not written. Raises
+    InputError for rows no tensor descriptor can describe.
     """
     experts, parts, n_out, k_in = packed.shape
     for name, rows in (("x", x), ("weights", packed.values)):
@@ -82,7 +93,7 @@ def prefill_gemm(
     n_tiles = -(-n_out // (_BAND if parts == 2 else 2 * _BAND))
     spare = tiles.row  # stands where a pointer is not used
     launch: Any = prefill_kernel
-    launch[(min(programs, tiles.count * n_tiles),)](
+    launch[(min(tile.programs, tiles.count * n_tiles),)](
         TensorDescriptor(x, [x.shape[0], k_in], [x.stride(0), 1], [tile.block_t, block]),
         TensorDescriptor(packed.values, [experts * parts * n_out, k_in], [wide, 1], [_BAND, block]),
         spare if x_scale is None else x_scale,
@@ -90,7 +101,7 @@ def prefill_gemm(
         spare if packed.row_scale is None else packed.row_scale,
         spare if packed.bias is None else packed.bias,
         out,
-        spare if out_scale is None else out_scale,
+        spare if codes is None else codes.scale,
         expert_offsets,
         tiles.expert,
         tiles.row,
@@ -108,8 +119,8 @@ def prefill_gemm(
         PARTS=parts,
         KIND=-1 if activation is None else ACTIVATION_KINDS.index(activation.kind),
         HAS_LIMIT=activation is not None and activation.limit is not None,
-        CODES=0 if out_scale is None else 1 + power,
-        ROUND=round_first,
+        CODES=0 if codes is None else 1 + codes.power,
+        ROUND=codes is not None and codes.rounded,
         K_BLOCKS=packed.k_blocks,
         BLOCK_T=tile.block_t,
         BLOCK_K=block,
@@ -120,3 +131,61 @@ def prefill_gemm(
         num_warps=tile.warps,
     )
     return out
+
+
+def prefill_experts(
+    x: Tensor,
+    source: Tensor | None,
+    packed: PackedExperts,
+    expert_offsets: Tensor,
+    tiles: TileList,
+    out: Tensor,
+) -> Tensor:
+    """Write both products of every row to ``out [R, H]`` and return it, as ``run_experts`` does.
+
+    x: ``[T, K]``, read at ``source [R]`` int64, or ``[R, K]`` in expert order without it.
+    """
+    name = packed.activations
+    wide = packed.gate_up.shape[2]
+    rows, x_scale = operand(x, name)
+    if source is not None:
+        # Codes are gathered, not what they are made of: half the bytes, and every token is quantised once.
+        rows, x_scale = _gathered(rows, source), None if x_scale is None else x_scale.index_select(0, source)
+    narrow = name is None or x.dtype == torch.bfloat16
+    if name is not None and activation_format(name).group == _BAND:
+        middle = torch.empty(out.shape[0], wide, dtype=torch.float8_e4m3fn, device=x.device)
+        scale = torch.empty(out.shape[0], -(-wide // _BAND), dtype=torch.float32, device=x.device)
+        prefill_gemm(
+            rows,
+            packed.gate_up,
+            expert_offsets,
+            tiles,
+            middle,
+            x_scale=x_scale,
+            activation=packed.activation,
+            codes=CodeScales(scale=scale, power=name == "fp8_group128_pow2", rounded=narrow),
+        )
+    else:
+        middle = torch.empty(out.shape[0], wide, dtype=x.dtype if narrow else torch.float32, device=x.device)
+        prefill_gemm(
+            rows,
+            packed.gate_up,
+            expert_offsets,
+            tiles,
+            middle,
+            x_scale=x_scale,
+            activation=packed.activation,
+        )
+        middle, scale = operand(middle, name)
+    return prefill_gemm(middle, packed.down, expert_offsets, tiles, out, x_scale=scale)
+
+
+def prefill_bytes(rows: int, hidden: int, *, codes: bool) -> int:
+    """Return the bytes of the rows in expert order, with the scales of E4M3 codes."""
+    return rows * (hidden + 4 * -(-hidden // _BAND)) if codes else 2 * rows * hidden
+
+
+def _gathered(rows: Tensor, source: Tensor) -> Tensor:
+    # Eight bytes an element where rows allow it: a copy of single bytes is slower.
+    whole = rows.shape[1] * rows.element_size() % 8 == 0 and rows.is_contiguous()
+    return rows.view(torch.int64 if whole else torch.uint8).index_select(0, source).view(rows.dtype)

@@ -67,13 +67,17 @@ class TileProblem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileChoice:
-    """block_n: output columns of each part; block_t: rows; group_t: token tiles that share a pass over the weights."""
+    """block_n: output columns of each part; block_t: rows; group_t: token tiles that share a pass over the weights.
+
+    programs: how many share the tiles, each taking the next in turn; 0: one for each tile.
+    """
 
     block_n: int
     block_t: int
     warps: int
     stages: int
     group_t: int = 8
+    programs: int = 0
 
 
 def machine_of(capability: tuple[int, int], sms: int) -> Machine:
