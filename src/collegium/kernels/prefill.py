@@ -8,11 +8,12 @@ rounding are those of ``grouped_gemm.py``: a row has the same bits through eithe
 
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .activation import activate
 from .e4m3_rows import e4m3_scaled
 
-__all__ = ["prefill_kernel"]
+__all__ = ["TensorDescriptor", "prefill_kernel"]
 
 # No activation follows the product; the other kinds are in activation.py.
 NO_ACTIVATION = tl.constexpr(-1)

@@ -82,9 +82,7 @@ def prefill_gemm(
                 f"prefill_gemm: {name} has strides {rows.stride()} of {rows.dtype} at {rows.data_ptr():#x}; rows must "
                 "be dense and start at multiples of 16 bytes; use grouped_gemm"
             )
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    from ..kernels.prefill import prefill_kernel
+    from ..kernels.prefill import TensorDescriptor, prefill_kernel
 
     spec = activation or ActivationSpec()
     tile = tiles.tile
@@ -112,21 +110,8 @@ def prefill_gemm(
         float(spec.alpha),
         float(spec.gate_bound),
         float(spec.up_bound),
-        SCALE=packed.scale is not None,
+        **_constants(packed, tile, activation, codes),
         X_SCALE=0 if x_scale is None else 1 + (x_scale.shape[1] == 1),
-        ROW_SCALE=packed.row_scale is not None,
-        BIAS=packed.bias is not None,
-        PARTS=parts,
-        KIND=-1 if activation is None else ACTIVATION_KINDS.index(activation.kind),
-        HAS_LIMIT=activation is not None and activation.limit is not None,
-        CODES=0 if codes is None else 1 + codes.power,
-        ROUND=codes is not None and codes.rounded,
-        K_BLOCKS=packed.k_blocks,
-        BLOCK_T=tile.block_t,
-        BLOCK_K=block,
-        GROUP_T=tile.group_t,
-        STAGES=tile.stages,
-        SPECIALIZE=tile.warps == 4,
         ASM=x.is_cuda,
         num_warps=tile.warps,
     )
@@ -183,6 +168,27 @@ def prefill_experts(
 def prefill_bytes(rows: int, hidden: int, *, codes: bool) -> int:
     """Return the bytes of the rows in expert order, with the scales of E4M3 codes."""
     return rows * (hidden + 4 * -(-hidden // _BAND)) if codes else 2 * rows * hidden
+
+
+def _constants(
+    packed: PackedMatrix, tile: TileChoice, activation: ActivationSpec | None, codes: CodeScales | None
+) -> dict[str, Any]:
+    return {
+        "SCALE": packed.scale is not None,
+        "ROW_SCALE": packed.row_scale is not None,
+        "BIAS": packed.bias is not None,
+        "PARTS": packed.shape[1],
+        "KIND": -1 if activation is None else ACTIVATION_KINDS.index(activation.kind),
+        "HAS_LIMIT": activation is not None and activation.limit is not None,
+        "CODES": 0 if codes is None else 1 + codes.power,
+        "ROUND": codes is not None and codes.rounded,
+        "K_BLOCKS": packed.k_blocks,
+        "BLOCK_T": tile.block_t,
+        "BLOCK_K": packed.block_k,
+        "GROUP_T": tile.group_t,
+        "STAGES": tile.stages,
+        "SPECIALIZE": tile.warps == 4,
+    }
 
 
 def _gathered(rows: Tensor, source: Tensor) -> Tensor:
