@@ -39,7 +39,7 @@ CASES: tuple[tuple[int, str, dict[str, Any], str, int], ...] = (
     (90, "fp8e4nv", CHANNEL, "QGMMA", 0),
     (90, "bf16", PLAIN, "HGMMA", 0),
     (90, "bf16", PLAIN | DOWN | {"BIAS": True}, "HGMMA", 0),
-    (80, "bf16", PLAIN | PORTABLE, "HMMA", 0),
+    (80, "bf16", PLAIN | PORTABLE, "HMMA", 256),
     (100, "bf16", PLAIN | PORTABLE, "UTCHMMA", 0),
     (100, "fp8e4nv", PORTABLE, "UTCQMMA", 64),
 )
@@ -52,6 +52,7 @@ from triton.compiler import ASTSource
 from collegium.kernels.prefill import prefill_kernel as kernel
 
 tool = triton.__path__[0] + "/backends/nvidia/bin/cuobjdump"
+even = {"n_out", "k_in", "x_stride", "n_step", "weight_rows"}
 found = []
 for arch, operand, constants in json.load(sys.stdin):
     types = dict.fromkeys(("x_scale", "scale", "row_scale", "out_scale"), "*fp32")
@@ -59,11 +60,10 @@ for arch, operand, constants in json.load(sys.stdin):
     types |= dict.fromkeys(("tile_expert", "tiles_used"), "*i32")
     types |= dict.fromkeys(("limit", "alpha", "gate_bound", "up_bound"), "fp32")
     types |= {"bias": "*bf16", "out": "*fp8e4nv" if constants["CODES"] else "*bf16"}
-    types["x"] = f"tensordesc<{operand}[{constants['BLOCK_T']}, {constants['BLOCK_K']}]>"
-    types["weight"] = f"tensordesc<{operand}[128, {constants['BLOCK_K']}]>"
+    types["x"] = types["weight"] = "*" + operand
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
-    aligned = [i for i, n in enumerate(names) if signature[n].startswith("*") or n == "n_out"]
+    aligned = [i for i, n in enumerate(names) if signature[n].startswith("*") or n in even]
     source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
     warps = 4 if constants["SPECIALIZE"] else 8
     built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps})
@@ -74,7 +74,9 @@ for arch, operand, constants in json.load(sys.stdin):
         sass = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True).stdout
     registers, stack = map(int, re.search(r"REG:(\\d+) STACK:(\\d+)", usage).groups())
     codes = sorted(set(re.findall(r"\\b(HGMMA|QGMMA|HMMA|UTC[A-Z]+|UTMALDG|USETMAXREG|LDL|STL)\\b", sass)))
-    found.append([registers, stack, built.metadata.shared, built.metadata.num_warps, codes])
+    # Half of the tokens a copy: descriptor and copy agree.
+    halves = f"tensordesc<tensor<64x{constants['BLOCK_K']}x" in built.asm["ttgir"]
+    found.append([registers, stack, built.metadata.shared, built.metadata.num_warps, codes, halves])
 print("RESULT" + json.dumps(found))
 """
 
@@ -98,7 +100,7 @@ def compiled() -> list[Any]:
 @pytest.mark.parametrize("index", range(len(CASES)), ids=[f"sm{c[0]}-{c[1]}-{i}" for i, c in enumerate(CASES)])
 def test_instructions_registers_and_shared_memory(compiled: list[Any], index: int) -> None:
     arch, _, changes, wanted, most_stack = CASES[index]
-    registers, stack, shared, warps, codes = compiled[index]
+    registers, stack, shared, warps, codes, halves = compiled[index]
     assert wanted in codes
     assert stack <= most_stack
     assert shared <= 227 * 1024
@@ -106,6 +108,7 @@ def test_instructions_registers_and_shared_memory(compiled: list[Any], index: in
     if changes.get("SPECIALIZE", True):
         # One group of four warps copies and two multiply; registers move from the first to the others.
         assert warps == 12
+        assert halves
         assert registers == 168
         assert "USETMAXREG" in codes
         assert not {"LDL", "STL"} & set(codes), "registers spill"

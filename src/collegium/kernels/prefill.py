@@ -8,12 +8,12 @@ rounding are those of ``grouped_gemm.py``: a row has the same bits through eithe
 
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
+from triton import set_allocator
 
 from .activation import activate
 from .e4m3_rows import e4m3_scaled
 
-__all__ = ["TensorDescriptor", "prefill_kernel"]
+__all__ = ["prefill_kernel", "set_allocator"]
 
 # No activation follows the product; the other kinds are in activation.py.
 NO_ACTIVATION = tl.constexpr(-1)
@@ -181,7 +181,7 @@ def _write_tile(
             _store_codes(b, at + BAND, at_scale + 1, columns_b < last, (t < count) & (last > BAND), ROUND, CODES)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def prefill_kernel(
     x,
     weight,
@@ -195,7 +195,12 @@ def prefill_kernel(
     tile_expert,
     tile_row,
     tiles_used,
+    rows,
     n_out,
+    k_in,
+    x_stride,
+    n_step,
+    weight_rows,
     scale_rows,
     limit,
     alpha,
@@ -220,13 +225,17 @@ def prefill_kernel(
 ):
     """Write ``out [R, n_out]``: rows of one expert times its weights, then bias and activation.
 
-    x: descriptor of ``[R, K]`` in blocks ``[BLOCK_T, BLOCK_K]``; weight: of ``[E * PARTS * n_out, K]`` in blocks
-    ``[128, BLOCK_K]``; both read zero beyond K. x_scale: float32 ``[R, K_BLOCKS]`` (X_SCALE 1) or ``[R, 1]`` (2).
+    x ``[rows, x_stride]``; weight ``[weight_rows, n_step]``, the rows of all experts and parts; both hold k_in
+    numbers a row and read zero beyond them. x_scale: float32 ``[R, K_BLOCKS]`` (X_SCALE 1) or ``[R, 1]`` (2).
     scale (SCALE): float32 ``[E, PARTS, scale_rows, K_BLOCKS]``, a factor of 128 weight rows and a K block.
     row_scale, bias: ``[E, PARTS, n_out]``. tiles_used: one number, how many tiles there are. CODES: out is E4M3 and
     out_scale float32 ``[R, ceil(n_out / 128)]``; ROUND: what is quantised is rounded to bfloat16 first. Rows from
     expert_offsets[E] on are not written.
     """
+    # Made here, not by the host: the compiler halves the block of tokens for the two groups, and only a descriptor it
+    # sees being made shrinks with it.
+    x_blocks = tl.make_tensor_descriptor(x, [rows, k_in], [x_stride, 1], [BLOCK_T, BLOCK_K])
+    w_blocks = tl.make_tensor_descriptor(weight, [weight_rows, k_in], [n_step, 1], [128, BLOCK_K])
     token_tiles = tl.load(tiles_used)
     places = token_tiles * tl.cdiv(n_out, 128 if PARTS == 2 else 256)
     if ASM:
@@ -234,8 +243,8 @@ def prefill_kernel(
             _write_tile(
                 place,
                 token_tiles,
-                x,
-                weight,
+                x_blocks,
+                w_blocks,
                 x_scale,
                 scale,
                 row_scale,
@@ -274,8 +283,8 @@ def prefill_kernel(
             _write_tile(
                 place,
                 token_tiles,
-                x,
-                weight,
+                x_blocks,
+                w_blocks,
                 x_scale,
                 scale,
                 row_scale,

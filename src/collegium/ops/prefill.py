@@ -6,6 +6,7 @@ Shape letters: R rows, E experts, P parts, N outputs of a part, K inputs.
 
 from __future__ import annotations
 
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ from .quantize import activation_format
 from .tiles import TileChoice
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from .grouped_gemm import PackedExperts, PackedMatrix, TileList
@@ -82,18 +85,18 @@ def prefill_gemm(
                 f"prefill_gemm: {name} has strides {rows.stride()} of {rows.dtype} at {rows.data_ptr():#x}; rows must "
                 "be dense and start at multiples of 16 bytes; use grouped_gemm"
             )
-    from ..kernels.prefill import TensorDescriptor, prefill_kernel
+    from ..kernels.prefill import prefill_kernel
 
     spec = activation or ActivationSpec()
     tile = tiles.tile
-    block = packed.block_k
-    wide = packed.values.stride(-2)
     n_tiles = -(-n_out // (_BAND if parts == 2 else 2 * _BAND))
     spare = tiles.row  # stands where a pointer is not used
     launch: Any = prefill_kernel
-    launch[(min(tile.programs, tiles.count * n_tiles),)](
-        TensorDescriptor(x, [x.shape[0], k_in], [x.stride(0), 1], [tile.block_t, block]),
-        TensorDescriptor(packed.values, [experts * parts * n_out, k_in], [wide, 1], [_BAND, block]),
+    _with_scratch(
+        x.device,
+        launch[(min(tile.programs, tiles.count * n_tiles),)],
+        x,
+        packed.values,
         spare if x_scale is None else x_scale,
         spare if packed.scale is None else packed.scale,
         spare if packed.row_scale is None else packed.row_scale,
@@ -104,12 +107,14 @@ def prefill_gemm(
         tiles.expert,
         tiles.row,
         tiles.used,
+        x.shape[0],
         n_out,
+        k_in,
+        x.stride(0),
+        packed.values.stride(-2),
+        experts * parts * n_out,
         1 if packed.scale is None else packed.scale.shape[2],
-        float(spec.limit or 0.0),
-        float(spec.alpha),
-        float(spec.gate_bound),
-        float(spec.up_bound),
+        *(float(v or 0.0) for v in (spec.limit, spec.alpha, spec.gate_bound, spec.up_bound)),
         **_constants(packed, tile, activation, codes),
         X_SCALE=0 if x_scale is None else 1 + (x_scale.shape[1] == 1),
         ASM=x.is_cuda,
@@ -168,6 +173,19 @@ def prefill_experts(
 def prefill_bytes(rows: int, hidden: int, *, codes: bool) -> int:
     """Return the bytes of the rows in expert order, with the scales of E4M3 codes."""
     return rows * (hidden + 4 * -(-hidden // _BAND)) if codes else 2 * rows * hidden
+
+
+def _with_scratch(device: torch.device, launch: Callable[..., object], *args: object, **constants: object) -> None:
+    """Launch a kernel that makes descriptors; their memory is torch's, and Triton's own setting stays as it was."""
+    from ..kernels.prefill import set_allocator
+
+    def allocate(size: int, alignment: int, stream: int | None) -> Tensor:
+        return torch.empty(size, dtype=torch.int8, device=device)
+
+    context = copy_context()
+    setting: Any = set_allocator
+    context.run(setting, allocate)
+    context.run(launch, *args, **constants)
 
 
 def _constants(
