@@ -56,7 +56,7 @@ even = {"n_out", "k_in", "x_stride", "n_step", "weight_rows"}
 found = []
 for arch, operand, constants in json.load(sys.stdin):
     types = dict.fromkeys(("x_scale", "scale", "row_scale", "out_scale"), "*fp32")
-    types |= dict.fromkeys(("expert_offsets", "tile_row"), "*i64")
+    types |= dict.fromkeys(("expert_offsets", "tile_row", "tile_corner"), "*i64")
     types |= dict.fromkeys(("tile_expert", "tiles_used"), "*i32")
     types |= dict.fromkeys(("limit", "alpha", "gate_bound", "up_bound"), "fp32")
     types |= {"bias": "*bf16", "out": "*fp8e4nv" if constants["CODES"] else "*bf16"}
@@ -74,8 +74,10 @@ for arch, operand, constants in json.load(sys.stdin):
         sass = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True).stdout
     registers, stack = map(int, re.search(r"REG:(\\d+) STACK:(\\d+)", usage).groups())
     codes = sorted(set(re.findall(r"\\b(HGMMA|QGMMA|HMMA|UTC[A-Z]+|UTMALDG|USETMAXREG|LDL|STL)\\b", sass)))
-    # Half of the tokens a copy: descriptor and copy agree.
-    halves = f"tensordesc<tensor<64x{constants['BLOCK_K']}x" in built.asm["ttgir"]
+    # Half of the tokens a copy: descriptor and copy agree, and no group that multiplies shifts its rows once more.
+    code = built.asm["ttgir"]
+    shifted = re.search(r"arith.addi [^\\n]*%c64_i32[^\\n]*array<i32: [12]>", code)
+    halves = f"tensordesc<tensor<64x{constants['BLOCK_K']}x" in code and shifted is None
     found.append([registers, stack, built.metadata.shared, built.metadata.num_warps, codes, halves])
 print("RESULT" + json.dumps(found))
 """

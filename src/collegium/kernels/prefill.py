@@ -94,6 +94,7 @@ def _write_tile(
     expert_offsets,
     tile_expert,
     tile_row,
+    tile_corner,
     n_out,
     scale_rows,
     limit,
@@ -129,6 +130,9 @@ def _write_tile(
     n_first = (inside // width) * SPAN
     expert = tl.load(tile_expert + tile)
     row_first = tl.load(tile_row + tile).to(tl.int32)
+    # The same number, read again: the compiler moves where the second half of a tile is copied from by its 64 rows,
+    # and would move everything else computed from that number too.
+    corner = tl.load(tile_corner + tile).to(tl.int32)
     count = tl.minimum(tl.load(expert_offsets + expert + 1).to(tl.int32) - row_first, BLOCK_T)
 
     first = expert * PARTS * n_out + n_first
@@ -145,7 +149,7 @@ def _write_tile(
     a = tl.zeros((BLOCK_T, BAND), dtype=tl.float32)
     b = tl.zeros((BLOCK_T, BAND), dtype=tl.float32)
     for block in tl.range(0, K_BLOCKS, num_stages=STAGES):
-        tokens = x.load([row_first, block * BLOCK_K])
+        tokens = x.load([corner, block * BLOCK_K])
         # Loaded before the products, so that their wait covers it.
         token_scale = tl.load(xs + block) if X_SCALE == 1 else 1.0
         scale_a = tl.load(s_first + block) if SCALE else 1.0
@@ -194,6 +198,7 @@ def prefill_kernel(
     expert_offsets,
     tile_expert,
     tile_row,
+    tile_corner,
     tiles_used,
     rows,
     n_out,
@@ -228,9 +233,9 @@ def prefill_kernel(
     x ``[rows, x_stride]``; weight ``[weight_rows, n_step]``, the rows of all experts and parts; both hold k_in
     numbers a row and read zero beyond them. x_scale: float32 ``[R, K_BLOCKS]`` (X_SCALE 1) or ``[R, 1]`` (2).
     scale (SCALE): float32 ``[E, PARTS, scale_rows, K_BLOCKS]``, a factor of 128 weight rows and a K block.
-    row_scale, bias: ``[E, PARTS, n_out]``. tiles_used: one number, how many tiles there are. CODES: out is E4M3 and
-    out_scale float32 ``[R, ceil(n_out / 128)]``; ROUND: what is quantised is rounded to bfloat16 first. Rows from
-    expert_offsets[E] on are not written.
+    row_scale, bias: ``[E, PARTS, n_out]``. tile_corner: tile_row again. tiles_used: one number, how many tiles there
+    are. CODES: out is E4M3 and out_scale float32 ``[R, ceil(n_out / 128)]``; ROUND: what is quantised is rounded to
+    bfloat16 first. Rows from expert_offsets[E] on are not written.
     """
     # Made here, not by the host: the compiler halves the block of tokens for the two groups, and only a descriptor it
     # sees being made shrinks with it.
@@ -254,6 +259,7 @@ def prefill_kernel(
                 expert_offsets,
                 tile_expert,
                 tile_row,
+                tile_corner,
                 n_out,
                 scale_rows,
                 limit,
@@ -294,6 +300,7 @@ def prefill_kernel(
                 expert_offsets,
                 tile_expert,
                 tile_row,
+                tile_corner,
                 n_out,
                 scale_rows,
                 limit,

@@ -106,6 +106,7 @@ def prefill_gemm(
         expert_offsets,
         tiles.expert,
         tiles.row,
+        tiles.row,
         tiles.used,
         x.shape[0],
         n_out,
