@@ -31,7 +31,7 @@ from collegium.experts.triton_fp8 import TritonFp8
 from collegium.experts.triton_w4a16 import TritonW4A16
 from collegium.formats import by_name
 from collegium.ops import grouped_gemm as ops
-from collegium.ops.e4m3_rows import operand
+from collegium.ops.quantize import operand
 from collegium.ops.tiles import candidates, score
 from collegium.parallel.local import Local
 from collegium.types import ActivationSpec, ExpertWeights, Limits, MoESpec, Problem, Routing, RoutingSpec

@@ -94,6 +94,10 @@ class MoELayer(nn.Module):
         )
         self._packed_shared = None if shared is None else _pack_shared(kernel, shared, plan.problem)
         self._device = weights.down.device
+        # To the shared expert every batch is the first rows in order; row T of the bounds is (0, T).
+        longest = plan.problem.limits.max_tokens + 1 if shared is not None else 0
+        self._shared_rows = torch.arange(longest, device=self._device)
+        self._shared_bounds = torch.stack((torch.zeros_like(self._shared_rows), self._shared_rows), dim=1)
 
     def extra_repr(self) -> str:
         """Show the plan."""
@@ -128,19 +132,17 @@ class MoELayer(nn.Module):
         return out.reshape(x.shape)
 
     def _tokens(self, x: Tensor, routing: Routing) -> Tensor:
-        inner = x if self.latent is None else functional.linear(x, self.latent.down.to(x.dtype))
-        out = self._pipeline(inner, routing)
-        if self.latent is not None:
-            out = _leave_latent(out, self.latent)
-        if self.shared is not None:
-            out = out + self._shared_output(x)
-        return out.to(x.dtype)
+        shared = None if self.shared is None else self._shared_output(x)
+        if self.latent is None:
+            return self._pipeline(x, routing, dtype=x.dtype, shared=shared)
+        inner = functional.linear(x, self.latent.down.to(x.dtype))
+        out = _leave_latent(self._pipeline(inner, routing), self.latent)
+        return (out if shared is None else out + shared).to(x.dtype)
 
     def _shared_output(self, x: Tensor) -> Tensor:
         shared = cast("SharedWeights[Payload]", self.shared)
         tokens = x.shape[0]
-        rows = torch.arange(tokens, device=x.device)
-        batch = ContiguousBatch(x=x, source=rows, expert_offsets=tokens * torch.arange(2, device=x.device))
+        batch = ContiguousBatch(x=x, source=self._shared_rows[:tokens], expert_offsets=self._shared_bounds[tokens])
         out = self._kernel.run(batch, self._packed_shared)
         if shared.gate is None:
             return out

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from .ops.grouped_gemm import PackedExperts
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -23,7 +27,12 @@ class SplitPipeline:
     kernel: ExpertKernel
     packed: Any
 
-    def __call__(self, x: Tensor, routing: Routing) -> Tensor:
-        """Return the routed experts' weighted sum ``[T, H]`` float32 for ``x [T, H]``."""
-        batch, handle = self.dispatcher.dispatch(x, routing)
-        return self.dispatcher.combine(self.kernel.run(batch, self.packed), handle)
+    def __call__(
+        self, x: Tensor, routing: Routing, *, dtype: torch.dtype = torch.float32, shared: Tensor | None = None
+    ) -> Tensor:
+        """Return the routed experts' weighted sum ``[T, H]`` for ``x [T, H]``, plus ``shared``, rounded once."""
+        # Kernels that walk token tiles get their lists from the launch that orders the rows.
+        tiled = x.is_cuda and isinstance(self.packed, PackedExperts)
+        block_t = self.packed.block_t(routing.topk_ids.numel()) if tiled else ()
+        batch, handle = self.dispatcher.dispatch(x, routing, block_t=block_t)
+        return self.dispatcher.combine(self.kernel.run(batch, self.packed), handle, dtype=dtype, shared=shared)

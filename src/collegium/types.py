@@ -31,6 +31,7 @@ __all__ = [
     "RoutingSpec",
     "SharedSpec",
     "SharedWeights",
+    "TileRows",
 ]
 
 ActivationKind = Literal["swiglu", "swiglu_oai", "swiglu_step", "situ", "geglu", "geglu_tanh", "relu2", "silu", "gelu"]
@@ -309,6 +310,15 @@ class LatentWeights:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TileRows:
+    """Token tiles of ``block_t`` rows: expert ``[count]`` int32 (-1: no tile) and first row ``[count]`` int64."""
+
+    block_t: int
+    expert: Tensor
+    row: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ContiguousBatch:
     """Rows packed by expert, named by where they come from; nothing is gathered yet.
 
@@ -316,10 +326,11 @@ class ContiguousBatch:
     within an expert by token. expert_offsets: ``[E+1]`` int64 on x's device, expert e owns rows
     ``expert_offsets[e]:expert_offsets[e+1]``; rows from ``expert_offsets[E]`` on belong to dropped assignments and
     must not be read from the result. input_weights: ``[R]`` float32 that multiply the row before everything else
-    (router weight on the input), or None.
+    (router weight on the input), or None. tiles: token tile lists made with the order, for kernels that asked.
     """
 
     x: Tensor
     source: Tensor
     expert_offsets: Tensor
     input_weights: Tensor | None = None
+    tiles: tuple[TileRows, ...] = ()

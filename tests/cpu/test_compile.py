@@ -1,4 +1,4 @@
-"""What the compiler makes of the grouped product for sm_80, sm_90 and sm_100: instructions, registers, no spills.
+"""What the compiler makes of the kernels for sm_80, sm_90 and sm_100: instructions, registers, no spills.
 
 No GPU is needed. The compiler runs in a process of its own, because the interpreter of the other tests takes
 Triton's place in this one.
@@ -84,15 +84,85 @@ print("RESULT" + json.dumps(found))
 """
 
 
+_LISTS = {"BLOCK_E": 256, "BLOCK_T_A": 16, "BLOCK_T_B": 64}
+_ROUTE = {
+    "SCORE": 2, "TOP_K": 8, "BLOCK_K": 8, "BLOCK_G": 8, "BLOCK_S": 32, "KEPT": 4, "TOP2": True, "BIAS": True,
+    "HASH": False, "RENORM": True,
+}  # fmt: skip
+_ROWS = {"BLOCK_R": 2, "BLOCK_C": 1024, "GATHER": True, "WEIGHTS": True}
+_E4M3 = _ROWS | {"GROUP": 128, "POWER": False, "BYTE": False, "ROUND": False}
+# Small kernels: (file, kernel, types that are not the rule, constants, warps, most registers); FP8 from sm_90 on.
+SMALL: tuple[tuple[str, str, dict[str, str], dict[str, Any], int, int], ...] = (
+    ("permute", "permute_kernel", {}, {"BLOCK": 64, "WEIGHTS": False} | _LISTS, 4, 64),
+    ("permute", "permute_kernel", {}, {"BLOCK": 1024, "WEIGHTS": True} | _LISTS, 8, 64),
+    ("permute", "block_sort_kernel", {}, {"BLOCK": 1024, "BLOCK_E": 256}, 8, 64),
+    ("permute", "column_scan_kernel", {}, {"BLOCK": 1024, "CHUNK": 32} | _LISTS, 16, 128),
+    ("permute", "scatter_kernel", {}, {"BLOCK": 1024, "BLOCK_E": 256, "PART": 256, "WEIGHTS": True}, 4, 64),
+    ("weighted_sum", "weighted_sum_kernel", {}, {"TOP_K": 8, "BLOCK": 1024, "WEIGHTS": True, "SHARED": True}, 4, 80),
+    ("route", "route_kernel", {}, _ROUTE, 1, 128),
+    ("route", "route_kernel", {}, _ROUTE | {"SCORE": 3, "BLOCK_G": 1, "BLOCK_S": 1024, "KEPT": 0}, 4, 128),
+    ("route", "sanitise_kernel", {}, {"TOP_K": 8, "BLOCK_K": 8, "BLOCK_R": 32}, 4, 80),
+    ("quantize", "cast_kernel", {"codes": "bf16"}, _ROWS, 4, 64),
+    ("quantize", "e4m3_kernel", {"codes": "fp8e4nv"}, _E4M3, 4, 80),
+    ("quantize", "e4m3_kernel", {"codes": "fp8e4nv"}, _E4M3 | {"GROUP": 8192, "BLOCK_C": 8192, "BLOCK_R": 1}, 16, 80),
+    ("quantize", "e4m3_kernel", {"codes": "fp8e4nv", "scales": "u8"},
+     _E4M3 | {"GROUP": 32, "POWER": True, "BYTE": True}, 4, 80),
+    ("quantize", "nvfp4_kernel", {"codes": "u8", "scales": "fp8e4nv"},
+     {"BLOCK_C": 8192, "GATHER": False, "WEIGHTS": False, "ROUND": False}, 16, 96),
+)  # fmt: skip
+_POINTERS = {
+    **dict.fromkeys(("source", "slots", "expert_offsets", "tile_row_a", "tile_row_b", "ids", "topk_ids"), "i64"),
+    **dict.fromkeys(("token_ids", "hash_table"), "i64"),
+    **dict.fromkeys(("tile_expert_a", "tile_expert_b", "keys", "histograms", "bases", "dropped_bases"), "i32"),
+    **dict.fromkeys(("weights", "weights_by_row", "scales", "global_scales", "topk_weights", "logits", "bias"), "fp32"),
+    **dict.fromkeys(("x", "rows", "shared", "out"), "bf16"),
+}
+
+_SMALL_PROGRAM = """
+import importlib, json, re, subprocess, sys, tempfile
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+tool = triton.__path__[0] + "/backends/nvidia/bin/cuobjdump"
+even = {"columns", "x_stride", "width", "row_stride", "shared_stride", "logits_stride"}
+found = []
+for arch, file, name, pointers, constants, warps in json.load(sys.stdin):
+    kernel = getattr(importlib.import_module("collegium.kernels." + file), name)
+    types = {n: "*" + kind for n, kind in pointers.items()} | {"eps": "fp32", "scale": "fp32"}
+    if file == "quantize":
+        types["rows"] = "i32"
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
+    aligned = [i for i, n in enumerate(names) if signature[n].startswith("*") or n in even]
+    source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
+    options = {"num_warps": warps, "enable_fp_fusion": file not in ("route", "weighted_sum")}
+    built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
+        binary.write(built.asm["cubin"])
+        binary.flush()
+        usage = subprocess.run([tool, "-res-usage", binary.name], capture_output=True, text=True).stdout
+        sass = subprocess.run([tool, "-sass", binary.name], capture_output=True, text=True).stdout
+    registers, stack = map(int, re.search(r"REG:(\\d+) STACK:(\\d+)", usage).groups())
+    codes = re.findall(r"\\b(LDL|STL|FFMA|LDG[.A-Z0-9]*|STG[.A-Z0-9]*)\\b", sass)
+    found.append([registers, stack, sorted(set(codes))])
+print("RESULT" + json.dumps(found))
+"""
+
+
 @pytest.fixture(scope="module")
 def compiled() -> list[Any]:
     asked = []
     for arch, weight, changes, *_ in CASES:
         constants = BASE | changes
         asked.append([arch, weight, constants, constants.pop("warps", 4)])
+    return _compile(_PROGRAM, asked)
+
+
+def _compile(program: str, asked: list[Any]) -> list[Any]:
     source = Path(__file__).parents[2] / "src"
     run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _PROGRAM],
+        [sys.executable, "-W", "ignore", "-c", program],
         input=json.dumps(asked),
         capture_output=True,
         text=True,
@@ -116,3 +186,34 @@ def test_instructions_registers_and_shared_memory(compiled: list[Any], index: in
     assert shared <= most_shared * 1024
     # Codes are scaled or shifted two at a time.
     assert weight != "i16" or {"HFMA2", "HMUL2"} & set(codes)
+
+
+SMALL_CASES = [
+    (arch, *case)
+    for arch in (80, 90, 100)
+    for case in SMALL
+    if arch > 80 or case[1] not in ("e4m3_kernel", "nvfp4_kernel")
+]
+
+
+@pytest.fixture(scope="module")
+def small_compiled() -> list[Any]:
+    asked = []
+    for arch, file, name, types, constants, warps, _ in SMALL_CASES:
+        asked.append([arch, file, name, _POINTERS | types, constants, warps])
+    return _compile(_SMALL_PROGRAM, asked)
+
+
+@pytest.mark.parametrize(
+    "index", range(len(SMALL_CASES)), ids=[f"sm{c[0]}-{c[2]}-{i}" for i, c in enumerate(SMALL_CASES)]
+)
+def test_small_kernels_do_not_spill(small_compiled: list[Any], index: int) -> None:
+    _, _, name, *_, most_registers = SMALL_CASES[index]
+    registers, stack, codes = small_compiled[index]
+    assert stack == 0
+    assert not {"LDL", "STL"} & set(codes), "registers spill"
+    assert registers <= most_registers
+    if name == "weighted_sum_kernel":
+        assert "FFMA" not in codes, "a product is added unrounded"
+    if name in ("weighted_sum_kernel", "cast_kernel", "e4m3_kernel"):
+        assert any(code.startswith("LDG") and ".128" in code for code in codes), codes

@@ -15,12 +15,21 @@ from collegium.formats import by_name
 from collegium.layer import encode_experts
 from collegium.ops import grouped_gemm as ops
 from collegium.ops.pack import pack_fp8_block, pack_fp8_rows, pack_plain
-from collegium.ops.prefill import CodeScales, prefill_gemm, prefill_tile
+from collegium.ops.prefill import CodeScales, prefill_bytes, prefill_gemm, prefill_tile
 from collegium.ops.quantize import activation_format
 from collegium.ops.tiles import Machine, TileChoice, TileProblem, machine_of
 from collegium.parallel.local import Local
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
-from collegium.types import ACTIVATION_KINDS, ActivationSpec, DeviceFacts, MoESpec, Problem, Routing, RoutingSpec
+from collegium.types import (
+    ACTIVATION_KINDS,
+    ActivationSpec,
+    DeviceFacts,
+    Limits,
+    MoESpec,
+    Problem,
+    Routing,
+    RoutingSpec,
+)
 
 if torch.cuda.is_available():
     pytest.skip("tests/gpu makes these comparisons on the device", allow_module_level=True)
@@ -122,12 +131,12 @@ def test_a_large_batch_gives_the_rows_of_the_small_batch_product(weights: str, a
     problem = Problem(spec=spec, device=DeviceFacts(kind="cuda", capability=(9, 0)), activation_format=act or "bf16")
     kernel = TritonBf16() if weights == "bf16" else TritonFp8()
     packed = kernel.pack(encode_experts(random_experts(3, 2, 144, 272, seed=1, bias=True), weights), problem)
-    ids = uneven_ids(70, 2, 3, seed=2)
+    ids = uneven_ids(80, 2, 3, seed=2)
     ids[0, 0] = -1
-    x = heavy_tailed(70, 272, seed=3).bfloat16()
-    batch, _ = Local(num_experts=3).dispatch(x, Routing(topk_ids=ids, topk_weights=torch.rand(70, 2)))
+    x = heavy_tailed(80, 272, seed=3).bfloat16()
+    batch, _ = Local(num_experts=3).dispatch(x, Routing(topk_ids=ids, topk_weights=torch.rand(80, 2)))
     stop = int(batch.expert_offsets[-1])
-    for weight in (None, torch.rand(140) + 0.5):
+    for weight in (None, torch.rand(160) + 0.5):
         given = replace(batch, input_weights=weight)
         small = kernel.run(given, packed)[:stop]
         large = kernel.run(given, replace(packed, machine=Machine(specialises=True)))[:stop]
@@ -165,3 +174,16 @@ def test_rows_that_start_at_odd_bytes_are_refused() -> None:
     out = torch.empty(20, 32)
     with pytest.raises(InputError, match=r"multiples of 16 bytes"):
         prefill_gemm(x, packed, offsets, ops.tile_list(offsets, 20, LARGE), out, x_scale=x_scale)
+
+
+def test_the_workspace_holds_the_rows_in_expert_order() -> None:
+    sizes = {"intermediate_size": 128, "num_experts": 5, "routing": RoutingSpec(top_k=2)}
+    for weights, act, bytes_a_row in (("bf16", "bf16", 512), ("fp8_block", "fp8_group128", 256 + 8)):
+        spec = MoESpec(hidden_size=256, weight_format=weights, **sizes)
+        device = DeviceFacts(kind="cuda", capability=(9, 0))
+        problem = Problem(spec=spec, device=device, limits=Limits(max_tokens=500), activation_format=act)
+        assert prefill_bytes(problem, codes=act != "bf16") == 1000 * bytes_a_row
+        few = replace(problem, limits=Limits(max_tokens=9))
+        other = replace(problem, device=replace(device, capability=(10, 0)))
+        odd = replace(problem, spec=replace(spec, intermediate_size=90))
+        assert [prefill_bytes(p, codes=act != "bf16") for p in (few, other, odd)] == [0, 0, 0]

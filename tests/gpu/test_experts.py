@@ -15,9 +15,8 @@ from collegium.experts.triton_bf16 import TritonBf16
 from collegium.experts.triton_fp8 import TritonFp8
 from collegium.experts.triton_w4a16 import TritonW4A16
 from collegium.layer import encode_experts
-from collegium.ops.e4m3_rows import operand
 from collegium.ops.grouped_gemm import PackedExperts, grouped_gemm, tile_list, with_tiles
-from collegium.ops.quantize import activation_format
+from collegium.ops.quantize import activation_format, operand
 from collegium.ops.tiles import TileChoice, candidates
 from collegium.parallel.local import Local
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids

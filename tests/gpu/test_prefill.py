@@ -16,9 +16,9 @@ from collegium.experts.reference import Reference
 from collegium.experts.triton_bf16 import TritonBf16
 from collegium.experts.triton_fp8 import TritonFp8
 from collegium.layer import encode_experts
-from collegium.ops.e4m3_rows import operand
 from collegium.ops.grouped_gemm import PackedExperts, PackedMatrix, grouped_gemm_reference, tile_list
 from collegium.ops.prefill import CodeScales, prefill_gemm, prefill_tile
+from collegium.ops.quantize import operand
 from collegium.ops.tiles import TileChoice
 from collegium.parallel.local import Local
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
@@ -106,7 +106,7 @@ def test_a_row_does_not_depend_on_the_batch(weights: str, act: str, bound: float
 
     alone = outputs(1)
     assert bool(torch.isfinite(alone).all())
-    for tokens in (9, 130, 136, 137, 333, 1024, 4096):
+    for tokens in (9, 130, 220, 221, 333, 1024, 4096):
         assert torch.equal(outputs(tokens)[:1], alone), tokens
 
 

@@ -11,7 +11,6 @@ import triton.language as tl
 from triton import set_allocator
 
 from .activation import activate
-from .e4m3_rows import e4m3_scaled
 
 __all__ = ["prefill_kernel", "set_allocator"]
 
@@ -70,11 +69,30 @@ def _finished(
 
 
 @triton.jit
+def _scaled(value, POWER: tl.constexpr):
+    """Return float32 ``value [rows, columns]`` over its scales, within 448, and the float32 scales of the rows."""
+    # NaN fails the comparison too.
+    finite = tl.min((tl.abs(value) < float("inf")).to(tl.int32), 1) == 1
+    amax = tl.where(finite, tl.max(tl.where(finite[:, None], tl.abs(value), 0.0), 1), 0.0)
+    if POWER:
+        # 448 is 1.75 * 2^8: the exponent drops by 8, and rises by one for a mantissa above 1.75.
+        bits = amax.to(tl.int32, bitcast=True)
+        byte = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+        scale = (tl.maximum(byte, 1) << 23).to(tl.float32, bitcast=True)
+    else:
+        scale = tl.maximum(tl.div_rn(amax, 448.0), 1.1754943508222875e-38)
+    factor = tl.div_rn(1.0, scale)
+    scaled = tl.where(finite[:, None], value * factor[:, None], 0.0)
+    scaled = tl.minimum(tl.maximum(scaled, -448.0), 448.0)
+    return scaled, tl.where(finite, scale, float("nan"))
+
+
+@triton.jit
 def _store_codes(value, at, at_scale, inside, kept, ROUND: tl.constexpr, CODES: tl.constexpr):
     if ROUND:
         value = value.to(tl.bfloat16).to(tl.float32)
     value = tl.where(inside[None, :], value, 0.0)
-    scaled, scale = e4m3_scaled(value, CODES == POWER_CODES)
+    scaled, scale = _scaled(value, CODES == POWER_CODES)
     tl.store(at, scaled.to(at.dtype.element_ty), mask=kept[:, None] & inside[None, :])
     tl.store(at_scale, scale, mask=kept)
 
@@ -185,7 +203,7 @@ def _write_tile(
             _store_codes(b, at + BAND, at_scale + 1, columns_b < last, (t < count) & (last > BAND), ROUND, CODES)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["expert_offsets"])
 def prefill_kernel(
     x,
     weight,

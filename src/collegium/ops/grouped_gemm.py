@@ -14,9 +14,9 @@ import torch
 from ..errors import InputError
 from ..types import ACTIVATION_KINDS, ActivationSpec
 from .activation import activate
-from .e4m3_rows import operand
+from .permute import tile_count
 from .prefill import prefill_bytes, prefill_experts, prefill_tile
-from .quantize import activation_format
+from .quantize import activation_format, operand
 from .tiles import Machine, TileChoice, TileProblem, choose
 
 if TYPE_CHECKING:
@@ -112,19 +112,25 @@ class PackedExperts:
     activations: str | None = None
     tiles: tuple[TileChoice, TileChoice] | None = None
 
+    def block_t(self, rows: int) -> tuple[int, ...]:
+        """Return the row counts whose token tiles ``run_experts`` will ask for."""
+        if rows == 0 or _large(self, rows) is not None:
+            return ()
+        return tuple(dict.fromkeys(tile.block_t for tile in _tiles(self, rows)))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileList:
     """expert ``[count]`` int32 (-1: no tile) and first row ``[count]`` int64 of each token tile of ``tile``.
 
-    used: ``[1]`` int32, how many tiles have an expert; they stand first.
+    used: ``[1]`` int32, how many tiles have an expert; they stand first. None: not counted.
     """
 
     expert: Tensor
     row: Tensor
-    used: Tensor
     count: int
     tile: TileChoice
+    used: Tensor | None = None
 
 
 def grouped_gemm_reference(
@@ -153,12 +159,6 @@ def grouped_gemm_reference(
             product = product + bias[expert].float()
         out[span] = product[:, 0] if activation is None else activate(product, activation)
     return out
-
-
-def tile_count(rows: int, experts: int, block_t: int) -> int:
-    """Return the most tiles of ``block_t`` rows that ``rows`` rows of at most ``experts`` experts can need."""
-    used = min(rows, experts)
-    return (rows - used) // block_t + used
 
 
 def tile_list(expert_offsets: Tensor, rows: int, tile: TileChoice) -> TileList:
@@ -284,17 +284,15 @@ def run_experts(batch: ContiguousBatch, packed: PackedExperts) -> Tensor:
     out = torch.empty(rows, hidden, dtype=out_dtype, device=x.device)
     if rows == 0:
         return out
-    gather: Tensor | None = source
-    if batch.input_weights is not None:
-        x = (x.index_select(0, source).float() * batch.input_weights[:, None]).to(x.dtype)
-        gather = None
     offsets = batch.expert_offsets
     large = _large(packed, rows)
     if large is not None:
-        return prefill_experts(x, gather, packed, offsets, tile_list(offsets, rows, large), out)
+        return prefill_experts(batch, packed, tile_list(offsets, rows, large), out)
     first, second = _tiles(packed, rows)
-    tiles = tile_list(offsets, rows, first)
-    rows_in, x_scale = operand(x, packed.activations)
+    tiles = _listed(batch, first)
+    # A weight belongs to a row, so weighted rows are gathered; others are gathered by the product.
+    weighted = batch.input_weights is not None
+    rows_in, x_scale = operand(x, packed.activations, source=source if weighted else None, weights=batch.input_weights)
     middle = torch.empty(rows, wide, dtype=middle_dtype, device=x.device)
     grouped_gemm(
         rows_in,
@@ -302,12 +300,12 @@ def run_experts(batch: ContiguousBatch, packed: PackedExperts) -> Tensor:
         offsets,
         tiles,
         middle,
-        source=gather,
+        source=None if weighted else source,
         x_scale=x_scale,
         activation=packed.activation,
     )
     same = second.block_t == first.block_t
-    tiles = replace(tiles, tile=second) if same else tile_list(offsets, rows, second)
+    tiles = replace(tiles, tile=second) if same else _listed(batch, second)
     rows_in, x_scale = operand(middle, packed.activations)
     return grouped_gemm(rows_in, packed.down, offsets, tiles, out, x_scale=x_scale)
 
@@ -335,14 +333,13 @@ def temporary_bytes(problem: Problem, *, codes: bool) -> int:
     middle = 4 if codes and problem.dtype != "bf16" else 2
     result = 2 if problem.dtype == "bf16" else 4
     total = rows * (middle * wide + result * hidden) + 2 * 12 * tile_count(rows, spec.num_experts, 16)
-    if problem.device.capability == (9, 0):
-        total += prefill_bytes(rows, hidden, codes=codes)
+    total += prefill_bytes(problem, codes=codes)
     if codes:
-        # One float32 scale for 128 codes; quantising works on float32 copies, the larger of the two at a time.
-        total += tokens * (hidden + hidden // 32 + 4) + rows * (wide + wide // 32 + 4)
-        total += 3 * 4 * max(tokens * hidden, rows * wide)
-    if spec.routing.weight_on_input:
-        total += rows * hidden * (4 + 4 + middle)
+        # One float32 scale for 128 codes.
+        taken = rows if spec.routing.weight_on_input else tokens
+        total += taken * (hidden + hidden // 32 + 4) + rows * (wide + wide // 32 + 4)
+    elif spec.routing.weight_on_input:
+        total += rows * hidden * middle
     return total
 
 
@@ -350,6 +347,14 @@ def _problems(packed: PackedExperts, rows: int) -> tuple[TileProblem, TileProble
     bits = 8 if packed.activations else 16
     groups = packed.activations is not None and activation_format(packed.activations).group > 0
     return packed.gate_up.problem(rows, bits, groups), packed.down.problem(rows, bits, groups)
+
+
+def _listed(batch: ContiguousBatch, tile: TileChoice) -> TileList:
+    """Return the tile list that came with the batch, or make it."""
+    for made in batch.tiles:
+        if made.block_t == tile.block_t:
+            return TileList(expert=made.expert, row=made.row, count=made.row.numel(), tile=tile)
+    return tile_list(batch.expert_offsets, batch.source.numel(), tile)
 
 
 def _tiles(packed: PackedExperts, rows: int) -> tuple[TileChoice, TileChoice]:

@@ -6,46 +6,97 @@ Shape letters: T tokens, K experts per token, E experts, R = T*K rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import InputError
+from ..types import TileRows
+from .launch import on_device, power_of_two
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Permutation", "permute"]
+__all__ = ["Permutation", "permutation_buffers", "permute", "permute_on_device", "tile_count"]
+
+_BLOCK = 1024  # assignments one program sorts
+_PART = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Permutation:
-    """Rows sorted by expert, then token, then slot; dropped assignments stand last. All indices are int64.
+    """Rows sorted by expert, then token, then slot; dropped assignments stand last. Indices are int64.
 
     source: ``[T*K]``, row r belongs to token ``source[r]``.
     expert_offsets: ``[E+1]``, expert e owns rows ``expert_offsets[e]:expert_offsets[e+1]``; rows from
         ``expert_offsets[E]`` on are dropped assignments.
     slots: ``[T, K]``, the row of assignment (t, k), or -1 when it is dropped.
     weights_by_row: ``[T*K]`` float32, ``input_weights`` in row order with 0 for dropped rows, or None.
+    tiles: a tile list for each row count asked for. scratch: int32 of the big batch's kernels, or None.
     """
 
     source: Tensor
     expert_offsets: Tensor
     slots: Tensor
     weights_by_row: Tensor | None = None
+    tiles: tuple[TileRows, ...] = ()
+    scratch: Tensor | None = None
 
 
-def permute(topk_ids: Tensor, num_experts: int, *, input_weights: Tensor | None = None) -> Permutation:
+def tile_count(rows: int, experts: int, block_t: int) -> int:
+    """Return the most tiles of ``block_t`` rows that ``rows`` rows of at most ``experts`` experts can need."""
+    used = min(rows, experts)
+    return (rows - used) // block_t + used
+
+
+def permutation_buffers(
+    shape: tuple[int, int],
+    num_experts: int,
+    device: torch.device,
+    *,
+    block_t: tuple[int, ...] = (),
+    weights: bool = False,
+) -> Permutation:
+    """Allocate what ``permute`` writes for ids of ``shape`` (T, K), to be passed as ``out``."""
+    rows = shape[0] * shape[1]
+    counts = [tile_count(rows, num_experts, size) for size in block_t]
+    long = torch.empty(2 * rows + num_experts + 1 + sum(counts), dtype=torch.int64, device=device)
+    source, slots, offsets, *firsts = long.split([rows, rows, num_experts + 1, *counts])
+    owners = torch.empty(sum(counts), dtype=torch.int32, device=device).split(counts) if counts else ()
+    blocks = -(-rows // _BLOCK)
+    scratch = blocks * (_BLOCK + 2 * power_of_two(num_experts, 16) + 1) if blocks > 1 else 0
+    return Permutation(
+        source=source,
+        expert_offsets=offsets,
+        slots=slots.view(shape),
+        weights_by_row=torch.empty(rows, device=device) if weights else None,
+        tiles=tuple(
+            TileRows(block_t=size, expert=owner, row=first)
+            for size, owner, first in zip(block_t, owners, firsts, strict=True)
+        ),
+        scratch=torch.empty(scratch, dtype=torch.int32, device=device) if scratch else None,
+    )
+
+
+def permute(
+    topk_ids: Tensor,
+    num_experts: int,
+    *,
+    input_weights: Tensor | None = None,
+    block_t: tuple[int, ...] = (),
+    out: Permutation | None = None,
+) -> Permutation:
     """Sort the assignments of ``topk_ids [T, K]`` (integers) by expert, stably.
 
     input_weights: ``[T, K]`` floating, carried into row order. Ids outside ``0..num_experts-1`` count as
         dropped.
-    Raises ``InputError`` for wrong shapes or dtypes.
+    block_t: at most two row counts to list the token tiles of, at no extra launch.
+    out: buffers to write instead of fresh ones, from ``permutation_buffers`` of the same arguments.
+    Raises ``InputError`` for wrong shapes or dtypes. Reads nothing on the host.
     """
-    if topk_ids.dim() != 2 or topk_ids.shape[1] < 1 or topk_ids.is_floating_point() or topk_ids.dtype == torch.bool:
-        raise InputError(f"topk_ids: found {tuple(topk_ids.shape)} {topk_ids.dtype}, allowed: [T, K >= 1] integers")
-    if num_experts < 1:
-        raise InputError(f"num_experts: found {num_experts}, allowed: at least 1")
+    _check(topk_ids, num_experts, input_weights, block_t)
+    if on_device(topk_ids):
+        return permute_on_device(topk_ids, num_experts, input_weights=input_weights, block_t=block_t, out=out)
     tokens, top_k = topk_ids.shape
     ids = topk_ids.to(torch.int64).reshape(-1)
     dropped = (ids < 0) | (ids >= num_experts)
@@ -53,18 +104,95 @@ def permute(topk_ids: Tensor, num_experts: int, *, input_weights: Tensor | None 
     # A search in the sorted keys instead of a histogram: bincount waits for the device, scatter_add is not
     # ordered.
     experts = torch.arange(num_experts + 1, device=ids.device)
-    expert_offsets = torch.searchsorted(keys, experts)
     rows = torch.arange(tokens * top_k, device=ids.device)
-    slots = torch.empty_like(rows).scatter(0, order, rows).masked_fill(dropped, -1)
-    weights = None
-    if input_weights is not None:
-        if tuple(input_weights.shape) != (tokens, top_k) or not input_weights.is_floating_point():
-            raise InputError(
-                f"input_weights: found {tuple(input_weights.shape)} {input_weights.dtype}, allowed: floating "
-                f"({tokens}, {top_k}) like topk_ids"
-            )
-        weights = input_weights.reshape(-1).to(torch.float32).masked_fill(dropped, 0.0).index_select(0, order)
-    source = torch.div(order, top_k, rounding_mode="floor")
-    return Permutation(
-        source=source, expert_offsets=expert_offsets, slots=slots.view(tokens, top_k), weights_by_row=weights
+    made = out or permutation_buffers(
+        (tokens, top_k), num_experts, ids.device, block_t=block_t, weights=input_weights is not None
     )
+    made.expert_offsets.copy_(torch.searchsorted(keys, experts))
+    made.slots.view(-1).scatter_(0, order, rows).masked_fill_(dropped, -1)
+    made.source.copy_(torch.div(order, top_k, rounding_mode="floor"))
+    if input_weights is not None and made.weights_by_row is not None:
+        weights = input_weights.reshape(-1).to(torch.float32).masked_fill(dropped, 0.0)
+        torch.index_select(weights, 0, order, out=made.weights_by_row)
+    for tiles in made.tiles:
+        _list_tiles(made.expert_offsets, tiles)
+    return made
+
+
+def permute_on_device(
+    topk_ids: Tensor,
+    num_experts: int,
+    *,
+    input_weights: Tensor | None = None,
+    block_t: tuple[int, ...] = (),
+    out: Permutation | None = None,
+) -> Permutation:
+    """Do ``permute`` with kernels: one launch up to 1024 assignments, three above."""
+    # Imported here: Triton exists for Linux alone, and everything but a launch works without it.
+    from ..kernels import permute as kernels
+
+    tokens, top_k = topk_ids.shape
+    rows, carried = tokens * top_k, input_weights is not None
+    ids = topk_ids.contiguous()
+    weights = ids if input_weights is None else input_weights.contiguous()
+    made = out or permutation_buffers((tokens, top_k), num_experts, ids.device, block_t=block_t, weights=carried)
+    by_row = made.source if made.weights_by_row is None else made.weights_by_row
+    block_e = power_of_two(num_experts, 16)
+    lists, sizes = [made.source] * 4, [0, 0]
+    for index, tiles in enumerate(made.tiles):
+        lists[2 * index : 2 * index + 2] = tiles.expert, tiles.row
+        sizes[index] = tiles.block_t
+    counts = [tiles.row.numel() for tiles in made.tiles] + [0] * (2 - len(made.tiles))
+    listed = {"BLOCK_E": block_e, "BLOCK_T_A": sizes[0], "BLOCK_T_B": sizes[1]}
+    scatter = (made.source, made.slots, by_row)
+    if made.scratch is None:
+        block = power_of_two(rows, 16)
+        single: Any = kernels.permute_kernel
+        single[(1,)](
+            ids, weights, made.source, made.slots, made.expert_offsets, by_row, *lists,
+            rows, top_k, num_experts, *counts, BLOCK=block, **listed, WEIGHTS=carried,
+            num_warps=4 if block <= 256 else 8,
+        )  # fmt: skip
+        return made
+    blocks = -(-rows // _BLOCK)
+    keys, histograms, bases, dropped = made.scratch.split([blocks * _BLOCK, *[blocks * block_e] * 2, blocks])
+    sort: Any = kernels.block_sort_kernel
+    sort[(blocks,)](ids, keys, histograms, rows, num_experts, BLOCK=_BLOCK, BLOCK_E=block_e, num_warps=8)
+    scan: Any = kernels.column_scan_kernel
+    scan[(1,)](
+        histograms, bases, dropped, made.expert_offsets, *lists, rows, num_experts, *counts, blocks,
+        BLOCK=_BLOCK, **listed, CHUNK=max(8, min(64, 8192 // block_e)), num_warps=16,
+    )  # fmt: skip
+    put: Any = kernels.scatter_kernel
+    put[(blocks * (_BLOCK // _PART),)](
+        keys, bases, dropped, weights, *scatter, rows, top_k, num_experts,
+        BLOCK=_BLOCK, BLOCK_E=block_e, PART=_PART, WEIGHTS=carried, num_warps=4,
+    )  # fmt: skip
+    return made
+
+
+def _list_tiles(expert_offsets: Tensor, tiles: TileRows) -> None:
+    """Write ``tiles`` from ``expert_offsets [E+1]``: an expert's rows in steps of ``block_t``, by expert."""
+    needed = (expert_offsets.diff() + tiles.block_t - 1).div(tiles.block_t, rounding_mode="floor")
+    last = needed.cumsum(0)
+    tile = torch.arange(tiles.row.numel(), device=last.device)
+    owner = torch.searchsorted(last, tile, right=True)
+    found = owner < last.numel()
+    safe = owner.clamp(max=last.numel() - 1)
+    row = expert_offsets[safe] + (tile - (last - needed)[safe]) * tiles.block_t
+    tiles.expert.copy_(torch.where(found, owner, -1))
+    tiles.row.copy_(torch.where(found, row, 0))
+
+
+def _check(ids: Tensor, num_experts: int, weights: Tensor | None, block_t: tuple[int, ...]) -> None:
+    if ids.dim() != 2 or ids.shape[1] < 1 or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise InputError(f"topk_ids: found {tuple(ids.shape)} {ids.dtype}, allowed: [T, K >= 1] integers")
+    if num_experts < 1:
+        raise InputError(f"num_experts: found {num_experts}, allowed: at least 1")
+    if weights is not None and (tuple(weights.shape) != tuple(ids.shape) or not weights.is_floating_point()):
+        raise InputError(
+            f"input_weights: found {tuple(weights.shape)} {weights.dtype}, allowed: floating "
+            f"{tuple(ids.shape)} like topk_ids"
+        )
+    if len(block_t) > 2 or min(block_t, default=1) < 1:
+        raise InputError(f"block_t: found {block_t}, allowed: at most two row counts of at least 1")

@@ -14,8 +14,7 @@ import torch
 
 from ..errors import InputError
 from ..types import ACTIVATION_KINDS, ActivationSpec
-from .e4m3_rows import operand
-from .quantize import activation_format
+from .quantize import activation_format, operand
 from .tiles import TileChoice
 
 if TYPE_CHECKING:
@@ -23,12 +22,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from ..types import ContiguousBatch, Problem
     from .grouped_gemm import PackedExperts, PackedMatrix, TileList
     from .tiles import Machine, TileProblem
 
 __all__ = ["CodeScales", "prefill_bytes", "prefill_experts", "prefill_gemm", "prefill_tile"]
 
 _BAND = 128  # weight rows a tile holds twice
+_ROWS = 52  # of an expert, from which on this product is the faster one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +57,7 @@ def prefill_tile(problem: TileProblem, machine: Machine) -> TileChoice | None:
         and problem.block_k * problem.x_bits == 1024
         and problem.experts * problem.parts * problem.n_out < 1 << 31
     )
-    if not fits or problem.rows < 32 * problem.experts:
+    if not fits or problem.rows < _ROWS * problem.experts:
         return None
     return TileChoice(block_n=_BAND, block_t=128, warps=4, stages=4, programs=machine.sms)
 
@@ -79,12 +80,7 @@ def prefill_gemm(
     InputError for rows no tensor descriptor can describe.
     """
     experts, parts, n_out, k_in = packed.shape
-    for name, rows in (("x", x), ("weights", packed.values)):
-        if rows.stride(-2) * rows.element_size() % 16 or rows.stride(-1) != 1 or rows.data_ptr() % 16:
-            raise InputError(
-                f"prefill_gemm: {name} has strides {rows.stride()} of {rows.dtype} at {rows.data_ptr():#x}; rows must "
-                "be dense and start at multiples of 16 bytes; use grouped_gemm"
-            )
+    _check(x, packed, tiles)
     from ..kernels.prefill import prefill_kernel
 
     spec = activation or ActivationSpec()
@@ -124,24 +120,11 @@ def prefill_gemm(
     return out
 
 
-def prefill_experts(
-    x: Tensor,
-    source: Tensor | None,
-    packed: PackedExperts,
-    expert_offsets: Tensor,
-    tiles: TileList,
-    out: Tensor,
-) -> Tensor:
-    """Write both products of every row to ``out [R, H]`` and return it, as ``run_experts`` does.
-
-    x: ``[T, K]``, read at ``source [R]`` int64, or ``[R, K]`` in expert order without it.
-    """
-    name = packed.activations
+def prefill_experts(batch: ContiguousBatch, packed: PackedExperts, tiles: TileList, out: Tensor) -> Tensor:
+    """Write both products of every row to ``out [R, H]`` and return it, as ``run_experts`` does."""
+    name, x, expert_offsets = packed.activations, batch.x, batch.expert_offsets
     wide = packed.gate_up.shape[2]
-    rows, x_scale = operand(x, name)
-    if source is not None:
-        # Codes are gathered, not what they are made of: half the bytes, and every token is quantised once.
-        rows, x_scale = _gathered(rows, source), None if x_scale is None else x_scale.index_select(0, source)
+    rows, x_scale = operand(x, name, source=batch.source, weights=batch.input_weights)
     narrow = name is None or x.dtype == torch.bfloat16
     if name is not None and activation_format(name).group == _BAND:
         middle = torch.empty(out.shape[0], wide, dtype=torch.float8_e4m3fn, device=x.device)
@@ -171,8 +154,14 @@ def prefill_experts(
     return prefill_gemm(middle, packed.down, expert_offsets, tiles, out, x_scale=scale)
 
 
-def prefill_bytes(rows: int, hidden: int, *, codes: bool) -> int:
-    """Return the bytes of the rows in expert order, with the scales of E4M3 codes."""
+def prefill_bytes(problem: Problem, *, codes: bool) -> int:
+    """Return the bytes ``prefill_experts`` takes beside those of the small-batch products: rows in expert order."""
+    spec, capability = problem.spec, problem.device.capability
+    rows, hidden = problem.limits.max_tokens * spec.routing.top_k, spec.expert_hidden_size
+    bits = 8 if codes else 16
+    fits = hidden * bits % 128 == 0 == spec.intermediate_size * bits % 128 and rows >= _ROWS * spec.num_experts
+    if not fits or capability != (9, 0) or not spec.weight_format.startswith("fp8" if codes else ("bf16", "fp16")):
+        return 0
     return rows * (hidden + 4 * -(-hidden // _BAND)) if codes else 2 * rows * hidden
 
 
@@ -210,7 +199,12 @@ def _constants(
     }
 
 
-def _gathered(rows: Tensor, source: Tensor) -> Tensor:
-    # Eight bytes an element where rows allow it: a copy of single bytes is slower.
-    whole = rows.shape[1] * rows.element_size() % 8 == 0 and rows.is_contiguous()
-    return rows.view(torch.int64 if whole else torch.uint8).index_select(0, source).view(rows.dtype)
+def _check(x: Tensor, packed: PackedMatrix, tiles: TileList) -> None:
+    for name, rows in (("x", x), ("weights", packed.values)):
+        if rows.stride(-2) * rows.element_size() % 16 or rows.stride(-1) != 1 or rows.data_ptr() % 16:
+            raise InputError(
+                f"prefill_gemm: {name} has strides {rows.stride()} of {rows.dtype} at {rows.data_ptr():#x}; rows must "
+                "be dense and start at multiples of 16 bytes; use grouped_gemm"
+            )
+    if tiles.used is None:
+        raise InputError("prefill_gemm: the tiles are not counted; list them with tile_list")

@@ -12,8 +12,8 @@ infinity gets a NaN scale and zero codes, hence decodes to NaN throughout: visib
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
@@ -28,14 +28,25 @@ from ..formats.codecs import (
     pack_nibbles,
     unpack_nibbles,
 )
+from .launch import on_device, power_of_two
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ACTIVATION_FORMATS", "ActivationFormat", "QuantizedRows", "activation_format"]
+__all__ = [
+    "ACTIVATION_FORMATS",
+    "ActivationFormat",
+    "QuantizedRows",
+    "activation_format",
+    "operand",
+    "quantize_on_device",
+    "quantize_rows",
+    "row_buffers",
+]
 
 _GLOBAL_FLOOR = 2.0**-117  # times the smallest E4M3 number, 2^-9, this is SMALLEST_SCALE
 _NAN_BYTE = 255  # E8M0
+_FEW_ROWS = 64  # below, a row is spread over more programs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,6 +200,126 @@ def activation_format(name: str) -> ActivationFormat:
             return candidate
     allowed = ", ".join(candidate.name for candidate in ACTIVATION_FORMATS)
     raise InputError(f"activation format: found {name!r}, allowed: {allowed}")
+
+
+def row_buffers(name: str, rows: int, columns: int, device: torch.device) -> QuantizedRows:
+    """Allocate what ``quantize_rows`` writes for ``rows`` rows in the format ``name``, to be passed as ``out``."""
+    form = activation_format(name)
+    made = QuantizedRows(codes=torch.empty(0), shape=(rows, columns))
+    groups = -(-columns // (form.group or columns))
+    if isinstance(form, _Cast):
+        return replace(made, codes=torch.empty(rows, columns, dtype=form.dtype, device=device))
+    if isinstance(form, _NvFp4):
+        return replace(
+            made,
+            codes=torch.empty(rows, -(-columns // 2), dtype=torch.uint8, device=device),
+            scales=torch.empty(rows, groups, dtype=torch.float8_e4m3fn, device=device),
+            global_scale=torch.empty(rows, 1, device=device),
+        )
+    byte = isinstance(form, _Fp8) and form.e8m0
+    return replace(
+        made,
+        codes=torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=device),
+        scales=torch.empty(rows, groups, dtype=torch.uint8 if byte else torch.float32, device=device),
+    )
+
+
+def quantize_rows(
+    x: Tensor,
+    name: str,
+    *,
+    source: Tensor | None = None,
+    weights: Tensor | None = None,
+    out: QuantizedRows | None = None,
+) -> QuantizedRows:
+    """Quantise rows of ``x [T, K]`` (floating) to the format ``name``.
+
+    source: ``[R]`` int64, row r is ``x[source[r]]``; without it rows are those of x. weights: ``[R]`` float32 that
+    multiply the rows first, rounded to x's dtype. out: buffers to write, from ``row_buffers``. On a GPU all of it is
+    one kernel, with the bits of ``ActivationFormat.quantize``. Raises ``InputError`` for wrong shapes or dtypes.
+    """
+    if x.dim() != 2 or x.shape[1] < 1 or not x.is_floating_point():
+        raise InputError(f"quantize to {name}: found {tuple(x.shape)} {x.dtype}, allowed: floating [R, K >= 1]")
+    # FP8 conversions begin with sm_89.
+    if on_device(x, (8, 0) if isinstance(activation_format(name), _Cast) else (8, 9)):
+        return quantize_on_device(x, name, source=source, weights=weights, out=out)
+    rows = activation_format(name).quantize(_weighted(x, source, weights))
+    if out is None:
+        return rows
+    for target, made in ((out.codes, rows.codes), (out.scales, rows.scales), (out.global_scale, rows.global_scale)):
+        if target is not None and made is not None:
+            target.copy_(made)
+    return out
+
+
+def quantize_on_device(
+    x: Tensor,
+    name: str,
+    *,
+    source: Tensor | None = None,
+    weights: Tensor | None = None,
+    out: QuantizedRows | None = None,
+) -> QuantizedRows:
+    """Do ``quantize_rows`` in one pass of a kernel."""
+    form, columns = activation_format(name), x.shape[1]
+    rows = x.shape[0] if source is None else source.numel()
+    made = row_buffers(name, rows, columns, x.device) if out is None else out
+    if rows == 0:
+        return made
+    # Imported here: Triton exists for Linux alone, and everything but a launch works without it.
+    from ..kernels import quantize as kernels
+
+    x = x if x.stride(1) == 1 else x.contiguous()
+    inputs = (x, made.codes if source is None else source, made.codes if weights is None else weights, made.codes)
+    sizes = (rows, columns, x.stride(0))
+    reads = {"GATHER": source is not None, "WEIGHTS": weights is not None}
+    launch: Any
+    if isinstance(form, _NvFp4):
+        block = power_of_two(columns, 32)
+        launch, wide = kernels.nvfp4_kernel, {"BLOCK_C": block, "num_warps": max(1, min(16, block // 512))}
+        groups = _present(name, made.scales).shape[1]
+        launch[(rows,)](
+            *inputs, made.scales, made.global_scale, *sizes, groups, **wide, **reads, ROUND=not x.is_cuda
+        )  # fmt: skip
+        return made
+    few = rows < _FEW_ROWS
+    if form.group == 0 and not isinstance(form, _Cast):
+        block_r, block_c = 1, power_of_two(columns, 32)
+    else:
+        block_r, block_c = (
+            (1, min(256, power_of_two(columns, 128))) if few else (2, min(1024, power_of_two(columns, 128)))
+        )
+    grid = (-(-rows // block_r), -(-columns // block_c))
+    block = {"BLOCK_R": block_r, "BLOCK_C": block_c, "num_warps": max(1, min(16, block_r * block_c // 512))}
+    if isinstance(form, _Fp8):
+        launch = kernels.e4m3_kernel
+        groups = _present(name, made.scales).shape[1]
+        form_args = {"GROUP": form.group or block_c, "POWER": form.power, "BYTE": form.e8m0, "ROUND": not x.is_cuda}
+        launch[grid](*inputs, made.scales, *sizes, groups, **form_args, **block, **reads)
+    else:
+        launch = kernels.cast_kernel
+        launch[grid](*inputs, *sizes, **block, **reads)
+    return made
+
+
+def operand(
+    x: Tensor, name: str | None, *, source: Tensor | None = None, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Return rows of ``x [T, K]`` as a product reads them: codes and scales of a format, or x's dtype and None.
+
+    source and weights as in ``quantize_rows``; without them and without a format x itself is returned.
+    """
+    if name is None:
+        if source is None and weights is None:
+            return x if x.stride(-1) == 1 else x.contiguous(), None
+        name = next(form.name for form in ACTIVATION_FORMATS if isinstance(form, _Cast) and form.dtype == x.dtype)
+    rows = quantize_rows(x, name, source=source, weights=weights)
+    return rows.codes, rows.scales
+
+
+def _weighted(x: Tensor, source: Tensor | None, weights: Tensor | None) -> Tensor:
+    rows = x if source is None else x.index_select(0, source)
+    return rows if weights is None else (rows.float() * weights[:, None]).to(x.dtype)
 
 
 def _check(name: str, x: Tensor) -> Tensor:

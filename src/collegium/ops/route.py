@@ -14,6 +14,8 @@ import torch
 
 from ..errors import InputError, RoutingError
 from ..types import Routing
+from .launch import on_device
+from .route_device import route_on_device, sanitise_on_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,6 +39,7 @@ def route(
     token_ids: Tensor | None = None,
     hash_table: Tensor | None = None,
     checked: bool = False,
+    out: Routing | None = None,
 ) -> Routing:
     """Choose ``spec.top_k`` experts for each token.
 
@@ -46,13 +49,20 @@ def route(
     token_ids: ``[T]`` integers, and hash_table: ``[vocabulary, K]`` integers; needed exactly when
         ``spec.hash_routing`` is set (token_ids alone is ignored otherwise).
     checked: waits for the device and raises on bad values; otherwise a bad row or assignment gets id -1,
-        weight 0.
+        weight 0. On a GPU, unchecked routing is one kernel.
+    out: ids int64 and weights float32, both ``[T, K]`` contiguous, to write instead of fresh memory.
 
     Returns ids in descending order of the (biased) score, ties to the lower id; a hash table keeps its order.
     Raises ``InputError`` for wrong shapes, dtypes or missing arguments in both modes, and, in checked mode,
     ``RoutingError`` for NaN logits, NaN bias, and token ids or table entries out of range or duplicated.
     """
     _check_logits(logits, spec)
+    if spec.hash_routing:
+        _check_look_up(logits, spec, bias, token_ids, hash_table)
+    else:
+        _check_ranking(logits, spec, bias, hash_table)
+    if not checked and on_device(logits):
+        return route_on_device(logits, spec, bias=bias, token_ids=token_ids, hash_table=hash_table, out=out)
     experts = logits.shape[1]
     raw = logits.to(torch.float32)
     finite = raw.clamp(-_LARGEST, _LARGEST)
@@ -60,20 +70,14 @@ def route(
     if checked:
         _refuse_nan_rows(poisoned, "router logits")
     scores = _scores(finite, spec.score)
-    if spec.hash_routing:
-        ids = _look_up(logits, spec, bias, token_ids, hash_table, checked=checked)
-        ids = _drop_bad_ids(ids, experts, checked=checked)
+    if spec.hash_routing and token_ids is not None and hash_table is not None:
+        ids = _drop_bad_ids(_look_up(token_ids, hash_table, checked=checked), experts, checked=checked)
     else:
-        if hash_table is not None:
-            raise InputError(
-                f"route: found a hash_table {_describe(hash_table)}, but spec.hash_routing is False; "
-                "pass hash_table=None or a RoutingSpec with hash_routing=True"
-            )
-        choice = _choice(finite, scores, spec, bias, checked=checked)
+        choice = _choice(finite, scores, bias, checked=checked)
         poisoned = poisoned | choice.isnan().any(dim=1, keepdim=True)
         ids = _select(choice, scores, spec)
     ids = ids.masked_fill(poisoned, -1)
-    return Routing(topk_ids=ids, topk_weights=_weights(finite, scores, ids, spec))
+    return _into(out, ids, _weights(finite, scores, ids, spec))
 
 
 def route_custom(
@@ -103,15 +107,16 @@ def route_custom(
     return sanitise(ids, weights, logits.shape[1], checked=checked)
 
 
-def sanitise(topk_ids: Tensor, topk_weights: Tensor, num_experts: int, *, checked: bool = False) -> Routing:
+def sanitise(
+    topk_ids: Tensor, topk_weights: Tensor, num_experts: int, *, checked: bool = False, out: Routing | None = None
+) -> Routing:
     """Turn foreign ``topk_ids [T, K]`` and ``topk_weights [T, K]`` into a ``Routing`` that cannot do harm.
 
     topk_ids: integers; -1 means "not here" and is always legal. topk_weights: floating, returned as float32.
-    An id outside ``0..num_experts-1``, an id seen in an earlier slot of its row, and a weight that is not
-    finite in
+    An id outside ``0..num_experts-1``, an id seen in an earlier slot of its row, and a weight that is not finite in
     float32 are faults: ``RoutingError`` when checked, otherwise the assignment becomes id -1, weight 0. The
-    weights of the remaining slots are not touched. Raises ``InputError`` for wrong shapes and dtypes in both
-    modes.
+    weights of the remaining slots are not touched. out: as in ``route``. Raises ``InputError`` for wrong shapes and
+    dtypes in both modes.
     """
     _check_ids("topk_ids", topk_ids, 2)
     if tuple(topk_weights.shape) != tuple(topk_ids.shape) or not topk_weights.is_floating_point():
@@ -121,13 +126,23 @@ def sanitise(topk_ids: Tensor, topk_weights: Tensor, num_experts: int, *, checke
         )
     if num_experts < 1:
         raise InputError(f"num_experts: found {num_experts}, allowed: at least 1")
+    if not checked and on_device(topk_ids):
+        return sanitise_on_device(topk_ids, topk_weights, num_experts, out=out)
     ids = _drop_bad_ids(topk_ids.to(torch.int64), num_experts, checked=checked)
     weights = topk_weights.to(torch.float32)
     unusable = (ids >= 0) & ~weights.isfinite()
     if checked:
         _refuse_slots(unusable, topk_weights, "topk_weights", "a finite float32 number")
     ids = ids.masked_fill(unusable, -1)
-    return Routing(topk_ids=ids, topk_weights=weights.masked_fill(ids < 0, 0.0))
+    return _into(out, ids, weights.masked_fill(ids < 0, 0.0))
+
+
+def _into(out: Routing | None, ids: Tensor, weights: Tensor) -> Routing:
+    if out is None:
+        return Routing(topk_ids=ids, topk_weights=weights)
+    out.topk_ids.copy_(ids)
+    out.topk_weights.copy_(weights)
+    return out
 
 
 def _scores(logits: Tensor, score: ScoreFunction) -> Tensor:
@@ -144,19 +159,36 @@ def _scores(logits: Tensor, score: ScoreFunction) -> Tensor:
     return softplus.sqrt().to(torch.float32)
 
 
-def _choice(logits: Tensor, scores: Tensor, spec: RoutingSpec, bias: Tensor | None, *, checked: bool) -> Tensor:
+def _choice(logits: Tensor, scores: Tensor, bias: Tensor | None, *, checked: bool) -> Tensor:
     """Return the values experts are ranked by, ``[T, E]`` float32 in the finite range (NaN where poisoned).
 
     Every score function rises with the logit, so without a bias the logits rank the experts exactly, where
     rounded scores would tie (a float32 sigmoid is 1 for every logit above 17).
     """
+    if bias is None:
+        return logits
+    wide = bias.to(torch.float32)
+    if checked and bool(wide.isnan().any()):
+        first = int(wide.isnan().nonzero()[0, 0])
+        experts = logits.shape[1]
+        raise RoutingError(f"correction bias: expert {first} of {experts} is NaN, allowed: numbers; reload the router")
+    # The clamp keeps a biased score of -inf above the -inf of a masked group.
+    return (scores + wide).clamp(-_LARGEST, _LARGEST)
+
+
+def _check_ranking(logits: Tensor, spec: RoutingSpec, bias: Tensor | None, hash_table: Tensor | None) -> None:
+    if hash_table is not None:
+        raise InputError(
+            f"route: found a hash_table {_describe(hash_table)}, but spec.hash_routing is False; "
+            "pass hash_table=None or a RoutingSpec with hash_routing=True"
+        )
     if not spec.correction_bias:
         if bias is not None:
             raise InputError(
                 f"route: found a bias {_describe(bias)}, but spec.correction_bias is False; "
                 "pass bias=None or a RoutingSpec with correction_bias=True"
             )
-        return logits
+        return
     experts = logits.shape[1]
     if bias is None or tuple(bias.shape) != (experts,) or not bias.is_floating_point():
         found = "None" if bias is None else _describe(bias)
@@ -165,12 +197,6 @@ def _choice(logits: Tensor, scores: Tensor, spec: RoutingSpec, bias: Tensor | No
             "pass the router's correction bias"
         )
     _check_device("bias", bias, logits)
-    wide = bias.to(torch.float32)
-    if checked and bool(wide.isnan().any()):
-        first = int(wide.isnan().nonzero()[0, 0])
-        raise RoutingError(f"correction bias: expert {first} of {experts} is NaN, allowed: numbers; reload the router")
-    # The clamp keeps a biased score of -inf above the -inf of a masked group.
-    return (scores + wide).clamp(-_LARGEST, _LARGEST)
 
 
 def _select(choice: Tensor, scores: Tensor, spec: RoutingSpec) -> Tensor:
@@ -225,16 +251,9 @@ def _weights(logits: Tensor, scores: Tensor, ids: Tensor, spec: RoutingSpec) -> 
     return weights * spec.scale
 
 
-def _look_up(
-    logits: Tensor,
-    spec: RoutingSpec,
-    bias: Tensor | None,
-    token_ids: Tensor | None,
-    hash_table: Tensor | None,
-    *,
-    checked: bool,
-) -> Tensor:
-    """Return ``hash_table[token_ids]``, ``[T, K]`` int64, with -1 for token ids outside the table."""
+def _check_look_up(
+    logits: Tensor, spec: RoutingSpec, bias: Tensor | None, token_ids: Tensor | None, hash_table: Tensor | None
+) -> None:
     if bias is not None:
         raise InputError(
             f"route: found a bias {_describe(bias)} with hash routing, which looks experts up and ranks "
@@ -257,6 +276,11 @@ def _look_up(
         raise InputError(f"hash_table: found {_describe(hash_table)}, allowed: [vocabulary >= 1, top_k={spec.top_k}]")
     _check_device("token_ids", token_ids, logits)
     _check_device("hash_table", hash_table, logits)
+
+
+def _look_up(token_ids: Tensor, hash_table: Tensor, *, checked: bool) -> Tensor:
+    """Return ``hash_table[token_ids]``, ``[T, K]`` int64, with -1 for token ids outside the table."""
+    vocabulary = hash_table.shape[0]
     wanted = token_ids.to(torch.int64)
     outside = (wanted < 0) | (wanted >= vocabulary)
     if checked and bool(outside.any()):

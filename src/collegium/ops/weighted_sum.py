@@ -5,55 +5,121 @@ Shape letters: T tokens, K experts per token, R rows, H width.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import InputError
+from .launch import on_device, power_of_two
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["weighted_sum"]
+__all__ = ["weighted_sum", "weighted_sum_on_device"]
 
 
-def weighted_sum(rows: Tensor, slots: Tensor, weights: Tensor, out_dtype: torch.dtype) -> Tensor:
+def weighted_sum(
+    rows: Tensor,
+    slots: Tensor,
+    weights: Tensor | None,
+    out_dtype: torch.dtype,
+    *,
+    shared: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     """Return ``y [T, H]`` of ``out_dtype``: ``y[t] = sum over k of weights[t, k] * rows[slots[t, k]]``.
 
     rows: ``[R, H]`` floating. slots: ``[T, K]`` int64 row numbers; one outside ``0..R-1`` (normally -1) is
-    dropped and adds nothing, whatever the rows hold. weights: ``[T, K]`` float32. Starting from +0, slots are
-    added in the order 0..K-1, each product rounded to float32 before it is added to the float32 sum, and the
-    sum is rounded once at the end, so a token's bits do not depend on T.
+    dropped and adds nothing, whatever the rows hold. weights: ``[T, K]`` float32, or None for ones. shared:
+    ``[T, H]`` floating, added last. Starting from +0, slots are added in the order 0..K-1, each product rounded
+    to float32 before it is added to the float32 sum, and the sum is rounded once at the end, so a token's bits do
+    not depend on T. out: written and returned instead of fresh memory.
     Raises ``InputError`` for wrong shapes or dtypes.
     """
     _check(rows, slots, weights, out_dtype)
+    _check_like((slots.shape[0], rows.shape[1]), out_dtype, shared, out)
+    if on_device(rows):
+        return weighted_sum_on_device(rows, slots, weights, out_dtype, shared=shared, out=out)
     count, width = rows.shape
     total = torch.zeros((slots.shape[0], width), dtype=torch.float32, device=rows.device)
-    if count == 0:
-        return total.to(out_dtype)
-    dropped = (slots < 0) | (slots >= count)
-    safe = slots.clamp(0, count - 1)
-    # Two buffers for all slots: fresh memory for each product costs more than the product.
-    gathered = rows.new_empty((slots.shape[0], width))
-    product = gathered if rows.dtype == torch.float32 else torch.empty_like(total)
-    for k in range(slots.shape[1]):
-        torch.index_select(rows, 0, safe[:, k], out=gathered)
-        # Two operations on purpose: a fused multiply-add would skip the rounding of the product.
-        torch.mul(gathered, weights[:, k, None], out=product)
-        # The sum starts from +0 and so is never -0: adding +0 leaves its bits alone.
-        total.add_(product.masked_fill_(dropped[:, k, None], 0.0))
-    return total.to(out_dtype)
+    if count:
+        dropped = (slots < 0) | (slots >= count)
+        safe = slots.clamp(0, count - 1)
+        # Two buffers for all slots: fresh memory for each product costs more than the product.
+        gathered = rows.new_empty((slots.shape[0], width))
+        product = gathered if rows.dtype == torch.float32 else torch.empty_like(total)
+        for k in range(slots.shape[1]):
+            torch.index_select(rows, 0, safe[:, k], out=gathered)
+            # Two operations on purpose: a fused multiply-add would skip the rounding of the product.
+            if weights is not None:
+                torch.mul(gathered, weights[:, k, None], out=product)
+            elif product is not gathered:
+                product.copy_(gathered)
+            # The sum starts from +0 and so is never -0: adding +0 leaves its bits alone.
+            total.add_(product.masked_fill_(dropped[:, k, None], 0.0))
+    if shared is not None:
+        total.add_(shared)
+    return total.to(out_dtype) if out is None else out.copy_(total)
 
 
-def _check(rows: Tensor, slots: Tensor, weights: Tensor, out_dtype: torch.dtype) -> None:
+def weighted_sum_on_device(
+    rows: Tensor,
+    slots: Tensor,
+    weights: Tensor | None,
+    out_dtype: torch.dtype,
+    *,
+    shared: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Do ``weighted_sum`` in one pass of a kernel."""
+    from ..kernels.weighted_sum import weighted_sum_kernel
+
+    count, width = rows.shape
+    tokens, top_k = slots.shape
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    shared = shared if shared is None or shared.stride(1) == 1 else shared.contiguous()
+    made = torch.empty(tokens, width, dtype=out_dtype, device=rows.device) if out is None else out
+    if tokens == 0:
+        return made
+    # Small batches spread a token over more programs.
+    block = min(power_of_two(width, 32), 1024 if tokens >= 64 else 256)
+    launch: Any = weighted_sum_kernel
+    launch[(-(-width // block), tokens)](
+        rows,
+        slots.contiguous(),
+        slots if weights is None else weights.contiguous(),
+        rows if shared is None else shared,
+        made,
+        count,
+        width,
+        rows.stride(0),
+        0 if shared is None else shared.stride(0),
+        TOP_K=top_k,
+        BLOCK=block,
+        WEIGHTS=weights is not None,
+        SHARED=shared is not None,
+        num_warps=max(1, min(4, block // 256)),
+        enable_fp_fusion=False,
+    )
+    return made
+
+
+def _check(rows: Tensor, slots: Tensor, weights: Tensor | None, out_dtype: torch.dtype) -> None:
     if rows.dim() != 2 or not rows.is_floating_point():
         raise InputError(f"rows: found {tuple(rows.shape)} {rows.dtype}, allowed: [R, H] of a floating dtype")
     if slots.dim() != 2 or slots.dtype != torch.int64:
         raise InputError(f"slots: found {tuple(slots.shape)} {slots.dtype}, allowed: [T, K] int64, as permute() makes")
-    if tuple(weights.shape) != tuple(slots.shape) or weights.dtype != torch.float32:
+    if weights is not None and (tuple(weights.shape) != tuple(slots.shape) or weights.dtype != torch.float32):
         raise InputError(
             f"weights: found {tuple(weights.shape)} {weights.dtype}, allowed: float32 of shape "
             f"{tuple(slots.shape)}, one for each slot"
         )
     if not out_dtype.is_floating_point:
         raise InputError(f"out_dtype: found {out_dtype}, allowed: a floating dtype")
+
+
+def _check_like(shape: tuple[int, int], out_dtype: torch.dtype, shared: Tensor | None, out: Tensor | None) -> None:
+    if shared is not None and (tuple(shared.shape) != shape or not shared.is_floating_point()):
+        raise InputError(f"shared: found {tuple(shared.shape)} {shared.dtype}, allowed: floating {shape}")
+    if out is not None and (tuple(out.shape) != shape or out.dtype != out_dtype or not out.is_contiguous()):
+        raise InputError(f"out: found {tuple(out.shape)} {out.dtype}, allowed: contiguous {shape} {out_dtype}")

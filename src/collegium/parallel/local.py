@@ -21,10 +21,10 @@ __all__ = ["Local", "LocalHandle"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalHandle:
-    """What ``combine`` needs: the row of each assignment ``[T, K]`` and the weights it is multiplied by."""
+    """What ``combine`` needs: the row of each assignment ``[T, K]`` and the weights it is multiplied by, or None."""
 
     slots: Tensor
-    weights: Tensor
+    weights: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,16 +34,26 @@ class Local:
     num_experts: int
     weight_on_input: bool = False
 
-    def dispatch(self, x: Tensor, routing: Routing) -> tuple[ContiguousBatch, LocalHandle]:
-        """Sort the assignments of ``x [T, H]`` by expert; reads nothing on the host."""
-        carried = routing.topk_weights if self.weight_on_input else None
-        order = permute(routing.topk_ids, self.num_experts, input_weights=carried)
-        batch = ContiguousBatch(
-            x=x, source=order.source, expert_offsets=order.expert_offsets, input_weights=order.weights_by_row
-        )
-        weights = torch.ones_like(routing.topk_weights) if self.weight_on_input else routing.topk_weights
-        return batch, LocalHandle(slots=order.slots, weights=weights)
+    def dispatch(
+        self, x: Tensor, routing: Routing, *, block_t: tuple[int, ...] = ()
+    ) -> tuple[ContiguousBatch, LocalHandle]:
+        """Sort the assignments of ``x [T, H]`` by expert; reads nothing on the host.
 
-    def combine(self, rows: Tensor, handle: LocalHandle) -> Tensor:
-        """Return ``[T, H]`` float32: the weighted rows of each token summed in slot order."""
-        return weighted_sum(rows, handle.slots, handle.weights, torch.float32)
+        block_t: row counts whose token tiles the batch is to bring.
+        """
+        carried = routing.topk_weights if self.weight_on_input else None
+        order = permute(routing.topk_ids, self.num_experts, input_weights=carried, block_t=block_t)
+        batch = ContiguousBatch(
+            x=x,
+            source=order.source,
+            expert_offsets=order.expert_offsets,
+            input_weights=order.weights_by_row,
+            tiles=order.tiles,
+        )
+        return batch, LocalHandle(slots=order.slots, weights=None if self.weight_on_input else routing.topk_weights)
+
+    def combine(
+        self, rows: Tensor, handle: LocalHandle, *, dtype: torch.dtype = torch.float32, shared: Tensor | None = None
+    ) -> Tensor:
+        """Return ``[T, H]``: the weighted rows of each token summed in slot order, plus ``shared``, rounded once."""
+        return weighted_sum(rows, handle.slots, handle.weights, dtype, shared=shared)

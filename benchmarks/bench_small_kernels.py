@@ -1,0 +1,108 @@
+"""Time the kernels around the grouped products inside a CUDA graph, beside their torch references.
+
+Median microseconds of a launch among many in one graph, and GB/s of the bytes each must move.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from typing import TYPE_CHECKING
+
+import torch
+
+from collegium.ops import launch, permute, quantize, route, weighted_sum
+from collegium.types import RoutingSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SHAPES = {"dsv3": (7168, 256, 8), "qwen3": (2048, 128, 8)}
+MODULES = (permute, quantize, route, weighted_sum)
+
+
+def timed(call: Callable[[], object], *, inner: int = 20, outer: int = 7) -> float:
+    """Return the median microseconds of one ``call``, ``inner`` of them in a graph."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(inner):
+            call()
+    graph.replay()
+    found: list[float] = []
+    for _ in range(outer):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        found.append(start.elapsed_time(stop) * 1000 / inner)
+    return statistics.median(found)
+
+
+def cases(shape: str, tokens: int) -> dict[str, tuple[Callable[[], object], float]]:
+    """Return the calls of one shape and the bytes each must move."""
+    hidden, experts, top_k = SHAPES[shape]
+    device = torch.device("cuda")
+    torch.manual_seed(tokens)
+    logits = torch.randn(tokens, experts, device=device)
+    spec = RoutingSpec(
+        top_k=top_k, score="sigmoid", groups=8, kept_groups=4, group_score="top2_sum", correction_bias=True, scale=2.5
+    )
+    plain = RoutingSpec(top_k=top_k)
+    bias = torch.randn(experts, device=device)
+    chosen = route.route(logits, plain)
+    small = chosen.topk_ids.int()
+    order = permute.permute(chosen.topk_ids, experts)
+    x = torch.randn(tokens, hidden, device=device).bfloat16()
+    rows = torch.randn(tokens * top_k, hidden, device=device).bfloat16()
+    assigned = tokens * top_k
+    table: dict[str, tuple[Callable[[], object], float]] = {
+        "route_softmax": (lambda: route.route(logits, plain), tokens * (4 * experts + 12 * top_k)),
+        "route_grouped": (lambda: route.route(logits, spec, bias=bias), tokens * (4 * experts + 12 * top_k)),
+        "sanitise": (lambda: route.sanitise(small, chosen.topk_weights, experts), assigned * 20),
+        "permute": (lambda: permute.permute(small, experts), assigned * 20),
+        "permute_tiles": (lambda: permute.permute(small, experts, block_t=(16, 64)), assigned * 20),
+        "combine": (
+            lambda: weighted_sum.weighted_sum(rows, order.slots, chosen.topk_weights, torch.bfloat16),
+            2.0 * hidden * (assigned + tokens),
+        ),
+    }
+    for name, width in (("fp8_group128", 1.03), ("fp8_token", 1.0), ("mxfp8", 1.03), ("nvfp4", 0.5625)):
+        table[name] = (lambda name=name: quantize.quantize_rows(x, name), tokens * hidden * (2 + width))
+    table["fp8_group128_gathered"] = (
+        lambda: quantize.quantize_rows(x, "fp8_group128", source=order.source),
+        hidden * (2 * tokens + 1.03 * assigned),
+    )
+    return table
+
+
+def main() -> int:
+    """Print one line a case: microseconds, GB/s and the torch reference's microseconds."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, nargs="*", default=[1, 32, 128, 512, 8192])
+    parser.add_argument("--no-reference", action="store_true")
+    asked = parser.parse_args()
+    print("shape,tokens,op,us,GB/s,torch us")
+    for shape in SHAPES:
+        for tokens in asked.tokens:
+            for name, (call, moved) in cases(shape, tokens).items():
+                mine = timed(call)
+                other = float("nan")
+                if not asked.no_reference:
+                    kept = launch.on_device
+                    for module in MODULES:
+                        module.on_device = lambda *_: False
+                    other = timed(call, inner=2, outer=3)
+                    for module in MODULES:
+                        module.on_device = kept
+                print(f"{shape},{tokens},{name},{mine:.2f},{moved / mine / 1000:.0f},{other:.1f}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""Rows to codes and scales in one pass, bit for bit as ``ops/quantize.py`` defines them.
+
+Rows may be read through an index and multiplied by a weight each, so gathering, weighting and quantising are one
+pass over memory.
+"""
+
+import triton
+import triton.language as tl
+
+__all__ = ["cast_kernel", "e4m3_kernel", "nvfp4_kernel"]
+
+_INFINITY = tl.constexpr(0x7F800000)
+
+
+@triton.jit
+def _load(
+    x, source, weights, row, column, rows, columns, x_stride, GATHER: tl.constexpr, WEIGHTS: tl.constexpr
+):  # fmt: skip
+    """Return rows as float32 ``[rows, columns]``, weighted and rounded to their dtype, 0 outside."""
+    live = row < rows
+    at = row
+    if GATHER:
+        at = tl.load(source + row, mask=live, other=0)
+    inside = live[:, None] & (column < columns)[None, :]
+    stored = tl.load(x + at[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
+    if WEIGHTS:
+        weight = tl.load(weights + row, mask=live, other=0.0)
+        stored = (stored.to(tl.float32) * weight[:, None]).to(stored.dtype)
+    return stored.to(tl.float32)
+
+
+@triton.jit
+def _to_e4m3(value, dtype: tl.constexpr, ROUND: tl.constexpr):
+    """Convert values of at most 448, to nearest even. ROUND: rounded here, which the interpreter gets wrong."""
+    if ROUND:
+        bits = value.to(tl.int32, bitcast=True)
+        size = bits & 0x7FFFFFFF
+        # To three bits of mantissa, and below 2^-6 to a multiple of 2^-9, by adding and taking away 1.5 * 2^14.
+        normal = (size + 0x7FFFF + ((size >> 20) & 1)) & -0x100000
+        small = ((tl.abs(value) + 24576.0) - 24576.0).to(tl.int32, bitcast=True)
+        rounded = tl.where(size < 0x3C800000, small, normal) | (bits & -0x80000000)
+        value = rounded.to(tl.float32, bitcast=True)
+    return value.to(dtype)
+
+
+@triton.jit
+def cast_kernel(
+    x, source, weights, codes, rows, columns, x_stride,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, GATHER: tl.constexpr, WEIGHTS: tl.constexpr,
+):  # fmt: skip
+    """Write rows in the dtype of codes ``[rows, columns]``."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    value = _load(x, source, weights, row, column, rows, columns, x_stride, GATHER, WEIGHTS)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    tl.store(codes + row[:, None] * columns + column[None, :], value.to(codes.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def e4m3_kernel(
+    x, source, weights, codes, scales, rows, columns, x_stride, groups,
+    GROUP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, POWER: tl.constexpr, BYTE: tl.constexpr,
+    GATHER: tl.constexpr, WEIGHTS: tl.constexpr, ROUND: tl.constexpr,
+):  # fmt: skip
+    """Write codes ``[rows, columns]`` and scales ``[rows, groups]``; BLOCK_C is whole groups.
+
+    A group with NaN or infinity gets zero codes and a NaN scale. POWER: the scale is the least power of two that
+    saturates nothing; BYTE: stored as its E8M0 byte.
+    """
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    value = _load(x, source, weights, row, column, rows, columns, x_stride, GATHER, WEIGHTS)
+    value = tl.reshape(value, [BLOCK_R, BLOCK_C // GROUP, GROUP])
+    # As integers, magnitudes order like numbers, with infinity and every NaN above them.
+    most = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2)
+    finite = most < _INFINITY
+    most = tl.where(finite, most, 0)
+    if POWER:
+        # 448 is 1.75 * 2^8: the exponent drops by 8, and rises by one for a mantissa above 1.75.
+        byte = (most >> 23) - 8 + ((most & 0x7FFFFF) > 0x600000).to(tl.int32)
+        byte = tl.maximum(byte, 1)
+        scale = (byte << 23).to(tl.float32, bitcast=True)
+    else:
+        byte = most
+        scale = tl.maximum(tl.div_rn(most.to(tl.float32, bitcast=True), 448.0), 1.1754943508222875e-38)
+    scaled = tl.where(finite[:, :, None], value * tl.div_rn(1.0, scale)[:, :, None], 0.0)
+    scaled = tl.reshape(tl.minimum(tl.maximum(scaled, -448.0), 448.0), [BLOCK_R, BLOCK_C])
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    found = _to_e4m3(scaled, codes.dtype.element_ty, ROUND)
+    tl.store(codes + row[:, None] * columns + column[None, :], found, mask=inside)
+    group = tl.program_id(1) * (BLOCK_C // GROUP) + tl.arange(0, BLOCK_C // GROUP)
+    held = (row < rows)[:, None] & (group < groups)[None, :]
+    stored = tl.where(finite, byte, 255).to(tl.uint8) if BYTE else tl.where(finite, scale, float("nan"))
+    tl.store(scales + row[:, None] * groups + group[None, :], stored, mask=held)
+
+
+@triton.jit
+def nvfp4_kernel(
+    x, source, weights, codes, scales, global_scales, rows, columns, x_stride, groups,
+    BLOCK_C: tl.constexpr, GATHER: tl.constexpr, WEIGHTS: tl.constexpr, ROUND: tl.constexpr,
+):  # fmt: skip
+    """Write E2M1 codes two a byte, E4M3 scales of 16 columns and float32 scales of a row; a program owns a row."""
+    index = tl.program_id(0).to(tl.int64)
+    row = index + tl.arange(0, 1)
+    column = tl.arange(0, BLOCK_C)
+    value = _load(x, source, weights, row, column, rows, columns, x_stride, GATHER, WEIGHTS)
+    value = tl.reshape(value, [BLOCK_C // 16, 16])
+    most = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    row_most = tl.max(most, 0)
+    finite = row_most < _INFINITY
+    amax = tl.where(finite, most, 0).to(tl.float32, bitcast=True)
+    row_amax = tl.where(finite, row_most, 0).to(tl.float32, bitcast=True)
+    # 2688 is 6 * 448; the floor times the smallest E4M3 number is the smallest normal float32.
+    global_scale = tl.maximum(tl.div_rn(row_amax, 2688.0), 6.018531076210112e-36)
+    scale = tl.div_rn(amax, tl.full([BLOCK_C // 16], 6.0, tl.float32) * global_scale)
+    scale = _to_e4m3(tl.minimum(tl.maximum(scale, 0.001953125), 448.0), scales.dtype.element_ty, ROUND)
+    factor = tl.div_rn(1.0, scale.to(tl.float32) * global_scale)
+    scaled = tl.where(finite, value * factor[:, None], 0.0)
+    size = tl.abs(scaled)
+    # Middles between 0, 0.5, 1, 1.5, 2, 3, 4 and 6; one that belongs to an even code above it counts as above.
+    code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32)
+    code += (size >= 1.75).to(tl.int32) + (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32)
+    code += (size > 5.0).to(tl.int32)
+    code |= (scaled.to(tl.int32, bitcast=True) >> 28) & 8
+    low, high = tl.split(tl.reshape(code, [BLOCK_C // 2, 2]))
+    pair = tl.arange(0, BLOCK_C // 2)
+    width = (columns + 1) // 2
+    tl.store(codes + index * width + pair, (low | (high << 4)).to(tl.uint8), mask=pair < width)
+    group = tl.arange(0, BLOCK_C // 16)
+    tl.store(scales + index * groups + group, scale, mask=group < groups)
+    tl.store(global_scales + index, tl.where(finite, global_scale, float("nan")))

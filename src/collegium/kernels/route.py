@@ -1,0 +1,167 @@
+"""Router logits to expert ids and weights, a token a program; and foreign routings made harmless.
+
+Scores are evaluated in float64 and rounded once to float32, as ``ops/route.py`` defines them.
+"""
+
+import triton
+import triton.language as tl
+
+__all__ = ["route_kernel", "sanitise_kernel"]
+
+_LOWEST = tl.constexpr(-2147483648)  # below the key of every float
+SOFTMAX, TOPK_SOFTMAX, SIGMOID, SQRT_SOFTPLUS = (tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3))
+
+
+@triton.jit
+def _key(value):
+    """Return int32 keys that order like the floats; the two zeros have one key."""
+    bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _value(key):
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _score(logit, valid, SCORE: tl.constexpr):
+    """Score finite logits ``[N]``; for topk_softmax the logits, normalised after the choice."""
+    if SCORE == TOPK_SOFTMAX:
+        return logit
+    wide = logit.to(tl.float64)
+    if SCORE == SOFTMAX:
+        wide = tl.where(valid, wide, float("-inf"))
+        raised = tl.exp(wide - tl.max(wide, 0))
+        return (raised / tl.sum(raised, 0)).to(tl.float32)
+    if SCORE == SIGMOID:
+        return (1.0 / (1.0 + tl.exp(-wide))).to(tl.float32)
+    # log1p(u) = log(w) * u / (w - 1) with w = 1 + u rounded: the error of w cancels.
+    u = tl.exp(-tl.abs(wide))
+    w = 1.0 + u
+    ratio = tl.log(w) * (u / tl.where(w == 1.0, 1.0, w - 1.0))
+    return tl.sqrt(tl.maximum(wide, 0.0) + tl.where(w == 1.0, u, ratio)).to(tl.float32)
+
+
+@triton.jit
+def _keep_groups(
+    key, basis, valid, groups, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, KEPT: tl.constexpr, TOP2: tl.constexpr
+):  # fmt: skip
+    """Return keys with those outside the KEPT best groups lowered to the key of minus infinity."""
+    inner = tl.reshape(tl.where(valid, basis, _LOWEST), [BLOCK_G, BLOCK_S])
+    best = tl.max(inner, 1)
+    if TOP2:
+        place = tl.arange(0, BLOCK_S)[None, :]
+        first = tl.min(tl.where(inner == best[:, None], place, BLOCK_S), 1)
+        second = tl.max(tl.where(place == first[:, None], _LOWEST, inner), 1)
+        # A group of one expert has no second.
+        total = _value(best) + tl.where(second == _LOWEST, 0.0, _value(second))
+        best = _key(total)
+    group = tl.arange(0, BLOCK_G)
+    best = tl.where(group < groups, best, _LOWEST)
+    kept = group < 0
+    for _ in tl.static_range(KEPT):
+        most = tl.max(best, 0)
+        chosen = tl.min(tl.where(best == most, group, BLOCK_G), 0)
+        kept = kept | (group == chosen)
+        best = tl.where(group == chosen, _LOWEST, best)
+    inside = tl.reshape(tl.broadcast_to(kept[:, None], [BLOCK_G, BLOCK_S]), [BLOCK_G * BLOCK_S])
+    return tl.where(inside, key, _key(tl.full([BLOCK_G * BLOCK_S], float("-inf"), tl.float32)))
+
+
+@triton.jit
+def route_kernel(
+    logits, bias, token_ids, hash_table, ids, weights,
+    experts, groups, group_size, vocabulary, logits_stride, bias_stride, token_stride, eps, scale,
+    SCORE: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
+    KEPT: tl.constexpr, TOP2: tl.constexpr, BIAS: tl.constexpr, HASH: tl.constexpr, RENORM: tl.constexpr,
+):  # fmt: skip
+    """Write ids ``[T, K]`` int64 (-1: dropped) and weights ``[T, K]`` float32 of one token.
+
+    BLOCK_G * BLOCK_S lanes hold the experts group by group. KEPT 0: no groups.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK_G * BLOCK_S)
+    place = lane % BLOCK_S
+    expert = (lane // BLOCK_S) * group_size + place
+    valid = (place < group_size) & (lane // BLOCK_S < groups)
+    raw = tl.load(logits + token * logits_stride + expert, mask=valid, other=0.0).to(tl.float32)
+    poisoned = tl.max((raw != raw).to(tl.int32), 0) > 0
+    # A NaN row is dropped whole; zeros in its place keep it from anything odd until then.
+    raw = tl.where(raw == raw, raw, 0.0)
+    finite = tl.minimum(tl.maximum(raw, -3.4028234663852886e38), 3.4028234663852886e38)
+    score = _score(finite, valid, SCORE)
+    slot = tl.arange(0, BLOCK_K)
+    if HASH:
+        wanted = tl.load(token_ids + token * token_stride).to(tl.int64)
+        known = (wanted >= 0) & (wanted < vocabulary)
+        row = tl.where(known, wanted, 0)
+        table = tl.load(hash_table + row * TOP_K + slot, mask=slot < TOP_K, other=0).to(tl.int64)
+        table = tl.where(known & (slot < TOP_K) & (table >= 0) & (table < experts), table, -1).to(tl.int32)
+    else:
+        choice = finite
+        if BIAS:
+            choice = score + tl.load(bias + expert * bias_stride, mask=valid, other=0.0).to(tl.float32)
+            poisoned = poisoned | (tl.max((valid & (choice != choice)).to(tl.int32), 0) > 0)
+            choice = tl.minimum(tl.maximum(choice, -3.4028234663852886e38), 3.4028234663852886e38)
+        key = _key(choice)
+        if KEPT:
+            basis = key
+            if TOP2 and not BIAS:
+                basis = _key(score)
+            key = _keep_groups(key, basis, valid, groups, BLOCK_G, BLOCK_S, KEPT, TOP2)
+        key = tl.where(valid, key, _LOWEST)
+    found = tl.full([BLOCK_K], -1, tl.int32)
+    weight = tl.zeros([BLOCK_K], tl.float32)
+    for k in tl.static_range(TOP_K):
+        if HASH:
+            chosen = tl.max(tl.where(slot == k, table, -1), 0)
+            repeated = tl.max((found == chosen).to(tl.int32), 0) > 0
+            chosen = tl.where(repeated, -1, chosen)
+        else:
+            most = tl.max(key, 0)
+            chosen = tl.min(tl.where(key == most, expert, 0x7FFFFFFF), 0)
+            key = tl.where(expert == chosen, _LOWEST, key)
+        chosen = tl.where(poisoned, -1, chosen)
+        found = tl.where(slot == k, chosen, found)
+        weight = tl.where(slot == k, tl.sum(tl.where(valid & (expert == chosen), score, 0.0), 0), weight)
+    if SCORE == TOPK_SOFTMAX:
+        wide = tl.where(found >= 0, weight.to(tl.float64), float("-inf"))
+        most = tl.max(wide, 0)
+        raised = tl.where(found >= 0, tl.exp(wide - tl.where(most == float("-inf"), 0.0, most)), 0.0)
+        total_raised = tl.sum(raised, 0)
+        weight = (raised / tl.where(total_raised == 0.0, 1.0, total_raised)).to(tl.float32)
+    if RENORM:
+        # Slot order, one add at a time.
+        total = tl.sum(tl.where(slot == 0, weight, 0.0), 0)
+        for k in tl.static_range(1, TOP_K):
+            total = total + tl.sum(tl.where(slot == k, weight, 0.0), 0)
+        total = total + eps
+        weight = tl.where(total == 0.0, 0.0, tl.div_rn(weight, tl.zeros([BLOCK_K], tl.float32) + total))
+    written = slot < TOP_K
+    tl.store(ids + token * TOP_K + slot, found.to(tl.int64), mask=written)
+    tl.store(weights + token * TOP_K + slot, weight * scale, mask=written)
+
+
+@triton.jit
+def sanitise_kernel(
+    topk_ids, topk_weights, ids, weights, tokens, experts, id_stride, weight_stride,
+    TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """Write ids int64 and weights float32 ``[T, K]``, -1 and 0 for out-of-range, repeated and non-finite ones."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    slot = tl.arange(0, BLOCK_K)
+    inside = (row < tokens)[:, None] & (slot < TOP_K)[None, :]
+    found = tl.load(topk_ids + row[:, None] * id_stride + slot[None, :], mask=inside, other=0)
+    weight = tl.load(topk_weights + row[:, None] * weight_stride + slot[None, :], mask=inside, other=0.0)
+    weight = weight.to(tl.float32)
+    # Compared in the width of the ids: a wide id must not become a small one.
+    kept = inside & (found >= 0) & (found < experts)
+    expert = tl.where(kept, found.to(tl.int32), -1)
+    earlier = (slot[None, :] < slot[:, None])[None, :, :]
+    same = (expert[:, :, None] == expert[:, None, :]) & earlier
+    repeated = tl.max(same.to(tl.int32), 2) > 0
+    kept = kept & (repeated == 0) & (tl.abs(weight) < float("inf"))
+    at = row[:, None] * TOP_K + slot[None, :]
+    tl.store(ids + at, tl.where(kept, expert, -1).to(tl.int64), mask=inside)
+    tl.store(weights + at, tl.where(kept, weight, 0.0), mask=inside)

@@ -1,0 +1,44 @@
+"""Expert rows back to their tokens: weight, add in slot order, round once."""
+
+import triton
+import triton.language as tl
+
+__all__ = ["weighted_sum_kernel"]
+
+
+@triton.jit
+def weighted_sum_kernel(
+    rows,
+    slots,
+    weights,
+    shared,
+    out,
+    count,
+    width,
+    row_stride,
+    shared_stride,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    SHARED: tl.constexpr,
+):
+    """Write ``out [T, width]``; a program owns BLOCK columns of one token.
+
+    Compiled without fused multiply-adds: each product is rounded to float32 before it is added.
+    """
+    token = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    total = tl.zeros([BLOCK], tl.float32)
+    for k in tl.static_range(TOP_K):
+        slot = tl.load(slots + token * TOP_K + k)
+        kept = (slot >= 0) & (slot < count)
+        value = tl.load(rows + slot * row_stride + column, mask=inside & kept, other=0.0).to(tl.float32)
+        if WEIGHTS:
+            # The weight of a dropped slot may be anything.
+            value = value * tl.where(kept, tl.load(weights + token * TOP_K + k), 0.0)
+        # The sum starts from +0 and so is never -0: adding +0 leaves its bits alone.
+        total = total + value
+    if SHARED:
+        total = total + tl.load(shared + token * shared_stride + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,103 @@
+"""Launches of the routing kernels; ``route`` states the rules and checks the arguments.
+
+Shape letters: T tokens, K experts per token, E experts.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..types import SCORE_FUNCTIONS, Routing
+from .launch import power_of_two
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..types import RoutingSpec
+
+__all__ = ["route_on_device", "routing_buffers", "sanitise_on_device"]
+
+
+def routing_buffers(shape: tuple[int, int], device: torch.device) -> Routing:
+    """Allocate what ``route`` and ``sanitise`` write for ``shape`` (T, K), to be passed as ``out``."""
+    return Routing(
+        topk_ids=torch.empty(shape, dtype=torch.int64, device=device), topk_weights=torch.empty(shape, device=device)
+    )
+
+
+def route_on_device(
+    logits: Tensor,
+    spec: RoutingSpec,
+    *,
+    bias: Tensor | None = None,
+    token_ids: Tensor | None = None,
+    hash_table: Tensor | None = None,
+    out: Routing | None = None,
+) -> Routing:
+    """Do ``route`` unchecked, in one kernel; the arguments must be those ``route`` accepts."""
+    # Imported here: Triton exists for Linux alone, and everything but a launch works without it.
+    from ..kernels.route import route_kernel
+
+    tokens, experts = logits.shape
+    made = routing_buffers((tokens, spec.top_k), logits.device) if out is None else out
+    if tokens == 0:
+        return made
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    groups = spec.groups if spec.groups > 1 and not spec.hash_routing else 1
+    block_g, block_s = power_of_two(groups), power_of_two(experts // groups)
+    block_s = max(block_s, 32 // block_g)
+    launch: Any = route_kernel
+    launch[(tokens,)](
+        logits,
+        logits if bias is None else bias,
+        logits if token_ids is None else token_ids,
+        logits if hash_table is None else hash_table.contiguous(),
+        made.topk_ids,
+        made.topk_weights,
+        experts,
+        groups,
+        experts // groups,
+        1 if hash_table is None else hash_table.shape[0],
+        logits.stride(0),
+        1 if bias is None else bias.stride(0),
+        1 if token_ids is None else token_ids.stride(0),
+        float(spec.renormalise_eps),
+        float(spec.scale),
+        SCORE=SCORE_FUNCTIONS.index(spec.score),
+        TOP_K=spec.top_k,
+        BLOCK_K=power_of_two(spec.top_k),
+        BLOCK_G=block_g,
+        BLOCK_S=block_s,
+        KEPT=spec.kept_groups if groups > 1 else 0,
+        TOP2=spec.group_score == "top2_sum",
+        BIAS=bias is not None,
+        HASH=spec.hash_routing,
+        RENORM=spec.renormalise,
+        num_warps=max(1, min(4, block_g * block_s // 256)),
+        enable_fp_fusion=False,
+    )
+    return made
+
+
+def sanitise_on_device(
+    topk_ids: Tensor, topk_weights: Tensor, num_experts: int, *, out: Routing | None = None
+) -> Routing:
+    """Do ``sanitise`` unchecked, in one kernel."""
+    from ..kernels.route import sanitise_kernel
+
+    tokens, top_k = topk_ids.shape
+    made = routing_buffers((tokens, top_k), topk_ids.device) if out is None else out
+    if made.topk_ids.numel() == 0:
+        return made
+    ids = topk_ids if topk_ids.stride(1) == 1 else topk_ids.contiguous()
+    weights = topk_weights if topk_weights.stride(1) == 1 else topk_weights.contiguous()
+    block_k = power_of_two(top_k)
+    block_r = min(power_of_two(tokens), max(1, 256 // block_k))
+    launch: Any = sanitise_kernel
+    launch[(-(-tokens // block_r),)](
+        ids, weights, made.topk_ids, made.topk_weights, tokens, num_experts, ids.stride(0), weights.stride(0),
+        TOP_K=top_k, BLOCK_K=block_k, BLOCK_R=block_r, num_warps=4,
+    )  # fmt: skip
+    return made

@@ -1,0 +1,229 @@
+"""The kernels around the grouped products, in Triton's interpreter, bit for bit against their torch references."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from collegium.errors import InputError
+from collegium.ops.permute import permutation_buffers, permute, permute_on_device
+from collegium.ops.quantize import operand, quantize_on_device, quantize_rows, row_buffers
+from collegium.ops.route import route, sanitise
+from collegium.ops.route_device import route_on_device, routing_buffers, sanitise_on_device
+from collegium.ops.weighted_sum import weighted_sum, weighted_sum_on_device
+from collegium.types import Routing, RoutingSpec
+
+if torch.cuda.is_available():
+    pytest.skip("tests/gpu makes these comparisons on the device", allow_module_level=True)
+pytest.importorskip("triton")
+
+# The interpreter computes with numpy, which warns of the overflows these tests are about.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+V3 = RoutingSpec(
+    top_k=4,
+    score="sigmoid",
+    renormalise_eps=1e-20,
+    groups=4,
+    kept_groups=2,
+    group_score="top2_sum",
+    scale=2.5,
+    correction_bias=True,
+)
+SPECS = {
+    "softmax": RoutingSpec(top_k=2),
+    "not_renormalised": RoutingSpec(top_k=8, renormalise=False),
+    "topk_softmax": RoutingSpec(top_k=4, score="topk_softmax", renormalise=False),
+    "topk_softmax_renormalised": RoutingSpec(top_k=4, score="topk_softmax"),
+    "max_groups": RoutingSpec(top_k=6, renormalise=False, groups=4, kept_groups=2, scale=16.0),
+    "top2_groups": V3,
+    "top2_without_bias": replace(V3, correction_bias=False),
+    "max_with_bias": replace(V3, group_score="max"),
+    "sqrt_softplus": RoutingSpec(top_k=6, score="sqrt_softplus", renormalise_eps=1e-20, correction_bias=True),
+    "biased_logits": RoutingSpec(top_k=3, score="topk_softmax", correction_bias=True),
+    "single_expert_groups": RoutingSpec(top_k=3, groups=20, kept_groups=5, group_score="top2_sum"),
+    "five_groups": RoutingSpec(top_k=3, groups=5, kept_groups=2, group_score="top2_sum", score="topk_softmax"),
+}
+
+
+def same_bits(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
+    if left is None or right is None:
+        return left is right
+    if left.dtype == torch.float32:
+        # One NaN is as good as another; zeros keep their sign.
+        left, right = (torch.where(t.isnan(), 1.5, t).view(torch.int32) for t in (left, right))
+    elif left.dtype == torch.float8_e4m3fn:
+        left, right = left.view(torch.uint8), right.view(torch.uint8)
+    return left.dtype == right.dtype and torch.equal(left, right)
+
+
+def same_routing(left: Routing, right: Routing) -> bool:
+    return torch.equal(left.topk_ids, right.topk_ids) and torch.equal(left.topk_weights, right.topk_weights)
+
+
+# The last three take the three kernels of big batches.
+@pytest.mark.parametrize(
+    ("kind", "tokens", "top_k", "experts"),
+    [
+        ("random", 0, 3, 4),
+        ("random", 1, 1, 1),
+        ("random", 23, 6, 17),
+        ("hot", 23, 6, 17),
+        ("dropped", 23, 6, 17),
+        ("random", 20, 8, 512),
+        ("random", 130, 8, 17),
+        ("hot", 300, 4, 60),
+        ("dropped", 130, 8, 17),
+    ],
+)
+def test_order_and_tiles(kind: str, tokens: int, top_k: int, experts: int) -> None:
+    ids = torch.randint(-2, experts + 2, (tokens, top_k))
+    if kind != "random":
+        ids.fill_(-1 if kind == "dropped" else experts - 1)
+    weights = torch.rand(tokens, top_k)
+    asked: dict[str, Any] = {"input_weights": weights, "block_t": (16, 64)}
+    wanted, found = permute(ids, experts, **asked), permute_on_device(ids.int(), experts, **asked)
+    for name in ("source", "expert_offsets", "slots", "weights_by_row"):
+        assert same_bits(getattr(found, name), getattr(wanted, name)), name
+    for left, right in zip(found.tiles, wanted.tiles, strict=True):
+        assert left.block_t == right.block_t
+        assert same_bits(left.expert, right.expert)
+        assert same_bits(left.row, right.row)
+
+
+def test_tiles_cover_every_row_once() -> None:
+    order = permute(torch.randint(-1, 9, (50, 4)), 9, block_t=(16,))
+    seen = torch.zeros(200, dtype=torch.int64)
+    for expert, row in zip(order.tiles[0].expert.tolist(), order.tiles[0].row.tolist(), strict=True):
+        if expert >= 0:
+            seen[row : min(row + 16, int(order.expert_offsets[expert + 1]))] += 1
+            assert row >= order.expert_offsets[expert]
+    assert (seen[: int(order.expert_offsets[-1])] == 1).all()
+    assert (seen[int(order.expert_offsets[-1]) :] == 0).all()
+
+
+def test_wide_ids_do_not_wrap_into_range() -> None:
+    ids = torch.tensor([[2**32 + 1, 1], [-(2**32), 0]])
+    found = permute_on_device(ids, 4)
+    assert found.slots.tolist() == [[-1, 1], [-1, 0]]
+    assert sanitise_on_device(ids, torch.ones(2, 2), 4).topk_ids.tolist() == [[-1, 1], [-1, 0]]
+
+
+@pytest.mark.parametrize("name", ["fp8_group128", "fp8_group128_pow2", "fp8_token", "mxfp8", "nvfp4", "fp32"])
+@pytest.mark.parametrize("columns", [1, 33, 300])
+def test_codes_and_scales(name: str, columns: int) -> None:
+    x = torch.randn(11, columns) * torch.randn(1, columns).exp()
+    x[3], x[7] = 0, -0.0
+    x[4] *= 1e-36
+    x[8] *= 1e30
+    x[5, 0] = torch.nan
+    x[6, columns - 1] = torch.inf
+    x[9] = torch.where(torch.arange(columns) % 2 == 0, 448.0, 1.75)
+    x[10] = 1.75 * 2.0**-20
+    source = torch.randint(0, 11, (30,))
+    for at, scale in ((None, None), (source, torch.rand(30)), (None, torch.rand(11))):
+        wanted = quantize_rows(x, name, source=at, weights=scale)
+        found = quantize_on_device(x, name, source=at, weights=scale)
+        for part in ("codes", "scales", "global_scale"):
+            assert same_bits(getattr(found, part), getattr(wanted, part)), part
+
+
+def test_operand_reads_weighted_rows_in_the_dtype_of_x() -> None:
+    x, source, weights = torch.randn(5, 7).bfloat16(), torch.tensor([4, 4, 0]), torch.tensor([0.5, 3.0, 0.7])
+    rows, scales = operand(x, None, source=source, weights=weights)
+    assert scales is None
+    assert torch.equal(rows, (x[source].float() * weights[:, None]).bfloat16())
+    assert operand(x, None)[0] is x
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "width"), [(1, 1, 7), (13, 5, 90), (70, 3, 300)])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_weighted_sums(tokens: int, top_k: int, width: int, shared: bool, weighted: bool) -> None:
+    rows = torch.randn(tokens * top_k, width) * torch.randn(1, width).exp()
+    slots = torch.randperm(tokens * top_k).view(tokens, top_k)
+    dropped = torch.rand(tokens, top_k) < 0.3
+    rows[slots[dropped]] = torch.nan
+    weights = torch.rand(tokens, top_k).masked_fill(dropped, torch.nan) if weighted else None
+    more = torch.randn(tokens, width) if shared else None
+    slots = torch.where(dropped, torch.where(torch.rand(tokens, top_k) < 0.5, -1, len(rows)), slots)
+    wanted = weighted_sum(rows, slots, weights, torch.float32, shared=more)
+    assert not wanted.isnan().any()
+    assert same_bits(weighted_sum_on_device(rows, slots, weights, torch.float32, shared=more), wanted)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_router(name: str) -> None:
+    spec = SPECS[name]
+    logits = torch.randn(13, 20) * 3
+    logits[3, 4], logits[4, 5], logits[5, 2] = torch.nan, torch.inf, -torch.inf
+    logits[6], logits[8], logits[9], logits[11], logits[12] = 0, torch.inf, -torch.inf, -1e5, 3e38
+    logits[7], logits[10] = -0.0, logits[10].round()
+    logits[7, 3] = 0.0
+    bias = torch.randn(20)
+    tried = [None]
+    if spec.correction_bias:
+        tried = [bias, bias * 0, *(bias.index_fill(0, torch.tensor([2]), odd) for odd in (torch.inf, torch.nan))]
+    for given in tried:
+        assert same_routing(route_on_device(logits, spec, bias=given), route(logits, spec, bias=given))
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "topk_softmax", "sqrt_softplus"])
+def test_router_looks_experts_up(score: Any) -> None:
+    spec = RoutingSpec(top_k=3, score=score, hash_routing=True)
+    table = torch.stack([torch.randperm(20)[:3] for _ in range(50)])
+    table[4, 1], table[5, 2], table[6, 0] = table[4, 0], 20, -3
+    tokens = torch.cat((torch.tensor([4, 5, 6, 50, -1]), torch.randint(0, 50, (4,))))
+    given = {"token_ids": tokens.int(), "hash_table": table}
+    logits = torch.randn(9, 20)
+    assert same_routing(route_on_device(logits, spec, **given), route(logits, spec, **given))
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(0, 2, 3), (1, 1, 3), (7, 4, 17), (40, 8, 9)])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_foreign_routings(tokens: int, top_k: int, experts: int, dtype: torch.dtype) -> None:
+    ids = torch.randint(-2, experts + 2, (tokens, top_k)).to(dtype)
+    weights = torch.randn(tokens, top_k)
+    weights[::3, 0], weights[1::3, -1] = torch.inf, torch.nan
+    for given in (weights, weights.double() * 1e39):
+        assert same_routing(sanitise_on_device(ids, given, experts), sanitise(ids, given, experts))
+
+
+@pytest.mark.parametrize("device_path", [False, True])
+def test_buffers_are_written(device_path: bool) -> None:
+    ids, weights, x = torch.randint(-1, 9, (30, 4)), torch.rand(30, 4), torch.randn(30, 90)
+    order = permutation_buffers((30, 4), 9, ids.device, block_t=(16,), weights=True)
+    routing, rows, out = (
+        routing_buffers((30, 4), ids.device),
+        row_buffers("fp8_group128", 30, 90, x.device),
+        torch.empty(30, 90),
+    )
+    if device_path:
+        assert sanitise_on_device(ids, weights, 9, out=routing) is routing
+        assert permute_on_device(routing.topk_ids, 9, input_weights=weights, block_t=(16,), out=order) is order
+        assert quantize_on_device(x, "fp8_group128", out=rows) is rows
+        assert weighted_sum_on_device(torch.ones(120, 90), order.slots, None, torch.float32, out=out) is out
+    else:
+        assert sanitise(ids, weights, 9, out=routing) is routing
+        assert permute(routing.topk_ids, 9, input_weights=weights, block_t=(16,), out=order) is order
+        assert quantize_rows(x, "fp8_group128", out=rows) is rows
+        assert weighted_sum(torch.ones(120, 90), order.slots, None, torch.float32, out=out) is out
+    assert same_routing(routing, sanitise(ids, weights, 9))
+    assert torch.equal(order.source, permute(routing.topk_ids, 9).source)
+    assert same_bits(rows.scales, quantize_rows(x, "fp8_group128").scales)
+    assert torch.equal(out[:, 0], (order.slots >= 0).sum(1).float())
+
+
+def test_refusals() -> None:
+    with pytest.raises(InputError, match="block_t"):
+        permute(torch.zeros(3, 2, dtype=torch.int64), 4, block_t=(16, 32, 64))
+    rows, slots = torch.ones(4, 5), torch.zeros(2, 2, dtype=torch.int64)
+    with pytest.raises(InputError, match=r"shared: .*\(2, 5\)"):
+        weighted_sum(rows, slots, None, torch.float32, shared=torch.ones(2, 4))
+    with pytest.raises(InputError, match="out: "):
+        weighted_sum(rows, slots, None, torch.float32, out=torch.ones(2, 5, dtype=torch.bfloat16))
+    with pytest.raises(InputError, match="quantize to nvfp4"):
+        quantize_rows(torch.ones(4), "nvfp4")

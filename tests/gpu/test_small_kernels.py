@@ -1,0 +1,209 @@
+"""The kernels around the grouped products, bit for bit against their torch references, on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+from collegium.devices import probe
+from collegium.layer import MoELayer, encode_experts
+from collegium.ops.permute import permutation_buffers, permute
+from collegium.ops.quantize import ACTIVATION_FORMATS, quantize_rows, row_buffers
+from collegium.ops.route import route, sanitise
+from collegium.ops.weighted_sum import weighted_sum
+from collegium.plan import plan
+from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
+from collegium.types import SCORE_FUNCTIONS, MoESpec, Problem, Routing, RoutingSpec
+
+FP8 = torch.cuda.get_device_capability() >= (8, 9)
+NAMES = [f.name for f in ACTIVATION_FORMATS if FP8 or f.name in ("fp32", "bf16", "fp16")]
+
+
+def same_bits(found: torch.Tensor | None, wanted: torch.Tensor | None) -> bool:
+    if found is None or wanted is None:
+        return found is wanted
+    left, right = found.cpu(), wanted
+    if left.dtype in (torch.float32, torch.bfloat16, torch.float16):
+        # One NaN is as good as another; zeros keep their sign.
+        bits = {4: torch.int32, 2: torch.int16}[left.element_size()]
+        left, right = (torch.where(t.isnan(), 1.5, t).view(bits) for t in (left, right))
+    elif left.dtype == torch.float8_e4m3fn:
+        left, right = left.view(torch.uint8), right.view(torch.uint8)
+    return left.dtype == right.dtype and torch.equal(left, right)
+
+
+def ids_of(kind: str, tokens: int, top_k: int, experts: int) -> torch.Tensor:
+    if kind == "dropped":
+        return torch.full((tokens, top_k), -1)
+    if kind == "hot":
+        return torch.full((tokens, top_k), min(7, experts - 1))
+    ids = torch.randint(0, experts, (tokens, top_k))
+    return torch.where(torch.rand(tokens, top_k) < 0.1, torch.randint(-3, experts + 3, ids.shape), ids)
+
+
+@pytest.mark.parametrize("experts", [17, 256, 512])
+@pytest.mark.parametrize("tokens", [0, 1, 33, 128, 129, 8192])
+@pytest.mark.parametrize("kind", ["random", "hot", "dropped"])
+def test_order_and_tiles(kind: str, tokens: int, experts: int) -> None:
+    ids, weights = ids_of(kind, tokens, 8, experts), torch.rand(tokens, 8)
+    asked: dict[str, Any] = {"block_t": (16, 128)}
+    wanted = permute(ids, experts, input_weights=weights, **asked)
+    for dtype in (torch.int64, torch.int32) if tokens == 129 else (torch.int32,):
+        found = permute(ids.to("cuda", dtype), experts, input_weights=weights.cuda(), **asked)
+        for name in ("source", "expert_offsets", "slots", "weights_by_row"):
+            assert same_bits(getattr(found, name), getattr(wanted, name)), name
+        for left, right in zip(found.tiles, wanted.tiles, strict=True):
+            assert same_bits(left.expert, right.expert)
+            assert same_bits(left.row, right.row)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("rows", "columns", "dtype"),
+    [(1, 7168, torch.bfloat16), (23, 336, torch.float32), (300, 33, torch.float16), (1100, 2880, torch.bfloat16)],
+)
+def test_codes_and_scales(name: str, rows: int, columns: int, dtype: torch.dtype) -> None:
+    x = heavy_tailed(rows, columns, seed=3)
+    if rows > 20:
+        x[3], x[8] = 0, -0.0
+        x[4] *= 1e-36
+        x[5, columns // 2] = torch.nan
+        x[6, 0] = torch.inf
+        x[7] = torch.where(torch.arange(columns) % 2 == 0, 448.0, 1.75)
+        x[9] = 1.75 * 2.0**-20
+    x = x.to(dtype)
+    source = torch.randint(0, rows, (rows + 5,))
+    for at, scale in ((None, None), (source, torch.rand(rows + 5))):
+        wanted = quantize_rows(x, name, source=at, weights=scale)
+        moved = [None if t is None else t.cuda() for t in (at, scale)]
+        out = row_buffers(name, wanted.codes.shape[0], columns, torch.device("cuda"))
+        found = quantize_rows(x.cuda(), name, source=moved[0], weights=moved[1], out=out)
+        for part in ("codes", "scales", "global_scale"):
+            assert same_bits(getattr(found, part), getattr(wanted, part)), part
+
+
+@pytest.mark.parametrize(("tokens", "width"), [(1, 7168), (33, 90), (200, 2880), (4096, 2048)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_weighted_sums(tokens: int, width: int, dtype: torch.dtype) -> None:
+    rows = heavy_tailed(tokens * 8, width, seed=5).to(dtype)
+    slots = torch.randperm(tokens * 8).view(tokens, 8)
+    dropped = torch.rand(tokens, 8) < 0.2
+    rows[slots[dropped]] = torch.nan
+    weights = torch.rand(tokens, 8).masked_fill(dropped, torch.nan)
+    slots = slots.masked_fill(dropped, -1)
+    shared = torch.randn(tokens, width).to(dtype)
+    for out_dtype in (torch.float32, dtype):
+        for scale, more in ((weights, None), (None, shared), (weights, shared.float())):
+            wanted = weighted_sum(rows, slots, scale, out_dtype, shared=more)
+            out = torch.full((tokens, width), torch.nan, dtype=out_dtype, device="cuda")
+            moved = [None if t is None else t.cuda() for t in (scale, more)]
+            weighted_sum(rows.cuda(), slots.cuda(), moved[0], out_dtype, shared=moved[1], out=out)
+            assert same_bits(out, wanted)
+
+
+GROUPED = {"groups": 8, "kept_groups": 4}
+
+
+@pytest.mark.parametrize("score", SCORE_FUNCTIONS)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(
+    ("experts", "options"),
+    [
+        (17, {"top_k": 4}),
+        (128, {"top_k": 8, "renormalise": False}),
+        (256, {"top_k": 8, "group_score": "top2_sum", "scale": 2.5, "renormalise_eps": 1e-20, **GROUPED}),
+        (160, {"top_k": 6, "group_score": "max", **GROUPED}),
+        (1024, {"top_k": 10}),
+    ],
+)
+def test_router(score: Any, biased: bool, experts: int, options: dict[str, Any]) -> None:
+    spec = RoutingSpec(score=score, correction_bias=biased, **options)
+    logits = heavy_tailed(3000, experts, seed=1) * 2
+    logits[3, 4], logits[4, 5], logits[5, 2] = torch.nan, torch.inf, -torch.inf
+    logits[6], logits[7], logits[8] = 0, torch.inf, -torch.inf
+    logits[9:100] = logits[9:100].round()
+    bias = torch.randn(experts) if biased else None
+    for dtype in (torch.float32, torch.bfloat16) if experts == 128 else (torch.float32,):
+        given = logits.to(dtype)
+        wanted = route(given, spec, bias=bias)
+        found = route(given.cuda(), spec, bias=None if bias is None else bias.cuda())
+        assert same_bits(found.topk_ids, wanted.topk_ids)
+        assert same_bits(found.topk_weights, wanted.topk_weights)
+
+
+def test_router_looks_experts_up() -> None:
+    spec = RoutingSpec(top_k=6, score="sqrt_softplus", hash_routing=True, renormalise_eps=1e-20)
+    table = torch.stack([torch.randperm(256)[:6] for _ in range(999)])
+    table[4, 1], table[5, 2], table[6, 0] = table[4, 0], 256, -3
+    tokens, logits = torch.randint(-5, 1005, (4096,)), torch.randn(4096, 256)
+    for dtype in (torch.int32, torch.int64):
+        given = {"token_ids": tokens.to(dtype), "hash_table": table.to(dtype)}
+        wanted = route(logits, spec, **given)
+        found = route(logits.cuda(), spec, **{name: tensor.cuda() for name, tensor in given.items()})
+        assert same_bits(found.topk_ids, wanted.topk_ids)
+        assert same_bits(found.topk_weights, wanted.topk_weights)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 33, 8192])
+def test_foreign_routings(tokens: int) -> None:
+    ids = torch.randint(-2, 19, (tokens, 6))
+    weights = torch.randn(tokens, 6)
+    weights[torch.rand(tokens, 6) < 0.05] = torch.inf
+    for made in (ids, ids.int(), torch.where(ids == 3, 2**40 + 3, ids)):
+        wanted, found = sanitise(made, weights, 17), sanitise(made.cuda(), weights.cuda(), 17)
+        assert same_bits(found.topk_ids, wanted.topk_ids)
+        assert same_bits(found.topk_weights, wanted.topk_weights)
+
+
+def test_buffers_are_written_and_nothing_waits() -> None:
+    ids = ids_of("random", 300, 8, 64).cuda()
+    made = permutation_buffers((300, 8), 64, ids.device, block_t=(16,), weights=True)
+    weights, logits = torch.rand(300, 8, device="cuda"), torch.randn(300, 64, device="cuda")
+    given = Routing(topk_ids=torch.empty(300, 8, dtype=torch.int64, device="cuda"), topk_weights=weights.clone())
+    spec = RoutingSpec(top_k=8)
+    for _ in range(2):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            sanitise(ids, weights, 64, out=given)
+            order = permute(given.topk_ids, 64, input_weights=weights, block_t=(16,), out=made)
+            rows = quantize_rows(torch.ones(300, 256, device="cuda"), "bf16", source=order.source)
+            weighted_sum(rows.codes, order.slots, weights, torch.bfloat16)
+            route(logits, spec)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert order is made
+
+
+@pytest.mark.parametrize("tokens", [1, 32, 700])
+@pytest.mark.parametrize("on_input", [False, True])
+def test_layer_replays_with_another_routing(tokens: int, on_input: bool) -> None:
+    routing = RoutingSpec(top_k=4, weight_on_input=on_input)
+    spec = MoESpec(hidden_size=336, intermediate_size=176, num_experts=17, routing=routing, weight_format="bf16")
+    problem = Problem(spec=spec, device=probe(torch.device("cuda")))
+    made = encode_experts(random_experts(17, 2, 176, 336, seed=1), "bf16")
+    layer = MoELayer(replace(made, gate_up=made.gate_up.to("cuda"), down=made.down.to("cuda")), plan(problem))
+    x = heavy_tailed(tokens, 336, seed=3).bfloat16().cuda()
+    given = Routing(
+        topk_ids=uneven_ids(tokens, 4, 17, seed=2).int().cuda(), topk_weights=torch.rand(tokens, 4, device="cuda")
+    )
+    layer(x, routing=given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = layer(x, routing=given)
+    for seed in (5, 6):
+        given.topk_ids.copy_(uneven_ids(tokens, 4, 17, seed=seed))
+        given.topk_ids[0, 1] = -1
+        graph.replay()
+        assert torch.equal(replayed, layer(x, routing=given))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        layer(x, routing=given)
+        torch.cuda.synchronize()
+    names = [event.name for event in seen.events() if "kernel" in event.name and "Memcpy" not in event.name]
+    foreign = [name for name in names if "at::" in name or "vectorized" in name]
+    assert not foreign, foreign
