@@ -131,12 +131,12 @@ def test_a_large_batch_gives_the_rows_of_the_small_batch_product(weights: str, a
     problem = Problem(spec=spec, device=DeviceFacts(kind="cuda", capability=(9, 0)), activation_format=act or "bf16")
     kernel = TritonBf16() if weights == "bf16" else TritonFp8()
     packed = kernel.pack(encode_experts(random_experts(3, 2, 144, 272, seed=1, bias=True), weights), problem)
-    ids = uneven_ids(80, 2, 3, seed=2)
+    ids = uneven_ids(90, 2, 3, seed=2)
     ids[0, 0] = -1
-    x = heavy_tailed(80, 272, seed=3).bfloat16()
-    batch, _ = Local(num_experts=3).dispatch(x, Routing(topk_ids=ids, topk_weights=torch.rand(80, 2)))
+    x = heavy_tailed(90, 272, seed=3).bfloat16()
+    batch, _ = Local(num_experts=3).dispatch(x, Routing(topk_ids=ids, topk_weights=torch.rand(90, 2)))
     stop = int(batch.expert_offsets[-1])
-    for weight in (None, torch.rand(160) + 0.5):
+    for weight in (None, torch.rand(180) + 0.5):
         given = replace(batch, input_weights=weight)
         small = kernel.run(given, packed)[:stop]
         large = kernel.run(given, replace(packed, machine=Machine(specialises=True)))[:stop]

@@ -25,7 +25,7 @@ from collegium.testing.compare import heavy_tailed, random_experts, relative_err
 from collegium.types import ActivationSpec, ContiguousBatch, ExpertWeights, MoESpec, Problem, Routing, RoutingSpec
 
 DEVICE = torch.device("cuda")
-LARGE = TileChoice(block_n=128, block_t=128, warps=4, stages=4, programs=132)
+LARGE = TileChoice(block_n=128, block_t=128, warps=8, stages=3, programs=132)
 CASES = (
     ("bf16", "bf16", 0.01),
     ("fp8_block", "fp8_group128", 0.06),
@@ -106,7 +106,7 @@ def test_a_row_does_not_depend_on_the_batch(weights: str, act: str, bound: float
 
     alone = outputs(1)
     assert bool(torch.isfinite(alone).all())
-    for tokens in (9, 130, 220, 221, 333, 1024, 4096):
+    for tokens in (9, 130, 254, 255, 333, 1024, 4096):
         assert torch.equal(outputs(tokens)[:1], alone), tokens
 
 
