@@ -25,7 +25,7 @@ from collegium.testing.compare import heavy_tailed, random_experts, relative_err
 from collegium.types import ActivationSpec, ContiguousBatch, ExpertWeights, MoESpec, Problem, Routing, RoutingSpec
 
 DEVICE = torch.device("cuda")
-LARGE = TileChoice(block_n=128, block_t=128, warps=8, stages=3, programs=132)
+LARGE = TileChoice(block_n=128, block_t=128, warps=4, stages=4, programs=132)
 CASES = (
     ("bf16", "bf16", 0.01),
     ("fp8_block", "fp8_group128", 0.06),
@@ -61,7 +61,7 @@ def build(weights: str, act: str, *, experts: int = 17, wide: int = 176, hidden:
 
 def small(packed: PackedExperts) -> PackedExperts:
     """Return the same experts, which multiply with the small-batch product whatever the batch."""
-    return replace(packed, machine=replace(packed.machine, specialises=False))
+    return replace(packed, machine=replace(packed.machine, copies=False))
 
 
 def dispatched(tokens: int, experts: int, hidden: int, ids: torch.Tensor | None = None) -> ContiguousBatch:
@@ -90,6 +90,8 @@ def test_truth_and_the_bits_of_the_small_batch_product(
     truth = reference.run(batch, reference.pack(made, replace(problem, activation_format="fp32")))[:stop]
     assert relative_error(found, truth) < bound
     assert torch.equal(found, kernel.run(batch, small(packed))[:stop])
+    together = replace(packed, machine=replace(packed.machine, specialises=False))
+    assert torch.equal(found, kernel.run(batch, together)[:stop])
 
 
 @pytest.mark.parametrize(("weights", "act", "bound"), CASES)
@@ -106,7 +108,7 @@ def test_a_row_does_not_depend_on_the_batch(weights: str, act: str, bound: float
 
     alone = outputs(1)
     assert bool(torch.isfinite(alone).all())
-    for tokens in (9, 130, 254, 255, 333, 1024, 4096):
+    for tokens in (9, 130, 237, 238, 333, 1024, 4096):
         assert torch.equal(outputs(tokens)[:1], alone), tokens
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["CodeScales", "prefill_bytes", "prefill_experts", "prefill_gemm", "prefill_tile"]
 
 _BAND = 128  # weight rows a tile holds twice
-_ROWS = 60  # of an expert, from which on this product is the faster one
+_ROWS = 56  # of an expert, from which on this product is the faster one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +50,7 @@ def prefill_tile(problem: TileProblem, machine: Machine) -> TileChoice | None:
     It needs a Hopper GPU, operands of one width, rows of a multiple of 16 bytes, and enough rows for each expert.
     """
     fits = (
-        machine.specialises
+        machine.copies
         and not problem.decoded
         and problem.weight_bits == problem.x_bits
         and problem.k_in * problem.x_bits % 128 == 0
@@ -59,9 +59,9 @@ def prefill_tile(problem: TileProblem, machine: Machine) -> TileChoice | None:
     )
     if not fits or problem.rows < _ROWS * problem.experts:
         return None
-    # With four warps the compiler gives copies and products warps of their own, which takes a quarter less time, but
-    # some tiles Triton 3.6.0 makes that way hold NaN.
-    return TileChoice(block_n=_BAND, block_t=128, warps=8, stages=3, programs=machine.sms)
+    # With four warps the compiler gives copies and products warps of their own; with eight they take turns.
+    warps, stages = (4, 4) if machine.specialises else (8, 3)
+    return TileChoice(block_n=_BAND, block_t=128, warps=warps, stages=stages, programs=machine.sms)
 
 
 def prefill_gemm(

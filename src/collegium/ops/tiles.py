@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
 
 import torch
 
@@ -34,7 +36,8 @@ class Machine:
 
     sms: multiprocessors. shared: bytes of shared memory one of them has for a block. bandwidth: bytes a microsecond.
     rate: bf16 FLOP a microsecond; FP8 runs twice as fast where ``fp8`` says the tensor cores have it.
-    specialises: the compiler gives copies and products warps of their own (Hopper).
+    copies: tiles come by the tensor memory accelerator (Hopper). specialises: the compiler gives copies and products
+    warps of their own, as Triton 3.6 does on Hopper.
     """
 
     sms: int = 132
@@ -42,6 +45,7 @@ class Machine:
     bandwidth: float = 4.33e6
     rate: float = 7.9e8
     fp8: bool = True
+    copies: bool = False
     specialises: bool = False
 
 
@@ -83,7 +87,10 @@ class TileChoice:
 def machine_of(capability: tuple[int, int], sms: int) -> Machine:
     """Return the machine of a CUDA ``capability`` with ``sms`` multiprocessors."""
     shared = _SHARED.get(capability, 227 if capability >= (9, 0) else 99) * 1024
-    return Machine(sms=sms, shared=shared, fp8=capability >= (8, 9), specialises=capability == (9, 0))
+    hopper = capability == (9, 0)
+    # Looked at by its version alone: Triton exists for Linux only, and a plan needs none of it.
+    specialises = hopper and find_spec("triton") is not None and version("triton").startswith("3.6.")
+    return Machine(sms=sms, shared=shared, fp8=capability >= (8, 9), copies=hopper, specialises=specialises)
 
 
 def machine_at(device: torch.device) -> Machine:
