@@ -14,6 +14,7 @@ def tile_list_kernel(
     expert_offsets,
     tile_expert,
     tile_row,
+    used,
     experts,
     tiles,
     BLOCK_T: tl.constexpr,
@@ -22,6 +23,7 @@ def tile_list_kernel(
 ):
     """Write expert (-1: none) and first row of each token tile: an expert's rows in steps of BLOCK_T, by expert.
 
+    used gets the number of tiles that have an expert.
     Every program counts all experts again, which costs less than a second launch.
     """
     expert = tl.arange(0, BLOCK_E)
@@ -40,3 +42,4 @@ def tile_list_kernel(
     written = tile < tiles
     tl.store(tile_expert + tile, tl.where(found, owner, -1), mask=written)
     tl.store(tile_row + tile, row, mask=written)
+    tl.store(used, tl.sum(count, 0), mask=tl.program_id(0) == 0)

@@ -105,12 +105,16 @@ class PackedMatrix:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileList:
-    """expert ``[count]`` int32 (-1: no tile) and first row ``[count]`` int64 of each token tile of ``tile``."""
+    """expert ``[count]`` int32 (-1: no tile) and first row ``[count]`` int64 of each token tile of ``tile``.
+
+    used: ``[1]`` int32, how many tiles have an expert; they stand first. None: not counted.
+    """
 
     expert: Tensor
     row: Tensor
     count: int
     tile: TileChoice
+    used: Tensor | None = None
 
 
 def grouped_gemm_reference(
@@ -149,11 +153,12 @@ def tile_list(expert_offsets: Tensor, rows: int, tile: TileChoice) -> TileList:
     from ..kernels.tiles import tile_list_kernel
 
     expert = empty((count,), torch.int32, expert_offsets.device)
+    used = empty((1,), torch.int32, expert_offsets.device)
     row = empty((count,), torch.int64, expert_offsets.device)
     constants = {"BLOCK_T": tile.block_t, "BLOCK_E": power_of_two(experts, 16), "BLOCK_TILES": _BLOCK_TILES}
     grid = (-(-count // _BLOCK_TILES),)
-    launch(tile_list_kernel, grid, (expert_offsets, expert, row, experts, count), constants)
-    return TileList(expert=expert, row=row, count=count, tile=tile)
+    launch(tile_list_kernel, grid, (expert_offsets, expert, row, used, experts, count), constants)
+    return TileList(expert=expert, row=row, used=used, count=count, tile=tile)
 
 
 def grouped_gemm(

@@ -15,6 +15,7 @@ from ..workspace import empty
 from .grouped_gemm import TileList, grouped_gemm, tile_list
 from .operand import operand
 from .permute import tile_count
+from .prefill import prefill_bytes, prefill_experts, prefill_tile
 from .quantize import activation_format
 from .tiles import TileChoice, choose, nearest
 
@@ -54,7 +55,9 @@ class PackedExperts:
 
     def block_t(self, rows: int) -> tuple[int, ...]:
         """Return the row counts whose token tiles ``run_experts`` will ask for."""
-        return tuple(dict.fromkeys(tile.block_t for tile in chosen_tiles(self, rows))) if rows else ()
+        if rows == 0 or _large(self, rows) is not None:
+            return ()
+        return tuple(dict.fromkeys(tile.block_t for tile in chosen_tiles(self, rows)))
 
 
 def run_experts(batch: ContiguousBatch, packed: PackedExperts) -> Tensor:
@@ -72,8 +75,11 @@ def run_experts(batch: ContiguousBatch, packed: PackedExperts) -> Tensor:
     out = empty((rows, hidden), out_dtype, x.device)
     if rows == 0:
         return out
-    first, second = chosen_tiles(packed, rows)
     offsets = batch.expert_offsets
+    large = _large(packed, rows)
+    if large is not None:
+        return prefill_experts(batch, packed, tile_list(offsets, rows, large), out)
+    first, second = chosen_tiles(packed, rows)
     tiles = _listed(batch, first)
     # A weight belongs to a row, so weighted rows are gathered; others are gathered by the product.
     weighted = batch.input_weights is not None
@@ -125,6 +131,7 @@ def temporary_bytes(problem: Problem, *, codes: bool) -> int:
     total += rows * (12 + 8 + 8 + 4) + 8 * (spec.num_experts + 2) * (2 + rows // 512)
     total += 2 * 12 * tile_count(rows, spec.num_experts, 16)
     total += _product_bytes(problem, rows, spec.intermediate_size, codes) + rows * result * spec.expert_hidden_size
+    total += prefill_bytes(problem, codes=codes)
     if spec.shared is not None:
         wide = spec.shared.intermediate_size
         total += _product_bytes(problem, tokens, wide, codes) + tokens * (result * spec.hidden_size + 24)
@@ -150,6 +157,15 @@ def _listed(batch: ContiguousBatch, tile: TileChoice) -> TileList:
         if made.block_t == tile.block_t:
             return TileList(expert=made.expert, row=made.row, count=made.row.numel(), tile=tile)
     return tile_list(batch.expert_offsets, batch.source.numel(), tile)
+
+
+def _large(packed: PackedExperts, rows: int) -> TileChoice | None:
+    """Return the tile of both products of a large batch, or None where the small-batch product runs."""
+    aligned = packed.gate_up.values.data_ptr() % 16 == 0 == packed.down.values.data_ptr() % 16
+    if packed.tiles is not None or not aligned:
+        return None
+    first, second = packed.problem_of(packed.gate_up, rows), packed.problem_of(packed.down, rows)
+    return prefill_tile(second, packed.machine) and prefill_tile(first, packed.machine)
 
 
 def chosen_tiles(packed: PackedExperts, rows: int) -> tuple[TileChoice, TileChoice]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import product
 
 import torch
@@ -39,7 +41,8 @@ class Machine:
     sms: multiprocessors. shared: bytes of shared memory one of them has for a block. bandwidth: bytes a microsecond.
     rate: bf16 FLOP a microsecond; FP8 runs twice as fast where ``fp8`` says the tensor cores have it. pdl: a kernel
     may start before the one before it has finished. scaled: its tensor cores multiply four-bit weights and E4M3 rows
-    with block scales.
+    with block scales. copies: tiles come by the tensor memory accelerator (Hopper). specialises: the compiler gives
+    copies and products warps of their own, as Triton 3.6 does on Hopper.
     """
 
     sms: int = 132
@@ -49,6 +52,8 @@ class Machine:
     fp8: bool = True
     pdl: bool = True
     scaled: bool = False
+    copies: bool = False
+    specialises: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +84,8 @@ class TileChoice:
 
     block_n: weight rows of an operand. stacked: half of them are gate and half up of the same columns, otherwise
     every part has an operand of its own. block_t: rows. group_t: token tiles that share a pass over the weights.
-    overlap: it may start while the kernel before it ends.
+    overlap: it may start while the kernel before it ends. programs: how many share the tiles, each taking the next in
+    turn; 0: one for each tile.
     """
 
     block_n: int
@@ -89,6 +95,7 @@ class TileChoice:
     group_t: int = 8
     stacked: bool = False
     overlap: bool = False
+    programs: int = 0
 
     @property
     def columns(self) -> int:
@@ -109,12 +116,17 @@ def nearest(tuned: TunedTiles, rows: int) -> TileChoice | None:
 def machine_of(capability: tuple[int, int], sms: int) -> Machine:
     """Return the machine of a CUDA ``capability`` with ``sms`` multiprocessors."""
     shared = _SHARED.get(capability, 227 if capability >= (9, 0) else 99) * 1024
+    hopper = capability == (9, 0)
+    # Looked at by its version alone: Triton exists for Linux only, and a plan needs none of it.
+    specialises = hopper and find_spec("triton") is not None and version("triton").startswith("3.6.")
     return Machine(
         sms=sms,
         shared=shared,
         fp8=capability >= (8, 9),
         pdl=capability >= (9, 0),
         scaled=capability[0] == 10,
+        copies=hopper,
+        specialises=specialises,
     )
 
 

@@ -1,0 +1,376 @@
+"""Grouped matrix product for many rows of each expert, tiles copied by the tensor memory accelerator.
+
+A program takes output tiles in turn, each 128 tokens by two bands of 128 weight rows: gate and up of the same
+channels, or 256 neighbours. On Hopper the compiler splits it into one group of warps that copies and two that
+multiply 64 tokens each, so one multiplies while the other scales its product. The K loop, its blocks and its
+rounding are those of ``grouped_gemm.py``: a row has the same bits through either kernel.
+"""
+
+import triton
+import triton.language as tl
+from triton import set_allocator
+
+from .activation import activate
+
+__all__ = ["prefill_kernel", "set_allocator"]
+
+# No activation follows the product; the other kinds are in activation.py.
+NO_ACTIVATION = tl.constexpr(-1)
+# How the result is stored: as it is, or as E4M3 codes with a scale for each 128 columns, exact or a power of two.
+ROWS = tl.constexpr(0)
+POWER_CODES = tl.constexpr(2)
+
+
+@triton.jit
+def _dot(x, w, acc, ASM: tl.constexpr):
+    if ASM:
+        return tl.dot(x, w, acc)
+    else:
+        # The interpreter multiplies the bit patterns of bfloat16; products of its values are exact in float32.
+        return tl.dot(x.to(tl.float32), w.to(tl.float32), acc, input_precision="ieee")
+
+
+@triton.jit
+def _promoted(product, scale, acc, ASM: tl.constexpr):
+    if ASM:
+        # As an opaque instruction it stays where it stands. The compiler moves its own behind the next product, and
+        # the registers cannot hold two products beside two sums.
+        return tl.inline_asm_elementwise(
+            "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [product, scale, acc], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return acc + product * scale
+
+
+@triton.jit
+def _add_block(acc, x, w, x_scale, scale, SCALE: tl.constexpr, X_SCALE: tl.constexpr, ASM: tl.constexpr):
+    """Add one K block: tokens ``x [BLOCK_T, BLOCK_K]`` times weights ``w [128, BLOCK_K]``."""
+    if SCALE and X_SCALE == 1:
+        return _promoted(_dot(x, w.T, tl.zeros_like(acc), ASM), (scale * x_scale)[:, None], acc, ASM)
+    elif SCALE:
+        return _promoted(_dot(x, w.T, tl.zeros_like(acc), ASM), scale, acc, ASM)
+    elif X_SCALE == 1:
+        return _promoted(_dot(x, w.T, tl.zeros_like(acc), ASM), x_scale[:, None], acc, ASM)
+    else:
+        return _dot(x, w.T, acc, ASM)
+
+
+@triton.jit
+def _finished(
+    acc, per_token, row_scale, bias, at, inside, X_SCALE: tl.constexpr, ROW_SCALE: tl.constexpr, BIAS: tl.constexpr
+):
+    if X_SCALE == 2:
+        acc *= per_token[:, None]
+    if ROW_SCALE:
+        acc *= tl.load(row_scale + at, mask=inside, other=0.0)[None, :]
+    if BIAS:
+        acc += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)[None, :]
+    return acc
+
+
+@triton.jit
+def _scaled(value, POWER: tl.constexpr):
+    """Return float32 ``value [rows, columns]`` over its scales, within 448, and the float32 scales of the rows."""
+    # NaN fails the comparison too.
+    finite = tl.min((tl.abs(value) < float("inf")).to(tl.int32), 1) == 1
+    amax = tl.where(finite, tl.max(tl.where(finite[:, None], tl.abs(value), 0.0), 1), 0.0)
+    if POWER:
+        # 448 is 1.75 * 2^8: the exponent drops by 8, and rises by one for a mantissa above 1.75.
+        bits = amax.to(tl.int32, bitcast=True)
+        byte = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+        scale = (tl.maximum(byte, 1) << 23).to(tl.float32, bitcast=True)
+    else:
+        scale = tl.maximum(tl.div_rn(amax, 448.0), 1.1754943508222875e-38)
+    factor = tl.div_rn(1.0, scale)
+    scaled = tl.where(finite[:, None], value * factor[:, None], 0.0)
+    scaled = tl.minimum(tl.maximum(scaled, -448.0), 448.0)
+    return scaled, tl.where(finite, scale, float("nan"))
+
+
+@triton.jit
+def _store_codes(value, at, at_scale, inside, kept, ROUND: tl.constexpr, CODES: tl.constexpr):
+    if ROUND:
+        value = value.to(tl.bfloat16).to(tl.float32)
+    value = tl.where(inside[None, :], value, 0.0)
+    scaled, scale = _scaled(value, CODES == POWER_CODES)
+    tl.store(at, scaled.to(at.dtype.element_ty), mask=kept[:, None] & inside[None, :])
+    tl.store(at_scale, scale, mask=kept)
+
+
+@triton.jit
+def _write_tile(
+    place,
+    token_tiles,
+    x,
+    weight,
+    x_scale,
+    scale,
+    row_scale,
+    bias,
+    out,
+    out_scale,
+    expert_offsets,
+    tile_expert,
+    tile_row,
+    tile_corner,
+    n_out,
+    scale_rows,
+    limit,
+    alpha,
+    gate_bound,
+    up_bound,
+    SCALE: tl.constexpr,
+    X_SCALE: tl.constexpr,
+    ROW_SCALE: tl.constexpr,
+    BIAS: tl.constexpr,
+    PARTS: tl.constexpr,
+    KIND: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+    CODES: tl.constexpr,
+    ROUND: tl.constexpr,
+    K_BLOCKS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_T: tl.constexpr,
+    STAGES: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Multiply and store one place of the grid: GROUP_T token tiles by all columns, then the next."""
+    BAND: tl.constexpr = 128
+    SPAN: tl.constexpr = BAND if PARTS == 2 else 2 * BAND
+    n_tiles = tl.cdiv(n_out, SPAN)
+    t = tl.arange(0, BLOCK_T)
+    n = tl.arange(0, BAND)
+    group = place // (GROUP_T * n_tiles)
+    width = tl.minimum(token_tiles - group * GROUP_T, GROUP_T)
+    inside = place - group * GROUP_T * n_tiles
+    tile = group * GROUP_T + inside % width
+    n_first = (inside // width) * SPAN
+    expert = tl.load(tile_expert + tile)
+    row_first = tl.load(tile_row + tile).to(tl.int32)
+    # The same number, read again: the compiler moves where the second half of a tile is copied from by its 64 rows,
+    # and would move everything else computed from that number too.
+    corner = tl.load(tile_corner + tile).to(tl.int32)
+    count = tl.minimum(tl.load(expert_offsets + expert + 1).to(tl.int32) - row_first, BLOCK_T)
+
+    first = expert * PARTS * n_out + n_first
+    second = first + (n_out if PARTS == 2 else BAND)
+    # Rows beyond the end read a neighbour's scale; nothing of them is stored.
+    row = row_first + tl.where(t < count, t, 0)
+    band = n_first // BAND
+    s_first = scale + ((expert * PARTS).to(tl.int64) * scale_rows + band) * K_BLOCKS
+    if PARTS == 2:
+        s_second = s_first + scale_rows * K_BLOCKS
+    else:
+        s_second = s_first + (tl.minimum(band + 1, scale_rows - 1) - band) * K_BLOCKS
+    xs = x_scale + row.to(tl.int64) * K_BLOCKS
+    a = tl.zeros((BLOCK_T, BAND), dtype=tl.float32)
+    b = tl.zeros((BLOCK_T, BAND), dtype=tl.float32)
+    for block in tl.range(0, K_BLOCKS, num_stages=STAGES):
+        tokens = x.load([corner, block * BLOCK_K])
+        # Loaded before the products, so that their wait covers it.
+        token_scale = tl.load(xs + block) if X_SCALE == 1 else 1.0
+        scale_a = tl.load(s_first + block) if SCALE else 1.0
+        scale_b = tl.load(s_second + block) if SCALE else 1.0
+        w_a = weight.load([first, block * BLOCK_K])
+        a = _add_block(a, tokens, w_a, token_scale, scale_a, SCALE, X_SCALE, ASM)
+        w_b = weight.load([second, block * BLOCK_K])
+        b = _add_block(b, tokens, w_b, token_scale, scale_b, SCALE, X_SCALE, ASM)
+
+    per_token = tl.load(x_scale + row) if X_SCALE == 2 else 1.0
+    last = n_out - n_first
+    columns_b = n if PARTS == 2 else n + BAND
+    vector = (expert * PARTS).to(tl.int64) * n_out + n_first
+    a = _finished(a, per_token, row_scale, bias, vector + n, n < last, X_SCALE, ROW_SCALE, BIAS)
+    at_b = vector + (n_out if PARTS == 2 else BAND) + n
+    b = _finished(b, per_token, row_scale, bias, at_b, columns_b < last, X_SCALE, ROW_SCALE, BIAS)
+    kept = (t < count)[:, None]
+    at = out + (row_first + t).to(tl.int64)[:, None] * n_out + (n_first + n)[None, :]
+    if PARTS == 2:
+        a = activate(a, b, KIND, HAS_LIMIT, limit, alpha, gate_bound, up_bound)
+    elif KIND != NO_ACTIVATION:
+        a = activate(a, a, KIND, HAS_LIMIT, limit, alpha, gate_bound, up_bound)
+        b = activate(b, b, KIND, HAS_LIMIT, limit, alpha, gate_bound, up_bound)
+    if CODES == ROWS:
+        tl.store(at, a.to(out.dtype.element_ty), mask=kept & (n < last)[None, :])
+        if PARTS == 1:
+            tl.store(at + BAND, b.to(out.dtype.element_ty), mask=kept & (columns_b < last)[None, :])
+    else:
+        groups = tl.cdiv(n_out, BAND)
+        at_scale = out_scale + (row_first + t).to(tl.int64) * groups + band
+        _store_codes(a, at, at_scale, n < last, t < count, ROUND, CODES)
+        if PARTS == 1:
+            _store_codes(b, at + BAND, at_scale + 1, columns_b < last, (t < count) & (last > BAND), ROUND, CODES)
+
+
+@triton.jit
+def _forget_barriers(number, STAGES: tl.constexpr):
+    """Return number, after the barriers at the start of shared memory are invalid and ordered before any copy.
+
+    Triton 3.6.0 makes barriers there that nothing uses and gives their bytes to the first weights. The hardware
+    holds a barrier until it is invalidated and may write it back over what was copied there since.
+    """
+    if STAGES == 3:
+        return tl.inline_asm_elementwise(
+            """{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;
+            @p mbarrier.inval.shared::cta.b64 [global_smem];
+            @p mbarrier.inval.shared::cta.b64 [global_smem+8];
+            @p mbarrier.inval.shared::cta.b64 [global_smem+16];
+            fence.proxy.async.shared::cta; mov.b32 $0, $1; }""",
+            "=r,r", [number], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.static_assert(STAGES == 4)
+        return tl.inline_asm_elementwise(
+            """{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;
+            @p mbarrier.inval.shared::cta.b64 [global_smem];
+            @p mbarrier.inval.shared::cta.b64 [global_smem+8];
+            @p mbarrier.inval.shared::cta.b64 [global_smem+16];
+            @p mbarrier.inval.shared::cta.b64 [global_smem+24];
+            fence.proxy.async.shared::cta; mov.b32 $0, $1; }""",
+            "=r,r", [number], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["expert_offsets"])
+def prefill_kernel(
+    x,
+    weight,
+    x_scale,
+    scale,
+    row_scale,
+    bias,
+    out,
+    out_scale,
+    expert_offsets,
+    tile_expert,
+    tile_row,
+    tile_corner,
+    tiles_used,
+    rows,
+    n_out,
+    k_in,
+    x_stride,
+    n_step,
+    weight_rows,
+    scale_rows,
+    limit,
+    alpha,
+    gate_bound,
+    up_bound,
+    SCALE: tl.constexpr,
+    X_SCALE: tl.constexpr,
+    ROW_SCALE: tl.constexpr,
+    BIAS: tl.constexpr,
+    PARTS: tl.constexpr,
+    KIND: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+    CODES: tl.constexpr,
+    ROUND: tl.constexpr,
+    K_BLOCKS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_T: tl.constexpr,
+    STAGES: tl.constexpr,
+    SPECIALIZE: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Write ``out [R, n_out]``: rows of one expert times its weights, then bias and activation.
+
+    x ``[rows, x_stride]``; weight ``[weight_rows, n_step]``, the rows of all experts and parts; both hold k_in
+    numbers a row and read zero beyond them. x_scale: float32 ``[R, K_BLOCKS]`` (X_SCALE 1) or ``[R, 1]`` (2).
+    scale (SCALE): float32 ``[E, PARTS, scale_rows, K_BLOCKS]``, a factor of 128 weight rows and a K block.
+    row_scale, bias: ``[E, PARTS, n_out]``. tile_corner: tile_row again. tiles_used: one number, how many tiles there
+    are. CODES: out is E4M3 and out_scale float32 ``[R, ceil(n_out / 128)]``; ROUND: what is quantised is rounded to
+    bfloat16 first. Rows from expert_offsets[E] on are not written.
+    """
+    if SPECIALIZE and ASM:
+        # On a number that only the group that copies needs, so the others do without.
+        rows = _forget_barriers(rows, STAGES)
+    # Made here, not by the host: the compiler halves the block of tokens for the two groups, and only a descriptor it
+    # sees being made shrinks with it.
+    x_blocks = tl.make_tensor_descriptor(x, [rows, k_in], [x_stride, 1], [BLOCK_T, BLOCK_K])
+    w_blocks = tl.make_tensor_descriptor(weight, [weight_rows, k_in], [n_step, 1], [128, BLOCK_K])
+    token_tiles = tl.load(tiles_used)
+    places = token_tiles * tl.cdiv(n_out, 128 if PARTS == 2 else 256)
+    if ASM:
+        for place in tl.range(tl.program_id(0), places, tl.num_programs(0), warp_specialize=SPECIALIZE):
+            _write_tile(
+                place,
+                token_tiles,
+                x_blocks,
+                w_blocks,
+                x_scale,
+                scale,
+                row_scale,
+                bias,
+                out,
+                out_scale,
+                expert_offsets,
+                tile_expert,
+                tile_row,
+                tile_corner,
+                n_out,
+                scale_rows,
+                limit,
+                alpha,
+                gate_bound,
+                up_bound,
+                SCALE,
+                X_SCALE,
+                ROW_SCALE,
+                BIAS,
+                PARTS,
+                KIND,
+                HAS_LIMIT,
+                CODES,
+                ROUND,
+                K_BLOCKS,
+                BLOCK_T,
+                BLOCK_K,
+                GROUP_T,
+                STAGES,
+                ASM,
+            )
+    else:
+        # The interpreter takes no bounds of a loop from memory.
+        place = tl.program_id(0)
+        while place < places:
+            _write_tile(
+                place,
+                token_tiles,
+                x_blocks,
+                w_blocks,
+                x_scale,
+                scale,
+                row_scale,
+                bias,
+                out,
+                out_scale,
+                expert_offsets,
+                tile_expert,
+                tile_row,
+                tile_corner,
+                n_out,
+                scale_rows,
+                limit,
+                alpha,
+                gate_bound,
+                up_bound,
+                SCALE,
+                X_SCALE,
+                ROW_SCALE,
+                BIAS,
+                PARTS,
+                KIND,
+                HAS_LIMIT,
+                CODES,
+                ROUND,
+                K_BLOCKS,
+                BLOCK_T,
+                BLOCK_K,
+                GROUP_T,
+                STAGES,
+                ASM,
+            )
+            place += tl.num_programs(0)

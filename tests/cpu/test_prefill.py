@@ -1,0 +1,193 @@
+"""The large-batch product, run by Triton's interpreter on small ugly shapes, against the product of small batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from collegium.errors import InputError
+from collegium.experts.triton_bf16 import TritonBf16
+from collegium.experts.triton_fp8 import TritonFp8
+from collegium.formats import by_name
+from collegium.layer import encode_experts
+from collegium.ops import grouped_gemm as ops
+from collegium.ops.pack import pack_fp8_block, pack_fp8_rows, pack_plain
+from collegium.ops.prefill import CodeScales, prefill_bytes, prefill_gemm, prefill_tile
+from collegium.ops.quantize import activation_format
+from collegium.ops.tiles import Machine, TileChoice, TileProblem, machine_of
+from collegium.parallel.local import Local
+from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
+from collegium.types import (
+    ACTIVATION_KINDS,
+    ActivationSpec,
+    DeviceFacts,
+    Limits,
+    MoESpec,
+    Problem,
+    Routing,
+    RoutingSpec,
+)
+
+if torch.cuda.is_available():
+    pytest.skip("tests/gpu makes these comparisons on the device", allow_module_level=True)
+pytest.importorskip("triton")
+
+SMALL = TileChoice(block_n=128, block_t=128, warps=8, stages=2)
+LARGE = TileChoice(block_n=128, block_t=128, warps=4, stages=3, group_t=2, programs=3)
+COUNTS = (0, 150, 3, 0, 129)
+FORMATS = (
+    ("bf16", None),
+    ("fp8_block", "fp8_group128"),
+    ("fp8_block", "fp8_token"),
+    ("fp8_channel", "fp8_group128_pow2"),
+    ("fp8_channel", "fp8_token"),
+)
+
+
+def matrix(weights: str, parts: int, n_out: int, k_in: int, *, bias: bool) -> Any:
+    values = torch.stack([heavy_tailed(n_out * parts, k_in, seed=5 + e).view(parts, n_out, k_in) for e in range(5)])
+    payload = by_name(weights).encode(values / k_in**0.5)
+    added = torch.randn(5, parts, n_out).bfloat16() if bias else None
+    if weights == "bf16":
+        return pack_plain(payload.values, added)
+    if weights == "fp8_block":
+        return pack_fp8_block(payload, added, native=True)
+    return pack_fp8_rows(payload, added, native=True)
+
+
+def rows_of(act: str | None, k_in: int, count: int = 290) -> tuple[torch.Tensor, torch.Tensor | None]:
+    x = heavy_tailed(count, k_in, seed=3).bfloat16()
+    if act is None:
+        return x, None
+    made = activation_format(act).quantize(x)
+    return made.codes, made.scales
+
+
+@pytest.mark.parametrize(("weights", "act"), FORMATS)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_bits_of_the_small_batch_product(weights: str, act: str | None, parts: int) -> None:
+    packed = matrix(weights, parts, 208, 272, bias=weights != "bf16")
+    x, x_scale = rows_of(act, 272)
+    offsets = torch.tensor([0, *COUNTS]).cumsum(0)
+    activation = ActivationSpec(limit=2.0) if parts == 2 else None
+    outs = []
+    for product, tile in ((ops.grouped_gemm, SMALL), (prefill_gemm, LARGE)):
+        out = torch.full((290, 208), 7.0, dtype=torch.bfloat16)
+        tiles = ops.tile_list(offsets, 290, tile)
+        outs.append(product(x, packed, offsets, tiles, out, x_scale=x_scale, activation=activation))
+    # The interpreter multiplies blocks of other shapes in another order; the bits are compared on a device.
+    assert relative_error(outs[1][:282], outs[0][:282]) < 3e-3
+    assert bool((outs[1][282:] == 7.0).all())
+    assert not bool((outs[1][:282] == 7.0).all(1).any())
+
+
+@pytest.mark.parametrize("kind", ACTIVATION_KINDS)
+def test_every_activation(kind: Any) -> None:
+    activation = ActivationSpec(kind=kind)
+    parts = 1 if kind in ("relu2", "silu", "gelu") else 2
+    packed = matrix("bf16", parts, 136, 64, bias=True)
+    x = rows_of(None, 64)[0] * 0.1
+    offsets = torch.tensor([0, *COUNTS]).cumsum(0)
+    out = torch.empty(290, 136, dtype=torch.float32)
+    prefill_gemm(x, packed, offsets, ops.tile_list(offsets, 290, LARGE), out, activation=activation)
+    wanted = ops.grouped_gemm_reference(x, packed.values, offsets, bias=packed.bias, activation=activation)
+    assert relative_error(out[:282], wanted[:282]) < 1e-5
+
+
+@pytest.mark.parametrize("act", ["fp8_group128", "fp8_group128_pow2"])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_codes_and_scales_of_the_rows_between(act: str, parts: int) -> None:
+    """What leaves the first product as codes is what quantising its rows gives."""
+    packed = matrix("fp8_block", parts, 336, 256, bias=False)
+    x, x_scale = rows_of("fp8_group128", 256)
+    offsets = torch.tensor([0, *COUNTS]).cumsum(0)
+    tiles = ops.tile_list(offsets, 290, LARGE)
+    activation = ActivationSpec(kind="swiglu" if parts == 2 else "relu2")
+    rows = torch.empty(290, 336, dtype=torch.bfloat16)
+    prefill_gemm(x, packed, offsets, tiles, rows, x_scale=x_scale, activation=activation)
+    wanted = activation_format(act).quantize(rows)
+    assert wanted.scales is not None
+    codes, scales = torch.zeros(290, 336, dtype=torch.float8_e4m3fn), torch.zeros(290, 3)
+    made = CodeScales(scale=scales, power=act.endswith("pow2"), rounded=True)
+    prefill_gemm(x, packed, offsets, tiles, codes, x_scale=x_scale, activation=activation, codes=made)
+    assert torch.equal(scales[:282], wanted.scales[:282])
+    # The interpreter rounds to E4M3 toward zero.
+    assert relative_error(codes[:282].float(), wanted.codes[:282].float()) < 0.06
+
+
+@pytest.mark.parametrize(("weights", "act"), [*FORMATS, ("fp8_block", "bf16")])
+def test_a_large_batch_gives_the_rows_of_the_small_batch_product(weights: str, act: str | None) -> None:
+    spec = MoESpec(
+        hidden_size=272,
+        intermediate_size=144,
+        num_experts=3,
+        routing=RoutingSpec(top_k=2),
+        weight_format=weights,
+        expert_bias=True,
+    )
+    problem = Problem(spec=spec, device=DeviceFacts(kind="cuda", capability=(9, 0)), activation_format=act or "bf16")
+    kernel = TritonBf16() if weights == "bf16" else TritonFp8()
+    packed = kernel.pack(encode_experts(random_experts(3, 2, 144, 272, seed=1, bias=True), weights), problem)
+    ids = uneven_ids(90, 2, 3, seed=2)
+    ids[0, 0] = -1
+    x = heavy_tailed(90, 272, seed=3).bfloat16()
+    batch, _ = Local(num_experts=3).dispatch(x, Routing(topk_ids=ids, topk_weights=torch.rand(90, 2)))
+    stop = int(batch.expert_offsets[-1])
+    for weight in (None, torch.rand(180) + 0.5):
+        given = replace(batch, input_weights=weight)
+        small = kernel.run(given, packed)[:stop]
+        large = kernel.run(given, replace(packed, machine=Machine(copies=True)))[:stop]
+        # Codes of the rows between are rounded by Triton's interpreter here and by torch there.
+        assert relative_error(large, small) < (0.06 if act else 3e-3)
+
+
+def product(**changes: Any) -> TileProblem:
+    sizes = {"rows": 65536, "experts": 256, "n_out": 2048, "k_in": 7168, "parts": 2, "block_k": 128}
+    return TileProblem(**(sizes | {"weight_bits": 8, "x_bits": 8, "promoted": True} | changes))
+
+
+def test_which_batches_are_large() -> None:
+    hopper = machine_of((9, 0), 132)
+    tile = prefill_tile(product(), hopper)
+    assert tile is not None
+    assert tile.programs == 132
+    assert (tile.warps, tile.stages) == ((4, 4) if hopper.specialises else (8, 3))
+    plain = prefill_tile(product(), replace(hopper, specialises=False))
+    assert plain is not None
+    assert (plain.warps, plain.stages) == (8, 3)
+    assert prefill_tile(product(block_k=64, weight_bits=16, x_bits=16, k_in=2880), hopper) is not None
+    for refused in (
+        {"rows": 512},
+        {"k_in": 7176},
+        {"x_bits": 16, "decoded": True},
+        {"weight_bits": 4.25, "decoded": True},
+        {"experts": 1 << 20, "rows": 1 << 26},
+    ):
+        assert prefill_tile(product(**refused), hopper) is None, refused
+    for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
+        assert prefill_tile(product(), machine_of(capability, 132)) is None
+
+
+def test_rows_that_start_at_odd_bytes_are_refused() -> None:
+    packed = matrix("fp8_channel", 1, 32, 40, bias=False)
+    x, x_scale = rows_of("fp8_token", 40, 20)
+    offsets = torch.tensor([0, 20, 20, 20, 20, 20])
+    out = torch.empty(20, 32)
+    with pytest.raises(InputError, match=r"multiples of 16 bytes"):
+        prefill_gemm(x, packed, offsets, ops.tile_list(offsets, 20, LARGE), out, x_scale=x_scale)
+
+
+def test_the_workspace_holds_the_rows_in_expert_order() -> None:
+    sizes = {"intermediate_size": 128, "num_experts": 5, "routing": RoutingSpec(top_k=2)}
+    for weights, act, bytes_a_row in (("bf16", "bf16", 512), ("fp8_block", "fp8_group128", 256 + 8)):
+        spec = MoESpec(hidden_size=256, weight_format=weights, **sizes)
+        device = DeviceFacts(kind="cuda", capability=(9, 0))
+        problem = Problem(spec=spec, device=device, limits=Limits(max_tokens=500), activation_format=act)
+        assert prefill_bytes(problem, codes=act != "bf16") == 1000 * bytes_a_row
+        few = replace(problem, limits=Limits(max_tokens=9))
+        other = replace(problem, device=replace(device, capability=(10, 0)))
+        odd = replace(problem, spec=replace(spec, intermediate_size=90))
+        assert [prefill_bytes(p, codes=act != "bf16") for p in (few, other, odd)] == [0, 0, 0]

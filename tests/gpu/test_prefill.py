@@ -1,0 +1,206 @@
+"""The large-batch product on a Hopper GPU: truth, the bits of the small-batch product, graphs and ugly sizes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+    pytest.skip("needs a Hopper GPU", allow_module_level=True)
+
+from collegium.devices import probe
+from collegium.experts.reference import Reference
+from collegium.experts.triton_bf16 import TritonBf16
+from collegium.experts.triton_fp8 import TritonFp8
+from collegium.layer import encode_experts
+from collegium.ops.grouped_gemm import PackedMatrix, grouped_gemm_reference, tile_list
+from collegium.ops.operand import operand
+from collegium.ops.prefill import CodeScales, prefill_gemm, prefill_tile
+from collegium.ops.products import PackedExperts
+from collegium.ops.tiles import TileChoice
+from collegium.parallel.local import Local
+from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
+from collegium.types import ActivationSpec, ContiguousBatch, ExpertWeights, MoESpec, Problem, Routing, RoutingSpec
+
+DEVICE = torch.device("cuda")
+LARGE = TileChoice(block_n=128, block_t=128, warps=4, stages=4, programs=132)
+CASES = (
+    ("bf16", "bf16", 0.01),
+    ("fp8_block", "fp8_group128", 0.06),
+    ("fp8_block", "fp8_group128_pow2", 0.06),
+    ("fp8_block", "fp8_token", 0.06),
+    ("fp8_channel", "fp8_group128", 0.06),
+    ("fp8_channel", "fp8_token", 0.06),
+    ("fp8_tensor", "fp8_token", 0.06),
+)
+
+
+def build(weights: str, act: str, *, experts: int = 17, wide: int = 176, hidden: int = 336) -> tuple[Any, ...]:
+    spec = MoESpec(
+        hidden_size=hidden,
+        intermediate_size=wide,
+        num_experts=experts,
+        routing=RoutingSpec(top_k=4),
+        activation=ActivationSpec(limit=2.0),
+        weight_format=weights,
+        expert_bias=True,
+    )
+    problem = Problem(spec=spec, device=probe(DEVICE), activation_format=act)
+    kernel = TritonBf16() if weights == "bf16" else TritonFp8()
+    made = encode_experts(random_experts(experts, 2, wide, hidden, seed=1, bias=True), weights)
+    made = ExpertWeights(
+        gate_up=made.gate_up.to("cuda"),
+        down=made.down.to("cuda"),
+        gate_up_bias=None if made.gate_up_bias is None else made.gate_up_bias.cuda(),
+        down_bias=None if made.down_bias is None else made.down_bias.cuda(),
+    )
+    return kernel, kernel.pack(made, problem), made, problem
+
+
+def small(packed: PackedExperts) -> PackedExperts:
+    """Return the same experts, which multiply with the small-batch product whatever the batch."""
+    return replace(packed, machine=replace(packed.machine, copies=False))
+
+
+def dispatched(tokens: int, experts: int, hidden: int, ids: torch.Tensor | None = None) -> ContiguousBatch:
+    x = heavy_tailed(tokens, hidden, seed=3).bfloat16().cuda()
+    chosen = uneven_ids(tokens, 4, experts, seed=2).cuda() if ids is None else ids
+    routing = Routing(topk_ids=chosen, topk_weights=torch.rand(tokens, 4, device="cuda"))
+    return Local(num_experts=experts).dispatch(x, routing)[0]
+
+
+@pytest.mark.parametrize(("weights", "act", "bound"), CASES)
+@pytest.mark.parametrize("sizes", [(17, 176, 336), (16, 1408, 2880)])
+def test_truth_and_the_bits_of_the_small_batch_product(
+    weights: str, act: str, bound: float, sizes: tuple[int, int, int]
+) -> None:
+    experts, wide, hidden = sizes
+    kernel, packed, made, problem = build(weights, act, experts=experts, wide=wide, hidden=hidden)
+    ids = uneven_ids(600, 4, experts, seed=2).cuda()
+    ids[1, 1] = -1
+    ids[ids == 3] = -1  # an empty expert
+    batch = dispatched(600, experts, hidden, ids)
+    rows, stop = batch.source.numel(), int(batch.expert_offsets[-1])
+    bits, groups = (16, False) if weights == "bf16" else (8, act != "fp8_token")
+    assert prefill_tile(packed.gate_up.problem(rows, bits, groups), packed.machine) is not None
+    found = kernel.run(batch, packed)[:stop]
+    reference = Reference()
+    truth = reference.run(batch, reference.pack(made, replace(problem, activation_format="fp32")))[:stop]
+    assert relative_error(found, truth) < bound
+    assert torch.equal(found, kernel.run(batch, small(packed))[:stop])
+    together = replace(packed, machine=replace(packed.machine, specialises=False))
+    assert torch.equal(found, kernel.run(batch, together)[:stop])
+
+
+@pytest.mark.parametrize(("weights", "act", "bound"), CASES)
+def test_a_row_does_not_depend_on_the_batch(weights: str, act: str, bound: float) -> None:
+    kernel, packed, _, _ = build(weights, act, wide=256, hidden=512)
+    x = heavy_tailed(4096, 512, seed=3).bfloat16().cuda()
+    ids = uneven_ids(4096, 4, 17, seed=2).cuda()
+    weight = torch.rand(4096, 4, device="cuda")
+    local = Local(num_experts=17)
+
+    def outputs(tokens: int) -> torch.Tensor:
+        batch, handle = local.dispatch(x[:tokens], Routing(topk_ids=ids[:tokens], topk_weights=weight[:tokens]))
+        return local.combine(kernel.run(batch, packed), handle)
+
+    alone = outputs(1)
+    assert bool(torch.isfinite(alone).all())
+    for tokens in (9, 130, 237, 238, 333, 1024, 4096):
+        assert torch.equal(outputs(tokens)[:1], alone), tokens
+
+
+@pytest.mark.parametrize(("weights", "act"), [("bf16", "bf16"), ("fp8_block", "fp8_group128")])
+def test_one_hot_expert_and_graph_replay_with_another_routing(weights: str, act: str) -> None:
+    kernel, packed, _, _ = build(weights, act)
+    local = Local(num_experts=17)
+    x = heavy_tailed(300, 336, seed=3).bfloat16().cuda()
+    weight = torch.rand(300, 4, device="cuda")
+    ids = uneven_ids(300, 4, 17, seed=2).cuda()
+
+    def layer(experts: PackedExperts) -> torch.Tensor:
+        batch, handle = local.dispatch(x, Routing(topk_ids=ids, topk_weights=weight))
+        return local.combine(kernel.run(batch, experts), handle)
+
+    layer(packed)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = layer(packed)
+    for seed in (5, 6):
+        ids.copy_(uneven_ids(300, 4, 17, seed=seed))
+        if seed == 6:
+            ids[:, 1:] = -1
+            ids[:, 0] = 11
+        graph.replay()
+        assert torch.equal(replayed, layer(small(packed)))
+
+
+def test_nothing_waits_for_the_device() -> None:
+    kernel, packed, _, _ = build("fp8_block", "fp8_group128")
+    batch = dispatched(300, 17, 336)
+    kernel.run(batch, packed)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        kernel.run(batch, packed)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_nan_token_stays_in_its_rows() -> None:
+    for weights, act in (("bf16", "bf16"), ("fp8_block", "fp8_group128")):
+        kernel, packed, _, _ = build(weights, act)
+        batch = dispatched(300, 17, 336)
+        stop = int(batch.expert_offsets[-1])
+        clean = kernel.run(batch, packed)
+        x = batch.x.clone()
+        x[3, 5] = torch.nan
+        found = kernel.run(replace(batch, x=x), packed)
+        hit = (batch.source == 3)[:stop]
+        assert bool(torch.isnan(found[:stop][hit]).all())
+        assert torch.equal(found[:stop][~hit], clean[:stop][~hit])
+
+
+@pytest.mark.parametrize("act", ["fp8_group128", "fp8_group128_pow2"])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_codes_and_scales_of_the_rows_between(act: str, parts: int) -> None:
+    """What leaves the first product as codes is what quantising its rows gives, bit for bit."""
+    codes = torch.randn(3, parts, 336, 512, device="cuda").to(torch.float8_e4m3fn)
+    scale = torch.rand(3, parts, 3, 4, device="cuda") * 0.1
+    packed = PackedMatrix(
+        values=codes, shape=(3, parts, 336, 512), weight=2, block_k=128, bits=8, scale_kind=1, scale=scale
+    )
+    x, x_scale = operand(heavy_tailed(300, 512, seed=3).bfloat16().cuda(), "fp8_group128")
+    offsets = torch.tensor([0, 130, 130, 299], device="cuda")
+    tiles = tile_list(offsets, 300, LARGE)
+    activation = ActivationSpec(kind="swiglu" if parts == 2 else "relu2")
+    rows = torch.full((300, 336), 7.0, dtype=torch.bfloat16, device="cuda")
+    prefill_gemm(x, packed, offsets, tiles, rows, x_scale=x_scale, activation=activation)
+    assert bool((rows[299] == 7.0).all())
+    wanted, wanted_scale = operand(rows, act)
+    out = torch.zeros(300, 336, dtype=torch.float8_e4m3fn, device="cuda")
+    made = CodeScales(scale=torch.zeros(300, 3, device="cuda"), power=act.endswith("pow2"), rounded=True)
+    prefill_gemm(x, packed, offsets, tiles, out, x_scale=x_scale, activation=activation, codes=made)
+    assert wanted_scale is not None
+    assert torch.equal(made.scale[:299], wanted_scale[:299])
+    assert torch.equal(out[:299].view(torch.uint8), wanted[:299].view(torch.uint8))
+    assert bool((out[299].float() == 0).all())
+
+
+def test_addresses_beyond_2_to_the_31() -> None:
+    experts, wide, hidden = 17, 8192, 8192  # 2.3e9 elements in gate and up
+    if torch.cuda.mem_get_info()[0] < 32 << 30:
+        pytest.skip("needs 32 GiB of GPU memory")
+    generator = torch.Generator("cuda").manual_seed(0)
+    values = torch.empty(experts, 2, wide, hidden, dtype=torch.bfloat16, device="cuda")
+    for expert in values:
+        expert.normal_(0, hidden**-0.5, generator=generator)
+    packed = PackedMatrix(values=values, shape=(experts, 2, wide, hidden), weight=0, block_k=64, bits=16)
+    x = torch.randn(300, hidden, device="cuda", generator=generator).bfloat16()
+    offsets = torch.tensor([0] * 15 + [100, 170, 300], device="cuda")
+    out = torch.empty(300, wide, dtype=torch.float32, device="cuda")
+    activation = ActivationSpec()
+    prefill_gemm(x, packed, offsets, tile_list(offsets, 300, LARGE), out, activation=activation)
+    assert relative_error(out, grouped_gemm_reference(x, values, offsets, activation=activation)) < 1e-4
