@@ -216,8 +216,9 @@ def grouped_gemm(
         float(spec.up_bound),
     )
     x_groups = 0 if x_scale is None else 1 + (x_scale.shape[1] == 1)
-    fixed = constants(packed, tile, activation, x_groups=x_groups) | {"GATHER": source is not None, "ASM": x.is_cuda}
-    options = {"num_warps": tile.warps} | ({"launch_pdl": True} if tile.overlap else {})
+    fixed = constants(packed, tile, activation, x_groups=x_groups)
+    fixed |= {"GATHER": source is not None, "ASM": x.is_cuda, "PDL": tile.overlap and x.is_cuda}
+    options = {"num_warps": tile.warps} | ({"launch_pdl": True} if fixed["PDL"] else {})
     launch(grouped_gemm_kernel, (tiles.count * -(-n_out // tile.columns),), args, fixed, **options)
     return out
 
