@@ -58,6 +58,8 @@ _FORMAT = ("tests/cpu/test_formats_examples.py", "tests/cpu/test_formats.py", "t
 _WRITE = ("tests/cpu/test_conversion.py::test_what_is_written_loads_back",)
 _STACK = ("tests/cpu/test_conversion.py::test_stacked_families_stay_stacked",)
 _GPU = ("tests/gpu/test_experts.py",)
+_SMALL = ("tests/cpu/test_small_kernels.py",)
+_FOUR = ("tests/cpu/test_w4a8.py",)
 
 MUTANTS: tuple[Mutant, ...] = (
     # Gate and up swapped.
@@ -173,11 +175,11 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a block's scale dropped", "kernels/grouped_gemm.py",
-        (("acc += _dot(w, x0, none, ASM) * factor\n", "acc += _dot(w, x0, none, ASM)\n"),), _KERNEL,
+        (("factors = factor[:, None] if STACKED else factor\n", "factors = 0.0 * factor + 1.0\n"),), _KERNEL,
     ),
     Mutant(
         "the tokens' scale dropped", "kernels/grouped_gemm.py",
-        (("* (factor * x_scale)[None, :]", "* (factor + 0.0 * x_scale)[None, :]"),), _KERNEL,
+        (("else (factor * x_scale)[None, :]", "else (factor + 0.0 * x_scale)[None, :]"),), _KERNEL,
     ),
     Mutant(
         "the tokens' scale dropped for up", "kernels/grouped_gemm.py",
@@ -331,7 +333,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "experts rotated by one", "experts/cpu_grouped.py",
         (("matrix.tile(expert, piece, x.dtype, scratch)", "matrix.tile((expert + 1) % matrix.shape[0], piece, x.dtype, scratch)"),), _CPU,
     ),
-    Mutant("experts rotated by one", "kernels/grouped_gemm.py", (("matrix = expert * PARTS", "matrix = tl.maximum(expert - 1, 0) * PARTS"),), _KERNEL),
+    Mutant("experts rotated by one", "kernels/grouped_gemm.py", (("matrix = expert.to(tl.int64) * PARTS", "matrix = tl.maximum(expert - 1, 0).to(tl.int64) * PARTS"),), _KERNEL),
     Mutant(
         "experts rotated by one in a file", "checkpoint/loader.py",
         (
@@ -419,7 +421,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "a row beyond a tile's end stored", "kernels/grouped_gemm.py",
         (
             ("row = row_first + tl.where(t < row_count, t, 0)", "row = row_first + tl.where(t <= row_count, t, 0)"),
-            ("(n < n_out - n_first)[:, None] & (t < row_count)[None, :]", "(n < n_out - n_first)[:, None] & (t <= row_count)[None, :]"),
+            ("(o < n_out - n_first)[:, None] & (t < row_count)[None, :]", "(o < n_out - n_first)[:, None] & (t <= row_count)[None, :]"),
         ),
         ("tests/cpu/test_grouped_gemm.py::test_rows_no_expert_owns_are_not_written",),
     ),
@@ -443,11 +445,40 @@ MUTANTS: tuple[Mutant, ...] = (
         (("(x.float() * batch.input_weights[start:stop, None])", "(x.float() * 1.0)"),), _CPU,
     ),
     Mutant(
-        "router weight on the input dropped", "ops/grouped_gemm.py",
-        (("source=source if weighted else None, weights=batch.input_weights)", "source=source if weighted else None, weights=torch.ones(rows) if weighted else None)"),),
+        "router weight on the input dropped", "ops/products.py",
+        (("        weights=batch.input_weights,\n        order", "        weights=torch.ones(rows) if weighted else None,\n        order"),),
         ("tests/cpu/test_grouped_gemm.py::test_router_weight_on_the_input",),
     ),
-    Mutant("norm of the latent output skipped", "layer.py", (("if latent.norm is not None:", "if False:"),), _LAYER),
+    Mutant("norm of the latent output skipped", "layer.py", (("if norm is not None:", "if False:"),), _LAYER),
+    # The kernels around the products.
+    Mutant(
+        "router weight dropped", "kernels/weighted_sum.py",
+        (("value = value * tl.where(kept, tl.load(weights + token * TOP_K + k), 0.0)", "value = value * tl.where(kept, 1.0, 0.0)"),), _SMALL,
+    ),
+    Mutant(
+        "the neighbouring slot's weight", "kernels/weighted_sum.py",
+        (("tl.load(weights + token * TOP_K + k)", "tl.load(weights + token * TOP_K + (k + 1) % TOP_K)"),), _SMALL,
+    ),
+    Mutant("bias used in the weights", "kernels/route.py", (("        key = _key(choice)\n", "        key = _key(choice)\n        score = choice\n"),), _SMALL),
+    Mutant("renormalise skipped", "kernels/route.py", (("tl.div_rn(weight, tl.zeros([BLOCK_K], tl.float32) + total)", "weight"),), _SMALL),
+    Mutant(
+        "tie broken the other way", "kernels/route.py",
+        (("chosen = tl.min(tl.where(key == most, expert, 0x7FFFFFFF), 0)", "chosen = tl.max(tl.where(key == most, expert, -1), 0)"),), _SMALL,
+    ),
+    Mutant("routed scale dropped", "kernels/route.py", (("weight * scale, mask=written)", "weight, mask=written)"),), _SMALL),
+    Mutant("E4M3 scale of rows inverted", "kernels/quantize.py", (("value * tl.div_rn(1.0, scale)[:, :, None], 0.0)", "value * scale[:, :, None], 0.0)"),), _SMALL),
+    # Four-bit weights and E4M3 rows.
+    Mutant(
+        "row scale dropped", "kernels/w4a8.py",
+        (("acc *= tl.load(row_scale + expert * (row_tiles * 64) + tl.minimum(n_first + n, last_row))[:, None]", "acc *= 1.0"),), _FOUR,
+    ),
+    Mutant(
+        "row scale of the neighbouring row", "kernels/w4a8.py",
+        (("tl.minimum(n_first + n, last_row))[:, None]", "tl.maximum(tl.minimum(n_first + n, last_row) - 1, 0))[:, None]"),), _FOUR,
+    ),
+    # Activation order.
+    Mutant("g_idx ignored", "formats/int_affine.py", (("        return self.group_of.reshape(-1, self.shape[-1]).long()", "        return self.group_of.reshape(-1, self.shape[-1]).long().sort(-1).values"),), ("tests/cpu/test_published.py",)),
+    Mutant("g_idx out of range taken", "formats/integers.py", (("if low < 0 or high >= groups:", "if False:"),), ("tests/cpu/test_published.py", "tests/cpu/test_published_scales.py")),
     # The shared expert.
     Mutant(
         "shared expert dropped", "layer.py",
