@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .ops.launch import power_of_two
-from .ops.products import PackedExperts, chosen_tiles
+from .ops.products import PackedExperts, chosen_tiles, large_tile
 from .types import Routing
 
 if TYPE_CHECKING:
@@ -73,10 +73,11 @@ def batch_sizes(packed: Sequence[tuple[Any, int]], limit: int) -> list[int]:
         used: set[tuple[object, ...]] = {(tokens.bit_length(), power_of_two(tokens))}
         for place, (own, each) in enumerate(tiled):
             rows = tokens * each
-            tiles = chosen_tiles(own, rows)
+            large = large_tile(own, rows)
+            tiles = chosen_tiles(own, rows) if large is None else (large, large)
             used |= {(place, product, tile) for product, tile in enumerate(tiles)}
             # One kernel orders the rows and lists the tiles of both products.
-            used.add((place, rows.bit_length(), power_of_two(rows), *(tile.block_t for tile in tiles)))
+            used.add((place, rows.bit_length(), power_of_two(rows), *own.block_t(rows)))
         if not used <= seen:
             seen |= used
             sizes.append(tokens)

@@ -22,7 +22,7 @@ from collegium.experts.triton_bf16 import TritonBf16
 from collegium.experts.triton_w4a16 import TritonW4A16
 from collegium.layer import MoELayer
 from collegium.measure import random_routing
-from collegium.ops.products import PackedExperts, chosen_tiles
+from collegium.ops.products import PackedExperts, chosen_tiles, large_tile
 from collegium.ops.tile_file import products, tile_folder, tile_key, tile_path, with_tuned_tiles, write_tiles
 from collegium.ops.tiles import candidates, nearest
 from collegium.parallel.local import Local
@@ -182,6 +182,17 @@ def test_warming_up_meets_every_tile_once():
     # Powers of two choose the variants of the kernels around the products: 64 tokens and 63, 65 rows and 64.
     assert {1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 512, 513} <= set(sizes)
     assert batch_sizes([(None, 2)], limit) == []
+
+
+def test_warming_up_meets_the_product_of_large_batches_and_no_tile_it_replaces():
+    _, packed = packed_layer("bf16", "256x256x8x2")
+    hopper = replace(packed, machine=replace(packed.machine, copies=True))
+    limit = 700
+    first = next(t for t in range(1, limit + 1) if large_tile(hopper, 2 * t) is not None)
+    sizes = batch_sizes([(hopper, 2)], limit)
+    assert first in sizes
+    assert all(large_tile(hopper, 2 * t) is not None for t in range(first, limit + 1))
+    assert len([t for t in sizes if t > first]) < len([t for t in batch_sizes([(packed, 2)], limit) if t > first])
 
 
 def test_batches_run_and_report():

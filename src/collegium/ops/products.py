@@ -26,7 +26,15 @@ if TYPE_CHECKING:
     from .grouped_gemm import PackedMatrix
     from .tiles import Machine, TileProblem, TunedTiles
 
-__all__ = ["PackedExperts", "chosen_tiles", "refuse_machine", "run_experts", "temporary_bytes", "with_tiles"]
+__all__ = [
+    "PackedExperts",
+    "chosen_tiles",
+    "large_tile",
+    "refuse_machine",
+    "run_experts",
+    "temporary_bytes",
+    "with_tiles",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +63,7 @@ class PackedExperts:
 
     def block_t(self, rows: int) -> tuple[int, ...]:
         """Return the row counts whose token tiles ``run_experts`` will ask for."""
-        if rows == 0 or _large(self, rows) is not None:
+        if rows == 0 or large_tile(self, rows) is not None:
             return ()
         return tuple(dict.fromkeys(tile.block_t for tile in chosen_tiles(self, rows)))
 
@@ -76,7 +84,7 @@ def run_experts(batch: ContiguousBatch, packed: PackedExperts) -> Tensor:
     if rows == 0:
         return out
     offsets = batch.expert_offsets
-    large = _large(packed, rows)
+    large = large_tile(packed, rows)
     if large is not None:
         return prefill_experts(batch, packed, tile_list(offsets, rows, large), out)
     first, second = chosen_tiles(packed, rows)
@@ -159,7 +167,7 @@ def _listed(batch: ContiguousBatch, tile: TileChoice) -> TileList:
     return tile_list(batch.expert_offsets, batch.source.numel(), tile)
 
 
-def _large(packed: PackedExperts, rows: int) -> TileChoice | None:
+def large_tile(packed: PackedExperts, rows: int) -> TileChoice | None:
     """Return the tile of both products of a large batch, or None where the small-batch product runs."""
     aligned = packed.gate_up.values.data_ptr() % 16 == 0 == packed.down.values.data_ptr() % 16
     if packed.tiles is not None or not aligned:
