@@ -179,6 +179,20 @@ def test_one_tensor_with_the_row_scales_of_gate_and_up_is_cut_in_two(tmp_path: P
         assert torch.equal(weights.gate_up.decode()[2, half], wanted[24:])
 
 
+def test_row_scales_of_down_are_whole_on_every_rank_and_those_of_gate_and_up_are_cut(tmp_path: Path) -> None:
+    size = TinySize(hidden=64, intermediate=48, experts=3, layers=1)
+    tiny = write_checkpoint(tmp_path, "mixtral", "fp8_channel", size=size)
+    checkpoint = Checkpoint.open(tmp_path)
+    spec = describe_checkpoint(checkpoint)
+    gate, up, down = tiny.experts[0]
+    for rank in (0, 1):
+        weights = load_experts(checkpoint, spec, 0, tensor_parallel(3, rank, 2))
+        part = slice(24 * rank, 24 * rank + 24)
+        assert torch.equal(weights.down.scales, down.scales)
+        assert torch.equal(weights.gate_up.scales, torch.stack((gate.scales[:, part], up.scales[:, part]), 1))
+        assert torch.equal(weights.down.decode(), down.decode()[..., part])
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 def test_whole_stacks_load_in_both_orientations_of_the_family(tmp_path: Path, transposed: bool) -> None:
     tensors = fused(tmp_path, "bf16", (".weight",))
