@@ -5,7 +5,7 @@ Shape letters: T tokens, R rows, E experts, P parts (2: gate and up; 1), N outpu
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -44,7 +44,7 @@ class PackedExperts:
     activations: name of a format whose codes are E4M3, or None to multiply in the dtype of x.
     tiles: the two tiles to use instead of the choice made from the sizes, or None.
     report: what packing rounded, where it can. tuned: for each product, tiles measured at some row counts, which
-        replace the choice near those; see ``tile_file.py``.
+        replace the choice near those; see ``tile_file.py``. decided: what was chosen, by rows.
     """
 
     gate_up: PackedMatrix
@@ -55,6 +55,9 @@ class PackedExperts:
     tiles: tuple[TileChoice, TileChoice] | None = None
     report: object | None = None
     tuned: tuple[TunedTiles, TunedTiles] = ((), ())
+    decided: dict[int, tuple[TileChoice | None, tuple[TileChoice, TileChoice]]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     def problem_of(self, matrix: PackedMatrix, rows: int) -> TileProblem:
         """Return what tile choice asks about ``rows`` rows of one of the two products."""
@@ -169,20 +172,27 @@ def _listed(batch: ContiguousBatch, tile: TileChoice) -> TileList:
 
 def large_tile(packed: PackedExperts, rows: int) -> TileChoice | None:
     """Return the tile of both products of a large batch, or None where the small-batch product runs."""
-    aligned = packed.gate_up.values.data_ptr() % 16 == 0 == packed.down.values.data_ptr() % 16
-    if packed.tiles is not None or not aligned:
-        return None
-    first, second = packed.problem_of(packed.gate_up, rows), packed.problem_of(packed.down, rows)
-    return prefill_tile(second, packed.machine) and prefill_tile(first, packed.machine)
+    return _decided(packed, rows)[0]
 
 
 def chosen_tiles(packed: PackedExperts, rows: int) -> tuple[TileChoice, TileChoice]:
-    """Return the tiles of both products for a batch of ``rows`` rows."""
-    if packed.tiles is not None:
-        return packed.tiles
-    first = nearest(packed.tuned[0], rows) or choose(packed.problem_of(packed.gate_up, rows), packed.machine)
-    second = nearest(packed.tuned[1], rows) or choose(packed.problem_of(packed.down, rows), packed.machine)
-    return first, second
+    """Return the tiles of both small-batch products for a batch of ``rows`` rows."""
+    return _decided(packed, rows)[1]
+
+
+def _decided(packed: PackedExperts, rows: int) -> tuple[TileChoice | None, tuple[TileChoice, TileChoice]]:
+    """Return both decisions, made once for each count of rows: a small batch ends sooner than they take."""
+    found = packed.decided.get(rows)
+    if found is None:
+        first, second = packed.problem_of(packed.gate_up, rows), packed.problem_of(packed.down, rows)
+        aligned = packed.gate_up.values.data_ptr() % 16 == 0 == packed.down.values.data_ptr() % 16
+        large = prefill_tile(second, packed.machine) and prefill_tile(first, packed.machine)
+        tiles = packed.tiles or (
+            nearest(packed.tuned[0], rows) or choose(first, packed.machine),
+            nearest(packed.tuned[1], rows) or choose(second, packed.machine),
+        )
+        found = packed.decided[rows] = (large if aligned and packed.tiles is None else None, tiles)
+    return found
 
 
 def with_tiles(packed: PackedExperts, tiles: tuple[TileChoice, TileChoice]) -> PackedExperts:
