@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["METHODS", "Declared", "declared_format"]
 
 METHODS = ("fp8", "mxfp4", "mxfp8", "modelopt", "compressed-tensors", "gptq", "awq", "bitsandbytes", "gguf")
+_MOST_COLUMNS = 1 << 24  # far larger blocks and groups overflow in what computes with them
 _FLOATS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _MODELOPT = {
     "FP8": "fp8_tensor",
@@ -132,8 +133,11 @@ def _matches(entry: str, path: str) -> bool:
 def _pair(block: Mapping[str, object], key: str) -> tuple[int, int]:
     found = block.get(key)
     items = cast("list[object]", found) if isinstance(found, list | tuple) else []
-    if len(items) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in items):
-        msg = f"quantization_config: {key} is {found!r}, allowed are two positive integers, for instance [128, 128]"
+    if len(items) != 2 or not all(_is_size(n) for n in items):
+        msg = (
+            f"quantization_config: {key} is {found!r}, allowed are two integers from 1 to {_MOST_COLUMNS}, for "
+            "instance [128, 128]"
+        )
         raise ConfigError(msg)
     rows, columns = cast("list[int]", items)
     return rows, columns
@@ -210,7 +214,7 @@ def _arguments(weights: Mapping[str, object]) -> Declared:
                 format=_integers(name, symmetric=symmetric is True, ordered=ordered) if kind == "int" else name,
                 method="compressed-tensors",
                 block=_pair(weights, "block_structure") if name == "fp8_block" else None,
-                group=size if strategy == "group" and isinstance(size, int) else None,
+                group=_columns(weights) if strategy == "group" and size is not None else None,
                 storage="compressed-tensors-asymmetric" if kind == "int" and not symmetric else None,
             )
     known = "; ".join(f"{k} {b} bits {s}{f' of {g}' if g else ''}" for k, b, s, g, _ in _COMPRESSED)
@@ -238,10 +242,14 @@ def _only(block: Mapping[str, object], key: str, allowed: tuple[object, ...]) ->
 def _columns(block: Mapping[str, object]) -> int | None:
     """Return the group size, None where it is -1, a whole row."""
     size = block.get("group_size", -1)
-    if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
-        msg = f"quantization_config: group_size is {size!r}, allowed is a positive integer or -1 for a whole row"
+    if size != -1 and not _is_size(size):
+        msg = f"quantization_config: group_size is {size!r}, allowed: 1 to {_MOST_COLUMNS}, or -1 for a whole row"
         raise ConfigError(msg)
-    return None if size == -1 else size
+    return None if size == -1 else cast("int", size)
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MOST_COLUMNS
 
 
 def _gptq(block: Mapping[str, object], path: str, plain: Declared) -> Declared:
