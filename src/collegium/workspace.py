@@ -29,14 +29,15 @@ _KEPT = 512  # kinds of pass remembered; the oldest goes first
 class Workspace:
     """Buffers on one device for one forward pass at a time.
 
-    Two passes that run at the same time, on two streams or in two captured graphs replayed side by side, need two
-    workspaces.
+    A pass on another CUDA stream than the one before waits for that stream. Passes that are to run at the same time,
+    or in captured graphs replayed side by side, need two workspaces.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._blocks: list[Tensor] = []
         self._kinds: dict[Hashable, list[tuple[Tensor, int]]] = {}
+        self._stream: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -52,6 +53,8 @@ class Workspace:
     @contextmanager
     def scope(self, kind: Hashable) -> Generator[None]:
         """Serve ``empty`` from this workspace inside the block; ``kind`` names passes that ask for the same buffers."""
+        if self.device.type == "cuda":
+            self._follow()
         if kind not in self._kinds and len(self._kinds) >= _KEPT:
             del self._kinds[next(iter(self._kinds))]
         before, _active.running = _active.running, _Pass(self, self._kinds.setdefault(kind, []))
@@ -59,6 +62,16 @@ class Workspace:
             yield
         finally:
             _active.running = before
+
+    def _follow(self) -> None:
+        """Let this stream wait for the one that used the buffers last; a graph keeps its own order while captured."""
+        stream = torch.cuda.current_stream(self.device)
+        if stream.cuda_stream == self._stream or torch.cuda.is_current_stream_capturing():
+            return
+        if self._stream is not None:
+            last = torch.cuda.default_stream(self.device)
+            stream.wait_stream(last if self._stream == 0 else torch.cuda.ExternalStream(self._stream, self.device))
+        self._stream = stream.cuda_stream
 
     def piece(self, start: int, size: int) -> tuple[Tensor, int]:
         """Return ``size`` bytes from byte ``start`` of the block, or from a new and larger one, and where they end."""

@@ -74,6 +74,21 @@ def test_the_workspace_changes_no_bits() -> None:
     assert torch.equal(layer(x, routing=routing), wanted)
 
 
+def test_passes_on_two_streams_do_not_meet_in_the_shared_buffers() -> None:
+    layer = build("bf16", None)
+    calls = [call(tokens) for tokens in (500, 501)]
+    wanted = [layer(x, routing=routing) for x, routing in calls]
+    streams = [torch.cuda.Stream() for _ in calls]
+    torch.cuda.synchronize()
+    found: list[list[torch.Tensor]] = [[], []]
+    for _ in range(20):
+        for place, (x, routing) in enumerate(calls):
+            with torch.cuda.stream(streams[place]):
+                found[place].append(layer(x, routing=routing))
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, wanted[place]) for place in (0, 1) for out in found[place])
+
+
 def test_an_eager_call_costs_the_host_less_than_100_microseconds(record_property) -> None:
     layer = build("fp8_block", "fp8_group128")
     x, routing = call(8)
