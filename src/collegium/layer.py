@@ -49,8 +49,7 @@ if TYPE_CHECKING:
     from .experts import ExpertKernel
     from .plan import Plan
     from .types import Choice, LatentWeights, RouterWeights, SharedWeights
-    from .weight_checks import check_extras, check_weights
-from .workspace import Workspace
+    from .workspace import Workspace
 
 __all__ = ["MoELayer", "encode_experts", "moe"]
 
@@ -84,7 +83,7 @@ class MoELayer(nn.Module):
         after_expert: applied to the rows ``[R, H]`` the experts return, row by row, before they are weighted.
         checked: raise RoutingError on NaN logits, out-of-range and duplicate ids instead of dropping the rows; this
         reads the device once a call. Raises InputError when weights and spec disagree. ``workspace``, the memory
-        of a pass on a GPU, is one for all layers of the device; a layer on another stream needs one of its own.
+        of a pass on a GPU, is one for all layers of the device; a pass on another stream waits for the one before.
         """
         super().__init__()
         spec = plan.problem.spec

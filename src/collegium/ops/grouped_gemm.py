@@ -78,7 +78,7 @@ class PackedMatrix:
 
     @property
     def row_order(self) -> int:
-        """How the kernel reads rows of codes (see ``ops/quantize.py``)."""
+        """How the kernel reads rows of codes (see ``ops/operand.py``)."""
         if self.weight < FOUR_BIT_E4M3:
             return AS_IS
         return PADDED if self.weight == E2M1_SCALED else REORDERED

@@ -134,31 +134,22 @@ def prefill_experts(batch: ContiguousBatch, packed: PackedExperts, tiles: TileLi
     wide = packed.gate_up.shape[2]
     rows, x_scale = operand(x, name, source=batch.source, weights=batch.input_weights)
     narrow = name is None or x.dtype == torch.bfloat16
+    codes, shape, dtype = None, (out.shape[0], wide), x.dtype if narrow else torch.float32
     if name is not None and activation_format(name).group == _BAND:
-        middle = empty((out.shape[0], wide), torch.float8_e4m3fn, x.device)
-        scale = empty((out.shape[0], -(-wide // _BAND)), torch.float32, x.device)
-        prefill_gemm(
-            rows,
-            packed.gate_up,
-            expert_offsets,
-            tiles,
-            middle,
-            x_scale=x_scale,
-            activation=packed.activation,
-            codes=CodeScales(scale=scale, power=name == "fp8_group128_pow2", rounded=narrow),
-        )
-    else:
-        middle = empty((out.shape[0], wide), x.dtype if narrow else torch.float32, x.device)
-        prefill_gemm(
-            rows,
-            packed.gate_up,
-            expert_offsets,
-            tiles,
-            middle,
-            x_scale=x_scale,
-            activation=packed.activation,
-        )
-        middle, scale = operand(middle, name)
+        scale, dtype = empty((out.shape[0], -(-wide // _BAND)), torch.float32, x.device), torch.float8_e4m3fn
+        codes = CodeScales(scale=scale, power=name == "fp8_group128_pow2", rounded=narrow)
+    middle = empty(shape, dtype, x.device)
+    prefill_gemm(
+        rows,
+        packed.gate_up,
+        expert_offsets,
+        tiles,
+        middle,
+        x_scale=x_scale,
+        activation=packed.activation,
+        codes=codes,
+    )
+    middle, scale = operand(middle, name) if codes is None else (middle, codes.scale)
     return prefill_gemm(middle, packed.down, expert_offsets, tiles, out, x_scale=scale)
 
 
