@@ -21,10 +21,11 @@ from .experts import KERNELS
 from .formats import by_name
 from .formats.payload import Payload
 from .formats.unquantised import FLOAT_FORMATS, as_stored
+from .ops.products import PackedExperts
 from .ops.route import route, route_custom, sanitise
 from .ops.tile_file import with_tuned_tiles
 from .parallel.local import Local
-from .pipeline import SplitPipeline
+from .pipeline import DirectPipeline, SplitPipeline
 from .plan import plan
 from .types import (
     ActivationSpec,
@@ -104,6 +105,9 @@ class MoELayer(nn.Module):
             packed=with_tuned_tiles(kernel.pack(weights, plan.problem), plan.problem),
             after_expert=after_expert,
         )
+        packed = self._pipeline.packed
+        sorted_only = spec.routing.weight_on_input or not isinstance(packed, PackedExperts)
+        self._direct = None if sorted_only else DirectPipeline(packed=packed, after_expert=after_expert)
         self._packed_shared = None if shared is None else _pack_shared(kernel, shared, plan.problem)
         self._device = weights.down.device
         # To the shared expert every batch is the first rows in order; row T of the bounds is (0, T).
@@ -188,15 +192,20 @@ class MoELayer(nn.Module):
 
     def _tokens(self, x: Tensor, routing: Routing, out: Tensor) -> None:
         shared = None if self.shared is None else self._shared_output(x)
+        pipeline = self._way(x, routing)
         if self.latent is None:
-            self._pipeline(x, routing, dtype=x.dtype, shared=shared, out=out)
+            pipeline(x, routing, dtype=x.dtype, shared=shared, out=out)
             return
         inner = functional.linear(x, self.latent.down.to(x.dtype))
-        rows, norm = self._pipeline(inner, routing), self.latent.norm
+        rows, norm = pipeline(inner, routing), self.latent.norm
         if norm is not None:
             rows = functional.rms_norm(rows, (rows.shape[-1],), norm.float(), self.latent.norm_eps)
         latent = functional.linear(rows, self.latent.up.float())
         out.copy_(latent if shared is None else latent + shared)
+
+    def _way(self, x: Tensor, routing: Routing) -> DirectPipeline | SplitPipeline:
+        direct = self._direct
+        return direct if direct is not None and direct.serves(x, routing) else self._pipeline
 
     def _shared_output(self, x: Tensor) -> Tensor:
         shared = cast("SharedWeights[Payload]", self.shared)
@@ -221,6 +230,8 @@ class MoELayer(nn.Module):
     def _route(self, x: Tensor, logits: Tensor | None, routing: Routing | None, token_ids: Tensor | None) -> Routing:
         if routing is not None:
             _check_rows("topk_ids", routing.topk_ids, (x.shape[0], routing.topk_ids.shape[-1]))
+            if not self.checked and self._way(x, routing) is self._direct:
+                return routing
             return sanitise(routing.topk_ids, routing.topk_weights, self.spec.num_experts, checked=self.checked)
         if logits is None:
             if self.spec.routing.input_norm_eps is not None:

@@ -1,4 +1,4 @@
-"""The way of a batch through the routed experts: dispatch, run, combine."""
+"""The way of a batch through the routed experts: dispatch, run, combine; or, for very few tokens, without sorting."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .ops.products import PackedExperts
+from .ops.products import PackedExperts, run_assignments
+from .ops.weighted_sum import weighted_sum
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
     from .parallel.local import Local
     from .types import Routing
 
-__all__ = ["SplitPipeline"]
+__all__ = ["DirectPipeline", "SplitPipeline"]
+
+_FEW = 16  # assignments that each take a tile of their own: hardly two of them share an expert
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,3 +51,38 @@ class SplitPipeline:
         if self.after_expert is not None:
             rows = self.after_expert(rows)
         return self.dispatcher.combine(rows, handle, dtype=dtype, shared=shared, out=out)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DirectPipeline:
+    """Few assignments on a GPU: rows stay in the order of the ids, so nothing is sorted before or after the experts.
+
+    Bits are those of ``SplitPipeline``, since a row's bits depend on no other row. A routing may hold any ids and
+    weights: an id that is no expert or a weight that is not finite drops its assignment.
+    """
+
+    packed: PackedExperts
+    after_expert: Callable[[Tensor], Tensor] | None = None
+
+    def serves(self, x: Tensor, routing: Routing) -> bool:
+        """Return whether the batch is small enough and its ids and weights stand densely in memory."""
+        ids, weights = routing.topk_ids, routing.topk_weights
+        return x.is_cuda and 0 < ids.numel() <= _FEW and ids.is_contiguous() and weights.is_contiguous()
+
+    def __call__(
+        self,
+        x: Tensor,
+        routing: Routing,
+        *,
+        dtype: torch.dtype = torch.float32,
+        shared: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Return the routed experts' weighted sum ``[T, H]`` for ``x [T, H]``, plus ``shared``, rounded once."""
+        rows = run_assignments(x, routing.topk_ids, self.packed)
+        if self.after_expert is not None:
+            rows = self.after_expert(rows)
+        experts = self.packed.down.shape[0]
+        return weighted_sum(
+            rows, routing.topk_ids, routing.topk_weights, dtype, shared=shared, out=out, experts=experts
+        )

@@ -18,6 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .activation import activate
 from .decode import e2m1_quarters, e4m3_halves, e4m3_scale, e8m0_scale, finished, int4_quarters
+from .tiles import prefetch, tile_at, tile_of
 
 __all__ = ["grouped_gemm_kernel"]
 
@@ -203,6 +204,7 @@ def grouped_gemm_kernel(
     part_step,
     scale_rows,
     token_tiles,
+    experts,
     limit,
     alpha,
     gate_bound,
@@ -226,7 +228,9 @@ def grouped_gemm_kernel(
     GROUP_T: tl.constexpr,
     STAGES: tl.constexpr,
     STACKED: tl.constexpr,
+    TOP_K: tl.constexpr,
     PDL: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Write ``out [R, n_out]``: rows of one expert times its weights, then bias and activation.
 
@@ -238,18 +242,11 @@ def grouped_gemm_kernel(
     COLUMNS: tl.constexpr = BLOCK_N // 2 if STACKED else BLOCK_N
     # Accumulators: gate and up of a stacked tile share one.
     SETS: tl.constexpr = 1 if STACKED else PARTS
-    n_tiles = tl.cdiv(n_out, COLUMNS)
-    program = tl.program_id(0)
-    group = program // (GROUP_T * n_tiles)
-    width = tl.minimum(token_tiles - group * GROUP_T, GROUP_T)
-    inside = program - group * GROUP_T * n_tiles
-    tile = group * GROUP_T + inside % width
-    n_first = (inside // width) * COLUMNS
-
-    if PDL:
+    tile, n_tile = tile_of(tl.program_id(0), tl.cdiv(n_out, COLUMNS), token_tiles, GROUP_T)
+    n_first = n_tile * COLUMNS
+    if PDL and not AHEAD:
         gdc_wait()
-    expert = tl.load(tile_expert + tile)
-    row_first = tl.load(tile_row + tile)
+    expert, row_first, row_count = tile_at(tile, tile_expert, tile_row, expert_offsets, experts, BLOCK_T, TOP_K)
     n = tl.arange(0, BLOCK_N)
     if STACKED:
         channel = n // 16 * 8 + n % 8
@@ -259,18 +256,32 @@ def grouped_gemm_kernel(
         part = tl.zeros((BLOCK_N,), dtype=tl.int32)
     # Rows and columns beyond the end read a neighbour again; nothing of them is stored.
     column = tl.minimum(channel, n_out - 1 - n_first)
-    matrix = expert.to(tl.int64) * PARTS
+    matrix = expert * PARTS
     w_row = weight + matrix * part_step + n_first.to(tl.int64) * n_step + column * n_step
     if STACKED:
         w_row += part.to(tl.int64) * part_step
+    if AHEAD:
+        if expert >= 0:
+            for other in tl.static_range(SETS):
+                if WEIGHT == PLAIN or WEIGHT == E4M3_E4M3:
+                    prefetch(w_row + other * part_step, AHEAD * BLOCK_K * weight.dtype.element_ty.primitive_bitwidth // 8)
+            if WEIGHT != PLAIN and WEIGHT != E4M3_E4M3:
+                block = tl.minimum(tl.arange(0, 16), AHEAD - 1).to(tl.int64)
+                first = weight + matrix * part_step + n_first.to(tl.int64) * n_step + block * k_step
+                for other in tl.static_range(PARTS):
+                    prefetch(first + other * part_step, tl.minimum(COLUMNS, n_out - n_first) * n_step * 2)
+        gdc_wait()
+    if PDL and TOP_K:
+        gdc_launch_dependents()
     if expert < 0:
         return
-    expert = expert.to(tl.int64)
-    row_count = tl.minimum(tl.load(expert_offsets + expert + 1) - row_first, BLOCK_T).to(tl.int32)
 
     t = tl.arange(0, BLOCK_T)
     row = row_first + tl.where(t < row_count, t, 0)
-    token = tl.load(source + row) if GATHER else row
+    if GATHER:
+        token = row // TOP_K if TOP_K else tl.load(source + row)
+    else:
+        token = row
 
     QUARTERS: tl.constexpr = WEIGHT != PLAIN and WEIGHT != E4M3_E4M3
     if QUARTERS:
@@ -355,7 +366,7 @@ def grouped_gemm_kernel(
         us_ptr += s_k
         x_ptr += BLOCK_K
 
-    if PDL:
+    if PDL and not TOP_K:
         gdc_launch_dependents()
     vector = (matrix + part) * n_out + n_first + column
     last = vector + (SETS - 1) * n_out

@@ -1,9 +1,72 @@
-"""The list of token tiles, from the expert offsets, on the device."""
+"""Token tiles of grouped products: their list, from the expert offsets, and which one a program works on.
+
+Tiles are listed (rows are sorted by expert), or, with few assignments, each assignment is a tile of one row and
+stands where the caller put it: ``tile_expert`` then holds the ids themselves, checked here.
+"""
 
 import triton
 import triton.language as tl
 
-__all__ = ["tile_list_kernel"]
+__all__ = ["prefetch", "prefetch_once", "tile_at", "tile_list_kernel", "tile_of"]
+
+
+@triton.jit
+def tile_of(program, n_tiles, token_tiles, GROUP_T: tl.constexpr):
+    """Return token tile and column tile of ``program``: GROUP_T token tiles share a pass over the columns."""
+    group = program // (GROUP_T * n_tiles)
+    width = tl.minimum(token_tiles - group * GROUP_T, GROUP_T)
+    inside = program - group * GROUP_T * n_tiles
+    return group * GROUP_T + inside % width, inside // width
+
+
+@triton.jit
+def tile_at(tile, tile_expert, tile_row, expert_offsets, experts, BLOCK_T: tl.constexpr, TOP_K: tl.constexpr):
+    """Return expert (-1: none) and first row, both int64, and count of rows of a token tile; TOP_K 0: it is listed."""
+    found = tl.load(tile_expert + tile)
+    if TOP_K:
+        # Compared in the width of the ids: a wide id must not become a small one.
+        expert = tl.where((found >= 0) & (found < experts), found, -1).to(tl.int64)
+        return expert, tile.to(tl.int64), 1
+    else:
+        expert = found.to(tl.int64)
+        first = tl.load(tile_row + tile)
+        stop = tl.load(expert_offsets + tl.maximum(expert, 0) + 1)
+        return expert, first, tl.minimum(stop - first, BLOCK_T).to(tl.int32)
+
+
+@triton.jit
+def prefetch(pointers, nbytes):
+    """Ask for ``nbytes`` from each of ``pointers`` to come to the L2 cache; both multiples of 16. sm_90 and later."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [pointers, nbytes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def prefetch_once(pointer, nbytes):
+    """Do ``prefetch`` for one pointer, by the first thread of the program."""
+    tl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred p;
+        .reg .b32 t;
+        mov.u32 t, %tid.x;
+        setp.eq.u32 p, t, 0;
+        @p cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.u32 $0, 0;
+        }
+        """,
+        "=r,l,r",
+        [pointer, nbytes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit(

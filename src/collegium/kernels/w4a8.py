@@ -9,9 +9,11 @@ permutations read, so MXFP4 and NVFP4 have no scale in the K loop. ``ops/w4a8.py
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .activation import activate
 from .decode import finished
+from .tiles import prefetch_once, tile_at, tile_of
 
 __all__ = ["w4a8_kernel"]
 
@@ -264,6 +266,7 @@ def w4a8_kernel(
     x_stride,
     row_tiles,
     token_tiles,
+    experts,
     limit,
     alpha,
     gate_bound,
@@ -283,6 +286,9 @@ def w4a8_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_T: tl.constexpr,
     STAGES: tl.constexpr,
+    TOP_K: tl.constexpr,
+    PDL: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Write ``out [R, n_out]``: rows of one expert times its weights, then bias and activation.
 
@@ -293,27 +299,35 @@ def w4a8_kernel(
     (E2M1_SCALED). row_scale: float32 ``[E, row_tiles, 64]``. bias: ``[E, PARTS, n_out]``. Rows from
     expert_offsets[E] on are not written.
     """
-    n_tiles = tl.cdiv(row_tiles * 64, BLOCK_N)
-    program = tl.program_id(0)
-    group = program // (GROUP_T * n_tiles)
-    width = tl.minimum(token_tiles - group * GROUP_T, GROUP_T)
-    inside = program - group * GROUP_T * n_tiles
-    tile = group * GROUP_T + inside % width
-    n_first = (inside // width) * BLOCK_N
-
-    expert = tl.load(tile_expert + tile)
+    tile, n_tile = tile_of(tl.program_id(0), tl.cdiv(row_tiles * 64, BLOCK_N), token_tiles, GROUP_T)
+    n_first = n_tile * BLOCK_N
+    if PDL and not AHEAD:
+        gdc_wait()
+    expert, row_first, row_count = tile_at(tile, tile_expert, tile_row, expert_offsets, experts, BLOCK_T, TOP_K)
+    if AHEAD:
+        if expert >= 0:
+            block: tl.constexpr = 64 * (BLOCK_K // 2)
+            word: tl.constexpr = 128 if WEIGHT == E2M1_E4M3 else 64
+            for part in tl.static_range(BLOCK_N // 64):
+                start = expert * row_tiles + tl.minimum(n_first // 64 + part, row_tiles - 1)
+                start *= K_BLOCKS
+                prefetch_once(weight + start * block, AHEAD * block)
+                prefetch_once(scale + start * word, AHEAD * word * 4)
+        gdc_wait()
+    if PDL and TOP_K:
+        gdc_launch_dependents()
     if expert < 0:
         return
-    expert = expert.to(tl.int64)
-    row_first = tl.load(tile_row + tile)
-    row_count = tl.minimum(tl.load(expert_offsets + expert + 1) - row_first, BLOCK_T).to(tl.int32)
 
     WORDS: tl.constexpr = 2 if WEIGHT == E2M1_E4M3 else 1
     t = tl.arange(0, BLOCK_T)
     n = tl.arange(0, BLOCK_N)
     # Rows beyond the end read a neighbour again; nothing of them is stored.
     row = row_first + tl.where(t < row_count, t, 0)
-    token = tl.load(source + row) if GATHER else row
+    if GATHER:
+        token = row // TOP_K if TOP_K else tl.load(source + row)
+    else:
+        token = row
 
     HALF: tl.constexpr = BLOCK_K // 2
     j = tl.arange(0, HALF)
@@ -382,6 +396,8 @@ def w4a8_kernel(
         s_ptr += 256 if WEIGHT == E2M1_SCALED else 64 * WORDS
         g_ptr += 64
 
+    if PDL and not TOP_K:
+        gdc_launch_dependents()
     if WEIGHT != INT4_FLOAT and WEIGHT != E2M1_SCALED:
         last_row = row_tiles * 64 - 1
         acc *= tl.load(row_scale + expert * (row_tiles * 64) + tl.minimum(n_first + n, last_row))[:, None]

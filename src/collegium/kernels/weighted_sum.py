@@ -17,13 +17,17 @@ def weighted_sum_kernel(
     width,
     row_stride,
     shared_stride,
+    experts,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
     WEIGHTS: tl.constexpr,
     SHARED: tl.constexpr,
+    IDS: tl.constexpr,
 ):
     """Write ``out [T, width]``; a program owns BLOCK columns of one token.
 
+    IDS: slots holds expert ids, the row of assignment (t, k) is t * TOP_K + k, and one with an id that is no expert
+    or a weight that is no finite number is dropped.
     Compiled without fused multiply-adds: each product is rounded to float32 before it is added.
     """
     token = tl.program_id(1).to(tl.int64)
@@ -32,11 +36,17 @@ def weighted_sum_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(TOP_K):
         slot = tl.load(slots + token * TOP_K + k)
-        kept = (slot >= 0) & (slot < count)
+        if IDS:
+            kept = (slot >= 0) & (slot < experts)
+            slot = token * TOP_K + k
+            if WEIGHTS:
+                kept = kept & (tl.abs(tl.load(weights + slot).to(tl.float32)) < float("inf"))
+        else:
+            kept = (slot >= 0) & (slot < count)
         value = tl.load(rows + slot * row_stride + column, mask=inside & kept, other=0.0).to(tl.float32)
         if WEIGHTS:
             # The weight of a dropped slot may be anything.
-            value = value * tl.where(kept, tl.load(weights + token * TOP_K + k), 0.0)
+            value = value * tl.where(kept, tl.load(weights + token * TOP_K + k).to(tl.float32), 0.0)
         # The sum starts from +0 and so is never -0: adding +0 leaves its bits alone.
         total = total + value
     if SHARED:

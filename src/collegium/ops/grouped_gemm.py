@@ -107,7 +107,8 @@ class PackedMatrix:
 class TileList:
     """expert ``[count]`` int32 (-1: no tile) and first row ``[count]`` int64 of each token tile of ``tile``.
 
-    used: ``[1]`` int32, how many tiles have an expert; they stand first. None: not counted.
+    used: ``[1]`` int32, how many tiles have an expert; they stand first. None: not counted. top_k: not 0 when nothing
+    is sorted: then expert holds the ids ``[T, top_k]`` of any width and value, and row r is assignment r, one tile.
     """
 
     expert: Tensor
@@ -115,6 +116,7 @@ class TileList:
     count: int
     tile: TileChoice
     used: Tensor | None = None
+    top_k: int = 0
 
 
 def grouped_gemm_reference(
@@ -175,7 +177,8 @@ def grouped_gemm(
     """Write ``out [R, N]`` and return it; see ``grouped_gemm_reference`` for what stands in it.
 
     x: ``[T, K]`` of the operand dtype, read at ``source [R]`` int64, or row by row without it. x_scale: float32
-    ``[T, ceil(K / 128)]`` or ``[T, 1]`` for E4M3 rows. tiles: from ``tile_list``. Rows from
+    ``[T, ceil(K / 128)]`` or ``[T, 1]`` for E4M3 rows. tiles: from ``tile_list``; when nothing is sorted expert_offsets
+    is not read, and source only says that row r reads x at r // top_k. Rows from
     ``expert_offsets[E]`` on are not written. Raises InputError for wrong shapes or dtypes.
     """
     _check(x, packed, out, x_scale)
@@ -210,6 +213,7 @@ def grouped_gemm(
         part_step,
         packed.scale.shape[2] if blocks and packed.scale is not None else 1,
         tiles.count,
+        packed.shape[0],
         float(spec.limit or 0.0),
         float(spec.alpha),
         float(spec.gate_bound),
@@ -217,7 +221,8 @@ def grouped_gemm(
     )
     x_groups = 0 if x_scale is None else 1 + (x_scale.shape[1] == 1)
     fixed = constants(packed, tile, activation, x_groups=x_groups)
-    fixed |= {"GATHER": source is not None, "ASM": x.is_cuda, "PDL": tile.overlap and x.is_cuda}
+    fixed |= {"GATHER": source is not None, "ASM": x.is_cuda, "TOP_K": tiles.top_k}
+    fixed |= {"PDL": tile.overlap and x.is_cuda, "AHEAD": tile.ahead if x.is_cuda else 0}
     options = {"num_warps": tile.warps} | ({"launch_pdl": True} if fixed["PDL"] else {})
     launch(grouped_gemm_kernel, (tiles.count * -(-n_out // tile.columns),), args, fixed, **options)
     return out
@@ -245,7 +250,6 @@ def constants(
         "GROUP_T": tile.group_t,
         "STAGES": tile.stages,
         "STACKED": tile.stacked,
-        "PDL": tile.overlap,
     }
 
 

@@ -31,6 +31,7 @@ __all__ = [
     "chosen_tiles",
     "large_tile",
     "refuse_machine",
+    "run_assignments",
     "run_experts",
     "temporary_bytes",
     "with_tiles",
@@ -79,11 +80,7 @@ def run_experts(batch: ContiguousBatch, packed: PackedExperts) -> Tensor:
     """
     x, source = batch.x, batch.source
     rows = source.numel()
-    _, _, wide, _ = packed.gate_up.shape
-    hidden = packed.down.shape[2]
-    middle_dtype = torch.float32 if packed.activations and x.dtype != torch.bfloat16 else x.dtype
-    out_dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
-    out = empty((rows, hidden), out_dtype, x.device)
+    out = empty((rows, packed.down.shape[2]), _result_dtype(x), x.device)
     if rows == 0:
         return out
     offsets = batch.expert_offsets
@@ -92,30 +89,55 @@ def run_experts(batch: ContiguousBatch, packed: PackedExperts) -> Tensor:
         return prefill_experts(batch, packed, tile_list(offsets, rows, large), out)
     first, second = chosen_tiles(packed, rows)
     tiles = _listed(batch, first)
+    same = second.block_t == first.block_t
+    pair = tiles, replace(tiles, tile=second) if same else _listed(batch, second)
     # A weight belongs to a row, so weighted rows are gathered; others are gathered by the product.
     weighted = batch.input_weights is not None
-    rows_in, x_scale = operand(
+    rows_in = operand(
         x,
         packed.activations,
         source=source if weighted else None,
         weights=batch.input_weights,
         order=packed.gate_up.row_order,
     )
-    middle = empty((rows, wide), middle_dtype, x.device)
+    return _both(rows_in, packed, offsets, pair, out, source=None if weighted else source)
+
+
+def run_assignments(x: Tensor, ids: Tensor, packed: PackedExperts) -> Tensor:
+    """Return ``[T * K, H]``: what ``run_experts`` returns for few assignments, in their own order and not sorted.
+
+    ids: contiguous ``[T, K]`` integers; rows of ids outside ``0..E-1`` are uninitialised.
+    """
+    tokens, top_k = ids.shape
+    out = empty((tokens * top_k, packed.down.shape[2]), _result_dtype(x), x.device)
+    first, second = (replace(tile, overlap=packed.machine.pdl) for tile in chosen_tiles(packed, ids.numel()))
+    tiles = TileList(expert=ids, row=ids, count=ids.numel(), tile=first, top_k=top_k)
+    rows_in = operand(x, packed.activations, order=packed.gate_up.row_order)
+    return _both(rows_in, packed, ids, (tiles, replace(tiles, tile=second)), out, source=ids)
+
+
+def _both(
+    rows_in: tuple[Tensor, Tensor | None],
+    packed: PackedExperts,
+    offsets: Tensor,
+    tiles: tuple[TileList, TileList],
+    out: Tensor,
+    *,
+    source: Tensor | None,
+) -> Tensor:
+    """Write ``out`` and return it: both products of ``rows_in``, which are codes and scales or rows and None."""
+    x, x_scale = rows_in
+    dtype = out.dtype if packed.activations else x.dtype
+    middle = empty((out.shape[0], packed.gate_up.shape[2]), dtype, x.device)
     grouped_gemm(
-        rows_in,
-        packed.gate_up,
-        offsets,
-        tiles,
-        middle,
-        source=None if weighted else source,
-        x_scale=x_scale,
-        activation=packed.activation,
+        x, packed.gate_up, offsets, tiles[0], middle, source=source, x_scale=x_scale, activation=packed.activation
     )
-    same = second.block_t == first.block_t
-    tiles = replace(tiles, tile=second) if same else _listed(batch, second)
-    rows_in, x_scale = operand(middle, packed.activations, order=packed.down.row_order)
-    return grouped_gemm(rows_in, packed.down, offsets, tiles, out, x_scale=x_scale)
+    codes, scale = operand(middle, packed.activations, order=packed.down.row_order)
+    return grouped_gemm(codes, packed.down, offsets, tiles[1], out, x_scale=scale)
+
+
+def _result_dtype(x: Tensor) -> torch.dtype:
+    return torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
 
 
 def refuse_machine(problem: Problem) -> str | None:

@@ -85,7 +85,7 @@ class TileChoice:
     block_n: weight rows of an operand. stacked: half of them are gate and half up of the same columns, otherwise
     every part has an operand of its own. block_t: rows. group_t: token tiles that share a pass over the weights.
     overlap: it may start while the kernel before it ends. programs: how many share the tiles, each taking the next in
-    turn; 0: one for each tile.
+    turn; 0: one for each tile. ahead: K blocks of weights it asks for before it waits for the kernel before it.
     """
 
     block_n: int
@@ -96,6 +96,7 @@ class TileChoice:
     stacked: bool = False
     overlap: bool = False
     programs: int = 0
+    ahead: int = 0
 
     @property
     def columns(self) -> int:

@@ -171,6 +171,7 @@ def launch_w4a8(
         x.stride(0),
         row_tiles,
         tiles.count,
+        packed.shape[0],
         float(spec.limit or 0.0),
         float(spec.alpha),
         float(spec.gate_bound),
@@ -185,9 +186,13 @@ def launch_w4a8(
         "BLOCK_T": tile.block_t,
         "GROUP_T": tile.group_t,
         "STAGES": tile.stages,
+        "TOP_K": tiles.top_k,
+        "PDL": tile.overlap and x.is_cuda,
+        "AHEAD": tile.ahead if x.is_cuda else 0,
     }
     grid = (tiles.count * -(-row_tiles * _ROWS // tile.block_n),)
-    launch(w4a8_kernel, grid, args, constants, num_warps=tile.warps)
+    options = {"num_warps": tile.warps} | ({"launch_pdl": True} if constants["PDL"] else {})
+    launch(w4a8_kernel, grid, args, constants, **options)
     return out
 
 

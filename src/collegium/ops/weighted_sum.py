@@ -26,6 +26,7 @@ def weighted_sum(
     *,
     shared: Tensor | None = None,
     out: Tensor | None = None,
+    experts: int = 0,
 ) -> Tensor:
     """Return ``y [T, H]`` of ``out_dtype``: ``y[t] = sum over k of weights[t, k] * rows[slots[t, k]]``.
 
@@ -33,14 +34,22 @@ def weighted_sum(
     dropped and adds nothing, whatever the rows hold. weights: ``[T, K]`` float32, or None for ones. shared:
     ``[T, H]`` floating, added last. Starting from +0, slots are added in the order 0..K-1, each product rounded
     to float32 before it is added to the float32 sum, and the sum is rounded once at the end, so a token's bits do
-    not depend on T. out: written and returned instead of fresh memory.
+    not depend on T. out: written and returned instead of fresh memory. experts: not 0 when rows stand in the order of
+    assignments: slots then holds expert ids of any integer dtype, and an assignment is dropped when its id is not in
+    ``0..experts-1`` or its weight, of any floating dtype, is not finite in float32.
     Raises ``InputError`` for wrong shapes or dtypes.
     """
-    _check(rows, slots, weights, out_dtype)
+    _check(rows, slots, weights, out_dtype, experts)
     _check_like((slots.shape[0], rows.shape[1]), out_dtype, shared, out)
     if on_device(rows):
-        return weighted_sum_on_device(rows, slots, weights, out_dtype, shared=shared, out=out)
+        return weighted_sum_on_device(rows, slots, weights, out_dtype, shared=shared, out=out, experts=experts)
     count, width = rows.shape
+    if experts:
+        dropped = (slots < 0) | (slots >= experts)
+        if weights is not None:
+            weights = weights.float()
+            dropped = dropped | ~weights.isfinite()
+        slots = torch.arange(slots.numel(), device=slots.device).view(slots.shape).masked_fill(dropped, -1)
     total = torch.zeros((slots.shape[0], width), dtype=torch.float32, device=rows.device)
     if count:
         dropped = (slots < 0) | (slots >= count)
@@ -70,6 +79,7 @@ def weighted_sum_on_device(
     *,
     shared: Tensor | None = None,
     out: Tensor | None = None,
+    experts: int = 0,
 ) -> Tensor:
     """Do ``weighted_sum`` in one pass of a kernel."""
     from ..kernels.weighted_sum import weighted_sum_kernel
@@ -93,25 +103,33 @@ def weighted_sum_on_device(
         width,
         rows.stride(0),
         0 if shared is None else shared.stride(0),
+        experts,
     )
     constants = {"TOP_K": top_k, "BLOCK": block, "WEIGHTS": weights is not None, "SHARED": shared is not None}
+    constants["IDS"] = experts > 0
     warps = max(1, min(4, block // 256))
     launch(weighted_sum_kernel, (-(-width // block), tokens), args, constants, num_warps=warps, enable_fp_fusion=False)
     return made
 
 
-def _check(rows: Tensor, slots: Tensor, weights: Tensor | None, out_dtype: torch.dtype) -> None:
+def _check(rows: Tensor, slots: Tensor, weights: Tensor | None, out_dtype: torch.dtype, experts: int) -> None:
     if rows.dim() != 2 or not rows.is_floating_point():
         raise InputError(f"rows: found {tuple(rows.shape)} {rows.dtype}, allowed: [R, H] of a floating dtype")
-    if slots.dim() != 2 or slots.dtype != torch.int64:
+    if experts and (slots.numel() != rows.shape[0] or slots.is_floating_point()):
+        raise InputError(f"slots: found {tuple(slots.shape)} {slots.dtype}, allowed: an expert id for each of the rows")
+    if slots.dim() != 2 or (slots.dtype != torch.int64 and not experts):
         raise InputError(f"slots: found {tuple(slots.shape)} {slots.dtype}, allowed: [T, K] int64, as permute() makes")
-    if weights is not None and (tuple(weights.shape) != tuple(slots.shape) or weights.dtype != torch.float32):
+    if weights is not None and (tuple(weights.shape) != tuple(slots.shape) or not _readable(weights, experts)):
         raise InputError(
             f"weights: found {tuple(weights.shape)} {weights.dtype}, allowed: float32 of shape "
             f"{tuple(slots.shape)}, one for each slot"
         )
     if not out_dtype.is_floating_point:
         raise InputError(f"out_dtype: found {out_dtype}, allowed: a floating dtype")
+
+
+def _readable(weights: Tensor, experts: int) -> bool:
+    return weights.is_floating_point() if experts else weights.dtype == torch.float32
 
 
 def _check_like(shape: tuple[int, int], out_dtype: torch.dtype, shared: Tensor | None, out: Tensor | None) -> None:
