@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .activation import activate
 from .decode import e2m1_quarters, e4m3_halves, e4m3_scale, e8m0_scale, finished, int4_quarters
-from .tiles import prefetch, tile_at, tile_of
+from .tiles import tile_at, tile_of
 
 __all__ = ["grouped_gemm_kernel"]
 
@@ -47,6 +47,11 @@ def _halves(rows, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr):
     rows = tl.reshape(rows, (BLOCK_N // 16, 2, 8, BLOCK_T))
     gate, up = tl.split(tl.permute(rows, (0, 2, 3, 1)))
     return tl.reshape(gate, (BLOCK_N // 2, BLOCK_T)), tl.reshape(up, (BLOCK_N // 2, BLOCK_T))
+
+
+@triton.jit
+def _load_rows(pointers, valid, inside, EVEN: tl.constexpr):
+    return tl.load(pointers, mask=valid if EVEN else valid & inside, other=0.0)
 
 
 @triton.jit
@@ -230,7 +235,6 @@ def grouped_gemm_kernel(
     STACKED: tl.constexpr,
     TOP_K: tl.constexpr,
     PDL: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
     """Write ``out [R, n_out]``: rows of one expert times its weights, then bias and activation.
 
@@ -244,7 +248,7 @@ def grouped_gemm_kernel(
     SETS: tl.constexpr = 1 if STACKED else PARTS
     tile, n_tile = tile_of(tl.program_id(0), tl.cdiv(n_out, COLUMNS), token_tiles, GROUP_T)
     n_first = n_tile * COLUMNS
-    if PDL and not AHEAD:
+    if PDL:
         gdc_wait()
     expert, row_first, row_count = tile_at(tile, tile_expert, tile_row, expert_offsets, experts, BLOCK_T, TOP_K)
     n = tl.arange(0, BLOCK_N)
@@ -260,17 +264,6 @@ def grouped_gemm_kernel(
     w_row = weight + matrix * part_step + n_first.to(tl.int64) * n_step + column * n_step
     if STACKED:
         w_row += part.to(tl.int64) * part_step
-    if AHEAD:
-        if expert >= 0:
-            for other in tl.static_range(SETS):
-                if WEIGHT == PLAIN or WEIGHT == E4M3_E4M3:
-                    prefetch(w_row + other * part_step, AHEAD * BLOCK_K * weight.dtype.element_ty.primitive_bitwidth // 8)
-            if WEIGHT != PLAIN and WEIGHT != E4M3_E4M3:
-                block = tl.minimum(tl.arange(0, 16), AHEAD - 1).to(tl.int64)
-                first = weight + matrix * part_step + n_first.to(tl.int64) * n_step + block * k_step
-                for other in tl.static_range(PARTS):
-                    prefetch(first + other * part_step, tl.minimum(COLUMNS, n_out - n_first) * n_step * 2)
-        gdc_wait()
     if PDL and TOP_K:
         gdc_launch_dependents()
     if expert < 0:
@@ -289,6 +282,8 @@ def grouped_gemm_kernel(
     else:
         WIDTH: tl.constexpr = BLOCK_K
     k = tl.arange(0, WIDTH)
+    # Rows beyond the end are not read: every program asks for the same few rows at the same time.
+    valid = (t < row_count)[None, :]
     x_ptr = x + token[None, :] * x_stride + k[:, None]
     w_ptr = w_row[:, None] + k[None, :]
     if SCALE == BLOCK_SCALE:
@@ -311,11 +306,11 @@ def grouped_gemm_kernel(
     us_ptr = s_ptr + (SETS - 1) * s_part
     for block in tl.range(0, K_BLOCKS, num_stages=STAGES):
         left = k_in - block * BLOCK_K
-        x0 = _load(x_ptr, k[:, None] < left, EVEN_K)
+        x0 = _load_rows(x_ptr, valid, k[:, None] < left, EVEN_K)
         if QUARTERS:
-            x1 = _load(x_ptr + WIDTH, k[:, None] < left - WIDTH, EVEN_K)
-            x2 = _load(x_ptr + 2 * WIDTH, k[:, None] < left - 2 * WIDTH, EVEN_K)
-            x3 = _load(x_ptr + 3 * WIDTH, k[:, None] < left - 3 * WIDTH, EVEN_K)
+            x1 = _load_rows(x_ptr + WIDTH, valid, k[:, None] < left - WIDTH, EVEN_K)
+            x2 = _load_rows(x_ptr + 2 * WIDTH, valid, k[:, None] < left - 2 * WIDTH, EVEN_K)
+            x3 = _load_rows(x_ptr + 3 * WIDTH, valid, k[:, None] < left - 3 * WIDTH, EVEN_K)
         else:
             x1 = x0
             x2 = x0

@@ -7,7 +7,7 @@ stands where the caller put it: ``tile_expert`` then holds the ids themselves, c
 import triton
 import triton.language as tl
 
-__all__ = ["prefetch", "prefetch_once", "tile_at", "tile_list_kernel", "tile_of"]
+__all__ = ["tile_at", "tile_list_kernel", "tile_of"]
 
 
 @triton.jit
@@ -32,41 +32,6 @@ def tile_at(tile, tile_expert, tile_row, expert_offsets, experts, BLOCK_T: tl.co
         first = tl.load(tile_row + tile)
         stop = tl.load(expert_offsets + tl.maximum(expert, 0) + 1)
         return expert, first, tl.minimum(stop - first, BLOCK_T).to(tl.int32)
-
-
-@triton.jit
-def prefetch(pointers, nbytes):
-    """Ask for ``nbytes`` from each of ``pointers`` to come to the L2 cache; both multiples of 16. sm_90 and later."""
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r",
-        [pointers, nbytes],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def prefetch_once(pointer, nbytes):
-    """Do ``prefetch`` for one pointer, by the first thread of the program."""
-    tl.inline_asm_elementwise(
-        """
-        {
-        .reg .pred p;
-        .reg .b32 t;
-        mov.u32 t, %tid.x;
-        setp.eq.u32 p, t, 0;
-        @p cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.u32 $0, 0;
-        }
-        """,
-        "=r,l,r",
-        [pointer, nbytes],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit(

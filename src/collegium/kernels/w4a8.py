@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .activation import activate
 from .decode import finished
-from .tiles import prefetch_once, tile_at, tile_of
+from .tiles import tile_at, tile_of
 
 __all__ = ["w4a8_kernel"]
 
@@ -288,7 +288,6 @@ def w4a8_kernel(
     STAGES: tl.constexpr,
     TOP_K: tl.constexpr,
     PDL: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
     """Write ``out [R, n_out]``: rows of one expert times its weights, then bias and activation.
 
@@ -301,19 +300,9 @@ def w4a8_kernel(
     """
     tile, n_tile = tile_of(tl.program_id(0), tl.cdiv(row_tiles * 64, BLOCK_N), token_tiles, GROUP_T)
     n_first = n_tile * BLOCK_N
-    if PDL and not AHEAD:
+    if PDL:
         gdc_wait()
     expert, row_first, row_count = tile_at(tile, tile_expert, tile_row, expert_offsets, experts, BLOCK_T, TOP_K)
-    if AHEAD:
-        if expert >= 0:
-            block: tl.constexpr = 64 * (BLOCK_K // 2)
-            word: tl.constexpr = 128 if WEIGHT == E2M1_E4M3 else 64
-            for part in tl.static_range(BLOCK_N // 64):
-                start = expert * row_tiles + tl.minimum(n_first // 64 + part, row_tiles - 1)
-                start *= K_BLOCKS
-                prefetch_once(weight + start * block, AHEAD * block)
-                prefetch_once(scale + start * word, AHEAD * word * 4)
-        gdc_wait()
     if PDL and TOP_K:
         gdc_launch_dependents()
     if expert < 0:
@@ -322,7 +311,8 @@ def w4a8_kernel(
     WORDS: tl.constexpr = 2 if WEIGHT == E2M1_E4M3 else 1
     t = tl.arange(0, BLOCK_T)
     n = tl.arange(0, BLOCK_N)
-    # Rows beyond the end read a neighbour again; nothing of them is stored.
+    # Rows beyond the end are not read: every program asks for the same few rows at the same time.
+    valid = (t < row_count)[None, :]
     row = row_first + tl.where(t < row_count, t, 0)
     if GATHER:
         token = row // TOP_K if TOP_K else tl.load(source + row)
@@ -357,7 +347,7 @@ def w4a8_kernel(
     acc = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
     none = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
     for step in tl.range(0, K_BLOCKS, num_stages=STAGES):
-        tokens = tl.load(x_ptr)
+        tokens = tl.load(x_ptr, mask=valid, other=0.0)
         words = _load_words(w_ptr, ASM or WEIGHT == E2M1_SCALED)
         if WEIGHT == E2M1_SCALED:
             a = words

@@ -222,7 +222,7 @@ def grouped_gemm(
     x_groups = 0 if x_scale is None else 1 + (x_scale.shape[1] == 1)
     fixed = constants(packed, tile, activation, x_groups=x_groups)
     fixed |= {"GATHER": source is not None, "ASM": x.is_cuda, "TOP_K": tiles.top_k}
-    fixed |= {"PDL": tile.overlap and x.is_cuda, "AHEAD": tile.ahead if x.is_cuda else 0}
+    fixed["PDL"] = tile.overlap and x.is_cuda
     options = {"num_warps": tile.warps} | ({"launch_pdl": True} if fixed["PDL"] else {})
     launch(grouped_gemm_kernel, (tiles.count * -(-n_out // tile.columns),), args, fixed, **options)
     return out

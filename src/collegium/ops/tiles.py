@@ -85,7 +85,7 @@ class TileChoice:
     block_n: weight rows of an operand. stacked: half of them are gate and half up of the same columns, otherwise
     every part has an operand of its own. block_t: rows. group_t: token tiles that share a pass over the weights.
     overlap: it may start while the kernel before it ends. programs: how many share the tiles, each taking the next in
-    turn; 0: one for each tile. ahead: K blocks of weights it asks for before it waits for the kernel before it.
+    turn; 0: one for each tile.
     """
 
     block_n: int
@@ -96,7 +96,6 @@ class TileChoice:
     stacked: bool = False
     overlap: bool = False
     programs: int = 0
-    ahead: int = 0
 
     @property
     def columns(self) -> int:
@@ -305,9 +304,8 @@ def _four_bit_score(problem: TileProblem, tile: TileChoice, machine: Machine) ->
     steps = math.ceil(problem.k_in / problem.block_k)
     memory = hit * problem.n_out * problem.k_in * problem.weight_bits / 8 / machine.bandwidth
     math_time = tiles * columns / machine.sms * steps * step / 1000
-    # A program by itself: it waits for loads, decoding and products in turn, less so with more warps.
-    alone = steps * (0.66 - 0.1 * (tile.warps // 8) - 0.08 * (tile.block_n // 128))
-    alone += 2.0 * problem.operands * (tile.warps // 8)
+    # A program by itself: it waits for loads, decoding and products in turn.
+    alone = steps * (0.35 + 0.07 * (tile.block_n // 128) + 0.08 * (tile.warps // 8))
     return max(memory, math_time, alone) + 0.25 * min(memory, math_time)
 
 

@@ -188,7 +188,6 @@ def launch_w4a8(
         "STAGES": tile.stages,
         "TOP_K": tiles.top_k,
         "PDL": tile.overlap and x.is_cuda,
-        "AHEAD": tile.ahead if x.is_cuda else 0,
     }
     grid = (tiles.count * -(-row_tiles * _ROWS // tile.block_n),)
     options = {"num_warps": tile.warps} | ({"launch_pdl": True} if constants["PDL"] else {})
