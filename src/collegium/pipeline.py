@@ -58,7 +58,7 @@ class DirectPipeline:
     """Few assignments on a GPU: rows stay in the order of the ids, so nothing is sorted before or after the experts.
 
     Bits are those of ``SplitPipeline``, since a row's bits depend on no other row. A routing may hold any ids and
-    weights: an id that is no expert or a weight that is not finite drops its assignment.
+    weights: what ``sanitise`` would drop adds nothing.
     """
 
     packed: PackedExperts

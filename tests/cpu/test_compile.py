@@ -22,7 +22,8 @@ if importlib.util.find_spec("triton") is None:
 BASE = {
     "WEIGHT": 0, "SCALE": 0, "WORDS": 1, "X_SCALE": 0, "ROW_SCALE": False, "BIAS": False, "GATHER": True,
     "PARTS": 2, "KIND": 0, "HAS_LIMIT": False, "EVEN_K": True, "ASM": True, "GROUP_T": 8, "K_BLOCKS": 32,
-    "BLOCK_N": 64, "BLOCK_T": 16, "BLOCK_K": 128, "STAGES": 4, "STACKED": False, "PDL": True,
+    "BLOCK_N": 64, "BLOCK_T": 16, "BLOCK_K": 128, "STAGES": 4, "STACKED": False, "TOP_K": 0,
+    "PDL": True,
 }  # fmt: skip
 PLAIN = {"BLOCK_K": 64}
 BLOCKS = {"WEIGHT": 2, "SCALE": 1, "X_SCALE": 1}
@@ -33,6 +34,7 @@ MXFP8 = {"WEIGHT": 1, "SCALE": 2, "ROW_SCALE": True}
 W8A16 = {"WEIGHT": 1, "SCALE": 1}
 STACKED = {"STACKED": True, "BLOCK_N": 128}
 ALONE = {"PDL": False}
+DIRECT = {"TOP_K": 8}
 WIDE = {"BLOCK_N": 128, "BLOCK_T": 128, "STAGES": 3, "warps": 8}
 
 # (architecture, weights, changes, the tensor core's instruction, most registers, most KiB of shared memory)
@@ -40,7 +42,9 @@ CASES: tuple[tuple[int, str, dict[str, Any], str, int, int], ...] = (
     (90, "bf16", PLAIN, "HGMMA", 64, 74),
     (90, "bf16", PLAIN | WIDE, "HGMMA", 255, 146),
     (90, "e4m3", BLOCKS, "QGMMA", 96, 75),
+    (90, "e4m3", BLOCKS | DIRECT, "QGMMA", 96, 75),
     (90, "i16", MXFP4, "HGMMA", 104, 43),
+    (90, "i16", MXFP4 | DIRECT, "HGMMA", 104, 43),
     (90, "i16", NVFP4, "HGMMA", 72, 23),
     (90, "i16", INT4, "HGMMA", 148, 45),
     (90, "i16", MXFP8, "HGMMA", 112, 67),
@@ -114,7 +118,8 @@ SMALL: tuple[tuple[str, str, dict[str, str], dict[str, Any], int, int], ...] = (
     ("permute", "block_sort_kernel", {}, {"BLOCK": 1024, "BLOCK_E": 256}, 8, 64),
     ("permute", "column_scan_kernel", {}, {"BLOCK": 1024, "CHUNK": 32} | _LISTS, 16, 128),
     ("permute", "scatter_kernel", {}, {"BLOCK": 1024, "BLOCK_E": 256, "PART": 256, "WEIGHTS": True}, 4, 64),
-    ("weighted_sum", "weighted_sum_kernel", {}, {"TOP_K": 8, "BLOCK": 1024, "WEIGHTS": True, "SHARED": True}, 4, 80),
+    ("weighted_sum", "weighted_sum_kernel", {}, {"TOP_K": 8, "BLOCK": 1024, "WEIGHTS": True, "SHARED": True, "IDS": False},
+     4, 80),
     ("route", "route_kernel", {}, _ROUTE, 1, 128),
     ("route", "route_kernel", {}, _ROUTE | {"SCORE": 3, "BLOCK_G": 1, "BLOCK_S": 1024, "KEPT": 0}, 4, 128),
     ("route", "sanitise_kernel", {}, {"TOP_K": 8, "BLOCK_K": 8, "BLOCK_R": 32}, 4, 80),

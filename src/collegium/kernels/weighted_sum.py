@@ -26,8 +26,8 @@ def weighted_sum_kernel(
 ):
     """Write ``out [T, width]``; a program owns BLOCK columns of one token.
 
-    IDS: slots holds expert ids, the row of assignment (t, k) is t * TOP_K + k, and one with an id that is no expert
-    or a weight that is no finite number is dropped.
+    IDS: slots holds expert ids, the row of assignment (t, k) is t * TOP_K + k, and one with an id that is no expert or
+    stands in an earlier slot, or with a weight that is no finite number, is dropped.
     Compiled without fused multiply-adds: each product is rounded to float32 before it is added.
     """
     token = tl.program_id(1).to(tl.int64)
@@ -38,6 +38,8 @@ def weighted_sum_kernel(
         slot = tl.load(slots + token * TOP_K + k)
         if IDS:
             kept = (slot >= 0) & (slot < experts)
+            for before in tl.static_range(k):
+                kept = kept & (tl.load(slots + token * TOP_K + before) != slot)
             slot = token * TOP_K + k
             if WEIGHTS:
                 kept = kept & (tl.abs(tl.load(weights + slot).to(tl.float32)) < float("inf"))

@@ -278,8 +278,9 @@ def _four_bit_candidates(problem: TileProblem, machine: Machine) -> tuple[TileCh
         for (block_n, warps), limit in most.items():
             if block_t > limit or (machine.scaled and block_n < 128):
                 continue
-            # Wide tiles of tokens live off the weights the tiles beside them have just read.
-            group_t = 32 if block_t == 128 and problem.operands == 1 else 8
+            # Wide tiles of tokens live off the weights the tiles beside them have just read; narrow ones of weights
+            # read neighbours in memory.
+            group_t = 32 if block_t == 128 and problem.operands == 1 else 1 if block_n == 64 else 8
             tile = TileChoice(block_n=block_n, block_t=block_t, warps=warps, stages=1, group_t=group_t)
             fitting = int((machine.shared - 4096) / _stage_bytes(problem, tile))
             stages = min(3 if block_t > 128 else 4 if block_t > 32 else 5, fitting)
@@ -298,7 +299,7 @@ def _four_bit_score(problem: TileProblem, tile: TileChoice, machine: Machine) ->
     token = 0.8 + 1.75 * problem.operands + 2.0 * problem.promoted
     step = (130 + 60 * problem.operands + token * tile.block_t) * tile.block_n / 128
     if tile.block_n == 64:
-        step *= 1.1 if tile.block_t <= 16 else 1.4
+        step *= 1.03 if tile.block_t <= 16 and problem.operands == 1 else 1.1 if tile.block_t <= 16 else 1.4
     if tile.warps == 8:
         step *= 1.05 if tile.block_t <= 16 else 1.4 / problem.operands**0.3
     steps = math.ceil(problem.k_in / problem.block_k)
@@ -306,7 +307,8 @@ def _four_bit_score(problem: TileProblem, tile: TileChoice, machine: Machine) ->
     math_time = tiles * columns / machine.sms * steps * step / 1000
     # A program by itself: it waits for loads, decoding and products in turn.
     alone = steps * (0.35 + 0.07 * (tile.block_n // 128) + 0.08 * (tile.warps // 8))
-    return max(memory, math_time, alone) + 0.25 * min(memory, math_time)
+    # The last programs leave the others' multiprocessors idle.
+    return max(memory, math_time, alone) + 0.25 * min(memory, math_time) + 0.5 * alone
 
 
 def _program(problem: TileProblem, tile: TileChoice, machine: Machine) -> float:

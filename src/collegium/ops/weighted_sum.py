@@ -36,7 +36,7 @@ def weighted_sum(
     to float32 before it is added to the float32 sum, and the sum is rounded once at the end, so a token's bits do
     not depend on T. out: written and returned instead of fresh memory. experts: not 0 when rows stand in the order of
     assignments: slots then holds expert ids of any integer dtype, and an assignment is dropped when its id is not in
-    ``0..experts-1`` or its weight, of any floating dtype, is not finite in float32.
+    ``0..experts-1`` or stands in an earlier slot, or its weight, of any floating dtype, is not finite in float32.
     Raises ``InputError`` for wrong shapes or dtypes.
     """
     _check(rows, slots, weights, out_dtype, experts)
@@ -45,7 +45,8 @@ def weighted_sum(
         return weighted_sum_on_device(rows, slots, weights, out_dtype, shared=shared, out=out, experts=experts)
     count, width = rows.shape
     if experts:
-        dropped = (slots < 0) | (slots >= experts)
+        repeated = (slots[:, :, None] == slots[:, None, :]).tril(-1).any(2)
+        dropped = (slots < 0) | (slots >= experts) | repeated
         if weights is not None:
             weights = weights.float()
             dropped = dropped | ~weights.isfinite()

@@ -1,0 +1,107 @@
+"""Few assignments without sorting: the bits of the sorted way, with any ids and weights, from poisoned memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from collegium import Choice, Limits, MoESpec, Problem, Routing, RoutingSpec, encode_experts, plan
+from collegium.experts import KERNELS
+from collegium.ops import products
+from collegium.ops.route import sanitise
+from collegium.ops.weighted_sum import weighted_sum, weighted_sum_on_device
+from collegium.parallel.local import Local
+from collegium.pipeline import DirectPipeline, SplitPipeline
+from collegium.testing.compare import heavy_tailed, moe_truth, random_experts, relative_error
+from collegium.types import ActivationSpec, DeviceFacts
+
+if torch.cuda.is_available():
+    pytest.skip("tests/gpu makes these comparisons on the device", allow_module_level=True)
+pytest.importorskip("triton")
+
+EXPERTS, HIDDEN, WIDE = 5, 176, 90
+RECIPES = [
+    ("bf16", None, 0.01),
+    ("fp8_block", "fp8_group128", 0.06),
+    ("fp8_channel", "fp8_token", 0.06),
+    ("mxfp4", None, 0.01),
+    ("mxfp4", "fp8_token", 0.06),
+    ("nvfp4", "fp8_group128", 0.06),
+    ("int4_group", None, 0.01),
+]
+
+
+def build(weights: str, activations: str | None, **routing: Any) -> tuple[Any, Any, Any]:
+    spec = MoESpec(
+        hidden_size=HIDDEN,
+        intermediate_size=WIDE,
+        num_experts=EXPERTS,
+        routing=RoutingSpec(top_k=3, **routing),
+        weight_format=weights,
+    )
+    made = encode_experts(random_experts(EXPERTS, 2, WIDE, HIDDEN, seed=1), weights)
+    problem = Problem(
+        spec=spec, device=DeviceFacts(kind="cuda", capability=(9, 0)), limits=Limits(max_tokens=8)
+    )
+    chosen = plan(problem, Choice(activation_format=activations))
+    kernel = next(k for k in KERNELS if k.name == chosen.kernel)
+    return made, kernel, kernel.pack(made, chosen.problem)
+
+
+def odd_routing() -> Routing:
+    """Ids with one that is no expert, one beyond 32 bits and an expert twice; weights with NaN and infinity."""
+    ids = torch.tensor([[4, 0, 2], [3, -1, 3], [1 << 40, 1, 7], [0, 2, 1]])
+    weights = torch.rand(4, 3, generator=torch.Generator().manual_seed(0)) + 0.1
+    weights[0, 1], weights[3, 2] = float("nan"), float("inf")
+    return Routing(topk_ids=ids, topk_weights=weights)
+
+
+@pytest.mark.parametrize(("weights", "activations", "most"), RECIPES)
+def test_bits_are_those_of_the_sorted_way(
+    monkeypatch: pytest.MonkeyPatch, weights: str, activations: str | None, most: float
+) -> None:
+    made, kernel, packed = build(weights, activations)
+    routing = odd_routing()
+    x = heavy_tailed(4, HIDDEN, seed=3).bfloat16()
+    good = sanitise(routing.topk_ids, routing.topk_weights, EXPERTS)
+    wanted = SplitPipeline(dispatcher=Local(num_experts=EXPERTS), kernel=kernel, packed=packed)(x, good)
+
+    def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.full(shape, float("nan"), device=device).to(dtype)
+
+    monkeypatch.setattr(products, "empty", poisoned)
+    found = DirectPipeline(packed=packed)(x, routing)
+    assert torch.isfinite(found).all()
+    assert torch.equal(found, wanted)
+    ids, kept = good.topk_ids.clamp(min=0), good.topk_weights * (good.topk_ids >= 0)
+    truth = moe_truth(x, made.gate_up.decode(), made.down.decode(), ids, kept, ActivationSpec())
+    swapped = moe_truth(x, made.gate_up.decode().flip(1), made.down.decode(), ids, kept, ActivationSpec())
+    assert relative_error(found, truth) < most
+    assert relative_error(found, swapped) > 0.3
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_the_sum_by_ids_drops_what_the_sum_by_slots_drops(dtype: torch.dtype) -> None:
+    routing = odd_routing()
+    ids = routing.topk_ids.clamp(max=99).to(dtype)
+    rows = heavy_tailed(12, 33, seed=5)
+    rows.view(4, 3, 33)[(ids < 0) | (ids >= EXPERTS)] = float("nan")
+    good = sanitise(ids, routing.topk_weights, EXPERTS)
+    slots = torch.arange(12).view(4, 3).masked_fill(good.topk_ids < 0, -1)
+    wanted = weighted_sum(rows, slots, good.topk_weights, torch.float32)
+    for weights in (routing.topk_weights, routing.topk_weights.double()):
+        for run in (weighted_sum, weighted_sum_on_device):
+            assert torch.equal(run(rows, ids, weights, torch.float32, experts=EXPERTS), wanted)
+
+
+def test_every_row_gets_its_own_token_and_expert() -> None:
+    _, kernel, packed = build("bf16", None)
+    x = heavy_tailed(3, HIDDEN, seed=7).bfloat16()
+    ids = torch.tensor([[0, 1], [1, 4], [3, 0]], dtype=torch.int32)
+    rows = products.run_assignments(x, ids, packed)
+    for row, (token, expert) in enumerate((t, int(ids[t, k])) for t in range(3) for k in range(2)):
+        routing = Routing(topk_ids=torch.tensor([[expert]]), topk_weights=torch.ones(1, 1))
+        alone = SplitPipeline(dispatcher=Local(num_experts=EXPERTS), kernel=kernel, packed=packed)
+        assert torch.equal(rows[row].float(), alone(x[token : token + 1], routing)[0])
