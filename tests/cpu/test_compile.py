@@ -109,6 +109,7 @@ _ROUTE = {
     "SCORE": 2, "TOP_K": 8, "BLOCK_K": 8, "BLOCK_G": 8, "BLOCK_S": 32, "KEPT": 4, "TOP2": True, "BIAS": True,
     "HASH": False, "RENORM": True,
 }  # fmt: skip
+_SUM = {"TOP_K": 8, "BLOCK": 1024, "WEIGHTS": True, "SHARED": True, "IDS": False}
 _ROWS = {"BLOCK_R": 2, "BLOCK_C": 1024, "GATHER": True, "WEIGHTS": True}
 _E4M3 = _ROWS | {"GROUP": 128, "POWER": False, "BYTE": False, "ROUND": False}
 # Small kernels: (file, kernel, types that are not the rule, constants, warps, most registers); FP8 from sm_90 on.
@@ -118,8 +119,8 @@ SMALL: tuple[tuple[str, str, dict[str, str], dict[str, Any], int, int], ...] = (
     ("permute", "block_sort_kernel", {}, {"BLOCK": 1024, "BLOCK_E": 256}, 8, 64),
     ("permute", "column_scan_kernel", {}, {"BLOCK": 1024, "CHUNK": 32} | _LISTS, 16, 128),
     ("permute", "scatter_kernel", {}, {"BLOCK": 1024, "BLOCK_E": 256, "PART": 256, "WEIGHTS": True}, 4, 64),
-    ("weighted_sum", "weighted_sum_kernel", {}, {"TOP_K": 8, "BLOCK": 1024, "WEIGHTS": True, "SHARED": True, "IDS": False},
-     4, 80),
+    ("weighted_sum", "weighted_sum_kernel", {}, _SUM, 4, 80),
+    ("weighted_sum", "weighted_sum_kernel", {"slots": "i32"}, _SUM | {"IDS": True, "BLOCK": 256}, 1, 80),
     ("route", "route_kernel", {}, _ROUTE, 1, 128),
     ("route", "route_kernel", {}, _ROUTE | {"SCORE": 3, "BLOCK_G": 1, "BLOCK_S": 1024, "KEPT": 0}, 4, 128),
     ("route", "sanitise_kernel", {}, {"TOP_K": 8, "BLOCK_K": 8, "BLOCK_R": 32}, 4, 80),

@@ -42,9 +42,7 @@ def build(weights: str, activations: str | None, **routing: Any) -> tuple[Any, A
         weight_format=weights,
     )
     made = encode_experts(random_experts(EXPERTS, 2, WIDE, HIDDEN, seed=1), weights)
-    problem = Problem(
-        spec=spec, device=DeviceFacts(kind="cuda", capability=(9, 0)), limits=Limits(max_tokens=8)
-    )
+    problem = Problem(spec=spec, device=DeviceFacts(kind="cuda", capability=(9, 0)), limits=Limits(max_tokens=8))
     chosen = plan(problem, Choice(activation_format=activations))
     kernel = next(k for k in KERNELS if k.name == chosen.kernel)
     return made, kernel, kernel.pack(made, chosen.problem)

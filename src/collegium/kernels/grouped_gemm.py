@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .activation import activate
 from .decode import e2m1_quarters, e4m3_halves, e4m3_scale, e8m0_scale, finished, int4_quarters
-from .tiles import tile_at, tile_of
+from .tiles import tile_at, tile_of, token_at
 
 __all__ = ["grouped_gemm_kernel"]
 
@@ -271,10 +271,7 @@ def grouped_gemm_kernel(
 
     t = tl.arange(0, BLOCK_T)
     row = row_first + tl.where(t < row_count, t, 0)
-    if GATHER:
-        token = row // TOP_K if TOP_K else tl.load(source + row)
-    else:
-        token = row
+    token = token_at(row, source, GATHER, TOP_K)
 
     QUARTERS: tl.constexpr = WEIGHT != PLAIN and WEIGHT != E4M3_E4M3
     if QUARTERS:

@@ -7,7 +7,7 @@ stands where the caller put it: ``tile_expert`` then holds the ids themselves, c
 import triton
 import triton.language as tl
 
-__all__ = ["tile_at", "tile_list_kernel", "tile_of"]
+__all__ = ["tile_at", "tile_list_kernel", "tile_of", "token_at"]
 
 
 @triton.jit
@@ -32,6 +32,16 @@ def tile_at(tile, tile_expert, tile_row, expert_offsets, experts, BLOCK_T: tl.co
         first = tl.load(tile_row + tile)
         stop = tl.load(expert_offsets + tl.maximum(expert, 0) + 1)
         return expert, first, tl.minimum(stop - first, BLOCK_T).to(tl.int32)
+
+
+@triton.jit
+def token_at(row, source, GATHER: tl.constexpr, TOP_K: tl.constexpr):
+    """Return which row of the input each ``row`` reads: itself without GATHER."""
+    if not GATHER:
+        return row
+    if TOP_K:
+        return row // TOP_K
+    return tl.load(source + row)
 
 
 @triton.jit(

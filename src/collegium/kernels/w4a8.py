@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .activation import activate
 from .decode import finished
-from .tiles import tile_at, tile_of
+from .tiles import tile_at, tile_of, token_at
 
 __all__ = ["w4a8_kernel"]
 
@@ -314,10 +314,7 @@ def w4a8_kernel(
     # Rows beyond the end are not read: every program asks for the same few rows at the same time.
     valid = (t < row_count)[None, :]
     row = row_first + tl.where(t < row_count, t, 0)
-    if GATHER:
-        token = row // TOP_K if TOP_K else tl.load(source + row)
-    else:
-        token = row
+    token = token_at(row, source, GATHER, TOP_K)
 
     HALF: tl.constexpr = BLOCK_K // 2
     j = tl.arange(0, HALF)
