@@ -143,9 +143,7 @@ def candidates(problem: TileProblem, machine: Machine) -> tuple[TileChoice, ...]
     found: list[TileChoice] = []
     if problem.decoded and problem.x_bits == 8:
         return _four_bit_candidates(problem, machine)
-    # A product of a few microseconds gains by starting before the kernel before it ends; a longer one can lose.
-    weights = _experts_hit(problem) * problem.parts * problem.n_out * problem.k_in * problem.weight_bits / 8
-    overlap = machine.pdl and weights < 1.1e8
+    overlap = _overlaps(problem, machine)
     for block_t in (16, 32, 64, 128, 256):
         for block_n, warps, stacked in product((64, 128), (4, 8), (False, True)):
             # A warp decodes the weight rows it multiplies: with more warps, several decode the same rows.
@@ -216,6 +214,12 @@ def choose(problem: TileProblem, machine: Machine) -> TileChoice:
     return min(found, key=lambda tile: score(problem, tile, machine))
 
 
+def _overlaps(problem: TileProblem, machine: Machine) -> bool:
+    # A product of a few microseconds gains by starting before the kernel before it ends; a longer one can lose.
+    weights = _experts_hit(problem) * problem.parts * problem.n_out * problem.k_in * problem.weight_bits / 8
+    return machine.pdl and weights < 1.1e8
+
+
 def _experts_hit(problem: TileProblem) -> float:
     missed = (1 - 1 / problem.experts) ** problem.rows if problem.experts > 1 else 0.0
     return max(1.0, problem.experts * (1 - missed))
@@ -274,6 +278,7 @@ _FOUR_BIT_PROMOTED = {(64, 4): 128, (128, 4): 32, (128, 8): 64}
 def _four_bit_candidates(problem: TileProblem, machine: Machine) -> tuple[TileChoice, ...]:
     most = _FOUR_BIT_PROMOTED if problem.promoted else _FOUR_BIT
     found: list[TileChoice] = []
+    overlap = _overlaps(problem, machine)
     for block_t in (16, 32, 64, 128, 256):
         for (block_n, warps), limit in most.items():
             if block_t > limit or (machine.scaled and block_n < 128):
@@ -281,7 +286,9 @@ def _four_bit_candidates(problem: TileProblem, machine: Machine) -> tuple[TileCh
             # Wide tiles of tokens live off the weights the tiles beside them have just read; narrow ones of weights
             # read neighbours in memory.
             group_t = 32 if block_t == 128 and problem.operands == 1 else 1 if block_n == 64 else 8
-            tile = TileChoice(block_n=block_n, block_t=block_t, warps=warps, stages=1, group_t=group_t)
+            tile = TileChoice(
+                block_n=block_n, block_t=block_t, warps=warps, stages=1, group_t=group_t, overlap=overlap
+            )
             fitting = int((machine.shared - 4096) / _stage_bytes(problem, tile))
             stages = min(3 if block_t > 128 else 4 if block_t > 32 else 5, fitting)
             if stages >= 2:
