@@ -215,6 +215,14 @@ def test_own_router_shared_expert_and_gate():
         MoELayer(weights, plan(problem))
 
 
+def test_an_assignment_forgets_recorded_launches():
+    layer = MoELayer(random_experts(6, 2, 24, 40, seed=26), plan(problem_of(6, 40, 24, 2)))
+    for name, value in (("workspace", None), ("checked", True), ("router", None), ("_pipeline", layer._pipeline)):
+        before = layer._replay
+        setattr(layer, name, value)
+        assert layer._replay is not before
+
+
 def test_latent_width_with_norm():
     weights = random_experts(6, 2, 24, 40, seed=31)
     problem = problem_of(6, 72, 24, 2, latent_size=40)
