@@ -78,7 +78,8 @@ class MoELayer(nn.Module):
     ) -> None:
         """Pack ``weights`` for the kernel of ``plan``.
 
-        router: needed unless every call brings logits or a routing. shared, latent: as the spec says.
+        router: needed unless every call brings logits or a routing; it works in float32, in a copy made here of a
+        weight and a bias of another dtype. shared, latent: as the spec says.
         choose: a routing rule of your own, ``choose(x [T, D], logits [T, E], top_k) -> (weights, ids)`` both
         ``[T, K]``; it replaces the spec's rule, and what it returns is checked like any other routing.
         after_expert: applied to the rows ``[R, H]`` the experts return, row by row, before they are weighted.
@@ -95,7 +96,7 @@ class MoELayer(nn.Module):
         self.spec = spec
         self.checked = checked
         self.choose = choose
-        self.router = router
+        self.router = None if router is None else _in_float32(router)
         self.shared = shared
         self.latent = latent
         self._kernel = kernel
@@ -374,6 +375,11 @@ def _pack_shared(kernel: ExpertKernel, shared: SharedWeights[Payload], problem: 
             "force a kernel that runs both"
         )
     return kernel.pack(shared.experts, asked)
+
+
+def _in_float32(router: RouterWeights) -> RouterWeights:
+    bias = None if router.bias is None else router.bias.detach().float()
+    return replace(router, weight=router.weight.detach().float(), bias=bias)
 
 
 def _as_payload(weight: Payload | Tensor, parts: int | None) -> Payload:
