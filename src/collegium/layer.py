@@ -22,6 +22,7 @@ from .formats import by_name
 from .formats.payload import Payload
 from .formats.unquantised import FLOAT_FORMATS, as_stored
 from .ops.products import PackedExperts
+from .ops.replay import Replay
 from .ops.route import route, route_custom, sanitise
 from .ops.tile_file import with_tuned_tiles
 from .parallel.local import Local
@@ -78,7 +79,8 @@ class MoELayer(nn.Module):
     ) -> None:
         """Pack ``weights`` for the kernel of ``plan``.
 
-        router: needed unless every call brings logits or a routing. shared, latent: as the spec says.
+        router: needed unless every call brings logits or a routing; it works in float32, in a copy made here of a
+        weight and a bias of another dtype. shared, latent: as the spec says.
         choose: a routing rule of your own, ``choose(x [T, D], logits [T, E], top_k) -> (weights, ids)`` both
         ``[T, K]``; it replaces the spec's rule, and what it returns is checked like any other routing.
         after_expert: applied to the rows ``[R, H]`` the experts return, row by row, before they are weighted.
@@ -95,7 +97,7 @@ class MoELayer(nn.Module):
         self.spec = spec
         self.checked = checked
         self.choose = choose
-        self.router = router
+        self.router = None if router is None else _in_float32(router)
         self.shared = shared
         self.latent = latent
         self._kernel = kernel
@@ -117,7 +119,13 @@ class MoELayer(nn.Module):
         on_gpu = self._device.type == "cuda" and plan.capturable
         self.workspace: Workspace | None = shared_workspace(self._device, plan.workspace_bytes) if on_gpu else None
         self._kind = hash((plan.problem, plan.kernel))
+        self._replay: Replay  # made by every assignment
         self._name = announce(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute and forget what was recorded: another layer may start other kernels."""
+        super().__setattr__(name, value)
+        self.__dict__["_replay"] = Replay()
 
     def extra_repr(self) -> str:
         """Show the plan, and what packing rounded where the kernel reports it."""
@@ -153,7 +161,7 @@ class MoELayer(nn.Module):
             _check_rows("router_input", seen, (x.numel() // wide, wide))
             router_logits = self._logits(seen)
         ids, weights = (None, None) if routing is None else (routing.topk_ids, routing.topk_weights)
-        inputs = (x.reshape(-1, wide), router_logits, ids, weights, token_ids)
+        inputs = (x if x.dim() == 2 else x.reshape(-1, wide), router_logits, ids, weights, token_ids)
         if torch.compiler.is_compiling():
             torch.ops.collegium.moe_layer(*inputs, self._name, out.view(-1, wide))
         else:
@@ -172,22 +180,31 @@ class MoELayer(nn.Module):
         out: Tensor,
     ) -> None:
         """Write ``out [T, D]`` for ``x [T, D]``: ``forward`` after its checks, in passes of ``max_tokens`` rows."""
-        given = None
-        if topk_ids is not None and topk_weights is not None:
-            given = Routing(topk_ids=topk_ids, topk_weights=topk_weights)
+        if router_logits is None and (topk_ids is None or topk_weights is None):
+            router_logits = self._own_logits(x)
+        inputs = (x, router_logits, topk_ids, topk_weights, token_ids, out)
         step = self.plan.problem.limits.max_tokens
         if x.shape[0] <= step:
-            with self._pass(x.shape[0]):
-                self._tokens(x, self._route(x, router_logits, given, token_ids), out)
+            # Code from outside may do what no recording sees.
+            if self.workspace is None or self.choose is not None or self._pipeline.after_expert is not None:
+                self._one_pass(*inputs)
+            else:
+                self.workspace.follow()
+                self._replay(self._one_pass, inputs)
             return
-        chosen = self._route(x, router_logits, given, token_ids)
+        chosen = self._route(*inputs[:5])
         for start in range(0, x.shape[0], step):
             span = slice(start, min(start + step, x.shape[0]))
             part = Routing(topk_ids=chosen.topk_ids[span], topk_weights=chosen.topk_weights[span])
-            with self._pass(span.stop - start):
+            with self._scope(span.stop - start):
                 self._tokens(x[span], part, out[span])
 
-    def _pass(self, tokens: int) -> AbstractContextManager[None]:
+    def _one_pass(self, *inputs: Any) -> None:
+        x, out = inputs[0], inputs[5]
+        with self._scope(x.shape[0]):
+            self._tokens(x, self._route(*inputs[:5]), out)
+
+    def _scope(self, tokens: int) -> AbstractContextManager[None]:
         return nullcontext() if self.workspace is None else self.workspace.scope((self._kind, tokens))
 
     def _tokens(self, x: Tensor, routing: Routing, out: Tensor) -> None:
@@ -216,6 +233,14 @@ class MoELayer(nn.Module):
             return out
         return torch.sigmoid(functional.linear(x.float(), shared.gate.float())) * out
 
+    def _own_logits(self, x: Tensor) -> Tensor:
+        if self.spec.routing.input_norm_eps is not None:
+            raise InputError(
+                "forward: this router reads an input of its own, which it normalises (Gemma-4: the residual before "
+                "the experts' norm); give router_input, or router_logits or a routing"
+            )
+        return self._logits(x)
+
     def _logits(self, x: Tensor) -> Tensor:
         """Return the logits ``[T, E]`` float32 of the layer's own router for what it reads, ``[T, D]``."""
         if self.router is None:
@@ -227,19 +252,21 @@ class MoELayer(nn.Module):
         read = x.float() if eps is None else functional.rms_norm(x.float(), (x.shape[-1],), eps=eps)
         return functional.linear(read, self.router.weight.float(), bias)
 
-    def _route(self, x: Tensor, logits: Tensor | None, routing: Routing | None, token_ids: Tensor | None) -> Routing:
-        if routing is not None:
-            _check_rows("topk_ids", routing.topk_ids, (x.shape[0], routing.topk_ids.shape[-1]))
-            if not self.checked and self._way(x, routing) is self._direct:
-                return routing
-            return sanitise(routing.topk_ids, routing.topk_weights, self.spec.num_experts, checked=self.checked)
-        if logits is None:
-            if self.spec.routing.input_norm_eps is not None:
-                raise InputError(
-                    "forward: this router reads an input of its own, which it normalises (Gemma-4: the residual before "
-                    "the experts' norm); give router_input, or router_logits or a routing"
-                )
-            logits = self._logits(x)
+    def _route(
+        self,
+        x: Tensor,
+        logits: Tensor | None,
+        topk_ids: Tensor | None,
+        topk_weights: Tensor | None,
+        token_ids: Tensor | None,
+    ) -> Routing:
+        if topk_ids is not None and topk_weights is not None:
+            _check_rows("topk_ids", topk_ids, (x.shape[0], topk_ids.shape[-1]))
+            given = Routing(topk_ids=topk_ids, topk_weights=topk_weights)
+            if not self.checked and self._way(x, given) is self._direct:
+                return given
+            return sanitise(topk_ids, topk_weights, self.spec.num_experts, checked=self.checked)
+        logits = cast("Tensor", logits)
         _check_rows("router_logits", logits, (x.shape[0], self.spec.num_experts))
         if self.choose is not None:
             return route_custom(self.choose, x, logits, self.spec.routing, checked=self.checked)
@@ -360,6 +387,11 @@ def _pack_shared(kernel: ExpertKernel, shared: SharedWeights[Payload], problem: 
             "force a kernel that runs both"
         )
     return kernel.pack(shared.experts, asked)
+
+
+def _in_float32(router: RouterWeights) -> RouterWeights:
+    bias = None if router.bias is None else router.bias.detach().float()
+    return replace(router, weight=router.weight.detach().float(), bias=bias)
 
 
 def _as_payload(weight: Payload | Tensor, parts: int | None) -> Payload:

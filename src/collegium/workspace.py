@@ -34,7 +34,7 @@ class Workspace:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device = torch.empty(0, device=device).device  # with its index, as tensors name it
         self._blocks: list[Tensor] = []
         self._kinds: dict[Hashable, list[tuple[Tensor, int]]] = {}
         self._stream: int | None = None
@@ -53,8 +53,7 @@ class Workspace:
     @contextmanager
     def scope(self, kind: Hashable) -> Generator[None]:
         """Serve ``empty`` from this workspace inside the block; ``kind`` names passes that ask for the same buffers."""
-        if self.device.type == "cuda":
-            self._follow()
+        self.follow()
         if kind not in self._kinds and len(self._kinds) >= _KEPT:
             del self._kinds[next(iter(self._kinds))]
         before, _active.running = _active.running, _Pass(self, self._kinds.setdefault(kind, []))
@@ -63,15 +62,18 @@ class Workspace:
         finally:
             _active.running = before
 
-    def _follow(self) -> None:
+    def follow(self) -> None:
         """Let this stream wait for the one that used the buffers last; a graph keeps its own order while captured."""
-        stream = torch.cuda.current_stream(self.device)
-        if stream.cuda_stream == self._stream or torch.cuda.is_current_stream_capturing():
+        if self.device.type != "cuda":
+            return
+        current = torch._C._cuda_getCurrentRawStream(self.device.index)  # pyright: ignore[reportPrivateUsage]
+        if current == self._stream or torch.cuda.is_current_stream_capturing():
             return
         if self._stream is not None:
             last = torch.cuda.default_stream(self.device)
-            stream.wait_stream(last if self._stream == 0 else torch.cuda.ExternalStream(self._stream, self.device))
-        self._stream = stream.cuda_stream
+            waiting = torch.cuda.current_stream(self.device)
+            waiting.wait_stream(last if self._stream == 0 else torch.cuda.ExternalStream(self._stream, self.device))
+        self._stream = current
 
     def piece(self, start: int, size: int) -> tuple[Tensor, int]:
         """Return ``size`` bytes from byte ``start`` of the block, or from a new and larger one, and where they end."""

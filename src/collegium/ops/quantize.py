@@ -12,7 +12,7 @@ infinity gets a NaN scale and zero codes, hence decodes to NaN throughout: visib
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -217,21 +217,20 @@ def cast_name(dtype: torch.dtype) -> str:
 def row_buffers(name: str, rows: int, columns: int, device: torch.device) -> QuantizedRows:
     """Allocate what ``quantize_rows`` writes for ``rows`` rows in the format ``name``, to be passed as ``out``."""
     form = activation_format(name)
-    made = QuantizedRows(codes=torch.empty(0), shape=(rows, columns))
     groups = -(-columns // (form.group or columns))
     if isinstance(form, _Cast):
-        return replace(made, codes=empty((rows, columns), form.dtype, device))
+        return QuantizedRows(codes=empty((rows, columns), form.dtype, device), shape=(rows, columns))
     if isinstance(form, _NvFp4):
-        return replace(
-            made,
+        return QuantizedRows(
             codes=empty((rows, -(-columns // 2)), torch.uint8, device),
+            shape=(rows, columns),
             scales=empty((rows, groups), torch.float8_e4m3fn, device),
             global_scale=empty((rows, 1), torch.float32, device),
         )
     byte = isinstance(form, _Fp8) and form.e8m0
-    return replace(
-        made,
+    return QuantizedRows(
         codes=empty((rows, columns), torch.float8_e4m3fn, device),
+        shape=(rows, columns),
         scales=empty((rows, groups), torch.uint8 if byte else torch.float32, device),
     )
 

@@ -286,9 +286,7 @@ def _four_bit_candidates(problem: TileProblem, machine: Machine) -> tuple[TileCh
             # Wide tiles of tokens live off the weights the tiles beside them have just read; narrow ones of weights
             # read neighbours in memory.
             group_t = 32 if block_t == 128 and problem.operands == 1 else 1 if block_n == 64 else 8
-            tile = TileChoice(
-                block_n=block_n, block_t=block_t, warps=warps, stages=1, group_t=group_t, overlap=overlap
-            )
+            tile = TileChoice(block_n=block_n, block_t=block_t, warps=warps, stages=1, group_t=group_t, overlap=overlap)
             fitting = int((machine.shared - 4096) / _stage_bytes(problem, tile))
             stages = min(3 if block_t > 128 else 4 if block_t > 32 else 5, fitting)
             if stages >= 2:

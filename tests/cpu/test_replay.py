@@ -1,0 +1,294 @@
+"""Recorded launches: what is repeated, what is not, and that both give the same.
+
+A stand-in for a compiled kernel multiplies float32 numbers at the addresses it is given, as Triton's C function would
+start a kernel with them; it needs no GPU, and it reads an address that should have been exchanged as it stands there.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import pickle
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from collegium.ops import launch as launching
+from collegium.ops.launch import launch
+from collegium.ops.replay import Replay
+from collegium.workspace import Workspace, empty
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CPU = torch.device("cpu")
+STREAM = 7
+triton: Any = pytest.importorskip("triton")
+
+
+class Kernel:
+    """``out[i] = x[i] * w[i]`` for ``count`` numbers; ``scratch``: it asks Triton for memory."""
+
+    arg_names = ("x", "w", "out", "count", "FACTOR")
+
+    def __init__(self, scratch: int = 0) -> None:
+        self.scratch = scratch
+        self.streams: list[int] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def through_triton(*args: Any, FACTOR: int, num_warps: int) -> Any:
+            self._multiply(*args)
+            run: Any = SimpleNamespace(
+                launch=self._from_c,
+                global_scratch_size=self.scratch,
+                profile_scratch_size=0,
+                launch_cooperative_grid=False,
+                launch_pdl=False,
+            )
+            if self.scratch:
+                run = _Launcher(run, self._from_python)
+            return SimpleNamespace(run=run, function=11, packed_metadata=(num_warps, 1, 0))
+
+        return through_triton
+
+    def _from_python(self, x: int, y: int, z: int, stream: int, function: int, *rest: Any) -> None:
+        assert (x, y, z, function, rest[:4]) == (3, 1, 1, 11, ((4, 1, 0), None, None, None))
+        self._multiply(*rest[4:8])
+
+    def _from_c(self, x: int, y: int, z: int, stream: int, function: int, *rest: Any) -> None:
+        assert (x, y, z, function, rest[:8]) == (3, 1, 1, 11, (False, False, None, None, (4, 1, 0), None, None, None))
+        assert rest[12:] == (5,)
+        self.streams.append(stream)
+        self._multiply(*rest[8:12])
+
+    def _multiply(self, x: Any, w: Any, out: Any, count: int) -> None:
+        given, weights, result = (_numbers(place, count) for place in (x, w, out))
+        for i in range(count):
+            result[i] = given[i] * weights[i]
+
+
+class _Launcher:
+    def __init__(self, run: Any, call: Callable[..., None]) -> None:
+        self.__dict__.update(vars(run))
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        self._call(*args)
+
+
+def _numbers(place: Any, count: int) -> Any:
+    address = place if isinstance(place, int) else place.data_ptr()
+    return (ctypes.c_float * count).from_address(address)
+
+
+@pytest.fixture(autouse=True)
+def _direct(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "_direct", lambda: True)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: STREAM, raising=False)
+
+
+class Pass:
+    """x * w * w through a buffer of a workspace, with ``extra`` in between; counts how often it is called."""
+
+    def __init__(self, extra: Callable[..., object] = lambda *_: None, scratch: int = 0) -> None:
+        self.kernel = Kernel(scratch)
+        self.weight = torch.full((64,), 2.0)
+        self.space = Workspace(CPU)
+        self.extra = extra
+        self.calls = 0
+
+    def __call__(self, *inputs: Any) -> None:
+        x, _, out = inputs
+        self.calls += 1
+        with self.space.scope(x.numel()):
+            middle = empty((x.numel(),), torch.float32, CPU)
+            self._multiply(x, middle)
+            self.extra(x, middle)
+            self._multiply(middle, out)
+
+    def _multiply(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        launch(self.kernel, (3,), (x, self.weight, out, x.numel()), {"FACTOR": 5}, num_warps=4)
+
+
+def give(replay: Replay, one: Pass, x: torch.Tensor, out: torch.Tensor | None = None) -> None:
+    made = torch.empty(x.shape) if out is None else out
+    wanted = x * 4
+    replay(one, (x, None, made))
+    assert torch.equal(made, wanted)
+
+
+def numbers(count: int) -> torch.Tensor:
+    """Fresh numbers at the start of memory that is aligned like the allocator's."""
+    return torch.rand(count)
+
+
+def test_the_third_call_of_a_kind_is_repeated_with_its_own_tensors_on_the_stream_of_then(monkeypatch) -> None:
+    replay, one = Replay(), Pass()
+    for _ in range(2):
+        give(replay, one, numbers(8))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: STREAM + 1, raising=False)
+    kept = [(numbers(8), torch.empty(8)) for _ in range(5)]
+    for x, out in kept:
+        give(replay, one, x, out)
+    assert one.calls == 2
+    assert one.kernel.streams[-10:] == [STREAM + 1] * 10
+    assert all(torch.equal(out, x * 4) for x, out in kept)
+
+
+def test_calls_may_write_to_their_input_and_share_its_memory() -> None:
+    replay, one = Replay(), Pass()
+    for _ in range(4):
+        x = numbers(8)
+        give(replay, one, x, x.view(8))
+        give(replay, one, numbers(8))
+    assert one.calls == 2
+
+
+def test_every_kind_is_recorded_by_itself() -> None:
+    replay, one = Replay(), Pass()
+    block = torch.rand(64)
+    kinds = [lambda: numbers(8), lambda: numbers(9), lambda: block[1:9], lambda: block[2:10], lambda: block.view(8, 8)]
+    for count, make in enumerate(kinds, start=1):
+        for _ in range(4):
+            give(replay, one, make())
+        assert one.calls == 2 * count
+    for count, other in enumerate((block[:16:2], numbers(8).view(torch.int32)), start=1):
+        replay(one, (other, None, torch.empty(8)))
+        assert one.calls == 2 * len(kinds) + count
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        lambda x, _: x + 1,
+        lambda x, _: x.sum().item(),
+        lambda _, middle: middle.mul_(1.0),
+        lambda x, _: torch.cat([x, x]),
+        lambda x, _: torch.zeros(3),
+        lambda x, _: x.view(2, 4).t().contiguous(),
+        lambda x, _: x.view(2, 4).t().reshape(8),
+        lambda x, _: x.to(torch.float64),
+    ],
+)
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_pass_in_which_torch_computes_is_called_every_time(extra: Callable[..., object], inference: bool) -> None:
+    replay, one = Replay(), Pass(extra)
+    with torch.inference_mode(inference):
+        for _ in range(5):
+            give(replay, one, numbers(8))
+    assert one.calls == 5
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_views_are_no_computation(inference: bool) -> None:
+    def extra(x: torch.Tensor, middle: torch.Tensor) -> None:
+        assert x.view(2, 4).reshape(8).contiguous()[1:].split([3, 4])[0].is_contiguous()
+        assert middle.view(torch.int32).flatten().to(torch.int32).detach().dtype == torch.int32
+
+    replay, one = Replay(), Pass(extra)
+    with torch.inference_mode(inference):
+        for _ in range(5):
+            give(replay, one, numbers(8))
+    assert one.calls == 2
+
+
+def test_another_view_of_the_callers_memory_is_never_repeated() -> None:
+    one = Pass()
+    one.extra = lambda x, middle: one._multiply(x[:4], middle[:4])
+    replay = Replay()
+    for _ in range(5):
+        x, out = numbers(8), torch.empty(8)
+        replay(one, (x, None, out))
+        assert torch.equal(out, x * 4)
+    assert one.calls == 5
+
+
+def test_two_names_for_one_tensor_are_never_repeated() -> None:
+    replay, one = Replay(), Pass()
+    for _ in range(5):
+        x = numbers(8)
+        give(replay, one, x, x)
+    assert one.calls == 5
+
+
+def test_a_kernel_that_takes_memory_is_started_by_triton() -> None:
+    replay, one = Replay(), Pass(scratch=128)
+    for _ in range(5):
+        give(replay, one, numbers(8))
+    assert one.calls == 5
+
+
+def test_hooks_see_every_launch(monkeypatch) -> None:
+    replay, one = Replay(), Pass()
+    for _ in range(3):
+        give(replay, one, numbers(8))
+    monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", lambda _: None)
+    streams = len(one.kernel.streams)
+    give(replay, one, numbers(8))
+    assert one.calls == 3
+    assert len(one.kernel.streams) == streams, "Triton launches and calls its hooks"
+    monkeypatch.undo()
+
+
+def test_a_pass_that_failed_while_it_was_recorded_is_recorded_later() -> None:
+    replay, one = Replay(), Pass()
+    give(replay, one, numbers(8))
+    kept, one.extra = one.extra, lambda *_: 1 // 0
+    with pytest.raises(ZeroDivisionError):
+        give(replay, one, numbers(8))
+    one.extra = kept
+    for _ in range(3):
+        give(replay, one, numbers(8))
+    assert one.calls == 3
+
+
+def test_recorded_buffers_outlive_growth_and_the_workspace() -> None:
+    replay, one = Replay(), Pass()
+    for _ in range(2):
+        give(replay, one, numbers(8))
+    one.space.reserve(1 << 20)
+    give(replay, one, numbers(8))
+    one.space, one.weight = Workspace(CPU), torch.empty(0)
+    taken = [torch.full((64,), torch.nan) for _ in range(50)]
+    for _ in range(3):
+        give(replay, one, numbers(8))
+    assert one.calls == 2
+    assert all(bool(tensor.isnan().all()) for tensor in taken)
+
+
+def test_the_oldest_kinds_are_forgotten(monkeypatch) -> None:
+    monkeypatch.setattr("collegium.ops.replay._KEPT", 3)
+    replay, one = Replay(), Pass()
+    for count in (1, 2, 3, 4, 5):
+        for _ in range(3):
+            give(replay, one, numbers(count))
+    assert len(replay._kinds) == 3
+    assert one.calls == 10
+    give(replay, one, numbers(1))
+    assert one.calls == 11
+
+
+def test_a_copy_holds_no_addresses_of_the_original() -> None:
+    replay, one = Replay(), Pass()
+    for _ in range(3):
+        give(replay, one, numbers(8))
+    assert replay._kinds
+    assert not copy.deepcopy(replay)._kinds
+    assert not copy.copy(replay)._kinds
+    assert not pickle.loads(pickle.dumps(replay))._kinds
+
+
+def test_inside_an_operation_of_torch_library() -> None:
+    replay, one = Replay(), Pass()
+
+    @torch.library.custom_op("collegium_test::four_times", mutates_args=("out",))
+    def four_times(x: torch.Tensor, out: torch.Tensor) -> None:
+        replay(one, (x, None, out))
+
+    for _ in range(5):
+        x, out = numbers(8), torch.empty(8)
+        four_times(x, out)
+        assert torch.equal(out, x * 4)
+    assert one.calls == 2

@@ -1,0 +1,202 @@
+"""Layers whose passes are repeated from their recorded launches, with the real kernels in Triton's interpreter.
+
+A stand-in for Triton's C function turns addresses back into the tensors that stand there, and knows no others: an
+address that should have been exchanged, or that nobody keeps alive, is not found.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from collegium import (
+    Choice,
+    DeviceFacts,
+    Limits,
+    MoELayer,
+    MoESpec,
+    Problem,
+    RouterWeights,
+    Routing,
+    RoutingSpec,
+    SharedSpec,
+    SharedWeights,
+    encode_experts,
+    plan,
+)
+from collegium.ops import launch as launching
+from collegium.ops import operand, permute, quantize, replay, route, weighted_sum
+from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
+from collegium.workspace import Workspace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CPU = torch.device("cpu")
+HOPPER = DeviceFacts(kind="cuda", name="H200", capability=(9, 0), memory=140 << 30)
+E, H, INNER, K = 3, 128, 128, 2
+pytest.importorskip("triton")
+
+
+class Machine:
+    """Every tensor that a kernel was given, by address and dtype."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+
+    def see(self, *tensors: torch.Tensor) -> None:
+        self.tensors.update({(tensor.data_ptr(), tensor.dtype): tensor for tensor in tensors})
+
+
+class Compiled:
+    """A kernel compiled for arguments of the kinds of ``args``."""
+
+    def __init__(self, machine: Machine, kernel: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        self.function, self.packed_metadata = 0, ()
+        self._machine, self._kernel, self._keywords = machine, kernel, keywords
+        self._dtypes = [getattr(argument, "dtype", None) for argument in args]
+        self.run = SimpleNamespace(
+            launch=self._launch,
+            global_scratch_size=0,
+            profile_scratch_size=0,
+            launch_cooperative_grid=False,
+            launch_pdl=False,
+        )
+
+    def _launch(self, x: int, y: int, z: int, *rest: Any) -> None:
+        # After the stream stand the function, how it is started, and what describes and watches it.
+        args = list(rest[10 : 10 + len(self._dtypes)])
+        for place, (dtype, argument) in enumerate(zip(self._dtypes, args, strict=True)):
+            if isinstance(argument, torch.Tensor):
+                self._machine.see(argument)
+            elif dtype is not None:
+                args[place] = self._machine.tensors[argument, dtype]
+        with _disable_current_modes():  # what the interpreter asks of torch is the kernel's own
+            self._kernel[x, y, z](*args, **self._keywords)
+
+
+class Kernel:
+    def __init__(self, machine: Machine, kernel: Any) -> None:
+        self.machine, self.kernel, self.arg_names = machine, kernel, kernel.arg_names
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Compiled]:
+        def start(*args: Any, **keywords: Any) -> Compiled:
+            self.kernel[grid](*args, **keywords)
+            return Compiled(self.machine, self.kernel, args, keywords)
+
+        return start
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    made = Machine()
+    kernels: dict[int, Kernel] = {}
+
+    def started(kernel: Any, *rest: Any, **options: Any) -> None:
+        known = kernels.setdefault(id(kernel), Kernel(made, kernel))
+        launching.launch(known, *rest, **options)
+
+    for module in (operand, permute, quantize, route, weighted_sum):
+        monkeypatch.setattr(module, "on_device", lambda *_: True)
+    for module in ("grouped_gemm", "permute", "quantize", "route_device", "w4a8", "weighted_sum"):
+        monkeypatch.setattr(f"collegium.ops.{module}.launch", started)
+    monkeypatch.setattr(launching, "_direct", lambda: True)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
+    return made
+
+
+def layer_of(weights: str, activations: str | None, *, shared: bool = False, on_input: bool = False) -> MoELayer:
+    spec = MoESpec(
+        hidden_size=H,
+        intermediate_size=INNER,
+        num_experts=E,
+        routing=RoutingSpec(top_k=K, weight_on_input=on_input),
+        weight_format=weights,
+        shared=SharedSpec(intermediate_size=INNER) if shared else None,
+    )
+    chosen = plan(Problem(spec=spec, device=HOPPER, limits=Limits(max_tokens=8)), Choice(activation_format=activations))
+    layer = MoELayer(
+        encode_experts(random_experts(E, 2, INNER, H, seed=1), weights),
+        chosen,
+        router=RouterWeights(weight=heavy_tailed(E, H, seed=2)),
+        shared=SharedWeights(experts=encode_experts(random_experts(1, 2, INNER, H, seed=3), weights))
+        if shared
+        else None,
+    )
+    layer.workspace = Workspace(CPU)
+    layer.workspace.reserve(chosen.workspace_bytes)
+    return layer
+
+
+def given(tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    x = heavy_tailed(tokens, H, seed=seed).bfloat16()
+    return x, uneven_ids(tokens, K, E, seed=seed), torch.rand(tokens, K), torch.empty_like(x)
+
+
+@pytest.mark.parametrize(
+    ("weights", "activations", "more"),
+    [
+        ("fp8_block", "fp8_group128", {}),
+        ("mxfp4", "fp8_token", {"shared": True}),
+        ("mxfp4", None, {}),
+        ("bf16", None, {"on_input": True}),
+    ],
+    ids=str,
+)
+def test_repeated_passes_give_the_bits_of_computed_ones(
+    weights: str, activations: str | None, more: dict[str, bool], machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repeated: list[int] = []
+    start = replay._start
+    monkeypatch.setattr(replay, "_start", lambda *args: (repeated.append(1), start(*args)))
+    layer, plain = layer_of(weights, activations, **more), layer_of(weights, activations, **more)
+    plain.workspace = None
+    kept: list[object] = []
+    for call in range(4):
+        x, ids, chosen, out = given(2, call)
+        machine.see(x, ids, chosen, out)
+        kept += [x, ids, chosen, out]
+        routing = Routing(topk_ids=ids, topk_weights=chosen)
+        layer.workspace._blocks[-1].fill_(255)
+        assert torch.equal(layer(x, routing=routing, out=out), plain(x, routing=routing))
+    assert len(repeated) == 2
+
+
+def test_a_pass_with_the_layers_own_router_is_repeated_after_it(machine: Machine, monkeypatch) -> None:
+    layer, plain = layer_of("mxfp4", None), layer_of("mxfp4", None)
+    plain.workspace = None
+    linear = torch.nn.functional.linear
+    kept: list[object] = []
+
+    def seen(*args: torch.Tensor) -> torch.Tensor:
+        made = linear(*args)
+        machine.see(made)
+        kept.append(made)
+        return made
+
+    monkeypatch.setattr(torch.nn.functional, "linear", seen)
+    for call in range(3):
+        x, _, _, out = given(2, call)
+        machine.see(x, out)
+        kept += [x, out]
+        assert torch.equal(layer(x, out=out), plain(x))
+    assert [isinstance(found, tuple) for found in layer._replay._kinds.values()] == [True]
+
+
+@pytest.mark.parametrize("what", ["checked", "choose", "after_expert"])
+def test_passes_with_foreign_or_waiting_code_are_computed(what: str, machine: Machine) -> None:
+    layer = layer_of("bf16", None)
+    if what == "checked":
+        layer.checked = True
+    elif what == "choose":
+        layer.choose = lambda x, logits, k: tuple(logits.topk(k))
+    else:
+        object.__setattr__(layer._pipeline, "after_expert", lambda rows: rows)
+    for call in range(3):
+        x, *_ = given(2, call)
+        layer(x)
+    assert not any(isinstance(found, tuple) for found in layer._replay._kinds.values())
