@@ -37,6 +37,7 @@ from collegium.measure import driver_version, prepare_pass, take_turns, version_
 from collegium.ops.quantize import activation_format
 from collegium.plan import plan
 from collegium.types import ActivationSpec, Choice, Limits, MoESpec, Problem, Routing, RoutingSpec
+from collegium.warming import warm_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -284,6 +285,8 @@ def _turns(model: Any, ways: list[str], batch: int, args: argparse.Namespace, re
             continue
         try:
             use(model, way)
+            if not way.startswith(TRANSFORMERS):
+                _warm(model)
             stepper = Stepper(model, batch, args.prompt)
             row["error"] = round(check(model, way, stepper), 5)
             ready[way], row["graph"] = prepare(model, way, stepper)
@@ -298,6 +301,14 @@ def _turns(model: Any, ways: list[str], batch: int, args: argparse.Namespace, re
     ready.clear()
     _tidy()
     return list(rows.values())
+
+
+def _warm(model: Any) -> None:
+    """Build our layers with one token, unless they are attached already, and compile the rest side by side."""
+    if not plugin.layers_of(model):
+        with torch.inference_mode():
+            model(torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), use_cache=False, logits_to_keep=1)
+    warm_up(plugin.layers_of(model))
 
 
 def _tidy() -> None:
