@@ -6,9 +6,13 @@ routings. None is timed before its first, middle and last token agree with FP32 
 whole output is finite. Calls are captured in one CUDA graph that walks through several inputs and routings, so that
 weights come from memory; contenders take turns in rotated order; a time is the median replay of one call. The floor
 comes from the experts each routing really hits and from ceilings measured in the same run. A peer that cannot be
-imported, or cannot run a shape, is listed with the reason.
+imported, or cannot run a shape, is listed with the reason. On a machine without a GPU the same program runs our layer
+and transformers', to try it out.
 
     python benchmarks/peers.py --shapes qwen3_30b dsv3 --tokens 1 32 512 --routings uniform zipf
+
+Contenders compile at their first call; ``--rounds 0`` only builds, compiles and checks, so processes of one contender
+each can fill the compile caches side by side before the run that is timed.
 
 Peers: transformers (``grouped_mm`` experts), vLLM (Triton ``fused_experts``, DeepGEMM, Marlin) and humming-kernels,
 each as its own project calls it.
@@ -33,12 +37,13 @@ import torch
 from torch.nn import functional
 
 import collegium
-from collegium.bench import SHAPES, TOLERANCES, experts_error, random_weights, spec_of
+from collegium.bench import TOLERANCES, experts_error, random_weights, spec_of
 from collegium.devices import probe
 from collegium.errors import CollegiumError
 from collegium.layer import MoELayer
 from collegium.measure import (
     ROUTINGS,
+    Ceilings,
     driver_version,
     floor_of,
     graph_pool,
@@ -58,12 +63,16 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from collegium.measure import Floor
     from collegium.types import ExpertWeights, MoESpec
 
     Run = Callable[[Tensor, Tensor, Tensor], Tensor]  # x [T, H], weights [T, K] float32, ids [T, K] int32 -> [T, H]
 
 RESULTS = Path(__file__).parent / "results" / "peers_{shape}_h200.csv"
 PACKAGES = ("torch", "triton", "transformers", "vllm", "humming-kernels")
+PLACE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+MOST = 8192  # our plans are made for batches of this size, whatever is measured, so that they are always the same
+NOTHING_MEASURED = Ceilings(bandwidth=float("inf"), rate_16=float("inf"), rate_8=float("inf"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,12 +84,16 @@ class Peer:
     activations: str
     build: Callable[[ExpertWeights[Any], MoESpec], Run]
 
+    def __str__(self) -> str:
+        """Return the name by which ``--skip`` knows it."""
+        return f"{self.name}:{self.weights}:{self.activations}".replace(" ", "_")
+
 
 # ----------------------------------------------------------------------------------------------- ours
-def _ours(weights: ExpertWeights[Any], spec: MoESpec, activations: str, limit: int) -> Run:
-    problem = Problem(spec=spec, device=probe("cuda"), limits=Limits(max_tokens=limit))
+def _ours(weights: ExpertWeights[Any], spec: MoESpec, activations: str) -> Run:
+    problem = Problem(spec=spec, device=probe(PLACE.type), limits=Limits(max_tokens=MOST))
     made = plan(problem, Choice(activation_format=activations))
-    if not made.capturable:
+    if PLACE.type == "cuda" and not made.capturable:
         raise CollegiumError(f"the plan is {made.kernel}, which no CUDA graph can hold")
     layer = MoELayer(weights, made)
     print(f"    ours {spec.weight_format} x {activations}: kernel {made.kernel}", flush=True)
@@ -98,6 +111,8 @@ def _transformers(weights: ExpertWeights[Any], spec: MoESpec) -> Run:
         has_gate=True,
         has_bias=False,
         is_transposed=False,
+        _is_expert_parallel=False,
+        has_post_expert_norm=False,
         act_fn=functional.silu,
         config=None,
     )
@@ -339,21 +354,17 @@ def _humming_layer(payload: Any, spec: MoESpec, activations: str, shape: tuple[i
     return layer
 
 
-def _columns(limit: int) -> tuple[Peer, ...]:
+def _columns() -> tuple[Peer, ...]:
     ours = (
         ("bf16", "bf16"),
         ("fp8_block", "fp8_group128"),
-        ("fp8_block", "bf16"),
         ("mxfp4", "bf16"),
         ("mxfp4", "fp8_group128"),
         ("mxfp4", "fp8_token"),
         ("nvfp4", "bf16"),
         ("nvfp4", "fp8_token"),
     )
-    found = [
-        Peer(name="collegium", weights=w, activations=a, build=partial(_ours, activations=a, limit=limit))
-        for w, a in ours
-    ]
+    found = [Peer(name="collegium", weights=w, activations=a, build=partial(_ours, activations=a)) for w, a in ours]
     found += [
         Peer(name="transformers grouped_mm", weights="bf16", activations="bf16", build=_transformers),
         Peer(name="vllm triton", weights="bf16", activations="bf16", build=_vllm_triton),
@@ -376,13 +387,12 @@ def _columns(limit: int) -> tuple[Peer, ...]:
 
 # ----------------------------------------------------------------------------------------------- the run
 class Table:
-    """The CSV file, written row by row so that a run that is cut short keeps what it measured."""
+    """The CSV file, written case by case so that a run that is cut short keeps what it measured."""
 
     def __init__(self, path: Path, commit: str) -> None:
-        place = torch.device("cuda")
         self.head = {
-            "gpu": torch.cuda.get_device_name(),
-            "driver": driver_version(place),
+            "gpu": torch.cuda.get_device_name() if PLACE.type == "cuda" else PLACE.type,
+            "driver": driver_version(PLACE),
             **{name: version_of(name) for name in PACKAGES},
             "collegium": collegium.__version__,
             "commit": commit,
@@ -407,44 +417,74 @@ def _said(arguments: list[str]) -> list[str]:
     return [argument for place, argument in enumerate(arguments) if place not in left_out]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """The inputs of one routing style and token count, the same for all contenders."""
+
+    plain: MoESpec
+    tokens: int
+    style: str
+    inputs: list[tuple[Tensor, Tensor, Tensor]]
+    routings: list[Routing]
+
+    @classmethod
+    def made(cls, plain: MoESpec, tokens: int, style: str, count: int) -> Case:
+        """Return ``count`` random inputs and routings."""
+        generator = torch.Generator(PLACE).manual_seed(tokens)
+        inputs: list[tuple[Tensor, Tensor, Tensor]] = []
+        routings: list[Routing] = []
+        for _ in range(count):
+            x = torch.randn(tokens, plain.hidden_size, device=PLACE, generator=generator).bfloat16()
+            routing = random_routing(tokens, plain, style, generator)
+            routings.append(routing)
+            inputs.append((x, routing.topk_weights, routing.topk_ids.int()))
+        return cls(plain=plain, tokens=tokens, style=style, inputs=inputs, routings=routings)
+
+
+Runs = dict[Peer, tuple["Run", "ExpertWeights[Any]"]]
+
+
 def main() -> int:
     args = _options()
-    started, place = time.time(), torch.device("cuda")
-    ceilings = measure_ceilings(place)
-    print("ceilings", ceilings)
+    started = time.time()
+    ceilings = measure_ceilings(PLACE) if args.rounds else NOTHING_MEASURED
+    print("ceilings", ceilings, flush=True)
     table = Table(Path(str(args.out).format(shape="_".join(args.shapes))), args.commit)
-    empty: dict[str, object] = dict.fromkeys(("us", "floor_us", "of_floor", "bound", "experts_hit", "error"), "")
     for shape in args.shapes:
         _, plain = spec_of(shape)
-        columns = [c for c in _columns(max(args.tokens)) if _wanted(c, args)]
-        runs, refused = _build(columns, plain, place)
+        runs, refused = _build([c for c in _columns() if _wanted(c, args)], plain, args.skip)
         head = {"shape": shape}
         for column, reason in refused.items():
-            row = {"routing": "", "tokens": "", "contender": column.name, "weights": column.weights}
-            table.add(**head, **row, activations=column.activations, **empty, note=reason)
+            table.add(**head, routing="", tokens="", **_row(column, note=reason))
         print(f"{shape}: built {len(runs)} after {time.time() - started:.0f} s", flush=True)
         for routing in args.routings:
             for tokens in args.tokens:
                 if time.time() - started > args.seconds:
                     print(f"{shape} {routing} T={tokens}: no time left", flush=True)
                     continue
-                for row in _measure(runs, plain, (tokens, routing), (ceilings, args.rounds)):
-                    table.add(**head, routing=routing, tokens=tokens, **row)
+                case = Case.made(plain, tokens, routing, input_sets(tokens) if args.rounds else 1)
+                rows = {column: _row(column, _floor(column, case, ceilings)) for column in runs}
+                try:
+                    _measure(case, runs, rows, args.rounds)
+                finally:
+                    for row in rows.values():
+                        table.add(**head, routing=routing, tokens=tokens, **row)
+                    _show(rows, tokens, routing)
         runs.clear()
-        gc.collect()
-        torch.cuda.empty_cache()
+        _tidy()
     print(f"done after {time.time() - started:.0f} s")
     return 0
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=["qwen3_30b", "dsv3"], choices=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", default=["qwen3_30b", "dsv3"], help="as collegium bench takes them")
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 8, 32, 128, 512, 2048, 8192])
     parser.add_argument("--routings", nargs="+", default=["uniform"], choices=list(ROUTINGS))
     parser.add_argument("--only", nargs="+", default=[], help="contenders whose name holds one of these words")
     parser.add_argument("--weights", nargs="+", default=[], help="these weight formats only")
     parser.add_argument("--activations", nargs="+", default=[], help="these activation formats only")
+    parser.add_argument("--skip", nargs="*", default=[], help="list name:weights:activations, as broken when alone")
     parser.add_argument("--rounds", type=int, default=9, help="0: compile and check only")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further measurement after this long")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -469,105 +509,106 @@ def _wanted(column: Peer, args: argparse.Namespace) -> bool:
     )
 
 
-def _build(
-    columns: list[Peer], plain: MoESpec, place: torch.device
-) -> tuple[dict[Peer, tuple[Run, ExpertWeights[Any]]], dict[Peer, str]]:
+def _row(column: Peer, floor: Floor | None = None, note: str = "") -> dict[str, object]:
+    """Return the row of a contender, with what is not measured empty."""
+    return {
+        "contender": column.name,
+        "weights": column.weights,
+        "activations": column.activations,
+        "us": "",
+        "floor_us": round(1e6 * floor.seconds, 2) if floor else "",
+        "of_floor": "",
+        "bound": floor.bound if floor else "",
+        "experts_hit": round(floor.experts_hit, 1) if floor else "",
+        "error": "",
+        "note": note,
+    }
+
+
+def _floor(column: Peer, case: Case, ceilings: Ceilings) -> Floor:
+    return floor_of(replace(case.plain, weight_format=column.weights), column.activations, case.routings, ceilings)
+
+
+def _reason(what: str, fault: BaseException) -> str:
+    return f"{what}: {type(fault).__name__}: {' '.join(str(fault).split())[:200]}"
+
+
+def _tidy() -> None:
+    gc.collect()
+    if PLACE.type == "cuda":
+        torch.cuda.synchronize()  # raises after a fault that leaves the device unusable, which ends the run
+        torch.cuda.empty_cache()
+
+
+def _build(columns: list[Peer], plain: MoESpec, skip: list[str]) -> tuple[Runs, dict[Peer, str]]:
     """Build format by format; what cannot be built is returned with its reason."""
-    runs: dict[Peer, tuple[Run, ExpertWeights[Any]]] = {}
+    runs: Runs = {}
     refused: dict[Peer, str] = {}
     for name in dict.fromkeys(column.weights for column in columns):
         spec = replace(plain, weight_format=name)
-        weights = random_weights(spec, place)
+        weights = random_weights(spec, PLACE)
         for column in columns:
             if column.weights != name:
+                continue
+            if str(column) in skip:
+                refused[column] = "absent: it failed in a process of its own"
                 continue
             begin = time.time()
             try:
                 runs[column] = (column.build(weights, spec), weights)
             except Exception as error:  # a peer fails in its own way; it is listed, and the run goes on
-                refused[column] = f"absent: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-                print(f"    {column.name} {name} x {column.activations}: {refused[column]}", flush=True)
-            print(f"    {column.name} {name} x {column.activations}: {time.time() - begin:.1f} s to build", flush=True)
-        torch.cuda.empty_cache()
+                refused[column] = _reason("absent", error)
+                print(f"    {column}: {refused[column]}", flush=True)
+            _tidy()
+            print(f"    {column}: {time.time() - begin:.1f} s to build", flush=True)
     return runs, refused
 
 
-def _measure(
-    runs: dict[Peer, tuple[Run, ExpertWeights[Any]]],
-    plain: MoESpec,
-    what: tuple[int, str],
-    how: tuple[Any, int],
-) -> list[dict[str, object]]:
-    (tokens, style), (ceilings, rounds) = what, how
-    generator = torch.Generator("cuda").manual_seed(tokens)
-    inputs: list[tuple[Tensor, Tensor, Tensor]] = []
-    routings: list[Routing] = []
-    for _ in range(input_sets(tokens)):
-        x = torch.randn(tokens, plain.hidden_size, device="cuda", generator=generator).bfloat16()
-        routing = random_routing(tokens, plain, style, generator)
-        routings.append(routing)
-        inputs.append((x, routing.topk_weights, routing.topk_ids.int()))
-    errors: dict[Any, float] = {}
-    rows: list[dict[str, object]] = []
-    for column, (run, weights) in runs.items():
-        spec = replace(plain, weight_format=column.weights)
-        name = {"contender": column.name, "weights": column.weights, "activations": column.activations}
-        least = floor_of(spec, column.activations, routings, ceilings)
-        row = name | {
-            "us": "",
-            "floor_us": round(1e6 * least.seconds, 2),
-            "of_floor": "",
-            "bound": least.bound,
-            "experts_hit": round(least.experts_hit, 1),
-            "error": "",
-            "note": "",
-        }
-        rows.append(row)
-        begin = time.time()
+def _measure(case: Case, runs: Runs, rows: dict[Peer, dict[str, object]], rounds: int) -> None:
+    """Fill ``rows``: the error of each contender, and the time of each that is right."""
+    right = [column for column in runs if _gate(case, column, runs[column], rows[column])]
+    passes: dict[Any, Callable[[], object]] = {}
+    pool = graph_pool(PLACE)
+    for column in right if rounds else ():
+        calls = [partial(runs[column][0], *one) for one in case.inputs]
         try:
-            with torch.inference_mode():
-                found = run(*inputs[0])
-                problem = Problem(spec=spec, device=probe("cuda"))
-                error = experts_error(found, problem, weights, (inputs[0][0], routings[0]))
+            passes[column] = prepare_pass(calls, PLACE, pool=pool)
         except Exception as fault:
-            row["note"] = f"failed: {type(fault).__name__}: {' '.join(str(fault).split())[:200]}"
-            print(f"    {column.name} {column.weights}: {row['note']}", flush=True)
-            continue
-        row["error"] = round(error, 5)
-        if error <= TOLERANCES[activation_format(column.activations).bits]:
-            errors[column] = error
-        else:
-            row["note"] = f"wrong: error above {TOLERANCES[activation_format(column.activations).bits]}; not timed"
-            print(
-                f"    {column.name} {column.weights} x {column.activations} T={tokens}: {error:.4f} wrong", flush=True
-            )
-        if time.time() - begin > 5:
-            print(f"    {column.name} {column.weights} T={tokens}: first call {time.time() - begin:.1f} s", flush=True)
-    passes: dict[Any, Any] = {}
-    pool = graph_pool(torch.device("cuda"))
-    for column, row in zip(runs, rows, strict=True):
-        if column not in errors or rounds == 0:
-            continue
-        try:
-            calls = [partial(runs[column][0], *one) for one in inputs]
-            passes[column] = prepare_pass(calls, torch.device("cuda"), pool=pool)
-        except Exception as fault:
-            row["note"] = f"no graph: {type(fault).__name__}: {' '.join(str(fault).split())[:200]}"
-            torch.cuda.synchronize()
-    times = take_turns(passes, torch.device("cuda"), rounds=rounds)
-    for column, row in zip(runs, rows, strict=True):
-        if column in times:
-            seconds, best = times[column] / len(inputs), float(str(row["floor_us"]))
-            row["us"], row["of_floor"] = round(1e6 * seconds, 2), round(1e-6 * best / seconds, 3)
+            rows[column]["note"] = _reason("no graph", fault)
+            pool = graph_pool(PLACE)  # what the broken capture began to take is in the old one
+            _tidy()
+    for column, taken in take_turns(passes, PLACE, rounds=rounds).items():
+        seconds, row = taken / len(case.inputs), rows[column]
+        row["us"], row["of_floor"] = round(1e6 * seconds, 2), round(1e-6 * float(str(row["floor_us"])) / seconds, 3)
     passes.clear()
-    gc.collect()
-    torch.cuda.empty_cache()
-    _show(rows, tokens, style)
-    return rows
+    _tidy()
 
 
-def _show(rows: list[dict[str, object]], tokens: int, style: str) -> None:
-    for row in rows:
+def _gate(case: Case, column: Peer, own: tuple[Run, ExpertWeights[Any]], row: dict[str, object]) -> bool:
+    """Say whether the contender's first output is right; note its error, or why there is none."""
+    run, weights = own
+    begin = time.time()
+    problem = Problem(spec=replace(case.plain, weight_format=column.weights), device=probe(PLACE.type))
+    try:
+        with torch.inference_mode():
+            found = run(*case.inputs[0])
+            error = experts_error(found, problem, weights, (case.inputs[0][0], case.routings[0]))
+    except Exception as fault:
+        row["note"] = _reason("failed", fault)
+        print(f"    {column} T={case.tokens}: {row['note']}", flush=True)
+        _tidy()
+        return False
+    row["error"] = round(error, 5)
+    allowed = TOLERANCES[activation_format(column.activations).bits]
+    if not error <= allowed:
+        row["note"] = f"wrong: error above {allowed}; not timed"
+    if time.time() - begin > 5:
+        print(f"    {column} T={case.tokens}: first call {time.time() - begin:.1f} s", flush=True)
+    return error <= allowed
+
+
+def _show(rows: dict[Peer, dict[str, object]], tokens: int, style: str) -> None:
+    for row in rows.values():
         print(
             f"{style:8s} T={tokens:<5d} {row['weights']!s:10s} x {row['activations']!s:13s} {row['contender']!s:24s} "
             f"{row['us']!s:>9s} us  floor {row['floor_us']!s:>8s}  {row['of_floor']!s:>6s}  error {row['error']!s:8s} "

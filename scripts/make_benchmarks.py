@@ -49,7 +49,7 @@ def _section(name: str, rows: list[Row]) -> str:
     columns = set(rows[0])
     if {"contender", "us", "floor_us"} <= columns:
         body = _peers(rows)
-    elif {"shape", "format", "tokens", "layer_us", "floor_us"} <= columns:
+    elif {"shape", "tokens", "layer_us", "floor_us"} <= columns:
         body = _layers(rows)
     else:
         kept = [column for column in rows[0] if column not in FACTS]
@@ -72,7 +72,8 @@ def _layers(rows: list[Row]) -> str:
     tokens = sorted({int(row["tokens"]) for row in rows})
     groups: dict[tuple[str, str], dict[int, Row]] = defaultdict(dict)
     for row in rows:
-        groups[row["shape"], row["format"].replace(":", " x ")][int(row["tokens"])] = row
+        recipe = row["format"].replace(":", " x ") if "format" in row else " x ".join(_formats(row))
+        groups[row["shape"], recipe][int(row["tokens"])] = row
     body = [
         [*key, *(_time(found[t]["layer_us"], found[t]["floor_us"]) if t in found else "" for t in tokens)]
         for key, found in sorted(groups.items())

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from .ops.tiles import TileChoice
     from .types import ContiguousBatch
 
-__all__ = ["TUNED_TOKENS", "TuneReport", "TuneRow", "measure_tiles", "tune"]
+__all__ = ["TUNED_TOKENS", "TuneReport", "TuneRow", "measure_tiles", "packed_layer", "tile_times", "tune"]
 
 TUNED_TOKENS = tuple(1 << power for power in range(14))  # each serves token counts up to a factor of two away
 _GAIN = 0.98  # a tile must take at most this share of the model's own choice to replace it: less is noise
@@ -90,40 +90,73 @@ def tune(
     most: candidates measured for each product and token count. folder: of the file, ``tile_folder()`` when None.
     Raises InputError where the plan's kernel has no tiles, MeasurementError when two tiles give different bits.
     """
-    name, plain = spec_of(what)
-    facts = probe(device)
-    problem = Problem(
-        spec=replace(plain, weight_format=by_name(recipe[0]).name),
-        device=facts,
-        limits=Limits(max_tokens=max(tokens)),
-    )
-    made = plan(problem, Choice(activation_format=recipe[1]))
-    kernel = next(k for k in KERNELS if k.name == made.kernel)
-    packed = kernel.pack(random_weights(made.problem.spec, torch.device(facts.kind)), made.problem)
-    if not isinstance(packed, PackedExperts):
-        raise InputError(
-            f"tune: {name} in {recipe[0]} x {recipe[1]} runs on {made.kernel}, which has no tiles to choose"
-        )
+    name, problem, packed = packed_layer(what, recipe, max(tokens), device)
     rows: list[TuneRow] = []
     counts = sorted(set(tokens))
     for done, count in enumerate(counts):
         if progress is not None:
             progress(done, len(counts), f"{count} tokens")
-        rows += measure_tiles(packed, made.problem, count, most=most, rounds=rounds)
+        rows += measure_tiles(packed, problem, count, most=most, rounds=rounds)
     tables = [tuple((r.rows, r.best) for r in rows if r.product == product) for product, _ in products(packed)]
-    path = write_tiles(made.problem, (tables[0], tables[1]), folder)
+    path = write_tiles(problem, (tables[0], tables[1]), folder)
     return TuneReport(
         shape=name,
         weights=recipe[0],
-        activations=made.activation_format,
-        device=facts.name or facts.kind,
+        activations=problem.activation_format or problem.dtype,
+        device=problem.device.name or problem.device.kind,
         path=str(path),
         rows=tuple(rows),
     )
 
 
+def packed_layer(
+    what: str, recipe: tuple[str, str], most_tokens: int, device: str | None = None
+) -> tuple[str, Problem, PackedExperts]:
+    """Return the name, the problem and the packed random weights of the layer ``what``; errors as ``tune``."""
+    name, plain = spec_of(what)
+    facts = probe(device)
+    spec = replace(plain, weight_format=by_name(recipe[0]).name)
+    made = plan(
+        Problem(spec=spec, device=facts, limits=Limits(max_tokens=most_tokens)), Choice(activation_format=recipe[1])
+    )
+    kernel = next(k for k in KERNELS if k.name == made.kernel)
+    packed = kernel.pack(random_weights(spec, torch.device(facts.kind)), made.problem)
+    if not isinstance(packed, PackedExperts):
+        raise InputError(
+            f"tune: {name} in {recipe[0]} x {recipe[1]} runs on {made.kernel}, which has no tiles to choose"
+        )
+    return name, made.problem, packed
+
+
 def measure_tiles(packed: PackedExperts, problem: Problem, tokens: int, *, most: int, rounds: int) -> list[TuneRow]:
     """Return a row for each product: the best of ``most`` candidates for ``tokens`` tokens, uniform routing."""
+    count = tokens * problem.spec.routing.top_k
+    found: list[TuneRow] = []
+    for product, (chosen, times) in tile_times(packed, problem, tokens, most=most, rounds=rounds).items():
+        fastest = min(times, key=lambda tile: times[tile])
+        best = fastest if times[fastest] < _GAIN * times[chosen] else chosen
+        found.append(
+            TuneRow(
+                product=product,
+                tokens=tokens,
+                rows=count,
+                chosen=chosen,
+                chosen_seconds=times[chosen],
+                best=best,
+                best_seconds=times[best],
+                candidates=len(times),
+            )
+        )
+    return found
+
+
+def tile_times(
+    packed: PackedExperts, problem: Problem, tokens: int, *, most: int, rounds: int
+) -> dict[str, tuple[TileChoice, dict[TileChoice, float]]]:
+    """Return for each product the model's own choice, and the seconds of that and of ``most`` candidates beside it.
+
+    Raises MeasurementError when two tiles give different bits.
+    """
     device, spec = packed.down.values.device, problem.spec
     generator = torch.Generator(device).manual_seed(tokens)
     local = Local(num_experts=spec.num_experts)
@@ -135,7 +168,7 @@ def measure_tiles(packed: PackedExperts, problem: Problem, tokens: int, *, most:
         for _ in range(input_sets(tokens))
     ]
     count = tokens * spec.routing.top_k
-    found: list[TuneRow] = []
+    found: dict[str, tuple[TileChoice, dict[TileChoice, float]]] = {}
     for place, (product, matrix) in enumerate(products(packed)):
         asked = packed.problem_of(matrix, count)
         ranked = sorted(candidates(asked, packed.machine), key=lambda tile: score(asked, tile, packed.machine))
@@ -145,21 +178,8 @@ def measure_tiles(packed: PackedExperts, problem: Problem, tokens: int, *, most:
         _same_bits(f"{product}, {tokens} tokens", [partial(runs[0], tile) for tile in tiles])
         pool = graph_pool(device)
         passes = {tile: prepare_pass([partial(run, tile) for run in runs], device, pool=pool) for tile in tiles}
-        times = {tile: t / len(runs) for tile, t in take_turns(passes, device, rounds=rounds).items()}
-        fastest = min(tiles, key=lambda tile: times[tile])
-        best = fastest if times[fastest] < _GAIN * times[chosen] else chosen
-        found.append(
-            TuneRow(
-                product=product,
-                tokens=tokens,
-                rows=count,
-                chosen=chosen,
-                chosen_seconds=times[chosen],
-                best=best,
-                best_seconds=times[best],
-                candidates=len(tiles),
-            )
-        )
+        times = take_turns(passes, device, rounds=rounds)
+        found[product] = (chosen, {tile: times[tile] / len(runs) for tile in tiles})
     return found
 
 

@@ -48,3 +48,12 @@ def test_layers_are_times_and_times_the_floor(tmp_path: Path) -> None:
     row = {"gpu": "G", "shape": "s", "format": "mxfp4:fp8_token", "tokens": 1, "layer_us": 30.0, "floor_us": 20.0}
     write(tmp_path / "layers.csv", [row])
     assert "| s | mxfp4 x fp8_token | 30.0 (1.50) |" in page(tmp_path)
+
+
+def test_layers_are_read_with_and_without_a_column_for_each_format(tmp_path: Path) -> None:
+    same = {"gpu": "G", "commit": "abc", "command": "c", "shape": "s", "tokens": 8, "layer_us": 20.0, "floor_us": 10.0}
+    write(tmp_path / "older.csv", [same | {"format": "mxfp4:fp8_token"}])
+    write(tmp_path / "newer.csv", [same | {"weights": "nvfp4", "activations": "fp8_token"}])
+    text = page(tmp_path)
+    assert "| s | mxfp4 x fp8_token | 20.0 (2.00) |" in text
+    assert "| s | nvfp4 x fp8_token | 20.0 (2.00) |" in text

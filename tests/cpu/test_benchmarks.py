@@ -1,0 +1,68 @@
+"""The benchmark programs run from end to end on a machine without a GPU, and one failure is one row."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def rows_of(program: str, *arguments: str, out: Path, code: int = 0) -> list[dict[str, str]]:
+    command = [sys.executable, str(ROOT / "benchmarks" / program), *arguments, "--out", str(out), "--commit", "none"]
+    surroundings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, env=surroundings, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    with out.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_layer_has_a_row_for_each_recipe_that_runs(tmp_path):
+    recipes = ("bf16:bf16", "mxfp4:fp8_token", "mxfp4:nothing")
+    rows = rows_of(
+        "bench_layer.py",
+        *("--shapes", "64x32x4x2", "--recipes", *recipes, "--tokens", "1", "--rounds", "1"),
+        out=tmp_path / "layers.csv",
+        code=1,
+    )
+    assert [(row["weights"], row["activations"]) for row in rows] == [("bf16", "bf16"), ("mxfp4", "fp8_token")]
+    assert all(float(row["layer_us"]) > 0 and float(row["floor_us"]) > 0 for row in rows)
+
+
+def test_absent_peers_are_rows_beside_ours(tmp_path):
+    pytest.importorskip("transformers")
+    rows = rows_of(
+        "peers.py",
+        *("--shapes", "256x128x4x2", "--weights", "bf16", "mxfp4", "--tokens", "1", "--rounds", "1"),
+        *("--skip", "collegium:mxfp4:bf16"),
+        out=tmp_path / "peers.csv",
+    )
+    timed = [(row["contender"], row["weights"], row["activations"]) for row in rows if row["us"]]
+    assert timed == [
+        ("collegium", "bf16", "bf16"),
+        ("transformers grouped_mm", "bf16", "bf16"),
+        ("collegium", "mxfp4", "fp8_group128"),
+        ("collegium", "mxfp4", "fp8_token"),
+    ]
+    notes = {row["contender"]: row["note"] for row in rows if not row["us"]}
+    assert set(notes) == {"collegium", "vllm triton", "vllm marlin", "humming"}
+    assert all(note.startswith("absent: ") for note in notes.values())
+
+
+def test_whole_models_run_with_each_implementation(tmp_path):
+    pytest.importorskip("transformers")
+    rows = rows_of(
+        "bench_model.py",
+        *("gpt_oss_20b", "--tiny", "--batches", "2", "--rounds", "1", "--formats", "mxfp4", "nothing"),
+        out=tmp_path / "models.csv",
+    )
+    names = ["eager", "grouped_mm", "collegium bf16", "collegium mxfp4", "collegium nothing"]
+    assert [row["experts"] for row in rows] == names
+    assert all(float(row["tokens_per_second"]) > 0 and float(row["error"]) <= 0.01 for row in rows[:4])
+    assert rows[4]["note"].startswith("absent: ")
+    assert not rows[4]["tokens_per_second"]
