@@ -15,6 +15,7 @@ Import rule, higher may import lower only, names on one line never import each o
 """
 
 from .devices import probe
+from .encoding import encode_experts
 from .errors import (
     BadScaleError,
     CheckpointError,
@@ -33,7 +34,7 @@ from .errors import (
     UnknownTensorError,
 )
 from .formats import FORMATS
-from .layer import MoELayer, encode_experts, moe
+from .layer import MoELayer, moe
 from .loading import load_layer
 from .models import describe
 from .plan import Plan, plan

@@ -18,7 +18,6 @@ from .compiled import announce
 from .devices import probe
 from .errors import InputError, PlanError
 from .experts import KERNELS
-from .formats import by_name
 from .formats.payload import Payload
 from .formats.unquantised import FLOAT_FORMATS, as_stored
 from .ops.products import PackedExperts
@@ -53,7 +52,7 @@ if TYPE_CHECKING:
     from .types import Choice, LatentWeights, RouterWeights, SharedWeights
     from .workspace import Workspace
 
-__all__ = ["MoELayer", "encode_experts", "moe"]
+__all__ = ["MoELayer", "moe"]
 
 _DTYPES = {dtype: plain.name for dtype, plain in FLOAT_FORMATS.items()}
 
@@ -344,23 +343,6 @@ def moe(
     )
     layer = MoELayer(weights, plan(problem, force))
     return layer(x, routing=Routing(topk_ids=topk_ids, topk_weights=topk_weights))
-
-
-def encode_experts(weights: ExpertWeights[Payload], weight_format: str) -> ExpertWeights[Payload]:
-    """Encode every expert into ``weight_format``, one expert at a time; biases stay as they are.
-
-    Raises SpecError for an unknown format name.
-    """
-    target = by_name(weight_format)
-    return replace(weights, gate_up=_encode(weights.gate_up, target), down=_encode(weights.down, target))
-
-
-def _encode(source: Payload, target: type[Payload]) -> Payload:
-    first = target.encode(source[0].decode())
-    out = first.repeated(source.shape[0])
-    for expert in range(source.shape[0]):
-        out.put(expert, target.encode(source[expert].decode()))
-    return out
 
 
 def _pack_shared(kernel: ExpertKernel, shared: SharedWeights[Payload], problem: Problem) -> Any:

@@ -9,7 +9,8 @@ from .checkpoint.detect import detect
 from .checkpoint.loader import load_experts, load_latent, load_router, load_shared
 from .checkpoint.reader import Checkpoint
 from .devices import probe
-from .layer import MoELayer, encode_experts
+from .encoding import encode_experts
+from .layer import MoELayer
 from .models import describe
 from .parallel.placement import linear
 from .plan import plan

@@ -18,8 +18,9 @@ from .checkpoint.detect import detect
 from .checkpoint.loader import load_experts, load_shared
 from .checkpoint.reader import Checkpoint
 from .devices import probe
+from .encoding import encode_experts
 from .errors import InputError
-from .layer import MoELayer, encode_experts
+from .layer import MoELayer
 from .loading import load_routed
 from .models import describe, moe_layers
 from .ops.quantize import activation_format

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from collegium.encoding import encode_experts
 from collegium.errors import InputError
 from collegium.experts.triton_bf16 import TritonBf16
 from collegium.experts.triton_fp8 import TritonFp8
 from collegium.formats import by_name
-from collegium.layer import encode_experts
 from collegium.ops import grouped_gemm as ops
 from collegium.ops.pack import pack_fp8_block, pack_fp8_rows, pack_plain
 from collegium.ops.prefill import CodeScales, prefill_bytes, prefill_gemm, prefill_tile

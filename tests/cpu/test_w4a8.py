@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from collegium.encoding import encode_experts
 from collegium.errors import InputError
 from collegium.experts.reference import Reference
 from collegium.experts.triton_w4a8 import TritonW4A8
 from collegium.formats import Int4Group, MxFp4, NvFp4
 from collegium.formats.unquantised import Fp32
-from collegium.layer import encode_experts
 from collegium.ops import grouped_gemm as ops
 from collegium.ops.operand import operand, ordered
 from collegium.ops.products import with_tiles

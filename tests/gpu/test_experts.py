@@ -10,12 +10,12 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 from collegium.devices import probe
+from collegium.encoding import encode_experts
 from collegium.experts.reference import Reference
 from collegium.experts.triton_bf16 import TritonBf16
 from collegium.experts.triton_fp8 import TritonFp8
 from collegium.experts.triton_w4a16 import TritonW4A16
 from collegium.formats import Fp8Channel, MxFp8
-from collegium.layer import encode_experts
 from collegium.ops.grouped_gemm import grouped_gemm, tile_list
 from collegium.ops.operand import operand
 from collegium.ops.pack import pack_fp8_rows, pack_mxfp8

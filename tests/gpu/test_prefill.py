@@ -12,10 +12,10 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 from collegium.devices import probe
+from collegium.encoding import encode_experts
 from collegium.experts.reference import Reference
 from collegium.experts.triton_bf16 import TritonBf16
 from collegium.experts.triton_fp8 import TritonFp8
-from collegium.layer import encode_experts
 from collegium.ops.grouped_gemm import PackedMatrix, grouped_gemm_reference, tile_list
 from collegium.ops.operand import operand
 from collegium.ops.prefill import CodeScales, prefill_gemm, prefill_tile

@@ -12,7 +12,8 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 from collegium.devices import probe
-from collegium.layer import MoELayer, encode_experts
+from collegium.encoding import encode_experts
+from collegium.layer import MoELayer
 from collegium.ops.permute import permutation_buffers, permute
 from collegium.ops.quantize import ACTIVATION_FORMATS, quantize_rows, row_buffers
 from collegium.ops.route import route, sanitise
