@@ -21,7 +21,8 @@ from .experts import KERNELS
 from .formats import by_name
 from .formats.payload import Payload
 from .formats.unquantised import FLOAT_FORMATS, as_stored
-from .ops.route import route, route_custom, sanitise
+from .ops.launch import on_device
+from .ops.route import check_routing, route, route_custom, sanitise
 from .ops.tile_file import with_tuned_tiles
 from .parallel.local import Local
 from .pipeline import SplitPipeline
@@ -179,7 +180,7 @@ class MoELayer(nn.Module):
         chosen = self._route(x, router_logits, given, token_ids)
         for start in range(0, x.shape[0], step):
             span = slice(start, min(start + step, x.shape[0]))
-            part = Routing(topk_ids=chosen.topk_ids[span], topk_weights=chosen.topk_weights[span])
+            part = replace(chosen, topk_ids=chosen.topk_ids[span], topk_weights=chosen.topk_weights[span])
             with self._pass(span.stop - start):
                 self._tokens(x[span], part, out[span])
 
@@ -221,6 +222,9 @@ class MoELayer(nn.Module):
     def _route(self, x: Tensor, logits: Tensor | None, routing: Routing | None, token_ids: Tensor | None) -> Routing:
         if routing is not None:
             _check_rows("topk_ids", routing.topk_ids, (x.shape[0], routing.topk_ids.shape[-1]))
+            if not self.checked and on_device(routing.topk_ids):
+                check_routing(routing.topk_ids, routing.topk_weights)
+                return routing  # the kernels that order the rows drop what ``sanitise`` would
             return sanitise(routing.topk_ids, routing.topk_weights, self.spec.num_experts, checked=self.checked)
         if logits is None:
             if self.spec.routing.input_norm_eps is not None:

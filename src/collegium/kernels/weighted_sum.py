@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 __all__ = ["weighted_sum_kernel"]
 
@@ -16,16 +17,21 @@ def weighted_sum_kernel(
     count,
     width,
     row_stride,
+    weight_stride,
     shared_stride,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
     WEIGHTS: tl.constexpr,
     SHARED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Write ``out [T, width]``; a program owns BLOCK columns of one token.
 
     Compiled without fused multiply-adds: each product is rounded to float32 before it is added.
     """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -36,7 +42,8 @@ def weighted_sum_kernel(
         value = tl.load(rows + slot * row_stride + column, mask=inside & kept, other=0.0).to(tl.float32)
         if WEIGHTS:
             # The weight of a dropped slot may be anything.
-            value = value * tl.where(kept, tl.load(weights + token * TOP_K + k), 0.0)
+            weight = tl.load(weights + token * weight_stride + k).to(tl.float32)
+            value = value * tl.where(kept, weight, 0.0)
         # The sum starts from +0 and so is never -0: adding +0 leaves its bits alone.
         total = total + value
     if SHARED:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["launch", "on_device", "power_of_two"]
+__all__ = ["dense_rows", "launch", "on_device", "power_of_two"]
 
 _TESTED = ("3.6.",)  # releases of Triton whose launcher takes the arguments as ``_Variant`` passes them
 
@@ -34,6 +34,11 @@ def on_device(x: Tensor, capability: tuple[int, int] = (8, 0)) -> bool:
 def power_of_two(count: int, least: int = 1) -> int:
     """Return the smallest power of two that is at least ``count`` and ``least``."""
     return max(least, 1 << max(0, count - 1).bit_length())
+
+
+def dense_rows(given: Tensor) -> Tensor:
+    """Return ``given [R, C]`` with the elements of a row side by side; rows may stand apart."""
+    return given if given.stride(1) == 1 else given.contiguous()
 
 
 def launch(
@@ -64,7 +69,9 @@ class _Variant:
         names = tuple(kernel.arg_names)
         assert set(names[-len(constants) :]) == set(constants), f"{names}: compile-time parameters stand last"
         self._kernel = kernel
-        self._keywords = {**constants, **options}
+        # The interpreter knows no such option, and a kernel that does not wait must not have it.
+        overlap = {"launch_pdl": True} if constants.get("PDL") else {}
+        self._keywords = {**constants, **options, **overlap}
         self._tail = tuple(constants[name] for name in names[-len(constants) :])
         self._compiled: dict[tuple[Any, ...], Any] = {}
         self._hooks = triton.knobs.runtime
