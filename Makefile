@@ -14,6 +14,8 @@ PINS   := constraints/py311.txt
 TRITON := triton==3.6.0; platform_system == "Linux"
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 OFFLINE := HF_HUB_OFFLINE=1
+# Nearly all the time of the GPU tests is compilation. What measures the host runs alone, after them.
+GPU_WORKERS ?= -n 14 --dist worksteal
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check -c $(PINS)
 
 .PHONY: help setup fix check test unit snippets examples demo bench-cpu gpu-test mutants fuzz cover constraints dist clean
@@ -70,7 +72,8 @@ bench-cpu: $(VENV)/.dev ## the CPU path beside transformers' own experts
 	$(OFFLINE) $(BIN)/python benchmarks/bench_cpu.py
 
 gpu-test: ## the tests of a machine with a GPU, on the Python that is there (torch, Triton and pytest installed)
-	PYTHONPATH=src python3 -m pytest tests/gpu -o filterwarnings=default
+	PYTHONPATH=src python3 -m pytest tests/gpu --ignore tests/gpu/test_host.py -o filterwarnings=default $$(python3 -c 'import xdist' 2>/dev/null && echo $(GPU_WORKERS))
+	PYTHONPATH=src python3 -m pytest tests/gpu/test_host.py -o filterwarnings=default
 	PYTHONPATH=src PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python3 tests/gpu/sanitize.py
 	PYTHONPATH=src compute-sanitizer --tool racecheck --error-exitcode 1 python3 tests/gpu/sanitize.py
 

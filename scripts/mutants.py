@@ -453,11 +453,11 @@ MUTANTS: tuple[Mutant, ...] = (
     # The kernels around the products.
     Mutant(
         "router weight dropped", "kernels/weighted_sum.py",
-        (("value = value * tl.where(kept, tl.load(weights + token * TOP_K + k), 0.0)", "value = value * tl.where(kept, 1.0, 0.0)"),), _SMALL,
+        (("value = value * tl.where(kept, weight, 0.0)", "value = value * tl.where(kept, 1.0, 0.0)"),), _SMALL,
     ),
     Mutant(
         "the neighbouring slot's weight", "kernels/weighted_sum.py",
-        (("tl.load(weights + token * TOP_K + k)", "tl.load(weights + token * TOP_K + (k + 1) % TOP_K)"),), _SMALL,
+        (("tl.load(weights + token * weight_stride + k)", "tl.load(weights + token * weight_stride + (k + 1) % TOP_K)"),), _SMALL,
     ),
     Mutant("bias used in the weights", "kernels/route.py", (("        key = _key(choice)\n", "        key = _key(choice)\n        score = choice\n"),), _SMALL),
     Mutant("renormalise skipped", "kernels/route.py", (("tl.div_rn(weight, tl.zeros([BLOCK_K], tl.float32) + total)", "weight"),), _SMALL),

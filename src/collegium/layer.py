@@ -20,9 +20,10 @@ from .errors import InputError, PlanError
 from .experts import KERNELS
 from .formats.payload import Payload
 from .formats.unquantised import FLOAT_FORMATS, as_stored
+from .ops.launch import on_device
 from .ops.products import PackedExperts
 from .ops.replay import Replay
-from .ops.route import route, route_custom, sanitise
+from .ops.route import check_routing, route, route_custom, sanitise
 from .ops.tile_file import with_tuned_tiles
 from .parallel.local import Local
 from .pipeline import DirectPipeline, SplitPipeline
@@ -194,7 +195,7 @@ class MoELayer(nn.Module):
         chosen = self._route(*inputs[:5])
         for start in range(0, x.shape[0], step):
             span = slice(start, min(start + step, x.shape[0]))
-            part = Routing(topk_ids=chosen.topk_ids[span], topk_weights=chosen.topk_weights[span])
+            part = replace(chosen, topk_ids=chosen.topk_ids[span], topk_weights=chosen.topk_weights[span])
             with self._scope(span.stop - start):
                 self._tokens(x[span], part, out[span])
 
@@ -261,9 +262,10 @@ class MoELayer(nn.Module):
     ) -> Routing:
         if topk_ids is not None and topk_weights is not None:
             _check_rows("topk_ids", topk_ids, (x.shape[0], topk_ids.shape[-1]))
-            given = Routing(topk_ids=topk_ids, topk_weights=topk_weights)
-            if not self.checked and self._way(x, given) is self._direct:
-                return given
+            if not self.checked and on_device(topk_ids):
+                check_routing(topk_ids, topk_weights)
+                # The kernels drop what ``sanitise`` would.
+                return Routing(topk_ids=topk_ids, topk_weights=topk_weights)
             return sanitise(topk_ids, topk_weights, self.spec.num_experts, checked=self.checked)
         logits = cast("Tensor", logits)
         _check_rows("router_logits", logits, (x.shape[0], self.spec.num_experts))

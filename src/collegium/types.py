@@ -288,10 +288,15 @@ class Refusal:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Routing:
-    """``topk_ids [T, K]`` int64 (-1: dropped) and ``topk_weights [T, K]`` float32."""
+    """``topk_ids [T, K]`` int64 (-1: dropped) and ``topk_weights [T, K]`` float32.
+
+    sanitised: ids and weights are those of our router or of ``sanitise``; others may be of any integer and floating
+    dtype, and assignments that can do harm are dropped on the way.
+    """
 
     topk_ids: Tensor
     topk_weights: Tensor
+    sanitised: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

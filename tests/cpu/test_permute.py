@@ -101,3 +101,5 @@ def test_permute_refusals():
         permute(torch.zeros(3, 2, dtype=torch.int64), 0)
     with pytest.raises(InputError, match=r"input_weights: .*\(3, 2\)"):
         permute(torch.zeros(3, 2, dtype=torch.int64), 4, input_weights=torch.zeros(3))
+    with pytest.raises(InputError, match="topk_weights"):
+        permute(torch.zeros(3, 2, dtype=torch.int64), 4, foreign=torch.zeros(3))

@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from collegium.errors import InputError
+from collegium.ops import permute as permutation
 from collegium.ops.operand import operand
-from collegium.ops.permute import permutation_buffers, permute, permute_on_device
+from collegium.ops.permute import Permutation, permutation_buffers, permute, permute_on_device
 from collegium.ops.quantize import quantize_on_device, quantize_rows, row_buffers
 from collegium.ops.route import route, sanitise
 from collegium.ops.route_device import route_on_device, routing_buffers, sanitise_on_device
 from collegium.ops.weighted_sum import weighted_sum, weighted_sum_on_device
+from collegium.parallel.local import Local
 from collegium.types import Routing, RoutingSpec
 
 if torch.cuda.is_available():
@@ -65,19 +67,43 @@ def same_routing(left: Routing, right: Routing) -> bool:
     return torch.equal(left.topk_ids, right.topk_ids) and torch.equal(left.topk_weights, right.topk_weights)
 
 
-# The last three take the three kernels of big batches.
+def same_order(left: Permutation, right: Permutation) -> None:
+    for name in ("source", "expert_offsets", "slots", "weights_by_row"):
+        assert same_bits(getattr(left, name), getattr(right, name)), name
+    for one, other in zip(left.tiles, right.tiles, strict=True):
+        assert one.block_t == other.block_t
+        assert same_bits(one.expert, other.expert)
+        assert same_bits(one.row, other.row)
+
+
+def poisoned_order(tokens: int, top_k: int, experts: int) -> Permutation:
+    made = permutation_buffers((tokens, top_k), experts, torch.device("cpu"), block_t=(16, 64), weights=True)
+    tiles = [tensor for each in made.tiles for tensor in (each.expert, each.row)]
+    for tensor in (made.source, made.expert_offsets, made.slots, made.scratch, *tiles):
+        if tensor is not None:
+            tensor.fill_(-77777)
+    made.weights_by_row.fill_(torch.nan)
+    return made
+
+
+# From 257 assignments on two kernels do it.
 @pytest.mark.parametrize(
     ("kind", "tokens", "top_k", "experts"),
     [
         ("random", 0, 3, 4),
         ("random", 1, 1, 1),
+        ("random", 1, 2, 1024),
         ("random", 23, 6, 17),
         ("hot", 23, 6, 17),
         ("dropped", 23, 6, 17),
         ("random", 20, 8, 512),
+        ("random", 32, 8, 60),
+        ("random", 257, 1, 60),
         ("random", 130, 8, 17),
         ("hot", 300, 4, 60),
         ("dropped", 130, 8, 17),
+        *[("random", count, 1, 31) for count in (1023, 1024, 1025, 4097)],
+        ("random", 90, 8, 1024),
     ],
 )
 def test_order_and_tiles(kind: str, tokens: int, top_k: int, experts: int) -> None:
@@ -86,13 +112,67 @@ def test_order_and_tiles(kind: str, tokens: int, top_k: int, experts: int) -> No
         ids.fill_(-1 if kind == "dropped" else experts - 1)
     weights = torch.rand(tokens, top_k)
     asked: dict[str, Any] = {"input_weights": weights, "block_t": (16, 64)}
-    wanted, found = permute(ids, experts, **asked), permute_on_device(ids.int(), experts, **asked)
-    for name in ("source", "expert_offsets", "slots", "weights_by_row"):
-        assert same_bits(getattr(found, name), getattr(wanted, name)), name
-    for left, right in zip(found.tiles, wanted.tiles, strict=True):
-        assert left.block_t == right.block_t
-        assert same_bits(left.expert, right.expert)
-        assert same_bits(left.row, right.row)
+    wanted = permute(ids, experts, **asked)
+    same_order(permute_on_device(ids.int(), experts, **asked, out=poisoned_order(tokens, top_k, experts)), wanted)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "experts"), [(0, 3, 4), (1, 1, 1), (1, 8, 5), (23, 6, 17), (257, 1, 3), (43, 24, 60)]
+)
+def test_a_foreign_routing_is_ordered_as_if_sanitised(tokens: int, top_k: int, experts: int) -> None:
+    ids = torch.randint(-2, experts + 2, (tokens, top_k))
+    ids[::5, -1] = 2**32 + 1
+    weights = torch.randn(tokens, top_k)
+    weights[::3, 0], weights[1::3, -1], weights[2::7, top_k // 2] = torch.inf, torch.nan, -torch.inf
+    wide_ids, wide_weights = torch.full((tokens, top_k + 5), 0), torch.full((tokens, top_k + 2), torch.nan)
+    wide_ids[:, 2 : top_k + 2], wide_weights[:, 1 : top_k + 1] = ids, weights
+    for given, factors in (
+        (ids, weights),
+        (wide_ids[:, 2 : top_k + 2], wide_weights[:, 1 : top_k + 1]),
+        (ids.repeat_interleave(2, dim=1)[:, ::2], weights.mT.contiguous().mT),
+        (ids.clamp(max=experts).int(), weights.double() * 1e39),
+        (ids.clamp(0, 120).to(torch.uint8), weights.bfloat16()),
+    ):
+        clean = sanitise(given, factors, experts)
+        asked: dict[str, Any] = {"block_t": (16, 64)}
+        wanted = permute(clean.topk_ids, experts, input_weights=clean.topk_weights, **asked)
+        asked |= {"input_weights": factors, "foreign": factors}
+        same_order(permute(given, experts, **asked), wanted)
+        same_order(permute_on_device(given, experts, **asked, out=poisoned_order(tokens, top_k, experts)), wanted)
+        rows = torch.randn(tokens * top_k, 40) * 1e-3
+        rows[int(wanted.expert_offsets[-1]) :] = torch.nan
+        summed = weighted_sum(rows, wanted.slots, clean.topk_weights, torch.float32)
+        assert not summed.isnan().any()
+        assert same_bits(weighted_sum(rows, wanted.slots, factors, torch.float32), summed)
+        assert same_bits(weighted_sum_on_device(rows, wanted.slots, factors, torch.float32), summed)
+
+
+# A program takes two or three blocks of 128 here, which it does by itself from 16385 assignments on.
+@pytest.mark.parametrize(("kind", "count"), [("random", 257), ("random", 1025), ("hot", 1100), ("dropped", 1100)])
+def test_a_program_takes_several_blocks(kind: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(permutation, "_PROGRAMS", 3 if count > 500 else 1)
+    ids, weights = torch.randint(-2, 33, (count, 1)), torch.randn(count, 1)
+    weights[::3] = torch.nan
+    if kind != "random":
+        ids.fill_(-1 if kind == "dropped" else 30)
+    asked: dict[str, Any] = {"input_weights": weights, "foreign": weights, "block_t": (16, 64)}
+    same_order(permute_on_device(ids, 31, **asked, out=poisoned_order(count, 1, 31)), permute(ids, 31, **asked))
+
+
+def test_dispatch_drops_what_is_not_sanitised() -> None:
+    weights = torch.tensor([[1.0, torch.nan, 0.5], [1.0, 0.25, 2.0]])
+    given = Routing(topk_ids=torch.tensor([[2, 0, 2], [9, -5, 1]]), topk_weights=weights)
+    x, dispatcher = torch.randn(2, 8), Local(num_experts=4)
+    batch, handle = dispatcher.dispatch(x, given)
+    assert handle.slots.tolist() == [[1, -1, -1], [-1, -1, 0]]
+    assert batch.expert_offsets.tolist() == [0, 0, 1, 2, 2]
+    rows = torch.full((6, 8), torch.nan)
+    rows[:2] = 1.0
+    assert torch.equal(dispatcher.combine(rows, handle)[:, 0], torch.tensor([1.0, 2.0]))
+    ours = Routing(topk_ids=given.topk_ids, topk_weights=weights, sanitised=True)
+    assert dispatcher.dispatch(x, ours)[1].slots.tolist() == [[2, 0, 3], [-1, -1, 1]]
+    assert sanitise(given.topk_ids, weights, 4).sanitised
+    assert route(torch.randn(3, 4), RoutingSpec(top_k=2)).sanitised
 
 
 def test_tiles_cover_every_row_once() -> None:

@@ -112,8 +112,8 @@ def test_weighted_sum_refusals():
     rows, slots, weights = problem()
     with pytest.raises(InputError, match=r"slots: .*int64"):
         weighted_sum(rows, slots.int(), weights, torch.float32)
-    with pytest.raises(InputError, match=r"weights: .*float32"):
-        weighted_sum(rows, slots, weights.double(), torch.float32)
+    with pytest.raises(InputError, match=r"weights: .*floating"):
+        weighted_sum(rows, slots, weights.int(), torch.float32)
     with pytest.raises(InputError, match="weights: "):
         weighted_sum(rows, slots, weights[:-1], torch.float32)
     with pytest.raises(InputError, match="rows: "):

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from collegium import Choice, MoELayer, MoESpec, Problem, RouterWeights, RoutingSpec, encode_experts, plan
+from collegium import Choice, MoELayer, MoESpec, Problem, RouterWeights, Routing, RoutingSpec, encode_experts, plan
 from collegium.devices import probe
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error
 
@@ -43,12 +43,17 @@ def run(weights: str, activations: str | None, tokens: int) -> float:
     router = RouterWeights(weight=heavy_tailed(EXPERTS, HIDDEN, seed=2).cuda())
     problem = Problem(spec=spec, device=probe(torch.device("cuda")))
     x = heavy_tailed(tokens, HIDDEN, seed=tokens).cuda().bfloat16()
+    # One batch brings a routing of their own, with ids out of range and repeated, and a NaN weight.
+    given = None
+    if tokens == 37:
+        weights_given = torch.rand(tokens, 2, device="cuda").index_fill(0, torch.tensor([5], device="cuda"), torch.nan)
+        given = Routing(topk_ids=torch.randint(-1, EXPERTS + 1, (tokens, 2)).cuda(), topk_weights=weights_given)
     found = []
     for kernel in (None, "reference"):
         chosen = plan(problem, Choice(kernel=kernel, activation_format=activations))
         layer = MoELayer(made, chosen, router=router)
         layer.workspace = None  # separate allocations, so that a read past one is seen
-        found.append(layer(x))
+        found.append(layer(x, routing=given))
     return relative_error(*found)
 
 

@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
 from collegium.devices import probe
 from collegium.encoding import encode_experts
 from collegium.layer import MoELayer
-from collegium.ops.permute import permutation_buffers, permute
+from collegium.ops.permute import Permutation, permutation_buffers, permute
 from collegium.ops.quantize import ACTIVATION_FORMATS, quantize_rows, row_buffers
 from collegium.ops.route import route, sanitise
 from collegium.ops.weighted_sum import weighted_sum
@@ -48,20 +48,45 @@ def ids_of(kind: str, tokens: int, top_k: int, experts: int) -> torch.Tensor:
     return torch.where(torch.rand(tokens, top_k) < 0.1, torch.randint(-3, experts + 3, ids.shape), ids)
 
 
+def same_order(found: Permutation, wanted: Permutation) -> None:
+    for name in ("source", "expert_offsets", "slots", "weights_by_row"):
+        assert same_bits(getattr(found, name), getattr(wanted, name)), name
+    for left, right in zip(found.tiles, wanted.tiles, strict=True):
+        assert same_bits(left.expert, right.expert)
+        assert same_bits(left.row, right.row)
+
+
 @pytest.mark.parametrize("experts", [17, 256, 512])
-@pytest.mark.parametrize("tokens", [0, 1, 33, 128, 129, 8192])
+@pytest.mark.parametrize("tokens", [0, 1, 8, 16, 32, 33, 128, 129, 2049, 8192])
 @pytest.mark.parametrize("kind", ["random", "hot", "dropped"])
 def test_order_and_tiles(kind: str, tokens: int, experts: int) -> None:
     ids, weights = ids_of(kind, tokens, 8, experts), torch.rand(tokens, 8)
     asked: dict[str, Any] = {"block_t": (16, 128)}
     wanted = permute(ids, experts, input_weights=weights, **asked)
     for dtype in (torch.int64, torch.int32) if tokens == 129 else (torch.int32,):
-        found = permute(ids.to("cuda", dtype), experts, input_weights=weights.cuda(), **asked)
-        for name in ("source", "expert_offsets", "slots", "weights_by_row"):
-            assert same_bits(getattr(found, name), getattr(wanted, name)), name
-        for left, right in zip(found.tiles, wanted.tiles, strict=True):
-            assert same_bits(left.expert, right.expert)
-            assert same_bits(left.row, right.row)
+        same_order(permute(ids.to("cuda", dtype), experts, input_weights=weights.cuda(), **asked), wanted)
+
+
+@pytest.mark.parametrize("experts", [1, 17, 256, 1024])
+@pytest.mark.parametrize("count", [1, 2, 31, 257, 1023, 1025, 4097])
+def test_a_foreign_routing_is_ordered_as_if_sanitised(count: int, experts: int) -> None:
+    for top_k, dtype, factor in ((1, torch.int64, 1e39), (6, torch.int32, 1.0), (8, torch.int64, 1.0)):
+        tokens = -(-count // top_k)
+        ids = torch.randint(-2, experts + 2, (tokens, 2 * top_k + 3)).to(dtype)[:, 1 : top_k + 1]
+        weights = torch.randn(tokens, top_k, dtype=torch.float64 if factor > 1 else torch.float32) * factor
+        weights[::3, 0], weights[1::3, -1] = torch.inf, torch.nan
+        clean = sanitise(ids, weights, experts)
+        asked: dict[str, Any] = {"block_t": (16, 64)}
+        wanted = permute(clean.topk_ids, experts, input_weights=clean.topk_weights, **asked)
+        moved, there = ids.cuda(), weights.cuda()
+        strided = torch.empty(tokens, 3 * top_k, dtype=dtype, device="cuda")
+        strided[:, 2 : top_k + 2] = moved
+        for given in (moved, strided[:, 2 : top_k + 2]):
+            same_order(permute(given, experts, input_weights=there, foreign=there, **asked), wanted)
+        rows = torch.randn(tokens * top_k, 48) * 1e-3
+        rows[int(wanted.expert_offsets[-1]) :] = torch.nan
+        summed = weighted_sum(rows, wanted.slots, clean.topk_weights, torch.float32)
+        assert same_bits(weighted_sum(rows.cuda(), wanted.slots.cuda(), there, torch.float32), summed)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -111,7 +136,7 @@ def test_weighted_sums(tokens: int, width: int, dtype: torch.dtype) -> None:
 GROUPED = {"groups": 8, "kept_groups": 4}
 
 
-@pytest.mark.parametrize("score", SCORE_FUNCTIONS)
+@pytest.mark.parametrize("score", [score for score in SCORE_FUNCTIONS if score != "sparsemixer"])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(
     ("experts", "options"),
@@ -124,12 +149,20 @@ GROUPED = {"groups": 8, "kept_groups": 4}
     ],
 )
 def test_router(score: Any, biased: bool, experts: int, options: dict[str, Any]) -> None:
-    spec = RoutingSpec(score=score, correction_bias=biased, **options)
+    check_router(RoutingSpec(score=score, correction_bias=biased, **options), experts)
+
+
+@pytest.mark.parametrize("experts", [16, 128])
+def test_router_mixes_two_experts(experts: int) -> None:
+    check_router(RoutingSpec(top_k=2, score="sparsemixer", renormalise=False), experts)
+
+
+def check_router(spec: RoutingSpec, experts: int) -> None:
     logits = heavy_tailed(3000, experts, seed=1) * 2
     logits[3, 4], logits[4, 5], logits[5, 2] = torch.nan, torch.inf, -torch.inf
     logits[6], logits[7], logits[8] = 0, torch.inf, -torch.inf
     logits[9:100] = logits[9:100].round()
-    bias = torch.randn(experts) if biased else None
+    bias = torch.randn(experts) if spec.correction_bias else None
     for dtype in (torch.float32, torch.bfloat16) if experts == 128 else (torch.float32,):
         given = logits.to(dtype)
         wanted = route(given, spec, bias=bias)
@@ -172,7 +205,7 @@ def test_buffers_are_written_and_nothing_waits() -> None:
         torch.cuda.set_sync_debug_mode("error")
         try:
             sanitise(ids, weights, 64, out=given)
-            order = permute(given.topk_ids, 64, input_weights=weights, block_t=(16,), out=made)
+            order = permute(ids, 64, input_weights=weights, foreign=weights, block_t=(16,), out=made)
             rows = quantize_rows(torch.ones(300, 256, device="cuda"), "bf16", source=order.source)
             weighted_sum(rows.codes, order.slots, weights, torch.bfloat16)
             route(logits, spec)

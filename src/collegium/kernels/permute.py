@@ -1,248 +1,218 @@
 """Assignments in expert order by a stable counting sort, and the token tiles of the order.
 
-A key holds the expert above and the position below, so keys are unique and sorting them is stable. Up to one block
-of assignments, one program does everything; beyond, blocks sort themselves, one program adds their histograms up
-and lists the tiles, and the blocks scatter.
+The row of an assignment is the first row of its expert plus the number of earlier assignments with that expert. Within
+a block those are counted in pairs. One program does everything for one block; beyond, the programs of a first kernel
+count a run of blocks each, and those of a second one add the counts up, each for itself, and write.
+
+Of a foreign routing, assignments are dropped as ``sanitise`` in ``ops/route.py`` does. With PDL a kernel may start
+while the one before it still runs, and waits for it before it touches memory.
 """
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = ["block_sort_kernel", "column_scan_kernel", "permute_kernel", "scatter_kernel"]
+__all__ = ["count_kernel", "permute_kernel", "scatter_kernel"]
 
 
 @triton.jit
-def _sorted_block(ids, start, count, experts, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Return sorted keys ``expert * BLOCK + position`` of assignments from ``start`` and the block's histogram."""
-    position = tl.arange(0, BLOCK)
-    inside = start + position < count
-    found = tl.load(ids + start + position, mask=inside, other=0)
+def _experts(
+    ids, foreign, assignment, count, experts, id_stride, weight_stride, TOP_K: tl.constexpr, FOREIGN: tl.constexpr
+):  # fmt: skip
+    """Return the expert of each assignment: ``experts`` for dropped ones, ``experts + 1`` from ``count`` on."""
+    inside = assignment < count
+    token, slot = (assignment // TOP_K).to(tl.int64), assignment % TOP_K
+    at = ids + token * id_stride + slot
+    found = tl.load(at, mask=inside, other=0)
     # Compared in the width of the ids: a wide id must not become a small one.
-    kept = inside & (found >= 0) & (found < experts)
-    # Dropped assignments come behind the last expert, and places without an assignment behind those.
-    expert = tl.where(kept, found.to(tl.int32), tl.where(inside, experts, experts + 1))
-    histogram = tl.histogram(tl.where(kept, expert, 0), BLOCK_E, mask=kept)
-    return tl.sort(expert * BLOCK + position), histogram
+    kept = (found >= 0) & (found < experts)
+    if FOREIGN:
+        weight = tl.load(foreign + token * weight_stride + slot, mask=inside, other=0.0).to(tl.float32)
+        kept = kept & (tl.abs(weight) < float("inf"))
+        for back in tl.static_range(1, TOP_K):
+            earlier = tl.load(at - back, mask=inside & (slot >= back), other=0)
+            kept = kept & ((slot < back) | (earlier != found))
+    return tl.where(inside, tl.where(kept, found.to(tl.int32), experts), experts + 1)
 
 
 @triton.jit
-def _write_tiles(tile_expert, tile_row, tiles, first_row, count, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Write expert (-1: none) and first row of each token tile: an expert's rows in steps of BLOCK_T, by expert."""
+def _counts(expert, experts, BLOCK_E: tl.constexpr):
+    """Return how many assignments each expert has."""
+    return tl.histogram(tl.where(expert < experts, expert, 0), BLOCK_E, mask=expert < experts)
+
+
+@triton.jit
+def _ranks(expert, BLOCK: tl.constexpr):
+    """Return for each assignment how many earlier ones of the block have its expert."""
+    index = tl.arange(0, BLOCK)
+    first = expert * BLOCK
+    # Below ``index`` just for an earlier one of the same expert; its sign is added up, which takes no predicates.
+    apart = ((first + index)[:, None] ^ first[None, :]) - index[None, :]
+    return tl.sum((apart >> 31) & 1, 0)
+
+
+@triton.jit
+def _before(count):
+    return tl.cumsum(count, 0) - count
+
+
+@triton.jit
+def _needed(total, BLOCK_T: tl.constexpr):
+    """Return the tiles of each expert with ``total`` rows."""
+    return (total + BLOCK_T - 1) // BLOCK_T if BLOCK_T else total
+
+
+@triton.jit
+def _end_tiles(tile_expert, tile_row, tiles, needed, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Give the tiles that no expert needs expert -1 and row 0."""
+    if BLOCK_T:
+        rest = tl.sum(needed, 0) + tl.program_id(0) * BLOCK_E
+        while rest < tiles:
+            tile = rest + tl.arange(0, BLOCK_E)
+            tl.store(tile_expert + tile, tl.full([BLOCK_E], -1, tl.int32), mask=tile < tiles)
+            tl.store(tile_row + tile, tl.zeros([BLOCK_E], tl.int64), mask=tile < tiles)
+            rest += tl.num_programs(0) * BLOCK_E
+
+
+@triton.jit
+def _begin_tiles(tile_expert, tile_row, first_tile, expert, kept, order, row, BLOCK_T: tl.constexpr):
+    """Write the tiles that begin at a row: an expert's rows in steps of BLOCK_T, by expert."""
+    if BLOCK_T:
+        tile = tl.gather(first_tile, expert, 0) + order // BLOCK_T
+        begins = kept & (order % BLOCK_T == 0)
+        tl.store(tile_expert + tile, expert, mask=begins)
+        tl.store(tile_row + tile, row.to(tl.int64), mask=begins)
+
+
+@triton.jit
+def _write_offsets(expert_offsets, first_row, total, experts, BLOCK_E: tl.constexpr):
+    """Write ``expert_offsets [E + 1]``."""
     expert = tl.arange(0, BLOCK_E)
-    needed = (count + BLOCK_T - 1) // BLOCK_T
-    last = tl.cumsum(needed, 0)
-    first = last - needed
-    most = tl.max(needed, 0)
-    # Here and below while, not range: the interpreter cannot make an index of a loaded number.
-    step = 0
-    while step < most:
-        here = step < needed
-        tl.store(tile_expert + first + step, expert, mask=here)
-        tl.store(tile_row + first + step, (first_row + step * BLOCK_T).to(tl.int64), mask=here)
-        step += 1
-    rest = tl.sum(needed, 0)
-    while rest < tiles:
-        tile = rest + expert
-        tl.store(tile_expert + tile, tl.full([BLOCK_E], -1, tl.int32), mask=tile < tiles)
-        tl.store(tile_row + tile, tl.zeros([BLOCK_E], tl.int64), mask=tile < tiles)
-        rest += BLOCK_E
+    writes = (tl.program_id(0) == 0) & (expert < experts)
+    tl.store(expert_offsets + expert + 1, (first_row + total).to(tl.int64), mask=writes)
+    tl.store(expert_offsets + expert, tl.zeros([BLOCK_E], tl.int64), mask=writes & (expert == 0))
 
 
 @triton.jit
-def _write_offsets(
-    expert_offsets,
-    tile_expert_a,
-    tile_row_a,
-    tile_expert_b,
-    tile_row_b,
-    experts,
-    tiles_a,
-    tiles_b,
-    count,
-    BLOCK_E: tl.constexpr,
-    BLOCK_T_A: tl.constexpr,
-    BLOCK_T_B: tl.constexpr,
-):
-    """Write the offsets of experts with ``count`` rows and both tile lists; returns the first row of each expert."""
-    expert = tl.arange(0, BLOCK_E)
-    stop = tl.cumsum(count, 0)
-    first_row = stop - count
-    tl.store(expert_offsets + expert + 1, stop.to(tl.int64), mask=expert < experts)
-    tl.store(expert_offsets + expert, tl.zeros([BLOCK_E], tl.int64), mask=expert == 0)
-    if BLOCK_T_A:
-        _write_tiles(tile_expert_a, tile_row_a, tiles_a, first_row, count, BLOCK_T_A, BLOCK_E)
-    if BLOCK_T_B:
-        _write_tiles(tile_expert_b, tile_row_b, tiles_b, first_row, count, BLOCK_T_B, BLOCK_E)
-    return first_row
-
-
-@triton.jit
-def _write_row(source, slots, weights_by_row, weights, assignment, row, kept, inside, top_k, WEIGHTS: tl.constexpr):
-    """Write what stands at ``row`` for ``assignment`` = token * top_k + slot."""
-    tl.store(source + row, (assignment // top_k).to(tl.int64), mask=inside)
+def _write_rows(
+    source, slots, weights_by_row, weights, assignment, row, kept, inside, weight_stride,
+    TOP_K: tl.constexpr, WEIGHTS: tl.constexpr,
+):  # fmt: skip
+    """Write what stands at ``row`` for ``assignment`` = token * TOP_K + slot."""
+    token = (assignment // TOP_K).to(tl.int64)
+    tl.store(source + row, token, mask=inside)
     tl.store(slots + assignment, tl.where(kept, row, -1).to(tl.int64), mask=inside)
     if WEIGHTS:
-        weight = tl.load(weights + assignment, mask=kept, other=0.0).to(tl.float32)
+        at = weights + token * weight_stride + assignment % TOP_K
+        weight = tl.load(at, mask=kept, other=0.0).to(tl.float32)
         tl.store(weights_by_row + row, weight, mask=inside)
 
 
-@triton.jit(
-    do_not_specialize=["count", "tiles_a", "tiles_b"],
-    do_not_specialize_on_alignment=[
-        "slots",
-        "expert_offsets",
-        "tile_expert_a",
-        "tile_row_a",
-        "tile_expert_b",
-        "tile_row_b",
-    ],
-)
+_FREE = ("slots", "expert_offsets", "tile_expert_a", "tile_row_a", "tile_expert_b", "tile_row_b")
+
+
+@triton.jit(do_not_specialize=["count", "tiles_a", "tiles_b"], do_not_specialize_on_alignment=_FREE)
 def permute_kernel(
-    ids,
-    weights,
-    source,
-    slots,
-    expert_offsets,
-    weights_by_row,
-    tile_expert_a,
-    tile_row_a,
-    tile_expert_b,
-    tile_row_b,
-    count,
-    top_k,
-    experts,
-    tiles_a,
-    tiles_b,
-    BLOCK: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_T_A: tl.constexpr,
-    BLOCK_T_B: tl.constexpr,
-    WEIGHTS: tl.constexpr,
-):
+    ids, foreign, weights, source, slots, expert_offsets, weights_by_row,
+    tile_expert_a, tile_row_a, tile_expert_b, tile_row_b,
+    count, experts, tiles_a, tiles_b, id_stride, foreign_stride, weight_stride,
+    BLOCK: tl.constexpr, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, FOREIGN: tl.constexpr, BLOCK_T_A: tl.constexpr,
+    BLOCK_T_B: tl.constexpr, WEIGHTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Write the whole permutation of at most BLOCK assignments; one program. BLOCK_T 0: no tile list."""
-    keys, histogram = _sorted_block(ids, 0, count, experts, BLOCK, BLOCK_E)
-    row = tl.arange(0, BLOCK)
-    kept = keys // BLOCK < experts
-    _write_row(source, slots, weights_by_row, weights, keys % BLOCK, row, kept, row < count, top_k, WEIGHTS)
-    _write_offsets(
-        expert_offsets,
-        tile_expert_a,
-        tile_row_a,
-        tile_expert_b,
-        tile_row_b,
-        experts,
-        tiles_a,
-        tiles_b,
-        histogram,
-        BLOCK_E,
-        BLOCK_T_A,
-        BLOCK_T_B,
-    )
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    assignment = tl.arange(0, BLOCK)
+    expert = _experts(ids, foreign, assignment, count, experts, id_stride, foreign_stride, TOP_K, FOREIGN)
+    total = _counts(expert, experts, BLOCK_E)
+    order = _ranks(expert, BLOCK)
+    inside, kept = expert <= experts, expert < experts
+    expert = tl.where(kept, expert, 0)
+    # All sums before the first store: stores keep their place, and the sums would wait for each other.
+    needed_a, needed_b = _needed(total, BLOCK_T_A), _needed(total, BLOCK_T_B)
+    first_row, first_a, first_b = _before(total), _before(needed_a), _before(needed_b)
+    row = tl.where(kept, tl.gather(first_row, expert, 0), tl.sum(total, 0)) + order
+    _write_rows(source, slots, weights_by_row, weights, assignment, row, kept, inside, weight_stride, TOP_K, WEIGHTS)
+    _begin_tiles(tile_expert_a, tile_row_a, first_a, expert, kept, order, row, BLOCK_T_A)
+    _begin_tiles(tile_expert_b, tile_row_b, first_b, expert, kept, order, row, BLOCK_T_B)
+    _write_offsets(expert_offsets, first_row, total, experts, BLOCK_E)
+    _end_tiles(tile_expert_a, tile_row_a, tiles_a, needed_a, BLOCK_T_A, BLOCK_E)
+    _end_tiles(tile_expert_b, tile_row_b, tiles_b, needed_b, BLOCK_T_B, BLOCK_E)
 
 
-@triton.jit(do_not_specialize=["count"])
-def block_sort_kernel(ids, keys, histograms, count, experts, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Write each block's sorted keys ``[blocks, BLOCK]`` and histogram ``[blocks, BLOCK_E]``, both int32."""
-    block = tl.program_id(0)
-    found, histogram = _sorted_block(ids, block * BLOCK, count, experts, BLOCK, BLOCK_E)
-    tl.store(keys + block * BLOCK + tl.arange(0, BLOCK), found)
-    tl.store(histograms + block * BLOCK_E + tl.arange(0, BLOCK_E), histogram)
+@triton.jit(do_not_specialize=["count", "run"], do_not_specialize_on_alignment=["slots"])
+def count_kernel(
+    ids, foreign, slots, histograms, count, experts, run, id_stride, foreign_stride,
+    BLOCK: tl.constexpr, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, FOREIGN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Count the experts of ``run`` assignments a program into ``histograms [programs, BLOCK_E]`` int32.
 
-
-@triton.jit(
-    do_not_specialize=["count", "tiles_a", "tiles_b", "blocks"],
-    do_not_specialize_on_alignment=["expert_offsets", "tile_expert_a", "tile_row_a", "tile_expert_b", "tile_row_b"],
-)
-def column_scan_kernel(
-    histograms,
-    bases,
-    dropped_bases,
-    expert_offsets,
-    tile_expert_a,
-    tile_row_a,
-    tile_expert_b,
-    tile_row_b,
-    count,
-    experts,
-    tiles_a,
-    tiles_b,
-    blocks,
-    BLOCK: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_T_A: tl.constexpr,
-    BLOCK_T_B: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """Turn histograms into ``bases [blocks, BLOCK_E]``: the row of a block's sorted place 0 if it had that expert.
-
-    Row = base + sorted place. dropped_bases ``[blocks]``: the same for dropped assignments. One program.
+    slots gets, for ``scatter_kernel``, the expert above and below it how many earlier ones of the run have it.
     """
-    expert = tl.arange(0, BLOCK_E)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    start = tl.program_id(0) * run
+    stop = tl.minimum(start + run, count)
     total = tl.zeros([BLOCK_E], tl.int32)
-    start = 0
-    while start < blocks:
-        block = start + tl.arange(0, CHUNK)
-        part = tl.load(histograms + block[:, None] * BLOCK_E + expert[None, :], mask=(block < blocks)[:, None], other=0)
-        total += tl.sum(part, 0)
-        start += CHUNK
-    first_row = _write_offsets(
-        expert_offsets,
-        tile_expert_a,
-        tile_row_a,
-        tile_expert_b,
-        tile_row_b,
-        experts,
-        tiles_a,
-        tiles_b,
-        total,
-        BLOCK_E,
-        BLOCK_T_A,
-        BLOCK_T_B,
-    )
-    dropped = tl.sum(total, 0)
-    start = 0
-    while start < blocks:
-        block = start + tl.arange(0, CHUNK)
-        inside = block < blocks
-        part = tl.load(histograms + block[:, None] * BLOCK_E + expert[None, :], mask=inside[:, None], other=0)
-        before = tl.cumsum(part, 0) - part + first_row[None, :]
-        # Sorted places count from the block's first expert, rows from this one's first assignment in the block.
-        inner = tl.cumsum(part, 1) - part
-        tl.store(bases + block[:, None] * BLOCK_E + expert[None, :], before - inner, mask=inside[:, None])
-        first_row += tl.sum(part, 0)
-        kept = tl.sum(part, 1)
-        held = tl.where(inside, tl.minimum(count - block * BLOCK, BLOCK), 0)
-        gone = held - kept
-        tl.store(dropped_bases + block, dropped + tl.cumsum(gone, 0) - gone - kept, mask=inside)
-        dropped += tl.sum(gone, 0)
-        start += CHUNK
+    dropped = 0
+    # Here and below while, not range: the interpreter cannot make an index of a loaded number.
+    while start < stop:
+        assignment = start + tl.arange(0, BLOCK)
+        expert = _experts(ids, foreign, assignment, stop, experts, id_stride, foreign_stride, TOP_K, FOREIGN)
+        kept = expert < experts
+        before = tl.where(kept, tl.gather(total, tl.where(kept, expert, 0), 0), dropped)
+        found = (expert.to(tl.int64) << 32) | (_ranks(expert, BLOCK) + before).to(tl.int64)
+        tl.store(slots + assignment, found, mask=assignment < stop)
+        total += _counts(expert, experts, BLOCK_E)
+        dropped += tl.sum((expert == experts).to(tl.int32), 0)
+        start += BLOCK
+    tl.store(histograms + tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E), total)
 
 
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["slots"])
+@triton.jit(do_not_specialize=["count", "run", "tiles_a", "tiles_b"], do_not_specialize_on_alignment=_FREE)
 def scatter_kernel(
-    keys,
-    bases,
-    dropped_bases,
-    weights,
-    source,
-    slots,
-    weights_by_row,
-    count,
-    top_k,
-    experts,
-    BLOCK: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    PART: tl.constexpr,
-    WEIGHTS: tl.constexpr,
-):
-    """Write source, slots and weights of the sorted places of one block, PART at a time."""
-    place = tl.program_id(0) * PART + tl.arange(0, PART)
-    block = tl.program_id(0) * PART // BLOCK
-    key = tl.load(keys + place)
-    expert = key // BLOCK
-    kept = expert < experts
-    inside = expert <= experts
-    base = tl.load(bases + block * BLOCK_E + expert, mask=kept, other=0)
-    row = tl.where(kept, base, tl.load(dropped_bases + block)) + place % BLOCK
-    assignment = block * BLOCK + key % BLOCK
-    _write_row(source, slots, weights_by_row, weights, assignment, row, kept, inside, top_k, WEIGHTS)
+    histograms, weights, source, slots, expert_offsets, weights_by_row,
+    tile_expert_a, tile_row_a, tile_expert_b, tile_row_b,
+    count, experts, tiles_a, tiles_b, run, weight_stride,
+    TOP_K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, BLOCK_T_A: tl.constexpr,
+    BLOCK_T_B: tl.constexpr, WEIGHTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Write the permutation of what ``count_kernel`` counted, with as many programs."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    column = tl.arange(0, BLOCK_E)[None, :]
+    total, before = tl.zeros([BLOCK_E], tl.int32), tl.zeros([BLOCK_E], tl.int32)
+    chunk = 0
+    while chunk < tl.num_programs(0):
+        program = chunk + tl.arange(0, CHUNK)[:, None]
+        part = tl.load(histograms + program * BLOCK_E + column, mask=program < tl.num_programs(0), other=0)
+        total += tl.sum(part, 0)
+        before += tl.sum(tl.where(program < tl.program_id(0), part, 0), 0)
+        chunk += CHUNK
+    needed_a, needed_b = _needed(total, BLOCK_T_A), _needed(total, BLOCK_T_B)
+    first_row, first_a, first_b = _before(total), _before(needed_a), _before(needed_b)
+    start = tl.program_id(0) * run
+    stop = tl.minimum(start + run, count)
+    # Dropped assignments stand behind all others; of those, start less the kept ones are before this run.
+    first_dropped = tl.sum(total, 0) + start - tl.sum(before, 0)
+    while start < stop:
+        assignment = start + tl.arange(0, BLOCK)
+        inside = assignment < stop
+        found = tl.load(slots + assignment, mask=inside, other=0)
+        expert, rank = (found >> 32).to(tl.int32), found.to(tl.int32)
+        kept = inside & (expert < experts)
+        expert = tl.where(kept, expert, 0)
+        order = tl.gather(before, expert, 0) + rank
+        row = tl.where(kept, tl.gather(first_row, expert, 0) + order, first_dropped + rank)
+        _write_rows(
+            source, slots, weights_by_row, weights, assignment, row, kept, inside, weight_stride, TOP_K, WEIGHTS
+        )
+        _begin_tiles(tile_expert_a, tile_row_a, first_a, expert, kept, order, row, BLOCK_T_A)
+        _begin_tiles(tile_expert_b, tile_row_b, first_b, expert, kept, order, row, BLOCK_T_B)
+        start += BLOCK
+    _write_offsets(expert_offsets, first_row, total, experts, BLOCK_E)
+    _end_tiles(tile_expert_a, tile_row_a, tiles_a, needed_a, BLOCK_T_A, BLOCK_E)
+    _end_tiles(tile_expert_b, tile_row_b, tiles_b, needed_b, BLOCK_T_B, BLOCK_E)

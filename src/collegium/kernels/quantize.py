@@ -6,6 +6,7 @@ pass over memory.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 __all__ = ["cast_kernel", "e4m3_kernel", "nvfp4_kernel"]
 
@@ -46,9 +47,12 @@ def _to_e4m3(value, dtype: tl.constexpr, ROUND: tl.constexpr):
 @triton.jit(do_not_specialize=["rows"])
 def cast_kernel(
     x, source, weights, codes, rows, columns, x_stride,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, GATHER: tl.constexpr, WEIGHTS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, GATHER: tl.constexpr, WEIGHTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write rows in the dtype of codes ``[rows, columns]``."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     value = _load(x, source, weights, row, column, rows, columns, x_stride, GATHER, WEIGHTS)
@@ -61,6 +65,7 @@ def e4m3_kernel(
     x, source, weights, codes, scales, rows, columns, x_stride, groups, wide,
     GROUP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, POWER: tl.constexpr, BYTE: tl.constexpr,
     GATHER: tl.constexpr, WEIGHTS: tl.constexpr, ROUND: tl.constexpr, REORDER: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Write codes ``[rows, wide]``, zeros beyond ``columns``, and scales ``[rows, groups]``; BLOCK_C is whole groups.
 
@@ -68,6 +73,9 @@ def e4m3_kernel(
     saturates nothing; BYTE: stored as its E8M0 byte. REORDER: codes change places within 128 columns (``ordered`` in
     ``ops/quantize.py``).
     """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     value = _load(x, source, weights, row, column, rows, columns, x_stride, GATHER, WEIGHTS)
@@ -102,9 +110,12 @@ def e4m3_kernel(
 @triton.jit(do_not_specialize=["rows"])
 def nvfp4_kernel(
     x, source, weights, codes, scales, global_scales, rows, columns, x_stride, groups,
-    BLOCK_C: tl.constexpr, GATHER: tl.constexpr, WEIGHTS: tl.constexpr, ROUND: tl.constexpr,
+    BLOCK_C: tl.constexpr, GATHER: tl.constexpr, WEIGHTS: tl.constexpr, ROUND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write E2M1 codes two a byte, E4M3 scales of 16 columns and float32 scales of a row; a program owns a row."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     index = tl.program_id(0).to(tl.int64)
     row = index + tl.arange(0, 1)
     column = tl.arange(0, BLOCK_C)

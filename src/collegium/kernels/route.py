@@ -5,6 +5,7 @@ Scores are evaluated in float64 and rounded once to float32, as ``ops/route.py``
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 __all__ = ["route_kernel", "sanitise_kernel"]
 
@@ -75,11 +76,15 @@ def route_kernel(
     experts, groups, group_size, vocabulary, logits_stride, bias_stride, token_stride, eps, scale,
     SCORE: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
     KEPT: tl.constexpr, TOP2: tl.constexpr, BIAS: tl.constexpr, HASH: tl.constexpr, RENORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Write ids ``[T, K]`` int64 (-1: dropped) and weights ``[T, K]`` float32 of one token.
 
     BLOCK_G * BLOCK_S lanes hold the experts group by group. KEPT 0: no groups.
     """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK_G * BLOCK_S)
     place = lane % BLOCK_S
@@ -146,9 +151,12 @@ def route_kernel(
 @triton.jit(do_not_specialize=["tokens"])
 def sanitise_kernel(
     topk_ids, topk_weights, ids, weights, tokens, experts, id_stride, weight_stride,
-    TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write ids int64 and weights float32 ``[T, K]``, -1 and 0 for out-of-range, repeated and non-finite ones."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     slot = tl.arange(0, BLOCK_K)
     inside = (row < tokens)[:, None] & (slot < TOP_K)[None, :]

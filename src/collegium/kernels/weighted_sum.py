@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 __all__ = ["weighted_sum_kernel"]
 
@@ -16,6 +17,7 @@ def weighted_sum_kernel(
     count,
     width,
     row_stride,
+    weight_stride,
     shared_stride,
     experts,
     TOP_K: tl.constexpr,
@@ -23,6 +25,7 @@ def weighted_sum_kernel(
     WEIGHTS: tl.constexpr,
     SHARED: tl.constexpr,
     IDS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Write ``out [T, width]``; a program owns BLOCK columns of one token.
 
@@ -30,6 +33,9 @@ def weighted_sum_kernel(
     stands in an earlier slot, or with a weight that is no finite number, is dropped.
     Compiled without fused multiply-adds: each product is rounded to float32 before it is added.
     """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -42,13 +48,14 @@ def weighted_sum_kernel(
                 kept = kept & (tl.load(slots + token * TOP_K + before) != slot)
             slot = token * TOP_K + k
             if WEIGHTS:
-                kept = kept & (tl.abs(tl.load(weights + slot).to(tl.float32)) < float("inf"))
+                kept = kept & (tl.abs(tl.load(weights + token * weight_stride + k).to(tl.float32)) < float("inf"))
         else:
             kept = (slot >= 0) & (slot < count)
         value = tl.load(rows + slot * row_stride + column, mask=inside & kept, other=0.0).to(tl.float32)
         if WEIGHTS:
             # The weight of a dropped slot may be anything.
-            value = value * tl.where(kept, tl.load(weights + token * TOP_K + k).to(tl.float32), 0.0)
+            weight = tl.load(weights + token * weight_stride + k).to(tl.float32)
+            value = value * tl.where(kept, weight, 0.0)
         # The sum starts from +0 and so is never -0: adding +0 leaves its bits alone.
         total = total + value
     if SHARED:

@@ -221,13 +221,8 @@ def grouped_gemm(
     )
     fixed = constants(packed, tile, activation, x_groups=0 if x_scale is None else 1 + (x_scale.shape[1] == 1))
     fixed |= {"GATHER": source is not None, "ASM": x.is_cuda, "TOP_K": tiles.top_k, "PDL": tile.overlap and x.is_cuda}
-    launch(grouped_gemm_kernel, (tiles.count * -(-n_out // tile.columns),), args, fixed, **launch_options(fixed, tile))
+    launch(grouped_gemm_kernel, (tiles.count * -(-n_out // tile.columns),), args, fixed, num_warps=tile.warps)
     return out
-
-
-def launch_options(fixed: dict[str, Any], tile: TileChoice) -> dict[str, Any]:
-    """Return Triton's own options for a kernel with the compile-time arguments ``fixed``."""
-    return {"num_warps": tile.warps} | ({"launch_pdl": True} if fixed["PDL"] else {})
 
 
 def constants(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["STREAM", "Step", "launch", "on_device", "power_of_two", "recorded", "watched"]
+__all__ = ["STREAM", "Step", "dense_rows", "launch", "on_device", "power_of_two", "recorded", "watched"]
 
 STREAM = 3  # where the stream stands among the arguments of Triton's C function
 _TESTED = ("3.6.",)  # releases of Triton whose launcher takes what ``_started`` prepares
@@ -64,6 +64,11 @@ def power_of_two(count: int, least: int = 1) -> int:
     return max(least, 1 << max(0, count - 1).bit_length())
 
 
+def dense_rows(given: Tensor) -> Tensor:
+    """Return ``given [R, C]`` with the elements of a row side by side; rows may stand apart."""
+    return given if given.stride(1) == 1 else given.contiguous()
+
+
 def launch(
     kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: Mapping[str, Any], **options: Any
 ) -> None:
@@ -91,7 +96,9 @@ class _Variant:
         names = tuple(kernel.arg_names)
         assert set(names[-len(constants) :]) == set(constants), f"{names}: compile-time parameters stand last"
         self._kernel = kernel
-        self._keywords = {**constants, **options}
+        # The interpreter knows no such option, and a kernel that does not wait must not have it.
+        overlap = {"launch_pdl": True} if constants.get("PDL") else {}
+        self._keywords = {**constants, **options, **overlap}
         self._tail = tuple(constants[name] for name in names[-len(constants) :])
         self._started: dict[tuple[Any, ...], _Started] = {}
 

@@ -13,15 +13,17 @@ import torch
 from ..errors import InputError
 from ..types import TileRows
 from ..workspace import empty
-from .launch import launch, on_device, power_of_two
+from .launch import dense_rows, launch, on_device, power_of_two
+from .route import check_routing, sanitise
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["Permutation", "permutation_buffers", "permute", "permute_on_device", "tile_count"]
 
-_BLOCK = 1024  # assignments one program sorts
-_PART = 256
+_BLOCK = 128  # assignments whose pairs are counted
+_ALONE = 256  # assignments up to which one program does everything
+_PROGRAMS = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +35,7 @@ class Permutation:
         ``expert_offsets[E]`` on are dropped assignments.
     slots: ``[T, K]``, the row of assignment (t, k), or -1 when it is dropped.
     weights_by_row: ``[T*K]`` float32, ``input_weights`` in row order with 0 for dropped rows, or None.
-    tiles: a tile list for each row count asked for. scratch: int32 of the big batch's kernels, or None.
+    tiles: a tile list for each row count asked for. scratch: int32 counts of a larger batch's kernels, or None.
     """
 
     source: Tensor
@@ -64,8 +66,7 @@ def permutation_buffers(
     long = empty((2 * rows + num_experts + 1 + sum(counts),), torch.int64, device)
     source, slots, offsets, *firsts = long.split([rows, rows, num_experts + 1, *counts])
     owners = empty((sum(counts),), torch.int32, device).split(counts) if counts else ()
-    blocks = -(-rows // _BLOCK)
-    scratch = blocks * (_BLOCK + 2 * power_of_two(num_experts, 16) + 1) if blocks > 1 else 0
+    scratch = _runs(rows)[1] * power_of_two(num_experts, 16) if rows > _ALONE else 0
     return Permutation(
         source=source,
         expert_offsets=offsets,
@@ -84,6 +85,7 @@ def permute(
     num_experts: int,
     *,
     input_weights: Tensor | None = None,
+    foreign: Tensor | None = None,
     block_t: tuple[int, ...] = (),
     out: Permutation | None = None,
 ) -> Permutation:
@@ -91,13 +93,20 @@ def permute(
 
     input_weights: ``[T, K]`` floating, carried into row order. Ids outside ``0..num_experts-1`` count as
         dropped.
+    foreign: ``topk_weights [T, K]`` of a routing that was not sanitised: what ``sanitise`` drops is dropped here.
     block_t: at most two row counts to list the token tiles of, at no extra launch.
     out: buffers to write instead of fresh ones, from ``permutation_buffers`` of the same arguments.
     Raises ``InputError`` for wrong shapes or dtypes. Reads nothing on the host.
     """
     _check(topk_ids, num_experts, input_weights, block_t)
+    if foreign is not None:
+        check_routing(topk_ids, foreign)
     if on_device(topk_ids):
-        return permute_on_device(topk_ids, num_experts, input_weights=input_weights, block_t=block_t, out=out)
+        return permute_on_device(
+            topk_ids, num_experts, input_weights=input_weights, foreign=foreign, block_t=block_t, out=out
+        )
+    if foreign is not None:
+        topk_ids = sanitise(topk_ids, foreign, num_experts).topk_ids
     tokens, top_k = topk_ids.shape
     ids = topk_ids.to(torch.int64).reshape(-1)
     dropped = (ids < 0) | (ids >= num_experts)
@@ -125,44 +134,49 @@ def permute_on_device(
     num_experts: int,
     *,
     input_weights: Tensor | None = None,
+    foreign: Tensor | None = None,
     block_t: tuple[int, ...] = (),
     out: Permutation | None = None,
 ) -> Permutation:
-    """Do ``permute`` with kernels: one launch up to 1024 assignments, three above."""
+    """Do ``permute`` with kernels: one launch up to 256 assignments, two above."""
     # Imported here: Triton exists for Linux alone, and everything but a launch works without it.
     from ..kernels import permute as kernels
 
     tokens, top_k = topk_ids.shape
     rows, carried = tokens * top_k, input_weights is not None
-    ids = topk_ids.contiguous()
-    weights = ids if input_weights is None else input_weights.contiguous()
+    ids = dense_rows(topk_ids)
+    given, weights = (ids if each is None else dense_rows(each) for each in (foreign, input_weights))
     made = out or permutation_buffers((tokens, top_k), num_experts, ids.device, block_t=block_t, weights=carried)
-    by_row = made.source if made.weights_by_row is None else made.weights_by_row
-    block_e = power_of_two(num_experts, 16)
-    lists, sizes = [made.source] * 4, [0, 0]
+    lists, sizes, counts = [made.source] * 4, [0, 0], [0, 0]
     for index, tiles in enumerate(made.tiles):
         lists[2 * index : 2 * index + 2] = tiles.expert, tiles.row
-        sizes[index] = tiles.block_t
-    counts = [tiles.row.numel() for tiles in made.tiles] + [0] * (2 - len(made.tiles))
-    listed = {"BLOCK_E": block_e, "BLOCK_T_A": sizes[0], "BLOCK_T_B": sizes[1]}
+        sizes[index], counts[index] = tiles.block_t, tiles.row.numel()
+    by_row = made.source if made.weights_by_row is None else made.weights_by_row
+    held = (made.source, made.slots, made.expert_offsets, by_row, *lists, rows, num_experts, *counts)
+    block_e, pdl = power_of_two(num_experts, 16), on_device(ids, (9, 0))
+    reads = {"TOP_K": top_k, "BLOCK_E": block_e, "FOREIGN": foreign is not None}
+    writes = {"BLOCK_T_A": sizes[0], "BLOCK_T_B": sizes[1], "WEIGHTS": carried, "PDL": pdl}
+    strides = (ids.stride(0), given.stride(0))
     if made.scratch is None:
-        block = power_of_two(rows, 16)
-        args = (ids, weights, made.source, made.slots, made.expert_offsets, by_row, *lists)
-        constants = {"BLOCK": block, **listed, "WEIGHTS": carried}
-        warps = 4 if block <= 256 else 8
-        launch(kernels.permute_kernel, (1,), (*args, rows, top_k, num_experts, *counts), constants, num_warps=warps)
+        block = power_of_two(rows, 32)
+        args = (ids, given, weights, *held, *strides, weights.stride(0))
+        launch(kernels.permute_kernel, (1,), args, {"BLOCK": block, **reads, **writes}, num_warps=block // 32)
         return made
-    blocks = -(-rows // _BLOCK)
-    keys, histograms, bases, dropped = made.scratch.split([blocks * _BLOCK, *[blocks * block_e] * 2, blocks])
-    sizes_at = {"BLOCK": _BLOCK, "BLOCK_E": block_e}
-    launch(kernels.block_sort_kernel, (blocks,), (ids, keys, histograms, rows, num_experts), sizes_at, num_warps=8)
-    scan = (histograms, bases, dropped, made.expert_offsets, *lists, rows, num_experts, *counts, blocks)
-    chunk = {"BLOCK": _BLOCK, **listed, "CHUNK": max(8, min(64, 8192 // block_e))}
-    launch(kernels.column_scan_kernel, (1,), scan, chunk, num_warps=16)
-    put = (keys, bases, dropped, weights, made.source, made.slots, by_row, rows, top_k, num_experts)
-    grid = (blocks * (_BLOCK // _PART),)
-    launch(kernels.scatter_kernel, grid, put, {**sizes_at, "PART": _PART, "WEIGHTS": carried}, num_warps=4)
+    run, programs = _runs(rows)
+    args = (ids, given, made.slots, made.scratch, rows, num_experts, run, *strides)
+    launch(kernels.count_kernel, (programs,), args, {"BLOCK": _BLOCK, **reads, "PDL": pdl}, num_warps=4)
+    wide = 1 if run == _BLOCK else 2
+    chunk = max(2, min(power_of_two(programs), wide * 8192 // block_e))
+    sizes_at = {"TOP_K": top_k, "BLOCK": wide * _BLOCK, "BLOCK_E": block_e, "CHUNK": chunk}
+    args = (made.scratch, weights, *held, run, weights.stride(0))
+    launch(kernels.scatter_kernel, (programs,), args, {**sizes_at, **writes}, num_warps=4 * wide)
     return made
+
+
+def _runs(rows: int) -> tuple[int, int]:
+    """Return how many assignments a program of a large batch takes, in whole blocks, and how many programs do."""
+    run = -(-rows // (_BLOCK * _PROGRAMS)) * _BLOCK
+    return run, -(-rows // run)
 
 
 def _list_tiles(expert_offsets: Tensor, tiles: TileRows) -> None:

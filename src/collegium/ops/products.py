@@ -160,8 +160,8 @@ def temporary_bytes(problem: Problem, *, codes: bool) -> int:
     rows = tokens * spec.routing.top_k
     result = 2 if problem.dtype == "bf16" else 4
     total = 1 << 16  # what rounding a few dozen buffers up to whole blocks can take
-    # Ids, weights, slots, sources, sort keys and histograms of blocks of 1024 rows, then two lists of tiles.
-    total += rows * (12 + 8 + 8 + 4) + 8 * (spec.num_experts + 2) * (2 + rows // 512)
+    # Ids, weights, slots, sources, input weights, offsets and the counts of up to 128 programs, then two tile lists.
+    total += rows * (12 + 8 + 8 + 4) + 8 * (spec.num_experts + 8) * min(130, 2 + rows // 128)
     total += 2 * 12 * tile_count(rows, spec.num_experts, 16)
     total += _product_bytes(problem, rows, spec.intermediate_size, codes) + rows * result * spec.expert_hidden_size
     total += prefill_bytes(problem, codes=codes)

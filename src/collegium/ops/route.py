@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from ..types import RoutingSpec, ScoreFunction
 
-__all__ = ["route", "route_custom", "sanitise"]
+__all__ = ["check_routing", "route", "route_custom", "sanitise"]
 
 _LARGEST = torch.finfo(torch.float32).max
 _ID_BITS = 24  # bits of an expert id in a composite sort key; 32 bits of score stand above them
@@ -126,12 +126,7 @@ def sanitise(
     weights of the remaining slots are not touched. out: as in ``route``. Raises ``InputError`` for wrong shapes and
     dtypes in both modes.
     """
-    _check_ids("topk_ids", topk_ids, 2)
-    if tuple(topk_weights.shape) != tuple(topk_ids.shape) or not topk_weights.is_floating_point():
-        raise InputError(
-            f"topk_weights: found {_describe(topk_weights)}, allowed: a floating dtype and the shape of "
-            f"topk_ids {tuple(topk_ids.shape)}"
-        )
+    check_routing(topk_ids, topk_weights)
     if num_experts < 1:
         raise InputError(f"num_experts: found {num_experts}, allowed: at least 1")
     if not checked and on_device(topk_ids):
@@ -145,9 +140,19 @@ def sanitise(
     return _into(out, ids, weights.masked_fill(ids < 0, 0.0))
 
 
+def check_routing(topk_ids: Tensor, topk_weights: Tensor) -> None:
+    """Raise ``InputError`` unless ids and weights ``[T, K]`` have shapes and dtypes that ``sanitise`` takes."""
+    _check_ids("topk_ids", topk_ids, 2)
+    if tuple(topk_weights.shape) != tuple(topk_ids.shape) or not topk_weights.is_floating_point():
+        raise InputError(
+            f"topk_weights: found {_describe(topk_weights)}, allowed: a floating dtype and the shape of "
+            f"topk_ids {tuple(topk_ids.shape)}"
+        )
+
+
 def _into(out: Routing | None, ids: Tensor, weights: Tensor) -> Routing:
     if out is None:
-        return Routing(topk_ids=ids, topk_weights=weights)
+        return Routing(topk_ids=ids, topk_weights=weights, sanitised=True)
     out.topk_ids.copy_(ids)
     out.topk_weights.copy_(weights)
     return out

@@ -11,7 +11,7 @@ import torch
 
 from ..types import SCORE_FUNCTIONS, Routing
 from ..workspace import empty
-from .launch import launch, power_of_two
+from .launch import dense_rows, launch, on_device, power_of_two
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +23,8 @@ __all__ = ["route_on_device", "routing_buffers", "sanitise_on_device"]
 
 def routing_buffers(shape: tuple[int, int], device: torch.device) -> Routing:
     """Allocate what ``route`` and ``sanitise`` write for ``shape`` (T, K), to be passed as ``out``."""
-    return Routing(topk_ids=empty(shape, torch.int64, device), topk_weights=empty(shape, torch.float32, device))
+    ids, weights = empty(shape, torch.int64, device), empty(shape, torch.float32, device)
+    return Routing(topk_ids=ids, topk_weights=weights, sanitised=True)
 
 
 def route_on_device(
@@ -43,7 +44,7 @@ def route_on_device(
     made = routing_buffers((tokens, spec.top_k), logits.device) if out is None else out
     if tokens == 0:
         return made
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    logits = dense_rows(logits)
     groups = spec.groups if spec.groups > 1 and not spec.hash_routing else 1
     block_g, block_s = power_of_two(groups), power_of_two(experts // groups)
     block_s = max(block_s, 32 // block_g)
@@ -75,6 +76,7 @@ def route_on_device(
         "BIAS": bias is not None,
         "HASH": spec.hash_routing,
         "RENORM": spec.renormalise,
+        "PDL": on_device(logits, (9, 0)),
     }
     warps = max(1, min(4, block_g * block_s // 256))
     launch(route_kernel, (tokens,), args, constants, num_warps=warps, enable_fp_fusion=False)
@@ -91,11 +93,10 @@ def sanitise_on_device(
     made = routing_buffers((tokens, top_k), topk_ids.device) if out is None else out
     if made.topk_ids.numel() == 0:
         return made
-    ids = topk_ids if topk_ids.stride(1) == 1 else topk_ids.contiguous()
-    weights = topk_weights if topk_weights.stride(1) == 1 else topk_weights.contiguous()
+    ids, weights = dense_rows(topk_ids), dense_rows(topk_weights)
     block_k = power_of_two(top_k)
     block_r = min(power_of_two(tokens), max(1, 256 // block_k))
     args = (ids, weights, made.topk_ids, made.topk_weights, tokens, num_experts, ids.stride(0), weights.stride(0))
-    constants = {"TOP_K": top_k, "BLOCK_K": block_k, "BLOCK_R": block_r}
+    constants = {"TOP_K": top_k, "BLOCK_K": block_k, "BLOCK_R": block_r, "PDL": on_device(ids, (9, 0))}
     launch(sanitise_kernel, (-(-tokens // block_r),), args, constants, num_warps=4)
     return made

@@ -24,7 +24,7 @@ import torch
 from ..errors import InputError
 from ..formats.codecs import E2M1_VALUES, e2m1_codes, power_of_two, unpack_nibbles
 from ..types import ACTIVATION_KINDS, ActivationSpec
-from .grouped_gemm import E2M1_SCALED, FOUR_BIT_E4M3, GROUP_SCALE, NO_SCALE, PackedMatrix, launch_options
+from .grouped_gemm import E2M1_SCALED, FOUR_BIT_E4M3, GROUP_SCALE, NO_SCALE, PackedMatrix
 from .launch import launch
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def launch_w4a8(
         "PDL": tile.overlap and x.is_cuda,
     }
     grid = (tiles.count * -(-row_tiles * _ROWS // tile.block_n),)
-    launch(w4a8_kernel, grid, args, constants, **launch_options(constants, tile))
+    launch(w4a8_kernel, grid, args, constants, num_warps=tile.warps)
     return out
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import InputError
-from .launch import launch, on_device, power_of_two
+from .launch import dense_rows, launch, on_device, power_of_two
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,12 +31,12 @@ def weighted_sum(
     """Return ``y [T, H]`` of ``out_dtype``: ``y[t] = sum over k of weights[t, k] * rows[slots[t, k]]``.
 
     rows: ``[R, H]`` floating. slots: ``[T, K]`` int64 row numbers; one outside ``0..R-1`` (normally -1) is
-    dropped and adds nothing, whatever the rows hold. weights: ``[T, K]`` float32, or None for ones. shared:
-    ``[T, H]`` floating, added last. Starting from +0, slots are added in the order 0..K-1, each product rounded
-    to float32 before it is added to the float32 sum, and the sum is rounded once at the end, so a token's bits do
-    not depend on T. out: written and returned instead of fresh memory. experts: not 0 when rows stand in the order of
-    assignments: slots then holds expert ids of any integer dtype, and an assignment is dropped when its id is not in
-    ``0..experts-1`` or stands in an earlier slot, or its weight, of any floating dtype, is not finite in float32.
+    dropped and adds nothing, whatever the rows hold. weights: ``[T, K]`` floating, read as float32, or None for
+    ones. shared: ``[T, H]`` floating, added last. Starting from +0, slots are added in the order 0..K-1, each product
+    rounded to float32 before it is added to the float32 sum, and the sum is rounded once at the end, so a token's bits
+    do not depend on T. out: written and returned instead of fresh memory. experts: not 0 when rows stand in the order
+    of assignments: slots then holds expert ids of any integer dtype, and an assignment is dropped when its id is not in
+    ``0..experts-1`` or stands in an earlier slot, or its weight is not finite in float32.
     Raises ``InputError`` for wrong shapes or dtypes.
     """
     _check(rows, slots, weights, out_dtype, experts)
@@ -58,6 +58,7 @@ def weighted_sum(
         # Two buffers for all slots: fresh memory for each product costs more than the product.
         gathered = rows.new_empty((slots.shape[0], width))
         product = gathered if rows.dtype == torch.float32 else torch.empty_like(total)
+        weights = None if weights is None else weights.float()
         for k in range(slots.shape[1]):
             torch.index_select(rows, 0, safe[:, k], out=gathered)
             # Two operations on purpose: a fused multiply-add would skip the rounding of the product.
@@ -87,8 +88,9 @@ def weighted_sum_on_device(
 
     count, width = rows.shape
     tokens, top_k = slots.shape
-    rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    shared = shared if shared is None or shared.stride(1) == 1 else shared.contiguous()
+    rows, slots = dense_rows(rows), slots.contiguous()
+    shared = shared if shared is None else dense_rows(shared)
+    factors = slots if weights is None else dense_rows(weights)
     made = torch.empty(tokens, width, dtype=out_dtype, device=rows.device) if out is None else out
     if tokens == 0:
         return made
@@ -96,18 +98,19 @@ def weighted_sum_on_device(
     block = min(power_of_two(width, 32), 1024 if tokens >= 64 else 256)
     args = (
         rows,
-        slots.contiguous(),
-        slots if weights is None else weights.contiguous(),
+        slots,
+        factors,
         rows if shared is None else shared,
         made,
         count,
         width,
         rows.stride(0),
+        factors.stride(0),
         0 if shared is None else shared.stride(0),
         experts,
     )
     constants = {"TOP_K": top_k, "BLOCK": block, "WEIGHTS": weights is not None, "SHARED": shared is not None}
-    constants["IDS"] = experts > 0
+    constants |= {"IDS": experts > 0, "PDL": on_device(rows, (9, 0))}
     warps = max(1, min(4, block // 256))
     launch(weighted_sum_kernel, (-(-width // block), tokens), args, constants, num_warps=warps, enable_fp_fusion=False)
     return made
@@ -120,17 +123,13 @@ def _check(rows: Tensor, slots: Tensor, weights: Tensor | None, out_dtype: torch
         raise InputError(f"slots: found {tuple(slots.shape)} {slots.dtype}, allowed: an expert id for each of the rows")
     if slots.dim() != 2 or (slots.dtype != torch.int64 and not experts):
         raise InputError(f"slots: found {tuple(slots.shape)} {slots.dtype}, allowed: [T, K] int64, as permute() makes")
-    if weights is not None and (tuple(weights.shape) != tuple(slots.shape) or not _readable(weights, experts)):
+    if weights is not None and (tuple(weights.shape) != tuple(slots.shape) or not weights.is_floating_point()):
         raise InputError(
-            f"weights: found {tuple(weights.shape)} {weights.dtype}, allowed: float32 of shape "
+            f"weights: found {tuple(weights.shape)} {weights.dtype}, allowed: floating of shape "
             f"{tuple(slots.shape)}, one for each slot"
         )
     if not out_dtype.is_floating_point:
         raise InputError(f"out_dtype: found {out_dtype}, allowed: a floating dtype")
-
-
-def _readable(weights: Tensor, experts: int) -> bool:
-    return weights.is_floating_point() if experts else weights.dtype == torch.float32
 
 
 def _check_like(shape: tuple[int, int], out_dtype: torch.dtype, shared: Tensor | None, out: Tensor | None) -> None:
