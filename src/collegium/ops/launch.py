@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["STREAM", "Step", "dense_rows", "launch", "on_device", "power_of_two", "recorded", "watched"]
+__all__ = ["STREAM", "Step", "dense_rows", "launch", "on_device", "overlaps", "power_of_two", "recorded", "watched"]
 
 STREAM = 3  # where the stream stands among the arguments of Triton's C function
 _TESTED = ("3.6.",)  # releases of Triton whose launcher takes what ``_started`` prepares
@@ -57,6 +57,11 @@ def recorded() -> Generator[list[Step | None]]:
 def on_device(x: Tensor, capability: tuple[int, int] = (8, 0)) -> bool:
     """Return whether a Triton kernel for ``capability`` and later can serve ``x``; otherwise torch does."""
     return x.is_cuda and _capability(x.device) >= capability
+
+
+def overlaps(x: Tensor) -> bool:
+    """Return whether a kernel that reads ``x`` may start while the kernel before it ends (sm_90 and later)."""
+    return x.is_cuda and on_device(x, (9, 0))
 
 
 def power_of_two(count: int, least: int = 1) -> int:

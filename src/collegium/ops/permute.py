@@ -13,7 +13,7 @@ import torch
 from ..errors import InputError
 from ..types import TileRows
 from ..workspace import empty
-from .launch import dense_rows, launch, on_device, power_of_two
+from .launch import dense_rows, launch, on_device, overlaps, power_of_two
 from .route import check_routing, sanitise
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def permute_on_device(
         sizes[index], counts[index] = tiles.block_t, tiles.row.numel()
     by_row = made.source if made.weights_by_row is None else made.weights_by_row
     held = (made.source, made.slots, made.expert_offsets, by_row, *lists, rows, num_experts, *counts)
-    block_e, pdl = power_of_two(num_experts, 16), on_device(ids, (9, 0))
+    block_e, pdl = power_of_two(num_experts, 16), overlaps(ids)
     reads = {"TOP_K": top_k, "BLOCK_E": block_e, "FOREIGN": foreign is not None}
     writes = {"BLOCK_T_A": sizes[0], "BLOCK_T_B": sizes[1], "WEIGHTS": carried, "PDL": pdl}
     strides = (ids.stride(0), given.stride(0))

@@ -29,7 +29,7 @@ from ..formats.codecs import (
     unpack_nibbles,
 )
 from ..workspace import empty
-from .launch import launch, on_device, power_of_two
+from .launch import launch, on_device, overlaps, power_of_two
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -285,7 +285,7 @@ def quantize_on_device(
     x = x if x.stride(1) == 1 else x.contiguous()
     inputs = (x, made.codes if source is None else source, made.codes if weights is None else weights, made.codes)
     sizes = (rows, columns, x.stride(0))
-    reads = {"GATHER": source is not None, "WEIGHTS": weights is not None, "PDL": on_device(x, (9, 0))}
+    reads = {"GATHER": source is not None, "WEIGHTS": weights is not None, "PDL": overlaps(x)}
     if isinstance(form, _NvFp4):
         block = power_of_two(columns, 32)
         args = (*inputs, made.scales, made.global_scale, *sizes, _present(name, made.scales).shape[1])

@@ -11,7 +11,7 @@ import torch
 
 from ..types import SCORE_FUNCTIONS, Routing
 from ..workspace import empty
-from .launch import dense_rows, launch, on_device, power_of_two
+from .launch import dense_rows, launch, overlaps, power_of_two
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,7 +76,7 @@ def route_on_device(
         "BIAS": bias is not None,
         "HASH": spec.hash_routing,
         "RENORM": spec.renormalise,
-        "PDL": on_device(logits, (9, 0)),
+        "PDL": overlaps(logits),
     }
     warps = max(1, min(4, block_g * block_s // 256))
     launch(route_kernel, (tokens,), args, constants, num_warps=warps, enable_fp_fusion=False)
@@ -97,6 +97,6 @@ def sanitise_on_device(
     block_k = power_of_two(top_k)
     block_r = min(power_of_two(tokens), max(1, 256 // block_k))
     args = (ids, weights, made.topk_ids, made.topk_weights, tokens, num_experts, ids.stride(0), weights.stride(0))
-    constants = {"TOP_K": top_k, "BLOCK_K": block_k, "BLOCK_R": block_r, "PDL": on_device(ids, (9, 0))}
+    constants = {"TOP_K": top_k, "BLOCK_K": block_k, "BLOCK_R": block_r, "PDL": overlaps(ids)}
     launch(sanitise_kernel, (-(-tokens // block_r),), args, constants, num_warps=4)
     return made

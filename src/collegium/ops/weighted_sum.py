@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import InputError
-from .launch import dense_rows, launch, on_device, power_of_two
+from .launch import dense_rows, launch, on_device, overlaps, power_of_two
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -110,7 +110,7 @@ def weighted_sum_on_device(
         experts,
     )
     constants = {"TOP_K": top_k, "BLOCK": block, "WEIGHTS": weights is not None, "SHARED": shared is not None}
-    constants |= {"IDS": experts > 0, "PDL": on_device(rows, (9, 0))}
+    constants |= {"IDS": experts > 0, "PDL": overlaps(rows)}
     warps = max(1, min(4, block // 256))
     launch(weighted_sum_kernel, (-(-width // block), tokens), args, constants, num_warps=warps, enable_fp_fusion=False)
     return made
