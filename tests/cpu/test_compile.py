@@ -43,6 +43,7 @@ CASES: tuple[tuple[int, str, dict[str, Any], str, int, int], ...] = (
     (90, "bf16", PLAIN | WIDE, "HGMMA", 255, 146),
     (90, "e4m3", BLOCKS, "QGMMA", 96, 75),
     (90, "e4m3", BLOCKS | DIRECT, "QGMMA", 96, 75),
+    (90, "bf16", PLAIN | DIRECT, "HGMMA", 64, 74),
     (90, "i16", MXFP4, "HGMMA", 104, 43),
     (90, "i16", MXFP4 | DIRECT, "HGMMA", 104, 43),
     (90, "i16", NVFP4, "HGMMA", 72, 23),
@@ -82,6 +83,9 @@ for arch, weight, constants, warps in json.load(sys.stdin):
     types = {name: "*" + kind for name, kind in pointers.items()}
     types |= {"weight": "*" + stored, "x": "*fp8e4nv" if weight == "e4m3" else "*bf16"}
     types["scale"] = "*fp32" if constants["SCALE"] == 1 else "*i32"
+    if constants["TOP_K"]:  # nothing is sorted: ids, of either width, stand for all lists
+        lists = ("source", "expert_offsets", "tile_expert", "tile_row")
+        types |= dict.fromkeys(lists, "*i32" if weight == "bf16" else "*i64")
     types |= dict.fromkeys(("limit", "alpha", "gate_bound", "up_bound"), "fp32")
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}

@@ -37,11 +37,13 @@ def tile_at(tile, tile_expert, tile_row, expert_offsets, experts, BLOCK_T: tl.co
 @triton.jit
 def token_at(row, source, GATHER: tl.constexpr, TOP_K: tl.constexpr):
     """Return which row of the input each ``row`` reads: itself without GATHER."""
-    if not GATHER:
-        return row
-    if TOP_K:
+    # One return for each case: what stands behind a return is compiled all the same.
+    if GATHER and TOP_K:
         return row // TOP_K
-    return tl.load(source + row)
+    elif GATHER:
+        return tl.load(source + row)
+    else:
+        return row
 
 
 @triton.jit(

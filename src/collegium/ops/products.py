@@ -167,7 +167,8 @@ def temporary_bytes(problem: Problem, *, codes: bool) -> int:
     total += prefill_bytes(problem, codes=codes)
     if spec.shared is not None:
         wide = spec.shared.intermediate_size
-        total += _product_bytes(problem, tokens, wide, codes) + tokens * (result * spec.hidden_size + 24)
+        # Its own large batch puts rows, or codes and scales of them, in order too.
+        total += _product_bytes(problem, tokens, wide, codes) + tokens * ((2 + result) * spec.hidden_size + 24)
     return total
 
 
