@@ -60,6 +60,7 @@ _STACK = ("tests/cpu/test_conversion.py::test_stacked_families_stay_stacked",)
 _GPU = ("tests/gpu/test_experts.py",)
 _SMALL = ("tests/cpu/test_small_kernels.py",)
 _FOUR = ("tests/cpu/test_w4a8.py",)
+_DIRECT = ("tests/cpu/test_direct.py",)
 
 MUTANTS: tuple[Mutant, ...] = (
     # Gate and up swapped.
@@ -333,7 +334,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "experts rotated by one", "experts/cpu_grouped.py",
         (("matrix.tile(expert, piece, x.dtype, scratch)", "matrix.tile((expert + 1) % matrix.shape[0], piece, x.dtype, scratch)"),), _CPU,
     ),
-    Mutant("experts rotated by one", "kernels/grouped_gemm.py", (("matrix = expert.to(tl.int64) * PARTS", "matrix = tl.maximum(expert - 1, 0).to(tl.int64) * PARTS"),), _KERNEL),
+    Mutant("experts rotated by one", "kernels/grouped_gemm.py", (("matrix = expert * PARTS", "matrix = tl.maximum(expert - 1, 0) * PARTS"),), _KERNEL),
     Mutant(
         "experts rotated by one in a file", "checkpoint/loader.py",
         (
@@ -425,7 +426,10 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         ("tests/cpu/test_grouped_gemm.py::test_rows_no_expert_owns_are_not_written",),
     ),
-    Mutant("columns beyond K not zero", "kernels/grouped_gemm.py", (("mask=mask, other=0.0)", "mask=mask, other=1.0)"),), _KERNEL),
+    Mutant(
+        "columns beyond K not zero", "kernels/grouped_gemm.py",
+        (("mask=mask, other=0.0)", "mask=mask, other=1.0)"), ("valid & inside, other=0.0)", "valid & inside, other=1.0)")), _KERNEL,
+    ),
     Mutant(
         "columns beyond K not zero", "ops/cpu_decode.py",
         (("x = functional.pad(x, (0, stored - self.columns))", "x = functional.pad(x, (0, stored - self.columns), value=1.0)"),), _CPU,
@@ -457,8 +461,18 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the neighbouring slot's weight", "kernels/weighted_sum.py",
-        (("tl.load(weights + token * weight_stride + k)", "tl.load(weights + token * weight_stride + (k + 1) % TOP_K)"),), _SMALL,
+        (
+            (
+                "weight = tl.load(weights + token * weight_stride + k)",
+                "weight = tl.load(weights + token * weight_stride + (k + 1) % TOP_K)",
+            ),
+        ),
+        _SMALL,
     ),
+    Mutant("the input row of another token, unsorted", "kernels/tiles.py", (("return row // TOP_K", "return row % TOP_K"),), _DIRECT),
+    Mutant("ids of an unsorted batch not checked", "kernels/weighted_sum.py", (("(slot >= 0) & (slot < experts)", "slot >= 0"),), _DIRECT),
+    Mutant("a repeated expert added twice, unsorted", "kernels/weighted_sum.py", (("+ before) != slot)", "+ before) != slot + (1 << 20))"),), _DIRECT),
+    Mutant("a weight that is no number kept, unsorted", "kernels/weighted_sum.py", ((".to(tl.float32)) < float(\"inf\"))", ".to(tl.float32)) < float(\"inf\")) | (slot >= 0)"),), _DIRECT),
     Mutant("bias used in the weights", "kernels/route.py", (("        key = _key(choice)\n", "        key = _key(choice)\n        score = choice\n"),), _SMALL),
     Mutant("renormalise skipped", "kernels/route.py", (("tl.div_rn(weight, tl.zeros([BLOCK_K], tl.float32) + total)", "weight"),), _SMALL),
     Mutant(

@@ -174,7 +174,7 @@ def score(problem: TileProblem, tile: TileChoice, machine: Machine) -> float:
     weights = hit * problem.parts * problem.n_out * problem.k_in * problem.weight_bits / 8
     # Weights come from memory once and from the L2 cache, four times as fast, for every further token tile; the
     # tokens of a tile come from the L2 cache for every column tile.
-    again = max(0.0, tiles / hit - 1.0) * weights + columns * tiles * tile.block_t * problem.k_in * problem.x_bits / 8
+    again = max(0.0, tiles / hit - 1.0) * weights + columns * problem.rows * problem.k_in * problem.x_bits / 8
     memory = weights / machine.bandwidth + again / (4 * machine.bandwidth)
     math_time = tiles * columns * _program(problem, tile, machine)
     programs = tiles * columns
