@@ -131,6 +131,21 @@ def test_the_judge_agrees_with_truth_written_by_hand_and_sees_swapped_parts(weig
     assert relative_error(wrong, truth) > 0.3
 
 
+def test_no_row_of_the_weights_is_an_input(monkeypatch):
+    """One seed for both once made a row of gate equal to the first input, and one product larger than all others."""
+    seen: list[float] = []
+
+    def gate(what, layer, weights, case):
+        x, rows = case[0].float(), weights.gate_up.decode().float().flatten(0, 2)
+        seen.append(float(torch.nn.functional.cosine_similarity(rows, x[:1]).abs().max()))
+        return 0.0
+
+    monkeypatch.setattr("collegium.bench.gate", gate)
+    bench("256x64x4x2", [("bf16", "bf16")], tokens=(1, 8), rounds=1, device="cpu")
+    assert len(seen) == 2
+    assert max(seen) < 0.5
+
+
 def test_experts_differ_and_the_spec_is_kept():
     own = replace(spec("64x32x9x2", "nvfp4"), expert_bias=True)
     made = random_weights(own, CPU)

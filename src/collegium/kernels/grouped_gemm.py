@@ -50,16 +50,20 @@ def _halves(rows, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr):
 
 
 @triton.jit
-def _load_rows(pointers, valid, inside, EVEN: tl.constexpr):
-    return tl.load(pointers, mask=valid if EVEN else valid & inside, other=0.0)
-
-
-@triton.jit
 def _load(pointers, mask, EVEN: tl.constexpr):
     if EVEN:
         return tl.load(pointers)
     else:
         return tl.load(pointers, mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_rows(pointers, valid, inside, EVEN: tl.constexpr):
+    # A mask costs instructions, and a tall tile has few rows beyond its end: there they read a neighbour again.
+    if pointers.shape[1] > 64:
+        return _load(pointers, inside, EVEN)
+    else:
+        return _load(pointers, valid if EVEN else valid & inside, False)
 
 
 @triton.jit

@@ -311,7 +311,8 @@ def w4a8_kernel(
     WORDS: tl.constexpr = 2 if WEIGHT == E2M1_E4M3 else 1
     t = tl.arange(0, BLOCK_T)
     n = tl.arange(0, BLOCK_N)
-    # Rows beyond the end are not read: every program asks for the same few rows at the same time.
+    # Rows beyond the end are not read: every program asks for the same few rows at the same time. In a tall tile, which
+    # is fuller, they read a neighbour again, since a mask costs instructions; nothing of them is stored.
     valid = (t < row_count)[None, :]
     row = row_first + tl.where(t < row_count, t, 0)
     token = token_at(row, source, GATHER, TOP_K)
@@ -344,7 +345,7 @@ def w4a8_kernel(
     acc = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
     none = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
     for step in tl.range(0, K_BLOCKS, num_stages=STAGES):
-        tokens = tl.load(x_ptr, mask=valid, other=0.0)
+        tokens = tl.load(x_ptr, mask=valid, other=0.0) if BLOCK_T <= 32 else tl.load(x_ptr)
         words = _load_words(w_ptr, ASM or WEIGHT == E2M1_SCALED)
         if WEIGHT == E2M1_SCALED:
             a = words
