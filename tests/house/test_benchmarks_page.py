@@ -57,3 +57,26 @@ def test_layers_are_read_with_and_without_a_column_for_each_format(tmp_path: Pat
     text = page(tmp_path)
     assert "| s | mxfp4 x fp8_token | 20.0 (2.00) |" in text
     assert "| s | nvfp4 x fp8_token | 20.0 (2.00) |" in text
+
+
+def test_the_numbers_of_the_readme_stand_in_their_file() -> None:
+    pairs = {"BF16": "bf16", "FP8 blocks": "fp8_block", "FP8": "fp8", "MXFP4": "mxfp4", "NVFP4": "nvfp4"}
+    text = (ROOT / "README.md").read_text(encoding="utf-8").split("## How fast")[1].split("## ")[0]
+    with (ROOT / "benchmarks/results/peers_qwen3_30b_few_tokens_h200.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    lines = [
+        line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith(("| BF", "| FP", "| MX", "| NV"))
+    ]
+    assert len(lines) == 6
+    for what, *cells in lines:
+        weights, _, activations = what.partition(" x ")
+        asked = pairs[weights], pairs[activations or weights]
+        for tokens, (ours, peer, floor) in (("1", cells[:3]), ("8", cells[3:])):
+            found = [r for r in rows if r["tokens"] == tokens and r["weights"] == asked[0]]
+            found = [r for r in found if r["activations"].startswith(asked[1])]
+            mine = min((r for r in found if r["contender"] == "collegium"), key=lambda r: float(r["us"]))
+            others = [float(r["us"]) for r in found if r["contender"] != "collegium"]
+            assert float(f"{float(mine['us']):.3g}") == float(ours)
+            assert float(f"{float(mine['floor_us']):.3g}") == float(f"{float(floor):.3g}")
+            best = peer.split(" ")[0]
+            assert (float(f"{min(others):.3g}") == float(best)) if others else best == "none"
