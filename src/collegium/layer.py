@@ -26,7 +26,7 @@ from .ops.replay import Replay
 from .ops.route import check_routing, route, route_custom, sanitise
 from .ops.tile_file import with_tuned_tiles
 from .parallel.local import Local
-from .pipeline import DirectPipeline, SplitPipeline
+from .pipeline import DirectPipeline, SplitPipeline, ways
 from .plan import plan
 from .types import (
     ActivationSpec,
@@ -128,9 +128,13 @@ class MoELayer(nn.Module):
         self.__dict__["_replay"] = Replay()
 
     def extra_repr(self) -> str:
-        """Show the plan, and what packing rounded where the kernel reports it."""
-        report = getattr(self._pipeline.packed, "report", None)
-        return self.plan.explain() + ("" if report is None else f"\nweights    {report}")
+        """Show the plan, which batches take which way, and what packing rounded where the kernel reports it."""
+        packed, lines = self._pipeline.packed, [self.plan.explain()]
+        if isinstance(packed, PackedExperts):
+            top_k, most = self.spec.routing.top_k, self.plan.problem.limits.max_tokens
+            lines.append(f"batches    {ways(packed, top_k, most, direct=self._direct is not None)}")
+        report = getattr(packed, "report", None)
+        return "\n".join(lines if report is None else [*lines, f"weights    {report}"])
 
     def forward(
         self,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .ops.products import PackedExperts, run_assignments
+from .ops.products import PackedExperts, large_from, run_assignments
 from .ops.weighted_sum import weighted_sum
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .parallel.local import Local
     from .types import Routing
 
-__all__ = ["DirectPipeline", "SplitPipeline"]
+__all__ = ["DirectPipeline", "SplitPipeline", "ways"]
 
 _FEW = 16  # assignments that each take a tile of their own: hardly two of them share an expert
 
@@ -86,3 +86,12 @@ class DirectPipeline:
         return weighted_sum(
             rows, routing.topk_ids, routing.topk_weights, dtype, shared=shared, out=out, experts=experts
         )
+
+
+def ways(packed: PackedExperts, top_k: int, most: int, *, direct: bool) -> str:
+    """Return in words which counts of tokens, up to ``most``, take which way through the experts on a GPU."""
+    few, large = min(most, _FEW // top_k) if direct else 0, large_from(packed, most * top_k)
+    parts = [f"up to {few} tokens unsorted"] if few else []
+    parts += ["sorted by expert" if few or large else "all sorted by expert"]
+    parts += [f"from {-(-large // top_k):,} tokens with tiles for large batches"] if large is not None else []
+    return ", ".join(parts)

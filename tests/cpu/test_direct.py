@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ from collegium import Choice, Limits, MoESpec, Problem, Routing, RoutingSpec, en
 from collegium.experts import KERNELS
 from collegium.ops import products
 from collegium.ops.route import sanitise
+from collegium.ops.tiles import machine_of
 from collegium.ops.weighted_sum import weighted_sum, weighted_sum_on_device
 from collegium.parallel.local import Local
-from collegium.pipeline import DirectPipeline, SplitPipeline
+from collegium.pipeline import DirectPipeline, SplitPipeline, ways
 from collegium.testing.compare import heavy_tailed, moe_truth, random_experts, relative_error
 from collegium.types import ActivationSpec, DeviceFacts
 
@@ -33,15 +35,15 @@ RECIPES = [
 ]
 
 
-def build(weights: str, activations: str | None, **routing: Any) -> tuple[Any, Any, Any]:
+def build(weights: str, activations: str | None, *, wide: int = WIDE) -> tuple[Any, Any, Any]:
     spec = MoESpec(
         hidden_size=HIDDEN,
-        intermediate_size=WIDE,
+        intermediate_size=wide,
         num_experts=EXPERTS,
-        routing=RoutingSpec(top_k=3, **routing),
+        routing=RoutingSpec(top_k=3),
         weight_format=weights,
     )
-    made = encode_experts(random_experts(EXPERTS, 2, WIDE, HIDDEN, seed=1), weights)
+    made = encode_experts(random_experts(EXPERTS, 2, wide, HIDDEN, seed=1), weights)
     problem = Problem(spec=spec, device=DeviceFacts(kind="cuda", capability=(9, 0)), limits=Limits(max_tokens=8))
     chosen = plan(problem, Choice(activation_format=activations))
     kernel = next(k for k in KERNELS if k.name == chosen.kernel)
@@ -103,3 +105,17 @@ def test_every_row_gets_its_own_token_and_expert() -> None:
         routing = Routing(topk_ids=torch.tensor([[expert]]), topk_weights=torch.ones(1, 1))
         alone = SplitPipeline(dispatcher=Local(num_experts=EXPERTS), kernel=kernel, packed=packed)
         assert torch.equal(rows[row].float(), alone(x[token : token + 1], routing)[0])
+
+
+def test_a_layer_says_which_batches_take_which_way() -> None:
+    _, _, packed = build("bf16", None)
+    assert ways(packed, 3, 8192, direct=True) == "up to 5 tokens unsorted, sorted by expert"
+    assert ways(packed, 3, 2, direct=True) == "up to 2 tokens unsorted, sorted by expert"
+    assert ways(packed, 3, 8192, direct=False) == "all sorted by expert"
+    large = replace(build("bf16", None, wide=96)[2], machine=machine_of((9, 0), 132))
+    found = products.large_from(large, 3 * 8192)
+    assert found is not None
+    assert products.large_tile(large, found) is not None
+    assert products.large_tile(large, found - 1) is None
+    words = f"sorted by expert, from {-(-found // 3):,} tokens with tiles for large batches"
+    assert ways(large, 3, 8192, direct=False) == words

@@ -5,6 +5,7 @@ Shape letters: T tokens, R rows, E experts, P parts (2: gate and up; 1), N outpu
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PackedExperts",
     "chosen_tiles",
+    "large_from",
     "large_tile",
     "refuse_machine",
     "run_assignments",
@@ -196,6 +198,13 @@ def _listed(batch: ContiguousBatch, tile: TileChoice) -> TileList:
 def large_tile(packed: PackedExperts, rows: int) -> TileChoice | None:
     """Return the tile of both products of a large batch, or None where the small-batch product runs."""
     return _decided(packed, rows)[0]
+
+
+def large_from(packed: PackedExperts, limit: int) -> int | None:
+    """Return the least count of rows, up to ``limit``, that runs as a large batch, or None when none does."""
+    if large_tile(packed, limit) is None:
+        return None
+    return bisect_left(range(limit), True, key=lambda rows: large_tile(packed, rows) is not None)
 
 
 def chosen_tiles(packed: PackedExperts, rows: int) -> tuple[TileChoice, TileChoice]:
