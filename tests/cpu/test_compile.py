@@ -7,14 +7,11 @@ Triton's place in this one.
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+
+from compiling import compile_apart
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs Triton", allow_module_level=True)
@@ -187,22 +184,7 @@ def compiled() -> list[Any]:
     for arch, weight, changes, *_ in CASES:
         constants = BASE | changes
         asked.append([arch, weight, constants, constants.pop("warps", 4)])
-    return _compile(_PROGRAM, asked)
-
-
-def _compile(program: str, asked: list[Any]) -> list[Any]:
-    source = Path(__file__).parents[2] / "src"
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program],
-        input=json.dumps(asked),
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(source)},
-    )
-    line = next((text for text in run.stdout.splitlines() if text.startswith("RESULT")), None)
-    assert line is not None, run.stderr[-4000:]
-    return json.loads(line.removeprefix("RESULT"))
+    return compile_apart(_PROGRAM, asked)
 
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=[f"sm{c[0]}-{c[1]}-{i}" for i, c in enumerate(CASES)])
@@ -236,7 +218,7 @@ def small_compiled() -> list[Any]:
     asked = []
     for arch, file, name, types, constants, warps, _ in SMALL_CASES:
         asked.append([arch, file, name, _POINTERS | types, constants | {"PDL": arch >= 90}, warps])
-    return _compile(_SMALL_PROGRAM, asked)
+    return compile_apart(_SMALL_PROGRAM, asked)
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,12 @@ No GPU is needed; the compiler runs in a process of its own (see test_compile.py
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+
+from compiling import compile_apart
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs Triton", allow_module_level=True)
@@ -89,18 +86,7 @@ print("RESULT" + json.dumps(found))
 
 @pytest.fixture(scope="module")
 def compiled() -> list[Any]:
-    source = Path(__file__).parents[2] / "src"
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _PROGRAM],
-        input=json.dumps([[arch, BASE | changes] for arch, changes, *_ in CASES]),
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(source)},
-    )
-    line = next((text for text in run.stdout.splitlines() if text.startswith("RESULT")), None)
-    assert line is not None, run.stderr[-4000:]
-    return json.loads(line.removeprefix("RESULT"))
+    return compile_apart(_PROGRAM, [[arch, BASE | changes] for arch, changes, *_ in CASES])
 
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=[f"sm{c[0]}-{i}" for i, c in enumerate(CASES)])

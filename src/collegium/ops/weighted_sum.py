@@ -11,6 +11,7 @@ import torch
 
 from ..errors import InputError
 from .launch import dense_rows, launch, on_device, overlaps, power_of_two
+from .route import sanitise
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,12 +46,9 @@ def weighted_sum(
         return weighted_sum_on_device(rows, slots, weights, out_dtype, shared=shared, out=out, experts=experts)
     count, width = rows.shape
     if experts:
-        repeated = (slots[:, :, None] == slots[:, None, :]).tril(-1).any(2)
-        dropped = (slots < 0) | (slots >= experts) | repeated
-        if weights is not None:
-            weights = weights.float()
-            dropped = dropped | ~weights.isfinite()
-        slots = torch.arange(slots.numel(), device=slots.device).view(slots.shape).masked_fill(dropped, -1)
+        factors = torch.ones(slots.shape, device=slots.device) if weights is None else weights
+        kept = sanitise(slots, factors, experts).topk_ids >= 0
+        slots = torch.arange(slots.numel(), device=slots.device).view(slots.shape).masked_fill(~kept, -1)
     total = torch.zeros((slots.shape[0], width), dtype=torch.float32, device=rows.device)
     if count:
         dropped = (slots < 0) | (slots >= count)
