@@ -34,6 +34,7 @@ from collegium.types import (
     Routing,
     RoutingSpec,
 )
+from passes import check_replay_with_another_routing, check_rows_stand_alone
 
 KERNELS = (TritonBf16(), TritonFp8(), TritonW4A16())
 BF16, CODES = 0.01, 0.06
@@ -131,19 +132,7 @@ def test_every_tile_gives_the_same_bits(weights: str, act: str, bound: float) ->
 @pytest.mark.parametrize(("weights", "act", "bound"), CASES)
 def test_a_row_does_not_depend_on_the_batch(weights: str, act: str, bound: float) -> None:
     kernel, packed, _, _ = build(weights, act, wide=256, hidden=512)
-    x = heavy_tailed(4096, 512, seed=3).bfloat16().cuda()
-    ids = uneven_ids(4096, 4, 17, seed=2).cuda()
-    weight = torch.rand(4096, 4, device="cuda")
-    local = Local(num_experts=17)
-
-    def outputs(tokens: int) -> torch.Tensor:
-        batch, handle = local.dispatch(x[:tokens], Routing(topk_ids=ids[:tokens], topk_weights=weight[:tokens]))
-        return local.combine(kernel.run(batch, packed), handle)
-
-    alone = outputs(1)
-    assert bool(torch.isfinite(alone).all())
-    for tokens in (2, 9, 64, 333, 4096):
-        assert torch.equal(outputs(tokens)[:1], alone), tokens
+    check_rows_stand_alone(kernel, packed, (2, 9, 64, 333, 4096))
 
 
 @pytest.mark.parametrize("scaled", [True, False])
@@ -195,23 +184,7 @@ def test_every_activation(kind: Any) -> None:
 @pytest.mark.parametrize(("weights", "act"), [("bf16", "bf16"), ("fp8_block", "fp8_group128"), ("mxfp4", "bf16")])
 def test_graph_replay_with_another_routing(weights: str, act: str) -> None:
     kernel, packed, _, _ = build(weights, act)
-    local = Local(num_experts=17)
-    x = heavy_tailed(32, 336, seed=3).bfloat16().cuda()
-    weight = torch.rand(32, 4, device="cuda")
-    ids = uneven_ids(32, 4, 17, seed=2).cuda()
-
-    def layer() -> torch.Tensor:
-        batch, handle = local.dispatch(x, Routing(topk_ids=ids, topk_weights=weight))
-        return local.combine(kernel.run(batch, packed), handle)
-
-    layer()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        replayed = layer()
-    for seed in (5, 6):
-        ids.copy_(uneven_ids(32, 4, 17, seed=seed))
-        graph.replay()
-        assert torch.equal(replayed, layer())
+    check_replay_with_another_routing(kernel, packed)
 
 
 def test_nothing_waits_for_the_device() -> None:

@@ -24,6 +24,7 @@ from collegium.ops.tiles import TileChoice
 from collegium.parallel.local import Local
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
 from collegium.types import ActivationSpec, ContiguousBatch, ExpertWeights, MoESpec, Problem, Routing, RoutingSpec
+from passes import check_rows_stand_alone
 
 DEVICE = torch.device("cuda")
 LARGE = TileChoice(block_n=128, block_t=128, warps=4, stages=4, programs=132)
@@ -98,19 +99,7 @@ def test_truth_and_the_bits_of_the_small_batch_product(
 @pytest.mark.parametrize(("weights", "act", "bound"), CASES)
 def test_a_row_does_not_depend_on_the_batch(weights: str, act: str, bound: float) -> None:
     kernel, packed, _, _ = build(weights, act, wide=256, hidden=512)
-    x = heavy_tailed(4096, 512, seed=3).bfloat16().cuda()
-    ids = uneven_ids(4096, 4, 17, seed=2).cuda()
-    weight = torch.rand(4096, 4, device="cuda")
-    local = Local(num_experts=17)
-
-    def outputs(tokens: int) -> torch.Tensor:
-        batch, handle = local.dispatch(x[:tokens], Routing(topk_ids=ids[:tokens], topk_weights=weight[:tokens]))
-        return local.combine(kernel.run(batch, packed), handle)
-
-    alone = outputs(1)
-    assert bool(torch.isfinite(alone).all())
-    for tokens in (9, 130, 237, 238, 333, 1024, 4096):
-        assert torch.equal(outputs(tokens)[:1], alone), tokens
+    check_rows_stand_alone(kernel, packed, (9, 130, 237, 238, 333, 1024, 4096))
 
 
 @pytest.mark.parametrize(("weights", "act"), [("bf16", "bf16"), ("fp8_block", "fp8_group128")])

@@ -25,6 +25,7 @@ from collegium.ops.w4a8 import pack_w4a8
 from collegium.parallel.local import Local
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
 from collegium.types import ActivationSpec, ContiguousBatch, ExpertWeights, MoESpec, Problem, Routing, RoutingSpec
+from passes import check_replay_with_another_routing, check_rows_stand_alone
 
 WEIGHTS = ("mxfp4", "nvfp4", "int4_group")
 FORMATS = ("fp8_token", "fp8_group128", "fp8_group128_pow2")
@@ -133,19 +134,7 @@ def test_every_tile_gives_the_same_bits_close_to_the_product_of_the_codes(weight
 @pytest.mark.parametrize("act", ["fp8_token", "fp8_group128"])
 def test_a_row_does_not_depend_on_the_batch(weights: str, act: str) -> None:
     kernel, packed, _, _ = build(weights, act, hidden=512, wide=256)
-    x = heavy_tailed(4096, 512, seed=3).bfloat16().cuda()
-    ids = uneven_ids(4096, 4, 17, seed=2).cuda()
-    weight = torch.rand(4096, 4, device="cuda")
-    local = Local(num_experts=17)
-
-    def outputs(tokens: int) -> torch.Tensor:
-        batch, handle = local.dispatch(x[:tokens], Routing(topk_ids=ids[:tokens], topk_weights=weight[:tokens]))
-        return local.combine(kernel.run(batch, packed), handle)
-
-    alone = outputs(1)
-    assert bool(torch.isfinite(alone).all())
-    for tokens in (2, 9, 64, 333, 4096):
-        assert torch.equal(outputs(tokens)[:1], alone), tokens
+    check_rows_stand_alone(kernel, packed, (2, 9, 64, 333, 4096))
 
 
 def as_read(payload: Any) -> torch.Tensor:
@@ -196,23 +185,7 @@ def test_rows_have_the_codes_of_their_format_in_the_kernels_order() -> None:
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_graph_replay_with_another_routing(weights: str) -> None:
     kernel, packed, _, _ = build(weights, "fp8_token")
-    local = Local(num_experts=17)
-    x = heavy_tailed(32, 336, seed=3).bfloat16().cuda()
-    weight = torch.rand(32, 4, device="cuda")
-    ids = uneven_ids(32, 4, 17, seed=2).cuda()
-
-    def layer() -> torch.Tensor:
-        batch, handle = local.dispatch(x, Routing(topk_ids=ids, topk_weights=weight))
-        return local.combine(kernel.run(batch, packed), handle)
-
-    layer()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        replayed = layer()
-    for seed in (5, 6):
-        ids.copy_(uneven_ids(32, 4, 17, seed=seed))
-        graph.replay()
-        assert torch.equal(replayed, layer())
+    check_replay_with_another_routing(kernel, packed)
 
 
 def test_a_nan_token_stays_in_its_rows() -> None:
