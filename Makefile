@@ -72,10 +72,10 @@ bench-cpu: $(VENV)/.dev ## the CPU path beside transformers' own experts
 	$(OFFLINE) $(BIN)/python benchmarks/bench_cpu.py
 
 gpu-test: ## the tests of a machine with a GPU, on the Python that is there (torch, Triton and pytest installed)
-	PYTHONPATH=src python3 -m pytest tests/gpu --ignore tests/gpu/test_host.py -o filterwarnings=default $$(python3 -c 'import xdist' 2>/dev/null && echo $(GPU_WORKERS))
+	PYTHONPATH=src $(ONE_THREAD) python3 -m pytest tests/gpu --ignore tests/gpu/test_host.py -o filterwarnings=default $$(python3 -c 'import xdist' 2>/dev/null && echo $(GPU_WORKERS))
 	PYTHONPATH=src python3 -m pytest tests/gpu/test_host.py -o filterwarnings=default
 	PYTHONPATH=src PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python3 tests/gpu/sanitize.py
-	PYTHONPATH=src compute-sanitizer --tool racecheck --error-exitcode 1 python3 tests/gpu/sanitize.py
+	PYTHONPATH=src compute-sanitizer --tool racecheck --error-exitcode 1 python3 tests/gpu/sanitize.py together
 
 cover: $(VENV)/.dev ## tests with a coverage report
 	$(ONE_THREAD) $(OFFLINE) $(BIN)/python -m pytest tests -n 2 --cov

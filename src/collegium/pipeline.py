@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .ops.products import PackedExperts, large_from, run_assignments
+from .ops.products import FEW, PackedExperts, large_from, run_assignments
 from .ops.weighted_sum import weighted_sum
 
 if TYPE_CHECKING:
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from .types import Routing
 
 __all__ = ["DirectPipeline", "SplitPipeline", "ways"]
-
-_FEW = 16  # assignments that each take a tile of their own: hardly two of them share an expert
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +65,7 @@ class DirectPipeline:
     def serves(self, x: Tensor, routing: Routing) -> bool:
         """Return whether the batch is small enough and its ids and weights stand densely in memory."""
         ids, weights = routing.topk_ids, routing.topk_weights
-        return x.is_cuda and 0 < ids.numel() <= _FEW and ids.is_contiguous() and weights.is_contiguous()
+        return x.is_cuda and 0 < ids.numel() <= FEW and ids.is_contiguous() and weights.is_contiguous()
 
     def __call__(
         self,
@@ -90,7 +88,7 @@ class DirectPipeline:
 
 def ways(packed: PackedExperts, top_k: int, most: int, *, direct: bool) -> str:
     """Return in words which counts of tokens, up to ``most``, take which way through the experts on a GPU."""
-    few, large = min(most, _FEW // top_k) if direct else 0, large_from(packed, most * top_k)
+    few, large = min(most, FEW // top_k) if direct else 0, large_from(packed, most * top_k)
     parts = [f"up to {few} tokens unsorted"] if few else []
     parts += ["sorted by expert" if few or large else "all sorted by expert"]
     parts += [f"from {-(-large // top_k):,} tokens with tiles for large batches"] if large is not None else []

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .ops.launch import power_of_two
-from .ops.products import PackedExperts, chosen_tiles, large_tile
+from .ops.products import FEW, PackedExperts, chosen_tiles, large_tile
 from .types import Routing
 
 if TYPE_CHECKING:
@@ -75,7 +75,8 @@ def batch_sizes(packed: Sequence[tuple[Any, int]], limit: int) -> list[int]:
             rows = tokens * each
             large = large_tile(own, rows)
             tiles = chosen_tiles(own, rows) if large is None else (large, large)
-            used |= {(place, product, tile) for product, tile in enumerate(tiles)}
+            # Few assignments take the same tile unsorted, which is another variant of the product.
+            used |= {(place, product, tile, rows <= FEW) for product, tile in enumerate(tiles)}
             # One kernel orders the rows and lists the tiles of both products.
             used.add((place, rows.bit_length(), power_of_two(rows), *own.block_t(rows)))
         if not used <= seen:

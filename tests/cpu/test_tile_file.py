@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,9 +23,9 @@ from collegium.experts.triton_bf16 import TritonBf16
 from collegium.experts.triton_w4a16 import TritonW4A16
 from collegium.layer import MoELayer
 from collegium.measure import random_routing
-from collegium.ops.products import PackedExperts, chosen_tiles, large_tile
+from collegium.ops.products import FEW, PackedExperts, chosen_tiles, large_tile
 from collegium.ops.tile_file import products, tile_folder, tile_key, tile_path, with_tuned_tiles, write_tiles
-from collegium.ops.tiles import candidates, nearest
+from collegium.ops.tiles import TileChoice, candidates, nearest
 from collegium.parallel.local import Local
 from collegium.plan import plan
 from collegium.tuning import measure_tiles, tune
@@ -169,19 +170,31 @@ def test_tuning_refuses_a_kernel_without_tiles():
         tune("64x32x3x1", device="cpu", tokens=(1,))
 
 
+def variants(packed: PackedExperts, tokens: Iterable[int]) -> set[tuple[int, TileChoice, bool]]:
+    """What compiles a product of its own for batches of two rows a token: its tile, and whether rows are sorted."""
+    return {(p, tile, 2 * t <= FEW) for t in tokens for p, tile in enumerate(chosen_tiles(packed, 2 * t))}
+
+
 def test_warming_up_meets_every_tile_once():
     _, packed = packed_layer("mxfp4", "256x256x8x2")
     limit = 700
     sizes = batch_sizes([(packed, 2), (None, 1)], limit)
-    needed = {(p, tile) for t in range(1, limit + 1) for p, tile in enumerate(chosen_tiles(packed, 2 * t))}
-    met = [{(p, tile) for p, tile in enumerate(chosen_tiles(packed, 2 * t))} for t in sizes]
-    assert set().union(*met) == needed
+    assert variants(packed, sizes) == variants(packed, range(1, limit + 1))
     assert sizes[0] == 1
     assert sizes == sorted(sizes)
     assert len(sizes) < 60, "more batches than powers of two and tiles"
     # Powers of two choose the variants of the kernels around the products: 64 tokens and 63, 65 rows and 64.
     assert {1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 512, 513} <= set(sizes)
     assert batch_sizes([(None, 2)], limit) == []
+
+
+def test_warming_up_meets_a_tile_of_unsorted_rows_again_for_sorted_ones():
+    _, packed = packed_layer("mxfp4", "256x256x8x2")
+    possible = candidates(packed.problem_of(packed.down, 16), packed.machine)
+    some, other = [tile for tile in possible if tile.block_t == possible[0].block_t][:2]
+    table = ((16, some), (18, other), (24, some))
+    packed = replace(packed, tuned=(table, table))
+    assert variants(packed, batch_sizes([(packed, 2)], 15)) == variants(packed, range(1, 16))
 
 
 def test_warming_up_meets_the_product_of_large_batches_and_no_tile_it_replaces():

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .tiles import Machine, TileProblem, TunedTiles
 
 __all__ = [
+    "FEW",
     "PackedExperts",
     "chosen_tiles",
     "large_from",
@@ -38,6 +39,8 @@ __all__ = [
     "temporary_bytes",
     "with_tiles",
 ]
+
+FEW = 16  # assignments that each take a tile of their own: hardly two of them share an expert
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
