@@ -353,6 +353,8 @@ class ContiguousBatch:
     ``expert_offsets[e]:expert_offsets[e+1]``; rows from ``expert_offsets[E]`` on belong to dropped assignments and
     must not be read from the result. input_weights: ``[R]`` float32 that multiply the row before everything else
     (router weight on the input), or None. tiles: token tile lists made with the order, for kernels that asked.
+    settled: the kernel that made the order was launched last, x was there before it began, and it uses no memory that
+    ``workspace.empty`` gives after it; so a kernel that reads x alone may run beside it.
     """
 
     x: Tensor
@@ -360,3 +362,4 @@ class ContiguousBatch:
     expert_offsets: Tensor
     input_weights: Tensor | None = None
     tiles: tuple[TileRows, ...] = ()
+    settled: bool = False

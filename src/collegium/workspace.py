@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["Workspace", "empty", "shared_workspace"]
+__all__ = ["Workspace", "empty", "serves", "shared_workspace"]
 
 _ALIGN = 256
 _KEPT = 512  # kinds of pass remembered; the oldest goes first
@@ -112,6 +112,11 @@ class _Active(threading.local):
 
 _active = _Active()
 _shared: dict[torch.device, Workspace] = {}
+
+
+def serves(device: torch.device) -> bool:
+    """Return whether a pass is running that ``empty`` gives memory of ``device`` from."""
+    return _active.running is not None and _active.running.space.device == device
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -13,10 +13,12 @@ from collegium.errors import InputError, PlanError
 from collegium.experts.reference import Reference
 from collegium.experts.triton_bf16 import TritonBf16
 from collegium.experts.triton_fp8 import TritonFp8
+from collegium.experts.triton_w4a8 import TritonW4A8
 from collegium.experts.triton_w4a16 import TritonW4A16
 from collegium.formats import Fp8Block, Fp8Channel, Int4Group, MxFp4, MxFp8
 from collegium.ops import grouped_gemm as ops
-from collegium.ops import pack
+from collegium.ops import pack, w4a8
+from collegium.ops.permute import permute
 from collegium.ops.products import with_tiles
 from collegium.ops.tiles import Machine, TileChoice, TileProblem, candidates, choose, machine_of, score
 from collegium.parallel.local import Local
@@ -160,6 +162,33 @@ def test_a_row_does_not_depend_on_the_batch_or_the_tile(weights: str, act: str) 
         offsets = (torch.arange(6) > expert).long()
         one = ContiguousBatch(x=batch.x, source=batch.source[row : row + 1], expert_offsets=offsets)
         assert torch.equal(kernel.run(one, packed)[0], whole[row])
+
+
+@pytest.mark.parametrize(("weights", "act"), [("bf16", "bf16"), ("nvfp4", "bf16"), ("mxfp4", "fp8_token")])
+def test_batches_of_one_tile_need_one_compiled_kernel(weights: str, act: str, monkeypatch: Any) -> None:
+    asked: list[tuple[object, ...]] = []
+
+    def note(kernel: Any, grid: object, args: tuple[Any, ...], *_: object, **__: object) -> None:
+        # Triton compiles once more for another dtype of a pointer, and where one is aligned that was not before.
+        free = {"source", "expert_offsets", "tile_expert", "tile_row"}
+        for name, value in zip(kernel.arg_names, args, strict=False):
+            if isinstance(value, torch.Tensor):
+                product = kernel.__name__, args[2].data_ptr()
+                asked.append((product, name, value.dtype, name in free or value.data_ptr() % 16 == 0))
+
+    for place in (ops, w4a8):
+        monkeypatch.setattr(place, "launch", note)
+    problem = question(weights, act)
+    kernel = next(k for k in (*KERNELS, TritonW4A8()) if k.refuse(problem) is None)
+    made = encode_experts(random_experts(5, 2, 90, 176, seed=1, bias=True), weights)
+    packed = with_tiles(kernel.pack(made, problem), (TILE, replace(TILE, block_t=32)))
+    for tokens in range(9, 18):
+        batch = batch_of(tokens, problem)
+        # The lists of both products stand in one buffer, so what is aligned depends on how long they are.
+        order = permute(torch.arange(2 * tokens).view(tokens, 2) % 5, 5, block_t=(TILE.block_t, 32))
+        kernel.run(replace(batch, tiles=order.tiles), packed)
+    assert len({product for product, *_ in asked}) == 2
+    assert len(set(asked)) == len({entry[:2] for entry in asked})
 
 
 def test_router_weight_on_the_input() -> None:

@@ -191,7 +191,7 @@ def _multiply(
 
 @triton.jit(
     do_not_specialize=["token_tiles"],
-    do_not_specialize_on_alignment=["expert_offsets", "tile_expert", "tile_row"],
+    do_not_specialize_on_alignment=["source", "expert_offsets", "tile_expert", "tile_row"],
 )
 def grouped_gemm_kernel(
     x,

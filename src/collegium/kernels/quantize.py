@@ -60,9 +60,9 @@ def cast_kernel(
     tl.store(codes + row[:, None] * columns + column[None, :], value.to(codes.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "late"])
 def e4m3_kernel(
-    x, source, weights, codes, scales, rows, columns, x_stride, groups, wide,
+    x, source, weights, codes, scales, rows, columns, x_stride, groups, wide, late,
     GROUP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, POWER: tl.constexpr, BYTE: tl.constexpr,
     GATHER: tl.constexpr, WEIGHTS: tl.constexpr, ROUND: tl.constexpr, REORDER: tl.constexpr,
     PDL: tl.constexpr,
@@ -71,10 +71,11 @@ def e4m3_kernel(
 
     A group with NaN or infinity gets zero codes and a NaN scale. POWER: the scale is the least power of two that
     saturates nothing; BYTE: stored as its E8M0 byte. REORDER: codes change places within 128 columns (``ordered`` in
-    ``ops/quantize.py``).
+    ``ops/operand.py``). late: 1 where nothing is read that the kernel before writes, so that it is waited for at the end alone.
     """
     if PDL:
-        gdc_wait()
+        if late == 0:
+            gdc_wait()
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -105,6 +106,9 @@ def e4m3_kernel(
     held = (row < rows)[:, None] & (group < groups)[None, :]
     stored = tl.where(finite, byte, 255).to(tl.uint8) if BYTE else tl.where(finite, scale, float("nan"))
     tl.store(scales + row[:, None] * groups + group[None, :], stored, mask=held)
+    if PDL:
+        # The next kernel waits for this one only, and needs what both wrote.
+        gdc_wait()
 
 
 @triton.jit(do_not_specialize=["rows"])

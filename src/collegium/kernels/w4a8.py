@@ -24,19 +24,15 @@ E2M1_E4M3 = tl.constexpr(8)  # E2M1, groups of 16 with an E4M3 scale: two operan
 # Not words but pairs of neighbours, E2M1 with E8M0 bytes: the tensor core of sm_100 decodes and scales them itself.
 E2M1_SCALED = tl.constexpr(9)
 
-# Operand $2: the word; $3 (of $3 to $6): scale bytes of the row; $7 (of $7 to $10): which of them, as a selector.
-# The byte is 8 d: added to all bytes of the table but the first, it multiplies by 2^d.
+# $2: the word; $3 and $7 (of $3 to $6 and $7 to $10, all the same): the table of eight bytes the permutations read.
 _E8M0_ASM = tl.constexpr(
     """
     {
-    .reg .b32 d, lo, hi, m, n, s;
-    prmt.b32 d, $3, 0, $7;
+    .reg .b32 m, n, s;
     and.b32 m, $2, 0x77777777;
-    mad.lo.u32 lo, d, 0x01010100, 0x0C080000;
-    mad.lo.u32 hi, d, 0x01010101, 0x1C181410;
     shr.u32 n, m, 16;
-    prmt.b32 m, lo, hi, m;
-    prmt.b32 n, lo, hi, n;
+    prmt.b32 m, $3, $7, m;
+    prmt.b32 n, $3, $7, n;
     shl.b32 s, $2, 4;
     lop3.b32 $0, m, $2, 0x80808080, 0xF8;
     lop3.b32 $1, n, s, 0x80808080, 0xF8;
@@ -64,27 +60,20 @@ _INT4_ASM = tl.constexpr(
     """
 )
 
-# The byte is the E4M3 group scale over two. A magnitude with its mantissa bit set, 1.5 * 2^e, is 2^e + 2^(e-1): the
-# first table holds scale * 2^e, the second scale * 2^(e-1) or zero. $0, $1: first operands; $2, $3: second ones;
-# $4: the word, $5: scale bytes, $9: selector.
+# $0, $1: first operands; $2, $3: second ones; $4: the word; $5 and $9: the first ones' table; $13 and $17: the second's.
 _E4M3_ASM = tl.constexpr(
     """
     {
-    .reg .b32 d, lo, hi, l2, h2, m, n, s, a, b;
-    prmt.b32 d, $5, 0, $9;
+    .reg .b32 m, n, s, a, b;
     and.b32 m, $4, 0x77777777;
-    mad.lo.u32 lo, d, 0x01010100, 0x08080000;
-    mad.lo.u32 hi, d, 0x01010101, 0x18181010;
-    shl.b32 l2, d, 24;
-    mad.lo.u32 h2, d, 0x01000100, 0x10000800;
     shr.u32 n, m, 16;
     shl.b32 s, $4, 4;
-    prmt.b32 a, lo, hi, m;
-    prmt.b32 b, lo, hi, n;
+    prmt.b32 a, $5, $9, m;
+    prmt.b32 b, $5, $9, n;
     lop3.b32 $0, a, $4, 0x80808080, 0xF8;
     lop3.b32 $1, b, s, 0x80808080, 0xF8;
-    prmt.b32 a, l2, h2, m;
-    prmt.b32 b, l2, h2, n;
+    prmt.b32 a, $13, $17, m;
+    prmt.b32 b, $13, $17, n;
     lop3.b32 $2, a, $4, 0x80808080, 0xF8;
     lop3.b32 $3, b, s, 0x80808080, 0xF8;
     }
@@ -95,6 +84,16 @@ _E4M3_ASM = tl.constexpr(
 @triton.jit
 def _bytes(bits):
     return bits.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+
+
+@triton.jit
+def _byte_of(scales, which, ASM: tl.constexpr):
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, 0, $2;", "=r,r,r", [scales, which + 0x4440], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return (scales >> (8 * which)) & 255
 
 
 @triton.jit
@@ -178,28 +177,33 @@ def _decode(
             a1 = _int4_one(m1, s1)
     elif WEIGHT == E2M1_E8M0:
         if ASM:
+            # The scale byte is 8 d: added to all bytes of the table but the first, it multiplies by 2^d. The words of
+            # a group share the table, so it is made outside.
+            d = _byte_of(scales, select, ASM)
             a0, a1 = tl.inline_asm_elementwise(
                 _E8M0_ASM,
                 "=&r,=&r,r,r,r,r,r,r,r,r,r",
-                [words, scales, select],
+                [words, d * 0x01010100 + 0x0C080000, d * 0x01010101 + 0x1C181410],
                 dtype=(tl.float8e4nv, tl.float8e4nv),
                 is_pure=True,
                 pack=4,
             )
         else:
-            a0, a1 = _e2m1_table(words, byte, (scales >> (8 * (select & 3))) & 255)
+            a0, a1 = _e2m1_table(words, byte, _byte_of(scales, select, ASM))
     else:
+        # The byte is the E4M3 group scale over two. A magnitude with its mantissa bit set, 1.5 * 2^e, is
+        # 2^e + 2^(e-1): the first table holds scale * 2^e, the second scale * 2^(e-1) or zero.
+        d = _byte_of(scales, select, ASM)
         if ASM:
             a0, a1, b0, b1 = tl.inline_asm_elementwise(
                 _E4M3_ASM,
-                "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r",
-                [words, scales, select],
+                "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
+                [words, d * 0x01010100 + 0x08080000, d * 0x01010101 + 0x18181010, d << 24, d * 0x01000100 + 0x10000800],
                 dtype=(tl.float8e4nv, tl.float8e4nv, tl.float8e4nv, tl.float8e4nv),
                 is_pure=True,
                 pack=4,
             )
         else:
-            d = (scales >> (8 * (select & 3))) & 255
             m0, s0, m1, s1 = _halves(words, byte)
             a0 = _bytes(_first(m0, d) | (s0 << 7))
             a1 = _bytes(_first(m1, d) | (s1 << 7))
@@ -249,7 +253,10 @@ def _dot(a, b, acc, ASM: tl.constexpr):
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=["token_tiles"])
+@triton.jit(
+    do_not_specialize=["token_tiles"],
+    do_not_specialize_on_alignment=["source", "expert_offsets", "tile_expert", "tile_row"],
+)
 def w4a8_kernel(
     x,
     x_scale,
@@ -340,7 +347,7 @@ def w4a8_kernel(
     g_ptr = scale + here * 64 + (tl.minimum(n // 64, row_tiles - 1 - n_tile) * (K_BLOCKS * 64) + n % 64)
     byte = (j % 4)[None, :]
     group_of = j // (HALF // (4 * WORDS))
-    select = (0x4440 + group_of % 4)[None, :]
+    select = (group_of % 4)[None, :]
 
     acc = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
     none = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)

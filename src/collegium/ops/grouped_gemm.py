@@ -190,7 +190,7 @@ def grouped_gemm(
     spec, tile = activation or ActivationSpec(), tiles.tile
     n_step, k_step, part_step = packed.steps
     blocks = packed.scale_kind == BLOCK_SCALE and packed.scale is not None
-    spare = tiles.row  # stands where a pointer is not used
+    spare = packed.values  # stands where a pointer is not used, of one dtype and alignment in every batch
     from ..kernels.grouped_gemm import grouped_gemm_kernel
 
     args = (

@@ -23,18 +23,20 @@ def operand(
     source: Tensor | None = None,
     weights: Tensor | None = None,
     order: int = AS_IS,
+    late: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Return rows of ``x [T, K]`` as a product reads them: codes and scales of a format, or x's dtype and None.
 
     source and weights as in ``quantize_rows``; without them and without a format x itself is returned. order: of
-    E4M3 codes, one of AS_IS, PADDED and REORDERED.
+    E4M3 codes, one of AS_IS, PADDED and REORDERED. late: x was there before the kernel launched last began, and what
+    is written here is no memory that kernel uses, so both may run at the same time.
     """
     if name is None:
         if source is None and weights is None:
             return x if x.stride(-1) == 1 else x.contiguous(), None
         name = cast_name(x.dtype)
-    if order != AS_IS and on_device(x, (8, 9)):
-        rows = quantize_on_device(x, name, source=source, weights=weights, order=order)
+    if (order != AS_IS or late) and on_device(x, (8, 9)):
+        rows = quantize_on_device(x, name, source=source, weights=weights, order=order, late=late)
         return rows.codes, rows.scales
     rows = quantize_rows(x, name, source=source, weights=weights)
     return ordered(rows.codes, order), rows.scales

@@ -93,7 +93,7 @@ def prefill_gemm(
     spec = activation or ActivationSpec()
     tile = tiles.tile
     n_tiles = -(-n_out // (_BAND if parts == 2 else 2 * _BAND))
-    spare = tiles.row  # stands where a pointer is not used
+    spare = packed.values  # stands where a pointer is not used, of one dtype and alignment in every batch
     args = (
         x,
         packed.values,

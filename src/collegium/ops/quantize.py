@@ -271,8 +271,9 @@ def quantize_on_device(
     weights: Tensor | None = None,
     out: QuantizedRows | None = None,
     order: int = 0,
+    late: bool = False,
 ) -> QuantizedRows:
-    """Do ``quantize_rows`` in one pass of a kernel, E4M3 codes in the order of ``operand``."""
+    """Do ``quantize_rows`` in one pass of a kernel, E4M3 codes in the order and ``late`` as ``operand`` says."""
     form, columns = activation_format(name), x.shape[1]
     wide = -(-columns // 128) * 128 if order != AS_IS else columns
     rows = x.shape[0] if source is None else source.numel()
@@ -305,7 +306,7 @@ def quantize_on_device(
     if isinstance(form, _Fp8):
         block |= {"GROUP": form.group or block_c, "POWER": form.power, "BYTE": form.e8m0, "ROUND": not x.is_cuda}
         block["REORDER"] = order == REORDERED
-        args = (*inputs, made.scales, *sizes, _present(name, made.scales).shape[1], wide)
+        args = (*inputs, made.scales, *sizes, _present(name, made.scales).shape[1], wide, int(late))
         launch(kernels.e4m3_kernel, grid, args, block, num_warps=warps)
     else:
         launch(kernels.cast_kernel, grid, (*inputs, *sizes), block, num_warps=warps)

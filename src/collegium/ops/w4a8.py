@@ -151,7 +151,7 @@ def launch_w4a8(
 ) -> Tensor:
     """Write and return ``out [R, N]``: ``grouped_gemm`` for weights of ``pack_w4a8`` and reordered E4M3 rows."""
     spec = activation or ActivationSpec()
-    tile, spare = tiles.tile, tiles.row
+    tile, spare = tiles.tile, packed.values
     row_tiles = packed.values.shape[1]
     from ..kernels.w4a8 import w4a8_kernel
 

@@ -10,6 +10,7 @@ import torch
 from ..ops.permute import permute
 from ..ops.weighted_sum import weighted_sum
 from ..types import ContiguousBatch
+from ..workspace import serves
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,6 +51,8 @@ class Local:
             expert_offsets=order.expert_offsets,
             input_weights=order.weights_by_row,
             tiles=order.tiles,
+            # Outside a workspace, memory that the order was made from may already have been given away.
+            settled=serves(x.device),
         )
         return batch, LocalHandle(slots=order.slots, weights=None if self.weight_on_input else routing.topk_weights)
 
