@@ -408,13 +408,16 @@ def test_few_tokens_take_narrow_tiles_and_many_take_wide_ones() -> None:
     assert choose(many, machine).block_t >= 128
 
 
-def test_few_tokens_stack_gate_and_up_and_only_short_products_overlap() -> None:
+def test_few_tokens_stack_gate_and_up_and_long_products_that_decode_do_not_overlap() -> None:
     hopper, ampere = machine_of((9, 0), 132), machine_of((8, 0), 108)
     few, many = products(1, SIZES[3]), products(512, SIZES[0])
     assert choose(few, hopper).stacked
     assert choose(few, hopper).overlap
     assert not choose(few, ampere).overlap
-    assert not choose(many, hopper).overlap
+    assert choose(many, hopper).overlap
+    assert not choose(replace(many, decoded=True, weight_bits=4.25), hopper).overlap
+    # Programs of half the columns, where those of 128 rows would leave multiprocessors without one.
+    assert choose(products(1, SIZES[3]), hopper).block_n == 64
     assert choose(products(8, SIZES[1], decoded=True, weight_bits=4.25), hopper).stacked
     alone = replace(few, parts=1)
     assert not any(tile.stacked for tile in candidates(alone, hopper))

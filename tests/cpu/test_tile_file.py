@@ -268,7 +268,7 @@ def test_the_compile_cache_key_changes_with_source_dependencies_and_constants(tm
     # What changes with the token count must not choose a variant: it would compile at some batches only.
     lists = ["count", "tiles_a", "tiles_b"]
     assert free == [
-        ["token_tiles"], ["tiles"], ["rows"], lists, ["count", "run"], [*lists, "run"], ["tokens"], ["count"]
+        ["token_tiles"], ["tiles"], ["rows", "late"], lists, ["count", "run"], [*lists, "run"], ["tokens"], ["count"]
     ]  # fmt: skip
 
 

@@ -71,7 +71,7 @@ def e4m3_kernel(
 
     A group with NaN or infinity gets zero codes and a NaN scale. POWER: the scale is the least power of two that
     saturates nothing; BYTE: stored as its E8M0 byte. REORDER: codes change places within 128 columns (``ordered`` in
-    ``ops/operand.py``). late: 1 where nothing is read that the kernel before writes, so that it is waited for at the end alone.
+    ``ops/operand.py``). late: 1 where nothing is read that the kernel before writes; then it is waited for at the end.
     """
     if PDL:
         if late == 0:

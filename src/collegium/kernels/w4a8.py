@@ -30,7 +30,7 @@ _E8M0_ASM = tl.constexpr(
     {
     .reg .b32 m, n, s;
     and.b32 m, $2, 0x77777777;
-    shr.u32 n, m, 16;
+    mul.hi.u32 n, m, 0x10000;
     prmt.b32 m, $3, $7, m;
     prmt.b32 n, $3, $7, n;
     shl.b32 s, $2, 4;
@@ -46,7 +46,7 @@ _INT4_ASM = tl.constexpr(
     {
     .reg .b32 m, n, s, p, q;
     and.b32 m, $2, 0x77777777;
-    shr.u32 n, m, 16;
+    mul.hi.u32 n, m, 0x10000;
     prmt.b32 p, 0x44403800, 0x4E4C4A48, m;
     prmt.b32 q, 0xCACCCED0, 0xB8C0C4C8, m;
     prmt.b32 s, $2, 0, 0xBA98;
@@ -60,13 +60,16 @@ _INT4_ASM = tl.constexpr(
     """
 )
 
-# $0, $1: first operands; $2, $3: second ones; $4: the word; $5 and $9: the first ones' table; $13 and $17: the second's.
+# $0, $1: first operands; $2, $3: second ones; $4: the word; $5 and $9: the first ones' table; $13 and $17: what
+# the second ones lack of the first. Integer multiplications and additions go to another pipe than permutations and
+# logic, which are what this kernel waits for: so a shift is a product's upper half, and the second operands, which
+# keep the sign, are differences.
 _E4M3_ASM = tl.constexpr(
     """
     {
     .reg .b32 m, n, s, a, b;
     and.b32 m, $4, 0x77777777;
-    shr.u32 n, m, 16;
+    mul.hi.u32 n, m, 0x10000;
     shl.b32 s, $4, 4;
     prmt.b32 a, $5, $9, m;
     prmt.b32 b, $5, $9, n;
@@ -74,8 +77,8 @@ _E4M3_ASM = tl.constexpr(
     lop3.b32 $1, b, s, 0x80808080, 0xF8;
     prmt.b32 a, $13, $17, m;
     prmt.b32 b, $13, $17, n;
-    lop3.b32 $2, a, $4, 0x80808080, 0xF8;
-    lop3.b32 $3, b, s, 0x80808080, 0xF8;
+    sub.u32 $2, $0, a;
+    sub.u32 $3, $1, b;
     }
     """
 )
@@ -192,13 +195,20 @@ def _decode(
             a0, a1 = _e2m1_table(words, byte, _byte_of(scales, select, ASM))
     else:
         # The byte is the E4M3 group scale over two. A magnitude with its mantissa bit set, 1.5 * 2^e, is
-        # 2^e + 2^(e-1): the first table holds scale * 2^e, the second scale * 2^(e-1) or zero.
+        # 2^e + 2^(e-1): the first table holds scale * 2^e, and the bytes of the second, taken from those, leave
+        # scale * 2^(e-1) or zero. No byte borrows: the first is never the smaller one.
         d = _byte_of(scales, select, ASM)
         if ASM:
             a0, a1, b0, b1 = tl.inline_asm_elementwise(
                 _E4M3_ASM,
                 "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
-                [words, d * 0x01010100 + 0x08080000, d * 0x01010101 + 0x18181010, d << 24, d * 0x01000100 + 0x10000800],
+                [
+                    words,
+                    d * 0x01010100 + 0x08080000,
+                    d * 0x01010101 + 0x18181010,
+                    d * 0x00010100 + 0x08080000,
+                    d * 0x00010001 + 0x08180810,
+                ],
                 dtype=(tl.float8e4nv, tl.float8e4nv, tl.float8e4nv, tl.float8e4nv),
                 is_pure=True,
                 pack=4,

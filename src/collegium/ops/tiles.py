@@ -152,8 +152,7 @@ def candidates(problem: TileProblem, machine: Machine) -> tuple[TileChoice, ...]
                 continue
             if problem.decoded and (block_n < 16 * warps or rows > 32 * warps):
                 continue
-            # Undecoded weights gain from stacking only with eight warps and few tokens.
-            if stacked and not problem.decoded and (block_n, warps) != (128, 8):
+            if stacked and not problem.decoded and not _stacks(problem, block_n, warps, machine):
                 continue
             tile = TileChoice(block_n=block_n, block_t=block_t, warps=warps, stages=1, stacked=stacked, overlap=overlap)
             if _registers_fit(problem, tile):
@@ -187,7 +186,8 @@ def score(problem: TileProblem, tile: TileChoice, machine: Machine) -> float:
     if problem.decoded:
         math_time /= even
     else:
-        memory *= _slower(problem, tile, waves)
+        # Multiprocessors without a program read nothing.
+        memory *= _slower(problem, tile, waves) * (1.08 if each_sm < 0.9 else 1.0)
     return max(memory, math_time) / filled**0.5 + 0.25 * min(memory, math_time)
 
 
@@ -198,7 +198,7 @@ def _slower(problem: TileProblem, tile: TileChoice, waves: float) -> float:
     if waves <= 1 and rows > tile.block_n:
         return factor * 1.08  # one wave: two operands a step keep fewer bytes on their way than one of eight warps
     if rows == 256:
-        factor *= 1.03
+        factor *= 1.09 if tile.block_t == 32 else 1.03
     return factor * (1.03 if rows == 64 or (tile.stacked and problem.x_bits == 8) else 1.0)
 
 
@@ -215,9 +215,18 @@ def choose(problem: TileProblem, machine: Machine) -> TileChoice:
 
 
 def _overlaps(problem: TileProblem, machine: Machine) -> bool:
-    # A product of a few microseconds gains by starting before the kernel before it ends; a longer one can lose.
+    # A product gains by starting before the kernel before it ends; a long one that decodes its weights can lose.
     weights = _experts_hit(problem) * problem.parts * problem.n_out * problem.k_in * problem.weight_bits / 8
-    return machine.pdl and weights < 1.1e8
+    return machine.pdl and (not problem.decoded or weights < 4.5e8)
+
+
+def _stacks(problem: TileProblem, block_n: int, warps: int, machine: Machine) -> bool:
+    # Undecoded weights gain from stacking only with eight warps and few tokens, or where those programs would not
+    # reach every multiprocessor.
+    if (block_n, warps) == (128, 8):
+        return True
+    programs = _experts_hit(problem) * math.ceil(problem.n_out / 64)
+    return (block_n, warps) == (64, 4) and problem.x_bits == 16 and programs < machine.sms
 
 
 def _experts_hit(problem: TileProblem) -> float:
@@ -244,10 +253,15 @@ def _stages(problem: TileProblem, machine: Machine, tile: TileChoice) -> tuple[i
         return ()
     rows, deep = _weight_rows(problem, tile), min(6 if tile.warps == 4 else 5, int(room / 2 / one))
     short = problem.k_in < 12 * problem.block_k
+    if tile.stacked and rows == 64 and not problem.decoded:
+        return (8,) if 8 * one <= room / 2 else ()
     if problem.decoded or rows != 128 or tile.block_t > 32 or deep <= stages or short:
         return (stages,)
-    # Wide operands of few tokens: two programs with more stages are sometimes better than three.
-    return (stages, deep) if tile.warps == 8 or rows > tile.block_n else (stages,)
+    # Wide operands of few tokens: two programs with more stages, or one with eight, are sometimes better than three.
+    few = tile.block_t == 16 and problem.rows <= 8 * _experts_hit(problem)
+    alone = few and tile.warps == 4 and problem.k_in >= 20 * problem.block_k and 8 * one <= room
+    deeper = (deep, 8) if alone and rows > tile.block_n else (deep,)
+    return (stages, *deeper) if tile.warps == 8 or rows > tile.block_n else (stages,)
 
 
 def _accumulators(problem: TileProblem, tile: TileChoice) -> float:
