@@ -416,8 +416,6 @@ def test_few_tokens_stack_gate_and_up_and_long_products_that_decode_do_not_overl
     assert not choose(few, ampere).overlap
     assert choose(many, hopper).overlap
     assert not choose(replace(many, decoded=True, weight_bits=4.25), hopper).overlap
-    # Programs of half the columns, where those of 128 rows would leave multiprocessors without one.
-    assert choose(products(1, SIZES[3]), hopper).block_n == 64
     assert choose(products(8, SIZES[1], decoded=True, weight_bits=4.25), hopper).stacked
     alone = replace(few, parts=1)
     assert not any(tile.stacked for tile in candidates(alone, hopper))

@@ -30,7 +30,7 @@ _E8M0_ASM = tl.constexpr(
     {
     .reg .b32 m, n, s;
     and.b32 m, $2, 0x77777777;
-    mul.hi.u32 n, m, 0x10000;
+    shr.u32 n, m, 16;
     prmt.b32 m, $3, $7, m;
     prmt.b32 n, $3, $7, n;
     shl.b32 s, $2, 4;
@@ -46,7 +46,7 @@ _INT4_ASM = tl.constexpr(
     {
     .reg .b32 m, n, s, p, q;
     and.b32 m, $2, 0x77777777;
-    mul.hi.u32 n, m, 0x10000;
+    shr.u32 n, m, 16;
     prmt.b32 p, 0x44403800, 0x4E4C4A48, m;
     prmt.b32 q, 0xCACCCED0, 0xB8C0C4C8, m;
     prmt.b32 s, $2, 0, 0xBA98;
@@ -61,15 +61,14 @@ _INT4_ASM = tl.constexpr(
 )
 
 # $0, $1: first operands; $2, $3: second ones; $4: the word; $5 and $9: the first ones' table; $13 and $17: what
-# the second ones lack of the first. Integer multiplications and additions go to another pipe than permutations and
-# logic, which are what this kernel waits for: so a shift is a product's upper half, and the second operands, which
-# keep the sign, are differences.
+# the second ones lack of the first. Additions go to another pipe than permutations and logic, which this kernel waits
+# for: so the second operands are differences, and the sign comes with the first.
 _E4M3_ASM = tl.constexpr(
     """
     {
     .reg .b32 m, n, s, a, b;
     and.b32 m, $4, 0x77777777;
-    mul.hi.u32 n, m, 0x10000;
+    shr.u32 n, m, 16;
     shl.b32 s, $4, 4;
     prmt.b32 a, $5, $9, m;
     prmt.b32 b, $5, $9, n;

@@ -152,7 +152,8 @@ def candidates(problem: TileProblem, machine: Machine) -> tuple[TileChoice, ...]
                 continue
             if problem.decoded and (block_n < 16 * warps or rows > 32 * warps):
                 continue
-            if stacked and not problem.decoded and not _stacks(problem, block_n, warps, machine):
+            # Undecoded weights gain from stacking only with eight warps and few tokens.
+            if stacked and not problem.decoded and (block_n, warps) != (128, 8):
                 continue
             tile = TileChoice(block_n=block_n, block_t=block_t, warps=warps, stages=1, stacked=stacked, overlap=overlap)
             if _registers_fit(problem, tile):
@@ -186,8 +187,7 @@ def score(problem: TileProblem, tile: TileChoice, machine: Machine) -> float:
     if problem.decoded:
         math_time /= even
     else:
-        # Multiprocessors without a program read nothing.
-        memory *= _slower(problem, tile, waves) * (1.08 if each_sm < 0.9 else 1.0)
+        memory *= _slower(problem, tile, waves)
     return max(memory, math_time) / filled**0.5 + 0.25 * min(memory, math_time)
 
 
@@ -220,15 +220,6 @@ def _overlaps(problem: TileProblem, machine: Machine) -> bool:
     return machine.pdl and (not problem.decoded or weights < 4.5e8)
 
 
-def _stacks(problem: TileProblem, block_n: int, warps: int, machine: Machine) -> bool:
-    # Undecoded weights gain from stacking only with eight warps and few tokens, or where those programs would not
-    # reach every multiprocessor.
-    if (block_n, warps) == (128, 8):
-        return True
-    programs = _experts_hit(problem) * math.ceil(problem.n_out / 64)
-    return (block_n, warps) == (64, 4) and problem.x_bits == 16 and programs < machine.sms
-
-
 def _experts_hit(problem: TileProblem) -> float:
     missed = (1 - 1 / problem.experts) ** problem.rows if problem.experts > 1 else 0.0
     return max(1.0, problem.experts * (1 - missed))
@@ -253,8 +244,6 @@ def _stages(problem: TileProblem, machine: Machine, tile: TileChoice) -> tuple[i
         return ()
     rows, deep = _weight_rows(problem, tile), min(6 if tile.warps == 4 else 5, int(room / 2 / one))
     short = problem.k_in < 12 * problem.block_k
-    if tile.stacked and rows == 64 and not problem.decoded:
-        return (8,) if 8 * one <= room / 2 else ()
     if problem.decoded or rows != 128 or tile.block_t > 32 or deep <= stages or short:
         return (stages,)
     # Wide operands of few tokens: two programs with more stages, or one with eight, are sometimes better than three.
@@ -327,7 +316,7 @@ def _four_bit_score(problem: TileProblem, tile: TileChoice, machine: Machine) ->
     # A program by itself: it waits for loads, decoding and products in turn.
     alone = steps * (0.35 + 0.07 * (tile.block_n // 128) + 0.08 * (tile.warps // 8))
     # The last programs leave the others' multiprocessors idle.
-    return max(memory, math_time, alone) + 0.25 * min(memory, math_time) + 0.5 * alone
+    return max(memory, math_time, alone) + 0.25 * min(memory, math_time) + 0.65 * alone
 
 
 def _program(problem: TileProblem, tile: TileChoice, machine: Machine) -> float:
