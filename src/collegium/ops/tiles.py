@@ -316,7 +316,7 @@ def _four_bit_score(problem: TileProblem, tile: TileChoice, machine: Machine) ->
     # A program by itself: it waits for loads, decoding and products in turn.
     alone = steps * (0.35 + 0.07 * (tile.block_n // 128) + 0.08 * (tile.warps // 8))
     # The last programs leave the others' multiprocessors idle.
-    return max(memory, math_time, alone) + 0.25 * min(memory, math_time) + 0.65 * alone
+    return max(memory, math_time, alone) + 0.25 * min(memory, math_time) + 0.7 * alone
 
 
 def _program(problem: TileProblem, tile: TileChoice, machine: Machine) -> float:
