@@ -155,7 +155,10 @@ def candidates(problem: TileProblem, machine: Machine) -> tuple[TileChoice, ...]
             # Undecoded weights gain from stacking only with eight warps and few tokens.
             if stacked and not problem.decoded and (block_n, warps) != (128, 8):
                 continue
-            tile = TileChoice(block_n=block_n, block_t=block_t, warps=warps, stages=1, stacked=stacked, overlap=overlap)
+            # Where every expert has one tile, programs in a row share its tokens and read neighbours in memory.
+            group_t = 1 if not problem.decoded and problem.rows <= block_t * _experts_hit(problem) else 8
+            tile = TileChoice(block_n=block_n, block_t=block_t, warps=warps, stages=1, group_t=group_t)
+            tile = replace(tile, stacked=stacked, overlap=overlap)
             if _registers_fit(problem, tile):
                 stages = _stages(problem, machine, tile)
                 found += [replace(tile, stages=count) for count in stages]
@@ -286,9 +289,10 @@ def _four_bit_candidates(problem: TileProblem, machine: Machine) -> tuple[TileCh
         for (block_n, warps), limit in most.items():
             if block_t > limit or (machine.scaled and block_n < 128):
                 continue
-            # Wide tiles of tokens live off the weights the tiles beside them have just read; narrow ones of weights
-            # read neighbours in memory.
-            group_t = 32 if block_t == 128 and problem.operands == 1 else 1 if block_n == 64 else 8
+            # Wide tiles of tokens live off the weights the tiles beside them have just read; narrow ones of weights,
+            # and of tokens where a weight takes two products, read neighbours in memory.
+            narrow = block_n == 64 or (block_t == 16 and problem.operands == 2)
+            group_t = 32 if block_t == 128 and problem.operands == 1 else 1 if narrow else 8
             tile = TileChoice(block_n=block_n, block_t=block_t, warps=warps, stages=1, group_t=group_t, overlap=overlap)
             fitting = int((machine.shared - 4096) / _stage_bytes(problem, tile))
             stages = min(3 if block_t > 128 else 4 if block_t > 32 else 5, fitting)
