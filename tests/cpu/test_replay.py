@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import ctypes
 import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -218,6 +220,35 @@ def test_a_kernel_that_takes_memory_is_started_by_triton() -> None:
     for _ in range(5):
         give(replay, one, numbers(8))
     assert one.calls == 5
+
+
+def test_no_two_threads_compile_one_kernel_at_the_same_time() -> None:
+    inside: list[int] = []
+    most: list[int] = []
+
+    class Slow(Kernel):
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+            through_triton = super().__getitem__(grid)
+
+            def compiling(*args: Any, **options: Any) -> Any:
+                inside.append(1)
+                most.append(len(inside))
+                time.sleep(0.02)
+                inside.pop()
+                return through_triton(*args, **options)
+
+            return compiling
+
+    kernel, x = Slow(), numbers(8)
+    outs = [torch.zeros_like(x) for _ in range(6)]
+
+    def start(out: torch.Tensor) -> None:
+        launch(kernel, (3,), (x, x, out, 8), {"FACTOR": 5}, num_warps=4)
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(start, outs))
+    assert max(most) == 1
+    assert all(torch.equal(out, x * x) for out in outs)
 
 
 def test_hooks_see_every_launch(monkeypatch) -> None:

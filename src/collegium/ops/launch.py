@@ -8,7 +8,7 @@ starts the compiled kernel. ``recorded`` notes such calls, for ``ops/replay.py``
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -106,6 +106,7 @@ class _Variant:
         self._keywords = {**constants, **options, **overlap}
         self._tail = tuple(constants[name] for name in names[-len(constants) :])
         self._started: dict[tuple[Any, ...], _Started] = {}
+        self._first = threading.Lock()
 
     def start(self, grid: tuple[int, ...], device: int, args: tuple[Any, ...]) -> None:
         # The same kinds that Triton compiles for: dtypes, pointers and integers that 16 divides, 1, 32 or 64 bits.
@@ -113,7 +114,9 @@ class _Variant:
         known = self._started.get(key) if _direct() and not watched() else None
         steps = _recording.steps
         if known is None:
-            compiled = self._kernel[grid](*args, **self._keywords)
+            # Warming up runs batches side by side, and Triton lets every thread compile what one of them does already.
+            with self._first if _direct() else nullcontext():
+                compiled = self._kernel[grid](*args, **self._keywords)
             if _direct():
                 self._started[key] = _started(compiled)
             if steps is not None:
