@@ -59,6 +59,18 @@ def test_layers_are_read_with_and_without_a_column_for_each_format(tmp_path: Pat
     assert "| s | nvfp4 x fp8_token | 20.0 (2.00) |" in text
 
 
+def test_the_models_of_the_readme_stand_in_their_file() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8").split("gpt-oss-20b with random weights")[1].split("\n\n")[0]
+    with (ROOT / "benchmarks/results/models_h200.csv").open(encoding="utf-8") as file:
+        found = {row["experts"]: float(row["tokens_per_second"]) for row in csv.DictReader(file)}
+    for experts, said in (
+        ("grouped_mm", "`grouped_mm`"),
+        ("collegium bf16", "ours, BF16"),
+        ("collegium mxfp4:fp8_token", "ours, MXFP4 x FP8"),
+    ):
+        assert f"{found[experts]:.0f} ({said})" in " ".join(text.split())
+
+
 def test_the_numbers_of_the_readme_stand_in_their_file() -> None:
     pairs = {"BF16": "bf16", "FP8 blocks": "fp8_block", "FP8": "fp8", "MXFP4": "mxfp4", "NVFP4": "nvfp4"}
     text = (ROOT / "README.md").read_text(encoding="utf-8").split("## How fast")[1].split("## ")[0]
