@@ -490,6 +490,18 @@ MUTANTS: tuple[Mutant, ...] = (
         "row scale of the neighbouring row", "kernels/w4a8.py",
         (("tl.minimum(n_first + n, last_row))[:, None]", "tl.maximum(tl.minimum(n_first + n, last_row) - 1, 0))[:, None]"),), _FOUR,
     ),
+    Mutant(
+        "scales of two quarters swapped (INT4, E4M3 rows)", "kernels/w4a8.py",
+        (("s0, s1, s2, s3 = _upper(low << 16), _upper(low), ", "s1, s0, s2, s3 = _upper(low << 16), _upper(low), "),), _FOUR,
+    ),
+    Mutant(
+        "tokens of the neighbouring quarter (INT4, E4M3 rows)", "kernels/w4a8.py",
+        (("x2 = _load_tokens(x_ptr + 2 * STEP", "x2 = _load_tokens(x_ptr + STEP"),), _FOUR,
+    ),
+    Mutant(
+        "halves of a quarter swapped (INT4, E4M3 rows)", "ops/w4a8.py",
+        (("permute(0, 1, 2, 5, 3, 4, 6).flatten(2)", "permute(0, 1, 2, 5, 3, 4, 6).flip(5).flatten(2)"),), _FOUR,
+    ),
     # Activation order.
     Mutant("g_idx ignored", "formats/int_affine.py", (("        return self.group_of.reshape(-1, self.shape[-1]).long()", "        return self.group_of.reshape(-1, self.shape[-1]).long().sort(-1).values"),), ("tests/cpu/test_published.py",)),
     Mutant("g_idx out of range taken", "formats/integers.py", (("if low < 0 or high >= groups:", "if False:"),), ("tests/cpu/test_published.py", "tests/cpu/test_published_scales.py")),

@@ -22,6 +22,7 @@ BASE = {
     "TOP_K": 0, "PDL": False,
 }  # fmt: skip
 INT4, NVFP4, SCALED = {"WEIGHT": 7}, {"WEIGHT": 8}, {"WEIGHT": 9}
+PAIRS, FLOATS = {"WEIGHT": 10}, {"WEIGHT": 11}
 GROUPS = {"X_SCALE": 1}
 DOWN = {"PARTS": 1, "KIND": -1, "GATHER": False, "BIAS": True}
 TALL = {"BLOCK_N": 128}
@@ -37,7 +38,12 @@ CASES: tuple[tuple[int, dict[str, Any], int, int, int], ...] = (
     (90, GROUPS, 200, 80, 22),
     (90, INT4, 215, 72, 22),
     (90, NVFP4, 215, 96, 23),
-    (90, NVFP4 | TALL, 340, 168, 37),
+    (90, NVFP4 | TALL, 340, 128, 37),
+    (90, PAIRS, 285, 80, 23),
+    (90, PAIRS | TALL | GROUPS, 490, 144, 37),
+    (90, PAIRS | {"BLOCK_T": 64}, 400, 255, 48),
+    (90, PAIRS | WIDE | {"BLOCK_T": 64} | GROUPS, 470, 255, 62),
+    (90, FLOATS, 300, 80, 24),
     (89, {}, 220, 80, 22),
     (100, {}, 400, 96, 32),
     (100, SCALED | TALL | {"BLOCK_T": 64}, 0, 255, 80),
@@ -57,7 +63,7 @@ types |= {"source": "*i64", "expert_offsets": "*i64", "tile_expert": "*i32", "ti
 types |= dict.fromkeys(("limit", "alpha", "gate_bound", "up_bound"), "fp32")
 found = []
 for arch, constants in json.load(sys.stdin):
-    types["scale"] = {7: "*fp32", 9: "*u8"}.get(constants["WEIGHT"], "*i32")
+    types["scale"] = {7: "*fp32", 9: "*u8", 11: "*fp32"}.get(constants["WEIGHT"], "*i32")
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
     aligned = [i for i, n in enumerate(names) if signature[n].startswith("*") or n in ("n_out", "x_stride")]

@@ -44,31 +44,34 @@ pytest.importorskip("triton")
 
 KERNEL = TritonW4A8()
 TILE = TileChoice(block_n=64, block_t=16, warps=4, stages=2)
-WEIGHTS = ("mxfp4", "nvfp4", "int4_group")
+WEIGHTS = ("mxfp4", "nvfp4", "int4_group", "int4_group:64", "int4_group:32")  # INT4: with how many columns a group
 
 
 def question(weights: str, act: str, **changes: Any) -> Problem:
     sizes = {"hidden_size": 176, "intermediate_size": 90, "num_experts": 5} | changes
     activation = sizes.pop("activation", ActivationSpec())
-    spec = MoESpec(
-        **sizes, routing=RoutingSpec(top_k=2), activation=activation, weight_format=weights, expert_bias=True
-    )
+    name = weights.partition(":")[0]
+    spec = MoESpec(**sizes, routing=RoutingSpec(top_k=2), activation=activation, weight_format=name, expert_bias=True)
     return Problem(spec=spec, device=DeviceFacts(kind="cuda", capability=(9, 0)), activation_format=act)
 
 
-def encoded(problem: Problem, weights: ExpertWeights[Any]) -> ExpertWeights[Any]:
-    if problem.spec.weight_format != "int4_group":
-        return encode_experts(weights, problem.spec.weight_format)
-    both = (Int4Group.encode(part.decode(), group_size=128) for part in (weights.gate_up, weights.down))
-    return replace(weights, gate_up=next(both), down=next(both))
+def encoded(name: str, weights: ExpertWeights[Any]) -> ExpertWeights[Any]:
+    name, _, size = name.partition(":")
+    if name != "int4_group":
+        return encode_experts(weights, name)
+    # Small groups with the scales that checkpoints have, and with wider ones.
+    dtype = torch.float32 if size == "64" else torch.bfloat16
+    both = (Int4Group.encode(part.decode(), group_size=int(size or 128)) for part in (weights.gate_up, weights.down))
+    gate_up, down = (replace(part, scales=part.scales.to(dtype)) for part in both)
+    return replace(weights, gate_up=gate_up, down=down)
 
 
-def build(problem: Problem) -> tuple[Any, ExpertWeights[Any]]:
+def build(problem: Problem, weights: str = "") -> tuple[Any, ExpertWeights[Any]]:
     spec = problem.spec
     plain = random_experts(
         spec.num_experts, spec.gate_up_parts, spec.intermediate_size, spec.hidden_size, seed=1, bias=True
     )
-    made = encoded(problem, plain)
+    made = encoded(weights or spec.weight_format, plain)
     return with_tiles(KERNEL.pack(made, problem), (TILE, TILE)), made
 
 
@@ -100,7 +103,7 @@ def multiplied_by_one(payload: Any, *, scaled: bool = False) -> Tensor:
 @pytest.mark.parametrize(("weights", "act"), [(w, a) for w in WEIGHTS for a in ("fp8_token", "fp8_group128")])
 def test_experts_against_the_reference(weights: str, act: str) -> None:
     problem = question(weights, act)
-    packed, made = build(problem)
+    packed, made = build(problem, weights)
     batch = batch_of(23, problem)
     stop = int(batch.expert_offsets[-1])
     found = KERNEL.run(batch, packed)[:stop]
@@ -109,7 +112,7 @@ def test_experts_against_the_reference(weights: str, act: str) -> None:
     assert relative_error(found, reference(batch, made, problem, act)[:stop]) < 0.012
     values = made.gate_up.decode().flip(1)
     swapped = replace(
-        made, gate_up=encoded(problem, replace(made, gate_up=Fp32(values=values, shape=values.shape))).gate_up
+        made, gate_up=encoded(weights, replace(made, gate_up=Fp32(values=values, shape=values.shape))).gate_up
     )
     assert relative_error(found, reference(batch, swapped, problem, "fp32")[:stop]) > 0.3
 
@@ -117,7 +120,7 @@ def test_experts_against_the_reference(weights: str, act: str) -> None:
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_a_row_does_not_depend_on_the_batch_or_the_tile(weights: str) -> None:
     problem = question(weights, "fp8_group128")
-    packed, _ = build(problem)
+    packed, _ = build(problem, weights)
     batch = batch_of(9, problem)
     whole = KERNEL.run(batch, packed)
     stop = int(batch.expert_offsets[-1])
@@ -181,8 +184,11 @@ def test_nvfp4_scales_below_the_normal_range_are_exact_too() -> None:
     assert torch.equal(multiplied_by_one(payload), payload.decode()[0, 0])
 
 
-def test_every_int4_byte_is_exact() -> None:
-    payload = Int4Group(shape=(1, 1, 2, 512), codes=all_bytes(2), scales=torch.rand(1, 1, 2, 4) + 0.5, group_size=128)
+@pytest.mark.parametrize("group", [32, 64, 96, 128, 256, 512])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_int4_byte_is_exact(group: int, dtype: torch.dtype) -> None:
+    scales = (torch.rand(1, 1, 2, -(-512 // group)) + 0.5).to(dtype)
+    payload = Int4Group(shape=(1, 1, 2, 512), codes=all_bytes(2), scales=scales, group_size=group)
     assert torch.equal(multiplied_by_one(payload), payload.decode()[0, 0])
 
 
@@ -228,8 +234,8 @@ def test_refusals_name_what_was_asked() -> None:
     ampere = replace(question("mxfp4", "fp8_token"), device=DeviceFacts(kind="cuda", capability=(8, 0)))
     assert "sm_80; E4M3 products need sm_89" in str(KERNEL.refuse(ampere))
     assert "needs a CUDA GPU" in str(KERNEL.refuse(replace(ampere, device=DeviceFacts(kind="cpu"))))
-    small = Int4Group.encode(heavy_tailed(1, 1, 64, 256, seed=5), group_size=64)
-    with pytest.raises(InputError, match="groups of 64 columns found"):
+    small = Int4Group.encode(heavy_tailed(1, 1, 64, 256, seed=5), group_size=16)
+    with pytest.raises(InputError, match="groups of 16 columns found"):
         pack_w4a8(small, None)
 
 

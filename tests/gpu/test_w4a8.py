@@ -27,15 +27,17 @@ from collegium.testing.compare import heavy_tailed, random_experts, relative_err
 from collegium.types import ActivationSpec, ContiguousBatch, ExpertWeights, MoESpec, Problem, Routing, RoutingSpec
 from passes import check_replay_with_another_routing, check_rows_stand_alone
 
-WEIGHTS = ("mxfp4", "nvfp4", "int4_group")
+WEIGHTS = ("mxfp4", "nvfp4", "int4_group", "int4_group:32")  # INT4: with how many columns a group, else 128
 FORMATS = ("fp8_token", "fp8_group128", "fp8_group128_pow2")
 CUDA = torch.device("cuda")
 TILE = TileChoice(block_n=64, block_t=32, warps=4, stages=3)
 
 
 def encode(name: str, weight: torch.Tensor) -> Any:
+    name, _, size = name.partition(":")
     if name == "int4_group":
-        return Int4Group.encode(weight, group_size=128).to("cuda")
+        made = Int4Group.encode(weight, group_size=int(size or 128))
+        return replace(made, scales=made.scales.bfloat16() if size else made.scales).to("cuda")
     return by_name(name).encode(weight).to("cuda")
 
 
@@ -48,7 +50,7 @@ def build(
         num_experts=experts,
         routing=RoutingSpec(top_k=4),
         activation=kind or ActivationSpec(),
-        weight_format=weights,
+        weight_format=weights.partition(":")[0],
         expert_bias=True,
     )
     problem = Problem(spec=spec, device=probe(CUDA), activation_format=act)
@@ -163,10 +165,10 @@ def test_every_byte_is_exact_at_every_scale_in_range() -> None:
         global_scale=torch.tensor([[0.25]], device="cuda"),
     )
     assert torch.equal(as_read(nvfp4), nvfp4.decode()[0, 0])
-    int4 = Int4Group(
-        shape=(1, 1, 12, 512), codes=codes, scales=torch.rand(1, 1, 12, 4, device="cuda") + 0.5, group_size=128
-    )
-    assert torch.equal(as_read(int4), int4.decode()[0, 0])
+    for group, dtype in ((128, torch.float32), (32, torch.bfloat16), (64, torch.bfloat16), (32, torch.float16)):
+        scales = (torch.rand(1, 1, 12, 512 // group, device="cuda") + 0.5).to(dtype)
+        int4 = Int4Group(shape=(1, 1, 12, 512), codes=codes, scales=scales, group_size=group)
+        assert torch.equal(as_read(int4), int4.decode()[0, 0])
 
 
 def test_rows_have_the_codes_of_their_format_in_the_kernels_order() -> None:

@@ -44,7 +44,7 @@ class TritonW4A8:
         return temporary_bytes(problem, codes=True)
 
     def pack(self, weights: ExpertWeights[Any], problem: Problem) -> PackedExperts:
-        """Re-lay codes and scales, a few rows at a time; InputError for INT4 groups that are no multiples of 128."""
+        """Re-lay codes and scales, a few rows at a time; InputError for INT4 groups that are no multiples of 32."""
         machine = machine_at(weights.down.device)
         gate_up, upper = pack_w4a8(weights.gate_up, weights.gate_up_bias, scaled=machine.scaled)
         down, lower = pack_w4a8(with_part(weights.down), weights.down_bias, scaled=machine.scaled)

@@ -23,6 +23,9 @@ INT4_FLOAT = tl.constexpr(7)  # two's complement, one float32 for each row and K
 E2M1_E4M3 = tl.constexpr(8)  # E2M1, groups of 16 with an E4M3 scale: two operands whose sum is exact
 # Not words but pairs of neighbours, E2M1 with E8M0 bytes: the tensor core of sm_100 decodes and scales them itself.
 E2M1_SCALED = tl.constexpr(9)
+# Two's complement in words of one quarter of the K block, whose product is scaled by itself.
+INT4_PAIRS = tl.constexpr(10)  # two words of a row and K block, two bfloat16 scales each
+INT4_FLOATS = tl.constexpr(11)  # four float32 scales
 
 # $2: the word; $3 and $7 (of $3 to $6 and $7 to $10, all the same): the table of eight bytes the permutations read.
 _E8M0_ASM = tl.constexpr(
@@ -152,6 +155,40 @@ def _operand(a0, a1, BLOCK_N: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
+def _quarters(words):
+    """Return the words of each quarter, ``[BLOCK_N, BLOCK_K / 8]`` bytes, from ``[BLOCK_N, BLOCK_K / 2]``."""
+    split = tl.reshape(words, (words.shape[0], 4, 2, 2, words.shape[1] // 16))
+    even, odd = tl.split(tl.permute(split, (0, 1, 4, 2, 3)))
+    q0, q2 = tl.split(even)
+    q1, q3 = tl.split(odd)
+    STEP: tl.constexpr = words.shape[1] // 4
+    SHAPE: tl.constexpr = (words.shape[0], STEP)
+    return tl.reshape(q0, SHAPE), tl.reshape(q1, SHAPE), tl.reshape(q2, SHAPE), tl.reshape(q3, SHAPE)
+
+
+@triton.jit
+def _quarter(words, byte, BLOCK_N: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr):
+    """Return ``[BLOCK_N, BLOCK_K / 4]`` as ``_operand`` does, from words of one quarter."""
+    a0, a1 = _int4(words, byte, ASM)
+    HALF: tl.constexpr = a0.shape[1]
+    both = tl.reshape(tl.join(a0, a1), (BLOCK_N // (16 * WARPS), 2, WARPS, 8, 4, HALF // 4, 2))
+    both = tl.permute(both, (0, 2, 1, 3, 6, 4, 5))
+    return tl.reshape(both, (BLOCK_N, 2 * HALF))
+
+
+@triton.jit
+def _int4(words, byte, ASM: tl.constexpr):
+    """Return the E4M3 numbers of the first and second halves of words."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            _INT4_ASM, "=&r,=&r,r", [words], dtype=(tl.float8e4nv, tl.float8e4nv), is_pure=True, pack=4
+        )
+    else:
+        m0, s0, m1, s1 = _halves(words, byte)
+        return _int4_one(m0, s0), _int4_one(m1, s1)
+
+
+@triton.jit
 def _decode(
     words,
     byte,
@@ -164,19 +201,7 @@ def _decode(
 ):
     """Return two E4M3 operands ``[BLOCK_N, BLOCK_K]``: the weights, and what they still lack (E2M1_E4M3)."""
     if WEIGHT == INT4_FLOAT:
-        if ASM:
-            a0, a1 = tl.inline_asm_elementwise(
-                _INT4_ASM,
-                "=&r,=&r,r",
-                [words],
-                dtype=(tl.float8e4nv, tl.float8e4nv),
-                is_pure=True,
-                pack=4,
-            )
-        else:
-            m0, s0, m1, s1 = _halves(words, byte)
-            a0 = _int4_one(m0, s0)
-            a1 = _int4_one(m1, s1)
+        a0, a1 = _int4(words, byte, ASM)
     elif WEIGHT == E2M1_E8M0:
         if ASM:
             # The scale byte is 8 d: added to all bytes of the table but the first, it multiplies by 2^d. The words of
@@ -236,6 +261,45 @@ def _load_words(pointers, ASM: tl.constexpr):
         b2 = tl.load(pointers + 2).to(tl.int32) & 255
         b3 = tl.load(pointers + 3).to(tl.int32) & 255
         return b0 | (b1 << 8) | (b2 << 16) | (b3 << 24)
+
+
+@triton.jit
+def _load_tokens(pointers, valid, BLOCK_T: tl.constexpr):
+    if BLOCK_T <= 32:
+        return tl.load(pointers, mask=valid, other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def _upper(words):
+    return (words & -65536).to(tl.float32, bitcast=True)[:, None]
+
+
+@triton.jit
+def _quarter_sum(
+    a0, a1, a2, a3, x_ptr, valid, g_ptr, none, BLOCK_T: tl.constexpr, PAIRS: tl.constexpr, ASM: tl.constexpr
+):
+    """Return the K block's product: of each quarter of weights and tokens, times its scale."""
+    STEP: tl.constexpr = a0.shape[1]
+    x0 = _load_tokens(x_ptr, valid, BLOCK_T)
+    x1 = _load_tokens(x_ptr + STEP, valid, BLOCK_T)
+    x2 = _load_tokens(x_ptr + 2 * STEP, valid, BLOCK_T)
+    x3 = _load_tokens(x_ptr + 3 * STEP, valid, BLOCK_T)
+    if PAIRS:
+        low = tl.load(g_ptr)
+        high = tl.load(g_ptr + 64)
+        s0, s1, s2, s3 = _upper(low << 16), _upper(low), _upper(high << 16), _upper(high)
+    else:
+        s0 = tl.load(g_ptr)[:, None]
+        s1 = tl.load(g_ptr + 64)[:, None]
+        s2 = tl.load(g_ptr + 128)[:, None]
+        s3 = tl.load(g_ptr + 192)[:, None]
+    total = _dot(a0, x0, none, ASM) * s0
+    total += _dot(a1, x1, none, ASM) * s1
+    total += _dot(a2, x2, none, ASM) * s2
+    total += _dot(a3, x3, none, ASM) * s3
+    return total
 
 
 @triton.jit
@@ -310,9 +374,9 @@ def w4a8_kernel(
     x: E4M3 ``[T or R, x_stride]``, columns in the weight's order (``ops/quantize.py``), read at row source[r]
     (GATHER) or r. x_scale: float32 [., K_BLOCKS] (X_SCALE 1) or [., 1] (2). weight: bytes
     ``[E, row_tiles, K_BLOCKS, 64, BLOCK_K / 2]``; with two parts, eight rows of gate and eight of up take turns.
-    scale: int32 or float32 ``[E, row_tiles, K_BLOCKS, words, 64]``, or bytes ``[E, row_tiles, K_BLOCKS, 64, 4]``
-    (E2M1_SCALED). row_scale: float32 ``[E, row_tiles, 64]``. bias: ``[E, PARTS, n_out]``. Rows from
-    expert_offsets[E] on are not written.
+    scale: int32 or float32 ``[E, row_tiles, K_BLOCKS, words, 64]``, words by WEIGHT, or bytes
+    ``[E, row_tiles, K_BLOCKS, 64, 4]`` (E2M1_SCALED). row_scale: float32 ``[E, row_tiles, 64]``. bias:
+    ``[E, PARTS, n_out]``. Rows from expert_offsets[E] on are not written.
     """
     tile, n_tile = tile_of(tl.program_id(0), tl.cdiv(row_tiles * 64, BLOCK_N), token_tiles, GROUP_T)
     n_first = n_tile * BLOCK_N
@@ -325,6 +389,8 @@ def w4a8_kernel(
         return
 
     WORDS: tl.constexpr = 2 if WEIGHT == E2M1_E4M3 else 1
+    QUARTERS: tl.constexpr = (WEIGHT == INT4_PAIRS) or (WEIGHT == INT4_FLOATS)
+    FACTORS: tl.constexpr = 2 if WEIGHT == INT4_PAIRS else 4 if WEIGHT == INT4_FLOATS else 1
     t = tl.arange(0, BLOCK_T)
     n = tl.arange(0, BLOCK_N)
     # Rows beyond the end are not read: every program asks for the same few rows at the same time. In a tall tile, which
@@ -335,7 +401,7 @@ def w4a8_kernel(
 
     HALF: tl.constexpr = BLOCK_K // 2
     j = tl.arange(0, HALF)
-    k = tl.arange(0, BLOCK_K)
+    k = tl.arange(0, BLOCK_K // 4 if QUARTERS else BLOCK_K)
     x_ptr = x + token[None, :] * x_stride + k[:, None]
     if X_SCALE == 1:
         xs_ptr = x_scale + token * K_BLOCKS
@@ -353,17 +419,26 @@ def w4a8_kernel(
     s_ptr = scale + here * (64 * WORDS) + (beyond * (64 * WORDS) + core % 64)
     if WEIGHT == E2M1_SCALED:
         s_ptr = scale + here * 256 + ((beyond * 256 + core % 64 * 4)[:, None] + tl.arange(0, 4)[None, :])
-    g_ptr = scale + here * 64 + (tl.minimum(n // 64, row_tiles - 1 - n_tile) * (K_BLOCKS * 64) + n % 64)
+    g_tile = tl.minimum(n // 64, row_tiles - 1 - n_tile) * (K_BLOCKS * 64 * FACTORS)
+    g_ptr = scale + here * (64 * FACTORS) + (g_tile + n % 64)
     byte = (j % 4)[None, :]
+    byte4 = (tl.arange(0, HALF // 4) % 4)[None, :]
     group_of = j // (HALF // (4 * WORDS))
     select = (group_of % 4)[None, :]
 
     acc = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
     none = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
     for step in tl.range(0, K_BLOCKS, num_stages=STAGES):
-        tokens = tl.load(x_ptr, mask=valid, other=0.0) if BLOCK_T <= 32 else tl.load(x_ptr)
         words = _load_words(w_ptr, ASM or WEIGHT == E2M1_SCALED)
-        if WEIGHT == E2M1_SCALED:
+        if QUARTERS:
+            q0, q1, q2, q3 = _quarters(words)
+            a0 = _quarter(q0, byte4, BLOCK_N, WARPS, ASM)
+            a1 = _quarter(q1, byte4, BLOCK_N, WARPS, ASM)
+            a2 = _quarter(q2, byte4, BLOCK_N, WARPS, ASM)
+            a3 = _quarter(q3, byte4, BLOCK_N, WARPS, ASM)
+        else:
+            tokens = _load_tokens(x_ptr, valid, BLOCK_T)
+        if QUARTERS or WEIGHT == E2M1_SCALED:
             a = words
             b = words
         elif WEIGHT == INT4_FLOAT:
@@ -375,8 +450,10 @@ def w4a8_kernel(
             spread, _ = tl.broadcast(spread, words)
             chosen, _ = tl.broadcast(select, words)
             a, b = _decode(words, byte, spread, chosen, BLOCK_N, WARPS, WEIGHT, ASM)
-        if (X_SCALE == 1) or (WEIGHT == INT4_FLOAT):
-            if WEIGHT == E2M1_SCALED:
+        if (X_SCALE == 1) or (WEIGHT == INT4_FLOAT) or QUARTERS:
+            if QUARTERS:
+                product = _quarter_sum(a0, a1, a2, a3, x_ptr, valid, g_ptr, none, BLOCK_T, WEIGHT == INT4_PAIRS, ASM)
+            elif WEIGHT == E2M1_SCALED:
                 product = _dot_scaled(a, tl.load(s_ptr), tokens, none, ASM)
             else:
                 product = _dot(a, tokens, none, ASM)
@@ -398,11 +475,11 @@ def w4a8_kernel(
         x_ptr += BLOCK_K
         w_ptr += 64 * HALF
         s_ptr += 256 if WEIGHT == E2M1_SCALED else 64 * WORDS
-        g_ptr += 64
+        g_ptr += 64 * FACTORS
 
     if PDL and not TOP_K:
         gdc_launch_dependents()
-    if WEIGHT != INT4_FLOAT and WEIGHT != E2M1_SCALED:
+    if WEIGHT == E2M1_E8M0 or WEIGHT == E2M1_E4M3:
         last_row = row_tiles * 64 - 1
         acc *= tl.load(row_scale + expert * (row_tiles * 64) + tl.minimum(n_first + n, last_row))[:, None]
     if X_SCALE == 2:

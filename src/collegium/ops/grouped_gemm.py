@@ -34,7 +34,8 @@ __all__ = [
 ]
 
 PLAIN, E4M3_LANES, E4M3_E4M3, E2M1_LANES, INT4_LANES = range(5)
-FOUR_BIT_E4M3, E2M1_SCALED = 6, 9  # from the first to the last: four-bit codes for E4M3 rows, of kernels/w4a8.py
+# From the first on: four-bit codes for E4M3 rows, of kernels/w4a8.py; with the last three, rows stand as they are.
+FOUR_BIT_E4M3, E2M1_SCALED = 6, 9
 NO_SCALE, BLOCK_SCALE, E8M0_SCALE, E4M3_SCALE, GROUP_SCALE, PAIR_SCALE = range(6)
 _BLOCK_TILES = 64
 
@@ -81,7 +82,7 @@ class PackedMatrix:
         """How the kernel reads rows of codes (see ``ops/operand.py``)."""
         if self.weight < FOUR_BIT_E4M3:
             return AS_IS
-        return PADDED if self.weight == E2M1_SCALED else REORDERED
+        return PADDED if self.weight >= E2M1_SCALED else REORDERED
 
     def problem(self, rows: int, x_bits: int, x_groups: bool) -> TileProblem:
         """Return what tile choice asks about a product of ``rows`` rows with these weights."""
@@ -99,7 +100,8 @@ class PackedMatrix:
             x_bits=x_bits,
             decoded=self.weight not in (PLAIN, E4M3_E4M3),
             promoted=x_groups or self.scale_kind in (BLOCK_SCALE, GROUP_SCALE, PAIR_SCALE),
-            operands=self.words if self.weight >= FOUR_BIT_E4M3 else 1,
+            quartered=self.weight > E2M1_SCALED,
+            operands=2 if self.weight == FOUR_BIT_E4M3 + 2 else 1,
         )
 
 

@@ -61,8 +61,8 @@ class TileProblem:
     """One grouped product: R rows of K inputs over E experts of ``parts`` times ``n_out`` outputs.
 
     weight_bits: stored bits a weight. x_bits: bits of an activation. decoded: weights are decoded in registers.
-    promoted: the product is scaled inside the K loop, which needs a second accumulator. operands: products a weight
-    takes, 2 when it is decoded to a sum.
+    promoted: the product is scaled inside the K loop, which needs a second accumulator. quartered: each quarter of the
+    K block is a product of its own, scaled by itself. operands: products a weight takes, 2 when it is decoded to a sum.
     """
 
     rows: int
@@ -75,6 +75,7 @@ class TileProblem:
     x_bits: int = 16
     decoded: bool = False
     promoted: bool = False
+    quartered: bool = False
     operands: int = 1
 
 
@@ -279,10 +280,13 @@ def _resident(problem: TileProblem, tile: TileChoice, machine: Machine) -> int:
 # second accumulator.
 _FOUR_BIT = {(64, 4): 128, (128, 4): 128, (128, 8): 256}
 _FOUR_BIT_PROMOTED = {(64, 4): 128, (128, 4): 32, (128, 8): 64}
+_FOUR_BIT_QUARTERED = {(64, 4): 64, (128, 4): 16, (128, 8): 64}
 
 
 def _four_bit_candidates(problem: TileProblem, machine: Machine) -> tuple[TileChoice, ...]:
     most = _FOUR_BIT_PROMOTED if problem.promoted else _FOUR_BIT
+    if problem.quartered:
+        most = _FOUR_BIT_QUARTERED
     found: list[TileChoice] = []
     overlap = _overlaps(problem, machine)
     for block_t in (16, 32, 64, 128, 256):
@@ -308,7 +312,7 @@ def _four_bit_score(problem: TileProblem, tile: TileChoice, machine: Machine) ->
     tiles = hit * (1.0 if each <= tile.block_t / 2 else each / tile.block_t + 0.5)
     columns = math.ceil(problem.n_out / tile.block_n)
     # Nanoseconds of a multiprocessor for 128 weight rows and one K block: decoding, then a token's products and sums.
-    token = 0.8 + 1.75 * problem.operands + 2.0 * problem.promoted
+    token = 0.8 + 1.75 * problem.operands + (5.0 if problem.quartered else 2.0 * problem.promoted)
     step = (130 + 60 * problem.operands + token * tile.block_t) * tile.block_n / 128
     if tile.block_n == 64:
         step *= 1.03 if tile.block_t <= 16 and problem.operands == 1 else 1.1 if tile.block_t <= 16 else 1.4

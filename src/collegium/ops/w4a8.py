@@ -10,6 +10,10 @@ smaller ones are rounded to the grid of d = 1. NVFP4's group scale is an E4M3 nu
 significant bits, so a second operand holds half of it, and both are E4M3 numbers for scales within 2^-11 (2^-10) of
 the row's largest. INT4's -8 to 7 are E4M3 numbers.
 
+INT4 groups of less than 128 columns: the four quarters of a block are products of their own, each scaled by itself.
+A word then holds columns 4 t to 4 t + 3 and 16 + 4 t to 16 + 4 t + 3 of quarter q, and stands fourth of its row in t
+and next in q, so that rows of tokens keep their order.
+
 Shape letters: E experts, P parts, N output rows, K input columns, B K blocks, R row tiles.
 """
 
@@ -38,8 +42,10 @@ if TYPE_CHECKING:
 __all__ = ["RangeReport", "launch_w4a8", "pack_w4a8", "w4a8_constants"]
 
 E2M1_E8M0, INT4_FLOAT, E2M1_E4M3 = range(FOUR_BIT_E4M3, FOUR_BIT_E4M3 + 3)
+INT4_PAIRS, INT4_FLOATS = range(E2M1_SCALED + 1, E2M1_SCALED + 3)
+_INT4 = (INT4_FLOAT, INT4_PAIRS, INT4_FLOATS)
 _CHUNK = 1 << 20  # codes re-laid at a time
-_ROWS, _BLOCK = 64, 128
+_ROWS, _BLOCK, _QUARTER = 64, 128, 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,10 +76,10 @@ def pack_w4a8(
 ) -> tuple[PackedMatrix, RangeReport]:
     """Re-lay codes ``[E, P, N, K]`` and bring group scales to one base a row, a few rows at a time.
 
-    values: uint8 ``[E, R, B, 64, 64]``; scale: int32 (INT4: float32) ``[E, R, B, words, 64]``; row_scale: float32
-    ``[E, R * 64]`` (INT4: None). scaled: leave the decoding of MXFP4 to the tensor cores (sm_100): pairs of codes as
-    published, scale uint8 ``[E, R, B, 64, 4]``, no row_scale. Raises InputError for an empty weight and for INT4
-    groups other than multiples of 128.
+    values: uint8 ``[E, R, B, 64, 64]``; scale: int32 (INT4: float32, or two bfloat16 scales of quarters in an int32)
+    ``[E, R, B, words, 64]``; row_scale: float32 ``[E, R * 64]`` (INT4: None). scaled: leave the decoding of MXFP4 to
+    the tensor cores (sm_100): pairs of codes as published, scale uint8 ``[E, R, B, 64, 4]``, no row_scale. Raises
+    InputError for an empty weight and for INT4 groups other than multiples of 32.
     """
     experts, parts, n_out, k_in = payload.shape
     if prod(payload.shape) == 0:
@@ -85,9 +91,9 @@ def pack_w4a8(
     tiles, blocks = -(-n_out // one), -(-k_in // _BLOCK)
     device = payload.codes.device
     values = torch.empty((experts, tiles, blocks, _ROWS, _BLOCK // 2), dtype=torch.uint8, device=device)
-    dtype = torch.float32 if kind == INT4_FLOAT else torch.int32
+    dtype = torch.float32 if kind in (INT4_FLOAT, INT4_FLOATS) else torch.int32
     scale = torch.empty((experts, tiles, blocks, words, _ROWS), dtype=dtype, device=device)
-    row_scale = None if kind == INT4_FLOAT else torch.zeros((experts, tiles * _ROWS), device=device)
+    row_scale = None if kind in _INT4 else torch.zeros((experts, tiles * _ROWS), device=device)
     counts = torch.zeros(2, dtype=torch.int64, device=device)
     step = max(1, _CHUNK // (_ROWS * blocks * _BLOCK))
     for expert in range(experts):
@@ -106,7 +112,7 @@ def pack_w4a8(
         weight=kind,
         block_k=_BLOCK,
         bits=4 + 32 * words / _BLOCK,
-        scale_kind=GROUP_SCALE if kind == INT4_FLOAT else NO_SCALE,
+        scale_kind=GROUP_SCALE if kind in _INT4 else NO_SCALE,
         words=words,
         scale=scale,
         row_scale=row_scale,
@@ -214,12 +220,14 @@ def _kind(payload: Any) -> tuple[int, int]:
     if payload.name == "nvfp4":
         return E2M1_E4M3, 2
     size, columns = payload.group_size, payload.shape[3]
-    if size % _BLOCK and size < columns:
+    if size % _QUARTER and size < columns:
         raise InputError(
-            f"int4_group: groups of {size} columns found, E4M3 products take multiples of {_BLOCK} or whole rows; use "
-            "bf16 activations for them"
+            f"int4_group: groups of {size} columns found, E4M3 products take multiples of {_QUARTER} or whole rows; "
+            "use bf16 activations for them"
         )
-    return INT4_FLOAT, 1
+    if size % _BLOCK == 0 or size >= columns:
+        return INT4_FLOAT, 1
+    return (INT4_PAIRS, 2) if payload.scales.dtype == torch.bfloat16 else (INT4_FLOATS, 4)
 
 
 def _rows(
@@ -235,11 +243,7 @@ def _rows(
     codes = _filled(nibbles, short, rows, zero)
     scales = payload.scales[expert, :, span]
     if payload.name == "int4_group":
-        index = (torch.arange(blocks, device=codes.device) * _BLOCK // payload.group_size).clamp(
-            max=scales.shape[-1] - 1
-        )
-        picked = _filled(scales.float().index_select(-1, index), 0, rows, 0)
-        return codes ^ 8, picked.unsqueeze(-1), picked[..., 0]
+        return _int4_rows(codes ^ 8, scales, payload, rows, blocks)
     wanted = blocks * _BLOCK // payload.group - scales.shape[-1]
     if payload.name == "mxfp4":
         exponent, low = _filled(scales, wanted, rows, 0).to(torch.int16), None
@@ -255,6 +259,19 @@ def _rows(
     own = (1 / own if payload.global_divides else own).unsqueeze(-1)
     # frexp's mantissa lies in [0.5, 1).
     return codes, words, _power(top - 12 + 5) * own
+
+
+def _int4_rows(codes: Tensor, scales: Tensor, payload: Any, rows: int, blocks: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what ``_rows`` does, for codes in two's complement; no row has a factor."""
+    kind, _ = _kind(payload)
+    step = _BLOCK if kind == INT4_FLOAT else _QUARTER
+    index = torch.arange(blocks * _BLOCK // step, device=codes.device) * step // payload.group_size
+    picked = _filled(scales.index_select(-1, index.clamp(max=scales.shape[-1] - 1)), 0, rows, 0)
+    words = picked.contiguous().view(torch.int32) if kind == INT4_PAIRS else picked.float()
+    if kind != INT4_FLOAT:
+        # Quarter, half, t and column of four become t, quarter, half and column.
+        codes = codes.unflatten(-1, (blocks, 4, 2, 4, 4)).permute(0, 1, 2, 5, 3, 4, 6).flatten(2)
+    return codes, words.unflatten(-1, (blocks, -1)), torch.zeros_like(picked[..., 0])
 
 
 def _fields(codes: Tensor, exponent: Tensor, low: Tensor | None, group: int, counts: Tensor) -> tuple[Tensor, Tensor]:
