@@ -106,7 +106,7 @@ class _Variant:
         self._keywords = {**constants, **options, **overlap}
         self._tail = tuple(constants[name] for name in names[-len(constants) :])
         self._started: dict[tuple[Any, ...], _Started] = {}
-        self._first = threading.Lock()
+        self._first = threading.RLock()
 
     def start(self, grid: tuple[int, ...], device: int, args: tuple[Any, ...]) -> None:
         # The same kinds that Triton compiles for: dtypes, pointers and integers that 16 divides, 1, 32 or 64 bits.
