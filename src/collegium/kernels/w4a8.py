@@ -155,6 +155,18 @@ def _operand(a0, a1, BLOCK_N: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
+def _int4(words, byte, ASM: tl.constexpr):
+    """Return the E4M3 numbers of the first and second halves of words."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            _INT4_ASM, "=&r,=&r,r", [words], dtype=(tl.float8e4nv, tl.float8e4nv), is_pure=True, pack=4
+        )
+    else:
+        m0, s0, m1, s1 = _halves(words, byte)
+        return _int4_one(m0, s0), _int4_one(m1, s1)
+
+
+@triton.jit
 def _quarters(words):
     """Return the words of each quarter, ``[BLOCK_N, BLOCK_K / 8]`` bytes, from ``[BLOCK_N, BLOCK_K / 2]``."""
     split = tl.reshape(words, (words.shape[0], 4, 2, 2, words.shape[1] // 16))
@@ -174,18 +186,6 @@ def _quarter(words, byte, BLOCK_N: tl.constexpr, WARPS: tl.constexpr, ASM: tl.co
     both = tl.reshape(tl.join(a0, a1), (BLOCK_N // (16 * WARPS), 2, WARPS, 8, 4, HALF // 4, 2))
     both = tl.permute(both, (0, 2, 1, 3, 6, 4, 5))
     return tl.reshape(both, (BLOCK_N, 2 * HALF))
-
-
-@triton.jit
-def _int4(words, byte, ASM: tl.constexpr):
-    """Return the E4M3 numbers of the first and second halves of words."""
-    if ASM:
-        return tl.inline_asm_elementwise(
-            _INT4_ASM, "=&r,=&r,r", [words], dtype=(tl.float8e4nv, tl.float8e4nv), is_pure=True, pack=4
-        )
-    else:
-        m0, s0, m1, s1 = _halves(words, byte)
-        return _int4_one(m0, s0), _int4_one(m1, s1)
 
 
 @triton.jit

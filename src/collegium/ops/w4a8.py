@@ -11,8 +11,8 @@ significant bits, so a second operand holds half of it, and both are E4M3 number
 the row's largest. INT4's -8 to 7 are E4M3 numbers.
 
 INT4 groups of less than 128 columns: the four quarters of a block are products of their own, each scaled by itself.
-A word then holds columns 4 t to 4 t + 3 and 16 + 4 t to 16 + 4 t + 3 of quarter q, and stands fourth of its row in t
-and next in q, so that rows of tokens keep their order.
+Word 4 t + q of a row and block then holds columns 4 t to 4 t + 3 of both halves of quarter q (t, q < 4), which are
+neighbours of a thread of the tensor core, and rows of tokens keep their order.
 
 Shape letters: E experts, P parts, N output rows, K input columns, B K blocks, R row tiles.
 """
