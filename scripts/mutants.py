@@ -220,7 +220,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the neighbouring group's scale (INT4)", "kernels/grouped_gemm.py",
-        (("acc += _dot(a0, x0, none, ASM) * _upper(low << 16)", "acc += _dot(a0, x0, none, ASM) * _upper(low)"),), _KERNEL,
+        (("acc += _dot(a0, x0, none, ASM) * upper_scale(low << 16)", "acc += _dot(a0, x0, none, ASM) * upper_scale(low)"),), _KERNEL,
     ),
     Mutant(
         "the neighbouring row block's scale", "kernels/grouped_gemm.py",
@@ -492,7 +492,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "scales of two quarters swapped (INT4, E4M3 rows)", "kernels/w4a8.py",
-        (("s0, s1, s2, s3 = _upper(low << 16), _upper(low), ", "s1, s0, s2, s3 = _upper(low << 16), _upper(low), "),), _FOUR,
+        (("s0, s1, s2, s3 = upper_scale(low << 16), upper_scale(low), ", "s1, s0, s2, s3 = upper_scale(low << 16), upper_scale(low), "),), _FOUR,
     ),
     Mutant(
         "tokens of the neighbouring quarter (INT4, E4M3 rows)", "kernels/w4a8.py",

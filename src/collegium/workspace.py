@@ -114,15 +114,20 @@ _active = _Active()
 _shared: dict[torch.device, Workspace] = {}
 
 
+def _serving(device: torch.device) -> _Pass | None:
+    running = _active.running
+    return running if running is not None and running.space.device == device else None
+
+
 def serves(device: torch.device) -> bool:
     """Return whether a pass is running that ``empty`` gives memory of ``device`` from."""
-    return _active.running is not None and _active.running.space.device == device
+    return _serving(device) is not None
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return an uninitialised contiguous tensor: the running pass's own until it ends, or fresh memory outside one."""
-    running = _active.running
-    if running is None or running.space.device != device:
+    running = _serving(device)
+    if running is None:
         return torch.empty(shape, dtype=dtype, device=device)
     return running.take(shape, dtype)
 

@@ -36,8 +36,7 @@ TILE = TileChoice(block_n=64, block_t=32, warps=4, stages=3)
 def encode(name: str, weight: torch.Tensor) -> Any:
     name, _, size = name.partition(":")
     if name == "int4_group":
-        made = Int4Group.encode(weight, group_size=int(size or 128))
-        return replace(made, scales=made.scales.bfloat16() if size else made.scales).to("cuda")
+        return Int4Group.encode(weight, group_size=int(size or 128)).to("cuda")
     return by_name(name).encode(weight).to("cuda")
 
 

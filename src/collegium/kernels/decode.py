@@ -10,7 +10,7 @@ it. All results are exact: see ``ops/grouped_gemm.py`` for the number ranges.
 import triton
 import triton.language as tl
 
-__all__ = ["e2m1_quarters", "e4m3_halves", "e4m3_scale", "e8m0_scale", "finished", "int4_quarters"]
+__all__ = ["e2m1_quarters", "e4m3_halves", "e4m3_scale", "e8m0_scale", "finished", "int4_quarters", "upper_scale"]
 
 # Bit positions of an E2M1 code (sign, two exponent bits, mantissa) of quarter q in its lane:
 #   quarter 0: 15, 8 7 6   quarter 1: 12, 5 4 3   quarter 2: 9, 2 1 0   quarter 3: 14, 13 11 10
@@ -195,6 +195,12 @@ def e4m3_scale(bytes_):
     """Return an E4M3 group scale times 2^117 as bfloat16: with the 2^-126 of E2M1 lanes, 2^-9 is left to undo."""
     small = (bytes_.to(tl.int32) << 20).to(tl.float32, bitcast=True)
     return ((small * 1.329227995784916e36) * 1.661534994731145e35).to(tl.bfloat16)
+
+
+@triton.jit
+def upper_scale(words):
+    """Return the bfloat16 scale in the upper half of each word as a float32 column."""
+    return (words & -65536).to(tl.float32, bitcast=True)[:, None]
 
 
 @triton.jit

@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .activation import activate
-from .decode import e2m1_quarters, e4m3_halves, e4m3_scale, e8m0_scale, finished, int4_quarters
+from .decode import e2m1_quarters, e4m3_halves, e4m3_scale, e8m0_scale, finished, int4_quarters, upper_scale
 from .tiles import tile_at, tile_of, token_at
 
 __all__ = ["grouped_gemm_kernel"]
@@ -100,11 +100,6 @@ def _spread(column, like):
 
 
 @triton.jit
-def _upper(words):
-    return (words & -65536).to(tl.float32, bitcast=True)[:, None]
-
-
-@triton.jit
 def _multiply(
     acc,
     w,
@@ -158,10 +153,10 @@ def _multiply(
         if SCALE == PAIR_SCALE:
             low = tl.load(scale)
             high = tl.load(scale + scale_step)
-            acc += _dot(a0, x0, none, ASM) * _upper(low << 16)
-            acc += _dot(a1, x1, none, ASM) * _upper(low)
-            acc += _dot(a2, x2, none, ASM) * _upper(high << 16)
-            acc += _dot(a3, x3, none, ASM) * _upper(high)
+            acc += _dot(a0, x0, none, ASM) * upper_scale(low << 16)
+            acc += _dot(a1, x1, none, ASM) * upper_scale(low)
+            acc += _dot(a2, x2, none, ASM) * upper_scale(high << 16)
+            acc += _dot(a3, x3, none, ASM) * upper_scale(high)
         elif WORDS == 4:
             acc += _dot(a0, x0, none, ASM) * tl.load(scale)[:, None]
             acc += _dot(a1, x1, none, ASM) * tl.load(scale + scale_step)[:, None]

@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .activation import activate
-from .decode import finished
+from .decode import finished, upper_scale
 from .tiles import tile_at, tile_of, token_at
 
 __all__ = ["w4a8_kernel"]
@@ -179,9 +179,9 @@ def _quarters(words):
 
 
 @triton.jit
-def _quarter(words, byte, BLOCK_N: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr):
+def _quarter(words, BLOCK_N: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr):
     """Return ``[BLOCK_N, BLOCK_K / 4]`` as ``_operand`` does, from words of one quarter."""
-    a0, a1 = _int4(words, byte, ASM)
+    a0, a1 = _int4(words, (tl.arange(0, words.shape[1]) % 4)[None, :], ASM)
     HALF: tl.constexpr = a0.shape[1]
     both = tl.reshape(tl.join(a0, a1), (BLOCK_N // (16 * WARPS), 2, WARPS, 8, 4, HALF // 4, 2))
     both = tl.permute(both, (0, 2, 1, 3, 6, 4, 5))
@@ -203,10 +203,10 @@ def _decode(
     if WEIGHT == INT4_FLOAT:
         a0, a1 = _int4(words, byte, ASM)
     elif WEIGHT == E2M1_E8M0:
+        # The scale byte is 8 d: added to all bytes of the table but the first, it multiplies by 2^d. The words of a
+        # group share the table, so it is made outside.
+        d = _byte_of(scales, select, ASM)
         if ASM:
-            # The scale byte is 8 d: added to all bytes of the table but the first, it multiplies by 2^d. The words of
-            # a group share the table, so it is made outside.
-            d = _byte_of(scales, select, ASM)
             a0, a1 = tl.inline_asm_elementwise(
                 _E8M0_ASM,
                 "=&r,=&r,r,r,r,r,r,r,r,r,r",
@@ -216,7 +216,7 @@ def _decode(
                 pack=4,
             )
         else:
-            a0, a1 = _e2m1_table(words, byte, _byte_of(scales, select, ASM))
+            a0, a1 = _e2m1_table(words, byte, d)
     else:
         # The byte is the E4M3 group scale over two. A magnitude with its mantissa bit set, 1.5 * 2^e, is
         # 2^e + 2^(e-1): the first table holds scale * 2^e, and the bytes of the second, taken from those, leave
@@ -272,16 +272,13 @@ def _load_tokens(pointers, valid, BLOCK_T: tl.constexpr):
 
 
 @triton.jit
-def _upper(words):
-    return (words & -65536).to(tl.float32, bitcast=True)[:, None]
-
-
-@triton.jit
 def _quarter_sum(
-    a0, a1, a2, a3, x_ptr, valid, g_ptr, none, BLOCK_T: tl.constexpr, PAIRS: tl.constexpr, ASM: tl.constexpr
-):
+    words, x_ptr, valid, g_ptr, none,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, WARPS: tl.constexpr, PAIRS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
     """Return the K block's product: of each quarter of weights and tokens, times its scale."""
-    STEP: tl.constexpr = a0.shape[1]
+    q0, q1, q2, q3 = _quarters(words)
+    STEP: tl.constexpr = x_ptr.shape[0]
     x0 = _load_tokens(x_ptr, valid, BLOCK_T)
     x1 = _load_tokens(x_ptr + STEP, valid, BLOCK_T)
     x2 = _load_tokens(x_ptr + 2 * STEP, valid, BLOCK_T)
@@ -289,16 +286,16 @@ def _quarter_sum(
     if PAIRS:
         low = tl.load(g_ptr)
         high = tl.load(g_ptr + 64)
-        s0, s1, s2, s3 = _upper(low << 16), _upper(low), _upper(high << 16), _upper(high)
+        s0, s1, s2, s3 = upper_scale(low << 16), upper_scale(low), upper_scale(high << 16), upper_scale(high)
     else:
         s0 = tl.load(g_ptr)[:, None]
         s1 = tl.load(g_ptr + 64)[:, None]
         s2 = tl.load(g_ptr + 128)[:, None]
         s3 = tl.load(g_ptr + 192)[:, None]
-    total = _dot(a0, x0, none, ASM) * s0
-    total += _dot(a1, x1, none, ASM) * s1
-    total += _dot(a2, x2, none, ASM) * s2
-    total += _dot(a3, x3, none, ASM) * s3
+    total = _dot(_quarter(q0, BLOCK_N, WARPS, ASM), x0, none, ASM) * s0
+    total += _dot(_quarter(q1, BLOCK_N, WARPS, ASM), x1, none, ASM) * s1
+    total += _dot(_quarter(q2, BLOCK_N, WARPS, ASM), x2, none, ASM) * s2
+    total += _dot(_quarter(q3, BLOCK_N, WARPS, ASM), x3, none, ASM) * s3
     return total
 
 
@@ -422,22 +419,15 @@ def w4a8_kernel(
     g_tile = tl.minimum(n // 64, row_tiles - 1 - n_tile) * (K_BLOCKS * 64 * FACTORS)
     g_ptr = scale + here * (64 * FACTORS) + (g_tile + n % 64)
     byte = (j % 4)[None, :]
-    byte4 = (tl.arange(0, HALF // 4) % 4)[None, :]
     group_of = j // (HALF // (4 * WORDS))
     select = (group_of % 4)[None, :]
 
     acc = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
     none = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
     for step in tl.range(0, K_BLOCKS, num_stages=STAGES):
-        words = _load_words(w_ptr, ASM or WEIGHT == E2M1_SCALED)
-        if QUARTERS:
-            q0, q1, q2, q3 = _quarters(words)
-            a0 = _quarter(q0, byte4, BLOCK_N, WARPS, ASM)
-            a1 = _quarter(q1, byte4, BLOCK_N, WARPS, ASM)
-            a2 = _quarter(q2, byte4, BLOCK_N, WARPS, ASM)
-            a3 = _quarter(q3, byte4, BLOCK_N, WARPS, ASM)
-        else:
+        if not QUARTERS:
             tokens = _load_tokens(x_ptr, valid, BLOCK_T)
+        words = _load_words(w_ptr, ASM or WEIGHT == E2M1_SCALED)
         if QUARTERS or WEIGHT == E2M1_SCALED:
             a = words
             b = words
@@ -452,7 +442,9 @@ def w4a8_kernel(
             a, b = _decode(words, byte, spread, chosen, BLOCK_N, WARPS, WEIGHT, ASM)
         if (X_SCALE == 1) or (WEIGHT == INT4_FLOAT) or QUARTERS:
             if QUARTERS:
-                product = _quarter_sum(a0, a1, a2, a3, x_ptr, valid, g_ptr, none, BLOCK_T, WEIGHT == INT4_PAIRS, ASM)
+                product = _quarter_sum(
+                    words, x_ptr, valid, g_ptr, none, BLOCK_N, BLOCK_T, WARPS, WEIGHT == INT4_PAIRS, ASM
+                )
             elif WEIGHT == E2M1_SCALED:
                 product = _dot_scaled(a, tl.load(s_ptr), tokens, none, ASM)
             else:

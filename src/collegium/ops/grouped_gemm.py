@@ -34,8 +34,8 @@ __all__ = [
 ]
 
 PLAIN, E4M3_LANES, E4M3_E4M3, E2M1_LANES, INT4_LANES = range(5)
-# From the first on: four-bit codes for E4M3 rows, of kernels/w4a8.py; with the last three, rows stand as they are.
-FOUR_BIT_E4M3, E2M1_SCALED = 6, 9
+# Four-bit codes for E4M3 rows, of kernels/w4a8.py.
+E2M1_E8M0, INT4_FLOAT, E2M1_E4M3, E2M1_SCALED, INT4_PAIRS, INT4_FLOATS = range(6, 12)
 NO_SCALE, BLOCK_SCALE, E8M0_SCALE, E4M3_SCALE, GROUP_SCALE, PAIR_SCALE = range(6)
 _BLOCK_TILES = 64
 
@@ -80,14 +80,14 @@ class PackedMatrix:
     @property
     def row_order(self) -> int:
         """How the kernel reads rows of codes (see ``ops/operand.py``)."""
-        if self.weight < FOUR_BIT_E4M3:
+        if self.weight < E2M1_E8M0:
             return AS_IS
-        return PADDED if self.weight >= E2M1_SCALED else REORDERED
+        return PADDED if self.weight in (E2M1_SCALED, INT4_PAIRS, INT4_FLOATS) else REORDERED
 
     def problem(self, rows: int, x_bits: int, x_groups: bool) -> TileProblem:
         """Return what tile choice asks about a product of ``rows`` rows with these weights."""
         experts, parts, n_out, k_in = self.shape
-        if self.weight >= FOUR_BIT_E4M3:  # both parts stand in one tile
+        if self.weight >= E2M1_E8M0:  # both parts stand in one tile
             parts, n_out = 1, self.values.shape[1] * self.values.shape[3]
         return TileProblem(
             rows=rows,
@@ -100,8 +100,8 @@ class PackedMatrix:
             x_bits=x_bits,
             decoded=self.weight not in (PLAIN, E4M3_E4M3),
             promoted=x_groups or self.scale_kind in (BLOCK_SCALE, GROUP_SCALE, PAIR_SCALE),
-            quartered=self.weight > E2M1_SCALED,
-            operands=2 if self.weight == FOUR_BIT_E4M3 + 2 else 1,
+            quartered=self.weight in (INT4_PAIRS, INT4_FLOATS),
+            operands=2 if self.weight == E2M1_E4M3 else 1,
         )
 
 
@@ -184,7 +184,7 @@ def grouped_gemm(
     ``expert_offsets[E]`` on are not written. Raises InputError for wrong shapes or dtypes.
     """
     _check(x, packed, out, x_scale)
-    if packed.weight >= FOUR_BIT_E4M3:
+    if packed.weight >= E2M1_E8M0:
         from .w4a8 import launch_w4a8
 
         return launch_w4a8(x, packed, expert_offsets, tiles, out, source, x_scale, activation)
@@ -254,7 +254,7 @@ def constants(
 
 def _check(x: Tensor, packed: PackedMatrix, out: Tensor, x_scale: Tensor | None) -> None:
     _, _, n_out, k_in = packed.shape
-    four = packed.weight >= FOUR_BIT_E4M3
+    four = packed.weight >= E2M1_E8M0
     if four:
         k_in = packed.k_blocks * packed.block_k
     if x.dim() != 2 or x.shape[1] != k_in or x.stride(1) != 1:

@@ -8,7 +8,7 @@ starts the compiled kernel. ``recorded`` notes such calls, for ``ops/replay.py``
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -115,7 +115,7 @@ class _Variant:
         steps = _recording.steps
         if known is None:
             # Warming up runs batches side by side, and Triton lets every thread compile what one of them does already.
-            with self._first if _direct() else nullcontext():
+            with self._first:
                 compiled = self._kernel[grid](*args, **self._keywords)
             if _direct():
                 self._started[key] = _started(compiled)

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from ..formats.nvfp4 import NvFp4
 
 __all__ = [
+    "int4_scale_words",
+    "int4_scales",
     "pack_fp8_block",
     "pack_fp8_rows",
     "pack_int4",
@@ -179,39 +181,48 @@ def pack_int4(payload: Int4Group, bias: Tensor | None) -> PackedMatrix:
     Raises InputError when a group is no multiple of 32 columns (and not the whole row).
     """
     shape = _four(payload.shape)
-    size = payload.group_size
-    if size % 32 and size < shape[3]:
-        raise InputError(
-            f"int4_group: groups of {size} columns found, this kernel takes multiples of 32 or whole rows; use the "
-            "reference kernel for them"
-        )
-    whole = size % 128 == 0 or size >= shape[3]
-    groups = 1 if whole else 4
-    blocks = -(-shape[3] // 128)
-    index = torch.arange(blocks * groups, device=payload.codes.device) * (128 // groups) // size
-    index = index.clamp(max=payload.scales.shape[-1] - 1)
-    pairs = not whole and payload.scales.dtype == torch.bfloat16
-    words = 2 if pairs else groups
-    scale = torch.empty(
-        (*shape[:2], blocks, words, shape[2]),
-        dtype=torch.int32 if pairs else torch.float32,
-        device=payload.codes.device,
-    )
+    words, dtype = int4_scales(payload)
+    scale = torch.empty((*shape[:2], -(-shape[3] // 128), words, shape[2]), dtype=dtype, device=payload.codes.device)
     for target, source in zip(scale, payload.scales, strict=True):
-        picked = source.index_select(-1, index)
-        rows = picked.contiguous().view(torch.int32) if pairs else picked.float()
-        target.copy_(rows.unflatten(-1, (blocks, words)).permute(0, 2, 3, 1))
+        target.copy_(int4_scale_words(payload, source).permute(0, 2, 3, 1))
     return PackedMatrix(
         values=_lanes(payload.codes, shape, 128, 8, _int4_lane),
         shape=shape,
         weight=INT4_LANES,
         block_k=128,
         bits=4 + 32 * words / 128,
-        scale_kind=PAIR_SCALE if pairs else GROUP_SCALE,
+        scale_kind=PAIR_SCALE if dtype == torch.int32 else GROUP_SCALE,
         words=words,
         scale=scale,
         bias=bias,
     )
+
+
+def int4_scales(payload: Int4Group) -> tuple[int, torch.dtype]:
+    """Return how the scales of a row and K block of 128 columns are stored: how many words, and their dtype.
+
+    One float32, or one for each quarter of the block: four float32, or two int32 of two bfloat16 scales each. Raises
+    InputError when a group is no multiple of 32 columns (and not the whole row).
+    """
+    size, columns = payload.group_size, payload.shape[-1]
+    if size % 32 and size < columns:
+        raise InputError(
+            f"int4_group: groups of {size} columns found, this kernel takes multiples of 32 or whole rows; use the "
+            "reference kernel for them"
+        )
+    if size % 128 == 0 or size >= columns:
+        return 1, torch.float32
+    return (2, torch.int32) if payload.scales.dtype == torch.bfloat16 else (4, torch.float32)
+
+
+def int4_scale_words(payload: Int4Group, scales: Tensor) -> Tensor:
+    """Return ``[..., B, words]`` for rows ``[..., G]`` of the payload's scales, stored as ``int4_scales`` says."""
+    words, dtype = int4_scales(payload)
+    blocks, each = -(-payload.shape[-1] // 128), 1 if words == 1 else 4
+    index = torch.arange(blocks * each, device=scales.device) * (128 // each) // payload.group_size
+    picked = scales.index_select(-1, index.clamp(max=scales.shape[-1] - 1))
+    stored = picked.contiguous().view(torch.int32) if dtype == torch.int32 else picked.float()
+    return stored.unflatten(-1, (blocks, words))
 
 
 def with_part(payload: Any) -> Any:

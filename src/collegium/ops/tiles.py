@@ -144,8 +144,10 @@ def candidates(problem: TileProblem, machine: Machine) -> tuple[TileChoice, ...]
     found: list[TileChoice] = []
     if problem.decoded and problem.x_bits == 8:
         return _four_bit_candidates(problem, machine)
-    overlap = _overlaps(problem, machine)
+    overlap, hit = _overlaps(problem, machine), _experts_hit(problem)
     for block_t in (16, 32, 64, 128, 256):
+        # Where every expert has one tile, programs in a row share its tokens and read neighbours in memory.
+        group_t = 1 if not problem.decoded and problem.rows <= block_t * hit else 8
         for block_n, warps, stacked in product((64, 128), (4, 8), (False, True)):
             # A warp decodes the weight rows it multiplies: with more warps, several decode the same rows.
             rows = block_n * (1 if stacked else problem.parts)
@@ -156,10 +158,15 @@ def candidates(problem: TileProblem, machine: Machine) -> tuple[TileChoice, ...]
             # Undecoded weights gain from stacking only with eight warps and few tokens.
             if stacked and not problem.decoded and (block_n, warps) != (128, 8):
                 continue
-            # Where every expert has one tile, programs in a row share its tokens and read neighbours in memory.
-            group_t = 1 if not problem.decoded and problem.rows <= block_t * _experts_hit(problem) else 8
-            tile = TileChoice(block_n=block_n, block_t=block_t, warps=warps, stages=1, group_t=group_t)
-            tile = replace(tile, stacked=stacked, overlap=overlap)
+            tile = TileChoice(
+                block_n=block_n,
+                block_t=block_t,
+                warps=warps,
+                stages=1,
+                group_t=group_t,
+                stacked=stacked,
+                overlap=overlap,
+            )
             if _registers_fit(problem, tile):
                 stages = _stages(problem, machine, tile)
                 found += [replace(tile, stages=count) for count in stages]
@@ -284,9 +291,7 @@ _FOUR_BIT_QUARTERED = {(64, 4): 64, (128, 4): 16, (128, 8): 64}
 
 
 def _four_bit_candidates(problem: TileProblem, machine: Machine) -> tuple[TileChoice, ...]:
-    most = _FOUR_BIT_PROMOTED if problem.promoted else _FOUR_BIT
-    if problem.quartered:
-        most = _FOUR_BIT_QUARTERED
+    most = _FOUR_BIT_QUARTERED if problem.quartered else _FOUR_BIT_PROMOTED if problem.promoted else _FOUR_BIT
     found: list[TileChoice] = []
     overlap = _overlaps(problem, machine)
     for block_t in (16, 32, 64, 128, 256):

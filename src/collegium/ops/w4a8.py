@@ -28,8 +28,19 @@ import torch
 from ..errors import InputError
 from ..formats.codecs import E2M1_VALUES, e2m1_codes, power_of_two, unpack_nibbles
 from ..types import ACTIVATION_KINDS, ActivationSpec
-from .grouped_gemm import E2M1_SCALED, FOUR_BIT_E4M3, GROUP_SCALE, NO_SCALE, PackedMatrix
+from .grouped_gemm import (
+    E2M1_E4M3,
+    E2M1_E8M0,
+    E2M1_SCALED,
+    GROUP_SCALE,
+    INT4_FLOAT,
+    INT4_FLOATS,
+    INT4_PAIRS,
+    NO_SCALE,
+    PackedMatrix,
+)
 from .launch import launch
+from .pack import int4_scale_words, int4_scales
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,11 +52,9 @@ if TYPE_CHECKING:
 
 __all__ = ["RangeReport", "launch_w4a8", "pack_w4a8", "w4a8_constants"]
 
-E2M1_E8M0, INT4_FLOAT, E2M1_E4M3 = range(FOUR_BIT_E4M3, FOUR_BIT_E4M3 + 3)
-INT4_PAIRS, INT4_FLOATS = range(E2M1_SCALED + 1, E2M1_SCALED + 3)
 _INT4 = (INT4_FLOAT, INT4_PAIRS, INT4_FLOATS)
 _CHUNK = 1 << 20  # codes re-laid at a time
-_ROWS, _BLOCK, _QUARTER = 64, 128, 32
+_ROWS, _BLOCK = 64, 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,15 +228,8 @@ def _kind(payload: Any) -> tuple[int, int]:
         return E2M1_E8M0, 1
     if payload.name == "nvfp4":
         return E2M1_E4M3, 2
-    size, columns = payload.group_size, payload.shape[3]
-    if size % _QUARTER and size < columns:
-        raise InputError(
-            f"int4_group: groups of {size} columns found, E4M3 products take multiples of {_QUARTER} or whole rows; "
-            "use bf16 activations for them"
-        )
-    if size % _BLOCK == 0 or size >= columns:
-        return INT4_FLOAT, 1
-    return (INT4_PAIRS, 2) if payload.scales.dtype == torch.bfloat16 else (INT4_FLOATS, 4)
+    words, _ = int4_scales(payload)
+    return {1: INT4_FLOAT, 2: INT4_PAIRS, 4: INT4_FLOATS}[words], words
 
 
 def _rows(
@@ -243,7 +245,7 @@ def _rows(
     codes = _filled(nibbles, short, rows, zero)
     scales = payload.scales[expert, :, span]
     if payload.name == "int4_group":
-        return _int4_rows(codes ^ 8, scales, payload, rows, blocks)
+        return _int4_rows(codes ^ 8, int4_scale_words(payload, scales), rows)
     wanted = blocks * _BLOCK // payload.group - scales.shape[-1]
     if payload.name == "mxfp4":
         exponent, low = _filled(scales, wanted, rows, 0).to(torch.int16), None
@@ -261,17 +263,13 @@ def _rows(
     return codes, words, _power(top - 12 + 5) * own
 
 
-def _int4_rows(codes: Tensor, scales: Tensor, payload: Any, rows: int, blocks: int) -> tuple[Tensor, Tensor, Tensor]:
+def _int4_rows(codes: Tensor, words: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return what ``_rows`` does, for codes in two's complement; no row has a factor."""
-    kind, _ = _kind(payload)
-    step = _BLOCK if kind == INT4_FLOAT else _QUARTER
-    index = torch.arange(blocks * _BLOCK // step, device=codes.device) * step // payload.group_size
-    picked = _filled(scales.index_select(-1, index.clamp(max=scales.shape[-1] - 1)), 0, rows, 0)
-    words = picked.contiguous().view(torch.int32) if kind == INT4_PAIRS else picked.float()
-    if kind != INT4_FLOAT:
+    if words.shape[-1] > 1:
         # Quarter, half, t and column of four become t, quarter, half and column.
-        codes = codes.unflatten(-1, (blocks, 4, 2, 4, 4)).permute(0, 1, 2, 5, 3, 4, 6).flatten(2)
-    return codes, words.unflatten(-1, (blocks, -1)), torch.zeros_like(picked[..., 0])
+        codes = codes.unflatten(-1, (words.shape[-2], 4, 2, 4, 4)).permute(0, 1, 2, 5, 3, 4, 6).flatten(2)
+    words = _filled(words.flatten(-2), 0, rows, 0).unflatten(-1, words.shape[-2:])
+    return codes, words, words.new_zeros(words.shape[:2])
 
 
 def _fields(codes: Tensor, exponent: Tensor, low: Tensor | None, group: int, counts: Tensor) -> tuple[Tensor, Tensor]:
