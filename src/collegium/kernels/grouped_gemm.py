@@ -9,7 +9,7 @@ STACKED tiles hold half as many columns, gate and up as rows of one operand, for
 rows of gate and eight of up take turns, so that both values of a column are in one thread.
 
 With PDL a program may start while the last ones of the kernel before it still run, and waits for them before it reads
-anything. The next kernel is let in after the K loop: earlier, its programs would crowd where this kernel leaves room.
+anything; EARLY: anything but its token tile, which was there before that kernel began. The next kernel is let in after the K loop: earlier, its programs would crowd where this kernel leaves room.
 """
 
 import triton
@@ -233,6 +233,7 @@ def grouped_gemm_kernel(
     STAGES: tl.constexpr,
     STACKED: tl.constexpr,
     TOP_K: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Write ``out [R, n_out]``: rows of one expert times its weights, then bias and activation.
@@ -247,9 +248,11 @@ def grouped_gemm_kernel(
     SETS: tl.constexpr = 1 if STACKED else PARTS
     tile, n_tile = tile_of(tl.program_id(0), tl.cdiv(n_out, COLUMNS), token_tiles, GROUP_T)
     n_first = n_tile * COLUMNS
-    if PDL:
+    if PDL and not EARLY:
         gdc_wait()
-    expert, row_first, row_count = tile_at(tile, tile_expert, tile_row, expert_offsets, experts, BLOCK_T, TOP_K)
+    expert, row_first, row_count = tile_at(tile, tile_expert, tile_row, expert_offsets, experts, BLOCK_T, TOP_K, EARLY)
+    if PDL and EARLY:
+        gdc_wait()
     n = tl.arange(0, BLOCK_N)
     if STACKED:
         channel = n // 16 * 8 + n % 8

@@ -20,17 +20,25 @@ def tile_of(program, n_tiles, token_tiles, GROUP_T: tl.constexpr):
 
 
 @triton.jit
-def tile_at(tile, tile_expert, tile_row, expert_offsets, experts, BLOCK_T: tl.constexpr, TOP_K: tl.constexpr):
-    """Return expert (-1: none) and first row, both int64, and count of rows of a token tile; TOP_K 0: it is listed."""
-    found = tl.load(tile_expert + tile)
+def tile_at(
+    tile, tile_expert, tile_row, expert_offsets, experts, BLOCK_T: tl.constexpr, TOP_K: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """Return expert (-1: none) and first row, both int64, and count of rows of a token tile; TOP_K 0: it is listed.
+
+    EARLY: the kernel before this one has not been waited for, so what stands there is read from the L2 cache, where
+    the kernels before that one left it; a line in a cache of the multiprocessor could be older.
+    """
+    CACHE: tl.constexpr = ".cg" if EARLY else ""
+    found = tl.load(tile_expert + tile, cache_modifier=CACHE)
     if TOP_K:
         # Compared in the width of the ids: a wide id must not become a small one.
         expert = tl.where((found >= 0) & (found < experts), found, -1).to(tl.int64)
         return expert, tile.to(tl.int64), 1
     else:
         expert = found.to(tl.int64)
-        first = tl.load(tile_row + tile)
-        stop = tl.load(expert_offsets + tl.maximum(expert, 0) + 1)
+        first = tl.load(tile_row + tile, cache_modifier=CACHE)
+        stop = tl.load(expert_offsets + tl.maximum(expert, 0) + 1, cache_modifier=CACHE)
         return expert, first, tl.minimum(stop - first, BLOCK_T).to(tl.int32)
 
 

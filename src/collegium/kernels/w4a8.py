@@ -364,6 +364,7 @@ def w4a8_kernel(
     GROUP_T: tl.constexpr,
     STAGES: tl.constexpr,
     TOP_K: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Write ``out [R, n_out]``: rows of one expert times its weights, then bias and activation.
@@ -377,9 +378,11 @@ def w4a8_kernel(
     """
     tile, n_tile = tile_of(tl.program_id(0), tl.cdiv(row_tiles * 64, BLOCK_N), token_tiles, GROUP_T)
     n_first = n_tile * BLOCK_N
-    if PDL:
+    if PDL and not EARLY:
         gdc_wait()
-    expert, row_first, row_count = tile_at(tile, tile_expert, tile_row, expert_offsets, experts, BLOCK_T, TOP_K)
+    expert, row_first, row_count = tile_at(tile, tile_expert, tile_row, expert_offsets, experts, BLOCK_T, TOP_K, EARLY)
+    if PDL and EARLY:
+        gdc_wait()
     if PDL and TOP_K:
         gdc_launch_dependents()
     if expert < 0:

@@ -111,6 +111,7 @@ class TileList:
 
     used: ``[1]`` int32, how many tiles have an expert; they stand first. None: not counted. top_k: not 0 when nothing
     is sorted: then expert holds the ids ``[T, top_k]`` of any width and value, and row r is assignment r, one tile.
+    early: the list was there before the kernel launched last let others begin, and that kernel waited for the one before.
     """
 
     expert: Tensor
@@ -119,6 +120,12 @@ class TileList:
     tile: TileChoice
     used: Tensor | None = None
     top_k: int = 0
+    early: bool = False
+
+    def constants(self, x: Tensor) -> dict[str, Any]:
+        """Return the compile-time arguments that say where a product of ``x`` finds its tiles and what it waits for."""
+        overlap = self.tile.overlap and x.is_cuda
+        return {"ASM": x.is_cuda, "TOP_K": self.top_k, "EARLY": self.early and overlap, "PDL": overlap}
 
 
 def grouped_gemm_reference(
@@ -222,7 +229,7 @@ def grouped_gemm(
         float(spec.up_bound),
     )
     fixed = constants(packed, tile, activation, x_groups=0 if x_scale is None else 1 + (x_scale.shape[1] == 1))
-    fixed |= {"GATHER": source is not None, "ASM": x.is_cuda, "TOP_K": tiles.top_k, "PDL": tile.overlap and x.is_cuda}
+    fixed |= {"GATHER": source is not None} | tiles.constants(x)
     launch(grouped_gemm_kernel, (tiles.count * -(-n_out // tile.columns),), args, fixed, num_warps=tile.warps)
     return out
 

@@ -117,8 +117,10 @@ def run_assignments(x: Tensor, ids: Tensor, packed: PackedExperts) -> Tensor:
     tokens, top_k = ids.shape
     out = empty((tokens * top_k, packed.down.shape[2]), _result_dtype(x), x.device)
     first, second = (replace(tile, overlap=packed.machine.pdl) for tile in chosen_tiles(packed, ids.numel()))
-    tiles = TileList(expert=ids, row=ids, count=ids.numel(), tile=first, top_k=top_k)
     rows_in = operand(x, packed.activations, order=packed.gate_up.row_order)
+    # Where the tokens were quantised, which waits for the routing, the ids were there before the product's turn.
+    quantised = packed.activations is not None
+    tiles = TileList(expert=ids, row=ids, count=ids.numel(), tile=first, top_k=top_k, early=quantised)
     return _both(rows_in, packed, ids, (tiles, replace(tiles, tile=second)), out, source=ids)
 
 
@@ -139,7 +141,8 @@ def _both(
         x, packed.gate_up, offsets, tiles[0], middle, source=source, x_scale=x_scale, activation=packed.activation
     )
     codes, scale = operand(middle, packed.activations, order=packed.down.row_order)
-    return grouped_gemm(codes, packed.down, offsets, tiles[1], out, x_scale=scale)
+    # What was listed was there before the first product began, which waited for the kernel before it.
+    return grouped_gemm(codes, packed.down, offsets, replace(tiles[1], early=True), out, x_scale=scale)
 
 
 def _result_dtype(x: Tensor) -> torch.dtype:

@@ -287,7 +287,9 @@ def _resident(problem: TileProblem, tile: TileChoice, machine: Machine) -> int:
 # second accumulator.
 _FOUR_BIT = {(64, 4): 128, (128, 4): 128, (128, 8): 256}
 _FOUR_BIT_PROMOTED = {(64, 4): 128, (128, 4): 32, (128, 8): 64}
-_FOUR_BIT_QUARTERED = {(64, 4): 64, (128, 4): 16, (128, 8): 64}
+# Nanoseconds of a multiprocessor for 128 quartered weight rows and one K block, by (block_n, warps) and block_t.
+_QUARTERED = {(64, 4): {16: 390, 32: 495, 64: 900}, (128, 4): {16: 343}, (128, 8): {16: 445, 32: 640, 64: 850}}
+_FOUR_BIT_QUARTERED = {shape: max(steps) for shape, steps in _QUARTERED.items()}
 
 
 def _four_bit_candidates(problem: TileProblem, machine: Machine) -> tuple[TileChoice, ...]:
@@ -300,11 +302,13 @@ def _four_bit_candidates(problem: TileProblem, machine: Machine) -> tuple[TileCh
                 continue
             # Wide tiles of tokens live off the weights the tiles beside them have just read; narrow ones of weights,
             # and of tokens where a weight takes two products, read neighbours in memory.
-            narrow = block_n == 64 or (block_t == 16 and problem.operands == 2)
+            narrow = block_n == 64 or problem.quartered or (block_t == 16 and problem.operands == 2)
             group_t = 32 if block_t == 128 and problem.operands == 1 else 1 if narrow else 8
             tile = TileChoice(block_n=block_n, block_t=block_t, warps=warps, stages=1, group_t=group_t, overlap=overlap)
             fitting = int((machine.shared - 4096) / _stage_bytes(problem, tile))
-            stages = min(3 if block_t > 128 else 4 if block_t > 32 else 5, fitting)
+            # A wide tile whose weights take several products decodes so long that a fifth stage has nothing to hide.
+            busy = block_n > 64 and (problem.quartered or problem.operands == 2)
+            stages = min(3 if block_t > 128 else 4 if block_t > 32 or busy else 5, fitting)
             if stages >= 2:
                 found.append(replace(tile, stages=stages))
     return tuple(found)
@@ -315,14 +319,18 @@ def _four_bit_score(problem: TileProblem, tile: TileChoice, machine: Machine) ->
     hit = _experts_hit(problem)
     each = problem.rows / hit
     tiles = hit * (1.0 if each <= tile.block_t / 2 else each / tile.block_t + 0.5)
+    if problem.quartered:
+        tiles = hit * _tiles_of(each, tile.block_t)
     columns = math.ceil(problem.n_out / tile.block_n)
     # Nanoseconds of a multiprocessor for 128 weight rows and one K block: decoding, then a token's products and sums.
-    token = 0.8 + 1.75 * problem.operands + (5.0 if problem.quartered else 2.0 * problem.promoted)
+    token = 0.8 + 1.75 * problem.operands + 2.0 * problem.promoted
     step = (130 + 60 * problem.operands + token * tile.block_t) * tile.block_n / 128
     if tile.block_n == 64:
         step *= 1.03 if tile.block_t <= 16 and problem.operands == 1 else 1.1 if tile.block_t <= 16 else 1.4
     if tile.warps == 8:
         step *= 1.05 if tile.block_t <= 16 else 1.4 / problem.operands**0.3
+    if problem.quartered:
+        step = _QUARTERED[tile.block_n, tile.warps][tile.block_t] * tile.block_n / 128
     steps = math.ceil(problem.k_in / problem.block_k)
     memory = hit * problem.n_out * problem.k_in * problem.weight_bits / 8 / machine.bandwidth
     math_time = tiles * columns / machine.sms * steps * step / 1000
@@ -330,6 +338,13 @@ def _four_bit_score(problem: TileProblem, tile: TileChoice, machine: Machine) ->
     alone = steps * (0.35 + 0.07 * (tile.block_n // 128) + 0.08 * (tile.warps // 8))
     # The last programs leave the others' multiprocessors idle.
     return max(memory, math_time, alone) + 0.25 * min(memory, math_time) + 0.7 * alone
+
+
+def _tiles_of(rows: float, block_t: int) -> float:
+    """Return the tiles an expert needs on average when assignments fall on experts at random, ``rows`` on each."""
+    spread = math.sqrt(2 * rows)
+    edges = range(1, 2 + int((rows + 4 * spread) / block_t))
+    return 1.0 + sum(0.5 * math.erfc((edge * block_t + 0.5 - rows) / spread) for edge in edges)
 
 
 def _program(problem: TileProblem, tile: TileChoice, machine: Machine) -> float:

@@ -195,14 +195,12 @@ def launch_w4a8(
     constants = w4a8_constants(packed, activation) | {
         "X_SCALE": 1 if x_scale is not None and x_scale.shape[1] == packed.k_blocks > 1 else 2,
         "GATHER": source is not None,
-        "ASM": x.is_cuda,
         "WARPS": tile.warps,
         "BLOCK_N": tile.block_n,
         "BLOCK_T": tile.block_t,
         "GROUP_T": tile.group_t,
         "STAGES": tile.stages,
-        "TOP_K": tiles.top_k,
-        "PDL": tile.overlap and x.is_cuda,
+        **tiles.constants(x),
     }
     grid = (tiles.count * -(-row_tiles * _ROWS // tile.block_n),)
     launch(w4a8_kernel, grid, args, constants, num_warps=tile.warps)
