@@ -9,7 +9,8 @@ STACKED tiles hold half as many columns, gate and up as rows of one operand, for
 rows of gate and eight of up take turns, so that both values of a column are in one thread.
 
 With PDL a program may start while the last ones of the kernel before it still run, and waits for them before it reads
-anything; EARLY: anything but its token tile, which was there before that kernel began. The next kernel is let in after the K loop: earlier, its programs would crowd where this kernel leaves room.
+anything; EARLY: anything but its token tile, which was there before that kernel began. The next kernel is let in
+after the K loop: earlier, its programs would crowd where this kernel leaves room.
 """
 
 import triton

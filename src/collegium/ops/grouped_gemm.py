@@ -111,7 +111,7 @@ class TileList:
 
     used: ``[1]`` int32, how many tiles have an expert; they stand first. None: not counted. top_k: not 0 when nothing
     is sorted: then expert holds the ids ``[T, top_k]`` of any width and value, and row r is assignment r, one tile.
-    early: the list was there before the kernel launched last let others begin, and that kernel waited for the one before.
+    early: the list was there before the kernel launched last let others begin, since that one waited for it.
     """
 
     expert: Tensor
