@@ -112,7 +112,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--recipes", nargs="+", default=RECIPES, help="weights:activations")
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
     parser.add_argument("--routing", default="uniform", choices=ROUTINGS)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--sweep", type=int, default=0, help="time this many tiles of each product instead")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further recipe after this long")
     parser.add_argument("--out", type=Path, default=RESULTS)

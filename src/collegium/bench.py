@@ -161,12 +161,12 @@ def bench(
     routing: str = "uniform",
     device: str | None = None,
     ceilings: Ceilings | None = None,
-    rounds: int = 15,
+    rounds: int = 9,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> BenchReport:
     """Measure the layer ``what`` (see ``spec_of``) for each (weight format, activation format) of ``recipes``.
 
-    All recipes and token counts take turns in one run. ceilings: of the machine; measured when None. progress: called
+    For each token count all recipes take turns. ceilings: of the machine; measured when None. progress: called
     with (done, total, text). Raises MeasurementError when an output is not what FP32 truth says: then no time is
     given at all; and InputError, SpecError, PlanError for what cannot run here.
     """
@@ -175,7 +175,7 @@ def bench(
 
     def step(done: int, total: int, text: str) -> None:
         if progress is not None:
-            progress(done, total, text or "timing")
+            progress(done, total, text)
 
     place = torch.device(facts.kind)
     # Not the seed of the weights: a device draws the same first numbers from it, and a row of them would be an input.
@@ -201,7 +201,12 @@ def bench(
         key: prepare_pass(case.calls(), place, capture=case.layer.plan.capturable, pool=pool)
         for key, case in cases.items()
     }
-    times = take_turns(passes, place, rounds=rounds, progress=step)
+    # One token count after another: a large batch heats the device, and a small one behind it would pay for that.
+    times: dict[Any, float] = {}
+    for index, count in enumerate(made):
+        step(index, len(made), f"timing {count} tokens")
+        alike = {key: call for key, call in passes.items() if key[2] == count}
+        times |= take_turns(alike, place, rounds=rounds)
     rows = [_row(case, times[key] / len(case.inputs), errors[key], least) for key, case in cases.items()]
     return _report(name, spec, routing, (facts, least, tuple(rows)))
 

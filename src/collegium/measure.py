@@ -1,7 +1,8 @@
 """Times, ceilings and floors: what every measurement of this package is made of.
 
-A time is the median of rounds in which all contenders take turns, the order rotated each round. One turn walks
-through several inputs and routings, in one CUDA graph where that is possible, so that weights come from memory.
+A time is the median of rounds in which all contenders take turns, the order rotated each round. One pass walks
+through several inputs and routings, in one CUDA graph where that is possible, so that weights come from memory. A
+turn on a GPU is several passes in a row, so that the time of one starts when the one before it ends.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -136,23 +138,34 @@ def take_turns(
     passes: Mapping[K, Callable[[], object]],
     device: torch.device,
     *,
-    rounds: int = 15,
-    progress: Callable[[int, int, str], None] | None = None,
+    rounds: int = 9,
+    replays: int = 3,
 ) -> dict[K, float]:
     """Return the median seconds of each of ``passes`` (made by ``prepare_pass``) over ``rounds`` rounds.
 
-    All take one turn a round, in an order that is rotated each round. progress: called with (done, total, "").
+    All take one turn a round, in an order that is rotated each round. On CUDA a turn is one pass that is not timed and
+    ``replays`` that are, queued without waiting, so that what comes before is the same pass and launching it takes no
+    time; replays 0: one timed pass on an idle device.
     """
     keys = list(passes)
     times: dict[K, list[float]] = {key: [] for key in keys}
     with torch.inference_mode():
         for turn in range(rounds if keys else 0):
-            if progress is not None:
-                progress(turn, rounds, "")
             shift = turn % len(keys)
             for key in keys[shift:] + keys[:shift]:
-                times[key].append(timed_once(passes[key], device))
+                times[key] += _timed_turn(passes[key], device, replays)
     return {key: statistics.median(values) for key, values in times.items()}
+
+
+def _timed_turn(call: Callable[[], object], device: torch.device, replays: int) -> list[float]:
+    if device.type != "cuda" or not replays:
+        return [timed_once(call, device)]
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+    for mark in marks:
+        call()
+        mark.record()
+    marks[-1].synchronize()
+    return [1e-3 * before.elapsed_time(after) for before, after in pairwise(marks)]
 
 
 def timed_once(call: Callable[[], object], device: torch.device) -> float:

@@ -80,7 +80,7 @@ def tune(
     *,
     tokens: Sequence[int] = TUNED_TOKENS,
     most: int = 8,
-    rounds: int = 7,
+    rounds: int = 5,
     device: str | None = None,
     folder: Path | None = None,
     progress: Callable[[int, int, str], None] | None = None,

@@ -104,6 +104,19 @@ def test_turns_rotate_and_the_median_is_per_pass():
     assert ran == [1, 2, 1, 2]
 
 
+def test_recipes_take_turns_at_one_token_count_after_another(monkeypatch):
+    turns: list[list[tuple[str, str, int]]] = []
+
+    def noted(passes, *given, **more):
+        turns.append(list(passes))
+        return take_turns(passes, *given, **more)
+
+    monkeypatch.setattr("collegium.bench.take_turns", noted)
+    report = bench("64x32x6x2", [("bf16", "bf16"), ("mxfp4", "bf16")], tokens=(5, 2), device="cpu", rounds=2)
+    assert turns == [[("bf16", "bf16", t), ("mxfp4", "bf16", t)] for t in (2, 5)]
+    assert sorted(row.tokens for row in report.rows) == [2, 2, 5, 5]
+
+
 def test_more_inputs_for_fewer_tokens():
     assert [input_sets(t) for t in (1, 128, 129, 512, 513)] == [8, 8, 4, 4, 2]
 
