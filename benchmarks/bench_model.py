@@ -293,7 +293,7 @@ def _turns(model: Any, ways: list[str], batch: int, args: argparse.Namespace, re
         except Exception as fault:
             row["note"] = f"failed: {_reason(fault)}"
     try:
-        for way, seconds in take_turns(ready, DEVICE, rounds=args.rounds, replays=0).items():
+        for way, seconds in take_turns(ready, DEVICE, rounds=args.rounds, queued=False).items():
             rows[way] |= {"ms_per_step": round(1e3 * seconds, 3), "tokens_per_second": round(batch / seconds, 1)}
     except Exception as fault:
         for way in ready:

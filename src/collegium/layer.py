@@ -21,7 +21,7 @@ from .experts import KERNELS
 from .formats.payload import Payload
 from .formats.unquantised import FLOAT_FORMATS, as_stored
 from .ops.launch import on_device
-from .ops.products import PackedExperts
+from .ops.products import PackedExperts, few_tokens
 from .ops.replay import Replay
 from .ops.route import check_routing, route, route_custom, sanitise
 from .ops.tile_file import with_tuned_tiles
@@ -109,7 +109,10 @@ class MoELayer(nn.Module):
         )
         packed = self._pipeline.packed
         sorted_only = spec.routing.weight_on_input or not isinstance(packed, PackedExperts)
-        self._direct = None if sorted_only else DirectPipeline(packed=packed, after_expert=after_expert)
+        self._direct = None
+        if not sorted_only:
+            most = few_tokens(packed, spec.routing.top_k)
+            self._direct = DirectPipeline(packed=packed, most=most, after_expert=after_expert)
         self._packed_shared = None if shared is None else _pack_shared(kernel, shared, plan.problem)
         self._device = weights.down.device
         # To the shared expert every batch is the first rows in order; row T of the bounds is (0, T).

@@ -53,6 +53,7 @@ __all__ = [
 K = TypeVar("K")
 ROUTINGS = ("uniform", "zipf", "hot", "half")
 _ZIPF = 1.2
+_BURST, _PAUSE = 0.12, 0.1  # seconds of each contender, and of nothing before it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,32 +136,43 @@ def input_sets(tokens: int) -> int:
 
 
 def take_turns(
-    passes: Mapping[K, Callable[[], object]],
-    device: torch.device,
-    *,
-    rounds: int = 9,
-    replays: int = 3,
+    passes: Mapping[K, Callable[[], object]], device: torch.device, *, rounds: int = 9, queued: bool = True
 ) -> dict[K, float]:
-    """Return the median seconds of each of ``passes`` (made by ``prepare_pass``) over ``rounds`` rounds.
+    """Return the median seconds of each of ``passes`` (made by ``prepare_pass``) over at most ``rounds`` rounds.
 
-    All take one turn a round, in an order that is rotated each round. On CUDA a turn is one pass that is not timed and
-    ``replays`` that are, queued without waiting, so that what comes before is the same pass and launching it takes no
-    time; replays 0: one timed pass on an idle device.
+    All take one turn a round, in an order that is rotated each round. queued: on CUDA, after a pause, a turn is one
+    pass that is not timed and one or more that are, launched without waiting, some 0.12 s for each of ``passes`` in
+    all: so launching takes no time, and the device is as warm as a burst of that length makes it. Otherwise a turn is
+    one pass on an idle device.
     """
     keys = list(passes)
     times: dict[K, list[float]] = {key: [] for key in keys}
     with torch.inference_mode():
+        counts = dict.fromkeys(keys, 0)
+        if queued and device.type == "cuda" and rounds and keys:
+            rounds, counts = _burst(passes, device, rounds)
+            torch.cuda.synchronize(device)
+            time.sleep(_PAUSE)
         for turn in range(rounds if keys else 0):
             shift = turn % len(keys)
             for key in keys[shift:] + keys[:shift]:
-                times[key] += _timed_turn(passes[key], device, replays)
+                times[key] += _timed_turn(passes[key], device, counts[key])
     return {key: statistics.median(values) for key, values in times.items()}
 
 
-def _timed_turn(call: Callable[[], object], device: torch.device, replays: int) -> list[float]:
-    if device.type != "cuda" or not replays:
+def _burst(passes: Mapping[K, Callable[[], object]], device: torch.device, rounds: int) -> tuple[int, dict[K, int]]:
+    """Return how many rounds, and how many timed passes a turn of each, make a burst of ``_BURST`` seconds of each."""
+    for call in passes.values():
+        call()
+    seconds = {key: timed_once(call, device) for key, call in passes.items()}
+    rounds = max(3, min(rounds, int(_BURST / 2 / max(seconds.values()))))
+    return rounds, {key: max(1, min(7, int(_BURST / rounds / each) - 1)) for key, each in seconds.items()}
+
+
+def _timed_turn(call: Callable[[], object], device: torch.device, count: int) -> list[float]:
+    if not count:
         return [timed_once(call, device)]
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     for mark in marks:
         call()
         mark.record()

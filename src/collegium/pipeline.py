@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .ops.products import FEW, PackedExperts, large_from, run_assignments
+from .ops.products import PackedExperts, few_tokens, large_from, run_assignments
 from .ops.weighted_sum import weighted_sum
 
 if TYPE_CHECKING:
@@ -56,16 +56,17 @@ class DirectPipeline:
     """Few assignments on a GPU: rows stay in the order of the ids, so nothing is sorted before or after the experts.
 
     Bits are those of ``SplitPipeline``, since a row's bits depend on no other row. A routing may hold any ids and
-    weights: what ``sanitise`` would drop adds nothing.
+    weights: what ``sanitise`` would drop adds nothing. most: the tokens it serves, from ``few_tokens``.
     """
 
     packed: PackedExperts
+    most: int
     after_expert: Callable[[Tensor], Tensor] | None = None
 
     def serves(self, x: Tensor, routing: Routing) -> bool:
         """Return whether the batch is small enough and its ids and weights stand densely in memory."""
         ids, weights = routing.topk_ids, routing.topk_weights
-        return x.is_cuda and 0 < ids.numel() <= FEW and ids.is_contiguous() and weights.is_contiguous()
+        return x.is_cuda and 0 < ids.shape[0] <= self.most and ids.is_contiguous() and weights.is_contiguous()
 
     def __call__(
         self,
@@ -88,7 +89,7 @@ class DirectPipeline:
 
 def ways(packed: PackedExperts, top_k: int, most: int, *, direct: bool) -> str:
     """Return in words which counts of tokens, up to ``most``, take which way through the experts on a GPU."""
-    few, large = min(most, FEW // top_k) if direct else 0, large_from(packed, most * top_k)
+    few, large = min(most, few_tokens(packed, top_k)) if direct else 0, large_from(packed, most * top_k)
     parts = [f"up to {few} tokens unsorted"] if few else []
     parts += ["sorted by expert" if few or large else "all sorted by expert"]
     parts += [f"from {-(-large // top_k):,} tokens with tiles for large batches"] if large is not None else []

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .ops.launch import power_of_two
-from .ops.products import FEW, PackedExperts, chosen_tiles, large_tile
+from .ops.products import PackedExperts, chosen_tiles, few_tokens, large_tile
 from .types import Routing
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ def batch_sizes(packed: Sequence[tuple[Any, int]], limit: int) -> list[int]:
     tiled = [(own, rows) for own, rows in packed if isinstance(own, PackedExperts)]
     seen: set[tuple[object, ...]] = set()
     sizes: list[int] = []
+    few = [few_tokens(own, each) for own, each in tiled]
     for tokens in range(1, limit + 1 if tiled else 1):
         used: set[tuple[object, ...]] = {(tokens.bit_length(), power_of_two(tokens))}
         for place, (own, each) in enumerate(tiled):
@@ -76,7 +77,7 @@ def batch_sizes(packed: Sequence[tuple[Any, int]], limit: int) -> list[int]:
             large = large_tile(own, rows)
             tiles = chosen_tiles(own, rows) if large is None else (large, large)
             # Few assignments take the same tile unsorted, which is another variant of the product.
-            used |= {(place, product, tile, rows <= FEW) for product, tile in enumerate(tiles)}
+            used |= {(place, product, tile, tokens <= few[place]) for product, tile in enumerate(tiles)}
             # One kernel orders the rows and lists the tiles of both products.
             used.add((place, rows.bit_length(), power_of_two(rows), *own.block_t(rows)))
         if not used <= seen:

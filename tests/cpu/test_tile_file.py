@@ -23,7 +23,7 @@ from collegium.experts.triton_bf16 import TritonBf16
 from collegium.experts.triton_w4a16 import TritonW4A16
 from collegium.layer import MoELayer
 from collegium.measure import random_routing
-from collegium.ops.products import FEW, PackedExperts, chosen_tiles, large_tile
+from collegium.ops.products import PackedExperts, chosen_tiles, few_tokens, large_tile
 from collegium.ops.tile_file import products, tile_folder, tile_key, tile_path, with_tuned_tiles, write_tiles
 from collegium.ops.tiles import TileChoice, candidates, nearest
 from collegium.parallel.local import Local
@@ -172,7 +172,8 @@ def test_tuning_refuses_a_kernel_without_tiles():
 
 def variants(packed: PackedExperts, tokens: Iterable[int]) -> set[tuple[int, TileChoice, bool]]:
     """What compiles a product of its own for batches of two rows a token: its tile, and whether rows are sorted."""
-    return {(p, tile, 2 * t <= FEW) for t in tokens for p, tile in enumerate(chosen_tiles(packed, 2 * t))}
+    few = few_tokens(packed, 2)
+    return {(p, tile, t <= few) for t in tokens for p, tile in enumerate(chosen_tiles(packed, 2 * t))}
 
 
 def test_warming_up_meets_every_tile_once():

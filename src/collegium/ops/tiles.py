@@ -198,7 +198,9 @@ def score(problem: TileProblem, tile: TileChoice, machine: Machine) -> float:
     if problem.decoded:
         math_time /= even
     else:
-        memory *= _slower(problem, tile, waves)
+        # One multiprocessor reads 1.5 times its share at most, however many others have nothing to do.
+        one = _weight_rows(problem, tile) * problem.k_in * problem.weight_bits / 8
+        memory = max(memory, one * machine.sms / (1.5 * machine.bandwidth)) * _slower(problem, tile, waves)
     return max(memory, math_time) / filled**0.5 + 0.25 * min(memory, math_time)
 
 
@@ -255,11 +257,13 @@ def _stages(problem: TileProblem, machine: Machine, tile: TileChoice) -> tuple[i
         return ()
     rows, deep = _weight_rows(problem, tile), min(6 if tile.warps == 4 else 5, int(room / 2 / one))
     short = problem.k_in < 12 * problem.block_k
+    few = tile.block_t == 16 and problem.rows <= 8 * _experts_hit(problem)
+    alone = few and tile.warps == 4 and problem.k_in >= 20 * problem.block_k and 8 * one <= room
+    if rows == 64 and alone and not problem.decoded and problem.n_out * _experts_hit(problem) <= 128 * machine.sms:
+        return (stages, 8)  # hardly more than one program on a multiprocessor
     if problem.decoded or rows != 128 or tile.block_t > 32 or deep <= stages or short:
         return (stages,)
     # Wide operands of few tokens: two programs with more stages, or one with eight, are sometimes better than three.
-    few = tile.block_t == 16 and problem.rows <= 8 * _experts_hit(problem)
-    alone = few and tile.warps == 4 and problem.k_in >= 20 * problem.block_k and 8 * one <= room
     deeper = (deep, 8) if alone and rows > tile.block_n else (deep,)
     return (stages, *deeper) if tile.warps == 8 or rows > tile.block_n else (stages,)
 
