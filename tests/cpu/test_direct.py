@@ -11,8 +11,8 @@ import torch
 from collegium import Choice, Limits, MoESpec, Problem, Routing, RoutingSpec, encode_experts, plan
 from collegium.experts import KERNELS
 from collegium.ops import products
+from collegium.ops.machine import machine_of
 from collegium.ops.route import sanitise
-from collegium.ops.tiles import machine_of
 from collegium.ops.weighted_sum import weighted_sum, weighted_sum_on_device
 from collegium.parallel.local import Local
 from collegium.pipeline import DirectPipeline, SplitPipeline, ways

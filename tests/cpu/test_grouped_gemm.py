@@ -18,9 +18,10 @@ from collegium.experts.triton_w4a16 import TritonW4A16
 from collegium.formats import Fp8Block, Fp8Channel, Int4Group, MxFp4, MxFp8
 from collegium.ops import grouped_gemm as ops
 from collegium.ops import pack, w4a8
+from collegium.ops.machine import Machine, machine_of
 from collegium.ops.permute import permute
 from collegium.ops.products import with_tiles
-from collegium.ops.tiles import Machine, TileChoice, TileProblem, candidates, choose, machine_of, score
+from collegium.ops.tiles import TileChoice, TileProblem, candidates, choose, score
 from collegium.parallel.local import Local
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
 from collegium.types import (
@@ -410,8 +411,8 @@ def test_few_tokens_take_narrow_tiles_and_many_take_wide_ones() -> None:
 
 def test_few_tokens_stack_gate_and_up_and_long_products_that_decode_do_not_overlap() -> None:
     hopper, ampere = machine_of((9, 0), 132), machine_of((8, 0), 108)
-    few, many = products(1, SIZES[3]), products(512, SIZES[0])
-    assert choose(few, hopper).stacked
+    few, many = products(2, SIZES[3], promoted=True, x_bits=8, weight_bits=8), products(512, SIZES[0])
+    assert choose(few, ampere).stacked
     assert choose(few, hopper).overlap
     assert not choose(few, ampere).overlap
     assert choose(many, hopper).overlap
@@ -419,6 +420,22 @@ def test_few_tokens_stack_gate_and_up_and_long_products_that_decode_do_not_overl
     assert choose(products(8, SIZES[1], decoded=True, weight_bits=4.25), hopper).stacked
     alone = replace(few, parts=1)
     assert not any(tile.stacked for tile in candidates(alone, hopper))
+
+
+def test_one_token_of_undecoded_weights_keeps_many_bytes_on_their_way() -> None:
+    hopper, ampere = machine_of((9, 0), 132), machine_of((8, 0), 108)
+    eight = {"promoted": True, "x_bits": 8, "weight_bits": 8}
+    for sizes in SIZES[:4]:
+        one = products(1, sizes)
+        assert (choose(one, hopper).block_n, choose(one, hopper).stages) == (64, 8)
+        assert choose(one, ampere).stages < 8
+    # Few programs stand alone on their multiprocessors; more fit in pairs; many are no matter of this rule.
+    assert [choose(replace(products(1, sizes, **eight), block_k=128), hopper).stages for sizes in SIZES[:4]] == [
+        8,
+        6,
+        6,
+        8,
+    ]
 
 
 def test_a_machine_too_small_is_named() -> None:

@@ -18,9 +18,10 @@ from collegium.experts.reference import Reference
 from collegium.experts.triton_w4a8 import TritonW4A8
 from collegium.formats import Int4Group, MxFp4, NvFp4, by_name
 from collegium.ops import grouped_gemm as ops
+from collegium.ops.machine import machine_at
 from collegium.ops.operand import operand, ordered
 from collegium.ops.quantize import activation_format
-from collegium.ops.tiles import TileChoice, candidates, machine_at
+from collegium.ops.tiles import TileChoice, candidates
 from collegium.ops.w4a8 import pack_w4a8
 from collegium.parallel.local import Local
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids

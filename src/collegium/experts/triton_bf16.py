@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..ops.machine import machine_at
 from ..ops.pack import pack_plain
 from ..ops.products import PackedExperts, refuse_machine, run_experts, temporary_bytes
-from ..ops.tiles import machine_at
 
 if TYPE_CHECKING:
     from torch import Tensor

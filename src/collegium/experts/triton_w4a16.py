@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..ops.machine import machine_at
 from ..ops.pack import pack_int4, pack_mxfp4, pack_nvfp4, with_part
 from ..ops.products import PackedExperts, refuse_machine, run_experts, temporary_bytes
-from ..ops.tiles import machine_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable

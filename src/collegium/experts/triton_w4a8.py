@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..ops.machine import machine_at
 from ..ops.pack import with_part
 from ..ops.products import PackedExperts, refuse_machine, run_experts, temporary_bytes
-from ..ops.tiles import machine_at
 from ..ops.w4a8 import pack_w4a8
 
 if TYPE_CHECKING:

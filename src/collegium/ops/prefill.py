@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
     from ..types import ContiguousBatch, Problem
     from .grouped_gemm import PackedMatrix, TileList
+    from .machine import Machine
     from .products import PackedExperts
-    from .tiles import Machine, TileProblem
+    from .tiles import TileProblem
 
 __all__ = ["CodeScales", "prefill_bytes", "prefill_experts", "prefill_gemm", "prefill_tile"]
 

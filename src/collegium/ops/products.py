@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
     from ..types import ActivationSpec, ContiguousBatch, Problem
     from .grouped_gemm import PackedMatrix
-    from .tiles import Machine, TileProblem, TunedTiles
+    from .machine import Machine
+    from .tiles import TileProblem, TunedTiles
 
 __all__ = [
     "PackedExperts",

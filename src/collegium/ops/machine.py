@@ -1,0 +1,60 @@
+"""What the choice of a tile needs to know of a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+
+import torch
+
+__all__ = ["Machine", "machine_at", "machine_of"]
+
+_SHARED = {(8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (12, 0): 99, (12, 1): 99}  # KiB a block may take
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """What the score needs of a GPU.
+
+    sms: multiprocessors. shared: bytes of shared memory one of them has for a block. bandwidth: bytes a microsecond.
+    rate: bf16 FLOP a microsecond; FP8 runs twice as fast where ``fp8`` says the tensor cores have it. pdl: a kernel
+    may start before the one before it has finished. scaled: its tensor cores multiply four-bit weights and E4M3 rows
+    with block scales. copies: tiles come by the tensor memory accelerator (Hopper). specialises: the compiler gives
+    copies and products warps of their own, as Triton 3.6 does on Hopper.
+    """
+
+    sms: int = 132
+    shared: int = 227 * 1024
+    bandwidth: float = 4.33e6
+    rate: float = 7.9e8
+    fp8: bool = True
+    pdl: bool = True
+    scaled: bool = False
+    copies: bool = False
+    specialises: bool = False
+
+
+def machine_of(capability: tuple[int, int], sms: int) -> Machine:
+    """Return the machine of a CUDA ``capability`` with ``sms`` multiprocessors."""
+    shared = _SHARED.get(capability, 227 if capability >= (9, 0) else 99) * 1024
+    hopper = capability == (9, 0)
+    # Looked at by its version alone: Triton exists for Linux only, and a plan needs none of it.
+    specialises = hopper and find_spec("triton") is not None and version("triton").startswith("3.6.")
+    return Machine(
+        sms=sms,
+        shared=shared,
+        fp8=capability >= (8, 9),
+        pdl=capability >= (9, 0),
+        scaled=capability[0] == 10,
+        copies=hopper,
+        specialises=specialises,
+    )
+
+
+def machine_at(device: torch.device) -> Machine:
+    """Return the machine of a CUDA ``device``; on a CPU (the interpreter) the defaults."""
+    if device.type != "cuda":
+        return Machine()
+    facts = torch.cuda.get_device_properties(device)
+    return machine_of((facts.major, facts.minor), facts.multi_processor_count)
