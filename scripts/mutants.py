@@ -5,7 +5,7 @@ mutant that passes them all survives, and that is a missing test. What killed wh
 
     python scripts/mutants.py                 run all (about a quarter of an hour on one core), write the table
     python scripts/mutants.py --only clamp    those whose name or file holds the text
-    python scripts/mutants.py --gpu           those that only a GPU can kill; on a machine that has one
+    python scripts/mutants.py --gpu --jobs 12     those of the kernels; on a machine with a GPU
     python scripts/mutants.py --page          write docs/mutants.md anew from the committed results
 """
 
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,6 +59,10 @@ _FORMAT = ("tests/cpu/test_formats_examples.py", "tests/cpu/test_formats.py", "t
 _WRITE = ("tests/cpu/test_conversion.py::test_what_is_written_loads_back",)
 _STACK = ("tests/cpu/test_conversion.py::test_stacked_families_stay_stacked",)
 _GPU = ("tests/gpu/test_experts.py",)
+_GPU_FOUR = ("tests/gpu/test_w4a8.py",)
+_GPU_LARGE = ("tests/gpu/test_prefill.py",)
+_GPU_SMALL = ("tests/gpu/test_small_kernels.py", "tests/gpu/test_layer.py")
+_GPU_CLOSE = ("tests/gpu/test_direct.py",)
 _SMALL = ("tests/cpu/test_small_kernels.py",)
 _FOUR = ("tests/cpu/test_w4a8.py",)
 _DIRECT = ("tests/cpu/test_direct.py",)
@@ -559,13 +564,45 @@ MUTANTS: tuple[Mutant, ...] = (
 )  # fmt: skip
 
 # In the device form of kernels/decode.py: the interpreter runs the plain form beside it.
-GPU_MUTANTS: tuple[Mutant, ...] = (
+_DEVICE: tuple[Mutant, ...] = (
     Mutant("quarters swapped (device)", "kernels/decode.py", (("fma.rn.bf16x2 $1, b, $6, z;", "fma.rn.bf16x2 $1, c, $6, z;"),), _GPU),
     Mutant("the neighbouring group's scale (device)", "kernels/decode.py", (("fma.rn.bf16x2 $2, c, $7, z;", "fma.rn.bf16x2 $2, c, $6, z;"),), _GPU),
     Mutant("sign of the last quarter dropped (device)", "kernels/decode.py", (("shl.b32 d, $4, 1;", "shl.b32 d, $4, 2;"),), _GPU),
     Mutant("INT4 zero off by one (device)", "kernels/decode.py", (("mov.b32 m, 0xC308C308;", "mov.b32 m, 0xC307C307;"),), _GPU),
     Mutant("E4M3 bias off by one (device)", "kernels/decode.py", (("mov.b32 s, 0x7B807B80;", "mov.b32 s, 0x7C007C00;"),), _GPU),
+    Mutant("sign of the second half dropped (MXFP4, E4M3 rows, device)", "kernels/w4a8.py", (("    shl.b32 s, $2, 4;\n    lop3.b32 $0, m, $2", "    shl.b32 s, $2, 5;\n    lop3.b32 $0, m, $2"),), _GPU_FOUR),
+    Mutant("scale of the neighbouring exponent (MXFP4, E4M3 rows, device)", "kernels/w4a8.py", (("d * 0x01010101 + 0x1C181410", "d * 0x01010101 + 0x1C181418"),), _GPU_FOUR),
+    Mutant("-8 read as -7 (INT4, E4M3 rows, device)", "kernels/w4a8.py", (("prmt.b32 p, 0x44403800, 0x4E4C4A48, m;\n    prmt.b32 q, 0xCACCCED0, 0xB8C0C4C8, m;", "prmt.b32 p, 0x44403800, 0x4E4C4A48, m;\n    prmt.b32 q, 0xCACCCECE, 0xB8C0C4C8, m;"),), _GPU_FOUR),
+    Mutant("second operand dropped (NVFP4, E4M3 rows, device)", "kernels/w4a8.py", (("sub.u32 $3, $1, b;", "sub.u32 $3, $1, $1;"),), _GPU_FOUR),
+    Mutant("the neighbouring group's scale (E4M3 rows, device)", "kernels/w4a8.py", (("[scales, which + 0x4440]", "[scales, (which ^ 1) + 0x4440]"),), _GPU_FOUR),
+    Mutant("gate and up swapped", "kernels/prefill.py", (("a = activate(a, b, KIND, HAS_LIMIT", "a = activate(b, a, KIND, HAS_LIMIT"),), _GPU_LARGE),
+    Mutant("the neighbouring row block's scale", "kernels/prefill.py", (("(expert * PARTS).to(tl.int64) * scale_rows + band) * K_BLOCKS", "(expert * PARTS).to(tl.int64) * scale_rows + (band ^ 1)) * K_BLOCKS"),), _GPU_LARGE),
+    Mutant("a bias of the neighbouring expert", "kernels/prefill.py", (("vector = (expert * PARTS).to(tl.int64) * n_out + n_first", "vector = ((expert ^ 1) * PARTS).to(tl.int64) * n_out + n_first"),), _GPU_LARGE),
+    Mutant("a row beyond a tile's end stored", "kernels/prefill.py", (("    kept = (t < count)[:, None]\n", "    kept = (t <= count)[:, None]\n"),), _GPU_LARGE),
 )  # fmt: skip
+
+# Mistakes in kernels and in what packs and orders for them, made again for the tests of a GPU to see.
+_ON_GPU: dict[str, tuple[str, ...]] = {
+    "kernels/grouped_gemm.py": _GPU,
+    "kernels/activation.py": ("tests/gpu/test_experts.py::test_every_activation",),
+    "kernels/w4a8.py": _GPU_FOUR,
+    "kernels/tiles.py": _GPU_CLOSE,
+    "kernels/weighted_sum.py": (*_GPU_CLOSE, *_GPU_SMALL),
+    "kernels/route.py": _GPU_SMALL,
+    "kernels/quantize.py": _GPU_SMALL,
+    "ops/pack.py": (*_GPU, "tests/gpu/test_verify.py"),
+    "ops/products.py": _GPU_SMALL,
+    "ops/w4a8.py": _GPU_FOUR,
+}
+GPU_MUTANTS: tuple[Mutant, ...] = (
+    *_DEVICE,
+    *(
+        m._replace(name=f"{m.name} (on a GPU)", tests=_ON_GPU[m.file])
+        for m in MUTANTS
+        # What a checkpoint's scales mean is no matter of the device.
+        if m.file in _ON_GPU and not m.name.startswith("compressed-tensors")
+    ),
+)
 
 
 def applied(mutant: Mutant, text: str) -> str:
@@ -579,6 +616,12 @@ def applied(mutant: Mutant, text: str) -> str:
     return text
 
 
+def _tried(mutant: Mutant) -> tuple[Mutant, str, float]:
+    with tempfile.TemporaryDirectory() as room:
+        begun = time.monotonic()
+        return mutant, _killed_by(mutant, Path(room)), time.monotonic() - begun
+
+
 def _killed_by(mutant: Mutant, room: Path) -> str:
     """Run the mutant's tests until one fails and return its name, empty when the mutant survives."""
     source = room / "src"
@@ -589,6 +632,8 @@ def _killed_by(mutant: Mutant, room: Path) -> str:
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     environment = {**os.environ, **threads, "PYTHONPATH": str(source), "HF_HUB_OFFLINE": "1", "COLUMNS": "400"}
     options = ["-x", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider"]
+    if mutant in GPU_MUTANTS:
+        options += ["-o", "filterwarnings=default"]  # as make gpu-test: what is installed there may warn
     tests = [test for test in mutant.tests if (ROOT / test.partition("::")[0]).exists()]
     command = [sys.executable, "-B", "-m", "pytest", *options, *tests]
     try:
@@ -634,9 +679,8 @@ def page() -> str:
         "",
         "Tests that cannot fail prove nothing. Each row is one known kind of mistake, injected alone into a copy of the",
         "source; the tests named beside it are the first that failed. `make mutants` runs them all and fails when one",
-        "survives; `scripts/mutants.py` holds the list and writes this page. Mistakes in the device form of a kernel's",
-        "decoding can be killed on a GPU only (`python scripts/mutants.py --gpu`); the other kernels run in Triton's",
-        "interpreter.",
+        "survives; `scripts/mutants.py` holds the list and writes this page. Kernels run in Triton's interpreter there; with",
+        "`--gpu` their mistakes, and those in the device form of their decoding, are made again for the tests of a GPU.",
         "",
         f"{killed} of {len(rows)} mutants run were killed ([results](../benchmarks/results/mutants.csv)).",
         "",
@@ -656,17 +700,16 @@ def main() -> int:
     """Run the mutants asked for; 1 when one survives."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", default="", help="text in the name or the file")
-    parser.add_argument("--gpu", action="store_true", help="the mutants only a GPU can kill")
+    parser.add_argument("--gpu", action="store_true", help="the mutants for the tests of a GPU")
+    parser.add_argument("--jobs", type=int, default=1, help="how many run side by side")
     parser.add_argument("--page", action="store_true", help="write docs/mutants.md and stop")
     asked = parser.parse_args()
     chosen = [m for m in (GPU_MUTANTS if asked.gpu else MUTANTS) if asked.only in f"{m.name} {m.file}"]
     found: list[tuple[Mutant, str, float]] = []
-    with tempfile.TemporaryDirectory() as room:
-        for mutant in [] if asked.page else chosen:
-            begun = time.monotonic()
-            test = _killed_by(mutant, Path(room))
-            found.append((mutant, test, time.monotonic() - begun))
-            print(f"{found[-1][2]:4.0f} s  {mutant.name} ({mutant.file}): {test or 'SURVIVED'}", flush=True)
+    with ThreadPoolExecutor(asked.jobs) as pool:
+        for mutant, test, seconds in pool.map(_tried, [] if asked.page else chosen):
+            found.append((mutant, test, seconds))
+            print(f"{seconds:4.0f} s  {mutant.name} ({mutant.file}): {test or 'SURVIVED'}", flush=True)
     if found:
         _save(found)
     PAGE.write_text(page(), encoding="utf-8")
