@@ -563,7 +563,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
 )  # fmt: skip
 
-# In the device form of kernels/decode.py: the interpreter runs the plain form beside it.
+# What only a GPU runs: the device form of decoding, beside which the interpreter runs a plain one, and large batches.
 _DEVICE: tuple[Mutant, ...] = (
     Mutant("quarters swapped (device)", "kernels/decode.py", (("fma.rn.bf16x2 $1, b, $6, z;", "fma.rn.bf16x2 $1, c, $6, z;"),), _GPU),
     Mutant("the neighbouring group's scale (device)", "kernels/decode.py", (("fma.rn.bf16x2 $2, c, $7, z;", "fma.rn.bf16x2 $2, c, $6, z;"),), _GPU),
