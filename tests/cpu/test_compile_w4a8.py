@@ -24,7 +24,7 @@ BASE = {
 INT4, NVFP4, SCALED = {"WEIGHT": 7}, {"WEIGHT": 8}, {"WEIGHT": 9}
 PAIRS, FLOATS = {"WEIGHT": 10}, {"WEIGHT": 11}
 GROUPS = {"X_SCALE": 1}
-DOWN = {"PARTS": 1, "KIND": -1, "GATHER": False, "BIAS": True}
+DOWN = {"PARTS": 1, "KIND": -1, "GATHER": False, "BIAS": True, "EARLY": True, "PDL": True}
 TALL = {"BLOCK_N": 128}
 WIDE = {"BLOCK_N": 128, "BLOCK_T": 128, "WARPS": 8, "STAGES": 3}
 
