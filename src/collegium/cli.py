@@ -20,6 +20,7 @@ from .printing import (
     print_demo,
     print_inspection,
     print_json,
+    print_model_bench,
     print_proofs,
     print_tuning,
 )
@@ -172,6 +173,37 @@ def bench(
         print_json(report.to_json())
     else:
         print_bench(report)
+
+
+@app.command()
+def bench_model(
+    what: Annotated[str, typer.Argument(help="qwen3_30b, gpt_oss_20b, or the folder of a model transformers knows.")],
+    recipes: Annotated[
+        list[str] | None,
+        typer.Option("--format", help="Ours beside BF16: weights or weights:activations; repeatable."),
+    ] = None,
+    batches: Annotated[str, typer.Option(help="Sequences decoded at once, separated by commas.")] = "1,32",
+    layers: Annotated[int | None, typer.Option(min=1, help="Build the model with this many layers at most.")] = None,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Time decode steps of a whole model with random weights, our experts beside those of transformers."""
+    from .model_bench import RECIPES, bench_model
+
+    pairs = [(weights, activations) for weights, _, activations in (each.partition(":") for each in recipes or [])]
+    with _bar("bench-model") as progress:
+        report = bench_model(
+            what,
+            pairs or RECIPES,
+            batches=_numbers("--batches", batches, int),
+            layers=layers,
+            device=device,
+            progress=progress,
+        )
+    if as_json:
+        print_json(report.to_json())
+    else:
+        print_model_bench(report)
 
 
 @app.command()

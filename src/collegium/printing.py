@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .conversion import QuantizeReport
     from .demo import DemoReport
     from .inspection import Inspection
+    from .model_bench import ModelReport
     from .tuning import TuneReport
     from .verification import VerifyReport
 
@@ -27,6 +28,7 @@ __all__ = [
     "print_demo",
     "print_inspection",
     "print_json",
+    "print_model_bench",
     "print_proofs",
     "print_tuning",
 ]
@@ -108,6 +110,32 @@ def print_bench(report: BenchReport) -> None:
     )
     if not all(row.cold for row in report.rows):
         out.print("*: the weights of a pass may stay in the cache", style="dim")
+
+
+def print_model_bench(report: ModelReport) -> None:
+    """Show tokens a second of each way of running the experts, and why one has none."""
+    size = f"{report.parameters / 1e9:.1f} G parameters, {report.layers} layers"
+    out.print(f"[bold]{report.model}[/bold] ({size}), random weights, on {report.device}")
+    _print_table(
+        None,
+        ("experts ", "sequences", "tokens/s", "ms a step", "one graph", "error"),
+        [
+            (
+                row.experts,
+                str(row.batch),
+                "" if row.tokens_per_second is None else f"{row.tokens_per_second:.1f}",
+                "" if row.seconds is None else f"{1e3 * row.seconds:.3f}",
+                "yes" if row.graph else "no",
+                "" if row.error is None else f"{row.error:.4f}",
+            )
+            for row in report.rows
+        ],
+    )
+    for row in report.rows:
+        if row.note:
+            out.print(f"{row.experts}, {row.batch} sequences: {row.note}", markup=False)
+    versions = f"torch {report.torch}, triton {report.triton}, transformers {report.transformers}"
+    out.print(versions, style="dim")
 
 
 def print_tuning(report: TuneReport) -> None:

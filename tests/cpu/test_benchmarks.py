@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tiny_models import tiny_config
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -56,9 +58,10 @@ def test_absent_peers_are_rows_beside_ours(tmp_path):
 
 def test_whole_models_run_with_each_implementation(tmp_path):
     pytest.importorskip("transformers")
+    folder = tiny_config(tmp_path / "tiny", "gpt_oss")
     rows = rows_of(
         "bench_model.py",
-        *("gpt_oss_20b", "--tiny", "--batches", "2", "--rounds", "1", "--formats", "mxfp4", "nothing"),
+        *(str(folder), "--batches", "2", "--rounds", "1", "--formats", "mxfp4", "nothing"),
         out=tmp_path / "models.csv",
     )
     names = ["eager", "grouped_mm", "collegium bf16", "collegium mxfp4", "collegium nothing"]

@@ -28,6 +28,7 @@ COMMANDS = {
         "--plot",
         "--json",
     },
+    "bench-model": {"WHAT", "--format", "--batches", "--layers", "--device", "--json"},
     "tune": {"WHAT", "--format", "--tokens", "--most", "--device", "--json"},
     "quantize": {"MODEL", "--to", "--out", "--json"},
     "verify": {"MODEL", "--experts", "--all", "--device", "--kernel", "--activations", "--format", "--json"},

@@ -50,6 +50,7 @@ __all__ = [
     "load_model",
     "register",
     "routed_weights",
+    "spec_of",
 ]
 
 NAME = "collegium"
@@ -236,8 +237,19 @@ def _build(module: Any, x: Tensor, top_k: int, force: Choice | None) -> MoELayer
         )
     if x.dtype not in FLOAT_FORMATS:
         raise InputError(f"x is {x.dtype}; allowed: {', '.join(map(str, FLOAT_FORMATS))}")
+    problem = Problem(
+        spec=spec_of(module, top_k), device=probe(x.device), dtype=cast("Any", FLOAT_FORMATS[x.dtype].name)
+    )
+    # Not every release of transformers knows of experts that end in a norm.
+    norm = module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
+    return MoELayer(weights, plan(problem, force), after_expert=norm)
+
+
+def spec_of(module: Any, top_k: int) -> MoESpec:
+    """Return what an experts module of transformers computes for ``top_k`` experts a token, read off its parameters."""
+    weights = routed_weights(module)
     experts, _, wide, hidden = weights.gate_up.shape
-    spec = MoESpec(
+    return MoESpec(
         hidden_size=hidden,
         intermediate_size=wide,
         num_experts=experts,
@@ -246,10 +258,6 @@ def _build(module: Any, x: Tensor, top_k: int, force: Choice | None) -> MoELayer
         weight_format=weights.down.name,
         expert_bias=weights.down_bias is not None,
     )
-    problem = Problem(spec=spec, device=probe(x.device), dtype=cast("Any", FLOAT_FORMATS[x.dtype].name))
-    # Not every release of transformers knows of experts that end in a norm.
-    norm = module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
-    return MoELayer(weights, plan(problem, force), after_expert=norm)
 
 
 def _activation_of(module: Any) -> ActivationSpec:
