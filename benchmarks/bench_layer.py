@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from collegium.bench import SHAPES, TOKENS, bench
+from collegium.bench import SHAPES, TOKENS, bench, recipe_of
 from collegium.measure import ROUTINGS, measure_ceilings
 from collegium.tuning import packed_layer, tile_times
 
@@ -79,15 +79,14 @@ def main() -> int:
     print(ceilings, flush=True)
     rows: list[dict[str, Any]] = []
     for shape, recipe in ((shape, recipe) for shape in args.shapes for recipe in args.recipes):
-        weights, _, activations = recipe.partition(":")
         if time.time() - started > args.seconds:
             print(f"{shape} {recipe}: no time left", flush=True)
             continue
         try:
             if args.sweep:
-                swept(shape, (weights, activations or "bf16"), args)
+                swept(shape, recipe_of(recipe), args)
             else:
-                rows += measured(shape, (weights, activations or "bf16"), args, ceilings)
+                rows += measured(shape, recipe_of(recipe), args, ceilings)
                 _write(args.out, rows)
         except Exception as fault:  # the other recipes are still measured
             failed += 1

@@ -13,21 +13,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import collegium
+from collegium.bench import recipe_of
 from collegium.model_bench import RECIPES, bench_model
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 RESULTS = Path(__file__).parent / "results" / "models_h200.csv"
 
 
 def rows_of(what: str, args: argparse.Namespace, seconds: float) -> list[dict[str, Any]]:
     """Measure one model and return a row for each way of running its experts."""
-    recipes = [recipe.partition(":")[::2] for recipe in args.formats] or RECIPES
-    report = bench_model(
-        what, recipes, batches=args.batches, layers=args.layers, device=DEVICE.type, rounds=args.rounds, seconds=seconds
-    )
+    recipes = [recipe_of(recipe) for recipe in args.formats] or RECIPES
+    report = bench_model(what, recipes, batches=args.batches, layers=args.layers, rounds=args.rounds, seconds=seconds)
     said = ["--batches", *map(str, args.batches), *(["--layers", str(args.layers)] if args.layers else [])]
     head = {"gpu": report.device, "driver": report.driver, "torch": report.torch, "triton": report.triton}
     head |= {"transformers": report.transformers, "collegium": collegium.__version__, "commit": args.commit}

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from triton import knobs
 
-from collegium.bench import random_weights, spec_of
+from collegium.bench import random_weights, recipe_of, spec_of
 from collegium.devices import probe
 from collegium.layer import MoELayer
 from collegium.measure import driver_version, version_of
@@ -40,7 +40,7 @@ PLACE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 def measured(case: str, lock: str) -> dict[str, Any]:
     """Warm up one layer in this process."""
     what, _, recipe = case.partition("/")
-    weights, _, activations = recipe.partition(":")
+    weights, activations = recipe_of(recipe)
     name, plain = spec_of(what)
     spec = replace(plain, weight_format=weights)
     compiled: list[str] = []
@@ -53,7 +53,7 @@ def measured(case: str, lock: str) -> dict[str, Any]:
         loaded.append("")
 
     problem = Problem(spec=spec, device=probe(PLACE.type), limits=Limits(max_tokens=8192))
-    made = plan(problem, Choice(activation_format=activations or "bf16"))
+    made = plan(problem, Choice(activation_format=activations))
     layer = MoELayer(random_weights(spec, PLACE), made)
     _wait()
     knobs.runtime.jit_post_compile_hook = after

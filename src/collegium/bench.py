@@ -56,6 +56,7 @@ __all__ = [
     "gate",
     "plot",
     "random_weights",
+    "recipe_of",
     "spec_of",
 ]
 
@@ -151,6 +152,12 @@ def spec_of(what: str) -> tuple[str, MoESpec]:
     return what, MoESpec(
         hidden_size=hidden, intermediate_size=wide, num_experts=experts, routing=RoutingSpec(top_k=top_k)
     )
+
+
+def recipe_of(text: str) -> tuple[str, str]:
+    """Return the two formats that ``weights[:activations]`` names; activations are bf16 when none are."""
+    weights, _, activations = text.partition(":")
+    return weights, activations or "bf16"
 
 
 def bench(

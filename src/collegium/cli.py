@@ -153,14 +153,13 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Time one MoE layer on random weights, beside the least this machine could take; wrong results get no time."""
-    from .bench import bench, plot
+    from .bench import bench, plot, recipe_of
 
     counts = _numbers("--tokens", tokens, int)
-    pairs = [recipe.partition(":")[::2] for recipe in recipes or ["bf16"]]
     with _bar("bench") as progress:
         report = bench(
             what,
-            [(weights, activations or "bf16") for weights, activations in pairs],
+            [recipe_of(recipe) for recipe in recipes or ["bf16"]],
             tokens=counts,
             routing=routing,
             device=device,
@@ -188,13 +187,13 @@ def bench_model(
     as_json: Json = False,
 ) -> None:
     """Time decode steps of a whole model with random weights, our experts beside those of transformers."""
+    from .bench import recipe_of
     from .model_bench import RECIPES, bench_model
 
-    pairs = [(weights, activations) for weights, _, activations in (each.partition(":") for each in recipes or [])]
     with _bar("bench-model") as progress:
         report = bench_model(
             what,
-            pairs or RECIPES,
+            [recipe_of(recipe) for recipe in recipes or []] or RECIPES,
             batches=_numbers("--batches", batches, int),
             layers=layers,
             device=device,
@@ -216,13 +215,13 @@ def tune(
     as_json: Json = False,
 ) -> None:
     """Measure the tiles of one layer on this GPU and keep the best in your cache directory."""
+    from .bench import recipe_of
     from .tuning import TUNED_TOKENS, tune
 
-    weights, _, activations = recipe.partition(":")
     with _bar("tune") as progress:
         report = tune(
             what,
-            (weights, activations or "bf16"),
+            recipe_of(recipe),
             tokens=TUNED_TOKENS if tokens is None else _numbers("--tokens", tokens, int),
             most=most,
             device=device,

@@ -151,7 +151,6 @@ def take_turns(
         counts = dict.fromkeys(keys, 0)
         if queued and device.type == "cuda" and rounds and keys:
             rounds, counts = _burst(passes, device, rounds)
-            torch.cuda.synchronize(device)
             time.sleep(_PAUSE)
         for turn in range(rounds if keys else 0):
             shift = turn % len(keys)
@@ -162,8 +161,6 @@ def take_turns(
 
 def _burst(passes: Mapping[K, Callable[[], object]], device: torch.device, rounds: int) -> tuple[int, dict[K, int]]:
     """Return how many rounds, and how many timed passes a turn of each, make a burst of ``_BURST`` seconds of each."""
-    for call in passes.values():
-        call()
     seconds = {key: timed_once(call, device) for key, call in passes.items()}
     rounds = max(3, min(rounds, int(_BURST / 2 / max(seconds.values()))))
     return rounds, {key: max(1, min(7, int(_BURST / rounds / each) - 1)) for key, each in seconds.items()}

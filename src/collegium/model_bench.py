@@ -11,15 +11,14 @@ from __future__ import annotations
 import gc
 import time
 from dataclasses import asdict, dataclass, replace
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .bench import TOLERANCES, experts_error, random_weights
+from .bench import TOLERANCES, experts_error, random_weights, recipe_of
 from .devices import probe
-from .errors import InputError, MeasurementError, MissingExtraError
+from .errors import InputError, MeasurementError
 from .integrations import transformers as plugin
 from .layer import MoELayer
 from .measure import driver_version, prepare_pass, take_turns, version_of
@@ -125,7 +124,9 @@ class _Stepper:
         generator = torch.Generator(device).manual_seed(batch)
         words = min(1000, model.config.get_text_config().vocab_size)
         self.ids = torch.randint(0, words, (batch, _PROMPT), device=device, generator=generator)
-        self.cache = _theirs("transformers.cache_utils").StaticCache(config=model.config, max_cache_len=_PROMPT + 64)
+        self.cache = plugin.extra("transformers.cache_utils").StaticCache(
+            config=model.config, max_cache_len=_PROMPT + 64
+        )
         self.position = torch.full((1, 1), _PROMPT, device=device)
         self.token = self.ids[:, -1:].clone()
         # transformers makes a mask by copying a number from the host, which no graph can hold.
@@ -196,18 +197,9 @@ def bench_model(
     )
 
 
-def _theirs(module: str) -> Any:
-    try:
-        return import_module(module)
-    except ImportError as fault:
-        raise MissingExtraError(
-            f"{module} is not installed; install it with: pip install 'collegium[transformers]'"
-        ) from fault
-
-
 def _built(what: str, layers: int | None, place: torch.device) -> Any:
     """Return the model with random BF16 weights; raises InputError where it is none with experts."""
-    transformers = _theirs("transformers")
+    transformers = plugin.extra("transformers")
     if what in MODELS:
         facts = dict(MODELS[what])
         config = getattr(transformers, facts.pop("config"))(**facts, max_position_embeddings=4096)
@@ -235,8 +227,7 @@ def _way(weights: str, activations: str) -> str:
 
 def _formats(way: str) -> tuple[str, str]:
     """Return the weights and activations that ``way`` names: ``collegium WEIGHTS[:ACTIVATIONS]``, or transformers'."""
-    weights, _, activations = way.partition(" ")[2].partition(":")
-    return weights or "bf16", activations or "bf16"
+    return recipe_of(way.partition(" ")[2] or "bf16")
 
 
 def _attached(model: Any, way: str, specs: Sequence[MoESpec]) -> str:
@@ -305,8 +296,9 @@ def _checked(model: Any, way: str, stepper: _Stepper) -> float:
         hook.remove()
         x, ids, topk_weights, found = asked[0]
         weights, activations = _formats(way)
-        spec = replace(plugin.spec_of(module, ids.shape[-1]), weight_format=weights)
-        own = plugin.routed_weights(module) if weights == "bf16" else random_weights(spec, model.device, seed=index)
+        plain = plugin.routed_weights(module)
+        spec = replace(plugin.spec_of(module, plain, ids.shape[-1]), weight_format=weights)
+        own = plain if weights == "bf16" else random_weights(spec, model.device, seed=index)
         case = (x.view(-1, x.shape[-1]), Routing(topk_ids=ids, topk_weights=topk_weights.float()))
         problem = Problem(spec=spec, device=probe(model.device))
         error = experts_error(found.view(-1, x.shape[-1]), problem, own, case)

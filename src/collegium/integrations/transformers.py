@@ -46,6 +46,7 @@ __all__ = [
     "build_layers",
     "experts_forward",
     "experts_modules",
+    "extra",
     "layers_of",
     "load_model",
     "register",
@@ -76,8 +77,8 @@ def register(force: Choice | None = None) -> None:
     May be called any number of times.
     """
     forward = partial(experts_forward, force=force)
-    _extra("transformers.integrations.moe").ExpertsInterface.register(NAME, forward)
-    _extra("transformers.integrations.finegrained_fp8").FP8ExpertsInterface.register(NAME, forward)
+    extra("transformers.integrations.moe").ExpertsInterface.register(NAME, forward)
+    extra("transformers.integrations.finegrained_fp8").FP8ExpertsInterface.register(NAME, forward)
 
 
 def experts_forward(
@@ -237,17 +238,15 @@ def _build(module: Any, x: Tensor, top_k: int, force: Choice | None) -> MoELayer
         )
     if x.dtype not in FLOAT_FORMATS:
         raise InputError(f"x is {x.dtype}; allowed: {', '.join(map(str, FLOAT_FORMATS))}")
-    problem = Problem(
-        spec=spec_of(module, top_k), device=probe(x.device), dtype=cast("Any", FLOAT_FORMATS[x.dtype].name)
-    )
+    spec = spec_of(module, weights, top_k)
+    problem = Problem(spec=spec, device=probe(x.device), dtype=cast("Any", FLOAT_FORMATS[x.dtype].name))
     # Not every release of transformers knows of experts that end in a norm.
     norm = module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
     return MoELayer(weights, plan(problem, force), after_expert=norm)
 
 
-def spec_of(module: Any, top_k: int) -> MoESpec:
-    """Return what an experts module of transformers computes for ``top_k`` experts a token, read off its parameters."""
-    weights = routed_weights(module)
+def spec_of(module: Any, weights: ExpertWeights[Payload], top_k: int) -> MoESpec:
+    """Return what an experts module with its ``routed_weights`` computes for ``top_k`` experts a token."""
     experts, _, wide, hidden = weights.gate_up.shape
     return MoESpec(
         hidden_size=hidden,
@@ -321,7 +320,7 @@ def experts_modules(model: nn.Module) -> dict[int, nn.Module]:
 def _skeleton(path: str) -> nn.Module:
     """Build the model with every parameter on the meta device and every buffer real."""
     register()
-    transformers, accelerate = _extra("transformers"), _extra("accelerate")
+    transformers, accelerate = extra("transformers"), extra("accelerate")
     config = transformers.AutoConfig.from_pretrained(path)
     config._experts_implementation = NAME
     if hasattr(config, "quantization_config"):
@@ -354,7 +353,7 @@ def _load_rest(model: Any, checkpoint: Checkpoint, device: str) -> None:
     for name, buffer in model.named_buffers():
         if name in checkpoint:
             buffer.copy_(checkpoint.read(name).to(buffer.dtype))
-    generation = _extra("transformers").GenerationConfig
+    generation = extra("transformers").GenerationConfig
     if (checkpoint.path / "generation_config.json").exists():
         model.generation_config = generation.from_pretrained(checkpoint.path)
 
@@ -368,7 +367,8 @@ def _plain(tensor: Tensor, name: str) -> Tensor:
     )
 
 
-def _extra(module: str) -> Any:
+def extra(module: str) -> Any:
+    """Return a module of the transformers extra; raises MissingExtraError where it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -126,14 +126,13 @@ def score(problem: TileProblem, tile: TileChoice, machine: Machine) -> float:
     """Return the estimated microseconds of ``problem`` with ``tile``."""
     if problem.decoded and problem.x_bits == 8:
         return _four_bit_score(problem, tile, machine)
-    hit = _experts_hit(problem)
+    hit, weights = _experts_hit(problem), _weight_bytes(problem)
     if tile == _lone(problem, machine):
-        return hit * problem.parts * problem.n_out * problem.k_in * problem.weight_bits / 8 / machine.bandwidth
+        return weights / machine.bandwidth
     each = problem.rows / hit
     # A tile less than full at the end of every expert: half of one on average, a whole one when all rows fit.
     tiles = hit * (1.0 if each <= tile.block_t / 2 else each / tile.block_t + 0.5)
     columns = math.ceil(problem.n_out / tile.columns)
-    weights = hit * problem.parts * problem.n_out * problem.k_in * problem.weight_bits / 8
     # Weights come from memory once and from the L2 cache, four times as fast, for every further token tile; the
     # tokens of a tile come from the L2 cache for every column tile.
     again = max(0.0, tiles / hit - 1.0) * weights + columns * problem.rows * problem.k_in * problem.x_bits / 8
@@ -203,13 +202,16 @@ def _lone(problem: TileProblem, machine: Machine) -> TileChoice | None:
 
 def _overlaps(problem: TileProblem, machine: Machine) -> bool:
     # A product gains by starting before the kernel before it ends; a long one that decodes its weights can lose.
-    weights = _experts_hit(problem) * problem.parts * problem.n_out * problem.k_in * problem.weight_bits / 8
-    return machine.pdl and (not problem.decoded or weights < 4.5e8)
+    return machine.pdl and (not problem.decoded or _weight_bytes(problem) < 4.5e8)
 
 
 def _experts_hit(problem: TileProblem) -> float:
     missed = (1 - 1 / problem.experts) ** problem.rows if problem.experts > 1 else 0.0
     return max(1.0, problem.experts * (1 - missed))
+
+
+def _weight_bytes(problem: TileProblem) -> float:
+    return _experts_hit(problem) * problem.parts * problem.n_out * problem.k_in * problem.weight_bits / 8
 
 
 def _weight_rows(problem: TileProblem, tile: TileChoice) -> int:
@@ -296,28 +298,34 @@ def _four_bit_score(problem: TileProblem, tile: TileChoice, machine: Machine) ->
     """Return microseconds, fitted to four models' products on an H200, 2026-11-21."""
     hit = _experts_hit(problem)
     each = problem.rows / hit
-    tiles = hit * (1.0 if each <= tile.block_t / 2 else each / tile.block_t + 0.5)
     if problem.quartered:
         tiles = hit * _tiles_of(each, tile.block_t)
+    else:
+        tiles = hit * (1.0 if each <= tile.block_t / 2 else each / tile.block_t + 0.5)
     columns = math.ceil(problem.n_out / tile.block_n)
-    # Nanoseconds of a multiprocessor for 128 weight rows and one K block: decoding, then a token's products and sums.
+    steps = math.ceil(problem.k_in / problem.block_k)
+    memory = _weight_bytes(problem) / machine.bandwidth
+    each_sm = tiles * columns / machine.sms
+    math_time = each_sm * steps * _four_bit_step(problem, tile) / 1000
+    if problem.quartered and each_sm < 4:
+        math_time *= math.ceil(each_sm) / each_sm
+    # A program by itself: it waits for loads, decoding and products in turn.
+    alone = steps * (0.35 + 0.07 * (tile.block_n // 128) + 0.08 * (tile.warps // 8))
+    # The last programs leave the others' multiprocessors idle.
+    return max(memory, math_time, alone) + 0.25 * min(memory, math_time) + 0.7 * alone
+
+
+def _four_bit_step(problem: TileProblem, tile: TileChoice) -> float:
+    """Return nanoseconds of a multiprocessor for a program's K block: decoding, then a token's products and sums."""
+    if problem.quartered:
+        return _QUARTERED[tile.block_n, tile.warps][tile.block_t] * tile.block_n / 128
     token = 0.8 + 1.75 * problem.operands + 2.0 * problem.promoted
     step = (130 + 60 * problem.operands + token * tile.block_t) * tile.block_n / 128
     if tile.block_n == 64:
         step *= 1.03 if tile.block_t <= 16 and problem.operands == 1 else 1.1 if tile.block_t <= 16 else 1.4
     if tile.warps == 8:
         step *= 1.05 if tile.block_t <= 16 else 1.4 / problem.operands**0.3
-    if problem.quartered:
-        step = _QUARTERED[tile.block_n, tile.warps][tile.block_t] * tile.block_n / 128
-    steps = math.ceil(problem.k_in / problem.block_k)
-    memory = hit * problem.n_out * problem.k_in * problem.weight_bits / 8 / machine.bandwidth
-    math_time = tiles * columns / machine.sms * steps * step / 1000
-    if problem.quartered and (each_sm := tiles * columns / machine.sms) < 4:
-        math_time *= math.ceil(each_sm) / each_sm
-    # A program by itself: it waits for loads, decoding and products in turn.
-    alone = steps * (0.35 + 0.07 * (tile.block_n // 128) + 0.08 * (tile.warps // 8))
-    # The last programs leave the others' multiprocessors idle.
-    return max(memory, math_time, alone) + 0.25 * min(memory, math_time) + 0.7 * alone
+    return step
 
 
 def _tiles_of(rows: float, block_t: int) -> float:
