@@ -154,7 +154,12 @@ def test_which_batches_are_large() -> None:
     hopper = machine_of((9, 0), 132)
     tile = prefill_tile(product(), hopper)
     assert tile is not None
-    assert tile.programs == 132
+    # Programs that take every 132nd tile would meet the same part of an expert's rows again and again.
+    assert (tile.programs, tile.group_t) == (131, 4)
+    for processors, programs in ((114, 113), (78, 77), (4, 1), (1, 1)):
+        fewer = prefill_tile(product(), replace(hopper, sms=processors))
+        assert fewer is not None
+        assert fewer.programs == programs
     assert (tile.warps, tile.stages) == ((4, 4) if hopper.specialises else (8, 3))
     plain = prefill_tile(product(), replace(hopper, specialises=False))
     assert plain is not None

@@ -50,6 +50,13 @@ def test_layers_are_times_and_times_the_floor(tmp_path: Path) -> None:
     assert "| s | mxfp4 x fp8_token | 30.0 (1.50) |" in page(tmp_path)
 
 
+def test_layers_under_several_routings_stand_in_lines_of_their_own(tmp_path: Path) -> None:
+    row = {"gpu": "G", "shape": "s", "weights": "bf16", "activations": "bf16", "tokens": 1, "floor_us": 20.0}
+    write(tmp_path / "layers.csv", [row | {"routing": r, "layer_us": t} for r, t in (("zipf", 30.0), ("hot", 40.0))])
+    assert "| s | bf16 x bf16 | zipf | 30.0 (1.50) |" in page(tmp_path)
+    assert "| s | bf16 x bf16 | hot | 40.0 (2.00) |" in page(tmp_path)
+
+
 def test_layers_are_read_with_and_without_a_column_for_each_format(tmp_path: Path) -> None:
     same = {"gpu": "G", "commit": "abc", "command": "c", "shape": "s", "tokens": 8, "layer_us": 20.0, "floor_us": 10.0}
     write(tmp_path / "older.csv", [same | {"format": "mxfp4:fp8_token"}])
@@ -60,15 +67,15 @@ def test_layers_are_read_with_and_without_a_column_for_each_format(tmp_path: Pat
 
 
 def test_the_models_of_the_readme_stand_in_their_file() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8").split("gpt-oss-20b with random weights")[1].split("\n\n")[0]
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").split("| whole model")[1].split("\n\n")[0].splitlines()
+    names = {"gpt-oss-20b": "gpt_oss_20b", "Qwen3-30B-A3B": "qwen3_30b"}
+    ways = ("grouped_mm", "collegium bf16", "collegium mxfp4", "collegium mxfp4:fp8_token")
     with (ROOT / "benchmarks/results/models_h200.csv").open(encoding="utf-8") as file:
-        found = {row["experts"]: float(row["tokens_per_second"]) for row in csv.DictReader(file)}
-    for experts, said in (
-        ("grouped_mm", "`grouped_mm`"),
-        ("collegium bf16", "ours, BF16"),
-        ("collegium mxfp4:fp8_token", "ours, MXFP4 x FP8"),
-    ):
-        assert f"{found[experts]:.0f} ({said})" in " ".join(text.split())
+        found = {(r["model"], r["batch"], r["experts"]): float(r["tokens_per_second"]) for r in csv.DictReader(file)}
+    said = [line.strip("| ").split(" | ") for line in lines[2:]]
+    assert len(said) == 4
+    for model, batch, *cells in said:
+        assert cells == [f"{found[names[model], batch, way]:.0f}" for way in ways]
 
 
 def test_the_numbers_of_the_readme_stand_in_their_file() -> None:

@@ -36,6 +36,7 @@ __all__ = ["CodeScales", "prefill_bytes", "prefill_experts", "prefill_gemm", "pr
 
 _BAND = 128  # weight rows a tile holds twice
 _ROWS = 56  # of an expert, from which on this product is the faster one
+_GROUP = 4  # token tiles that share a pass over the weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +68,18 @@ def prefill_tile(problem: TileProblem, machine: Machine) -> TileChoice | None:
         return None
     # With four warps the compiler gives copies and products warps of their own; with eight they take turns.
     warps, stages = (4, 4) if machine.specialises else (8, 3)
-    return TileChoice(block_n=_BAND, block_t=128, warps=warps, stages=stages, programs=machine.sms)
+    programs = _coprime(machine.sms)
+    return TileChoice(block_n=_BAND, block_t=128, warps=warps, stages=stages, group_t=_GROUP, programs=programs)
+
+
+def _coprime(most: int) -> int:
+    """Return the most programs, up to ``most``, that have neither 2 nor 3 as a factor.
+
+    Programs take every so manieth tile. An expert's rows often fill two or three tiles, the last one in part, which
+    is done sooner: a program that met it every time would run ahead, and the weights its neighbours have just read
+    would have left the L2 cache when they come to them.
+    """
+    return next(count for count in range(most, 0, -1) if count % 2 and count % 3)
 
 
 def prefill_gemm(
