@@ -75,9 +75,9 @@ def prefill_tile(problem: TileProblem, machine: Machine) -> TileChoice | None:
 def _coprime(most: int) -> int:
     """Return the most programs, up to ``most``, that have neither 2 nor 3 as a factor.
 
-    Programs take every so manieth tile. An expert's rows often fill two or three tiles, the last one in part, which
-    is done sooner: a program that met it every time would run ahead, and the weights its neighbours have just read
-    would have left the L2 cache when they come to them.
+    Of n programs each takes every n-th tile. An expert's rows often fill two or three tiles, the last one in part, so
+    it is done sooner. A program that met it every time would run ahead, and the weights it read would have left the L2
+    cache when its neighbour comes to them.
     """
     return next(count for count in range(most, 0, -1) if count % 2 and count % 3)
 
