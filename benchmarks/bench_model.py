@@ -25,6 +25,7 @@ def rows_of(what: str, args: argparse.Namespace, seconds: float) -> list[dict[st
     recipes = [recipe_of(recipe) for recipe in args.formats] or RECIPES
     report = bench_model(what, recipes, batches=args.batches, layers=args.layers, rounds=args.rounds, seconds=seconds)
     said = ["--batches", *map(str, args.batches), *(["--layers", str(args.layers)] if args.layers else [])]
+    said += ["--formats", *args.formats] if args.formats else []
     head = {"gpu": report.device, "driver": report.driver, "torch": report.torch, "triton": report.triton}
     head |= {"transformers": report.transformers, "collegium": collegium.__version__, "commit": args.commit}
     head |= {"command": " ".join(["python benchmarks/bench_model.py", *args.models, *said])}

@@ -70,16 +70,16 @@ def _facts(rows: list[Row]) -> str:
 def _layers(rows: list[Row]) -> str:
     """One line a shape, format and routing, one column a token count: microseconds of the layer and times the floor."""
     tokens = sorted({int(row["tokens"]) for row in rows})
-    skewed = len({row.get("routing") for row in rows}) > 1
+    more = ["routing"] if len({row.get("routing") for row in rows}) > 1 else []
     groups: dict[tuple[str, ...], dict[int, Row]] = defaultdict(dict)
     for row in rows:
         recipe = row["format"].replace(":", " x ") if "format" in row else " x ".join(_formats(row))
-        groups[(row["shape"], recipe, *([row["routing"]] if skewed else []))][int(row["tokens"])] = row
+        groups[(row["shape"], recipe, *(row[name] for name in more))][int(row["tokens"])] = row
     body = [
         [*key, *(_time(found[t]["layer_us"], found[t]["floor_us"]) if t in found else "" for t in tokens)]
         for key, found in sorted(groups.items())
     ]
-    head = ["shape", "weights x activations", *(["routing"] if skewed else []), *(f"T={t}" for t in tokens)]
+    head = ["shape", "weights x activations", *more, *(f"T={t}" for t in tokens)]
     return "Microseconds of the whole layer.\n\n" + _table(head, body)
 
 
