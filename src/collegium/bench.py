@@ -184,7 +184,7 @@ def bench(
         if progress is not None:
             progress(done, total, text)
 
-    place = torch.device(facts.kind)
+    place = torch.device(facts.place)
     # Not the seed of the weights: a device draws the same first numbers from it, and a row of them would be an input.
     generator = torch.Generator(place).manual_seed(1)
     made = {t: _inputs(t, spec, routing, generator) for t in sorted(set(tokens))}
@@ -330,7 +330,7 @@ def _report(
         sizes=f"H={spec.hidden_size} I={spec.intermediate_size} E={spec.num_experts} top-{spec.routing.top_k}",
         routing=routing,
         device=facts.name or facts.kind,
-        driver=driver_version(torch.device(facts.kind)),
+        driver=driver_version(torch.device(facts.place)),
         torch=torch.__version__,
         triton=version_of("triton"),
         ceilings=ceilings,

@@ -17,19 +17,40 @@ __all__ = ["probe"]
 def probe(device: torch.device | str | None = None) -> DeviceFacts:
     """Describe ``device``, or the best device of this machine when None.
 
-    Raises InputError when a CUDA device is asked for and torch sees none.
+    ``cuda`` without a number is the current CUDA device. Raises InputError for a name torch does not know and for a
+    CUDA device that is not there.
     """
-    wanted = torch.device(device) if device is not None else torch.device(_best())
+    wanted = _named(_best() if device is None else device)
     if wanted.type == "cpu":
         return DeviceFacts(kind="cpu", name=_cpu_name(), memory=_cpu_memory(), threads=torch.get_num_threads())
-    if wanted.type == "cuda" and torch.cuda.is_available():
-        facts = torch.cuda.get_device_properties(wanted)
+    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    # torch says None for "cuda", whatever its annotation says.
+    numbered = ":" in str(wanted)
+    index = wanted.index if numbered else torch.cuda.current_device() if seen else 0
+    if wanted.type == "cuda" and index < seen:
+        facts = torch.cuda.get_device_properties(index)
         return DeviceFacts(
-            kind="cuda", name=facts.name, capability=(facts.major, facts.minor), memory=facts.total_memory
+            kind="cuda",
+            name=facts.name,
+            capability=(facts.major, facts.minor),
+            memory=facts.total_memory,
+            index=index,
         )
-    raise InputError(
-        f"device {wanted}: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices on this machine; "
-        "allowed: cpu, or cuda where torch.cuda.is_available(). Leave the device out to take the best one."
+    raise _refused(wanted, seen)
+
+
+def _named(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise _refused(device, torch.cuda.device_count()) from error
+
+
+def _refused(device: torch.device | str, seen: int) -> InputError:
+    allowed = "cpu" if seen == 0 else "cpu, cuda, " + ", ".join(f"cuda:{index}" for index in range(seen))
+    return InputError(
+        f"device {str(device)!r}: torch {torch.__version__} sees {seen} CUDA devices on this machine; "
+        f"allowed: {allowed}. Leave the device out to take the best one."
     )
 
 

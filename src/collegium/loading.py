@@ -50,9 +50,9 @@ def load_layer(
     return MoELayer(
         weights,
         plan(problem, force),
-        router=load_router(checkpoint, spec, layer, device=facts.kind),
-        shared=load_shared(checkpoint, spec, layer, device=facts.kind),
-        latent=load_latent(checkpoint, spec, layer, device=facts.kind),
+        router=load_router(checkpoint, spec, layer, device=facts.place),
+        shared=load_shared(checkpoint, spec, layer, device=facts.place),
+        latent=load_latent(checkpoint, spec, layer, device=facts.place),
         checked=checked,
     )
 
@@ -91,7 +91,7 @@ def _experts(
     stored = detect(checkpoint.config, checkpoint, layer)
     spec = replace(describe(checkpoint.config, layer), weight_format=stored.name)
     everything = linear(spec.num_experts, 0, 1)
-    weights = load_experts(checkpoint, spec, layer, everything, stored=stored, device=facts.kind)
+    weights = load_experts(checkpoint, spec, layer, everything, stored=stored, device=facts.place)
     if weight_format is not None and weight_format != weights.down.name:
         weights = encode_experts(weights, weight_format)
     return replace(spec, weight_format=weights.down.name), weights

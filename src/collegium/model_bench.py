@@ -20,6 +20,7 @@ from .bench import TOLERANCES, experts_error, random_weights, recipe_of
 from .devices import probe
 from .errors import InputError, MeasurementError
 from .integrations import transformers as plugin
+from .integrations.extra import extra
 from .layer import MoELayer
 from .measure import driver_version, prepare_pass, take_turns, version_of
 from .ops.quantize import activation_format
@@ -124,9 +125,7 @@ class _Stepper:
         generator = torch.Generator(device).manual_seed(batch)
         words = min(1000, model.config.get_text_config().vocab_size)
         self.ids = torch.randint(0, words, (batch, _PROMPT), device=device, generator=generator)
-        self.cache = plugin.extra("transformers.cache_utils").StaticCache(
-            config=model.config, max_cache_len=_PROMPT + 64
-        )
+        self.cache = extra("transformers.cache_utils").StaticCache(config=model.config, max_cache_len=_PROMPT + 64)
         self.position = torch.full((1, 1), _PROMPT, device=device)
         self.token = self.ids[:, -1:].clone()
         # transformers makes a mask by copying a number from the host, which no graph can hold.
@@ -169,7 +168,7 @@ def bench_model(
     what is no such model; what fails later is a row with the reason.
     """
     started = time.monotonic()
-    place = torch.device(probe(device).kind)
+    place = torch.device(probe(device).place)
     model = _built(what, layers, place)
     ours = [_way(weights, activations or "bf16") for weights, activations in recipes]
     rows: list[ModelRow] = []
@@ -199,7 +198,7 @@ def bench_model(
 
 def _built(what: str, layers: int | None, place: torch.device) -> Any:
     """Return the model with random BF16 weights; raises InputError where it is none with experts."""
-    transformers = plugin.extra("transformers")
+    transformers = extra("transformers")
     if what in MODELS:
         facts = dict(MODELS[what])
         config = getattr(transformers, facts.pop("config"))(**facts, max_position_embeddings=4096)

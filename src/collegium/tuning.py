@@ -120,7 +120,7 @@ def packed_layer(
         Problem(spec=spec, device=facts, limits=Limits(max_tokens=most_tokens)), Choice(activation_format=recipe[1])
     )
     kernel = next(k for k in KERNELS if k.name == made.kernel)
-    packed = kernel.pack(random_weights(spec, torch.device(facts.kind)), made.problem)
+    packed = kernel.pack(random_weights(spec, torch.device(facts.place)), made.problem)
     if not isinstance(packed, PackedExperts):
         raise InputError(
             f"tune: {name} in {recipe[0]} x {recipe[1]} runs on {made.kernel}, which has no tiles to choose"

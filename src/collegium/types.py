@@ -233,7 +233,8 @@ class DeviceFacts:
     """The machine as far as planning needs it; made by hand or by ``collegium.devices.probe``.
 
     kind: ``cpu`` or ``cuda``. capability: (major, minor) of a CUDA device, None on CPU.
-    memory: bytes of the device, 0 when unknown. threads: CPU threads torch will use.
+    memory: bytes of the device, 0 when unknown. threads: CPU threads torch will use. index: number of the CUDA device
+    on this machine, None for one that is not here.
     """
 
     kind: Literal["cpu", "cuda"]
@@ -241,6 +242,12 @@ class DeviceFacts:
     capability: tuple[int, int] | None = None
     memory: int = 0
     threads: int = 1
+    index: int | None = None
+
+    @property
+    def place(self) -> str:
+        """What torch calls the device: ``cpu``, ``cuda:1``, or ``cuda`` for one without a number."""
+        return self.kind if self.index is None else f"{self.kind}:{self.index}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

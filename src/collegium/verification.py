@@ -133,7 +133,7 @@ def _prove_routed(
     wishes: tuple[Choice | None, str | None],
 ) -> LayerProof:
     force, weight_format = wishes
-    built = load_routed(checkpoint, layer, weight_format=weight_format, force=force, device=facts.kind)
+    built = load_routed(checkpoint, layer, weight_format=weight_format, force=force, device=facts.place)
     held = built.spec.num_experts
     chosen = _sample(held, held if experts is None else experts, layer)
 
@@ -154,7 +154,7 @@ def _prove_routed(
 def _prove_shared(checkpoint: Checkpoint, layer: int, facts: DeviceFacts, force: Choice | None) -> LayerProof | None:
     """Run the shared expert as one routed expert, which is what it is to a kernel."""
     spec = describe(checkpoint.config, layer)
-    shared = load_shared(checkpoint, spec, layer, device=facts.kind)
+    shared = load_shared(checkpoint, spec, layer, device=facts.place)
     if shared is None or spec.shared is None:
         return None
     alone = replace(
@@ -218,7 +218,7 @@ def _prove(
 
 
 def _run(built: MoELayer, x: Tensor, ids: Tensor, factors: Tensor) -> Tensor:
-    device = built.plan.problem.device.kind
+    device = built.plan.problem.device.place
     routing = Routing(topk_ids=ids[:, None].to(device), topk_weights=factors[:, None].to(device))
     with torch.no_grad():
         return built(x.to(device), routing=routing).cpu()

@@ -42,7 +42,7 @@ def warm_layer(layer: Any, progress: Callable[[int, int, str], None] | None = No
     with (done, total, text).
     """
     problem = layer.plan.problem
-    spec, device = problem.spec, torch.device(problem.device.kind)
+    spec, device = problem.spec, torch.device(problem.device.place)
     packed = [(layer._pipeline.packed, spec.routing.top_k), (layer._packed_shared, 1)]
 
     def run(tokens: int) -> None:

@@ -10,8 +10,7 @@ import torch
 pytest.importorskip("transformers")
 
 from collegium.errors import InputError
-from collegium.integrations.decoding import Decoder
-from collegium.integrations.transformers import load_model
+from collegium.integrations.transformers import Decoder, load_model
 
 SHIPPED = Path(__file__).resolve().parents[2] / "demo" / "fables-16m"
 

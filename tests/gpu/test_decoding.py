@@ -9,8 +9,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 from collegium.devices import probe
-from collegium.integrations.decoding import Decoder
-from collegium.integrations.transformers import attach, experts_modules, layers_of, register, routed_weights
+from collegium.integrations.transformers import Decoder, attach, experts_modules, layers_of, register, routed_weights
 from collegium.layer import MoELayer
 from collegium.plan import plan
 from collegium.types import Choice, Problem

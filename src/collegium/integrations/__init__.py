@@ -1,1 +1,1 @@
-"""Plug-ins for the engines people already use, one file an engine; nothing is imported until asked for."""
+"""Plug-ins for the engines people already use, one folder an engine; nothing is imported until asked for."""

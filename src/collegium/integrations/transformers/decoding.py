@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import InputError, MissingExtraError
-from .transformers import layers_of
+from ...errors import InputError, MissingExtraError
+from .plugin import layers_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,0 +1,145 @@
+"""What an experts module of transformers holds and computes, read from the module itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...errors import SpecError
+from ...formats.fp8_block import Fp8Block
+from ...formats.fp8_tensor import Fp8Tensor
+from ...formats.mxfp4 import MxFp4
+from ...formats.unquantised import as_stored
+from ...ops.activation import activate, deinterleave
+from ...types import ActivationSpec, ExpertWeights, MoESpec, RoutingSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ...formats.payload import Payload
+
+__all__ = ["experts_modules", "routed_weights", "spec_of"]
+
+
+def experts_modules(model: nn.Module) -> dict[int, nn.Module]:
+    """Return the experts modules of a transformers model by layer index."""
+    found: dict[int, nn.Module] = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "is_concatenated") and hasattr(module, "_apply_gate"):
+            index = next((int(piece) for piece in name.split(".") if piece.isdigit()), None)
+            if index is not None:
+                found[index] = module
+    return found
+
+
+def routed_weights(module: Any) -> ExpertWeights[Payload]:
+    """Return an experts module's parameters in logical order, as views: gate before up, output-first."""
+    if hasattr(module, "down_proj_scale_inv"):
+        return _quantised_weights(module)
+    upper = module.gate_up_proj if module.has_gate else module.up_proj
+    lower = module.down_proj
+    parts = 2 if module.has_gate else 1
+    biases: tuple[Tensor | None, Tensor | None] = (None, None)
+    if module.has_bias:
+        bias = module.gate_up_proj_bias if module.has_gate else module.up_proj_bias
+        biases = (_split(bias.detach(), parts, module), module.down_proj_bias.detach())
+    upper, lower = upper.detach(), lower.detach()
+    if module.is_transposed:
+        upper, lower = upper.transpose(1, 2), lower.transpose(1, 2)
+    return ExpertWeights(
+        gate_up=as_stored(_split(upper, parts, module)),
+        down=as_stored(lower),
+        gate_up_bias=biases[0],
+        down_bias=biases[1],
+    )
+
+
+def _quantised_weights(module: Any) -> ExpertWeights[Payload]:
+    """Return the parameters of transformers' FP8 experts: blocks or tensors of E4M3, or MXFP4 bytes."""
+    if module.activation_scheme != "dynamic":
+        raise SpecError(
+            f"{type(module).__name__}: its activations have {module.activation_scheme} scales; allowed: dynamic. "
+            "Load the checkpoint with load_model() instead"
+        )
+    parts = 2 if module.has_gate else 1
+    name = "gate_up_proj" if module.has_gate else "up_proj"
+    made: list[Payload] = []
+    for tensor, count in ((name, parts), ("down_proj", None)):
+        codes, scale = getattr(module, tensor).detach(), getattr(module, f"{tensor}_scale_inv").detach()
+        if scale.dtype == torch.float8_e8m0fnu and codes.dtype != torch.int8:
+            scale = scale.float()
+        rows = codes.shape[1] // (count or 1)
+        block: tuple[int, int] | None = None if codes.dtype == torch.int8 else module.block_size
+        if block is not None and count == 2 and rows % block[0]:
+            raise SpecError(
+                f"{type(module).__name__}: gate has {rows} rows, no multiple of its {block[0]}-row blocks, "
+                "so a block spans gate and up; load the checkpoint with load_model() instead"
+            )
+        if count is not None:
+            codes, scale = codes.unflatten(1, (count, -1)), scale.unflatten(1, (count, -1))
+        shape = (*codes.shape[:-1], codes.shape[-1] * (2 if codes.dtype == torch.int8 else 1))
+        if codes.dtype == torch.int8:
+            made.append(MxFp4(shape=shape, codes=codes.view(torch.uint8), scales=scale.view(torch.uint8)))
+        elif block is None:
+            made.append(Fp8Tensor(shape=shape, codes=codes, scale=scale[..., 0, 0]))
+        else:
+            made.append(Fp8Block(shape=shape, codes=codes, scales=scale, block=(block[0], block[1])))
+    return ExpertWeights(gate_up=made[0], down=made[1])
+
+
+def spec_of(module: Any, weights: ExpertWeights[Payload], top_k: int) -> MoESpec:
+    """Return what an experts module with its ``routed_weights`` computes for ``top_k`` experts a token."""
+    experts, _, wide, hidden = weights.gate_up.shape
+    return MoESpec(
+        hidden_size=hidden,
+        intermediate_size=wide,
+        num_experts=experts,
+        routing=RoutingSpec(top_k=min(top_k, experts)),
+        activation=_activation_of(module),
+        weight_format=weights.down.name,
+        expert_bias=weights.down_bias is not None,
+    )
+
+
+def _activation_of(module: Any) -> ActivationSpec:
+    """Find the activation by trying it: a candidate counts only if it reproduces the module's own gate function."""
+    limit, alpha = getattr(module, "limit", None), getattr(module, "alpha", None)
+    if not module.has_gate:
+        kinds = ("relu2", "silu", "gelu")
+        candidates = [ActivationSpec(kind=kind) for kind in kinds]
+    else:
+        candidates = [ActivationSpec(kind=kind) for kind in ("swiglu", "geglu", "geglu_tanh")]
+        for bound in {float(v) for v in (limit, getattr(module, "swiglu_limit", None)) if v}:
+            candidates.append(ActivationSpec(kind="swiglu", limit=bound))
+            candidates.append(ActivationSpec(kind="swiglu_oai", limit=bound, alpha=float(alpha or 1.702)))
+        softcaps = [float(getattr(module.config, f"mlp_{part}_softcap", None) or 0) for part in ("gate", "up")]
+        if all(softcaps):
+            candidates.append(ActivationSpec(kind="situ", gate_bound=softcaps[0], up_bound=softcaps[1]))
+    for candidate in candidates:
+        if _reproduces(module, candidate):
+            return candidate
+    tried = ", ".join(f"{c.kind}(limit={c.limit})" for c in candidates)
+    raise SpecError(
+        f"{type(module).__name__}: its gate function matches none of the activations tried ({tried}); "
+        "build a MoELayer with the right ActivationSpec and attach() it"
+    )
+
+
+def _reproduces(module: Any, candidate: ActivationSpec) -> bool:
+    points = torch.linspace(-30, 30, 41)
+    if not module.has_gate:
+        found, wanted = module.act_fn(points[:, None]), activate(points[:, None, None], candidate)
+    else:
+        gate, up = torch.meshgrid(points, points, indexing="ij")
+        pair = torch.stack([gate.reshape(-1), up.reshape(-1)], dim=1)
+        # one intermediate column: concatenated and interleaved rows are the same two numbers
+        found, wanted = module._apply_gate(pair), activate(pair[:, :, None], candidate)
+    return bool(torch.allclose(found.float(), wanted, rtol=1e-5, atol=1e-5))
+
+
+def _split(weight: Tensor, parts: int, module: nn.Module) -> Tensor:
+    """Bring ``[E, P*I, ...]`` to ``[E, P, I, ...]`` without a copy."""
+    if parts == 2 and not module.is_concatenated:
+        return deinterleave(weight, 1)
+    return weight.unflatten(1, (parts, -1))
