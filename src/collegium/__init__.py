@@ -34,7 +34,8 @@ from .errors import (
     UnknownTensorError,
 )
 from .formats import FORMATS
-from .layer import MoELayer, moe
+from .functional import moe
+from .layer import MoELayer
 from .loading import load_layer
 from .models import describe
 from .plan import Plan, plan
