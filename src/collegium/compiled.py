@@ -52,6 +52,18 @@ def announce(layer: Computes) -> None:
     _layers[address] = weakref.ref(layer, forget)
 
 
+def _layer_of(handle: Tensor) -> Computes:
+    address = handle.data_ptr()
+    reference = _layers.get(address)
+    found = None if reference is None else reference()
+    if found is None or found.handle.data_ptr() != address:
+        raise InputError(
+            "torch.ops.collegium.moe_layer: no layer of this process has this handle; a compiled graph cannot "
+            "outlive its layers or move to another process, compile it again"
+        )
+    return found
+
+
 @torch.library.custom_op(
     "collegium::moe_layer",
     mutates_args=("out",),
@@ -70,15 +82,7 @@ def moe_layer(
     out: Tensor,
 ) -> None:
     """Write ``out [T, D]``, the output for ``x [T, D]`` of the layer that has ``handle``."""
-    address = handle.data_ptr()
-    reference = _layers.get(address)
-    found = None if reference is None else reference()
-    if found is None or found.handle.data_ptr() != address:
-        raise InputError(
-            "torch.ops.collegium.moe_layer: no layer of this process has this handle; a compiled graph cannot "
-            "outlive its layers or move to another process, compile it again"
-        )
-    found.compute(x, router_logits, topk_ids, topk_weights, token_ids, out)
+    _layer_of(handle).compute(x, router_logits, topk_ids, topk_weights, token_ids, out)
 
 
 @moe_layer.register_fake

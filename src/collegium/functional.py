@@ -9,6 +9,7 @@ from .errors import InputError
 from .formats.payload import Payload
 from .formats.unquantised import FLOAT_FORMATS, as_stored
 from .layer import MoELayer
+from .packed_module import refuse_gradient
 from .plan import plan
 from .types import ActivationSpec, ExpertWeights, Limits, MoESpec, Problem, Routing, RoutingSpec
 
@@ -36,8 +37,8 @@ def moe(
     gate_up: a payload ``[E, P, I, H]``, or a tensor ``[E, P*I, H]`` with the gate rows first. down: a payload or
     tensor ``[E, H, I]``. topk_ids ``[T, K]`` integers (-1: not here), topk_weights ``[T, K]``. biases: gate_up
     ``[E, P*I]`` or ``[E, P, I]`` and down ``[E, H]``. Weights are packed at every call: keep a MoELayer for repeated
-    use of a quantised format. Inference only. Raises InputError for wrong shapes and dtypes and where a gradient is asked
-    for, and PlanError.
+    use of a quantised format. Inference only. Raises InputError for wrong shapes and dtypes and where a gradient is
+    asked for, and PlanError.
     """
     _check(x, topk_ids, topk_weights, biases)
     kind = activation or ActivationSpec()
@@ -74,9 +75,7 @@ def _check(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, biases: tuple[Tens
         raise InputError(f"moe: x is {tuple(x.shape)} {x.dtype}; allowed: [T, H] of {allowed}")
     for name, found in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
         if found.dim() != 2 or found.shape[0] != x.shape[0] or found.shape[1] < 1:
-            raise InputError(
-                f"moe: {name} is {tuple(found.shape)}; allowed: [{x.shape[0]}, K], a row for each row of x"
-            )
+            raise InputError(f"moe: {name} is {tuple(found.shape)}; allowed: [{x.shape[0]}, K], as many rows as x")
     first, second = biases or (None, None)
     refuse_gradient(x=x, topk_weights=topk_weights, gate_up_bias=first, down_bias=second)
 
