@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.nn import functional
 
+from .devices import plain_torch
 from .errors import InputError, PlanError
 from .experts import KERNELS
 from .formats.unquantised import FLOAT_FORMATS
@@ -56,8 +57,7 @@ class MoELayer(PackedModule):
     any streams. It can be copied and pickled; it does not move and has no ``state_dict``.
     """
 
-    @torch.inference_mode(mode=False)
-    @torch.no_grad()
+    @plain_torch()
     def __init__(
         self,
         weights: ExpertWeights[Payload],
