@@ -324,19 +324,7 @@ class MoELayer(PackedModule):
 
 def _pack_shared(kernel: ExpertKernel, shared: SharedWeights[Payload], problem: Problem) -> Any:
     """Pack the shared expert for the same kernel: to it, one expert that every token goes to."""
-    spec = problem.spec
-    alone = replace(
-        spec,
-        num_experts=1,
-        intermediate_size=spec.intermediate_size if spec.shared is None else spec.shared.intermediate_size,
-        activation=spec.activation if spec.shared is None else spec.shared.activation or spec.activation,
-        latent_size=None,
-        latent_norm_eps=None,
-        shared=None,
-        expert_bias=False,
-        weight_format=shared.experts.down.name,
-        routing=RoutingSpec(top_k=1),
-    )
+    alone = problem.spec.shared_alone(shared.experts.down.name)
     check_weights(shared.experts, alone)
     asked = replace(problem, spec=alone)
     reason = kernel.refuse(asked)

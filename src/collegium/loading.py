@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
+from .checkpoint.beside import load_latent, load_router, load_shared
 from .checkpoint.detect import detect
-from .checkpoint.loader import load_experts, load_latent, load_router, load_shared
+from .checkpoint.loader import load_experts
 from .checkpoint.reader import Checkpoint
 from .devices import plain_torch, probe
 from .encoding import encode_experts

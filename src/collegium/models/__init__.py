@@ -41,7 +41,7 @@ from . import (
     step3p7,
 )
 from .base import PREFIXES, Family, Names, StackedNames, text_of
-from .quantization import Declared, declared_format
+from .quantization import Declared, declared_format, mixed_algorithms
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -59,6 +59,7 @@ __all__ = [
     "describe",
     "expert_path",
     "family_of",
+    "mixed_algorithms",
     "moe_layers",
     "text_of",
 ]
