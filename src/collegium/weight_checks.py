@@ -60,10 +60,10 @@ def check_extras(
             "shared", "gate", shared.gate, (1, d) if spec.shared.gated else None, f"gated={spec.shared.gated}"
         )
     if latent is not None:
-        eps = spec.latent_norm_eps
         _check_tensor("latent", "down", latent.down, (h, d), f"latent_size={h}")
         _check_tensor("latent", "up", latent.up, (d, h), f"latent_size={h}")
-        _check_tensor("latent", "norm", latent.norm, None if eps is None else (h,), f"latent_norm_eps={eps}")
+        if latent.norm is not None or spec.latent_norm_eps is not None:
+            _check_tensor("latent", "norm", latent.norm, (h,), f"latent_norm_eps={spec.latent_norm_eps}")
     if router is None:
         return
     _check_tensor("router", "weight", router.weight, (e, d), f"num_experts={e}, hidden_size={d}")
