@@ -26,7 +26,7 @@ from .ops.tile_file import with_tuned_tiles
 from .packed_module import PackedModule, refuse_gradient
 from .parallel.local import Local
 from .pipeline import DirectPipeline, SplitPipeline, ways
-from .types import ContiguousBatch, Routing, RoutingSpec
+from .types import ContiguousBatch, Routing
 from .warming import warm_layer
 from .weight_checks import check_extras, check_weights
 from .workspace import captured, own_memory, owned, shared_workspaces

@@ -293,3 +293,35 @@ def test_mixed_precision_inside_a_layer_is_refused_by_name(tmp_path: Path, case:
     with pytest.raises(ConfigError, match="differ in format"):
         load_layer(tmp_path, 1, device="cpu")
     load_layer(tmp_path, 2, device="cpu")
+
+
+OUTSIDE = {
+    "router": ("mlp.gate.weight", lambda t: t[:3], "(3, 64), needed is"),
+    "router turned": ("mlp.gate.weight", lambda t: t.mT, "(64, 4), needed is"),
+    "shared expert": ("mlp.shared_expert.up_proj.weight", lambda t: t[:5], "weight is (5, 64)"),
+    "shared expert's gate": ("mlp.shared_expert_gate.weight", lambda t: t[:, :3], "(1, 3), needed is"),
+}
+
+
+@pytest.mark.parametrize("case", list(OUTSIDE))
+def test_a_whole_model_names_a_tensor_of_the_wrong_shape(tmp_path: Path, case: str) -> None:
+    """transformers keeps these tensors in a whole model, and would end in torch's words."""
+    transformers = pytest.importorskip("transformers")
+    from collegium.integrations.transformers import load_model
+
+    torch.manual_seed(0)
+    config = transformers.Qwen2MoeConfig(
+        vocab_size=40, hidden_size=64, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=2,
+        intermediate_size=96, moe_intermediate_size=32, shared_expert_intermediate_size=48, num_experts=4,
+        num_experts_per_tok=2, max_position_embeddings=64,
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    load_model(str(tmp_path), device="cpu")
+    tail, make, text = OUTSIDE[case]
+    name = f"model.layers.2.{tail}"
+    rewrite(tmp_path, put(name, make))
+    for _ in range(2):
+        with pytest.raises(TensorMismatchError) as caught:
+            load_model(str(tmp_path), device="cpu")
+        assert name in str(caught.value)
+        assert text in str(caught.value)

@@ -19,7 +19,7 @@ from ..errors import (
 )
 from ..models import describe, family_of, text_of
 from .activation_scales import ACTIVATION_SCALES, check_activation_scales
-from .beside import check_beside
+from .beside import check_beside, load_hash_table
 from .detect import StoredFormat, detect
 from .index import Found, find_experts, index_of
 from .layout import Source, bias_names, part_name, parts_problems, projections, read_matrix, source_of, stack_paths
@@ -44,6 +44,7 @@ __all__ = [
     "bad_bias",
     "check_dense_layers",
     "check_layer",
+    "check_outside_experts",
 ]
 
 _REFUSED = {
@@ -118,6 +119,25 @@ def check_dense_layers(checkpoint: Checkpoint) -> list[CheckpointError]:
                 f"{len(infos) - 1} more tensors of experts; layers with experts are {list(sparse)}; correct config.json"
             )
             problems.append(ConfigError(msg))
+    return problems
+
+
+def check_outside_experts(checkpoint: Checkpoint) -> list[CheckpointError]:
+    """Return every problem of what the layers have beside their routed experts, for a caller that loads it itself.
+
+    Read are headers, and the entries of hash tables.
+    """
+    family = family_of(checkpoint.config)
+    problems = check_dense_layers(checkpoint)
+    for layer in family.moe_layers(checkpoint.config):
+        spec = family.describe(checkpoint.config, layer)
+        beside = check_beside(checkpoint, spec, layer)
+        problems += beside
+        if not beside:
+            try:
+                load_hash_table(checkpoint, spec, layer)
+            except CheckpointError as error:
+                problems.append(error)
     return problems
 
 
