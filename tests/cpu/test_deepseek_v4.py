@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional
 
-from collegium.errors import ConfigError, TensorMismatchError
+from collegium.errors import ConfigError, TensorMismatchError, UnknownTensorError
 from collegium.loading import load_layer
 from commands import command
 
@@ -202,9 +202,10 @@ def test_the_shared_expert_may_be_unquantised(tmp_path: Path) -> None:
     [
         (lambda c: c.update(expert_dtype="fp6"), "expert_dtype is 'fp6'"),
         (lambda c: c["quantization_config"].update(moe_quant_algo="IQ3_WIRE"), "moe_quant_algo 'IQ3_WIRE'"),
+        (lambda c: c.update(vocab_size="40"), "vocab_size is '40', allowed is an integer"),
     ],
 )
-def test_expert_formats_that_are_not_known_are_refused(
+def test_entries_that_are_not_known_are_refused(
     tmp_path: Path, change: Callable[[dict[str, Any]], None], text: str
 ) -> None:
     toy = write(tmp_path)
@@ -237,7 +238,7 @@ TABLES = {
     "an expert that does not exist": (entry(7, 1, EXPERTS), "row 7, of token id 7, holds expert 6, experts are 0 to 5"),
     "a negative expert": (entry(11, 0, -3), "row 11, of token id 11, holds expert -3, experts are 0 to 5"),
     "one expert twice": (entry(39, 1, -99), "row 39, of token id 39, holds expert"),
-    "too few rows": (lambda t: t[:-1], "has 39 rows, config.json says vocab_size=40"),
+    "too few rows": (lambda t: t[:-1], "has 39 rows, needed are vocab_size=40; token ids from 39 on"),
     "too few columns": (lambda t: t[:, :1], "is I64 (40, 1), needed are integers [vocabulary, top_k=2]"),
     "numbers that are no integers": (lambda t: t.float(), "is F32 (40, 2), needed are integers"),
 }
@@ -268,3 +269,14 @@ def test_a_longer_hash_table_and_other_integers_are_read(tmp_path: Path) -> None
     wanted = toy.wanted(0, x, ids)
     found = load_layer(tmp_path, 0, dtype="fp32", device="cpu")(x, token_ids=ids)
     assert (found - wanted).abs().max() <= 2e-5 * wanted.abs().max()
+
+
+def test_what_the_config_does_not_speak_of_is_not_left_out_in_silence(tmp_path: Path) -> None:
+    toy = write(tmp_path)
+    toy.config["n_shared_experts"] = 0
+    toy.save()
+    refused(tmp_path, 0, UnknownTensorError, "layers.0.ffn.shared_experts.w1 is in the files, config.json describes")
+    toy.config |= {"n_shared_experts": 1, "num_hash_layers": 2}
+    toy.tensors["layers.2.ffn.gate.bias"] = torch.zeros(EXPERTS)
+    toy.save()
+    refused(tmp_path, 2, UnknownTensorError, "layers.2.ffn.gate.tid2eid is in the files, config.json describes")

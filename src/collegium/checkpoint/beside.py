@@ -18,7 +18,8 @@ from ..errors import (
     TensorMismatchError,
     UnknownTensorError,
 )
-from ..models import declared_format, text_of
+from ..models import declared_format
+from ..models.base import Config
 from ..types import ExpertWeights, LatentWeights, RouterWeights, SharedWeights
 from .activation_scales import ACTIVATION_SCALES
 from .detect import StoredFormat, stored_format
@@ -51,7 +52,7 @@ class _Module:
 
 
 def _vectors(names: Names, spec: MoESpec, layer: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return the unquantised tensors the layer needs: field of ``Names`` to (name, shape)."""
+    """Return the unquantised numbers the layer needs: field of ``Names`` to (name, shape)."""
     rule, e, d = spec.routing, spec.num_experts, spec.hidden_size
     gated = spec.shared is not None and spec.shared.gated
     wanted: dict[str, tuple[str | None, tuple[int, ...]]] = {
@@ -124,7 +125,35 @@ def check_beside(
     shared = _shared(names, spec, layer)
     for module in (*([shared] if shared else []), *_latent(names, spec, layer)):
         problems += _check_module(checkpoint, layer, module, remarks, deep=deep)
-    return problems
+    return problems + _unused(checkpoint, names, spec, layer, remarks)
+
+
+def _unused(
+    checkpoint: Checkpoint, names: Names, spec: MoESpec, layer: int, remarks: Remarks | None
+) -> list[CheckpointError]:
+    """Return a problem for each tensor the layer would be wrong without, had config.json spoken of it.
+
+    A correction bias is only remarked on: some models store one that they do not use.
+    """
+    used, rule = {name for name, _ in _vectors(names, spec, layer).values()}, spec.routing
+    used |= {(names.hash_table or "").format(layer=layer)} if rule.hash_routing else set()
+    others = (names.expert_scale, names.shared_gate, names.latent_norm, names.hash_table)
+    found = [n for t in others if t is not None and (n := t.format(layer=layer)) in checkpoint and n not in used]
+    paths = (
+        *((names.shared or ()) if spec.shared is None else ()),
+        *((names.latent or ()) if not spec.latent_size else ()),
+    )
+    found += [path.format(layer=layer) for path in paths if find_suffixes(checkpoint, layer, (path,))]
+    bias = (names.correction_bias or "").format(layer=layer)
+    if remarks is not None and bias in checkpoint and bias not in used and not rule.hash_routing:
+        remarks.say(f"layer {layer}: {bias} is in the files, by config.json the layer does not use it")
+    return [
+        UnknownTensorError(
+            f"layer {layer}: {name} is in the files, config.json describes a layer without it, which would compute "
+            "something else; correct the entry of config.json that belongs to it, or remove the tensor"
+        )
+        for name in found
+    ]
 
 
 def _check_module(
@@ -177,14 +206,12 @@ def load_hash_table(checkpoint: Checkpoint, spec: MoESpec, layer: int, *, deep: 
     name, top_k, experts = template.format(layer=layer), spec.routing.top_k, spec.num_experts
     if name not in checkpoint:
         raise MissingTensorError(f"layer {layer}: {name} missing; the layer needs it")
-    info, vocabulary = checkpoint.info(name), text_of(checkpoint.config).get("vocab_size")
+    info, vocabulary = checkpoint.info(name), Config(checkpoint.config).integer("vocab_size", default=0)
     if len(info.shape) != 2 or info.shape[1] != top_k or info.dtype not in _INTEGERS:
         msg = f"layer {layer}: {name} is {info.dtype} {info.shape}, needed are integers [vocabulary, top_k={top_k}]"
         raise TensorMismatchError(msg)
-    if isinstance(vocabulary, int) and info.shape[0] < vocabulary:
-        msg = (
-            f"layer {layer}: {name} has {info.shape[0]} rows, config.json says vocab_size={vocabulary}; token ids from "
-        )
+    if info.shape[0] < max(vocabulary, 1):
+        msg = f"layer {layer}: {name} has {info.shape[0]} rows, needed are vocab_size={vocabulary}; token ids from "
         raise TensorMismatchError(msg + f"{info.shape[0]} on would have no experts; correct the one that is wrong")
     if not deep:
         return None

@@ -71,6 +71,10 @@ class Remarks:
                 self._texts.append(f"{label}: its {_COMPARED[name]} are, byte for byte, those of {first}")
                 break
 
+    def say(self, text: str) -> None:
+        """Take in a remark that another has made."""
+        self._texts.append(text)
+
     def findings(self) -> list[str]:
         """Return the remarks, at most 20 and how many more there are."""
         texts = [text for place, gains in self._gains.items() for text in _implausible(place, gains)]
