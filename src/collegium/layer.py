@@ -93,7 +93,6 @@ class MoELayer(PackedModule):
         self.router = None if router is None else _in_float32(router)
         self.shared = shared
         self.latent = latent
-        self._kernel = kernel
         self._pipeline = SplitPipeline(
             dispatcher=Local(num_experts=spec.num_experts, weight_on_input=spec.routing.weight_on_input),
             kernel=kernel,
@@ -106,7 +105,9 @@ class MoELayer(PackedModule):
         if not sorted_only:
             most = few_tokens(packed, spec.routing.top_k)
             self._direct = DirectPipeline(packed=packed, most=most, after_expert=after_expert)
-        self._packed_shared = None if shared is None else _pack_shared(kernel, shared, plan.problem)
+        self._shared_kernel, self._packed_shared = kernel, None
+        if shared is not None:
+            self._shared_kernel, self._packed_shared = _pack_shared(kernel, shared, plan.problem)
         self._device = weights.down.device
         # To the shared expert every batch is the first rows in order; row T of the bounds is (0, T).
         longest = 0 if shared is None else plan.problem.limits.max_tokens + 1
@@ -250,7 +251,7 @@ class MoELayer(PackedModule):
         shared = cast("SharedWeights[Payload]", self.shared)
         tokens = x.shape[0]
         batch = ContiguousBatch(x=x, source=self._shared_rows[:tokens], expert_offsets=self._shared_bounds[tokens])
-        out = self._kernel.run(batch, self._packed_shared)
+        out = self._shared_kernel.run(batch, self._packed_shared)
         if shared.gate is None:
             return out
         return torch.sigmoid(functional.linear(x.float(), shared.gate.float())) * out
@@ -322,18 +323,28 @@ class MoELayer(PackedModule):
             )
 
 
-def _pack_shared(kernel: ExpertKernel, shared: SharedWeights[Payload], problem: Problem) -> Any:
-    """Pack the shared expert for the same kernel: to it, one expert that every token goes to."""
+def _pack_shared(kernel: ExpertKernel, shared: SharedWeights[Payload], problem: Problem) -> tuple[ExpertKernel, Any]:
+    """Choose a kernel for the shared expert and pack it: to a kernel, one expert that every token goes to.
+
+    Where its format is not one of the plan's kernel (FP8 or BF16 beside routed experts of four bits), it is the first
+    one of the table that takes it and can be captured where the plan says so.
+    """
     alone = problem.spec.shared_alone(shared.experts.down.name)
     check_weights(shared.experts, alone)
     asked = replace(problem, spec=alone)
-    reason = kernel.refuse(asked)
-    if reason is not None:
-        raise PlanError(
-            f"the plan's kernel {kernel.name} runs the routed experts but refuses the shared expert: {reason}; "
-            "force a kernel that runs both"
-        )
-    return kernel.pack(shared.experts, asked)
+    reasons: list[str] = []
+    for other in dict.fromkeys((kernel, *KERNELS)):
+        reason = other.refuse(asked)
+        if reason is None and kernel.capturable and not other.capturable:
+            reason = "it cannot be captured in a CUDA graph, which the plan promises"
+        if reason is None:
+            return other, other.pack(shared.experts, asked)
+        reasons.append(f"  {other.name}: {reason}")
+    raise PlanError(
+        f"{kernel.name} runs the routed experts, no kernel runs the shared expert ({alone.weight_format}) beside it:\n"
+        + "\n".join(reasons)
+        + "\nForce another activation format or kernel."
+    )
 
 
 def _in_full(device: torch.device) -> AbstractContextManager[object]:

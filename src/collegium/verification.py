@@ -22,7 +22,7 @@ from .checkpoint.problems import refuse
 from .checkpoint.reader import Checkpoint
 from .devices import probe
 from .encoding import encode_experts
-from .errors import InputError
+from .errors import InputError, PlanError
 from .layer import MoELayer
 from .loading import load_routed
 from .models import describe, moe_layers
@@ -164,7 +164,15 @@ def _prove_shared(checkpoint: Checkpoint, layer: int, facts: DeviceFacts, force:
     if shared is None:
         return None
     alone = spec.shared_alone(shared.experts.down.name)
-    built = MoELayer(shared.experts, plan(Problem(spec=alone, device=facts, limits=Limits()), force))
+    problem = Problem(spec=alone, device=facts, limits=Limits())
+    try:
+        chosen = plan(problem, force)
+    except PlanError:
+        if force is None or force.kernel is None:
+            raise
+        # as in a layer whose kernel does not take its shared expert: the first that does
+        chosen = plan(problem, replace(force, kernel=None))
+    built = MoELayer(shared.experts, chosen)
     plain = load_shared(checkpoint, spec, layer)
     return None if plain is None else _prove(built, layer, "shared", iter([(0, plain.experts, 0)]))
 

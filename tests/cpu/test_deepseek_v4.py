@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from collegium.errors import ConfigError, TensorMismatchError, UnknownTensorError
+from collegium.experts import CpuGrouped
 from collegium.loading import load_layer
 from commands import command
 from published_v4 import EXPERTS, HASHED, LAYERS, ROUTED, VOCABULARY, write
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
+
+    from collegium.types import Problem
 
 D = 192
 
@@ -45,6 +48,30 @@ def test_the_published_layout_is_inspected_loaded_and_verified(tmp_path: Path, k
     assert [(r["layer"], r["part"], r["weight_format"]) for r in rows] == [
         row for i in range(LAYERS) for row in ((i, "experts", kind), (i, "shared", "fp8_block"))
     ]
+
+
+def _but_fp8_blocks(self: CpuGrouped, problem: Problem) -> str | None:
+    return "it takes no FP8 blocks" if problem.spec.weight_format == "fp8_block" else None
+
+
+def test_a_shared_expert_the_kernel_does_not_take_has_a_kernel_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where the kernels of four-bit weights take no others."""
+    toy = write(tmp_path)
+    monkeypatch.setattr(CpuGrouped, "refuse", _but_fp8_blocks)
+    layer = load_layer(tmp_path, 4, dtype="fp32", device="cpu")
+    assert layer.plan.kernel == "cpu_grouped"
+    x = torch.randn(9, D)
+    wanted = toy.wanted(4, x, x)
+    for _ in range(2):
+        assert (layer(x) - wanted).abs().max() <= 2e-5 * wanted.abs().max()
+    force = ("--device", "cpu", "--kernel", "cpu_grouped", "--json")
+    code, output, said = command("verify", tmp_path, *force)
+    assert code == 0, said
+    assert {(row["part"], row["kernel"]) for row in json.loads(output)["layers"]} == {
+        ("experts", "cpu_grouped"), ("shared", "reference"),
+    }  # fmt: skip
 
 
 def test_quantize_refuses_it_by_name(tmp_path: Path) -> None:
