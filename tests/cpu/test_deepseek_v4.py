@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from collegium.errors import ConfigError, TensorMismatchError, UnknownTensorError
 from collegium.experts import CpuGrouped
@@ -74,13 +75,40 @@ def test_a_shared_expert_the_kernel_does_not_take_has_a_kernel_of_its_own(
     }  # fmt: skip
 
 
-def test_quantize_refuses_it_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "target"), [("mxfp4", "fp8_block"), ("fp8_block", "mxfp4"), ("nvfp4", "mxfp4")])
+def test_quantize_writes_what_the_config_can_say(tmp_path: Path, kind: str, target: str) -> None:
+    (tmp_path / "model").mkdir()
+    toy = write(tmp_path / "model", kind, width=256, wide=128)
+    code, _, said = command("quantize", tmp_path / "model", "--to", target, "--out", tmp_path / "made")
+    assert code == 0, said
+    made = load_file(tmp_path / "made" / "model-00001-of-00006.safetensors")
+    for path in (tmp_path / "made").glob("*.safetensors"):
+        made |= load_file(path)
+    published = write(tmp_path / "model", target, width=256, wide=128).tensors
+    assert {n: (t.dtype, t.shape) for n, t in made.items()} == {n: (t.dtype, t.shape) for n, t in published.items()}
+    raw = {n: t for n, t in toy.tensors.items() if ".experts." not in n or n.startswith("mtp.")}
+    assert all(torch.equal(made[n].view(torch.uint8), t.view(torch.uint8)) for n, t in raw.items() if t.dim())
+    write(tmp_path / "model", kind, width=256, wide=128)
+    code, output, said = command("inspect", tmp_path / "made", "--device", "cpu", "--json")
+    assert code == 0, said
+    assert {row["format"] for row in json.loads(output)["moe_layers"]} == {target}
+    x, limit = torch.randn(9, 256), 0.3 if target == "mxfp4" else 0.05
+    for index in (0, 4):
+        ids = torch.randint(0, VOCABULARY, (9,))
+        wanted = toy.wanted(index, x, ids)
+        layer = load_layer(tmp_path / "made", index, dtype="fp32", device="cpu")
+        found = layer(x, token_ids=ids if index < HASHED else None)
+        assert 0 < (found - wanted).norm() < limit * wanted.norm()
+    assert command("verify", tmp_path / "made", "--device", "cpu")[0] == 0
+
+
+def test_quantize_refuses_the_rest_by_name(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     write(tmp_path / "model")
-    for name in ("bf16", "nvfp4"):
+    for name in ("bf16", "nvfp4", "int4_group", "fp8_block"):
         code, _, said = command("quantize", tmp_path / "model", "--to", name)
         assert code == 1
-        assert "tensors outside the routed experts are quantised" in said
+        assert "mxfp4 (sizes that are multiples of 32) or fp8_block (of 128) alone" in said
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 

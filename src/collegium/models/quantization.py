@@ -12,7 +12,7 @@ from .patterns import matches_prefix
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-__all__ = ["METHODS", "Declared", "declared_format", "mixed_algorithms"]
+__all__ = ["METHODS", "Declared", "declared_format", "experts_apart", "mixed_algorithms"]
 
 METHODS = ("fp8", "mxfp4", "mxfp8", "modelopt", "compressed-tensors", "gptq", "awq", "bitsandbytes", "gguf")
 _MOST_COLUMNS = 1 << 24  # far larger blocks and groups overflow in what computes with them
@@ -143,9 +143,16 @@ def _pair(block: Mapping[str, object], key: str) -> tuple[int, int]:
     return rows, columns
 
 
+def experts_apart(config: Mapping[str, object]) -> bool:
+    """Tell whether entries beside the quantisation block say how the routed experts are stored (DeepSeek-V4)."""
+    block = _block(config)
+    fp8 = block is not None and str(block.get("quant_method")).lower() == "fp8"
+    return fp8 and config.get("model_type") == "deepseek_v4"
+
+
 def _fp8(config: Mapping[str, object], block: Mapping[str, object], path: str) -> Declared:
     # DeepSeek-V4's block speaks of everything but the routed experts; "shared_experts" is another component
-    if config.get("model_type") == "deepseek_v4" and "experts" in path.split("."):
+    if experts_apart(config) and "experts" in path.split("."):
         kind, algorithm = config.get("expert_dtype") or "fp4", block.get("moe_quant_algo") or "MXFP4"
         named = {"MXFP4": "mxfp4", "NVFP4": "nvfp4"}.get(str(algorithm).upper())
         if kind not in ("fp4", "fp8") or (kind == "fp4" and named is None):
