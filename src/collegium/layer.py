@@ -20,10 +20,9 @@ from .errors import InputError, PlanError
 from .experts import KERNELS
 from .formats.payload import Payload
 from .formats.unquantised import FLOAT_FORMATS, as_stored
-from .ops.launch import on_device
 from .ops.products import PackedExperts, few_tokens
 from .ops.replay import Replay
-from .ops.route import check_routing, route, route_custom, sanitise
+from .ops.route import given_routing, route, route_custom
 from .ops.tile_file import with_tuned_tiles
 from .parallel.local import Local
 from .pipeline import DirectPipeline, SplitPipeline, ways
@@ -84,8 +83,8 @@ class MoELayer(nn.Module):
         choose: a routing rule of your own, ``choose(x [T, D], logits [T, E], top_k) -> (weights, ids)`` both
         ``[T, K]``; it replaces the spec's rule, and what it returns is checked like any other routing.
         after_expert: applied to the rows ``[R, H]`` the experts return, row by row, before they are weighted.
-        checked: raise RoutingError on NaN logits, out-of-range and duplicate ids instead of dropping the rows; this
-        reads the device once a call. Raises InputError when weights and spec disagree. ``workspace``, the memory
+        checked: raise RoutingError on NaN logits, biases or weights, out-of-range and repeated ids instead of NaN rows;
+        this reads the device once a call. Raises InputError when weights and spec disagree. ``workspace``, the memory
         of a pass on a GPU, is one for all layers of the device; a pass on another stream waits for the one before.
         """
         super().__init__()
@@ -269,11 +268,7 @@ class MoELayer(nn.Module):
     ) -> Routing:
         if topk_ids is not None and topk_weights is not None:
             _check_rows("topk_ids", topk_ids, (x.shape[0], topk_ids.shape[-1]))
-            if not self.checked and on_device(topk_ids):
-                check_routing(topk_ids, topk_weights)
-                # The kernels drop what ``sanitise`` would.
-                return Routing(topk_ids=topk_ids, topk_weights=topk_weights)
-            return sanitise(topk_ids, topk_weights, self.spec.num_experts, checked=self.checked)
+            return given_routing(topk_ids, topk_weights, self.spec.num_experts, checked=self.checked)
         logits = cast("Tensor", logits)
         _check_rows("router_logits", logits, (x.shape[0], self.spec.num_experts))
         if self.choose is not None:
@@ -322,7 +317,7 @@ def moe(
     gate_up: a payload ``[E, P, I, H]``, or a tensor ``[E, P*I, H]`` with the gate rows first. down: a payload or
     tensor ``[E, H, I]``. topk_ids ``[T, K]`` integers (-1: not here), topk_weights ``[T, K]``. biases: gate_up
     ``[E, P*I]`` or ``[E, P, I]`` and down ``[E, H]``. Weights are packed at every call: keep a MoELayer for repeated
-    use of a quantised format. Raises InputError and PlanError; bad ids and weights drop their assignment.
+    use of a quantised format. Raises InputError and PlanError; bad ids and NaN weights make their rows NaN.
     """
     kind = activation or ActivationSpec()
     upper, lower = _as_payload(gate_up, 2 if kind.gated else 1), _as_payload(down, None)
