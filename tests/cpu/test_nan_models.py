@@ -96,3 +96,19 @@ def test_a_broken_token_of_the_last_layer_leaves_the_others_alone(name: str, val
             lost = ~found[0].isfinite().any(dim=1)
             assert lost.nonzero().flatten().tolist() == [2, 6], implementation
             torch.testing.assert_close(found[0, ~lost], clean[0, ~lost], rtol=1e-4, atol=1e-5)
+
+
+def test_experts_of_other_ranks_are_not_here() -> None:
+    """With expert parallelism transformers gives the experts of other ranks ids from num_experts on."""
+    register()
+    model = random_model("mixtral")
+    model.set_experts_implementation("collegium")
+    experts = model.model.layers[0].mlp.experts
+    x, ids, weights = torch.randn(4, 64), torch.tensor([[0, 6], [1, 2], [6, 6], [5, 3]]), torch.rand(4, 2)
+    with torch.inference_mode():
+        assert experts(x, ids, weights).isnan().all(dim=1).tolist() == [True, False, True, False]
+        experts._is_expert_parallel = True
+        found, wanted = experts(x, ids, weights), experts(x, ids.masked_fill(ids == 6, -1), weights)
+    assert torch.equal(found, wanted)
+    assert found.isfinite().all()
+    assert not found[2].any()

@@ -88,12 +88,14 @@ def experts_forward(
 
     The layer is built from the module's parameters at the first call and again whenever they change; layers given by
     ``attach`` or ``load_model`` are used as they are. force: see ``register``.
-    Ids of ``num_experts`` and above mean "not on this rank".
+    With expert parallelism ids of ``num_experts`` and above mean "not on this rank".
     """
     entry = _LAYERS.get(module)
     if entry is None or (entry.stamp is not None and entry.stamp != _stamp(module)):
         entry = _Entry(layer=_build(module, x, topk_ids.shape[-1], force), stamp=_stamp(module))
         _LAYERS[module] = entry
+    if getattr(module, "_is_expert_parallel", torch.distributed.is_available() and torch.distributed.is_initialized()):
+        topk_ids = topk_ids.masked_fill(topk_ids >= entry.layer.spec.num_experts, -1)
     return entry.layer(x, routing=Routing(topk_ids=topk_ids, topk_weights=topk_weights))
 
 
