@@ -321,6 +321,11 @@ def test_an_activation_format_without_a_kernel_is_refused(monkeypatch: pytest.Mo
     monkeypatch.setattr(quantization, "ACTIVATION_FORMATS", (*known, Halves(name="halves", bits=8)))
     x = torch.ones(3, 4)
     assert torch.equal(quantize_rows(x, "halves").codes, x / 2)
-    for call in (lambda: quantize_on_device(x, "halves"), lambda: row_buffers("halves", 3, 4, x.device)):
+    made = quantize_rows(x, "halves")
+    for call in (
+        lambda: quantize_on_device(x, "halves"),
+        lambda: quantize_on_device(x, "halves", out=made),
+        lambda: row_buffers("halves", 3, 4, x.device),
+    ):
         with pytest.raises(InputError, match=r"halves: found Halves, which no kernel writes, allowed: fp32, .*nvfp4"):
             call()
