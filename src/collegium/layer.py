@@ -18,10 +18,9 @@ from .devices import plain_torch
 from .errors import InputError, PlanError
 from .experts import KERNELS
 from .formats.unquantised import FLOAT_FORMATS
-from .ops.launch import on_device
 from .ops.products import PackedExperts, few_tokens
 from .ops.replay import Replay
-from .ops.route import check_routing, route, route_custom, sanitise
+from .ops.route import given_routing, route, route_custom
 from .ops.tile_file import with_tuned_tiles
 from .packed_module import PackedModule, refuse_gradient
 from .parallel.local import Local
@@ -77,8 +76,8 @@ class MoELayer(PackedModule):
         choose: a routing rule of your own, ``choose(x [T, D], logits [T, E], top_k) -> (weights, ids)`` both
         ``[T, K]``; it replaces the spec's rule, and what it returns is checked like any other routing.
         after_expert: applied to the rows ``[R, H]`` the experts return, row by row, before they are weighted.
-        checked: raise RoutingError on NaN logits, out-of-range and duplicate ids instead of dropping the rows; this
-        reads the device once a call. Raises InputError when weights and spec disagree. ``workspaces`` lends the
+        checked: raise RoutingError on NaN logits, biases or weights, out-of-range and repeated ids instead of NaN rows;
+        this reads the device once a call. Raises InputError when weights and spec disagree. ``workspaces`` lends the
         memory of a pass on a GPU, to all layers of the device; None: every pass takes fresh memory.
         """
         super().__init__()
@@ -286,11 +285,7 @@ class MoELayer(PackedModule):
     ) -> Routing:
         if topk_ids is not None and topk_weights is not None:
             _check_rows("topk_ids", topk_ids, (x.shape[0], topk_ids.shape[-1]))
-            if not self.checked and on_device(topk_ids):
-                check_routing(topk_ids, topk_weights)
-                # The kernels drop what ``sanitise`` would.
-                return Routing(topk_ids=topk_ids, topk_weights=topk_weights)
-            return sanitise(topk_ids, topk_weights, self.spec.num_experts, checked=self.checked)
+            return given_routing(topk_ids, topk_weights, self.spec.num_experts, checked=self.checked)
         logits = cast("Tensor", logits)
         _check_rows("router_logits", logits, (x.shape[0], self.spec.num_experts))
         if self.choose is not None:

@@ -311,15 +311,14 @@ class Refusal:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Routing:
-    """``topk_ids [T, K]`` int64 (-1: dropped) and ``topk_weights [T, K]`` float32.
+    """``topk_ids [T, K]`` of an integer dtype and ``topk_weights [T, K]`` of a floating one, read as float32.
 
-    sanitised: ids and weights are those of our router or of ``sanitise``; others may be of any integer and floating
-    dtype, and assignments that can do harm are dropped on the way.
+    An id of -1 means "not here" and adds nothing, whatever its weight is. Any other that is no expert makes the output
+    of its token NaN, and so does a weight of NaN.
     """
 
     topk_ids: Tensor
     topk_weights: Tensor
-    sanitised: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

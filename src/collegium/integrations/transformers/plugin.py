@@ -68,7 +68,8 @@ def experts_forward(module: nn.Module, x: Tensor, topk_ids: Tensor, topk_weights
     """Run one transformers experts module: ``x [T, H]``, ids and weights ``[T, K]``, returns ``[T, H]``.
 
     The layer is built from the module's parameters at the first call and again whenever they change; layers given by
-    ``attach`` or ``load_model`` are used as they are. Inference only: InputError where a gradient is asked for.
+    ``attach`` or ``load_model`` are used as they are. With expert parallelism ids of ``num_experts`` and above mean "not
+    on this rank". Inference only: InputError where a gradient is asked for.
     """
     handle = _handle(module)
     refuse_gradient(x=x, topk_weights=topk_weights, experts=handle)
@@ -125,6 +126,8 @@ def _run(module: nn.Module, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, o
     entry = _LAYERS.get(module)
     if entry is None or (entry.stamp is not None and entry.stamp != _stamp(module)):
         entry = _built(module, x, topk_ids.shape[-1])
+    if getattr(module, "_is_expert_parallel", torch.distributed.is_available() and torch.distributed.is_initialized()):
+        topk_ids = topk_ids.masked_fill(topk_ids >= entry.layer.spec.num_experts, -1)
     return entry.layer(x, routing=Routing(topk_ids=topk_ids, topk_weights=topk_weights), out=out)
 
 
