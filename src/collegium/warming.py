@@ -32,8 +32,12 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 def warm_up(layers: Iterable[Any], progress: Callable[[int, int, str], None] | None = None) -> int:
     """Warm up every ``MoELayer`` that differs from the ones before it; return the number of batches run."""
-    kinds = {(layer.plan, layer.router is None, layer.shared is None): layer for layer in layers}
+    kinds = {(layer.plan, layer.router is None, _shared_format(layer)): layer for layer in layers}
     return sum(layer.warm_up(progress) for layer in kinds.values())
+
+
+def _shared_format(layer: Any) -> str | None:
+    return None if layer.shared is None else layer.shared.experts.down.name
 
 
 def warm_layer(layer: Any, progress: Callable[[int, int, str], None] | None = None) -> int:

@@ -68,8 +68,8 @@ def experts_forward(module: nn.Module, x: Tensor, topk_ids: Tensor, topk_weights
     """Run one transformers experts module: ``x [T, H]``, ids and weights ``[T, K]``, returns ``[T, H]``.
 
     The layer is built from the module's parameters at the first call and again whenever they change; layers given by
-    ``attach`` or ``load_model`` are used as they are. With expert parallelism ids of ``num_experts`` and above mean "not
-    on this rank". Inference only: InputError where a gradient is asked for.
+    ``attach`` or ``load_model`` are used as they are. With expert parallelism ids of ``num_experts`` and above mean
+    "not on this rank". Inference only: InputError where a gradient is asked for.
     """
     handle = _handle(module)
     refuse_gradient(x=x, topk_weights=topk_weights, experts=handle)
