@@ -96,8 +96,9 @@ def _implausible(place: str, gains: list[tuple[str, float]]) -> list[str]:
         return []
     label, gain = max(far, key=lambda entry: max(entry[1], 1 / entry[1]))
     return [
-        f"{place}: {len(far)} of {len(gains)} matrices make a row of unit size larger than {high:g} or smaller than "
-        f"{low:g}, {label} for instance {gain:.3g}; no published model does; are its scales upside down?"
+        f"{place}: {len(far)} of {len(gains)} matrices make inputs of unit size more than {high:g} times as large or "
+        f"{1 / low:g} times as small, {label} for instance {gain:.3g} times as large; no published model does; are its "
+        "scales upside down?"
     ]
 
 
