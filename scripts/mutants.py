@@ -476,7 +476,7 @@ MUTANTS: tuple[Mutant, ...] = (
         _SMALL,
     ),
     Mutant("the input row of another token, unsorted", "kernels/tiles.py", (("return row // TOP_K", "return row % TOP_K"),), _DIRECT),
-    Mutant("ids of an unsorted batch not checked", "kernels/weighted_sum.py", (("(slot < (experts if IDS else count))", "(slot < (1 << 30 if IDS else count))"),), _DIRECT),
+    Mutant("ids of an unsorted batch not checked", "kernels/weighted_sum.py", (("(slot < (experts if IDS else count))", "(slot < (1 << 30 if IDS else count))"),), ("tests/cpu/test_direct.py::test_the_sum_by_ids_is_the_sum_by_slots",)),
     Mutant("bias used in the weights", "kernels/route.py", (("        if KEPT:\n            basis = key\n", "        score = choice\n        if KEPT:\n            basis = key\n"),), _SMALL),
     Mutant("renormalise skipped", "kernels/route.py", (("tl.div_rn(weight, tl.zeros([BLOCK_K], tl.float32) + total)", "weight"),), _SMALL),
     Mutant(
