@@ -176,7 +176,9 @@ def test_weights_given_to_from_pretrained_are_not_compared(folders: dict[str, Pa
     state = {name: tensor * 2 for name, tensor in load(folders["bf16"]).state_dict().items()}
     config = transformers.AutoConfig.from_pretrained(folders["bf16"])
     config._experts_implementation = "collegium"
-    model = transformers.Qwen3MoeForCausalLM.from_pretrained(None, config=config, state_dict=state, dtype=torch.bfloat16)
+    model = transformers.Qwen3MoeForCausalLM.from_pretrained(
+        None, config=config, state_dict=state, dtype=torch.bfloat16
+    )
     model.config.name_or_path = str(folders["bf16"])
     model.set_experts_implementation("collegium")
     assert logits(model.eval()).isfinite().all()
@@ -289,6 +291,24 @@ def test_a_composite_model_without_an_interface_says_so(tmp_path: Path) -> None:
         transformers.LlavaForConditionalGeneration.from_pretrained(
             tmp_path, experts_implementation={"text_config": "collegium"}
         )
+
+
+class Derived(transformers.Qwen3MoeForCausalLM):
+    """A class of a user's own: transformers looks for its interface in this file's source."""
+
+
+def test_a_switch_that_transformers_ignores_says_so(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    for parent in Derived.__mro__:  # what another test made it remember
+        if "_can_set_experts_implementation_cached_value" in vars(parent):
+            monkeypatch.delattr(parent, "_can_set_experts_implementation_cached_value")
+    model = Derived.from_pretrained(folders["bf16"], dtype=torch.bfloat16)
+    with pytest.raises(
+        ConfigError, match=r"model\.layers\.0\.mlp\.experts still has '(eager|grouped_mm)'.*from_pretrained"
+    ):
+        model.set_experts_implementation("collegium")
+    model = Derived.from_pretrained(folders["bf16"], dtype=torch.bfloat16, experts_implementation="collegium")
+    logits(model)
+    assert len(layers_of(model)) == 3
 
 
 def test_other_models_and_other_implementations_are_left_alone(tmp_path: Path) -> None:

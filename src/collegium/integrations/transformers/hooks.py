@@ -8,7 +8,7 @@ known to a model when it is loaded, to its experts never. Models that do not ask
 from __future__ import annotations
 
 from functools import wraps
-from typing import Any
+from typing import Any, cast
 
 from ...errors import ConfigError
 from ..extra import extra
@@ -44,6 +44,7 @@ def _from_pretrained(original: Any, name: str) -> Any:
         found = original(cls, *args, **kwargs)
         model = found[0] if isinstance(found, tuple) else found
         _require(model, name, _asks(model.config, name))
+        _confirm(model, name, kwargs.get("experts_implementation"))
         if not named_experts(model):
             return found
         options = {key: kwargs[key] for key in ("cache_dir", "subfolder") if kwargs.get(key) is not None}
@@ -58,8 +59,9 @@ def _from_pretrained(original: Any, name: str) -> Any:
 def _from_config(original: Any, name: str) -> Any:
     @wraps(original)
     def from_config(cls: Any, config: Any, **kwargs: Any) -> Any:
-        model = original(cls, config, **kwargs)
-        _require(model, name, _mentions(kwargs.get("experts_implementation"), name))
+        model, asked = original(cls, config, **kwargs), kwargs.get("experts_implementation")
+        _require(model, name, _mentions(asked, name))
+        _confirm(model, name, asked)
         return model
 
     return from_config
@@ -67,12 +69,13 @@ def _from_config(original: Any, name: str) -> Any:
 
 def _set_implementation(original: Any, name: str) -> Any:
     @wraps(original)
-    def set_experts_implementation(self: Any, experts_implementation: Any) -> Any:
+    def set_experts_implementation(self: Any, experts_implementation: Any) -> None:
         asked = _mentions(experts_implementation, name)
         _require(self, name, asked)
         if asked:
             adopt(self, folder_of(self.config))
-        return original(self, experts_implementation)
+        original(self, experts_implementation)
+        _confirm(self, name, experts_implementation)
 
     return set_experts_implementation
 
@@ -104,4 +107,18 @@ def _require(model: Any, name: str, asked: bool) -> None:
             "transformers lets another implementation run: it has no MoE layers, or its class runs them by itself, so "
             "nothing would change. Load the whole model with load_model() where docs/families.md lists it, or single "
             "layers with load_layer(); leave experts_implementation out to run transformers' own code"
+        )
+
+
+def _confirm(model: Any, name: str, asked: Any) -> None:
+    """Raise where transformers accepted the name and left experts with another implementation."""
+    if not _mentions(asked, name):
+        return
+    found = {label: module.config._experts_implementation for label, _, module in cast("Any", named_experts(model))}
+    others = [label for label, implementation in found.items() if implementation != name]
+    if len(others) > (0 if asked == name else len(found) - 1):
+        raise ConfigError(
+            f"experts_implementation={asked!r} was asked of {type(model).__name__}, and {others[0]} still has "
+            f"{found[others[0]]!r}: transformers changes it only for classes whose own source file has the interface. "
+            "Give experts_implementation to from_pretrained, or ask the part of the model that transformers defines"
         )

@@ -149,7 +149,7 @@ def _compare(module: nn.Module, weights: ExpertWeights[Payload], origin: Origin)
             return f"{weights.gate_up.shape} of them are held here, the checkpoint has {wanted}"
         found = _difference(checkpoint, weights, spec, stored, origin.layer)
     except (CheckpointError, SpecError, InputError, OSError) as error:
-        return f"{error}"
+        return f"{error}"[:500]
     if found is None:
         return None
     raise ConfigError(
