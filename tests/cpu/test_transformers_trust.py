@@ -140,9 +140,13 @@ def test_weights_changed_since_loading_are_not_compared(folders: dict[str, Path]
     assert relative_error(found, logits(model)) < 0.02
 
 
-def test_a_later_switch_a_copy_and_a_moved_model_are_compared(folders: dict[str, Path]) -> None:
+@pytest.mark.parametrize("registered", [True, False])
+def test_a_later_switch_a_copy_and_a_moved_model_are_compared(folders: dict[str, Path], registered: bool) -> None:
+    """Also of a model that was loaded before ``register`` was called."""
     model = load(folders["modelopt fp8"], experts_implementation="eager")
     del model.config.quantization_config
+    for module in experts_modules(model).values() if not registered else ():
+        del module._collegium_origin
     model.set_experts_implementation("collegium")
     for candidate in (copy.deepcopy(model), model.half(), model.float()):
         with pytest.raises(ConfigError, match="off those of the checkpoint"):
@@ -170,6 +174,33 @@ def test_a_family_that_is_not_known_is_judged_by_its_config(folders: dict[str, P
         module.config.model_type = "unheard_of"
     with pytest.raises(ConfigError, match=r"stretches blocks of \(128, 128\) over 192"):
         logits(model)
+
+
+def test_experts_that_stay_fp8_are_compared(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where transformers keeps codes and scales; only there would it run them itself."""
+    from transformers.quantizers import quantizer_finegrained_fp8
+
+    monkeypatch.setattr(quantizer_finegrained_fp8, "is_torch_xpu_available", lambda: True)
+    folder = folders["fp8 whole blocks"]
+    truth = logits(load(decoded(folder), dtype=torch.float32, experts_implementation="eager"))
+    model = load(folder)
+    assert experts_modules(model)[0].down_proj.dtype == torch.float8_e4m3fn
+    assert relative_error(logits(model), truth) < 0.03
+    changed = load(folder)
+    experts_modules(changed)[2].gate_up_proj_scale_inv.data[4, -1].mul_(1.5)
+    with pytest.raises(ConfigError, match=r"layer 2, expert 4, up: .* 50\.0% off"):
+        logits(changed)
+
+
+def test_a_slice_of_the_experts_is_not_compared(folders: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
+    model = load(folders["bf16"])
+    for module in experts_modules(model).values():
+        for name, parameter in list(module.named_parameters()):
+            setattr(module, name, torch.nn.Parameter(parameter.data[1:4].clone(), requires_grad=False))
+    with caplog.at_level("INFO", logger="collegium.integrations.transformers.trust"):
+        logits(model)
+    assert "not compared" in caplog.text
+    assert "(3, 2, 96, 128)" in caplog.text
 
 
 def test_weights_given_to_from_pretrained_are_not_compared(folders: dict[str, Path]) -> None:

@@ -65,7 +65,7 @@ def test_modelopt_fp8_is_refused_and_load_model_reads_it(tmp_path: Path) -> None
 
 def test_stretched_blocks_are_refused_and_whole_ones_run(tmp_path: Path) -> None:
     """Decoded while loading; transformers keeps FP8 as it is where it finds kernels of its own."""
-    skip = ["lm_head", "mlp.gate", "self_attn"]
+    skip = ["lm_head", "mlp.gate", "q_proj", "k_proj", "v_proj", "o_proj"]
     block = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": skip}
     asked = transformers.FineGrainedFP8Config(dequantize=True)
     cut, whole = write_model(tmp_path / "cut", wide=192), write_model(tmp_path / "whole", wide=128)
@@ -76,6 +76,21 @@ def test_stretched_blocks_are_refused_and_whole_ones_run(tmp_path: Path) -> None
     found = logits(load(whole, quantization_config=asked))
     truth = logits(load(decoded(whole), dtype=torch.float32, experts_implementation="eager"))
     assert relative_error(found, truth) < 0.03
+
+
+def test_experts_that_stay_fp8_are_compared(tmp_path: Path) -> None:
+    skip = ["lm_head", "mlp.gate", "q_proj", "k_proj", "v_proj", "o_proj"]
+    block = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": skip}
+    folder = write_model(tmp_path / "model", wide=128)
+    rewrite(folder, blocks, block)
+    truth = logits(load(decoded(folder), dtype=torch.float32, experts_implementation="eager"))
+    model = load(folder, device_map="cuda")
+    assert experts_modules(model)[0].down_proj.dtype == torch.float8_e4m3fn
+    assert relative_error(logits(model), truth) < 0.03
+    changed = load(folder, device_map="cuda")
+    experts_modules(changed)[2].gate_up_proj_scale_inv.data[4, -1].mul_(1.5)
+    with pytest.raises(ConfigError, match=r"layer 2, expert 4, up: .* 50\.0% off"):
+        logits(changed)
 
 
 def test_right_weights_run_and_a_changed_row_is_found(tmp_path: Path) -> None:

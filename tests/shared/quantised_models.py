@@ -81,7 +81,7 @@ def _converter(method: str, form: str) -> tuple[Convert, dict[str, Any]]:
         skip = ["lm_head", "*self_attn*", "*mlp.gate"]
         block = {"quant_method": "modelopt", "quant_algo": _MODELOPT[form], "ignore": skip}
         return lambda weight: _modelopt(form, weight), block
-    skip = ["lm_head", "mlp.gate", "self_attn"]
+    skip = ["lm_head", "mlp.gate", "q_proj", "k_proj", "v_proj", "o_proj"]
     return blocks, {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": skip}
 
 
