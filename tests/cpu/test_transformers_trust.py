@@ -257,6 +257,19 @@ def test_a_write_behind_the_counter_is_seen_after_refresh(folders: dict[str, Pat
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8 half a block"])
+def test_a_model_compiled_before_its_first_call_is_compared(folders: dict[str, Path], name: str) -> None:
+    torch._dynamo.reset()
+    model = load(folders[name])
+    compiled = torch.compile(model, backend="aot_eager")
+    if name == "bf16":
+        assert relative_error(logits(compiled), logits(load(folders[name]))) < 0.02
+        return
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="off those of the checkpoint"):
+            logits(compiled)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8 half a block"])
 def test_many_threads_make_the_first_call(folders: dict[str, Path], name: str) -> None:
     model, results, start = load(folders[name]), list[Any](), threading.Barrier(4)
 
