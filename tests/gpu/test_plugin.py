@@ -81,7 +81,7 @@ def test_stretched_blocks_are_refused_and_whole_ones_run(tmp_path: Path) -> None
 def test_experts_that_stay_fp8_are_compared(tmp_path: Path) -> None:
     skip = ["lm_head", "mlp.gate", "q_proj", "k_proj", "v_proj", "o_proj"]
     block = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": skip}
-    folder = write_model(tmp_path / "model", wide=128)
+    folder = write_model(tmp_path / "model", wide=256, hidden=256)
     rewrite(folder, blocks, block)
     truth = logits(load(decoded(folder), dtype=torch.float32, experts_implementation="eager"))
     model = load(folder, device_map="cuda")

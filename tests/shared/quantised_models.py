@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
-    "hidden_size": 128,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -43,7 +42,9 @@ _COMPRESSED: dict[str, tuple[str, dict[str, Any]]] = {
 _MODELOPT = {"fp8_tensor": "FP8", "fp8_channel": "FP8_PER_CHANNEL_PER_TOKEN", "mxfp8": "MXFP8"}
 
 
-def write_model(folder: Path, method: str | None = None, form: str | None = None, *, wide: int = 96) -> Path:
+def write_model(
+    folder: Path, method: str | None = None, form: str | None = None, *, wide: int = 96, hidden: int = 128
+) -> Path:
     """Write a Qwen3-MoE of three layers whose experts of width ``wide`` are quantised, and return the folder.
 
     method: ``compressed-tensors``, ``modelopt``, ``fp8`` (blocks of 128 by 128) or None for BF16. ``decoded(folder)``
@@ -51,6 +52,7 @@ def write_model(folder: Path, method: str | None = None, form: str | None = None
     """
     config = transformers.Qwen3MoeConfig(
         **SIZES,
+        hidden_size=hidden,
         intermediate_size=96,
         moe_intermediate_size=wide,
         num_experts=5,
