@@ -50,7 +50,7 @@ def _from_pretrained(original: Any, name: str) -> Any:
         options = {key: kwargs[key] for key in ("cache_dir", "subfolder") if kwargs.get(key) is not None}
         given = [key for key in ("state_dict", "gguf_file", "key_mapping") if kwargs.get(key) is not None]
         folder = None if given else folder_of(model.config, **options)
-        adopt(model, folder, f"from_pretrained was given {', '.join(given)}" if given else "", loaded=True)
+        adopt(model, folder, f"from_pretrained was given {', '.join(given)}" if given else "")
         return found
 
     return from_pretrained

@@ -86,14 +86,14 @@ def folder_of(config: Any, *, cache_dir: str | None = None, subfolder: str = "")
     return (folder / subfolder).absolute()
 
 
-def adopt(model: Any, folder: Path | None, why: str = "", *, loaded: bool = False) -> None:
-    """Note where the experts of ``model`` come from; loaded: also for modules that were noted before."""
+def adopt(model: Any, folder: Path | None, why: str = "") -> None:
+    """Note where the experts of ``model`` come from, once; why: the reason where no folder is given."""
     quantizer, block = getattr(model, "hf_quantizer", None), _block(model.config)
     if quantizer is not None and not quantizer.pre_quantized:
         folder, why = None, "transformers quantised the weights while it loaded them"
     found = named_experts(model)
     for name, layer, module in found:
-        if loaded or not hasattr(module, _ATTRIBUTE):
+        if not hasattr(module, _ATTRIBUTE):
             alone = sum(other == layer for _, other, _ in found) == 1
             origin = Origin(
                 name=name,
