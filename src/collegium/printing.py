@@ -128,7 +128,7 @@ def print_bench(report: BenchReport) -> None:
         style="dim",
     )
     if not all(row.cold for row in report.rows):
-        out.print("*: the weights of a pass may stay in the cache", style="dim")
+        out.print("*: the weights may stay in a cache; the floor is that of the operations alone", style="dim")
 
 
 def print_model_bench(report: ModelReport) -> None:
