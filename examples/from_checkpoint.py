@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from collegium import load_layer
-from collegium.demo import Writer
 from collegium.inspection import inspect_model
 from collegium.integrations.transformers import load_model
+from collegium.writing import Writer
 
 FOLDER = Path(__file__).resolve().parents[1] / "demo" / "fables-16m"
 

@@ -175,7 +175,7 @@ def _plan(found: Any) -> str:
 
 
 def _verify(found: Any) -> str:
-    worst = max(proof["worst_error"] for proof in found["proofs"])
+    worst = max(proof["worst_error"] for proof in found["layers"])
     _need(found["passed"] and 0 <= worst < 0.1, f"worst expert {worst}")
     return f"worst expert {worst:.3%}"
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import contextmanager
+from errno import EPIPE
 from functools import wraps
 from inspect import Parameter, Signature, signature
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol, TypeVar
 
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -112,9 +114,9 @@ def generate(
     device: Device = None,
 ) -> _Report:
     """Write text: transformers runs everything but the experts, which run through Collegium."""
-    from .demo import Writer, check_writable, prompt_limits
     from .integrations.transformers import layers_of, load_model
     from .warming import warm_up
+    from .writing import Writer, check_writable, prompt_limits
 
     folder, place = check_writable(model), probe(device).place
     limits = prompt_limits(folder, prompt)
@@ -178,13 +180,16 @@ def bench(
     picture: Annotated[str | None, typer.Option("--plot", help="Draw latency and roofline into this PNG.")] = None,
 ) -> _Report:
     """Time one MoE layer on random weights, beside the least this machine could take; wrong results get no time."""
-    from .bench import bench, plot, recipe_of
+    from .bench import bench
+    from .picture import check_picture, plot
 
+    if picture is not None:
+        check_picture(picture)
     counts = _numbers("--tokens", tokens, int)
     with _bar("bench") as progress:
         report = bench(
             what,
-            [recipe_of(recipe) for recipe in recipes or ["bf16"]],
+            [_recipe(recipe) for recipe in recipes or ["bf16"]],
             tokens=counts,
             routing=routing,
             device=device,
@@ -209,13 +214,12 @@ def bench_model(
     device: Device = None,
 ) -> _Report:
     """Time decode steps of a whole model with random weights, our experts beside those of transformers."""
-    from .bench import recipe_of
     from .model_bench import RECIPES, bench_model
 
     with _bar("bench-model") as progress:
         report = bench_model(
             what,
-            [recipe_of(recipe) for recipe in recipes or []] or RECIPES,
+            [_recipe(recipe) for recipe in recipes or []] or RECIPES,
             batches=_numbers("--batches", batches, int),
             layers=layers,
             device=device,
@@ -234,13 +238,12 @@ def tune(
     device: Device = None,
 ) -> _Report:
     """Measure the tiles of one layer on this GPU and keep the best in your cache directory."""
-    from .bench import recipe_of
     from .tuning import TUNED_TOKENS, tune
 
     with _bar("tune") as progress:
         report = tune(
             what,
-            recipe_of(recipe),
+            _recipe(recipe),
             tokens=TUNED_TOKENS if tokens is None else _numbers("--tokens", tokens, int),
             most=most,
             device=device,
@@ -291,13 +294,32 @@ def verify(
 
 
 def main() -> None:
-    """Run the command; errors of the library become one message and exit code 1."""
+    """Run the command; what the library or the machine refuses becomes one message and exit code 1."""
     try:
         app()
     except CollegiumError as error:
-        err.print(f"[bold red]{type(error).__name__}[/bold red]: ", end="", soft_wrap=True)
-        err.print(str(error), markup=False, highlight=False, soft_wrap=True)
-        sys.exit(1)
+        _complain(type(error).__name__, str(error))
+    except OSError as error:
+        if error.errno == EPIPE:  # whoever read the output has what they wanted
+            os._exit(0)
+        _complain(type(error).__name__, _one_line(error))
+    except MemoryError as error:
+        _complain("MemoryError", f"{_one_line(error) or 'no memory is left'}; close other programs or ask for less")
+    except RuntimeError as error:
+        # torch.OutOfMemoryError on a GPU; on a CPU it is a plain RuntimeError of the allocator.
+        if "out of memory" not in str(error).lower() and "can't allocate memory" not in str(error):
+            raise
+        _complain("MemoryError", f"{_one_line(error)}; close other programs or ask for less")
+
+
+def _complain(kind: str, text: str) -> NoReturn:
+    err.print(f"[bold red]{kind}[/bold red]: ", end="", soft_wrap=True)
+    err.print(text, markup=False, highlight=False, soft_wrap=True)
+    sys.exit(1)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:500]
 
 
 @contextmanager
@@ -320,6 +342,16 @@ def _numbers(option: str, text: str, kind: type[N]) -> list[N]:
     if not all(number > 0 for number in found):
         raise InputError(f"{option} {text!r}: every number must be positive")
     return found
+
+
+def _recipe(text: str) -> tuple[str, str]:
+    """Return the formats that ``weights[:activations]`` names; raises SpecError and InputError for unknown ones."""
+    from .bench import recipe_of
+    from .formats import by_name
+    from .ops.quantize import activation_format
+
+    weights, activations = recipe_of(text)
+    return by_name(weights).name, activation_format(activations).name
 
 
 def _ceilings(text: str) -> Ceilings:

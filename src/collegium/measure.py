@@ -38,6 +38,7 @@ __all__ = [
     "Ceilings",
     "Floor",
     "cache_bytes",
+    "ceiling_bytes",
     "driver_version",
     "floor_of",
     "graph_pool",
@@ -257,8 +258,8 @@ def measure_ceilings(device: torch.device, *, nbytes: int | None = None, size: i
     has it, E4M3 with a scale a row.
     """
     if device.type != "cuda":
-        return _cpu_ceilings(nbytes or max(1 << 28, 4 * cache_bytes(device)), size)
-    words = torch.zeros((nbytes or 1 << 32) // 4, dtype=torch.int32, device=device)
+        return _cpu_ceilings(nbytes or ceiling_bytes(device), size)
+    words = torch.zeros((nbytes or ceiling_bytes(device)) // 4, dtype=torch.int32, device=device)
     half, other = words.chunk(2)
     bandwidth = max(words.nbytes / _best(lambda: other.copy_(half), device), *_read_rates(words, device))
     side = size or 8192
@@ -271,6 +272,11 @@ def measure_ceilings(device: torch.device, *, nbytes: int | None = None, size: i
         made = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
         rate_8 = 2 * side**3 / _best(lambda: product(codes, codes.T, one, one.T, **made), device)
     return Ceilings(bandwidth=bandwidth, rate_16=rate_16, rate_8=max(rate_8, rate_16))
+
+
+def ceiling_bytes(device: torch.device) -> int:
+    """Return the bytes that ``measure_ceilings`` takes."""
+    return 1 << 32 if device.type == "cuda" else max(1 << 28, 4 * cache_bytes(device))
 
 
 def _cpu_ceilings(nbytes: int, size: int | None) -> Ceilings:

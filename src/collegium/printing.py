@@ -14,12 +14,13 @@ if TYPE_CHECKING:
 
     from .bench import BenchReport
     from .conversion import QuantizeReport
-    from .demo import DemoReport, Written
+    from .demo import DemoReport
     from .inspection import Inspection
     from .model_bench import ModelReport
     from .plan import Plan
     from .tuning import TuneReport
     from .verification import VerifyReport
+    from .writing import Written
 
 __all__ = [
     "err",

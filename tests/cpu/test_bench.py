@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from collegium import cli
-from collegium.bench import TOLERANCES, bench, experts_error, plot, random_weights, spec_of
+from collegium.bench import TOLERANCES, bench, experts_error, random_weights, spec_of
 from collegium.errors import ConfigError, InputError, MeasurementError, SpecError
 from collegium.experts import cpu_grouped
 from collegium.measure import (
@@ -26,6 +26,7 @@ from collegium.measure import (
     stays_cached,
     take_turns,
 )
+from collegium.picture import plot
 from collegium.testing.compare import moe_truth, relative_error
 from collegium.types import DeviceFacts, Problem, Routing
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from collegium import cli, demo
+from collegium import cli, demo, writing
 from collegium.demo import RECIPES
 from collegium.formats import FORMATS
 from collegium.integrations.transformers import load_model
@@ -104,10 +104,10 @@ def test_the_demo_compiles_and_writes_each_text_once_before_it_times_it(monkeypa
         done.append(("written", made.tokens_per_second))
         return made
 
-    write.true = demo.Writer.write
+    write.true = writing.Writer.write
     said: list[str] = []
     monkeypatch.setattr(demo, "warm_up", warm)
-    monkeypatch.setattr(demo.Writer, "write", write)
+    monkeypatch.setattr(writing.Writer, "write", write)
     monkeypatch.setattr(demo, "RECIPES", demo.RECIPES[7:9])
     report = demo.run_demo(SHIPPED, device="cpu", tokens=5, windows=1, progress=lambda *step: said.append(step[2]))
     assert [what[0] for what in done] == ["compiled"] + 2 * ["compiled", "written", "written"]
@@ -119,14 +119,14 @@ def test_the_demo_compiles_and_writes_each_text_once_before_it_times_it(monkeypa
 def test_the_rate_is_of_the_decode_steps_after_the_first_token(monkeypatch):
     """A clock that only the model's passes move: a prompt of 100 seconds, steps of one."""
     model = load_model(str(SHIPPED), device="cpu")
-    writer = demo.Writer(model, SHIPPED)
+    writer = writing.Writer(model, SHIPPED)
     clock = [0.0]
 
     def forward(module, args, keywords, out):
         clock[0] += 100.0 if args[0].shape[1] > 1 else 1.0
 
     model.register_forward_hook(forward, with_kwargs=True)
-    monkeypatch.setattr(demo.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(writing.time, "perf_counter", lambda: clock[0])
     made = writer.write("The old king", 6)
     assert made.tokens == 6
     assert (made.first_token_seconds, made.tokens_per_second) == (100.0, 1.0)
@@ -137,7 +137,7 @@ def test_generate_repeats_tokens_unless_a_penalty_is_asked_for(monkeypatch):
     """A penalty of 1.2 was multiplied in without a word."""
     arguments = ("generate", str(SHIPPED), "--tokens", "24", "--device", "cpu", "--json", "--prompt", "A king")
     plain, other = json.loads(run(*arguments)), json.loads(run(*arguments, "--penalty", "1.2"))
-    writer = demo.Writer(load_model(str(SHIPPED), device="cpu"), SHIPPED)
+    writer = writing.Writer(load_model(str(SHIPPED), device="cpu"), SHIPPED)
     ids = writer.encode("A king")
     with torch.inference_mode():
         for _ in range(24):
