@@ -19,6 +19,7 @@ import torch
 from .ops.launch import power_of_two
 from .ops.products import PackedExperts, chosen_tiles, few_tokens, large_tile
 from .types import Routing
+from .workspace import own_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -49,15 +50,13 @@ def warm_layer(layer: Any, progress: Callable[[int, int, str], None] | None = No
         x = torch.zeros(tokens, spec.hidden_size, dtype=_DTYPES[problem.dtype], device=device)
         shape = (tokens, spec.routing.top_k)
         ids = torch.arange(tokens * shape[1], device=device).view(shape) % spec.num_experts
-        layer(x, routing=Routing(topk_ids=ids, topk_weights=torch.ones(shape, device=device)))
-        if layer.router is not None:
-            layer(x, token_ids=torch.zeros(tokens, dtype=torch.int64, device=device))
+        # Batches run side by side, and this is the memory of as many passes only while they are compiled.
+        with own_memory(device):
+            layer(x, routing=Routing(topk_ids=ids, topk_weights=torch.ones(shape, device=device)))
+            if layer.router is not None:
+                layer(x, token_ids=torch.zeros(tokens, dtype=torch.int64, device=device))
 
-    kept, layer.workspace = layer.workspace, None  # batches run side by side, each in memory of its own
-    try:
-        return compile_batches(run, batch_sizes(packed, problem.limits.max_tokens), device, progress)
-    finally:
-        layer.workspace = kept
+    return compile_batches(run, batch_sizes(packed, problem.limits.max_tokens), device, progress)
 
 
 def batch_sizes(packed: Sequence[tuple[Any, int]], limit: int) -> list[int]:
