@@ -14,8 +14,8 @@ from .checkpoint.loader import describe_checkpoint, load_experts
 from .checkpoint.reader import Checkpoint
 from .devices import probe
 from .errors import InputError, MissingExtraError
+from .functional import moe
 from .integrations.transformers import Decoder, attach, build_layers, experts_modules, load_model
-from .layer import moe
 from .parallel.placement import linear
 from .types import Choice, Limits, Routing
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import platform
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from .errors import InputError
 from .types import DeviceFacts
 
-__all__ = ["probe"]
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+__all__ = ["plain_torch", "probe"]
 
 
 def probe(device: torch.device | str | None = None) -> DeviceFacts:
@@ -37,6 +42,13 @@ def probe(device: torch.device | str | None = None) -> DeviceFacts:
             index=index,
         )
     raise _refused(wanted, seen)
+
+
+@contextmanager
+def plain_torch() -> Generator[None]:
+    """Load and build as outside of what a caller may be inside of: inference mode, gradients, a default device."""
+    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
+        yield
 
 
 def _named(device: torch.device | str) -> torch.device:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from .checkpoint.detect import detect
 from .checkpoint.loader import load_experts, load_latent, load_router, load_shared
 from .checkpoint.reader import Checkpoint
-from .devices import probe
+from .devices import plain_torch, probe
 from .encoding import encode_experts
 from .layer import MoELayer
 from .models import describe
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["load_layer", "load_routed"]
 
 
+@plain_torch()
 def load_layer(
     path: str | os.PathLike[str],
     layer: int,
@@ -57,6 +58,7 @@ def load_layer(
     )
 
 
+@plain_torch()
 def load_routed(
     checkpoint: Checkpoint,
     layer: int,

@@ -20,6 +20,7 @@ import torch
 from .ops.launch import power_of_two
 from .ops.products import PackedExperts, chosen_tiles, few_tokens, large_tile, variant_key
 from .types import Routing
+from .workspace import own_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -49,13 +50,11 @@ def warm_layer(layer: Any, progress: Callable[[int, int, str], None] | None = No
     def run(tokens: int) -> None:
         x = torch.zeros(tokens, spec.hidden_size, dtype=_DTYPES[problem.dtype], device=device)
         for asked in _ways_to_ask(layer, x):
-            layer(x, **asked)
+            # Batches run side by side, and this is the memory of as many passes only while they are compiled.
+            with own_memory(device):
+                layer(x, **asked)
 
-    kept, layer.workspace = layer.workspace, None  # batches run side by side, each in memory of its own
-    try:
-        return compile_batches(run, batch_sizes(packed, problem.limits.max_tokens), device, progress)
-    finally:
-        layer.workspace = kept
+    return compile_batches(run, batch_sizes(packed, problem.limits.max_tokens), device, progress)
 
 
 def _compiled_for(layer: Any) -> tuple[object, ...]:

@@ -230,7 +230,7 @@ def test_a_router_of_another_dtype_is_converted_once():
 
 def test_an_assignment_forgets_recorded_launches():
     layer = MoELayer(random_experts(6, 2, 24, 40, seed=26), plan(problem_of(6, 40, 24, 2)))
-    for name, value in (("workspace", None), ("checked", True), ("router", None), ("_pipeline", layer._pipeline)):
+    for name, value in (("workspaces", None), ("checked", True), ("router", None), ("_pipeline", layer._pipeline)):
         before = layer._replay
         setattr(layer, name, value)
         assert layer._replay is not before

@@ -64,7 +64,7 @@ def run(weights: str, activations: str | None, tokens: int, *, together: bool) -
         if together and isinstance(packed, PackedExperts):
             machine = replace(packed.machine, specialises=False)
             layer._pipeline = replace(layer._pipeline, packed=replace(packed, machine=machine))
-        layer.workspace = None  # separate allocations, so that a read past one is seen
+        layer.workspaces = None  # separate allocations, so that a read past one is seen
         found.append(layer(x, routing=given))
     return relative_error(*found)
 

@@ -8,7 +8,7 @@ the vector body than in the tail of a tensor, so a row would depend on how many 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -105,7 +105,13 @@ def route_custom(
     _check_logits(logits, spec)
     if x.dim() != 2 or x.shape[0] != logits.shape[0]:
         raise InputError(f"route_custom: x is {_describe(x)}, allowed: [{logits.shape[0]}, D], a row for each token")
-    weights, ids = fn(x, logits, spec.top_k)
+    found = cast("Any", fn(x, logits, spec.top_k))
+    if not isinstance(found, tuple | list) or len(found) != 2 or not all(isinstance(t, torch.Tensor) for t in found):
+        raise InputError(
+            f"route_custom: the callable, choose returned a {type(found).__name__}; allowed: two tensors, "
+            "(topk_weights, topk_ids)"
+        )
+    weights, ids = found
     want = (logits.shape[0], spec.top_k)
     if tuple(ids.shape) != want:
         raise InputError(
