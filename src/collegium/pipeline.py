@@ -64,9 +64,8 @@ class DirectPipeline:
     after_expert: Callable[[Tensor], Tensor] | None = None
 
     def serves(self, x: Tensor, routing: Routing) -> bool:
-        """Return whether the batch is small enough and its ids and weights stand densely in memory."""
-        ids, weights = routing.topk_ids, routing.topk_weights
-        return x.is_cuda and 0 < ids.shape[0] <= self.most and ids.is_contiguous() and weights.is_contiguous()
+        """Return whether the batch is small enough."""
+        return x.is_cuda and 0 < routing.topk_ids.shape[0] <= self.most
 
     def __call__(
         self,
@@ -78,13 +77,12 @@ class DirectPipeline:
         out: Tensor | None = None,
     ) -> Tensor:
         """Return the routed experts' weighted sum ``[T, H]`` for ``x [T, H]``, plus ``shared``, rounded once."""
-        rows = run_assignments(x, routing.topk_ids, self.packed)
+        ids, weights = routing.topk_ids.contiguous(), routing.topk_weights.contiguous()
+        rows = run_assignments(x, ids, self.packed)
         if self.after_expert is not None:
             rows = self.after_expert(rows)
         experts = self.packed.down.shape[0]
-        return weighted_sum(
-            rows, routing.topk_ids, routing.topk_weights, dtype, shared=shared, out=out, experts=experts
-        )
+        return weighted_sum(rows, ids, weights, dtype, shared=shared, out=out, experts=experts)
 
 
 def ways(packed: PackedExperts, top_k: int, most: int, *, direct: bool) -> str:

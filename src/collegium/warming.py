@@ -12,17 +12,18 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .ops.launch import power_of_two
-from .ops.products import PackedExperts, chosen_tiles, few_tokens, large_tile
+from .ops.products import PackedExperts, chosen_tiles, few_tokens, large_tile, variant_key
 from .types import Routing
 from .workspace import own_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 __all__ = ["batch_sizes", "compile_batches", "warm_layer", "warm_up"]
 
@@ -32,12 +33,8 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 def warm_up(layers: Iterable[Any], progress: Callable[[int, int, str], None] | None = None) -> int:
     """Warm up every ``MoELayer`` that differs from the ones before it; return the number of batches run."""
-    kinds = {(layer.plan, layer.router is None, _shared_format(layer)): layer for layer in layers}
+    kinds = {(layer.plan, *_compiled_for(layer)): layer for layer in layers}
     return sum(layer.warm_up(progress) for layer in kinds.values())
-
-
-def _shared_format(layer: Any) -> str | None:
-    return None if layer.shared is None else layer.shared.experts.down.name
 
 
 def warm_layer(layer: Any, progress: Callable[[int, int, str], None] | None = None) -> int:
@@ -52,15 +49,40 @@ def warm_layer(layer: Any, progress: Callable[[int, int, str], None] | None = No
 
     def run(tokens: int) -> None:
         x = torch.zeros(tokens, spec.hidden_size, dtype=_DTYPES[problem.dtype], device=device)
-        shape = (tokens, spec.routing.top_k)
-        ids = torch.arange(tokens * shape[1], device=device).view(shape) % spec.num_experts
-        # Batches run side by side, and this is the memory of as many passes only while they are compiled.
-        with own_memory(device):
-            layer(x, routing=Routing(topk_ids=ids, topk_weights=torch.ones(shape, device=device)))
-            if layer.router is not None:
-                layer(x, token_ids=torch.zeros(tokens, dtype=torch.int64, device=device))
+        for asked in _ways_to_ask(layer, x):
+            # Batches run side by side, and this is the memory of as many passes only while they are compiled.
+            with own_memory(device):
+                layer(x, **asked)
 
     return compile_batches(run, batch_sizes(packed, problem.limits.max_tokens), device, progress)
+
+
+def _compiled_for(layer: Any) -> tuple[object, ...]:
+    """Return what decides, beside the plan, which kernel variants a layer needs."""
+    packed = [own for own in (layer._pipeline.packed, layer._packed_shared) if isinstance(own, PackedExperts)]
+    own = (layer.router is None, layer.shared is None, layer._pipeline.after_expert is None)
+    return (*own, *[variant_key(each) for each in packed])
+
+
+def _ways_to_ask(layer: Any, x: torch.Tensor) -> Iterator[dict[str, Any]]:
+    """Yield what a caller may give beside ``x [T, D]``, in every dtype that a kernel is compiled for.
+
+    Ids are int32 or int64, weights and logits float32 or of x's dtype.
+    """
+    rule, tokens, experts = layer.spec.routing, x.shape[0], layer.spec.num_experts
+    ids = torch.arange(tokens * rule.top_k, device=x.device).view(tokens, -1) % experts
+    dtypes = tuple(dict.fromkeys((torch.float32, x.dtype)))
+    for dtype, whole in product(dtypes, (torch.int64, torch.int32)):
+        weights = torch.ones(ids.shape, dtype=dtype, device=x.device)
+        yield {"routing": Routing(topk_ids=ids.to(whole), topk_weights=weights)}
+    if layer.router is None and (rule.correction_bias or rule.hash_routing or rule.expert_scale):
+        return
+    for dtype, whole in product(dtypes, (torch.int64, torch.int32) if rule.hash_routing else (torch.int64,)):
+        known = {"token_ids": torch.zeros(tokens, dtype=whole, device=x.device)}
+        if layer.router is not None and dtype == torch.float32:
+            yield {"router_input": x, **known}  # its own logits are float32
+        else:
+            yield {"router_logits": torch.zeros(tokens, experts, dtype=dtype, device=x.device), **known}
 
 
 def batch_sizes(packed: Sequence[tuple[Any, int]], limit: int) -> list[int]:
@@ -80,9 +102,10 @@ def batch_sizes(packed: Sequence[tuple[Any, int]], limit: int) -> list[int]:
             large = large_tile(own, rows)
             tiles = chosen_tiles(own, rows) if large is None else (large, large)
             # Few assignments take the same tile unsorted, which is another variant of the product.
-            used |= {(place, product, tile, tokens <= few[place]) for product, tile in enumerate(tiles)}
+            unsorted = tokens <= few[place]
+            used |= {(place, number, tile, unsorted) for number, tile in enumerate(tiles)}
             # One kernel orders the rows and lists the tiles of both products.
-            used.add((place, rows.bit_length(), power_of_two(rows), *own.block_t(rows)))
+            used.add((place, unsorted, rows.bit_length(), power_of_two(rows), *own.block_t(rows)))
         if not used <= seen:
             seen |= used
             sizes.append(tokens)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 
@@ -10,12 +13,29 @@ if not torch.cuda.is_available():
 
 from triton import knobs
 
-from collegium import Choice, Limits, MoELayer, MoESpec, Problem, Routing, RoutingSpec, plan, probe, warm_up
+from collegium import (
+    Choice,
+    Limits,
+    MoELayer,
+    MoESpec,
+    Problem,
+    RouterWeights,
+    Routing,
+    RoutingSpec,
+    SharedSpec,
+    SharedWeights,
+    plan,
+    probe,
+    warm_up,
+)
 from collegium.bench import bench, random_weights
 from collegium.measure import Ceilings, measure_ceilings
 from collegium.ops.tile_file import products, tile_path, with_tuned_tiles, write_tiles
 from collegium.ops.tiles import candidates
 from collegium.tuning import tune
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 TOP_K, LIMIT = 2, 512
 
@@ -35,7 +55,9 @@ def compiled(tmp_path, monkeypatch):
     knobs.runtime.jit_post_compile_hook = before
 
 
-def layer_of(weights: str, activations: str, *, hidden: int) -> MoELayer:
+def layer_of(weights: str, activations: str, *, hidden: int, routed: bool = False) -> MoELayer:
+    """Return a layer; routed: with a router and a shared expert of its own."""
+    device = torch.device("cuda")
     spec = MoESpec(
         hidden_size=hidden,
         intermediate_size=256,
@@ -44,8 +66,18 @@ def layer_of(weights: str, activations: str, *, hidden: int) -> MoELayer:
         weight_format=weights,
     )
     problem = Problem(spec=spec, device=probe("cuda"), limits=Limits(max_tokens=LIMIT))
+    if not routed:
+        made = plan(problem, Choice(activation_format=activations))
+        return MoELayer(random_weights(spec, device), made)
+    alone = replace(spec, intermediate_size=192, num_experts=1, routing=RoutingSpec(top_k=1))
+    problem = replace(problem, spec=replace(spec, shared=SharedSpec(intermediate_size=192)))
     made = plan(problem, Choice(activation_format=activations))
-    return MoELayer(random_weights(spec, torch.device("cuda")), made)
+    return MoELayer(
+        random_weights(spec, device),
+        made,
+        router=RouterWeights(weight=torch.randn(8, hidden, device=device)),
+        shared=SharedWeights(experts=random_weights(alone, device)),
+    )
 
 
 def run(layer: MoELayer, tokens: int) -> torch.Tensor:
@@ -75,6 +107,50 @@ def test_after_warming_up_no_token_count_compiles_anything(compiled, weights, ac
     # And nothing else: as many products as tiles that some token count chooses, none twice.
     products_compiled = [name for name in compiled if "grouped_gemm_kernel" in name]
     assert len(set(products_compiled)) <= 2 * batches
+
+
+def asked(layer: MoELayer, tokens: int) -> Iterator[dict[str, object]]:
+    """Every way to ask for ``tokens`` tokens, beside x."""
+    ids = torch.rand(tokens, 8, device="cuda").topk(TOP_K).indices
+    weights = torch.full(ids.shape, 0.5, device="cuda")
+    for dtype in (torch.float32, torch.bfloat16):
+        for whole in (torch.int64, torch.int32):
+            yield {"routing": Routing(topk_ids=ids.to(whole), topk_weights=weights.to(dtype))}
+        yield {"router_logits": torch.randn(tokens, 8, device="cuda", dtype=dtype)}
+    columns = torch.rand(tokens, 8, device="cuda").topk(5)
+    yield {"routing": Routing(topk_ids=columns.indices[:, 1:3], topk_weights=columns.values[:, 1:3])}
+    if layer.router is not None:
+        yield {}
+
+
+@pytest.mark.parametrize(
+    ("weights", "activations", "hidden", "routed"),
+    [
+        ("bf16", "bf16", 1664, False),
+        ("fp8_block", "fp8_group128", 1792, True),
+        ("mxfp4", "fp8_token", 1920, True),
+        ("int4_group", "bf16", 2176, False),
+    ],
+)
+def test_after_warming_up_no_way_to_ask_compiles_anything(compiled, weights, activations, hidden, routed):
+    layer = layer_of(weights, activations, hidden=hidden, routed=routed)
+    warm_up([layer])
+    made = len(compiled)
+    generator = torch.Generator().manual_seed(0)
+    some = torch.randint(81, LIMIT, (24,), generator=generator).tolist()
+    # Beyond the limit a last pass has what is left.
+    for tokens in (*range(1, 81), *some, LIMIT, LIMIT + 1, LIMIT + 3, LIMIT + 77):
+        x = torch.randn(tokens + 1, hidden, device="cuda").bfloat16()
+        for rest in asked(layer, tokens):
+            layer(x[1:], **rest)
+        assert compiled[made:] == [], tokens
+    odd = torch.randn(40 * hidden + 1, device="cuda").bfloat16()[1:].view(40, hidden)
+    wide = torch.randn(40, hidden + 24, device="cuda").bfloat16()[:, :hidden]
+    routing = next(asked(layer, 40))
+    for x in (odd, wide):
+        assert torch.equal(layer(x, **routing), layer(x.clone(memory_format=torch.contiguous_format), **routing))
+    torch.cuda.synchronize()
+    assert compiled[made:] == []
 
 
 def test_tiles_of_a_file_are_used_and_change_no_bit(tmp_path):

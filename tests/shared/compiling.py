@@ -14,14 +14,14 @@ __all__ = ["compile_apart"]
 
 def compile_apart(program: str, asked: list[Any]) -> list[Any]:
     """Return what ``program`` prints as JSON behind ``RESULT`` when it reads ``asked`` as JSON."""
-    source = Path(__file__).parents[2] / "src"
+    places = (Path(__file__).parents[2] / "src", Path(__file__).parent)
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program],
         input=json.dumps(asked),
         capture_output=True,
         text=True,
         check=False,
-        env=os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(source)},
+        env=os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(map(str, places))},
     )
     line = next((text for text in run.stdout.splitlines() if text.startswith("RESULT")), None)
     assert line is not None, run.stderr[-4000:]

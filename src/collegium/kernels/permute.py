@@ -103,10 +103,13 @@ def _write_rows(
         tl.store(weights_by_row + row, weight, mask=inside)
 
 
-_FREE = ("slots", "expert_offsets", "tile_expert_a", "tile_row_a", "tile_expert_b", "tile_row_b")
+# Read and written one number at a time, wherever they are.
+_FREE = ("ids", "weights", "slots", "expert_offsets")
+_FREE += ("tile_expert_a", "tile_row_a", "tile_expert_b", "tile_row_b")
+_COUNTS = ("count", "run", "tiles_a", "tiles_b", "id_stride", "weight_stride")
 
 
-@triton.jit(do_not_specialize=["count", "tiles_a", "tiles_b"], do_not_specialize_on_alignment=_FREE)
+@triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=_FREE)
 def permute_kernel(
     ids, weights, source, slots, expert_offsets, weights_by_row,
     tile_expert_a, tile_row_a, tile_expert_b, tile_row_b,
@@ -138,7 +141,7 @@ def permute_kernel(
     _end_tiles(tile_expert_b, tile_row_b, tiles_b, needed_b, BLOCK_T_B, BLOCK_E)
 
 
-@triton.jit(do_not_specialize=["count", "run"], do_not_specialize_on_alignment=["slots"])
+@triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=_FREE)
 def count_kernel(
     ids, slots, histograms, count, experts, run, id_stride,
     BLOCK: tl.constexpr, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr,
@@ -169,7 +172,7 @@ def count_kernel(
     tl.store(histograms + tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E), total)
 
 
-@triton.jit(do_not_specialize=["count", "run", "tiles_a", "tiles_b"], do_not_specialize_on_alignment=_FREE)
+@triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=_FREE)
 def scatter_kernel(
     histograms, weights, source, slots, expert_offsets, weights_by_row,
     tile_expert_a, tile_row_a, tile_expert_b, tile_row_b,

@@ -114,6 +114,7 @@ def _write_tile(
     tile_row,
     tile_corner,
     n_out,
+    k_in,
     scale_rows,
     limit,
     alpha,
@@ -166,7 +167,8 @@ def _write_tile(
     xs = x_scale + row.to(tl.int64) * K_BLOCKS
     a = tl.zeros((BLOCK_T, BAND), dtype=tl.float32)
     b = tl.zeros((BLOCK_T, BAND), dtype=tl.float32)
-    for block in tl.range(0, K_BLOCKS, num_stages=STAGES):
+    # A loop that the compiler knows to run once is taken apart, and then it cannot give copies warps of their own.
+    for block in tl.range(0, tl.cdiv(k_in, BLOCK_K) if K_BLOCKS == 1 and ASM else K_BLOCKS, num_stages=STAGES):
         tokens = x.load([corner, block * BLOCK_K])
         # Loaded before the products, so that their wait covers it.
         token_scale = tl.load(xs + block) if X_SCALE == 1 else 1.0
@@ -311,6 +313,7 @@ def prefill_kernel(
                 tile_row,
                 tile_corner,
                 n_out,
+                k_in,
                 scale_rows,
                 limit,
                 alpha,
@@ -352,6 +355,7 @@ def prefill_kernel(
                 tile_row,
                 tile_corner,
                 n_out,
+                k_in,
                 scale_rows,
                 limit,
                 alpha,

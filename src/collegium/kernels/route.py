@@ -70,7 +70,7 @@ def _keep_groups(
     return tl.where(inside, key, _key(tl.full([BLOCK_G * BLOCK_S], float("-inf"), tl.float32)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["token_stride"], do_not_specialize_on_alignment=["token_ids"])
 def route_kernel(
     logits, bias, token_ids, hash_table, ids, weights,
     experts, groups, group_size, vocabulary, logits_stride, bias_stride, token_stride, eps, scale,

@@ -7,7 +7,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 __all__ = ["weighted_sum_kernel"]
 
 
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["slots", "weights"])
+@triton.jit(do_not_specialize=["count", "weight_stride"], do_not_specialize_on_alignment=["slots", "weights"])
 def weighted_sum_kernel(
     rows,
     slots,

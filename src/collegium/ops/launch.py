@@ -21,7 +21,18 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["STREAM", "Step", "dense_rows", "launch", "on_device", "overlaps", "power_of_two", "recorded", "watched"]
+__all__ = [
+    "STREAM",
+    "Step",
+    "dense_rows",
+    "launch",
+    "on_device",
+    "overlaps",
+    "power_of_two",
+    "recorded",
+    "usual_rows",
+    "watched",
+]
 
 STREAM = 3  # where the stream stands among the arguments of Triton's C function
 _TESTED = ("3.6.",)  # releases of Triton whose launcher takes what ``_started`` prepares
@@ -72,6 +83,20 @@ def power_of_two(count: int, least: int = 1) -> int:
 def dense_rows(given: Tensor) -> Tensor:
     """Return ``given [R, C]`` with the elements of a row side by side; rows may stand apart."""
     return given if given.stride(1) == 1 else given.contiguous()
+
+
+def usual_rows(given: Tensor) -> Tensor:
+    """Return ``given [R, C]`` where 16 bytes divide the same addresses as in fresh memory, copied if they did not.
+
+    Triton compiles a kernel again, for seconds, where 16 does not divide an address or a stride that it otherwise does.
+    """
+    columns, step = given.shape[1], given.stride(0)
+    if given.shape[0] == 1 and given.stride(1) == 1 and step != columns:
+        return usual_rows(given.as_strided((1, columns), (columns, 1)))  # one row has whatever stride its maker left
+    alike = (step % 16 == 0, step == 1) == (columns % 16 == 0, columns == 1)
+    if alike and given.stride(1) == 1 and given.data_ptr() % 16 == 0:
+        return given
+    return given.clone(memory_format=torch.contiguous_format)
 
 
 def launch(

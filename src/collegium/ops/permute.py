@@ -158,7 +158,7 @@ def permute_on_device(
     wide = 1 if run == _BLOCK else 2
     chunk = max(2, min(power_of_two(programs), wide * 8192 // block_e))
     sizes_at = {"TOP_K": top_k, "BLOCK": wide * _BLOCK, "BLOCK_E": block_e, "CHUNK": chunk}
-    args = (made.scratch, weights, *held, run, weights.stride(0))
+    args = (made.scratch, weights if carried else made.source, *held, run, weights.stride(0))
     launch(kernels.scatter_kernel, (programs,), args, {**sizes_at, **writes}, num_warps=4 * wide)
     return made
 

@@ -14,6 +14,7 @@ import torch
 
 from ..workspace import empty
 from .grouped_gemm import TileList, grouped_gemm, tile_list
+from .launch import usual_rows
 from .operand import operand
 from .permute import tile_count
 from .prefill import prefill_bytes, prefill_experts, prefill_tile
@@ -38,6 +39,7 @@ __all__ = [
     "run_assignments",
     "run_experts",
     "temporary_bytes",
+    "variant_key",
     "with_tiles",
 ]
 
@@ -85,15 +87,15 @@ def run_experts(batch: ContiguousBatch, packed: PackedExperts) -> Tensor:
     Rounding a row to bfloat16 adds 0.17 % of its size at most to the layer's error, and halves the largest traffic
     of a big batch. Nothing waits for the device; rows from ``expert_offsets[E]`` on are uninitialised.
     """
-    x, source = batch.x, batch.source
+    source = batch.source
     rows = source.numel()
-    out = empty((rows, packed.down.shape[2]), _result_dtype(x), x.device)
+    out = empty((rows, packed.down.shape[2]), _result_dtype(batch.x), batch.x.device)
     if rows == 0:
         return out
-    offsets = batch.expert_offsets
+    x, offsets = usual_rows(batch.x), batch.expert_offsets
     large = large_tile(packed, rows)
     if large is not None:
-        return prefill_experts(batch, packed, tile_list(offsets, rows, large), out)
+        return prefill_experts(replace(batch, x=x), packed, tile_list(offsets, rows, large), out)
     first, second = chosen_tiles(packed, rows)
     tiles = _listed(batch, first)
     same = second.block_t == first.block_t
@@ -116,7 +118,7 @@ def run_assignments(x: Tensor, ids: Tensor, packed: PackedExperts) -> Tensor:
 
     ids: contiguous ``[T, K]`` integers; rows of ids outside ``0..E-1`` are uninitialised.
     """
-    tokens, top_k = ids.shape
+    x, (tokens, top_k) = usual_rows(x), ids.shape
     out = empty((tokens * top_k, packed.down.shape[2]), _result_dtype(x), x.device)
     first, second = (replace(tile, overlap=packed.machine.pdl) for tile in chosen_tiles(packed, ids.numel()))
     rows_in = operand(x, packed.activations, order=packed.gate_up.row_order)
@@ -251,6 +253,16 @@ def _decided(packed: PackedExperts, rows: int) -> tuple[TileChoice | None, tuple
         )
         found = packed.decided[rows] = (large if aligned and packed.tiles is None else None, tiles)
     return found
+
+
+def variant_key(packed: PackedExperts) -> tuple[object, ...]:
+    """Return what decides which kernel variants these experts need: equal keys, the same variants."""
+    key: list[object] = [packed.activation, packed.machine, packed.activations, packed.tiles, packed.tuned]
+    for matrix in (packed.gate_up, packed.down):
+        key += [matrix.shape, matrix.weight, matrix.block_k, matrix.bits, matrix.scale_kind, matrix.words]
+        for tensor in (matrix.values, matrix.scale, matrix.row_scale, matrix.bias):
+            key.append(None if tensor is None else (tensor.dtype, tensor.shape, tensor.data_ptr() % 16))
+    return tuple(key)
 
 
 def with_tiles(packed: PackedExperts, tiles: tuple[TileChoice, TileChoice]) -> PackedExperts:

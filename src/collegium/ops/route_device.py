@@ -11,7 +11,7 @@ import torch
 
 from ..types import SCORE_FUNCTIONS, Routing
 from ..workspace import empty
-from .launch import dense_rows, launch, overlaps, power_of_two
+from .launch import dense_rows, launch, overlaps, power_of_two, usual_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,10 +44,12 @@ def route_on_device(
     made = routing_buffers((tokens, spec.top_k), logits.device) if out is None else out
     if tokens == 0:
         return made
-    logits = dense_rows(logits)
+    logits = usual_rows(logits)
     groups = spec.groups if spec.groups > 1 and not spec.hash_routing else 1
     block_g, block_s = power_of_two(groups), power_of_two(experts // groups)
     block_s = max(block_s, 32 // block_g)
+    if not spec.hash_routing:  # given all the same, they would make another kernel of it
+        token_ids = None
     args = (
         logits,
         logits if bias is None else bias,

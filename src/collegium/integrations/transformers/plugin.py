@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from ...types import Choice
 
-__all__ = ["NAME", "attach", "experts_forward", "layers_of", "refresh", "register"]
+__all__ = ["NAME", "attach", "experts_forward", "layers_of", "refresh", "register", "transformers_experts"]
 
 NAME = "collegium"
 

@@ -1,0 +1,84 @@
+"""Every product compiles where its K loop has one, two or three steps, as slices for tensor parallelism do.
+
+No GPU is needed; which variants there are is what the host code of a layer asks for (see ``launches.py``). The whole
+grid, with numbers, is in ``tests/gpu/test_few_steps.py``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+
+from compiling import compile_apart
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("needs Triton", allow_module_level=True)
+
+# (weights, activations, hidden and intermediate sizes): steps are 64 or 128 columns, 16-bit and NVFP4 weights 64.
+CASES: tuple[tuple[str, str, tuple[tuple[int, int], ...]], ...] = (
+    ("bf16", "bf16", ((64, 96), (192, 16))),
+    ("fp8_block", "fp8_group128", ((128, 272), (256, 64))),
+    ("fp8_channel", "fp8_token", ((96, 256),)),
+    ("fp8_tensor", "bf16", ((128, 200),)),
+    ("mxfp8", "bf16", ((32, 130),)),
+    ("mxfp4", "bf16", ((64, 200),)),
+    ("nvfp4", "bf16", ((16, 96),)),
+    ("int4_group", "bf16", ((128, 32),)),
+    ("mxfp4", "fp8_token", ((130, 64),)),
+    ("nvfp4", "fp8_group128", ((32, 384),)),
+    ("int4_group", "fp8_group128", ((64, 200),)),
+)
+
+_PROGRAM = """
+import json, sys
+import torch
+from launches import layer_on, pretending
+from collegium import ActivationSpec, MoESpec, Routing, RoutingSpec
+
+found = []
+for weights, activations, sizes in json.load(sys.stdin):
+    with pretending() as launches, torch.inference_mode():
+        for place, (hidden, wide) in enumerate(sizes):
+            # Every second size has one expert and no gate.
+            experts, kind = (1, "relu2") if place % 2 else (3, "swiglu")
+            top_k = min(2, experts)
+            spec = MoESpec(
+                hidden_size=hidden, intermediate_size=wide, num_experts=experts, routing=RoutingSpec(top_k=top_k),
+                activation=ActivationSpec(kind=kind), weight_format=weights,
+            )
+            layer = layer_on(spec, activations)
+            for tokens in (1, 600):
+                x = torch.zeros(tokens, hidden, dtype=torch.bfloat16)
+                ids = torch.zeros(tokens, top_k, dtype=torch.int64)
+                layer(x, routing=Routing(topk_ids=ids, topk_weights=torch.ones(tokens, top_k)))
+    products = [v for v in launches.found.values() if "K_BLOCKS" in v.arguments]
+    failed = []
+    for variant in products:
+        try:
+            variant.compile(launches.target)
+        except Exception as error:
+            failed.append(f"{variant.name}: {error!r}")
+    names = sorted({v.kernel.__name__ for v in products})
+    found.append([names, sorted({v.arguments["K_BLOCKS"] for v in products}), len(products), failed])
+print("RESULT" + json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[Any]:
+    return compile_apart(_PROGRAM, [list(case) for case in CASES])
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=[f"{w}-{a}" for w, a, _ in CASES])
+def test_products_of_one_to_three_steps_compile(compiled: list[Any], index: int) -> None:
+    weights, activations, _ = CASES[index]
+    names, steps, count, failed = compiled[index]
+    assert not failed
+    assert count >= 3
+    assert steps[0] == 1
+    assert steps[-1] <= 4
+    large = weights == "bf16" or (activations.startswith("fp8") and weights.startswith("fp8"))
+    assert names == (["grouped_gemm_kernel", "prefill_kernel"] if large else names)
+    assert len(names) == 1 + large

@@ -1,0 +1,129 @@
+"""Which kernels a layer would start on a GPU, with which arguments, found on a machine without one.
+
+Host code runs as it would there, on tensors of the CPU that say they are on a GPU; launches are noted instead of
+started. What is noted of a launch is what Triton compiles for: its own code decides which arguments are alike. Needs
+a process where Triton's interpreter does not stand in (``compile_apart``).
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from collegium.bench import random_weights
+from collegium.layer import MoELayer
+from collegium.ops.machine import machine_of
+from collegium.plan import plan
+from collegium.types import Choice, DeviceFacts, Limits, MoESpec, Problem
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Mapping
+
+__all__ = ["Launches", "Variant", "layer_on", "pretending"]
+
+_OPS = "grouped_gemm operand permute prefill products quantize route route_device w4a8 weighted_sum"
+_EXPERTS = "triton_bf16 triton_fp8 triton_w4a16 triton_w4a8"
+_ROOMS = (*(f"ops.{op}" for op in _OPS.split()), *(f"experts.{own}" for own in _EXPERTS.split()), "layer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """What Triton compiles once: a kernel and what it knows of the arguments."""
+
+    kernel: Any
+    arguments: dict[str, Any]
+    kinds: list[Any]
+    options: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The kernel's name, its compile-time arguments and what is special about the others."""
+        pairs = zip(self.kernel.params, self.kinds, strict=True)
+        fixed = {p.name: self.arguments[p.name] if kind[0] == "constexpr" else kind for p, kind in pairs}
+        said = (f"{k}={v if isinstance(v, int | bool | float) else '/'.join(map(str, v))}" for k, v in fixed.items())
+        return f"{self.kernel.__name__}({', '.join(said)})"
+
+    def compile(self, target: GPUTarget) -> Any:
+        """Return what Triton makes of it; raises what Triton raises."""
+        packed = self.kernel._pack_args(make_backend(target), self.options, self.arguments, self.kinds, None)
+        options, signature, fixed, attributes = packed
+        return triton.compile(ASTSource(self.kernel, signature, fixed, attributes), target, options.__dict__)
+
+
+class Launches:
+    """Every launch since it was made, alike ones once."""
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        self.target = GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
+        self.found: dict[tuple[Any, ...], Variant] = {}
+        self._binders: dict[int, Any] = {}
+        self._lock = threading.Lock()
+
+    def note(
+        self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: Mapping[str, Any], **options: Any
+    ) -> None:
+        """Take the place of ``ops.launch.launch``."""
+        assert all(size > 0 for size in grid), (kernel.__name__, grid)
+        keywords = {**options, **({"launch_pdl": True} if constants.get("PDL") else {})}
+        with self._lock:
+            bind = self._binders.get(id(kernel))
+            if bind is None:
+                bind = create_function_from_signature(kernel.signature, kernel.params, make_backend(self.target))
+                self._binders[id(kernel)] = bind
+            arguments, kinds, _ = bind(*args, **constants, **keywords)
+            key = (kernel.__name__, *kinds, *keywords.items())
+            if key not in self.found:
+                held = {n: None if isinstance(v, torch.Tensor) else v for n, v in arguments.items()}
+                self.found[key] = Variant(kernel=kernel, arguments=held, kinds=kinds, options=keywords)
+
+    def names(self) -> set[str]:
+        """Return the name of every variant noted."""
+        return {variant.name for variant in self.found.values()}
+
+
+@contextmanager
+def pretending(capability: tuple[int, int] = (9, 0), sms: int = 132) -> Generator[Launches]:
+    """Let every tensor seem to be on a GPU of ``capability`` inside the block, and note launches."""
+    launches = Launches(capability)
+    machine = machine_of(capability, sms)
+    replaced: dict[str, Any] = {
+        "launch": launches.note,
+        "on_device": lambda _, least=(8, 0): capability >= least,
+        "overlaps": lambda _: capability >= (9, 0),
+        "machine_at": lambda _: machine,
+    }
+    rooms = [importlib.import_module(f"collegium.{room}") for room in _ROOMS]
+    patches = [patch.object(room, name, new) for room in rooms for name, new in replaced.items() if hasattr(room, name)]
+    patches.append(patch.object(torch.Tensor, "is_cuda", True))
+    for each in patches:
+        each.start()
+    try:
+        yield launches
+    finally:
+        for each in patches:
+            each.stop()
+
+
+def layer_on(
+    spec: MoESpec, activations: str, capability: tuple[int, int] = (9, 0), *, limit: int = 8192, **parts: Any
+) -> MoELayer:
+    """Return a layer of ``spec`` packed for a GPU of ``capability``, whose tensors are on the CPU."""
+    facts = DeviceFacts(kind="cuda", name="pretended", capability=capability, memory=1 << 36)
+    dtype: Any = spec.weight_format if spec.weight_format in ("fp16", "fp32") else "bf16"
+    problem = Problem(spec=spec, device=facts, limits=Limits(max_tokens=limit), dtype=dtype)
+    cpu = torch.device("cpu")
+    layer = MoELayer(random_weights(spec, cpu), plan(problem, Choice(activation_format=activations)), **parts)
+    # Warming up makes its batches where the plan says the layer is.
+    asked = replace(layer.plan.problem, device=replace(facts, kind="cpu"))
+    layer.plan = replace(layer.plan, problem=asked)
+    return layer
