@@ -14,6 +14,7 @@ from ...layer import MoELayer
 from ...plan import plan
 from ...types import Problem, Routing
 from ..extra import extra
+from .blocks import blocks_of
 from .modules import experts_modules, routed_weights, spec_of
 
 if TYPE_CHECKING:
@@ -82,8 +83,10 @@ def attach(model: nn.Module, layers: Mapping[int, MoELayer]) -> None:
 
 def layers_of(model: nn.Module) -> list[MoELayer]:
     """Return the layers that the experts of ``model`` run through so far, in order; for ``collegium.warm_up``."""
-    found = (_LAYERS.get(module) for _, module in sorted(experts_modules(model).items()))
-    return [entry.layer for entry in found if entry is not None]
+    found = {index: _LAYERS.get(module) for index, module in experts_modules(model).items()}
+    layers = {index: entry.layer for index, entry in found.items() if entry is not None}
+    layers |= {index: block.layer for index, block in blocks_of(model).items()}
+    return [layer for _, layer in sorted(layers.items())]
 
 
 def _build(module: Any, x: Tensor, top_k: int, force: Choice | None) -> MoELayer:

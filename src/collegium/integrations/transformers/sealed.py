@@ -1,0 +1,59 @@
+"""What a model of ``load_model`` refuses, because its experts are in layers that transformers does not see."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ...errors import InputError
+from .modules import experts_modules
+from .plugin import NAME
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import nn
+
+__all__ = ["seal"]
+
+
+def seal(model: nn.Module, path: Path) -> None:
+    """Let ``model``, loaded from ``path``, refuse to be saved and to run its experts in another way.
+
+    Both are InputErrors: its experts' own parameters hold nothing.
+    """
+    for module in model.modules():
+        if hasattr(module, "set_experts_implementation"):
+            module.set_experts_implementation = _keep_implementation  # type: ignore[assignment]
+        if hasattr(module, "save_pretrained"):
+            module.save_pretrained = partial(_refuse_to_save, str(path))  # type: ignore[assignment]
+    for experts in experts_modules(model).values():
+        experts.register_forward_pre_hook(_refuse_other_ways)
+
+
+def _keep_implementation(experts_implementation: str | dict[str, str]) -> None:
+    asked = experts_implementation
+    names = set(asked.values()) if isinstance(asked, dict) else {asked}
+    if names - {NAME}:
+        raise _only_ours(sorted(map(str, names - {NAME}))[0])
+
+
+def _refuse_other_ways(module: Any, _: object) -> None:
+    if module.config._experts_implementation != NAME:
+        raise _only_ours(module.config._experts_implementation)
+
+
+def _only_ours(asked: str) -> InputError:
+    return InputError(
+        f"experts_implementation={asked!r} was asked of a model loaded by load_model(); allowed: {NAME!r}. Its experts "
+        "are packed in Collegium's layers and transformers holds no weights of them; load the model with "
+        f"from_pretrained(..., experts_implementation={asked!r}) to run them in another way"
+    )
+
+
+def _refuse_to_save(path: str, *_: object, **__: object) -> NoReturn:
+    raise InputError(
+        "save_pretrained was called on a model loaded by load_model(), whose experts are packed in Collegium's layers "
+        f"and would be missing in the files. The files of this model are those of {path}: copy them, or write its "
+        f"experts in another format with: collegium quantize {path} --to FORMAT"
+    )
