@@ -148,6 +148,35 @@ def test_it_is_not_saved_without_its_experts(folder: Path, tmp_path: Path) -> No
     assert not (tmp_path / "saved").exists()
 
 
+def test_it_stays_where_and_what_it_is(folder: Path) -> None:
+    model = load_model(str(folder), device="cpu")
+    before = logits(model)
+    assert model.to("cpu") is model.to(torch.bfloat16) is model.to(device="cpu", dtype=torch.bfloat16) is model.cpu()
+    for move in (
+        lambda: model.to("cuda"),
+        lambda: model.to("cpu", torch.float32),
+        lambda: model.to(device=torch.device("cuda:1")),
+        lambda: model.to(0),
+        lambda: model.cuda(),
+        lambda: model.cuda(1),
+        lambda: model.to(dtype=torch.float16),
+    ):
+        with pytest.raises(InputError, match=r"it is torch.bfloat16 on cpu.*Load it again with load_model"):
+            move()
+    assert torch.equal(logits(model), before)
+
+
+def test_what_lies_outside_the_layers_is_left_alone(deepseek: Path, tmp_path: Path) -> None:
+    """Layers from num_hidden_layers on are read by nobody, whatever they hold."""
+
+    def predict(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.startswith("model.layers.2.")]:
+            tensors[name.replace("layers.2", "layers.3")] = torch.full_like(tensors[name], torch.nan)
+
+    more = load_model(changed(deepseek, tmp_path / "mtp", predict), device="cpu")
+    assert torch.equal(logits(more), logits(load_model(str(deepseek), device="cpu")))
+
+
 def test_no_expert_is_read_for_what_lies_outside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from collegium.integrations.transformers import whole_model
 
@@ -273,6 +302,7 @@ def test_ties_generation_settings_and_stored_dtypes(tmp_path: Path, dtype: torch
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
     assert torch.equal(model.lm_head.weight, own.lm_head.weight.bfloat16())
     assert model.generation_config.eos_token_id == [2, 7]
+    assert model.name_or_path == model.config.name_or_path == str(tmp_path)
     written = model.generate(IDS, do_sample=False, max_new_tokens=5)
     assert 0 < written.shape[1] - IDS.shape[1] <= 5
 

@@ -106,9 +106,10 @@ def load_outside(cls: Any, config: Any, checkpoint: Checkpoint, device: str, dty
         raise faults[0]
     _refuse(model, found, checkpoint)
     _give_back(model, away)
-    generation = checkpoint.path / "generation_config.json"
-    if generation.exists():
-        model.generation_config = extra("transformers").GenerationConfig.from_pretrained(checkpoint.path)
+    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    model.name_or_path = model.config.name_or_path = str(folder)
+    if (folder / "generation_config.json").exists():
+        model.generation_config = extra("transformers").GenerationConfig.from_pretrained(folder)
     return model.requires_grad_(False).eval()
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
+
 from ...errors import InputError
 from .modules import experts_modules
 from .plugin import NAME
@@ -18,10 +20,12 @@ __all__ = ["seal"]
 
 
 def seal(model: nn.Module, path: Path) -> None:
-    """Let ``model``, loaded from ``path``, refuse to be saved and to run its experts in another way.
+    """Let ``model``, loaded from ``path``, refuse to be saved, moved, and to run its experts in another way.
 
-    Both are InputErrors: its experts' own parameters hold nothing.
+    All are InputErrors: its experts' own parameters hold nothing.
     """
+    for way, named in (("to", None), ("cuda", "cuda"), ("cpu", "cpu")):
+        setattr(model, way, partial(_stay, model, named))
     for module in model.modules():
         if hasattr(module, "set_experts_implementation"):
             module.set_experts_implementation = _keep_implementation  # type: ignore[assignment]
@@ -36,6 +40,23 @@ def _keep_implementation(experts_implementation: str | dict[str, str]) -> None:
     names = set(asked.values()) if isinstance(asked, dict) else {asked}
     if names - {NAME}:
         raise _only_ours(sorted(map(str, names - {NAME}))[0])
+
+
+def _stay(model: Any, named: str | None, *asked: Any, **others: Any) -> Any:
+    """Return the model where it is asked to be where and what it is, else refuse."""
+    for one in [*asked, *others.values()] or [named]:
+        if isinstance(one, torch.dtype):
+            same = one == model.dtype
+        elif isinstance(one, torch.device | str | int) and not isinstance(one, bool):
+            same = (f"cuda:{one}" if isinstance(one, int) else str(one)) in (str(model.device), model.device.type)
+        else:
+            continue
+        if not same:
+            raise InputError(
+                f"a model loaded by load_model() was to be moved or converted to {one}; it is {model.dtype} on "
+                f"{model.device}, and packed experts do neither. Load it again with load_model(..., device=...)"
+            )
+    return model
 
 
 def _refuse_other_ways(module: Any, _: object) -> None:
