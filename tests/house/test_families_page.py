@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collegium.models import FAMILIES, PREFIXES, Family, Names
-from family_cases import NOT_ON_GPU, NOT_WHOLE
+from family_cases import FLOAT32_ON_GPU, NOT_WHOLE
 from tracked import ROOT
 
 BY_HAND = {
@@ -54,7 +54,8 @@ def row(family: Family) -> list[str]:
     types = ", ".join(f"`{name}`" for name in family.model_types)
     cells = [experts(names) + where + "".join(also), router(names), shared(names)]
     apart = {name for name in family.model_types if name.startswith("gguf:")} | set(NOT_WHOLE)
-    whole, gpu = of_types(family, apart), of_types(family, apart | NOT_ON_GPU)
+    whole = of_types(family, apart)
+    gpu = "in float32" if set(family.model_types) <= FLOAT32_ON_GPU else whole
     return [f"`{family.name}`", types, *cells, BY_HAND.get(family.name, "class"), whole, gpu]
 
 
