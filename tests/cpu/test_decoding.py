@@ -85,11 +85,12 @@ def test_other_ids_are_refused(model, shape, tokens):
         (lambda x: x[x > 0], "index"),
         (lambda x: torch.where(x > 0), "where"),
         (lambda x: float(x[0]), "item"),
+        (lambda x: torch.tensor([2.0], device=x.device), "lift_fresh"),
         (lambda x: [1] if (x > 0).all() else [2], "is_nonzero"),
         (lambda x: x.to("meta"), "to"),
         (lambda x: torch.repeat_interleave(x, torch.ones(4, dtype=torch.int64)), "repeat_interleave"),
         (lambda x: x.expand(3, 4).clone().masked_fill_(x > 0, 1) @ torch.ones(4), None),
-        (lambda x: x[torch.tensor([0, 1])], None),
+        (lambda x: x[torch.arange(2)], None),
     ],
 )
 def test_a_wait_for_the_device_is_seen(work, seen):

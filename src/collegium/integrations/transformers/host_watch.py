@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 __all__ = ["HostWatch"]
 
-# Operators whose result the host has to know: a number, or the length of the output. In inference mode those made of
-# others are seen under their own names.
+# Operators whose result the host has to know, a number or the length of the output, and the last part of
+# torch.tensor(...), which copies from the host. In inference mode those made of others are seen under their own names.
 _WAITING = {
     "item", "_local_scalar_dense", "is_nonzero", "equal", "allclose", "nonzero", "nonzero_numpy", "argwhere",
-    "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive", "bincount",
+    "masked_select", "lift_fresh", "_unique", "_unique2", "unique_dim", "unique_consecutive", "bincount",
 }  # fmt: skip
 _COPYING = {"to", "_to_copy", "copy_", "copy", "cpu", "cuda"}
 
