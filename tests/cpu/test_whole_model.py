@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,10 +21,10 @@ from family_cases import CASES, IDS, build
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from torch import nn
 
+SHIPPED = Path(__file__).resolve().parents[2] / "demo" / "fables-16m"
 KINDS = ("deepseek_v3", "qwen3_moe", "llama4_text")
 
 
@@ -208,16 +209,20 @@ def test_a_folder_without_config(folder: Path, tmp_path: Path) -> None:
         load_model(str(tmp_path / "bare"), device="cpu")
 
 
-def test_a_gguf_file(tmp_path: Path) -> None:
+def toy_gguf(path: Path) -> Path:
     from gguf import GGUFWriter
 
-    writer = GGUFWriter(tmp_path / "toy.gguf", "qwen3moe")
+    writer = GGUFWriter(path / "toy.gguf", "qwen3moe")
     writer.add_tensor("token_embd.weight", torch.zeros(4, 32).numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    for path in (tmp_path / "toy.gguf", tmp_path):
+    return path / "toy.gguf"
+
+
+def test_a_gguf_file(tmp_path: Path) -> None:
+    for path in (toy_gguf(tmp_path), tmp_path):
         with pytest.raises(ConfigError, match=r"a GGUF file, which holds no config\.json.*load_layer\(\)"):
             load_model(str(path), device="cpu")
 
@@ -314,3 +319,60 @@ def test_an_error_of_transformers_names_the_checkpoint(deepseek: Path, tmp_path:
     (tmp_path / "odd" / "config.json").write_text(json.dumps({**config, **changes}))
     with pytest.raises(CheckpointError, match="odd"):
         load_model(str(tmp_path / "odd"), device="cpu")
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_replaced_block_names_what_is_wrong_with_its_router(tmp_path: Path, gone: bool) -> None:
+    build(CASES["dbrx"], tmp_path / "own")
+    name = "transformer.blocks.1.ffn.router.layer.weight"
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        weight = tensors.pop(name)
+        if not gone:
+            tensors[name] = weight[:-1]
+
+    with pytest.raises(MissingTensorError if gone else TensorMismatchError, match=name):
+        load_model(changed(tmp_path / "own", tmp_path / "spoilt", spoil), device="cpu")
+
+
+@pytest.mark.parametrize("name", ["ernie4_5_moe", "granitemoe", "minimax", "nemotron_h", "dbrx", "llama4", "phimoe"])
+def test_the_command_writes_with_families_under_their_published_names(tmp_path: Path, name: str) -> None:
+    from dataclasses import replace
+
+    from typer.testing import CliRunner
+
+    from collegium import cli
+
+    case = CASES[name]
+    build(replace(case, text={**case.text, "vocab_size": 4096}), tmp_path)
+    for file in SHIPPED.glob("tokenizer*"):
+        shutil.copy(file, tmp_path)
+    arguments = ["generate", str(tmp_path), "--tokens", "4", "--device", "cpu", "--prompt", "The king", "--json"]
+    texts = []
+    for _ in range(2):
+        result = CliRunner().invoke(cli.app, arguments, catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        texts.append(json.loads(result.stdout)["text"])
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("The king")
+
+
+@pytest.mark.parametrize("kind", ["gguf", "bare", "arctic"])
+def test_the_command_says_what_it_cannot_load(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from collegium import cli
+
+    path, said = tmp_path, "has no config.json; a whole model is loaded from a folder"
+    if kind == "gguf":
+        path, said = toy_gguf(tmp_path), "a GGUF file, which holds no config.json"
+    else:
+        save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
+    if kind == "arctic":
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "arctic"}))
+        said = "model_type 'arctic' cannot be loaded as a whole model"
+    monkeypatch.setattr("sys.argv", ["collegium", "generate", str(path), "--device", "cpu"])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 1
+    assert said in " ".join(capsys.readouterr().err.split())

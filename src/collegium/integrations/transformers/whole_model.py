@@ -20,6 +20,7 @@ from .plugin import NAME, attach, register
 from .sealed import seal
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Generator
 
     from torch import nn
@@ -33,7 +34,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def load_model(
-    path: str,
+    path: str | os.PathLike[str],
     *,
     weight_format: str | None = None,
     force: Choice | None = None,
@@ -53,7 +54,7 @@ def load_model(
 
 
 def load_model_in(
-    dtype: Literal["bf16", "fp16", "fp32"], path: str, *, device: str | None = None, **others: Any
+    dtype: Literal["bf16", "fp16", "fp32"], path: str | os.PathLike[str], *, device: str | None = None, **others: Any
 ) -> nn.Module:
     """Do what ``load_model`` does, which is in BF16, in another dtype: in float32 a whole model can be judged."""
     place = probe(device).place
