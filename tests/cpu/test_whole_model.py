@@ -321,6 +321,19 @@ def test_an_error_of_transformers_names_the_checkpoint(deepseek: Path, tmp_path:
         load_model(str(tmp_path / "odd"), device="cpu")
 
 
+@pytest.mark.parametrize("name", ["dbrx", "llama4", "step3p7"])
+def test_a_replaced_block_returns_no_router_logits(tmp_path: Path, name: str) -> None:
+    build(CASES[name], tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for part in (config, config.get("text_config", {})):
+        part["output_router_logits"] = True
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = load_model(str(tmp_path), device="cpu")
+    assert torch.isfinite(logits(model)).all()
+    with pytest.raises(InputError, match="blocks are layers of Collegium, which return no router logits"):
+        model(IDS, output_router_logits=True)
+
+
 @pytest.mark.parametrize("gone", [False, True])
 def test_a_replaced_block_names_what_is_wrong_with_its_router(tmp_path: Path, gone: bool) -> None:
     build(CASES["dbrx"], tmp_path / "own")

@@ -8,18 +8,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from ...errors import InputError
+from .blocks import blocks_of
 from .modules import experts_modules
 from .plugin import NAME
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from torch import nn
-
 __all__ = ["seal"]
 
 
-def seal(model: nn.Module, path: Path) -> None:
+def seal(model: Any, path: Path) -> None:
     """Let ``model``, loaded from ``path``, refuse to be saved, moved, and to run its experts in another way.
 
     All are InputErrors: its experts' own parameters hold nothing.
@@ -33,6 +32,10 @@ def seal(model: nn.Module, path: Path) -> None:
             module.save_pretrained = partial(_refuse_to_save, str(path))  # type: ignore[assignment]
     for experts in experts_modules(model).values():
         experts.register_forward_pre_hook(_refuse_other_ways)
+    if blocks_of(model):
+        for config in {id(c): c for c in (model.config, model.config.get_text_config())}.values():
+            config.output_router_logits = False
+        model.register_forward_pre_hook(_refuse_router_logits, with_kwargs=True)
 
 
 def _keep_implementation(experts_implementation: str | dict[str, str]) -> None:
@@ -62,6 +65,14 @@ def _stay(model: Any, named: str | None, *asked: Any, **others: Any) -> Any:
 def _refuse_other_ways(module: Any, _: object) -> None:
     if module.config._experts_implementation != NAME:
         raise _only_ours(module.config._experts_implementation)
+
+
+def _refuse_router_logits(_: Any, __: object, others: dict[str, Any]) -> None:
+    if others.get("output_router_logits"):
+        raise InputError(
+            "output_router_logits=True was asked of a model whose blocks are layers of Collegium, which return no "
+            "router logits; leave it out, or load the model with from_pretrained()"
+        )
 
 
 def _only_ours(asked: str) -> InputError:
