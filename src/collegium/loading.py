@@ -31,7 +31,7 @@ __all__ = ["load_layer", "load_routed"]
 
 @plain_torch()
 def load_layer(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Checkpoint,
     layer: int,
     *,
     weight_format: str | None = None,
@@ -41,13 +41,13 @@ def load_layer(
     limits: Limits | None = None,
     checked: bool = False,
 ) -> MoELayer:
-    """Load MoE layer ``layer`` of the checkpoint at ``path``: router, experts and shared expert.
+    """Load MoE layer ``layer`` of the checkpoint at ``path``, or of an open one: router, experts and shared expert.
 
     weight_format: encode the experts into this format instead of the published one. force, limits: as ``plan``.
     device: the best of this machine when None. dtype: of the layer's input and output. checked: as ``MoELayer``.
     Raises the CheckpointErrors of the audit, InputError for a layer without experts, and PlanError.
     """
-    checkpoint, facts = Checkpoint.open(path), probe(device)
+    checkpoint, facts = path if isinstance(path, Checkpoint) else Checkpoint.open(path), probe(device)
     spec, weights = _experts(checkpoint, layer, weight_format, facts)
     refuse(checkpoint, check_beside(checkpoint, spec, layer))
     problem = Problem(spec=spec, device=facts, limits=limits or Limits(), dtype=dtype)
@@ -70,10 +70,11 @@ def load_routed(
     force: Choice | None = None,
     device: torch.device | str | None = None,
     limits: Limits | None = None,
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16",
 ) -> MoELayer:
     """Load only the routed experts of a layer, for a caller that keeps router and shared expert.
 
-    Arguments and errors as ``load_layer``; the layer computes in BF16 and takes a routing or logits at every call.
+    Arguments and errors as ``load_layer``; the layer takes a routing or logits at every call.
     """
     facts = probe(device)
     spec, weights = _experts(checkpoint, layer, weight_format, facts)
@@ -85,7 +86,7 @@ def load_routed(
         shared=None,
         routing=RoutingSpec(top_k=spec.routing.top_k),
     )
-    problem = Problem(spec=routed, device=facts, limits=limits or Limits())
+    problem = Problem(spec=routed, device=facts, limits=limits or Limits(), dtype=dtype)
     return MoELayer(weights, plan(problem, force))
 
 

@@ -75,3 +75,47 @@ def test_nothing_is_captured_without_a_gpu(model):
 def test_other_ids_are_refused(model, shape, tokens):
     with pytest.raises(InputError, match="generate"):
         Decoder(model).generate(torch.zeros(shape, dtype=torch.int64), tokens)
+
+
+@pytest.mark.parametrize(
+    ("work", "seen"),
+    [
+        (lambda x: x.sum().item(), "item"),
+        (lambda x: x.nonzero(), "nonzero"),
+        (lambda x: x[x > 0], "index"),
+        (lambda x: torch.where(x > 0), "where"),
+        (lambda x: float(x[0]), "item"),
+        (lambda x: torch.tensor([2.0], device=x.device), "lift_fresh"),
+        (lambda x: [1] if (x > 0).all() else [2], "is_nonzero"),
+        (lambda x: x.to("meta"), "to"),
+        (lambda x: torch.repeat_interleave(x, torch.ones(4, dtype=torch.int64)), "repeat_interleave"),
+        (lambda x: x.expand(3, 4).clone().masked_fill_(x > 0, 1) @ torch.ones(4), None),
+        (lambda x: x[torch.arange(2)], None),
+    ],
+)
+def test_a_wait_for_the_device_is_seen(work, seen):
+    from collegium.integrations.transformers.host_watch import HostWatch
+
+    x = torch.randn(4)
+    with torch.inference_mode(), HostWatch("cpu") as watch:
+        work(x)
+    assert (watch.seen or "").split(".")[1:2] == ([] if seen is None else [seen])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "granitemoehybrid_mamba", "jamba_mamba", "nemotron_h_mamba", "minimax", "qwen3_next", "qwen3_5_moe", "gemma4",
+        "deepseek_v4", "kimi_linear", "glm_moe_dsa", "llama4", "dbrx", "step3p7", "kimi_k25", "gpt_oss", "mixtral",
+    ],
+)  # fmt: skip
+def test_every_kind_of_cache_writes_what_the_model_writes_without_one(name, tmp_path):
+    from collegium.integrations.transformers.whole_model import load_model_in
+    from family_cases import CASES, build
+
+    build(CASES[name], tmp_path)
+    one = load_model_in("fp32", str(tmp_path), device="cpu")
+    ids = torch.randint(3, 64, (2, 7), generator=torch.Generator().manual_seed(3))
+    wanted = without_cache(one, ids, 10)
+    for _ in range(2):
+        assert torch.equal(Decoder(one).generate(ids, 10), wanted)

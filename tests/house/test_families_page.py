@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collegium.models import FAMILIES, PREFIXES, Family, Names
+from family_cases import FLOAT32_ON_GPU, NOT_WHOLE
 from tracked import ROOT
 
 BY_HAND = {
@@ -15,7 +16,7 @@ BY_HAND = {
     "gguf": "files",
     "gguf_gpt_oss": "files",
 }
-HEAD = ["family", "`model_type`", "experts", "router", "shared expert", "proof"]
+HEAD = ["family", "`model_type`", "experts", "router", "shared expert", "layer", "whole model", "GPU"]
 
 
 def experts(names: Names) -> str:
@@ -40,13 +41,22 @@ def shared(names: Names) -> str:
     return f"`{head or tail}`" + (", gated" if names.shared_gate else "")
 
 
+def of_types(family: Family, without: set[str]) -> str:
+    """Say which model types of a family a column is true of."""
+    left = [f"`{name}`" for name in family.model_types if name in without]
+    return "yes" if not left else "no" if len(left) == len(family.model_types) else "all but " + ", ".join(left)
+
+
 def row(family: Family) -> list[str]:
     names = family.names
     where = "" if names.layer == PREFIXES[0] else f" below `{names.layer.removesuffix('.')}`"
     also = ["; also " + experts(other) for other in family.others if experts(other) != experts(names)]
     types = ", ".join(f"`{name}`" for name in family.model_types)
     cells = [experts(names) + where + "".join(also), router(names), shared(names)]
-    return [f"`{family.name}`", types, *cells, BY_HAND.get(family.name, "class")]
+    apart = {name for name in family.model_types if name.startswith("gguf:")} | set(NOT_WHOLE)
+    whole = of_types(family, apart)
+    gpu = "in float32" if set(family.model_types) <= FLOAT32_ON_GPU else whole
+    return [f"`{family.name}`", types, *cells, BY_HAND.get(family.name, "class"), whole, gpu]
 
 
 def table() -> list[str]:
@@ -58,3 +68,9 @@ def test_the_page_has_the_table_of_the_name_tables() -> None:
     text = (ROOT / "docs" / "families.md").read_text(encoding="utf-8").splitlines()
     missing = [line for line in table() if line not in text]
     assert not missing, "docs/families.md lacks:\n" + "\n".join(missing)
+
+
+def test_the_readme_names_the_models_that_do_not_load_whole() -> None:
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    listed = ", ".join(f"`{name}`" for name in sorted(NOT_WHOLE))
+    assert f"as whole models all of them load but {listed} and GGUF files" in text, listed

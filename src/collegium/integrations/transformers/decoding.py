@@ -1,17 +1,21 @@
 """Write tokens with a transformers model: a cache of fixed size, and on a GPU one CUDA graph for a decode step.
 
 A step of a Mixture-of-Experts model launches thousands of small kernels; replayed as one graph, the GPU no longer
-waits for Python. The graph holds exactly the kernels that run without it, so the tokens are the same.
+waits for Python. The graph holds exactly the kernels that run without it, so the tokens are the same. Models with
+layers that keep another state than keys and values (Mamba, linear attention, compressed attention) get the growing
+cache that transformers itself gives them, and no graph.
 """
 
 from __future__ import annotations
 
 import importlib
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...errors import InputError, MissingExtraError
+from .host_watch import HostWatch
 from .plugin import layers_of
 
 if TYPE_CHECKING:
@@ -22,10 +26,17 @@ if TYPE_CHECKING:
 __all__ = ["Decoder"]
 
 
+# Steps before the one that is captured: what the first does once is no longer seen in the second, which is watched.
+_BEFORE = 2
+# Layers of a cache that hold keys and values alone; an index has keys of its own beside them.
+_FIXED = {"StaticLayer", "StaticSlidingWindowLayer", "StaticIndexedLayer"}
+
+
 class Decoder:
     """A causal language model of transformers that continues token ids.
 
-    capture: False never replays a decode step as a CUDA graph; otherwise it is done wherever it is possible.
+    capture: False never replays a decode step as a CUDA graph; otherwise it is done wherever it is possible: a step
+    that waits for the GPU on the way, or copies from the host, is not captured.
     ``captured`` says whether the last call of ``generate`` did.
     """
 
@@ -65,7 +76,7 @@ class Decoder:
             )
         with torch.inference_mode():
             length = ids.shape[1]
-            step = _Steps(self.model, self._caches.StaticCache, length + tokens, self.capture and ids.is_cuda)
+            step = _Steps(self.model, self._caches, length + tokens, self.capture and ids.is_cuda)
             out = torch.cat([ids, ids.new_zeros(ids.shape[0], tokens)], 1)
             ended = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
             logits = step.first(ids)
@@ -89,15 +100,17 @@ class Decoder:
 class _Steps:
     """The forward passes of one call: the prompt, then one token at a time at growing positions."""
 
-    def __init__(self, model: Any, cache: Callable[..., Any], length: int, capture: bool) -> None:
+    def __init__(self, model: Any, caches: Any, length: int, capture: bool) -> None:
         self.model = model
-        self.cache = cache(config=model.config, max_cache_len=length)
+        fixed = _fixed_cache(caches, model.config, length)
+        # Where there is none, the model makes the cache it needs in the first pass.
+        self.cache = fixed
         # A sliding window's cache takes another way in Python once it is full, which a graph cannot follow.
-        slides = any(layer.is_sliding and layer.max_cache_len < length for layer in self.cache.layers)
-        self.capture = capture and not slides
-        self.masked = not slides
+        slides = fixed is not None and any(layer.is_sliding and layer.max_cache_len < length for layer in fixed.layers)
+        self.masked = fixed is not None and not slides
+        self.capture = capture and self.masked
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.warm = False
+        self.done = 0
 
     def first(self, ids: Tensor) -> Tensor:
         """Run the prompt ``[B, T]``; return the logits ``[B, V]`` of what follows."""
@@ -122,15 +135,8 @@ class _Steps:
             self.mask[..., position] = 0
         if not self.capture:
             return self._step()
-        if not self.warm:
-            # A real step on another stream compiles and allocates what a graph must not.
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                out = self._step()
-            torch.cuda.current_stream().wait_stream(stream)
-            self.warm = True
-            return out
+        if self.done < _BEFORE:
+            return self._prepare()
         if self.graph is None:
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):
@@ -138,13 +144,37 @@ class _Steps:
         self.graph.replay()
         return self.logits
 
+    def _prepare(self) -> Tensor:
+        """Make a real step on another stream: it compiles and allocates what a graph must not."""
+        stream, watch = torch.cuda.Stream(), HostWatch()
+        stream.wait_stream(torch.cuda.current_stream())
+        self.done += 1
+        with torch.cuda.stream(stream), watch if self.done == _BEFORE else nullcontext():
+            out = self._step()
+        torch.cuda.current_stream().wait_stream(stream)
+        if watch.seen is not None:
+            self.capture = False
+        return out
+
     def _step(self) -> Tensor:
         return self._forward(self.token, self.position, self.mask)
 
     def _forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
         made = {"past_key_values": self.cache, "use_cache": True, "logits_to_keep": 1}
         out = self.model(ids, attention_mask=mask, position_ids=positions, **made)
+        self.cache = out.past_key_values
+        if self.cache is None:
+            raise InputError(f"generate: {type(self.model).__name__} returns no cache (past_key_values) to write with")
         return out.logits[:, -1].float()
+
+
+def _fixed_cache(caches: Any, config: Any, length: int) -> Any:
+    """Return a cache of fixed size, or None where a layer keeps another state than keys and values."""
+    try:
+        cache = caches.StaticCache(config=config, max_cache_len=length)
+    except KeyError:  # a kind of layer that transformers has a growing cache for only
+        return None
+    return cache if all(type(layer).__name__ in _FIXED for layer in cache.layers) else None
 
 
 def _penalised(logits: Tensor, before: Tensor, penalty: float) -> Tensor:

@@ -20,6 +20,7 @@ from ...plan import plan
 from ...types import Problem, Routing
 from ..extra import extra
 from . import hooks, trust
+from .blocks import blocks_of
 from .modules import experts_modules, is_experts, routed_weights, spec_of
 
 if TYPE_CHECKING:
@@ -29,7 +30,16 @@ if TYPE_CHECKING:
 
     from ...types import Choice
 
-__all__ = ["NAME", "attach", "experts_forward", "layers_of", "refresh", "register", "transformers_experts"]
+__all__ = [
+    "NAME",
+    "attach",
+    "experts_forward",
+    "layers_of",
+    "make_known",
+    "refresh",
+    "register",
+    "transformers_experts",
+]
 
 NAME = "collegium"
 
@@ -65,6 +75,11 @@ def register(force: Choice | None = None, *, compare: bool = True) -> None:
     """
     _Settings.force = force
     trust.set_comparing(compare)
+    make_known()
+
+
+def make_known() -> None:
+    """Do what ``register`` does and leave as it is how layers are built."""
     hooks.install(NAME)
     extra("transformers.integrations.moe").ExpertsInterface.register(NAME, experts_forward)
     extra("transformers.integrations.finegrained_fp8").FP8ExpertsInterface.register(NAME, experts_forward)
@@ -104,8 +119,10 @@ def attach(model: nn.Module, layers: Mapping[int, MoELayer]) -> None:
 
 def layers_of(model: nn.Module) -> list[MoELayer]:
     """Return the layers that the experts of ``model`` run through so far, in order; for ``collegium.warm_up``."""
-    found = (_LAYERS.get(module) for _, module in sorted(experts_modules(model).items()))
-    return [entry.layer for entry in found if entry is not None]
+    found = {index: _LAYERS.get(module) for index, module in experts_modules(model).items()}
+    layers = {index: entry.layer for index, entry in found.items() if entry is not None}
+    layers |= {index: block.layer for index, block in blocks_of(model).items()}
+    return [layer for _, layer in sorted(layers.items())]
 
 
 def refresh(model: nn.Module) -> None:

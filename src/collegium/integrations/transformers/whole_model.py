@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -10,30 +11,32 @@ from ...checkpoint.audit import check_outside_experts
 from ...checkpoint.problems import refuse
 from ...checkpoint.reader import Checkpoint
 from ...devices import probe
-from ...errors import ConfigError, MissingTensorError
-from ...formats.unquantised import FLOAT_FORMATS
-from ...loading import load_routed
+from ...errors import ConfigError
+from ...loading import load_layer, load_routed
 from ...models import family_of
-from ..extra import extra
+from .blocks import blocks_of, families_with_blocks
+from .classes import class_and_config
 from .modules import experts_modules
-from .plugin import NAME, attach, register
+from .outside import load_outside
+from .plugin import NAME, attach, make_known
+from .sealed import seal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    import os
+    from collections.abc import Callable, Generator
 
-    from torch import Tensor, nn
+    from torch import nn
 
     from ...layer import MoELayer
     from ...types import Choice, Limits
 
-__all__ = ["build_layers", "load_model"]
+__all__ = ["build_layers", "load_model", "load_model_in"]
 
-# Where transformers names a module otherwise than the published checkpoint does: family -> {theirs: published}.
-RENAMED: dict[str, dict[str, str]] = {"mixtral": {".mlp.": ".block_sparse_moe."}}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def load_model(
-    path: str,
+    path: str | os.PathLike[str],
     *,
     weight_format: str | None = None,
     force: Choice | None = None,
@@ -41,26 +44,32 @@ def load_model(
     limits: Limits | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> nn.Module:
-    """Load a causal language model whose experts run through Collegium in their published format.
+    """Load a model that writes text, in BF16, whose experts run through Collegium in their published format.
 
     weight_format: encode the experts into this format instead. force: kernel or activation format. progress: called
-    with (done, total, what). Raises CheckpointError kinds, PlanError, and MissingExtraError without transformers.
+    with (done, total, what). Tensors outside the experts are BF16, but for those transformers keeps in float32.
+    Neither ``save_pretrained`` nor another ``experts_implementation`` works afterwards (InputError), and nothing
+    needs a gradient. Raises CheckpointError kinds, PlanError, and MissingExtraError without transformers.
     """
+    asked: dict[str, Any] = {"weight_format": weight_format, "force": force, "limits": limits, "progress": progress}
+    return load_model_in("bf16", path, device=device, **asked)
+
+
+def load_model_in(
+    dtype: Literal["bf16", "fp16", "fp32"], path: str | os.PathLike[str], *, device: str | None = None, **others: Any
+) -> nn.Module:
+    """Do what ``load_model`` does, which is in BF16, in another dtype: in float32 a whole model can be judged."""
+    place = probe(device).place
     checkpoint = Checkpoint.open(path)
     refuse(checkpoint, check_outside_experts(checkpoint))
-    model = _skeleton(path)
-    _load_rest(model, checkpoint, probe(device).place)
-    attach(
-        model,
-        build_layers(
-            checkpoint,
-            weight_format=weight_format,
-            force=force,
-            device=device,
-            limits=limits,
-            progress=progress,
-        ),
-    )
+    make_known()
+    cls, config = class_and_config(checkpoint)
+    config._experts_implementation = NAME
+    with _as_if_fresh():
+        model = load_outside(cls, config, checkpoint, place, _DTYPES[dtype])
+        _check_places(model, checkpoint)
+        _give(model, build_layers(checkpoint, device=device, dtype=dtype, **others))
+    seal(model, checkpoint.path)
     return model
 
 
@@ -72,69 +81,57 @@ def build_layers(
     device: str | None = None,
     limits: Limits | None = None,
     progress: Callable[[int, int, str], None] | None = None,
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16",
 ) -> dict[int, MoELayer]:
-    """Read, audit, plan and pack the routed experts of every MoE layer, one layer in memory beyond the packed ones.
+    """Read, audit, plan and pack the experts of every MoE layer, one layer in memory beyond the packed ones.
 
-    The layers hold no router and no shared expert: transformers keeps those. Arguments and errors as ``load_model``.
+    The layers hold no router and no shared expert: transformers keeps those. The exception are families whose blocks
+    have no experts interface in transformers (docs/families.md), whose layers hold both. dtype: of the layers' input
+    and output. Other arguments and errors as ``load_model``.
     """
-    indices = family_of(checkpoint.config).moe_layers(checkpoint.config)
+    family = family_of(checkpoint.config)
+    indices = family.moe_layers(checkpoint.config)
+    load: Callable[..., MoELayer] = load_layer if family.name in families_with_blocks() else load_routed
     layers: dict[int, MoELayer] = {}
     for done, index in enumerate(indices):
         if progress is not None:
             progress(done, len(indices), f"layer {index}")
-        layers[index] = load_routed(
-            checkpoint, index, weight_format=weight_format, force=force, device=device, limits=limits
+        layers[index] = load(
+            checkpoint, index, weight_format=weight_format, force=force, device=device, limits=limits, dtype=dtype
         )
     if progress is not None:
         progress(len(indices), len(indices), "done")
     return layers
 
 
-def _skeleton(path: str) -> nn.Module:
-    """Build the model with every parameter on the meta device and every buffer real."""
-    register()
-    transformers, accelerate = extra("transformers"), extra("accelerate")
-    config = transformers.AutoConfig.from_pretrained(path)
-    config._experts_implementation = NAME
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    with accelerate.init_empty_weights(include_buffers=False):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    return cast("nn.Module", model.eval())
+def _check_places(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Refuse, before any expert is read, a model whose experts are not where the checkpoint's are."""
+    wanted = family_of(checkpoint.config).moe_layers(checkpoint.config)
+    found = sorted({**experts_modules(model), **blocks_of(model)})
+    if found != list(wanted):
+        raise ConfigError(
+            f"{checkpoint.path}: config.json has experts in layers {list(wanted)}, transformers' "
+            f"{type(model).__name__} takes experts of others in layers {found}; load single layers with load_layer()"
+        )
 
 
-def _load_rest(model: Any, checkpoint: Checkpoint, device: str) -> None:
-    """Fill every parameter outside the experts, refusing missing and quantised ones."""
-    renames = RENAMED.get(family_of(checkpoint.config).name, {})
-    experts = {id(p) for m in experts_modules(model).values() for p in m.parameters()}
-    state: dict[str, Tensor] = {}
-    tied = set(model.all_tied_weights_keys) if model.config.tie_word_embeddings else set()
-    for name, parameter in model.named_parameters():
-        if id(parameter) in experts or name in tied:
-            continue
-        stored = name
-        for theirs, published in renames.items():
-            stored = stored.replace(theirs, published)
-        if stored not in checkpoint:
-            raise MissingTensorError(
-                f"{name}: transformers' {type(model).__name__} needs it, the checkpoint has no {stored!r}; "
-                "is the download complete?"
-            )
-        state[name] = _plain(checkpoint.read(stored), stored).to(device=device, dtype=torch.bfloat16)
-    model.load_state_dict(state, strict=False, assign=True)
-    model.tie_weights()
-    for name, buffer in model.named_buffers():
-        if name in checkpoint:
-            buffer.copy_(checkpoint.read(name).to(buffer.dtype))
-    generation = extra("transformers").GenerationConfig
-    if (checkpoint.path / "generation_config.json").exists():
-        model.generation_config = generation.from_pretrained(checkpoint.path)
+def _give(model: nn.Module, layers: dict[int, MoELayer]) -> None:
+    blocks = blocks_of(model)
+    for index, block in blocks.items():
+        block.hold(layers[index])
+    attach(model, {index: layer for index, layer in layers.items() if index not in blocks})
+    for module in experts_modules(model).values():
+        # Some classes do not pass on what their config says to the text model's.
+        vars(module)["config"]._experts_implementation = NAME
 
 
-def _plain(tensor: Tensor, name: str) -> Tensor:
-    if tensor.dtype in FLOAT_FORMATS:
-        return tensor
-    raise ConfigError(
-        f"{name}: stored as {tensor.dtype}; outside the experts only {', '.join(map(str, FLOAT_FORMATS))} are read. "
-        "Run this model in an engine that quantises its other layers too, and use Collegium for the experts there"
-    )
+@contextmanager
+def _as_if_fresh() -> Generator[None]:
+    """Undo what the caller set for torch while a model is built: inference mode, default dtype and device."""
+    before = torch.get_default_dtype()
+    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
+        torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)

@@ -1,0 +1,74 @@
+"""Blocks of transformers without an experts interface: a whole layer of Collegium in their place."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ...errors import InputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ...layer import MoELayer
+
+__all__ = ["Block", "blocks_of", "families_with_blocks", "replace_blocks"]
+
+# Family: class of the block, and whether it returns its router's logits beside the output.
+_BLOCKS = {
+    "llama4": ("Llama4TextMoe", True),
+    "dbrx": ("DbrxFFN", False),
+    "step3p7": ("Step3p7SparseMoeBlock", False),
+}
+
+
+class Block(nn.Module):
+    """A layer with router, experts and shared expert where a block of transformers was.
+
+    layer: a ``MoELayer``, given after the model is loaded. pair: also return router logits, which are None.
+    """
+
+    def __init__(self, *, pair: bool) -> None:
+        """Hold no layer yet."""
+        super().__init__()
+        self.pair = pair
+        # No submodule: the packed weights are not in the model's state.
+        vars(self)["_layer"] = None
+
+    @property
+    def layer(self) -> MoELayer:
+        """The layer; raises InputError while there is none."""
+        if vars(self)["_layer"] is None:
+            raise InputError("this block has no layer yet; use load_model(), which gives it one")
+        return vars(self)["_layer"]
+
+    def hold(self, layer: MoELayer) -> None:
+        """Let the layer run here."""
+        vars(self)["_layer"] = layer
+
+    def forward(self, x: Tensor, *_: object, **__: object) -> Any:
+        """Return what the layer makes of ``x [..., D]``; raises InputError without a layer."""
+        out = self.layer(x)
+        return (out, None) if self.pair else out
+
+
+def families_with_blocks() -> frozenset[str]:
+    """Return the names of the families whose blocks are replaced."""
+    return frozenset(_BLOCKS)
+
+
+def blocks_of(model: nn.Module) -> dict[int, Block]:
+    """Return the replaced blocks of a model by layer index."""
+    named = ((name, module) for name, module in model.named_modules() if isinstance(module, Block))
+    return {next(int(piece) for piece in name.split(".") if piece.isdigit()): block for name, block in named}
+
+
+def replace_blocks(model: nn.Module) -> None:
+    """Put a ``Block`` in the place of every block that has no experts interface."""
+    pairs = dict(_BLOCKS.values())
+    for name, module in list(model.named_modules()):
+        pair = pairs.get(type(module).__name__)
+        if pair is not None:
+            above, _, last = name.rpartition(".")
+            setattr(model.get_submodule(above), last, Block(pair=pair))

@@ -1,0 +1,184 @@
+"""Everything outside the experts, loaded by transformers itself from the tensors of a checkpoint.
+
+transformers is offered every tensor of the checkpoint, each read only when it is asked for, and a model whose experts
+have no parameters. So the names, splits, ties, dtypes and buffers are its own, and no expert passes through it.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...checkpoint.reader import TORCH_DTYPES
+from ...errors import CheckpointError, CollegiumError, ConfigError, MissingTensorError, TensorMismatchError
+from ...formats.unquantised import FLOAT_FORMATS
+from ..extra import extra
+from .blocks import replace_blocks
+from .modules import experts_modules
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Mapping
+
+    from torch import Tensor, nn
+
+    from ...checkpoint.reader import Checkpoint
+
+__all__ = ["load_outside"]
+
+_WHOLE_NUMBERS = (torch.int64, torch.int32, torch.bool)
+# What follows a module's path in a checkpoint where the module's weight is quantised.
+_QUANTISED = (
+    "weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2", "qweight", "qzeros", "scales", "scale",
+    "weight.absmax", "weight_blocks", "weight_scales",
+)  # fmt: skip
+
+
+class _Stored:
+    """A tensor of a checkpoint that is read when it is indexed with ``...``, from any thread.
+
+    A tensor that is refused leaves its error in ``faults``: what transformers makes of an error is another one.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, name: str, faults: list[CollegiumError]) -> None:
+        self.checkpoint, self.name, self.faults = checkpoint, name, faults
+
+    def get_dtype(self) -> str:
+        return self.checkpoint.info(self.name).dtype
+
+    def get_shape(self) -> list[int]:
+        return list(self.checkpoint.info(self.name).shape)
+
+    def __getitem__(self, index: object) -> Tensor:
+        try:
+            dtype = TORCH_DTYPES.get(self.get_dtype())
+            if dtype not in FLOAT_FORMATS and dtype not in _WHOLE_NUMBERS:
+                raise _quantised(self.name, str(dtype or self.get_dtype()))
+            return self.checkpoint.read(self.name)
+        except CollegiumError as error:
+            self.faults.append(error)
+            raise
+
+
+def load_outside(cls: Any, config: Any, checkpoint: Checkpoint, device: str, dtype: torch.dtype) -> nn.Module:
+    """Return the model of ``cls`` on ``device`` with everything but its experts, whose parameters lie on ``meta``.
+
+    dtype: of the tensors that transformers does not keep in another one. Blocks without an experts interface are
+    replaced by ``Block``. Raises MissingTensorError, TensorMismatchError, ConfigError, each naming the tensor.
+    """
+    faults: list[CollegiumError] = []
+    state = {name: _Stored(checkpoint, name, faults) for name in checkpoint.tensors}
+    away: dict[str, dict[str, nn.Parameter]] = {}
+
+    class Emptied(cls):
+        """The class itself, whose experts give their parameters away as soon as they exist."""
+
+        def __init__(self, config: Any, *args: Any, **others: Any) -> None:
+            super().__init__(config, *args, **others)
+            replace_blocks(self)
+            away.update(_taken(self))
+
+    Emptied.__name__, Emptied.__qualname__, Emptied.__module__ = cls.__name__, cls.__qualname__, cls.__module__
+    with _quiet():
+        try:
+            model, found = Emptied.from_pretrained(
+                None,
+                config=config,
+                state_dict=state,
+                dtype=dtype,
+                device_map={"": device},
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+        except Exception as error:
+            if faults:
+                raise faults[0] from error
+            if isinstance(error, ImportError | torch.OutOfMemoryError):
+                raise
+            raise CheckpointError(
+                f"{checkpoint.path}: transformers' {cls.__name__} cannot be built from config.json and the tensors "
+                f"outside the experts: {type(error).__name__}: {str(error).strip()}; correct the entry it names, or "
+                "compare the tensors with config.json"
+            ) from error
+    model.__class__ = cls
+    if faults:
+        raise faults[0]
+    _refuse(model, found, checkpoint)
+    _give_back(model, away)
+    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    model.name_or_path = model.config.name_or_path = str(folder)
+    if (folder / "generation_config.json").exists():
+        model.generation_config = extra("transformers").GenerationConfig.from_pretrained(folder)
+    return model.requires_grad_(False).eval()
+
+
+def _taken(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
+    """Take the parameters of every experts module away and return them by the module's path."""
+    modules = {id(module) for module in experts_modules(model).values()}
+    taken: dict[str, dict[str, nn.Parameter]] = {}
+    for path, module in model.named_modules():
+        if id(module) in modules:
+            taken[path] = dict(module.named_parameters(recurse=False))
+            for name in taken[path]:
+                delattr(module, name)
+                # Code that fills new weights looks for them, and leaves alone what is marked so.
+                vars(module)[name] = stand_in = torch.empty(0)
+                stand_in._is_hf_initialized = True  # type: ignore[attr-defined]
+    return taken
+
+
+def _give_back(model: nn.Module, taken: Mapping[str, Mapping[str, nn.Parameter]]) -> None:
+    for path, parameters in taken.items():
+        module = model.get_submodule(path)
+        for name, parameter in parameters.items():
+            del vars(module)[name]
+            module.register_parameter(name, parameter)
+
+
+def _refuse(model: Any, found: Mapping[str, Any], checkpoint: Checkpoint) -> None:
+    """Refuse a model that lacks a tensor or found one of another shape or kind."""
+    owner = type(model).__name__
+    for name, stored, wanted in sorted(found["mismatched_keys"]):
+        raise TensorMismatchError(
+            f"{name}: the checkpoint has shape {tuple(stored)}, transformers' {owner} needs {tuple(wanted)}; "
+            "compare config.json with the tensors, is one of them from another model?"
+        )
+    missing = sorted(found["missing_keys"])
+    for name in missing:
+        path = name.rpartition(".")[0]
+        packed = [path + "." + end for end in _QUANTISED if path + "." + end in found["unexpected_keys"]]
+        if packed:
+            raise _quantised(packed[0], checkpoint.info(packed[0]).dtype if packed[0] in checkpoint else "packed")
+    if missing:
+        raise MissingTensorError(
+            f"{missing[0]}: transformers' {owner} needs it, the checkpoint has no tensor that becomes it"
+            + (f" (nor {len(missing) - 1} others: {', '.join(missing[1:4])} ...)" if len(missing) > 1 else "")
+            + "; is the download complete?"
+        )
+    floats = {name for name, p in model.named_parameters() if p.is_floating_point()}
+    for name in sorted(floats & set(checkpoint.tensors)):
+        if TORCH_DTYPES.get(checkpoint.info(name).dtype) in _WHOLE_NUMBERS:
+            raise _quantised(name, checkpoint.info(name).dtype)
+
+
+def _quantised(name: str, dtype: str) -> ConfigError:
+    return ConfigError(
+        f"{name}: stored as {dtype}; outside the experts only {', '.join(map(str, FLOAT_FORMATS))} are read. "
+        "Run this model in an engine that quantises its other layers too, and use Collegium for the experts there"
+    )
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """Silence transformers' list of tensors it does not know, the experts, and its progress bar."""
+    logging = extra("transformers.utils.logging")
+    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bar:
+            logging.enable_progress_bar()

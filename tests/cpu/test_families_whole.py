@@ -1,0 +1,73 @@
+"""Every family as a whole model: ``load_model`` against transformers' own ``from_pretrained`` with eager experts.
+
+Toy checkpoints of several layers, in the published names and in those of transformers, each model called twice.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+pytest.importorskip("transformers")
+
+from collegium.errors import ConfigError
+from collegium.integrations.transformers import load_model
+from collegium.integrations.transformers.whole_model import load_model_in
+from collegium.models import FAMILIES
+from family_cases import CASES, IDS, NOT_WHOLE, build
+from whole_models import as_near_as, eager, same_tensors
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+OTHERS = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("original", [True, False], ids=["published", "fused"])
+@pytest.mark.parametrize("name", list(CASES))
+def test_a_whole_model_in_float32_gives_the_logits_of_transformers(tmp_path: Path, name: str, original: bool) -> None:
+    build(CASES[name], tmp_path, original=original)
+    ours = load_model_in("fp32", str(tmp_path), device="cpu")
+    theirs = eager(ours, tmp_path, torch.float32)
+    same_tensors(ours, theirs)
+    with torch.no_grad():
+        for ids in (IDS, OTHERS):
+            found, wanted = ours(ids).logits, theirs(ids).logits
+            assert found.dtype == wanted.dtype
+            assert (found - wanted).abs().max() <= 2e-5 * wanted.abs().max()
+            assert torch.equal(ours(ids).logits, found)
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_a_whole_model_in_bf16_is_as_near_to_float32_as_transformers(tmp_path: Path, name: str) -> None:
+    build(CASES[name], tmp_path)
+    ours = load_model(str(tmp_path), device="cpu")
+    theirs = eager(ours, tmp_path, torch.bfloat16)
+    same_tensors(ours, theirs)
+    ids = torch.randint(3, 64, (4, 24), generator=torch.Generator().manual_seed(4))
+    # No gradient is asked for and none is needed: this runs outside of no_grad.
+    found = ours(ids).logits
+    with torch.no_grad():
+        wanted = theirs(ids).logits
+        truth = load_model_in("fp32", str(tmp_path), device="cpu")(ids).logits
+    assert not found.requires_grad
+    assert found.dtype == wanted.dtype
+    as_near_as(found, wanted, truth)
+
+
+def test_every_model_type_loads_whole_or_is_refused_by_name() -> None:
+    known = {t for family in FAMILIES for t in family.model_types if not t.startswith("gguf:")}
+    assert known - set(NOT_WHOLE) - set(CASES) == set()
+    assert set(CASES).isdisjoint(NOT_WHOLE)
+
+
+@pytest.mark.parametrize(("kind", "text"), NOT_WHOLE.items())
+def test_a_model_type_that_does_not_load_whole_is_refused_by_name(tmp_path: Path, kind: str, text: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=rf"model_type '{kind}' cannot be loaded as a whole model: .*{text}"):
+        load_model(str(tmp_path), device="cpu")
