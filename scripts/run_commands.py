@@ -44,7 +44,7 @@ PAGES = ("README.md", "docs/quickstart.md")
 SHIPPED = "demo/fables-16m"
 PROMPT = "Once upon a time"
 _DEMO_SECONDS = 60  # with compilation, on a GPU
-_SIDE_BY_SIDE = 4
+_SIDE_BY_SIDE = 6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,7 +17,8 @@ from .errors import InputError
 from .functional import moe
 from .integrations.transformers import attach, build_layers, experts_modules, layers_of, load_model
 from .parallel.placement import linear
-from .types import Choice, Limits, Routing
+from .plan import plan
+from .types import Choice, Limits, Problem, Routing
 from .warming import warm_up
 from .writing import Writer, check_writable
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from .layer import MoELayer
-    from .types import DeviceFacts
+    from .types import DeviceFacts, MoESpec
 
 __all__ = [
     "RECIPES",
@@ -43,8 +44,9 @@ PROMPT = "Once upon a time there was a"
 WINDOW = 256
 # The small model repeats itself without it. Greedy, so that formats differ by their experts alone.
 PENALTY = 1.2
-# A GPU compiles a kernel for each kind of batch, and passes of a few tokens have the fewest kinds. Bits are the same.
-_PASS = {"cpu": 4096, "cuda": 4}
+# A kernel is compiled for each kind of batch, and passes of a few tokens have the fewest kinds. Bits are the same. What
+# compiles nothing takes the text as it is.
+_COMPILED_PASS, _PLAIN_PASS = 4, 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,7 +161,7 @@ class _Bench:
 
     checkpoint: Checkpoint
     facts: DeviceFacts
-    limits: Limits
+    spec: MoESpec
     writer: Writer
     ids: Tensor
     case: _Case
@@ -167,7 +169,9 @@ class _Bench:
 
     @classmethod
     def open(cls, folder: Path, facts: DeviceFacts, windows: int) -> _Bench:
-        checkpoint, limits = Checkpoint.open(folder), Limits(max_tokens=_PASS[facts.kind])
+        checkpoint = Checkpoint.open(folder)
+        spec = describe_checkpoint(checkpoint)
+        limits = _limits(spec, facts, Recipe(weights=spec.weight_format))
         model = load_model(str(folder), device=facts.place, limits=limits)
         writer = Writer(model, folder)
         ids = _windows(writer, folder / "heldout.txt", windows)
@@ -176,7 +180,7 @@ class _Bench:
         return cls(
             checkpoint=checkpoint,
             facts=facts,
-            limits=limits,
+            spec=spec,
             writer=writer,
             ids=ids,
             case=case,
@@ -190,7 +194,7 @@ class _Bench:
             weight_format=recipe.weights,
             force=Choice(activation_format=recipe.activations),
             device=self.facts.place,
-            limits=self.limits,
+            limits=_limits(self.spec, self.facts, recipe),
         )
         attach(self.writer.model, layers)
         told = partial(_told, step)
@@ -212,6 +216,12 @@ class _Bench:
             tokens_per_second=written.tokens_per_second,
             text=written.text,
         )
+
+
+def _limits(spec: MoESpec, facts: DeviceFacts, recipe: Recipe) -> Limits:
+    problem = Problem(spec=replace(spec, weight_format=recipe.weights), device=facts)
+    made = plan(problem, Choice(activation_format=recipe.activations))
+    return Limits(max_tokens=_COMPILED_PASS if made.capturable else _PLAIN_PASS)
 
 
 def _told(step: Callable[[str], None], done: int, total: int, _: str) -> None:

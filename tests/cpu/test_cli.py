@@ -14,9 +14,12 @@ import torch
 from typer.testing import CliRunner
 
 from collegium import cli, demo, writing
+from collegium.checkpoint.reader import read_config
 from collegium.demo import RECIPES
 from collegium.formats import FORMATS
 from collegium.integrations.transformers import load_model
+from collegium.models import describe
+from collegium.types import DeviceFacts
 
 RUNNER = CliRunner()
 SHIPPED = Path(__file__).resolve().parents[2] / "demo" / "fables-16m"
@@ -114,6 +117,15 @@ def test_the_demo_compiles_and_writes_each_text_once_before_it_times_it(monkeypa
     assert [what[1] for what in done if what[0] == "compiled"][1:] == [("mxfp4", "bf16"), ("nvfp4", "bf16")]
     assert [row.tokens_per_second for row in report.rows] == [done[3][1], done[6][1]]
     assert "mxfp4 x bf16: compiling 3 of 12" in said
+
+
+def test_a_gpu_gets_few_kernels_to_compile_and_the_reference_long_passes():
+    spec = describe(read_config(SHIPPED))
+    hopper = DeviceFacts(kind="cuda", name="H200", capability=(9, 0), memory=140 << 30)
+    passes = {(r.weights, r.activations): demo._limits(spec, hopper, r).max_tokens for r in RECIPES}
+    assert passes["bf16", "bf16"] == passes["mxfp4", "fp8_group128"] == 4
+    assert passes["nvfp4", "nvfp4"] == 4096
+    assert {demo._limits(spec, DeviceFacts(kind="cpu"), r).max_tokens for r in RECIPES} == {4096}
 
 
 def test_the_rate_is_of_the_decode_steps_after_the_first_token(monkeypatch):
