@@ -18,15 +18,14 @@ from .devices import plain_torch
 from .errors import InputError, PlanError
 from .experts import KERNELS
 from .formats.unquantised import FLOAT_FORMATS
-from .ops.launch import on_device
 from .ops.products import PackedExperts, few_tokens
 from .ops.replay import Replay
-from .ops.route import check_routing, route, route_custom, sanitise
+from .ops.route import given_routing, route, route_custom
 from .ops.tile_file import with_tuned_tiles
 from .packed_module import PackedModule, refuse_gradient
 from .parallel.local import Local
 from .pipeline import DirectPipeline, SplitPipeline, ways
-from .types import ContiguousBatch, Routing, RoutingSpec
+from .types import ContiguousBatch, Routing
 from .warming import warm_layer
 from .weight_checks import check_extras, check_weights
 from .workspace import captured, own_memory, owned, shared_workspaces
@@ -77,8 +76,8 @@ class MoELayer(PackedModule):
         choose: a routing rule of your own, ``choose(x [T, D], logits [T, E], top_k) -> (weights, ids)`` both
         ``[T, K]``; it replaces the spec's rule, and what it returns is checked like any other routing.
         after_expert: applied to the rows ``[R, H]`` the experts return, row by row, before they are weighted.
-        checked: raise RoutingError on NaN logits, out-of-range and duplicate ids instead of dropping the rows; this
-        reads the device once a call. Raises InputError when weights and spec disagree. ``workspaces`` lends the
+        checked: raise RoutingError on NaN logits, biases or weights, out-of-range and repeated ids instead of NaN rows;
+        this reads the device once a call. Raises InputError when weights and spec disagree. ``workspaces`` lends the
         memory of a pass on a GPU, to all layers of the device; None: every pass takes fresh memory.
         """
         super().__init__()
@@ -93,7 +92,6 @@ class MoELayer(PackedModule):
         self.router = None if router is None else _in_float32(router)
         self.shared = shared
         self.latent = latent
-        self._kernel = kernel
         self._pipeline = SplitPipeline(
             dispatcher=Local(num_experts=spec.num_experts, weight_on_input=spec.routing.weight_on_input),
             kernel=kernel,
@@ -106,7 +104,9 @@ class MoELayer(PackedModule):
         if not sorted_only:
             most = few_tokens(packed, spec.routing.top_k)
             self._direct = DirectPipeline(packed=packed, most=most, after_expert=after_expert)
-        self._packed_shared = None if shared is None else _pack_shared(kernel, shared, plan.problem)
+        self._shared_kernel, self._packed_shared = kernel, None
+        if shared is not None:
+            self._shared_kernel, self._packed_shared = _pack_shared(kernel, shared, plan.problem)
         self._device = weights.down.device
         # To the shared expert every batch is the first rows in order; row T of the bounds is (0, T).
         longest = 0 if shared is None else plan.problem.limits.max_tokens + 1
@@ -250,7 +250,7 @@ class MoELayer(PackedModule):
         shared = cast("SharedWeights[Payload]", self.shared)
         tokens = x.shape[0]
         batch = ContiguousBatch(x=x, source=self._shared_rows[:tokens], expert_offsets=self._shared_bounds[tokens])
-        out = self._kernel.run(batch, self._packed_shared)
+        out = self._shared_kernel.run(batch, self._packed_shared)
         if shared.gate is None:
             return out
         return torch.sigmoid(functional.linear(x.float(), shared.gate.float())) * out
@@ -285,11 +285,7 @@ class MoELayer(PackedModule):
     ) -> Routing:
         if topk_ids is not None and topk_weights is not None:
             _check_rows("topk_ids", topk_ids, (x.shape[0], topk_ids.shape[-1]))
-            if not self.checked and on_device(topk_ids):
-                check_routing(topk_ids, topk_weights)
-                # The kernels drop what ``sanitise`` would.
-                return Routing(topk_ids=topk_ids, topk_weights=topk_weights)
-            return sanitise(topk_ids, topk_weights, self.spec.num_experts, checked=self.checked)
+            return given_routing(topk_ids, topk_weights, self.spec.num_experts, checked=self.checked)
         logits = cast("Tensor", logits)
         _check_rows("router_logits", logits, (x.shape[0], self.spec.num_experts))
         if self.choose is not None:
@@ -322,30 +318,28 @@ class MoELayer(PackedModule):
             )
 
 
-def _pack_shared(kernel: ExpertKernel, shared: SharedWeights[Payload], problem: Problem) -> Any:
-    """Pack the shared expert for the same kernel: to it, one expert that every token goes to."""
-    spec = problem.spec
-    alone = replace(
-        spec,
-        num_experts=1,
-        intermediate_size=spec.intermediate_size if spec.shared is None else spec.shared.intermediate_size,
-        activation=spec.activation if spec.shared is None else spec.shared.activation or spec.activation,
-        latent_size=None,
-        latent_norm_eps=None,
-        shared=None,
-        expert_bias=False,
-        weight_format=shared.experts.down.name,
-        routing=RoutingSpec(top_k=1),
-    )
+def _pack_shared(kernel: ExpertKernel, shared: SharedWeights[Payload], problem: Problem) -> tuple[ExpertKernel, Any]:
+    """Choose a kernel for the shared expert and pack it: to a kernel, one expert that every token goes to.
+
+    Where its format is not one of the plan's kernel (FP8 or BF16 beside routed experts of four bits), it is the first
+    one of the table that takes it and can be captured where the plan says so.
+    """
+    alone = problem.spec.shared_alone(shared.experts.down.name)
     check_weights(shared.experts, alone)
     asked = replace(problem, spec=alone)
-    reason = kernel.refuse(asked)
-    if reason is not None:
-        raise PlanError(
-            f"the plan's kernel {kernel.name} runs the routed experts but refuses the shared expert: {reason}; "
-            "force a kernel that runs both"
-        )
-    return kernel.pack(shared.experts, asked)
+    reasons: list[str] = []
+    for other in dict.fromkeys((kernel, *KERNELS)):
+        reason = other.refuse(asked)
+        if reason is None and kernel.capturable and not other.capturable:
+            reason = "it cannot be captured in a CUDA graph, which the plan promises"
+        if reason is None:
+            return other, other.pack(shared.experts, asked)
+        reasons.append(f"  {other.name}: {reason}")
+    raise PlanError(
+        f"{kernel.name} runs the routed experts, no kernel runs the shared expert ({alone.weight_format}) beside it:\n"
+        + "\n".join(reasons)
+        + "\nForce another activation format or kernel."
+    )
 
 
 def _in_full(device: torch.device) -> AbstractContextManager[object]:

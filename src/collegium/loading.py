@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
+from .checkpoint.beside import check_beside, load_latent, load_router, load_shared
 from .checkpoint.detect import detect
-from .checkpoint.loader import load_experts, load_latent, load_router, load_shared
+from .checkpoint.loader import load_experts
+from .checkpoint.problems import refuse
 from .checkpoint.reader import Checkpoint
 from .devices import plain_torch, probe
 from .encoding import encode_experts
@@ -47,6 +49,7 @@ def load_layer(
     """
     checkpoint, facts = Checkpoint.open(path), probe(device)
     spec, weights = _experts(checkpoint, layer, weight_format, facts)
+    refuse(checkpoint, check_beside(checkpoint, spec, layer))
     problem = Problem(spec=spec, device=facts, limits=limits or Limits(), dtype=dtype)
     return MoELayer(
         weights,

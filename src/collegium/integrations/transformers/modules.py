@@ -19,18 +19,23 @@ if TYPE_CHECKING:
 
     from ...formats.payload import Payload
 
-__all__ = ["experts_modules", "is_experts", "routed_weights", "spec_of"]
+__all__ = ["experts_modules", "is_experts", "named_experts", "routed_weights", "spec_of"]
 
 
-def experts_modules(model: nn.Module) -> dict[int, nn.Module]:
-    """Return the experts modules of a transformers model by layer index."""
-    found: dict[int, nn.Module] = {}
+def named_experts(model: nn.Module) -> list[tuple[str, int, nn.Module]]:
+    """Return (name, layer index, module) of every experts module of a transformers model."""
+    found: list[tuple[str, int, nn.Module]] = []
     for name, module in model.named_modules():
         if is_experts(module):
             index = next((int(piece) for piece in name.split(".") if piece.isdigit()), None)
             if index is not None:
-                found[index] = module
+                found.append((name, index, module))
     return found
+
+
+def experts_modules(model: nn.Module) -> dict[int, nn.Module]:
+    """Return the experts modules of a transformers model by layer index."""
+    return {index: module for _, index, module in named_experts(model)}
 
 
 def is_experts(module: object) -> bool:

@@ -19,6 +19,7 @@ from ...packed_module import refuse_gradient
 from ...plan import plan
 from ...types import Problem, Routing
 from ..extra import extra
+from . import hooks, trust
 from .modules import experts_modules, is_experts, routed_weights, spec_of
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from ...types import Choice
 
-__all__ = ["NAME", "attach", "experts_forward", "layers_of", "register"]
+__all__ = ["NAME", "attach", "experts_forward", "layers_of", "refresh", "register", "transformers_experts"]
 
 NAME = "collegium"
 
@@ -53,13 +54,18 @@ _MODULES: dict[int, weakref.ref[nn.Module]] = {}
 _building = threading.RLock()
 
 
-def register(force: Choice | None = None) -> None:
+def register(force: Choice | None = None, *, compare: bool = True) -> None:
     """Make ``experts_implementation="collegium"`` known to transformers, for plain and for FP8 and FP4 experts.
 
     force: kernel or activation format of the layers built from now on; without it activations are not quantised.
-    May be called any number of times.
+    compare: at the first call rows of a few experts of each layer are compared with the checkpoint's files, where
+    these are on this machine, and a difference is a ConfigError; False for weights that were changed on purpose, an
+    adapter merged into them for instance. May be called any number of times. A model without experts that another
+    implementation can run raises ConfigError when it is asked for this one.
     """
     _Settings.force = force
+    trust.set_comparing(compare)
+    hooks.install(NAME)
     extra("transformers.integrations.moe").ExpertsInterface.register(NAME, experts_forward)
     extra("transformers.integrations.finegrained_fp8").FP8ExpertsInterface.register(NAME, experts_forward)
 
@@ -68,7 +74,8 @@ def experts_forward(module: nn.Module, x: Tensor, topk_ids: Tensor, topk_weights
     """Run one transformers experts module: ``x [T, H]``, ids and weights ``[T, K]``, returns ``[T, H]``.
 
     The layer is built from the module's parameters at the first call and again whenever they change; layers given by
-    ``attach`` or ``load_model`` are used as they are. Inference only: InputError where a gradient is asked for.
+    ``attach`` or ``load_model`` are used as they are. With expert parallelism ids of ``num_experts`` and above mean
+    "not on this rank". Inference only: InputError where a gradient is asked for.
     """
     handle = _handle(module)
     refuse_gradient(x=x, topk_weights=topk_weights, experts=handle)
@@ -101,6 +108,21 @@ def layers_of(model: nn.Module) -> list[MoELayer]:
     return [entry.layer for entry in found if entry is not None]
 
 
+def refresh(model: nn.Module) -> None:
+    """Say that the experts' weights of ``model`` were written through ``.data``: the next call reads them again.
+
+    Every other change in place, also an optimizer's step, is noticed without it. Layers given by ``attach`` or
+    ``load_model`` do not come from the model's parameters and stay as they are.
+    """
+    for module in experts_modules(model).values():
+        entry = _LAYERS.get(module)
+        if entry is not None and entry.stamp is not None:
+            _LAYERS.pop(module, None)
+        for parameter in module.parameters(recurse=False):
+            if not parameter.is_inference():
+                torch.autograd.graph.increment_version(parameter)  # written on purpose: no longer the checkpoint's
+
+
 def _handle(module: Any) -> Tensor:
     """Return the tensor that names ``module`` in a compiled graph, where it is an input like any other."""
     return module.collegium_handle if hasattr(module, "collegium_handle") else module.down_proj
@@ -125,6 +147,8 @@ def _run(module: nn.Module, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, o
     entry = _LAYERS.get(module)
     if entry is None or (entry.stamp is not None and entry.stamp != _stamp(module)):
         entry = _built(module, x, topk_ids.shape[-1])
+    if getattr(module, "_is_expert_parallel", torch.distributed.is_available() and torch.distributed.is_initialized()):
+        topk_ids = topk_ids.masked_fill(topk_ids >= entry.layer.spec.num_experts, -1)
     return entry.layer(x, routing=Routing(topk_ids=topk_ids, topk_weights=topk_weights), out=out)
 
 
@@ -166,6 +190,7 @@ def _build(module: Any, x: Tensor, top_k: int) -> MoELayer:
         )
     if x.dtype not in FLOAT_FORMATS:
         raise InputError(f"x is {x.dtype}; allowed: {', '.join(map(str, FLOAT_FORMATS))}")
+    trust.check(module, weights)
     spec = spec_of(module, weights, top_k)
     problem = Problem(spec=spec, device=probe(x.device), dtype=cast("Any", FLOAT_FORMATS[x.dtype].name))
     # Not every release of transformers knows of experts that end in a norm.

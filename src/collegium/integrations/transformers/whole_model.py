@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from ...checkpoint.audit import check_outside_experts
+from ...checkpoint.problems import refuse
 from ...checkpoint.reader import Checkpoint
 from ...devices import probe
 from ...errors import ConfigError, MissingTensorError
@@ -45,6 +47,7 @@ def load_model(
     with (done, total, what). Raises CheckpointError kinds, PlanError, and MissingExtraError without transformers.
     """
     checkpoint = Checkpoint.open(path)
+    refuse(checkpoint, check_outside_experts(checkpoint))
     model = _skeleton(path)
     _load_rest(model, checkpoint, probe(device).place)
     attach(
