@@ -46,8 +46,10 @@ class TritonW4A8:
     def pack(self, weights: ExpertWeights[Any], problem: Problem) -> PackedExperts:
         """Re-lay codes and scales, a few rows at a time; InputError for INT4 groups that are no multiples of 32."""
         machine = machine_at(weights.down.device)
-        gate_up, upper = pack_w4a8(weights.gate_up, weights.gate_up_bias, scaled=machine.scaled)
-        down, lower = pack_w4a8(with_part(weights.down), weights.down_bias, scaled=machine.scaled)
+        # Triton 3.6 compiles no product that is scaled by the tensor core and again by the tokens' groups.
+        scaled = machine.scaled and problem.activation_format == "fp8_token"
+        gate_up, upper = pack_w4a8(weights.gate_up, weights.gate_up_bias, scaled=scaled)
+        down, lower = pack_w4a8(with_part(weights.down), weights.down_bias, scaled=scaled)
         return PackedExperts(
             gate_up=gate_up,
             down=down,
