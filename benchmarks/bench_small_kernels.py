@@ -47,9 +47,7 @@ def cases(shape: str, tokens: int) -> dict[str, tuple[Callable[[], object], floa
     table: dict[str, tuple[Callable[[], object], float]] = {
         "route_softmax": (lambda: route.route(logits, plain), tokens * (4 * experts + 12 * top_k)),
         "route_grouped": (lambda: route.route(logits, spec, bias=bias), tokens * (4 * experts + 12 * top_k)),
-        "sanitise": (lambda: route.sanitise(small, chosen.topk_weights, experts), assigned * 20),
         "permute": (lambda: permute.permute(small, experts), assigned * 20),
-        "permute_foreign": (lambda: permute.permute(small, experts, foreign=chosen.topk_weights), assigned * 24),
         "permute_tiles": (lambda: permute.permute(small, experts, block_t=(16, 64)), assigned * 20),
         "combine": (
             lambda: weighted_sum.weighted_sum(rows, order.slots, chosen.topk_weights, torch.bfloat16),

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from collegium import load_layer
-from collegium.demo import Writer
 from collegium.inspection import inspect_model
 from collegium.integrations.transformers import load_model
+from collegium.writing import Writer
 
 FOLDER = Path(__file__).resolve().parents[1] / "demo" / "fables-16m"
 
@@ -21,8 +21,8 @@ def main() -> None:
     x = torch.randn(7, layer.spec.hidden_size).bfloat16()
     print(f"\nlayer 3: {tuple(x.shape)} -> {tuple(layer(x).shape)}\n")
     model = load_model(str(FOLDER), weight_format="mxfp4", device="cpu")
-    text, speed = Writer(model, FOLDER).write("The wolf said to the", 40)
-    print(f"{text}\n({speed:.0f} tokens/s with MXFP4 experts)")
+    written = Writer(model, FOLDER).write("The wolf said to the", 40, penalty=1.2)
+    print(f"{written.text}\n({written.tokens_per_second:.0f} tokens/s with MXFP4 experts)")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ PARAMETERS = 8
 LAYER = 10_000
 REST = 8_000
 REST_OF = (
+    "__main__.py",
     "bench.py",
     "checkpoint",
     "cli.py",
@@ -28,11 +29,15 @@ REST_OF = (
     "inspection.py",
     "integrations",
     "measure.py",
+    "model_bench.py",
     "models",
+    "picture.py",
     "printing.py",
+    "room.py",
     "testing",
     "tuning.py",
     "verification.py",
+    "writing.py",
 )
 
 _WHAT = {LAYER: "the layer", REST: "checkpoints and commands"}

@@ -66,6 +66,7 @@ _GPU_CLOSE = ("tests/gpu/test_direct.py",)
 _SMALL = ("tests/cpu/test_small_kernels.py",)
 _FOUR = ("tests/cpu/test_w4a8.py",)
 _DIRECT = ("tests/cpu/test_direct.py",)
+_NAN = ("tests/cpu/test_nan.py",)
 
 MUTANTS: tuple[Mutant, ...] = (
     # Gate and up swapped.
@@ -391,8 +392,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "correction bias used in the weights", "ops/route.py",
         (
             (
-                "_into(out, ids, _weights(finite, scores, ids, spec))",
-                "_into(out, ids, _weights(finite, scores if bias is None else scores + bias.float(), ids, spec))",
+                "_into(out, ids, _weights(raw, scores, ids, spec))",
+                "_into(out, ids, _weights(raw, scores if bias is None else scores + bias.float(), ids, spec))",
             ),
         ),
         _ROUTE,
@@ -406,7 +407,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         _ROUTE,
     ),
-    Mutant("routed scale dropped", "ops/route.py", (("return weights * spec.scale", "return weights"),), _ROUTE),
+    Mutant("routed scale dropped", "ops/route.py", (("return (weights * spec.scale)", "return weights"),), _ROUTE),
     Mutant("slots added in another order", "ops/weighted_sum.py", (("for k in range(slots.shape[1]):", "for k in reversed(range(slots.shape[1])):"),),
         ("tests/cpu/test_weighted_sum.py",)),
     # Memory nobody wrote.
@@ -462,7 +463,7 @@ MUTANTS: tuple[Mutant, ...] = (
     # The kernels around the products.
     Mutant(
         "router weight dropped", "kernels/weighted_sum.py",
-        (("value = value * tl.where(kept, weight, 0.0)", "value = value * tl.where(kept, 1.0, 0.0)"),), _SMALL,
+        (("value * tl.where(kept, weight, absent)", "value * tl.where(kept, 1.0, absent)"),), _SMALL,
     ),
     Mutant(
         "the neighbouring slot's weight", "kernels/weighted_sum.py",
@@ -475,16 +476,14 @@ MUTANTS: tuple[Mutant, ...] = (
         _SMALL,
     ),
     Mutant("the input row of another token, unsorted", "kernels/tiles.py", (("return row // TOP_K", "return row % TOP_K"),), _DIRECT),
-    Mutant("ids of an unsorted batch not checked", "kernels/weighted_sum.py", (("(slot >= 0) & (slot < experts)", "slot >= 0"),), _DIRECT),
-    Mutant("a repeated expert added twice, unsorted", "kernels/weighted_sum.py", (("+ before) != slot)", "+ before) != slot + (1 << 20))"),), _DIRECT),
-    Mutant("a weight that is no number kept, unsorted", "kernels/weighted_sum.py", ((".to(tl.float32)) < float(\"inf\"))", ".to(tl.float32)) < float(\"inf\")) | (slot >= 0)"),), _DIRECT),
-    Mutant("bias used in the weights", "kernels/route.py", (("        key = _key(choice)\n", "        key = _key(choice)\n        score = choice\n"),), _SMALL),
+    Mutant("ids of an unsorted batch not checked", "kernels/weighted_sum.py", (("(slot < (experts if IDS else count))", "(slot < (1 << 30 if IDS else count))"),), ("tests/cpu/test_direct.py::test_the_sum_by_ids_is_the_sum_by_slots",)),
+    Mutant("bias used in the weights", "kernels/route.py", (("        if KEPT:\n            basis = key\n", "        score = choice\n        if KEPT:\n            basis = key\n"),), _SMALL),
     Mutant("renormalise skipped", "kernels/route.py", (("tl.div_rn(weight, tl.zeros([BLOCK_K], tl.float32) + total)", "weight"),), _SMALL),
     Mutant(
         "tie broken the other way", "kernels/route.py",
         (("chosen = tl.min(tl.where(key == most, expert, 0x7FFFFFFF), 0)", "chosen = tl.max(tl.where(key == most, expert, -1), 0)"),), _SMALL,
     ),
-    Mutant("routed scale dropped", "kernels/route.py", (("weight * scale, mask=written)", "weight, mask=written)"),), _SMALL),
+    Mutant("routed scale dropped", "kernels/route.py", (("weight * scale), mask=written)", "weight), mask=written)"),), _SMALL),
     Mutant("E4M3 scale of rows inverted", "kernels/quantize.py", (("value * tl.div_rn(1.0, scale)[:, :, None], 0.0)", "value * scale[:, :, None], 0.0)"),), _SMALL),
     # Four-bit weights and E4M3 rows.
     Mutant(
@@ -551,6 +550,26 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "expert ids not checked", "ops/route.py", (("outside = (ids < -1) | (ids >= experts)", "outside = ids < -1"),), _ROUTE,
     ),
+    # NaN, and ids that are no experts, must be seen.
+    Mutant("a NaN score adds nothing", "ops/route.py", (("keepdim=True), _NO_EXPERT)", "keepdim=True), -1)"),), _ROUTE),
+    Mutant("a NaN bias chooses experts", "ops/route.py", (("scores if bias is None else choice, _select", "scores, _select"),), _ROUTE),
+    Mutant("an unknown token adds nothing", "ops/route.py", (("outside.unsqueeze(1), _NO_EXPERT)", "outside.unsqueeze(1), -1)"),), _ROUTE),
+    Mutant("an unknown entry of the hash table adds nothing", "ops/route.py", (("(ids >= experts), _NO_EXPERT)", "(ids >= experts), -1)"),), _ROUTE),
+    Mutant("infinite logits clamped before they are scored", "ops/route.py", (("    raw = logits.to(torch.float32)\n", "    raw = logits.to(torch.float32).clamp(-_LARGEST, _LARGEST)\n"),), _ROUTE),
+    Mutant("checked lets a NaN row through", "ops/route.py", (("        _refuse_bad_rows(", "        _ = (")  ,), _ROUTE),
+    Mutant("an id that is no expert adds nothing", "ops/permute.py", (("torch.where(ids == -1, -1, -2)", "torch.where(ids == -1, -1, -1)"),), ("tests/cpu/test_permute.py", *_NAN)),
+    Mutant("an id that is no expert adds nothing", "ops/weighted_sum.py", (("torch.where(lost, torch.nan, 0.0)", "torch.where(lost, 0.0, 0.0)"),), ("tests/cpu/test_weighted_sum.py", *_NAN)),
+    Mutant("a NaN weight adds nothing", "ops/weighted_sum.py", (("weights = None if weights is None else weights.float()", "weights = None if weights is None else weights.float().nan_to_num(0.0)"),), ("tests/cpu/test_weighted_sum.py", *_NAN)),
+    Mutant("a NaN weight on the input adds nothing", "ops/permute.py", (("to(torch.float32).masked_fill(dropped, 0.0)", "to(torch.float32).nan_to_num(0.0).masked_fill(dropped, 0.0)"),), _NAN),
+    Mutant("a NaN score adds nothing", "kernels/route.py", (("chosen = tl.where(poisoned, -2, chosen)", "chosen = tl.where(poisoned, -1, chosen)"),), _SMALL),
+    Mutant("a NaN bias chooses experts", "kernels/route.py", (("        judged = choice\n", "        judged = score\n"),), _SMALL),
+    Mutant("an unknown entry of the hash table adds nothing", "kernels/route.py", (("(table < experts), table, -2)", "(table < experts), table, -1)"),), _SMALL),
+    Mutant("an id that is no expert adds nothing", "kernels/permute.py", (("tl.where(found == -1, -1, -2)", "tl.where(found == -1, -1, -1)"),), _SMALL),
+    Mutant("an id that is no expert adds nothing, among many", "kernels/permute.py", (("(tl.where(kept, expert, absent).to(tl.int64) << 32)", "(tl.where(kept, expert, -1).to(tl.int64) << 32)"),), _SMALL),
+    Mutant("an id that is no expert adds nothing", "kernels/weighted_sum.py", (("tl.where(slot == -1, 0.0, float(\"nan\"))", "tl.where(slot == -1, 0.0, 0.0)"),), (*_SMALL, *_DIRECT)),
+    Mutant("NaN in a group of rows hidden", "ops/quantize.py", (("scales = scale.masked_fill(~finite, torch.nan)", "scales = scale"),), ("tests/cpu/test_quantize.py", *_NAN)),
+    Mutant("NaN in a group of rows hidden", "kernels/quantize.py", (("tl.where(finite, scale, float(\"nan\"))", "scale"),), (*_SMALL, *_DIRECT)),
+    Mutant("a format without a kernel written as another", "ops/quantize.py", (("    if not isinstance(form, _Cast | _Fp8 | _NvFp4):\n        raise _no_kernel(form)\n", ""),), ("tests/cpu/test_small_kernels.py::test_an_activation_format_without_a_kernel_is_refused",)),
     # Activations in eight bits.
     Mutant(
         "activations left in 32 bits", "experts/reference.py",

@@ -9,9 +9,10 @@
 
 Import rule, higher may import lower only, names on one line never import each other::
 
-    cli > printing > demo | inspection | tuning | verification | conversion > bench > measure > integrations > loading
-        > layer > plan | pipeline | warming | compiled
-        > experts | parallel | checkpoint > models > ops > formats | devices > kernels > types > errors
+    cli > printing > demo | inspection | tuning | verification | conversion | model_bench > bench > measure
+        > integrations > loading | functional > layer > packed_module
+        > plan | pipeline | compiled | warming | weight_checks | encoding
+        > experts | parallel | checkpoint > models > ops > formats | devices | workspace > kernels > types > errors
 """
 
 from .devices import probe
@@ -34,7 +35,8 @@ from .errors import (
     UnknownTensorError,
 )
 from .formats import FORMATS
-from .layer import MoELayer, moe
+from .functional import moe
+from .layer import MoELayer
 from .loading import load_layer
 from .models import describe
 from .plan import Plan, plan

@@ -15,12 +15,11 @@ import torch
 
 from .checkpoint.reader import read_config
 from .devices import probe
-from .errors import ConfigError, InputError, MeasurementError, MissingExtraError
+from .errors import ConfigError, InputError, MeasurementError
 from .experts.reference import Reference
 from .formats import by_name
 from .layer import MoELayer
 from .measure import (
-    cache_bytes,
     driver_version,
     floor_of,
     graph_pool,
@@ -28,6 +27,7 @@ from .measure import (
     measure_ceilings,
     prepare_pass,
     random_routing,
+    stays_cached,
     take_turns,
     version_of,
 )
@@ -35,6 +35,7 @@ from .models import describe
 from .ops.quantize import activation_format
 from .parallel.local import Local
 from .plan import plan
+from .room import check_room, layer_needs
 from .types import Choice, ContiguousBatch, ExpertWeights, Limits, MoESpec, Problem, Routing, RoutingSpec
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
     from .formats.payload import Payload
     from .measure import Ceilings
+    from .plan import Plan
     from .types import DeviceFacts
 
 __all__ = [
@@ -54,7 +56,6 @@ __all__ = [
     "bench",
     "experts_error",
     "gate",
-    "plot",
     "random_weights",
     "recipe_of",
     "spec_of",
@@ -78,8 +79,8 @@ class BenchRow:
     """One measured case. seconds: of one layer call, from hidden states and top-k to output.
 
     of_floor: floor_seconds / seconds. bound: what the floor stands on. experts_hit: on average over the inputs.
-    error: relative L2 error against FP32 truth on some tokens. cold: whether a pass reads more than twice what the
-    last cache holds, so that weights come from memory.
+    error: relative L2 error against FP32 truth on some tokens. cold: whether a pass reads so much more than the caches
+    hold that weights come from memory; otherwise the floor is that of the operations alone.
     """
 
     weights: str
@@ -175,7 +176,7 @@ def bench(
 
     For each token count all recipes take turns. ceilings: of the machine; measured when None. progress: called
     with (done, total, text). Raises MeasurementError when an output is not what FP32 truth says: then no time is
-    given at all; and InputError, SpecError, PlanError for what cannot run here.
+    given at all; and InputError, SpecError, PlanError for what cannot run here or is larger than the free memory.
     """
     name, spec = spec_of(what)
     facts = probe(device)
@@ -184,17 +185,17 @@ def bench(
         if progress is not None:
             progress(done, total, text)
 
+    plans = {recipe: _planned(spec, recipe, facts, max(tokens)) for recipe in recipes}
+    check_room(f"bench {name}", layer_needs([*plans.values()], tokens, ceilings=ceilings is None), facts)
     place = torch.device(facts.place)
     # Not the seed of the weights: a device draws the same first numbers from it, and a row of them would be an input.
     generator = torch.Generator(place).manual_seed(1)
     made = {t: _inputs(t, spec, routing, generator) for t in sorted(set(tokens))}
     cases: dict[Any, _Case] = {}
-    for index, (weight_format, activations) in enumerate(recipes):
-        step(index, len(recipes), f"building {weight_format} x {activations}")
-        own = replace(spec, weight_format=by_name(weight_format).name)
-        weights = random_weights(own, place)
-        problem = Problem(spec=own, device=facts, limits=Limits(max_tokens=max(tokens)))
-        layer = MoELayer(weights, plan(problem, Choice(activation_format=activations)))
+    for index, ((weight_format, activations), chosen) in enumerate(plans.items()):
+        step(index, len(plans), f"building {weight_format} x {activations}")
+        weights = random_weights(chosen.problem.spec, place)
+        layer = MoELayer(weights, chosen)
         cases |= {
             (weight_format, activations, t): _Case(layer=layer, weights=weights, inputs=i) for t, i in made.items()
         }
@@ -214,8 +215,17 @@ def bench(
         step(index, len(made), f"timing {count} tokens")
         alike = {key: call for key, call in passes.items() if key[2] == count}
         times |= take_turns(alike, place, rounds=rounds)
+    if ceilings is None and place.type == "cpu":
+        # Others may have been at work the first time, and a ceiling is the best there is.
+        least = least.raised(measure_ceilings(place))
     rows = [_row(case, times[key] / len(case.inputs), errors[key], least) for key, case in cases.items()]
     return _report(name, spec, routing, (facts, least, tuple(rows)))
+
+
+def _planned(spec: MoESpec, recipe: tuple[str, str], facts: DeviceFacts, most: int) -> Plan:
+    own = replace(spec, weight_format=by_name(recipe[0]).name)
+    problem = Problem(spec=own, device=facts, limits=Limits(max_tokens=most))
+    return plan(problem, Choice(activation_format=recipe[1]))
 
 
 def _inputs(tokens: int, spec: MoESpec, style: str, generator: torch.Generator) -> list[tuple[Tensor, Routing]]:
@@ -300,8 +310,11 @@ def _exact(reference: Reference, batch: ContiguousBatch, judge: Any) -> Tensor:
 
 def _row(case: _Case, seconds: float, error: float, ceilings: Ceilings) -> BenchRow:
     chosen = case.layer.plan
-    floor = floor_of(chosen.problem.spec, chosen.activation_format, [r for _, r in case.inputs], ceilings)
-    x = case.inputs[0][0]
+    x, routings = case.inputs[0][0], [routing for _, routing in case.inputs]
+    floor = floor_of(chosen.problem.spec, chosen.activation_format, routings, ceilings)
+    cached = stays_cached(min(len(case.inputs) * floor.nbytes, chosen.weight_bytes), x.device)
+    if cached:
+        floor = floor_of(chosen.problem.spec, chosen.activation_format, routings, ceilings, cached=True)
     return BenchRow(
         weights=chosen.problem.spec.weight_format,
         activations=chosen.activation_format,
@@ -317,7 +330,7 @@ def _row(case: _Case, seconds: float, error: float, ceilings: Ceilings) -> Bench
         intensity=floor.flops / floor.nbytes,
         error=error,
         tolerance=TOLERANCES[activation_format(chosen.activation_format).bits],
-        cold=min(len(case.inputs) * floor.nbytes, chosen.weight_bytes) > 2 * cache_bytes(x.device),
+        cold=not cached,
     )
 
 
@@ -336,37 +349,3 @@ def _report(
         ceilings=ceilings,
         rows=rows,
     )
-
-
-def plot(report: BenchReport, path: str) -> None:
-    """Draw latency over tokens with each floor beside it, and the roofline, into the picture file ``path``.
-
-    Raises MissingExtraError without matplotlib.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtraError(
-            "matplotlib is not installed; install it with: pip install 'collegium[plot]'"
-        ) from error
-    figure: Any = Figure(figsize=(12, 5), layout="constrained")
-    latency, roof = figure.subplots(1, 2)
-    names = list(dict.fromkeys((row.weights, row.activations) for row in report.rows))
-    for index, key in enumerate(names):
-        rows = [row for row in report.rows if (row.weights, row.activations) == key]
-        tokens, color = [row.tokens for row in rows], f"C{index}"
-        latency.plot(tokens, [1e6 * r.seconds for r in rows], "o-", color=color, label=f"{key[0]} x {key[1]}")
-        latency.plot(tokens, [1e6 * r.floor_seconds for r in rows], "--", color=color)
-        roof.plot([r.intensity for r in rows], [r.teraflops for r in rows], "o", color=color)
-    latency.set(xscale="log", yscale="log", xlabel="tokens", ylabel="microseconds a layer (dashed: floor)")
-    latency.set_title(f"{report.shape}, {report.routing} routing, {report.device}")
-    latency.legend()
-    top = report.ceilings
-    at = [min((r.intensity for r in report.rows), default=1.0) / 2, 4 * top.rate_8 / top.bandwidth]
-    for rate, label in ((top.rate_16, "16-bit"), (top.rate_8, "8-bit")):
-        knee = rate / top.bandwidth
-        points = [at[0], knee, max(at[1], 2 * knee)]
-        roof.plot(points, [min(p * top.bandwidth, rate) / 1e12 for p in points], "-", color="0.5", label=label)
-    roof.set(xscale="log", yscale="log", xlabel="FLOP a byte that must be moved", ylabel="TFLOP a second")
-    roof.set_title("roofline")
-    figure.savefig(path, dpi=120)

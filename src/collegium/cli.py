@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from errno import EPIPE
+from functools import wraps
+from inspect import Parameter, Signature, signature
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol, TypeVar
 
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from .devices import probe
 from .errors import CollegiumError, InputError
 from .inspection import inspect_model, plan_model
 from .printing import (
     err,
-    out,
     print_bench,
     print_conversion,
     print_demo,
     print_inspection,
     print_json,
     print_model_bench,
+    print_plan,
     print_proofs,
+    print_text,
     print_tuning,
 )
 from .types import Choice, Limits
@@ -40,7 +45,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 N = TypeVar("N", int, float)
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+Json = typer.Option("--json", help="Print one JSON object instead of tables.")
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; the best device of this machine when left out.")]
 Format = Annotated[str | None, typer.Option("--format", help="Encode the experts into this format first.")]
 Kernel = Annotated[str | None, typer.Option(help="Force this experts kernel; it runs or refuses.")]
@@ -48,72 +53,98 @@ Activations = Annotated[str | None, typer.Option(help="Force this activation for
 Model = Annotated[str, typer.Argument(help="Folder with config.json and safetensors files.")]
 
 
+class _Report(Protocol):
+    """What a command found."""
+
+    def to_json(self) -> dict[str, object]: ...
+
+
+def _prints(show: Callable[[Any], None]) -> Callable[[Callable[..., _Report]], Callable[..., None]]:
+    """Give a command ``--json``: print what it returns as one object, or with ``show``."""
+
+    def decorate(command: Callable[..., _Report]) -> Callable[..., None]:
+        @wraps(command)
+        def run(*, as_json: bool, **given: Any) -> None:
+            report = command(**given)
+            if as_json:
+                print_json(report.to_json())
+            else:
+                show(report)
+            if not getattr(report, "passed", True):
+                raise typer.Exit(1)
+
+        taken = [*signature(command, eval_str=True).parameters.values()]
+        flag = Parameter("as_json", Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, Json])
+        shown: Any = run
+        shown.__signature__ = Signature([*taken, flag])
+        shown.__annotations__ = {each.name: each.annotation for each in (*taken, flag)}
+        return run
+
+    return decorate
+
+
 @app.command()
+@_prints(print_demo)
 def demo(
     model: Annotated[str | None, typer.Option(help="Model folder; the shipped model when left out.")] = None,
     device: Device = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens written in each format.")] = 32,
-    as_json: Json = False,
-) -> None:
+) -> _Report:
     """Run the shipped model in every format: bytes, perplexity, error, speed, and a few sentences."""
     from .demo import find_model, run_demo
 
     folder = find_model(model)
-    with _bar("formats") as progress:
+    with _bar("demo") as progress:
         report = run_demo(folder, device=device, tokens=tokens, progress=progress)
-    if as_json:
-        print_json(report.to_json())
-    else:
-        print_demo(report)
+    return report
 
 
 @app.command()
+@_prints(print_text)
 def generate(
     model: Model,
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "Once upon a time",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 100,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    penalty: Annotated[
+        float, typer.Option(min=1.0, help="Repetition penalty: divides the logits of tokens already there; 1 is off.")
+    ] = 1.0,
     weight_format: Format = None,
     device: Device = None,
-    as_json: Json = False,
-) -> None:
+) -> _Report:
     """Write text: transformers runs everything but the experts, which run through Collegium."""
-    from .demo import Writer
     from .integrations.transformers import layers_of, load_model
     from .warming import warm_up
+    from .writing import Writer, check_writable, prompt_limits
 
-    # A small limit is few kernel variants to compile; a longer prompt runs in pieces.
-    limits = Limits(max_tokens=512)
+    folder, place = check_writable(model), probe(device).place
+    limits = prompt_limits(folder, prompt)
     with _bar("loading") as progress:
-        loaded = load_model(model, weight_format=weight_format, device=device, limits=limits, progress=progress)
+        loaded = load_model(model, weight_format=weight_format, device=place, limits=limits, progress=progress)
+    writer = Writer(loaded, folder)
     with _bar("compiling") as progress:
         warm_up(layers_of(loaded), progress)
-    text, speed = Writer(loaded, Path(model)).write(prompt, tokens, temperature=temperature, seed=seed)
-    if as_json:
-        print_json({"text": text, "tokens_per_second": speed})
-    else:
-        out.print(text, markup=False, highlight=False)
-        out.print(f"[dim]{speed:.1f} tokens/s[/dim]")
+        progress(1, 1, "the rest of the model")
+        writer.write(prompt, min(tokens, 4), penalty=penalty)
+    return writer.write(prompt, tokens, temperature=temperature, seed=seed, penalty=penalty)
 
 
 @app.command()
+@_prints(print_inspection)
 def inspect(
     model: Model,
     deep: Annotated[bool, typer.Option(help="Read every scale and check it; --no-deep reads headers only.")] = True,
     device: Device = None,
-    as_json: Json = False,
-) -> None:
+) -> _Report:
     """Say what a checkpoint holds (formats, sizes, audit) and what would run it here and why."""
     with _bar("audit") as progress:
         found = inspect_model(model, deep=deep, device=device, progress=progress)
-    if as_json:
-        print_json(found.to_json())
-    else:
-        print_inspection(found)
+    return found
 
 
 @app.command()
+@_prints(print_plan)
 def plan(
     model: Model,
     device: Device = None,
@@ -121,8 +152,7 @@ def plan(
     activations: Activations = None,
     weight_format: Format = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of one forward pass.")] = 8192,
-    as_json: Json = False,
-) -> None:
+) -> _Report:
     """Plan one MoE layer from config.json alone: kernel, formats, bytes, and why the others were refused."""
     made = plan_model(
         model,
@@ -131,13 +161,11 @@ def plan(
         weight_format=weight_format,
         limits=Limits(max_tokens=max_tokens),
     )
-    if as_json:
-        print_json(made.to_json())
-    else:
-        out.print(made.explain(), markup=False, highlight=False)
+    return made
 
 
 @app.command()
+@_prints(print_bench)
 def bench(
     what: Annotated[str, typer.Argument(help="dsv3, v4_flash, gptoss120b, qwen3_30b, HxIxExK, or a model's folder.")],
     recipes: Annotated[
@@ -150,16 +178,18 @@ def bench(
         str | None, typer.Option(help="TB/s,TFLOP/s of 16 bits,TFLOP/s of 8 bits; measured when left out.")
     ] = None,
     picture: Annotated[str | None, typer.Option("--plot", help="Draw latency and roofline into this PNG.")] = None,
-    as_json: Json = False,
-) -> None:
+) -> _Report:
     """Time one MoE layer on random weights, beside the least this machine could take; wrong results get no time."""
-    from .bench import bench, plot, recipe_of
+    from .bench import bench
+    from .picture import check_picture, plot
 
+    if picture is not None:
+        check_picture(picture)
     counts = _numbers("--tokens", tokens, int)
     with _bar("bench") as progress:
         report = bench(
             what,
-            [recipe_of(recipe) for recipe in recipes or ["bf16"]],
+            [_recipe(recipe) for recipe in recipes or ["bf16"]],
             tokens=counts,
             routing=routing,
             device=device,
@@ -168,13 +198,11 @@ def bench(
         )
     if picture is not None:
         plot(report, picture)
-    if as_json:
-        print_json(report.to_json())
-    else:
-        print_bench(report)
+    return report
 
 
 @app.command()
+@_prints(print_model_bench)
 def bench_model(
     what: Annotated[str, typer.Argument(help="qwen3_30b, gpt_oss_20b, or the folder of a model transformers knows.")],
     recipes: Annotated[
@@ -184,74 +212,63 @@ def bench_model(
     batches: Annotated[str, typer.Option(help="Sequences decoded at once, separated by commas.")] = "1,32",
     layers: Annotated[int | None, typer.Option(min=1, help="Build the model with this many layers at most.")] = None,
     device: Device = None,
-    as_json: Json = False,
-) -> None:
+) -> _Report:
     """Time decode steps of a whole model with random weights, our experts beside those of transformers."""
-    from .bench import recipe_of
     from .model_bench import RECIPES, bench_model
 
     with _bar("bench-model") as progress:
         report = bench_model(
             what,
-            [recipe_of(recipe) for recipe in recipes or []] or RECIPES,
+            [_recipe(recipe) for recipe in recipes or []] or RECIPES,
             batches=_numbers("--batches", batches, int),
             layers=layers,
             device=device,
             progress=progress,
         )
-    if as_json:
-        print_json(report.to_json())
-    else:
-        print_model_bench(report)
+    return report
 
 
 @app.command()
+@_prints(print_tuning)
 def tune(
     what: Annotated[str, typer.Argument(help="dsv3, v4_flash, gptoss120b, qwen3_30b, HxIxExK, or a model's folder.")],
     recipe: Annotated[str, typer.Option("--format", help="weights or weights:activations, such as mxfp4.")] = "bf16",
     tokens: Annotated[str | None, typer.Option(help="Token counts; powers of two up to 8192 when left out.")] = None,
     most: Annotated[int, typer.Option(min=1, help="Tiles tried for each product and token count.")] = 8,
     device: Device = None,
-    as_json: Json = False,
-) -> None:
+) -> _Report:
     """Measure the tiles of one layer on this GPU and keep the best in your cache directory."""
-    from .bench import recipe_of
     from .tuning import TUNED_TOKENS, tune
 
     with _bar("tune") as progress:
         report = tune(
             what,
-            recipe_of(recipe),
+            _recipe(recipe),
             tokens=TUNED_TOKENS if tokens is None else _numbers("--tokens", tokens, int),
             most=most,
             device=device,
             progress=progress,
         )
-    if as_json:
-        print_json(report.to_json())
-    else:
-        print_tuning(report)
+    return report
 
 
 @app.command()
+@_prints(print_conversion)
 def quantize(
     model: Model,
     to: Annotated[str, typer.Option(help="Weight format of the experts to write.")],
     target: Annotated[str | None, typer.Option("--out", help="New folder; MODEL-FORMAT when left out.")] = None,
-    as_json: Json = False,
-) -> None:
+) -> _Report:
     """Write a checkpoint with its experts in another format; all else is copied. The folder appears when complete."""
     from .conversion import quantize_model
 
     with _bar("quantize") as progress:
         report = quantize_model(model, to, target, progress=progress)
-    if as_json:
-        print_json(report.to_json())
-    else:
-        print_conversion(report)
+    return report
 
 
 @app.command()
+@_prints(print_proofs)
 def verify(
     model: Model,
     experts: Annotated[int, typer.Option(min=1, help="Experts of each layer to recompute.")] = 8,
@@ -260,8 +277,7 @@ def verify(
     kernel: Kernel = None,
     activations: Activations = None,
     weight_format: Format = None,
-    as_json: Json = False,
-) -> None:
+) -> _Report:
     """Recompute experts as they run here beside plain FP32 code; exit code 1 when one is over tolerance."""
     from .verification import verify_model
 
@@ -274,22 +290,36 @@ def verify(
             weight_format=weight_format,
             progress=progress,
         )
-    if as_json:
-        print_json(report.to_json())
-    else:
-        print_proofs(report)
-    if not report.passed:
-        raise typer.Exit(1)
+    return report
 
 
 def main() -> None:
-    """Run the command; errors of the library become one message and exit code 1."""
+    """Run the command; what the library or the machine refuses becomes one message and exit code 1."""
     try:
         app()
     except CollegiumError as error:
-        err.print(f"[bold red]{type(error).__name__}[/bold red]: ", end="", soft_wrap=True)
-        err.print(str(error), markup=False, highlight=False, soft_wrap=True)
-        sys.exit(1)
+        _complain(type(error).__name__, str(error))
+    except OSError as error:
+        if error.errno == EPIPE:  # whoever read the output has what they wanted
+            os._exit(0)
+        _complain(type(error).__name__, _one_line(error))
+    except MemoryError as error:
+        _complain("MemoryError", f"{_one_line(error) or 'no memory is left'}; close other programs or ask for less")
+    except RuntimeError as error:
+        # torch.OutOfMemoryError on a GPU; on a CPU it is a plain RuntimeError of the allocator.
+        if "out of memory" not in str(error).lower() and "can't allocate memory" not in str(error):
+            raise
+        _complain("MemoryError", f"{_one_line(error)}; close other programs or ask for less")
+
+
+def _complain(kind: str, text: str) -> NoReturn:
+    err.print(f"[bold red]{kind}[/bold red]: ", end="", soft_wrap=True)
+    err.print(text, markup=False, highlight=False, soft_wrap=True)
+    sys.exit(1)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:500]
 
 
 @contextmanager
@@ -312,6 +342,16 @@ def _numbers(option: str, text: str, kind: type[N]) -> list[N]:
     if not all(number > 0 for number in found):
         raise InputError(f"{option} {text!r}: every number must be positive")
     return found
+
+
+def _recipe(text: str) -> tuple[str, str]:
+    """Return the formats that ``weights[:activations]`` names; raises SpecError and InputError for unknown ones."""
+    from .bench import recipe_of
+    from .formats import by_name
+    from .ops.quantize import activation_format
+
+    weights, activations = recipe_of(text)
+    return by_name(weights).name, activation_format(activations).name
 
 
 def _ceilings(text: str) -> Ceilings:

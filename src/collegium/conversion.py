@@ -24,7 +24,7 @@ from .checkpoint.reader import Checkpoint
 from .checkpoint.writer import Shard, entry_of, matrix_parts, whole_folder
 from .errors import ConfigError, InputError
 from .formats import Fp8Tensor, NvFp4, by_name
-from .models import describe, family_of
+from .models import describe, experts_apart, family_of
 from .ops.activation import interleave
 from .plan import expert_bytes
 from .types import Placement
@@ -153,6 +153,8 @@ def quantize_model(
 def _job(checkpoint: Checkpoint, weight_format: str) -> _Job:
     """Choose the published storage this family can hold; InputError lists the formats that have one."""
     family, target = family_of(checkpoint.config), by_name(weight_format)
+    if experts_apart(checkpoint.config):
+        return _apart_job(checkpoint, target)
     names = index_of(checkpoint).names
     stacked = names.up is None
     wanted = ("plain", "gpt-oss") if stacked else ("plain", "finegrained-fp8", "minimax-m3", "compressed-tensors")
@@ -171,6 +173,21 @@ def _job(checkpoint: Checkpoint, weight_format: str) -> _Job:
     return _Job(checkpoint=checkpoint, names=names, spec=spec, target=target, storage=found[0], stacked=stacked)
 
 
+def _apart_job(checkpoint: Checkpoint, target: type[Payload]) -> _Job:
+    """Convert within what DeepSeek-V4's config can say of its routed experts beside other weights in FP8 blocks."""
+    names, spec = index_of(checkpoint).names, describe(checkpoint.config)
+    found = [s for s in target.storages if s.name == "deepseek-v4"]
+    block = 128 if target.name == "fp8_block" else 32
+    sizes = (spec.expert_hidden_size, spec.intermediate_size)
+    if not found or names.up is None or any(size % block for size in sizes):
+        raise InputError(
+            f"{target.name}: DeepSeek-V4's other weights are FP8 blocks, beside which its config can describe routed "
+            "experts, one tensor each, in mxfp4 (sizes that are multiples of 32) or fp8_block (of 128) alone; hidden "
+            f"and intermediate size are {sizes}"
+        )
+    return _Job(checkpoint=checkpoint, names=names, spec=spec, target=target, storage=found[0], stacked=False)
+
+
 def _kept(job: _Job, layers: Iterable[int]) -> dict[str, TensorInfo]:
     """Return every tensor that is copied; InputError when one of them is quantised, which no one config could say."""
     replaced: set[str] = set()
@@ -179,6 +196,8 @@ def _kept(job: _Job, layers: Iterable[int]) -> dict[str, TensorInfo]:
         groups: list[dict[str, TensorInfo]] = [*found.single.values(), *found.stack.values()]
         replaced |= {info.name for group in groups for suffix, info in group.items() if not suffix.endswith("bias")}
     kept = {name: info for name, info in job.checkpoint.tensors.items() if name not in replaced}
+    if job.storage.name == "deepseek-v4":
+        return kept
     other = [name for name, info in kept.items() if info.dtype in _QUANTISED or name.endswith((".qweight", "_packed"))]
     if other:
         msg = (
@@ -311,6 +330,10 @@ def _layer_entries(
 
 def _new_config(job: _Job, kept: Mapping[str, TensorInfo]) -> dict[str, object]:
     config = dict(job.checkpoint.config)
+    if job.storage.name == "deepseek-v4":
+        block: Any = config["quantization_config"]
+        config["quantization_config"] = {k: v for k, v in block.items() if k != "moe_quant_algo"}
+        return {**config, "expert_dtype": "fp8" if job.target.name == "fp8_block" else "fp4"}
     config.pop("quantization_config", None)
     text = config.get("text_config")
     if isinstance(text, dict):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,24 +13,38 @@ import torch
 from .checkpoint.loader import describe_checkpoint, load_experts
 from .checkpoint.reader import Checkpoint
 from .devices import probe
-from .errors import InputError, MissingExtraError
-from .integrations.transformers import Decoder, attach, build_layers, experts_modules, load_model
-from .layer import moe
+from .errors import InputError
+from .functional import moe
+from .integrations.transformers import attach, build_layers, experts_modules, layers_of, load_model
 from .parallel.placement import linear
 from .types import Choice, Limits, Routing
+from .warming import warm_up
+from .writing import Writer, check_writable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from torch import Tensor, nn
 
     from .layer import MoELayer
+    from .types import DeviceFacts
 
-__all__ = ["RECIPES", "DemoReport", "DemoRow", "Recipe", "Writer", "find_model", "run_demo"]
+__all__ = [
+    "RECIPES",
+    "DemoReport",
+    "DemoRow",
+    "Recipe",
+    "find_model",
+    "run_demo",
+]
 
 SHIPPED = Path("demo") / "fables-16m"
 PROMPT = "Once upon a time there was a"
 WINDOW = 256
+# The small model repeats itself without it. Greedy, so that formats differ by their experts alone.
+PENALTY = 1.2
+# A GPU compiles a kernel for each kind of batch, and passes of a few tokens have the fewest kinds. Bits are the same.
+_PASS = {"cpu": 4096, "cuda": 4}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,57 +88,18 @@ class DemoRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoReport:
-    """Everything the demo measured."""
+    """Everything the demo measured. compile_seconds: the part of ``seconds`` in which kernels were compiled."""
 
     model: str
     device: str
+    repetition_penalty: float
     seconds: float
+    compile_seconds: float
     rows: tuple[DemoRow, ...]
 
     def to_json(self) -> dict[str, object]:
         """Return the report as plain values for ``--json``."""
         return asdict(self)
-
-
-class Writer:
-    """A model and its tokenizer: text in, text and perplexity out."""
-
-    def __init__(self, model: nn.Module, folder: Path) -> None:
-        """Read tokenizer.json of ``folder``; raises MissingExtraError without the transformers extra."""
-        try:
-            from tokenizers import Tokenizer
-        except ImportError as error:
-            raise MissingExtraError(
-                "tokenizers is not installed; install it with: pip install 'collegium[transformers]'"
-            ) from error
-        if not (folder / "tokenizer.json").exists():
-            raise InputError(f"{folder}: no tokenizer.json; text needs the tokenizer that the model was published with")
-        self.model: Any = model
-        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self.decoder = Decoder(model)
-        self.device = next(p.device for p in model.parameters() if p.device.type != "meta")
-
-    def encode(self, text: str) -> Tensor:
-        """Return token ids ``[1, T]``."""
-        return torch.tensor([self.tokenizer.encode(text).ids], device=self.device)
-
-    def write(self, prompt: str, tokens: int, *, temperature: float = 0.0, seed: int = 0) -> tuple[str, float]:
-        """Continue ``prompt`` by at most ``tokens`` tokens; return the text and the tokens written per second."""
-        ids = self.encode(prompt)
-        ends: Any = getattr(self.model, "generation_config", self.model.config).eos_token_id
-        stop = () if ends is None else tuple(ends) if isinstance(ends, list | tuple) else (ends,)
-        torch.manual_seed(seed)
-        start = time.perf_counter()
-        out = self.decoder.generate(ids, tokens, temperature=temperature, penalty=1.2, stop=stop).tolist()[0]
-        elapsed = time.perf_counter() - start
-        return self.tokenizer.decode(out), (len(out) - ids.shape[1]) / elapsed
-
-    def perplexity(self, ids: Tensor) -> float:
-        """Return exp of the mean negative log likelihood of windows ``ids [B, T]``."""
-        with torch.inference_mode():
-            logits = self.model(ids[:, :-1], use_cache=False).logits.float()
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
-        return math.exp(float(loss))
 
 
 def find_model(path: str | None) -> Path:
@@ -148,50 +123,105 @@ def run_demo(
     windows: int = 6,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> DemoReport:
-    """Measure every recipe on the model in ``folder`` (which ships ``heldout.txt``)."""
+    """Measure every recipe on the model in ``folder`` (which ships ``heldout.txt``).
+
+    Each recipe compiles its kernels and writes the text once before it is timed writing it again. progress: called
+    with (done, total, text). Raises what ``check_writable`` and ``load_model`` raise, InputError without that text.
+    """
     start = time.perf_counter()
-    checkpoint = Checkpoint.open(folder)
-    model = load_model(str(folder), device=device)
-    writer = Writer(model, folder)
-    ids = _windows(writer, folder / "heldout.txt", windows)
-    case = _Case.capture(model, checkpoint, ids[:1])
+    facts = probe(device)
+    folder = check_writable(str(folder))
+    bench = _Bench.open(folder, facts, windows)
     rows: list[DemoRow] = []
     for done, recipe in enumerate(RECIPES):
-        if progress is not None:
-            progress(done, len(RECIPES), f"{recipe.weights} x {recipe.activations}")
-        layers = build_layers(
-            checkpoint,
-            weight_format=recipe.weights,
-            force=Choice(activation_format=recipe.activations),
-            device=device,
-            limits=Limits(max_tokens=4096),
-        )
-        attach(model, layers)
-        perplexity = writer.perplexity(ids)
-        text, speed = writer.write(PROMPT, tokens)
-        chosen = layers[case.layer].plan
-        rows.append(
-            DemoRow(
-                weights=recipe.weights,
-                activations=recipe.activations,
-                kernel=chosen.kernel,
-                expert_bytes=chosen.expert_bytes,
-                perplexity=perplexity,
-                perplexity_ratio=perplexity / (rows[0].perplexity if rows else perplexity),
-                layer_error=case.error(layers[case.layer]),
-                tokens_per_second=speed,
-                text=text,
-            )
-        )
+
+        def step(text: str, done: int = done, recipe: Recipe = recipe) -> None:
+            if progress is not None:
+                progress(done, len(RECIPES), f"{recipe.weights} x {recipe.activations}: {text}")
+
+        row = bench.row(recipe, tokens, step)
+        rows.append(replace(row, perplexity_ratio=row.perplexity / rows[0].perplexity) if rows else row)
     if progress is not None:
         progress(len(RECIPES), len(RECIPES), "done")
-    facts = probe(device)
     return DemoReport(
-        model=folder.name,
+        model=folder.resolve().name,
         device=facts.name or facts.kind,
+        repetition_penalty=PENALTY,
         seconds=time.perf_counter() - start,
+        compile_seconds=bench.compile_seconds,
         rows=tuple(rows),
     )
+
+
+@dataclass(kw_only=True, slots=True)
+class _Bench:
+    """The model, its held-out text and the inputs of one layer, on which every recipe is measured."""
+
+    checkpoint: Checkpoint
+    facts: DeviceFacts
+    limits: Limits
+    writer: Writer
+    ids: Tensor
+    case: _Case
+    compile_seconds: float
+
+    @classmethod
+    def open(cls, folder: Path, facts: DeviceFacts, windows: int) -> _Bench:
+        checkpoint, limits = Checkpoint.open(folder), Limits(max_tokens=_PASS[facts.kind])
+        model = load_model(str(folder), device=facts.place, limits=limits)
+        writer = Writer(model, folder)
+        ids = _windows(writer, folder / "heldout.txt", windows)
+        seconds = _compiled(layers_of(model), None)
+        case = _Case.capture(model, checkpoint, ids[:1])
+        return cls(
+            checkpoint=checkpoint,
+            facts=facts,
+            limits=limits,
+            writer=writer,
+            ids=ids,
+            case=case,
+            compile_seconds=seconds,
+        )
+
+    def row(self, recipe: Recipe, tokens: int, step: Callable[[str], None]) -> DemoRow:
+        step("loading")
+        layers = build_layers(
+            self.checkpoint,
+            weight_format=recipe.weights,
+            force=Choice(activation_format=recipe.activations),
+            device=self.facts.place,
+            limits=self.limits,
+        )
+        attach(self.writer.model, layers)
+        told = partial(_told, step)
+        self.compile_seconds += _compiled(layers.values(), told)
+        step("perplexity")
+        perplexity, error = self.writer.perplexity(self.ids), self.case.error(layers[self.case.layer])
+        step("writing")
+        self.writer.write(PROMPT, tokens, penalty=PENALTY)
+        written = self.writer.write(PROMPT, tokens, penalty=PENALTY)
+        chosen = layers[self.case.layer].plan
+        return DemoRow(
+            weights=recipe.weights,
+            activations=recipe.activations,
+            kernel=chosen.kernel,
+            expert_bytes=chosen.expert_bytes,
+            perplexity=perplexity,
+            perplexity_ratio=1.0,
+            layer_error=error,
+            tokens_per_second=written.tokens_per_second,
+            text=written.text,
+        )
+
+
+def _told(step: Callable[[str], None], done: int, total: int, _: str) -> None:
+    step(f"compiling {done} of {total}")
+
+
+def _compiled(layers: Iterable[MoELayer], progress: Callable[[int, int, str], None] | None) -> float:
+    start = time.perf_counter()
+    warm_up(layers, progress)
+    return time.perf_counter() - start
 
 
 def _windows(writer: Writer, held_out: Path, windows: int) -> Tensor:
@@ -226,7 +256,7 @@ class _Case:
         x, topk_ids, topk_weights = (t.clone() for t in asked[0])
         routing = Routing(topk_ids=topk_ids, topk_weights=topk_weights)
         spec = describe_checkpoint(checkpoint)
-        weights = load_experts(checkpoint, spec, index, linear(spec.num_experts, 0, 1), device=x.device.type)
+        weights = load_experts(checkpoint, spec, index, linear(spec.num_experts, 0, 1), device=x.device)
         truth = moe(
             x.float(),
             weights.gate_up,

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import platform
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from .errors import InputError
 from .types import DeviceFacts
 
-__all__ = ["probe"]
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+__all__ = ["plain_torch", "probe"]
 
 
 def probe(device: torch.device | str | None = None) -> DeviceFacts:
@@ -37,6 +42,20 @@ def probe(device: torch.device | str | None = None) -> DeviceFacts:
             index=index,
         )
     raise _refused(wanted, seen)
+
+
+@contextmanager
+def plain_torch() -> Generator[None]:
+    """Load and build as outside of what a caller may have set: inference mode, gradients, a default device or dtype."""
+    before = torch.get_default_dtype()
+    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
+        if before != torch.float32:
+            torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            if before != torch.float32:
+                torch.set_default_dtype(before)
 
 
 def _named(device: torch.device | str) -> torch.device:

@@ -75,7 +75,7 @@ class DuplicateTensorError(CheckpointError):
 
 
 class TensorMismatchError(CheckpointError):
-    """A tensor's shape or dtype is not what the config implies."""
+    """A tensor's shape or dtype, or an entry of a hash table, is not what the config implies."""
 
 
 class BadScaleError(CheckpointError):

@@ -1,4 +1,4 @@
-"""MoELayer and moe(): the two ways to call Collegium.
+"""MoELayer: one Mixture-of-Experts layer, planned, packed and ready to be called.
 
 A token's way: route -> dispatch -> experts -> combine -> add the shared expert. Every number on that way stands in
 the plan, which is made before the weights are packed.
@@ -8,39 +8,27 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
 from torch.nn import functional
 
-from .compiled import announce
-from .devices import probe
+from .devices import plain_torch
 from .errors import InputError, PlanError
 from .experts import KERNELS
-from .formats.payload import Payload
-from .formats.unquantised import FLOAT_FORMATS, as_stored
-from .ops.launch import on_device
+from .formats.unquantised import FLOAT_FORMATS
 from .ops.products import PackedExperts, few_tokens
 from .ops.replay import Replay
-from .ops.route import check_routing, route, route_custom, sanitise
+from .ops.route import given_routing, route, route_custom
 from .ops.tile_file import with_tuned_tiles
+from .packed_module import PackedModule, refuse_gradient
 from .parallel.local import Local
 from .pipeline import DirectPipeline, SplitPipeline, ways
-from .plan import plan
-from .types import (
-    ActivationSpec,
-    ContiguousBatch,
-    ExpertWeights,
-    Limits,
-    MoESpec,
-    Problem,
-    Routing,
-    RoutingSpec,
-)
+from .types import ContiguousBatch, Routing
 from .warming import warm_layer
 from .weight_checks import check_extras, check_weights
-from .workspace import shared_workspace
+from .workspace import captured, own_memory, owned, shared_workspaces
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,22 +37,26 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from .experts import ExpertKernel
+    from .formats.payload import Payload
     from .plan import Plan
-    from .types import Choice, LatentWeights, RouterWeights, SharedWeights
-    from .workspace import Workspace
+    from .types import ExpertWeights, LatentWeights, Problem, RouterWeights, SharedWeights
+    from .workspace import Workspace, Workspaces
 
-__all__ = ["MoELayer", "moe"]
+__all__ = ["MoELayer"]
 
 _DTYPES = {dtype: plain.name for dtype, plain in FLOAT_FORMATS.items()}
+_BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
 
 
-class MoELayer(nn.Module):
+class MoELayer(PackedModule):
     """One Mixture-of-Experts layer: router, routed experts, shared expert.
 
     The layer owns packed weights on one device and makes every decision when it is built; ``forward`` only computes.
-    ``plan`` says what was chosen, ``print(layer)`` shows it.
+    ``plan`` says what was chosen, ``print(layer)`` shows it. Inference only. Any number of threads may call a layer, on
+    any streams. It can be copied and pickled; it does not move and has no ``state_dict``.
     """
 
+    @plain_torch()
     def __init__(
         self,
         weights: ExpertWeights[Payload],
@@ -84,9 +76,9 @@ class MoELayer(nn.Module):
         choose: a routing rule of your own, ``choose(x [T, D], logits [T, E], top_k) -> (weights, ids)`` both
         ``[T, K]``; it replaces the spec's rule, and what it returns is checked like any other routing.
         after_expert: applied to the rows ``[R, H]`` the experts return, row by row, before they are weighted.
-        checked: raise RoutingError on NaN logits, out-of-range and duplicate ids instead of dropping the rows; this
-        reads the device once a call. Raises InputError when weights and spec disagree. ``workspace``, the memory
-        of a pass on a GPU, is one for all layers of the device; a pass on another stream waits for the one before.
+        checked: raise RoutingError on NaN logits, biases or weights, out-of-range and repeated ids instead of NaN rows;
+        this reads the device once a call. Raises InputError when weights and spec disagree. ``workspaces`` lends the
+        memory of a pass on a GPU, to all layers of the device; None: every pass takes fresh memory.
         """
         super().__init__()
         spec = plan.problem.spec
@@ -100,7 +92,6 @@ class MoELayer(nn.Module):
         self.router = None if router is None else _in_float32(router)
         self.shared = shared
         self.latent = latent
-        self._kernel = kernel
         self._pipeline = SplitPipeline(
             dispatcher=Local(num_experts=spec.num_experts, weight_on_input=spec.routing.weight_on_input),
             kernel=kernel,
@@ -113,17 +104,19 @@ class MoELayer(nn.Module):
         if not sorted_only:
             most = few_tokens(packed, spec.routing.top_k)
             self._direct = DirectPipeline(packed=packed, most=most, after_expert=after_expert)
-        self._packed_shared = None if shared is None else _pack_shared(kernel, shared, plan.problem)
+        self._shared_kernel, self._packed_shared = kernel, None
+        if shared is not None:
+            self._shared_kernel, self._packed_shared = _pack_shared(kernel, shared, plan.problem)
         self._device = weights.down.device
         # To the shared expert every batch is the first rows in order; row T of the bounds is (0, T).
         longest = 0 if shared is None else plan.problem.limits.max_tokens + 1
         self._shared_rows = torch.arange(longest, device=self._device)
         self._shared_bounds = torch.stack((torch.zeros_like(self._shared_rows), self._shared_rows), dim=1)
         on_gpu = self._device.type == "cuda" and plan.capturable
-        self.workspace: Workspace | None = shared_workspace(self._device, plan.workspace_bytes) if on_gpu else None
+        self.workspaces: Workspaces | None = shared_workspaces(self._device, plan.workspace_bytes) if on_gpu else None
         self._kind = hash((plan.problem, plan.kernel))
         self._replay: Replay  # made by every assignment
-        self._name = announce(self)
+        self.identify(self._device, _BY_NAME[plan.problem.dtype])
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute and forget what was recorded: another layer may start other kernels."""
@@ -155,9 +148,18 @@ class MoELayer(nn.Module):
         neither: the layer's own router. token_ids: ``[T]`` integers, needed for hash routing only.
         router_input: what the layer's own router reads, like ``x``, where the model gives it another input (Gemma-4).
         T is the product of the leading dimensions and may be 0. out: contiguous, like x, written and returned instead
-        of fresh memory. Raises InputError on shapes, dtypes and devices, and RoutingError in checked mode.
+        of fresh memory. Raises InputError on shapes, dtypes, devices and where a gradient is asked for, and
+        RoutingError in checked mode.
         """
         self._check_input(x)
+        given = cast("object", routing)
+        if given is not None and not isinstance(given, Routing):
+            raise InputError(
+                f"forward: routing is a {type(given).__name__}, allowed: "
+                "collegium.Routing(topk_ids=..., topk_weights=...)"
+            )
+        ids, weights = (None, None) if routing is None else (routing.topk_ids, routing.topk_weights)
+        refuse_gradient(x=x, router_logits=router_logits, topk_weights=weights, router_input=router_input, out=out)
         if out is None:
             out = torch.empty_like(x, memory_format=torch.contiguous_format)
         elif out.shape != x.shape or out.dtype != x.dtype or not out.is_contiguous():
@@ -167,10 +169,9 @@ class MoELayer(nn.Module):
             seen = router_input.reshape(-1, wide)
             _check_rows("router_input", seen, (x.numel() // wide, wide))
             router_logits = self._logits(seen)
-        ids, weights = (None, None) if routing is None else (routing.topk_ids, routing.topk_weights)
         inputs = (x if x.dim() == 2 else x.reshape(-1, wide), router_logits, ids, weights, token_ids)
         if torch.compiler.is_compiling():
-            torch.ops.collegium.moe_layer(*inputs, self._name, out.view(-1, wide))
+            torch.ops.collegium.moe_layer(*inputs, self.handle, out.view(-1, wide))
         else:
             self.compute(*inputs, out.view(-1, wide))
         return out
@@ -187,32 +188,46 @@ class MoELayer(nn.Module):
         out: Tensor,
     ) -> None:
         """Write ``out [T, D]`` for ``x [T, D]``: ``forward`` after its checks, in passes of ``max_tokens`` rows."""
-        if router_logits is None and (topk_ids is None or topk_weights is None):
-            router_logits = self._own_logits(x)
-        inputs = (x, router_logits, topk_ids, topk_weights, token_ids, out)
-        step = self.plan.problem.limits.max_tokens
-        if x.shape[0] <= step:
-            # Code from outside may do what no recording sees.
-            if self.workspace is None or self.choose is not None or self._pipeline.after_expert is not None:
-                self._one_pass(*inputs)
+        with _in_full(x.device):
+            if router_logits is None and (topk_ids is None or topk_weights is None):
+                router_logits = self._own_logits(x)
+            inputs = (x, router_logits, topk_ids, topk_weights, token_ids, out)
+            if self.workspaces is None or owned(self._device):
+                self._passes(None, *inputs)
+            elif captured(self._device):
+                with own_memory(self._device):
+                    self._passes(None, *inputs)
             else:
-                self.workspace.follow()
-                self._replay(self._one_pass, inputs)
+                space = self.workspaces.take()
+                try:
+                    self._in_workspace(space, inputs)
+                finally:
+                    self.workspaces.give(space)
+
+    def _in_workspace(self, space: Workspace, inputs: tuple[Any, ...]) -> None:
+        # User callbacks may launch work that the recorder cannot see.
+        own = self.choose is None and self._pipeline.after_expert is None
+        if own and inputs[0].shape[0] <= self.plan.problem.limits.max_tokens:
+            self._replay(partial(self._passes, space), inputs, space.number)
+        else:
+            self._passes(space, *inputs)
+
+    def _passes(self, space: Workspace | None, *inputs: Any) -> None:
+        x, out = inputs[0], inputs[5]
+        tokens, step = x.shape[0], self.plan.problem.limits.max_tokens
+        if tokens <= step:
+            with self._scope(space, tokens):
+                self._tokens(x, self._route(*inputs[:5]), out)
             return
         chosen = self._route(*inputs[:5])
-        for start in range(0, x.shape[0], step):
-            span = slice(start, min(start + step, x.shape[0]))
+        for start in range(0, tokens, step):
+            span = slice(start, min(start + step, tokens))
             part = replace(chosen, topk_ids=chosen.topk_ids[span], topk_weights=chosen.topk_weights[span])
-            with self._scope(span.stop - start):
+            with self._scope(space, span.stop - start):
                 self._tokens(x[span], part, out[span])
 
-    def _one_pass(self, *inputs: Any) -> None:
-        x, out = inputs[0], inputs[5]
-        with self._scope(x.shape[0]):
-            self._tokens(x, self._route(*inputs[:5]), out)
-
-    def _scope(self, tokens: int) -> AbstractContextManager[None]:
-        return nullcontext() if self.workspace is None else self.workspace.scope((self._kind, tokens))
+    def _scope(self, space: Workspace | None, tokens: int) -> AbstractContextManager[None]:
+        return nullcontext() if space is None else space.scope((self._kind, tokens))
 
     def _tokens(self, x: Tensor, routing: Routing, out: Tensor) -> None:
         shared = None if self.shared is None else self._shared_output(x)
@@ -235,7 +250,7 @@ class MoELayer(nn.Module):
         shared = cast("SharedWeights[Payload]", self.shared)
         tokens = x.shape[0]
         batch = ContiguousBatch(x=x, source=self._shared_rows[:tokens], expert_offsets=self._shared_bounds[tokens])
-        out = self._kernel.run(batch, self._packed_shared)
+        out = self._shared_kernel.run(batch, self._packed_shared)
         if shared.gate is None:
             return out
         return torch.sigmoid(functional.linear(x.float(), shared.gate.float())) * out
@@ -256,8 +271,9 @@ class MoELayer(nn.Module):
                 "give one of the two, or build the layer with router=RouterWeights(...)"
             )
         bias, eps = None if self.router.bias is None else self.router.bias.float(), self.spec.routing.input_norm_eps
-        read = x.float() if eps is None else functional.rms_norm(x.float(), (x.shape[-1],), eps=eps)
-        return functional.linear(read, self.router.weight.float(), bias)
+        with _in_full(x.device):
+            read = x.float() if eps is None else functional.rms_norm(x.float(), (x.shape[-1],), eps=eps)
+            return functional.linear(read, self.router.weight.float(), bias)
 
     def _route(
         self,
@@ -269,11 +285,7 @@ class MoELayer(nn.Module):
     ) -> Routing:
         if topk_ids is not None and topk_weights is not None:
             _check_rows("topk_ids", topk_ids, (x.shape[0], topk_ids.shape[-1]))
-            if not self.checked and on_device(topk_ids):
-                check_routing(topk_ids, topk_weights)
-                # The kernels drop what ``sanitise`` would.
-                return Routing(topk_ids=topk_ids, topk_weights=topk_weights)
-            return sanitise(topk_ids, topk_weights, self.spec.num_experts, checked=self.checked)
+            return given_routing(topk_ids, topk_weights, self.spec.num_experts, checked=self.checked)
         logits = cast("Tensor", logits)
         _check_rows("router_logits", logits, (x.shape[0], self.spec.num_experts))
         if self.choose is not None:
@@ -306,91 +318,40 @@ class MoELayer(nn.Module):
             )
 
 
-def moe(
-    x: Tensor,
-    gate_up: Payload | Tensor,
-    down: Payload | Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    *,
-    activation: ActivationSpec | None = None,
-    biases: tuple[Tensor, Tensor] | None = None,
-    force: Choice | None = None,
-) -> Tensor:
-    """Run routed experts once, without building a layer: ``x [T, H]`` to ``[T, H]``, same dtype.
+def _pack_shared(kernel: ExpertKernel, shared: SharedWeights[Payload], problem: Problem) -> tuple[ExpertKernel, Any]:
+    """Choose a kernel for the shared expert and pack it: to a kernel, one expert that every token goes to.
 
-    gate_up: a payload ``[E, P, I, H]``, or a tensor ``[E, P*I, H]`` with the gate rows first. down: a payload or
-    tensor ``[E, H, I]``. topk_ids ``[T, K]`` integers (-1: not here), topk_weights ``[T, K]``. biases: gate_up
-    ``[E, P*I]`` or ``[E, P, I]`` and down ``[E, H]``. Weights are packed at every call: keep a MoELayer for repeated
-    use of a quantised format. Raises InputError and PlanError; bad ids and weights drop their assignment.
+    Where its format is not one of the plan's kernel (FP8 or BF16 beside routed experts of four bits), it is the first
+    one of the table that takes it and can be captured where the plan says so.
     """
-    kind = activation or ActivationSpec()
-    upper, lower = _as_payload(gate_up, 2 if kind.gated else 1), _as_payload(down, None)
-    experts, _, wide, hidden = upper.shape
-    spec = MoESpec(
-        hidden_size=hidden,
-        intermediate_size=wide,
-        num_experts=experts,
-        routing=RoutingSpec(top_k=min(topk_ids.shape[-1], experts)),
-        activation=kind,
-        weight_format=upper.name,
-        expert_bias=biases is not None,
-    )
-    if (dtype := _DTYPES.get(x.dtype)) is None:
-        raise InputError(f"moe: x is {x.dtype}; allowed: {', '.join(map(str, _DTYPES))}")
-    problem = Problem(
-        spec=spec,
-        device=probe(x.device),
-        limits=Limits(max_tokens=max(1, x.shape[0])),
-        dtype=cast("Any", dtype),
-    )
-    weights = ExpertWeights(
-        gate_up=upper,
-        down=lower,
-        gate_up_bias=None if biases is None else biases[0].reshape(experts, -1, wide),
-        down_bias=None if biases is None else biases[1],
-    )
-    layer = MoELayer(weights, plan(problem, force))
-    return layer(x, routing=Routing(topk_ids=topk_ids, topk_weights=topk_weights))
-
-
-def _pack_shared(kernel: ExpertKernel, shared: SharedWeights[Payload], problem: Problem) -> Any:
-    """Pack the shared expert for the same kernel: to it, one expert that every token goes to."""
-    spec = problem.spec
-    alone = replace(
-        spec,
-        num_experts=1,
-        intermediate_size=spec.intermediate_size if spec.shared is None else spec.shared.intermediate_size,
-        activation=spec.activation if spec.shared is None else spec.shared.activation or spec.activation,
-        latent_size=None,
-        latent_norm_eps=None,
-        shared=None,
-        expert_bias=False,
-        weight_format=shared.experts.down.name,
-        routing=RoutingSpec(top_k=1),
-    )
+    alone = problem.spec.shared_alone(shared.experts.down.name)
     check_weights(shared.experts, alone)
     asked = replace(problem, spec=alone)
-    reason = kernel.refuse(asked)
-    if reason is not None:
-        raise PlanError(
-            f"the plan's kernel {kernel.name} runs the routed experts but refuses the shared expert: {reason}; "
-            "force a kernel that runs both"
-        )
-    return kernel.pack(shared.experts, asked)
+    reasons: list[str] = []
+    for other in dict.fromkeys((kernel, *KERNELS)):
+        reason = other.refuse(asked)
+        if reason is None and kernel.capturable and not other.capturable:
+            reason = "it cannot be captured in a CUDA graph, which the plan promises"
+        if reason is None:
+            return other, other.pack(shared.experts, asked)
+        reasons.append(f"  {other.name}: {reason}")
+    raise PlanError(
+        f"{kernel.name} runs the routed experts, no kernel runs the shared expert ({alone.weight_format}) beside it:\n"
+        + "\n".join(reasons)
+        + "\nForce another activation format or kernel."
+    )
+
+
+def _in_full(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context without autocast: router and latent projections are computed in the dtypes they have."""
+    if not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def _in_float32(router: RouterWeights) -> RouterWeights:
     bias = None if router.bias is None else router.bias.detach().float()
     return replace(router, weight=router.weight.detach().float(), bias=bias)
-
-
-def _as_payload(weight: Payload | Tensor, parts: int | None) -> Payload:
-    if isinstance(weight, Payload):
-        return weight
-    if parts is not None and weight.dim() == 3:
-        weight = weight.unflatten(1, (parts, -1))
-    return as_stored(weight)
 
 
 def _check_rows(name: str, found: Tensor, wanted: tuple[int, int]) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
+from .checkpoint.beside import check_beside, load_latent, load_router, load_shared
 from .checkpoint.detect import detect
-from .checkpoint.loader import load_experts, load_latent, load_router, load_shared
+from .checkpoint.loader import load_experts
+from .checkpoint.problems import refuse
 from .checkpoint.reader import Checkpoint
-from .devices import probe
+from .devices import plain_torch, probe
 from .encoding import encode_experts
 from .layer import MoELayer
 from .models import describe
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["load_layer", "load_routed"]
 
 
+@plain_torch()
 def load_layer(
     path: str | os.PathLike[str] | Checkpoint,
     layer: int,
@@ -46,6 +49,7 @@ def load_layer(
     """
     checkpoint, facts = path if isinstance(path, Checkpoint) else Checkpoint.open(path), probe(device)
     spec, weights = _experts(checkpoint, layer, weight_format, facts)
+    refuse(checkpoint, check_beside(checkpoint, spec, layer))
     problem = Problem(spec=spec, device=facts, limits=limits or Limits(), dtype=dtype)
     return MoELayer(
         weights,
@@ -57,6 +61,7 @@ def load_layer(
     )
 
 
+@plain_torch()
 def load_routed(
     checkpoint: Checkpoint,
     layer: int,

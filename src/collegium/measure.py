@@ -38,6 +38,7 @@ __all__ = [
     "Ceilings",
     "Floor",
     "cache_bytes",
+    "ceiling_bytes",
     "driver_version",
     "floor_of",
     "graph_pool",
@@ -45,6 +46,7 @@ __all__ = [
     "measure_ceilings",
     "prepare_pass",
     "random_routing",
+    "stays_cached",
     "take_turns",
     "timed_once",
     "version_of",
@@ -53,6 +55,10 @@ __all__ = [
 K = TypeVar("K")
 ROUTINGS = ("uniform", "zipf", "hot", "half")
 _ZIPF = 1.2
+_CPU = torch.device("cpu")
+_HIDDEN_CACHE = 1 << 28  # taken for the caches of a CPU that hides their size
+_PIECE = 1 << 24  # bytes read or copied at a time on a CPU
+_PRODUCTS = ((256, 256, 256), (512, 512, 512), (1024, 1024, 1024), (2048, 2048, 64))
 _BURST, _PAUSE = 0.12, 0.1  # seconds of each contender, and of nothing before it
 
 
@@ -63,6 +69,14 @@ class Ceilings:
     bandwidth: float
     rate_16: float
     rate_8: float
+
+    def raised(self, other: Ceilings) -> Ceilings:
+        """Return the better of two measurements, number by number."""
+        return Ceilings(
+            bandwidth=max(self.bandwidth, other.bandwidth),
+            rate_16=max(self.rate_16, other.rate_16),
+            rate_8=max(self.rate_8, other.rate_8),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,11 +94,14 @@ class Floor:
     bound: str
 
 
-def floor_of(spec: MoESpec, activations: str, routings: Sequence[Routing], ceilings: Ceilings) -> Floor:
+def floor_of(
+    spec: MoESpec, activations: str, routings: Sequence[Routing], ceilings: Ceilings, *, cached: bool = False
+) -> Floor:
     """Return the floor of ``spec`` with these routings; ``activations`` names the format products are computed in.
 
     Bytes: weights, scales and biases of the experts that each routing really hits, once, and 2 bytes for each element
-    of input and output, once. What stands between the projections need not reach memory and is not counted.
+    of input and output, once. What stands between the projections need not reach memory and is not counted. cached:
+    the weights may come from a cache, so that no time follows from the bytes and the floor is that of the operations.
     """
     hits = [torch.unique(r.topk_ids[r.topk_ids >= 0]).numel() for r in routings]
     rows = [int((r.topk_ids >= 0).sum()) for r in routings]
@@ -93,7 +110,7 @@ def floor_of(spec: MoESpec, activations: str, routings: Sequence[Routing], ceili
     nbytes = statistics.mean(hits) * expert_bytes(spec) + 4 * tokens * hidden
     flops = 2.0 * statistics.mean(rows) * (spec.gate_up_parts + 1) * hidden * wide
     rate = ceilings.rate_8 if activation_format(activations).bits <= 8 else ceilings.rate_16
-    memory, work = nbytes / ceilings.bandwidth, flops / rate
+    memory, work = 0.0 if cached else nbytes / ceilings.bandwidth, flops / rate
     return Floor(
         nbytes=nbytes,
         flops=flops,
@@ -236,17 +253,13 @@ def graph_pool(device: torch.device) -> Any:
 def measure_ceilings(device: torch.device, *, nbytes: int | None = None, size: int | None = None) -> Ceilings:
     """Measure what ``device`` can do at best; takes about a second.
 
-    Bandwidth: the best of reading and of copying ``nbytes`` (4 GiB on a GPU, 256 MiB on a CPU). Rates: square
-    products of ``size`` (8192; 1024 on a CPU), bfloat16 and, where torch has it, E4M3 with a scale a row.
+    Bandwidth: the best of reading and of copying ``nbytes`` (4 GiB on a GPU; on a CPU 256 MiB, or more where its caches
+    hold much of that). Rates: square products of ``size`` (8192; several sizes on a CPU), bfloat16 and, where torch
+    has it, E4M3 with a scale a row.
     """
     if device.type != "cuda":
-        half = torch.zeros((nbytes or 1 << 28) // 8)
-        other = torch.empty_like(half)
-        bandwidth = 2 * half.nbytes / _best(lambda: other.copy_(half), device)
-        a = torch.randn(size or 1024, size or 1024).bfloat16()
-        rate = 2 * a.shape[0] ** 3 / _best(lambda: a @ a, device)
-        return Ceilings(bandwidth=bandwidth, rate_16=rate, rate_8=rate)
-    words = torch.zeros((nbytes or 1 << 32) // 4, dtype=torch.int32, device=device)
+        return _cpu_ceilings(nbytes or ceiling_bytes(device), size)
+    words = torch.zeros((nbytes or ceiling_bytes(device)) // 4, dtype=torch.int32, device=device)
     half, other = words.chunk(2)
     bandwidth = max(words.nbytes / _best(lambda: other.copy_(half), device), *_read_rates(words, device))
     side = size or 8192
@@ -259,6 +272,42 @@ def measure_ceilings(device: torch.device, *, nbytes: int | None = None, size: i
         made = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
         rate_8 = 2 * side**3 / _best(lambda: product(codes, codes.T, one, one.T, **made), device)
     return Ceilings(bandwidth=bandwidth, rate_16=rate_16, rate_8=max(rate_8, rate_16))
+
+
+def ceiling_bytes(device: torch.device) -> int:
+    """Return the bytes that ``measure_ceilings`` takes."""
+    return 1 << 32 if device.type == "cuda" else max(1 << 28, 4 * cache_bytes(device))
+
+
+def _cpu_ceilings(nbytes: int, size: int | None) -> Ceilings:
+    """Measure short pieces of work and take the best: where others work too, no long one runs undisturbed.
+
+    One thread is tried as well, as more of them than free cores wait for each other in all that they share.
+    """
+    own = torch.get_num_threads()
+    words = torch.ones(nbytes // 4, dtype=torch.int32)  # zeros would share one page of memory
+    pieces = words.split(min(_PIECE, nbytes // 2) // 4)
+    pairs = list(zip(pieces[::2], pieces[1::2], strict=False))
+    bandwidth = rate = 0.0
+    try:
+        for threads in sorted({own, 1}):
+            torch.set_num_threads(threads)
+            reads = (p.nbytes / timed_once(p.amax, _CPU) for p in pieces)
+            copies = (2 * a.nbytes / timed_once(partial(a.copy_, b), _CPU) for a, b in pairs)
+            bandwidth = max(bandwidth, *reads, *copies)
+            rate = max(rate, *_cpu_rates(_PRODUCTS if size is None else ((size, size, size),)))
+    finally:
+        torch.set_num_threads(own)
+    return Ceilings(bandwidth=bandwidth, rate_16=rate, rate_8=rate)
+
+
+def _cpu_rates(sizes: Sequence[tuple[int, int, int]]) -> list[float]:
+    rates: list[float] = []
+    for rows, inner, columns in sizes:
+        for dtype in (torch.bfloat16, torch.float32):
+            a, b = torch.randn(rows, inner).to(dtype), torch.randn(inner, columns).to(dtype)
+            rates.append(2 * rows * inner * columns / _best(partial(torch.mm, a, b), _CPU, repeats=12))
+    return rates
 
 
 def _read_rates(words: Tensor, device: torch.device) -> list[float]:
@@ -287,13 +336,33 @@ def _best(call: Callable[[], object], device: torch.device, repeats: int = 7) ->
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Return the bytes of the last cache before memory, 0 when the machine does not say."""
+    """Return the bytes of the caches before memory, all that this process's cores have; 0 if the machine hides them.
+
+    On a GPU the last cache; on a CPU the second level and those behind it, since one may hold what the other has not.
+    """
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).L2_cache_size
-    listed = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
-    text = listed.read_text().strip() if listed.exists() else "0"
-    factor = {"K": 1 << 10, "M": 1 << 20}.get(text[-1:], 1)
-    return int(text.rstrip("KM") or 0) * factor
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    found: dict[tuple[str, str], int] = {}
+    for core in cores:
+        for cache in Path(f"/sys/devices/system/cpu/cpu{core}/cache").glob("index*"):
+            try:
+                level, shared, size = ((cache / n).read_text().strip() for n in ("level", "shared_cpu_list", "size"))
+            except OSError:
+                continue
+            factor = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(size[-1:], 1)
+            if level != "1" and size.rstrip("KMG").isdigit():
+                found[level, shared] = int(size.rstrip("KMG")) * factor
+    return sum(found.values())
+
+
+def stays_cached(nbytes: float, device: torch.device) -> bool:
+    """Whether a part that matters of ``nbytes`` read again and again may come from the caches of ``device``.
+
+    A CPU's caches replace lines nearly at random: of twice their size they still have a fifth, of four times 2 %.
+    """
+    held = cache_bytes(device)
+    return nbytes <= 2 * held if device.type == "cuda" else nbytes <= 4 * (held or _HIDDEN_CACHE)
 
 
 def driver_version(device: torch.device) -> str:

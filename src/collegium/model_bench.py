@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,14 +18,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .bench import TOLERANCES, experts_error, random_weights, recipe_of
+from .checkpoint.reader import read_config
 from .devices import probe
-from .errors import InputError, MeasurementError
+from .errors import InputError, MeasurementError, SpecError
 from .integrations import transformers as plugin
 from .integrations.extra import extra
 from .layer import MoELayer
 from .measure import driver_version, prepare_pass, take_turns, version_of
 from .ops.quantize import activation_format
 from .plan import plan
+from .room import bytes_per_weight, check_room
 from .types import Choice, Limits, Problem, Routing
 from .warming import warm_up
 
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from .types import MoESpec
+    from .types import DeviceFacts, MoESpec
 
 __all__ = ["MODELS", "RECIPES", "ModelReport", "ModelRow", "bench_model"]
 
@@ -168,8 +171,9 @@ def bench_model(
     what is no such model; what fails later is a row with the reason.
     """
     started = time.monotonic()
-    place = torch.device(probe(device).place)
-    model = _built(what, layers, place)
+    facts = probe(device)
+    place = torch.device(facts.place)
+    model = _built(what, layers, facts, [weights for weights, _ in recipes])
     ours = [_way(weights, activations or "bf16") for weights, activations in recipes]
     rows: list[ModelRow] = []
     specs: list[MoESpec] = []
@@ -196,14 +200,18 @@ def bench_model(
     )
 
 
-def _built(what: str, layers: int | None, place: torch.device) -> Any:
-    """Return the model with random BF16 weights; raises InputError where it is none with experts."""
+def _built(what: str, layers: int | None, facts: DeviceFacts, formats: Sequence[str]) -> Any:
+    """Return the model with random BF16 weights; raises InputError where it is none with experts or has no room."""
     transformers = extra("transformers")
     if what in MODELS:
-        facts = dict(MODELS[what])
-        config = getattr(transformers, facts.pop("config"))(**facts, max_position_embeddings=4096)
+        published = dict(MODELS[what])
+        config = getattr(transformers, published.pop("config"))(**published, max_position_embeddings=4096)
     elif (Path(what) / "config.json").is_file():
-        config = transformers.AutoConfig.from_pretrained(what)
+        read_config(Path(what))
+        try:
+            config = transformers.AutoConfig.from_pretrained(what)
+        except Exception as fault:  # of many kinds, some of packages below transformers
+            raise InputError(f"model {what!r}: transformers cannot read its config.json: {_reason(fault)}") from fault
     else:
         raise InputError(f"model {what!r}: allowed are {', '.join(MODELS)}, or a folder with config.json")
     text = config.get_text_config()
@@ -212,12 +220,25 @@ def _built(what: str, layers: int | None, place: torch.device) -> Any:
         if getattr(text, "layer_types", None):
             text.layer_types = text.layer_types[:layers]
     plugin.register()
+    with torch.device("meta"):
+        sizes = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    check_room(f"bench-model {what}", _needs(sizes, formats), facts)
     torch.manual_seed(0)
-    with place:
+    with torch.device(facts.place):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     if not plugin.experts_modules(model):
         raise InputError(f"model {what!r}: transformers builds no experts for it that can be run in another way")
     return model.eval()
+
+
+def _needs(model: Any, formats: Sequence[str]) -> dict[str, float]:
+    """Return the bytes of the model in BF16, and of its experts once more in the largest of ``formats``."""
+    experts = sum(p.numel() for module in plugin.experts_modules(model).values() for p in module.parameters())
+    each = [0.0]
+    for name in formats:
+        with suppress(SpecError):  # an unknown format is a row that says so
+            each.append(bytes_per_weight(name))
+    return {"model": 2.0 * sum(p.numel() for p in model.parameters()), "experts in another format": max(each) * experts}
 
 
 def _way(weights: str, activations: str) -> str:

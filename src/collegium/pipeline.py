@@ -55,8 +55,8 @@ class SplitPipeline:
 class DirectPipeline:
     """Few assignments on a GPU: rows stay in the order of the ids, so nothing is sorted before or after the experts.
 
-    Bits are those of ``SplitPipeline``, since a row's bits depend on no other row. A routing may hold any ids and
-    weights: what ``sanitise`` would drop adds nothing. most: the tokens it serves, from ``few_tokens``.
+    Bits are those of ``SplitPipeline``, since a row's bits depend on no other row. most: the tokens it serves, from
+    ``few_tokens``.
     """
 
     packed: PackedExperts

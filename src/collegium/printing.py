@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from .demo import DemoReport
     from .inspection import Inspection
     from .model_bench import ModelReport
+    from .plan import Plan
     from .tuning import TuneReport
     from .verification import VerifyReport
+    from .writing import Written
 
 __all__ = [
     "err",
@@ -29,7 +31,9 @@ __all__ = [
     "print_inspection",
     "print_json",
     "print_model_bench",
+    "print_plan",
     "print_proofs",
+    "print_text",
     "print_tuning",
 ]
 
@@ -73,10 +77,26 @@ def print_demo(report: DemoReport) -> None:
     for kernel in dict.fromkeys(row.kernel for row in report.rows):
         users = ", ".join(f"{r.weights} x {r.activations}" for r in report.rows if r.kernel == kernel)
         out.print(f"kernel {kernel}: {users}", style="dim")
+    out.print(
+        f"tok/s: decode steps after compilation; text: greedy, repetition penalty {report.repetition_penalty:g}",
+        style="dim",
+    )
     for row in report.rows:
         out.print(f"\n[bold]{row.weights} x {row.activations}[/bold]")
         out.print(" ".join(row.text.split()), markup=False, highlight=False)
-    out.print(f"\n[dim]{report.seconds:.1f} s in all[/dim]")
+    out.print(f"\n{report.seconds:.1f} s in all, {report.compile_seconds:.1f} s of it compiling", style="dim")
+
+
+def print_text(written: Written) -> None:
+    """Show a text and how fast it was written."""
+    out.print(written.text, markup=False, highlight=False)
+    first = f"first token after {1e3 * written.first_token_seconds:.0f} ms"
+    out.print(f"{first}, then {written.tokens_per_second:.1f} tokens/s", style="dim")
+
+
+def print_plan(made: Plan) -> None:
+    """Show a plan as it explains itself."""
+    out.print(made.explain(), markup=False, highlight=False)
 
 
 def print_bench(report: BenchReport) -> None:
@@ -109,7 +129,7 @@ def print_bench(report: BenchReport) -> None:
         style="dim",
     )
     if not all(row.cold for row in report.rows):
-        out.print("*: the weights of a pass may stay in the cache", style="dim")
+        out.print("*: the weights may stay in a cache; the floor is that of the operations alone", style="dim")
 
 
 def print_model_bench(report: ModelReport) -> None:

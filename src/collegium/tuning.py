@@ -26,6 +26,7 @@ from .ops.tile_file import products, write_tiles
 from .ops.tiles import candidates, score
 from .parallel.local import Local
 from .plan import plan
+from .room import check_room, layer_needs
 from .types import Choice, Limits, Problem
 
 if TYPE_CHECKING:
@@ -120,11 +121,13 @@ def packed_layer(
         Problem(spec=spec, device=facts, limits=Limits(max_tokens=most_tokens)), Choice(activation_format=recipe[1])
     )
     kernel = next(k for k in KERNELS if k.name == made.kernel)
-    packed = kernel.pack(random_weights(spec, torch.device(facts.place)), made.problem)
-    if not isinstance(packed, PackedExperts):
+    if not kernel.name.startswith("triton_"):
         raise InputError(
             f"tune: {name} in {recipe[0]} x {recipe[1]} runs on {made.kernel}, which has no tiles to choose"
         )
+    check_room(f"tune {name}", layer_needs([made], [most_tokens]), facts)
+    packed = kernel.pack(random_weights(spec, torch.device(facts.place)), made.problem)
+    assert isinstance(packed, PackedExperts)
     return name, made.problem, packed
 
 

@@ -189,6 +189,22 @@ class MoESpec:
         """2 when the first projection is gate and up, 1 when it is a single up projection."""
         return 2 if self.activation.gated else 1
 
+    def shared_alone(self, weight_format: str) -> MoESpec:
+        """Return the shared expert, its weights in ``weight_format``, as a layer of one expert every token goes to.
+
+        To a kernel that is what it is. Raises SpecError when there is none.
+        """
+        if self.shared is None:
+            raise SpecError("shared_alone: the spec has no shared expert; ask only where spec.shared is given")
+        return MoESpec(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.shared.intermediate_size,
+            num_experts=1,
+            routing=RoutingSpec(top_k=1),
+            activation=self.shared.activation or self.activation,
+            weight_format=weight_format,
+        )
+
 
 F = TypeVar("F")
 
@@ -295,15 +311,14 @@ class Refusal:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Routing:
-    """``topk_ids [T, K]`` int64 (-1: dropped) and ``topk_weights [T, K]`` float32.
+    """``topk_ids [T, K]`` of an integer dtype and ``topk_weights [T, K]`` of a floating one, read as float32.
 
-    sanitised: ids and weights are those of our router or of ``sanitise``; others may be of any integer and floating
-    dtype, and assignments that can do harm are dropped on the way.
+    An id of -1 means "not here" and adds nothing, whatever its weight is. Any other that is no expert makes the output
+    of its token NaN, and so does a weight of NaN.
     """
 
     topk_ids: Tensor
     topk_weights: Tensor
-    sanitised: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

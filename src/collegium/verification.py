@@ -14,19 +14,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .checkpoint.audit import check_dense_layers
+from .checkpoint.beside import check_beside, load_shared
 from .checkpoint.detect import detect
-from .checkpoint.loader import load_experts, load_shared
+from .checkpoint.loader import load_experts
+from .checkpoint.problems import refuse
 from .checkpoint.reader import Checkpoint
 from .devices import probe
 from .encoding import encode_experts
-from .errors import InputError
+from .errors import InputError, PlanError
 from .layer import MoELayer
 from .loading import load_routed
 from .models import describe, moe_layers
 from .ops.quantize import activation_format
 from .plan import plan
 from .testing.compare import between, heavy_tailed
-from .types import Choice, Limits, MoESpec, Placement, Problem, Routing, RoutingSpec
+from .types import Choice, Limits, MoESpec, Placement, Problem, Routing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -109,16 +112,19 @@ def verify_model(
     """Verify every MoE layer of the checkpoint at ``path``, one in memory at a time.
 
     experts: how many of each layer to recompute, None for all. device, force, weight_format: as ``load_layer``.
-    progress: called with (layers done, layers, text). Raises what loading and planning raise.
+    progress: called with (layers done, layers, text). Raises what loading and planning raise, and the
+    CheckpointErrors of a router, hash table or shared expert that no layer could be built from.
     """
     if experts is not None and experts < 1:
         raise InputError(f"verify: {experts} experts were asked for, allowed: at least 1, or all")
     checkpoint, facts = Checkpoint.open(path), probe(device)
     layers = moe_layers(checkpoint.config)
+    refuse(checkpoint, check_dense_layers(checkpoint))
     proofs: list[LayerProof] = []
     for done, layer in enumerate(layers):
         if progress is not None:
             progress(done, len(layers), f"layer {layer}")
+        refuse(checkpoint, check_beside(checkpoint, describe(checkpoint.config, layer), layer, deep=True))
         proofs.append(_prove_routed(checkpoint, layer, experts, facts, (force, weight_format)))
         shared = _prove_shared(checkpoint, layer, facts, force)
         proofs += [] if shared is None else [shared]
@@ -155,20 +161,18 @@ def _prove_shared(checkpoint: Checkpoint, layer: int, facts: DeviceFacts, force:
     """Run the shared expert as one routed expert, which is what it is to a kernel."""
     spec = describe(checkpoint.config, layer)
     shared = load_shared(checkpoint, spec, layer, device=facts.place)
-    if shared is None or spec.shared is None:
+    if shared is None:
         return None
-    alone = replace(
-        spec,
-        num_experts=1,
-        intermediate_size=spec.shared.intermediate_size,
-        routing=RoutingSpec(top_k=1),
-        latent_size=None,
-        latent_norm_eps=None,
-        shared=None,
-        expert_bias=False,
-        weight_format=shared.experts.down.name,
-    )
-    built = MoELayer(shared.experts, plan(Problem(spec=alone, device=facts, limits=Limits()), force))
+    alone = spec.shared_alone(shared.experts.down.name)
+    problem = Problem(spec=alone, device=facts, limits=Limits())
+    try:
+        chosen = plan(problem, force)
+    except PlanError:
+        if force is None or force.kernel is None:
+            raise
+        # as in a layer whose kernel does not take its shared expert: the first that does
+        chosen = plan(problem, replace(force, kernel=None))
+    built = MoELayer(shared.experts, chosen)
     plain = load_shared(checkpoint, spec, layer)
     return None if plain is None else _prove(built, layer, "shared", iter([(0, plain.experts, 0)]))
 

@@ -19,6 +19,7 @@ import torch
 from .ops.launch import power_of_two
 from .ops.products import PackedExperts, chosen_tiles, few_tokens, large_tile
 from .types import Routing
+from .workspace import own_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -31,8 +32,12 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 def warm_up(layers: Iterable[Any], progress: Callable[[int, int, str], None] | None = None) -> int:
     """Warm up every ``MoELayer`` that differs from the ones before it; return the number of batches run."""
-    kinds = {(layer.plan, layer.router is None, layer.shared is None): layer for layer in layers}
+    kinds = {(layer.plan, layer.router is None, _shared_format(layer)): layer for layer in layers}
     return sum(layer.warm_up(progress) for layer in kinds.values())
+
+
+def _shared_format(layer: Any) -> str | None:
+    return None if layer.shared is None else layer.shared.experts.down.name
 
 
 def warm_layer(layer: Any, progress: Callable[[int, int, str], None] | None = None) -> int:
@@ -49,15 +54,13 @@ def warm_layer(layer: Any, progress: Callable[[int, int, str], None] | None = No
         x = torch.zeros(tokens, spec.hidden_size, dtype=_DTYPES[problem.dtype], device=device)
         shape = (tokens, spec.routing.top_k)
         ids = torch.arange(tokens * shape[1], device=device).view(shape) % spec.num_experts
-        layer(x, routing=Routing(topk_ids=ids, topk_weights=torch.ones(shape, device=device)))
-        if layer.router is not None:
-            layer(x, token_ids=torch.zeros(tokens, dtype=torch.int64, device=device))
+        # Batches run side by side, and this is the memory of as many passes only while they are compiled.
+        with own_memory(device):
+            layer(x, routing=Routing(topk_ids=ids, topk_weights=torch.ones(shape, device=device)))
+            if layer.router is not None:
+                layer(x, token_ids=torch.zeros(tokens, dtype=torch.int64, device=device))
 
-    kept, layer.workspace = layer.workspace, None  # batches run side by side, each in memory of its own
-    try:
-        return compile_batches(run, batch_sizes(packed, problem.limits.max_tokens), device, progress)
-    finally:
-        layer.workspace = kept
+    return compile_batches(run, batch_sizes(packed, problem.limits.max_tokens), device, progress)
 
 
 def batch_sizes(packed: Sequence[tuple[Any, int]], limit: int) -> list[int]:

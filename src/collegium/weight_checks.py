@@ -54,19 +54,36 @@ def check_extras(
         if asked != given:
             needs = "needs" if asked else "has no place for"
             raise InputError(f"{name}: the spec {needs} {name} weights, they were {'given' if given else 'not given'}")
-    if spec.shared is not None and shared is not None and (shared.gate is not None) != spec.shared.gated:
-        raise InputError(
-            f"shared: gate {'given' if shared.gate is not None else 'missing'}, spec gated={spec.shared.gated}"
+    rule, e, d, h = spec.routing, spec.num_experts, spec.hidden_size, spec.expert_hidden_size
+    if spec.shared is not None and shared is not None:
+        _check_tensor(
+            "shared", "gate", shared.gate, (1, d) if spec.shared.gated else None, f"gated={spec.shared.gated}"
         )
+    if latent is not None:
+        _check_tensor("latent", "down", latent.down, (h, d), f"latent_size={h}")
+        _check_tensor("latent", "up", latent.up, (d, h), f"latent_size={h}")
+        if latent.norm is not None or spec.latent_norm_eps is not None:
+            _check_tensor("latent", "norm", latent.norm, (h,), f"latent_norm_eps={spec.latent_norm_eps}")
     if router is None:
         return
-    if tuple(router.weight.shape) != (spec.num_experts, spec.hidden_size):
+    _check_tensor("router", "weight", router.weight, (e, d), f"num_experts={e}, hidden_size={d}")
+    if router.bias is not None:
+        _check_tensor("router", "bias", router.bias, (e,), f"num_experts={e}")
+    flag, wanted = rule.correction_bias, (e,) if rule.correction_bias else None
+    _check_tensor("router", "correction bias", router.correction_bias, wanted, f"correction_bias={flag}")
+    wanted = (e,) if rule.expert_scale else None
+    _check_tensor("router", "expert scale", router.expert_scale, wanted, f"expert_scale={rule.expert_scale}")
+    table = router.hash_table
+    rows = 1 if table is None or table.dim() != 2 else table.shape[0]
+    wanted = (rows, rule.top_k) if rule.hash_routing else None
+    _check_tensor("router", "hash table", table, wanted, f"hash_routing={rule.hash_routing}, top_k={rule.top_k}")
+
+
+def _check_tensor(whose: str, name: str, tensor: Tensor | None, wanted: tuple[int, ...] | None, says: str) -> None:
+    found = None if tensor is None else tuple(tensor.shape)
+    if found is None and wanted is not None:
+        raise InputError(f"{whose}: {name} missing, the spec says {says}; give one of shape {wanted}")
+    if found != wanted:
         raise InputError(
-            f"router: weight has shape {tuple(router.weight.shape)}, the spec needs "
-            f"({spec.num_experts}, {spec.hidden_size})"
-        )
-    if (router.correction_bias is not None) != spec.routing.correction_bias:
-        raise InputError(
-            f"router: correction bias {'given' if router.correction_bias is not None else 'missing'}, the spec says "
-            f"correction_bias={spec.routing.correction_bias}"
+            f"{whose}: {name} has shape {found}, the spec ({says}) needs {wanted or 'none'}; give what the spec says"
         )

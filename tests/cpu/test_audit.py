@@ -188,8 +188,8 @@ def test_stacked_and_single_at_once(tmp_path: Path) -> None:
         ),
         (
             put(f"{STACK}down_proj_blocks", lambda t: t[:3]),
-            ConfigError,
-            r"experts 0 to 2 \(3\).*num_experts=4",
+            TensorMismatchError,
+            r"down_proj_blocks is \(3, 96, 2, 16\), for 3 experts; .*num_experts=4, and 3 of 4 tensors",
         ),
         (drop(f"{STACK}down_proj_blocks"), MissingTensorError, r"down: .*down_proj_blocks missing"),
         (extra(f"{STACK}down_proj_zeros"), UnknownTensorError, r"down_proj_zeros is not known to gpt_oss"),

@@ -112,7 +112,7 @@ print("RESULT" + json.dumps(found))
 
 
 _LISTS = {"BLOCK_E": 256, "BLOCK_T_A": 16, "BLOCK_T_B": 64}
-_READS = {"TOP_K": 8, "BLOCK_E": 256, "FOREIGN": True}
+_READS = {"TOP_K": 8, "BLOCK_E": 256}
 _ROUTE = {
     "SCORE": 2, "TOP_K": 8, "BLOCK_K": 8, "BLOCK_G": 8, "BLOCK_S": 32, "KEPT": 4, "TOP2": True, "BIAS": True,
     "HASH": False, "RENORM": True,
@@ -123,9 +123,8 @@ _E4M3 = _ROWS | {"GROUP": 128, "POWER": False, "BYTE": False, "ROUND": False, "R
 # Small kernels: (file, kernel, types that are not the rule, constants, warps, most registers); FP8 from sm_90 on.
 SMALL: tuple[tuple[str, str, dict[str, str], dict[str, Any], int, int], ...] = (
     ("permute", "permute_kernel", {}, {"BLOCK": 32, "WEIGHTS": False} | _READS | _LISTS, 1, 96),
-    ("permute", "permute_kernel", {"ids": "i32", "foreign": "bf16"},
-     {"BLOCK": 256, "WEIGHTS": True} | _READS | _LISTS, 8, 80),
-    ("permute", "permute_kernel", {}, {"BLOCK": 128, "WEIGHTS": True} | _READS | _LISTS | {"FOREIGN": False}, 4, 80),
+    ("permute", "permute_kernel", {"ids": "i32"}, {"BLOCK": 256, "WEIGHTS": True} | _READS | _LISTS, 8, 80),
+    ("permute", "permute_kernel", {}, {"BLOCK": 128, "WEIGHTS": True} | _READS | _LISTS, 4, 80),
     ("permute", "count_kernel", {}, {"BLOCK": 128} | _READS, 4, 80),
     ("permute", "scatter_kernel", {}, {"BLOCK": 128, "CHUNK": 32, "WEIGHTS": True, "TOP_K": 8} | _LISTS, 4, 128),
     ("permute", "scatter_kernel", {}, {"BLOCK": 256, "CHUNK": 64, "WEIGHTS": True, "TOP_K": 8} | _LISTS, 8, 128),
@@ -133,7 +132,6 @@ SMALL: tuple[tuple[str, str, dict[str, str], dict[str, Any], int, int], ...] = (
     ("weighted_sum", "weighted_sum_kernel", {"slots": "i32"}, _SUM | {"IDS": True, "BLOCK": 256}, 1, 80),
     ("route", "route_kernel", {}, _ROUTE, 1, 128),
     ("route", "route_kernel", {}, _ROUTE | {"SCORE": 3, "BLOCK_G": 1, "BLOCK_S": 1024, "KEPT": 0}, 4, 128),
-    ("route", "sanitise_kernel", {}, {"TOP_K": 8, "BLOCK_K": 8, "BLOCK_R": 32}, 4, 80),
     ("quantize", "cast_kernel", {"codes": "bf16"}, _ROWS, 4, 64),
     ("quantize", "e4m3_kernel", {"codes": "fp8e4nv"}, _E4M3, 4, 80),
     ("quantize", "e4m3_kernel", {"codes": "fp8e4nv"}, _E4M3 | {"GROUP": 8192, "BLOCK_C": 8192, "BLOCK_R": 1}, 16, 80),
@@ -143,12 +141,10 @@ SMALL: tuple[tuple[str, str, dict[str, str], dict[str, Any], int, int], ...] = (
      {"BLOCK_C": 8192, "GATHER": False, "WEIGHTS": False, "ROUND": False}, 16, 96),
 )  # fmt: skip
 _POINTERS = {
-    **dict.fromkeys(("source", "slots", "expert_offsets", "tile_row_a", "tile_row_b", "ids", "topk_ids"), "i64"),
+    **dict.fromkeys(("source", "slots", "expert_offsets", "tile_row_a", "tile_row_b", "ids"), "i64"),
     **dict.fromkeys(("token_ids", "hash_table"), "i64"),
     **dict.fromkeys(("tile_expert_a", "tile_expert_b", "histograms"), "i32"),
-    **dict.fromkeys(
-        ("weights", "weights_by_row", "foreign", "scales", "global_scales", "topk_weights", "logits", "bias"), "fp32"
-    ),
+    **dict.fromkeys(("weights", "weights_by_row", "scales", "global_scales", "logits", "bias"), "fp32"),
     **dict.fromkeys(("x", "rows", "shared", "out"), "bf16"),
 }
 

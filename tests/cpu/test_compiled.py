@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from collegium import InputError, MoELayer, MoESpec, Problem, RouterWeights, Routing, RoutingSpec, plan
+from collegium import InputError, MoELayer, MoESpec, Problem, RouterWeights, Routing, RoutingSpec, compiled, plan
 from collegium.devices import probe
 from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
 
@@ -45,22 +45,31 @@ def test_a_layer_inside_a_compiled_model() -> None:
     assert torch.equal(compiled(x), model(x))
 
 
-def test_the_operation_passes_opcheck() -> None:
+def test_the_operation_passes_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:
     made = layer()
     x = heavy_tailed(4, 40, seed=6)
     chosen = routing(4)
-    arguments = (x, None, chosen.topk_ids, chosen.topk_weights, None, made._name, torch.empty_like(x))
+    arguments = (x, None, chosen.topk_ids, chosen.topk_weights, None, made.handle, torch.empty_like(x))
+    # The check copies all inputs, and a copied handle names no layer.
+    monkeypatch.setattr(compiled, "_layer_of", lambda _: made)
     torch.library.opcheck(torch.ops.collegium.moe_layer, arguments)
 
 
-def test_a_name_dies_with_its_layer() -> None:
+def test_a_handle_dies_with_its_layer() -> None:
     made = layer()
-    name = made._name
+    handle = made.handle
     del made
     gc.collect()
     x = torch.zeros(1, 40)
     with pytest.raises(InputError, match="no layer"):
-        torch.ops.collegium.moe_layer(x, None, None, None, None, name, torch.empty_like(x))
+        torch.ops.collegium.moe_layer(x, None, None, None, None, handle, torch.empty_like(x))
+
+
+def test_a_handle_that_was_copied_names_no_layer() -> None:
+    made = layer()
+    x = torch.zeros(1, 40)
+    with pytest.raises(InputError, match="no layer"):
+        torch.ops.collegium.moe_layer(x, None, None, None, None, made.handle.clone(), torch.empty_like(x))
 
 
 def test_a_given_output_is_written_and_returned() -> None:

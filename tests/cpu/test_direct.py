@@ -12,7 +12,6 @@ from collegium import Choice, Limits, MoESpec, Problem, Routing, RoutingSpec, en
 from collegium.experts import KERNELS
 from collegium.ops import products
 from collegium.ops.machine import machine_of
-from collegium.ops.route import sanitise
 from collegium.ops.weighted_sum import weighted_sum, weighted_sum_on_device
 from collegium.parallel.local import Local
 from collegium.pipeline import DirectPipeline, SplitPipeline, ways
@@ -50,11 +49,14 @@ def build(weights: str, activations: str | None, *, wide: int = WIDE) -> tuple[A
     return made, kernel, kernel.pack(made, chosen.problem)
 
 
+NAN_ROWS = [False, False, True, False, True, True]
+
+
 def odd_routing() -> Routing:
-    """Ids with one that is no expert, one beyond 32 bits and an expert twice; weights with NaN and infinity."""
-    ids = torch.tensor([[4, 0, 2], [3, -1, 3], [1 << 40, 1, 7], [0, 2, 1]])
-    weights = torch.rand(4, 3, generator=torch.Generator().manual_seed(0)) + 0.1
-    weights[0, 1], weights[3, 2] = float("nan"), float("inf")
+    """Ids with some that are no expert, one beyond 32 bits and an expert twice; weights with NaN."""
+    ids = torch.tensor([[4, 0, 2], [3, -1, 3], [1 << 40, 1, 0], [-1, 2, -1], [0, 5, 1], [0, 2, 1]])
+    weights = torch.rand(6, 3, generator=torch.Generator().manual_seed(0)) + 0.1
+    weights[1, 1], weights[3, 0], weights[5, 2] = float("nan"), float("inf"), float("nan")
     return Routing(topk_ids=ids, topk_weights=weights)
 
 
@@ -64,36 +66,71 @@ def test_bits_are_those_of_the_sorted_way(
 ) -> None:
     made, kernel, packed = build(weights, activations)
     routing = odd_routing()
-    x = heavy_tailed(4, HIDDEN, seed=3).bfloat16()
-    good = sanitise(routing.topk_ids, routing.topk_weights, EXPERTS)
-    wanted = SplitPipeline(dispatcher=Local(num_experts=EXPERTS), kernel=kernel, packed=packed)(x, good)
+    x = heavy_tailed(6, HIDDEN, seed=3).bfloat16()
+    wanted = SplitPipeline(dispatcher=Local(num_experts=EXPERTS), kernel=kernel, packed=packed)(x, routing)
 
     def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.full(shape, float("nan"), device=device).to(dtype)
 
     monkeypatch.setattr(products, "empty", poisoned)
-    found = DirectPipeline(packed=packed, most=4)(x, routing)
-    assert torch.isfinite(found).all()
-    assert torch.equal(found, wanted)
-    ids, kept = good.topk_ids.clamp(min=0), good.topk_weights * (good.topk_ids >= 0)
+    found = DirectPipeline(packed=packed, most=6)(x, routing)
+    assert torch.equal(found.nan_to_num(1.5), wanted.nan_to_num(1.5))
+    assert found.isnan().all(dim=1).tolist() == found.isnan().any(dim=1).tolist() == NAN_ROWS
+    # What is left are tokens with experts and -1.
+    few = ~torch.tensor(NAN_ROWS)
+    found, x, ids = found[few], x[few], routing.topk_ids[few]
+    kept = routing.topk_weights[few].masked_fill(ids < 0, 0.0)
+    ids = ids.clamp(min=0)
     truth = moe_truth(x, made.gate_up.decode(), made.down.decode(), ids, kept, ActivationSpec())
     swapped = moe_truth(x, made.gate_up.decode().flip(1), made.down.decode(), ids, kept, ActivationSpec())
     assert relative_error(found, truth) < most
     assert relative_error(found, swapped) > 0.3
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_the_sum_by_ids_drops_what_the_sum_by_slots_drops(dtype: torch.dtype) -> None:
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of what this test is about
+@pytest.mark.parametrize(("weights", "activations", "most"), RECIPES)
+@pytest.mark.parametrize("limit", [None, 2.0])
+def test_a_token_that_is_no_number_is_seen_and_touches_no_other(
+    weights: str, activations: str | None, most: float, limit: float | None
+) -> None:
+    _, kernel, packed = build(weights, activations)
+    packed = replace(packed, activation=ActivationSpec(limit=limit))
+    x = heavy_tailed(4, HIDDEN, seed=3).bfloat16()
+    routing = Routing(
+        topk_ids=torch.tensor([[4, 0, 2], [3, 0, 2], [0, 1, 2], [0, 2, 1]]), topk_weights=torch.ones(4, 3)
+    )
+    ways = (
+        DirectPipeline(packed=packed, most=4),
+        SplitPipeline(dispatcher=Local(num_experts=EXPERTS), kernel=kernel, packed=packed),
+    )
+    clean = ways[0](x, routing)
+    bad = x.clone()
+    bad[1, 7], bad[2, 170] = float("nan"), float("-inf")
+    for way in ways:
+        found = way(bad, routing)
+        assert found[1].isnan().all()
+        assert not found[2].isfinite().any()
+        assert torch.equal(found[[0, 3]], clean[[0, 3]])
+    assert relative_error(clean, ways[1](x, routing)) < most
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8])
+def test_the_sum_by_ids_is_the_sum_by_slots(dtype: torch.dtype) -> None:
     routing = odd_routing()
-    ids = routing.topk_ids.clamp(max=99).to(dtype)
-    rows = heavy_tailed(12, 33, seed=5)
-    rows.view(4, 3, 33)[(ids < 0) | (ids >= EXPERTS)] = float("nan")
-    good = sanitise(ids, routing.topk_weights, EXPERTS)
-    slots = torch.arange(12).view(4, 3).masked_fill(good.topk_ids < 0, -1)
-    wanted = weighted_sum(rows, slots, good.topk_weights, torch.float32)
+    ids = routing.topk_ids.clamp(max=99).to(dtype)  # -1 is 255, and no longer "not here", in uint8
+    rows = heavy_tailed(18, 33, seed=5)
+    rows.view(6, 3, 33)[ids.long() == -1] = float("nan")  # the other rows hold numbers, which must not be used
+    slots = torch.arange(18).view(6, 3).masked_fill(ids.long() == -1, -1)
+    none = (ids.long() < -1) | (ids.long() >= EXPERTS)
+    slots = slots.masked_fill(none, -2)
+    lost = (none | (slots >= 0) & routing.topk_weights.isnan()).any(dim=1)
+    assert lost.tolist() == ([False, True, True, True, True, True] if dtype == torch.uint8 else NAN_ROWS)
+    wanted = weighted_sum(rows, slots, routing.topk_weights, torch.float32).nan_to_num(1.5)
     for weights in (routing.topk_weights, routing.topk_weights.double()):
         for run in (weighted_sum, weighted_sum_on_device):
-            assert torch.equal(run(rows, ids, weights, torch.float32, experts=EXPERTS), wanted)
+            found = run(rows, ids, weights, torch.float32, experts=EXPERTS)
+            assert torch.equal(found.nan_to_num(1.5), wanted)
+            assert torch.equal(found.isnan().all(dim=1), lost)
 
 
 def test_every_row_gets_its_own_token_and_expert() -> None:

@@ -169,14 +169,16 @@ def test_dropped_assignments_add_nothing_even_with_poison(kernel):
     weights = random_experts(6, 2, 24, 40, seed=21)
     layer = MoELayer(weights, plan(problem_of(6, 40, 24, 2), Choice(kernel=kernel)))
     x, w = heavy_tailed(4, 40, seed=22), torch.ones(4, 2)
-    ids = torch.tensor([[0, -1], [99, 3], [2, 2], [-1, -1]])
-    x[3] = torch.nan
+    ids = torch.tensor([[0, -1], [2, 2], [99, 3], [-1, -1]])
+    x[3], w[0, 1], w[3] = torch.nan, torch.nan, torch.inf
     found = layer(x, routing=Routing(topk_ids=ids, topk_weights=w))
-    kept = torch.tensor([[0, -1], [-1, 3], [2, -1], [-1, -1]])
-    truth = truth_of(x.nan_to_num(), weights, kept, w, ActivationSpec())
-    assert relative_error(found[:3], truth[:3]) < 1e-5
+    truth = truth_of(x[:2], weights, ids[:2], w[:2].nan_to_num(), ActivationSpec())
+    assert relative_error(found[:2], truth) < 1e-5
+    assert found[2].isnan().all()
     assert torch.equal(found[3], torch.zeros(40))
     checked = MoELayer(weights, layer.plan, checked=True)
+    with pytest.raises(RoutingError, match="token 1, slot 1 is 2, allowed: each id once"):
+        checked(x[:2], routing=Routing(topk_ids=ids[:2], topk_weights=w[:2]))
     with pytest.raises(RoutingError, match="99"):
         checked(x, routing=Routing(topk_ids=ids, topk_weights=w))
 
@@ -230,7 +232,7 @@ def test_a_router_of_another_dtype_is_converted_once():
 
 def test_an_assignment_forgets_recorded_launches():
     layer = MoELayer(random_experts(6, 2, 24, 40, seed=26), plan(problem_of(6, 40, 24, 2)))
-    for name, value in (("workspace", None), ("checked", True), ("router", None), ("_pipeline", layer._pipeline)):
+    for name, value in (("workspaces", None), ("checked", True), ("router", None), ("_pipeline", layer._pipeline)):
         before = layer._replay
         setattr(layer, name, value)
         assert layer._replay is not before

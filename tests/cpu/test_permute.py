@@ -16,7 +16,7 @@ def expected(ids, experts):
     ]
     order = sorted(triples)
     offsets = [sum(e < bound for e, _, _ in order) for bound in range(experts + 1)]
-    slots = [[-1] * ids.shape[1] for _ in range(ids.shape[0])]
+    slots = [[-1 if e == -1 else -2 for e in row] for row in ids.tolist()]
     for row, (e, t, k) in enumerate(order):
         if e < experts:
             slots[t][k] = row
@@ -74,11 +74,21 @@ def test_permute_no_tokens():
     assert found.weights_by_row.shape == (0,)
 
 
-def test_permute_out_of_range_ids_are_dropped_not_counted():
-    ids = torch.tensor([[0, 4], [-7, 1]])
+def test_permute_out_of_range_ids_have_a_slot_of_their_own_and_are_not_counted():
+    ids = torch.tensor([[0, 4], [-7, 1], [-1, 1 << 40]])
     found = permute(ids, 4)
     assert found.expert_offsets.tolist() == [0, 1, 2, 2, 2]
-    assert found.slots.tolist() == [[0, -1], [-1, 1]]
+    assert found.slots.tolist() == [[0, -2], [-2, 1], [-1, -2]]
+
+
+def test_permute_no_unsigned_id_is_not_here():
+    assert permute(torch.tensor([[0, 255]], dtype=torch.uint8), 4).slots.tolist() == [[0, -2]]
+
+
+def test_permute_an_expert_may_be_asked_for_twice():
+    found = permute(torch.tensor([[2, 2], [0, 2]]), 4)
+    assert found.slots.tolist() == [[1, 2], [0, 3]]
+    assert found.source.tolist() == [1, 0, 0, 1]
 
 
 def test_permute_poisoned_weights_of_dropped_assignments_do_not_leak():
@@ -101,5 +111,3 @@ def test_permute_refusals():
         permute(torch.zeros(3, 2, dtype=torch.int64), 0)
     with pytest.raises(InputError, match=r"input_weights: .*\(3, 2\)"):
         permute(torch.zeros(3, 2, dtype=torch.int64), 4, input_weights=torch.zeros(3))
-    with pytest.raises(InputError, match="topk_weights"):
-        permute(torch.zeros(3, 2, dtype=torch.int64), 4, foreign=torch.zeros(3))

@@ -31,7 +31,7 @@ from collegium import (
 from collegium.ops import launch as launching
 from collegium.ops import operand, permute, quantize, replay, route, weighted_sum
 from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
-from collegium.workspace import Workspace
+from collegium.workspace import Workspaces
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -127,8 +127,8 @@ def layer_of(weights: str, activations: str | None, *, shared: bool = False, on_
         if shared
         else None,
     )
-    layer.workspace = Workspace(CPU)
-    layer.workspace.reserve(chosen.workspace_bytes)
+    layer.workspaces = Workspaces(CPU)
+    layer.workspaces.reserve(chosen.workspace_bytes)
     return layer
 
 
@@ -154,21 +154,21 @@ def test_repeated_passes_give_the_bits_of_computed_ones(
     start = replay._start
     monkeypatch.setattr(replay, "_start", lambda *args: (repeated.append(1), start(*args)))
     layer, plain = layer_of(weights, activations, **more), layer_of(weights, activations, **more)
-    plain.workspace = None
+    plain.workspaces = None
     kept: list[object] = []
     for call in range(4):
         x, ids, chosen, out = given(2, call)
         machine.see(x, ids, chosen, out)
         kept += [x, ids, chosen, out]
         routing = Routing(topk_ids=ids, topk_weights=chosen)
-        layer.workspace._blocks[-1].fill_(255)
+        layer.workspaces._free[-1]._blocks[-1].fill_(255)
         assert torch.equal(layer(x, routing=routing, out=out), plain(x, routing=routing))
     assert len(repeated) == 2
 
 
 def test_a_pass_with_the_layers_own_router_is_repeated_after_it(machine: Machine, monkeypatch) -> None:
     layer, plain = layer_of("mxfp4", None), layer_of("mxfp4", None)
-    plain.workspace = None
+    plain.workspaces = None
     linear = torch.nn.functional.linear
     kept: list[object] = []
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from collegium.errors import InputError, RoutingError, SpecError
-from collegium.ops.route import route, route_custom, sanitise
+from collegium.ops.route import given_routing, route, route_custom
 from collegium.types import RoutingSpec
 
 V3 = RoutingSpec(
@@ -195,7 +195,7 @@ def test_route_without_a_bias_tells_saturated_scores_apart():
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_route_nan_rows_are_dropped_or_refused(name):
+def test_route_nan_rows_are_marked_or_refused(name):
     spec = SPECS[name]
     logits, bias = logits_for(), bias_for(spec)
     clean = route(logits, spec, bias=bias)
@@ -204,36 +204,63 @@ def test_route_nan_rows_are_dropped_or_refused(name):
     found = route(bad, spec, bias=bias)
     gone = torch.zeros(40, dtype=torch.bool)
     gone[[5, 11]] = True
-    assert (found.topk_ids[gone] == -1).all()
-    assert (found.topk_weights[gone] == 0).all()
+    assert (found.topk_ids[gone] == -2).all()
+    assert found.topk_weights[gone].isnan().all()
     assert torch.equal(found.topk_ids[~gone], clean.topk_ids[~gone])
     assert torch.equal(found.topk_weights[~gone], clean.topk_weights[~gone])
     with pytest.raises(RoutingError, match=r"token 5 is the first of 2 of 40 whose row holds NaN"):
         route(bad, spec, bias=bias, checked=True)
 
 
+# Plain code, as a model's own router would be: what it makes of infinities.
+PLAIN = {
+    "softmax": lambda row: torch.softmax(row, -1),
+    "sigmoid": torch.sigmoid,
+    "sqrt_softplus": lambda row: torch.nn.functional.softplus(row).sqrt(),
+}
+
+
+@pytest.mark.parametrize("score", [*PLAIN, "topk_softmax"])
+@pytest.mark.parametrize("renormalise", [False, True])
+def test_route_infinite_logits_do_what_plain_code_does(score, renormalise):
+    spec = RoutingSpec(top_k=3, score=score, renormalise=renormalise)
+    logits = logits_for(tokens=5)
+    logits[0, 3], logits[1, 4], logits[2, ::2], logits[3] = torch.inf, -torch.inf, -torch.inf, -torch.inf
+    found = route(logits, spec)
+    values, ids = logits.double().topk(3)
+    if score == "topk_softmax":
+        wanted = torch.softmax(values, 1)
+    else:
+        wanted = PLAIN[score](logits.double()).gather(1, ids)
+        wanted = wanted / wanted.sum(1, keepdim=True) if renormalise else wanted
+        if score != "softmax":
+            wanted[3] = 0.0  # so is a sum of 0
+    torch.testing.assert_close(found.topk_weights.double(), wanted, rtol=1e-6, atol=0, equal_nan=True)
+    assert torch.equal(found.topk_ids[[1, 2, 4]], ids[[1, 2, 4]])
+    lost = ~wanted.isfinite().all(dim=1)
+    assert lost.tolist() == [score != "sigmoid", False, False, "softmax" in score, False]
+    if lost.any():
+        with pytest.raises(RoutingError, match=f"token 0 is the first of {int(lost.sum())} of 5"):
+            route(logits, spec, checked=True)
+    else:
+        assert torch.equal(route(logits, spec, checked=True).topk_ids, found.topk_ids)
+
+
 @pytest.mark.parametrize("name", SPECS)
-def test_route_infinite_logits_act_as_the_largest_number(name):
+def test_route_masked_experts_are_not_chosen_and_change_no_other(name):
+    """A logit of -inf masks an expert, which is how models do it."""
     spec = SPECS[name]
-    logits, bias = logits_for(tokens=6), bias_for(spec)
-    logits[0, 3], logits[1, 4], logits[2], logits[3] = torch.inf, -torch.inf, torch.inf, -torch.inf
-    logits[4, ::2], logits[4, 1::2] = torch.inf, -torch.inf
-    largest = torch.finfo(torch.float32).max
-    for checked in (False, True):
-        found = route(logits, spec, bias=bias, checked=checked)
-        want = route(logits.clamp(-largest, largest), spec, bias=bias)
-        assert torch.equal(found.topk_ids, want.topk_ids)
-        assert torch.equal(found.topk_weights, want.topk_weights)
-        assert found.topk_weights.isfinite().all()
-        assert (found.topk_ids >= 0).all()
-    if bias is None:
-        assert found.topk_ids[0, 0] == 3
-
-
-def test_route_infinite_logits_in_a_softmax():
-    found = route(torch.tensor([[0.0, torch.inf, -torch.inf, torch.inf]]), RoutingSpec(top_k=3, renormalise=False))
-    assert found.topk_ids.tolist() == [[1, 3, 0]]
-    assert found.topk_weights.tolist() == [[0.5, 0.5, 0.0]]
+    logits, bias = logits_for(tokens=9), bias_for(spec)
+    if bias is not None:
+        bias = bias * 0.01
+    masked = logits.clone()
+    masked[:, 5] = -torch.inf
+    found = route(masked, spec, bias=bias, checked=True)
+    lowest = logits.clone()
+    lowest[:, 5] = -1e30
+    wanted = route(lowest, spec, bias=bias)
+    assert torch.equal(found.topk_ids, wanted.topk_ids)
+    assert torch.equal(found.topk_weights, wanted.topk_weights)
 
 
 def test_route_zero_sum_gives_zero_weights():
@@ -259,7 +286,9 @@ def test_route_no_tokens():
 def test_route_nan_bias():
     bias = torch.zeros(20)
     bias[7] = torch.nan
-    assert (route(logits_for(), V3, bias=bias).topk_ids == -1).all()
+    found = route(logits_for(), V3, bias=bias)
+    assert (found.topk_ids == -2).all()
+    assert found.topk_weights.isnan().all()
     with pytest.raises(RoutingError, match="expert 7 of 20 is NaN"):
         route(logits_for(), V3, bias=bias, checked=True)
 
@@ -297,21 +326,35 @@ def test_route_hash_softmax_of_the_selected():
 def test_route_hash_bad_token_ids():
     logits, tokens = logits_for(tokens=4, experts=5), torch.tensor([0, 4, -1, 1 << 40])
     found = route(logits, HASH, token_ids=tokens, hash_table=TABLE)
-    assert found.topk_ids.tolist() == [[3, 0], [-1, -1], [-1, -1], [-1, -1]]
-    assert (found.topk_weights[1:] == 0).all()
+    assert found.topk_ids.tolist() == [[3, 0], [-2, -2], [-2, -2], [-2, -2]]
+    assert found.topk_weights[0].isfinite().all()
+    assert found.topk_weights[1:].isnan().all()
     with pytest.raises(RoutingError, match="token 1 is 4, allowed: 0 to 3"):
         route(logits, HASH, token_ids=tokens, hash_table=TABLE, checked=True)
 
 
-@pytest.mark.parametrize(("entry", "text"), [(5, "slot 1 is 5, allowed: 0 to 4"), (3, "earlier slot"), (-2, "is -2")])
+@pytest.mark.parametrize(("entry", "text"), [(5, "slot 1 is 5, allowed: 0 to 4"), (-2, "is -2")])
 def test_route_hash_bad_table_entries(entry, text):
     table = TABLE.clone()
     table[0, 1] = entry
     logits, tokens = logits_for(tokens=4, experts=5), torch.arange(4)
     found = route(logits, HASH, token_ids=tokens, hash_table=table)
-    assert found.topk_ids[0].tolist() == [3, -1]
-    assert found.topk_weights[0].tolist() == [1.5, 0.0]
+    assert found.topk_ids[0].tolist() == [3, -2]
+    assert found.topk_weights[0].isnan().tolist() == [False, True]
+    assert torch.equal(found.topk_ids[1:], TABLE[1:])
+    assert found.topk_weights[1:].isfinite().all()
     with pytest.raises(RoutingError, match=text):
+        route(logits, HASH, token_ids=tokens, hash_table=table, checked=True)
+
+
+def test_route_hash_takes_an_expert_twice():
+    table = TABLE.clone()
+    table[0, 1] = 3
+    logits, tokens = logits_for(tokens=4, experts=5), torch.arange(4)
+    found = route(logits, HASH, token_ids=tokens, hash_table=table)
+    assert found.topk_ids[0].tolist() == [3, 3]
+    assert found.topk_weights[0].tolist() == [0.75, 0.75]
+    with pytest.raises(RoutingError, match="earlier slot"):
         route(logits, HASH, token_ids=tokens, hash_table=table, checked=True)
 
 
@@ -340,56 +383,39 @@ def test_route_refusals():
             call()
 
 
-def test_sanitise_keeps_what_is_good():
-    ids, weights = torch.tensor([[4, 0], [-1, 2]]), torch.tensor([[0.5, 2.0], [torch.nan, -1.0]])
-    for checked in (False, True):
-        found = sanitise(ids, weights, 5, checked=checked)
-        assert torch.equal(found.topk_ids, ids)
-        assert found.topk_weights.tolist() == [[0.5, 2.0], [0.0, -1.0]]
-
-
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.uint8, torch.uint16, torch.uint32])
-def test_sanitise_reads_any_integer_dtype(dtype):
-    ids = torch.tensor([[1, 0, 3]])
-    found = sanitise(ids.to(dtype), torch.ones(1, 3, dtype=torch.bfloat16), 4, checked=True)
-    assert found.topk_ids.dtype == torch.int64
-    assert torch.equal(found.topk_ids, ids)
-    assert found.topk_weights.dtype == torch.float32
+@pytest.mark.parametrize("checked", [False, True])
+def test_a_given_routing_stays_as_it_is(dtype, checked):
+    ids, weights = torch.tensor([[1, 0, 3]]).to(dtype), torch.ones(1, 3, dtype=torch.bfloat16)
+    found = given_routing(ids, weights, 4, checked=checked)
+    assert found.topk_ids is ids
+    assert found.topk_weights is weights
 
 
 @pytest.mark.parametrize(
-    ("ids", "weights", "kept", "text"),
+    ("ids", "weights", "text"),
     [
-        ([3, 5, 0], [1.0, 1.0, 1.0], [3, -1, 0], r"topk_ids: token 1, slot 1 is 5, allowed: 0 to 4"),
-        ([3, -2, 0], [1.0, 1.0, 1.0], [3, -1, 0], r"topk_ids: token 1, slot 1 is -2, allowed: 0 to 4, or -1"),
-        ([3, 0, 3], [1.0, 1.0, 1.0], [3, 0, -1], r"token 1, slot 2 is 3, allowed: each id once"),
-        ([1, 1, 1], [1.0, 2.0, 3.0], [1, -1, -1], r"token 1, slot 1 is 1, allowed: each id once"),
-        (
-            [3, 1, 0],
-            [1.0, 1.0, torch.inf],
-            [3, 1, -1],
-            r"topk_weights: token 1, slot 2 is inf, allowed: a finite",
-        ),
-        ([3, 1, 0], [torch.nan, 1.0, 1.0], [-1, 1, 0], r"topk_weights: token 1, slot 0 is nan"),
-        ([-1, -1, 0], [1.0, 1.0, 1.0], [-1, -1, 0], None),
+        ([3, 5, 0], [1.0, 1.0, 1.0], r"topk_ids: token 1, slot 1 is 5, allowed: 0 to 4"),
+        ([3, -2, 0], [1.0, 1.0, 1.0], r"topk_ids: token 1, slot 1 is -2, allowed: 0 to 4, or -1"),
+        ([3, 0, 3], [1.0, 1.0, 1.0], r"token 1, slot 2 is 3, allowed: each id once"),
+        ([1, 1, 1], [1.0, 2.0, 3.0], r"token 1, slot 1 is 1, allowed: each id once"),
+        ([3, 1, 0], [1.0, 1.0, torch.inf], r"topk_weights: token 1, slot 2 is inf, allowed: a finite"),
+        ([3, 1, 0], [1.0, 1e300, 1.0], r"topk_weights: token 1, slot 1 is 1e\+300, allowed: a finite"),
+        ([3, 1, 0], [torch.nan, 1.0, 1.0], r"topk_weights: token 1, slot 0 is nan"),
+        ([-1, -1, 0], [1.0, torch.nan, 1.0], None),
     ],
 )
-def test_sanitise_drops_or_refuses(ids, weights, kept, text):
-    both = torch.tensor([[2, 4, 1], ids]), torch.tensor([[0.1, 0.2, 0.3], weights])
-    found = sanitise(*both, 5)
-    assert found.topk_ids.tolist() == [[2, 4, 1], kept]
-    assert found.topk_weights[1].tolist() == [w if e >= 0 else 0.0 for w, e in zip(weights, kept, strict=True)]
-    if text is not None:
-        with pytest.raises(RoutingError, match=text):
-            sanitise(*both, 5, checked=True)
+def test_a_given_routing_is_refused_when_checked(ids, weights, text):
+    both = torch.tensor([[2, 4, 1], ids]), torch.tensor([[0.1, 0.2, 0.3], weights], dtype=torch.float64)
+    assert given_routing(*both, 5).topk_ids is both[0]
+    if text is None:
+        assert given_routing(*both, 5, checked=True).topk_ids is both[0]
+        return
+    with pytest.raises(RoutingError, match=text):
+        given_routing(*both, 5, checked=True)
 
 
-def test_sanitise_weight_too_large_for_float32():
-    found = sanitise(torch.tensor([[0]]), torch.tensor([[1e300]], dtype=torch.float64), 2)
-    assert found.topk_ids.item() == -1
-
-
-def test_sanitise_refusals():
+def test_given_routing_refusals():
     ids, weights = torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 2)
     for args in [
         (weights, weights),
@@ -399,9 +425,9 @@ def test_sanitise_refusals():
         (ids.bool(), weights),
     ]:
         with pytest.raises(InputError, match="topk_"):
-            sanitise(*args, 4)
+            given_routing(*args, 4)
     with pytest.raises(InputError, match="num_experts"):
-        sanitise(ids, weights, 0)
+        given_routing(ids, weights, 0)
 
 
 def test_route_custom_passes_and_validates():
@@ -414,8 +440,8 @@ def test_route_custom_passes_and_validates():
         return torch.full((4, top_k), 0.25), torch.tensor([[1, 2], [19, 20], [3, 3], [0, -1]])
 
     found = route_custom(fn, x, logits, spec)
-    assert found.topk_ids.tolist() == [[1, 2], [19, -1], [3, -1], [0, -1]]
-    assert found.topk_weights.tolist() == [[0.25, 0.25], [0.25, 0.0], [0.25, 0.0], [0.25, 0.0]]
+    assert found.topk_ids.tolist() == [[1, 2], [19, 20], [3, 3], [0, -1]]
+    assert (found.topk_weights == 0.25).all()
     with pytest.raises(RoutingError, match="token 1, slot 1 is 20, allowed: 0 to 19"):
         route_custom(fn, x, logits, spec, checked=True)
     with pytest.raises(InputError, match="in this order"):
@@ -484,8 +510,12 @@ def test_sparsemixer_picks_two_in_turn_and_masks_what_is_far() -> None:
     second = torch.softmax(torch.tensor([-1.1, -1.15]), 0)[0]
     assert found.topk_weights[1].tolist() == pytest.approx([near.item(), second.item()])
     lost = route(torch.tensor([[float("nan"), 1.0, 0.0, 0.0]]), spec)
-    assert lost.topk_ids.tolist() == [[-1, -1]]
-    assert not lost.topk_weights.any()
+    assert lost.topk_ids.tolist() == [[-2, -2]]
+    assert lost.topk_weights.isnan().all()
+    for row in ([torch.inf, 1.0, 0.0, 0.0], [-torch.inf] * 4):
+        assert route(torch.tensor([row]), spec).topk_weights.isnan().any()
+    masked = route(torch.tensor([[-torch.inf, 1.9, 2.0, -torch.inf]]), spec, checked=True)
+    assert masked.topk_ids.tolist() == [[2, 1]]
 
 
 @pytest.mark.parametrize("change", [{"top_k": 3}, {"renormalise": True}, {"correction_bias": True}, {"jitter": 0.0}])
@@ -500,6 +530,8 @@ def test_the_sum_of_weights_has_a_floor() -> None:
     floored = route(logits, RoutingSpec(top_k=1, score="sigmoid", renormalise=True, renormalise_floor=2.0))
     assert plain.topk_weights.item() == 1.0
     assert floored.topk_weights.item() == pytest.approx(torch.sigmoid(torch.tensor(3.0)).item() / 2)
+    floor = RoutingSpec(top_k=2, score="sigmoid", renormalise=True, renormalise_floor=2.0)
+    assert route(torch.tensor([[3.0, torch.nan, 0.0]]), floor).topk_weights.isnan().all()
 
 
 def test_expert_scale_multiplies_last_and_must_be_given() -> None:
@@ -508,6 +540,11 @@ def test_expert_scale_multiplies_last_and_must_be_given() -> None:
     plain = route(logits, RoutingSpec(top_k=2, scale=3.0))
     scaled = route(logits, spec, expert_scale=factors)
     assert torch.equal(scaled.topk_weights, plain.topk_weights * torch.tensor([[30.0, 10.0]]))
+    bad = torch.tensor([10.0, 20.0, torch.nan])
+    both = torch.cat([logits, torch.tensor([[1.0, 0.0, -2.0]])])
+    assert route(both, spec, expert_scale=bad).topk_weights.isnan().any(dim=1).tolist() == [True, False]
+    with pytest.raises(RoutingError, match="token 0 is the first of 1 of 2"):
+        route(both, spec, expert_scale=bad, checked=True)
     for wrong in (None, factors[:2]):
         with pytest.raises(InputError, match="expert_scale"):
             route(logits, spec, expert_scale=wrong)

@@ -10,11 +10,12 @@ import torch
 
 from collegium.errors import InputError
 from collegium.ops import permute as permutation
+from collegium.ops import quantize as quantization
 from collegium.ops.operand import operand
 from collegium.ops.permute import Permutation, permutation_buffers, permute, permute_on_device
-from collegium.ops.quantize import quantize_on_device, quantize_rows, row_buffers
-from collegium.ops.route import route, sanitise
-from collegium.ops.route_device import route_on_device, routing_buffers, sanitise_on_device
+from collegium.ops.quantize import ActivationFormat, QuantizedRows, quantize_on_device, quantize_rows, row_buffers
+from collegium.ops.route import route
+from collegium.ops.route_device import route_on_device, routing_buffers
 from collegium.ops.weighted_sum import weighted_sum, weighted_sum_on_device
 from collegium.parallel.local import Local
 from collegium.types import Routing, RoutingSpec
@@ -64,7 +65,7 @@ def same_bits(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
 
 
 def same_routing(left: Routing, right: Routing) -> bool:
-    return torch.equal(left.topk_ids, right.topk_ids) and torch.equal(left.topk_weights, right.topk_weights)
+    return torch.equal(left.topk_ids, right.topk_ids) and same_bits(left.topk_weights, right.topk_weights)
 
 
 def same_order(left: Permutation, right: Permutation) -> None:
@@ -119,7 +120,7 @@ def test_order_and_tiles(kind: str, tokens: int, top_k: int, experts: int) -> No
 @pytest.mark.parametrize(
     ("tokens", "top_k", "experts"), [(0, 3, 4), (1, 1, 1), (1, 8, 5), (23, 6, 17), (257, 1, 3), (43, 24, 60)]
 )
-def test_a_foreign_routing_is_ordered_as_if_sanitised(tokens: int, top_k: int, experts: int) -> None:
+def test_a_routing_may_hold_anything(tokens: int, top_k: int, experts: int) -> None:
     ids = torch.randint(-2, experts + 2, (tokens, top_k))
     ids[::5, -1] = 2**32 + 1
     weights = torch.randn(tokens, top_k)
@@ -132,19 +133,22 @@ def test_a_foreign_routing_is_ordered_as_if_sanitised(tokens: int, top_k: int, e
         (ids.repeat_interleave(2, dim=1)[:, ::2], weights.mT.contiguous().mT),
         (ids.clamp(max=experts).int(), weights.double() * 1e39),
         (ids.clamp(0, 120).to(torch.uint8), weights.bfloat16()),
+        (ids.masked_fill(ids == -1, 255).clamp(0, 255).to(torch.uint8), weights.bfloat16()),
     ):
-        clean = sanitise(given, factors, experts)
-        asked: dict[str, Any] = {"block_t": (16, 64)}
-        wanted = permute(clean.topk_ids, experts, input_weights=clean.topk_weights, **asked)
-        asked |= {"input_weights": factors, "foreign": factors}
-        same_order(permute(given, experts, **asked), wanted)
+        asked: dict[str, Any] = {"input_weights": factors, "block_t": (16, 64)}
+        wanted = permute(given, experts, **asked)
         same_order(permute_on_device(given, experts, **asked, out=poisoned_order(tokens, top_k, experts)), wanted)
+        long = given.long()
+        gone, kept = long == -1, (long >= 0) & (long < experts)
+        assert torch.equal(wanted.slots == -1, gone)
+        assert torch.equal(wanted.slots == -2, ~gone & ~kept)
         rows = torch.randn(tokens * top_k, 40) * 1e-3
         rows[int(wanted.expert_offsets[-1]) :] = torch.nan
-        summed = weighted_sum(rows, wanted.slots, clean.topk_weights, torch.float32)
-        assert not summed.isnan().any()
-        assert same_bits(weighted_sum(rows, wanted.slots, factors, torch.float32), summed)
+        summed = weighted_sum(rows, wanted.slots, factors, torch.float32)
         assert same_bits(weighted_sum_on_device(rows, wanted.slots, factors, torch.float32), summed)
+        lost = (~gone & (~kept | factors.isnan())).any(dim=1)
+        assert summed[lost].isnan().all()
+        assert summed[~lost & ~(kept & factors.float().isinf()).any(dim=1)].isfinite().all()
 
 
 # A program takes two or three blocks of 128 here, which it does by itself from 16385 assignments on.
@@ -155,24 +159,21 @@ def test_a_program_takes_several_blocks(kind: str, count: int, monkeypatch: pyte
     weights[::3] = torch.nan
     if kind != "random":
         ids.fill_(-1 if kind == "dropped" else 30)
-    asked: dict[str, Any] = {"input_weights": weights, "foreign": weights, "block_t": (16, 64)}
+    asked: dict[str, Any] = {"input_weights": weights, "block_t": (16, 64)}
     same_order(permute_on_device(ids, 31, **asked, out=poisoned_order(count, 1, 31)), permute(ids, 31, **asked))
 
 
-def test_dispatch_drops_what_is_not_sanitised() -> None:
-    weights = torch.tensor([[1.0, torch.nan, 0.5], [1.0, 0.25, 2.0]])
-    given = Routing(topk_ids=torch.tensor([[2, 0, 2], [9, -5, 1]]), topk_weights=weights)
-    x, dispatcher = torch.randn(2, 8), Local(num_experts=4)
+@pytest.mark.parametrize("on_input", [False, True])
+def test_dispatch_and_combine_show_what_is_wrong(on_input: bool) -> None:
+    weights = torch.tensor([[1.0, torch.nan, 0.5], [1.0, 0.25, 2.0], [3.0, torch.nan, 1.0]])
+    given = Routing(topk_ids=torch.tensor([[2, 0, 2], [9, -5, 1], [1, -1, 3]]), topk_weights=weights)
+    x, dispatcher = torch.ones(3, 8), Local(num_experts=4, weight_on_input=on_input)
     batch, handle = dispatcher.dispatch(x, given)
-    assert handle.slots.tolist() == [[1, -1, -1], [-1, -1, 0]]
-    assert batch.expert_offsets.tolist() == [0, 0, 1, 2, 2]
-    rows = torch.full((6, 8), torch.nan)
-    rows[:2] = 1.0
-    assert torch.equal(dispatcher.combine(rows, handle)[:, 0], torch.tensor([1.0, 2.0]))
-    ours = Routing(topk_ids=given.topk_ids, topk_weights=weights, sanitised=True)
-    assert dispatcher.dispatch(x, ours)[1].slots.tolist() == [[2, 0, 3], [-1, -1, 1]]
-    assert sanitise(given.topk_ids, weights, 4).sanitised
-    assert route(torch.randn(3, 4), RoutingSpec(top_k=2)).sanitised
+    assert handle.slots.tolist() == [[3, 0, 4], [-2, -2, 1], [2, -1, 5]]
+    assert batch.expert_offsets.tolist() == [0, 1, 3, 5, 6]
+    rows = torch.full((9, 8), torch.nan)
+    rows[:6] = 1.0 if batch.input_weights is None else batch.input_weights[:6, None]
+    assert dispatcher.combine(rows, handle)[:, 0].nan_to_num(-1.0).tolist() == [-1.0, -1.0, 4.0]
 
 
 def test_tiles_cover_every_row_once() -> None:
@@ -189,8 +190,7 @@ def test_tiles_cover_every_row_once() -> None:
 def test_wide_ids_do_not_wrap_into_range() -> None:
     ids = torch.tensor([[2**32 + 1, 1], [-(2**32), 0]])
     found = permute_on_device(ids, 4)
-    assert found.slots.tolist() == [[-1, 1], [-1, 0]]
-    assert sanitise_on_device(ids, torch.ones(2, 2), 4).topk_ids.tolist() == [[-1, 1], [-1, 0]]
+    assert found.slots.tolist() == [[-2, 1], [-2, 0]]
 
 
 @pytest.mark.parametrize("name", ["fp8_group128", "fp8_group128_pow2", "fp8_token", "mxfp8", "nvfp4", "fp32"])
@@ -230,9 +230,14 @@ def test_weighted_sums(tokens: int, top_k: int, width: int, shared: bool, weight
     rows[slots[dropped]] = torch.nan
     weights = torch.rand(tokens, top_k).masked_fill(dropped, torch.nan) if weighted else None
     more = torch.randn(tokens, width) if shared else None
-    slots = torch.where(dropped, torch.where(torch.rand(tokens, top_k) < 0.5, -1, len(rows)), slots)
+    slots = slots.masked_fill(dropped, -1)
     wanted = weighted_sum(rows, slots, weights, torch.float32, shared=more)
     assert not wanted.isnan().any()
+    assert same_bits(weighted_sum_on_device(rows, slots, weights, torch.float32, shared=more), wanted)
+    slots[::2, top_k // 2] = len(rows)
+    slots[0, 0] = -2
+    wanted = weighted_sum(rows, slots, weights, torch.float32, shared=more)
+    assert wanted.isnan().all(dim=1).tolist() == [t % 2 == 0 for t in range(tokens)]
     assert same_bits(weighted_sum_on_device(rows, slots, weights, torch.float32, shared=more), wanted)
 
 
@@ -249,50 +254,47 @@ def test_router(name: str) -> None:
     if spec.correction_bias:
         tried = [bias, bias * 0, *(bias.index_fill(0, torch.tensor([2]), odd) for odd in (torch.inf, torch.nan))]
     for given in tried:
-        assert same_routing(route_on_device(logits, spec, bias=given), route(logits, spec, bias=given))
+        wanted = route(logits, spec, bias=given)
+        assert same_routing(route_on_device(logits, spec, bias=given), wanted)
+        lost = wanted.topk_weights.isnan().any(dim=1)
+        assert lost.all() if given is not None and given.isnan().any() else 1 <= int(lost.sum()) < 8
+        assert lost[3]
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "topk_softmax", "sqrt_softplus"])
 def test_router_looks_experts_up(score: Any) -> None:
     spec = RoutingSpec(top_k=3, score=score, hash_routing=True)
     table = torch.stack([torch.randperm(20)[:3] for _ in range(50)])
-    table[4, 1], table[5, 2], table[6, 0] = table[4, 0], 20, -3
-    tokens = torch.cat((torch.tensor([4, 5, 6, 50, -1]), torch.randint(0, 50, (4,))))
+    table[4, 1], table[5, 2], table[6, 0], table[7] = table[4, 0], 20, -3, -1
+    tokens = torch.cat((torch.tensor([4, 5, 6, 50, -1, 7]), torch.randint(8, 50, (3,))))
     given = {"token_ids": tokens.int(), "hash_table": table}
     logits = torch.randn(9, 20)
-    assert same_routing(route_on_device(logits, spec, **given), route(logits, spec, **given))
-
-
-@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(0, 2, 3), (1, 1, 3), (7, 4, 17), (40, 8, 9)])
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-def test_foreign_routings(tokens: int, top_k: int, experts: int, dtype: torch.dtype) -> None:
-    ids = torch.randint(-2, experts + 2, (tokens, top_k)).to(dtype)
-    weights = torch.randn(tokens, top_k)
-    weights[::3, 0], weights[1::3, -1] = torch.inf, torch.nan
-    for given in (weights, weights.double() * 1e39):
-        assert same_routing(sanitise_on_device(ids, given, experts), sanitise(ids, given, experts))
+    logits[7, 0] = torch.nan
+    wanted = route(logits, spec, **given)
+    assert same_routing(route_on_device(logits, spec, **given), wanted)
+    assert wanted.topk_weights.isnan().any(dim=1).tolist() == [t in (1, 2, 3, 4, 7) for t in range(9)]
 
 
 @pytest.mark.parametrize("device_path", [False, True])
 def test_buffers_are_written(device_path: bool) -> None:
-    ids, weights, x = torch.randint(-1, 9, (30, 4)), torch.rand(30, 4), torch.randn(30, 90)
-    order = permutation_buffers((30, 4), 9, ids.device, block_t=(16,), weights=True)
+    logits, spec, weights, x = torch.randn(30, 9), RoutingSpec(top_k=4), torch.rand(30, 4), torch.randn(30, 90)
+    order = permutation_buffers((30, 4), 9, x.device, block_t=(16,), weights=True)
     routing, rows, out = (
-        routing_buffers((30, 4), ids.device),
+        routing_buffers((30, 4), x.device),
         row_buffers("fp8_group128", 30, 90, x.device),
         torch.empty(30, 90),
     )
     if device_path:
-        assert sanitise_on_device(ids, weights, 9, out=routing) is routing
+        assert route_on_device(logits, spec, out=routing) is routing
         assert permute_on_device(routing.topk_ids, 9, input_weights=weights, block_t=(16,), out=order) is order
         assert quantize_on_device(x, "fp8_group128", out=rows) is rows
         assert weighted_sum_on_device(torch.ones(120, 90), order.slots, None, torch.float32, out=out) is out
     else:
-        assert sanitise(ids, weights, 9, out=routing) is routing
+        assert route(logits, spec, out=routing) is routing
         assert permute(routing.topk_ids, 9, input_weights=weights, block_t=(16,), out=order) is order
         assert quantize_rows(x, "fp8_group128", out=rows) is rows
         assert weighted_sum(torch.ones(120, 90), order.slots, None, torch.float32, out=out) is out
-    assert same_routing(routing, sanitise(ids, weights, 9))
+    assert same_routing(routing, route(logits, spec))
     assert torch.equal(order.source, permute(routing.topk_ids, 9).source)
     assert same_bits(rows.scales, quantize_rows(x, "fp8_group128").scales)
     assert torch.equal(out[:, 0], (order.slots >= 0).sum(1).float())
@@ -308,3 +310,22 @@ def test_refusals() -> None:
         weighted_sum(rows, slots, None, torch.float32, out=torch.ones(2, 5, dtype=torch.bfloat16))
     with pytest.raises(InputError, match="quantize to nvfp4"):
         quantize_rows(torch.ones(4), "nvfp4")
+
+
+def test_an_activation_format_without_a_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Halves(ActivationFormat):
+        def quantize(self, x: torch.Tensor) -> QuantizedRows:
+            return QuantizedRows(codes=x / 2, shape=(x.shape[0], x.shape[1]), scales=torch.full((len(x), 1), 2.0))
+
+    known = quantization.ACTIVATION_FORMATS
+    monkeypatch.setattr(quantization, "ACTIVATION_FORMATS", (*known, Halves(name="halves", bits=8)))
+    x = torch.ones(3, 4)
+    assert torch.equal(quantize_rows(x, "halves").codes, x / 2)
+    made = quantize_rows(x, "halves")
+    for call in (
+        lambda: quantize_on_device(x, "halves"),
+        lambda: quantize_on_device(x, "halves", out=made),
+        lambda: row_buffers("halves", 3, 4, x.device),
+    ):
+        with pytest.raises(InputError, match=r"halves: found Halves, which no kernel writes, allowed: fp32, .*nvfp4"):
+            call()

@@ -158,6 +158,32 @@ def test_logits_and_greedy_text_of_every_class_agree_with_eager(folder: str) -> 
     assert torch.equal(*texts)
 
 
+# Classes of the families that Collegium knows.
+COMPARED = re.findall(
+    r"\w+",
+    """
+    deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 ernie4_5_moe gemma4 glm4_moe glm4_moe_lite glm4v_moe glm5_next
+    glm_moe_dsa gpt_oss granitemoe granitemoehybrid granitemoeshared hunyuan_v1_moe hy_v3 jamba kimi_linear
+    mimo_v2_flash minimax minimax_m2 minimax_m3_vl mixtral nemotron_h olmoe phimoe qwen2_moe qwen3_5_moe qwen3_moe
+    qwen3_next qwen3_omni_moe qwen3_vl_moe
+    """,
+)
+
+
+@pytest.mark.parametrize("folder", [name for name in COMPARED if name in FOUND])
+def test_experts_of_every_known_family_are_found_equal_to_the_files(folder: str, tmp_path: Path) -> None:
+    """No wrong refusal in any layout of names, rows and axes; and none of these passes for want of a comparison."""
+    register()
+    model = small_model(folder).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16, experts_implementation="collegium").eval()
+    with torch.no_grad():
+        loaded(input_ids=torch.randint(3, VOCABULARY, (1, 5)), use_cache=False)
+    found = [module._collegium_origin for module in experts_modules(loaded).values()]
+    assert found
+    assert all(origin.trusted for origin in found)
+
+
 @pytest.mark.parametrize("folder", ["mixtral", "qwen3_moe", "gpt_oss", "nemotron_h"])
 def test_another_expert_order_would_be_noticed(folder: str) -> None:
     register()
@@ -245,5 +271,5 @@ def test_static_activation_scales_are_refused() -> None:
     register()
     module = quantised_experts("tensor")
     module.activation_scheme = "static"
-    with pytest.raises(SpecError, match="static"):
+    with torch.no_grad(), pytest.raises(SpecError, match="static"):
         module(torch.randn(2, 256), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1))

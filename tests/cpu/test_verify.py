@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.nn import functional
 from typer.testing import CliRunner
 
@@ -20,6 +21,7 @@ from collegium.ops import cpu_decode
 from collegium.testing.tiny import TinySize, combinations, write_checkpoint
 from collegium.types import Choice
 from collegium.verification import plain_values, tolerance_of, verify_model
+from commands import command
 
 SIZE = TinySize(hidden=192, intermediate=160, experts=5, top_k=2, layers=2)
 KNOWN = [form for form in FORMATS if form.name in (*verification._KNOWN, "bf16", "fp16", "fp32")]
@@ -168,3 +170,48 @@ def test_the_command_exits_with_1_over_tolerance(tmp_path, monkeypatch) -> None:
     bad = runner.invoke(cli.app, arguments)
     assert bad.exit_code == 1
     assert "WRONG" in bad.stdout
+
+
+def _step(folder: Any, limits: list[float], shared: list[float]) -> None:
+    """Step-3.7, whose routed and shared experts are clamped each in layers of their own."""
+    config = {
+        "model_type": "step3p7_text", "hidden_size": 96, "moe_intermediate_size": 64, "share_expert_dim": 80,
+        "num_hidden_layers": 4, "moe_num_experts": 4, "moe_top_k": 2, "moe_layers_enum": "2,3",
+        "torch_dtype": "bfloat16",
+        "swiglu_limits": [0.0, 0.0, *limits], "swiglu_limits_shared": [0.0, 0.0, *shared],
+    }  # fmt: skip
+    torch.manual_seed(3)
+    tensors: dict[str, torch.Tensor] = {}
+    for layer in (2, 3):
+        head = f"model.layers.{layer}."
+        shapes = {
+            "moe.gate_proj.weight": (4, 64, 96), "moe.up_proj.weight": (4, 64, 96), "moe.down_proj.weight": (4, 96, 64),
+            "moe.gate.weight": (4, 96), "share_expert.gate_proj.weight": (80, 96),
+            "share_expert.up_proj.weight": (80, 96), "share_expert.down_proj.weight": (96, 80),
+        }  # fmt: skip
+        tensors |= {head + name: torch.randn(shape).bfloat16() * 0.3 for name, shape in shapes.items()}
+        tensors[f"{head}moe.router_bias"] = torch.randn(4) * 0.1
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("limits", "shared", "part"), [([0.0, 0.0], [0.0, 0.7], "shared"), ([0.0, 0.7], [0.0, 0.0], "experts")]
+)
+def test_a_shared_expert_is_judged_by_its_own_activation(tmp_path, monkeypatch, limits, shared, part: str) -> None:
+    _step(tmp_path, limits, shared)
+    code, output, said = command("verify", tmp_path, "--device", "cpu", "--json")
+    assert code == 0, said
+    assert [(row["layer"], row["part"]) for row in json.loads(output)["layers"]] == [
+        (layer, which) for layer in (2, 3) for which in ("experts", "shared")
+    ]
+    true = cpu_grouped.activate
+    monkeypatch.setattr(
+        cpu_grouped,
+        "activate",
+        lambda x, spec: true(x, replace(spec, kind="swiglu", limit=None) if spec.limit else spec),
+    )
+    code, output, _ = command("verify", tmp_path, "--device", "cpu", "--json")
+    assert code == 1
+    wrong = [(row["layer"], row["part"]) for row in json.loads(output)["layers"] if not row["passed"]]
+    assert wrong == [(3, part)]

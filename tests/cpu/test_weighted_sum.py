@@ -65,7 +65,31 @@ def test_weighted_sum_dropped_slots_add_nothing_even_from_poison():
     bad_weights = weights.masked_fill(drop, torch.nan)
     found = weighted_sum(poisoned, slots.masked_fill(drop, -1), bad_weights, torch.float32)
     assert torch.equal(found, clean)
-    assert torch.equal(weighted_sum(poisoned, slots.masked_fill(drop, len(rows)), weights, torch.float32), clean)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("slot", [-2, 65, 1 << 40])
+def test_weighted_sum_a_slot_that_is_no_row_makes_its_token_nan(slot, weighted):
+    rows, slots, weights = problem()
+    weights = weights if weighted else None
+    clean = weighted_sum(rows, slots, weights, torch.float32)
+    slots[4, 2] = slot
+    for shared in (None, torch.ones(13, 33)):
+        found = weighted_sum(rows, slots, weights, torch.float32, shared=shared)
+        assert found.isnan().all(dim=1).tolist() == [t == 4 for t in range(13)]
+        wanted = clean if shared is None else clean + shared
+        assert torch.equal(found[[0, 1, 2, 3, *range(5, 13)]], wanted[[0, 1, 2, 3, *range(5, 13)]])
+    nothing = weighted_sum(torch.empty(0, 4), torch.tensor([[-1], [slot]]), None, torch.float32)
+    assert nothing.isnan().all(dim=1).tolist() == [False, True]
+
+
+def test_weighted_sum_weights_multiply_as_they_are():
+    rows, slots, weights = problem()
+    weights[2, 1], weights[5, 0], weights[7, 3] = torch.nan, torch.inf, -torch.inf
+    found = weighted_sum(rows, slots, weights, torch.float32)
+    assert torch.equal(found.nan_to_num(1.5, 2.5, 3.5), scalar_loop(rows, slots, weights).nan_to_num(1.5, 2.5, 3.5))
+    assert found[2].isnan().all()
+    assert found[[5, 7]].isinf().all()
 
 
 def test_weighted_sum_row_zero_is_not_read_for_a_dropped_slot():

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 
-from collegium.workspace import Workspace, empty, shared_workspace
+from collegium.workspace import Workspace, Workspaces, empty, own_memory, owned, shared_workspaces
 
 CPU = torch.device("cpu")
 WANTED = (((3, 5), torch.bfloat16), ((7,), torch.int64), ((0, 4), torch.float32), ((2, 2), torch.float8_e4m3fn))
@@ -42,7 +44,7 @@ def test_a_pass_that_asks_for_something_else_is_cut_anew() -> None:
     assert bool((changed[1] == 1.0).all())
 
 
-def test_a_block_that_grew_keeps_the_old_one_alive_for_captured_graphs() -> None:
+def test_a_block_that_grew_keeps_the_old_one_alive_for_passes_that_still_run() -> None:
     space = Workspace(CPU)
     (old, *_) = one_pass(space, "a")
     old.fill_(1.0)
@@ -71,5 +73,57 @@ def test_a_scope_inside_a_scope_ends_where_it_began() -> None:
     assert (outer.nbytes, inner.nbytes) == (50, 100)
 
 
-def test_layers_of_a_device_share_one_workspace() -> None:
-    assert shared_workspace(CPU) is shared_workspace(CPU)
+def test_layers_of_a_device_share_workspaces() -> None:
+    assert shared_workspaces(CPU) is shared_workspaces(CPU)
+
+
+def test_passes_at_the_same_time_have_workspaces_of_their_own_and_later_ones_use_them_again() -> None:
+    lent = Workspaces(CPU)
+    lent.reserve(1000)
+    one, two = lent.take(), lent.take()
+    assert one is not two
+    assert (one.nbytes, two.nbytes) == (1000, 1000)
+    lent.give(one)
+    lent.give(two)
+    assert {lent.take(), lent.take()} == {one, two}
+
+
+def test_a_later_reservation_reaches_a_workspace_that_was_lent_meanwhile() -> None:
+    lent = Workspaces(CPU)
+    early = lent.take()
+    lent.reserve(500)
+    lent.give(early)
+    assert all(space.nbytes >= 500 for space in (lent.take(), lent.take()))
+
+
+def test_threads_never_hold_one_workspace_at_the_same_time() -> None:
+    lent, held, twice = Workspaces(CPU), set[int](), list[int]()
+
+    def many() -> None:
+        for _ in range(2000):
+            space = lent.take()
+            if space.number in held:
+                twice.append(space.number)
+            held.add(space.number)
+            held.discard(space.number)
+            lent.give(space)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: many(), range(4)))
+    assert not twice
+
+
+def test_own_memory_is_given_once_and_only_inside() -> None:
+    with own_memory(CPU):
+        assert owned(CPU)
+        made = [empty((64,), torch.uint8, CPU) for _ in range(20)]
+        assert len({tensor.data_ptr() for tensor in made}) == 20
+    assert not owned(CPU)
+
+
+def test_memory_reserved_in_inference_mode_can_be_written_outside() -> None:
+    with torch.inference_mode():
+        space = Workspace(CPU)
+        space.reserve(64)
+    (made, *_) = one_pass(space, "a", (((8,), torch.float32),))
+    made.zero_()

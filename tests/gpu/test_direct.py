@@ -55,9 +55,10 @@ def test_bits_are_those_of_the_sorted_way(weights: str, activations: str | None)
             x, routing = call(tokens, seed)
             assert direct.serves(x, routing)
             found = layer(x, routing=routing)
-            assert torch.isfinite(found).all()
+            lost = (routing.topk_ids == 17) | (routing.topk_ids >= 0) & routing.topk_weights.isnan()
+            assert torch.equal(found.isnan().all(dim=1), lost.any(dim=1))
             layer._direct = None
-            assert torch.equal(found, layer(x, routing=routing))
+            assert torch.equal(found.nan_to_num(1.5), layer(x, routing=routing).nan_to_num(1.5))
             layer._direct = direct
 
 
@@ -81,4 +82,4 @@ def test_passes_that_follow_closely_do_not_meet(weights: str, activations: str |
             graph.replay()
     torch.cuda.synchronize()
     for index, out in enumerate(found):
-        assert torch.equal(out, wanted[index % len(calls)])
+        assert torch.equal(out.nan_to_num(1.5), wanted[index % len(calls)].nan_to_num(1.5))

@@ -15,7 +15,7 @@ from collegium import Choice, Limits, MoELayer, MoESpec, Problem, Routing, Routi
 from collegium.devices import probe
 from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
 from collegium.types import SharedSpec, SharedWeights
-from collegium.workspace import Workspace
+from collegium.workspace import Workspaces
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,9 +54,9 @@ def call(tokens: int) -> tuple[torch.Tensor, Routing]:
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_pass_takes_no_memory_and_does_not_wait(weights: str, activations: str | None, shared: bool) -> None:
     layer = build(weights, activations, shared=shared)
-    layer.workspace = Workspace(torch.device("cuda", torch.cuda.current_device()))
-    layer.workspace.reserve(layer.plan.workspace_bytes)
-    taken = layer.workspace.nbytes
+    layer.workspaces = Workspaces(torch.device("cuda", torch.cuda.current_device()))
+    layer.workspaces.reserve(layer.plan.workspace_bytes)
+    taken = layer.workspaces.nbytes
     for tokens in (600, 1, 33):
         x, routing = call(tokens)
         out = torch.empty_like(x)
@@ -70,14 +70,14 @@ def test_a_pass_takes_no_memory_and_does_not_wait(weights: str, activations: str
             torch.cuda.set_sync_debug_mode("default")
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
         assert torch.equal(out, wanted)
-    assert layer.workspace.nbytes == taken, "the plan counts too little"
+    assert layer.workspaces.nbytes == taken, "the plan counts too little"
 
 
 def test_the_workspace_changes_no_bits() -> None:
     layer = build("mxfp4", None, shared=True)
     x, routing = call(50)
     wanted = layer(x, routing=routing)
-    layer.workspace = None
+    layer.workspaces = None
     assert torch.equal(layer(x, routing=routing), wanted)
 
 
@@ -98,7 +98,7 @@ def test_passes_on_two_streams_do_not_meet_in_the_shared_buffers() -> None:
 
 def test_repeated_passes_give_the_bits_of_computed_ones() -> None:
     layer, plain = build("fp8_block", "fp8_group128", shared=True), build("fp8_block", "fp8_group128", shared=True)
-    plain.workspace = None
+    plain.workspaces = None
     x, routing = call(33)
     many, wide = torch.empty(99, 384, device="cuda", dtype=torch.bfloat16), torch.empty(33, 400, device="cuda")
     wide = wide.bfloat16()
@@ -115,7 +115,7 @@ def test_repeated_passes_give_the_bits_of_computed_ones() -> None:
         inside = x.clone()
         wanted = plain(inside, routing=routing)
         assert torch.equal(layer(inside, routing=routing, out=inside), wanted)
-        layer.workspace.reserve(layer.workspace.nbytes + (1 << 20))
+        layer.workspaces.reserve(layer.workspaces.nbytes + (1 << 20))
     assert any(isinstance(found, tuple) for found in layer._replay._kinds.values())
 
 

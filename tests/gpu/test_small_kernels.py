@@ -16,7 +16,7 @@ from collegium.encoding import encode_experts
 from collegium.layer import MoELayer
 from collegium.ops.permute import Permutation, permutation_buffers, permute
 from collegium.ops.quantize import ACTIVATION_FORMATS, quantize_rows, row_buffers
-from collegium.ops.route import route, sanitise
+from collegium.ops.route import route
 from collegium.ops.weighted_sum import weighted_sum
 from collegium.plan import plan
 from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
@@ -69,24 +69,31 @@ def test_order_and_tiles(kind: str, tokens: int, experts: int) -> None:
 
 @pytest.mark.parametrize("experts", [1, 17, 256, 1024])
 @pytest.mark.parametrize("count", [1, 2, 31, 257, 1023, 1025, 4097])
-def test_a_foreign_routing_is_ordered_as_if_sanitised(count: int, experts: int) -> None:
+def test_a_routing_may_hold_anything(count: int, experts: int) -> None:
     for top_k, dtype, factor in ((1, torch.int64, 1e39), (6, torch.int32, 1.0), (8, torch.int64, 1.0)):
         tokens = -(-count // top_k)
-        ids = torch.randint(-2, experts + 2, (tokens, 2 * top_k + 3)).to(dtype)[:, 1 : top_k + 1]
+        ids = torch.randint(-3, experts + 2, (tokens, 2 * top_k + 3)).to(dtype)[:, 1 : top_k + 1]
         weights = torch.randn(tokens, top_k, dtype=torch.float64 if factor > 1 else torch.float32) * factor
         weights[::3, 0], weights[1::3, -1] = torch.inf, torch.nan
-        clean = sanitise(ids, weights, experts)
         asked: dict[str, Any] = {"block_t": (16, 64)}
-        wanted = permute(clean.topk_ids, experts, input_weights=clean.topk_weights, **asked)
+        wanted = permute(ids, experts, input_weights=weights, **asked)
+        assert torch.equal(wanted.slots == -1, ids == -1)
+        assert torch.equal(wanted.slots == -2, (ids < -1) | (ids >= experts))
         moved, there = ids.cuda(), weights.cuda()
         strided = torch.empty(tokens, 3 * top_k, dtype=dtype, device="cuda")
         strided[:, 2 : top_k + 2] = moved
         for given in (moved, strided[:, 2 : top_k + 2]):
-            same_order(permute(given, experts, input_weights=there, foreign=there, **asked), wanted)
+            same_order(permute(given, experts, input_weights=there, **asked), wanted)
         rows = torch.randn(tokens * top_k, 48) * 1e-3
         rows[int(wanted.expert_offsets[-1]) :] = torch.nan
-        summed = weighted_sum(rows, wanted.slots, clean.topk_weights, torch.float32)
+        summed = weighted_sum(rows, wanted.slots, weights, torch.float32)
+        lost = ((wanted.slots == -2) | ((wanted.slots >= 0) & weights.isnan())).any(dim=1)
+        assert summed[lost].isnan().all()
         assert same_bits(weighted_sum(rows.cuda(), wanted.slots.cuda(), there, torch.float32), summed)
+        rows = torch.randn(tokens * top_k, 48)
+        by_ids = weighted_sum(rows, ids, weights, torch.float32, experts=experts)
+        assert by_ids[lost].isnan().all()
+        assert same_bits(weighted_sum(rows.cuda(), moved, there, torch.float32, experts=experts), by_ids)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -125,12 +132,22 @@ def test_weighted_sums(tokens: int, width: int, dtype: torch.dtype) -> None:
     slots = slots.masked_fill(dropped, -1)
     shared = torch.randn(tokens, width).to(dtype)
     for out_dtype in (torch.float32, dtype):
-        for scale, more in ((weights, None), (None, shared), (weights, shared.float())):
+        for scale, more, lost in (
+            (weights, None, 0),
+            (None, shared, 0),
+            (weights, shared.float(), 0),
+            (weights, shared, -2),
+            (None, None, len(rows)),
+        ):
+            if lost:
+                slots[tokens // 2, 3] = lost
             wanted = weighted_sum(rows, slots, scale, out_dtype, shared=more)
+            assert wanted.isnan().any(dim=1).nonzero().flatten().tolist() == ([tokens // 2] if lost else [])
             out = torch.full((tokens, width), torch.nan, dtype=out_dtype, device="cuda")
             moved = [None if t is None else t.cuda() for t in (scale, more)]
             weighted_sum(rows.cuda(), slots.cuda(), moved[0], out_dtype, shared=moved[1], out=out)
             assert same_bits(out, wanted)
+        slots[tokens // 2, 3] = -1
 
 
 GROUPED = {"groups": 8, "kept_groups": 4}
@@ -161,8 +178,18 @@ def check_router(spec: RoutingSpec, experts: int) -> None:
     logits = heavy_tailed(3000, experts, seed=1) * 2
     logits[3, 4], logits[4, 5], logits[5, 2] = torch.nan, torch.inf, -torch.inf
     logits[6], logits[7], logits[8] = 0, torch.inf, -torch.inf
-    logits[9:100] = logits[9:100].round()
+    logits[9, : experts - spec.top_k] = -torch.inf
+    logits[10:100] = logits[10:100].round()
     bias = torch.randn(experts) if spec.correction_bias else None
+    check_routed(logits, spec, bias)
+    if bias is not None:
+        bias[experts // 2] = torch.nan
+        check_routed(logits[:40], spec, bias)
+        assert route(logits[:40], spec, bias=bias).topk_weights.isnan().all()
+
+
+def check_routed(logits: torch.Tensor, spec: RoutingSpec, bias: torch.Tensor | None) -> None:
+    experts = logits.shape[1]
     for dtype in (torch.float32, torch.bfloat16) if experts == 128 else (torch.float32,):
         given = logits.to(dtype)
         wanted = route(given, spec, bias=bias)
@@ -174,23 +201,13 @@ def check_router(spec: RoutingSpec, experts: int) -> None:
 def test_router_looks_experts_up() -> None:
     spec = RoutingSpec(top_k=6, score="sqrt_softplus", hash_routing=True, renormalise_eps=1e-20)
     table = torch.stack([torch.randperm(256)[:6] for _ in range(999)])
-    table[4, 1], table[5, 2], table[6, 0] = table[4, 0], 256, -3
+    table[4, 1], table[5, 2], table[6, 0], table[7] = table[4, 0], 256, -3, -1
     tokens, logits = torch.randint(-5, 1005, (4096,)), torch.randn(4096, 256)
+    tokens[:8], logits[9, 3] = torch.arange(8), torch.nan
     for dtype in (torch.int32, torch.int64):
         given = {"token_ids": tokens.to(dtype), "hash_table": table.to(dtype)}
         wanted = route(logits, spec, **given)
         found = route(logits.cuda(), spec, **{name: tensor.cuda() for name, tensor in given.items()})
-        assert same_bits(found.topk_ids, wanted.topk_ids)
-        assert same_bits(found.topk_weights, wanted.topk_weights)
-
-
-@pytest.mark.parametrize("tokens", [0, 1, 33, 8192])
-def test_foreign_routings(tokens: int) -> None:
-    ids = torch.randint(-2, 19, (tokens, 6))
-    weights = torch.randn(tokens, 6)
-    weights[torch.rand(tokens, 6) < 0.05] = torch.inf
-    for made in (ids, ids.int(), torch.where(ids == 3, 2**40 + 3, ids)):
-        wanted, found = sanitise(made, weights, 17), sanitise(made.cuda(), weights.cuda(), 17)
         assert same_bits(found.topk_ids, wanted.topk_ids)
         assert same_bits(found.topk_weights, wanted.topk_weights)
 
@@ -204,11 +221,10 @@ def test_buffers_are_written_and_nothing_waits() -> None:
     for _ in range(2):
         torch.cuda.set_sync_debug_mode("error")
         try:
-            sanitise(ids, weights, 64, out=given)
-            order = permute(ids, 64, input_weights=weights, foreign=weights, block_t=(16,), out=made)
+            order = permute(ids, 64, input_weights=weights, block_t=(16,), out=made)
             rows = quantize_rows(torch.ones(300, 256, device="cuda"), "bf16", source=order.source)
             weighted_sum(rows.codes, order.slots, weights, torch.bfloat16)
-            route(logits, spec)
+            route(logits, spec, out=given)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert order is made

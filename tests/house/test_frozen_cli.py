@@ -13,6 +13,7 @@ COMMANDS = {
         "--tokens",
         "--temperature",
         "--seed",
+        "--penalty",
         "--format",
         "--device",
         "--json",

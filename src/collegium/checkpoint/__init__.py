@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from .audit import AuditReport, LayerReport, audit
+from .beside import load_latent, load_router, load_shared
 from .detect import StoredFormat, detect
-from .loader import describe_checkpoint, load_all, load_experts, load_latent, load_router, load_shared
+from .loader import describe_checkpoint, load_all, load_experts
 from .reader import Checkpoint
 
 __all__ = [

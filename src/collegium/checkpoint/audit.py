@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,11 +17,13 @@ from ..errors import (
     TensorMismatchError,
     UnknownTensorError,
 )
-from ..models import describe, family_of
+from ..models import describe, family_of, text_of
 from .activation_scales import ACTIVATION_SCALES, check_activation_scales
+from .beside import check_beside, load_hash_table
 from .detect import StoredFormat, detect
-from .index import Found, find_experts, find_suffixes, index_of
-from .layout import Source, bias_names, check_part, part_name, projections, read_matrix, source_of, stack_paths
+from .index import Found, find_experts, index_of
+from .layout import Source, bias_names, part_name, parts_problems, projections, read_matrix, source_of, stack_paths
+from .problems import refuse
 from .remarks import Remarks
 
 if TYPE_CHECKING:
@@ -40,12 +42,11 @@ __all__ = [
     "LayerReport",
     "audit",
     "bad_bias",
+    "check_dense_layers",
     "check_layer",
-    "fail",
-    "refuse",
+    "check_outside_experts",
 ]
 
-_MOST_PROBLEMS = 20
 _REFUSED = {
     ".weight_zero_point": "a zero point, where the config declares no asymmetric packed integers",
     ".weight_g_idx": "an activation order of the columns, where the config declares no integer weights",
@@ -77,24 +78,6 @@ class AuditReport:
     deep: bool = True
 
 
-def refuse(checkpoint: Checkpoint, problems: Sequence[CheckpointError]) -> None:
-    """Raise one error that lists up to 20 problems, of the class of the first; do nothing when there are none."""
-    if problems:
-        fail(checkpoint, problems)
-
-
-def fail(checkpoint: Checkpoint, problems: Sequence[CheckpointError]) -> NoReturn:
-    """Raise the error of ``refuse`` for at least one problem."""
-    kind = type(problems[0])
-    if len(problems) == 1:
-        raise kind(str(problems[0]))
-    lines = [f"- {problem}" for problem in problems[:_MOST_PROBLEMS]]
-    rest = len(problems) - len(lines)
-    if rest > 0:
-        lines.append(f"- and {rest} more")
-    raise kind(f"{checkpoint.path}: {len(problems)} problems:\n" + "\n".join(lines))
-
-
 def check_layer(checkpoint: Checkpoint, spec: MoESpec, layer: int, stored: StoredFormat) -> list[CheckpointError]:
     """Return every problem the headers show in the experts of ``layer``; no tensor data is read."""
     family = family_of(checkpoint.config)
@@ -115,39 +98,45 @@ def check_layer(checkpoint: Checkpoint, spec: MoESpec, layer: int, stored: Store
     return problems
 
 
-def _check_beside(checkpoint: Checkpoint, spec: MoESpec, layer: int) -> list[CheckpointError]:
-    """Return what the layer needs beside its experts and does not have."""
-    names, rule = index_of(checkpoint).names, spec.routing
-    needed = [names.router_weight, names.router_bias, names.router_scale]
-    needed += [names.correction_bias] if rule.correction_bias else []
-    needed += [names.hash_table] if rule.hash_routing else []
-    needed += [names.expert_scale] if rule.expert_scale else []
-    needed += [names.shared_gate] if spec.shared is not None and spec.shared.gated else []
-    needed += [names.latent_norm] if spec.latent_norm_eps is not None else []
-    missing = [n for t in needed if t is not None and (n := t.format(layer=layer)) not in checkpoint]
-    paths = (*((names.shared or ()) if spec.shared else ()), *((names.latent or ()) if spec.latent_size else ()))
-    missing += [p.format(layer=layer) for p in paths if not find_suffixes(checkpoint, layer, (p,))]
-    return [MissingTensorError(f"layer {layer}: {name} missing; the layer needs it") for name in missing]
-
-
 def _sources(names: Names, spec: MoESpec, layer: int, stacked: bool) -> Iterable[tuple[int, Source]]:
     for expert in range(spec.num_experts):
         for which in projections(spec):
             yield expert, source_of(names, spec, layer=layer, expert=expert, projection=which, stacked=stacked)
 
 
-def _parts_problems(checkpoint: Checkpoint, source: Source, stored: StoredFormat) -> list[CheckpointError]:
+def check_dense_layers(checkpoint: Checkpoint) -> list[CheckpointError]:
+    """Return a problem for each layer that the config calls dense although the files hold experts for it."""
+    index, family, text = index_of(checkpoint), family_of(checkpoint.config), text_of(checkpoint.config)
+    sparse, count = family.moe_layers(checkpoint.config), text.get("num_hidden_layers", text.get("n_layers"))
+    # from there on layers predict further tokens
+    end = count if isinstance(count, int) else max(sparse, default=0)
     problems: list[CheckpointError] = []
-    needed = [part for part in stored.layout.parts if part.required]
-    missing = [part_name(source, part) for part in needed if part_name(source, part) not in checkpoint]
-    if missing:
-        msg = f"{source.label}: {' and '.join(missing)} missing; {stored.name} in {stored.storage} storage needs it"
-        problems.append(MissingTensorError(msg))
-    for part in stored.layout.parts:
-        if (part.required or part.if_present) and part_name(source, part) in checkpoint:
+    for layer in sorted(set(index.layers()) - set(sparse)):
+        infos = list(index.found(layer).infos()) if layer < end else []
+        if infos:
+            msg = f"layer {layer}: config.json says it has no routed experts, the files hold {infos[0].name} and "
+            msg += (
+                f"{len(infos) - 1} more tensors of experts; layers with experts are {list(sparse)}; correct config.json"
+            )
+            problems.append(ConfigError(msg))
+    return problems
+
+
+def check_outside_experts(checkpoint: Checkpoint) -> list[CheckpointError]:
+    """Return every problem of what the layers have beside their routed experts, for a caller that loads it itself.
+
+    Read are headers, and the entries of hash tables.
+    """
+    family = family_of(checkpoint.config)
+    problems = check_dense_layers(checkpoint)
+    for layer in family.moe_layers(checkpoint.config):
+        spec = family.describe(checkpoint.config, layer)
+        beside = check_beside(checkpoint, spec, layer)
+        problems += beside
+        if not beside:
             try:
-                check_part(source, part, checkpoint, stored.format)
-            except TensorMismatchError as error:
+                load_hash_table(checkpoint, spec, layer)
+            except CheckpointError as error:
                 problems.append(error)
     return problems
 
@@ -155,16 +144,30 @@ def _parts_problems(checkpoint: Checkpoint, source: Source, stored: StoredFormat
 def _check_stack(
     checkpoint: Checkpoint, names: Names, spec: MoESpec, layer: int, stored: StoredFormat
 ) -> list[CheckpointError]:
-    problems: list[CheckpointError] = []
-    for which in stack_paths(names.stacked):
-        source = source_of(names, spec, layer=layer, expert=0, projection=which, stacked=True)
-        name = part_name(source, stored.layout.parts[0])
-        held = checkpoint.tensors[name].shape[:1] if name in checkpoint and not source.flat else ()
-        if held and held[0] != spec.num_experts:
-            problems.append(_wrong_count(layer, held[0], spec))
-        else:
-            problems += _parts_problems(checkpoint, source, stored)
-    return problems
+    sources = [
+        source_of(names, spec, layer=layer, expert=0, projection=which, stacked=True)
+        for which in stack_paths(names.stacked)
+    ]
+    held: dict[str, int] = {}
+    for source in sources:
+        for part in stored.layout.parts:
+            name = part_name(source, part)
+            shape = checkpoint.tensors[name].shape if name in checkpoint else ()
+            if shape and not source.flat and (part.rows_per or part.columns_per):
+                held[name] = shape[0]
+    others = {name: count for name, count in held.items() if count != spec.num_experts}
+    if others and others == held and len(set(held.values())) == 1:
+        return [_wrong_count(layer, next(iter(held.values())), spec)]
+    if others:
+        return [
+            TensorMismatchError(
+                f"layer {layer}: {name} is {checkpoint.tensors[name].shape}, for {count} experts; config.json says "
+                f"num_experts={spec.num_experts}, and {len(held) - len(others)} of {len(held)} tensors hold so many; "
+                "download the file again or export it anew"
+            )
+            for name, count in others.items()
+        ]
+    return [problem for source in sources for problem in parts_problems(checkpoint, source, stored)]
 
 
 def _wrong_count(layer: int, held: int, spec: MoESpec) -> ConfigError:
@@ -219,7 +222,7 @@ def _check_experts(
     for expert, source in _sources(names, spec, layer, stacked=False):
         if expert not in present:
             continue
-        problems += _parts_problems(checkpoint, source, stored)
+        problems += parts_problems(checkpoint, source, stored)
         for part in parts:
             if part.required and part_name(source, part) in checkpoint:
                 kind = (source.label.endswith("down"), part.suffix)
@@ -325,7 +328,7 @@ def audit(
     """
     family = family_of(checkpoint.config)
     describe(checkpoint.config)  # refuses a model without routed experts
-    problems: list[CheckpointError] = []
+    problems = check_dense_layers(checkpoint)
     findings: list[str] = []
     reports: list[LayerReport] = []
     remarks = Remarks()
@@ -339,11 +342,12 @@ def audit(
             problems.append(error)
             continue
         spec = family.describe(checkpoint.config, layer)
-        wrong = check_layer(checkpoint, spec, layer, stored) + _check_beside(checkpoint, spec, layer)
+        wrong = check_layer(checkpoint, spec, layer, stored)
+        beside = check_beside(checkpoint, spec, layer, deep=deep, remarks=remarks)
         if deep and not wrong:
             wrong, unequal = _check_values(checkpoint, spec, layer, stored, remarks)
             findings += unequal
-        problems += wrong
+        problems += wrong + beside
         nbytes = sum(info.nbytes for info in find_experts(checkpoint, layer).infos())
         reports.append(LayerReport(layer=layer, stored=stored, experts=spec.num_experts, nbytes=nbytes))
     if progress is not None:

@@ -7,22 +7,24 @@ from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, MissingTensorError
 from ..formats import FORMATS, Fp8Block, Int4Affine, Int4Group, Int4Ordered, Int8Affine, Int8Ordered, by_name
-from ..models import declared_format, family_of
+from ..models import declared_format, family_of, mixed_algorithms
 from .index import index_of
 from .layout import projections, stack_paths
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from torch import Tensor
 
     from ..formats.payload import Part, Payload, Storage
     from ..models import Declared, Names
     from ..types import MoESpec
+    from .index import Found
     from .reader import Checkpoint
 
 __all__ = ["StoredFormat", "detect", "stored_format"]
 
+_ALIKE = "; export the checkpoint again with all routed experts of a layer alike; layers may differ from each other"
 _FLOATS = ("bf16", "fp16", "fp32")
 _INTEGERS = (Int4Group, Int4Affine, Int4Ordered, Int8Affine, Int8Ordered)
 
@@ -140,6 +142,10 @@ def detect(config: Mapping[str, object], checkpoint: Checkpoint, layer: int | No
         prefix = index.names.experts.format(layer=layer)
         near = dict.fromkeys(name.split(".layers.")[0] for name in checkpoint.tensors if ".experts." in name)
         others = f"; experts exist below {', '.join(map(repr, near))}" if near else ""
+        if index.tensors(layer):
+            held = [info.name for _, info in index.tensors(layer)]
+            others += f"; the layer holds {', '.join(held[:6])}{', ...' if len(held) > 6 else ''}"
+            others += "; if it is dense, correct the entry of config.json that says which layers have experts"
         msg = f"layer {layer}: no tensor starts with {prefix!r}, which {family.name} needs{others}"
         raise MissingTensorError(msg)
     stacked = not found.single
@@ -148,7 +154,11 @@ def detect(config: Mapping[str, object], checkpoint: Checkpoint, layer: int | No
     if len(set(declared.values())) > 1:
         listed = ", ".join(f"{path} {entry.format}" for path, entry in declared.items())
         msg = f"layer {layer}: one expert's projections differ in format: {listed}; they must share one"
-        raise ConfigError(msg)
+        raise ConfigError(msg + _ALIKE)
+    mixed = mixed_algorithms(config, _every_path(index.names, found, layer))
+    if len(mixed) > 1:
+        listed = ", ".join(f"{path} {algorithm}" for algorithm, path in mixed.items())
+        raise ConfigError(f"layer {layer}: its experts differ in format: {listed}; they must share one{_ALIKE}")
     seen = {k: v for k, v in found.suffixes().items() if k != "_bias"}
     return stored_format(declared[paths[0]], seen, f"layer {layer}", stacked=stacked)
 
@@ -165,6 +175,13 @@ def stored_format(
         block=declared.block or (128, 128),
         group=declared.group or 0,
     )
+
+
+def _every_path(names: Names, found: Found, layer: int) -> Iterable[str]:
+    """Yield the module path of each projection of each expert that is in the files, one by one."""
+    single = {"gate": names.gate, "up": names.up, "down": names.down}
+    for expert, which in sorted(found.single):
+        yield (single[which] or "").format(layer=layer, expert=expert)
 
 
 def _paths(names: Names, spec: MoESpec, layer: int, *, stacked: bool) -> list[str]:

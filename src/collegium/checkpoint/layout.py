@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from ..errors import BadScaleError, CheckpointError, InputError, TensorMismatchError
+from ..errors import BadScaleError, CheckpointError, InputError, MissingTensorError, TensorMismatchError
 from ..formats import FORMATS
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ __all__ = [
     "bias_names",
     "check_part",
     "part_name",
+    "parts_problems",
     "projections",
     "read_matrix",
     "read_parts",
@@ -179,6 +180,23 @@ def check_part(source: Source, part: Part, checkpoint: Checkpoint, cls: type[Pay
             f"needs {needed}{_hint(source, part, info.shape, cls)} ({name})"
         )
         raise TensorMismatchError(msg)
+
+
+def parts_problems(checkpoint: Checkpoint, source: Source, stored: StoredFormat) -> list[CheckpointError]:
+    """Return what the headers show wrong with the parts of one projection: missing, of another shape or dtype."""
+    problems: list[CheckpointError] = []
+    needed = [part for part in stored.layout.parts if part.required]
+    missing = [part_name(source, part) for part in needed if part_name(source, part) not in checkpoint]
+    if missing:
+        msg = f"{source.label}: {' and '.join(missing)} missing; {stored.name} in {stored.storage} storage needs it"
+        problems.append(MissingTensorError(msg))
+    for part in stored.layout.parts:
+        if (part.required or part.if_present) and part_name(source, part) in checkpoint:
+            try:
+                check_part(source, part, checkpoint, stored.format)
+            except TensorMismatchError as error:
+                problems.append(error)
+    return problems
 
 
 def _one_for_all(source: Source, part: Part, shape: tuple[int, ...]) -> bool:

@@ -12,21 +12,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from ..errors import (
-    BadScaleError,
-    CheckpointError,
-    ConfigError,
-    InputError,
-    TensorMismatchError,
-    UnknownTensorError,
-)
-from ..models import declared_format, describe, family_of
-from ..types import ExpertWeights, LatentWeights, RouterWeights, SharedWeights
-from .activation_scales import ACTIVATION_SCALES
-from .audit import bad_bias, check_layer, fail, refuse
-from .detect import StoredFormat, detect, stored_format
-from .index import find_suffixes, index_of
-from .layout import Cut, Projection, Source, bias_names, check_part, projections, read_matrix, source_of
+from ..errors import CheckpointError, ConfigError, InputError, TensorMismatchError
+from ..models import describe, family_of
+from ..types import ExpertWeights
+from .audit import bad_bias, check_layer
+from .detect import StoredFormat, detect
+from .index import index_of
+from .layout import Cut, Projection, Source, bias_names, projections, read_matrix, source_of
+from .problems import fail, refuse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,7 +30,7 @@ if TYPE_CHECKING:
     from ..types import MoESpec, Placement
     from .reader import Checkpoint
 
-__all__ = ["describe_checkpoint", "load_all", "load_experts", "load_latent", "load_router", "load_shared"]
+__all__ = ["describe_checkpoint", "load_all", "load_experts"]
 
 _MOST_RANKS = 64
 _PADDED = ("bf16", "fp16", "fp32", "fp8_tensor", "fp8_channel", "fp8_block", "mxfp4", "mxfp8", "nvfp4")
@@ -227,130 +220,3 @@ def load_all(
         yield layer, load_experts(checkpoint, own, layer, placement, stored=stored, device=device, pad=pad)
     if progress is not None:
         progress(len(layers), len(layers), f"{len(layers)} layers loaded")
-
-
-def _vector(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Tensor:
-    info = checkpoint.info(name)
-    if math.prod(info.shape) != math.prod(shape) or info.dtype not in ("BF16", "F16", "F32"):
-        msg = f"{name} is {info.dtype} {info.shape}, needed is BF16, F16 or F32 {shape}"
-        raise TensorMismatchError(msg)
-    tensor = checkpoint.read(name).reshape(shape)
-    if not bool(torch.isfinite(tensor).all()):
-        raise BadScaleError(f"{name} holds NaN or infinity; download the file again or export it anew")
-    return tensor
-
-
-def load_router(
-    checkpoint: Checkpoint, spec: MoESpec, layer: int, *, device: torch.device | str = "cpu"
-) -> RouterWeights:
-    """Read the router of ``layer`` in its stored dtype: weight ``[E, D]``, the rest ``[E]`` or None.
-
-    A factor of the router's input is multiplied into the weight, with ``D**-0.5``, in float32. Raises
-    MissingTensorError, TensorMismatchError, and BadScaleError for NaN or infinity.
-    """
-    names, e, rule = index_of(checkpoint).names, spec.num_experts, spec.routing
-
-    def optional(template: str | None, wanted: bool = True) -> Tensor | None:
-        if template is None or not wanted:
-            return None
-        return _vector(checkpoint, template.format(layer=layer), (e,)).to(device)
-
-    weight = _vector(checkpoint, names.router_weight.format(layer=layer), (e, spec.hidden_size))
-    if names.router_scale is not None:
-        scale = _vector(checkpoint, names.router_scale.format(layer=layer), (spec.hidden_size,))
-        weight = weight.float() * scale.float() * spec.hidden_size**-0.5
-    table: Tensor | None = None
-    if rule.hash_routing and names.hash_table is not None:
-        table = checkpoint.read(names.hash_table.format(layer=layer))
-        if table.dim() != 2 or table.shape[1] != rule.top_k or table.is_floating_point():
-            name, found = names.hash_table.format(layer=layer), f"{table.dtype} {tuple(table.shape)}"
-            raise TensorMismatchError(f"{name} is {found}, needed are integers [vocabulary, top_k={rule.top_k}]")
-    return RouterWeights(
-        weight=weight.to(device),
-        bias=optional(names.router_bias),
-        correction_bias=optional(names.correction_bias, rule.correction_bias),
-        hash_table=None if table is None else table.to(device),
-        expert_scale=optional(names.expert_scale, rule.expert_scale),
-    )
-
-
-def _stored_at(checkpoint: Checkpoint, layer: int, templates: tuple[str, ...], where: str) -> StoredFormat:
-    """Return how the modules at ``templates`` are stored; raises ConfigError and UnknownTensorError."""
-    seen = find_suffixes(checkpoint, layer, templates)
-    stored = stored_format(declared_format(checkpoint.config, templates[0].format(layer=layer)), seen, where)
-    unknown = set(seen) - {part.suffix for part in stored.layout.parts} - set(ACTIVATION_SCALES)
-    if unknown:
-        raise UnknownTensorError(f"{where}: has {', '.join(sorted(unknown))}, which {stored.name} does not have")
-    return stored
-
-
-def _matrix(checkpoint: Checkpoint, stored: StoredFormat, place: Source) -> Payload:
-    """Read one whole matrix in its stored format, checked."""
-    for part in stored.layout.parts:
-        if part.required:
-            check_part(place, part, checkpoint, stored.format)
-    reader = _Reader(checkpoint=checkpoint, stored=stored)
-    whole = reader.matrix(place, Cut(rows=(0, place.rows), columns=(0, place.columns)), {})
-    refuse(checkpoint, reader.problems)
-    return whole
-
-
-def load_latent(
-    checkpoint: Checkpoint, spec: MoESpec, layer: int, *, device: torch.device | str = "cpu"
-) -> LatentWeights | None:
-    """Read the projections into and out of the latent width, decoded to float32, or None when the spec has none.
-
-    Raises ConfigError, MissingTensorError, TensorMismatchError and BadScaleError.
-    """
-    names = index_of(checkpoint).names
-    if spec.latent_size is None or names.latent is None:
-        return None
-    found: list[Tensor] = []
-    sizes = ((spec.latent_size, spec.hidden_size), (spec.hidden_size, spec.latent_size))
-    for template, (rows, columns) in zip(names.latent, sizes, strict=True):
-        path, where = template.format(layer=layer), f"layer {layer}, {template.rpartition('.')[2]}"
-        stored = _stored_at(checkpoint, layer, (template,), where)
-        place = Source(label=where, path=path, rows=rows, columns=columns, stored_rows=rows)
-        found.append(_matrix(checkpoint, stored, place).decode().to(device))
-    norm: Tensor | None = None
-    if spec.latent_norm_eps is not None and names.latent_norm is not None:
-        norm = _vector(checkpoint, names.latent_norm.format(layer=layer), (spec.latent_size,)).to(device)
-    return LatentWeights(down=found[0], up=found[1], norm=norm, norm_eps=spec.latent_norm_eps or 0.0)
-
-
-def load_shared(
-    checkpoint: Checkpoint, spec: MoESpec, layer: int, *, device: torch.device | str = "cpu"
-) -> SharedWeights[Payload] | None:
-    """Read the shared expert of ``layer`` as one expert in its own stored format, or None when the spec has none.
-
-    Raises ConfigError, MissingTensorError, TensorMismatchError and BadScaleError.
-    """
-    names = index_of(checkpoint).names
-    if spec.shared is None or names.shared is None:
-        return None
-    where, gated = f"layer {layer}, shared expert", spec.activation.gated
-    paths = [template.format(layer=layer) for template in names.shared]
-    stored = _stored_at(checkpoint, layer, names.shared, where)
-    wide, width = spec.shared.intermediate_size, spec.hidden_size
-    fused = gated and len(paths) == 2  # gate rows, then up rows, in one tensor
-    upper: list[Payload] = []
-    for half, which in enumerate(("gate", "up") if gated else ("up",)):
-        place = Source(
-            label=f"{where}, {which}",
-            path=paths[0 if fused else half],
-            rows=wide,
-            columns=width,
-            stored_rows=2 * wide if fused else wide,
-            offset=wide * half if fused else 0,
-        )
-        upper.append(_matrix(checkpoint, stored, place).to(device))
-    place = Source(label=f"{where}, down", path=paths[-1], rows=width, columns=wide, stored_rows=width)
-    lower = _matrix(checkpoint, stored, place).to(device)
-    gate_up, down = upper[0].repeated(len(upper)).repeated(1), lower.repeated(1)
-    for half, matrix in enumerate(upper):
-        gate_up[0].put(half, matrix)
-    down.put(0, lower)
-    gate: Tensor | None = None
-    if spec.shared.gated and names.shared_gate is not None:
-        gate = _vector(checkpoint, names.shared_gate.format(layer=layer), (1, width)).to(device)
-    return SharedWeights(experts=ExpertWeights(gate_up=gate_up, down=down), gate=gate)

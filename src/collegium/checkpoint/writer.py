@@ -35,7 +35,7 @@ _NAMES = {dtype: name for name, dtype in reversed(list(TORCH_DTYPES.items()))}  
 def matrix_parts(payload: Payload, storage: Storage) -> dict[str, Tensor]:
     """Return the checkpoint tensors of one matrix ``[N, K]`` by suffix: what ``from_parts`` takes, required parts only.
 
-    Known are the plain storages, compressed-tensors, finegrained-fp8 and gpt-oss; packed integers bring
+    Known are the plain storages, compressed-tensors, finegrained-fp8, gpt-oss and deepseek-v4; packed integers bring
     ``.weight_shape``.
     """
     tensors, (rows, columns), first = payload.tensors(), payload.shape, storage.parts[0]
@@ -44,11 +44,16 @@ def matrix_parts(payload: Payload, storage: Storage) -> dict[str, Tensor]:
     codes = tensors["codes"]
     if isinstance(payload, Int4Group):
         codes = codes[:, : 4 * -(-columns // 8)].contiguous().view(torch.int32)
+    elif storage.name == "deepseek-v4" and codes.dtype == torch.uint8:
+        codes = codes[:, : -(-columns // first.columns_per)].contiguous().view(torch.int8)
     elif first.inner:
         codes = codes.unflatten(-1, (-1, *first.inner))
     else:
         codes = codes[:, : -(-columns // first.columns_per)]
     out = {first.suffix: codes, storage.parts[1].suffix: tensors["scale"] if "scale" in tensors else tensors["scales"]}
+    scales = out[storage.parts[1].suffix]
+    if storage.name == "deepseek-v4" and scales.dtype == torch.uint8:
+        out[storage.parts[1].suffix] = scales.view(torch.float8_e8m0fnu)
     if "global_scale" in tensors:
         out[storage.parts[2].suffix] = tensors["global_scale"]
     for part in storage.parts[1:3]:

@@ -4,8 +4,8 @@ The row of an assignment is the first row of its expert plus the number of earli
 a block those are counted in pairs. One program does everything for one block; beyond, the programs of a first kernel
 count a run of blocks each, and those of a second one add the counts up, each for itself, and write.
 
-Of a foreign routing, assignments are dropped as ``sanitise`` in ``ops/route.py`` does. With PDL a kernel may start
-while the one before it still runs, and waits for it before it touches memory.
+An id of -1 is dropped, and so is any other that is no expert, whose slot is -2: the sum of its token is NaN. With PDL a
+kernel may start while the one before it still runs, and waits for it before it touches memory.
 """
 
 import triton
@@ -16,23 +16,18 @@ __all__ = ["count_kernel", "permute_kernel", "scatter_kernel"]
 
 
 @triton.jit
-def _experts(
-    ids, foreign, assignment, count, experts, id_stride, weight_stride, TOP_K: tl.constexpr, FOREIGN: tl.constexpr
-):  # fmt: skip
-    """Return the expert of each assignment: ``experts`` for dropped ones, ``experts + 1`` from ``count`` on."""
+def _experts(ids, assignment, count, experts, id_stride, TOP_K: tl.constexpr):
+    """Return the expert of each assignment and the slot it has when dropped: -1 for an id of -1, otherwise -2.
+
+    The expert of dropped ones is ``experts``, from ``count`` on ``experts + 1``.
+    """
     inside = assignment < count
-    token, slot = (assignment // TOP_K).to(tl.int64), assignment % TOP_K
-    at = ids + token * id_stride + slot
-    found = tl.load(at, mask=inside, other=0)
-    # Compared in the width of the ids: a wide id must not become a small one.
+    at = ids + (assignment // TOP_K).to(tl.int64) * id_stride + assignment % TOP_K
+    # In 64 bits a wide id does not become a small one, and no unsigned id is -1.
+    found = tl.load(at, mask=inside, other=0).to(tl.int64)
     kept = (found >= 0) & (found < experts)
-    if FOREIGN:
-        weight = tl.load(foreign + token * weight_stride + slot, mask=inside, other=0.0).to(tl.float32)
-        kept = kept & (tl.abs(weight) < float("inf"))
-        for back in tl.static_range(1, TOP_K):
-            earlier = tl.load(at - back, mask=inside & (slot >= back), other=0)
-            kept = kept & ((slot < back) | (earlier != found))
-    return tl.where(inside, tl.where(kept, found.to(tl.int32), experts), experts + 1)
+    expert = tl.where(inside, tl.where(kept, found.to(tl.int32), experts), experts + 1)
+    return expert, tl.where(found == -1, -1, -2)
 
 
 @triton.jit
@@ -95,13 +90,13 @@ def _write_offsets(expert_offsets, first_row, total, experts, BLOCK_E: tl.conste
 
 @triton.jit
 def _write_rows(
-    source, slots, weights_by_row, weights, assignment, row, kept, inside, weight_stride,
+    source, slots, weights_by_row, weights, assignment, row, absent, kept, inside, weight_stride,
     TOP_K: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
-    """Write what stands at ``row`` for ``assignment`` = token * TOP_K + slot."""
+    """Write what stands at ``row`` for ``assignment`` = token * TOP_K + slot, and ``absent`` where it is not kept."""
     token = (assignment // TOP_K).to(tl.int64)
     tl.store(source + row, token, mask=inside)
-    tl.store(slots + assignment, tl.where(kept, row, -1).to(tl.int64), mask=inside)
+    tl.store(slots + assignment, tl.where(kept, row, absent).to(tl.int64), mask=inside)
     if WEIGHTS:
         at = weights + token * weight_stride + assignment % TOP_K
         weight = tl.load(at, mask=kept, other=0.0).to(tl.float32)
@@ -113,10 +108,10 @@ _FREE = ("slots", "expert_offsets", "tile_expert_a", "tile_row_a", "tile_expert_
 
 @triton.jit(do_not_specialize=["count", "tiles_a", "tiles_b"], do_not_specialize_on_alignment=_FREE)
 def permute_kernel(
-    ids, foreign, weights, source, slots, expert_offsets, weights_by_row,
+    ids, weights, source, slots, expert_offsets, weights_by_row,
     tile_expert_a, tile_row_a, tile_expert_b, tile_row_b,
-    count, experts, tiles_a, tiles_b, id_stride, foreign_stride, weight_stride,
-    BLOCK: tl.constexpr, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, FOREIGN: tl.constexpr, BLOCK_T_A: tl.constexpr,
+    count, experts, tiles_a, tiles_b, id_stride, weight_stride,
+    BLOCK: tl.constexpr, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T_A: tl.constexpr,
     BLOCK_T_B: tl.constexpr, WEIGHTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write the whole permutation of at most BLOCK assignments; one program. BLOCK_T 0: no tile list."""
@@ -124,7 +119,7 @@ def permute_kernel(
         gdc_wait()
         gdc_launch_dependents()
     assignment = tl.arange(0, BLOCK)
-    expert = _experts(ids, foreign, assignment, count, experts, id_stride, foreign_stride, TOP_K, FOREIGN)
+    expert, absent = _experts(ids, assignment, count, experts, id_stride, TOP_K)
     total = _counts(expert, experts, BLOCK_E)
     order = _ranks(expert, BLOCK)
     inside, kept = expert <= experts, expert < experts
@@ -133,7 +128,9 @@ def permute_kernel(
     needed_a, needed_b = _needed(total, BLOCK_T_A), _needed(total, BLOCK_T_B)
     first_row, first_a, first_b = _before(total), _before(needed_a), _before(needed_b)
     row = tl.where(kept, tl.gather(first_row, expert, 0), tl.sum(total, 0)) + order
-    _write_rows(source, slots, weights_by_row, weights, assignment, row, kept, inside, weight_stride, TOP_K, WEIGHTS)
+    _write_rows(
+        source, slots, weights_by_row, weights, assignment, row, absent, kept, inside, weight_stride, TOP_K, WEIGHTS
+    )
     _begin_tiles(tile_expert_a, tile_row_a, first_a, expert, kept, order, row, BLOCK_T_A)
     _begin_tiles(tile_expert_b, tile_row_b, first_b, expert, kept, order, row, BLOCK_T_B)
     _write_offsets(expert_offsets, first_row, total, experts, BLOCK_E)
@@ -143,12 +140,13 @@ def permute_kernel(
 
 @triton.jit(do_not_specialize=["count", "run"], do_not_specialize_on_alignment=["slots"])
 def count_kernel(
-    ids, foreign, slots, histograms, count, experts, run, id_stride, foreign_stride,
-    BLOCK: tl.constexpr, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, FOREIGN: tl.constexpr, PDL: tl.constexpr,
+    ids, slots, histograms, count, experts, run, id_stride,
+    BLOCK: tl.constexpr, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Count the experts of ``run`` assignments a program into ``histograms [programs, BLOCK_E]`` int32.
 
-    slots gets, for ``scatter_kernel``, the expert above and below it how many earlier ones of the run have it.
+    slots gets, for ``scatter_kernel``, the expert above and below it how many earlier ones of the run have it; above is
+    a dropped assignment's slot, -1 or -2.
     """
     if PDL:
         gdc_wait()
@@ -160,10 +158,10 @@ def count_kernel(
     # Here and below while, not range: the interpreter cannot make an index of a loaded number.
     while start < stop:
         assignment = start + tl.arange(0, BLOCK)
-        expert = _experts(ids, foreign, assignment, stop, experts, id_stride, foreign_stride, TOP_K, FOREIGN)
+        expert, absent = _experts(ids, assignment, stop, experts, id_stride, TOP_K)
         kept = expert < experts
         before = tl.where(kept, tl.gather(total, tl.where(kept, expert, 0), 0), dropped)
-        found = (expert.to(tl.int64) << 32) | (_ranks(expert, BLOCK) + before).to(tl.int64)
+        found = (tl.where(kept, expert, absent).to(tl.int64) << 32) | (_ranks(expert, BLOCK) + before).to(tl.int64)
         tl.store(slots + assignment, found, mask=assignment < stop)
         total += _counts(expert, experts, BLOCK_E)
         dropped += tl.sum((expert == experts).to(tl.int32), 0)
@@ -202,13 +200,13 @@ def scatter_kernel(
         assignment = start + tl.arange(0, BLOCK)
         inside = assignment < stop
         found = tl.load(slots + assignment, mask=inside, other=0)
-        expert, rank = (found >> 32).to(tl.int32), found.to(tl.int32)
-        kept = inside & (expert < experts)
-        expert = tl.where(kept, expert, 0)
+        absent, rank = (found >> 32).to(tl.int32), found.to(tl.int32)
+        kept = inside & (absent >= 0)
+        expert = tl.where(kept, absent, 0)
         order = tl.gather(before, expert, 0) + rank
         row = tl.where(kept, tl.gather(first_row, expert, 0) + order, first_dropped + rank)
         _write_rows(
-            source, slots, weights_by_row, weights, assignment, row, kept, inside, weight_stride, TOP_K, WEIGHTS
+            source, slots, weights_by_row, weights, assignment, row, absent, kept, inside, weight_stride, TOP_K, WEIGHTS
         )
         _begin_tiles(tile_expert_a, tile_row_a, first_a, expert, kept, order, row, BLOCK_T_A)
         _begin_tiles(tile_expert_b, tile_row_b, first_b, expert, kept, order, row, BLOCK_T_B)

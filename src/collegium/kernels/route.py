@@ -1,4 +1,4 @@
-"""Router logits to expert ids and weights, a token a program; and foreign routings made harmless.
+"""Router logits to expert ids and weights, a token a program.
 
 Scores are evaluated in float64 and rounded once to float32, as ``ops/route.py`` defines them.
 """
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = ["route_kernel", "sanitise_kernel"]
+__all__ = ["route_kernel"]
 
 _LOWEST = tl.constexpr(-2147483648)  # below the key of every float
 SOFTMAX, TOPK_SOFTMAX, SIGMOID, SQRT_SOFTPLUS = (tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3))
@@ -27,7 +27,7 @@ def _value(key):
 
 @triton.jit
 def _score(logit, valid, SCORE: tl.constexpr):
-    """Score finite logits ``[N]``; for topk_softmax the logits, normalised after the choice."""
+    """Score logits ``[N]``; for topk_softmax the logits, normalised after the choice."""
     if SCORE == TOPK_SOFTMAX:
         return logit
     wide = logit.to(tl.float64)
@@ -78,7 +78,7 @@ def route_kernel(
     KEPT: tl.constexpr, TOP2: tl.constexpr, BIAS: tl.constexpr, HASH: tl.constexpr, RENORM: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write ids ``[T, K]`` int64 (-1: dropped) and weights ``[T, K]`` float32 of one token.
+    """Write ids ``[T, K]`` int64 and weights ``[T, K]`` float32 of one token: -2 and NaN where scores or bias are NaN.
 
     BLOCK_G * BLOCK_S lanes hold the experts group by group. KEPT 0: no groups.
     """
@@ -91,25 +91,23 @@ def route_kernel(
     expert = (lane // BLOCK_S) * group_size + place
     valid = (place < group_size) & (lane // BLOCK_S < groups)
     raw = tl.load(logits + token * logits_stride + expert, mask=valid, other=0.0).to(tl.float32)
-    poisoned = tl.max((raw != raw).to(tl.int32), 0) > 0
-    # A NaN row is dropped whole; zeros in its place keep it from anything odd until then.
-    raw = tl.where(raw == raw, raw, 0.0)
-    finite = tl.minimum(tl.maximum(raw, -3.4028234663852886e38), 3.4028234663852886e38)
-    score = _score(finite, valid, SCORE)
+    score = _score(raw, valid, SCORE)
+    choice, judged = raw, score
+    if BIAS:
+        choice = score + tl.load(bias + expert * bias_stride, mask=valid, other=0.0).to(tl.float32)
+        judged = choice
+    # Whatever is chosen then does not matter.
+    poisoned = tl.max((valid & (judged != judged)).to(tl.int32), 0) > 0
     slot = tl.arange(0, BLOCK_K)
     if HASH:
         wanted = tl.load(token_ids + token * token_stride).to(tl.int64)
         known = (wanted >= 0) & (wanted < vocabulary)
         row = tl.where(known, wanted, 0)
         table = tl.load(hash_table + row * TOP_K + slot, mask=slot < TOP_K, other=0).to(tl.int64)
-        table = tl.where(known & (slot < TOP_K) & (table >= 0) & (table < experts), table, -1).to(tl.int32)
+        table = tl.where(known & (table >= -1) & (table < experts), table, -2).to(tl.int32)
     else:
-        choice = finite
-        if BIAS:
-            choice = score + tl.load(bias + expert * bias_stride, mask=valid, other=0.0).to(tl.float32)
-            poisoned = poisoned | (tl.max((valid & (choice != choice)).to(tl.int32), 0) > 0)
-            choice = tl.minimum(tl.maximum(choice, -3.4028234663852886e38), 3.4028234663852886e38)
-        key = _key(choice)
+        # A biased score of -inf stays above the -inf of a masked group.
+        key = _key(tl.minimum(tl.maximum(choice, -3.4028234663852886e38), 3.4028234663852886e38))
         if KEPT:
             basis = key
             if TOP2 and not BIAS:
@@ -120,20 +118,18 @@ def route_kernel(
     weight = tl.zeros([BLOCK_K], tl.float32)
     for k in tl.static_range(TOP_K):
         if HASH:
-            chosen = tl.max(tl.where(slot == k, table, -1), 0)
-            repeated = tl.max((found == chosen).to(tl.int32), 0) > 0
-            chosen = tl.where(repeated, -1, chosen)
+            chosen = tl.max(tl.where(slot == k, table, -2), 0)
         else:
             most = tl.max(key, 0)
             chosen = tl.min(tl.where(key == most, expert, 0x7FFFFFFF), 0)
             key = tl.where(expert == chosen, _LOWEST, key)
-        chosen = tl.where(poisoned, -1, chosen)
+        chosen = tl.where(poisoned, -2, chosen)
         found = tl.where(slot == k, chosen, found)
         weight = tl.where(slot == k, tl.sum(tl.where(valid & (expert == chosen), score, 0.0), 0), weight)
     if SCORE == TOPK_SOFTMAX:
         wide = tl.where(found >= 0, weight.to(tl.float64), float("-inf"))
         most = tl.max(wide, 0)
-        raised = tl.where(found >= 0, tl.exp(wide - tl.where(most == float("-inf"), 0.0, most)), 0.0)
+        raised = tl.where(found >= 0, tl.exp(wide - most), 0.0)
         total_raised = tl.sum(raised, 0)
         weight = (raised / tl.where(total_raised == 0.0, 1.0, total_raised)).to(tl.float32)
     if RENORM:
@@ -145,31 +141,4 @@ def route_kernel(
         weight = tl.where(total == 0.0, 0.0, tl.div_rn(weight, tl.zeros([BLOCK_K], tl.float32) + total))
     written = slot < TOP_K
     tl.store(ids + token * TOP_K + slot, found.to(tl.int64), mask=written)
-    tl.store(weights + token * TOP_K + slot, weight * scale, mask=written)
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def sanitise_kernel(
-    topk_ids, topk_weights, ids, weights, tokens, experts, id_stride, weight_stride,
-    TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Write ids int64 and weights float32 ``[T, K]``, -1 and 0 for out-of-range, repeated and non-finite ones."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    slot = tl.arange(0, BLOCK_K)
-    inside = (row < tokens)[:, None] & (slot < TOP_K)[None, :]
-    found = tl.load(topk_ids + row[:, None] * id_stride + slot[None, :], mask=inside, other=0)
-    weight = tl.load(topk_weights + row[:, None] * weight_stride + slot[None, :], mask=inside, other=0.0)
-    weight = weight.to(tl.float32)
-    # Compared in the width of the ids: a wide id must not become a small one.
-    kept = inside & (found >= 0) & (found < experts)
-    expert = tl.where(kept, found.to(tl.int32), -1)
-    earlier = (slot[None, :] < slot[:, None])[None, :, :]
-    same = (expert[:, :, None] == expert[:, None, :]) & earlier
-    repeated = tl.max(same.to(tl.int32), 2) > 0
-    kept = kept & (repeated == 0) & (tl.abs(weight) < float("inf"))
-    at = row[:, None] * TOP_K + slot[None, :]
-    tl.store(ids + at, tl.where(kept, expert, -1).to(tl.int64), mask=inside)
-    tl.store(weights + at, tl.where(kept, weight, 0.0), mask=inside)
+    tl.store(weights + token * TOP_K + slot, tl.where(found < -1, float("nan"), weight * scale), mask=written)

@@ -29,8 +29,8 @@ def weighted_sum_kernel(
 ):
     """Write ``out [T, width]``; a program owns BLOCK columns of one token.
 
-    IDS: slots holds expert ids, the row of assignment (t, k) is t * TOP_K + k, and one with an id that is no expert or
-    stands in an earlier slot, or with a weight that is no finite number, is dropped.
+    A slot of -1 adds nothing, whatever its weight is; any other that is no row makes the token NaN. IDS: slots holds
+    expert ids, and the row of assignment (t, k) is t * TOP_K + k.
     Compiled without fused multiply-adds: each product is rounded to float32 before it is added.
     """
     if PDL:
@@ -41,23 +41,18 @@ def weighted_sum_kernel(
     inside = column < width
     total = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(TOP_K):
-        slot = tl.load(slots + token * TOP_K + k)
-        if IDS:
-            kept = (slot >= 0) & (slot < experts)
-            for before in tl.static_range(k):
-                kept = kept & (tl.load(slots + token * TOP_K + before) != slot)
-            slot = token * TOP_K + k
-            if WEIGHTS:
-                kept = kept & (tl.abs(tl.load(weights + token * weight_stride + k).to(tl.float32)) < float("inf"))
-        else:
-            kept = (slot >= 0) & (slot < count)
-        value = tl.load(rows + slot * row_stride + column, mask=inside & kept, other=0.0).to(tl.float32)
+        # In 64 bits, where no unsigned id is -1.
+        slot = tl.load(slots + token * TOP_K + k).to(tl.int64)
+        kept = (slot >= 0) & (slot < (experts if IDS else count))
+        # What is not there is read as 0, which the factor makes 0 or NaN.
+        absent = tl.where(slot == -1, 0.0, float("nan"))
+        row = token * TOP_K + k if IDS else slot
+        value = tl.load(rows + row * row_stride + column, mask=inside & kept, other=0.0).to(tl.float32)
+        weight = 1.0
         if WEIGHTS:
-            # The weight of a dropped slot may be anything.
             weight = tl.load(weights + token * weight_stride + k).to(tl.float32)
-            value = value * tl.where(kept, weight, 0.0)
         # The sum starts from +0 and so is never -0: adding +0 leaves its bits alone.
-        total = total + value
+        total = total + value * tl.where(kept, weight, absent)
     if SHARED:
         total = total + tl.load(shared + token * shared_stride + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=inside)

@@ -41,7 +41,7 @@ from . import (
     step3p7,
 )
 from .base import PREFIXES, Family, Names, StackedNames, text_of
-from .quantization import Declared, declared_format
+from .quantization import Declared, declared_format, experts_apart, mixed_algorithms
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -58,7 +58,9 @@ __all__ = [
     "declared_format",
     "describe",
     "expert_path",
+    "experts_apart",
     "family_of",
+    "mixed_algorithms",
     "moe_layers",
     "text_of",
 ]

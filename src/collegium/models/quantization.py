@@ -10,9 +10,9 @@ from ..errors import ConfigError
 from .patterns import matches_prefix
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-__all__ = ["METHODS", "Declared", "declared_format"]
+__all__ = ["METHODS", "Declared", "declared_format", "experts_apart", "mixed_algorithms"]
 
 METHODS = ("fp8", "mxfp4", "mxfp8", "modelopt", "compressed-tensors", "gptq", "awq", "bitsandbytes", "gguf")
 _MOST_COLUMNS = 1 << 24  # far larger blocks and groups overflow in what computes with them
@@ -74,7 +74,7 @@ def declared_format(config: Mapping[str, object], path: str) -> Declared:
     if _skipped(block, path):
         return plain
     if method == "fp8":
-        return _fp8(config, block)
+        return _fp8(config, block, path)
     if method in ("mxfp4", "mxfp8"):
         return Declared(format=method, method=method)
     if method in _METHODS:
@@ -143,10 +143,23 @@ def _pair(block: Mapping[str, object], key: str) -> tuple[int, int]:
     return rows, columns
 
 
-def _fp8(config: Mapping[str, object], block: Mapping[str, object]) -> Declared:
-    if config.get("model_type") == "deepseek_v4" and config.get("expert_dtype", "fp4") == "fp4":
-        nv = str(block.get("moe_quant_algo")).upper() == "NVFP4"
-        return Declared(format="nvfp4" if nv else "mxfp4", method="fp8")
+def experts_apart(config: Mapping[str, object]) -> bool:
+    """Tell whether entries beside the quantisation block say how the routed experts are stored (DeepSeek-V4)."""
+    block = _block(config)
+    fp8 = block is not None and str(block.get("quant_method")).lower() == "fp8"
+    return fp8 and config.get("model_type") == "deepseek_v4"
+
+
+def _fp8(config: Mapping[str, object], block: Mapping[str, object], path: str) -> Declared:
+    # DeepSeek-V4's block speaks of everything but the routed experts; "shared_experts" is another component
+    if experts_apart(config) and "experts" in path.split("."):
+        kind, algorithm = config.get("expert_dtype") or "fp4", block.get("moe_quant_algo") or "MXFP4"
+        named = {"MXFP4": "mxfp4", "NVFP4": "nvfp4"}.get(str(algorithm).upper())
+        if kind not in ("fp4", "fp8") or (kind == "fp4" and named is None):
+            msg = f"config.json: expert_dtype is {kind!r} and quantization_config has moe_quant_algo {algorithm!r}; "
+            raise ConfigError(msg + "allowed are expert_dtype fp8, or fp4 with moe_quant_algo NVFP4 or none")
+        if kind == "fp4":
+            return Declared(format=named, method="fp8")
     if block.get("weight_block_size") is None:
         return Declared(format="fp8_tensor", method="fp8")
     return Declared(format="fp8_block", method="fp8", block=_pair(block, "weight_block_size"))
@@ -155,20 +168,43 @@ def _fp8(config: Mapping[str, object], block: Mapping[str, object]) -> Declared:
 def _modelopt(block: Mapping[str, object], path: str, plain: Declared) -> Declared:
     algorithm = str(block.get("quant_algo")).upper()
     if algorithm == "MIXED_PRECISION":
-        table = block.get("quantized_layers")
-        layers = cast("Mapping[str, object]", table) if isinstance(table, dict) else {}
-        found = [name for name in layers if path == name or path.startswith(f"{name}.")]
-        if not found:
+        found = _mixed(block, path)
+        if found is None:
             return plain
-        entry = layers[max(found, key=len)]
-        algorithm = (
-            str(cast("Mapping[str, object]", entry).get("quant_algo")).upper() if isinstance(entry, dict) else ""
-        )
+        algorithm = found
     if algorithm not in _MODELOPT:
         msg = f"quantization_config: quant_algo is {algorithm!r}, known are {', '.join(_MODELOPT)}, MIXED_PRECISION"
         raise ConfigError(msg)
     name = _MODELOPT[algorithm]
     return Declared(format=name, method="modelopt", block=(128, 128) if name == "fp8_block" else None)
+
+
+def _mixed(block: Mapping[str, object], path: str) -> str | None:
+    """Return the algorithm that a table of mixed precision gives the module, or the longest part of its path."""
+    table = block.get("quantized_layers")
+    layers = cast("Mapping[str, object]", table) if isinstance(table, dict) else {}
+    steps = path.split(".")
+    for stop in range(len(steps), 0, -1):
+        if (name := ".".join(steps[:stop])) in layers:
+            entry = layers[name]
+            return str(cast("Mapping[str, object]", entry).get("quant_algo")).upper() if isinstance(entry, dict) else ""
+    return None
+
+
+def mixed_algorithms(config: Mapping[str, object], paths: Iterable[str]) -> dict[str, str]:
+    """Return the algorithms ModelOpt's mixed precision gives the modules, each with the first module that has it.
+
+    A module it does not list has ``none``. Empty for every other method.
+    """
+    block = _block(config)
+    if block is None or str(block.get("quant_algo")).upper() != "MIXED_PRECISION":
+        return {}
+    if str(block.get("quant_method")).lower() != "modelopt":
+        return {}
+    seen: dict[str, str] = {}
+    for path in paths:
+        seen.setdefault(_mixed(block, path) or "none", path)
+    return seen
 
 
 def _compressed(block: Mapping[str, object], path: str, plain: Declared) -> Declared:

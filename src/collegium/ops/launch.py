@@ -85,7 +85,7 @@ def launch(
     key = (id(kernel), *constants.values(), *options.values())
     variant = _variants.get(key)
     if variant is None:
-        variant = _variants[key] = _Variant(kernel, constants, options)
+        variant = _variants.setdefault(key, _Variant(kernel, constants, options))
     device = args[0].device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):

@@ -14,7 +14,6 @@ from ..errors import InputError
 from ..types import TileRows
 from ..workspace import empty
 from .launch import dense_rows, launch, on_device, overlaps, power_of_two
-from .route import check_routing, sanitise
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +32,7 @@ class Permutation:
     source: ``[T*K]``, row r belongs to token ``source[r]``.
     expert_offsets: ``[E+1]``, expert e owns rows ``expert_offsets[e]:expert_offsets[e+1]``; rows from
         ``expert_offsets[E]`` on are dropped assignments.
-    slots: ``[T, K]``, the row of assignment (t, k), or -1 when it is dropped.
+    slots: ``[T, K]``, the row of assignment (t, k), -1 where its id is -1, or -2 where it is dropped for any other id.
     weights_by_row: ``[T*K]`` float32, ``input_weights`` in row order with 0 for dropped rows, or None.
     tiles: a tile list for each row count asked for. scratch: int32 counts of a larger batch's kernels, or None.
     """
@@ -85,7 +84,6 @@ def permute(
     num_experts: int,
     *,
     input_weights: Tensor | None = None,
-    foreign: Tensor | None = None,
     block_t: tuple[int, ...] = (),
     out: Permutation | None = None,
 ) -> Permutation:
@@ -93,20 +91,13 @@ def permute(
 
     input_weights: ``[T, K]`` floating, carried into row order. Ids outside ``0..num_experts-1`` count as
         dropped.
-    foreign: ``topk_weights [T, K]`` of a routing that was not sanitised: what ``sanitise`` drops is dropped here.
     block_t: at most two row counts to list the token tiles of, at no extra launch.
     out: buffers to write instead of fresh ones, from ``permutation_buffers`` of the same arguments.
     Raises ``InputError`` for wrong shapes or dtypes. Reads nothing on the host.
     """
     _check(topk_ids, num_experts, input_weights, block_t)
-    if foreign is not None:
-        check_routing(topk_ids, foreign)
     if on_device(topk_ids):
-        return permute_on_device(
-            topk_ids, num_experts, input_weights=input_weights, foreign=foreign, block_t=block_t, out=out
-        )
-    if foreign is not None:
-        topk_ids = sanitise(topk_ids, foreign, num_experts).topk_ids
+        return permute_on_device(topk_ids, num_experts, input_weights=input_weights, block_t=block_t, out=out)
     tokens, top_k = topk_ids.shape
     ids = topk_ids.to(torch.int64).reshape(-1)
     dropped = (ids < 0) | (ids >= num_experts)
@@ -119,7 +110,8 @@ def permute(
         (tokens, top_k), num_experts, ids.device, block_t=block_t, weights=input_weights is not None
     )
     made.expert_offsets.copy_(torch.searchsorted(keys, experts))
-    made.slots.view(-1).scatter_(0, order, rows).masked_fill_(dropped, -1)
+    absent = torch.where(ids == -1, -1, -2)
+    made.slots.view(-1).copy_(torch.where(dropped, absent, torch.empty_like(order).scatter_(0, order, rows)))
     made.source.copy_(torch.div(order, top_k, rounding_mode="floor"))
     if input_weights is not None and made.weights_by_row is not None:
         weights = input_weights.reshape(-1).to(torch.float32).masked_fill(dropped, 0.0)
@@ -134,7 +126,6 @@ def permute_on_device(
     num_experts: int,
     *,
     input_weights: Tensor | None = None,
-    foreign: Tensor | None = None,
     block_t: tuple[int, ...] = (),
     out: Permutation | None = None,
 ) -> Permutation:
@@ -145,7 +136,7 @@ def permute_on_device(
     tokens, top_k = topk_ids.shape
     rows, carried = tokens * top_k, input_weights is not None
     ids = dense_rows(topk_ids)
-    given, weights = (ids if each is None else dense_rows(each) for each in (foreign, input_weights))
+    weights = ids if input_weights is None else dense_rows(input_weights)
     made = out or permutation_buffers((tokens, top_k), num_experts, ids.device, block_t=block_t, weights=carried)
     lists, sizes, counts = [made.source] * 4, [0, 0], [0, 0]
     for index, tiles in enumerate(made.tiles):
@@ -154,16 +145,15 @@ def permute_on_device(
     by_row = made.source if made.weights_by_row is None else made.weights_by_row
     held = (made.source, made.slots, made.expert_offsets, by_row, *lists, rows, num_experts, *counts)
     block_e, pdl = power_of_two(num_experts, 16), overlaps(ids)
-    reads = {"TOP_K": top_k, "BLOCK_E": block_e, "FOREIGN": foreign is not None}
+    reads = {"TOP_K": top_k, "BLOCK_E": block_e}
     writes = {"BLOCK_T_A": sizes[0], "BLOCK_T_B": sizes[1], "WEIGHTS": carried, "PDL": pdl}
-    strides = (ids.stride(0), given.stride(0))
     if made.scratch is None:
         block = power_of_two(rows, 32)
-        args = (ids, given, weights, *held, *strides, weights.stride(0))
+        args = (ids, weights, *held, ids.stride(0), weights.stride(0))
         launch(kernels.permute_kernel, (1,), args, {"BLOCK": block, **reads, **writes}, num_warps=block // 32)
         return made
     run, programs = _runs(rows)
-    args = (ids, given, made.slots, made.scratch, rows, num_experts, run, *strides)
+    args = (ids, made.slots, made.scratch, rows, num_experts, run, ids.stride(0))
     launch(kernels.count_kernel, (programs,), args, {"BLOCK": _BLOCK, **reads, "PDL": pdl}, num_warps=4)
     wide = 1 if run == _BLOCK else 2
     chunk = max(2, min(power_of_two(programs), wide * 8192 // block_e))

@@ -227,12 +227,13 @@ def row_buffers(name: str, rows: int, columns: int, device: torch.device) -> Qua
             scales=empty((rows, groups), torch.float8_e4m3fn, device),
             global_scale=empty((rows, 1), torch.float32, device),
         )
-    byte = isinstance(form, _Fp8) and form.e8m0
-    return QuantizedRows(
-        codes=empty((rows, columns), torch.float8_e4m3fn, device),
-        shape=(rows, columns),
-        scales=empty((rows, groups), torch.uint8 if byte else torch.float32, device),
-    )
+    if isinstance(form, _Fp8):
+        return QuantizedRows(
+            codes=empty((rows, columns), torch.float8_e4m3fn, device),
+            shape=(rows, columns),
+            scales=empty((rows, groups), torch.uint8 if form.e8m0 else torch.float32, device),
+        )
+    raise _no_kernel(form)
 
 
 def quantize_rows(
@@ -275,6 +276,8 @@ def quantize_on_device(
 ) -> QuantizedRows:
     """Do ``quantize_rows`` in one pass of a kernel, E4M3 codes in the order and ``late`` as ``operand`` says."""
     form, columns = activation_format(name), x.shape[1]
+    if not isinstance(form, _Cast | _Fp8 | _NvFp4):
+        raise _no_kernel(form)
     wide = -(-columns // 128) * 128 if order != AS_IS else columns
     rows = x.shape[0] if source is None else source.numel()
     made = row_buffers(name, rows, wide, x.device) if out is None else out
@@ -311,6 +314,14 @@ def quantize_on_device(
     else:
         launch(kernels.cast_kernel, grid, (*inputs, *sizes), block, num_warps=warps)
     return made
+
+
+def _no_kernel(form: ActivationFormat) -> InputError:
+    kinds = ", ".join(known.name for known in ACTIVATION_FORMATS if isinstance(known, _Cast | _Fp8 | _NvFp4))
+    return InputError(
+        f"activation format {form.name}: found {type(form).__name__}, which no kernel writes, allowed: {kinds}; write "
+        "one and launch it in ops/quantize.py"
+    )
 
 
 def _weighted(x: Tensor, source: Tensor | None, weights: Tensor | None) -> Tensor:

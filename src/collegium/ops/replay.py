@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Replay"]
 
-_KEPT = 128  # kinds of call remembered, some 10 KB each; the oldest goes first
+_KEPT = 256  # kinds of call remembered, some 10 KB each; the oldest goes first
 
 
 class Replay:
@@ -41,15 +41,18 @@ class Replay:
         """Copy as empty: the addresses are those of the tensors of one layer."""
         return Replay, ()
 
-    def __call__(self, compute: Callable[..., None], inputs: tuple[Tensor, *tuple[Tensor | None, ...]]) -> None:
+    def __call__(
+        self, compute: Callable[..., None], inputs: tuple[Tensor, *tuple[Tensor | None, ...]], memory: int = 0
+    ) -> None:
         """Do what ``compute(*inputs)`` does.
 
-        Inputs of one kind agree in dtype, device, shape, strides and in where they stand within 16 bytes.
+        Inputs of one kind agree in dtype, device, shape, strides and in where they stand within 16 bytes. memory: the
+        number of the workspace that ``compute`` takes buffers from; what was recorded in one is no good in another.
         """
         if watched():
             compute(*inputs)
             return
-        kind: list[Any] = []
+        kind: list[Any] = [memory]
         addresses: list[int] = []
         for tensor in inputs:
             if tensor is None:
@@ -69,7 +72,8 @@ class Replay:
             compute(*inputs)
             if found is None:
                 if len(self._kinds) >= _KEPT:
-                    del self._kinds[next(iter(self._kinds))]
+                    # Another thread may have been faster.
+                    self._kinds.pop(next(iter(self._kinds), key), None)
                 self._kinds[key] = True
 
 

@@ -8,14 +8,14 @@ the vector body than in the tail of a tensor, so a row would depend on how many 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from ..errors import InputError, RoutingError
 from ..types import Routing
 from .launch import on_device
-from .route_device import route_on_device, sanitise_on_device
+from .route_device import route_on_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
     from ..types import RoutingSpec, ScoreFunction
 
-__all__ = ["check_routing", "route", "route_custom", "sanitise"]
+__all__ = ["given_routing", "route", "route_custom"]
 
 _LARGEST = torch.finfo(torch.float32).max
+_NO_EXPERT = -2  # an id whose row is NaN; any other out of range but -1 does the same
 _ID_BITS = 24  # bits of an expert id in a composite sort key; 32 bits of score stand above them
 _ID_DTYPES = (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64)
 
@@ -44,20 +45,21 @@ def route(
 ) -> Routing:
     """Choose ``spec.top_k`` experts for each token.
 
-    logits: ``[T, E]``, any floating dtype; infinities act as the largest finite float32 of their sign.
+    logits: ``[T, E]``, any floating dtype.
     bias: ``[E]`` correction bias, added for selection only; needed exactly when ``spec.correction_bias`` is
         set and experts are not looked up.
     token_ids: ``[T]`` integers, and hash_table: ``[vocabulary, K]`` integers; needed exactly when
         ``spec.hash_routing`` is set (token_ids alone is ignored otherwise).
     expert_scale: ``[E]``, needed exactly when ``spec.expert_scale`` is set.
-    checked: waits for the device and raises on bad values; otherwise a bad row or assignment gets id -1,
-        weight 0. On a GPU, unchecked routing is one kernel for all but the sparse mixer
-        and a floor of the sum.
+    checked: waits for the device and raises on bad values; otherwise a bad row gets ids -2 and weights of NaN, which
+        make its output NaN. On a GPU, unchecked routing is one kernel for all but the sparse mixer and a floor of the
+        sum.
     out: ids int64 and weights float32, both ``[T, K]`` contiguous, to write instead of fresh memory.
 
     Returns ids in descending order of the (biased) score, ties to the lower id; a hash table keeps its order.
     Raises ``InputError`` for wrong shapes, dtypes or missing arguments in both modes, and, in checked mode,
-    ``RoutingError`` for NaN logits, NaN bias, and token ids or table entries out of range or duplicated.
+    ``RoutingError`` for NaN logits, NaN bias, weights that are not finite, and token ids or table entries out of range
+    or duplicated.
     """
     _check_logits(logits, spec)
     if spec.hash_routing:
@@ -73,19 +75,20 @@ def route(
         chosen = route_on_device(logits, spec, bias=bias, token_ids=token_ids, hash_table=hash_table, out=out)
         return _scaled(chosen, expert_scale)
     raw = logits.to(torch.float32)
-    finite = raw.clamp(-_LARGEST, _LARGEST)
-    poisoned = raw.isnan().any(dim=1, keepdim=True)
-    if checked:
-        _refuse_nan_rows(poisoned, "router logits")
-    scores = _scores(finite, spec.score)
+    scores = _scores(raw, spec.score)
     if spec.hash_routing and token_ids is not None and hash_table is not None:
-        ids = _drop_bad_ids(_look_up(token_ids, hash_table, checked=checked), experts, checked=checked)
+        judged, ids = scores, _look_up(token_ids, hash_table, checked=checked)
+        if checked:
+            _refuse_bad_ids(ids, experts)
+        ids = ids.masked_fill((ids < -1) | (ids >= experts), _NO_EXPERT)
     else:
-        choice = _choice(finite, scores, bias, checked=checked)
-        poisoned = poisoned | choice.isnan().any(dim=1, keepdim=True)
-        ids = _select(choice, scores, spec)
-    ids = ids.masked_fill(poisoned, -1)
-    return _scaled(_into(out, ids, _weights(finite, scores, ids, spec)), expert_scale)
+        choice = _choice(raw, scores, bias, checked=checked)
+        judged, ids = scores if bias is None else choice, _select(choice, scores, spec)
+    ids = ids.masked_fill(judged.isnan().any(dim=1, keepdim=True), _NO_EXPERT)
+    chosen = _scaled(_into(out, ids, _weights(raw, scores, ids, spec)), expert_scale)
+    if checked:
+        _refuse_bad_rows(~chosen.topk_weights.isfinite().all(dim=1))
+    return chosen
 
 
 def route_custom(
@@ -100,59 +103,55 @@ def route_custom(
 
     x: ``[T, D]``, logits: ``[T, E]``; both results must be ``[T, K]``. The weights are taken as returned: the
     score function, renormalisation and scale of ``spec`` are the callable's own business. Validation is
-    ``sanitise``.
+    ``given_routing``.
     """
     _check_logits(logits, spec)
     if x.dim() != 2 or x.shape[0] != logits.shape[0]:
         raise InputError(f"route_custom: x is {_describe(x)}, allowed: [{logits.shape[0]}, D], a row for each token")
-    weights, ids = fn(x, logits, spec.top_k)
+    found = cast("Any", fn(x, logits, spec.top_k))
+    if not isinstance(found, tuple | list) or len(found) != 2 or not all(isinstance(t, torch.Tensor) for t in found):
+        raise InputError(
+            f"route_custom: the callable, choose returned a {type(found).__name__}; allowed: two tensors, "
+            "(topk_weights, topk_ids)"
+        )
+    weights, ids = found
     want = (logits.shape[0], spec.top_k)
     if tuple(ids.shape) != want:
         raise InputError(
             f"route_custom: the callable returned topk_ids {_describe(ids)}, allowed: shape {want} "
             "(T, top_k); it must return (topk_weights, topk_ids) in this order"
         )
-    return sanitise(ids, weights, logits.shape[1], checked=checked)
+    return given_routing(ids, weights, logits.shape[1], checked=checked)
 
 
-def sanitise(
-    topk_ids: Tensor, topk_weights: Tensor, num_experts: int, *, checked: bool = False, out: Routing | None = None
-) -> Routing:
-    """Turn foreign ``topk_ids [T, K]`` and ``topk_weights [T, K]`` into a ``Routing`` that cannot do harm.
+def given_routing(topk_ids: Tensor, topk_weights: Tensor, num_experts: int, *, checked: bool = False) -> Routing:
+    """Return ``topk_ids [T, K]`` (integers) and ``topk_weights [T, K]`` (floating) from outside as a ``Routing``.
 
-    topk_ids: integers; -1 means "not here" and is always legal. topk_weights: floating, returned as float32.
-    An id outside ``0..num_experts-1``, an id seen in an earlier slot of its row, and a weight that is not finite in
-    float32 are faults: ``RoutingError`` when checked, otherwise the assignment becomes id -1, weight 0. The
-    weights of the remaining slots are not touched. out: as in ``route``. Raises ``InputError`` for wrong shapes and
-    dtypes in both modes.
+    An id of -1 means "not here", whatever its weight is. Any other outside ``0..num_experts-1``, an id that stands in
+    an earlier slot of its row, and a weight that is not finite in float32 raise ``RoutingError`` when checked.
+    Otherwise nothing is read: the output of a token with an id that is no expert becomes NaN, a repeated expert is
+    added twice, and weights multiply as they are.
+    Raises ``InputError`` for wrong shapes and dtypes in both modes.
     """
-    check_routing(topk_ids, topk_weights)
-    if num_experts < 1:
-        raise InputError(f"num_experts: found {num_experts}, allowed: at least 1")
-    if not checked and on_device(topk_ids):
-        return sanitise_on_device(topk_ids, topk_weights, num_experts, out=out)
-    ids = _drop_bad_ids(topk_ids.to(torch.int64), num_experts, checked=checked)
-    weights = topk_weights.to(torch.float32)
-    unusable = (ids >= 0) & ~weights.isfinite()
-    if checked:
-        _refuse_slots(unusable, topk_weights, "topk_weights", "a finite float32 number")
-    ids = ids.masked_fill(unusable, -1)
-    return _into(out, ids, weights.masked_fill(ids < 0, 0.0))
-
-
-def check_routing(topk_ids: Tensor, topk_weights: Tensor) -> None:
-    """Raise ``InputError`` unless ids and weights ``[T, K]`` have shapes and dtypes that ``sanitise`` takes."""
     _check_ids("topk_ids", topk_ids, 2)
     if tuple(topk_weights.shape) != tuple(topk_ids.shape) or not topk_weights.is_floating_point():
         raise InputError(
             f"topk_weights: found {_describe(topk_weights)}, allowed: a floating dtype and the shape of "
             f"topk_ids {tuple(topk_ids.shape)}"
         )
+    if num_experts < 1:
+        raise InputError(f"num_experts: found {num_experts}, allowed: at least 1")
+    if checked:
+        ids = topk_ids.to(torch.int64)
+        _refuse_bad_ids(ids, num_experts)
+        unusable = (ids >= 0) & ~topk_weights.to(torch.float32).isfinite()
+        _refuse_slots(unusable, topk_weights, "topk_weights", "a finite float32 number")
+    return Routing(topk_ids=topk_ids, topk_weights=topk_weights)
 
 
 def _into(out: Routing | None, ids: Tensor, weights: Tensor) -> Routing:
     if out is None:
-        return Routing(topk_ids=ids, topk_weights=weights, sanitised=True)
+        return Routing(topk_ids=ids, topk_weights=weights)
     out.topk_ids.copy_(ids)
     out.topk_weights.copy_(weights)
     return out
@@ -180,19 +179,19 @@ def _scores(logits: Tensor, score: ScoreFunction) -> Tensor:
 
 
 def _choice(logits: Tensor, scores: Tensor, bias: Tensor | None, *, checked: bool) -> Tensor:
-    """Return the values experts are ranked by, ``[T, E]`` float32 in the finite range (NaN where poisoned).
+    """Return the values experts are ranked by, ``[T, E]`` float32: in the finite range, or NaN.
 
     Every score function rises with the logit, so without a bias the logits rank the experts exactly, where
     rounded scores would tie (a float32 sigmoid is 1 for every logit above 17).
     """
+    # The clamp keeps -inf above the -inf of a masked group.
     if bias is None:
-        return logits
+        return logits.clamp(-_LARGEST, _LARGEST)
     wide = bias.to(torch.float32)
     if checked and bool(wide.isnan().any()):
         first = int(wide.isnan().nonzero()[0, 0])
         experts = logits.shape[1]
         raise RoutingError(f"correction bias: expert {first} of {experts} is NaN, allowed: numbers; reload the router")
-    # The clamp keeps a biased score of -inf above the -inf of a masked group.
     return (scores + wide).clamp(-_LARGEST, _LARGEST)
 
 
@@ -252,7 +251,7 @@ def _top(values: Tensor, count: int) -> Tensor:
 
 
 def _weights(logits: Tensor, scores: Tensor, ids: Tensor, spec: RoutingSpec) -> Tensor:
-    """Weights ``[T, K]`` float32 of the chosen experts, from unbiased scores; 0 where the id is -1."""
+    """Weights ``[T, K]`` float32 of the chosen experts, from unbiased scores; 0 for an id of -1, NaN for -2."""
     dropped = ids < 0
     safe = ids.clamp(min=0)
     if spec.score == "topk_softmax":
@@ -270,7 +269,7 @@ def _weights(logits: Tensor, scores: Tensor, ids: Tensor, spec: RoutingSpec) -> 
             total = total + weights[:, k]
         total = (total + spec.renormalise_eps).clamp(min=spec.renormalise_floor).unsqueeze(1)
         weights = (weights / total).masked_fill(total == 0, 0.0)
-    return weights * spec.scale
+    return (weights * spec.scale).masked_fill(ids == _NO_EXPERT, torch.nan)
 
 
 def _sparsemixer(logits: Tensor, ids: Tensor, jitter: float) -> Tensor:
@@ -318,7 +317,7 @@ def _check_look_up(
 
 
 def _look_up(token_ids: Tensor, hash_table: Tensor, *, checked: bool) -> Tensor:
-    """Return ``hash_table[token_ids]``, ``[T, K]`` int64, with -1 for token ids outside the table."""
+    """Return ``hash_table[token_ids]``, ``[T, K]`` int64, with -2 for token ids outside the table."""
     vocabulary = hash_table.shape[0]
     wanted = token_ids.to(torch.int64)
     outside = (wanted < 0) | (wanted >= vocabulary)
@@ -331,29 +330,25 @@ def _look_up(token_ids: Tensor, hash_table: Tensor, *, checked: bool) -> Tensor:
     # torch has few operations for the wide unsigned dtypes, index_select is not among them.
     table = hash_table.to(torch.int64) if hash_table.dtype in (torch.uint16, torch.uint32) else hash_table
     rows = table.index_select(0, wanted.clamp(0, vocabulary - 1)).to(torch.int64)
-    return rows.masked_fill(outside.unsqueeze(1), -1)
+    return rows.masked_fill(outside.unsqueeze(1), _NO_EXPERT)
 
 
-def _drop_bad_ids(ids: Tensor, experts: int, *, checked: bool) -> Tensor:
-    """Replace ids outside ``-1..experts-1`` and repeated ids of a row by -1, or raise when checked."""
+def _refuse_bad_ids(ids: Tensor, experts: int) -> None:
+    """Raise for ids ``[T, K]`` outside ``-1..experts-1`` and for repeated ids of a row."""
     outside = (ids < -1) | (ids >= experts)
-    if checked:
-        _refuse_slots(outside, ids, "topk_ids", f"0 to {experts - 1}, or -1 for not here")
-    ids = ids.masked_fill(outside, -1)
+    _refuse_slots(outside, ids, "topk_ids", f"0 to {experts - 1}, or -1 for not here")
     same = (ids.unsqueeze(2) == ids.unsqueeze(1)) & (ids >= 0).unsqueeze(2)
     repeated = same.tril(-1).any(dim=2)
-    if checked:
-        _refuse_slots(repeated, ids, "topk_ids", "each id once in a row, this one also stands in an earlier slot")
-    return ids.masked_fill(repeated, -1)
+    _refuse_slots(repeated, ids, "topk_ids", "each id once in a row, this one also stands in an earlier slot")
 
 
-def _refuse_nan_rows(bad: Tensor, what: str) -> None:
+def _refuse_bad_rows(bad: Tensor) -> None:
     if bool(bad.any()):
-        rows = bad.view(-1).nonzero()
+        rows = bad.nonzero()
         raise RoutingError(
-            f"{what}: token {int(rows[0, 0])} is the first of {rows.shape[0]} of {bad.shape[0]} "
-            "whose row holds NaN, allowed: numbers; find the layer that made it, or drop such rows with "
-            "checked=False"
+            f"router logits: token {int(rows[0, 0])} is the first of {rows.shape[0]} of {bad.shape[0]} "
+            "whose row holds NaN, or infinities or an expert_scale that no finite weight comes of, allowed: numbers; "
+            "find the layer that made it, or make the output of such rows NaN with checked=False"
         )
 
 
@@ -362,7 +357,7 @@ def _refuse_slots(bad: Tensor, values: Tensor, what: str, allowed: str) -> None:
         token, slot = (int(i) for i in bad.nonzero()[0])
         raise RoutingError(
             f"{what}: token {token}, slot {slot} is {values[token, slot].item()}, allowed: {allowed}; "
-            "correct the router, or use checked=False to drop such assignments"
+            "correct the router, or use checked=False to see it in the output"
         )
 
 

@@ -1,4 +1,4 @@
-"""Launches of the routing kernels; ``route`` states the rules and checks the arguments.
+"""Launch of the routing kernel; ``route`` states the rules and checks the arguments.
 
 Shape letters: T tokens, K experts per token, E experts.
 """
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
     from ..types import RoutingSpec
 
-__all__ = ["route_on_device", "routing_buffers", "sanitise_on_device"]
+__all__ = ["route_on_device", "routing_buffers"]
 
 
 def routing_buffers(shape: tuple[int, int], device: torch.device) -> Routing:
-    """Allocate what ``route`` and ``sanitise`` write for ``shape`` (T, K), to be passed as ``out``."""
+    """Allocate what ``route`` writes for ``shape`` (T, K), to be passed as ``out``."""
     ids, weights = empty(shape, torch.int64, device), empty(shape, torch.float32, device)
-    return Routing(topk_ids=ids, topk_weights=weights, sanitised=True)
+    return Routing(topk_ids=ids, topk_weights=weights)
 
 
 def route_on_device(
@@ -80,23 +80,4 @@ def route_on_device(
     }
     warps = max(1, min(4, block_g * block_s // 256))
     launch(route_kernel, (tokens,), args, constants, num_warps=warps, enable_fp_fusion=False)
-    return made
-
-
-def sanitise_on_device(
-    topk_ids: Tensor, topk_weights: Tensor, num_experts: int, *, out: Routing | None = None
-) -> Routing:
-    """Do ``sanitise`` unchecked, in one kernel."""
-    from ..kernels.route import sanitise_kernel
-
-    tokens, top_k = topk_ids.shape
-    made = routing_buffers((tokens, top_k), topk_ids.device) if out is None else out
-    if made.topk_ids.numel() == 0:
-        return made
-    ids, weights = dense_rows(topk_ids), dense_rows(topk_weights)
-    block_k = power_of_two(top_k)
-    block_r = min(power_of_two(tokens), max(1, 256 // block_k))
-    args = (ids, weights, made.topk_ids, made.topk_weights, tokens, num_experts, ids.stride(0), weights.stride(0))
-    constants = {"TOP_K": top_k, "BLOCK_K": block_k, "BLOCK_R": block_r, "PDL": overlaps(ids)}
-    launch(sanitise_kernel, (-(-tokens // block_r),), args, constants, num_warps=4)
     return made

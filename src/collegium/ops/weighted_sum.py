@@ -11,7 +11,6 @@ import torch
 
 from ..errors import InputError
 from .launch import dense_rows, launch, on_device, overlaps, power_of_two
-from .route import sanitise
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,13 +30,12 @@ def weighted_sum(
 ) -> Tensor:
     """Return ``y [T, H]`` of ``out_dtype``: ``y[t] = sum over k of weights[t, k] * rows[slots[t, k]]``.
 
-    rows: ``[R, H]`` floating. slots: ``[T, K]`` int64 row numbers; one outside ``0..R-1`` (normally -1) is
-    dropped and adds nothing, whatever the rows hold. weights: ``[T, K]`` floating, read as float32, or None for
+    rows: ``[R, H]`` floating. slots: ``[T, K]`` int64 row numbers; -1 adds nothing, whatever rows and weights hold,
+    and any other outside ``0..R-1`` makes ``y[t]`` NaN. weights: ``[T, K]`` floating, read as float32, or None for
     ones. shared: ``[T, H]`` floating, added last. Starting from +0, slots are added in the order 0..K-1, each product
     rounded to float32 before it is added to the float32 sum, and the sum is rounded once at the end, so a token's bits
     do not depend on T. out: written and returned instead of fresh memory. experts: not 0 when rows stand in the order
-    of assignments: slots then holds expert ids of any integer dtype, and an assignment is dropped when its id is not in
-    ``0..experts-1`` or stands in an earlier slot, or its weight is not finite in float32.
+    of assignments: slots then holds expert ids of any integer dtype, ``0..experts-1`` or -1.
     Raises ``InputError`` for wrong shapes or dtypes.
     """
     _check(rows, slots, weights, out_dtype, experts)
@@ -45,26 +43,29 @@ def weighted_sum(
     if on_device(rows):
         return weighted_sum_on_device(rows, slots, weights, out_dtype, shared=shared, out=out, experts=experts)
     count, width = rows.shape
+    slots = slots.to(torch.int64)
+    dropped = (slots < 0) | (slots >= (experts or count))
+    lost = (dropped & (slots != -1)).any(dim=1, keepdim=True)
     if experts:
-        factors = torch.ones(slots.shape, device=slots.device) if weights is None else weights
-        kept = sanitise(slots, factors, experts).topk_ids >= 0
-        slots = torch.arange(slots.numel(), device=slots.device).view(slots.shape).masked_fill(~kept, -1)
-    total = torch.zeros((slots.shape[0], width), dtype=torch.float32, device=rows.device)
+        slots = torch.arange(slots.numel(), device=slots.device).view(slots.shape)
+    else:
+        slots = slots.masked_fill(dropped, 0)
+    # NaN from the start where a slot is neither a row nor -1.
+    first = torch.where(lost, torch.nan, 0.0)
+    total = first.to(torch.float32).repeat(1, width)
     if count:
-        dropped = (slots < 0) | (slots >= count)
-        safe = slots.clamp(0, count - 1)
         # Two buffers for all slots: fresh memory for each product costs more than the product.
         gathered = rows.new_empty((slots.shape[0], width))
         product = gathered if rows.dtype == torch.float32 else torch.empty_like(total)
         weights = None if weights is None else weights.float()
         for k in range(slots.shape[1]):
-            torch.index_select(rows, 0, safe[:, k], out=gathered)
+            torch.index_select(rows, 0, slots[:, k], out=gathered)
             # Two operations on purpose: a fused multiply-add would skip the rounding of the product.
             if weights is not None:
                 torch.mul(gathered, weights[:, k, None], out=product)
             elif product is not gathered:
                 product.copy_(gathered)
-            # The sum starts from +0 and so is never -0: adding +0 leaves its bits alone.
+            # The sum is never -0: adding +0 leaves its bits alone.
             total.add_(product.masked_fill_(dropped[:, k, None], 0.0))
     if shared is not None:
         total.add_(shared)

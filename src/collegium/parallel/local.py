@@ -43,8 +43,7 @@ class Local:
         block_t: row counts whose token tiles the batch is to bring.
         """
         carried = routing.topk_weights if self.weight_on_input else None
-        foreign = None if routing.sanitised else routing.topk_weights
-        order = permute(routing.topk_ids, self.num_experts, input_weights=carried, foreign=foreign, block_t=block_t)
+        order = permute(routing.topk_ids, self.num_experts, input_weights=carried, block_t=block_t)
         batch = ContiguousBatch(
             x=x,
             source=order.source,

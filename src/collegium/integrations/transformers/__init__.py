@@ -11,7 +11,7 @@ Two ways in::
 
 from .decoding import Decoder
 from .modules import experts_modules, routed_weights, spec_of
-from .plugin import attach, experts_forward, layers_of, register
+from .plugin import attach, experts_forward, layers_of, refresh, register
 from .whole_model import build_layers, load_model
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "experts_modules",
     "layers_of",
     "load_model",
+    "refresh",
     "register",
     "routed_weights",
     "spec_of",

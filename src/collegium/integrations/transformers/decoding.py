@@ -19,6 +19,8 @@ from .host_watch import HostWatch
 from .plugin import layers_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
 __all__ = ["Decoder"]
@@ -59,12 +61,14 @@ class Decoder:
         top_k: int = 40,
         penalty: float = 1.0,
         stop: tuple[int, ...] = (),
+        written: Callable[[int], None] | None = None,
     ) -> Tensor:
         """Return ``ids [B, T]`` (T >= 1, no padding) continued by ``tokens`` tokens at most.
 
         temperature: 0 always takes the likeliest token, else one of the ``top_k`` likeliest is drawn. penalty: divides
         positive and multiplies negative logits of tokens that were there before. stop: ids that end a sequence;
-        writing ends when each sequence has ended. Raises InputError for ids of another shape.
+        writing ends when each sequence has ended. written: called after each token with how many there are; the device
+        may not have computed it yet. Raises InputError for ids of another shape.
         """
         if ids.dim() != 2 or ids.shape[1] < 1 or tokens < 1:
             raise InputError(
@@ -81,6 +85,8 @@ class Decoder:
             for place in range(length, length + tokens):
                 chosen = _pick(_penalised(logits, out[:, :place], penalty), temperature, top_k)
                 out[:, place] = chosen
+                if written is not None:
+                    written(place + 1 - length)
                 if stop:
                     ended |= torch.isin(chosen, torch.tensor(stop, device=ids.device))
                     if bool(ended.all()):

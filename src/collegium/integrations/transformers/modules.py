@@ -19,18 +19,28 @@ if TYPE_CHECKING:
 
     from ...formats.payload import Payload
 
-__all__ = ["experts_modules", "routed_weights", "spec_of"]
+__all__ = ["experts_modules", "is_experts", "named_experts", "routed_weights", "spec_of"]
+
+
+def named_experts(model: nn.Module) -> list[tuple[str, int, nn.Module]]:
+    """Return (name, layer index, module) of every experts module of a transformers model."""
+    found: list[tuple[str, int, nn.Module]] = []
+    for name, module in model.named_modules():
+        if is_experts(module):
+            index = next((int(piece) for piece in name.split(".") if piece.isdigit()), None)
+            if index is not None:
+                found.append((name, index, module))
+    return found
 
 
 def experts_modules(model: nn.Module) -> dict[int, nn.Module]:
     """Return the experts modules of a transformers model by layer index."""
-    found: dict[int, nn.Module] = {}
-    for name, module in model.named_modules():
-        if hasattr(module, "is_concatenated") and hasattr(module, "_apply_gate"):
-            index = next((int(piece) for piece in name.split(".") if piece.isdigit()), None)
-            if index is not None:
-                found[index] = module
-    return found
+    return {index: module for _, index, module in named_experts(model)}
+
+
+def is_experts(module: object) -> bool:
+    """Return whether ``module`` is one of transformers' experts modules."""
+    return hasattr(module, "is_concatenated") and hasattr(module, "_apply_gate")
 
 
 def routed_weights(module: Any) -> ExpertWeights[Payload]:

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 import weakref
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
 
 from ...devices import probe
 from ...errors import InputError
 from ...formats.unquantised import FLOAT_FORMATS
 from ...layer import MoELayer
+from ...packed_module import refuse_gradient
 from ...plan import plan
 from ...types import Problem, Routing
 from ..extra import extra
+from . import hooks, trust
 from .blocks import blocks_of
-from .modules import experts_modules, routed_weights, spec_of
+from .modules import experts_modules, is_experts, routed_weights, spec_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from ...types import Choice
 
-__all__ = ["NAME", "attach", "experts_forward", "layers_of", "register"]
+__all__ = ["NAME", "attach", "experts_forward", "layers_of", "refresh", "register"]
 
 NAME = "collegium"
 
@@ -37,34 +43,48 @@ class _Entry:
     stamp: tuple[object, ...] | None
 
 
+class _Settings:
+    """What ``register`` was last called with."""
+
+    force: Choice | None = None
+
+
 _LAYERS: weakref.WeakKeyDictionary[nn.Module, _Entry] = weakref.WeakKeyDictionary()
+# Experts modules by the address of their handle, for compiled graphs.
+_MODULES: dict[int, weakref.ref[nn.Module]] = {}
+_building = threading.RLock()
 
 
-def register(force: Choice | None = None) -> None:
+def register(force: Choice | None = None, *, compare: bool = True) -> None:
     """Make ``experts_implementation="collegium"`` known to transformers, for plain and for FP8 and FP4 experts.
 
     force: kernel or activation format of the layers built from now on; without it activations are not quantised.
-    May be called any number of times.
+    compare: at the first call rows of a few experts of each layer are compared with the checkpoint's files, where
+    these are on this machine, and a difference is a ConfigError; False for weights that were changed on purpose, an
+    adapter merged into them for instance. May be called any number of times. A model without experts that another
+    implementation can run raises ConfigError when it is asked for this one.
     """
-    forward = partial(experts_forward, force=force)
-    extra("transformers.integrations.moe").ExpertsInterface.register(NAME, forward)
-    extra("transformers.integrations.finegrained_fp8").FP8ExpertsInterface.register(NAME, forward)
+    _Settings.force = force
+    trust.set_comparing(compare)
+    hooks.install(NAME)
+    extra("transformers.integrations.moe").ExpertsInterface.register(NAME, experts_forward)
+    extra("transformers.integrations.finegrained_fp8").FP8ExpertsInterface.register(NAME, experts_forward)
 
 
-def experts_forward(
-    module: nn.Module, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, *, force: Choice | None = None
-) -> Tensor:
+def experts_forward(module: nn.Module, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
     """Run one transformers experts module: ``x [T, H]``, ids and weights ``[T, K]``, returns ``[T, H]``.
 
     The layer is built from the module's parameters at the first call and again whenever they change; layers given by
-    ``attach`` or ``load_model`` are used as they are. force: see ``register``.
-    Ids of ``num_experts`` and above mean "not on this rank".
+    ``attach`` or ``load_model`` are used as they are. With expert parallelism ids of ``num_experts`` and above mean
+    "not on this rank". Inference only: InputError where a gradient is asked for.
     """
-    entry = _LAYERS.get(module)
-    if entry is None or (entry.stamp is not None and entry.stamp != _stamp(module)):
-        entry = _Entry(layer=_build(module, x, topk_ids.shape[-1], force), stamp=_stamp(module))
-        _LAYERS[module] = entry
-    return entry.layer(x, routing=Routing(topk_ids=topk_ids, topk_weights=topk_weights))
+    handle = _handle(module)
+    refuse_gradient(x=x, topk_weights=topk_weights, experts=handle)
+    if not torch.compiler.is_compiling():
+        return _run(module, x, topk_ids, topk_weights)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    torch.ops.collegium.transformers_experts(x, topk_ids, topk_weights, handle, out)
+    return out
 
 
 def attach(model: nn.Module, layers: Mapping[int, MoELayer]) -> None:
@@ -79,6 +99,8 @@ def attach(model: nn.Module, layers: Mapping[int, MoELayer]) -> None:
         )
     for index, module in modules.items():
         _LAYERS[module] = _Entry(layer=layers[index], stamp=None)
+        # Parameters on the meta device have no address, and a copy of the module must not share this one's handle.
+        module.register_buffer("collegium_handle", layers[index].handle.clone(), persistent=False)
 
 
 def layers_of(model: nn.Module) -> list[MoELayer]:
@@ -89,7 +111,80 @@ def layers_of(model: nn.Module) -> list[MoELayer]:
     return [layer for _, layer in sorted(layers.items())]
 
 
-def _build(module: Any, x: Tensor, top_k: int, force: Choice | None) -> MoELayer:
+def refresh(model: nn.Module) -> None:
+    """Say that the experts' weights of ``model`` were written through ``.data``: the next call reads them again.
+
+    Every other change in place, also an optimizer's step, is noticed without it. Layers given by ``attach`` or
+    ``load_model`` do not come from the model's parameters and stay as they are.
+    """
+    for module in experts_modules(model).values():
+        entry = _LAYERS.get(module)
+        if entry is not None and entry.stamp is not None:
+            _LAYERS.pop(module, None)
+        for parameter in module.parameters(recurse=False):
+            if not parameter.is_inference():
+                torch.autograd.graph.increment_version(parameter)  # written on purpose: no longer the checkpoint's
+
+
+def _handle(module: Any) -> Tensor:
+    """Return the tensor that names ``module`` in a compiled graph, where it is an input like any other."""
+    return module.collegium_handle if hasattr(module, "collegium_handle") else module.down_proj
+
+
+@torch.library.custom_op(
+    "collegium::transformers_experts",
+    mutates_args=("out",),
+    schema="(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor handle, Tensor(a!) out) -> ()",
+)
+def transformers_experts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, handle: Tensor, out: Tensor) -> None:
+    """Write ``out [T, H]``, the output for ``x [T, H]`` of the experts module that has ``handle``."""
+    _run(_module_of(handle), x, topk_ids, topk_weights, out)
+
+
+@transformers_experts.register_fake
+def _transformers_experts_fake(*_: object) -> None:
+    return None
+
+
+def _run(module: nn.Module, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor | None = None) -> Tensor:
+    entry = _LAYERS.get(module)
+    if entry is None or (entry.stamp is not None and entry.stamp != _stamp(module)):
+        entry = _built(module, x, topk_ids.shape[-1])
+    if getattr(module, "_is_expert_parallel", torch.distributed.is_available() and torch.distributed.is_initialized()):
+        topk_ids = topk_ids.masked_fill(topk_ids >= entry.layer.spec.num_experts, -1)
+    return entry.layer(x, routing=Routing(topk_ids=topk_ids, topk_weights=topk_weights), out=out)
+
+
+def _module_of(handle: Tensor) -> nn.Module:
+    """Return the experts module whose handle is at the address of ``handle``; raises InputError."""
+    address = handle.data_ptr()
+    for _ in range(2):
+        reference = _MODULES.get(address)
+        found = None if reference is None else reference()
+        if found is not None and _handle(found).data_ptr() == address:
+            return found
+        # A model compiled before its first call, moved or copied: no call has told yet where its handles are.
+        _MODULES.clear()
+        # By type: isinstance would ask a weak proxy, which may be dead.
+        everything = [m for m in gc.get_objects() if issubclass(type(m), nn.Module) and is_experts(m)]
+        _MODULES.update({_handle(module).data_ptr(): weakref.ref(module) for module in everything})
+    raise InputError(
+        "torch.ops.collegium.transformers_experts: no experts module of this process has this handle; a compiled graph "
+        "cannot outlive its model or move to another process, compile it again"
+    )
+
+
+def _built(module: nn.Module, x: Tensor, top_k: int) -> _Entry:
+    """Build the layer of ``module`` and remember it; one thread builds, others that need it wait."""
+    with _building:
+        stamp, entry = _stamp(module), _LAYERS.get(module)
+        if entry is None or entry.stamp != stamp:
+            entry = _Entry(layer=_build(module, x, top_k), stamp=stamp)
+            _LAYERS[module] = entry
+    return entry
+
+
+def _build(module: Any, x: Tensor, top_k: int) -> MoELayer:
     weights = routed_weights(module)
     if weights.down.device.type == "meta":
         raise InputError(
@@ -98,12 +193,15 @@ def _build(module: Any, x: Tensor, top_k: int, force: Choice | None) -> MoELayer
         )
     if x.dtype not in FLOAT_FORMATS:
         raise InputError(f"x is {x.dtype}; allowed: {', '.join(map(str, FLOAT_FORMATS))}")
+    trust.check(module, weights)
     spec = spec_of(module, weights, top_k)
     problem = Problem(spec=spec, device=probe(x.device), dtype=cast("Any", FLOAT_FORMATS[x.dtype].name))
     # Not every release of transformers knows of experts that end in a norm.
     norm = module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
-    return MoELayer(weights, plan(problem, force), after_expert=norm)
+    return MoELayer(weights, plan(problem, _Settings.force), after_expert=norm)
 
 
 def _stamp(module: nn.Module) -> tuple[object, ...]:
-    return tuple((p.data_ptr(), p._version, p.dtype, p.device) for p in module.parameters(recurse=False))
+    # Inference tensors count no versions.
+    own = module.parameters(recurse=False)
+    return tuple((p.data_ptr(), 0 if p.is_inference() else p._version, p.dtype, p.device) for p in own)

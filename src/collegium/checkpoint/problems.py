@@ -1,0 +1,33 @@
+"""One error for all the problems of a checkpoint."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ..errors import CheckpointError
+    from .reader import Checkpoint
+
+__all__ = ["fail", "refuse"]
+
+_MOST_PROBLEMS = 20
+
+
+def refuse(checkpoint: Checkpoint, problems: Sequence[CheckpointError]) -> None:
+    """Raise one error that lists up to 20 problems, of the class of the first; do nothing when there are none."""
+    if problems:
+        fail(checkpoint, problems)
+
+
+def fail(checkpoint: Checkpoint, problems: Sequence[CheckpointError]) -> NoReturn:
+    """Raise the error of ``refuse`` for at least one problem."""
+    kind = type(problems[0])
+    if len(problems) == 1:
+        raise kind(str(problems[0]))
+    lines = [f"- {problem}" for problem in problems[:_MOST_PROBLEMS]]
+    rest = len(problems) - len(lines)
+    if rest > 0:
+        lines.append(f"- and {rest} more")
+    raise kind(f"{checkpoint.path}: {len(problems)} problems:\n" + "\n".join(lines))

@@ -1,0 +1,124 @@
+"""What ``register`` adds to three methods of transformers' models, so that nothing is silent.
+
+``from_pretrained``, ``from_config`` and ``set_experts_implementation`` accept any registered name for any model: one
+whose MoE layers know no implementations, or that has none, would go on as before. And where weights come from is
+known to a model when it is loaded, to its experts never. Models that do not ask for Collegium are left as they are.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any, cast
+
+from ...errors import ConfigError
+from ..extra import extra
+from .modules import named_experts
+from .trust import adopt, folder_of
+
+__all__ = ["install"]
+
+_MARK = "_collegium_wrapped"
+
+
+def install(name: str) -> None:
+    """Wrap the methods, once however often it is called; name: the implementation to watch for."""
+    base = extra("transformers").PreTrainedModel
+    if hasattr(base.from_pretrained, _MARK):
+        return
+    wrapped: dict[str, Any] = {
+        "from_pretrained": classmethod(_from_pretrained(base.__dict__["from_pretrained"].__func__, name)),
+        "_from_config": classmethod(_from_config(base.__dict__["_from_config"].__func__, name)),
+        "set_experts_implementation": _set_implementation(base.__dict__["set_experts_implementation"], name),
+    }
+    early = base.__dict__.get("_load_pretrained_model")
+    if isinstance(early, staticmethod):  # private: says no before gigabytes are read, where it exists
+        wrapped["_load_pretrained_model"] = staticmethod(_load(early.__func__, name))
+    for method, made in wrapped.items():
+        setattr(made if not hasattr(made, "__func__") else made.__func__, _MARK, True)
+        setattr(base, method, made)
+
+
+def _from_pretrained(original: Any, name: str) -> Any:
+    @wraps(original)
+    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        found = original(cls, *args, **kwargs)
+        model = found[0] if isinstance(found, tuple) else found
+        _require(model, name, _asks(model.config, name))
+        _confirm(model, name, kwargs.get("experts_implementation"))
+        if not named_experts(model):
+            return found
+        options = {key: kwargs[key] for key in ("cache_dir", "subfolder") if kwargs.get(key) is not None}
+        given = [key for key in ("state_dict", "gguf_file", "key_mapping") if kwargs.get(key) is not None]
+        folder = None if given else folder_of(model.config, **options)
+        adopt(model, folder, f"from_pretrained was given {', '.join(given)}" if given else "")
+        return found
+
+    return from_pretrained
+
+
+def _from_config(original: Any, name: str) -> Any:
+    @wraps(original)
+    def from_config(cls: Any, config: Any, **kwargs: Any) -> Any:
+        model, asked = original(cls, config, **kwargs), kwargs.get("experts_implementation")
+        _require(model, name, _mentions(asked, name))
+        _confirm(model, name, asked)
+        return model
+
+    return from_config
+
+
+def _set_implementation(original: Any, name: str) -> Any:
+    @wraps(original)
+    def set_experts_implementation(self: Any, experts_implementation: Any) -> None:
+        asked = _mentions(experts_implementation, name)
+        _require(self, name, asked)
+        if asked:
+            adopt(self, folder_of(self.config))
+        original(self, experts_implementation)
+        _confirm(self, name, experts_implementation)
+
+    return set_experts_implementation
+
+
+def _load(original: Any, name: str) -> Any:
+    @wraps(original)
+    def load(model: Any, *args: Any, **kwargs: Any) -> Any:
+        _require(model, name, _asks(model.config, name))
+        return original(model, *args, **kwargs)
+
+    return load
+
+
+def _mentions(asked: Any, name: str) -> bool:
+    return asked == name or (isinstance(asked, dict) and name in asked.values())
+
+
+def _asks(config: Any, name: str) -> bool:
+    """Tell whether a config or any part of it has this implementation."""
+    parts = (getattr(config, key, None) for key in getattr(config, "sub_configs", {}))
+    own = getattr(config, "_experts_implementation", None) == name
+    return own or any(_asks(part, name) for part in parts if part is not None)
+
+
+def _require(model: Any, name: str, asked: bool) -> None:
+    if asked and not named_experts(model):
+        raise ConfigError(
+            f"experts_implementation={name!r} was asked of {type(model).__name__}, which has no experts that "
+            "transformers lets another implementation run: it has no MoE layers, or its class runs them by itself, so "
+            "nothing would change. Load the whole model with load_model() where docs/families.md lists it, or single "
+            "layers with load_layer(); leave experts_implementation out to run transformers' own code"
+        )
+
+
+def _confirm(model: Any, name: str, asked: Any) -> None:
+    """Raise where transformers accepted the name and left experts with another implementation."""
+    if not _mentions(asked, name):
+        return
+    found = {label: module.config._experts_implementation for label, _, module in cast("Any", named_experts(model))}
+    others = [label for label, implementation in found.items() if implementation != name]
+    if len(others) > (0 if asked == name else len(found) - 1):
+        raise ConfigError(
+            f"experts_implementation={asked!r} was asked of {type(model).__name__}, and {others[0]} still has "
+            f"{found[others[0]]!r}: transformers changes it only for classes whose own source file has the interface. "
+            "Give experts_implementation to from_pretrained, or ask the part of the model that transformers defines"
+        )

@@ -1,0 +1,281 @@
+"""Are the experts that transformers loaded those of the checkpoint? Asked once a module, before its layer is built.
+
+transformers reads some quantised experts wrongly and says nothing: a scale that is dropped, a block that is stretched.
+Where the checkpoint lies on this machine, rows of a few experts are decoded here too and must be the same numbers;
+elsewhere the config is asked, and what is known to be misread is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from ...checkpoint.detect import detect
+from ...checkpoint.index import index_of
+from ...checkpoint.layout import Cut, projections, read_matrix, source_of
+from ...checkpoint.reader import Checkpoint, read_config
+from ...errors import CheckpointError, ConfigError, InputError, SpecError
+from ...models import declared_format, describe, family_of
+from ..extra import extra
+from .modules import named_experts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch import Tensor, nn
+
+    from ...checkpoint.detect import StoredFormat
+    from ...checkpoint.layout import Source
+    from ...formats.payload import Payload
+    from ...models import Declared
+    from ...types import ExpertWeights, MoESpec
+
+__all__ = ["Origin", "adopt", "check", "folder_of", "set_comparing"]
+
+_LOG = logging.getLogger(__name__)
+_ATTRIBUTE = "_collegium_origin"  # on the module itself, so that it goes with copies
+_FEW = 4  # rows read at a time where rows share no scale
+# A model may be rounded on its way, its scale, the product and for a later dtype, each time to bfloat16.
+_TOLERANCE = 2 * torch.finfo(torch.bfloat16).eps
+_SWITCH = {"compare": True}
+
+
+@dataclass(kw_only=True, slots=True)
+class Origin:
+    """Where the weights of an experts module come from.
+
+    name, layer: of the module in its model. folder: of the checkpoint, None with the reason in ``why``. versions:
+    write counters of its parameters at that time. quantization: what the model's config says. trusted: whether its
+    weights were compared and found equal.
+    """
+
+    name: str
+    layer: int
+    folder: str | None
+    why: str
+    versions: tuple[int, ...]
+    quantization: dict[str, object] | None
+    trusted: bool = False
+
+
+def set_comparing(compare: bool) -> None:
+    """Compare the experts of layers built from now on with their checkpoint, or leave that to the caller."""
+    _SWITCH["compare"] = compare
+
+
+def folder_of(config: Any, *, cache_dir: str | None = None, subfolder: str = "") -> Path | None:
+    """Return the folder on this machine that a model was loaded from; the network is never asked."""
+    named = str(getattr(config, "name_or_path", "") or "")
+    if not named:
+        return None
+    folder = Path(named)
+    if not folder.is_dir():
+        ask, revision = extra("huggingface_hub").try_to_load_from_cache, getattr(config, "_commit_hash", None)
+        try:
+            found = ask(named, "config.json", cache_dir=cache_dir, revision=revision)
+        except ValueError:  # no name of a repository
+            return None
+        if not isinstance(found, str):
+            return None
+        folder = Path(found).parent
+    return (folder / subfolder).absolute()
+
+
+def adopt(model: Any, folder: Path | None, why: str = "") -> None:
+    """Note where the experts of ``model`` come from, once; why: the reason where no folder is given."""
+    quantizer, block = getattr(model, "hf_quantizer", None), _block(model.config)
+    if quantizer is not None and not quantizer.pre_quantized:
+        folder, why = None, "transformers quantised the weights while it loaded them"
+    found = named_experts(model)
+    for name, layer, module in found:
+        if not hasattr(module, _ATTRIBUTE):
+            alone = sum(other == layer for _, other, _ in found) == 1
+            origin = Origin(
+                name=name,
+                layer=layer,
+                folder=str(folder) if folder is not None and alone else None,
+                why=why if alone else f"layer {layer} has several experts modules",
+                versions=_versions(module),
+                quantization=block,
+            )
+            setattr(module, _ATTRIBUTE, origin)
+
+
+def check(module: nn.Module, weights: ExpertWeights[Payload]) -> None:
+    """Refuse an experts module whose ``weights`` are not the checkpoint's, or are known to be misread.
+
+    Raises ConfigError. Weights that were changed in place since they were loaded are not compared.
+    """
+    if torch.compiler.is_compiling():
+        return
+    origin: Origin | None = getattr(module, _ATTRIBUTE, None)
+    if origin is None:
+        block = _block(getattr(module, "config", None))
+        origin = Origin(name=type(module).__name__, layer=0, folder=None, why="", versions=(), quantization=block)
+    if origin.trusted:
+        return
+    reason = _compare(module, weights, origin) if _SWITCH["compare"] else "register(compare=False) was called"
+    if reason is None:
+        origin.trusted = True
+        return
+    _LOG.info("%s: its experts were not compared with a checkpoint: %s", origin.name, reason)
+    _refuse_method(module, weights, origin)
+
+
+def _versions(module: nn.Module) -> tuple[int, ...]:
+    return tuple(0 if p.is_inference() else p._version for p in module.parameters(recurse=False))
+
+
+def _compare(module: nn.Module, weights: ExpertWeights[Payload], origin: Origin) -> str | None:
+    """Compare sampled rows; return None, or why that is not possible. Raises ConfigError for a difference."""
+    if origin.folder is None:
+        return origin.why or "the folder of the checkpoint is not known"
+    if any(hasattr(p, "device_mesh") for p in module.parameters(recurse=False)):
+        return "they are spread over several devices"
+    now = _versions(module)
+    if len(now) != len(origin.versions) or any(a > b for a, b in zip(now, origin.versions, strict=True)):
+        return "they were changed in place since they were loaded"
+    try:
+        checkpoint = _open(origin.folder, _stamps(origin.folder))
+        stored = detect(checkpoint.config, checkpoint, origin.layer)
+        spec = describe(checkpoint.config, origin.layer)
+        wanted = (spec.num_experts, spec.gate_up_parts, spec.intermediate_size, spec.expert_hidden_size)
+        if weights.gate_up.shape != wanted:
+            return f"{weights.gate_up.shape} of them are held here, the checkpoint has {wanted}"
+        found = _difference(checkpoint, weights, spec, stored, origin.layer)
+    except (CheckpointError, SpecError, InputError, OSError) as error:
+        return f"{error}"[:500]
+    if found is None:
+        return None
+    raise ConfigError(
+        f"{origin.name}: {found[0]}: transformers {extra('transformers').__version__} loaded numbers that are "
+        f"{found[1]:.1%} off those of the checkpoint {origin.folder} ({stored.name}); rounding is at most "
+        f"{_TOLERANCE:.1%}. Load the model with load_model({origin.folder!r}), which reads the experts itself. "
+        "Where you changed the weights on purpose (an adapter that was merged, for instance), say so with "
+        "register(compare=False)"
+    )
+
+
+@lru_cache(maxsize=1)
+def _open(folder: str, _stamps: tuple[tuple[str, int], ...]) -> Checkpoint:
+    """Open a checkpoint once for all its layers, again when a file was written since."""
+    return Checkpoint.open(folder)
+
+
+def _stamps(folder: str) -> tuple[tuple[str, int], ...]:
+    files = (path for path in sorted(Path(folder).iterdir()) if path.suffix in (".json", ".safetensors", ".gguf"))
+    return tuple((path.name, path.stat().st_mtime_ns) for path in files)
+
+
+def _difference(
+    checkpoint: Checkpoint, weights: ExpertWeights[Payload], spec: MoESpec, stored: StoredFormat, layer: int
+) -> tuple[str, float] | None:
+    """Return (which projection, relative difference of the rows read) of the first that differs, None without one."""
+    for source, window, matrix in _samples(checkpoint, weights, spec, stored, layer):
+        ours, theirs = _published(checkpoint, source, stored, window), _rows(matrix, *window).float().cpu()
+        size = ours.abs().maximum(ours.square().mean(1, keepdim=True).sqrt())
+        if not bool(((theirs - ours).abs() <= _TOLERANCE * size).all()):
+            return source.label, float((theirs - ours).norm() / ours.norm().clamp(min=1e-30))
+    return None
+
+
+def _samples(
+    checkpoint: Checkpoint, weights: ExpertWeights[Payload], spec: MoESpec, stored: StoredFormat, layer: int
+) -> Iterator[tuple[Source, tuple[int, int], Payload]]:
+    """Yield rows of the first, the middle and the last expert: where they are stored, which, and the module's."""
+    names, halves = index_of(checkpoint).names, projections(spec)
+    step = max(part.rows_per for part in stored.layout.parts if part.required)
+    for expert in sorted({0, spec.num_experts // 2, spec.num_experts - 1}):
+        for half, which in enumerate(halves):
+            source = source_of(names, spec, layer=layer, expert=expert, projection=which, stacked=stored.stacked)
+            theirs = weights.down[expert] if which == "down" else weights.gate_up[expert][half]
+            # a block that is cut short by the end of the matrix is the one most easily misread
+            last = (source.rows - 1) // step * step if step > 1 else max(0, source.rows - _FEW)
+            for start, stop in {(0, min(source.rows, max(step, _FEW))), (last, source.rows)}:
+                yield source, (start, stop), theirs
+
+
+def _published(checkpoint: Checkpoint, source: Source, stored: StoredFormat, window: tuple[int, int]) -> Tensor:
+    """Decode rows of one projection as the checkpoint holds them."""
+    columns = (0, source.columns)
+    try:
+        payload, wrong = read_matrix(checkpoint, source, stored, Cut(rows=window, columns=columns), {})
+    except InputError:  # a scale that stands for more rows than these
+        payload, wrong = read_matrix(checkpoint, source, stored, None, {})
+        payload = None if payload is None else payload.rows(*window)
+    if payload is None or wrong:
+        raise ConfigError("; ".join(map(str, wrong)))
+    return payload.decode()
+
+
+def _rows(matrix: Payload, start: int, stop: int) -> Tensor:
+    try:
+        return matrix.rows(start, stop).decode()
+    except InputError:
+        return matrix.decode()[start:stop]
+
+
+def _block(config: Any) -> dict[str, object] | None:
+    """Return ``quantization_config`` of a model's config or of its text part as an object of JSON."""
+    for part in (config, getattr(config, "text_config", None)):
+        found = getattr(part, "quantization_config", None)
+        if found:
+            return cast("dict[str, object]", dict(found if isinstance(found, dict) else found.to_dict()))
+    return None
+
+
+def _stored_block(origin: Origin) -> dict[str, object] | None:
+    """Return what the folder's config says: transformers deletes the entry of a model it has decoded."""
+    if origin.folder is None or not _SWITCH["compare"]:
+        return None
+    try:
+        found = read_config(Path(origin.folder)).get("quantization_config")
+    except (CheckpointError, OSError):
+        return None
+    return cast("dict[str, object]", found) if isinstance(found, dict) else None
+
+
+def _refuse_method(module: nn.Module, weights: ExpertWeights[Payload], origin: Origin) -> None:
+    """Raise ConfigError where the config names a method and a format that transformers reads wrongly."""
+    block = origin.quantization or _stored_block(origin)
+    if block is None:
+        return
+    method = str(getattr(block.get("quant_method"), "value", block.get("quant_method"))).lower()
+    declared = _declared({**block, "quant_method": method}, module, origin)
+    if declared is not None and declared.method is None:
+        return  # the experts are on the list of what is not quantised
+    form = block.get("quant_algo") if declared is None else declared.format
+    readers = extra("transformers.quantizers.auto").AUTO_QUANTIZATION_CONFIG_MAPPING
+    why: str | None = None
+    if not any(known.startswith(method) for known in readers):
+        why = "it has no reader of this method and takes the codes for weights"
+    elif (method, form) == ("compressed-tensors", "nvfp4"):
+        why = "its reader drops the global scale"
+    elif declared is not None and declared.block is not None and weights.down.name in ("bf16", "fp16", "fp32"):
+        cut = [n for n in weights.down.shape[1:] for size in declared.block if n > size and n % size]
+        why = f"it stretches blocks of {declared.block} over {cut[0]} rows or columns" if cut else None
+    if why is not None:
+        raise ConfigError(
+            f"{origin.name}: config.json says quant_method {method!r}, format {form}; transformers "
+            f"{extra('transformers').__version__} reads such experts wrongly: {why}. Load the model with load_model(), "
+            "which reads them itself; where these weights come from elsewhere, delete quantization_config of the config"
+        )
+
+
+def _declared(block: Mapping[str, object], module: nn.Module, origin: Origin) -> Declared | None:
+    """Return what a quantisation block says of these experts, None where it is not known to Collegium."""
+    kind = str(getattr(getattr(module, "config", None), "model_type", ""))
+    try:
+        named = family_of({"model_type": kind}).names.down
+    except ConfigError:
+        named = None
+    path = (named or f"{origin.name}.{{expert}}.down_proj").format(layer=origin.layer, expert=0)
+    try:
+        return declared_format({"model_type": kind, "quantization_config": block}, path)
+    except ConfigError:
+        return None

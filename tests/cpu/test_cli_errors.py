@@ -1,0 +1,253 @@
+"""What a user can get wrong: each command ends with one message of ours and exit code 1, before it builds anything."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from collegium import cli, picture, room, writing
+from collegium.bench import bench
+from collegium.devices import probe
+from collegium.errors import InputError
+from collegium.room import bytes_per_weight, check_room, free_bytes, layer_needs
+from run_commands import write_gguf
+
+SHIPPED = Path(__file__).resolve().parents[2] / "demo" / "fables-16m"
+ON_MODELS = ("generate", "inspect", "plan", "verify", "quantize", "bench", "bench-model", "tune", "demo")
+
+
+@pytest.fixture
+def said(monkeypatch, capsys):
+    """Run a command line that must fail; return its one message."""
+
+    def fail(*words: str) -> str:
+        monkeypatch.setattr("sys.argv", ["collegium", *words])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        found = capsys.readouterr()
+        assert stop.value.code == 1
+        assert found.out == ""
+        assert "Traceback" not in found.err
+        return " ".join(found.err.split())
+
+    return fail
+
+
+def on(command: str, model: Path) -> list[str]:
+    """The command on a model, with what it needs beside it."""
+    words = [command, "--model", str(model)] if command == "demo" else [command, str(model)]
+    if command == "quantize":
+        return [*words, "--to", "mxfp4", "--out", str(model.parent / "out")]
+    return [*words, "--device", "cpu"]
+
+
+def damaged(folder: Path, config: str | None) -> Path:
+    folder.mkdir()
+    for name in ("tokenizer.json", "model.safetensors"):
+        (folder / name).symlink_to(SHIPPED / name)
+    if config is not None:
+        (folder / "config.json").write_text(config)
+    return folder
+
+
+@pytest.mark.parametrize("command", ON_MODELS)
+def test_a_folder_that_is_no_model(command, tmp_path, said):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file.txt").write_text("hello")
+    assert "nowhere" in said(*on(command, tmp_path / "nowhere"))
+    for name in ("empty", "file.txt"):
+        message = said(*on(command, tmp_path / name))
+        assert message.partition(":")[0].endswith("Error"), message
+        assert name in message
+
+
+@pytest.mark.parametrize("command", ON_MODELS)
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (None, "config.json"),
+        ('{"model_type": ', "not a valid JSON object"),
+        ("[1, 2]", "it is a list, not an object"),
+        ('{"hidden_size": 8}', "model_type"),
+    ],
+    ids=["none", "cut off", "a list", "no model_type"],
+)
+def test_a_config_that_says_nothing(command, config, text, tmp_path, said):
+    message = said(*on(command, damaged(tmp_path / "model", config)))
+    if config is None and command == "verify":
+        text = "model_type"  # it asks the family first
+    assert text in message
+
+
+@pytest.mark.parametrize("command", ["generate", "bench-model", "demo"])
+def test_a_config_with_a_value_of_another_kind(command, tmp_path, said):
+    config = json.loads((SHIPPED / "config.json").read_text()) | {"num_experts": "many"}
+    assert "num_experts" in said(*on(command, damaged(tmp_path / "model", json.dumps(config))))
+
+
+@pytest.mark.parametrize("command", [c for c in ON_MODELS if c != "quantize"])
+@pytest.mark.parametrize("device", ["gpu", "cuda:97"])
+def test_a_device_that_is_not_there(command, device, said):
+    words = [command, "--device", device] if command == "demo" else [command, str(SHIPPED), "--device", device]
+    message = said(*words)
+    assert message.startswith(f"InputError: device '{device}'")
+    assert "allowed: cpu" in message
+
+
+@pytest.mark.parametrize("command", ["generate", "plan", "verify", "bench", "bench-model", "tune"])
+def test_a_format_that_is_not_known(command, said):
+    message = said(command, str(SHIPPED), "--device", "cpu", "--format", "fp3")
+    assert message.startswith("SpecError: weight format 'fp3' is not known, allowed: bf16")
+
+
+@pytest.mark.parametrize("command", ["bench", "bench-model", "tune"])
+def test_an_activation_format_that_is_not_known(command, said):
+    assert "found 'fp3', allowed: " in said(command, str(SHIPPED), "--device", "cpu", "--format", "bf16:fp3")
+
+
+def test_a_whole_model_is_not_read_from_a_gguf_file(tmp_path, said):
+    write_gguf(tmp_path / "tiny.gguf")
+    message = said("generate", str(tmp_path / "tiny.gguf"), "--device", "cpu")
+    assert message.startswith("InputError")
+    for what in ("is a GGUF file", "inspect, plan and verify take GGUF files", "config.json and safetensors"):
+        assert what in message
+    assert "is a GGUF file" in said("generate", str(tmp_path), "--device", "cpu"), "a folder that holds one"
+    assert "quantize needs a model's folder" in said(*on("quantize", tmp_path / "tiny.gguf"))
+
+
+def test_a_text_needs_a_tokenizer_and_a_word(tmp_path, said, monkeypatch):
+    monkeypatch.setattr("collegium.integrations.transformers.load_model", None)  # nothing is loaded before
+    folder = damaged(tmp_path / "model", (SHIPPED / "config.json").read_text())
+    (folder / "tokenizer.json").unlink()
+    assert "no tokenizer.json" in said("generate", str(folder), "--device", "cpu")
+    (folder / "tokenizer.json").write_text("{")
+    assert "tokenizers cannot read it" in said("generate", str(folder), "--device", "cpu")
+    monkeypatch.undo()
+    with pytest.raises(InputError, match="no token to begin with"):
+        writing.Writer(torch.nn.Linear(1, 1), SHIPPED).encode("")
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("bench", "65536x65536x64x2", "--tokens", "1"), "bench 65536x65536x64x2: needs "),
+        (("bench", "64x32x6x2", "--tokens", "99999999999"), "batches "),
+        (("bench-model", str(SHIPPED), "--batches", "1"), "bench-model"),
+    ],
+)
+def test_what_is_larger_than_the_memory_is_refused_before_it_is_built(words, text, said, monkeypatch):
+    monkeypatch.setattr("collegium.bench.random_weights", None)
+    monkeypatch.setattr("collegium.bench._inputs", None)
+    if words[0] == "bench-model":
+        monkeypatch.setattr(room, "free_bytes", lambda _: 1e6)
+    message = said(*words, "--device", "cpu")
+    assert message.startswith("InputError")
+    assert text in message
+    assert " GB free; nothing was built" in message or " MB free; nothing was built" in message
+
+
+def test_tune_is_refused_by_its_bytes_on_a_gpu(monkeypatch):
+    from collegium import tuning
+    from collegium.types import DeviceFacts
+
+    facts = DeviceFacts(kind="cuda", name="H200", capability=(9, 0), memory=140 << 30)
+    monkeypatch.setattr(tuning, "probe", lambda _: facts)
+    monkeypatch.setattr(tuning, "random_weights", None)
+    monkeypatch.setattr(room, "free_bytes", lambda _: 8e9)
+    with pytest.raises(InputError, match=r"needs .* \(weights 6\.0 GB, .*packed copies 6\.0 GB.* 8\.0 GB free"):
+        tuning.tune("dsv3", ("mxfp4", "bf16"), tokens=(1,))
+
+
+def test_room_is_counted_from_what_is_really_held():
+    assert bytes_per_weight("bf16") == 2
+    assert 0.53 < bytes_per_weight("mxfp4") < 0.54
+    facts = probe("cpu")
+    free = free_bytes(facts)
+    assert 1e8 < free <= facts.memory
+    check_room("x", {"weights": free - 1e8}, facts)
+    with pytest.raises(InputError, match=r"x: needs .* \(weights .*\), and cpu .* free"):
+        check_room("x", {"weights": free + 1e9}, facts)
+    seen: list[dict[str, float]] = []
+    true = layer_needs
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("collegium.bench.layer_needs", lambda *a, **k: seen.append(true(*a, **k)) or {})
+        bench("64x32x6x2", [("bf16", "bf16"), ("nvfp4", "bf16")], tokens=(1, 9), device="cpu", rounds=1)
+    weights = 6 * 3 * 64 * 32 * 2, 6 * 3 * 64 * 32 * bytes_per_weight("nvfp4")
+    assert seen[0]["weights"] == pytest.approx(sum(weights), rel=0.01)
+    assert seen[0]["packed copies"] == pytest.approx(weights[1], rel=0.01)
+    assert seen[0]["batches"] == 4 * 64 * 8 * (1 + 9)
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused_before_measuring(tmp_path, said, monkeypatch):
+    monkeypatch.setattr("collegium.bench.bench", None)
+
+    def plot(path: str) -> str:
+        return said("bench", "64x32x6x2", "--device", "cpu", "--plot", path)
+
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert plot("x.png").startswith("MissingExtraError: matplotlib is not installed")
+    monkeypatch.undo()
+    pytest.importorskip("matplotlib")
+    for name, text in (
+        ("nowhere/x.png", "there is no folder"),
+        ("x.xyz", "allowed: "),
+        ("x", "allowed: "),
+        ("a.png", "cannot be written"),
+    ):
+        (tmp_path / "a.png").mkdir(exist_ok=True)
+        with pytest.raises(InputError, match=text):
+            picture.check_picture(str(tmp_path / name))
+    picture.check_picture(str(tmp_path / "b.png"))
+    assert not (tmp_path / "b.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (PermissionError(13, "Permission denied", "model.safetensors"), "PermissionError: "),
+        (OSError(28, "No space left on device"), "OSError: [Errno 28]"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB"), "MemoryError: CUDA out of memory"),
+        (MemoryError(), "MemoryError: no memory is left"),
+    ],
+)
+def test_what_the_machine_refuses_is_one_message(error, text, said, monkeypatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "plan_model", refuse)
+    assert said("plan", str(SHIPPED)).startswith(text)
+
+
+def test_a_fault_of_our_own_keeps_its_traceback(monkeypatch):
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("shapes")
+
+    monkeypatch.setattr(cli, "plan_model", broken)
+    monkeypatch.setattr("sys.argv", ["collegium", "plan", str(SHIPPED)])
+    with pytest.raises(RuntimeError, match="shapes"):
+        cli.main()
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc to see how far a process is")
+def test_an_interrupted_command_says_no_more_than_that(tmp_path):
+    shutil.copytree(SHIPPED, tmp_path / "model")
+    command = [sys.executable, "-m", "collegium", "demo", "--device", "cpu", "--model", str(tmp_path / "model")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        maps = Path(f"/proc/{running.pid}/maps")
+        while running.poll() is None and maps.exists() and "tokenizers" not in maps.read_text():
+            time.sleep(0.2)
+        running.send_signal(signal.SIGINT)
+        out, err = running.communicate(timeout=60)
+    assert running.returncode not in (0, None)
+    assert out == ""
+    assert "Traceback" not in err

@@ -1,0 +1,160 @@
+"""What a packed layer is not: trainable, movable, a state dict; and what may not change what it computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from collegium import (
+    InputError,
+    MoELayer,
+    MoESpec,
+    Problem,
+    RouterWeights,
+    Routing,
+    RoutingSpec,
+    load_layer,
+    moe,
+    plan,
+)
+from collegium.devices import probe
+from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
+
+SHIPPED = Path(__file__).resolve().parents[2] / "demo" / "fables-16m"
+SPEC = MoESpec(hidden_size=40, intermediate_size=24, num_experts=5, routing=RoutingSpec(top_k=2), weight_format="fp32")
+X = heavy_tailed(6, 40, seed=4)
+
+
+def layer() -> MoELayer:
+    made = plan(Problem(spec=SPEC, device=probe("cpu"), dtype="fp32"))
+    router = RouterWeights(weight=heavy_tailed(5, 40, seed=2))
+    return MoELayer(random_experts(5, 2, 24, 40, seed=1), made, router=router)
+
+
+def routing() -> Routing:
+    return Routing(topk_ids=uneven_ids(6, 5, 2, seed=3), topk_weights=torch.rand(6, 2))
+
+
+@pytest.mark.parametrize("run", [lambda made: made, lambda made: torch.compile(made, backend="aot_eager")])
+@pytest.mark.parametrize("what", ["x", "router_logits", "topk_weights"])
+def test_a_gradient_is_refused_wherever_it_is_asked_for(run, what: str) -> None:
+    torch._dynamo.reset()
+    made = run(layer())
+    x, logits, chosen = X.clone(), torch.randn(6, 5), routing()
+    {"x": x, "router_logits": logits, "topk_weights": chosen.topk_weights}[what].requires_grad_()
+    more = {"router_logits": logits} if what == "router_logits" else {"routing": chosen}
+    with pytest.raises(InputError, match=f"inference only: {what}"):
+        made(x, **more)
+    with torch.no_grad():
+        assert made(x, **more).isfinite().all()
+
+
+def test_without_a_gradient_asked_for_no_guard_is_needed() -> None:
+    assert torch.is_grad_enabled()
+    assert layer()(X).isfinite().all()
+
+
+def test_a_transformers_model_refuses_training_in_one_sentence() -> None:
+    transformers = pytest.importorskip("transformers")
+    from collegium.integrations.transformers import register
+
+    register()
+    model = transformers.AutoModelForCausalLM.from_pretrained(SHIPPED, experts_implementation="collegium")
+    ids = torch.tensor([[1, 5, 9]])
+    for mode in (model.train, model.eval):
+        mode()
+        with pytest.raises(InputError, match="inference only"):
+            model(ids, labels=ids)
+    with torch.no_grad():
+        wanted = model(ids).logits
+    assert torch.equal(model.requires_grad_(False)(ids).logits, wanted)
+
+
+def test_there_is_no_state_dict_and_none_is_taken() -> None:
+    model = nn.Sequential(nn.Linear(40, 40), layer())
+    for refused in (model.state_dict, model[1].state_dict, lambda: model.load_state_dict({}, strict=False)):
+        with pytest.raises(InputError, match="a packed layer has no state_dict"):
+            refused()
+
+
+def test_a_layer_does_not_move_and_says_so() -> None:
+    model = nn.Sequential(nn.Linear(40, 40), layer())
+    wanted = model[1](X)
+    for allowed in (lambda: model.to("cpu"), model.float, model.eval, lambda: model.to(torch.float32)):
+        assert torch.equal(allowed()[1](X), wanted)
+    for refused in (lambda: model.to("meta"), model.half, model.bfloat16, lambda: model.to(torch.float64)):
+        with pytest.raises(InputError, match="a packed layer does not move"):
+            refused()
+
+
+def test_autocast_changes_no_bit() -> None:
+    made = load_layer(SHIPPED, 2, device="cpu")
+    x = heavy_tailed(64, 256, seed=5).bfloat16()
+    wanted = made(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(made(x), wanted)
+        assert torch.equal(made(x, router_input=x), wanted)
+
+
+def test_a_layer_is_the_same_wherever_it_was_loaded() -> None:
+    def loaded() -> MoELayer:
+        return load_layer(SHIPPED, 2, device="cpu", weight_format="mxfp4")
+
+    x = heavy_tailed(6, 256, seed=5).bfloat16()
+    wanted = loaded()(x)
+    with torch.inference_mode():
+        inside = loaded()
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        wide = loaded()
+        assert torch.equal(wide(x), wanted)
+    finally:
+        torch.set_default_dtype(default)
+    with torch.device("meta"):
+        elsewhere = loaded()
+    for made in (inside, wide, elsewhere):
+        assert torch.equal(made(x), wanted)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(inside, backend="aot_eager", fullgraph=True)(x), wanted)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"gate_up": torch.randn(5, 47, 40)}, "gate_up"),
+        ({"gate_up": torch.randn(48, 40)}, "gate_up"),
+        ({"down": torch.randn(40, 24)}, "down"),
+        ({"down": torch.randn(5, 40, 23)}, "down"),
+        ({"topk_ids": torch.zeros(6, dtype=torch.int64)}, "topk_ids"),
+        ({"topk_weights": torch.ones(5, 2)}, "topk_weights"),
+        ({"x": torch.randn(2, 3, 40)}, "x is"),
+        ({"x": torch.randn(6, 40, dtype=torch.float64)}, "x is"),
+        ({"biases": (torch.randn(5, 47), torch.randn(5, 40))}, "bias of gate_up"),
+        ({"gate_up": torch.randn(5, 48, 40, requires_grad=True)}, "inference only"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_moe_refuses_wrong_tensors_in_its_own_words(change: dict[str, object], text: str) -> None:
+    given: dict[str, object] = {
+        "x": X,
+        "gate_up": torch.randn(5, 48, 40),
+        "down": torch.randn(5, 40, 24),
+        "topk_ids": uneven_ids(6, 5, 2, seed=3),
+        "topk_weights": torch.rand(6, 2),
+    }
+    with pytest.raises(InputError, match=text):
+        moe(**{**given, **change})
+
+
+def test_a_routing_that_is_a_tuple_and_a_rule_that_returns_one_tensor_are_refused() -> None:
+    chosen = routing()
+    with pytest.raises(InputError, match="routing is a tuple"):
+        layer()(X, routing=(chosen.topk_ids, chosen.topk_weights))
+    made = layer()
+    made.choose = lambda x, logits, top_k: logits.topk(top_k).indices
+    with pytest.raises(InputError, match="choose returned"):
+        made(X)
