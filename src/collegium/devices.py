@@ -46,9 +46,16 @@ def probe(device: torch.device | str | None = None) -> DeviceFacts:
 
 @contextmanager
 def plain_torch() -> Generator[None]:
-    """Load and build as outside of what a caller may be inside of: inference mode, gradients, a default device."""
+    """Load and build as outside of what a caller may have set: inference mode, gradients, a default device or dtype."""
+    before = torch.get_default_dtype()
     with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
-        yield
+        if before != torch.float32:
+            torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            if before != torch.float32:
+                torch.set_default_dtype(before)
 
 
 def _named(device: torch.device | str) -> torch.device:

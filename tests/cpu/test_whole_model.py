@@ -248,7 +248,7 @@ def test_a_tensor_of_another_shape_is_named(deepseek: Path, tmp_path: Path, name
     def cut(tensors: dict[str, torch.Tensor]) -> None:
         tensors[name] = tensors[name][:-1]
 
-    with pytest.raises(TensorMismatchError, match=rf"{name}: the checkpoint has shape \(\d+.*needs \(\d+"):
+    with pytest.raises(TensorMismatchError, match=rf"(?s)(?=.*{name.removesuffix('.weight')}).*\(\d+.*need.*\(\d+"):
         load_model(changed(deepseek, tmp_path / "cut", cut), device="cpu")
 
 
@@ -259,7 +259,7 @@ def test_a_missing_tensor_is_named_also_a_correction_bias(deepseek: Path, tmp_pa
         del tensors[name]
 
     path = changed(deepseek, tmp_path / "less", drop)
-    with pytest.raises(MissingTensorError, match=f"{name}: transformers' DeepseekV3ForCausalLM needs it"):
+    with pytest.raises(MissingTensorError, match=f"{name}.* needs it"):
         load_model(path, device="cpu")
 
 
@@ -376,13 +376,16 @@ def test_the_command_says_what_it_cannot_load(
 ) -> None:
     from collegium import cli
 
-    path, said = tmp_path, "has no config.json; a whole model is loaded from a folder"
+    path, said = tmp_path, "no config.json"
     if kind == "gguf":
-        path, said = toy_gguf(tmp_path), "a GGUF file, which holds no config.json"
+        path, said = toy_gguf(tmp_path), "is a GGUF file, and a whole model"
     else:
         save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
     if kind == "arctic":
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": "arctic"}))
+        sizes = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 3, "num_local_experts": 6}
+        config = {"model_type": "arctic", **sizes, "num_experts_per_tok": 2, "moe_layer_frequency": 2}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        shutil.copy(SHIPPED / "tokenizer.json", tmp_path)
         said = "model_type 'arctic' cannot be loaded as a whole model"
     monkeypatch.setattr("sys.argv", ["collegium", "generate", str(path), "--device", "cpu"])
     with pytest.raises(SystemExit) as stop:

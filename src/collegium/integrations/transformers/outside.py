@@ -94,7 +94,7 @@ def load_outside(cls: Any, config: Any, checkpoint: Checkpoint, device: str, dty
         except Exception as error:
             if faults:
                 raise faults[0] from error
-            if isinstance(error, ImportError | torch.OutOfMemoryError):
+            if isinstance(error, CollegiumError | ImportError | torch.OutOfMemoryError):
                 raise
             raise CheckpointError(
                 f"{checkpoint.path}: transformers' {cls.__name__} cannot be built from config.json and the tensors "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from ...checkpoint.audit import check_outside_experts
 from ...checkpoint.problems import refuse
 from ...checkpoint.reader import Checkpoint
-from ...devices import probe
+from ...devices import plain_torch, probe
 from ...errors import ConfigError
 from ...loading import load_layer, load_routed
 from ...models import family_of
@@ -23,7 +22,7 @@ from .sealed import seal
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable
 
     from torch import nn
 
@@ -61,11 +60,12 @@ def load_model_in(
     """Do what ``load_model`` does, which is in BF16, in another dtype: in float32 a whole model can be judged."""
     place = probe(device).place
     checkpoint = Checkpoint.open(path)
-    refuse(checkpoint, check_outside_experts(checkpoint))
     make_known()
     cls, config = class_and_config(checkpoint)
-    config._experts_implementation = NAME
-    with _as_if_fresh():
+    refuse(checkpoint, check_outside_experts(checkpoint))
+    if family_of(checkpoint.config).name not in families_with_blocks():
+        config._experts_implementation = NAME
+    with plain_torch():
         model = load_outside(cls, config, checkpoint, place, _DTYPES[dtype])
         _check_places(model, checkpoint)
         _give(model, build_layers(checkpoint, device=device, dtype=dtype, **others))
@@ -123,15 +123,3 @@ def _give(model: nn.Module, layers: dict[int, MoELayer]) -> None:
     for module in experts_modules(model).values():
         # Some classes do not pass on what their config says to the text model's.
         vars(module)["config"]._experts_implementation = NAME
-
-
-@contextmanager
-def _as_if_fresh() -> Generator[None]:
-    """Undo what the caller set for torch while a model is built: inference mode, default dtype and device."""
-    before = torch.get_default_dtype()
-    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
-        torch.set_default_dtype(torch.float32)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(before)
