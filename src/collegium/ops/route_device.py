@@ -11,7 +11,7 @@ import torch
 
 from ..types import SCORE_FUNCTIONS, Routing
 from ..workspace import empty
-from .launch import dense_rows, launch, overlaps, power_of_two, usual_rows
+from .launch import launch, overlaps, power_of_two, usual_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
