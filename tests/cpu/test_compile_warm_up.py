@@ -29,6 +29,12 @@ LAYERS: dict[str, tuple[dict[str, Any], dict[str, Any], str, dict[str, Any]]] = 
     "FP8 channels, gated shared": (
         {"weight_format": "fp8_channel"}, {}, "bf16", {"router": (), "shared": ("fp8_channel", True)},
     ),
+    "MXFP4, FP8 shared": (
+        {"weight_format": "mxfp4"},
+        {},
+        "fp8_group128",
+        {"router": (), "shared": ("fp8_block", False)},
+    ),
     "MXFP4, latent": ({"weight_format": "mxfp4", "latent_size": 128}, {}, "fp8_token", {}),
     "INT4, hash table": ({"weight_format": "int4_group"}, {"hash_routing": True}, "bf16", {"router": ("hash_table",)}),
     "NVFP4, weighted input": ({"weight_format": "nvfp4"}, {"weight_on_input": True}, "bf16", {}),
