@@ -97,6 +97,7 @@ class Workspaces:
         self.device = torch.empty(0, device=device).device
         self._size = 0
         self._free: list[Workspace] = []
+        self._retired: list[Workspace] = []  # too small; passes that still run on the device may use them
         self._lock = threading.Lock()
 
     @property
@@ -108,7 +109,9 @@ class Workspaces:
         """Let every workspace have ``size`` bytes at least, and have one ready."""
         with self._lock:
             self._size = max(self._size, size)
-        self.give(self.take())
+            ready = any(space.nbytes >= self._size for space in self._free)
+        if not ready:
+            self.give(self._made())
 
     def take(self) -> Workspace:
         """Return a workspace for one pass on the current stream, which waits for another stream that used it last.
@@ -123,16 +126,23 @@ class Workspaces:
                 at = next((at for at, other in enumerate(free) if other.stream == stream), -1)
                 space = free.pop(at) if free else None
         if space is None:
-            space = Workspace(self.device)
-        elif space.stream != stream:
-            space.follow(stream)
+            return self._made()
         if space.nbytes < self._size:
-            space.reserve(self._size)
+            self._retired.append(space)
+            return self.take()
+        if space.stream != stream:
+            space.follow(stream)
         return space
 
     def give(self, space: Workspace) -> None:
         """Take back what ``take`` returned, once everything that uses it is on its stream."""
         self._free.append(space)
+
+    def _made(self) -> Workspace:
+        # Its memory is new on the current stream, which is therefore the one that later passes wait for.
+        space = Workspace(self.device)
+        space.reserve(self._size)
+        return space
 
 
 class _Pass:

@@ -115,7 +115,8 @@ def test_repeated_passes_give_the_bits_of_computed_ones() -> None:
         inside = x.clone()
         wanted = plain(inside, routing=routing)
         assert torch.equal(layer(inside, routing=routing, out=inside), wanted)
-        layer.workspaces.reserve(layer.workspaces.nbytes + (1 << 20))
+        if seed == 1:
+            layer.workspaces.reserve(layer.workspaces.nbytes + (1 << 20))
     assert any(isinstance(found, tuple) for found in layer._replay._kinds.values())
 
 

@@ -39,7 +39,8 @@ SIZES = (
     (130, 200, 3, "swiglu"),
     (384, 16, 3, "relu2"),
 )
-# Relative L2 error allowed by the bits of an activation: two roundings to E4M3 alone make 0.045.
+# Relative L2 error allowed by the bits of an activation: two roundings to E4M3 alone make 0.045, and a square doubles
+# the first. What plain code makes of the same roundings is allowed too, and a tenth more.
 BOUNDS = {16: 0.01, 8: 0.07}
 
 
@@ -71,6 +72,7 @@ def check_size(
     packed = replace(packed, machine=replace(packed.machine, **machine))
     reference = Reference()
     exact = reference.pack(made, replace(problem, activation_format="fp32"))
+    rounded = reference.pack(made, problem)
     found: list[str] = []
     for count in tokens:
         x = heavy_tailed(count, hidden, seed=3).to(torch.float16 if plain == "fp16" else torch.bfloat16).to(device)
@@ -78,6 +80,9 @@ def check_size(
         routing = Routing(topk_ids=ids, topk_weights=torch.ones(ids.shape, device=device))
         batch, handle = Local(num_experts=experts).dispatch(x, routing)
         truth = reference.run(batch, exact)
+        bound = BOUNDS[8 if act in _CODES else 16]
+        if act in _CODES:
+            bound = max(bound, 1.1 * relative_error(reference.run(batch, rounded), truth))
         outs = {"sorted": kernel.run(batch, packed)}
         if count <= few_tokens(packed, top_k):
             outs["unsorted"] = run_assignments(x, ids, packed)
@@ -87,6 +92,6 @@ def check_size(
         large = large_tile(packed, count * top_k) is not None
         for way, out in outs.items():
             error = relative_error(out, truth_of[way])
-            if not error < BOUNDS[8 if act in _CODES else 16]:
+            if not error < bound:
                 found.append(f"{weights}:{act} {size} {count} tokens, {way}, large={large}: {error:.3g}")
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,13 +19,14 @@ from ...layer import MoELayer
 from ...packed_module import refuse_gradient
 from ...plan import plan
 from ...types import Problem, Routing
+from ...workspace import captured
 from ..extra import extra
 from . import hooks, trust
 from .blocks import blocks_of
 from .modules import experts_modules, is_experts, routed_weights, spec_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Generator, Mapping
 
     from torch import Tensor
 
@@ -152,7 +154,10 @@ def _handle(module: Any) -> Tensor:
 )
 def transformers_experts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, handle: Tensor, out: Tensor) -> None:
     """Write ``out [T, H]``, the output for ``x [T, H]`` of the experts module that has ``handle``."""
-    _run(_module_of(handle), x, topk_ids, topk_weights, out)
+    module = _module_of(handle)
+    if not _is_built(module):
+        _build_apart(module, x, topk_ids)
+    _run(module, x, topk_ids, topk_weights, out)
 
 
 @transformers_experts.register_fake
@@ -161,12 +166,53 @@ def _transformers_experts_fake(*_: object) -> None:
 
 
 def _run(module: nn.Module, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor | None = None) -> Tensor:
-    entry = _LAYERS.get(module)
-    if entry is None or (entry.stamp is not None and entry.stamp != _stamp(module)):
-        entry = _built(module, x, topk_ids.shape[-1])
+    entry = _LAYERS[module] if _is_built(module) else _built(module, x, topk_ids.shape[-1])
     if getattr(module, "_is_expert_parallel", torch.distributed.is_available() and torch.distributed.is_initialized()):
         topk_ids = topk_ids.masked_fill(topk_ids >= entry.layer.spec.num_experts, -1)
     return entry.layer(x, routing=Routing(topk_ids=topk_ids, topk_weights=topk_weights), out=out)
+
+
+def _is_built(module: nn.Module) -> bool:
+    entry = _LAYERS.get(module)
+    return entry is not None and (entry.stamp is None or entry.stamp == _stamp(module))
+
+
+def _build_apart(module: nn.Module, x: Tensor, topk_ids: Tensor) -> None:
+    """Build the layer of ``module`` and run it once, in a thread and on a stream of its own.
+
+    A compiler that makes CUDA graphs may be capturing this thread's launches, and counts the memory this thread takes
+    as the graph's; what a layer keeps must be neither.
+    """
+    like = (torch.zeros, x.shape, x.dtype), (torch.zeros, topk_ids.shape, topk_ids.dtype)
+    errors: list[BaseException] = []
+    # A stream that is captured cannot be waited for; what it holds does not run yet.
+    after = torch.cuda.current_stream(x.device) if x.is_cuda and not captured(x.device) else None
+
+    def build() -> None:
+        try:
+            with torch.inference_mode(), _own_stream(x.device, after):
+                tokens, ids = (make(shape, dtype=dtype, device=x.device) for make, shape, dtype in like)
+                _run(module, tokens, ids, torch.zeros(ids.shape, device=x.device))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=build)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+
+
+@contextmanager
+def _own_stream(device: torch.device, after: torch.cuda.Stream | None) -> Generator[None]:
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(after or torch.cuda.default_stream(device))
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
 
 
 def _module_of(handle: Tensor) -> nn.Module:
@@ -190,6 +236,11 @@ def _module_of(handle: Tensor) -> nn.Module:
 
 def _built(module: nn.Module, x: Tensor, top_k: int) -> _Entry:
     """Build the layer of ``module`` and remember it; one thread builds, others that need it wait."""
+    if captured(x.device):
+        raise InputError(
+            f"{type(module).__name__}: a CUDA graph is being captured and its layer is not built yet; call the model once "
+            "before the capture"
+        )
     with _building:
         stamp, entry = _stamp(module), _LAYERS.get(module)
         if entry is None or entry.stamp != stamp:
