@@ -238,7 +238,7 @@ def _built(module: nn.Module, x: Tensor, top_k: int) -> _Entry:
     """Build the layer of ``module`` and remember it; one thread builds, others that need it wait."""
     if captured(x.device):
         raise InputError(
-            f"{type(module).__name__}: a CUDA graph is being captured and its layer is not built yet; call the model once "
+            f"{type(module).__name__}: a CUDA graph is captured and its layer is not built yet; call the model once "
             "before the capture"
         )
     with _building:
