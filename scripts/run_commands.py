@@ -226,11 +226,13 @@ def uncovered(pages: Sequence[str], run: Sequence[Case]) -> list[str]:
     return sorted({" ".join(words) for words in wanted if not any(covers(case, words) for case in run)})
 
 
-def run_case(case: Case, work: Path) -> Outcome:
-    """Run one case in the repository's root and judge it."""
+def run_case(case: Case, work: Path, threads: int | None = None) -> Outcome:
+    """Run one case in the repository's root and judge it; threads: how many torch may use on the CPU."""
     source = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     caches = {"TRITON_CACHE_DIR": str(work / "triton"), "XDG_CACHE_HOME": str(work / "cache")}
     more = {"PYTHONPATH": source, "HF_HUB_OFFLINE": "1", "COLUMNS": "200", **caches}
+    if threads is not None:
+        more["OMP_NUM_THREADS"] = str(threads)
     begin, figures = time.monotonic(), ""
     try:
         done = subprocess.run(
@@ -263,15 +265,19 @@ def run_all(run: Sequence[Case], work: Path) -> list[Outcome]:
     """Run the cases, first those that are timed, one by one; return the outcomes in the order of ``run``."""
     outcomes: dict[int, Outcome] = {}
 
-    def one(index: int) -> None:
-        outcomes[index] = found = run_case(run[index], work)
+    def one(index: int, threads: int | None = None) -> None:
+        outcomes[index] = found = run_case(run[index], work, threads)
         print(f"{found.seconds:6.1f} s  {found.case.typed()}  {found.fault or found.figures or 'ok'}", flush=True)
 
     for index, case in enumerate(run):
         if case.alone:
             one(index)
-    with ThreadPoolExecutor(max(1, min(_SIDE_BY_SIDE, (os.cpu_count() or 2) // 2))) as pool:
-        list(pool.map(one, [index for index, case in enumerate(run) if not case.alone]))
+    cores = os.cpu_count() or 2
+    together = max(1, min(_SIDE_BY_SIDE, cores // 2))
+    with ThreadPoolExecutor(together) as pool:
+        # More threads than cores wait for each other in every operation.
+        others = [index for index, case in enumerate(run) if not case.alone]
+        list(pool.map(one, others, [max(1, cores // together // 2)] * len(others)))
     return [outcomes[index] for index in range(len(run))]
 
 

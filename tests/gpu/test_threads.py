@@ -3,13 +3,58 @@
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+SHIPPED = Path(__file__).resolve().parents[2] / "demo" / "fables-16m"
+
+
+def from_four_threads(run: Callable[[], torch.Tensor], times: int) -> list[torch.Tensor]:
+    """Return what ``run`` gave, four times ``times``; whatever it raised is raised here."""
+    with ThreadPoolExecutor(4) as pool:
+        found = [pool.submit(lambda: [run() for _ in range(times)]) for _ in range(4)]
+        return [out for each in found for out in each.result()]
+
+
+@pytest.mark.parametrize("how", ["load_model", "register"])
+def test_a_whole_model_called_from_four_threads(how: str) -> None:
+    pytest.importorskip("transformers")
+    from transformers import AutoModelForCausalLM
+
+    from collegium.integrations.transformers import Decoder, load_model, register
+
+    register()
+    if how == "load_model":
+        model = load_model(str(SHIPPED), device="cuda")
+    else:
+        model = AutoModelForCausalLM.from_pretrained(
+            SHIPPED, dtype=torch.bfloat16, experts_implementation="collegium"
+        ).cuda()
+        model.requires_grad_(False)
+    ids = torch.randint(5, 4000, (2, 40), generator=torch.Generator().manual_seed(3)).cuda()
+
+    def logits() -> torch.Tensor:
+        with torch.inference_mode():
+            return model(ids).logits
+
+    first = from_four_threads(logits, 8)
+    wanted = logits()
+    assert all(torch.equal(out, wanted) for out in first)
+    decoder = Decoder(model)
+    text = decoder.generate(ids[:1], 24)
+    assert decoder.captured
+    assert all(torch.equal(out, text) for out in from_four_threads(lambda: Decoder(model).generate(ids[:1], 24), 3))
 
 
 @pytest.mark.parametrize("layers", [1, 2])

@@ -9,6 +9,7 @@ cache that transformers itself gives them, and no graph.
 from __future__ import annotations
 
 import importlib
+import threading
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ __all__ = ["Decoder"]
 
 # Steps before the one that is captured: what the first does once is no longer seen in the second, which is watched.
 _BEFORE = 2
+_capturing = threading.Lock()
 # Layers of a cache that hold keys and values alone; an index has keys of its own beside them.
 _FIXED = {"StaticLayer", "StaticSlidingWindowLayer", "StaticIndexedLayer"}
 
@@ -139,7 +141,8 @@ class _Steps:
             return self._prepare()
         if self.graph is None:
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
+            # torch captures on one stream for all threads; what other threads do meanwhile is none of the graph's.
+            with _capturing, torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
                 self.logits = self._step()
         self.graph.replay()
         return self.logits
