@@ -51,32 +51,6 @@ _LOAD = ("tests/cpu/test_loader.py",)
 _KERNEL = tuple(
     f"tests/cpu/test_grouped_gemm.py::{name}"
     for name in ("test_experts_against_the_reference", "test_every_activation", "test_int4_groups_and_scale_dtypes")
-    # Identity, threads and refusals of a layer.
-    Mutant(
-        "a workspace lent twice", "workspace.py",
-        (("if free and free[-1].stream == stream:\n                space = free.pop()", "if free and free[-1].stream == stream:\n                space = free[-1]"),),
-        ("tests/cpu/test_workspace.py",),
-    ),
-    Mutant(
-        "a copy keeps its original's identity", "packed_module.py",
-        (("        self.identify(self.handle.device, self._kind_of_input)\n", "        self.handle.device\n"),),
-        ("tests/cpu/test_compiled_models.py",),
-    ),
-    Mutant(
-        "a gradient is not refused", "packed_module.py",
-        (("if tensor is not None and tensor.requires_grad:", "if tensor is not None and tensor.is_meta:"),),
-        ("tests/cpu/test_inference_only.py",),
-    ),
-    Mutant(
-        "every experts module has the first one's handle", "integrations/transformers/plugin.py",
-        (("        if found is not None and _handle(found).data_ptr() == address:\n            return found\n", "        if found is not None:\n            return next(iter(_MODULES.values()))() or found\n"),),
-        ("tests/cpu/test_compiled_models.py",),
-    ),
-    Mutant(
-        "autocast reaches the router", "layer.py",
-        (("if not torch.is_autocast_enabled(device.type):", "if device.type:"),),
-        ("tests/cpu/test_inference_only.py",),
-    ),
 )
 _ACTS = ("tests/cpu/test_grouped_gemm.py::test_every_activation",)
 _LAYER = ("tests/cpu/test_layer.py",)
@@ -119,6 +93,31 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "gate and up swapped on writing", "conversion.py",
         (("return (gate, up, lower), (lost", "return (up, gate, lower), (lost"),), _WRITE,
+    ),
+    # Identity, threads and refusals of a layer.
+    Mutant(
+        "a workspace lent twice", "workspace.py", (("                space = free.pop()\n", "                space = free[-1]\n"),),
+        ("tests/cpu/test_workspace.py",),
+    ),
+    Mutant(
+        "a copy keeps its original's identity", "packed_module.py",
+        (("        self.identify(self.handle.device, self._kind_of_input)\n", "        self.handle.device\n"),),
+        ("tests/cpu/test_compiled_models.py",),
+    ),
+    Mutant(
+        "a gradient is not refused", "packed_module.py",
+        (("if tensor is not None and tensor.requires_grad:", "if tensor is not None and tensor.is_meta:"),),
+        ("tests/cpu/test_inference_only.py",),
+    ),
+    Mutant(
+        "every experts module has the first one's handle", "integrations/transformers/plugin.py",
+        (("        if found is not None and _handle(found).data_ptr() == address:\n            return found\n",
+          "        if found is not None:\n            return next(iter(_MODULES.values()))() or found\n"),),
+        ("tests/cpu/test_compiled_models.py",),
+    ),
+    Mutant(
+        "autocast reaches the router", "layer.py", (("if not torch.is_autocast_enabled(device.type):", "if device.type:"),),
+        ("tests/cpu/test_inference_only.py",),
     ),
     # The clamp.
     Mutant(

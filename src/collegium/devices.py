@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from .types import DeviceFacts
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-__all__ = ["plain_torch", "probe"]
+__all__ = ["current_device", "plain_torch", "probe"]
 
 
 def probe(device: torch.device | str | None = None) -> DeviceFacts:
@@ -42,6 +42,13 @@ def probe(device: torch.device | str | None = None) -> DeviceFacts:
             index=index,
         )
     raise _refused(wanted, seen)
+
+
+@contextmanager
+def current_device(device: torch.device) -> Generator[None]:
+    """Make a CUDA ``device`` the current one: streams, events and graphs without a device of their own are its."""
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        yield
 
 
 @contextmanager

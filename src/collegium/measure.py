@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from .devices import current_device
 from .errors import InputError
 from .ops.quantize import activation_format
 from .plan import expert_bytes
@@ -164,7 +165,7 @@ def take_turns(
     """
     keys = list(passes)
     times: dict[K, list[float]] = {key: [] for key in keys}
-    with torch.inference_mode():
+    with torch.inference_mode(), current_device(device):
         counts = dict.fromkeys(keys, 0)
         if queued and device.type == "cuda" and rounds and keys:
             rounds, counts = _burst(passes, device, rounds)
@@ -201,9 +202,10 @@ def timed_once(call: Callable[[], object], device: torch.device) -> float:
         call()
         return time.perf_counter() - start
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    call()
-    end.record()
+    with current_device(device):
+        begin.record()
+        call()
+        end.record()
     end.synchronize()
     return begin.elapsed_time(end) * 1e-3
 
@@ -224,25 +226,26 @@ def prepare_pass(
     if device.type != "cuda":
         eager()
         return eager
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        eager()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    if not capture:
-        return eager
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        eager()
-    kept = (graph, calls)  # a graph knows addresses; the calls hold the tensors that live there
+    with current_device(device):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            eager()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        if not capture:
+            return eager
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            eager()
+        kept = (graph, calls)  # a graph knows addresses; the calls hold the tensors that live there
 
-    def replay() -> None:
-        kept[0].replay()
+        def replay() -> None:
+            kept[0].replay()
 
-    replay()
-    torch.cuda.synchronize()
-    return replay
+        replay()
+        torch.cuda.synchronize()
+        return replay
 
 
 def graph_pool(device: torch.device) -> Any:

@@ -22,7 +22,17 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["Workspace", "Workspaces", "captured", "empty", "own_memory", "owned", "serves", "shared_workspaces"]
+__all__ = [
+    "Workspace",
+    "Workspaces",
+    "captured",
+    "captures",
+    "empty",
+    "own_memory",
+    "owned",
+    "serves",
+    "shared_workspaces",
+]
 
 _ALIGN = 256
 _KEPT = 512  # kinds of pass remembered; the oldest goes first
@@ -131,6 +141,11 @@ class Workspaces:
             self._retired.append(space)
             return self.take()
         if space.stream != stream:
+            if captures(self.device, space.stream):
+                # Another thread captures on that stream, and waiting for it would become a part of its graph.
+                made = self._made()
+                self._free.insert(0, space)
+                return made
             space.follow(stream)
         return space
 
@@ -222,6 +237,14 @@ def _current_stream(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     return torch._C._cuda_getCurrentRawStream(device.index)  # pyright: ignore[reportPrivateUsage]
+
+
+def captures(device: torch.device, stream: int) -> bool:
+    """Return whether a CUDA graph captures ``stream`` (as CUDA names it) of ``device``, in whatever thread."""
+    if device.type != "cuda" or not stream:
+        return False
+    with torch.cuda.stream(torch.cuda.ExternalStream(stream, device)):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def serves(device: torch.device) -> bool:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 
-from collegium.integrations.transformers import Decoder, experts_modules, register
+from collegium.bench import bench
+from collegium.integrations.transformers import Decoder, experts_modules, load_model, register
 from collegium.testing.compare import relative_error
+from collegium.verification import verify_model
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -81,6 +84,26 @@ def test_generate_with_a_static_cache_writes_what_the_decoder_writes() -> None:
         found = model.generate(ids, max_new_tokens=24, do_sample=False, cache_implementation="static")
         # Compiled code rounds otherwise, so near ties may go the other way late in a text.
         assert torch.equal(found[:, :15], wanted[:, :15])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_everything_asked_of_the_second_gpu_happens_there() -> None:
+    shipped = Path(__file__).resolve().parents[2] / "demo" / "fables-16m"
+    ids, texts = torch.tensor([[5, 60, 7]]), []
+    for device in ("cuda:0", "cuda:1"):
+        before = torch.cuda.memory_allocated(0)
+        model = load_model(str(shipped), device=device)
+        own = (*model.parameters(), *model.buffers())
+        assert {tensor.device for tensor in own if not tensor.is_meta} == {torch.device(device)}
+        decoder = Decoder(model)
+        texts.append(decoder.generate(ids.to(device), 16).cpu())
+        assert decoder.captured
+        report = bench("256x128x8x2", [("bf16", "bf16")], tokens=[64], device=device, rounds=3)
+        # An empty graph, captured on the other GPU, would take no time at all.
+        assert report.rows[0].seconds > 4e-6
+        assert verify_model(str(shipped), device=device, experts=1).passed
+        assert device == "cuda:0" or torch.cuda.memory_allocated(0) <= before
+    assert torch.equal(*texts)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

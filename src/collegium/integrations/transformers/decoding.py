@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...devices import current_device
 from ...errors import InputError, MissingExtraError
 from .host_watch import HostWatch
 from .plugin import layers_of
@@ -29,6 +30,8 @@ __all__ = ["Decoder"]
 
 # Steps before the one that is captured: what the first does once is no longer seen in the second, which is watched.
 _BEFORE = 2
+# torch captures on one stream for all threads, and after 32 new streams gives out the first one again: the stream of
+# one thread's preparation could be the one that another captures.
 _capturing = threading.Lock()
 # Layers of a cache that hold keys and values alone; an index has keys of its own beside them.
 _FIXED = {"StaticLayer", "StaticSlidingWindowLayer", "StaticIndexedLayer"}
@@ -76,7 +79,7 @@ class Decoder:
             raise InputError(
                 f"generate: ids {tuple(ids.shape)} and {tokens} tokens; allowed: [B, T >= 1] and 1 or more"
             )
-        with torch.inference_mode():
+        with torch.inference_mode(), current_device(ids.device):
             length = ids.shape[1]
             step = _Steps(self.model, self._caches, length + tokens, self.capture and ids.is_cuda)
             out = torch.cat([ids, ids.new_zeros(ids.shape[0], tokens)], 1)
@@ -138,10 +141,11 @@ class _Steps:
         if not self.capture:
             return self._step()
         if self.done < _BEFORE:
-            return self._prepare()
+            with _capturing:
+                return self._prepare()
         if self.graph is None:
             self.graph = torch.cuda.CUDAGraph()
-            # torch captures on one stream for all threads; what other threads do meanwhile is none of the graph's.
+            # What other threads do meanwhile is none of the graph's.
             with _capturing, torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
                 self.logits = self._step()
         self.graph.replay()

@@ -19,7 +19,7 @@ from ...layer import MoELayer
 from ...packed_module import refuse_gradient
 from ...plan import plan
 from ...types import Problem, Routing
-from ...workspace import captured
+from ...workspace import captured, captures
 from ..extra import extra
 from . import hooks, trust
 from .blocks import blocks_of
@@ -208,7 +208,9 @@ def _own_stream(device: torch.device, after: torch.cuda.Stream | None) -> Genera
     if device.type != "cuda":
         yield
         return
-    stream = torch.cuda.Stream(device)
+    # torch gives out the same few streams again and again; one of them may be the one that is captured.
+    streams = (torch.cuda.Stream(device) for _ in range(64))
+    stream = next(each for each in streams if not captures(device, each.cuda_stream))
     stream.wait_stream(after or torch.cuda.default_stream(device))
     with torch.cuda.device(device), torch.cuda.stream(stream):
         yield
