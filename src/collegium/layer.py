@@ -124,11 +124,16 @@ class MoELayer(PackedModule):
         self.__dict__["_replay"] = Replay()
 
     def extra_repr(self) -> str:
-        """Show the plan, which batches take which way, and what packing rounded where the kernel reports it."""
+        """Show the plan, how batches of each size run, and what the plan does not say of shared expert and packing."""
         packed, lines = self._pipeline.packed, [self.plan.explain()]
         if isinstance(packed, PackedExperts):
             top_k, most = self.spec.routing.top_k, self.plan.problem.limits.max_tokens
             lines.append(f"batches    {ways(packed, top_k, most, direct=self._direct is not None)}")
+        if self.shared is not None and self._shared_kernel is not self._pipeline.kernel:
+            own = self.shared.experts.down.name
+            lines.append(
+                f"shared     {own} weights run on {self._shared_kernel.name}, which the plan's kernel does not take"
+            )
         report = getattr(packed, "report", None)
         return "\n".join(lines if report is None else [*lines, f"weights    {report}"])
 

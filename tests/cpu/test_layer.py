@@ -288,3 +288,21 @@ def test_weights_that_contradict_the_spec_are_refused():
         MoELayer(weights, plan(problem_of(6, 40, 24, 2, weight_format="mxfp4")))
     with pytest.raises(InputError, match="gate_up_bias"):
         MoELayer(weights, plan(problem_of(6, 40, 24, 2, bias=True)))
+
+
+def test_a_layer_says_when_its_shared_expert_runs_on_another_kernel():
+    hopper = DeviceFacts(kind="cuda", name="H200", capability=(9, 0), memory=140 << 30)
+    for own, said in (("bf16", "shared     bf16 weights run on triton_bf16"), ("mxfp4", None)):
+        spec = MoESpec(
+            hidden_size=128,
+            intermediate_size=128,
+            num_experts=3,
+            routing=RoutingSpec(top_k=2),
+            weight_format="mxfp4",
+            shared=SharedSpec(intermediate_size=128),
+        )
+        shared = SharedWeights(experts=encode_experts(random_experts(1, 2, 128, 128, seed=2), own))
+        weights = encode_experts(random_experts(3, 2, 128, 128, seed=1), "mxfp4")
+        text = repr(MoELayer(weights, plan(Problem(spec=spec, device=hopper)), shared=shared))
+        assert (said or "") in text
+        assert ("shared     " in text) == (said is not None)
