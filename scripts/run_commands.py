@@ -24,6 +24,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -261,13 +262,19 @@ def run_case(case: Case, work: Path, threads: int | None = None) -> Outcome:
     return Outcome(case=case, code=done.returncode, seconds=seconds, figures=figures, fault=fault)
 
 
-def run_all(run: Sequence[Case], work: Path) -> list[Outcome]:
-    """Run the cases, first those that are timed, one by one; return the outcomes in the order of ``run``."""
+def run_all(run: Sequence[Case], work: Path, keep: Callable[[list[Outcome]], None]) -> list[Outcome]:
+    """Run the cases, first those that are timed, one by one; return the outcomes in the order of ``run``.
+
+    keep: called after each with the outcomes so far, so that what is cut off leaves what it did.
+    """
     outcomes: dict[int, Outcome] = {}
+    lock = Lock()
 
     def one(index: int, threads: int | None = None) -> None:
         outcomes[index] = found = run_case(run[index], work, threads)
         print(f"{found.seconds:6.1f} s  {found.case.typed()}  {found.fault or found.figures or 'ok'}", flush=True)
+        with lock:
+            keep([outcomes[at] for at in sorted(outcomes)])
 
     for index, case in enumerate(run):
         if case.alone:
@@ -361,8 +368,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_gguf(work / "tiny.gguf")
         run = cases(facts.place, work)
         missed = [] if asked.quick else uncovered([(ROOT / page).read_text(encoding="utf-8") for page in PAGES], run)
-        outcomes = run_all([case for case in run if _quick(case)] if asked.quick else run, work)
-    _write(out, outcomes, facts.place, _commit(asked.commit))
+        commit = _commit(asked.commit)
+        asked_for = [case for case in run if _quick(case)] if asked.quick else run
+        outcomes = run_all(asked_for, work, lambda found: _write(out, found, facts.place, commit))
     failed = [outcome for outcome in outcomes if outcome.fault]
     for line in missed:
         print(f"shown in {' or '.join(PAGES)}, but not run: collegium {line}")

@@ -262,6 +262,11 @@ def measure_ceilings(device: torch.device, *, nbytes: int | None = None, size: i
     """
     if device.type != "cuda":
         return _cpu_ceilings(nbytes or ceiling_bytes(device), size)
+    with current_device(device):
+        return _gpu_ceilings(device, nbytes, size)
+
+
+def _gpu_ceilings(device: torch.device, nbytes: int | None, size: int | None) -> Ceilings:
     words = torch.zeros((nbytes or ceiling_bytes(device)) // 4, dtype=torch.int32, device=device)
     half, other = words.chunk(2)
     bandwidth = max(words.nbytes / _best(lambda: other.copy_(half), device), *_read_rates(words, device))

@@ -13,7 +13,7 @@ import itertools
 import threading
 from contextlib import contextmanager
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -109,6 +109,10 @@ class Workspaces:
         self._free: list[Workspace] = []
         self._retired: list[Workspace] = []  # too small; passes that still run on the device may use them
         self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and unpickle as what all layers of the device share: addresses are no part of a layer."""
+        return shared_workspaces, (self.device, self._size)
 
     @property
     def nbytes(self) -> int:

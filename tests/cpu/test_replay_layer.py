@@ -6,6 +6,8 @@ address that should have been exchanged, or that nobody keeps alive, is not foun
 
 from __future__ import annotations
 
+import copy
+import pickle
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +33,7 @@ from collegium import (
 from collegium.ops import launch as launching
 from collegium.ops import operand, permute, quantize, replay, route, weighted_sum
 from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
-from collegium.workspace import Workspaces
+from collegium.workspace import Workspaces, shared_workspaces
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -185,6 +187,16 @@ def test_a_pass_with_the_layers_own_router_is_repeated_after_it(machine: Machine
         kept += [x, out]
         assert torch.equal(layer(x, out=out), plain(x))
     assert [isinstance(found, tuple) for found in layer._replay._kinds.values()] == [True]
+
+
+def test_a_layer_with_workspaces_can_be_copied_and_pickled(machine: Machine) -> None:
+    layer = layer_of("mxfp4", None, shared=True)
+    x, ids, chosen, _ = given(2, 0)
+    routing = Routing(topk_ids=ids, topk_weights=chosen)
+    wanted = layer(x, routing=routing)
+    for own in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert own.workspaces is shared_workspaces(CPU)
+        assert torch.equal(own(x, routing=routing), wanted)
 
 
 @pytest.mark.parametrize("what", ["checked", "choose", "after_expert"])

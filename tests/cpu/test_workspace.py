@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -111,6 +113,14 @@ def test_threads_never_hold_one_workspace_at_the_same_time() -> None:
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda _: many(), range(4)))
     assert not twice
+
+
+def test_a_copied_or_unpickled_owner_shares_the_devices_workspaces() -> None:
+    lent = Workspaces(CPU)
+    lent.reserve(300)
+    for own in (copy.deepcopy(lent), pickle.loads(pickle.dumps(lent))):
+        assert own is shared_workspaces(CPU)
+        assert own.take().nbytes >= 300
 
 
 def test_own_memory_is_given_once_and_only_inside() -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 from pathlib import Path
 
 import pytest
 import torch
 
+from collegium import load_layer
 from collegium.bench import bench
 from collegium.integrations.transformers import Decoder, experts_modules, load_model, register
 from collegium.testing.compare import relative_error
 from collegium.verification import verify_model
 
 transformers = pytest.importorskip("transformers")
+SHIPPED = Path(__file__).resolve().parents[2] / "demo" / "fables-16m"
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
@@ -77,6 +81,21 @@ def test_a_compiled_model_gives_its_eager_logits(mode: str, first: str) -> None:
     assert relative_error(wanted, model(ids, use_cache=False).logits) > 0.2
 
 
+def test_a_copied_and_an_unpickled_layer_run_themselves() -> None:
+    made = load_layer(SHIPPED, 2, device="cuda", weight_format="mxfp4")
+    x = torch.randn(5, 256, device="cuda").bfloat16()
+    wanted = made(x)
+    kept = io.BytesIO()
+    torch.save(made, kept)
+    kept.seek(0)
+    copies = [copy.deepcopy(made), pickle.loads(pickle.dumps(made)), torch.load(kept, weights_only=False)]
+    del made
+    for own in copies:
+        for run in (own, torch.compile(own, fullgraph=True), torch.compile(own, mode="reduce-overhead")):
+            for _ in range(3):
+                assert torch.equal(run(x).clone(), wanted)
+
+
 def test_generate_with_a_static_cache_writes_what_the_decoder_writes() -> None:
     model, ids = qwen(), ids_of(1, 7)
     wanted = Decoder(model, capture=False).generate(ids, 24)
@@ -88,11 +107,10 @@ def test_generate_with_a_static_cache_writes_what_the_decoder_writes() -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_everything_asked_of_the_second_gpu_happens_there() -> None:
-    shipped = Path(__file__).resolve().parents[2] / "demo" / "fables-16m"
     ids, texts = torch.tensor([[5, 60, 7]]), []
     for device in ("cuda:0", "cuda:1"):
         before = torch.cuda.memory_allocated(0)
-        model = load_model(str(shipped), device=device)
+        model = load_model(str(SHIPPED), device=device)
         own = (*model.parameters(), *model.buffers())
         assert {tensor.device for tensor in own if not tensor.is_meta} == {torch.device(device)}
         decoder = Decoder(model)
@@ -101,7 +119,7 @@ def test_everything_asked_of_the_second_gpu_happens_there() -> None:
         report = bench("256x128x8x2", [("bf16", "bf16")], tokens=[64], device=device, rounds=3)
         # An empty graph, captured on the other GPU, would take no time at all.
         assert report.rows[0].seconds > 4e-6
-        assert verify_model(str(shipped), device=device, experts=1).passed
+        assert verify_model(str(SHIPPED), device=device, experts=1).passed
         assert device == "cuda:0" or torch.cuda.memory_allocated(0) <= before
     assert torch.equal(*texts)
 
