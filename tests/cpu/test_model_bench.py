@@ -80,3 +80,10 @@ def test_the_command_prints_a_table_or_json(tmp_path: Path) -> None:
     assert found["layers"] == 1
     assert [row["experts"] for row in found["rows"]] == WAYS[:4]
     assert all(row["tokens_per_second"] > 0 for row in found["rows"])
+
+
+def test_the_folder_of_a_checkpoint_gives_sizes_not_weights() -> None:
+    folder = Path(__file__).resolve().parents[2] / "demo" / "fables-16m"
+    report = bench_model(str(folder), [("mxfp4", "bf16")], batches=(1,), layers=2, device="cpu", rounds=1)
+    assert [row.note for row in report.rows] == [""] * len(report.rows)
+    assert all(row.tokens_per_second for row in report.rows)

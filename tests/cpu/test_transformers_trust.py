@@ -6,6 +6,7 @@ import copy
 import json
 import shutil
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,7 +20,6 @@ from quantised_models import decoded, write_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 IDS = torch.randint(0, 97, (2, 9), generator=torch.Generator().manual_seed(7))
 # What transformers reads wrongly: method, format, width of an expert, what the config alone gives away.
@@ -369,3 +369,16 @@ def test_other_models_and_other_implementations_are_left_alone(tmp_path: Path) -
     again.set_experts_implementation("eager")
     with torch.no_grad():
         assert torch.equal(model.eval()(IDS).logits, again.eval()(IDS).logits)
+
+
+def test_new_weights_under_a_published_config_are_no_ones_checkpoint() -> None:
+    """A model built from the config of a folder has none of the weights in it, and bench-model builds such models."""
+    folder = Path(__file__).resolve().parents[2] / "demo" / "fables-16m"
+    register()
+    config = transformers.AutoConfig.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+    ids = torch.tensor([[5, 60, 7]])
+    model.set_experts_implementation("eager")
+    wanted = model(ids).logits
+    model.set_experts_implementation("collegium")
+    assert relative_error(model(ids).logits, wanted) < 2e-5

@@ -73,7 +73,10 @@ def _set_implementation(original: Any, name: str) -> Any:
         asked = _mentions(experts_implementation, name)
         _require(self, name, asked)
         if asked:
-            adopt(self, folder_of(self.config))
+            # Loading leaves this on a model; one that is built from a config has the config's folder and other weights.
+            loaded = hasattr(self, "_weight_conversions")
+            folder, why = (folder_of(self.config), "") if loaded else (None, "from_pretrained did not load them")
+            adopt(self, folder, why)
         original(self, experts_implementation)
         _confirm(self, name, experts_implementation)
 
