@@ -17,7 +17,7 @@ from torch.nn import functional
 from .devices import plain_torch
 from .errors import InputError, PlanError
 from .experts import KERNELS
-from .formats.unquantised import FLOAT_FORMATS
+from .formats.unquantised import DTYPES, FLOAT_FORMATS
 from .ops.products import PackedExperts, few_tokens
 from .ops.replay import Replay
 from .ops.route import given_routing, route, route_custom
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 __all__ = ["MoELayer"]
 
 _DTYPES = {dtype: plain.name for dtype, plain in FLOAT_FORMATS.items()}
-_BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
 
 
 class MoELayer(PackedModule):
@@ -116,7 +115,7 @@ class MoELayer(PackedModule):
         self.workspaces: Workspaces | None = shared_workspaces(self._device, plan.workspace_bytes) if on_gpu else None
         self._kind = hash((plan.problem, plan.kernel))
         self._replay: Replay  # made by every assignment
-        self.identify(self._device, _BY_NAME[plan.problem.dtype])
+        self.identify(self._device, DTYPES[plan.problem.dtype])
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute and forget what was recorded: another layer may start other kernels."""

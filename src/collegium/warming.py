@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .devices import current_device
+from .formats.unquantised import DTYPES
 from .ops.launch import power_of_two
 from .ops.products import PackedExperts, chosen_tiles, few_tokens, large_tile, variant_key
 from .types import Routing
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["batch_sizes", "compile_batches", "warm_layer", "warm_up"]
 
 _THREADS = 8
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def warm_up(layers: Iterable[Any], progress: Callable[[int, int, str], None] | None = None) -> int:
@@ -48,7 +48,7 @@ def warm_layer(layer: Any, progress: Callable[[int, int, str], None] | None = No
     packed = [(layer._pipeline.packed, spec.routing.top_k), (layer._packed_shared, 1)]
 
     def run(tokens: int) -> None:
-        x = torch.zeros(tokens, spec.hidden_size, dtype=_DTYPES[problem.dtype], device=device)
+        x = torch.zeros(tokens, spec.hidden_size, dtype=DTYPES[problem.dtype], device=device)
         for asked in _ways_to_ask(layer, x):
             # Batches run side by side, and this is the memory of as many passes only while they are compiled.
             with own_memory(device):
@@ -125,8 +125,7 @@ def compile_batches(
 
     def one(tokens: int) -> int:
         # Both belong to a thread, not to the process.
-        place = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-        with place, torch.inference_mode():
+        with current_device(device), torch.inference_mode():
             run(tokens)
         return tokens
 

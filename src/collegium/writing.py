@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -143,7 +144,13 @@ def _tokenizer(folder: Path) -> Any:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise InputError(f"{folder}: no tokenizer.json; text needs the tokenizer that the model was published with")
+    return _read_tokenizer(Tokenizer, path, path.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=1)
+def _read_tokenizer(kind: Any, path: Path, _written: int) -> Any:
+    """Read the file once for all that ask, again when it was written since: megabytes for a large vocabulary."""
     try:
-        return Tokenizer.from_file(str(path))
+        return kind.from_file(str(path))
     except Exception as error:  # the package raises plain Exception
         raise InputError(f"{path}: tokenizers cannot read it: {error}; download it again") from error

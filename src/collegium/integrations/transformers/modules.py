@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from ...formats.payload import Payload
 
-__all__ = ["experts_modules", "is_experts", "named_experts", "routed_weights", "spec_of"]
+__all__ = ["experts_modules", "is_experts", "named_experts", "routed_weights", "spec_of", "write_count"]
 
 
 def named_experts(model: nn.Module) -> list[tuple[str, int, nn.Module]]:
@@ -41,6 +41,11 @@ def experts_modules(model: nn.Module) -> dict[int, nn.Module]:
 def is_experts(module: object) -> bool:
     """Return whether ``module`` is one of transformers' experts modules."""
     return hasattr(module, "is_concatenated") and hasattr(module, "_apply_gate")
+
+
+def write_count(parameter: Tensor) -> int:
+    """Return how often torch saw ``parameter`` written in place; inference tensors do not count, and have 0."""
+    return 0 if parameter.is_inference() else parameter._version
 
 
 def routed_weights(module: Any) -> ExpertWeights[Payload]:

@@ -23,7 +23,7 @@ from ...workspace import captured, captures
 from ..extra import extra
 from . import hooks, trust
 from .blocks import blocks_of
-from .modules import experts_modules, is_experts, routed_weights, spec_of
+from .modules import experts_modules, is_experts, routed_weights, spec_of, write_count
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
@@ -269,6 +269,4 @@ def _build(module: Any, x: Tensor, top_k: int) -> MoELayer:
 
 
 def _stamp(module: nn.Module) -> tuple[object, ...]:
-    # Inference tensors count no versions.
-    own = module.parameters(recurse=False)
-    return tuple((p.data_ptr(), 0 if p.is_inference() else p._version, p.dtype, p.device) for p in own)
+    return tuple((p.data_ptr(), write_count(p), p.dtype, p.device) for p in module.parameters(recurse=False))

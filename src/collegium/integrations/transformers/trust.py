@@ -22,7 +22,7 @@ from ...checkpoint.reader import Checkpoint, read_config
 from ...errors import CheckpointError, ConfigError, InputError, SpecError
 from ...models import declared_format, describe, family_of
 from ..extra import extra
-from .modules import named_experts
+from .modules import named_experts, write_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -128,7 +128,7 @@ def check(module: nn.Module, weights: ExpertWeights[Payload]) -> None:
 
 
 def _versions(module: nn.Module) -> tuple[int, ...]:
-    return tuple(0 if p.is_inference() else p._version for p in module.parameters(recurse=False))
+    return tuple(write_count(parameter) for parameter in module.parameters(recurse=False))
 
 
 def _compare(module: nn.Module, weights: ExpertWeights[Payload], origin: Origin) -> str | None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
 from ...checkpoint.audit import check_outside_experts
 from ...checkpoint.problems import refuse
 from ...checkpoint.reader import Checkpoint
 from ...devices import plain_torch, probe
 from ...errors import ConfigError
+from ...formats.unquantised import DTYPES
 from ...loading import load_layer, load_routed
 from ...models import family_of
 from .blocks import blocks_of, families_with_blocks
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
     from ...types import Choice, Limits
 
 __all__ = ["build_layers", "load_model", "load_model_in"]
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def load_model(
@@ -66,7 +63,7 @@ def load_model_in(
     if family_of(checkpoint.config).name not in families_with_blocks():
         config._experts_implementation = NAME
     with plain_torch():
-        model = load_outside(cls, config, checkpoint, place, _DTYPES[dtype])
+        model = load_outside(cls, config, checkpoint, place, DTYPES[dtype])
         _check_places(model, checkpoint)
         _give(model, build_layers(checkpoint, device=device, dtype=dtype, **others))
     seal(model, checkpoint.path)
