@@ -638,15 +638,13 @@ _ON_GPU: dict[str, tuple[str, ...]] = {
     "ops/products.py": _GPU_SMALL,
     "ops/w4a8.py": _GPU_FOUR,
 }
-# Killed in the interpreter alone so far.
-_NOT_ON_GPU = ("a NaN score adds nothing", "an unknown entry of the hash table adds nothing")
 GPU_MUTANTS: tuple[Mutant, ...] = (
     *_DEVICE,
     *(
         m._replace(name=f"{m.name} (on a GPU)", tests=_ON_GPU[m.file])
         for m in MUTANTS
         # What a checkpoint's scales mean is no matter of the device.
-        if m.file in _ON_GPU and not m.name.startswith("compressed-tensors") and m.name not in _NOT_ON_GPU
+        if m.file in _ON_GPU and not m.name.startswith("compressed-tensors")
     ),
 )
 

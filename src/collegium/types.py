@@ -206,11 +206,11 @@ class MoESpec:
         )
 
 
-F = TypeVar("F")
+F_co = TypeVar("F_co", covariant=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExpertWeights(Generic[F]):
+class ExpertWeights(Generic[F_co]):
     """The local experts of one layer in logical order: gate before up, nothing padded, nothing interleaved.
 
     gate_up: payload with logical shape ``[E, P, I, H]``; P is 2 (index 0 gate, 1 up) or 1 without a gate.
@@ -218,8 +218,8 @@ class ExpertWeights(Generic[F]):
     gate_up_bias ``[E, P, I]`` and down_bias ``[E, H]``: floating point, or None when the model has no biases.
     """
 
-    gate_up: F
-    down: F
+    gate_up: F_co
+    down: F_co
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
 
@@ -336,10 +336,10 @@ class RouterWeights:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SharedWeights(Generic[F]):
+class SharedWeights(Generic[F_co]):
     """The shared expert as ``ExpertWeights`` of one expert, and its sigmoid gate ``[1, D]`` or None."""
 
-    experts: ExpertWeights[F]
+    experts: ExpertWeights[F_co]
     gate: Tensor | None = None
 
 
