@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import platform
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,7 +17,7 @@ from .types import DeviceFacts
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-__all__ = ["current_device", "plain_torch", "probe"]
+__all__ = ["current_device", "plain_torch", "probe", "recording"]
 
 
 def probe(device: torch.device | str | None = None) -> DeviceFacts:
@@ -49,6 +50,22 @@ def current_device(device: torch.device) -> Generator[None]:
     """Make a CUDA ``device`` the current one: streams, events and graphs without a device of their own are its."""
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         yield
+
+
+@contextmanager
+def recording(
+    graph: torch.cuda.CUDAGraph, device: torch.device, *, pool: Any = None, errors: str = "global"
+) -> Generator[None]:
+    """Capture into ``graph`` what is launched on ``device``; pool and errors as ``torch.cuda.graph`` has them."""
+    stream = _capture_stream(device)
+    with torch.cuda.device(device), torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=errors):
+        yield
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    # torch's own is of the device that captured first: on another one it would record nothing, without an error.
+    return torch.cuda.Stream(device)
 
 
 @contextmanager

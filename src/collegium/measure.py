@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from .devices import current_device
+from .devices import current_device, recording
 from .errors import InputError
 from .ops.quantize import activation_format
 from .plan import expert_bytes
@@ -236,7 +236,7 @@ def prepare_pass(
         if not capture:
             return eager
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with recording(graph, device, pool=pool):
             eager()
         kept = (graph, calls)  # a graph knows addresses; the calls hold the tensors that live there
 

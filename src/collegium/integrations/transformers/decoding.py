@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...devices import current_device
+from ...devices import current_device, recording
 from ...errors import InputError, MissingExtraError
 from .host_watch import HostWatch
 from .plugin import layers_of
@@ -30,8 +30,8 @@ __all__ = ["Decoder"]
 
 # Steps before the one that is captured: what the first does once is no longer seen in the second, which is watched.
 _BEFORE = 2
-# torch captures on one stream for all threads, and after 32 new streams gives out the first one again: the stream of
-# one thread's preparation could be the one that another captures.
+# All threads capture on one stream, and after 32 new streams torch gives out the first one again: the stream of one
+# thread's preparation could be the one that another captures.
 _capturing = threading.Lock()
 # Layers of a cache that hold keys and values alone; an index has keys of its own beside them.
 _FIXED = {"StaticLayer", "StaticSlidingWindowLayer", "StaticIndexedLayer"}
@@ -146,7 +146,7 @@ class _Steps:
         if self.graph is None:
             self.graph = torch.cuda.CUDAGraph()
             # What other threads do meanwhile is none of the graph's.
-            with _capturing, torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            with _capturing, recording(self.graph, self.token.device, errors="thread_local"):
                 self.logits = self._step()
         self.graph.replay()
         return self.logits
