@@ -28,10 +28,10 @@ from torch.nn import functional
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from collegium.devices import probe
 from collegium.experts import CpuGrouped
 from collegium.formats import Bf16, by_name
 from collegium.parallel.local import Local
+from collegium.runtime.devices import probe
 from collegium.types import ExpertWeights, MoESpec, Problem, Routing, RoutingSpec
 
 if TYPE_CHECKING:

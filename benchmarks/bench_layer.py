@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from collegium.bench import SHAPES, TOKENS, bench, recipe_of
-from collegium.measure import ROUTINGS, measure_ceilings
-from collegium.tuning import packed_layer, tile_times
+from collegium.commands.bench import SHAPES, TOKENS, bench, recipe_of
+from collegium.commands.measure import ROUTINGS, measure_ceilings
+from collegium.commands.tune import packed_layer, tile_times
 
 if TYPE_CHECKING:
-    from collegium.measure import Ceilings
+    from collegium.commands.measure import Ceilings
 
 RECIPES = ("bf16:bf16", "fp8_block:fp8_group128", "mxfp4:bf16", "mxfp4:fp8_token", "nvfp4:bf16", "nvfp4:fp8_token")
 RESULTS = Path(__file__).parent / "results" / "layers_h200.csv"

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import collegium
-from collegium.bench import recipe_of
-from collegium.model_bench import RECIPES, bench_model
+from collegium.commands.bench import recipe_of
+from collegium.commands.bench_model import RECIPES, bench_model
 
 RESULTS = Path(__file__).parent / "results" / "models_h200.csv"
 

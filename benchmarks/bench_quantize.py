@@ -29,7 +29,7 @@ from collegium.checkpoint.detect import detect
 from collegium.checkpoint.loader import load_experts
 from collegium.checkpoint.reader import Checkpoint
 from collegium.checkpoint.writer import Shard
-from collegium.conversion import quantize_model
+from collegium.commands.quantize import quantize_model
 from collegium.formats import by_name
 from collegium.models import describe
 from collegium.testing.compare import heavy_tailed

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from collegium.measure import prepare_pass, take_turns
-from collegium.ops import launch, permute, quantize, route, weighted_sum
+from collegium.commands.measure import prepare_pass, take_turns
+from collegium.ops import permute, quantize, route, weighted_sum
+from collegium.runtime import launch
 from collegium.types import RoutingSpec
 
 if TYPE_CHECKING:

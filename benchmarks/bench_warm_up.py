@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from triton import knobs
 
-from collegium.bench import random_weights, recipe_of, spec_of
-from collegium.devices import probe
+from collegium.commands.bench import random_weights, recipe_of, spec_of
+from collegium.commands.measure import driver_version, version_of
 from collegium.layer import MoELayer
-from collegium.measure import driver_version, version_of
 from collegium.plan import plan
+from collegium.runtime.devices import probe
 from collegium.types import Choice, Limits, Problem
 from collegium.warming import warm_up
 

@@ -37,11 +37,8 @@ import torch
 from torch.nn import functional
 
 import collegium
-from collegium.bench import TOLERANCES, experts_error, random_weights, spec_of
-from collegium.devices import probe
-from collegium.errors import CollegiumError
-from collegium.layer import MoELayer
-from collegium.measure import (
+from collegium.commands.bench import TOLERANCES, experts_error, random_weights, spec_of
+from collegium.commands.measure import (
     ROUTINGS,
     Ceilings,
     driver_version,
@@ -54,8 +51,11 @@ from collegium.measure import (
     take_turns,
     version_of,
 )
+from collegium.errors import CollegiumError
+from collegium.layer import MoELayer
 from collegium.ops.quantize import activation_format
 from collegium.plan import plan
+from collegium.runtime.devices import probe
 from collegium.types import Choice, Limits, Problem, Routing
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from collegium.measure import Floor
+    from collegium.commands.measure import Floor
     from collegium.types import ExpertWeights, MoESpec
 
     Run = Callable[[Tensor, Tensor, Tensor], Tensor]  # x [T, H], weights [T, K] float32, ids [T, K] int32 -> [T, H]

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from collegium import load_layer
-from collegium.inspection import inspect_model
+from collegium.commands.generate import Writer
+from collegium.commands.inspect import inspect_model
 from collegium.integrations.transformers import load_model
-from collegium.writing import Writer
 
 FOLDER = Path(__file__).resolve().parents[1] / "demo" / "fables-16m"
 

@@ -75,7 +75,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (("_gated(wide[:, 0], wide[:, 1], spec)", "_gated(wide[:, 1], wide[:, 0], spec)"),), _HOST,
     ),
     Mutant(
-        "gate and up swapped", "experts/cpu_grouped.py",
+        "gate and up swapped", "experts/cpu/grouped.py",
         (("gate, up = inner.chunk(2, dim=-1)", "up, gate = inner.chunk(2, dim=-1)"),), _CPU,
     ),
     Mutant(
@@ -91,21 +91,21 @@ MUTANTS: tuple[Mutant, ...] = (
         (("(int(second), 2) if table.interleaved", "(int(not second), 2) if table.interleaved"),), _LOAD,
     ),
     Mutant(
-        "gate and up swapped on writing", "conversion.py",
+        "gate and up swapped on writing", "commands/quantize.py",
         (("return (gate, up, lower), (lost", "return (up, gate, lower), (lost"),), _WRITE,
     ),
     # Identity, threads and refusals of a layer.
     Mutant(
-        "a workspace lent twice", "workspace.py", (("                space = free.pop()\n", "                space = free[-1]\n"),),
+        "a workspace lent twice", "runtime/workspace.py", (("                space = free.pop()\n", "                space = free[-1]\n"),),
         ("tests/cpu/test_workspace.py",),
     ),
     Mutant(
-        "a copy keeps its original's identity", "packed_module.py",
+        "a copy keeps its original's identity", "runtime/packed_module.py",
         (("        self.identify(self.handle.device, self._kind_of_input)\n", "        self.handle.device\n"),),
         ("tests/cpu/test_compiled_models.py",),
     ),
     Mutant(
-        "a gradient is not refused", "packed_module.py",
+        "a gradient is not refused", "runtime/packed_module.py",
         (("if tensor is not None and tensor.requires_grad:", "if tensor is not None and tensor.is_meta:"),),
         ("tests/cpu/test_inference_only.py",),
     ),
@@ -128,7 +128,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "clamp dropped (swiglu_oai)", "ops/activation.py",
         (('case "swiglu_oai":\n            if limit is not None:', 'case "swiglu_oai":\n            if False:'),), _HOST,
     ),
-    Mutant("clamp dropped", "experts/cpu_grouped.py", (("if spec.limit is not None:", "if False:"),), _CPU),
+    Mutant("clamp dropped", "experts/cpu/grouped.py", (("if spec.limit is not None:", "if False:"),), _CPU),
     Mutant("clamp dropped", "kernels/activation.py", (("if HAS_LIMIT and KIND != 2:", "if HAS_LIMIT and KIND > 9:"),), _ACTS),
     Mutant(
         "clamp dropped (swiglu_step)", "kernels/activation.py",
@@ -162,7 +162,7 @@ MUTANTS: tuple[Mutant, ...] = (
         _HOST,
     ),
     Mutant(
-        "clamp after SiLU", "experts/cpu_grouped.py",
+        "clamp after SiLU", "experts/cpu/grouped.py",
         (
             (
                 "    if spec.limit is not None:\n"
@@ -198,7 +198,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (("values[:, whole * group :].mul_(scales[:, whole:])", "values[:, whole * group :]"),), _FORMAT,
     ),
     Mutant(
-        "a row's scale dropped", "experts/cpu_grouped.py",
+        "a row's scale dropped", "experts/cpu/grouped.py",
         (("torch.mul(product, scale[expert], out=target)", "target.copy_(product)"),), _CPU,
     ),
     Mutant(
@@ -223,7 +223,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ((".mul_(scales[:, :whole, None])", ".mul_(scales.roll(1, 1)[:, :whole, None])"),), _FORMAT,
     ),
     Mutant(
-        "the neighbouring group's scale (MXFP4)", "ops/cpu_decode.py",
+        "the neighbouring group's scale (MXFP4)", "experts/cpu/decode.py",
         (
             (
                 "field = self.scales[expert, span].to(torch.int16).bitwise_left_shift_(_INT16_FIELD)",
@@ -233,15 +233,15 @@ MUTANTS: tuple[Mutant, ...] = (
         _CPU,
     ),
     Mutant(
-        "the neighbouring group's scale (NVFP4, MXFP8)", "ops/cpu_decode.py",
+        "the neighbouring group's scale (NVFP4, MXFP8)", "experts/cpu/decode.py",
         (("        scales = self.scales[expert, span]\n", "        scales = self.scales[expert, span].roll(1, -1)\n"),), _CPU,
     ),
     Mutant(
-        "the neighbouring group's scale (INT4, FP8 blocks)", "ops/cpu_decode.py",
+        "the neighbouring group's scale (INT4, FP8 blocks)", "experts/cpu/decode.py",
         (("factor = self.scales[expert].index_select(0, line)", "factor = self.scales[expert].index_select(0, line).roll(1, 1)"),), _CPU,
     ),
     Mutant(
-        "the neighbouring row block's scale", "ops/cpu_decode.py",
+        "the neighbouring row block's scale", "experts/cpu/decode.py",
         (("// height * blocks + rows % height // self.row_block", "// height * blocks + (rows % height // self.row_block + 1) % blocks"),),
         _CPU,
     ),
@@ -269,18 +269,18 @@ MUTANTS: tuple[Mutant, ...] = (
         (("return codes[..., 0::2] | (codes[..., 1::2] << 4)", "return codes[..., 1::2] | (codes[..., 0::2] << 4)"),),
         ("tests/cpu/test_formats_codecs.py", *_FORMAT),
     ),
-    Mutant("nibbles swapped", "ops/cpu_decode.py", (("for shift in (0, 4, 8, 12)", "for shift in (4, 0, 12, 8)"),), _CPU),
+    Mutant("nibbles swapped", "experts/cpu/decode.py", (("for shift in (0, 4, 8, 12)", "for shift in (4, 0, 12, 8)"),), _CPU),
     Mutant(
         "nibbles swapped (packing NVFP4)", "formats/codecs.py",
         (("torch.stack((packed & 0xF, packed >> 4), dim=-1)", "torch.stack((packed >> 4, packed & 0xF), dim=-1)"),),
         ("tests/cpu/test_formats_codecs.py", *_CPU),
     ),
     Mutant(
-        "quarters swapped (E2M1)", "ops/pack.py",
+        "quarters swapped (E2M1)", "experts/triton/lanes.py",
         (("a, b, c, d = codes.unbind(2)\n    lane", "b, a, c, d = codes.unbind(2)\n    lane"),), _KERNEL,
     ),
     Mutant(
-        "quarters swapped (INT4)", "ops/pack.py",
+        "quarters swapped (INT4)", "experts/triton/lanes.py",
         (("a, b, c, d = codes.unbind(2)\n    return a", "b, a, c, d = codes.unbind(2)\n    return a"),), _KERNEL,
     ),
     Mutant("INT4 zero off by one", "kernels/decode.py", (("d = ((bits >> 12) & 15) - 8", "d = ((bits >> 12) & 15) - 7"),), _KERNEL),
@@ -296,8 +296,8 @@ MUTANTS: tuple[Mutant, ...] = (
         _FORMAT,
     ),
     Mutant("E8M0 bias off by one on writing", "formats/codecs.py", (("floor_log2(amax) - largest_exponent + 127", "floor_log2(amax) - largest_exponent + 126"),), _FORMAT),
-    Mutant("E8M0 bias off by one (MXFP4)", "ops/cpu_decode.py", (("row_scale=largest.mul_(0.5)", "row_scale=largest"),), _CPU),
-    Mutant("E8M0 bias off by one (MXFP8)", "ops/cpu_decode.py", (("_E4M3_FIELD = 247", "_E4M3_FIELD = 246"),), _CPU),
+    Mutant("E8M0 bias off by one (MXFP4)", "experts/cpu/decode.py", (("row_scale=largest.mul_(0.5)", "row_scale=largest"),), _CPU),
+    Mutant("E8M0 bias off by one (MXFP8)", "experts/cpu/decode.py", (("_E4M3_FIELD = 247", "_E4M3_FIELD = 246"),), _CPU),
     Mutant(
         "E8M0 bias off by one", "kernels/decode.py",
         (("return _as_bf16(bytes_.to(tl.int32) << 7)", "return _as_bf16((bytes_.to(tl.int32) - 1) << 7)"),), _KERNEL,
@@ -309,15 +309,15 @@ MUTANTS: tuple[Mutant, ...] = (
         _FORMAT,
     ),
     Mutant(
-        "global scale divided instead of multiplied", "ops/cpu_decode.py",
+        "global scale divided instead of multiplied", "experts/cpu/decode.py",
         (("scale.reciprocal() if payload.global_divides else scale", "scale if payload.global_divides else scale.reciprocal()"),), _CPU,
     ),
     Mutant(
-        "global scale divided instead of multiplied", "ops/pack.py",
+        "global scale divided instead of multiplied", "experts/triton/lanes.py",
         (("(own.reciprocal() if payload.global_divides else own)", "(own if payload.global_divides else own.reciprocal())"),), _KERNEL,
     ),
     Mutant(
-        "compressed-tensors global scale multiplied", "ops/pack.py",
+        "compressed-tensors global scale multiplied", "experts/triton/lanes.py",
         (("(own.reciprocal() if payload.global_divides else own)", "own"),), ("tests/cpu/test_proofs.py",),
     ),
     Mutant(
@@ -326,7 +326,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/cpu/test_formats_examples.py", *_LOAD),
     ),
     Mutant(
-        "one global scale for both halves", "ops/cpu_decode.py",
+        "one global scale for both halves", "experts/cpu/decode.py",
         (
             (
                 "spread = per_matrix.reshape(*shape[:-2], 1).float().expand(shape[:-1])",
@@ -336,12 +336,12 @@ MUTANTS: tuple[Mutant, ...] = (
         _CPU,
     ),
     Mutant(
-        "one global scale for both halves", "ops/pack.py",
+        "one global scale for both halves", "experts/triton/lanes.py",
         (("row_scale=row_scale.unsqueeze(-1).expand(shape[:3]).contiguous()", "row_scale=row_scale[:, :1].unsqueeze(-1).expand(shape[:3]).contiguous()"),),
         _KERNEL,
     ),
     Mutant(
-        "one scale for both halves (FP8)", "ops/pack.py",
+        "one scale for both halves (FP8)", "experts/triton/lanes.py",
         (("row_scale=scale.float().expand(shape[:3]).contiguous()", "row_scale=scale[:, :1].float().expand(shape[:3]).contiguous()"),),
         _KERNEL,
     ),
@@ -362,7 +362,7 @@ MUTANTS: tuple[Mutant, ...] = (
         _LAYER,
     ),
     Mutant(
-        "experts rotated by one", "experts/cpu_grouped.py",
+        "experts rotated by one", "experts/cpu/grouped.py",
         (("matrix.tile(expert, piece, x.dtype, scratch)", "matrix.tile((expert + 1) % matrix.shape[0], piece, x.dtype, scratch)"),), _CPU,
     ),
     Mutant("experts rotated by one", "kernels/grouped_gemm.py", (("matrix = expert * PARTS", "matrix = tl.maximum(expert - 1, 0) * PARTS"),), _KERNEL),
@@ -378,7 +378,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant("experts rotated by one in a stack", "checkpoint/layout.py", (("        index=expert,", "        index=(expert + 1) % spec.num_experts,"),), _LOAD),
     Mutant(
-        "experts rotated by one on writing", "conversion.py",
+        "experts rotated by one on writing", "commands/quantize.py",
         (
             (
                 "path = (template or \"\").format(layer=layer, expert=expert)",
@@ -388,7 +388,7 @@ MUTANTS: tuple[Mutant, ...] = (
         _WRITE,
     ),
     Mutant(
-        "experts rotated by one on writing a stack", "conversion.py",
+        "experts rotated by one on writing a stack", "commands/quantize.py",
         (("tensor, expert if job.stacked else 0)", "tensor, (expert + 1) % job.spec.num_experts if job.stacked else 0)"),), _STACK,
     ),
     Mutant(
@@ -462,25 +462,25 @@ MUTANTS: tuple[Mutant, ...] = (
         (("mask=mask, other=0.0)", "mask=mask, other=1.0)"),), _KERNEL,
     ),
     Mutant(
-        "columns beyond K not zero", "ops/cpu_decode.py",
+        "columns beyond K not zero", "experts/cpu/decode.py",
         (("x = functional.pad(x, (0, stored - self.columns))", "x = functional.pad(x, (0, stored - self.columns), value=1.0)"),), _CPU,
     ),
     # Biases, and the router weight on the input.
     Mutant("bias dropped", "experts/reference.py", (("both = both + weights.gate_up_bias[expert].float()", "both = both + 0.0"),), _LAYER),
     Mutant("down bias dropped", "experts/reference.py", (("out = out + weights.down_bias[expert].float()", "out = out + 0.0"),), _LAYER),
-    Mutant("bias dropped", "experts/cpu_grouped.py", (("target.add_(bias[expert])", "target.add_(0.0)"),), _CPU),
-    Mutant("bias of the neighbouring expert", "experts/cpu_grouped.py", (("target.add_(bias[expert])", "target.add_(bias[expert - 1])"),), _CPU),
+    Mutant("bias dropped", "experts/cpu/grouped.py", (("target.add_(bias[expert])", "target.add_(0.0)"),), _CPU),
+    Mutant("bias of the neighbouring expert", "experts/cpu/grouped.py", (("target.add_(bias[expert])", "target.add_(bias[expert - 1])"),), _CPU),
     Mutant("up's bias dropped", "kernels/grouped_gemm.py", (("up += tl.load(bias + last)", "up += 0.0 * tl.load(bias + last)"),), _KERNEL),
     Mutant(
         "router weight on the input dropped", "experts/reference.py",
         (("(x.float() * batch.input_weights[span, None])", "(x.float() * 1.0)"),), _LAYER,
     ),
     Mutant(
-        "router weight on the input dropped", "experts/cpu_grouped.py",
+        "router weight on the input dropped", "experts/cpu/grouped.py",
         (("(x.float() * batch.input_weights[start:stop, None])", "(x.float() * 1.0)"),), _CPU,
     ),
     Mutant(
-        "router weight on the input dropped", "ops/products.py",
+        "router weight on the input dropped", "experts/triton/packed.py",
         (("        weights=batch.input_weights,\n        order", "        weights=torch.ones(rows) if weighted else None,\n        order"),),
         ("tests/cpu/test_grouped_gemm.py::test_router_weight_on_the_input",),
     ),
@@ -528,7 +528,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (("x2 = _load_tokens(x_ptr + 2 * STEP", "x2 = _load_tokens(x_ptr + STEP"),), _FOUR,
     ),
     Mutant(
-        "halves of a quarter swapped (INT4, E4M3 rows)", "ops/w4a8.py",
+        "halves of a quarter swapped (INT4, E4M3 rows)", "experts/triton/words.py",
         (("permute(0, 1, 2, 5, 3, 4, 6).flatten(2)", "permute(0, 1, 2, 5, 3, 4, 6).flip(5).flatten(2)"),), _FOUR,
     ),
     # Activation order.
@@ -634,9 +634,9 @@ _ON_GPU: dict[str, tuple[str, ...]] = {
     "kernels/weighted_sum.py": (*_GPU_CLOSE, *_GPU_SMALL),
     "kernels/route.py": _GPU_SMALL,
     "kernels/quantize.py": _GPU_SMALL,
-    "ops/pack.py": (*_GPU, "tests/gpu/test_verify.py"),
-    "ops/products.py": _GPU_SMALL,
-    "ops/w4a8.py": _GPU_FOUR,
+    "experts/triton/lanes.py": (*_GPU, "tests/gpu/test_verify.py"),
+    "experts/triton/packed.py": _GPU_SMALL,
+    "experts/triton/words.py": _GPU_FOUR,
 }
 GPU_MUTANTS: tuple[Mutant, ...] = (
     *_DEVICE,

@@ -31,9 +31,9 @@ import numpy
 import torch
 
 from collegium.cli import app
-from collegium.devices import probe
+from collegium.commands.measure import driver_version, version_of
 from collegium.formats import FORMATS
-from collegium.measure import driver_version, version_of
+from collegium.runtime.devices import probe
 from tracked import ROOT
 
 if TYPE_CHECKING:

@@ -7,15 +7,12 @@
     *.safetensors -- checkpoint --> ExpertWeights -- kernel.pack --> MoELayer
     x -- route --> Routing -- dispatch --> batch -- experts.run --> rows -- combine --> y
 
-Import rule, higher may import lower only, names on one line never import each other::
-
-    cli > printing > demo | inspection | tuning | verification | conversion | model_bench > bench > measure
-        > integrations > loading | functional > layer > packed_module
-        > plan | pipeline | compiled | warming | weight_checks | encoding
-        > experts | parallel | checkpoint > models > ops > formats | devices | workspace > kernels > types > errors
+Rooms, each with its own docstring: ``commands`` (what ``collegium`` does), ``integrations`` (transformers), ``experts``
+(kernels and their packing), ``parallel`` (which rank holds and gets what), ``checkpoint`` and ``models`` (files and
+families), ``ops`` (route, permute, quantise, activate, sum), ``formats``, ``runtime`` (devices, launches, memory),
+``kernels`` (device code). Who may import whom is written in ``pyproject.toml``, and ``make check`` proves it.
 """
 
-from .devices import probe
 from .encoding import encode_experts
 from .errors import (
     BadScaleError,
@@ -40,6 +37,7 @@ from .layer import MoELayer
 from .loading import load_layer
 from .models import describe
 from .plan import Plan, plan
+from .runtime.devices import probe
 from .types import (
     ActivationSpec,
     Choice,

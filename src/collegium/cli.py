@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol, TypeVar
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from .devices import probe
-from .errors import CollegiumError, InputError
-from .inspection import inspect_model, plan_model
-from .printing import (
+from .commands.inspect import inspect_model, plan_model
+from .commands.printing import (
     err,
     print_bench,
     print_conversion,
@@ -29,12 +27,14 @@ from .printing import (
     print_text,
     print_tuning,
 )
+from .errors import CollegiumError, InputError
+from .runtime.devices import probe
 from .types import Choice, Limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
-    from .measure import Ceilings
+    from .commands.measure import Ceilings
 
 __all__ = ["app", "main"]
 
@@ -91,7 +91,7 @@ def demo(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens written in each format.")] = 32,
 ) -> _Report:
     """Run the shipped model in every format: bytes, perplexity, error, speed, and a few sentences."""
-    from .demo import find_model, run_demo
+    from .commands.demo import find_model, run_demo
 
     folder = find_model(model)
     with _bar("demo") as progress:
@@ -114,9 +114,9 @@ def generate(
     device: Device = None,
 ) -> _Report:
     """Write text: transformers runs everything but the experts, which run through Collegium."""
+    from .commands.generate import Writer, check_writable, prompt_limits
     from .integrations.transformers import layers_of, load_model
     from .warming import warm_up
-    from .writing import Writer, check_writable, prompt_limits
 
     folder, place = check_writable(model), probe(device).place
     limits = prompt_limits(folder, prompt)
@@ -180,8 +180,8 @@ def bench(
     picture: Annotated[str | None, typer.Option("--plot", help="Draw latency and roofline into this PNG.")] = None,
 ) -> _Report:
     """Time one MoE layer on random weights, beside the least this machine could take; wrong results get no time."""
-    from .bench import bench
-    from .picture import check_picture, plot
+    from .commands.bench import bench
+    from .commands.picture import check_picture, plot
 
     if picture is not None:
         check_picture(picture)
@@ -214,7 +214,7 @@ def bench_model(
     device: Device = None,
 ) -> _Report:
     """Time decode steps of a whole model with random weights, our experts beside those of transformers."""
-    from .model_bench import RECIPES, bench_model
+    from .commands.bench_model import RECIPES, bench_model
 
     with _bar("bench-model") as progress:
         report = bench_model(
@@ -238,7 +238,7 @@ def tune(
     device: Device = None,
 ) -> _Report:
     """Measure the tiles of one layer on this GPU and keep the best in your cache directory."""
-    from .tuning import TUNED_TOKENS, tune
+    from .commands.tune import TUNED_TOKENS, tune
 
     with _bar("tune") as progress:
         report = tune(
@@ -260,7 +260,7 @@ def quantize(
     target: Annotated[str | None, typer.Option("--out", help="New folder; MODEL-FORMAT when left out.")] = None,
 ) -> _Report:
     """Write a checkpoint with its experts in another format; all else is copied. The folder appears when complete."""
-    from .conversion import quantize_model
+    from .commands.quantize import quantize_model
 
     with _bar("quantize") as progress:
         report = quantize_model(model, to, target, progress=progress)
@@ -279,7 +279,7 @@ def verify(
     weight_format: Format = None,
 ) -> _Report:
     """Recompute experts as they run here beside plain FP32 code; exit code 1 when one is over tolerance."""
-    from .verification import verify_model
+    from .commands.verify import verify_model
 
     with _bar("verify") as progress:
         report = verify_model(
@@ -346,7 +346,7 @@ def _numbers(option: str, text: str, kind: type[N]) -> list[N]:
 
 def _recipe(text: str) -> tuple[str, str]:
     """Return the formats that ``weights[:activations]`` names; raises SpecError and InputError for unknown ones."""
-    from .bench import recipe_of
+    from .commands.bench import recipe_of
     from .formats import by_name
     from .ops.quantize import activation_format
 
@@ -355,7 +355,7 @@ def _recipe(text: str) -> tuple[str, str]:
 
 
 def _ceilings(text: str) -> Ceilings:
-    from .measure import Ceilings
+    from .commands.measure import Ceilings
 
     given = _numbers("--ceilings", text, float)
     if len(given) != 3:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
-from .devices import probe
 from .errors import InputError
 from .formats.payload import Payload
 from .formats.unquantised import FLOAT_FORMATS, as_stored
 from .layer import MoELayer
-from .packed_module import refuse_gradient
 from .plan import plan
+from .runtime.devices import probe
+from .runtime.packed_module import refuse_gradient
 from .types import ActivationSpec, ExpertWeights, Limits, MoESpec, Problem, Routing, RoutingSpec
 
 if TYPE_CHECKING:

@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.nn import functional
 
-from .devices import plain_torch
 from .errors import InputError, PlanError
 from .experts import KERNELS
+from .experts.triton.packed import PackedExperts, few_tokens
+from .experts.triton.tile_file import with_tuned_tiles
 from .formats.unquantised import DTYPES, FLOAT_FORMATS
-from .ops.products import PackedExperts, few_tokens
-from .ops.replay import Replay
 from .ops.route import given_routing, route, route_custom
-from .ops.tile_file import with_tuned_tiles
-from .packed_module import PackedModule, refuse_gradient
 from .parallel.local import Local
 from .pipeline import DirectPipeline, SplitPipeline, ways
+from .runtime.devices import plain_torch
+from .runtime.packed_module import PackedModule, refuse_gradient
+from .runtime.replay import Replay
+from .runtime.workspace import captured, own_memory, owned, shared_workspaces
 from .types import ContiguousBatch, Routing
 from .warming import warm_layer
 from .weight_checks import check_extras, check_weights
-from .workspace import captured, own_memory, owned, shared_workspaces
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from .experts import ExpertKernel
     from .formats.payload import Payload
     from .plan import Plan
+    from .runtime.workspace import Workspace, Workspaces
     from .types import ExpertWeights, LatentWeights, Problem, RouterWeights, SharedWeights
-    from .workspace import Workspace, Workspaces
 
 __all__ = ["MoELayer"]
 

@@ -10,12 +10,12 @@ from .checkpoint.detect import detect
 from .checkpoint.loader import load_experts
 from .checkpoint.problems import refuse
 from .checkpoint.reader import Checkpoint
-from .devices import plain_torch, probe
 from .encoding import encode_experts
 from .layer import MoELayer
 from .models import describe
 from .parallel.placement import linear
 from .plan import plan
+from .runtime.devices import plain_torch, probe
 from .types import Limits, Problem, RoutingSpec
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .ops.products import PackedExperts, few_tokens, large_from, run_assignments
+from .experts.triton.packed import PackedExperts, few_tokens, large_from, run_assignments
 from .ops.weighted_sum import weighted_sum
 
 if TYPE_CHECKING:

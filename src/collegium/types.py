@@ -246,7 +246,7 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceFacts:
-    """The machine as far as planning needs it; made by hand or by ``collegium.devices.probe``.
+    """The machine as far as planning needs it; made by hand or by ``collegium.runtime.devices.probe``.
 
     kind: ``cpu`` or ``cuda``. capability: (major, minor) of a CUDA device, None on CPU.
     memory: bytes of the device, 0 when unknown. threads: CPU threads torch will use. index: number of the CUDA device

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .devices import current_device
+from .experts.triton.packed import PackedExperts, chosen_tiles, few_tokens, large_tile, variant_key
 from .formats.unquantised import DTYPES
-from .ops.launch import power_of_two
-from .ops.products import PackedExperts, chosen_tiles, few_tokens, large_tile, variant_key
+from .runtime.devices import current_device
+from .runtime.launch import power_of_two
+from .runtime.workspace import own_memory
 from .types import Routing
-from .workspace import own_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

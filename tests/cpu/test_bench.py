@@ -11,10 +11,8 @@ import torch
 from typer.testing import CliRunner
 
 from collegium import cli
-from collegium.bench import TOLERANCES, bench, experts_error, random_weights, spec_of
-from collegium.errors import ConfigError, InputError, MeasurementError, SpecError
-from collegium.experts import cpu_grouped
-from collegium.measure import (
+from collegium.commands.bench import TOLERANCES, bench, experts_error, random_weights, spec_of
+from collegium.commands.measure import (
     ROUTINGS,
     Ceilings,
     cache_bytes,
@@ -26,7 +24,9 @@ from collegium.measure import (
     stays_cached,
     take_turns,
 )
-from collegium.picture import plot
+from collegium.commands.picture import plot
+from collegium.errors import ConfigError, InputError, MeasurementError, SpecError
+from collegium.experts.cpu import grouped as cpu_grouped
 from collegium.testing.compare import moe_truth, relative_error
 from collegium.types import DeviceFacts, Problem, Routing
 
@@ -113,7 +113,7 @@ def test_recipes_take_turns_at_one_token_count_after_another(monkeypatch):
         turns.append(list(passes))
         return take_turns(passes, *given, **more)
 
-    monkeypatch.setattr("collegium.bench.take_turns", noted)
+    monkeypatch.setattr("collegium.commands.bench.take_turns", noted)
     report = bench("64x32x6x2", [("bf16", "bf16"), ("mxfp4", "bf16")], tokens=(5, 2), device="cpu", rounds=2)
     assert turns == [[("bf16", "bf16", t), ("mxfp4", "bf16", t)] for t in (2, 5)]
     assert sorted(row.tokens for row in report.rows) == [2, 2, 5, 5]
@@ -138,14 +138,14 @@ def test_the_ceiling_of_a_disturbed_machine_is_what_it_does_undisturbed(monkeypa
         call()
         return 1.0 if next(seconds) % 5 else 1e-3  # four of five wait a second for somebody else
 
-    monkeypatch.setattr("collegium.measure.timed_once", disturbed)
+    monkeypatch.setattr("collegium.commands.measure.timed_once", disturbed)
     found = measure_ceilings(CPU, nbytes=1 << 28, size=64)
     assert found.bandwidth == pytest.approx(2 * 2**24 / 1e-3)
     assert found.rate_16 == pytest.approx(2 * 64**3 / 1e-3)
 
 
 def test_weights_that_may_stay_in_a_cache_are_not_timed_against_memory(monkeypatch):
-    monkeypatch.setattr("collegium.measure.cache_bytes", lambda _: 1 << 20)
+    monkeypatch.setattr("collegium.commands.measure.cache_bytes", lambda _: 1 << 20)
     assert stays_cached(4 << 20, CPU)
     assert not stays_cached((4 << 20) + 1, CPU)
     rows = [routing([[0, 1]])]
@@ -154,11 +154,11 @@ def test_weights_that_may_stay_in_a_cache_are_not_timed_against_memory(monkeypat
     assert (kept.bound, kept.seconds) == ("math", kept.flops / CEILINGS.rate_16)
     # 64 x 32 x 3 weights of six experts are 74 KB in BF16: four times that is the least cache they leave.
     for held, cold in ((1 << 14, True), (1 << 15, False)):
-        monkeypatch.setattr("collegium.measure.cache_bytes", lambda _, held=held: held)
+        monkeypatch.setattr("collegium.commands.measure.cache_bytes", lambda _, held=held: held)
         made = {"ceilings": CEILINGS, "device": "cpu", "rounds": 1}
         (row,) = bench("64x32x6x2", [("bf16", "bf16")], tokens=(8,), **made).rows
         assert (row.cold, row.bound) == ((True, "memory") if cold else (False, "math"))
-    monkeypatch.setattr("collegium.measure.cache_bytes", lambda _: 0)
+    monkeypatch.setattr("collegium.commands.measure.cache_bytes", lambda _: 0)
     assert stays_cached(1 << 28, CPU), "a machine that hides its caches is taken to have large ones"
 
 
@@ -208,7 +208,7 @@ def test_no_row_of_the_weights_is_an_input(monkeypatch):
         seen.append(float(torch.nn.functional.cosine_similarity(rows, x[:1]).abs().max()))
         return 0.0
 
-    monkeypatch.setattr("collegium.bench.gate", gate)
+    monkeypatch.setattr("collegium.commands.bench.gate", gate)
     bench("256x64x4x2", [("bf16", "bf16")], tokens=(1, 8), rounds=1, device="cpu")
     assert len(seen) == 2
     assert max(seen) < 0.5

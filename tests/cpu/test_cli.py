@@ -13,9 +13,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from collegium import cli, demo, writing
+from collegium import cli
 from collegium.checkpoint.reader import read_config
-from collegium.demo import RECIPES
+from collegium.commands import demo
+from collegium.commands import generate as writing
+from collegium.commands.demo import RECIPES
 from collegium.formats import FORMATS
 from collegium.integrations.transformers import load_model
 from collegium.models import describe

@@ -15,11 +15,13 @@ import torch
 
 pytest.importorskip("transformers")
 
-from collegium import cli, picture, room, writing
-from collegium.bench import bench
-from collegium.devices import probe
+from collegium import cli
+from collegium.commands import generate as writing
+from collegium.commands import picture, room
+from collegium.commands.bench import bench
+from collegium.commands.room import bytes_per_weight, check_room, free_bytes, layer_needs
 from collegium.errors import InputError
-from collegium.room import bytes_per_weight, check_room, free_bytes, layer_needs
+from collegium.runtime.devices import probe
 from run_commands import write_gguf
 
 SHIPPED = Path(__file__).resolve().parents[2] / "demo" / "fables-16m"
@@ -146,8 +148,8 @@ def test_a_text_needs_a_tokenizer_and_a_word(tmp_path, said, monkeypatch):
     ],
 )
 def test_what_is_larger_than_the_memory_is_refused_before_it_is_built(words, text, said, monkeypatch):
-    monkeypatch.setattr("collegium.bench.random_weights", None)
-    monkeypatch.setattr("collegium.bench._inputs", None)
+    monkeypatch.setattr("collegium.commands.bench.random_weights", None)
+    monkeypatch.setattr("collegium.commands.bench._inputs", None)
     if words[0] == "bench-model":
         monkeypatch.setattr(room, "free_bytes", lambda _: 1e6)
     message = said(*words, "--device", "cpu")
@@ -157,7 +159,7 @@ def test_what_is_larger_than_the_memory_is_refused_before_it_is_built(words, tex
 
 
 def test_tune_is_refused_by_its_bytes_on_a_gpu(monkeypatch):
-    from collegium import tuning
+    from collegium.commands import tune as tuning
     from collegium.types import DeviceFacts
 
     facts = DeviceFacts(kind="cuda", name="H200", capability=(9, 0), memory=140 << 30)
@@ -180,7 +182,7 @@ def test_room_is_counted_from_what_is_really_held():
     seen: list[dict[str, float]] = []
     true = layer_needs
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("collegium.bench.layer_needs", lambda *a, **k: seen.append(true(*a, **k)) or {})
+        patch.setattr("collegium.commands.bench.layer_needs", lambda *a, **k: seen.append(true(*a, **k)) or {})
         bench("64x32x6x2", [("bf16", "bf16"), ("nvfp4", "bf16")], tokens=(1, 9), device="cpu", rounds=1)
     weights = 6 * 3 * 64 * 32 * 2, 6 * 3 * 64 * 32 * bytes_per_weight("nvfp4")
     assert seen[0]["weights"] == pytest.approx(sum(weights), rel=0.01)
@@ -189,7 +191,7 @@ def test_room_is_counted_from_what_is_really_held():
 
 
 def test_a_picture_that_cannot_be_drawn_is_refused_before_measuring(tmp_path, said, monkeypatch):
-    monkeypatch.setattr("collegium.bench.bench", None)
+    monkeypatch.setattr("collegium.commands.bench.bench", None)
 
     def plot(path: str) -> str:
         return said("bench", "64x32x6x2", "--device", "cpu", "--plot", path)

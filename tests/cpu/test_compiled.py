@@ -7,8 +7,9 @@ import gc
 import pytest
 import torch
 
-from collegium import InputError, MoELayer, MoESpec, Problem, RouterWeights, Routing, RoutingSpec, compiled, plan
-from collegium.devices import probe
+from collegium import InputError, MoELayer, MoESpec, Problem, RouterWeights, Routing, RoutingSpec, plan
+from collegium.runtime import compiled
+from collegium.runtime.devices import probe
 from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
 
 SPEC = MoESpec(hidden_size=40, intermediate_size=24, num_experts=5, routing=RoutingSpec(top_k=2), weight_format="fp32")

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from collegium import InputError, MoELayer, MoESpec, Problem, RouterWeights, RoutingSpec, plan
-from collegium.devices import probe
 from collegium.integrations.transformers import experts_modules, load_model, register
+from collegium.runtime.devices import probe
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error
 
 transformers = pytest.importorskip("transformers")

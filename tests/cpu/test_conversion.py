@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from collegium import cli, load_layer
 from collegium.checkpoint import Checkpoint, audit, detect, load_experts, writer
-from collegium.conversion import quantize_model
+from collegium.commands.quantize import quantize_model
 from collegium.errors import CheckpointError, ConfigError, InputError, SpecError
 from collegium.formats import NvFp4, by_name
 from collegium.models import describe, moe_layers
@@ -183,7 +183,7 @@ KILLER = textwrap.dedent("""
     import os, random, shutil, signal, sys, time
     from pathlib import Path
     import torch
-    from collegium.conversion import quantize_model
+    from collegium.commands.quantize import quantize_model
     torch.set_num_threads(1)
     room, rounds = Path(sys.argv[1]), int(sys.argv[2])
 

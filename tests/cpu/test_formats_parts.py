@@ -5,24 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from collegium.errors import (
-    InputError,
-    MissingTensorError,
-    SpecError,
-    TensorMismatchError,
-    UnknownTensorError,
-)
-from collegium.formats import (
-    FORMATS,
-    Fp8Block,
-    Fp8Channel,
-    Fp8Tensor,
-    Int4Group,
-    MxFp4,
-    MxFp8,
-    NvFp4,
-    Payload,
-)
+from collegium.errors import InputError, MissingTensorError, SpecError, TensorMismatchError, UnknownTensorError
+from collegium.formats import FORMATS, Fp8Block, Fp8Channel, Fp8Tensor, Int4Group, MxFp4, MxFp8, NvFp4, Payload
 from collegium.formats.intake import SAFETENSORS_DTYPES
 from collegium.testing.tiny import written_storages
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from collegium import load_layer
 from collegium.checkpoint import Checkpoint, audit, describe_checkpoint, load_experts, load_router
 from collegium.checkpoint.gguf import GGML_TYPES, read_gguf
+from collegium.commands.inspect import inspect_model, plan_model
 from collegium.errors import (
     BadScaleError,
     CheckpointError,
@@ -30,7 +31,6 @@ from collegium.errors import (
 )
 from collegium.formats import Fp32, Gguf, MxFp4
 from collegium.formats.gguf import KINDS
-from collegium.inspection import inspect_model, plan_model
 from collegium.layer import MoELayer
 from collegium.models import FAMILIES, describe
 from collegium.parallel.placement import linear, tensor_parallel

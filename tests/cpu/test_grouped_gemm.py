@@ -11,18 +11,19 @@ import torch
 from collegium.encoding import encode_experts
 from collegium.errors import InputError, PlanError
 from collegium.experts.reference import Reference
-from collegium.experts.triton_bf16 import TritonBf16
-from collegium.experts.triton_fp8 import TritonFp8
-from collegium.experts.triton_w4a8 import TritonW4A8
-from collegium.experts.triton_w4a16 import TritonW4A16
+from collegium.experts.triton import grouped as ops
+from collegium.experts.triton import lanes as pack
+from collegium.experts.triton import words as w4a8
+from collegium.experts.triton.bf16 import TritonBf16
+from collegium.experts.triton.fp8 import TritonFp8
+from collegium.experts.triton.packed import with_tiles
+from collegium.experts.triton.tiles import TileChoice, TileProblem, candidates, choose, score
+from collegium.experts.triton.w4a8 import TritonW4A8
+from collegium.experts.triton.w4a16 import TritonW4A16
 from collegium.formats import Fp8Block, Fp8Channel, Int4Group, MxFp4, MxFp8
-from collegium.ops import grouped_gemm as ops
-from collegium.ops import pack, w4a8
-from collegium.ops.machine import Machine, machine_of
 from collegium.ops.permute import permute
-from collegium.ops.products import with_tiles
-from collegium.ops.tiles import TileChoice, TileProblem, candidates, choose, score
 from collegium.parallel.local import Local
+from collegium.runtime.machine import Machine, machine_of
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
 from collegium.types import (
     ACTIVATION_KINDS,
@@ -37,7 +38,7 @@ from collegium.types import (
 )
 
 if TYPE_CHECKING:
-    from collegium.ops.products import PackedExperts
+    from collegium.experts.triton.packed import PackedExperts
 
 if torch.cuda.is_available():
     pytest.skip("tests/gpu makes these comparisons on the device", allow_module_level=True)

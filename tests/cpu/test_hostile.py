@@ -10,13 +10,7 @@ import pytest
 
 from collegium.checkpoint import Checkpoint
 from collegium.checkpoint.header import MAX_HEADER_BYTES, read_header
-from collegium.errors import (
-    CheckpointError,
-    ConfigError,
-    DuplicateTensorError,
-    HostileFileError,
-    MissingTensorError,
-)
+from collegium.errors import CheckpointError, ConfigError, DuplicateTensorError, HostileFileError, MissingTensorError
 
 if TYPE_CHECKING:
     from pathlib import Path

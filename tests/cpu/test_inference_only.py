@@ -8,19 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from collegium import (
-    InputError,
-    MoELayer,
-    MoESpec,
-    Problem,
-    RouterWeights,
-    Routing,
-    RoutingSpec,
-    load_layer,
-    moe,
-    plan,
-)
-from collegium.devices import probe
+from collegium import InputError, MoELayer, MoESpec, Problem, RouterWeights, Routing, RoutingSpec, load_layer, moe, plan
+from collegium.runtime.devices import probe
 from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
 
 SHIPPED = Path(__file__).resolve().parents[2] / "demo" / "fables-16m"

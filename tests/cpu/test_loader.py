@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from collegium.checkpoint import (
-    Checkpoint,
-    describe_checkpoint,
-    load_all,
-    load_experts,
-    load_router,
-    load_shared,
-)
+from collegium.checkpoint import Checkpoint, describe_checkpoint, load_all, load_experts, load_router, load_shared
 from collegium.errors import ConfigError, InputError
 from collegium.parallel.placement import linear, tensor_parallel
 from collegium.testing.tiny import TinySize, combinations, write_checkpoint

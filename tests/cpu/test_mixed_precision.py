@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from collegium import ConfigError, load_layer
-from collegium.inspection import inspect_model
+from collegium.commands.inspect import inspect_model
 from collegium.testing.tiny import write_checkpoint
 
 if TYPE_CHECKING:

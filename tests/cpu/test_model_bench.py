@@ -10,9 +10,10 @@ from typer.testing import CliRunner
 
 pytest.importorskip("transformers")
 
-from collegium import cli, model_bench
+from collegium import cli
+from collegium.commands import bench_model as model_bench
+from collegium.commands.bench_model import bench_model
 from collegium.errors import InputError
-from collegium.model_bench import bench_model
 from tiny_models import tiny_config
 
 WAYS = ["eager", "grouped_mm", "collegium bf16", "collegium mxfp4", "collegium mxfp4:fp8_token"]

@@ -7,14 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from collegium.checkpoint import (
-    Checkpoint,
-    describe_checkpoint,
-    detect,
-    load_experts,
-    load_router,
-    load_shared,
-)
+from collegium.checkpoint import Checkpoint, describe_checkpoint, detect, load_experts, load_router, load_shared
 from collegium.errors import ConfigError, SpecError
 from collegium.models import FAMILIES, declared_format, describe, family_of, moe_layers
 from collegium.parallel.placement import linear

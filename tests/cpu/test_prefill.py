@@ -10,16 +10,16 @@ import torch
 
 from collegium.encoding import encode_experts
 from collegium.errors import InputError
-from collegium.experts.triton_bf16 import TritonBf16
-from collegium.experts.triton_fp8 import TritonFp8
+from collegium.experts.triton import grouped as ops
+from collegium.experts.triton.bf16 import TritonBf16
+from collegium.experts.triton.fp8 import TritonFp8
+from collegium.experts.triton.lanes import pack_fp8_block, pack_fp8_rows, pack_plain
+from collegium.experts.triton.prefill import CodeScales, prefill_bytes, prefill_gemm, prefill_tile
+from collegium.experts.triton.tiles import TileChoice, TileProblem
 from collegium.formats import by_name
-from collegium.ops import grouped_gemm as ops
-from collegium.ops.machine import Machine, machine_of
-from collegium.ops.pack import pack_fp8_block, pack_fp8_rows, pack_plain
-from collegium.ops.prefill import CodeScales, prefill_bytes, prefill_gemm, prefill_tile
 from collegium.ops.quantize import activation_format
-from collegium.ops.tiles import TileChoice, TileProblem
 from collegium.parallel.local import Local
+from collegium.runtime.machine import Machine, machine_of
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
 from collegium.types import (
     ACTIVATION_KINDS,

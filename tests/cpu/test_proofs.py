@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from collegium.experts.reference import Reference
+from collegium.experts.triton import grouped as ops
+from collegium.experts.triton.lanes import pack_nvfp4, with_part
+from collegium.experts.triton.tiles import TileChoice
 from collegium.formats import NvFp4
-from collegium.ops import grouped_gemm as ops
-from collegium.ops.pack import pack_nvfp4, with_part
 from collegium.ops.quantize import activation_format
-from collegium.ops.tiles import TileChoice
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error
 from collegium.types import ActivationSpec, ContiguousBatch, DeviceFacts, MoESpec, Problem, RoutingSpec
 

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from collegium.ops import launch as launching
-from collegium.ops.launch import launch
-from collegium.ops.replay import Replay
-from collegium.workspace import Workspace, empty
+from collegium.runtime import launch as launching
+from collegium.runtime.launch import launch
+from collegium.runtime.replay import Replay
+from collegium.runtime.workspace import Workspace, empty
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -290,7 +290,7 @@ def test_recorded_buffers_outlive_growth_and_the_workspace() -> None:
 
 
 def test_the_oldest_kinds_are_forgotten(monkeypatch) -> None:
-    monkeypatch.setattr("collegium.ops.replay._KEPT", 3)
+    monkeypatch.setattr("collegium.runtime.replay._KEPT", 3)
     replay, one = Replay(), Pass()
     for count in (1, 2, 3, 4, 5):
         for _ in range(3):

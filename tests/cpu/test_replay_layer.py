@@ -30,10 +30,11 @@ from collegium import (
     encode_experts,
     plan,
 )
-from collegium.ops import launch as launching
-from collegium.ops import operand, permute, quantize, replay, route, weighted_sum
+from collegium.ops import operand, permute, quantize, route, weighted_sum
+from collegium.runtime import launch as launching
+from collegium.runtime import replay
+from collegium.runtime.workspace import Workspaces, shared_workspaces
 from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
-from collegium.workspace import Workspaces, shared_workspaces
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,19 +16,19 @@ import pytest
 import torch
 
 from collegium import warming
-from collegium.bench import random_weights, spec_of
+from collegium.commands.bench import random_weights, spec_of
+from collegium.commands.measure import random_routing
+from collegium.commands.tune import measure_tiles, tune
 from collegium.errors import InputError
 from collegium.experts.reference import Reference
-from collegium.experts.triton_bf16 import TritonBf16
-from collegium.experts.triton_w4a16 import TritonW4A16
+from collegium.experts.triton.bf16 import TritonBf16
+from collegium.experts.triton.packed import PackedExperts, chosen_tiles, few_tokens, large_tile
+from collegium.experts.triton.tile_file import products, tile_folder, tile_key, tile_path, with_tuned_tiles, write_tiles
+from collegium.experts.triton.tiles import TileChoice, candidates, nearest
+from collegium.experts.triton.w4a16 import TritonW4A16
 from collegium.layer import MoELayer
-from collegium.measure import random_routing
-from collegium.ops.products import PackedExperts, chosen_tiles, few_tokens, large_tile
-from collegium.ops.tile_file import products, tile_folder, tile_key, tile_path, with_tuned_tiles, write_tiles
-from collegium.ops.tiles import TileChoice, candidates, nearest
 from collegium.parallel.local import Local
 from collegium.plan import plan
-from collegium.tuning import measure_tiles, tune
 from collegium.types import DeviceFacts, Problem, RouterWeights
 from collegium.warming import batch_sizes, compile_batches, warm_up
 

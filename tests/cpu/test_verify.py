@@ -12,15 +12,16 @@ from safetensors.torch import save_file
 from torch.nn import functional
 from typer.testing import CliRunner
 
-from collegium import cli, verification
+from collegium import cli
+from collegium.commands import verify as verification
+from collegium.commands.verify import plain_values, tolerance_of, verify_model
 from collegium.errors import InputError
-from collegium.experts import cpu_grouped
+from collegium.experts.cpu import decode as cpu_decode
+from collegium.experts.cpu import grouped as cpu_grouped
 from collegium.experts.reference import Reference
 from collegium.formats import FORMATS, Fp8Block, Int4Group, NvFp4
-from collegium.ops import cpu_decode
 from collegium.testing.tiny import TinySize, combinations, write_checkpoint
 from collegium.types import Choice
-from collegium.verification import plain_values, tolerance_of, verify_model
 from commands import command
 
 SIZE = TinySize(hidden=192, intermediate=160, experts=5, top_k=2, layers=2)

@@ -11,15 +11,15 @@ import torch
 from collegium.encoding import encode_experts
 from collegium.errors import InputError
 from collegium.experts.reference import Reference
-from collegium.experts.triton_w4a8 import TritonW4A8
+from collegium.experts.triton import grouped as ops
+from collegium.experts.triton.packed import with_tiles
+from collegium.experts.triton.tiles import TileChoice
+from collegium.experts.triton.w4a8 import TritonW4A8
+from collegium.experts.triton.words import pack_w4a8
 from collegium.formats import Int4Group, MxFp4, NvFp4
 from collegium.formats.unquantised import Fp32
-from collegium.ops import grouped_gemm as ops
 from collegium.ops.operand import operand, ordered
-from collegium.ops.products import with_tiles
 from collegium.ops.quantize import PADDED, REORDERED
-from collegium.ops.tiles import TileChoice
-from collegium.ops.w4a8 import pack_w4a8
 from collegium.parallel.local import Local
 from collegium.plan import plan
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from collegium.workspace import Workspace, Workspaces, empty, own_memory, owned, shared_workspaces
+from collegium.runtime.workspace import Workspace, Workspaces, empty, own_memory, owned, shared_workspaces
 
 CPU = torch.device("cpu")
 WANTED = (((3, 5), torch.bfloat16), ((7,), torch.int64), ((0, 4), torch.float32), ((2, 2), torch.float8_e4m3fn))

@@ -18,8 +18,8 @@ from dataclasses import replace
 import torch
 
 from collegium import Choice, MoELayer, MoESpec, Problem, RouterWeights, Routing, RoutingSpec, encode_experts, plan
-from collegium.devices import probe
-from collegium.ops.products import PackedExperts
+from collegium.experts.triton.packed import PackedExperts
+from collegium.runtime.devices import probe
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error
 
 HIDDEN, WIDE, EXPERTS = 384, 256, 5

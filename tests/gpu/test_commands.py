@@ -17,11 +17,12 @@ pytest.importorskip("transformers")
 
 from triton import knobs
 
-from collegium import demo, writing
-from collegium.bench import bench
+from collegium.commands import demo
+from collegium.commands import generate as writing
+from collegium.commands.bench import bench
+from collegium.commands.tune import tune
 from collegium.errors import InputError
 from collegium.integrations.transformers import layers_of, load_model
-from collegium.tuning import tune
 from collegium.warming import warm_up
 
 SHIPPED = Path(__file__).resolve().parents[2] / "demo" / "fables-16m"

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from collegium import load_layer
-from collegium.bench import bench
+from collegium.commands.bench import bench
+from collegium.commands.verify import verify_model
 from collegium.integrations.transformers import Decoder, experts_modules, load_model, register
 from collegium.testing.compare import relative_error
-from collegium.verification import verify_model
 
 transformers = pytest.importorskip("transformers")
 SHIPPED = Path(__file__).resolve().parents[2] / "demo" / "fables-16m"

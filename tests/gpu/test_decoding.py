@@ -8,10 +8,10 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from collegium.devices import probe
 from collegium.integrations.transformers import Decoder, attach, experts_modules, layers_of, register, routed_weights
 from collegium.layer import MoELayer
 from collegium.plan import plan
+from collegium.runtime.devices import probe
 from collegium.types import Choice, Problem
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from collegium import Choice, MoELayer, MoESpec, Problem, Routing, RoutingSpec, encode_experts, plan
-from collegium.devices import probe
+from collegium.runtime.devices import probe
 from collegium.testing.compare import heavy_tailed, random_experts
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -9,20 +9,20 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from collegium.devices import probe
 from collegium.encoding import encode_experts
 from collegium.experts.reference import Reference
-from collegium.experts.triton_bf16 import TritonBf16
-from collegium.experts.triton_fp8 import TritonFp8
-from collegium.experts.triton_w4a16 import TritonW4A16
+from collegium.experts.triton.bf16 import TritonBf16
+from collegium.experts.triton.fp8 import TritonFp8
+from collegium.experts.triton.grouped import grouped_gemm, tile_list
+from collegium.experts.triton.lanes import pack_fp8_rows, pack_mxfp8
+from collegium.experts.triton.packed import PackedExperts, with_tiles
+from collegium.experts.triton.tiles import TileChoice, candidates
+from collegium.experts.triton.w4a16 import TritonW4A16
 from collegium.formats import Fp8Channel, MxFp8
-from collegium.ops.grouped_gemm import grouped_gemm, tile_list
 from collegium.ops.operand import operand
-from collegium.ops.pack import pack_fp8_rows, pack_mxfp8
-from collegium.ops.products import PackedExperts, with_tiles
 from collegium.ops.quantize import activation_format
-from collegium.ops.tiles import TileChoice, candidates
 from collegium.parallel.local import Local
+from collegium.runtime.devices import probe
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
 from collegium.types import (
     ACTIVATION_KINDS,

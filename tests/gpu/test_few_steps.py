@@ -8,8 +8,8 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from collegium.devices import probe
 from collegium.experts import KERNELS
+from collegium.runtime.devices import probe
 from collegium.types import MoESpec, Problem, RoutingSpec
 from few_steps import RECIPES, SIZES, check_size
 

@@ -12,10 +12,10 @@ import torch
 from triton import knobs
 
 from collegium import Choice, Limits, MoELayer, MoESpec, Problem, Routing, RoutingSpec, encode_experts, plan
-from collegium.devices import probe
+from collegium.runtime.devices import probe
+from collegium.runtime.workspace import Workspaces
 from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
 from collegium.types import SharedSpec, SharedWeights
-from collegium.workspace import Workspaces
 
 if TYPE_CHECKING:
     from collections.abc import Callable

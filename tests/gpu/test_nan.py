@@ -26,7 +26,7 @@ from collegium import (
     probe,
 )
 from collegium.errors import RoutingError
-from collegium.ops.products import large_tile
+from collegium.experts.triton.packed import large_tile
 from collegium.testing.compare import heavy_tailed, random_experts
 from collegium.types import ExpertWeights
 from poisons import NAN, check_not_here, check_seen, poisons

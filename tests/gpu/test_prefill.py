@@ -11,17 +11,17 @@ import torch
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from collegium.devices import probe
 from collegium.encoding import encode_experts
 from collegium.experts.reference import Reference
-from collegium.experts.triton_bf16 import TritonBf16
-from collegium.experts.triton_fp8 import TritonFp8
-from collegium.ops.grouped_gemm import PackedMatrix, grouped_gemm_reference, tile_list
+from collegium.experts.triton.bf16 import TritonBf16
+from collegium.experts.triton.fp8 import TritonFp8
+from collegium.experts.triton.grouped import PackedMatrix, grouped_gemm_reference, tile_list
+from collegium.experts.triton.packed import PackedExperts
+from collegium.experts.triton.prefill import CodeScales, prefill_gemm, prefill_tile
+from collegium.experts.triton.tiles import TileChoice
 from collegium.ops.operand import operand
-from collegium.ops.prefill import CodeScales, prefill_gemm, prefill_tile
-from collegium.ops.products import PackedExperts
-from collegium.ops.tiles import TileChoice
 from collegium.parallel.local import Local
+from collegium.runtime.devices import probe
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
 from collegium.types import ActivationSpec, ContiguousBatch, ExpertWeights, MoESpec, Problem, Routing, RoutingSpec
 from passes import check_rows_stand_alone

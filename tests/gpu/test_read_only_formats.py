@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from collegium.devices import probe
 from collegium.formats import Bnb4, Gguf, Int4Affine, Int4Ordered, Int8Affine, Int8Ordered, Payload
 from collegium.formats.gguf import KINDS
 from collegium.layer import MoELayer
 from collegium.plan import plan
+from collegium.runtime.devices import probe
 from collegium.testing.compare import relative_error
 from collegium.types import Choice, ExpertWeights, MoESpec, Problem, Routing, RoutingSpec
 

@@ -11,7 +11,6 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from collegium.devices import probe
 from collegium.encoding import encode_experts
 from collegium.layer import MoELayer
 from collegium.ops.permute import Permutation, permutation_buffers, permute
@@ -19,6 +18,7 @@ from collegium.ops.quantize import ACTIVATION_FORMATS, quantize_rows, row_buffer
 from collegium.ops.route import route
 from collegium.ops.weighted_sum import weighted_sum
 from collegium.plan import plan
+from collegium.runtime.devices import probe
 from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
 from collegium.types import SCORE_FUNCTIONS, MoESpec, Problem, Routing, RoutingSpec
 

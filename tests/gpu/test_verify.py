@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from collegium.ops import pack
+from collegium.commands.verify import verify_model
+from collegium.experts.triton import lanes as pack
 from collegium.testing.tiny import TinySize, write_checkpoint
 from collegium.types import Choice
-from collegium.verification import verify_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

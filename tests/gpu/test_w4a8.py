@@ -13,17 +13,17 @@ if not torch.cuda.is_available():
 if torch.cuda.get_device_capability() < (8, 9):
     pytest.skip("needs E4M3 tensor cores (sm_89)", allow_module_level=True)
 
-from collegium.devices import probe
 from collegium.experts.reference import Reference
-from collegium.experts.triton_w4a8 import TritonW4A8
+from collegium.experts.triton import grouped as ops
+from collegium.experts.triton.tiles import TileChoice, candidates
+from collegium.experts.triton.w4a8 import TritonW4A8
+from collegium.experts.triton.words import pack_w4a8
 from collegium.formats import Int4Group, MxFp4, NvFp4, by_name
-from collegium.ops import grouped_gemm as ops
-from collegium.ops.machine import machine_at
 from collegium.ops.operand import operand, ordered
 from collegium.ops.quantize import activation_format
-from collegium.ops.tiles import TileChoice, candidates
-from collegium.ops.w4a8 import pack_w4a8
 from collegium.parallel.local import Local
+from collegium.runtime.devices import probe
+from collegium.runtime.machine import machine_at
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
 from collegium.types import ActivationSpec, ContiguousBatch, ExpertWeights, MoESpec, Problem, Routing, RoutingSpec
 from passes import check_replay_with_another_routing, check_rows_stand_alone

@@ -28,11 +28,11 @@ from collegium import (
     probe,
     warm_up,
 )
-from collegium.bench import bench, random_weights
-from collegium.measure import Ceilings, measure_ceilings
-from collegium.ops.tile_file import products, tile_path, with_tuned_tiles, write_tiles
-from collegium.ops.tiles import candidates
-from collegium.tuning import tune
+from collegium.commands.bench import bench, random_weights
+from collegium.commands.measure import Ceilings, measure_ceilings
+from collegium.commands.tune import tune
+from collegium.experts.triton.tile_file import products, tile_path, with_tuned_tiles, write_tiles
+from collegium.experts.triton.tiles import candidates
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -21,8 +21,8 @@ def rows(table: object) -> list[object]:
 
 
 def files(room: str) -> list[ModuleType]:
-    paths = sorted((SOURCE / room).glob("*.py"))
-    return [importlib.import_module(f"collegium.{room}.{p.stem}") for p in paths if p.stem != "__init__"]
+    paths = [p.relative_to(SOURCE).with_suffix("") for p in sorted((SOURCE / room).rglob("*.py"))]
+    return [importlib.import_module(f"collegium.{'.'.join(p.parts)}") for p in paths if p.name != "__init__"]
 
 
 def classes(module: ModuleType) -> list[type]:

@@ -10,7 +10,7 @@ import torch
 from collegium.encoding import encode_experts
 from collegium.experts import KERNELS
 from collegium.experts.reference import Reference
-from collegium.ops.products import PackedExperts, few_tokens, large_tile, run_assignments
+from collegium.experts.triton.packed import PackedExperts, few_tokens, large_tile, run_assignments
 from collegium.parallel.local import Local
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
 from collegium.types import ActivationSpec, DeviceFacts, ExpertWeights, MoESpec, Problem, Routing, RoutingSpec

@@ -20,10 +20,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from collegium.bench import random_weights
+from collegium.commands.bench import random_weights
 from collegium.layer import MoELayer
-from collegium.ops.machine import machine_of
 from collegium.plan import plan
+from collegium.runtime.machine import machine_of
 from collegium.types import Choice, DeviceFacts, Limits, MoESpec, Problem
 
 if TYPE_CHECKING:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from .base import ExpertKernel
-from .cpu_grouped import CpuGrouped
+from .cpu.grouped import CpuGrouped
 from .reference import Reference
-from .triton_bf16 import TritonBf16
-from .triton_fp8 import TritonFp8
-from .triton_w4a8 import TritonW4A8
-from .triton_w4a16 import TritonW4A16
+from .triton.bf16 import TritonBf16
+from .triton.fp8 import TritonFp8
+from .triton.w4a8 import TritonW4A8
+from .triton.w4a16 import TritonW4A16
 
 __all__ = ["KERNELS", "CpuGrouped", "ExpertKernel", "Reference", "TritonBf16", "TritonFp8", "TritonW4A8", "TritonW4A16"]
 

@@ -8,16 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 import torch
 
 from ..errors import InputError
-from .codecs import (
-    as_float32,
-    decode_rows,
-    e4m3_codes,
-    e4m3_is_nan,
-    e4m3_values,
-    fp8_scales,
-    look_up,
-    scale_groups_,
-)
+from .codecs import as_float32, decode_rows, e4m3_codes, e4m3_is_nan, e4m3_values, fp8_scales, look_up, scale_groups_
 from .intake import any_per_matrix, check_cut, find_storage, promote_scales, take
 from .payload import Part, Payload, Storage
 

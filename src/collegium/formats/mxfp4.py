@@ -7,16 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 
-from .codecs import (
-    as_float32,
-    e2m1_codes,
-    e2m1_pairs,
-    e8m0_codes,
-    e8m0_values,
-    in_groups,
-    look_up,
-    pack_nibbles,
-)
+from .codecs import as_float32, e2m1_codes, e2m1_pairs, e8m0_codes, e8m0_values, in_groups, look_up, pack_nibbles
 from .grouped import Grouped
 from .intake import any_per_matrix, find_storage, take
 from .payload import Part, Storage

@@ -7,16 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 
-from .codecs import (
-    as_float32,
-    e4m3_codes,
-    e4m3_is_nan,
-    e4m3_values,
-    e8m0_codes,
-    e8m0_values,
-    in_groups,
-    look_up,
-)
+from .codecs import as_float32, e4m3_codes, e4m3_is_nan, e4m3_values, e8m0_codes, e8m0_values, in_groups, look_up
 from .grouped import Grouped
 from .intake import any_per_matrix, find_storage, take
 from .payload import Part, Storage

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from .launch import on_device
+from ..runtime.launch import on_device
 from .quantize import AS_IS, PADDED, cast_name, quantize_on_device, quantize_rows
 
 if TYPE_CHECKING:

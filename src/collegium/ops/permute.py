@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import InputError
+from ..runtime.launch import dense_rows, launch, on_device, overlaps, power_of_two
+from ..runtime.workspace import empty
 from ..types import TileRows
-from ..workspace import empty
-from .launch import dense_rows, launch, on_device, overlaps, power_of_two
 
 if TYPE_CHECKING:
     from torch import Tensor

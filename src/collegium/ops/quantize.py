@@ -19,17 +19,9 @@ import torch
 from torch.nn import functional
 
 from ..errors import InputError
-from ..formats.codecs import (
-    E2M1_MAX,
-    E4M3_MAX,
-    SMALLEST_SCALE,
-    e2m1_codes,
-    e4m3_codes,
-    pack_nibbles,
-    unpack_nibbles,
-)
-from ..workspace import empty
-from .launch import launch, on_device, overlaps, power_of_two
+from ..formats.codecs import E2M1_MAX, E4M3_MAX, SMALLEST_SCALE, e2m1_codes, e4m3_codes, pack_nibbles, unpack_nibbles
+from ..runtime.launch import launch, on_device, overlaps, power_of_two
+from ..runtime.workspace import empty
 
 if TYPE_CHECKING:
     from torch import Tensor

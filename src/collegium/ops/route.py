@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ..errors import InputError, RoutingError
+from ..runtime.launch import on_device
 from ..types import Routing
-from .launch import on_device
 from .route_device import route_on_device
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..runtime.launch import launch, overlaps, power_of_two, usual_rows
+from ..runtime.workspace import empty
 from ..types import SCORE_FUNCTIONS, Routing
-from ..workspace import empty
-from .launch import launch, overlaps, power_of_two, usual_rows
 
 if TYPE_CHECKING:
     from torch import Tensor

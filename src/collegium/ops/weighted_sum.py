@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import InputError
-from .launch import dense_rows, launch, on_device, overlaps, power_of_two
+from ..runtime.launch import dense_rows, launch, on_device, overlaps, power_of_two
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,8 +9,8 @@ import torch
 
 from ..ops.permute import permute
 from ..ops.weighted_sum import weighted_sum
+from ..runtime.workspace import serves
 from ..types import ContiguousBatch
-from ..workspace import serves
 
 if TYPE_CHECKING:
     from torch import Tensor

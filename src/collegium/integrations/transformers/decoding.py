@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...devices import current_device, recording
 from ...errors import InputError, MissingExtraError
+from ...runtime.devices import current_device, recording
 from .host_watch import HostWatch
 from .plugin import layers_of
 

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from ...devices import probe
 from ...errors import InputError
 from ...formats.unquantised import FLOAT_FORMATS
 from ...layer import MoELayer
-from ...packed_module import refuse_gradient
 from ...plan import plan
+from ...runtime.devices import probe
+from ...runtime.packed_module import refuse_gradient
+from ...runtime.workspace import captured, captures
 from ...types import Problem, Routing
-from ...workspace import captured, captures
 from ..extra import extra
 from . import hooks, trust
 from .blocks import blocks_of

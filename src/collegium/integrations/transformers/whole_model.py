@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from ...checkpoint.audit import check_outside_experts
 from ...checkpoint.problems import refuse
 from ...checkpoint.reader import Checkpoint
-from ...devices import plain_torch, probe
 from ...errors import ConfigError
 from ...formats.unquantised import DTYPES
 from ...loading import load_layer, load_routed
 from ...models import family_of
+from ...runtime.devices import plain_torch, probe
 from .blocks import blocks_of, families_with_blocks
 from .classes import class_and_config
 from .modules import experts_modules

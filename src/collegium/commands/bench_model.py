@@ -1,0 +1,349 @@
+"""Tokens a second of a whole model with random weights: Collegium's experts beside those of transformers.
+
+Everything but the experts is the same module in the same process. Decoding is greedy with a cache of fixed size; a
+step is one CUDA graph where the experts allow it. Before a time is taken, the experts of the middle layer must agree
+with FP32 truth on what the prompt brings them. Logits are no judge: in a random model a router near a tie takes
+another expert after any rounding, and transformers' own ways differ by a tenth. What fails is a row with the reason.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..checkpoint.reader import read_config
+from ..errors import InputError, MeasurementError, SpecError
+from ..integrations import transformers as plugin
+from ..integrations.extra import extra
+from ..layer import MoELayer
+from ..ops.quantize import activation_format
+from ..plan import plan
+from ..runtime.devices import probe
+from ..types import Choice, Limits, Problem, Routing
+from ..warming import warm_up
+from .bench import TOLERANCES, experts_error, random_weights, recipe_of
+from .measure import driver_version, prepare_pass, take_turns, version_of
+from .room import bytes_per_weight, check_room
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from ..types import DeviceFacts, MoESpec
+
+__all__ = ["MODELS", "RECIPES", "ModelReport", "ModelRow", "bench_model"]
+
+# Facts of the published configurations.
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_30b": {
+        "config": "Qwen3MoeConfig",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+    },
+    "gpt_oss_20b": {
+        "config": "GptOssConfig",
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "vocab_size": 201088,
+    },
+}
+RECIPES = (("mxfp4", "bf16"), ("mxfp4", "fp8_token"))
+_THEIRS = ("eager", "grouped_mm")
+_NO_GRAPH = ("eager",)  # it asks the device which experts are hit
+_PROMPT = 32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelRow:
+    """One way of running the experts, decoding ``batch`` sequences at once.
+
+    experts: transformers' implementation, or ``collegium WEIGHTS[:ACTIVATIONS]``. graph: whether a step is one CUDA
+    graph. error: relative L2 distance of the middle layer's experts to FP32 truth. seconds: of one decode step, None
+    where note says why there is none.
+    """
+
+    batch: int
+    experts: str
+    graph: bool = False
+    error: float | None = None
+    seconds: float | None = None
+    note: str = ""
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens of all sequences in a second."""
+        return None if self.seconds is None else self.batch / self.seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelReport:
+    """Everything one run measured, and on what. layers: as built, which may be less than the model has."""
+
+    model: str
+    layers: int
+    parameters: int
+    device: str
+    driver: str
+    torch: str
+    triton: str
+    transformers: str
+    rows: tuple[ModelRow, ...]
+
+    def to_json(self) -> dict[str, object]:
+        """Return the report as plain values for ``--json``."""
+        found: dict[str, object] = asdict(self)
+        found["rows"] = [asdict(row) | {"tokens_per_second": row.tokens_per_second} for row in self.rows]
+        return found
+
+
+class _Stepper:
+    """A prompt in a cache of its own, and the decode step that follows it, always at the same position."""
+
+    def __init__(self, model: Any, batch: int) -> None:
+        self.model = model
+        device = model.device
+        generator = torch.Generator(device).manual_seed(batch)
+        words = min(1000, model.config.get_text_config().vocab_size)
+        self.ids = torch.randint(0, words, (batch, _PROMPT), device=device, generator=generator)
+        self.cache = extra("transformers.cache_utils").StaticCache(config=model.config, max_cache_len=_PROMPT + 64)
+        self.position = torch.full((1, 1), _PROMPT, device=device)
+        self.token = self.ids[:, -1:].clone()
+        # transformers makes a mask by copying a number from the host, which no graph can hold.
+        self.mask = torch.zeros(batch, 1, 1, _PROMPT + 64, dtype=model.dtype, device=device)
+        self.mask[..., _PROMPT + 1 :] = torch.finfo(model.dtype).min
+        with torch.inference_mode():
+            self._run(self.ids, torch.arange(_PROMPT, device=device)[None], None)
+
+    def _run(self, ids: Tensor, places: Tensor, mask: Tensor | None) -> Tensor:
+        kept = {"past_key_values": self.cache, "use_cache": True, "logits_to_keep": 1}
+        made = self.model(ids, attention_mask=mask, position_ids=places, **kept)
+        return made.logits[:, -1].float()
+
+    def step(self) -> Tensor:
+        """Decode one token; the cache grows by one and is set back, so that every step costs the same."""
+        self.token.copy_(self._run(self.token, self.position, self.mask).argmax(-1, keepdim=True))
+        for layer in self.cache.layers:
+            layer.cumulative_length.sub_(1)
+            if hasattr(layer, "cumulative_length_int"):
+                layer.cumulative_length_int = _PROMPT
+        return self.token
+
+
+def bench_model(
+    what: str,
+    recipes: Sequence[tuple[str, str]] = RECIPES,
+    *,
+    batches: Sequence[int] = (1, 32),
+    layers: int | None = None,
+    device: str | None = None,
+    rounds: int = 9,
+    seconds: float = float("inf"),
+    progress: Callable[[int, int, str], None] | None = None,
+) -> ModelReport:
+    """Measure decode steps of the model ``what``: a name of ``MODELS``, or a folder with a config of transformers.
+
+    Its experts run in transformers' own ways, in ours with the same BF16 weights, and in each (weights, activations) of
+    ``recipes`` with random weights of that format. The ways with the same weights take turns. layers: build that many
+    at most. seconds: nothing is begun after that long. progress: called with (done, total, text). Raises InputError for
+    what is no such model; what fails later is a row with the reason.
+    """
+    started = time.monotonic()
+    facts = probe(device)
+    place = torch.device(facts.place)
+    model = _built(what, layers, facts, [weights for weights, _ in recipes])
+    ours = [_way(weights, activations or "bf16") for weights, activations in recipes]
+    rows: list[ModelRow] = []
+    specs: list[MoESpec] = []
+    groups = [(*_THEIRS, "collegium bf16"), *((way,) for way in ours)]
+    for index, ways in enumerate(groups):
+        if progress is not None:
+            progress(index, len(groups), ways[-1])
+        # The first group lets the plug-in read the sizes of the experts off the model.
+        reason = _attached(model, ways[0], specs) if index else ""
+        for batch in batches:
+            late = "no time left" if time.monotonic() - started > seconds else ""
+            rows += _turns(model, ways, batch, rounds, reason or late)
+        specs = specs or [layer.spec for layer in plugin.layers_of(model)]
+    return ModelReport(
+        model=what if what in MODELS else Path(what).resolve().name,
+        layers=model.config.get_text_config().num_hidden_layers,
+        parameters=sum(p.numel() for p in model.parameters()),
+        device=probe(place).name or place.type,
+        driver=driver_version(place),
+        torch=torch.__version__,
+        triton=version_of("triton"),
+        transformers=version_of("transformers"),
+        rows=tuple(rows),
+    )
+
+
+def _built(what: str, layers: int | None, facts: DeviceFacts, formats: Sequence[str]) -> Any:
+    """Return the model with random BF16 weights; raises InputError where it is none with experts or has no room."""
+    transformers = extra("transformers")
+    if what in MODELS:
+        published = dict(MODELS[what])
+        config = getattr(transformers, published.pop("config"))(**published, max_position_embeddings=4096)
+    elif (Path(what) / "config.json").is_file():
+        read_config(Path(what))
+        try:
+            config = transformers.AutoConfig.from_pretrained(what)
+        except Exception as fault:  # of many kinds, some of packages below transformers
+            raise InputError(f"model {what!r}: transformers cannot read its config.json: {_reason(fault)}") from fault
+    else:
+        raise InputError(f"model {what!r}: allowed are {', '.join(MODELS)}, or a folder with config.json")
+    text = config.get_text_config()
+    if layers is not None and layers < text.num_hidden_layers:
+        text.num_hidden_layers = layers
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[:layers]
+    plugin.register()
+    with torch.device("meta"):
+        sizes = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    check_room(f"bench-model {what}", _needs(sizes, formats), facts)
+    torch.manual_seed(0)
+    with torch.device(facts.place):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    if not plugin.experts_modules(model):
+        raise InputError(f"model {what!r}: transformers builds no experts for it that can be run in another way")
+    return model.eval()
+
+
+def _needs(model: Any, formats: Sequence[str]) -> dict[str, float]:
+    """Return the bytes of the model in BF16, and of its experts once more in the largest of ``formats``."""
+    experts = sum(p.numel() for module in plugin.experts_modules(model).values() for p in module.parameters())
+    each = [0.0]
+    for name in formats:
+        with suppress(SpecError):  # an unknown format is a row that says so
+            each.append(bytes_per_weight(name))
+    return {"model": 2.0 * sum(p.numel() for p in model.parameters()), "experts in another format": max(each) * experts}
+
+
+def _way(weights: str, activations: str) -> str:
+    return f"collegium {weights}" + ("" if activations == "bf16" else f":{activations}")
+
+
+def _formats(way: str) -> tuple[str, str]:
+    """Return the weights and activations that ``way`` names: ``collegium WEIGHTS[:ACTIVATIONS]``, or transformers'."""
+    return recipe_of(way.partition(" ")[2] or "bf16")
+
+
+def _attached(model: Any, way: str, specs: Sequence[MoESpec]) -> str:
+    """Give every layer of ``model`` random experts in the formats of ``way``; return why not, or nothing."""
+    modules = sorted(plugin.experts_modules(model))
+    if len(specs) != len(modules):
+        return "absent: the sizes of the experts are not known, as our BF16 experts did not run"
+    try:
+        plugin.attach(model, {at: _layer(spec, way, model.device, at) for at, spec in zip(modules, specs, strict=True)})
+    except Exception as fault:  # this way is listed with the reason, and the run goes on
+        return f"absent: {_reason(fault)}"
+    return ""
+
+
+def _layer(spec: MoESpec, way: str, device: torch.device, seed: int) -> MoELayer:
+    weights, activations = _formats(way)
+    own = replace(spec, weight_format=weights)
+    problem = Problem(spec=own, device=probe(device), limits=Limits(max_tokens=2048))
+    return MoELayer(random_weights(own, device, seed=seed), plan(problem, Choice(activation_format=activations)))
+
+
+def _turns(model: Any, ways: Sequence[str], batch: int, rounds: int, reason: str) -> list[ModelRow]:
+    """Return a row for each of ``ways``, which take turns; with ``reason`` and without a time where there is one."""
+    ready: dict[str, Callable[[], object]] = {}
+    rows = {way: ModelRow(batch=batch, experts=way, note=reason) for way in ways}
+    for way in () if reason else ways:
+        try:
+            model.set_experts_implementation(way.split()[0])
+            if way not in _THEIRS:
+                _warm(model)
+            stepper = _Stepper(model, batch)
+            error = _checked(model, way, stepper)
+            ready[way], graph = _prepared(model, way, stepper)
+            rows[way] = replace(rows[way], error=error, graph=graph)
+        except Exception as fault:  # as above
+            rows[way] = replace(rows[way], note=f"failed: {_reason(fault)}")
+    try:
+        for way, seconds in take_turns(ready, model.device, rounds=rounds, queued=False).items():
+            rows[way] = replace(rows[way], seconds=seconds)
+    except Exception as fault:  # as above
+        rows |= {way: replace(rows[way], note=f"failed: {_reason(fault)}") for way in ready}
+    ready.clear()
+    gc.collect()
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return list(rows.values())
+
+
+def _warm(model: Any) -> None:
+    """Build our layers with one token, unless they are attached already, and compile the rest side by side."""
+    if not plugin.layers_of(model):
+        with torch.inference_mode():
+            token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+            model(token, use_cache=False, logits_to_keep=1)
+    warm_up(plugin.layers_of(model))
+
+
+def _checked(model: Any, way: str, stepper: _Stepper) -> float:
+    """Return the error of the middle layer's experts on the inputs of the prompt; raises when it is too large."""
+    modules = sorted(plugin.experts_modules(model).items())
+    index, module = modules[len(modules) // 2]
+    asked: list[tuple[Any, ...]] = []
+    hook = module.register_forward_hook(lambda _, inputs, out: asked.append((*inputs, out)))
+    with torch.inference_mode():
+        model(stepper.ids, use_cache=False, logits_to_keep=1)
+        hook.remove()
+        x, ids, topk_weights, found = asked[0]
+        weights, activations = _formats(way)
+        plain = plugin.routed_weights(module)
+        spec = replace(plugin.spec_of(module, plain, ids.shape[-1]), weight_format=weights)
+        own = plain if weights == "bf16" else random_weights(spec, model.device, seed=index)
+        case = (x.view(-1, x.shape[-1]), Routing(topk_ids=ids, topk_weights=topk_weights.float()))
+        problem = Problem(spec=spec, device=probe(model.device))
+        error = experts_error(found.view(-1, x.shape[-1]), problem, own, case)
+    allowed = TOLERANCES[activation_format(activations).bits]
+    if not error <= allowed:
+        raise MeasurementError(f"the experts of layer {index} are {error:.4f} away from FP32 truth, allowed {allowed}")
+    return error
+
+
+def _prepared(model: Any, way: str, stepper: _Stepper) -> tuple[Callable[[], object], bool]:
+    """Return a decode step of ``way`` and whether it is a graph."""
+    if model.device.type == "cuda" and way not in _NO_GRAPH:
+        try:
+            return prepare_pass([stepper.step], model.device), True
+        except Exception:  # what cannot be captured is timed as it is
+            torch.cuda.synchronize()
+
+    def eager() -> object:
+        model.set_experts_implementation(way.split()[0])
+        with torch.inference_mode():
+            return stepper.step()
+
+    eager()
+    return eager, False
+
+
+def _reason(fault: BaseException) -> str:
+    return f"{type(fault).__name__}: {' '.join(str(fault).split())[:200]}"

@@ -1,0 +1,284 @@
+"""The demo: one real model, every format, measured beside BF16."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from ..checkpoint.loader import describe_checkpoint, load_experts
+from ..checkpoint.reader import Checkpoint
+from ..errors import InputError
+from ..functional import moe
+from ..integrations.transformers import attach, build_layers, experts_modules, layers_of, load_model
+from ..parallel.placement import linear
+from ..plan import plan
+from ..runtime.devices import probe
+from ..types import Choice, Limits, Problem, Routing
+from ..warming import warm_up
+from .generate import Writer, check_writable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from torch import Tensor, nn
+
+    from ..layer import MoELayer
+    from ..types import DeviceFacts, MoESpec
+
+__all__ = [
+    "RECIPES",
+    "DemoReport",
+    "DemoRow",
+    "Recipe",
+    "find_model",
+    "run_demo",
+]
+
+SHIPPED = Path("demo") / "fables-16m"
+PROMPT = "Once upon a time there was a"
+WINDOW = 256
+# The small model repeats itself without it. Greedy, so that formats differ by their experts alone.
+PENALTY = 1.2
+# A kernel is compiled for each kind of batch, and passes of a few tokens have the fewest kinds. Bits are the same. What
+# compiles nothing takes the text as it is.
+_COMPILED_PASS, _PLAIN_PASS = 4, 4096
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """A weight format and the format activations take before each multiplication."""
+
+    weights: str
+    activations: str = "bf16"
+
+
+RECIPES = (
+    Recipe(weights="bf16"),
+    Recipe(weights="fp16"),
+    Recipe(weights="fp8_block"),
+    Recipe(weights="fp8_channel"),
+    Recipe(weights="fp8_tensor"),
+    Recipe(weights="mxfp8"),
+    Recipe(weights="int4_group"),
+    Recipe(weights="mxfp4"),
+    Recipe(weights="nvfp4"),
+    Recipe(weights="fp8_block", activations="fp8_group128"),
+    Recipe(weights="mxfp4", activations="fp8_group128"),
+    Recipe(weights="nvfp4", activations="nvfp4"),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DemoRow:
+    """One line of the table. layer_error: relative L2 error of one layer against FP32 on the BF16 weights."""
+
+    weights: str
+    activations: str
+    kernel: str
+    expert_bytes: int
+    perplexity: float
+    perplexity_ratio: float
+    layer_error: float
+    tokens_per_second: float
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DemoReport:
+    """Everything the demo measured. compile_seconds: the part of ``seconds`` in which kernels were compiled."""
+
+    model: str
+    device: str
+    repetition_penalty: float
+    seconds: float
+    compile_seconds: float
+    rows: tuple[DemoRow, ...]
+
+    def to_json(self) -> dict[str, object]:
+        """Return the report as plain values for ``--json``."""
+        return asdict(self)
+
+
+def find_model(path: str | None) -> Path:
+    """Return ``path``, or the shipped model of the checkout this package runs from. Raises InputError."""
+    if path is not None:
+        return Path(path)
+    for root in (Path.cwd(), Path(__file__).resolve().parents[2]):
+        if (root / SHIPPED / "config.json").exists():
+            return root / SHIPPED
+    raise InputError(
+        f"demo: the shipped model {SHIPPED} is in neither the current folder nor the checkout of this package; "
+        "run it from a clone of the repository, or name a model folder with --model"
+    )
+
+
+def run_demo(
+    folder: Path,
+    *,
+    device: str | None = None,
+    tokens: int = 32,
+    windows: int = 6,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> DemoReport:
+    """Measure every recipe on the model in ``folder`` (which ships ``heldout.txt``).
+
+    Each recipe compiles its kernels and writes the text once before it is timed writing it again. progress: called
+    with (done, total, text). Raises what ``check_writable`` and ``load_model`` raise, InputError without that text.
+    """
+    start = time.perf_counter()
+    facts = probe(device)
+    folder = check_writable(str(folder))
+    bench = _Bench.open(folder, facts, windows)
+    rows: list[DemoRow] = []
+    for done, recipe in enumerate(RECIPES):
+
+        def step(text: str, done: int = done, recipe: Recipe = recipe) -> None:
+            if progress is not None:
+                progress(done, len(RECIPES), f"{recipe.weights} x {recipe.activations}: {text}")
+
+        row = bench.row(recipe, tokens, step)
+        rows.append(replace(row, perplexity_ratio=row.perplexity / rows[0].perplexity) if rows else row)
+    if progress is not None:
+        progress(len(RECIPES), len(RECIPES), "done")
+    return DemoReport(
+        model=folder.resolve().name,
+        device=facts.name or facts.kind,
+        repetition_penalty=PENALTY,
+        seconds=time.perf_counter() - start,
+        compile_seconds=bench.compile_seconds,
+        rows=tuple(rows),
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class _Bench:
+    """The model, its held-out text and the inputs of one layer, on which every recipe is measured."""
+
+    checkpoint: Checkpoint
+    facts: DeviceFacts
+    spec: MoESpec
+    writer: Writer
+    ids: Tensor
+    case: _Case
+    compile_seconds: float
+
+    @classmethod
+    def open(cls, folder: Path, facts: DeviceFacts, windows: int) -> _Bench:
+        checkpoint = Checkpoint.open(folder)
+        spec = describe_checkpoint(checkpoint)
+        limits = _limits(spec, facts, Recipe(weights=spec.weight_format))
+        model = load_model(str(folder), device=facts.place, limits=limits)
+        writer = Writer(model, folder)
+        ids = _windows(writer, folder / "heldout.txt", windows)
+        seconds = _compiled(layers_of(model), None)
+        case = _Case.capture(model, checkpoint, ids[:1])
+        return cls(
+            checkpoint=checkpoint,
+            facts=facts,
+            spec=spec,
+            writer=writer,
+            ids=ids,
+            case=case,
+            compile_seconds=seconds,
+        )
+
+    def row(self, recipe: Recipe, tokens: int, step: Callable[[str], None]) -> DemoRow:
+        step("loading")
+        layers = build_layers(
+            self.checkpoint,
+            weight_format=recipe.weights,
+            force=Choice(activation_format=recipe.activations),
+            device=self.facts.place,
+            limits=_limits(self.spec, self.facts, recipe),
+        )
+        attach(self.writer.model, layers)
+        told = partial(_told, step)
+        self.compile_seconds += _compiled(layers.values(), told)
+        step("perplexity")
+        perplexity, error = self.writer.perplexity(self.ids), self.case.error(layers[self.case.layer])
+        step("writing")
+        self.writer.write(PROMPT, tokens, penalty=PENALTY)
+        written = self.writer.write(PROMPT, tokens, penalty=PENALTY)
+        chosen = layers[self.case.layer].plan
+        return DemoRow(
+            weights=recipe.weights,
+            activations=recipe.activations,
+            kernel=chosen.kernel,
+            expert_bytes=chosen.expert_bytes,
+            perplexity=perplexity,
+            perplexity_ratio=1.0,
+            layer_error=error,
+            tokens_per_second=written.tokens_per_second,
+            text=written.text,
+        )
+
+
+def _limits(spec: MoESpec, facts: DeviceFacts, recipe: Recipe) -> Limits:
+    problem = Problem(spec=replace(spec, weight_format=recipe.weights), device=facts)
+    made = plan(problem, Choice(activation_format=recipe.activations))
+    return Limits(max_tokens=_COMPILED_PASS if made.capturable else _PLAIN_PASS)
+
+
+def _told(step: Callable[[str], None], done: int, total: int, _: str) -> None:
+    step(f"compiling {done} of {total}")
+
+
+def _compiled(layers: Iterable[MoELayer], progress: Callable[[int, int, str], None] | None) -> float:
+    start = time.perf_counter()
+    warm_up(layers, progress)
+    return time.perf_counter() - start
+
+
+def _windows(writer: Writer, held_out: Path, windows: int) -> Tensor:
+    if not held_out.exists():
+        raise InputError(f"{held_out}: not found; the demo needs held-out text beside the model to measure perplexity")
+    ids = writer.encode(held_out.read_text(encoding="utf-8"))[0]
+    needed = windows * WINDOW
+    if len(ids) < needed:
+        raise InputError(f"{held_out}: holds {len(ids)} tokens; {windows} windows of {WINDOW} need {needed}")
+    return ids[:needed].view(windows, WINDOW)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Case:
+    """Real inputs of one layer, and its FP32 output on the BF16 weights."""
+
+    layer: int
+    x: Tensor
+    routing: Routing
+    truth: Tensor
+
+    @classmethod
+    def capture(cls, model: nn.Module, checkpoint: Checkpoint, ids: Tensor) -> _Case:
+        """Run ``ids [1, T]`` through the model and keep what the middle layer's experts were asked."""
+        modules = experts_modules(model)
+        index = sorted(modules)[len(modules) // 2]
+        asked: list[tuple[Tensor, Tensor, Tensor]] = []
+        hook = modules[index].register_forward_pre_hook(lambda _, inputs: asked.append(inputs))
+        with torch.inference_mode():
+            cast("Any", model)(ids, use_cache=False)
+        hook.remove()
+        x, topk_ids, topk_weights = (t.clone() for t in asked[0])
+        routing = Routing(topk_ids=topk_ids, topk_weights=topk_weights)
+        spec = describe_checkpoint(checkpoint)
+        weights = load_experts(checkpoint, spec, index, linear(spec.num_experts, 0, 1), device=x.device)
+        truth = moe(
+            x.float(),
+            weights.gate_up,
+            weights.down,
+            topk_ids,
+            topk_weights,
+            activation=spec.activation,
+            force=Choice(kernel="reference"),
+        )
+        return cls(layer=index, x=x, routing=routing, truth=truth)
+
+    def error(self, layer: MoELayer) -> float:
+        """Return the relative L2 error of ``layer`` on the captured inputs."""
+        found = layer(self.x, routing=self.routing).float()
+        return float((found - self.truth).norm() / self.truth.norm())

@@ -1,0 +1,156 @@
+"""Text from a whole model: its tokenizer, what it writes and how fast, and whether it can be loaded at all."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..checkpoint.reader import gguf_file, read_config
+from ..errors import CheckpointError, ConfigError, InputError, MissingExtraError
+from ..integrations.transformers import Decoder
+from ..models import describe
+from ..types import Limits
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+__all__ = ["Writer", "Written", "check_writable", "prompt_limits"]
+
+_STEADY = 3  # tokens until a decode step is one CUDA graph: the prompt's, one of a plain step, one with the capture
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Written:
+    """A text with its prompt, and how long it took.
+
+    tokens_per_second: of the decode steps after the first token, on a GPU of those that are replayed as a CUDA graph;
+    of all tokens, the prompt's pass included, where there are no such steps.
+    """
+
+    text: str
+    tokens: int
+    first_token_seconds: float
+    tokens_per_second: float
+
+    def to_json(self) -> dict[str, object]:
+        """Return the values for ``--json``."""
+        return asdict(self)
+
+
+class Writer:
+    """A model and its tokenizer: text in, text and perplexity out."""
+
+    def __init__(self, model: nn.Module, folder: Path) -> None:
+        """Read tokenizer.json of ``folder``; raises MissingExtraError without the transformers extra."""
+        self.model: Any = model
+        self.tokenizer = _tokenizer(folder)
+        self.decoder = Decoder(model)
+        self.device = next(p.device for p in model.parameters() if p.device.type != "meta")
+
+    def encode(self, text: str) -> Tensor:
+        """Return token ids ``[1, T]``; raises InputError for a text that has none."""
+        ids = self.tokenizer.encode(text).ids
+        if not ids:
+            raise InputError(f"the text {text!r} has no token to begin with; give at least a word")
+        return torch.tensor([ids], device=self.device)
+
+    def write(
+        self, prompt: str, tokens: int, *, temperature: float = 0.0, seed: int = 0, penalty: float = 1.0
+    ) -> Written:
+        """Continue ``prompt`` by at most ``tokens`` tokens. temperature, penalty: as ``Decoder.generate``."""
+        ids = self.encode(prompt)
+        ends: Any = getattr(self.model, "generation_config", self.model.config).eos_token_id
+        stop = () if ends is None else tuple(ends) if isinstance(ends, list | tuple) else (ends,)
+        marks: dict[int, float] = {}
+
+        def mark(count: int) -> None:
+            if count in (1, _STEADY):
+                self._wait()
+                marks[count] = time.perf_counter()
+
+        torch.manual_seed(seed)
+        self._wait()
+        start = time.perf_counter()
+        out = self.decoder.generate(
+            ids, tokens, temperature=temperature, penalty=penalty, stop=stop, written=mark
+        ).tolist()[0]
+        end = time.perf_counter()
+        count = len(out) - ids.shape[1]
+        since = _STEADY if self.decoder.captured else 1
+        steady = count > since
+        return Written(
+            text=self.tokenizer.decode(out),
+            tokens=count,
+            first_token_seconds=marks[1] - start,
+            tokens_per_second=(count - since) / (end - marks[since]) if steady else count / (end - start),
+        )
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def perplexity(self, ids: Tensor) -> float:
+        """Return exp of the mean negative log likelihood of windows ``ids [B, T]``."""
+        with torch.inference_mode():
+            logits = self.model(ids[:, :-1], use_cache=False).logits.float()
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        return math.exp(float(loss))
+
+
+def check_writable(path: str) -> Path:
+    """Return the folder ``path`` if a whole model that writes text can be read from it, before anything large is.
+
+    Raises InputError for a GGUF file and a missing tokenizer, CheckpointError where nothing is, ConfigError without
+    ``config.json`` and what ``describe`` raises for one.
+    """
+    folder = Path(path)
+    if not folder.exists():
+        raise CheckpointError(f"{path}: no such folder; give the folder of a model")
+    if gguf_file(folder) is not None:
+        raise InputError(
+            f"{path}: is a GGUF file, and a whole model is read from a folder with config.json and safetensors alone. "
+            "inspect, plan and verify take GGUF files, load_layer() runs one layer of them; to write text, give the "
+            "folder in which the model was published"
+        )
+    if not folder.is_dir():
+        raise InputError(f"{path}: is a file; to write text give the folder with config.json and safetensors")
+    if not (folder / "config.json").is_file():
+        found = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
+        raise ConfigError(f"{path}: no config.json there; found {found}; give the folder of a model")
+    describe(read_config(folder))
+    _tokenizer(folder)
+    return folder
+
+
+def prompt_limits(folder: Path, prompt: str) -> Limits:
+    """Return the least power of two that a prompt fits in, at most 512: fewer kinds of batches are fewer kernels."""
+    count = len(_tokenizer(folder).encode(prompt).ids)
+    return Limits(max_tokens=min(512, 1 << max(0, count - 1).bit_length()))
+
+
+def _tokenizer(folder: Path) -> Any:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise MissingExtraError(
+            "tokenizers is not installed; install it with: pip install 'collegium[transformers]'"
+        ) from error
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise InputError(f"{folder}: no tokenizer.json; text needs the tokenizer that the model was published with")
+    return _read_tokenizer(Tokenizer, path, path.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=1)
+def _read_tokenizer(kind: Any, path: Path, _written: int) -> Any:
+    """Read the file once for all that ask, again when it was written since: megabytes for a large vocabulary."""
+    try:
+        return kind.from_file(str(path))
+    except Exception as error:  # the package raises plain Exception
+        raise InputError(f"{path}: tokenizers cannot read it: {error}; download it again") from error

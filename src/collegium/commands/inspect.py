@@ -1,0 +1,142 @@
+"""What a checkpoint holds and what would run it here: the answer behind ``collegium inspect`` and ``plan``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..checkpoint.audit import audit
+from ..checkpoint.loader import describe_checkpoint
+from ..checkpoint.reader import Checkpoint, gguf_file, read_config
+from ..errors import ConfigError
+from ..formats import by_name
+from ..models import describe, family_of
+from ..plan import plan
+from ..runtime.devices import probe
+from ..types import Choice, Limits, Problem
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ..checkpoint.audit import AuditReport
+    from ..plan import Plan
+    from ..types import MoESpec
+
+__all__ = ["Inspection", "inspect_model", "plan_model"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inspection:
+    """One checkpoint: family, layers, formats, bytes, findings of the audit, and the plan for this machine."""
+
+    path: str
+    family: str
+    spec: MoESpec
+    report: AuditReport
+    plan: Plan
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Return (what, found) pairs for a table."""
+        spec, routing = self.spec, self.spec.routing
+        formats = sorted({f"{layer.stored.name} ({layer.stored.storage})" for layer in self.report.layers})
+        indices = [layer.layer for layer in self.report.layers]
+        rule = routing.score + (", renormalised" if routing.renormalise else "")
+        rule += f", {routing.kept_groups} of {routing.groups} groups" if routing.groups > 1 else ""
+        rule += ", correction bias" if routing.correction_bias else ""
+        shared = "none" if spec.shared is None else f"intermediate {spec.shared.intermediate_size}"
+        checked = "every scale read" if self.report.deep else "headers only"
+        rows = [
+            ("family", self.family),
+            ("MoE layers", f"{len(indices)} ({indices[0]} to {indices[-1]})"),
+            ("experts", f"{spec.num_experts} a layer, top-{routing.top_k}"),
+            ("sizes", f"hidden {spec.hidden_size}, intermediate {spec.intermediate_size}"),
+            ("expert format", ", ".join(formats)),
+            ("routing", rule),
+            ("activation", spec.activation.kind),
+            ("shared expert", shared),
+        ]
+        rows += [(role, f"{count:,} tensors, {size:,} bytes") for role, (count, size) in self.report.roles.items()]
+        rows.append(("audit", f"passed, {checked}"))
+        rows += [("finding", text) for text in self.report.findings]
+        return rows
+
+    def to_json(self) -> dict[str, object]:
+        """Return the inspection as plain values for ``--json``."""
+        spec = self.spec
+        return {
+            "path": self.path,
+            "family": self.family,
+            "num_experts": spec.num_experts,
+            "top_k": spec.routing.top_k,
+            "hidden_size": spec.hidden_size,
+            "intermediate_size": spec.intermediate_size,
+            "activation": spec.activation.kind,
+            "limit": spec.activation.limit,
+            "score": spec.routing.score,
+            "shared_intermediate_size": None if spec.shared is None else spec.shared.intermediate_size,
+            "moe_layers": [
+                {
+                    "layer": layer.layer,
+                    "format": layer.stored.name,
+                    "storage": layer.stored.storage,
+                    "experts": layer.experts,
+                    "bytes": layer.nbytes,
+                }
+                for layer in self.report.layers
+            ],
+            "expert_tensor_bytes": sum(layer.nbytes for layer in self.report.layers),
+            "roles": {role: {"tensors": n, "bytes": size} for role, (n, size) in self.report.roles.items()},
+            "deep": self.report.deep,
+            "findings": list(self.report.findings),
+            "plan": self.plan.to_json(),
+        }
+
+
+def inspect_model(
+    path: str,
+    *,
+    deep: bool = True,
+    device: str | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> Inspection:
+    """Open, audit and plan the checkpoint at ``path``; raises what the audit raises.
+
+    deep: read every expert and check its scales, else headers only. progress: called with (done, total, text).
+    """
+    checkpoint = Checkpoint.open(path)
+    if not checkpoint.config:
+        raise ConfigError(f"{path}: no config.json beside the tensors; inspect needs it to know what they mean")
+    spec = describe_checkpoint(checkpoint)
+    return Inspection(
+        path=str(path),
+        family=family_of(checkpoint.config).name,
+        spec=spec,
+        report=audit(checkpoint, deep=deep, progress=progress),
+        plan=plan(Problem(spec=spec, device=probe(device))),
+    )
+
+
+def plan_model(
+    path: str,
+    *,
+    device: str | None = None,
+    force: Choice | None = None,
+    weight_format: str | None = None,
+    limits: Limits | None = None,
+) -> Plan:
+    """Plan one MoE layer from ``config.json`` alone (a folder or the file) or a GGUF header; no tensor is opened.
+
+    weight_format: plan for the experts encoded into this format. Raises ConfigError, SpecError and PlanError.
+    """
+    where = Path(path)
+    folder = where.parent if where.is_file() else where
+    if gguf_file(where) is not None:
+        spec = describe_checkpoint(Checkpoint.open(where))
+    elif (folder / "config.json").is_file():
+        spec = describe(read_config(folder))
+    else:
+        raise ConfigError(f"{path}: no config.json there; give a model's folder, or the file itself")
+    if weight_format is not None:
+        spec = replace(spec, weight_format=by_name(weight_format).name)
+    return plan(Problem(spec=spec, device=probe(device), limits=limits or Limits()), force)

@@ -1,0 +1,64 @@
+"""A bench report as a picture: latency beside its floor, and the roofline."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import InputError, MissingExtraError
+
+if TYPE_CHECKING:
+    from .bench import BenchReport
+
+__all__ = ["check_picture", "plot"]
+
+
+def check_picture(path: str) -> None:
+    """Raise InputError where no picture file ``path`` can be written, MissingExtraError without matplotlib."""
+    kinds = _figure().canvas.get_supported_filetypes()
+    file = Path(path)
+    if file.suffix.lstrip(".").lower() not in kinds:
+        raise InputError(f"--plot {path}: its ending names no kind of picture; allowed: {', '.join(sorted(kinds))}")
+    if not file.parent.is_dir():
+        raise InputError(f"--plot {path}: there is no folder {file.parent}; make it first")
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise InputError(f"--plot {path}: cannot be written; name a file in a folder that can")
+
+
+def plot(report: BenchReport, path: str) -> None:
+    """Draw latency over tokens with each floor beside it, and the roofline, into the picture file ``path``.
+
+    Raises MissingExtraError without matplotlib.
+    """
+    figure = _figure()
+    latency, roof = figure.subplots(1, 2)
+    names = list(dict.fromkeys((row.weights, row.activations) for row in report.rows))
+    for index, key in enumerate(names):
+        rows = [row for row in report.rows if (row.weights, row.activations) == key]
+        tokens, color = [row.tokens for row in rows], f"C{index}"
+        latency.plot(tokens, [1e6 * r.seconds for r in rows], "o-", color=color, label=f"{key[0]} x {key[1]}")
+        latency.plot(tokens, [1e6 * r.floor_seconds for r in rows], "--", color=color)
+        roof.plot([r.intensity for r in rows], [r.teraflops for r in rows], "o", color=color)
+    latency.set(xscale="log", yscale="log", xlabel="tokens", ylabel="microseconds a layer (dashed: floor)")
+    latency.set_title(f"{report.shape}, {report.routing} routing, {report.device}")
+    latency.legend()
+    top = report.ceilings
+    at = [min((r.intensity for r in report.rows), default=1.0) / 2, 4 * top.rate_8 / top.bandwidth]
+    for rate, label in ((top.rate_16, "16-bit"), (top.rate_8, "8-bit")):
+        knee = rate / top.bandwidth
+        points = [at[0], knee, max(at[1], 2 * knee)]
+        roof.plot(points, [min(p * top.bandwidth, rate) / 1e12 for p in points], "-", color="0.5", label=label)
+    roof.set(xscale="log", yscale="log", xlabel="FLOP a byte that must be moved", ylabel="TFLOP a second")
+    roof.set_title("roofline")
+    figure.savefig(path, dpi=120)
+
+
+def _figure() -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtraError(
+            "matplotlib is not installed; install it with: pip install 'collegium[plot]'"
+        ) from error
+    return Figure(figsize=(12, 5), layout="constrained")

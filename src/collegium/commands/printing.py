@@ -1,0 +1,232 @@
+"""What the command ``collegium`` shows: tables and JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from ..plan import Plan
+    from .bench import BenchReport
+    from .bench_model import ModelReport
+    from .demo import DemoReport
+    from .generate import Written
+    from .inspect import Inspection
+    from .quantize import QuantizeReport
+    from .tune import TuneReport
+    from .verify import VerifyReport
+
+__all__ = [
+    "err",
+    "out",
+    "print_bench",
+    "print_conversion",
+    "print_demo",
+    "print_inspection",
+    "print_json",
+    "print_model_bench",
+    "print_plan",
+    "print_proofs",
+    "print_text",
+    "print_tuning",
+]
+
+out = Console()
+err = Console(stderr=True)
+
+
+def print_json(value: dict[str, object]) -> None:
+    """Print one JSON object on standard output."""
+    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+
+
+def _print_table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print right-aligned columns, except those whose name ends in a space."""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column.strip(), justify="left" if column.endswith(" ") else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    out.print(table)
+
+
+def print_demo(report: DemoReport) -> None:
+    """Show the formats of a demo beside each other, and what each wrote."""
+    _print_table(
+        f"{report.model} on {report.device}",
+        ("weights x activations ", "bytes/expert", "perplexity", "beside bf16", "error", "tok/s"),
+        [
+            (
+                f"{row.weights} x {row.activations}",
+                f"{row.expert_bytes:,}",
+                f"{row.perplexity:.3f}",
+                f"{100 * (row.perplexity_ratio - 1):+.2f} %",
+                f"{100 * row.layer_error:.2f} %",
+                f"{row.tokens_per_second:.1f}",
+            )
+            for row in report.rows
+        ],
+    )
+    out.print("error: relative L2 error of one layer's output against FP32 on the BF16 weights", style="dim")
+    for kernel in dict.fromkeys(row.kernel for row in report.rows):
+        users = ", ".join(f"{r.weights} x {r.activations}" for r in report.rows if r.kernel == kernel)
+        out.print(f"kernel {kernel}: {users}", style="dim")
+    out.print(
+        f"tok/s: decode steps after compilation; text: greedy, repetition penalty {report.repetition_penalty:g}",
+        style="dim",
+    )
+    for row in report.rows:
+        out.print(f"\n[bold]{row.weights} x {row.activations}[/bold]")
+        out.print(" ".join(row.text.split()), markup=False, highlight=False)
+    out.print(f"\n{report.seconds:.1f} s in all, {report.compile_seconds:.1f} s of it compiling", style="dim")
+
+
+def print_text(written: Written) -> None:
+    """Show a text and how fast it was written."""
+    out.print(written.text, markup=False, highlight=False)
+    first = f"first token after {1e3 * written.first_token_seconds:.0f} ms"
+    out.print(f"{first}, then {written.tokens_per_second:.1f} tokens/s", style="dim")
+
+
+def print_plan(made: Plan) -> None:
+    """Show a plan as it explains itself."""
+    out.print(made.explain(), markup=False, highlight=False)
+
+
+def print_bench(report: BenchReport) -> None:
+    """Show times beside the floor, a table for each recipe."""
+    out.print(f"[bold]{report.shape}[/bold] ({report.sizes}), {report.routing} routing, on {report.device}")
+    for name in dict.fromkeys((row.weights, row.activations, row.kernel) for row in report.rows):
+        _print_table(
+            f"{name[0]} x {name[1]} ({name[2]})",
+            ("tokens", "us", "floor us", "of floor", "bound", "GB/s", "TFLOP/s", "experts", "error"),
+            [
+                (
+                    str(row.tokens),
+                    f"{1e6 * row.seconds:.1f}" + ("" if row.cold else "*"),
+                    f"{1e6 * row.floor_seconds:.1f}",
+                    f"{100 * row.of_floor:.0f} %",
+                    row.bound,
+                    f"{row.gigabytes_per_second:.0f}",
+                    f"{row.teraflops:.1f}",
+                    f"{row.experts_hit:.0f}",
+                    f"{row.error:.4f}",
+                )
+                for row in report.rows
+                if (row.weights, row.activations, row.kernel) == name
+            ],
+        )
+    top = report.ceilings
+    out.print(
+        f"ceilings: {top.bandwidth / 1e12:.3g} TB/s, {top.rate_16 / 1e12:.4g} TFLOP/s with 16-bit and "
+        f"{top.rate_8 / 1e12:.4g} with 8-bit operands; torch {report.torch}, triton {report.triton}",
+        style="dim",
+    )
+    if not all(row.cold for row in report.rows):
+        out.print("*: the weights may stay in a cache; the floor is that of the operations alone", style="dim")
+
+
+def print_model_bench(report: ModelReport) -> None:
+    """Show tokens a second of each way of running the experts, and why one has none."""
+    size = f"{report.parameters / 1e9:.1f} G parameters, {report.layers} layers"
+    out.print(f"[bold]{report.model}[/bold] ({size}), random weights, on {report.device}")
+    _print_table(
+        None,
+        ("experts ", "sequences", "tokens/s", "ms a step", "one graph", "error"),
+        [
+            (
+                row.experts,
+                str(row.batch),
+                "" if row.tokens_per_second is None else f"{row.tokens_per_second:.1f}",
+                "" if row.seconds is None else f"{1e3 * row.seconds:.3f}",
+                "yes" if row.graph else "no",
+                "" if row.error is None else f"{row.error:.4f}",
+            )
+            for row in report.rows
+        ],
+    )
+    for row in report.rows:
+        if row.note:
+            out.print(f"{row.experts}, {row.batch} sequences: {row.note}", markup=False)
+    versions = f"torch {report.torch}, triton {report.triton}, transformers {report.transformers}"
+    out.print(versions, style="dim")
+
+
+def print_tuning(report: TuneReport) -> None:
+    """Show the tiles measured and what they gain."""
+    out.print(f"[bold]{report.shape}[/bold] in {report.weights} x {report.activations} on {report.device}")
+    _print_table(
+        None,
+        ("product", "tokens", "chosen us", "best us", "gain", "tile", "tried"),
+        [
+            (
+                row.product,
+                str(row.tokens),
+                f"{1e6 * row.chosen_seconds:.1f}",
+                f"{1e6 * row.best_seconds:.1f}",
+                f"{100 * (1 - row.best_seconds / row.chosen_seconds):.0f} %",
+                f"{row.best.block_n}x{row.best.block_t} w{row.best.warps} s{row.best.stages}",
+                str(row.candidates),
+            )
+            for row in report.rows
+        ],
+    )
+    out.print(f"written to {report.path}", style="dim", soft_wrap=True)
+
+
+def print_inspection(found: Inspection) -> None:
+    """Show what a checkpoint holds and what would run here."""
+    table = Table(title=found.path, title_justify="left", show_header=False)
+    table.add_column("what", style="bold")
+    table.add_column("found")
+    for what, value in found.lines():
+        table.add_row(what, value)
+    out.print(table)
+    out.print("what would run here", style="bold")
+    out.print(found.plan.explain(), markup=False, highlight=False)
+
+
+def _titled(title: str) -> Table:
+    """Print a title, which may be wider than its table, and return the table."""
+    out.print(title, style="italic", markup=False, highlight=False)
+    return Table(box=None, pad_edge=False)
+
+
+def print_proofs(report: VerifyReport) -> None:
+    """Show the error of every layer and the verdict."""
+    kernels = ", ".join(dict.fromkeys(proof.kernel for proof in report.proofs))
+    table = _titled(f"{report.path} on {report.device}, kernel {kernels}")
+    for name in ("layer", "formats", "experts", "error", "worst expert", "allowed", "verdict"):
+        table.add_column(name, no_wrap=True)
+    for proof in report.proofs:
+        table.add_row(
+            f"{proof.layer}" if proof.part == "experts" else f"{proof.layer} {proof.part}",
+            f"{proof.weight_format} x {proof.activation_format}",
+            f"{proof.checked} of {proof.held}",
+            f"{proof.error:.3%}",
+            f"{proof.worst}: {proof.worst_error:.3%}",
+            f"{proof.tolerance:.0%}, {2 * proof.tolerance:.0%}",
+            "[green]ok[/green]" if proof.passed else "[bold red]WRONG[/bold red]",
+        )
+    out.print(table)
+
+
+def print_conversion(report: QuantizeReport) -> None:
+    """Show the error of every converted layer and what was copied."""
+    table = _titled(f"{report.path}: {report.weight_format} experts as {report.storage} stores them")
+    for name in ("layer", "was", "error", "worst expert"):
+        table.add_column(name, no_wrap=True)
+    for layer in report.layers:
+        worst = f"{layer.worst}: {layer.worst_error:.3%}"
+        table.add_row(str(layer.layer), layer.source_format, f"{layer.error:.3%}", worst)
+    out.print(table)
+    rows = [f"bytes    {report.nbytes:,}, were {report.source_nbytes:,}"]
+    for what, names in (("copied", report.copied), ("skipped", report.skipped), ("removed", report.removed)):
+        rows += [f"{what:<8} {', '.join(names)}"] if names else []
+    out.print("\n".join(rows), markup=False, highlight=False, soft_wrap=True)

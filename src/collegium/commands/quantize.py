@@ -1,0 +1,384 @@
+"""``collegium quantize``: a checkpoint's experts in another format, everything else byte for byte as it was.
+
+A few experts are in memory at a time: read, decoded, encoded, compared with what they were, written. The result is what
+the publishers of the format write: tensor names, ``quantization_config`` and all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..checkpoint.audit import audit
+from ..checkpoint.detect import detect
+from ..checkpoint.index import find_experts, index_of
+from ..checkpoint.loader import load_experts
+from ..checkpoint.reader import Checkpoint
+from ..checkpoint.writer import Shard, entry_of, matrix_parts, whole_folder
+from ..errors import ConfigError, InputError
+from ..formats import Fp8Tensor, NvFp4, by_name
+from ..models import describe, experts_apart, family_of
+from ..ops.activation import interleave
+from ..plan import expert_bytes
+from ..types import Placement
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from torch import Tensor
+
+    from ..checkpoint.header import TensorInfo
+    from ..formats.payload import Payload, Storage
+    from ..models import Names
+    from ..types import MoESpec
+
+__all__ = ["ConvertedLayer", "QuantizeReport", "quantize_model"]
+
+_CHUNK = 1 << 26  # bytes of experts read at a time
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_TOKEN: dict[str, object] = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
+_GROUP32: dict[str, object] = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+# compressed-tensors: its name of the format, the weights' arguments, the activations engines are to use
+_COMPRESSED: Mapping[str, tuple[str, dict[str, object], dict[str, object] | None]] = {
+    "fp8_tensor": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}, _TOKEN),
+    "fp8_channel": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}, _TOKEN),
+    "mxfp4": ("mxfp4-pack-quantized", {"num_bits": 4, "type": "float", **_GROUP32}, None),
+    "nvfp4": (
+        "nvfp4-pack-quantized",
+        {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
+        None,
+    ),
+    "int4_group": ("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}, None),
+}
+_WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
+_QUANTISED = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "U8", "I8", "F4")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConvertedLayer:
+    """Relative L2 error of one layer's weights against what they were, and its largest, of expert ``worst``."""
+
+    layer: int
+    source_format: str
+    error: float
+    worst: int
+    worst_error: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizeReport:
+    """What was written.
+
+    storage: the published layout. nbytes: of the new tensors, ``source_nbytes`` of the old. copied: files taken as they
+    were. skipped: folders and other weight files that were not. removed: folders of killed runs that were removed.
+    """
+
+    path: str
+    weight_format: str
+    storage: str
+    layers: tuple[ConvertedLayer, ...]
+    nbytes: int
+    source_nbytes: int
+    copied: tuple[str, ...]
+    skipped: tuple[str, ...]
+    removed: tuple[str, ...]
+
+    def to_json(self) -> dict[str, object]:
+        """Return the report as plain values for ``--json``."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Job:
+    checkpoint: Checkpoint
+    names: Names
+    spec: MoESpec
+    target: type[Payload]
+    storage: Storage
+    stacked: bool
+
+
+def quantize_model(
+    path: str,
+    weight_format: str,
+    out: str | None = None,
+    *,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> QuantizeReport:
+    """Write the checkpoint at ``path`` with its experts in ``weight_format`` into the new folder ``out``.
+
+    out: default ``path-format``. The folder appears when everything in it is written and audited; a killed run leaves a
+    ``.partial-`` folder, which the next run removes. progress: called with (experts done, experts, text). Raises what
+    the audit raises, SpecError for an unknown format, InputError for what cannot be converted and an ``out`` that
+    exists, CheckpointError when the disk is full.
+    """
+    checkpoint = Checkpoint.open(path)
+    if not checkpoint.config or not checkpoint.path.is_dir():
+        raise ConfigError(f"{path}: quantize needs a model's folder with config.json")
+    job = _job(checkpoint, weight_format)
+    report = audit(checkpoint, deep=False)
+    if {layer.stored.name for layer in report.layers} == {job.target.name}:
+        raise InputError(f"{path}: the experts are {job.target.name} already")
+    layers = [layer.layer for layer in report.layers]
+    kept = _kept(job, layers)
+    folder = Path(out) if out is not None else Path(f"{str(checkpoint.path).rstrip('/')}-{weight_format}")
+    needed = sum(info.nbytes for info in kept.values())
+    needed += expert_bytes(replace(job.spec, weight_format=job.target.name)) * job.spec.num_experts * len(layers)
+    with whole_folder(folder.absolute(), needed) as (room, removed):
+        done = _write_tensors(job, layers, kept, room, progress)
+        (room / "config.json").write_text(json.dumps(_new_config(job, kept), indent=2) + "\n")
+        copied, skipped = _copy_files(checkpoint.path, room)
+        written = Checkpoint.open(room)
+        audit(written, deep=False)
+    return QuantizeReport(
+        path=str(folder),
+        weight_format=job.target.name,
+        storage=job.storage.name,
+        layers=tuple(done),
+        nbytes=sum(info.nbytes for info in written.tensors.values()),
+        source_nbytes=sum(info.nbytes for info in checkpoint.tensors.values()),
+        copied=copied,
+        skipped=skipped,
+        removed=tuple(removed),
+    )
+
+
+def _job(checkpoint: Checkpoint, weight_format: str) -> _Job:
+    """Choose the published storage this family can hold; InputError lists the formats that have one."""
+    family, target = family_of(checkpoint.config), by_name(weight_format)
+    if experts_apart(checkpoint.config):
+        return _apart_job(checkpoint, target)
+    names = index_of(checkpoint).names
+    stacked = names.up is None
+    wanted = ("plain", "gpt-oss") if stacked else ("plain", "finegrained-fp8", "minimax-m3", "compressed-tensors")
+    known = {*_DTYPES, *_COMPRESSED, "fp8_block", "mxfp8"}
+    found = [s for name in wanted for s in target.storages if s.name == name and target.name in known]
+    found = [s for s in found if s.name != "finegrained-fp8" or target.name == "fp8_block"]
+    if not found:
+        can = "bf16, fp16, fp32 and mxfp4, stacked" if stacked else ", ".join(sorted(known))
+        raise InputError(f"{weight_format}: experts of {family.name} are written in {can}")
+    spec = describe(checkpoint.config)
+    sizes = (spec.expert_hidden_size, spec.intermediate_size)
+    if target.name == "fp8_block" and any(size % 128 for size in sizes):
+        # transformers derives the block from the number of scales, and so reads a last, partial block wrongly.
+        msg = f"fp8_block: hidden and intermediate size are {sizes}; only multiples of 128 are read alike everywhere, "
+        raise InputError(msg + "use mxfp8 or fp8_channel")
+    return _Job(checkpoint=checkpoint, names=names, spec=spec, target=target, storage=found[0], stacked=stacked)
+
+
+def _apart_job(checkpoint: Checkpoint, target: type[Payload]) -> _Job:
+    """Convert within what DeepSeek-V4's config can say of its routed experts beside other weights in FP8 blocks."""
+    names, spec = index_of(checkpoint).names, describe(checkpoint.config)
+    found = [s for s in target.storages if s.name == "deepseek-v4"]
+    block = 128 if target.name == "fp8_block" else 32
+    sizes = (spec.expert_hidden_size, spec.intermediate_size)
+    if not found or names.up is None or any(size % block for size in sizes):
+        raise InputError(
+            f"{target.name}: DeepSeek-V4's other weights are FP8 blocks, beside which its config can describe routed "
+            "experts, one tensor each, in mxfp4 (sizes that are multiples of 32) or fp8_block (of 128) alone; hidden "
+            f"and intermediate size are {sizes}"
+        )
+    return _Job(checkpoint=checkpoint, names=names, spec=spec, target=target, storage=found[0], stacked=False)
+
+
+def _kept(job: _Job, layers: Iterable[int]) -> dict[str, TensorInfo]:
+    """Return every tensor that is copied; InputError when one of them is quantised, which no one config could say."""
+    replaced: set[str] = set()
+    for layer in layers:
+        found = find_experts(job.checkpoint, layer)
+        groups: list[dict[str, TensorInfo]] = [*found.single.values(), *found.stack.values()]
+        replaced |= {info.name for group in groups for suffix, info in group.items() if not suffix.endswith("bias")}
+    kept = {name: info for name, info in job.checkpoint.tensors.items() if name not in replaced}
+    if job.storage.name == "deepseek-v4":
+        return kept
+    other = [name for name, info in kept.items() if info.dtype in _QUANTISED or name.endswith((".qweight", "_packed"))]
+    if other:
+        msg = (
+            f"{job.checkpoint.path}: {len(other)} tensors outside the routed experts are quantised ({other[0]}, ...) "
+            "and would be copied; one config cannot describe them beside other experts. Convert a checkpoint whose "
+            "other weights are bf16, fp16 or fp32."
+        )
+        raise InputError(msg)
+    return kept
+
+
+def _write_tensors(
+    job: _Job,
+    layers: list[int],
+    kept: Mapping[str, TensorInfo],
+    room: Path,
+    progress: Callable[[int, int, str], None] | None,
+) -> list[ConvertedLayer]:
+    sources = sorted({info.file for info in kept.values()})
+    count = len(sources) + len(layers)
+    names = [f"model-{at + 1:05d}-of-{count:05d}.safetensors" for at in range(count)]
+    weight_map: dict[str, str] = {}
+    for name, source in zip(names, sources, strict=False):
+        own = [info for info in kept.values() if info.file == source]
+        with Shard(room / name, {info.name: (info.dtype, info.shape) for info in own}) as shard:
+            for info in own:
+                shard.copy(info)
+        weight_map |= {info.name: name for info in own}
+    done: list[ConvertedLayer] = []
+    for at, (name, layer) in enumerate(zip(names[len(sources) :], layers, strict=True)):
+
+        def step(experts: int, at: int = at, layer: int = layer) -> None:
+            if progress is not None:
+                total = len(layers) * job.spec.num_experts
+                progress(at * job.spec.num_experts + experts, total, f"layer {layer}")
+
+        converted, written = _write_layer(job, layer, room / name, step)
+        done.append(converted)
+        weight_map |= dict.fromkeys(written, name)
+    size = sum((room / name).stat().st_size for name in names)
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+    (room / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    return done
+
+
+def _write_layer(
+    job: _Job, layer: int, path: Path, step: Callable[[int], None]
+) -> tuple[ConvertedLayer, Iterable[str]]:
+    """Convert one layer a few experts at a time; the first expert says what the header needs."""
+    stored = detect(job.checkpoint.config, job.checkpoint, layer)
+    spec = replace(describe(job.checkpoint.config, layer), weight_format=stored.name)
+    together = max(1, _CHUNK // expert_bytes(spec))
+    entries: dict[str, tuple[str, tuple[int, ...]]] = {}
+    errors: list[float] = []
+    step(0)
+    with ExitStack() as stack:
+        shard: Shard | None = None
+        for start in range(0, spec.num_experts, together):
+            ids = tuple(range(start, min(start + together, spec.num_experts)))
+            weights = load_experts(job.checkpoint, spec, layer, Placement(expert_ids=ids), stored=stored)
+            for slot, expert in enumerate(ids):
+                matrices, error = _encode(job, weights.gate_up[slot], weights.down[slot])
+                errors.append(error)
+                if shard is None:
+                    entries = _layer_entries(job, layer, matrices)
+                    shard = stack.enter_context(Shard(path, entries))
+                for name, tensor in _expert_tensors(job, layer, expert, matrices).items():
+                    shard.put(name, tensor, expert if job.stacked else 0)
+                step(expert + 1)
+    worst = max(range(len(errors)), key=lambda expert: errors[expert])
+    mean = (sum(error * error for error in errors) / len(errors)) ** 0.5
+    converted = ConvertedLayer(
+        layer=layer, source_format=stored.name, error=mean, worst=worst, worst_error=errors[worst]
+    )
+    return converted, entries
+
+
+def _encode(job: _Job, gate_up: Payload, down: Payload) -> tuple[tuple[Payload, Payload, Payload], float]:
+    """Return gate, up and down in the target format, and their relative error together."""
+    options: dict[str, Any] = {"global_divides": True} if job.target is NvFp4 else {}
+    true_up, true_down = gate_up.decode(), down.decode()
+    wide, hidden = true_up.shape[1:]
+    if job.target in (NvFp4, Fp8Tensor):
+        # Engines keep one scale for the fused first projection: encoded as one matrix, gate and up share it.
+        both = job.target.encode(true_up.reshape(-1, hidden), **options)
+        gate, up = both.rows(0, wide), both.rows(wide, 2 * wide)
+    else:
+        gate, up = job.target.encode(true_up[0]), job.target.encode(true_up[1])
+    lower = job.target.encode(true_down, **options)
+    pairs = ((gate, true_up[0]), (up, true_up[1]), (lower, true_down))
+    lost = sum(_square(payload.decode() - true) for payload, true in pairs)
+    whole = sum(_square(true) for _, true in pairs)
+    return (gate, up, lower), (lost / whole) ** 0.5 if whole else 0.0
+
+
+def _square(values: Tensor) -> float:
+    return float(values.square().sum(-1).double().sum())
+
+
+def _expert_tensors(
+    job: _Job, layer: int, expert: int, matrices: tuple[Payload, Payload, Payload]
+) -> dict[str, Tensor]:
+    """Return one expert's tensors under their published names; of a stack, its entry."""
+    gate, up, down = (matrix_parts(matrix, job.storage) for matrix in matrices)
+    names, table, out = job.names, job.names.stacked, dict[str, "Tensor"]()
+    if not job.stacked:
+        for template, parts in ((names.gate, gate), (names.up, up), (names.down, down)):
+            path = (template or "").format(layer=layer, expert=expert)
+            out |= {path + suffix: tensor for suffix, tensor in parts.items()}
+        return out
+    for suffix in gate:
+        both = torch.stack((gate[suffix], up[suffix]))
+        both = interleave(both, 0) if table.interleaved else both.flatten(0, 1)
+        plain = suffix == ".weight"
+        flip = plain and table.transposed
+        name = "" if plain else suffix
+        out[table.gate_up.format(layer=layer) + name] = both.mT if flip else both
+        out[table.down.format(layer=layer) + name] = down[suffix].mT if flip else down[suffix]
+    return out
+
+
+def _layer_entries(
+    job: _Job, layer: int, matrices: tuple[Payload, Payload, Payload]
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    experts = range(1 if job.stacked else job.spec.num_experts)
+    held = job.spec.num_experts if job.stacked else None
+    tensors = (_expert_tensors(job, layer, expert, matrices) for expert in experts)
+    return {name: entry_of(tensor, held) for own in tensors for name, tensor in own.items()}
+
+
+def _new_config(job: _Job, kept: Mapping[str, TensorInfo]) -> dict[str, object]:
+    config = dict(job.checkpoint.config)
+    if job.storage.name == "deepseek-v4":
+        block: Any = config["quantization_config"]
+        config["quantization_config"] = {k: v for k, v in block.items() if k != "moe_quant_algo"}
+        return {**config, "expert_dtype": "fp8" if job.target.name == "fp8_block" else "fp4"}
+    config.pop("quantization_config", None)
+    text = config.get("text_config")
+    if isinstance(text, dict):
+        config["text_config"] = {k: v for k, v in text.items() if k != "quantization_config"}
+    linear = [n.removesuffix(".weight") for n, i in kept.items() if n.endswith(".weight") and len(i.shape) == 2]
+    ignore = sorted({*linear, "lm_head"})
+    name = job.target.name
+    if job.storage.name == "plain":
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = _DTYPES[name]
+    elif job.storage.name == "gpt-oss":
+        config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ignore}
+    elif job.storage.name in ("finegrained-fp8", "minimax-m3"):
+        wide = name == "fp8_block"
+        config["quantization_config"] = {
+            "quant_method": "fp8" if wide else "mxfp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128] if wide else [1, 32],
+            **({} if wide else {"scale_fmt": "ue8m0"}),
+            "modules_to_not_convert": ignore,
+        }
+    else:
+        form, weights, activations = _COMPRESSED[name]
+        weights = {"symmetric": True, "dynamic": False, **weights}
+        config["quantization_config"] = {
+            "quant_method": "compressed-tensors",
+            "format": form,
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": activations}},
+            "ignore": ignore,
+        }
+    return config
+
+
+def _copy_files(source: Path, room: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Copy tokenizer, licence and the like; weight files and folders are skipped and named."""
+    copied: list[str] = []
+    skipped: list[str] = []
+    own = set(os.listdir(room)) | {"config.json", "hf_quant_config.json"}
+    for path in sorted(source.iterdir()):
+        if path.name in own or path.name.endswith((".safetensors", ".safetensors.index.json")):
+            continue
+        if path.is_dir() or path.name.endswith(_WEIGHT_FILES):
+            skipped.append(path.name)
+        else:
+            shutil.copy2(path, room / path.name)
+            copied.append(path.name)
+    return tuple(copied), tuple(skipped)

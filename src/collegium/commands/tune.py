@@ -1,0 +1,221 @@
+"""Measure tiles on this machine and keep the best: the work behind ``collegium tune``.
+
+For both products and each token count, the candidates the cost model likes best run alone on random weights, captured
+and in turns like every measurement here. The fastest goes into the user's file of measured tiles, from which layers
+of the same sizes and formats take it from then on. All candidates must give the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import InputError, MeasurementError
+from ..experts import KERNELS
+from ..experts.triton.grouped import grouped_gemm, tile_list
+from ..experts.triton.packed import PackedExperts, chosen_tiles
+from ..experts.triton.tile_file import products, write_tiles
+from ..experts.triton.tiles import candidates, score
+from ..formats import by_name
+from ..ops.operand import operand
+from ..parallel.local import Local
+from ..plan import plan
+from ..runtime.devices import probe
+from ..types import Choice, Limits, Problem
+from .bench import random_weights, spec_of
+from .measure import graph_pool, input_sets, prepare_pass, random_routing, take_turns
+from .room import check_room, layer_needs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from ..experts.triton.grouped import PackedMatrix
+    from ..experts.triton.tiles import TileChoice
+    from ..types import ContiguousBatch
+
+__all__ = ["TUNED_TOKENS", "TuneReport", "TuneRow", "measure_tiles", "packed_layer", "tile_times", "tune"]
+
+TUNED_TOKENS = tuple(1 << power for power in range(14))  # each serves token counts up to a factor of two away
+_GAIN = 0.98  # a tile must take at most this share of the model's own choice to replace it: less is noise
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TuneRow:
+    """One product at one token count: the tile the model chooses and the best measured, with their seconds."""
+
+    product: str
+    tokens: int
+    rows: int
+    chosen: TileChoice
+    chosen_seconds: float
+    best: TileChoice
+    best_seconds: float
+    candidates: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TuneReport:
+    """What was measured for one layer and where it was written."""
+
+    shape: str
+    weights: str
+    activations: str
+    device: str
+    path: str
+    rows: tuple[TuneRow, ...]
+
+    def to_json(self) -> dict[str, object]:
+        """Return the report as plain values for ``--json``."""
+        return asdict(self)
+
+
+def tune(
+    what: str,
+    recipe: tuple[str, str] = ("bf16", "bf16"),
+    *,
+    tokens: Sequence[int] = TUNED_TOKENS,
+    most: int = 8,
+    rounds: int = 5,
+    device: str | None = None,
+    folder: Path | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> TuneReport:
+    """Measure tiles of the layer ``what`` (see ``bench.spec_of``) in one (weights, activations) and write the file.
+
+    most: candidates measured for each product and token count. folder: of the file, ``tile_folder()`` when None.
+    Raises InputError where the plan's kernel has no tiles, MeasurementError when two tiles give different bits.
+    """
+    name, problem, packed = packed_layer(what, recipe, max(tokens), device)
+    rows: list[TuneRow] = []
+    counts = sorted(set(tokens))
+    for done, count in enumerate(counts):
+        if progress is not None:
+            progress(done, len(counts), f"{count} tokens")
+        rows += measure_tiles(packed, problem, count, most=most, rounds=rounds)
+    tables = [tuple((r.rows, r.best) for r in rows if r.product == product) for product, _ in products(packed)]
+    path = write_tiles(problem, (tables[0], tables[1]), folder)
+    return TuneReport(
+        shape=name,
+        weights=recipe[0],
+        activations=problem.activation_format or problem.dtype,
+        device=problem.device.name or problem.device.kind,
+        path=str(path),
+        rows=tuple(rows),
+    )
+
+
+def packed_layer(
+    what: str, recipe: tuple[str, str], most_tokens: int, device: str | None = None
+) -> tuple[str, Problem, PackedExperts]:
+    """Return the name, the problem and the packed random weights of the layer ``what``; errors as ``tune``."""
+    name, plain = spec_of(what)
+    facts = probe(device)
+    spec = replace(plain, weight_format=by_name(recipe[0]).name)
+    made = plan(
+        Problem(spec=spec, device=facts, limits=Limits(max_tokens=most_tokens)), Choice(activation_format=recipe[1])
+    )
+    kernel = next(k for k in KERNELS if k.name == made.kernel)
+    if not kernel.name.startswith("triton_"):
+        raise InputError(
+            f"tune: {name} in {recipe[0]} x {recipe[1]} runs on {made.kernel}, which has no tiles to choose"
+        )
+    check_room(f"tune {name}", layer_needs([made], [most_tokens]), facts)
+    packed = kernel.pack(random_weights(spec, torch.device(facts.place)), made.problem)
+    assert isinstance(packed, PackedExperts)
+    return name, made.problem, packed
+
+
+def measure_tiles(packed: PackedExperts, problem: Problem, tokens: int, *, most: int, rounds: int) -> list[TuneRow]:
+    """Return a row for each product: the best of ``most`` candidates for ``tokens`` tokens, uniform routing."""
+    count = tokens * problem.spec.routing.top_k
+    found: list[TuneRow] = []
+    for product, (chosen, times) in tile_times(packed, problem, tokens, most=most, rounds=rounds).items():
+        fastest = min(times, key=lambda tile: times[tile])
+        best = fastest if times[fastest] < _GAIN * times[chosen] else chosen
+        found.append(
+            TuneRow(
+                product=product,
+                tokens=tokens,
+                rows=count,
+                chosen=chosen,
+                chosen_seconds=times[chosen],
+                best=best,
+                best_seconds=times[best],
+                candidates=len(times),
+            )
+        )
+    return found
+
+
+def tile_times(
+    packed: PackedExperts, problem: Problem, tokens: int, *, most: int, rounds: int
+) -> dict[str, tuple[TileChoice, dict[TileChoice, float]]]:
+    """Return for each product the model's own choice, and the seconds of that and of ``most`` candidates beside it.
+
+    Raises MeasurementError when two tiles give different bits.
+    """
+    device, spec = packed.down.values.device, problem.spec
+    generator = torch.Generator(device).manual_seed(tokens)
+    local = Local(num_experts=spec.num_experts)
+    batches = [
+        local.dispatch(
+            torch.randn(tokens, spec.hidden_size, device=device, generator=generator).bfloat16(),
+            random_routing(tokens, spec, "uniform", generator),
+        )[0]
+        for _ in range(input_sets(tokens))
+    ]
+    count = tokens * spec.routing.top_k
+    found: dict[str, tuple[TileChoice, dict[TileChoice, float]]] = {}
+    for place, (product, matrix) in enumerate(products(packed)):
+        asked = packed.problem_of(matrix, count)
+        ranked = sorted(candidates(asked, packed.machine), key=lambda tile: score(asked, tile, packed.machine))
+        chosen = chosen_tiles(replace(packed, tuned=((), ())), count)[place]
+        tiles = list(dict.fromkeys([chosen, *ranked[:most]]))
+        runs = [_run(packed, matrix, batch, first=place == 0) for batch in batches]
+        _same_bits(f"{product}, {tokens} tokens", [partial(runs[0], tile) for tile in tiles])
+        pool = graph_pool(device)
+        passes = {tile: prepare_pass([partial(run, tile) for run in runs], device, pool=pool) for tile in tiles}
+        times = take_turns(passes, device, rounds=rounds)
+        found[product] = (chosen, {tile: times[tile] / len(runs) for tile in tiles})
+    return found
+
+
+def _run(
+    packed: PackedExperts, matrix: PackedMatrix, batch: ContiguousBatch, *, first: bool
+) -> Callable[[TileChoice], Tensor]:
+    """Return the product of ``batch`` as a function of its tile; the second product reads random rows."""
+    count = batch.source.numel()
+    x = batch.x if first else torch.randn(count, matrix.shape[3], device=batch.x.device).to(batch.x.dtype)
+    codes, scale = operand(x, packed.activations)
+    out = torch.empty(count, matrix.shape[2], dtype=torch.bfloat16, device=x.device)
+    lists: dict[TileChoice, Any] = {}
+
+    def run(tile: TileChoice) -> Tensor:
+        if tile not in lists:
+            lists[tile] = tile_list(batch.expert_offsets, count, tile)
+        return grouped_gemm(
+            codes,
+            matrix,
+            batch.expert_offsets,
+            lists[tile],
+            out,
+            source=batch.source if first else None,
+            x_scale=scale,
+            activation=packed.activation if first else None,
+        )
+
+    return run
+
+
+def _same_bits(what: str, calls: Sequence[Callable[[], Tensor]]) -> None:
+    wanted = calls[0]().clone()
+    for call in calls[1:]:
+        found = call()
+        if not torch.equal(found.view(torch.int16), wanted.view(torch.int16)):
+            raise MeasurementError(f"tune: {what}: two tiles give different bits; nothing is written. Please report it")

@@ -1,0 +1,1 @@
+"""Experts on a CPU: any format, decoded a tile at a time."""

@@ -1,0 +1,393 @@
+"""Weights in the layouts the CPU experts read, and their decoding a tile of rows at a time.
+
+Shape letters: E experts, N output rows, K input columns, Kp columns as stored (K up to whole groups), G groups.
+
+A tile of decoded weights is written in bfloat16 with integer operations that torch vectorises: four E2M1 or
+INT4 codes become four bfloat16 numbers in one look-up of 16 bits, E4M3 codes are shifted into the bit fields of
+bfloat16. What a tile leaves out, a power of two per row or a global scale, is ``row_scale``: the caller
+multiplies the result by it in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from ...errors import BadScaleError, SpecError
+from ...formats import (
+    Bf16,
+    Fp8Block,
+    Fp8Channel,
+    Fp8Tensor,
+    Fp16,
+    Fp32,
+    Int4Affine,
+    Int4Group,
+    MxFp4,
+    MxFp8,
+    NvFp4,
+    Payload,
+)
+from ...formats.codecs import E2M1_VALUES, pack_nibbles, relative_e8m0, unpack_nibbles
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+__all__ = ["CPU_FORMATS", "CodeMatrix", "PlainMatrix", "Scratch", "pack_matrix"]
+
+# Codes of zero keep exponent field 0 in the E2M1 table of MXFP4, code 0.5 has field 63; a group's scale is added
+# to the field. The largest group of a row adds 64, so 0.5 becomes 1.0 and zero becomes 2^-63 of that: far below
+# the rounding of a float32 sum, and it saves a multiplication per weight.
+_MX_FIELD = 64
+_INT16_FIELD = 7  # the exponent of bfloat16 starts at bit 7
+# E4M3 bits read as bfloat16 are 2^120 too small: exponent biases 127 and 7.
+_E4M3_LIFT = 2.0**120
+_E4M3_FIELD = 247  # exponent field of the power of two that lifts by 2^120
+_E4M3_MASK = 0x87F0 - 0x10000  # sign, four exponent and three mantissa bits, as a signed 16-bit number
+
+
+# Weights decoded by one round of operations: 1 MiB of bfloat16 and as much of indices stay in the caches of two
+# cores with 2 MiB each (Xeon with AMX, November 2026).
+_STEP = 1 << 19
+
+
+class Scratch:
+    """Temporary memory for one ``run``: ``size`` decoded weights, and indices for one round of operations.
+
+    longest: the longest row, which a round decodes at least. Made anew for each run, so runs in several threads
+    never meet.
+    """
+
+    def __init__(self, size: int, longest: int) -> None:
+        self._index = torch.empty(-(-max(min(size, _STEP), longest) // 4), dtype=torch.int64)
+        self._values = torch.empty(-(-size // 4), dtype=torch.int64)
+
+    def index(self, count: int) -> Tensor:
+        """Return an int64 buffer for the indices of ``count`` words of four weights."""
+        return self._index[:count]
+
+    def bits(self, rows: int, columns: int) -> Tensor:
+        """Return an int16 buffer ``[rows, columns]`` over the decoded values."""
+        return self._values.view(torch.int16)[: rows * columns].view(rows, columns)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlainMatrix:
+    """``values [E, N, K]`` floating point: no scales, nothing to decode."""
+
+    values: Tensor
+    row_scale: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(E, N, K)."""
+        experts, rows, columns = self.values.shape
+        return experts, rows, columns
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return self.values.numel() * self.values.element_size()
+
+    def tile_rows(self, dtype: torch.dtype, size: int) -> int:
+        """Return how many rows one ``tile`` call should cover: all when no copy is needed."""
+        rows, columns = self.values.shape[1:]
+        return rows if self.values.dtype == dtype else max(1, size // max(1, columns))
+
+    def arrange(self, x: Tensor) -> Tensor:
+        """Return ``x [R, K]`` with the columns in stored order: itself."""
+        return x
+
+    def tile(self, expert: int, span: slice, dtype: torch.dtype, scratch: Scratch) -> Tensor:
+        """Return rows ``span`` of one expert, ``[rows, K]`` in ``dtype``; a view when that is the stored dtype."""
+        del scratch
+        return self.values[expert, span].to(dtype)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CodeMatrix:
+    """Codes of one projection of all experts and how they become weights.
+
+    codes: ``[E, N, Kp/4]`` uint16, four 4-bit codes a word, lowest first, or ``[E, N, Kp]`` int8, E4M3 bits.
+    table: ``[65536]`` int64, the four bfloat16 numbers of a word; None for E4M3.
+    scales: ``[E, N, G]``; ``step`` says what they are: ``exponent`` uint8 added to the exponent field;
+        ``e4m3`` uint8 and ``power`` uint8 (exponent field) and ``value`` (floating point) multiply; None: none.
+    zeros: uint8 ``[E, N, G]``, subtracted from the codes before a ``value`` multiplies them, or None.
+    row_scale: ``[E, N]`` float32 for the caller, or None. columns, group: K and the columns of a scale.
+    row_block: rows that share a row of ``scales``. strided: position p of group g is stored at column p * G + g,
+        so that a row of scales multiplies contiguous columns, instead of g * group + p.
+    """
+
+    codes: Tensor
+    table: Tensor | None = None
+    scales: Tensor | None = None
+    zeros: Tensor | None = None
+    step: str = "none"
+    row_scale: Tensor | None = None
+    columns: int
+    group: int = 1
+    row_block: int = 1
+    parts: int = 1
+    strided: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(E, N, K)."""
+        return self.codes.shape[0], self.codes.shape[1], self.columns
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, without the table that all matrices of a format share."""
+        own = (t for t in (self.codes, self.scales, self.zeros, self.row_scale) if t is not None)
+        return sum(t.numel() * t.element_size() for t in own)
+
+    @property
+    def stored_columns(self) -> int:
+        """Kp, the columns of a decoded tile."""
+        return self.codes.shape[2] * (1 if self.table is None else 4)
+
+    def tile_rows(self, dtype: torch.dtype, size: int) -> int:
+        """Return how many rows one ``tile`` call should cover to decode about ``size`` weights."""
+        del dtype
+        return max(1, min(self.codes.shape[1], size // max(1, self.stored_columns)))
+
+    def arrange(self, x: Tensor) -> Tensor:
+        """Return ``x [R, K]`` as ``[R, Kp]``: columns in stored order, zeros beyond K."""
+        stored = self.stored_columns
+        if stored != self.columns:
+            x = functional.pad(x, (0, stored - self.columns))
+        if not self.strided:
+            return x
+        return x.view(-1, stored // self.group, self.group).transpose(1, 2).reshape(-1, stored)
+
+    def tile(self, expert: int, span: slice, dtype: torch.dtype, scratch: Scratch) -> Tensor:
+        """Decode rows ``span`` of one expert: ``[rows, Kp]`` in ``dtype`` (bfloat16 or float32), short of row_scale.
+
+        A bfloat16 result lives in ``scratch`` until the next call.
+        """
+        bits = scratch.bits(span.stop - span.start, self.stored_columns)
+        step = max(1, _STEP // max(1, self.stored_columns))
+        pieces = [
+            self._decode(expert, slice(a, min(a + step, span.stop)), dtype, (bits[a - span.start :], scratch))
+            for a in range(span.start, span.stop, step)
+        ]
+        if dtype == torch.bfloat16:
+            return bits.view(torch.bfloat16)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def _decode(self, expert: int, span: slice, dtype: torch.dtype, where: tuple[Tensor, Scratch]) -> Tensor:
+        codes = self.codes[expert, span]
+        rows = codes.shape[0]
+        bits = where[0][:rows]
+        if self.table is None:
+            bits.copy_(codes)
+            bits.bitwise_left_shift_(4).bitwise_and_(_E4M3_MASK)
+        else:
+            _look_up(self.table, codes, bits, where[1])
+        values = bits.view(torch.bfloat16)
+        if self.step == "exponent":
+            assert self.scales is not None
+            field = self.scales[expert, span].to(torch.int16).bitwise_left_shift_(_INT16_FIELD)
+            bits.view(rows, -1, self.group).add_(field.unsqueeze(-1))
+        elif self.step in ("e4m3", "power"):
+            self._scale_in_bits(values, expert, span)
+        elif self.step == "none" and self.table is None:
+            values.mul_(_E4M3_LIFT)
+        if self.step == "value":
+            return self._scale_by_value(values, expert, span, dtype)
+        return values.to(dtype)
+
+    def _scale_in_bits(self, values: Tensor, expert: int, span: slice) -> None:
+        assert self.scales is not None
+        scales = self.scales[expert, span]
+        if self.step == "e4m3":  # the table holds the lift
+            field = scales.to(torch.int16).bitwise_left_shift_(4)
+        else:
+            field = scales.to(torch.int16).bitwise_left_shift_(_INT16_FIELD)
+        factor = field.view(torch.bfloat16)
+        if self.strided:
+            values.view(values.shape[0], self.group, -1).mul_(factor.unsqueeze(1))
+        else:
+            values.view(values.shape[0], -1, self.group).mul_(factor.unsqueeze(-1))
+
+    def _scale_by_value(self, values: Tensor, expert: int, span: slice, dtype: torch.dtype) -> Tensor:
+        assert self.scales is not None
+        if self.table is None:
+            values.mul_(_E4M3_LIFT)
+        rows = torch.arange(span.start, span.stop)
+        height = self.codes.shape[1] // self.parts
+        blocks = -(-height // self.row_block)
+        line = rows if self.row_block == 1 else rows // height * blocks + rows % height // self.row_block
+        factor = self.scales[expert].index_select(0, line)
+        if dtype != torch.bfloat16:
+            values, factor = values.to(dtype), factor.to(dtype)
+        whole = min(self.columns // self.group * self.group, values.shape[1])
+        full = whole // self.group
+
+        def apply(change: Callable[[Tensor, Tensor], Tensor], stored: Tensor) -> None:
+            if whole:
+                change(values[:, :whole].unflatten(1, (-1, self.group)), stored[:, :full].unsqueeze(-1))
+            if stored.shape[1] > full:
+                change(values[:, whole:], stored[:, -1:])
+
+        if self.zeros is not None:
+            apply(torch.Tensor.sub_, self.zeros[expert].index_select(0, line).to(values.dtype))
+        apply(torch.Tensor.mul_, factor)
+        return values
+
+
+def _look_up(table: Tensor, codes: Tensor, bits: Tensor, scratch: Scratch) -> None:
+    index, words = scratch.index(codes.numel()), bits.view(torch.int64)
+    index.view(codes.shape).copy_(codes)
+    # A gather from two dimensions runs in all threads, one from a single dimension does not.
+    threads = torch.get_num_threads()
+    lines = threads if index.numel() % threads == 0 else codes.shape[0]
+    torch.gather(table.expand(lines, -1), 1, index.view(lines, -1), out=words.view(lines, -1))
+
+
+def _table(values: tuple[float, ...]) -> Tensor:
+    codes = torch.arange(1 << 16)
+    four = torch.stack([codes >> shift & 15 for shift in (0, 4, 8, 12)], dim=-1)
+    numbers = torch.tensor(values, dtype=torch.float32).to(torch.bfloat16)
+    return numbers[four].view(torch.int64).flatten()
+
+
+def _flat(stored: Tensor, experts: int) -> Tensor:
+    """Merge the parts of ``[E, P, N, any]`` into its rows."""
+    return stored.reshape(experts, -1, stored.shape[-1]) if stored.dim() > 3 else stored
+
+
+def _words(codes: Tensor) -> Tensor:
+    return codes.contiguous().view(torch.uint16)
+
+
+def _by_row(per_matrix: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Repeat one number a matrix ``[E]`` or ``[E, P]`` for each of its rows: ``[E, P * N]`` float32."""
+    spread = per_matrix.reshape(*shape[:-2], 1).float().expand(shape[:-1])
+    return spread.reshape(shape[0], -1).contiguous()
+
+
+def _mxfp4(payload: MxFp4) -> CodeMatrix:
+    experts = payload.shape[0]
+    fields, largest = relative_e8m0(_flat(payload.scales, experts), _MX_FIELD)
+    return CodeMatrix(
+        codes=_words(_flat(payload.codes, experts)),
+        table=_table(tuple(v * 2.0**-63 for v in E2M1_VALUES)),
+        scales=fields,
+        step="exponent",
+        row_scale=largest.mul_(0.5),
+        columns=payload.shape[-1],
+        group=32,
+    )
+
+
+def _nvfp4(payload: NvFp4) -> CodeMatrix:
+    experts = payload.shape[0]
+    scale = payload.global_scale.float()
+    codes = _flat(payload.codes, experts)
+    words = torch.empty(codes.shape, dtype=torch.uint8)
+    for expert, own in enumerate(codes):
+        grouped = unpack_nibbles(own).view(own.shape[0], -1, 16).transpose(1, 2)
+        words[expert] = pack_nibbles(grouped.reshape(own.shape[0], -1))
+    return CodeMatrix(
+        codes=_words(words),
+        table=_table(tuple(v * _E4M3_LIFT for v in E2M1_VALUES)),
+        scales=_flat(payload.scales.view(torch.uint8), experts),
+        step="e4m3",
+        row_scale=_by_row(scale.reciprocal() if payload.global_divides else scale, payload.shape),
+        columns=payload.shape[-1],
+        group=16,
+        strided=True,
+    )
+
+
+def _int4(payload: Int4Group | Int4Affine) -> CodeMatrix:
+    experts = payload.shape[0]
+    codes, zeros = _flat(payload.codes, experts), payload.zeros if isinstance(payload, Int4Affine) else None
+    return CodeMatrix(
+        codes=_words(functional.pad(codes, (0, codes.shape[-1] % 2)) if codes.shape[-1] % 2 else codes),
+        table=_table(tuple(float(code - (8 if zeros is None else 0)) for code in range(16))),
+        scales=_flat(payload.scales, experts),
+        zeros=None if zeros is None else _flat(zeros, experts),
+        step="value",
+        columns=payload.shape[-1],
+        group=payload.group_size,
+    )
+
+
+def _mxfp8(payload: MxFp8) -> CodeMatrix:
+    experts = payload.shape[0]
+    fields, largest = relative_e8m0(_flat(payload.scales, experts), _E4M3_FIELD)
+    return CodeMatrix(
+        codes=_flat(payload.codes.view(torch.int8), experts),
+        scales=fields,
+        step="power",
+        row_scale=largest,
+        columns=payload.shape[-1],
+        group=32,
+    )
+
+
+def _fp8(payload: Fp8Tensor | Fp8Channel) -> CodeMatrix:
+    experts = payload.shape[0]
+    if isinstance(payload, Fp8Tensor):
+        row_scale = _by_row(payload.scale, payload.shape)
+    else:
+        row_scale = payload.scales.reshape(experts, -1).float()
+    codes = _flat(payload.codes.view(torch.int8), experts)
+    return CodeMatrix(codes=codes, row_scale=row_scale, columns=payload.shape[-1])
+
+
+def _fp8_block(payload: Fp8Block) -> CodeMatrix:
+    experts = payload.shape[0]
+    return CodeMatrix(
+        codes=_flat(payload.codes.view(torch.int8), experts),
+        scales=_flat(payload.scales, experts),
+        step="value",
+        columns=payload.shape[-1],
+        group=payload.block[1],
+        row_block=payload.block[0],
+        parts=payload.shape[1] if len(payload.shape) == 4 else 1,
+    )
+
+
+CPU_FORMATS = (Bf16, Fp16, Fp32, Fp8Block, Fp8Tensor, Fp8Channel, MxFp8, MxFp4, NvFp4, Int4Group, Int4Affine)
+
+
+def pack_matrix(payload: Payload, name: str) -> PlainMatrix | CodeMatrix:
+    """Bring ``payload`` of logical shape ``[E, N, K]`` or ``[E, P, N, K]`` into the CPU layout; parts become rows.
+
+    Codes are shared with the payload where the layout is the same, else copied one expert at a time. Raises
+    BadScaleError for scales or codes the format forbids (``Payload.faults``) and SpecError for another format.
+    """
+    # Where decoding would turn a NaN into a number; elsewhere it stays NaN.
+    hides = isinstance(payload, MxFp4 | MxFp8 | NvFp4 | Fp8Tensor | Fp8Channel | Fp8Block)
+    for expert in range(payload.shape[0] if hides else 0):
+        if bool(payload[expert].faults().any()):
+            raise BadScaleError(
+                f"{name}, local expert {expert}: {payload.name} holds a forbidden scale or a NaN; its result would "
+                "not be a number. Check the file, or load it again with the audit on."
+            )
+    match payload:
+        case Bf16() | Fp16() | Fp32():
+            return PlainMatrix(values=_flat(payload.values, payload.shape[0]))
+        case MxFp4():
+            return _mxfp4(payload)
+        case NvFp4():
+            return _nvfp4(payload)
+        case Int4Group() | Int4Affine():
+            return _int4(payload)
+        case MxFp8():
+            return _mxfp8(payload)
+        case Fp8Tensor() | Fp8Channel():
+            return _fp8(payload)
+        case Fp8Block():
+            return _fp8_block(payload)
+        case _:
+            allowed = ", ".join(known.name for known in CPU_FORMATS)
+            raise SpecError(f"{name}: format {payload.name!r} has no CPU layout, allowed: {allowed}")

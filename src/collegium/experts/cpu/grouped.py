@@ -1,0 +1,222 @@
+"""The CPU experts kernel: grouped by expert, weights decoded a tile at a time, any format.
+
+For the rows of one expert, with A the dtype of x and C = bfloat16 if A is bfloat16, else float32::
+
+    q  = A(x * input_weight)
+    gu = C(tile(gate_up) @ q.T) * row_scale + bias      tile in C, sums in float32, rounded to C by the library
+    h  = A(activation(gu))                              float32
+    y  = C(tile(down) @ h.T) * row_scale + bias         float32
+
+The weights are the left operand: the CPU library packs its right operand on each call, and that is then the
+small one. A tile is at most 4 million weights, so no decoded copy of the layer exists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from ...ops.activation import activate
+from .decode import CPU_FORMATS, CodeMatrix, Scratch, pack_matrix
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ...formats.payload import Payload
+    from ...types import ActivationSpec, ContiguousBatch, ExpertWeights, MoESpec, Problem
+    from .decode import PlainMatrix
+
+__all__ = ["CpuGrouped"]
+
+# Weights in one decoded tile, 8 MiB of bfloat16: each call of the CPU library costs some 30 microseconds whatever
+# its size, so tiles that stay in the second-level cache lose more than they save (Xeon with AMX, November 2026).
+_TILE = 1 << 22
+_CHUNK_ROWS = 512  # rows whose intermediate values are kept at once, unless one expert has more
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Packed:
+    gate_up: PlainMatrix | CodeMatrix
+    down: PlainMatrix | CodeMatrix
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+    activation: ActivationSpec
+
+    @property
+    def nbytes(self) -> int:
+        biases = (b for b in (self.gate_up_bias, self.down_bias) if b is not None)
+        return self.gate_up.nbytes + self.down.nbytes + sum(b.numel() * b.element_size() for b in biases)
+
+
+class CpuGrouped:
+    """Any weight format on any CPU torch runs on; activations stay in the dtype of x.
+
+    Run to run the bits are the same for the same thread count. They may depend on how many rows an expert
+    gets: the CPU library picks its kernel by the row count.
+    """
+
+    name = "cpu_grouped"
+    capturable = False
+
+    def refuse(self, problem: Problem) -> str | None:
+        """Refuse other devices, quantised activations, several ranks and unknown formats."""
+        if problem.device.kind != "cpu":
+            return f"asked for device kind {problem.device.kind!r}; it runs on 'cpu' only"
+        if problem.world_size * problem.tp_size > 1:
+            return f"asked for world_size={problem.world_size} and tp_size={problem.tp_size}; it runs on one rank only"
+        if problem.activation_format not in (None, problem.dtype):
+            return (
+                f"asked for activation format {problem.activation_format!r}; it keeps activations in the layer's "
+                f"dtype, {problem.dtype!r}"
+            )
+        known = [known.name for known in CPU_FORMATS]
+        if problem.spec.weight_format not in known:
+            return f"asked for weight format {problem.spec.weight_format!r}; it reads {', '.join(known)}"
+        return None
+
+    def workspace_bytes(self, problem: Problem) -> int:
+        """Tiles, plus the rows of the largest batch all routed to one expert."""
+        spec = problem.spec
+        rows = max(1, problem.limits.max_tokens * spec.routing.top_k)
+        return _tile_bytes(spec) + rows * _row_bytes(spec)
+
+    def pack(self, weights: ExpertWeights[Payload], problem: Problem) -> _Packed:
+        """Share or re-lay the codes, one expert at a time, and keep biases in float32.
+
+        Raises BadScaleError for scales or codes the format forbids.
+        """
+        experts = weights.down.shape[0]
+        gate_up_bias, down_bias = weights.gate_up_bias, weights.down_bias
+        return _Packed(
+            gate_up=pack_matrix(weights.gate_up, "gate_up"),
+            down=pack_matrix(weights.down, "down"),
+            gate_up_bias=None if gate_up_bias is None else gate_up_bias.reshape(experts, -1).float(),
+            down_bias=None if down_bias is None else down_bias.float(),
+            activation=problem.spec.activation,
+        )
+
+    def run(self, batch: ContiguousBatch, packed: _Packed) -> Tensor:
+        """Return ``[R, H]``; rows of dropped assignments are not written.
+
+        float32, but bfloat16 where a bfloat16 product is the result as it stands: half the fresh memory, same bits.
+        """
+        finished = packed.down.row_scale is None and packed.down_bias is None
+        exact = torch.bfloat16 if finished and batch.x.dtype == torch.bfloat16 else torch.float32
+        rows = torch.empty(batch.source.numel(), packed.down.shape[1], dtype=exact)
+        offsets: list[int] = batch.expert_offsets.tolist()
+        chunks = _chunks(offsets)
+        longest = max((offsets[last] - offsets[first] for first, last in chunks), default=0)
+        inner = torch.empty(longest, packed.gate_up.shape[1], dtype=torch.float32)
+        scratch = _scratch(packed)
+        with torch.inference_mode():
+            for first, last in chunks:
+                _run_chunk(batch, packed, offsets[first : last + 1], first, (scratch, inner, rows))
+        return rows
+
+
+def _run_chunk(
+    batch: ContiguousBatch,
+    packed: _Packed,
+    bounds: list[int],
+    first: int,
+    buffers: tuple[Scratch, Tensor, Tensor],
+) -> None:
+    """Run experts ``first`` and following, whose rows are ``bounds[i]:bounds[i + 1]``."""
+    scratch, room, out = buffers
+    start, stop = bounds[0], bounds[-1]
+    x = batch.x.index_select(0, batch.source[start:stop])
+    if batch.input_weights is not None:
+        x = (x.float() * batch.input_weights[start:stop, None]).to(x.dtype)
+    inner = room[: stop - start]
+    spans = [(first + i, slice(a - start, b - start)) for i, (a, b) in enumerate(pairwise(bounds)) if b > a]
+    compute = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
+    _project(packed.gate_up, packed.gate_up_bias, x.to(compute), (spans, inner, scratch))
+    hidden = _activate(inner, packed.activation).to(x.dtype)
+    _project(packed.down, packed.down_bias, hidden.to(compute), (spans, out[start:stop], scratch))
+
+
+def _project(
+    matrix: PlainMatrix | CodeMatrix,
+    bias: Tensor | None,
+    x: Tensor,
+    where: tuple[list[tuple[int, slice]], Tensor, Scratch],
+) -> None:
+    """Write ``x [r, K] @ matrix[e].T * row_scale + bias`` of every (expert, rows) of ``where`` into its tensor."""
+    spans, out, scratch = where
+    width = matrix.shape[1]
+    step = matrix.tile_rows(x.dtype, _TILE)
+    x = matrix.arrange(x)
+    for expert, span in spans:
+        own = x[span]
+        count = own.shape[0]
+        # A single row is a matrix-vector product, which reads the weights faster.
+        result = x.new_empty(width, count) if count > 1 else x.new_empty(width)
+        right = own.t().contiguous() if count > 1 else own[0]
+        for begin in range(0, width, step):
+            piece = slice(begin, min(begin + step, width))
+            weights = matrix.tile(expert, piece, x.dtype, scratch)
+            if count > 1:
+                torch.mm(weights, right, out=result[piece])
+            else:
+                torch.mv(weights, right, out=result[piece])
+        target = out[span] if count > 1 else out[span.start]
+        _finish(result.t(), target, (matrix.row_scale, bias), expert)
+
+
+def _finish(product: Tensor, target: Tensor, after: tuple[Tensor | None, Tensor | None], expert: int) -> None:
+    """Write ``product * row_scale + bias`` into ``target``, in the dtype of ``target``."""
+    scale, bias = after
+    if scale is None:
+        target.copy_(product)
+    else:
+        torch.mul(product, scale[expert], out=target)
+    if bias is not None:
+        target.add_(bias[expert])
+
+
+def _activate(inner: Tensor, spec: ActivationSpec) -> Tensor:
+    """Return ``activate`` of ``inner [r, P * I]``; SwiGLU in float32 instead of float64, which is several times faster.
+
+    The two differ by a few units in the last place of float32.
+    """
+    if spec.kind != "swiglu":
+        return activate(inner.view(inner.shape[0], 2 if spec.gated else 1, -1), spec)
+    gate, up = inner.chunk(2, dim=-1)
+    if spec.limit is not None:
+        gate, up = gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit)
+    return functional.silu(gate).mul_(up)
+
+
+def _chunks(offsets: list[int]) -> list[tuple[int, int]]:
+    """Cut the experts into runs ``first:last`` of at most ``_CHUNK_ROWS`` rows, or one expert."""
+    cuts: list[tuple[int, int]] = []
+    first = 0
+    for expert in range(len(offsets) - 1):
+        if offsets[expert + 1] - offsets[first] > _CHUNK_ROWS and expert > first:
+            cuts.append((first, expert))
+            first = expert
+    cuts.append((first, len(offsets) - 1))
+    return [(a, b) for a, b in cuts if offsets[b] > offsets[a]]
+
+
+def _scratch(packed: _Packed) -> Scratch:
+    """Make room for the largest tile of the two projections."""
+    coded = [m for m in (packed.gate_up, packed.down) if isinstance(m, CodeMatrix)]
+    size = max((m.tile_rows(torch.bfloat16, _TILE) * m.stored_columns for m in coded), default=0)
+    return Scratch(size, max((m.stored_columns for m in coded), default=0))
+
+
+def _tile_bytes(spec: MoESpec) -> int:
+    longest = max(spec.expert_hidden_size, spec.intermediate_size)
+    # Indices and bfloat16 values, 2 bytes a weight each, and for float32 activations the pieces and their join.
+    return 12 * max(_TILE, longest + 256)
+
+
+def _row_bytes(spec: MoESpec) -> int:
+    hidden, wide = spec.expert_hidden_size, spec.intermediate_size
+    # Per row: x gathered, arranged and transposed, gate_up in two precisions, its activation, the result.
+    return 4 * (4 * hidden + (2 * spec.gate_up_parts + 4) * wide)

@@ -1,0 +1,53 @@
+"""BF16 and FP16 experts on a GPU: weights are used where they lie, one grouped product a projection."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...runtime.machine import machine_at
+from .lanes import pack_plain
+from .packed import PackedExperts, refuse_machine, run_experts, temporary_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ...formats.unquantised import Bf16, Fp16
+    from ...types import ContiguousBatch, ExpertWeights, Problem
+
+__all__ = ["TritonBf16"]
+
+
+class TritonBf16:
+    """Weights and activations in one 16-bit dtype, sums in float32; portable to every GPU from Ampere on."""
+
+    name = "triton_bf16"
+    capturable = True
+
+    def refuse(self, problem: Problem) -> str | None:
+        """Refuse other weights than those of the layer's own 16-bit dtype, and machines Triton cannot serve."""
+        weights, asked = problem.spec.weight_format, problem.activation_format or problem.dtype
+        if weights not in ("bf16", "fp16"):
+            return f"asked for {weights} weights; it takes bf16 or fp16"
+        if not weights == problem.dtype == asked:
+            return (
+                f"asked for {weights} weights, {asked} activations and {problem.dtype} input; it takes one 16-bit "
+                "dtype for all three"
+            )
+        return refuse_machine(problem)
+
+    def workspace_bytes(self, problem: Problem) -> int:
+        """The rows between the projections, the rows of the result, and the tile list."""
+        return temporary_bytes(problem, codes=False)
+
+    def pack(self, weights: ExpertWeights[Bf16 | Fp16], problem: Problem) -> PackedExperts:
+        """Keep the weights; copies only what is not contiguous."""
+        return PackedExperts(
+            gate_up=pack_plain(weights.gate_up.values, weights.gate_up_bias),
+            down=pack_plain(weights.down.values.unsqueeze(1), weights.down_bias),
+            activation=problem.spec.activation,
+            machine=machine_at(weights.down.device),
+        )
+
+    def run(self, batch: ContiguousBatch, packed: PackedExperts) -> Tensor:
+        """Return ``[R, H]``, bfloat16 (float32 for FP16 input); dropped rows are not written."""
+        return run_experts(batch, packed)

@@ -1,0 +1,303 @@
+"""Weights for the grouped product: four-bit codes re-laid into sixteen-bit lanes, scales by K block.
+
+A lane holds the codes of columns k, k + q, k + 2q and k + 3q of one row, q a quarter of the K block, at the bits
+that ``kernels/decode.py`` names; lanes of E4M3 codes hold k and k + q, and after all of those k + 2q and k + 3q. Rows
+of a K block stand beside each other, so a tile is one run of memory. Packing goes row by row in small chunks:
+temporary memory stays under 64 MiB whatever the layer's size.
+
+Shape letters: E experts, P parts, N output rows, K input columns, B K blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...errors import InputError
+from ...formats.codecs import relative_e8m0, unpack_nibbles
+from .grouped import (
+    BLOCK_SCALE,
+    E2M1_LANES,
+    E4M3_E4M3,
+    E4M3_LANES,
+    E4M3_SCALE,
+    E8M0_SCALE,
+    GROUP_SCALE,
+    INT4_LANES,
+    PAIR_SCALE,
+    PLAIN,
+    PackedMatrix,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from ...formats.fp8_block import Fp8Block
+    from ...formats.fp8_channel import Fp8Channel
+    from ...formats.fp8_tensor import Fp8Tensor
+    from ...formats.int4_group import Int4Group
+    from ...formats.mxfp4 import MxFp4
+    from ...formats.mxfp8 import MxFp8
+    from ...formats.nvfp4 import NvFp4
+
+__all__ = [
+    "int4_scale_words",
+    "int4_scales",
+    "pack_fp8_block",
+    "pack_fp8_rows",
+    "pack_int4",
+    "pack_mxfp4",
+    "pack_mxfp8",
+    "pack_nvfp4",
+    "pack_plain",
+    "with_part",
+]
+
+_CHUNK = 1 << 20  # codes re-laid at a time
+
+
+def pack_plain(values: Tensor, bias: Tensor | None) -> PackedMatrix:
+    """Take ``values [E, P, N, K]`` as they are (copied only if not contiguous)."""
+    return PackedMatrix(
+        values=values.contiguous(),
+        shape=_four(values.shape),
+        weight=PLAIN,
+        block_k=64,
+        bits=16,
+        bias=bias,
+    )
+
+
+def pack_fp8_block(payload: Fp8Block, bias: Tensor | None, *, native: bool) -> PackedMatrix:
+    """Native: take codes as they are, as E4M3 operands; otherwise re-lay them to be decoded to bfloat16.
+
+    Blocks must be whole multiples of 128 x 128; their scales are repeated. Raises InputError for other blocks.
+    """
+    rows, columns = payload.block
+    if rows % 128 or columns % 128:
+        raise InputError(
+            f"fp8_block: blocks of {payload.block} found, this kernel takes multiples of (128, 128); use the "
+            "reference kernel for them"
+        )
+    shape = _four(payload.shape)
+    scales = payload.scales.float().repeat_interleave(rows // 128, dim=2).repeat_interleave(columns // 128, dim=3)
+    scales = scales[:, :, : -(-shape[2] // 128), : -(-shape[3] // 128)].contiguous()
+    return PackedMatrix(
+        values=payload.codes.contiguous() if native else _e4m3_lanes(payload.codes, shape),
+        shape=shape,
+        weight=E4M3_E4M3 if native else E4M3_LANES,
+        block_k=128,
+        bits=8,
+        scale_kind=BLOCK_SCALE,
+        scale=scales,
+        bias=bias,
+    )
+
+
+def pack_fp8_rows(payload: Fp8Channel | Fp8Tensor, bias: Tensor | None, *, native: bool) -> PackedMatrix:
+    """Take or re-lay codes like ``pack_fp8_block``; the one scale of a row is applied after the sum."""
+    shape = _four(payload.shape)
+    scale = payload.scale.unsqueeze(-1) if payload.name == "fp8_tensor" else payload.scales  # pyright: ignore
+    return PackedMatrix(
+        values=payload.codes.contiguous() if native else _e4m3_lanes(payload.codes, shape),
+        shape=shape,
+        weight=E4M3_E4M3 if native else E4M3_LANES,
+        block_k=128,
+        bits=8,
+        row_scale=scale.float().expand(shape[:3]).contiguous(),
+        bias=bias,
+    )
+
+
+def pack_mxfp8(payload: MxFp8, bias: Tensor | None) -> PackedMatrix:
+    """Re-lay codes; E8M0 scales stand relative to the largest of their row.
+
+    Lanes decode to code times 2^-120, which the largest scale, 2^120, undoes.
+    """
+    shape = _four(payload.shape)
+    scale, row_scale = _relative_words(payload.scales, shape[3], top=247)
+    return PackedMatrix(
+        values=_e4m3_lanes(payload.codes, shape),
+        shape=shape,
+        weight=E4M3_LANES,
+        block_k=128,
+        bits=8.25,
+        scale_kind=E8M0_SCALE,
+        scale=scale,
+        row_scale=row_scale,
+        bias=bias,
+    )
+
+
+def pack_mxfp4(payload: MxFp4, bias: Tensor | None) -> PackedMatrix:
+    """Re-lay codes; E8M0 scales stand relative to the largest of their row, which is applied after the sum.
+
+    A group below 2^-252 of its row's largest decodes to zero, and one below 2^-126 loses low bits: nothing else is
+    rounded.
+    """
+    shape = _four(payload.shape)
+    scale, row_scale = _relative_words(payload.scales, shape[3], top=253)
+    return PackedMatrix(
+        values=_lanes(payload.codes, shape, 128, 0, _e2m1_lane),
+        shape=shape,
+        weight=E2M1_LANES,
+        block_k=128,
+        bits=4.25,
+        scale_kind=E8M0_SCALE,
+        scale=scale,
+        row_scale=row_scale,
+        bias=bias,
+    )
+
+
+def pack_nvfp4(payload: NvFp4, bias: Tensor | None) -> PackedMatrix:
+    """Re-lay codes; E4M3 group scales stay as they are, the global scale is applied after the sum."""
+    shape = _four(payload.shape)
+    own = payload.global_scale.float()
+    # Lanes decode to code times 2^-126 and group scales to scale times 2^117.
+    row_scale = (own.reciprocal() if payload.global_divides else own) * 512.0
+    scale = _scale_words(payload.scales.view(torch.uint8), shape[3], 64)
+    return PackedMatrix(
+        values=_lanes(payload.codes, shape, 64, 0, _e2m1_lane),
+        shape=shape,
+        weight=E2M1_LANES,
+        block_k=64,
+        bits=4.5,
+        scale_kind=E4M3_SCALE,
+        scale=scale,
+        row_scale=row_scale.unsqueeze(-1).expand(shape[:3]).contiguous(),
+        bias=bias,
+    )
+
+
+def pack_int4(payload: Int4Group, bias: Tensor | None) -> PackedMatrix:
+    """Re-lay codes; scales keep their dtype and multiply the float32 product of their group.
+
+    Raises InputError when a group is no multiple of 32 columns (and not the whole row).
+    """
+    shape = _four(payload.shape)
+    words, dtype = int4_scales(payload)
+    scale = torch.empty((*shape[:2], -(-shape[3] // 128), words, shape[2]), dtype=dtype, device=payload.codes.device)
+    for target, source in zip(scale, payload.scales, strict=True):
+        target.copy_(int4_scale_words(payload, source).permute(0, 2, 3, 1))
+    return PackedMatrix(
+        values=_lanes(payload.codes, shape, 128, 8, _int4_lane),
+        shape=shape,
+        weight=INT4_LANES,
+        block_k=128,
+        bits=4 + 32 * words / 128,
+        scale_kind=PAIR_SCALE if dtype == torch.int32 else GROUP_SCALE,
+        words=words,
+        scale=scale,
+        bias=bias,
+    )
+
+
+def int4_scales(payload: Int4Group) -> tuple[int, torch.dtype]:
+    """Return how the scales of a row and K block of 128 columns are stored: how many words, and their dtype.
+
+    One float32, or one for each quarter of the block: four float32, or two int32 of two bfloat16 scales each. Raises
+    InputError when a group is no multiple of 32 columns (and not the whole row).
+    """
+    size, columns = payload.group_size, payload.shape[-1]
+    if size % 32 and size < columns:
+        raise InputError(
+            f"int4_group: groups of {size} columns found, this kernel takes multiples of 32 or whole rows; use the "
+            "reference kernel for them"
+        )
+    if size % 128 == 0 or size >= columns:
+        return 1, torch.float32
+    return (2, torch.int32) if payload.scales.dtype == torch.bfloat16 else (4, torch.float32)
+
+
+def int4_scale_words(payload: Int4Group, scales: Tensor) -> Tensor:
+    """Return ``[..., B, words]`` for rows ``[..., G]`` of the payload's scales, stored as ``int4_scales`` says."""
+    words, dtype = int4_scales(payload)
+    blocks, each = -(-payload.shape[-1] // 128), 1 if words == 1 else 4
+    index = torch.arange(blocks * each, device=scales.device) * (128 // each) // payload.group_size
+    picked = scales.index_select(-1, index.clamp(max=scales.shape[-1] - 1))
+    stored = picked.contiguous().view(torch.int32) if dtype == torch.int32 else picked.float()
+    return stored.unflatten(-1, (blocks, words))
+
+
+def with_part(payload: Any) -> Any:
+    """Return a payload ``[E, N, K]`` as ``[E, 1, N, K]`` without copying."""
+    experts, *matrix = payload.shape
+    tensors = {name: tensor.unsqueeze(1) for name, tensor in payload.tensors().items()}
+    return replace(payload, shape=(experts, 1, *matrix), **tensors)
+
+
+def _four(shape: tuple[int, ...]) -> tuple[int, int, int, int]:
+    experts, parts, n_out, k_in = shape
+    return experts, parts, n_out, k_in
+
+
+def _e4m3_lanes(codes: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+    return _lanes(codes.view(torch.uint8), shape, 128, 0, _e4m3_lane)
+
+
+def _relative_words(scales: Tensor, k_in: int, top: int) -> tuple[Tensor, Tensor]:
+    relative, largest = relative_e8m0(scales, top)
+    return _scale_words(relative, k_in, 128), largest
+
+
+def _scale_words(scales: Tensor, k_in: int, block_k: int) -> Tensor:
+    """Return scale bytes ``[E, P, N, G]`` as int32 ``[E, P, B, 1, N]``, the four of a K block in a word."""
+    experts, parts, n_out, stored = scales.shape
+    blocks = -(-k_in // block_k)
+    out = torch.empty((experts, parts, blocks, 1, n_out), dtype=torch.int32, device=scales.device)
+    for expert in range(experts):
+        padded = torch.nn.functional.pad(scales[expert], (0, 4 * blocks - stored))
+        out[expert, :, :, 0] = padded.contiguous().view(torch.int32).transpose(-1, -2)
+    return out
+
+
+def _lanes(
+    codes: Tensor, shape: tuple[int, int, int, int], block_k: int, zero: int, lane: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return ``[E, P, B, N, block_k / 4]`` int16 lanes of nibbles ``codes [E, P, N, bytes]``, low nibble first.
+
+    E4M3 bytes ``codes [E, P, N, K]`` make twice as many.
+    """
+    experts, parts, n_out, k_in = shape
+    blocks = -(-k_in // block_k)
+    whole = lane is _e4m3_lane
+    lanes = block_k // (2 if whole else 4)
+    out = torch.empty((experts, parts, blocks, n_out, lanes), dtype=torch.int16, device=codes.device)
+    step = max(1, _CHUNK // (blocks * block_k))
+    for matrix in range(experts * parts):
+        source, target = codes[matrix // parts, matrix % parts], out[matrix // parts, matrix % parts]
+        for start in range(0, n_out, step):
+            rows = source[start : start + step]
+            rows = (rows if whole else unpack_nibbles(rows))[:, :k_in]
+            padded = torch.nn.functional.pad(rows, (0, blocks * block_k - k_in), value=zero)
+            quarters = padded.view(-1, blocks, 4, block_k // 4).to(torch.int32)
+            target[:, start : start + step] = _as_int16(lane(quarters)).transpose(0, 1)
+    if prod(out.shape) == 0:
+        raise InputError(f"packing: a weight of shape {shape} is empty, allowed: at least one row and column")
+    return out
+
+
+def _as_int16(bits: Tensor) -> Tensor:
+    return torch.where(bits >= 1 << 15, bits - (1 << 16), bits).to(torch.int16)
+
+
+def _e2m1_lane(codes: Tensor) -> Tensor:
+    a, b, c, d = codes.unbind(2)
+    lane = ((a & 8) << 12) | ((a & 7) << 6) | ((b & 8) << 9) | ((b & 7) << 3) | ((c & 8) << 6) | (c & 7)
+    return lane | ((d & 8) << 11) | ((d & 4) << 11) | ((d & 3) << 10)
+
+
+def _e4m3_lane(codes: Tensor) -> Tensor:
+    a, b, c, d = codes.unbind(2)
+    return torch.cat((a | (b << 8), c | (d << 8)), dim=-1)
+
+
+def _int4_lane(codes: Tensor) -> Tensor:
+    a, b, c, d = codes.unbind(2)
+    return a | (b << 4) | (c << 8) | (d << 12)

@@ -1,0 +1,137 @@
+"""Tiles measured on this machine, in the user's cache directory; ``collegium tune`` writes them.
+
+A file is used only when everything it depends on is as it was when it was measured: GPU, Triton, this package and its
+kernels' source, sizes and formats, and when each tile in it is one the machine can run. Tiles change no bit of a
+result, so a file can cost time and nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import sys
+from dataclasses import asdict, replace
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from .grouped import PackedMatrix
+from .packed import PackedExperts
+from .tiles import TileChoice, TunedTiles, candidates
+
+if TYPE_CHECKING:
+    from ...types import Problem
+
+__all__ = ["products", "tile_folder", "tile_key", "tile_path", "with_tuned_tiles", "write_tiles"]
+
+_LOG = logging.getLogger("collegium")
+
+
+def tile_folder() -> Path:
+    """Return the folder of measured tiles: ``$XDG_CACHE_HOME/collegium/tiles``, by default under ``~/.cache``."""
+    # Where files are is the user's to say; XDG_CACHE_HOME changes no behaviour.
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "collegium" / "tiles"
+
+
+def tile_key(problem: Problem) -> dict[str, Any]:
+    """Return everything that measured tiles depend on, as plain values."""
+    spec, device = problem.spec, problem.device
+    return {
+        "gpu": device.name,
+        "capability": list(device.capability or ()),
+        "triton": _version("triton"),
+        "collegium": str(vars(sys.modules[__name__.partition(".")[0]])["__version__"]),
+        "kernels": _source_hash(),
+        "hidden": spec.expert_hidden_size,
+        "intermediate": spec.intermediate_size,
+        "experts": spec.num_experts,
+        "parts": spec.gate_up_parts,
+        "weights": spec.weight_format,
+        "activations": problem.activation_format or problem.dtype,
+    }
+
+
+def tile_path(problem: Problem, folder: Path | None = None) -> Path:
+    """Return the file of ``problem``: its name holds the GPU, the sizes and the formats."""
+    key = tile_key(problem)
+    names = ("gpu", "hidden", "intermediate", "experts", "parts", "weights", "activations")
+    name = "-".join(str(key[part]) for part in names)
+    return (folder or tile_folder()) / ("".join(c if c.isalnum() or c in "-_" else "_" for c in name) + ".json")
+
+
+def products(packed: PackedExperts) -> tuple[tuple[str, PackedMatrix], tuple[str, PackedMatrix]]:
+    """Return the two products of a layer by name."""
+    return ("gate_up", packed.gate_up), ("down", packed.down)
+
+
+def write_tiles(problem: Problem, tuned: tuple[TunedTiles, TunedTiles], folder: Path | None = None) -> Path:
+    """Write the tiles measured for ``problem`` and return the file."""
+    path = tile_path(problem, folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tables = {
+        name: [{"rows": rows} | asdict(tile) for rows, tile in table]
+        for name, table in zip(("gate_up", "down"), tuned, strict=True)
+    }
+    partial = path.with_suffix(f".{os.getpid()}.tmp")
+    partial.write_text(json.dumps({"key": tile_key(problem), **tables}, indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)  # a reader sees the old file or the new one, never half of one
+    return path
+
+
+def with_tuned_tiles(packed: Any, problem: Problem, folder: Path | None = None) -> Any:
+    """Return ``packed`` with the tiles of this machine's file, or as it is: no file, no GPU, another kernel.
+
+    A stale, foreign or damaged file is ignored with one warning a file.
+    """
+    if not isinstance(packed, PackedExperts) or (folder is None and problem.device.kind != "cuda"):
+        return packed
+    path = tile_path(problem, folder)
+    if not path.is_file():
+        return packed
+    try:
+        found = _read(path, problem, packed)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        _warn(path, str(error) or type(error).__name__)
+        return packed
+    return replace(packed, tuned=found)
+
+
+def _read(path: Path, problem: Problem, packed: PackedExperts) -> tuple[TunedTiles, TunedTiles]:
+    held = cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))
+    wanted, key = tile_key(problem), held["key"]
+    for name, value in wanted.items():
+        if key.get(name) != value:
+            raise ValueError(f"it was measured with {name} {key.get(name)!r}, this is {value!r}")
+    tables: list[TunedTiles] = []
+    for name, matrix in products(packed):
+        table: list[tuple[int, TileChoice]] = []
+        for entry in held[name]:
+            rows, tile = int(entry.pop("rows")), TileChoice(**entry)
+            if rows < 1 or tile not in candidates(packed.problem_of(matrix, rows), packed.machine):
+                raise ValueError(f"{name} at {rows} rows: {tile} is no tile of this machine")
+            table.append((rows, tile))
+        tables.append(tuple(sorted(table, key=lambda pair: pair[0])))
+    return tables[0], tables[1]
+
+
+@cache
+def _warn(path: Path, reason: str) -> None:
+    _LOG.warning("measured tiles in %s are ignored: %s; run collegium tune again", path, reason)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+@cache
+def _source_hash() -> str:
+    """Return a digest of the kernels' source and of the tile choice: another kernel needs another measurement."""
+    here = Path(__file__).resolve()
+    sources = [*sorted(here.parents[2].joinpath("kernels").glob("*.py")), here.with_name("tiles.py")]
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]

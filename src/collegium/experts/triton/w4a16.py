@@ -1,0 +1,59 @@
+"""MXFP4, NVFP4 and INT4 experts on a GPU: codes decoded exactly to BF16 in registers, BF16 activations."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ...runtime.machine import machine_at
+from .lanes import pack_int4, pack_mxfp4, pack_nvfp4, with_part
+from .packed import PackedExperts, refuse_machine, run_experts, temporary_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from ...types import ContiguousBatch, ExpertWeights, Problem
+    from .grouped import PackedMatrix
+
+__all__ = ["TritonW4A16"]
+
+_PACKERS: dict[str, Callable[[Any, Tensor | None], PackedMatrix]] = {
+    "mxfp4": pack_mxfp4,
+    "nvfp4": pack_nvfp4,
+    "int4_group": pack_int4,
+}
+
+
+class TritonW4A16:
+    """Four-bit weights whose products with BF16 activations are exact before the float32 sum."""
+
+    name = "triton_w4a16"
+    capturable = True
+
+    def refuse(self, problem: Problem) -> str | None:
+        """Refuse other weights, other activations than BF16, and machines Triton cannot serve."""
+        weights, asked = problem.spec.weight_format, problem.activation_format or problem.dtype
+        if weights not in _PACKERS:
+            return f"asked for {weights} weights; it takes {', '.join(_PACKERS)}"
+        if asked != "bf16" or problem.dtype != "bf16":
+            return f"asked for {asked} activations and {problem.dtype} input; it takes bf16 for both"
+        return refuse_machine(problem)
+
+    def workspace_bytes(self, problem: Problem) -> int:
+        """The rows between the projections, the rows of the result, and the tile list."""
+        return temporary_bytes(problem, codes=False)
+
+    def pack(self, weights: ExpertWeights[Any], problem: Problem) -> PackedExperts:
+        """Re-lay the codes, a few rows at a time; InputError for INT4 groups the kernel cannot step through."""
+        packer = _PACKERS[problem.spec.weight_format]
+        return PackedExperts(
+            gate_up=packer(weights.gate_up, weights.gate_up_bias),
+            down=packer(with_part(weights.down), weights.down_bias),
+            activation=problem.spec.activation,
+            machine=machine_at(weights.down.device),
+        )
+
+    def run(self, batch: ContiguousBatch, packed: PackedExperts) -> Tensor:
+        """Return ``[R, H]`` bfloat16; dropped rows are not written."""
+        return run_experts(batch, packed)

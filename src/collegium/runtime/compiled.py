@@ -1,0 +1,90 @@
+"""The layer as one operation of torch.library, so that torch.compile sees a single opaque step.
+
+Packed weights are no arguments, because every kernel packs them as it likes. What travels through a graph is the
+layer's handle, a tensor: the compiler treats it like any other input, so code that serves several layers is given the
+handle of each. Its address names the layer, in one process and as long as the layer lives.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from ..errors import InputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Computes", "announce", "moe_layer"]
+
+
+class Computes(Protocol):
+    """A layer whose forward pass writes to a given output."""
+
+    handle: Tensor
+
+    def compute(
+        self,
+        x: Tensor,
+        router_logits: Tensor | None,
+        topk_ids: Tensor | None,
+        topk_weights: Tensor | None,
+        token_ids: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        """Write ``out [T, D]`` for ``x [T, D]``; the arguments are those of ``MoELayer.forward``."""
+        ...
+
+
+_layers: dict[int, weakref.ref[Computes]] = {}
+
+
+def announce(layer: Computes) -> None:
+    """Let ``torch.ops.collegium.moe_layer`` find ``layer`` by its handle."""
+    address = layer.handle.data_ptr()
+
+    def forget(gone: weakref.ref[Computes]) -> None:
+        if _layers.get(address) is gone:
+            del _layers[address]
+
+    _layers[address] = weakref.ref(layer, forget)
+
+
+def _layer_of(handle: Tensor) -> Computes:
+    address = handle.data_ptr()
+    reference = _layers.get(address)
+    found = None if reference is None else reference()
+    if found is None or found.handle.data_ptr() != address:
+        raise InputError(
+            "torch.ops.collegium.moe_layer: no layer of this process has this handle; a compiled graph cannot "
+            "outlive its layers or move to another process, compile it again"
+        )
+    return found
+
+
+@torch.library.custom_op(
+    "collegium::moe_layer",
+    mutates_args=("out",),
+    schema=(
+        "(Tensor x, Tensor? router_logits, Tensor? topk_ids, Tensor? topk_weights, Tensor? token_ids, Tensor handle, "
+        "Tensor(a!) out) -> ()"
+    ),
+)
+def moe_layer(
+    x: Tensor,
+    router_logits: Tensor | None,
+    topk_ids: Tensor | None,
+    topk_weights: Tensor | None,
+    token_ids: Tensor | None,
+    handle: Tensor,
+    out: Tensor,
+) -> None:
+    """Write ``out [T, D]``, the output for ``x [T, D]`` of the layer that has ``handle``."""
+    _layer_of(handle).compute(x, router_logits, topk_ids, topk_weights, token_ids, out)
+
+
+@moe_layer.register_fake
+def _moe_layer_fake(*_: object) -> None:
+    return None

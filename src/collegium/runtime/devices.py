@@ -1,0 +1,116 @@
+"""What machine is this: the one place that asks torch about devices."""
+
+from __future__ import annotations
+
+import os
+import platform
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import InputError
+from ..types import DeviceFacts
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+__all__ = ["current_device", "plain_torch", "probe", "recording"]
+
+
+def probe(device: torch.device | str | None = None) -> DeviceFacts:
+    """Describe ``device``, or the best device of this machine when None.
+
+    ``cuda`` without a number is the current CUDA device. Raises InputError for a name torch does not know and for a
+    CUDA device that is not there.
+    """
+    wanted = _named(_best() if device is None else device)
+    if wanted.type == "cpu":
+        return DeviceFacts(kind="cpu", name=_cpu_name(), memory=_cpu_memory(), threads=torch.get_num_threads())
+    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    # torch says None for "cuda", whatever its annotation says.
+    numbered = ":" in str(wanted)
+    index = wanted.index if numbered else torch.cuda.current_device() if seen else 0
+    if wanted.type == "cuda" and index < seen:
+        facts = torch.cuda.get_device_properties(index)
+        return DeviceFacts(
+            kind="cuda",
+            name=facts.name,
+            capability=(facts.major, facts.minor),
+            memory=facts.total_memory,
+            index=index,
+        )
+    raise _refused(wanted, seen)
+
+
+@contextmanager
+def current_device(device: torch.device) -> Generator[None]:
+    """Make a CUDA ``device`` the current one: streams, events and graphs without a device of their own are its."""
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        yield
+
+
+@contextmanager
+def recording(
+    graph: torch.cuda.CUDAGraph, device: torch.device, *, pool: Any = None, errors: str = "global"
+) -> Generator[None]:
+    """Capture into ``graph`` what is launched on ``device``; pool and errors as ``torch.cuda.graph`` has them."""
+    stream = _capture_stream(device)
+    with torch.cuda.device(device), torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=errors):
+        yield
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    # torch's own is of the device that captured first: on another one it would record nothing, without an error.
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def plain_torch() -> Generator[None]:
+    """Load and build as outside of what a caller may have set: inference mode, gradients, a default device or dtype."""
+    before = torch.get_default_dtype()
+    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
+        if before != torch.float32:
+            torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            if before != torch.float32:
+                torch.set_default_dtype(before)
+
+
+def _named(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise _refused(device, torch.cuda.device_count()) from error
+
+
+def _refused(device: torch.device | str, seen: int) -> InputError:
+    allowed = "cpu" if seen == 0 else "cpu, cuda, " + ", ".join(f"cuda:{index}" for index in range(seen))
+    return InputError(
+        f"device {str(device)!r}: torch {torch.__version__} sees {seen} CUDA devices on this machine; "
+        f"allowed: {allowed}. Leave the device out to take the best one."
+    )
+
+
+def _best() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _cpu_name() -> str:
+    listing = Path("/proc/cpuinfo")
+    if listing.exists():
+        for line in listing.read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _cpu_memory() -> int:
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return 0

@@ -1,0 +1,78 @@
+"""What every module with packed weights has: an identity of its own, and clear refusals of what it cannot do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+import torch
+from torch import nn
+
+from ..errors import InputError
+from .compiled import announce
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from .compiled import Computes
+
+__all__ = ["PackedModule", "refuse_gradient"]
+
+_NO_STATE = (
+    "a packed layer has no state_dict: its weights are laid out for one kernel. Keep the checkpoint it was loaded from "
+    "and load it again; torch.save(layer) keeps the layer itself"
+)
+
+
+class PackedModule(nn.Module):
+    """A module whose weights are neither parameters nor buffers, so that none of torch's ways of changing them applies.
+
+    handle: a tensor on the module's device; its address tells a compiled graph which module to run. A copy and an
+    unpickled module get one of their own.
+    """
+
+    handle: Tensor
+
+    def identify(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Give the module a handle on ``device``; dtype: of its input. To be called once, by the constructor."""
+        self._kind_of_input = dtype
+        # An inference tensor could not be an input of a compiled graph outside inference mode.
+        with torch.inference_mode(False):
+            self.register_buffer("handle", torch.zeros(1, dtype=torch.uint8, device=device), persistent=False)
+        announce(cast("Computes", self))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copied or unpickled module under an identity of its own."""
+        super().__setstate__(state)
+        self.identify(self.handle.device, self._kind_of_input)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedModule:
+        """Allow what changes nothing; raises InputError for another device or dtype."""
+        probe = torch.empty(0, dtype=self._kind_of_input, device=self.handle.device)
+        found = fn(probe)
+        if (found.device, found.dtype) != (probe.device, probe.dtype):
+            raise InputError(
+                f"{type(self).__name__} is packed for {probe.dtype} input on {probe.device} and was asked to become "
+                f"{found.dtype} on {found.device}; a packed layer does not move, load it again with device= and dtype="
+            )
+        return self
+
+    def state_dict(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise InputError: there is none."""
+        raise InputError(f"state_dict: {_NO_STATE}")
+
+    def _load_from_state_dict(self, *_: Any, **__: Any) -> NoReturn:
+        raise InputError(f"load_state_dict: {_NO_STATE}")
+
+
+def refuse_gradient(**given: Tensor | None) -> None:
+    """Raise InputError when a gradient would be asked for of any tensor ``given`` by name."""
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in given.items():
+        if tensor is not None and tensor.requires_grad:
+            raise InputError(
+                f"inference only: {name} requires a gradient, and none passes through packed experts; call inside "
+                "torch.no_grad() or torch.inference_mode(), or set requires_grad_(False) on the model"
+            )
