@@ -32,7 +32,8 @@ from collegium.experts import CpuGrouped
 from collegium.formats import Bf16, by_name
 from collegium.parallel.local import Local
 from collegium.runtime.devices import probe
-from collegium.types import ExpertWeights, MoESpec, Problem, Routing, RoutingSpec
+from collegium.problem import Problem
+from collegium.types import ExpertWeights, MoESpec, Routing, RoutingSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -34,7 +34,7 @@ from collegium.formats import by_name
 from collegium.models import describe
 from collegium.testing.compare import heavy_tailed
 from collegium.testing.tiny import TinySize, tiny_config
-from collegium.types import Placement
+from collegium.problem import Placement
 
 RESULTS = Path(__file__).parent / "results" / "quantize.csv"
 MIB = 1 << 20

@@ -29,7 +29,7 @@ from collegium.commands.measure import driver_version, version_of
 from collegium.layer import MoELayer
 from collegium.plan import plan
 from collegium.runtime.devices import probe
-from collegium.types import Choice, Limits, Problem
+from collegium.problem import Choice, Limits, Problem
 from collegium.warming import warm_up
 
 RESULTS = Path(__file__).parent / "results" / "warm_up_h200.csv"

@@ -56,7 +56,8 @@ from collegium.layer import MoELayer
 from collegium.ops.quantize import activation_format
 from collegium.plan import plan
 from collegium.runtime.devices import probe
-from collegium.types import Choice, Limits, Problem, Routing
+from collegium.problem import Choice, Limits, Problem
+from collegium.types import Routing
 
 if TYPE_CHECKING:
     from collections.abc import Callable

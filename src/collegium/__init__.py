@@ -38,23 +38,8 @@ from .loading import load_layer
 from .models import describe
 from .plan import Plan, plan
 from .runtime.devices import probe
-from .types import (
-    ActivationSpec,
-    Choice,
-    DeviceFacts,
-    ExpertWeights,
-    LatentWeights,
-    Limits,
-    MoESpec,
-    Placement,
-    Problem,
-    Refusal,
-    RouterWeights,
-    Routing,
-    RoutingSpec,
-    SharedSpec,
-    SharedWeights,
-)
+from .problem import (Choice, DeviceFacts, Limits, Placement, Problem, Refusal)
+from .types import (ActivationSpec, ExpertWeights, LatentWeights, MoESpec, RouterWeights, Routing, RoutingSpec, SharedSpec, SharedWeights)
 from .warming import warm_up
 
 __version__ = "0.1.0"

@@ -29,7 +29,7 @@ from .commands.printing import (
 )
 from .errors import CollegiumError, InputError
 from .runtime.devices import probe
-from .types import Choice, Limits
+from .problem import Choice, Limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator

@@ -11,12 +11,13 @@ from .layer import MoELayer
 from .plan import plan
 from .runtime.devices import probe
 from .runtime.packed_module import refuse_gradient
-from .types import ActivationSpec, ExpertWeights, Limits, MoESpec, Problem, Routing, RoutingSpec
+from .problem import Limits, Problem
+from .types import (ActivationSpec, ExpertWeights, MoESpec, Routing, RoutingSpec)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .types import Choice
+    from .problem import Choice
 
 __all__ = ["moe"]
 

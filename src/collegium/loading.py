@@ -16,7 +16,8 @@ from .models import describe
 from .parallel.placement import linear
 from .plan import plan
 from .runtime.devices import plain_torch, probe
-from .types import Limits, Problem, RoutingSpec
+from .problem import Limits, Problem
+from .types import RoutingSpec
 
 if TYPE_CHECKING:
     import os
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     import torch
 
     from .formats.payload import Payload
-    from .types import Choice, DeviceFacts, ExpertWeights, MoESpec
+    from .problem import Choice, DeviceFacts
+    from .types import ExpertWeights, MoESpec
 
 __all__ = ["load_layer", "load_routed"]
 

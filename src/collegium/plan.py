@@ -1,4 +1,4 @@
-"""plan(): which kernel runs a problem, in which formats, with how many bytes, and why the others do not.
+"""plan(): which pipeline, dispatcher and kernel run a problem, in which formats and how much memory, and why not others.
 
 Pure: it looks at no device and allocates nothing, so a laptop can plan for an H200.
 """
@@ -6,81 +6,166 @@ Pure: it looks at no device and allocates nothing, so a laptop can plan for an H
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from . import experts, parallel, pipelines
 from .errors import PlanError
-from .experts import KERNELS
 from .formats import by_name
 from .ops.quantize import ACTIVATION_FORMATS, activation_format
-from .types import Choice, Refusal
+from .ops.route import route_regions
+from .pipelines import Asked
+from .problem import Choice, Refusal
+from .runtime.memory import Region, Regions, largest, memory_map, under
 
 if TYPE_CHECKING:
-    from .experts import ExpertKernel
-    from .types import MoESpec, Problem
+    from collections.abc import Callable, Sequence
 
-__all__ = ["Plan", "expert_bytes", "plan"]
+    from .experts import ExpertKernel, Tiling
+    from .parallel import DispatcherKind
+    from .pipelines import PipelineKind
+    from .problem import Problem
+    from .types import MoESpec
+
+__all__ = [
+    "Plan",
+    "Stretch",
+    "dispatcher_named",
+    "expert_bytes",
+    "kernel_named",
+    "plan",
+    "shared_kernel",
+    "stretches",
+    "with_shared_format",
+]
 
 _ITEM_BYTES = {"F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I64": 8}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """Every choice made. What runs is what stands here.
+class Stretch:
+    """From ``tokens`` tokens on, up to the next stretch: the pipeline, and the family of its kernel's tiles."""
 
-    problem: the question, with the activation format filled in. kernel, strategy: names of what was chosen.
-    expert_bytes, weight_bytes, workspace_bytes: one expert, all routed experts of one layer, temporary memory.
-    capturable: whether the forward pass may be captured in a CUDA graph. refusals: the other candidates and why.
+    tokens: int
+    pipeline: str
+    tiles: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Every choice made, and what runs is exactly this.
+
+    problem: the question, with the activation format filled in. kernel, shared_kernel, dispatcher: names of what was
+    chosen; shared_kernel is None without a shared expert. stretches: which pipeline and tiles run how many tokens; a
+    layer corrects them where packing finds what a problem cannot say (groups of INT4, weights at odd addresses).
+    wire_format: what travels between ranks. capacity: rows one pass brings to this rank's experts at most.
+    expert_bytes, weight_bytes: one expert, all routed experts of this rank in one layer. regions: temporary memory of a
+    pass. capturable: whether the forward pass may be captured in a CUDA graph. refusals: the other candidates and why.
     """
 
     problem: Problem
     kernel: str
-    strategy: str
+    shared_kernel: str | None
+    dispatcher: str
+    stretches: tuple[Stretch, ...]
     activation_format: str
+    wire_format: str
+    capacity: int
     expert_bytes: int
     weight_bytes: int
-    workspace_bytes: int
+    regions: tuple[Region, ...]
     capturable: bool
     refusals: tuple[Refusal, ...]
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of temporary memory of one pass at most."""
+        return memory_map(self.regions).nbytes
+
+    @property
+    def pipelines(self) -> tuple[str, ...]:
+        """Names of the pipelines that run, each once, from the fewest tokens on."""
+        return tuple(dict.fromkeys(stretch.pipeline for stretch in self.stretches))
 
     def explain(self) -> str:
         """Return the plan as lines a person can read."""
         spec, device = self.problem.spec, self.problem.device
         where = f"{device.kind} {device.name}".strip()
+        kernels = self.kernel
+        if self.shared_kernel not in (None, self.kernel):
+            kernels += f", {self.shared_kernel} for the shared expert"
         lines = [
             f"layer      {spec.num_experts} experts, top-{spec.routing.top_k}, hidden {spec.hidden_size}, "
             f"intermediate {spec.intermediate_size}, {spec.activation.kind}"
             + (f" limit {spec.activation.limit:g}" if spec.activation.limit is not None else ""),
             f"machine    {where}, {device.threads} threads" if device.kind == "cpu" else f"machine    {where}",
-            f"kernel     {self.kernel} (strategy {self.strategy})",
+            f"kernel     {kernels}",
+            f"batches    {self.batches()}",
+            f"dispatch   {self.dispatcher}, at most {self.capacity:,} rows"
+            + ("" if self.problem.placement is None else f"; {self.problem.placement}")
+            + ("" if self.wire_format == "none" else f"; {self.wire_format} between ranks"),
             f"formats    weights {spec.weight_format}, activations {self.activation_format}",
             f"bytes      {self.expert_bytes:,} an expert, {self.weight_bytes:,} a layer, "
             f"workspace at most {self.workspace_bytes:,} for {self.problem.limits.max_tokens:,} tokens",
             f"graph      {'can' if self.capturable else 'cannot'} be captured in a CUDA graph",
         ]
-        lines += [f"refused    {refusal.kernel}: {refusal.reason}" for refusal in self.refusals]
+        lines += [f"refused    {refusal.name}: {refusal.reason}" for refusal in self.refusals]
         return "\n".join(lines)
+
+    def batches(self) -> str:
+        """Return in words which pipeline and tiles run how many tokens."""
+        does = {kind.name: kind.does for kind in pipelines.PIPELINES}
+        most, found = self.problem.limits.max_tokens, list[str]()
+        for own, following in zip(self.stretches, (*self.stretches[1:], None), strict=True):
+            last = most if following is None else following.tokens - 1
+            count = f"{own.tokens:,}" if own.tokens == last else f"{own.tokens:,} to {last:,}"
+            tiles = f", {own.tiles}" if own.tiles else ""
+            found.append(f"{count} tokens {own.pipeline} ({does[own.pipeline]}{tiles})")
+        return "; ".join(found)
 
     def to_json(self) -> dict[str, object]:
         """Return the plan as plain values for ``--json``."""
+        placed = self.problem.placement
         return {
             "kernel": self.kernel,
-            "strategy": self.strategy,
+            "shared_kernel": self.shared_kernel,
+            "dispatcher": self.dispatcher,
+            "stretches": [{"tokens": s.tokens, "pipeline": s.pipeline, "tiles": s.tiles} for s in self.stretches],
             "device": self.problem.device.kind,
             "device_name": self.problem.device.name,
             "weight_format": self.problem.spec.weight_format,
             "activation_format": self.activation_format,
+            "wire_format": self.wire_format,
+            "rank": 0 if placed is None else placed.rank,
+            "world_size": 1 if placed is None else placed.world_size,
+            "local_experts": len(self.problem.local_experts),
+            "capacity": self.capacity,
             "expert_bytes": self.expert_bytes,
             "weight_bytes": self.weight_bytes,
             "workspace_bytes": self.workspace_bytes,
+            "regions": {region.name: region.nbytes for region in self.regions},
             "capturable": self.capturable,
-            "refusals": [{"kernel": r.kernel, "reason": r.reason} for r in self.refusals],
+            "refusals": [{"what": r.what, "name": r.name, "reason": r.reason} for r in self.refusals],
         }
 
 
-def expert_bytes(spec: MoESpec) -> int:
-    """Return the bytes one routed expert takes in the spec's weight format, biases included, padding included."""
-    hidden, wide, parts = spec.expert_hidden_size, spec.intermediate_size, spec.gate_up_parts
+def kernel_named(name: str) -> ExpertKernel:
+    """Return the experts kernel called ``name``; raises PlanError naming the known ones."""
+    return _named("kernel", name, experts.KERNELS)
+
+
+def dispatcher_named(name: str) -> DispatcherKind:
+    """Return the dispatcher called ``name``; raises PlanError naming the known ones."""
+    return _named("dispatcher", name, parallel.DISPATCHERS)
+
+
+def expert_bytes(spec: MoESpec, intermediate: int | None = None) -> int:
+    """Return the bytes one routed expert takes in the spec's weight format, biases included, padding included.
+
+    intermediate: the width of a slice instead of the whole.
+    """
+    hidden, wide, parts = spec.expert_hidden_size, intermediate or spec.intermediate_size, spec.gate_up_parts
     matrices = parts * _matrix_bytes(spec.weight_format, wide, hidden) + _matrix_bytes(spec.weight_format, hidden, wide)
     biases = 2 * (parts * wide + hidden) if spec.expert_bias else 0
     return matrices + biases
@@ -95,7 +180,7 @@ def _matrix_bytes(name: str, rows: int, columns: int) -> int:
 
 
 def plan(problem: Problem, force: Choice | None = None) -> Plan:
-    """Choose the first kernel of the table that does not refuse ``problem``.
+    """Choose the first kernel, dispatcher and pipelines of the tables that do not refuse ``problem``.
 
     force: explicit wishes; they are obeyed or refused, never replaced. Raises PlanError listing every refusal.
     """
@@ -103,40 +188,164 @@ def plan(problem: Problem, force: Choice | None = None) -> Plan:
     wanted = force.activation_format or problem.activation_format or problem.dtype
     activation_format(wanted)
     asked = replace(problem, activation_format=wanted)
-    if force.kernel is not None and force.kernel not in {kernel.name for kernel in KERNELS}:
-        names = ", ".join(kernel.name for kernel in KERNELS)
-        raise PlanError(f"kernel {force.kernel!r} was forced; known kernels: {names}")
     refusals: list[Refusal] = []
-    chosen: ExpertKernel | None = None
-    for kernel in KERNELS:
-        reason = _refusal(kernel, asked, force)
-        if reason is None and chosen is None:
-            chosen = kernel
-        else:
-            reason = reason or f"it can run this, but {chosen.name if chosen else ''} stands before it in the table"
-            refusals.append(Refusal(kernel=kernel.name, reason=reason))
-    if chosen is None:
-        listed = "\n".join(f"  {r.kernel}: {r.reason}" for r in refusals)
-        formats = ", ".join(f.name for f in ACTIVATION_FORMATS)
+    formats = ", ".join(f.name for f in ACTIVATION_FORMATS)
+
+    def refuse_kernel(kernel: Any) -> str | None:
+        return _cannot_capture(kernel, asked) or kernel.refuse(asked.routed)
+
+    kernel = _first("kernel", experts.KERNELS, force.kernel, refuse_kernel, refusals)
+    if kernel is None:
         raise PlanError(
             f"no kernel runs {asked.spec.weight_format} weights with {wanted} activations on {asked.device.kind}:\n"
-            f"{listed}\nAllowed activation formats: {formats}. Drop the forced choice or change the named limit."
+            f"{_listed(refusals)}\nAllowed activation formats: {formats}. Drop the forced choice or change the named "
+            "limit."
         )
-    one = expert_bytes(asked.spec)
+
+    def refuse_dispatcher(kind: Any) -> str | None:
+        return _cannot_capture(kind, asked) or kind.refuse(asked, asked=force.dispatcher == kind.name)
+
+    dispatcher = _first("dispatcher", parallel.DISPATCHERS, force.dispatcher, refuse_dispatcher, refusals)
+    if dispatcher is None:
+        reasons = _listed([r for r in refusals if r.what == "dispatcher"])
+        raise PlanError(f"no dispatcher serves {asked.placement or 'one rank'}:\n{reasons}")
+    question = Asked(problem=asked, kernel=kernel, dispatcher=dispatcher, tiling=kernel.tiling(asked.routed))
+    kinds = _pipelines(question, force, refusals)
+    capturable = kernel.capturable and dispatcher.capturable
+    shared = None if asked.spec.shared is None else shared_kernel(asked, kernel, capturable=capturable)
+    one = expert_bytes(asked.spec, asked.routed.intermediate)
+    regions: Regions = under("routing", route_regions(asked.limits.max_tokens, asked.spec.routing.top_k))
+    if shared is not None:
+        regions |= under("shared", shared.regions(asked.shared()))
+    regions |= largest(*(kind.regions(question) for kind in kinds))
     return Plan(
         problem=asked,
-        kernel=chosen.name,
-        strategy="local",
+        kernel=kernel.name,
+        shared_kernel=None if shared is None else shared.name,
+        dispatcher=dispatcher.name,
+        stretches=stretches(kinds, dispatcher, question.tiling, asked),
         activation_format=wanted,
+        wire_format=dispatcher.wire_format,
+        capacity=dispatcher.capacity(asked),
         expert_bytes=one,
-        weight_bytes=one * asked.spec.num_experts,
-        workspace_bytes=chosen.workspace_bytes(asked),
-        capturable=chosen.capturable,
+        weight_bytes=one * len(asked.local_experts),
+        regions=tuple(Region(name, size) for name, size in regions.items()),
+        capturable=capturable,
         refusals=tuple(refusals),
     )
 
 
-def _refusal(kernel: ExpertKernel, problem: Problem, force: Choice) -> str | None:
-    if force.kernel is not None and kernel.name != force.kernel:
-        return f"kernel {force.kernel} was forced"
-    return kernel.refuse(problem)
+def _cannot_capture(candidate: Any, problem: Problem) -> str | None:
+    if problem.graph and not candidate.capturable:
+        return "asked for a layer that a CUDA graph can capture; it reads sizes on the host"
+    return None
+
+
+def _first(
+    what: str, table: Sequence[Any], forced: str | None, refuse: Callable[[Any], str | None], refusals: list[Refusal]
+) -> Any:
+    """Return the first row of ``table`` that does not refuse, or None; add a refusal for every other row."""
+    if forced is not None:
+        _named(what, forced, table)
+    chosen: Any = None
+    for row in table:
+        reason = f"{what} {forced} was forced" if forced not in (None, row.name) else refuse(row)
+        if reason is None and chosen is None:
+            chosen = row
+        else:
+            reason = reason or f"it can run this, but {chosen.name} is before it in the table"
+            refusals.append(Refusal(what=what, name=row.name, reason=reason))
+    return chosen
+
+
+def _named(what: str, name: str, table: Sequence[Any]) -> Any:
+    found = next((row for row in table if row.name == name), None)
+    if found is None:
+        raise PlanError(f"{what} {name!r} was forced; known: {', '.join(row.name for row in table)}")
+    return found
+
+
+def _listed(refusals: Sequence[Refusal]) -> str:
+    return "\n".join(f"  {refusal.name}: {refusal.reason}" for refusal in refusals)
+
+
+def _pipelines(question: Asked, force: Choice, refusals: list[Refusal]) -> list[PipelineKind]:
+    """Return the pipelines that share the batches, the one for the fewest tokens first; the last serves any number."""
+    rows, found, top_k = pipelines.PIPELINES, list["PipelineKind"](), question.problem.spec.routing.top_k
+    if force.pipeline is not None:
+        _named("pipeline", force.pipeline, rows)
+    own: list[Refusal] = []
+    for kind in rows:
+        reason = kind.refuse(question)
+        if reason is None and force.pipeline not in (None, kind.name) and kind.most(question.tiling, top_k) is not None:
+            reason = f"pipeline {force.pipeline} was forced"
+        if reason is None and found and found[-1].most(question.tiling, top_k) is None:
+            reason = f"it can run this, but {found[-1].name} is before it in the table"
+        if reason is None:
+            found.append(kind)
+        else:
+            own.append(Refusal(what="pipeline", name=kind.name, reason=reason))
+    refusals += own
+    forced_away = force.pipeline is not None and force.pipeline not in {kind.name for kind in found}
+    if forced_away or not found or found[-1].most(question.tiling, top_k) is not None:
+        raise PlanError(f"no pipeline runs every number of tokens as asked:\n{_listed(own)}")
+    return found
+
+
+def stretches(
+    kinds: Sequence[PipelineKind], dispatcher: DispatcherKind, tiling: Tiling, problem: Problem
+) -> tuple[Stretch, ...]:
+    """Return every count of tokens, up to ``max_tokens``, from which another pipeline or tile family runs."""
+
+    def family_at(tokens: int, kind: PipelineKind) -> str:
+        return kind.family(tiling, dispatcher.rows(problem, tokens))
+
+    found: list[Stretch] = []
+    start, top_k, limit = 1, problem.spec.routing.top_k, problem.limits.max_tokens
+    for kind in kinds:
+        most = kind.most(tiling, top_k)
+        last = limit if most is None else min(most, limit)
+        while start <= last:
+            family = family_at(start, kind)
+            found.append(Stretch(tokens=start, pipeline=kind.name, tiles=family))
+            later = range(start, last + 1)
+            start += bisect_left(later, True, key=lambda n, k=kind, f=family: family_at(n, k) != f)
+    return tuple(found)
+
+
+def shared_kernel(
+    problem: Problem, kernel: ExpertKernel, *, capturable: bool, weight_format: str | None = None
+) -> ExpertKernel:
+    """Return the kernel of the shared expert, to which it is one expert that every token goes to.
+
+    The routed experts' ``kernel`` where it takes the weights; otherwise (FP8 or BF16 beside routed experts of four bits)
+    the first one of the table that does, and can be captured where the plan is. Raises PlanError.
+    """
+    asked = problem.shared(weight_format)
+    reasons: list[str] = []
+    for other in dict.fromkeys((kernel, *experts.KERNELS)):
+        reason = other.refuse(asked)
+        if reason is None and capturable and not other.capturable:
+            reason = "it cannot be captured in a CUDA graph, which the plan promises"
+        if reason is None:
+            return other
+        reasons.append(f"  {other.name}: {reason}")
+    raise PlanError(
+        f"{kernel.name} runs the routed experts, no kernel runs the shared expert ({asked.weight_format}) beside it:\n"
+        + "\n".join(reasons)
+        + "\nForce another activation format or kernel."
+    )
+
+
+def with_shared_format(made: Plan, weight_format: str) -> Plan:
+    """Return ``made`` for a shared expert in ``weight_format``; raises PlanError where no kernel runs it."""
+    own = made.problem.spec.shared
+    if own is None or weight_format == (own.weight_format or made.problem.spec.weight_format):
+        return made
+    spec = replace(made.problem.spec, shared=replace(own, weight_format=weight_format))
+    problem = replace(made.problem, spec=spec)
+    kernel = shared_kernel(problem, kernel_named(made.kernel), capturable=made.capturable)
+    kept = {region.name: region.nbytes for region in made.regions if not region.name.startswith("shared/")}
+    regions = kept | under("shared", kernel.regions(problem.shared()))
+    regions = tuple(Region(name, size) for name, size in regions.items())
+    return replace(made, problem=problem, shared_kernel=kernel.name, regions=regions)

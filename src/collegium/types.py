@@ -12,26 +12,22 @@ from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 from .errors import SpecError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 __all__ = [
     "ActivationSpec",
-    "Choice",
     "ContiguousBatch",
-    "DeviceFacts",
     "ExpertWeights",
     "LatentWeights",
-    "Limits",
     "MoESpec",
-    "Placement",
-    "Problem",
-    "Refusal",
     "RouterWeights",
     "Routing",
     "RoutingSpec",
     "SharedSpec",
     "SharedWeights",
     "TileRows",
+    "require",
 ]
 
 ActivationKind = Literal["swiglu", "swiglu_oai", "swiglu_step", "situ", "geglu", "geglu_tanh", "relu2", "silu", "gelu"]
@@ -42,7 +38,8 @@ ScoreFunction = Literal["softmax", "topk_softmax", "sigmoid", "sqrt_softplus", "
 SCORE_FUNCTIONS = ("softmax", "topk_softmax", "sigmoid", "sqrt_softplus", "sparsemixer")
 
 
-def _require(ok: bool, asked: str, found: object, allowed: str) -> None:
+def require(ok: bool, asked: str, found: object, allowed: str) -> None:
+    """Raise SpecError, which names what was asked, found and allowed, unless ``ok``."""
     if not ok:
         raise SpecError(f"{asked}: found {found!r}, allowed: {allowed}")
 
@@ -65,11 +62,11 @@ class ActivationSpec:
     up_bound: float = 25.0
 
     def __post_init__(self) -> None:
-        _require(self.kind in ACTIVATION_KINDS, "activation kind", self.kind, ", ".join(ACTIVATION_KINDS))
-        _require(self.limit is None or self.limit > 0, "activation limit", self.limit, "None or a positive number")
+        require(self.kind in ACTIVATION_KINDS, "activation kind", self.kind, ", ".join(ACTIVATION_KINDS))
+        require(self.limit is None or self.limit > 0, "activation limit", self.limit, "None or a positive number")
         if self.limit is not None:
             kinds = ("swiglu", "swiglu_oai", "swiglu_step")
-            _require(self.kind in kinds, "activation with a limit", self.kind, ", ".join(kinds))
+            require(self.kind in kinds, "activation with a limit", self.kind, ", ".join(kinds))
 
     @property
     def gated(self) -> bool:
@@ -112,34 +109,35 @@ class RoutingSpec:
     expert_scale: bool = False
 
     def __post_init__(self) -> None:
-        _require(self.top_k >= 1, "top_k", self.top_k, "at least 1")
-        _require(self.score in SCORE_FUNCTIONS, "score function", self.score, ", ".join(SCORE_FUNCTIONS))
-        _require(
+        require(self.top_k >= 1, "top_k", self.top_k, "at least 1")
+        require(self.score in SCORE_FUNCTIONS, "score function", self.score, ", ".join(SCORE_FUNCTIONS))
+        require(
             1 <= self.kept_groups <= self.groups,
             "kept_groups",
             self.kept_groups,
             f"1 to groups={self.groups}",
         )
-        _require(self.group_score in ("max", "top2_sum"), "group_score", self.group_score, "max, top2_sum")
-        _require(self.renormalise_eps >= 0, "renormalise_eps", self.renormalise_eps, "0 or more")
-        _require(self.renormalise_floor >= 0, "renormalise_floor", self.renormalise_floor, "0 or more")
+        require(self.group_score in ("max", "top2_sum"), "group_score", self.group_score, "max, top2_sum")
+        require(self.renormalise_eps >= 0, "renormalise_eps", self.renormalise_eps, "0 or more")
+        require(self.renormalise_floor >= 0, "renormalise_floor", self.renormalise_floor, "0 or more")
         if self.score == "sparsemixer":
             plain = not (self.renormalise or self.correction_bias or self.hash_routing or self.groups > 1)
-            _require(plain and self.top_k == 2, "sparsemixer", self, "top_k=2 and renormalise=False alone")
-            _require(self.jitter > 0, "jitter", self.jitter, "a positive number")
+            require(plain and self.top_k == 2, "sparsemixer", self, "top_k=2 and renormalise=False alone")
+            require(self.jitter > 0, "jitter", self.jitter, "a positive number")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedSpec:
     """The dense expert every token passes through, width ``intermediate_size``.
 
-    gated: its output is multiplied by sigmoid(Linear(x) -> 1) (Qwen2-MoE family). activation: its own, None for that
-    of the routed experts.
+    gated: its output is multiplied by sigmoid(Linear(x) -> 1) (Qwen2-MoE family). activation, weight_format: its own,
+    None for those of the routed experts.
     """
 
     intermediate_size: int
     gated: bool = False
     activation: ActivationSpec | None = None
+    weight_format: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,11 +166,11 @@ class MoESpec:
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "intermediate_size", "num_experts"):
-            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         k, e, g = self.routing.top_k, self.num_experts, self.routing.groups
-        _require(k <= e, "top_k", k, f"at most num_experts={e}")
-        _require(e % g == 0, "num_experts with routing groups", (e, g), "num_experts a multiple of groups")
-        _require(
+        require(k <= e, "top_k", k, f"at most num_experts={e}")
+        require(e % g == 0, "num_experts with routing groups", (e, g), "num_experts a multiple of groups")
+        require(
             k <= self.routing.kept_groups * (e // g),
             "top_k with kept groups",
             k,
@@ -188,22 +186,6 @@ class MoESpec:
     def gate_up_parts(self) -> int:
         """2 when the first projection is gate and up, 1 when it is a single up projection."""
         return 2 if self.activation.gated else 1
-
-    def shared_alone(self, weight_format: str) -> MoESpec:
-        """Return the shared expert, its weights in ``weight_format``, as a layer of one expert every token goes to.
-
-        To a kernel that is what it is. Raises SpecError when there is none.
-        """
-        if self.shared is None:
-            raise SpecError("shared_alone: the spec has no shared expert; ask only where spec.shared is given")
-        return MoESpec(
-            hidden_size=self.hidden_size,
-            intermediate_size=self.shared.intermediate_size,
-            num_experts=1,
-            routing=RoutingSpec(top_k=1),
-            activation=self.shared.activation or self.activation,
-            weight_format=weight_format,
-        )
 
 
 F_co = TypeVar("F_co", covariant=True)
@@ -222,91 +204,6 @@ class ExpertWeights(Generic[F_co]):
     down: F_co
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Placement:
-    """Which experts and which slice of their intermediate width this rank holds.
-
-    expert_ids: logical ids of the local experts, in local slot order.
-    tp_rank, tp_size: the slice of I held here: rows of gate and up, columns of down.
-    """
-
-    rank: int = 0
-    world_size: int = 1
-    expert_ids: tuple[int, ...]
-    tp_rank: int = 0
-    tp_size: int = 1
-
-    def __post_init__(self) -> None:
-        _require(0 <= self.rank < self.world_size, "rank", self.rank, f"0 to {self.world_size - 1}")
-        _require(0 <= self.tp_rank < self.tp_size, "tp_rank", self.tp_rank, f"0 to {self.tp_size - 1}")
-        _require(len(set(self.expert_ids)) == len(self.expert_ids), "expert_ids", self.expert_ids, "each id once")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DeviceFacts:
-    """The machine as far as planning needs it; made by hand or by ``collegium.runtime.devices.probe``.
-
-    kind: ``cpu`` or ``cuda``. capability: (major, minor) of a CUDA device, None on CPU.
-    memory: bytes of the device, 0 when unknown. threads: CPU threads torch will use. index: number of the CUDA device
-    on this machine, None for one that is not here.
-    """
-
-    kind: Literal["cpu", "cuda"]
-    name: str = ""
-    capability: tuple[int, int] | None = None
-    memory: int = 0
-    threads: int = 1
-    index: int | None = None
-
-    @property
-    def place(self) -> str:
-        """What torch calls the device: ``cpu``, ``cuda:1``, or ``cuda`` for one without a number."""
-        return self.kind if self.index is None else f"{self.kind}:{self.index}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    """Bounds the plan sizes its workspace for."""
-
-    max_tokens: int = 8192
-
-    def __post_init__(self) -> None:
-        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Problem:
-    """The printable question ``plan()`` answers.
-
-    activation_format: format activations take before each multiplication (``collegium.ops.quantize``); None lets the
-        plan choose the one that loses nothing. dtype: of the layer's input and output.
-    """
-
-    spec: MoESpec
-    device: DeviceFacts
-    limits: Limits = field(default_factory=Limits)
-    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
-    activation_format: str | None = None
-    world_size: int = 1
-    tp_size: int = 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
-    """A user's explicit wish; the plan obeys or refuses, it never falls back."""
-
-    kernel: str | None = None
-    activation_format: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Refusal:
-    """One candidate kernel and the reason, with numbers, why it was not chosen."""
-
-    kernel: str
-    reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -370,13 +267,15 @@ class TileRows:
 class ContiguousBatch:
     """Rows packed by expert, named by where they come from; nothing is gathered yet.
 
-    x: ``[T, H]`` activations. source: ``[R]`` int64, row r reads ``x[source[r]]``; rows are sorted by expert, and
-    within an expert by token. expert_offsets: ``[E+1]`` int64 on x's device, expert e owns rows
-    ``expert_offsets[e]:expert_offsets[e+1]``; rows from ``expert_offsets[E]`` on belong to dropped assignments and
-    must not be read from the result. input_weights: ``[R]`` float32 that multiply the row before everything else
-    (router weight on the input), or None. tiles: token tile lists made with the order, for kernels that asked.
-    settled: the kernel that made the order was launched last, x was there before it began, and it uses no memory that
-    ``workspace.empty`` gives after it; so a kernel that reads x alone may run beside it.
+    x: ``[T, H]`` activations, or E4M3 codes that arrived with scale, ``[T, G]`` float32. source: ``[R]`` int64, row r
+    reads ``x[source[r]]``; rows are sorted by expert, and within an expert by token. expert_offsets: ``[E+1]`` int64 on
+    x's device, expert e owns rows ``expert_offsets[e]:expert_offsets[e+1]``; rows from ``expert_offsets[E]`` on belong
+    to dropped assignments and must not be read from the result. input_weights: ``[R]`` float32 that multiply the row
+    before everything else (router weight on the input), or None. tiles: token tile lists made with the order, for
+    kernels that asked. rows: how many rows to choose tiles for, R when None; a batch with room for more rows than it is
+    likely to hold says how many those are. dtype: of the tokens and the result, x's own when None.
+    x_ready: nothing launched since x was written touches x or the buffers taken next, so a kernel that reads only x may
+    overlap the sort.
     """
 
     x: Tensor
@@ -384,4 +283,7 @@ class ContiguousBatch:
     expert_offsets: Tensor
     input_weights: Tensor | None = None
     tiles: tuple[TileRows, ...] = ()
-    settled: bool = False
+    rows: int | None = None
+    scale: Tensor | None = None
+    dtype: torch.dtype | None = None
+    x_ready: bool = False

@@ -21,7 +21,7 @@ from collegium.commands.demo import RECIPES
 from collegium.formats import FORMATS
 from collegium.integrations.transformers import load_model
 from collegium.models import describe
-from collegium.types import DeviceFacts
+from collegium.problem import DeviceFacts
 
 RUNNER = CliRunner()
 SHIPPED = Path(__file__).resolve().parents[2] / "demo" / "fables-16m"

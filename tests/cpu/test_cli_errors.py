@@ -160,7 +160,7 @@ def test_what_is_larger_than_the_memory_is_refused_before_it_is_built(words, tex
 
 def test_tune_is_refused_by_its_bytes_on_a_gpu(monkeypatch):
     from collegium.commands import tune as tuning
-    from collegium.types import DeviceFacts
+    from collegium.problem import DeviceFacts
 
     facts = DeviceFacts(kind="cuda", name="H200", capability=(9, 0), memory=140 << 30)
     monkeypatch.setattr(tuning, "probe", lambda _: facts)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from collegium.types import Problem
+    from collegium.problem import Problem
 
 D = 192
 

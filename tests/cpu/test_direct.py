@@ -16,7 +16,8 @@ from collegium.parallel.local import Local
 from collegium.pipeline import DirectPipeline, SplitPipeline, ways
 from collegium.runtime.machine import machine_of
 from collegium.testing.compare import heavy_tailed, moe_truth, random_experts, relative_error
-from collegium.types import ActivationSpec, DeviceFacts
+from collegium.problem import DeviceFacts
+from collegium.types import ActivationSpec
 
 if torch.cuda.is_available():
     pytest.skip("tests/gpu makes these comparisons on the device", allow_module_level=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from collegium.types import DeviceFacts
+from collegium.problem import DeviceFacts
 from few_steps import RECIPES, check_size
 
 if torch.cuda.is_available():

@@ -35,7 +35,8 @@ from collegium.layer import MoELayer
 from collegium.models import FAMILIES, describe
 from collegium.parallel.placement import linear, tensor_parallel
 from collegium.plan import plan
-from collegium.types import Choice, ExpertWeights
+from collegium.problem import Choice
+from collegium.types import ExpertWeights
 
 if TYPE_CHECKING:
     from collections.abc import Callable

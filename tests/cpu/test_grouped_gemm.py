@@ -25,17 +25,8 @@ from collegium.ops.permute import permute
 from collegium.parallel.local import Local
 from collegium.runtime.machine import Machine, machine_of
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
-from collegium.types import (
-    ACTIVATION_KINDS,
-    ActivationSpec,
-    ContiguousBatch,
-    DeviceFacts,
-    ExpertWeights,
-    MoESpec,
-    Problem,
-    Routing,
-    RoutingSpec,
-)
+from collegium.problem import DeviceFacts, Problem
+from collegium.types import (ACTIVATION_KINDS, ActivationSpec, ContiguousBatch, ExpertWeights, MoESpec, Routing, RoutingSpec)
 
 if TYPE_CHECKING:
     from collegium.experts.triton.packed import PackedExperts

@@ -14,7 +14,7 @@ from collegium.checkpoint import Checkpoint, describe_checkpoint, load_all, load
 from collegium.errors import ConfigError, InputError
 from collegium.parallel.placement import linear, tensor_parallel
 from collegium.testing.tiny import TinySize, combinations, write_checkpoint
-from collegium.types import Placement
+from collegium.problem import Placement
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,7 +14,8 @@ from collegium.experts.triton.tiles import TileChoice
 from collegium.formats import NvFp4
 from collegium.ops.quantize import activation_format
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error
-from collegium.types import ActivationSpec, ContiguousBatch, DeviceFacts, MoESpec, Problem, RoutingSpec
+from collegium.problem import DeviceFacts, Problem
+from collegium.types import ActivationSpec, ContiguousBatch, MoESpec, RoutingSpec
 
 TILE = TileChoice(block_n=64, block_t=16, group_t=2, warps=4, stages=1)
 

@@ -29,7 +29,8 @@ from collegium.experts.triton.w4a16 import TritonW4A16
 from collegium.layer import MoELayer
 from collegium.parallel.local import Local
 from collegium.plan import plan
-from collegium.types import DeviceFacts, Problem, RouterWeights
+from collegium.problem import DeviceFacts, Problem
+from collegium.types import RouterWeights
 from collegium.warming import batch_sizes, compile_batches, warm_up
 
 pytest.importorskip("triton")

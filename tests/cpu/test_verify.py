@@ -21,7 +21,7 @@ from collegium.experts.cpu import grouped as cpu_grouped
 from collegium.experts.reference import Reference
 from collegium.formats import FORMATS, Fp8Block, Int4Group, NvFp4
 from collegium.testing.tiny import TinySize, combinations, write_checkpoint
-from collegium.types import Choice
+from collegium.problem import Choice
 from commands import command
 
 SIZE = TinySize(hidden=192, intermediate=160, experts=5, top_k=2, layers=2)

@@ -23,17 +23,8 @@ from collegium.ops.quantize import PADDED, REORDERED
 from collegium.parallel.local import Local
 from collegium.plan import plan
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
-from collegium.types import (
-    ActivationSpec,
-    ContiguousBatch,
-    DeviceFacts,
-    ExpertWeights,
-    Limits,
-    MoESpec,
-    Problem,
-    Routing,
-    RoutingSpec,
-)
+from collegium.problem import DeviceFacts, Limits, Problem
+from collegium.types import (ActivationSpec, ContiguousBatch, ExpertWeights, MoESpec, Routing, RoutingSpec)
 
 if TYPE_CHECKING:
     from torch import Tensor

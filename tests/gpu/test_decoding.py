@@ -12,7 +12,7 @@ from collegium.integrations.transformers import Decoder, attach, experts_modules
 from collegium.layer import MoELayer
 from collegium.plan import plan
 from collegium.runtime.devices import probe
-from collegium.types import Choice, Problem
+from collegium.problem import Choice, Problem
 
 
 def tiny(family: str):

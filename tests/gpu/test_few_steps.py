@@ -10,7 +10,8 @@ if not torch.cuda.is_available():
 
 from collegium.experts import KERNELS
 from collegium.runtime.devices import probe
-from collegium.types import MoESpec, Problem, RoutingSpec
+from collegium.problem import Problem
+from collegium.types import MoESpec, RoutingSpec
 from few_steps import RECIPES, SIZES, check_size
 
 

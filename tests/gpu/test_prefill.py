@@ -23,7 +23,8 @@ from collegium.ops.operand import operand
 from collegium.parallel.local import Local
 from collegium.runtime.devices import probe
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
-from collegium.types import ActivationSpec, ContiguousBatch, ExpertWeights, MoESpec, Problem, Routing, RoutingSpec
+from collegium.problem import Problem
+from collegium.types import (ActivationSpec, ContiguousBatch, ExpertWeights, MoESpec, Routing, RoutingSpec)
 from passes import check_rows_stand_alone
 
 DEVICE = torch.device("cuda")

@@ -11,7 +11,8 @@ from collegium.layer import MoELayer
 from collegium.plan import plan
 from collegium.runtime.devices import probe
 from collegium.testing.compare import relative_error
-from collegium.types import Choice, ExpertWeights, MoESpec, Problem, Routing, RoutingSpec
+from collegium.problem import Choice, Problem
+from collegium.types import ExpertWeights, MoESpec, Routing, RoutingSpec
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

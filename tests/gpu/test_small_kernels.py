@@ -20,7 +20,8 @@ from collegium.ops.weighted_sum import weighted_sum
 from collegium.plan import plan
 from collegium.runtime.devices import probe
 from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
-from collegium.types import SCORE_FUNCTIONS, MoESpec, Problem, Routing, RoutingSpec
+from collegium.problem import Problem
+from collegium.types import SCORE_FUNCTIONS, MoESpec, Routing, RoutingSpec
 
 FP8 = torch.cuda.get_device_capability() >= (8, 9)
 NAMES = [f.name for f in ACTIVATION_FORMATS if FP8 or f.name in ("fp32", "bf16", "fp16")]

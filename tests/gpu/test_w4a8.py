@@ -25,7 +25,8 @@ from collegium.parallel.local import Local
 from collegium.runtime.devices import probe
 from collegium.runtime.machine import machine_at
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
-from collegium.types import ActivationSpec, ContiguousBatch, ExpertWeights, MoESpec, Problem, Routing, RoutingSpec
+from collegium.problem import Problem
+from collegium.types import (ActivationSpec, ContiguousBatch, ExpertWeights, MoESpec, Routing, RoutingSpec)
 from passes import check_replay_with_another_routing, check_rows_stand_alone
 
 WEIGHTS = ("mxfp4", "nvfp4", "int4_group", "int4_group:32")  # INT4: with how many columns a group, else 128

@@ -24,7 +24,8 @@ from collegium.commands.bench import random_weights
 from collegium.layer import MoELayer
 from collegium.plan import plan
 from collegium.runtime.machine import machine_of
-from collegium.types import Choice, DeviceFacts, Limits, MoESpec, Problem
+from collegium.problem import Choice, DeviceFacts, Limits, Problem
+from collegium.types import MoESpec
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping

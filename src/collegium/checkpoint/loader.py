@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..formats.payload import Payload
-    from ..types import MoESpec, Placement
+    from ..problem import Placement
+    from ..types import MoESpec
     from .reader import Checkpoint
 
 __all__ = ["describe_checkpoint", "load_all", "load_experts"]

@@ -23,7 +23,8 @@ from ..ops.quantize import activation_format
 from ..parallel.local import Local
 from ..plan import plan
 from ..runtime.devices import probe
-from ..types import Choice, ContiguousBatch, ExpertWeights, Limits, MoESpec, Problem, Routing, RoutingSpec
+from ..problem import Choice, Limits, Problem
+from ..types import (ContiguousBatch, ExpertWeights, MoESpec, Routing, RoutingSpec)
 from .measure import (
     driver_version,
     floor_of,
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
     from ..formats.payload import Payload
     from ..plan import Plan
-    from ..types import DeviceFacts
+    from ..problem import DeviceFacts
     from .measure import Ceilings
 
 __all__ = [

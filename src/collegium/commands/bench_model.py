@@ -25,7 +25,8 @@ from ..layer import MoELayer
 from ..ops.quantize import activation_format
 from ..plan import plan
 from ..runtime.devices import probe
-from ..types import Choice, Limits, Problem, Routing
+from ..problem import Choice, Limits, Problem
+from ..types import Routing
 from ..warming import warm_up
 from .bench import TOLERANCES, experts_error, random_weights, recipe_of
 from .measure import driver_version, prepare_pass, take_turns, version_of
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ..types import DeviceFacts, MoESpec
+    from ..problem import DeviceFacts
+    from ..types import MoESpec
 
 __all__ = ["MODELS", "RECIPES", "ModelReport", "ModelRow", "bench_model"]
 

@@ -18,7 +18,8 @@ from ..integrations.transformers import attach, build_layers, experts_modules, l
 from ..parallel.placement import linear
 from ..plan import plan
 from ..runtime.devices import probe
-from ..types import Choice, Limits, Problem, Routing
+from ..problem import Choice, Limits, Problem
+from ..types import Routing
 from ..warming import warm_up
 from .generate import Writer, check_writable
 
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ..layer import MoELayer
-    from ..types import DeviceFacts, MoESpec
+    from ..problem import DeviceFacts
+    from ..types import MoESpec
 
 __all__ = [
     "RECIPES",

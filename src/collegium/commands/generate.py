@@ -15,7 +15,7 @@ from ..checkpoint.reader import gguf_file, read_config
 from ..errors import CheckpointError, ConfigError, InputError, MissingExtraError
 from ..integrations.transformers import Decoder
 from ..models import describe
-from ..types import Limits
+from ..problem import Limits
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

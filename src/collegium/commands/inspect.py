@@ -14,7 +14,7 @@ from ..formats import by_name
 from ..models import describe, family_of
 from ..plan import plan
 from ..runtime.devices import probe
-from ..types import Choice, Limits, Problem
+from ..problem import Choice, Limits, Problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -27,7 +27,7 @@ from ..formats import Fp8Tensor, NvFp4, by_name
 from ..models import describe, experts_apart, family_of
 from ..ops.activation import interleave
 from ..plan import expert_bytes
-from ..types import Placement
+from ..problem import Placement
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ..plan import Plan
-    from ..types import DeviceFacts
+    from ..problem import DeviceFacts
 
 __all__ = ["bytes_per_weight", "check_room", "free_bytes", "layer_needs"]
 

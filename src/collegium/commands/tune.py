@@ -24,7 +24,7 @@ from ..ops.operand import operand
 from ..parallel.local import Local
 from ..plan import plan
 from ..runtime.devices import probe
-from ..types import Choice, Limits, Problem
+from ..problem import Choice, Limits, Problem
 from .bench import random_weights, spec_of
 from .measure import graph_pool, input_sets, prepare_pass, random_routing, take_turns
 from .room import check_room, layer_needs

@@ -29,7 +29,8 @@ from ..ops.quantize import activation_format
 from ..plan import plan
 from ..runtime.devices import probe
 from ..testing.compare import between, heavy_tailed
-from ..types import Choice, Limits, MoESpec, Placement, Problem, Routing
+from ..problem import Choice, Limits, Placement, Problem
+from ..types import MoESpec, Routing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..formats.payload import Payload
-    from ..types import DeviceFacts, ExpertWeights
+    from ..problem import DeviceFacts
+    from ..types import ExpertWeights
 
 __all__ = ["LayerProof", "VerifyReport", "plain_values", "tolerance_of", "verify_model"]
 

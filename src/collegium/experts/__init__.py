@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .base import ExpertKernel
+from .base import ExpertKernel, Packed, Product, Tiling
 from .cpu.grouped import CpuGrouped
 from .reference import Reference
 from .triton.bf16 import TritonBf16
@@ -10,7 +10,19 @@ from .triton.fp8 import TritonFp8
 from .triton.w4a8 import TritonW4A8
 from .triton.w4a16 import TritonW4A16
 
-__all__ = ["KERNELS", "CpuGrouped", "ExpertKernel", "Reference", "TritonBf16", "TritonFp8", "TritonW4A8", "TritonW4A16"]
+__all__ = [
+    "KERNELS",
+    "CpuGrouped",
+    "ExpertKernel",
+    "Packed",
+    "Product",
+    "Reference",
+    "Tiling",
+    "TritonBf16",
+    "TritonFp8",
+    "TritonW4A8",
+    "TritonW4A16",
+]
 
 KERNELS: tuple[ExpertKernel, ...] = (
     TritonFp8(),

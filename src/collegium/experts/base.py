@@ -1,38 +1,123 @@
-"""What an experts kernel is: it refuses with a reason, packs weights once, and runs batches."""
+"""What an experts kernel is: it refuses with a reason, packs weights once, and runs batches.
+
+A kernel is a row of ``KERNELS``. Before any weight is seen it says how batches will be cut (``tiling``) and what memory
+they take (``regions``); ``pack`` returns the experts in its own layout, with the same answers. Whatever is not overridden
+below means "nothing to do": a kernel without tiles lists none, warms nothing up and is not tuned.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Mapping
+
     from torch import Tensor
 
-    from ..types import ContiguousBatch, ExpertWeights, Problem
+    from ..problem import ExpertsProblem
+    from ..runtime.memory import Memory, Regions
+    from ..types import ContiguousBatch, ExpertWeights
 
-__all__ = ["ExpertKernel"]
+__all__ = ["ExpertKernel", "Packed", "Product", "Tiling"]
+
+
+class Tiling:
+    """How batches of one kernel are cut: a pure function of sizes, the same before and after packing."""
+
+    __slots__ = ()
+
+    def family(self, rows: int) -> str:
+        """Return the name of the tiles a batch of ``rows`` rows runs with, for people; empty without tiles."""
+        return ""
+
+    def block_t(self, rows: int) -> tuple[int, ...]:
+        """Return the row counts whose token tile lists ``run`` wants with a batch of ``rows`` rows, at most two."""
+        return ()
+
+    def unsorted_tokens(self, top_k: int) -> int:
+        """Return the most tokens of ``top_k`` assignments that ``run_unsorted`` is the faster way for; 0: none."""
+        return 0
+
+    def variants(self, rows: int, *, unsorted: bool) -> frozenset[Hashable]:
+        """Return what has to be compiled for a batch of ``rows`` rows; equal members are compiled once."""
+        return frozenset()
+
+
+class Product(Protocol):
+    """One product of packed experts whose tile can be measured. tile_type: a frozen dataclass of plain numbers."""
+
+    name: str
+    tile_type: type[Any]
+
+    def chosen(self, rows: int) -> Any:
+        """Return the tile chosen for ``rows`` rows from the sizes alone."""
+        ...
+
+    def candidates(self, rows: int) -> tuple[Any, ...]:
+        """Return every tile that may run ``rows`` rows, the most promising first."""
+        ...
+
+    def runner(self, batch: ContiguousBatch) -> Callable[[Any], Tensor]:
+        """Return this product of ``batch`` as a function of the tile; it returns ``[R, N]``."""
+        ...
+
+
+class Packed:
+    """The experts of one layer in a kernel's own layout.
+
+    tiling: how batches are cut. report: what packing rounded, or None; printed with the layer.
+    """
+
+    __slots__ = ()
+    tiling: Tiling = Tiling()
+    report: object | None = None
+
+    def run(self, batch: ContiguousBatch, memory: Memory | None = None) -> Tensor:
+        """Return ``[R, H]``, row r being its expert's output for ``x[source[r]]``.
+
+        float32, or the dtype the kernel's sums were rounded to. memory: where buffers come from.
+        """
+        raise NotImplementedError
+
+    def run_unsorted(self, x: Tensor, ids: Tensor, memory: Memory | None = None) -> Tensor:
+        """Return ``[T * K, H]``, the rows of ``x [T, H]`` in the order of ``ids [T, K]``, with the bits of ``run``.
+
+        Only asked for up to ``tiling.unsorted_tokens`` tokens. Rows of ids outside ``0..E-1`` are uninitialised.
+        """
+        raise NotImplementedError
+
+    @property
+    def key(self) -> Hashable:
+        """What decides, beside the tiling, which kernel variants these experts need: equal keys, the same variants."""
+        return None
+
+    def products(self) -> tuple[Product, ...]:
+        """Return the products whose tiles can be measured."""
+        return ()
+
+    def with_measured(self, tables: Mapping[str, Any]) -> Packed:
+        """Return the same experts with tiles measured by ``collegium tune``: product to ((rows, tile), ...)."""
+        raise NotImplementedError
 
 
 class ExpertKernel(Protocol):
-    """One file in ``experts/``; ``Any`` stands for the kernel's own private packed type."""
+    """One row of ``KERNELS``."""
 
     name: str
     capturable: bool
 
-    def refuse(self, problem: Problem) -> str | None:
+    def refuse(self, problem: ExpertsProblem) -> str | None:
         """Return why this kernel cannot run ``problem``, with numbers, or None when it can."""
         ...
 
-    def workspace_bytes(self, problem: Problem) -> int:
-        """Return the bytes of temporary memory one forward pass of ``problem`` needs at most."""
+    def tiling(self, problem: ExpertsProblem) -> Tiling:
+        """Return how batches of ``problem`` will be cut, as far as that follows from the problem alone."""
         ...
 
-    def pack(self, weights: ExpertWeights[Any], problem: Problem) -> Any:
+    def regions(self, problem: ExpertsProblem) -> Regions:
+        """Return the temporary memory that ``run`` and ``run_unsorted`` take at most, by name."""
+        ...
+
+    def pack(self, weights: ExpertWeights[Any], problem: ExpertsProblem) -> Packed:
         """Bring logical weights into the kernel's own layout; the source may be dropped afterwards."""
-        ...
-
-    def run(self, batch: ContiguousBatch, packed: Any) -> Tensor:
-        """Return ``[R, H]``, row r being its expert's output for ``x[source[r]]``.
-
-        float32, or the dtype the kernel's sums were rounded to.
-        """
         ...

@@ -20,22 +20,37 @@ import torch
 
 from ..ops.activation import activate
 from ..ops.quantize import activation_format
+from .base import Packed, Tiling
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ..formats.payload import Payload
     from ..ops.quantize import ActivationFormat
-    from ..types import ActivationSpec, ContiguousBatch, ExpertWeights, Problem
+    from ..problem import ExpertsProblem
+    from ..runtime.memory import Memory, Regions
+    from ..types import ActivationSpec, ContiguousBatch, ExpertWeights
 
 __all__ = ["Reference"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Packed:
+class ReferenceExperts(Packed):
+    """The weights as they were given."""
+
     weights: ExpertWeights[Payload]
     activation: ActivationSpec
     activations: ActivationFormat
+
+    def run(self, batch: ContiguousBatch, memory: Memory | None = None) -> Tensor:
+        """Return ``[R, H]`` float32; rows of dropped assignments are zero. The memory is torch's own."""
+        hidden = self.weights.down.shape[-2]
+        rows = torch.zeros(batch.source.numel(), hidden, dtype=torch.float32, device=batch.x.device)
+        offsets: list[int] = batch.expert_offsets.tolist()
+        for expert, (start, stop) in enumerate(pairwise(offsets)):
+            if stop > start:
+                rows[start:stop] = _one_expert(batch, self, expert, slice(start, stop))
+        return rows
 
 
 class Reference:
@@ -44,37 +59,27 @@ class Reference:
     name = "reference"
     capturable = False
 
-    def refuse(self, problem: Problem) -> str | None:
-        """Refuse nothing but a problem spread over several ranks."""
-        if problem.world_size * problem.tp_size > 1:
-            return f"asked for world_size={problem.world_size} and tp_size={problem.tp_size}; it runs on one rank only"
+    def refuse(self, problem: ExpertsProblem) -> str | None:
+        """Refuse nothing."""
         return None
 
-    def workspace_bytes(self, problem: Problem) -> int:
+    def tiling(self, problem: ExpertsProblem) -> Tiling:
+        """Return no tiles: one expert after the other."""
+        return Tiling()
+
+    def regions(self, problem: ExpertsProblem) -> Regions:
         """Decoded weights of one expert, and the rows of the largest batch all routed to one expert."""
-        spec = problem.spec
-        hidden, wide = spec.expert_hidden_size, spec.intermediate_size
-        rows = problem.limits.max_tokens * spec.routing.top_k
-        weights = wide * hidden * max(spec.gate_up_parts, 1)
-        return 4 * (weights + rows * (2 * hidden + (spec.gate_up_parts + 1) * wide))
+        hidden, wide, parts = problem.hidden, problem.intermediate, problem.parts
+        rows = problem.rows * (2 * hidden + (parts + 1) * wide)
+        return {"decoded": 4 * wide * hidden * parts, "rows": 4 * rows}
 
-    def pack(self, weights: ExpertWeights[Payload], problem: Problem) -> _Packed:
+    def pack(self, weights: ExpertWeights[Payload], problem: ExpertsProblem) -> ReferenceExperts:
         """Keep the weights as they are."""
-        name = problem.activation_format or problem.dtype
-        return _Packed(weights=weights, activation=problem.spec.activation, activations=activation_format(name))
-
-    def run(self, batch: ContiguousBatch, packed: _Packed) -> Tensor:
-        """Return ``[R, H]`` float32; rows of dropped assignments are zero."""
-        hidden = packed.weights.down.shape[-2]
-        rows = torch.zeros(batch.source.numel(), hidden, dtype=torch.float32, device=batch.x.device)
-        offsets: list[int] = batch.expert_offsets.tolist()
-        for expert, (start, stop) in enumerate(pairwise(offsets)):
-            if stop > start:
-                rows[start:stop] = _one_expert(batch, packed, expert, slice(start, stop))
-        return rows
+        activations = activation_format(problem.activation_format)
+        return ReferenceExperts(weights=weights, activation=problem.activation, activations=activations)
 
 
-def _one_expert(batch: ContiguousBatch, packed: _Packed, expert: int, span: slice) -> Tensor:
+def _one_expert(batch: ContiguousBatch, packed: ReferenceExperts, expert: int, span: slice) -> Tensor:
     weights = packed.weights
     x = batch.x[batch.source[span]]
     if batch.input_weights is not None:

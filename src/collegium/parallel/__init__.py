@@ -1,1 +1,11 @@
-"""Where experts live and how tokens reach them: ``placement`` says who holds what, one file a strategy moves rows."""
+"""Which rank holds which experts, and how tokens get there; dispatchers in order of preference."""
+
+from __future__ import annotations
+
+from .base import Dispatcher, DispatcherKind
+from .local import Local, LocalKind
+from .partial import PartialKind
+
+__all__ = ["DISPATCHERS", "Dispatcher", "DispatcherKind", "Local"]
+
+DISPATCHERS: tuple[DispatcherKind, ...] = (LocalKind(), PartialKind())

@@ -1,4 +1,4 @@
-"""The strategy of one rank: sort the assignments by expert, and weight and sum the rows back in slot order."""
+"""All experts are here: sort the assignments by expert, and weight and sum the rows back in slot order."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..ops.permute import permute
+from ..ops.permute import permute, permute_regions
 from ..ops.weighted_sum import weighted_sum
-from ..runtime.workspace import serves
 from ..types import ContiguousBatch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ..problem import Problem
+    from ..runtime.memory import Memory, Regions
     from ..types import Routing
 
-__all__ = ["Local", "LocalHandle"]
+__all__ = ["Local", "LocalHandle", "LocalKind"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,28 +31,29 @@ class LocalHandle:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Local:
-    """All experts live here. weight_on_input: the router weight multiplies the experts' input (Llama-4)."""
+    """All experts are on this rank. weight_on_input: the router weight multiplies the experts' input (Llama-4)."""
 
     num_experts: int
     weight_on_input: bool = False
 
-    def dispatch(
-        self, x: Tensor, routing: Routing, *, block_t: tuple[int, ...] = ()
-    ) -> tuple[ContiguousBatch, LocalHandle]:
-        """Sort the assignments of ``x [T, H]`` by expert; reads nothing on the host.
+    def rows(self, tokens: int, top_k: int) -> int:
+        """Return the assignments of ``tokens`` tokens: each is a row here."""
+        return tokens * top_k
 
-        block_t: row counts whose token tiles the batch is to bring.
-        """
+    def dispatch(
+        self, x: Tensor, routing: Routing, memory: Memory | None = None, *, block_t: tuple[int, ...] = ()
+    ) -> tuple[ContiguousBatch, LocalHandle]:
+        """Sort the assignments of ``x [T, H]`` by expert; arguments as ``Dispatcher`` says."""
         carried = routing.topk_weights if self.weight_on_input else None
-        order = permute(routing.topk_ids, self.num_experts, input_weights=carried, block_t=block_t)
+        order = permute(routing.topk_ids, self.num_experts, input_weights=carried, block_t=block_t, memory=memory)
         batch = ContiguousBatch(
             x=x,
             source=order.source,
             expert_offsets=order.expert_offsets,
             input_weights=order.weights_by_row,
             tiles=order.tiles,
-            # Outside a workspace, memory that the order was made from may already have been given away.
-            settled=serves(x.device),
+            # Outside a pass with memory of its own, what the order was made from may already be somebody else's.
+            x_ready=memory is not None,
         )
         return batch, LocalHandle(slots=order.slots, weights=None if self.weight_on_input else routing.topk_weights)
 
@@ -59,10 +61,49 @@ class Local:
         self,
         rows: Tensor,
         handle: LocalHandle,
+        memory: Memory | None = None,
         *,
         dtype: torch.dtype = torch.float32,
         shared: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """Return ``[T, H]``: the weighted rows of each token summed in slot order, plus ``shared``, rounded once."""
-        return weighted_sum(rows, handle.slots, handle.weights, dtype, shared=shared, out=out)
+        return weighted_sum(rows, handle.slots, handle.weights, dtype, shared=shared, out=out, memory=memory)
+
+
+class LocalKind:
+    """The row of the table: one rank, nothing to exchange."""
+
+    name = "local"
+    capturable = True
+    wire_format = "none"
+
+    def refuse(self, problem: Problem, *, asked: bool) -> str | None:
+        """Refuse a placement that leaves experts, or slices of them, to other ranks."""
+        if problem.alone:
+            return None
+        held = len(problem.local_experts)
+        return (
+            f"asked for {problem.placement}: {held} of {problem.spec.num_experts} experts; it exchanges nothing and "
+            "needs every expert, whole, on this rank"
+        )
+
+    def rows(self, problem: Problem, tokens: int) -> int:
+        """Return the assignments of ``tokens`` tokens."""
+        return tokens * problem.spec.routing.top_k
+
+    def capacity(self, problem: Problem) -> int:
+        """Return the assignments of ``max_tokens`` tokens."""
+        return problem.limits.max_tokens * problem.spec.routing.top_k
+
+    def regions(self, problem: Problem, *, lists: bool) -> Regions:
+        """Return those of the order, and of the sum where it is not written to the caller's tensor."""
+        rule, tokens, hidden = problem.spec.routing, problem.limits.max_tokens, problem.spec.expert_hidden_size
+        order = permute_regions(
+            tokens * rule.top_k, len(problem.local_experts), lists=lists, weights=rule.weight_on_input
+        )
+        return order | ({} if problem.spec.latent_size is None else {"sum": 4 * tokens * hidden})
+
+    def build(self, problem: Problem) -> Local:
+        """Return the dispatcher."""
+        return Local(num_experts=problem.spec.num_experts, weight_on_input=problem.spec.routing.weight_on_input)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..errors import InputError
-from ..types import Placement
+from ..problem import Placement
 
 __all__ = ["expert_owner", "linear", "round_robin", "tensor_parallel"]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import InputError
-from ..types import DeviceFacts
+from ..problem import DeviceFacts
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -41,6 +41,7 @@ def probe(device: torch.device | str | None = None) -> DeviceFacts:
             capability=(facts.major, facts.minor),
             memory=facts.total_memory,
             index=index,
+            sms=facts.multi_processor_count,
         )
     raise _refused(wanted, seen)
 

@@ -5,11 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 
-__all__ = ["Machine", "machine_at", "machine_of"]
+if TYPE_CHECKING:
+    from ..problem import DeviceFacts
 
+__all__ = ["Machine", "machine_at", "machine_for", "machine_of"]
+
+_SMS = 132  # of an H100 or H200
 _SHARED = {(8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (12, 0): 99, (12, 1): 99}  # KiB a block may take
 
 
@@ -24,7 +29,7 @@ class Machine:
     copies and products warps of their own, as Triton 3.6 does on Hopper.
     """
 
-    sms: int = 132
+    sms: int = _SMS
     shared: int = 227 * 1024
     bandwidth: float = 4.33e6
     rate: float = 7.9e8
@@ -50,6 +55,11 @@ def machine_of(capability: tuple[int, int], sms: int) -> Machine:
         copies=hopper,
         specialises=specialises,
     )
+
+
+def machine_for(facts: DeviceFacts) -> Machine:
+    """Return the machine a plan is made for; what is not known of it is that of an H100 or H200."""
+    return machine_of(facts.capability or (9, 0), facts.sms or _SMS)
 
 
 def machine_at(device: torch.device) -> Machine:

@@ -34,6 +34,11 @@ class PackedModule(nn.Module):
 
     handle: Tensor
 
+    @property
+    def input_dtype(self) -> torch.dtype:
+        """The dtype of the module's input and output."""
+        return self._kind_of_input
+
     def identify(self, device: torch.device, dtype: torch.dtype) -> None:
         """Give the module a handle on ``device``; dtype: of its input. To be called once, by the constructor."""
         self._kind_of_input = dtype

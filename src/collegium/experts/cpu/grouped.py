@@ -21,13 +21,16 @@ import torch
 from torch.nn import functional
 
 from ...ops.activation import activate
+from ..base import Packed, Tiling
 from .decode import CPU_FORMATS, CodeMatrix, Scratch, pack_matrix
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ...formats.payload import Payload
-    from ...types import ActivationSpec, ContiguousBatch, ExpertWeights, MoESpec, Problem
+    from ...problem import ExpertsProblem
+    from ...runtime.memory import Memory, Regions
+    from ...types import ActivationSpec, ContiguousBatch, ExpertWeights
     from .decode import PlainMatrix
 
 __all__ = ["CpuGrouped"]
@@ -39,7 +42,9 @@ _CHUNK_ROWS = 512  # rows whose intermediate values are kept at once, unless one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Packed:
+class CpuExperts(Packed):
+    """Both matrices as the CPU decodes them; the memory of a batch is torch's own."""
+
     gate_up: PlainMatrix | CodeMatrix
     down: PlainMatrix | CodeMatrix
     gate_up_bias: Tensor | None
@@ -50,6 +55,24 @@ class _Packed:
     def nbytes(self) -> int:
         biases = (b for b in (self.gate_up_bias, self.down_bias) if b is not None)
         return self.gate_up.nbytes + self.down.nbytes + sum(b.numel() * b.element_size() for b in biases)
+
+    def run(self, batch: ContiguousBatch, memory: Memory | None = None) -> Tensor:
+        """Return ``[R, H]``; rows of dropped assignments are not written.
+
+        float32, but bfloat16 where a bfloat16 product is the result as it stands: half the fresh memory, same bits.
+        """
+        finished = self.down.row_scale is None and self.down_bias is None
+        exact = torch.bfloat16 if finished and batch.x.dtype == torch.bfloat16 else torch.float32
+        rows = torch.empty(batch.source.numel(), self.down.shape[1], dtype=exact)
+        offsets: list[int] = batch.expert_offsets.tolist()
+        chunks = _chunks(offsets)
+        longest = max((offsets[last] - offsets[first] for first, last in chunks), default=0)
+        inner = torch.empty(longest, self.gate_up.shape[1], dtype=torch.float32)
+        scratch = _scratch(self)
+        with torch.inference_mode():
+            for first, last in chunks:
+                _run_chunk(batch, self, offsets[first : last + 1], first, (scratch, inner, rows))
+        return rows
 
 
 class CpuGrouped:
@@ -62,65 +85,47 @@ class CpuGrouped:
     name = "cpu_grouped"
     capturable = False
 
-    def refuse(self, problem: Problem) -> str | None:
-        """Refuse other devices, quantised activations, several ranks and unknown formats."""
+    def refuse(self, problem: ExpertsProblem) -> str | None:
+        """Refuse other devices, quantised activations and unknown formats."""
         if problem.device.kind != "cpu":
             return f"asked for device kind {problem.device.kind!r}; it runs on 'cpu' only"
-        if problem.world_size * problem.tp_size > 1:
-            return f"asked for world_size={problem.world_size} and tp_size={problem.tp_size}; it runs on one rank only"
-        if problem.activation_format not in (None, problem.dtype):
+        if problem.activation_format != problem.dtype:
             return (
                 f"asked for activation format {problem.activation_format!r}; it keeps activations in the layer's "
                 f"dtype, {problem.dtype!r}"
             )
         known = [known.name for known in CPU_FORMATS]
-        if problem.spec.weight_format not in known:
-            return f"asked for weight format {problem.spec.weight_format!r}; it reads {', '.join(known)}"
+        if problem.weight_format not in known:
+            return f"asked for weight format {problem.weight_format!r}; it reads {', '.join(known)}"
         return None
 
-    def workspace_bytes(self, problem: Problem) -> int:
-        """Tiles, plus the rows of the largest batch all routed to one expert."""
-        spec = problem.spec
-        rows = max(1, problem.limits.max_tokens * spec.routing.top_k)
-        return _tile_bytes(spec) + rows * _row_bytes(spec)
+    def tiling(self, problem: ExpertsProblem) -> Tiling:
+        """Return no tiles of tokens: one expert after the other."""
+        return Tiling()
 
-    def pack(self, weights: ExpertWeights[Payload], problem: Problem) -> _Packed:
+    def regions(self, problem: ExpertsProblem) -> Regions:
+        """Tiles, plus the rows of the largest batch all routed to one expert."""
+        return {"tile": _tile_bytes(problem), "rows": max(1, problem.rows) * _row_bytes(problem)}
+
+    def pack(self, weights: ExpertWeights[Payload], problem: ExpertsProblem) -> CpuExperts:
         """Share or re-lay the codes, one expert at a time, and keep biases in float32.
 
         Raises BadScaleError for scales or codes the format forbids.
         """
         experts = weights.down.shape[0]
         gate_up_bias, down_bias = weights.gate_up_bias, weights.down_bias
-        return _Packed(
+        return CpuExperts(
             gate_up=pack_matrix(weights.gate_up, "gate_up"),
             down=pack_matrix(weights.down, "down"),
             gate_up_bias=None if gate_up_bias is None else gate_up_bias.reshape(experts, -1).float(),
             down_bias=None if down_bias is None else down_bias.float(),
-            activation=problem.spec.activation,
+            activation=problem.activation,
         )
-
-    def run(self, batch: ContiguousBatch, packed: _Packed) -> Tensor:
-        """Return ``[R, H]``; rows of dropped assignments are not written.
-
-        float32, but bfloat16 where a bfloat16 product is the result as it stands: half the fresh memory, same bits.
-        """
-        finished = packed.down.row_scale is None and packed.down_bias is None
-        exact = torch.bfloat16 if finished and batch.x.dtype == torch.bfloat16 else torch.float32
-        rows = torch.empty(batch.source.numel(), packed.down.shape[1], dtype=exact)
-        offsets: list[int] = batch.expert_offsets.tolist()
-        chunks = _chunks(offsets)
-        longest = max((offsets[last] - offsets[first] for first, last in chunks), default=0)
-        inner = torch.empty(longest, packed.gate_up.shape[1], dtype=torch.float32)
-        scratch = _scratch(packed)
-        with torch.inference_mode():
-            for first, last in chunks:
-                _run_chunk(batch, packed, offsets[first : last + 1], first, (scratch, inner, rows))
-        return rows
 
 
 def _run_chunk(
     batch: ContiguousBatch,
-    packed: _Packed,
+    packed: CpuExperts,
     bounds: list[int],
     first: int,
     buffers: tuple[Scratch, Tensor, Tensor],
@@ -203,20 +208,20 @@ def _chunks(offsets: list[int]) -> list[tuple[int, int]]:
     return [(a, b) for a, b in cuts if offsets[b] > offsets[a]]
 
 
-def _scratch(packed: _Packed) -> Scratch:
+def _scratch(packed: CpuExperts) -> Scratch:
     """Make room for the largest tile of the two projections."""
     coded = [m for m in (packed.gate_up, packed.down) if isinstance(m, CodeMatrix)]
     size = max((m.tile_rows(torch.bfloat16, _TILE) * m.stored_columns for m in coded), default=0)
     return Scratch(size, max((m.stored_columns for m in coded), default=0))
 
 
-def _tile_bytes(spec: MoESpec) -> int:
-    longest = max(spec.expert_hidden_size, spec.intermediate_size)
+def _tile_bytes(problem: ExpertsProblem) -> int:
+    longest = max(problem.hidden, problem.intermediate)
     # Indices and bfloat16 values, 2 bytes a weight each, and for float32 activations the pieces and their join.
     return 12 * max(_TILE, longest + 256)
 
 
-def _row_bytes(spec: MoESpec) -> int:
-    hidden, wide = spec.expert_hidden_size, spec.intermediate_size
+def _row_bytes(problem: ExpertsProblem) -> int:
+    hidden, wide = problem.hidden, problem.intermediate
     # Per row: x gathered, arranged and transposed, gate_up in two precisions, its activation, the result.
-    return 4 * (4 * hidden + (2 * spec.gate_up_parts + 4) * wide)
+    return 4 * (4 * hidden + (2 * problem.parts + 4) * wide)

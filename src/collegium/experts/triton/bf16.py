@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ...formats.unquantised import Bf16, Fp16
-    from ...types import ContiguousBatch, ExpertWeights, Problem
+    from ...problem import Problem
+    from ...types import ContiguousBatch, ExpertWeights
 
 __all__ = ["TritonBf16"]
 

@@ -11,7 +11,8 @@ from .packed import PackedExperts, refuse_machine, run_experts, temporary_bytes
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ...types import ContiguousBatch, ExpertWeights, Problem
+    from ...problem import Problem
+    from ...types import ContiguousBatch, ExpertWeights
     from .grouped import PackedMatrix
 
 __all__ = ["TritonFp8"]

@@ -1,270 +1,273 @@
-"""Both products of a batch: what is packed, with which tiles they run, and in how much memory.
+"""Both products of a batch: sorted, unsorted, or with the tiles of large batches.
 
 Shape letters: T tokens, R rows, E experts, P parts (2: gate and up; 1), N outputs of a part, K inputs.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...ops.operand import operand
-from ...ops.permute import tile_count
-from ...ops.quantize import activation_format
+from ...ops.operand import operand, ordered
+from ...ops.quantize import AS_IS
 from ...runtime.launch import usual_rows
-from ...runtime.workspace import empty
+from ...runtime.memory import take
+from ..base import Packed
 from .grouped import TileList, grouped_gemm, tile_list
-from .prefill import prefill_bytes, prefill_experts, prefill_tile
-from .tiles import TileChoice, choose, nearest
+from .prefill import CodeScales, prefill_gemm
+from .tiles import BAND, TileChoice, candidates, choose, score
+from .tiling import ProductTiling
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Mapping
+
     from torch import Tensor
 
+    from ...ops.quantize import ActivationFormat
     from ...runtime.machine import Machine
-    from ...types import ActivationSpec, ContiguousBatch, Problem
-    from .grouped import PackedMatrix
-    from .tiles import TileProblem, TunedTiles
+    from ...runtime.memory import Memory
+    from ...types import ActivationSpec, ContiguousBatch
+    from .matrix import PackedMatrix
+    from .tiles import TunedTiles
 
-__all__ = [
-    "PackedExperts",
-    "chosen_tiles",
-    "few_tokens",
-    "large_from",
-    "large_tile",
-    "refuse_machine",
-    "run_assignments",
-    "run_experts",
-    "temporary_bytes",
-    "variant_key",
-    "with_tiles",
-]
+__all__ = ["PackedExperts"]
 
-_FEW = 16  # most assignments that each take a tile of their own
-_ORDERED = 4.0  # microseconds that ordering a small batch takes
+_PRODUCTS = ("gate_up", "down")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PackedExperts:
+class PackedExperts(Packed):
     """Both matrices of all experts and what runs between them.
 
-    activations: name of a format whose codes are E4M3, or None to multiply in the dtype of x.
-    tiles: the two tiles to use instead of the choice made from the sizes, or None.
-    report: what packing rounded, where it can. tuned: for each product, tiles measured at some row counts, which
-        replace the choice near those; see ``tile_file.py``. decided: what was chosen, by rows.
+    activations: the format whose E4M3 codes are multiplied, or None to multiply in the dtype of x. tiles, measured: as
+    ``ProductTiling`` says. report: what packing rounded, where it can.
     """
 
     gate_up: PackedMatrix
     down: PackedMatrix
     activation: ActivationSpec
     machine: Machine
-    activations: str | None = None
+    activations: ActivationFormat | None = None
     tiles: tuple[TileChoice, TileChoice] | None = None
+    measured: tuple[TunedTiles, TunedTiles] = ((), ())
     report: object | None = None
-    tuned: tuple[TunedTiles, TunedTiles] = ((), ())
-    decided: dict[int, tuple[TileChoice | None, tuple[TileChoice, TileChoice]]] = field(
-        default_factory=dict, init=False, compare=False, repr=False
-    )
+    tiling: ProductTiling = field(init=False, compare=False, repr=False)
 
-    def problem_of(self, matrix: PackedMatrix, rows: int) -> TileProblem:
-        """Return what tile choice asks about ``rows`` rows of one of the two products."""
-        groups = self.activations is not None and activation_format(self.activations).group > 0
-        return matrix.problem(rows, 8 if self.activations else 16, groups)
+    def __post_init__(self) -> None:
+        tiling = ProductTiling(
+            gate_up=self.gate_up.layout,
+            down=self.down.layout,
+            machine=self.machine,
+            activations=self.activations,
+            tiles=self.tiles,
+            measured=self.measured,
+            aligned=self.gate_up.values.data_ptr() % 16 == 0 == self.down.values.data_ptr() % 16,
+        )
+        object.__setattr__(self, "tiling", tiling)
 
-    def block_t(self, rows: int) -> tuple[int, ...]:
-        """Return the row counts whose token tiles ``run_experts`` will ask for."""
-        if rows == 0 or large_tile(self, rows) is not None:
-            return ()
-        return tuple(dict.fromkeys(tile.block_t for tile in chosen_tiles(self, rows)))
+    @property
+    def key(self) -> Hashable:
+        """Return what decides which kernel variants these experts need."""
+        key: list[Hashable] = [self.activation, self.machine, self.activations, self.tiles, self.measured]
+        for matrix in (self.gate_up, self.down):
+            key.append(matrix.layout)
+            for tensor in (matrix.values, matrix.scale, matrix.row_scale, matrix.bias):
+                key.append(None if tensor is None else (tensor.dtype, tensor.shape, tensor.data_ptr() % 16))
+        return tuple(key)
+
+    def run(self, batch: ContiguousBatch, memory: Memory | None = None) -> Tensor:
+        """Return ``[R, H]``: both products of every row, in bfloat16 for bfloat16 tokens and in float32 otherwise.
+
+        Rounding a row to bfloat16 adds 0.17 % of its size at most to the layer's error, and halves the largest traffic
+        of a big batch. Nothing waits for the device; rows from ``expert_offsets[E]`` on are uninitialised.
+        """
+        count = batch.source.numel()
+        dtype = batch.dtype or batch.x.dtype
+        out = self._result(count, dtype, batch.x.device, memory)
+        if count == 0:
+            return out
+        batch = replace(batch, x=usual_rows(batch.x), dtype=dtype)
+        rows = count if batch.rows is None else batch.rows
+        large = self.tiling.large(rows)
+        if large is not None:
+            return self._run_large(batch, large, out, memory)
+        first, second = self.tiling.pair(rows)
+        tiles = _listed(batch, first, memory, "first")
+        same = second.block_t == first.block_t
+        pair = tiles, replace(tiles, tile=second) if same else _listed(batch, second, memory, "second")
+        # A weight belongs to a row, so weighted rows are gathered; others are gathered by the product.
+        gathered = batch.input_weights is not None
+        rows_in = self._rows_in(batch, memory, self.gate_up.layout.row_order, gathered=gathered)
+        source = None if gathered else batch.source
+        return self._both(rows_in, batch.expert_offsets, pair, out, memory, source=source, dtype=dtype)
+
+    def run_unsorted(self, x: Tensor, ids: Tensor, memory: Memory | None = None) -> Tensor:
+        """Return ``[T * K, H]``: what ``run`` returns for few assignments, in their own order and not sorted.
+
+        ids: contiguous ``[T, K]`` integers; rows of ids outside ``0..E-1`` are uninitialised.
+        """
+        x, (tokens, top_k) = usual_rows(x), ids.shape
+        out = self._result(tokens * top_k, x.dtype, x.device, memory)
+        first, second = (replace(tile, overlap=self.machine.pdl) for tile in self.tiling.pair(ids.numel()))
+        rows_in = operand(x, self._codes, order=self.gate_up.layout.row_order, memory=_part(memory, "x"))
+        # Where the tokens were quantised, which waits for the routing, the ids were there before the product's turn.
+        listed = self.activations is not None
+        tiles = TileList(expert=ids, row=ids, count=ids.numel(), tile=first, top_k=top_k, early=listed)
+        pair = tiles, replace(tiles, tile=second)
+        return self._both(rows_in, ids, pair, out, memory, source=ids, dtype=x.dtype)
+
+    def products(self) -> tuple[_Product, ...]:
+        """Return gate_up and down."""
+        return tuple(_Product(packed=self, place=place, name=name) for place, name in enumerate(_PRODUCTS))
+
+    def with_measured(self, tables: Mapping[str, TunedTiles]) -> PackedExperts:
+        """Return the same experts with measured tiles."""
+        return replace(self, measured=(tables["gate_up"], tables["down"]))
+
+    @property
+    def _codes(self) -> str | None:
+        return None if self.activations is None else self.activations.name
+
+    def _result(self, rows: int, dtype: torch.dtype, device: torch.device, memory: Memory | None) -> Tensor:
+        narrow = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+        return take(memory, "rows", (rows, self.down.layout.shape[2]), narrow, device)
+
+    def _rows_in(
+        self, batch: ContiguousBatch, memory: Memory | None, order: int, *, gathered: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the first product's operand: codes and scales that arrived, or what the tokens become here."""
+        if batch.scale is not None:
+            codes, scale = batch.x, batch.scale
+            if gathered:
+                codes = codes.view(torch.uint8).index_select(0, batch.source).view(codes.dtype)
+                scale = scale.index_select(0, batch.source)
+            return ordered(codes, order), scale
+        return operand(
+            batch.x,
+            self._codes,
+            source=batch.source if gathered else None,
+            weights=batch.input_weights,
+            order=order,
+            x_ready=batch.x_ready and not gathered,
+            memory=_part(memory, "x"),
+        )
+
+    def _both(
+        self,
+        rows_in: tuple[Tensor, Tensor | None],
+        offsets: Tensor,
+        tiles: tuple[TileList, TileList],
+        out: Tensor,
+        memory: Memory | None,
+        *,
+        source: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Write ``out`` and return it: both products of ``rows_in``, which are codes and scales or rows and None."""
+        x, x_scale = rows_in
+        kept = out.dtype if self.activations else dtype
+        middle = take(memory, "middle", (out.shape[0], self.gate_up.layout.shape[2]), kept, out.device)
+        grouped_gemm(
+            x, self.gate_up, offsets, tiles[0], middle, source=source, x_scale=x_scale, activation=self.activation
+        )
+        codes, scale = operand(middle, self._codes, order=self.down.layout.row_order, memory=_part(memory, "h"))
+        # The tile lists were complete before the first product started.
+        return grouped_gemm(codes, self.down, offsets, replace(tiles[1], early=True), out, x_scale=scale)
+
+    def _run_large(self, batch: ContiguousBatch, tile: TileChoice, out: Tensor, memory: Memory | None) -> Tensor:
+        """Write both products of every row to ``out`` and return it: rows are put in expert order first.
+
+        The formulas, the order of every sum and so the bits of a row are those of the small tiles.
+        """
+        form, offsets, device = self.activations, batch.expert_offsets, out.device
+        first, second = _part(memory, "first"), _part(memory, "second")
+        tiles = tile_list(offsets, out.shape[0], tile, first)
+        wide = self.gate_up.layout.shape[2]
+        rows, x_scale = self._rows_in(batch, memory, AS_IS, gathered=True)
+        narrow = form is None or batch.dtype == torch.bfloat16
+        codes, dtype = None, batch.dtype if narrow else torch.float32
+        if form is not None and form.group == BAND:
+            scale = take(memory, "scales", (out.shape[0], -(-wide // BAND)), torch.float32, device)
+            dtype, codes = torch.float8_e4m3fn, CodeScales(scale=scale, power=form.power, rounded=narrow)
+        assert dtype is not None
+        middle = take(memory, "middle", (out.shape[0], wide), dtype, device)
+        prefill_gemm(
+            rows,
+            self.gate_up,
+            offsets,
+            tiles,
+            middle,
+            x_scale=x_scale,
+            activation=self.activation,
+            codes=codes,
+            memory=first,
+        )
+        if codes is None:
+            middle, scale = operand(middle, self._codes, memory=_part(memory, "h"))
+        else:
+            scale = codes.scale
+        return prefill_gemm(middle, self.down, offsets, tiles, out, x_scale=scale, memory=second)
 
 
-def run_experts(batch: ContiguousBatch, packed: PackedExperts) -> Tensor:
-    """Return ``[R, H]``: both products of every row, in bfloat16 for bfloat16 x and in float32 otherwise.
-
-    Rounding a row to bfloat16 adds 0.17 % of its size at most to the layer's error, and halves the largest traffic
-    of a big batch. Nothing waits for the device; rows from ``expert_offsets[E]`` on are uninitialised.
-    """
-    source = batch.source
-    rows = source.numel()
-    out = empty((rows, packed.down.shape[2]), _result_dtype(batch.x), batch.x.device)
-    if rows == 0:
-        return out
-    x, offsets = usual_rows(batch.x), batch.expert_offsets
-    large = large_tile(packed, rows)
-    if large is not None:
-        return prefill_experts(replace(batch, x=x), packed, tile_list(offsets, rows, large), out)
-    first, second = chosen_tiles(packed, rows)
-    tiles = _listed(batch, first)
-    same = second.block_t == first.block_t
-    pair = tiles, replace(tiles, tile=second) if same else _listed(batch, second)
-    # A weight belongs to a row, so weighted rows are gathered; others are gathered by the product.
-    weighted = batch.input_weights is not None
-    rows_in = operand(
-        x,
-        packed.activations,
-        source=source if weighted else None,
-        weights=batch.input_weights,
-        order=packed.gate_up.row_order,
-        late=batch.settled and not weighted,
-    )
-    return _both(rows_in, packed, offsets, pair, out, source=None if weighted else source)
+def _part(memory: Memory | None, name: str) -> Memory | None:
+    return None if memory is None else memory.part(name)
 
 
-def run_assignments(x: Tensor, ids: Tensor, packed: PackedExperts) -> Tensor:
-    """Return ``[T * K, H]``: what ``run_experts`` returns for few assignments, in their own order and not sorted.
-
-    ids: contiguous ``[T, K]`` integers; rows of ids outside ``0..E-1`` are uninitialised.
-    """
-    x, (tokens, top_k) = usual_rows(x), ids.shape
-    out = empty((tokens * top_k, packed.down.shape[2]), _result_dtype(x), x.device)
-    first, second = (replace(tile, overlap=packed.machine.pdl) for tile in chosen_tiles(packed, ids.numel()))
-    rows_in = operand(x, packed.activations, order=packed.gate_up.row_order)
-    # Where the tokens were quantised, which waits for the routing, the ids were there before the product's turn.
-    quantised = packed.activations is not None
-    tiles = TileList(expert=ids, row=ids, count=ids.numel(), tile=first, top_k=top_k, early=quantised)
-    return _both(rows_in, packed, ids, (tiles, replace(tiles, tile=second)), out, source=ids)
-
-
-def _both(
-    rows_in: tuple[Tensor, Tensor | None],
-    packed: PackedExperts,
-    offsets: Tensor,
-    tiles: tuple[TileList, TileList],
-    out: Tensor,
-    *,
-    source: Tensor | None,
-) -> Tensor:
-    """Write ``out`` and return it: both products of ``rows_in``, which are codes and scales or rows and None."""
-    x, x_scale = rows_in
-    dtype = out.dtype if packed.activations else x.dtype
-    middle = empty((out.shape[0], packed.gate_up.shape[2]), dtype, x.device)
-    grouped_gemm(
-        x, packed.gate_up, offsets, tiles[0], middle, source=source, x_scale=x_scale, activation=packed.activation
-    )
-    codes, scale = operand(middle, packed.activations, order=packed.down.row_order)
-    # What was listed was there before the first product began, which waited for the kernel before it.
-    return grouped_gemm(codes, packed.down, offsets, replace(tiles[1], early=True), out, x_scale=scale)
-
-
-def _result_dtype(x: Tensor) -> torch.dtype:
-    return torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
-
-
-def refuse_machine(problem: Problem) -> str | None:
-    """Return why Triton's grouped product cannot serve the device or the ranks of ``problem``, or None."""
-    device = problem.device
-    if problem.world_size * problem.tp_size > 1:
-        return f"asked for world_size={problem.world_size} and tp_size={problem.tp_size}; it runs on one rank only"
-    if device.kind != "cuda":
-        return f"asked for {device.kind}; it needs a CUDA GPU"
-    if device.capability is not None and device.capability < (8, 0):
-        return f"found sm_{device.capability[0]}{device.capability[1]}; it needs sm_80 (Ampere) or later"
-    if find_spec("triton") is None:
-        return "found no Triton; install the package triton to use it"
-    return None
-
-
-def temporary_bytes(problem: Problem, *, codes: bool) -> int:
-    """Return the bytes one pass takes at most: routing and tile lists, middle and result rows, E4M3 codes of both."""
-    spec, tokens = problem.spec, problem.limits.max_tokens
-    rows = tokens * spec.routing.top_k
-    result = 2 if problem.dtype == "bf16" else 4
-    total = 1 << 16  # what rounding a few dozen buffers up to whole blocks can take
-    # Ids, weights, slots, sources, input weights, offsets and the counts of up to 128 programs, then two tile lists.
-    total += rows * (12 + 8 + 8 + 4) + 8 * (spec.num_experts + 8) * min(130, 2 + rows // 128)
-    total += 2 * 12 * tile_count(rows, spec.num_experts, 16)
-    total += _product_bytes(problem, rows, spec.intermediate_size, codes) + rows * result * spec.expert_hidden_size
-    total += prefill_bytes(problem, codes=codes)
-    if spec.shared is not None:
-        wide = spec.shared.intermediate_size
-        # Its own large batch puts rows, or codes and scales of them, in order too.
-        total += _product_bytes(problem, tokens, wide, codes) + tokens * ((2 + result) * spec.hidden_size + 24)
-    return total
-
-
-def _product_bytes(problem: Problem, rows: int, wide: int, codes: bool) -> int:
-    """Bytes of the rows between two products and, where they are quantised, of both products' codes and scales."""
-    middle = 4 if codes and problem.dtype != "bf16" else 2
-    total = rows * middle * wide
-    hidden = problem.spec.expert_hidden_size
-    weighted = problem.spec.routing.weight_on_input
-    if codes:
-        # A float32 scale for 128 codes at least, and codes up to whole 128.
-        taken = rows if weighted else min(rows, problem.limits.max_tokens)
-        return total + taken * (hidden + 128 + hidden // 32 + 4) + rows * (wide + 128 + wide // 32 + 4)
-    return total + (rows * hidden * middle if weighted else 0)
-
-
-def _listed(batch: ContiguousBatch, tile: TileChoice) -> TileList:
+def _listed(batch: ContiguousBatch, tile: TileChoice, memory: Memory | None, name: str) -> TileList:
     """Return the tile list that came with the batch, or make it."""
     for made in batch.tiles:
         if made.block_t == tile.block_t:
             return TileList(expert=made.expert, row=made.row, count=made.row.numel(), tile=tile)
-    return tile_list(batch.expert_offsets, batch.source.numel(), tile)
+    return tile_list(batch.expert_offsets, batch.source.numel(), tile, _part(memory, name))
 
 
-def few_tokens(packed: PackedExperts, top_k: int) -> int:
-    """Return the most tokens of ``top_k`` assignments that run unsorted, each assignment in a tile of its own.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Product:
+    """One of the two products, alone, for ``collegium tune``."""
 
-    Assignments of one expert then read its weights each for itself. For random routings that must take less time than
-    ordering the rows would; one token never asks for an expert twice.
-    """
-    experts = packed.gate_up.shape[0]
-    each = packed.gate_up.values.nbytes + packed.down.values.nbytes
-    most = 0
-    for tokens in range(1, _FEW // top_k + 1):
-        hit = experts * (1 - (1 - min(1.0, top_k / experts)) ** tokens)
-        if tokens > 1 and (tokens * top_k - hit) * each / experts > _ORDERED * packed.machine.bandwidth:
-            break
-        most = tokens
-    return most
+    packed: PackedExperts
+    place: int
+    name: str
+    tile_type: type[Any] = TileChoice
 
+    @property
+    def _matrix(self) -> PackedMatrix:
+        return self.packed.down if self.place else self.packed.gate_up
 
-def large_tile(packed: PackedExperts, rows: int) -> TileChoice | None:
-    """Return the tile of both products of a large batch, or None where the small-batch product runs."""
-    return _decided(packed, rows)[0]
+    def chosen(self, rows: int) -> TileChoice:
+        """Return the tile chosen from the sizes alone."""
+        return choose(self.packed.tiling.problem_of(self._matrix.layout, rows), self.packed.machine)
 
+    def candidates(self, rows: int) -> tuple[TileChoice, ...]:
+        """Return every tile that fits, the fastest by the score first."""
+        asked, machine = self.packed.tiling.problem_of(self._matrix.layout, rows), self.packed.machine
+        return tuple(sorted(candidates(asked, machine), key=lambda tile: score(asked, tile, machine)))
 
-def large_from(packed: PackedExperts, limit: int) -> int | None:
-    """Return the least count of rows, up to ``limit``, that runs as a large batch, or None when none does."""
-    if large_tile(packed, limit) is None:
-        return None
-    return bisect_left(range(limit), True, key=lambda rows: large_tile(packed, rows) is not None)
+    def runner(self, batch: ContiguousBatch) -> Callable[[TileChoice], Tensor]:
+        """Return this product of ``batch`` as a function of its tile; the second product reads random rows."""
+        packed, matrix, first = self.packed, self._matrix, self.place == 0
+        count = batch.source.numel()
+        _, _, n_out, k_in = matrix.layout.shape
+        x = batch.x if first else torch.randn(count, k_in, device=batch.x.device).to(batch.x.dtype)
+        form = packed.activations
+        codes, scale = operand(x, None if form is None else form.name, order=matrix.layout.row_order)
+        out = torch.empty(count, n_out, dtype=torch.bfloat16, device=x.device)
+        lists: dict[TileChoice, TileList] = {}
 
+        def run(tile: TileChoice) -> Tensor:
+            if tile not in lists:
+                lists[tile] = tile_list(batch.expert_offsets, count, tile)
+            return grouped_gemm(
+                codes,
+                matrix,
+                batch.expert_offsets,
+                lists[tile],
+                out,
+                source=batch.source if first else None,
+                x_scale=scale,
+                activation=packed.activation if first else None,
+            )
 
-def chosen_tiles(packed: PackedExperts, rows: int) -> tuple[TileChoice, TileChoice]:
-    """Return the tiles of both small-batch products for a batch of ``rows`` rows."""
-    return _decided(packed, rows)[1]
-
-
-def _decided(packed: PackedExperts, rows: int) -> tuple[TileChoice | None, tuple[TileChoice, TileChoice]]:
-    """Return both decisions, made once for each count of rows: a small batch ends sooner than they take."""
-    found = packed.decided.get(rows)
-    if found is None:
-        first, second = packed.problem_of(packed.gate_up, rows), packed.problem_of(packed.down, rows)
-        aligned = packed.gate_up.values.data_ptr() % 16 == 0 == packed.down.values.data_ptr() % 16
-        large = prefill_tile(second, packed.machine) and prefill_tile(first, packed.machine)
-        tiles = packed.tiles or (
-            nearest(packed.tuned[0], rows) or choose(first, packed.machine),
-            nearest(packed.tuned[1], rows) or choose(second, packed.machine),
-        )
-        found = packed.decided[rows] = (large if aligned and packed.tiles is None else None, tiles)
-    return found
-
-
-def variant_key(packed: PackedExperts) -> tuple[object, ...]:
-    """Return what decides which kernel variants these experts need: equal keys, the same variants."""
-    key: list[object] = [packed.activation, packed.machine, packed.activations, packed.tiles, packed.tuned]
-    for matrix in (packed.gate_up, packed.down):
-        key += [matrix.shape, matrix.weight, matrix.block_k, matrix.bits, matrix.scale_kind, matrix.words]
-        for tensor in (matrix.values, matrix.scale, matrix.row_scale, matrix.bias):
-            key.append(None if tensor is None else (tensor.dtype, tensor.shape, tensor.data_ptr() % 16))
-    return tuple(key)
-
-
-def with_tiles(packed: PackedExperts, tiles: tuple[TileChoice, TileChoice]) -> PackedExperts:
-    """Return ``packed`` with fixed tiles instead of the choice made from the sizes."""
-    return replace(packed, tiles=tiles)
+        return run

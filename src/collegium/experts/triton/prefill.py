@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ...runtime.machine import Machine
-    from ...types import ContiguousBatch, Problem
+    from ...problem import Problem
+    from ...types import ContiguousBatch
     from .grouped import PackedMatrix, TileList
     from .packed import PackedExperts
     from .tiles import TileProblem

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ...types import ContiguousBatch, ExpertWeights, Problem
+    from ...problem import Problem
+    from ...types import ContiguousBatch, ExpertWeights
     from .grouped import PackedMatrix
 
 __all__ = ["TritonW4A16"]

@@ -12,7 +12,8 @@ from .words import pack_w4a8
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ...types import ContiguousBatch, ExpertWeights, Problem
+    from ...problem import Problem
+    from ...types import ContiguousBatch, ExpertWeights
 
 __all__ = ["TritonW4A8"]
 

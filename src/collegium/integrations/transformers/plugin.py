@@ -19,7 +19,8 @@ from ...plan import plan
 from ...runtime.devices import probe
 from ...runtime.packed_module import refuse_gradient
 from ...runtime.workspace import captured, captures
-from ...types import Problem, Routing
+from ...problem import Problem
+from ...types import Routing
 from ..extra import extra
 from . import hooks, trust
 from .blocks import blocks_of
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ...types import Choice
+    from ...problem import Choice
 
 __all__ = [
     "NAME",

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ...layer import MoELayer
-    from ...types import Choice, Limits
+    from ...problem import Choice, Limits
 
 __all__ = ["build_layers", "load_model", "load_model_in"]
 

@@ -12,22 +12,22 @@ import json
 import logging
 import os
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from .grouped import PackedMatrix
-from .packed import PackedExperts
-from .tiles import TileChoice, TunedTiles, candidates
-
 if TYPE_CHECKING:
-    from ...types import Problem
+    from collections.abc import Mapping
 
-__all__ = ["products", "tile_folder", "tile_key", "tile_path", "with_tuned_tiles", "write_tiles"]
+    from ..problem import Problem
+    from .base import Packed
+
+__all__ = ["tile_folder", "tile_key", "tile_path", "with_measured_tiles", "write_tiles"]
 
 _LOG = logging.getLogger("collegium")
+Tables = tuple[tuple[int, Any], ...]  # (rows, the tile measured to be best there), rows ascending
 
 
 def tile_folder() -> Path:
@@ -38,19 +38,19 @@ def tile_folder() -> Path:
 
 def tile_key(problem: Problem) -> dict[str, Any]:
     """Return everything that measured tiles depend on, as plain values."""
-    spec, device = problem.spec, problem.device
+    asked, device = problem.routed, problem.device
     return {
         "gpu": device.name,
         "capability": list(device.capability or ()),
         "triton": _version("triton"),
         "collegium": str(vars(sys.modules[__name__.partition(".")[0]])["__version__"]),
         "kernels": _source_hash(),
-        "hidden": spec.expert_hidden_size,
-        "intermediate": spec.intermediate_size,
-        "experts": spec.num_experts,
-        "parts": spec.gate_up_parts,
-        "weights": spec.weight_format,
-        "activations": problem.activation_format or problem.dtype,
+        "hidden": asked.hidden,
+        "intermediate": asked.intermediate,
+        "experts": asked.experts,
+        "parts": asked.parts,
+        "weights": asked.weight_format,
+        "activations": asked.activation_format,
     }
 
 
@@ -62,31 +62,23 @@ def tile_path(problem: Problem, folder: Path | None = None) -> Path:
     return (folder or tile_folder()) / ("".join(c if c.isalnum() or c in "-_" else "_" for c in name) + ".json")
 
 
-def products(packed: PackedExperts) -> tuple[tuple[str, PackedMatrix], tuple[str, PackedMatrix]]:
-    """Return the two products of a layer by name."""
-    return ("gate_up", packed.gate_up), ("down", packed.down)
-
-
-def write_tiles(problem: Problem, tuned: tuple[TunedTiles, TunedTiles], folder: Path | None = None) -> Path:
-    """Write the tiles measured for ``problem`` and return the file."""
+def write_tiles(problem: Problem, tuned: Mapping[str, Tables], folder: Path | None = None) -> Path:
+    """Write the tiles measured for ``problem``, by product, and return the file."""
     path = tile_path(problem, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
-    tables = {
-        name: [{"rows": rows} | asdict(tile) for rows, tile in table]
-        for name, table in zip(("gate_up", "down"), tuned, strict=True)
-    }
+    tables = {name: [{"rows": rows} | asdict(tile) for rows, tile in table] for name, table in tuned.items()}
     partial = path.with_suffix(f".{os.getpid()}.tmp")
     partial.write_text(json.dumps({"key": tile_key(problem), **tables}, indent=1) + "\n", encoding="utf-8")
     partial.replace(path)  # a reader sees the old file or the new one, never half of one
     return path
 
 
-def with_tuned_tiles(packed: Any, problem: Problem, folder: Path | None = None) -> Any:
-    """Return ``packed`` with the tiles of this machine's file, or as it is: no file, no GPU, another kernel.
+def with_measured_tiles(packed: Packed, problem: Problem, folder: Path | None = None) -> Packed:
+    """Return ``packed`` with the tiles of this machine's file, or as it is: no file, no GPU, no products to tune.
 
     A stale, foreign or damaged file is ignored with one warning a file.
     """
-    if not isinstance(packed, PackedExperts) or (folder is None and problem.device.kind != "cuda"):
+    if not packed.products() or (folder is None and problem.device.kind != "cuda"):
         return packed
     path = tile_path(problem, folder)
     if not path.is_file():
@@ -96,25 +88,25 @@ def with_tuned_tiles(packed: Any, problem: Problem, folder: Path | None = None) 
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         _warn(path, str(error) or type(error).__name__)
         return packed
-    return replace(packed, tuned=found)
+    return packed.with_measured(found)
 
 
-def _read(path: Path, problem: Problem, packed: PackedExperts) -> tuple[TunedTiles, TunedTiles]:
+def _read(path: Path, problem: Problem, packed: Packed) -> dict[str, Tables]:
     held = cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))
     wanted, key = tile_key(problem), held["key"]
     for name, value in wanted.items():
         if key.get(name) != value:
             raise ValueError(f"it was measured with {name} {key.get(name)!r}, this is {value!r}")
-    tables: list[TunedTiles] = []
-    for name, matrix in products(packed):
-        table: list[tuple[int, TileChoice]] = []
-        for entry in held[name]:
-            rows, tile = int(entry.pop("rows")), TileChoice(**entry)
-            if rows < 1 or tile not in candidates(packed.problem_of(matrix, rows), packed.machine):
-                raise ValueError(f"{name} at {rows} rows: {tile} is no tile of this machine")
+    tables: dict[str, Tables] = {}
+    for product in packed.products():
+        table: list[tuple[int, Any]] = []
+        for entry in held[product.name]:
+            rows, tile = int(entry.pop("rows")), product.tile_type(**entry)
+            if rows < 1 or tile not in product.candidates(rows):
+                raise ValueError(f"{product.name} at {rows} rows: {tile} is no tile of this machine")
             table.append((rows, tile))
-        tables.append(tuple(sorted(table, key=lambda pair: pair[0])))
-    return tables[0], tables[1]
+        tables[product.name] = tuple(sorted(table, key=lambda pair: pair[0]))
+    return tables
 
 
 @cache
@@ -133,5 +125,5 @@ def _version(package: str) -> str:
 def _source_hash() -> str:
     """Return a digest of the kernels' source and of the tile choice: another kernel needs another measurement."""
     here = Path(__file__).resolve()
-    sources = [*sorted(here.parents[2].joinpath("kernels").glob("*.py")), here.with_name("tiles.py")]
+    sources = [*sorted(here.parents[1].joinpath("kernels").glob("*.py")), *sorted(here.parent.rglob("tiles.py"))]
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]

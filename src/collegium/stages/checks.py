@@ -1,24 +1,26 @@
-"""Whether the weights a layer is built from are those its spec describes."""
+"""Whether what a layer is built from and called with is what its plan describes."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .errors import InputError
+from ..errors import InputError
+from ..formats.unquantised import FLOAT_FORMATS
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
-    from .formats.payload import Payload
-    from .types import ExpertWeights, LatentWeights, MoESpec, RouterWeights, SharedWeights
+    from ..formats.payload import Payload
+    from ..problem import ExpertsProblem, Problem
+    from ..types import ExpertWeights, LatentWeights, MoESpec, RouterWeights, SharedWeights
 
-__all__ = ["check_extras", "check_weights"]
+__all__ = ["check_extras", "check_input", "check_rows", "check_weights"]
 
 
-def check_weights(weights: ExpertWeights[Payload], spec: MoESpec) -> None:
-    """Compare shapes, formats and biases of experts with the spec; raises InputError."""
-    experts, parts = spec.num_experts, spec.gate_up_parts
-    wide, hidden = spec.intermediate_size, spec.expert_hidden_size
+def check_weights(weights: ExpertWeights[Payload], problem: ExpertsProblem) -> None:
+    """Compare shapes, formats and biases of experts with what the kernel was planned for; raises InputError."""
+    experts, parts, wide, hidden = problem.experts, problem.parts, problem.intermediate, problem.hidden
     wanted = {"gate_up": (experts, parts, wide, hidden), "down": (experts, hidden, wide)}
     for name, shape in wanted.items():
         payload: Payload = getattr(weights, name)
@@ -27,17 +29,42 @@ def check_weights(weights: ExpertWeights[Payload], spec: MoESpec) -> None:
                 f"{name}: the payload's logical shape is {payload.shape}, the spec needs {shape} "
                 f"(E={experts}, P={parts}, I={wide}, H={hidden})"
             )
-        if payload.name != spec.weight_format:
-            raise InputError(f"{name}: the payload is {payload.name}, the spec says {spec.weight_format}")
+        if payload.name != problem.weight_format:
+            raise InputError(f"{name}: the payload is {payload.name}, the spec says {problem.weight_format}")
     biases = {"gate_up_bias": (experts, parts, wide), "down_bias": (experts, hidden)}
     for name, shape in biases.items():
         bias: Tensor | None = getattr(weights, name)
         found = None if bias is None else tuple(bias.shape)
-        allowed = shape if spec.expert_bias else None
+        allowed = shape if problem.bias else None
         if found != allowed:
             raise InputError(
-                f"{name}: found {found or 'none'}, the spec (expert_bias={spec.expert_bias}) needs {allowed or 'none'}"
+                f"{name}: found {found or 'none'}, the spec (expert_bias={problem.bias}) needs {allowed or 'none'}"
             )
+
+
+def check_input(x: Tensor, problem: Problem, device: torch.device) -> None:
+    """Compare shape, dtype and device of a layer's input with the plan; raises InputError."""
+    width, wanted = problem.spec.hidden_size, problem.dtype
+    if x.shape[-1:] != (width,):
+        raise InputError(f"forward: x has shape {tuple(x.shape)}; its last dimension must be hidden_size={width}")
+    found = FLOAT_FORMATS.get(x.dtype)
+    if found is None or found.name != wanted:
+        names = ", ".join(plain.name for plain in FLOAT_FORMATS.values())
+        raise InputError(
+            f"forward: x is {x.dtype}, the layer was planned for {wanted}; convert x, or plan with dtype="
+            f"{('one of ' + names if found is None else found.name)!r}"
+        )
+    if x.device != device:
+        raise InputError(
+            f"forward: x is on {x.device}, the packed weights are on {device}; move x, or build the layer "
+            "with weights on x's device (a packed layer does not move)"
+        )
+
+
+def check_rows(name: str, found: Tensor, wanted: tuple[int, int]) -> None:
+    """Compare the shape of what is given beside x; raises InputError."""
+    if tuple(found.shape) != wanted:
+        raise InputError(f"forward: {name} has shape {tuple(found.shape)}, this call needs {wanted}")
 
 
 def check_extras(

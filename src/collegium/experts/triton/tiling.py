@@ -1,0 +1,172 @@
+"""How batches of Triton's grouped products are cut, and the memory they take: functions of sizes alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...formats.unquantised import DTYPES
+from ...ops.operand import operand_regions
+from ...ops.permute import tile_count
+from ...ops.quantize import AS_IS, activation_format
+from ...runtime.launch import power_of_two
+from ...runtime.machine import machine_for
+from ...runtime.memory import largest, under
+from ..base import Tiling
+from .tiles import BAND, TileChoice, choose, nearest, prefill_tile
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from ...ops.quantize import ActivationFormat
+    from ...problem import ExpertsProblem
+    from ...runtime.machine import Machine
+    from ...runtime.memory import Regions
+    from .layout import Layout
+    from .tiles import TileProblem, TunedTiles
+
+__all__ = ["ProductTiling", "codes_of", "product_regions", "refuse_machine", "tiling_of"]
+
+SMALL, LARGE = "small tiles", "large tiles"
+_FEW = 16  # most assignments that each take a tile of their own
+_ORDERED = 4.0  # microseconds that ordering a small batch takes
+_SCRATCH = 2048  # bytes for the tensor descriptors of a program
+
+Pair = tuple[TileChoice, TileChoice]
+
+
+def codes_of(name: str) -> ActivationFormat | None:
+    """Return the activation format whose E4M3 codes are multiplied, or None where rows keep their dtype."""
+    form = activation_format(name)
+    return form if form.e4m3 else None
+
+
+def refuse_machine(problem: ExpertsProblem) -> str | None:
+    """Return why Triton's grouped product cannot serve the device of ``problem``, or None."""
+    device = problem.device
+    if device.kind != "cuda":
+        return f"asked for {device.kind}; it needs a CUDA GPU"
+    if device.capability is not None and device.capability < (8, 0):
+        return f"found sm_{device.capability[0]}{device.capability[1]}; it needs sm_80 (Ampere) or later"
+    if find_spec("triton") is None:
+        return "found no Triton; install the package triton to use it"
+    return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProductTiling(Tiling):
+    """Tiles of both products of a batch, decided once for each count of rows.
+
+    activations: the format whose E4M3 codes are multiplied, or None. tiles: two tiles to use instead of the choice made
+    from the sizes. measured: for each product, tiles measured at some row counts, which replace the choice near those.
+    aligned: weights are at multiples of 16 bytes, as the tiles of large batches need them.
+    """
+
+    gate_up: Layout
+    down: Layout
+    machine: Machine
+    activations: ActivationFormat | None = None
+    tiles: Pair | None = None
+    measured: tuple[TunedTiles, TunedTiles] = ((), ())
+    aligned: bool = True
+    _decided: dict[int, tuple[TileChoice | None, Pair]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+
+    def problem_of(self, layout: Layout, rows: int) -> TileProblem:
+        """Return what tile choice asks about ``rows`` rows of one of the two products."""
+        form = self.activations
+        return layout.problem(rows, 8 if form else 16, form is not None and form.group > 0)
+
+    def large(self, rows: int) -> TileChoice | None:
+        """Return the tile of both products of a large batch, or None where the small tiles run."""
+        return self._decide(rows)[0]
+
+    def pair(self, rows: int) -> Pair:
+        """Return the small tiles of both products for a batch of ``rows`` rows."""
+        return self._decide(rows)[1]
+
+    def family(self, rows: int) -> str:
+        """Return which tiles run ``rows`` rows."""
+        return SMALL if self.large(rows) is None else LARGE
+
+    def block_t(self, rows: int) -> tuple[int, ...]:
+        """Return the row counts whose token tile lists a batch of ``rows`` rows wants."""
+        if rows == 0 or self.large(rows) is not None:
+            return ()
+        return tuple(dict.fromkeys(tile.block_t for tile in self.pair(rows)))
+
+    def unsorted_tokens(self, top_k: int) -> int:
+        """Return the most tokens of ``top_k`` assignments that run unsorted, each assignment in a tile of its own.
+
+        Assignments of one expert then read its weights each for itself. For random routings that must take less time
+        than ordering the rows would; one token never asks for an expert twice.
+        """
+        experts = self.gate_up.shape[0]
+        each = self.gate_up.nbytes + self.down.nbytes
+        most = 0
+        for tokens in range(1, _FEW // top_k + 1):
+            hit = experts * (1 - (1 - min(1.0, top_k / experts)) ** tokens)
+            if tokens > 1 and (tokens * top_k - hit) * each / experts > _ORDERED * self.machine.bandwidth:
+                break
+            most = tokens
+        return most
+
+    def variants(self, rows: int, *, unsorted: bool) -> frozenset[Hashable]:
+        """Return the tiles of both products, and what the kernel that orders the rows and lists the tiles is made for."""
+        large = self.large(rows)
+        tiles = self.pair(rows) if large is None else (large, large)
+        found: set[Hashable] = {(number, tile, unsorted) for number, tile in enumerate(tiles)}
+        found.add((unsorted, rows.bit_length(), power_of_two(rows), *self.block_t(rows)))
+        return frozenset(found)
+
+    def _decide(self, rows: int) -> tuple[TileChoice | None, Pair]:
+        """Return both decisions: a small batch ends sooner than they take."""
+        found = self._decided.get(rows)
+        if found is None:
+            first, second = self.problem_of(self.gate_up, rows), self.problem_of(self.down, rows)
+            large = prefill_tile(second, self.machine) and prefill_tile(first, self.machine)
+            tiles = self.tiles or (
+                nearest(self.measured[0], rows) or choose(first, self.machine),
+                nearest(self.measured[1], rows) or choose(second, self.machine),
+            )
+            usable = self.aligned and self.tiles is None
+            found = self._decided[rows] = (large if usable else None, tiles)
+        return found
+
+
+def tiling_of(problem: ExpertsProblem, layouts: tuple[Layout, Layout]) -> ProductTiling:
+    """Return the tiling of ``problem`` with these layouts of its two matrices, before any weight is packed."""
+    return ProductTiling(
+        gate_up=layouts[0],
+        down=layouts[1],
+        machine=machine_for(problem.device),
+        activations=codes_of(problem.activation_format),
+    )
+
+
+def product_regions(problem: ExpertsProblem, tiling: ProductTiling) -> Regions:
+    """Return the memory ``PackedExperts.run`` takes at most: operands, rows between the products, result, tile lists."""
+    dtype, form, rows = DTYPES[problem.dtype], tiling.activations, problem.rows
+    name = None if form is None else form.name
+    result = 2 if dtype == torch.bfloat16 else 4
+    middle = result if form else 2
+    wide, hidden = problem.intermediate, problem.hidden
+    order, second = tiling.gate_up.row_order, tiling.down.row_order
+    taken = rows if problem.weighted else problem.tokens
+    x = operand_regions(taken, hidden, name, order=order, gathered=problem.weighted, dtype=dtype)
+    h = operand_regions(rows, wide, name, order=second, dtype=dtype)
+    regions: Regions = {"rows": rows * hidden * result, "middle": rows * wide * middle}
+    count = tile_count(rows, problem.experts, 16)
+    lists = {"expert": 4 * count, "row": 8 * count, "used": 4}
+    regions |= under("first", lists) | under("second", lists)
+    if tiling.large(rows) is not None:
+        # Rows are put in order first.
+        x = largest(x, operand_regions(rows, hidden, name, order=AS_IS, gathered=True, dtype=dtype))
+        regions["scales"] = 4 * rows * -(-wide // BAND)
+        scratch = _SCRATCH * tiling.machine.sms
+        regions |= {"first/scratch": scratch, "second/scratch": scratch}
+    return regions | under("x", x) | under("h", h)

@@ -1,0 +1,77 @@
+"""What a dispatcher is: it brings tokens to the experts of this rank, and their rows back.
+
+A row of ``DISPATCHERS`` refuses problems, says how many rows may arrive and what memory that takes, and is built for one
+problem. ``dispatch`` and ``combine`` share a frozen handle that nobody else looks into.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from ..problem import Problem
+    from ..runtime.memory import Memory, Regions
+    from ..types import ContiguousBatch, Routing
+
+__all__ = ["Dispatcher", "DispatcherKind"]
+
+
+class Dispatcher(Protocol):
+    """Tokens to rows and back, for one problem."""
+
+    def rows(self, tokens: int, top_k: int) -> int:
+        """Return how many rows a batch of ``tokens`` tokens of this rank is likely to be here; tiles are chosen for it."""
+        ...
+
+    def dispatch(
+        self, x: Tensor, routing: Routing, memory: Memory | None = None, *, block_t: tuple[int, ...] = ()
+    ) -> tuple[ContiguousBatch, Any]:
+        """Return the rows of this rank's experts for ``x [T, H]``, and a handle; reads nothing on the host.
+
+        block_t: row counts whose token tile lists the batch is to bring.
+        """
+        ...
+
+    def combine(
+        self,
+        rows: Tensor,
+        handle: Any,
+        memory: Memory | None = None,
+        *,
+        dtype: torch.dtype,
+        shared: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Return ``[T, H]``: the weighted rows of each token in slot order, plus ``shared``, rounded to ``dtype`` once."""
+        ...
+
+
+class DispatcherKind(Protocol):
+    """One row of ``DISPATCHERS``. wire_format: what travels between ranks, ``none`` where nothing does."""
+
+    name: str
+    capturable: bool
+    wire_format: str
+
+    def refuse(self, problem: Problem, *, asked: bool) -> str | None:
+        """Return why it cannot serve ``problem``, or None. asked: whether a user chose it by name."""
+        ...
+
+    def rows(self, problem: Problem, tokens: int) -> int:
+        """Return what ``Dispatcher.rows`` will, before it is built."""
+        ...
+
+    def capacity(self, problem: Problem) -> int:
+        """Return the most rows that one pass brings to this rank's experts."""
+        ...
+
+    def regions(self, problem: Problem, *, lists: bool) -> Regions:
+        """Return the memory of ``dispatch`` and ``combine`` at most, by name. lists: whether tile lists are asked for."""
+        ...
+
+    def build(self, problem: Problem) -> Dispatcher:
+        """Return the dispatcher of ``problem``."""
+        ...

@@ -1,0 +1,11 @@
+"""Ways of a batch through the routed experts, one file each; of those that serve a batch the first of the table runs it."""
+
+from __future__ import annotations
+
+from .base import Asked, Parts, Pipeline, PipelineKind
+from .direct import DirectKind
+from .split import SplitKind
+
+__all__ = ["PIPELINES", "Asked", "Parts", "Pipeline", "PipelineKind"]
+
+PIPELINES: tuple[PipelineKind, ...] = (DirectKind(), SplitKind())

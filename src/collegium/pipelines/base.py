@@ -1,0 +1,93 @@
+"""What a pipeline is: one way of a batch through the routed experts, from chosen experts to weighted sums.
+
+The pipeline is the unit that is planned. A row of ``PIPELINES`` refuses problems, says up to how many tokens it serves and
+what memory that takes, and is built from the parts of a layer. A kernel that fuses several steps is a pipeline of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+
+    import torch
+    from torch import Tensor
+
+    from ..experts import ExpertKernel, Packed, Tiling
+    from ..parallel import Dispatcher, DispatcherKind
+    from ..problem import Problem
+    from ..runtime.memory import Memory, Regions
+    from ..types import Routing
+
+__all__ = ["Asked", "Parts", "Pipeline", "PipelineKind"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What a plan has chosen when it comes to pipelines."""
+
+    problem: Problem
+    kernel: ExpertKernel
+    dispatcher: DispatcherKind
+    tiling: Tiling
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """What a layer builds its pipelines from. after_expert: applied to the experts' rows before they are weighted."""
+
+    experts: Packed
+    dispatcher: Dispatcher
+    top_k: int
+    num_experts: int
+    after_expert: Callable[[Tensor], Tensor] | None = None
+
+
+class Pipeline(Protocol):
+    """One way of a batch through the routed experts."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        routing: Routing,
+        memory: Memory | None = None,
+        *,
+        dtype: torch.dtype,
+        shared: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Return the routed experts' weighted sum ``[T, H]`` for ``x [T, H]``, plus ``shared``, rounded to dtype once."""
+        ...
+
+    def variants(self, tokens: int) -> frozenset[Hashable]:
+        """Return what has to be compiled for a batch of ``tokens`` tokens; equal members are compiled once."""
+        ...
+
+
+class PipelineKind(Protocol):
+    """One row of ``PIPELINES``; does: what it does with a batch, in a few words."""
+
+    name: str
+    does: str
+
+    def refuse(self, asked: Asked) -> str | None:
+        """Return why it cannot run what was asked, with numbers, or None."""
+        ...
+
+    def most(self, tiling: Tiling, top_k: int) -> int | None:
+        """Return the most tokens it serves, or None for any number."""
+        ...
+
+    def family(self, tiling: Tiling, rows: int) -> str:
+        """Return the name of the tiles that ``rows`` rows run with here, for people; empty without tiles."""
+        ...
+
+    def regions(self, asked: Asked) -> Regions:
+        """Return the memory of a pass at most, by name."""
+        ...
+
+    def build(self, parts: Parts) -> Pipeline:
+        """Return the pipeline of a layer."""
+        ...

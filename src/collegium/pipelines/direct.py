@@ -1,0 +1,94 @@
+"""Few assignments on a GPU: rows stay in the order of the ids, so nothing is sorted before or after the experts.
+
+The bits are those of ``split``, since the bits of a row depend on no other row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..ops.weighted_sum import weighted_sum
+from ..runtime.memory import under
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    import torch
+    from torch import Tensor
+
+    from ..experts import Tiling
+    from ..runtime.memory import Memory, Regions
+    from ..types import Routing
+    from .base import Asked, Parts
+
+__all__ = ["Direct", "DirectKind"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Direct:
+    """No dispatcher: the sum reads the ids."""
+
+    parts: Parts
+
+    def __call__(
+        self,
+        x: Tensor,
+        routing: Routing,
+        memory: Memory | None = None,
+        *,
+        dtype: torch.dtype,
+        shared: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Return what ``Pipeline`` says."""
+        parts = self.parts
+        ids, weights = routing.topk_ids.contiguous(), routing.topk_weights.contiguous()
+        rows = parts.experts.run_unsorted(x, ids, None if memory is None else memory.part("experts"))
+        if parts.after_expert is not None:
+            rows = parts.after_expert(rows)
+        return weighted_sum(
+            rows, ids, weights, dtype, shared=shared, out=out, experts=parts.num_experts, memory=memory
+        )
+
+    def variants(self, tokens: int) -> frozenset[Hashable]:
+        """Return those of the experts' kernel for the assignments of ``tokens`` tokens."""
+        return self.parts.experts.tiling.variants(tokens * self.parts.top_k, unsorted=True)
+
+
+class DirectKind:
+    """The row of the table: as many tokens as the kernel says are faster unsorted."""
+
+    name = "direct"
+    does = "unsorted"
+
+    def refuse(self, asked: Asked) -> str | None:
+        """Refuse devices, dispatchers, kernels and routings that need the rows in order."""
+        device, rule = asked.problem.device.kind, asked.problem.spec.routing
+        if device != "cuda":
+            return f"asked for {device}; it needs a CUDA GPU"
+        if asked.dispatcher.name != "local":
+            return f"asked for the dispatcher {asked.dispatcher.name}; it has none, so every expert must be here"
+        if rule.weight_on_input:
+            return "asked for router weights on the input; it weights rows after the experts"
+        if not asked.tiling.unsorted_tokens(rule.top_k):
+            return f"{asked.kernel.name} with top-{rule.top_k} runs no number of tokens faster unsorted"
+        return None
+
+    def most(self, tiling: Tiling, top_k: int) -> int | None:
+        """Return what the kernel says."""
+        return tiling.unsorted_tokens(top_k)
+
+    def family(self, tiling: Tiling, rows: int) -> str:
+        """Return the kernel's for so few rows."""
+        return tiling.family(rows)
+
+    def regions(self, asked: Asked) -> Regions:
+        """Return those of the experts' kernel, and of the sum where it is not written to the caller's tensor."""
+        spec, tokens = asked.problem.spec, asked.problem.limits.max_tokens
+        own = {} if spec.latent_size is None else {"sum": 4 * tokens * spec.expert_hidden_size}
+        return own | under("experts", asked.kernel.regions(asked.problem.routed))
+
+    def build(self, parts: Parts) -> Direct:
+        """Return the pipeline."""
+        return Direct(parts=parts)

@@ -1,0 +1,84 @@
+"""Dispatch, run, combine: three replaceable steps, for any number of tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..runtime.memory import under
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    import torch
+    from torch import Tensor
+
+    from ..experts import Tiling
+    from ..runtime.memory import Memory, Regions
+    from ..types import Routing
+    from .base import Asked, Parts
+
+__all__ = ["Split", "SplitKind"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Split:
+    """The router weight is applied in ``combine`` (or on the input) and nowhere else."""
+
+    parts: Parts
+
+    def __call__(
+        self,
+        x: Tensor,
+        routing: Routing,
+        memory: Memory | None = None,
+        *,
+        dtype: torch.dtype,
+        shared: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Return what ``Pipeline`` says."""
+        parts = self.parts
+        rows = parts.dispatcher.rows(*routing.topk_ids.shape)
+        # Kernels that walk token tiles get their lists from the launch that orders the rows.
+        block_t = parts.experts.tiling.block_t(rows) if x.is_cuda else ()
+        batch, handle = parts.dispatcher.dispatch(x, routing, memory, block_t=block_t)
+        made = parts.experts.run(batch, None if memory is None else memory.part("experts"))
+        if parts.after_expert is not None:
+            made = parts.after_expert(made)
+        return parts.dispatcher.combine(made, handle, memory, dtype=dtype, shared=shared, out=out)
+
+    def variants(self, tokens: int) -> frozenset[Hashable]:
+        """Return those of the experts' kernel for the rows of ``tokens`` tokens."""
+        rows = self.parts.dispatcher.rows(tokens, self.parts.top_k)
+        return self.parts.experts.tiling.variants(rows, unsorted=False)
+
+
+class SplitKind:
+    """The row of the table: it refuses nothing."""
+
+    name = "split"
+    does = "sorted by expert"
+
+    def refuse(self, asked: Asked) -> str | None:
+        """Refuse nothing: kernel and dispatcher were asked before."""
+        return None
+
+    def most(self, tiling: Tiling, top_k: int) -> int | None:
+        """Return None: any number of tokens."""
+        return None
+
+    def family(self, tiling: Tiling, rows: int) -> str:
+        """Return the kernel's."""
+        return tiling.family(rows)
+
+    def regions(self, asked: Asked) -> Regions:
+        """Return those of the dispatcher and of the experts' kernel."""
+        lists = bool(asked.tiling.block_t(1))
+        return asked.dispatcher.regions(asked.problem, lists=lists) | under(
+            "experts", asked.kernel.regions(asked.problem.routed)
+        )
+
+    def build(self, parts: Parts) -> Split:
+        """Return the pipeline."""
+        return Split(parts=parts)

@@ -1,0 +1,221 @@
+"""The question ``plan()`` answers: a layer, on a machine, split over ranks, within limits; and what a kernel is asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .errors import SpecError
+from .types import ActivationSpec, MoESpec, require
+
+__all__ = ["Choice", "DeviceFacts", "ExpertsProblem", "Limits", "Placement", "Problem", "Refusal"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """Which experts and which slice of their intermediate width this rank holds.
+
+    expert_ids: logical ids of the local experts, in local slot order.
+    tp_rank, tp_size: the slice of I held here: rows of gate and up, columns of down.
+    slice_size: rows of the slice; None: I / tp_size, rounded up. A slice that is filled up to whole groups has more.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    expert_ids: tuple[int, ...]
+    tp_rank: int = 0
+    tp_size: int = 1
+    slice_size: int | None = None
+
+    def __post_init__(self) -> None:
+        require(0 <= self.rank < self.world_size, "rank", self.rank, f"0 to {self.world_size - 1}")
+        require(0 <= self.tp_rank < self.tp_size, "tp_rank", self.tp_rank, f"0 to {self.tp_size - 1}")
+        require(len(set(self.expert_ids)) == len(self.expert_ids), "expert_ids", self.expert_ids, "each id once")
+
+    def __str__(self) -> str:
+        """Return rank, experts and slice in words."""
+        ids = self.expert_ids
+        whole = len(ids) > 2 and ids == tuple(range(ids[0], ids[0] + len(ids)))
+        held = f"{ids[0]} to {ids[-1]}" if whole else ", ".join(map(str, ids)) or "none"
+        part = f", slice {self.tp_rank} of {self.tp_size}" if self.tp_size > 1 else ""
+        return f"rank {self.rank} of {self.world_size}, experts {held}{part}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceFacts:
+    """The machine as far as planning needs it; made by hand or by ``collegium.probe``.
+
+    kind: ``cpu`` or ``cuda``. capability: (major, minor) of a CUDA device, None on CPU.
+    memory: bytes of the device, 0 when unknown. threads: CPU threads torch will use. index: number of the CUDA device
+    on this machine, None for one that is not here. sms: its multiprocessors, None for those of an H100 or H200.
+    """
+
+    kind: Literal["cpu", "cuda"]
+    name: str = ""
+    capability: tuple[int, int] | None = None
+    memory: int = 0
+    threads: int = 1
+    index: int | None = None
+    sms: int | None = None
+
+    @property
+    def place(self) -> str:
+        """What torch calls the device: ``cpu``, ``cuda:1``, or ``cuda`` for one without a number."""
+        return self.kind if self.index is None else f"{self.kind}:{self.index}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Bounds the plan sizes its workspace for."""
+
+    max_tokens: int = 8192
+
+    def __post_init__(self) -> None:
+        require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertsProblem:
+    """What an experts kernel is asked on one rank; it knows neither routing nor ranks. The shared expert is one of these.
+
+    experts, parts, intermediate, hidden: the weights ``[experts, parts, intermediate, hidden]`` and
+    ``[experts, hidden, intermediate]`` it packs. weighted: rows are multiplied by a weight before they are quantised.
+    tokens, rows: the most of each in one batch; a row is a token at one of its experts.
+    activation_format: what rows become before each product; dtype: of the tokens.
+    """
+
+    experts: int
+    parts: int
+    intermediate: int
+    hidden: int
+    activation: ActivationSpec
+    weight_format: str
+    bias: bool
+    weighted: bool
+    tokens: int
+    rows: int
+    dtype: Literal["bf16", "fp16", "fp32"]
+    activation_format: str
+    device: DeviceFacts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """The printable question ``plan()`` answers.
+
+    activation_format: format activations take before each multiplication (``collegium.ops.quantize``); None lets the
+        plan choose the one that loses nothing. dtype: of the layer's input and output.
+    placement: what this rank holds; None: every expert, whole. graph: a CUDA graph has to be able to capture the layer.
+    """
+
+    spec: MoESpec
+    device: DeviceFacts
+    limits: Limits = field(default_factory=Limits)
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    activation_format: str | None = None
+    placement: Placement | None = None
+    graph: bool = False
+
+    def __post_init__(self) -> None:
+        if self.placement is not None:
+            beyond = [expert for expert in self.placement.expert_ids if not 0 <= expert < self.spec.num_experts]
+            require(not beyond, "placement.expert_ids", beyond, f"0 to {self.spec.num_experts - 1}")
+
+    @property
+    def local_experts(self) -> tuple[int, ...]:
+        """Logical ids of the experts this rank holds."""
+        return tuple(range(self.spec.num_experts)) if self.placement is None else self.placement.expert_ids
+
+    @property
+    def alone(self) -> bool:
+        """Whether this rank holds everything, so that nothing has to be exchanged."""
+        placed = self.placement
+        return placed is None or (placed.tp_size == 1 and placed.expert_ids == tuple(range(self.spec.num_experts)))
+
+    @property
+    def routed(self) -> ExpertsProblem:
+        """What the kernel of the routed experts is asked on this rank."""
+        spec, placed = self.spec, self.placement
+        wide = spec.intermediate_size
+        if placed is not None and placed.tp_size > 1:
+            wide = placed.slice_size or -(-wide // placed.tp_size)
+        return self._experts(
+            experts=len(self.local_experts),
+            parts=spec.gate_up_parts,
+            intermediate=wide,
+            hidden=spec.expert_hidden_size,
+            activation=spec.activation,
+            weight_format=spec.weight_format,
+            bias=spec.expert_bias,
+            weighted=spec.routing.weight_on_input,
+            rows=self.limits.max_tokens * spec.routing.top_k,
+        )
+
+    def shared(self, weight_format: str | None = None) -> ExpertsProblem:
+        """Return what the kernel of the shared expert is asked: one expert that every token goes to.
+
+        weight_format: of its weights; None: what the spec says. Raises SpecError when there is none.
+        """
+        spec = self.spec
+        if spec.shared is None:
+            raise SpecError("shared: the spec has no shared expert; ask only where spec.shared is given")
+        activation = spec.shared.activation or spec.activation
+        return self._experts(
+            experts=1,
+            parts=2 if activation.gated else 1,
+            intermediate=spec.shared.intermediate_size,
+            hidden=spec.hidden_size,
+            activation=activation,
+            weight_format=weight_format or spec.shared.weight_format or spec.weight_format,
+            bias=False,
+            weighted=False,
+            rows=self.limits.max_tokens,
+        )
+
+    def _experts(
+        self,
+        *,
+        experts: int,
+        parts: int,
+        intermediate: int,
+        hidden: int,
+        activation: ActivationSpec,
+        weight_format: str,
+        bias: bool,
+        weighted: bool,
+        rows: int,
+    ) -> ExpertsProblem:
+        return ExpertsProblem(
+            experts=experts,
+            parts=parts,
+            intermediate=intermediate,
+            hidden=hidden,
+            activation=activation,
+            weight_format=weight_format,
+            bias=bias,
+            weighted=weighted,
+            tokens=self.limits.max_tokens,
+            rows=rows,
+            dtype=self.dtype,
+            activation_format=self.activation_format or self.dtype,
+            device=self.device,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """A user's explicit wish; the plan obeys or refuses, it never falls back. Names as the plan prints them."""
+
+    kernel: str | None = None
+    activation_format: str | None = None
+    dispatcher: str | None = None
+    pipeline: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """One candidate and the reason, with numbers, why it was not chosen. what: kernel, dispatcher or pipeline."""
+
+    what: str
+    name: str
+    reason: str

@@ -1,0 +1,46 @@
+"""The projections around routed experts that work in a width of their own (latent MoE)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from ..types import LatentWeights
+
+__all__ = ["Latent", "latent_of"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Latent:
+    """down ``[H, D]`` in the dtype of x; up ``[D, H]`` and norm ``[H]`` (or None) in float32."""
+
+    down: Tensor
+    up: Tensor
+    norm: Tensor | None
+    norm_eps: float
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Return ``[T, H]`` for ``x [T, D]``."""
+        return functional.linear(x, self.down)
+
+    def leave(self, rows: Tensor) -> Tensor:
+        """Return ``[T, D]`` float32 for the experts' sums ``[T, H]`` float32."""
+        if self.norm is not None:
+            rows = functional.rms_norm(rows, (rows.shape[-1],), self.norm, self.norm_eps)
+        return functional.linear(rows, self.up)
+
+
+def latent_of(latent: LatentWeights, dtype: torch.dtype) -> Latent:
+    """Return the projections of a layer whose input has ``dtype``, each in the dtype it computes in."""
+    return Latent(
+        down=latent.down.detach().to(dtype),
+        up=latent.up.detach().float(),
+        norm=None if latent.norm is None else latent.norm.detach().float(),
+        norm_eps=latent.norm_eps,
+    )

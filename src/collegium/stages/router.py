@@ -1,0 +1,98 @@
+"""From tokens to chosen experts: the layer's own logits, and the rules that choose by logits or take a routing."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch.nn import functional
+
+from ..errors import InputError
+from ..ops.route import given_routing, route, route_custom
+from .checks import check_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    from torch import Tensor
+
+    from ..runtime.memory import Memory
+    from ..types import MoESpec, RouterWeights, Routing
+
+__all__ = ["Router", "in_float32", "in_full"]
+
+
+def in_full(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context without autocast: router and latent projections are computed in the dtypes they have."""
+    if not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
+def in_float32(router: RouterWeights) -> RouterWeights:
+    """Return a router that works in float32: copies of a weight and a bias of another dtype, without gradients."""
+    bias = None if router.bias is None else router.bias.detach().float()
+    return replace(router, weight=router.weight.detach().float(), bias=bias)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Router:
+    """How one layer chooses experts. weights: None where every call brings logits or a routing."""
+
+    spec: MoESpec
+    weights: RouterWeights | None
+    choose: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]] | None
+    checked: bool
+
+    def own_logits(self, x: Tensor) -> Tensor:
+        """Return the logits for ``x [T, D]``, the layer's input; raises InputError where the router reads another."""
+        if self.spec.routing.input_norm_eps is not None:
+            raise InputError(
+                "forward: this router reads an input of its own, which it normalises (Gemma-4: the residual before "
+                "the experts' norm); give router_input, or router_logits or a routing"
+            )
+        return self.logits(x)
+
+    def logits(self, seen: Tensor) -> Tensor:
+        """Return the logits ``[T, E]`` float32 for what the router reads, ``[T, D]``."""
+        own, eps = self.weights, self.spec.routing.input_norm_eps
+        if own is None:
+            raise InputError(
+                "forward: no router_logits and no routing were given and the layer was built without a router; "
+                "give one of the two, or build the layer with router=RouterWeights(...)"
+            )
+        with in_full(seen.device):
+            read = seen.float() if eps is None else functional.rms_norm(seen.float(), (seen.shape[-1],), eps=eps)
+            return functional.linear(read, own.weight.float(), None if own.bias is None else own.bias.float())
+
+    def __call__(
+        self,
+        x: Tensor,
+        logits: Tensor | None,
+        topk_ids: Tensor | None,
+        topk_weights: Tensor | None,
+        token_ids: Tensor | None,
+        memory: Memory | None = None,
+    ) -> Routing:
+        """Return the experts of every token of ``x [T, D]``: those given, or those the logits ``[T, E]`` choose."""
+        rule, own = self.spec.routing, self.weights
+        if topk_ids is not None and topk_weights is not None:
+            check_rows("topk_ids", topk_ids, (x.shape[0], topk_ids.shape[-1]))
+            return given_routing(topk_ids, topk_weights, self.spec.num_experts, checked=self.checked)
+        logits = cast("Tensor", logits)
+        check_rows("router_logits", logits, (x.shape[0], self.spec.num_experts))
+        if self.choose is not None:
+            return route_custom(self.choose, x, logits, rule, checked=self.checked)
+        return route(
+            logits,
+            rule,
+            bias=None if own is None else own.correction_bias,
+            token_ids=token_ids,
+            hash_table=None if own is None else own.hash_table,
+            expert_scale=None if own is None else own.expert_scale,
+            checked=self.checked,
+            memory=None if memory is None else memory.part("routing"),
+        )

@@ -1,0 +1,63 @@
+"""The shared expert: to its kernel one expert that every token goes to, with a sigmoid gate where the model has one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from ..types import ContiguousBatch
+from .checks import check_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from torch import Tensor
+
+    from ..experts import ExpertKernel, Packed
+    from ..formats.payload import Payload
+    from ..problem import Problem
+    from ..runtime.memory import Memory
+    from ..types import SharedWeights
+
+__all__ = ["SharedExpert", "pack_shared"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedExpert:
+    """The packed shared expert of a layer.
+
+    rows: ``[max_tokens + 1]`` int64, every batch is the first rows in order; bounds: ``[max_tokens + 1, 2]``, row T is
+    (0, T). gate: ``[1, D]`` float32 or None.
+    """
+
+    experts: Packed
+    rows: Tensor
+    bounds: Tensor
+    gate: Tensor | None
+
+    def __call__(self, x: Tensor, memory: Memory | None = None) -> Tensor:
+        """Return ``[T, D]``, what is added to the routed experts' sum for ``x [T, D]``."""
+        tokens = x.shape[0]
+        batch = ContiguousBatch(x=x, source=self.rows[:tokens], expert_offsets=self.bounds[tokens])
+        out = self.experts.run(batch, None if memory is None else memory.part("shared"))
+        return out if self.gate is None else torch.sigmoid(functional.linear(x.float(), self.gate)) * out
+
+    def variants(self, tokens: int) -> frozenset[Hashable]:
+        """Return what has to be compiled for a batch of ``tokens`` tokens."""
+        return self.experts.tiling.variants(tokens, unsorted=False)
+
+
+def pack_shared(shared: SharedWeights[Payload], problem: Problem, kernel: ExpertKernel) -> SharedExpert:
+    """Pack the shared expert for ``kernel``; raises InputError when weights and spec disagree."""
+    asked = problem.shared()
+    check_weights(shared.experts, asked)
+    rows = torch.arange(problem.limits.max_tokens + 1, device=shared.experts.down.device)
+    return SharedExpert(
+        experts=kernel.pack(shared.experts, asked),
+        rows=rows,
+        bounds=torch.stack((torch.zeros_like(rows), rows), dim=1),
+        gate=None if shared.gate is None else shared.gate.detach().float(),
+    )
