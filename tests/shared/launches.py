@@ -7,7 +7,7 @@ a process where Triton's interpreter does not stand in (``compile_apart``).
 
 from __future__ import annotations
 
-import importlib
+import sys
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -31,9 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Launches", "Variant", "layer_on", "pretending"]
 
-_OPS = "grouped_gemm operand permute prefill products quantize route route_device w4a8 weighted_sum"
-_EXPERTS = "triton_bf16 triton_fp8 triton_w4a16 triton_w4a8"
-_ROOMS = (*(f"ops.{op}" for op in _OPS.split()), *(f"experts.{own}" for own in _EXPERTS.split()), "layer")
+_HOMES = ("collegium.runtime.launch", "collegium.runtime.machine")  # ask torch, and are asked through others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +100,8 @@ def pretending(capability: tuple[int, int] = (9, 0), sms: int = 132) -> Generato
         "overlaps": lambda _: capability >= (9, 0),
         "machine_at": lambda _: machine,
     }
-    rooms = [importlib.import_module(f"collegium.{room}") for room in _ROOMS]
+    rooms = [room for name, room in list(sys.modules.items()) if name.startswith("collegium.")]
+    rooms = [room for room in rooms if room.__name__ not in _HOMES]
     patches = [patch.object(room, name, new) for room in rooms for name, new in replaced.items() if hasattr(room, name)]
     patches.append(patch.object(torch.Tensor, "is_cuda", True))
     for each in patches:
