@@ -1,0 +1,315 @@
+"""Memory that forward passes run in: named regions at fixed places of one block, sized by the plan.
+
+A pass allocates nothing: every stage declares its regions for a problem (name and most bytes), the plan sums them, and a
+workspace holds them all. Code that needs a buffer for the length of a pass is given a ``Memory`` and takes a region by
+name. A workspace serves one pass at a time; ``Workspaces`` lends them, so passes that several threads start at once
+never share a buffer. Blocks are never given back while the workspace lives, since passes that still run on the device
+use their addresses.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from functools import lru_cache
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+__all__ = [
+    "Arena",
+    "Memory",
+    "MemoryMap",
+    "OwnMemory",
+    "Region",
+    "Regions",
+    "Workspace",
+    "Workspaces",
+    "captured",
+    "captures",
+    "largest",
+    "memory_map",
+    "shared_workspaces",
+    "take",
+    "under",
+]
+
+ALIGN = 256  # bytes that divide the place of every region
+_KEPT = 4096  # buffers of one arena remembered
+_numbers = itertools.count()
+
+Regions = dict[str, int]  # the most bytes a stage takes under each name, for one problem
+
+
+class Region(NamedTuple):
+    """One region of a plan: its name, and the most bytes that are taken of it."""
+
+    name: str
+    nbytes: int
+
+
+class Memory(Protocol):
+    """What a pass takes its buffers from; a buffer is the pass's own until the pass ends."""
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return the uninitialised contiguous buffer ``name``; a pass takes a name once."""
+        ...
+
+    def part(self, name: str) -> Memory:
+        """Return the memory of the part ``name`` of the pass: its regions are called ``name/...``."""
+        ...
+
+
+def take(
+    memory: Memory | None, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return the buffer ``name`` of ``memory``, or fresh memory of ``device`` where no pass gives any."""
+    return torch.empty(shape, dtype=dtype, device=device) if memory is None else memory.take(name, shape, dtype)
+
+
+def under(name: str, regions: Mapping[str, int]) -> Regions:
+    """Return the regions of the part ``name`` of a pass."""
+    return {f"{name}/{own}": size for own, size in regions.items()}
+
+
+def largest(*alternatives: Mapping[str, int]) -> Regions:
+    """Return what holds any one of the ``alternatives``: of each region the largest."""
+    names = dict.fromkeys(name for regions in alternatives for name in regions)
+    return {name: max(regions.get(name, 0) for regions in alternatives) for name in names}
+
+
+class MemoryMap:
+    """Where each region of a plan is in a block: the same place for every pass, and on every rank.
+
+    nbytes: of the block.
+    """
+
+    def __init__(self, regions: tuple[Region, ...]) -> None:
+        self.places: dict[str, tuple[int, int]] = {}
+        start = 0
+        for region in regions:
+            self.places[region.name] = start, region.nbytes
+            start += -(-region.nbytes // ALIGN) * ALIGN
+        self.nbytes = start
+
+    def find(self, name: str, nbytes: int) -> int:
+        """Return the first byte of ``name``; a region that is missing or too small is a fault of the plan."""
+        start, size = self.places.get(name, (0, -1))
+        if nbytes > size:
+            raise AssertionError(
+                f"a pass takes {nbytes:,} bytes as {name!r}, the plan has {max(size, 0):,}: the stage that takes them "
+                "declares too little. Please report it, with print(layer)"
+            )
+        return start
+
+
+@lru_cache(maxsize=256)
+def memory_map(regions: tuple[Region, ...]) -> MemoryMap:
+    """Return the map of ``regions``, one for all layers that have the same."""
+    return MemoryMap(regions)
+
+
+class Arena:
+    """The ``Memory`` of passes in one block."""
+
+    def __init__(self, block: Tensor, places: MemoryMap) -> None:
+        self.block = block
+        self.places = places
+        self._found: dict[tuple[str, tuple[int, ...], torch.dtype], Tensor] = {}
+        self._parts: dict[str, _Part] = {}
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return the region ``name`` of the block as a tensor."""
+        key = (name, shape, dtype)
+        found = self._found.get(key)
+        if found is None:
+            size = prod(shape) * dtype.itemsize
+            start = self.places.find(name, size)
+            if len(self._found) >= _KEPT:
+                self._found.clear()
+            # An inference tensor could not be written outside inference mode.
+            with torch.inference_mode(False):
+                found = self._found[key] = self.block[start : start + size].view(dtype).view(shape)
+        return found
+
+    def part(self, name: str) -> Memory:
+        """Return the memory of a part of the pass."""
+        found = self._parts.get(name)
+        if found is None:
+            found = self._parts[name] = _Part(self, name)
+        return found
+
+
+class OwnMemory:
+    """Fresh memory for every buffer of a pass, none of it twice, which lives as long as this object.
+
+    For passes that a CUDA graph captures: torch takes the memory from the graph's own pool, so a graph shares no buffer
+    with other passes, and may be replayed beside them. And for passes that compile kernels side by side.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._taken: list[Tensor] = []
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return fresh memory."""
+        self._taken.append(torch.empty(shape, dtype=dtype, device=self.device))
+        return self._taken[-1]
+
+    def part(self, name: str) -> Memory:
+        """Return this memory: what is never shared needs no names."""
+        return self
+
+
+class _Part:
+    def __init__(self, whole: Memory, name: str) -> None:
+        self._whole, self._name = whole, name
+        self._names: dict[str, str] = {}
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        full = self._names.get(name)
+        if full is None:
+            full = self._names[name] = f"{self._name}/{name}"
+        return self._whole.take(full, shape, dtype)
+
+    def part(self, name: str) -> Memory:
+        return self._whole.part(f"{self._name}/{name}")
+
+
+class Workspace:
+    """A block on one device for one forward pass at a time; ``number`` is its own in this process.
+
+    stream: the CUDA stream of the last pass.
+    """
+
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        self.device = torch.empty(0, device=device).device  # with its index, as tensors name it
+        self.number = next(_numbers)
+        self.stream = _current_stream(self.device)
+        # An inference tensor could not be written outside inference mode.
+        with torch.inference_mode(False):
+            self.block = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        self._arenas: dict[int, Arena] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the block."""
+        return self.block.numel()
+
+    def memory(self, places: MemoryMap) -> Arena:
+        """Return the block as the memory of passes whose regions are at ``places``."""
+        found = self._arenas.get(id(places))
+        if found is None or found.places is not places:
+            found = self._arenas[id(places)] = Arena(self.block, places)
+        return found
+
+    def follow(self, stream: int) -> None:
+        """Let ``stream``, which is current, wait for the stream of the last pass."""
+        if stream == self.stream:
+            return
+        default = torch.cuda.default_stream(self.device)
+        last = default if self.stream == 0 else torch.cuda.ExternalStream(self.stream, self.device)
+        torch.cuda.current_stream(self.device).wait_stream(last)
+        self.stream = stream
+
+
+class Workspaces:
+    """The workspaces of one device, lent to one pass each; as many exist as passes were ever started at once.
+
+    Safe to use from any number of threads.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = torch.empty(0, device=device).device
+        self._size = 0
+        self._free: list[Workspace] = []
+        self._retired: list[Workspace] = []  # too small; passes that still run on the device may use them
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and unpickle as what all layers of the device share: addresses are no part of a layer."""
+        return shared_workspaces, (self.device, self._size)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the workspaces that no pass has now."""
+        return sum(space.nbytes for space in self._free)
+
+    def reserve(self, size: int) -> None:
+        """Let every workspace have ``size`` bytes at least, and have one ready."""
+        with self._lock:
+            self._size = max(self._size, size)
+            ready = any(space.nbytes >= self._size for space in self._free)
+        if not ready:
+            self.give(self._made())
+
+    def take(self) -> Workspace:
+        """Return a workspace for one pass on the current stream, which waits for another stream that used it last.
+
+        Workspaces that were last used on this stream come first, so threads with a stream each do not wait.
+        """
+        stream, free = _current_stream(self.device), self._free
+        with self._lock:
+            if free and free[-1].stream == stream:
+                space = free.pop()
+            else:
+                at = next((at for at, other in enumerate(free) if other.stream == stream), -1)
+                space = free.pop(at) if free else None
+        if space is None:
+            return self._made()
+        if space.nbytes < self._size:
+            self._retired.append(space)
+            return self.take()
+        if space.stream != stream:
+            if captures(self.device, space.stream):
+                # Another thread captures on that stream, and waiting for it would become a part of its graph.
+                made = self._made()
+                self._free.insert(0, space)
+                return made
+            space.follow(stream)
+        return space
+
+    def give(self, space: Workspace) -> None:
+        """Take back what ``take`` returned, once everything that uses it is on its stream."""
+        self._free.append(space)
+
+    def _made(self) -> Workspace:
+        # Its memory is new on the current stream, which is therefore the one that later passes wait for.
+        return Workspace(self.device, self._size)
+
+
+_shared: dict[torch.device, Workspaces] = {}
+_making = threading.Lock()
+
+
+def shared_workspaces(device: torch.device, size: int = 0) -> Workspaces:
+    """Return the workspaces all layers of ``device`` share, of ``size`` bytes at least each."""
+    with _making:
+        found = _shared.setdefault(device, Workspaces(device))
+    found.reserve(size)
+    return found
+
+
+def captured(device: torch.device) -> bool:
+    """Return whether a CUDA graph captures what the current stream of ``device`` is given."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def captures(device: torch.device, stream: int) -> bool:
+    """Return whether a CUDA graph captures ``stream`` (as CUDA names it) of ``device``, in whatever thread."""
+    if device.type != "cuda" or not stream:
+        return False
+    with torch.cuda.stream(torch.cuda.ExternalStream(stream, device)):
+        return torch.cuda.is_current_stream_capturing()
+
+
+def _current_stream(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    return torch._C._cuda_getCurrentRawStream(device.index)  # pyright: ignore[reportPrivateUsage]
