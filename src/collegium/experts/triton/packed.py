@@ -108,7 +108,7 @@ def run_experts(batch: ContiguousBatch, packed: PackedExperts) -> Tensor:
         source=source if weighted else None,
         weights=batch.input_weights,
         order=packed.gate_up.row_order,
-        late=batch.settled and not weighted,
+        x_ready=batch.settled and not weighted,
     )
     return _both(rows_in, packed, offsets, pair, out, source=None if weighted else source)
 
