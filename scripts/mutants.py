@@ -417,8 +417,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "correction bias used in the weights", "ops/route.py",
         (
             (
-                "_into(out, ids, _weights(raw, scores, ids, spec))",
-                "_into(out, ids, _weights(raw, scores if bias is None else scores + bias.float(), ids, spec))",
+                "topk_weights=_weights(raw, scores, ids, spec))",
+                "topk_weights=_weights(raw, scores if bias is None else scores + bias.float(), ids, spec))",
             ),
         ),
         _ROUTE,
@@ -594,7 +594,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("an id that is no expert adds nothing", "kernels/weighted_sum.py", (("tl.where(slot == -1, 0.0, float(\"nan\"))", "tl.where(slot == -1, 0.0, 0.0)"),), (*_SMALL, *_DIRECT)),
     Mutant("NaN in a group of rows hidden", "ops/quantize.py", (("scales = scale.masked_fill(~finite, torch.nan)", "scales = scale"),), ("tests/cpu/test_quantize.py", *_NAN)),
     Mutant("NaN in a group of rows hidden", "kernels/quantize.py", (("tl.where(finite, scale, float(\"nan\"))", "scale"),), (*_SMALL, *_DIRECT)),
-    Mutant("a format without a kernel written as another", "ops/quantize.py", (("    if not isinstance(form, _Cast | _Fp8 | _NvFp4):\n        raise _no_kernel(form)\n", ""),), ("tests/cpu/test_small_kernels.py::test_an_activation_format_without_a_kernel_is_refused",)),
+    Mutant("a format without a kernel written as another", "ops/quantize.py", (("there is none.\"\"\"\n        raise _no_kernel(self)\n", "there is none.\"\"\"\n        _CASTS[0].write(given, made)\n"),), ("tests/cpu/test_small_kernels.py::test_an_activation_format_without_a_kernel_is_refused",)),
     # Activations in eight bits.
     Mutant(
         "activations left in 32 bits", "experts/reference.py",

@@ -11,14 +11,16 @@ import torch
 from collegium.errors import InputError
 from collegium.ops import permute as permutation
 from collegium.ops import quantize as quantization
-from collegium.ops.operand import operand
-from collegium.ops.permute import Permutation, permutation_buffers, permute, permute_on_device
-from collegium.ops.quantize import ActivationFormat, QuantizedRows, quantize_on_device, quantize_rows, row_buffers
+from collegium.ops.operand import operand, operand_regions
+from collegium.ops.permute import Permutation, permute, permute_on_device
+from collegium.ops.quantize import AS_IS, PADDED, ActivationFormat, QuantizedRows, quantize_on_device, quantize_rows
 from collegium.ops.route import route
-from collegium.ops.route_device import route_on_device, routing_buffers
+from collegium.ops.route_device import route_on_device
+from collegium.ops.rows import GivenRows
 from collegium.ops.weighted_sum import weighted_sum, weighted_sum_on_device
 from collegium.parallel.local import Local
 from collegium.types import Routing, RoutingSpec
+from memories import Poisoned
 
 if torch.cuda.is_available():
     pytest.skip("tests/gpu makes these comparisons on the device", allow_module_level=True)
@@ -77,16 +79,6 @@ def same_order(left: Permutation, right: Permutation) -> None:
         assert same_bits(one.row, other.row)
 
 
-def poisoned_order(tokens: int, top_k: int, experts: int) -> Permutation:
-    made = permutation_buffers((tokens, top_k), experts, torch.device("cpu"), block_t=(16, 64), weights=True)
-    tiles = [tensor for each in made.tiles for tensor in (each.expert, each.row)]
-    for tensor in (made.source, made.expert_offsets, made.slots, made.scratch, *tiles):
-        if tensor is not None:
-            tensor.fill_(-77777)
-    made.weights_by_row.fill_(torch.nan)
-    return made
-
-
 # From 257 assignments on two kernels do it.
 @pytest.mark.parametrize(
     ("kind", "tokens", "top_k", "experts"),
@@ -114,7 +106,7 @@ def test_order_and_tiles(kind: str, tokens: int, top_k: int, experts: int) -> No
     weights = torch.rand(tokens, top_k)
     asked: dict[str, Any] = {"input_weights": weights, "block_t": (16, 64)}
     wanted = permute(ids, experts, **asked)
-    same_order(permute_on_device(ids.int(), experts, **asked, out=poisoned_order(tokens, top_k, experts)), wanted)
+    same_order(permute_on_device(ids.int(), experts, **asked, memory=Poisoned()), wanted)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +129,7 @@ def test_a_routing_may_hold_anything(tokens: int, top_k: int, experts: int) -> N
     ):
         asked: dict[str, Any] = {"input_weights": factors, "block_t": (16, 64)}
         wanted = permute(given, experts, **asked)
-        same_order(permute_on_device(given, experts, **asked, out=poisoned_order(tokens, top_k, experts)), wanted)
+        same_order(permute_on_device(given, experts, **asked, memory=Poisoned()), wanted)
         long = given.long()
         gone, kept = long == -1, (long >= 0) & (long < experts)
         assert torch.equal(wanted.slots == -1, gone)
@@ -160,7 +152,7 @@ def test_a_program_takes_several_blocks(kind: str, count: int, monkeypatch: pyte
     if kind != "random":
         ids.fill_(-1 if kind == "dropped" else 30)
     asked: dict[str, Any] = {"input_weights": weights, "block_t": (16, 64)}
-    same_order(permute_on_device(ids, 31, **asked, out=poisoned_order(count, 1, 31)), permute(ids, 31, **asked))
+    same_order(permute_on_device(ids, 31, **asked, memory=Poisoned()), permute(ids, 31, **asked))
 
 
 @pytest.mark.parametrize("on_input", [False, True])
@@ -207,7 +199,7 @@ def test_codes_and_scales(name: str, columns: int) -> None:
     source = torch.randint(0, 11, (30,))
     for at, scale in ((None, None), (source, torch.rand(30)), (None, torch.rand(11))):
         wanted = quantize_rows(x, name, source=at, weights=scale)
-        found = quantize_on_device(x, name, source=at, weights=scale)
+        found = quantize_on_device(x, name, source=at, weights=scale, memory=Poisoned())
         for part in ("codes", "scales", "global_scale"):
             assert same_bits(getattr(found, part), getattr(wanted, part)), part
 
@@ -255,7 +247,7 @@ def test_router(name: str) -> None:
         tried = [bias, bias * 0, *(bias.index_fill(0, torch.tensor([2]), odd) for odd in (torch.inf, torch.nan))]
     for given in tried:
         wanted = route(logits, spec, bias=given)
-        assert same_routing(route_on_device(logits, spec, bias=given), wanted)
+        assert same_routing(route_on_device(logits, spec, bias=given, memory=Poisoned()), wanted)
         lost = wanted.topk_weights.isnan().any(dim=1)
         assert lost.all() if given is not None and given.isnan().any() else 1 <= int(lost.sum()) < 8
         assert lost[3]
@@ -275,28 +267,30 @@ def test_router_looks_experts_up(score: Any) -> None:
     assert wanted.topk_weights.isnan().any(dim=1).tolist() == [t in (1, 2, 3, 4, 7) for t in range(9)]
 
 
-@pytest.mark.parametrize("device_path", [False, True])
-def test_buffers_are_written(device_path: bool) -> None:
-    logits, spec, weights, x = torch.randn(30, 9), RoutingSpec(top_k=4), torch.rand(30, 4), torch.randn(30, 90)
-    order = permutation_buffers((30, 4), 9, x.device, block_t=(16,), weights=True)
-    routing, rows, out = (
-        routing_buffers((30, 4), x.device),
-        row_buffers("fp8_group128", 30, 90, x.device),
-        torch.empty(30, 90),
-    )
-    if device_path:
-        assert route_on_device(logits, spec, out=routing) is routing
-        assert permute_on_device(routing.topk_ids, 9, input_weights=weights, block_t=(16,), out=order) is order
-        assert quantize_on_device(x, "fp8_group128", out=rows) is rows
-        assert weighted_sum_on_device(torch.ones(120, 90), order.slots, None, torch.float32, out=out) is out
-    else:
-        assert route(logits, spec, out=routing) is routing
-        assert permute(routing.topk_ids, 9, input_weights=weights, block_t=(16,), out=order) is order
-        assert quantize_rows(x, "fp8_group128", out=rows) is rows
-        assert weighted_sum(torch.ones(120, 90), order.slots, None, torch.float32, out=out) is out
-    assert same_routing(routing, route(logits, spec))
-    assert torch.equal(order.source, permute(routing.topk_ids, 9).source)
-    assert same_bits(rows.scales, quantize_rows(x, "fp8_group128").scales)
+def test_results_are_in_the_memory_that_is_given() -> None:
+    logits, weights, x, memory = torch.randn(300, 9), torch.rand(300, 4), torch.randn(300, 90), Poisoned()
+    routing = route_on_device(logits, RoutingSpec(top_k=4), memory=memory)
+    order = permute_on_device(routing.topk_ids, 9, input_weights=weights, block_t=(16,), memory=memory)
+    rows = quantize_on_device(x, "nvfp4", memory=memory)
+    out = weighted_sum_on_device(torch.ones(1200, 90), order.slots, None, torch.float32, memory=memory)
+    tiles = order.tiles[0]
+    places = {
+        "topk_ids": (routing.topk_ids,),
+        "topk_weights": (routing.topk_weights,),
+        "order": (order.source, order.slots, order.expert_offsets, tiles.row),
+        "owners": (tiles.expert,),
+        "weights_by_row": (order.weights_by_row,),
+        "counts": (),
+        "codes": (rows.codes,),
+        "scales": (rows.scales,),
+        "global_scale": (rows.global_scale,),
+        "sum": (out,),
+    }
+    assert set(memory.taken) == set(places)
+    for name, found in places.items():
+        for each in found:
+            assert each is not None
+            assert each.untyped_storage().data_ptr() == memory.taken[name].untyped_storage().data_ptr(), name
     assert torch.equal(out[:, 0], (order.slots >= 0).sum(1).float())
 
 
@@ -319,13 +313,27 @@ def test_an_activation_format_without_a_kernel_is_refused(monkeypatch: pytest.Mo
 
     known = quantization.ACTIVATION_FORMATS
     monkeypatch.setattr(quantization, "ACTIVATION_FORMATS", (*known, Halves(name="halves", bits=8)))
-    x = torch.ones(3, 4)
-    assert torch.equal(quantize_rows(x, "halves").codes, x / 2)
+    x, form = torch.ones(3, 4), quantization.activation_format("halves")
     made = quantize_rows(x, "halves")
+    assert torch.equal(made.codes, x / 2)
     for call in (
         lambda: quantize_on_device(x, "halves"),
-        lambda: quantize_on_device(x, "halves", out=made),
-        lambda: row_buffers("halves", 3, 4, x.device),
+        lambda: operand_regions(3, 4, "halves"),
+        lambda: form.write(GivenRows(x, None, None, AS_IS, False), made),
     ):
         with pytest.raises(InputError, match=r"halves: found Halves, which no kernel writes, allowed: fp32, .*nvfp4"):
             call()
+
+
+@pytest.mark.parametrize("name", [None, "bf16", "mxfp8", "nvfp4"])
+def test_an_order_of_what_is_no_e4m3_operand_is_refused(name: str | None) -> None:
+    with pytest.raises(InputError, match=r"operand: found order 1 of .* rows, allowed: 0"):
+        operand(torch.ones(3, 4), name, order=PADDED)
+    assert {form.name for form in quantization.ACTIVATION_FORMATS if form.e4m3} == {
+        "fp8_group128", "fp8_group128_pow2", "fp8_token",
+    }  # fmt: skip
+
+
+def test_rows_of_a_dtype_without_a_format_are_refused() -> None:
+    with pytest.raises(InputError, match=r"found torch.float64, allowed: torch.float32, torch.bfloat16"):
+        operand(torch.ones(3, 4, dtype=torch.float64), None, source=torch.tensor([0]))

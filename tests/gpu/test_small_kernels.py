@@ -13,8 +13,8 @@ if not torch.cuda.is_available():
 
 from collegium.encoding import encode_experts
 from collegium.layer import MoELayer
-from collegium.ops.permute import Permutation, permutation_buffers, permute
-from collegium.ops.quantize import ACTIVATION_FORMATS, quantize_rows, row_buffers
+from collegium.ops.permute import Permutation, permute
+from collegium.ops.quantize import ACTIVATION_FORMATS, quantize_rows
 from collegium.ops.route import route
 from collegium.ops.weighted_sum import weighted_sum
 from collegium.plan import plan
@@ -22,6 +22,7 @@ from collegium.runtime.devices import probe
 from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
 from collegium.problem import Problem
 from collegium.types import SCORE_FUNCTIONS, MoESpec, Routing, RoutingSpec
+from memories import Poisoned
 
 FP8 = torch.cuda.get_device_capability() >= (8, 9)
 NAMES = [f.name for f in ACTIVATION_FORMATS if FP8 or f.name in ("fp32", "bf16", "fp16")]
@@ -116,8 +117,7 @@ def test_codes_and_scales(name: str, rows: int, columns: int, dtype: torch.dtype
     for at, scale in ((None, None), (source, torch.rand(rows + 5))):
         wanted = quantize_rows(x, name, source=at, weights=scale)
         moved = [None if t is None else t.cuda() for t in (at, scale)]
-        out = row_buffers(name, wanted.codes.shape[0], columns, torch.device("cuda"))
-        found = quantize_rows(x.cuda(), name, source=moved[0], weights=moved[1], out=out)
+        found = quantize_rows(x.cuda(), name, source=moved[0], weights=moved[1], memory=Poisoned("cuda"))
         for part in ("codes", "scales", "global_scale"):
             assert same_bits(getattr(found, part), getattr(wanted, part)), part
 
@@ -215,20 +215,23 @@ def test_router_looks_experts_up() -> None:
 
 def test_buffers_are_written_and_nothing_waits() -> None:
     ids = ids_of("random", 300, 8, 64).cuda()
-    made = permutation_buffers((300, 8), 64, ids.device, block_t=(16,), weights=True)
     weights, logits = torch.rand(300, 8, device="cuda"), torch.randn(300, 64, device="cuda")
-    given = Routing(topk_ids=torch.empty(300, 8, dtype=torch.int64, device="cuda"), topk_weights=weights.clone())
     spec = RoutingSpec(top_k=8)
     for _ in range(2):
+        memory = Poisoned("cuda")
         torch.cuda.set_sync_debug_mode("error")
         try:
-            order = permute(ids, 64, input_weights=weights, block_t=(16,), out=made)
-            rows = quantize_rows(torch.ones(300, 256, device="cuda"), "bf16", source=order.source)
-            weighted_sum(rows.codes, order.slots, weights, torch.bfloat16)
-            route(logits, spec, out=given)
+            order = permute(ids, 64, input_weights=weights, block_t=(16,), memory=memory)
+            rows = quantize_rows(torch.ones(300, 256, device="cuda"), "bf16", source=order.source, memory=memory)
+            weighted_sum(rows.codes, order.slots, weights, torch.bfloat16, memory=memory)
+            given = route(logits, spec, memory=memory)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert order is made
+        assert given.topk_ids is memory.taken["topk_ids"]
+        assert order.source.data_ptr() == memory.taken["order"].data_ptr()
+        assert set(memory.taken) == {
+            "order", "owners", "weights_by_row", "counts", "codes", "sum", "topk_ids", "topk_weights"
+        }  # fmt: skip
 
 
 @pytest.mark.parametrize("tokens", [1, 32, 700])

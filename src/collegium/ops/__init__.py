@@ -1,5 +1,9 @@
-"""Host side of every operation: the PyTorch reference, which judges the kernels, and argument checks.
+"""Every operation around the products of experts: argument checks, a reference in PyTorch, and the launch of a kernel.
 
-Every reference runs on CPU and GPU, has a fixed order of every sum, and outside checked mode never waits for
-the device: no ``.item()``, no ``nonzero``, no shape that depends on data.
+The reference judges the kernel. It runs on CPU and GPU, has a fixed order of every sum, and outside checked mode never
+waits for the device: no ``.item()``, no ``nonzero``, no shape that depends on data. It runs where no kernel can, in
+memory of torch's own.
+
+A kernel writes to buffers that the caller's ``memory`` hands out by name, or to fresh ones without it. Beside each
+operation a function whose name ends in ``_regions`` declares the most bytes of each name, for the plan.
 """

@@ -7,13 +7,36 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
+from ..errors import InputError
 from ..runtime.launch import on_device
-from .quantize import AS_IS, PADDED, cast_name, quantize_on_device, quantize_rows
+from .quantize import AS_IS, PADDED, activation_format, cast_name, quantize_on_device, quantize_regions, quantize_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["operand", "ordered"]
+    from ..runtime.memory import Memory, Regions
+
+__all__ = ["operand", "operand_regions", "ordered"]
+
+
+def operand_regions(
+    rows: int,
+    columns: int,
+    name: str | None,
+    *,
+    order: int = AS_IS,
+    gathered: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> Regions:
+    """Return the most bytes ``operand`` takes for any count of rows up to ``rows``, of ``columns`` each.
+
+    name, order: as in ``operand``. gathered: whether source or weights are given. dtype: of x.
+    """
+    if name is None:
+        if not gathered:
+            return {}
+        name = cast_name(dtype)
+    return quantize_regions(rows, columns, name, order=order)
 
 
 def operand(
@@ -23,22 +46,32 @@ def operand(
     source: Tensor | None = None,
     weights: Tensor | None = None,
     order: int = AS_IS,
-    late: bool = False,
+    x_ready: bool = False,
+    memory: Memory | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return rows of ``x [T, K]`` as a product reads them: codes and scales of a format, or x's dtype and None.
 
     source and weights as in ``quantize_rows``; without them and without a format x itself is returned. order: of
-    E4M3 codes, one of AS_IS, PADDED and REORDERED. late: x was there before the kernel launched last began, and what
-    is written here is no memory that kernel uses, so both may run at the same time.
+    E4M3 codes, one of AS_IS, PADDED and REORDERED. x_ready: nothing launched since x was written touches x or the
+    buffers that memory hands out next, so a kernel that reads x alone may overlap the kernel before it. memory: where
+    the kernel takes "codes", "scales" and "global_scale".
+    Raises ``InputError`` for wrong shapes or dtypes, and for another order of what is no E4M3 code.
     """
+    if order != AS_IS and (name is None or not activation_format(name).e4m3):
+        raise InputError(
+            f"operand: found order {order} of {name or x.dtype} rows, allowed: {AS_IS} (as they are); only E4M3 codes "
+            "with float32 scales have others"
+        )
     if name is None:
         if source is None and weights is None:
             return x if x.stride(-1) == 1 else x.contiguous(), None
         name = cast_name(x.dtype)
-    if (order != AS_IS or late) and on_device(x, (8, 9)):
-        rows = quantize_on_device(x, name, source=source, weights=weights, order=order, late=late)
+    if (order != AS_IS or x_ready) and on_device(x, activation_format(name).capability):
+        # Fresh memory may be what the kernel before still uses.
+        ready = x_ready and memory is not None
+        rows = quantize_on_device(x, name, source=source, weights=weights, order=order, x_ready=ready, memory=memory)
         return rows.codes, rows.scales
-    rows = quantize_rows(x, name, source=source, weights=weights)
+    rows = quantize_rows(x, name, source=source, weights=weights, memory=memory)
     return ordered(rows.codes, order), rows.scales
 
 

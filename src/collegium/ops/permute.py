@@ -12,13 +12,17 @@ import torch
 
 from ..errors import InputError
 from ..runtime.launch import dense_rows, launch, on_device, overlaps, power_of_two
-from ..runtime.workspace import empty
+from ..runtime.memory import largest
 from ..types import TileRows
+from .buffers import sizes, taken
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Permutation", "permutation_buffers", "permute", "permute_on_device", "tile_count"]
+    from ..runtime.memory import Memory, Regions
+    from .buffers import Buffers
+
+__all__ = ["Permutation", "permute", "permute_on_device", "permute_regions", "tile_count"]
 
 _BLOCK = 128  # assignments whose pairs are counted
 _ALONE = 256  # assignments up to which one program does everything
@@ -34,7 +38,7 @@ class Permutation:
         ``expert_offsets[E]`` on are dropped assignments.
     slots: ``[T, K]``, the row of assignment (t, k), -1 where its id is -1, or -2 where it is dropped for any other id.
     weights_by_row: ``[T*K]`` float32, ``input_weights`` in row order with 0 for dropped rows, or None.
-    tiles: a tile list for each row count asked for. scratch: int32 counts of a larger batch's kernels, or None.
+    tiles: a tile list for each row count asked for.
     """
 
     source: Tensor
@@ -42,7 +46,6 @@ class Permutation:
     slots: Tensor
     weights_by_row: Tensor | None = None
     tiles: tuple[TileRows, ...] = ()
-    scratch: Tensor | None = None
 
 
 def tile_count(rows: int, experts: int, block_t: int) -> int:
@@ -51,32 +54,15 @@ def tile_count(rows: int, experts: int, block_t: int) -> int:
     return (rows - used) // block_t + used
 
 
-def permutation_buffers(
-    shape: tuple[int, int],
-    num_experts: int,
-    device: torch.device,
-    *,
-    block_t: tuple[int, ...] = (),
-    weights: bool = False,
-) -> Permutation:
-    """Allocate what ``permute`` writes for ids of ``shape`` (T, K), to be passed as ``out``."""
-    rows = shape[0] * shape[1]
-    counts = [tile_count(rows, num_experts, size) for size in block_t]
-    long = empty((2 * rows + num_experts + 1 + sum(counts),), torch.int64, device)
-    source, slots, offsets, *firsts = long.split([rows, rows, num_experts + 1, *counts])
-    owners = empty((sum(counts),), torch.int32, device).split(counts) if counts else ()
-    scratch = _runs(rows)[1] * power_of_two(num_experts, 16) if rows > _ALONE else 0
-    return Permutation(
-        source=source,
-        expert_offsets=offsets,
-        slots=slots.view(shape),
-        weights_by_row=empty((rows,), torch.float32, device) if weights else None,
-        tiles=tuple(
-            TileRows(block_t=size, expert=owner, row=first)
-            for size, owner, first in zip(block_t, owners, firsts, strict=True)
-        ),
-        scratch=empty((scratch,), torch.int32, device) if scratch else None,
-    )
+def permute_regions(rows: int, experts: int, *, block_t: tuple[int, ...] = (16, 16), weights: bool = False) -> Regions:
+    """Return the most bytes ``permute`` takes for any count of assignments up to ``rows``, to ``experts`` experts.
+
+    block_t: the fewest rows that a tile has, for each list that may be asked for. weights: whether ``input_weights``
+    may be given.
+    """
+    # All sizes grow with the rows but the counts, which are largest where every program has one block.
+    most = min(rows, _BLOCK * _PROGRAMS)
+    return largest(*(sizes(_buffers(count, experts, block_t, weights=weights)) for count in (rows, most)))
 
 
 def permute(
@@ -85,40 +71,39 @@ def permute(
     *,
     input_weights: Tensor | None = None,
     block_t: tuple[int, ...] = (),
-    out: Permutation | None = None,
+    memory: Memory | None = None,
 ) -> Permutation:
     """Sort the assignments of ``topk_ids [T, K]`` (integers) by expert, stably.
 
     input_weights: ``[T, K]`` floating, carried into row order. Ids outside ``0..num_experts-1`` count as
         dropped.
     block_t: at most two row counts to list the token tiles of, at no extra launch.
-    out: buffers to write instead of fresh ones, from ``permutation_buffers`` of the same arguments.
+    memory: where kernels take "order", "owners", "weights_by_row" and "counts".
     Raises ``InputError`` for wrong shapes or dtypes. Reads nothing on the host.
     """
     _check(topk_ids, num_experts, input_weights, block_t)
     if on_device(topk_ids):
-        return permute_on_device(topk_ids, num_experts, input_weights=input_weights, block_t=block_t, out=out)
+        return permute_on_device(topk_ids, num_experts, input_weights=input_weights, block_t=block_t, memory=memory)
     tokens, top_k = topk_ids.shape
     ids = topk_ids.to(torch.int64).reshape(-1)
     dropped = (ids < 0) | (ids >= num_experts)
     keys, order = ids.masked_fill(dropped, num_experts).sort(stable=True)
     # A search in the sorted keys instead of a histogram: bincount waits for the device, scatter_add is not
     # ordered.
-    experts = torch.arange(num_experts + 1, device=ids.device)
+    offsets = torch.searchsorted(keys, torch.arange(num_experts + 1, device=ids.device))
     rows = torch.arange(tokens * top_k, device=ids.device)
-    made = out or permutation_buffers(
-        (tokens, top_k), num_experts, ids.device, block_t=block_t, weights=input_weights is not None
-    )
-    made.expert_offsets.copy_(torch.searchsorted(keys, experts))
     absent = torch.where(ids == -1, -1, -2)
-    made.slots.view(-1).copy_(torch.where(dropped, absent, torch.empty_like(order).scatter_(0, order, rows)))
-    made.source.copy_(torch.div(order, top_k, rounding_mode="floor"))
-    if input_weights is not None and made.weights_by_row is not None:
-        weights = input_weights.reshape(-1).to(torch.float32).masked_fill(dropped, 0.0)
-        torch.index_select(weights, 0, order, out=made.weights_by_row)
-    for tiles in made.tiles:
-        _list_tiles(made.expert_offsets, tiles)
-    return made
+    slots = torch.where(dropped, absent, torch.empty_like(order).scatter_(0, order, rows))
+    weights = None
+    if input_weights is not None:
+        weights = input_weights.reshape(-1).to(torch.float32).masked_fill(dropped, 0.0).index_select(0, order)
+    return Permutation(
+        source=torch.div(order, top_k, rounding_mode="floor"),
+        expert_offsets=offsets,
+        slots=slots.view(tokens, top_k),
+        weights_by_row=weights,
+        tiles=tuple(_tiles(offsets, size, tile_count(tokens * top_k, num_experts, size)) for size in block_t),
+    )
 
 
 def permute_on_device(
@@ -127,7 +112,7 @@ def permute_on_device(
     *,
     input_weights: Tensor | None = None,
     block_t: tuple[int, ...] = (),
-    out: Permutation | None = None,
+    memory: Memory | None = None,
 ) -> Permutation:
     """Do ``permute`` with kernels: one launch up to 256 assignments, two above."""
     # Imported here: Triton exists for Linux alone, and everything but a launch works without it.
@@ -137,30 +122,71 @@ def permute_on_device(
     rows, carried = tokens * top_k, input_weights is not None
     ids = dense_rows(topk_ids)
     weights = ids if input_weights is None else dense_rows(input_weights)
-    made = out or permutation_buffers((tokens, top_k), num_experts, ids.device, block_t=block_t, weights=carried)
-    lists, sizes, counts = [made.source] * 4, [0, 0], [0, 0]
+    made, scratch = _taken(memory, (tokens, top_k), num_experts, ids.device, block_t, weights=carried)
+    lists, listed, counts = [made.source] * 4, [0, 0], [0, 0]
     for index, tiles in enumerate(made.tiles):
         lists[2 * index : 2 * index + 2] = tiles.expert, tiles.row
-        sizes[index], counts[index] = tiles.block_t, tiles.row.numel()
+        listed[index], counts[index] = tiles.block_t, tiles.row.numel()
     by_row = made.source if made.weights_by_row is None else made.weights_by_row
     held = (made.source, made.slots, made.expert_offsets, by_row, *lists, rows, num_experts, *counts)
     block_e, pdl = power_of_two(num_experts, 16), overlaps(ids)
     reads = {"TOP_K": top_k, "BLOCK_E": block_e}
-    writes = {"BLOCK_T_A": sizes[0], "BLOCK_T_B": sizes[1], "WEIGHTS": carried, "PDL": pdl}
-    if made.scratch is None:
+    writes = {"BLOCK_T_A": listed[0], "BLOCK_T_B": listed[1], "WEIGHTS": carried, "PDL": pdl}
+    if scratch is None:
         block = power_of_two(rows, 32)
         args = (ids, weights, *held, ids.stride(0), weights.stride(0))
         launch(kernels.permute_kernel, (1,), args, {"BLOCK": block, **reads, **writes}, num_warps=block // 32)
         return made
     run, programs = _runs(rows)
-    args = (ids, made.slots, made.scratch, rows, num_experts, run, ids.stride(0))
+    args = (ids, made.slots, scratch, rows, num_experts, run, ids.stride(0))
     launch(kernels.count_kernel, (programs,), args, {"BLOCK": _BLOCK, **reads, "PDL": pdl}, num_warps=4)
     wide = 1 if run == _BLOCK else 2
     chunk = max(2, min(power_of_two(programs), wide * 8192 // block_e))
     sizes_at = {"TOP_K": top_k, "BLOCK": wide * _BLOCK, "BLOCK_E": block_e, "CHUNK": chunk}
-    args = (made.scratch, weights if carried else made.source, *held, run, weights.stride(0))
+    args = (scratch, weights if carried else made.source, *held, run, weights.stride(0))
     launch(kernels.scatter_kernel, (programs,), args, {**sizes_at, **writes}, num_warps=4 * wide)
     return made
+
+
+def _buffers(rows: int, experts: int, block_t: tuple[int, ...], *, weights: bool) -> Buffers:
+    """Return what kernels write for ``rows`` assignments: their order and the tiles' rows, the tiles' experts, ..."""
+    tiles = sum(tile_count(rows, experts, size) for size in block_t)
+    made: Buffers = {"order": ((2 * rows + experts + 1 + tiles,), torch.int64)}
+    if block_t:
+        made["owners"] = (tiles,), torch.int32
+    if weights:
+        made["weights_by_row"] = (rows,), torch.float32
+    if rows > _ALONE:
+        made["counts"] = (_runs(rows)[1] * power_of_two(experts, 16),), torch.int32
+    return made
+
+
+def _taken(
+    memory: Memory | None,
+    shape: tuple[int, int],
+    experts: int,
+    device: torch.device,
+    block_t: tuple[int, ...],
+    *,
+    weights: bool,
+) -> tuple[Permutation, Tensor | None]:
+    """Take what kernels write for ids of ``shape`` (T, K), and what two of them pass counts in, or None."""
+    rows = shape[0] * shape[1]
+    found = taken(memory, _buffers(rows, experts, block_t, weights=weights), device)
+    counts = [tile_count(rows, experts, size) for size in block_t]
+    source, slots, offsets, *firsts = found["order"].split([rows, rows, experts + 1, *counts])
+    owners = found["owners"].split(counts) if block_t else ()
+    made = Permutation(
+        source=source,
+        expert_offsets=offsets,
+        slots=slots.view(shape),
+        weights_by_row=found.get("weights_by_row"),
+        tiles=tuple(
+            TileRows(block_t=size, expert=owner, row=first)
+            for size, owner, first in zip(block_t, owners, firsts, strict=True)
+        ),
+    )
+    return made, found.get("counts")
 
 
 def _runs(rows: int) -> tuple[int, int]:
@@ -169,17 +195,17 @@ def _runs(rows: int) -> tuple[int, int]:
     return run, -(-rows // run)
 
 
-def _list_tiles(expert_offsets: Tensor, tiles: TileRows) -> None:
-    """Write ``tiles`` from ``expert_offsets [E+1]``: an expert's rows in steps of ``block_t``, by expert."""
-    needed = (expert_offsets.diff() + tiles.block_t - 1).div(tiles.block_t, rounding_mode="floor")
+def _tiles(expert_offsets: Tensor, block_t: int, count: int) -> TileRows:
+    """List ``count`` tiles from ``expert_offsets [E+1]``: an expert's rows in steps of ``block_t``, by expert."""
+    needed = (expert_offsets.diff() + block_t - 1).div(block_t, rounding_mode="floor")
     last = needed.cumsum(0)
-    tile = torch.arange(tiles.row.numel(), device=last.device)
+    tile = torch.arange(count, device=last.device)
     owner = torch.searchsorted(last, tile, right=True)
     found = owner < last.numel()
     safe = owner.clamp(max=last.numel() - 1)
-    row = expert_offsets[safe] + (tile - (last - needed)[safe]) * tiles.block_t
-    tiles.expert.copy_(torch.where(found, owner, -1))
-    tiles.row.copy_(torch.where(found, row, 0))
+    row = expert_offsets[safe] + (tile - (last - needed)[safe]) * block_t
+    owner = torch.where(found, owner, -1).to(torch.int32)
+    return TileRows(block_t=block_t, expert=owner, row=torch.where(found, row, 0))
 
 
 def _check(ids: Tensor, num_experts: int, weights: Tensor | None, block_t: tuple[int, ...]) -> None:

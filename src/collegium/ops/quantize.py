@@ -13,18 +13,23 @@ infinity gets a NaN scale and zero codes, hence decodes to NaN throughout: visib
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, final
 
 import torch
 from torch.nn import functional
 
 from ..errors import InputError
 from ..formats.codecs import E2M1_MAX, E4M3_MAX, SMALLEST_SCALE, e2m1_codes, e4m3_codes, pack_nibbles, unpack_nibbles
-from ..runtime.launch import launch, on_device, overlaps, power_of_two
-from ..runtime.workspace import empty
+from ..runtime.launch import dense_rows, launch, on_device, power_of_two
+from .buffers import sizes, taken
+from .rows import GivenRows, QuantizedRows
+from .scales import e2m1_values, grouped, power, power_byte, quotient, spread
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from ..runtime.memory import Memory, Regions
+    from .buffers import Buffers
 
 __all__ = [
     "ACTIVATION_FORMATS",
@@ -36,9 +41,12 @@ __all__ = [
     "activation_format",
     "cast_name",
     "quantize_on_device",
+    "quantize_regions",
     "quantize_rows",
-    "row_buffers",
 ]
+
+# How a product reads the codes of a row: K of them; up to whole 128; the same in the order of ``ordered``.
+AS_IS, PADDED, REORDERED = range(3)
 
 _GLOBAL_FLOOR = 2.0**-117  # times the smallest E4M3 number, 2^-9, this is SMALLEST_SCALE
 _NAN_BYTE = 255  # E8M0
@@ -46,32 +54,24 @@ _FEW_ROWS = 64  # below, a row is spread over more programs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class QuantizedRows:
-    """Quantised activations of logical ``shape`` (R, K).
-
-    codes: ``[R, K]`` in the format's dtype; ``nvfp4``: ``[R, ceil(K/2)]`` uint8, low nibble first, the high
-        nibble of the last byte 0 when K is odd.
-    scales: ``[R, G]`` multipliers of the codes: float32; uint8 E8M0 bytes for ``mxfp8``; float8_e4m3fn for
-        ``nvfp4``; None where the format has none.
-    global_scale: ``[R, 1]`` float32 for ``nvfp4``, else None.
-    """
-
-    codes: Tensor
-    shape: tuple[int, int]
-    scales: Tensor | None = None
-    global_scale: Tensor | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationFormat:
-    """One activation format.
+    """One activation format: its reference, and the launch of its kernel.
 
-    bits: width of a code. group: columns that share a scale; 0: the whole row, or no scale at all.
+    bits: width of a code. group: columns that share a scale; 0: the whole row, or no scale at all. power: scales are
+    powers of two. capability: of the first GPUs that its kernel can serve.
     """
+
+    capability: ClassVar[tuple[int, int]] = (8, 9)  # FP8 conversions begin there
 
     name: str
     bits: int
     group: int = 0
+    power: bool = False
+
+    @property
+    def e4m3(self) -> bool:
+        """Whether rows are operands of FP8 tensor cores: E4M3 codes, and float32 scales of a row or of groups."""
+        return False
 
     def quantize(self, x: Tensor) -> QuantizedRows:
         """Quantise ``x [R, K]`` (floating, K >= 1); raises ``InputError`` for another shape or dtype."""
@@ -85,10 +85,21 @@ class ActivationFormat:
         """Return what a multiplication sees of ``x [R, K]`` in this format, float32."""
         return self.dequantize(self.quantize(x))
 
+    def buffers(self, rows: int, columns: int) -> Buffers:
+        """Return what the kernel writes, by the names of ``QuantizedRows``; ``InputError`` where there is no kernel."""
+        raise _no_kernel(self)
 
+    def write(self, given: GivenRows, made: QuantizedRows) -> None:
+        """Launch the kernel that does ``quantize``, for one row or more; ``InputError`` where there is none."""
+        raise _no_kernel(self)
+
+
+@final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Cast(ActivationFormat):
     """A plain floating dtype: rounded to nearest even; float16 overflows to infinity as IEEE says."""
+
+    capability: ClassVar[tuple[int, int]] = (8, 0)
 
     dtype: torch.dtype
 
@@ -99,30 +110,46 @@ class _Cast(ActivationFormat):
     def dequantize(self, rows: QuantizedRows) -> Tensor:
         return rows.codes.to(torch.float32)
 
+    def buffers(self, rows: int, columns: int) -> Buffers:
+        return {"codes": ((rows, columns), self.dtype)}
 
+    def write(self, given: GivenRows, made: QuantizedRows) -> None:
+        # Imported here: Triton exists for Linux alone, and everything but a launch works without it.
+        from ..kernels.quantize import cast_kernel
+
+        rows, columns = given.shape
+        block_r, block_c = _block(rows, columns)
+        grid = (-(-rows // block_r), -(-columns // block_c))
+        constants = {"BLOCK_R": block_r, "BLOCK_C": block_c, **given.constants()}
+        launch(cast_kernel, grid, given.arguments(made.codes), constants, num_warps=_warps(block_r * block_c))
+
+
+@final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Fp8(ActivationFormat):
-    """E4M3 codes with one scale for each group.
+    """E4M3 codes with one scale for each group: ``amax / 448``, or the smallest power of two that saturates nothing.
 
-    power: the scale is the smallest power of two that saturates nothing, else ``amax / 448``.
     e8m0: the power is stored as its E8M0 byte.
     """
 
-    power: bool = False
     e8m0: bool = False
 
+    @property
+    def e4m3(self) -> bool:
+        return not self.e8m0
+
     def quantize(self, x: Tensor) -> QuantizedRows:
-        grouped = _grouped(_check(self.name, x), self.group)
-        amax = grouped.abs().amax(dim=2)
+        parts = grouped(_check(self.name, x), self.group)
+        amax = parts.abs().amax(dim=2)
         finite = amax.isfinite()
         amax = torch.where(finite, amax, 0.0)
         if self.power:
-            scale_byte = _power_byte(amax)
-            scale = _power(scale_byte)
+            scale_byte = power_byte(amax)
+            scale = power(scale_byte)
         else:
             scale_byte = None
-            scale = _quotient(amax, E4M3_MAX).clamp(min=SMALLEST_SCALE)
-        scaled = torch.where(finite.unsqueeze(2), grouped * scale.reciprocal().unsqueeze(2), 0.0)
+            scale = quotient(amax, E4M3_MAX).clamp(min=SMALLEST_SCALE)
+        scaled = torch.where(finite.unsqueeze(2), parts * scale.reciprocal().unsqueeze(2), 0.0)
         codes = e4m3_codes(scaled).flatten(1)
         if self.e8m0 and scale_byte is not None:
             scales = scale_byte.masked_fill(~finite, _NAN_BYTE).to(torch.uint8)
@@ -135,10 +162,31 @@ class _Fp8(ActivationFormat):
         scales = stored
         if self.e8m0:
             byte = stored.to(torch.int32)
-            scales = _power(byte).masked_fill(byte == _NAN_BYTE, torch.nan)
-        return rows.codes.to(torch.float32) * _spread(scales, self.group, rows.shape[1])
+            scales = power(byte).masked_fill(byte == _NAN_BYTE, torch.nan)
+        return rows.codes.to(torch.float32) * spread(scales, self.group, rows.shape[1])
+
+    def buffers(self, rows: int, columns: int) -> Buffers:
+        groups = -(-columns // (self.group or columns))
+        return {
+            "codes": ((rows, columns), torch.float8_e4m3fn),
+            "scales": ((rows, groups), torch.uint8 if self.e8m0 else torch.float32),
+        }
+
+    def write(self, given: GivenRows, made: QuantizedRows) -> None:
+        from ..kernels.quantize import e4m3_kernel
+
+        (rows, columns), wide = given.shape, made.codes.shape[1]
+        scales = _present(self.name, made.scales)
+        block_r, block_c = _block(rows, columns) if self.group else (1, power_of_two(wide, 32))
+        grid = (-(-rows // block_r), -(-wide // block_c))
+        args = (*given.arguments(made.codes, scales), scales.shape[1], wide, int(given.x_ready))
+        constants = {"BLOCK_R": block_r, "BLOCK_C": block_c, **given.constants()}
+        constants |= {"GROUP": self.group or block_c, "POWER": self.power, "BYTE": self.e8m0}
+        constants |= {"ROUND": not given.x.is_cuda, "REORDER": given.order == REORDERED}
+        launch(e4m3_kernel, grid, args, constants, num_warps=_warps(block_r * block_c))
 
 
+@final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _NvFp4(ActivationFormat):
     """E2M1 codes, an E4M3 scale for each group of 16, and a float32 global scale for each row.
@@ -149,18 +197,18 @@ class _NvFp4(ActivationFormat):
     """
 
     def quantize(self, x: Tensor) -> QuantizedRows:
-        grouped = _grouped(_check(self.name, x), self.group)
+        parts = grouped(_check(self.name, x), self.group)
         rows, columns = x.shape
-        amax = grouped.abs().amax(dim=2)
+        amax = parts.abs().amax(dim=2)
         row_amax = amax.amax(dim=1, keepdim=True)
         finite = row_amax.isfinite()
         amax = torch.where(finite, amax, 0.0)
         row_amax = torch.where(finite, row_amax, 0.0)
-        global_scale = _quotient(row_amax, E2M1_MAX * E4M3_MAX).clamp(min=_GLOBAL_FLOOR)
+        global_scale = quotient(row_amax, E2M1_MAX * E4M3_MAX).clamp(min=_GLOBAL_FLOOR)
         # Group scales are E4M3 numbers from the smallest, 2^-9, to the largest: never zero, never NaN here.
         scales = (amax / (global_scale * E2M1_MAX)).clamp(2.0**-9, E4M3_MAX).to(torch.float8_e4m3fn)
         multiplier = (scales.to(torch.float32) * global_scale).reciprocal()
-        scaled = torch.where(finite.unsqueeze(2), grouped * multiplier.unsqueeze(2), 0.0)
+        scaled = torch.where(finite.unsqueeze(2), parts * multiplier.unsqueeze(2), 0.0)
         nibbles = e2m1_codes(scaled).flatten(1)[:, :columns]
         codes = pack_nibbles(functional.pad(nibbles, (0, columns % 2)))
         return QuantizedRows(
@@ -173,17 +221,35 @@ class _NvFp4(ActivationFormat):
     def dequantize(self, rows: QuantizedRows) -> Tensor:
         scales = _present(self.name, rows.scales).to(torch.float32) * _present(self.name, rows.global_scale)
         nibbles = unpack_nibbles(rows.codes)[:, : rows.shape[1]]
-        return _e2m1_values(nibbles) * _spread(scales, self.group, rows.shape[1])
+        return e2m1_values(nibbles) * spread(scales, self.group, rows.shape[1])
+
+    def buffers(self, rows: int, columns: int) -> Buffers:
+        return {
+            "codes": ((rows, -(-columns // 2)), torch.uint8),
+            "scales": ((rows, -(-columns // self.group)), torch.float8_e4m3fn),
+            "global_scale": ((rows, 1), torch.float32),
+        }
+
+    def write(self, given: GivenRows, made: QuantizedRows) -> None:
+        from ..kernels.quantize import nvfp4_kernel
+
+        rows, columns = given.shape
+        scales, block = _present(self.name, made.scales), power_of_two(columns, 32)
+        written = (made.codes, scales, _present(self.name, made.global_scale))
+        constants = {"BLOCK_C": block, **given.constants(), "ROUND": not given.x.is_cuda}
+        args = (*given.arguments(*written), scales.shape[1])
+        launch(nvfp4_kernel, (rows,), args, constants, num_warps=_warps(block))
 
 
-# How a product reads the codes of a row: K of them; up to whole 128; the same in the order of ``ordered``.
-AS_IS, PADDED, REORDERED = range(3)
-
-# Order: plain dtypes, then eight bits, then four.
-ACTIVATION_FORMATS: tuple[ActivationFormat, ...] = (
+_CASTS = (
     _Cast(name="fp32", bits=32, dtype=torch.float32),
     _Cast(name="bf16", bits=16, dtype=torch.bfloat16),
     _Cast(name="fp16", bits=16, dtype=torch.float16),
+)
+
+# Order: plain dtypes, then eight bits, then four.
+ACTIVATION_FORMATS: tuple[ActivationFormat, ...] = (
+    *_CASTS,
     _Fp8(name="fp8_group128", bits=8, group=128),
     _Fp8(name="fp8_group128_pow2", bits=8, group=128, power=True),
     _Fp8(name="fp8_token", bits=8),
@@ -202,30 +268,17 @@ def activation_format(name: str) -> ActivationFormat:
 
 
 def cast_name(dtype: torch.dtype) -> str:
-    """Return the name of the format that holds rows in ``dtype`` as they are."""
-    return next(form.name for form in ACTIVATION_FORMATS if isinstance(form, _Cast) and form.dtype == dtype)
+    """Return the name of the format that holds rows in ``dtype`` as they are; raises ``InputError`` for others."""
+    for form in _CASTS:
+        if form.dtype == dtype:
+            return form.name
+    allowed = ", ".join(str(form.dtype) for form in _CASTS)
+    raise InputError(f"rows of activations: found {dtype}, allowed: {allowed}; convert them")
 
 
-def row_buffers(name: str, rows: int, columns: int, device: torch.device) -> QuantizedRows:
-    """Allocate what ``quantize_rows`` writes for ``rows`` rows in the format ``name``, to be passed as ``out``."""
-    form = activation_format(name)
-    groups = -(-columns // (form.group or columns))
-    if isinstance(form, _Cast):
-        return QuantizedRows(codes=empty((rows, columns), form.dtype, device), shape=(rows, columns))
-    if isinstance(form, _NvFp4):
-        return QuantizedRows(
-            codes=empty((rows, -(-columns // 2)), torch.uint8, device),
-            shape=(rows, columns),
-            scales=empty((rows, groups), torch.float8_e4m3fn, device),
-            global_scale=empty((rows, 1), torch.float32, device),
-        )
-    if isinstance(form, _Fp8):
-        return QuantizedRows(
-            codes=empty((rows, columns), torch.float8_e4m3fn, device),
-            shape=(rows, columns),
-            scales=empty((rows, groups), torch.uint8 if form.e8m0 else torch.float32, device),
-        )
-    raise _no_kernel(form)
+def quantize_regions(rows: int, columns: int, name: str, *, order: int = AS_IS) -> Regions:
+    """Return the most bytes ``quantize_on_device`` takes for any count of rows up to ``rows``."""
+    return sizes(activation_format(name).buffers(rows, _wide(columns, order)))
 
 
 def quantize_rows(
@@ -234,26 +287,21 @@ def quantize_rows(
     *,
     source: Tensor | None = None,
     weights: Tensor | None = None,
-    out: QuantizedRows | None = None,
+    memory: Memory | None = None,
 ) -> QuantizedRows:
     """Quantise rows of ``x [T, K]`` (floating) to the format ``name``.
 
     source: ``[R]`` int64, row r is ``x[source[r]]``; without it rows are those of x. weights: ``[R]`` float32 that
-    multiply the rows first, rounded to x's dtype. out: buffers to write, from ``row_buffers``. On a GPU all of it is
-    one kernel, with the bits of ``ActivationFormat.quantize``. Raises ``InputError`` for wrong shapes or dtypes.
+    multiply the rows first, rounded to x's dtype. On a GPU all of it is one kernel, with the bits of
+    ``ActivationFormat.quantize``. memory: where that kernel takes "codes", "scales" and "global_scale".
+    Raises ``InputError`` for wrong shapes or dtypes.
     """
     if x.dim() != 2 or x.shape[1] < 1 or not x.is_floating_point():
         raise InputError(f"quantize to {name}: found {tuple(x.shape)} {x.dtype}, allowed: floating [R, K >= 1]")
-    # FP8 conversions begin with sm_89.
-    if on_device(x, (8, 0) if isinstance(activation_format(name), _Cast) else (8, 9)):
-        return quantize_on_device(x, name, source=source, weights=weights, out=out)
-    rows = activation_format(name).quantize(_weighted(x, source, weights))
-    if out is None:
-        return rows
-    for target, made in ((out.codes, rows.codes), (out.scales, rows.scales), (out.global_scale, rows.global_scale)):
-        if target is not None and made is not None:
-            target.copy_(made)
-    return out
+    form = activation_format(name)
+    if on_device(x, form.capability):
+        return quantize_on_device(x, name, source=source, weights=weights, memory=memory)
+    return form.quantize(_weighted(x, source, weights))
 
 
 def quantize_on_device(
@@ -262,57 +310,40 @@ def quantize_on_device(
     *,
     source: Tensor | None = None,
     weights: Tensor | None = None,
-    out: QuantizedRows | None = None,
-    order: int = 0,
-    late: bool = False,
+    order: int = AS_IS,
+    x_ready: bool = False,
+    memory: Memory | None = None,
 ) -> QuantizedRows:
-    """Do ``quantize_rows`` in one pass of a kernel, E4M3 codes in the order and ``late`` as ``operand`` says."""
-    form, columns = activation_format(name), x.shape[1]
-    if not isinstance(form, _Cast | _Fp8 | _NvFp4):
-        raise _no_kernel(form)
-    wide = -(-columns // 128) * 128 if order != AS_IS else columns
-    rows = x.shape[0] if source is None else source.numel()
-    made = row_buffers(name, rows, wide, x.device) if out is None else out
-    if rows == 0:
-        return made
-    # Imported here: Triton exists for Linux alone, and everything but a launch works without it.
-    from ..kernels import quantize as kernels
-
-    x = x if x.stride(1) == 1 else x.contiguous()
-    inputs = (x, made.codes if source is None else source, made.codes if weights is None else weights, made.codes)
-    sizes = (rows, columns, x.stride(0))
-    reads = {"GATHER": source is not None, "WEIGHTS": weights is not None, "PDL": overlaps(x)}
-    if isinstance(form, _NvFp4):
-        block = power_of_two(columns, 32)
-        args = (*inputs, made.scales, made.global_scale, *sizes, _present(name, made.scales).shape[1])
-        constants = {"BLOCK_C": block, **reads, "ROUND": not x.is_cuda}
-        launch(kernels.nvfp4_kernel, (rows,), args, constants, num_warps=max(1, min(16, block // 512)))
-        return made
-    few = rows < _FEW_ROWS
-    if form.group == 0 and not isinstance(form, _Cast):
-        block_r, block_c = 1, power_of_two(wide, 32)
-    else:
-        block_r, block_c = (
-            (1, min(256, power_of_two(columns, 128))) if few else (2, min(1024, power_of_two(columns, 128)))
-        )
-    grid = (-(-rows // block_r), -(-wide // block_c))
-    block = {"BLOCK_R": block_r, "BLOCK_C": block_c, **reads}
-    warps = max(1, min(16, block_r * block_c // 512))
-    if isinstance(form, _Fp8):
-        block |= {"GROUP": form.group or block_c, "POWER": form.power, "BYTE": form.e8m0, "ROUND": not x.is_cuda}
-        block["REORDER"] = order == REORDERED
-        args = (*inputs, made.scales, *sizes, _present(name, made.scales).shape[1], wide, int(late))
-        launch(kernels.e4m3_kernel, grid, args, block, num_warps=warps)
-    else:
-        launch(kernels.cast_kernel, grid, (*inputs, *sizes), block, num_warps=warps)
+    """Do ``quantize_rows`` in one pass of the format's kernel; order and x_ready as ``operand`` says."""
+    form, given = activation_format(name), GivenRows(dense_rows(x), source, weights, order, x_ready)
+    rows, columns = given.shape
+    wide = _wide(columns, order)
+    made = QuantizedRows(shape=(rows, wide), **taken(memory, form.buffers(rows, wide), x.device))
+    if rows:
+        form.write(given, made)
     return made
 
 
+def _wide(columns: int, order: int) -> int:
+    """Return how many codes a row of ``columns`` has in ``order``."""
+    return columns if order == AS_IS else -(-columns // 128) * 128
+
+
+def _block(rows: int, columns: int) -> tuple[int, int]:
+    """Return the rows and columns one program takes; few rows are spread over more programs."""
+    few = rows < _FEW_ROWS
+    return 1 if few else 2, min(256 if few else 1024, power_of_two(columns, 128))
+
+
+def _warps(elements: int) -> int:
+    return max(1, min(16, elements // 512))
+
+
 def _no_kernel(form: ActivationFormat) -> InputError:
-    kinds = ", ".join(known.name for known in ACTIVATION_FORMATS if isinstance(known, _Cast | _Fp8 | _NvFp4))
+    kinds = ", ".join(known.name for known in ACTIVATION_FORMATS if type(known).write is not ActivationFormat.write)
     return InputError(
         f"activation format {form.name}: found {type(form).__name__}, which no kernel writes, allowed: {kinds}; write "
-        "one and launch it in ops/quantize.py"
+        "one, and give the class its buffers and its launch (buffers, write)"
     )
 
 
@@ -331,44 +362,3 @@ def _present(name: str, scales: Tensor | None) -> Tensor:
     if scales is None:
         raise InputError(f"dequantize from {name}: found no scale, allowed: rows quantised to {name}")
     return scales
-
-
-def _grouped(x: Tensor, group: int) -> Tensor:
-    """Zero-pad ``x [R, K]`` to ``[R, G, group]``; group 0 is the whole row."""
-    columns = x.shape[1]
-    size = group or columns
-    return functional.pad(x, (0, -columns % size)).reshape(x.shape[0], -(-columns // size), size)
-
-
-def _spread(scales: Tensor, group: int, columns: int) -> Tensor:
-    """Repeat ``[R, G]`` over the columns of each group, ``[R, K]``."""
-    return scales.repeat_interleave(group, dim=1)[:, :columns] if group else scales
-
-
-def _quotient(x: Tensor, divisor: float) -> Tensor:
-    # On CUDA torch turns division by a Python number into multiplication by its reciprocal: two roundings.
-    return x / torch.full_like(x, divisor)
-
-
-def _power_byte(amax: Tensor) -> Tensor:
-    """Return the biased exponent (int32) of the least power of two not below ``amax / 448`` or the floor."""
-    bits = amax.contiguous().view(torch.int32)
-    # 448 is 1.75 * 2^8: the quotient's exponent drops by 8, and rises by one when the mantissa is above 1.75.
-    above = (bits & 0x7FFFFF) > 0x600000
-    return ((bits >> 23) - 8 + above.to(torch.int32)).clamp(min=1)
-
-
-def _power(byte: Tensor) -> Tensor:
-    """Return 2^(byte - 127) float32 for int32 bytes 0 to 254."""
-    # Byte 0 is the subnormal 2^-127, whose bits are not an exponent field; no quantiser here writes it.
-    return torch.where(byte == 0, 1 << 22, byte << 23).to(torch.int32).view(torch.float32)
-
-
-def _e2m1_values(codes: Tensor) -> Tensor:
-    """Return the float32 values of E2M1 codes 0..15."""
-    low = (codes & 7).to(torch.int32)
-    # Exponent 0 is subnormal: 0 and 0.5. Otherwise (1 + mantissa / 2) * 2^(exponent - 1), built from its
-    # bits.
-    normal = (((low >> 1) + 126) << 23) | ((low & 1) << 22)
-    size = torch.where(low < 2, low.to(torch.float32) * 0.5, normal.view(torch.float32))
-    return torch.where(codes >= 8, -size, size)

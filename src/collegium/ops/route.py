@@ -15,16 +15,17 @@ import torch
 from ..errors import InputError, RoutingError
 from ..runtime.launch import on_device
 from ..types import Routing
-from .route_device import route_on_device
+from .route_device import route_on_device, route_regions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
+    from ..runtime.memory import Memory
     from ..types import RoutingSpec, ScoreFunction
 
-__all__ = ["given_routing", "route", "route_custom"]
+__all__ = ["given_routing", "route", "route_custom", "route_regions"]
 
 _LARGEST = torch.finfo(torch.float32).max
 _NO_EXPERT = -2  # an id whose row is NaN; any other out of range but -1 does the same
@@ -41,7 +42,7 @@ def route(
     hash_table: Tensor | None = None,
     expert_scale: Tensor | None = None,
     checked: bool = False,
-    out: Routing | None = None,
+    memory: Memory | None = None,
 ) -> Routing:
     """Choose ``spec.top_k`` experts for each token.
 
@@ -54,7 +55,7 @@ def route(
     checked: waits for the device and raises on bad values; otherwise a bad row gets ids -2 and weights of NaN, which
         make its output NaN. On a GPU, unchecked routing is one kernel for all but the sparse mixer and a floor of the
         sum.
-    out: ids int64 and weights float32, both ``[T, K]`` contiguous, to write instead of fresh memory.
+    memory: where that kernel takes "topk_ids" and "topk_weights".
 
     Returns ids in descending order of the (biased) score, ties to the lower id; a hash table keeps its order.
     Raises ``InputError`` for wrong shapes, dtypes or missing arguments in both modes, and, in checked mode,
@@ -72,7 +73,7 @@ def route(
         raise InputError(f"route: expert_scale is {found}, spec.expert_scale={spec.expert_scale} needs ({experts},)")
     # the kernel knows neither the sparse mixer nor a floor of the sum; torch routes for the two families that do
     if not checked and on_device(logits) and spec.score != "sparsemixer" and not spec.renormalise_floor:
-        chosen = route_on_device(logits, spec, bias=bias, token_ids=token_ids, hash_table=hash_table, out=out)
+        chosen = route_on_device(logits, spec, bias=bias, token_ids=token_ids, hash_table=hash_table, memory=memory)
         return _scaled(chosen, expert_scale)
     raw = logits.to(torch.float32)
     scores = _scores(raw, spec.score)
@@ -85,7 +86,7 @@ def route(
         choice = _choice(raw, scores, bias, checked=checked)
         judged, ids = scores if bias is None else choice, _select(choice, scores, spec)
     ids = ids.masked_fill(judged.isnan().any(dim=1, keepdim=True), _NO_EXPERT)
-    chosen = _scaled(_into(out, ids, _weights(raw, scores, ids, spec)), expert_scale)
+    chosen = _scaled(Routing(topk_ids=ids, topk_weights=_weights(raw, scores, ids, spec)), expert_scale)
     if checked:
         _refuse_bad_rows(~chosen.topk_weights.isfinite().all(dim=1))
     return chosen
@@ -147,14 +148,6 @@ def given_routing(topk_ids: Tensor, topk_weights: Tensor, num_experts: int, *, c
         unusable = (ids >= 0) & ~topk_weights.to(torch.float32).isfinite()
         _refuse_slots(unusable, topk_weights, "topk_weights", "a finite float32 number")
     return Routing(topk_ids=topk_ids, topk_weights=topk_weights)
-
-
-def _into(out: Routing | None, ids: Tensor, weights: Tensor) -> Routing:
-    if out is None:
-        return Routing(topk_ids=ids, topk_weights=weights)
-    out.topk_ids.copy_(ids)
-    out.topk_weights.copy_(weights)
-    return out
 
 
 def _scaled(chosen: Routing, expert_scale: Tensor | None) -> Routing:

@@ -10,21 +10,22 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..runtime.launch import launch, overlaps, power_of_two, usual_rows
-from ..runtime.workspace import empty
 from ..types import SCORE_FUNCTIONS, Routing
+from .buffers import sizes, taken
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ..runtime.memory import Memory, Regions
     from ..types import RoutingSpec
+    from .buffers import Buffers
 
-__all__ = ["route_on_device", "routing_buffers"]
+__all__ = ["route_on_device", "route_regions"]
 
 
-def routing_buffers(shape: tuple[int, int], device: torch.device) -> Routing:
-    """Allocate what ``route`` writes for ``shape`` (T, K), to be passed as ``out``."""
-    ids, weights = empty(shape, torch.int64, device), empty(shape, torch.float32, device)
-    return Routing(topk_ids=ids, topk_weights=weights)
+def route_regions(tokens: int, top_k: int) -> Regions:
+    """Return the most bytes ``route`` takes for any count of tokens up to ``tokens``."""
+    return sizes(_buffers(tokens, top_k))
 
 
 def route_on_device(
@@ -34,14 +35,14 @@ def route_on_device(
     bias: Tensor | None = None,
     token_ids: Tensor | None = None,
     hash_table: Tensor | None = None,
-    out: Routing | None = None,
+    memory: Memory | None = None,
 ) -> Routing:
     """Do ``route`` unchecked, in one kernel; the arguments must be those ``route`` accepts."""
     # Imported here: Triton exists for Linux alone, and everything but a launch works without it.
     from ..kernels.route import route_kernel
 
     tokens, experts = logits.shape
-    made = routing_buffers((tokens, spec.top_k), logits.device) if out is None else out
+    made = Routing(**taken(memory, _buffers(tokens, spec.top_k), logits.device))
     if tokens == 0:
         return made
     logits = usual_rows(logits)
@@ -83,3 +84,8 @@ def route_on_device(
     warps = max(1, min(4, block_g * block_s // 256))
     launch(route_kernel, (tokens,), args, constants, num_warps=warps, enable_fp_fusion=False)
     return made
+
+
+def _buffers(tokens: int, top_k: int) -> Buffers:
+    shape = (tokens, top_k)
+    return {"topk_ids": (shape, torch.int64), "topk_weights": (shape, torch.float32)}

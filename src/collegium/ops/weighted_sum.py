@@ -11,11 +11,20 @@ import torch
 
 from ..errors import InputError
 from ..runtime.launch import dense_rows, launch, on_device, overlaps, power_of_two
+from .buffers import sizes, taken
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["weighted_sum", "weighted_sum_on_device"]
+    from ..runtime.memory import Memory, Regions
+    from .buffers import Buffers
+
+__all__ = ["weighted_sum", "weighted_sum_on_device", "weighted_sum_regions"]
+
+
+def weighted_sum_regions(tokens: int, width: int, out_dtype: torch.dtype) -> Regions:
+    """Return the most bytes ``weighted_sum`` takes without ``out`` for any count of tokens up to ``tokens``."""
+    return sizes(_buffers(tokens, width, out_dtype))
 
 
 def weighted_sum(
@@ -27,6 +36,7 @@ def weighted_sum(
     shared: Tensor | None = None,
     out: Tensor | None = None,
     experts: int = 0,
+    memory: Memory | None = None,
 ) -> Tensor:
     """Return ``y [T, H]`` of ``out_dtype``: ``y[t] = sum over k of weights[t, k] * rows[slots[t, k]]``.
 
@@ -35,13 +45,16 @@ def weighted_sum(
     ones. shared: ``[T, H]`` floating, added last. Starting from +0, slots are added in the order 0..K-1, each product
     rounded to float32 before it is added to the float32 sum, and the sum is rounded once at the end, so a token's bits
     do not depend on T. out: written and returned instead of fresh memory. experts: not 0 when rows stand in the order
-    of assignments: slots then holds expert ids of any integer dtype, ``0..experts-1`` or -1.
+    of assignments: slots then holds expert ids of any integer dtype, ``0..experts-1`` or -1. memory: where the kernel
+    takes "sum" if no out is given.
     Raises ``InputError`` for wrong shapes or dtypes.
     """
     _check(rows, slots, weights, out_dtype, experts)
     _check_like((slots.shape[0], rows.shape[1]), out_dtype, shared, out)
     if on_device(rows):
-        return weighted_sum_on_device(rows, slots, weights, out_dtype, shared=shared, out=out, experts=experts)
+        return weighted_sum_on_device(
+            rows, slots, weights, out_dtype, shared=shared, out=out, experts=experts, memory=memory
+        )
     count, width = rows.shape
     slots = slots.to(torch.int64)
     dropped = (slots < 0) | (slots >= (experts or count))
@@ -81,6 +94,7 @@ def weighted_sum_on_device(
     shared: Tensor | None = None,
     out: Tensor | None = None,
     experts: int = 0,
+    memory: Memory | None = None,
 ) -> Tensor:
     """Do ``weighted_sum`` in one pass of a kernel."""
     from ..kernels.weighted_sum import weighted_sum_kernel
@@ -90,7 +104,7 @@ def weighted_sum_on_device(
     rows, slots = dense_rows(rows), slots.contiguous()
     shared = shared if shared is None else dense_rows(shared)
     factors = slots if weights is None else dense_rows(weights)
-    made = torch.empty(tokens, width, dtype=out_dtype, device=rows.device) if out is None else out
+    made = taken(memory, _buffers(tokens, width, out_dtype), rows.device)["sum"] if out is None else out
     if tokens == 0:
         return made
     # Small batches spread a token over more programs.
@@ -113,6 +127,10 @@ def weighted_sum_on_device(
     warps = max(1, min(4, block // 256))
     launch(weighted_sum_kernel, (-(-width // block), tokens), args, constants, num_warps=warps, enable_fp_fusion=False)
     return made
+
+
+def _buffers(tokens: int, width: int, out_dtype: torch.dtype) -> Buffers:
+    return {"sum": ((tokens, width), out_dtype)}
 
 
 def _check(rows: Tensor, slots: Tensor, weights: Tensor | None, out_dtype: torch.dtype, experts: int) -> None:

@@ -1,0 +1,28 @@
+"""Tables of what an operation writes: what it takes of a pass's memory and what it declares come from one place."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING
+
+from ..runtime.memory import take
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from ..runtime.memory import Memory, Regions
+
+__all__ = ["Buffers", "sizes", "taken"]
+
+Buffers = dict[str, "tuple[tuple[int, ...], torch.dtype]"]  # shape and dtype under each name
+
+
+def sizes(buffers: Buffers) -> Regions:
+    """Return the bytes of each of ``buffers``."""
+    return {name: prod(shape) * dtype.itemsize for name, (shape, dtype) in buffers.items()}
+
+
+def taken(memory: Memory | None, buffers: Buffers, device: torch.device) -> dict[str, Tensor]:
+    """Take ``buffers`` from ``memory``, or as fresh memory of ``device`` where it is None."""
+    return {name: take(memory, name, shape, dtype, device) for name, (shape, dtype) in buffers.items()}

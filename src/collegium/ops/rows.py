@@ -1,0 +1,58 @@
+"""Rows of activations before and after a format's kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..runtime.launch import overlaps
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["GivenRows", "QuantizedRows"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizedRows:
+    """Quantised activations of logical ``shape`` (R, K).
+
+    codes: ``[R, K]`` in the format's dtype; ``nvfp4``: ``[R, ceil(K/2)]`` uint8, low nibble first, the high
+        nibble of the last byte 0 when K is odd.
+    scales: ``[R, G]`` multipliers of the codes: float32; uint8 E8M0 bytes for ``mxfp8``; float8_e4m3fn for
+        ``nvfp4``; None where the format has none.
+    global_scale: ``[R, 1]`` float32 for ``nvfp4``, else None.
+    """
+
+    codes: Tensor
+    shape: tuple[int, int]
+    scales: Tensor | None = None
+    global_scale: Tensor | None = None
+
+
+class GivenRows(NamedTuple):
+    """Rows that a kernel reads: those of ``x [T, K]``, through ``source`` and times ``weights`` where given.
+
+    order, x_ready: as ``operand`` says; for E4M3 codes alone.
+    """
+
+    x: Tensor
+    source: Tensor | None
+    weights: Tensor | None
+    order: int
+    x_ready: bool
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """R and K."""
+        return self.x.shape[0] if self.source is None else self.source.numel(), self.x.shape[1]
+
+    def arguments(self, *written: Tensor) -> tuple[Any, ...]:
+        """Return the first arguments of every kernel: what it reads, what it writes, and the sizes of what it reads."""
+        spare = written[0]
+        source, weights = (spare if given is None else given for given in (self.source, self.weights))
+        return self.x, source, weights, *written, *self.shape, self.x.stride(0)
+
+    def constants(self) -> dict[str, bool]:
+        """Return the compile-time arguments that say what a kernel reads."""
+        return {"GATHER": self.source is not None, "WEIGHTS": self.weights is not None, "PDL": overlaps(self.x)}
