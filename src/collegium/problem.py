@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from .errors import SpecError
 from .types import ActivationSpec, MoESpec, require
 
 __all__ = ["Choice", "DeviceFacts", "ExpertsProblem", "Limits", "Placement", "Problem", "Refusal"]
@@ -139,7 +138,7 @@ class Problem:
         wide = spec.intermediate_size
         if placed is not None and placed.tp_size > 1:
             wide = placed.slice_size or -(-wide // placed.tp_size)
-        return self._experts(
+        return ExpertsProblem(
             experts=len(self.local_experts),
             parts=spec.gate_up_parts,
             intermediate=wide,
@@ -148,58 +147,16 @@ class Problem:
             weight_format=spec.weight_format,
             bias=spec.expert_bias,
             weighted=spec.routing.weight_on_input,
-            rows=self.limits.max_tokens * spec.routing.top_k,
-        )
-
-    def shared(self, weight_format: str | None = None) -> ExpertsProblem:
-        """Return what the kernel of the shared expert is asked: one expert that every token goes to.
-
-        weight_format: of its weights; None: what the spec says. Raises SpecError when there is none.
-        """
-        spec = self.spec
-        if spec.shared is None:
-            raise SpecError("shared: the spec has no shared expert; ask only where spec.shared is given")
-        activation = spec.shared.activation or spec.activation
-        return self._experts(
-            experts=1,
-            parts=2 if activation.gated else 1,
-            intermediate=spec.shared.intermediate_size,
-            hidden=spec.hidden_size,
-            activation=activation,
-            weight_format=weight_format or spec.shared.weight_format or spec.weight_format,
-            bias=False,
-            weighted=False,
-            rows=self.limits.max_tokens,
-        )
-
-    def _experts(
-        self,
-        *,
-        experts: int,
-        parts: int,
-        intermediate: int,
-        hidden: int,
-        activation: ActivationSpec,
-        weight_format: str,
-        bias: bool,
-        weighted: bool,
-        rows: int,
-    ) -> ExpertsProblem:
-        return ExpertsProblem(
-            experts=experts,
-            parts=parts,
-            intermediate=intermediate,
-            hidden=hidden,
-            activation=activation,
-            weight_format=weight_format,
-            bias=bias,
-            weighted=weighted,
             tokens=self.limits.max_tokens,
-            rows=rows,
+            rows=self.limits.max_tokens * spec.routing.top_k,
             dtype=self.dtype,
             activation_format=self.activation_format or self.dtype,
             device=self.device,
         )
+
+    def shared(self, weight_format: str | None = None) -> ExpertsProblem:
+        """Return what the kernel of the shared expert is asked; arguments and errors as ``MoESpec.shared_alone``."""
+        return replace(self, spec=self.spec.shared_alone(weight_format), placement=None).routed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

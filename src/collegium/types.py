@@ -187,6 +187,22 @@ class MoESpec:
         """2 when the first projection is gate and up, 1 when it is a single up projection."""
         return 2 if self.activation.gated else 1
 
+    def shared_alone(self, weight_format: str | None = None) -> MoESpec:
+        """Return the shared expert as a layer of one expert that every token goes to: to a kernel that is what it is.
+
+        weight_format: of its weights, None for what the spec says. Raises SpecError when there is none.
+        """
+        if self.shared is None:
+            raise SpecError("shared_alone: the spec has no shared expert; ask only where spec.shared is given")
+        return MoESpec(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.shared.intermediate_size,
+            num_experts=1,
+            routing=RoutingSpec(top_k=1),
+            activation=self.shared.activation or self.activation,
+            weight_format=weight_format or self.shared.weight_format or self.weight_format,
+        )
+
 
 F_co = TypeVar("F_co", covariant=True)
 

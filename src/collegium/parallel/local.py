@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..ops.permute import permute, permute_regions
-from ..ops.weighted_sum import weighted_sum
+from ..ops.weighted_sum import weighted_sum, weighted_sum_regions
 from ..types import ContiguousBatch
 
 if TYPE_CHECKING:
@@ -99,10 +99,11 @@ class LocalKind:
     def regions(self, problem: Problem, *, lists: bool) -> Regions:
         """Return those of the order, and of the sum where it is not written to the caller's tensor."""
         rule, tokens, hidden = problem.spec.routing, problem.limits.max_tokens, problem.spec.expert_hidden_size
-        order = permute_regions(
-            tokens * rule.top_k, len(problem.local_experts), lists=lists, weights=rule.weight_on_input
-        )
-        return order | ({} if problem.spec.latent_size is None else {"sum": 4 * tokens * hidden})
+        smallest = (16, 16) if lists else ()
+        rows, held = tokens * rule.top_k, len(problem.local_experts)
+        order = permute_regions(rows, held, block_t=smallest, weights=rule.weight_on_input)
+        inside = problem.spec.latent_size is not None
+        return order | (weighted_sum_regions(tokens, hidden, torch.float32) if inside else {})
 
     def build(self, problem: Problem) -> Local:
         """Return the dispatcher."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..ops.weighted_sum import weighted_sum
+import torch
+
+from ..ops.weighted_sum import weighted_sum, weighted_sum_regions
 from ..runtime.memory import under
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-    import torch
     from torch import Tensor
 
     from ..experts import Tiling
@@ -86,7 +87,8 @@ class DirectKind:
     def regions(self, asked: Asked) -> Regions:
         """Return those of the experts' kernel, and of the sum where it is not written to the caller's tensor."""
         spec, tokens = asked.problem.spec, asked.problem.limits.max_tokens
-        own = {} if spec.latent_size is None else {"sum": 4 * tokens * spec.expert_hidden_size}
+        inside = spec.latent_size is not None
+        own = weighted_sum_regions(tokens, spec.expert_hidden_size, torch.float32) if inside else {}
         return own | under("experts", asked.kernel.regions(asked.problem.routed))
 
     def build(self, parts: Parts) -> Direct:
