@@ -23,7 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 import collegium
-from collegium.checkpoint.loader import describe_checkpoint, load_experts
+from collegium.checkpoint.loader import load_experts
+from collegium.checkpoint.opened import CheckpointLayer
 from collegium.checkpoint.reader import Checkpoint
 from collegium.parallel.placement import linear
 from collegium.testing.tiny import TinySize, write_checkpoint
@@ -43,19 +44,21 @@ def resident(field: str) -> int:
 def one_rank(folder: str, rank: int, world: int) -> dict[str, object]:
     """Load the share of one rank in this process and say what it cost."""
     checkpoint = Checkpoint.open(folder)
-    spec = describe_checkpoint(checkpoint)
-    layer = min(int(name.split(".layers.")[1].split(".")[0]) for name in checkpoint.tensors if ".experts." in name)
-    placement = linear(spec.num_experts, rank, world)
-    warm = load_experts(checkpoint, spec, layer, linear(spec.num_experts, 0, spec.num_experts))
+    layer = CheckpointLayer.open(checkpoint)
+    experts = layer.spec.num_experts
+    placement = linear(experts, rank, world)
+    warm = load_experts(layer, linear(experts, 0, experts))
     del warm
     checkpoint.bytes_read = 0
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     before, start = resident("VmRSS"), time.perf_counter()
-    weights = load_experts(checkpoint, spec, layer, placement)
+    weights = load_experts(layer, placement)
     seconds = time.perf_counter() - start
     peak = resident("VmHWM") - before
     digest = sum(int(t.view(torch.uint8).long().sum()) for t in weights.down.tensors().values())
-    expert_bytes = sum(i.nbytes for n, i in checkpoint.tensors.items() if f".layers.{layer}." in n and ".experts." in n)
+    expert_bytes = sum(
+        i.nbytes for n, i in checkpoint.tensors.items() if f".layers.{layer.number}." in n and ".experts." in n
+    )
     return {
         "peak": peak,
         "local": weights.gate_up.nbytes + weights.down.nbytes,

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,13 +24,12 @@ from rich.console import Console
 from rich.table import Table
 
 import collegium
-from collegium.checkpoint.detect import detect
 from collegium.checkpoint.loader import load_experts
+from collegium.checkpoint.opened import CheckpointLayer
 from collegium.checkpoint.reader import Checkpoint
 from collegium.checkpoint.writer import Shard
 from collegium.commands.quantize import quantize_model
 from collegium.formats import by_name
-from collegium.models import describe
 from collegium.testing.compare import heavy_tailed
 from collegium.testing.tiny import TinySize, tiny_config
 from collegium.problem import Placement
@@ -81,10 +79,8 @@ def convert(source: str, name: str, out: str) -> dict[str, object]:
 
 
 def one_expert(folder: str, layer: int, expert: int) -> torch.Tensor:
-    checkpoint = Checkpoint.open(folder)
-    stored = detect(checkpoint.config, checkpoint, layer)
-    spec = replace(describe(checkpoint.config), weight_format=stored.name)
-    return load_experts(checkpoint, spec, layer, Placement(expert_ids=(expert,)), stored=stored).down[0].decode()
+    opened = CheckpointLayer.open(Checkpoint.open(folder), layer)
+    return load_experts(opened, Placement(expert_ids=(expert,))).down[0].decode()
 
 
 def main() -> None:

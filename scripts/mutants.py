@@ -367,11 +367,11 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant("experts rotated by one", "kernels/grouped_gemm.py", (("matrix = expert * PARTS", "matrix = tl.maximum(expert - 1, 0) * PARTS"),), _KERNEL),
     Mutant(
-        "experts rotated by one in a file", "checkpoint/loader.py",
+        "experts rotated by one in a file", "checkpoint/opened.py",
         (
             (
-                "return source_of(names, spec, layer=layer, expert=expert, projection",
-                "return source_of(names, spec, layer=layer, expert=(expert + 1) % spec.num_experts, projection",
+                "        return source_of(\n",
+                "        expert = (expert + 1) % self.spec.num_experts\n        return source_of(\n",
             ),
         ),
         _LOAD,

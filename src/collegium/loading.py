@@ -6,18 +6,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from .checkpoint.beside import check_beside, load_latent, load_router, load_shared
-from .checkpoint.detect import detect
 from .checkpoint.loader import load_experts
+from .checkpoint.opened import CheckpointLayer
 from .checkpoint.problems import refuse
 from .checkpoint.reader import Checkpoint
 from .encoding import encode_experts
 from .layer import MoELayer
-from .models import describe
 from .parallel.placement import linear
 from .plan import plan
 from .runtime.devices import plain_torch, probe
 from .problem import Limits, Problem
-from .types import RoutingSpec
 
 if TYPE_CHECKING:
     import os
@@ -25,8 +23,8 @@ if TYPE_CHECKING:
     import torch
 
     from .formats.payload import Payload
-    from .problem import Choice, DeviceFacts
-    from .types import ExpertWeights, MoESpec
+    from .problem import Choice
+    from .types import ExpertWeights
 
 __all__ = ["load_layer", "load_routed"]
 
@@ -50,23 +48,24 @@ def load_layer(
     Raises the CheckpointErrors of the audit, InputError for a layer without experts, and PlanError.
     """
     checkpoint, facts = path if isinstance(path, Checkpoint) else Checkpoint.open(path), probe(device)
-    spec, weights = _experts(checkpoint, layer, weight_format, facts)
-    refuse(checkpoint, check_beside(checkpoint, spec, layer))
+    opened = CheckpointLayer.open(checkpoint, layer)
+    weights = _experts(opened, weight_format, facts.place)
+    refuse(checkpoint, check_beside(opened))
+    spec = replace(opened.spec, weight_format=weights.down.name)
     problem = Problem(spec=spec, device=facts, limits=limits or Limits(), dtype=dtype)
     return MoELayer(
         weights,
         plan(problem, force),
-        router=load_router(checkpoint, spec, layer, device=facts.place),
-        shared=load_shared(checkpoint, spec, layer, device=facts.place),
-        latent=load_latent(checkpoint, spec, layer, device=facts.place),
+        router=load_router(opened, device=facts.place),
+        shared=load_shared(opened, device=facts.place),
+        latent=load_latent(opened, device=facts.place),
         checked=checked,
     )
 
 
 @plain_torch()
 def load_routed(
-    checkpoint: Checkpoint,
-    layer: int,
+    layer: CheckpointLayer,
     *,
     weight_format: str | None = None,
     force: Choice | None = None,
@@ -74,32 +73,18 @@ def load_routed(
     limits: Limits | None = None,
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16",
 ) -> MoELayer:
-    """Load only the routed experts of a layer, for a caller that keeps router and shared expert.
+    """Load only the routed experts of an opened layer, for a caller that keeps router and shared expert.
 
-    Arguments and errors as ``load_layer``; the layer takes a routing or logits at every call.
+    Other arguments and errors as ``load_layer``; the layer takes a routing or logits at every call.
     """
     facts = probe(device)
-    spec, weights = _experts(checkpoint, layer, weight_format, facts)
-    routed = replace(
-        spec,
-        hidden_size=spec.expert_hidden_size,
-        latent_size=None,
-        latent_norm_eps=None,
-        shared=None,
-        routing=RoutingSpec(top_k=spec.routing.top_k),
-    )
-    problem = Problem(spec=routed, device=facts, limits=limits or Limits(), dtype=dtype)
+    weights = _experts(layer, weight_format, facts.place)
+    spec = replace(layer.spec.routed_alone(), weight_format=weights.down.name)
+    problem = Problem(spec=spec, device=facts, limits=limits or Limits(), dtype=dtype)
     return MoELayer(weights, plan(problem, force))
 
 
-def _experts(
-    checkpoint: Checkpoint, layer: int, weight_format: str | None, facts: DeviceFacts
-) -> tuple[MoESpec, ExpertWeights[Payload]]:
-    """Read all experts of a layer, encode them if asked, and return them with the spec that describes them."""
-    stored = detect(checkpoint.config, checkpoint, layer)
-    spec = replace(describe(checkpoint.config, layer), weight_format=stored.name)
-    everything = linear(spec.num_experts, 0, 1)
-    weights = load_experts(checkpoint, spec, layer, everything, stored=stored, device=facts.place)
-    if weight_format is not None and weight_format != weights.down.name:
-        weights = encode_experts(weights, weight_format)
-    return replace(spec, weight_format=weights.down.name), weights
+def _experts(layer: CheckpointLayer, weight_format: str | None, place: str) -> ExpertWeights[Payload]:
+    """Read all experts of a layer on the device ``place``, encoded if asked."""
+    weights = load_experts(layer, linear(layer.spec.num_experts, 0, 1), device=place)
+    return weights if weight_format in (None, weights.down.name) else encode_experts(weights, weight_format)

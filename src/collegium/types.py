@@ -6,7 +6,7 @@ experts read and write (differs from D only for latent MoE), I intermediate size
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 from .errors import SpecError
@@ -186,6 +186,17 @@ class MoESpec:
     def gate_up_parts(self) -> int:
         """2 when the first projection is gate and up, 1 when it is a single up projection."""
         return 2 if self.activation.gated else 1
+
+    def routed_alone(self) -> MoESpec:
+        """Return the layer of the routed experts alone, of their width H; a caller gives it the routing."""
+        return replace(
+            self,
+            hidden_size=self.expert_hidden_size,
+            latent_size=None,
+            latent_norm_eps=None,
+            shared=None,
+            routing=RoutingSpec(top_k=self.routing.top_k),
+        )
 
     def shared_alone(self, weight_format: str | None = None) -> MoESpec:
         """Return the shared expert as a layer of one expert that every token goes to: to a kernel that is what it is.

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from collegium.checkpoint import Checkpoint, audit, describe_checkpoint, load_experts
+from collegium.checkpoint import Checkpoint, CheckpointLayer, audit, describe_checkpoint, load_experts
 from collegium.errors import (
     BadScaleError,
     CheckpointError,
@@ -51,7 +51,7 @@ def refused(checkpoint: Checkpoint, error: type[CheckpointError], text: str, lay
     with pytest.raises(error, match=text):
         audit(checkpoint)
     with pytest.raises(error, match=text):
-        load_experts(checkpoint, describe_checkpoint(checkpoint, layer), layer, linear(4))
+        load_experts(CheckpointLayer.open(checkpoint, layer), linear(4))
 
 
 def drop(*names: str) -> Change:
@@ -258,7 +258,7 @@ def test_unequal_global_scales_are_a_finding_and_stay_apart(tmp_path: Path) -> N
         f"layer {layer}: gate and up of 4 of 4 experts have different global scales; each keeps its own, exactly"
         for layer in (0, 1)
     )
-    weights = load_experts(checkpoint, describe_checkpoint(checkpoint), 0, linear(4))
+    weights = load_experts(CheckpointLayer.open(checkpoint, 0), linear(4))
     gate, up, _ = tiny.experts[0]
     assert torch.equal(weights.gate_up.tensors()["global_scale"][:, 0], gate.tensors()["global_scale"])
     assert torch.equal(weights.gate_up.tensors()["global_scale"][:, 1], up.tensors()["global_scale"])

@@ -17,11 +17,11 @@ import torch
 from typer.testing import CliRunner
 
 from collegium import cli, load_layer
-from collegium.checkpoint import Checkpoint, audit, detect, load_experts, writer
+from collegium.checkpoint import Checkpoint, CheckpointLayer, audit, load_experts, writer
 from collegium.commands.quantize import quantize_model
 from collegium.errors import CheckpointError, ConfigError, InputError, SpecError
 from collegium.formats import NvFp4, by_name
-from collegium.models import describe, moe_layers
+from collegium.models import moe_layers
 from collegium.parallel.placement import linear
 from collegium.testing.compare import heavy_tailed
 from collegium.testing.tiny import TinySize, write_checkpoint
@@ -32,11 +32,8 @@ SHIPPED = Path(__file__).resolve().parents[2] / "demo" / "fables-16m"
 
 
 def experts_of(path: Any, layer: int) -> Any:
-    checkpoint = Checkpoint.open(path)
-    stored = detect(checkpoint.config, checkpoint, layer)
-    spec = describe(checkpoint.config)
-    spec = type(spec)(**{name: getattr(spec, name) for name in spec.__slots__} | {"weight_format": stored.name})
-    return load_experts(checkpoint, spec, layer, linear(spec.num_experts), stored=stored)
+    opened = CheckpointLayer.open(Checkpoint.open(path), layer)
+    return load_experts(opened, linear(opened.spec.num_experts))
 
 
 def expected(name: str, weight: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional
 
-from collegium.checkpoint import Checkpoint, audit, describe_checkpoint
+from collegium.checkpoint import Checkpoint, CheckpointLayer, audit, describe_checkpoint
 from collegium.errors import ConfigError, InputError, SpecError
 from collegium.formats import by_name
 from collegium.loading import load_layer
@@ -371,7 +371,7 @@ def test_the_orientation_of_a_vl_stack_is_found(tmp_path: Path, square: bool, tr
             f"{base}gate.weight": randn(EXPERTS, both.shape[1]),
         },
     )  # fmt: skip
-    weights = load_experts(checkpoint, describe_checkpoint(checkpoint), 0, linear(EXPERTS))
+    weights = load_experts(CheckpointLayer.open(checkpoint, 0), linear(EXPERTS))
     assert torch.equal(weights.gate_up.decode()[:, 1], both[..., WIDE:].mT)
     assert torch.equal(weights.down.decode(), down.mT)
 

@@ -22,7 +22,6 @@ from collegium.formats import (
     NvFp4,
     Payload,
     by_name,
-    select_part,
 )
 
 WRITABLE = [form for form in FORMATS if not form.read_only]
@@ -136,10 +135,6 @@ def test_experts_are_independent(form: type[Payload]) -> None:
         for name, tensor in alone.tensors().items():
             assert torch.equal(payload[expert].tensors()[name].view(torch.uint8), tensor.view(torch.uint8))
     assert torch.equal(payload[1:3].decode(), payload.decode()[1:3])
-    for part in (0, 1):
-        assert torch.equal(select_part(payload, part).decode(), payload.decode()[:, part])
-    with pytest.raises(InputError, match=r"part 2 of logical shape \[4, 2, 19, 90\]"):
-        select_part(payload, 2)
 
 
 @ALL

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collegium import load_layer
-from collegium.checkpoint import Checkpoint, audit, describe_checkpoint, load_experts, load_router
+from collegium.checkpoint import Checkpoint, CheckpointLayer, audit, describe_checkpoint, load_experts, load_router
 from collegium.checkpoint.gguf import GGML_TYPES, read_gguf
 from collegium.commands.inspect import inspect_model, plan_model
 from collegium.errors import (
@@ -257,7 +257,7 @@ def test_models_load_and_run(tmp_path: Path, arch: str, kinds: tuple[str, str], 
     assert [entry.layer for entry in report.layers] == (
         [1] if "leading_dense_block_count" in ARCHITECTURES[arch] else [0, 1]
     )
-    weights = load_experts(checkpoint, spec, 1, linear(E))
+    weights = load_experts(CheckpointLayer.open(checkpoint, 1), linear(E))
     if fused:
         gate_up = truth[1, "ffn_gate_up_exps"].view(E, 2, 256, D)
     else:
@@ -283,7 +283,7 @@ def test_models_load_and_run(tmp_path: Path, arch: str, kinds: tuple[str, str], 
             **biases,
         ),
         plan(problem, reference),
-        router=load_router(checkpoint, spec, 1),
+        router=load_router(CheckpointLayer.open(checkpoint, 1)),
         shared=_shared(truth) if spec.shared else None,
     )
     assert torch.equal(layer(x), plain(x))
@@ -305,11 +305,11 @@ def test_only_local_experts_are_read(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     truth = write_gguf(path, "qwen3moe", ("Q8_0", "Q8_0"))
     checkpoint = Checkpoint.open(path)
-    spec = describe_checkpoint(checkpoint)
-    weights = load_experts(checkpoint, spec, 1, linear(E, 1, 2))
+    layer = CheckpointLayer.open(checkpoint, 1)
+    weights = load_experts(layer, linear(E, 1, 2))
     assert same_bits(weights.down.decode(), truth[1, "ffn_down_exps"][2:])
     assert checkpoint.bytes_read == 2 * 3 * 256 * D // 32 * 34
-    half = load_experts(checkpoint, spec, 1, tensor_parallel(E, 1, 2))
+    half = load_experts(layer, tensor_parallel(E, 1, 2))
     assert same_bits(half.down.decode(), truth[1, "ffn_down_exps"][..., 128:].contiguous())
     assert same_bits(half.gate_up.decode()[:, 1], truth[1, "ffn_up_exps"][:, 128:].contiguous())
 
@@ -334,7 +334,7 @@ def test_split_files_are_read_together(tmp_path: Path) -> None:
     parts = sorted(tmp_path.glob("*.gguf"))
     assert len(parts) == 2
     checkpoint = Checkpoint.open(tmp_path)
-    weights = load_experts(checkpoint, describe_checkpoint(checkpoint), 1, linear(E))
+    weights = load_experts(CheckpointLayer.open(checkpoint, 1), linear(E))
     assert same_bits(weights.down.decode(), truth[1, "ffn_down_exps"])
     assert Checkpoint.open(parts[1]).tensors.keys() == checkpoint.tensors.keys()
     content = parts[1].read_bytes()
@@ -403,7 +403,7 @@ def test_broken_models(tmp_path: Path) -> None:
     raw = bytearray(path.read_bytes())
     raw[info.start : info.start + 2] = b"\x00\x7e"
     path.write_bytes(raw)
-    for read in (lambda c: audit(c), lambda c: load_experts(c, describe_checkpoint(c), 1, linear(E))):
+    for read in (lambda c: audit(c), lambda c: load_experts(CheckpointLayer.open(c, 1), linear(E))):
         with pytest.raises(BadScaleError, match=r"layer 1, expert 2, down: .*blk.1.ffn_exps.2.down.weight holds NaN"):
             read(Checkpoint.open(path))
     odd = replace(checkpoint.info("blk.1.ffn_gate_inp.weight"), name="blk.1.ffn_exps.bias.up")

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from collegium.checkpoint import Checkpoint, describe_checkpoint, load_all, load_experts, load_router, load_shared
-from collegium.errors import ConfigError, InputError
+from collegium.checkpoint import (
+    Checkpoint,
+    CheckpointLayer,
+    describe_checkpoint,
+    load_all,
+    load_experts,
+    load_router,
+    load_shared,
+)
+from collegium.errors import InputError
 from collegium.parallel.placement import linear, tensor_parallel
 from collegium.testing.tiny import TinySize, combinations, write_checkpoint
 from collegium.problem import Placement
@@ -49,7 +56,7 @@ def test_every_combination_loads_byte_for_byte(
     spec = describe_checkpoint(checkpoint)
     assert spec.weight_format == name
     layer = max(tiny.experts)
-    weights = load_experts(checkpoint, spec, layer, Placement(expert_ids=(2, 0)))
+    weights = load_experts(CheckpointLayer.open(checkpoint, layer), Placement(expert_ids=(2, 0)))
     assert weights.gate_up.shape == (2, 2, 64, 96)
     assert weights.down.shape == (2, 96, 64)
     for slot, expert in enumerate((2, 0)):
@@ -76,8 +83,7 @@ def test_slices_reassemble(tmp_path: Path, family: str, name: str, storage: str,
     size = TinySize(hidden=160, intermediate=wide, experts=2, top_k=1, layers=1)
     tiny = write_checkpoint(tmp_path, family, name, storage, size=size, stacked=stacked)
     checkpoint = Checkpoint.open(tmp_path)
-    spec = describe_checkpoint(checkpoint)
-    ranks = [load_experts(checkpoint, spec, 0, tensor_parallel(2, r, tp_size)) for r in range(tp_size)]
+    ranks = [load_experts(CheckpointLayer.open(checkpoint, 0), tensor_parallel(2, r, tp_size)) for r in range(tp_size)]
     gate, up, down = (p.decode() for p in tiny.experts[0])
     assert torch.equal(torch.cat([r.gate_up.decode()[:, 0] for r in ranks], 1), gate)
     assert torch.equal(torch.cat([r.gate_up.decode()[:, 1] for r in ranks], 1), up)
@@ -95,7 +101,7 @@ def test_a_split_inside_a_group_names_the_sizes_that_work(tmp_path: Path) -> Non
     with pytest.raises(
         InputError, match=r"tp_size=4 cuts intermediate_size=192 into 48.*multiple of 32.*\[1, 2, 3, 6\]"
     ):
-        load_experts(checkpoint, describe_checkpoint(checkpoint), 0, tensor_parallel(4, 0, 4))
+        load_experts(CheckpointLayer.open(checkpoint, 0), tensor_parallel(4, 0, 4))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +112,7 @@ def test_rank_3_of_8_reads_an_eighth(tmp_path: Path, family: str, name: str) -> 
     write_checkpoint(tmp_path, family, name, size=TinySize(hidden=64, intermediate=64, experts=16, layers=1))
     checkpoint = Checkpoint.open(tmp_path)
     total = sum(i.nbytes for n, i in checkpoint.tensors.items() if ".experts." in n)
-    weights = load_experts(checkpoint, describe_checkpoint(checkpoint), 0, linear(16, 3, 8))
+    weights = load_experts(CheckpointLayer.open(checkpoint, 0), linear(16, 3, 8))
     held = weights.gate_up.nbytes + weights.down.nbytes
     assert 0.9 * held <= checkpoint.bytes_read <= 0.14 * total
 
@@ -115,14 +121,14 @@ def test_tensor_parallel_reads_its_share(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "mixtral", "bf16", size=TinySize(hidden=64, intermediate=64, experts=4, layers=1))
     checkpoint = Checkpoint.open(tmp_path)
     total = sum(i.nbytes for n, i in checkpoint.tensors.items() if ".experts." in n)
-    load_experts(checkpoint, describe_checkpoint(checkpoint), 0, tensor_parallel(4, 3, 4))
+    load_experts(CheckpointLayer.open(checkpoint, 0), tensor_parallel(4, 3, 4))
     assert checkpoint.bytes_read == total // 4
 
 
 def test_no_local_experts_gives_empty_payloads(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, size=SMALL)
     checkpoint = Checkpoint.open(tmp_path)
-    weights = load_experts(checkpoint, describe_checkpoint(checkpoint), 0, linear(3, 4, 5))
+    weights = load_experts(CheckpointLayer.open(checkpoint, 0), linear(3, 4, 5))
     assert weights.gate_up.shape == (0, 2, 64, 96)
     assert weights.down.shape == (0, 96, 64)
 
@@ -131,33 +137,30 @@ def test_partial_blocks_load(tmp_path: Path) -> None:
     size = TinySize(hidden=176, intermediate=90, experts=3, layers=1)
     tiny = write_checkpoint(tmp_path, "mixtral", "fp8_block", size=size)
     checkpoint = Checkpoint.open(tmp_path)
-    weights = load_experts(checkpoint, describe_checkpoint(checkpoint), 0, linear(3))
+    weights = load_experts(CheckpointLayer.open(checkpoint, 0), linear(3))
     assert torch.equal(weights.down.decode(), tiny.experts[0][2].decode())
     assert torch.equal(weights.gate_up.decode()[:, 1], tiny.experts[0][1].decode())
 
 
-def test_wrong_layer_expert_and_format_are_refused(tmp_path: Path) -> None:
+def test_wrong_layer_and_expert_are_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "deepseek_v3", size=SMALL)
     checkpoint = Checkpoint.open(tmp_path)
-    spec = describe_checkpoint(checkpoint)
     with pytest.raises(InputError, match=r"layer 0 was asked.*\(1,\)"):
-        load_experts(checkpoint, spec, 0, linear(3))
+        CheckpointLayer.open(checkpoint, 0)
     with pytest.raises(InputError, match=r"experts \[3\], allowed are 0 to 2"):
-        load_experts(checkpoint, spec, 1, Placement(expert_ids=(1, 3)))
-    with pytest.raises(ConfigError, match=r"stored as bf16, the spec says weight_format='nvfp4'"):
-        load_experts(checkpoint, replace(spec, weight_format="nvfp4"), 1, linear(3))
+        load_experts(CheckpointLayer.open(checkpoint, 1), Placement(expert_ids=(1, 3)))
 
 
 def test_router_and_shared_expert(tmp_path: Path) -> None:
     tiny = write_checkpoint(tmp_path, "deepseek_v3", "nvfp4", size=SMALL)
     checkpoint = Checkpoint.open(tmp_path)
-    spec = describe_checkpoint(checkpoint)
-    router = load_router(checkpoint, spec, 1)
+    layer = CheckpointLayer.open(checkpoint, 1)
+    router = load_router(layer)
     assert torch.equal(router.weight, tiny.tensors["model.layers.1.mlp.gate.weight"])
     assert router.bias is None
     assert router.correction_bias is not None
     assert torch.equal(router.correction_bias, tiny.tensors["model.layers.1.mlp.gate.e_score_correction_bias"])
-    shared = load_shared(checkpoint, spec, 1)
+    shared = load_shared(layer)
     assert shared is not None
     path = "model.layers.1.mlp.shared_experts."
     for half, name in enumerate(("gate_proj", "up_proj")):
@@ -168,10 +171,10 @@ def test_router_and_shared_expert(tmp_path: Path) -> None:
 def test_router_bias_of_gpt_oss(tmp_path: Path) -> None:
     tiny = write_checkpoint(tmp_path, "gpt_oss", "mxfp4", size=SMALL)
     checkpoint = Checkpoint.open(tmp_path)
-    router = load_router(checkpoint, describe_checkpoint(checkpoint), 1)
+    router = load_router(CheckpointLayer.open(checkpoint, 1))
     assert router.bias is not None
     assert torch.equal(router.bias, tiny.tensors["model.layers.1.mlp.router.bias"])
-    assert load_shared(checkpoint, describe_checkpoint(checkpoint), 1) is None
+    assert load_shared(CheckpointLayer.open(checkpoint, 1)) is None
 
 
 def test_load_all_reports_progress(tmp_path: Path) -> None:
@@ -186,13 +189,13 @@ def test_load_all_reports_progress(tmp_path: Path) -> None:
 _PEAK = """
 import resource, sys
 import torch
-from collegium.checkpoint import Checkpoint, describe_checkpoint, load_experts
+from collegium.checkpoint import Checkpoint, CheckpointLayer, load_experts
 from collegium.parallel.placement import linear
 small, big = (Checkpoint.open(p) for p in sys.argv[1:])
 torch.set_num_threads(1)
-load_experts(small, describe_checkpoint(small), 0, linear(16, 3, 8))
+load_experts(CheckpointLayer.open(small, 0), linear(16, 3, 8))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-weights = load_experts(big, describe_checkpoint(big), 0, linear(16, 3, 8))
+weights = load_experts(CheckpointLayer.open(big, 0), linear(16, 3, 8))
 after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 print((after - before) * 1024, weights.gate_up.nbytes + weights.down.nbytes)
 """

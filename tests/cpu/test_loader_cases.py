@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from collegium.checkpoint import Checkpoint, audit, describe_checkpoint, load_all, load_experts
+from collegium.checkpoint import Checkpoint, CheckpointLayer, audit, describe_checkpoint, load_all, load_experts
 from collegium.errors import BadScaleError, ConfigError, InputError, TensorMismatchError, UnknownTensorError
 from collegium.formats import by_name
 from collegium.formats.unquantised import as_stored
@@ -60,12 +60,12 @@ def test_tensor_parallel_slices_of_odd_widths_load_padded_or_are_refused(
     size = TinySize(hidden=32, intermediate=wide, experts=1, top_k=1, layers=1)
     tiny = write_checkpoint(tmp_path, "mixtral", name, size=size)
     checkpoint = Checkpoint.open(tmp_path)
-    spec = describe_checkpoint(checkpoint)
+    layer = CheckpointLayer.open(checkpoint, 0)
     fits = wide % tp_size == 0 and (wide // tp_size) % STEPS[name] == 0
     if not fits:
         with pytest.raises(InputError, match=rf"tp_size={tp_size} cuts intermediate_size={wide}.*pad=True"):
-            load_experts(checkpoint, spec, 0, tensor_parallel(1, 0, tp_size))
-    ranks = [load_experts(checkpoint, spec, 0, tensor_parallel(1, r, tp_size), pad=not fits) for r in range(tp_size)]
+            load_experts(layer, tensor_parallel(1, 0, tp_size))
+    ranks = [load_experts(layer, tensor_parallel(1, r, tp_size), pad=not fits) for r in range(tp_size)]
     room = {r.down.shape[-1] for r in ranks}
     assert len(room) == 1
     assert room.pop() % STEPS[name] == 0
@@ -99,9 +99,10 @@ def test_padded_ranks_with_biases_sum_to_the_whole(tmp_path: Path) -> None:
         problem = Problem(spec=own, device=DeviceFacts(kind="cpu"), dtype="fp32")
         return MoELayer(weights, plan(problem))(x, routing=routing)
 
-    whole = run(load_experts(checkpoint, spec, 0, linear(3)))
-    parts = [run(load_experts(checkpoint, spec, 0, tensor_parallel(3, r, 2), pad=True)) for r in range(2)]
-    assert load_experts(checkpoint, spec, 0, tensor_parallel(3, 1, 2), pad=True).down.shape == (3, 64, 64)
+    layer = CheckpointLayer.open(checkpoint, 0)
+    whole = run(load_experts(layer, linear(3)))
+    parts = [run(load_experts(layer, tensor_parallel(3, r, 2), pad=True)) for r in range(2)]
+    assert load_experts(layer, tensor_parallel(3, 1, 2), pad=True).down.shape == (3, 64, 64)
     torch.testing.assert_close(parts[0] + parts[1], whole, rtol=1e-5, atol=1e-4)
 
 
@@ -111,14 +112,13 @@ def test_padding_is_refused_where_zero_is_no_zero_code(tmp_path: Path) -> None:
     )
     checkpoint = Checkpoint.open(tmp_path)
     with pytest.raises(InputError, match="tp_size=2 cuts intermediate_size=96"):
-        load_experts(checkpoint, describe_checkpoint(checkpoint), 0, tensor_parallel(1, 0, 2), pad=True)
+        load_experts(CheckpointLayer.open(checkpoint, 0), tensor_parallel(1, 0, 2), pad=True)
 
 
 def test_experts_of_other_ranks_are_not_read(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "mixtral", "nvfp4", size=TinySize(hidden=64, intermediate=64, experts=8, layers=1))
     checkpoint = Checkpoint.open(tmp_path)
-    spec = describe_checkpoint(checkpoint)
-    weights = load_experts(checkpoint, spec, 0, Placement(expert_ids=(6,)))
+    weights = load_experts(CheckpointLayer.open(checkpoint, 0), Placement(expert_ids=(6,)))
     held = weights.gate_up.nbytes + weights.down.nbytes
     assert checkpoint.bytes_read <= held
 
@@ -126,10 +126,9 @@ def test_experts_of_other_ranks_are_not_read(tmp_path: Path) -> None:
 def test_replicas_of_an_expert_load_on_every_rank_that_holds_one(tmp_path: Path) -> None:
     tiny = write_checkpoint(tmp_path, "mixtral", size=TinySize(hidden=64, intermediate=64, experts=4, layers=1))
     checkpoint = Checkpoint.open(tmp_path)
-    spec = describe_checkpoint(checkpoint)
     slots = ((0, 1, 3), (2, 3, 0))  # experts 0 and 3 are on both ranks, in other slots
     for ids in slots:
-        weights = load_experts(checkpoint, spec, 0, Placement(expert_ids=ids))
+        weights = load_experts(CheckpointLayer.open(checkpoint, 0), Placement(expert_ids=ids))
         assert torch.equal(weights.down.decode(), tiny.experts[0][2].decode()[list(ids)])
 
 
@@ -165,7 +164,7 @@ def test_one_tensor_with_the_row_scales_of_gate_and_up_is_cut_in_two(tmp_path: P
     checkpoint = Checkpoint.open(tmp_path)
     audit(checkpoint)
     base = "model.layers.0.mlp.experts.2."
-    weights = load_experts(checkpoint, describe_checkpoint(checkpoint), 0, tensor_parallel(3, 1, 2))
+    weights = load_experts(CheckpointLayer.open(checkpoint, 0), tensor_parallel(3, 1, 2))
     for half, name in enumerate(("gate_proj", "up_proj")):
         wanted = tensors[f"{base}{name}.weight"].float() * tensors[f"{base}{name}.weight_scale"].float()
         assert torch.equal(weights.gate_up.decode()[2, half], wanted[24:])
@@ -175,10 +174,9 @@ def test_row_scales_of_down_are_whole_on_every_rank_and_those_of_gate_and_up_are
     size = TinySize(hidden=64, intermediate=48, experts=3, layers=1)
     tiny = write_checkpoint(tmp_path, "mixtral", "fp8_channel", size=size)
     checkpoint = Checkpoint.open(tmp_path)
-    spec = describe_checkpoint(checkpoint)
     gate, up, down = tiny.experts[0]
     for rank in (0, 1):
-        weights = load_experts(checkpoint, spec, 0, tensor_parallel(3, rank, 2))
+        weights = load_experts(CheckpointLayer.open(checkpoint, 0), tensor_parallel(3, rank, 2))
         part = slice(24 * rank, 24 * rank + 24)
         assert torch.equal(weights.down.scales, down.scales)
         assert torch.equal(weights.gate_up.scales, torch.stack((gate.scales[:, part], up.scales[:, part]), 1))
@@ -194,7 +192,7 @@ def test_whole_stacks_load_in_both_orientations_of_the_family(tmp_path: Path, tr
         turned = {n: stacks[n].mT.contiguous() for n in (f"{base}gate_up_proj", f"{base}down_proj")}
         rewrite(tmp_path, **turned)
     checkpoint = Checkpoint.open(tmp_path)
-    weights = load_experts(checkpoint, describe_checkpoint(checkpoint), 0, linear(3))
+    weights = load_experts(CheckpointLayer.open(checkpoint, 0), linear(3))
     for e in range(3):
         assert torch.equal(weights.gate_up[e][1].decode(torch.bfloat16), tensors[f"{base}{e}.up_proj.weight"])
         assert torch.equal(weights.down[e].decode(torch.bfloat16), tensors[f"{base}{e}.down_proj.weight"])
@@ -214,7 +212,7 @@ def test_scales_of_gate_and_up_stay_apart(tmp_path: Path) -> None:
     gate, up = (tiny.tensors[f"{base}{n}.weight_scale"] for n in ("w1", "w3"))
     assert gate != up
     checkpoint = Checkpoint.open(tmp_path)
-    weights = load_experts(checkpoint, describe_checkpoint(checkpoint), 0, linear(2))
+    weights = load_experts(CheckpointLayer.open(checkpoint, 0), linear(2))
     assert torch.equal(weights.gate_up.decode()[0, 1], tiny.experts[0][1].decode()[0])
 
 
@@ -264,7 +262,7 @@ def test_a_declared_shape_that_is_wrong_is_refused(tmp_path: Path) -> None:
     name = "model.layers.0.block_sparse_moe.experts.1.w1.weight_shape"
     checkpoint = rewrite(tmp_path, **{name: torch.tensor([128, 255])})
     with pytest.raises(TensorMismatchError, match=r"w1.weight_shape says \[128, 255\]"):
-        load_experts(checkpoint, describe_checkpoint(checkpoint), 0, linear(2))
+        load_experts(CheckpointLayer.open(checkpoint, 0), linear(2))
 
 
 def test_an_unknown_scale_granularity_lists_the_known_ones(tmp_path: Path) -> None:
@@ -303,11 +301,12 @@ def test_quantised_stacks_with_separate_gate_and_up_load(tmp_path: Path) -> None
     spec = describe_checkpoint(checkpoint)
     assert spec.weight_format == "fp8_block"
     audit(checkpoint)
-    weights = load_experts(checkpoint, spec, 3, linear(3))
+    layer = CheckpointLayer.open(checkpoint, 3)
+    weights = load_experts(layer, linear(3))
     assert torch.equal(weights.gate_up.decode()[:, 0], wanted["gate_proj"])
     assert torch.equal(weights.gate_up.decode()[:, 1], wanted["up_proj"])
     assert torch.equal(weights.down.decode(), wanted["down_proj"])
-    first, second = (load_experts(checkpoint, spec, 3, tensor_parallel(3, r, 2), pad=True) for r in range(2))
+    first, second = (load_experts(layer, tensor_parallel(3, r, 2), pad=True) for r in range(2))
     assert torch.equal(torch.cat((first.down.decode(), second.down.decode()), 2)[..., :144], wanted["down_proj"])
 
 

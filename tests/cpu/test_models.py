@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from collegium.checkpoint import Checkpoint, describe_checkpoint, detect, load_experts, load_router, load_shared
+from collegium.checkpoint import (
+    Checkpoint,
+    CheckpointLayer,
+    describe_checkpoint,
+    load_experts,
+    load_router,
+    load_shared,
+)
 from collegium.errors import ConfigError, SpecError
 from collegium.models import FAMILIES, declared_format, describe, family_of, moe_layers
 from collegium.parallel.placement import linear
@@ -282,8 +289,8 @@ def test_blocks_and_groups_of_other_sizes(tmp_path: Path) -> None:
     assert declared.block == (64, 32)
     scale = StoredFormat(name="fp8_block", storage="finegrained-fp8", block=(64, 32)).layout.parts[1]
     assert scale.stored_shape(128, 96) == (2, 3)
-    tiny = write_checkpoint(tmp_path, "mixtral", "int4_group", size=TinySize(hidden=64, intermediate=64))
-    stored = detect(tiny.config, Checkpoint.open(tmp_path))
+    write_checkpoint(tmp_path, "mixtral", "int4_group", size=TinySize(hidden=64, intermediate=64))
+    stored = CheckpointLayer.open(Checkpoint.open(tmp_path)).stored
     assert (stored.storage, stored.group, stored.stacked) == ("compressed-tensors", 32, False)
 
 
@@ -320,7 +327,7 @@ def test_what_transformers_saves_is_what_we_load(tmp_path: Path, name: str) -> N
     spec = describe_checkpoint(checkpoint)
     layer = moe_layers(checkpoint.config)[-1]
     mlp = model.model.layers[layer].mlp
-    weights = load_experts(checkpoint, spec, layer, linear(spec.num_experts))
+    weights = load_experts(CheckpointLayer.open(checkpoint, layer), linear(spec.num_experts))
     both, down = mlp.experts.gate_up_proj.detach(), mlp.experts.down_proj.detach()
     if name == "GptOss":
         halves, down = torch.stack((both[..., 0::2].mT, both[..., 1::2].mT), 1), down.mT
@@ -333,12 +340,12 @@ def test_what_transformers_saves_is_what_we_load(tmp_path: Path, name: str) -> N
         halves = torch.stack(both.chunk(2, 1), 1)
     assert torch.equal(weights.gate_up.decode(torch.bfloat16), halves)
     assert torch.equal(weights.down.decode(torch.bfloat16), down)
-    router, theirs = load_router(checkpoint, spec, layer), mlp.router if name == "GptOss" else mlp.gate
+    router, theirs = load_router(CheckpointLayer.open(checkpoint, layer)), mlp.router if name == "GptOss" else mlp.gate
     assert torch.equal(router.weight, theirs.weight.detach())
     if name == "DeepseekV3":
         assert router.correction_bias is not None
         assert torch.equal(router.correction_bias.float(), theirs.e_score_correction_bias.float())
-        shared = load_shared(checkpoint, spec, layer)
+        shared = load_shared(CheckpointLayer.open(checkpoint, layer))
         assert shared is not None
         assert spec.shared is not None
         assert spec.shared.intermediate_size == 48

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from collegium import load_layer
-from collegium.checkpoint import Checkpoint, audit, describe_checkpoint, detect, load_experts
+from collegium.checkpoint import Checkpoint, CheckpointLayer, audit, load_experts
 from collegium.errors import (
     BadScaleError,
     CheckpointError,
@@ -407,7 +407,7 @@ def test_published_checkpoints_load_and_run(tmp_path: Path, method: str) -> None
     checkpoint = Checkpoint.open(tmp_path)
     report = audit(checkpoint)
     assert [entry.stored.name for entry in report.layers] == [METHODS[method][1]]
-    weights = load_experts(checkpoint, describe_checkpoint(checkpoint), 0, linear(SIZE.experts))
+    weights = load_experts(CheckpointLayer.open(checkpoint, 0), linear(SIZE.experts))
     gate_up = torch.stack([torch.stack((truth[e, "w1"], truth[e, "w3"])) for e in range(SIZE.experts)])
     down = torch.stack([truth[e, "w2"] for e in range(SIZE.experts)])
     assert same(weights.gate_up.decode(), gate_up)
@@ -431,14 +431,14 @@ def test_published_checkpoints_load_and_run(tmp_path: Path, method: str) -> None
 def test_published_checkpoints_are_cut_for_tensor_parallelism(tmp_path: Path, method: str) -> None:
     truth = write(tmp_path, method)
     checkpoint = Checkpoint.open(tmp_path)
-    spec = describe_checkpoint(checkpoint)
+    layer = CheckpointLayer.open(checkpoint, 0)
     for rank in range(2):
         placement = tensor_parallel(SIZE.experts, rank, 2)
         if method == "nf4":
             with pytest.raises(InputError, match="tensor-parallel sizes that work: \\[1\\]"):
-                load_experts(checkpoint, spec, 0, placement)
+                load_experts(layer, placement)
             continue
-        weights = load_experts(checkpoint, spec, 0, placement)
+        weights = load_experts(layer, placement)
         span = slice(32 * rank, 32 * rank + 32)
         for e in range(SIZE.experts):
             assert same(weights.gate_up[e].decode()[1], truth[e, "w3"][span])
@@ -478,7 +478,7 @@ def test_broken_published_checkpoints(
     with pytest.raises(error, match=text):
         audit(checkpoint)
     with pytest.raises(error, match=text):
-        load_experts(checkpoint, describe_checkpoint(checkpoint), 0, linear(SIZE.experts))
+        load_experts(CheckpointLayer.open(checkpoint, 0), linear(SIZE.experts))
 
 
 def test_config_and_integer_tensors_must_agree(tmp_path: Path) -> None:
@@ -491,4 +491,4 @@ def test_config_and_integer_tensors_must_agree(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": block}))
         checkpoint = Checkpoint.open(tmp_path)
         with pytest.raises(ConfigError, match=text):
-            detect(checkpoint.config, checkpoint)
+            CheckpointLayer.open(checkpoint)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from collegium.checkpoint import Checkpoint, audit, describe_checkpoint, detect, load_experts, load_shared
+from collegium.checkpoint import Checkpoint, CheckpointLayer, audit, load_experts, load_shared
 from collegium.errors import ConfigError, InputError, TensorMismatchError, UnknownTensorError
 from collegium.formats import Fp8Tensor, Int4Affine, MxFp8, NvFp4
 from collegium.models import declared_format
@@ -83,17 +83,17 @@ def write_stack(folder: Path, name: str, scale_shape: str) -> dict[str, Any]:
 def test_modelopt_stacks_are_input_first(tmp_path: Path, name: str, scale_shape: str) -> None:
     payloads = write_stack(tmp_path, name, scale_shape)
     checkpoint = Checkpoint.open(tmp_path)
-    stored = detect(checkpoint.config, checkpoint)
+    stored = CheckpointLayer.open(checkpoint).stored
     assert (stored.name, stored.storage, stored.stacked) == (name, "modelopt-stack", True)
     assert audit(checkpoint).layers[0].experts == 3
-    spec = describe_checkpoint(checkpoint)
-    weights = load_experts(checkpoint, spec, 0, linear(3))
+    layer = CheckpointLayer.open(checkpoint, 0)
+    weights = load_experts(layer, linear(3))
     both = payloads["gate_up_proj"].decode()
     gate, up = (both[:, 0], both[:, 1]) if both.dim() == 4 else (both[:, 0::2], both[:, 1::2])
     assert torch.equal(weights.gate_up.decode()[:, 0], gate)
     assert torch.equal(weights.gate_up.decode()[:, 1], up)
     assert torch.equal(weights.down.decode(), payloads["down_proj"].decode())
-    half = load_experts(checkpoint, spec, 0, tensor_parallel(3, 1, 2))
+    half = load_experts(layer, tensor_parallel(3, 1, 2))
     assert torch.equal(half.gate_up.decode()[:, 1], up[:, 32:])
     assert torch.equal(half.down.decode(), payloads["down_proj"].decode()[..., 32:])
 
@@ -118,15 +118,15 @@ def test_mxfp8_scale_rows_stand_for_several_rows(tmp_path: Path, rows: int) -> N
 
     checkpoint = rewrite(tmp_path, change)
     audit(checkpoint)
-    spec = describe_checkpoint(checkpoint)
-    weights = load_experts(checkpoint, spec, 0, linear(3))
+    layer = CheckpointLayer.open(checkpoint, 0)
+    weights = load_experts(layer, linear(3))
     for e in range(3):
         for half, name in enumerate(("w1", "w3")):
             codes = tiny.experts[0][half][e].tensors()["codes"].float()
             spread = torch.exp2(kept[f"{SINGLE}{e}.{name}.weight_scale"].float() - 127)
             truth = codes * spread.repeat_interleave(rows, 0).repeat_interleave(32, 1)
             assert torch.equal(weights.gate_up[e].decode()[half], truth)
-    part = load_experts(checkpoint, spec, 0, tensor_parallel(3, 1, 2))
+    part = load_experts(layer, tensor_parallel(3, 1, 2))
     assert torch.equal(part.gate_up.decode(), weights.gate_up.decode()[:, :, 32:])
     assert torch.equal(part.down.decode(), weights.down.decode()[..., 32:])
     name = f"{SINGLE}0.w2.weight_scale"
@@ -139,17 +139,17 @@ def test_mxfp8_rows_that_a_cut_would_split_are_refused(tmp_path: Path) -> None:
     names = [f"{SINGLE}{e}.{p}.weight_scale" for e in range(3) for p in ("w1", "w3")]
     checkpoint = rewrite(tmp_path, lambda t: t.update({n: t[n][:1] for n in names}))
     with pytest.raises(InputError, match=r"cut 0:32 of 64 does not fall on multiples of 64"):
-        load_experts(checkpoint, describe_checkpoint(checkpoint), 0, tensor_parallel(3, 0, 2))
+        load_experts(CheckpointLayer.open(checkpoint, 0), tensor_parallel(3, 0, 2))
 
 
 def check_padding(checkpoint: Checkpoint, ranks: int) -> None:
     """Slices that do not fall on groups, filled up with zeros, join to the whole."""
-    spec = describe_checkpoint(checkpoint)
-    whole = load_experts(checkpoint, spec, 0, linear(3))
-    parts = [load_experts(checkpoint, spec, 0, tensor_parallel(3, rank, ranks), pad=True) for rank in range(ranks)]
+    layer = CheckpointLayer.open(checkpoint, 0)
+    whole = load_experts(layer, linear(3))
+    parts = [load_experts(layer, tensor_parallel(3, rank, ranks), pad=True) for rank in range(ranks)]
     gate_up = torch.cat([part.gate_up.decode() for part in parts], dim=2)
     down = torch.cat([part.down.decode() for part in parts], dim=2)
-    wide = spec.intermediate_size
+    wide = layer.spec.intermediate_size
     assert gate_up.shape[2] > wide
     assert torch.equal(gate_up[:, :, :wide], whole.gate_up.decode())
     assert torch.equal(down[..., :wide], whole.down.decode())
@@ -171,7 +171,7 @@ def test_padded_slices_of_repeated_scale_rows(tmp_path: Path) -> None:
 def test_gate_and_up_keep_their_own_fp8_scales(tmp_path: Path) -> None:
     tiny = write_checkpoint(tmp_path, "mixtral", "fp8_tensor", "compressed-tensors", size=SIZE)
     checkpoint = rewrite(tmp_path, lambda t: t.update({f"{SINGLE}1.w3.weight_scale": torch.tensor([7.5])}))
-    weights = load_experts(checkpoint, describe_checkpoint(checkpoint), 0, linear(3))
+    weights = load_experts(CheckpointLayer.open(checkpoint, 0), linear(3))
     gate, up, _ = tiny.experts[0]
     assert torch.equal(weights.gate_up.decode()[1, 0], gate[1].decode())
     assert torch.equal(weights.gate_up.decode()[1, 1], up[1].tensors()["codes"].float() * 7.5)
@@ -222,7 +222,7 @@ def test_layers_of_different_formats_load(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(folder)
     assert [entry.stored.name for entry in audit(checkpoint).layers] == ["nvfp4", "mxfp8"]
     for layer, tiny in ((0, nv), (1, mx)):
-        weights = load_experts(checkpoint, describe_checkpoint(checkpoint, layer), layer, linear(3))
+        weights = load_experts(CheckpointLayer.open(checkpoint, layer), linear(3))
         assert torch.equal(weights.down.decode(), tiny.experts[layer][2].decode())
 
 
@@ -267,16 +267,16 @@ def test_asymmetric_integers_load_beside_other_groups(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(tmp_path)
     stored = audit(checkpoint).layers[0].stored
     assert (stored.name, stored.storage, stored.group) == ("int4_affine", "compressed-tensors-asymmetric", 32)
-    spec = describe_checkpoint(checkpoint)
-    weights = load_experts(checkpoint, spec, 1, linear(3))
-    half = load_experts(checkpoint, spec, 1, tensor_parallel(3, 1, 2))
+    layer = CheckpointLayer.open(checkpoint, 1)
+    weights = load_experts(layer, linear(3))
+    half = load_experts(layer, tensor_parallel(3, 1, 2))
     for e in range(3):
         up, down = (payloads[f"{e}.{name}"].decode() for name in ("up_proj", "down_proj"))
         assert torch.equal(weights.gate_up.decode()[e, 1], up)
         assert torch.equal(weights.down.decode()[e], down)
         assert torch.equal(half.gate_up.decode()[e, 1], up[32:])
         assert torch.equal(half.down.decode()[e], down[:, 32:])
-    shared = load_shared(checkpoint, spec, 1)
+    shared = load_shared(layer)
     assert shared is not None
     assert shared.experts.down.name == "bf16"
 

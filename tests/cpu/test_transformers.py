@@ -138,6 +138,7 @@ def test_load_model_reads_what_transformers_saved(saved):
 def test_experts_of_the_checkpoint_are_the_modules_own(saved):
     _, folder = saved
     from collegium.checkpoint.loader import load_experts
+    from collegium.checkpoint.opened import CheckpointLayer
     from collegium.checkpoint.reader import Checkpoint
     from collegium.models import describe
     from collegium.parallel.placement import linear
@@ -147,7 +148,7 @@ def test_experts_of_the_checkpoint_are_the_modules_own(saved):
     spec = describe(checkpoint.config)
     for index, module in experts_modules(theirs).items():
         ours, wanted = (
-            load_experts(checkpoint, spec, index, linear(spec.num_experts, 0, 1)),
+            load_experts(CheckpointLayer.open(checkpoint, index), linear(spec.num_experts, 0, 1)),
             routed_weights(module),
         )
         assert torch.equal(ours.gate_up.decode(), wanted.gate_up.decode())

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from .audit import AuditReport, LayerReport, audit
 from .beside import load_latent, load_router, load_shared
-from .detect import StoredFormat, detect
+from .detect import StoredFormat
 from .loader import describe_checkpoint, load_all, load_experts
+from .opened import CheckpointLayer
 from .reader import Checkpoint
 
 __all__ = [
     "AuditReport",
     "Checkpoint",
+    "CheckpointLayer",
     "LayerReport",
     "StoredFormat",
     "audit",
     "describe_checkpoint",
-    "detect",
     "load_all",
     "load_experts",
     "load_latent",

@@ -9,11 +9,9 @@ import math
 from typing import TYPE_CHECKING
 
 from ..errors import BadScaleError, CheckpointError
-from .index import find_experts
 
 if TYPE_CHECKING:
-    from .detect import StoredFormat
-    from .reader import Checkpoint
+    from .opened import CheckpointLayer
 
 __all__ = ["ACTIVATION_SCALES", "check_activation_scales"]
 
@@ -21,11 +19,9 @@ ACTIVATION_SCALES = (".input_scale", ".input_global_scale", "_input_scale")
 _AGREE = 1e-5  # relative; gate and up read one input, so compressed-tensors gives both one scale
 
 
-def check_activation_scales(
-    checkpoint: Checkpoint, layer: int, stored: StoredFormat
-) -> tuple[list[CheckpointError], list[str]]:
+def check_activation_scales(layer: CheckpointLayer) -> tuple[list[CheckpointError], list[str]]:
     """Return problems (not finite and positive; unequal where the storage wants one scale) and findings."""
-    found = find_experts(checkpoint, layer).single
+    checkpoint, found = layer.checkpoint, layer.found.single
     problems: list[CheckpointError] = []
     unequal = 0
     for (expert, which), parts in found.items():
@@ -33,18 +29,16 @@ def check_activation_scales(
             if suffix not in parts:
                 continue
             own = float(checkpoint.read(parts[suffix].name).float().max())
-            where = f"layer {layer}, expert {expert}, {which}: {parts[suffix].name} is {own:g}"
+            where = f"layer {layer.number}, expert {expert}, {which}: {parts[suffix].name} is {own:g}"
             if not 0 < own < math.inf:
                 problems.append(BadScaleError(f"{where}, allowed are finite and positive numbers"))
             gate = found.get((expert, "gate"), {}).get(suffix) if which == "up" else None
             other = own if gate is None else float(checkpoint.read(gate.name).float().max())
             if abs(own - other) > _AGREE * max(own, other):
                 unequal += 1
-                if stored.storage == "compressed-tensors":
+                if layer.stored.storage == "compressed-tensors":
                     problems.append(BadScaleError(f"{where}, that of gate is {other:g}; they share one input"))
     if not unequal:
         return problems, []
-    text = (
-        f"layer {layer}: gate and up of {unequal} experts have different static activation scales, which are not used"
-    )
-    return problems, [text]
+    have = f"gate and up of {unequal} experts have different static activation scales, which are not used"
+    return problems, [f"layer {layer.number}: {have}"]

@@ -17,12 +17,12 @@ from ..errors import (
     TensorMismatchError,
     UnknownTensorError,
 )
-from ..models import describe, family_of, text_of
+from ..models import describe, moe_layers, text_of
 from .activation_scales import ACTIVATION_SCALES, check_activation_scales
 from .beside import check_beside, load_hash_table
-from .detect import StoredFormat, detect
-from .index import Found, find_experts, index_of
-from .layout import Source, bias_names, part_name, parts_problems, projections, read_matrix, source_of, stack_paths
+from .index import index_of
+from .layout import Source, bias_names, part_name, parts_problems, projections, read_matrix, stack_paths
+from .opened import CheckpointLayer
 from .problems import refuse
 from .remarks import Remarks
 
@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..formats.payload import Payload
-    from ..models import Family, Names
-    from ..types import MoESpec
+    from .detect import StoredFormat
     from .header import TensorInfo
     from .reader import Checkpoint
 
@@ -78,36 +77,30 @@ class AuditReport:
     deep: bool = True
 
 
-def check_layer(checkpoint: Checkpoint, spec: MoESpec, layer: int, stored: StoredFormat) -> list[CheckpointError]:
+def check_layer(layer: CheckpointLayer) -> list[CheckpointError]:
     """Return every problem the headers show in the experts of ``layer``; no tensor data is read."""
-    family = family_of(checkpoint.config)
-    found, names = find_experts(checkpoint, layer), index_of(checkpoint).names
+    where, found, family = f"layer {layer.number}", layer.found, layer.index.family
     problems: list[CheckpointError] = [
-        UnknownTensorError(f"layer {layer}: {name} lies in the MoE block, {family.name} has no such tensor")
+        UnknownTensorError(f"{where}: {name} lies in the MoE block, {family.name} has no such tensor")
         for name in found.unknown
     ]
     if found.single and found.stack:
-        msg = f"layer {layer}: experts are stored one by one and stacked at once; keep one of the two"
+        msg = f"{where}: experts are stored one by one and stacked at once; keep one of the two"
         problems.append(DuplicateTensorError(msg))
-    if stored.stacked:
-        problems += _check_stack(checkpoint, names, spec, layer, stored)
-    else:
-        problems += _check_experts(checkpoint, names, spec, layer, stored)
-    problems += _check_biases(checkpoint, family, spec, layer)
-    problems += _check_suffixes(found, family, spec, layer, stored)
-    return problems
+    problems += _check_stack(layer) if layer.stored.stacked else _check_experts(layer)
+    return problems + _check_biases(layer) + _check_suffixes(layer)
 
 
-def _sources(names: Names, spec: MoESpec, layer: int, stacked: bool) -> Iterable[tuple[int, Source]]:
-    for expert in range(spec.num_experts):
-        for which in projections(spec):
-            yield expert, source_of(names, spec, layer=layer, expert=expert, projection=which, stacked=stacked)
+def _sources(layer: CheckpointLayer) -> Iterable[tuple[int, Source]]:
+    for expert in range(layer.spec.num_experts):
+        for which in projections(layer.spec):
+            yield expert, layer.source(expert, which)
 
 
 def check_dense_layers(checkpoint: Checkpoint) -> list[CheckpointError]:
     """Return a problem for each layer that the config calls dense although the files hold experts for it."""
-    index, family, text = index_of(checkpoint), family_of(checkpoint.config), text_of(checkpoint.config)
-    sparse, count = family.moe_layers(checkpoint.config), text.get("num_hidden_layers", text.get("n_layers"))
+    index, text = index_of(checkpoint), text_of(checkpoint.config)
+    sparse, count = index.family.moe_layers(checkpoint.config), text.get("num_hidden_layers", text.get("n_layers"))
     # from there on layers predict further tokens
     end = count if isinstance(count, int) else max(sparse, default=0)
     problems: list[CheckpointError] = []
@@ -127,27 +120,22 @@ def check_outside_experts(checkpoint: Checkpoint) -> list[CheckpointError]:
 
     Read are headers, and the entries of hash tables.
     """
-    family = family_of(checkpoint.config)
     problems = check_dense_layers(checkpoint)
-    for layer in family.moe_layers(checkpoint.config):
-        spec = family.describe(checkpoint.config, layer)
-        beside = check_beside(checkpoint, spec, layer)
-        problems += beside
-        if not beside:
-            try:
-                load_hash_table(checkpoint, spec, layer)
-            except CheckpointError as error:
-                problems.append(error)
+    for number in moe_layers(checkpoint.config):
+        try:
+            layer = CheckpointLayer.open(checkpoint, number)
+            beside = check_beside(layer)
+            problems += beside
+            if not beside:
+                load_hash_table(layer)
+        except CheckpointError as error:
+            problems.append(error)
     return problems
 
 
-def _check_stack(
-    checkpoint: Checkpoint, names: Names, spec: MoESpec, layer: int, stored: StoredFormat
-) -> list[CheckpointError]:
-    sources = [
-        source_of(names, spec, layer=layer, expert=0, projection=which, stacked=True)
-        for which in stack_paths(names.stacked)
-    ]
+def _check_stack(layer: CheckpointLayer) -> list[CheckpointError]:
+    checkpoint, spec, stored = layer.checkpoint, layer.spec, layer.stored
+    sources = [layer.source(0, which) for which in stack_paths(layer.names.stacked)]
     held: dict[str, int] = {}
     for source in sources:
         for part in stored.layout.parts:
@@ -157,31 +145,32 @@ def _check_stack(
                 held[name] = shape[0]
     others = {name: count for name, count in held.items() if count != spec.num_experts}
     if others and others == held and len(set(held.values())) == 1:
-        return [_wrong_count(layer, next(iter(held.values())), spec)]
+        return [_wrong_count(layer, next(iter(held.values())))]
     if others:
         return [
             TensorMismatchError(
-                f"layer {layer}: {name} is {checkpoint.tensors[name].shape}, for {count} experts; config.json says "
-                f"num_experts={spec.num_experts}, and {len(held) - len(others)} of {len(held)} tensors hold so many; "
-                "download the file again or export it anew"
+                f"layer {layer.number}: {name} is {checkpoint.tensors[name].shape}, for {count} experts; config.json "
+                f"says num_experts={spec.num_experts}, and {len(held) - len(others)} of {len(held)} tensors hold so "
+                "many; download the file again or export it anew"
             )
             for name, count in others.items()
         ]
     return [problem for source in sources for problem in parts_problems(checkpoint, source, stored)]
 
 
-def _wrong_count(layer: int, held: int, spec: MoESpec) -> ConfigError:
+def _wrong_count(layer: CheckpointLayer, held: int) -> ConfigError:
     return ConfigError(
-        f"layer {layer}: the tensors hold experts 0 to {held - 1} ({held}), config.json says "
-        f"num_experts={spec.num_experts}; is the checkpoint pruned or incomplete? correct the one that is wrong"
+        f"layer {layer.number}: the tensors hold experts 0 to {held - 1} ({held}), config.json says "
+        f"num_experts={layer.spec.num_experts}; is the checkpoint pruned or incomplete? correct the one that is wrong"
     )
 
 
-def _bias_shapes(checkpoint: Checkpoint, spec: MoESpec, layer: int) -> list[tuple[str, tuple[int, int]]]:
+def _bias_shapes(layer: CheckpointLayer) -> list[tuple[str, tuple[int, int]]]:
     """Return name and shape of every expert bias the layer needs."""
+    spec = layer.spec
     if not spec.expert_bias:
         return []
-    *upper, down = bias_names(index_of(checkpoint).names, layer)
+    *upper, down = bias_names(layer.names, layer.number)
     wide = spec.gate_up_parts * spec.intermediate_size // len(upper)
     return [
         (name, (spec.num_experts, width))
@@ -189,84 +178,79 @@ def _bias_shapes(checkpoint: Checkpoint, spec: MoESpec, layer: int) -> list[tupl
     ]
 
 
-def _check_biases(checkpoint: Checkpoint, family: Family, spec: MoESpec, layer: int) -> list[CheckpointError]:
+def _check_biases(layer: CheckpointLayer) -> list[CheckpointError]:
     problems: list[CheckpointError] = []
-    for name, shape in _bias_shapes(checkpoint, spec, layer):
-        if name not in checkpoint:
-            problems.append(MissingTensorError(f"layer {layer}: {name} missing; {family.name} experts have biases"))
+    for name, shape in _bias_shapes(layer):
+        if name not in layer.checkpoint:
+            msg = f"layer {layer.number}: {name} missing; {layer.index.family.name} experts have biases"
+            problems.append(MissingTensorError(msg))
             continue
-        info = checkpoint.info(name)
+        info = layer.checkpoint.info(name)
         if info.shape != shape or info.dtype not in ("BF16", "F16", "F32"):
-            msg = f"layer {layer}: {name} is {info.dtype} {info.shape}, needed is BF16, F16 or F32 {shape}"
+            msg = f"layer {layer.number}: {name} is {info.dtype} {info.shape}, needed is BF16, F16 or F32 {shape}"
             problems.append(TensorMismatchError(msg))
     return problems
 
 
-def _check_experts(
-    checkpoint: Checkpoint, names: Names, spec: MoESpec, layer: int, stored: StoredFormat
-) -> list[CheckpointError]:
-    found = find_experts(checkpoint, layer)
-    present, e = {expert for expert, _ in found.single}, spec.num_experts
+def _check_experts(layer: CheckpointLayer) -> list[CheckpointError]:
+    checkpoint, where = layer.checkpoint, f"layer {layer.number}"
+    present, e = {expert for expert, _ in layer.found.single}, layer.spec.num_experts
     if len(present) != e and present == set(range(len(present))):
-        return [_wrong_count(layer, len(present), spec)]
+        return [_wrong_count(layer, len(present))]
     problems: list[CheckpointError] = []
     beyond = sorted(expert for expert in present if expert >= e)
     if beyond:
-        msg = f"layer {layer}: experts {beyond[:8]} are in the files, config.json says num_experts={e} (0 to {e - 1})"
+        msg = f"{where}: experts {beyond[:8]} are in the files, config.json says num_experts={e} (0 to {e - 1})"
         problems.append(UnknownTensorError(msg))
     for expert in sorted(set(range(e)) - present):
-        msg = f"layer {layer}, expert {expert}: no tensor at all; {len(present)} of {e} experts are in the files"
+        msg = f"{where}, expert {expert}: no tensor at all; {len(present)} of {e} experts are in the files"
         problems.append(MissingTensorError(msg))
     dtypes: dict[tuple[bool, str], dict[str, str]] = defaultdict(dict)
-    parts = stored.layout.parts
-    for expert, source in _sources(names, spec, layer, stacked=False):
+    for expert, source in _sources(layer):
         if expert not in present:
             continue
-        problems += parts_problems(checkpoint, source, stored)
-        for part in parts:
+        problems += parts_problems(checkpoint, source, layer.stored)
+        for part in layer.stored.layout.parts:
             if part.required and part_name(source, part) in checkpoint:
                 kind = (source.label.endswith("down"), part.suffix)
                 dtypes[kind][checkpoint.info(part_name(source, part)).dtype] = source.label
     for (_, suffix), seen in dtypes.items():
         if len(seen) > 1:
             listed = ", ".join(f"{dtype} in {label}" for dtype, label in seen.items())
-            msg = f"layer {layer}: {suffix} differs in dtype: {listed}; all experts of a layer must share one"
+            msg = f"{where}: {suffix} differs in dtype: {listed}; all experts of a layer must share one"
             problems.append(TensorMismatchError(msg))
     return problems
 
 
-def _check_suffixes(
-    found: Found, family: Family, spec: MoESpec, layer: int, stored: StoredFormat
-) -> list[CheckpointError]:
+def _check_suffixes(layer: CheckpointLayer) -> list[CheckpointError]:
+    found, stored, where = layer.found, layer.stored, f"layer {layer.number}"
     known = {part.suffix for part in stored.layout.parts} | set(ACTIVATION_SCALES)
-    stack_known = known | ({"_bias"} if spec.expert_bias else set())
+    stack_known = known | ({"_bias"} if layer.spec.expert_bias else set())
     problems: list[CheckpointError] = []
     groups = [(group, known) for group in found.single.values()]
     groups += [(group, stack_known) for group in found.stack.values()]
     for group, allowed in groups:
         for suffix, info in group.items():
             if suffix in _REFUSED and suffix not in allowed:
-                problems.append(UnknownTensorError(f"layer {layer}: {info.name}: {_REFUSED[suffix]}"))
+                problems.append(UnknownTensorError(f"{where}: {info.name}: {_REFUSED[suffix]}"))
             elif suffix not in allowed:
                 msg = (
-                    f"layer {layer}: {info.name} is not known to {family.name} in {stored.name} ({stored.storage}); "
-                    f"known suffixes are {', '.join(sorted(allowed))}"
+                    f"{where}: {info.name} is not known to {layer.index.family.name} in {stored.name} "
+                    f"({stored.storage}); known suffixes are {', '.join(sorted(allowed))}"
                 )
                 problems.append(UnknownTensorError(msg))
     return problems
 
 
-def _check_values(
-    checkpoint: Checkpoint, spec: MoESpec, layer: int, stored: StoredFormat, remarks: Remarks
-) -> tuple[list[CheckpointError], list[str]]:
+def _check_values(layer: CheckpointLayer, remarks: Remarks) -> tuple[list[CheckpointError], list[str]]:
     """Read the experts one matrix at a time: faults as problems, unequal global scales of gate and up as a finding."""
     unequal = 0
     first: Payload | None = None
     seen: dict[str, Tensor] = {}
-    problems, findings = check_activation_scales(checkpoint, layer, stored)
-    for _, source in _sources(index_of(checkpoint).names, spec, layer, stored.stacked):
+    problems, findings = check_activation_scales(layer)
+    for _, source in _sources(layer):
         seen = {} if source.label.endswith("gate") else seen
-        payload, wrong = read_matrix(checkpoint, source, stored, seen=seen)
+        payload, wrong = read_matrix(layer.checkpoint, source, layer.stored, seen=seen)
         problems += wrong
         if payload is not None and not wrong:
             remarks.see(source.label, payload)
@@ -275,20 +259,21 @@ def _check_values(
             first = payload
         elif source.label.endswith("up") and first is not None and scale is not None:
             unequal += int(not torch.equal(scale, first.tensors()["global_scale"]))
-    for name, _ in _bias_shapes(checkpoint, spec, layer):
-        problems += bad_bias(layer, name, checkpoint.read(name), range(spec.num_experts))
+    experts = layer.spec.num_experts
+    for name, _ in _bias_shapes(layer):
+        problems += bad_bias(layer, name, layer.checkpoint.read(name), range(experts))
     if unequal:
         findings.append(
-            f"layer {layer}: gate and up of {unequal} of {spec.num_experts} experts have different global scales; "
+            f"layer {layer.number}: gate and up of {unequal} of {experts} experts have different global scales; "
             "each keeps its own, exactly"
         )
     return problems, findings
 
 
-def bad_bias(layer: int, name: str, bias: Tensor, experts: Sequence[int]) -> list[CheckpointError]:
+def bad_bias(layer: CheckpointLayer, name: str, bias: Tensor, experts: Sequence[int]) -> list[CheckpointError]:
     """Return a problem when ``bias [E, N]`` of these experts holds NaN or infinity, else nothing."""
     bad = [expert for expert, fine in zip(experts, torch.isfinite(bias).all(-1).tolist(), strict=True) if not fine]
-    return [BadScaleError(f"layer {layer}: {name} holds NaN or infinity for experts {bad[:8]}")] if bad else []
+    return [BadScaleError(f"layer {layer.number}: {name} holds NaN or infinity for experts {bad[:8]}")] if bad else []
 
 
 def _roles(checkpoint: Checkpoint, layers: Sequence[int]) -> dict[str, tuple[int, int]]:
@@ -326,30 +311,28 @@ def audit(
     once at the end with (layers done, layers, text). Raises one CheckpointError (of the class
     of the first problem) that lists up to 20 problems, each with layer, expert and tensor.
     """
-    family = family_of(checkpoint.config)
     describe(checkpoint.config)  # refuses a model without routed experts
     problems = check_dense_layers(checkpoint)
     findings: list[str] = []
     reports: list[LayerReport] = []
     remarks = Remarks()
-    layers = family.moe_layers(checkpoint.config)
-    for done, layer in enumerate(layers):
+    layers = moe_layers(checkpoint.config)
+    for done, number in enumerate(layers):
         if progress is not None:
-            progress(done, len(layers), f"layer {layer}")
+            progress(done, len(layers), f"layer {number}")
         try:
-            stored = detect(checkpoint.config, checkpoint, layer)
+            layer = CheckpointLayer.open(checkpoint, number)
         except CheckpointError as error:
             problems.append(error)
             continue
-        spec = family.describe(checkpoint.config, layer)
-        wrong = check_layer(checkpoint, spec, layer, stored)
-        beside = check_beside(checkpoint, spec, layer, deep=deep, remarks=remarks)
+        wrong = check_layer(layer)
+        beside = check_beside(layer, deep=deep, remarks=remarks)
         if deep and not wrong:
-            wrong, unequal = _check_values(checkpoint, spec, layer, stored, remarks)
+            wrong, unequal = _check_values(layer, remarks)
             findings += unequal
         problems += wrong + beside
-        nbytes = sum(info.nbytes for info in find_experts(checkpoint, layer).infos())
-        reports.append(LayerReport(layer=layer, stored=stored, experts=spec.num_experts, nbytes=nbytes))
+        nbytes = sum(info.nbytes for info in layer.found.infos())
+        reports.append(LayerReport(layer=number, stored=layer.stored, experts=layer.spec.num_experts, nbytes=nbytes))
     if progress is not None:
         progress(len(layers), len(layers), f"{len(layers)} layers")
     refuse(checkpoint, problems)

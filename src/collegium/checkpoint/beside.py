@@ -23,7 +23,6 @@ from ..models.base import Config
 from ..types import ExpertWeights, LatentWeights, RouterWeights, SharedWeights
 from .activation_scales import ACTIVATION_SCALES
 from .detect import StoredFormat, stored_format
-from .index import find_suffixes, index_of
 from .layout import Source, parts_problems, read_matrix
 from .problems import refuse
 
@@ -31,9 +30,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..formats.payload import Payload
-    from ..models import Names
-    from ..types import MoESpec
-    from .reader import Checkpoint
+    from .header import TensorInfo
+    from .opened import CheckpointLayer
     from .remarks import Remarks
 
 __all__ = ["check_beside", "load_hash_table", "load_latent", "load_router", "load_shared"]
@@ -51,8 +49,9 @@ class _Module:
     places: tuple[Source, ...]
 
 
-def _vectors(names: Names, spec: MoESpec, layer: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _vectors(layer: CheckpointLayer) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return the unquantised numbers the layer needs: field of ``Names`` to (name, shape)."""
+    names, spec = layer.names, layer.spec
     rule, e, d = spec.routing, spec.num_experts, spec.hidden_size
     gated = spec.shared is not None and spec.shared.gated
     wanted: dict[str, tuple[str | None, tuple[int, ...]]] = {
@@ -64,14 +63,15 @@ def _vectors(names: Names, spec: MoESpec, layer: int) -> dict[str, tuple[str, tu
         "shared_gate": (names.shared_gate if gated else None, (1, d)),
         "latent_norm": (names.latent_norm if spec.latent_norm_eps is not None else None, (spec.expert_hidden_size,)),
     }
-    return {key: (name.format(layer=layer), shape) for key, (name, shape) in wanted.items() if name is not None}
+    return {key: (name.format(layer=layer.number), shape) for key, (name, shape) in wanted.items() if name is not None}
 
 
-def _shared(names: Names, spec: MoESpec, layer: int) -> _Module | None:
-    if spec.shared is None or names.shared is None:
+def _shared(layer: CheckpointLayer) -> _Module | None:
+    spec, templates = layer.spec, layer.names.shared
+    if spec.shared is None or templates is None:
         return None
-    where, gated = f"layer {layer}, shared expert", spec.activation.gated
-    paths = [template.format(layer=layer) for template in names.shared]
+    where, gated = f"layer {layer.number}, shared expert", spec.activation.gated
+    paths = [template.format(layer=layer.number) for template in templates]
     wide, width = spec.shared.intermediate_size, spec.hidden_size
     fused = gated and len(paths) == 2  # gate rows, then up rows, in one tensor
     places = [
@@ -86,70 +86,69 @@ def _shared(names: Names, spec: MoESpec, layer: int) -> _Module | None:
         for half, which in enumerate(("gate", "up") if gated else ("up",))
     ]
     places.append(Source(label=f"{where}, down", path=paths[-1], rows=width, columns=wide, stored_rows=width))
-    return _Module(templates=names.shared, where=where, places=tuple(places))
+    return _Module(templates=templates, where=where, places=tuple(places))
 
 
-def _latent(names: Names, spec: MoESpec, layer: int) -> list[_Module]:
-    if spec.latent_size is None or names.latent is None:
+def _latent(layer: CheckpointLayer) -> list[_Module]:
+    spec, templates = layer.spec, layer.names.latent
+    if spec.latent_size is None or templates is None:
         return []
     modules: list[_Module] = []
     sizes = ((spec.latent_size, spec.hidden_size), (spec.hidden_size, spec.latent_size))
-    for template, (rows, columns) in zip(names.latent, sizes, strict=True):
-        path, where = template.format(layer=layer), f"layer {layer}, {template.rpartition('.')[2]}"
+    for template, (rows, columns) in zip(templates, sizes, strict=True):
+        path, where = template.format(layer=layer.number), f"layer {layer.number}, {template.rpartition('.')[2]}"
         place = Source(label=where, path=path, rows=rows, columns=columns, stored_rows=rows)
         modules.append(_Module(templates=(template,), where=where, places=(place,)))
     return modules
 
 
 def check_beside(
-    checkpoint: Checkpoint, spec: MoESpec, layer: int, *, deep: bool = False, remarks: Remarks | None = None
+    layer: CheckpointLayer, *, deep: bool = False, remarks: Remarks | None = None
 ) -> list[CheckpointError]:
     """Return every problem of what ``layer`` has beside its routed experts.
 
     deep: read the tensors too (numbers, scales, the hash table's entries), otherwise only their headers. remarks:
     takes in the matrices that are read.
     """
-    names = index_of(checkpoint).names
     problems: list[CheckpointError] = []
-    for name, shape in _vectors(names, spec, layer).values():
+    for name, shape in _vectors(layer).values():
         try:
-            _header(checkpoint, name, shape, layer)
+            _header(layer, name, shape)
             if deep:
-                _vector(checkpoint, name, shape, layer)
+                _vector(layer, name, shape)
         except CheckpointError as error:
             problems.append(error)
     try:
-        load_hash_table(checkpoint, spec, layer, deep=deep)
+        load_hash_table(layer, deep=deep)
     except CheckpointError as error:
         problems.append(error)
-    shared = _shared(names, spec, layer)
-    for module in (*([shared] if shared else []), *_latent(names, spec, layer)):
-        problems += _check_module(checkpoint, layer, module, remarks, deep=deep)
-    return problems + _unused(checkpoint, names, spec, layer, remarks)
+    shared = _shared(layer)
+    for module in (*([shared] if shared else []), *_latent(layer)):
+        problems += _check_module(layer, module, remarks, deep=deep)
+    return problems + _unused(layer, remarks)
 
 
-def _unused(
-    checkpoint: Checkpoint, names: Names, spec: MoESpec, layer: int, remarks: Remarks | None
-) -> list[CheckpointError]:
+def _unused(layer: CheckpointLayer, remarks: Remarks | None) -> list[CheckpointError]:
     """Return a problem for each tensor the layer would be wrong without, had config.json spoken of it.
 
     A correction bias is only remarked on: some models store one that they do not use.
     """
-    used, rule = {name for name, _ in _vectors(names, spec, layer).values()}, spec.routing
-    used |= {(names.hash_table or "").format(layer=layer)} if rule.hash_routing else set()
+    checkpoint, names, spec, number = layer.checkpoint, layer.names, layer.spec, layer.number
+    used, rule = {name for name, _ in _vectors(layer).values()}, spec.routing
+    used |= {(names.hash_table or "").format(layer=number)} if rule.hash_routing else set()
     others = (names.expert_scale, names.shared_gate, names.latent_norm, names.hash_table)
-    found = [n for t in others if t is not None and (n := t.format(layer=layer)) in checkpoint and n not in used]
+    found = [n for t in others if t is not None and (n := t.format(layer=number)) in checkpoint and n not in used]
     paths = (
         *((names.shared or ()) if spec.shared is None else ()),
         *((names.latent or ()) if not spec.latent_size else ()),
     )
-    found += [path.format(layer=layer) for path in paths if find_suffixes(checkpoint, layer, (path,))]
-    bias = (names.correction_bias or "").format(layer=layer)
+    found += [path.format(layer=number) for path in paths if layer.suffixes((path,))]
+    bias = (names.correction_bias or "").format(layer=number)
     if remarks is not None and bias in checkpoint and bias not in used and not rule.hash_routing:
-        remarks.say(f"layer {layer}: {bias} is in the files, by config.json the layer does not use it")
+        remarks.say(f"layer {number}: {bias} is in the files, by config.json the layer does not use it")
     return [
         UnknownTensorError(
-            f"layer {layer}: {name} is in the files, config.json describes a layer without it, which would compute "
+            f"layer {number}: {name} is in the files, config.json describes a layer without it, which would compute "
             "something else; correct the entry of config.json that belongs to it, or remove the tensor"
         )
         for name in found
@@ -157,65 +156,67 @@ def _unused(
 
 
 def _check_module(
-    checkpoint: Checkpoint, layer: int, module: _Module, remarks: Remarks | None, *, deep: bool
+    layer: CheckpointLayer, module: _Module, remarks: Remarks | None, *, deep: bool
 ) -> list[CheckpointError]:
     try:
-        stored = _stored_at(checkpoint, layer, module)
+        stored = _stored_at(layer, module)
     except CheckpointError as error:
         return [error]
     places = {place.path: place for place in reversed(module.places)}  # gate and up in one tensor: asked once
-    problems = [problem for place in places.values() for problem in parts_problems(checkpoint, place, stored)]
+    problems = [problem for place in places.values() for problem in parts_problems(layer.checkpoint, place, stored)]
     if problems or not deep:
         return problems
     for place in module.places:
-        payload, wrong = read_matrix(checkpoint, place, stored)
+        payload, wrong = read_matrix(layer.checkpoint, place, stored)
         problems += wrong
         if remarks is not None and payload is not None and not wrong:
             remarks.see(place.label, payload)
     return problems
 
 
-def _header(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], layer: int) -> None:
-    if name not in checkpoint:
-        raise MissingTensorError(f"layer {layer}: {name} missing; the layer needs it")
-    info = checkpoint.info(name)
+def _header(layer: CheckpointLayer, name: str, shape: tuple[int, ...]) -> None:
+    info = _info(layer, name)
     # Dimensions of 1 are stored by some and not by others; any other order of the same numbers is another tensor.
     if [n for n in info.shape if n != 1] != [n for n in shape if n != 1] or info.dtype not in _FLOATS:
-        msg = f"layer {layer}: {name} is {info.dtype} {info.shape}, needed is BF16, F16 or F32 {shape}"
+        msg = f"layer {layer.number}: {name} is {info.dtype} {info.shape}, needed is BF16, F16 or F32 {shape}"
         raise TensorMismatchError(msg)
 
 
-def _vector(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], layer: int) -> Tensor:
-    _header(checkpoint, name, shape, layer)
-    tensor = checkpoint.read(name).reshape(shape)
+def _info(layer: CheckpointLayer, name: str) -> TensorInfo:
+    if name not in layer.checkpoint:
+        raise MissingTensorError(f"layer {layer.number}: {name} missing; the layer needs it")
+    return layer.checkpoint.info(name)
+
+
+def _vector(layer: CheckpointLayer, name: str, shape: tuple[int, ...]) -> Tensor:
+    _header(layer, name, shape)
+    tensor = layer.checkpoint.read(name).reshape(shape)
     if not bool(torch.isfinite(tensor).all()):
-        msg = f"layer {layer}: {name} holds NaN or infinity; download the file again or export it anew"
+        msg = f"layer {layer.number}: {name} holds NaN or infinity; download the file again or export it anew"
         raise BadScaleError(msg)
     return tensor
 
 
-def load_hash_table(checkpoint: Checkpoint, spec: MoESpec, layer: int, *, deep: bool = True) -> Tensor | None:
+def load_hash_table(layer: CheckpointLayer, *, deep: bool = True) -> Tensor | None:
     """Read the experts by token id, integers ``[vocabulary, K]``, or None where the layer looks nothing up.
 
     deep: False checks the header alone and returns None. Raises MissingTensorError, and TensorMismatchError for another
     shape or dtype, fewer rows than ``vocab_size``, and a row with an expert that does not exist or is named twice.
     """
-    template = index_of(checkpoint).names.hash_table
+    template, spec, where = layer.names.hash_table, layer.spec, f"layer {layer.number}"
     if template is None or not spec.routing.hash_routing:
         return None
-    name, top_k, experts = template.format(layer=layer), spec.routing.top_k, spec.num_experts
-    if name not in checkpoint:
-        raise MissingTensorError(f"layer {layer}: {name} missing; the layer needs it")
-    info, vocabulary = checkpoint.info(name), Config(checkpoint.config).integer("vocab_size", default=0)
+    name, top_k, experts = template.format(layer=layer.number), spec.routing.top_k, spec.num_experts
+    info, vocabulary = _info(layer, name), Config(layer.checkpoint.config).integer("vocab_size", default=0)
     if len(info.shape) != 2 or info.shape[1] != top_k or info.dtype not in _INTEGERS:
-        msg = f"layer {layer}: {name} is {info.dtype} {info.shape}, needed are integers [vocabulary, top_k={top_k}]"
+        msg = f"{where}: {name} is {info.dtype} {info.shape}, needed are integers [vocabulary, top_k={top_k}]"
         raise TensorMismatchError(msg)
     if info.shape[0] < max(vocabulary, 1):
-        msg = f"layer {layer}: {name} has {info.shape[0]} rows, needed are vocab_size={vocabulary}; token ids from "
+        msg = f"{where}: {name} has {info.shape[0]} rows, needed are vocab_size={vocabulary}; token ids from "
         raise TensorMismatchError(msg + f"{info.shape[0]} on would have no experts; correct the one that is wrong")
     if not deep:
         return None
-    table = checkpoint.read(name)
+    table = layer.checkpoint.read(name)
     entries = table.long()
     outside, order = (entries < 0) | (entries >= experts), entries.sort(dim=1).values
     twice = torch.zeros_like(outside)
@@ -224,32 +225,28 @@ def load_hash_table(checkpoint: Checkpoint, spec: MoESpec, layer: int, *, deep: 
     for bad, values, what in kinds:
         if bool(bad.any()):
             row, column = bad.nonzero()[0].tolist()
-            msg = (
-                f"layer {layer}: {name}: row {row}, of token id {row}, holds expert {int(values[row, column])}{what}; "
-            )
+            msg = f"{where}: {name}: row {row}, of token id {row}, holds expert {int(values[row, column])}{what}; "
             msg += f"{int(bad.any(1).sum())} of {len(entries)} rows are wrong so; download the file again or correct it"
             raise TensorMismatchError(msg)
     return table
 
 
-def load_router(
-    checkpoint: Checkpoint, spec: MoESpec, layer: int, *, device: torch.device | str = "cpu"
-) -> RouterWeights:
+def load_router(layer: CheckpointLayer, *, device: torch.device | str = "cpu") -> RouterWeights:
     """Read the router of ``layer`` in its stored dtype: weight ``[E, D]``, the rest ``[E]`` or None.
 
     A factor of the router's input is multiplied into the weight, with ``D**-0.5``, in float32. Raises
     MissingTensorError, TensorMismatchError, and BadScaleError for NaN or infinity.
     """
-    wanted = _vectors(index_of(checkpoint).names, spec, layer)
+    wanted = _vectors(layer)
 
     def optional(key: str) -> Tensor | None:
-        return _vector(checkpoint, *wanted[key], layer).to(device) if key in wanted else None
+        return _vector(layer, *wanted[key]).to(device) if key in wanted else None
 
-    weight = _vector(checkpoint, *wanted["router_weight"], layer)
+    weight = _vector(layer, *wanted["router_weight"])
     if "router_scale" in wanted:
-        scale = _vector(checkpoint, *wanted["router_scale"], layer)
-        weight = weight.float() * scale.float() * spec.hidden_size**-0.5
-    table = load_hash_table(checkpoint, spec, layer)
+        scale = _vector(layer, *wanted["router_scale"])
+        weight = weight.float() * scale.float() * layer.spec.hidden_size**-0.5
+    table = load_hash_table(layer)
     return RouterWeights(
         weight=weight.to(device),
         bias=optional("router_bias"),
@@ -259,17 +256,20 @@ def load_router(
     )
 
 
-def _stored_at(checkpoint: Checkpoint, layer: int, module: _Module) -> StoredFormat:
+def _stored_at(layer: CheckpointLayer, module: _Module) -> StoredFormat:
     """Return how the matrices are stored; raises MissingTensorError, ConfigError and UnknownTensorError."""
-    missing = [t.format(layer=layer) for t in module.templates if not find_suffixes(checkpoint, layer, (t,))]
+    number = layer.number
+    missing = [t.format(layer=number) for t in module.templates if not layer.suffixes((t,))]
     if missing:
-        msg = f"layer {layer}: {' and '.join(missing)} missing; the layer needs {'it' if len(missing) == 1 else 'them'}"
+        msg = (
+            f"layer {number}: {' and '.join(missing)} missing; the layer needs {'it' if len(missing) == 1 else 'them'}"
+        )
         raise MissingTensorError(msg)
-    seen = find_suffixes(checkpoint, layer, module.templates)
-    declared = [declared_format(checkpoint.config, t.format(layer=layer)) for t in module.templates]
+    seen = layer.suffixes(module.templates)
+    declared = [declared_format(layer.checkpoint.config, t.format(layer=number)) for t in module.templates]
     if len(set(declared)) > 1:
         listed = ", ".join(
-            f"{t.format(layer=layer)} {d.format}" for t, d in zip(module.templates, declared, strict=True)
+            f"{t.format(layer=number)} {d.format}" for t, d in zip(module.templates, declared, strict=True)
         )
         raise ConfigError(f"{module.where}: its projections differ in format: {listed}; they must share one")
     stored = stored_format(declared[0], seen, module.where)
@@ -279,50 +279,44 @@ def _stored_at(checkpoint: Checkpoint, layer: int, module: _Module) -> StoredFor
     return stored
 
 
-def _matrices(checkpoint: Checkpoint, layer: int, module: _Module) -> list[Payload]:
+def _matrices(layer: CheckpointLayer, module: _Module) -> list[Payload]:
     """Read the matrices of a module whole in their stored format, checked."""
-    refuse(checkpoint, _check_module(checkpoint, layer, module, None, deep=False))
-    stored, found = _stored_at(checkpoint, layer, module), list["Payload"]()
+    refuse(layer.checkpoint, _check_module(layer, module, None, deep=False))
+    stored, found = _stored_at(layer, module), list["Payload"]()
     for place in module.places:
-        payload, wrong = read_matrix(checkpoint, place, stored)
-        refuse(checkpoint, wrong)
+        payload, wrong = read_matrix(layer.checkpoint, place, stored)
+        refuse(layer.checkpoint, wrong)
         found += [] if payload is None else [payload]
     return found
 
 
-def load_latent(
-    checkpoint: Checkpoint, spec: MoESpec, layer: int, *, device: torch.device | str = "cpu"
-) -> LatentWeights | None:
-    """Read the projections into and out of the latent width, decoded to float32, or None when the spec has none.
+def load_latent(layer: CheckpointLayer, *, device: torch.device | str = "cpu") -> LatentWeights | None:
+    """Read the projections into and out of the latent width, decoded to float32, or None when the layer has none.
 
     Raises ConfigError, MissingTensorError, TensorMismatchError and BadScaleError.
     """
-    names = index_of(checkpoint).names
-    modules = _latent(names, spec, layer)
+    modules = _latent(layer)
     if not modules:
         return None
-    down, up = (_matrices(checkpoint, layer, module)[0].decode().to(device) for module in modules)
-    wanted = _vectors(names, spec, layer).get("latent_norm")
-    norm = None if wanted is None else _vector(checkpoint, *wanted, layer).to(device)
-    return LatentWeights(down=down, up=up, norm=norm, norm_eps=spec.latent_norm_eps or 0.0)
+    down, up = (_matrices(layer, module)[0].decode().to(device) for module in modules)
+    wanted = _vectors(layer).get("latent_norm")
+    norm = None if wanted is None else _vector(layer, *wanted).to(device)
+    return LatentWeights(down=down, up=up, norm=norm, norm_eps=layer.spec.latent_norm_eps or 0.0)
 
 
-def load_shared(
-    checkpoint: Checkpoint, spec: MoESpec, layer: int, *, device: torch.device | str = "cpu"
-) -> SharedWeights[Payload] | None:
-    """Read the shared expert of ``layer`` as one expert in its own stored format, or None when the spec has none.
+def load_shared(layer: CheckpointLayer, *, device: torch.device | str = "cpu") -> SharedWeights[Payload] | None:
+    """Read the shared expert of ``layer`` as one expert in its own stored format, or None when it has none.
 
     Raises ConfigError, MissingTensorError, TensorMismatchError and BadScaleError.
     """
-    names = index_of(checkpoint).names
-    module = _shared(names, spec, layer)
+    module = _shared(layer)
     if module is None:
         return None
-    *upper, lower = (matrix.to(device) for matrix in _matrices(checkpoint, layer, module))
+    *upper, lower = (matrix.to(device) for matrix in _matrices(layer, module))
     gate_up, down = upper[0].repeated(len(upper)).repeated(1), lower.repeated(1)
     for half, matrix in enumerate(upper):
         gate_up[0].put(half, matrix)
     down.put(0, lower)
-    wanted = _vectors(names, spec, layer).get("shared_gate")
-    gate = None if wanted is None else _vector(checkpoint, *wanted, layer).to(device)
+    wanted = _vectors(layer).get("shared_gate")
+    gate = None if wanted is None else _vector(layer, *wanted).to(device)
     return SharedWeights(experts=ExpertWeights(gate_up=gate_up, down=down), gate=gate)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, MissingTensorError
 from ..formats import FORMATS, Fp8Block, Int4Affine, Int4Group, Int4Ordered, Int8Affine, Int8Ordered, by_name
-from ..models import declared_format, family_of, mixed_algorithms
+from ..models import declared_format, mixed_algorithms
 from .index import index_of
 from .layout import projections, stack_paths
 
@@ -127,16 +127,13 @@ def _match_storage(declared: Declared, seen: Mapping[str, set[str]], where: str)
     return name, (preferred or fitting)[0]
 
 
-def detect(config: Mapping[str, object], checkpoint: Checkpoint, layer: int | None = None) -> StoredFormat:
-    """Return how the experts of ``layer`` (default: the first MoE layer) are stored.
+def detect(checkpoint: Checkpoint, spec: MoESpec, layer: int) -> StoredFormat:
+    """Return how the experts of ``layer``, which ``spec`` describes, are stored.
 
     Raises ConfigError when the config names something unknown, declares different formats for the projections of an
     expert, or contradicts the tensors, and MissingTensorError when the layer has no expert tensors at all.
     """
-    family = family_of(config)
-    layers = family.moe_layers(config)
-    layer = layer if layer is not None else layers[0]
-    index = index_of(checkpoint)
+    config, index = checkpoint.config, index_of(checkpoint)
     found = index.found(layer)
     if not found.single and not found.stack:
         prefix = index.names.experts.format(layer=layer)
@@ -146,10 +143,10 @@ def detect(config: Mapping[str, object], checkpoint: Checkpoint, layer: int | No
             held = [info.name for _, info in index.tensors(layer)]
             others += f"; the layer holds {', '.join(held[:6])}{', ...' if len(held) > 6 else ''}"
             others += "; if it is dense, correct the entry of config.json that says which layers have experts"
-        msg = f"layer {layer}: no tensor starts with {prefix!r}, which {family.name} needs{others}"
+        msg = f"layer {layer}: no tensor starts with {prefix!r}, which {index.family.name} needs{others}"
         raise MissingTensorError(msg)
     stacked = not found.single
-    paths = _paths(index.names, family.describe(config, layer), layer, stacked=stacked)
+    paths = _paths(index.names, spec, layer, stacked=stacked)
     declared = {path: declared_format(config, path) for path in paths}
     if len(set(declared.values())) > 1:
         listed = ", ".join(f"{path} {entry.format}" for path, entry in declared.items())

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .header import TensorInfo
     from .reader import Checkpoint
 
-__all__ = ["Found", "Index", "find_experts", "find_suffixes", "index_of"]
+__all__ = ["Found", "Index", "index_of"]
 
 _NAME = re.compile(r"((?:[A-Za-z_]\w*\.)+)(0|[1-9]\d{0,8})\.(.+)")
 
@@ -58,7 +58,8 @@ class Found:
 class Index:
     """The names of a checkpoint sorted by layer; made by ``index_of``.
 
-    heads: what stands before the layer's number, to layer, to (rest of the name, entry). names: the table followed.
+    heads: what stands before the layer's number, to layer, to (rest of the name, entry). family: the config's. names:
+    the family's table that is followed.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -69,8 +70,8 @@ class Index:
                 layers = self.heads.setdefault(match[1], {})
                 layers.setdefault(int(match[2]), []).append((match[3], info))
         self._found: dict[int, Found] = {}
-        family = family_of(checkpoint.config)
-        self.names = self._choose(family, checkpoint.config)
+        self.family = family_of(checkpoint.config)
+        self.names = self._choose(self.family, checkpoint.config)
 
     def tensors(self, layer: int) -> list[tuple[str, TensorInfo]]:
         """Return (name below the layer, entry) of every tensor of ``layer``."""
@@ -85,6 +86,16 @@ class Index:
         if layer not in self._found:
             self._found[layer] = _sort(self.names, layer, self.tensors(layer))
         return self._found[layer]
+
+    def suffixes(self, layer: int, templates: Iterable[str]) -> dict[str, set[str]]:
+        """Return the suffixes and dtypes of the tensors at module paths of ``layer``."""
+        seen = defaultdict[str, set[str]](set)
+        paths = tuple(template.removeprefix(self.names.layer) + "." for template in templates)
+        for rest, info in self.tensors(layer):
+            path = next((p for p in paths if rest.startswith(p)), None)
+            if path is not None:
+                seen[rest[len(path) - 1 :]].add(info.dtype)
+        return dict(seen)
 
     def _choose(self, family: Family, config: Mapping[str, object]) -> Names:
         """Return the table whose experts exist and most of whose other names do; the first of equals."""
@@ -111,22 +122,6 @@ def index_of(checkpoint: Checkpoint) -> Index:
     if checkpoint not in _INDICES:
         _INDICES[checkpoint] = Index(checkpoint)
     return _INDICES[checkpoint]
-
-
-def find_experts(checkpoint: Checkpoint, layer: int) -> Found:
-    """Sort the names below the experts' prefix of ``layer``; no tensor is read."""
-    return index_of(checkpoint).found(layer)
-
-
-def find_suffixes(checkpoint: Checkpoint, layer: int, templates: Iterable[str]) -> dict[str, set[str]]:
-    """Return the suffixes and dtypes of the tensors at module paths of ``layer``, a shared expert's for instance."""
-    index, seen = index_of(checkpoint), defaultdict[str, set[str]](set)
-    paths = tuple(template.removeprefix(index.names.layer) + "." for template in templates)
-    for rest, info in index.tensors(layer):
-        path = next((p for p in paths if rest.startswith(p)), None)
-        if path is not None:
-            seen[rest[len(path) - 1 :]].add(info.dtype)
-    return dict(seen)
 
 
 def _patterns(names: Names) -> tuple[re.Pattern[str] | None, dict[str, Projection]]:

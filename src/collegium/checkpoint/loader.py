@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from ..errors import CheckpointError, ConfigError, InputError, TensorMismatchError
-from ..models import describe, family_of
+from ..errors import CheckpointError, InputError, TensorMismatchError
+from ..models import describe, moe_layers
 from ..types import ExpertWeights
 from .audit import bad_bias, check_layer
-from .detect import StoredFormat, detect
-from .index import index_of
-from .layout import Cut, Projection, Source, bias_names, projections, read_matrix, source_of
+from .layout import Cut, Projection, Source, bias_names, projections, read_matrix
+from .opened import CheckpointLayer
 from .problems import fail, refuse
 
 if TYPE_CHECKING:
@@ -38,35 +37,35 @@ _PADDED = ("bf16", "fp16", "fp32", "fp8_tensor", "fp8_channel", "fp8_block", "mx
 
 
 def describe_checkpoint(checkpoint: Checkpoint, layer: int | None = None) -> MoESpec:
-    """Return ``models.describe`` with the ``weight_format`` that the tensors of ``layer`` confirm."""
+    """Return ``models.describe`` with the ``weight_format`` that the tensors of ``layer`` confirm.
+
+    Without a layer it is the last one's spec and the first one's format. Raises what ``describe`` and
+    ``CheckpointLayer.open`` raise.
+    """
     spec = describe(checkpoint.config, layer)
-    return replace(spec, weight_format=detect(checkpoint.config, checkpoint, layer).name)
+    return replace(spec, weight_format=CheckpointLayer.open(checkpoint, layer).stored.name)
 
 
 @dataclass(kw_only=True, slots=True)
 class _Reader:
     """Reads and checks one matrix after the other; keeps the problems for one error at the end."""
 
-    checkpoint: Checkpoint
-    stored: StoredFormat
+    layer: CheckpointLayer
     problems: list[CheckpointError] = field(default_factory=list)
 
     def matrix(self, source: Source, cut: Cut, seen: dict[str, Tensor], room: tuple[int, int] | None = None) -> Payload:
         """Return the cut; room: rows and columns to fill up to with zeros."""
-        payload, wrong = read_matrix(self.checkpoint, source, self.stored, cut, seen, room)
+        payload, wrong = read_matrix(self.layer.checkpoint, source, self.layer.stored, cut, seen, room)
         self.problems += wrong
         if payload is None:
-            fail(self.checkpoint, self.problems)
+            fail(self.layer.checkpoint, self.problems)
         return payload
 
 
 def load_experts(
-    checkpoint: Checkpoint,
-    spec: MoESpec,
-    layer: int,
+    layer: CheckpointLayer,
     placement: Placement,
     *,
-    stored: StoredFormat | None = None,
     device: torch.device | str = "cpu",
     pad: bool = False,
 ) -> ExpertWeights[Payload]:
@@ -74,43 +73,26 @@ def load_experts(
 
     gate_up ``[E_local, P, I / tp_size, H]``, down ``[E_local, H, I / tp_size]``, experts in the order of
     ``placement.expert_ids``. With biases, ranks other than ``tp_rank`` 0 get zeros for ``down_bias``, because the
-    sum over ranks must hold it once. stored: what ``detect`` said, to save asking again. pad: where ``tp_size`` does
-    not cut I on the format's groups, give every rank the next number of whole groups and fill the last ranks up with
-    zeros, which add nothing to the sum over ranks.
+    sum over ranks must hold it once. pad: where ``tp_size`` does not cut I on the format's groups, give every rank the
+    next number of whole groups and fill the last ranks up with zeros, which add nothing to the sum over ranks.
 
-    Raises InputError for a layer, expert or split that does not exist, ConfigError when ``spec.weight_format`` is not
-    what is stored, and the CheckpointErrors of the audit for whatever is wrong with the layer's headers or with the
-    scales read here.
+    Raises InputError for an expert or split that does not exist, and the CheckpointErrors of the audit for whatever is
+    wrong with the layer's headers or with the scales read here.
     """
-    family = family_of(checkpoint.config)
-    if layer not in family.moe_layers(checkpoint.config):
-        msg = f"layer {layer} was asked for, layers with routed experts are {family.moe_layers(checkpoint.config)}"
-        raise InputError(msg)
+    spec, stored = layer.spec, layer.stored
     beyond = [e for e in placement.expert_ids if not 0 <= e < spec.num_experts]
     if beyond:
         raise InputError(f"placement has experts {beyond[:8]}, allowed are 0 to {spec.num_experts - 1}")
-    stored = detect(checkpoint.config, checkpoint, layer) if stored is None else stored
-    if stored.name != spec.weight_format:
-        msg = (
-            f"layer {layer} is stored as {stored.name}, the spec says weight_format={spec.weight_format!r}; "
-            "use describe_checkpoint(checkpoint, layer) or replace(spec, weight_format=...)"
-        )
-        raise ConfigError(msg)
-    refuse(checkpoint, check_layer(checkpoint, spec, layer, stored))
-    names = index_of(checkpoint).names
+    refuse(layer.checkpoint, check_layer(layer))
     block = math.lcm(*(p.rows_per for p in stored.layout.parts if p.required and p.rows_per))
-    if stored.stacked and names.stacked.up is None and spec.gate_up_parts == 2 and spec.intermediate_size % block:
+    if stored.stacked and layer.names.stacked.up is None and spec.gate_up_parts == 2 and spec.intermediate_size % block:
         meet = f"stacked gate and up meet at row {spec.intermediate_size}"
         raise TensorMismatchError(f"{meet}, which is inside a scale block of {block} rows")
-    local, room = _local_range(spec, stored, placement, pad=pad)
-    reader = _Reader(checkpoint=checkpoint, stored=stored)
-
-    def source(expert: int, which: Projection) -> Source:
-        return source_of(names, spec, layer=layer, expert=expert, projection=which, stacked=stored.stacked)
-
-    weights = _fill(reader, source, projections(spec)[:-1], placement, local, room, device)
-    gate_up_bias, down_bias = _biases(reader, spec, layer, placement, local, room)
-    refuse(checkpoint, reader.problems)
+    local, room = _local_range(layer, placement, pad=pad)
+    reader = _Reader(layer=layer)
+    weights = _fill(reader, projections(spec)[:-1], placement, local, room, device)
+    gate_up_bias, down_bias = _biases(reader, placement, local, room)
+    refuse(layer.checkpoint, reader.problems)
     if gate_up_bias is None or down_bias is None:
         return weights
     return replace(weights, gate_up_bias=gate_up_bias.to(device), down_bias=down_bias.to(device))
@@ -118,7 +100,6 @@ def load_experts(
 
 def _fill(
     reader: _Reader,
-    source: Callable[[int, Projection], Source],
     halves: tuple[Projection, ...],
     placement: Placement,
     local: tuple[int, int],
@@ -132,12 +113,12 @@ def _fill(
     for slot, expert in enumerate(placement.expert_ids or (0,)):
         seen: dict[str, Tensor] = {}
         for half, which in enumerate(halves):
-            place = source(expert, which)
+            place = reader.layer.source(expert, which)
             matrix = reader.matrix(place, Cut(rows=local, columns=(0, place.columns)), seen, (room, place.columns))
             gate_up = matrix.to(device).repeated(len(halves)).repeated(count) if gate_up is None else gate_up
             if count:
                 gate_up[slot].put(half, matrix)
-        place = source(expert, "down")
+        place = reader.layer.source(expert, "down")
         matrix = reader.matrix(place, Cut(rows=(0, place.rows), columns=local), seen, (place.rows, room))
         down = matrix.to(device).repeated(count) if down is None else down
         if count:
@@ -147,15 +128,13 @@ def _fill(
     return ExpertWeights(gate_up=gate_up, down=down)
 
 
-def _local_range(
-    spec: MoESpec, stored: StoredFormat, placement: Placement, *, pad: bool
-) -> tuple[tuple[int, int], int]:
+def _local_range(layer: CheckpointLayer, placement: Placement, *, pad: bool) -> tuple[tuple[int, int], int]:
     """Return this rank's half-open range of I, and the width it is filled up to.
 
     InputError lists the tensor-parallel sizes that work.
     """
-    wide, parts = spec.intermediate_size, stored.layout.parts
-    steps = [n for p in parts if p.required for n in (p.rows_per, p.columns_per) if n]
+    wide, stored = layer.spec.intermediate_size, layer.stored
+    steps = [n for p in stored.layout.parts if p.required for n in (p.rows_per, p.columns_per) if n]
     step = math.lcm(*steps)
     if placement.tp_size == 1:
         return (0, wide), wide
@@ -182,14 +161,15 @@ def _rows(checkpoint: Checkpoint, name: str, ids: tuple[int, ...]) -> Tensor:
 
 
 def _biases(
-    reader: _Reader, spec: MoESpec, layer: int, placement: Placement, local: tuple[int, int], room: int
+    reader: _Reader, placement: Placement, local: tuple[int, int], room: int
 ) -> tuple[Tensor | None, Tensor | None]:
-    if not spec.expert_bias:
+    layer = reader.layer
+    if not layer.spec.expert_bias:
         return None, None
-    names, parts = index_of(reader.checkpoint).names, spec.gate_up_parts
+    names, parts = layer.names, layer.spec.gate_up_parts
     tensors: list[Tensor] = []
-    for name in bias_names(names, layer):
-        tensors.append(_rows(reader.checkpoint, name, placement.expert_ids))
+    for name in bias_names(names, layer.number):
+        tensors.append(_rows(layer.checkpoint, name, placement.expert_ids))
         reader.problems += bad_bias(layer, name, tensors[-1], placement.expert_ids)
     *upper, down = tensors
     both = upper[0] if len(upper) == 1 else torch.cat(upper, dim=-1)
@@ -212,12 +192,11 @@ def load_all(
 
     progress: called before each layer and once at the end with (layers done, layers, text).
     """
-    layers = family_of(checkpoint.config).moe_layers(checkpoint.config)
-    for done, layer in enumerate(layers):
-        stored = detect(checkpoint.config, checkpoint, layer)
+    layers = moe_layers(checkpoint.config)
+    for done, number in enumerate(layers):
+        layer = CheckpointLayer.open(checkpoint, number)
         if progress is not None:
-            progress(done, len(layers), f"layer {layer} ({stored.name})")
-        own = replace(describe(checkpoint.config, layer), weight_format=stored.name)
-        yield layer, load_experts(checkpoint, own, layer, placement, stored=stored, device=device, pad=pad)
+            progress(done, len(layers), f"layer {number} ({layer.stored.name})")
+        yield number, load_experts(layer, placement, device=device, pad=pad)
     if progress is not None:
         progress(len(layers), len(layers), f"{len(layers)} layers loaded")

@@ -140,8 +140,7 @@ def spec_of(what: str) -> tuple[str, MoESpec]:
     """
     if (Path(what) / "config.json").is_file():
         spec = describe(read_config(Path(what)))
-        inner = replace(spec, hidden_size=spec.expert_hidden_size, latent_size=None, shared=None)
-        return Path(what).resolve().name, replace(inner, routing=RoutingSpec(top_k=spec.routing.top_k))
+        return Path(what).resolve().name, spec.routed_alone()
     if Path(what).is_dir():
         raise ConfigError(f"{what}: no config.json there; give a model's folder")
     pieces = SHAPES.get(what) or tuple(int(piece) for piece in what.split("x") if piece.isdigit())

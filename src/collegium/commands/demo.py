@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ..checkpoint.loader import describe_checkpoint, load_experts
+from ..checkpoint.opened import CheckpointLayer
 from ..checkpoint.reader import Checkpoint
 from ..errors import InputError
 from ..functional import moe
@@ -268,7 +269,7 @@ class _Case:
         x, topk_ids, topk_weights = (t.clone() for t in asked[0])
         routing = Routing(topk_ids=topk_ids, topk_weights=topk_weights)
         spec = describe_checkpoint(checkpoint)
-        weights = load_experts(checkpoint, spec, index, linear(spec.num_experts, 0, 1), device=x.device)
+        weights = load_experts(CheckpointLayer.open(checkpoint, index), linear(spec.num_experts, 0, 1), device=x.device)
         truth = moe(
             x.float(),
             weights.gate_up,

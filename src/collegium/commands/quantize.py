@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..checkpoint.audit import audit
-from ..checkpoint.detect import detect
-from ..checkpoint.index import find_experts, index_of
+from ..checkpoint.index import index_of
 from ..checkpoint.loader import load_experts
+from ..checkpoint.opened import CheckpointLayer
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.writer import Shard, entry_of, matrix_parts, whole_folder
 from ..errors import ConfigError, InputError
@@ -126,7 +126,7 @@ def quantize_model(
     report = audit(checkpoint, deep=False)
     if {layer.stored.name for layer in report.layers} == {job.target.name}:
         raise InputError(f"{path}: the experts are {job.target.name} already")
-    layers = [layer.layer for layer in report.layers]
+    layers = [CheckpointLayer.open(checkpoint, layer.layer) for layer in report.layers]
     kept = _kept(job, layers)
     folder = Path(out) if out is not None else Path(f"{str(checkpoint.path).rstrip('/')}-{weight_format}")
     needed = sum(info.nbytes for info in kept.values())
@@ -188,12 +188,11 @@ def _apart_job(checkpoint: Checkpoint, target: type[Payload]) -> _Job:
     return _Job(checkpoint=checkpoint, names=names, spec=spec, target=target, storage=found[0], stacked=False)
 
 
-def _kept(job: _Job, layers: Iterable[int]) -> dict[str, TensorInfo]:
+def _kept(job: _Job, layers: Iterable[CheckpointLayer]) -> dict[str, TensorInfo]:
     """Return every tensor that is copied; InputError when one of them is quantised, which no one config could say."""
     replaced: set[str] = set()
     for layer in layers:
-        found = find_experts(job.checkpoint, layer)
-        groups: list[dict[str, TensorInfo]] = [*found.single.values(), *found.stack.values()]
+        groups: list[dict[str, TensorInfo]] = [*layer.found.single.values(), *layer.found.stack.values()]
         replaced |= {info.name for group in groups for suffix, info in group.items() if not suffix.endswith("bias")}
     kept = {name: info for name, info in job.checkpoint.tensors.items() if name not in replaced}
     if job.storage.name == "deepseek-v4":
@@ -211,7 +210,7 @@ def _kept(job: _Job, layers: Iterable[int]) -> dict[str, TensorInfo]:
 
 def _write_tensors(
     job: _Job,
-    layers: list[int],
+    layers: list[CheckpointLayer],
     kept: Mapping[str, TensorInfo],
     room: Path,
     progress: Callable[[int, int, str], None] | None,
@@ -229,10 +228,10 @@ def _write_tensors(
     done: list[ConvertedLayer] = []
     for at, (name, layer) in enumerate(zip(names[len(sources) :], layers, strict=True)):
 
-        def step(experts: int, at: int = at, layer: int = layer) -> None:
+        def step(experts: int, at: int = at, number: int = layer.number) -> None:
             if progress is not None:
                 total = len(layers) * job.spec.num_experts
-                progress(at * job.spec.num_experts + experts, total, f"layer {layer}")
+                progress(at * job.spec.num_experts + experts, total, f"layer {number}")
 
         converted, written = _write_layer(job, layer, room / name, step)
         done.append(converted)
@@ -244,11 +243,10 @@ def _write_tensors(
 
 
 def _write_layer(
-    job: _Job, layer: int, path: Path, step: Callable[[int], None]
+    job: _Job, layer: CheckpointLayer, path: Path, step: Callable[[int], None]
 ) -> tuple[ConvertedLayer, Iterable[str]]:
     """Convert one layer a few experts at a time; the first expert says what the header needs."""
-    stored = detect(job.checkpoint.config, job.checkpoint, layer)
-    spec = replace(describe(job.checkpoint.config, layer), weight_format=stored.name)
+    spec = layer.spec
     together = max(1, _CHUNK // expert_bytes(spec))
     entries: dict[str, tuple[str, tuple[int, ...]]] = {}
     errors: list[float] = []
@@ -257,20 +255,20 @@ def _write_layer(
         shard: Shard | None = None
         for start in range(0, spec.num_experts, together):
             ids = tuple(range(start, min(start + together, spec.num_experts)))
-            weights = load_experts(job.checkpoint, spec, layer, Placement(expert_ids=ids), stored=stored)
+            weights = load_experts(layer, Placement(expert_ids=ids))
             for slot, expert in enumerate(ids):
                 matrices, error = _encode(job, weights.gate_up[slot], weights.down[slot])
                 errors.append(error)
                 if shard is None:
-                    entries = _layer_entries(job, layer, matrices)
+                    entries = _layer_entries(job, layer.number, matrices)
                     shard = stack.enter_context(Shard(path, entries))
-                for name, tensor in _expert_tensors(job, layer, expert, matrices).items():
+                for name, tensor in _expert_tensors(job, layer.number, expert, matrices).items():
                     shard.put(name, tensor, expert if job.stacked else 0)
                 step(expert + 1)
     worst = max(range(len(errors)), key=lambda expert: errors[expert])
     mean = (sum(error * error for error in errors) / len(errors)) ** 0.5
     converted = ConvertedLayer(
-        layer=layer, source_format=stored.name, error=mean, worst=worst, worst_error=errors[worst]
+        layer=layer.number, source_format=spec.weight_format, error=mean, worst=worst, worst_error=errors[worst]
     )
     return converted, entries
 

@@ -16,15 +16,15 @@ import torch
 
 from ..checkpoint.audit import check_dense_layers
 from ..checkpoint.beside import check_beside, load_shared
-from ..checkpoint.detect import detect
 from ..checkpoint.loader import load_experts
+from ..checkpoint.opened import CheckpointLayer
 from ..checkpoint.problems import refuse
 from ..checkpoint.reader import Checkpoint
 from ..encoding import encode_experts
 from ..errors import InputError, PlanError
 from ..layer import MoELayer
 from ..loading import load_routed
-from ..models import describe, moe_layers
+from ..models import moe_layers
 from ..ops.quantize import activation_format
 from ..plan import plan
 from ..runtime.devices import probe
@@ -123,49 +123,43 @@ def verify_model(
     layers = moe_layers(checkpoint.config)
     refuse(checkpoint, check_dense_layers(checkpoint))
     proofs: list[LayerProof] = []
-    for done, layer in enumerate(layers):
+    for done, number in enumerate(layers):
         if progress is not None:
-            progress(done, len(layers), f"layer {layer}")
-        refuse(checkpoint, check_beside(checkpoint, describe(checkpoint.config, layer), layer, deep=True))
-        proofs.append(_prove_routed(checkpoint, layer, experts, facts, (force, weight_format)))
-        shared = _prove_shared(checkpoint, layer, facts, force)
+            progress(done, len(layers), f"layer {number}")
+        layer = CheckpointLayer.open(checkpoint, number)
+        refuse(checkpoint, check_beside(layer, deep=True))
+        proofs.append(_prove_routed(layer, experts, facts, (force, weight_format)))
+        shared = _prove_shared(layer, facts, force)
         proofs += [] if shared is None else [shared]
     return VerifyReport(path=str(path), device=f"{facts.kind} {facts.name}".strip(), proofs=tuple(proofs))
 
 
 def _prove_routed(
-    checkpoint: Checkpoint,
-    layer: int,
-    experts: int | None,
-    facts: DeviceFacts,
-    wishes: tuple[Choice | None, str | None],
+    layer: CheckpointLayer, experts: int | None, facts: DeviceFacts, wishes: tuple[Choice | None, str | None]
 ) -> LayerProof:
     force, weight_format = wishes
-    built = load_routed(checkpoint, layer, weight_format=weight_format, force=force, device=facts.place)
+    built = load_routed(layer, weight_format=weight_format, force=force, device=facts.place)
     held = built.spec.num_experts
-    chosen = _sample(held, held if experts is None else experts, layer)
+    chosen = _sample(held, held if experts is None else experts, layer.number)
 
     def source() -> Iterator[tuple[int, ExpertWeights[Payload], int]]:
-        stored = detect(checkpoint.config, checkpoint, layer)
-        spec = replace(describe(checkpoint.config, layer), weight_format=stored.name)
         for start in range(0, len(chosen), _TOGETHER):
             ids = tuple(chosen[start : start + _TOGETHER])
-            weights = load_experts(checkpoint, spec, layer, Placement(expert_ids=ids), stored=stored)
-            if weight_format not in (None, stored.name):
+            weights = load_experts(layer, Placement(expert_ids=ids))
+            if weight_format not in (None, layer.stored.name):
                 weights = encode_experts(weights, weight_format)
             for slot, expert in enumerate(ids):
                 yield expert, weights, slot
 
-    return _prove(built, layer, "experts", source())
+    return _prove(built, layer.number, "experts", source())
 
 
-def _prove_shared(checkpoint: Checkpoint, layer: int, facts: DeviceFacts, force: Choice | None) -> LayerProof | None:
+def _prove_shared(layer: CheckpointLayer, facts: DeviceFacts, force: Choice | None) -> LayerProof | None:
     """Run the shared expert as one routed expert, which is what it is to a kernel."""
-    spec = describe(checkpoint.config, layer)
-    shared = load_shared(checkpoint, spec, layer, device=facts.place)
+    shared = load_shared(layer, device=facts.place)
     if shared is None:
         return None
-    alone = spec.shared_alone(shared.experts.down.name)
+    alone = layer.spec.shared_alone(shared.experts.down.name)
     problem = Problem(spec=alone, device=facts, limits=Limits())
     try:
         chosen = plan(problem, force)
@@ -175,8 +169,8 @@ def _prove_shared(checkpoint: Checkpoint, layer: int, facts: DeviceFacts, force:
         # as in a layer whose kernel does not take its shared expert: the first that does
         chosen = plan(problem, replace(force, kernel=None))
     built = MoELayer(shared.experts, chosen)
-    plain = load_shared(checkpoint, spec, layer)
-    return None if plain is None else _prove(built, layer, "shared", iter([(0, plain.experts, 0)]))
+    plain = load_shared(layer)
+    return None if plain is None else _prove(built, layer.number, "shared", iter([(0, plain.experts, 0)]))
 
 
 def _sample(held: int, count: int, layer: int) -> list[int]:

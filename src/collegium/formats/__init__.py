@@ -10,10 +10,9 @@ from .fp8_tensor import Fp8Tensor
 from .gguf import Gguf
 from .int4_group import Int4Group
 from .int_affine import Int4Affine, Int4Ordered, Int8Affine, Int8Ordered
-from .intake import select_part
 from .mxfp4 import MxFp4
 from .mxfp8 import MxFp8
-from .nvfp4 import NvFp4, Reconciliation, reconcile
+from .nvfp4 import NvFp4
 from .payload import Part, Payload, Storage
 from .unquantised import Bf16, Fp16, Fp32
 
@@ -37,11 +36,8 @@ __all__ = [
     "NvFp4",
     "Part",
     "Payload",
-    "Reconciliation",
     "Storage",
     "by_name",
-    "reconcile",
-    "select_part",
 ]
 
 FORMATS: tuple[type[Payload], ...] = (

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,9 +16,7 @@ if TYPE_CHECKING:
 
     from .payload import Part, Payload, Storage
 
-__all__ = ["any_per_matrix", "check_cut", "find_storage", "pad_last", "promote_scales", "select_part", "take"]
-
-P = TypeVar("P", bound="Payload")
+__all__ = ["any_per_matrix", "check_cut", "find_storage", "pad_last", "promote_scales", "take"]
 
 SAFETENSORS_DTYPES = {
     "F32": torch.float32,
@@ -120,16 +117,3 @@ def check_cut(what: str, start: int, stop: int, size: int, step: int) -> None:
 def any_per_matrix(mask: Tensor, leading: int) -> Tensor:
     """Reduce a bool mask ``[*leading dims, ...]`` to the leading dimensions."""
     return mask.reshape(*mask.shape[:leading], -1).any(-1)
-
-
-def select_part(payload: P, index: int) -> P:
-    """Return matrix ``index`` of the last leading dimension; of gate_up, 0 is gate and 1 is up."""
-    last = len(payload.shape) - 3
-    if last < 0 or not 0 <= index < payload.shape[last]:
-        raise InputError(
-            f"{payload.name}: part {index} of logical shape {list(payload.shape)} does not exist; the shape "
-            "must be [..., P, N, K] and the part 0 to P - 1"
-        )
-    shape = (*payload.shape[:last], *payload.shape[last + 1 :])
-    picked = {name: tensor.select(last, index) for name, tensor in payload.tensors().items()}
-    return replace(payload, shape=shape, **picked)

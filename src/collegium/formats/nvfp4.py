@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["NvFp4", "Reconciliation", "reconcile"]
+__all__ = ["NvFp4"]
 
 _SMALLEST_E4M3 = 2.0**-9
 
@@ -152,77 +152,3 @@ def _global_scale(amax: Tensor, divides: bool) -> Tensor:
     if divides:
         return torch.where(amax > 0, (full / amax).clamp(max=1 / SMALLEST_SCALE), 1.0)
     return torch.where(amax > 0, (amax / full).clamp(min=SMALLEST_SCALE), 1.0)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Reconciliation:
-    """The answer of ``reconcile`` for gate and up payloads with leading dimensions ``[...]``.
-
-    gate, up: payloads that share ``global_scale`` and decode to the same bits as before, or None when any
-    matrix would change. rounded: ``[...]`` int64, group scales E4M3 cannot hold for the better of the two
-    global scales. groups: group scales of gate and up together, per matrix. ratio: ``[...]`` float64, global
-    scale gate / up.
-    """
-
-    gate: NvFp4 | None
-    up: NvFp4 | None
-    rounded: Tensor
-    groups: int
-    ratio: Tensor
-
-    @property
-    def exact(self) -> bool:
-        """Whether gate and up now share their global scales without any rounding."""
-        return self.gate is not None
-
-
-def reconcile(gate: NvFp4, up: NvFp4) -> Reconciliation:
-    """Bring gate and up ``[..., I, H]`` to one global scale a pair, only if no group scale must be rounded.
-
-    For each matrix both existing global scales are tried for the pair; a group scale moves by the ratio of
-    the two scales and must be an E4M3 number afterwards. Pure; raises InputError when the two are not a pair.
-    """
-    if gate.shape != up.shape or gate.global_divides != up.global_divides:
-        raise InputError(
-            f"reconcile needs gate and up of one shape and one global-scale rule, found {list(gate.shape)} "
-            f"(divides: {gate.global_divides}) and {list(up.shape)} (divides: {up.global_divides})"
-        )
-    # If the global scale multiplies, to_gate moves up's group scales; gate's own stay, and the reverse.
-    to_gate, lost_to_gate = _rescaled(up, gate.global_scale)
-    to_up, lost_to_up = _rescaled(gate, up.global_scale)
-    keep_gate = lost_to_gate <= lost_to_up
-    rounded = torch.where(keep_gate, lost_to_gate, lost_to_up)
-    exact = not bool(rounded.any())
-    pick = keep_gate[..., None, None]
-    shared = torch.where(keep_gate, gate.global_scale, up.global_scale)
-    return Reconciliation(
-        gate=_with_scales(gate, pick, gate.scales, to_up, shared) if exact else None,
-        up=_with_scales(up, pick, to_gate, up.scales, shared) if exact else None,
-        rounded=rounded,
-        groups=2 * gate.scales.shape[-2] * gate.scales.shape[-1],
-        ratio=gate.global_scale.double() / up.global_scale.double(),
-    )
-
-
-def _rescaled(payload: NvFp4, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return group scales for the global scale ``target [...]`` and how many are not exact, per matrix."""
-    own = payload.global_scale.double()[..., None, None]
-    wanted = target.double()[..., None, None]
-    if payload.global_divides:
-        own, wanted = wanted, own
-    # An E4M3 number has 4 significant bits and a float32 24: the product is exact in float64, == is a proof.
-    product = payload.scales.double() * own
-    moved = (product / wanted).clamp(max=E4M3_MAX).float().to(torch.float8_e4m3fn)
-    differs = moved.double() * wanted != product
-    return moved, differs.flatten(-2).sum(-1)
-
-
-def _with_scales(payload: NvFp4, pick: Tensor, first: Tensor, second: Tensor, shared: Tensor) -> NvFp4:
-    scales = torch.where(pick, first.view(torch.uint8), second.view(torch.uint8)).view(torch.float8_e4m3fn)
-    return NvFp4(
-        shape=payload.shape,
-        codes=payload.codes,
-        scales=scales,
-        global_scale=shared,
-        global_divides=payload.global_divides,
-    )

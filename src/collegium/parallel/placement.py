@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..errors import InputError
 from ..problem import Placement
 
-__all__ = ["expert_owner", "linear", "round_robin", "tensor_parallel"]
+__all__ = ["linear", "round_robin", "tensor_parallel"]
 
 
 def _check(num_experts: int, rank: int, world_size: int) -> None:
@@ -45,12 +45,3 @@ def tensor_parallel(num_experts: int, tp_rank: int, tp_size: int) -> Placement:
         tp_rank=tp_rank,
         tp_size=tp_size,
     )
-
-
-def expert_owner(placements: tuple[Placement, ...], expert: int) -> tuple[int, int]:
-    """Return (rank, local slot) of the first rank that holds ``expert``; raises InputError when none does."""
-    for placement in placements:
-        if expert in placement.expert_ids:
-            return placement.rank, placement.expert_ids.index(expert)
-    msg = f"expert {expert} is on none of {len(placements)} ranks; place every expert on at least one"
-    raise InputError(msg)

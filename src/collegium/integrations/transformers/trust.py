@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from ...checkpoint.detect import detect
-from ...checkpoint.index import index_of
-from ...checkpoint.layout import Cut, projections, read_matrix, source_of
+from ...checkpoint.layout import Cut, projections, read_matrix
+from ...checkpoint.opened import CheckpointLayer
 from ...checkpoint.reader import Checkpoint, read_config
 from ...errors import CheckpointError, ConfigError, InputError, SpecError
-from ...models import declared_format, describe, family_of
+from ...models import declared_format, family_of
 from ..extra import extra
 from .modules import named_experts, write_count
 
@@ -29,11 +28,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from ...checkpoint.detect import StoredFormat
     from ...checkpoint.layout import Source
     from ...formats.payload import Payload
     from ...models import Declared
-    from ...types import ExpertWeights, MoESpec
+    from ...types import ExpertWeights
 
 __all__ = ["Origin", "adopt", "check", "folder_of", "set_comparing"]
 
@@ -141,20 +139,19 @@ def _compare(module: nn.Module, weights: ExpertWeights[Payload], origin: Origin)
     if len(now) != len(origin.versions) or any(a > b for a, b in zip(now, origin.versions, strict=True)):
         return "they were changed in place since they were loaded"
     try:
-        checkpoint = _open(origin.folder, _stamps(origin.folder))
-        stored = detect(checkpoint.config, checkpoint, origin.layer)
-        spec = describe(checkpoint.config, origin.layer)
+        layer = CheckpointLayer.open(_open(origin.folder, _stamps(origin.folder)), origin.layer)
+        spec = layer.spec
         wanted = (spec.num_experts, spec.gate_up_parts, spec.intermediate_size, spec.expert_hidden_size)
         if weights.gate_up.shape != wanted:
             return f"{weights.gate_up.shape} of them are held here, the checkpoint has {wanted}"
-        found = _difference(checkpoint, weights, spec, stored, origin.layer)
+        found = _difference(layer, weights)
     except (CheckpointError, SpecError, InputError, OSError) as error:
         return f"{error}"[:500]
     if found is None:
         return None
     raise ConfigError(
         f"{origin.name}: {found[0]}: transformers {extra('transformers').__version__} loaded numbers that are "
-        f"{found[1]:.1%} off those of the checkpoint {origin.folder} ({stored.name}); rounding is at most "
+        f"{found[1]:.1%} off those of the checkpoint {origin.folder} ({layer.stored.name}); rounding is at most "
         f"{_TOLERANCE:.1%}. Load the model with load_model({origin.folder!r}), which reads the experts itself. "
         "Where you changed the weights on purpose (an adapter that was merged, for instance), say so with "
         "register(compare=False)"
@@ -172,12 +169,10 @@ def _stamps(folder: str) -> tuple[tuple[str, int], ...]:
     return tuple((path.name, path.stat().st_mtime_ns) for path in files)
 
 
-def _difference(
-    checkpoint: Checkpoint, weights: ExpertWeights[Payload], spec: MoESpec, stored: StoredFormat, layer: int
-) -> tuple[str, float] | None:
+def _difference(layer: CheckpointLayer, weights: ExpertWeights[Payload]) -> tuple[str, float] | None:
     """Return (which projection, relative difference of the rows read) of the first that differs, None without one."""
-    for source, window, matrix in _samples(checkpoint, weights, spec, stored, layer):
-        ours, theirs = _published(checkpoint, source, stored, window), _rows(matrix, *window).float().cpu()
+    for source, window, matrix in _samples(layer, weights):
+        ours, theirs = _published(layer, source, window), _rows(matrix, *window).float().cpu()
         size = ours.abs().maximum(ours.square().mean(1, keepdim=True).sqrt())
         if not bool(((theirs - ours).abs() <= _TOLERANCE * size).all()):
             return source.label, float((theirs - ours).norm() / ours.norm().clamp(min=1e-30))
@@ -185,14 +180,14 @@ def _difference(
 
 
 def _samples(
-    checkpoint: Checkpoint, weights: ExpertWeights[Payload], spec: MoESpec, stored: StoredFormat, layer: int
+    layer: CheckpointLayer, weights: ExpertWeights[Payload]
 ) -> Iterator[tuple[Source, tuple[int, int], Payload]]:
     """Yield rows of the first, the middle and the last expert: where they are stored, which, and the module's."""
-    names, halves = index_of(checkpoint).names, projections(spec)
-    step = max(part.rows_per for part in stored.layout.parts if part.required)
+    spec, halves = layer.spec, projections(layer.spec)
+    step = max(part.rows_per for part in layer.stored.layout.parts if part.required)
     for expert in sorted({0, spec.num_experts // 2, spec.num_experts - 1}):
         for half, which in enumerate(halves):
-            source = source_of(names, spec, layer=layer, expert=expert, projection=which, stacked=stored.stacked)
+            source = layer.source(expert, which)
             theirs = weights.down[expert] if which == "down" else weights.gate_up[expert][half]
             # a block that is cut short by the end of the matrix is the one most easily misread
             last = (source.rows - 1) // step * step if step > 1 else max(0, source.rows - _FEW)
@@ -200,13 +195,13 @@ def _samples(
                 yield source, (start, stop), theirs
 
 
-def _published(checkpoint: Checkpoint, source: Source, stored: StoredFormat, window: tuple[int, int]) -> Tensor:
+def _published(layer: CheckpointLayer, source: Source, window: tuple[int, int]) -> Tensor:
     """Decode rows of one projection as the checkpoint holds them."""
     columns = (0, source.columns)
     try:
-        payload, wrong = read_matrix(checkpoint, source, stored, Cut(rows=window, columns=columns), {})
+        payload, wrong = read_matrix(layer.checkpoint, source, layer.stored, Cut(rows=window, columns=columns), {})
     except InputError:  # a scale that stands for more rows than these
-        payload, wrong = read_matrix(checkpoint, source, stored, None, {})
+        payload, wrong = read_matrix(layer.checkpoint, source, layer.stored, None, {})
         payload = None if payload is None else payload.rows(*window)
     if payload is None or wrong:
         raise ConfigError("; ".join(map(str, wrong)))

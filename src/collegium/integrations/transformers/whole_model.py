@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from ...checkpoint.audit import check_outside_experts
+from ...checkpoint.opened import CheckpointLayer
 from ...checkpoint.problems import refuse
 from ...checkpoint.reader import Checkpoint
 from ...errors import ConfigError
@@ -88,13 +89,22 @@ def build_layers(
     """
     family = family_of(checkpoint.config)
     indices = family.moe_layers(checkpoint.config)
-    load: Callable[..., MoELayer] = load_layer if family.name in families_with_blocks() else load_routed
+    whole = family.name in families_with_blocks()
+    wishes: dict[str, Any] = {
+        "weight_format": weight_format,
+        "force": force,
+        "device": device,
+        "limits": limits,
+        "dtype": dtype,
+    }
     layers: dict[int, MoELayer] = {}
     for done, index in enumerate(indices):
         if progress is not None:
             progress(done, len(indices), f"layer {index}")
-        layers[index] = load(
-            checkpoint, index, weight_format=weight_format, force=force, device=device, limits=limits, dtype=dtype
+        layers[index] = (
+            load_layer(checkpoint, index, **wishes)
+            if whole
+            else load_routed(CheckpointLayer.open(checkpoint, index), **wishes)
         )
     if progress is not None:
         progress(len(indices), len(indices), "done")

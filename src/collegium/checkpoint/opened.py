@@ -1,0 +1,76 @@
+"""One MoE layer of a checkpoint, opened: what loader, audit, conversion and proof would each have to ask again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Self
+
+from ..errors import InputError
+from .detect import StoredFormat, detect
+from .index import Found, Index, index_of
+from .layout import Projection, Source, source_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ..models import Names
+    from ..types import MoESpec
+    from .reader import Checkpoint
+
+__all__ = ["CheckpointLayer"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointLayer:
+    """What is known of one MoE layer before a tensor is read; made by ``CheckpointLayer.open``.
+
+    number: of the layer in its model. index: the checkpoint's names by layer. spec: what the config says of this
+    layer, with the ``weight_format`` that the tensors confirm. stored: how its routed experts are stored.
+    """
+
+    checkpoint: Checkpoint
+    number: int
+    index: Index
+    spec: MoESpec
+    stored: StoredFormat
+
+    @classmethod
+    def open(cls, checkpoint: Checkpoint, number: int | None = None) -> Self:
+        """Open layer ``number`` (default: the first with routed experts) by config and headers; no tensor is read.
+
+        Raises InputError for a layer without routed experts, and what ``models.describe`` and ``detect`` raise.
+        """
+        index = index_of(checkpoint)
+        layers = index.family.moe_layers(checkpoint.config)
+        number = layers[0] if number is None and layers else number
+        if number is None or number not in layers:
+            raise InputError(f"layer {number} was asked for, layers with routed experts are {layers}")
+        spec = index.family.describe(checkpoint.config, number)
+        stored = detect(checkpoint, spec, number)
+        return cls(
+            checkpoint=checkpoint,
+            number=number,
+            index=index,
+            spec=replace(spec, weight_format=stored.name),
+            stored=stored,
+        )
+
+    @property
+    def names(self) -> Names:
+        """The name table that the checkpoint follows."""
+        return self.index.names
+
+    @property
+    def found(self) -> Found:
+        """The layer's expert tensors by name."""
+        return self.index.found(self.number)
+
+    def suffixes(self, templates: Iterable[str]) -> dict[str, set[str]]:
+        """Return suffixes and dtypes of the layer's tensors at module paths, a shared expert's for instance."""
+        return self.index.suffixes(self.number, templates)
+
+    def source(self, expert: int, projection: Projection) -> Source:
+        """Return where one projection of one routed expert lies."""
+        return source_of(
+            self.names, self.spec, layer=self.number, expert=expert, projection=projection, stacked=self.stored.stacked
+        )
