@@ -81,7 +81,7 @@ class DirectPipeline:
         rows = run_assignments(x, ids, self.packed)
         if self.after_expert is not None:
             rows = self.after_expert(rows)
-        experts = self.packed.down.shape[0]
+        experts = self.packed.down.layout.shape[0]
         return weighted_sum(rows, ids, weights, dtype, shared=shared, out=out, experts=experts)
 
 

@@ -43,7 +43,7 @@ def test_packed_nvfp4_weights_know_whether_their_global_scale_divides(divides: b
     tiles = ops.tile_list(offsets, 9, TILE)
     for matrix, activation, rows in ((payload, spec, x), (down, None, x[:, :70].contiguous())):
         packed = pack_nvfp4(matrix, None)
-        out = torch.empty(9, packed.shape[2], dtype=torch.float32)
+        out = torch.empty(9, packed.layout.shape[2], dtype=torch.float32)
         ops.grouped_gemm(rows, packed, offsets, tiles, out, activation=activation)
         wanted = ops.grouped_gemm_reference(rows, matrix.decode(), offsets, activation=activation)
         assert relative_error(out, wanted) < 0.01

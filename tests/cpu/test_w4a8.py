@@ -92,7 +92,7 @@ def multiplied_by_one(payload: Any, *, scaled: bool = False) -> Tensor:
     """Return ``[N, K]``: what the kernel reads of weights ``[1, 1, N, K]``, by rows with a single one."""
     columns = payload.shape[3]
     matrix, _ = pack_w4a8(payload, None, scaled=scaled)
-    x, scale = ordered(torch.eye(columns).to(torch.float8_e4m3fn), matrix.row_order), torch.ones(columns, 1)
+    x, scale = ordered(torch.eye(columns).to(torch.float8_e4m3fn), matrix.layout.row_order), torch.ones(columns, 1)
     found = torch.empty(columns, payload.shape[2])
     offsets = torch.tensor([0, columns])
     tile = replace(TILE, block_t=128)

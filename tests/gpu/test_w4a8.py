@@ -115,7 +115,7 @@ def test_every_tile_gives_the_same_bits_close_to_the_product_of_the_codes(weight
     payload = encode(weights, heavy_tailed(5, 1, 512, columns, seed=1, channels=False) * columns**-0.5)
     packed, _ = pack_w4a8(payload, None)
     x = heavy_tailed(rows, columns, seed=2).bfloat16().cuda()
-    codes, scale = operand(x, act, order=packed.row_order)
+    codes, scale = operand(x, act, order=packed.layout.row_order)
     offsets = torch.tensor([0, 300, 301, 301, 900, rows], device="cuda")
     wanted = ops.grouped_gemm_reference(activation_format(act).round_trip(x.cpu()).cuda(), payload.decode(), offsets)
     first: torch.Tensor | None = None
@@ -144,7 +144,7 @@ def as_read(payload: Any) -> torch.Tensor:
     columns = payload.shape[3]
     packed, report = pack_w4a8(payload, None)
     assert report.beyond == 0
-    codes = ordered(torch.eye(columns, device="cuda").to(torch.float8_e4m3fn), packed.row_order)
+    codes = ordered(torch.eye(columns, device="cuda").to(torch.float8_e4m3fn), packed.layout.row_order)
     found = torch.empty(columns, payload.shape[2], device="cuda")
     offsets = torch.tensor([0, columns], device="cuda")
     scale = torch.ones(columns, 1, device="cuda")

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ..experts.triton.grouped import PackedMatrix
+    from ..experts.triton.matrix import PackedMatrix
     from ..experts.triton.tiles import TileChoice
     from ..types import ContiguousBatch
 
@@ -191,9 +191,9 @@ def _run(
 ) -> Callable[[TileChoice], Tensor]:
     """Return the product of ``batch`` as a function of its tile; the second product reads random rows."""
     count = batch.source.numel()
-    x = batch.x if first else torch.randn(count, matrix.shape[3], device=batch.x.device).to(batch.x.dtype)
+    x = batch.x if first else torch.randn(count, matrix.layout.shape[3], device=batch.x.device).to(batch.x.dtype)
     codes, scale = operand(x, packed.activations)
-    out = torch.empty(count, matrix.shape[2], dtype=torch.bfloat16, device=x.device)
+    out = torch.empty(count, matrix.layout.shape[2], dtype=torch.bfloat16, device=x.device)
     lists: dict[TileChoice, Any] = {}
 
     def run(tile: TileChoice) -> Tensor:

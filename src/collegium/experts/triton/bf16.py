@@ -6,15 +6,20 @@ from typing import TYPE_CHECKING
 
 from ...runtime.machine import machine_at
 from .lanes import pack_plain
+from .layout import PlainBf16, PlainFp16, shapes
 from .packed import PackedExperts, refuse_machine, run_experts, temporary_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ...formats.unquantised import Bf16, Fp16
+    from ...runtime.machine import Machine
     from ...types import ContiguousBatch, ExpertWeights, Problem
+    from .layout import Layout, Sizes
 
 __all__ = ["TritonBf16"]
+
+_LAYOUTS = {"bf16": PlainBf16, "fp16": PlainFp16}
 
 
 class TritonBf16:
@@ -26,7 +31,7 @@ class TritonBf16:
     def refuse(self, problem: Problem) -> str | None:
         """Refuse other weights than those of the layer's own 16-bit dtype, and machines Triton cannot serve."""
         weights, asked = problem.spec.weight_format, problem.activation_format or problem.dtype
-        if weights not in ("bf16", "fp16"):
+        if weights not in _LAYOUTS:
             return f"asked for {weights} weights; it takes bf16 or fp16"
         if not weights == problem.dtype == asked:
             return (
@@ -38,6 +43,12 @@ class TritonBf16:
     def workspace_bytes(self, problem: Problem) -> int:
         """The rows between the projections, the rows of the result, and the tile list."""
         return temporary_bytes(problem, codes=False)
+
+    def layouts(self, sizes: Sizes, machine: Machine) -> tuple[Layout, Layout]:
+        """Return the layouts of gate_up and down that ``pack`` gives weights of these sizes."""
+        kind = _LAYOUTS[sizes.weight_format]
+        gate_up, down = shapes(sizes)
+        return kind(shape=gate_up), kind(shape=down)
 
     def pack(self, weights: ExpertWeights[Bf16 | Fp16], problem: Problem) -> PackedExperts:
         """Keep the weights; copies only what is not contiguous."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from ...runtime.machine import Machine
     from ...types import ActivationSpec, ContiguousBatch, Problem
-    from .grouped import PackedMatrix
+    from .matrix import PackedMatrix
     from .tiles import TileProblem, TunedTiles
 
 __all__ = [
@@ -72,7 +72,7 @@ class PackedExperts:
     def problem_of(self, matrix: PackedMatrix, rows: int) -> TileProblem:
         """Return what tile choice asks about ``rows`` rows of one of the two products."""
         groups = self.activations is not None and activation_format(self.activations).group > 0
-        return matrix.problem(rows, 8 if self.activations else 16, groups)
+        return matrix.layout.problem(rows, 8 if self.activations else 16, groups)
 
     def block_t(self, rows: int) -> tuple[int, ...]:
         """Return the row counts whose token tiles ``run_experts`` will ask for."""
@@ -89,7 +89,7 @@ def run_experts(batch: ContiguousBatch, packed: PackedExperts) -> Tensor:
     """
     source = batch.source
     rows = source.numel()
-    out = empty((rows, packed.down.shape[2]), _result_dtype(batch.x), batch.x.device)
+    out = empty((rows, packed.down.layout.shape[2]), _result_dtype(batch.x), batch.x.device)
     if rows == 0:
         return out
     x, offsets = usual_rows(batch.x), batch.expert_offsets
@@ -107,7 +107,7 @@ def run_experts(batch: ContiguousBatch, packed: PackedExperts) -> Tensor:
         packed.activations,
         source=source if weighted else None,
         weights=batch.input_weights,
-        order=packed.gate_up.row_order,
+        order=packed.gate_up.layout.row_order,
         late=batch.settled and not weighted,
     )
     return _both(rows_in, packed, offsets, pair, out, source=None if weighted else source)
@@ -119,9 +119,9 @@ def run_assignments(x: Tensor, ids: Tensor, packed: PackedExperts) -> Tensor:
     ids: contiguous ``[T, K]`` integers; rows of ids outside ``0..E-1`` are uninitialised.
     """
     x, (tokens, top_k) = usual_rows(x), ids.shape
-    out = empty((tokens * top_k, packed.down.shape[2]), _result_dtype(x), x.device)
+    out = empty((tokens * top_k, packed.down.layout.shape[2]), _result_dtype(x), x.device)
     first, second = (replace(tile, overlap=packed.machine.pdl) for tile in chosen_tiles(packed, ids.numel()))
-    rows_in = operand(x, packed.activations, order=packed.gate_up.row_order)
+    rows_in = operand(x, packed.activations, order=packed.gate_up.layout.row_order)
     # Where the tokens were quantised, which waits for the routing, the ids were there before the product's turn.
     quantised = packed.activations is not None
     tiles = TileList(expert=ids, row=ids, count=ids.numel(), tile=first, top_k=top_k, early=quantised)
@@ -140,11 +140,11 @@ def _both(
     """Write ``out`` and return it: both products of ``rows_in``, which are codes and scales or rows and None."""
     x, x_scale = rows_in
     dtype = out.dtype if packed.activations else x.dtype
-    middle = empty((out.shape[0], packed.gate_up.shape[2]), dtype, x.device)
+    middle = empty((out.shape[0], packed.gate_up.layout.shape[2]), dtype, x.device)
     grouped_gemm(
         x, packed.gate_up, offsets, tiles[0], middle, source=source, x_scale=x_scale, activation=packed.activation
     )
-    codes, scale = operand(middle, packed.activations, order=packed.down.row_order)
+    codes, scale = operand(middle, packed.activations, order=packed.down.layout.row_order)
     # What was listed was there before the first product began, which waited for the kernel before it.
     return grouped_gemm(codes, packed.down, offsets, replace(tiles[1], early=True), out, x_scale=scale)
 
@@ -212,7 +212,7 @@ def few_tokens(packed: PackedExperts, top_k: int) -> int:
     Assignments of one expert then read its weights each for itself. For random routings that must take less time than
     ordering the rows would; one token never asks for an expert twice.
     """
-    experts = packed.gate_up.shape[0]
+    experts = packed.gate_up.layout.shape[0]
     each = packed.gate_up.values.nbytes + packed.down.values.nbytes
     most = 0
     for tokens in range(1, _FEW // top_k + 1):
@@ -259,7 +259,7 @@ def variant_key(packed: PackedExperts) -> tuple[object, ...]:
     """Return what decides which kernel variants these experts need: equal keys, the same variants."""
     key: list[object] = [packed.activation, packed.machine, packed.activations, packed.tiles, packed.tuned]
     for matrix in (packed.gate_up, packed.down):
-        key += [matrix.shape, matrix.weight, matrix.block_k, matrix.bits, matrix.scale_kind, matrix.words]
+        key += [matrix.layout]
         for tensor in (matrix.values, matrix.scale, matrix.row_scale, matrix.bias):
             key.append(None if tensor is None else (tensor.dtype, tensor.shape, tensor.data_ptr() % 16))
     return tuple(key)

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
     from ...runtime.machine import Machine
     from ...types import ContiguousBatch, Problem
-    from .grouped import PackedMatrix, TileList
+    from .grouped import TileList
+    from .matrix import PackedMatrix
     from .packed import PackedExperts
     from .tiles import TileProblem
 
@@ -99,7 +100,7 @@ def prefill_gemm(
     E4M3 rows. codes: makes ``out`` take E4M3 codes. Rows from ``expert_offsets[E]`` on are not written. Raises
     InputError for rows no tensor descriptor can describe.
     """
-    experts, parts, n_out, k_in = packed.shape
+    experts, parts, n_out, k_in = packed.layout.shape
     _check(x, packed, tiles)
     from ...kernels.prefill import prefill_kernel
 
@@ -144,7 +145,7 @@ def prefill_gemm(
 def prefill_experts(batch: ContiguousBatch, packed: PackedExperts, tiles: TileList, out: Tensor) -> Tensor:
     """Write both products of every row to ``out [R, H]`` and return it, as ``run_experts`` does."""
     name, x, expert_offsets = packed.activations, batch.x, batch.expert_offsets
-    wide = packed.gate_up.shape[2]
+    wide = packed.gate_up.layout.shape[2]
     rows, x_scale = operand(x, name, source=batch.source, weights=batch.input_weights)
     narrow = name is None or x.dtype == torch.bfloat16
     codes, shape, dtype = None, (out.shape[0], wide), x.dtype if narrow else torch.float32
@@ -197,14 +198,14 @@ def _constants(
         "SCALE": packed.scale is not None,
         "ROW_SCALE": packed.row_scale is not None,
         "BIAS": packed.bias is not None,
-        "PARTS": packed.shape[1],
+        "PARTS": packed.layout.shape[1],
         "KIND": -1 if activation is None else ACTIVATION_KINDS.index(activation.kind),
         "HAS_LIMIT": activation is not None and activation.limit is not None,
         "CODES": 0 if codes is None else 1 + codes.power,
         "ROUND": codes is not None and codes.rounded,
-        "K_BLOCKS": packed.k_blocks,
+        "K_BLOCKS": packed.layout.k_blocks,
         "BLOCK_T": tile.block_t,
-        "BLOCK_K": packed.block_k,
+        "BLOCK_K": packed.layout.block_k,
         "GROUP_T": tile.group_t,
         "SPECIALIZE": tile.warps == 4,
     }

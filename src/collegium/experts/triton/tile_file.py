@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from .grouped import PackedMatrix
+from .matrix import PackedMatrix
 from .packed import PackedExperts
 from .tiles import TileChoice, TunedTiles, candidates
 
