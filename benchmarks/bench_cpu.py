@@ -31,8 +31,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from collegium.experts import CpuGrouped
 from collegium.formats import Bf16, by_name
 from collegium.parallel.local import Local
-from collegium.runtime.devices import probe
 from collegium.problem import Problem
+from collegium.runtime.devices import probe
 from collegium.types import ExpertWeights, MoESpec, Routing, RoutingSpec
 
 if TYPE_CHECKING:

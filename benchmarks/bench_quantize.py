@@ -30,9 +30,9 @@ from collegium.checkpoint.reader import Checkpoint
 from collegium.checkpoint.writer import Shard
 from collegium.commands.quantize import quantize_model
 from collegium.formats import by_name
+from collegium.problem import Placement
 from collegium.testing.compare import heavy_tailed
 from collegium.testing.tiny import TinySize, tiny_config
-from collegium.problem import Placement
 
 RESULTS = Path(__file__).parent / "results" / "quantize.csv"
 MIB = 1 << 20

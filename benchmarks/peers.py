@@ -55,8 +55,8 @@ from collegium.errors import CollegiumError
 from collegium.layer import MoELayer
 from collegium.ops.quantize import activation_format
 from collegium.plan import plan
-from collegium.runtime.devices import probe
 from collegium.problem import Choice, Limits, Problem
+from collegium.runtime.devices import probe
 from collegium.types import Routing
 
 if TYPE_CHECKING:

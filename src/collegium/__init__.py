@@ -37,10 +37,20 @@ from .layer import MoELayer
 from .loading import load_layer
 from .models import describe
 from .plan import Plan, plan
+from .problem import Choice, DeviceFacts, Limits, Placement, Problem, Refusal
 from .runtime.devices import probe
-from .problem import (Choice, DeviceFacts, Limits, Placement, Problem, Refusal)
-from .types import (ActivationSpec, ExpertWeights, LatentWeights, MoESpec, RouterWeights, Routing, RoutingSpec, SharedSpec, SharedWeights)
-from .warming import warm_up
+from .runtime.warming import warm_up
+from .types import (
+    ActivationSpec,
+    ExpertWeights,
+    LatentWeights,
+    MoESpec,
+    RouterWeights,
+    Routing,
+    RoutingSpec,
+    SharedSpec,
+    SharedWeights,
+)
 
 __version__ = "0.1.0"
 

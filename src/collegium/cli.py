@@ -28,8 +28,8 @@ from .commands.printing import (
     print_tuning,
 )
 from .errors import CollegiumError, InputError
-from .runtime.devices import probe
 from .problem import Choice, Limits
+from .runtime.devices import probe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -116,7 +116,7 @@ def generate(
     """Write text: transformers runs everything but the experts, which run through Collegium."""
     from .commands.generate import Writer, check_writable, prompt_limits
     from .integrations.transformers import layers_of, load_model
-    from .warming import warm_up
+    from .runtime.warming import warm_up
 
     folder, place = check_writable(model), probe(device).place
     limits = prompt_limits(folder, prompt)

@@ -9,10 +9,10 @@ from .formats.payload import Payload
 from .formats.unquantised import FLOAT_FORMATS, as_stored
 from .layer import MoELayer
 from .plan import plan
+from .problem import Limits, Problem
 from .runtime.devices import probe
 from .runtime.packed_module import refuse_gradient
-from .problem import Limits, Problem
-from .types import (ActivationSpec, ExpertWeights, MoESpec, Routing, RoutingSpec)
+from .types import ActivationSpec, ExpertWeights, MoESpec, Routing, RoutingSpec
 
 if TYPE_CHECKING:
     from torch import Tensor

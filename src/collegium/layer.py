@@ -1,7 +1,7 @@
 """MoELayer: one Mixture-of-Experts layer, planned, packed and ready to be called.
 
-A token is routed, runs through a pipeline (dispatch, experts, combine), and gets the shared expert's output added. Every
-choice is in the plan, which is made before the weights are packed.
+A token is routed, runs through a pipeline (dispatch, experts, combine), and gets the shared expert's output added.
+Every choice is in the plan, which is made before the weights are packed.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ class MoELayer(PackedModule):
         x, out = inputs[0], inputs[5]
         tokens, step = x.shape[0], self.plan.problem.limits.max_tokens
         if tokens <= step:
-            self._tokens(x, self._router(*inputs[:5], memory), out, memory)
+            self._tokens(x, self._router(*inputs[:5], memory=memory), out, memory)
             return
         # The routing of all passes at once is more than the memory of one.
         chosen = self._router(*inputs[:5])

@@ -14,8 +14,8 @@ from .encoding import encode_experts
 from .layer import MoELayer
 from .parallel.placement import linear
 from .plan import plan
-from .runtime.devices import plain_torch, probe
 from .problem import Limits, Problem
+from .runtime.devices import plain_torch, probe
 
 if TYPE_CHECKING:
     import os

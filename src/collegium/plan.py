@@ -1,4 +1,4 @@
-"""plan(): which pipeline, dispatcher and kernel run a problem, in which formats and how much memory, and why not others.
+"""plan(): which pipeline, dispatcher and kernel run a problem, in which formats and memory, and why not others.
 
 Pure: it looks at no device and allocates nothing, so a laptop can plan for an H200.
 """
@@ -318,8 +318,8 @@ def shared_kernel(
 ) -> ExpertKernel:
     """Return the kernel of the shared expert, to which it is one expert that every token goes to.
 
-    The routed experts' ``kernel`` where it takes the weights; otherwise (FP8 or BF16 beside routed experts of four bits)
-    the first one of the table that does, and can be captured where the plan is. Raises PlanError.
+    The routed experts' ``kernel`` where it takes the weights; otherwise (FP8 or BF16 beside routed experts of four
+    bits) the first one of the table that does, and can be captured where the plan is. Raises PlanError.
     """
     asked = problem.shared(weight_format)
     reasons: list[str] = []

@@ -1,4 +1,4 @@
-"""The question ``plan()`` answers: a layer, on a machine, split over ranks, within limits; and what a kernel is asked."""
+"""The question ``plan()`` answers: a layer, on a machine, over ranks, within limits; and what a kernel is asked."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Placement:
 
     def __str__(self) -> str:
         """Return rank, experts and slice in words."""
-        ids = self.expert_ids
-        whole = len(ids) > 2 and ids == tuple(range(ids[0], ids[0] + len(ids)))
+        ids = list(self.expert_ids)
+        whole = len(ids) > 2 and ids == list(range(ids[0], ids[0] + len(ids)))
         held = f"{ids[0]} to {ids[-1]}" if whole else ", ".join(map(str, ids)) or "none"
         part = f", slice {self.tp_rank} of {self.tp_size}" if self.tp_size > 1 else ""
         return f"rank {self.rank} of {self.world_size}, experts {held}{part}"
@@ -75,7 +75,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertsProblem:
-    """What an experts kernel is asked on one rank; it knows neither routing nor ranks. The shared expert is one of these.
+    """What an experts kernel is asked on one rank, where it knows neither routing nor ranks; of a shared expert too.
 
     experts, parts, intermediate, hidden: the weights ``[experts, parts, intermediate, hidden]`` and
     ``[experts, hidden, intermediate]`` it packs. weighted: rows are multiplied by a weight before they are quantised.

@@ -27,8 +27,8 @@ from collegium.commands.measure import (
 from collegium.commands.picture import plot
 from collegium.errors import ConfigError, InputError, MeasurementError, SpecError
 from collegium.experts.cpu import grouped as cpu_grouped
-from collegium.testing.compare import moe_truth, relative_error
 from collegium.problem import DeviceFacts, Problem
+from collegium.testing.compare import moe_truth, relative_error
 from collegium.types import Routing
 
 RUNNER = CliRunner()

@@ -15,7 +15,7 @@ from collegium.experts.cpu.decode import Scratch, pack_matrix
 from collegium.formats import FORMATS, Fp8Block, Int4Affine, Int4Group, MxFp4, NvFp4, by_name
 from collegium.ops.activation import activate
 from collegium.problem import DeviceFacts, Problem
-from collegium.types import (ActivationSpec, ContiguousBatch, ExpertWeights, MoESpec, RoutingSpec)
+from collegium.types import ActivationSpec, ContiguousBatch, ExpertWeights, MoESpec, RoutingSpec
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BOUND = {"bf16": 8e-3, "fp16": 2e-3, "fp32": 5e-5}

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from collegium.pipeline import DirectPipeline, SplitPipeline, ways
 
 from collegium import Choice, Limits, MoESpec, Problem, Routing, RoutingSpec, encode_experts, plan
 from collegium.experts import KERNELS
 from collegium.experts.triton import packed as products
 from collegium.ops.weighted_sum import weighted_sum, weighted_sum_on_device
 from collegium.parallel.local import Local
-from collegium.pipeline import DirectPipeline, SplitPipeline, ways
+from collegium.problem import DeviceFacts
 from collegium.runtime.machine import machine_of
 from collegium.testing.compare import heavy_tailed, moe_truth, random_experts, relative_error
-from collegium.problem import DeviceFacts
 from collegium.types import ActivationSpec
 
 if torch.cuda.is_available():

@@ -23,10 +23,18 @@ from collegium.experts.triton.w4a16 import TritonW4A16
 from collegium.formats import Fp8Block, Fp8Channel, Int4Group, MxFp4, MxFp8
 from collegium.ops.permute import permute
 from collegium.parallel.local import Local
+from collegium.problem import DeviceFacts, Problem
 from collegium.runtime.machine import Machine, machine_of
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
-from collegium.problem import DeviceFacts, Problem
-from collegium.types import (ACTIVATION_KINDS, ActivationSpec, ContiguousBatch, ExpertWeights, MoESpec, Routing, RoutingSpec)
+from collegium.types import (
+    ACTIVATION_KINDS,
+    ActivationSpec,
+    ContiguousBatch,
+    ExpertWeights,
+    MoESpec,
+    Routing,
+    RoutingSpec,
+)
 
 if TYPE_CHECKING:
     from collegium.experts.triton.packed import PackedExperts

@@ -20,8 +20,8 @@ from collegium.checkpoint import (
 )
 from collegium.errors import InputError
 from collegium.parallel.placement import linear, tensor_parallel
-from collegium.testing.tiny import TinySize, combinations, write_checkpoint
 from collegium.problem import Placement
+from collegium.testing.tiny import TinySize, combinations, write_checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -21,9 +21,9 @@ from collegium.formats.unquantised import as_stored
 from collegium.layer import MoELayer
 from collegium.parallel.placement import linear, tensor_parallel
 from collegium.plan import plan
-from collegium.testing.tiny import TinySize, write_checkpoint
 from collegium.problem import DeviceFacts, Placement, Problem
-from collegium.types import (ActivationSpec, ExpertWeights, MoESpec, Routing, RoutingSpec)
+from collegium.testing.tiny import TinySize, write_checkpoint
+from collegium.types import ActivationSpec, ExpertWeights, MoESpec, Routing, RoutingSpec
 
 if TYPE_CHECKING:
     from pathlib import Path

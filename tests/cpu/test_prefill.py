@@ -19,10 +19,10 @@ from collegium.experts.triton.tiles import TileChoice, TileProblem
 from collegium.formats import by_name
 from collegium.ops.quantize import activation_format
 from collegium.parallel.local import Local
+from collegium.problem import DeviceFacts, Limits, Problem
 from collegium.runtime.machine import Machine, machine_of
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
-from collegium.problem import DeviceFacts, Limits, Problem
-from collegium.types import (ACTIVATION_KINDS, ActivationSpec, MoESpec, Routing, RoutingSpec)
+from collegium.types import ACTIVATION_KINDS, ActivationSpec, MoESpec, Routing, RoutingSpec
 
 if torch.cuda.is_available():
     pytest.skip("tests/gpu makes these comparisons on the device", allow_module_level=True)

@@ -32,8 +32,8 @@ from collegium.formats import FORMATS, Bnb4, Fp32, Int4Affine, Int4Group, Int4Or
 from collegium.layer import MoELayer
 from collegium.parallel.placement import linear, tensor_parallel
 from collegium.plan import plan
-from collegium.testing.tiny import TinySize, write_checkpoint
 from collegium.problem import Choice
+from collegium.testing.tiny import TinySize, write_checkpoint
 from collegium.types import ExpertWeights
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from collegium.experts.triton.tile_file import products, tile_folder, tile_key, tile_path, with_tuned_tiles, write_tiles
 
 from collegium import warming
 from collegium.commands.bench import random_weights, spec_of
@@ -23,15 +24,14 @@ from collegium.errors import InputError
 from collegium.experts.reference import Reference
 from collegium.experts.triton.bf16 import TritonBf16
 from collegium.experts.triton.packed import PackedExperts, chosen_tiles, few_tokens, large_tile
-from collegium.experts.triton.tile_file import products, tile_folder, tile_key, tile_path, with_tuned_tiles, write_tiles
 from collegium.experts.triton.tiles import TileChoice, candidates, nearest
 from collegium.experts.triton.w4a16 import TritonW4A16
 from collegium.layer import MoELayer
 from collegium.parallel.local import Local
 from collegium.plan import plan
 from collegium.problem import DeviceFacts, Problem
+from collegium.runtime.warming import batch_sizes, compile_batches, warm_up
 from collegium.types import RouterWeights
-from collegium.warming import batch_sizes, compile_batches, warm_up
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
@@ -263,7 +263,7 @@ def test_the_compile_cache_key_changes_with_source_dependencies_and_constants(tm
     changes = (
         ("grouped_gemm.py", "up += tl.load(bias + last)", "up += 2 * tl.load(bias + last)"),
         ("activation.py", "return 2.0 * _sigmoid(2.0 * x) - 1.0", "return 2.0 * _sigmoid(2.0 * x) - 1.5"),
-        ("grouped_gemm.py", "PAIR_SCALE = tl.constexpr(5)", "PAIR_SCALE = tl.constexpr(6)"),
+        ("numbers.py", "PAIR_SCALE = 5", "PAIR_SCALE = 6"),
     )
     keys = [key_of(tmp_path / str(index), change)[0] for index, change in enumerate(changes)]
     assert len({plain, *keys}) == 4

@@ -20,8 +20,8 @@ from collegium.experts.cpu import decode as cpu_decode
 from collegium.experts.cpu import grouped as cpu_grouped
 from collegium.experts.reference import Reference
 from collegium.formats import FORMATS, Fp8Block, Int4Group, NvFp4
-from collegium.testing.tiny import TinySize, combinations, write_checkpoint
 from collegium.problem import Choice
+from collegium.testing.tiny import TinySize, combinations, write_checkpoint
 from commands import command
 
 SIZE = TinySize(hidden=192, intermediate=160, experts=5, top_k=2, layers=2)

@@ -22,9 +22,9 @@ from collegium.ops.operand import operand, ordered
 from collegium.ops.quantize import PADDED, REORDERED
 from collegium.parallel.local import Local
 from collegium.plan import plan
-from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
 from collegium.problem import DeviceFacts, Limits, Problem
-from collegium.types import (ActivationSpec, ContiguousBatch, ExpertWeights, MoESpec, Routing, RoutingSpec)
+from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
+from collegium.types import ActivationSpec, ContiguousBatch, ExpertWeights, MoESpec, Routing, RoutingSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,7 +83,7 @@ def multiplied_by_one(payload: Any, *, scaled: bool = False) -> Tensor:
     """Return ``[N, K]``: what the kernel reads of weights ``[1, 1, N, K]``, by rows with a single one."""
     columns = payload.shape[3]
     matrix, _ = pack_w4a8(payload, None, scaled=scaled)
-    x, scale = ordered(torch.eye(columns).to(torch.float8_e4m3fn), matrix.row_order), torch.ones(columns, 1)
+    x, scale = ordered(torch.eye(columns).to(torch.float8_e4m3fn), matrix.layout.row_order), torch.ones(columns, 1)
     found = torch.empty(columns, payload.shape[2])
     offsets = torch.tensor([0, columns])
     tile = replace(TILE, block_t=128)

@@ -11,8 +11,8 @@ if not torch.cuda.is_available():
 from collegium.integrations.transformers import Decoder, attach, experts_modules, layers_of, register, routed_weights
 from collegium.layer import MoELayer
 from collegium.plan import plan
-from collegium.runtime.devices import probe
 from collegium.problem import Choice, Problem
+from collegium.runtime.devices import probe
 
 
 def tiny(family: str):

@@ -22,10 +22,18 @@ from collegium.formats import Fp8Channel, MxFp8
 from collegium.ops.operand import operand
 from collegium.ops.quantize import activation_format
 from collegium.parallel.local import Local
+from collegium.problem import Problem
 from collegium.runtime.devices import probe
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
-from collegium.problem import Problem
-from collegium.types import (ACTIVATION_KINDS, ActivationSpec, ContiguousBatch, ExpertWeights, MoESpec, Routing, RoutingSpec)
+from collegium.types import (
+    ACTIVATION_KINDS,
+    ActivationSpec,
+    ContiguousBatch,
+    ExpertWeights,
+    MoESpec,
+    Routing,
+    RoutingSpec,
+)
 from passes import check_replay_with_another_routing, check_rows_stand_alone
 
 KERNELS = (TritonBf16(), TritonFp8(), TritonW4A16())

@@ -9,8 +9,8 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 from collegium.experts import KERNELS
-from collegium.runtime.devices import probe
 from collegium.problem import Problem
+from collegium.runtime.devices import probe
 from collegium.types import MoESpec, RoutingSpec
 from few_steps import RECIPES, SIZES, check_size
 

@@ -15,16 +15,18 @@ from collegium.encoding import encode_experts
 from collegium.experts.reference import Reference
 from collegium.experts.triton.bf16 import TritonBf16
 from collegium.experts.triton.fp8 import TritonFp8
-from collegium.experts.triton.grouped import PackedMatrix, grouped_gemm_reference, tile_list
+from collegium.experts.triton.grouped import grouped_gemm_reference, tile_list
+from collegium.experts.triton.layout import BlockCodes, PlainBf16
+from collegium.experts.triton.matrix import PackedMatrix
 from collegium.experts.triton.packed import PackedExperts
 from collegium.experts.triton.prefill import CodeScales, prefill_gemm, prefill_tile
 from collegium.experts.triton.tiles import TileChoice
 from collegium.ops.operand import operand
 from collegium.parallel.local import Local
+from collegium.problem import Problem
 from collegium.runtime.devices import probe
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
-from collegium.problem import Problem
-from collegium.types import (ActivationSpec, ContiguousBatch, ExpertWeights, MoESpec, Routing, RoutingSpec)
+from collegium.types import ActivationSpec, ContiguousBatch, ExpertWeights, MoESpec, Routing, RoutingSpec
 from passes import check_rows_stand_alone
 
 DEVICE = torch.device("cuda")
@@ -159,9 +161,7 @@ def test_codes_and_scales_of_the_rows_between(act: str, parts: int) -> None:
     """What leaves the first product as codes is what quantising its rows gives, bit for bit."""
     codes = torch.randn(3, parts, 336, 512, device="cuda").to(torch.float8_e4m3fn)
     scale = torch.rand(3, parts, 3, 4, device="cuda") * 0.1
-    packed = PackedMatrix(
-        values=codes, shape=(3, parts, 336, 512), weight=2, block_k=128, bits=8, scale_kind=1, scale=scale
-    )
+    packed = PackedMatrix(layout=BlockCodes(shape=(3, parts, 336, 512)), values=codes, scale=scale)
     x, x_scale = operand(heavy_tailed(300, 512, seed=3).bfloat16().cuda(), "fp8_group128")
     offsets = torch.tensor([0, 130, 130, 299], device="cuda")
     tiles = tile_list(offsets, 300, LARGE)
@@ -187,7 +187,7 @@ def test_addresses_beyond_2_to_the_31() -> None:
     values = torch.empty(experts, 2, wide, hidden, dtype=torch.bfloat16, device="cuda")
     for expert in values:
         expert.normal_(0, hidden**-0.5, generator=generator)
-    packed = PackedMatrix(values=values, shape=(experts, 2, wide, hidden), weight=0, block_k=64, bits=16)
+    packed = PackedMatrix(layout=PlainBf16(shape=(experts, 2, wide, hidden)), values=values)
     x = torch.randn(300, hidden, device="cuda", generator=generator).bfloat16()
     offsets = torch.tensor([0] * 15 + [100, 170, 300], device="cuda")
     out = torch.empty(300, wide, dtype=torch.float32, device="cuda")

@@ -9,9 +9,9 @@ from collegium.formats import Bnb4, Gguf, Int4Affine, Int4Ordered, Int8Affine, I
 from collegium.formats.gguf import KINDS
 from collegium.layer import MoELayer
 from collegium.plan import plan
+from collegium.problem import Choice, Problem
 from collegium.runtime.devices import probe
 from collegium.testing.compare import relative_error
-from collegium.problem import Choice, Problem
 from collegium.types import ExpertWeights, MoESpec, Routing, RoutingSpec
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

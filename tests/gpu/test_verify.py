@@ -9,8 +9,8 @@ import torch
 
 from collegium.commands.verify import verify_model
 from collegium.experts.triton import lanes as pack
-from collegium.testing.tiny import TinySize, write_checkpoint
 from collegium.problem import Choice
+from collegium.testing.tiny import TinySize, write_checkpoint
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

@@ -22,11 +22,11 @@ from collegium.formats import Int4Group, MxFp4, NvFp4, by_name
 from collegium.ops.operand import operand, ordered
 from collegium.ops.quantize import activation_format
 from collegium.parallel.local import Local
+from collegium.problem import Problem
 from collegium.runtime.devices import probe
 from collegium.runtime.machine import machine_at
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
-from collegium.problem import Problem
-from collegium.types import (ActivationSpec, ContiguousBatch, ExpertWeights, MoESpec, Routing, RoutingSpec)
+from collegium.types import ActivationSpec, ContiguousBatch, ExpertWeights, MoESpec, Routing, RoutingSpec
 from passes import check_replay_with_another_routing, check_rows_stand_alone
 
 WEIGHTS = ("mxfp4", "nvfp4", "int4_group", "int4_group:32")  # INT4: with how many columns a group, else 128
@@ -116,7 +116,7 @@ def test_every_tile_gives_the_same_bits_close_to_the_product_of_the_codes(weight
     payload = encode(weights, heavy_tailed(5, 1, 512, columns, seed=1, channels=False) * columns**-0.5)
     packed, _ = pack_w4a8(payload, None)
     x = heavy_tailed(rows, columns, seed=2).bfloat16().cuda()
-    codes, scale = operand(x, act, order=packed.row_order)
+    codes, scale = operand(x, act, order=packed.layout.row_order)
     offsets = torch.tensor([0, 300, 301, 301, 900, rows], device="cuda")
     wanted = ops.grouped_gemm_reference(activation_format(act).round_trip(x.cpu()).cuda(), payload.decode(), offsets)
     first: torch.Tensor | None = None
@@ -145,7 +145,7 @@ def as_read(payload: Any) -> torch.Tensor:
     columns = payload.shape[3]
     packed, report = pack_w4a8(payload, None)
     assert report.beyond == 0
-    codes = ordered(torch.eye(columns, device="cuda").to(torch.float8_e4m3fn), packed.row_order)
+    codes = ordered(torch.eye(columns, device="cuda").to(torch.float8_e4m3fn), packed.layout.row_order)
     found = torch.empty(columns, payload.shape[2], device="cuda")
     offsets = torch.tensor([0, columns], device="cuda")
     scale = torch.ones(columns, 1, device="cuda")

@@ -12,9 +12,9 @@ from collegium.experts import KERNELS
 from collegium.experts.reference import Reference
 from collegium.experts.triton.packed import PackedExperts, few_tokens, large_tile, run_assignments
 from collegium.parallel.local import Local
-from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
 from collegium.problem import DeviceFacts, Problem
-from collegium.types import (ActivationSpec, ExpertWeights, MoESpec, Routing, RoutingSpec)
+from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
+from collegium.types import ActivationSpec, ExpertWeights, MoESpec, Routing, RoutingSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -20,7 +20,7 @@ __all__ = ["check_replay_with_another_routing", "check_rows_stand_alone"]
 
 def check_rows_stand_alone(kernel: Any, packed: Any, sizes: Sequence[int]) -> None:
     """Assert that the first token's bits are the same alone and in batches of ``sizes`` tokens, top-4."""
-    experts, _, _, hidden = packed.gate_up.shape
+    experts, _, _, hidden = packed.gate_up.layout.shape
     device, most = packed.gate_up.values.device, max(sizes)
     x = heavy_tailed(most, hidden, seed=3).bfloat16().to(device)
     ids = uneven_ids(most, 4, experts, seed=2).to(device)
@@ -39,7 +39,7 @@ def check_rows_stand_alone(kernel: Any, packed: Any, sizes: Sequence[int]) -> No
 
 def check_replay_with_another_routing(kernel: Any, packed: Any) -> None:
     """Assert that a captured pass of 32 tokens follows ids that change between replays, with the bits of eager."""
-    experts, _, _, hidden = packed.gate_up.shape
+    experts, _, _, hidden = packed.gate_up.layout.shape
     local = Local(num_experts=experts)
     x = heavy_tailed(32, hidden, seed=3).bfloat16().cuda()
     weight = torch.rand(32, 4, device="cuda")

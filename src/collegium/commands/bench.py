@@ -15,16 +15,16 @@ import torch
 
 from ..checkpoint.reader import read_config
 from ..errors import ConfigError, InputError, MeasurementError
-from ..experts.reference import Reference
+from ..experts import Packed, Reference
 from ..formats import by_name
 from ..layer import MoELayer
 from ..models import describe
 from ..ops.quantize import activation_format
 from ..parallel.local import Local
 from ..plan import plan
-from ..runtime.devices import probe
 from ..problem import Choice, Limits, Problem
-from ..types import (ContiguousBatch, ExpertWeights, MoESpec, Routing, RoutingSpec)
+from ..runtime.devices import probe
+from ..types import ContiguousBatch, ExpertWeights, MoESpec, Routing, RoutingSpec
 from .measure import (
     driver_version,
     floor_of,
@@ -292,18 +292,18 @@ def experts_error(
         return float("inf")
     some = torch.tensor(sorted({0, x.shape[0] // 2, x.shape[0] - 1}), device=x.device)
     few = Routing(topk_ids=routing.topk_ids[some], topk_weights=routing.topk_weights[some])
-    reference, local = Reference(), Local(num_experts=problem.spec.num_experts)
+    local = Local(num_experts=problem.spec.num_experts)
     batch, handle = local.dispatch(x[some].float(), few)
-    judge = reference.pack(weights, replace(problem, activation_format="fp32"))
-    truth = local.combine(_exact(reference, batch, judge), handle)
+    judge = Reference().pack(weights, replace(problem, activation_format="fp32").routed)
+    truth = local.combine(_exact(judge, batch), handle)
     return float((found[some].float() - truth).norm() / truth.norm())
 
 
-def _exact(reference: Reference, batch: ContiguousBatch, judge: Any) -> Tensor:
+def _exact(judge: Packed, batch: ContiguousBatch) -> Tensor:
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     try:
-        return reference.run(batch, judge)
+        return judge.run(batch)
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
 

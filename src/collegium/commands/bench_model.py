@@ -24,10 +24,10 @@ from ..integrations.extra import extra
 from ..layer import MoELayer
 from ..ops.quantize import activation_format
 from ..plan import plan
-from ..runtime.devices import probe
 from ..problem import Choice, Limits, Problem
+from ..runtime.devices import probe
+from ..runtime.warming import warm_up
 from ..types import Routing
-from ..warming import warm_up
 from .bench import TOLERANCES, experts_error, random_weights, recipe_of
 from .measure import driver_version, prepare_pass, take_turns, version_of
 from .room import bytes_per_weight, check_room

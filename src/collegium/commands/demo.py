@@ -18,10 +18,10 @@ from ..functional import moe
 from ..integrations.transformers import attach, build_layers, experts_modules, layers_of, load_model
 from ..parallel.placement import linear
 from ..plan import plan
-from ..runtime.devices import probe
 from ..problem import Choice, Limits, Problem
+from ..runtime.devices import probe
+from ..runtime.warming import warm_up
 from ..types import Routing
-from ..warming import warm_up
 from .generate import Writer, check_writable
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from ..errors import ConfigError
 from ..formats import by_name
 from ..models import describe, family_of
 from ..plan import plan
-from ..runtime.devices import probe
 from ..problem import Choice, Limits, Problem
+from ..runtime.devices import probe
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,17 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import InputError, MeasurementError
-from ..experts import KERNELS
-from ..experts.triton.grouped import grouped_gemm, tile_list
-from ..experts.triton.packed import PackedExperts, chosen_tiles
-from ..experts.triton.tile_file import products, write_tiles
-from ..experts.triton.tiles import candidates, score
+from ..experts.measured import write_tiles
 from ..formats import by_name
-from ..ops.operand import operand
-from ..parallel.local import Local
-from ..plan import plan
-from ..runtime.devices import probe
+from ..parallel import Local
+from ..plan import kernel_named, plan
 from ..problem import Choice, Limits, Problem
+from ..runtime.devices import probe
 from .bench import random_weights, spec_of
 from .measure import graph_pool, input_sets, prepare_pass, random_routing, take_turns
 from .room import check_room, layer_needs
@@ -35,9 +30,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ..experts.triton.grouped import PackedMatrix
-    from ..experts.triton.tiles import TileChoice
-    from ..types import ContiguousBatch
+    from ..experts import Packed
 
 __all__ = ["TUNED_TOKENS", "TuneReport", "TuneRow", "measure_tiles", "packed_layer", "tile_times", "tune"]
 
@@ -52,9 +45,9 @@ class TuneRow:
     product: str
     tokens: int
     rows: int
-    chosen: TileChoice
+    chosen: Any
     chosen_seconds: float
-    best: TileChoice
+    best: Any
     best_seconds: float
     candidates: int
 
@@ -98,8 +91,9 @@ def tune(
         if progress is not None:
             progress(done, len(counts), f"{count} tokens")
         rows += measure_tiles(packed, problem, count, most=most, rounds=rounds)
-    tables = [tuple((r.rows, r.best) for r in rows if r.product == product) for product, _ in products(packed)]
-    path = write_tiles(problem, (tables[0], tables[1]), folder)
+    names = [product.name for product in packed.products()]
+    tables = {name: tuple((row.rows, row.best) for row in rows if row.product == name) for name in names}
+    path = write_tiles(problem, tables, folder)
     return TuneReport(
         shape=name,
         weights=recipe[0],
@@ -112,7 +106,7 @@ def tune(
 
 def packed_layer(
     what: str, recipe: tuple[str, str], most_tokens: int, device: str | None = None
-) -> tuple[str, Problem, PackedExperts]:
+) -> tuple[str, Problem, Packed]:
     """Return the name, the problem and the packed random weights of the layer ``what``; errors as ``tune``."""
     name, plain = spec_of(what)
     facts = probe(device)
@@ -120,18 +114,16 @@ def packed_layer(
     made = plan(
         Problem(spec=spec, device=facts, limits=Limits(max_tokens=most_tokens)), Choice(activation_format=recipe[1])
     )
-    kernel = next(k for k in KERNELS if k.name == made.kernel)
-    if not kernel.name.startswith("triton_"):
+    kernel, asked = kernel_named(made.kernel), made.problem.routed
+    if not kernel.tiling(asked).block_t(1):
         raise InputError(
             f"tune: {name} in {recipe[0]} x {recipe[1]} runs on {made.kernel}, which has no tiles to choose"
         )
     check_room(f"tune {name}", layer_needs([made], [most_tokens]), facts)
-    packed = kernel.pack(random_weights(spec, torch.device(facts.place)), made.problem)
-    assert isinstance(packed, PackedExperts)
-    return name, made.problem, packed
+    return name, made.problem, kernel.pack(random_weights(spec, torch.device(facts.place)), asked)
 
 
-def measure_tiles(packed: PackedExperts, problem: Problem, tokens: int, *, most: int, rounds: int) -> list[TuneRow]:
+def measure_tiles(packed: Packed, problem: Problem, tokens: int, *, most: int, rounds: int) -> list[TuneRow]:
     """Return a row for each product: the best of ``most`` candidates for ``tokens`` tokens, uniform routing."""
     count = tokens * problem.spec.routing.top_k
     found: list[TuneRow] = []
@@ -154,13 +146,13 @@ def measure_tiles(packed: PackedExperts, problem: Problem, tokens: int, *, most:
 
 
 def tile_times(
-    packed: PackedExperts, problem: Problem, tokens: int, *, most: int, rounds: int
-) -> dict[str, tuple[TileChoice, dict[TileChoice, float]]]:
-    """Return for each product the model's own choice, and the seconds of that and of ``most`` candidates beside it.
+    packed: Packed, problem: Problem, tokens: int, *, most: int, rounds: int
+) -> dict[str, tuple[Any, dict[Any, float]]]:
+    """Return for each product the choice made from the sizes, and the seconds of that and of ``most`` other tiles.
 
     Raises MeasurementError when two tiles give different bits.
     """
-    device, spec = packed.down.values.device, problem.spec
+    device, spec = torch.device(problem.device.place), problem.spec
     generator = torch.Generator(device).manual_seed(tokens)
     local = Local(num_experts=spec.num_experts)
     batches = [
@@ -171,46 +163,17 @@ def tile_times(
         for _ in range(input_sets(tokens))
     ]
     count = tokens * spec.routing.top_k
-    found: dict[str, tuple[TileChoice, dict[TileChoice, float]]] = {}
-    for place, (product, matrix) in enumerate(products(packed)):
-        asked = packed.problem_of(matrix, count)
-        ranked = sorted(candidates(asked, packed.machine), key=lambda tile: score(asked, tile, packed.machine))
-        chosen = chosen_tiles(replace(packed, tuned=((), ())), count)[place]
-        tiles = list(dict.fromkeys([chosen, *ranked[:most]]))
-        runs = [_run(packed, matrix, batch, first=place == 0) for batch in batches]
-        _same_bits(f"{product}, {tokens} tokens", [partial(runs[0], tile) for tile in tiles])
+    found: dict[str, tuple[Any, dict[Any, float]]] = {}
+    for product in packed.products():
+        chosen = product.chosen(count)
+        tiles = list(dict.fromkeys([chosen, *product.candidates(count)[:most]]))
+        runs = [product.runner(batch) for batch in batches]
+        _same_bits(f"{product.name}, {tokens} tokens", [partial(runs[0], tile) for tile in tiles])
         pool = graph_pool(device)
         passes = {tile: prepare_pass([partial(run, tile) for run in runs], device, pool=pool) for tile in tiles}
         times = take_turns(passes, device, rounds=rounds)
-        found[product] = (chosen, {tile: times[tile] / len(runs) for tile in tiles})
+        found[product.name] = (chosen, {tile: times[tile] / len(runs) for tile in tiles})
     return found
-
-
-def _run(
-    packed: PackedExperts, matrix: PackedMatrix, batch: ContiguousBatch, *, first: bool
-) -> Callable[[TileChoice], Tensor]:
-    """Return the product of ``batch`` as a function of its tile; the second product reads random rows."""
-    count = batch.source.numel()
-    x = batch.x if first else torch.randn(count, matrix.shape[3], device=batch.x.device).to(batch.x.dtype)
-    codes, scale = operand(x, packed.activations)
-    out = torch.empty(count, matrix.shape[2], dtype=torch.bfloat16, device=x.device)
-    lists: dict[TileChoice, Any] = {}
-
-    def run(tile: TileChoice) -> Tensor:
-        if tile not in lists:
-            lists[tile] = tile_list(batch.expert_offsets, count, tile)
-        return grouped_gemm(
-            codes,
-            matrix,
-            batch.expert_offsets,
-            lists[tile],
-            out,
-            source=batch.source if first else None,
-            x_scale=scale,
-            activation=packed.activation if first else None,
-        )
-
-    return run
 
 
 def _same_bits(what: str, calls: Sequence[Callable[[], Tensor]]) -> None:

@@ -21,15 +21,15 @@ from ..checkpoint.opened import CheckpointLayer
 from ..checkpoint.problems import refuse
 from ..checkpoint.reader import Checkpoint
 from ..encoding import encode_experts
-from ..errors import InputError, PlanError
+from ..errors import InputError
 from ..layer import MoELayer
 from ..loading import load_routed
 from ..models import moe_layers
 from ..ops.quantize import activation_format
 from ..plan import plan
+from ..problem import Choice, Placement, Problem
 from ..runtime.devices import probe
 from ..testing.compare import between, heavy_tailed
-from ..problem import Choice, Limits, Placement, Problem
 from ..types import MoESpec, Routing
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def verify_model(
         layer = CheckpointLayer.open(checkpoint, number)
         refuse(checkpoint, check_beside(layer, deep=True))
         proofs.append(_prove_routed(layer, experts, facts, (force, weight_format)))
-        shared = _prove_shared(layer, facts, force)
+        shared = _prove_shared(layer, facts, force, weight_format)
         proofs += [] if shared is None else [shared]
     return VerifyReport(path=str(path), device=f"{facts.kind} {facts.name}".strip(), proofs=tuple(proofs))
 
@@ -154,21 +154,19 @@ def _prove_routed(
     return _prove(built, layer.number, "experts", source())
 
 
-def _prove_shared(layer: CheckpointLayer, facts: DeviceFacts, force: Choice | None) -> LayerProof | None:
+def _prove_shared(
+    layer: CheckpointLayer, facts: DeviceFacts, force: Choice | None, weight_format: str | None
+) -> LayerProof | None:
     """Run the shared expert as one routed expert, which is what it is to a kernel."""
     shared = load_shared(layer, device=facts.place)
     if shared is None:
         return None
-    alone = layer.spec.shared_alone(shared.experts.down.name)
-    problem = Problem(spec=alone, device=facts, limits=Limits())
-    try:
-        chosen = plan(problem, force)
-    except PlanError:
-        if force is None or force.kernel is None:
-            raise
-        # as in a layer whose kernel does not take its shared expert: the first that does
-        chosen = plan(problem, replace(force, kernel=None))
-    built = MoELayer(shared.experts, chosen)
+    own = None if layer.spec.shared is None else replace(layer.spec.shared, weight_format=shared.experts.down.name)
+    spec = replace(layer.spec, weight_format=weight_format or layer.spec.weight_format, shared=own)
+    # The kernel that the whole layer's plan gives it.
+    kernel = plan(Problem(spec=spec, device=facts), force).shared_kernel
+    problem = Problem(spec=spec.shared_alone(), device=facts)
+    built = MoELayer(shared.experts, plan(problem, replace(force or Choice(), kernel=kernel)))
     plain = load_shared(layer)
     return None if plain is None else _prove(built, layer.number, "shared", iter([(0, plain.experts, 0)]))
 

@@ -1,8 +1,8 @@
 """What an experts kernel is: it refuses with a reason, packs weights once, and runs batches.
 
-A kernel is a row of ``KERNELS``. Before any weight is seen it says how batches will be cut (``tiling``) and what memory
-they take (``regions``); ``pack`` returns the experts in its own layout, with the same answers. Whatever is not overridden
-below means "nothing to do": a kernel without tiles lists none, warms nothing up and is not tuned.
+A kernel is a row of ``KERNELS``. Before any weight is seen it says how batches will be cut (``tiling``) and what
+memory they take (``regions``); ``pack`` returns the experts in its own layout, with the same answers. Whatever is not
+overridden below means "nothing to do": a kernel without tiles lists none, warms nothing up and is not tuned.
 """
 
 from __future__ import annotations
@@ -43,11 +43,21 @@ class Tiling:
         return frozenset()
 
 
+NO_TILES = Tiling()
+
+
 class Product(Protocol):
     """One product of packed experts whose tile can be measured. tile_type: a frozen dataclass of plain numbers."""
 
-    name: str
-    tile_type: type[Any]
+    @property
+    def name(self) -> str:
+        """Name of the product in the file of measured tiles."""
+        ...
+
+    @property
+    def tile_type(self) -> type[Any]:
+        """Class of a tile."""
+        ...
 
     def chosen(self, rows: int) -> Any:
         """Return the tile chosen for ``rows`` rows from the sizes alone."""
@@ -65,12 +75,16 @@ class Product(Protocol):
 class Packed:
     """The experts of one layer in a kernel's own layout.
 
-    tiling: how batches are cut. report: what packing rounded, or None; printed with the layer.
+    report: what packing rounded, or None; printed with the layer.
     """
 
     __slots__ = ()
-    tiling: Tiling = Tiling()
     report: object | None = None
+
+    @property
+    def tiling(self) -> Tiling:
+        """How batches are cut."""
+        return NO_TILES
 
     def run(self, batch: ContiguousBatch, memory: Memory | None = None) -> Tensor:
         """Return ``[R, H]``, row r being its expert's output for ``x[source[r]]``.

@@ -17,29 +17,25 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from . import numbers
 from .activation import activate
 from .decode import e2m1_quarters, e4m3_halves, e4m3_scale, e8m0_scale, finished, int4_quarters, upper_scale
 from .tiles import tile_at, tile_of, token_at
 
 __all__ = ["grouped_gemm_kernel"]
 
-# How weights are stored and reach the tensor core.
-PLAIN = tl.constexpr(0)  # in the dtype of the activations
-E4M3_LANES = tl.constexpr(1)  # lanes of two E4M3 codes, decoded to bfloat16
-E4M3_E4M3 = tl.constexpr(2)  # E4M3 on both sides
-E2M1_LANES = tl.constexpr(3)  # lanes of four E2M1 codes, decoded to bfloat16
-INT4_LANES = tl.constexpr(4)  # lanes of four codes 0..15, decoded to bfloat16
+PLAIN = tl.constexpr(numbers.PLAIN)
+E4M3_LANES = tl.constexpr(numbers.E4M3_LANES)
+E4M3_E4M3 = tl.constexpr(numbers.E4M3_E4M3)
+E2M1_LANES = tl.constexpr(numbers.E2M1_LANES)
+INT4_LANES = tl.constexpr(numbers.INT4_LANES)
 
-# Which scale stands inside the K loop. Every one is loaded as 32-bit words: smaller loads are not prefetched.
-NO_SCALE = tl.constexpr(0)
-BLOCK_SCALE = tl.constexpr(1)  # float32 for each 128 rows and K block, applied to the product
-E8M0_SCALE = tl.constexpr(2)  # four bytes of one row and K block, a byte a quarter, applied to the operand
-E4M3_SCALE = tl.constexpr(3)  # the same with E4M3 bytes
-GROUP_SCALE = tl.constexpr(4)  # float32 for each row and K block or quarter, applied to the product
-PAIR_SCALE = tl.constexpr(5)  # two bfloat16 a word for each row and quarter, applied to the product
+BLOCK_SCALE = tl.constexpr(numbers.BLOCK_SCALE)
+E8M0_SCALE = tl.constexpr(numbers.E8M0_SCALE)
+E4M3_SCALE = tl.constexpr(numbers.E4M3_SCALE)
+PAIR_SCALE = tl.constexpr(numbers.PAIR_SCALE)
 
-# No activation follows the product; the other kinds are in activation.py.
-NO_ACTIVATION = tl.constexpr(-1)
+NO_ACTIVATION = tl.constexpr(numbers.NO_ACTIVATION)
 
 
 @triton.jit

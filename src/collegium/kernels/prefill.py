@@ -10,15 +10,14 @@ import triton
 import triton.language as tl
 from triton import set_allocator
 
+from . import numbers
 from .activation import activate
 
 __all__ = ["prefill_kernel", "set_allocator"]
 
-# No activation follows the product; the other kinds are in activation.py.
-NO_ACTIVATION = tl.constexpr(-1)
-# How the result is stored: as it is, or as E4M3 codes with a scale for each 128 columns, exact or a power of two.
-ROWS = tl.constexpr(0)
-POWER_CODES = tl.constexpr(2)
+NO_ACTIVATION = tl.constexpr(numbers.NO_ACTIVATION)
+ROWS = tl.constexpr(numbers.ROWS)
+POWER_CODES = tl.constexpr(numbers.POWER_CODES)
 
 
 @triton.jit

@@ -12,21 +12,21 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from . import numbers
 from .activation import activate
 from .decode import finished, upper_scale
 from .tiles import tile_at, tile_of, token_at
 
 __all__ = ["w4a8_kernel"]
 
-# Which codes the words hold.
-E2M1_E8M0 = tl.constexpr(6)  # E2M1, groups of 32 with a power of two
-INT4_FLOAT = tl.constexpr(7)  # two's complement, one float32 for each row and K block, applied to the product
-E2M1_E4M3 = tl.constexpr(8)  # E2M1, groups of 16 with an E4M3 scale: two operands whose sum is exact
-# Not words but pairs of neighbours, E2M1 with E8M0 bytes: the tensor core of sm_100 decodes and scales them itself.
-E2M1_SCALED = tl.constexpr(9)
-# Two's complement in words of one quarter of the K block, whose product is scaled by itself.
-INT4_PAIRS = tl.constexpr(10)  # two words of a row and K block, two bfloat16 scales each
-INT4_FLOATS = tl.constexpr(11)  # four float32 scales
+E2M1_E8M0 = tl.constexpr(numbers.E2M1_E8M0)
+INT4_FLOAT = tl.constexpr(numbers.INT4_FLOAT)
+E2M1_E4M3 = tl.constexpr(numbers.E2M1_E4M3)
+E2M1_SCALED = tl.constexpr(numbers.E2M1_SCALED)
+INT4_PAIRS = tl.constexpr(numbers.INT4_PAIRS)
+INT4_FLOATS = tl.constexpr(numbers.INT4_FLOATS)
+
+NO_ACTIVATION = tl.constexpr(numbers.NO_ACTIVATION)
 
 # $2: the word; $3 and $7 (of $3 to $6 and $7 to $10, all the same): the table of eight bytes the permutations read.
 _E8M0_ASM = tl.constexpr(
@@ -497,7 +497,7 @@ def w4a8_kernel(
         result = acc
         if BIAS:
             result += tl.load(vector + tl.minimum(column, n_out - 1)).to(tl.float32)[:, None]
-        if KIND != -1:
+        if KIND != NO_ACTIVATION:
             result = activate(result, result, KIND, HAS_LIMIT, limit, alpha, gate_bound, up_bound)
     out_ptr = out + row[None, :] * n_out + column[:, None]
     inside_out = (column < n_out)[:, None] & (t < row_count)[None, :]

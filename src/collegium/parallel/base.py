@@ -1,7 +1,7 @@
 """What a dispatcher is: it brings tokens to the experts of this rank, and their rows back.
 
-A row of ``DISPATCHERS`` refuses problems, says how many rows may arrive and what memory that takes, and is built for one
-problem. ``dispatch`` and ``combine`` share a frozen handle that nobody else looks into.
+A row of ``DISPATCHERS`` refuses problems, says how many rows may arrive and what memory that takes, and is built for
+one problem. ``dispatch`` and ``combine`` share a frozen handle that nobody else looks into.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Dispatcher(Protocol):
     """Tokens to rows and back, for one problem."""
 
     def rows(self, tokens: int, top_k: int) -> int:
-        """Return how many rows a batch of ``tokens`` tokens of this rank is likely to be here; tiles are chosen for it."""
+        """Return how many rows ``tokens`` tokens of every rank are likely to be here; tiles are chosen for it."""
         ...
 
     def dispatch(
@@ -45,7 +45,7 @@ class Dispatcher(Protocol):
         shared: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return ``[T, H]``: the weighted rows of each token in slot order, plus ``shared``, rounded to ``dtype`` once."""
+        """Return ``[T, H]``: each token's weighted rows in slot order, plus ``shared``, rounded to ``dtype`` once."""
         ...
 
 
@@ -69,7 +69,7 @@ class DispatcherKind(Protocol):
         ...
 
     def regions(self, problem: Problem, *, lists: bool) -> Regions:
-        """Return the memory of ``dispatch`` and ``combine`` at most, by name. lists: whether tile lists are asked for."""
+        """Return the memory of ``dispatch`` and ``combine`` at most. lists: whether tile lists are asked for."""
         ...
 
     def build(self, problem: Problem) -> Dispatcher:

@@ -1,7 +1,8 @@
 """What a pipeline is: one way of a batch through the routed experts, from chosen experts to weighted sums.
 
-The pipeline is the unit that is planned. A row of ``PIPELINES`` refuses problems, says up to how many tokens it serves and
-what memory that takes, and is built from the parts of a layer. A kernel that fuses several steps is a pipeline of its own.
+The pipeline is the unit that is planned. A row of ``PIPELINES`` refuses problems, says up to how many tokens it serves
+and what memory that takes, and is built from the parts of a layer. A kernel that fuses several steps is a pipeline of
+its own.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Pipeline(Protocol):
         shared: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return the routed experts' weighted sum ``[T, H]`` for ``x [T, H]``, plus ``shared``, rounded to dtype once."""
+        """Return the routed experts' weighted sum ``[T, H]`` for ``x [T, H]``, plus ``shared``, rounded once."""
         ...
 
     def variants(self, tokens: int) -> frozenset[Hashable]:

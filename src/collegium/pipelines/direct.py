@@ -48,9 +48,7 @@ class Direct:
         rows = parts.experts.run_unsorted(x, ids, None if memory is None else memory.part("experts"))
         if parts.after_expert is not None:
             rows = parts.after_expert(rows)
-        return weighted_sum(
-            rows, ids, weights, dtype, shared=shared, out=out, experts=parts.num_experts, memory=memory
-        )
+        return weighted_sum(rows, ids, weights, dtype, shared=shared, out=out, experts=parts.num_experts, memory=memory)
 
     def variants(self, tokens: int) -> frozenset[Hashable]:
         """Return those of the experts' kernel for the assignments of ``tokens`` tokens."""

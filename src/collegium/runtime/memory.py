@@ -1,8 +1,8 @@
 """Memory that forward passes run in: named regions at fixed places of one block, sized by the plan.
 
-A pass allocates nothing: every stage declares its regions for a problem (name and most bytes), the plan sums them, and a
-workspace holds them all. Code that needs a buffer for the length of a pass is given a ``Memory`` and takes a region by
-name. A workspace serves one pass at a time; ``Workspaces`` lends them, so passes that several threads start at once
+A pass allocates nothing: every stage declares its regions for a problem (name and most bytes), the plan sums them, and
+a workspace holds them all. Code that needs a buffer for the length of a pass is given a ``Memory`` and takes a region
+by name. A workspace serves one pass at a time; ``Workspaces`` lends them, so passes that several threads start at once
 never share a buffer. Blocks are never given back while the workspace lives, since passes that still run on the device
 use their addresses.
 """
@@ -66,9 +66,7 @@ class Memory(Protocol):
         ...
 
 
-def take(
-    memory: Memory | None, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> Tensor:
+def take(memory: Memory | None, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the buffer ``name`` of ``memory``, or fresh memory of ``device`` where no pass gives any."""
     return torch.empty(shape, dtype=dtype, device=device) if memory is None else memory.take(name, shape, dtype)
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..types import Routing
 from .devices import current_device
 from .launch import power_of_two
 from .memory import OwnMemory

@@ -6,28 +6,31 @@ from typing import TYPE_CHECKING
 
 from ...runtime.machine import machine_at
 from .lanes import pack_plain
-from .packed import PackedExperts, refuse_machine, run_experts, temporary_bytes
+from .layout import PlainBf16, PlainFp16, shapes
+from .packed import PackedExperts
+from .tiling import TritonKernel, refuse_machine
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from ...formats.unquantised import Bf16, Fp16
-    from ...problem import Problem
-    from ...types import ContiguousBatch, ExpertWeights
+    from ...problem import ExpertsProblem
+    from ...runtime.machine import Machine
+    from ...types import ExpertWeights
+    from .layout import Layout, Sizes
 
 __all__ = ["TritonBf16"]
 
+_LAYOUTS = {"bf16": PlainBf16, "fp16": PlainFp16}
 
-class TritonBf16:
+
+class TritonBf16(TritonKernel):
     """Weights and activations in one 16-bit dtype, sums in float32; portable to every GPU from Ampere on."""
 
     name = "triton_bf16"
-    capturable = True
 
-    def refuse(self, problem: Problem) -> str | None:
+    def refuse(self, problem: ExpertsProblem) -> str | None:
         """Refuse other weights than those of the layer's own 16-bit dtype, and machines Triton cannot serve."""
-        weights, asked = problem.spec.weight_format, problem.activation_format or problem.dtype
-        if weights not in ("bf16", "fp16"):
+        weights, asked = problem.weight_format, problem.activation_format
+        if weights not in _LAYOUTS:
             return f"asked for {weights} weights; it takes bf16 or fp16"
         if not weights == problem.dtype == asked:
             return (
@@ -36,19 +39,17 @@ class TritonBf16:
             )
         return refuse_machine(problem)
 
-    def workspace_bytes(self, problem: Problem) -> int:
-        """The rows between the projections, the rows of the result, and the tile list."""
-        return temporary_bytes(problem, codes=False)
+    def layouts(self, sizes: Sizes, machine: Machine) -> tuple[Layout, Layout]:
+        """Return the layouts of gate_up and down that ``pack`` gives weights of these sizes."""
+        kind = _LAYOUTS[sizes.weight_format]
+        gate_up, down = shapes(sizes)
+        return kind(shape=gate_up), kind(shape=down)
 
-    def pack(self, weights: ExpertWeights[Bf16 | Fp16], problem: Problem) -> PackedExperts:
+    def pack(self, weights: ExpertWeights[Bf16 | Fp16], problem: ExpertsProblem) -> PackedExperts:
         """Keep the weights; copies only what is not contiguous."""
         return PackedExperts(
             gate_up=pack_plain(weights.gate_up.values, weights.gate_up_bias),
             down=pack_plain(weights.down.values.unsqueeze(1), weights.down_bias),
-            activation=problem.spec.activation,
+            activation=problem.activation,
             machine=machine_at(weights.down.device),
         )
-
-    def run(self, batch: ContiguousBatch, packed: PackedExperts) -> Tensor:
-        """Return ``[R, H]``, bfloat16 (float32 for FP16 input); dropped rows are not written."""
-        return run_experts(batch, packed)

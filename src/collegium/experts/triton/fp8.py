@@ -2,71 +2,86 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ...formats.fp8_block import Fp8Block
+from ...formats.fp8_channel import Fp8Channel
+from ...formats.fp8_tensor import Fp8Tensor
+from ...formats.mxfp8 import MxFp8
 from ...runtime.machine import machine_at
 from .lanes import pack_fp8_block, pack_fp8_rows, pack_mxfp8, with_part
-from .packed import PackedExperts, refuse_machine, run_experts, temporary_bytes
+from .layout import BlockCodes, BlockLanes, MxFp8Lanes, RowCodes, RowLanes, shapes
+from .packed import PackedExperts
+from .tiling import CODES, TritonKernel, codes_of, refuse_machine
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
-    from ...problem import Problem
-    from ...types import ContiguousBatch, ExpertWeights
-    from .grouped import PackedMatrix
+    from ...problem import ExpertsProblem
+    from ...runtime.machine import Machine
+    from ...types import ExpertWeights
+    from .layout import Layout, Sizes
+    from .matrix import PackedMatrix
+
+    Packer = Callable[[Any, Tensor | None], PackedMatrix]
 
 __all__ = ["TritonFp8"]
 
-_WEIGHTS = ("fp8_block", "fp8_tensor", "fp8_channel", "mxfp8")
-_CODES = ("fp8_group128", "fp8_group128_pow2", "fp8_token")
+# Multiplied as they are, with E4M3 activations.
+_NATIVE: dict[str, type[Layout]] = {"fp8_block": BlockCodes, "fp8_tensor": RowCodes, "fp8_channel": RowCodes}
+_NATIVE_PACKERS: dict[type, Packer] = {
+    Fp8Block: partial(pack_fp8_block, native=True),
+    Fp8Tensor: partial(pack_fp8_rows, native=True),
+    Fp8Channel: partial(pack_fp8_rows, native=True),
+}
+# Decoded, with BF16 activations.
+_DECODED: dict[str, type[Layout]] = {
+    "fp8_block": BlockLanes,
+    "fp8_tensor": RowLanes,
+    "fp8_channel": RowLanes,
+    "mxfp8": MxFp8Lanes,
+}
+_DECODED_PACKERS: dict[type, Packer] = {
+    Fp8Block: partial(pack_fp8_block, native=False),
+    Fp8Tensor: partial(pack_fp8_rows, native=False),
+    Fp8Channel: partial(pack_fp8_rows, native=False),
+    MxFp8: pack_mxfp8,
+}
 
 
-class TritonFp8:
+class TritonFp8(TritonKernel):
     """FP8 weights with block, channel, tensor or MX scales; the activation format decides how they multiply."""
 
     name = "triton_fp8"
-    capturable = True
 
-    def refuse(self, problem: Problem) -> str | None:
+    def refuse(self, problem: ExpertsProblem) -> str | None:
         """Refuse other weights and activations, and GPUs whose tensor cores lack what was asked for."""
-        weights, asked = problem.spec.weight_format, problem.activation_format or problem.dtype
-        if weights not in _WEIGHTS:
-            return f"asked for {weights} weights; it takes {', '.join(_WEIGHTS)}"
+        weights, asked = problem.weight_format, problem.activation_format
+        if weights not in _DECODED:
+            return f"asked for {weights} weights; it takes {', '.join(_DECODED)}"
         if asked == "bf16" and problem.dtype == "bf16":
             return refuse_machine(problem)
-        if asked not in _CODES or weights == "mxfp8":
-            taken = "bf16 with bf16 input" + ("" if weights == "mxfp8" else f", or one of {', '.join(_CODES)}")
+        if asked not in CODES or weights not in _NATIVE:
+            taken = "bf16 with bf16 input" + (f", or one of {', '.join(CODES)}" if weights in _NATIVE else "")
             return f"asked for {asked} activations, {weights} weights and {problem.dtype} input; it takes {taken}"
-        capability = problem.device.capability
-        if capability is not None and capability < (8, 9):
-            found = f"sm_{capability[0]}{capability[1]}"
-            return f"asked for {asked} activations on {found}; E4M3 products need sm_89 or later"
         return refuse_machine(problem)
 
-    def workspace_bytes(self, problem: Problem) -> int:
-        """The rows between the projections and their codes, the rows of the result, and the tile list."""
-        return temporary_bytes(problem, codes=problem.activation_format in _CODES)
+    def layouts(self, sizes: Sizes, machine: Machine) -> tuple[Layout, Layout]:
+        """Return the layouts of gate_up and down that ``pack`` gives weights of these sizes."""
+        kind = (_NATIVE if sizes.activation_format in CODES else _DECODED)[sizes.weight_format]
+        gate_up, down = shapes(sizes)
+        return kind(shape=gate_up), kind(shape=down)
 
-    def pack(self, weights: ExpertWeights[Any], problem: Problem) -> PackedExperts:
+    def pack(self, weights: ExpertWeights[Any], problem: ExpertsProblem) -> PackedExperts:
         """Keep the codes; only scales are re-laid. InputError for blocks that are no multiple of 128 x 128."""
-        name = problem.activation_format
-        native = name in _CODES
+        packer = (_NATIVE_PACKERS if problem.activation_format in CODES else _DECODED_PACKERS)[type(weights.gate_up)]
         return PackedExperts(
-            gate_up=_matrix(weights.gate_up, weights.gate_up_bias, native),
-            down=_matrix(with_part(weights.down), weights.down_bias, native),
-            activation=problem.spec.activation,
+            gate_up=packer(weights.gate_up, weights.gate_up_bias),
+            down=packer(with_part(weights.down), weights.down_bias),
+            activation=problem.activation,
             machine=machine_at(weights.down.device),
-            activations=name if native else None,
+            activations=codes_of(problem.activation_format),
         )
-
-    def run(self, batch: ContiguousBatch, packed: PackedExperts) -> Tensor:
-        """Return ``[R, H]``, bfloat16 for bfloat16 input and float32 otherwise; dropped rows are not written."""
-        return run_experts(batch, packed)
-
-
-def _matrix(payload: Any, bias: Tensor | None, native: bool) -> PackedMatrix:
-    if payload.name == "mxfp8":
-        return pack_mxfp8(payload, bias)
-    if payload.name == "fp8_block":
-        return pack_fp8_block(payload, bias, native=native)
-    return pack_fp8_rows(payload, bias, native=native)

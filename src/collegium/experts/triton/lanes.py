@@ -18,19 +18,24 @@ import torch
 
 from ...errors import InputError
 from ...formats.codecs import relative_e8m0, unpack_nibbles
-from .grouped import (
-    BLOCK_SCALE,
-    E2M1_LANES,
-    E4M3_E4M3,
-    E4M3_LANES,
-    E4M3_SCALE,
-    E8M0_SCALE,
-    GROUP_SCALE,
-    INT4_LANES,
-    PAIR_SCALE,
-    PLAIN,
-    PackedMatrix,
+from ...formats.fp8_tensor import Fp8Tensor
+from .layout import (
+    BlockCodes,
+    BlockLanes,
+    Int4FloatLanes,
+    Int4Lanes,
+    Int4PairLanes,
+    Lanes,
+    MxFp4Lanes,
+    MxFp8Lanes,
+    NvFp4Lanes,
+    PlainBf16,
+    PlainFp16,
+    RowCodes,
+    RowLanes,
+    Shape,
 )
+from .matrix import PackedMatrix
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +44,6 @@ if TYPE_CHECKING:
 
     from ...formats.fp8_block import Fp8Block
     from ...formats.fp8_channel import Fp8Channel
-    from ...formats.fp8_tensor import Fp8Tensor
     from ...formats.int4_group import Int4Group
     from ...formats.mxfp4 import MxFp4
     from ...formats.mxfp8 import MxFp8
@@ -59,18 +63,14 @@ __all__ = [
 ]
 
 _CHUNK = 1 << 20  # codes re-laid at a time
+_PLAIN = {torch.bfloat16: PlainBf16, torch.float16: PlainFp16}
+_INT4 = {1: Int4Lanes, 2: Int4PairLanes, 4: Int4FloatLanes}  # by words of scales for a row and K block
 
 
 def pack_plain(values: Tensor, bias: Tensor | None) -> PackedMatrix:
-    """Take ``values [E, P, N, K]`` as they are (copied only if not contiguous)."""
-    return PackedMatrix(
-        values=values.contiguous(),
-        shape=_four(values.shape),
-        weight=PLAIN,
-        block_k=64,
-        bits=16,
-        bias=bias,
-    )
+    """Take bfloat16 or float16 ``values [E, P, N, K]`` as they are (copied only if not contiguous)."""
+    layout = _PLAIN[values.dtype](shape=_four(values.shape))
+    return PackedMatrix(layout=layout, values=values.contiguous(), bias=bias)
 
 
 def pack_fp8_block(payload: Fp8Block, bias: Tensor | None, *, native: bool) -> PackedMatrix:
@@ -85,30 +85,20 @@ def pack_fp8_block(payload: Fp8Block, bias: Tensor | None, *, native: bool) -> P
             "reference kernel for them"
         )
     shape = _four(payload.shape)
+    layout = BlockCodes(shape=shape) if native else BlockLanes(shape=shape)
     scales = payload.scales.float().repeat_interleave(rows // 128, dim=2).repeat_interleave(columns // 128, dim=3)
-    scales = scales[:, :, : -(-shape[2] // 128), : -(-shape[3] // 128)].contiguous()
-    return PackedMatrix(
-        values=payload.codes.contiguous() if native else _e4m3_lanes(payload.codes, shape),
-        shape=shape,
-        weight=E4M3_E4M3 if native else E4M3_LANES,
-        block_k=128,
-        bits=8,
-        scale_kind=BLOCK_SCALE,
-        scale=scales,
-        bias=bias,
-    )
+    scales = scales[:, :, : layout.scale_rows, : layout.k_blocks].contiguous()
+    return PackedMatrix(layout=layout, values=_e4m3(payload.codes, layout), scale=scales, bias=bias)
 
 
 def pack_fp8_rows(payload: Fp8Channel | Fp8Tensor, bias: Tensor | None, *, native: bool) -> PackedMatrix:
     """Take or re-lay codes like ``pack_fp8_block``; the one scale of a row is applied after the sum."""
     shape = _four(payload.shape)
-    scale = payload.scale.unsqueeze(-1) if payload.name == "fp8_tensor" else payload.scales  # pyright: ignore
+    layout = RowCodes(shape=shape) if native else RowLanes(shape=shape)
+    scale = payload.scale.unsqueeze(-1) if isinstance(payload, Fp8Tensor) else payload.scales
     return PackedMatrix(
-        values=payload.codes.contiguous() if native else _e4m3_lanes(payload.codes, shape),
-        shape=shape,
-        weight=E4M3_E4M3 if native else E4M3_LANES,
-        block_k=128,
-        bits=8,
+        layout=layout,
+        values=_e4m3(payload.codes, layout),
         row_scale=scale.float().expand(shape[:3]).contiguous(),
         bias=bias,
     )
@@ -119,19 +109,10 @@ def pack_mxfp8(payload: MxFp8, bias: Tensor | None) -> PackedMatrix:
 
     Lanes decode to code times 2^-120, which the largest scale, 2^120, undoes.
     """
-    shape = _four(payload.shape)
-    scale, row_scale = _relative_words(payload.scales, shape[3], top=247)
-    return PackedMatrix(
-        values=_e4m3_lanes(payload.codes, shape),
-        shape=shape,
-        weight=E4M3_LANES,
-        block_k=128,
-        bits=8.25,
-        scale_kind=E8M0_SCALE,
-        scale=scale,
-        row_scale=row_scale,
-        bias=bias,
-    )
+    layout = MxFp8Lanes(shape=_four(payload.shape))
+    scale, row_scale = _relative_words(payload.scales, layout, top=247)
+    values = _e4m3(payload.codes, layout)
+    return PackedMatrix(layout=layout, values=values, scale=scale, row_scale=row_scale, bias=bias)
 
 
 def pack_mxfp4(payload: MxFp4, bias: Tensor | None) -> PackedMatrix:
@@ -140,36 +121,23 @@ def pack_mxfp4(payload: MxFp4, bias: Tensor | None) -> PackedMatrix:
     A group below 2^-252 of its row's largest decodes to zero, and one below 2^-126 loses low bits: nothing else is
     rounded.
     """
-    shape = _four(payload.shape)
-    scale, row_scale = _relative_words(payload.scales, shape[3], top=253)
-    return PackedMatrix(
-        values=_lanes(payload.codes, shape, 128, 0, _e2m1_lane),
-        shape=shape,
-        weight=E2M1_LANES,
-        block_k=128,
-        bits=4.25,
-        scale_kind=E8M0_SCALE,
-        scale=scale,
-        row_scale=row_scale,
-        bias=bias,
-    )
+    layout = MxFp4Lanes(shape=_four(payload.shape))
+    scale, row_scale = _relative_words(payload.scales, layout, top=253)
+    values = _lanes(payload.codes, layout, 0, _e2m1_lane)
+    return PackedMatrix(layout=layout, values=values, scale=scale, row_scale=row_scale, bias=bias)
 
 
 def pack_nvfp4(payload: NvFp4, bias: Tensor | None) -> PackedMatrix:
     """Re-lay codes; E4M3 group scales stay as they are, the global scale is applied after the sum."""
     shape = _four(payload.shape)
+    layout = NvFp4Lanes(shape=shape)
     own = payload.global_scale.float()
     # Lanes decode to code times 2^-126 and group scales to scale times 2^117.
     row_scale = (own.reciprocal() if payload.global_divides else own) * 512.0
-    scale = _scale_words(payload.scales.view(torch.uint8), shape[3], 64)
     return PackedMatrix(
-        values=_lanes(payload.codes, shape, 64, 0, _e2m1_lane),
-        shape=shape,
-        weight=E2M1_LANES,
-        block_k=64,
-        bits=4.5,
-        scale_kind=E4M3_SCALE,
-        scale=scale,
+        layout=layout,
+        values=_lanes(payload.codes, layout, 0, _e2m1_lane),
+        scale=_scale_words(payload.scales.view(torch.uint8), layout),
         row_scale=row_scale.unsqueeze(-1).expand(shape[:3]).contiguous(),
         bias=bias,
     )
@@ -180,22 +148,14 @@ def pack_int4(payload: Int4Group, bias: Tensor | None) -> PackedMatrix:
 
     Raises InputError when a group is no multiple of 32 columns (and not the whole row).
     """
-    shape = _four(payload.shape)
+    experts, parts, n_out, k_in = payload.shape
     words, dtype = int4_scales(payload)
-    scale = torch.empty((*shape[:2], -(-shape[3] // 128), words, shape[2]), dtype=dtype, device=payload.codes.device)
+    layout = _INT4[words](shape=(experts, parts, n_out, k_in))
+    scale = torch.empty((experts, parts, layout.k_blocks, words, n_out), dtype=dtype, device=payload.codes.device)
     for target, source in zip(scale, payload.scales, strict=True):
         target.copy_(int4_scale_words(payload, source).permute(0, 2, 3, 1))
-    return PackedMatrix(
-        values=_lanes(payload.codes, shape, 128, 8, _int4_lane),
-        shape=shape,
-        weight=INT4_LANES,
-        block_k=128,
-        bits=4 + 32 * words / 128,
-        scale_kind=PAIR_SCALE if dtype == torch.int32 else GROUP_SCALE,
-        words=words,
-        scale=scale,
-        bias=bias,
-    )
+    values = _lanes(payload.codes, layout, 8, _int4_lane)
+    return PackedMatrix(layout=layout, values=values, scale=scale, bias=bias)
 
 
 def int4_scales(payload: Int4Group) -> tuple[int, torch.dtype]:
@@ -232,24 +192,27 @@ def with_part(payload: Any) -> Any:
     return replace(payload, shape=(experts, 1, *matrix), **tensors)
 
 
-def _four(shape: tuple[int, ...]) -> tuple[int, int, int, int]:
+def _four(shape: tuple[int, ...]) -> Shape:
     experts, parts, n_out, k_in = shape
     return experts, parts, n_out, k_in
 
 
-def _e4m3_lanes(codes: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
-    return _lanes(codes.view(torch.uint8), shape, 128, 0, _e4m3_lane)
+def _e4m3(codes: Tensor, layout: RowCodes | RowLanes) -> Tensor:
+    """Return codes as they are, or as lanes."""
+    if isinstance(layout, RowCodes):
+        return codes.contiguous()
+    return _lanes(codes.view(torch.uint8), layout, 0, _e4m3_lane)
 
 
-def _relative_words(scales: Tensor, k_in: int, top: int) -> tuple[Tensor, Tensor]:
+def _relative_words(scales: Tensor, layout: Lanes, top: int) -> tuple[Tensor, Tensor]:
     relative, largest = relative_e8m0(scales, top)
-    return _scale_words(relative, k_in, 128), largest
+    return _scale_words(relative, layout), largest
 
 
-def _scale_words(scales: Tensor, k_in: int, block_k: int) -> Tensor:
+def _scale_words(scales: Tensor, layout: Lanes) -> Tensor:
     """Return scale bytes ``[E, P, N, G]`` as int32 ``[E, P, B, 1, N]``, the four of a K block in a word."""
     experts, parts, n_out, stored = scales.shape
-    blocks = -(-k_in // block_k)
+    blocks = layout.k_blocks
     out = torch.empty((experts, parts, blocks, 1, n_out), dtype=torch.int32, device=scales.device)
     for expert in range(experts):
         padded = torch.nn.functional.pad(scales[expert], (0, 4 * blocks - stored))
@@ -257,29 +220,22 @@ def _scale_words(scales: Tensor, k_in: int, block_k: int) -> Tensor:
     return out
 
 
-def _lanes(
-    codes: Tensor, shape: tuple[int, int, int, int], block_k: int, zero: int, lane: Callable[[Tensor], Tensor]
-) -> Tensor:
-    """Return ``[E, P, B, N, block_k / 4]`` int16 lanes of nibbles ``codes [E, P, N, bytes]``, low nibble first.
-
-    E4M3 bytes ``codes [E, P, N, K]`` make twice as many.
-    """
-    experts, parts, n_out, k_in = shape
-    blocks = -(-k_in // block_k)
-    whole = lane is _e4m3_lane
-    lanes = block_k // (2 if whole else 4)
-    out = torch.empty((experts, parts, blocks, n_out, lanes), dtype=torch.int16, device=codes.device)
+def _lanes(codes: Tensor, layout: Lanes, zero: int, lane: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return int16 lanes of nibbles ``codes [E, P, N, bytes]``, low nibble first, or of bytes ``[E, P, N, K]``."""
+    experts, parts, n_out, k_in = layout.shape
+    blocks, block_k = layout.k_blocks, layout.block_k
+    out = torch.empty(layout.values_shape, dtype=layout.stored, device=codes.device)
     step = max(1, _CHUNK // (blocks * block_k))
     for matrix in range(experts * parts):
         source, target = codes[matrix // parts, matrix % parts], out[matrix // parts, matrix % parts]
         for start in range(0, n_out, step):
             rows = source[start : start + step]
-            rows = (rows if whole else unpack_nibbles(rows))[:, :k_in]
+            rows = (rows if isinstance(layout, RowLanes) else unpack_nibbles(rows))[:, :k_in]
             padded = torch.nn.functional.pad(rows, (0, blocks * block_k - k_in), value=zero)
             quarters = padded.view(-1, blocks, 4, block_k // 4).to(torch.int32)
             target[:, start : start + step] = _as_int16(lane(quarters)).transpose(0, 1)
     if prod(out.shape) == 0:
-        raise InputError(f"packing: a weight of shape {shape} is empty, allowed: at least one row and column")
+        raise InputError(f"packing: a weight of shape {layout.shape} is empty, allowed: at least one row and column")
     return out
 
 

@@ -53,7 +53,7 @@ class PackedExperts(Packed):
     tiles: tuple[TileChoice, TileChoice] | None = None
     measured: tuple[TunedTiles, TunedTiles] = ((), ())
     report: object | None = None
-    tiling: ProductTiling = field(init=False, compare=False, repr=False)
+    _tiling: ProductTiling = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         tiling = ProductTiling(
@@ -65,7 +65,12 @@ class PackedExperts(Packed):
             measured=self.measured,
             aligned=self.gate_up.values.data_ptr() % 16 == 0 == self.down.values.data_ptr() % 16,
         )
-        object.__setattr__(self, "tiling", tiling)
+        object.__setattr__(self, "_tiling", tiling)
+
+    @property
+    def tiling(self) -> ProductTiling:
+        """How batches are cut."""
+        return self._tiling
 
     @property
     def key(self) -> Hashable:
@@ -73,8 +78,8 @@ class PackedExperts(Packed):
         key: list[Hashable] = [self.activation, self.machine, self.activations, self.tiles, self.measured]
         for matrix in (self.gate_up, self.down):
             key.append(matrix.layout)
-            for tensor in (matrix.values, matrix.scale, matrix.row_scale, matrix.bias):
-                key.append(None if tensor is None else (tensor.dtype, tensor.shape, tensor.data_ptr() % 16))
+            tensors = (matrix.values, matrix.scale, matrix.row_scale, matrix.bias)
+            key += [None if t is None else (t.dtype, t.shape, t.data_ptr() % 16) for t in tensors]
         return tuple(key)
 
     def run(self, batch: ContiguousBatch, memory: Memory | None = None) -> Tensor:
@@ -182,8 +187,7 @@ class PackedExperts(Packed):
         The formulas, the order of every sum and so the bits of a row are those of the small tiles.
         """
         form, offsets, device = self.activations, batch.expert_offsets, out.device
-        first, second = _part(memory, "first"), _part(memory, "second")
-        tiles = tile_list(offsets, out.shape[0], tile, first)
+        tiles = tile_list(offsets, out.shape[0], tile, _part(memory, "first"))
         wide = self.gate_up.layout.shape[2]
         rows, x_scale = self._rows_in(batch, memory, AS_IS, gathered=True)
         narrow = form is None or batch.dtype == torch.bfloat16
@@ -202,13 +206,13 @@ class PackedExperts(Packed):
             x_scale=x_scale,
             activation=self.activation,
             codes=codes,
-            memory=first,
         )
         if codes is None:
             middle, scale = operand(middle, self._codes, memory=_part(memory, "h"))
         else:
             scale = codes.scale
-        return prefill_gemm(middle, self.down, offsets, tiles, out, x_scale=scale, memory=second)
+        tiles = replace(tiles, memory=_part(memory, "second"))
+        return prefill_gemm(middle, self.down, offsets, tiles, out, x_scale=scale)
 
 
 def _part(memory: Memory | None, name: str) -> Memory | None:

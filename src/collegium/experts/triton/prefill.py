@@ -1,6 +1,6 @@
-"""Both products of a large batch: rows put in expert order first, then tiles copied by the tensor memory accelerator.
+"""One product of a large batch, its rows in expert order: tiles are copied by the tensor memory accelerator.
 
-The formulas, the order of every sum and so the bits of a row are those of ``grouped_gemm.py``.
+The formulas, the order of every sum and so the bits of a row are those of ``grouped.py``.
 Shape letters: R rows, E experts, P parts, N outputs of a part, K inputs.
 """
 
@@ -14,30 +14,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import InputError
-from ...ops.operand import operand
-from ...ops.quantize import activation_format
+from ...kernels.numbers import NO_ACTIVATION
 from ...runtime.launch import launch
-from ...runtime.workspace import empty
+from ...runtime.memory import take
 from ...types import ACTIVATION_KINDS, ActivationSpec
-from .tiles import TileChoice
+from .tiles import BAND
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from ...runtime.machine import Machine
-    from ...problem import Problem
-    from ...types import ContiguousBatch
-    from .grouped import PackedMatrix, TileList
-    from .packed import PackedExperts
-    from .tiles import TileProblem
+    from ...runtime.memory import Memory
+    from .grouped import TileList
+    from .matrix import PackedMatrix
+    from .tiles import TileChoice
 
-__all__ = ["CodeScales", "prefill_bytes", "prefill_experts", "prefill_gemm", "prefill_tile"]
-
-_BAND = 128  # weight rows a tile holds twice
-_ROWS = 56  # of an expert, from which on this product is the faster one
-_GROUP = 4  # token tiles that share a pass over the weights
+__all__ = ["CodeScales", "prefill_gemm"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,37 +43,6 @@ class CodeScales:
     scale: Tensor
     power: bool
     rounded: bool
-
-
-def prefill_tile(problem: TileProblem, machine: Machine) -> TileChoice | None:
-    """Return the tile of ``prefill_gemm`` for ``problem`` where that is the faster product, otherwise None.
-
-    It needs a Hopper GPU, operands of one width, rows of a multiple of 16 bytes, and enough rows for each expert.
-    """
-    fits = (
-        machine.copies
-        and not problem.decoded
-        and problem.weight_bits == problem.x_bits
-        and problem.k_in * problem.x_bits % 128 == 0
-        and problem.block_k * problem.x_bits == 1024
-        and problem.experts * problem.parts * problem.n_out < 1 << 31
-    )
-    if not fits or problem.rows < _ROWS * problem.experts:
-        return None
-    # With four warps the compiler gives copies and products warps of their own; with eight they take turns.
-    warps, stages = (4, 4) if machine.specialises else (8, 3)
-    programs = _coprime(machine.sms)
-    return TileChoice(block_n=_BAND, block_t=128, warps=warps, stages=stages, group_t=_GROUP, programs=programs)
-
-
-def _coprime(most: int) -> int:
-    """Return the most programs, up to ``most``, that have neither 2 nor 3 as a factor.
-
-    Of n programs each takes every n-th tile. An expert's rows often fill two or three tiles, the last one in part, so
-    it is done sooner. A program that met it every time would run ahead, and the weights it read would have left the L2
-    cache when its neighbour comes to them.
-    """
-    return next(count for count in range(most, 0, -1) if count % 2 and count % 3)
 
 
 def prefill_gemm(
@@ -100,13 +62,13 @@ def prefill_gemm(
     E4M3 rows. codes: makes ``out`` take E4M3 codes. Rows from ``expert_offsets[E]`` on are not written. Raises
     InputError for rows no tensor descriptor can describe.
     """
-    experts, parts, n_out, k_in = packed.shape
+    experts, parts, n_out, k_in = packed.layout.shape
     _check(x, packed, tiles)
     from ...kernels.prefill import prefill_kernel
 
     spec = activation or ActivationSpec()
     tile = tiles.tile
-    n_tiles = -(-n_out // (_BAND if parts == 2 else 2 * _BAND))
+    n_tiles = -(-n_out // (BAND if parts == 2 else 2 * BAND))
     spare = packed.values  # stands where a pointer is not used, of one dtype and alignment in every batch
     args = (
         x,
@@ -138,52 +100,16 @@ def prefill_gemm(
         "ASM": x.is_cuda,
     }
     grid = (min(tile.programs, tiles.count * n_tiles),)
-    _with_scratch(x.device, partial(launch, prefill_kernel, grid, args, constants, num_warps=tile.warps))
+    _with_scratch(x.device, partial(launch, prefill_kernel, grid, args, constants, num_warps=tile.warps), tiles.memory)
     return out
 
 
-def prefill_experts(batch: ContiguousBatch, packed: PackedExperts, tiles: TileList, out: Tensor) -> Tensor:
-    """Write both products of every row to ``out [R, H]`` and return it, as ``run_experts`` does."""
-    name, x, expert_offsets = packed.activations, batch.x, batch.expert_offsets
-    wide = packed.gate_up.shape[2]
-    rows, x_scale = operand(x, name, source=batch.source, weights=batch.input_weights)
-    narrow = name is None or x.dtype == torch.bfloat16
-    codes, shape, dtype = None, (out.shape[0], wide), x.dtype if narrow else torch.float32
-    if name is not None and activation_format(name).group == _BAND:
-        scale, dtype = empty((out.shape[0], -(-wide // _BAND)), torch.float32, x.device), torch.float8_e4m3fn
-        codes = CodeScales(scale=scale, power=name == "fp8_group128_pow2", rounded=narrow)
-    middle = empty(shape, dtype, x.device)
-    prefill_gemm(
-        rows,
-        packed.gate_up,
-        expert_offsets,
-        tiles,
-        middle,
-        x_scale=x_scale,
-        activation=packed.activation,
-        codes=codes,
-    )
-    middle, scale = operand(middle, name) if codes is None else (middle, codes.scale)
-    return prefill_gemm(middle, packed.down, expert_offsets, tiles, out, x_scale=scale)
-
-
-def prefill_bytes(problem: Problem, *, codes: bool) -> int:
-    """Return the bytes ``prefill_experts`` takes beside those of the small-batch products: rows in expert order."""
-    spec, capability = problem.spec, problem.device.capability
-    rows, hidden = problem.limits.max_tokens * spec.routing.top_k, spec.expert_hidden_size
-    bits = 8 if codes else 16
-    fits = hidden * bits % 128 == 0 == spec.intermediate_size * bits % 128 and rows >= _ROWS * spec.num_experts
-    if not fits or capability != (9, 0) or not spec.weight_format.startswith("fp8" if codes else ("bf16", "fp16")):
-        return 0
-    return rows * (hidden + 4 * -(-hidden // _BAND)) if codes else 2 * rows * hidden
-
-
-def _with_scratch(device: torch.device, start: Callable[[], None]) -> None:
+def _with_scratch(device: torch.device, start: Callable[[], None], memory: Memory | None) -> None:
     """Start a kernel that makes descriptors; their memory is the pass's, and Triton's own setting stays as it was."""
     from ...kernels.prefill import set_allocator
 
     def allocate(size: int, alignment: int, stream: int | None) -> Tensor:
-        return empty((size,), torch.int8, device)
+        return take(memory, "scratch", (size,), torch.int8, device)
 
     context = copy_context()
     setting: Any = set_allocator
@@ -198,14 +124,14 @@ def _constants(
         "SCALE": packed.scale is not None,
         "ROW_SCALE": packed.row_scale is not None,
         "BIAS": packed.bias is not None,
-        "PARTS": packed.shape[1],
-        "KIND": -1 if activation is None else ACTIVATION_KINDS.index(activation.kind),
+        "PARTS": packed.layout.shape[1],
+        "KIND": NO_ACTIVATION if activation is None else ACTIVATION_KINDS.index(activation.kind),
         "HAS_LIMIT": activation is not None and activation.limit is not None,
         "CODES": 0 if codes is None else 1 + codes.power,
         "ROUND": codes is not None and codes.rounded,
-        "K_BLOCKS": packed.k_blocks,
+        "K_BLOCKS": packed.layout.k_blocks,
         "BLOCK_T": tile.block_t,
-        "BLOCK_K": packed.block_k,
+        "BLOCK_K": packed.layout.block_k,
         "GROUP_T": tile.group_t,
         "SPECIALIZE": tile.warps == 4,
     }

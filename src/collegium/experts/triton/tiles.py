@@ -19,12 +19,14 @@ if TYPE_CHECKING:
     from ...runtime.machine import Machine
 
 __all__ = [
+    "BAND",
     "TileChoice",
     "TileProblem",
     "TunedTiles",
     "candidates",
     "choose",
     "nearest",
+    "prefill_tile",
     "score",
 ]
 
@@ -76,6 +78,10 @@ class TileChoice:
         """Output columns of a program."""
         return self.block_n // 2 if self.stacked else self.block_n
 
+
+BAND = 128  # weight rows a tile of a large batch holds twice
+_LARGE = 56  # rows of an expert from which on those tiles are the faster ones
+_SHARED_PASS = 4  # token tiles of a large batch that share a pass over the weights
 
 TunedTiles = tuple[tuple[int, TileChoice], ...]  # (rows, the tile measured to be best there), rows ascending
 
@@ -198,6 +204,37 @@ def _lone(problem: TileProblem, machine: Machine) -> TileChoice | None:
     overlap = _overlaps(problem, machine)
     tile = TileChoice(block_n=64, block_t=16, warps=4, stages=stages, group_t=1, overlap=overlap)
     return tile if stages * _stage_bytes(problem, tile) <= machine.shared - 4096 else None
+
+
+def prefill_tile(problem: TileProblem, machine: Machine) -> TileChoice | None:
+    """Return the tile of ``prefill_gemm`` for ``problem`` where that is the faster product, otherwise None.
+
+    It needs a Hopper GPU, operands of one width, rows of a multiple of 16 bytes, and enough rows for each expert.
+    """
+    fits = (
+        machine.copies
+        and not problem.decoded
+        and problem.weight_bits == problem.x_bits
+        and problem.k_in * problem.x_bits % 128 == 0
+        and problem.block_k * problem.x_bits == 1024
+        and problem.experts * problem.parts * problem.n_out < 1 << 31
+    )
+    if not fits or problem.rows < _LARGE * problem.experts:
+        return None
+    # With four warps the compiler gives copies and products warps of their own; with eight they take turns.
+    warps, stages = (4, 4) if machine.specialises else (8, 3)
+    programs = _coprime(machine.sms)
+    return TileChoice(block_n=BAND, block_t=128, warps=warps, stages=stages, group_t=_SHARED_PASS, programs=programs)
+
+
+def _coprime(most: int) -> int:
+    """Return the most programs, up to ``most``, that have neither 2 nor 3 as a factor.
+
+    Of n programs each takes every n-th tile. An expert's rows often fill two or three tiles, the last one in part, so
+    it is done sooner. A program that met it every time would run ahead, and the weights it read would have left the L2
+    cache when its neighbour comes to them.
+    """
+    return next(count for count in range(most, 0, -1) if count % 2 and count % 3)
 
 
 def _overlaps(problem: TileProblem, machine: Machine) -> bool:

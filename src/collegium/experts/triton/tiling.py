@@ -11,7 +11,7 @@ import torch
 from ...formats.unquantised import DTYPES
 from ...ops.operand import operand_regions
 from ...ops.permute import tile_count
-from ...ops.quantize import AS_IS, activation_format
+from ...ops.quantize import ACTIVATION_FORMATS, AS_IS, activation_format
 from ...runtime.launch import power_of_two
 from ...runtime.machine import machine_for
 from ...runtime.memory import largest, under
@@ -25,10 +25,12 @@ if TYPE_CHECKING:
     from ...problem import ExpertsProblem
     from ...runtime.machine import Machine
     from ...runtime.memory import Regions
-    from .layout import Layout
+    from .layout import Layout, Sizes
     from .tiles import TileProblem, TunedTiles
 
-__all__ = ["ProductTiling", "codes_of", "product_regions", "refuse_machine", "tiling_of"]
+__all__ = ["CODES", "ProductTiling", "TritonKernel", "codes_of", "refuse_machine"]
+
+CODES = tuple(form.name for form in ACTIVATION_FORMATS if form.e4m3)  # multiplied as E4M3 codes
 
 SMALL, LARGE = "small tiles", "large tiles"
 _FEW = 16  # most assignments that each take a tile of their own
@@ -51,6 +53,9 @@ def refuse_machine(problem: ExpertsProblem) -> str | None:
         return f"asked for {device.kind}; it needs a CUDA GPU"
     if device.capability is not None and device.capability < (8, 0):
         return f"found sm_{device.capability[0]}{device.capability[1]}; it needs sm_80 (Ampere) or later"
+    if problem.activation_format in CODES and device.capability is not None and device.capability < (8, 9):
+        found = f"sm_{device.capability[0]}{device.capability[1]}"
+        return f"asked for {problem.activation_format} activations on {found}; E4M3 products need sm_89 or later"
     if find_spec("triton") is None:
         return "found no Triton; install the package triton to use it"
     return None
@@ -116,7 +121,7 @@ class ProductTiling(Tiling):
         return most
 
     def variants(self, rows: int, *, unsorted: bool) -> frozenset[Hashable]:
-        """Return the tiles of both products, and what the kernel that orders the rows and lists the tiles is made for."""
+        """Return the tiles of both products, and what the kernel that orders rows and lists tiles is made for."""
         large = self.large(rows)
         tiles = self.pair(rows) if large is None else (large, large)
         found: set[Hashable] = {(number, tile, unsorted) for number, tile in enumerate(tiles)}
@@ -138,18 +143,29 @@ class ProductTiling(Tiling):
         return found
 
 
-def tiling_of(problem: ExpertsProblem, layouts: tuple[Layout, Layout]) -> ProductTiling:
-    """Return the tiling of ``problem`` with these layouts of its two matrices, before any weight is packed."""
-    return ProductTiling(
-        gate_up=layouts[0],
-        down=layouts[1],
-        machine=machine_for(problem.device),
-        activations=codes_of(problem.activation_format),
-    )
+class TritonKernel:
+    """What the four kernels share: from the layouts of their matrices follow tiles and memory."""
+
+    capturable = True
+
+    def layouts(self, sizes: Sizes, machine: Machine) -> tuple[Layout, Layout]:
+        """Return the layouts of gate_up and down that ``pack`` gives weights of these sizes on ``machine``."""
+        raise NotImplementedError
+
+    def tiling(self, problem: ExpertsProblem) -> ProductTiling:
+        """Return how batches of ``problem`` will be cut."""
+        machine = machine_for(problem.device)
+        gate_up, down = self.layouts(problem, machine)
+        activations = codes_of(problem.activation_format)
+        return ProductTiling(gate_up=gate_up, down=down, machine=machine, activations=activations)
+
+    def regions(self, problem: ExpertsProblem) -> Regions:
+        """Return the memory of both products of a batch at most."""
+        return _regions(problem, self.tiling(problem))
 
 
-def product_regions(problem: ExpertsProblem, tiling: ProductTiling) -> Regions:
-    """Return the memory ``PackedExperts.run`` takes at most: operands, rows between the products, result, tile lists."""
+def _regions(problem: ExpertsProblem, tiling: ProductTiling) -> Regions:
+    """Return the memory ``PackedExperts.run`` takes at most: operands, middle rows, result, tile lists."""
     dtype, form, rows = DTYPES[problem.dtype], tiling.activations, problem.rows
     name = None if form is None else form.name
     result = 2 if dtype == torch.bfloat16 else 4

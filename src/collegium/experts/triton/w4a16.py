@@ -4,57 +4,65 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ...formats.int4_group import Int4Group
+from ...formats.mxfp4 import MxFp4
+from ...formats.nvfp4 import NvFp4
 from ...runtime.machine import machine_at
 from .lanes import pack_int4, pack_mxfp4, pack_nvfp4, with_part
-from .packed import PackedExperts, refuse_machine, run_experts, temporary_bytes
+from .layout import Int4Lanes, MxFp4Lanes, NvFp4Lanes, shapes
+from .packed import PackedExperts
+from .tiling import TritonKernel, refuse_machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from ...problem import Problem
-    from ...types import ContiguousBatch, ExpertWeights
-    from .grouped import PackedMatrix
+    from ...problem import ExpertsProblem
+    from ...runtime.machine import Machine
+    from ...types import ExpertWeights
+    from .layout import Layout, Sizes
+    from .matrix import PackedMatrix
 
 __all__ = ["TritonW4A16"]
 
-_PACKERS: dict[str, Callable[[Any, Tensor | None], PackedMatrix]] = {
-    "mxfp4": pack_mxfp4,
-    "nvfp4": pack_nvfp4,
-    "int4_group": pack_int4,
+_LAYOUTS = {"mxfp4": MxFp4Lanes, "nvfp4": NvFp4Lanes, "int4_group": Int4Lanes}
+_PACKERS: dict[type, Callable[[Any, Tensor | None], PackedMatrix]] = {
+    MxFp4: pack_mxfp4,
+    NvFp4: pack_nvfp4,
+    Int4Group: pack_int4,
 }
 
 
-class TritonW4A16:
+class TritonW4A16(TritonKernel):
     """Four-bit weights whose products with BF16 activations are exact before the float32 sum."""
 
     name = "triton_w4a16"
-    capturable = True
 
-    def refuse(self, problem: Problem) -> str | None:
+    def refuse(self, problem: ExpertsProblem) -> str | None:
         """Refuse other weights, other activations than BF16, and machines Triton cannot serve."""
-        weights, asked = problem.spec.weight_format, problem.activation_format or problem.dtype
-        if weights not in _PACKERS:
-            return f"asked for {weights} weights; it takes {', '.join(_PACKERS)}"
+        weights, asked = problem.weight_format, problem.activation_format
+        if weights not in _LAYOUTS:
+            return f"asked for {weights} weights; it takes {', '.join(_LAYOUTS)}"
         if asked != "bf16" or problem.dtype != "bf16":
             return f"asked for {asked} activations and {problem.dtype} input; it takes bf16 for both"
         return refuse_machine(problem)
 
-    def workspace_bytes(self, problem: Problem) -> int:
-        """The rows between the projections, the rows of the result, and the tile list."""
-        return temporary_bytes(problem, codes=False)
+    def layouts(self, sizes: Sizes, machine: Machine) -> tuple[Layout, Layout]:
+        """Return the layouts of gate_up and down that ``pack`` gives weights of these sizes.
 
-    def pack(self, weights: ExpertWeights[Any], problem: Problem) -> PackedExperts:
+        INT4 is taken to have bfloat16 scales of 128 columns, the commonest; ``pack`` alone sees smaller groups.
+        """
+        kind = _LAYOUTS[sizes.weight_format]
+        gate_up, down = shapes(sizes)
+        return kind(shape=gate_up), kind(shape=down)
+
+    def pack(self, weights: ExpertWeights[Any], problem: ExpertsProblem) -> PackedExperts:
         """Re-lay the codes, a few rows at a time; InputError for INT4 groups the kernel cannot step through."""
-        packer = _PACKERS[problem.spec.weight_format]
+        packer = _PACKERS[type(weights.gate_up)]
         return PackedExperts(
             gate_up=packer(weights.gate_up, weights.gate_up_bias),
             down=packer(with_part(weights.down), weights.down_bias),
-            activation=problem.spec.activation,
+            activation=problem.activation,
             machine=machine_at(weights.down.device),
         )
-
-    def run(self, batch: ContiguousBatch, packed: PackedExperts) -> Tensor:
-        """Return ``[R, H]`` bfloat16; dropped rows are not written."""
-        return run_experts(batch, packed)

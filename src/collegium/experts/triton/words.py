@@ -1,4 +1,4 @@
-"""Four-bit weights for E4M3 activations: packing, what it rounds, and the launch.
+"""Four-bit weights for E4M3 activations: packing, and what it rounds.
 
 A row of K is cut into blocks of 128 columns. Eight columns make a 32-bit word, magnitudes of columns 0 to 7 in bits
 4 j to 4 j + 2, signs of columns 0 to 3 in bits 7, 15, 23, 31 and of columns 4 to 7 in bits 3, 11, 19, 27. Sixty-four
@@ -21,40 +21,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ...errors import InputError
 from ...formats.codecs import E2M1_VALUES, e2m1_codes, power_of_two, unpack_nibbles
-from ...runtime.launch import launch
-from ...types import ACTIVATION_KINDS, ActivationSpec
-from .grouped import (
-    E2M1_E4M3,
-    E2M1_E8M0,
-    E2M1_SCALED,
-    GROUP_SCALE,
-    INT4_FLOAT,
-    INT4_FLOATS,
-    INT4_PAIRS,
-    NO_SCALE,
-    PackedMatrix,
-)
+from ...formats.int4_group import Int4Group
+from ...formats.mxfp4 import MxFp4
+from ...formats.nvfp4 import NvFp4
 from .lanes import int4_scale_words, int4_scales
+from .layout import Int4FloatWords, Int4PairWords, Int4Words, MxFp4Pairs, MxFp4Words, NvFp4Words, Words
+from .matrix import PackedMatrix
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
-    from ...formats.int4_group import Int4Group
-    from ...formats.mxfp4 import MxFp4
-    from ...formats.nvfp4 import NvFp4
-    from .grouped import TileList
+__all__ = ["RangeReport", "pack_w4a8"]
 
-__all__ = ["RangeReport", "launch_w4a8", "pack_w4a8", "w4a8_constants"]
-
-_INT4 = (INT4_FLOAT, INT4_PAIRS, INT4_FLOATS)
 _CHUNK = 1 << 20  # codes re-laid at a time
-_ROWS, _BLOCK = 64, 128
+_ROWS, _BLOCK = Words.row_tile, Words.block_k
+_INT4 = {1: Int4Words, 2: Int4PairWords, 4: Int4FloatWords}  # by words of scales for a row and K block
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,184 +79,137 @@ def pack_w4a8(
     the tensor cores (sm_100): pairs of codes as published, scale uint8 ``[E, R, B, 64, 4]``, no row_scale. Raises
     InputError for an empty weight and for INT4 groups other than multiples of 32.
     """
-    experts, parts, n_out, k_in = payload.shape
     if prod(payload.shape) == 0:
         raise InputError(f"packing: a weight of shape {payload.shape} is empty, allowed: at least one row and column")
-    kind, words = _kind(payload)
-    if scaled and kind == E2M1_E8M0:
-        return _pack_scaled(payload, bias)
-    one = _ROWS // parts
-    tiles, blocks = -(-n_out // one), -(-k_in // _BLOCK)
-    device = payload.codes.device
-    values = torch.empty((experts, tiles, blocks, _ROWS, _BLOCK // 2), dtype=torch.uint8, device=device)
-    dtype = torch.float32 if kind in (INT4_FLOAT, INT4_FLOATS) else torch.int32
-    scale = torch.empty((experts, tiles, blocks, words, _ROWS), dtype=dtype, device=device)
-    row_scale = None if kind in _INT4 else torch.zeros((experts, tiles * _ROWS), device=device)
+    if scaled and isinstance(payload, MxFp4):
+        return _pack_pairs(payload, bias)
+    return _PACKERS[type(payload)](payload, bias)
+
+
+def _pack_mxfp4(payload: MxFp4, bias: Tensor | None) -> tuple[PackedMatrix, RangeReport]:
+    return _packed(payload, MxFp4Words, _mxfp4_rows, bias)
+
+
+def _pack_nvfp4(payload: NvFp4, bias: Tensor | None) -> tuple[PackedMatrix, RangeReport]:
+    return _packed(payload, NvFp4Words, _nvfp4_rows, bias)
+
+
+def _pack_int4(payload: Int4Group, bias: Tensor | None) -> tuple[PackedMatrix, RangeReport]:
+    return _packed(payload, _INT4[int4_scales(payload)[0]], _int4_rows, bias)
+
+
+_PACKERS: dict[type, Callable[[Any, Tensor | None], tuple[PackedMatrix, RangeReport]]] = {
+    MxFp4: _pack_mxfp4,
+    NvFp4: _pack_nvfp4,
+    Int4Group: _pack_int4,
+}
+
+
+class _Piece(NamedTuple):
+    """Rows ``span`` of both parts of an expert, filled up to ``rows`` rows and ``blocks`` K blocks.
+
+    counts: groups beyond the range and weights changed, added to.
+    """
+
+    expert: int
+    span: slice
+    rows: int
+    blocks: int
+    counts: Tensor
+
+
+def _packed(
+    payload: Any,
+    kind: type[Words],
+    rows_of: Callable[[Any, _Piece], tuple[Tensor, Tensor, Tensor | None]],
+    bias: Tensor | None,
+) -> tuple[PackedMatrix, RangeReport]:
+    """Pack what ``rows_of`` returns of each piece: codes ``[P, rows, B * 128]`` uint8, scale words and factors.
+
+    Scale words are ``[P, rows, B, words]``, factors ``[P, rows]``, or None where the layout has none.
+    """
+    experts, parts, n_out, _ = payload.shape
+    layout = kind(shape=payload.shape)
+    one, tiles, blocks, device = _ROWS // parts, layout.row_tiles, layout.k_blocks, payload.codes.device
+    values = torch.empty(layout.values_shape, dtype=layout.stored, device=device)
+    scale = torch.empty((experts, tiles, blocks, layout.words, _ROWS), dtype=layout.scale_dtype, device=device)
+    row_scale = torch.zeros((experts, tiles * _ROWS), device=device) if layout.row_scaled else None
     counts = torch.zeros(2, dtype=torch.int64, device=device)
     step = max(1, _CHUNK // (_ROWS * blocks * _BLOCK))
     for expert in range(experts):
         for start in range(0, tiles, step):
             stop = min(start + step, tiles)
             span = slice(start * one, min(stop * one, n_out))
-            codes, scales, factor = _rows(payload, expert, span, (stop - start) * one, blocks, counts)
+            codes, scales, factor = rows_of(payload, _Piece(expert, span, (stop - start) * one, blocks, counts))
             values[expert, start:stop] = _laid(_words(codes), stop - start, parts).transpose(1, 2)
             scale[expert, start:stop] = _laid(scales, stop - start, parts).permute(0, 2, 3, 1)
-            if row_scale is not None:
+            if row_scale is not None and factor is not None:
                 row_scale[expert, start * _ROWS : stop * _ROWS] = _laid(factor, stop - start, parts).flatten()
     beyond, changed = counts.tolist()
-    matrix = PackedMatrix(
-        values=values,
-        shape=(experts, parts, n_out, k_in),
-        weight=kind,
-        block_k=_BLOCK,
-        bits=4 + 32 * words / _BLOCK,
-        scale_kind=GROUP_SCALE if kind in _INT4 else NO_SCALE,
-        words=words,
-        scale=scale,
-        row_scale=row_scale,
-        bias=bias,
-    )
+    matrix = PackedMatrix(layout=layout, values=values, scale=scale, row_scale=row_scale, bias=bias)
     return matrix, RangeReport(groups=payload.scales.numel(), beyond=beyond, changed=changed)
 
 
-def _pack_scaled(payload: Any, bias: Tensor | None) -> tuple[PackedMatrix, RangeReport]:
+def _pack_pairs(payload: MxFp4, bias: Tensor | None) -> tuple[PackedMatrix, RangeReport]:
     experts, parts, n_out, k_in = payload.shape
-    one = _ROWS // parts
-    tiles, blocks = -(-n_out // one), -(-k_in // _BLOCK)
-    device, rows = payload.codes.device, -(-n_out // one) * one
-    values = torch.empty((experts, tiles, blocks, _ROWS, _BLOCK // 2), dtype=torch.uint8, device=device)
-    scale = torch.empty((experts, tiles, blocks, _ROWS, 4), dtype=torch.uint8, device=device)
+    layout = MxFp4Pairs(shape=(experts, parts, n_out, k_in))
+    tiles, blocks, device = layout.row_tiles, layout.k_blocks, payload.codes.device
+    rows = tiles * (_ROWS // parts)
+    values = torch.empty(layout.values_shape, dtype=layout.stored, device=device)
+    scale = torch.empty((experts, tiles, blocks, _ROWS, 4), dtype=layout.scale_dtype, device=device)
     for expert in range(experts):
         codes = _filled(payload.codes[expert], blocks * _BLOCK // 2 - payload.codes.shape[-1], rows, 0)
         scales = _filled(payload.scales[expert], blocks * 4 - payload.scales.shape[-1], rows, 127)
         values[expert] = _laid(codes.unflatten(-1, (blocks, -1)), tiles, parts).transpose(1, 2)
         scale[expert] = _laid(scales.unflatten(-1, (blocks, -1)), tiles, parts).transpose(1, 2)
-    matrix = PackedMatrix(
-        values=values,
-        shape=(experts, parts, n_out, k_in),
-        weight=E2M1_SCALED,
-        block_k=_BLOCK,
-        bits=4.25,
-        scale=scale,
-        bias=bias,
-    )
+    matrix = PackedMatrix(layout=layout, values=values, scale=scale, bias=bias)
     return matrix, RangeReport(groups=payload.scales.numel(), beyond=0, changed=0)
 
 
-def launch_w4a8(
-    x: Tensor,
-    packed: PackedMatrix,
-    expert_offsets: Tensor,
-    tiles: TileList,
-    out: Tensor,
-    source: Tensor | None,
-    x_scale: Tensor | None,
-    activation: ActivationSpec | None,
-) -> Tensor:
-    """Write and return ``out [R, N]``: ``grouped_gemm`` for weights of ``pack_w4a8`` and reordered E4M3 rows."""
-    spec = activation or ActivationSpec()
-    tile, spare = tiles.tile, packed.values
-    row_tiles = packed.values.shape[1]
-    from ...kernels.w4a8 import w4a8_kernel
-
-    args = (
-        x,
-        x_scale,
-        packed.values,
-        packed.scale,
-        spare if packed.row_scale is None else packed.row_scale,
-        spare if packed.bias is None else packed.bias,
-        out,
-        spare if source is None else source,
-        expert_offsets,
-        tiles.expert,
-        tiles.row,
-        packed.shape[2],
-        x.stride(0),
-        row_tiles,
-        tiles.count,
-        packed.shape[0],
-        float(spec.limit or 0.0),
-        float(spec.alpha),
-        float(spec.gate_bound),
-        float(spec.up_bound),
-    )
-    constants = w4a8_constants(packed, activation) | {
-        "X_SCALE": 1 if x_scale is not None and x_scale.shape[1] == packed.k_blocks > 1 else 2,
-        "GATHER": source is not None,
-        "WARPS": tile.warps,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_T": tile.block_t,
-        "GROUP_T": tile.group_t,
-        "STAGES": tile.stages,
-        **tiles.constants(x),
-    }
-    grid = (tiles.count * -(-row_tiles * _ROWS // tile.block_n),)
-    launch(w4a8_kernel, grid, args, constants, num_warps=tile.warps)
-    return out
+def _mxfp4_rows(payload: MxFp4, piece: _Piece) -> tuple[Tensor, Tensor, Tensor]:
+    codes = _codes(payload, piece, 0)
+    exponent = _filled_groups(payload.scales[piece.expert, :, piece.span], payload.group, piece).to(torch.int16)
+    field, top = _fields(codes, exponent, None, payload.group, piece.counts)
+    return codes, _scale_words(field << 3, piece), _power(top - 133)
 
 
-def w4a8_constants(packed: PackedMatrix, activation: ActivationSpec | None) -> dict[str, Any]:
-    """Return the compile-time arguments that follow from the weights and the activation."""
-    return {
-        "WEIGHT": packed.weight,
-        "BIAS": packed.bias is not None,
-        "PARTS": packed.shape[1],
-        "KIND": -1 if activation is None else ACTIVATION_KINDS.index(activation.kind),
-        "HAS_LIMIT": activation is not None and activation.limit is not None,
-        "K_BLOCKS": packed.k_blocks,
-        "BLOCK_K": packed.block_k,
-    }
-
-
-def _kind(payload: Any) -> tuple[int, int]:
-    """Return how the kernel reads this payload and its 32-bit scale words for a row and K block."""
-    if payload.name == "mxfp4":
-        return E2M1_E8M0, 1
-    if payload.name == "nvfp4":
-        return E2M1_E4M3, 2
-    words, _ = int4_scales(payload)
-    return {1: INT4_FLOAT, 2: INT4_PAIRS, 4: INT4_FLOATS}[words], words
-
-
-def _rows(
-    payload: Any, expert: int, span: slice, rows: int, blocks: int, counts: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes ``[P, rows, B * 128]`` uint8, scale words ``[P, rows, B, words]`` and factors ``[P, rows]``.
-
-    counts: groups beyond the range and weights changed, added to.
-    """
-    zero = 8 if payload.name == "int4_group" else 0
-    short = blocks * _BLOCK - payload.shape[3]
-    nibbles = unpack_nibbles(payload.codes[expert, :, span])[..., : payload.shape[3]]
-    codes = _filled(nibbles, short, rows, zero)
-    scales = payload.scales[expert, :, span]
-    if payload.name == "int4_group":
-        return _int4_rows(codes ^ 8, int4_scale_words(payload, scales), rows)
-    wanted = blocks * _BLOCK // payload.group - scales.shape[-1]
-    if payload.name == "mxfp4":
-        exponent, low = _filled(scales, wanted, rows, 0).to(torch.int16), None
-    else:
-        mantissa, exponent = torch.frexp(_filled(scales.float(), wanted, rows, 0))
-        exponent, low = exponent.to(torch.int16), ((mantissa * 16) - 8).clamp(min=0).to(torch.int16)
-    field, top = _fields(codes, exponent, low, payload.group, counts)
-    bytes_ = (field << 3) if low is None else (field << 3) | low
-    words = bytes_.to(torch.uint8).view(*codes.shape[:2], blocks, -1).view(torch.int32)
-    if payload.name == "mxfp4":
-        return codes, words, _power(top - 133)
-    own = payload.global_scale[expert].float()
+def _nvfp4_rows(payload: NvFp4, piece: _Piece) -> tuple[Tensor, Tensor, Tensor]:
+    codes = _codes(payload, piece, 0)
+    scales = payload.scales[piece.expert, :, piece.span].float()
+    mantissa, exponent = torch.frexp(_filled_groups(scales, payload.group, piece))
+    low = ((mantissa * 16) - 8).clamp(min=0).to(torch.int16)
+    field, top = _fields(codes, exponent.to(torch.int16), low, payload.group, piece.counts)
+    own = payload.global_scale[piece.expert].float()
     own = (1 / own if payload.global_divides else own).unsqueeze(-1)
     # frexp's mantissa lies in [0.5, 1).
-    return codes, words, _power(top - 12 + 5) * own
+    return codes, _scale_words((field << 3) | low, piece), _power(top - 12 + 5) * own
 
 
-def _int4_rows(codes: Tensor, words: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what ``_rows`` does, for codes in two's complement; no row has a factor."""
+def _int4_rows(payload: Int4Group, piece: _Piece) -> tuple[Tensor, Tensor, None]:
+    codes = _codes(payload, piece, 8) ^ 8  # in two's complement
+    words = int4_scale_words(payload, payload.scales[piece.expert, :, piece.span])
     if words.shape[-1] > 1:
         # Quarter, half, t and column of four become t, quarter, half and column.
         codes = codes.unflatten(-1, (words.shape[-2], 4, 2, 4, 4)).permute(0, 1, 2, 5, 3, 4, 6).flatten(2)
-    words = _filled(words.flatten(-2), 0, rows, 0).unflatten(-1, words.shape[-2:])
-    return codes, words, words.new_zeros(words.shape[:2])
+    words = _filled(words.flatten(-2), 0, piece.rows, 0).unflatten(-1, words.shape[-2:])
+    return codes, words, None
+
+
+def _codes(payload: Any, piece: _Piece, zero: int) -> Tensor:
+    """Return the piece's codes ``[P, rows, B * 128]`` uint8, filled with ``zero``."""
+    columns = payload.shape[3]
+    nibbles = unpack_nibbles(payload.codes[piece.expert, :, piece.span])[..., :columns]
+    return _filled(nibbles, piece.blocks * _BLOCK - columns, piece.rows, zero)
+
+
+def _filled_groups(scales: Tensor, group: int, piece: _Piece) -> Tensor:
+    """Return scales ``[P, n, g]`` of groups as ``[P, rows, B * 128 / group]``, filled with zeros."""
+    return _filled(scales, piece.blocks * _BLOCK // group - scales.shape[-1], piece.rows, 0)
+
+
+def _scale_words(bytes_: Tensor, piece: _Piece) -> Tensor:
+    """Return group bytes ``[P, rows, G]`` as int32 words ``[P, rows, B, words]``."""
+    return bytes_.to(torch.uint8).view(*bytes_.shape[:2], piece.blocks, -1).view(torch.int32)
 
 
 def _fields(codes: Tensor, exponent: Tensor, low: Tensor | None, group: int, counts: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,10 +16,10 @@ from ...errors import InputError
 from ...formats.unquantised import FLOAT_FORMATS
 from ...layer import MoELayer
 from ...plan import plan
-from ...runtime.devices import probe
-from ...runtime.packed_module import refuse_gradient
-from ...runtime.workspace import captured, captures
 from ...problem import Problem
+from ...runtime.devices import probe
+from ...runtime.memory import captured, captures
+from ...runtime.packed_module import refuse_gradient
 from ...types import Routing
 from ..extra import extra
 from . import hooks, trust

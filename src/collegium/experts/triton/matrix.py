@@ -1,0 +1,28 @@
+"""One matrix of all experts, packed: a layout and its tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .layout import Layout
+
+__all__ = ["PackedMatrix"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedMatrix:
+    """Weights ``[E, P, N, K]`` as a kernel reads them; ``layout`` says which shapes and dtypes the tensors have.
+
+    scale: of groups or blocks, None where no scale is applied in the K loop. row_scale: float32 factors of whole rows,
+    or None. bias: ``[E, P, N]`` floating, or None.
+    """
+
+    layout: Layout
+    values: Tensor
+    scale: Tensor | None = None
+    row_scale: Tensor | None = None
+    bias: Tensor | None = None

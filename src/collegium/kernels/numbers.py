@@ -1,0 +1,63 @@
+"""Numbers by which the host tells a grouped product what its weights, scales and results are.
+
+Plain integers, without Triton: the host passes them as they are, and kernels wrap the ones they compare in
+``tl.constexpr``, which makes them part of what is compiled.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BLOCK_SCALE",
+    "E2M1_E4M3",
+    "E2M1_E8M0",
+    "E2M1_LANES",
+    "E2M1_SCALED",
+    "E4M3_E4M3",
+    "E4M3_LANES",
+    "E4M3_SCALE",
+    "E8M0_SCALE",
+    "GROUP_CODES",
+    "GROUP_SCALE",
+    "INT4_FLOAT",
+    "INT4_FLOATS",
+    "INT4_LANES",
+    "INT4_PAIRS",
+    "NO_ACTIVATION",
+    "NO_SCALE",
+    "PAIR_SCALE",
+    "PLAIN",
+    "POWER_CODES",
+    "ROWS",
+]
+
+# WEIGHT: how weights are stored and reach the tensor core, in grouped_gemm.py.
+PLAIN = 0  # in the dtype of the activations
+E4M3_LANES = 1  # lanes of two E4M3 codes, decoded to bfloat16
+E4M3_E4M3 = 2  # E4M3 on both sides
+E2M1_LANES = 3  # lanes of four E2M1 codes, decoded to bfloat16
+INT4_LANES = 4  # lanes of four codes 0..15, decoded to bfloat16
+# The same in w4a8.py: which four-bit codes its words hold.
+E2M1_E8M0 = 6  # E2M1, groups of 32 with a power of two
+INT4_FLOAT = 7  # two's complement, one float32 for each row and K block, applied to the product
+E2M1_E4M3 = 8  # E2M1, groups of 16 with an E4M3 scale: two operands whose sum is exact
+# Not words but pairs of neighbours, E2M1 with E8M0 bytes: the tensor core of sm_100 decodes and scales them itself.
+E2M1_SCALED = 9
+# Two's complement in words of one quarter of the K block, whose product is scaled by itself.
+INT4_PAIRS = 10  # two words of a row and K block, two bfloat16 scales each
+INT4_FLOATS = 11  # four float32 scales
+
+# SCALE: which one is applied inside the K loop. Each is loaded as 32-bit words: smaller loads are not prefetched.
+NO_SCALE = 0
+BLOCK_SCALE = 1  # float32 for each 128 rows and K block, applied to the product
+E8M0_SCALE = 2  # four bytes of one row and K block, a byte a quarter, applied to the operand
+E4M3_SCALE = 3  # the same with E4M3 bytes
+GROUP_SCALE = 4  # float32 for each row and K block or quarter, applied to the product
+PAIR_SCALE = 5  # two bfloat16 a word for each row and quarter, applied to the product
+
+# KIND, where no activation follows the product; the others are places in types.ACTIVATION_KINDS.
+NO_ACTIVATION = -1
+
+# CODES: how prefill.py stores its result.
+ROWS = 0  # as it is
+GROUP_CODES = 1  # E4M3 codes with a scale for each 128 columns
+POWER_CODES = 2  # the same with scales that are powers of two
