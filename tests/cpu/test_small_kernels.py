@@ -327,8 +327,13 @@ def test_an_activation_format_without_a_kernel_is_refused(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("name", [None, "bf16", "mxfp8", "nvfp4"])
 def test_an_order_of_what_is_no_e4m3_operand_is_refused(name: str | None) -> None:
-    with pytest.raises(InputError, match=r"operand: found order 1 of .* rows, allowed: 0"):
-        operand(torch.ones(3, 4), name, order=PADDED)
+    for call in (
+        lambda: operand(torch.ones(3, 4), name, order=PADDED),
+        lambda: quantize_on_device(torch.ones(3, 4), name or "fp32", order=PADDED),
+        lambda: operand_regions(3, 4, name, gathered=True, order=PADDED),
+    ):
+        with pytest.raises(InputError, match=r"format \w+: found order 1 of its rows, allowed: 0"):
+            call()
     assert {form.name for form in quantization.ACTIVATION_FORMATS if form.e4m3} == {
         "fp8_group128", "fp8_group128_pow2", "fp8_token",
     }  # fmt: skip

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from ..errors import InputError
 from ..runtime.launch import on_device
 from .quantize import AS_IS, PADDED, activation_format, cast_name, quantize_on_device, quantize_regions, quantize_rows
 
@@ -55,18 +54,15 @@ def operand(
     E4M3 codes, one of AS_IS, PADDED and REORDERED. x_ready: nothing launched since x was written touches x or the
     buffers that memory hands out next, so a kernel that reads x alone may overlap the kernel before it. memory: where
     the kernel takes "codes", "scales" and "global_scale".
-    Raises ``InputError`` for wrong shapes or dtypes, and for another order of what is no E4M3 code.
+    Raises ``InputError`` for wrong shapes or dtypes, and for an order that rows of the format cannot have.
     """
-    if order != AS_IS and (name is None or not activation_format(name).e4m3):
-        raise InputError(
-            f"operand: found order {order} of {name or x.dtype} rows, allowed: {AS_IS} (as they are); only E4M3 codes "
-            "with float32 scales have others"
-        )
     if name is None:
-        if source is None and weights is None:
+        if source is None and weights is None and order == AS_IS:
             return x if x.stride(-1) == 1 else x.contiguous(), None
         name = cast_name(x.dtype)
-    if (order != AS_IS or x_ready) and on_device(x, activation_format(name).capability):
+    form = activation_format(name)
+    form.wide(x.shape[-1], order)  # refuses an order that rows of this format cannot have
+    if (order != AS_IS or x_ready) and on_device(x, form.capability):
         # Fresh memory may be what the kernel before still uses.
         ready = x_ready and memory is not None
         rows = quantize_on_device(x, name, source=source, weights=weights, order=order, x_ready=ready, memory=memory)

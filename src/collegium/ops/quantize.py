@@ -85,6 +85,17 @@ class ActivationFormat:
         """Return what a multiplication sees of ``x [R, K]`` in this format, float32."""
         return self.dequantize(self.quantize(x))
 
+    def wide(self, columns: int, order: int) -> int:
+        """Return how many columns rows of codes have in ``order``; ``InputError`` for one they cannot have."""
+        if order == AS_IS:
+            return columns
+        if not self.e4m3:
+            raise InputError(
+                f"activation format {self.name}: found order {order} of its rows, allowed: {AS_IS} (as they are); only "
+                "operands of FP8 tensor cores have others"
+            )
+        return -(-columns // 128) * 128
+
     def buffers(self, rows: int, columns: int) -> Buffers:
         """Return what the kernel writes, by the names of ``QuantizedRows``; ``InputError`` where there is no kernel."""
         raise _no_kernel(self)
@@ -278,7 +289,8 @@ def cast_name(dtype: torch.dtype) -> str:
 
 def quantize_regions(rows: int, columns: int, name: str, *, order: int = AS_IS) -> Regions:
     """Return the most bytes ``quantize_on_device`` takes for any count of rows up to ``rows``."""
-    return sizes(activation_format(name).buffers(rows, _wide(columns, order)))
+    form = activation_format(name)
+    return sizes(form.buffers(rows, form.wide(columns, order)))
 
 
 def quantize_rows(
@@ -317,16 +329,11 @@ def quantize_on_device(
     """Do ``quantize_rows`` in one pass of the format's kernel; order and x_ready as ``operand`` says."""
     form, given = activation_format(name), GivenRows(dense_rows(x), source, weights, order, x_ready)
     rows, columns = given.shape
-    wide = _wide(columns, order)
+    wide = form.wide(columns, order)
     made = QuantizedRows(shape=(rows, wide), **taken(memory, form.buffers(rows, wide), x.device))
     if rows:
         form.write(given, made)
     return made
-
-
-def _wide(columns: int, order: int) -> int:
-    """Return how many codes a row of ``columns`` has in ``order``."""
-    return columns if order == AS_IS else -(-columns // 128) * 128
 
 
 def _block(rows: int, columns: int) -> tuple[int, int]:
