@@ -18,6 +18,7 @@ from collegium import load_layer
 from collegium.checkpoint import Checkpoint, CheckpointLayer, audit, describe_checkpoint, load_experts, load_router
 from collegium.checkpoint.gguf import GGML_TYPES, read_gguf
 from collegium.commands.inspect import inspect_model, plan_model
+from collegium.commands.quantize import quantize_model
 from collegium.errors import (
     BadScaleError,
     CheckpointError,
@@ -419,6 +420,14 @@ def test_broken_models(tmp_path: Path) -> None:
     pruned = {**checkpoint.config, "expert_count": 5}
     with pytest.raises(ConfigError, match=r"num_experts=5"):
         audit(Checkpoint(path, pruned, checkpoint.tensors), deep=False)
+
+
+def test_blocks_beside_the_experts_are_not_copied_under_another_config(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    write_gguf(tmp_path / "model" / "model.gguf", "deepseek2", ("Q5_K", "Q8_0"))
+    with pytest.raises(InputError, match=r"outside the routed experts are quantised \(blk.1.ffn_.*_shexp.weight"):
+        quantize_model(str(tmp_path / "model"), "mxfp4", str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
 
 
 # hostile headers

@@ -151,6 +151,18 @@ def test_wrong_layer_and_expert_are_refused(tmp_path: Path) -> None:
         load_experts(CheckpointLayer.open(checkpoint, 1), Placement(expert_ids=(1, 3)))
 
 
+def test_an_opened_layer_is_the_first_unless_named_and_says_what_is_stored(tmp_path: Path) -> None:
+    tiny = write_checkpoint(tmp_path, "deepseek_v3", "fp8_block", size=SMALL)
+    checkpoint = Checkpoint.open(tmp_path)
+    layer = CheckpointLayer.open(checkpoint)
+    assert layer == CheckpointLayer.open(checkpoint, 1)
+    assert (layer.number, layer.stored.name, layer.stored.stacked) == (1, "fp8_block", False)
+    assert layer.spec == describe_checkpoint(checkpoint, 1)
+    assert layer.source(2, "up").path == "model.layers.1.mlp.experts.2.up_proj"
+    assert {info.name for info in layer.found.infos()} == {n for n in tiny.tensors if ".1.mlp.experts." in n}
+    assert checkpoint.bytes_read == 0
+
+
 def test_router_and_shared_expert(tmp_path: Path) -> None:
     tiny = write_checkpoint(tmp_path, "deepseek_v3", "nvfp4", size=SMALL)
     checkpoint = Checkpoint.open(tmp_path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from collegium import (
@@ -13,6 +15,7 @@ from collegium import (
     PlanError,
     Problem,
     RoutingSpec,
+    SharedSpec,
     SpecError,
     encode_experts,
     plan,
@@ -86,6 +89,18 @@ def test_planned_bytes_are_the_bytes_of_the_weights(weight_format, sizes):
         weight_format=weight_format,
     )
     assert 3 * expert_bytes(spec) == weights.gate_up.nbytes + weights.down.nbytes
+
+
+def test_the_routed_experts_alone_are_a_layer_of_their_width():
+    whole = problem().spec
+    latent = replace(
+        whole,
+        latent_size=24,
+        latent_norm_eps=1e-6,
+        shared=SharedSpec(intermediate_size=8),
+        routing=RoutingSpec(top_k=2, score="sigmoid", correction_bias=True, scale=2.5),
+    )
+    assert latent.routed_alone() == replace(whole, hidden_size=24, routing=RoutingSpec(top_k=2))
 
 
 @pytest.mark.parametrize(

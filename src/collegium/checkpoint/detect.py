@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, MissingTensorError
 from ..formats import FORMATS, Fp8Block, Int4Affine, Int4Group, Int4Ordered, Int8Affine, Int8Ordered, by_name
+from ..formats.unquantised import DTYPES
 from ..models import declared_format, mixed_algorithms
 from .index import index_of
 from .layout import projections, stack_paths
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["StoredFormat", "detect", "stored_format"]
 
 _ALIKE = "; export the checkpoint again with all routed experts of a layer alike; layers may differ from each other"
-_FLOATS = ("bf16", "fp16", "fp32")
 _INTEGERS = (Int4Group, Int4Affine, Int4Ordered, Int8Affine, Int8Ordered)
 
 
@@ -102,7 +102,7 @@ def _match_storage(declared: Declared, seen: Mapping[str, set[str]], where: str)
     name = declared.format
     if declared.method is None:
         # dtype in config.json says how to compute; unquantised tensors carry their own dtype and it is the truth
-        floats = [n for n in closest if n in _FLOATS]
+        floats = [n for n in closest if n in DTYPES]
         name = floats[0] if floats and name not in floats else name
     if declared.method == "gguf":
         # a file of blocks has no config; every tensor carries its own type
@@ -116,7 +116,7 @@ def _match_storage(declared: Declared, seen: Mapping[str, set[str]], where: str)
         raise ConfigError(msg)
     cls = by_name(name)
     fitting = [s.name for s in cls.storages if _fits(s, seen) and declared.storage in (None, s.name)]
-    foreign = declared.method is None and any(n not in _FLOATS for n in closest)
+    foreign = declared.method is None and any(n not in DTYPES for n in closest)
     if not fitting or foreign:
         asked = [s for s in cls.storages if declared.storage in (None, s.name)]
         needs = " or ".join(dict.fromkeys(" + ".join(p.suffix for p in s.parts if p.required) for s in asked))

@@ -20,6 +20,7 @@ from ..errors import (
     MissingTensorError,
 )
 from ..formats.gguf import KINDS
+from ..formats.intake import SAFETENSORS_DTYPES
 from .gguf import read_gguf
 from .header import TensorInfo, read_header, read_json
 
@@ -35,25 +36,7 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _COMPARE_BYTES = 1 << 20
 
-TORCH_DTYPES: Mapping[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I16": torch.int16,
-    "U16": torch.uint16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I32": torch.int32,
-    "U32": torch.uint32,
-    "F32": torch.float32,
-    "I64": torch.int64,
-    "U64": torch.uint64,
-    "F64": torch.float64,
-    **dict.fromkeys(KINDS, torch.uint8),
-}
+TORCH_DTYPES: Mapping[str, torch.dtype] = {**SAFETENSORS_DTYPES, **dict.fromkeys(KINDS, torch.uint8)}
 
 
 class Checkpoint:

@@ -15,7 +15,7 @@ import torch
 
 from ..errors import CheckpointError, InputError
 from ..formats import Int4Group
-from .reader import TORCH_DTYPES
+from ..formats.intake import SAFETENSORS_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["Shard", "entry_of", "matrix_parts", "whole_folder"]
 
 _COPY_BYTES = 1 << 24
-_NAMES = {dtype: name for name, dtype in reversed(list(TORCH_DTYPES.items()))}  # of two names for one dtype the first
+_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 
 def matrix_parts(payload: Payload, storage: Storage) -> dict[str, Tensor]:
@@ -73,7 +73,7 @@ class Shard:
         self._spans: dict[str, tuple[int, int]] = {}
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         at = 0
-        widths = {name: dtype.itemsize for name, dtype in TORCH_DTYPES.items()}
+        widths = {name: dtype.itemsize for name, dtype in SAFETENSORS_DTYPES.items()}
         # Wide elements first, so that every tensor starts on a multiple of its element.
         for name, (dtype, shape) in sorted(entries.items(), key=lambda entry: (-widths[entry[1][0]], entry[0])):
             size = math.prod(shape) * widths[dtype]

@@ -24,6 +24,8 @@ from ..checkpoint.reader import Checkpoint
 from ..checkpoint.writer import Shard, entry_of, matrix_parts, whole_folder
 from ..errors import ConfigError, InputError
 from ..formats import Fp8Tensor, NvFp4, by_name
+from ..formats.gguf import KINDS
+from ..formats.unquantised import CONFIG_NAMES
 from ..models import describe, experts_apart, family_of
 from ..ops.activation import interleave
 from ..plan import expert_bytes
@@ -42,7 +44,6 @@ if TYPE_CHECKING:
 __all__ = ["ConvertedLayer", "QuantizeReport", "quantize_model"]
 
 _CHUNK = 1 << 26  # bytes of experts read at a time
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _TOKEN: dict[str, object] = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
 _GROUP32: dict[str, object] = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
 # compressed-tensors: its name of the format, the weights' arguments, the activations engines are to use
@@ -58,7 +59,7 @@ _COMPRESSED: Mapping[str, tuple[str, dict[str, object], dict[str, object] | None
     "int4_group": ("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}, None),
 }
 _WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
-_QUANTISED = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "U8", "I8", "F4")
+_QUANTISED = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "U8", "I8", "F4", *KINDS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,7 +159,7 @@ def _job(checkpoint: Checkpoint, weight_format: str) -> _Job:
     names = index_of(checkpoint).names
     stacked = names.up is None
     wanted = ("plain", "gpt-oss") if stacked else ("plain", "finegrained-fp8", "minimax-m3", "compressed-tensors")
-    known = {*_DTYPES, *_COMPRESSED, "fp8_block", "mxfp8"}
+    known = {*CONFIG_NAMES, *_COMPRESSED, "fp8_block", "mxfp8"}
     found = [s for name in wanted for s in target.storages if s.name == name and target.name in known]
     found = [s for s in found if s.name != "finegrained-fp8" or target.name == "fp8_block"]
     if not found:
@@ -340,7 +341,7 @@ def _new_config(job: _Job, kept: Mapping[str, TensorInfo]) -> dict[str, object]:
     ignore = sorted({*linear, "lm_head"})
     name = job.target.name
     if job.storage.name == "plain":
-        config["torch_dtype" if "torch_dtype" in config else "dtype"] = _DTYPES[name]
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = CONFIG_NAMES[name]
     elif job.storage.name == "gpt-oss":
         config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ignore}
     elif job.storage.name in ("finegrained-fp8", "minimax-m3"):

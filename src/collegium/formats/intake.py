@@ -16,19 +16,25 @@ if TYPE_CHECKING:
 
     from .payload import Part, Payload, Storage
 
-__all__ = ["any_per_matrix", "check_cut", "find_storage", "pad_last", "promote_scales", "take"]
+__all__ = ["SAFETENSORS_DTYPES", "any_per_matrix", "check_cut", "find_storage", "pad_last", "promote_scales", "take"]
 
-SAFETENSORS_DTYPES = {
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E8M0": torch.float8_e8m0fnu,
+SAFETENSORS_DTYPES: Mapping[str, torch.dtype] = {
+    "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
     "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
     "I64": torch.int64,
-    "MXFP4": torch.uint8,
+    "U64": torch.uint64,
+    "F64": torch.float64,
 }
 
 
@@ -72,7 +78,8 @@ def take(
 
 
 def _fit(what: str, part: Part, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    if tensor.dtype not in [SAFETENSORS_DTYPES[name] for name in part.dtypes]:
+    # a kind of GGUF block, which the table does not have, is bytes
+    if tensor.dtype not in [SAFETENSORS_DTYPES.get(name, torch.uint8) for name in part.dtypes]:
         raise TensorMismatchError(f"{what} is {tensor.dtype}, allowed: {', '.join(part.dtypes)}")
     lead, (rows, columns) = shape[:-2], shape[-2:]
     expected = (*lead, *part.stored_shape(rows, columns))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["DTYPES", "FLOAT_FORMATS", "Bf16", "Fp16", "Fp32", "as_stored"]
+__all__ = ["CONFIG_NAMES", "DTYPES", "FLOAT_FORMATS", "Bf16", "Fp16", "Fp32", "as_stored"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +102,8 @@ class Fp16(_Plain):
 
 FLOAT_FORMATS: Mapping[torch.dtype, type[Fp32 | Bf16 | Fp16]] = {f.dtype: f for f in (Bf16, Fp16, Fp32)}
 DTYPES: Mapping[str, torch.dtype] = {f.name: dtype for dtype, f in FLOAT_FORMATS.items()}
+# format to what config.json calls its dtype
+CONFIG_NAMES: Mapping[str, str] = {name: str(dtype).removeprefix("torch.") for name, dtype in DTYPES.items()}
 
 
 def as_stored(values: Tensor) -> Fp32 | Bf16 | Fp16:

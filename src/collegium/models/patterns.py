@@ -19,7 +19,9 @@ __all__ = ["matches_prefix"]
 
 _MAX_PATTERN = 1000
 _MAX_TEXT = 1000
-# The parser of ``re``, and its matcher for single characters and anchors; only what could backtrack is replaced.
+# The parser of ``re``, and its matcher for single characters and anchors; only what could backtrack is replaced. Both
+# are private because ``re`` has no public tree: ``sre_parse`` is deprecated, ``compile`` can only backtrack, and a
+# parser of our own would sooner or later read a pattern otherwise than the tool that wrote it.
 _parser: Any = import_module("re._parser")
 _compiler: Any = import_module("re._compiler")
 _LEAVES = ("ANY", "LITERAL", "NOT_LITERAL", "IN", "AT")

@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, cast
 
 from ..errors import ConfigError
+from ..formats.unquantised import CONFIG_NAMES
 from .patterns import matches_prefix
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ __all__ = ["METHODS", "Declared", "declared_format", "experts_apart", "mixed_alg
 
 METHODS = ("fp8", "mxfp4", "mxfp8", "modelopt", "compressed-tensors", "gptq", "awq", "bitsandbytes", "gguf")
 _MOST_COLUMNS = 1 << 24  # far larger blocks and groups overflow in what computes with them
-_FLOATS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+_FLOATS = {dtype: name for name, dtype in CONFIG_NAMES.items()}
 _MODELOPT = {
     "FP8": "fp8_tensor",
     "FP8_PER_CHANNEL_PER_TOKEN": "fp8_channel",

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from ..errors import InputError
 from ..formats import FORMATS, Fp8Block, Int4Group, NvFp4, by_name
+from ..formats.unquantised import CONFIG_NAMES, DTYPES
 from ..models import FAMILIES, Family
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["TinyCheckpoint", "TinySize", "combinations", "tiny_config", "write_checkpoint", "written_storages"]
 
 _FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")
-_FLOATS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _COMPRESSED: Mapping[str, Mapping[str, object]] = {
     "fp8_tensor": {"type": "float", "num_bits": 8, "strategy": "tensor"},
     "fp8_channel": {"type": "float", "num_bits": 8, "strategy": "channel"},
@@ -121,7 +121,7 @@ def tiny_config(family: str, format_name: str, storage: str, size: TinySize) -> 
         "num_hidden_layers": size.layers,
         "num_experts_per_tok": size.top_k,
         "hidden_act": "silu",
-        "dtype": _FLOATS.get(format_name, "bfloat16"),
+        "dtype": CONFIG_NAMES.get(format_name, "bfloat16"),
     }
     wide = {"moe_intermediate_size": size.intermediate, "intermediate_size": 2 * size.intermediate}
     tables: dict[str, dict[str, object]] = {
@@ -298,7 +298,7 @@ def write_checkpoint(
         (size.experts, size.intermediate, size.hidden),
         (size.experts, size.hidden, size.intermediate),
     )
-    dtype = {"fp16": torch.float16, "fp32": torch.float32}.get(format_name, torch.bfloat16)
+    dtype = DTYPES.get(format_name, torch.bfloat16)
     out = TinyCheckpoint(path=Path(path), config=config, experts={}, biases={}, tensors={})
     for layer in table.moe_layers(config):
         payloads = (
