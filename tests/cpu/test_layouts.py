@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -138,20 +138,17 @@ def test_a_layout_is_not_equal_to_another_format_of_its_sizes() -> None:
     assert len(stored) == len(known)
 
 
-class TestNumbers:
-    """The host's tables of names and the kernels' numbers are in step."""
+def test_no_two_formats_share_a_number() -> None:
+    named: dict[str, int] = {name: getattr(numbers, name) for name in numbers.__all__}
+    scales = [value for name, value in named.items() if name.endswith("_SCALE")]
+    assert sorted(scales) == list(range(6))
+    weights = [value for name, value in named.items() if not name.endswith(("SCALE", "CODES", "ACTIVATION", "ROWS"))]
+    assert len(set(weights)) == len(weights) == 11
 
-    named: ClassVar[dict[str, int]] = {name: getattr(numbers, name) for name in numbers.__all__}
 
-    def test_no_two_formats_share_a_number(self) -> None:
-        weights = [value for name, value in self.named.items() if not name.endswith(("SCALE", "CODES", "ION", "ROWS"))]
-        assert len(set(weights)) == len(weights) == 11
-        scales = [value for name, value in self.named.items() if name.endswith("_SCALE")]
-        assert sorted(scales) == list(range(6))
+def test_score_functions_have_the_numbers_of_the_routing_kernel() -> None:
+    pytest.importorskip("triton")
+    from collegium.kernels import route
 
-    def test_score_functions_have_the_numbers_of_the_routing_kernel(self) -> None:
-        pytest.importorskip("triton")
-        from collegium.kernels import route
-
-        for place, name in enumerate(SCORE_FUNCTIONS[:-1]):  # the last one has no kernel
-            assert getattr(route, name.upper()).value == place
+    for place, name in enumerate(SCORE_FUNCTIONS[:-1]):  # the last one has no kernel
+        assert getattr(route, name.upper()).value == place

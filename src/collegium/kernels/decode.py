@@ -4,7 +4,7 @@ Sixteen-bit lanes hold four codes of one row (or two of eight bits), from as man
 one part of each operand. Every shift
 and mask below works on two rows' worth of lanes at once and yields one operand for each quarter. The device runs
 PTX on pairs of lanes; the plain form, which the interpreter runs and the device form is tested against, is beside
-it. All results are exact: see ``experts/triton/grouped.py`` for the number ranges.
+it. All results are exact: see ``experts/triton/lanes.py`` for the number ranges.
 """
 
 import triton

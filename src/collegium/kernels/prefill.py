@@ -12,6 +12,7 @@ from triton import set_allocator
 
 from . import numbers
 from .activation import activate
+from .scales import exact_scale, power_byte
 
 __all__ = ["prefill_kernel", "set_allocator"]
 
@@ -74,12 +75,9 @@ def _scaled(value, POWER: tl.constexpr):
     finite = tl.min((tl.abs(value) < float("inf")).to(tl.int32), 1) == 1
     amax = tl.where(finite, tl.max(tl.where(finite[:, None], tl.abs(value), 0.0), 1), 0.0)
     if POWER:
-        # 448 is 1.75 * 2^8: the exponent drops by 8, and rises by one for a mantissa above 1.75.
-        bits = amax.to(tl.int32, bitcast=True)
-        byte = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
-        scale = (tl.maximum(byte, 1) << 23).to(tl.float32, bitcast=True)
+        scale = (power_byte(amax.to(tl.int32, bitcast=True)) << 23).to(tl.float32, bitcast=True)
     else:
-        scale = tl.maximum(tl.div_rn(amax, 448.0), 1.1754943508222875e-38)
+        scale = exact_scale(amax)
     factor = tl.div_rn(1.0, scale)
     scaled = tl.where(finite[:, None], value * factor[:, None], 0.0)
     scaled = tl.minimum(tl.maximum(scaled, -448.0), 448.0)
@@ -294,86 +292,23 @@ def prefill_kernel(
     w_blocks = tl.make_tensor_descriptor(weight, [weight_rows, k_in], [n_step, 1], [128, BLOCK_K])
     token_tiles = tl.load(tiles_used)
     places = token_tiles * tl.cdiv(n_out, 128 if PARTS == 2 else 256)
+    # Numbers known to the compiler cannot be in it: in a variable they would no longer be.
+    given = (
+        token_tiles, x_blocks, w_blocks, x_scale, scale, row_scale, bias, out, out_scale, expert_offsets, tile_expert,
+        tile_row, tile_corner, n_out, k_in, scale_rows, limit, alpha, gate_bound, up_bound,
+    )  # fmt: skip
     if ASM:
         for place in tl.range(tl.program_id(0), places, tl.num_programs(0), warp_specialize=SPECIALIZE):
             _write_tile(
-                place,
-                token_tiles,
-                x_blocks,
-                w_blocks,
-                x_scale,
-                scale,
-                row_scale,
-                bias,
-                out,
-                out_scale,
-                expert_offsets,
-                tile_expert,
-                tile_row,
-                tile_corner,
-                n_out,
-                k_in,
-                scale_rows,
-                limit,
-                alpha,
-                gate_bound,
-                up_bound,
-                SCALE,
-                X_SCALE,
-                ROW_SCALE,
-                BIAS,
-                PARTS,
-                KIND,
-                HAS_LIMIT,
-                CODES,
-                ROUND,
-                K_BLOCKS,
-                BLOCK_T,
-                BLOCK_K,
-                GROUP_T,
-                STAGES,
-                ASM,
-            )
+                place, *given, SCALE, X_SCALE, ROW_SCALE, BIAS, PARTS, KIND, HAS_LIMIT, CODES, ROUND, K_BLOCKS,
+                BLOCK_T, BLOCK_K, GROUP_T, STAGES, ASM,
+            )  # fmt: skip
     else:
         # The interpreter takes no bounds of a loop from memory.
         place = tl.program_id(0)
         while place < places:
             _write_tile(
-                place,
-                token_tiles,
-                x_blocks,
-                w_blocks,
-                x_scale,
-                scale,
-                row_scale,
-                bias,
-                out,
-                out_scale,
-                expert_offsets,
-                tile_expert,
-                tile_row,
-                tile_corner,
-                n_out,
-                k_in,
-                scale_rows,
-                limit,
-                alpha,
-                gate_bound,
-                up_bound,
-                SCALE,
-                X_SCALE,
-                ROW_SCALE,
-                BIAS,
-                PARTS,
-                KIND,
-                HAS_LIMIT,
-                CODES,
-                ROUND,
-                K_BLOCKS,
-                BLOCK_T,
-                BLOCK_K,
-                GROUP_T,
-                STAGES,
-                ASM,
-            )
+                place, *given, SCALE, X_SCALE, ROW_SCALE, BIAS, PARTS, KIND, HAS_LIMIT, CODES, ROUND, K_BLOCKS,
+                BLOCK_T, BLOCK_K, GROUP_T, STAGES, ASM,
+            )  # fmt: skip
             place += tl.num_programs(0)

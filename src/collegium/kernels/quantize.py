@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .scales import exact_scale, power_byte
+
 __all__ = ["cast_kernel", "e4m3_kernel", "nvfp4_kernel"]
 
 _INFINITY = tl.constexpr(0x7F800000)
@@ -86,13 +88,11 @@ def e4m3_kernel(
     finite = most < _INFINITY
     most = tl.where(finite, most, 0)
     if POWER:
-        # 448 is 1.75 * 2^8: the exponent drops by 8, and rises by one for a mantissa above 1.75.
-        byte = (most >> 23) - 8 + ((most & 0x7FFFFF) > 0x600000).to(tl.int32)
-        byte = tl.maximum(byte, 1)
+        byte = power_byte(most)
         scale = (byte << 23).to(tl.float32, bitcast=True)
     else:
         byte = most
-        scale = tl.maximum(tl.div_rn(most.to(tl.float32, bitcast=True), 448.0), 1.1754943508222875e-38)
+        scale = exact_scale(most.to(tl.float32, bitcast=True))
     scaled = tl.where(finite[:, :, None], value * tl.div_rn(1.0, scale)[:, :, None], 0.0)
     scaled = tl.reshape(tl.minimum(tl.maximum(scaled, -448.0), 448.0), [BLOCK_R, BLOCK_C])
     inside = (row < rows)[:, None] & (column < wide)[None, :]
