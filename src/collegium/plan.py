@@ -10,9 +10,12 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from . import experts, parallel, pipelines
 from .errors import PlanError
 from .formats import by_name
+from .formats.intake import SAFETENSORS_DTYPES
 from .ops.quantize import ACTIVATION_FORMATS, activation_format
 from .ops.route import route_regions
 from .pipelines import Asked
@@ -39,8 +42,6 @@ __all__ = [
     "stretches",
     "with_shared_format",
 ]
-
-_ITEM_BYTES = {"F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I64": 8}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,7 +177,10 @@ def _matrix_bytes(name: str, rows: int, columns: int) -> int:
     if layout.row_block == 1 and layout.group:
         columns = -(-columns // layout.group) * layout.group
     needed = (part for part in layout.storages[0].parts if part.required)
-    return sum(math.prod(p.stored_shape(rows, columns)) * _ITEM_BYTES.get(p.dtypes[0], 1) for p in needed)
+    return sum(
+        math.prod(p.stored_shape(rows, columns)) * SAFETENSORS_DTYPES.get(p.dtypes[0], torch.uint8).itemsize
+        for p in needed
+    )
 
 
 def plan(problem: Problem, force: Choice | None = None) -> Plan:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import InputError
-from ...kernels.numbers import NO_ACTIVATION
+from ...kernels.numbers import GROUP_CODES, NO_ACTIVATION, POWER_CODES, ROWS
 from ...runtime.launch import launch
 from ...runtime.memory import take
 from ...types import ACTIVATION_KINDS, ActivationSpec
@@ -127,7 +127,7 @@ def _constants(
         "PARTS": packed.layout.shape[1],
         "KIND": NO_ACTIVATION if activation is None else ACTIVATION_KINDS.index(activation.kind),
         "HAS_LIMIT": activation is not None and activation.limit is not None,
-        "CODES": 0 if codes is None else 1 + codes.power,
+        "CODES": ROWS if codes is None else POWER_CODES if codes.power else GROUP_CODES,
         "ROUND": codes is not None and codes.rounded,
         "K_BLOCKS": packed.layout.k_blocks,
         "BLOCK_T": tile.block_t,
