@@ -116,7 +116,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/cpu/test_compiled_models.py",),
     ),
     Mutant(
-        "autocast reaches the router", "layer.py", (("if not torch.is_autocast_enabled(device.type):", "if device.type:"),),
+        "autocast reaches the router", "stages/router.py", (("if not torch.is_autocast_enabled(device.type):", "if device.type:"),),
         ("tests/cpu/test_inference_only.py",),
     ),
     # The clamp.
@@ -481,10 +481,15 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "router weight on the input dropped", "experts/triton/packed.py",
-        (("        weights=batch.input_weights,\n        order", "        weights=torch.ones(rows) if weighted else None,\n        order"),),
+        (
+            (
+                "            weights=batch.input_weights,\n",
+                "            weights=torch.ones(batch.source.numel(), device=batch.x.device) if gathered else None,\n",
+            ),
+        ),
         ("tests/cpu/test_grouped_gemm.py::test_router_weight_on_the_input",),
     ),
-    Mutant("norm of the latent output skipped", "layer.py", (("if norm is not None:", "if False:"),), _LAYER),
+    Mutant("norm of the latent output skipped", "stages/latent.py", (("if self.norm is not None:", "if False:"),), _LAYER),
     # The kernels around the products.
     Mutant(
         "router weight dropped", "kernels/weighted_sum.py",
@@ -537,10 +542,10 @@ MUTANTS: tuple[Mutant, ...] = (
     # The shared expert.
     Mutant(
         "shared expert dropped", "layer.py",
-        (("shared = None if self.shared is None else self._shared_output(x)", "shared = None"),),
+        (("shared = None if self.shared is None else self.shared(x, memory)", "shared = None"),),
         _LAYER,
     ),
-    Mutant("shared expert's gate dropped", "layer.py", (("if shared.gate is None:", "if True:"),), _LAYER),
+    Mutant("shared expert's gate dropped", "stages/shared.py", (("if self.gate is None else", "if True else"),), _LAYER),
     # Tensor-parallel slices.
     Mutant(
         "tensor-parallel slice of the next rank", "checkpoint/loader.py",

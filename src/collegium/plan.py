@@ -111,7 +111,8 @@ class Plan:
             f"workspace at most {self.workspace_bytes:,} for {self.problem.limits.max_tokens:,} tokens",
             f"graph      {'can' if self.capturable else 'cannot'} be captured in a CUDA graph",
         ]
-        lines += [f"refused    {refusal.name}: {refusal.reason}" for refusal in self.refusals]
+        told = {"kernel": True, "dispatcher": self.problem.placement is not None, "pipeline": device.kind == "cuda"}
+        lines += [f"refused    {refusal.name}: {refusal.reason}" for refusal in self.refusals if told[refusal.what]]
         return "\n".join(lines)
 
     def batches(self) -> str:
@@ -265,7 +266,7 @@ def _first(
 def _named(what: str, name: str, table: Sequence[Any]) -> Any:
     found = next((row for row in table if row.name == name), None)
     if found is None:
-        raise PlanError(f"{what} {name!r} was forced; known: {', '.join(row.name for row in table)}")
+        raise PlanError(f"{what} {name!r} was forced; known {what}s: {', '.join(row.name for row in table)}")
     return found
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from collegium.problem import Problem
+    from collegium.problem import ExpertsProblem
 
 D = 192
 
@@ -51,8 +51,8 @@ def test_the_published_layout_is_inspected_loaded_and_verified(tmp_path: Path, k
     ]
 
 
-def _but_fp8_blocks(self: CpuGrouped, problem: Problem) -> str | None:
-    return "it takes no FP8 blocks" if problem.spec.weight_format == "fp8_block" else None
+def _but_fp8_blocks(self: CpuGrouped, problem: ExpertsProblem) -> str | None:
+    return "it takes no FP8 blocks" if problem.weight_format == "fp8_block" else None
 
 
 def test_a_shared_expert_the_kernel_does_not_take_has_a_kernel_of_its_own(

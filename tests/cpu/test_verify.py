@@ -18,7 +18,6 @@ from collegium.commands.verify import plain_values, tolerance_of, verify_model
 from collegium.errors import InputError
 from collegium.experts.cpu import decode as cpu_decode
 from collegium.experts.cpu import grouped as cpu_grouped
-from collegium.experts.reference import Reference
 from collegium.formats import FORMATS, Fp8Block, Int4Group, NvFp4
 from collegium.problem import Choice
 from collegium.testing.tiny import TinySize, combinations, write_checkpoint
@@ -144,14 +143,14 @@ def test_one_expert_in_the_place_of_another_is_caught_and_named(tmp_path, monkey
 
 def test_a_row_nobody_wrote_is_not_a_small_error(tmp_path, monkeypatch) -> None:
     write_checkpoint(tmp_path, "qwen3_moe", "bf16", size=SIZE)
-    run = Reference.run
+    run = ReferenceExperts.run
 
-    def lazy(self: Any, batch: Any, packed: Any) -> Any:
-        rows = run(self, batch, packed)
+    def lazy(self: Any, batch: Any, memory: Any = None) -> Any:
+        rows = run(self, batch, memory)
         rows[-1] = torch.nan
         return rows
 
-    monkeypatch.setattr(Reference, "run", lazy)
+    monkeypatch.setattr(ReferenceExperts, "run", lazy)
     report = verify_model(tmp_path, device="cpu", experts=2, force=REFERENCE)
     assert not report.passed
     assert json.loads(json.dumps(report.to_json()))["layers"][0]["worst_error"] is None

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ..runtime.memory import Memory, Regions
     from ..types import ActivationSpec, ContiguousBatch, ExpertWeights
 
-__all__ = ["Reference"]
+__all__ = ["Reference", "ReferenceExperts"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,6 +6,6 @@ from .base import Dispatcher, DispatcherKind
 from .local import Local, LocalKind
 from .partial import PartialKind
 
-__all__ = ["DISPATCHERS", "Dispatcher", "DispatcherKind", "Local"]
+__all__ = ["DISPATCHERS", "Dispatcher", "DispatcherKind", "Local", "LocalKind", "PartialKind"]
 
 DISPATCHERS: tuple[DispatcherKind, ...] = (LocalKind(), PartialKind())

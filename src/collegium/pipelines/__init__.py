@@ -6,6 +6,6 @@ from .base import Asked, Parts, Pipeline, PipelineKind
 from .direct import DirectKind
 from .split import SplitKind
 
-__all__ = ["PIPELINES", "Asked", "Parts", "Pipeline", "PipelineKind"]
+__all__ = ["PIPELINES", "Asked", "DirectKind", "Parts", "Pipeline", "PipelineKind", "SplitKind"]
 
 PIPELINES: tuple[PipelineKind, ...] = (DirectKind(), SplitKind())

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ...types import ActivationSpec, ContiguousBatch, ExpertWeights
     from .decode import PlainMatrix
 
-__all__ = ["CpuGrouped"]
+__all__ = ["CpuExperts", "CpuGrouped"]
 
 # Weights in one decoded tile, 8 MiB of bfloat16: each call of the CPU library costs some 30 microseconds whatever
 # its size, so tiles that stay in the second-level cache lose more than they save (Xeon with AMX, November 2026).
