@@ -123,7 +123,9 @@ class Plan:
             last = most if following is None else following.tokens - 1
             count = f"{own.tokens:,}" if own.tokens == last else f"{own.tokens:,} to {last:,}"
             tiles = f", {own.tiles}" if own.tiles else ""
-            found.append(f"{count} tokens {own.pipeline} ({does[own.pipeline]}{tiles})")
+            found.append(
+                f"{count} {'token' if count == '1' else 'tokens'} {own.pipeline} ({does[own.pipeline]}{tiles})"
+            )
         return "; ".join(found)
 
     def to_json(self) -> dict[str, object]:

@@ -292,7 +292,7 @@ def test_weights_that_contradict_the_spec_are_refused():
 
 def test_a_layer_says_when_its_shared_expert_runs_on_another_kernel():
     hopper = DeviceFacts(kind="cuda", name="H200", capability=(9, 0), memory=140 << 30)
-    for own, said in (("bf16", "shared     bf16 weights run on triton_bf16"), ("mxfp4", None)):
+    for own, said in (("bf16", "triton_w4a16, triton_bf16 for the shared expert"), ("mxfp4", None)):
         spec = MoESpec(
             hidden_size=128,
             intermediate_size=128,

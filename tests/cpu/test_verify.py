@@ -18,6 +18,7 @@ from collegium.commands.verify import plain_values, tolerance_of, verify_model
 from collegium.errors import InputError
 from collegium.experts.cpu import decode as cpu_decode
 from collegium.experts.cpu import grouped as cpu_grouped
+from collegium.experts.reference import ReferenceExperts
 from collegium.formats import FORMATS, Fp8Block, Int4Group, NvFp4
 from collegium.problem import Choice
 from collegium.testing.tiny import TinySize, combinations, write_checkpoint

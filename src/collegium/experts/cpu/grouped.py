@@ -53,6 +53,7 @@ class CpuExperts(Packed):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of both matrices and the biases."""
         biases = (b for b in (self.gate_up_bias, self.down_bias) if b is not None)
         return self.gate_up.nbytes + self.down.nbytes + sum(b.numel() * b.element_size() for b in biases)
 
