@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from .formats.payload import Payload
-    from .problem import Choice
+    from .problem import Choice, Placement
     from .types import ExpertWeights
 
 __all__ = ["load_layer", "load_routed"]
@@ -72,19 +72,28 @@ def load_routed(
     device: torch.device | str | None = None,
     limits: Limits | None = None,
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16",
+    placement: Placement | None = None,
 ) -> MoELayer:
     """Load only the routed experts of an opened layer, for a caller that keeps router and shared expert.
 
-    Other arguments and errors as ``load_layer``; the layer takes a routing or logits at every call.
+    placement: the experts and the slice of them that this rank reads and holds; with
+    ``force=Choice(dispatcher="partial")`` the layer gives this rank's part of the sum. Other arguments and errors as
+    ``load_layer``; the layer takes a routing or logits at every call.
     """
     facts = probe(device)
-    weights = _experts(layer, weight_format, facts.place)
+    weights = _experts(layer, weight_format, facts.place, placement)
     spec = replace(layer.spec.routed_alone(), weight_format=weights.down.name)
-    problem = Problem(spec=spec, device=facts, limits=limits or Limits(), dtype=dtype)
+    if placement is not None:
+        # Read with padding up to whole groups, a slice is wider than its share.
+        placement = replace(placement, slice_size=weights.down.shape[-1])
+    problem = Problem(spec=spec, device=facts, limits=limits or Limits(), dtype=dtype, placement=placement)
     return MoELayer(weights, plan(problem, force))
 
 
-def _experts(layer: CheckpointLayer, weight_format: str | None, place: str) -> ExpertWeights[Payload]:
-    """Read all experts of a layer on the device ``place``, encoded if asked."""
-    weights = load_experts(layer, linear(layer.spec.num_experts, 0, 1), device=place)
+def _experts(
+    layer: CheckpointLayer, weight_format: str | None, place: str, placement: Placement | None = None
+) -> ExpertWeights[Payload]:
+    """Read the experts of ``placement``, or all, on the device ``place``, encoded if asked."""
+    held = placement or linear(layer.spec.num_experts, 0, 1)
+    weights = load_experts(layer, held, device=place, pad=held.tp_size > 1)
     return weights if weight_format in (None, weights.down.name) else encode_experts(weights, weight_format)

@@ -121,11 +121,9 @@ class Plan:
         most, found = self.problem.limits.max_tokens, list[str]()
         for own, following in zip(self.stretches, (*self.stretches[1:], None), strict=True):
             last = most if following is None else following.tokens - 1
-            count = f"{own.tokens:,}" if own.tokens == last else f"{own.tokens:,} to {last:,}"
+            count = f"{own.tokens:,} to {last:,} tokens" if own.tokens < last else f"{last:,} token{'s' * (last > 1)}"
             tiles = f", {own.tiles}" if own.tiles else ""
-            found.append(
-                f"{count} {'token' if count == '1' else 'tokens'} {own.pipeline} ({does[own.pipeline]}{tiles})"
-            )
+            found.append(f"{count} {own.pipeline} ({does[own.pipeline]}{tiles})")
         return "; ".join(found)
 
     def to_json(self) -> dict[str, object]:

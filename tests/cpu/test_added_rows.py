@@ -6,7 +6,7 @@ The throw-away kernel has tiles: so its layers get tile lists, the unsorted path
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from unittest.mock import patch
 
 import pytest
@@ -287,7 +287,7 @@ def test_a_dispatcher_is_one_row(row: ThrowAway, monkeypatch: pytest.MonkeyPatch
 class Loud(Split):
     """A pipeline that says it ran."""
 
-    heard: list[int] = []
+    heard: ClassVar[list[int]] = []
 
     def __call__(self, x: torch.Tensor, *args: Any, **others: Any) -> torch.Tensor:
         self.heard.append(x.shape[0])
