@@ -1,0 +1,62 @@
+"""Run a function in several processes that form a group of torch.distributed."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import traceback
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["run_ranks"]
+
+
+def _rank(function: Callable[..., Any], rank: int, world: int, where: tuple[str, str], answers: Any) -> None:
+    store, backend = where
+    try:
+        torch.set_num_threads(1)
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
+        distributed.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
+        answers.put((rank, function(rank), None))
+        distributed.barrier()
+        distributed.destroy_process_group()
+    except BaseException:
+        answers.put((rank, None, traceback.format_exc()))
+
+
+def run_ranks(function: Callable[[int], Any], world: int, backend: str = "gloo", seconds: float = 120) -> list[Any]:
+    """Return what ``function(rank)``, of a module, gives in each of ``world`` processes; raises what a rank raised."""
+    context = get_context("spawn")
+    answers: Any = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        where = (str(Path(folder) / "store"), backend)
+        jobs = [
+            context.Process(target=_rank, args=(function, r, world, where, answers), daemon=True) for r in range(world)
+        ]
+        before = os.environ.get("GLOO_SOCKET_IFNAME")
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        try:
+            for job in jobs:
+                job.start()
+        finally:
+            os.environ.pop("GLOO_SOCKET_IFNAME") if before is None else os.environ.update(GLOO_SOCKET_IFNAME=before)
+        found: dict[int, Any] = {}
+        try:
+            for _ in range(world):
+                rank, value, error = answers.get(timeout=seconds)
+                if error is not None:
+                    raise AssertionError(f"rank {rank}:\n{error}")
+                found[rank] = value
+        finally:
+            for job in jobs:
+                job.join(timeout=10)
+                job.kill()
+    return [found[rank] for rank in range(world)]
