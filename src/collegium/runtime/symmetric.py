@@ -1,4 +1,4 @@
-"""A workspace that the ranks of one host share: every region is at the same place on every rank, and peers can reach it.
+"""A workspace that the ranks of one host share: a region is at the same place on every rank, and peers can reach it.
 
 On GPUs the block is torch's symmetric memory (peer access over NVLink or PCIe); on a CPU, for gloo groups, it is a file
 in memory that every rank maps. Making one is a call that all ranks of the group make together.
