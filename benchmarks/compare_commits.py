@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 SHAPES = ("qwen3_30b", "gptoss120b", "v4_flash", "dsv3")
 RECIPES = ("bf16", "fp8_block:fp8_group128", "mxfp4", "mxfp4:fp8_token")
@@ -61,33 +62,38 @@ def main() -> int:
     parser.add_argument("--commits", nargs=2, default=["", ""], help="names of both commits, for the file")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
-    best: dict[tuple[str, ...], dict[str, float]] = {}
-    facts: dict[str, object] = {}
-    for shape in asked.shapes:
-        for turn in range(asked.rounds):
-            order = [("before", asked.base), ("after", OURS)]
-            for name, source in order if turn % 2 == 0 else order[::-1]:
-                for row in measured(source, shape, asked.recipes, asked.tokens):
-                    key = (shape, str(row["weights"]), str(row["activations"]), str(row["tokens"]))
-                    held = best.setdefault(key, {})
-                    held[name] = min(held.get(name, float("inf")), 1e6 * float(str(row["seconds"])))
-                    facts = {f: row[f] for f in ("device", "driver", "torch", "triton")}
-    rows = [(*key, t["before"], t["after"], t["after"] / t["before"]) for key, t in best.items()]
-    ratios = [row[-1] for row in rows]
-    for row in rows:
-        print(*row[:4], *(f"{number:.3f}" for number in row[4:]), "SLOWER" if row[-1] > asked.allowed else "")
-    median = statistics.median(ratios)
-    print(f"{len(rows)} rows: median {median:.4f}, worst {max(ratios):.4f}, allowed {asked.allowed}")
+    rows: list[tuple[object, ...]] = []
     if asked.out:
         with asked.out.open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow([*HEAD, "before", "commit", "command"])
+            csv.writer(file).writerow([*HEAD, "before", "commit", "command"])
+    for shape in asked.shapes:
+        found = compared(shape, asked)
+        rows += found
+        for row in found:
+            numbers = (f"{number:.3f}" for number in row[4:7])
+            print(*row[:4], *numbers, "SLOWER" if row[6] > asked.allowed else "", flush=True)
+        if asked.out:
             command = f"python benchmarks/compare_commits.py --rounds {asked.rounds} --tokens {asked.tokens}"
-            for row in rows:
-                writer.writerow(
-                    [*row[:4], *(f"{number:.4g}" for number in row[4:]), *facts.values(), *asked.commits, command]
-                )
+            with asked.out.open("a", newline="") as file:
+                csv.writer(file).writerows([*row, *asked.commits, command] for row in found)
+    ratios = [float(str(row[6])) for row in rows]
+    print(f"{len(rows)} rows: median {statistics.median(ratios):.4f}, worst {max(ratios):.4f}, allowed {asked.allowed}")
     return int(max(ratios) > asked.allowed)
+
+
+def compared(shape: str, asked: argparse.Namespace) -> list[Any]:
+    """Return the rows of one shape: key, microseconds before and after, their ratio, and the machine's facts."""
+    best: dict[tuple[str, ...], dict[str, float]] = {}
+    facts: list[object] = []
+    for turn in range(asked.rounds):
+        order = [("before", asked.base), ("after", OURS)]
+        for name, source in order if turn % 2 == 0 else order[::-1]:
+            for row in measured(source, shape, asked.recipes, asked.tokens):
+                key = (shape, str(row["weights"]), str(row["activations"]), str(row["tokens"]))
+                held = best.setdefault(key, {})
+                held[name] = min(held.get(name, float("inf")), round(1e6 * float(str(row["seconds"])), 3))
+                facts = [row[fact] for fact in ("device", "driver", "torch", "triton")]
+    return [(*key, t["before"], t["after"], round(t["after"] / t["before"], 4), *facts) for key, t in best.items()]
 
 
 if __name__ == "__main__":
