@@ -231,8 +231,8 @@ def _coprime(most: int) -> int:
     """Return the most programs, up to ``most``, that have neither 2 nor 3 as a factor.
 
     Of n programs each takes every n-th tile. An expert's rows often fill two or three tiles, the last one in part, so
-    it is done sooner. A program that always drew it would run ahead, and the weights would leave the L2 cache before its
-    neighbours read them.
+    it is done sooner. A program that always drew it would run ahead, and the weights would leave the L2 cache before
+    its neighbours read them.
     """
     return next(count for count in range(most, 0, -1) if count % 2 and count % 3)
 
