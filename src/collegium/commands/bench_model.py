@@ -169,9 +169,9 @@ def bench_model(
     """Measure decode steps of the model ``what``: a name of ``MODELS``, or a folder with a config of transformers.
 
     Its experts run in transformers' own implementations, in ours with the same BF16 weights, and in each (weights,
-    activations) of ``recipes`` with random weights of that format. Those with the same weights take turns. layers: build
-    that many at most. seconds: nothing is begun after that long. progress: called with (done, total, text). Raises
-    InputError for what is no such model; what fails later is a row with the reason.
+    activations) of ``recipes`` with random weights of that format. Those with the same weights take turns. layers:
+    build that many at most. seconds: nothing is begun after that long. progress: called with (done, total, text).
+    Raises InputError for what is no such model; what fails later is a row with the reason.
     """
     started = time.monotonic()
     facts = probe(device)
