@@ -16,7 +16,7 @@ _DATE = re.compile(r"\d{4}-\d{2}-\d{2}|unreleased")
 
 
 def package_version(root: Path = ROOT) -> str:
-    """Return the version that stands in the package under ``root``."""
+    """Return the version of the package under ``root``."""
     found = _VERSION.search((root / "src" / "collegium" / "__init__.py").read_text(encoding="utf-8"))
     if found is None:
         raise SystemExit('src/collegium/__init__.py has no line such as: __version__ = "0.1.0"')

@@ -1,7 +1,7 @@
 """Inject one known kind of mistake at a time into a copy of the source, and demand that a test fails.
 
 Every mutant is a replacement of text that occurs exactly once. The tests that could see it are run until one fails; a
-mutant that passes them all survives, and that is a missing test. What killed what stands in docs/mutants.md.
+mutant that passes them all survives, and that is a missing test. What killed what is in docs/mutants.md.
 
     python scripts/mutants.py                 run all (about a quarter of an hour on one core), write the table
     python scripts/mutants.py --only clamp    those whose name or file holds the text

@@ -24,7 +24,7 @@ _LIMIT_SECONDS = 300
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snippet:
-    """One fenced block: where it stands, its language, its text."""
+    """One fenced block: where it is, its language, its text."""
 
     page: str
     line: int

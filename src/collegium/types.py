@@ -46,7 +46,7 @@ def require(ok: bool, asked: str, found: object, allowed: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationSpec:
-    """What stands between the two projections.
+    """What comes between the two projections.
 
     kind: one of ``ACTIVATION_KINDS``.
     limit: clamp bound. For ``swiglu`` and ``swiglu_oai`` the gate is clamped above and up on both sides *before*

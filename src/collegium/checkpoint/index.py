@@ -32,7 +32,7 @@ _NAME = re.compile(r"((?:[A-Za-z_]\w*\.)+)(0|[1-9]\d{0,8})\.(.+)")
 class Found:
     """The expert tensors of one layer, by name only.
 
-    single: ``(expert, projection)`` to suffix to header entry. stack: the same without experts (``gate`` stands for
+    single: ``(expert, projection)`` to suffix to header entry. stack: the same without experts (``gate`` means
     gate_up where both are in one). unknown: names in the block of router and experts that the family does not have.
     """
 
@@ -58,7 +58,7 @@ class Found:
 class Index:
     """The names of a checkpoint sorted by layer; made by ``index_of``.
 
-    heads: what stands before the layer's number, to layer, to (rest of the name, entry). family: the config's. names:
+    heads: what comes before the layer's number, to layer, to (rest of the name, entry). family: the config's. names:
     the family's table that is followed.
     """
 

@@ -114,7 +114,7 @@ def projections(spec: MoESpec) -> tuple[Projection, ...]:
 
 
 def stack_paths(table: StackedNames) -> dict[Projection, str]:
-    """Return the paths of the stacks; ``gate`` stands for gate and up in one, or for the only one there is."""
+    """Return the paths of the stacks; ``gate`` means gate and up in one, or for the only one there is."""
     paths: dict[Projection, str] = {"gate": table.gate_up, "down": table.down}
     return paths if table.up is None else {**paths, "up": table.up}
 

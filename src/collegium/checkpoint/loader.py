@@ -1,4 +1,4 @@
-"""From files to ``ExpertWeights``: only the local experts, only the local slice, audited on the way.
+"""From files to ``ExpertWeights``: only the local experts, only the local slice, audited as they are read.
 
 Peak memory is the local weights plus one matrix: the result is allocated once and filled expert by expert.
 """

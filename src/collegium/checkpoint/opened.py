@@ -1,4 +1,4 @@
-"""One MoE layer of a checkpoint, opened: what loader, audit, conversion and proof would each have to ask again."""
+"""One MoE layer of a checkpoint, opened: what loader, audit, quantize and verify would each have to ask again."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ _DISTINCT = 7  # experts made and encoded; the others repeat them, so that build
 class BenchRow:
     """One measured case. seconds: of one layer call, from hidden states and top-k to output.
 
-    of_floor: floor_seconds / seconds. bound: what the floor stands on. experts_hit: on average over the inputs.
+    of_floor: floor_seconds / seconds. bound: which of the two the floor is. experts_hit: on average over the inputs.
     error: relative L2 error against FP32 truth on some tokens. cold: whether a pass reads so much more than the caches
     hold that weights come from memory; otherwise the floor is that of the operations alone.
     """
@@ -188,7 +188,7 @@ def bench(
     plans = {recipe: _planned(spec, recipe, facts, max(tokens)) for recipe in recipes}
     check_room(f"bench {name}", layer_needs([*plans.values()], tokens, ceilings=ceilings is None), facts)
     place = torch.device(facts.place)
-    # Not the seed of the weights: a device draws the same first numbers from it, and a row of them would be an input.
+    # Must differ from the weights' seed, or an input would equal a weight row.
     generator = torch.Generator(place).manual_seed(1)
     made = {t: _inputs(t, spec, routing, generator) for t in sorted(set(tokens))}
     cases: dict[Any, _Case] = {}

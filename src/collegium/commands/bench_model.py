@@ -3,7 +3,8 @@
 Everything but the experts is the same module in the same process. Decoding is greedy with a cache of fixed size; a
 step is one CUDA graph where the experts allow it. Before a time is taken, the experts of the middle layer must agree
 with FP32 truth on what the prompt brings them. Logits are no judge: in a random model a router near a tie takes
-another expert after any rounding, and transformers' own ways differ by a tenth. What fails is a row with the reason.
+another expert after any rounding, and transformers' own implementations differ by a tenth. What fails is
+a row with the reason.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ _PROMPT = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelRow:
-    """One way of running the experts, decoding ``batch`` sequences at once.
+    """One contender for the experts, decoding ``batch`` sequences at once.
 
     experts: transformers' implementation, or ``collegium WEIGHTS[:ACTIVATIONS]``. graph: whether a step is one CUDA
     graph. error: relative L2 distance of the middle layer's experts to FP32 truth. seconds: of one decode step, None
@@ -167,10 +168,10 @@ def bench_model(
 ) -> ModelReport:
     """Measure decode steps of the model ``what``: a name of ``MODELS``, or a folder with a config of transformers.
 
-    Its experts run in transformers' own ways, in ours with the same BF16 weights, and in each (weights, activations) of
-    ``recipes`` with random weights of that format. The ways with the same weights take turns. layers: build that many
-    at most. seconds: nothing is begun after that long. progress: called with (done, total, text). Raises InputError for
-    what is no such model; what fails later is a row with the reason.
+    Its experts run in transformers' own implementations, in ours with the same BF16 weights, and in each (weights,
+    activations) of ``recipes`` with random weights of that format. Those with the same weights take turns. layers:
+    build that many at most. seconds: nothing is begun after that long. progress: called with (done, total, text).
+    Raises InputError for what is no such model; what fails later is a row with the reason.
     """
     started = time.monotonic()
     facts = probe(device)

@@ -60,7 +60,7 @@ _CPU = torch.device("cpu")
 _HIDDEN_CACHE = 1 << 28  # taken for the caches of a CPU that hides their size
 _PIECE = 1 << 24  # bytes read or copied at a time on a CPU
 _PRODUCTS = ((256, 256, 256), (512, 512, 512), (1024, 1024, 1024), (2048, 2048, 64))
-_BURST, _PAUSE = 0.12, 0.1  # seconds of each contender, and of nothing before it
+_BURST, _PAUSE = 0.12, 0.1  # seconds each contender runs, and idle seconds before it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +101,7 @@ def floor_of(
     """Return the floor of ``spec`` with these routings; ``activations`` names the format products are computed in.
 
     Bytes: weights, scales and biases of the experts that each routing really hits, once, and 2 bytes for each element
-    of input and output, once. What stands between the projections need not reach memory and is not counted. cached:
+    of input and output, once. What is between the projections need not reach memory and is not counted. cached:
     the weights may come from a cache, so that no time follows from the bytes and the floor is that of the operations.
     """
     hits = [torch.unique(r.topk_ids[r.topk_ids >= 0]).numel() for r in routings]

@@ -133,7 +133,7 @@ def print_bench(report: BenchReport) -> None:
 
 
 def print_model_bench(report: ModelReport) -> None:
-    """Show tokens a second of each way of running the experts, and why one has none."""
+    """Show tokens a second by what runs the experts, and why one has none."""
     size = f"{report.parameters / 1e9:.1f} G parameters, {report.layers} layers"
     out.print(f"[bold]{report.model}[/bold] ({size}), random weights, on {report.device}")
     _print_table(

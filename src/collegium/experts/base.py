@@ -35,7 +35,7 @@ class Tiling:
         return ()
 
     def unsorted_tokens(self, top_k: int) -> int:
-        """Return the most tokens of ``top_k`` assignments that ``run_unsorted`` is the faster way for; 0: none."""
+        """Return the most tokens of ``top_k`` assignments that ``run_unsorted`` runs faster than ``run``; 0: none."""
         return 0
 
     def variants(self, rows: int, *, unsorted: bool) -> frozenset[Hashable]:

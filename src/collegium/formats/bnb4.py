@@ -67,7 +67,7 @@ def _storage(kind: str) -> Storage:
 class Bnb4(Payload):
     """bitsandbytes 4-bit: ``codes [..., N, ceil(K/2)]`` uint8, low nibble first, ``scales [..., N, K/g]`` float32.
 
-    table: float32 ``[..., 16]``, what a code stands for before its scale. group_size: g, the largest power of two
+    table: float32 ``[..., 16]``, what a code means before its scale. group_size: g, the largest power of two
     up to 64 that divides K, because blocks of 64 run over row borders.
     """
 

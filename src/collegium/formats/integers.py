@@ -38,7 +38,7 @@ class Integers:
     """codes uint8 ``[..., N, bytes]`` (4 bits: low nibble first), scales ``[..., N, G]`` as stored.
 
     zeros: uint8 ``[..., N, G]``, None when the storage has none. group_of: int32 ``[..., K]``, the group of every
-    column, None when columns stand in order. group_size: columns of a group in order.
+    column, None when columns are in order. group_size: columns of a group in order.
     """
 
     codes: Tensor
@@ -49,7 +49,7 @@ class Integers:
 
 
 def _index(suffix: str, *, ordered: bool) -> Part:
-    # where columns stand in order the index says so, and is read to be sure
+    # where columns are in order the index says so, and is read to be sure
     return Part(suffix=suffix, dtypes=_INDICES, rows_per=0, required=ordered, if_present=True)
 
 
@@ -123,7 +123,7 @@ def read_integers(
     places = _AWQ_PLACES if storage == "awq" else range(32 // bits)
     if zeros is not None:
         zeros = _unpack_rows(zeros, bits, places, shape[-2])
-        # v1 stores the zero point minus one; 15 stands for 0
+        # v1 stores the zero point minus one; 15 means 0
         zeros = ((zeros + 1) & (2**bits - 1) if storage == "gptq" else zeros).to(torch.uint8).contiguous()
     index = next((part for part in layout.parts if part.suffix.endswith("g_idx")), None)
     return Integers(
@@ -147,7 +147,7 @@ def _codes(stored: Tensor, bits: int, storage: str, shape: tuple[int, ...]) -> T
 
 
 def _unpack_rows(words: Tensor, bits: int, places: Sequence[int], rows: int) -> Tensor:
-    """Return int32 ``[..., rows, G]`` of words ``[..., ceil(rows / n), G]``; row j of n stands at ``places[j]``."""
+    """Return int32 ``[..., rows, G]`` of words ``[..., ceil(rows / n), G]``; row j of n is at ``places[j]``."""
     shifts = torch.tensor(places, dtype=torch.int32, device=words.device).mul_(bits).unsqueeze(-1)
     return ((words.unsqueeze(-2) >> shifts) & (2**bits - 1)).flatten(-3, -2)[..., :rows, :]
 

@@ -36,7 +36,7 @@ class Part:
     if_present: read where it exists although it is not required.
     transposed: stored with the axes in reverse order, input first.
     flat: stored as ``[ceil(N * K / columns_per)]``; with ``columns_per`` 0 a list of any length.
-    repeats: one stored row may stand for several output rows, as many as make the shape fit.
+    repeats: one stored row may serve several output rows, as many as make the shape fit.
     by_dtype: dtype name to ``(columns_per, inner)`` where these depend on the dtype.
     """
 

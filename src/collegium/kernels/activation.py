@@ -1,4 +1,4 @@
-"""What stands between the two projections, in registers and float32; ``ops/activation.py`` states the formulas."""
+"""What comes between the two projections, in registers and float32; ``ops/activation.py`` states the formulas."""
 
 import triton
 import triton.language as tl

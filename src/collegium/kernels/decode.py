@@ -1,10 +1,9 @@
 """Weight codes to bfloat16 operands, in registers.
 
-Sixteen-bit lanes hold four codes of one row (or two of eight bits), from as many parts of a block of input columns:
-one part of each operand. Every shift
-and mask below works on two rows' worth of lanes at once and yields one operand for each quarter. The device runs
-PTX on pairs of lanes; the plain form, which the interpreter runs and the device form is tested against, is beside
-it. All results are exact: see ``experts/triton/lanes.py`` for the number ranges.
+A sixteen-bit lane holds four codes of one row (or two of eight bits), one from each quarter (or half) of a block of
+input columns. Every shift and mask below works on two rows' worth of lanes at once and yields one operand for each
+quarter. The device runs PTX on pairs of lanes; the plain form beside it is what the interpreter runs and what the
+device form is tested against. All results are exact: see ``experts/triton/lanes.py`` for the number ranges.
 """
 
 import triton
@@ -86,7 +85,7 @@ _E4M3_TEXT = """
     }
     """
 _E4M3_ASM = tl.constexpr(_E4M3_TEXT)
-# Without scales, 2^120 stands in their place.
+# Without scales, 2^120 takes their place.
 _E4M3_ALONE_ASM = tl.constexpr(_E4M3_TEXT.replace("$3", "s").replace("$4", "s"))
 
 
@@ -126,7 +125,7 @@ def e2m1_quarters(lanes, s0, s1, s2, s3, ASM: tl.constexpr):
 
 @triton.jit
 def int4_quarters(lanes, ASM: tl.constexpr):
-    """Return four bfloat16 tensors, code - 8 of each quarter; quarter q stands in bits 4q to 4q+3 of its lane."""
+    """Return four bfloat16 tensors, code - 8 of each quarter; quarter q is in bits 4q to 4q+3 of its lane."""
     if ASM:
         return tl.inline_asm_elementwise(
             _INT4_ASM,

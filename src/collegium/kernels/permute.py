@@ -41,7 +41,7 @@ def _ranks(expert, BLOCK: tl.constexpr):
     """Return for each assignment how many earlier ones of the block have its expert."""
     index = tl.arange(0, BLOCK)
     first = expert * BLOCK
-    # Below ``index`` just for an earlier one of the same expert; its sign is added up, which takes no predicates.
+    # Negative exactly when an earlier assignment has the same expert; summing sign bits avoids predicates.
     apart = ((first + index)[:, None] ^ first[None, :]) - index[None, :]
     return tl.sum((apart >> 31) & 1, 0)
 
@@ -93,7 +93,7 @@ def _write_rows(
     source, slots, weights_by_row, weights, assignment, row, absent, kept, inside, weight_stride,
     TOP_K: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
-    """Write what stands at ``row`` for ``assignment`` = token * TOP_K + slot, and ``absent`` where it is not kept."""
+    """Write the values of ``row`` for ``assignment`` = token * TOP_K + slot, and ``absent`` where it is not kept."""
     token = (assignment // TOP_K).to(tl.int64)
     tl.store(source + row, token, mask=inside)
     tl.store(slots + assignment, tl.where(kept, row, absent).to(tl.int64), mask=inside)
@@ -197,7 +197,7 @@ def scatter_kernel(
     first_row, first_a, first_b = _before(total), _before(needed_a), _before(needed_b)
     start = tl.program_id(0) * run
     stop = tl.minimum(start + run, count)
-    # Dropped assignments stand behind all others; of those, start less the kept ones are before this run.
+    # Dropped assignments come after all others; of those, start less the kept ones are before this run.
     first_dropped = tl.sum(total, 0) + start - tl.sum(before, 0)
     while start < stop:
         assignment = start + tl.arange(0, BLOCK)

@@ -33,7 +33,7 @@ def _dot(x, w, acc, ASM: tl.constexpr):
 @triton.jit
 def _promoted(product, scale, acc, ASM: tl.constexpr):
     if ASM:
-        # As an opaque instruction it stays where it stands. The compiler moves its own behind the next product, and
+        # As an opaque instruction it stays in its place. The compiler moves its own behind the next product, and
         # the registers cannot hold two products beside two sums.
         return tl.inline_asm_elementwise(
             "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [product, scale, acc], dtype=tl.float32, is_pure=True, pack=1

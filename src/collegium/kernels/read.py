@@ -8,7 +8,7 @@ __all__ = ["read_kernel"]
 
 @triton.jit
 def read_kernel(words, out, steps, stride, BLOCK: tl.constexpr, UNROLL: tl.constexpr):
-    """Write the bitwise or of int32 ``words`` ``[steps * stride]`` that a program meets, ``stride`` words apart."""
+    """Write the bitwise or of int32 ``words`` ``[steps * stride]`` that a program reads, ``stride`` words apart."""
     program = tl.program_id(0).to(tl.int64)
     seen = tl.zeros((BLOCK,), tl.int32)
     pointers = words + program * (BLOCK * UNROLL) + tl.arange(0, BLOCK)

@@ -1,7 +1,7 @@
 """Token tiles of grouped products: their list, from the expert offsets, and which one a program works on.
 
 Tiles are listed (rows are sorted by expert), or, with few assignments, each assignment is a tile of one row and
-stands where the caller put it: ``tile_expert`` then holds the ids themselves, checked here.
+is where the caller put it: ``tile_expert`` then holds the ids themselves, checked here.
 """
 
 import triton
@@ -26,8 +26,8 @@ def tile_at(
 ):  # fmt: skip
     """Return expert (-1: none) and first row, both int64, and count of rows of a token tile; TOP_K 0: it is listed.
 
-    EARLY: the kernel before this one has not been waited for, so what stands there is read from the L2 cache, where
-    the kernels before that one left it; a line in a cache of the multiprocessor could be older.
+    EARLY: the kernel before this one has not been waited for, so tile lists are read through the L2 cache
+    (.cg): this multiprocessor's L1 may hold a stale line.
     """
     CACHE: tl.constexpr = ".cg" if EARLY else ""
     found = tl.load(tile_expert + tile, cache_modifier=CACHE)
@@ -45,7 +45,7 @@ def tile_at(
 @triton.jit
 def token_at(row, source, GATHER: tl.constexpr, TOP_K: tl.constexpr):
     """Return which row of the input each ``row`` reads: itself without GATHER."""
-    # One return for each case: what stands behind a return is compiled all the same.
+    # One return for each case: what follows a return is compiled all the same.
     if GATHER and TOP_K:
         return row // TOP_K
     elif GATHER:

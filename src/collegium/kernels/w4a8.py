@@ -65,8 +65,8 @@ _INT4_ASM = tl.constexpr(
 )
 
 # $0, $1: first operands; $2, $3: second ones; $4: the word; $5 and $9: the first ones' table; $13 and $17: what
-# the second ones lack of the first. Additions go to another pipe than permutations and logic, which this kernel waits
-# for: so the second operands are differences, and the sign comes with the first.
+# the second ones lack of the first. Additions issue on another pipe than the permutations and logic that limit this
+# kernel: so the second operands are differences, and the sign comes with the first.
 _E4M3_ASM = tl.constexpr(
     """
     {
@@ -111,7 +111,7 @@ def _e2m1_byte(code, d):
 
 @triton.jit
 def _halves(words, byte):
-    """Return magnitudes and signs ``m0, s0, m1, s1`` of both halves for the byte of the word a column stands in."""
+    """Return magnitudes and signs ``m0, s0, m1, s1`` of both halves for the byte of the word a column is in."""
     m0 = (words >> (4 * byte)) & 7
     m1 = (words >> (16 + 4 * byte)) & 7
     s0 = (words >> (8 * byte + 7)) & 1

@@ -113,5 +113,5 @@ def describe(config: Mapping[str, object], layer: int | None = None) -> MoESpec:
     layer_prefix = family.names.layer.partition("{layer}")[0]
     heads = (prefix.partition("{layer}")[0] for prefix in (family.names.layer, *PREFIXES))
     said = [declared_format(config, path.replace(layer_prefix, head)).format for head in dict.fromkeys(heads)]
-    # tables that name modules in full know one prefix: the answer that stands alone is theirs
+    # tables that name modules in full know one prefix: the answer without rivals is theirs
     return replace(family.describe(config, layer), weight_format=min(said, key=said.count) or "bf16")

@@ -1,4 +1,4 @@
-"""gpt-oss in GGUF files: router and experts with biases, clamped SwiGLU; gate and up stand apart."""
+"""gpt-oss in GGUF files: router and experts with biases, clamped SwiGLU; gate and up are apart."""
 
 from __future__ import annotations
 

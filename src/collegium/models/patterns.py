@@ -90,7 +90,7 @@ class _Matcher:
         least, most, inner = value
         for _ in range(least):
             before, positions = positions, self.walk(inner, positions)
-            if positions == before:  # it can stand still, so more rounds change nothing
+            if positions == before:  # this round moved none, so more rounds move none
                 break
         reached, rounds = set(positions), 0
         while positions and rounds < most - least:

@@ -47,7 +47,7 @@ class Declared:
     """What a config says of one module.
 
     format: name of a format of ``collegium.formats.FORMATS``; None when the config says nothing. method: the
-    ``quant_method`` it stands in, None for unquantised. block: rows and columns that share a scale (FP8 block).
+    ``quant_method`` it is in, None for unquantised. block: rows and columns that share a scale (FP8 block).
     group: columns that share a scale (integers; None: a whole row). storage: the one storage of the format that is
     declared, None when any will do.
     """

@@ -1,9 +1,9 @@
-"""What stands between the two projections of an expert, and the order of interleaved gate and up rows.
+"""What comes between the two projections of an expert, and the order of interleaved gate and up rows.
 
 Shape letters: R rows, P parts (2: gate then up; 1: up alone), I intermediate size.
 
 Everything is evaluated in float64 and rounded once to float32: the float32 silu, sigmoid and gelu of torch
-give other bits in the vector body than in the tail of a tensor, so a row would depend on how many rows stand
+give other bits in the vector body than in the tail of a tensor, so a row would depend on how many rows are
 before it.
 """
 

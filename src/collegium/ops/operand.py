@@ -72,7 +72,7 @@ def operand(
 
 
 def ordered(codes: Tensor, order: int) -> Tensor:
-    """Return E4M3 codes ``[R, K]`` in ``order``; zeros stand beyond K.
+    """Return E4M3 codes ``[R, K]`` in ``order``; zeros beyond K.
 
     REORDERED is for four-bit weights: within 128 columns, column 32 t + 8 s + 4 h + i (t, s < 4, h < 2, i < 4) goes to
     place 64 h + 16 s + 4 t + i, so a thread of the tensor core needs 32 neighbours of a row of weights.

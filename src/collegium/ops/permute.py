@@ -1,4 +1,4 @@
-"""Order assignments by expert: which token each row reads, and where each assignment's row stands.
+"""Order assignments by expert: which token each row reads, and where each assignment's row is.
 
 Shape letters: T tokens, K experts per token, E experts, R = T*K rows.
 """
@@ -31,7 +31,7 @@ _PROGRAMS = 128
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Permutation:
-    """Rows sorted by expert, then token, then slot; dropped assignments stand last. Indices are int64.
+    """Rows sorted by expert, then token, then slot; dropped assignments come last. Indices are int64.
 
     source: ``[T*K]``, row r belongs to token ``source[r]``.
     expert_offsets: ``[E+1]``, expert e owns rows ``expert_offsets[e]:expert_offsets[e+1]``; rows from

@@ -3,7 +3,7 @@
 Shape letters: T tokens, K experts per token, E experts. ``docs/routing.md`` states the rules.
 
 Scores are evaluated in float64 and rounded once to float32: the float32 sigmoid of torch gives other bits in
-the vector body than in the tail of a tensor, so a row would depend on how many rows stand before it.
+the vector body than in the tail of a tensor, so a row would depend on how many rows are before it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["given_routing", "route", "route_custom", "route_regions"]
 
 _LARGEST = torch.finfo(torch.float32).max
 _NO_EXPERT = -2  # an id whose row is NaN; any other out of range but -1 does the same
-_ID_BITS = 24  # bits of an expert id in a composite sort key; 32 bits of score stand above them
+_ID_BITS = 24  # bits of an expert id in a composite sort key; 32 bits of score are above them
 _ID_DTYPES = (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64)
 
 
@@ -128,7 +128,7 @@ def route_custom(
 def given_routing(topk_ids: Tensor, topk_weights: Tensor, num_experts: int, *, checked: bool = False) -> Routing:
     """Return ``topk_ids [T, K]`` (integers) and ``topk_weights [T, K]`` (floating) from outside as a ``Routing``.
 
-    An id of -1 means "not here", whatever its weight is. Any other outside ``0..num_experts-1``, an id that stands in
+    An id of -1 means "not here", whatever its weight is. Any other outside ``0..num_experts-1``, an id that is in
     an earlier slot of its row, and a weight that is not finite in float32 raise ``RoutingError`` when checked.
     Otherwise nothing is read: the output of a token with an id that is no expert becomes NaN, a repeated expert is
     added twice, and weights multiply as they are.
@@ -332,7 +332,7 @@ def _refuse_bad_ids(ids: Tensor, experts: int) -> None:
     _refuse_slots(outside, ids, "topk_ids", f"0 to {experts - 1}, or -1 for not here")
     same = (ids.unsqueeze(2) == ids.unsqueeze(1)) & (ids >= 0).unsqueeze(2)
     repeated = same.tril(-1).any(dim=2)
-    _refuse_slots(repeated, ids, "topk_ids", "each id once in a row, this one also stands in an earlier slot")
+    _refuse_slots(repeated, ids, "topk_ids", "each id once in a row, this one is also in an earlier slot")
 
 
 def _refuse_bad_rows(bad: Tensor) -> None:

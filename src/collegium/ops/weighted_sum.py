@@ -44,7 +44,7 @@ def weighted_sum(
     and any other outside ``0..R-1`` makes ``y[t]`` NaN. weights: ``[T, K]`` floating, read as float32, or None for
     ones. shared: ``[T, H]`` floating, added last. Starting from +0, slots are added in the order 0..K-1, each product
     rounded to float32 before it is added to the float32 sum, and the sum is rounded once at the end, so a token's bits
-    do not depend on T. out: written and returned instead of fresh memory. experts: not 0 when rows stand in the order
+    do not depend on T. out: written and returned instead of fresh memory. experts: not 0 when rows are in the order
     of assignments: slots then holds expert ids of any integer dtype, ``0..experts-1`` or -1. memory: where the kernel
     takes "sum" if no out is given.
     Raises ``InputError`` for wrong shapes or dtypes.

@@ -1,4 +1,4 @@
-"""Ways of a batch through the routed experts, one file each; the first of the table that serves a batch runs it."""
+"""What runs a batch through the routed experts, one file each; the first row that serves a batch runs it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What a pipeline is: one way of a batch through the routed experts, from chosen experts to weighted sums.
+"""What a pipeline is: what runs a batch through the routed experts, from chosen experts to weighted sums.
 
-The pipeline is the unit that is planned. A row of ``PIPELINES`` refuses problems, says up to how many tokens it serves
-and what memory that takes, and is built from the parts of a layer. A kernel that fuses several steps is a pipeline of
-its own.
+A plan names pipelines for numbers of tokens. A row of ``PIPELINES`` refuses problems, says up to how many tokens it
+serves and what memory that takes, and is built from the parts of a layer. A kernel that fuses several steps is a
+pipeline of its own.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Parts:
 
 
 class Pipeline(Protocol):
-    """One way of a batch through the routed experts."""
+    """Runs a batch through the routed experts."""
 
     def __call__(
         self,

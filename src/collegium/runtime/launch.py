@@ -34,7 +34,7 @@ __all__ = [
     "watched",
 ]
 
-STREAM = 3  # where the stream stands among the arguments of Triton's C function
+STREAM = 3  # place of the stream among the arguments of Triton's C function
 _TESTED = ("3.6.",)  # releases of Triton whose launcher takes what ``_started`` prepares
 
 _variants: dict[tuple[Any, ...], _Variant] = {}
@@ -56,7 +56,7 @@ _recording = _Recording()
 
 @contextmanager
 def recorded() -> Generator[list[Step | None]]:
-    """Note every launch of this thread inside the block; None stands for one that C alone could not repeat."""
+    """Note every launch of this thread inside the block; None marks one that C alone could not repeat."""
     before, steps = _recording.steps, []
     _recording.steps = steps
     try:
@@ -81,7 +81,7 @@ def power_of_two(count: int, least: int = 1) -> int:
 
 
 def dense_rows(given: Tensor) -> Tensor:
-    """Return ``given [R, C]`` with the elements of a row side by side; rows may stand apart."""
+    """Return ``given [R, C]`` with the elements of a row side by side; rows may be apart."""
     return given if given.stride(1) == 1 else given.contiguous()
 
 
@@ -104,7 +104,7 @@ def launch(
 ) -> None:
     """Run ``grid`` programs of a Triton ``kernel`` on the current stream of the device of ``args[0]``, a tensor.
 
-    args: what is not known at compile time, in the kernel's order; constants: the compile-time parameters, which stand
+    args: what is not known at compile time, in the kernel's order; constants: the compile-time parameters, which are
     last in the kernel's signature. options: Triton's own, such as ``num_warps``. Always given in the same order.
     """
     key = (id(kernel), *constants.values(), *options.values())
@@ -124,7 +124,7 @@ class _Variant:
 
     def __init__(self, kernel: Any, constants: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         names = tuple(kernel.arg_names)
-        assert set(names[-len(constants) :]) == set(constants), f"{names}: compile-time parameters stand last"
+        assert set(names[-len(constants) :]) == set(constants), f"{names}: compile-time parameters are last"
         self._kernel = kernel
         # The interpreter knows no such option, and a kernel that does not wait must not have it.
         overlap = {"launch_pdl": True} if constants.get("PDL") else {}
@@ -156,7 +156,7 @@ class _Variant:
 
 
 class _Started(NamedTuple):
-    """What starts a compiled kernel: ``middle`` stands between the stream and the kernel's own arguments."""
+    """What starts a compiled kernel: ``middle`` comes between the stream and the kernel's own arguments."""
 
     call: Callable[..., None]
     middle: tuple[Any, ...]

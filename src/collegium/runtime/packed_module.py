@@ -26,7 +26,7 @@ _NO_STATE = (
 
 
 class PackedModule(nn.Module):
-    """A module whose weights are neither parameters nor buffers, so that none of torch's ways of changing them applies.
+    """A module whose weights are neither parameters nor buffers, so that nothing in torch that changes those applies.
 
     handle: a tensor on the module's device; its address tells a compiled graph which module to run. A copy and an
     unpickled module get one of their own.

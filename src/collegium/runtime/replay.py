@@ -46,7 +46,7 @@ class Replay:
     ) -> None:
         """Do what ``compute(*inputs)`` does.
 
-        Inputs of one kind agree in dtype, device, shape, strides and in where they stand within 16 bytes. memory: the
+        Inputs of one kind agree in dtype, device, shape, strides and in their addresses modulo 16. memory: the
         number of the workspace that ``compute`` takes buffers from; what was recorded in one is no good in another.
         """
         if watched():

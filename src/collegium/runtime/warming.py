@@ -4,7 +4,7 @@ Triton compiles a kernel when it first runs with new compile-time arguments, sec
 the layer and from the tiles chosen for a token count, so running one batch for each of those compiles everything.
 Compiled kernels stay in Triton's own cache on disk. Its key is a digest of the kernel's source and of every function
 and constant it uses, all compile-time arguments, the GPU and Triton's own version: another version of this package
-can meet no kernel of an older one.
+never runs a kernel of an older one.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def sizes_for(variants: Callable[[int], frozenset[Hashable]], limit: int) -> lis
 
 
 def run_every_way(layer: Any, tokens: int) -> None:
-    """Run a batch of ``tokens`` zeros through ``layer``, once for each way a caller may ask for it."""
+    """Run a batch of ``tokens`` zeros through ``layer``, once for each kind of call that a caller may make."""
     spec = layer.spec
     x = torch.zeros(tokens, spec.hidden_size, dtype=layer.input_dtype, device=layer.handle.device)
     out = torch.empty_like(x)

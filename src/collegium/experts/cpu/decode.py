@@ -60,7 +60,7 @@ class Scratch:
     """Temporary memory for one ``run``: ``size`` decoded weights, and indices for one round of operations.
 
     longest: the longest row, which a round decodes at least. Made anew for each run, so runs in several threads
-    never meet.
+    share none.
     """
 
     def __init__(self, size: int, longest: int) -> None:

@@ -60,7 +60,7 @@ class CpuExperts(Packed):
     def run(self, batch: ContiguousBatch, memory: Memory | None = None) -> Tensor:
         """Return ``[R, H]``; rows of dropped assignments are not written.
 
-        float32, but bfloat16 where a bfloat16 product is the result as it stands: half the fresh memory, same bits.
+        float32, but bfloat16 where a bfloat16 product is the result as it is: half the fresh memory, same bits.
         """
         finished = self.down.row_scale is None and self.down_bias is None
         exact = torch.bfloat16 if finished and batch.x.dtype == torch.bfloat16 else torch.float32

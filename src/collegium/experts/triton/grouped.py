@@ -36,7 +36,7 @@ _BLOCK_TILES = 64
 class TileList:
     """expert ``[count]`` int32 (-1: no tile) and first row ``[count]`` int64 of each token tile of ``tile``.
 
-    used: ``[1]`` int32, how many tiles have an expert; they stand first. None: not counted. top_k: not 0 when nothing
+    used: ``[1]`` int32, how many tiles have an expert; they come first. None: not counted. top_k: not 0 when nothing
     is sorted: then expert holds the ids ``[T, top_k]`` of any width and value, and row r is assignment r, one tile.
     early: the tile list was complete before the previous kernel started. memory: where a product takes its scratch.
     """
@@ -111,7 +111,7 @@ def grouped_gemm(
     x_scale: Tensor | None = None,
     activation: ActivationSpec | None = None,
 ) -> Tensor:
-    """Write ``out [R, N]`` and return it; see ``grouped_gemm_reference`` for what stands in it.
+    """Write ``out [R, N]`` and return it; see ``grouped_gemm_reference`` for its contents.
 
     x: ``[T, K]`` of the operand dtype, read at ``source [R]`` int64, or row by row without it. x_scale: float32
     ``[T, ceil(K / 128)]`` or ``[T, 1]`` for E4M3 rows. tiles: from ``tile_list``; when nothing is sorted expert_offsets
@@ -138,7 +138,7 @@ def _run_rows_or_lanes(
 
     layout, spec, tile = packed.layout, activation or ActivationSpec(), tiles.tile
     experts, _, n_out, k_in = layout.shape
-    spare = packed.values  # stands where a pointer is not used, of one dtype and alignment in every batch
+    spare = packed.values  # where a pointer is not used, of one dtype and alignment in every batch
     args = (
         x,
         spare if x_scale is None else x_scale,
@@ -195,7 +195,7 @@ def _run_words(
 
     layout, spec, tile = packed.layout, activation or ActivationSpec(), tiles.tile
     _, operand_rows = layout.operand_rows
-    spare = packed.values  # stands where a pointer is not used, of one dtype and alignment in every batch
+    spare = packed.values  # where a pointer is not used, of one dtype and alignment in every batch
     args = (
         x,
         x_scale,

@@ -2,7 +2,7 @@
 
 A lane holds the codes of columns k, k + q, k + 2q and k + 3q of one row, q a quarter of the K block, at the bits
 that ``kernels/decode.py`` names; lanes of E4M3 codes hold k and k + q, and after all of those k + 2q and k + 3q. Rows
-of a K block stand beside each other, so a tile is one run of memory. Packing goes row by row in small chunks:
+of a K block are beside each other, so a tile is one run of memory. Packing goes row by row in small chunks:
 temporary memory stays under 64 MiB whatever the layer's size.
 
 Shape letters: E experts, P parts, N output rows, K input columns, B K blocks.
@@ -105,7 +105,7 @@ def pack_fp8_rows(payload: Fp8Channel | Fp8Tensor, bias: Tensor | None, *, nativ
 
 
 def pack_mxfp8(payload: MxFp8, bias: Tensor | None) -> PackedMatrix:
-    """Re-lay codes; E8M0 scales stand relative to the largest of their row.
+    """Re-lay codes; E8M0 scales are relative to the largest of their row.
 
     Lanes decode to code times 2^-120, which the largest scale, 2^120, undoes.
     """
@@ -116,7 +116,7 @@ def pack_mxfp8(payload: MxFp8, bias: Tensor | None) -> PackedMatrix:
 
 
 def pack_mxfp4(payload: MxFp4, bias: Tensor | None) -> PackedMatrix:
-    """Re-lay codes; E8M0 scales stand relative to the largest of their row, which is applied after the sum.
+    """Re-lay codes; E8M0 scales are relative to the largest of their row, which is applied after the sum.
 
     A group below 2^-252 of its row's largest decodes to zero, and one below 2^-126 loses low bits: nothing else is
     rounded.

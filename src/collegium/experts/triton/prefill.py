@@ -56,7 +56,7 @@ def prefill_gemm(
     activation: ActivationSpec | None = None,
     codes: CodeScales | None = None,
 ) -> Tensor:
-    """Write ``out [R, N]`` and return it; see ``grouped_gemm_reference`` for what stands in it.
+    """Write ``out [R, N]`` and return it; see ``grouped_gemm_reference`` for its contents.
 
     x: ``[R, K]`` of the operand dtype in expert order. x_scale: float32 ``[R, ceil(K / 128)]`` or ``[R, 1]`` for
     E4M3 rows. codes: makes ``out`` take E4M3 codes. Rows from ``expert_offsets[E]`` on are not written. Raises
@@ -69,7 +69,7 @@ def prefill_gemm(
     spec = activation or ActivationSpec()
     tile = tiles.tile
     n_tiles = -(-n_out // (BAND if parts == 2 else 2 * BAND))
-    spare = packed.values  # stands where a pointer is not used, of one dtype and alignment in every batch
+    spare = packed.values  # where a pointer is not used, of one dtype and alignment in every batch
     args = (
         x,
         packed.values,

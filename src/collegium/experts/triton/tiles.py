@@ -165,7 +165,7 @@ def _slower(problem: TileProblem, tile: TileChoice, waves: float) -> float:
     rows = _weight_rows(problem, tile)
     factor = 1 + 0.08 / (tile.stages - 1)
     if waves <= 1 and rows > tile.block_n:
-        return factor * 1.08  # one wave: two operands a step keep fewer bytes on their way than one of eight warps
+        return factor * 1.08  # one wave: two operands a step keep fewer bytes in flight than one of eight warps
     if rows == 256:
         factor *= 1.09 if tile.block_t == 32 else 1.03
     return factor * (1.03 if rows == 64 or (tile.stacked and problem.x_bits == 8) else 1.0)
@@ -187,7 +187,7 @@ def _lone(problem: TileProblem, machine: Machine) -> TileChoice | None:
     """Return the tile of undecoded weights measured best where every row has an expert to itself, or None.
 
     Measured for one token of eight models on an H200, 2026-11-21; the score was fitted to more rows, so this tile
-    scores as if it took no longer than its weights. Many bytes on their way count most: 8 stages, or 6 where two
+    scores as if it took no longer than its weights. Bytes in flight matter most: 8 stages, or 6 where two
     programs then fit beside each other and are needed.
     """
     alone = machine.copies and problem.rows <= 16 and problem.rows <= 1.1 * _experts_hit(problem)
@@ -231,8 +231,8 @@ def _coprime(most: int) -> int:
     """Return the most programs, up to ``most``, that have neither 2 nor 3 as a factor.
 
     Of n programs each takes every n-th tile. An expert's rows often fill two or three tiles, the last one in part, so
-    it is done sooner. A program that met it every time would run ahead, and the weights it read would have left the L2
-    cache when its neighbour comes to them.
+    it is done sooner. A program that always drew it would run ahead, and the weights would leave the L2 cache before
+    its neighbours read them.
     """
     return next(count for count in range(most, 0, -1) if count % 2 and count % 3)
 

@@ -2,7 +2,7 @@
 
 A row of K is cut into blocks of 128 columns. Eight columns make a 32-bit word, magnitudes of columns 0 to 7 in bits
 4 j to 4 j + 2, signs of columns 0 to 3 in bits 7, 15, 23, 31 and of columns 4 to 7 in bits 3, 11, 19, 27. Sixty-four
-rows stand together, block by block; with gate and up, eight rows of each take turns.
+rows are together, block by block; with gate and up, eight rows of each take turns.
 
 Number ranges. An E2M1 code c above 1 is the E4M3 byte (c << 2) + 8 d for the scale 2^(d - 6), 0.5 is 8 d: exact for
 d from 1 to 12. Each row has its own base, its largest group gets d = 12, so groups down to 2^-11 of it are exact;

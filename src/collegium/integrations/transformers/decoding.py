@@ -41,7 +41,7 @@ class Decoder:
     """A causal language model of transformers that continues token ids.
 
     capture: False never replays a decode step as a CUDA graph; otherwise it is done wherever it is possible: a step
-    that waits for the GPU on the way, or copies from the host, is not captured.
+    that waits for the GPU in between, or copies from the host, is not captured.
     ``captured`` says whether the last call of ``generate`` did.
     """
 
@@ -110,7 +110,7 @@ class _Steps:
         fixed = _fixed_cache(caches, model.config, length)
         # Where there is none, the model makes the cache it needs in the first pass.
         self.cache = fixed
-        # A sliding window's cache takes another way in Python once it is full, which a graph cannot follow.
+        # A sliding window's cache runs other Python code once it is full, which a graph cannot follow.
         slides = fixed is not None and any(layer.is_sliding and layer.max_cache_len < length for layer in fixed.layers)
         self.masked = fixed is not None and not slides
         self.capture = capture and self.masked

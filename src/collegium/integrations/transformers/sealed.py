@@ -19,7 +19,7 @@ __all__ = ["seal"]
 
 
 def seal(model: Any, path: Path) -> None:
-    """Let ``model``, loaded from ``path``, refuse to be saved, moved, and to run its experts in another way.
+    """Let ``model``, loaded from ``path``, refuse to be saved, moved, and to run its experts otherwise.
 
     All are InputErrors: its experts' own parameters hold nothing.
     """

@@ -38,7 +38,7 @@ __all__ = ["Origin", "adopt", "check", "folder_of", "set_comparing"]
 _LOG = logging.getLogger(__name__)
 _ATTRIBUTE = "_collegium_origin"  # on the module itself, so that it goes with copies
 _FEW = 4  # rows read at a time where rows share no scale
-# A model may be rounded on its way, its scale, the product and for a later dtype, each time to bfloat16.
+# A model may be rounded to bfloat16 three times: its scale, the product, and for a later dtype.
 _TOLERANCE = 2 * torch.finfo(torch.bfloat16).eps
 _SWITCH = {"compare": True}
 
@@ -200,7 +200,7 @@ def _published(layer: CheckpointLayer, source: Source, window: tuple[int, int]) 
     columns = (0, source.columns)
     try:
         payload, wrong = read_matrix(layer.checkpoint, source, layer.stored, Cut(rows=window, columns=columns), {})
-    except InputError:  # a scale that stands for more rows than these
+    except InputError:  # a scale that serves more rows than these
         payload, wrong = read_matrix(layer.checkpoint, source, layer.stored, None, {})
         payload = None if payload is None else payload.rows(*window)
     if payload is None or wrong:
