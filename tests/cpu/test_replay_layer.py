@@ -158,8 +158,6 @@ def given(tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     [
         ("fp8_block", "fp8_group128", {}),
         ("mxfp4", "fp8_token", {"shared": True}),
-        ("nvfp4", "fp8_group128", {}),
-        ("int4_group", "fp8_token", {}),
         ("mxfp4", None, {}),
         ("bf16", None, {"on_input": True}),
         ("bf16", None, {"shared": True}),
