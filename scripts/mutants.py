@@ -96,7 +96,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     # Identity, threads and refusals of a layer.
     Mutant(
-        "a workspace lent twice", "runtime/workspace.py", (("                space = free.pop()\n", "                space = free[-1]\n"),),
+        "a workspace lent twice", "runtime/memory.py",
+        (("                space = free.pop()\n", "                space = free[-1]\n"),),
         ("tests/cpu/test_workspace.py",),
     ),
     Mutant(

@@ -19,13 +19,14 @@ import torch
 
 from collegium.runtime import launch as launching
 from collegium.runtime.launch import launch
+from collegium.runtime.memory import Region, Workspace, memory_map
 from collegium.runtime.replay import Replay
-from collegium.runtime.workspace import Workspace, empty
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 CPU = torch.device("cpu")
+PLACES = memory_map((Region("middle", 1 << 10),))
 STREAM = 7
 triton: Any = pytest.importorskip("triton")
 
@@ -97,18 +98,17 @@ class Pass:
     def __init__(self, extra: Callable[..., object] = lambda *_: None, scratch: int = 0) -> None:
         self.kernel = Kernel(scratch)
         self.weight = torch.full((64,), 2.0)
-        self.space = Workspace(CPU)
+        self.space = Workspace(CPU, PLACES.nbytes)
         self.extra = extra
         self.calls = 0
 
     def __call__(self, *inputs: Any) -> None:
         x, _, out = inputs
         self.calls += 1
-        with self.space.scope(x.numel()):
-            middle = empty((x.numel(),), torch.float32, CPU)
-            self._multiply(x, middle)
-            self.extra(x, middle)
-            self._multiply(middle, out)
+        middle = self.space.memory(PLACES).take("middle", (x.numel(),), torch.float32)
+        self._multiply(x, middle)
+        self.extra(x, middle)
+        self._multiply(middle, out)
 
     def _multiply(self, x: torch.Tensor, out: torch.Tensor) -> None:
         launch(self.kernel, (3,), (x, self.weight, out, x.numel()), {"FACTOR": 5}, num_warps=4)
@@ -275,18 +275,34 @@ def test_a_pass_that_failed_while_it_was_recorded_is_recorded_later() -> None:
     assert one.calls == 3
 
 
-def test_recorded_buffers_outlive_growth_and_the_workspace() -> None:
+def test_recorded_buffers_outlive_the_workspace() -> None:
     replay, one = Replay(), Pass()
     for _ in range(2):
         give(replay, one, numbers(8))
-    one.space.reserve(1 << 20)
+    larger = memory_map((Region("before", 1 << 20), *PLACES.regions))
+    one.space = Workspace(CPU, larger.nbytes)
+    one.space.memory(larger).take("before", (1 << 20,), torch.uint8).fill_(255)
     give(replay, one, numbers(8))
-    one.space, one.weight = Workspace(CPU), torch.empty(0)
+    one.space, one.weight = Workspace(CPU, PLACES.nbytes), torch.empty(0)
     taken = [torch.full((64,), torch.nan) for _ in range(50)]
     for _ in range(3):
         give(replay, one, numbers(8))
     assert one.calls == 2
     assert all(bool(tensor.isnan().all()) for tensor in taken)
+
+
+def test_what_was_recorded_in_one_workspace_is_not_repeated_in_another() -> None:
+    replay, one = Replay(), Pass()
+    for count, number in enumerate((1, 2), start=1):
+        one.space = Workspace(CPU, PLACES.nbytes)
+        middle = one.space.memory(PLACES).take("middle", (8,), torch.float32)
+        for _ in range(4):
+            x, out = numbers(8), torch.empty(8)
+            middle.fill_(torch.nan)
+            replay(one, (x, None, out), number)
+            assert torch.equal(out, x * 4)
+            assert torch.equal(middle, x * 2)
+        assert one.calls == 2 * count
 
 
 def test_the_oldest_kinds_are_forgotten(monkeypatch) -> None:

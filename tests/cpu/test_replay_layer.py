@@ -33,7 +33,7 @@ from collegium import (
 from collegium.ops import operand, permute, quantize, route, weighted_sum
 from collegium.runtime import launch as launching
 from collegium.runtime import replay
-from collegium.runtime.workspace import Workspaces, shared_workspaces
+from collegium.runtime.memory import Workspaces, shared_workspaces
 from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 CPU = torch.device("cpu")
 HOPPER = DeviceFacts(kind="cuda", name="H200", capability=(9, 0), memory=140 << 30)
 E, H, INNER, K = 3, 128, 128, 2
+FEW, SORTED = 2, 10  # tokens: as many as run unsorted, and more
 pytest.importorskip("triton")
 
 
@@ -105,14 +106,23 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
     for module in (operand, permute, quantize, route, weighted_sum):
         monkeypatch.setattr(module, "on_device", lambda *_: True)
-    for module in ("grouped_gemm", "permute", "quantize", "route_device", "w4a8", "weighted_sum"):
+    for module in ("permute", "quantize", "route_device", "weighted_sum"):
         monkeypatch.setattr(f"collegium.ops.{module}.launch", started)
+    for module in ("grouped", "prefill"):
+        monkeypatch.setattr(f"collegium.experts.triton.{module}.launch", started)
     monkeypatch.setattr(launching, "_direct", lambda: True)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
     return made
 
 
-def layer_of(weights: str, activations: str | None, *, shared: bool = False, on_input: bool = False) -> MoELayer:
+def layer_of(
+    weights: str,
+    activations: str | None,
+    *,
+    shared: bool = False,
+    on_input: bool = False,
+    after_expert: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> MoELayer:
     spec = MoESpec(
         hidden_size=H,
         intermediate_size=INNER,
@@ -121,7 +131,8 @@ def layer_of(weights: str, activations: str | None, *, shared: bool = False, on_
         weight_format=weights,
         shared=SharedSpec(intermediate_size=INNER) if shared else None,
     )
-    chosen = plan(Problem(spec=spec, device=HOPPER, limits=Limits(max_tokens=8)), Choice(activation_format=activations))
+    problem = Problem(spec=spec, device=HOPPER, limits=Limits(max_tokens=SORTED))
+    chosen = plan(problem, Choice(activation_format=activations))
     layer = MoELayer(
         encode_experts(random_experts(E, 2, INNER, H, seed=1), weights),
         chosen,
@@ -129,6 +140,7 @@ def layer_of(weights: str, activations: str | None, *, shared: bool = False, on_
         shared=SharedWeights(experts=encode_experts(random_experts(1, 2, INNER, H, seed=3), weights))
         if shared
         else None,
+        after_expert=after_expert,
     )
     layer.workspaces = Workspaces(CPU)
     layer.workspaces.reserve(chosen.workspace_bytes)
@@ -140,6 +152,7 @@ def given(tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return x, uneven_ids(tokens, K, E, seed=seed), torch.rand(tokens, K), torch.empty_like(x)
 
 
+@pytest.mark.parametrize("tokens", [FEW, SORTED])
 @pytest.mark.parametrize(
     ("weights", "activations", "more"),
     [
@@ -147,25 +160,38 @@ def given(tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
         ("mxfp4", "fp8_token", {"shared": True}),
         ("mxfp4", None, {}),
         ("bf16", None, {"on_input": True}),
+        ("bf16", None, {"shared": True}),
     ],
     ids=str,
 )
 def test_repeated_passes_give_the_bits_of_computed_ones(
-    weights: str, activations: str | None, more: dict[str, bool], machine: Machine, monkeypatch: pytest.MonkeyPatch
+    weights: str,
+    activations: str | None,
+    more: dict[str, bool],
+    tokens: int,
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """No operation of torch is part of a pass: the second call is recorded, and the next ones are repeated."""
     repeated: list[int] = []
     start = replay._start
     monkeypatch.setattr(replay, "_start", lambda *args: (repeated.append(1), start(*args)))
     layer, plain = layer_of(weights, activations, **more), layer_of(weights, activations, **more)
     plain.workspaces = None
+    pipelines = ("split",) if "on_input" in more else ("direct", "split")
+    assert layer.plan.pipelines == pipelines
+    assert [stretch.pipeline for stretch in layer.plan.stretches if stretch.tokens <= tokens][-1] == (
+        pipelines[0] if tokens == FEW else "split"
+    )
     kept: list[object] = []
     for call in range(4):
-        x, ids, chosen, out = given(2, call)
+        x, ids, chosen, out = given(tokens, call)
         machine.see(x, ids, chosen, out)
         kept += [x, ids, chosen, out]
         routing = Routing(topk_ids=ids, topk_weights=chosen)
-        layer.workspaces._free[-1]._blocks[-1].fill_(255)
+        layer.workspaces._free[-1].block.fill_(255)
         assert torch.equal(layer(x, routing=routing, out=out), plain(x, routing=routing))
+        assert [isinstance(found, tuple) for found in layer._replay._kinds.values()] == [call > 0]
     assert len(repeated) == 2
 
 
@@ -202,14 +228,19 @@ def test_a_layer_with_workspaces_can_be_copied_and_pickled(machine: Machine) -> 
 
 @pytest.mark.parametrize("what", ["checked", "choose", "after_expert"])
 def test_passes_with_foreign_or_waiting_code_are_computed(what: str, machine: Machine) -> None:
-    layer = layer_of("bf16", None)
+    seen: list[int] = []
+
+    def after(rows: torch.Tensor) -> torch.Tensor:
+        seen.append(rows.shape[0])
+        return rows
+
+    layer = layer_of("bf16", None, after_expert=after if what == "after_expert" else None)
     if what == "checked":
         layer.checked = True
     elif what == "choose":
-        layer.choose = lambda x, logits, k: tuple(logits.topk(k))
-    else:
-        object.__setattr__(layer._pipeline, "after_expert", lambda rows: rows)
+        layer.choose = lambda x, logits, k: (seen.append(len(x) * k), *logits.topk(k))[1:]
     for call in range(3):
-        x, *_ = given(2, call)
+        x, *_ = given(FEW, call)
         layer(x)
     assert not any(isinstance(found, tuple) for found in layer._replay._kinds.values())
+    assert seen == ([] if what == "checked" else [FEW * K] * 3)

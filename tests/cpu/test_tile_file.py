@@ -8,30 +8,35 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from collegium.experts.triton.tile_file import products, tile_folder, tile_key, tile_path, with_tuned_tiles, write_tiles
 
-from collegium import warming
 from collegium.commands.bench import random_weights, spec_of
 from collegium.commands.measure import random_routing
 from collegium.commands.tune import measure_tiles, tune
 from collegium.errors import InputError
+from collegium.experts.measured import tile_folder, tile_key, tile_path, with_measured_tiles, write_tiles
 from collegium.experts.reference import Reference
 from collegium.experts.triton.bf16 import TritonBf16
-from collegium.experts.triton.packed import PackedExperts, chosen_tiles, few_tokens, large_tile
+from collegium.experts.triton.packed import PackedExperts
 from collegium.experts.triton.tiles import TileChoice, candidates, nearest
 from collegium.experts.triton.w4a16 import TritonW4A16
 from collegium.layer import MoELayer
 from collegium.parallel.local import Local
 from collegium.plan import plan
-from collegium.problem import DeviceFacts, Problem
-from collegium.runtime.warming import batch_sizes, compile_batches, warm_up
-from collegium.types import RouterWeights
+from collegium.problem import DeviceFacts, Limits, Problem
+from collegium.runtime.memory import OwnMemory
+from collegium.runtime.warming import compile_batches, sizes_for, warm_up
+from collegium.types import RouterWeights, RoutingSpec, SharedSpec, SharedWeights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterable
+
+    from collegium.experts.triton.tiling import ProductTiling
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
@@ -45,31 +50,39 @@ def packed_layer(weights: str = "bf16", what: str = "64x64x3x1") -> tuple[Proble
     spec = replace(spec_of(what)[1], weight_format=weights)
     problem = Problem(spec=spec, device=DeviceFacts(kind="cpu", name="test / machine"), activation_format="bf16")
     kernel = TritonBf16() if weights == "bf16" else TritonW4A16()
-    packed = kernel.pack(random_weights(spec, CPU), problem)
+    packed = kernel.pack(random_weights(spec, CPU), problem.routed)
     # In the interpreter no kernel starts before the one before it has ended.
     return problem, replace(packed, machine=replace(packed.machine, pdl=False))
 
 
-def some_tiles(packed: PackedExperts, rows: int, place: int):
-    found = [candidates(packed.problem_of(matrix, rows), packed.machine) for _, matrix in products(packed)]
-    return tuple(((rows, tiles[place]),) for tiles in found)
+def possible_tiles(packed: PackedExperts, rows: int) -> dict[str, tuple[TileChoice, ...]]:
+    """What may run each product of ``rows`` rows."""
+    tiling = packed.tiling
+    layouts = {"gate_up": packed.gate_up.layout, "down": packed.down.layout}
+    return {name: candidates(tiling.problem_of(own, rows), packed.machine) for name, own in layouts.items()}
+
+
+def some_tiles(packed: PackedExperts, rows: int, place: int) -> dict[str, tuple[tuple[int, TileChoice], ...]]:
+    return {name: ((rows, tiles[place]),) for name, tiles in possible_tiles(packed, rows).items()}
 
 
 def test_a_measured_tile_is_used_near_where_it_was_measured(tmp_path):
     problem, packed = packed_layer()
     tables = some_tiles(packed, 64, -1)
-    assert chosen_tiles(packed, 64) != (tables[0][0][1], tables[1][0][1])
+    measured = (tables["gate_up"][0][1], tables["down"][0][1])
+    assert packed.tiling.pair(64) != measured
     write_tiles(problem, tables, tmp_path)
-    tuned = with_tuned_tiles(packed, problem, tmp_path)
+    tuned = with_measured_tiles(packed, problem, tmp_path)
+    assert tuned.measured == (tables["gate_up"], tables["down"])
     for rows in (32, 64, 128):
-        assert chosen_tiles(tuned, rows) == (tables[0][0][1], tables[1][0][1])
+        assert tuned.tiling.pair(rows) == measured
     for rows in (31, 129):
-        assert chosen_tiles(tuned, rows) == chosen_tiles(packed, rows)
+        assert tuned.tiling.pair(rows) == packed.tiling.pair(rows)
 
 
 def test_the_nearest_measurement_counts():
     problem, packed = packed_layer()
-    first, second = candidates(packed.problem_of(packed.down, 8), packed.machine)[:2]
+    first, second = possible_tiles(packed, 8)["down"][:2]
     table = ((8, first), (32, second))
     found = [nearest(table, rows) for rows in (3, 4, 8, 15, 17, 32, 64, 65)]
     assert found == [None, first, first, first, second, second, second, None]
@@ -81,9 +94,11 @@ def test_tiles_change_no_bit():
     problem, packed = packed_layer()
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     batch, _ = Local(num_experts=3).dispatch(x, random_routing(5, problem.spec, "uniform", torch.Generator()))
-    results = [TritonBf16().run(batch, replace(packed, tuned=some_tiles(packed, 5, place))) for place in (0, -1)]
+    tuned = [packed.with_measured(some_tiles(packed, 5, place)) for place in (0, -1)]
+    assert tuned[0].tiling.pair(5) != tuned[1].tiling.pair(5)
+    results = [own.run(batch) for own in tuned]
     assert torch.equal(results[0], results[1])
-    truth = Reference().run(batch, Reference().pack(random_weights(problem.spec, CPU), problem))
+    truth = Reference().pack(random_weights(problem.spec, CPU), problem.routed).run(batch)
     assert float((results[0].float() - truth).norm() / truth.norm()) < 0.02
 
 
@@ -95,8 +110,8 @@ def test_a_stale_or_foreign_file_is_ignored_with_one_line(entry, tmp_path, caplo
     held["key"][entry] = "another"
     path.write_text(json.dumps(held))
     with caplog.at_level(logging.WARNING, logger="collegium"):
-        assert with_tuned_tiles(packed, problem, tmp_path) is packed
-        assert with_tuned_tiles(packed, problem, tmp_path) is packed
+        assert with_measured_tiles(packed, problem, tmp_path) is packed
+        assert with_measured_tiles(packed, problem, tmp_path) is packed
     assert len(caplog.records) == 1
     text = caplog.records[0].getMessage()
     assert entry in text
@@ -124,17 +139,17 @@ def test_a_tile_that_this_machine_cannot_run_is_not_run(damage, tmp_path, caplog
     damage(held)
     path.write_text(json.dumps(held))
     with caplog.at_level(logging.WARNING, logger="collegium"):
-        assert with_tuned_tiles(packed, problem, tmp_path) is packed
+        assert with_measured_tiles(packed, problem, tmp_path) is packed
     assert len(caplog.records) == 1
 
 
 def test_half_a_file_is_ignored_and_no_file_is_silent(tmp_path, caplog):
     problem, packed = packed_layer()
-    assert with_tuned_tiles(packed, problem, tmp_path) is packed
+    assert with_measured_tiles(packed, problem, tmp_path) is packed
     assert not caplog.records
     path = write_tiles(problem, some_tiles(packed, 64, -1), tmp_path)
     path.write_text(path.read_text()[:40])
-    assert with_tuned_tiles(packed, problem, tmp_path) is packed
+    assert with_measured_tiles(packed, problem, tmp_path) is packed
     assert len(caplog.records) == 1
 
 
@@ -158,8 +173,8 @@ def test_tuning_measures_candidates_and_keeps_only_what_is_faster():
     problem, packed = packed_layer(what="64x64x2x1")
     rows = measure_tiles(packed, problem, 1, most=2, rounds=1)
     assert [row.product for row in rows] == ["gate_up", "down"]
-    for row, (_, matrix) in zip(rows, products(packed), strict=True):
-        possible = candidates(packed.problem_of(matrix, 1), packed.machine)
+    for row in rows:
+        possible = possible_tiles(packed, 1)[row.product]
         assert row.best in possible
         assert row.chosen in possible
         assert row.best_seconds <= row.chosen_seconds
@@ -171,43 +186,95 @@ def test_tuning_refuses_a_kernel_without_tiles():
         tune("64x32x3x1", device="cpu", tokens=(1,))
 
 
-def variants(packed: PackedExperts, tokens: Iterable[int]) -> set[tuple[int, TileChoice, bool]]:
-    """What compiles a product of its own for batches of two rows a token: its tile, and whether rows are sorted."""
-    few = few_tokens(packed, 2)
-    return {(p, tile, t <= few) for t in tokens for p, tile in enumerate(chosen_tiles(packed, 2 * t))}
+def variants(packed: PackedExperts) -> Callable[[int], frozenset[Hashable]]:
+    """What batches of two rows a token need."""
+    tiling, few = packed.tiling, packed.tiling.unsorted_tokens(2)
+    return lambda tokens: tiling.variants(2 * tokens, unsorted=tokens <= few)
 
 
-def test_warming_up_meets_every_tile_once():
-    _, packed = packed_layer("mxfp4", "256x256x8x2")
-    limit = 700
-    sizes = batch_sizes([(packed, 2), (None, 1)], limit)
-    assert variants(packed, sizes) == variants(packed, range(1, limit + 1))
+def tiles_of(tiling: ProductTiling, top_k: int, tokens: Iterable[int]) -> set[tuple[int, TileChoice, bool]]:
+    """What compiles a product of its own for batches of ``top_k`` rows a token: its tile, and whether rows are sorted.
+
+    top_k 0: one row a token, always sorted.
+    """
+    few, rows = tiling.unsorted_tokens(top_k) if top_k else 0, top_k or 1
+    found: set[tuple[int, TileChoice, bool]] = set()
+    for count in tokens:
+        large = tiling.large(rows * count)
+        pair = tiling.pair(rows * count) if large is None else (large, large)
+        found |= {(place, tile, count <= few) for place, tile in enumerate(pair)}
+    return found
+
+
+def check_sizes(variants: Callable[[int], frozenset[Hashable]], sizes: list[int], limit: int) -> None:
+    """The sizes together need everything that 1 to ``limit`` tokens can need, and each needs something new."""
     assert sizes[0] == 1
     assert sizes == sorted(sizes)
+    seen: set[Hashable] = set()
+    for count in sizes:
+        # Kernels around the products depend on powers of two: whether it is one, and between which two it is.
+        own = {*variants(count), (count.bit_length(), (count - 1).bit_length())}
+        assert not own <= seen, count
+        seen |= own
+    for count in range(1, limit + 1):
+        assert {*variants(count), (count.bit_length(), (count - 1).bit_length())} <= seen, count
+
+
+def test_warming_up_needs_every_tile_once():
+    _, packed = packed_layer("mxfp4", "256x256x8x2")
+    limit = 700
+    sizes = sizes_for(variants(packed), limit)
+    check_sizes(variants(packed), sizes, limit)
+    assert tiles_of(packed.tiling, 2, sizes) == tiles_of(packed.tiling, 2, range(1, limit + 1))
     assert len(sizes) < 60, "more batches than powers of two and tiles"
     # Powers of two choose the variants of the kernels around the products: 64 tokens and 63, 65 rows and 64.
     assert {1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 512, 513} <= set(sizes)
-    assert batch_sizes([(None, 2)], limit) == []
+    assert sizes_for(lambda _: frozenset(), limit) == []
 
 
-def test_warming_up_meets_a_tile_of_unsorted_rows_again_for_sorted_ones():
+@pytest.mark.parametrize("weights", ["bf16", "mxfp4"])
+def test_warming_up_a_layer_needs_every_tile_of_its_routed_and_its_shared_experts(weights):
+    spec = replace(spec_of("256x256x8x2")[1], weight_format=weights, shared=SharedSpec(intermediate_size=192))
+    limit, hopper = 700, DeviceFacts(kind="cuda", name="H200", capability=(9, 0), memory=140 << 30)
+    alone = replace(spec, intermediate_size=192, num_experts=1, routing=RoutingSpec(top_k=1), shared=None)
+    layer = MoELayer(
+        random_weights(spec, CPU),
+        plan(Problem(spec=spec, device=hopper, limits=Limits(max_tokens=limit))),
+        shared=SharedWeights(experts=random_weights(alone, CPU)),
+    )
+    sizes = sizes_for(layer.variants, limit)
+    check_sizes(layer.variants, sizes, limit)
+    for experts, top_k in ((layer.experts, 2), (layer.shared.experts, 0)):
+        tiling = experts.tiling
+        assert tiles_of(tiling, top_k, sizes) == tiles_of(tiling, top_k, range(1, limit + 1))
+    without = replace(layer.plan.problem, spec=replace(spec, shared=None))
+    fewer = sizes_for(MoELayer(random_weights(spec, CPU), plan(without)).variants, limit)
+    assert len(fewer) <= len(sizes) < 80
+
+
+def test_warming_up_needs_a_tile_of_unsorted_rows_again_for_sorted_ones():
     _, packed = packed_layer("mxfp4", "256x256x8x2")
-    possible = candidates(packed.problem_of(packed.down, 16), packed.machine)
+    possible = possible_tiles(packed, 16)["down"]
     some, other = [tile for tile in possible if tile.block_t == possible[0].block_t][:2]
     table = ((16, some), (18, other), (24, some))
-    packed = replace(packed, tuned=(table, table))
-    assert variants(packed, batch_sizes([(packed, 2)], 15)) == variants(packed, range(1, 16))
+    packed = packed.with_measured({"gate_up": table, "down": table})
+    assert packed.tiling.unsorted_tokens(2) == 8
+    sizes = sizes_for(variants(packed), 15)
+    check_sizes(variants(packed), sizes, 15)
+    assert tiles_of(packed.tiling, 2, sizes) == tiles_of(packed.tiling, 2, range(1, 16))
+    assert {(0, some, True), (0, some, False)} <= tiles_of(packed.tiling, 2, sizes)
 
 
-def test_warming_up_meets_the_product_of_large_batches_and_no_tile_it_replaces():
+def test_warming_up_needs_the_product_of_large_batches_and_no_tile_it_replaces():
     _, packed = packed_layer("bf16", "256x256x8x2")
     hopper = replace(packed, machine=replace(packed.machine, copies=True))
     limit = 700
-    first = next(t for t in range(1, limit + 1) if large_tile(hopper, 2 * t) is not None)
-    sizes = batch_sizes([(hopper, 2)], limit)
+    first = next(t for t in range(1, limit + 1) if hopper.tiling.large(2 * t) is not None)
+    sizes = sizes_for(variants(hopper), limit)
+    check_sizes(variants(hopper), sizes, limit)
     assert first in sizes
-    assert all(large_tile(hopper, 2 * t) is not None for t in range(first, limit + 1))
-    assert len([t for t in sizes if t > first]) < len([t for t in batch_sizes([(packed, 2)], limit) if t > first])
+    assert all(hopper.tiling.large(2 * t) is not None for t in range(first, limit + 1))
+    assert len([t for t in sizes if t > first]) < len([t for t in sizes_for(variants(packed), limit) if t > first])
 
 
 def test_batches_run_and_report():
@@ -290,12 +357,24 @@ def test_layers_of_one_kind_are_warmed_up_once(monkeypatch):
     assert {own.spec.intermediate_size for own in warmed} == {64, 32}
 
 
-def test_an_empty_batch_goes_the_whole_way_through_a_layer(monkeypatch):
+def test_a_batch_of_zeros_goes_through_a_layer_in_every_way_it_may_be_asked(monkeypatch):
     spec = spec_of("64x64x3x2")[1]
     router = RouterWeights(weight=torch.randn(3, 64))
     layer = MoELayer(random_weights(spec, CPU), plan(Problem(spec=spec, device=DeviceFacts(kind="cpu"))), router=router)
-    seen: list[int] = []
-    layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[0]))
-    monkeypatch.setattr(warming, "batch_sizes", lambda *_: [5])
+    seen: list[tuple[object, ...]] = []
+    compute = MoELayer.compute
+
+    def noted(self, x, logits, ids, weights, token_ids, out, memory):
+        assert isinstance(memory, OwnMemory)
+        out.fill_(torch.nan)
+        compute(self, x, logits, ids, weights, token_ids, out, memory)
+        assert not x.any()
+        assert not out.any(), "experts of zeros without biases"
+        seen.append((tuple(x.shape), *[None if given is None else given.dtype for given in (logits, ids, weights)]))
+
+    monkeypatch.setattr(MoELayer, "compute", noted)
+    monkeypatch.setattr("collegium.layer.sizes_for", lambda *_: [5])
     assert layer.warm_up() == 1
-    assert seen == [5] * 6, "four dtypes of a routing, two of logits"
+    kinds = (torch.float32, torch.bfloat16)
+    routings = [((5, 64), None, whole, kind) for kind in kinds for whole in (torch.int64, torch.int32)]
+    assert seen == [*routings, *(((5, 64), kind, None, None) for kind in kinds)]
