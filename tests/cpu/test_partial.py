@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from collegium import Choice, InputError, Placement, PlanError, Problem, Routing, SpecError, plan
+from collegium import (
+    Choice,
+    InputError,
+    MoESpec,
+    Placement,
+    PlanError,
+    Problem,
+    Routing,
+    RoutingSpec,
+    SharedSpec,
+    SpecError,
+    plan,
+)
 from collegium.checkpoint import Checkpoint
 from collegium.checkpoint.opened import CheckpointLayer
 from collegium.loading import load_routed
@@ -96,3 +108,17 @@ def test_weights_of_another_rank_are_refused(tmp_path: Path) -> None:
 
     with pytest.raises(InputError, match="logical shape"):
         MoELayer(load_experts(layer, SPLITS["experts"][1]), made.plan)
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"shared": SharedSpec(intermediate_size=64)}, "shared expert, which each rank would add"),
+        ({"latent_size": 32, "latent_norm_eps": 1e-6}, "a norm, which is of the whole sum"),
+    ],
+)
+def test_what_does_not_add_up_over_ranks_is_refused(more: dict[str, Any], why: str) -> None:
+    spec = MoESpec(hidden_size=64, intermediate_size=64, num_experts=EXPERTS, routing=RoutingSpec(top_k=2), **more)
+    problem = Problem(spec=spec, device=probe("cpu"), placement=SPLITS["experts"][0])
+    with pytest.raises(PlanError, match=why):
+        plan(problem, PARTIAL)

@@ -1,7 +1,8 @@
 """This rank's part of the sum, for a caller that adds the ranks' results itself (an engine with its own all-reduce).
 
 Every rank is given all tokens and all routings. It computes the assignments of its own experts, with its slice of them,
-and drops the others. The float32 sum of all ranks' results is the layer's output, up to the order of additions.
+and drops the others. The sum of all ranks' results, each rounded to the layer's dtype, is the layer's output up to that
+rounding and the order of additions.
 """
 
 from __future__ import annotations
@@ -81,6 +82,8 @@ class PartialKind:
             return "returns this rank's part of the sum only; ask for it with Choice(dispatcher='partial')"
         if problem.spec.shared is not None:
             return "asked for a layer with a shared expert, which each rank would add; run the shared expert apart"
+        if problem.spec.latent_norm_eps is not None:
+            return "asked for a latent layer with a norm, which is of the whole sum; run projections and norm apart"
         return None
 
     def rows(self, problem: Problem, tokens: int) -> int:
