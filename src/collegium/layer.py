@@ -88,13 +88,12 @@ class MoELayer(PackedModule):
         self.router = None if router is None else in_float32(router)
         self.after_expert = after_expert
         self.experts = with_measured_tiles(kernel_named(plan.kernel).pack(weights, problem.routed), problem)
-        own = cast("str", plan.shared_kernel)
-        self.shared = None if shared is None else pack_shared(shared, problem, kernel_named(own))
+        self.shared = None if shared is None else pack_shared(shared, problem, kernel_named(str(plan.shared_kernel)))
         self.latent = None if latent is None else latent_of(latent, DTYPES[problem.dtype])
         kinds = [kind for kind in pipelines.PIPELINES if kind.name in plan.pipelines]
-        dispatcher = dispatcher_named(plan.dispatcher)
+        dispatcher, tiling = dispatcher_named(plan.dispatcher), self.experts.tiling
         # Packing may have found what the problem could not say.
-        self.plan = replace(plan, stretches=stretches(kinds, dispatcher, self.experts.tiling, problem))
+        self.plan = replace(plan, stretches=stretches(kinds, dispatcher, tiling, problem))
         parts = Parts(
             experts=self.experts,
             dispatcher=dispatcher.build(problem),
@@ -102,8 +101,7 @@ class MoELayer(PackedModule):
             num_experts=len(problem.local_experts),
             after_expert=after_expert,
         )
-        most = [(kind.most(self.experts.tiling, spec.routing.top_k), kind) for kind in kinds]
-        self._pipelines = tuple((limit, kind.build(parts)) for limit, kind in most)
+        self._pipelines = tuple((kind.most(tiling, parts.top_k), kind.build(parts)) for kind in kinds)
         self._device = weights.down.device
         self._places = memory_map(self.plan.regions)
         on_gpu = self._device.type == "cuda" and plan.capturable
@@ -178,9 +176,10 @@ class MoELayer(PackedModule):
 
     def variants(self, tokens: int) -> frozenset[Hashable]:
         """Return what has to be compiled for a batch of ``tokens`` tokens; equal members are compiled once."""
-        own = self._pipeline(tokens).variants(tokens)
-        beside = frozenset[Any]() if self.shared is None else self.shared.variants(tokens)
-        return frozenset({("routed", one) for one in own} | {("shared", one) for one in beside})
+        shared = frozenset[Any]() if self.shared is None else self.shared.variants(tokens)
+        return frozenset(
+            {("routed", own) for own in self._pipeline(tokens).variants(tokens)} | {("shared", own) for own in shared}
+        )
 
     def compute(
         self,
@@ -214,10 +213,10 @@ class MoELayer(PackedModule):
     def _recorded(self, memory: Memory, number: int, inputs: tuple[Any, ...]) -> None:
         # User callbacks may launch work that the recorder cannot see.
         own = self.choose is None and self.after_expert is None
-        if own and inputs[0].shape[0] <= self.plan.problem.limits.max_tokens:
-            self._replay(partial(self._passes, memory), inputs, number)
-        else:
+        if not own or inputs[0].shape[0] > self.plan.problem.limits.max_tokens:
             self._passes(memory, *inputs)
+        else:
+            self._replay(partial(self._passes, memory), inputs, number)
 
     def _passes(self, memory: Memory | None, *inputs: Any) -> None:
         x, out = inputs[0], inputs[5]
