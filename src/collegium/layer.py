@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -140,13 +140,7 @@ class MoELayer(PackedModule):
         of fresh memory. Raises InputError on shapes, dtypes, devices and where a gradient is asked for, and
         RoutingError in checked mode.
         """
-        check_input(x, self.plan.problem, self._device)
-        given = cast("object", routing)
-        if given is not None and not isinstance(given, Routing):
-            raise InputError(
-                f"forward: routing is a {type(given).__name__}, allowed: "
-                "collegium.Routing(topk_ids=..., topk_weights=...)"
-            )
+        check_input(x, routing, self.plan.problem, self._device)
         ids, weights = (None, None) if routing is None else (routing.topk_ids, routing.topk_weights)
         refuse_gradient(x=x, router_logits=router_logits, topk_weights=weights, router_input=router_input, out=out)
         if out is None:

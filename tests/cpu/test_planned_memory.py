@@ -88,8 +88,8 @@ def layer_of(spec, chosen):
         gate = torch.zeros(1, wide) if spec.shared.gated else None
         given["shared"] = SharedWeights(experts=weights_of(spec.shared_alone()), gate=gate)
     if spec.latent_size is not None:
-        narrow = spec.latent_size
-        given["latent"] = LatentWeights(down=torch.zeros(narrow, wide), up=torch.zeros(wide, narrow))
+        down, up = torch.zeros(spec.latent_size, wide), torch.zeros(wide, spec.latent_size)
+        given["latent"] = LatentWeights(down=down, up=up)
     held = replace(spec, shared=None, num_experts=len(chosen.problem.local_experts))
     return MoELayer(weights_of(held), chosen, **given)
 

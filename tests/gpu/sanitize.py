@@ -60,10 +60,12 @@ def run(weights: str, activations: str | None, tokens: int, *, together: bool) -
     for kernel in (None, "reference"):
         chosen = plan(problem, Choice(kernel=kernel, activation_format=activations))
         layer = MoELayer(made, chosen, router=router)
-        packed = layer._pipeline.packed
-        if together and isinstance(packed, PackedExperts):
-            machine = replace(packed.machine, specialises=False)
-            layer._pipeline = replace(layer._pipeline, packed=replace(packed, machine=machine))
+        if together and isinstance(layer.experts, PackedExperts):
+            own = replace(layer.experts, machine=replace(layer.experts.machine, specialises=False))
+            pipelines = [
+                (most, replace(each, parts=replace(each.parts, experts=own))) for most, each in layer._pipelines
+            ]
+            layer.experts, layer._pipelines = own, tuple(pipelines)
         layer.workspaces = None  # separate allocations, so that a read past one is seen
         found.append(layer(x, routing=given))
     lost = found[1].isnan().all(dim=1)

@@ -13,7 +13,7 @@ from triton import knobs
 
 from collegium import Choice, Limits, MoELayer, MoESpec, Problem, Routing, RoutingSpec, encode_experts, plan
 from collegium.runtime.devices import probe
-from collegium.runtime.workspace import Workspaces
+from collegium.runtime.memory import Workspaces
 from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
 from collegium.types import SharedSpec, SharedWeights
 

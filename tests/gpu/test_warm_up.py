@@ -31,7 +31,7 @@ from collegium import (
 from collegium.commands.bench import bench, random_weights
 from collegium.commands.measure import Ceilings, measure_ceilings
 from collegium.commands.tune import tune
-from collegium.experts.triton.tile_file import products, tile_path, with_tuned_tiles, write_tiles
+from collegium.experts.measured import tile_path, with_measured_tiles, write_tiles
 from collegium.experts.triton.tiles import candidates
 
 if TYPE_CHECKING:
@@ -155,17 +155,24 @@ def test_after_warming_up_no_way_to_ask_compiles_anything(compiled, weights, act
 
 def test_tiles_of_a_file_are_used_and_change_no_bit(tmp_path):
     layer = layer_of("mxfp4", "bf16", hidden=768)
-    packed, problem = layer._pipeline.packed, layer.plan.problem
-    wanted = run(layer, 48)
+    packed, problem = layer.experts, layer.plan.problem
+    wanted, rows = run(layer, 48), 48 * TOP_K
+    used: list[tuple[object, ...]] = []
     for pick in (0, -1):
-        rows = 48 * TOP_K
-        tiles = [candidates(packed.problem_of(matrix, rows), packed.machine)[pick] for _, matrix in products(packed)]
-        write_tiles(problem, (((rows, tiles[0]),), ((rows, tiles[1]),)), tmp_path)
-        tuned = with_tuned_tiles(packed, problem, tmp_path)
-        assert [table[0][1] for table in tuned.tuned] == tiles
+        layouts = {"gate_up": packed.gate_up.layout, "down": packed.down.layout}
+        tiles = {
+            name: candidates(packed.tiling.problem_of(own, rows), packed.machine)[pick] for name, own in layouts.items()
+        }
+        write_tiles(problem, {name: ((rows, tile),) for name, tile in tiles.items()}, tmp_path)
+        tuned = with_measured_tiles(packed, problem, tmp_path)
+        assert [table[0][1] for table in tuned.measured] == list(tiles.values())
         other = layer_of("mxfp4", "bf16", hidden=768)
-        object.__setattr__(other._pipeline, "packed", tuned)
+        pipelines = [(most, replace(own, parts=replace(own.parts, experts=tuned))) for most, own in other._pipelines]
+        other.experts, other._pipelines = tuned, tuple(pipelines)
+        used.append(other._pipelines[-1][1].parts.experts.tiling.pair(rows))
+        assert used[-1] == tuple(tiles.values())
         assert torch.equal(run(other, 48), wanted)
+    assert used[0] != used[1]
 
 
 def test_tuning_writes_a_file_that_layers_use(tmp_path):
@@ -175,7 +182,7 @@ def test_tuning_writes_a_file_that_layers_use(tmp_path):
     layer = layer_of("mxfp4", "bf16", hidden=768)
     problem = layer.plan.problem
     assert str(tile_path(problem, tmp_path)) == report.path
-    tuned = with_tuned_tiles(layer._pipeline.packed, problem, tmp_path).tuned
+    tuned = with_measured_tiles(layer.experts, problem, tmp_path).measured
     assert tuned[0] == tuple((row.rows, row.best) for row in report.rows if row.product == "gate_up")
 
 

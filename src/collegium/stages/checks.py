@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import InputError
 from ..formats.unquantised import FLOAT_FORMATS
+from ..types import Routing
 
 if TYPE_CHECKING:
     import torch
@@ -42,8 +43,8 @@ def check_weights(weights: ExpertWeights[Payload], problem: ExpertsProblem) -> N
             )
 
 
-def check_input(x: Tensor, problem: Problem, device: torch.device) -> None:
-    """Compare shape, dtype and device of a layer's input with the plan; raises InputError."""
+def check_input(x: Tensor, routing: object, problem: Problem, device: torch.device) -> None:
+    """Compare shape, dtype and device of a layer's input with the plan, and the class of a routing; raises InputError."""
     width, wanted = problem.spec.hidden_size, problem.dtype
     if x.shape[-1:] != (width,):
         raise InputError(f"forward: x has shape {tuple(x.shape)}; its last dimension must be hidden_size={width}")
@@ -58,6 +59,10 @@ def check_input(x: Tensor, problem: Problem, device: torch.device) -> None:
         raise InputError(
             f"forward: x is on {x.device}, the packed weights are on {device}; move x, or build the layer "
             "with weights on x's device (a packed layer does not move)"
+        )
+    if routing is not None and not isinstance(routing, Routing):
+        raise InputError(
+            f"forward: routing is a {type(routing).__name__}, allowed: collegium.Routing(topk_ids=..., topk_weights=...)"
         )
 
 
