@@ -44,7 +44,7 @@ def check_weights(weights: ExpertWeights[Payload], problem: ExpertsProblem) -> N
 
 
 def check_input(x: Tensor, routing: object, problem: Problem, device: torch.device) -> None:
-    """Compare shape, dtype and device of a layer's input with the plan, and the class of a routing; raises InputError."""
+    """Compare shape, dtype and device of x with the plan, and the class of a routing; raises InputError."""
     width, wanted = problem.spec.hidden_size, problem.dtype
     if x.shape[-1:] != (width,):
         raise InputError(f"forward: x has shape {tuple(x.shape)}; its last dimension must be hidden_size={width}")
@@ -62,7 +62,8 @@ def check_input(x: Tensor, routing: object, problem: Problem, device: torch.devi
         )
     if routing is not None and not isinstance(routing, Routing):
         raise InputError(
-            f"forward: routing is a {type(routing).__name__}, allowed: collegium.Routing(topk_ids=..., topk_weights=...)"
+            f"forward: routing is a {type(routing).__name__}, allowed: "
+            "collegium.Routing(topk_ids=..., topk_weights=...)"
         )
 
 
