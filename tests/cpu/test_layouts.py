@@ -16,9 +16,9 @@ from collegium.experts.triton.matrix import PackedMatrix
 from collegium.formats import Int4Group
 from collegium.formats.unquantised import DTYPES
 from collegium.kernels import numbers
+from collegium.problem import DeviceFacts, Problem
 from collegium.runtime.machine import Machine
 from collegium.testing.compare import random_experts
-from collegium.problem import DeviceFacts, Problem
 from collegium.types import SCORE_FUNCTIONS, ActivationSpec, MoESpec, RoutingSpec
 
 FOUR = ("mxfp4", "nvfp4", "int4_group")
