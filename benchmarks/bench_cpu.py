@@ -120,14 +120,14 @@ def _ours(name: str, plain: ExpertWeights[Bf16]) -> Contender:
     )
     problem = Problem(spec=spec, device=probe("cpu"))
     kernel, local = CpuGrouped(), Local(num_experts=E)
-    reason = kernel.refuse(problem)
+    reason = kernel.refuse(problem.routed)
     if reason is not None:
         sys.exit(f"{name}: {reason}")
-    packed = kernel.pack(weights, problem)
+    packed = kernel.pack(weights, problem.routed)
 
     def call(x: Tensor, ids: Tensor, topk_weights: Tensor) -> Tensor:
         batch, handle = local.dispatch(x, Routing(topk_ids=ids, topk_weights=topk_weights))
-        return local.combine(kernel.run(batch, packed), handle).to(x.dtype)
+        return local.combine(packed.run(batch), handle).to(x.dtype)
 
     return Contender(name=f"cpu_grouped {name}", call=call, weights=weights, nbytes=packed.nbytes)
 

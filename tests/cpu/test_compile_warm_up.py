@@ -156,11 +156,11 @@ spec = MoESpec(hidden_size=64, intermediate_size=32, num_experts=3, routing=Rout
 with pretending() as launches, torch.inference_mode():
     one, same, odd = (layer_on(spec, "bf16", limit=80) for _ in range(3))
     # Weights are used where they are, and here that is no multiple of 16 bytes.
-    down = odd._pipeline.packed.down
+    down = odd.experts.down
     values = torch.zeros(down.values.numel() + 1, dtype=torch.bfloat16)[1:].view(down.values.shape)
-    packed = replace(odd._pipeline.packed, down=replace(down, values=values))
-    object.__setattr__(odd._pipeline, "packed", packed)
-    object.__setattr__(odd._direct, "packed", packed)
+    odd.experts = replace(odd.experts, down=replace(down, values=values))
+    ways = [(most, own, replace(own.parts, experts=odd.experts)) for most, own in odd._pipelines]
+    odd._pipelines = tuple((most, replace(own, parts=parts)) for most, own, parts in ways)
     batches = warm_up([one, same, odd])
     counted, known = one.warm_up(), set(launches.found)
     for tokens in range(1, 81):

@@ -7,14 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from collegium.errors import BadScaleError
+from collegium.errors import BadScaleError, PlanError
 from collegium.experts import CpuGrouped
 from collegium.experts.cpu import decode as decoding
 from collegium.experts.cpu import grouped as module
 from collegium.experts.cpu.decode import Scratch, pack_matrix
 from collegium.formats import FORMATS, Fp8Block, Int4Affine, Int4Group, MxFp4, NvFp4, by_name
 from collegium.ops.activation import activate
-from collegium.problem import DeviceFacts, Problem
+from collegium.plan import plan
+from collegium.problem import DeviceFacts, Placement, Problem
 from collegium.types import ActivationSpec, ContiguousBatch, ExpertWeights, MoESpec, RoutingSpec
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -84,8 +85,8 @@ def judge(batch, weights, dtype, activation=None, bound=None):
     activation = activation or ActivationSpec()
     problem = problem_for(weights, dtype=dtype, activation=activation)
     kernel = CpuGrouped()
-    assert kernel.refuse(problem) is None
-    rows = kernel.run(batch, kernel.pack(weights, problem))
+    assert kernel.refuse(problem.routed) is None
+    rows = kernel.pack(weights, problem.routed).run(batch)
     used = int(batch.expert_offsets[-1])
     wanted = truth(batch, weights, activation)[:used]
     found = rows[:used]
@@ -148,13 +149,12 @@ def test_run_with_hot_and_empty_experts(counts, chunk, monkeypatch):
 
 def test_run_with_no_rows():
     weights = make_weights("nvfp4", 3, 64, 96)
-    kernel = CpuGrouped()
     batch = ContiguousBatch(
         x=torch.empty(0, 64, dtype=torch.bfloat16),
         source=torch.empty(0, dtype=torch.int64),
         expert_offsets=torch.zeros(4, dtype=torch.int64),
     )
-    assert kernel.run(batch, kernel.pack(weights, problem_for(weights))).shape == (0, 64)
+    assert CpuGrouped().pack(weights, problem_for(weights).routed).run(batch).shape == (0, 64)
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
@@ -187,7 +187,7 @@ def test_truth_tells_gate_from_up():
     swapped = replace(weights, gate_up=MxFp4.encode(weights.gate_up.decode().flip(1)))
     batch = make_batch([4, 4], 64, torch.float32)
     kernel = CpuGrouped()
-    own, other = (kernel.run(batch, kernel.pack(w, problem_for(w, dtype="fp32"))) for w in (weights, swapped))
+    own, other = (kernel.pack(w, problem_for(w, dtype="fp32").routed).run(batch) for w in (weights, swapped))
     assert float((own - other).norm() / own.norm()) > 0.1
 
 
@@ -221,9 +221,8 @@ def test_extreme_mxfp4_scales():
     scales = weights.down.scales.clone()
     scales[0, 0], scales[0, 1], scales[0, 2, 0], scales[0, 2, 1] = 0, 245, 127, 1
     weights = replace(weights, down=replace(weights.down, scales=scales))
-    kernel = CpuGrouped()
     batch = make_batch([3], 64, torch.float32)
-    found = kernel.run(batch, kernel.pack(weights, problem_for(weights, dtype="fp32")))
+    found = CpuGrouped().pack(weights, problem_for(weights, dtype="fp32").routed).run(batch)
     wanted = truth(batch, weights, ActivationSpec())
     for column in (1, 2):
         torch.testing.assert_close(found[:, column], wanted[:, column], rtol=1e-4, atol=0.0)
@@ -257,36 +256,44 @@ def test_tile_matches_decode(payload):
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4_group", "mxfp8", "fp8_block", "bf16"])
 def test_packed_bytes_stay_the_formats_bytes(name):
     weights = make_weights(name, 2, 256, 384, bias=False)
-    packed = CpuGrouped().pack(weights, problem_for(weights))
+    packed = CpuGrouped().pack(weights, problem_for(weights).routed)
     assert packed.nbytes <= 1.05 * (weights.gate_up.nbytes + weights.down.nbytes)
 
 
 def test_two_runs_give_the_same_bits():
     weights = make_weights("nvfp4", 4, 176, 130)
-    kernel = CpuGrouped()
-    packed = kernel.pack(weights, problem_for(weights))
+    packed = CpuGrouped().pack(weights, problem_for(weights).routed)
     batch = make_batch([3, 9, 1, 4], 176, torch.bfloat16)
-    assert torch.equal(kernel.run(batch, packed), kernel.run(batch, packed))
+    assert torch.equal(packed.run(batch), packed.run(batch))
 
 
 def test_pack_refuses_a_nan_scale():
     weights = make_weights("mxfp4", 3, 64, 64)
     weights.down.scales[1, 5, 1] = 255
     with pytest.raises(BadScaleError, match=r"down, local expert 1: mxfp4"):
-        CpuGrouped().pack(weights, problem_for(weights))
+        CpuGrouped().pack(weights, problem_for(weights).routed)
 
 
 def test_refuse_gives_reasons():
     weights = make_weights("mxfp4", 3, 64, 64)
     kernel, good = CpuGrouped(), problem_for(weights)
     cuda = DeviceFacts(kind="cuda", capability=(9, 0))
-    assert "'cpu' only" in str(kernel.refuse(replace(good, device=cuda)))
-    assert "'mxfp8'" in str(kernel.refuse(replace(good, activation_format="mxfp8")))
-    assert "'fp32'" in str(kernel.refuse(replace(good, activation_format="fp32")))
-    assert "tp_size=2" in str(kernel.refuse(replace(good, world_size=2, tp_size=2)))
+    assert "'cpu' only" in str(kernel.refuse(replace(good, device=cuda).routed))
+    assert "'mxfp8'" in str(kernel.refuse(replace(good, activation_format="mxfp8").routed))
+    assert "'fp32'" in str(kernel.refuse(replace(good, activation_format="fp32").routed))
     odd = replace(good, spec=replace(good.spec, weight_format="gguf"))
-    assert "'gguf'" in str(kernel.refuse(odd))
-    assert kernel.refuse(replace(good, activation_format="bf16")) is None
+    assert "'gguf'" in str(kernel.refuse(odd.routed))
+    assert kernel.refuse(replace(good, activation_format="bf16").routed) is None
+
+
+def test_a_slice_of_every_expert_is_a_matter_of_the_dispatcher():
+    weights = make_weights("mxfp4", 3, 64, 64)
+    placed = Placement(world_size=2, expert_ids=(0, 1, 2), tp_rank=1, tp_size=2)
+    asked = replace(problem_for(weights), placement=placed)
+    assert (asked.routed.experts, asked.routed.intermediate, asked.routed.hidden) == (3, 32, 64)
+    assert CpuGrouped().refuse(asked.routed) is None
+    with pytest.raises(PlanError, match=r"slice 1 of 2: 3 of 3 experts; it exchanges nothing"):
+        plan(asked)
 
 
 def test_workspace_grows_with_the_batch():
@@ -294,4 +301,4 @@ def test_workspace_grows_with_the_batch():
     problem = problem_for(weights)
     larger = replace(problem, limits=replace(problem.limits, max_tokens=2 * problem.limits.max_tokens))
     kernel = CpuGrouped()
-    assert kernel.workspace_bytes(larger) > kernel.workspace_bytes(problem) > 0
+    assert sum(kernel.regions(larger.routed).values()) > sum(kernel.regions(problem.routed).values()) > 0

@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from collegium.pipeline import DirectPipeline, SplitPipeline, ways
 
 from collegium import Choice, Limits, MoESpec, Problem, Routing, RoutingSpec, encode_experts, plan
 from collegium.experts import KERNELS
 from collegium.experts.triton import packed as products
 from collegium.ops.weighted_sum import weighted_sum, weighted_sum_on_device
-from collegium.parallel.local import Local
+from collegium.parallel.local import Local, LocalKind
+from collegium.pipelines import PIPELINES, Parts
+from collegium.pipelines.direct import Direct, DirectKind
+from collegium.pipelines.split import Split, SplitKind
+from collegium.plan import Stretch, stretches
 from collegium.problem import DeviceFacts
 from collegium.runtime.machine import machine_of
 from collegium.testing.compare import heavy_tailed, moe_truth, random_experts, relative_error
@@ -35,7 +38,7 @@ RECIPES = [
 ]
 
 
-def build(weights: str, activations: str | None, *, wide: int = WIDE) -> tuple[Any, Any, Any]:
+def build(weights: str, activations: str | None, *, wide: int = WIDE) -> tuple[Any, Any]:
     spec = MoESpec(
         hidden_size=HIDDEN,
         intermediate_size=wide,
@@ -47,7 +50,11 @@ def build(weights: str, activations: str | None, *, wide: int = WIDE) -> tuple[A
     problem = Problem(spec=spec, device=DeviceFacts(kind="cuda", capability=(9, 0)), limits=Limits(max_tokens=8))
     chosen = plan(problem, Choice(activation_format=activations))
     kernel = next(k for k in KERNELS if k.name == chosen.kernel)
-    return made, kernel, kernel.pack(made, chosen.problem)
+    return made, kernel.pack(made, chosen.problem.routed)
+
+
+def parts_of(packed: Any, top_k: int = 3) -> Parts:
+    return Parts(experts=packed, dispatcher=Local(num_experts=EXPERTS), top_k=top_k, num_experts=EXPERTS)
 
 
 NAN_ROWS = [False, False, True, False, True, True]
@@ -65,16 +72,20 @@ def odd_routing() -> Routing:
 def test_bits_are_those_of_the_sorted_way(
     monkeypatch: pytest.MonkeyPatch, weights: str, activations: str | None, most: float
 ) -> None:
-    made, kernel, packed = build(weights, activations)
+    made, packed = build(weights, activations)
     routing = odd_routing()
     x = heavy_tailed(6, HIDDEN, seed=3).bfloat16()
-    wanted = SplitPipeline(dispatcher=Local(num_experts=EXPERTS), kernel=kernel, packed=packed)(x, routing)
+    wanted = Split(parts=parts_of(packed))(x, routing, dtype=torch.float32)
 
-    def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    taken: list[str] = []
+
+    def poisoned(_: object, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
+        taken.append(name)
         return torch.full(shape, float("nan"), device=device).to(dtype)
 
-    monkeypatch.setattr(products, "empty", poisoned)
-    found = DirectPipeline(packed=packed, most=6)(x, routing)
+    monkeypatch.setattr(products, "take", poisoned)
+    found = Direct(parts=parts_of(packed))(x, routing, dtype=torch.float32)
+    assert taken == ["rows", "middle"]
     assert torch.equal(found.nan_to_num(1.5), wanted.nan_to_num(1.5))
     assert found.isnan().all(dim=1).tolist() == found.isnan().any(dim=1).tolist() == NAN_ROWS
     # What is left are tokens with experts and -1.
@@ -94,25 +105,25 @@ def test_bits_are_those_of_the_sorted_way(
 def test_a_token_that_is_no_number_is_seen_and_touches_no_other(
     weights: str, activations: str | None, most: float, limit: float | None
 ) -> None:
-    _, kernel, packed = build(weights, activations)
+    _, packed = build(weights, activations)
     packed = replace(packed, activation=ActivationSpec(limit=limit))
     x = heavy_tailed(4, HIDDEN, seed=3).bfloat16()
     routing = Routing(
         topk_ids=torch.tensor([[4, 0, 2], [3, 0, 2], [0, 1, 2], [0, 2, 1]]), topk_weights=torch.ones(4, 3)
     )
     ways = (
-        DirectPipeline(packed=packed, most=4),
-        SplitPipeline(dispatcher=Local(num_experts=EXPERTS), kernel=kernel, packed=packed),
+        Direct(parts=parts_of(packed)),
+        Split(parts=parts_of(packed)),
     )
-    clean = ways[0](x, routing)
+    clean = ways[0](x, routing, dtype=torch.float32)
     bad = x.clone()
     bad[1, 7], bad[2, 170] = float("nan"), float("-inf")
     for way in ways:
-        found = way(bad, routing)
+        found = way(bad, routing, dtype=torch.float32)
         assert found[1].isnan().all()
         assert not found[2].isfinite().any()
         assert torch.equal(found[[0, 3]], clean[[0, 3]])
-    assert relative_error(clean, ways[1](x, routing)) < most
+    assert relative_error(clean, ways[1](x, routing, dtype=torch.float32)) < most
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8])
@@ -135,38 +146,70 @@ def test_the_sum_by_ids_is_the_sum_by_slots(dtype: torch.dtype) -> None:
 
 
 def test_every_row_gets_its_own_token_and_expert() -> None:
-    _, kernel, packed = build("bf16", None)
+    _, packed = build("bf16", None)
     x = heavy_tailed(3, HIDDEN, seed=7).bfloat16()
     ids = torch.tensor([[0, 1], [1, 4], [3, 0]], dtype=torch.int32)
-    rows = products.run_assignments(x, ids, packed)
+    rows = packed.run_unsorted(x, ids)
     for row, (token, expert) in enumerate((t, int(ids[t, k])) for t in range(3) for k in range(2)):
         routing = Routing(topk_ids=torch.tensor([[expert]]), topk_weights=torch.ones(1, 1))
-        alone = SplitPipeline(dispatcher=Local(num_experts=EXPERTS), kernel=kernel, packed=packed)
-        assert torch.equal(rows[row].float(), alone(x[token : token + 1], routing)[0])
+        alone = Split(parts=parts_of(packed, 1))(x[token : token + 1], routing, dtype=torch.float32)
+        assert torch.equal(rows[row].float(), alone[0])
 
 
 def test_tokens_that_would_read_weights_twice_are_sorted() -> None:
-    _, _, packed = build("bf16", None)
-    assert products.few_tokens(packed, 3) == 5  # so small that reading twice costs nothing
-    assert products.few_tokens(packed, 16) == 1
-    assert products.few_tokens(packed, 17) == 0
+    _, packed = build("bf16", None)
+    assert packed.tiling.unsorted_tokens(3) == 5  # so small that reading twice costs nothing
+    assert packed.tiling.unsorted_tokens(16) == 1
+    assert packed.tiling.unsorted_tokens(17) == 0
     slow = replace(packed, machine=replace(packed.machine, bandwidth=0.01))
-    assert products.few_tokens(slow, 3) == 1  # a token never asks for an expert twice
+    assert slow.tiling.unsorted_tokens(3) == 1  # a token never asks for an expert twice
     # Two tokens of two experts each hit 5 - 5 * 0.6 ** 2 = 3.2 of 5, so 0.8 experts are read again in 4 us or less.
     each = (packed.gate_up.values.nbytes + packed.down.values.nbytes) / 5
     for bandwidth, most in ((0.21 * each, 2), (0.19 * each, 1)):
-        assert products.few_tokens(replace(packed, machine=replace(packed.machine, bandwidth=bandwidth)), 2) == most
+        other = replace(packed, machine=replace(packed.machine, bandwidth=bandwidth))
+        assert other.tiling.unsorted_tokens(2) == most
+
+
+def said(packed: Any, limit: int, *, direct: bool) -> str:
+    """Return what a plan says of batches of up to ``limit`` tokens, as a layer corrects it after packing."""
+    spec = MoESpec(
+        hidden_size=HIDDEN,
+        intermediate_size=packed.down.layout.shape[3],
+        num_experts=EXPERTS,
+        routing=RoutingSpec(top_k=3),
+    )
+    facts = DeviceFacts(kind="cuda", capability=(9, 0))
+    made = plan(Problem(spec=spec, device=facts, limits=Limits(max_tokens=limit)))
+    kinds = PIPELINES if direct else (SplitKind(),)
+    found = stretches(kinds, LocalKind(), packed.tiling, made.problem)
+    made = replace(made, stretches=found)
+    assert f"batches    {made.batches()}\n" in made.explain()
+    return made.batches()
 
 
 def test_a_layer_says_which_batches_take_which_way() -> None:
-    _, _, packed = build("bf16", None)
-    assert ways(packed, 3, 8192, direct=True) == "up to 5 tokens unsorted, sorted by expert"
-    assert ways(packed, 3, 2, direct=True) == "up to 2 tokens unsorted, sorted by expert"
-    assert ways(packed, 3, 8192, direct=False) == "all sorted by expert"
-    large = replace(build("bf16", None, wide=96)[2], machine=machine_of((9, 0), 132))
-    found = products.large_from(large, 3 * 8192)
-    assert found is not None
-    assert products.large_tile(large, found) is not None
-    assert products.large_tile(large, found - 1) is None
-    words = f"sorted by expert, from {-(-found // 3):,} tokens with tiles for large batches"
-    assert ways(large, 3, 8192, direct=False) == words
+    _, packed = build("bf16", None)
+    few, many = "tokens direct (unsorted, small tiles)", "tokens split (sorted by expert, small tiles)"
+    assert said(packed, 8192, direct=True) == f"1 to 5 {few}; 6 to 8,192 {many}"
+    assert said(packed, 6, direct=True) == f"1 to 5 {few}; 6 {many}"
+    assert said(packed, 2, direct=True) == f"1 to 2 {few}"
+    assert said(packed, 8192, direct=False) == f"1 to 8,192 {many}"
+    large = replace(build("bf16", None, wide=96)[1], machine=machine_of((9, 0), 132))
+    found = next(rows for rows in range(1, 3 * 8192) if large.tiling.large(rows) is not None)
+    assert large.tiling.large(found - 1) is None
+    first = -(-found // 3)
+    words = f"1 to {first - 1:,} {many}; {first:,} to 8,192 tokens split (sorted by expert, large tiles)"
+    assert said(large, 8192, direct=False) == words
+
+
+def test_a_plan_names_the_ways_before_packing() -> None:
+    spec = MoESpec(hidden_size=HIDDEN, intermediate_size=96, num_experts=EXPERTS, routing=RoutingSpec(top_k=3))
+    problem = Problem(spec=spec, device=DeviceFacts(kind="cuda", capability=(9, 0)), limits=Limits(max_tokens=300))
+    assert plan(problem).stretches == (
+        Stretch(tokens=1, pipeline="direct", tiles="small tiles"),
+        Stretch(tokens=6, pipeline="split", tiles="small tiles"),
+        Stretch(tokens=94, pipeline="split", tiles="large tiles"),
+    )
+    assert plan(problem, Choice(pipeline="split")).pipelines == ("split",)
+    packed = build("bf16", None)[1]
+    assert (DirectKind().most(packed.tiling, 3), SplitKind().most(packed.tiling, 3)) == (5, None)

@@ -15,14 +15,14 @@ from collegium.experts.triton import grouped as ops
 from collegium.experts.triton import lanes as pack
 from collegium.experts.triton.bf16 import TritonBf16
 from collegium.experts.triton.fp8 import TritonFp8
-from collegium.experts.triton.packed import with_tiles
 from collegium.experts.triton.tiles import TileChoice, TileProblem, candidates, choose, score
 from collegium.experts.triton.w4a8 import TritonW4A8
 from collegium.experts.triton.w4a16 import TritonW4A16
 from collegium.formats import Fp8Block, Fp8Channel, Int4Group, MxFp4, MxFp8
 from collegium.ops.permute import permute
 from collegium.parallel.local import Local
-from collegium.problem import DeviceFacts, Problem
+from collegium.plan import plan
+from collegium.problem import DeviceFacts, Placement, Problem
 from collegium.runtime.machine import Machine, machine_of
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
 from collegium.types import (
@@ -83,14 +83,14 @@ def question(weights: str, act: str, **changes: Any) -> Problem:
     return Problem(spec=spec, device=DeviceFacts(kind="cuda", capability=(9, 0)), activation_format=act)
 
 
-def build(problem: Problem) -> tuple[Any, PackedExperts, ExpertWeights[Any]]:
+def build(problem: Problem) -> tuple[PackedExperts, ExpertWeights[Any]]:
     spec = problem.spec
-    kernel = next(k for k in KERNELS if k.refuse(problem) is None)
+    kernel: Any = next(k for k in KERNELS if k.refuse(problem.routed) is None)
     plain = random_experts(
         spec.num_experts, spec.gate_up_parts, spec.intermediate_size, spec.hidden_size, seed=1, bias=True
     )
     made = encode_experts(plain, spec.weight_format)
-    return kernel, with_tiles(kernel.pack(made, problem), (TILE, TILE)), made
+    return replace(kernel.pack(made, problem.routed), tiles=(TILE, TILE)), made
 
 
 def batch_of(tokens: int, problem: Problem) -> ContiguousBatch:
@@ -103,17 +103,16 @@ def batch_of(tokens: int, problem: Problem) -> ContiguousBatch:
 
 
 def truth(batch: ContiguousBatch, made: ExpertWeights[Any], problem: Problem) -> torch.Tensor:
-    reference = Reference()
-    return reference.run(batch, reference.pack(made, replace(problem, activation_format="fp32")))
+    return Reference().pack(made, replace(problem, activation_format="fp32").routed).run(batch)
 
 
 @pytest.mark.parametrize(("weights", "act", "bound"), FORMATS)
 def test_experts_against_the_reference(weights: str, act: str, bound: float) -> None:
     problem = question(weights, act)
-    kernel, packed, made = build(problem)
+    packed, made = build(problem)
     batch = batch_of(23, problem)
     stop = int(batch.expert_offsets[-1])
-    found = kernel.run(batch, packed)
+    found = packed.run(batch)
     assert found.shape == (46, 176)
     assert relative_error(found[:stop], truth(batch, made, problem)[:stop]) < bound
     swapped = replace(
@@ -129,10 +128,10 @@ def test_every_activation(kind: Any, limit: float | None) -> None:
     if limit and not kind.startswith("swiglu"):
         pytest.skip("only the swiglu family has a limit")
     problem = question("bf16", "bf16", activation=ActivationSpec(kind=kind, limit=limit), intermediate_size=33)
-    kernel, packed, made = build(problem)
+    packed, made = build(problem)
     batch = batch_of(6, problem)
     stop = int(batch.expert_offsets[-1])
-    assert relative_error(kernel.run(batch, packed)[:stop], truth(batch, made, problem)[:stop]) < SIXTEEN
+    assert relative_error(packed.run(batch)[:stop], truth(batch, made, problem)[:stop]) < SIXTEEN
 
 
 @pytest.mark.parametrize(
@@ -150,18 +149,18 @@ def test_every_activation(kind: Any, limit: float | None) -> None:
 )
 def test_a_row_does_not_depend_on_the_batch_or_the_tile(weights: str, act: str) -> None:
     problem = question(weights, act)
-    kernel, packed, _ = build(problem)
+    packed, _ = build(problem)
     batch = batch_of(17, problem)
-    whole = kernel.run(batch, packed)
+    whole = packed.run(batch)
     wide = TileChoice(block_n=128, block_t=32, warps=8, stages=3, group_t=2)
     stop = int(batch.expert_offsets[-1])
     for first in (wide, replace(TILE, block_t=32, stacked=True)):
-        assert torch.equal(kernel.run(batch, with_tiles(packed, (first, wide)))[:stop], whole[:stop]), first
+        assert torch.equal(replace(packed, tiles=(first, wide)).run(batch)[:stop], whole[:stop]), first
     for row in (0, 5, stop - 1):
         expert = int(torch.searchsorted(batch.expert_offsets, torch.tensor(row), right=True)) - 1
         offsets = (torch.arange(6) > expert).long()
         one = ContiguousBatch(x=batch.x, source=batch.source[row : row + 1], expert_offsets=offsets)
-        assert torch.equal(kernel.run(one, packed)[0], whole[row])
+        assert torch.equal(packed.run(one)[0], whole[row])
 
 
 @pytest.mark.parametrize(("weights", "act"), [("bf16", "bf16"), ("nvfp4", "bf16"), ("mxfp4", "fp8_token")])
@@ -178,45 +177,45 @@ def test_batches_of_one_tile_need_one_compiled_kernel(weights: str, act: str, mo
 
     monkeypatch.setattr(ops, "launch", note)
     problem = question(weights, act)
-    kernel = next(k for k in (*KERNELS, TritonW4A8()) if k.refuse(problem) is None)
+    kernel: Any = next(k for k in (*KERNELS, TritonW4A8()) if k.refuse(problem.routed) is None)
     made = encode_experts(random_experts(5, 2, 90, 176, seed=1, bias=True), weights)
-    packed = with_tiles(kernel.pack(made, problem), (TILE, replace(TILE, block_t=32)))
+    packed = replace(kernel.pack(made, problem.routed), tiles=(TILE, replace(TILE, block_t=32)))
     for tokens in range(9, 18):
         batch = batch_of(tokens, problem)
         # The lists of both products stand in one buffer, so what is aligned depends on how long they are.
         order = permute(torch.arange(2 * tokens).view(tokens, 2) % 5, 5, block_t=(TILE.block_t, 32))
-        kernel.run(replace(batch, tiles=order.tiles), packed)
+        packed.run(replace(batch, tiles=order.tiles))
     assert len({product for product, *_ in asked}) == 2
     assert len(set(asked)) == len({entry[:2] for entry in asked})
 
 
 def test_router_weight_on_the_input() -> None:
     problem = question("bf16", "bf16")
-    kernel, packed, made = build(problem)
+    packed, made = build(problem)
     batch = batch_of(5, problem)
     batch = replace(batch, input_weights=torch.rand(10) + 0.5)
     stop = int(batch.expert_offsets[-1])
-    assert relative_error(kernel.run(batch, packed)[:stop], truth(batch, made, problem)[:stop]) < SIXTEEN
+    assert relative_error(packed.run(batch)[:stop], truth(batch, made, problem)[:stop]) < SIXTEEN
 
 
 def test_fp16_and_an_empty_batch() -> None:
     problem = replace(question("fp16", "fp16"), dtype="fp16")
-    kernel, packed, made = build(problem)
+    packed, made = build(problem)
     batch = batch_of(5, problem)
     batch = replace(batch, x=batch.x.half())
     stop = int(batch.expert_offsets[-1])
-    found = kernel.run(batch, packed)
+    found = packed.run(batch)
     assert found.dtype == torch.float32
     assert relative_error(found[:stop], truth(batch, made, problem)[:stop]) < 2e-3
     none = ContiguousBatch(
         x=batch.x[:0], source=batch.source[:0], expert_offsets=torch.zeros_like(batch.expert_offsets)
     )
-    assert kernel.run(none, packed).shape == (0, 176)
+    assert packed.run(none).shape == (0, 176)
 
 
 def test_rows_no_expert_owns_are_not_written() -> None:
     problem = question("bf16", "bf16")
-    _, packed, _ = build(problem)
+    packed, _ = build(problem)
     offsets = torch.tensor([0, 0, 3, 3, 7, 7])
     out = torch.full((20, 176), 7.0, dtype=torch.bfloat16)
     rows = heavy_tailed(20, 90, seed=4).bfloat16()
@@ -291,7 +290,7 @@ def test_every_e4m3_code_is_exact_in_lanes() -> None:
 
 def test_packing_keeps_plain_weights_where_they_are() -> None:
     problem = question("bf16", "bf16")
-    _, packed, made = build(problem)
+    packed, made = build(problem)
     assert packed.gate_up.values.data_ptr() == made.gate_up.values.data_ptr()
     assert packed.down.values.data_ptr() == made.down.values.data_ptr()
 
@@ -330,30 +329,38 @@ def test_large_fp8_blocks_are_repeated() -> None:
 
 def test_refusals_name_what_was_asked() -> None:
     bf16, fp8, w4 = KERNELS
-    assert "takes bf16 or fp16" in str(bf16.refuse(question("mxfp4", "bf16")))
-    assert "one 16-bit dtype" in str(bf16.refuse(question("bf16", "fp8_token")))
-    assert "takes bf16 for both" in str(w4.refuse(question("mxfp4", "fp8_token")))
-    assert "takes bf16 with bf16 input" in str(fp8.refuse(question("mxfp8", "fp8_token")))
+    assert "takes bf16 or fp16" in str(bf16.refuse(question("mxfp4", "bf16").routed))
+    assert "one 16-bit dtype" in str(bf16.refuse(question("bf16", "fp8_token").routed))
+    assert "takes bf16 for both" in str(w4.refuse(question("mxfp4", "fp8_token").routed))
+    assert "takes bf16 with bf16 input" in str(fp8.refuse(question("mxfp8", "fp8_token").routed))
     ampere = replace(question("fp8_block", "fp8_group128"), device=DeviceFacts(kind="cuda", capability=(8, 0)))
-    assert "sm_80; E4M3 products need sm_89" in str(fp8.refuse(ampere))
+    assert "sm_80; E4M3 products need sm_89" in str(fp8.refuse(ampere.routed))
     old = replace(question("bf16", "bf16"), device=DeviceFacts(kind="cuda", capability=(7, 5)))
-    assert "found sm_75" in str(bf16.refuse(old))
-    assert "needs a CUDA GPU" in str(bf16.refuse(replace(old, device=DeviceFacts(kind="cpu"))))
-    assert "one rank only" in str(bf16.refuse(replace(question("bf16", "bf16"), tp_size=2)))
+    assert "found sm_75" in str(bf16.refuse(old.routed))
+    assert "needs a CUDA GPU" in str(bf16.refuse(replace(old, device=DeviceFacts(kind="cpu")).routed))
     for kernel in KERNELS:
         assert kernel.capturable
+
+
+def test_a_slice_of_every_expert_is_a_matter_of_the_dispatcher() -> None:
+    placed = Placement(world_size=2, expert_ids=tuple(range(5)), tp_rank=1, tp_size=2)
+    asked = replace(question("bf16", "bf16"), placement=placed)
+    assert (asked.routed.experts, asked.routed.intermediate, asked.routed.hidden) == (5, 45, 176)
+    assert KERNELS[0].refuse(asked.routed) is None
+    with pytest.raises(PlanError, match=r"slice 1 of 2: 5 of 5 experts; it exchanges nothing"):
+        plan(asked)
 
 
 def test_workspace_counts_every_row() -> None:
     problem = question("bf16", "bf16")
     rows = 8192 * 2
     least = rows * (90 * 2 + 176 * 2)
-    assert least < KERNELS[0].workspace_bytes(problem) < 1.1 * least
+    assert least < sum(KERNELS[0].regions(problem.routed).values()) < 1.1 * least
 
 
 def test_wrong_rows_are_refused() -> None:
     problem = question("mxfp4", "bf16")
-    _, packed, _ = build(problem)
+    packed, _ = build(problem)
     offsets = torch.zeros(6, dtype=torch.int64)
     tiles = ops.tile_list(offsets, 4, TILE)
     out = torch.empty(4, 176, dtype=torch.bfloat16)

@@ -16,9 +16,10 @@ from collegium.experts.triton.matrix import PackedMatrix
 from collegium.formats import Int4Group
 from collegium.formats.unquantised import DTYPES
 from collegium.kernels import numbers
+from collegium.problem import DeviceFacts, Problem
 from collegium.runtime.machine import Machine
 from collegium.testing.compare import random_experts
-from collegium.types import SCORE_FUNCTIONS, ActivationSpec, DeviceFacts, MoESpec, Problem, RoutingSpec
+from collegium.types import SCORE_FUNCTIONS, ActivationSpec, MoESpec, RoutingSpec
 
 FOUR = ("mxfp4", "nvfp4", "int4_group")
 EIGHT = ("fp8_block", "fp8_tensor", "fp8_channel")
@@ -59,13 +60,13 @@ def packed(name: str, given: Given, group_size: int = 128) -> tuple[Any, Any]:
     problem = Problem(
         spec=spec, device=DeviceFacts(kind="cuda"), dtype=dtype, activation_format=given.activation_format
     )
-    assert kernel.refuse(problem) is None
+    assert kernel.refuse(problem.routed) is None
     plain = random_experts(given.experts, given.parts, given.intermediate, given.hidden, seed=1)
     if given.weight_format == "int4_group":
         both = (Int4Group.encode(part.decode(), group_size=group_size) for part in (plain.gate_up, plain.down))
         gate_up, down = both
-        return kernel, kernel.pack(replace(plain, gate_up=gate_up, down=down), problem)
-    return kernel, kernel.pack(encode_experts(plain, given.weight_format), problem)
+        return kernel, kernel.pack(replace(plain, gate_up=gate_up, down=down), problem.routed)
+    return kernel, kernel.pack(encode_experts(plain, given.weight_format), problem.routed)
 
 
 def check_sizes(matrix: PackedMatrix) -> None:

@@ -14,8 +14,8 @@ from collegium.experts.triton import grouped as ops
 from collegium.experts.triton.bf16 import TritonBf16
 from collegium.experts.triton.fp8 import TritonFp8
 from collegium.experts.triton.lanes import pack_fp8_block, pack_fp8_rows, pack_plain
-from collegium.experts.triton.prefill import CodeScales, prefill_bytes, prefill_gemm, prefill_tile
-from collegium.experts.triton.tiles import TileChoice, TileProblem
+from collegium.experts.triton.prefill import CodeScales, prefill_gemm
+from collegium.experts.triton.tiles import TileChoice, TileProblem, prefill_tile
 from collegium.formats import by_name
 from collegium.ops.quantize import activation_format
 from collegium.parallel.local import Local
@@ -122,8 +122,8 @@ def test_a_large_batch_gives_the_rows_of_the_small_batch_product(weights: str, a
         expert_bias=True,
     )
     problem = Problem(spec=spec, device=DeviceFacts(kind="cuda", capability=(9, 0)), activation_format=act or "bf16")
-    kernel = TritonBf16() if weights == "bf16" else TritonFp8()
-    packed = kernel.pack(encode_experts(random_experts(3, 2, 144, 272, seed=1, bias=True), weights), problem)
+    kernel: Any = TritonBf16() if weights == "bf16" else TritonFp8()
+    packed = kernel.pack(encode_experts(random_experts(3, 2, 144, 272, seed=1, bias=True), weights), problem.routed)
     ids = uneven_ids(90, 2, 3, seed=2)
     ids[0, 0] = -1
     x = heavy_tailed(90, 272, seed=3).bfloat16()
@@ -131,8 +131,11 @@ def test_a_large_batch_gives_the_rows_of_the_small_batch_product(weights: str, a
     stop = int(batch.expert_offsets[-1])
     for weight in (None, torch.rand(180) + 0.5):
         given = replace(batch, input_weights=weight)
-        small = kernel.run(given, packed)[:stop]
-        large = kernel.run(given, replace(packed, machine=Machine(copies=True)))[:stop]
+        small = packed.run(given)[:stop]
+        other = replace(packed, machine=Machine(copies=True))
+        assert packed.tiling.large(180) is None
+        assert (other.tiling.large(180) is None) == (act == "bf16"), "decoded weights alone keep the small tiles"
+        large = other.run(given)[:stop]
         # Codes of the rows between are rounded by Triton's interpreter here and by torch there.
         assert relative_error(large, small) < (0.06 if act else 3e-3)
 
@@ -184,8 +187,20 @@ def test_the_workspace_holds_the_rows_in_expert_order() -> None:
         spec = MoESpec(hidden_size=256, weight_format=weights, **sizes)
         device = DeviceFacts(kind="cuda", capability=(9, 0))
         problem = Problem(spec=spec, device=device, limits=Limits(max_tokens=500), activation_format=act)
-        assert prefill_bytes(problem, codes=act != "bf16") == 1000 * bytes_a_row
+        kernel: Any = TritonBf16() if weights == "bf16" else TritonFp8()
+
+        def held(asked: Problem, kernel: Any = kernel) -> tuple[int, bool]:
+            """Return the bytes of the first product's rows, and whether those of large batches are counted."""
+            regions = kernel.regions(asked.routed)
+            large = {"scales", "first/scratch", "second/scratch"}
+            assert large <= set(regions) or not large & set(regions)
+            return sum(size for name, size in regions.items() if name.startswith("x/")), "scales" in regions
+
+        assert held(problem) == (1000 * bytes_a_row, True)
         few = replace(problem, limits=Limits(max_tokens=9))
         other = replace(problem, device=replace(device, capability=(10, 0)))
         odd = replace(problem, spec=replace(spec, intermediate_size=90))
-        assert [prefill_bytes(p, codes=act != "bf16") for p in (few, other, odd)] == [0, 0, 0]
+        # Otherwise rows are read where they are: tokens in the order they came in, as codes where they are quantised.
+        tokens_alone = 0 if act == "bf16" else bytes_a_row
+        wanted = [(tokens * tokens_alone, False) for tokens in (9, 500, 500)]
+        assert [held(asked) for asked in (few, other, odd)] == wanted

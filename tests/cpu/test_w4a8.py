@@ -12,7 +12,6 @@ from collegium.encoding import encode_experts
 from collegium.errors import InputError
 from collegium.experts.reference import Reference
 from collegium.experts.triton import grouped as ops
-from collegium.experts.triton.packed import with_tiles
 from collegium.experts.triton.tiles import TileChoice
 from collegium.experts.triton.w4a8 import TritonW4A8
 from collegium.experts.triton.words import pack_w4a8
@@ -63,7 +62,7 @@ def build(problem: Problem, weights: str = "") -> tuple[Any, ExpertWeights[Any]]
         spec.num_experts, spec.gate_up_parts, spec.intermediate_size, spec.hidden_size, seed=1, bias=True
     )
     made = encoded(weights or spec.weight_format, plain)
-    return with_tiles(KERNEL.pack(made, problem), (TILE, TILE)), made
+    return replace(KERNEL.pack(made, problem.routed), tiles=(TILE, TILE)), made
 
 
 def batch_of(tokens: int, problem: Problem) -> ContiguousBatch:
@@ -75,8 +74,7 @@ def batch_of(tokens: int, problem: Problem) -> ContiguousBatch:
 
 
 def reference(batch: ContiguousBatch, made: ExpertWeights[Any], problem: Problem, act: str) -> Tensor:
-    kernel = Reference()
-    return kernel.run(batch, kernel.pack(made, replace(problem, activation_format=act)))
+    return Reference().pack(made, replace(problem, activation_format=act).routed).run(batch)
 
 
 def multiplied_by_one(payload: Any, *, scaled: bool = False) -> Tensor:
@@ -97,7 +95,7 @@ def test_experts_against_the_reference(weights: str, act: str) -> None:
     packed, made = build(problem, weights)
     batch = batch_of(23, problem)
     stop = int(batch.expert_offsets[-1])
-    found = KERNEL.run(batch, packed)[:stop]
+    found = packed.run(batch)[:stop]
     assert relative_error(found, reference(batch, made, problem, "fp32")[:stop]) < 0.06
     # The interpreter rounds the rows between the products toward zero, which moves some of their codes.
     assert relative_error(found, reference(batch, made, problem, act)[:stop]) < 0.012
@@ -113,17 +111,17 @@ def test_a_row_does_not_depend_on_the_batch_or_the_tile(weights: str) -> None:
     problem = question(weights, "fp8_group128")
     packed, _ = build(problem, weights)
     batch = batch_of(9, problem)
-    whole = KERNEL.run(batch, packed)
+    whole = packed.run(batch)
     stop = int(batch.expert_offsets[-1])
     for warps in (4, 8):
         wide = TileChoice(block_n=128, block_t=32, warps=warps, stages=3, group_t=2)
-        assert torch.equal(KERNEL.run(batch, with_tiles(packed, (wide, wide)))[:stop], whole[:stop])
+        assert torch.equal(replace(packed, tiles=(wide, wide)).run(batch)[:stop], whole[:stop])
     row = stop - 1
     expert = int(torch.searchsorted(batch.expert_offsets, torch.tensor(row), right=True)) - 1
     one = ContiguousBatch(
         x=batch.x, source=batch.source[row : row + 1], expert_offsets=(torch.arange(6) > expert).long()
     )
-    assert torch.equal(KERNEL.run(one, packed)[0], whole[row])
+    assert torch.equal(packed.run(one)[0], whole[row])
 
 
 @pytest.mark.parametrize("kind", ["swiglu_oai", "relu2"])
@@ -133,7 +131,7 @@ def test_activations_with_limit_and_without_gate(kind: Any) -> None:
     packed, made = build(problem)
     batch = batch_of(6, problem)
     stop = int(batch.expert_offsets[-1])
-    found = KERNEL.run(batch, packed)[:stop]
+    found = packed.run(batch)[:stop]
     assert relative_error(found, reference(batch, made, problem, "fp8_token")[:stop]) < 0.015
 
 
@@ -219,12 +217,12 @@ def test_rows_of_an_odd_width_keep_their_columns() -> None:
 
 
 def test_refusals_name_what_was_asked() -> None:
-    assert KERNEL.refuse(question("mxfp4", "fp8_token")) is None
-    assert "takes mxfp4, nvfp4, int4_group" in str(KERNEL.refuse(question("fp8_block", "fp8_token")))
-    assert "asked for bf16 activations" in str(KERNEL.refuse(question("mxfp4", "bf16")))
+    assert KERNEL.refuse(question("mxfp4", "fp8_token").routed) is None
+    assert "takes mxfp4, nvfp4, int4_group" in str(KERNEL.refuse(question("fp8_block", "fp8_token").routed))
+    assert "asked for bf16 activations" in str(KERNEL.refuse(question("mxfp4", "bf16").routed))
     ampere = replace(question("mxfp4", "fp8_token"), device=DeviceFacts(kind="cuda", capability=(8, 0)))
-    assert "sm_80; E4M3 products need sm_89" in str(KERNEL.refuse(ampere))
-    assert "needs a CUDA GPU" in str(KERNEL.refuse(replace(ampere, device=DeviceFacts(kind="cpu"))))
+    assert "sm_80; E4M3 products need sm_89" in str(KERNEL.refuse(ampere.routed))
+    assert "needs a CUDA GPU" in str(KERNEL.refuse(replace(ampere, device=DeviceFacts(kind="cpu")).routed))
     small = Int4Group.encode(heavy_tailed(1, 1, 64, 256, seed=5), group_size=16)
     with pytest.raises(InputError, match="groups of 16 columns found"):
         pack_w4a8(small, None)
@@ -239,4 +237,4 @@ def test_the_plan_takes_it_for_e4m3_activations_only() -> None:
 def test_workspace_counts_rows_and_codes() -> None:
     problem = replace(question("mxfp4", "fp8_token"), limits=Limits(max_tokens=64))
     rows = 64 * 2
-    assert KERNEL.workspace_bytes(problem) > rows * (90 * 2 + 176 * 2 + 128) + 64 * 256
+    assert sum(KERNEL.regions(problem.routed).values()) > rows * (90 * 2 + 176 * 2 + 128) + 64 * 256

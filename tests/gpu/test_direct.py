@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from collegium import Choice, MoELayer, MoESpec, Problem, Routing, RoutingSpec, encode_experts, plan
+from collegium.pipelines.direct import Direct
+from collegium.pipelines.split import Split
 from collegium.runtime.devices import probe
 from collegium.testing.compare import heavy_tailed, random_experts
 
@@ -48,18 +50,21 @@ def call(tokens: int, seed: int) -> tuple[torch.Tensor, Routing]:
 @pytest.mark.parametrize(("weights", "activations"), RECIPES)
 def test_bits_are_those_of_the_sorted_way(weights: str, activations: str | None) -> None:
     layer = build(weights, activations)
-    direct = layer._direct
-    assert direct is not None
+    both = layer._pipelines
+    (_, direct), (_, split) = both
+    assert isinstance(direct, Direct)
+    assert isinstance(split, Split)
     for tokens in (1, 2, 4):
         for seed in range(6):
             x, routing = call(tokens, seed)
-            assert direct.serves(x, routing)
+            assert layer._pipeline(tokens) is direct
             found = layer(x, routing=routing)
             lost = (routing.topk_ids == 17) | (routing.topk_ids >= 0) & routing.topk_weights.isnan()
             assert torch.equal(found.isnan().all(dim=1), lost.any(dim=1))
-            layer._direct = None
+            layer._pipelines = both[1:]
+            assert layer._pipeline(tokens) is split
             assert torch.equal(found.nan_to_num(1.5), layer(x, routing=routing).nan_to_num(1.5))
-            layer._direct = direct
+            layer._pipelines = both
 
 
 @pytest.mark.parametrize(("weights", "activations"), RECIPES)

@@ -15,7 +15,7 @@ from collegium.experts.triton.bf16 import TritonBf16
 from collegium.experts.triton.fp8 import TritonFp8
 from collegium.experts.triton.grouped import grouped_gemm, tile_list
 from collegium.experts.triton.lanes import pack_fp8_rows, pack_mxfp8
-from collegium.experts.triton.packed import PackedExperts, with_tiles
+from collegium.experts.triton.packed import PackedExperts
 from collegium.experts.triton.tiles import TileChoice, candidates
 from collegium.experts.triton.w4a16 import TritonW4A16
 from collegium.formats import Fp8Channel, MxFp8
@@ -65,7 +65,7 @@ def build(
     hidden: int = 336,
     activation: ActivationSpec | None = None,
     bias: bool = True,
-) -> tuple[Any, PackedExperts, ExpertWeights[Any], Problem]:
+) -> tuple[PackedExperts, ExpertWeights[Any], Problem]:
     kind = activation or ActivationSpec()
     spec = MoESpec(
         hidden_size=hidden,
@@ -77,7 +77,7 @@ def build(
         expert_bias=bias,
     )
     problem = Problem(spec=spec, device=probe(torch.device("cuda")), activation_format=act)
-    kernel = next(k for k in KERNELS if k.refuse(problem) is None)
+    kernel: Any = next(k for k in KERNELS if k.refuse(problem.routed) is None)
     parts = spec.gate_up_parts
     encoded = encode_experts(random_experts(experts, parts, wide, hidden, seed=1, bias=bias), weights)
     moved = ExpertWeights(
@@ -86,7 +86,7 @@ def build(
         gate_up_bias=None if encoded.gate_up_bias is None else encoded.gate_up_bias.cuda(),
         down_bias=None if encoded.down_bias is None else encoded.down_bias.cuda(),
     )
-    return kernel, kernel.pack(moved, problem), moved, problem
+    return kernel.pack(moved, problem.routed), moved, problem
 
 
 def dispatched(tokens: int, experts: int, hidden: int, top_k: int = 4) -> ContiguousBatch:
@@ -99,40 +99,39 @@ def dispatched(tokens: int, experts: int, hidden: int, top_k: int = 4) -> Contig
 
 
 def truth(batch: ContiguousBatch, weights: ExpertWeights[Any], problem: Problem) -> torch.Tensor:
-    reference = Reference()
-    return reference.run(batch, reference.pack(weights, replace(problem, activation_format="fp32")))
+    return Reference().pack(weights, replace(problem, activation_format="fp32").routed).run(batch)
 
 
 @pytest.mark.parametrize(("weights", "act", "bound"), CASES)
 @pytest.mark.parametrize("tokens", [1, 7, 200])
 def test_against_the_reference(weights: str, act: str, bound: float, tokens: int) -> None:
-    kernel, packed, made, problem = build(weights, act)
+    packed, made, problem = build(weights, act)
     batch = dispatched(tokens, 17, 336)
     stop = int(batch.expert_offsets[-1])
-    found = kernel.run(batch, packed)
+    found = packed.run(batch)
     assert relative_error(found[:stop], truth(batch, made, problem)[:stop]) < bound
 
 
 @pytest.mark.parametrize(("weights", "act", "bound"), CASES)
 def test_every_tile_gives_the_same_bits(weights: str, act: str, bound: float) -> None:
-    kernel, packed, made, problem = build(weights, act, wide=256, hidden=512)
+    packed, made, problem = build(weights, act, wide=256, hidden=512)
     batch = dispatched(150, 17, 512)
     stop = int(batch.expert_offsets[-1])
-    first = kernel.run(batch, packed)[:stop]
+    first = packed.run(batch)[:stop]
     assert relative_error(first, truth(batch, made, problem)[:stop]) < bound
     bits, groups = (8, act != "fp8_token") if packed.activations else (16, False)
-    tried = candidates(packed.gate_up.problem(600, bits, groups), packed.machine)
-    allowed = set(candidates(packed.down.problem(600, bits, groups), packed.machine))
+    tried = candidates(packed.gate_up.layout.problem(600, bits, groups), packed.machine)
+    allowed = set(candidates(packed.down.layout.problem(600, bits, groups), packed.machine))
     assert len({tile.block_t for tile in tried}) >= 3
     for tile in tried:
         other = next(t for t in sorted(allowed, key=repr) if t.block_t == tile.block_t)
-        assert torch.equal(kernel.run(batch, with_tiles(packed, (tile, other)))[:stop], first), tile
+        assert torch.equal(replace(packed, tiles=(tile, other)).run(batch)[:stop], first), tile
 
 
 @pytest.mark.parametrize(("weights", "act", "bound"), CASES)
 def test_a_row_does_not_depend_on_the_batch(weights: str, act: str, bound: float) -> None:
-    kernel, packed, _, _ = build(weights, act, wide=256, hidden=512)
-    check_rows_stand_alone(kernel, packed, (2, 9, 64, 333, 4096))
+    packed, _, _ = build(weights, act, wide=256, hidden=512)
+    check_rows_stand_alone(packed, (2, 9, 64, 333, 4096))
 
 
 @pytest.mark.parametrize("scaled", [True, False])
@@ -175,45 +174,45 @@ def test_codes_and_scales_of_rows_are_those_of_the_format(name: str, dtype: torc
 def test_every_activation(kind: Any) -> None:
     limit = 1.5 if kind.startswith("swiglu") else None
     activation = ActivationSpec(kind=kind, limit=limit)
-    kernel, packed, made, problem = build("bf16", "bf16", activation=activation)
+    packed, made, problem = build("bf16", "bf16", activation=activation)
     batch = dispatched(40, 17, 336)
     stop = int(batch.expert_offsets[-1])
-    assert relative_error(kernel.run(batch, packed)[:stop], truth(batch, made, problem)[:stop]) < BF16
+    assert relative_error(packed.run(batch)[:stop], truth(batch, made, problem)[:stop]) < BF16
 
 
 @pytest.mark.parametrize(("weights", "act"), [("bf16", "bf16"), ("fp8_block", "fp8_group128"), ("mxfp4", "bf16")])
 def test_graph_replay_with_another_routing(weights: str, act: str) -> None:
-    kernel, packed, _, _ = build(weights, act)
-    check_replay_with_another_routing(kernel, packed)
+    packed, _, _ = build(weights, act)
+    check_replay_with_another_routing(packed)
 
 
 def test_nothing_waits_for_the_device() -> None:
-    kernel, packed, _, _ = build("bf16", "bf16")
+    packed, _, _ = build("bf16", "bf16")
     batch = dispatched(33, 17, 336)
-    kernel.run(batch, packed)
+    packed.run(batch)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        kernel.run(batch, packed)
+        packed.run(batch)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_nan_token_stays_in_its_rows() -> None:
     for weights, act in (("bf16", "bf16"), ("fp8_block", "fp8_group128"), ("mxfp4", "bf16")):
-        kernel, packed, _, _ = build(weights, act)
+        packed, _, _ = build(weights, act)
         batch = dispatched(20, 17, 336)
         stop = int(batch.expert_offsets[-1])
-        clean = kernel.run(batch, packed)
+        clean = packed.run(batch)
         x = batch.x.clone()
         x[3, 5] = torch.nan
-        found = kernel.run(replace(batch, x=x), packed)
+        found = packed.run(replace(batch, x=x))
         hit = (batch.source == 3)[:stop]
         assert bool(torch.isnan(found[:stop][hit]).all())
         assert torch.equal(found[:stop][~hit], clean[:stop][~hit])
 
 
 def test_rows_beyond_the_last_expert_are_not_written() -> None:
-    _, packed, _, _ = build("bf16", "bf16")
+    packed, _, _ = build("bf16", "bf16")
     batch = dispatched(12, 17, 336)
     stop = int(batch.expert_offsets[-1])
     assert stop < 48
@@ -247,4 +246,4 @@ def test_addresses_beyond_2_to_the_31() -> None:
     x = torch.randn(3, hidden, device="cuda", generator=generator).bfloat16()
     ids = torch.tensor([[16, 0], [15, 16], [1, 16]], device="cuda")
     batch, _ = Local(num_experts=experts).dispatch(x, Routing(topk_ids=ids, topk_weights=torch.ones(3, 2).cuda()))
-    assert relative_error(kernel.run(batch, kernel.pack(made, problem)), truth(batch, made, problem)) < BF16
+    assert relative_error(kernel.pack(made, problem.routed).run(batch), truth(batch, made, problem)) < BF16

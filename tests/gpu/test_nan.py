@@ -26,7 +26,7 @@ from collegium import (
     probe,
 )
 from collegium.errors import RoutingError
-from collegium.experts.triton.packed import large_tile
+from collegium.pipelines.direct import Direct
 from collegium.testing.compare import heavy_tailed, random_experts
 from collegium.types import ExpertWeights
 from poisons import NAN, check_not_here, check_seen, poisons
@@ -74,9 +74,11 @@ def tokens(count: int) -> torch.Tensor:
 @pytest.mark.parametrize(("weights", "activations"), RECIPES)
 def test_what_is_wrong_makes_its_row_nan_and_no_other(weights: str, activations: str | None) -> None:
     layer = build(weights, activations)
-    assert layer._direct is not None
+    (most, direct), _ = layer._pipelines
+    assert isinstance(direct, Direct)
+    assert most is not None
     for count in (1, 2, 4, 40):
-        assert (count <= layer._direct.most) == (count < 40), "few tokens unsorted, 40 sorted"
+        assert (layer._pipeline(count) is direct) == (count <= most) == (count < 40), "few tokens unsorted, 40 sorted"
         for poison in poisons(layer, tokens(count), count // 2, seed=count):
             check_seen(layer, poison)
         check_not_here(layer, tokens(max(count, 2)))
@@ -87,7 +89,8 @@ def test_what_is_wrong_makes_its_row_nan_and_no_other(weights: str, activations:
 def test_large_batches_show_it(weights: str, activations: str | None) -> None:
     layer = build(weights, activations, spec={"num_experts": 5, "intermediate_size": 256})
     x = tokens(200)
-    assert large_tile(layer._pipeline.packed, 200 * K) is not None
+    tiling: Any = layer.experts.tiling
+    assert tiling.large(200 * K) is not None
     for poison in poisons(layer, x, 77, seed=3):
         check_seen(layer, poison)
     check_not_here(layer, x)

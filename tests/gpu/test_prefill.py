@@ -19,8 +19,8 @@ from collegium.experts.triton.grouped import grouped_gemm_reference, tile_list
 from collegium.experts.triton.layout import BlockCodes, PlainBf16
 from collegium.experts.triton.matrix import PackedMatrix
 from collegium.experts.triton.packed import PackedExperts
-from collegium.experts.triton.prefill import CodeScales, prefill_gemm, prefill_tile
-from collegium.experts.triton.tiles import TileChoice
+from collegium.experts.triton.prefill import CodeScales, prefill_gemm
+from collegium.experts.triton.tiles import TileChoice, prefill_tile
 from collegium.ops.operand import operand
 from collegium.parallel.local import Local
 from collegium.problem import Problem
@@ -53,7 +53,7 @@ def build(weights: str, act: str, *, experts: int = 17, wide: int = 176, hidden:
         expert_bias=True,
     )
     problem = Problem(spec=spec, device=probe(DEVICE), activation_format=act)
-    kernel = TritonBf16() if weights == "bf16" else TritonFp8()
+    kernel: Any = TritonBf16() if weights == "bf16" else TritonFp8()
     made = encode_experts(random_experts(experts, 2, wide, hidden, seed=1, bias=True), weights)
     made = ExpertWeights(
         gate_up=made.gate_up.to("cuda"),
@@ -61,7 +61,7 @@ def build(weights: str, act: str, *, experts: int = 17, wide: int = 176, hidden:
         gate_up_bias=None if made.gate_up_bias is None else made.gate_up_bias.cuda(),
         down_bias=None if made.down_bias is None else made.down_bias.cuda(),
     )
-    return kernel, kernel.pack(made, problem), made, problem
+    return kernel.pack(made, problem.routed), made, problem
 
 
 def small(packed: PackedExperts) -> PackedExperts:
@@ -82,32 +82,33 @@ def test_truth_and_the_bits_of_the_small_batch_product(
     weights: str, act: str, bound: float, sizes: tuple[int, int, int]
 ) -> None:
     experts, wide, hidden = sizes
-    kernel, packed, made, problem = build(weights, act, experts=experts, wide=wide, hidden=hidden)
+    packed, made, problem = build(weights, act, experts=experts, wide=wide, hidden=hidden)
     ids = uneven_ids(600, 4, experts, seed=2).cuda()
     ids[1, 1] = -1
     ids[ids == 3] = -1  # an empty expert
     batch = dispatched(600, experts, hidden, ids)
     rows, stop = batch.source.numel(), int(batch.expert_offsets[-1])
     bits, groups = (16, False) if weights == "bf16" else (8, act != "fp8_token")
-    assert prefill_tile(packed.gate_up.problem(rows, bits, groups), packed.machine) is not None
-    found = kernel.run(batch, packed)[:stop]
-    reference = Reference()
-    truth = reference.run(batch, reference.pack(made, replace(problem, activation_format="fp32")))[:stop]
+    assert prefill_tile(packed.gate_up.layout.problem(rows, bits, groups), packed.machine) is not None
+    assert packed.tiling.large(rows) is not None
+    assert small(packed).tiling.large(rows) is None
+    found = packed.run(batch)[:stop]
+    truth = Reference().pack(made, replace(problem, activation_format="fp32").routed).run(batch)[:stop]
     assert relative_error(found, truth) < bound
-    assert torch.equal(found, kernel.run(batch, small(packed))[:stop])
+    assert torch.equal(found, small(packed).run(batch)[:stop])
     together = replace(packed, machine=replace(packed.machine, specialises=False))
-    assert torch.equal(found, kernel.run(batch, together)[:stop])
+    assert torch.equal(found, together.run(batch)[:stop])
 
 
 @pytest.mark.parametrize(("weights", "act", "bound"), CASES)
 def test_a_row_does_not_depend_on_the_batch(weights: str, act: str, bound: float) -> None:
-    kernel, packed, _, _ = build(weights, act, wide=256, hidden=512)
-    check_rows_stand_alone(kernel, packed, (9, 130, 237, 238, 333, 1024, 4096))
+    packed, _, _ = build(weights, act, wide=256, hidden=512)
+    check_rows_stand_alone(packed, (9, 130, 237, 238, 333, 1024, 4096))
 
 
 @pytest.mark.parametrize(("weights", "act"), [("bf16", "bf16"), ("fp8_block", "fp8_group128")])
 def test_one_hot_expert_and_graph_replay_with_another_routing(weights: str, act: str) -> None:
-    kernel, packed, _, _ = build(weights, act)
+    packed, _, _ = build(weights, act)
     local = Local(num_experts=17)
     x = heavy_tailed(300, 336, seed=3).bfloat16().cuda()
     weight = torch.rand(300, 4, device="cuda")
@@ -115,7 +116,7 @@ def test_one_hot_expert_and_graph_replay_with_another_routing(weights: str, act:
 
     def layer(experts: PackedExperts) -> torch.Tensor:
         batch, handle = local.dispatch(x, Routing(topk_ids=ids, topk_weights=weight))
-        return local.combine(kernel.run(batch, experts), handle)
+        return local.combine(experts.run(batch), handle)
 
     layer(packed)
     graph = torch.cuda.CUDAGraph()
@@ -131,25 +132,25 @@ def test_one_hot_expert_and_graph_replay_with_another_routing(weights: str, act:
 
 
 def test_nothing_waits_for_the_device() -> None:
-    kernel, packed, _, _ = build("fp8_block", "fp8_group128")
+    packed, _, _ = build("fp8_block", "fp8_group128")
     batch = dispatched(300, 17, 336)
-    kernel.run(batch, packed)
+    packed.run(batch)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        kernel.run(batch, packed)
+        packed.run(batch)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_nan_token_stays_in_its_rows() -> None:
     for weights, act in (("bf16", "bf16"), ("fp8_block", "fp8_group128")):
-        kernel, packed, _, _ = build(weights, act)
+        packed, _, _ = build(weights, act)
         batch = dispatched(300, 17, 336)
         stop = int(batch.expert_offsets[-1])
-        clean = kernel.run(batch, packed)
+        clean = packed.run(batch)
         x = batch.x.clone()
         x[3, 5] = torch.nan
-        found = kernel.run(replace(batch, x=x), packed)
+        found = packed.run(replace(batch, x=x))
         hit = (batch.source == 3)[:stop]
         assert bool(torch.isnan(found[:stop][hit]).all())
         assert torch.equal(found[:stop][~hit], clean[:stop][~hit])

@@ -44,7 +44,7 @@ def encode(name: str, weight: torch.Tensor) -> Any:
 
 def build(
     weights: str, act: str, experts: int = 17, hidden: int = 336, wide: int = 176, kind: ActivationSpec | None = None
-) -> tuple[TritonW4A8, Any, ExpertWeights[Any], Problem]:
+) -> tuple[Any, ExpertWeights[Any], Problem]:
     spec = MoESpec(
         hidden_size=hidden,
         intermediate_size=wide,
@@ -56,7 +56,7 @@ def build(
     )
     problem = Problem(spec=spec, device=probe(CUDA), activation_format=act)
     kernel = TritonW4A8()
-    assert kernel.refuse(problem) is None
+    assert kernel.refuse(problem.routed) is None
     plain = random_experts(experts, 2, wide, hidden, seed=1, bias=True)
     assert plain.gate_up_bias is not None
     assert plain.down_bias is not None
@@ -66,7 +66,7 @@ def build(
         gate_up_bias=plain.gate_up_bias.cuda(),
         down_bias=plain.down_bias.cuda(),
     )
-    return kernel, kernel.pack(made, problem), made, problem
+    return kernel.pack(made, problem.routed), made, problem
 
 
 def batch_of(tokens: int, experts: int, hidden: int) -> ContiguousBatch:
@@ -79,20 +79,19 @@ def batch_of(tokens: int, experts: int, hidden: int) -> ContiguousBatch:
 
 
 def truth(batch: ContiguousBatch, weights: ExpertWeights[Any], problem: Problem) -> torch.Tensor:
-    reference = Reference()
-    return reference.run(batch, reference.pack(weights, replace(problem, activation_format="fp32")))
+    return Reference().pack(weights, replace(problem, activation_format="fp32").routed).run(batch)
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("act", FORMATS)
 @pytest.mark.parametrize("tokens", [1, 7, 200])
 def test_experts_against_the_truth(weights: str, act: str, tokens: int) -> None:
-    kernel, packed, made, problem = build(weights, act)
+    packed, made, problem = build(weights, act)
     batch = batch_of(tokens, 17, 336)
     stop = int(batch.expert_offsets[-1])
     poison = torch.full((1 << 24,), torch.nan, device="cuda")
     del poison
-    found = kernel.run(batch, packed)[:stop]
+    found = packed.run(batch)[:stop]
     assert relative_error(found, truth(batch, made, problem)[:stop]) < 0.06
     swapped = replace(made, gate_up=encode(weights, made.gate_up.decode().cpu().flip(1)))
     assert relative_error(found, truth(batch, swapped, problem)[:stop]) > 0.3
@@ -101,11 +100,11 @@ def test_experts_against_the_truth(weights: str, act: str, tokens: int) -> None:
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_large_ugly_sizes_with_limit_and_biases(weights: str) -> None:
     kind = ActivationSpec(kind="swiglu_oai", limit=7.0)
-    kernel, packed, made, problem = build(weights, "fp8_token", 17, 2880, 1408, kind)
+    packed, made, problem = build(weights, "fp8_token", 17, 2880, 1408, kind)
     for tokens in (1, 40):
         batch = batch_of(tokens, 17, 2880)
         stop = int(batch.expert_offsets[-1])
-        found = kernel.run(batch, packed)[:stop]
+        found = packed.run(batch)[:stop]
         assert relative_error(found, truth(batch, made, problem)[:stop]) < 0.06
 
 
@@ -120,7 +119,7 @@ def test_every_tile_gives_the_same_bits_close_to_the_product_of_the_codes(weight
     offsets = torch.tensor([0, 300, 301, 301, 900, rows], device="cuda")
     wanted = ops.grouped_gemm_reference(activation_format(act).round_trip(x.cpu()).cuda(), payload.decode(), offsets)
     first: torch.Tensor | None = None
-    tried = candidates(packed.problem(rows, 8, act != "fp8_token"), machine_at(CUDA))
+    tried = candidates(packed.layout.problem(rows, 8, act != "fp8_token"), machine_at(CUDA))
     assert len({tile.block_t for tile in tried}) >= 3
     for tile in tried:
         tiles = ops.tile_list(offsets, rows, tile)
@@ -136,8 +135,8 @@ def test_every_tile_gives_the_same_bits_close_to_the_product_of_the_codes(weight
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("act", ["fp8_token", "fp8_group128"])
 def test_a_row_does_not_depend_on_the_batch(weights: str, act: str) -> None:
-    kernel, packed, _, _ = build(weights, act, hidden=512, wide=256)
-    check_rows_stand_alone(kernel, packed, (2, 9, 64, 333, 4096))
+    packed, _, _ = build(weights, act, hidden=512, wide=256)
+    check_rows_stand_alone(packed, (2, 9, 64, 333, 4096))
 
 
 def as_read(payload: Any) -> torch.Tensor:
@@ -187,18 +186,18 @@ def test_rows_have_the_codes_of_their_format_in_the_kernels_order() -> None:
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_graph_replay_with_another_routing(weights: str) -> None:
-    kernel, packed, _, _ = build(weights, "fp8_token")
-    check_replay_with_another_routing(kernel, packed)
+    packed, _, _ = build(weights, "fp8_token")
+    check_replay_with_another_routing(packed)
 
 
 def test_a_nan_token_stays_in_its_rows() -> None:
-    kernel, packed, _, _ = build("mxfp4", "fp8_token")
+    packed, _, _ = build("mxfp4", "fp8_token")
     batch = batch_of(20, 17, 336)
     stop = int(batch.expert_offsets[-1])
-    clean = kernel.run(batch, packed)
+    clean = packed.run(batch)
     x = batch.x.clone()
     x[3, 5] = torch.nan
-    found = kernel.run(replace(batch, x=x), packed)
+    found = packed.run(replace(batch, x=x))
     hit = (batch.source == 3)[:stop]
     assert bool(torch.isnan(found[:stop][hit]).all())
     assert torch.equal(found[:stop][~hit], clean[:stop][~hit])

@@ -10,7 +10,7 @@ import torch
 from collegium.encoding import encode_experts
 from collegium.experts import KERNELS
 from collegium.experts.reference import Reference
-from collegium.experts.triton.packed import PackedExperts, few_tokens, large_tile, run_assignments
+from collegium.experts.triton.packed import PackedExperts
 from collegium.parallel.local import Local
 from collegium.problem import DeviceFacts, Problem
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
@@ -68,29 +68,28 @@ def check_size(
     made = ExpertWeights(
         gate_up=made.gate_up.to(device), down=made.down.to(device), gate_up_bias=bias, down_bias=down_bias
     )
-    kernel: Any = next(own for own in KERNELS if own.name.startswith("triton") and own.refuse(problem) is None)
-    packed: PackedExperts = kernel.pack(made, problem)
+    kernel: Any = next(own for own in KERNELS if own.name.startswith("triton") and own.refuse(problem.routed) is None)
+    packed: PackedExperts = kernel.pack(made, problem.routed)
     packed = replace(packed, machine=replace(packed.machine, **machine))
-    reference = Reference()
-    exact = reference.pack(made, replace(problem, activation_format="fp32"))
-    rounded = reference.pack(made, problem)
+    exact = Reference().pack(made, replace(problem, activation_format="fp32").routed)
+    rounded = Reference().pack(made, problem.routed)
     found: list[str] = []
     for count in tokens:
         x = heavy_tailed(count, hidden, seed=3).to(torch.float16 if plain == "fp16" else torch.bfloat16).to(device)
         ids = uneven_ids(count, top_k, experts, seed=2).to(device)
         routing = Routing(topk_ids=ids, topk_weights=torch.ones(ids.shape, device=device))
         batch, handle = Local(num_experts=experts).dispatch(x, routing)
-        truth = reference.run(batch, exact)
+        truth = exact.run(batch)
         bound = BOUNDS[8 if act in _CODES else 16]
         if act in _CODES:
-            bound = max(bound, 1.1 * relative_error(reference.run(batch, rounded), truth))
-        outs = {"sorted": kernel.run(batch, packed)}
-        if count <= few_tokens(packed, top_k):
-            outs["unsorted"] = run_assignments(x, ids, packed)
+            bound = max(bound, 1.1 * relative_error(rounded.run(batch), truth))
+        outs = {"sorted": packed.run(batch)}
+        if count <= packed.tiling.unsorted_tokens(top_k):
+            outs["unsorted"] = packed.run_unsorted(x, ids)
             truth_of = {"sorted": truth, "unsorted": truth[handle.slots.flatten()]}
         else:
             truth_of = {"sorted": truth}
-        large = large_tile(packed, count * top_k) is not None
+        large = packed.tiling.large(count * top_k) is not None
         for way, out in outs.items():
             error = relative_error(out, truth_of[way])
             if not error < bound:

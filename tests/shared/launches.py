@@ -71,7 +71,7 @@ class Launches:
     def note(
         self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: Mapping[str, Any], **options: Any
     ) -> None:
-        """Take the place of ``ops.launch.launch``."""
+        """Take the place of ``runtime.launch.launch``."""
         assert all(size > 0 for size in grid), (kernel.__name__, grid)
         keywords = {**options, **({"launch_pdl": True} if constants.get("PDL") else {})}
         with self._lock:
