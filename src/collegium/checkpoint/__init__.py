@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from .audit import AuditReport, LayerReport, audit
 from .beside import load_latent, load_router, load_shared
-from .detect import StoredFormat
 from .loader import describe_checkpoint, load_all, load_experts
 from .opened import CheckpointLayer
 from .reader import Checkpoint
+from .stored import StoredFormat
 
 __all__ = [
     "AuditReport",

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..formats.payload import Payload
-    from .detect import StoredFormat
     from .header import TensorInfo
     from .reader import Checkpoint
+    from .stored import StoredFormat
 
 __all__ = [
     "AuditReport",

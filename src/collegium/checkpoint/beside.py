@@ -22,9 +22,10 @@ from ..models import declared_format
 from ..models.base import Config
 from ..types import ExpertWeights, LatentWeights, RouterWeights, SharedWeights
 from .activation_scales import ACTIVATION_SCALES
-from .detect import StoredFormat, stored_format
+from .detect import stored_format
 from .layout import Source, parts_problems, read_matrix
 from .problems import refuse
+from .stored import StoredFormat
 
 if TYPE_CHECKING:
     from torch import Tensor

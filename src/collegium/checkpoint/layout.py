@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from ..formats.payload import Part, Payload, Storage
     from ..models import Names, StackedNames
     from ..types import MoESpec
-    from .detect import StoredFormat
     from .reader import Checkpoint
+    from .stored import StoredFormat
 
 __all__ = [
     "PROJECTIONS",

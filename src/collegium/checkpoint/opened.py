@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
 from ..errors import InputError
-from .detect import StoredFormat, detect
+from .detect import detect
 from .index import Found, Index, index_of
 from .layout import Projection, Source, source_of
+from .stored import StoredFormat
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

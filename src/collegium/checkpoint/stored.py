@@ -1,0 +1,69 @@
+"""How one layer's experts are stored: the format, its storage, and the sizes a config declares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ..formats import Fp8Block, Int4Affine, Int4Group, Int4Ordered, Int8Affine, Int8Ordered, by_name
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from ..formats.payload import Part, Payload, Storage
+
+__all__ = ["StoredFormat"]
+
+_INTEGERS = (Int4Group, Int4Affine, Int4Ordered, Int8Affine, Int8Ordered)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredFormat:
+    """How one layer's experts are stored.
+
+    name: a format of ``formats.FORMATS``. storage: one of its storages. stacked: one tensor holds all experts.
+    block: rows and columns that share a scale (FP8 block). group: columns that share a scale (integers; 0: a
+    whole row).
+    """
+
+    name: str
+    storage: str
+    stacked: bool = False
+    block: tuple[int, int] = (128, 128)
+    group: int = 0
+
+    @property
+    def whole(self) -> bool:
+        """Whether a matrix must be read whole before it can be cut."""
+        return self.format in (Int4Ordered, Int8Ordered) or any(part.flat for part in self.layout.parts)
+
+    @property
+    def format(self) -> type[Payload]:
+        """The payload class."""
+        return by_name(self.name)
+
+    @property
+    def layout(self) -> Storage:
+        """The storage's parts, with the block and group sizes the config declares."""
+        storage = next(s for s in self.format.storages if s.name == self.storage)
+        if self.format is not Fp8Block and self.format not in _INTEGERS:
+            return storage
+        return replace(storage, parts=tuple(self._sized(part) for part in storage.parts))
+
+    def _sized(self, part: Part) -> Part:
+        if self.format is Fp8Block and part.columns_per == Fp8Block.group:
+            return replace(part, rows_per=self.block[0], columns_per=self.block[1])
+        if self.format not in _INTEGERS or part.columns_per != Int4Group.group:
+            return part
+        return replace(part, columns_per=self.group) if self.group else replace(part, columns_per=0, inner=(1,))
+
+    def build(self, parts: Mapping[str, Tensor], shape: tuple[int, ...]) -> Payload:
+        """Return the payload of logical ``shape`` from its parts; raises the CheckpointErrors of ``from_parts``."""
+        for cls in _INTEGERS:
+            if self.format is cls:
+                return cls.from_parts(parts, storage=self.storage, shape=shape, group_size=self.group or shape[-1])
+        if self.format is Fp8Block:
+            return Fp8Block.from_parts(parts, storage=self.storage, shape=shape, block=self.block)
+        return self.format.from_parts(parts, storage=self.storage, shape=shape)
