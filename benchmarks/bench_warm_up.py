@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from triton import knobs
 
-from collegium.commands.bench import random_weights, recipe_of, spec_of
+from collegium.commands.bench import named_layer, random_weights, recipe_of
 from collegium.commands.measure import driver_version, version_of
 from collegium.layer import MoELayer
 from collegium.plan import plan
@@ -41,7 +41,7 @@ def measured(case: str, lock: str) -> dict[str, Any]:
     """Warm up one layer in this process."""
     what, _, recipe = case.partition("/")
     weights, activations = recipe_of(recipe)
-    name, plain = spec_of(what)
+    name, plain = named_layer(what)
     spec = replace(plain, weight_format=weights)
     compiled: list[str] = []
     loaded: list[str] = []

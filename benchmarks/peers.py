@@ -37,7 +37,7 @@ import torch
 from torch.nn import functional
 
 import collegium
-from collegium.commands.bench import TOLERANCES, experts_error, random_weights, spec_of
+from collegium.commands.bench import TOLERANCES, experts_error, named_layer, random_weights
 from collegium.commands.measure import (
     ROUTINGS,
     Ceilings,
@@ -452,7 +452,7 @@ def main() -> int:
     print("ceilings", ceilings, flush=True)
     table = Table(Path(str(args.out).format(shape="_".join(args.shapes))), args.commit)
     for shape in args.shapes:
-        _, plain = spec_of(shape)
+        _, plain = named_layer(shape)
         runs, refused = _build([c for c in _columns() if _wanted(c, args)], plain, args.skip)
         head = {"shape": shape}
         for column, reason in refused.items():

@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from collegium import cli
-from collegium.commands.bench import TOLERANCES, bench, experts_error, random_weights, spec_of
+from collegium.commands.bench import TOLERANCES, bench, experts_error, named_layer, random_weights
 from collegium.commands.measure import (
     ROUTINGS,
     Ceilings,
@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 
 
 def spec(what: str = "64x32x6x2", weights: str = "bf16"):
-    return replace(spec_of(what)[1], weight_format=weights)
+    return replace(named_layer(what)[1], weight_format=weights)
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -209,7 +209,7 @@ def test_no_row_of_the_weights_is_an_input(monkeypatch):
         seen.append(float(torch.nn.functional.cosine_similarity(rows, x[:1]).abs().max()))
         return 0.0
 
-    monkeypatch.setattr("collegium.commands.bench.gate", gate)
+    monkeypatch.setattr("collegium.commands.bench.check_output", gate)
     bench("256x64x4x2", [("bf16", "bf16")], tokens=(1, 8), rounds=1, device="cpu")
     assert len(seen) == 2
     assert max(seen) < 0.5
@@ -231,12 +231,12 @@ def test_experts_differ_and_the_spec_is_kept():
 
 
 def test_a_spec_comes_from_a_name_from_sizes_or_from_a_config():
-    assert spec_of("dsv3")[1].num_experts == 256
-    name, found = spec_of("64x32x6x2")
+    assert named_layer("dsv3")[1].num_experts == 256
+    name, found = named_layer("64x32x6x2")
     assert (name, found.hidden_size, found.intermediate_size) == ("64x32x6x2", 64, 32)
     assert (found.num_experts, found.routing.top_k) == (6, 2)
     config = json.loads((SHIPPED / "config.json").read_text())
-    name, found = spec_of(str(SHIPPED))
+    name, found = named_layer(str(SHIPPED))
     assert name == "fables-16m"
     assert found.num_experts == config["num_experts"]
     assert found.shared is None
@@ -245,12 +245,12 @@ def test_a_spec_comes_from_a_name_from_sizes_or_from_a_config():
 @pytest.mark.parametrize("what", ["dsv5", "64x32x6", "64x32x6x2x1", "64xwidex6x2", "0x32x6x2", "64x32x6x7"])
 def test_a_shape_that_means_nothing_is_refused(what):
     with pytest.raises((InputError, SpecError)):
-        spec_of(what)
+        named_layer(what)
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"no config\.json"):
-        spec_of(str(tmp_path))
+        named_layer(str(tmp_path))
 
 
 def arguments(*more: str) -> list[str]:

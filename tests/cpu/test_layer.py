@@ -139,7 +139,7 @@ def test_zero_and_one_token_and_all_on_one_expert(kernel):
 
 
 @pytest.mark.parametrize("kernel", KERNEL_NAMES)
-def test_more_tokens_than_the_plan_allows_run_in_pieces_with_the_same_bits(kernel):
+def test_more_tokens_than_the_plan_allows_run_in_pieces(kernel):
     weights = random_experts(6, 2, 24, 40, seed=15)
     x, ids, w = heavy_tailed(50, 40, seed=16), uneven_ids(50, 2, 6, seed=17), torch.rand(50, 2)
     whole = problem_of(6, 40, 24, 2)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from collegium.commands.bench import random_weights, spec_of
+from collegium.commands.bench import named_layer, random_weights
 from collegium.commands.measure import random_routing
 from collegium.commands.tune import measure_tiles, tune
 from collegium.errors import InputError
@@ -47,7 +47,7 @@ KERNELS = Path(__file__).parents[2] / "src" / "collegium" / "kernels"
 
 
 def packed_layer(weights: str = "bf16", what: str = "64x64x3x1") -> tuple[Problem, PackedExperts]:
-    spec = replace(spec_of(what)[1], weight_format=weights)
+    spec = replace(named_layer(what)[1], weight_format=weights)
     problem = Problem(spec=spec, device=DeviceFacts(kind="cpu", name="test / machine"), activation_format="bf16")
     kernel = TritonBf16() if weights == "bf16" else TritonW4A16()
     packed = kernel.pack(random_weights(spec, CPU), problem.routed)
@@ -234,7 +234,7 @@ def test_warming_up_needs_every_tile_once():
 
 @pytest.mark.parametrize("weights", ["bf16", "mxfp4"])
 def test_warming_up_a_layer_needs_every_tile_of_its_routed_and_its_shared_experts(weights):
-    spec = replace(spec_of("256x256x8x2")[1], weight_format=weights, shared=SharedSpec(intermediate_size=192))
+    spec = replace(named_layer("256x256x8x2")[1], weight_format=weights, shared=SharedSpec(intermediate_size=192))
     limit, hopper = 700, DeviceFacts(kind="cuda", name="H200", capability=(9, 0), memory=140 << 30)
     alone = replace(spec, intermediate_size=192, num_experts=1, routing=RoutingSpec(top_k=1), shared=None)
     layer = MoELayer(
@@ -345,7 +345,7 @@ def test_the_compile_cache_key_changes_with_source_dependencies_and_constants(tm
 
 def test_layers_of_one_kind_are_warmed_up_once(monkeypatch):
     def layer(what: str) -> MoELayer:
-        spec = spec_of(what)[1]
+        spec = named_layer(what)[1]
         problem = Problem(spec=spec, device=DeviceFacts(kind="cpu"))
         return MoELayer(random_weights(spec, CPU), plan(problem))
 
@@ -358,7 +358,7 @@ def test_layers_of_one_kind_are_warmed_up_once(monkeypatch):
 
 
 def test_a_batch_of_zeros_goes_through_a_layer_in_every_way_it_may_be_asked(monkeypatch):
-    spec = spec_of("64x64x3x2")[1]
+    spec = named_layer("64x64x3x2")[1]
     router = RouterWeights(weight=torch.randn(3, 64))
     layer = MoELayer(random_weights(spec, CPU), plan(Problem(spec=spec, device=DeviceFacts(kind="cpu"))), router=router)
     seen: list[tuple[object, ...]] = []

@@ -15,9 +15,7 @@ def test_the_fixed_pages_exist() -> None:
 
 
 def format_files() -> list[str]:
-    table = formats.FORMATS
-    rows = table.values() if isinstance(table, dict) else table
-    return sorted({row.__module__.rsplit(".", 1)[1] for row in rows})
+    return sorted({row.__module__.rsplit(".", 1)[1] for row in formats.FORMATS})
 
 
 @pytest.mark.parametrize("name", format_files())

@@ -55,11 +55,11 @@ __all__ = [
     "BenchReport",
     "BenchRow",
     "bench",
+    "check_output",
     "experts_error",
-    "gate",
+    "named_layer",
     "random_weights",
     "recipe_of",
-    "spec_of",
 ]
 
 SHAPES: dict[str, tuple[int, int, int, int]] = {  # H, I, E, top-k of the routed experts
@@ -132,7 +132,7 @@ class _Case:
         return [partial(self.layer, x, routing=routing) for x, routing in self.inputs]
 
 
-def spec_of(what: str) -> tuple[str, MoESpec]:
+def named_layer(what: str) -> tuple[str, MoESpec]:
     """Return name and routed experts of ``what``: a name of ``SHAPES``, ``HxIxExK``, or a folder with config.json.
 
     Router, shared expert and latent projections are left out. Raises InputError for anything else, and what
@@ -172,13 +172,13 @@ def bench(
     rounds: int = 9,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> BenchReport:
-    """Measure the layer ``what`` (see ``spec_of``) for each (weight format, activation format) of ``recipes``.
+    """Measure the layer ``what`` (see ``named_layer``) for each (weight format, activation format) of ``recipes``.
 
     For each token count all recipes take turns. ceilings: of the machine; measured when None. progress: called
     with (done, total, text). Raises MeasurementError when an output is not what FP32 truth says: then no time is
     given at all; and InputError, SpecError, PlanError for what cannot run here or is larger than the free memory.
     """
-    name, spec = spec_of(what)
+    name, spec = named_layer(what)
     facts = probe(device)
 
     def step(done: int, total: int, text: str) -> None:
@@ -202,7 +202,7 @@ def bench(
     errors: dict[Any, float] = {}
     for index, (key, case) in enumerate(cases.items()):
         step(index, len(cases), f"checking {key[0]} x {key[1]}, {key[2]} tokens")
-        errors[key] = gate(f"{key[0]} x {key[1]}, {key[2]} tokens", case.layer, case.weights, case.inputs[0])
+        errors[key] = check_output(f"{key[0]} x {key[1]}, {key[2]} tokens", case.layer, case.weights, case.inputs[0])
     least = ceilings or measure_ceilings(place)
     pool = graph_pool(place)
     passes = {
@@ -266,7 +266,7 @@ def random_weights(spec: MoESpec, device: torch.device, seed: int = 0) -> Expert
     )
 
 
-def gate(what: str, layer: MoELayer, weights: ExpertWeights[Payload], case: tuple[Tensor, Routing]) -> float:
+def check_output(what: str, layer: MoELayer, weights: ExpertWeights[Payload], case: tuple[Tensor, Routing]) -> float:
     """Return the error of ``layer`` on ``case``; raises MeasurementError when it is above the tolerance."""
     x, routing = case
     with torch.inference_mode():

@@ -20,7 +20,7 @@ from ..parallel import Local
 from ..plan import kernel_named, plan
 from ..problem import Choice, Limits, Problem
 from ..runtime.devices import probe
-from .bench import random_weights, spec_of
+from .bench import named_layer, random_weights
 from .measure import graph_pool, input_sets, prepare_pass, random_routing, take_turns
 from .room import check_room, layer_needs
 
@@ -79,7 +79,7 @@ def tune(
     folder: Path | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> TuneReport:
-    """Measure tiles of the layer ``what`` (see ``bench.spec_of``) in one (weights, activations) and write the file.
+    """Measure tiles of the layer ``what`` (see ``bench.named_layer``) in one (weights, activations) and write the file.
 
     most: candidates measured for each product and token count. folder: of the file, ``tile_folder()`` when None.
     Raises InputError where the plan's kernel has no tiles, MeasurementError when two tiles give different bits.
@@ -108,7 +108,7 @@ def packed_layer(
     what: str, recipe: tuple[str, str], most_tokens: int, device: str | None = None
 ) -> tuple[str, Problem, Packed]:
     """Return the name, the problem and the packed random weights of the layer ``what``; errors as ``tune``."""
-    name, plain = spec_of(what)
+    name, plain = named_layer(what)
     facts = probe(device)
     spec = replace(plain, weight_format=by_name(recipe[0]).name)
     made = plan(

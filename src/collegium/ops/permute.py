@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import InputError
-from ..runtime.launch import dense_rows, launch, on_device, overlaps, power_of_two
+from ..runtime.launch import dense_rows, launch, on_device, overlaps, power_at_least
 from ..runtime.memory import largest
 from ..types import TileRows
 from .buffers import sizes, taken
@@ -129,11 +129,11 @@ def permute_on_device(
         listed[index], counts[index] = tiles.block_t, tiles.row.numel()
     by_row = made.source if made.weights_by_row is None else made.weights_by_row
     held = (made.source, made.slots, made.expert_offsets, by_row, *lists, rows, num_experts, *counts)
-    block_e, pdl = power_of_two(num_experts, 16), overlaps(ids)
+    block_e, pdl = power_at_least(num_experts, 16), overlaps(ids)
     reads = {"TOP_K": top_k, "BLOCK_E": block_e}
     writes = {"BLOCK_T_A": listed[0], "BLOCK_T_B": listed[1], "WEIGHTS": carried, "PDL": pdl}
     if scratch is None:
-        block = power_of_two(rows, 32)
+        block = power_at_least(rows, 32)
         args = (ids, weights, *held, ids.stride(0), weights.stride(0))
         launch(kernels.permute_kernel, (1,), args, {"BLOCK": block, **reads, **writes}, num_warps=block // 32)
         return made
@@ -141,7 +141,7 @@ def permute_on_device(
     args = (ids, made.slots, scratch, rows, num_experts, run, ids.stride(0))
     launch(kernels.count_kernel, (programs,), args, {"BLOCK": _BLOCK, **reads, "PDL": pdl}, num_warps=4)
     wide = 1 if run == _BLOCK else 2
-    chunk = max(2, min(power_of_two(programs), wide * 8192 // block_e))
+    chunk = max(2, min(power_at_least(programs), wide * 8192 // block_e))
     sizes_at = {"TOP_K": top_k, "BLOCK": wide * _BLOCK, "BLOCK_E": block_e, "CHUNK": chunk}
     args = (scratch, weights if carried else made.source, *held, run, weights.stride(0))
     launch(kernels.scatter_kernel, (programs,), args, {**sizes_at, **writes}, num_warps=4 * wide)
@@ -157,7 +157,7 @@ def _buffers(rows: int, experts: int, block_t: tuple[int, ...], *, weights: bool
     if weights:
         made["weights_by_row"] = (rows,), torch.float32
     if rows > _ALONE:
-        made["counts"] = (_runs(rows)[1] * power_of_two(experts, 16),), torch.int32
+        made["counts"] = (_runs(rows)[1] * power_at_least(experts, 16),), torch.int32
     return made
 
 

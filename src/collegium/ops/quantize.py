@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from ..errors import InputError
 from ..formats.codecs import E2M1_MAX, E4M3_MAX, SMALLEST_SCALE, e2m1_codes, e4m3_codes, pack_nibbles, unpack_nibbles
-from ..runtime.launch import dense_rows, launch, on_device, power_of_two
+from ..runtime.launch import dense_rows, launch, on_device, power_at_least
 from .buffers import sizes, taken
 from .rows import GivenRows, QuantizedRows
 from .scales import e2m1_values, grouped, power, power_byte, quotient, spread
@@ -188,7 +188,7 @@ class _Fp8(ActivationFormat):
 
         (rows, columns), wide = given.shape, made.codes.shape[1]
         scales = _present(self.name, made.scales)
-        block_r, block_c = _block(rows, columns) if self.group else (1, power_of_two(wide, 32))
+        block_r, block_c = _block(rows, columns) if self.group else (1, power_at_least(wide, 32))
         grid = (-(-rows // block_r), -(-wide // block_c))
         args = (*given.arguments(made.codes, scales), scales.shape[1], wide, int(given.x_ready))
         constants = {"BLOCK_R": block_r, "BLOCK_C": block_c, **given.constants()}
@@ -245,7 +245,7 @@ class _NvFp4(ActivationFormat):
         from ..kernels.quantize import nvfp4_kernel
 
         rows, columns = given.shape
-        scales, block = _present(self.name, made.scales), power_of_two(columns, 32)
+        scales, block = _present(self.name, made.scales), power_at_least(columns, 32)
         written = (made.codes, scales, _present(self.name, made.global_scale))
         constants = {"BLOCK_C": block, **given.constants(), "ROUND": not given.x.is_cuda}
         args = (*given.arguments(*written), scales.shape[1])
@@ -339,7 +339,7 @@ def quantize_on_device(
 def _block(rows: int, columns: int) -> tuple[int, int]:
     """Return the rows and columns one program takes; few rows are spread over more programs."""
     few = rows < _FEW_ROWS
-    return 1 if few else 2, min(256 if few else 1024, power_of_two(columns, 128))
+    return 1 if few else 2, min(256 if few else 1024, power_at_least(columns, 128))
 
 
 def _warps(elements: int) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..runtime.launch import launch, overlaps, power_of_two, usual_rows
+from ..runtime.launch import launch, overlaps, power_at_least, usual_rows
 from ..types import SCORE_FUNCTIONS, Routing
 from .buffers import sizes, taken
 
@@ -47,7 +47,7 @@ def route_on_device(
         return made
     logits = usual_rows(logits)
     groups = spec.groups if spec.groups > 1 and not spec.hash_routing else 1
-    block_g, block_s = power_of_two(groups), power_of_two(experts // groups)
+    block_g, block_s = power_at_least(groups), power_at_least(experts // groups)
     block_s = max(block_s, 32 // block_g)
     if not spec.hash_routing:  # given all the same, they would make another kernel of it
         token_ids = None
@@ -71,7 +71,7 @@ def route_on_device(
     constants = {
         "SCORE": SCORE_FUNCTIONS.index(spec.score),
         "TOP_K": spec.top_k,
-        "BLOCK_K": power_of_two(spec.top_k),
+        "BLOCK_K": power_at_least(spec.top_k),
         "BLOCK_G": block_g,
         "BLOCK_S": block_s,
         "KEPT": spec.kept_groups if groups > 1 else 0,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import InputError
-from ..runtime.launch import dense_rows, launch, on_device, overlaps, power_of_two
+from ..runtime.launch import dense_rows, launch, on_device, overlaps, power_at_least
 from .buffers import sizes, taken
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def weighted_sum_on_device(
     if tokens == 0:
         return made
     # Small batches spread a token over more programs.
-    block = min(power_of_two(width, 32), 1024 if tokens >= 64 else 256)
+    block = min(power_at_least(width, 32), 1024 if tokens >= 64 else 256)
     args = (
         rows,
         slots,

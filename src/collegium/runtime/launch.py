@@ -28,7 +28,7 @@ __all__ = [
     "launch",
     "on_device",
     "overlaps",
-    "power_of_two",
+    "power_at_least",
     "recorded",
     "usual_rows",
     "watched",
@@ -75,7 +75,7 @@ def overlaps(x: Tensor) -> bool:
     return x.is_cuda and on_device(x, (9, 0))
 
 
-def power_of_two(count: int, least: int = 1) -> int:
+def power_at_least(count: int, least: int = 1) -> int:
     """Return the smallest power of two that is at least ``count`` and ``least``."""
     return max(least, 1 << max(0, count - 1).bit_length())
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .devices import current_device
-from .launch import power_of_two
+from .launch import power_at_least
 from .memory import OwnMemory
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def sizes_for(variants: Callable[[int], frozenset[Hashable]], limit: int) -> lis
     for tokens in range(1, limit + 1):
         used = set(variants(tokens))
         if used:
-            used.add((tokens.bit_length(), power_of_two(tokens)))
+            used.add((tokens.bit_length(), power_at_least(tokens)))
         if not used <= seen:
             seen |= used
             sizes.append(tokens)

@@ -14,7 +14,7 @@ from ...errors import InputError
 from ...kernels.numbers import NO_ACTIVATION
 from ...ops.activation import activate
 from ...ops.permute import tile_count
-from ...runtime.launch import launch, power_of_two
+from ...runtime.launch import launch, power_at_least
 from ...runtime.memory import take
 from ...types import ACTIVATION_KINDS, ActivationSpec
 from .layout import Words
@@ -94,7 +94,7 @@ def tile_list(expert_offsets: Tensor, rows: int, tile: TileChoice, memory: Memor
     expert = take(memory, "expert", (count,), torch.int32, device)
     used = take(memory, "used", (1,), torch.int32, device)
     row = take(memory, "row", (count,), torch.int64, device)
-    constants = {"BLOCK_T": tile.block_t, "BLOCK_E": power_of_two(experts, 16), "BLOCK_TILES": _BLOCK_TILES}
+    constants = {"BLOCK_T": tile.block_t, "BLOCK_E": power_at_least(experts, 16), "BLOCK_TILES": _BLOCK_TILES}
     grid = (-(-count // _BLOCK_TILES),)
     launch(tile_list_kernel, grid, (expert_offsets, expert, row, used, experts, count), constants)
     return TileList(expert=expert, row=row, used=used, count=count, tile=tile, memory=memory)

@@ -12,7 +12,7 @@ from ...formats.unquantised import DTYPES
 from ...ops.operand import operand_regions
 from ...ops.permute import tile_count
 from ...ops.quantize import ACTIVATION_FORMATS, AS_IS, activation_format
-from ...runtime.launch import power_of_two
+from ...runtime.launch import power_at_least
 from ...runtime.machine import machine_for
 from ...runtime.memory import largest, under
 from ..base import Tiling
@@ -125,7 +125,7 @@ class ProductTiling(Tiling):
         large = self.large(rows)
         tiles = self.pair(rows) if large is None else (large, large)
         found: set[Hashable] = {(number, tile, unsorted) for number, tile in enumerate(tiles)}
-        found.add((unsorted, rows.bit_length(), power_of_two(rows), *self.block_t(rows)))
+        found.add((unsorted, rows.bit_length(), power_at_least(rows), *self.block_t(rows)))
         return frozenset(found)
 
     def _decide(self, rows: int) -> tuple[TileChoice | None, Pair]:
