@@ -10,6 +10,7 @@ import torch
 
 from collegium.encoding import encode_experts
 from collegium.errors import InputError
+from collegium.experts import KERNELS
 from collegium.experts.reference import Reference
 from collegium.experts.triton import grouped as ops
 from collegium.experts.triton.tiles import TileChoice
@@ -18,7 +19,7 @@ from collegium.experts.triton.words import pack_w4a8
 from collegium.formats import Int4Group, MxFp4, NvFp4
 from collegium.formats.unquantised import Fp32
 from collegium.ops.operand import operand, ordered
-from collegium.ops.quantize import PADDED, REORDERED
+from collegium.ops.quantize import PADDED, REORDERED, quantize_rows
 from collegium.parallel.local import Local
 from collegium.plan import plan
 from collegium.problem import DeviceFacts, Limits, Problem
@@ -104,6 +105,43 @@ def test_experts_against_the_reference(weights: str, act: str) -> None:
         made, gate_up=encoded(weights, replace(made, gate_up=Fp32(values=values, shape=values.shape))).gate_up
     )
     assert relative_error(found, reference(batch, swapped, problem, "fp32")[:stop]) > 0.3
+
+
+@pytest.mark.parametrize(
+    ("weights", "act"),
+    [
+        ("mxfp4", "fp8_token"),
+        ("nvfp4", "fp8_group128"),
+        ("int4_group:32", "fp8_group128_pow2"),
+        ("fp8_block", "fp8_group128"),
+        ("fp8_channel", "fp8_token"),
+    ],
+)
+def test_codes_that_arrive_give_the_bits_of_the_tokens_they_were(weights: str, act: str) -> None:
+    problem = question(weights, act)
+    kernel = next(k for k in KERNELS if k.refuse(problem.routed) is None)
+    spec = problem.spec
+    plain = random_experts(
+        spec.num_experts, spec.gate_up_parts, spec.intermediate_size, spec.hidden_size, seed=1, bias=True
+    )
+    packed = kernel.pack(encoded(weights, plain), problem.routed)
+    batch = batch_of(23, problem)
+    stop, sent = int(batch.expert_offsets[-1]), quantize_rows(batch.x, act)
+    arrived = replace(batch, x=sent.codes, scale=sent.scales, dtype=batch.x.dtype)
+    wanted = packed.run(batch)
+    assert wanted.dtype == torch.bfloat16
+    assert torch.equal(packed.run(arrived)[:stop], wanted[:stop])
+    # Tiles are chosen for the rows that are likely, and no bit depends on them.
+    assert torch.equal(packed.run(replace(arrived, rows=3))[:stop], wanted[:stop])
+    other = replace(arrived, x=sent.codes.view(torch.uint8).flip(1).view(torch.float8_e4m3fn))
+    assert relative_error(packed.run(other)[:stop], wanted[:stop]) > 0.3
+    with pytest.raises(InputError, match="weighted before they are quantised"):
+        packed.run(replace(arrived, input_weights=torch.ones(batch.source.numel())))
+    for name in ("reference", "cpu_grouped", "triton_bf16"):
+        own = next(k for k in KERNELS if k.name == name)
+        asked = replace(problem, spec=replace(spec, weight_format="bf16"), activation_format="bf16").routed
+        with pytest.raises(InputError, match="takes tokens alone"):
+            own.pack(encode_experts(plain, "bf16"), asked).run(arrived)
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)

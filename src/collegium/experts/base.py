@@ -9,6 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+
+from ..errors import InputError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping
 
@@ -18,7 +22,7 @@ if TYPE_CHECKING:
     from ..runtime.memory import Memory, Regions
     from ..types import ContiguousBatch, ExpertWeights
 
-__all__ = ["ExpertKernel", "Packed", "Product", "Tiling"]
+__all__ = ["ExpertKernel", "Packed", "Product", "Tiling", "refuse_codes"]
 
 
 class Tiling:
@@ -89,7 +93,8 @@ class Packed:
     def run(self, batch: ContiguousBatch, memory: Memory | None = None) -> Tensor:
         """Return ``[R, H]``, row r being its expert's output for ``x[source[r]]``.
 
-        float32, or the dtype the kernel's sums were rounded to. memory: where buffers come from.
+        float32, or the dtype the kernel's sums were rounded to. memory: where buffers come from. Raises InputError for
+        a batch of codes that the kernel does not multiply (``refuse_codes``).
         """
         raise NotImplementedError
 
@@ -112,6 +117,23 @@ class Packed:
     def with_measured(self, tables: Mapping[str, Any]) -> Packed:
         """Return the same experts with tiles measured by ``collegium tune``: product to ((rows, tile), ...)."""
         raise NotImplementedError
+
+
+def refuse_codes(batch: ContiguousBatch, kernel: str, format_name: str | None = None) -> None:
+    """Raise InputError for a batch of codes that ``kernel`` would read as numbers, or could not weight any more.
+
+    format_name: of the codes that it multiplies, None for a kernel that takes tokens alone.
+    """
+    if batch.scale is None:
+        return
+    if format_name is None:
+        raise InputError(f"{kernel}: the batch is {batch.x.dtype} codes with scales, this kernel takes tokens alone")
+    if batch.x.dtype != torch.float8_e4m3fn or batch.input_weights is not None:
+        weighted = "" if batch.input_weights is None else " and weights"
+        raise InputError(
+            f"{kernel}: the batch is {batch.x.dtype} with scales{weighted}; allowed are E4M3 codes of {format_name}, "
+            "weighted before they are quantised"
+        )
 
 
 class ExpertKernel(Protocol):

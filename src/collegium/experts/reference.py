@@ -20,7 +20,7 @@ import torch
 
 from ..ops.activation import activate
 from ..ops.quantize import activation_format
-from .base import Packed, Tiling
+from .base import Packed, Tiling, refuse_codes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,6 +44,7 @@ class ReferenceExperts(Packed):
 
     def run(self, batch: ContiguousBatch, memory: Memory | None = None) -> Tensor:
         """Return ``[R, H]`` float32; rows of dropped assignments are zero. The memory is torch's own."""
+        refuse_codes(batch, Reference.name)
         hidden = self.weights.down.shape[-2]
         rows = torch.zeros(batch.source.numel(), hidden, dtype=torch.float32, device=batch.x.device)
         offsets: list[int] = batch.expert_offsets.tolist()

@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional
 
 from ...ops.activation import activate
-from ..base import Packed, Tiling
+from ..base import Packed, Tiling, refuse_codes
 from .decode import CPU_FORMATS, CodeMatrix, Scratch, pack_matrix
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ class CpuExperts(Packed):
 
         float32, but bfloat16 where a bfloat16 product is the result as it is: half the fresh memory, same bits.
         """
+        refuse_codes(batch, CpuGrouped.name)
         finished = self.down.row_scale is None and self.down_bias is None
         exact = torch.bfloat16 if finished and batch.x.dtype == torch.bfloat16 else torch.float32
         rows = torch.empty(batch.source.numel(), self.down.shape[1], dtype=exact)

@@ -14,7 +14,7 @@ from ...ops.operand import operand, ordered
 from ...ops.quantize import AS_IS
 from ...runtime.launch import usual_rows
 from ...runtime.memory import take
-from ..base import Packed
+from ..base import Packed, refuse_codes
 from .grouped import TileList, grouped_gemm, tile_list
 from .prefill import CodeScales, prefill_gemm
 from .tiles import BAND, TileChoice, candidates, choose, score
@@ -88,6 +88,7 @@ class PackedExperts(Packed):
         Rounding a row to bfloat16 adds 0.17 % of its size at most to the layer's error, and halves the largest traffic
         of a big batch. Nothing waits for the device; rows from ``expert_offsets[E]`` on are uninitialised.
         """
+        refuse_codes(batch, "experts in Triton", self._codes)
         count = batch.source.numel()
         dtype = batch.dtype or batch.x.dtype
         out = self._result(count, dtype, batch.x.device, memory)
