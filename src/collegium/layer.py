@@ -104,6 +104,7 @@ class MoELayer(PackedModule):
         self._pipelines = tuple((kind.most(tiling, parts.top_k), kind.build(parts)) for kind in kinds)
         self._device = weights.down.device
         self._places = memory_map(self.plan.regions)
+        self._step = None if dispatcher.together else problem.limits.max_tokens
         on_gpu = self._device.type == "cuda" and plan.capturable
         self.workspaces: Workspaces | None = shared_workspaces(self._device, self._places.nbytes) if on_gpu else None
         self._replay: Replay  # made by every assignment
@@ -214,8 +215,8 @@ class MoELayer(PackedModule):
 
     def _passes(self, memory: Memory | None, *inputs: Any) -> None:
         x, out = inputs[0], inputs[5]
-        tokens, step = x.shape[0], self.plan.problem.limits.max_tokens
-        if tokens <= step:
+        tokens, step = x.shape[0], self._step
+        if step is None or tokens <= step:
             self._tokens(x, self._router(*inputs[:5], memory=memory), out, memory)
             return
         # The routing of all passes at once is more than the memory of one.
@@ -226,7 +227,9 @@ class MoELayer(PackedModule):
             self._tokens(x[span], part, out[span], memory)
 
     def _tokens(self, x: Tensor, routing: Routing, out: Tensor, memory: Memory | None) -> None:
-        shared = None if self.shared is None else self.shared(x, memory)
+        # Where ranks call together the dispatcher refuses too many tokens, on every rank.
+        many = x.shape[0] > self.plan.problem.limits.max_tokens
+        shared = None if self.shared is None or many else self.shared(x, memory)
         pipeline = self._pipeline(x.shape[0])
         if self.latent is None:
             pipeline(x, routing, memory, dtype=x.dtype, shared=shared, out=out)

@@ -214,7 +214,11 @@ def plan(problem: Problem, force: Choice | None = None) -> Plan:
     if dispatcher is None:
         reasons = _listed([r for r in refusals if r.what == "dispatcher"])
         raise PlanError(f"no dispatcher serves {asked.placement or 'one rank'}:\n{reasons}")
-    question = Asked(problem=asked, kernel=kernel, dispatcher=dispatcher, tiling=kernel.tiling(asked.routed))
+    capacity, world = dispatcher.capacity(asked), 1 if asked.placement is None else asked.placement.world_size
+    tokens = asked.limits.max_tokens * (world if dispatcher.together else 1)
+    brought = replace(asked.routed, rows=capacity, tokens=tokens)
+    tiling = kernel.tiling(brought)
+    question = Asked(problem=asked, experts=brought, kernel=kernel, dispatcher=dispatcher, tiling=tiling)
     kinds = _pipelines(question, force, refusals)
     capturable = kernel.capturable and dispatcher.capturable
     shared = None if asked.spec.shared is None else shared_kernel(asked, kernel, capturable=capturable)
@@ -231,7 +235,7 @@ def plan(problem: Problem, force: Choice | None = None) -> Plan:
         stretches=stretches(kinds, dispatcher, question.tiling, asked),
         activation_format=wanted,
         wire_format=dispatcher.wire_format,
-        capacity=dispatcher.capacity(asked),
+        capacity=capacity,
         expert_bytes=one,
         weight_bytes=one * len(asked.local_experts),
         regions=tuple(Region(name, size) for name, size in regions.items()),

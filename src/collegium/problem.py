@@ -17,6 +17,7 @@ class Placement:
     expert_ids: logical ids of the local experts, in local slot order.
     tp_rank, tp_size: the slice of I held here: rows of gate and up, columns of down.
     slice_size: rows of the slice; None: I / tp_size, rounded up. A slice that is filled up to whole groups has more.
+    ranks: what every rank holds, in the order of ranks, for dispatchers that send tokens to others; empty: not told.
     """
 
     rank: int = 0
@@ -25,11 +26,16 @@ class Placement:
     tp_rank: int = 0
     tp_size: int = 1
     slice_size: int | None = None
+    ranks: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         require(0 <= self.rank < self.world_size, "rank", self.rank, f"0 to {self.world_size - 1}")
         require(0 <= self.tp_rank < self.tp_size, "tp_rank", self.tp_rank, f"0 to {self.tp_size - 1}")
         require(len(set(self.expert_ids)) == len(self.expert_ids), "expert_ids", self.expert_ids, "each id once")
+        told = len(self.ranks)
+        require(told in (0, self.world_size), "ranks", told, f"none, or one entry for each of {self.world_size} ranks")
+        own = self.ranks[self.rank] if told else self.expert_ids
+        require(own == self.expert_ids, f"ranks[{self.rank}]", own, f"expert_ids={self.expert_ids}")
 
     def __str__(self) -> str:
         """Return rank, experts and slice in words."""

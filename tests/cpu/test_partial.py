@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -92,7 +93,7 @@ def test_only_this_ranks_weights_are_held_and_the_plan_says_so(tmp_path: Path) -
 def test_it_is_never_taken_unasked(tmp_path: Path) -> None:
     layer = opened(tmp_path, "qwen3_moe", "bf16")
     with pytest.raises(PlanError, match=r"(?s)rank 1 of 3, experts 3, 4.*every expert, whole.*dispatcher='partial'"):
-        load_routed(layer, device="cpu", placement=SPLITS["experts"][1])
+        load_routed(layer, device="cpu", placement=replace(SPLITS["experts"][1], ranks=()))
     with pytest.raises(SpecError, match=r"placement.expert_ids: found \[9\], allowed: 0 to 6"):
         Problem(spec=layer.spec, device=probe("cpu"), placement=Placement(expert_ids=(0, 9)))
     # A rank that holds everything is alone, and needs no exchange.

@@ -59,4 +59,6 @@ def run_ranks(function: Callable[[int], Any], world: int, backend: str = "gloo",
             for job in jobs:
                 job.join(timeout=10)
                 job.kill()
+        ended = [job.exitcode for job in jobs]
+        assert ended == [0] * world, f"ranks ended with {ended}"
     return [found[rank] for rank in range(world)]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from .all_gather import AllGatherKind
 from .base import Dispatcher, DispatcherKind
 from .local import Local, LocalKind
 from .partial import PartialKind
 
-__all__ = ["DISPATCHERS", "Dispatcher", "DispatcherKind", "Local", "LocalKind", "PartialKind"]
+__all__ = ["DISPATCHERS", "AllGatherKind", "Dispatcher", "DispatcherKind", "Local", "LocalKind", "PartialKind"]
 
-DISPATCHERS: tuple[DispatcherKind, ...] = (LocalKind(), PartialKind())
+DISPATCHERS: tuple[DispatcherKind, ...] = (LocalKind(), AllGatherKind(), PartialKind())

@@ -50,10 +50,15 @@ class Dispatcher(Protocol):
 
 
 class DispatcherKind(Protocol):
-    """One row of ``DISPATCHERS``. wire_format: what travels between ranks, ``none`` where nothing does."""
+    """One row of ``DISPATCHERS``.
+
+    wire_format: what travels between ranks, ``none`` where nothing does. together: all ranks call at the same time, so
+    a batch is never cut into passes, which another rank might have fewer of.
+    """
 
     name: str
     capturable: bool
+    together: bool
     wire_format: str
 
     def refuse(self, problem: Problem, *, asked: bool) -> str | None:

@@ -76,6 +76,7 @@ class LocalKind:
 
     name = "local"
     capturable = True
+    together = False
     wire_format = "none"
 
     def refuse(self, problem: Problem, *, asked: bool) -> str | None:

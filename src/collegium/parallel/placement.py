@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from ..errors import InputError
 from ..problem import Placement
 
@@ -24,15 +26,16 @@ def linear(num_experts: int, rank: int = 0, world_size: int = 1) -> Placement:
     """
     _check(num_experts, rank, world_size)
     each, more = divmod(num_experts, world_size)
-    start = rank * each + min(rank, more)
-    ids = tuple(range(start, start + each + (rank < more)))
-    return Placement(rank=rank, world_size=world_size, expert_ids=ids)
+    starts = [r * each + min(r, more) for r in range(world_size + 1)]
+    ranks = tuple(tuple(range(start, stop)) for start, stop in pairwise(starts))
+    return Placement(rank=rank, world_size=world_size, expert_ids=ranks[rank], ranks=ranks)
 
 
 def round_robin(num_experts: int, rank: int = 0, world_size: int = 1) -> Placement:
     """Return every ``world_size``-th expert, from ``rank`` on. Raises InputError for a rank that does not exist."""
     _check(num_experts, rank, world_size)
-    return Placement(rank=rank, world_size=world_size, expert_ids=tuple(range(rank, num_experts, world_size)))
+    ranks = tuple(tuple(range(r, num_experts, world_size)) for r in range(world_size))
+    return Placement(rank=rank, world_size=world_size, expert_ids=ranks[rank], ranks=ranks)
 
 
 def tensor_parallel(num_experts: int, tp_rank: int, tp_size: int) -> Placement:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from ..experts import ExpertKernel, Packed, Tiling
     from ..parallel import Dispatcher, DispatcherKind
-    from ..problem import Problem
+    from ..problem import ExpertsProblem, Problem
     from ..runtime.memory import Memory, Regions
     from ..types import Routing
 
@@ -27,9 +27,10 @@ __all__ = ["Asked", "Parts", "Pipeline", "PipelineKind"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """What a plan has chosen when it comes to pipelines."""
+    """What a plan has chosen when it comes to pipelines. experts: with as many rows as the dispatcher may bring."""
 
     problem: Problem
+    experts: ExpertsProblem
     kernel: ExpertKernel
     dispatcher: DispatcherKind
     tiling: Tiling

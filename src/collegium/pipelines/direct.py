@@ -87,7 +87,7 @@ class DirectKind:
         spec, tokens = asked.problem.spec, asked.problem.limits.max_tokens
         inside = spec.latent_size is not None
         own = weighted_sum_regions(tokens, spec.expert_hidden_size, torch.float32) if inside else {}
-        return own | under("experts", asked.kernel.regions(asked.problem.routed))
+        return own | under("experts", asked.kernel.regions(asked.experts))
 
     def build(self, parts: Parts) -> Direct:
         """Return the pipeline."""

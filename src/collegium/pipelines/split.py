@@ -76,7 +76,7 @@ class SplitKind:
         """Return those of the dispatcher and of the experts' kernel."""
         lists = bool(asked.tiling.block_t(1))
         return asked.dispatcher.regions(asked.problem, lists=lists) | under(
-            "experts", asked.kernel.regions(asked.problem.routed)
+            "experts", asked.kernel.regions(asked.experts)
         )
 
     def build(self, parts: Parts) -> Split:

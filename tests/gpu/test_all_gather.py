@@ -1,0 +1,16 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+from ranks import run_ranks
+from split_layers import compare
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_layer_over_ranks_has_the_bits_of_one_layer() -> None:
+    world = min(torch.cuda.device_count(), 4)
+    assert run_ranks(compare, world, "nccl", seconds=300) == [[]] * world

@@ -1,0 +1,169 @@
+"""Layers whose experts are split over ranks, against one layer that holds them all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import distributed
+
+from collegium import (
+    Choice,
+    InputError,
+    LatentWeights,
+    Limits,
+    MoELayer,
+    MoESpec,
+    Problem,
+    RouterWeights,
+    Routing,
+    RoutingSpec,
+    SharedSpec,
+    SharedWeights,
+    encode_experts,
+    plan,
+    probe,
+)
+from collegium.parallel.placement import linear, round_robin
+from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
+
+__all__ = ["RECIPES", "compare", "disagree"]
+
+EXPERTS, WIDE, HIDDEN = 7, 128, 128
+RECIPES = (
+    ("bf16", "bf16", "bf16"),
+    ("fp32", "fp32", "fp32"),
+    ("mxfp4", "bf16", "bf16"),
+    ("fp8_block", "fp8_group128", "bf16"),
+)
+# How many tokens each rank brings; ranks beyond repeat the list.
+TURNS = ((3, 11, 1, 6), (0, 9, 4, 0), (0, 0, 0, 0), (1, 1, 1, 1), (30, 2, 17, 64), (64, 0, 0, 0))
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {"routing": RoutingSpec(top_k=3)},
+    "shared": {"routing": RoutingSpec(top_k=3), "shared": SharedSpec(intermediate_size=WIDE)},
+    "on input": {"routing": RoutingSpec(top_k=1, score="sigmoid", renormalise=False, weight_on_input=True)},
+    "latent": {"routing": RoutingSpec(top_k=2), "latent_size": 64, "latent_norm_eps": 1e-5},
+}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def _taken(weights: Any, ids: tuple[int, ...]) -> Any:
+    index = list(ids)
+    cut = {name: _rows(getattr(weights, name), index) for name in ("gate_up", "down")}
+    return replace(weights, **cut)
+
+
+def _rows(payload: Any, index: list[int]) -> Any:
+    own = {name: value[index] for name, value in payload.tensors().items()}
+    return replace(payload, **own, shape=(len(index), *payload.shape[1:]))
+
+
+def _layer(kind: str, recipe: tuple[str, str, str], device: str, placement: Any = None) -> MoELayer:
+    weights, activations, dtype = recipe
+    spec = MoESpec(
+        hidden_size=HIDDEN, intermediate_size=WIDE, num_experts=EXPERTS, weight_format=weights, **KINDS[kind]
+    )
+    inner = spec.expert_hidden_size
+    whole = encode_experts(random_experts(EXPERTS, 2, WIDE, inner, seed=1), weights)
+    held = whole if placement is None else _taken(whole, placement.expert_ids)
+    shared = encode_experts(random_experts(1, 2, WIDE, HIDDEN, seed=5), weights) if spec.shared else None
+    latent = None
+    if spec.latent_size:
+        down, up = heavy_tailed(inner, HIDDEN, seed=6) / HIDDEN**0.5, heavy_tailed(HIDDEN, inner, seed=7) / inner**0.5
+        latent = LatentWeights(
+            down=down.to(device), up=up.to(device), norm=torch.ones(inner, device=device), norm_eps=1e-5
+        )
+    limits = Limits(max_tokens=64 if placement is not None else 1024)
+    problem: Any = Problem(spec=spec, device=probe(device), limits=limits, dtype=dtype, placement=placement)
+
+    def sent(own: Any) -> Any:
+        return replace(own, gate_up=own.gate_up.to(device), down=own.down.to(device))
+
+    return MoELayer(
+        sent(held),
+        plan(problem, Choice(activation_format=activations)),
+        router=RouterWeights(weight=heavy_tailed(EXPERTS, HIDDEN, seed=8).to(device)),
+        shared=None if shared is None else SharedWeights(experts=sent(shared)),
+        latent=latent,
+    )
+
+
+_kept: list[MoELayer] = []  # until the process ends, as a program keeps its model
+
+
+def compare(rank: int) -> list[str]:
+    """Return what differs between this rank's output and its part of one layer's that was given all ranks' tokens."""
+    world, faults = distributed.get_world_size(), list[str]()
+    device = f"cuda:{rank}" if distributed.get_backend() == "nccl" else "cpu"
+    for kind in KINDS:
+        for recipe in RECIPES:
+            whole = _layer(kind, recipe, device)
+            for place in (linear, round_robin):
+                layer = _layer(kind, recipe, device, place(EXPERTS, rank, world))
+                _kept.append(layer)
+                assert layer.plan.dispatcher == "all_gather"
+                assert layer.experts.key is not None or layer.plan.kernel in ("reference", "cpu_grouped")
+                for turn in TURNS:
+                    counts = [turn[r % len(turn)] for r in range(world)]
+                    faults += [
+                        f"{kind} {recipe} {place.__name__} {turn}: {f}" for f in _turn(layer, whole, counts, rank)
+                    ]
+    return faults
+
+
+def _equal(found: torch.Tensor, wanted: torch.Tensor, *, alone: bool) -> bool:
+    """Return whether the bits are the same; on a CPU only where the experts are alone.
+
+    There the bits of what torch computes beside them (router, shared expert, projections) depend on how many tokens a
+    rank has.
+    """
+    nan = found.isnan()
+    found, wanted = found.nan_to_num(7.0).float(), wanted.masked_fill(wanted.isnan() & nan, 7.0).float()
+    if found.is_cuda or alone:
+        return torch.equal(found, wanted)
+    return bool((found - wanted).norm() <= 0.005 * wanted.norm())
+
+
+def _turn(layer: MoELayer, whole: MoELayer, counts: list[int], rank: int) -> list[str]:
+    device, dtype = layer.handle.device, layer.input_dtype
+    x = heavy_tailed(sum(counts), HIDDEN, seed=sum(counts) + 1).to(device, dtype)
+    start = sum(counts[:rank])
+    own = slice(start, start + counts[rank])
+    faults: list[str] = []
+    if not _equal(layer(x[own]), whole(x)[own], alone=False):
+        faults.append("by its own router")
+    top_k = layer.spec.routing.top_k
+    ids = uneven_ids(sum(counts), top_k, EXPERTS, seed=9).to(device)
+    ids[1::4, 0], ids[2::9, -1] = -1, EXPERTS + 2
+    given = heavy_tailed(*ids.shape, seed=10, channels=False).abs().to(device)
+    wanted = whole(x, routing=Routing(topk_ids=ids, topk_weights=given))[own]
+    found = layer(x[own], routing=Routing(topk_ids=ids[own], topk_weights=given[own]))
+    if not _equal(found, wanted, alone=layer.shared is None and layer.latent is None):
+        faults.append("by a routing with ids of nobody")
+    return faults
+
+
+def _first(tokens: int, top_k: int) -> Routing:
+    return Routing(topk_ids=torch.arange(top_k).repeat(tokens, 1), topk_weights=torch.ones(tokens, top_k))
+
+
+def disagree(rank: int) -> list[str]:
+    """Return the errors of a rank whose neighbours ask for something else."""
+    world, errors = distributed.get_world_size(), list[str]()
+    layer = _layer("shared", RECIPES[1], "cpu", linear(EXPERTS, rank, world))
+    asks: list[Any] = [
+        lambda: layer(torch.zeros(65 if rank == 1 else 5, HIDDEN)),
+        lambda: layer(torch.zeros(2, HIDDEN), routing=_first(2, 3 - (rank == 0))),
+        lambda: _layer("plain", RECIPES[rank % 2], "cpu", linear(EXPERTS, rank, world)),
+        lambda: _layer("plain", RECIPES[1], "cpu", linear(EXPERTS, 0, world + 1)),
+    ]
+    for ask in asks:
+        try:
+            ask()
+            errors.append("none")
+        except InputError as error:
+            errors.append(str(error))
+    # Nothing was left half done: the layer still answers.
+    assert bool(layer(torch.ones(3, HIDDEN)).isfinite().all())
+    return errors
