@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..runtime.memory import Memory, Regions
     from ..types import ContiguousBatch
 
-__all__ = ["AllGather", "AllGatherKind"]
+__all__ = ["AllGather", "AllGatherKind", "GatherHandle"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
