@@ -72,6 +72,11 @@ def test_generate_writes_the_same_text_twice():
     assert len(first["text"]) > len("Once upon a time") + 12
 
 
+def test_the_demo_finds_the_shipped_model_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert demo.find_model(None) == SHIPPED.resolve()
+
+
 def test_demo_covers_every_format_and_degrades_in_the_known_order():
     found = json.loads(run("demo", "--device", "cpu", "--tokens", "4", "--json"))
     rows = {(row["weights"], row["activations"]): row for row in found["rows"]}

@@ -111,7 +111,7 @@ def find_model(path: str | None) -> Path:
     """Return ``path``, or the shipped model of the checkout this package runs from. Raises InputError."""
     if path is not None:
         return Path(path)
-    for root in (Path.cwd(), Path(__file__).resolve().parents[2]):
+    for root in (Path.cwd(), Path(__file__).resolve().parents[3]):
         if (root / SHIPPED / "config.json").exists():
             return root / SHIPPED
     raise InputError(
