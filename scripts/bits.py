@@ -11,13 +11,11 @@ import argparse
 import csv
 import hashlib
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -45,12 +43,13 @@ from collegium import (
     plan,
     probe,
 )
+from collegium.commands.measure import version_of
 from collegium.formats import FORMATS
+from collegium.formats.unquantised import DTYPES
 from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
 from collegium.testing.tiny import TinySize, combinations, write_checkpoint
 
 ACTIVATIONS = ("bf16", "fp16", "fp32", "fp8_group128", "fp8_group128_pow2", "fp8_token", "mxfp8", "nvfp4")
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Calls of one token to several passes; the largest reach the tiles of large batches.
 TOKENS = {"cuda": (1, 2, 5, 17, 64, 200, 513, 1500), "cpu": (1, 5, 64, 200)}
 LIMITS = Limits(max_tokens=1024)
@@ -218,23 +217,6 @@ def jobs(device: str) -> list[tuple[str, str, str, str]]:
     return made + found
 
 
-def machine(device: str) -> str:
-    """Return the name of the GPU, or of the processor."""
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    listed = Path("/proc/cpuinfo")
-    names = [line for line in listed.read_text().splitlines() if "model name" in line] if listed.exists() else []
-    return names[0].partition(":")[2].strip() if names else platform.processor() or platform.machine()
-
-
-def triton_version() -> str:
-    """Return Triton's version, or nothing where it is not installed."""
-    try:
-        return version("triton")
-    except PackageNotFoundError:
-        return ""
-
-
 def main() -> int:
     """Write the rows, or compare them with a file's; return 1 on any difference."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -246,7 +228,7 @@ def main() -> int:
     asked = parser.parse_args()
     # A user's measured tiles would change which kernels run.
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
-    facts = [machine(asked.device), torch.__version__, triton_version()]
+    facts = [probe(asked.device).name, torch.__version__, version_of("triton")]
     commit = asked.commit
     if not commit:
         git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)

@@ -140,7 +140,7 @@ class Plan:
             "activation_format": self.activation_format,
             "wire_format": self.wire_format,
             "rank": 0 if placed is None else placed.rank,
-            "world_size": 1 if placed is None else placed.world_size,
+            "world_size": self.problem.world_size,
             "local_experts": len(self.problem.local_experts),
             "capacity": self.capacity,
             "expert_bytes": self.expert_bytes,
@@ -214,8 +214,8 @@ def plan(problem: Problem, force: Choice | None = None) -> Plan:
     if dispatcher is None:
         reasons = _listed([r for r in refusals if r.what == "dispatcher"])
         raise PlanError(f"no dispatcher serves {asked.placement or 'one rank'}:\n{reasons}")
-    capacity, world = dispatcher.capacity(asked), 1 if asked.placement is None else asked.placement.world_size
-    tokens = asked.limits.max_tokens * (world if dispatcher.together else 1)
+    capacity = dispatcher.capacity(asked)
+    tokens = asked.limits.max_tokens * (asked.world_size if dispatcher.together else 1)
     brought = replace(asked.routed, rows=capacity, tokens=tokens)
     tiling = kernel.tiling(brought)
     question = Asked(problem=asked, experts=brought, kernel=kernel, dispatcher=dispatcher, tiling=tiling)
@@ -322,15 +322,13 @@ def stretches(
     return tuple(found)
 
 
-def shared_kernel(
-    problem: Problem, kernel: ExpertKernel, *, capturable: bool, weight_format: str | None = None
-) -> ExpertKernel:
+def shared_kernel(problem: Problem, kernel: ExpertKernel, *, capturable: bool) -> ExpertKernel:
     """Return the kernel of the shared expert, to which it is one expert that every token goes to.
 
     The routed experts' ``kernel`` where it takes the weights; otherwise (FP8 or BF16 beside routed experts of four
     bits) the first one of the table that does, and can be captured where the plan is. Raises PlanError.
     """
-    asked = problem.shared(weight_format)
+    asked = problem.shared()
     reasons: list[str] = []
     for other in dict.fromkeys((kernel, *experts.KERNELS)):
         reason = other.refuse(asked)

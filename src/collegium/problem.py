@@ -132,6 +132,11 @@ class Problem:
         return tuple(range(self.spec.num_experts)) if self.placement is None else self.placement.expert_ids
 
     @property
+    def world_size(self) -> int:
+        """How many ranks share the layer."""
+        return 1 if self.placement is None else self.placement.world_size
+
+    @property
     def alone(self) -> bool:
         """Whether this rank holds everything, so that nothing has to be exchanged."""
         placed = self.placement
@@ -160,9 +165,9 @@ class Problem:
             device=self.device,
         )
 
-    def shared(self, weight_format: str | None = None) -> ExpertsProblem:
-        """Return what the kernel of the shared expert is asked; arguments and errors as ``MoESpec.shared_alone``."""
-        return replace(self, spec=self.spec.shared_alone(weight_format), placement=None).routed
+    def shared(self) -> ExpertsProblem:
+        """Return what the kernel of the shared expert is asked; raises SpecError when there is none."""
+        return replace(self, spec=self.spec.shared_alone(), placement=None).routed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

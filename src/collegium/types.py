@@ -198,10 +198,10 @@ class MoESpec:
             routing=RoutingSpec(top_k=self.routing.top_k),
         )
 
-    def shared_alone(self, weight_format: str | None = None) -> MoESpec:
+    def shared_alone(self) -> MoESpec:
         """Return the shared expert as a layer of one expert that every token goes to: to a kernel that is what it is.
 
-        weight_format: of its weights, None for what the spec says. Raises SpecError when there is none.
+        Raises SpecError when there is none.
         """
         if self.shared is None:
             raise SpecError("shared_alone: the spec has no shared expert; ask only where spec.shared is given")
@@ -211,7 +211,7 @@ class MoESpec:
             num_experts=1,
             routing=RoutingSpec(top_k=1),
             activation=self.shared.activation or self.activation,
-            weight_format=weight_format or self.shared.weight_format or self.weight_format,
+            weight_format=self.shared.weight_format or self.weight_format,
         )
 
 

@@ -16,8 +16,8 @@ from torch import distributed
 from ..errors import InputError
 from ..ops.weighted_sum import weighted_sum
 from ..types import Routing
-from .local import Local
-from .partial import Partial, slots_of
+from .local import LocalKind
+from .partial import Partial, PartialKind
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -117,14 +117,9 @@ class AllGather:
 
     def _scattered(self, rows: Tensor) -> Tensor:
         """Return this rank's part of the sum over ranks of ``rows``, whose first dimension all ranks share."""
-        world, rank = distributed.get_world_size(), distributed.get_rank()
+        world = distributed.get_world_size()
         if not rows.numel():
             return rows.chunk(world)[0]
-        if distributed.get_backend() == "gloo":
-            # Gloo has no reduce-scatter, and adds float32: exact, as one of the terms alone is not zero.
-            total = rows.float()
-            distributed.all_reduce(total)
-            return total.chunk(world)[rank].to(rows.dtype)
         own = rows.new_empty(rows.shape[0] // world, rows.shape[1])
         distributed.reduce_scatter(own, list(rows.chunk(world)))
         return own
@@ -161,15 +156,11 @@ class AllGatherKind:
 
     def rows(self, problem: Problem, tokens: int) -> int:
         """Return this rank's share of the assignments of as many tokens on every rank."""
-        placed = problem.placement
-        world = 1 if placed is None else placed.world_size
-        assignments = tokens * world * problem.spec.routing.top_k
-        return -(-assignments * len(problem.local_experts) // problem.spec.num_experts)
+        return PartialKind().rows(problem, tokens * problem.world_size)
 
     def capacity(self, problem: Problem) -> int:
         """Return the assignments of ``max_tokens`` tokens on every rank: all may fall on this rank's experts."""
-        placed = problem.placement
-        return problem.limits.max_tokens * problem.spec.routing.top_k * (1 if placed is None else placed.world_size)
+        return LocalKind().capacity(problem) * problem.world_size
 
     def regions(self, problem: Problem, *, lists: bool) -> Regions:
         """Return none: sizes differ from call to call, so memory is torch's own."""
@@ -195,7 +186,5 @@ class AllGatherKind:
         if other is not None:
             said = f"{plans[0]} and {plans[other]}"
             raise InputError(f"all_gather: ranks 0 and {other} were planned for different layers: {said}")
-        held, experts = problem.local_experts, problem.spec.num_experts
-        inner = Local(num_experts=len(held), weight_on_input=problem.spec.routing.weight_on_input)
-        partial = Partial(inner=inner, slot=slots_of(held, experts).to(problem.device.place))
-        return AllGather(partial=partial, limit=problem.limits.max_tokens, experts=experts)
+        partial = PartialKind().build(problem)
+        return AllGather(partial=partial, limit=problem.limits.max_tokens, experts=problem.spec.num_experts)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..runtime.memory import Memory, Regions
     from ..types import ContiguousBatch
 
-__all__ = ["Partial", "PartialKind", "slots_of"]
+__all__ = ["Partial", "PartialKind"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,14 +65,6 @@ class Partial:
         return self.inner.combine(rows, handle, memory, dtype=dtype, shared=shared, out=out)
 
 
-def slots_of(held: tuple[int, ...], experts: int) -> Tensor:
-    """Return the table ``Partial.slot`` of a rank that holds the experts ``held`` of ``experts``."""
-    slot = torch.full((experts + 2,), -1, dtype=torch.int64)
-    slot[list(held)] = torch.arange(len(held))
-    slot[experts + 1] = experts  # no slot of this rank, and not -1
-    return slot
-
-
 def _share(assignments: int, held: int, experts: int) -> int:
     return -(-assignments * held // experts)
 
@@ -109,6 +101,9 @@ class PartialKind:
 
     def build(self, problem: Problem) -> Partial:
         """Return the dispatcher, with its table on the problem's device."""
-        held = problem.local_experts
+        held, experts = problem.local_experts, problem.spec.num_experts
+        slot = torch.full((experts + 2,), -1, dtype=torch.int64)
+        slot[list(held)] = torch.arange(len(held))
+        slot[experts + 1] = experts  # no slot of this rank, and not -1
         inner = Local(num_experts=len(held), weight_on_input=problem.spec.routing.weight_on_input)
-        return Partial(inner=inner, slot=slots_of(held, problem.spec.num_experts).to(problem.device.place))
+        return Partial(inner=inner, slot=slot.to(problem.device.place))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..ops.weighted_sum import weighted_sum, weighted_sum_regions
-from ..runtime.memory import under
+from ..runtime.memory import part, under
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -45,7 +45,7 @@ class Direct:
         """Return what ``Pipeline`` says."""
         parts = self.parts
         ids, weights = routing.topk_ids.contiguous(), routing.topk_weights.contiguous()
-        rows = parts.experts.run_unsorted(x, ids, None if memory is None else memory.part("experts"))
+        rows = parts.experts.run_unsorted(x, ids, part(memory, "experts"))
         if parts.after_expert is not None:
             rows = parts.after_expert(rows)
         return weighted_sum(rows, ids, weights, dtype, shared=shared, out=out, experts=parts.num_experts, memory=memory)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..runtime.memory import under
+from ..runtime.memory import part, under
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -43,7 +43,7 @@ class Split:
         # Kernels that walk token tiles get their lists from the launch that orders the rows.
         block_t = parts.experts.tiling.block_t(rows) if x.is_cuda else ()
         batch, handle = parts.dispatcher.dispatch(x, routing, memory, block_t=block_t)
-        made = parts.experts.run(batch, None if memory is None else memory.part("experts"))
+        made = parts.experts.run(batch, part(memory, "experts"))
         if parts.after_expert is not None:
             made = parts.after_expert(made)
         return parts.dispatcher.combine(made, handle, memory, dtype=dtype, shared=shared, out=out)

@@ -35,6 +35,7 @@ __all__ = [
     "captures",
     "largest",
     "memory_map",
+    "part",
     "shared_workspaces",
     "take",
     "under",
@@ -69,6 +70,11 @@ class Memory(Protocol):
 def take(memory: Memory | None, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the buffer ``name`` of ``memory``, or fresh memory of ``device`` where no pass gives any."""
     return torch.empty(shape, dtype=dtype, device=device) if memory is None else memory.take(name, shape, dtype)
+
+
+def part(memory: Memory | None, name: str) -> Memory | None:
+    """Return the part ``name`` of ``memory``, or None where no pass gives any."""
+    return None if memory is None else memory.part(name)
 
 
 def under(name: str, regions: Mapping[str, int]) -> Regions:

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from ..errors import InputError
 from ..ops.route import given_routing, route, route_custom
+from ..runtime.memory import part
 from .checks import check_rows
 
 if TYPE_CHECKING:
@@ -94,5 +95,5 @@ class Router:
             hash_table=None if own is None else own.hash_table,
             expert_scale=None if own is None else own.expert_scale,
             checked=self.checked,
-            memory=None if memory is None else memory.part("routing"),
+            memory=part(memory, "routing"),
         )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
+from ..runtime.memory import part
 from ..types import ContiguousBatch
 from .checks import check_weights
 
@@ -42,7 +43,7 @@ class SharedExpert:
         """Return ``[T, D]``, what is added to the routed experts' sum for ``x [T, D]``."""
         tokens = x.shape[0]
         batch = ContiguousBatch(x=x, source=self.rows[:tokens], expert_offsets=self.bounds[tokens])
-        out = self.experts.run(batch, None if memory is None else memory.part("shared"))
+        out = self.experts.run(batch, part(memory, "shared"))
         return out if self.gate is None else torch.sigmoid(functional.linear(x.float(), self.gate)) * out
 
     def variants(self, tokens: int) -> frozenset[Hashable]:

@@ -13,7 +13,7 @@ import torch
 from ...ops.operand import operand, ordered
 from ...ops.quantize import AS_IS
 from ...runtime.launch import usual_rows
-from ...runtime.memory import take
+from ...runtime.memory import part, take
 from ..base import Packed, refuse_codes
 from .grouped import TileList, grouped_gemm, tile_list
 from .prefill import CodeScales, prefill_gemm
@@ -117,7 +117,7 @@ class PackedExperts(Packed):
         x, (tokens, top_k) = usual_rows(x), ids.shape
         out = self._result(tokens * top_k, x.dtype, x.device, memory)
         first, second = (replace(tile, overlap=self.machine.pdl) for tile in self.tiling.pair(ids.numel()))
-        rows_in = operand(x, self._codes, order=self.gate_up.layout.row_order, memory=_part(memory, "x"))
+        rows_in = operand(x, self._codes, order=self.gate_up.layout.row_order, memory=part(memory, "x"))
         # Where the tokens were quantised, which waits for the routing, the ids were there before the product's turn.
         listed = self.activations is not None
         tiles = TileList(expert=ids, row=ids, count=ids.numel(), tile=first, top_k=top_k, early=listed)
@@ -157,7 +157,7 @@ class PackedExperts(Packed):
             weights=batch.input_weights,
             order=order,
             x_ready=batch.x_ready and not gathered,
-            memory=_part(memory, "x"),
+            memory=part(memory, "x"),
         )
 
     def _both(
@@ -178,7 +178,7 @@ class PackedExperts(Packed):
         grouped_gemm(
             x, self.gate_up, offsets, tiles[0], middle, source=source, x_scale=x_scale, activation=self.activation
         )
-        codes, scale = operand(middle, self._codes, order=self.down.layout.row_order, memory=_part(memory, "h"))
+        codes, scale = operand(middle, self._codes, order=self.down.layout.row_order, memory=part(memory, "h"))
         # The tile lists were complete before the first product started.
         return grouped_gemm(codes, self.down, offsets, replace(tiles[1], early=True), out, x_scale=scale)
 
@@ -188,7 +188,7 @@ class PackedExperts(Packed):
         The formulas, the order of every sum and so the bits of a row are those of the small tiles.
         """
         form, offsets, device = self.activations, batch.expert_offsets, out.device
-        tiles = tile_list(offsets, out.shape[0], tile, _part(memory, "first"))
+        tiles = tile_list(offsets, out.shape[0], tile, part(memory, "first"))
         wide = self.gate_up.layout.shape[2]
         rows, x_scale = self._rows_in(batch, memory, AS_IS, gathered=True)
         narrow = form is None or batch.dtype == torch.bfloat16
@@ -209,15 +209,11 @@ class PackedExperts(Packed):
             codes=codes,
         )
         if codes is None:
-            middle, scale = operand(middle, self._codes, memory=_part(memory, "h"))
+            middle, scale = operand(middle, self._codes, memory=part(memory, "h"))
         else:
             scale = codes.scale
-        tiles = replace(tiles, memory=_part(memory, "second"))
+        tiles = replace(tiles, memory=part(memory, "second"))
         return prefill_gemm(middle, self.down, offsets, tiles, out, x_scale=scale)
-
-
-def _part(memory: Memory | None, name: str) -> Memory | None:
-    return None if memory is None else memory.part(name)
 
 
 def _listed(batch: ContiguousBatch, tile: TileChoice, memory: Memory | None, name: str) -> TileList:
@@ -225,7 +221,7 @@ def _listed(batch: ContiguousBatch, tile: TileChoice, memory: Memory | None, nam
     for made in batch.tiles:
         if made.block_t == tile.block_t:
             return TileList(expert=made.expert, row=made.row, count=made.row.numel(), tile=tile)
-    return tile_list(batch.expert_offsets, batch.source.numel(), tile, _part(memory, name))
+    return tile_list(batch.expert_offsets, batch.source.numel(), tile, part(memory, name))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
