@@ -28,7 +28,7 @@ def test_a_layer_has_a_row_for_each_recipe_that_runs(tmp_path):
     recipes = ("bf16:bf16", "mxfp4:fp8_token", "mxfp4:nothing")
     rows = rows_of(
         "bench_layer.py",
-        *("--shapes", "64x32x4x2", "--recipes", *recipes, "--tokens", "1", "--rounds", "1"),
+        *("--shapes", "256x128x4x2", "--recipes", *recipes, "--tokens", "1", "--rounds", "1"),
         out=tmp_path / "layers.csv",
         code=1,
     )
