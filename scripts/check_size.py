@@ -77,8 +77,8 @@ def code_lines(text: str) -> int:
 
 
 def _budget(path: Path, root: Path) -> int:
-    inside = path.relative_to(root / "src" / "collegium")
-    rooms = {inside.parts[0], inside.as_posix()}
+    inside = path.relative_to(root / "src").parts[1:]
+    rooms = {*inside[:1], "/".join(inside)}
     return SEVERAL if rooms & set(SEVERAL_OF) else REST if rooms & set(REST_OF) else LAYER
 
 
