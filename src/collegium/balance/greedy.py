@@ -1,4 +1,4 @@
-"""The policy ``greedy``: replicate the most loaded experts first, then pack, heaviest first on the least loaded rank."""
+"""The policy ``greedy``: copies for the most loaded experts, then the heaviest first on the least loaded rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def greedy(load: ArrayLike, current: Slots, *, hosts: int = 1, groups: int = 1) 
     held = holders(current, len(loads))
     sizes = [len(own) for own in current]
     if sum(sizes) < len(loads):
-        raise InputError(f"greedy: {len(loads)} experts were asked to fit in {sum(sizes)} slots; give more slots a rank")
+        raise InputError(
+            f"greedy: {len(loads)} experts were asked to fit in {sum(sizes)} slots; give more slots a rank"
+        )
     packed: list[set[int]] = [set() for _ in current]
     parts = _parts(loads, sizes, hosts, groups)
     for ranks, experts in parts:
@@ -65,7 +67,7 @@ def _parts(
     room = [sum(sizes[rank] for rank in own) // each for own in ranks]
     if sum(room) < groups:
         raise InputError(
-            f"hosts: {groups} groups of {each} experts were asked on hosts with room for {room} groups; give more slots "
+            f"hosts: {groups} groups of {each} experts were asked on hosts with room for {room}; give more slots "
             "a rank, or do not name hosts"
         )
     weights = [float(loads[g * each : (g + 1) * each].sum()) for g in range(groups)]
@@ -114,7 +116,7 @@ def _pack(
 
 
 def _copies(loads: NDArray[np.float64], experts: Sequence[int], slots: int, most: int) -> dict[int, int]:
-    """Return how many copies each expert gets: the next one goes to the most loaded copy, up to ``most`` of an expert."""
+    """Return how many copies each expert gets: the next one is of the most loaded copy, up to ``most`` of an expert."""
     copies = dict.fromkeys(experts, 1)
     waiting = [(-float(loads[expert]), expert) for expert in experts if loads[expert] > 0 and most > 1]
     heapq.heapify(waiting)

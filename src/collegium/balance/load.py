@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from ..errors import InputError
 
@@ -55,6 +55,11 @@ class LoadTrace:
                 f"{experts} experts; needed are top-1 to top-{experts}, equal groups, and bytes above 0"
             )
 
+    def shares(self) -> NDArray[np.float64]:
+        """Return ``[layers, experts]``: each expert's load over all steps in times of an even share."""
+        total = self.counts.sum(axis=0).astype(np.float64)
+        return total / np.maximum(total.mean(axis=1, keepdims=True), np.finfo(np.float64).tiny)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file, which appears when it is complete. Raises OSError."""
         file = Path(path)
@@ -62,7 +67,7 @@ class LoadTrace:
         said = {"model": self.model, "layers": json.dumps(self.layers)}
         said |= {name: str(getattr(self, name)) for name in ("top_k", "groups", "expert_bytes")}
         try:
-            save_file({"counts": np.ascontiguousarray(self.counts)}, made, metadata={"kind": _KIND, **said})
+            made.write_bytes(save({"counts": np.ascontiguousarray(self.counts)}, {"kind": _KIND, **said}))
             made.replace(file)
         finally:
             made.unlink(missing_ok=True)

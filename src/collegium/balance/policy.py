@@ -30,8 +30,8 @@ class Policy:
 
 
 POLICIES: tuple[Policy, ...] = (
-    Policy(name="least_moves", does="nearly greedy's balance, with few experts moved", place=least_moves),
     Policy(name="greedy", does="replicate, then pack, whatever has to move", place=greedy),
+    Policy(name="least_moves", does="nearly greedy's balance of sums, with few experts moved", place=least_moves),
 )
 
 

@@ -70,7 +70,7 @@ class Simulation:
 
 
 def simulate(
-    trace: LoadTrace, start: Slots, replicas: Sequence[int], *, policy: str = "least_moves", hosts: int = 1
+    trace: LoadTrace, start: Slots, replicas: Sequence[int], *, policy: str = "greedy", hosts: int = 1
 ) -> Simulation:
     """Place the experts of every layer for the first half of ``trace`` and judge both halves.
 

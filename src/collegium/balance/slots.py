@@ -40,14 +40,14 @@ def checked_load(load: ArrayLike) -> NDArray[np.float64]:
     found = np.asarray(load, dtype=np.float64)
     if found.ndim < 1 or not found.size or not np.isfinite(found).all() or (found < 0).any():
         raise InputError(
-            f"load: found shape {found.shape}, least {found.min(initial=0)}, largest {found.max(initial=0)}; needed are "
-            "assignments [..., E], finite and not negative"
+            f"load: found shape {found.shape}, least {found.min(initial=0)}, largest {found.max(initial=0)}; needed "
+            "are assignments [..., E], finite and not negative"
         )
     return found
 
 
 def holders(slots: Slots, experts: int) -> NDArray[np.bool_]:
-    """Return ``[W, E]``: which rank has which expert. Raises InputError for an id that is unknown or twice on a rank."""
+    """Return ``[W, E]``: which rank has which expert. Raises InputError for an id unknown or twice on a rank."""
     found = np.zeros((len(slots), experts), dtype=bool)
     for rank, own in enumerate(slots):
         held = [expert for expert in own if expert != -1]
@@ -95,7 +95,7 @@ def widened(slots: Slots, width: int) -> Slots:
 
 
 def aligned(current: Slots, held: Sequence[Collection[int]]) -> Slots:
-    """Return the slots of ranks that are to hold ``held``: what stays keeps its slot, the rest fills up by lowest id."""
+    """Return the slots of ranks that are to hold ``held``: what stays keeps its slot, the rest follows by lowest id."""
     made: list[tuple[int, ...]] = []
     for own, wanted in zip(current, held, strict=True):
         new = iter(sorted(set(wanted) - set(own)))
