@@ -13,6 +13,7 @@
     │   ├── BadScaleError      a scale is NaN, infinite, negative or a forbidden zero
     │   └── ConfigError        config.json is unreadable, unknown, or contradicts the tensors
     ├── PlanError          no kernel can run the problem; lists every refusal
+    ├── RankError          another rank is gone, late, or does something else; names rank and phase
     ├── MeasurementError   a layer to be measured computes something else than FP32 truth
     └── MissingExtraError  an optional package is needed (also an ImportError)
 
@@ -31,6 +32,7 @@ __all__ = [
     "MissingExtraError",
     "MissingTensorError",
     "PlanError",
+    "RankError",
     "RoutingError",
     "SpecError",
     "TensorMismatchError",
@@ -92,6 +94,25 @@ class PlanError(CollegiumError):
 
 class MeasurementError(CollegiumError):
     """What is to be measured computes the wrong numbers; no time is given."""
+
+
+class RankError(CollegiumError):
+    """Another rank is gone, late, or does something else than this one; this rank can go on without it.
+
+    ranks: which. phase: what this rank waited for.
+    """
+
+    def __init__(self, text: str, *, ranks: tuple[int, ...], phase: str) -> None:
+        super().__init__(text)
+        self.ranks, self.phase = ranks, phase
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle with ranks and phase, as a process that starts others passes errors on."""
+        return _rank_error, (str(self), self.ranks, self.phase)
+
+
+def _rank_error(text: str, ranks: tuple[int, ...], phase: str) -> RankError:
+    return RankError(text, ranks=ranks, phase=phase)
 
 
 class MissingExtraError(CollegiumError, ImportError):

@@ -14,10 +14,14 @@ __all__ = ["Choice", "DeviceFacts", "ExpertsProblem", "Limits", "Placement", "Pr
 class Placement:
     """Which experts and which slice of their intermediate width this rank holds.
 
-    expert_ids: logical ids of the local experts, in local slot order.
+    rank, world_size: among the ranks that split the experts. expert_ids: logical ids of the local experts, in local
+    slot order, each once; several ranks may hold the same expert. spare: slots after those that hold no expert yet.
     tp_rank, tp_size: the slice of I held here: rows of gate and up, columns of down.
     slice_size: rows of the slice; None: I / tp_size, rounded up. A slice that is filled up to whole groups has more.
     ranks: what every rank holds, in the order of ranks, for dispatchers that send tokens to others; empty: not told.
+    same_tokens: every rank is called with the same tokens, instead of its own; each then serves a share of them.
+    group, slice_group: names of the process groups of those that split the experts, and of those that hold the slices
+    of one part; empty: torch's default group.
     """
 
     rank: int = 0
@@ -27,11 +31,16 @@ class Placement:
     tp_size: int = 1
     slice_size: int | None = None
     ranks: tuple[tuple[int, ...], ...] = ()
+    spare: int = 0
+    same_tokens: bool = False
+    group: str = ""
+    slice_group: str = ""
 
     def __post_init__(self) -> None:
         require(0 <= self.rank < self.world_size, "rank", self.rank, f"0 to {self.world_size - 1}")
         require(0 <= self.tp_rank < self.tp_size, "tp_rank", self.tp_rank, f"0 to {self.tp_size - 1}")
         require(len(set(self.expert_ids)) == len(self.expert_ids), "expert_ids", self.expert_ids, "each id once")
+        require(self.spare >= 0, "spare", self.spare, "0 or more slots")
         told = len(self.ranks)
         require(told in (0, self.world_size), "ranks", told, f"none, or one entry for each of {self.world_size} ranks")
         own = self.ranks[self.rank] if told else self.expert_ids
@@ -43,7 +52,14 @@ class Placement:
         whole = len(ids) > 2 and ids == list(range(ids[0], ids[0] + len(ids)))
         held = f"{ids[0]} to {ids[-1]}" if whole else ", ".join(map(str, ids)) or "none"
         part = f", slice {self.tp_rank} of {self.tp_size}" if self.tp_size > 1 else ""
-        return f"rank {self.rank} of {self.world_size}, experts {held}{part}"
+        free = f", {self.spare} spare slots" if self.spare else ""
+        same = ", the same tokens on every rank" if self.same_tokens else ""
+        return f"rank {self.rank} of {self.world_size}, experts {held}{free}{part}{same}"
+
+    @property
+    def width(self) -> int:
+        """Slots of the rank that has most, this one where others are not told."""
+        return max(map(len, self.ranks or (self.expert_ids,))) + self.spare
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,6 +148,11 @@ class Problem:
         return tuple(range(self.spec.num_experts)) if self.placement is None else self.placement.expert_ids
 
     @property
+    def slots(self) -> int:
+        """How many experts this rank has room for."""
+        return len(self.local_experts) + (0 if self.placement is None else self.placement.spare)
+
+    @property
     def world_size(self) -> int:
         """How many ranks share the layer."""
         return 1 if self.placement is None else self.placement.world_size
@@ -140,7 +161,10 @@ class Problem:
     def alone(self) -> bool:
         """Whether this rank holds everything, so that nothing has to be exchanged."""
         placed = self.placement
-        return placed is None or (placed.tp_size == 1 and placed.expert_ids == tuple(range(self.spec.num_experts)))
+        if placed is None:
+            return True
+        whole = placed.expert_ids == tuple(range(self.spec.num_experts))
+        return whole and placed.tp_size == 1 and not placed.spare
 
     @property
     def routed(self) -> ExpertsProblem:
@@ -150,7 +174,7 @@ class Problem:
         if placed is not None and placed.tp_size > 1:
             wide = placed.slice_size or -(-wide // placed.tp_size)
         return ExpertsProblem(
-            experts=len(self.local_experts),
+            experts=self.slots,
             parts=spec.gate_up_parts,
             intermediate=wide,
             hidden=spec.expert_hidden_size,

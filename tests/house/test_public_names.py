@@ -38,6 +38,7 @@ PUBLIC = {
     "Placement",
     "Plan",
     "PlanError",
+    "RankError",
     "Problem",
     "Refusal",
     "RouterWeights",

@@ -72,9 +72,10 @@ def load_experts(
     """Read the local experts of ``layer`` on ``device``, byte for byte in the format they are stored in.
 
     gate_up ``[E_local, P, I / tp_size, H]``, down ``[E_local, H, I / tp_size]``, experts in the order of
-    ``placement.expert_ids``. With biases, ranks other than ``tp_rank`` 0 get zeros for ``down_bias``, because the
-    sum over ranks must hold it once. pad: where ``tp_size`` does not cut I on the format's groups, give every rank the
-    next number of whole groups and fill the last ranks up with zeros, which add nothing to the sum over ranks.
+    ``placement.expert_ids``, then spare slots, which hold a copy of the first one. With biases, ranks other than
+    ``tp_rank`` 0 get zeros for ``down_bias``, because the sum over ranks must hold it once. pad: where ``tp_size`` does
+    not cut I on the format's groups, give every rank the next number of whole groups and fill the last ranks up with
+    zeros, which add nothing to the sum over ranks.
 
     Raises InputError for an expert or split that does not exist, and the CheckpointErrors of the audit for whatever is
     wrong with the layer's headers or with the scales read here.
@@ -106,7 +107,8 @@ def _fill(
     room: int,
     device: torch.device | str,
 ) -> ExpertWeights[Payload]:
-    count = len(placement.expert_ids)
+    # Spare slots hold what the first one does until an expert is moved there.
+    count = len(placement.expert_ids) + placement.spare
     gate_up: Payload | None = None
     down: Payload | None = None
     # without local experts, expert 0 still says what an empty payload looks like
@@ -167,10 +169,11 @@ def _biases(
     if not layer.spec.expert_bias:
         return None, None
     names, parts = layer.names, layer.spec.gate_up_parts
+    ids = placement.expert_ids + placement.expert_ids[:1] * placement.spare
     tensors: list[Tensor] = []
     for name in bias_names(names, layer.number):
-        tensors.append(_rows(layer.checkpoint, name, placement.expert_ids))
-        reader.problems += bad_bias(layer, name, tensors[-1], placement.expert_ids)
+        tensors.append(_rows(layer.checkpoint, name, ids))
+        reader.problems += bad_bias(layer, name, tensors[-1], ids)
     *upper, down = tensors
     both = upper[0] if len(upper) == 1 else torch.cat(upper, dim=-1)
     order = both.unflatten(-1, (-1, parts)).mT if names.stacked.interleaved else both.unflatten(-1, (parts, -1))

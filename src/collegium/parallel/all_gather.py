@@ -7,17 +7,20 @@ then the one of a single rank, in slot order. Tokens and rows travel in full, K 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch import distributed
 
 from ..errors import InputError
 from ..ops.weighted_sum import weighted_sum
 from ..types import Routing
-from .local import LocalKind
-from .partial import Partial, PartialKind
+from .collectives import gathered, scattered
+from .expert_map import ExpertMap
+from .local import Local, LocalKind
+from .meeting import meeting_of
+from .partial import PartialKind
+from .split import checked_placement, refuse_split
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,36 +46,34 @@ class GatherHandle:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AllGather:
-    """Some experts are here. limit: the most tokens a rank may bring. experts: on all ranks.
+    """Some experts are here. limit: the most tokens a rank may bring. group: name of the ranks' process group."""
 
-    The group is torch's default one, asked for at every call: a process that still holds a group at its end aborts.
-    """
-
-    partial: Partial
+    inner: Local
+    map: ExpertMap
     limit: int
-    experts: int
+    group: str
 
     def rows(self, tokens: int, top_k: int) -> int:
         """Return this rank's share of the assignments of as many tokens on every rank."""
-        return self.partial.rows(tokens * distributed.get_world_size(), top_k)
+        return -(-tokens * self.map.world_size * top_k * self.inner.num_experts // self.map.num_experts)
 
     def dispatch(
         self, x: Tensor, routing: Routing, memory: Memory | None = None, *, block_t: tuple[int, ...] = ()
     ) -> tuple[ContiguousBatch, GatherHandle]:
         """Gather every rank's tokens and sort the assignments of this rank's experts.
 
-        Raises InputError on every rank where one brings more than ``limit`` tokens or another top-k. Waits for the
-        device, to know how many tokens there are.
+        Raises InputError on every rank where one brings more than ``limit`` tokens or another top-k.
         """
-        most = self._most(x.shape[0], routing.topk_ids.shape[1], x.device)
-        ids = self._gathered(routing.topk_ids.to(torch.int64), most, -1)
-        carried = self.partial.inner.weight_on_input
-        weights = self._gathered(routing.topk_weights.float(), most, 0) if carried else torch.empty(ids.shape)
-        batch, inner = self.partial.dispatch(
-            self._gathered(x, most, 0), Routing(topk_ids=ids, topk_weights=weights), None, block_t=block_t
-        )
-        own = None if carried else routing.topk_weights
-        return batch, GatherHandle(slots=inner.slots, ids=routing.topk_ids.contiguous(), weights=own)
+        ids = routing.topk_ids
+        self.map.record(ids)
+        most, carried = self._most(*ids.shape), self.inner.weight_on_input
+        places = self._gathered(self.map.choose(ids), most, -1)
+        weights = self._gathered(routing.topk_weights.float(), most, 0) if carried else torch.empty(places.shape)
+        own = Routing(topk_ids=self.map.local(places), topk_weights=weights)
+        batch, inner = self.inner.dispatch(self._gathered(x, most, 0), own, block_t=block_t)
+        batch = replace(batch, rows=-(-places.numel() * self.inner.num_experts // self.map.num_experts))
+        own_weights = None if carried else routing.topk_weights
+        return batch, GatherHandle(slots=inner.slots, ids=ids.contiguous(), weights=own_weights)
 
     def combine(
         self,
@@ -85,19 +86,16 @@ class AllGather:
         out: Tensor | None = None,
     ) -> Tensor:
         """Return ``[T, H]`` of this rank's own tokens, with the bits of a single rank."""
-        found, wide = handle.slots.reshape(-1), rows.shape[1]
+        found, wide, ids = handle.slots.reshape(-1), rows.shape[1], handle.ids
         here = rows.new_zeros(found.numel(), wide)
         if rows.shape[0]:
             here = rows.index_select(0, found.clamp(min=0)).masked_fill_((found < 0)[:, None], 0)
-        own = self._scattered(here)[: handle.ids.numel()]
-        return weighted_sum(own, handle.ids, handle.weights, dtype, shared=shared, out=out, experts=self.experts)
+        own = scattered(here, group=self.group, phase="all_gather combine")[: ids.numel()]
+        return weighted_sum(own, ids, handle.weights, dtype, shared=shared, out=out, experts=self.map.num_experts)
 
-    def _most(self, tokens: int, top_k: int, device: torch.device) -> int:
+    def _most(self, tokens: int, top_k: int) -> int:
         """Return the most tokens of a rank."""
-        own = torch.tensor([tokens, top_k], device=device)
-        found = [torch.empty_like(own) for _ in range(distributed.get_world_size())]
-        distributed.all_gather(found, own)
-        counts = torch.stack(found).tolist()
+        counts = meeting_of(self.group).exchange((tokens, top_k), "all_gather dispatch")
         if any(count > self.limit or k != top_k for count, k in counts):
             said = "; ".join(f"rank {rank}: {count} tokens, top-{k}" for rank, (count, k) in enumerate(counts))
             raise InputError(
@@ -107,22 +105,7 @@ class AllGather:
         return max(count for count, _ in counts)
 
     def _gathered(self, own: Tensor, most: int, fill: float) -> Tensor:
-        """Return every rank's rows ``[W * most, ...]``, short ones filled up."""
-        padded = own.new_full((most, *own.shape[1:]), fill)
-        padded[: own.shape[0]] = own
-        found = [torch.empty_like(padded) for _ in range(distributed.get_world_size())]
-        if padded.numel():
-            distributed.all_gather(found, padded)
-        return torch.cat(found)
-
-    def _scattered(self, rows: Tensor) -> Tensor:
-        """Return this rank's part of the sum over ranks of ``rows``, whose first dimension all ranks share."""
-        world = distributed.get_world_size()
-        if not rows.numel():
-            return rows.chunk(world)[0]
-        own = rows.new_empty(rows.shape[0] // world, rows.shape[1])
-        distributed.reduce_scatter(own, list(rows.chunk(world)))
-        return own
+        return gathered(own, most, fill, group=self.group, phase="all_gather dispatch")
 
 
 class AllGatherKind:
@@ -134,25 +117,8 @@ class AllGatherKind:
     wire_format = "tokens and rows in the layer's dtype"
 
     def refuse(self, problem: Problem, *, asked: bool) -> str | None:
-        """Refuse one rank, placements that tell of no other rank, slices, replicas, and ranks without an expert."""
-        placed = problem.placement
-        if placed is None or placed.world_size == 1:
-            return "asked for one rank; it exchanges tokens between ranks"
-        if not placed.ranks:
-            return f"asked for {placed} without Placement.ranks; it has to know what every rank holds"
-        if placed.tp_size > 1:
-            return f"asked for {placed}; it splits experts over ranks, not their width"
-        empty = [rank for rank, held in enumerate(placed.ranks) if not held]
-        if empty:
-            return (
-                f"asked for {problem.spec.num_experts} experts on {placed.world_size} ranks; rank {empty[0]} has none"
-            )
-        held = sorted(expert for ids in placed.ranks for expert in ids)
-        if held != list(range(problem.spec.num_experts)):
-            return (
-                f"asked for {len(held)} experts on all ranks of {problem.spec.num_experts}; each has to be there once"
-            )
-        return None
+        """Refuse what ``refuse_split`` does."""
+        return refuse_split(problem)
 
     def rows(self, problem: Problem, tokens: int) -> int:
         """Return this rank's share of the assignments of as many tokens on every rank."""
@@ -172,19 +138,10 @@ class AllGatherKind:
         Raises InputError on every rank where torch.distributed has other ranks than the placement, or where the ranks
         were planned for different layers.
         """
-        placed = problem.placement
-        assert placed is not None
-        ready = distributed.is_available() and distributed.is_initialized()
-        rank, world = (distributed.get_rank(), distributed.get_world_size()) if ready else (-1, 0)
-        if (rank, world) != (placed.rank, placed.world_size):
-            found = f"has rank {rank} of {world}" if ready else "is not initialised"
-            raise InputError(f"all_gather: asked for {placed}, torch.distributed {found}; launch with torchrun")
-        agreed = repr((problem.spec, problem.limits, problem.dtype, problem.activation_format, placed.ranks))
-        plans: list[str | None] = [None] * world
-        distributed.all_gather_object(plans, agreed)
-        other = next((rank for rank, own in enumerate(plans) if own != plans[0]), None)
-        if other is not None:
-            said = f"{plans[0]} and {plans[other]}"
-            raise InputError(f"all_gather: ranks 0 and {other} were planned for different layers: {said}")
-        partial = PartialKind().build(problem)
-        return AllGather(partial=partial, limit=problem.limits.max_tokens, experts=problem.spec.num_experts)
+        placed = checked_placement(self.name, problem)
+        return AllGather(
+            inner=Local(num_experts=problem.slots, weight_on_input=problem.spec.routing.weight_on_input),
+            map=ExpertMap(placed, problem.spec.num_experts, problem.device.place),
+            limit=problem.limits.max_tokens,
+            group=placed.group,
+        )

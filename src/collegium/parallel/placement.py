@@ -41,10 +41,5 @@ def round_robin(num_experts: int, rank: int = 0, world_size: int = 1) -> Placeme
 def tensor_parallel(num_experts: int, tp_rank: int, tp_size: int) -> Placement:
     """Return all experts with slice ``tp_rank`` of ``tp_size`` of I. Raises InputError for a missing rank."""
     _check(num_experts, tp_rank, tp_size)
-    return Placement(
-        rank=tp_rank,
-        world_size=tp_size,
-        expert_ids=tuple(range(num_experts)),
-        tp_rank=tp_rank,
-        tp_size=tp_size,
-    )
+    ids = tuple(range(num_experts))
+    return Placement(expert_ids=ids, ranks=(ids,), tp_rank=tp_rank, tp_size=tp_size)

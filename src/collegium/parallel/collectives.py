@@ -1,0 +1,66 @@
+"""Collectives of torch.distributed over rows, on a group by name, whose failures name the rank that is gone.
+
+A rank that dies breaks its connections, so the others fail at once; then those that are left call the roll.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import distributed
+
+from ..errors import RankError
+from .groups import group_named
+from .meeting import meeting_of
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from torch import Tensor
+
+__all__ = ["all_reduced", "gathered", "scattered"]
+
+
+@contextmanager
+def _named(group: str, phase: str) -> Generator[distributed.ProcessGroup]:
+    """Give the process group ``group``; raise RankError for what goes wrong in it."""
+    own = group_named(group)
+    try:
+        yield own
+    except RuntimeError as error:  # torch raises nothing narrower
+        meeting_of(group).exchange(None, f"the roll call after {phase} failed")
+        raise RankError(
+            f"{phase}: every rank is there, and torch.distributed says: {error}", ranks=(), phase=phase
+        ) from error
+
+
+def gathered(own: Tensor, most: int, fill: float, *, group: str, phase: str) -> Tensor:
+    """Return every rank's rows ``[W * most, ...]``, those of a rank with fewer than ``most`` filled up."""
+    with _named(group, phase) as ranks:
+        padded = own.new_full((most, *own.shape[1:]), fill)
+        padded[: own.shape[0]] = own
+        found = [torch.empty_like(padded) for _ in range(distributed.get_world_size(ranks))]
+        if padded.numel():
+            distributed.all_gather(found, padded, group=ranks)
+        return torch.cat(found)
+
+
+def scattered(rows: Tensor, *, group: str, phase: str) -> Tensor:
+    """Return this rank's part of the sum over ranks of ``rows``, whose first dimension all ranks share."""
+    with _named(group, phase) as ranks:
+        world = distributed.get_world_size(ranks)
+        if not rows.numel():
+            return rows.chunk(world)[0]
+        own = rows.new_empty(rows.shape[0] // world, rows.shape[1])
+        distributed.reduce_scatter(own, list(rows.chunk(world)), group=ranks)
+        return own
+
+
+def all_reduced(rows: Tensor, *, group: str, phase: str) -> Tensor:
+    """Return ``rows`` after every rank's were added to it, in place."""
+    with _named(group, phase) as ranks:
+        if rows.numel():
+            distributed.all_reduce(rows, group=ranks)
+        return rows

@@ -1,0 +1,82 @@
+"""Where experts are: every assignment of an expert goes to one of its places, in turn; nobody's ids go nowhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from collegium import InputError, Placement
+from collegium.parallel.expert_map import ExpertMap
+
+RANKS = ((0, 1, 2), (2, 3), (0, 2, 4))
+
+
+def _map(rank: int, spare: int = 1) -> ExpertMap:
+    return ExpertMap(Placement(rank=rank, world_size=3, expert_ids=RANKS[rank], ranks=RANKS, spare=spare), 5, "cpu")
+
+
+def test_copies_are_served_in_turn_and_every_place_holds_the_expert() -> None:
+    for rank in range(3):
+        own = _map(rank)
+        assert own.width == 4
+        ids = torch.tensor([[0, 1], [0, 2], [2, 4], [2, 3], [0, 2], [2, 0]])
+        places = own.choose(ids)
+        held = [e for slots in own.slots for e in slots]
+        assert [[held[p] for p in row] for row in places.tolist()] == ids.tolist()
+        turns = [sorted(p for p, e in enumerate(held) if e == 2).index(p) for p in places[ids == 2].tolist()]
+        assert turns == [(t + rank) % 3 for t in (1, 2, 3, 4, 5)]
+        # A later part of the same tokens goes where the whole batch sent it.
+        assert torch.equal(own.choose(ids[2:], first=2), places[2:])
+        assert torch.equal(_map(1).choose(ids, rank=rank), places)
+
+
+def test_ids_of_nobody_have_no_place() -> None:
+    own = _map(1)
+    places = own.choose(torch.tensor([[-1, 5, -7, 3]], dtype=torch.int32))
+    assert places.tolist() == [[-1, -2, -2, own.width + 1]]
+    assert own.local(places).tolist() == [[-1, own.width, own.width, 1]]
+
+
+def test_switching_moves_an_expert_and_keeps_the_tensors() -> None:
+    own = _map(0)
+    tensors = own.places, own.copies
+    slots = [list(each) for each in own.slots]
+    slots[1][2] = 4
+    own.switch(tuple(map(tuple, slots)))
+    assert own.places is tensors[0]
+    assert own.copies is tensors[1]
+    assert own.copies.tolist() == [2, 1, 3, 1, 2]
+    assert own.choose(torch.tensor([[4], [4]])).tolist() == [[1 * 4 + 2], [2 * 4 + 2]]
+
+
+@pytest.mark.parametrize(
+    ("slots", "said"),
+    [
+        (((0, 1, 2, -1), (2, 3, -1, -1), (0, 2, -1, -1)), r"experts \[4\] are on no rank"),
+        (
+            ((0, 1, 2, 0), (2, 3, -1, -1), (0, 2, 4, -1)),
+            "rank 0 has .0, 1, 2, 0.; allowed are experts 0 to 4, each once",
+        ),
+        (((0, 1, 2, -1), (2, 3, -1, 9), (0, 2, 4, -1)), "rank 1 has"),
+        (((0, 1, 2), (2, 3), (0, 2, 4)), r"found slots \[3, 2, 3\], allowed: 4 for 3 ranks"),
+    ],
+)
+def test_a_map_that_loses_an_expert_is_refused_and_changes_nothing(slots, said: str) -> None:
+    own = _map(0)
+    before = own.slots, own.places.clone(), own.copies.clone()
+    with pytest.raises(InputError, match=said):
+        own.switch(slots)
+    assert own.slots == before[0]
+    assert torch.equal(own.places, before[1])
+    assert torch.equal(own.copies, before[2])
+
+
+def test_load_is_counted_only_while_recording() -> None:
+    own = _map(2)
+    ids = torch.tensor([[0, 4], [-1, 4], [7, 1]])
+    own.record(ids)
+    assert own.load.tolist() == [0] * 5
+    own.recording.fill_(1)
+    own.record(ids)
+    own.record(ids)
+    assert own.load.tolist() == [2, 2, 0, 0, 4]

@@ -1,0 +1,70 @@
+"""Ranks that tell each other something: everyone hears everyone, and who does not come is named in time."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from collegium import InputError, Placement, RankError
+from collegium.parallel.groups import check_ranks, group_named
+from collegium.parallel.meeting import Meeting, meeting_of, timeout_seconds
+from ranks import run_ranks
+
+
+def _exchange(rank: int) -> Any:
+    own = meeting_of()
+    found = [own.exchange((rank, turn), "turns") for turn in range(20)]
+    # A second meeting of the same ranks starts from nothing.
+    return found, Meeting().exchange(rank * 10, "again")
+
+
+def test_everyone_hears_everyone_in_order() -> None:
+    for found, again in run_ranks(_exchange, 3):
+        assert found == [[(r, turn) for r in range(3)] for turn in range(20)]
+        assert again == [0, 10, 20]
+
+
+def _late(rank: int) -> Any:
+    timeout_seconds(1.0)
+    started = time.monotonic()
+    if rank == 2:
+        time.sleep(3)
+        return None
+    try:
+        meeting_of().exchange(rank, "dispatch of layer 7")
+    except RankError as error:
+        return error.ranks, error.phase, str(error), time.monotonic() - started
+    return None
+
+
+def test_a_rank_that_does_not_come_is_named_in_bounded_time() -> None:
+    for found in run_ranks(_late, 3)[:2]:
+        ranks, phase, said, seconds = found
+        assert (ranks, phase) == ((2,), "dispatch of layer 7")
+        assert "rank 2 did not come to 'dispatch of layer 7' within 1 s" in said
+        assert 0.9 <= seconds < 2.5
+
+
+def _elsewhere(rank: int) -> Any:
+    errors: list[str] = []
+    for asked in (
+        lambda: meeting_of().exchange(0, "layer 1" if rank else "layer 0"),
+        lambda: meeting_of().agree(rank // 2, "plan"),
+        lambda: check_ranks("all_gather", Placement(rank=0, world_size=3, expert_ids=(0,))),
+        lambda: group_named("nobody"),
+    ):
+        try:
+            asked()
+        except (RankError, InputError) as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_ranks_in_different_calls_are_told() -> None:
+    found = run_ranks(_elsewhere, 3)
+    assert "rank 1, 2 is at 'layer 1' while this rank is at 'layer 0'" in found[0][0]
+    assert "rank 0 is at 'layer 0' while this rank is at 'layer 1'" in found[2][0]
+    for own in found:
+        assert "plan: ranks 0 and 2 differ: 0 and 1" in own[1]
+    assert "all_gather: asked for rank 0 of 3, experts 0, torch.distributed has rank 1 of 3" in found[1][2]
+    assert "no process group is called 'nobody'" in found[0][-1]
