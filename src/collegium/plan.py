@@ -226,7 +226,13 @@ def plan(problem: Problem, force: Choice | None = None) -> Plan:
     regions: Regions = under("routing", route_regions(asked.limits.max_tokens, asked.spec.routing.top_k))
     if shared is not None:
         regions |= under("shared", shared.regions(asked.shared()))
-    regions |= largest(*(kind.regions(question) for kind in kinds))
+    # Where ranks share memory its map is the same on every rank, whatever experts each of them holds.
+    held = (
+        {asked.slots, *(len(ids) + asked.placement.spare for ids in asked.placement.ranks)} if asked.placement else {}
+    )
+    widths = sorted(held) if dispatcher.together else [brought.experts]
+    asks = [replace(question, experts=replace(brought, experts=width)) for width in widths]
+    regions |= largest(*(kind.regions(ask) for kind in kinds for ask in asks))
     return Plan(
         problem=asked,
         kernel=kernel.name,

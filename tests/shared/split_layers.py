@@ -59,7 +59,9 @@ def _rows(payload: Any, index: list[int]) -> Any:
     return replace(payload, **own, shape=(len(index), *payload.shape[1:]))
 
 
-def _layer(kind: str, recipe: tuple[str, str, str], device: str, placement: Any = None) -> MoELayer:
+def _layer(
+    kind: str, recipe: tuple[str, str, str], device: str, placement: Any = None, dispatcher: str | None = None
+) -> MoELayer:
     weights, activations, dtype = recipe
     spec = MoESpec(
         hidden_size=HIDDEN, intermediate_size=WIDE, num_experts=EXPERTS, weight_format=weights, **KINDS[kind]
@@ -82,7 +84,7 @@ def _layer(kind: str, recipe: tuple[str, str, str], device: str, placement: Any 
 
     return MoELayer(
         sent(held),
-        plan(problem, Choice(activation_format=activations)),
+        plan(problem, Choice(activation_format=activations, dispatcher=dispatcher)),
         router=RouterWeights(weight=heavy_tailed(EXPERTS, HIDDEN, seed=8).to(device)),
         shared=None if shared is None else SharedWeights(experts=sent(shared)),
         latent=latent,
@@ -92,17 +94,17 @@ def _layer(kind: str, recipe: tuple[str, str, str], device: str, placement: Any 
 _kept: list[MoELayer] = []  # until the process ends, as a program keeps its model
 
 
-def compare(rank: int) -> list[str]:
+def compare(rank: int, dispatcher: str = "all_gather", kinds: tuple[str, ...] = tuple(KINDS)) -> list[str]:
     """Return what differs between this rank's output and its part of one layer's that was given all ranks' tokens."""
     world, faults = distributed.get_world_size(), list[str]()
     device = f"cuda:{rank}" if distributed.get_backend() == "nccl" else "cpu"
-    for kind in KINDS:
+    for kind in kinds:
         for recipe in RECIPES:
             whole = _layer(kind, recipe, device)
             for place in (linear, round_robin):
-                layer = _layer(kind, recipe, device, place(EXPERTS, rank, world))
+                layer = _layer(kind, recipe, device, place(EXPERTS, rank, world), dispatcher)
                 _kept.append(layer)
-                assert layer.plan.dispatcher == "all_gather"
+                assert layer.plan.dispatcher == dispatcher
                 assert layer.experts.key is not None or layer.plan.kernel in ("reference", "cpu_grouped")
                 for turn in TURNS:
                     counts = [turn[r % len(turn)] for r in range(world)]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...ops.operand import operand, ordered
+from ...ops.operand import arrived, operand, ordered
 from ...ops.quantize import AS_IS
 from ...runtime.launch import usual_rows
 from ...runtime.memory import part, take
@@ -133,6 +133,13 @@ class PackedExperts(Packed):
         return replace(self, measured=(tables["gate_up"], tables["down"]))
 
     @property
+    def arriving(self) -> tuple[str, int] | None:
+        """Return the format and order of the first product's codes, None where it multiplies tokens."""
+        name = self._codes
+        large = self.tiling.large(1 << 30) is not None  # their rows are gathered as they are
+        return None if name is None else (name, AS_IS if large else self.gate_up.layout.row_order)
+
+    @property
     def _codes(self) -> str | None:
         return None if self.activations is None else self.activations.name
 
@@ -147,9 +154,8 @@ class PackedExperts(Packed):
         if batch.scale is not None:
             codes, scale = batch.x, batch.scale
             if gathered:
-                codes = codes.view(torch.uint8).index_select(0, batch.source).view(codes.dtype)
-                scale = scale.index_select(0, batch.source)
-            return ordered(codes, order), scale
+                codes, scale = arrived(codes, scale, batch.source, part(memory, "x"))
+            return (codes if batch.order == order else ordered(codes, order)), scale
         return operand(
             batch.x,
             self._codes,
