@@ -50,9 +50,9 @@ def _publish(head, deltas, flags: tl.constexpr, own, step, world, word, PEERS: t
 def _now(head, ASM: tl.constexpr):
     """Return a time in nanoseconds that all threads agree on; without ``ASM`` a poll counts as a microsecond."""
     if ASM:
-        tl.atomic_max(head + _CLOCK, globaltimer())
-        return tl.atomic_add(head + _CLOCK, tl.zeros([], tl.int64))
-    return tl.atomic_add(head + _CLOCK, tl.full([], 1000, tl.int64))
+        tl.atomic_max(head + _CLOCK, globaltimer(), sem="relaxed")
+        return tl.atomic_add(head + _CLOCK, tl.zeros([], tl.int64), sem="relaxed")
+    return tl.atomic_add(head + _CLOCK, tl.full([], 1000, tl.int64), sem="relaxed")
 
 
 @triton.jit
@@ -93,7 +93,7 @@ def _fault(seen, epoch):
 def _report(head, deltas, failed: tl.constexpr, world, peer, what, seen, wanted):
     """Note that this rank gives up, for the kernels after this one and for the host; the first reason stays."""
     code = what + failed * 256 + peer * 65536
-    before = tl.atomic_cas(head + _STATUS, tl.zeros([], tl.int64), code.to(tl.int64))
+    before = tl.atomic_cas(head + _STATUS, tl.zeros([], tl.int64), code.to(tl.int64), sem="relaxed")
     if before == 0:
         tl.store(head + _STATUS + 1, seen)
         tl.store(head + _STATUS + 2, wanted)
@@ -102,27 +102,19 @@ def _report(head, deltas, failed: tl.constexpr, world, peer, what, seen, wanted)
     tl.store(head + failed, tl.full([], 1, tl.int64))
 
 
-@triton.jit
-def _places(ids, places, copies, token, k, rank, experts, spread):
-    """Return the place that serves an assignment, -1 for an id of nobody. spread: places a row of the table has."""
-    known = (ids >= 0) & (ids < experts)
-    safe = tl.where(known, ids, 0).to(tl.int64)
-    turn = (token + rank) % tl.load(copies + safe)
-    return tl.where(known, tl.load(places + safe * spread + turn), -1)
-
-
 _COUNTS = ("layer", "limit", "tokens", "bound", "rank", "own", "step", "count", "id_stride", "weight_stride")
 
 
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=("ids", "weights"))
 def post_kernel(
-    head, ids, weights, sent_ids, sent_weights, load, recording, deltas,
-    count, id_stride, weight_stride, experts, layer, own, step, world,
+    head, ids, weights, sent_places, sent_weights, places, copies, load, recording, deltas,
+    count, id_stride, weight_stride, experts, spread, layer, rank, own, step, world,
     TOP_K: tl.constexpr, PEERS: tl.constexpr, BLOCK: tl.constexpr, WEIGHTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Copy ``count`` ids, and weights, to where peers read them, and tell every peer that this rank's pass began.
+    """Choose places for ``count`` ids, let peers read them, and weights, and tell every peer that this pass began.
 
-    An id that is no expert and not -1 is sent as ``experts``. The tokens were written by a kernel before this one.
+    sent_places: the place of each assignment, -1 for an id of -1, -2 for any other that is no expert. places: a row of
+    ``spread`` for each expert, of which ``copies`` are different. The tokens were written by a kernel before this one.
     """
     if PDL:
         gdc_wait()
@@ -133,12 +125,15 @@ def post_kernel(
     # In 64 bits a wide id does not become a small one, and no unsigned id is -1.
     found = tl.load(ids + token * id_stride + assignment % TOP_K, mask=inside, other=-1).to(tl.int64)
     known = (found >= 0) & (found < experts)
-    tl.store(sent_ids + assignment, tl.where(known | (found == -1), found, experts).to(tl.int32), mask=inside)
+    expert = tl.where(known, found, 0)
+    turn = (assignment // TOP_K + rank) % tl.load(copies + expert)
+    place = tl.load(places + expert * spread + turn)
+    tl.store(sent_places + assignment, tl.where(known, place, tl.where(found == -1, -1, -2)), mask=inside)
     if WEIGHTS:
         weight = tl.load(weights + token * weight_stride + assignment % TOP_K, mask=inside, other=0.0)
         tl.store(sent_weights + assignment, weight.to(tl.float32), mask=inside)
     if tl.load(recording) != 0:
-        tl.atomic_add(load + tl.where(known, found, 0), tl.full([BLOCK], 1, tl.int64), mask=known, sem="relaxed")
+        tl.atomic_add(load + expert, tl.full([BLOCK], 1, tl.int64), mask=known, sem="relaxed")
     tl.debug_barrier()
     ticket = tl.atomic_add(head + _TICKET, tl.full([], 1, tl.int64), sem="acq_rel", scope="gpu")
     if ticket == tl.num_programs(0) - 1:
@@ -156,15 +151,16 @@ def post_kernel(
 
 @triton.jit(do_not_specialize=_COUNTS)
 def pull_kernel(
-    head, sent_x, sent_scale, sent_ids, sent_weights, x, scale, ids, weights, places, copies, deltas,
-    words, groups, bound, experts, slots, spread, layer, limit, rank, world,
+    head, sent_x, sent_scale, sent_places, sent_weights, x, scale, ids, weights, deltas,
+    words, groups, bound, held, layer, limit, rank, world,
     TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr, BLOCK_G: tl.constexpr,
-    SCALES: tl.constexpr, WEIGHTS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    SCALES: tl.constexpr, WEIGHTS: tl.constexpr, ALL: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Copy every rank's tokens that have an assignment here, ``words`` words each, and write all local ids.
 
     Program (p, r) takes every so many tokens of rank r. ids ``[world * bound, TOP_K]``: the slot here of each
-    assignment, -1 for one that is elsewhere. Rows of x whose token has none here are not written.
+    assignment, -1 for one that is elsewhere. Rows of x whose token has none here are not written, unless ALL: few
+    tokens are copied without asking first, which would be one more way there and back. held: slots a rank has.
     """
     if PDL:
         gdc_wait()
@@ -185,16 +181,15 @@ def pull_kernel(
     token = tl.program_id(0).to(tl.int64)
     while token < bound:
         live = (k < TOP_K) & (token < tokens)
-        found = tl.load(sent_ids + tl.multiple_of(delta // 4, 64) + token * TOP_K + k, mask=live, other=-1)
-        place = _places(found, places, copies, token, k, peer, experts, spread)
-        slot = place - rank * slots
-        here = (slot >= 0) & (slot < slots) & (place >= 0)
+        place = tl.load(sent_places + tl.multiple_of(delta // 4, 64) + token * TOP_K + k, mask=live, other=-1)
+        slot = place - rank * held
+        here = (place >= 0) & (slot >= 0) & (slot < held)
         row = peer * bound + token
         tl.store(ids + row * TOP_K + k, tl.where(here, slot, -1), mask=k < TOP_K)
         if WEIGHTS:
             weight = tl.load(sent_weights + tl.multiple_of(delta // 4, 64) + token * TOP_K + k, mask=live, other=0.0)
             tl.store(weights + row * TOP_K + k, weight, mask=k < TOP_K)
-        if tl.max(here.to(tl.int32), 0) > 0:
+        if (token < tokens) & (ALL | (tl.max(here.to(tl.int32), 0) > 0)):
             there = sent_x + tl.multiple_of(delta // (sent_x.dtype.element_ty.primitive_bitwidth // 8), 16)
             for step in tl.static_range(STEPS):
                 word = step * BLOCK + tl.arange(0, BLOCK)
@@ -209,20 +204,22 @@ def pull_kernel(
         token += tl.num_programs(0)
 
 
-@triton.jit(
-    do_not_specialize=(*_COUNTS, "shared_stride"), do_not_specialize_on_alignment=("slots", "weights", "sent_ids")
-)
+_ABSENT = tl.constexpr(-(1 << 62))  # the offset of a row that is not there
+
+
+@triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=("slots", "weights"))
 def collect_kernel(
-    head, rows, slots, sent_ids, weights, shared, out, places, copies, deltas,
-    tokens, bound, width, weight_stride, shared_stride, experts, held, spread, layer, limit, rank, own, step, world,
-    TOP_K: tl.constexpr, PEERS: tl.constexpr, BLOCK: tl.constexpr, WEIGHTS: tl.constexpr, SHARED: tl.constexpr,
-    ASM: tl.constexpr, PDL: tl.constexpr,
+    head, rows, slots, sent_places, weights, shared, out, deltas,
+    tokens, bound, width, weight_stride, shared_stride, held, limit, rank, own, step, world,
+    TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, PEERS: tl.constexpr, BLOCK: tl.constexpr, WEIGHTS: tl.constexpr,
+    SHARED: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write ``out [tokens, width]``, the weighted sums of this rank's tokens, from the rows that ranks computed.
 
     slots ``[world * bound, TOP_K]`` of a rank says which of its rows ``[R, width]`` an assignment is. The formulas, the
     order of every sum and what -1 and ids of nobody mean are those of ``weighted_sum_kernel``; all of out is NaN where
-    a rank gave up. held: slots a rank has. Compiled without fused multiply-adds, like that one.
+    a rank gave up. held: slots a rank has. EVEN: 16 divides the width. FULL: BLOCK divides it. Compiled without fused
+    multiply-adds, like that one.
     """
     if PDL:
         gdc_wait()
@@ -244,23 +241,30 @@ def collect_kernel(
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     token = tl.program_id(1).to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
     while token < tokens:
+        # For all assignments at once: the ways to the peers and back are long.
+        place = tl.load(sent_places + token * TOP_K + k, mask=k < TOP_K, other=-1)
+        asked = (place >= 0) & fine
+        delta = tl.load(deltas + tl.maximum(place, 0) // held)
+        slot = tl.load(slots + delta // 8 + (rank * bound + token) * TOP_K + k, mask=asked, other=-2)
+        kept = asked & (slot >= 0)
+        offset = delta // (rows.dtype.element_ty.primitive_bitwidth // 8) + slot * width
+        # In sixteens, so that the compiler knows that 16 divides it.
+        offset = tl.where(kept, offset // (16 if EVEN else 1), _ABSENT)
+        factor = tl.full([BLOCK_K], 1.0, tl.float32)
+        if WEIGHTS:
+            factor = tl.load(weights + token * weight_stride + k, mask=k < TOP_K, other=0.0).to(tl.float32)
+        # What is not there is read as 0, which the factor makes 0 or NaN.
+        factor = tl.where(kept, factor, tl.where((place == -1) & fine, 0.0, float("nan")))
         total = tl.zeros([BLOCK], tl.float32)
-        for k in tl.static_range(TOP_K):
-            found = tl.load(sent_ids + token * TOP_K + k)
-            place = _places(found, places, copies, token, k, rank, experts, spread)
-            asked = (place >= 0) & fine
-            delta = tl.load(deltas + tl.maximum(place, 0) // held)
-            slot = tl.load(slots + delta // 8 + (rank * bound + token) * TOP_K + k, mask=asked, other=-2)
-            kept = asked & (slot >= 0)
-            # What is not there is read as 0, which the factor makes 0 or NaN.
-            absent = tl.where((found == -1) & fine, 0.0, float("nan"))
-            there = rows + tl.multiple_of(delta // (rows.dtype.element_ty.primitive_bitwidth // 8), 64)
-            value = tl.load(there + slot * width + column, mask=inside & kept, other=0.0).to(tl.float32)
-            weight = 1.0
-            if WEIGHTS:
-                weight = tl.load(weights + token * weight_stride + k).to(tl.float32)
-            total = total + value * tl.where(kept, weight, absent)
+        for own_k in tl.static_range(TOP_K):
+            row = tl.sum(tl.where(k == own_k, offset, 0), 0)
+            # A load that depends on a condition would be waited for before the next one starts.
+            there = rows + tl.where(row == _ABSENT, 0, row) * (16 if EVEN else 1) + column
+            value = tl.load(there) if FULL else tl.load(there, mask=inside, other=0.0)
+            value = tl.where(row == _ABSENT, 0.0, value.to(tl.float32))
+            total = total + value * tl.sum(tl.where(k == own_k, factor, 0.0), 0)
         if SHARED:
             total = total + tl.load(shared + token * shared_stride + column, mask=inside, other=0.0).to(tl.float32)
         tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=inside)

@@ -31,6 +31,7 @@ MOST_PEERS = 64
 _POSTS, _ROWS, _EPOCH, _PULL_FAILED, _COLLECT_FAILED, STATUS = 0, 64, 128, 131, 132, 133
 _PHASES = {_PULL_FAILED: "dispatch", _COLLECT_FAILED: "combine"}
 _LATE, _OTHER_CALL, _GAVE_UP = 1, 2, 3
+_FEW = 8  # tokens of a rank that are copied to every other one
 _PROGRAMS = 1024  # some eight to a multiprocessor: enough loads on their way to fill NVLink
 
 
@@ -71,7 +72,10 @@ class Peers:
 
 
 class Sent(NamedTuple):
-    """What peers read of this rank: x ``[B, C]``, scale ``[B, G]`` or None, ids ``[B, K]`` int32, weights or None."""
+    """Tokens and where they go: x ``[B, C]``, scale ``[B, G]`` or None, ids ``[B, K]`` int32, weights or None.
+
+    ids: what peers read of a rank are places (``ExpertMap.choose``), what it pulls are slots here, or -1.
+    """
 
     x: Tensor
     scale: Tensor | None
@@ -80,7 +84,7 @@ class Sent(NamedTuple):
 
 
 class Returned(NamedTuple):
-    """What peers read of this rank's experts: rows ``[W * B * K, H]``, and slots ``[W * B, K]`` int64, whose they are."""
+    """What peers read of this rank's experts: rows ``[W * B * K, H]``, and slots ``[W * B, K]`` int64, whose."""
 
     rows: Tensor
     slots: Tensor
@@ -93,9 +97,7 @@ def post(peers: Peers, sent: Sent, routing: Routing, table: ExpertMap) -> None:
     """
     ids, (tokens, top_k) = routing.topk_ids, routing.topk_ids.shape
     if not sent.x.is_cuda and peers.blocks:
-        wide = ids.to(torch.int64)
-        known = (wide >= 0) & (wide < table.num_experts)
-        sent.ids[:tokens] = torch.where(known | (wide == -1), wide, table.num_experts).to(torch.int32)
+        sent.ids[:tokens] = table.choose(ids).to(torch.int32)
         if sent.weights is not None:
             sent.weights[:tokens] = routing.topk_weights
         table.record(ids)
@@ -111,8 +113,9 @@ def post(peers: Peers, sent: Sent, routing: Routing, table: ExpertMap) -> None:
     block = min(1024, power_at_least(tokens * top_k, 32))
     args = (
         peers.head, ids, weights, sent.ids, sent.ids if sent.weights is None else sent.weights,
-        table.load, table.recording, peers.deltas, tokens * top_k, ids.stride(0), weights.stride(0), table.num_experts,
-        peers.layer, peers.where["own"], peers.where["step"], peers.world,
+        table.places, table.copies, table.load, table.recording, peers.deltas,
+        tokens * top_k, ids.stride(0), weights.stride(0), table.num_experts, table.places.shape[1],
+        peers.layer, peers.rank, peers.where["own"], peers.where["step"], peers.world,
     )  # fmt: skip
     constants = {"TOP_K": top_k, "PEERS": power_at_least(peers.world), "BLOCK": block}
     constants |= {"WEIGHTS": sent.weights is not None, "PDL": overlaps(sent.x)}
@@ -139,12 +142,13 @@ def pull(peers: Peers, sent: Sent, own: Sent, table: ExpertMap) -> None:
         peers.head, sent_x, sent.ids if sent.scale is None else sent.scale, sent.ids,
         sent.ids if sent.weights is None else sent.weights,
         x, own.ids if own.scale is None else own.scale, own.ids, own.ids if own.weights is None else own.weights,
-        table.places, table.copies, peers.deltas, words, groups, peers.bound, table.num_experts, table.width,
-        table.places.shape[1], peers.layer, _microseconds(peers), peers.rank, peers.world,
+        peers.deltas, words, groups, peers.bound, table.width,
+        peers.layer, _microseconds(peers), peers.rank, peers.world,
     )  # fmt: skip
     constants = {"TOP_K": top_k, "BLOCK_K": power_at_least(top_k), "BLOCK": block, "STEPS": -(-words // block)}
     constants |= {"BLOCK_G": power_at_least(groups), "SCALES": own.scale is not None}
-    constants |= {"WEIGHTS": own.weights is not None, "ASM": sent.x.is_cuda, "PDL": overlaps(sent.x)}
+    constants |= {"WEIGHTS": own.weights is not None, "ALL": peers.bound <= _FEW, "ASM": sent.x.is_cuda}
+    constants |= {"PDL": overlaps(sent.x)}
     grid = (min(peers.bound, max(1, _PROGRAMS // peers.world)), peers.world)
     launch(pull_kernel, grid, args, constants, num_warps=4 if block >= 512 else 1)
 
@@ -164,23 +168,26 @@ def collect(
     """
     (tokens, width), top_k = out.shape, sent.ids.shape[1]
     if not out.is_cuda and peers.blocks:
-        rows = _rows_of(peers, sent.ids[:tokens], returned, table)
-        experts = table.num_experts
-        return weighted_sum(rows, sent.ids[:tokens], weights, out.dtype, shared=shared, out=out, experts=experts)
+        places = sent.ids[:tokens]
+        rows, most = _rows_of(peers, places, returned, table), table.width * peers.world
+        return weighted_sum(rows, places, weights, out.dtype, shared=shared, out=out, experts=most)
     from ..kernels.peer import collect_kernel
 
     factors = sent.ids if weights is None else dense_rows(weights)
     added = returned.rows if shared is None else dense_rows(shared)
     block = min(power_at_least(width, 32), 1024 if tokens >= 64 else 256)
     args = (
-        peers.head, returned.rows, returned.slots, sent.ids, factors, added, out,
-        table.places, table.copies, peers.deltas,
-        tokens, peers.bound, width, factors.stride(0), added.stride(0), table.num_experts, table.width,
-        table.places.shape[1], peers.layer, _microseconds(peers), peers.rank,
-        peers.where["own"], peers.where["step"], peers.world,
+        peers.head, returned.rows, returned.slots, sent.ids, factors, added, out, peers.deltas,
+        tokens, peers.bound, width, factors.stride(0), added.stride(0), table.width,
+        _microseconds(peers), peers.rank, peers.where["own"], peers.where["step"], peers.world,
     )  # fmt: skip
-    constants = {"TOP_K": top_k, "PEERS": power_at_least(peers.world), "BLOCK": block}
-    constants |= {"WEIGHTS": weights is not None, "SHARED": shared is not None}
+    constants = {"TOP_K": top_k, "BLOCK_K": power_at_least(top_k), "PEERS": power_at_least(peers.world), "BLOCK": block}
+    constants |= {
+        "WEIGHTS": weights is not None,
+        "SHARED": shared is not None,
+        "EVEN": width % 16 == 0,
+        "FULL": width % block == 0,
+    }
     constants |= {"ASM": out.is_cuda, "PDL": overlaps(out)}
     columns = -(-width // block)
     grid = (columns, max(1, min(tokens, _PROGRAMS // columns)))
@@ -258,11 +265,11 @@ def _pull_rank(peers: Peers, rank: int, sent: Sent, own: Sent, table: ExpertMap)
     tokens = seen & 0xFFFFFF
     if seen >> 24 & 0xFFFFF != tag or tokens > peers.bound:
         _give_up(peers, _OTHER_CALL, "dispatch", rank, seen, tag)
-    slots = table.local(table.choose(peers.at(sent.ids, rank)[:tokens], rank=rank))
-    slots = torch.where(slots < table.width, slots, -1)
+    slots = peers.at(sent.ids, rank)[:tokens] - peers.rank * table.width
+    slots = torch.where((slots >= 0) & (slots < table.width), slots, -1)
     first = rank * peers.bound
     own.ids[first : first + peers.bound] = -1
-    own.ids[first : first + tokens] = slots.to(torch.int32)
+    own.ids[first : first + tokens] = slots
     used = (slots >= 0).any(dim=1).nonzero().squeeze(1)
     parts: Mapping[str, tuple[Tensor | None, Tensor | None]] = {
         name: (getattr(sent, name), getattr(own, name)) for name in ("x", "scale", "weights")
@@ -272,16 +279,16 @@ def _pull_rank(peers: Peers, rank: int, sent: Sent, own: Sent, table: ExpertMap)
             ours[first + used] = peers.at(theirs, rank)[used]
 
 
-def _rows_of(peers: Peers, ids: Tensor, returned: Returned, table: ExpertMap) -> Tensor:
+def _rows_of(peers: Peers, places: Tensor, returned: Returned, table: ExpertMap) -> Tensor:
     """Return the row of each of this rank's assignments ``[T * K, H]``; what no rank computed is not written."""
     _tell(peers, _ROWS, int(peers.head[_EPOCH]) << 44)
     for rank in range(peers.world):
         _seen(peers, _ROWS, rank, "combine")
-    places = table.choose(ids).reshape(-1)
-    first = peers.rank * peers.bound
-    made = returned.rows.new_empty(ids.numel(), returned.rows.shape[1])
+    first, tokens = peers.rank * peers.bound, places.shape[0]
+    places = places.reshape(-1)
+    made = returned.rows.new_empty(places.numel(), returned.rows.shape[1])
     for rank in range(peers.world):
         asked = (places >= 0).logical_and(places // table.width == rank).nonzero().squeeze(1)
-        slots = peers.at(returned.slots, rank)[first : first + ids.shape[0]].reshape(-1)[asked]
+        slots = peers.at(returned.slots, rank)[first : first + tokens].reshape(-1)[asked]
         made[asked] = peers.at(returned.rows, rank)[slots]
     return made
