@@ -106,13 +106,9 @@ class MoELayer(PackedModule):
         self._device = weights.down.device
         self._places = memory_map(self.plan.regions)
         self._step = None if dispatcher.together else problem.limits.max_tokens
-        on_gpu = self._device.type == "cuda" and plan.capturable
         self._reaching = parts.dispatcher if isinstance(parts.dispatcher, Reaching) else None
-        self.workspaces: Workspaces | Any
-        if self._reaching is not None:
-            self.workspaces, self._number = self._reaching.blocks, self._reaching.join(self._places)
-        else:
-            self.workspaces = shared_workspaces(self._device, self._places.nbytes) if on_gpu else None
+        self._number = 0 if self._reaching is None else self._reaching.join(self._places)
+        self.workspaces: Workspaces | Any = self._lender()
         self._replay: Replay  # made by every assignment
         self._choice: Router | None
         self.identify(self._device, DTYPES[problem.dtype])
@@ -122,6 +118,13 @@ class MoELayer(PackedModule):
         super().__setattr__(name, value)
         self.__dict__["_replay"] = Replay()
         self.__dict__["_choice"] = None
+
+    def _lender(self) -> Workspaces | Any:
+        """Return what lends the memory of passes: the dispatcher, this device, or nobody."""
+        if self._reaching is not None:
+            return self._reaching.blocks
+        on_gpu = self._device.type == "cuda" and self.plan.capturable
+        return shared_workspaces(self._device, self._places.nbytes) if on_gpu else None
 
     def extra_repr(self) -> str:
         """Show the plan, and what packing rounded."""
@@ -207,11 +210,11 @@ class MoELayer(PackedModule):
             else:
                 space = self.workspaces.take()
                 try:
-                    memory, kind = space.memory(self._places), space.number
+                    own, kind = space.memory(self._places), space.number
                     if self._reaching is not None:
                         top_k = self.spec.routing.top_k if topk_ids is None else topk_ids.shape[1]
-                        kind = kind, self._reaching.meet(memory, self._number, x.shape[0], top_k)
-                    self._recorded(memory, kind, inputs)
+                        kind = kind, self._reaching.meet(own, self._number, x.shape[0], top_k)
+                    self._recorded(own, kind, inputs)
                 finally:
                     self.workspaces.give(space)
 
@@ -222,7 +225,9 @@ class MoELayer(PackedModule):
 
     def _recorded(self, memory: Memory, kind: Hashable, inputs: tuple[Any, ...]) -> None:
         # User callbacks may launch work that the recorder cannot see; a graph records by itself.
-        own = self.choose is None and self.after_expert is None and self._device.type == "cuda"
+        own = self.choose is None and self.after_expert is None
+        # On a CPU torch alone exchanges with peers.
+        own = own and (self._reaching is None or self._device.type == "cuda")
         if not own or captured(self._device) or inputs[0].shape[0] > self.plan.problem.limits.max_tokens:
             self._passes(memory, *inputs)
         else:

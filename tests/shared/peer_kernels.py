@@ -98,6 +98,11 @@ def _pass(
     return own, out
 
 
+def _copied(own: Sent) -> Sent:
+    assert own.scale is not None
+    return Sent(own.x.clone(), own.scale.clone(), own.ids.clone(), None)
+
+
 def _wanted(x: torch.Tensor, routing: Routing) -> torch.Tensor:
     ids = routing.topk_ids
     rows = torch.stack(
@@ -122,7 +127,7 @@ def exchange(rank: int) -> list[str]:
                 memory = space.memory(places)
                 peers, _ = blocks.meet(layer, tokens, top_k, MOST)
                 own, out = _pass(peers if torch_alone else replace(peers, blocks=()), memory, table, x, routing)
-                pulled.append(Sent(*(None if each is None else each.clone() for each in own)))
+                pulled.append(_copied(own))
                 blocks.give(space)
                 blocks.check()
                 wanted = _wanted(x, routing)

@@ -80,7 +80,8 @@ def arrived(codes: Tensor, scale: Tensor, source: Tensor, memory: Memory | None 
     """
     if not on_device(codes) or codes.shape[1] % 4:
         return codes.view(torch.uint8).index_select(0, source).view(codes.dtype), scale.index_select(0, source)
-    form, found = activation_format("fp32"), list[Tensor]()
+    form = activation_format("fp32")
+    found: list[Tensor] = []
     # Whatever four bytes are, a kernel that reads float32 and writes float32 leaves them alone.
     for name, given in (("codes", codes.view(torch.float32)), ("scales", scale)):
         shape = (source.numel(), given.shape[1])

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...errors import InputError
 from ...ops.operand import arrived, operand, ordered
 from ...ops.quantize import AS_IS
 from ...runtime.launch import usual_rows
@@ -135,9 +136,7 @@ class PackedExperts(Packed):
     @property
     def arriving(self) -> tuple[str, int] | None:
         """Return the format and order of the first product's codes, None where it multiplies tokens."""
-        name = self._codes
-        large = self.tiling.large(1 << 30) is not None  # their rows are gathered as they are
-        return None if name is None else (name, AS_IS if large else self.gate_up.layout.row_order)
+        return None if self._codes is None else (self._codes, self.gate_up.layout.row_order)
 
     @property
     def _codes(self) -> str | None:
@@ -155,6 +154,8 @@ class PackedExperts(Packed):
             codes, scale = batch.x, batch.scale
             if gathered:
                 codes, scale = arrived(codes, scale, batch.source, part(memory, "x"))
+            if batch.order not in (AS_IS, order):
+                raise InputError(f"the batch is codes in order {batch.order}, this product reads order {order}")
             return (codes if batch.order == order else ordered(codes, order)), scale
         return operand(
             batch.x,
