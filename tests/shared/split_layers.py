@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from collegium import (
     MoELayer,
     MoESpec,
     Problem,
+    RankError,
     RouterWeights,
     Routing,
     RoutingSpec,
@@ -25,10 +27,11 @@ from collegium import (
     plan,
     probe,
 )
+from collegium.parallel.meeting import meeting_of, timeout_seconds
 from collegium.parallel.placement import linear, round_robin
 from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
 
-__all__ = ["RECIPES", "compare", "disagree"]
+__all__ = ["RECIPES", "compare", "deserted", "disagree", "replayed"]
 
 EXPERTS, WIDE, HIDDEN = 7, 128, 128
 RECIPES = (
@@ -169,3 +172,95 @@ def disagree(rank: int) -> list[str]:
     # Nothing was left half done: the layer still answers.
     assert bool(layer(torch.ones(3, HIDDEN)).isfinite().all())
     return errors
+
+
+GRAPHED = (("plain", RECIPES[0]), ("shared", ("mxfp4", "fp8_token", "bf16")), ("latent", RECIPES[3]))
+
+
+def replayed(rank: int) -> list[str]:
+    """Return what differs where a graph of several layers is replayed, each time with other tokens in its inputs."""
+    world, faults = distributed.get_world_size(), list[str]()
+    device = torch.device("cuda", rank)
+    layers = [_layer(k, recipe, str(device), linear(EXPERTS, rank, world), "symm_mem") for k, recipe in GRAPHED]
+    wholes = [_layer(k, recipe, str(device)) for k, recipe in GRAPHED]
+    _kept.extend(layers)
+    for turn in ((3, 11, 1, 6), (0, 9, 4, 0), (1, 1, 1, 1), (64, 30, 2, 17)):
+        counts = [turn[r % len(turn)] for r in range(world)]
+        start, tokens = sum(counts[:rank]), counts[rank]
+        x = torch.zeros(tokens, HIDDEN, dtype=torch.bfloat16, device=device)
+        for _ in range(2):  # compiled, then as every later call
+            for layer in layers:
+                layer(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = [layer(x) for layer in layers for _ in range(2)]
+        for replay in range(40):
+            everyone = heavy_tailed(sum(counts), HIDDEN, seed=100 * replay + sum(counts)).to(device, torch.bfloat16)
+            x.copy_(everyone[start : start + tokens])
+            for made in y:
+                made.fill_(float("nan"))
+            graph.replay()
+            for place, whole in enumerate(wholes):
+                wanted = whole(everyone)[start : start + tokens]
+                for found in y[2 * place : 2 * place + 2]:
+                    if not _equal(found, wanted, alone=True):
+                        faults.append(f"{GRAPHED[place]} {counts}, replay {replay}")
+            if replay % 10 == 0:  # eager calls between replays share block and flags
+                eager = layers[0](x)
+                if not _equal(eager, y[0], alone=True):
+                    faults.append(f"{counts}, eager after replay {replay}")
+        for layer in layers:
+            layer.check()
+    return faults
+
+
+def deserted(rank: int) -> list[str]:
+    """Return what a rank sees, and after how long, whose neighbour does not come: in a graph, then in an eager call."""
+    found, device = list[str](), torch.device("cuda", rank)
+    timeout_seconds(30)
+    layer = _layer("plain", RECIPES[0], str(device), linear(EXPERTS, rank, distributed.get_world_size()), "symm_mem")
+    _kept.append(layer)
+    x = heavy_tailed(5, HIDDEN, seed=3).to(device, torch.bfloat16)
+    layer(x)
+    timeout_seconds(1)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        y = layer(x)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert bool(y.isfinite().all())
+    timeout_seconds(30)
+    meeting_of().exchange(None, "all have replayed once")
+    started = time.monotonic()
+    if rank == 0:
+        graph.replay()
+        found.append(_error(layer.check))
+        assert bool(y.isnan().all()), "no number after a rank was lost"
+        found.append(_error(lambda: layer(x)))
+        assert time.monotonic() - started < 20, "bounded"
+    meeting_of().exchange(None, "the first rank has given up")
+    if rank != 0:
+        graph.replay()
+        found.append(_error(layer.check))
+        assert bool(y.isnan().all())
+        assert time.monotonic() - started < 20, "bounded"
+    layer.workspaces.renew()
+    again = layer(x)
+    layer.check()
+    assert bool(again.isfinite().all()), "a new block serves"
+    timeout_seconds(1)
+    started = time.monotonic()
+    if rank == 0:
+        found.append(_error(lambda: layer(x)))
+        assert time.monotonic() - started < 10, "bounded"
+    return found
+
+
+def _error(call: Any) -> str:
+    try:
+        call()
+    except RankError as error:
+        return f"{error.phase}: {error}"
+    return "none"

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import InputError
+from ..errors import InputError, RankError
 from ..runtime.memory import Arena, Region, captured, captures, current_stream, memory_map, wait_for
 from ..runtime.symmetric import SymmetricWorkspace
 from .groups import group_named, world_ranks
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LATE", "PeerArena", "SharedBlocks", "shared_blocks"]
 
+_PHASE = "symm_mem dispatch"
 _numbers = itertools.count()
 # Read by peers until this rank's next pull, and written after a pull: by ``permute``, by the last product, on a CPU.
 LATE = ("order", "experts/rows", "back/rows", "back/slots")
@@ -37,6 +39,45 @@ class PeerArena(Arena):
     def __init__(self, block: torch.Tensor, places: MemoryMap) -> None:
         super().__init__(block, places)
         self.peers: Peers | None = None
+
+
+class _Mail:
+    """One word of every rank that all ranks of the host read: a meeting in microseconds, where a store takes hundreds.
+
+    A word holds all that is said, so nothing has to be ordered. Two take turns: who writes the next but one has been
+    answered by everybody, who therefore read this one.
+    """
+
+    def __init__(self, group: str, ranks: tuple[int, ...]) -> None:
+        space = SymmetricWorkspace(group_named(group), torch.device("cpu"), 4096)
+        self._ranks, self._rank, self._count = ranks, space.rank, 0
+        self._words: list[Any] = [block.view(torch.int64).numpy() for block in space.blocks]
+
+    def exchange(self, layer: int, tokens: int, top_k: int) -> list[tuple[int, int, int]]:
+        """Return what every rank gave. Raises RankError where one does not come, and ever after."""
+        self._count += 1
+        turn, number, own = self._count % 2, self._count & 0x7FFFF, self._words[self._rank]
+        own[turn] = number << 44 | layer << 32 | min(top_k, 0xFF) << 24 | min(tokens, 0xFFFFFF)
+        found = [self._answer(rank, turn, number) for rank in range(len(self._words))]
+        return [(word >> 32 & 0xFFF, word & 0xFFFFFF, word >> 24 & 0xFF) for word in found]
+
+    def _answer(self, rank: int, turn: int, number: int) -> int:
+        words, looks, started = self._words[rank], 0, time.monotonic()
+        while words[turn] >> 44 != number:
+            looks += 1
+            late = time.monotonic() - started > timeout_seconds()
+            if words[turn] < 0 or late:
+                self._words[self._rank][:2] = -1
+                said = f"did not come to {_PHASE!r} within {timeout_seconds():g} s" if late else "gave up before"
+                raise RankError(
+                    f"rank {self._ranks[rank]} {said}; it ended, hangs or makes other calls. Ranks that are left may "
+                    "plan anew, or all call renew() of layer.workspaces and go on",
+                    ranks=(self._ranks[rank],),
+                    phase=_PHASE,
+                )
+            if looks > 1000:
+                time.sleep(2e-5)
+        return int(words[turn])
 
 
 class _Block:
@@ -57,6 +98,7 @@ class _Block:
             deltas = [block.data_ptr() - own.data_ptr() for block in self.blocks] + [self.mirror.data_ptr()]
             self.deltas = torch.tensor(deltas, device=device)
         self.failed: Any = self.mirror.numpy()  # read at every call, without torch
+        self.mail = _Mail(group, world_ranks(group))
         self.captured = False
         self.number = next(_numbers)
         self.stream = current_stream(device)
@@ -144,7 +186,7 @@ class SharedBlocks:
         assert block is not None
         if block.failed[0]:
             self.check()
-        said = meeting_of(self.group).exchange((layer, tokens, top_k), "symm_mem dispatch")
+        said = block.mail.exchange(layer, tokens, top_k)
         if any(count > limit or (own, k) != (layer, top_k) for own, count, k in said):
             found = "; ".join(
                 f"rank {rank}: {count} tokens, top-{k}, layer {own}"
