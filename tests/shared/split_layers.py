@@ -153,15 +153,15 @@ def _first(tokens: int, top_k: int) -> Routing:
     return Routing(topk_ids=torch.arange(top_k).repeat(tokens, 1), topk_weights=torch.ones(tokens, top_k))
 
 
-def disagree(rank: int) -> list[str]:
+def disagree(rank: int, dispatcher: str = "all_gather") -> list[str]:
     """Return the errors of a rank whose neighbours ask for something else."""
     world, errors = distributed.get_world_size(), list[str]()
-    layer = _layer("shared", RECIPES[1], "cpu", linear(EXPERTS, rank, world))
+    layer = _layer("shared", RECIPES[1], "cpu", linear(EXPERTS, rank, world), dispatcher)
     asks: list[Any] = [
         lambda: layer(torch.zeros(65 if rank == 1 else 5, HIDDEN)),
         lambda: layer(torch.zeros(2, HIDDEN), routing=_first(2, 3 - (rank == 0))),
-        lambda: _layer("plain", RECIPES[rank % 2], "cpu", linear(EXPERTS, rank, world)),
-        lambda: _layer("plain", RECIPES[1], "cpu", linear(EXPERTS, 0, world + 1)),
+        lambda: _layer("plain", RECIPES[rank % 2], "cpu", linear(EXPERTS, rank, world), dispatcher),
+        lambda: _layer("plain", RECIPES[1], "cpu", linear(EXPERTS, 0, world + 1), dispatcher),
     ]
     for ask in asks:
         try:
