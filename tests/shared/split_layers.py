@@ -100,6 +100,7 @@ _kept: list[MoELayer] = []  # until the process ends, as a program keeps its mod
 def compare(rank: int, dispatcher: str = "all_gather", kinds: tuple[str, ...] = tuple(KINDS)) -> list[str]:
     """Return what differs between this rank's output and its part of one layer's that was given all ranks' tokens."""
     world, faults = distributed.get_world_size(), list[str]()
+    timeout_seconds(60)  # a rank may still compile
     device = f"cuda:{rank}" if distributed.get_backend() == "nccl" else "cpu"
     for kind in kinds:
         for recipe in RECIPES:
@@ -180,6 +181,7 @@ GRAPHED = (("plain", RECIPES[0]), ("shared", ("mxfp4", "fp8_token", "bf16")), ("
 def replayed(rank: int) -> list[str]:
     """Return what differs where a graph of several layers is replayed, each time with other tokens in its inputs."""
     world, faults = distributed.get_world_size(), list[str]()
+    timeout_seconds(60)  # a rank may still compile
     device = torch.device("cuda", rank)
     layers = [_layer(k, recipe, str(device), linear(EXPERTS, rank, world), "symm_mem") for k, recipe in GRAPHED]
     wholes = [_layer(k, recipe, str(device)) for k, recipe in GRAPHED]
@@ -246,7 +248,8 @@ def deserted(rank: int) -> list[str]:
         found.append(_error(layer.check))
         assert bool(y.isnan().all())
         assert time.monotonic() - started < 20, "bounded"
-    layer.workspaces.renew()
+    blocks: Any = layer.workspaces
+    blocks.renew()
     again = layer(x)
     layer.check()
     assert bool(again.isfinite().all()), "a new block serves"
