@@ -543,7 +543,7 @@ MUTANTS: tuple[Mutant, ...] = (
     # The shared expert.
     Mutant(
         "shared expert dropped", "layer.py",
-        (("shared = None if self.shared is None or many else self.shared(x, memory)", "shared = None"),),
+        (("shared = None if self.shared is None or many else partial(self.shared, x, memory)", "shared = None"),),
         _LAYER,
     ),
     Mutant("shared expert's gate dropped", "stages/shared.py", (("if self.gate is None else", "if True else"),), _LAYER),

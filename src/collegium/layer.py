@@ -16,6 +16,7 @@ from . import pipelines
 from .errors import InputError
 from .experts.measured import with_measured_tiles
 from .formats.unquantised import DTYPES
+from .parallel import Reaching
 from .pipelines import Parts
 from .plan import dispatcher_named, kernel_named, stretches, with_shared_format
 from .runtime.devices import plain_torch
@@ -105,8 +106,9 @@ class MoELayer(PackedModule):
         self._device = weights.down.device
         self._places = memory_map(self.plan.regions)
         self._step = None if dispatcher.together else problem.limits.max_tokens
-        on_gpu = self._device.type == "cuda" and plan.capturable
-        self.workspaces: Workspaces | None = shared_workspaces(self._device, self._places.nbytes) if on_gpu else None
+        self._reaching = parts.dispatcher if isinstance(parts.dispatcher, Reaching) else None
+        self._number = 0 if self._reaching is None else self._reaching.join(self._places)
+        self.workspaces: Workspaces | Any = self._lender()
         self._replay: Replay  # made by every assignment
         self._choice: Router | None
         self.identify(self._device, DTYPES[problem.dtype])
@@ -116,6 +118,13 @@ class MoELayer(PackedModule):
         super().__setattr__(name, value)
         self.__dict__["_replay"] = Replay()
         self.__dict__["_choice"] = None
+
+    def _lender(self) -> Workspaces | Any:
+        """Return what lends the memory of passes: the dispatcher, this device, or nobody."""
+        if self._reaching is not None:
+            return self._reaching.blocks
+        on_gpu = self._device.type == "cuda" and self.plan.capturable
+        return shared_workspaces(self._device, self._places.nbytes) if on_gpu else None
 
     def extra_repr(self) -> str:
         """Show the plan, and what packing rounded."""
@@ -196,22 +205,33 @@ class MoELayer(PackedModule):
             inputs = (x, router_logits, topk_ids, topk_weights, token_ids, out)
             if memory is not None or self.workspaces is None:
                 self._passes(memory, *inputs)
-            elif captured(self._device):
+            elif captured(self._device) and self._reaching is None:
                 self._passes(OwnMemory(self._device), *inputs)
             else:
                 space = self.workspaces.take()
                 try:
-                    self._recorded(space.memory(self._places), space.number, inputs)
+                    own, kind = space.memory(self._places), space.number
+                    if self._reaching is not None:
+                        top_k = self.spec.routing.top_k if topk_ids is None else topk_ids.shape[1]
+                        kind = kind, self._reaching.meet(own, self._number, x.shape[0], top_k)
+                    self._recorded(own, kind, inputs)
                 finally:
                     self.workspaces.give(space)
 
-    def _recorded(self, memory: Memory, number: int, inputs: tuple[Any, ...]) -> None:
-        # User callbacks may launch work that the recorder cannot see.
+    def check(self) -> None:
+        """Wait for the device, and raise the RankError of a pass since which output is NaN, if there was one."""
+        if self._reaching is not None:
+            self._reaching.blocks.check()
+
+    def _recorded(self, memory: Memory, kind: Hashable, inputs: tuple[Any, ...]) -> None:
+        # User callbacks may launch work that the recorder cannot see; a graph records by itself.
         own = self.choose is None and self.after_expert is None
-        if not own or inputs[0].shape[0] > self.plan.problem.limits.max_tokens:
+        # On a CPU torch alone exchanges with peers.
+        own = own and (self._reaching is None or self._device.type == "cuda")
+        if not own or captured(self._device) or inputs[0].shape[0] > self.plan.problem.limits.max_tokens:
             self._passes(memory, *inputs)
         else:
-            self._replay(partial(self._passes, memory), inputs, number)
+            self._replay(partial(self._passes, memory), inputs, kind)
 
     def _passes(self, memory: Memory | None, *inputs: Any) -> None:
         x, out = inputs[0], inputs[5]
@@ -229,14 +249,14 @@ class MoELayer(PackedModule):
     def _tokens(self, x: Tensor, routing: Routing, out: Tensor, memory: Memory | None) -> None:
         # Where ranks call together the dispatcher refuses too many tokens, on every rank.
         many = x.shape[0] > self.plan.problem.limits.max_tokens
-        shared = None if self.shared is None or many else self.shared(x, memory)
+        shared = None if self.shared is None or many else partial(self.shared, x, memory)
         pipeline = self._pipeline(x.shape[0])
         if self.latent is None:
             pipeline(x, routing, memory, dtype=x.dtype, shared=shared, out=out)
             return
         rows = pipeline(self.latent.enter(x), routing, memory, dtype=torch.float32)
         latent = self.latent.leave(rows)
-        out.copy_(latent if shared is None else latent + shared)
+        out.copy_(latent if shared is None else latent + shared())
 
     def _pipeline(self, tokens: int) -> Pipeline:
         return next(own for most, own in self._pipelines if most is None or 0 < tokens <= most)

@@ -226,7 +226,7 @@ def plan(problem: Problem, force: Choice | None = None) -> Plan:
     regions: Regions = under("routing", route_regions(asked.limits.max_tokens, asked.spec.routing.top_k))
     if shared is not None:
         regions |= under("shared", shared.regions(asked.shared()))
-    regions |= largest(*(kind.regions(question) for kind in kinds))
+    regions |= _largest_regions(kinds, question)
     return Plan(
         problem=asked,
         kernel=kernel.name,
@@ -242,6 +242,19 @@ def plan(problem: Problem, force: Choice | None = None) -> Plan:
         capturable=capturable,
         refusals=tuple(refusals),
     )
+
+
+def _largest_regions(kinds: Sequence[PipelineKind], question: Asked) -> Regions:
+    """Return the memory of every pipeline; where ranks call together, with the experts of any of them.
+
+    So ranks that share memory have one map of it, whatever experts each of them holds.
+    """
+    brought, placed = question.experts, question.problem.placement
+    widths = {brought.experts}
+    if placed is not None and question.dispatcher.together:
+        widths |= {len(ids) + placed.spare for ids in placed.ranks}
+    asks = [replace(question, experts=replace(brought, experts=width)) for width in sorted(widths)]
+    return largest(*(kind.regions(ask) for kind in kinds for ask in asks))
 
 
 def _cannot_capture(candidate: Any, problem: Problem) -> str | None:

@@ -300,7 +300,8 @@ class ContiguousBatch:
     to dropped assignments and must not be read from the result. input_weights: ``[R]`` float32 that multiply the row
     before everything else (router weight on the input), or None. tiles: token tile lists made with the order, for
     kernels that asked. rows: how many rows to choose tiles for, R when None; a batch with room for more rows than it is
-    likely to hold says how many those are. dtype: of the tokens and the result, x's own when None.
+    likely to hold says how many those are. dtype: of the tokens and the result, x's own when None. order: of the
+    columns of codes that arrived, as ``ops/operand.py`` numbers them.
     x_ready: nothing launched since x was written touches x or the buffers taken next, so a kernel that reads only x may
     overlap the sort.
     """
@@ -313,4 +314,5 @@ class ContiguousBatch:
     rows: int | None = None
     scale: Tensor | None = None
     dtype: torch.dtype | None = None
+    order: int = 0
     x_ready: bool = False

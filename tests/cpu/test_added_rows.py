@@ -280,7 +280,7 @@ def test_a_dispatcher_is_one_row(row: ThrowAway, monkeypatch: pytest.MonkeyPatch
         found = made(x)
     assert row.log[-1] == ("sorted", 13, (64,), False)
     torch.testing.assert_close(found, layer_of(problem_on(GPU), Choice(dispatcher="local"))(x))
-    with pytest.raises(PlanError, match="known dispatchers: twice, local, all_gather, partial"):
+    with pytest.raises(PlanError, match="known dispatchers: twice, local, symm_mem, all_gather, partial"):
         plan(problem_on(GPU), Choice(dispatcher="nccl"))
 
 

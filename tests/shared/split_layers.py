@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from collegium import (
     MoELayer,
     MoESpec,
     Problem,
+    RankError,
     RouterWeights,
     Routing,
     RoutingSpec,
@@ -25,10 +27,11 @@ from collegium import (
     plan,
     probe,
 )
+from collegium.parallel.meeting import meeting_of, timeout_seconds
 from collegium.parallel.placement import linear, round_robin
 from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
 
-__all__ = ["RECIPES", "compare", "disagree"]
+__all__ = ["RECIPES", "compare", "deserted", "disagree", "replayed"]
 
 EXPERTS, WIDE, HIDDEN = 7, 128, 128
 RECIPES = (
@@ -59,7 +62,9 @@ def _rows(payload: Any, index: list[int]) -> Any:
     return replace(payload, **own, shape=(len(index), *payload.shape[1:]))
 
 
-def _layer(kind: str, recipe: tuple[str, str, str], device: str, placement: Any = None) -> MoELayer:
+def _layer(
+    kind: str, recipe: tuple[str, str, str], device: str, placement: Any = None, dispatcher: str | None = None
+) -> MoELayer:
     weights, activations, dtype = recipe
     spec = MoESpec(
         hidden_size=HIDDEN, intermediate_size=WIDE, num_experts=EXPERTS, weight_format=weights, **KINDS[kind]
@@ -82,7 +87,7 @@ def _layer(kind: str, recipe: tuple[str, str, str], device: str, placement: Any 
 
     return MoELayer(
         sent(held),
-        plan(problem, Choice(activation_format=activations)),
+        plan(problem, Choice(activation_format=activations, dispatcher=dispatcher)),
         router=RouterWeights(weight=heavy_tailed(EXPERTS, HIDDEN, seed=8).to(device)),
         shared=None if shared is None else SharedWeights(experts=sent(shared)),
         latent=latent,
@@ -92,17 +97,18 @@ def _layer(kind: str, recipe: tuple[str, str, str], device: str, placement: Any 
 _kept: list[MoELayer] = []  # until the process ends, as a program keeps its model
 
 
-def compare(rank: int) -> list[str]:
+def compare(rank: int, dispatcher: str = "all_gather", kinds: tuple[str, ...] = tuple(KINDS)) -> list[str]:
     """Return what differs between this rank's output and its part of one layer's that was given all ranks' tokens."""
     world, faults = distributed.get_world_size(), list[str]()
+    timeout_seconds(60)  # a rank may still compile
     device = f"cuda:{rank}" if distributed.get_backend() == "nccl" else "cpu"
-    for kind in KINDS:
+    for kind in kinds:
         for recipe in RECIPES:
             whole = _layer(kind, recipe, device)
             for place in (linear, round_robin):
-                layer = _layer(kind, recipe, device, place(EXPERTS, rank, world))
+                layer = _layer(kind, recipe, device, place(EXPERTS, rank, world), dispatcher)
                 _kept.append(layer)
-                assert layer.plan.dispatcher == "all_gather"
+                assert layer.plan.dispatcher == dispatcher
                 assert layer.experts.key is not None or layer.plan.kernel in ("reference", "cpu_grouped")
                 for turn in TURNS:
                     counts = [turn[r % len(turn)] for r in range(world)]
@@ -148,15 +154,15 @@ def _first(tokens: int, top_k: int) -> Routing:
     return Routing(topk_ids=torch.arange(top_k).repeat(tokens, 1), topk_weights=torch.ones(tokens, top_k))
 
 
-def disagree(rank: int) -> list[str]:
+def disagree(rank: int, dispatcher: str = "all_gather") -> list[str]:
     """Return the errors of a rank whose neighbours ask for something else."""
     world, errors = distributed.get_world_size(), list[str]()
-    layer = _layer("shared", RECIPES[1], "cpu", linear(EXPERTS, rank, world))
+    layer = _layer("shared", RECIPES[1], "cpu", linear(EXPERTS, rank, world), dispatcher)
     asks: list[Any] = [
         lambda: layer(torch.zeros(65 if rank == 1 else 5, HIDDEN)),
         lambda: layer(torch.zeros(2, HIDDEN), routing=_first(2, 3 - (rank == 0))),
-        lambda: _layer("plain", RECIPES[rank % 2], "cpu", linear(EXPERTS, rank, world)),
-        lambda: _layer("plain", RECIPES[1], "cpu", linear(EXPERTS, 0, world + 1)),
+        lambda: _layer("plain", RECIPES[rank % 2], "cpu", linear(EXPERTS, rank, world), dispatcher),
+        lambda: _layer("plain", RECIPES[1], "cpu", linear(EXPERTS, 0, world + 1), dispatcher),
     ]
     for ask in asks:
         try:
@@ -167,3 +173,97 @@ def disagree(rank: int) -> list[str]:
     # Nothing was left half done: the layer still answers.
     assert bool(layer(torch.ones(3, HIDDEN)).isfinite().all())
     return errors
+
+
+GRAPHED = (("plain", RECIPES[0]), ("shared", ("mxfp4", "fp8_token", "bf16")), ("latent", RECIPES[3]))
+
+
+def replayed(rank: int) -> list[str]:
+    """Return what differs where a graph of several layers is replayed, each time with other tokens in its inputs."""
+    world, faults = distributed.get_world_size(), list[str]()
+    timeout_seconds(60)  # a rank may still compile
+    device = torch.device("cuda", rank)
+    layers = [_layer(k, recipe, str(device), linear(EXPERTS, rank, world), "symm_mem") for k, recipe in GRAPHED]
+    wholes = [_layer(k, recipe, str(device)) for k, recipe in GRAPHED]
+    _kept.extend(layers)
+    for turn in ((3, 11, 1, 6), (0, 9, 4, 0), (1, 1, 1, 1), (64, 30, 2, 17)):
+        counts = [turn[r % len(turn)] for r in range(world)]
+        start, tokens = sum(counts[:rank]), counts[rank]
+        x = torch.zeros(tokens, HIDDEN, dtype=torch.bfloat16, device=device)
+        for _ in range(2):  # compiled, then as every later call
+            for layer in layers:
+                layer(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = [layer(x) for layer in layers for _ in range(2)]
+        for replay in range(40):
+            everyone = heavy_tailed(sum(counts), HIDDEN, seed=100 * replay + sum(counts)).to(device, torch.bfloat16)
+            x.copy_(everyone[start : start + tokens])
+            for made in y:
+                made.fill_(float("nan"))
+            graph.replay()
+            for place, whole in enumerate(wholes):
+                wanted = whole(everyone)[start : start + tokens]
+                for found in y[2 * place : 2 * place + 2]:
+                    if not _equal(found, wanted, alone=True):
+                        faults.append(f"{GRAPHED[place]} {counts}, replay {replay}")
+            if replay % 10 == 0:  # eager calls between replays share block and flags
+                eager = layers[0](x)
+                if not _equal(eager, y[0], alone=True):
+                    faults.append(f"{counts}, eager after replay {replay}")
+        for layer in layers:
+            layer.check()
+    return faults
+
+
+def deserted(rank: int) -> list[str]:
+    """Return what a rank sees, and after how long, whose neighbour does not come: in a graph, then in an eager call."""
+    found, device = list[str](), torch.device("cuda", rank)
+    timeout_seconds(30)
+    layer = _layer("plain", RECIPES[0], str(device), linear(EXPERTS, rank, distributed.get_world_size()), "symm_mem")
+    _kept.append(layer)
+    x = heavy_tailed(5, HIDDEN, seed=3).to(device, torch.bfloat16)
+    layer(x)
+    timeout_seconds(1)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        y = layer(x)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert bool(y.isfinite().all())
+    timeout_seconds(30)
+    meeting_of().exchange(None, "all have replayed once")
+    started = time.monotonic()
+    if rank == 0:
+        graph.replay()
+        found.append(_error(layer.check))
+        assert bool(y.isnan().all()), "no number after a rank was lost"
+        found.append(_error(lambda: layer(x)))
+        assert time.monotonic() - started < 20, "bounded"
+    meeting_of().exchange(None, "the first rank has given up")
+    if rank != 0:
+        graph.replay()
+        found.append(_error(layer.check))
+        assert bool(y.isnan().all())
+        assert time.monotonic() - started < 20, "bounded"
+    blocks: Any = layer.workspaces
+    blocks.renew()
+    again = layer(x)
+    layer.check()
+    assert bool(again.isfinite().all()), "a new block serves"
+    timeout_seconds(1)
+    started = time.monotonic()
+    if rank == 0:
+        found.append(_error(lambda: layer(x)))
+        assert time.monotonic() - started < 10, "bounded"
+    return found
+
+
+def _error(call: Any) -> str:
+    try:
+        call()
+    except RankError as error:
+        return f"{error.phase}: {error}"
+    return "none"

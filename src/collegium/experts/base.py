@@ -90,6 +90,11 @@ class Packed:
         """How batches are cut."""
         return NO_TILES
 
+    @property
+    def arriving(self) -> tuple[str, int] | None:
+        """Format and order of columns of the codes that ``run`` multiplies, None where it takes tokens alone."""
+        return None
+
     def run(self, batch: ContiguousBatch, memory: Memory | None = None) -> Tensor:
         """Return ``[R, H]``, row r being its expert's output for ``x[source[r]]``.
 

@@ -8,14 +8,16 @@ import torch
 from torch.nn import functional
 
 from ..runtime.launch import on_device
+from ..runtime.memory import take
 from .quantize import AS_IS, PADDED, activation_format, cast_name, quantize_on_device, quantize_regions, quantize_rows
+from .rows import GivenRows, QuantizedRows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ..runtime.memory import Memory, Regions
 
-__all__ = ["operand", "operand_regions", "ordered"]
+__all__ = ["arrived", "operand", "operand_regions", "ordered"]
 
 
 def operand_regions(
@@ -69,6 +71,24 @@ def operand(
         return rows.codes, rows.scales
     rows = quantize_rows(x, name, source=source, weights=weights, memory=memory)
     return ordered(rows.codes, order), rows.scales
+
+
+def arrived(codes: Tensor, scale: Tensor, source: Tensor, memory: Memory | None = None) -> tuple[Tensor, Tensor]:
+    """Return the rows ``source [R]`` of E4M3 codes ``[T, K]`` that arrived with scale ``[T, G]`` float32, bit for bit.
+
+    memory: where the kernel takes "codes" and "scales".
+    """
+    if not on_device(codes) or codes.shape[1] % 4:
+        return codes.view(torch.uint8).index_select(0, source).view(codes.dtype), scale.index_select(0, source)
+    form = activation_format("fp32")
+    found: list[Tensor] = []
+    # Whatever four bytes are, a kernel that reads float32 and writes float32 leaves them alone.
+    for name, given in (("codes", codes.view(torch.float32)), ("scales", scale)):
+        shape = (source.numel(), given.shape[1])
+        found.append(take(memory, name, shape, torch.float32, codes.device))
+        if shape[0]:
+            form.write(GivenRows(given, source, None, AS_IS, False), QuantizedRows(codes=found[-1], shape=shape))
+    return found[0].view(codes.dtype), found[1]
 
 
 def ordered(codes: Tensor, order: int) -> Tensor:

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from .all_gather import AllGatherKind
-from .base import Dispatcher, DispatcherKind
+from .base import Dispatcher, DispatcherKind, Reaching
 from .local import Local, LocalKind
 from .partial import PartialKind
+from .symm_mem import SymmMemKind
 
-__all__ = ["DISPATCHERS", "AllGatherKind", "Dispatcher", "DispatcherKind", "Local", "LocalKind", "PartialKind"]
+__all__ = [
+    "DISPATCHERS",
+    "AllGatherKind",
+    "Dispatcher",
+    "DispatcherKind",
+    "Local",
+    "LocalKind",
+    "PartialKind",
+    "Reaching",
+    "SymmMemKind",
+]
 
-DISPATCHERS: tuple[DispatcherKind, ...] = (LocalKind(), AllGatherKind(), PartialKind())
+DISPATCHERS: tuple[DispatcherKind, ...] = (LocalKind(), SymmMemKind(), AllGatherKind(), PartialKind())

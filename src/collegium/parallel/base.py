@@ -6,17 +6,19 @@ one problem. ``dispatch`` and ``combine`` share a frozen handle that nobody else
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable
+
     import torch
     from torch import Tensor
 
     from ..problem import Problem
-    from ..runtime.memory import Memory, Regions
+    from ..runtime.memory import Memory, MemoryMap, Regions
     from ..types import ContiguousBatch, Routing
 
-__all__ = ["Dispatcher", "DispatcherKind"]
+__all__ = ["Dispatcher", "DispatcherKind", "Reaching"]
 
 
 class Dispatcher(Protocol):
@@ -46,6 +48,42 @@ class Dispatcher(Protocol):
         out: Tensor | None = None,
     ) -> Tensor:
         """Return ``[T, H]``: each token's weighted rows in slot order, plus ``shared``, rounded to ``dtype`` once."""
+        ...
+
+
+@runtime_checkable
+class Reaching(Dispatcher, Protocol):
+    """A dispatcher whose ranks read each other's memory: passes run in a block that it shares, and it has two halves.
+
+    blocks: lends that block, as ``Workspaces`` lends workspaces.
+    """
+
+    @property
+    def blocks(self) -> Any:
+        """What lends the memory of passes."""
+        ...
+
+    def join(self, places: MemoryMap) -> int:
+        """Make room for a layer with the regions of ``places`` and return its number; all ranks ask together."""
+        ...
+
+    def meet(self, memory: Memory, layer: int, tokens: int, top_k: int) -> Hashable:
+        """Agree with the peers on a pass of ``tokens`` tokens here; return what it has in common with passes like it.
+
+        Raises InputError on every rank where they disagree, and RankError where one does not come.
+        """
+        ...
+
+    def send(
+        self, x: Tensor, routing: Routing, memory: Memory | None = None, *, codes: tuple[str, int] | None = None
+    ) -> Any:
+        """Let peers read ``x [T, H]``, as codes of a format and order where given; begin no wait."""
+        ...
+
+    def receive(
+        self, posted: Any, memory: Memory | None = None, *, block_t: tuple[int, ...] = ()
+    ) -> tuple[ContiguousBatch, Any]:
+        """Do the rest of ``dispatch`` with what ``send`` returned."""
         ...
 
 

@@ -57,10 +57,10 @@ class Pipeline(Protocol):
         memory: Memory | None = None,
         *,
         dtype: torch.dtype,
-        shared: Tensor | None = None,
+        shared: Callable[[], Tensor] | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return the routed experts' weighted sum ``[T, H]`` for ``x [T, H]``, plus ``shared``, rounded once."""
+        """Return the routed experts' weighted sum ``[T, H]`` for ``x [T, H]``, plus ``shared()``, rounded once."""
         ...
 
     def variants(self, tokens: int) -> frozenset[Hashable]:

@@ -14,7 +14,7 @@ from ..ops.weighted_sum import weighted_sum, weighted_sum_regions
 from ..runtime.memory import part, under
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Callable, Hashable
 
     from torch import Tensor
 
@@ -39,16 +39,16 @@ class Direct:
         memory: Memory | None = None,
         *,
         dtype: torch.dtype,
-        shared: Tensor | None = None,
+        shared: Callable[[], Tensor] | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """Return what ``Pipeline`` says."""
-        parts = self.parts
+        parts, added = self.parts, shared() if shared else None
         ids, weights = routing.topk_ids.contiguous(), routing.topk_weights.contiguous()
         rows = parts.experts.run_unsorted(x, ids, part(memory, "experts"))
         if parts.after_expert is not None:
             rows = parts.after_expert(rows)
-        return weighted_sum(rows, ids, weights, dtype, shared=shared, out=out, experts=parts.num_experts, memory=memory)
+        return weighted_sum(rows, ids, weights, dtype, shared=added, out=out, experts=parts.num_experts, memory=memory)
 
     def variants(self, tokens: int) -> frozenset[Hashable]:
         """Return those of the experts' kernel for the assignments of ``tokens`` tokens."""

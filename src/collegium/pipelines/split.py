@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..parallel import Reaching
 from ..runtime.memory import part, under
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Callable, Hashable
 
     import torch
     from torch import Tensor
@@ -34,19 +35,29 @@ class Split:
         memory: Memory | None = None,
         *,
         dtype: torch.dtype,
-        shared: Tensor | None = None,
+        shared: Callable[[], Tensor] | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """Return what ``Pipeline`` says."""
-        parts = self.parts
-        rows = parts.dispatcher.rows(*routing.topk_ids.shape)
-        # Kernels that walk token tiles get their lists from the launch that orders the rows.
-        block_t = parts.experts.tiling.block_t(rows) if x.is_cuda else ()
-        batch, handle = parts.dispatcher.dispatch(x, routing, memory, block_t=block_t)
+        parts, dispatcher = self.parts, self.parts.dispatcher
+        tokens, top_k = routing.topk_ids.shape
+        if isinstance(dispatcher, Reaching):
+            posted = dispatcher.send(x, routing, memory, codes=parts.experts.arriving)
+            # Beside the tokens on their way, and beside ranks that are late.
+            added = shared() if shared else None
+            batch, handle = dispatcher.receive(posted, memory, block_t=self._block_t(posted.peers.bound, top_k, x))
+        else:
+            added = shared() if shared else None
+            batch, handle = dispatcher.dispatch(x, routing, memory, block_t=self._block_t(tokens, top_k, x))
         made = parts.experts.run(batch, part(memory, "experts"))
         if parts.after_expert is not None:
             made = parts.after_expert(made)
-        return parts.dispatcher.combine(made, handle, memory, dtype=dtype, shared=shared, out=out)
+        return dispatcher.combine(made, handle, memory, dtype=dtype, shared=added, out=out)
+
+    def _block_t(self, tokens: int, top_k: int, x: Tensor) -> tuple[int, ...]:
+        # Kernels that walk token tiles get their lists from the launch that orders the rows.
+        parts = self.parts
+        return parts.experts.tiling.block_t(parts.dispatcher.rows(tokens, top_k)) if x.is_cuda else ()
 
     def variants(self, tokens: int) -> frozenset[Hashable]:
         """Return those of the experts' kernel for the rows of ``tokens`` tokens."""

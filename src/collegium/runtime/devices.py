@@ -42,6 +42,7 @@ def probe(device: torch.device | str | None = None) -> DeviceFacts:
             memory=facts.total_memory,
             index=index,
             sms=facts.multi_processor_count,
+            peers=1 + sum(torch.cuda.can_device_access_peer(index, other) for other in range(seen) if other != index),
         )
     raise _refused(wanted, seen)
 

@@ -33,12 +33,14 @@ __all__ = [
     "Workspaces",
     "captured",
     "captures",
+    "current_stream",
     "largest",
     "memory_map",
     "part",
     "shared_workspaces",
     "take",
     "under",
+    "wait_for",
 ]
 
 ALIGN = 256  # bytes that divide the place of every region
@@ -200,7 +202,7 @@ class Workspace:
     def __init__(self, device: torch.device, nbytes: int) -> None:
         self.device = torch.empty(0, device=device).device  # with its index, as tensors name it
         self.number = next(_numbers)
-        self.stream = _current_stream(self.device)
+        self.stream = current_stream(self.device)
         # An inference tensor could not be written outside inference mode.
         with torch.inference_mode(False):
             self.block = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -220,12 +222,9 @@ class Workspace:
 
     def follow(self, stream: int) -> None:
         """Let ``stream``, which is current, wait for the stream of the last pass."""
-        if stream == self.stream:
-            return
-        default = torch.cuda.default_stream(self.device)
-        last = default if self.stream == 0 else torch.cuda.ExternalStream(self.stream, self.device)
-        torch.cuda.current_stream(self.device).wait_stream(last)
-        self.stream = stream
+        if stream != self.stream:
+            wait_for(self.stream, self.device)
+            self.stream = stream
 
 
 class Workspaces:
@@ -263,7 +262,7 @@ class Workspaces:
 
         Workspaces that were last used on this stream come first, so threads with a stream each do not wait.
         """
-        stream, free = _current_stream(self.device), self._free
+        stream, free = current_stream(self.device), self._free
         with self._lock:
             if free and free[-1].stream == stream:
                 space = free.pop()
@@ -305,6 +304,13 @@ def shared_workspaces(device: torch.device, size: int = 0) -> Workspaces:
     return found
 
 
+def wait_for(stream: int, device: torch.device) -> None:
+    """Let the current stream of ``device`` wait for what ``stream`` (as CUDA names it) was given."""
+    default = torch.cuda.default_stream(device)
+    last = default if stream == 0 else torch.cuda.ExternalStream(stream, device)
+    torch.cuda.current_stream(device).wait_stream(last)
+
+
 def captured(device: torch.device) -> bool:
     """Return whether a CUDA graph captures what the current stream of ``device`` is given."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -318,7 +324,8 @@ def captures(device: torch.device, stream: int) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
-def _current_stream(device: torch.device) -> int:
+def current_stream(device: torch.device) -> int:
+    """Return the current stream of ``device`` as CUDA names it, 0 on a CPU."""
     if device.type != "cuda":
         return 0
     return torch._C._cuda_getCurrentRawStream(device.index)  # pyright: ignore[reportPrivateUsage]

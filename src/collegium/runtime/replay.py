@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .launch import STREAM, recorded, watched
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
     from torch import Tensor
 
@@ -42,12 +42,12 @@ class Replay:
         return Replay, ()
 
     def __call__(
-        self, compute: Callable[..., None], inputs: tuple[Tensor, *tuple[Tensor | None, ...]], memory: int = 0
+        self, compute: Callable[..., None], inputs: tuple[Tensor, *tuple[Tensor | None, ...]], memory: Hashable = 0
     ) -> None:
         """Do what ``compute(*inputs)`` does.
 
-        Inputs of one kind agree in dtype, device, shape, strides and in their addresses modulo 16. memory: the
-        number of the workspace that ``compute`` takes buffers from; what was recorded in one is no good in another.
+        Inputs of one kind agree in dtype, device, shape, strides and in their addresses modulo 16. memory: what
+        tells apart the workspaces that ``compute`` takes buffers from; what was recorded in one is no good in another.
         """
         if watched():
             compute(*inputs)

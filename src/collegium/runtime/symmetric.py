@@ -39,7 +39,8 @@ class SymmetricArena(Arena):
 class SymmetricWorkspace:
     """A block of ``nbytes`` bytes on every rank of ``group``, on ``device``; all ranks make it at the same time.
 
-    Raises InputError on every rank where the ranks ask for different sizes, or are on several hosts.
+    blocks: of every rank, as bytes. Raises InputError on every rank where the ranks ask for different sizes, or are on
+    several hosts.
     """
 
     def __init__(self, group: distributed.ProcessGroup, device: torch.device, nbytes: int) -> None:
@@ -47,8 +48,8 @@ class SymmetricWorkspace:
         self.rank, self.world_size = distributed.get_rank(group), distributed.get_world_size(group)
         self._same("bytes", nbytes)
         self._same("host", socket.gethostname())
-        self._handle: Any = None
-        self._blocks = self._on_gpus() if device.type == "cuda" else self._on_cpu()
+        self.handle: Any = None  # of torch; the peers' blocks are mapped as long as it lives
+        self.blocks = self._on_gpus() if device.type == "cuda" else self._on_cpu()
 
     def memory(self, places: MemoryMap) -> SymmetricArena:
         """Return the block as the memory of passes whose regions are at ``places``; all ranks ask at the same time.
@@ -60,14 +61,14 @@ class SymmetricWorkspace:
                 f"symmetric memory: the regions take {places.nbytes:,} bytes, the block has {self.nbytes:,}"
             )
         self._same("regions", tuple((region.name, region.nbytes) for region in places.regions))
-        return SymmetricArena(self._blocks, self.rank, places)
+        return SymmetricArena(self.blocks, self.rank, places)
 
     def barrier(self) -> None:
         """Wait until every rank is here; on GPUs the stream waits and the host goes on."""
-        if self._handle is None:
+        if self.handle is None:
             distributed.barrier(self.group)
         else:
-            self._handle.barrier()
+            self.handle.barrier()
 
     def _same(self, what: str, own: object) -> None:
         found: list[object] = [None] * self.world_size
@@ -82,9 +83,9 @@ class SymmetricWorkspace:
 
         with torch.cuda.device(self.device), torch.inference_mode(False):
             block = symmetric.empty(self.nbytes, dtype=torch.uint8, device=self.device)
-            self._handle = symmetric.rendezvous(block, self.group)
+            self.handle = symmetric.rendezvous(block, self.group)
         peers = range(self.world_size)
-        return [block if p == self.rank else self._handle.get_buffer(p, (self.nbytes,), torch.uint8) for p in peers]
+        return [block if p == self.rank else self.handle.get_buffer(p, (self.nbytes,), torch.uint8) for p in peers]
 
     def _on_cpu(self) -> list[Tensor]:
         folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None

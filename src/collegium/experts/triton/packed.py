@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...ops.operand import operand, ordered
+from ...errors import InputError
+from ...ops.operand import arrived, operand, ordered
 from ...ops.quantize import AS_IS
 from ...runtime.launch import usual_rows
 from ...runtime.memory import part, take
@@ -133,6 +134,11 @@ class PackedExperts(Packed):
         return replace(self, measured=(tables["gate_up"], tables["down"]))
 
     @property
+    def arriving(self) -> tuple[str, int] | None:
+        """Return the format and order of the first product's codes, None where it multiplies tokens."""
+        return None if self._codes is None else (self._codes, self.gate_up.layout.row_order)
+
+    @property
     def _codes(self) -> str | None:
         return None if self.activations is None else self.activations.name
 
@@ -147,9 +153,10 @@ class PackedExperts(Packed):
         if batch.scale is not None:
             codes, scale = batch.x, batch.scale
             if gathered:
-                codes = codes.view(torch.uint8).index_select(0, batch.source).view(codes.dtype)
-                scale = scale.index_select(0, batch.source)
-            return ordered(codes, order), scale
+                codes, scale = arrived(codes, scale, batch.source, part(memory, "x"))
+            if batch.order not in (AS_IS, order):
+                raise InputError(f"the batch is codes in order {batch.order}, this product reads order {order}")
+            return (codes if batch.order == order else ordered(codes, order)), scale
         return operand(
             batch.x,
             self._codes,

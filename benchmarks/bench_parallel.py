@@ -1,0 +1,378 @@
+"""Time layers whose experts are split over the GPUs of this host, slowest rank, beside floors of the same run.
+
+A layer call (tokens and routing in, output out) runs in a CUDA graph over several different inputs. Before each repeat
+all ranks wait for each other on the device; of each repeat the slowest rank counts, of the repeats the median. Rows:
+
+    layer     the whole layer; its output was compared with FP32 truth, and bit for bit with a layer of one rank
+    exchange  the same without the experts: post, pull, sort, collect
+    nccl      two all_to_all_single, of the bytes that exchange sends to other ranks, there and back
+    copy      what one GPU reads of another one while all do, by a kernel or by the copy engines, whichever is faster
+
+Floors: the busiest rank's weights at the measured bandwidth, its products at the measured rate, and what it reads from
+others at the measured speed of ``copy``. Rows are written as they are measured; the program ends with 1 where a check
+failed, and then has no time for that case.
+
+    python benchmarks/bench_parallel.py
+    torchrun --nproc-per-node 2 benchmarks/bench_parallel.py --shapes dsv3 --tokens 1 128 2048
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gc
+import os
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed
+from torch.multiprocessing.spawn import spawn
+
+from collegium import Choice, Limits, MoELayer, Problem, plan, probe
+from collegium.commands.bench import TOLERANCES, experts_error, named_layer, random_weights, recipe_of
+from collegium.commands.measure import driver_version, input_sets, measure_ceilings, random_routing, version_of
+from collegium.experts import Packed
+from collegium.ops.quantize import activation_format
+from collegium.parallel.meeting import meeting_of, timeout_seconds
+from collegium.parallel.placement import linear
+from collegium.pipelines import Parts
+from collegium.pipelines.split import Split
+from collegium.plan import expert_bytes
+from collegium.runtime.memory import take
+from collegium.runtime.symmetric import SymmetricWorkspace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from collegium.commands.measure import Ceilings
+    from collegium.experts import Tiling
+    from collegium.runtime.memory import Memory
+    from collegium.types import ContiguousBatch, ExpertWeights, MoESpec, Routing
+
+TOKENS = (1, 8, 64, 512, 2048, 8192)
+RESULTS = Path(__file__).parent / "results" / "parallel_h200.csv"
+COLUMNS = (
+    *("gpu", "driver", "torch", "triton", "commit", "command"),
+    *("what", "shape", "weights", "activations", "dispatcher", "ranks", "tokens", "us", "us_min", "us_max"),
+    *("floor_weights_us", "floor_math_us", "floor_wire_us", "over_floor", "wire_bytes", "gb_per_s"),
+    *("error", "same_bits"),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Idle(Packed):
+    """Experts that take the time and the memory of none: their rows are whatever was there."""
+
+    real: Packed
+    width: int
+
+    @property
+    def tiling(self) -> Tiling:
+        """Those of the real experts."""
+        return self.real.tiling
+
+    @property
+    def arriving(self) -> tuple[str, int] | None:
+        """As the real experts."""
+        return self.real.arriving
+
+    def run(self, batch: ContiguousBatch, memory: Memory | None = None) -> Tensor:
+        """Return rows that nobody computed."""
+        return take(memory, "rows", (batch.source.numel(), self.width), torch.bfloat16, batch.x.device)
+
+
+class Bench:
+    """One rank's side of the program; every rank goes through the same cases in the same order."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.started, self.failed = args, time.monotonic(), 0
+        self.rank, self.world = distributed.get_rank(), distributed.get_world_size()
+        self.device = torch.device("cuda", self.rank)
+        group = distributed.group.WORLD
+        assert group is not None
+        self.space = SymmetricWorkspace(group, self.device, args.copy_bytes)
+        self.ceilings: Ceilings = measure_ceilings(self.device)
+        self.head = {
+            "gpu": torch.cuda.get_device_name(self.device),
+            "driver": driver_version(self.device),
+            "torch": torch.__version__,
+            "triton": version_of("triton"),
+            "commit": args.commit,
+            "command": " ".join(["python", "benchmarks/bench_parallel.py", *sys.argv[1:]]),
+            "ranks": self.world,
+        }
+        self.wire = self.copy_speed()
+
+    def everybody(self, value: Any, what: str) -> list[Any]:
+        """Return what every rank gives."""
+        return meeting_of().exchange(value, what)
+
+    def say(self, **row: Any) -> None:
+        """Print a row and add it to the file, on rank 0."""
+        if self.rank:
+            return
+        row = self.head | row
+        print(*(f"{key}={row[key]}" for key in COLUMNS[6:] if key in row), f"[{self.spent():.0f} s]", flush=True)
+        new = not self.args.out.exists()
+        with self.args.out.open("a", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n")
+            if new:
+                writer.writeheader()
+            writer.writerow(row)
+
+    def spent(self) -> float:
+        """Return the seconds since the start."""
+        return time.monotonic() - self.started
+
+    def timed(self, run: Callable[[], object], what: str, inside: int = 1) -> dict[str, Any]:
+        """Return microseconds of one of the ``inside`` things that ``run`` queues: median, least and most."""
+        for _ in range(2):
+            run()
+        torch.cuda.synchronize()
+        marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        for _ in range(self.args.repeats):
+            pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            # So long that everything after it is queued before it ends.
+            torch.cuda._sleep(1_000_000)
+            self.space.barrier()
+            pair[0].record()
+            run()
+            pair[1].record()
+            marks.append(pair)
+        torch.cuda.synchronize()
+        own = [1e3 * first.elapsed_time(last) / inside for first, last in marks]
+        slowest = [max(each) for each in zip(*self.everybody(own, what), strict=True)]
+        return {
+            "us": round(statistics.median(slowest), 2),
+            "us_min": round(min(slowest), 2),
+            "us_max": round(max(slowest), 2),
+        }
+
+    def copy_speed(self) -> float:
+        """Return the bytes a second that a rank reads of its neighbour while all ranks do."""
+        theirs = self.space.blocks[(self.rank + 1) % self.world].view(torch.int32)
+        own = torch.empty_like(theirs)
+        best = min(
+            (self.timed(run, name) for name, run in {
+                "copy engines": lambda: own.copy_(theirs),
+                "copy kernel": lambda: torch.bitwise_not(theirs, out=own),
+            }.items()),
+            key=lambda found: found["us"],
+        )  # fmt: skip
+        speed = own.nbytes / best["us"] * 1e6
+        self.say(what="copy", **best, wire_bytes=own.nbytes, gb_per_s=round(speed / 1e9, 1))
+        return min(self.everybody(speed, "speed"))
+
+    def graph(self, calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
+        """Return all ``calls`` as a graph, after two rounds that compile them."""
+        with torch.inference_mode():
+            for _ in range(2):
+                for call in calls:
+                    call()
+            torch.cuda.synchronize()
+            made = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(made):
+                for call in calls:
+                    call()
+        return made
+
+    def recipe(self, shape: str, text: str) -> None:
+        """Measure one shape in one recipe for all counts of tokens."""
+        weights_name, activations = recipe_of(text)
+        name, spec = named_layer(shape)
+        spec = replace(spec, weight_format=weights_name)
+        most, placed = max(self.args.tokens), linear(spec.num_experts, self.rank, self.world)
+        base = Problem(spec=spec, device=probe(str(self.device)), limits=Limits(max_tokens=most))
+        whole_weights = random_weights(spec, self.device)
+        one = MoELayer(whole_weights, plan(base, Choice(activation_format=activations)))
+        force = Choice(activation_format=activations, dispatcher=self.args.dispatcher)
+        chosen = plan(replace(base, placement=placed, graph=True), force)
+        layer = MoELayer(_held(whole_weights, placed.expert_ids), chosen)
+        if self.rank == 0:
+            print(layer.plan.explain(), flush=True)
+        facts = {"shape": name, "weights": weights_name, "activations": activations, "dispatcher": chosen.dispatcher}
+        for tokens in self.args.tokens:
+            if max(self.everybody(self.spent(), "time")) > self.args.seconds:
+                self.say(what="no time left", **facts, tokens=tokens)
+                return
+            self.case(layer, one, whole_weights, facts | {"tokens": tokens})
+
+    def case(self, layer: MoELayer, one: MoELayer, weights: ExpertWeights[Any], facts: dict[str, Any]) -> None:
+        """Check and measure one count of tokens."""
+        tokens, spec = facts["tokens"], layer.spec
+        generator = torch.Generator(self.device).manual_seed(1000 * self.rank + tokens)
+        inputs = [
+            (
+                torch.randn(tokens, spec.hidden_size, device=self.device, generator=generator).bfloat16(),
+                random_routing(tokens, spec, self.args.routing, generator),
+            )
+            for _ in range(input_sets(tokens))
+        ]
+        outs = [torch.full_like(x, float("nan")) for x, _ in inputs]
+        calls = [
+            lambda x=x, r=routing, o=out: layer(x, routing=r, out=o)
+            for (x, routing), out in zip(inputs, outs, strict=True)
+        ]
+        graph = self.graph(calls)
+        for out in outs:
+            out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        with torch.inference_mode():
+            same = all(torch.equal(out, one(x, routing=r)) for (x, r), out in zip(inputs, outs, strict=True))
+            error = experts_error(outs[0], one.plan.problem, weights, inputs[0])
+        layer.check()
+        allowed = TOLERANCES[activation_format(layer.plan.activation_format).bits]
+        verdicts = self.everybody((error, same), "checked")
+        error, same = max(e for e, _ in verdicts), all(s for _, s in verdicts)
+        facts = facts | {"error": round(error, 5), "same_bits": same}
+        if not same or not error <= allowed:
+            self.failed += 1
+            self.say(what="layer is wrong, not timed", **facts)
+            return
+        floors = self.floors(layer, [routing for _, routing in inputs])
+        found = self.timed(graph.replay, "layer", len(inputs))
+        least = max(floors["floor_weights_us"], floors["floor_math_us"], floors["floor_wire_us"])
+        self.say(what="layer", **facts, **found, **floors, over_floor=round(found["us"] / least, 3))
+        layer.check()
+        if self.args.dispatcher in (None, "symm_mem"):
+            self.exchange(layer, inputs, facts, floors["wire_bytes"])
+
+    def exchange(
+        self, layer: MoELayer, inputs: list[tuple[Tensor, Routing]], facts: dict[str, Any], nbytes: int
+    ) -> None:
+        """Measure dispatch and combine alone, and NCCL with the same bytes."""
+        before = layer._pipelines
+        parts: Parts = before[-1][1].parts  # pyright: ignore[reportAttributeAccessIssue]
+        idle = Idle(real=layer.experts, width=layer.spec.expert_hidden_size)
+        layer._pipelines = ((None, Split(parts=replace(parts, experts=idle))),)
+        try:
+            graph = self.graph([lambda x=x, r=r: layer(x, routing=r) for x, r in inputs])
+            found = self.timed(graph.replay, "exchange", len(inputs))
+        finally:
+            layer._pipelines = before
+        layer.check()
+        facts = {key: value for key, value in facts.items() if key not in ("error", "same_bits")}
+        self.say(what="exchange", **facts, **found, wire_bytes=nbytes, gb_per_s=round(nbytes / found["us"] / 1e3, 1))
+        there, back = (self.bytes_of(layer, [r for _, r in inputs], way) for way in ("there", "back"))
+        sent = [torch.empty(max(256, n // 256 * 256) * self.world // max(1, self.world - 1) // self.world * self.world,
+                            dtype=torch.uint8, device=self.device) for n in (there, back)]  # fmt: skip
+        received = [torch.empty_like(each) for each in sent]
+
+        def both() -> None:
+            for given, taken in zip(sent, received, strict=True):
+                distributed.all_to_all_single(taken, given)
+
+        graph = self.graph([both] * 4)
+        found = self.timed(graph.replay, "nccl", 4)
+        self.say(what="nccl", **facts, **found, wire_bytes=nbytes, gb_per_s=round(nbytes / found["us"] / 1e3, 1))
+
+    def bytes_of(self, layer: MoELayer, routings: list[Routing], way: str) -> int:
+        """Return what this rank sends to others there, or gets from them back, on average; the most of any rank."""
+        width = layer.spec.expert_hidden_size
+        form = activation_format(layer.plan.activation_format)
+        token = width + 4 * (-(-width // form.group) if form.group else 1) if form.e4m3 else 2 * width
+        each = layer.spec.num_experts / self.world
+        total = 0
+        for routing in routings:
+            owner = (routing.topk_ids / each).long()
+            for rank in range(self.world):
+                if rank != self.rank:
+                    here = owner == rank
+                    total += int(here.any(1).sum()) * token if way == "there" else int(here.sum()) * 2 * width
+        return max(self.everybody(total // len(routings), way))
+
+    def floors(self, layer: MoELayer, routings: list[Routing]) -> dict[str, Any]:
+        """Return the three floors of the busiest rank, in microseconds, and the bytes it reads of others."""
+        spec: MoESpec = layer.spec
+        everyone = self.everybody([routing.topk_ids.cpu() for routing in routings], "routings")
+        held = torch.tensor(layer.plan.problem.local_experts)
+        hits = rows = 0
+        for together in zip(*everyone, strict=True):
+            ids = torch.cat(list(together))
+            here = torch.isin(ids, held)
+            hits += ids[here].unique().numel()
+            rows += int(here.sum())
+        hits, rows = hits / len(routings), rows / len(routings)
+        flops = 2 * rows * spec.intermediate_size * spec.expert_hidden_size * (spec.gate_up_parts + 1)
+        eight = activation_format(layer.plan.activation_format).bits == 8
+        wire = self.bytes_of(layer, routings, "there") + self.bytes_of(layer, routings, "back")
+        own = (
+            hits * expert_bytes(spec) / self.ceilings.bandwidth,
+            flops / (self.ceilings.rate_8 if eight else self.ceilings.rate_16),
+            wire / self.wire,
+        )
+        weights, math, link = (round(1e6 * max(each), 2) for each in zip(*self.everybody(own, "floors"), strict=True))
+        return {"floor_weights_us": weights, "floor_math_us": math, "floor_wire_us": link, "wire_bytes": wire}
+
+
+def _held(weights: ExpertWeights[Any], ids: tuple[int, ...]) -> ExpertWeights[Any]:
+    def taken(payload: Any) -> Any:
+        own = {name: value[ids[0] : ids[-1] + 1] for name, value in payload.tensors().items()}
+        return replace(payload, **own, shape=(len(ids), *payload.shape[1:]))
+
+    return replace(weights, gate_up=taken(weights.gate_up), down=taken(weights.down))
+
+
+def _run(rank: int, args: argparse.Namespace, world: int) -> None:
+    torch.cuda.set_device(rank)
+    distributed.init_process_group("nccl", rank=rank, world_size=world)
+    timeout_seconds(60)  # a rank may still compile
+    bench = Bench(args)
+    if rank == 0:
+        print(bench.ceilings, flush=True)
+    for shape, recipe in ((shape, recipe) for shape in args.shapes for recipe in args.recipes):
+        bench.recipe(shape, recipe)
+        gc.collect()
+        torch.cuda.empty_cache()
+    print(f"rank {rank}: done after {bench.spent():.0f} s, {bench.failed} failed", flush=True)
+    failed = bench.failed
+    del bench
+    distributed.barrier()
+    distributed.destroy_process_group()
+    if failed:
+        sys.exit(1)
+
+
+def main() -> int:
+    args = _options()
+    if "RANK" in os.environ:
+        _run(int(os.environ["RANK"]), args, int(os.environ["WORLD_SIZE"]))
+        return 0
+    world = args.gpus or torch.cuda.device_count()
+    if world < 2:
+        print(f"found {torch.cuda.device_count()} GPUs, needed are two or more")
+        return 1
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29531")
+    spawn(_run, args=(args, world), nprocs=world)
+    return 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", default=["v4_flash", "dsv3"], help="as collegium bench takes them")
+    parser.add_argument("--recipes", nargs="+", default=["fp8_block:fp8_group128", "mxfp4:fp8_token"])
+    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, help="tokens of a rank")
+    parser.add_argument("--routing", default="uniform", help="as collegium bench takes it")
+    parser.add_argument("--dispatcher", default=None, help="instead of the one that the plan prefers")
+    parser.add_argument("--gpus", type=int, default=0, help="this many instead of all")
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--copy-bytes", type=int, default=256 << 20)
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no further case after this long")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
+    parser.add_argument("--commit", default=commit.strip() or "unknown")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,271 @@
+"""Tokens to the ranks that need them and rows back, by reading the peers' memory.
+
+Every rank has the same regions at the same places of a block; ``deltas [R + 1]`` holds the bytes from this rank's block
+to each peer's, and, last, the address of a word of the host. A flag is one 64-bit word that its writer puts into the
+reader's memory and the reader polls: epoch (19 bits), layer (12), top-k (8), tokens (24), or -1 from a rank that gave
+up. Whatever the peers wrote before a flag is seen after it.
+
+What keeps them from overwriting what a peer still reads, without a second buffer: a rank posts pass n + 1 after its
+``collect`` of n, which waited for every peer's rows of n, which follow that peer's ``pull`` of n; so what was sent in
+n is free. And rows of n + 1 are written after ``pull`` of n + 1, which waited for every peer's post of n + 1, which
+follows that peer's ``collect`` of n; so rows of n are free. A kernel begins after the end of the one before it
+(``gdc_wait``), and all its flags are written by one program.
+
+Plain loads in ``HEAD`` are of words that no program of the same kernel writes, so all threads of a program agree on
+them; words that change are read with atomics, whose one value every thread gets.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
+
+__all__ = ["collect_kernel", "post_kernel", "pull_kernel"]
+
+# Words of a rank's head; also in ops/peer.py. Flags of up to 64 peers come first, posts and then rows.
+_POSTS = tl.constexpr(0)
+_ROWS = tl.constexpr(64)
+_EPOCH = tl.constexpr(128)  # of the pass that runs, -1 once the rank has given up
+_TICKET = tl.constexpr(129)
+_CLOCK = tl.constexpr(130)
+_PULL_FAILED = tl.constexpr(131)
+_COLLECT_FAILED = tl.constexpr(132)
+_STATUS = tl.constexpr(133)  # code, seen, wanted
+# What a code says in its lowest byte; then the phase and the peer.
+_LATE = tl.constexpr(1)
+_OTHER_CALL = tl.constexpr(2)
+_GAVE_UP = tl.constexpr(3)
+
+
+@triton.jit
+def _publish(head, deltas, flags: tl.constexpr, own, step, world, word, PEERS: tl.constexpr):
+    """Write ``word`` to the flag of this rank at every peer, after everything this program has seen or written."""
+    peer = tl.arange(0, PEERS)
+    inside = peer < world
+    delta = tl.load(deltas + peer, mask=inside, other=0)
+    place = head + flags + own + peer * step + delta // 8
+    tl.atomic_xchg(place, tl.zeros([PEERS], tl.int64) + word, mask=inside, sem="release", scope="sys")
+
+
+@triton.jit
+def _now(head, ASM: tl.constexpr):
+    """Return a time in nanoseconds that all threads agree on; without ``ASM`` a poll counts as a microsecond."""
+    if ASM:
+        tl.atomic_max(head + _CLOCK, globaltimer(), sem="relaxed")
+        return tl.atomic_add(head + _CLOCK, tl.zeros([], tl.int64), sem="relaxed")
+    return tl.atomic_add(head + _CLOCK, tl.full([], 1000, tl.int64), sem="relaxed")
+
+
+@triton.jit
+def _wait(head, flags: tl.constexpr, first, count, epoch, limit, PEERS: tl.constexpr, ASM: tl.constexpr):
+    """Return the flags of ``count`` peers from ``first`` on once all are of ``epoch``, or one gave up, or it is late.
+
+    limit: in microseconds.
+    """
+    peer = tl.arange(0, PEERS)
+    inside = peer < count
+    place = head + flags + first + peer
+    none = tl.zeros([PEERS], tl.int64)
+    seen = tl.atomic_add(place, none, mask=inside, sem="acquire", scope="sys")
+    waiting = tl.max((inside & ((seen >> 44) != epoch)).to(tl.int32), 0)
+    given_up = tl.max((inside & (seen < 0)).to(tl.int32), 0)
+    if (waiting > 0) & (given_up == 0):
+        start = _now(head, ASM)
+        late = start - start
+        while (waiting > 0) & (given_up == 0) & (late <= limit.to(tl.int64) * 1000):
+            polls = 0
+            # The clock is one more word to ask, so it is asked rarely.
+            while (waiting > 0) & (given_up == 0) & (polls < 32):
+                seen = tl.atomic_add(place, none, mask=inside, sem="acquire", scope="sys")
+                waiting = tl.max((inside & ((seen >> 44) != epoch)).to(tl.int32), 0)
+                given_up = tl.max((inside & (seen < 0)).to(tl.int32), 0)
+                polls += 1
+            late = _now(head, ASM) - start
+    return seen
+
+
+@triton.jit
+def _fault(seen, epoch):
+    """Return what is wrong with a flag that should be of this epoch."""
+    return tl.where(seen < 0, _GAVE_UP, tl.where((seen >> 44) != epoch, _LATE, _OTHER_CALL))
+
+
+@triton.jit
+def _report(head, deltas, failed: tl.constexpr, world, peer, what, seen, wanted):
+    """Note that this rank gives up, for the kernels after this one and for the host; the first reason stays."""
+    code = what + failed * 256 + peer * 65536
+    before = tl.atomic_cas(head + _STATUS, tl.zeros([], tl.int64), code.to(tl.int64), sem="relaxed")
+    if before == 0:
+        tl.store(head + _STATUS + 1, seen)
+        tl.store(head + _STATUS + 2, wanted)
+        host = tl.load(deltas + world).to(tl.pointer_type(tl.int64))
+        tl.store(host, code.to(tl.int64))
+    tl.store(head + failed, tl.full([], 1, tl.int64))
+
+
+_COUNTS = ("layer", "limit", "tokens", "bound", "rank", "own", "step", "count", "id_stride", "weight_stride")
+
+
+@triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=("ids", "weights"))
+def post_kernel(
+    head, ids, weights, sent_places, sent_weights, places, copies, load, recording, deltas,
+    count, id_stride, weight_stride, experts, spread, layer, rank, own, step, world,
+    TOP_K: tl.constexpr, PEERS: tl.constexpr, BLOCK: tl.constexpr, WEIGHTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Choose places for ``count`` ids, let peers read them, and weights, and tell every peer that this pass began.
+
+    sent_places: the place of each assignment, -1 for an id of -1, -2 for any other that is no expert. places: a row of
+    ``spread`` for each expert, of which ``copies`` are different. The tokens were written by a kernel before this one.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    assignment = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = assignment < count
+    token = (assignment // TOP_K).to(tl.int64)
+    # In 64 bits a wide id does not become a small one, and no unsigned id is -1.
+    found = tl.load(ids + token * id_stride + assignment % TOP_K, mask=inside, other=-1).to(tl.int64)
+    known = (found >= 0) & (found < experts)
+    expert = tl.where(known, found, 0)
+    turn = (assignment // TOP_K + rank) % tl.load(copies + expert)
+    place = tl.load(places + expert * spread + turn)
+    tl.store(sent_places + assignment, tl.where(known, place, tl.where(found == -1, -1, -2)), mask=inside)
+    if WEIGHTS:
+        weight = tl.load(weights + token * weight_stride + assignment % TOP_K, mask=inside, other=0.0)
+        tl.store(sent_weights + assignment, weight.to(tl.float32), mask=inside)
+    if tl.load(recording) != 0:
+        tl.atomic_add(load + expert, tl.full([BLOCK], 1, tl.int64), mask=known, sem="relaxed")
+    tl.debug_barrier()
+    ticket = tl.atomic_add(head + _TICKET, tl.full([], 1, tl.int64), sem="acq_rel", scope="gpu")
+    if ticket == tl.num_programs(0) - 1:
+        tl.store(head + _TICKET, tl.zeros([], tl.int64))
+        failed = tl.load(head + _PULL_FAILED) + tl.load(head + _COLLECT_FAILED)
+        before = tl.load(head + _EPOCH)
+        ended = (before < 0) | (failed > 0)
+        epoch = tl.where(ended, -1, (before + 1) & 0x7FFFF)
+        word = (epoch << 44) | (layer.to(tl.int64) << 32) | (TOP_K << 24) | (count // TOP_K).to(tl.int64)
+        # After every thread has read the epoch before.
+        tl.debug_barrier()
+        tl.store(head + _EPOCH, epoch)
+        _publish(head, deltas, _POSTS, own, step, world, tl.where(ended, -1, word), PEERS)
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def pull_kernel(
+    head, sent_x, sent_scale, sent_places, sent_weights, x, scale, ids, weights, deltas,
+    words, groups, bound, held, layer, limit, rank, world,
+    TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr, BLOCK_G: tl.constexpr,
+    SCALES: tl.constexpr, WEIGHTS: tl.constexpr, ALL: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Copy every rank's tokens that have an assignment here, ``words`` words each, and write all local ids.
+
+    Program (p, r) takes every so many tokens of rank r. ids ``[world * bound, TOP_K]``: the slot here of each
+    assignment, -1 for one that is elsewhere. Rows of x whose token has none here are not written, unless ALL: few
+    tokens are copied without asking first, which would be one more way there and back. held: slots a rank has.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    peer = tl.program_id(1)
+    delta = tl.load(deltas + peer)
+    epoch = tl.load(head + _EPOCH)
+    tokens = tl.zeros([], tl.int64)
+    if epoch >= 0:
+        seen = tl.sum(_wait(head, _POSTS, peer, 1, epoch, limit, 1, ASM), 0)
+        tag = (epoch << 20) | (layer.to(tl.int64) << 8) | TOP_K
+        found = seen & 0xFFFFFF
+        if ((seen >> 24) == tag) & (found <= bound):
+            tokens = found
+        else:
+            _report(head, deltas, _PULL_FAILED, world, peer, _fault(seen, epoch), seen, tag)
+    k = tl.arange(0, BLOCK_K)
+    token = tl.program_id(0).to(tl.int64)
+    while token < bound:
+        live = (k < TOP_K) & (token < tokens)
+        place = tl.load(sent_places + tl.multiple_of(delta // 4, 64) + token * TOP_K + k, mask=live, other=-1)
+        slot = place - rank * held
+        here = (place >= 0) & (slot >= 0) & (slot < held)
+        row = peer * bound + token
+        tl.store(ids + row * TOP_K + k, tl.where(here, slot, -1), mask=k < TOP_K)
+        if WEIGHTS:
+            weight = tl.load(sent_weights + tl.multiple_of(delta // 4, 64) + token * TOP_K + k, mask=live, other=0.0)
+            tl.store(weights + row * TOP_K + k, weight, mask=k < TOP_K)
+        if (token < tokens) & (ALL | (tl.max(here.to(tl.int32), 0) > 0)):
+            there = sent_x + tl.multiple_of(delta // (sent_x.dtype.element_ty.primitive_bitwidth // 8), 16)
+            for step in tl.static_range(STEPS):
+                word = step * BLOCK + tl.arange(0, BLOCK)
+                value = tl.load(there + token * words + word, mask=word < words)
+                tl.store(x + row * words + word, value, mask=word < words)
+            if SCALES:
+                group = tl.arange(0, BLOCK_G)
+                value = tl.load(
+                    sent_scale + tl.multiple_of(delta // 4, 64) + token * groups + group, mask=group < groups
+                )
+                tl.store(scale + row * groups + group, value, mask=group < groups)
+        token += tl.num_programs(0)
+
+
+_ABSENT = tl.constexpr(-(1 << 62))  # the offset of a row that is not there
+
+
+@triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=("slots", "weights"))
+def collect_kernel(
+    head, rows, slots, sent_places, weights, shared, out, deltas,
+    tokens, bound, width, weight_stride, shared_stride, held, limit, rank, own, step, world,
+    TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, PEERS: tl.constexpr, BLOCK: tl.constexpr, WEIGHTS: tl.constexpr,
+    SHARED: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Write ``out [tokens, width]``, the weighted sums of this rank's tokens, from the rows that ranks computed.
+
+    slots ``[world * bound, TOP_K]`` of a rank says which of its rows ``[R, width]`` an assignment is. The formulas, the
+    order of every sum and what -1 and ids of nobody mean are those of ``weighted_sum_kernel``; all of out is NaN where
+    a rank gave up. held: slots a rank has. EVEN: 16 divides the width. FULL: BLOCK divides it. Compiled without fused
+    multiply-adds, like that one.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    epoch = tl.load(head + _EPOCH)
+    failed = tl.load(head + _PULL_FAILED)
+    fine = (epoch >= 0) & (failed == 0)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        _publish(head, deltas, _ROWS, own, step, world, tl.where(fine, epoch << 44, -1), PEERS)
+    if fine:
+        seen = _wait(head, _ROWS, 0, world, epoch, limit, PEERS, ASM)
+        peer = tl.arange(0, PEERS)
+        bad = (peer < world) & ((seen >> 44) != epoch)
+        fine = tl.max(bad.to(tl.int32), 0) == 0
+        if not fine:
+            first = tl.min(tl.where(bad, peer, PEERS), 0)
+            word = tl.sum(tl.where(peer == first, seen, 0), 0)
+            _report(head, deltas, _COLLECT_FAILED, world, first, _fault(word, epoch), word, epoch << 20)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    token = tl.program_id(1).to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    while token < tokens:
+        # For all assignments at once: the ways to the peers and back are long.
+        place = tl.load(sent_places + token * TOP_K + k, mask=k < TOP_K, other=-1)
+        asked = (place >= 0) & fine
+        delta = tl.load(deltas + tl.maximum(place, 0) // held)
+        slot = tl.load(slots + delta // 8 + (rank * bound + token) * TOP_K + k, mask=asked, other=-2)
+        kept = asked & (slot >= 0)
+        offset = delta // (rows.dtype.element_ty.primitive_bitwidth // 8) + slot * width
+        # In sixteens, so that the compiler knows that 16 divides it.
+        offset = tl.where(kept, offset // (16 if EVEN else 1), _ABSENT)
+        factor = tl.full([BLOCK_K], 1.0, tl.float32)
+        if WEIGHTS:
+            factor = tl.load(weights + token * weight_stride + k, mask=k < TOP_K, other=0.0).to(tl.float32)
+        # What is not there is read as 0, which the factor makes 0 or NaN.
+        factor = tl.where(kept, factor, tl.where((place == -1) & fine, 0.0, float("nan")))
+        total = tl.zeros([BLOCK], tl.float32)
+        for own_k in tl.static_range(TOP_K):
+            row = tl.sum(tl.where(k == own_k, offset, 0), 0)
+            # A load that depends on a condition would be waited for before the next one starts.
+            there = rows + tl.where(row == _ABSENT, 0, row) * (16 if EVEN else 1) + column
+            value = tl.load(there) if FULL else tl.load(there, mask=inside, other=0.0)
+            value = tl.where(row == _ABSENT, 0.0, value.to(tl.float32))
+            total = total + value * tl.sum(tl.where(k == own_k, factor, 0.0), 0)
+        if SHARED:
+            total = total + tl.load(shared + token * shared_stride + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=inside)
+        token += tl.num_programs(1)

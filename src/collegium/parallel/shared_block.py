@@ -1,0 +1,254 @@
+"""The memory of passes whose ranks read each other's: one symmetric block for all layers that share ranks and device.
+
+Regions that peers read late, after this rank may have begun its next pass, are in front; no other layer has anything
+there that is written before its tokens were pulled. So passes of different layers follow each other in one block.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import InputError, RankError
+from ..runtime.memory import Arena, Region, captured, captures, current_stream, memory_map, wait_for
+from ..runtime.symmetric import SymmetricWorkspace
+from .groups import group_named, world_ranks
+from .meeting import meeting_of, timeout_seconds
+from .peers import HEAD_BYTES, STATUS, Peers, raise_status
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from ..runtime.memory import MemoryMap
+
+__all__ = ["LATE", "PeerArena", "SharedBlocks", "shared_blocks"]
+
+_PHASE = "symm_mem dispatch"
+_numbers = itertools.count()
+# Read by peers until this rank's next pull, and written after a pull: by ``permute``, by the last product, on a CPU.
+LATE = ("order", "experts/rows", "back/rows", "back/slots")
+
+
+class PeerArena(Arena):
+    """The ``Memory`` of a layer's passes in the shared block. peers: of the pass that runs."""
+
+    def __init__(self, block: torch.Tensor, places: MemoryMap) -> None:
+        super().__init__(block, places)
+        self.peers: Peers | None = None
+
+
+class _Mail:
+    """One word of every rank that all ranks of the host read: a meeting in microseconds, where a store takes hundreds.
+
+    A word holds all that is said, so nothing has to be ordered. Two take turns: who writes the next but one has been
+    answered by everybody, who therefore read this one.
+    """
+
+    def __init__(self, group: str, ranks: tuple[int, ...]) -> None:
+        space = SymmetricWorkspace(group_named(group), torch.device("cpu"), 4096)
+        self._ranks, self._rank, self._count = ranks, space.rank, 0
+        self._words: list[Any] = [block.view(torch.int64).numpy() for block in space.blocks]
+
+    def exchange(self, layer: int, tokens: int, top_k: int) -> list[tuple[int, int, int]]:
+        """Return what every rank gave. Raises RankError where one does not come, and ever after."""
+        self._count += 1
+        turn, number, own = self._count % 2, self._count & 0x7FFFF, self._words[self._rank]
+        own[turn] = number << 44 | layer << 32 | min(top_k, 0xFF) << 24 | min(tokens, 0xFFFFFF)
+        found = [self._answer(rank, turn, number) for rank in range(len(self._words))]
+        return [(word >> 32 & 0xFFF, word & 0xFFFFFF, word >> 24 & 0xFF) for word in found]
+
+    def _answer(self, rank: int, turn: int, number: int) -> int:
+        words, looks, started = self._words[rank], 0, time.monotonic()
+        while words[turn] >> 44 != number:
+            looks += 1
+            late = time.monotonic() - started > timeout_seconds()
+            if words[turn] < 0 or late:
+                self._words[self._rank][:2] = -1
+                said = f"did not come to {_PHASE!r} within {timeout_seconds():g} s" if late else "gave up before"
+                raise RankError(
+                    f"rank {self._ranks[rank]} {said}; it ended, hangs or makes other calls. Ranks that are left may "
+                    "plan anew, or all call renew() of layer.workspaces and go on",
+                    ranks=(self._ranks[rank],),
+                    phase=_PHASE,
+                )
+            if looks > 1000:
+                time.sleep(2e-5)
+        return int(words[turn])
+
+
+class _Block:
+    """One symmetric block, its flags, and the addresses of the others'. late: bytes of the regions in front.
+
+    It holds no process group: a process that still holds one when it ends aborts.
+    """
+
+    def __init__(self, group: str, device: torch.device, late: int, early: int) -> None:
+        self.device, self.late, self.early = device, late, early
+        space = SymmetricWorkspace(group_named(group), device, HEAD_BYTES + late + early)
+        self.rank, self.nbytes, self.blocks, self.handle = space.rank, space.nbytes, space.blocks, space.handle
+        own = self.blocks[self.rank]
+        # An inference tensor could not be written outside inference mode.
+        with torch.inference_mode(False):
+            self.head = own[:HEAD_BYTES].zero_().view(torch.int64)
+            self.mirror = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+            deltas = [block.data_ptr() - own.data_ptr() for block in self.blocks] + [self.mirror.data_ptr()]
+            self.deltas = torch.tensor(deltas, device=device)
+        self.failed: Any = self.mirror.numpy()  # read at every call, without torch
+        self.mail = _Mail(group, world_ranks(group))
+        self.captured = False
+        self.number = next(_numbers)
+        self.stream = current_stream(device)
+        self.arenas: dict[int, PeerArena] = {}
+
+    def memory(self, places: MemoryMap) -> PeerArena:
+        """Return the block as the memory of passes with the regions of ``places``."""
+        found = self.arenas.get(id(places))
+        if found is None:
+            late = [region for region in places.regions if region.name in LATE]
+            early = [region for region in places.regions if region.name not in LATE]
+            gap = self.late - memory_map(tuple(late)).nbytes
+            zones = memory_map((Region("head", HEAD_BYTES), *late, Region("gap", gap), *early))
+            found = self.arenas[id(places)] = PeerArena(self.blocks[self.rank], zones)
+        return found
+
+
+class SharedBlocks:
+    """The block that all layers of this process with the ranks of ``group`` on ``device`` run in, one pass at a time.
+
+    A block that a CUDA graph of any rank uses is kept when a larger one takes its place.
+    """
+
+    def __init__(self, group: str, device: torch.device) -> None:
+        self.group, self.device = group, device
+        self.ranks = world_ranks(group)
+        self._layers = 0
+        self._block: _Block | None = None
+        self._kept: list[_Block] = []
+        self._one = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and unpickle as what all layers of the ranks and the device share."""
+        return shared_blocks, (self.group, self.device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's block."""
+        return 0 if self._block is None else self._block.nbytes
+
+    def join(self, places: MemoryMap) -> int:
+        """Make room for a layer with the regions of ``places`` and return its number; all ranks ask at the same time.
+
+        Raises InputError on every rank where the ranks have other regions or are on several hosts, or where their
+        memory cannot be shared.
+        """
+        meeting_of(self.group).agree(places.regions, "symm_mem: regions of a layer")
+        late = memory_map(tuple(region for region in places.regions if region.name in LATE)).nbytes
+        early = places.nbytes - late
+        before = self._block
+        if before is None or before.late < late or before.early < early:
+            self._renew(max(late, before.late if before else 0), max(early, before.early if before else 0))
+        self._layers += 1
+        return (self._layers - 1) % 4096
+
+    def take(self) -> _Block:
+        """Return the block for one pass on the current stream, which waits for the stream of the last one."""
+        self._one.acquire()
+        block = self._block
+        if block is None:
+            self._one.release()
+            raise InputError("symm_mem: this process has no block for the ranks; build the layer here, on every rank")
+        if self.device.type == "cuda":
+            stream = current_stream(self.device)
+            if captured(self.device):
+                # What a graph follows is for whoever replays it to say.
+                block.captured = True
+            elif stream != block.stream:
+                if not captures(self.device, block.stream):
+                    wait_for(block.stream, self.device)
+                block.stream = stream
+        return block
+
+    def give(self, block: _Block) -> None:
+        """Take back what ``take`` returned, once everything that uses it is on its stream."""
+        self._one.release()
+
+    def meet(self, layer: int, tokens: int, top_k: int, limit: int) -> tuple[Peers, Hashable]:
+        """Return what the pass that begins knows of its peers, and what it has in common with passes like it.
+
+        Raises InputError on every rank where one brings more than ``limit`` tokens, another top-k, or calls another
+        layer, and RankError where one does not come or gave up before.
+        """
+        block = self._block
+        assert block is not None
+        if block.failed[0]:
+            self.check()
+        said = block.mail.exchange(layer, tokens, top_k)
+        if any(count > limit or (own, k) != (layer, top_k) for own, count, k in said):
+            found = "; ".join(
+                f"rank {rank}: {count} tokens, top-{k}, layer {own}"
+                for rank, (own, count, k) in zip(self.ranks, said, strict=True)
+            )
+            raise InputError(
+                f"symm_mem: every rank needs the same layer and top-k and at most max_tokens={limit} tokens, found "
+                f"{found}; plan for more tokens, or call with fewer on every rank"
+            )
+        bound, seconds = max(count for _, count, _ in said), timeout_seconds()
+        peers = Peers(
+            rank=block.rank,
+            ranks=self.ranks,
+            layer=layer,
+            bound=bound,
+            seconds=seconds,
+            head=block.head,
+            deltas=block.deltas,
+            blocks=tuple(block.blocks),
+        )
+        return peers, (bound, seconds)
+
+    def check(self) -> None:
+        """Wait for the device, and raise the RankError of a pass in which a rank gave up."""
+        block = self._block
+        if block is not None:
+            raise_status(block.head[STATUS : STATUS + 3].tolist(), self.ranks, block.rank)
+
+    def renew(self) -> None:
+        """Begin anew after a RankError, with a block as large as before; all ranks call it at the same time.
+
+        Graphs that were captured before cannot be used again.
+        """
+        if self._block is not None:
+            self._renew(self._block.late, self._block.early)
+
+    def _renew(self, late: int, early: int) -> None:
+        before = self._block
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        # Nobody reads a block any more once every rank is here.
+        used = meeting_of(self.group).exchange(before is not None and before.captured, "symm_mem: a new block")
+        if before is not None and any(used):
+            self._kept.append(before)
+        self._block = _Block(self.group, self.device, late, early)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        meeting_of(self.group).exchange(None, "symm_mem: the new block is ready")
+
+
+_shared: dict[tuple[str, int, torch.device], SharedBlocks] = {}
+_making = threading.Lock()
+
+
+def shared_blocks(group: str, device: torch.device) -> SharedBlocks:
+    """Return what all layers with the ranks of the process group ``group`` on ``device`` share."""
+    device = torch.empty(0, device=device).device  # with its index, as tensors name it
+    with _making:
+        # A group that was destroyed and made again has the same name, and blocks of its own.
+        key = (group, id(group_named(group)), device)
+        if key not in _shared:
+            for old in [old for old in _shared if old[0] == group and old[2] == device]:
+                del _shared[old]
+            _shared[key] = SharedBlocks(group, device)
+        return _shared[key]

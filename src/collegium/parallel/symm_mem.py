@@ -1,0 +1,271 @@
+"""Experts split over the GPUs of one host that read each other's memory: no collective, capturable in a CUDA graph.
+
+A pass posts its own tokens, quantised once where the experts multiply codes, and says so to its peers; pulls from each
+peer the tokens that have an assignment here, once each; sorts and computes like a single rank; and collects the rows of
+its own tokens from whoever computed them, in slot order. So the bits are those of a single rank. Every wait is bounded:
+where a rank does not come, or is in another call, output is NaN, the others are told, and the host raises RankError.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from ..formats.unquantised import DTYPES
+from ..ops.permute import permute_regions
+from ..ops.quantize import AS_IS, PADDED, activation_format, cast_name, quantize_regions
+from ..ops.rows import GivenRows, QuantizedRows
+from ..ops.weighted_sum import weighted_sum_regions
+from ..runtime.launch import dense_rows
+from ..runtime.memory import OwnMemory, largest, part, take, under
+from ..types import Routing
+from .expert_map import ExpertMap
+from .local import Local, LocalKind
+from .partial import PartialKind
+from .peers import HEAD_BYTES, MOST_PEERS, Peers, Returned, Sent, collect, post, pull
+from .shared_block import PeerArena, SharedBlocks, shared_blocks
+from .split import checked_placement, refuse_split
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from torch import Tensor
+
+    from ..problem import Problem
+    from ..runtime.memory import Memory, MemoryMap, Regions
+    from ..types import ContiguousBatch
+
+__all__ = ["PeersHandle", "Posted", "SymmMem", "SymmMemKind"]
+
+
+class Posted(NamedTuple):
+    """A pass whose tokens peers may read. dtype: of the tokens; order: of the columns of codes."""
+
+    peers: Peers
+    sent: Sent
+    weights: Tensor
+    dtype: torch.dtype
+    order: int
+
+
+class PeersHandle(NamedTuple):
+    """slots: ``[W * B, K]``, the row of every rank's assignments here. tokens: of this rank."""
+
+    posted: Posted
+    slots: Tensor
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SymmMem:
+    """Some experts are here. limit: the most tokens a rank may bring. on_gpu: kernels exchange, and not torch."""
+
+    inner: Local
+    map: ExpertMap
+    limit: int
+    blocks: SharedBlocks
+    on_gpu: bool
+
+    def rows(self, tokens: int, top_k: int) -> int:
+        """Return this rank's share of the assignments of as many tokens on every rank."""
+        return -(-tokens * self.map.world_size * top_k * self.inner.num_experts // self.map.num_experts)
+
+    def join(self, places: MemoryMap) -> int:
+        """Make room for a layer's regions and return its number; all ranks ask at the same time."""
+        return self.blocks.join(places)
+
+    def meet(self, memory: Memory, layer: int, tokens: int, top_k: int) -> Hashable:
+        """Agree with the peers on the pass that ``memory`` is for; return what it has in common with passes like it."""
+        assert isinstance(memory, PeerArena)
+        memory.peers, kind = self.blocks.meet(layer, tokens, top_k, self.limit)
+        return kind
+
+    def send(
+        self, x: Tensor, routing: Routing, memory: Memory | None = None, *, codes: tuple[str, int] | None = None
+    ) -> Posted:
+        """Post ``x [T, H]``. codes: format and order of what the experts multiply, None for tokens."""
+        memory = memory or OwnMemory(x.device)
+        tokens, top_k = routing.topk_ids.shape
+        peers = self._peers(memory, tokens, x.device)
+        carried, bound = self.inner.weight_on_input, peers.bound
+        name, order = (cast_name(x.dtype), AS_IS) if codes is None or carried else codes
+        form = activation_format(name)
+        own = part(memory, "sent")
+        wide = form.wide(x.shape[1], order)
+        # Room for the most tokens of a rank, since every rank finds its peers' by its own.
+        made = {
+            key: take(own, key, shape, dtype, x.device) for key, (shape, dtype) in form.buffers(bound, wide).items()
+        }
+        sent = Sent(
+            x=made["codes"],
+            scale=made.get("scales"),
+            ids=take(own, "ids", (bound, top_k), torch.int32, x.device),
+            weights=take(own, "weights", (bound, top_k), torch.float32, x.device) if carried else None,
+        )
+        if tokens and self.on_gpu:
+            written = {key: tensor[:tokens] for key, tensor in made.items()}
+            form.write(
+                GivenRows(dense_rows(x), None, None, order, False), QuantizedRows(shape=(tokens, wide), **written)
+            )
+        elif tokens:
+            sent.x[:tokens] = x
+        if bound:
+            post(peers, sent, routing, self.map)
+        return Posted(peers, sent, routing.topk_weights, x.dtype, order)
+
+    def receive(
+        self, posted: Posted, memory: Memory | None = None, *, block_t: tuple[int, ...] = ()
+    ) -> tuple[ContiguousBatch, PeersHandle]:
+        """Pull the tokens of this rank's experts and sort their assignments; block_t as in ``Dispatcher.dispatch``."""
+        memory = memory or OwnMemory(posted.sent.x.device)
+        peers, sent, world = posted.peers, posted.sent, posted.peers.world
+        device = sent.x.device
+
+        def room(name: str, like: Tensor) -> Tensor:
+            return take(memory, name, (world * like.shape[0], like.shape[1]), like.dtype, device)
+
+        own = Sent(
+            x=room("x", sent.x),
+            scale=None if sent.scale is None else room("scale", sent.scale),
+            ids=room("ids", sent.ids),
+            weights=None if sent.weights is None else room("weights", sent.weights),
+        )
+        if peers.bound:
+            pull(peers, sent, own, self.map)
+        weights = posted.weights if own.weights is None else own.weights  # not read unless they multiply the input
+        batch, inner = self.inner.dispatch(
+            own.x, Routing(topk_ids=own.ids, topk_weights=weights), memory, block_t=block_t
+        )
+        rows = self.rows(peers.bound, sent.ids.shape[1])
+        batch = replace(batch, scale=own.scale, dtype=posted.dtype, rows=rows, order=posted.order, x_ready=False)
+        return batch, PeersHandle(posted, inner.slots, posted.weights.shape[0])
+
+    def dispatch(
+        self, x: Tensor, routing: Routing, memory: Memory | None = None, *, block_t: tuple[int, ...] = ()
+    ) -> tuple[ContiguousBatch, PeersHandle]:
+        """Do both halves; tokens travel as they are."""
+        return self.receive(self.send(x, routing, memory), memory, block_t=block_t)
+
+    def combine(
+        self,
+        rows: Tensor,
+        handle: PeersHandle,
+        memory: Memory | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        shared: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Return ``[T, H]`` of this rank's own tokens, with the bits of a single rank."""
+        posted, tokens = handle.posted, handle.tokens
+        if out is None:
+            out = take(memory, "sum", (tokens, rows.shape[1]), dtype, rows.device)
+        if not posted.peers.bound:
+            return out
+        returned = Returned(self._reachable(rows, "rows", memory), self._reachable(handle.slots, "slots", memory))
+        weights = None if self.inner.weight_on_input else posted.weights
+        return collect(posted.peers, posted.sent, returned, weights, self.map, out, shared)
+
+    def _peers(self, memory: Memory, tokens: int, device: torch.device) -> Peers:
+        if isinstance(memory, PeerArena):
+            assert memory.peers is not None
+            return memory.peers
+        # Memory that peers cannot read: kernels are compiled, and this rank takes every peer's part.
+        with torch.inference_mode(False):
+            head = torch.zeros(HEAD_BYTES // 8, dtype=torch.int64, device=device)
+            deltas = torch.zeros(self.map.world_size + 1, dtype=torch.int64, device=device)
+            deltas[-1] = head.data_ptr() + HEAD_BYTES - 8
+        ranks = tuple(range(self.map.world_size))
+        return Peers(rank=0, ranks=ranks, layer=0, bound=tokens, seconds=1, head=head, deltas=deltas, alone=True)
+
+    def _reachable(self, made: Tensor, name: str, memory: Memory | None) -> Tensor:
+        """Return ``made`` where peers reach it: itself, or a copy of what torch or a user's function made elsewhere."""
+        if not isinstance(memory, PeerArena):
+            return made
+        start = memory.block.data_ptr()
+        if start <= made.data_ptr() < start + memory.block.numel() and made.is_contiguous():
+            return made
+        if self.on_gpu:
+            return memory.part("experts").take("rows", tuple(made.shape), made.dtype).copy_(made)
+        return memory.part("back").take(name, tuple(made.shape), made.dtype).copy_(made)
+
+
+class SymmMemKind:
+    """The row of the table: GPUs of one host; on a CPU, for tests of the protocol, only when asked for by name."""
+
+    name = "symm_mem"
+    capturable = True
+    together = True
+    wire_format = "tokens as the experts multiply them, once to a rank, and K rows back"
+
+    def refuse(self, problem: Problem, *, asked: bool) -> str | None:
+        """Refuse what ``refuse_split`` does, slices, ranks with the same tokens, a CPU, and several hosts."""
+        reason, placed, device = refuse_split(problem), problem.placement, problem.device
+        if reason is not None or placed is None:
+            return reason
+        if placed.tp_size > 1 or placed.same_tokens:
+            return f"asked for {placed}; it brings every rank's own tokens to whole experts"
+        if placed.world_size > MOST_PEERS or problem.spec.routing.top_k > 255 or problem.limits.max_tokens >= 1 << 24:
+            return (
+                f"asked for {placed.world_size} ranks, top-{problem.spec.routing.top_k} and "
+                f"{problem.limits.max_tokens} tokens; its flags hold {MOST_PEERS} ranks, top-255 and 16,777,215 tokens"
+            )
+        if asked:
+            return None
+        if device.kind != "cuda":
+            return "asked for cpu; it is for GPUs that read each other's memory; Choice(dispatcher='symm_mem') tries it"
+        if device.peers is not None and device.peers < placed.world_size:
+            return (
+                f"asked for {placed.world_size} ranks; {device.peers} GPUs of this host reach each other's memory; "
+                "Choice(dispatcher='symm_mem') tries where each process sees its own GPU alone"
+            )
+        return None
+
+    def rows(self, problem: Problem, tokens: int) -> int:
+        """Return this rank's share of the assignments of as many tokens on every rank."""
+        return PartialKind().rows(problem, tokens * problem.world_size)
+
+    def capacity(self, problem: Problem) -> int:
+        """Return the assignments of ``max_tokens`` tokens on every rank: all may fall on this rank's experts."""
+        return LocalKind().capacity(problem) * problem.world_size
+
+    def regions(self, problem: Problem, *, lists: bool) -> Regions:
+        """Return what peers read, what is read of them, and the order of it; the same on every rank."""
+        rule, tokens, wide = problem.spec.routing, problem.limits.max_tokens, problem.spec.expert_hidden_size
+        dtype, placed = DTYPES[problem.dtype], problem.placement
+        name, world = problem.activation_format or problem.dtype, problem.world_size
+        form = quantize_regions(tokens, wide, cast_name(dtype))
+        if activation_format(name).e4m3:
+            form = largest(form, quantize_regions(tokens, wide, name, order=PADDED))
+        sent = form | {"ids": 4 * tokens * rule.top_k}
+        if rule.weight_on_input:
+            sent["weights"] = 4 * tokens * rule.top_k
+        pulled = {"x": sent["codes"], "ids": sent["ids"]} | ({"scale": sent["scales"]} if "scales" in sent else {})
+        pulled |= {"weights": sent["weights"]} if rule.weight_on_input else {}
+        rows, slots = tokens * rule.top_k * world, max(1, placed.width if placed else 1)
+        order = permute_regions(rows, slots, block_t=(16, 16) if lists else (), weights=rule.weight_on_input)
+        made = under("sent", sent) | {key: size * world for key, size in pulled.items()}
+        for key, size in order.items():
+            made[key] = max(size, made.get(key, 0))
+        if problem.device.kind == "cpu":
+            made |= {"back/rows": 4 * rows * wide, "back/slots": 8 * rows}
+        inside = problem.spec.latent_size is not None
+        return made | (weighted_sum_regions(tokens, wide, torch.float32) if inside else {})
+
+    def build(self, problem: Problem) -> SymmMem:
+        """Return the dispatcher; all ranks build it at the same time.
+
+        Raises InputError on every rank where torch.distributed has other ranks than the placement, or where the ranks
+        were planned for different layers.
+        """
+        placed = checked_placement(self.name, problem)
+        device = torch.device(problem.device.place)
+        return SymmMem(
+            inner=Local(num_experts=problem.slots, weight_on_input=problem.spec.routing.weight_on_input),
+            map=ExpertMap(placed, problem.spec.num_experts, device),
+            limit=problem.limits.max_tokens,
+            blocks=shared_blocks(placed.group, device),
+            on_gpu=device.type == "cuda",
+        )

@@ -1,0 +1,103 @@
+"""What a rank launches to reach its peers: it fits in the plan's memory, and compiles for sm_90 as it is meant to.
+
+No GPU is needed: launches are noted (see ``launches.py``), and every peer is this rank itself, as in warming up.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+
+from compiling import compile_apart
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("needs Triton", allow_module_level=True)
+
+CASES = (
+    ("fp8_block", "fp8_group128", 7168, False),
+    ("mxfp4", "fp8_token", 4096, False),
+    ("mxfp4", "fp8_token", 2880, False),
+    ("bf16", "bf16", 1024, False),
+    ("bf16", "bf16", 1024, True),
+)
+
+_PROGRAM = """
+import json, re, subprocess, sys, tempfile
+from dataclasses import replace
+import torch, triton
+from launches import layer_on, pretending
+from collegium import Choice, DeviceFacts, Limits, MoESpec, Problem, Routing, RoutingSpec, plan
+from collegium.parallel.expert_map import ExpertMap
+from collegium.parallel.local import Local
+from collegium.parallel.placement import linear
+from collegium.parallel.symm_mem import SymmMem
+from collegium.pipelines import Parts
+from collegium.pipelines.split import Split
+from collegium.runtime.memory import Arena, memory_map
+
+tool = triton.__path__[0] + "/backends/nvidia/bin/cuobjdump"
+found = []
+for weights, activations, hidden, carried in json.load(sys.stdin):
+    placed, top_k = linear(8, 1, 2), 1 if carried else 6
+    rule = RoutingSpec(top_k=top_k, weight_on_input=carried, renormalise=not carried)
+    spec = MoESpec(hidden_size=hidden, intermediate_size=256, num_experts=8, weight_format=weights, routing=rule)
+    facts = DeviceFacts(kind="cuda", name="pretended", capability=(9, 0), memory=1 << 36, sms=132)
+    problem = Problem(spec=spec, device=facts, limits=Limits(max_tokens=600), placement=placed, graph=True)
+    chosen = plan(problem, Choice(activation_format=activations))
+    assert chosen.dispatcher == "symm_mem" and chosen.capturable, chosen
+    with pretending((9, 0)) as launches, torch.inference_mode():
+        packed = layer_on(replace(spec, num_experts=4, routing=replace(rule, top_k=1)), activations).experts
+        table = ExpertMap(placed, 8, "cpu")
+        inner = Local(num_experts=4, weight_on_input=carried)
+        reach = SymmMem(inner=inner, map=table, limit=600, blocks=None, on_gpu=True)
+        run = Split(parts=Parts(experts=packed, dispatcher=reach, top_k=top_k, num_experts=4))
+        memory = Arena(torch.empty(chosen.workspace_bytes, dtype=torch.uint8), memory_map(chosen.regions))
+        for tokens in (0, 1, 8, 65, 600):
+            x = torch.zeros(tokens, hidden, dtype=torch.bfloat16)
+            ids = torch.zeros(tokens, top_k, dtype=torch.int64)
+            routing = Routing(topk_ids=ids, topk_weights=torch.ones(tokens, top_k))
+            run(x, routing, memory, dtype=x.dtype, shared=lambda x=x: x, out=torch.empty_like(x))
+    rows = []
+    for variant in launches.found.values():
+        if variant.kernel.__name__ not in ("post_kernel", "pull_kernel", "collect_kernel"):
+            continue
+        made = variant.compile(launches.target)
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(made.asm["cubin"])
+            file.flush()
+            sass = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True).stdout
+            used = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True).stdout
+        registers = int(re.search(r"REG:(\\d+)", used).group(1))
+        codes = re.findall(r"\\b(LDL|STL|LDG[.A-Z0-9]*|STG[.A-Z0-9]*|ATOMG[.A-Z0-9]*|MEMBAR[.A-Z]*|ACQBULK)\\b", sass)
+        rows.append([variant.kernel.__name__, variant.kernel.__name__ + str(variant.options), registers, codes])
+    formats = sorted({v.arguments["GROUP"] for v in launches.found.values() if v.kernel.__name__ == "e4m3_kernel"})
+    found.append([rows, formats])
+print("RESULT" + json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[Any]:
+    return compile_apart(_PROGRAM, [list(case) for case in CASES])
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=[f"{w}-{a}-{h}-{c}" for w, a, h, c in CASES])
+def test_kernels_load_sixteen_bytes_at_once_and_do_not_spill(compiled: list[Any], index: int) -> None:
+    rows, _ = compiled[index]
+    assert {name for name, *_ in rows} == {"post_kernel", "pull_kernel", "collect_kernel"}
+    assert len(rows) <= 12, "each kernel is compiled for few kinds of calls"
+    for name, where, registers, codes in rows:
+        assert not {"LDL", "STL"} & set(codes), f"{where}: registers spill"
+        assert registers <= 128, where
+        assert "ACQBULK" in codes, f"{where}: it may begin while the kernel before it ends"
+        if name != "post_kernel":
+            assert "LDG.E.128" in codes, where
+            assert "STG.E.128" in codes, where
+            # Flags are acquired from the whole system, where only the poster pays for a release.
+            assert any(code.startswith("ATOMG.E.ADD.64.STRONG.SYS") for code in codes), where
+        if name == "pull_kernel":
+            assert not any(code.startswith("MEMBAR") for code in codes), where
+        else:
+            assert codes.count("MEMBAR.ALL.SYS") == 1, f"{where}: one fence for the flags of all peers"

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+from peer_kernels import exchange, lose
+from ranks import run_ranks
+from split_layers import compare, deserted, replayed
+
+WORLD = min(torch.cuda.device_count(), 4)
+pytestmark = pytest.mark.skipif(WORLD < 2, reason="needs two GPUs")
+
+
+def test_kernels_exchange_what_one_rank_computes() -> None:
+    assert run_ranks(exchange, WORLD, "nccl", seconds=120) == [[]] * WORLD
+
+
+def test_a_rank_that_does_not_come_is_named_and_nobody_gets_a_number() -> None:
+    first, last = run_ranks(lose, 2, "nccl", seconds=120)
+    assert first[0] == last[0] == "all NaN True"
+    assert first[1].startswith("symm_mem dispatch; ranks (1,); symm_mem dispatch on rank 0: rank 1 did not come within")
+    assert last[1].startswith("symm_mem combine; ranks (0,); symm_mem combine on rank 1: rank 0 gave up before")
+    assert first[2] == last[2] == "renewed True"
+
+
+def test_a_layer_over_ranks_has_the_bits_of_one_layer() -> None:
+    assert run_ranks(partial(compare, dispatcher="symm_mem"), WORLD, "nccl", seconds=300) == [[]] * WORLD
+
+
+def test_a_graph_of_layers_over_ranks_has_the_bits_of_one_layer() -> None:
+    assert run_ranks(replayed, WORLD, "nccl", seconds=300) == [[]] * WORLD
+
+
+def test_a_layer_whose_neighbour_does_not_come_says_so_in_bounded_time() -> None:
+    first, last = run_ranks(deserted, 2, "nccl", seconds=120)
+    assert first[0].startswith("symm_mem dispatch: symm_mem dispatch on rank 0: rank 1 did not come")
+    assert first[1] == first[0], "and again at the next call"
+    assert last[0].startswith("symm_mem combine: symm_mem combine on rank 1: rank 0 gave up")
+    assert "rank 1 did not come to 'symm_mem dispatch' within 1 s" in first[2]

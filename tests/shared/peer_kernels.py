@@ -1,0 +1,212 @@
+"""The kernels that ranks exchange tokens and rows with, against torch, and what they do when a rank does not come."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import distributed
+
+from collegium.errors import RankError
+from collegium.ops.permute import permute
+from collegium.ops.weighted_sum import weighted_sum
+from collegium.parallel.expert_map import ExpertMap
+from collegium.parallel.meeting import meeting_of, timeout_seconds
+from collegium.parallel.peers import Peers, Returned, Sent, collect, post, pull
+from collegium.parallel.shared_block import SharedBlocks, shared_blocks
+from collegium.problem import Placement
+from collegium.runtime.memory import Memory, Region, memory_map
+from collegium.testing.compare import heavy_tailed
+from collegium.types import Routing
+
+__all__ = ["exchange", "lose"]
+
+EXPERTS, WIDTH, GROUPS, MOST = 5, 72, 2, 9
+TURNS = ((3, 1, 0, 9), (0, 4, 2, 1), (9, 9, 9, 9), (1, 0, 0, 0))
+
+
+def _device(rank: int) -> torch.device:
+    return torch.device("cuda", rank) if distributed.get_backend() == "nccl" else torch.device("cpu")
+
+
+def _placement(rank: int, world: int) -> Placement:
+    """Replicas, and ranks that hold different numbers of experts."""
+    ranks = tuple(tuple(e for e in range(EXPERTS) if e % world == r or e == 2) for r in range(world))
+    return Placement(rank=rank, world_size=world, expert_ids=ranks[rank], ranks=ranks)
+
+
+def _joined(rank: int, top_k: int) -> tuple[SharedBlocks, int, Any, ExpertMap]:
+    world, device = distributed.get_world_size(), _device(rank)
+    rows = world * MOST * top_k
+    sizes = {"x": 4 * WIDTH * MOST, "scale": 4 * GROUPS * MOST, "ids": 4 * top_k * MOST, "weights": 4 * top_k * MOST}
+    regions = [Region(f"sent/{name}", size) for name, size in sizes.items()]
+    regions += [Region(f"own/{name}", world * size) for name, size in sizes.items()]
+    places = memory_map((*regions, Region("back/rows", 4 * rows * WIDTH), Region("back/slots", 8 * rows)))
+    blocks = shared_blocks("", device)
+    return blocks, blocks.join(places), places, ExpertMap(_placement(rank, world), EXPERTS, device)
+
+
+def _given(turn: int, rank: int, tokens: int, top_k: int, device: torch.device) -> tuple[torch.Tensor, Routing]:
+    seed = 100 * turn + rank
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.rand(tokens, EXPERTS, generator=generator).argsort(dim=1)[:, :top_k]
+    ids = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.2, -1)
+    ids = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.05, (1 << 40) + 1)
+    weights = heavy_tailed(max(1, tokens), top_k, seed=seed + 7, channels=False)[:tokens]
+    x = heavy_tailed(max(1, tokens), WIDTH, seed=seed)[:tokens]
+    return x.to(device), Routing(topk_ids=ids.to(device), topk_weights=weights.to(device))
+
+
+def _expert(x: torch.Tensor, expert: int) -> torch.Tensor:
+    return x * (expert + 1.5)
+
+
+def _taken(memory: Memory, name: str, rows: int, top_k: int) -> Sent:
+    own = memory.part(name)
+    shapes = {"x": WIDTH, "scale": GROUPS, "ids": top_k, "weights": top_k}
+    made = {
+        key: own.take(key, (rows, size), torch.int32 if key == "ids" else torch.float32) for key, size in shapes.items()
+    }
+    return Sent(**made)
+
+
+def _pass(
+    peers: Peers, memory: Memory, table: ExpertMap, x: torch.Tensor, routing: Routing
+) -> tuple[Sent, torch.Tensor]:
+    """Run one pass whose experts multiply; return what was pulled, and the sums."""
+    (tokens, top_k), world = routing.topk_ids.shape, peers.world
+    sent, own = _taken(memory, "sent", peers.bound, top_k), _taken(memory, "own", world * peers.bound, top_k)
+    assert sent.scale is not None
+    for poisoned in (*own, sent.x):
+        assert poisoned is not None
+        poisoned.fill_(float("nan") if poisoned.is_floating_point() else 1 << 30)
+    sent.x[:tokens], sent.scale[:tokens] = x, x[:, :GROUPS]
+    post(peers, sent, routing, table)
+    pull(peers, sent, own, table)
+    order = permute(own.ids, table.width)
+    made = memory.part("back").take("rows", (own.ids.numel(), WIDTH), torch.float32)
+    made.fill_(float("nan"))
+    held = table.slots[peers.rank]
+    offsets = order.expert_offsets.tolist()
+    for slot, expert in enumerate(held):
+        span = slice(offsets[slot], offsets[slot + 1])
+        made[span] = _expert(own.x[order.source[span]], expert)
+    slots = memory.part("back").take("slots", tuple(order.slots.shape), torch.int64).copy_(order.slots)
+    out = torch.full((tokens, WIDTH), float("inf"), device=x.device)
+    collect(peers, sent, Returned(made, slots), routing.topk_weights, table, out, shared=x)
+    return own, out
+
+
+def _copied(own: Sent) -> Sent:
+    assert own.scale is not None
+    return Sent(own.x.clone(), own.scale.clone(), own.ids.clone(), None)
+
+
+def _wanted(x: torch.Tensor, routing: Routing) -> torch.Tensor:
+    ids = routing.topk_ids
+    rows = torch.stack(
+        [_expert(x[t], int(e)) for t, own in enumerate(ids.tolist()) for e in own] or [x.new_zeros(WIDTH)]
+    )
+    rows = rows[: ids.numel()]
+    return weighted_sum(rows, ids, routing.topk_weights, torch.float32, shared=x, experts=EXPERTS)
+
+
+def exchange(rank: int) -> list[str]:
+    """Return what the kernels do otherwise than torch and than one rank, over several passes and two layers."""
+    world, device, faults = distributed.get_world_size(), _device(rank), list[str]()
+    for top_k in (3, 1):
+        blocks, layer, places, table = _joined(rank, top_k)
+        table.recording.fill_(1)
+        for turn, counts in enumerate(TURNS):
+            tokens = counts[rank]
+            x, routing = _given(turn, rank, tokens, top_k, device)
+            pulled: list[Sent] = []
+            for torch_alone in (True, False) if device.type == "cpu" else (False, False):
+                space = blocks.take()
+                memory = space.memory(places)
+                peers, _ = blocks.meet(layer, tokens, top_k, MOST)
+                own, out = _pass(peers if torch_alone else replace(peers, blocks=()), memory, table, x, routing)
+                pulled.append(_copied(own))
+                blocks.give(space)
+                blocks.check()
+                wanted = _wanted(x, routing)
+                if not torch.equal(out.nan_to_num(7.0), wanted.nan_to_num(7.0)):
+                    faults.append(f"top-{top_k}, {counts}, torch {torch_alone}: other sums")
+            if not torch.equal(pulled[0].ids, pulled[1].ids):
+                faults.append(f"top-{top_k}, {counts}: other slots")
+            used = (pulled[0].ids >= 0).any(dim=1)
+            for name in ("x", "scale"):
+                first, second = (getattr(each, name)[used] for each in pulled)
+                if not torch.equal(first, second) or not bool(first.isfinite().all()):
+                    faults.append(f"top-{top_k}, {counts}: other {name}")
+            few = max(counts[:world]) <= 8  # then nobody asks
+            if not few and not bool(pulled[1].x[~used].isnan().all()):
+                faults.append(f"top-{top_k}, {counts}: tokens came that have no expert here")
+        ids = torch.cat(
+            [_given(turn, rank, counts[rank], top_k, device)[1].topk_ids for turn, counts in enumerate(TURNS)]
+        )
+        known = ids[(ids >= 0) & (ids < EXPERTS)]
+        if table.load.tolist() != (2 * torch.bincount(known.cpu(), minlength=EXPERTS)).tolist():
+            faults.append(f"top-{top_k}: load {table.load.tolist()}")
+    assert world <= 4
+    return faults
+
+
+def lose(rank: int) -> list[str]:
+    """Return errors and output where the last rank does not come to a pass, then where all go on with a new block."""
+    world, device, found = distributed.get_world_size(), _device(rank), list[str]()
+    timeout_seconds(30)
+    blocks, layer, places, table = _joined(rank, 2)
+
+    def run(seconds: float) -> torch.Tensor:
+        x, routing = _given(1, rank, 4, 2, device)
+        space = blocks.take()
+        try:
+            peers, _ = blocks.meet(layer, 4, 2, MOST)
+            peers = replace(peers, blocks=(), seconds=seconds)
+            return _pass(peers, space.memory(places), table, x, routing)[1]
+        finally:
+            blocks.give(space)
+
+    short = 5e-6 if device.type == "cpu" else 0.5  # an interpreted look at the clock is a microsecond
+    assert bool(run(30).isfinite().any())
+    if rank != world - 1:
+        out = run_alone(blocks, layer, places, table, rank, short)
+        found.append(f"all NaN {bool(out.isnan().all())}")
+    meeting_of().exchange(None, "everybody who came has given up")
+    if rank == world - 1:
+        out = run_alone(blocks, layer, places, table, rank, 30)
+        found.append(f"all NaN {bool(out.isnan().all())}")
+    try:
+        blocks.check()
+        found.append("no error")
+    except RankError as error:
+        found.append(f"{error.phase}; ranks {error.ranks}; {error}")
+    blocks.renew()
+    found.append(f"renewed {bool(run(30).isfinite().any())}")
+    blocks.check()
+    return found
+
+
+def run_alone(
+    blocks: SharedBlocks, layer: int, places: Any, table: ExpertMap, rank: int, seconds: float
+) -> torch.Tensor:
+    """Run a pass whose ranks agreed on nothing before."""
+    device = _device(rank)
+    x, routing = _given(1, rank, 4, 2, device)
+    space = blocks.take()
+    try:
+        memory = space.memory(places)
+        peers = Peers(
+            rank=rank,
+            ranks=blocks.ranks,
+            layer=layer,
+            bound=4,
+            seconds=seconds,
+            head=space.head,
+            deltas=space.deltas,
+        )
+        return _pass(peers, memory, table, x, routing)[1]
+    finally:
+        blocks.give(space)
