@@ -101,6 +101,7 @@ class MoELayer(PackedModule):
             num_experts=len(problem.local_experts),
             after_expert=after_expert,
         )
+        self._dispatcher = parts.dispatcher
         self._pipelines = tuple((kind.most(tiling, parts.top_k), kind.build(parts)) for kind in kinds)
         self._device = weights.down.device
         self._places = memory_map(self.plan.regions)
@@ -168,6 +169,13 @@ class MoELayer(PackedModule):
         """
         sizes = sizes_for(self.variants, self.plan.problem.limits.max_tokens)
         return compile_batches(partial(run_every_way, self), sizes, self._device, progress)
+
+    def check(self) -> None:
+        """Raise InputError on every rank where a replayed CUDA graph found no room for a token (``all_to_all_fixed``).
+
+        All ranks ask at the same time; it waits for the device. Every other failure is raised by the call itself.
+        """
+        self._dispatcher.check()
 
     def variants(self, tokens: int) -> frozenset[Hashable]:
         """Return what has to be compiled for a batch of ``tokens`` tokens; equal members are compiled once."""

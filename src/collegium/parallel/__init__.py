@@ -3,10 +3,29 @@
 from __future__ import annotations
 
 from .all_gather import AllGatherKind
+from .all_to_all import AllToAllKind
+from .all_to_all_fixed import AllToAllFixedKind
 from .base import Dispatcher, DispatcherKind
 from .local import Local, LocalKind
 from .partial import PartialKind
 
-__all__ = ["DISPATCHERS", "AllGatherKind", "Dispatcher", "DispatcherKind", "Local", "LocalKind", "PartialKind"]
+__all__ = [
+    "DISPATCHERS",
+    "AllGatherKind",
+    "AllToAllFixedKind",
+    "AllToAllKind",
+    "Dispatcher",
+    "DispatcherKind",
+    "Local",
+    "LocalKind",
+    "PartialKind",
+]
 
-DISPATCHERS: tuple[DispatcherKind, ...] = (LocalKind(), AllGatherKind(), PartialKind())
+DISPATCHERS: tuple[DispatcherKind, ...] = (
+    LocalKind(),
+    AllToAllKind(),
+    AllGatherKind(),
+    # Sends room that is empty, so it is for graphs, which nothing before it can be captured in.
+    AllToAllFixedKind(),
+    PartialKind(),
+)
