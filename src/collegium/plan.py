@@ -57,9 +57,10 @@ class Stretch:
 class Plan:
     """Every choice made, and what runs is exactly this.
 
-    problem: the question, with activation format, combine and what tokens are sent as filled in. kernel, shared_kernel, dispatcher: names of what was
-    chosen; shared_kernel is None without a shared expert. stretches: which pipeline and tiles run how many tokens; a
-    layer corrects them where packing finds what a problem cannot say (groups of INT4, weights at odd addresses).
+    problem: the question, with activation format, combine and what tokens are sent as filled in. kernel,
+    shared_kernel, dispatcher: names of what was chosen; shared_kernel is None without a shared expert. stretches: which
+    pipeline and tiles run how many tokens; a layer corrects them where packing finds what a problem cannot say (groups
+    of INT4, weights at odd addresses).
     wire_format: what travels between ranks. capacity: rows one pass brings to this rank's experts at most.
     expert_bytes, weight_bytes: one expert, all routed experts of this rank in one layer. regions: temporary memory of a
     pass. capturable: whether the forward pass may be captured in a CUDA graph. refusals: the other candidates and why.

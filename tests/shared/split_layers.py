@@ -75,6 +75,7 @@ def layer_of(
     kind: str, recipe: tuple[str, str, str], device: str, placement: Placement | None = None, **asked: Any
 ) -> MoELayer:
     """Return one rank's layer, or the whole one. asked: dispatcher and combine, room for tokens, graph."""
+    dtype: Any
     weights, activations, dtype = recipe
     spec = MoESpec(
         hidden_size=HIDDEN, intermediate_size=WIDE, num_experts=EXPERTS, weight_format=weights, **KINDS[kind]
@@ -91,9 +92,7 @@ def layer_of(
         )
     limits = Limits(max_tokens=64 if placement is not None else 1024, rank_tokens=asked.pop("room", None))
     graph = asked.pop("graph", False)
-    problem: Any = Problem(
-        spec=spec, device=probe(device), limits=limits, dtype=dtype, placement=placement, graph=graph
-    )
+    problem = Problem(spec=spec, device=probe(device), limits=limits, dtype=dtype, placement=placement, graph=graph)
 
     def sent(own: Any) -> Any:
         return replace(own, gate_up=own.gate_up.to(device), down=own.down.to(device))

@@ -54,9 +54,9 @@ class AllGather(Across):
         Raises InputError on every rank where one brings more than ``limit`` tokens or another top-k.
         """
         ids = routing.topk_ids
-        tokens, top_k = ids.shape
+        top_k = ids.shape[1]
         self.map.record(ids)
-        most = max(count for count, *_ in self.met(tokens, top_k))
+        most = max(count for count, *_ in self.met(ids.shape))
         messages = self.wire.messages(x, self.map.choose(ids), routing.topk_weights)
         arrived = self.wire.read(gathered(messages, most, EMPTY, group=self.group, phase="all_gather dispatch"), top_k)
         own = self.wire.routing(arrived, self.map.local(arrived.places))

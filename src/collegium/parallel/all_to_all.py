@@ -63,7 +63,7 @@ class AllToAll(Across):
         rank, tokens = by_rank(places, self.map.width, self.map.world_size)
         rows = permute(rank, self.map.world_size)
         counts = torch.stack([tokens.expert_offsets.diff(), rows.expert_offsets.diff()]).tolist()
-        table = self.met(*ids.shape, counts)
+        table = self.met(ids.shape, counts)
         sent, returned = counts
         came, due = ([told[which][self.map.rank] for *_, told in table] for which in (0, 1))
         messages = self.wire.messages(x, places, routing.topk_weights)

@@ -140,14 +140,14 @@ class AllToAllFixed(Across):
         return torch.where(found < 0, found, torch.where(turn < self.room, place, -2))
 
     def _agree(self, ids: Tensor, count: Tensor) -> None:
-        """Let all ranks tell what they bring; raise on every rank, or count for later what a graph finds no room for."""
+        """Let all ranks tell what they bring, and raise on every rank; what a graph has no room for is counted."""
         if captured(ids.device):
             # The host can tell sizes of tensors while a graph is captured, and not what is in them.
-            self.met(*ids.shape, (0, 0))
+            self.met(ids.shape, (0, 0))
             self.missed.add_((count - self.room).clamp(min=0).sum())
             return
         most, missed = torch.stack([count.amax(), self.missed[0]]).tolist()
-        table = self.met(*ids.shape, (most, missed))
+        table = self.met(ids.shape, (most, missed))
         self._refuse([told[0] for *_, told in table], [told[1] for *_, told in table])
 
     def _refuse(self, most: list[int], missed: list[int]) -> None:
@@ -155,8 +155,8 @@ class AllToAllFixed(Across):
         if late:
             self.missed.zero_()
             raise InputError(
-                f"{self.name}: tokens found no room when a CUDA graph ran, and their rows are NaN ({late}); one rank has "
-                f"room for rank_tokens={self.room} of each other's tokens. Plan with a larger Limits(rank_tokens=...)"
+                f"{self.name}: tokens found no room when a CUDA graph ran, and their rows are NaN ({late}); one rank "
+                f"may send rank_tokens={self.room} tokens to one other. Plan with a larger Limits(rank_tokens=...)"
             )
         if max(most) > self.room:
             said = "; ".join(f"rank {rank}: {found}" for rank, found in enumerate(most))

@@ -104,18 +104,18 @@ class Across:
     def check(self) -> None:
         """Do nothing: whatever goes wrong is raised by the call."""
 
-    def met(self, tokens: int, top_k: int, told: Any = None) -> list[tuple[int, int, Any]]:
-        """Return what every rank brings to a call: how many tokens, their top-k, and whatever else it tells.
+    def met(self, shape: tuple[int, ...], told: Any = None) -> list[tuple[int, int, Any]]:
+        """Return what every rank brings to a call: the ``shape`` of its ids, and whatever else it tells.
 
         Raises InputError on every rank where one brings more than ``limit`` tokens, or another top-k, and RankError
         where one does not come.
         """
-        table = meeting_of(self.group).exchange((tokens, top_k, told), f"{self.name} dispatch")
-        if any(count > self.limit or k != top_k for count, k, _ in table):
+        table = meeting_of(self.group).exchange((*shape, told), f"{self.name} dispatch")
+        if any(count > self.limit or k != shape[1] for count, k, _ in table):
             said = "; ".join(f"rank {rank}: {count} tokens, top-{k}" for rank, (count, k, _) in enumerate(table))
             raise InputError(
-                f"{self.name}: every rank needs the same top-k and at most max_tokens={self.limit} tokens, found {said};"
-                " plan for more tokens, or call with fewer on every rank"
+                f"{self.name}: every rank needs the same top-k and at most max_tokens={self.limit} tokens, found "
+                f"{said}; plan for more tokens, or call with fewer on every rank"
             )
         return table
 
@@ -146,9 +146,9 @@ class AcrossKind:
 def by_rank(places: Tensor, width: int, world: int) -> tuple[Tensor, Permutation]:
     """Return the rank of each assignment ``[T, K]``, and the tokens by the ranks they go to, each once a rank.
 
-    places: ``[T, K]`` int64 of ``ExpertMap.choose``; negative ones are no rank and stay as they are. Of the permutation
-    of ``[T, W]``, W being ``world``, column r is rank r; where a token does not go its slot is -1, or -2 if it has an id
-    of nobody. Reads nothing on the host.
+    places: ``[T, K]`` int64 of ``ExpertMap.choose``; negative ones are no rank and stay as they are. Of the
+    permutation of ``[T, W]``, W being ``world``, column r is rank r; where a token does not go its slot is -1, or -2 if
+    it has an id of nobody. Reads nothing on the host.
     """
     rank = torch.where(places < 0, places, places // width)
     every = torch.arange(world, device=places.device)
