@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch.nn import functional
 
 from ..formats.unquantised import DTYPES
 from ..ops.quantize import activation_format, quantize_rows
@@ -101,10 +100,12 @@ def message_bytes(columns: Sequence[Columns]) -> int:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Return ``[N, B]`` uint8: the rows of ``parts [N, C]`` side by side, and zeros between them."""
-    found = [_bytes(part) for part in parts]
-    whole = torch.cat([functional.pad(part, (0, -part.shape[1] % 16)) for part in found], dim=1)
-    return functional.pad(whole, (0, -whole.shape[1] % 64))
+    """Return ``[N, B]`` uint8: the rows of ``parts [N, C]`` side by side; what is between them means nothing."""
+    size = message_bytes([(part.dtype, part.shape[1]) for part in parts])
+    messages = parts[0].new_empty((parts[0].shape[0], size), dtype=torch.uint8)
+    for part, place in zip(parts, parted(messages, [(part.dtype, part.shape[1]) for part in parts]), strict=True):
+        place.copy_(part)
+    return messages
 
 
 def parted(messages: Tensor, columns: Sequence[Columns]) -> list[Tensor]:
@@ -116,7 +117,3 @@ def parted(messages: Tensor, columns: Sequence[Columns]) -> list[Tensor]:
         found.append(messages[:, start : start + size].view(dtype))
         start += size + -size % 16
     return found
-
-
-def _bytes(part: Tensor) -> Tensor:
-    return (part if part.stride(-1) == 1 else part.contiguous()).view(torch.uint8)
