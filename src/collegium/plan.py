@@ -207,9 +207,7 @@ def plan(problem: Problem, force: Choice | None = None) -> Plan:
             f"{_listed(refusals)}\nAllowed activation formats: {formats}. Drop the forced choice or change the named "
             "limit."
         )
-
-    if asked.world_size > 1:
-        asked = replace(asked, sent_as=wanted if _takes_codes(kernel, asked) else None)
+    asked = _with_wire(asked, kernel)
 
     def refuse_dispatcher(kind: Any) -> str | None:
         return _cannot_capture(kind, asked) or kind.refuse(asked, asked=force.dispatcher == kind.name)
@@ -254,10 +252,13 @@ def _cannot_capture(candidate: Any, problem: Problem) -> str | None:
     return None
 
 
-def _takes_codes(kernel: ExpertKernel, problem: Problem) -> bool:
-    """Return whether tokens can be quantised before they travel: once, and not before they are weighted."""
-    codes = activation_format(problem.routed.activation_format).e4m3
-    return codes and kernel.takes_codes and not problem.spec.routing.weight_on_input
+def _with_wire(problem: Problem, kernel: ExpertKernel) -> Problem:
+    """Return ``problem`` with what tokens travel as: codes where they are weighted later and ``kernel`` takes them."""
+    if problem.world_size == 1:
+        return problem
+    name = problem.routed.activation_format
+    codes = activation_format(name).e4m3 and kernel.takes_codes and not problem.spec.routing.weight_on_input
+    return replace(problem, sent_as=name if codes else None)
 
 
 def _first(
