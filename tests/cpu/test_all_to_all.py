@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -31,6 +32,7 @@ from collegium.parallel import DISPATCHERS, Local
 from collegium.parallel.placement import linear
 from collegium.pipelines import Parts
 from collegium.pipelines.split import Split
+from collegium.runtime.memory import Region, Workspace, memory_map
 from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
 from ranks import run_ranks
 from split_layers import EXPERTS, HIDDEN, RECIPES, compare, disagree, layer_of, replicated
@@ -112,6 +114,37 @@ def test_a_token_without_room_is_an_error_on_every_rank_and_never_a_number() -> 
         for late in (said[1], said[3]):
             assert "found no room when a CUDA graph ran, and their rows are NaN (rank 1: 2)" in late
         assert said[2] == said[4] == "none"
+
+
+def _planned(rank: int) -> list[str]:
+    """Return what differs in passes whose messages are in the memory that the plan declares, which is poisoned."""
+    world, faults = distributed.get_world_size(), list[str]()
+    for combine, recipe in product(("exact", "reduced", "reduced_fp8"), RECIPES):
+        place = replicated(EXPERTS, rank, world)
+        layer = layer_of("plain", recipe, "cpu", place, dispatcher="all_to_all_fixed", combine=combine, room=9)
+        space = Workspace(torch.device("cpu"), layer.plan.workspace_bytes)
+        space.block.fill_(255)
+        memory = space.memory(memory_map(layer.plan.regions))
+        for tokens in (9, 4, 0):
+            x = heavy_tailed(tokens, HIDDEN, seed=tokens + rank).to(layer.input_dtype)
+            out = torch.empty_like(x)
+            layer.compute(x, None, None, None, None, out, memory)
+            if not torch.equal(out, layer(x)) or bool(out.isnan().any()):
+                faults.append(f"{combine} {recipe} {tokens}")
+        # What is declared is what is taken: a message less and it raises.
+        short = tuple(
+            Region(n, size - 1 if n in ("sent", "arrived", "returned") else size) for n, size in layer.plan.regions
+        )
+        try:
+            layer.compute(x, None, None, None, None, out, space.memory(memory_map(short)))
+            faults.append(f"{combine} {recipe}: more was declared than taken")
+        except AssertionError:
+            pass
+    return faults
+
+
+def test_messages_are_in_the_memory_of_the_plan() -> None:
+    assert run_ranks(_planned, 2) == [[], []]
 
 
 def _codes(rank: int) -> list[str]:

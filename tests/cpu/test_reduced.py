@@ -44,10 +44,12 @@ def _parts(whole: Any, x: torch.Tensor, routing: Routing, world: int) -> list[to
 
 def _slack(parts: list[torch.Tensor]) -> torch.Tensor:
     """Return the stated bound of FP8 parts: 1/16 of an element, or half a step of the smallest codes of its group."""
-    step = [
-        p.view(-1, HIDDEN // 128, 128).abs().amax(2, keepdim=True).expand(-1, -1, 128).reshape(p.shape) for p in parts
-    ]
-    return sum(torch.maximum(p.abs() / 16, s / 448 / 1024) + 1e-5 * p.abs() for p, s in zip(parts, step, strict=True))
+    total = torch.zeros(parts[0].shape)
+    for part in parts:
+        size = part.abs().view(len(part), HIDDEN // 128, 128)
+        step = size.amax(2, keepdim=True).expand_as(size).reshape(part.shape) / 448 / 1024
+        total += torch.maximum(part.abs() / 16, step) + 1e-5 * part.abs()
+    return total
 
 
 def _same(found: torch.Tensor, wanted: torch.Tensor) -> bool:

@@ -24,7 +24,8 @@ def _rank(function: Callable[..., Any], rank: int, world: int, where: tuple[str,
         torch.set_num_threads(1)
         if backend == "gloo":
             # Fresh memory is poisoned, as tests/conftest.py does it.
-            torch.utils.deterministic.fill_uninitialized_memory = True
+            poison: Any = torch.utils.deterministic
+            poison.fill_uninitialized_memory = True
             torch.use_deterministic_algorithms(True)
         if backend == "nccl":
             torch.cuda.set_device(rank)

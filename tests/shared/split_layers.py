@@ -133,19 +133,13 @@ def compare(rank: int, dispatchers: tuple[str, ...], **others: Any) -> list[str]
     return faults
 
 
-def _equal(found: torch.Tensor, wanted: torch.Tensor, *, alone: bool) -> bool:
-    """Return whether the bits are the same; on a CPU only where the experts are ``alone``, and each on one rank.
-
-    There the bits of what torch computes depend on how many rows it is given at once: of the router, the shared expert
-    and the projections, which see other tokens, and of an expert whose rows are shared out among its copies.
-    """
+def _equal(found: torch.Tensor, wanted: torch.Tensor, *, exact: bool) -> bool:
+    """Return whether the bits are the same, or nearly where torch's libraries round as many rows as they are given."""
     nan = found.isnan()
     if not torch.equal(nan, wanted.isnan()):
         return False
     found, wanted = found.masked_fill(nan, 7.0).float(), wanted.masked_fill(nan, 7.0).float()
-    if found.is_cuda or alone:
-        return torch.equal(found, wanted)
-    return bool((found - wanted).norm() <= 0.005 * wanted.norm())
+    return torch.equal(found, wanted) if exact else bool((found - wanted).norm() <= 0.005 * wanted.norm())
 
 
 class Turn(NamedTuple):
@@ -177,12 +171,15 @@ def _turns(whole: MoELayer, rank: int, world: int) -> list[Turn]:
 
 
 def _faults(layer: MoELayer, turn: Turn) -> list[str]:
-    faults: list[str] = []
-    if not _equal(layer(turn.x), turn.routed, alone=False):
+    faults, placed, on_gpu = list[str](), layer.plan.problem.placement, turn.x.is_cuda
+    # Copies of an expert share its rows out, which only our own kernels for GPUs do not see in the bits. On a CPU the
+    # bits of what torch computes beside the experts depend on how many tokens a rank has.
+    whole = placed is not None and sum(map(len, placed.ranks)) == EXPERTS
+    exact = whole or layer.plan.kernel.startswith("triton")
+    if not _equal(layer(turn.x), turn.routed, exact=exact and on_gpu):
         faults.append(f"{turn.counts} by its own router")
-    found, placed = layer(turn.x, routing=turn.routing), layer.plan.problem.placement
-    once = placed is not None and sum(map(len, placed.ranks)) == EXPERTS
-    if not _equal(found, turn.given, alone=once and layer.shared is None and layer.latent is None):
+    found, alone = layer(turn.x, routing=turn.routing), layer.shared is None and layer.latent is None
+    if not _equal(found, turn.given, exact=exact and (alone or on_gpu)):
         faults.append(f"{turn.counts} by a routing with ids of nobody")
     return faults
 
