@@ -101,7 +101,7 @@ class MoELayer(PackedModule):
             num_experts=len(problem.local_experts),
             after_expert=after_expert,
         )
-        self._dispatcher = parts.dispatcher
+        self.dispatcher = parts.dispatcher
         self._pipelines = tuple((kind.most(tiling, parts.top_k), kind.build(parts)) for kind in kinds)
         self._device = weights.down.device
         self._places = memory_map(self.plan.regions)
@@ -175,7 +175,7 @@ class MoELayer(PackedModule):
 
         All ranks ask at the same time; it waits for the device. Every other failure is raised by the call itself.
         """
-        self._dispatcher.check()
+        self.dispatcher.check()
 
     def variants(self, tokens: int) -> frozenset[Hashable]:
         """Return what has to be compiled for a batch of ``tokens`` tokens; equal members are compiled once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -21,6 +22,7 @@ from collegium import (
     Placement,
     PlanError,
     Problem,
+    RankError,
     Routing,
     RoutingSpec,
     encode_experts,
@@ -29,6 +31,7 @@ from collegium import (
 )
 from collegium.experts import KERNELS
 from collegium.parallel import DISPATCHERS, Local
+from collegium.parallel.meeting import timeout_seconds
 from collegium.parallel.placement import linear
 from collegium.pipelines import Parts
 from collegium.pipelines.split import Split
@@ -114,6 +117,25 @@ def test_a_token_without_room_is_an_error_on_every_rank_and_never_a_number() -> 
         for late in (said[1], said[3]):
             assert "found no room when a CUDA graph ran, and their rows are NaN (rank 1: 2)" in late
         assert said[2] == said[4] == "none"
+
+
+def _gone(rank: int) -> Any:
+    layer = layer_of("plain", RECIPES[1], "cpu", linear(EXPERTS, rank, 3), dispatcher="all_to_all_fixed")
+    timeout_seconds(2.0)
+    started = time.monotonic()
+    if rank == 2:
+        return None
+    try:
+        layer(torch.ones(3, HIDDEN))
+    except RankError as error:
+        return error.ranks, error.phase, time.monotonic() - started
+    return None
+
+
+def test_a_rank_that_does_not_call_is_named_in_bounded_time() -> None:
+    for ranks, phase, seconds in run_ranks(_gone, 3)[:2]:
+        assert (ranks, phase) == ((2,), "all_to_all_fixed dispatch")
+        assert 1.9 <= seconds < 8
 
 
 def _planned(rank: int) -> list[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +13,10 @@ from torch import distributed
 
 from collegium import Routing
 from collegium.ops.quantize import activation_format
+from collegium.ops.weighted_sum import weighted_sum
+from collegium.parallel.combine import Reduced
 from collegium.parallel.placement import linear
-from collegium.testing.compare import heavy_tailed, uneven_ids
+from collegium.testing.compare import heavy_tailed, relative_error, uneven_ids
 from ranks import run_ranks
 from split_layers import EXPERTS, HIDDEN, RECIPES, layer_of
 
@@ -121,3 +125,23 @@ def test_what_a_reduced_combine_costs() -> None:
         narrow = found[::2]
         assert narrow[1] < 1.5 * narrow[0]
         assert narrow[2] < 0.04
+
+
+def test_the_errors_are_those_of_the_page() -> None:
+    tokens, top_k, hidden = 128, 8, 4096
+    rows = heavy_tailed(tokens * top_k, hidden, seed=1).bfloat16()
+    weights = torch.softmax(heavy_tailed(tokens, top_k, seed=2, channels=False), 1)
+    slots = torch.arange(tokens * top_k).view(tokens, top_k)
+    truth = (rows.double().view(tokens, top_k, hidden) * weights.double()[:, :, None]).sum(1)
+    exact = relative_error(weighted_sum(rows, slots, weights, torch.bfloat16), truth)
+    page = (Path(__file__).parents[2] / "docs" / "parallel.md").read_text(encoding="utf-8")
+    assert f"| {exact:.4f}, which is BF16 itself |" in page
+    for world, (form, line) in product((2, 4, 8), ((None, "| `reduced` |"), ("fp8_group128", "| `reduced_fp8` |"))):
+        owner = torch.randint(world, slots.shape, generator=torch.Generator().manual_seed(3))
+        wire = Reduced(dtype=torch.bfloat16, hidden=hidden, form=form)
+        sent = torch.cat([wire.parts(rows, slots.masked_fill(owner != rank, -1), weights) for rank in range(world)])
+        assert sent.shape[1] == (hidden * 2 if form is None else hidden + hidden // 128 * 4)
+        places = torch.arange(tokens)[:, None] + torch.arange(world) * tokens
+        error = relative_error(wire.sum(sent, places, dtype=torch.bfloat16), truth)
+        said = next(float(row.split("|")[-2]) for row in page.splitlines() if row.startswith(line))
+        assert abs(error - said) < 0.05 * said

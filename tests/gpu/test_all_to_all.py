@@ -11,6 +11,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 from collegium import InputError, Routing
+from collegium.parallel.meeting import timeout_seconds
 from collegium.parallel.placement import linear
 from collegium.testing.compare import heavy_tailed, relative_error, uneven_ids
 from ranks import run_ranks
@@ -41,6 +42,7 @@ def _same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 def _replayed(rank: int) -> list[str]:
     """Return what a captured layer computes otherwise than one layer that holds every expert."""
     world, faults, device = distributed.get_world_size(), list[str](), f"cuda:{rank}"
+    timeout_seconds(60)  # another rank may still compile
     for recipe in (RECIPES[0], RECIPES[2], RECIPES[3]):
         whole = layer_of("plain", recipe, device)
         for combine in ("exact", "reduced"):
@@ -82,6 +84,7 @@ def test_a_graph_of_fixed_room_gives_the_bits_of_one_layer() -> None:
 def _overflows(rank: int) -> tuple[list[int], list[str]]:
     """Return the NaN rows of a replay in which rank 1 sends more than there is room for, and what is raised then."""
     world, device, said = distributed.get_world_size(), f"cuda:{rank}", list[str]()
+    timeout_seconds(60)  # another rank may still compile
     place = linear(EXPERTS, rank, world)
     layer: Any = layer_of("plain", RECIPES[0], device, place, graph=True, room=4)
     x = heavy_tailed(6, HIDDEN, seed=1).to(device, layer.input_dtype)
@@ -117,6 +120,7 @@ def test_a_replay_without_room_is_an_error_on_every_rank() -> None:
 
 def _reduced(rank: int) -> list[float]:
     world, device, found = distributed.get_world_size(), f"cuda:{rank}", list[float]()
+    timeout_seconds(60)  # another rank may still compile
     x = heavy_tailed(40, HIDDEN, seed=4).to(device)
     for recipe in (RECIPES[0], RECIPES[3]):
         whole = layer_of("shared", recipe, device)

@@ -27,6 +27,7 @@ from collegium import (
     plan,
     probe,
 )
+from collegium.parallel.meeting import timeout_seconds
 from collegium.parallel.placement import linear, round_robin
 from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
 
@@ -113,6 +114,7 @@ _kept: list[MoELayer] = []  # until the process ends, as a program keeps its mod
 def compare(rank: int, dispatchers: tuple[str, ...], **others: Any) -> list[str]:
     """Return what differs between this rank's output and its part of one layer's that was given all ranks' tokens."""
     world, faults = distributed.get_world_size(), list[str]()
+    timeout_seconds(60)  # another rank may still compile
     device = f"cuda:{rank}" if distributed.get_backend() == "nccl" else "cpu"
     for number, (kind, recipe) in enumerate(product(KINDS, RECIPES)):
         turns = _turns(layer_of(kind, recipe, device), rank, world)
