@@ -67,6 +67,8 @@ _SMALL = ("tests/cpu/test_small_kernels.py",)
 _FOUR = ("tests/cpu/test_w4a8.py",)
 _DIRECT = ("tests/cpu/test_direct.py",)
 _NAN = ("tests/cpu/test_nan.py",)
+_RANKS = ("tests/cpu/test_all_to_all.py",)
+_REDUCED = ("tests/cpu/test_reduced.py",)
 
 MUTANTS: tuple[Mutant, ...] = (
     # Gate and up swapped.
@@ -119,6 +121,35 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "autocast reaches the router", "stages/router.py", (("if not torch.is_autocast_enabled(device.type):", "if device.type:"),),
         ("tests/cpu/test_inference_only.py",),
+    ),
+    # Between ranks.
+    Mutant(
+        "rows come back in the order of experts", "parallel/all_to_all.py",
+        (("found.index_select(0, order)", "found.index_select(0, order).sort().values"),), _RANKS,
+    ),
+    Mutant(
+        "scales of another token", "parallel/wire.py",
+        (("found.pop(0).contiguous()", "found.pop(0).flip(0).contiguous()"),), _RANKS,
+    ),
+    Mutant(
+        "a token without room adds nothing", "parallel/all_to_all_fixed.py",
+        (("row = torch.where(found < 0, -2,", "row = torch.where(found < 0, -1,"),), _RANKS,
+    ),
+    Mutant(
+        "a graph without room is not told", "parallel/all_to_all_fixed.py",
+        (("self.missed.add_(", "self.missed.mul_("),), _RANKS,
+    ),
+    Mutant(
+        "codes that are weighted later", "plan.py",
+        ((" and kernel.takes_codes and not problem.spec.routing.weight_on_input", " and kernel.takes_codes"),), _RANKS,
+    ),
+    Mutant(
+        "parts of FP8 without weights", "parallel/combine.py",
+        (("weighted_sum(rows, slots, weights, torch.float32)", "weighted_sum(rows, slots, None, torch.float32)"),), _REDUCED,
+    ),
+    Mutant(
+        "a token of nobody alone is zero", "parallel/split.py",
+        (("rank.amin(dim=1, keepdim=True).clamp(max=-1)", "rank.amin(dim=1, keepdim=True).clamp(-1, -1)"),), _REDUCED,
     ),
     # The clamp.
     Mutant(
@@ -604,11 +635,11 @@ MUTANTS: tuple[Mutant, ...] = (
     # Activations in eight bits.
     Mutant(
         "activations left in 32 bits", "experts/reference.py",
-        (("inner = packed.activations.round_trip(activate(both, packed.activation))", "inner = activate(both, packed.activation)"),),
+        (("inner = form.round_trip(activate(both, packed.activation))", "inner = activate(both, packed.activation)"),),
         ("tests/cpu/test_proofs.py",),
     ),
     Mutant(
-        "input left in 32 bits", "experts/reference.py", (("packed.activations.round_trip(x) @", "x.float() @"),),
+        "input left in 32 bits", "experts/reference.py", (("x = form.round_trip(x)", "x = x.float()"),),
         ("tests/cpu/test_proofs.py",),
     ),
 )  # fmt: skip

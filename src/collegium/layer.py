@@ -102,6 +102,7 @@ class MoELayer(PackedModule):
             num_experts=len(problem.local_experts),
             after_expert=after_expert,
         )
+        self.dispatcher = parts.dispatcher
         self._pipelines = tuple((kind.most(tiling, parts.top_k), kind.build(parts)) for kind in kinds)
         self._device = weights.down.device
         self._places = memory_map(self.plan.regions)
@@ -178,6 +179,15 @@ class MoELayer(PackedModule):
         sizes = sizes_for(self.variants, self.plan.problem.limits.max_tokens)
         return compile_batches(partial(run_every_way, self), sizes, self._device, progress)
 
+    def check(self) -> None:
+        """Raise what a replayed CUDA graph could only note; it waits for the device.
+
+        InputError on every rank where a token found no room (``all_to_all_fixed``, all ranks ask at the same time), and
+        RankError where a rank did not come and output has been NaN since (``symm_mem``). Other failures are raised by
+        the call itself.
+        """
+        self.dispatcher.check()
+
     def variants(self, tokens: int) -> frozenset[Hashable]:
         """Return what has to be compiled for a batch of ``tokens`` tokens; equal members are compiled once."""
         shared = frozenset[Any]() if self.shared is None else self.shared.variants(tokens)
@@ -217,11 +227,6 @@ class MoELayer(PackedModule):
                     self._recorded(own, kind, inputs)
                 finally:
                     self.workspaces.give(space)
-
-    def check(self) -> None:
-        """Wait for the device, and raise the RankError of a pass since which output is NaN, if there was one."""
-        if self._reaching is not None:
-            self._reaching.blocks.check()
 
     def _recorded(self, memory: Memory, kind: Hashable, inputs: tuple[Any, ...]) -> None:
         # User callbacks may launch work that the recorder cannot see; a graph records by itself.

@@ -57,9 +57,10 @@ class Stretch:
 class Plan:
     """Every choice made, and what runs is exactly this.
 
-    problem: the question, with the activation format filled in. kernel, shared_kernel, dispatcher: names of what was
-    chosen; shared_kernel is None without a shared expert. stretches: which pipeline and tiles run how many tokens; a
-    layer corrects them where packing finds what a problem cannot say (groups of INT4, weights at odd addresses).
+    problem: the question, with activation format, combine and what tokens are sent as filled in. kernel,
+    shared_kernel, dispatcher: names of what was chosen; shared_kernel is None without a shared expert. stretches: which
+    pipeline and tiles run how many tokens; a layer corrects them where packing finds what a problem cannot say (groups
+    of INT4, weights at odd addresses).
     wire_format: what travels between ranks. capacity: rows one pass brings to this rank's experts at most.
     expert_bytes, weight_bytes: one expert, all routed experts of this rank in one layer. regions: temporary memory of a
     pass. capturable: whether the forward pass may be captured in a CUDA graph. refusals: the other candidates and why.
@@ -192,7 +193,7 @@ def plan(problem: Problem, force: Choice | None = None) -> Plan:
     force = force or Choice()
     wanted = force.activation_format or problem.activation_format or problem.dtype
     activation_format(wanted)
-    asked = replace(problem, activation_format=wanted)
+    asked = replace(problem, activation_format=wanted, combine=force.combine or problem.combine)
     refusals: list[Refusal] = []
     formats = ", ".join(f.name for f in ACTIVATION_FORMATS)
 
@@ -206,6 +207,7 @@ def plan(problem: Problem, force: Choice | None = None) -> Plan:
             f"{_listed(refusals)}\nAllowed activation formats: {formats}. Drop the forced choice or change the named "
             "limit."
         )
+    asked = _with_wire(asked, kernel)
 
     def refuse_dispatcher(kind: Any) -> str | None:
         return _cannot_capture(kind, asked) or kind.refuse(asked, asked=force.dispatcher == kind.name)
@@ -234,7 +236,7 @@ def plan(problem: Problem, force: Choice | None = None) -> Plan:
         dispatcher=dispatcher.name,
         stretches=stretches(kinds, dispatcher, question.tiling, asked),
         activation_format=wanted,
-        wire_format=dispatcher.wire_format,
+        wire_format=dispatcher.wire(asked),
         capacity=capacity,
         expert_bytes=one,
         weight_bytes=one * len(asked.local_experts),
@@ -261,6 +263,15 @@ def _cannot_capture(candidate: Any, problem: Problem) -> str | None:
     if problem.graph and not candidate.capturable:
         return "asked for a layer that a CUDA graph can capture; it reads sizes on the host"
     return None
+
+
+def _with_wire(problem: Problem, kernel: ExpertKernel) -> Problem:
+    """Return ``problem`` with what tokens travel as: codes where they are weighted later and ``kernel`` takes them."""
+    if problem.world_size == 1:
+        return problem
+    name = problem.routed.activation_format
+    codes = activation_format(name).e4m3 and kernel.takes_codes and not problem.spec.routing.weight_on_input
+    return replace(problem, sent_as=name if codes else None)
 
 
 def _first(

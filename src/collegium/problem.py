@@ -7,7 +7,20 @@ from typing import Literal
 
 from .types import ActivationSpec, MoESpec, require
 
-__all__ = ["Choice", "DeviceFacts", "ExpertsProblem", "Limits", "Placement", "Problem", "Refusal"]
+__all__ = [
+    "COMBINES",
+    "Choice",
+    "Combine",
+    "DeviceFacts",
+    "ExpertsProblem",
+    "Limits",
+    "Placement",
+    "Problem",
+    "Refusal",
+]
+
+Combine = Literal["exact", "reduced", "reduced_fp8"]
+COMBINES = ("exact", "reduced", "reduced_fp8")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,12 +102,19 @@ class DeviceFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Bounds the plan sizes its workspace for."""
+    """Bounds the plan sizes its workspace for.
+
+    max_tokens: of one pass. rank_tokens: how many of them one rank may send to one other where that is fixed before
+    (``all_to_all_fixed``); more are an error. None: all of them.
+    """
 
     max_tokens: int = 8192
+    rank_tokens: int | None = None
 
     def __post_init__(self) -> None:
         require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
+        fits = self.rank_tokens is None or 1 <= self.rank_tokens <= self.max_tokens
+        require(fits, "rank_tokens", self.rank_tokens, f"None, or 1 to max_tokens={self.max_tokens}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,6 +149,8 @@ class Problem:
     activation_format: format activations take before each multiplication (``collegium.ops.quantize``); None lets the
         plan choose the one that loses nothing. dtype: of the layer's input and output.
     placement: what this rank holds; None: every expert, whole. graph: a CUDA graph has to be able to capture the layer.
+    combine: one of ``COMBINES``, how rows come back from other ranks. sent_as: the activation format whose codes travel
+        to them, None for tokens as they are; the plan says which.
     """
 
     spec: MoESpec
@@ -138,8 +160,11 @@ class Problem:
     activation_format: str | None = None
     placement: Placement | None = None
     graph: bool = False
+    combine: Combine = "exact"
+    sent_as: str | None = None
 
     def __post_init__(self) -> None:
+        require(self.combine in COMBINES, "combine", self.combine, ", ".join(COMBINES))
         if self.placement is not None:
             beyond = [expert for expert in self.placement.expert_ids if not 0 <= expert < self.spec.num_experts]
             require(not beyond, "placement.expert_ids", beyond, f"0 to {self.spec.num_experts - 1}")
@@ -198,12 +223,16 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """A user's explicit wish; the plan obeys or refuses, it never falls back. Names as the plan prints them."""
+    """A user's explicit wish; the plan obeys or refuses, it never falls back. Names as the plan prints them.
+
+    combine: one of ``COMBINES``, for layers over ranks.
+    """
 
     kernel: str | None = None
     activation_format: str | None = None
     dispatcher: str | None = None
     pipeline: str | None = None
+    combine: Combine | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -135,6 +135,7 @@ class ThrowAway:
 
     name = "throw_away"
     capturable = True
+    takes_codes = False
 
     def __init__(self) -> None:
         self.log: list[tuple[Any, ...]] = []
@@ -252,7 +253,9 @@ class Twice(Local):
 
 class TwiceKind(LocalKind):
     name = "twice"
-    wire_format = "carrier pigeon"
+
+    def wire(self, problem: Problem) -> str:
+        return "carrier pigeon"
 
     def rows(self, problem: Problem, tokens: int) -> int:
         return 2 * tokens * problem.spec.routing.top_k
@@ -280,7 +283,8 @@ def test_a_dispatcher_is_one_row(row: ThrowAway, monkeypatch: pytest.MonkeyPatch
         found = made(x)
     assert row.log[-1] == ("sorted", 13, (64,), False)
     torch.testing.assert_close(found, layer_of(problem_on(GPU), Choice(dispatcher="local"))(x))
-    with pytest.raises(PlanError, match="known dispatchers: twice, local, symm_mem, all_gather, partial"):
+    known = "twice, local, symm_mem, all_to_all, all_gather, all_to_all_fixed, partial"
+    with pytest.raises(PlanError, match=f"known dispatchers: {known}"):
         plan(problem_on(GPU), Choice(dispatcher="nccl"))
 
 

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
-from collegium import MoESpec, Placement, PlanError, Problem, RoutingSpec, plan, probe
+from collegium import Choice, MoESpec, Placement, PlanError, Problem, RoutingSpec, plan, probe
 from collegium.parallel.placement import linear
 from ranks import run_ranks
 from split_layers import compare, disagree
@@ -10,11 +12,11 @@ from split_layers import compare, disagree
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_layer_over_ranks_has_the_bits_of_one_layer(world: int) -> None:
-    assert run_ranks(compare, world, seconds=300) == [[]] * world
+    assert run_ranks(partial(compare, dispatchers=("all_gather",)), world, seconds=300) == [[]] * world
 
 
 def test_ranks_that_disagree_are_told_so_on_every_rank() -> None:
-    for errors in run_ranks(disagree, 2):
+    for errors in run_ranks(partial(disagree, name="all_gather"), 2):
         assert "found rank 0: 5 tokens, top-3; rank 1: 65 tokens, top-3" in errors[0]
         assert "rank 0: 2 tokens, top-2; rank 1: 2 tokens, top-3" in errors[1]
         assert "all_gather: building a layer: ranks 0 and 1 differ" in errors[2]
@@ -33,6 +35,7 @@ def test_what_it_cannot_split_is_refused_by_name() -> None:
     nowhere = Placement(rank=0, world_size=2, expert_ids=(0, 1), ranks=((0, 1), (1,)))
     assert "asked for ranks none of which holds experts [2]; each has to be somewhere" in why(nowhere)
     assert "it has to know what every rank holds" in why(Placement(rank=0, world_size=2, expert_ids=(0, 1)))
-    made = plan(Problem(spec=spec, device=probe("cpu"), placement=linear(3, 1, 2)))
+    made = plan(Problem(spec=spec, device=probe("cpu"), placement=linear(3, 1, 2)), Choice(dispatcher="all_gather"))
     assert (made.dispatcher, made.capturable, made.capacity) == ("all_gather", False, 2 * 8192 * 2)
-    assert "tokens and rows in the layer's dtype between ranks" in made.explain()
+    said = "tokens in bf16 to every rank, a row for each assignment back, with the bits of one rank, between ranks"
+    assert said in made.explain()

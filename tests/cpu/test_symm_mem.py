@@ -15,7 +15,7 @@ from split_layers import compare, disagree
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_layer_over_ranks_has_the_bits_of_one_layer(world: int) -> None:
-    assert run_ranks(partial(compare, dispatcher="symm_mem"), world, seconds=300) == [[]] * world
+    assert run_ranks(partial(compare, dispatchers=("symm_mem",)), world, seconds=300) == [[]] * world
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -32,7 +32,7 @@ def test_a_rank_that_does_not_come_is_named_and_nobody_gets_a_number() -> None:
 
 
 def test_ranks_that_disagree_are_told_so_on_every_rank() -> None:
-    for errors in run_ranks(partial(disagree, dispatcher="symm_mem"), 2):
+    for errors in run_ranks(partial(disagree, name="symm_mem"), 2):
         assert "found rank 0: 5 tokens, top-3, layer 0; rank 1: 65 tokens, top-3, layer 0" in errors[0]
         assert "rank 0: 2 tokens, top-2, layer 0; rank 1: 2 tokens, top-3, layer 0" in errors[1]
         assert "symm_mem: building a layer" in errors[2]
@@ -49,7 +49,7 @@ def test_what_it_cannot_serve_is_refused_by_name() -> None:
 
     chosen = planned(gpu, 2)
     assert (chosen.dispatcher, chosen.capturable) == ("symm_mem", True)
-    assert "tokens as the experts multiply them, once to a rank" in chosen.explain()
+    assert "tokens in bf16 once to each rank of their experts, a row for each assignment back" in chosen.explain()
 
     def why(made: Plan) -> str:
         assert made.dispatcher != "symm_mem"

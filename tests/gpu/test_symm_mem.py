@@ -8,9 +8,10 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
+from graphed_layers import deserted, replayed
 from peer_kernels import exchange, lose
 from ranks import run_ranks
-from split_layers import compare, deserted, replayed
+from split_layers import compare
 
 WORLD = min(torch.cuda.device_count(), 4)
 pytestmark = pytest.mark.skipif(WORLD < 2, reason="needs two GPUs")
@@ -29,7 +30,7 @@ def test_a_rank_that_does_not_come_is_named_and_nobody_gets_a_number() -> None:
 
 
 def test_a_layer_over_ranks_has_the_bits_of_one_layer() -> None:
-    assert run_ranks(partial(compare, dispatcher="symm_mem"), WORLD, "nccl", seconds=300) == [[]] * WORLD
+    assert run_ranks(partial(compare, dispatchers=("symm_mem",)), WORLD, "nccl", seconds=300) == [[]] * WORLD
 
 
 def test_a_graph_of_layers_over_ranks_has_the_bits_of_one_layer() -> None:

@@ -22,6 +22,11 @@ def _rank(function: Callable[..., Any], rank: int, world: int, where: tuple[str,
     store, backend = where
     try:
         torch.set_num_threads(1)
+        if backend == "gloo":
+            # Fresh memory is poisoned, as tests/conftest.py does it.
+            poison: Any = torch.utils.deterministic
+            poison.fill_uninitialized_memory = True
+            torch.use_deterministic_algorithms(True)
         if backend == "nccl":
             torch.cuda.set_device(rank)
         distributed.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)

@@ -142,10 +142,11 @@ def refuse_codes(batch: ContiguousBatch, kernel: str, format_name: str | None = 
 
 
 class ExpertKernel(Protocol):
-    """One row of ``KERNELS``."""
+    """One row of ``KERNELS``. takes_codes: batches of E4M3 codes with scales too, where the activations are such."""
 
     name: str
     capturable: bool
+    takes_codes: bool
 
     def refuse(self, problem: ExpertsProblem) -> str | None:
         """Return why this kernel cannot run ``problem``, with numbers, or None when it can."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..ops.activation import activate
-from ..ops.quantize import activation_format
+from ..ops.quantize import QuantizedRows, activation_format
 from .base import Packed, Tiling, refuse_codes
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class ReferenceExperts(Packed):
 
     def run(self, batch: ContiguousBatch, memory: Memory | None = None) -> Tensor:
         """Return ``[R, H]`` float32; rows of dropped assignments are zero. The memory is torch's own."""
-        refuse_codes(batch, Reference.name)
+        refuse_codes(batch, Reference.name, self.activations.name if self.activations.e4m3 else None)
         hidden = self.weights.down.shape[-2]
         rows = torch.zeros(batch.source.numel(), hidden, dtype=torch.float32, device=batch.x.device)
         offsets: list[int] = batch.expert_offsets.tolist()
@@ -59,6 +59,7 @@ class Reference:
 
     name = "reference"
     capturable = False
+    takes_codes = True
 
     def refuse(self, problem: ExpertsProblem) -> str | None:
         """Refuse nothing."""
@@ -82,16 +83,21 @@ class Reference:
 
 def _one_expert(batch: ContiguousBatch, packed: ReferenceExperts, expert: int, span: slice) -> Tensor:
     weights = packed.weights
-    x = batch.x[batch.source[span]]
+    source, form = batch.source[span], packed.activations
+    x = batch.x[source]
     if batch.input_weights is not None:
         x = (x.float() * batch.input_weights[span, None]).to(x.dtype)
+    if batch.scale is None:
+        x = form.round_trip(x)
+    else:
+        x = form.dequantize(QuantizedRows(codes=x, shape=(x.shape[0], x.shape[1]), scales=batch.scale[source]))
     gate_up = weights.gate_up[expert].decode()
     parts, wide, hidden = gate_up.shape
-    both = packed.activations.round_trip(x) @ gate_up.reshape(parts * wide, hidden).T
+    both = x @ gate_up.reshape(parts * wide, hidden).T
     both = both.view(-1, parts, wide)
     if weights.gate_up_bias is not None:
         both = both + weights.gate_up_bias[expert].float()
-    inner = packed.activations.round_trip(activate(both, packed.activation))
+    inner = form.round_trip(activate(both, packed.activation))
     out = inner @ weights.down[expert].decode().T
     if weights.down_bias is not None:
         out = out + weights.down_bias[expert].float()

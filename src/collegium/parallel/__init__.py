@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from .all_gather import AllGatherKind
+from .all_to_all import AllToAllKind
+from .all_to_all_fixed import AllToAllFixedKind
 from .base import Dispatcher, DispatcherKind, Reaching
 from .local import Local, LocalKind
 from .partial import PartialKind
@@ -11,6 +13,8 @@ from .symm_mem import SymmMemKind
 __all__ = [
     "DISPATCHERS",
     "AllGatherKind",
+    "AllToAllFixedKind",
+    "AllToAllKind",
     "Dispatcher",
     "DispatcherKind",
     "Local",
@@ -20,4 +24,12 @@ __all__ = [
     "SymmMemKind",
 ]
 
-DISPATCHERS: tuple[DispatcherKind, ...] = (LocalKind(), SymmMemKind(), AllGatherKind(), PartialKind())
+DISPATCHERS: tuple[DispatcherKind, ...] = (
+    LocalKind(),
+    SymmMemKind(),
+    AllToAllKind(),
+    AllGatherKind(),
+    # Sends room that is empty, so it is for graphs, which the collectives before it cannot be captured in.
+    AllToAllFixedKind(),
+    PartialKind(),
+)

@@ -50,6 +50,10 @@ class Dispatcher(Protocol):
         """Return ``[T, H]``: each token's weighted rows in slot order, plus ``shared``, rounded to ``dtype`` once."""
         ...
 
+    def check(self) -> None:
+        """Raise what replays of a CUDA graph could only note, and forget it; all ranks ask at the same time."""
+        ...
+
 
 @runtime_checkable
 class Reaching(Dispatcher, Protocol):
@@ -90,17 +94,20 @@ class Reaching(Dispatcher, Protocol):
 class DispatcherKind(Protocol):
     """One row of ``DISPATCHERS``.
 
-    wire_format: what travels between ranks, ``none`` where nothing does. together: all ranks call at the same time, so
-    a batch is never cut into passes, which another rank might have fewer of.
+    together: all ranks call at the same time, so a batch is never cut into passes, which another rank might have fewer
+    of.
     """
 
     name: str
     capturable: bool
     together: bool
-    wire_format: str
 
     def refuse(self, problem: Problem, *, asked: bool) -> str | None:
         """Return why it cannot serve ``problem``, or None. asked: whether a user chose it by name."""
+        ...
+
+    def wire(self, problem: Problem) -> str:
+        """Return in words what travels between ranks in ``problem`` as the plan completed it, ``none`` for nothing."""
         ...
 
     def rows(self, problem: Problem, tokens: int) -> int:

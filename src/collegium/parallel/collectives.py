@@ -16,11 +16,11 @@ from .groups import group_named
 from .meeting import meeting_of
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Sequence
 
     from torch import Tensor
 
-__all__ = ["all_reduced", "gathered", "scattered"]
+__all__ = ["all_reduced", "exchanged", "gathered", "scattered"]
 
 
 @contextmanager
@@ -64,3 +64,25 @@ def all_reduced(rows: Tensor, *, group: str, phase: str) -> Tensor:
         if rows.numel():
             distributed.all_reduce(rows, group=ranks)
         return rows
+
+
+def exchanged(
+    own: Tensor,
+    sent: Sequence[int] | None = None,
+    came: Sequence[int] | None = None,
+    *,
+    group: str,
+    phase: str,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the rows that every rank sends here, in the order of ranks.
+
+    own: rows in the order of the ranks they go to, ``sent[r]`` of them to rank r; ``came[r]`` come from it. Without
+    these every rank sends every other as many, and nothing is read on the host. out: written instead of fresh memory.
+    """
+    with _named(group, phase) as ranks:
+        rows = own.shape[0] if came is None else sum(came)
+        out = own.new_empty(rows, *own.shape[1:]) if out is None else out
+        splits = [None if count is None else list(count) for count in (came, sent)]
+        distributed.all_to_all_single(out, own.contiguous(), *splits, group=ranks)
+        return out

@@ -70,6 +70,9 @@ class Local:
         """Return ``[T, H]``: the weighted rows of each token summed in slot order, plus ``shared``, rounded once."""
         return weighted_sum(rows, handle.slots, handle.weights, dtype, shared=shared, out=out, memory=memory)
 
+    def check(self) -> None:
+        """Do nothing: there is no other rank."""
+
 
 class LocalKind:
     """The row of the table: one rank, nothing to exchange."""
@@ -77,10 +80,11 @@ class LocalKind:
     name = "local"
     capturable = True
     together = False
-    wire_format = "none"
 
     def refuse(self, problem: Problem, *, asked: bool) -> str | None:
         """Refuse a placement that leaves experts, or slices of them, to other ranks."""
+        if problem.combine != "exact":
+            return f"asked for the combine {problem.combine}; nothing comes back from another rank"
         if problem.alone:
             return None
         held = len(problem.local_experts)
@@ -88,6 +92,10 @@ class LocalKind:
             f"asked for {problem.placement}: {held} of {problem.spec.num_experts} experts; it exchanges nothing and "
             "needs every expert, whole, on this rank"
         )
+
+    def wire(self, problem: Problem) -> str:
+        """Return none."""
+        return "none"
 
     def rows(self, problem: Problem, tokens: int) -> int:
         """Return the assignments of ``tokens`` tokens."""

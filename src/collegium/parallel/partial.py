@@ -64,6 +64,9 @@ class Partial:
         """Return this rank's part of ``[T, H]``."""
         return self.inner.combine(rows, handle, memory, dtype=dtype, shared=shared, out=out)
 
+    def check(self) -> None:
+        """Do nothing: the caller exchanges."""
+
 
 def _share(assignments: int, held: int, experts: int) -> int:
     return -(-assignments * held // experts)
@@ -75,17 +78,22 @@ class PartialKind:
     name = "partial"
     capturable = True
     together = False
-    wire_format = "none"
 
     def refuse(self, problem: Problem, *, asked: bool) -> str | None:
         """Refuse unless it was asked for, and a shared expert, which every rank would add."""
         if not asked:
             return "returns this rank's part of the sum only; ask for it with Choice(dispatcher='partial')"
+        if problem.combine != "exact":
+            return f"asked for the combine {problem.combine}; its parts are added by the caller"
         if problem.spec.shared is not None:
             return "asked for a layer with a shared expert, which each rank would add; run the shared expert apart"
         if problem.spec.latent_norm_eps is not None:
             return "asked for a latent layer with a norm, which is of the whole sum; run projections and norm apart"
         return None
+
+    def wire(self, problem: Problem) -> str:
+        """Return none."""
+        return "none"
 
     def rows(self, problem: Problem, tokens: int) -> int:
         """Return this rank's share of the assignments."""

@@ -1,16 +1,31 @@
-"""What all dispatchers that send tokens between ranks ask of a placement, and check when they are built."""
+"""What all dispatchers that send tokens between ranks have in common: what they refuse, check, keep and tell."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
 
+import torch
+
+from ..errors import InputError
+from ..ops.permute import permute
+from .combine import reduced_of
+from .expert_map import ExpertMap
 from .groups import check_ranks
+from .local import Local, LocalKind
 from .meeting import meeting_of
+from .partial import PartialKind
+from .wire import TokenWire
 
 if TYPE_CHECKING:
-    from ..problem import Placement, Problem
+    from torch import Tensor
 
-__all__ = ["checked_placement", "refuse_split"]
+    from ..ops.permute import Permutation
+    from ..problem import Placement, Problem
+    from ..runtime.memory import Regions
+    from .combine import Reduced
+
+__all__ = ["Across", "AcrossKind", "by_rank", "checked_placement", "refuse_split"]
 
 
 def refuse_split(problem: Problem) -> str | None:
@@ -42,5 +57,100 @@ def checked_placement(name: str, problem: Problem) -> Placement:
     assert placed is not None
     check_ranks(name, placed)
     asked = (problem.spec, problem.limits, problem.dtype, problem.activation_format, placed.ranks, placed.spare)
+    asked += (problem.combine, problem.sent_as)
     meeting_of(placed.group).agree(repr(asked), f"{name}: building a layer")
     return placed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Across:
+    """What a dispatcher over ranks keeps.
+
+    inner: of what arrives, to the experts that are here. limit: the most tokens a rank may bring. group: name of the
+    ranks' process group. reduced: None where each row comes back.
+    """
+
+    name: str
+    inner: Local
+    map: ExpertMap
+    wire: TokenWire
+    reduced: Reduced | None
+    limit: int
+    group: str
+
+    @classmethod
+    def of(cls, name: str, problem: Problem, **own: Any) -> Self:
+        """Return the dispatcher ``name`` of ``problem``; all ranks ask at the same time.
+
+        Raises InputError on every rank where torch.distributed has other ranks than the placement, or where the ranks
+        were planned for different layers.
+        """
+        placed = checked_placement(name, problem)
+        return cls(
+            name=name,
+            inner=Local(num_experts=problem.slots, weight_on_input=problem.spec.routing.weight_on_input),
+            map=ExpertMap(placed, problem.spec.num_experts, problem.device.place),
+            wire=TokenWire.of(problem),
+            reduced=reduced_of(problem),
+            limit=problem.limits.max_tokens,
+            group=placed.group,
+            **own,
+        )
+
+    def rows(self, tokens: int, top_k: int) -> int:
+        """Return this rank's share of the assignments of as many tokens on every rank."""
+        return -(-tokens * self.map.world_size * top_k * self.inner.num_experts // self.map.num_experts)
+
+    def check(self) -> None:
+        """Do nothing: whatever goes wrong is raised by the call."""
+
+    def met(self, shape: tuple[int, ...], told: Any = None) -> list[tuple[int, int, Any]]:
+        """Return what every rank brings to a call: the ``shape`` of its ids, and whatever else it tells.
+
+        Raises InputError on every rank where one brings more than ``limit`` tokens, or another top-k, and RankError
+        where one does not come.
+        """
+        table = meeting_of(self.group).exchange((*shape, told), f"{self.name} dispatch")
+        if any(count > self.limit or k != shape[1] for count, k, _ in table):
+            said = "; ".join(f"rank {rank}: {count} tokens, top-{k}" for rank, (count, k, _) in enumerate(table))
+            raise InputError(
+                f"{self.name}: every rank needs the same top-k and at most max_tokens={self.limit} tokens, found "
+                f"{said}; plan for more tokens, or call with fewer on every rank"
+            )
+        return table
+
+
+class AcrossKind:
+    """What the rows of the table over ranks share: any backend of torch.distributed, over all of its ranks."""
+
+    capturable = False
+    together = True
+
+    def refuse(self, problem: Problem, *, asked: bool) -> str | None:
+        """Refuse what ``refuse_split`` does."""
+        return refuse_split(problem)
+
+    def rows(self, problem: Problem, tokens: int) -> int:
+        """Return this rank's share of the assignments of as many tokens on every rank."""
+        return PartialKind().rows(problem, tokens * problem.world_size)
+
+    def capacity(self, problem: Problem) -> int:
+        """Return the assignments of ``max_tokens`` tokens on every rank: all may fall on this rank's experts."""
+        return LocalKind().capacity(problem) * problem.world_size
+
+    def regions(self, problem: Problem, *, lists: bool) -> Regions:
+        """Return none: sizes differ from call to call, so memory is torch's own."""
+        return {}
+
+
+def by_rank(places: Tensor, width: int, world: int) -> tuple[Tensor, Permutation]:
+    """Return the rank of each assignment ``[T, K]``, and the tokens by the ranks they go to, each once a rank.
+
+    places: ``[T, K]`` int64 of ``ExpertMap.choose``; negative ones are no rank and stay as they are. Of the
+    permutation of ``[T, W]``, W being ``world``, column r is rank r; where a token does not go its slot is -1, or -2 if
+    it has an id of nobody. Reads nothing on the host.
+    """
+    rank = torch.where(places < 0, places, places // width)
+    every = torch.arange(world, device=places.device)
+    goes = (rank[:, :, None] == every).any(dim=1)
+    return rank, permute(torch.where(goes, every, rank.amin(dim=1, keepdim=True).clamp(max=-1)), world)

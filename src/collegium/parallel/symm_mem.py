@@ -21,12 +21,14 @@ from ..ops.weighted_sum import weighted_sum_regions
 from ..runtime.launch import dense_rows
 from ..runtime.memory import OwnMemory, largest, part, take, under
 from ..types import Routing
+from .combine import back_words
 from .expert_map import ExpertMap
 from .local import Local, LocalKind
 from .partial import PartialKind
 from .peers import HEAD_BYTES, MOST_PEERS, Peers, Returned, Sent, collect, post, pull
 from .shared_block import PeerArena, SharedBlocks, shared_blocks
 from .split import checked_placement, refuse_split
+from .wire import sent_words
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -168,6 +170,10 @@ class SymmMem:
         weights = None if self.inner.weight_on_input else posted.weights
         return collect(posted.peers, posted.sent, returned, weights, self.map, out, shared)
 
+    def check(self) -> None:
+        """Wait for the device, and raise the RankError of a pass since which output is NaN, if there was one."""
+        self.blocks.check()
+
     def _peers(self, memory: Memory, tokens: int, device: torch.device) -> Peers:
         if isinstance(memory, PeerArena):
             assert memory.peers is not None
@@ -198,7 +204,6 @@ class SymmMemKind:
     name = "symm_mem"
     capturable = True
     together = True
-    wire_format = "tokens as the experts multiply them, once to a rank, and K rows back"
 
     def refuse(self, problem: Problem, *, asked: bool) -> str | None:
         """Refuse what ``refuse_split`` does, slices, ranks with the same tokens, a CPU, and several hosts."""
@@ -212,6 +217,8 @@ class SymmMemKind:
                 f"asked for {placed.world_size} ranks, top-{problem.spec.routing.top_k} and "
                 f"{problem.limits.max_tokens} tokens; its flags hold {MOST_PEERS} ranks, top-255 and 16,777,215 tokens"
             )
+        if problem.combine != "exact":
+            return f"asked for the combine {problem.combine}; rows are read where they were computed, each by itself"
         if asked:
             return None
         if device.kind != "cuda":
@@ -222,6 +229,11 @@ class SymmMemKind:
                 "Choice(dispatcher='symm_mem') tries where each process sees its own GPU alone"
             )
         return None
+
+    def wire(self, problem: Problem) -> str:
+        """Return what travels; on a CPU tokens as they are."""
+        sent = problem if problem.device.kind == "cuda" else replace(problem, sent_as=None)
+        return f"{sent_words(sent)} once to each rank of their experts, {back_words(problem)},"
 
     def rows(self, problem: Problem, tokens: int) -> int:
         """Return this rank's share of the assignments of as many tokens on every rank."""

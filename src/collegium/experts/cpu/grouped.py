@@ -86,6 +86,7 @@ class CpuGrouped:
 
     name = "cpu_grouped"
     capturable = False
+    takes_codes = False
 
     def refuse(self, problem: ExpertsProblem) -> str | None:
         """Refuse other devices, quantised activations and unknown formats."""

@@ -147,6 +147,7 @@ class TritonKernel:
     """What the four kernels share: from the layouts of their matrices follow tiles and memory."""
 
     capturable = True
+    takes_codes = True
 
     def layouts(self, sizes: Sizes, machine: Machine) -> tuple[Layout, Layout]:
         """Return the layouts of gate_up and down that ``pack`` gives weights of these sizes on ``machine``."""

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+from collegium import InputError, Routing
+from collegium.parallel.meeting import timeout_seconds
+from collegium.parallel.placement import linear
+from collegium.testing.compare import heavy_tailed, relative_error, uneven_ids
+from ranks import run_ranks
+from split_layers import EXPERTS, HIDDEN, RECIPES, compare, layer_of, replicated
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+WORLD = min(torch.cuda.device_count(), 4)
+NAMES = ("all_gather", "all_to_all", "all_to_all_fixed")
+
+
+def test_a_layer_over_ranks_has_the_bits_of_one_layer() -> None:
+    asked = partial(compare, dispatchers=NAMES[1:])
+    assert run_ranks(asked, WORLD, "nccl", seconds=400) == [[]] * WORLD
+
+
+def _routing(tokens: int, device: str, seed: int) -> Routing:
+    ids = uneven_ids(tokens, 3, EXPERTS, seed=seed)
+    ids[1::4, 0], ids[2::9, -1] = -1, EXPERTS + 2
+    weights = heavy_tailed(*ids.shape, seed=seed + 1, channels=False).abs()
+    return Routing(topk_ids=ids.to(device), topk_weights=weights.to(device))
+
+
+def _same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    nan = found.isnan()
+    return torch.equal(nan, wanted.isnan()) and torch.equal(found.nan_to_num(1), wanted.nan_to_num(1))
+
+
+def _replayed(rank: int) -> list[str]:
+    """Return what a captured layer computes otherwise than one layer that holds every expert."""
+    world, faults, device = distributed.get_world_size(), list[str](), f"cuda:{rank}"
+    timeout_seconds(60)  # another rank may still compile
+    for recipe in (RECIPES[0], RECIPES[2], RECIPES[3]):
+        whole = layer_of("plain", recipe, device)
+        for combine in ("exact", "reduced"):
+            place = replicated(EXPERTS, rank, world)
+            layer = layer_of("plain", recipe, device, place, combine=combine, graph=True)
+            assert layer.plan.dispatcher == "all_to_all_fixed"
+            tokens = 5 + 8 * rank
+            x = torch.zeros(tokens, HIDDEN, device=device, dtype=layer.input_dtype)
+            routing = _routing(tokens, device, seed=0)
+            layer(x, routing=routing)
+            graph, out = torch.cuda.CUDAGraph(), torch.empty_like(x)
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                layer(x, routing=routing, out=out)
+            for seed in range(5):
+                x.copy_(heavy_tailed(tokens, HIDDEN, seed=seed + 10 * rank))
+                other = _routing(tokens, device, seed=seed + 10 * rank)
+                routing.topk_ids.copy_(other.topk_ids)
+                routing.topk_weights.copy_(other.topk_weights)
+                graph.replay()
+                torch.cuda.synchronize()
+                wanted, eager = whole(x, routing=other), layer(x, routing=other)
+                if not _same(out, eager):
+                    faults.append(f"{recipe} {combine} {seed}: replay and eager differ")
+                if combine == "exact" and not _same(out, wanted):
+                    faults.append(f"{recipe} {seed}: not the bits of one layer")
+                kept = ~wanted.isnan().any(dim=1)
+                if relative_error(out[kept].cpu(), wanted[kept].cpu()) > 0.01:
+                    faults.append(f"{recipe} {combine} {seed}: far from one layer")
+            layer.check()
+            graph.reset()
+    return faults
+
+
+def test_a_graph_of_fixed_room_gives_the_bits_of_one_layer() -> None:
+    assert run_ranks(_replayed, WORLD, "nccl", seconds=400) == [[]] * WORLD
+
+
+def _overflows(rank: int) -> tuple[list[int], list[str]]:
+    """Return the NaN rows of a replay in which rank 1 sends more than there is room for, and what is raised then."""
+    world, device, said = distributed.get_world_size(), f"cuda:{rank}", list[str]()
+    timeout_seconds(60)  # another rank may still compile
+    place = linear(EXPERTS, rank, world)
+    layer: Any = layer_of("plain", RECIPES[0], device, place, graph=True, room=4)
+    x = heavy_tailed(6, HIDDEN, seed=1).to(device, layer.input_dtype)
+    ids = torch.full((6, 3), -1, device=device)
+    routing = Routing(topk_ids=ids, topk_weights=torch.ones(6, 3, device=device))
+    ids[:3, 0] = 0
+    layer(x, routing=routing)
+    graph, out = torch.cuda.CUDAGraph(), torch.empty_like(x)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        layer(x, routing=routing, out=out)
+    ids[:, 0] = 0 if rank == 1 else -1
+    graph.replay()
+    torch.cuda.synchronize()
+    lost = out.isnan().any(dim=1).nonzero().flatten().tolist()
+    for ask in (layer.check, layer.check, lambda: layer(x, routing=routing)):
+        try:
+            ask()
+            said.append("none")
+        except InputError as error:
+            said.append(str(error))
+    graph.reset()
+    return lost, said
+
+
+def test_a_replay_without_room_is_an_error_on_every_rank() -> None:
+    for rank, (lost, said) in enumerate(run_ranks(_overflows, WORLD, "nccl", seconds=200)):
+        assert lost == ([4, 5] if rank == 1 else [])
+        assert "found no room when a CUDA graph ran, and their rows are NaN (rank 1: 2)" in said[0]
+        assert said[1] == "none"
+        assert "nothing was sent" in said[2]
+
+
+def _reduced(rank: int) -> list[float]:
+    world, device, found = distributed.get_world_size(), f"cuda:{rank}", list[float]()
+    timeout_seconds(60)  # another rank may still compile
+    x = heavy_tailed(40, HIDDEN, seed=4).to(device)
+    for recipe in (RECIPES[0], RECIPES[3]):
+        whole = layer_of("shared", recipe, device)
+        truth = whole(x.to(whole.input_dtype)).float()
+        for name in NAMES:
+            for combine in ("reduced", "reduced_fp8"):
+                layer = layer_of(
+                    "shared", recipe, device, linear(EXPERTS, rank, world), dispatcher=name, combine=combine
+                )
+                out = [layer(x.to(layer.input_dtype)).float() for _ in range(2)]
+                assert torch.equal(*out)
+                found.append(relative_error(out[0].cpu(), truth.cpu()) / (0.006 if combine == "reduced" else 0.04))
+    return found
+
+
+def test_reduced_sums_are_as_close_as_they_say() -> None:
+    for found in run_ranks(_reduced, WORLD, "nccl", seconds=300):
+        assert max(found) < 1, found

@@ -1,0 +1,122 @@
+"""Layers over GPUs that read each other's memory: in graphs, and where a neighbour does not come."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import distributed
+
+from collegium import RankError, Routing
+from collegium.parallel.meeting import meeting_of, timeout_seconds
+from collegium.parallel.placement import linear
+from collegium.testing.compare import heavy_tailed, uneven_ids
+from split_layers import EXPERTS, HIDDEN, RECIPES, equal, kept, layer_of
+
+__all__ = ["deserted", "replayed"]
+
+GRAPHED = (("plain", RECIPES[0]), ("shared", ("mxfp4", "fp8_token", "bf16")), ("plain", RECIPES[3]))
+
+
+def replayed(rank: int) -> list[str]:
+    """Return what differs where a graph of several layers is replayed, each time with other tokens in its inputs."""
+    world, faults = distributed.get_world_size(), list[str]()
+    timeout_seconds(60)  # a rank may still compile
+    device = torch.device("cuda", rank)
+    layers = [
+        layer_of(k, recipe, str(device), linear(EXPERTS, rank, world), dispatcher="symm_mem") for k, recipe in GRAPHED
+    ]
+    wholes = [layer_of(k, recipe, str(device)) for k, recipe in GRAPHED]
+    kept.extend(layers)
+    for turn in ((3, 11, 1, 6), (0, 9, 4, 0), (1, 1, 1, 1), (64, 30, 2, 17)):
+        counts = [turn[r % len(turn)] for r in range(world)]
+        start, tokens = sum(counts[:rank]), counts[rank]
+        x = torch.zeros(tokens, HIDDEN, dtype=torch.bfloat16, device=device)
+        ids = torch.zeros(tokens, 3, dtype=torch.int64, device=device)
+        own = Routing(topk_ids=ids, topk_weights=torch.zeros(tokens, 3, device=device))
+        for _ in range(4):  # compiled, recorded, repeated
+            for layer in layers:
+                layer(x, routing=own)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = [layer(x, routing=own) for layer in layers for _ in range(2)]
+        for replay in range(40):
+            everyone = heavy_tailed(sum(counts), HIDDEN, seed=100 * replay + sum(counts)).to(device, torch.bfloat16)
+            all_ids = uneven_ids(sum(counts), 3, EXPERTS, seed=replay).to(device)
+            all_ids[1::4, 0], all_ids[2::9, -1] = -1, EXPERTS + 2
+            given = heavy_tailed(*all_ids.shape, seed=replay + 1, channels=False).abs().to(device)
+            span = slice(start, start + tokens)
+            x.copy_(everyone[span])
+            ids.copy_(all_ids[span])
+            own.topk_weights.copy_(given[span])
+            for made in y:
+                made.fill_(float("nan"))
+            graph.replay()
+            for place, whole in enumerate(wholes):
+                wanted = whole(everyone, routing=Routing(topk_ids=all_ids, topk_weights=given))[span]
+                for found in y[2 * place : 2 * place + 2]:
+                    if not equal(found, wanted, exact=True):
+                        faults.append(f"{GRAPHED[place]} {counts}, replay {replay}")
+            if replay % 10 == 0:  # eager calls between replays share block and flags
+                eager = layers[0](x, routing=own)
+                if not equal(eager, y[0], exact=True):
+                    faults.append(f"{counts}, eager after replay {replay}")
+        for layer in layers:
+            layer.check()
+    return faults
+
+
+def deserted(rank: int) -> list[str]:
+    """Return what a rank sees, and after how long, whose neighbour does not come: in a graph, then in an eager call."""
+    found, device = list[str](), torch.device("cuda", rank)
+    timeout_seconds(30)
+    layer = layer_of(
+        "plain", RECIPES[0], str(device), linear(EXPERTS, rank, distributed.get_world_size()), dispatcher="symm_mem"
+    )
+    kept.append(layer)
+    x = heavy_tailed(5, HIDDEN, seed=3).to(device, torch.bfloat16)
+    layer(x)
+    timeout_seconds(1)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        y = layer(x)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert bool(y.isfinite().all())
+    timeout_seconds(30)
+    meeting_of().exchange(None, "all have replayed once")
+    started = time.monotonic()
+    if rank == 0:
+        graph.replay()
+        found.append(_error(layer.check))
+        assert bool(y.isnan().all()), "no number after a rank was lost"
+        found.append(_error(lambda: layer(x)))
+        assert time.monotonic() - started < 20, "bounded"
+    meeting_of().exchange(None, "the first rank has given up")
+    if rank != 0:
+        graph.replay()
+        found.append(_error(layer.check))
+        assert bool(y.isnan().all())
+        assert time.monotonic() - started < 20, "bounded"
+    blocks: Any = layer.workspaces
+    blocks.renew()
+    again = layer(x)
+    layer.check()
+    assert bool(again.isfinite().all()), "a new block serves"
+    timeout_seconds(1)
+    started = time.monotonic()
+    if rank == 0:
+        found.append(_error(lambda: layer(x)))
+        assert time.monotonic() - started < 10, "bounded"
+    return found
+
+
+def _error(call: Any) -> str:
+    try:
+        call()
+    except RankError as error:
+        return f"{error.phase}: {error}"
+    return "none"
