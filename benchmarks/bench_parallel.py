@@ -141,7 +141,7 @@ class Bench:
         for _ in range(self.args.repeats):
             pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             # So long that everything after it is queued before it ends.
-            torch.cuda._sleep(1_000_000)
+            torch.cuda._sleep(1_000_000)  # pyright: ignore[reportPrivateUsage]
             self.space.barrier()
             pair[0].record()
             run()
@@ -250,15 +250,16 @@ class Bench:
         self, layer: MoELayer, inputs: list[tuple[Tensor, Routing]], facts: dict[str, Any], nbytes: int
     ) -> None:
         """Measure dispatch and combine alone, and NCCL with the same bytes."""
-        before = layer._pipelines
-        parts: Parts = before[-1][1].parts  # pyright: ignore[reportAttributeAccessIssue]
+        layer_of: Any = layer
+        before = layer_of._pipelines
+        parts: Parts = before[-1][1].parts
         idle = Idle(real=layer.experts, width=layer.spec.expert_hidden_size)
-        layer._pipelines = ((None, Split(parts=replace(parts, experts=idle))),)
+        layer_of._pipelines = ((None, Split(parts=replace(parts, experts=idle))),)
         try:
             graph = self.graph([lambda x=x, r=r: layer(x, routing=r) for x, r in inputs])
             found = self.timed(graph.replay, "exchange", len(inputs))
         finally:
-            layer._pipelines = before
+            layer_of._pipelines = before
         layer.check()
         facts = {key: value for key, value in facts.items() if key not in ("error", "same_bits")}
         self.say(what="exchange", **facts, **found, wire_bytes=nbytes, gb_per_s=round(nbytes / found["us"] / 1e3, 1))

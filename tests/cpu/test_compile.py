@@ -118,7 +118,7 @@ _ROUTE = {
     "HASH": False, "RENORM": True,
 }  # fmt: skip
 _SUM = {"TOP_K": 8, "BLOCK": 1024, "WEIGHTS": True, "SHARED": True, "IDS": False}
-_ROWS = {"BLOCK_R": 2, "BLOCK_C": 1024, "GATHER": True, "WEIGHTS": True}
+_ROWS = {"BLOCK_R": 2, "BLOCK_C": 1024, "GATHER": True, "WEIGHTS": True, "SOME": False}
 _E4M3 = _ROWS | {"GROUP": 128, "POWER": False, "BYTE": False, "ROUND": False, "REORDER": False}
 # Small kernels: (file, kernel, types that are not the rule, constants, warps, most registers); FP8 from sm_90 on.
 SMALL: tuple[tuple[str, str, dict[str, str], dict[str, Any], int, int], ...] = (
@@ -134,14 +134,15 @@ SMALL: tuple[tuple[str, str, dict[str, str], dict[str, Any], int, int], ...] = (
     ("route", "route_kernel", {}, _ROUTE | {"SCORE": 3, "BLOCK_G": 1, "BLOCK_S": 1024, "KEPT": 0}, 4, 128),
     ("quantize", "cast_kernel", {"codes": "bf16"}, _ROWS, 4, 64),
     ("quantize", "e4m3_kernel", {"codes": "fp8e4nv"}, _E4M3, 4, 80),
+    ("quantize", "e4m3_kernel", {"codes": "fp8e4nv"}, _E4M3 | {"SOME": True}, 4, 80),
     ("quantize", "e4m3_kernel", {"codes": "fp8e4nv"}, _E4M3 | {"GROUP": 8192, "BLOCK_C": 8192, "BLOCK_R": 1}, 16, 80),
     ("quantize", "e4m3_kernel", {"codes": "fp8e4nv", "scales": "u8"},
      _E4M3 | {"GROUP": 32, "POWER": True, "BYTE": True}, 4, 80),
     ("quantize", "nvfp4_kernel", {"codes": "u8", "scales": "fp8e4nv"},
-     {"BLOCK_C": 8192, "GATHER": False, "WEIGHTS": False, "ROUND": False}, 16, 96),
+     {"BLOCK_C": 8192, "GATHER": False, "WEIGHTS": False, "SOME": False, "ROUND": False}, 16, 96),
 )  # fmt: skip
 _POINTERS = {
-    **dict.fromkeys(("source", "slots", "expert_offsets", "tile_row_a", "tile_row_b", "ids"), "i64"),
+    **dict.fromkeys(("source", "slots", "expert_offsets", "tile_row_a", "tile_row_b", "ids", "used"), "i64"),
     **dict.fromkeys(("token_ids", "hash_table"), "i64"),
     **dict.fromkeys(("tile_expert_a", "tile_expert_b", "histograms"), "i32"),
     **dict.fromkeys(("weights", "weights_by_row", "scales", "global_scales", "logits", "bias"), "fp32"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 from collegium.errors import InputError
 from collegium.ops import permute as permutation
 from collegium.ops import quantize as quantization
-from collegium.ops.operand import operand, operand_regions
+from collegium.ops.operand import arrived, operand, operand_regions
 from collegium.ops.permute import Permutation, permute, permute_on_device
 from collegium.ops.quantize import AS_IS, PADDED, ActivationFormat, QuantizedRows, quantize_on_device, quantize_rows
 from collegium.ops.route import route
@@ -19,6 +20,7 @@ from collegium.ops.route_device import route_on_device
 from collegium.ops.rows import GivenRows
 from collegium.ops.weighted_sum import weighted_sum, weighted_sum_on_device
 from collegium.parallel.local import Local
+from collegium.testing.compare import heavy_tailed
 from collegium.types import Routing, RoutingSpec
 from memories import Poisoned
 
@@ -342,3 +344,35 @@ def test_an_order_of_what_is_no_e4m3_operand_is_refused(name: str | None) -> Non
 def test_rows_of_a_dtype_without_a_format_are_refused() -> None:
     with pytest.raises(InputError, match=r"found torch.float64, allowed: torch.float32, torch.bfloat16"):
         operand(torch.ones(3, 4, dtype=torch.float64), None, source=torch.tensor([0]))
+
+
+class Marked:
+    """Memory of one byte value."""
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.full((*shape[:-1], shape[-1] * dtype.itemsize), 0x5A, dtype=torch.uint8).view(dtype)
+
+    def part(self, name: str) -> Marked:
+        return self
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8_group128", "fp8_token", "nvfp4"])
+@pytest.mark.parametrize("used", [0, 1, 5, 8])
+def test_rows_that_nobody_reads_are_not_written(name: str, used: int) -> None:
+    x = heavy_tailed(8, 160, seed=4).to(torch.bfloat16)
+    whole = quantize_on_device(x, name)
+    some = quantize_on_device(x, name, used=torch.tensor([used]), memory=Marked())
+    for first, second in ((whole.codes, some.codes), (whole.scales, some.scales)):
+        if first is not None and second is not None:
+            assert torch.equal(first.view(torch.uint8)[:used], second.view(torch.uint8)[:used])
+            assert bool((second.view(torch.uint8)[used:] == 0x5A).all())
+
+
+def test_rows_of_codes_that_arrived_keep_every_bit() -> None:
+    codes = torch.arange(256, dtype=torch.uint8).repeat(3).view(12, 64).view(torch.float8_e4m3fn)
+    scale = torch.randn(12, 1)
+    source = torch.tensor([7, 0, 0, 11, 3, 2])
+    with patch("collegium.ops.operand.on_device", lambda *_: True):
+        found, scales = arrived(codes, scale, source, torch.tensor([4]))
+    assert torch.equal(found.view(torch.uint8)[:4], codes.view(torch.uint8)[source[:4]])
+    assert torch.equal(scales[:4], scale[source[:4]])

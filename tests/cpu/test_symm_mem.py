@@ -8,7 +8,7 @@ import pytest
 
 from collegium import DeviceFacts, MoESpec, Plan, Problem, RoutingSpec, plan, probe
 from collegium.parallel.placement import linear
-from peer_kernels import exchange, lose
+from peer_kernels import exchange, lose, refused
 from ranks import run_ranks
 from split_layers import compare, disagree
 
@@ -67,3 +67,10 @@ def test_what_it_cannot_serve_is_refused_by_name() -> None:
         for rank in range(2)
     ]
     assert uneven[0] == uneven[1], "one map of memory, whatever each rank holds"
+
+
+def test_memory_that_cannot_be_shared_is_said_on_every_rank() -> None:
+    for error in run_ranks(refused, 2):
+        assert error.startswith("symm_mem: ")
+        assert "found rank 1: the driver says no" in error
+        assert "Choice(dispatcher='all_gather')" in error

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import distributed
 
-from collegium.errors import RankError
+from collegium.errors import InputError, RankError
 from collegium.ops.permute import permute
 from collegium.ops.weighted_sum import weighted_sum
 from collegium.parallel.expert_map import ExpertMap
@@ -20,7 +21,7 @@ from collegium.runtime.memory import Memory, Region, memory_map
 from collegium.testing.compare import heavy_tailed
 from collegium.types import Routing
 
-__all__ = ["exchange", "lose"]
+__all__ = ["exchange", "lose", "refused"]
 
 EXPERTS, WIDTH, GROUPS, MOST = 5, 72, 2, 9
 TURNS = ((3, 1, 0, 9), (0, 4, 2, 1), (9, 9, 9, 9), (1, 0, 0, 0))
@@ -210,3 +211,22 @@ def run_alone(
         return _pass(peers, memory, table, x, routing)[1]
     finally:
         blocks.give(space)
+
+
+def refused(rank: int) -> str:
+    """Return the error where the driver refuses the last rank's memory; then the ranks agree on a block."""
+
+    def zeroed(tensor: torch.Tensor) -> torch.Tensor:
+        if rank == distributed.get_world_size() - 1:
+            raise RuntimeError("the driver says no")
+        return tensor.fill_(0)
+
+    error = "none"
+    with patch.object(torch.Tensor, "zero_", zeroed):
+        try:
+            _joined(rank, 2)
+        except InputError as found:
+            error = str(found)
+    blocks, _, places, _ = _joined(rank, 2)
+    assert blocks.nbytes >= places.nbytes
+    return error

@@ -46,15 +46,20 @@ def _to_e4m3(value, dtype: tl.constexpr, ROUND: tl.constexpr):
     return value.to(dtype)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["used"])
 def cast_kernel(
-    x, source, weights, codes, rows, columns, x_stride,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, GATHER: tl.constexpr, WEIGHTS: tl.constexpr, PDL: tl.constexpr,
+    x, source, weights, used, codes, rows, columns, x_stride,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, GATHER: tl.constexpr, WEIGHTS: tl.constexpr, SOME: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write rows in the dtype of codes ``[rows, columns]``."""
+    """Write rows in the dtype of codes ``[rows, columns]``. SOME: only the first ``used [1]`` ones."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+    if SOME:
+        rows = tl.minimum(tl.load(used), rows)
+        if tl.program_id(0) * BLOCK_R >= rows:
+            return
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     value = _load(x, source, weights, row, column, rows, columns, x_stride, GATHER, WEIGHTS)
@@ -62,23 +67,28 @@ def cast_kernel(
     tl.store(codes + row[:, None] * columns + column[None, :], value.to(codes.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows", "late"])
+@triton.jit(do_not_specialize=["rows", "late"], do_not_specialize_on_alignment=["used"])
 def e4m3_kernel(
-    x, source, weights, codes, scales, rows, columns, x_stride, groups, wide, late,
+    x, source, weights, used, codes, scales, rows, columns, x_stride, groups, wide, late,
     GROUP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, POWER: tl.constexpr, BYTE: tl.constexpr,
-    GATHER: tl.constexpr, WEIGHTS: tl.constexpr, ROUND: tl.constexpr, REORDER: tl.constexpr,
+    GATHER: tl.constexpr, WEIGHTS: tl.constexpr, SOME: tl.constexpr, ROUND: tl.constexpr, REORDER: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Write codes ``[rows, wide]``, zeros beyond ``columns``, and scales ``[rows, groups]``; BLOCK_C is whole groups.
 
     A group with NaN or infinity gets zero codes and a NaN scale. POWER: the scale is the least power of two that
     saturates nothing; BYTE: stored as its E8M0 byte. REORDER: codes change places within 128 columns (``ordered`` in
-    ``ops/operand.py``). late: 1 where nothing is read that the kernel before writes; then it is waited for at the end.
+    ``ops/operand.py``). SOME: only the first ``used [1]`` rows, and never late. late: 1 where nothing is read that the
+    kernel before writes; then it is waited for at the end.
     """
     if PDL:
         if late == 0:
             gdc_wait()
         gdc_launch_dependents()
+    if SOME:
+        rows = tl.minimum(tl.load(used), rows)
+        if tl.program_id(0) * BLOCK_R >= rows:
+            return
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     value = _load(x, source, weights, row, column, rows, columns, x_stride, GATHER, WEIGHTS)
@@ -111,15 +121,23 @@ def e4m3_kernel(
         gdc_wait()
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["used"])
 def nvfp4_kernel(
-    x, source, weights, codes, scales, global_scales, rows, columns, x_stride, groups,
-    BLOCK_C: tl.constexpr, GATHER: tl.constexpr, WEIGHTS: tl.constexpr, ROUND: tl.constexpr, PDL: tl.constexpr,
+    x, source, weights, used, codes, scales, global_scales, rows, columns, x_stride, groups,
+    BLOCK_C: tl.constexpr, GATHER: tl.constexpr, WEIGHTS: tl.constexpr, SOME: tl.constexpr, ROUND: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write E2M1 codes two a byte, E4M3 scales of 16 columns and float32 scales of a row; a program owns a row."""
+    """Write E2M1 codes two a byte, E4M3 scales of 16 columns and float32 scales of a row; a program owns a row.
+
+    SOME: only the first ``used [1]`` rows.
+    """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+    if SOME:
+        rows = tl.minimum(tl.load(used), rows)
+        if tl.program_id(0) >= rows:
+            return
     index = tl.program_id(0).to(tl.int64)
     row = index + tl.arange(0, 1)
     column = tl.arange(0, BLOCK_C)

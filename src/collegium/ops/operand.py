@@ -48,14 +48,16 @@ def operand(
     weights: Tensor | None = None,
     order: int = AS_IS,
     x_ready: bool = False,
+    used: Tensor | None = None,
     memory: Memory | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return rows of ``x [T, K]`` as a product reads them: codes and scales of a format, or x's dtype and None.
 
     source and weights as in ``quantize_rows``; without them and without a format x itself is returned. order: of
     E4M3 codes, one of AS_IS, PADDED and REORDERED. x_ready: nothing launched since x was written touches x or the
-    buffers that memory hands out next, so a kernel that reads x alone may overlap the kernel before it. memory: where
-    the kernel takes "codes", "scales" and "global_scale".
+    buffers that memory hands out next, so a kernel that reads x alone may overlap the kernel before it. used: ``[1]``
+    int64, how many rows anybody reads; a kernel writes no others. memory: where the kernel takes "codes", "scales" and
+    "global_scale".
     Raises ``InputError`` for wrong shapes or dtypes, and for an order that rows of the format cannot have.
     """
     if name is None:
@@ -64,19 +66,23 @@ def operand(
         name = cast_name(x.dtype)
     form = activation_format(name)
     form.wide(x.shape[-1], order)  # refuses an order that rows of this format cannot have
-    if (order != AS_IS or x_ready) and on_device(x, form.capability):
+    if (order != AS_IS or x_ready or used is not None) and on_device(x, form.capability):
         # Fresh memory may be what the kernel before still uses.
-        ready = x_ready and memory is not None
-        rows = quantize_on_device(x, name, source=source, weights=weights, order=order, x_ready=ready, memory=memory)
+        ready = x_ready and memory is not None and used is None
+        rows = quantize_on_device(
+            x, name, source=source, weights=weights, order=order, x_ready=ready, used=used, memory=memory
+        )
         return rows.codes, rows.scales
     rows = quantize_rows(x, name, source=source, weights=weights, memory=memory)
     return ordered(rows.codes, order), rows.scales
 
 
-def arrived(codes: Tensor, scale: Tensor, source: Tensor, memory: Memory | None = None) -> tuple[Tensor, Tensor]:
+def arrived(
+    codes: Tensor, scale: Tensor, source: Tensor, used: Tensor | None = None, memory: Memory | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the rows ``source [R]`` of E4M3 codes ``[T, K]`` that arrived with scale ``[T, G]`` float32, bit for bit.
 
-    memory: where the kernel takes "codes" and "scales".
+    used: as ``operand`` says. memory: where the kernel takes "codes" and "scales".
     """
     if not on_device(codes) or codes.shape[1] % 4:
         return codes.view(torch.uint8).index_select(0, source).view(codes.dtype), scale.index_select(0, source)
@@ -87,7 +93,7 @@ def arrived(codes: Tensor, scale: Tensor, source: Tensor, memory: Memory | None 
         shape = (source.numel(), given.shape[1])
         found.append(take(memory, name, shape, torch.float32, codes.device))
         if shape[0]:
-            form.write(GivenRows(given, source, None, AS_IS, False), QuantizedRows(codes=found[-1], shape=shape))
+            form.write(GivenRows(given, source, None, used=used), QuantizedRows(codes=found[-1], shape=shape))
     return found[0].view(codes.dtype), found[1]
 
 

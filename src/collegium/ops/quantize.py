@@ -324,10 +324,11 @@ def quantize_on_device(
     weights: Tensor | None = None,
     order: int = AS_IS,
     x_ready: bool = False,
+    used: Tensor | None = None,
     memory: Memory | None = None,
 ) -> QuantizedRows:
-    """Do ``quantize_rows`` in one pass of the format's kernel; order and x_ready as ``operand`` says."""
-    form, given = activation_format(name), GivenRows(dense_rows(x), source, weights, order, x_ready)
+    """Do ``quantize_rows`` in one pass of the format's kernel; order, x_ready and used as ``operand`` says."""
+    form, given = activation_format(name), GivenRows(dense_rows(x), source, weights, order, x_ready, used)
     rows, columns = given.shape
     wide = form.wide(columns, order)
     made = QuantizedRows(shape=(rows, wide), **taken(memory, form.buffers(rows, wide), x.device))

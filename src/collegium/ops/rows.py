@@ -33,14 +33,15 @@ class QuantizedRows:
 class GivenRows(NamedTuple):
     """Rows that a kernel reads: those of ``x [T, K]``, through ``source`` and times ``weights`` where given.
 
-    order, x_ready: as ``operand`` says; for E4M3 codes alone.
+    order, x_ready: as ``operand`` says; for E4M3 codes alone. used: ``[1]`` int64, the first rows that anybody reads.
     """
 
     x: Tensor
     source: Tensor | None
     weights: Tensor | None
-    order: int
-    x_ready: bool
+    order: int = 0
+    x_ready: bool = False
+    used: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -50,9 +51,10 @@ class GivenRows(NamedTuple):
     def arguments(self, *written: Tensor) -> tuple[Any, ...]:
         """Return the first arguments of every kernel: what it reads, what it writes, and the sizes of what it reads."""
         spare = written[0]
-        source, weights = (spare if given is None else given for given in (self.source, self.weights))
-        return self.x, source, weights, *written, *self.shape, self.x.stride(0)
+        given = (self.source, self.weights, self.used)
+        return self.x, *(spare if each is None else each for each in given), *written, *self.shape, self.x.stride(0)
 
     def constants(self) -> dict[str, bool]:
         """Return the compile-time arguments that say what a kernel reads."""
-        return {"GATHER": self.source is not None, "WEIGHTS": self.weights is not None, "PDL": overlaps(self.x)}
+        given = {"GATHER": self.source, "WEIGHTS": self.weights, "SOME": self.used}
+        return {name: each is not None for name, each in given.items()} | {"PDL": overlaps(self.x)}

@@ -88,6 +88,7 @@ class _Block:
 
     def __init__(self, group: str, device: torch.device, late: int, early: int) -> None:
         self.device, self.late, self.early = device, late, early
+        self.mail = _Mail(group, world_ranks(group))
         space = SymmetricWorkspace(group_named(group), device, HEAD_BYTES + late + early)
         self.rank, self.nbytes, self.blocks, self.handle = space.rank, space.nbytes, space.blocks, space.handle
         own = self.blocks[self.rank]
@@ -98,7 +99,6 @@ class _Block:
             deltas = [block.data_ptr() - own.data_ptr() for block in self.blocks] + [self.mirror.data_ptr()]
             self.deltas = torch.tensor(deltas, device=device)
         self.failed: Any = self.mirror.numpy()  # read at every call, without torch
-        self.mail = _Mail(group, world_ranks(group))
         self.captured = False
         self.number = next(_numbers)
         self.stream = current_stream(device)
@@ -231,10 +231,21 @@ class SharedBlocks:
         used = meeting_of(self.group).exchange(before is not None and before.captured, "symm_mem: a new block")
         if before is not None and any(used):
             self._kept.append(before)
-        self._block = _Block(self.group, self.device, late, early)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        meeting_of(self.group).exchange(None, "symm_mem: the new block is ready")
+        made, fault = None, ""
+        try:
+            made = _Block(self.group, self.device, late, early)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        except (RuntimeError, InputError) as error:
+            fault = str(error)
+        faults = meeting_of(self.group).exchange(fault, "symm_mem: the new block is ready")
+        if any(faults):
+            said = "; ".join(f"rank {rank}: {own}" for rank, own in zip(self.ranks, faults, strict=True) if own)
+            raise InputError(
+                f"symm_mem: {HEAD_BYTES + late + early:,} bytes that peers reach were asked of {self.device}, found "
+                f"{said}; plan with Choice(dispatcher='all_gather'), or for fewer tokens"
+            )
+        self._block = made
 
 
 _shared: dict[tuple[str, int, torch.device], SharedBlocks] = {}

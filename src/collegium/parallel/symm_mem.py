@@ -108,9 +108,7 @@ class SymmMem:
         )
         if tokens and self.on_gpu:
             written = {key: tensor[:tokens] for key, tensor in made.items()}
-            form.write(
-                GivenRows(dense_rows(x), None, None, order, False), QuantizedRows(shape=(tokens, wide), **written)
-            )
+            form.write(GivenRows(dense_rows(x), None, None, order), QuantizedRows(shape=(tokens, wide), **written))
         elif tokens:
             sent.x[:tokens] = x
         if bound:

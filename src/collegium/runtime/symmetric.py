@@ -82,7 +82,14 @@ class SymmetricWorkspace:
         from torch.distributed import _symmetric_memory as symmetric
 
         with torch.cuda.device(self.device), torch.inference_mode(False):
-            block = symmetric.empty(self.nbytes, dtype=torch.uint8, device=self.device)
+            try:
+                block, fault = symmetric.empty(self.nbytes, dtype=torch.uint8, device=self.device), ""
+            except RuntimeError as error:
+                block, fault = None, str(error).partition("\n")[0]
+            # Before the ranks wait for each other in torch.
+            self._same("memory from the driver", fault)
+            if block is None:
+                raise InputError(f"symmetric memory: every rank was refused {self.nbytes:,} bytes: {fault}")
             self.handle = symmetric.rendezvous(block, self.group)
         peers = range(self.world_size)
         return [block if p == self.rank else self.handle.get_buffer(p, (self.nbytes,), torch.uint8) for p in peers]

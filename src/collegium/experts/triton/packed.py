@@ -108,7 +108,9 @@ class PackedExperts(Packed):
         gathered = batch.input_weights is not None
         rows_in = self._rows_in(batch, memory, self.gate_up.layout.row_order, gathered=gathered)
         source = None if gathered else batch.source
-        return self._both(rows_in, batch.expert_offsets, pair, out, memory, source=source, dtype=dtype)
+        return self._both(
+            rows_in, batch.expert_offsets, pair, out, memory, source=source, dtype=dtype, used=_used(batch)
+        )
 
     def run_unsorted(self, x: Tensor, ids: Tensor, memory: Memory | None = None) -> Tensor:
         """Return ``[T * K, H]``: what ``run`` returns for few assignments, in their own order and not sorted.
@@ -153,7 +155,7 @@ class PackedExperts(Packed):
         if batch.scale is not None:
             codes, scale = batch.x, batch.scale
             if gathered:
-                codes, scale = arrived(codes, scale, batch.source, part(memory, "x"))
+                codes, scale = arrived(codes, scale, batch.source, _used(batch), part(memory, "x"))
             if batch.order not in (AS_IS, order):
                 raise InputError(f"the batch is codes in order {batch.order}, this product reads order {order}")
             return (codes if batch.order == order else ordered(codes, order)), scale
@@ -164,6 +166,7 @@ class PackedExperts(Packed):
             weights=batch.input_weights,
             order=order,
             x_ready=batch.x_ready and not gathered,
+            used=_used(batch) if gathered else None,
             memory=part(memory, "x"),
         )
 
@@ -177,6 +180,7 @@ class PackedExperts(Packed):
         *,
         source: Tensor | None,
         dtype: torch.dtype,
+        used: Tensor | None = None,
     ) -> Tensor:
         """Write ``out`` and return it: both products of ``rows_in``, which are codes and scales or rows and None."""
         x, x_scale = rows_in
@@ -185,7 +189,9 @@ class PackedExperts(Packed):
         grouped_gemm(
             x, self.gate_up, offsets, tiles[0], middle, source=source, x_scale=x_scale, activation=self.activation
         )
-        codes, scale = operand(middle, self._codes, order=self.down.layout.row_order, memory=part(memory, "h"))
+        codes, scale = operand(
+            middle, self._codes, order=self.down.layout.row_order, used=used, memory=part(memory, "h")
+        )
         # The tile lists were complete before the first product started.
         return grouped_gemm(codes, self.down, offsets, replace(tiles[1], early=True), out, x_scale=scale)
 
@@ -216,11 +222,16 @@ class PackedExperts(Packed):
             codes=codes,
         )
         if codes is None:
-            middle, scale = operand(middle, self._codes, memory=part(memory, "h"))
+            middle, scale = operand(middle, self._codes, used=_used(batch), memory=part(memory, "h"))
         else:
             scale = codes.scale
         tiles = replace(tiles, memory=part(memory, "second"))
         return prefill_gemm(middle, self.down, offsets, tiles, out, x_scale=scale)
+
+
+def _used(batch: ContiguousBatch) -> Tensor | None:
+    """Return how many rows are somebody's, on the device, of a batch with room for more than it is likely to hold."""
+    return None if batch.rows is None else batch.expert_offsets[-1:]
 
 
 def _listed(batch: ContiguousBatch, tile: TileChoice, memory: Memory | None, name: str) -> TileList:
