@@ -28,6 +28,7 @@ from .commands.printing import (
     print_tuning,
 )
 from .errors import CollegiumError, InputError
+from .parallel.torchrun import is_first, joined, ranks_started
 from .problem import Choice, Limits
 from .runtime.devices import probe
 
@@ -59,14 +60,26 @@ class _Report(Protocol):
     def to_json(self) -> dict[str, object]: ...
 
 
-def _prints(show: Callable[[Any], None]) -> Callable[[Callable[..., _Report]], Callable[..., None]]:
-    """Give a command ``--json``: print what it returns as one object, or with ``show``."""
+def _prints(
+    show: Callable[[Any], None], *, together: bool = False
+) -> Callable[[Callable[..., _Report]], Callable[..., None]]:
+    """Give a command ``--json``: print what it returns as one object, or with ``show``.
+
+    together: ranks that torchrun started do it together, and the first of them prints; others are refused.
+    """
 
     def decorate(command: Callable[..., _Report]) -> Callable[..., None]:
         @wraps(command)
         def run(*, as_json: bool, **given: Any) -> None:
+            if not together and "RANK" in os.environ and ranks_started(os.environ) > 1:
+                raise InputError(
+                    f"{command.__name__} was started on {os.environ['WORLD_SIZE']} ranks; generate, verify and "
+                    "bench-model run on several, this command in one process: start it without torchrun"
+                )
             report = command(**given)
-            if as_json:
+            if not is_first(os.environ):
+                pass
+            elif as_json:
                 print_json(report.to_json())
             else:
                 show(report)
@@ -100,7 +113,7 @@ def demo(
 
 
 @app.command()
-@_prints(print_text)
+@_prints(print_text, together=True)
 def generate(
     model: Model,
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "Once upon a time",
@@ -113,21 +126,25 @@ def generate(
     weight_format: Format = None,
     device: Device = None,
 ) -> _Report:
-    """Write text: transformers runs everything but the experts, which run through Collegium."""
+    """Write text: transformers runs everything but the experts, which run through Collegium.
+
+    Under torchrun every rank holds a part of the experts.
+    """
     from .commands.generate import Writer, check_writable, prompt_limits
     from .integrations.transformers import layers_of, load_model
     from .runtime.warming import warm_up
 
-    folder, place = check_writable(model), probe(device).place
+    folder = check_writable(model)
     limits = prompt_limits(folder, prompt)
-    with _bar("loading") as progress:
-        loaded = load_model(model, weight_format=weight_format, device=place, limits=limits, progress=progress)
-    writer = Writer(loaded, folder)
-    with _bar("compiling") as progress:
-        warm_up(layers_of(loaded), progress)
-        progress(1, 1, "the rest of the model")
-        writer.write(prompt, min(tokens, 4), penalty=penalty)
-    return writer.write(prompt, tokens, temperature=temperature, seed=seed, penalty=penalty)
+    with joined(os.environ, device, same_tokens=True) as place:
+        with _bar("loading") as progress:
+            loaded = load_model(model, weight_format=weight_format, device=place, limits=limits, progress=progress)
+        writer = Writer(loaded, folder)
+        with _bar("compiling") as progress:
+            warm_up(layers_of(loaded), progress)
+            progress(1, 1, "the rest of the model")
+            writer.write(prompt, min(tokens, 4), penalty=penalty)
+        return writer.write(prompt, tokens, temperature=temperature, seed=seed, penalty=penalty)
 
 
 @app.command()
@@ -313,6 +330,8 @@ def main() -> None:
 
 
 def _complain(kind: str, text: str) -> NoReturn:
+    if "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
+        err.print(f"rank {os.environ['RANK']}: ", end="", soft_wrap=True, highlight=False)
     err.print(f"[bold red]{kind}[/bold red]: ", end="", soft_wrap=True)
     err.print(text, markup=False, highlight=False, soft_wrap=True)
     sys.exit(1)
@@ -325,7 +344,7 @@ def _one_line(error: BaseException) -> str:
 @contextmanager
 def _bar(what: str) -> Generator[Callable[[int, int, str], None]]:
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=err, transient=True) as progress:
+    with Progress(*columns, console=err, transient=True, disable=not is_first(os.environ)) as progress:
         task = progress.add_task(what)
 
         def step(done: int, total: int, text: str) -> None:

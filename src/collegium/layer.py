@@ -16,6 +16,8 @@ from . import pipelines
 from .errors import InputError
 from .experts.measured import with_measured_tiles
 from .formats.unquantised import DTYPES
+from .parallel import composed
+from .parallel.meeting import meeting_of
 from .pipelines import Parts
 from .plan import dispatcher_named, kernel_named, stretches, with_shared_format
 from .runtime.devices import plain_torch
@@ -79,6 +81,11 @@ class MoELayer(PackedModule):
         problem, spec = plan.problem, plan.problem.spec
         check_weights(weights, problem.routed)
         check_extras(spec, router, shared, latent)
+        if after_expert is not None and problem.placement is not None and problem.placement.tp_size > 1:
+            raise InputError(
+                f"after_expert was given for {problem.placement}: a slice's rows are a part of what the expert "
+                "returns; split the experts over ranks instead of each expert's width"
+            )
         if shared is not None:
             plan = with_shared_format(plan, shared.experts.down.name)
             problem = plan.problem
@@ -91,7 +98,7 @@ class MoELayer(PackedModule):
         self.shared = None if shared is None else pack_shared(shared, problem, kernel_named(str(plan.shared_kernel)))
         self.latent = None if latent is None else latent_of(latent, DTYPES[problem.dtype])
         kinds = [kind for kind in pipelines.PIPELINES if kind.name in plan.pipelines]
-        dispatcher, tiling = dispatcher_named(plan.dispatcher), self.experts.tiling
+        dispatcher, tiling = composed(dispatcher_named(plan.dispatcher), problem), self.experts.tiling
         # Packing may have found what the problem could not say.
         self.plan = replace(plan, stretches=stretches(kinds, dispatcher, tiling, problem))
         parts = Parts(
@@ -163,11 +170,17 @@ class MoELayer(PackedModule):
     def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> int:
         """Compile every kernel variant that 1 to ``max_tokens`` tokens can reach, and no other.
 
-        Returns the number of batches of zeros that were run for it; 0 for a kernel that compiles nothing. progress:
+        Where several ranks share the experts, all warm up the same layers in the same order. Returns the number of batches of zeros that were run for it; 0 for a kernel that compiles nothing. progress:
         called with (done, total, text).
         """
         sizes = sizes_for(self.variants, self.plan.problem.limits.max_tokens)
-        return compile_batches(partial(run_every_way, self), sizes, self._device, progress)
+        for group in self.plan.groups:
+            # A rank with fewer experts may need other batches; each is run by all ranks.
+            found = meeting_of(group).exchange(sizes, "warm_up")
+            sizes = sorted({size for own in found for size in own})
+        # One by one where ranks wait for each other: threads would call in another order on each.
+        threads = 1 if self.plan.groups else 8
+        return compile_batches(partial(run_every_way, self), sizes, self._device, progress, threads=threads)
 
     def variants(self, tokens: int) -> frozenset[Hashable]:
         """Return what has to be compiled for a batch of ``tokens`` tokens; equal members are compiled once."""

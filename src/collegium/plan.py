@@ -85,6 +85,12 @@ class Plan:
         return memory_map(self.regions).nbytes
 
     @property
+    def groups(self) -> tuple[str, ...]:
+        """Names of the process groups whose ranks call the layer together, the one that splits experts first."""
+        placed = self.problem.placement
+        return () if placed is None or self.dispatcher == "partial" else placed.groups
+
+    @property
     def pipelines(self) -> tuple[str, ...]:
         """Names of the pipelines that run, each once, from the fewest tokens on."""
         return tuple(dict.fromkeys(stretch.pipeline for stretch in self.stretches))
@@ -208,15 +214,16 @@ def plan(problem: Problem, force: Choice | None = None) -> Plan:
         )
 
     def refuse_dispatcher(kind: Any) -> str | None:
-        return _cannot_capture(kind, asked) or kind.refuse(asked, asked=force.dispatcher == kind.name)
+        whole = parallel.composed(kind, asked)
+        return _cannot_capture(whole, asked) or whole.refuse(asked, asked=force.dispatcher == kind.name)
 
-    dispatcher = _first("dispatcher", parallel.DISPATCHERS, force.dispatcher, refuse_dispatcher, refusals)
-    if dispatcher is None:
+    chosen = _first("dispatcher", parallel.DISPATCHERS, force.dispatcher, refuse_dispatcher, refusals)
+    if chosen is None:
         reasons = _listed([r for r in refusals if r.what == "dispatcher"])
         raise PlanError(f"no dispatcher serves {asked.placement or 'one rank'}:\n{reasons}")
+    dispatcher = parallel.composed(chosen, asked)
     capacity = dispatcher.capacity(asked)
-    tokens = asked.limits.max_tokens * (asked.world_size if dispatcher.together else 1)
-    brought = replace(asked.routed, rows=capacity, tokens=tokens)
+    brought = replace(asked.routed, rows=capacity, tokens=parallel.batch_tokens(dispatcher, asked))
     tiling = kernel.tiling(brought)
     question = Asked(problem=asked, experts=brought, kernel=kernel, dispatcher=dispatcher, tiling=tiling)
     kinds = _pipelines(question, force, refusals)
@@ -231,7 +238,7 @@ def plan(problem: Problem, force: Choice | None = None) -> Plan:
         problem=asked,
         kernel=kernel.name,
         shared_kernel=None if shared is None else shared.name,
-        dispatcher=dispatcher.name,
+        dispatcher=chosen.name,
         stretches=stretches(kinds, dispatcher, question.tiling, asked),
         activation_format=wanted,
         wire_format=dispatcher.wire_format,

@@ -1,0 +1,128 @@
+"""Every rank is called with the same tokens: each serves its share of them, and all get the outputs of all.
+
+So attention may be replicated and no token is computed twice. A token's output is made by one rank and copied to the
+others, so the ranks agree on every bit even where their inputs do not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import InputError
+from ..types import Routing
+from .around import Around
+from .collectives import gathered
+from .meeting import meeting_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..problem import Problem
+    from ..runtime.memory import Memory
+    from ..types import ContiguousBatch
+    from .base import Dispatcher
+
+__all__ = ["SameTokens", "SameTokensHandle", "SameTokensKind", "share_of"]
+
+
+def share_of(tokens: int, rank: int, world_size: int) -> slice:
+    """Return which of ``tokens`` tokens a rank serves: each rank as many, the last ones fewer or none."""
+    each = -(-tokens // world_size)
+    return slice(min(tokens, rank * each), min(tokens, (rank + 1) * each))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SameTokensHandle:
+    """What the inner dispatcher needs, and how many tokens there are."""
+
+    inner: Any
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SameTokens:
+    """A share of the tokens goes to ``inner``. meets: ranks compare how many tokens they have at every call."""
+
+    inner: Dispatcher
+    rank: int
+    world_size: int
+    group: str
+    meets: bool
+
+    def rows(self, tokens: int, top_k: int) -> int:
+        """Return the rows of a share of ``tokens`` tokens on every rank."""
+        return self.inner.rows(-(-tokens // self.world_size), top_k)
+
+    def dispatch(
+        self, x: Tensor, routing: Routing, memory: Memory | None = None, *, block_t: tuple[int, ...] = ()
+    ) -> tuple[ContiguousBatch, SameTokensHandle]:
+        """Dispatch this rank's share of ``x [T, H]``; raises InputError on every rank where T is not the same."""
+        tokens = x.shape[0]
+        if self.meets:
+            counts = meeting_of(self.group).exchange(tokens, "same_tokens dispatch")
+            if len(set(counts)) > 1:
+                raise InputError(
+                    f"same_tokens: every rank has to be called with the same tokens, found {counts} of them by rank; "
+                    "give all ranks the same input, or make the ranks with same_tokens=False"
+                )
+        own = share_of(tokens, self.rank, self.world_size)
+        share = Routing(topk_ids=routing.topk_ids[own], topk_weights=routing.topk_weights[own])
+        batch, inner = self.inner.dispatch(x[own], share, memory, block_t=block_t)
+        return batch, SameTokensHandle(inner=inner, tokens=tokens)
+
+    def combine(
+        self,
+        rows: Tensor,
+        handle: SameTokensHandle,
+        memory: Memory | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        shared: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Return ``[T, H]`` of all tokens, on every rank."""
+        own = share_of(handle.tokens, self.rank, self.world_size)
+        made = torch.empty(own.stop - own.start, rows.shape[1], dtype=dtype, device=rows.device)
+        part = None if shared is None else shared[own]
+        self.inner.combine(rows, handle.inner, memory, dtype=dtype, shared=part, out=made)
+        most = -(-handle.tokens // self.world_size)
+        found = gathered(made, most, 0, group=self.group, phase="same_tokens combine")[: handle.tokens]
+        return found if out is None else out.copy_(found)
+
+
+class SameTokensKind(Around):
+    """Around any row of the table that sends tokens between ranks."""
+
+    does = "the same tokens on every rank"
+
+    def __init__(self, inner: Any, placed: Any) -> None:
+        """Cut batches into passes: all ranks have as many tokens, and so as many passes."""
+        super().__init__(inner, placed)
+        self.together = False
+        self.wire_format = self._also("outputs to every rank")
+
+    def inside(self, problem: Problem) -> Problem:
+        """Return the question with a share of the tokens."""
+        most = -(-problem.limits.max_tokens // self.placed.world_size)
+        placed = None if problem.placement is None else replace(problem.placement, same_tokens=False)
+        return replace(problem, limits=replace(problem.limits, max_tokens=most), placement=placed)
+
+    def rows(self, problem: Problem, tokens: int) -> int:
+        """Return the rows of a share of the tokens."""
+        return self.inner.rows(self.inside(problem), -(-tokens // self.placed.world_size))
+
+    def build(self, problem: Problem) -> SameTokens:
+        """Return the dispatcher; all ranks build it at the same time."""
+        placed = self.placed
+        meeting_of(placed.group).agree(problem.limits, "same_tokens: building a layer")
+        return SameTokens(
+            inner=self.inner.build(self.inside(problem)),
+            rank=placed.rank,
+            world_size=placed.world_size,
+            group=placed.group,
+            # Those that a CUDA graph can hold never meet on the host.
+            meets=not self.inner.capturable,
+        )
