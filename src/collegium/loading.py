@@ -53,7 +53,7 @@ def load_layer(
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
     opened = CheckpointLayer.open(checkpoint, layer)
-    facts, placement = _placed(opened, device)
+    facts, placement = _placed(opened, device, (limits, dtype, weight_format, force))
     weights = _experts(opened, weight_format, facts.place, placement)
     refuse(checkpoint, check_beside(opened))
     problem = _problem(opened.spec, weights, facts, placement, limits=limits or Limits(), dtype=dtype)
@@ -84,7 +84,7 @@ def load_routed(
     ``force=Choice(dispatcher="partial")`` the layer gives this rank's part of the sum. None: what Ranks as ``device``
     say, or all. Other arguments and errors as ``load_layer``; the layer takes a routing or logits at every call.
     """
-    facts, own = _placed(layer, device)
+    facts, own = _placed(layer, device, (limits, dtype, weight_format, force))
     placement = placement or own
     weights = _experts(layer, weight_format, facts.place, placement)
     problem = _problem(layer.spec.routed_alone(), weights, facts, placement, limits=limits or Limits(), dtype=dtype)
@@ -92,13 +92,17 @@ def load_routed(
 
 
 def _placed(
-    layer: CheckpointLayer, device: torch.device | str | Ranks | None
+    layer: CheckpointLayer, device: torch.device | str | Ranks | None, asked: tuple[Any, ...]
 ) -> tuple[DeviceFacts, Placement | None]:
-    """Return the device and the part of the layer that are this rank's, once all ranks agree on what they load."""
+    """Return the device and the part of the layer that are this rank's, once all ranks agree on what they load.
+
+    asked: limits, dtype, format and choice, which have to be the same too.
+    """
     if not isinstance(device, Ranks):
         return probe(device), None
     placement = device.placement(layer.spec.num_experts)
-    device.agree(fingerprint(layer), f"loading layer {layer.number}: checkpoints")
+    said = f"checkpoint {fingerprint(layer)} with " + ", ".join(str(each) for each in asked if each is not None)
+    device.agree(said, f"loading layer {layer.number}")
     return probe(device.device), placement if device.groups else None
 
 
