@@ -219,7 +219,7 @@ def bench(
 
 
 @app.command()
-@_prints(print_model_bench)
+@_prints(print_model_bench, together=True)
 def bench_model(
     what: Annotated[str, typer.Argument(help="qwen3_30b, gpt_oss_20b, or the folder of a model transformers knows.")],
     recipes: Annotated[
@@ -228,18 +228,23 @@ def bench_model(
     ] = None,
     batches: Annotated[str, typer.Option(help="Sequences decoded at once, separated by commas.")] = "1,32",
     layers: Annotated[int | None, typer.Option(min=1, help="Build the model with this many layers at most.")] = None,
+    parallel: Annotated[str, typer.Option(help="Under torchrun: same or data, sequences of its own on each rank.")] = (
+        "same"
+    ),
     device: Device = None,
 ) -> _Report:
     """Time decode steps of a whole model with random weights, our experts beside those of transformers."""
     from .commands.bench_model import RECIPES, bench_model
 
-    with _bar("bench-model") as progress:
+    if parallel not in ("same", "data"):
+        raise InputError(f"--parallel {parallel!r}: allowed are same (every rank decodes the same sequences) and data")
+    with joined(os.environ, device, same_tokens=parallel == "same") as place, _bar("bench-model") as progress:
         report = bench_model(
             what,
             [_recipe(recipe) for recipe in recipes or []] or RECIPES,
             batches=_numbers("--batches", batches, int),
             layers=layers,
-            device=device,
+            device=place,
             progress=progress,
         )
     return report
@@ -285,7 +290,7 @@ def quantize(
 
 
 @app.command()
-@_prints(print_proofs)
+@_prints(print_proofs, together=True)
 def verify(
     model: Model,
     experts: Annotated[int, typer.Option(min=1, help="Experts of each layer to recompute.")] = 8,
@@ -295,14 +300,17 @@ def verify(
     activations: Activations = None,
     weight_format: Format = None,
 ) -> _Report:
-    """Recompute experts as they run here beside plain FP32 code; exit code 1 when one is over tolerance."""
+    """Recompute experts as they run here beside plain FP32 code; exit code 1 when one is over tolerance.
+
+    Under torchrun every rank recomputes experts that it holds.
+    """
     from .commands.verify import verify_model
 
-    with _bar("verify") as progress:
+    with joined(os.environ, device, same_tokens=False) as place, _bar("verify") as progress:
         report = verify_model(
             model,
             experts=None if every else experts,
-            device=device,
+            device=place,
             force=Choice(kernel=kernel, activation_format=activations),
             weight_format=weight_format,
             progress=progress,

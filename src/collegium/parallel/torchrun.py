@@ -31,6 +31,8 @@ def ranks_started(environ: MutableMapping[str, str]) -> int:
 
 def is_first(environ: MutableMapping[str, str]) -> bool:
     """Return whether this process is alone or the first one, which prints."""
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank() == 0
     return ranks_started(environ) < 2 or environ.get("RANK") == "0"
 
 
