@@ -30,7 +30,6 @@ from .commands.printing import (
 from .errors import CollegiumError, InputError
 from .parallel.torchrun import is_first, joined, ranks_started
 from .problem import Choice, Limits
-from .runtime.devices import probe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator

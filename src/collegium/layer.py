@@ -25,7 +25,7 @@ from .runtime.memory import OwnMemory, captured, memory_map, shared_workspaces
 from .runtime.packed_module import PackedModule, refuse_gradient
 from .runtime.replay import Replay
 from .runtime.warming import compile_batches, run_every_way, sizes_for
-from .stages.checks import check_extras, check_input, check_rows, check_weights
+from .stages.checks import check_extras, check_input, check_rows, check_weights, check_whole
 from .stages.latent import latent_of
 from .stages.router import Router, in_float32, in_full
 from .stages.shared import pack_shared
@@ -81,11 +81,7 @@ class MoELayer(PackedModule):
         problem, spec = plan.problem, plan.problem.spec
         check_weights(weights, problem.routed)
         check_extras(spec, router, shared, latent)
-        if after_expert is not None and problem.placement is not None and problem.placement.tp_size > 1:
-            raise InputError(
-                f"after_expert was given for {problem.placement}: a slice's rows are a part of what the expert "
-                "returns; split the experts over ranks instead of each expert's width"
-            )
+        check_whole(problem, after_expert)
         if shared is not None:
             plan = with_shared_format(plan, shared.experts.down.name)
             problem = plan.problem
@@ -170,8 +166,9 @@ class MoELayer(PackedModule):
     def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> int:
         """Compile every kernel variant that 1 to ``max_tokens`` tokens can reach, and no other.
 
-        Where several ranks share the experts, all warm up the same layers in the same order. Returns the number of batches of zeros that were run for it; 0 for a kernel that compiles nothing. progress:
-        called with (done, total, text).
+        Where several ranks share the experts, all warm up the same layers in the same order. Returns the number of
+        batches of zeros that were run for it; 0 for a kernel that compiles nothing. progress: called with (done, total,
+        text).
         """
         sizes = sizes_for(self.variants, self.plan.problem.limits.max_tokens)
         for group in self.plan.groups:

@@ -112,9 +112,7 @@ def _problem(
     if placement is not None:
         # Read with padding up to whole groups, a slice is wider than its share.
         placement = replace(placement, slice_size=weights.down.shape[-1])
-    return Problem(
-        spec=replace(spec, weight_format=weights.down.name), device=facts, placement=placement, **asked
-    )
+    return Problem(spec=replace(spec, weight_format=weights.down.name), device=facts, placement=placement, **asked)
 
 
 def _experts(

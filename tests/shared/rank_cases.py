@@ -10,12 +10,12 @@ import torch
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 
-from collegium import CollegiumError, InputError, Limits, RankError, Ranks, Routing, load_layer
+from collegium import CollegiumError, Limits, Ranks, Routing, load_layer
 from collegium.checkpoint.reader import Checkpoint
 from collegium.parallel.meeting import timeout_seconds
 from collegium.testing.compare import heavy_tailed
 
-__all__ = ["FOLDERS", "compare_loaded", "error_of"]
+__all__ = ["FOLDERS", "compare_loaded", "error_of", "refusals"]
 
 FOLDERS = "COLLEGIUM_TEST_FOLDERS"  # where the ranks of a test find its checkpoints
 
@@ -39,7 +39,7 @@ def _inputs(layer: Any, tokens: int, seed: int) -> tuple[torch.Tensor, Routing]:
 
 
 def _faults(layer: Any, whole: Any, ranks: Ranks, tokens: int) -> list[str]:
-    """Return what is not as promised for ``tokens`` tokens a rank; slices have other bits, and an error of their own."""
+    """Return what is not as promised for ``tokens`` tokens a rank; slices have other bits."""
     faults: list[str] = []
     own = 0 if ranks.same_tokens else ranks.rank
     count = tokens if ranks.same_tokens else (tokens * (ranks.rank + 1)) % 13  # another number on every rank
@@ -62,13 +62,13 @@ def _faults(layer: Any, whole: Any, ranks: Ranks, tokens: int) -> list[str]:
 
 def _ways(world: int) -> list[tuple[str, Ranks]]:
     ways = [
-        ("linear", Ranks.of()),
         ("same tokens", Ranks.of(same_tokens=True)),
-        ("round robin, replicas", Ranks.of(order="round_robin", same_tokens=True, replicas=1, spare=1)),
+        ("round robin, replicas", Ranks.of(order="round_robin", replicas=1, spare=1)),
         ("slices", Ranks.of(slices=world)),
-        ("slices again", Ranks.of(experts=1, same_tokens=True)),
     ]
-    if world == 4:
+    if world == 2:
+        ways.append(("slices and nothing else", Ranks.of(experts=1, same_tokens=True)))
+    else:
         kind = "cuda" if distributed.get_backend() == "nccl" else "cpu"
         mesh = init_device_mesh(kind, (2, 2), mesh_dim_names=("copies", "experts"))
         ways += [
@@ -140,6 +140,4 @@ def refusals(rank: int) -> dict[str, str]:
     assert bool(layer(x[:4]).isfinite().all())
     sliced = Ranks.of(slices=world)
     found["other slices"] = error_of(lambda: load_layer(other if rank else folder, 1, device=sliced))
-    assert isinstance(InputError("", ), ValueError)
-    assert issubclass(RankError, CollegiumError)
     return found

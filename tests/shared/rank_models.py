@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,14 @@ import torch
 from torch import distributed
 
 from collegium import Limits, Ranks
+from collegium.commands import verify
 from collegium.integrations.transformers import Decoder, layers_of, load_model
+from collegium.parallel.meeting import timeout_seconds
 from collegium.runtime.warming import warm_up
-from rank_cases import FOLDERS
+from commands import command
+from rank_cases import FOLDERS, error_of
 
-__all__ = ["compare_models"]
+__all__ = ["by_command", "compare_models", "one_computes_wrongly", "one_fails"]
 
 
 def _same(rank: int, folder: str, alone: Any, device: str) -> list[str]:
@@ -56,7 +60,9 @@ def _apart(rank: int, folder: str, alone: Any, device: str) -> list[str]:
         faults.append("another text")
     # Rank 0 would stop after its first token; the others' experts still need it.
     stop = int(wanted[0, ids.shape[1]]) if rank == 0 else 63
-    if not torch.equal(Decoder(model).generate(ids, 8, stop=(stop,))[:, : ids.shape[1] + 1], wanted[:, : ids.shape[1] + 1]):
+    if not torch.equal(
+        Decoder(model).generate(ids, 8, stop=(stop,))[:, : ids.shape[1] + 1], wanted[:, : ids.shape[1] + 1]
+    ):
         faults.append("another text with a stop")
     return faults
 
@@ -70,3 +76,36 @@ def compare_models(rank: int) -> list[str]:
         for way in (_same, _apart):
             faults += [f"{Path(folder).name}, {way.__name__}: {fault}" for fault in way(rank, folder, alone, device)]
     return faults
+
+
+def by_command(rank: int) -> Any:
+    """Return what the command says, twice, in a process whose caller has joined the others already."""
+    folder = os.environ[FOLDERS]
+    found = [
+        command("generate", folder, "--tokens", 6, "--device", "cpu", "--prompt", prompt, "--temperature", 1, "--json")
+        for prompt in ("Once", "The old king")
+    ]
+    assert distributed.is_initialized()
+    return found
+
+
+def one_fails(rank: int) -> Any:
+    """Return what a rank says where another one does not come to a call, and where it has no checkpoint."""
+    timeout_seconds(2)
+    folder, started = os.environ[FOLDERS], time.monotonic()
+    model: Any = load_model(folder, device=Ranks.of(same_tokens=True))
+    call = "none"
+    if rank:
+        with torch.inference_mode():
+            call = error_of(lambda: model(torch.ones(1, 3, dtype=torch.int64)))
+    load = command("generate", folder if rank else folder + "x", "--tokens", 2, "--device", "cpu")
+    return call, *load, time.monotonic() - started
+
+
+def one_computes_wrongly(rank: int) -> Any:
+    """Return each rank's report where the experts of rank 1 are off by a twentieth."""
+    right = verify._run
+    if rank:
+        verify._run = lambda *asked: right(*asked) * 1.05
+    report = verify.verify_model(os.environ[FOLDERS], experts=4, device=Ranks.of())
+    return report.passed, [(p.layer, p.part, p.worst, p.passed, p.checked) for p in report.proofs]

@@ -38,9 +38,7 @@ def run_ranks(function: Callable[[int], Any], world: int, backend: str = "gloo",
     # Here, so that no rank has to be the last one, and no port is picked that another program takes meanwhile.
     store = distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     where = (store.port, backend)
-    jobs = [
-        context.Process(target=_rank, args=(function, r, world, where, answers), daemon=True) for r in range(world)
-    ]
+    jobs = [context.Process(target=_rank, args=(function, r, world, where, answers), daemon=True) for r in range(world)]
     before = os.environ.get("GLOO_SOCKET_IFNAME")
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:

@@ -266,6 +266,23 @@ def random_weights(spec: MoESpec, device: torch.device, seed: int = 0) -> Expert
     )
 
 
+def experts_of(weights: ExpertWeights[Payload], held: tuple[int, ...]) -> ExpertWeights[Payload]:
+    """Return the experts ``held`` alone, in that order."""
+    ids = list(held)
+
+    def rows(payload: Payload) -> Payload:
+        found = {name: tensor[ids] for name, tensor in payload.tensors().items()}
+        return replace(payload, shape=(len(ids), *payload.shape[1:]), **found)
+
+    up, down = weights.gate_up_bias, weights.down_bias
+    return ExpertWeights(
+        gate_up=rows(weights.gate_up),
+        down=rows(weights.down),
+        gate_up_bias=None if up is None else up[ids],
+        down_bias=None if down is None else down[ids],
+    )
+
+
 def check_output(what: str, layer: MoELayer, weights: ExpertWeights[Payload], case: tuple[Tensor, Routing]) -> float:
     """Return the error of ``layer`` on ``case``; raises MeasurementError when it is above the tolerance."""
     x, routing = case

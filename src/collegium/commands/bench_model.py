@@ -29,8 +29,8 @@ from ..plan import plan
 from ..problem import Choice, Limits, Problem
 from ..runtime.devices import probe
 from ..runtime.warming import warm_up
-from ..types import ExpertWeights, MoESpec, Routing
-from .bench import TOLERANCES, experts_error, random_weights, recipe_of
+from ..types import MoESpec, Routing
+from .bench import TOLERANCES, experts_error, experts_of, random_weights, recipe_of
 from .measure import driver_version, prepare_pass, take_turns, version_of
 from .room import bytes_per_weight, check_room
 
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ..formats.payload import Payload
     from ..problem import DeviceFacts
 
 __all__ = ["MODELS", "RECIPES", "ModelReport", "ModelRow", "bench_model"]
@@ -297,29 +296,11 @@ def _layer(spec: MoESpec, way: str, owner: tuple[int, Any], ranks: Ranks | None)
     placed = None if ranks is None else ranks.placement(spec.num_experts)
     problem = Problem(spec=own, device=probe(device), limits=Limits(max_tokens=2048), placement=placed)
     if placed is not None:
-        made = _taken(made, list(placed.expert_ids))
+        made = experts_of(made, placed.expert_ids)
     return MoELayer(made, plan(problem, Choice(activation_format=activations)))
 
 
-def _taken(weights: ExpertWeights[Payload], ids: list[int]) -> ExpertWeights[Payload]:
-    """Return the experts ``ids`` alone."""
-
-    def rows(payload: Payload) -> Payload:
-        found = {name: tensor[ids] for name, tensor in payload.tensors().items()}
-        return replace(payload, shape=(len(ids), *payload.shape[1:]), **found)
-
-    up, down = weights.gate_up_bias, weights.down_bias
-    return ExpertWeights(
-        gate_up=rows(weights.gate_up),
-        down=rows(weights.down),
-        gate_up_bias=None if up is None else up[ids],
-        down_bias=None if down is None else down[ids],
-    )
-
-
-def _turns(
-    model: Any, ways: Mapping[str, str], batch: int, rounds: int, ranks: Ranks | None
-) -> list[ModelRow]:
+def _turns(model: Any, ways: Mapping[str, str], batch: int, rounds: int, ranks: Ranks | None) -> list[ModelRow]:
     """Return a row for each of ``ways``, which take turns; without a time where it names a reason."""
     ready: dict[str, Callable[[], object]] = {}
     # Ranks with sequences of their own decode as many more together.

@@ -178,8 +178,8 @@ class Ranks:
         fits = len(table) == self.world_size and not wrong and set(found) == set(range(num_experts))
         if not fits:
             raise InputError(
-                f"Ranks: an expert map for {len(table)} ranks was given, {self.world_size} share {num_experts} experts; "
-                f"it needs an entry for each rank with one expert or more, none twice on a rank (found {wrong} "
+                f"Ranks: an expert map for {len(table)} ranks was given, {self.world_size} share {num_experts} "
+                f"experts; it needs an entry for each rank with one expert or more, none twice on a rank (found {wrong} "
                 f"otherwise), and every expert from 0 to {num_experts - 1} somewhere (missing "
                 f"{sorted(set(range(num_experts)) - set(found))[:8]}, unknown "
                 f"{sorted(set(found) - set(range(num_experts)))[:8]})"
@@ -228,9 +228,7 @@ def _groups(experts: int, slices: int) -> tuple[str | None, str | None]:
     return _made[key]
 
 
-def _named(
-    mesh: DeviceMesh, experts: str | int | None, slices: str | int | None
-) -> tuple[str | None, str | None]:
+def _named(mesh: DeviceMesh, experts: str | int | None, slices: str | int | None) -> tuple[str | None, str | None]:
     """Return the names of this rank's groups along two dimensions of ``mesh``."""
     dims = tuple(mesh.mesh_dim_names or ())
     if experts is None and slices is None and mesh.ndim == 1:

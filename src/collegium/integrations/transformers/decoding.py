@@ -112,11 +112,10 @@ class _Others:
     def __init__(self, model: Any, asked: tuple[int, bool]) -> None:
         plans = [layer.plan for layer in layers_of(model) if layer.plan.groups]
         placed = plans[0].problem.placement if plans else None
-        self.same = () if placed is None else placed.groups
+        self.same: tuple[str, ...] = () if placed is None else placed.groups
         self.apart: str | None = None
         if placed is not None and placed.world_size > 1 and not placed.same_tokens:
-            self.apart, *same = self.same
-            self.same = tuple(same)
+            self.apart, self.same = placed.groups[0], placed.groups[1:]
             meeting_of(self.apart).agree(asked, "generate: number of tokens, and whether any stops")
 
     def choice(self, chosen: Tensor) -> Tensor:
