@@ -15,13 +15,13 @@ from collegium.checkpoint.reader import Checkpoint
 from collegium.parallel.meeting import timeout_seconds
 from collegium.testing.compare import heavy_tailed
 
-__all__ = ["FOLDERS", "compare_loaded", "error_of", "refusals"]
+__all__ = ["FOLDERS", "compare_loaded", "error_of", "refusals", "replay_slices"]
 
 FOLDERS = "COLLEGIUM_TEST_FOLDERS"  # where the ranks of a test find its checkpoints
 
 
 def _device(rank: int) -> str:
-    return f"cuda:{rank}" if distributed.get_backend() == "nccl" else "cpu"
+    return f"cuda:{rank}" if "nccl" in distributed.get_backend_config() else "cpu"
 
 
 def _inputs(layer: Any, tokens: int, seed: int) -> tuple[torch.Tensor, Routing]:
@@ -69,7 +69,7 @@ def _ways(world: int) -> list[tuple[str, Ranks]]:
     if world == 2:
         ways.append(("slices and nothing else", Ranks.of(experts=1, same_tokens=True)))
     else:
-        kind = "cuda" if distributed.get_backend() == "nccl" else "cpu"
+        kind = "cuda" if "nccl" in distributed.get_backend_config() else "cpu"
         mesh = init_device_mesh(kind, (2, 2), mesh_dim_names=("copies", "experts"))
         ways += [
             ("both", Ranks.of(slices=2)),
@@ -117,7 +117,7 @@ def refusals(rank: int) -> dict[str, str]:
     timeout_seconds(3)
     world, folder = distributed.get_world_size(), os.environ[FOLDERS].split(os.pathsep)[0]
     other = os.environ[FOLDERS].split(os.pathsep)[1]
-    kind = "cuda" if distributed.get_backend() == "nccl" else "cpu"
+    kind = "cuda" if "nccl" in distributed.get_backend_config() else "cpu"
     mesh = init_device_mesh(kind, (world,), mesh_dim_names=("experts",))
     asks: dict[str, Any] = {
         "does not multiply": lambda: Ranks.of(experts=3, slices=2),
@@ -141,3 +141,28 @@ def refusals(rank: int) -> dict[str, str]:
     sliced = Ranks.of(slices=world)
     found["other slices"] = error_of(lambda: load_layer(other if rank else folder, 1, device=sliced))
     return found
+
+
+def replay_slices(rank: int) -> list[str]:
+    """Return what a CUDA graph of a layer in slices gives otherwise than the layer itself, for new tokens."""
+    folder, faults = os.environ[FOLDERS].split(os.pathsep)[0], list[str]()
+    layer = load_layer(folder, 1, device=Ranks.of(slices=distributed.get_world_size()))
+    _kept.append(layer)
+    assert layer.plan.capturable
+    x, _ = _inputs(layer, 12, seed=1)
+    out, stream = torch.empty_like(x), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.inference_mode():
+        with torch.cuda.stream(stream):
+            layer(x, out=out)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            layer(x, out=out)
+        for seed in (2, 3):
+            x.copy_(_inputs(layer, 12, seed=seed)[0])
+            out.fill_(torch.nan)
+            graph.replay()
+            if not torch.equal(out, layer(x)):
+                faults.append(f"other bits in a replay, seed {seed}")
+    return faults

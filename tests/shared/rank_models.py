@@ -69,7 +69,7 @@ def _apart(rank: int, folder: str, alone: Any, device: str) -> list[str]:
 
 def compare_models(rank: int) -> list[str]:
     """Return what is wrong with the models of the environment's list."""
-    device = f"cuda:{rank}" if distributed.get_backend() == "nccl" else "cpu"
+    device = f"cuda:{rank}" if "nccl" in distributed.get_backend_config() else "cpu"
     faults: list[str] = []
     for folder in os.environ[FOLDERS].split(os.pathsep):
         alone = load_model(folder, device=device)

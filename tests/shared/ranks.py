@@ -20,7 +20,7 @@ def _rank(function: Callable[..., Any], rank: int, world: int, where: tuple[int,
     port, backend = where
     try:
         torch.set_num_threads(1)
-        if backend == "nccl":
+        if "nccl" in backend:
             torch.cuda.set_device(rank)
         store = distributed.TCPStore("localhost", port, is_master=False)
         distributed.init_process_group(backend, store=store, rank=rank, world_size=world)

@@ -173,16 +173,13 @@ class Ranks:
         return made(num_experts, self.rank, self.world_size).ranks
 
     def _checked(self, table: tuple[tuple[int, ...], ...], num_experts: int) -> tuple[tuple[int, ...], ...]:
-        found = sorted(expert for own in table for expert in set(own))
+        found, wanted = {expert for own in table for expert in own}, set(range(num_experts))
         wrong = [rank for rank, own in enumerate(table) if not own or len(set(own)) < len(own)]
-        fits = len(table) == self.world_size and not wrong and set(found) == set(range(num_experts))
-        if not fits:
+        if len(table) != self.world_size or wrong or found != wanted:
             raise InputError(
                 f"Ranks: an expert map for {len(table)} ranks was given, {self.world_size} share {num_experts} "
-                f"experts; it needs an entry for each rank with one expert or more, none twice on a rank (found {wrong} "
-                f"otherwise), and every expert from 0 to {num_experts - 1} somewhere (missing "
-                f"{sorted(set(range(num_experts)) - set(found))[:8]}, unknown "
-                f"{sorted(set(found) - set(range(num_experts)))[:8]})"
+                f"experts; every rank needs one or more, none of them twice (ranks {wrong} have not), and every expert "
+                f"a rank (missing {sorted(wanted - found)[:8]}, unknown {sorted(found - wanted)[:8]})"
             )
         return table
 
