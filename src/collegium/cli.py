@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol, TypeVar
 
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from .commands.inspect import inspect_model, plan_model
 from .commands.printing import (
@@ -337,10 +338,10 @@ def main() -> None:
 
 
 def _complain(kind: str, text: str) -> NoReturn:
-    if "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
-        err.print(f"rank {os.environ['RANK']}: ", end="", soft_wrap=True, highlight=False)
-    err.print(f"[bold red]{kind}[/bold red]: ", end="", soft_wrap=True)
-    err.print(text, markup=False, highlight=False, soft_wrap=True)
+    several = "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
+    who = f"rank {os.environ['RANK']}: " if several else ""
+    # In one piece, as other ranks write too.
+    err.print(Text.assemble(who, (kind, "bold red"), ": ", text), soft_wrap=True)
     sys.exit(1)
 
 

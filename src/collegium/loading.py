@@ -12,6 +12,7 @@ from .checkpoint.opened import CheckpointLayer
 from .checkpoint.problems import refuse
 from .checkpoint.reader import Checkpoint
 from .encoding import encode_experts
+from .errors import InputError
 from .layer import MoELayer
 from .parallel.placement import linear
 from .parallel.ranks import Ranks
@@ -85,6 +86,10 @@ def load_routed(
     say, or all. Other arguments and errors as ``load_layer``; the layer takes a routing or logits at every call.
     """
     facts, own = _placed(layer, device, (limits, dtype, weight_format, force))
+    if placement is not None and own is not None:
+        raise InputError(
+            f"load_routed: Ranks and the placement {placement} were given; one of the two says who holds what"
+        )
     placement = placement or own
     weights = _experts(layer, weight_format, facts.place, placement)
     problem = _problem(layer.spec.routed_alone(), weights, facts, placement, limits=limits or Limits(), dtype=dtype)
@@ -103,7 +108,7 @@ def _placed(
     placement = device.placement(layer.spec.num_experts)
     said = f"checkpoint {fingerprint(layer)} with " + ", ".join(str(each) for each in asked if each is not None)
     device.agree(said, f"loading layer {layer.number}")
-    return probe(device.device), placement if device.groups else None
+    return probe(device.device), placement if device.groups or device.spare else None
 
 
 def _problem(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from commands import command
+from commands import command, torchrun
 from family_cases import CASES, build
 from rank_cases import FOLDERS
 from rank_models import by_command, compare_models, one_computes_wrongly, one_fails
@@ -44,30 +42,16 @@ def test_a_model_over_ranks_writes_what_one_process_does(
     assert run_ranks(compare_models, world, seconds=200) == [[]] * world
 
 
-def _torchrun(*arguments: object) -> tuple[int, str, str]:
-    """Run the command in two processes as torchrun starts them; return exit code, output and errors."""
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "collegium"]
-        + [str(each) for each in arguments],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    return done.returncode, done.stdout, done.stderr
-
-
 def test_torchrun_and_the_command_are_all_it_takes() -> None:
     asked = ("generate", SHIPPED, "--tokens", 20, "--prompt", "The old king", "--json")
-    code, said, errors = _torchrun(*asked)
+    code, said, errors = torchrun(*asked)
     assert code == 0, errors
     found, wanted = json.loads(said), json.loads(command(*asked)[1])  # one object: the other rank prints nothing
     assert (found["text"], found["tokens"]) == (wanted["text"], wanted["tokens"])
 
 
 def test_ranks_verify_their_experts_and_give_one_report(folders: list[Path]) -> None:
-    code, said, errors = _torchrun("verify", folders[1], "--experts", 3, "--json")
+    code, said, errors = torchrun("verify", folders[1], "--experts", 3, "--json")
     assert code == 0, errors
     found, wanted = json.loads(said), json.loads(command("verify", folders[1], "--experts", 3, "--json")[1])
     parts = [(row["layer"], row["part"]) for row in found["layers"]]
@@ -97,7 +81,7 @@ def test_what_one_rank_computes_wrongly_every_rank_reports(
 
 def test_ranks_measure_sequences_of_their_own(tmp_path: Path) -> None:
     folder = tiny_config(tmp_path, "gpt_oss")
-    code, said, errors = _torchrun(
+    code, said, errors = torchrun(
         "bench-model", folder, "--format", "mxfp4", "--batches", "2", "--parallel", "data", "--json"
     )
     assert code == 0, errors

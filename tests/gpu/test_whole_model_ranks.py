@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ if torch.cuda.device_count() < 2:
     pytest.skip("needs two GPUs", allow_module_level=True)
 pytest.importorskip("transformers")
 
-from commands import command
+from commands import command, torchrun
 from family_cases import CASES, build
 from rank_cases import FOLDERS, compare_loaded, replay_slices
 from rank_models import compare_models
@@ -46,19 +44,6 @@ def test_several_gpus_give_what_one_does(check: Any, folders: str, monkeypatch: 
 @pytest.mark.parametrize("more", [(), ("--format", "mxfp4"), ("--temperature", "1")])
 def test_torchrun_and_the_command_are_all_it_takes(more: tuple[str, ...]) -> None:
     asked = ("generate", str(SHIPPED), "--tokens", "24", "--prompt", "The old king", "--json", *more)
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            *"--standalone --nproc-per-node 2 -m collegium".split(),
-            *asked,
-        ],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["text"] == json.loads(command(*asked)[1])["text"]
+    code, said, errors = torchrun(*asked)
+    assert code == 0, errors
+    assert json.loads(said)["text"] == json.loads(command(*asked)[1])["text"]

@@ -57,6 +57,7 @@ __all__ = [
     "bench",
     "check_output",
     "experts_error",
+    "experts_of",
     "named_layer",
     "random_weights",
     "recipe_of",

@@ -110,11 +110,6 @@ class Ranks:
         """Names of the process groups this rank shares layers with, the one that splits experts first."""
         return (self.group,) * (self.world_size > 1) + (self.slice_group,) * (self.slices > 1)
 
-    @property
-    def lead(self) -> bool:
-        """Whether this is the first of all ranks, which prints what they say together."""
-        return not distributed.is_initialized() or distributed.get_rank() == 0
-
     def agree(self, value: Any, phase: str) -> None:
         """Raise InputError on every rank unless all that share layers give the same ``value``."""
         for name in self.groups:

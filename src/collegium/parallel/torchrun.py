@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PATIENCE", "is_first", "joined", "ranks_started"]
 
-PATIENCE = 60.0  # seconds that ranks of a command wait for each other: they read and compile at different speeds
+PATIENCE = 120.0  # seconds that ranks of a command wait for each other: they read and compile at different speeds
 _NUMBERS = ("WORLD_SIZE", "RANK", "LOCAL_RANK")
 _PLACE = ("MASTER_ADDR", "MASTER_PORT")
 
