@@ -5,7 +5,6 @@ A layer keeps names and never groups: a process that still holds a group when it
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 from torch import distributed
@@ -21,10 +20,9 @@ __all__ = ["check_ranks", "group_named", "world_ranks"]
 def group_named(name: str) -> distributed.ProcessGroup:
     """Return the process group ``name``, torch's default one for an empty name; raises InputError without any."""
     if not (distributed.is_available() and distributed.is_initialized()):
-        found = ", ".join(f"{key}={os.environ[key]}" for key in ("RANK", "WORLD_SIZE") if key in os.environ)
         raise InputError(
-            f"several ranks were asked for, and torch.distributed is not initialised ({found or 'no RANK is set'}); "
-            "launch with torchrun, and call torch.distributed.init_process_group() before layers are built"
+            "several ranks were asked for, and torch.distributed is not initialised in this process; launch with "
+            "torchrun, and call torch.distributed.init_process_group() before layers are built"
         )
     if not name:
         return distributed.group.WORLD  # pyright: ignore[reportReturnType]
