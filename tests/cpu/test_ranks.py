@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 pytest.importorskip("transformers")
 
@@ -57,8 +59,14 @@ def test_every_way_to_share_a_layer_gives_what_one_rank_does(
     assert run_ranks(compare_loaded, world, seconds=200) == [[]] * world
 
 
-def test_what_cannot_be_shared_is_one_error_on_every_rank(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(FOLDERS, os.pathsep.join(map(str, folders)))
+def test_what_cannot_be_shared_is_one_error_on_every_rank(
+    folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The same model after more training: every name and shape is the same.
+    trained = shutil.copytree(folders[0], tmp_path / "trained")
+    tensors = {name: tensor + tensor.abs() / 64 for name, tensor in load_file(trained / "model.safetensors").items()}
+    save_file(tensors, trained / "model.safetensors", metadata={"format": "pt"})
+    monkeypatch.setenv(FOLDERS, os.pathsep.join(map(str, (*folders, trained))))
     first, other = run_ranks(refusals, 2)
     says = {
         "does not multiply": "experts=3, slices=2 were asked for, torch.distributed has 2 ranks; 3 x 2 has to be 2",
@@ -71,6 +79,7 @@ def test_what_cannot_be_shared_is_one_error_on_every_rank(folders: list[Path], m
         "too many replicas": "allowed are 0 to 4 replicas a rank",
         "another order": "allowed: 'linear', 'round_robin'",
         "other checkpoints": "loading layer 1: ranks 0 and 1 differ: checkpoint",
+        "other weights": "loading layer 1: ranks 0 and 1 differ: checkpoint",
         "other limits": "with Limits(max_tokens=9), bf16 and checkpoint",
         "other tokens": "same_tokens: every rank has to be called with the same tokens, found [4, 5] of them by rank",
         "other slices": "loading layer 1: ranks 0 and 1 differ: checkpoint",

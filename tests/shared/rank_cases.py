@@ -116,7 +116,7 @@ def refusals(rank: int) -> dict[str, str]:
     """Return the errors of ranks that ask for what cannot be, or for different things."""
     timeout_seconds(3)
     world, folder = distributed.get_world_size(), os.environ[FOLDERS].split(os.pathsep)[0]
-    other = os.environ[FOLDERS].split(os.pathsep)[1]
+    _, other, trained = os.environ[FOLDERS].split(os.pathsep)
     kind = "cuda" if "nccl" in distributed.get_backend_config() else "cpu"
     mesh = init_device_mesh(kind, (world,), mesh_dim_names=("experts",))
     asks: dict[str, Any] = {
@@ -130,6 +130,7 @@ def refusals(rank: int) -> dict[str, str]:
         "too many replicas": lambda: load_layer(folder, 1, device=Ranks.of(replicas=9)),
         "another order": lambda: Ranks.of(order="middle").placement(8),  # type: ignore[arg-type]
         "other checkpoints": lambda: load_layer(other if rank else folder, 1, device=Ranks.of()),
+        "other weights": lambda: load_layer(trained if rank else folder, 1, device=Ranks.of()),
         "other limits": lambda: load_layer(folder, 1, device=Ranks.of(), limits=Limits(max_tokens=9 - rank % 2)),
     }
     found = {name: error_of(ask) for name, ask in asks.items()}
