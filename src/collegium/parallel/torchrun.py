@@ -47,7 +47,10 @@ def joined(
     environment, the port or the devices are not those of a launch, and RankError where the others do not come.
     """
     if distributed.is_available() and distributed.is_initialized():
-        yield Ranks.of(same_tokens=same_tokens)
+        ranks = Ranks.of(same_tokens=same_tokens)
+        if not ranks.device.startswith(device or ""):
+            raise InputError(f"device {device!r} was asked for, the backend of torch.distributed serves {ranks.device}")
+        yield ranks
         return
     if ranks_started(environ) < 2:
         yield device
