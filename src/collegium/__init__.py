@@ -38,6 +38,7 @@ from .functional import moe
 from .layer import MoELayer
 from .loading import load_layer
 from .models import describe
+from .parallel.ranks import Ranks
 from .plan import Plan, plan
 from .problem import Choice, DeviceFacts, Limits, Placement, Problem, Refusal
 from .runtime.devices import probe
@@ -81,6 +82,7 @@ __all__ = [
     "PlanError",
     "Problem",
     "RankError",
+    "Ranks",
     "Refusal",
     "RouterWeights",
     "Routing",

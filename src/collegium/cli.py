@@ -8,6 +8,7 @@ from errno import EPIPE
 from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 
 import typer
+from rich.text import Text
 
 from .commands.inspect import inspect_model, plan_model
 from .commands.printing import (
@@ -26,8 +27,8 @@ from .commands.printing import (
 )
 from .commands.terminal import Report, bar, prints
 from .errors import CollegiumError, InputError
+from .parallel.torchrun import joined
 from .problem import Choice, Limits
-from .runtime.devices import probe
 
 if TYPE_CHECKING:
     from .commands.measure import Ceilings
@@ -71,7 +72,7 @@ def demo(
 
 
 @app.command()
-@prints(print_text)
+@prints(print_text, together=True)
 def generate(
     model: Model,
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "Once upon a time",
@@ -84,21 +85,25 @@ def generate(
     weight_format: Format = None,
     device: Device = None,
 ) -> Report:
-    """Write text: transformers runs everything but the experts, which run through Collegium."""
+    """Write text: transformers runs everything but the experts, which run through Collegium.
+
+    Under torchrun every rank holds a part of the experts.
+    """
     from .commands.generate import Writer, check_writable, prompt_limits
     from .integrations.transformers import layers_of, load_model
     from .runtime.warming import warm_up
 
-    folder, place = check_writable(model), probe(device).place
+    folder = check_writable(model)
     limits = prompt_limits(folder, prompt)
-    with bar("loading") as progress:
-        loaded = load_model(model, weight_format=weight_format, device=place, limits=limits, progress=progress)
-    writer = Writer(loaded, folder)
-    with bar("compiling") as progress:
-        warm_up(layers_of(loaded), progress)
-        progress(1, 1, "the rest of the model")
-        writer.write(prompt, min(tokens, 4), penalty=penalty)
-    return writer.write(prompt, tokens, temperature=temperature, seed=seed, penalty=penalty)
+    with joined(os.environ, device, same_tokens=True) as place:
+        with bar("loading") as progress:
+            loaded = load_model(model, weight_format=weight_format, device=place, limits=limits, progress=progress)
+        writer = Writer(loaded, folder)
+        with bar("compiling") as progress:
+            warm_up(layers_of(loaded), progress)
+            progress(1, 1, "the rest of the model")
+            writer.write(prompt, min(tokens, 4), penalty=penalty)
+        return writer.write(prompt, tokens, temperature=temperature, seed=seed, penalty=penalty)
 
 
 @app.command()
@@ -173,7 +178,7 @@ def bench(
 
 
 @app.command()
-@prints(print_model_bench)
+@prints(print_model_bench, together=True)
 def bench_model(
     what: Annotated[str, typer.Argument(help="qwen3_30b, gpt_oss_20b, or the folder of a model transformers knows.")],
     recipes: Annotated[
@@ -182,18 +187,23 @@ def bench_model(
     ] = None,
     batches: Annotated[str, typer.Option(help="Sequences decoded at once, separated by commas.")] = "1,32",
     layers: Annotated[int | None, typer.Option(min=1, help="Build the model with this many layers at most.")] = None,
+    parallel: Annotated[str, typer.Option(help="Under torchrun: same or data, sequences of its own on each rank.")] = (
+        "same"
+    ),
     device: Device = None,
 ) -> Report:
     """Time decode steps of a whole model with random weights, our experts beside those of transformers."""
     from .commands.bench_model import RECIPES, bench_model
 
-    with bar("bench-model") as progress:
+    if parallel not in ("same", "data"):
+        raise InputError(f"--parallel {parallel!r}: allowed are same (every rank decodes the same sequences) and data")
+    with joined(os.environ, device, same_tokens=parallel == "same") as place, bar("bench-model") as progress:
         report = bench_model(
             what,
             [_recipe(recipe) for recipe in recipes or []] or RECIPES,
             batches=_numbers("--batches", batches, int),
             layers=layers,
-            device=device,
+            device=place,
             progress=progress,
         )
     return report
@@ -239,7 +249,7 @@ def quantize(
 
 
 @app.command()
-@prints(print_proofs)
+@prints(print_proofs, together=True)
 def verify(
     model: Model,
     experts: Annotated[int, typer.Option(min=1, help="Experts of each layer to recompute.")] = 8,
@@ -249,14 +259,17 @@ def verify(
     activations: Activations = None,
     weight_format: Format = None,
 ) -> Report:
-    """Recompute experts as they run here beside plain FP32 code; exit code 1 when one is over tolerance."""
+    """Recompute experts as they run here beside plain FP32 code; exit code 1 when one is over tolerance.
+
+    Under torchrun every rank recomputes experts that it holds.
+    """
     from .commands.verify import verify_model
 
-    with bar("verify") as progress:
+    with joined(os.environ, device, same_tokens=False) as place, bar("verify") as progress:
         report = verify_model(
             model,
             experts=None if every else experts,
-            device=device,
+            device=place,
             force=Choice(kernel=kernel, activation_format=activations),
             weight_format=weight_format,
             progress=progress,
@@ -340,8 +353,10 @@ def main() -> None:
 
 
 def _complain(kind: str, text: str) -> NoReturn:
-    err.print(f"[bold red]{kind}[/bold red]: ", end="", soft_wrap=True)
-    err.print(text, markup=False, highlight=False, soft_wrap=True)
+    several = "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
+    who = f"rank {os.environ['RANK']}: " if several else ""
+    # In one piece, as other ranks write too.
+    err.print(Text.assemble(who, (kind, "bold red"), ": ", text), soft_wrap=True)
     sys.exit(1)
 
 

@@ -16,7 +16,8 @@ from . import pipelines
 from .errors import InputError
 from .experts.measured import with_measured_tiles
 from .formats.unquantised import DTYPES
-from .parallel import Reaching
+from .parallel import Reaching, composed
+from .parallel.meeting import meeting_of
 from .pipelines import Parts
 from .plan import dispatcher_named, kernel_named, stretches, with_shared_format
 from .runtime.devices import plain_torch
@@ -24,7 +25,7 @@ from .runtime.memory import OwnMemory, captured, memory_map, shared_workspaces
 from .runtime.packed_module import PackedModule, refuse_gradient
 from .runtime.replay import Replay
 from .runtime.warming import compile_batches, run_every_way, sizes_for
-from .stages.checks import check_extras, check_input, check_rows, check_weights
+from .stages.checks import check_extras, check_input, check_rows, check_weights, check_whole
 from .stages.latent import latent_of
 from .stages.router import Router, in_float32, in_full
 from .stages.shared import pack_shared
@@ -80,19 +81,19 @@ class MoELayer(PackedModule):
         problem, spec = plan.problem, plan.problem.spec
         check_weights(weights, problem.routed)
         check_extras(spec, router, shared, latent)
+        check_whole(problem, after_expert)
         if shared is not None:
             plan = with_shared_format(plan, shared.experts.down.name)
             problem = plan.problem
         self.spec = problem.spec
-        self.checked = checked
-        self.choose = choose
+        self.checked, self.choose = checked, choose
         self.router = None if router is None else in_float32(router)
         self.after_expert = after_expert
         self.experts = with_measured_tiles(kernel_named(plan.kernel).pack(weights, problem.routed), problem)
         self.shared = None if shared is None else pack_shared(shared, problem, kernel_named(str(plan.shared_kernel)))
         self.latent = None if latent is None else latent_of(latent, DTYPES[problem.dtype])
         kinds = [kind for kind in pipelines.PIPELINES if kind.name in plan.pipelines]
-        dispatcher, tiling = dispatcher_named(plan.dispatcher), self.experts.tiling
+        dispatcher, tiling = composed(dispatcher_named(plan.dispatcher), problem), self.experts.tiling
         # Packing may have found what the problem could not say.
         self.plan = replace(plan, stretches=stretches(kinds, dispatcher, tiling, problem))
         parts = Parts(
@@ -173,11 +174,18 @@ class MoELayer(PackedModule):
     def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> int:
         """Compile every kernel variant that 1 to ``max_tokens`` tokens can reach, and no other.
 
-        Returns the number of batches of zeros that were run for it; 0 for a kernel that compiles nothing. progress:
-        called with (done, total, text).
+        Where several ranks share the experts, all warm up the same layers in the same order. Returns the number of
+        batches of zeros that were run for it; 0 for a kernel that compiles nothing. progress: called with (done, total,
+        text).
         """
         sizes = sizes_for(self.variants, self.plan.problem.limits.max_tokens)
-        return compile_batches(partial(run_every_way, self), sizes, self._device, progress)
+        for group in self.plan.groups:
+            # A rank with fewer experts may need other batches; each is run by all ranks.
+            found = meeting_of(group).exchange(sizes, "warm_up")
+            sizes = sorted({size for own in found for size in own})
+        # One by one where ranks wait for each other: threads would call in another order on each.
+        threads = 1 if self.plan.groups else 8
+        return compile_batches(partial(run_every_way, self), sizes, self._device, progress, threads=threads)
 
     def check(self) -> None:
         """Raise what a replayed CUDA graph could only note; it waits for the device.
@@ -221,7 +229,7 @@ class MoELayer(PackedModule):
                 space = self.workspaces.take()
                 try:
                     own, kind = space.memory(self._places), space.number
-                    if self._reaching is not None:
+                    if self._reaching is not None and (self._step is None or x.shape[0] <= self._step):
                         top_k = self.spec.routing.top_k if topk_ids is None else topk_ids.shape[1]
                         kind = kind, self._reaching.meet(own, self._number, x.shape[0], top_k)
                     self._recorded(own, kind, inputs)
@@ -249,6 +257,8 @@ class MoELayer(PackedModule):
         for start in range(0, tokens, step):
             span = slice(start, min(start + step, tokens))
             part = replace(chosen, topk_ids=chosen.topk_ids[span], topk_weights=chosen.topk_weights[span])
+            if self._reaching is not None and memory is not None:
+                self._reaching.meet(memory, self._number, *part.topk_ids.shape)
             self._tokens(x[span], part, out[span], memory)
 
     def _tokens(self, x: Tensor, routing: Routing, out: Tensor, memory: Memory | None) -> None:

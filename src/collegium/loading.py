@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from .checkpoint.beside import check_beside, load_latent, load_router, load_shared
+from .checkpoint.fingerprint import fingerprint
 from .checkpoint.loader import load_experts
 from .checkpoint.opened import CheckpointLayer
 from .checkpoint.problems import refuse
 from .checkpoint.reader import Checkpoint
 from .encoding import encode_experts
+from .errors import InputError
 from .layer import MoELayer
 from .parallel.placement import linear
+from .parallel.ranks import Ranks
 from .plan import plan
 from .problem import Limits, Problem
 from .runtime.devices import plain_torch, probe
@@ -23,8 +26,8 @@ if TYPE_CHECKING:
     import torch
 
     from .formats.payload import Payload
-    from .problem import Choice, Placement
-    from .types import ExpertWeights
+    from .problem import Choice, DeviceFacts, Placement
+    from .types import ExpertWeights, MoESpec
 
 __all__ = ["load_layer", "load_routed"]
 
@@ -36,7 +39,7 @@ def load_layer(
     *,
     weight_format: str | None = None,
     force: Choice | None = None,
-    device: torch.device | str | None = None,
+    device: torch.device | str | Ranks | None = None,
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16",
     limits: Limits | None = None,
     checked: bool = False,
@@ -44,15 +47,17 @@ def load_layer(
     """Load MoE layer ``layer`` of the checkpoint at ``path``, or of an open one: router, experts and shared expert.
 
     weight_format: encode the experts into this format instead of the published one. force, limits: as ``plan``.
-    device: the best of this machine when None. dtype: of the layer's input and output. checked: as ``MoELayer``.
-    Raises the CheckpointErrors of the audit, InputError for a layer without experts, and PlanError.
+    device: the best of this machine when None; Ranks: this rank's part of a layer whose experts several share, read
+    from disk without the others'. dtype: of the layer's input and output. checked: as ``MoELayer``.
+    Raises the CheckpointErrors of the audit, InputError for a layer without experts, PlanError, and with Ranks
+    InputError on every rank where they read different checkpoints or limits, RankError where one does not come.
     """
-    checkpoint, facts = path if isinstance(path, Checkpoint) else Checkpoint.open(path), probe(device)
+    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
     opened = CheckpointLayer.open(checkpoint, layer)
-    weights = _experts(opened, weight_format, facts.place)
+    facts, placement = _placed(opened, device, (limits, dtype, weight_format, force))
+    weights = _experts(opened, weight_format, facts.place, placement)
     refuse(checkpoint, check_beside(opened))
-    spec = replace(opened.spec, weight_format=weights.down.name)
-    problem = Problem(spec=spec, device=facts, limits=limits or Limits(), dtype=dtype)
+    problem = _problem(opened.spec, weights, facts, placement, limits=limits or Limits(), dtype=dtype)
     return MoELayer(
         weights,
         plan(problem, force),
@@ -69,7 +74,7 @@ def load_routed(
     *,
     weight_format: str | None = None,
     force: Choice | None = None,
-    device: torch.device | str | None = None,
+    device: torch.device | str | Ranks | None = None,
     limits: Limits | None = None,
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16",
     placement: Placement | None = None,
@@ -77,17 +82,42 @@ def load_routed(
     """Load only the routed experts of an opened layer, for a caller that keeps router and shared expert.
 
     placement: the experts and the slice of them that this rank reads and holds; with
-    ``force=Choice(dispatcher="partial")`` the layer gives this rank's part of the sum. Other arguments and errors as
-    ``load_layer``; the layer takes a routing or logits at every call.
+    ``force=Choice(dispatcher="partial")`` the layer gives this rank's part of the sum. None: what Ranks as ``device``
+    say, or all. Other arguments and errors as ``load_layer``; the layer takes a routing or logits at every call.
     """
-    facts = probe(device)
+    facts, own = _placed(layer, device, (limits, dtype, weight_format, force))
+    if placement is not None and own is not None:
+        raise InputError(
+            f"load_routed: Ranks and the placement {placement} were given; one of the two says who holds what"
+        )
+    placement = placement or own
     weights = _experts(layer, weight_format, facts.place, placement)
-    spec = replace(layer.spec.routed_alone(), weight_format=weights.down.name)
+    problem = _problem(layer.spec.routed_alone(), weights, facts, placement, limits=limits or Limits(), dtype=dtype)
+    return MoELayer(weights, plan(problem, force))
+
+
+def _placed(
+    layer: CheckpointLayer, device: torch.device | str | Ranks | None, asked: tuple[Any, ...]
+) -> tuple[DeviceFacts, Placement | None]:
+    """Return the device and the part of the layer that are this rank's, once all ranks agree on what they load.
+
+    asked: limits, dtype, format and choice, which have to be the same too.
+    """
+    if not isinstance(device, Ranks):
+        return probe(device), None
+    placement = device.placement(layer.spec.num_experts)
+    said = f"checkpoint {fingerprint(layer)} with " + ", ".join(str(each) for each in asked if each is not None)
+    device.agree(said, f"loading layer {layer.number}")
+    return probe(device.device), placement if device.groups or device.spare else None
+
+
+def _problem(
+    spec: MoESpec, weights: ExpertWeights[Payload], facts: DeviceFacts, placement: Placement | None, **asked: Any
+) -> Problem:
     if placement is not None:
         # Read with padding up to whole groups, a slice is wider than its share.
         placement = replace(placement, slice_size=weights.down.shape[-1])
-    problem = Problem(spec=spec, device=facts, limits=limits or Limits(), dtype=dtype, placement=placement)
-    return MoELayer(weights, plan(problem, force))
+    return Problem(spec=replace(spec, weight_format=weights.down.name), device=facts, placement=placement, **asked)
 
 
 def _experts(

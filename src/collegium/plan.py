@@ -86,6 +86,12 @@ class Plan:
         return memory_map(self.regions).nbytes
 
     @property
+    def groups(self) -> tuple[str, ...]:
+        """Names of the process groups whose ranks call the layer together, the one that splits experts first."""
+        placed = self.problem.placement
+        return () if placed is None or self.dispatcher == "partial" else placed.groups
+
+    @property
     def pipelines(self) -> tuple[str, ...]:
         """Names of the pipelines that run, each once, from the fewest tokens on."""
         return tuple(dict.fromkeys(stretch.pipeline for stretch in self.stretches))
@@ -210,15 +216,16 @@ def plan(problem: Problem, force: Choice | None = None) -> Plan:
     asked = _with_wire(asked, kernel)
 
     def refuse_dispatcher(kind: Any) -> str | None:
-        return _cannot_capture(kind, asked) or kind.refuse(asked, asked=force.dispatcher == kind.name)
+        whole = parallel.composed(kind, asked)
+        return _cannot_capture(whole, asked) or whole.refuse(asked, asked=force.dispatcher == kind.name)
 
-    dispatcher = _first("dispatcher", parallel.DISPATCHERS, force.dispatcher, refuse_dispatcher, refusals)
-    if dispatcher is None:
+    chosen = _first("dispatcher", parallel.DISPATCHERS, force.dispatcher, refuse_dispatcher, refusals)
+    if chosen is None:
         reasons = _listed([r for r in refusals if r.what == "dispatcher"])
         raise PlanError(f"no dispatcher serves {asked.placement or 'one rank'}:\n{reasons}")
+    dispatcher = parallel.composed(chosen, asked)
     capacity = dispatcher.capacity(asked)
-    tokens = asked.limits.max_tokens * (asked.world_size if dispatcher.together else 1)
-    brought = replace(asked.routed, rows=capacity, tokens=tokens)
+    brought = replace(asked.routed, rows=capacity, tokens=parallel.batch_tokens(dispatcher, asked))
     tiling = kernel.tiling(brought)
     question = Asked(problem=asked, experts=brought, kernel=kernel, dispatcher=dispatcher, tiling=tiling)
     kinds = _pipelines(question, force, refusals)
@@ -233,7 +240,7 @@ def plan(problem: Problem, force: Choice | None = None) -> Plan:
         problem=asked,
         kernel=kernel.name,
         shared_kernel=None if shared is None else shared.name,
-        dispatcher=dispatcher.name,
+        dispatcher=chosen.name,
         stretches=stretches(kinds, dispatcher, question.tiling, asked),
         activation_format=wanted,
         wire_format=dispatcher.wire(asked),
@@ -247,13 +254,13 @@ def plan(problem: Problem, force: Choice | None = None) -> Plan:
 
 
 def _largest_regions(kinds: Sequence[PipelineKind], question: Asked) -> Regions:
-    """Return the memory of every pipeline; where ranks call together, with the experts of any of them.
+    """Return the memory of every pipeline; where ranks read each other's, with the experts of any of them.
 
-    So ranks that share memory have one map of it, whatever experts each of them holds.
+    So they have one map of it, whatever experts each of them holds.
     """
     brought, placed = question.experts, question.problem.placement
     widths = {brought.experts}
-    if placed is not None and question.dispatcher.together:
+    if placed is not None and question.dispatcher.reaching:
         widths |= {len(ids) + placed.spare for ids in placed.ranks}
     asks = [replace(question, experts=replace(brought, experts=width)) for width in sorted(widths)]
     return largest(*(kind.regions(ask) for kind in kinds for ask in asks))

@@ -70,6 +70,11 @@ class Placement:
         return f"rank {self.rank} of {self.world_size}, experts {held}{free}{part}{same}"
 
     @property
+    def groups(self) -> tuple[str, ...]:
+        """Names of the process groups with which this rank shares layers, the one that splits experts first."""
+        return (self.group,) * (self.world_size > 1) + (self.slice_group,) * (self.tp_size > 1)
+
+    @property
     def width(self) -> int:
         """Slots of the rank that has most, this one where others are not told."""
         return max(map(len, self.ranks or (self.expert_ids,))) + self.spare

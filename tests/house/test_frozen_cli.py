@@ -29,7 +29,7 @@ COMMANDS = {
         "--plot",
         "--json",
     },
-    "bench-model": {"WHAT", "--format", "--batches", "--layers", "--device", "--json"},
+    "bench-model": {"WHAT", "--format", "--batches", "--layers", "--parallel", "--device", "--json"},
     "tune": {"WHAT", "--format", "--tokens", "--most", "--device", "--json"},
     "quantize": {"MODEL", "--to", "--out", "--json"},
     "verify": {"MODEL", "--experts", "--all", "--device", "--kernel", "--activations", "--format", "--json"},

@@ -39,6 +39,7 @@ PUBLIC = {
     "Plan",
     "PlanError",
     "RankError",
+    "Ranks",
     "Problem",
     "Refusal",
     "RouterWeights",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
+import subprocess
 import sys
 
 from collegium import cli
 
-__all__ = ["command"]
+__all__ = ["command", "torchrun"]
 
 
 def command(*arguments: object) -> tuple[int, str, str]:
@@ -24,3 +26,17 @@ def command(*arguments: object) -> tuple[int, str, str]:
     finally:
         sys.argv = before
     return code if isinstance(code, int) else 0, out.getvalue(), " ".join(said.getvalue().split())
+
+
+def torchrun(*arguments: object) -> tuple[int, str, str]:
+    """Run the command in two processes as torchrun starts them; return exit code, output and errors."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "collegium"]
+    done = subprocess.run(
+        [*launch, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr

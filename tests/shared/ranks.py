@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import traceback
 from multiprocessing import get_context
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,18 +16,19 @@ if TYPE_CHECKING:
 __all__ = ["run_ranks"]
 
 
-def _rank(function: Callable[..., Any], rank: int, world: int, where: tuple[str, str], answers: Any) -> None:
-    store, backend = where
+def _rank(function: Callable[..., Any], rank: int, world: int, where: tuple[int, str], answers: Any) -> None:
+    port, backend = where
     try:
         torch.set_num_threads(1)
-        if backend == "gloo":
+        if "nccl" not in backend:
             # Fresh memory is poisoned, as tests/conftest.py does it.
             poison: Any = torch.utils.deterministic
             poison.fill_uninitialized_memory = True
             torch.use_deterministic_algorithms(True)
-        if backend == "nccl":
+        if "nccl" in backend:
             torch.cuda.set_device(rank)
-        distributed.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
+        store = distributed.TCPStore("localhost", port, is_master=False)
+        distributed.init_process_group(backend, store=store, rank=rank, world_size=world)
         answers.put((rank, function(rank), None))
         distributed.barrier()
         distributed.destroy_process_group()
@@ -41,29 +40,28 @@ def run_ranks(function: Callable[[int], Any], world: int, backend: str = "gloo",
     """Return what ``function(rank)``, of a module, gives in each of ``world`` processes; raises what a rank raised."""
     context = get_context("spawn")
     answers: Any = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        where = (str(Path(folder) / "store"), backend)
-        jobs = [
-            context.Process(target=_rank, args=(function, r, world, where, answers), daemon=True) for r in range(world)
-        ]
-        before = os.environ.get("GLOO_SOCKET_IFNAME")
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        try:
-            for job in jobs:
-                job.start()
-        finally:
-            os.environ.pop("GLOO_SOCKET_IFNAME") if before is None else os.environ.update(GLOO_SOCKET_IFNAME=before)
-        found: dict[int, Any] = {}
-        try:
-            for _ in range(world):
-                rank, value, error = answers.get(timeout=seconds)
-                if error is not None:
-                    raise AssertionError(f"rank {rank}:\n{error}")
-                found[rank] = value
-        finally:
-            for job in jobs:
-                job.join(timeout=10)
-                job.kill()
-        ended = [job.exitcode for job in jobs]
-        assert ended == [0] * world, f"ranks ended with {ended}"
+    # Here, so that no rank has to be the last one, and no port is picked that another program takes meanwhile.
+    store = distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    where = (store.port, backend)
+    jobs = [context.Process(target=_rank, args=(function, r, world, where, answers), daemon=True) for r in range(world)]
+    before = os.environ.get("GLOO_SOCKET_IFNAME")
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    try:
+        for job in jobs:
+            job.start()
+    finally:
+        os.environ.pop("GLOO_SOCKET_IFNAME") if before is None else os.environ.update(GLOO_SOCKET_IFNAME=before)
+    found: dict[int, Any] = {}
+    try:
+        for _ in range(world):
+            rank, value, error = answers.get(timeout=seconds)
+            if error is not None:
+                raise AssertionError(f"rank {rank}:\n{error}")
+            found[rank] = value
+    finally:
+        for job in jobs:
+            job.join(timeout=10)
+            job.kill()
+    ended = [job.exitcode for job in jobs]
+    assert ended == [0] * world, f"ranks ended with {ended}"
     return [found[rank] for rank in range(world)]

@@ -24,22 +24,22 @@ from ..integrations import transformers as plugin
 from ..integrations.extra import extra
 from ..layer import MoELayer
 from ..ops.quantize import activation_format
+from ..parallel.ranks import Ranks
 from ..plan import plan
 from ..problem import Choice, Limits, Problem
 from ..runtime.devices import probe
 from ..runtime.warming import warm_up
-from ..types import Routing
-from .bench import TOLERANCES, experts_error, random_weights, recipe_of
+from ..types import MoESpec, Routing
+from .bench import TOLERANCES, experts_error, experts_of, random_weights, recipe_of
 from .measure import driver_version, prepare_pass, take_turns, version_of
 from .room import bytes_per_weight, check_room
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
     from ..problem import DeviceFacts
-    from ..types import MoESpec
 
 __all__ = ["MODELS", "RECIPES", "ModelReport", "ModelRow", "bench_model"]
 
@@ -81,7 +81,7 @@ _PROMPT = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelRow:
-    """One contender for the experts, decoding ``batch`` sequences at once.
+    """One contender for the experts, decoding ``batch`` sequences at once, on all ranks together.
 
     experts: transformers' implementation, or ``collegium WEIGHTS[:ACTIVATIONS]``. graph: whether a step is one CUDA
     graph. error: relative L2 distance of the middle layer's experts to FP32 truth. seconds: of one decode step, None
@@ -103,7 +103,10 @@ class ModelRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelReport:
-    """Everything one run measured, and on what. layers: as built, which may be less than the model has."""
+    """Everything one run measured, and on what. layers: as built, which may be less than the model has.
+
+    ranks: which shared our experts (those of transformers are whole on each); seconds are those of the slowest.
+    """
 
     model: str
     layers: int
@@ -114,6 +117,7 @@ class ModelReport:
     triton: str
     transformers: str
     rows: tuple[ModelRow, ...]
+    ranks: int = 1
 
     def to_json(self) -> dict[str, object]:
         """Return the report as plain values for ``--json``."""
@@ -125,10 +129,10 @@ class ModelReport:
 class _Stepper:
     """A prompt in a cache of its own, and the decode step that follows it, always at the same position."""
 
-    def __init__(self, model: Any, batch: int) -> None:
+    def __init__(self, model: Any, batch: int, seed: int = 0) -> None:
         self.model = model
         device = model.device
-        generator = torch.Generator(device).manual_seed(batch)
+        generator = torch.Generator(device).manual_seed(batch + seed)
         words = min(1000, model.config.get_text_config().vocab_size)
         self.ids = torch.randint(0, words, (batch, _PROMPT), device=device, generator=generator)
         self.cache = extra("transformers.cache_utils").StaticCache(config=model.config, max_cache_len=_PROMPT + 64)
@@ -161,7 +165,7 @@ def bench_model(
     *,
     batches: Sequence[int] = (1, 32),
     layers: int | None = None,
-    device: str | None = None,
+    device: str | Ranks | None = None,
     rounds: int = 9,
     seconds: float = float("inf"),
     progress: Callable[[int, int, str], None] | None = None,
@@ -170,25 +174,28 @@ def bench_model(
 
     Its experts run in transformers' own implementations, in ours with the same BF16 weights, and in each (weights,
     activations) of ``recipes`` with random weights of that format. Those with the same weights take turns. layers:
-    build that many at most. seconds: nothing is begun after that long. progress: called with (done, total, text).
+    build that many at most. device: Ranks, where several share our experts and decode the same sequences, or each its
+    own. seconds: nothing is begun after that long. progress: called with (done, total, text).
     Raises InputError for what is no such model; what fails later is a row with the reason.
     """
     started = time.monotonic()
-    facts = probe(device)
+    ranks = device if isinstance(device, Ranks) else None
+    facts = probe(device.device if isinstance(device, Ranks) else device)
     place = torch.device(facts.place)
     model = _built(what, layers, facts, [weights for weights, _ in recipes])
     ours = [_way(weights, activations or "bf16") for weights, activations in recipes]
     rows: list[ModelRow] = []
-    specs: list[MoESpec] = []
+    specs = _specs(model) if ranks else list[MoESpec]()
     groups = [(*_THEIRS, "collegium bf16"), *((way,) for way in ours)]
     for index, ways in enumerate(groups):
         if progress is not None:
             progress(index, len(groups), ways[-1])
         # The first group lets the plug-in read the sizes of the experts off the model.
-        reason = _attached(model, ways[0], specs) if index else ""
+        reason = _attached(model, ways[-1], specs, ranks) if index or ranks else ""
         for batch in batches:
-            late = "no time left" if time.monotonic() - started > seconds else ""
-            rows += _turns(model, ways, batch, rounds, reason or late)
+            late = "no time left" if _any(ranks, time.monotonic() - started > seconds) else ""
+            reasons = {way: late or ("" if way in _THEIRS else reason) for way in ways}
+            rows += _turns(model, reasons, batch, rounds, ranks)
         specs = specs or [layer.spec for layer in plugin.layers_of(model)]
     return ModelReport(
         model=what if what in MODELS else Path(what).resolve().name,
@@ -200,7 +207,22 @@ def bench_model(
         triton=version_of("triton"),
         transformers=version_of("transformers"),
         rows=tuple(rows),
+        ranks=ranks.world_size if ranks else 1,
     )
+
+
+def _any(ranks: Ranks | None, value: object) -> bool:
+    """Return whether ``value`` holds on any rank: what one leaves out, all leave out."""
+    return any(ranks.exchange(bool(value), "bench-model")) if ranks else bool(value)
+
+
+def _specs(model: Any) -> list[MoESpec]:
+    """Return the sizes of the experts, which the plug-in would read off the model where they are not shared."""
+    top_k = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
+    if top_k is None:
+        raise InputError("bench-model on several ranks: the model's config has no num_experts_per_tok")
+    found = sorted(plugin.experts_modules(model).items())
+    return [plugin.spec_of(module, plugin.routed_weights(module), top_k) for _, module in found]
 
 
 def _built(what: str, layers: int | None, facts: DeviceFacts, formats: Sequence[str]) -> Any:
@@ -253,43 +275,53 @@ def _formats(way: str) -> tuple[str, str]:
     return recipe_of(way.partition(" ")[2] or "bf16")
 
 
-def _attached(model: Any, way: str, specs: Sequence[MoESpec]) -> str:
-    """Give every layer of ``model`` random experts in the formats of ``way``; return why not, or nothing."""
-    modules = sorted(plugin.experts_modules(model))
+def _attached(model: Any, way: str, specs: Sequence[MoESpec], ranks: Ranks | None) -> str:
+    """Give every layer of ``model`` experts in the formats of ``way``; return why not, or nothing."""
+    modules = sorted(plugin.experts_modules(model).items())
     if len(specs) != len(modules):
         return "absent: the sizes of the experts are not known, as our BF16 experts did not run"
     try:
-        plugin.attach(model, {at: _layer(spec, way, model.device, at) for at, spec in zip(modules, specs, strict=True)})
+        pairs = zip(modules, specs, strict=True)
+        plugin.attach(model, {at: _layer(spec, way, (at, module), ranks) for (at, module), spec in pairs})
     except Exception as fault:  # this way is listed with the reason, and the run goes on
         return f"absent: {_reason(fault)}"
     return ""
 
 
-def _layer(spec: MoESpec, way: str, device: torch.device, seed: int) -> MoELayer:
-    weights, activations = _formats(way)
-    own = replace(spec, weight_format=weights)
-    problem = Problem(spec=own, device=probe(device), limits=Limits(max_tokens=2048))
-    return MoELayer(random_weights(own, device, seed=seed), plan(problem, Choice(activation_format=activations)))
+def _layer(spec: MoESpec, way: str, owner: tuple[int, Any], ranks: Ranks | None) -> MoELayer:
+    """Return the layer of an experts module: random experts, in BF16 the module's own, as in one process."""
+    (weights, activations), (seed, module) = _formats(way), owner
+    own, device = replace(spec, weight_format=weights), module.down_proj.device
+    made = plugin.routed_weights(module) if weights == "bf16" else random_weights(own, device, seed=seed)
+    placed = None if ranks is None else ranks.placement(spec.num_experts)
+    problem = Problem(spec=own, device=probe(device), limits=Limits(max_tokens=2048), placement=placed)
+    if placed is not None:
+        made = experts_of(made, placed.expert_ids)
+    return MoELayer(made, plan(problem, Choice(activation_format=activations)))
 
 
-def _turns(model: Any, ways: Sequence[str], batch: int, rounds: int, reason: str) -> list[ModelRow]:
-    """Return a row for each of ``ways``, which take turns; with ``reason`` and without a time where there is one."""
+def _turns(model: Any, ways: Mapping[str, str], batch: int, rounds: int, ranks: Ranks | None) -> list[ModelRow]:
+    """Return a row for each of ``ways``, which take turns; without a time where it names a reason."""
     ready: dict[str, Callable[[], object]] = {}
-    rows = {way: ModelRow(batch=batch, experts=way, note=reason) for way in ways}
-    for way in () if reason else ways:
+    # Ranks with sequences of their own decode as many more together.
+    apart = ranks is not None and not ranks.same_tokens
+    count, seed = (batch * ranks.world_size, 1000 * ranks.rank) if ranks and apart else (batch, 0)
+    rows = {way: ModelRow(batch=count, experts=way, note=reason) for way, reason in ways.items()}
+    for way in [way for way, reason in ways.items() if not reason]:
         try:
             model.set_experts_implementation(way.split()[0])
             if way not in _THEIRS:
                 _warm(model)
-            stepper = _Stepper(model, batch)
-            error = _checked(model, way, stepper)
+            stepper = _Stepper(model, batch, seed)
+            error = _checked(model, way, stepper, ranks)
             ready[way], graph = _prepared(model, way, stepper)
             rows[way] = replace(rows[way], error=error, graph=graph)
         except Exception as fault:  # as above
             rows[way] = replace(rows[way], note=f"failed: {_reason(fault)}")
     try:
         for way, seconds in take_turns(ready, model.device, rounds=rounds, queued=False).items():
-            rows[way] = replace(rows[way], seconds=seconds)
+            slowest = max(ranks.exchange(seconds, "bench-model: seconds")) if ranks else seconds
+            rows[way] = replace(rows[way], seconds=slowest)
     except Exception as fault:  # as above
         rows |= {way: replace(rows[way], note=f"failed: {_reason(fault)}") for way in ready}
     ready.clear()
@@ -308,7 +340,7 @@ def _warm(model: Any) -> None:
     warm_up(plugin.layers_of(model))
 
 
-def _checked(model: Any, way: str, stepper: _Stepper) -> float:
+def _checked(model: Any, way: str, stepper: _Stepper, ranks: Ranks | None) -> float:
     """Return the error of the middle layer's experts on the inputs of the prompt; raises when it is too large."""
     modules = sorted(plugin.experts_modules(model).items())
     index, module = modules[len(modules) // 2]
@@ -326,6 +358,8 @@ def _checked(model: Any, way: str, stepper: _Stepper) -> float:
         problem = Problem(spec=spec, device=probe(model.device))
         error = experts_error(found.view(-1, x.shape[-1]), problem, own, case)
     allowed = TOLERANCES[activation_format(activations).bits]
+    if ranks is not None:
+        error = max(ranks.exchange(error, "bench-model: error"), key=lambda each: (each != each, each))
     if not error <= allowed:
         raise MeasurementError(f"the experts of layer {index} are {error:.4f} away from FP32 truth, allowed {allowed}")
     return error
@@ -333,7 +367,8 @@ def _checked(model: Any, way: str, stepper: _Stepper) -> float:
 
 def _prepared(model: Any, way: str, stepper: _Stepper) -> tuple[Callable[[], object], bool]:
     """Return a decode step of ``way`` and whether it is a graph."""
-    if model.device.type == "cuda" and way not in _NO_GRAPH:
+    shared = () if way in _THEIRS else (layer.plan for layer in plugin.layers_of(model))
+    if model.device.type == "cuda" and way not in _NO_GRAPH and all(made.capturable for made in shared):
         try:
             return prepare_pass([stepper.step], model.device), True
         except Exception:  # what cannot be captured is timed as it is

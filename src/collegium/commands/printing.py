@@ -140,7 +140,8 @@ def print_bench(report: BenchReport) -> None:
 def print_model_bench(report: ModelReport) -> None:
     """Show tokens a second by what runs the experts, and why one has none."""
     size = f"{report.parameters / 1e9:.1f} G parameters, {report.layers} layers"
-    out.print(f"[bold]{report.model}[/bold] ({size}), random weights, on {report.device}")
+    shared = f"{report.ranks} ranks of " if report.ranks > 1 else ""
+    out.print(f"[bold]{report.model}[/bold] ({size}), random weights, on {shared}{report.device}")
     _print_table(
         None,
         ("experts ", "sequences", "tokens/s", "ms a step", "one graph", "error"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager
 from functools import wraps
 from inspect import Parameter, Signature, signature
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ..errors import InputError
+from ..parallel.torchrun import is_first, ranks_started
 from .printing import err, print_json
 
 if TYPE_CHECKING:
@@ -28,14 +31,26 @@ class Report(Protocol):
         ...
 
 
-def prints(show: Callable[[Any], None]) -> Callable[[Callable[..., Report]], Callable[..., None]]:
-    """Give a command ``--json``: print what it returns as one object, or with ``show``."""
+def prints(
+    show: Callable[[Any], None], *, together: bool = False
+) -> Callable[[Callable[..., Report]], Callable[..., None]]:
+    """Give a command ``--json``: print what it returns as one object, or with ``show``.
+
+    together: ranks that torchrun started do it together, and the first of them prints; others are refused.
+    """
 
     def decorate(command: Callable[..., Report]) -> Callable[..., None]:
         @wraps(command)
         def run(*, as_json: bool, **given: Any) -> None:
+            if not together and "RANK" in os.environ and ranks_started(os.environ) > 1:
+                raise InputError(
+                    f"{command.__name__} was started on {os.environ['WORLD_SIZE']} ranks; generate, verify and "
+                    "bench-model run on several, this command in one process: start it without torchrun"
+                )
             report = command(**given)
-            if as_json:
+            if not is_first(os.environ):
+                pass
+            elif as_json:
                 print_json(report.to_json())
             else:
                 show(report)
@@ -56,7 +71,7 @@ def prints(show: Callable[[Any], None]) -> Callable[[Callable[..., Report]], Cal
 def bar(what: str) -> Generator[Callable[[int, int, str], None]]:
     """Show a bar on the error stream while the block runs; gives ``progress(done, total, text)``."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=err, transient=True) as progress:
+    with Progress(*columns, console=err, transient=True, disable=not is_first(os.environ)) as progress:
         task = progress.add_task(what)
 
         def step(done: int, total: int, text: str) -> None:

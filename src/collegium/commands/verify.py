@@ -26,6 +26,7 @@ from ..layer import MoELayer
 from ..loading import load_routed
 from ..models import moe_layers
 from ..ops.quantize import activation_format
+from ..parallel.ranks import Ranks
 from ..plan import plan
 from ..problem import Choice, Placement, Problem
 from ..runtime.devices import probe
@@ -106,20 +107,22 @@ def verify_model(
     path: str,
     *,
     experts: int | None = 8,
-    device: str | None = None,
+    device: str | Ranks | None = None,
     force: Choice | None = None,
     weight_format: str | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> VerifyReport:
     """Verify every MoE layer of the checkpoint at ``path``, one in memory at a time.
 
-    experts: how many of each layer to recompute, None for all. device, force, weight_format: as ``load_layer``.
+    experts: how many of each layer to recompute, None for all. device, force, weight_format: as ``load_layer``; of
+    Ranks each recomputes experts it holds, and all get one report.
     progress: called with (layers done, layers, text). Raises what loading and planning raise, and the
     CheckpointErrors of a router, hash table or shared expert that no layer could be built from.
     """
     if experts is not None and experts < 1:
         raise InputError(f"verify: {experts} experts were asked for, allowed: at least 1, or all")
-    checkpoint, facts = Checkpoint.open(path), probe(device)
+    checkpoint, ranks = Checkpoint.open(path), device if isinstance(device, Ranks) else None
+    facts = probe(device.device if isinstance(device, Ranks) else device)
     layers = moe_layers(checkpoint.config)
     refuse(checkpoint, check_dense_layers(checkpoint))
     proofs: list[LayerProof] = []
@@ -128,19 +131,20 @@ def verify_model(
             progress(done, len(layers), f"layer {number}")
         layer = CheckpointLayer.open(checkpoint, number)
         refuse(checkpoint, check_beside(layer, deep=True))
-        proofs.append(_prove_routed(layer, experts, facts, (force, weight_format)))
-        shared = _prove_shared(layer, facts, force, weight_format)
+        proofs.append(_prove_routed(layer, experts, device or facts.place, (force, weight_format)))
+        shared = _prove_shared(layer, facts, (force, weight_format), ranks)
         proofs += [] if shared is None else [shared]
     return VerifyReport(path=str(path), device=f"{facts.kind} {facts.name}".strip(), proofs=tuple(proofs))
 
 
 def _prove_routed(
-    layer: CheckpointLayer, experts: int | None, facts: DeviceFacts, wishes: tuple[Choice | None, str | None]
+    layer: CheckpointLayer, experts: int | None, device: str | Ranks, wishes: tuple[Choice | None, str | None]
 ) -> LayerProof:
     force, weight_format = wishes
-    built = load_routed(layer, weight_format=weight_format, force=force, device=facts.place)
+    built = load_routed(layer, weight_format=weight_format, force=force, device=device)
     held = built.spec.num_experts
     chosen = _sample(held, held if experts is None else experts, layer.number)
+    chosen = [expert for expert in chosen if expert in built.plan.problem.local_experts]
 
     def source() -> Iterator[tuple[int, ExpertWeights[Payload], int]]:
         for start in range(0, len(chosen), _TOGETHER):
@@ -151,13 +155,14 @@ def _prove_routed(
             for slot, expert in enumerate(ids):
                 yield expert, weights, slot
 
-    return _prove(built, layer.number, "experts", source())
+    return _prove(built, layer.number, "experts", source(), device if isinstance(device, Ranks) else None)
 
 
 def _prove_shared(
-    layer: CheckpointLayer, facts: DeviceFacts, force: Choice | None, weight_format: str | None
+    layer: CheckpointLayer, facts: DeviceFacts, wishes: tuple[Choice | None, str | None], ranks: Ranks | None
 ) -> LayerProof | None:
-    """Run the shared expert as one routed expert, which is what it is to a kernel."""
+    """Run the shared expert as one routed expert, which is what it is to a kernel; every rank runs it whole."""
+    force, weight_format = wishes
     shared = load_shared(layer, device=facts.place)
     if shared is None:
         return None
@@ -168,7 +173,7 @@ def _prove_shared(
     problem = Problem(spec=spec.shared_alone(), device=facts)
     built = MoELayer(shared.experts, plan(problem, replace(force or Choice(), kernel=kernel)))
     plain = load_shared(layer)
-    return None if plain is None else _prove(built, layer.number, "shared", iter([(0, plain.experts, 0)]))
+    return None if plain is None else _prove(built, layer.number, "shared", iter([(0, plain.experts, 0)]), ranks)
 
 
 def _sample(held: int, count: int, layer: int) -> list[int]:
@@ -180,24 +185,36 @@ def _sample(held: int, count: int, layer: int) -> list[int]:
 
 
 def _prove(
-    built: MoELayer, layer: int, part: str, source: Iterator[tuple[int, ExpertWeights[Payload], int]]
+    built: MoELayer,
+    layer: int,
+    part: str,
+    source: Iterator[tuple[int, ExpertWeights[Payload], int]],
+    ranks: Ranks | None,
 ) -> LayerProof:
-    """Compute truth expert by expert, run all rows at once and then a few of each expert, and compare."""
-    spec, rows, truths, owners = built.spec, list[Any](), list[Any](), list[int]()
+    """Compute truth expert by expert, run all rows at once and then a few of each expert, and compare.
+
+    Of several ranks each brings rows of its own experts, or none, and hears how far off the others' are.
+    """
+    spec, owners = built.spec, list[int]()
+    # A rank may hold none of the experts that were chosen; it takes part with no rows.
+    rows: list[Any] = [torch.empty(0, spec.hidden_size, dtype=torch.bfloat16)]
+    truths: list[Any] = [torch.empty(0, spec.hidden_size, dtype=torch.float64)]
     for place, (expert, weights, slot) in enumerate(source):
         count = _COUNTS[place % len(_COUNTS)]
         x, truth = _truth(weights, slot, spec, heavy_tailed(count, spec.hidden_size, seed=7919 * layer + expert))
         rows.append(x)
         truths.append(truth)
         owners += [expert] * count
-    ids = torch.tensor(owners)
+    ids = torch.tensor(owners, dtype=torch.int64)
     factors = 0.25 + 1.5 * torch.rand(len(owners), generator=torch.Generator().manual_seed(layer))
     x, truth = torch.cat(rows), torch.cat(truths) * factors.double()[:, None]
     errors = _row_errors(_run(built, x, ids, factors), truth)
     names = list(dict.fromkeys(owners))
-    few = torch.cat([(ids == expert).nonzero()[:_FEW, 0] for expert in names])
+    few = torch.cat([ids[:0], *((ids == expert).nonzero()[:_FEW, 0] for expert in names)])
     again = _row_errors(_run(built, x[few], ids[few], factors[few]), truth[few])
     by_expert = {e: max(_mean(errors[ids == e]), _mean(again[ids[few] == e])) for e in names}
+    for found in [] if ranks is None else ranks.exchange(by_expert, f"verify: {part} of layer {layer}"):
+        by_expert |= {e: max(error, by_expert.get(e, error)) for e, error in found.items()}
     worst = max(by_expert, key=lambda expert: by_expert[expert])
     chosen = built.plan
     return LayerProof(

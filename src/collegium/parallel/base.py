@@ -78,6 +78,10 @@ class Reaching(Dispatcher, Protocol):
         """
         ...
 
+    def likely(self, posted: Any) -> int:
+        """Return how many rows are likely to be here after ``send`` returned ``posted``; tiles are chosen for it."""
+        ...
+
     def send(
         self, x: Tensor, routing: Routing, memory: Memory | None = None, *, codes: tuple[str, int] | None = None
     ) -> Any:
@@ -95,12 +99,13 @@ class DispatcherKind(Protocol):
     """One row of ``DISPATCHERS``.
 
     together: all ranks call at the same time, so a batch is never cut into passes, which another rank might have fewer
-    of.
+    of. reaching: it builds a ``Reaching``.
     """
 
     name: str
     capturable: bool
     together: bool
+    reaching: bool
 
     def refuse(self, problem: Problem, *, asked: bool) -> str | None:
         """Return why it cannot serve ``problem``, or None. asked: whether a user chose it by name."""

@@ -21,8 +21,8 @@ def group_named(name: str) -> distributed.ProcessGroup:
     """Return the process group ``name``, torch's default one for an empty name; raises InputError without any."""
     if not (distributed.is_available() and distributed.is_initialized()):
         raise InputError(
-            "several ranks were asked for, and torch.distributed is not initialised; launch with torchrun, and call "
-            "torch.distributed.init_process_group() before layers are built"
+            "several ranks were asked for, and torch.distributed is not initialised in this process; launch with "
+            "torchrun, and call torch.distributed.init_process_group() before layers are built"
         )
     if not name:
         return distributed.group.WORLD  # pyright: ignore[reportReturnType]

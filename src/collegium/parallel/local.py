@@ -80,6 +80,7 @@ class LocalKind:
     name = "local"
     capturable = True
     together = False
+    reaching = False
 
     def refuse(self, problem: Problem, *, asked: bool) -> str | None:
         """Refuse a placement that leaves experts, or slices of them, to other ranks."""

@@ -78,6 +78,7 @@ class PartialKind:
     name = "partial"
     capturable = True
     together = False
+    reaching = False
 
     def refuse(self, problem: Problem, *, asked: bool) -> str | None:
         """Refuse unless it was asked for, and a shared expert, which every rank would add."""

@@ -125,6 +125,7 @@ class AcrossKind:
 
     capturable = False
     together = True
+    reaching = False
 
     def refuse(self, problem: Problem, *, asked: bool) -> str | None:
         """Refuse what ``refuse_split`` does."""

@@ -138,8 +138,9 @@ class SymmMem:
         batch, inner = self.inner.dispatch(
             own.x, Routing(topk_ids=own.ids, topk_weights=weights), memory, block_t=block_t
         )
-        rows = self.rows(peers.bound, sent.ids.shape[1])
-        batch = replace(batch, scale=own.scale, dtype=posted.dtype, rows=rows, order=posted.order, x_ready=False)
+        batch = replace(
+            batch, scale=own.scale, dtype=posted.dtype, rows=self.likely(posted), order=posted.order, x_ready=False
+        )
         return batch, PeersHandle(posted, inner.slots, posted.weights.shape[0])
 
     def dispatch(
@@ -167,6 +168,10 @@ class SymmMem:
         returned = Returned(self._reachable(rows, "rows", memory), self._reachable(handle.slots, "slots", memory))
         weights = None if self.inner.weight_on_input else posted.weights
         return collect(posted.peers, posted.sent, returned, weights, self.map, out, shared)
+
+    def likely(self, posted: Posted) -> int:
+        """Return how many rows are likely to be here."""
+        return self.rows(posted.peers.bound, posted.sent.ids.shape[1])
 
     def check(self) -> None:
         """Wait for the device, and raise the RankError of a pass since which output is NaN, if there was one."""
@@ -202,14 +207,13 @@ class SymmMemKind:
     name = "symm_mem"
     capturable = True
     together = True
+    reaching = True
 
     def refuse(self, problem: Problem, *, asked: bool) -> str | None:
         """Refuse what ``refuse_split`` does, slices, ranks with the same tokens, a CPU, and several hosts."""
         reason, placed, device = refuse_split(problem), problem.placement, problem.device
         if reason is not None or placed is None:
             return reason
-        if placed.tp_size > 1 or placed.same_tokens:
-            return f"asked for {placed}; it brings every rank's own tokens to whole experts"
         if placed.world_size > MOST_PEERS or problem.spec.routing.top_k > 255 or problem.limits.max_tokens >= 1 << 24:
             return (
                 f"asked for {placed.world_size} ranks, top-{problem.spec.routing.top_k} and "

@@ -46,24 +46,24 @@ class Split:
     ) -> Tensor:
         """Return what ``Pipeline`` says."""
         parts, dispatcher, reaching = self.parts, self.parts.dispatcher, self._reaching
-        tokens, top_k = routing.topk_ids.shape
         if reaching is not None:
             posted = reaching.send(x, routing, memory, codes=parts.experts.arriving)
             # Beside the tokens on their way, and beside ranks that are late.
             added = shared() if shared else None
-            batch, handle = reaching.receive(posted, memory, block_t=self._block_t(posted.peers.bound, top_k, x))
+            batch, handle = reaching.receive(posted, memory, block_t=self._block_t(reaching.likely(posted), x))
         else:
             added = shared() if shared else None
-            batch, handle = dispatcher.dispatch(x, routing, memory, block_t=self._block_t(tokens, top_k, x))
+            batch, handle = dispatcher.dispatch(
+                x, routing, memory, block_t=self._block_t(dispatcher.rows(*routing.topk_ids.shape), x)
+            )
         made = parts.experts.run(batch, part(memory, "experts"))
         if parts.after_expert is not None:
             made = parts.after_expert(made)
         return dispatcher.combine(made, handle, memory, dtype=dtype, shared=added, out=out)
 
-    def _block_t(self, tokens: int, top_k: int, x: Tensor) -> tuple[int, ...]:
+    def _block_t(self, rows: int, x: Tensor) -> tuple[int, ...]:
         # Kernels that walk token tiles get their lists from the launch that orders the rows.
-        parts = self.parts
-        return parts.experts.tiling.block_t(parts.dispatcher.rows(tokens, top_k)) if x.is_cuda else ()
+        return self.parts.experts.tiling.block_t(rows) if x.is_cuda else ()
 
     def variants(self, tokens: int) -> frozenset[Hashable]:
         """Return those of the experts' kernel for the rows of ``tokens`` tokens."""

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = ["compile_batches", "run_every_way", "sizes_for", "warm_up"]
 
-_THREADS = 8
-
 
 def warm_up(layers: Iterable[Any], progress: Callable[[int, int, str], None] | None = None) -> int:
     """Warm up every ``MoELayer`` that differs from the ones before it; return the number of batches run."""
@@ -35,7 +33,12 @@ def warm_up(layers: Iterable[Any], progress: Callable[[int, int, str], None] | N
 
 
 def _kind(layer: Any) -> tuple[Hashable, ...]:
-    """Return what decides which kernel variants a layer needs."""
+    """Return what decides which kernel variants a layer needs.
+
+    Of layers over several ranks only what all ranks agree on: they have to warm up the same ones.
+    """
+    if layer.plan.groups:
+        return layer.plan.problem, layer.router is None, layer.after_expert is None
     shared = None if layer.shared is None else layer.shared.experts.key
     return layer.plan, layer.router is None, layer.after_expert is None, layer.experts.key, shared
 
@@ -94,6 +97,8 @@ def compile_batches(
     sizes: Sequence[int],
     device: torch.device,
     progress: Callable[[int, int, str], None] | None = None,
+    *,
+    threads: int = 8,
 ) -> int:
     """Run a batch of each of ``sizes`` tokens, in parallel after the first; return how many ran.
 
@@ -113,7 +118,7 @@ def compile_batches(
     if sizes:
         # Alone, so that what all batches share is compiled once.
         tell(1, one(sizes[0]))
-        with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+        with ThreadPoolExecutor(min(threads, os.cpu_count() or 1)) as pool:
             for done, tokens in enumerate(pool.map(one, sizes[1:]), start=2):
                 tell(done, tokens)
     return len(sizes)

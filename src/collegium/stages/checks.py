@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..problem import ExpertsProblem, Problem
     from ..types import ExpertWeights, LatentWeights, MoESpec, RouterWeights, SharedWeights
 
-__all__ = ["check_extras", "check_input", "check_rows", "check_weights"]
+__all__ = ["check_extras", "check_input", "check_rows", "check_weights", "check_whole"]
 
 
 def check_weights(weights: ExpertWeights[Payload], problem: ExpertsProblem) -> None:
@@ -119,4 +119,13 @@ def _check_tensor(whose: str, name: str, tensor: Tensor | None, wanted: tuple[in
     if found != wanted:
         raise InputError(
             f"{whose}: {name} has shape {found}, the spec ({says}) needs {wanted or 'none'}; give what the spec says"
+        )
+
+
+def check_whole(problem: Problem, after_expert: object) -> None:
+    """Refuse a function of experts' rows where ranks hold slices of experts; raises InputError."""
+    if after_expert is not None and problem.placement is not None and problem.placement.tp_size > 1:
+        raise InputError(
+            f"after_expert was given for {problem.placement}: a slice's rows are a part of what the expert returns; "
+            "split the experts over ranks instead of each expert's width"
         )

@@ -168,7 +168,9 @@ def _transformers_experts_fake(*_: object) -> None:
 
 def _run(module: nn.Module, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor | None = None) -> Tensor:
     entry = _LAYERS[module] if _is_built(module) else _built(module, x, topk_ids.shape[-1])
-    if getattr(module, "_is_expert_parallel", torch.distributed.is_available() and torch.distributed.is_initialized()):
+    split = torch.distributed.is_available() and torch.distributed.is_initialized()
+    # A layer over ranks of its own takes every id; there an unknown one is a fault.
+    if not entry.layer.plan.groups and getattr(module, "_is_expert_parallel", split):
         topk_ids = topk_ids.masked_fill(topk_ids >= entry.layer.spec.num_experts, -1)
     return entry.layer(x, routing=Routing(topk_ids=topk_ids, topk_weights=topk_weights), out=out)
 

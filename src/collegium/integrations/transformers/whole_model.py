@@ -12,6 +12,7 @@ from ...errors import ConfigError
 from ...formats.unquantised import DTYPES
 from ...loading import load_layer, load_routed
 from ...models import family_of
+from ...parallel.ranks import Ranks
 from ...runtime.devices import plain_torch, probe
 from .blocks import blocks_of, families_with_blocks
 from .classes import class_and_config
@@ -37,14 +38,15 @@ def load_model(
     *,
     weight_format: str | None = None,
     force: Choice | None = None,
-    device: str | None = None,
+    device: str | Ranks | None = None,
     limits: Limits | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> nn.Module:
     """Load a model that writes text, in BF16, whose experts run through Collegium in their published format.
 
-    weight_format: encode the experts into this format instead. force: kernel or activation format. progress: called
-    with (done, total, what). Tensors outside the experts are BF16, but for those transformers keeps in float32.
+    weight_format: encode the experts into this format instead. force: kernel or activation format. device: Ranks, where
+    several ranks share the experts: each reads its own, and everything else. progress: called with (done, total, what).
+    Tensors outside the experts are BF16, but for those transformers keeps in float32.
     Neither ``save_pretrained`` nor another ``experts_implementation`` works afterwards (InputError), and nothing
     needs a gradient. Raises CheckpointError kinds, PlanError, and MissingExtraError without transformers.
     """
@@ -53,10 +55,14 @@ def load_model(
 
 
 def load_model_in(
-    dtype: Literal["bf16", "fp16", "fp32"], path: str | os.PathLike[str], *, device: str | None = None, **others: Any
+    dtype: Literal["bf16", "fp16", "fp32"],
+    path: str | os.PathLike[str],
+    *,
+    device: str | Ranks | None = None,
+    **others: Any,
 ) -> nn.Module:
     """Do what ``load_model`` does, which is in BF16, in another dtype: in float32 a whole model can be judged."""
-    place = probe(device).place
+    place = probe(device.device if isinstance(device, Ranks) else device).place
     checkpoint = Checkpoint.open(path)
     make_known()
     cls, config = class_and_config(checkpoint)
@@ -76,7 +82,7 @@ def build_layers(
     *,
     weight_format: str | None = None,
     force: Choice | None = None,
-    device: str | None = None,
+    device: str | Ranks | None = None,
     limits: Limits | None = None,
     progress: Callable[[int, int, str], None] | None = None,
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16",

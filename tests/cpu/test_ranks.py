@@ -1,0 +1,183 @@
+"""One argument splits a layer: every way to share experts, from checkpoints on disk, against one rank."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+pytest.importorskip("transformers")
+
+from collegium import (
+    Choice,
+    DeviceFacts,
+    InputError,
+    Limits,
+    MoELayer,
+    MoESpec,
+    Plan,
+    PlanError,
+    Problem,
+    Ranks,
+    RoutingSpec,
+    load_layer,
+    plan,
+    probe,
+)
+from collegium.checkpoint.loader import load_experts
+from collegium.checkpoint.opened import CheckpointLayer
+from collegium.checkpoint.reader import Checkpoint
+from collegium.testing.compare import random_experts
+from family_cases import CASES, build
+from rank_cases import FOLDERS, compare_loaded, refusals
+from ranks import run_ranks
+from whole_models import in_bf16
+
+# A shared expert, biases with slices of 24 columns, and weights in blocks that slices must fill up.
+FAMILIES = ("deepseek_v3", "gpt_oss")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: Any) -> list[Path]:
+    paths = [tmp_path_factory.mktemp("ranks") / name for name in FAMILIES]
+    for path in paths:
+        build(CASES[path.name], path)
+        in_bf16(path)
+    return paths
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_way_to_share_a_layer_gives_what_one_rank_does(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch, world: int
+) -> None:
+    monkeypatch.setenv(FOLDERS, os.pathsep.join(map(str, folders if world == 2 else folders[1:])))
+    assert run_ranks(compare_loaded, world, seconds=200) == [[]] * world
+
+
+def test_what_cannot_be_shared_is_one_error_on_every_rank(
+    folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The same model after more training: every name and shape is the same.
+    trained = shutil.copytree(folders[0], tmp_path / "trained")
+    tensors = {name: tensor + tensor.abs() / 64 for name, tensor in load_file(trained / "model.safetensors").items()}
+    save_file(tensors, trained / "model.safetensors", metadata={"format": "pt"})
+    monkeypatch.setenv(FOLDERS, os.pathsep.join(map(str, (*folders, trained))))
+    first, other = run_ranks(refusals, 2)
+    says = {
+        "does not multiply": "experts=3, slices=2 were asked for, torch.distributed has 2 ranks; 3 x 2 has to be 2",
+        "nothing left": "experts=None, slices=3 were asked for",
+        "other on one rank": "Ranks.of: ranks 0 and 1 differ",
+        "no such dimension": "experts='model', slices=None were asked for, the mesh has dimensions ('experts',)",
+        "a name without a mesh": "name dimensions of a mesh, and no mesh was given",
+        "more ranks than experts": "1 experts were to be split over 2 ranks; a rank holds at least one",
+        "map": "(missing [2, 3, 4], unknown [])",
+        "too many replicas": "allowed are 0 to 4 replicas a rank",
+        "another order": "allowed: 'linear', 'round_robin'",
+        "other checkpoints": "loading layer 1: ranks 0 and 1 differ: checkpoint",
+        "other weights": "loading layer 1: ranks 0 and 1 differ: checkpoint",
+        "other limits": "with Limits(max_tokens=9, rank_tokens=None), bf16 and checkpoint",
+        "other tokens": "same_tokens: every rank has to be called with the same tokens, found [4, 5] of them by rank",
+        "other slices": "loading layer 1: ranks 0 and 1 differ: checkpoint",
+    }
+    assert first.keys() == says.keys()
+    for name, text in says.items():
+        assert first[name] == other[name]
+        assert first[name].startswith("InputError: "), name
+        assert text in first[name], name
+
+
+def _ranks(world: int, **asked: Any) -> list[Ranks]:
+    """Return what ``Ranks.of`` gives each of ``world`` ranks, without a group: what is read needs none."""
+    return [Ranks(rank=rank, world_size=world, **asked) for rank in range(world)]
+
+
+def test_each_rank_reads_its_own_bytes(folders: list[Path]) -> None:
+    def read(ranks: Ranks) -> int:
+        layer = CheckpointLayer.open(Checkpoint.open(folders[0]), 1)
+        before = layer.checkpoint.bytes_read
+        load_experts(layer, ranks.placement(8), pad=True)
+        return layer.checkpoint.bytes_read - before
+
+    whole = read(Ranks())
+    assert [read(ranks) for ranks in _ranks(3)] == [whole * n // 8 for n in (3, 3, 2)]
+    assert [read(ranks) for ranks in _ranks(4, replicas=1)] == [whole * 3 // 8] * 4
+    # A slice is cut from every expert, none twice; 24 columns in 5 slices are 4 of 5 and one of 4.
+    for cut in (2, 5):
+        parts = [read(Ranks(slice_rank=rank, slices=cut)) for rank in range(cut)]
+        assert sum(parts) == whole
+        assert max(parts) == -(-24 // cut) * whole // 24
+
+
+def test_who_holds_what() -> None:
+    def held(world: int, experts: int, **asked: Any) -> list[tuple[int, ...]]:
+        placements = [ranks.placement(experts) for ranks in _ranks(world, **asked)]
+        assert all(placed.ranks == placements[0].ranks for placed in placements)
+        return [placed.expert_ids for placed in placements]
+
+    assert held(3, 7) == [(0, 1, 2), (3, 4), (5, 6)]
+    assert held(3, 7, order="round_robin", replicas=2) == [(0, 3, 6, 1, 4), (1, 4, 2, 5), (2, 5, 0, 3)]
+    assert held(2, 3, order=((2, 0), (1, 2))) == [(2, 0), (1, 2)]
+    assert held(2, 3, order=((2, 0), (1, 2)), replicas=1) == [(2, 0, 1), (1, 2, 0)]
+    placed = Ranks(rank=1, world_size=2, spare=3, same_tokens=True, group="g").placement(4)
+    assert (placed.width, placed.same_tokens, placed.group) == (5, True, "g")
+
+
+def test_a_plan_says_what_travels_and_what_it_costs() -> None:
+    spec = MoESpec(hidden_size=64, intermediate_size=64, num_experts=8, routing=RoutingSpec(top_k=2))
+
+    def made(ranks: Ranks, tokens: int = 100, **force: Any) -> Plan:
+        asked = Problem(spec=spec, device=probe("cpu"), limits=Limits(max_tokens=tokens), placement=ranks.placement(8))
+        return plan(asked, Choice(**force))
+
+    sliced = made(Ranks(slices=2))
+    assert (sliced.dispatcher, sliced.capacity) == ("local", 200)
+    assert "the sums of 2 slices in float32 (other bits than those of one rank) between ranks" in sliced.explain()
+    both = made(Ranks(world_size=2, slices=2, same_tokens=True), tokens=101)
+    # A share is 51 tokens, and every rank's share may go to this rank's experts.
+    assert (both.dispatcher, both.capacity) == ("all_to_all", 51 * 2 * 2)
+    assert "2 slices in float32" in both.explain()
+    assert "outputs to every rank" in both.explain()
+    assert both.groups == ("", "")
+    gpu = replace(sliced.problem, device=DeviceFacts(kind="cuda", capability=(9, 0)), graph=True)
+    # Nothing is read on the host, and few tokens do not go around the sum over slices.
+    assert (plan(gpu).capturable, plan(gpu).pipelines) == (True, ("split",))
+    assert plan(replace(gpu, placement=None)).pipelines == ("direct", "split")
+    # Ranks that read each other's memory serve shares of the same tokens too, and whole experts alone.
+    near = replace(gpu, device=replace(gpu.device, peers=2), limits=Limits(max_tokens=101))
+    same = plan(replace(near, placement=Ranks(world_size=2, same_tokens=True).placement(8)))
+    assert (same.dispatcher, same.capturable, same.capacity) == ("symm_mem", True, 51 * 2 * 2)
+    assert "a row for each assignment back, with the bits of one rank, and outputs to every rank" in same.explain()
+    refused = plan(replace(near, graph=False, placement=both.problem.placement))
+    assert refused.dispatcher == "all_to_all"
+    assert "it brings tokens to whole experts" in refused.explain()
+    part = made(Ranks(world_size=2, slices=2), dispatcher="partial")
+    assert (part.wire_format, part.groups, part.capacity) == ("none", (), 200)
+    with pytest.raises(PlanError, match=r"local: asked for rank 0 of 2, experts 0 to 3: 4 of 8 experts"):
+        made(Ranks(world_size=2), dispatcher="local")
+
+
+def test_ranks_need_a_group(folders: list[Path]) -> None:
+    with pytest.raises(InputError, match=r"torch.distributed is not initialised .*launch with torchrun"):
+        Ranks.of()
+    with pytest.raises(InputError, match=r"torch.distributed is not initialised"):
+        load_layer(folders[0], 1, device=Ranks(world_size=2))
+    # One rank that holds everything needs none.
+    assert load_layer(folders[0], 1, device=Ranks()).plan.dispatcher == "local"
+
+
+def test_rows_of_a_slice_are_no_experts_rows() -> None:
+    weights = random_experts(4, 2, 32, 64, seed=1)
+    spec = MoESpec(hidden_size=64, intermediate_size=64, num_experts=4, routing=RoutingSpec(top_k=2))
+    asked = Problem(
+        spec=replace(spec, weight_format=weights.down.name),
+        device=probe("cpu"),
+        dtype="fp32",
+        placement=Ranks(slices=2).placement(4),
+    )
+    with pytest.raises(InputError, match="a slice's rows are a part of what the expert returns"):
+        MoELayer(weights, plan(asked), after_expert=lambda rows: rows)

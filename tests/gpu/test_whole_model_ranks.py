@@ -1,0 +1,49 @@
+"""Layers and whole models over two GPUs and more: bits, text, and a CUDA graph of a layer in slices."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+if torch.cuda.device_count() < 2:
+    pytest.skip("needs two GPUs", allow_module_level=True)
+pytest.importorskip("transformers")
+
+from commands import command, torchrun
+from family_cases import CASES, build
+from rank_cases import FOLDERS, compare_loaded, replay_slices
+from rank_models import compare_models
+from ranks import run_ranks
+from whole_models import in_bf16
+
+SHIPPED = Path(__file__).resolve().parents[2] / "demo" / "fables-16m"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: Any) -> str:
+    paths = [tmp_path_factory.mktemp("ranks") / name for name in ("deepseek_v3", "gpt_oss")]
+    for path in paths:
+        build(CASES[path.name], path)
+        in_bf16(path)
+    return os.pathsep.join(map(str, paths))
+
+
+@pytest.mark.parametrize("check", [compare_loaded, compare_models, replay_slices])
+def test_several_gpus_give_what_one_does(check: Any, folders: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FOLDERS, folders)
+    assert run_ranks(check, 2, "cpu:gloo,cuda:nccl", seconds=500) == [[]] * 2
+
+
+@pytest.mark.parametrize("more", [(), ("--format", "mxfp4"), ("--temperature", "1")])
+def test_torchrun_and_the_command_are_all_it_takes(more: tuple[str, ...]) -> None:
+    asked = ("generate", str(SHIPPED), "--tokens", "24", "--prompt", "The old king", "--json", *more)
+    code, said, errors = torchrun(*asked)
+    assert code == 0, errors
+    assert json.loads(said)["text"] == json.loads(command(*asked)[1])["text"]

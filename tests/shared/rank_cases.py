@@ -1,0 +1,169 @@
+"""Layers loaded from disk by ranks, against one layer that holds everything."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+
+from collegium import CollegiumError, Limits, Ranks, Routing, load_layer
+from collegium.checkpoint.reader import Checkpoint
+from collegium.parallel.meeting import timeout_seconds
+from collegium.testing.compare import heavy_tailed
+
+__all__ = ["FOLDERS", "compare_loaded", "error_of", "refusals", "replay_slices"]
+
+FOLDERS = "COLLEGIUM_TEST_FOLDERS"  # where the ranks of a test find its checkpoints
+
+
+def _device(rank: int) -> str:
+    return f"cuda:{rank}" if "nccl" in distributed.get_backend_config() else "cpu"
+
+
+def _inputs(layer: Any, tokens: int, seed: int) -> tuple[torch.Tensor, Routing]:
+    spec, device = layer.spec, layer.handle.device
+    x = heavy_tailed(tokens, spec.hidden_size, seed=seed).to(device, layer.input_dtype)
+    generator = torch.Generator().manual_seed(seed)
+    # The last expert is hot, and the first is nobody's.
+    scores = torch.rand(tokens, spec.num_experts, generator=generator)
+    scores[:, -1] += 0.5
+    scores[:, 0] -= 9.0
+    ids = scores.topk(spec.routing.top_k).indices
+    ids[1::5, -1], ids[3::7, 0] = -1, spec.num_experts + 2
+    weights = torch.rand(ids.shape, generator=generator)
+    return x, Routing(topk_ids=ids.to(device), topk_weights=weights.to(device))
+
+
+def _faults(layer: Any, whole: Any, ranks: Ranks, tokens: int) -> list[str]:
+    """Return what is not as promised for ``tokens`` tokens a rank; slices have other bits."""
+    faults: list[str] = []
+    own = 0 if ranks.same_tokens else ranks.rank
+    count = tokens if ranks.same_tokens else (tokens * (ranks.rank + 1)) % 13  # another number on every rank
+    x, routing = _inputs(whole, count, seed=17 * tokens + own)
+    # Beside the experts (router, shared expert) a CPU's bits depend on how many tokens there are.
+    exact = ranks.slices == 1 and (whole.shared is None or ranks.same_tokens or x.is_cuda)
+    for what, asked in (("by its own router", {}), ("by a routing", {"routing": routing})):
+        found, wanted = layer(x, **asked), whole(x, **asked)
+        if not torch.equal(found.isnan(), wanted.isnan()):
+            faults.append(f"{what}: other rows are NaN")
+        found, wanted = found.nan_to_num(7.0), wanted.nan_to_num(7.0)
+        if exact and not torch.equal(found, wanted):
+            faults.append(f"{what}: {tokens} tokens have other bits")
+        if not bool((found.float() - wanted.float()).norm() <= 0.01 * wanted.float().norm()):
+            faults.append(f"{what}: {tokens} tokens are far off")
+        if not torch.equal(layer(x, **asked).nan_to_num(7.0), found):
+            faults.append(f"{what}: {tokens} tokens have other bits the second time")
+    return faults
+
+
+def _ways(world: int) -> list[tuple[str, Ranks]]:
+    ways = [
+        ("same tokens", Ranks.of(same_tokens=True)),
+        ("round robin, replicas", Ranks.of(order="round_robin", replicas=1, spare=1)),
+        ("slices", Ranks.of(slices=world)),
+    ]
+    if world == 2:
+        ways.append(("slices and nothing else", Ranks.of(experts=1, same_tokens=True)))
+    else:
+        kind = "cuda" if "nccl" in distributed.get_backend_config() else "cpu"
+        mesh = init_device_mesh(kind, (2, 2), mesh_dim_names=("copies", "experts"))
+        ways += [
+            ("both", Ranks.of(slices=2)),
+            ("both, same tokens", Ranks.of(experts=2, same_tokens=True, replicas=1)),
+            ("mesh of copies", Ranks.of(mesh, experts="experts", same_tokens=True)),
+            ("mesh of both", Ranks.of(mesh, experts="copies", slices="experts")),
+        ]
+    return ways
+
+
+_kept: list[Any] = []  # until the process ends, as a program keeps its model
+
+
+def compare_loaded(rank: int) -> list[str]:
+    """Return what is wrong with layers of the checkpoints in the environment's list, for every way to share them."""
+    world, device, faults = distributed.get_world_size(), _device(rank), list[str]()
+    for folder in os.environ[FOLDERS].split(os.pathsep):
+        for name, ranks in _ways(world):
+            assert ranks.device == device
+            # Two layers, and two sizes of passes: with 5 a batch of the same tokens is cut.
+            for number, most in ((1, 64), (2, 5 if ranks.same_tokens else 64)):
+                checkpoint = Checkpoint.open(folder)
+                layer = load_layer(checkpoint, number, device=ranks, limits=Limits(max_tokens=most))
+                whole = load_layer(folder, number, device=device)
+                _kept.append(layer)
+                for tokens in (11, 1, 3, 0, 26):
+                    faults += [
+                        f"{Path(folder).name} {name} layer {number}: {fault}"
+                        for fault in _faults(layer, whole, ranks, tokens)
+                    ]
+    return faults
+
+
+def error_of(ask: Any) -> str:
+    """Return what ``ask`` raises, with its class."""
+    try:
+        ask()
+    except CollegiumError as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def refusals(rank: int) -> dict[str, str]:
+    """Return the errors of ranks that ask for what cannot be, or for different things."""
+    timeout_seconds(3)
+    world, folder = distributed.get_world_size(), os.environ[FOLDERS].split(os.pathsep)[0]
+    _, other, trained = os.environ[FOLDERS].split(os.pathsep)
+    kind = "cuda" if "nccl" in distributed.get_backend_config() else "cpu"
+    mesh = init_device_mesh(kind, (world,), mesh_dim_names=("experts",))
+    asks: dict[str, Any] = {
+        "does not multiply": lambda: Ranks.of(experts=3, slices=2),
+        "nothing left": lambda: Ranks.of(slices=world + 1),
+        "other on one rank": lambda: Ranks.of(spare=rank),
+        "no such dimension": lambda: Ranks.of(mesh, experts="model"),
+        "a name without a mesh": lambda: Ranks.of(experts="experts"),
+        "more ranks than experts": lambda: Ranks.of().placement(world - 1),
+        "map": lambda: Ranks.of(order=((0, 1), (1,)) + ((2,),) * (world - 2)).placement(5),
+        "too many replicas": lambda: load_layer(folder, 1, device=Ranks.of(replicas=9)),
+        "another order": lambda: Ranks.of(order="middle").placement(8),  # type: ignore[arg-type]
+        "other checkpoints": lambda: load_layer(other if rank else folder, 1, device=Ranks.of()),
+        "other weights": lambda: load_layer(trained if rank else folder, 1, device=Ranks.of()),
+        "other limits": lambda: load_layer(folder, 1, device=Ranks.of(), limits=Limits(max_tokens=9 - rank % 2)),
+    }
+    found = {name: error_of(ask) for name, ask in asks.items()}
+    layer = load_layer(folder, 1, device=Ranks.of(same_tokens=True))
+    x = torch.ones(4 + rank, layer.spec.hidden_size, dtype=layer.input_dtype, device=_device(rank))
+    found["other tokens"] = error_of(lambda: layer(x))
+    # Nothing is left half done: the ranks go on.
+    assert bool(layer(x[:4]).isfinite().all())
+    sliced = Ranks.of(slices=world)
+    found["other slices"] = error_of(lambda: load_layer(other if rank else folder, 1, device=sliced))
+    return found
+
+
+def replay_slices(rank: int) -> list[str]:
+    """Return what a CUDA graph of a layer in slices gives otherwise than the layer itself, for new tokens."""
+    folder, faults = os.environ[FOLDERS].split(os.pathsep)[0], list[str]()
+    layer = load_layer(folder, 1, device=Ranks.of(slices=distributed.get_world_size()))
+    _kept.append(layer)
+    assert layer.plan.capturable
+    x, _ = _inputs(layer, 12, seed=1)
+    out, stream = torch.empty_like(x), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.inference_mode():
+        with torch.cuda.stream(stream):
+            layer(x, out=out)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            layer(x, out=out)
+        for seed in (2, 3):
+            x.copy_(_inputs(layer, 12, seed=seed)[0])
+            out.fill_(torch.nan)
+            graph.replay()
+            if not torch.equal(out, layer(x)):
+                faults.append(f"other bits in a replay, seed {seed}")
+    return faults
