@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import contextmanager
 from errno import EPIPE
-from functools import wraps
-from inspect import Parameter, Signature, signature
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from .commands.inspect import inspect_model, plan_model
 from .commands.printing import (
@@ -20,20 +16,20 @@ from .commands.printing import (
     print_conversion,
     print_demo,
     print_inspection,
-    print_json,
+    print_load,
     print_model_bench,
     print_plan,
     print_proofs,
+    print_simulation,
     print_text,
     print_tuning,
 )
+from .commands.terminal import Report, bar, prints
 from .errors import CollegiumError, InputError
 from .problem import Choice, Limits
 from .runtime.devices import probe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
-
     from .commands.measure import Ceilings
 
 __all__ = ["app", "main"]
@@ -44,63 +40,38 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+balance = typer.Typer(
+    help="Load of experts: record it, see it, and simulate what moving experts would do.", no_args_is_help=True
+)
+app.add_typer(balance, name="balance")
 N = TypeVar("N", int, float)
-Json = typer.Option("--json", help="Print one JSON object instead of tables.")
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; the best device of this machine when left out.")]
 Format = Annotated[str | None, typer.Option("--format", help="Encode the experts into this format first.")]
 Kernel = Annotated[str | None, typer.Option(help="Force this experts kernel; it runs or refuses.")]
 Activations = Annotated[str | None, typer.Option(help="Force this activation format.")]
 Model = Annotated[str, typer.Argument(help="Folder with config.json and safetensors files.")]
-
-
-class _Report(Protocol):
-    """What a command found."""
-
-    def to_json(self) -> dict[str, object]: ...
-
-
-def _prints(show: Callable[[Any], None]) -> Callable[[Callable[..., _Report]], Callable[..., None]]:
-    """Give a command ``--json``: print what it returns as one object, or with ``show``."""
-
-    def decorate(command: Callable[..., _Report]) -> Callable[..., None]:
-        @wraps(command)
-        def run(*, as_json: bool, **given: Any) -> None:
-            report = command(**given)
-            if as_json:
-                print_json(report.to_json())
-            else:
-                show(report)
-            if not getattr(report, "passed", True):
-                raise typer.Exit(1)
-
-        taken = [*signature(command, eval_str=True).parameters.values()]
-        flag = Parameter("as_json", Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, Json])
-        shown: Any = run
-        shown.__signature__ = Signature([*taken, flag])
-        shown.__annotations__ = {each.name: each.annotation for each in (*taken, flag)}
-        return run
-
-    return decorate
+Trace = Annotated[str, typer.Argument(help="File that `collegium balance record` wrote.")]
+Steps = Annotated[int | None, typer.Option(min=2, help="Stop after so many steps.")]
 
 
 @app.command()
-@_prints(print_demo)
+@prints(print_demo)
 def demo(
     model: Annotated[str | None, typer.Option(help="Model folder; the shipped model when left out.")] = None,
     device: Device = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens written in each format.")] = 32,
-) -> _Report:
+) -> Report:
     """Run the shipped model in every format: bytes, perplexity, error, speed, and a few sentences."""
     from .commands.demo import find_model, run_demo
 
     folder = find_model(model)
-    with _bar("demo") as progress:
+    with bar("demo") as progress:
         report = run_demo(folder, device=device, tokens=tokens, progress=progress)
     return report
 
 
 @app.command()
-@_prints(print_text)
+@prints(print_text)
 def generate(
     model: Model,
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "Once upon a time",
@@ -112,7 +83,7 @@ def generate(
     ] = 1.0,
     weight_format: Format = None,
     device: Device = None,
-) -> _Report:
+) -> Report:
     """Write text: transformers runs everything but the experts, which run through Collegium."""
     from .commands.generate import Writer, check_writable, prompt_limits
     from .integrations.transformers import layers_of, load_model
@@ -120,10 +91,10 @@ def generate(
 
     folder, place = check_writable(model), probe(device).place
     limits = prompt_limits(folder, prompt)
-    with _bar("loading") as progress:
+    with bar("loading") as progress:
         loaded = load_model(model, weight_format=weight_format, device=place, limits=limits, progress=progress)
     writer = Writer(loaded, folder)
-    with _bar("compiling") as progress:
+    with bar("compiling") as progress:
         warm_up(layers_of(loaded), progress)
         progress(1, 1, "the rest of the model")
         writer.write(prompt, min(tokens, 4), penalty=penalty)
@@ -131,20 +102,20 @@ def generate(
 
 
 @app.command()
-@_prints(print_inspection)
+@prints(print_inspection)
 def inspect(
     model: Model,
     deep: Annotated[bool, typer.Option(help="Read every scale and check it; --no-deep reads headers only.")] = True,
     device: Device = None,
-) -> _Report:
+) -> Report:
     """Say what a checkpoint holds (formats, sizes, audit) and what would run it here and why."""
-    with _bar("audit") as progress:
+    with bar("audit") as progress:
         found = inspect_model(model, deep=deep, device=device, progress=progress)
     return found
 
 
 @app.command()
-@_prints(print_plan)
+@prints(print_plan)
 def plan(
     model: Model,
     device: Device = None,
@@ -152,7 +123,7 @@ def plan(
     activations: Activations = None,
     weight_format: Format = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of one forward pass.")] = 8192,
-) -> _Report:
+) -> Report:
     """Plan one MoE layer from config.json alone: kernel, formats, bytes, and why the others were refused."""
     made = plan_model(
         model,
@@ -165,7 +136,7 @@ def plan(
 
 
 @app.command()
-@_prints(print_bench)
+@prints(print_bench)
 def bench(
     what: Annotated[str, typer.Argument(help="dsv3, v4_flash, gptoss120b, qwen3_30b, HxIxExK, or a model's folder.")],
     recipes: Annotated[
@@ -178,7 +149,7 @@ def bench(
         str | None, typer.Option(help="TB/s,TFLOP/s of 16 bits,TFLOP/s of 8 bits; measured when left out.")
     ] = None,
     picture: Annotated[str | None, typer.Option("--plot", help="Draw latency and roofline into this PNG.")] = None,
-) -> _Report:
+) -> Report:
     """Time one MoE layer on random weights, beside the least this machine could take; wrong results get no time."""
     from .commands.bench import bench
     from .commands.picture import check_picture, plot
@@ -186,7 +157,7 @@ def bench(
     if picture is not None:
         check_picture(picture)
     counts = _numbers("--tokens", tokens, int)
-    with _bar("bench") as progress:
+    with bar("bench") as progress:
         report = bench(
             what,
             [_recipe(recipe) for recipe in recipes or ["bf16"]],
@@ -202,7 +173,7 @@ def bench(
 
 
 @app.command()
-@_prints(print_model_bench)
+@prints(print_model_bench)
 def bench_model(
     what: Annotated[str, typer.Argument(help="qwen3_30b, gpt_oss_20b, or the folder of a model transformers knows.")],
     recipes: Annotated[
@@ -212,11 +183,11 @@ def bench_model(
     batches: Annotated[str, typer.Option(help="Sequences decoded at once, separated by commas.")] = "1,32",
     layers: Annotated[int | None, typer.Option(min=1, help="Build the model with this many layers at most.")] = None,
     device: Device = None,
-) -> _Report:
+) -> Report:
     """Time decode steps of a whole model with random weights, our experts beside those of transformers."""
     from .commands.bench_model import RECIPES, bench_model
 
-    with _bar("bench-model") as progress:
+    with bar("bench-model") as progress:
         report = bench_model(
             what,
             [_recipe(recipe) for recipe in recipes or []] or RECIPES,
@@ -229,18 +200,18 @@ def bench_model(
 
 
 @app.command()
-@_prints(print_tuning)
+@prints(print_tuning)
 def tune(
     what: Annotated[str, typer.Argument(help="dsv3, v4_flash, gptoss120b, qwen3_30b, HxIxExK, or a model's folder.")],
     recipe: Annotated[str, typer.Option("--format", help="weights or weights:activations, such as mxfp4.")] = "bf16",
     tokens: Annotated[str | None, typer.Option(help="Token counts; powers of two up to 8192 when left out.")] = None,
     most: Annotated[int, typer.Option(min=1, help="Tiles tried for each product and token count.")] = 8,
     device: Device = None,
-) -> _Report:
+) -> Report:
     """Measure the tiles of one layer on this GPU and keep the best in your cache directory."""
     from .commands.tune import TUNED_TOKENS, tune
 
-    with _bar("tune") as progress:
+    with bar("tune") as progress:
         report = tune(
             what,
             _recipe(recipe),
@@ -253,22 +224,22 @@ def tune(
 
 
 @app.command()
-@_prints(print_conversion)
+@prints(print_conversion)
 def quantize(
     model: Model,
     to: Annotated[str, typer.Option(help="Weight format of the experts to write.")],
     target: Annotated[str | None, typer.Option("--out", help="New folder; MODEL-FORMAT when left out.")] = None,
-) -> _Report:
+) -> Report:
     """Write a checkpoint with its experts in another format; all else is copied. The folder appears when complete."""
     from .commands.quantize import quantize_model
 
-    with _bar("quantize") as progress:
+    with bar("quantize") as progress:
         report = quantize_model(model, to, target, progress=progress)
     return report
 
 
 @app.command()
-@_prints(print_proofs)
+@prints(print_proofs)
 def verify(
     model: Model,
     experts: Annotated[int, typer.Option(min=1, help="Experts of each layer to recompute.")] = 8,
@@ -277,11 +248,11 @@ def verify(
     kernel: Kernel = None,
     activations: Activations = None,
     weight_format: Format = None,
-) -> _Report:
+) -> Report:
     """Recompute experts as they run here beside plain FP32 code; exit code 1 when one is over tolerance."""
     from .commands.verify import verify_model
 
-    with _bar("verify") as progress:
+    with bar("verify") as progress:
         report = verify_model(
             model,
             experts=None if every else experts,
@@ -290,6 +261,62 @@ def verify(
             weight_format=weight_format,
             progress=progress,
         )
+    return report
+
+
+@balance.command()
+@prints(print_load)
+def record(
+    model: Model,
+    target: Annotated[str, typer.Option("--out", help="File to write the trace to.")],
+    text: Annotated[str | None, typer.Option(help="Text to run; heldout.txt of the model when left out.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of one step, which is one forward pass.")] = 256,
+    steps: Steps = None,
+    device: Device = None,
+) -> Report:
+    """Run a model over a text and write which experts its tokens went to, step by step."""
+    from .commands.balance import record_load
+
+    with bar("record") as progress:
+        return record_load(model, target, text=text, tokens=tokens, steps=steps, device=device, progress=progress)
+
+
+@balance.command()
+@prints(print_simulation)
+def simulate(
+    trace: Trace,
+    ranks: Annotated[int, typer.Option(min=2, help="Ranks that split the experts.")] = 4,
+    replicas: Annotated[str, typer.Option(help="Slots of a layer beyond one an expert; several with commas.")] = "0",
+    policy: Annotated[str, typer.Option(help="greedy or least_moves.")] = "greedy",
+    hosts: Annotated[int, typer.Option(min=1, help="Hosts of the ranks; groups of experts stay on one.")] = 1,
+    picture: Annotated[str | None, typer.Option(help="Draw balancedness before and after into this PNG.")] = None,
+) -> Report:
+    """Let a policy place experts for the first half of a trace, and judge it on both halves."""
+    from .commands.balance import simulate_file
+    from .commands.picture import check_picture, plot_simulation
+
+    if picture is not None:
+        check_picture(picture, "--picture")
+    counts = _numbers("--replicas", replicas, int, least=0)
+    report = simulate_file(trace, ranks, counts, policy=policy, hosts=hosts)
+    if picture is not None:
+        plot_simulation(report, picture)
+    return report
+
+
+@balance.command()
+@prints(print_load)
+def heatmap(
+    trace: Trace, target: Annotated[str, typer.Option("--out", help="Draw layers by experts into this PNG.")]
+) -> Report:
+    """Draw the load of every expert of every layer, and say which are hottest and coldest."""
+    from .balance.load import LoadTrace
+    from .commands.balance import look_at_load
+    from .commands.picture import check_picture, plot_load
+
+    check_picture(target, "--out")
+    report = look_at_load(trace)
+    plot_load(LoadTrace.open(trace), target)
     return report
 
 
@@ -322,25 +349,14 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:500]
 
 
-@contextmanager
-def _bar(what: str) -> Generator[Callable[[int, int, str], None]]:
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=err, transient=True) as progress:
-        task = progress.add_task(what)
-
-        def step(done: int, total: int, text: str) -> None:
-            progress.update(task, completed=done, total=total, description=f"{what}: {text}")
-
-        yield step
-
-
-def _numbers(option: str, text: str, kind: type[N]) -> list[N]:
+def _numbers(option: str, text: str, kind: type[N], *, least: int | None = None) -> list[N]:
     try:
         found = [kind(piece) for piece in text.split(",")]
     except ValueError as error:
         raise InputError(f"{option} {text!r}: numbers separated by commas are needed") from error
-    if not all(number > 0 for number in found):
-        raise InputError(f"{option} {text!r}: every number must be positive")
+    if not all(number > 0 if least is None else number >= least for number in found):
+        allowed = "positive" if least is None else f"at least {least}"
+        raise InputError(f"{option} {text!r}: every number must be {allowed}")
     return found
 
 

@@ -33,12 +33,17 @@ COMMANDS = {
     "tune": {"WHAT", "--format", "--tokens", "--most", "--device", "--json"},
     "quantize": {"MODEL", "--to", "--out", "--json"},
     "verify": {"MODEL", "--experts", "--all", "--device", "--kernel", "--activations", "--format", "--json"},
+    "balance record": {"MODEL", "--out", "--text", "--tokens", "--steps", "--device", "--json"},
+    "balance simulate": {"TRACE", "--ranks", "--replicas", "--policy", "--hosts", "--picture", "--json"},
+    "balance heatmap": {"TRACE", "--out", "--json"},
     "plan": {"MODEL", "--device", "--kernel", "--activations", "--format", "--max-tokens", "--json"},
 }
 
 
 def found() -> dict[str, set[str]]:
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    commands = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    for group in [name for name, command in commands.items() if hasattr(command, "commands")]:
+        commands |= {f"{group} {name}": command for name, command in commands.pop(group).commands.items()}
     return {
         name: {
             spelling if spelling.startswith("-") else spelling.upper()

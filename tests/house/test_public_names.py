@@ -84,7 +84,7 @@ def source_of(module: ModuleType) -> ast.Module:
 def is_command(node: ast.stmt) -> bool:
     """Whether a function is public for the command line, not for Python."""
     wrappers = getattr(node, "decorator_list", [])
-    return any(re.fullmatch(r"app\.(command|callback)\(.*\)", ast.unparse(wrapper)) for wrapper in wrappers)
+    return any(re.fullmatch(r"(app|balance)\.(command|callback)\(.*\)", ast.unparse(wrapper)) for wrapper in wrappers)
 
 
 def test_the_modules_are_found() -> None:

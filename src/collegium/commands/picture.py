@@ -1,4 +1,4 @@
-"""A bench report as a picture: latency beside its floor, and the roofline."""
+"""Reports as pictures: latency beside its floor and the roofline, the load of experts, what balancing would do."""
 
 from __future__ import annotations
 
@@ -9,21 +9,26 @@ from typing import TYPE_CHECKING, Any
 from ..errors import InputError, MissingExtraError
 
 if TYPE_CHECKING:
+    from ..balance.load import LoadTrace
+    from ..balance.simulate import Simulation
     from .bench import BenchReport
 
-__all__ = ["check_picture", "plot"]
+__all__ = ["check_picture", "plot", "plot_load", "plot_simulation"]
 
 
-def check_picture(path: str) -> None:
+_HALVES = ("the steps it was fitted to", "the steps after them")
+
+
+def check_picture(path: str, option: str = "--plot") -> None:
     """Raise InputError where no picture file ``path`` can be written, MissingExtraError without matplotlib."""
     kinds = _figure().canvas.get_supported_filetypes()
     file = Path(path)
     if file.suffix.lstrip(".").lower() not in kinds:
-        raise InputError(f"--plot {path}: its ending names no kind of picture; allowed: {', '.join(sorted(kinds))}")
+        raise InputError(f"{option} {path}: its ending names no kind of picture; allowed: {', '.join(sorted(kinds))}")
     if not file.parent.is_dir():
-        raise InputError(f"--plot {path}: there is no folder {file.parent}; make it first")
+        raise InputError(f"{option} {path}: there is no folder {file.parent}; make it first")
     if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise InputError(f"--plot {path}: cannot be written; name a file in a folder that can")
+        raise InputError(f"{option} {path}: cannot be written; name a file in a folder that can")
 
 
 def plot(report: BenchReport, path: str) -> None:
@@ -51,6 +56,40 @@ def plot(report: BenchReport, path: str) -> None:
         roof.plot(points, [min(p * top.bandwidth, rate) / 1e12 for p in points], "-", color="0.5", label=label)
     roof.set(xscale="log", yscale="log", xlabel="FLOP a byte that must be moved", ylabel="TFLOP a second")
     roof.set_title("roofline")
+    figure.savefig(path, dpi=120)
+
+
+def plot_load(trace: LoadTrace, path: str) -> None:
+    """Draw a heat map, layers by experts, of each expert's load in times of an even share into ``path``.
+
+    Raises MissingExtraError without matplotlib.
+    """
+    figure = _figure()
+    axes, shares = figure.subplots(), trace.shares()
+    shown = axes.imshow(shares, aspect="auto", interpolation="nearest", cmap="magma", vmin=0)
+    figure.colorbar(shown, ax=axes, label="times an even share")
+    every = max(1, len(trace.layers) // 16)
+    axes.set_yticks(range(0, len(trace.layers), every), trace.layers[::every])
+    axes.set(xlabel="logical expert", title=f"{trace.model}: load of experts over {trace.counts.shape[0]} steps")
+    figure.savefig(path, dpi=120)
+
+
+def plot_simulation(report: Simulation, path: str) -> None:
+    """Draw balancedness before and after for each count of replicas, of both halves of the steps, into ``path``.
+
+    Raises MissingExtraError without matplotlib.
+    """
+    figure = _figure()
+    for axes, part, title in zip(figure.subplots(1, 2, sharey=True), ("seen", "later"), _HALVES, strict=True):
+        judged = [getattr(row, part) for row in report.rows]
+        for shift, name in ((-0.2, "before"), (0.2, "after")):
+            at = [place + shift for place in range(len(judged))]
+            axes.bar(at, [getattr(one, name) for one in judged], 0.38, label=f"{name}, mean of layers")
+            axes.plot(at, [getattr(one, f"{name}_worst") for one in judged], "kv", label=f"{name}, worst layer")
+        axes.set_xticks(range(len(judged)), [str(row.replicas) for row in report.rows])
+        axes.set(xlabel="replicas a layer", ylabel="balancedness", ylim=(0, 1.05), title=title)
+    axes.legend(loc="lower right")
+    figure.suptitle(f"{report.model} on {report.ranks} ranks, {report.policy}")
     figure.savefig(path, dpi=120)
 
 

@@ -12,7 +12,9 @@ from rich.table import Table
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from ..balance.simulate import Simulation
     from ..plan import Plan
+    from .balance import LoadReport
     from .bench import BenchReport
     from .bench_model import ModelReport
     from .demo import DemoReport
@@ -30,9 +32,11 @@ __all__ = [
     "print_demo",
     "print_inspection",
     "print_json",
+    "print_load",
     "print_model_bench",
     "print_plan",
     "print_proofs",
+    "print_simulation",
     "print_text",
     "print_tuning",
 ]
@@ -178,6 +182,56 @@ def print_tuning(report: TuneReport) -> None:
         ],
     )
     out.print(f"written to {report.path}", style="dim", soft_wrap=True)
+
+
+def print_load(report: LoadReport) -> None:
+    """Show the extremes of a load trace, layer by layer."""
+    out.print(
+        f"{report.path}: {report.model}, {report.steps} steps, {report.assignments:,} assignments to {report.experts} "
+        f"experts a layer, top-{report.top_k}",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+    _print_table(
+        None,
+        ("layer ", "hottest expert", "of an even share", "coldest", "of an even share", "idle"),
+        [
+            (own.layer, str(own.expert), f"{own.most:.2f}", str(own.coldest), f"{own.least:.2f}", str(own.idle))
+            for own in report.layers
+        ],
+    )
+
+
+def print_simulation(report: Simulation) -> None:
+    """Show what a policy would have done to a trace."""
+    out.print(
+        f"[bold]{report.model}[/bold]: {report.layers} layers of {report.experts} experts on {report.ranks} ranks, "
+        f"{report.policy}, {report.steps} steps"
+    )
+    for part, title in (
+        ("seen", "the first half of the steps, which it was fitted to"),
+        ("later", "the half after it"),
+    ):
+        _print_table(
+            title,
+            ("replicas", "slots", "before", "worst layer", "after", "worst layer", "busiest rank", "moved", "bytes"),
+            [
+                (
+                    str(row.replicas),
+                    str(row.slots),
+                    *(f"{value:.3f}" for value in (own.before, own.before_worst, own.after, own.after_worst)),
+                    f"{-100 * own.saved:+.1f} %",
+                    str(row.moved_experts),
+                    f"{row.moved_bytes:,}",
+                )
+                for row, own in ((row, getattr(row, part)) for row in report.rows)
+            ],
+        )
+    said = (
+        "before, after: balancedness, mean over busiest rank at each step, 1 is even; busiest rank: change of its work"
+    )
+    out.print(said, style="dim")
 
 
 def print_inspection(found: Inspection) -> None:

@@ -1,0 +1,142 @@
+"""``collegium balance``: record what experts are asked, see it, and simulate what a policy would do about it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+
+from ..balance.load import LoadTrace
+from ..balance.simulate import simulate
+from ..checkpoint.reader import read_config
+from ..errors import InputError
+from ..integrations.transformers import load_model, recording
+from ..parallel.placement import linear
+from ..problem import Limits
+from ..runtime.devices import probe
+from .generate import Writer, check_writable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ..balance.simulate import Simulation
+
+__all__ = ["Hottest", "LoadReport", "look_at_load", "record_load", "simulate_file"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hottest:
+    """One layer: its most and its least loaded expert, in times of an even share, and the experts nobody asked."""
+
+    layer: str
+    expert: int
+    most: float
+    coldest: int
+    least: float
+    idle: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadReport:
+    """What a trace holds. assignments: of all layers and steps."""
+
+    path: str
+    model: str
+    steps: int
+    experts: int
+    top_k: int
+    assignments: int
+    layers: tuple[Hottest, ...]
+
+    def to_json(self) -> dict[str, object]:
+        """Return plain values for ``--json``."""
+        return asdict(self)
+
+
+def record_load(
+    model: str,
+    out: str,
+    *,
+    text: str | None = None,
+    tokens: int = 256,
+    steps: int | None = None,
+    device: str | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> LoadReport:
+    """Run the model in folder ``model`` over a text and write what its experts were asked to the trace ``out``.
+
+    A step is a forward pass over the next ``tokens`` tokens of the file ``text`` (the model's ``heldout.txt`` without);
+    what is left at its end is not run. steps: at most as many. Raises InputError, before the model is loaded where it
+    can be known, and what ``load_model`` raises.
+    """
+    folder, file = check_writable(model), Path(out)
+    source = folder / "heldout.txt" if text is None else Path(text)
+    if not source.is_file():
+        raise InputError(f"{source}: no such file; name a text to run with --text")
+    if not file.parent.is_dir() or file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise InputError(f"--out {out}: cannot be written; name a file in a folder that can")
+    longest = read_config(folder).get("max_position_embeddings")
+    if isinstance(longest, int) and tokens > longest:
+        raise InputError(f"--tokens {tokens}: the model was made for {longest} positions; ask for as many at most")
+    facts = probe(device)
+    loaded = load_model(model, device=facts.place, limits=Limits(max_tokens=tokens))
+    writer = Writer(loaded, folder)
+    windows = _windows(writer, source, tokens)[:steps]
+    with torch.inference_mode(), recording(loaded) as found:
+        for done, window in enumerate(windows):
+            if progress is not None:
+                progress(done, len(windows), f"step {done + 1}")
+            cast("Any", loaded)(window[None], use_cache=False)
+    found.trace(folder.resolve().name).save(file)
+    return look_at_load(out)
+
+
+def _windows(writer: Writer, source: Path, tokens: int) -> torch.Tensor:
+    try:
+        said = source.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{source}: is no UTF-8 text: {error}; name another with --text") from error
+    ids = writer.encode(said)[0]
+    count = len(ids) // tokens
+    if not count:
+        raise InputError(f"{source}: has {len(ids)} tokens, a step has {tokens}; name a longer text or fewer --tokens")
+    return ids[: count * tokens].view(count, tokens)
+
+
+def look_at_load(path: str) -> LoadReport:
+    """Read a trace and return its extremes, layer by layer. Raises InputError for a file that is none."""
+    trace = LoadTrace.open(path)
+    shares = trace.shares()
+    layers = [
+        Hottest(
+            layer=name,
+            expert=int(own.argmax()),
+            most=float(own.max()),
+            coldest=int(own.argmin()),
+            least=float(own.min()),
+            idle=int((own == 0).sum()),
+        )
+        for name, own in zip(trace.layers, shares, strict=True)
+    ]
+    return LoadReport(
+        path=path,
+        model=trace.model,
+        steps=trace.counts.shape[0],
+        experts=trace.counts.shape[2],
+        top_k=trace.top_k,
+        assignments=int(np.sum(trace.counts)),
+        layers=tuple(layers),
+    )
+
+
+def simulate_file(path: str, ranks: int, replicas: Sequence[int], *, policy: str, hosts: int) -> Simulation:
+    """Simulate ``policy`` on the trace at ``path``, from consecutive experts a rank. Raises InputError."""
+    trace = LoadTrace.open(path)
+    experts = trace.counts.shape[2]
+    if not 2 <= ranks <= experts:
+        raise InputError(f"--ranks {ranks}: {path} has {experts} experts; allowed are 2 to {experts} ranks")
+    return simulate(trace, linear(experts, 0, ranks).ranks, replicas, policy=policy, hosts=hosts)
