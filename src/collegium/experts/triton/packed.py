@@ -132,6 +132,9 @@ class PackedExperts(Packed):
         """Return the same experts with measured tiles."""
         return replace(self, measured=(tables["gate_up"], tables["down"]))
 
+    def _each(self, change: Callable[[Tensor], Tensor]) -> PackedExperts:
+        return replace(self, gate_up=self.gate_up.each(change), down=self.down.each(change))
+
     @property
     def _codes(self) -> str | None:
         return None if self.activations is None else self.activations.name
