@@ -6,17 +6,18 @@ A rank that dies breaks its connections, so the others fail at once; then those 
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
 
 from ..errors import RankError
 from .groups import group_named
-from .meeting import meeting_of
+from .meeting import meeting_of, timeout_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
 
     from torch import Tensor
 
@@ -36,6 +37,17 @@ def _named(group: str, phase: str) -> Generator[distributed.ProcessGroup]:
         ) from error
 
 
+def _done(start: Callable[..., Any], *tensors: Any, ranks: distributed.ProcessGroup) -> None:
+    """Run a collective; with gloo no longer than ``timeout_seconds()``, which is torch's own 30 minutes otherwise.
+
+    NCCL's wait is the device's, and its watchdog bounds it.
+    """
+    if distributed.get_backend(ranks) != "gloo":
+        start(*tensors, group=ranks)
+        return
+    start(*tensors, group=ranks, async_op=True).wait(timedelta(seconds=timeout_seconds()))
+
+
 def gathered(own: Tensor, most: int, fill: float, *, group: str, phase: str) -> Tensor:
     """Return every rank's rows ``[W * most, ...]``, those of a rank with fewer than ``most`` filled up."""
     with _named(group, phase) as ranks:
@@ -43,7 +55,7 @@ def gathered(own: Tensor, most: int, fill: float, *, group: str, phase: str) -> 
         padded[: own.shape[0]] = own
         found = [torch.empty_like(padded) for _ in range(distributed.get_world_size(ranks))]
         if padded.numel():
-            distributed.all_gather(found, padded, group=ranks)
+            _done(distributed.all_gather, found, padded, ranks=ranks)
         return torch.cat(found)
 
 
@@ -54,7 +66,7 @@ def scattered(rows: Tensor, *, group: str, phase: str) -> Tensor:
         if not rows.numel():
             return rows.chunk(world)[0]
         own = rows.new_empty(rows.shape[0] // world, rows.shape[1])
-        distributed.reduce_scatter(own, list(rows.chunk(world)), group=ranks)
+        _done(distributed.reduce_scatter, own, list(rows.chunk(world)), ranks=ranks)
         return own
 
 
@@ -62,5 +74,5 @@ def all_reduced(rows: Tensor, *, group: str, phase: str) -> Tensor:
     """Return ``rows`` after every rank's were added to it, in place."""
     with _named(group, phase) as ranks:
         if rows.numel():
-            distributed.all_reduce(rows, group=ranks)
+            _done(distributed.all_reduce, rows, ranks=ranks)
         return rows

@@ -15,10 +15,12 @@ from typing import Any
 from torch import distributed
 
 from ..errors import InputError, RankError
+from .doors import Door, is_gone, own_door
 from .groups import group_named, world_ranks
 
 __all__ = ["Meeting", "meeting_of", "timeout_seconds"]
 
+_LOOK = 0.5  # seconds between looks whether those who are waited for still live
 _KEPT = 2  # meetings whose values stay in the store: a rank that is late may still read the one before
 _seconds = 10.0
 _made: dict[tuple[str, int], Meeting] = {}
@@ -51,7 +53,8 @@ class Meeting:
         # A group made again over the same store would otherwise read what the one before left there.
         self._prefix = f"{named}/{_store().add(f'{named}/made by {self.rank}', 1)}"
         self._count = 0
-        self._turn = threading.Lock()
+        self._doors: tuple[Door, ...] = ()
+        self._turn = threading.RLock()
 
     def exchange(self, value: Any, phase: str) -> list[Any]:
         """Return what every rank gave, in the order of ranks. value: whatever pickle takes; phase: what it is for.
@@ -59,13 +62,32 @@ class Meeting:
         Raises RankError where a rank does not come within ``timeout_seconds()``, or comes for something else.
         """
         with self._turn:
+            return self.collect(self.give(value, phase), phase)
+
+    def give(self, value: Any, phase: str) -> int:
+        """Come to the next meeting without waiting for others; ``collect`` takes the number returned, before the next.
+
+        Raises RankError where the store that ranks meet in is gone.
+        """
+        with self._turn:
             number, self._count = self._count, self._count + 1
-            found = self._values(number, pickle.dumps((phase, value)), phase)
-            if number >= _KEPT:
-                # Whoever came to this meeting has read the one before it.
-                _store().delete_key(self._key(number - _KEPT, self.rank))
+            said = pickle.dumps((phase, value, own_door() if number == 0 else None))
+            try:
+                _store().set(self._key(number, self.rank), said)
+            except RuntimeError as error:
+                raise self._lost(phase, self.gone() or tuple(range(self.size))) from error
+            return number
+
+    def collect(self, number: int, phase: str) -> list[Any]:
+        """Return what every rank gave to meeting ``number``; errors as ``exchange``."""
+        found = self._values(number, phase)
+        if number >= _KEPT:
+            # Whoever came to this meeting has read the one before it.
+            _store().delete_key(self._key(number - _KEPT, self.rank))
         said = [pickle.loads(each) for each in found]
-        others = tuple(rank for rank, (there, _) in zip(self.ranks, said, strict=True) if there != phase)
+        if number == 0:
+            self._doors = tuple(door for _, _, door in said)
+        others = tuple(rank for rank, (there, *_) in zip(self.ranks, said, strict=True) if there != phase)
         if others:
             where = said[self.ranks.index(others[0])][0]
             raise RankError(
@@ -74,7 +96,16 @@ class Meeting:
                 ranks=others,
                 phase=phase,
             )
-        return [own for _, own in said]
+        return [own for _, own, _ in said]
+
+    def gone(self) -> tuple[int, ...]:
+        """Return the places of those whose process has ended, as far as that is known."""
+        return tuple(place for place, door in enumerate(self._doors) if place != self.rank and is_gone(door))
+
+    @property
+    def doors(self) -> tuple[Door, ...]:
+        """Where each rank's process listens; empty before the first meeting."""
+        return self._doors
 
     def agree(self, value: Any, phase: str) -> None:
         """Raise InputError on every rank unless all ranks give the same ``value``."""
@@ -86,29 +117,38 @@ class Meeting:
                 "rank has to ask for the same"
             )
 
-    def _values(self, number: int, own: bytes, phase: str) -> list[bytes]:
+    def _values(self, number: int, phase: str) -> list[bytes]:
         store, keys = _store(), [self._key(number, rank) for rank in range(self.size)]
         started = time.monotonic()
-        try:
-            store.set(keys[self.rank], own)
-        except RuntimeError as error:
-            raise self._lost(phase, tuple(range(self.size))) from error
-        missing: list[int] = []
-        for rank, key in enumerate(keys):
-            left = max(0.001, timeout_seconds() - (time.monotonic() - started))
-            try:
-                store.wait([key], timedelta(seconds=left))
-            except RuntimeError:
-                missing.append(rank)
+        missing = tuple(rank for rank, key in enumerate(keys) if not self._came(store, key, started, phase))
         if missing:
-            raise self._lost(phase, tuple(missing))
-        return store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
+            raise self._lost(phase, missing)
+        try:
+            return store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
+        except RuntimeError as error:
+            raise self._lost(phase, self.gone() or tuple(range(self.size))) from error
+
+    def _came(self, store: Any, key: str, started: float, phase: str) -> bool:
+        while True:
+            now = time.monotonic()
+            left = max(0.001, timeout_seconds() - (now - started))
+            try:
+                store.wait([key], timedelta(seconds=min(left, _LOOK)))
+            except RuntimeError:
+                ended = self.gone()
+                if ended:
+                    raise self._lost(phase, ended) from None
+                if left <= _LOOK:
+                    return False
+                time.sleep(max(0.0, _LOOK - (time.monotonic() - now)))  # where the store itself is gone
+            else:
+                return True
 
     def _lost(self, phase: str, missing: tuple[int, ...]) -> RankError:
         ranks = tuple(self.ranks[place] for place in missing)
         return RankError(
             f"rank {_listed(ranks)} did not come to {phase!r} within {timeout_seconds():g} s; it ended, hangs or makes "
-            "other calls. The ranks that are left may plan anew without it",
+            "other calls. The ranks that are left may plan anew without it (collegium.balance.elastic)",
             ranks=ranks,
             phase=phase,
         )

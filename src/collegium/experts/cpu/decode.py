@@ -185,7 +185,7 @@ class CodeMatrix:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> CodeMatrix:
-        """Return the matrix with ``change(tensor)`` for each tensor that has a row for each expert: all but the table."""
+        """Return the matrix with ``change(tensor)`` for each tensor but the table that all share."""
         return with_each(self, change, "codes", "scales", "zeros", "row_scale")
 
     def _decode(self, expert: int, span: slice, dtype: torch.dtype, where: tuple[Tensor, Scratch]) -> Tensor:
