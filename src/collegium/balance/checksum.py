@@ -56,8 +56,8 @@ def agreed(found: Sequence[dict[int, tuple[int, int]]], experts: int, layer: obj
         if len(set(told.values())) != 1:
             said = ", ".join(f"rank {rank}: {a & _ALL:016x}{b & _ALL:016x}" for rank, (a, b) in told.items()) or "none"
             raise InputError(
-                f"layer {layer}, expert {expert}: every rank that holds it needs the same packed bytes, found checksums "
-                f"{said}; load all ranks from one checkpoint, with one version of this package"
+                f"layer {layer}, expert {expert}: every rank that holds it needs the same packed bytes, found "
+                f"checksums {said}; load all ranks from one checkpoint, with one version of this package"
             )
         made.append(next(iter(told.values())))
     return made
