@@ -18,7 +18,7 @@ from moving import random_slots, rebalance, refused
 from ranks import run_ranks
 
 
-@pytest.mark.parametrize(("world", "times"), [(2, 600), (4, 400)])
+@pytest.mark.parametrize(("world", "times"), [(2, 880), (4, 120)])
 def test_a_thousand_random_rebalances_with_replicas_change_no_bit(world: int, times: int) -> None:
     work = partial(rebalance, recipe="whole", times=times, replicas=True, spoil=50)
     found = run_ranks(work, world, seconds=400)
@@ -26,7 +26,6 @@ def test_a_thousand_random_rebalances_with_replicas_change_no_bit(world: int, ti
         assert not faults
         assert counts["given_up"] == counts["spoiled"] > 0
     assert sum(counts["moved"] for _, counts in found) > times
-    print([counts for _, counts in found])
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp4", "fp8_block"])
@@ -120,5 +119,5 @@ def test_ranks_that_packed_other_bytes_are_told_which_expert() -> None:
     assert agreed(good, 2, "model.3") == [(1, 2), (3, 4)]
     with pytest.raises(InputError, match=r"layer 3, expert 1: every rank .* rank 0: 0{15}30{15}4, rank 1: "):
         agreed([good[0], {1: (3, -5)}], 2, 3)
-    with pytest.raises(InputError, match="layer 3, expert 2: .* found checksums none"):
+    with pytest.raises(InputError, match=r"layer 3, expert 2: .* found checksums none"):
         agreed(good, 3, 3)

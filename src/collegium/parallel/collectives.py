@@ -5,6 +5,7 @@ A rank that dies breaks its connections, so the others fail at once; then those 
 
 from __future__ import annotations
 
+import time
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from torch import distributed
 
 from ..errors import RankError
 from .groups import group_named
-from .meeting import meeting_of, timeout_seconds
+from .meeting import LOOK, meeting_of, timeout_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -37,15 +38,25 @@ def _named(group: str, phase: str) -> Generator[distributed.ProcessGroup]:
         ) from error
 
 
-def _done(start: Callable[..., Any], *tensors: Any, ranks: distributed.ProcessGroup) -> None:
+def _done(start: Callable[..., Any], *tensors: Any, ranks: distributed.ProcessGroup, group: str) -> None:
     """Run a collective; with gloo no longer than ``timeout_seconds()``, which is torch's own 30 minutes otherwise.
 
-    NCCL's wait is the device's, and its watchdog bounds it.
+    A rank that waits for one that waits for one that is gone is told nothing, so it looks. NCCL's wait is the device's,
+    and its watchdog bounds it.
     """
     if distributed.get_backend(ranks) != "gloo":
         start(*tensors, group=ranks)
         return
-    start(*tensors, group=ranks, async_op=True).wait(timedelta(seconds=timeout_seconds()))
+    work, until = start(*tensors, group=ranks, async_op=True), time.monotonic() + timeout_seconds()
+    while True:
+        left = until - time.monotonic()
+        try:
+            work.wait(timedelta(seconds=max(0.001, min(left, LOOK))))
+        except RuntimeError:
+            if work.is_completed() or left <= LOOK or meeting_of(group).gone():
+                raise
+        else:
+            return
 
 
 def gathered(own: Tensor, most: int, fill: float, *, group: str, phase: str) -> Tensor:
@@ -55,7 +66,7 @@ def gathered(own: Tensor, most: int, fill: float, *, group: str, phase: str) -> 
         padded[: own.shape[0]] = own
         found = [torch.empty_like(padded) for _ in range(distributed.get_world_size(ranks))]
         if padded.numel():
-            _done(distributed.all_gather, found, padded, ranks=ranks)
+            _done(distributed.all_gather, found, padded, ranks=ranks, group=group)
         return torch.cat(found)
 
 
@@ -65,8 +76,13 @@ def scattered(rows: Tensor, *, group: str, phase: str) -> Tensor:
         world = distributed.get_world_size(ranks)
         if not rows.numel():
             return rows.chunk(world)[0]
+        if distributed.get_backend(ranks) == "gloo":
+            # Its reduce-scatter waits for ever, whatever bound is given.
+            found = torch.empty_like(rows)
+            _done(distributed.all_to_all_single, found, rows.contiguous(), ranks=ranks, group=group)
+            return found.view(world, -1, rows.shape[1]).sum(0, dtype=rows.dtype)
         own = rows.new_empty(rows.shape[0] // world, rows.shape[1])
-        _done(distributed.reduce_scatter, own, list(rows.chunk(world)), ranks=ranks)
+        distributed.reduce_scatter(own, list(rows.chunk(world)), group=ranks)
         return own
 
 
@@ -74,5 +90,5 @@ def all_reduced(rows: Tensor, *, group: str, phase: str) -> Tensor:
     """Return ``rows`` after every rank's were added to it, in place."""
     with _named(group, phase) as ranks:
         if rows.numel():
-            _done(distributed.all_reduce, rows, ranks=ranks)
+            _done(distributed.all_reduce, rows, ranks=ranks, group=group)
         return rows

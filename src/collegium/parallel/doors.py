@@ -17,6 +17,7 @@ from torch import distributed
 __all__ = ["Door", "is_gone", "own_door", "store_behind"]
 
 _KNOCK = 1.0  # seconds
+_TCP: Any = distributed.TCPStore  # pyright: ignore[reportPrivateImportUsage] - torch documents it
 
 
 class Door(NamedTuple):
@@ -34,7 +35,7 @@ class Door(NamedTuple):
 
 @cache
 def _store() -> Any:
-    return distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return _TCP("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 @cache
@@ -62,4 +63,4 @@ def store_behind(door: Door, seconds: float) -> Any:
     if door == own_door():
         return _store()
     host, port = door.place
-    return distributed.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds))
+    return _TCP(host, port, is_master=False, timeout=timedelta(seconds=seconds))

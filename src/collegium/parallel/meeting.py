@@ -18,9 +18,9 @@ from ..errors import InputError, RankError
 from .doors import Door, is_gone, own_door
 from .groups import group_named, world_ranks
 
-__all__ = ["Meeting", "meeting_of", "timeout_seconds"]
+__all__ = ["LOOK", "Meeting", "meeting_of", "timeout_seconds"]
 
-_LOOK = 0.5  # seconds between looks whether those who are waited for still live
+LOOK = 0.5  # seconds between looks whether those who are waited for still live
 _KEPT = 2  # meetings whose values stay in the store: a rank that is late may still read the one before
 _seconds = 10.0
 _made: dict[tuple[str, int], Meeting] = {}
@@ -133,14 +133,14 @@ class Meeting:
             now = time.monotonic()
             left = max(0.001, timeout_seconds() - (now - started))
             try:
-                store.wait([key], timedelta(seconds=min(left, _LOOK)))
+                store.wait([key], timedelta(seconds=min(left, LOOK)))
             except RuntimeError:
                 ended = self.gone()
                 if ended:
                     raise self._lost(phase, ended) from None
-                if left <= _LOOK:
+                if left <= LOOK:
                     return False
-                time.sleep(max(0.0, _LOOK - (time.monotonic() - now)))  # where the store itself is gone
+                time.sleep(max(0.0, LOOK - (time.monotonic() - now)))  # where the store itself is gone
             else:
                 return True
 
