@@ -2,7 +2,7 @@
 
 Each rank holds its experts of the first layers of the shipped model; every call is compared bit by bit with the same
 layers on one rank. The survivors name the lost rank, form a new group, read from the checkpoint what nobody holds any
-more, and go on. Prints nothing but an error where a survivor hangs, reports late, names another rank or answers wrongly.
+more, and go on. Nothing but an error is printed where one hangs, reports late, names another rank or answers wrongly.
 
     python benchmarks/kill_rank.py --ranks 4 --kill 0                  gloo, on a CPU
     python benchmarks/kill_rank.py --ranks 2 --kill 1 --device cuda    NCCL, a GPU for each rank
@@ -174,7 +174,9 @@ def main() -> int:
             for job in jobs:
                 job.join(timeout=20 if rows else 0)
                 job.kill()
-    faults = [row for row in rows if row["wrong_rows"] or row["named"] != (args.kill,) or row["raised_s"] > args.timeout]
+    faults = [
+        row for row in rows if row["wrong_rows"] or row["named"] != (args.kill,) or row["raised_s"] > args.timeout
+    ]
     ended = [job.exitcode for rank, job in enumerate(jobs) if rank != args.kill]
     if faults or any(ended):
         print(f"faults: {faults}; survivors ended with {ended}", file=sys.stderr)

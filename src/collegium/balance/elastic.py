@@ -160,9 +160,12 @@ def join(
         ) from error
     _round = members.round
     distributed.init_process_group(
-        backend, store=_fresh(store, members.round), rank=len(members.old) + place, world_size=len(members.old) + members.new,
+        backend,
+        store=_fresh(store, members.round),
+        rank=len(members.old) + place,
+        world_size=len(members.old) + members.new,
         timeout=_bound(),
-    )  # fmt: skip
+    )
     placements = _agreed(dict.fromkeys(names), True)
     return {name: build(name, placed) for name, placed in placements.items() if placed is not None}
 
@@ -204,8 +207,8 @@ def _agreed(own: Mapping[Any, Any], readable: bool) -> dict[Any, Placement | Non
         nowhere = sorted(set(range(experts)).difference(*held))
         if nowhere and not all(can for _, can in told):
             raise InputError(
-                f"regroup: layer {name}, experts {nowhere[:8]} are on no rank that is left, and not every rank was given "
-                "read= to read them from the checkpoint; pass reader_of(path)"
+                f"regroup: layer {name}, experts {nowhere[:8]} are on no rank that is left, and not every rank was "
+                "given read= to read them from the checkpoint; pass reader_of(path)"
             )
         ranks = spread(held, experts)
         made[name] = Placement(rank=rank, world_size=size, expert_ids=ranks[rank], ranks=ranks, spare=spare)

@@ -44,7 +44,7 @@ def _done(start: Callable[..., Any], *tensors: Any, ranks: distributed.ProcessGr
     A rank that waits for one that waits for one that is gone is told nothing, so it looks. NCCL's wait is the device's,
     and its watchdog bounds it.
     """
-    if distributed.get_backend(ranks) != "gloo":
+    if not _on_gloo(ranks, tensors[-1]):
         start(*tensors, group=ranks)
         return
     work, until = start(*tensors, group=ranks, async_op=True), time.monotonic() + timeout_seconds()
@@ -57,6 +57,10 @@ def _done(start: Callable[..., Any], *tensors: Any, ranks: distributed.ProcessGr
                 raise
         else:
             return
+
+
+def _on_gloo(ranks: distributed.ProcessGroup, tensor: Tensor) -> bool:
+    return f"{tensor.device.type}:gloo" in distributed.get_backend_config(ranks)
 
 
 def gathered(own: Tensor, most: int, fill: float, *, group: str, phase: str) -> Tensor:
@@ -76,7 +80,7 @@ def scattered(rows: Tensor, *, group: str, phase: str) -> Tensor:
         world = distributed.get_world_size(ranks)
         if not rows.numel():
             return rows.chunk(world)[0]
-        if distributed.get_backend(ranks) == "gloo":
+        if _on_gloo(ranks, rows):
             # Its reduce-scatter waits for ever, whatever bound is given.
             found = torch.empty_like(rows)
             _done(distributed.all_to_all_single, found, rows.contiguous(), ranks=ranks, group=group)

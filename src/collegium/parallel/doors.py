@@ -62,5 +62,7 @@ def store_behind(door: Door, seconds: float) -> Any:
     """Return the store of the process at ``door``; raises RuntimeError where there is none within ``seconds``."""
     if door == own_door():
         return _store()
+    if is_gone(door):  # torch would try for as long as it may
+        raise RuntimeError(f"nobody listens at {door.place}")
     host, port = door.place
     return _TCP(host, port, is_master=False, timeout=timedelta(seconds=seconds))

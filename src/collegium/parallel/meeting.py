@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -23,7 +24,7 @@ __all__ = ["LOOK", "Meeting", "meeting_of", "timeout_seconds"]
 LOOK = 0.5  # seconds between looks whether those who are waited for still live
 _KEPT = 2  # meetings whose values stay in the store: a rank that is late may still read the one before
 _seconds = 10.0
-_made: dict[tuple[str, int], Meeting] = {}
+_made: dict[str, tuple[int, Meeting]] = {}
 _lock = threading.Lock()
 
 
@@ -49,9 +50,11 @@ class Meeting:
         own = group_named(group)
         self.ranks = world_ranks(group)
         self.rank, self.size = distributed.get_rank(own), distributed.get_world_size(own)
+        # Held, so that no other store is ever taken for it.
+        self.store: Any = distributed.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
         named = f"collegium/{group}/{'.'.join(map(str, self.ranks))}"
         # A group made again over the same store would otherwise read what the one before left there.
-        self._prefix = f"{named}/{_store().add(f'{named}/made by {self.rank}', 1)}"
+        self._prefix = f"{named}/{self.store.add(f'{named}/made by {self.rank}', 1)}"
         self._count = 0
         self._doors: tuple[Door, ...] = ()
         self._turn = threading.RLock()
@@ -73,7 +76,7 @@ class Meeting:
             number, self._count = self._count, self._count + 1
             said = pickle.dumps((phase, value, own_door() if number == 0 else None))
             try:
-                _store().set(self._key(number, self.rank), said)
+                self.store.set(self._key(number, self.rank), said)
             except RuntimeError as error:
                 raise self._lost(phase, self.gone() or tuple(range(self.size))) from error
             return number
@@ -83,7 +86,7 @@ class Meeting:
         found = self._values(number, phase)
         if number >= _KEPT:
             # Whoever came to this meeting has read the one before it.
-            _store().delete_key(self._key(number - _KEPT, self.rank))
+            self.store.delete_key(self._key(number - _KEPT, self.rank))
         said = [pickle.loads(each) for each in found]
         if number == 0:
             self._doors = tuple(door for _, _, door in said)
@@ -118,9 +121,9 @@ class Meeting:
             )
 
     def _values(self, number: int, phase: str) -> list[bytes]:
-        store, keys = _store(), [self._key(number, rank) for rank in range(self.size)]
+        store, keys = self.store, [self._key(number, rank) for rank in range(self.size)]
         started = time.monotonic()
-        missing = tuple(rank for rank, key in enumerate(keys) if not self._came(store, key, started, phase))
+        missing = tuple(rank for rank, key in enumerate(keys) if not self._came(key, started, phase))
         if missing:
             raise self._lost(phase, missing)
         try:
@@ -128,21 +131,26 @@ class Meeting:
         except RuntimeError as error:
             raise self._lost(phase, self.gone() or tuple(range(self.size))) from error
 
-    def _came(self, store: Any, key: str, started: float, phase: str) -> bool:
+    def _came(self, key: str, started: float, phase: str) -> bool:
+        """Return whether ``key`` is there in time; raise for a rank that is known to have ended meanwhile."""
+        until = started + timeout_seconds()
+        with suppress(RuntimeError):
+            self.store.wait([key], timedelta(seconds=max(0.001, min(LOOK, until - time.monotonic()))))
+            return True
+        # A wait that fails makes torch print; a look does not.
+        looked = 0.0
         while True:
+            with suppress(RuntimeError):
+                if self.store.check([key]):
+                    return True
             now = time.monotonic()
-            left = max(0.001, timeout_seconds() - (now - started))
-            try:
-                store.wait([key], timedelta(seconds=min(left, LOOK)))
-            except RuntimeError:
-                ended = self.gone()
+            if now - looked > LOOK:
+                looked, ended = now, self.gone()
                 if ended:
-                    raise self._lost(phase, ended) from None
-                if left <= LOOK:
-                    return False
-                time.sleep(max(0.0, LOOK - (time.monotonic() - now)))  # where the store itself is gone
-            else:
-                return True
+                    raise self._lost(phase, ended)
+            if now > until:
+                return False
+            time.sleep(0.01)
 
     def _lost(self, phase: str, missing: tuple[int, ...]) -> RankError:
         ranks = tuple(self.ranks[place] for place in missing)
@@ -161,17 +169,13 @@ def meeting_of(group: str = "") -> Meeting:
     """Return the one meeting of the process group ``group`` in this process."""
     own = group_named(group)
     with _lock:
-        # A group that was destroyed and made again has the same name, and counts from the start.
-        found = _made.get((group, id(own)))
-        if found is None:
-            for key in [key for key in _made if key[0] == group]:
-                del _made[key]
-            found = _made[group, id(own)] = Meeting(group)
+        # A group that was destroyed and made again has the same name, perhaps the same address, and another store.
+        number, found = _made.get(group, (0, None))
+        store = distributed.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+        if found is None or number != id(own) or found.store is not store:
+            found = Meeting(group)
+            _made[group] = id(own), found
         return found
-
-
-def _store() -> Any:
-    return distributed.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
 
 
 def _listed(ranks: tuple[int, ...]) -> str:
