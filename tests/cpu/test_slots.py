@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import pytest
@@ -105,6 +105,16 @@ def _bits(packed: Packed) -> list[torch.Tensor]:
     return [tensor.contiguous().reshape(tensor.shape[0], -1).view(torch.uint8) for tensor in packed.slots()]
 
 
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """Return every tensor that ``value`` is made of, but the table that all experts of a CPU layout share."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if not is_dataclass(value):
+        return []
+    names = [own.name for own in fields(value) if own.name != "table" or isinstance(value, Bnb4)]
+    return [tensor for name in names for tensor in _tensors(getattr(value, name))]
+
+
 @pytest.mark.parametrize(("name", "form", "act"), CASES)
 def test_experts_put_slot_by_slot_are_those_packed_in_that_order(
     monkeypatch: pytest.MonkeyPatch, name: str, form: str, act: str
@@ -116,6 +126,8 @@ def test_experts_put_slot_by_slot_are_those_packed_in_that_order(
     weights = _weights(form)
     whole = _packed(kernel, weights, act)
     before = [tensor.clone() for tensor in _bits(whole)]
+    # No tensor of the packed experts is left behind.
+    assert sorted(t.data_ptr() for t in whole.slots()) == sorted(t.data_ptr() for t in _tensors(whole))
     assert whole.slot_bytes * EXPERTS == sum(bits.numel() for bits in before)
 
     @given(st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=7))

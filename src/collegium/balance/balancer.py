@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from ..layer import MoELayer
     from ..parallel.expert_map import ExpertMap
+    from .metrics import Metrics
     from .slots import Slots
 
     Place = Callable[[NDArray[Any], Slots], Slots | None]
@@ -68,17 +69,23 @@ class Balancer:
     place: ``(load [E], slots) -> slots or None``, pure, for instance ``policy_named("greedy").place``: where experts
     should be, None for where they are. It is asked every ``interval`` calls and never sees the last empty slot of a
     rank. Without it experts move only as ``plan`` says. every: calls between two beats while something is under way.
-    counts: what was done. Raises InputError on every rank for layers that cannot move experts, and where ranks packed
-    an expert into different bytes.
+    metrics: told what came to this rank. counts: what was done. Raises InputError on every rank for layers that cannot
+    move experts, and where ranks packed an expert into different bytes.
     """
 
     def __init__(
-        self, layers: Mapping[Any, MoELayer], place: Place | None = None, *, interval: int = 1000, every: int = 4
+        self,
+        layers: Mapping[Any, MoELayer],
+        place: Place | None = None,
+        *,
+        interval: int = 1000,
+        every: int = 4,
+        metrics: Metrics | None = None,
     ) -> None:
         """Exchange checksums, and connect to the other ranks."""
         first = _checked(layers)
         self.counts = Counts()
-        self._place, self._interval, self._every = place, interval, every
+        self._place, self._interval, self._every, self._metrics = place, interval, every, metrics
         self._meeting = Meeting(first.group)
         self._mover = Mover(first.group, first.device)
         self._layers = _with_sums(layers, self._meeting)
@@ -88,7 +95,7 @@ class Balancer:
         self._moving: Future[Arrived] | None = None
         self._seen = torch.zeros(len(self._layers), max(own.map.num_experts for own in self._layers), dtype=torch.int64)
         self._copied: _Copied | None = None
-        self._stalls: list[tuple[Any, Any]] = []
+        self._stalls: list[tuple[Any, Any, _Layer, Round]] = []
         if place is not None:
             self.record()
 
@@ -110,10 +117,7 @@ class Balancer:
     @property
     def stall(self) -> float:
         """Seconds that switches have taken on the serving stream so far; waits for those that still run."""
-        for before, after in self._stalls:
-            after.synchronize()
-            self.counts.stall += before.elapsed_time(after) / 1000
-        self._stalls.clear()
+        self._measured(wait=True)
         return self.counts.stall
 
     def damage(self, how: Callable[[tuple[Tensor, ...]], None] | None) -> None:
@@ -149,6 +153,7 @@ class Balancer:
         self._calls += 1
         if self._calls != self._next:
             return
+        self._measured()
         if self._given is not None:
             self._act(self._meeting.collect(*self._given))
             self._given = None
@@ -188,6 +193,8 @@ class Balancer:
                 self._switch(own, due, arrived)
             else:
                 self.counts.given_up += 1
+                if self._metrics is not None and not arrived.good:
+                    self._metrics.observe_checksum_failure(own.name)
                 self._queue = deque(each for each in self._queue if each[0] is not own)
         elif all(state and state[0] == "loads" for state in found):
             total = torch.stack([loads for _, loads in found]).sum(0)
@@ -211,24 +218,37 @@ class Balancer:
         return _Copied(rows, torch.cuda.current_stream().record_event() if on_gpu else None, self._seen.shape[1])
 
     def _switch(self, own: _Layer, due: Round, arrived: Arrived) -> None:
-        started = time.perf_counter()
-        if arrived.ready is None:
-            own.map.switch(due.slots, arrived.tables)
-            self.counts.stall += time.perf_counter() - started
-        else:
-            stream = torch.cuda.current_stream(own.map.places.device)
-            stream.wait_event(arrived.ready)
-            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            before.record(stream)
-            own.map.switch(due.slots, arrived.tables)
-            after.record(stream)
-            for table in arrived.tables:
-                table.record_stream(stream)
-            self._stalls.append((before, after))
-        here = sum(move.rank == own.map.rank for move in due.moves)
         self.counts.switched += 1
-        self.counts.moved += here
-        self.counts.moved_bytes += here * own.layer.experts.slot_bytes
+        if arrived.ready is None:
+            started = time.perf_counter()
+            own.map.switch(due.slots, arrived.tables)
+            self._told(own, due, time.perf_counter() - started)
+            return
+        stream = torch.cuda.current_stream(own.map.places.device)
+        stream.wait_event(arrived.ready)
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record(stream)
+        own.map.switch(due.slots, arrived.tables)
+        after.record(stream)
+        for table in arrived.tables:
+            table.record_stream(stream)
+        self._stalls.append((before, after, own, due))
+
+    def _measured(self, wait: bool = False) -> None:
+        """Take the times of switches that are done, or of all."""
+        while self._stalls and (wait or self._stalls[0][1].query()):
+            before, after, own, due = self._stalls.pop(0)
+            after.synchronize()
+            self._told(own, due, before.elapsed_time(after) / 1000)
+
+    def _told(self, own: _Layer, due: Round, stall: float) -> None:
+        here = [move for move in due.moves if move.rank == own.map.rank]
+        nbytes = len(here) * own.layer.experts.slot_bytes
+        self.counts.stall += stall
+        self.counts.moved += len(here)
+        self.counts.moved_bytes += nbytes
+        if self._metrics is not None:
+            self._metrics.observe_rebalance(own.name, here, nbytes, stall)
 
 
 class _Copied(NamedTuple):
