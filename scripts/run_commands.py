@@ -99,6 +99,7 @@ def cases(device: str, work: Path) -> list[Case]:
         Case(words=("generate", gguf, *here), code=1, says="is a GGUF file"),
         *(case for model in (SHIPPED, small, gguf) for case in _looks(model, here)),
         *_measured(here, gpu=gpu, refused=refused),
+        *_balanced(here, str(work / "load.safetensors"), str(work / "load.png")),
     ]
 
 
@@ -125,6 +126,17 @@ def _measured(here: tuple[str, ...], *, gpu: bool, refused: str) -> list[Case]:
         Case(words=(*model, "--json"), alone=True, judge=_bench_model),
         Case(words=tune, alone=True, code=0 if gpu else 1, says="written to" if gpu else refused),
         *([Case(words=(*tune, "--json"), alone=True, judge=_tune)] if gpu else []),
+    ]
+
+
+def _balanced(here: tuple[str, ...], trace: str, picture: str) -> list[Case]:
+    record = ("balance", "record", SHIPPED, "--out", trace, "--tokens", "64", "--steps", "6", *here)
+    simulate = ("balance", "simulate", trace, "--ranks", "4", "--replicas", "0,8,32")
+    return [
+        Case(words=record, alone=True, says="6 steps"),
+        Case(words=(*simulate, "--picture", picture), alone=True, says="busiest"),
+        Case(words=(*simulate, "--policy", "least_moves", "--json"), judge=_simulation),
+        Case(words=("balance", "heatmap", trace, "--out", picture), alone=True, says="hottest expert"),
     ]
 
 
@@ -199,6 +211,15 @@ def _tune(found: Any) -> str:
     return "; ".join(f"{r['product']} at {r['tokens']}: {1e6 * r['best_seconds']:.1f} us" for r in found["rows"])
 
 
+def _simulation(found: Any) -> str:
+    rows = found["rows"]
+    _need([row["replicas"] for row in rows] == [0, 8, 32], f"rows {[row['replicas'] for row in rows]}")
+    _need(
+        all(0.25 <= row[half]["after"] <= 1 for row in rows for half in ("seen", "later")), "balancedness out of band"
+    )
+    return "; ".join(f"{r['replicas']} replicas: {r['later']['before']:.3f} to {r['later']['after']:.3f}" for r in rows)
+
+
 def _need(fact: object, otherwise: str) -> None:
     if not fact:
         raise ValueError(otherwise)
@@ -219,10 +240,14 @@ def uncovered(pages: Sequence[str], run: Sequence[Case]) -> list[str]:
     Without words of their own behind the command, as in "`collegium bench` measures", any case of it counts.
     """
     wanted = [words for page in pages for words in shown(page)]
-    wanted += [(str(each.name or each.callback.__name__).replace("_", "-"),) for each in app.registered_commands]  # type: ignore[union-attr]
+    groups = {(str(group.name),): group.typer_instance for group in app.registered_groups}
+    for above, held in (((), app), *groups.items()):
+        names = [str(each.name or each.callback.__name__).replace("_", "-") for each in held.registered_commands]  # type: ignore[union-attr]
+        wanted += [(*above, name) for name in names]
 
     def covers(case: Case, words: tuple[str, ...]) -> bool:
-        return case.words[0] == words[0] and {w for w in words if w.startswith("-")} <= set(case.words)
+        head = 2 if words[:1] in groups else 1
+        return case.words[:head] == words[:head] and {w for w in words if w.startswith("-")} <= set(case.words)
 
     return sorted({" ".join(words) for words in wanted if not any(covers(case, words) for case in run)})
 

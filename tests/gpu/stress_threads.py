@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import csv
 import itertools
+import os
 import random
 import subprocess
 import sys
@@ -185,6 +186,11 @@ def _one_recipe(weights: str, activations: str, seconds: float) -> int:
     return failed
 
 
+def _store(path: Path, mode: str, rows: list[list[object]]) -> None:
+    with path.open(mode, newline="") as file:
+        csv.writer(file).writerows(rows)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=30.0)
@@ -195,24 +201,25 @@ def main() -> int:
     asked = parser.parse_args()
     if asked.recipe:
         return _one_recipe(*asked.recipe, asked.seconds)
-    waiting, running, rows, failed = recipes(), [], [], 0
+    waiting, running, failed = recipes(), [], 0
+    head = ["weights", "activations", "streams", "layers", "threads", "seconds", "calls", "different", "error"]
+    facts = [torch.cuda.get_device_name(), torch.__version__, asked.commit]
+    if asked.out:
+        _store(asked.out, "w", [[*head, "gpu", "torch", "commit", "command"]])
+    # Encoding weights on every core in every process would take longer than the test.
+    alone = os.environ | {"OMP_NUM_THREADS": "1"}
     while waiting or running:
         while waiting and len(running) < asked.together:
             recipe = waiting.pop(0)
             command = [sys.executable, __file__, "--seconds", str(asked.seconds), "--recipe", *recipe]
-            running.append((recipe, subprocess.Popen(command, stdout=subprocess.PIPE, text=True)))
+            running.append((recipe, subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=alone)))
         recipe, process = running.pop(0)
         text, _ = process.communicate()
-        rows += list(csv.reader(text.splitlines()))
+        command = f"python {sys.argv[0]} --seconds {asked.seconds:g}"
+        if asked.out:
+            _store(asked.out, "a", [[*row, *facts, command] for row in csv.reader(text.splitlines())])
         failed += process.returncode != 0
         print(f"{' x '.join(recipe)}: exit {process.returncode}\n{text}", flush=True)  # noqa: T201
-    if asked.out:
-        head = ["weights", "activations", "streams", "layers", "threads", "seconds", "calls", "different", "error"]
-        facts = [torch.cuda.get_device_name(), torch.__version__, asked.commit]
-        with asked.out.open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow([*head, "gpu", "torch", "commit", "command"])
-            writer.writerows([*row, *facts, f"python {sys.argv[0]} --seconds {asked.seconds:g}"] for row in rows)
     return min(failed, 1)
 
 

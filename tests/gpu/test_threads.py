@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -66,3 +68,22 @@ def test_threads_get_the_bits_of_a_single_caller(recipe: tuple[str, str], own_st
     calls, different, error = stress(*recipe, own_streams, layers, 2.0)
     assert (different, error) == (0, "")
     assert calls > 16
+
+
+def test_threads_that_load_kernels_at_the_same_time(tmp_path: Path) -> None:
+    """Each starts its own kernel by that kernel's function, however often Python changes threads."""
+    program = Path(__file__).with_name("stress_threads.py")
+    text = "import runpy, sys; sys.setswitchinterval(1e-6); sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], "
+    command = [sys.executable, "-c", text + "run_name='__main__')", str(program), "--seconds", "1"]
+    jobs = [
+        subprocess.Popen(
+            [*command, "--recipe", "fp8_tensor", activations],
+            env=os.environ | {"TRITON_CACHE_DIR": str(tmp_path / activations), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for activations in ("fp8_token", "fp8_group128")
+    ]
+    for job in jobs:
+        said, _ = job.communicate(timeout=240)
+        assert job.returncode == 0, said

@@ -5,13 +5,15 @@ from __future__ import annotations
 import heapq
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ..errors import InputError
+from .relief import relieved
 from .slots import aligned, balancedness, checked_load, holders
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy as np
     from numpy.typing import ArrayLike, NDArray
 
     from .slots import Slots
@@ -22,8 +24,9 @@ __all__ = ["greedy", "host_of"]
 def greedy(load: ArrayLike, current: Slots, *, hosts: int = 1, groups: int = 1) -> Slots:
     """Return a placement for ``load [E]`` in the slots of ``current``, never less balanced than that one.
 
-    Every slot is filled that an expert with a load can use. hosts: equal runs of consecutive ranks; groups: equal runs
-    of consecutive experts that a token chooses together. With several of both each group goes to one host with all
+    What was packed is refined by single changes while one relieves the busiest rank; a slot stays empty where every
+    copy would load a rank more. hosts: equal runs of consecutive ranks; groups: equal runs of consecutive experts that
+    a token chooses together. With several of both each group goes to one host with all
     copies of its experts, and balance comes second. ``current`` may lack experts, of a rank that is gone. Ties go to
     the lowest id. Raises InputError where the experts do not fit, or the groups not on the hosts.
     """
@@ -40,6 +43,13 @@ def greedy(load: ArrayLike, current: Slots, *, hosts: int = 1, groups: int = 1) 
         _pack(loads, experts, ranks, sizes, packed)
         _keep_names(current, ranks, packed)
     made = aligned(current, packed)
+    where = np.array(host_of(len(sizes), len(parts)))
+    for _ in range(sum(sizes)):
+        better = relieved(loads, made, where)
+        if better is None:
+            break
+        made = better
+    made = aligned(current, [set(own) - {-1} for own in made])
     tidy = all({-1, *experts}.issuperset(current[rank]) for ranks, experts in parts for rank in ranks)
     if tidy and held.any(axis=0).all() and balancedness(loads, current) >= balancedness(loads, made):
         return current

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["LoadTrace"]
 
 _KIND = "collegium load trace 1"
+_NUMBERS = ("top_k", "groups", "expert_bytes")
 _AGAIN = "record it again with `collegium balance record MODEL --out FILE`"
 
 
@@ -49,7 +50,7 @@ class LoadTrace:
         if found.min() < 0 or found.max() > 1 << 40:
             raise InputError(f"load trace: counts are {found.min()} to {found.max()}; allowed are 0 to {1 << 40}")
         experts = found.shape[2]
-        if not (1 <= self.top_k <= experts and self.expert_bytes > 0 < self.groups and experts % self.groups == 0):
+        if not (1 <= self.top_k <= experts and min(self.expert_bytes, self.groups) > 0 == experts % self.groups):
             raise InputError(
                 f"load trace: found top-{self.top_k}, {self.groups} groups and {self.expert_bytes} bytes an expert for "
                 f"{experts} experts; needed are top-1 to top-{experts}, equal groups, and bytes above 0"
@@ -64,10 +65,9 @@ class LoadTrace:
         """Write a safetensors file, which appears when it is complete. Raises OSError."""
         file = Path(path)
         made = file.with_name(f".{file.name}.partial-{os.getpid()}")
-        said = {"model": self.model, "layers": json.dumps(self.layers)}
-        said |= {name: str(getattr(self, name)) for name in ("top_k", "groups", "expert_bytes")}
+        said = {name: getattr(self, name) for name in ("model", "layers", *_NUMBERS)}
         try:
-            made.write_bytes(save({"counts": np.ascontiguousarray(self.counts)}, {"kind": _KIND, **said}))
+            made.write_bytes(save({"counts": np.ascontiguousarray(self.counts)}, {_KIND: json.dumps(said)}))
             made.replace(file)
         finally:
             made.unlink(missing_ok=True)
@@ -80,17 +80,17 @@ class LoadTrace:
             raise InputError(f"{path}: no such file; {_AGAIN}")
         try:
             with safe_open(file, framework="numpy") as opened:
-                said: dict[str, str] = opened.metadata() or {}
-                if said.get("kind") != _KIND or list(opened.keys()) != ["counts"]:
+                kinds = opened.metadata() or {}
+                if list(kinds) != [_KIND] or list(opened.keys()) != ["counts"]:
                     raise InputError(
-                        f"{path}: is a safetensors file of {said.get('kind', 'no kind')!r} with {len(opened.keys())} "
-                        f"tensors, not a {_KIND!r} with its counts; {_AGAIN}"
+                        f"{path}: is a safetensors file with the entries {sorted(kinds)[:8]} and the tensors "
+                        f"{sorted(opened.keys())[:8]}, needed are {_KIND!r} and 'counts'; {_AGAIN}"
                     )
                 counts = opened.get_tensor("counts")
-            layers: Any = json.loads(said["layers"])
-            numbers = {name: int(said[name]) for name in ("top_k", "groups", "expert_bytes")}
-            return cls(counts=counts, model=said["model"], layers=tuple(map(str, layers)), **numbers)
-        except (SafetensorError, KeyError, TypeError, ValueError) as error:
+            said: Any = json.loads(kinds[_KIND])
+            numbers = {name: int(said[name]) for name in _NUMBERS}
+            return cls(counts=counts, model=str(said["model"]), layers=tuple(map(str, said["layers"])), **numbers)
+        except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
             if isinstance(error, InputError) and str(path) in str(error):
                 raise
             raise InputError(f"{path}: cannot be read as a load trace: {error}; {_AGAIN}") from error

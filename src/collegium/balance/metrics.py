@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -92,9 +93,8 @@ class Metrics:
 
 def _client() -> Any:
     try:
-        import prometheus_client
+        return importlib.import_module("prometheus_client")
     except ImportError as error:
         raise MissingExtraError(
             "prometheus_client is not installed; install it with: pip install 'collegium[metrics]'"
         ) from error
-    return prometheus_client

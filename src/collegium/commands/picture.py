@@ -16,9 +16,6 @@ if TYPE_CHECKING:
 __all__ = ["check_picture", "plot", "plot_load", "plot_simulation"]
 
 
-_HALVES = ("the steps it was fitted to", "the steps after them")
-
-
 def check_picture(path: str, option: str = "--plot") -> None:
     """Raise InputError where no picture file ``path`` can be written, MissingExtraError without matplotlib."""
     kinds = _figure().canvas.get_supported_filetypes()
@@ -80,15 +77,17 @@ def plot_simulation(report: Simulation, path: str) -> None:
     Raises MissingExtraError without matplotlib.
     """
     figure = _figure()
-    for axes, part, title in zip(figure.subplots(1, 2, sharey=True), ("seen", "later"), _HALVES, strict=True):
+    left, right = figure.subplots(1, 2, sharey=True)
+    for axes, part, title in ((left, "seen", "the steps it was fitted to"), (right, "later", "the steps after them")):
         judged = [getattr(row, part) for row in report.rows]
-        for shift, name in ((-0.2, "before"), (0.2, "after")):
+        for shift, name, color in ((-0.2, "before", "0.7"), (0.2, "after", "C0")):
             at = [place + shift for place in range(len(judged))]
-            axes.bar(at, [getattr(one, name) for one in judged], 0.38, label=f"{name}, mean of layers")
-            axes.plot(at, [getattr(one, f"{name}_worst") for one in judged], "kv", label=f"{name}, worst layer")
+            axes.bar(at, [getattr(one, name) for one in judged], 0.38, color=color, label=f"{name}, mean of layers")
+            axes.plot(at, [getattr(one, f"{name}_worst") for one in judged], "kv")
         axes.set_xticks(range(len(judged)), [str(row.replicas) for row in report.rows])
-        axes.set(xlabel="replicas a layer", ylabel="balancedness", ylim=(0, 1.05), title=title)
-    axes.legend(loc="lower right")
+        axes.set(xlabel="replicas a layer", ylim=(0, 1.05), title=title)
+    left.set(ylabel="balancedness (triangle: worst layer)")
+    left.legend(loc="lower left")
     figure.suptitle(f"{report.model} on {report.ranks} ranks, {report.policy}")
     figure.savefig(path, dpi=120)
 

@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -197,7 +198,7 @@ def print_load(report: LoadReport) -> None:
         None,
         ("layer ", "hottest expert", "of an even share", "coldest", "of an even share", "idle"),
         [
-            (own.layer, str(own.expert), f"{own.most:.2f}", str(own.coldest), f"{own.least:.2f}", str(own.idle))
+            (escape(own.layer), str(own.expert), f"{own.most:.2f}", str(own.coldest), f"{own.least:.2f}", str(own.idle))
             for own in report.layers
         ],
     )
@@ -206,8 +207,8 @@ def print_load(report: LoadReport) -> None:
 def print_simulation(report: Simulation) -> None:
     """Show what a policy would have done to a trace."""
     out.print(
-        f"[bold]{report.model}[/bold]: {report.layers} layers of {report.experts} experts on {report.ranks} ranks, "
-        f"{report.policy}, {report.steps} steps"
+        f"[bold]{escape(report.model)}[/bold]: {report.layers} layers of {report.experts} experts on {report.ranks} "
+        f"ranks, {report.policy}, {report.steps} steps"
     )
     for part, title in (
         ("seen", "the first half of the steps, which it was fitted to"),
@@ -215,7 +216,7 @@ def print_simulation(report: Simulation) -> None:
     ):
         _print_table(
             title,
-            ("replicas", "slots", "before", "worst layer", "after", "worst layer", "busiest rank", "moved", "bytes"),
+            ("replicas", "slots", "before", "worst", "after", "worst", "busiest", "moved", "MB"),
             [
                 (
                     str(row.replicas),
@@ -223,15 +224,16 @@ def print_simulation(report: Simulation) -> None:
                     *(f"{value:.3f}" for value in (own.before, own.before_worst, own.after, own.after_worst)),
                     f"{-100 * own.saved:+.1f} %",
                     str(row.moved_experts),
-                    f"{row.moved_bytes:,}",
+                    f"{row.moved_bytes / 1e6:,.1f}",
                 )
                 for row, own in ((row, getattr(row, part)) for row in report.rows)
             ],
         )
-    said = (
-        "before, after: balancedness, mean over busiest rank at each step, 1 is even; busiest rank: change of its work"
+    out.print(
+        "before, after: balancedness (mean over busiest rank, step by step; 1 is even), mean and worst of the layers; "
+        "busiest: change of the busiest ranks' work; moved: experts, in all layers",
+        style="dim",
     )
-    out.print(said, style="dim")
 
 
 def print_inspection(found: Inspection) -> None:

@@ -38,6 +38,7 @@ STREAM = 3  # place of the stream among the arguments of Triton's C function
 _TESTED = ("3.6.",)  # releases of Triton whose launcher takes what ``_started`` prepares
 
 _variants: dict[tuple[Any, ...], _Variant] = {}
+_loading = threading.Lock()
 
 
 class Step(NamedTuple):
@@ -141,6 +142,12 @@ class _Variant:
         if known is None:
             # Warming up runs batches side by side, and Triton lets every thread compile what one of them does already.
             with self._first:
+                if _direct():
+                    made = self._kernel.warmup(*args, grid=grid, **self._keywords)
+                    # Triton imports what starts a kernel as a module, all of one name: a second thread that imports
+                    # then would replace the function before this one has it, by that of another kernel.
+                    with _loading:
+                        _ = made.run
                 compiled = self._kernel[grid](*args, **self._keywords)
             if _direct():
                 self._started[key] = _started(compiled)
