@@ -254,8 +254,8 @@ def _gather(lost: set[int], joining: int) -> tuple[_Members, Any, int]:
         try:
             store = store_behind(doors[leader], timeout_seconds())
             store.set(f"{_ROOM}/{_round}/here {me}", b"here")
-            # The leader waits for others as long as that, and for newcomers as long again.
-            store.wait([f"{_ROOM}/{_round}/members"], timedelta(seconds=3 * timeout_seconds()))
+            # The leader waits for who notices last twice as long as a wait may be, and for newcomers once.
+            store.wait([f"{_ROOM}/{_round}/members"], timedelta(seconds=4 * timeout_seconds()))
             members = pickle.loads(store.get(f"{_ROOM}/{_round}/members"))
         except RuntimeError as error:
             if is_gone(doors[leader]):
@@ -271,7 +271,7 @@ def _lead(left: list[int], doors: Sequence[Door], joining: int, me: int) -> tupl
     """Wait for the others that are left, and for newcomers, at this process's own door; tell them who came."""
     global _admitted
     store, came = store_behind(own_door(), timeout_seconds()), [me]
-    until = time.monotonic() + timeout_seconds()
+    until = time.monotonic() + 2 * timeout_seconds()
     for rank in left[1:]:
         while not store.check([f"{_ROOM}/{_round}/here {rank}"]):
             if is_gone(doors[rank]) or time.monotonic() > until:
