@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from collegium import Limits, MoELayer, Placement, RankError, Routing
+from collegium import Limits, MoELayer, Placement, RankError, Routing, probe
 from collegium.balance.elastic import reader_of, regroup
 from collegium.checkpoint.opened import CheckpointLayer
 from collegium.checkpoint.reader import Checkpoint
@@ -183,7 +183,7 @@ def main() -> int:
         return 1
     cuda = args.device == "cuda"
     head = {
-        "machine": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
+        "machine": torch.cuda.get_device_name() if cuda else probe("cpu").name or platform.machine(),
         "torch": torch.__version__,
         "commit": args.commit,
         "command": f"python benchmarks/kill_rank.py --ranks {args.ranks} --kill {args.kill} --device {args.device}",
