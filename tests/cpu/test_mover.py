@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from collegium import InputError
 from collegium.balance.checksum import agreed, checksum
 from collegium.balance.mover import rounds
-from moving import random_slots, rebalance, refused
+from collegium.balance.slots import balancedness
+from moving import by_policy, random_slots, rebalance, refused
 from ranks import run_ranks
 
 
@@ -35,6 +36,26 @@ def test_packed_formats_move_without_changing_a_bit(recipe: str) -> None:
         assert not faults
         assert counts["switched"] >= 12 - counts["spoiled"]
         assert counts["given_up"] == counts["spoiled"] > 0
+
+
+@pytest.mark.parametrize("policy", ["greedy", "least_moves"])
+def test_a_policy_is_asked_with_the_loads_of_all_ranks_and_evens_them(policy: str) -> None:
+    pytest.importorskip("prometheus_client")
+    found = run_ranks(partial(by_policy, policy=policy), 2)
+    for faults, loads, before, after, counts, _ in found:
+        assert not faults
+        assert loads[:2] == [60 * 2 * 12, 60 * 2 * 6]
+        assert sum(loads) == 60 * 2 * 12 * 3
+        assert balancedness(loads, after) > balancedness(loads, before) + 0.05
+        assert counts.switched >= 1
+        # The last empty slot of a rank is left for moving.
+        assert all(-1 in own for own in after)
+    assert found[0][1:4] == found[1][1:4]
+    moved = sum(counts.moved for *_, counts, _ in found)
+    told = [
+        float(line.split()[1]) for *_, text in found for line in text.splitlines() if "moved_experts_total{" in line
+    ]
+    assert sum(told) == moved > 0
 
 
 def test_what_cannot_be_balanced_is_refused_on_every_rank() -> None:

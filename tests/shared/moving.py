@@ -26,10 +26,23 @@ from collegium import (
     probe,
 )
 from collegium.balance.balancer import Balancer
+from collegium.balance.metrics import Metrics
+from collegium.balance.policy import policy_named
 from collegium.formats import Fp32
 from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
 
-__all__ = ["HIDDEN", "RECIPES", "placement", "random_slots", "rebalance", "split_layer", "taken", "whole_weights"]
+__all__ = [
+    "HIDDEN",
+    "RECIPES",
+    "by_policy",
+    "placement",
+    "random_slots",
+    "rebalance",
+    "refused",
+    "split_layer",
+    "taken",
+    "whole_weights",
+]
 
 WIDE, HIDDEN, TOP_K = 128, 128, 3
 # Weight format, activation format, dtype. "whole": numbers so small that every sum is exact, whatever its order. On a
@@ -207,3 +220,32 @@ def refused(rank: int) -> list[str]:
             errors.append(str(error))
     good.close()
     return errors
+
+
+def by_policy(rank: int, *, policy: str) -> Any:
+    """Serve tokens that like two experts of one rank; return faults, loads, slots before and after, and counts."""
+    world, experts = distributed.get_world_size(), 8
+    weights = whole_weights("whole", experts, 3)
+    whole = split_layer("whole", weights, "cpu", None)
+    ids = tuple(tuple(range(r * experts // world, (r + 1) * experts // world)) for r in range(world))
+    placed = Placement(rank=rank, world_size=world, expert_ids=ids[rank], ranks=ids, spare=2)
+    layer = split_layer("whole", weights, "cpu", placed)
+    told = Metrics()
+    table, before, faults = layer.dispatcher.map, layer.dispatcher.map.slots, list[str]()
+    balancer = Balancer({"only": layer}, policy_named(policy).place, interval=10, every=2, metrics=told)
+    tokens, made = 12, torch.Generator().manual_seed(rank)
+    x = torch.randint(-2, 3, (tokens, 32), generator=made).float()
+    chosen = torch.randint(2, experts, (tokens, TOP_K), generator=made)
+    chosen[:, 0], chosen[: tokens // 2, 1] = 0, 1
+    routing = Routing(topk_ids=chosen, topk_weights=torch.rand(chosen.shape, generator=made))
+    truth = whole(x, routing=routing)
+    for call in range(60):
+        if not torch.equal(layer(x, routing=routing), truth):
+            faults.append(f"call {call}")
+        balancer.step()
+    loads = balancer.loads()[0]
+    balancer.record(False)
+    layer(x, routing=routing)
+    assert torch.equal(balancer.loads()[0], loads)
+    balancer.close()
+    return faults, loads.tolist(), before, table.slots, balancer.counts, told.text()
