@@ -69,6 +69,9 @@ _DIRECT = ("tests/cpu/test_direct.py",)
 _NAN = ("tests/cpu/test_nan.py",)
 _RANKS = ("tests/cpu/test_all_to_all.py",)
 _REDUCED = ("tests/cpu/test_reduced.py",)
+_MOVE = ("tests/cpu/test_mover.py::test_packed_formats_move_without_changing_a_bit",)
+_ROUNDS = ("tests/cpu/test_mover.py::test_rounds_reach_any_placement_and_never_lose_an_expert",)
+_SUM = ("tests/cpu/test_mover.py::test_a_checksum_follows_the_position_across_its_pieces",)
 
 MUTANTS: tuple[Mutant, ...] = (
     # Gate and up swapped.
@@ -641,6 +644,32 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "input left in 32 bits", "experts/reference.py", (("x = form.round_trip(x)", "x = x.float()"),),
         ("tests/cpu/test_proofs.py",),
+    ),
+    # Experts that move.
+    Mutant(
+        "a checksum that forgets the pieces before", "balance/checksum.py",
+        (("torch.arange(at + start + 1, at + start + 1 + own.numel(), device=own.device)",
+          "torch.arange(start + 1, start + 1 + own.numel(), device=own.device)"),), _SUM,
+    ),
+    Mutant(
+        "a checksum of what arrived compared with itself", "balance/mover.py",
+        (("(checksum(parts) == sums[move.expert]).all()", "(checksum(parts) == checksum(parts)).all()"),), _MOVE,
+    ),
+    Mutant(
+        "the slot of the destination sent", "balance/mover.py",
+        (("packed.take(move.source_slot if send else move.slot)", "packed.take(move.slot)"),), _MOVE,
+    ),
+    Mutant(
+        "an expert dropped before its copy is there", "balance/mover.py",
+        (("for expert in own if expert in target}", "for expert in target}"),), _ROUNDS,
+    ),
+    Mutant(
+        "a switch that keeps the number of copies", "parallel/expert_map.py",
+        (("            self.copies.copy_(copies)\n", ""),), ("tests/cpu/test_expert_map.py",),
+    ),
+    Mutant(
+        "scales of rows left behind", "experts/triton/matrix.py",
+        (('"values", "scale", "row_scale", "bias"', '"values", "scale", "bias"'),), ("tests/cpu/test_slots.py",),
     ),
 )  # fmt: skip
 

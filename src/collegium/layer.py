@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from .experts import Packed
     from .formats.payload import Payload
     from .pipelines import Pipeline
     from .plan import Plan
@@ -92,28 +93,41 @@ class MoELayer(PackedModule):
         self.experts = with_measured_tiles(kernel_named(plan.kernel).pack(weights, problem.routed), problem)
         self.shared = None if shared is None else pack_shared(shared, problem, kernel_named(str(plan.shared_kernel)))
         self.latent = None if latent is None else latent_of(latent, DTYPES[problem.dtype])
-        kinds = [kind for kind in pipelines.PIPELINES if kind.name in plan.pipelines]
-        dispatcher, tiling = composed(dispatcher_named(plan.dispatcher), problem), self.experts.tiling
-        # Packing may have found what the problem could not say.
-        self.plan = replace(plan, stretches=stretches(kinds, dispatcher, tiling, problem))
-        parts = Parts(
-            experts=self.experts,
-            dispatcher=dispatcher.build(problem),
-            top_k=spec.routing.top_k,
-            num_experts=len(problem.local_experts),
-            after_expert=after_expert,
-        )
-        self.dispatcher = parts.dispatcher
-        self._pipelines = tuple((kind.most(tiling, parts.top_k), kind.build(parts)) for kind in kinds)
         self._device = weights.down.device
-        self._places = memory_map(self.plan.regions)
-        self._step = None if dispatcher.together else problem.limits.max_tokens
-        self._reaching = parts.dispatcher if isinstance(parts.dispatcher, Reaching) else None
-        self._number = 0 if self._reaching is None else self._reaching.join(self._places)
-        self.workspaces: Workspaces | Any = self._lender()
         self._replay: Replay  # made by every assignment
         self._choice: Router | None
+        self._build(plan)
         self.identify(self._device, DTYPES[problem.dtype])
+
+    def _build(self, plan: Plan) -> None:
+        """Make what runs ``self.experts`` as ``plan`` says; all ranks that share the experts do so together."""
+        problem = plan.problem
+        kinds = [kind for kind in pipelines.PIPELINES if kind.name in plan.pipelines]
+        row, tiling = composed(dispatcher_named(plan.dispatcher), problem), self.experts.tiling
+        # Packing may have found what the problem could not say.
+        self.plan = replace(plan, stretches=stretches(kinds, row, tiling, problem))
+        self.dispatcher = row.build(problem)
+        parts = Parts(
+            experts=self.experts,
+            dispatcher=self.dispatcher,
+            top_k=self.spec.routing.top_k,
+            num_experts=len(problem.local_experts),
+            after_expert=self.after_expert,
+        )
+        self._pipelines = tuple((own.most(tiling, parts.top_k), own.build(parts)) for own in kinds)
+        self._places = memory_map(self.plan.regions)
+        self._step = None if row.together else problem.limits.max_tokens
+        self._reaching = self.dispatcher if isinstance(self.dispatcher, Reaching) else None
+        self._number = 0 if self._reaching is None else self._reaching.join(self._places)
+        self.workspaces: Workspaces | Any = self._lender()
+
+    def replan(self, plan: Plan, experts: Packed) -> None:
+        """Go on with ``experts``, packed for ``plan``, which differs from the layer's own in its placement alone.
+
+        All ranks of the new placement call it at the same time; what was captured in a CUDA graph before is no good.
+        """
+        self.experts = with_measured_tiles(experts, plan.problem)
+        self._build(plan)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute and forget what was recorded: another layer may start other kernels."""

@@ -7,6 +7,7 @@ overridden below means "nothing to do": a kernel without tiles lists none, warms
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from ..runtime.memory import Memory, Regions
     from ..types import ContiguousBatch, ExpertWeights
 
-__all__ = ["ExpertKernel", "Packed", "Product", "Tiling", "refuse_codes"]
+__all__ = ["ExpertKernel", "Packed", "Product", "Tiling", "refuse_codes", "with_each"]
 
 
 class Tiling:
@@ -122,6 +123,59 @@ class Packed:
     def with_measured(self, tables: Mapping[str, Any]) -> Packed:
         """Return the same experts with tiles measured by ``collegium tune``: product to ((rows, tile), ...)."""
         raise NotImplementedError
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Packed:
+        """Return these experts with ``change(tensor)`` for every tensor that has a row for each slot.
+
+        A kernel whose packing mixes experts leaves this as it is, and its experts stay where they were packed.
+        """
+        raise InputError(f"{type(self).__name__} mixes experts in its packing; none of them can be moved alone")
+
+    def slots(self) -> tuple[Tensor, ...]:
+        """Return the tensors that hold the experts, whose first dimension is the local slot; they are not copied.
+
+        Raises InputError where a slot has no bytes of its own.
+        """
+        found: list[Tensor] = []
+
+        def seen(tensor: Tensor) -> Tensor:
+            found.append(tensor)
+            return tensor
+
+        self._each(seen)
+        shared = [tuple(t.shape) for t in found if t.shape[0] > 1 and t.stride(0) < t[0].numel()]
+        if shared:
+            raise InputError(
+                f"{type(self).__name__}: the slots of a tensor {shared[0]} share memory, so none can be moved alone; "
+                "give weights whose experts lie one after the other"
+            )
+        return tuple(found)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot."""
+        return sum(tensor[0].numel() * tensor.element_size() for tensor in self.slots())
+
+    def take(self, slot: int) -> tuple[Tensor, ...]:
+        """Return the packed expert in ``slot``, a view of each tensor of ``slots``."""
+        return tuple(tensor[slot] for tensor in self.slots())
+
+    def put(self, slot: int, expert: tuple[Tensor, ...]) -> None:
+        """Copy a packed ``expert``, what ``take`` of experts packed like these returned, into ``slot``, bit by bit."""
+        with torch.inference_mode():
+            for own, other in zip(self.take(slot), expert, strict=True):
+                own.copy_(other)
+
+    def resized(self, count: int) -> Packed:
+        """Return room for ``count`` experts packed like these, uninitialised, to be filled by ``put``."""
+        with torch.inference_mode(False):
+            return self._each(lambda tensor: tensor.new_empty((count, *tensor.shape[1:])))
+
+
+def with_each(owner: Any, change: Callable[[Tensor], Tensor], *names: str) -> Any:
+    """Return the dataclass ``owner`` with ``change(tensor)`` for its tensors ``names``, those that are not None."""
+    found = {name: getattr(owner, name) for name in names}
+    return replace(owner, **{name: change(tensor) for name, tensor in found.items() if tensor is not None})
 
 
 def refuse_codes(batch: ContiguousBatch, kernel: str, format_name: str | None = None) -> None:

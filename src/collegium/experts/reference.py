@@ -12,7 +12,7 @@ One expert's weights are decoded at a time. Every other kernel is judged against
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -20,9 +20,11 @@ import torch
 
 from ..ops.activation import activate
 from ..ops.quantize import QuantizedRows, activation_format
-from .base import Packed, Tiling, refuse_codes
+from .base import Packed, Tiling, refuse_codes, with_each
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from ..formats.payload import Payload
@@ -52,6 +54,15 @@ class ReferenceExperts(Packed):
             if stop > start:
                 rows[start:stop] = _one_expert(batch, self, expert, slice(start, stop))
         return rows
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> ReferenceExperts:
+        def changed(payload: Payload) -> Payload:
+            made = with_each(payload, change, *payload.tensors())
+            count = next(iter(made.tensors().values())).shape[0]
+            return replace(made, shape=(count, *payload.shape[1:]))
+
+        own = replace(self.weights, gate_up=changed(self.weights.gate_up), down=changed(self.weights.down))
+        return replace(self, weights=with_each(own, change, "gate_up_bias", "down_bias"))
 
 
 class Reference:

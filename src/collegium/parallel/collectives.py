@@ -5,18 +5,21 @@ A rank that dies breaks its connections, so the others fail at once; then those 
 
 from __future__ import annotations
 
+import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
 
 from ..errors import RankError
 from .groups import group_named
-from .meeting import meeting_of
+from .meeting import LOOK, meeting_of, timeout_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Callable, Generator, Sequence
 
     from torch import Tensor
 
@@ -36,6 +39,31 @@ def _named(group: str, phase: str) -> Generator[distributed.ProcessGroup]:
         ) from error
 
 
+def _done(start: Callable[..., Any], *tensors: Any, ranks: distributed.ProcessGroup, group: str) -> None:
+    """Run a collective; with gloo no longer than ``timeout_seconds()``, which is torch's own 30 minutes otherwise.
+
+    A rank that waits for one that waits for one that is gone is told nothing, so it looks. NCCL's wait is the device's,
+    and its watchdog bounds it.
+    """
+    if not _on_gloo(ranks, tensors[-1]):
+        start(*tensors, group=ranks)
+        return
+    work, until = start(*tensors, group=ranks, async_op=True), time.monotonic() + timeout_seconds()
+    while True:
+        left = until - time.monotonic()
+        try:
+            work.wait(timedelta(seconds=max(0.001, min(left, LOOK))))
+        except RuntimeError:
+            if work.is_completed() or left <= LOOK or meeting_of(group).gone():
+                raise
+        else:
+            return
+
+
+def _on_gloo(ranks: distributed.ProcessGroup, tensor: Tensor) -> bool:
+    return f"{tensor.device.type}:gloo" in distributed.get_backend_config(ranks)
+
+
 def gathered(own: Tensor, most: int, fill: float, *, group: str, phase: str) -> Tensor:
     """Return every rank's rows ``[W * most, ...]``, those of a rank with fewer than ``most`` filled up."""
     with _named(group, phase) as ranks:
@@ -43,7 +71,7 @@ def gathered(own: Tensor, most: int, fill: float, *, group: str, phase: str) -> 
         padded[: own.shape[0]] = own
         found = [torch.empty_like(padded) for _ in range(distributed.get_world_size(ranks))]
         if padded.numel():
-            distributed.all_gather(found, padded, group=ranks)
+            _done(distributed.all_gather, found, padded, ranks=ranks, group=group)
         return torch.cat(found)
 
 
@@ -53,6 +81,11 @@ def scattered(rows: Tensor, *, group: str, phase: str) -> Tensor:
         world = distributed.get_world_size(ranks)
         if not rows.numel():
             return rows.chunk(world)[0]
+        if _on_gloo(ranks, rows):
+            # Its reduce-scatter waits for ever, whatever bound is given.
+            found = torch.empty_like(rows)
+            _done(distributed.all_to_all_single, found, rows.contiguous(), ranks=ranks, group=group)
+            return found.view(world, -1, rows.shape[1]).sum(0, dtype=rows.dtype)
         own = rows.new_empty(rows.shape[0] // world, rows.shape[1])
         distributed.reduce_scatter(own, list(rows.chunk(world)), group=ranks)
         return own
@@ -62,7 +95,7 @@ def all_reduced(rows: Tensor, *, group: str, phase: str) -> Tensor:
     """Return ``rows`` after every rank's were added to it, in place."""
     with _named(group, phase) as ranks:
         if rows.numel():
-            distributed.all_reduce(rows, group=ranks)
+            _done(distributed.all_reduce, rows, ranks=ranks, group=group)
         return rows
 
 
@@ -83,6 +116,7 @@ def exchanged(
     with _named(group, phase) as ranks:
         rows = own.shape[0] if came is None else sum(came)
         out = own.new_empty(rows, *own.shape[1:]) if out is None else out
-        splits = [None if count is None else list(count) for count in (came, sent)]
-        distributed.all_to_all_single(out, own.contiguous(), *splits, group=ranks)
+        lists = {"output_split_sizes": came, "input_split_sizes": sent}
+        splits: dict[str, Any] = {name: None if count is None else list(count) for name, count in lists.items()}
+        _done(partial(distributed.all_to_all_single, **splits), out, own.contiguous(), ranks=ranks, group=group)
         return out

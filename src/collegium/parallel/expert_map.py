@@ -45,12 +45,17 @@ class ExpertMap:
         held = placement.ranks or (placement.expert_ids,)
         self.switch(tuple(ids + (-1,) * (self.width - len(ids)) for ids in held))
 
-    def switch(self, slots: tuple[tuple[int, ...], ...]) -> None:
+    def tables(self, slots: tuple[tuple[int, ...], ...]) -> tuple[Tensor, Tensor]:
+        """Return what ``places`` and ``copies`` are to be for ``slots``, on the host; errors as ``switch``."""
+        return _tables(slots, self.num_experts, self.world_size, self.width)
+
+    def switch(self, slots: tuple[tuple[int, ...], ...], tables: tuple[Tensor, Tensor] | None = None) -> None:
         """Let ``slots`` hold from the next call on; the copies are queued on the current stream.
 
+        tables: those of ``slots``, where they have been brought to the device before, so that nothing waits for it.
         Raises InputError, and changes nothing, for an expert that is nowhere or twice on a rank.
         """
-        places, copies = _tables(slots, self.num_experts, self.world_size, self.width)
+        places, copies = self.tables(slots) if tables is None else tables
         with torch.inference_mode(False):
             self.places.copy_(places)
             self.copies.copy_(copies)

@@ -9,19 +9,22 @@ from __future__ import annotations
 import pickle
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 from torch import distributed
 
 from ..errors import InputError, RankError
+from .doors import Door, is_gone, own_door
 from .groups import group_named, world_ranks
 
-__all__ = ["Meeting", "meeting_of", "timeout_seconds"]
+__all__ = ["LOOK", "Meeting", "meeting_of", "timeout_seconds"]
 
+LOOK = 0.5  # seconds between looks whether those who are waited for still live
 _KEPT = 2  # meetings whose values stay in the store: a rank that is late may still read the one before
 _seconds = 10.0
-_made: dict[tuple[str, int], Meeting] = {}
+_made: dict[str, tuple[int, Meeting]] = {}
 _lock = threading.Lock()
 
 
@@ -47,11 +50,14 @@ class Meeting:
         own = group_named(group)
         self.ranks = world_ranks(group)
         self.rank, self.size = distributed.get_rank(own), distributed.get_world_size(own)
+        # Held, so that no other store is ever taken for it.
+        self.store: Any = distributed.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
         named = f"collegium/{group}/{'.'.join(map(str, self.ranks))}"
         # A group made again over the same store would otherwise read what the one before left there.
-        self._prefix = f"{named}/{_store().add(f'{named}/made by {self.rank}', 1)}"
+        self._prefix = f"{named}/{self.store.add(f'{named}/made by {self.rank}', 1)}"
         self._count = 0
-        self._turn = threading.Lock()
+        self._doors: tuple[Door, ...] = ()
+        self._turn = threading.RLock()
 
     def exchange(self, value: Any, phase: str) -> list[Any]:
         """Return what every rank gave, in the order of ranks. value: whatever pickle takes; phase: what it is for.
@@ -59,13 +65,32 @@ class Meeting:
         Raises RankError where a rank does not come within ``timeout_seconds()``, or comes for something else.
         """
         with self._turn:
+            return self.collect(self.give(value, phase), phase)
+
+    def give(self, value: Any, phase: str) -> int:
+        """Come to the next meeting without waiting for others; ``collect`` takes the number returned, before the next.
+
+        Raises RankError where the store that ranks meet in is gone.
+        """
+        with self._turn:
             number, self._count = self._count, self._count + 1
-            found = self._values(number, pickle.dumps((phase, value)), phase)
-            if number >= _KEPT:
-                # Whoever came to this meeting has read the one before it.
-                _store().delete_key(self._key(number - _KEPT, self.rank))
+            said = pickle.dumps((phase, value, own_door() if number == 0 else None))
+            try:
+                self.store.set(self._key(number, self.rank), said)
+            except RuntimeError as error:
+                raise self._lost(phase, self.gone() or tuple(range(self.size))) from error
+            return number
+
+    def collect(self, number: int, phase: str) -> list[Any]:
+        """Return what every rank gave to meeting ``number``; errors as ``exchange``."""
+        found = self._values(number, phase)
+        if number >= _KEPT:
+            # Whoever came to this meeting has read the one before it.
+            self.store.delete_key(self._key(number - _KEPT, self.rank))
         said = [pickle.loads(each) for each in found]
-        others = tuple(rank for rank, (there, _) in zip(self.ranks, said, strict=True) if there != phase)
+        if number == 0:
+            self._doors = tuple(door for _, _, door in said)
+        others = tuple(rank for rank, (there, *_) in zip(self.ranks, said, strict=True) if there != phase)
         if others:
             where = said[self.ranks.index(others[0])][0]
             raise RankError(
@@ -74,7 +99,16 @@ class Meeting:
                 ranks=others,
                 phase=phase,
             )
-        return [own for _, own in said]
+        return [own for _, own, _ in said]
+
+    def gone(self) -> tuple[int, ...]:
+        """Return the places of those whose process has ended, as far as that is known."""
+        return tuple(place for place, door in enumerate(self._doors) if place != self.rank and is_gone(door))
+
+    @property
+    def doors(self) -> tuple[Door, ...]:
+        """Where each rank's process listens; empty before the first meeting."""
+        return self._doors
 
     def agree(self, value: Any, phase: str) -> None:
         """Raise InputError on every rank unless all ranks give the same ``value``."""
@@ -86,29 +120,43 @@ class Meeting:
                 "rank has to ask for the same"
             )
 
-    def _values(self, number: int, own: bytes, phase: str) -> list[bytes]:
-        store, keys = _store(), [self._key(number, rank) for rank in range(self.size)]
+    def _values(self, number: int, phase: str) -> list[bytes]:
+        store, keys = self.store, [self._key(number, rank) for rank in range(self.size)]
         started = time.monotonic()
-        try:
-            store.set(keys[self.rank], own)
-        except RuntimeError as error:
-            raise self._lost(phase, tuple(range(self.size))) from error
-        missing: list[int] = []
-        for rank, key in enumerate(keys):
-            left = max(0.001, timeout_seconds() - (time.monotonic() - started))
-            try:
-                store.wait([key], timedelta(seconds=left))
-            except RuntimeError:
-                missing.append(rank)
+        missing = tuple(rank for rank, key in enumerate(keys) if not self._came(key, started, phase))
         if missing:
-            raise self._lost(phase, tuple(missing))
-        return store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
+            raise self._lost(phase, missing)
+        try:
+            return store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
+        except RuntimeError as error:
+            raise self._lost(phase, self.gone() or tuple(range(self.size))) from error
+
+    def _came(self, key: str, started: float, phase: str) -> bool:
+        """Return whether ``key`` is there in time; raise for a rank that is known to have ended meanwhile."""
+        until = started + timeout_seconds()
+        with suppress(RuntimeError):
+            self.store.wait([key], timedelta(seconds=max(0.001, min(LOOK, until - time.monotonic()))))
+            return True
+        # A wait that fails makes torch print; a look does not.
+        looked = 0.0
+        while True:
+            with suppress(RuntimeError):
+                if self.store.check([key]):
+                    return True
+            now = time.monotonic()
+            if now - looked > LOOK:
+                looked, ended = now, self.gone()
+                if ended:
+                    raise self._lost(phase, ended)
+            if now > until:
+                return False
+            time.sleep(0.01)
 
     def _lost(self, phase: str, missing: tuple[int, ...]) -> RankError:
         ranks = tuple(self.ranks[place] for place in missing)
         return RankError(
             f"rank {_listed(ranks)} did not come to {phase!r} within {timeout_seconds():g} s; it ended, hangs or makes "
-            "other calls. The ranks that are left may plan anew without it",
+            "other calls. The ranks that are left may plan anew without it (collegium.balance.elastic)",
             ranks=ranks,
             phase=phase,
         )
@@ -121,17 +169,13 @@ def meeting_of(group: str = "") -> Meeting:
     """Return the one meeting of the process group ``group`` in this process."""
     own = group_named(group)
     with _lock:
-        # A group that was destroyed and made again has the same name, and counts from the start.
-        found = _made.get((group, id(own)))
-        if found is None:
-            for key in [key for key in _made if key[0] == group]:
-                del _made[key]
-            found = _made[group, id(own)] = Meeting(group)
+        # A group that was destroyed and made again has the same name, perhaps the same address, and another store.
+        number, found = _made.get(group, (0, None))
+        store = distributed.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+        if found is None or number != id(own) or found.store is not store:
+            found = Meeting(group)
+            _made[group] = id(own), found
         return found
-
-
-def _store() -> Any:
-    return distributed.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
 
 
 def _listed(ranks: tuple[int, ...]) -> str:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ..runtime.memory import Memory, MemoryMap
     from ..types import ContiguousBatch
     from .base import Dispatcher, Reaching
+    from .expert_map import ExpertMap
 
 __all__ = ["SameTokens", "SameTokensHandle", "SameTokensKind", "SameTokensReaching", "share_of"]
 
@@ -95,6 +96,11 @@ class SameTokens:
         most = -(-handle.tokens // self.world_size)
         found = gathered(made, most, 0, group=self.group, phase="same_tokens combine")[: handle.tokens]
         return found if out is None else out.copy_(found)
+
+    @property
+    def map(self) -> ExpertMap:
+        """Where experts are, for the inner one."""
+        return self.inner.map  # pyright: ignore[reportAttributeAccessIssue]
 
     def check(self) -> None:
         """Ask the inner one."""

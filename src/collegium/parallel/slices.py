@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ..runtime.memory import Memory
     from ..types import ContiguousBatch, Routing
     from .base import Dispatcher
+    from .expert_map import ExpertMap
 
 __all__ = ["Slices", "SlicesHandle", "SlicesKind"]
 
@@ -75,6 +76,11 @@ class Slices:
         if shared is not None:
             first.add_(shared)
         return first.to(dtype) if out is None else out.copy_(first)
+
+    @property
+    def map(self) -> ExpertMap:
+        """Where experts are, for the inner one."""
+        return self.inner.map  # pyright: ignore[reportAttributeAccessIssue]
 
     def check(self) -> None:
         """Ask the inner one."""

@@ -32,6 +32,7 @@ from ...formats import (
     Payload,
 )
 from ...formats.codecs import E2M1_VALUES, pack_nibbles, relative_e8m0, unpack_nibbles
+from ..base import with_each
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,7 +50,6 @@ _INT16_FIELD = 7  # the exponent of bfloat16 starts at bit 7
 _E4M3_LIFT = 2.0**120
 _E4M3_FIELD = 247  # exponent field of the power of two that lifts by 2^120
 _E4M3_MASK = 0x87F0 - 0x10000  # sign, four exponent and three mantissa bits, as a signed 16-bit number
-
 
 # Weights decoded by one round of operations: 1 MiB of bfloat16 and as much of indices stay in the caches of two
 # cores with 2 MiB each (Xeon with AMX, November 2026).
@@ -107,6 +107,10 @@ class PlainMatrix:
         """Return rows ``span`` of one expert, ``[rows, K]`` in ``dtype``; a view when that is the stored dtype."""
         del scratch
         return self.values[expert, span].to(dtype)
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> PlainMatrix:
+        """Return the matrix with ``change(tensor)`` for each tensor that has a row for each expert."""
+        return with_each(self, change, "values")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,6 +184,10 @@ class CodeMatrix:
             return bits.view(torch.bfloat16)
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
+    def each(self, change: Callable[[Tensor], Tensor]) -> CodeMatrix:
+        """Return the matrix with ``change(tensor)`` for each tensor but the table that all share."""
+        return with_each(self, change, "codes", "scales", "zeros", "row_scale")
+
     def _decode(self, expert: int, span: slice, dtype: torch.dtype, where: tuple[Tensor, Scratch]) -> Tensor:
         codes = self.codes[expert, span]
         rows = codes.shape[0]
@@ -205,11 +213,8 @@ class CodeMatrix:
     def _scale_in_bits(self, values: Tensor, expert: int, span: slice) -> None:
         assert self.scales is not None
         scales = self.scales[expert, span]
-        if self.step == "e4m3":  # the table holds the lift
-            field = scales.to(torch.int16).bitwise_left_shift_(4)
-        else:
-            field = scales.to(torch.int16).bitwise_left_shift_(_INT16_FIELD)
-        factor = field.view(torch.bfloat16)
+        shift = 4 if self.step == "e4m3" else _INT16_FIELD  # the table of E4M3 holds the lift
+        factor = scales.to(torch.int16).bitwise_left_shift_(shift).view(torch.bfloat16)
         if self.strided:
             values.view(values.shape[0], self.group, -1).mul_(factor.unsqueeze(1))
         else:

@@ -13,7 +13,7 @@ small one. A tile is at most 4 million weights, so no decoded copy of the layer 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -21,10 +21,12 @@ import torch
 from torch.nn import functional
 
 from ...ops.activation import activate
-from ..base import Packed, Tiling, refuse_codes
+from ..base import Packed, Tiling, refuse_codes, with_each
 from .decode import CPU_FORMATS, CodeMatrix, Scratch, pack_matrix
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from ...formats.payload import Payload
@@ -75,6 +77,10 @@ class CpuExperts(Packed):
             for first, last in chunks:
                 _run_chunk(batch, self, offsets[first : last + 1], first, (scratch, inner, rows))
         return rows
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> CpuExperts:
+        made = replace(self, gate_up=self.gate_up.each(change), down=self.down.each(change))
+        return with_each(made, change, "gate_up_bias", "down_bias")
 
 
 class CpuGrouped:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ..base import with_each
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from .layout import Layout
@@ -26,3 +30,9 @@ class PackedMatrix:
     scale: Tensor | None = None
     row_scale: Tensor | None = None
     bias: Tensor | None = None
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> PackedMatrix:
+        """Return the matrix with ``change(tensor)`` for each tensor, all of which have a row for each expert."""
+        made = with_each(self, change, "values", "scale", "row_scale", "bias")
+        count = made.values.shape[0]
+        return replace(made, layout=replace(self.layout, shape=(count, *self.layout.shape[1:])))

@@ -135,6 +135,9 @@ class PackedExperts(Packed):
         """Return the same experts with measured tiles."""
         return replace(self, measured=(tables["gate_up"], tables["down"]))
 
+    def _each(self, change: Callable[[Tensor], Tensor]) -> PackedExperts:
+        return replace(self, gate_up=self.gate_up.each(change), down=self.down.each(change))
+
     @property
     def arriving(self) -> tuple[str, int] | None:
         """Return the format and order of the first product's codes, None where it multiplies tokens."""

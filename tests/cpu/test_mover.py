@@ -1,0 +1,145 @@
+"""Experts move while layers serve: every output keeps its bits, and what arrives damaged is never used."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from collegium import InputError
+from collegium.balance.checksum import agreed, checksum
+from collegium.balance.mover import rounds
+from collegium.balance.slots import balancedness
+from moving import by_policy, random_slots, rebalance, refused
+from ranks import run_ranks
+
+
+@pytest.mark.parametrize(("world", "times"), [(2, 880), (4, 120)])
+def test_a_thousand_random_rebalances_with_replicas_change_no_bit(world: int, times: int) -> None:
+    work = partial(rebalance, recipe="whole", times=times, replicas=True, spoil=50)
+    found = run_ranks(work, world, seconds=400)
+    for faults, counts in found:
+        assert not faults
+        assert counts["given_up"] == counts["spoiled"] > 0
+    assert sum(counts["moved"] for _, counts in found) > times
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp4", "fp8_block"])
+def test_packed_formats_move_without_changing_a_bit(recipe: str) -> None:
+    # Without replicas: see RECIPES.
+    for faults, counts in run_ranks(partial(rebalance, recipe=recipe, times=12, replicas=False, spoil=3, every=3), 2):
+        assert not faults
+        assert counts["switched"] >= 12 - counts["spoiled"]
+        assert counts["given_up"] == counts["spoiled"] > 0
+
+
+@pytest.mark.parametrize("policy", ["greedy", "least_moves"])
+def test_a_policy_is_asked_with_the_loads_of_all_ranks_and_evens_them(policy: str) -> None:
+    pytest.importorskip("prometheus_client")
+    found = run_ranks(partial(by_policy, policy=policy), 2)
+    for faults, loads, before, after, counts, _ in found:
+        assert not faults
+        assert loads[:2] == [60 * 2 * 12, 60 * 2 * 6]
+        assert sum(loads) == 60 * 2 * 12 * 3
+        assert balancedness(loads, after) > balancedness(loads, before) + 0.05
+        assert counts.switched >= 1
+        # The last empty slot of a rank is left for moving.
+        assert all(-1 in own for own in after)
+    assert found[0][1:4] == found[1][1:4]
+    moved = sum(counts.moved for *_, counts, _ in found)
+    told = [
+        float(line.split()[1]) for *_, text in found for line in text.splitlines() if "moved_experts_total{" in line
+    ]
+    assert sum(told) == moved > 0
+
+
+def test_what_cannot_be_balanced_is_refused_on_every_rank() -> None:
+    for errors in run_ranks(refused, 2):
+        assert "balancing layer a: asked for rank" in errors[0]
+        assert "Placement.spare of at least 1" in errors[0]
+        assert "every rank that holds it needs the same packed bytes, found checksums rank 0:" in errors[1]
+        assert "allowed are ['a'], when idle" in errors[2]
+        assert "wrong are [0]" in errors[3]
+        assert "wrong are [0, 1, 3, 4]" in errors[4] or "wrong are [4]" in errors[4]
+
+
+@given(st.integers(0, 10**6), st.integers(1, 6), st.integers(2, 5), st.integers(1, 3))
+@settings(max_examples=300, deadline=None)
+def test_rounds_reach_any_placement_and_never_lose_an_expert(seed: int, each: int, world: int, spare: int) -> None:
+    chance = random.Random(seed)
+    room = tuple(each + spare + chance.randrange(2) for _ in range(world))
+    experts = each * world
+    start = random_slots(experts, room, chance, replicas=True)
+    wide = max(room)
+    held = tuple(own + (-1,) * (wide - len(own)) for own in start)
+    wanted = random_slots(experts, room, chance, replicas=True)
+    for one in rounds(held, wanted, room):
+        before = [[*own] for own in held]
+        for move in one.moves:
+            assert before[move.source_rank][move.source_slot] == move.expert
+            assert held[move.rank][move.slot] == -1
+            assert move.slot < room[move.rank]
+        for rank, own in enumerate(one.slots):
+            assert set(own) - {-1} <= set(held[rank]) | {m.expert for m in one.moves if m.rank == rank}
+        assert set(range(experts)) <= {expert for own in one.slots for expert in own}
+        held = one.slots
+    assert [set(own) - {-1} for own in held] == [set(own) for own in wanted]
+
+
+def test_rounds_without_an_empty_slot_are_refused() -> None:
+    with pytest.raises(InputError, match=r"rank 0 has no empty slot for experts \[1\]; leave one slot"):
+        rounds(((0,), (1,)), ((1,), (0,)), (1, 1))
+
+
+def _parts(seed: int) -> tuple[torch.Tensor, ...]:
+    made = torch.Generator().manual_seed(seed)
+    return (
+        torch.randint(0, 256, (3, 37), generator=made, dtype=torch.uint8),
+        torch.randn(5, 7, generator=made).to(torch.bfloat16),
+        torch.randn((), generator=made),
+    )
+
+
+def test_a_checksum_sees_every_flipped_bit_and_swapped_blocks() -> None:
+    parts = _parts(1)
+    right = checksum(parts)
+    assert torch.equal(right, checksum([part.clone() for part in parts]))
+    for which, part in enumerate(parts):
+        raw = part.reshape(-1).view(torch.uint8)
+        for byte in range(raw.numel()):
+            for bit in range(8):
+                raw[byte] ^= 1 << bit
+                found = checksum(parts)
+                # Each lane by itself sees a change of one word.
+                assert bool((found != right).all()), (which, byte, bit)
+                raw[byte] ^= 1 << bit
+    assert torch.equal(right, checksum(parts))
+    rows = parts[0]
+    assert not torch.equal(checksum((rows[[1, 0, 2]], *parts[1:])), right)
+    assert not torch.equal(checksum((rows, parts[1].roll(1, 0), parts[2])), right)
+
+
+def test_a_checksum_follows_the_position_across_its_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    from collegium.balance import checksum as module
+
+    values = torch.arange(4096, dtype=torch.int32)
+    right = checksum((values,))
+    monkeypatch.setattr(module, "_CHUNK", 100)
+    assert torch.equal(checksum((values,)), right)
+    assert torch.equal(checksum((values[:1000], values[1000:])), right)
+    swapped = torch.cat((values[100:200], values[:100], values[200:]))
+    assert not torch.equal(checksum((swapped,)), right)
+
+
+def test_ranks_that_packed_other_bytes_are_told_which_expert() -> None:
+    good: Any = [{0: (1, 2), 1: (3, 4)}, {1: (3, 4)}]
+    assert agreed(good, 2, "model.3") == [(1, 2), (3, 4)]
+    with pytest.raises(InputError, match=r"layer 3, expert 1: every rank .* rank 0: 0{15}30{15}4, rank 1: "):
+        agreed([good[0], {1: (3, -5)}], 2, 3)
+    with pytest.raises(InputError, match=r"layer 3, expert 2: .* found checksums none"):
+        agreed(good, 3, 3)

@@ -1,0 +1,251 @@
+"""Experts that move between ranks while layers serve, and layers of one rank beside them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import distributed
+
+from collegium import (
+    ActivationSpec,
+    Choice,
+    ExpertWeights,
+    InputError,
+    Limits,
+    MoELayer,
+    MoESpec,
+    Placement,
+    Problem,
+    Routing,
+    RoutingSpec,
+    encode_experts,
+    plan,
+    probe,
+)
+from collegium.balance.balancer import Balancer
+from collegium.balance.metrics import Metrics
+from collegium.balance.policy import policy_named
+from collegium.formats import Fp32
+from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
+
+__all__ = [
+    "HIDDEN",
+    "RECIPES",
+    "by_policy",
+    "placement",
+    "random_slots",
+    "rebalance",
+    "refused",
+    "split_layer",
+    "taken",
+    "whole_weights",
+]
+
+WIDE, HIDDEN, TOP_K = 128, 128, 3
+# Weight format, activation format, dtype. "whole": numbers so small that every sum is exact, whatever its order. On a
+# CPU the bits of other rows depend on how many rows an expert has, and replicas share them; on a GPU they never do.
+RECIPES = {
+    "whole": ("fp32", "fp32", "fp32"),
+    "bf16": ("bf16", "bf16", "bf16"),
+    "mxfp4": ("mxfp4", "bf16", "bf16"),
+    "fp8_block": ("fp8_block", "fp8_group128", "bf16"),
+}
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def whole_weights(recipe: str, experts: int, seed: int) -> ExpertWeights[Any]:
+    """Return all experts of a layer."""
+    if recipe != "whole":
+        return encode_experts(random_experts(experts, 2, WIDE, HIDDEN, seed=seed), RECIPES[recipe][0])
+    own, wide, hidden = torch.Generator().manual_seed(seed), 32, 32
+    up = torch.randint(-1, 2, (experts, 1, wide, hidden), generator=own).float()
+    down = torch.randint(-1, 2, (experts, hidden, wide), generator=own).float()
+    return ExpertWeights(
+        gate_up=Fp32(shape=tuple(up.shape), values=up), down=Fp32(shape=tuple(down.shape), values=down)
+    )
+
+
+def taken(weights: ExpertWeights[Any], ids: tuple[int, ...]) -> ExpertWeights[Any]:
+    """Return the experts ``ids``."""
+
+    def rows(payload: Any) -> Any:
+        own = {name: value[list(ids)] for name, value in payload.tensors().items()}
+        return replace(payload, **own, shape=(len(ids), *payload.shape[1:]))
+
+    return replace(weights, gate_up=rows(weights.gate_up), down=rows(weights.down))
+
+
+def placement(experts: int, rank: int, world: int, spare: int) -> Placement:
+    """Return experts in a mixed order, the last rank having fewest, and one replica where there are several ranks."""
+    ids = list(range(experts))
+    random.Random(experts).shuffle(ids)
+    own = [tuple(ids[r::world]) for r in range(world)]
+    own[-1] = tuple(dict.fromkeys(own[-1] + own[0][:1]))
+    return Placement(rank=rank, world_size=world, expert_ids=own[rank], ranks=tuple(own), spare=spare)
+
+
+def split_layer(recipe: str, weights: ExpertWeights[Any], device: str, placed: Placement | None) -> MoELayer:
+    """Return a layer of the experts of ``placed``, of all where it is None; spare slots hold the first expert."""
+    form, act, dtype = RECIPES[recipe]
+    experts, hidden, wide = weights.down.shape
+    spec = MoESpec(
+        hidden_size=hidden,
+        intermediate_size=wide,
+        num_experts=experts,
+        routing=RoutingSpec(top_k=TOP_K),
+        activation=ActivationSpec(kind="relu2" if recipe == "whole" else "swiglu"),
+        weight_format=form,
+    )
+    held = weights if placed is None else taken(weights, placed.expert_ids + placed.expert_ids[:1] * placed.spare)
+    limits = Limits(max_tokens=64 if placed is not None else 512)
+    problem: Any = Problem(spec=spec, device=probe(device), limits=limits, dtype=dtype, placement=placed)
+    sent = replace(held, gate_up=held.gate_up.to(device), down=held.down.to(device))
+    return MoELayer(sent, plan(problem, Choice(activation_format=act)))
+
+
+def random_slots(experts: int, room: tuple[int, ...], chance: random.Random, *, replicas: bool) -> Any:
+    """Return experts for ranks with ``room`` slots, one of which stays empty; every expert somewhere."""
+    own: list[set[int]] = [set() for _ in room]
+    for expert in chance.sample(range(experts), experts):
+        free = [rank for rank, held in enumerate(own) if len(held) < room[rank] - 1]
+        own[chance.choice(free)].add(expert)
+    for rank, held in enumerate(own):
+        while replicas and len(held) < room[rank] - 1 and chance.random() < 0.7:
+            held.add(chance.randrange(experts))
+    return tuple(tuple(held) for held in own)
+
+
+def _inputs(recipe: str, counts: list[int], experts: int, hidden: int, seed: int) -> tuple[torch.Tensor, Routing]:
+    total = sum(counts)
+    if recipe == "whole":
+        x = torch.randint(-2, 3, (total, hidden), generator=torch.Generator().manual_seed(seed)).float()
+    else:
+        x = heavy_tailed(total, hidden, seed=seed)
+    ids = uneven_ids(total, TOP_K, experts, seed=seed)
+    ids[1::5, 0] = -1
+    given = heavy_tailed(*ids.shape, seed=seed + 1, channels=False).abs()
+    return x, Routing(topk_ids=ids, topk_weights=given)
+
+
+def rebalance(rank: int, *, recipe: str, times: int, replicas: bool, spoil: int = 0, every: int = 1) -> Any:
+    """Move experts ``times`` times at random between calls; return what differs from layers of one rank, and counts.
+
+    spoil: every so many rebalances one arriving bit is flipped on the last rank.
+    """
+    world, experts, names = distributed.get_world_size(), 7, ("first", "second")
+    device = f"cuda:{rank}" if distributed.get_backend() == "nccl" else "cpu"
+    dtype = _DTYPES[RECIPES[recipe][2]]
+    whole, layers = {}, {}
+    for seed, name in enumerate(names):
+        weights = whole_weights(recipe, experts, seed)
+        whole[name] = split_layer(recipe, weights, device, None)
+        layers[name] = split_layer(recipe, weights, device, placement(experts, rank, world, 2 if replicas else 1))
+    counts = [(3, 0, 7, 1)[r % 4] for r in range(world)]
+    x, routing = _inputs(recipe, counts, experts, whole["first"].spec.hidden_size, 5)
+    x, start = x.to(device, dtype), sum(counts[:rank])
+    own = slice(start, start + counts[rank])
+    ids, given = routing.topk_ids.to(device), routing.topk_weights.to(device)
+    truth = {n: whole[n](x, routing=Routing(topk_ids=ids, topk_weights=given))[own] for n in names}
+    mine = Routing(topk_ids=ids[own], topk_weights=given[own])
+
+    balancer, chance, faults, calls = Balancer(layers, every=every), random.Random(1), list[str](), 0
+    rooms = {n: tuple(len(h) + p.spare for h in p.ranks) for n in names if (p := layers[n].plan.problem.placement)}
+    spoiled, wanted = 0, 0
+
+    def flip(parts: tuple[torch.Tensor, ...]) -> None:
+        part = parts[len(parts) // 2].view(torch.uint8).reshape(-1)
+        part[part.numel() // 3] ^= 4
+        balancer.damage(None)
+
+    for turn in range(times):
+        name = names[turn % 2]
+        before = balancer.counts.given_up
+        slots = random_slots(experts, rooms[name], chance, replicas=replicas)
+        table = layers[name].dispatcher.map
+        needs = any(set(s) - set(h) for s, h in zip(slots[-1:], table.slots[-1:], strict=True))
+        hurt = bool(spoil) and turn % spoil == 0 and needs
+        spoiled += hurt
+        if hurt and rank == world - 1:
+            balancer.damage(flip)
+        balancer.plan({name: slots})
+        while True:
+            balancer.step()
+            for each in names if turn % 16 == 0 else (name,):
+                found = layers[each](x[own], routing=mine)
+                calls += 1
+                if not torch.equal(found, truth[each]):
+                    faults.append(f"turn {turn}, {each}: {int((found != truth[each]).any(1).sum())} rows differ")
+            if balancer.idle:
+                break
+        assert (balancer.counts.given_up > before) == hurt
+        if not hurt:
+            wanted += 1
+            assert [set(s) - {-1} for s in table.slots] == [set(s) for s in slots]
+    stall = balancer.stall
+    balancer.close()
+    return faults, {
+        "calls": calls,
+        "moved": balancer.counts.moved,
+        "switched": balancer.counts.switched,
+        "given_up": balancer.counts.given_up,
+        "spoiled": spoiled,
+        "stall": stall,
+    }
+
+
+def refused(rank: int) -> list[str]:
+    """Return the errors of layers that cannot be balanced."""
+    world, errors = distributed.get_world_size(), list[str]()
+    weights = whole_weights("whole", 5, 0)
+    tight = split_layer("whole", weights, "cpu", placement(5, rank, world, 0))
+    loose = split_layer("whole", weights, "cpu", placement(5, rank, world, 1))
+    # One rank packed other bytes than the other one that has the replica.
+    other = split_layer("whole", whole_weights("whole", 5, 0 if rank else 9), "cpu", placement(5, rank, world, 1))
+    good = Balancer({"a": loose}, every=1)
+    wrong: list[Any] = [
+        lambda: Balancer({"a": tight}),
+        lambda: Balancer({"a": other}),
+        lambda: good.plan({"b": ()}),
+        lambda: good.plan({"a": ((0, 1, 2, 3, 4), (0,))}),
+        lambda: good.plan({"a": ((0, 1, 2), (2, 3))}),
+    ]
+    for ask in wrong:
+        try:
+            ask()
+            errors.append("none")
+        except InputError as error:
+            errors.append(str(error))
+    good.close()
+    return errors
+
+
+def by_policy(rank: int, *, policy: str) -> Any:
+    """Serve tokens that like two experts of one rank; return faults, loads, slots before and after, and counts."""
+    world, experts = distributed.get_world_size(), 8
+    weights = whole_weights("whole", experts, 3)
+    whole = split_layer("whole", weights, "cpu", None)
+    ids = tuple(tuple(range(r * experts // world, (r + 1) * experts // world)) for r in range(world))
+    placed = Placement(rank=rank, world_size=world, expert_ids=ids[rank], ranks=ids, spare=2)
+    layer = split_layer("whole", weights, "cpu", placed)
+    told = Metrics()
+    table, before, faults = layer.dispatcher.map, layer.dispatcher.map.slots, list[str]()
+    balancer = Balancer({"only": layer}, policy_named(policy).place, interval=10, every=2, metrics=told)
+    tokens, made = 12, torch.Generator().manual_seed(rank)
+    x = torch.randint(-2, 3, (tokens, 32), generator=made).float()
+    chosen = torch.randint(2, experts, (tokens, TOP_K), generator=made)
+    chosen[:, 0], chosen[: tokens // 2, 1] = 0, 1
+    routing = Routing(topk_ids=chosen, topk_weights=torch.rand(chosen.shape, generator=made))
+    truth = whole(x, routing=routing)
+    for call in range(60):
+        if not torch.equal(layer(x, routing=routing), truth):
+            faults.append(f"call {call}")
+        balancer.step()
+    loads = balancer.loads()[0]
+    balancer.record(False)
+    layer(x, routing=routing)
+    assert torch.equal(balancer.loads()[0], loads)
+    balancer.close()
+    return faults, loads.tolist(), before, table.slots, balancer.counts, told.text()
