@@ -54,7 +54,9 @@ def load_layer(
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
     opened = CheckpointLayer.open(checkpoint, layer)
-    facts, placement = _placed(opened, device, (limits, dtype, weight_format, force))
+    facts, placement = _placed(
+        opened, device, {"limits": limits, "dtype": dtype, "format": weight_format, "force": force}
+    )
     weights = _experts(opened, weight_format, facts.place, placement)
     refuse(checkpoint, check_beside(opened))
     problem = _problem(opened.spec, weights, facts, placement, limits=limits or Limits(), dtype=dtype)
@@ -85,7 +87,7 @@ def load_routed(
     ``force=Choice(dispatcher="partial")`` the layer gives this rank's part of the sum. None: what Ranks as ``device``
     say, or all. Other arguments and errors as ``load_layer``; the layer takes a routing or logits at every call.
     """
-    facts, own = _placed(layer, device, (limits, dtype, weight_format, force))
+    facts, own = _placed(layer, device, {"limits": limits, "dtype": dtype, "format": weight_format, "force": force})
     if placement is not None and own is not None:
         raise InputError(
             f"load_routed: Ranks and the placement {placement} were given; one of the two says who holds what"
@@ -97,17 +99,16 @@ def load_routed(
 
 
 def _placed(
-    layer: CheckpointLayer, device: torch.device | str | Ranks | None, asked: tuple[Any, ...]
+    layer: CheckpointLayer, device: torch.device | str | Ranks | None, asked: dict[str, Any]
 ) -> tuple[DeviceFacts, Placement | None]:
     """Return the device and the part of the layer that are this rank's, once all ranks agree on what they load.
 
-    asked: limits, dtype, format and choice, which have to be the same too.
+    asked: by name what has to be the same too.
     """
     if not isinstance(device, Ranks):
         return probe(device), None
     placement = device.placement(layer.spec.num_experts)
-    said = f"checkpoint {fingerprint(layer)} with " + ", ".join(str(each) for each in asked if each is not None)
-    device.agree(said, f"loading layer {layer.number}")
+    device.agree({"checkpoint": fingerprint(layer), **asked}, f"loading layer {layer.number}")
     return probe(device.device), placement if device.groups or device.spare else None
 
 

@@ -71,7 +71,7 @@ def test_what_cannot_be_shared_is_one_error_on_every_rank(
     says = {
         "does not multiply": "experts=3, slices=2 were asked for, torch.distributed has 2 ranks; 3 x 2 has to be 2",
         "nothing left": "experts=None, slices=3 were asked for",
-        "other on one rank": "Ranks.of: ranks 0 and 1 differ",
+        "other on one rank": "Ranks.of: ranks 0 and 1 differ: spare 0 and 1; every rank has to ask for the same",
         "no such dimension": "experts='model', slices=None were asked for, the mesh has dimensions ('experts',)",
         "a name without a mesh": "name dimensions of a mesh, and no mesh was given",
         "more ranks than experts": "1 experts were to be split over 2 ranks; a rank holds at least one",
@@ -80,9 +80,10 @@ def test_what_cannot_be_shared_is_one_error_on_every_rank(
         "another order": "allowed: 'linear', 'round_robin'",
         "other checkpoints": "loading layer 1: ranks 0 and 1 differ: checkpoint",
         "other weights": "loading layer 1: ranks 0 and 1 differ: checkpoint",
-        "other limits": "with Limits(max_tokens=9, rank_tokens=None), bf16 and checkpoint",
-        "other tokens": "same_tokens: every rank has to be called with the same tokens, found [4, 5] of them by rank",
+        "other limits": "limits Limits(max_tokens=9, rank_tokens=None) and Limits(max_tokens=8, rank_tokens=None); every",
+        "other tokens": "same_tokens: every rank has to be called with the same tokens, found [4, 5]",
         "other slices": "loading layer 1: ranks 0 and 1 differ: checkpoint",
+        "other tokens of slices": "slices: every rank has to be called with the same tokens, found [4, 5]",
     }
     assert first.keys() == says.keys()
     for name, text in says.items():

@@ -141,6 +141,9 @@ def refusals(rank: int) -> dict[str, str]:
     assert bool(layer(x[:4]).isfinite().all())
     sliced = Ranks.of(slices=world)
     found["other slices"] = error_of(lambda: load_layer(other if rank else folder, 1, device=sliced))
+    layer = load_layer(folder, 1, device=sliced)
+    found["other tokens of slices"] = error_of(lambda: layer(x))
+    assert bool(layer(x[:4]).isfinite().all())
     return found
 
 

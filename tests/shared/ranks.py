@@ -60,7 +60,8 @@ def run_ranks(function: Callable[[int], Any], world: int, backend: str = "gloo",
             found[rank] = value
     finally:
         for job in jobs:
-            job.join(timeout=10)
+            # Who has answered may still wait, on a busy machine, for the others to leave.
+            job.join(timeout=60 if len(found) == world else 1)
             job.kill()
     ended = [job.exitcode for job in jobs]
     assert ended == [0] * world, f"ranks ended with {ended}"

@@ -2,14 +2,60 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..errors import InputError
+from .meeting import meeting_of
 
 if TYPE_CHECKING:
     from ..problem import Placement, Problem
     from ..runtime.memory import Regions
     from .base import Dispatcher, DispatcherKind
+    from .expert_map import ExpertMap
 
-__all__ = ["Around"]
+__all__ = ["Around", "AroundHandle", "Outer", "check_same_tokens"]
+
+
+def check_same_tokens(name: str, group: str, tokens: int) -> None:
+    """Raise InputError on every rank of ``group`` unless all bring as many ``tokens``; all ranks ask together.
+
+    name: of what needs that, as ``Around`` has it. Raises RankError where a rank does not come.
+    """
+    found = meeting_of(group).exchange(tokens, f"{name} dispatch")
+    if len(set(found)) > 1:
+        raise InputError(
+            f"{name}: every rank has to be called with the same tokens, found {found} of them by rank; give all ranks "
+            "the same input, or make the ranks with same_tokens=False and without slices"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AroundHandle:
+    """What the inner dispatcher needs, and how many tokens there are."""
+
+    inner: Any
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outer:
+    """Base of the dispatcher that an ``Around`` builds: what it does not say itself, ``inner`` does."""
+
+    inner: Dispatcher
+
+    def rows(self, tokens: int, top_k: int) -> int:
+        """Return those of the inner one."""
+        return self.inner.rows(tokens, top_k)
+
+    @property
+    def map(self) -> ExpertMap:
+        """Where experts are, for the inner one."""
+        return self.inner.map  # pyright: ignore[reportAttributeAccessIssue]
+
+    def check(self) -> None:
+        """Ask the inner one."""
+        self.inner.check()
 
 
 class Around:

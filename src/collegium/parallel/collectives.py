@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["all_reduced", "exchanged", "gathered", "scattered"]
+__all__ = ["exchanged", "gathered", "scattered"]
 
 
 @contextmanager
@@ -89,14 +89,6 @@ def scattered(rows: Tensor, *, group: str, phase: str) -> Tensor:
         own = rows.new_empty(rows.shape[0] // world, rows.shape[1])
         distributed.reduce_scatter(own, list(rows.chunk(world)), group=ranks)
         return own
-
-
-def all_reduced(rows: Tensor, *, group: str, phase: str) -> Tensor:
-    """Return ``rows`` after every rank's were added to it, in place."""
-    with _named(group, phase) as ranks:
-        if rows.numel():
-            _done(distributed.all_reduce, rows, ranks=ranks, group=group)
-        return rows
 
 
 def exchanged(

@@ -111,13 +111,18 @@ class Meeting:
         return self._doors
 
     def agree(self, value: Any, phase: str) -> None:
-        """Raise InputError on every rank unless all ranks give the same ``value``."""
+        """Raise InputError on every rank unless all ranks give the same ``value``; of a dict it names what differs."""
         found = self.exchange(value, phase)
         other = next((place for place, own in enumerate(found) if own != found[0]), None)
         if other is not None:
+            one, two = found[0], found[other]
+            said = f"{one} and {two}"
+            if isinstance(value, dict):
+                names = [name for name in {**one, **two} if one.get(name) != two.get(name)]
+                said = "; ".join(f"{name} {one.get(name)} and {two.get(name)}" for name in names)
             raise InputError(
-                f"{phase}: ranks {self.ranks[0]} and {self.ranks[other]} differ: {found[0]} and {found[other]}; every "
-                "rank has to ask for the same"
+                f"{phase}: ranks {self.ranks[0]} and {self.ranks[other]} differ: {said}; every rank has to ask for the "
+                "same"
             )
 
     def _values(self, number: int, phase: str) -> list[bytes]:

@@ -75,18 +75,18 @@ class Ranks:
         Raises InputError on every rank where names or numbers do not fit or ranks ask for different things.
         """
         group_named("")  # refuses where torch.distributed is not there
+        asked: dict[str, Any] = {"order": order, "same_tokens": same_tokens, "replicas": replicas, "spare": spare}
         if mesh is None:
             one, two = _numbers(experts, slices)
-            asked = (one, two, order, same_tokens, replicas, spare)
-            meeting_of().agree(repr(asked), "Ranks.of")
+            meeting_of().agree(asked | {"experts": one, "slices": two}, "Ranks.of")
             group, slice_group = _groups(one, two)
             place = _device(None)
         else:
             group, slice_group = _named(mesh, experts, slices)
-            asked = (mesh.mesh_dim_names, experts, slices, order, same_tokens, replicas, spare)
+            asked |= {"mesh": mesh.mesh_dim_names, "experts": experts, "slices": slices}
             for each in (group, slice_group):
                 if each is not None:
-                    meeting_of(each).agree(repr(asked), "Ranks.of")
+                    meeting_of(each).agree(asked, "Ranks.of")
             place = _device(mesh.device_type)
         _check_devices(place, (group, slice_group))
         rank, size = _place(group)

@@ -13,7 +13,7 @@ import torch
 
 from ..errors import InputError
 from ..types import Routing
-from .around import Around
+from .around import Around, AroundHandle, Outer, check_same_tokens
 from .collectives import gathered
 from .meeting import meeting_of
 
@@ -25,10 +25,9 @@ if TYPE_CHECKING:
     from ..problem import Problem
     from ..runtime.memory import Memory, MemoryMap
     from ..types import ContiguousBatch
-    from .base import Dispatcher, Reaching
-    from .expert_map import ExpertMap
+    from .base import Reaching
 
-__all__ = ["SameTokens", "SameTokensHandle", "SameTokensKind", "SameTokensReaching", "share_of"]
+__all__ = ["SameTokens", "SameTokensKind", "SameTokensReaching", "share_of"]
 
 
 def share_of(tokens: int, rank: int, world_size: int) -> slice:
@@ -38,18 +37,9 @@ def share_of(tokens: int, rank: int, world_size: int) -> slice:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SameTokensHandle:
-    """What the inner dispatcher needs, and how many tokens there are."""
-
-    inner: Any
-    tokens: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SameTokens:
+class SameTokens(Outer):
     """A share of the tokens goes to ``inner``. meets: ranks compare how many tokens they have at every call."""
 
-    inner: Dispatcher
     rank: int
     world_size: int
     group: str
@@ -61,18 +51,13 @@ class SameTokens:
 
     def dispatch(
         self, x: Tensor, routing: Routing, memory: Memory | None = None, *, block_t: tuple[int, ...] = ()
-    ) -> tuple[ContiguousBatch, SameTokensHandle]:
+    ) -> tuple[ContiguousBatch, AroundHandle]:
         """Dispatch this rank's share of ``x [T, H]``; raises InputError on every rank where T is not the same."""
         tokens = x.shape[0]
         if self.meets:
-            counts = meeting_of(self.group).exchange(tokens, "same_tokens dispatch")
-            if len(set(counts)) > 1:
-                raise InputError(
-                    f"same_tokens: every rank has to be called with the same tokens, found {counts} of them by rank; "
-                    "give all ranks the same input, or make the ranks with same_tokens=False"
-                )
+            check_same_tokens("same_tokens", self.group, tokens)
         batch, inner = self.inner.dispatch(*self._share(x, routing), memory, block_t=block_t)
-        return batch, SameTokensHandle(inner=inner, tokens=tokens)
+        return batch, AroundHandle(inner=inner, tokens=tokens)
 
     def _share(self, x: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
         own = share_of(x.shape[0], self.rank, self.world_size)
@@ -81,7 +66,7 @@ class SameTokens:
     def combine(
         self,
         rows: Tensor,
-        handle: SameTokensHandle,
+        handle: AroundHandle,
         memory: Memory | None = None,
         *,
         dtype: torch.dtype = torch.float32,
@@ -96,15 +81,6 @@ class SameTokens:
         most = -(-handle.tokens // self.world_size)
         found = gathered(made, most, 0, group=self.group, phase="same_tokens combine")[: handle.tokens]
         return found if out is None else out.copy_(found)
-
-    @property
-    def map(self) -> ExpertMap:
-        """Where experts are, for the inner one."""
-        return self.inner.map  # pyright: ignore[reportAttributeAccessIssue]
-
-    def check(self) -> None:
-        """Ask the inner one."""
-        self.inner.check()
 
 
 class SameTokensReaching(SameTokens):
@@ -123,9 +99,17 @@ class SameTokensReaching(SameTokens):
         return self.inner.join(places)
 
     def meet(self, memory: Memory, layer: int, tokens: int, top_k: int) -> Hashable:
-        """Agree on a pass of which this rank serves its share."""
-        own = share_of(tokens, self.rank, self.world_size)
-        return tokens, self.inner.meet(memory, layer, own.stop - own.start, top_k)
+        """Agree on a pass of which this rank serves its share; raises InputError where shares show another T."""
+        own, each = share_of(tokens, self.rank, self.world_size), -(-tokens // self.world_size)
+        kind: Any = self.inner.meet(memory, layer, own.stop - own.start, top_k)
+        # The first rank's share is the largest, so this sees every difference that would change what is exchanged.
+        if kind[0] != each:
+            raise InputError(
+                f"same_tokens: every rank has to be called with the same tokens; this rank has {tokens}, shares of "
+                f"{each}, and the largest share of any rank is {kind[0]}; give all ranks the same input, or make the "
+                "ranks with same_tokens=False"
+            )
+        return tokens, kind
 
     def likely(self, posted: tuple[Any, int]) -> int:
         """Return how many rows are likely to be here."""
@@ -139,10 +123,10 @@ class SameTokensReaching(SameTokens):
 
     def receive(
         self, posted: tuple[Any, int], memory: Memory | None = None, *, block_t: tuple[int, ...] = ()
-    ) -> tuple[ContiguousBatch, SameTokensHandle]:
+    ) -> tuple[ContiguousBatch, AroundHandle]:
         """Do the rest of ``dispatch``."""
         batch, inner = self.inner.receive(posted[0], memory, block_t=block_t)
-        return batch, SameTokensHandle(inner=inner, tokens=posted[1])
+        return batch, AroundHandle(inner=inner, tokens=posted[1])
 
 
 class SameTokensKind(Around):

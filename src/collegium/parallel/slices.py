@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .around import Around
+from .around import Around, AroundHandle, Outer, check_same_tokens
 from .collectives import gathered
 from .groups import check_ranks
 from .meeting import meeting_of
+from .split import said_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,43 +24,29 @@ if TYPE_CHECKING:
     from ..problem import Problem
     from ..runtime.memory import Memory
     from ..types import ContiguousBatch, Routing
-    from .base import Dispatcher
-    from .expert_map import ExpertMap
 
-__all__ = ["Slices", "SlicesHandle", "SlicesKind"]
+__all__ = ["Slices", "SlicesKind"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SlicesHandle:
-    """What the inner dispatcher needs, and how many tokens there are."""
-
-    inner: Any
-    tokens: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Slices:
+class Slices(Outer):
     """``inner`` as if it had whole experts, and a sum over the ``size`` ranks of ``group``."""
 
-    inner: Dispatcher
     size: int
     group: str
 
-    def rows(self, tokens: int, top_k: int) -> int:
-        """Return those of the inner one."""
-        return self.inner.rows(tokens, top_k)
-
     def dispatch(
         self, x: Tensor, routing: Routing, memory: Memory | None = None, *, block_t: tuple[int, ...] = ()
-    ) -> tuple[ContiguousBatch, SlicesHandle]:
-        """Dispatch as the inner one does."""
+    ) -> tuple[ContiguousBatch, AroundHandle]:
+        """Dispatch as the inner one does; raises InputError on every rank of a slice group where T is not the same."""
+        check_same_tokens("slices", self.group, x.shape[0])
         batch, inner = self.inner.dispatch(x, routing, memory, block_t=block_t)
-        return batch, SlicesHandle(inner=inner, tokens=x.shape[0])
+        return batch, AroundHandle(inner=inner, tokens=x.shape[0])
 
     def combine(
         self,
         rows: Tensor,
-        handle: SlicesHandle,
+        handle: AroundHandle,
         memory: Memory | None = None,
         *,
         dtype: torch.dtype = torch.float32,
@@ -76,15 +63,6 @@ class Slices:
         if shared is not None:
             first.add_(shared)
         return first.to(dtype) if out is None else out.copy_(first)
-
-    @property
-    def map(self) -> ExpertMap:
-        """Where experts are, for the inner one."""
-        return self.inner.map  # pyright: ignore[reportAttributeAccessIssue]
-
-    def check(self) -> None:
-        """Ask the inner one."""
-        self.inner.check()
 
 
 class SlicesKind(Around):
@@ -117,6 +95,6 @@ class SlicesKind(Around):
         """
         placed = self.placed
         check_ranks(self.name, placed)
-        asked = (problem.spec, problem.limits, problem.dtype, problem.activation_format, placed.expert_ids)
-        meeting_of(placed.slice_group).agree(repr((*asked, placed.slice_size)), "slices: building a layer")
+        asked = said_of(problem) | {"experts": placed.expert_ids, "slice_size": placed.slice_size}
+        meeting_of(placed.slice_group).agree(asked, "slices: building a layer")
         return Slices(inner=self.inner.build(self.inside(problem)), size=placed.tp_size, group=placed.slice_group)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..runtime.memory import Regions
     from .combine import Reduced
 
-__all__ = ["Across", "AcrossKind", "by_rank", "checked_placement", "refuse_split"]
+__all__ = ["Across", "AcrossKind", "by_rank", "checked_placement", "refuse_split", "said_of"]
 
 
 def refuse_split(problem: Problem) -> str | None:
@@ -47,6 +47,13 @@ def refuse_split(problem: Problem) -> str | None:
     return None
 
 
+def said_of(problem: Problem) -> dict[str, Any]:
+    """Return by name what has to be the same on all ranks that share the layer of ``problem``."""
+    spec = {each.name: getattr(problem.spec, each.name) for each in fields(problem.spec)}
+    names = ("limits", "dtype", "activation_format", "combine", "sent_as")
+    return spec | {name: getattr(problem, name) for name in names}
+
+
 def checked_placement(name: str, problem: Problem) -> Placement:
     """Return the placement once all ranks have agreed that they build the same layer; all ranks ask at the same time.
 
@@ -56,9 +63,8 @@ def checked_placement(name: str, problem: Problem) -> Placement:
     placed = problem.placement
     assert placed is not None
     check_ranks(name, placed)
-    asked = (problem.spec, problem.limits, problem.dtype, problem.activation_format, placed.ranks, placed.spare)
-    asked += (problem.combine, problem.sent_as)
-    meeting_of(placed.group).agree(repr(asked), f"{name}: building a layer")
+    asked = said_of(problem) | {"ranks": placed.ranks, "spare": placed.spare}
+    meeting_of(placed.group).agree(asked, f"{name}: building a layer")
     return placed
 
 
