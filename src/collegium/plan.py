@@ -62,7 +62,7 @@ class Plan:
     pipeline and tiles run how many tokens; a layer corrects them where packing finds what a problem cannot say (groups
     of INT4, weights at odd addresses).
     wire_format: what travels between ranks. capacity: rows one pass brings to this rank's experts at most.
-    expert_bytes, weight_bytes: one expert, all routed experts of this rank in one layer. regions: temporary memory of a
+    expert_bytes, weight_bytes: one expert, all of this rank's slots in one layer. regions: temporary memory of a
     pass. capturable: whether the forward pass may be captured in a CUDA graph. refusals: the other candidates and why.
     """
 
@@ -246,7 +246,7 @@ def plan(problem: Problem, force: Choice | None = None) -> Plan:
         wire_format=dispatcher.wire(asked),
         capacity=capacity,
         expert_bytes=one,
-        weight_bytes=one * len(asked.local_experts),
+        weight_bytes=one * asked.slots,
         regions=tuple(Region(name, size) for name, size in regions.items()),
         capturable=capturable,
         refusals=tuple(refusals),

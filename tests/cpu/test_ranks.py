@@ -80,7 +80,7 @@ def test_what_cannot_be_shared_is_one_error_on_every_rank(
         "another order": "allowed: 'linear', 'round_robin'",
         "other checkpoints": "loading layer 1: ranks 0 and 1 differ: checkpoint",
         "other weights": "loading layer 1: ranks 0 and 1 differ: checkpoint",
-        "other limits": "limits Limits(max_tokens=9, rank_tokens=None) and Limits(max_tokens=8, rank_tokens=None); every",
+        "other limits": "limits Limits(max_tokens=9, rank_tokens=None) and Limits(max_tokens=8, rank_tokens=None)",
         "other tokens": "same_tokens: every rank has to be called with the same tokens, found [4, 5]",
         "other slices": "loading layer 1: ranks 0 and 1 differ: checkpoint",
         "other tokens of slices": "slices: every rank has to be called with the same tokens, found [4, 5]",

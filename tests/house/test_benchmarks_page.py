@@ -99,3 +99,23 @@ def test_the_numbers_of_the_readme_stand_in_their_file() -> None:
             assert float(f"{float(mine['floor_us']):.3g}") == float(f"{float(floor):.3g}")
             best = peer.split(" ")[0]
             assert (float(f"{min(others):.3g}") == float(best)) if others else best == "none"
+
+
+def test_the_numbers_of_balancing_stand_in_their_file() -> None:
+    text = (ROOT / "docs/balancing.md").read_text(encoding="utf-8")
+    with (ROOT / "benchmarks/results/balance.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    of_trace, of_random = ([r for r in rows if (r["load"] == "60 random") == random] for random in (False, True))
+    said = [
+        f"| {r['replicas']} | {float(r['before']):.3f} | {float(r['after']):.3f} | {r['busiest_percent']} % | {r['moved']} | "
+        f"{r['moved_mb']} |"
+        for r in of_trace
+        if r["policy"] == "greedy"
+    ]
+    said += [
+        f"| `{r['policy']}` | {float(r['before']):.3f} | {float(r['after']):.3f} | {r['moved']} |" for r in of_random
+    ]
+    assert len(said) == 5
+    assert [line for line in said if line not in text] == []
+    few = next(r for r in of_trace if (r["policy"], r["replicas"]) == ("least_moves", "0"))
+    assert f"{few['busiest_percent']} % with {few['moved']} experts moved" in " ".join(text.split())

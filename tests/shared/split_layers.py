@@ -27,8 +27,10 @@ from collegium import (
     plan,
     probe,
 )
+from collegium.parallel import composed
 from collegium.parallel.meeting import timeout_seconds
 from collegium.parallel.placement import linear, round_robin
+from collegium.plan import dispatcher_named
 from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
 
 __all__ = ["EXPERTS", "HIDDEN", "RECIPES", "compare", "disagree", "equal", "kept", "layer_of", "replicated"]
@@ -124,6 +126,8 @@ def compare(rank: int, dispatchers: tuple[str, ...], **others: Any) -> list[str]
                 layer = layer_of(kind, recipe, device, place(EXPERTS, rank, world), dispatcher=name, **others)
                 kept.append(layer)
                 assert layer.plan.dispatcher == name
+                row, top_k = composed(dispatcher_named(name), layer.plan.problem), layer.spec.routing.top_k
+                assert row.rows(layer.plan.problem, 50) == layer.dispatcher.rows(50, top_k), "tiles as planned"
                 assert layer.experts.key is not None or layer.plan.kernel in ("reference", "cpu_grouped")
                 quantised = recipe[1].startswith("fp8") and kind != "on input"
                 quantised &= name != "symm_mem" or device != "cpu"  # whose CPU path is for tests alone

@@ -110,8 +110,8 @@ class LocalKind:
         """Return those of the order, and of the sum where it is not written to the caller's tensor."""
         rule, tokens, hidden = problem.spec.routing, problem.limits.max_tokens, problem.spec.expert_hidden_size
         smallest = (16, 16) if lists else ()
-        rows, held = tokens * rule.top_k, len(problem.local_experts)
-        order = permute_regions(rows, held, block_t=smallest, weights=rule.weight_on_input)
+        rows = tokens * rule.top_k
+        order = permute_regions(rows, problem.slots, block_t=smallest, weights=rule.weight_on_input)
         inside = problem.spec.latent_size is not None
         return order | (weighted_sum_regions(tokens, hidden, torch.float32) if inside else {})
 

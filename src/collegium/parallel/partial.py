@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..runtime.memory import Memory, Regions
     from ..types import ContiguousBatch
 
-__all__ = ["Partial", "PartialKind"]
+__all__ = ["Partial", "PartialKind", "share"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +37,7 @@ class Partial:
 
     def rows(self, tokens: int, top_k: int) -> int:
         """Return this rank's share of the assignments, where they fall on experts alike."""
-        return _share(tokens * top_k, self.inner.num_experts, self.slot.numel() - 2)
+        return share(tokens * top_k, self.inner.num_experts, self.slot.numel() - 2)
 
     def dispatch(
         self, x: Tensor, routing: Routing, memory: Memory | None = None, *, block_t: tuple[int, ...] = ()
@@ -68,8 +68,9 @@ class Partial:
         """Do nothing: the caller exchanges."""
 
 
-def _share(assignments: int, held: int, experts: int) -> int:
-    return -(-assignments * held // experts)
+def share(assignments: int, slots: int, experts: int) -> int:
+    """Return how many of ``assignments`` fall on ``slots`` slots where all of ``experts`` are asked alike."""
+    return -(-assignments * slots // experts)
 
 
 class PartialKind:
@@ -98,7 +99,7 @@ class PartialKind:
 
     def rows(self, problem: Problem, tokens: int) -> int:
         """Return this rank's share of the assignments."""
-        return _share(tokens * problem.spec.routing.top_k, len(problem.local_experts), problem.spec.num_experts)
+        return share(tokens * problem.spec.routing.top_k, problem.slots, problem.spec.num_experts)
 
     def capacity(self, problem: Problem) -> int:
         """Return the assignments of ``max_tokens`` tokens: all of them may fall on this rank's experts."""
@@ -113,6 +114,6 @@ class PartialKind:
         held, experts = problem.local_experts, problem.spec.num_experts
         slot = torch.full((experts + 2,), -1, dtype=torch.int64)
         slot[list(held)] = torch.arange(len(held))
-        slot[experts + 1] = experts  # no slot of this rank, and not -1
-        inner = Local(num_experts=len(held), weight_on_input=problem.spec.routing.weight_on_input)
+        slot[experts + 1] = experts + problem.slots  # no slot of this rank, and not -1
+        inner = Local(num_experts=problem.slots, weight_on_input=problem.spec.routing.weight_on_input)
         return Partial(inner=inner, slot=slot.to(problem.device.place))

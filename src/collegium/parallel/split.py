@@ -14,7 +14,7 @@ from .expert_map import ExpertMap
 from .groups import check_ranks
 from .local import Local, LocalKind
 from .meeting import meeting_of
-from .partial import PartialKind
+from .partial import PartialKind, share
 from .wire import TokenWire
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Across:
 
     def rows(self, tokens: int, top_k: int) -> int:
         """Return this rank's share of the assignments of as many tokens on every rank."""
-        return -(-tokens * self.map.world_size * top_k * self.inner.num_experts // self.map.num_experts)
+        return share(tokens * self.map.world_size * top_k, self.inner.num_experts, self.map.num_experts)
 
     def check(self) -> None:
         """Do nothing: whatever goes wrong is raised by the call."""
