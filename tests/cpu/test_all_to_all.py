@@ -16,7 +16,6 @@ from torch import distributed
 from collegium import (
     Choice,
     DeviceFacts,
-    InputError,
     Limits,
     MoESpec,
     Placement,
@@ -37,8 +36,8 @@ from collegium.pipelines import Parts
 from collegium.pipelines.split import Split
 from collegium.runtime.memory import Region, Workspace, memory_map
 from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
-from ranks import run_ranks
-from split_layers import EXPERTS, HIDDEN, RECIPES, compare, disagree, layer_of, replicated
+from ranks import error_of, run_ranks
+from split_layers import EXPERTS, HIDDEN, RECIPES, compare, disagree, layer_of, replicated, taken
 
 BOTH = ("all_to_all", "all_to_all_fixed")
 
@@ -83,19 +82,12 @@ def _room(rank: int) -> Any:
         routing = Routing(topk_ids=ids, topk_weights=torch.full(ids.shape, 0.4))
         return layer(x, routing=routing), whole(x, routing=routing)
 
-    def told(ask: Any) -> None:
-        try:
-            ask()
-            said.append("none")
-        except InputError as error:
-            said.append(str(error))
-
     own = more if rank == 1 else fits if rank == 0 else []
     found, wanted = bring(_to(fits, world=world))
     # The library of the CPU rounds one row of an expert otherwise than several.
     if not torch.allclose(found, wanted, rtol=1e-5, atol=1e-6):
         faults.append("what just fits")
-    told(lambda: bring(_to(own, world=world)))
+    said.append(error_of(lambda: bring(_to(own, world=world))))
     for after in (lambda: bring(_to([], world=world)), layer.check):
         with patch(CAPTURED, lambda device: True):
             found, wanted = bring(_to(own, world=world))
@@ -104,8 +96,7 @@ def _room(rank: int) -> Any:
             faults.append("a token that has room")
         if rank == 1 and not bool(found[lost].isnan().all()):
             faults.append("a token without room has a row")
-        told(after)
-        told(after)
+        said += [error_of(after), error_of(after)]
     return said, faults
 
 
@@ -195,16 +186,7 @@ def _codes(rank: int) -> list[str]:
         split = replace(asked, placement=placed)
         made = plan(split, Choice(kernel=kernel.name))
         assert made.problem.sent_as == act
-        index = list(placed.expert_ids)
-        cut = {
-            name: replace(
-                getattr(plain, name),
-                **{part: value[index] for part, value in getattr(plain, name).tensors().items()},
-                shape=(len(index), *getattr(plain, name).shape[1:]),
-            )
-            for name in ("gate_up", "down")
-        }
-        packed = kernel.pack(replace(plain, **cut), split.routed)
+        packed = kernel.pack(taken(plain, placed.expert_ids), split.routed)
         for kind in DISPATCHERS:
             if kind.name not in (*BOTH, "all_gather"):
                 continue

@@ -33,10 +33,8 @@ from collegium.checkpoint.loader import load_experts
 from collegium.checkpoint.opened import CheckpointLayer
 from collegium.checkpoint.reader import Checkpoint
 from collegium.testing.compare import random_experts
-from family_cases import CASES, build
-from rank_cases import FOLDERS, compare_loaded, refusals
+from rank_cases import FOLDERS, built, compare_loaded, refusals
 from ranks import run_ranks
-from whole_models import in_bf16
 
 # A shared expert, biases with slices of 24 columns, and weights in blocks that slices must fill up.
 FAMILIES = ("deepseek_v3", "gpt_oss")
@@ -44,11 +42,7 @@ FAMILIES = ("deepseek_v3", "gpt_oss")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: Any) -> list[Path]:
-    paths = [tmp_path_factory.mktemp("ranks") / name for name in FAMILIES]
-    for path in paths:
-        build(CASES[path.name], path)
-        in_bf16(path)
-    return paths
+    return built(tmp_path_factory.mktemp("ranks"), *FAMILIES)
 
 
 @pytest.mark.parametrize("world", [2, 4])

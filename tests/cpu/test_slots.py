@@ -20,6 +20,7 @@ from collegium.problem import DeviceFacts, Problem
 from collegium.runtime.machine import Machine
 from collegium.testing.compare import random_experts
 from collegium.types import ExpertWeights, MoESpec, RoutingSpec
+from split_layers import taken
 
 EXPERTS, WIDE, HIDDEN = 5, 96, 160
 WRITTEN = ("bf16", "fp16", "fp32", "fp8_block", "fp8_tensor", "fp8_channel", "mxfp8", "mxfp4", "nvfp4", "int4_group")
@@ -74,15 +75,6 @@ def _weights(name: str) -> ExpertWeights[Any]:
     return replace(encode_experts(made, name), **biases)
 
 
-def _ordered(weights: ExpertWeights[Any], order: list[int]) -> ExpertWeights[Any]:
-    def own(payload: Any) -> Any:
-        rows = {name: tensor[order] for name, tensor in payload.tensors().items()}
-        return replace(payload, shape=(len(order), *payload.shape[1:]), **rows)
-
-    biases = {name: getattr(weights, name)[order] for name in ("gate_up_bias", "down_bias")}
-    return replace(weights, gate_up=own(weights.gate_up), down=own(weights.down), **biases)
-
-
 def _packed(kernel: Any, weights: ExpertWeights[Any], act: str) -> Packed:
     dtype: Any = act if act in DTYPES else "bf16"
     experts = weights.down.shape[0]
@@ -133,7 +125,7 @@ def test_experts_put_slot_by_slot_are_those_packed_in_that_order(
     @given(st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=7))
     @settings(max_examples=8, deadline=None)
     def check(order: list[int]) -> None:
-        wanted = _packed(kernel, _ordered(weights, order), act)
+        wanted = _packed(kernel, taken(weights, order), act)
         room = whole.resized(len(order))
         for slot in reversed(range(len(order))):
             room.put(slot, whole.take(order[slot]))

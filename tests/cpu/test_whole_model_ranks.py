@@ -13,12 +13,10 @@ import pytest
 pytest.importorskip("transformers")
 
 from commands import command, torchrun
-from family_cases import CASES, build
-from rank_cases import FOLDERS
+from rank_cases import FOLDERS, built
 from rank_models import by_command, compare_models, one_computes_wrongly, one_fails
 from ranks import run_ranks
 from tiny_models import tiny_config
-from whole_models import in_bf16
 
 SHIPPED = Path(__file__).resolve().parents[2] / "demo" / "fables-16m"
 # Plain; a shared expert beside the experts; biases; whole blocks with router, shared expert and weights on the input.
@@ -27,11 +25,7 @@ FAMILIES = ("qwen3_moe", "deepseek_v3", "gpt_oss", "llama4_text")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: Any) -> list[Path]:
-    paths = [tmp_path_factory.mktemp("models") / name for name in FAMILIES]
-    for path in paths:
-        build(CASES[path.name], path)
-        in_bf16(path)
-    return paths
+    return built(tmp_path_factory.mktemp("models"), *FAMILIES)
 
 
 @pytest.mark.parametrize("world", [2, 4])

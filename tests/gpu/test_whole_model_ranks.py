@@ -17,21 +17,16 @@ if torch.cuda.device_count() < 2:
 pytest.importorskip("transformers")
 
 from commands import command, torchrun
-from family_cases import CASES, build
-from rank_cases import FOLDERS, compare_loaded, replay_slices
+from rank_cases import FOLDERS, built, compare_loaded, replay_slices
 from rank_models import compare_models
 from ranks import run_ranks
-from whole_models import in_bf16
 
 SHIPPED = Path(__file__).resolve().parents[2] / "demo" / "fables-16m"
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: Any) -> str:
-    paths = [tmp_path_factory.mktemp("ranks") / name for name in ("deepseek_v3", "gpt_oss")]
-    for path in paths:
-        build(CASES[path.name], path)
-        in_bf16(path)
+    paths = built(tmp_path_factory.mktemp("ranks"), "deepseek_v3", "gpt_oss")
     return os.pathsep.join(map(str, paths))
 
 

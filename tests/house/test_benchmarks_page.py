@@ -107,8 +107,8 @@ def test_the_numbers_of_balancing_stand_in_their_file() -> None:
         rows = list(csv.DictReader(file))
     of_trace, of_random = ([r for r in rows if (r["load"] == "60 random") == random] for random in (False, True))
     said = [
-        f"| {r['replicas']} | {float(r['before']):.3f} | {float(r['after']):.3f} | {r['busiest_percent']} % | {r['moved']} | "
-        f"{r['moved_mb']} |"
+        f"| {r['replicas']} | {float(r['before']):.3f} | {float(r['after']):.3f} | {r['busiest_percent']} % | "
+        f"{r['moved']} | {r['moved_mb']} |"
         for r in of_trace
         if r["policy"] == "greedy"
     ]

@@ -13,7 +13,6 @@ from collegium import (
     ActivationSpec,
     Choice,
     ExpertWeights,
-    InputError,
     Limits,
     MoELayer,
     MoESpec,
@@ -30,6 +29,8 @@ from collegium.balance.metrics import Metrics
 from collegium.balance.policy import policy_named
 from collegium.formats import Fp32
 from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
+from ranks import error_of
+from split_layers import taken
 
 __all__ = [
     "HIDDEN",
@@ -40,7 +41,6 @@ __all__ = [
     "rebalance",
     "refused",
     "split_layer",
-    "taken",
     "whole_weights",
 ]
 
@@ -66,16 +66,6 @@ def whole_weights(recipe: str, experts: int, seed: int) -> ExpertWeights[Any]:
     return ExpertWeights(
         gate_up=Fp32(shape=tuple(up.shape), values=up), down=Fp32(shape=tuple(down.shape), values=down)
     )
-
-
-def taken(weights: ExpertWeights[Any], ids: tuple[int, ...]) -> ExpertWeights[Any]:
-    """Return the experts ``ids``."""
-
-    def rows(payload: Any) -> Any:
-        own = {name: value[list(ids)] for name, value in payload.tensors().items()}
-        return replace(payload, **own, shape=(len(ids), *payload.shape[1:]))
-
-    return replace(weights, gate_up=rows(weights.gate_up), down=rows(weights.down))
 
 
 def placement(experts: int, rank: int, world: int, spare: int) -> Placement:
@@ -198,7 +188,7 @@ def rebalance(rank: int, *, recipe: str, times: int, replicas: bool, spoil: int 
 
 def refused(rank: int) -> list[str]:
     """Return the errors of layers that cannot be balanced."""
-    world, errors = distributed.get_world_size(), list[str]()
+    world = distributed.get_world_size()
     weights = whole_weights("whole", 5, 0)
     tight = split_layer("whole", weights, "cpu", placement(5, rank, world, 0))
     loose = split_layer("whole", weights, "cpu", placement(5, rank, world, 1))
@@ -212,12 +202,7 @@ def refused(rank: int) -> list[str]:
         lambda: good.plan({"a": ((0, 1, 2, 3, 4), (0,))}),
         lambda: good.plan({"a": ((0, 1, 2), (2, 3))}),
     ]
-    for ask in wrong:
-        try:
-            ask()
-            errors.append("none")
-        except InputError as error:
-            errors.append(str(error))
+    errors = [error_of(ask) for ask in wrong]
     good.close()
     return errors
 

@@ -10,14 +10,25 @@ import torch
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 
-from collegium import CollegiumError, Limits, Ranks, Routing, load_layer
+from collegium import Limits, Ranks, Routing, load_layer
 from collegium.checkpoint.reader import Checkpoint
 from collegium.parallel.meeting import timeout_seconds
 from collegium.testing.compare import heavy_tailed
+from family_cases import CASES, build
+from ranks import error_of
+from whole_models import in_bf16
 
-__all__ = ["FOLDERS", "compare_loaded", "error_of", "refusals", "replay_slices"]
+__all__ = ["FOLDERS", "built", "compare_loaded", "refusals", "replay_slices"]
 
 FOLDERS = "COLLEGIUM_TEST_FOLDERS"  # where the ranks of a test find its checkpoints
+
+
+def built(parent: Path, *families: str) -> list[Path]:
+    """Return folders in ``parent`` with a small BF16 checkpoint of each of ``families``."""
+    for name in families:
+        build(CASES[name], parent / name)
+        in_bf16(parent / name)
+    return [parent / name for name in families]
 
 
 def _device(rank: int) -> str:
@@ -101,15 +112,6 @@ def compare_loaded(rank: int) -> list[str]:
                         for fault in _faults(layer, whole, ranks, tokens)
                     ]
     return faults
-
-
-def error_of(ask: Any) -> str:
-    """Return what ``ask`` raises, with its class."""
-    try:
-        ask()
-    except CollegiumError as error:
-        return f"{type(error).__name__}: {error}"
-    return "none"
 
 
 def refusals(rank: int) -> dict[str, str]:

@@ -16,7 +16,8 @@ from collegium.integrations.transformers import Decoder, layers_of, load_model
 from collegium.parallel.meeting import timeout_seconds
 from collegium.runtime.warming import warm_up
 from commands import command
-from rank_cases import FOLDERS, error_of
+from rank_cases import FOLDERS
+from ranks import error_of
 
 __all__ = ["by_command", "compare_models", "one_computes_wrongly", "one_fails"]
 

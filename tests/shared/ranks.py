@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed
 
+from collegium import CollegiumError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["run_ranks"]
+__all__ = ["error_of", "run_ranks"]
 
 
 def _rank(function: Callable[..., Any], rank: int, world: int, where: tuple[int, str], answers: Any) -> None:
@@ -66,3 +68,12 @@ def run_ranks(function: Callable[[int], Any], world: int, backend: str = "gloo",
     ended = [job.exitcode for job in jobs]
     assert ended == [0] * world, f"ranks ended with {ended}"
     return [found[rank] for rank in range(world)]
+
+
+def error_of(ask: Any) -> str:
+    """Return what ``ask`` raises, with its class."""
+    try:
+        ask()
+    except CollegiumError as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import distributed
 
-from collegium import CollegiumError, Placement, Routing
+from collegium import Placement, Routing
 from collegium.balance.balancer import Balancer
 from collegium.balance.elastic import address, join, regroup
 from collegium.testing.compare import uneven_ids
-from moving import TOP_K, placement, split_layer, taken, whole_weights
+from moving import TOP_K, placement, split_layer, whole_weights
+from ranks import error_of
+from split_layers import taken
 
 __all__ = ["come_and_go", "copies_suffice", "refused"]
 
@@ -138,7 +140,7 @@ def copies_suffice(rank: int, folder: str) -> Any:
 
 def refused(rank: int, folder: str) -> Any:
     """Return the errors of a group that cannot go on as asked; what it has still answers."""
-    layers, errors = _layers(rank, 3), list[str]()
+    layers = _layers(rank, 3)
     odd = split_layer("whole", _WEIGHTS["first"], "cpu", placement(EXPERTS, rank, 3, 1))
     placed = odd.plan.problem.placement
     assert placed is not None
@@ -146,17 +148,12 @@ def refused(rank: int, folder: str) -> Any:
     if rank == 2:
         distributed.destroy_process_group()
         _alone(folder, rank)
-        return errors
+        return []
     asks: list[Any] = [
         lambda: regroup({"odd": odd}, (2,)),
         lambda: regroup(layers, (rank, 2)),
         lambda: regroup(layers, (2,)),
         lambda: join("127.0.0.1:1", NAMES, _build, patience=1),
     ]
-    for ask in asks:
-        try:
-            ask()
-            errors.append("none")
-        except CollegiumError as error:
-            errors.append(str(error))
+    errors = [error_of(ask) for ask in asks]
     return errors

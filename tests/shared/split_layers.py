@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import distributed
 
 from collegium import (
     Choice,
-    InputError,
+    ExpertWeights,
     LatentWeights,
     Limits,
     MoELayer,
@@ -32,8 +32,12 @@ from collegium.parallel.meeting import timeout_seconds
 from collegium.parallel.placement import linear, round_robin
 from collegium.plan import dispatcher_named
 from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
+from ranks import error_of
 
-__all__ = ["EXPERTS", "HIDDEN", "RECIPES", "compare", "disagree", "equal", "kept", "layer_of", "replicated"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["EXPERTS", "HIDDEN", "RECIPES", "compare", "disagree", "equal", "kept", "layer_of", "replicated", "taken"]
 
 EXPERTS, WIDE, HIDDEN = 7, 128, 128
 RECIPES = (
@@ -62,16 +66,16 @@ def replicated(num_experts: int, rank: int, world: int) -> Placement:
     return Placement(rank=rank, world_size=world, expert_ids=ranks[rank], ranks=tuple(ranks), spare=2)
 
 
-def _taken(weights: Any, placement: Placement) -> Any:
-    # Whatever is in a spare slot, nobody reads it.
-    index = [*placement.expert_ids, *[EXPERTS - 1] * placement.spare]
-    cut = {name: _rows(getattr(weights, name), index) for name in ("gate_up", "down")}
-    return replace(weights, **cut)
+def taken(weights: ExpertWeights[Any], ids: Sequence[int]) -> ExpertWeights[Any]:
+    """Return the experts ``ids`` of ``weights``, in that order."""
 
+    def rows(payload: Any) -> Any:
+        own = {name: value[list(ids)] for name, value in payload.tensors().items()}
+        return replace(payload, **own, shape=(len(ids), *payload.shape[1:]))
 
-def _rows(payload: Any, index: list[int]) -> Any:
-    own = {name: value[index] for name, value in payload.tensors().items()}
-    return replace(payload, **own, shape=(len(index), *payload.shape[1:]))
+    biases = {"gate_up_bias": weights.gate_up_bias, "down_bias": weights.down_bias}
+    kept = {name: None if bias is None else bias[list(ids)] for name, bias in biases.items()}
+    return replace(weights, gate_up=rows(weights.gate_up), down=rows(weights.down), **kept)
 
 
 def layer_of(
@@ -85,7 +89,10 @@ def layer_of(
     )
     inner = spec.expert_hidden_size
     whole = encode_experts(random_experts(EXPERTS, 2, WIDE, inner, seed=1), weights)
-    held = whole if placement is None else _taken(whole, placement)
+    # Whatever is in a spare slot, nobody reads it.
+    held = whole
+    if placement is not None:
+        held = taken(whole, [*placement.expert_ids, *[EXPERTS - 1] * placement.spare])
     shared = encode_experts(random_experts(1, 2, WIDE, HIDDEN, seed=5), weights) if spec.shared else None
     latent = None
     if spec.latent_size:
@@ -197,7 +204,7 @@ def _first(tokens: int, top_k: int) -> Routing:
 
 def disagree(rank: int, name: str) -> list[str]:
     """Return the errors of a rank whose neighbours ask for something else."""
-    world, errors = distributed.get_world_size(), list[str]()
+    world = distributed.get_world_size()
     layer = layer_of("shared", RECIPES[1], "cpu", linear(EXPERTS, rank, world), dispatcher=name)
     asks: list[Any] = [
         lambda: layer(torch.zeros(65 if rank == 1 else 5, HIDDEN)),
@@ -205,12 +212,7 @@ def disagree(rank: int, name: str) -> list[str]:
         lambda: layer_of("plain", RECIPES[rank % 2], "cpu", linear(EXPERTS, rank, world), dispatcher=name),
         lambda: layer_of("plain", RECIPES[1], "cpu", linear(EXPERTS, 0, world + 1), dispatcher=name),
     ]
-    for ask in asks:
-        try:
-            ask()
-            errors.append("none")
-        except InputError as error:
-            errors.append(str(error))
+    errors = [error_of(ask) for ask in asks]
     # Nothing was left half done: the layer still answers.
     assert bool(layer(torch.ones(3, HIDDEN)).isfinite().all())
     return errors
