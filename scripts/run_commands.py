@@ -53,6 +53,7 @@ class Case:
     """One command line behind ``collegium``. judge: returns the key figures of its JSON, or raises ValueError.
 
     code: the exit code it must have; says: what its output must hold. alone: it is timed, so nothing runs beside it.
+    ranks: how many processes torchrun starts for it.
     """
 
     words: tuple[str, ...]
@@ -62,10 +63,17 @@ class Case:
     alone: bool = False
     limit: float = 300
     within: float = float("inf")
+    ranks: int = 1
+
+    @property
+    def launch(self) -> tuple[str, ...]:
+        """What torchrun is told, nothing for one process."""
+        return () if self.ranks == 1 else ("--standalone", "--nproc-per-node", str(self.ranks), "-m")
 
     def typed(self) -> str:
         """Return the line a person types, without the machine's own paths."""
-        return shlex.join(("collegium", *(re.sub(r"^/.*/", "", word) for word in self.words)))
+        told = ("torchrun", *self.launch) if self.launch else ()
+        return shlex.join((*told, "collegium", *(re.sub(r"^/.*/", "", word) for word in self.words)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +102,7 @@ def cases(device: str, work: Path) -> list[Case]:
         Case(words=("generate", SHIPPED, "--prompt", PROMPT, *here), says=PROMPT),
         Case(words=("generate", SHIPPED, "--format", "nvfp4", "--prompt", "The old king", *here), says="The old king"),
         Case(words=("generate", SHIPPED, *text), judge=_text),
+        *(Case(words=("generate", SHIPPED, *own), judge=_text, alone=True, ranks=2) for own in _split(text, gpu=gpu)),
         *(Case(words=("generate", SHIPPED, "--format", name, *text), judge=_text) for name in formats),
         Case(words=("generate", small, *text), judge=_text),
         Case(words=("generate", gguf, *here), code=1, says="is a GGUF file"),
@@ -101,6 +110,12 @@ def cases(device: str, work: Path) -> list[Case]:
         *_measured(here, gpu=gpu, refused=refused),
         *_balanced(here, str(work / "load.safetensors"), str(work / "load.png")),
     ]
+
+
+def _split(text: tuple[str, ...], *, gpu: bool) -> list[tuple[str, ...]]:
+    """Return the options of a text written by two processes: on a CPU, and on two GPUs where there are as many."""
+    on_cpu = tuple("cpu" if word.startswith("cuda") else word for word in text)
+    return [on_cpu, text] if gpu and torch.cuda.device_count() > 1 else [on_cpu]
 
 
 def _looks(model: str, here: tuple[str, ...]) -> list[Case]:
@@ -226,12 +241,12 @@ def _need(fact: object, otherwise: str) -> None:
 
 
 def shown(page: str) -> list[tuple[str, ...]]:
-    """Return the words behind ``collegium`` of every command line that a Markdown ``page`` shows."""
+    """Return the words behind ``collegium`` of every command line in a Markdown ``page``; torchrun is the first word."""
     blocks = re.findall(r"^```bash\n(.*?)^```", page, re.M | re.S)
     lines = [line for block in blocks for line in block.splitlines()]
     lines += re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", page, flags=re.M | re.S))
-    found = [tuple(shlex.split(line, comments=True)) for line in lines if re.match(r"collegium\s+[a-z]", line)]
-    return [words[1:] for words in found]
+    found = [re.fullmatch(r"(torchrun )?(?:(?<=torchrun ).*-m )?collegium\s+([a-z].*)", line) for line in lines]
+    return [tuple(shlex.split((own[1] or "") + own[2], comments=True)) for own in found if own]
 
 
 def uncovered(pages: Sequence[str], run: Sequence[Case]) -> list[str]:
@@ -246,8 +261,8 @@ def uncovered(pages: Sequence[str], run: Sequence[Case]) -> list[str]:
         wanted += [(*above, name) for name in names]
 
     def covers(case: Case, words: tuple[str, ...]) -> bool:
-        head = 2 if words[:1] in groups else 1
-        return case.words[:head] == words[:head] and {w for w in words if w.startswith("-")} <= set(case.words)
+        head, own = 2 if words[:1] in (("torchrun",), *groups) else 1, ("torchrun",) * (case.ranks > 1) + case.words
+        return own[:head] == words[:head] and {w for w in words if w.startswith("-")} <= set(own)
 
     return sorted({" ".join(words) for words in wanted if not any(covers(case, words) for case in run)})
 
@@ -260,9 +275,10 @@ def run_case(case: Case, work: Path, threads: int | None = None) -> Outcome:
     if threads is not None:
         more["OMP_NUM_THREADS"] = str(threads)
     begin, figures = time.monotonic(), ""
+    started = ("torch.distributed.run", *case.launch) if case.launch else ()
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "collegium", *case.words],
+            [sys.executable, "-m", *started, "collegium", *case.words],
             cwd=ROOT,
             env={**os.environ, **more},
             capture_output=True,

@@ -33,7 +33,7 @@ class ExpertMap:
     """
 
     def __init__(self, placement: Placement, num_experts: int, device: torch.device | str) -> None:
-        """Start as ``placement`` says, which tells what every rank holds."""
+        """Start as ``placement`` says, which tells what every rank holds; errors as ``switch``."""
         self.rank, self.world_size = placement.rank, placement.world_size
         self.width, self.num_experts = placement.width, num_experts
         self.slots: tuple[tuple[int, ...], ...] = ()

@@ -30,7 +30,10 @@ def group_named(name: str) -> distributed.ProcessGroup:
     try:
         return resolve(name)
     except (RuntimeError, ValueError) as error:
-        raise InputError(f"no process group is called {name!r}; it was destroyed, or is of other ranks") from error
+        raise InputError(
+            f"no process group is called {name!r} in this process: it was destroyed, or is of other ranks; make the "
+            "layers anew with Ranks.of for the groups there are"
+        ) from error
 
 
 def world_ranks(name: str) -> tuple[int, ...]:

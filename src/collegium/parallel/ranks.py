@@ -116,7 +116,10 @@ class Ranks:
             meeting_of(name).agree(value, phase)
 
     def exchange(self, value: Any, phase: str) -> list[Any]:
-        """Return what every rank that shares layers gave, ranks of a slice group next to each other."""
+        """Return what every rank that shares layers gave, ranks of a slice group next to each other.
+
+        Raises RankError where one does not come.
+        """
         found = [value]
         for name in reversed(self.groups):
             found = [each for own in meeting_of(name).exchange(found, phase) for each in own]
