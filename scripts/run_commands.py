@@ -241,7 +241,10 @@ def _need(fact: object, otherwise: str) -> None:
 
 
 def shown(page: str) -> list[tuple[str, ...]]:
-    """Return the words behind ``collegium`` of every command line in a Markdown ``page``; torchrun is the first word."""
+    """Return the words behind ``collegium`` of every command line that a Markdown ``page`` shows.
+
+    A launch has torchrun as its first word.
+    """
     blocks = re.findall(r"^```bash\n(.*?)^```", page, re.M | re.S)
     lines = [line for block in blocks for line in block.splitlines()]
     lines += re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", page, flags=re.M | re.S))
