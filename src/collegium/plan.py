@@ -221,11 +221,8 @@ def plan(problem: Problem, force: Choice | None = None) -> Plan:
 
     chosen = _first("dispatcher", parallel.DISPATCHERS, force.dispatcher, refuse_dispatcher, refusals)
     if chosen is None:
-        reasons = _listed([r for r in refusals if r.what == "dispatcher"])
-        raise PlanError(
-            f"no dispatcher serves {asked.placement or 'one rank'}:\n{reasons}\nDrop the forced choice, or change the "
-            "placement or the limit that is named."
-        )
+        reasons = _listed([r for r in refusals if r.what == "dispatcher"]) + "\nChange the choice or the placement."
+        raise PlanError(f"no dispatcher serves {asked.placement or 'one rank'}:\n{reasons}")
     dispatcher = parallel.composed(chosen, asked)
     capacity = dispatcher.capacity(asked)
     brought = replace(asked.routed, rows=capacity, tokens=parallel.batch_tokens(dispatcher, asked))
