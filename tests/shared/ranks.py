@@ -18,9 +18,16 @@ if TYPE_CHECKING:
 __all__ = ["error_of", "run_ranks"]
 
 
-def _rank(function: Callable[..., Any], rank: int, world: int, where: tuple[int, str], answers: Any) -> None:
-    port, backend = where
+# Imported once, by a process that ranks on a CPU are copies of: each would import for seconds otherwise.
+_IMPORTED = ["torch._dynamo", "torch.distributed.device_mesh", "collegium", "transformers"]
+
+
+def _rank(
+    function: Callable[..., Any], rank: int, world: int, where: tuple[int, str, dict[str, str]], answers: Any
+) -> None:
+    port, backend, environ = where
     try:
+        os.environ.update(environ)
         torch.set_num_threads(1)
         if "nccl" not in backend:
             # Fresh memory is poisoned, as tests/conftest.py does it.
@@ -40,19 +47,17 @@ def _rank(function: Callable[..., Any], rank: int, world: int, where: tuple[int,
 
 def run_ranks(function: Callable[[int], Any], world: int, backend: str = "gloo", seconds: float = 120) -> list[Any]:
     """Return what ``function(rank)``, of a module, gives in each of ``world`` processes; raises what a rank raised."""
-    context = get_context("spawn")
+    # A copy of a process must not find CUDA in use.
+    context = get_context("spawn" if "nccl" in backend else "forkserver")
+    if "nccl" not in backend:
+        context.set_forkserver_preload(_IMPORTED)
     answers: Any = context.Queue()
     # Here, so that no rank has to be the last one, and no port is picked that another program takes meanwhile.
     store = distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    where = (store.port, backend)
+    where = store.port, backend, {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     jobs = [context.Process(target=_rank, args=(function, r, world, where, answers), daemon=True) for r in range(world)]
-    before = os.environ.get("GLOO_SOCKET_IFNAME")
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    try:
-        for job in jobs:
-            job.start()
-    finally:
-        os.environ.pop("GLOO_SOCKET_IFNAME") if before is None else os.environ.update(GLOO_SOCKET_IFNAME=before)
+    for job in jobs:
+        job.start()
     found: dict[int, Any] = {}
     try:
         for _ in range(world):
