@@ -42,7 +42,7 @@ def test_survivors_of_a_killed_rank_report_it_and_go_on(tmp_path: Path, ranks: i
         assert float(row["answers_s"]) < 20
         assert (row["wrong_rows"], int(row["calls_after"]) > 30) == ("0", True)
         assert int(row["calls_before"]) > 0
-        assert row["dispatcher"] == ("local" if ranks == 2 else "all_to_all")
+        assert row["dispatcher"] == ("local" if ranks == 2 else "all_gather")
     # Only what the killed rank alone had was read, once, in each of the three layers.
     assert sum(int(row["bytes_read"]) for row in rows) == 3 * lost * one
 
@@ -50,7 +50,7 @@ def test_survivors_of_a_killed_rank_report_it_and_go_on(tmp_path: Path, ranks: i
 def test_ranks_leave_and_join_and_the_layers_keep_their_bits(tmp_path: Path) -> None:
     zero, one, two = run_ranks(partial(come_and_go, folder=str(tmp_path)), 3, seconds=200)
     assert not zero[0] + one[0] + two[0]
-    assert one[1] == ["local", "all_to_all", "all_to_all"]
+    assert one[1] == ["local", "all_gather", "all_gather"]
     for name in NAMES:
         # What the first to leave alone had was read by one of the two that were left.
         first = sorted(zero[2][name] + one[2][name])
