@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 pytest.importorskip("transformers")
@@ -32,9 +33,10 @@ from collegium import (
 from collegium.checkpoint.loader import load_experts
 from collegium.checkpoint.opened import CheckpointLayer
 from collegium.checkpoint.reader import Checkpoint
+from collegium.parallel.meeting import timeout_seconds
 from collegium.testing.compare import random_experts
 from rank_cases import FOLDERS, built, compare_loaded, refusals
-from ranks import run_ranks
+from ranks import error_of, run_ranks
 
 # A shared expert, biases with slices of 24 columns, and weights in blocks that slices must fill up.
 FAMILIES = ("deepseek_v3", "gpt_oss")
@@ -84,6 +86,30 @@ def test_what_cannot_be_shared_is_one_error_on_every_rank(
         assert first[name] == other[name]
         assert first[name].startswith("InputError: "), name
         assert text in first[name], name
+
+
+def _other_shares(rank: int) -> tuple[str, bool]:
+    """Return the error of ranks that read each other's memory and are given 4 and 5 tokens; then they go on."""
+    force = Choice(dispatcher="symm_mem")
+    layer: Any = load_layer(os.environ[FOLDERS], 1, device=Ranks.of(same_tokens=True), force=force)
+    x = torch.ones(4 + rank, layer.spec.hidden_size, dtype=layer.input_dtype)
+    right = layer(x[:4])
+    timeout_seconds(1)
+    said = error_of(lambda: layer(x)) + error_of(layer.check)
+    timeout_seconds(30)
+    layer.workspaces.renew()
+    return said, torch.equal(layer(x[:4]), right)
+
+
+def test_other_tokens_in_shared_memory_are_seen_by_a_rank_and_end_the_wait_of_the_others(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FOLDERS, str(folders[0]))
+    (first, same), (other, also) = run_ranks(_other_shares, 2)
+    assert "InputError: same_tokens: every rank has to be called with the same tokens; this rank has 5, shares" in other
+    assert "RankError: symm_mem dispatch on rank 0: rank 1 did not come" in first
+    assert same
+    assert also
 
 
 def _ranks(world: int, **asked: Any) -> list[Ranks]:
