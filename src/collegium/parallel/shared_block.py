@@ -29,8 +29,9 @@ __all__ = ["LATE", "PeerArena", "SharedBlocks", "shared_blocks"]
 
 _PHASE = "symm_mem dispatch"
 _numbers = itertools.count()
-# Read by peers until this rank's next pull, and written after a pull: by ``permute``, by the last product, on a CPU.
-LATE = ("order", "experts/rows", "back/rows", "back/slots")
+# Read by peers until this rank's next pull, and written after a pull: by ``permute``, by the last product, by
+# ``reduce``, on a CPU.
+LATE = ("order", "experts/rows", "back/sums", "back/rows", "back/slots")
 
 
 class PeerArena(Arena):
