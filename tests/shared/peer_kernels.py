@@ -84,7 +84,10 @@ def _taken(memory: Memory, name: str, rows: int, top_k: int) -> Sent:
 def _pass(
     peers: Peers, memory: Memory, table: ExpertMap, x: torch.Tensor, routing: Routing, *, reduced: bool = False
 ) -> tuple[Sent, torch.Tensor]:
-    """Run one pass whose experts multiply; return what was pulled, and the sums, of parts in BF16 where reduced."""
+    """Run one pass whose experts multiply; return what was pulled, and the sums, of parts in FP16 where reduced.
+
+    The interpreter rounds to BF16 wrongly.
+    """
     (tokens, top_k), world = routing.topk_ids.shape, peers.world
     sent, own = _taken(memory, "sent", peers.bound, top_k), _taken(memory, "own", world * peers.bound, top_k)
     assert sent.scale is not None
@@ -105,7 +108,7 @@ def _pass(
     slots = memory.part("back").take("slots", tuple(order.slots.shape), torch.int64).copy_(order.slots)
     out = torch.full((tokens, WIDTH), float("inf"), device=x.device)
     if reduced:
-        sums = memory.part("back").take("sums", (own.ids.shape[0], WIDTH), torch.bfloat16)
+        sums = memory.part("back").take("sums", (own.ids.shape[0], WIDTH), torch.float16)
         # What a peer that is ahead wrote already is not to be lost, so poison is what the last pass left.
         reduce(peers, made, order.slots, own.weights, sums)
         collect(peers, sent, Returned(sums, None), None, table, out, shared=x)
@@ -133,12 +136,12 @@ def _wanted(x: torch.Tensor, routing: Routing) -> torch.Tensor:
 
 
 def _wanted_of_parts(x: torch.Tensor, routing: Routing, table: ExpertMap, world: int) -> torch.Tensor:
-    """Return the definition: each rank's sum rounded to BF16, added in the order of ranks in float32."""
+    """Return the definition: each rank's sum rounded to FP16, added in the order of ranks in float32."""
     ids = routing.topk_ids
     if not ids.numel():
         return torch.zeros_like(x)
     rows = torch.stack([_expert(x[t], int(e)) for t, own in enumerate(ids.tolist()) for e in own])
-    wire, places = Reduced(dtype=torch.bfloat16, hidden=WIDTH, form=None), table.choose(ids)
+    wire, places = Reduced(dtype=torch.float16, hidden=WIDTH, form=None), table.choose(ids)
     slots, line = torch.arange(ids.numel(), device=x.device).view(ids.shape), torch.arange(len(x), device=x.device)
     own = [torch.where((places >= 0) & (places // table.width == rank), slots, -1) for rank in range(world)]
     parts = torch.cat([wire.parts(rows, each, routing.topk_weights) for each in own])
