@@ -304,11 +304,11 @@ def reduce_kernel(
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     k = tl.arange(0, BLOCK_K)
-    turn = tl.program_id(1).to(tl.int64)
+    turn = tl.program_id(1)
     while turn < bound * world:
         # Ranks in turn, so that what is written far away is beside what is written here all the time.
         peer, token = turn % world, turn // world
-        line = peer * bound + token
+        line = (peer * bound + token).to(tl.int64)
         slot = tl.load(slots + line * TOP_K + k, mask=k < TOP_K, other=-1)
         if tl.max(slot, 0) >= 0:
             factor = tl.full([BLOCK_K], 1.0, tl.float32)

@@ -52,9 +52,10 @@ FEW = 8  # up to so many tokens of a rank are copied to every other one
 WASTE = 1 / 16  # and any number, where no more of them than this share are likely to have no expert there
 TOGETHER = 128  # up to so many tokens, of which a program each still runs at once, are written and posted by one kernel
 PUSH = True  # ranks write sums to their owner, whose reads would be one more way there and back
-PULL_PROGRAMS = 1024  # some eight to a multiprocessor: enough loads on their way to fill NVLink
-REDUCE_PROGRAMS = 1024
-COLLECT_PROGRAMS = 1024
+# Programs that run at once on 132 multiprocessors, by the registers they take; more would come when others have ended.
+PULL_PROGRAMS = 1056
+REDUCE_PROGRAMS = 1056  # and those that collect sums
+COLLECT_PROGRAMS = 792
 COLLECT_BLOCK = 1024  # columns of a program from 64 tokens on
 
 
@@ -266,7 +267,7 @@ def collect(
         out, peers.deltas, tokens, peers.bound, width, factors.stride(0), added.stride(0), table.width,
         _microseconds(peers), peers.rank, peers.where["own"], peers.where["step"], peers.world,
     )  # fmt: skip
-    constants, grid, warps = _cut(tokens, width, COLLECT_PROGRAMS)
+    constants, grid, warps = _cut(tokens, width, REDUCE_PROGRAMS if sums else COLLECT_PROGRAMS)
     constants |= {"TOP_K": top_k, "BLOCK_K": power_at_least(top_k), "PEERS": power_at_least(peers.world)}
     constants |= {"WEIGHTS": weights is not None and not sums, "SHARED": shared is not None}
     constants |= {"SUMS": sums, "PUSH": sums and PUSH, "ASM": out.is_cuda, "PDL": overlaps(out)}
