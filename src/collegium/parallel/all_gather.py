@@ -16,6 +16,7 @@ from ..ops.weighted_sum import weighted_sum
 from .collectives import exchanged, gathered, scattered
 from .combine import back_words
 from .split import Across, AcrossKind
+from .traffic import Away, Traffic, back_bytes, there_bytes
 from .wire import EMPTY, sent_words
 
 if TYPE_CHECKING:
@@ -103,6 +104,12 @@ class AllGatherKind(AcrossKind):
     def wire(self, problem: Problem) -> str:
         """Return what travels."""
         return f"{sent_words(problem)} to every rank, {back_words(problem)},"
+
+    def traffic(self, problem: Problem, away: Away) -> Traffic:
+        """Return as many messages and rows as the rank with the most tokens has, to every other rank."""
+        copies = away.most * (problem.world_size - 1)
+        back = copies * (problem.spec.routing.top_k if problem.combine == "exact" else 1)
+        return Traffic(copies * there_bytes(problem), back * back_bytes(problem))
 
     def build(self, problem: Problem) -> AllGather:
         """Return the dispatcher, as ``Across.of`` does."""

@@ -38,6 +38,7 @@ __all__ = [
     "raise_status",
     "reduce",
     "send",
+    "unasked",
 ]
 
 HEAD_BYTES = 2048
@@ -181,6 +182,11 @@ def _posted(peers: Peers, sent: Sent, routing: Routing, table: ExpertMap) -> tup
     return args, {"WEIGHTS": sent.weights is not None, "PDL": overlaps(sent.x)}
 
 
+def unasked(world: int, top_k: int, most: int) -> bool:
+    """Return whether tokens are pulled without a look at where they go, where no rank has more than ``most``."""
+    return most <= FEW or (1 - 1 / world) ** top_k <= WASTE
+
+
 def pull(peers: Peers, sent: Sent, own: Sent, table: ExpertMap) -> None:
     """Write ``own``, of W * B rows: every rank's tokens that have an assignment here, and the local slots of all ids.
 
@@ -206,8 +212,11 @@ def pull(peers: Peers, sent: Sent, own: Sent, table: ExpertMap) -> None:
     )  # fmt: skip
     constants = {"TOP_K": top_k, "BLOCK_K": power_at_least(top_k), "BLOCK": block, "STEPS": -(-words // block)}
     constants |= {"BLOCK_G": power_at_least(groups), "SCALES": own.scale is not None}
-    wasted = (1 - 1 / peers.world) ** top_k <= WASTE
-    constants |= {"WEIGHTS": own.weights is not None, "ALL": wasted or peers.bound <= FEW, "ASM": sent.x.is_cuda}
+    constants |= {
+        "WEIGHTS": own.weights is not None,
+        "ALL": unasked(peers.world, top_k, peers.bound),
+        "ASM": sent.x.is_cuda,
+    }
     constants |= {"PDL": overlaps(sent.x)}
     grid = (min(peers.bound, max(1, PULL_PROGRAMS // peers.world)), peers.world)
     launch(pull_kernel, grid, args, constants, num_warps=4 if block >= 512 else 1)

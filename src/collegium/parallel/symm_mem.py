@@ -24,9 +24,10 @@ from .combine import back_words, reduced_of
 from .expert_map import ExpertMap
 from .local import Local, LocalKind
 from .partial import PartialKind
-from .peers import HEAD_BYTES, MOST_PEERS, Peers, Returned, Sent, collect, post, pull, reduce, send
+from .peers import HEAD_BYTES, MOST_PEERS, Peers, Returned, Sent, collect, post, pull, reduce, send, unasked
 from .shared_block import PeerArena, SharedBlocks, shared_blocks
 from .split import checked_placement, refuse_split
+from .traffic import Away, Traffic, back_bytes
 from .wire import sent_words
 
 if TYPE_CHECKING:
@@ -282,6 +283,20 @@ class SymmMemKind:
             made |= {"back/rows": 4 * rows * wide, "back/slots": 8 * rows}
         inside = problem.spec.latent_size is not None
         return made | (weighted_sum_regions(tokens, wide, torch.float32) if inside else {})
+
+    def traffic(self, problem: Problem, away: Away) -> Traffic:
+        """Return places of all tokens and weights where they travel, a token a copy, and what is read of the rows."""
+        rule, world, wide = problem.spec.routing, problem.world_size, problem.spec.expert_hidden_size
+        coded = problem.sent_as if problem.device.kind == "cuda" else None
+        form = activation_format(coded or problem.dtype)
+        token = sum(quantize_regions(1, wide, form.name, order=PADDED if coded else AS_IS).values())
+        every = away.tokens * (world - 1)
+        weighted = rule.weight_on_input or problem.combine != "exact"
+        ids = every * rule.top_k * 4 * (2 if weighted else 1)
+        there = (every if unasked(world, rule.top_k, away.most) else away.copies) * token + ids
+        if problem.combine == "exact":
+            return Traffic(there, away.rows * (back_bytes(problem) + 8))
+        return Traffic(there, away.copies * wide * DTYPES[problem.dtype].itemsize)
 
     def build(self, problem: Problem) -> SymmMem:
         """Return the dispatcher; all ranks build it at the same time.
