@@ -14,7 +14,7 @@ from torch import distributed
 from collegium import Choice, DeviceFacts, Limits, MoESpec, Problem, Routing, RoutingSpec, plan
 from collegium.parallel.expert_map import ExpertMap
 from collegium.parallel.placement import linear
-from collegium.parallel.traffic import Away, Traffic, away
+from collegium.parallel.traffic import Away, Traffic
 from collegium.testing.compare import heavy_tailed, uneven_ids
 from ranks import run_ranks
 from split_layers import EXPERTS, HIDDEN, RECIPES, layer_of, replicated
@@ -50,7 +50,7 @@ def _measured(rank: int, combine: str) -> list[str]:
         with patch.object(distributed, "all_to_all_single", counted), patch.object(distributed, "all_gather", given):
             layer(x, routing=Routing(topk_ids=ids, topk_weights=torch.ones(ids.shape)))
         table = ExpertMap(replicated(EXPERTS, rank, world), EXPERTS, "cpu")
-        there, back = layer.plan.traffic(away(table, ids, max(COUNTS[:world])))
+        there, back = layer.plan.traffic(table.away(ids, max(COUNTS[:world])))
         told_by_all: list[Any] = [None] * world
         distributed.all_gather_object(told_by_all, (told, there, back))
         # What is sent back is what other ranks' tokens need, so of all ranks together it is what theirs are said to.

@@ -24,7 +24,7 @@ from .quantize import load_rows, store_codes
 
 __all__ = ["collect_kernel", "post_kernel", "pull_kernel", "reduce_kernel", "send_kernel"]
 
-# Words of a rank's head; also in ops/peer.py. Flags of up to 64 peers come first, posts and then rows.
+# Words of a rank's head; also in parallel/peers_in_torch.py. Flags of up to 64 peers come first, posts and then rows.
 _POSTS = tl.constexpr(0)
 _ROWS = tl.constexpr(64)
 _EPOCH = tl.constexpr(128)  # of the pass that runs, -1 once the rank has given up

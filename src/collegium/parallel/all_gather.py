@@ -14,10 +14,10 @@ import torch
 
 from ..ops.weighted_sum import weighted_sum
 from .collectives import exchanged, gathered, scattered
-from .combine import back_words
+from .combine import back_bytes, back_words
 from .split import Across, AcrossKind
-from .traffic import Away, Traffic, back_bytes, there_bytes
-from .wire import EMPTY, sent_words
+from .traffic import Away, Traffic
+from .wire import EMPTY, sent_words, there_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,10 +15,10 @@ import torch
 from ..ops.permute import permute
 from ..ops.weighted_sum import weighted_sum
 from .collectives import exchanged
-from .combine import back_words
+from .combine import back_bytes, back_words
 from .split import Across, AcrossKind, by_rank
-from .traffic import Away, Traffic, back_bytes, there_bytes
-from .wire import sent_words
+from .traffic import Away, Traffic
+from .wire import sent_words, there_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor

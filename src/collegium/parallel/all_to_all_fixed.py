@@ -16,11 +16,11 @@ from ..errors import InputError
 from ..ops.weighted_sum import weighted_sum
 from ..runtime.memory import captured, take
 from .collectives import exchanged
-from .combine import back_words, reduced_of
+from .combine import back_bytes, back_words, reduced_of
 from .meeting import meeting_of
 from .split import Across, AcrossKind, by_rank
-from .traffic import Away, Traffic, back_bytes, there_bytes
-from .wire import EMPTY, TokenWire, message_bytes, sent_words
+from .traffic import Away, Traffic
+from .wire import EMPTY, TokenWire, message_bytes, sent_words, there_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,21 +5,18 @@ Shape letters: T tokens of this rank, B the most tokens of a rank, W ranks, K ex
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..errors import RankError
 from ..ops.quantize import REORDERED
 from ..ops.rows import GivenRows, QuantizedRows
 from ..ops.weighted_sum import weighted_sum
 from ..runtime.launch import dense_rows, launch, overlaps, power_at_least
+from .peers_in_torch import EPOCH, POSTS, all_came, lines_of, pull_rank, rows_of, tell
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch import Tensor
 
     from ..ops.quantize import ActivationFormat
@@ -35,7 +32,6 @@ __all__ = [
     "collect",
     "post",
     "pull",
-    "raise_status",
     "reduce",
     "send",
     "unasked",
@@ -43,11 +39,6 @@ __all__ = [
 
 HEAD_BYTES = 2048
 MOST_PEERS = 64
-# Words of the head; kernels/peer.py has the same.
-_POSTS, _ROWS, _EPOCH, _PULL_FAILED, _COLLECT_FAILED, STATUS = 0, 64, 128, 131, 132, 133
-_PHASES = {_PULL_FAILED: "dispatch", _COLLECT_FAILED: "combine"}
-_LATE, _OTHER_CALL, _GAVE_UP = 1, 2, 3
-
 # What a GPU is to decide; no bit of the output depends on any of them, and all ranks need the same PUSH.
 FEW = 8  # up to so many tokens of a rank are copied to every other one
 WASTE = 1 / 16  # and any number, where no more of them than this share are likely to have no expert there
@@ -156,10 +147,10 @@ def post(peers: Peers, sent: Sent, routing: Routing, table: ExpertMap) -> None:
         if sent.weights is not None:
             sent.weights[:tokens] = routing.topk_weights
         table.record(ids)
-        epoch = int(peers.head[_EPOCH])
+        epoch = int(peers.head[EPOCH])
         ended = epoch < 0
-        peers.head[_EPOCH] = epoch = -1 if ended else (epoch + 1) & 0x7FFFF
-        _tell(peers, _POSTS, -1 if ended else epoch << 44 | peers.layer << 32 | top_k << 24 | tokens)
+        peers.head[EPOCH] = epoch = -1 if ended else (epoch + 1) & 0x7FFFF
+        tell(peers, POSTS, -1 if ended else epoch << 44 | peers.layer << 32 | top_k << 24 | tokens)
         return
     from ..kernels.peer import post_kernel
 
@@ -196,7 +187,7 @@ def pull(peers: Peers, sent: Sent, own: Sent, table: ExpertMap) -> None:
     top_k = sent.ids.shape[1]
     if not sent.x.is_cuda and peers.blocks:
         for rank in range(peers.world):
-            _pull_rank(peers, rank, sent, own, table)
+            pull_rank(peers, rank, sent, own, table)
         return
     from ..kernels.peer import pull_kernel
 
@@ -261,11 +252,11 @@ def collect(
     (tokens, width), (top_k, sums) = out.shape, (sent.ids.shape[1], returned.slots is None)
     if not out.is_cuda and peers.blocks:
         places = sent.ids[:tokens]
-        _all_came(peers)
+        all_came(peers)
         if returned.slots is None:
-            lines = _lines_of(peers, places, table)
+            lines = lines_of(peers, places, table)
             return weighted_sum(returned.rows, lines, None, out.dtype, shared=shared, out=out)
-        rows, most = _rows_of(peers, places, returned.rows, returned.slots, table), table.width * peers.world
+        rows, most = rows_of(peers, places, returned.rows, returned.slots, table), table.width * peers.world
         return weighted_sum(rows, places, weights, out.dtype, shared=shared, out=out, experts=most)
     from ..kernels.peer import collect_kernel
 
@@ -293,29 +284,6 @@ def _cut(lines: int, width: int, programs: int) -> tuple[dict[str, Any], tuple[i
     return constants, (columns, max(1, min(lines, programs // columns))), max(1, min(4, block // 256))
 
 
-def raise_status(status: list[int], ranks: tuple[int, ...], own: int) -> None:
-    """Raise the RankError that ``status`` (code, seen, wanted), words of a head, says; return where it says none."""
-    code, seen, wanted = status
-    if not code:
-        return
-    what, phase, peer = code & 255, _PHASES[code >> 8 & 255], ranks[code >> 16]
-    said = {
-        _LATE: f"rank {peer} did not come within the time a rank waits; it ended, hangs or makes other calls",
-        _OTHER_CALL: (
-            f"rank {peer} is in another call: it brings {seen & 0xFFFFFF} tokens, top-{seen >> 24 & 255}, to layer "
-            f"{seen >> 32 & 0xFFF}, while this rank is in layer {wanted >> 8 & 0xFFF}, top-{wanted & 255}; every rank "
-            "makes the same calls in the same order, and replays graphs that were captured together"
-        ),
-        _GAVE_UP: f"rank {peer} gave up before this rank did, and says why",
-    }[what]
-    raise RankError(
-        f"symm_mem {phase} on rank {ranks[own]}: {said}. Output since then is NaN. Ranks that are left may plan anew, "
-        "or all call renew() of layer.workspaces and go on",
-        ranks=(peer,),
-        phase=f"symm_mem {phase}",
-    )
-
-
 def _microseconds(peers: Peers) -> int:
     return min(int(peers.seconds * 1e6), 2**31 - 1)
 
@@ -324,81 +292,3 @@ def _words(x: Tensor) -> Tensor:
     """Return ``x [R, C]`` in the widest words that its rows are made of."""
     size = x.shape[1] * x.element_size()
     return x.view(torch.int32 if size % 4 == 0 else torch.int16 if size % 2 == 0 else torch.uint8)
-
-
-def _tell(peers: Peers, flags: int, word: int) -> None:
-    for rank in range(peers.world):
-        peers.at(peers.head, rank)[flags + peers.rank] = word
-
-
-def _seen(peers: Peers, flags: int, rank: int, phase: str) -> int:
-    """Return the flag of ``rank`` once it is of this pass; RankError, which every peer is told, where it never is."""
-    epoch, started = int(peers.head[_EPOCH]), time.monotonic()
-    while True:
-        seen = int(peers.head[flags + rank])
-        late = time.monotonic() - started > peers.seconds
-        if epoch < 0 or seen < 0 or seen >> 44 == epoch or late:
-            break
-        time.sleep(2e-5)
-    if epoch >= 0 and seen >= 0 and seen >> 44 == epoch:
-        return seen
-    _give_up(peers, _GAVE_UP if seen < 0 else _LATE, phase, rank, seen)
-    raise AssertionError
-
-
-def _give_up(peers: Peers, what: int, phase: str, rank: int, seen: int, wanted: int = 0) -> None:
-    peers.head[_EPOCH] = -1
-    for flags in (_POSTS, _ROWS):
-        _tell(peers, flags, -1)
-    number = next(key for key, name in _PHASES.items() if name == phase)
-    status = [what | number << 8 | rank << 16, seen, wanted]
-    peers.head[STATUS : STATUS + 3] = torch.tensor(status)
-    raise_status(status, peers.ranks, peers.rank)
-
-
-def _pull_rank(peers: Peers, rank: int, sent: Sent, own: Sent, table: ExpertMap) -> None:
-    top_k = sent.ids.shape[1]
-    seen, tag = _seen(peers, _POSTS, rank, "dispatch"), peers.layer << 8 | top_k
-    tokens = seen & 0xFFFFFF
-    if seen >> 24 & 0xFFFFF != tag or tokens > peers.bound:
-        _give_up(peers, _OTHER_CALL, "dispatch", rank, seen, tag)
-    slots = peers.at(sent.ids, rank)[:tokens] - peers.rank * table.width
-    slots = torch.where((slots >= 0) & (slots < table.width), slots, -1)
-    first = rank * peers.bound
-    own.ids[first : first + peers.bound] = -1
-    own.ids[first : first + tokens] = slots
-    used = (slots >= 0).any(dim=1).nonzero().squeeze(1)
-    parts: Mapping[str, tuple[Tensor | None, Tensor | None]] = {
-        name: (getattr(sent, name), getattr(own, name)) for name in ("x", "scale", "weights")
-    }
-    for theirs, ours in parts.values():
-        if theirs is not None and ours is not None:
-            ours[first + used] = peers.at(theirs, rank)[used]
-
-
-def _all_came(peers: Peers) -> None:
-    """Tell every peer that what it is to have is there, and wait until all told this rank."""
-    _tell(peers, _ROWS, int(peers.head[_EPOCH]) << 44)
-    for rank in range(peers.world):
-        _seen(peers, _ROWS, rank, "combine")
-
-
-def _rows_of(peers: Peers, places: Tensor, rows: Tensor, slots: Tensor, table: ExpertMap) -> Tensor:
-    """Return the row of each of this rank's assignments ``[T * K, H]``; what no rank computed is not written."""
-    first, tokens = peers.rank * peers.bound, places.shape[0]
-    places = places.reshape(-1)
-    made = rows.new_empty(places.numel(), rows.shape[1])
-    for rank in range(peers.world):
-        asked = (places >= 0).logical_and(places // table.width == rank).nonzero().squeeze(1)
-        own = peers.at(slots, rank)[first : first + tokens].reshape(-1)[asked]
-        made[asked] = peers.at(rows, rank)[own]
-    return made
-
-
-def _lines_of(peers: Peers, places: Tensor, table: ExpertMap) -> Tensor:
-    """Return ``[T, W]``, the line of each rank's sum of this rank's tokens; -1 for none, -2 for ids of nobody."""
-    rank = torch.arange(peers.world, device=places.device)
-    goes = ((places // table.width)[:, :, None] == rank).any(dim=1)
-    line = torch.arange(places.shape[0], device=places.device)[:, None] + rank * peers.bound
-    lost = (places < -1).any(dim=1, keepdim=True)
-    return torch.where(lost, -2, torch.where(goes, line, -1))

@@ -18,7 +18,8 @@ from ..runtime.memory import Arena, Region, captured, captures, current_stream, 
 from ..runtime.symmetric import SymmetricWorkspace
 from .groups import group_named, world_ranks
 from .meeting import meeting_of, timeout_seconds
-from .peers import HEAD_BYTES, STATUS, Peers, raise_status
+from .peers import HEAD_BYTES, Peers
+from .peers_in_torch import STATUS, raise_status
 
 if TYPE_CHECKING:
     from collections.abc import Hashable

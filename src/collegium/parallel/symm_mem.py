@@ -20,14 +20,14 @@ from ..ops.quantize import AS_IS, PADDED, activation_format, cast_name, quantize
 from ..ops.weighted_sum import weighted_sum_regions
 from ..runtime.memory import OwnMemory, largest, part, take, under
 from ..types import Routing
-from .combine import back_words, reduced_of
+from .combine import back_bytes, back_words, reduced_of
 from .expert_map import ExpertMap
 from .local import Local, LocalKind
 from .partial import PartialKind
 from .peers import HEAD_BYTES, MOST_PEERS, Peers, Returned, Sent, collect, post, pull, reduce, send, unasked
 from .shared_block import PeerArena, SharedBlocks, shared_blocks
 from .split import checked_placement, refuse_split
-from .traffic import Away, Traffic, back_bytes
+from .traffic import Away, Traffic
 from .wire import sent_words
 
 if TYPE_CHECKING:

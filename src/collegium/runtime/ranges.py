@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["named", "show", "shown", "step"]
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
-_steps: dict[str, bool] = {"shown": os.environ.get("COLLEGIUM_RANGES") == "1"}
+_steps: dict[str, bool] = {"shown": False}
 
 
 @contextmanager
@@ -29,7 +28,7 @@ def named(name: str, device: torch.device) -> Generator[None]:
 
 
 def show(on: bool = True) -> None:
-    """Show the steps of passes from now on, or no longer; the environment's ``COLLEGIUM_RANGES=1`` begins with it.
+    """Show the steps of passes from now on, or no longer.
 
     Passes are then run by Python, step by step, instead of replayed from a list of launches; graphs are as they are.
     """
