@@ -29,8 +29,8 @@ def replayed(rank: int, combine: str = "exact") -> list[str]:
     device = torch.device("cuda", rank)
     placed: dict[str, Any] = {"placement": linear(EXPERTS, rank, world), "combine": combine}
     layers = [layer_of(k, recipe, str(device), dispatcher="symm_mem", **placed) for k, recipe in GRAPHED]
-    exact, judged = combine == "exact", placed | {"dispatcher": "all_to_all"}
-    judges = [layer_of(k, recipe, str(device), **({} if exact else judged)) for k, recipe in GRAPHED]
+    judged: dict[str, Any] = {} if combine == "exact" else placed | {"dispatcher": "all_to_all"}
+    judges = [layer_of(k, recipe, str(device), **judged) for k, recipe in GRAPHED]
     kept.extend(layers)
     for turn in ((3, 11, 1, 6), (0, 9, 4, 0), (1, 1, 1, 1), (64, 30, 2, 17)):
         counts = [turn[r % len(turn)] for r in range(world)]
@@ -58,10 +58,7 @@ def replayed(rank: int, combine: str = "exact") -> list[str]:
                 made.fill_(float("nan"))
             graph.replay()
             for place, judge in enumerate(judges):
-                if exact:
-                    wanted = judge(everyone, routing=Routing(topk_ids=all_ids, topk_weights=given))[span]
-                else:
-                    wanted = judge(x, routing=own)
+                wanted = _judged(judge, (everyone, Routing(topk_ids=all_ids, topk_weights=given)), (x, own), span)
                 for found in y[2 * place : 2 * place + 2]:
                     if not equal(found, wanted, exact=True):
                         faults.append(f"{GRAPHED[place]} {counts}, replay {replay}")
@@ -72,6 +69,13 @@ def replayed(rank: int, combine: str = "exact") -> list[str]:
         for layer in layers:
             layer.check()
     return faults
+
+
+def _judged(layer: Any, whole: tuple[Any, Routing], own: tuple[Any, Routing], span: slice) -> torch.Tensor:
+    """Return what ``layer`` makes of a rank's tokens: of all, if it is of one rank, and this rank's are in ``span``."""
+    x, routing = whole if layer.plan.problem.placement is None else own
+    made = layer(x, routing=routing)
+    return made[span] if layer.plan.problem.placement is None else made
 
 
 def deserted(rank: int) -> list[str]:
