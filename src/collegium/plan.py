@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from .experts import ExpertKernel, Tiling
     from .parallel import DispatcherKind
+    from .parallel.traffic import Away, Traffic
     from .pipelines import PipelineKind
     from .problem import Problem
     from .types import MoESpec
@@ -95,6 +96,13 @@ class Plan:
     def pipelines(self) -> tuple[str, ...]:
         """Names of the pipelines that run, each once, from the fewest tokens on."""
         return tuple(dict.fromkeys(stretch.pipeline for stretch in self.stretches))
+
+    def traffic(self, away: Away) -> Traffic:
+        """Return the bytes between a rank and the others for its tokens, ``away`` being what of them goes elsewhere.
+
+        Of slices, and of the same tokens on every rank, without the sums and shares that are gathered around it.
+        """
+        return parallel.composed(dispatcher_named(self.dispatcher), self.problem).traffic(self.problem, away)
 
     def explain(self) -> str:
         """Return the plan as lines a person can read."""

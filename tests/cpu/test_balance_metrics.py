@@ -83,3 +83,26 @@ def test_a_range_is_named_on_a_gpu_and_nothing_on_a_cpu(monkeypatch):
     with ranges.named("dispatch", torch.device("cuda")):
         assert seen == ["collegium: dispatch"]
     assert seen[1:] == ["end"]
+
+
+def test_steps_are_named_only_while_they_are_shown(monkeypatch):
+    seen: list[str] = []
+
+    @contextmanager
+    def nvtx(name: str):
+        seen.append(name)
+        yield
+
+    monkeypatch.setattr(torch.cuda.nvtx, "range", nvtx)
+    device = torch.device("cuda")
+    with ranges.step("combine", device):
+        assert seen == []
+    ranges.show()
+    try:
+        assert ranges.shown()
+        with ranges.step("combine", device):
+            assert seen == ["collegium: combine"]
+    finally:
+        ranges.show(False)
+    with ranges.step("experts", device):
+        assert seen == ["collegium: combine"]

@@ -16,11 +16,12 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("needs Triton", allow_module_level=True)
 
 CASES = (
-    ("fp8_block", "fp8_group128", 7168, False),
-    ("mxfp4", "fp8_token", 4096, False),
-    ("mxfp4", "fp8_token", 2880, False),
-    ("bf16", "bf16", 1024, False),
-    ("bf16", "bf16", 1024, True),
+    ("fp8_block", "fp8_group128", 7168, False, "exact"),
+    ("mxfp4", "fp8_token", 4096, False, "exact"),
+    ("mxfp4", "fp8_token", 2880, False, "reduced"),
+    ("fp8_block", "fp8_group128", 7168, False, "reduced"),
+    ("bf16", "bf16", 1024, False, "exact"),
+    ("bf16", "bf16", 1024, True, "reduced"),
 )
 
 _PROGRAM = """
@@ -29,6 +30,7 @@ from dataclasses import replace
 import torch, triton
 from launches import layer_on, pretending
 from collegium import Choice, DeviceFacts, Limits, MoESpec, Problem, Routing, RoutingSpec, plan
+from collegium.parallel.combine import reduced_of
 from collegium.parallel.expert_map import ExpertMap
 from collegium.parallel.local import Local
 from collegium.parallel.placement import linear
@@ -39,19 +41,19 @@ from collegium.runtime.memory import Arena, memory_map
 
 tool = triton.__path__[0] + "/backends/nvidia/bin/cuobjdump"
 found = []
-for weights, activations, hidden, carried in json.load(sys.stdin):
+for weights, activations, hidden, carried, combine in json.load(sys.stdin):
     placed, top_k = linear(8, 1, 2), 1 if carried else 6
     rule = RoutingSpec(top_k=top_k, weight_on_input=carried, renormalise=not carried)
     spec = MoESpec(hidden_size=hidden, intermediate_size=256, num_experts=8, weight_format=weights, routing=rule)
     facts = DeviceFacts(kind="cuda", name="pretended", capability=(9, 0), memory=1 << 36, sms=132)
     problem = Problem(spec=spec, device=facts, limits=Limits(max_tokens=600), placement=placed, graph=True)
-    chosen = plan(problem, Choice(activation_format=activations))
+    chosen = plan(problem, Choice(activation_format=activations, combine=combine))
     assert chosen.dispatcher == "symm_mem" and chosen.capturable, chosen
     with pretending((9, 0)) as launches, torch.inference_mode():
         packed = layer_on(replace(spec, num_experts=4, routing=replace(rule, top_k=1)), activations).experts
         table = ExpertMap(placed, 8, "cpu")
         inner = Local(num_experts=4, weight_on_input=carried)
-        reach = SymmMem(inner=inner, map=table, limit=600, blocks=None, on_gpu=True)
+        reach = SymmMem(inner=inner, map=table, limit=600, blocks=None, on_gpu=True, reduced=reduced_of(chosen.problem))
         run = Split(parts=Parts(experts=packed, dispatcher=reach, top_k=top_k, num_experts=4))
         memory = Arena(torch.empty(chosen.workspace_bytes, dtype=torch.uint8), memory_map(chosen.regions))
         for tokens in (0, 1, 8, 65, 600):
@@ -61,7 +63,7 @@ for weights, activations, hidden, carried in json.load(sys.stdin):
             run(x, routing, memory, dtype=x.dtype, shared=lambda x=x: x, out=torch.empty_like(x))
     rows = []
     for variant in launches.found.values():
-        if variant.kernel.__name__ not in ("post_kernel", "pull_kernel", "collect_kernel"):
+        if variant.kernel.__module__ != "collegium.kernels.peer":
             continue
         made = variant.compile(launches.target)
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -83,21 +85,23 @@ def compiled() -> list[Any]:
     return compile_apart(_PROGRAM, [list(case) for case in CASES])
 
 
-@pytest.mark.parametrize("index", range(len(CASES)), ids=[f"{w}-{a}-{h}-{c}" for w, a, h, c in CASES])
+@pytest.mark.parametrize("index", range(len(CASES)), ids=["-".join(map(str, case)) for case in CASES])
 def test_kernels_load_sixteen_bytes_at_once_and_do_not_spill(compiled: list[Any], index: int) -> None:
     rows, _ = compiled[index]
-    assert {name for name, *_ in rows} == {"post_kernel", "pull_kernel", "collect_kernel"}
+    back = {"reduce_kernel", "collect_kernel"} if CASES[index][4] == "reduced" else {"collect_kernel"}
+    assert {name for name, *_ in rows} == {"post_kernel", "send_kernel", "pull_kernel"} | back
     assert len(rows) <= 12, "each kernel is compiled for few kinds of calls"
     for name, where, registers, codes in rows:
         assert not {"LDL", "STL"} & set(codes), f"{where}: registers spill"
         assert registers <= 128, where
         assert "ACQBULK" in codes, f"{where}: it may begin while the kernel before it ends"
-        if name != "post_kernel":
+        if name not in ("post_kernel", "send_kernel"):
             assert "LDG.E.128" in codes, where
             assert "STG.E.128" in codes, where
+        if name in ("pull_kernel", "collect_kernel"):
             # Flags are acquired from the whole system, where only the poster pays for a release.
             assert any(code.startswith("ATOMG.E.ADD.64.STRONG.SYS") for code in codes), where
-        if name == "pull_kernel":
+        if name in ("pull_kernel", "reduce_kernel"):
             assert not any(code.startswith("MEMBAR") for code in codes), where
         else:
             assert codes.count("MEMBAR.ALL.SYS") == 1, f"{where}: one fence for the flags of all peers"

@@ -69,7 +69,8 @@ def _compare(rank: int, combine: str) -> list[str]:
         for recipe in recipes:
             whole = layer_of(kind, recipe, "cpu")
             place = linear(EXPERTS, rank, world)
-            layers = [layer_of(kind, recipe, "cpu", place, dispatcher=name, combine=combine) for name in NAMES]
+            names = (*NAMES, "symm_mem") if combine == "reduced" else NAMES
+            layers = [layer_of(kind, recipe, "cpu", place, dispatcher=name, combine=combine) for name in names]
             for turn in COUNTS:
                 counts = [turn[r % len(turn)] for r in range(world)]
                 own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))

@@ -2,12 +2,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
+from torch.nn import functional
 
-from collegium import DeviceFacts, MoESpec, Plan, Problem, RoutingSpec, plan, probe
+from collegium import Choice, DeviceFacts, MoESpec, Plan, PlanError, Problem, Routing, RoutingSpec, plan, probe
+from collegium.ops.quantize import AS_IS, PADDED, REORDERED, activation_format
+from collegium.parallel import peers
+from collegium.parallel.expert_map import ExpertMap
+from collegium.parallel.peers import HEAD_BYTES, Peers, Sent
 from collegium.parallel.placement import linear
+from collegium.testing.compare import heavy_tailed
 from peer_kernels import exchange, lose, refused
 from ranks import run_ranks
 from split_layers import compare, disagree
@@ -16,6 +25,66 @@ from split_layers import compare, disagree
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_layer_over_ranks_has_the_bits_of_one_layer(world: int) -> None:
     assert run_ranks(partial(compare, dispatchers=("symm_mem",)), world, seconds=300) == [[]] * world
+
+
+# The interpreter computes with numpy, which warns of overflows.
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(
+    ("name", "order", "dtype"),
+    [
+        ("fp8_group128", PADDED, torch.bfloat16),
+        ("fp8_group128_pow2", AS_IS, torch.float32),
+        ("fp8_token", REORDERED, torch.bfloat16),
+        ("fp16", AS_IS, torch.float16),
+    ],
+)
+def test_few_tokens_are_written_and_posted_at_once_as_many_are(name: str, order: int, dtype: torch.dtype) -> None:
+    form, world, experts, top_k = activation_format(name), 2, 5, 3
+    ranks = linear(experts, 1, world)
+    table = ExpertMap(ranks, experts, "cpu")
+    table.recording.fill_(1)
+    for tokens, columns in product((0, 1, 6), (72, 320)):
+        wide = form.wide(columns, order)
+        given = heavy_tailed(7, 2 * columns, seed=tokens)[:tokens, :columns].to(dtype)
+        given[1:2, 5] = torch.nan
+        ids = torch.randint(-2, experts + 2, (tokens, top_k), generator=torch.Generator().manual_seed(3))
+        routing = Routing(topk_ids=ids, topk_weights=torch.rand(tokens, top_k).bfloat16())
+        ways = list[list[torch.Tensor]]()
+        for most in (128, -1):
+            made = {
+                key: torch.full(shape, 7.0).to(kind) for key, (shape, kind) in form.buffers(tokens + 1, wide).items()
+            }
+            sent = Sent(
+                x=made["codes"],
+                scale=made.get("scales"),
+                ids=torch.full((tokens + 1, top_k), 99, dtype=torch.int32),
+                weights=torch.full((tokens + 1, top_k), 99.0),
+            )
+            head, deltas = torch.zeros(HEAD_BYTES // 8, dtype=torch.int64), torch.zeros(world + 1, dtype=torch.int64)
+            all_peers = Peers(rank=1, ranks=(0, 1), layer=3, bound=6, seconds=1, head=head, deltas=deltas, alone=True)
+            table.load.zero_()
+            with patch.object(peers, "TOGETHER", most):
+                if tokens or most > 0:
+                    peers.send(all_peers, given, sent, routing, table, form, order)
+                else:
+                    peers.post(all_peers, sent, routing, table)
+            told = [each for each in (sent.x.view(torch.uint8), sent.scale, sent.ids, sent.weights) if each is not None]
+            ways.append([*told, head, table.load.clone()])
+        for one, other in zip(*ways, strict=True):
+            assert torch.equal(one.nan_to_num(9.0), other.nan_to_num(9.0)), (tokens, columns)
+        codes, counted, places = ways[0][0], ways[0][-1], ways[0][-4]
+        assert torch.equal(places[:tokens], table.choose(ids).int())
+        assert places[tokens].tolist() == [99] * top_k
+        assert counted.sum() == ((ids >= 0) & (ids < experts)).sum()
+        assert ways[0][-2][:2].tolist() == [1 << 44 | 3 << 32 | top_k << 24 | tokens] * 2
+        if not tokens:
+            continue
+        wanted = form.quantize(given).codes.view(torch.uint8)
+        size = wanted.shape[1]
+        if order == REORDERED:  # other places, the same codes
+            codes, wanted = codes.sort(dim=1).values, functional.pad(wanted, (0, wide - columns)).sort(dim=1).values
+            size = wide
+        assert torch.equal(codes[:tokens, :size], wanted)
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -58,7 +127,15 @@ def test_what_it_cannot_serve_is_refused_by_name() -> None:
     assert "asked for 4 ranks; 2 GPUs of this host reach each other's memory" in why(planned(gpu, 4))
     assert planned(replace(gpu, peers=None), 4).dispatcher == "symm_mem", "a laptop plans for other machines"
     assert "it is for GPUs that read each other's memory" in why(planned(probe("cpu"), 2))
-    assert "it brings every rank's own tokens to whole experts" in why(planned(gpu, 2, same_tokens=True))
+    assert planned(gpu, 2, same_tokens=True).dispatcher == "symm_mem"
+    problem = Problem(spec=spec, device=gpu, placement=linear(8, 1, 2))
+    reduced = plan(problem, Choice(combine="reduced"))
+    assert (reduced.dispatcher, reduced.capturable) == ("symm_mem", True)
+    assert "one bf16 row for each token and rank back, rounded once" in reduced.explain()
+    coded = plan(problem, Choice(combine="reduced_fp8"))
+    assert "asked for the combine reduced_fp8; sums are written as they are added, without codes" in why(coded)
+    with pytest.raises(PlanError, match="sums are written as they are added"):
+        plan(problem, Choice(combine="reduced_fp8", dispatcher="symm_mem"))
     uneven = [
         {
             r.name: r.nbytes

@@ -33,8 +33,9 @@ def test_a_layer_over_ranks_has_the_bits_of_one_layer() -> None:
     assert run_ranks(partial(compare, dispatchers=("symm_mem",)), WORLD, "nccl", seconds=300) == [[]] * WORLD
 
 
-def test_a_graph_of_layers_over_ranks_has_the_bits_of_one_layer() -> None:
-    assert run_ranks(replayed, WORLD, "nccl", seconds=300) == [[]] * WORLD
+@pytest.mark.parametrize("combine", ["exact", "reduced"])
+def test_a_graph_of_layers_over_ranks_has_the_bits_of_one_layer_or_of_sums_by_collectives(combine: str) -> None:
+    assert run_ranks(partial(replayed, combine=combine), WORLD, "nccl", seconds=300) == [[]] * WORLD
 
 
 def test_a_layer_whose_neighbour_does_not_come_says_so_in_bounded_time() -> None:

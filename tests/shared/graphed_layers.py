@@ -19,15 +19,18 @@ __all__ = ["deserted", "replayed"]
 GRAPHED = (("plain", RECIPES[0]), ("shared", ("mxfp4", "fp8_token", "bf16")), ("plain", RECIPES[3]))
 
 
-def replayed(rank: int) -> list[str]:
-    """Return what differs where a graph of several layers is replayed, each time with other tokens in its inputs."""
+def replayed(rank: int, combine: str = "exact") -> list[str]:
+    """Return what differs where a graph of several layers is replayed, each time with other tokens in its inputs.
+
+    With an exact combine from one rank's layers, otherwise from those that exchange by collectives.
+    """
     world, faults = distributed.get_world_size(), list[str]()
     timeout_seconds(60)  # a rank may still compile
     device = torch.device("cuda", rank)
-    layers = [
-        layer_of(k, recipe, str(device), linear(EXPERTS, rank, world), dispatcher="symm_mem") for k, recipe in GRAPHED
-    ]
-    wholes = [layer_of(k, recipe, str(device)) for k, recipe in GRAPHED]
+    placed: dict[str, Any] = {"placement": linear(EXPERTS, rank, world), "combine": combine}
+    layers = [layer_of(k, recipe, str(device), dispatcher="symm_mem", **placed) for k, recipe in GRAPHED]
+    judged: dict[str, Any] = {} if combine == "exact" else placed | {"dispatcher": "all_to_all"}
+    judges = [layer_of(k, recipe, str(device), **judged) for k, recipe in GRAPHED]
     kept.extend(layers)
     for turn in ((3, 11, 1, 6), (0, 9, 4, 0), (1, 1, 1, 1), (64, 30, 2, 17)):
         counts = [turn[r % len(turn)] for r in range(world)]
@@ -54,8 +57,8 @@ def replayed(rank: int) -> list[str]:
             for made in y:
                 made.fill_(float("nan"))
             graph.replay()
-            for place, whole in enumerate(wholes):
-                wanted = whole(everyone, routing=Routing(topk_ids=all_ids, topk_weights=given))[span]
+            for place, judge in enumerate(judges):
+                wanted = _judged(judge, (everyone, Routing(topk_ids=all_ids, topk_weights=given)), (x, own), span)
                 for found in y[2 * place : 2 * place + 2]:
                     if not equal(found, wanted, exact=True):
                         faults.append(f"{GRAPHED[place]} {counts}, replay {replay}")
@@ -66,6 +69,13 @@ def replayed(rank: int) -> list[str]:
         for layer in layers:
             layer.check()
     return faults
+
+
+def _judged(layer: Any, whole: tuple[Any, Routing], own: tuple[Any, Routing], span: slice) -> torch.Tensor:
+    """Return what ``layer`` makes of a rank's tokens: of all, if it is of one rank, and this rank's are in ``span``."""
+    x, routing = whole if layer.plan.problem.placement is None else own
+    made = layer(x, routing=routing)
+    return made[span] if layer.plan.problem.placement is None else made
 
 
 def deserted(rank: int) -> list[str]:

@@ -8,8 +8,9 @@ up. Whatever the peers wrote before a flag is seen after it.
 What keeps them from overwriting what a peer still reads, without a second buffer: a rank posts pass n + 1 after its
 ``collect`` of n, which waited for every peer's rows of n, which follow that peer's ``pull`` of n; so what was sent in
 n is free. And rows of n + 1 are written after ``pull`` of n + 1, which waited for every peer's post of n + 1, which
-follows that peer's ``collect`` of n; so rows of n are free. A kernel begins after the end of the one before it
-(``gdc_wait``), and all its flags are written by one program.
+follows that peer's ``collect`` of n; so rows of n are free. Sums that ranks write into their owner's memory are written
+at the same time as rows, and told by the same flag. A kernel begins after the end of the one before it (``gdc_wait``),
+and all its flags are written by one program.
 
 Plain loads in ``HEAD`` are of words that no program of the same kernel writes, so all threads of a program agree on
 them; words that change are read with atomics, whose one value every thread gets.
@@ -19,9 +20,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
 
-__all__ = ["collect_kernel", "post_kernel", "pull_kernel"]
+from .quantize import load_rows, store_codes
 
-# Words of a rank's head; also in ops/peer.py. Flags of up to 64 peers come first, posts and then rows.
+__all__ = ["collect_kernel", "post_kernel", "pull_kernel", "reduce_kernel", "send_kernel"]
+
+# Words of a rank's head; also in parallel/peers_in_torch.py. Flags of up to 64 peers come first, posts and then rows.
 _POSTS = tl.constexpr(0)
 _ROWS = tl.constexpr(64)
 _EPOCH = tl.constexpr(128)  # of the pass that runs, -1 once the rank has given up
@@ -102,6 +105,45 @@ def _report(head, deltas, failed: tl.constexpr, world, peer, what, seen, wanted)
     tl.store(head + failed, tl.full([], 1, tl.int64))
 
 
+@triton.jit
+def _choose(
+    assignment, inside, ids, weights, sent_places, sent_weights, places, copies, load, recording,
+    id_stride, weight_stride, experts, spread, rank, TOP_K: tl.constexpr, WEIGHTS: tl.constexpr,
+):  # fmt: skip
+    """Choose the places of assignments, let peers read them, and weights, and count them where that is asked for."""
+    token = (assignment // TOP_K).to(tl.int64)
+    # In 64 bits a wide id does not become a small one, and no unsigned id is -1.
+    found = tl.load(ids + token * id_stride + assignment % TOP_K, mask=inside, other=-1).to(tl.int64)
+    known = (found >= 0) & (found < experts)
+    expert = tl.where(known, found, 0)
+    turn = (assignment // TOP_K + rank) % tl.load(copies + expert)
+    place = tl.load(places + expert * spread + turn)
+    tl.store(sent_places + assignment, tl.where(known, place, tl.where(found == -1, -1, -2)), mask=inside)
+    if WEIGHTS:
+        weight = tl.load(weights + token * weight_stride + assignment % TOP_K, mask=inside, other=0.0)
+        tl.store(sent_weights + assignment, weight.to(tl.float32), mask=inside)
+    if tl.load(recording) != 0:
+        tl.atomic_add(load + expert, tl.full(expert.shape, 1, tl.int64), mask=known, sem="relaxed")
+
+
+@triton.jit
+def _announce(head, deltas, count, layer, own, step, world, TOP_K: tl.constexpr, PEERS: tl.constexpr):
+    """Tell every peer, in the last program that comes here, that this rank began a pass of ``count`` assignments."""
+    tl.debug_barrier()
+    ticket = tl.atomic_add(head + _TICKET, tl.full([], 1, tl.int64), sem="acq_rel", scope="gpu")
+    if ticket == tl.num_programs(0) - 1:
+        tl.store(head + _TICKET, tl.zeros([], tl.int64))
+        failed = tl.load(head + _PULL_FAILED) + tl.load(head + _COLLECT_FAILED)
+        before = tl.load(head + _EPOCH)
+        ended = (before < 0) | (failed > 0)
+        epoch = tl.where(ended, -1, (before + 1) & 0x7FFFF)
+        word = (epoch << 44) | (layer.to(tl.int64) << 32) | (TOP_K << 24) | (count // TOP_K).to(tl.int64)
+        # After every thread has read the epoch before.
+        tl.debug_barrier()
+        tl.store(head + _EPOCH, epoch)
+        _publish(head, deltas, _POSTS, own, step, world, tl.where(ended, -1, word), PEERS)
+
+
 _COUNTS = ("layer", "limit", "tokens", "bound", "rank", "own", "step", "count", "id_stride", "weight_stride")
 
 
@@ -120,33 +162,48 @@ def post_kernel(
         gdc_wait()
         gdc_launch_dependents()
     assignment = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = assignment < count
-    token = (assignment // TOP_K).to(tl.int64)
-    # In 64 bits a wide id does not become a small one, and no unsigned id is -1.
-    found = tl.load(ids + token * id_stride + assignment % TOP_K, mask=inside, other=-1).to(tl.int64)
-    known = (found >= 0) & (found < experts)
-    expert = tl.where(known, found, 0)
-    turn = (assignment // TOP_K + rank) % tl.load(copies + expert)
-    place = tl.load(places + expert * spread + turn)
-    tl.store(sent_places + assignment, tl.where(known, place, tl.where(found == -1, -1, -2)), mask=inside)
-    if WEIGHTS:
-        weight = tl.load(weights + token * weight_stride + assignment % TOP_K, mask=inside, other=0.0)
-        tl.store(sent_weights + assignment, weight.to(tl.float32), mask=inside)
-    if tl.load(recording) != 0:
-        tl.atomic_add(load + expert, tl.full([BLOCK], 1, tl.int64), mask=known, sem="relaxed")
-    tl.debug_barrier()
-    ticket = tl.atomic_add(head + _TICKET, tl.full([], 1, tl.int64), sem="acq_rel", scope="gpu")
-    if ticket == tl.num_programs(0) - 1:
-        tl.store(head + _TICKET, tl.zeros([], tl.int64))
-        failed = tl.load(head + _PULL_FAILED) + tl.load(head + _COLLECT_FAILED)
-        before = tl.load(head + _EPOCH)
-        ended = (before < 0) | (failed > 0)
-        epoch = tl.where(ended, -1, (before + 1) & 0x7FFFF)
-        word = (epoch << 44) | (layer.to(tl.int64) << 32) | (TOP_K << 24) | (count // TOP_K).to(tl.int64)
-        # After every thread has read the epoch before.
-        tl.debug_barrier()
-        tl.store(head + _EPOCH, epoch)
-        _publish(head, deltas, _POSTS, own, step, world, tl.where(ended, -1, word), PEERS)
+    _choose(
+        assignment, assignment < count, ids, weights, sent_places, sent_weights, places, copies, load, recording,
+        id_stride, weight_stride, experts, spread, rank, TOP_K, WEIGHTS,
+    )  # fmt: skip
+    _announce(head, deltas, count, layer, own, step, world, TOP_K, PEERS)
+
+
+@triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=("ids", "weights"))
+def send_kernel(
+    head, ids, weights, sent_places, sent_weights, places, copies, load, recording, deltas,
+    count, id_stride, weight_stride, experts, spread, layer, rank, own, step, world,
+    x, codes, scales, columns, x_stride, groups, wide,
+    TOP_K: tl.constexpr, PEERS: tl.constexpr, BLOCK_K: tl.constexpr, WEIGHTS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr, POWER: tl.constexpr, ROUND: tl.constexpr,
+    REORDER: tl.constexpr,
+):  # fmt: skip
+    """Do what ``post_kernel`` does, and write the tokens before: a program owns one, of at most BLOCK columns.
+
+    CODES: as ``e4m3_kernel`` does; otherwise as ``cast_kernel``.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    token = tl.program_id(0)
+    k = tl.arange(0, BLOCK_K)
+    assignment = token * TOP_K + k
+    _choose(
+        assignment, (k < TOP_K) & (assignment < count), ids, weights, sent_places, sent_weights, places, copies, load,
+        recording, id_stride, weight_stride, experts, spread, rank, TOP_K, WEIGHTS,
+    )  # fmt: skip
+    row = token.to(tl.int64) + tl.arange(0, 1)
+    column = tl.arange(0, BLOCK)
+    tokens = count // TOP_K
+    value = load_rows(x, x, x, row, column, tokens, columns, x_stride, False, False)
+    if CODES:
+        store_codes(
+            value, codes, scales, row, column, tokens, groups, wide, 0, GROUP, 1, BLOCK, POWER, False, ROUND, REORDER
+        )
+    else:
+        inside = (row < tokens)[:, None] & (column < wide)[None, :]
+        tl.store(codes + row[:, None] * wide + column[None, :], value.to(codes.dtype.element_ty), mask=inside)
+    _announce(head, deltas, count, layer, own, step, world, TOP_K, PEERS)
 
 
 @triton.jit(do_not_specialize=_COUNTS)
@@ -159,13 +216,14 @@ def pull_kernel(
     """Copy every rank's tokens that have an assignment here, ``words`` words each, and write all local ids.
 
     Program (p, r) takes every so many tokens of rank r. ids ``[world * bound, TOP_K]``: the slot here of each
-    assignment, -1 for one that is elsewhere. Rows of x whose token has none here are not written, unless ALL: few
-    tokens are copied without asking first, which would be one more way there and back. held: slots a rank has.
+    assignment, -1 for one that is elsewhere. Rows of x whose token has none here are not written, unless ALL: tokens
+    are copied without asking first, which would be one more way there and back. held: slots a rank has.
     """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    peer = tl.program_id(1)
+    # Own tokens last, and each rank begins with another one.
+    peer = (tl.program_id(1) + rank + 1) % world
     delta = tl.load(deltas + peer)
     epoch = tl.load(head + _EPOCH)
     tokens = tl.zeros([], tl.int64)
@@ -207,19 +265,82 @@ def pull_kernel(
 _ABSENT = tl.constexpr(-(1 << 62))  # the offset of a row that is not there
 
 
+@triton.jit
+def _weighted(
+    rows, offset, factor, index, column, inside,
+    COUNT: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    """Return ``[BLOCK]`` float32, the sum of ``factor`` times the rows at ``offset`` in the order of ``index``.
+
+    Offsets are in sixteens of elements where EVEN, so that the compiler knows that 16 divides them. What is not there
+    is read as 0, which its factor makes 0 or NaN.
+    """
+    total = tl.zeros([BLOCK], tl.float32)
+    for own in tl.static_range(COUNT):
+        row = tl.sum(tl.where(index == own, offset, 0), 0)
+        # A load that depends on a condition would be waited for before the next one starts.
+        there = rows + tl.where(row == _ABSENT, 0, row) * (16 if EVEN else 1) + column
+        value = tl.load(there) if FULL else tl.load(there, mask=inside, other=0.0)
+        value = tl.where(row == _ABSENT, 0.0, value.to(tl.float32))
+        total = total + value * tl.sum(tl.where(index == own, factor, 0.0), 0)
+    return total
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def reduce_kernel(
+    rows, slots, weights, sums, deltas, bound, width, rank, world,
+    TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr, WEIGHTS: tl.constexpr, EVEN: tl.constexpr,
+    FULL: tl.constexpr, PUSH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Write the weighted sum of this rank's rows of each token it was sent, in slot order, rounded once.
+
+    slots, weights ``[world * bound, TOP_K]``: of rank r's token t in line ``r * bound + t``. sums: of the same lines;
+    PUSH: in the memory of rank r, in line ``rank * bound + t``. Nothing is written where no assignment is here, nor to
+    a rank that did not come. Compiled without fused multiply-adds.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    k = tl.arange(0, BLOCK_K)
+    turn = tl.program_id(1)
+    while turn < bound * world:
+        # Ranks in turn, so that what is written far away is beside what is written here all the time.
+        peer, token = turn % world, turn // world
+        line = (peer * bound + token).to(tl.int64)
+        slot = tl.load(slots + line * TOP_K + k, mask=k < TOP_K, other=-1)
+        if tl.max(slot, 0) >= 0:
+            factor = tl.full([BLOCK_K], 1.0, tl.float32)
+            if WEIGHTS:
+                factor = tl.load(weights + line * TOP_K + k, mask=k < TOP_K, other=0.0)
+            factor = tl.where(slot >= 0, factor, tl.where(slot == -1, 0.0, float("nan")))
+            offset = tl.where(slot >= 0, slot * width // (16 if EVEN else 1), _ABSENT)
+            total = _weighted(rows, offset, factor, k, column, inside, TOP_K, BLOCK, EVEN, FULL)
+            there = sums
+            if PUSH:
+                line = rank.to(tl.int64) * bound + token
+                delta = tl.load(deltas + peer)
+                there += tl.multiple_of(delta // (sums.dtype.element_ty.primitive_bitwidth // 8), 16)
+            tl.store(there + line * width + column, total.to(sums.dtype.element_ty), mask=inside)
+        turn += tl.num_programs(1)
+
+
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=("slots", "weights"))
 def collect_kernel(
     head, rows, slots, sent_places, weights, shared, out, deltas,
     tokens, bound, width, weight_stride, shared_stride, held, limit, rank, own, step, world,
     TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, PEERS: tl.constexpr, BLOCK: tl.constexpr, WEIGHTS: tl.constexpr,
-    SHARED: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    SHARED: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, SUMS: tl.constexpr, PUSH: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write ``out [tokens, width]``, the weighted sums of this rank's tokens, from the rows that ranks computed.
+    """Write ``out [tokens, width]``, the weighted sums of this rank's tokens, from what ranks computed.
 
     slots ``[world * bound, TOP_K]`` of a rank says which of its rows ``[R, width]`` an assignment is. The formulas, the
     order of every sum and what -1 and ids of nobody mean are those of ``weighted_sum_kernel``; all of out is NaN where
-    a rank gave up. held: slots a rank has. EVEN: 16 divides the width. FULL: BLOCK divides it. Compiled without fused
-    multiply-adds, like that one.
+    a rank gave up. SUMS: rows are what ``reduce_kernel`` wrote, with its PUSH; each rank's that has an assignment is
+    added in the order of ranks. held: slots a rank has. EVEN: 16 divides the width. FULL: BLOCK divides it. Compiled
+    without fused multiply-adds.
     """
     if PDL:
         gdc_wait()
@@ -229,9 +350,9 @@ def collect_kernel(
     fine = (epoch >= 0) & (failed == 0)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         _publish(head, deltas, _ROWS, own, step, world, tl.where(fine, epoch << 44, -1), PEERS)
+    peer = tl.arange(0, PEERS)
     if fine:
         seen = _wait(head, _ROWS, 0, world, epoch, limit, PEERS, ASM)
-        peer = tl.arange(0, PEERS)
         bad = (peer < world) & ((seen >> 44) != epoch)
         fine = tl.max(bad.to(tl.int32), 0) == 0
         if not fine:
@@ -242,29 +363,32 @@ def collect_kernel(
     inside = column < width
     token = tl.program_id(1).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
+    nbytes: tl.constexpr = rows.dtype.element_ty.primitive_bitwidth // 8
     while token < tokens:
         # For all assignments at once: the ways to the peers and back are long.
         place = tl.load(sent_places + token * TOP_K + k, mask=k < TOP_K, other=-1)
-        asked = (place >= 0) & fine
-        delta = tl.load(deltas + tl.maximum(place, 0) // held)
-        slot = tl.load(slots + delta // 8 + (rank * bound + token) * TOP_K + k, mask=asked, other=-2)
-        kept = asked & (slot >= 0)
-        offset = delta // (rows.dtype.element_ty.primitive_bitwidth // 8) + slot * width
-        # In sixteens, so that the compiler knows that 16 divides it.
-        offset = tl.where(kept, offset // (16 if EVEN else 1), _ABSENT)
-        factor = tl.full([BLOCK_K], 1.0, tl.float32)
-        if WEIGHTS:
-            factor = tl.load(weights + token * weight_stride + k, mask=k < TOP_K, other=0.0).to(tl.float32)
-        # What is not there is read as 0, which the factor makes 0 or NaN.
-        factor = tl.where(kept, factor, tl.where((place == -1) & fine, 0.0, float("nan")))
-        total = tl.zeros([BLOCK], tl.float32)
-        for own_k in tl.static_range(TOP_K):
-            row = tl.sum(tl.where(k == own_k, offset, 0), 0)
-            # A load that depends on a condition would be waited for before the next one starts.
-            there = rows + tl.where(row == _ABSENT, 0, row) * (16 if EVEN else 1) + column
-            value = tl.load(there) if FULL else tl.load(there, mask=inside, other=0.0)
-            value = tl.where(row == _ABSENT, 0.0, value.to(tl.float32))
-            total = total + value * tl.sum(tl.where(k == own_k, factor, 0.0), 0)
+        if SUMS:
+            goes = (place >= 0)[:, None] & ((place // held)[:, None] == peer[None, :])
+            kept = (tl.max(goes.to(tl.int32), 0) > 0) & fine
+            offset = (peer * bound + token) * width
+            if not PUSH:
+                delta = tl.load(deltas + peer, mask=kept, other=0)
+                offset = delta // nbytes + (rank * bound + token) * width
+            known = (tl.min(place, 0) >= -1) & fine
+            factor = tl.where(known, tl.where(kept, 1.0, 0.0), float("nan"))
+            offset = tl.where(kept, offset // (16 if EVEN else 1), _ABSENT)
+            total = _weighted(rows, offset, factor, peer, column, inside, PEERS, BLOCK, EVEN, FULL)
+        else:
+            asked = (place >= 0) & fine
+            delta = tl.load(deltas + tl.maximum(place, 0) // held)
+            slot = tl.load(slots + delta // 8 + (rank * bound + token) * TOP_K + k, mask=asked, other=-2)
+            kept = asked & (slot >= 0)
+            factor = tl.full([BLOCK_K], 1.0, tl.float32)
+            if WEIGHTS:
+                factor = tl.load(weights + token * weight_stride + k, mask=k < TOP_K, other=0.0).to(tl.float32)
+            factor = tl.where(kept, factor, tl.where((place == -1) & fine, 0.0, float("nan")))
+            offset = tl.where(kept, (delta // nbytes + slot * width) // (16 if EVEN else 1), _ABSENT)
+            total = _weighted(rows, offset, factor, k, column, inside, TOP_K, BLOCK, EVEN, FULL)
         if SHARED:
             total = total + tl.load(shared + token * shared_stride + column, mask=inside, other=0.0).to(tl.float32)
         tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=inside)

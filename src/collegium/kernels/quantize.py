@@ -10,13 +10,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .scales import exact_scale, power_byte
 
-__all__ = ["cast_kernel", "e4m3_kernel", "nvfp4_kernel"]
+__all__ = ["cast_kernel", "e4m3_kernel", "load_rows", "nvfp4_kernel", "store_codes"]
 
 _INFINITY = tl.constexpr(0x7F800000)
 
 
 @triton.jit
-def _load(
+def load_rows(
     x, source, weights, row, column, rows, columns, x_stride, GATHER: tl.constexpr, WEIGHTS: tl.constexpr
 ):  # fmt: skip
     """Return rows as float32 ``[rows, columns]``, weighted and rounded to their dtype, 0 outside."""
@@ -62,9 +62,42 @@ def cast_kernel(
             return
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    value = _load(x, source, weights, row, column, rows, columns, x_stride, GATHER, WEIGHTS)
+    value = load_rows(x, source, weights, row, column, rows, columns, x_stride, GATHER, WEIGHTS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     tl.store(codes + row[:, None] * columns + column[None, :], value.to(codes.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def store_codes(
+    value, codes, scales, row, column, rows, groups, wide, part,
+    GROUP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, POWER: tl.constexpr, BYTE: tl.constexpr,
+    ROUND: tl.constexpr, REORDER: tl.constexpr,
+):  # fmt: skip
+    """Write the codes and scales of ``value [BLOCK_R, BLOCK_C]`` float32, block ``part`` of the columns of its rows."""
+    value = tl.reshape(value, [BLOCK_R, BLOCK_C // GROUP, GROUP])
+    # As integers, magnitudes order like numbers, with infinity and every NaN above them.
+    most = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2)
+    finite = most < _INFINITY
+    most = tl.where(finite, most, 0)
+    if POWER:
+        byte = power_byte(most)
+        scale = (byte << 23).to(tl.float32, bitcast=True)
+    else:
+        byte = most
+        scale = exact_scale(most.to(tl.float32, bitcast=True))
+    scaled = tl.where(finite[:, :, None], value * tl.div_rn(1.0, scale)[:, :, None], 0.0)
+    scaled = tl.reshape(tl.minimum(tl.maximum(scaled, -448.0), 448.0), [BLOCK_R, BLOCK_C])
+    inside = (row < rows)[:, None] & (column < wide)[None, :]
+    found = _to_e4m3(scaled, codes.dtype.element_ty, ROUND)
+    place = column
+    if REORDER:
+        # t (32), s (8), half (4), i (1) to half (64), s (16), t (4), i (1).
+        place = column // 128 * 128 + column // 4 % 2 * 64 + column // 8 % 4 * 16 + column // 32 % 4 * 4 + column % 4
+    tl.store(codes + row[:, None] * wide + place[None, :], found, mask=inside)
+    group = part * (BLOCK_C // GROUP) + tl.arange(0, BLOCK_C // GROUP)
+    held = (row < rows)[:, None] & (group < groups)[None, :]
+    stored = tl.where(finite, byte, 255).to(tl.uint8) if BYTE else tl.where(finite, scale, float("nan"))
+    tl.store(scales + row[:, None] * groups + group[None, :], stored, mask=held)
 
 
 @triton.jit(do_not_specialize=["rows", "late"], do_not_specialize_on_alignment=["used"])
@@ -91,31 +124,11 @@ def e4m3_kernel(
             return
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    value = _load(x, source, weights, row, column, rows, columns, x_stride, GATHER, WEIGHTS)
-    value = tl.reshape(value, [BLOCK_R, BLOCK_C // GROUP, GROUP])
-    # As integers, magnitudes order like numbers, with infinity and every NaN above them.
-    most = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2)
-    finite = most < _INFINITY
-    most = tl.where(finite, most, 0)
-    if POWER:
-        byte = power_byte(most)
-        scale = (byte << 23).to(tl.float32, bitcast=True)
-    else:
-        byte = most
-        scale = exact_scale(most.to(tl.float32, bitcast=True))
-    scaled = tl.where(finite[:, :, None], value * tl.div_rn(1.0, scale)[:, :, None], 0.0)
-    scaled = tl.reshape(tl.minimum(tl.maximum(scaled, -448.0), 448.0), [BLOCK_R, BLOCK_C])
-    inside = (row < rows)[:, None] & (column < wide)[None, :]
-    found = _to_e4m3(scaled, codes.dtype.element_ty, ROUND)
-    place = column
-    if REORDER:
-        # t (32), s (8), half (4), i (1) to half (64), s (16), t (4), i (1).
-        place = column // 128 * 128 + column // 4 % 2 * 64 + column // 8 % 4 * 16 + column // 32 % 4 * 4 + column % 4
-    tl.store(codes + row[:, None] * wide + place[None, :], found, mask=inside)
-    group = tl.program_id(1) * (BLOCK_C // GROUP) + tl.arange(0, BLOCK_C // GROUP)
-    held = (row < rows)[:, None] & (group < groups)[None, :]
-    stored = tl.where(finite, byte, 255).to(tl.uint8) if BYTE else tl.where(finite, scale, float("nan"))
-    tl.store(scales + row[:, None] * groups + group[None, :], stored, mask=held)
+    value = load_rows(x, source, weights, row, column, rows, columns, x_stride, GATHER, WEIGHTS)
+    store_codes(
+        value, codes, scales, row, column, rows, groups, wide, tl.program_id(1),
+        GROUP, BLOCK_R, BLOCK_C, POWER, BYTE, ROUND, REORDER,
+    )  # fmt: skip
     if PDL:
         # The next kernel waits for this one only, and needs what both wrote.
         gdc_wait()
@@ -141,7 +154,7 @@ def nvfp4_kernel(
     index = tl.program_id(0).to(tl.int64)
     row = index + tl.arange(0, 1)
     column = tl.arange(0, BLOCK_C)
-    value = _load(x, source, weights, row, column, rows, columns, x_stride, GATHER, WEIGHTS)
+    value = load_rows(x, source, weights, row, column, rows, columns, x_stride, GATHER, WEIGHTS)
     value = tl.reshape(value, [BLOCK_C // 16, 16])
     most = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     row_most = tl.max(most, 0)

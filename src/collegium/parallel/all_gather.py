@@ -14,9 +14,10 @@ import torch
 
 from ..ops.weighted_sum import weighted_sum
 from .collectives import exchanged, gathered, scattered
-from .combine import back_words
+from .combine import back_bytes, back_words
 from .split import Across, AcrossKind
-from .wire import EMPTY, sent_words
+from .traffic import Away, Traffic
+from .wire import EMPTY, sent_words, there_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -103,6 +104,12 @@ class AllGatherKind(AcrossKind):
     def wire(self, problem: Problem) -> str:
         """Return what travels."""
         return f"{sent_words(problem)} to every rank, {back_words(problem)},"
+
+    def traffic(self, problem: Problem, away: Away) -> Traffic:
+        """Return as many messages and rows as the rank with the most tokens has, to every other rank."""
+        copies = away.most * (problem.world_size - 1)
+        back = copies * (problem.spec.routing.top_k if problem.combine == "exact" else 1)
+        return Traffic(copies * there_bytes(problem), back * back_bytes(problem))
 
     def build(self, problem: Problem) -> AllGather:
         """Return the dispatcher, as ``Across.of`` does."""

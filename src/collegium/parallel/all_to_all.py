@@ -15,9 +15,10 @@ import torch
 from ..ops.permute import permute
 from ..ops.weighted_sum import weighted_sum
 from .collectives import exchanged
-from .combine import back_words
+from .combine import back_bytes, back_words
 from .split import Across, AcrossKind, by_rank
-from .wire import sent_words
+from .traffic import Away, Traffic
+from .wire import sent_words, there_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -124,6 +125,11 @@ class AllToAllKind(AcrossKind):
     def wire(self, problem: Problem) -> str:
         """Return what travels."""
         return f"{sent_words(problem)} once to each rank of their experts, {back_words(problem)},"
+
+    def traffic(self, problem: Problem, away: Away) -> Traffic:
+        """Return a message a copy, and a row an assignment or a copy."""
+        back = away.rows if problem.combine == "exact" else away.copies
+        return Traffic(away.copies * there_bytes(problem), back * back_bytes(problem))
 
     def build(self, problem: Problem) -> AllToAll:
         """Return the dispatcher, as ``Across.of`` does."""

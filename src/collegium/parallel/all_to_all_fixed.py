@@ -16,10 +16,11 @@ from ..errors import InputError
 from ..ops.weighted_sum import weighted_sum
 from ..runtime.memory import captured, take
 from .collectives import exchanged
-from .combine import back_words, reduced_of
+from .combine import back_bytes, back_words, reduced_of
 from .meeting import meeting_of
 from .split import Across, AcrossKind, by_rank
-from .wire import EMPTY, TokenWire, message_bytes, sent_words
+from .traffic import Away, Traffic
+from .wire import EMPTY, TokenWire, message_bytes, sent_words, there_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -194,6 +195,12 @@ class AllToAllFixedKind(AcrossKind):
         # Experts return float32, or the layer's dtype where that loses nothing.
         back = rows * top_k * problem.spec.expert_hidden_size * torch.float32.itemsize
         return {"sent": sent, "arrived": sent, "own": back, "returned": back}
+
+    def traffic(self, problem: Problem, away: Away) -> Traffic:
+        """Return the room for messages and rows, full or empty."""
+        copies = _room(problem) * (problem.world_size - 1)
+        back = copies * (problem.spec.routing.top_k if problem.combine == "exact" else 1)
+        return Traffic(copies * there_bytes(problem), back * back_bytes(problem))
 
     def build(self, problem: Problem) -> AllToAllFixed:
         """Return the dispatcher, as ``Across.of`` does."""

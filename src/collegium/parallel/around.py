@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ..runtime.memory import Regions
     from .base import Dispatcher, DispatcherKind
     from .expert_map import ExpertMap
+    from .traffic import Away, Traffic
 
 __all__ = ["Around", "AroundHandle", "Outer", "check_same_tokens"]
 
@@ -89,6 +90,10 @@ class Around:
     def regions(self, problem: Problem, *, lists: bool) -> Regions:
         """Return the memory of the inner one; what is around it takes torch's own."""
         return self.inner.regions(self.inside(problem), lists=lists)
+
+    def traffic(self, problem: Problem, away: Away) -> Traffic:
+        """Return what travels inside alone."""
+        return self.inner.traffic(self.inside(problem), away)
 
     def build(self, problem: Problem) -> Dispatcher:
         """Return the dispatcher of ``problem``."""

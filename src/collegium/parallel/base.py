@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ..problem import Problem
     from ..runtime.memory import Memory, MemoryMap, Regions
     from ..types import ContiguousBatch, Routing
+    from .traffic import Away, Traffic
 
 __all__ = ["Dispatcher", "DispatcherKind", "Reaching"]
 
@@ -125,6 +126,10 @@ class DispatcherKind(Protocol):
 
     def regions(self, problem: Problem, *, lists: bool) -> Regions:
         """Return the memory of ``dispatch`` and ``combine`` at most. lists: whether tile lists are asked for."""
+        ...
+
+    def traffic(self, problem: Problem, away: Away) -> Traffic:
+        """Return the bytes between a rank and the others for its tokens, of which ``away`` goes elsewhere."""
         ...
 
     def build(self, problem: Problem) -> Dispatcher:

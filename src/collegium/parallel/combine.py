@@ -15,7 +15,7 @@ import torch
 from ..formats.unquantised import DTYPES
 from ..ops.quantize import QuantizedRows, activation_format, quantize_rows
 from ..ops.weighted_sum import weighted_sum
-from .wire import joined, parted
+from .wire import joined, message_bytes, parted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..problem import Problem
     from .wire import Columns
 
-__all__ = ["Reduced", "back_words", "reduced_of"]
+__all__ = ["Reduced", "back_bytes", "back_words", "reduced_of"]
 
 _FORM = "fp8_group128"
 
@@ -74,6 +74,16 @@ def reduced_of(problem: Problem) -> Reduced | None:
         return None
     form = _FORM if problem.combine == "reduced_fp8" else None
     return Reduced(dtype=DTYPES[problem.dtype], hidden=problem.spec.expert_hidden_size, form=form)
+
+
+def back_bytes(problem: Problem) -> int:
+    """Return the bytes of what comes back at once: a row of the experts, or a rank's sum."""
+    reduced = reduced_of(problem)
+    if reduced is not None:
+        return message_bytes(reduced.columns())
+    # Experts return float32, or BF16 where that loses nothing, which a CPU decides by the weights.
+    narrow = problem.dtype == "bf16" and problem.device.kind == "cuda"
+    return problem.spec.expert_hidden_size * (2 if narrow else 4)
 
 
 def back_words(problem: Problem) -> str:

@@ -10,6 +10,7 @@ import torch
 from ..ops.permute import permute, permute_regions
 from ..ops.weighted_sum import weighted_sum, weighted_sum_regions
 from ..types import ContiguousBatch
+from .traffic import NOTHING
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from ..problem import Problem
     from ..runtime.memory import Memory, Regions
     from ..types import Routing
+    from .traffic import Away, Traffic
 
 __all__ = ["Local", "LocalHandle", "LocalKind"]
 
@@ -114,6 +116,10 @@ class LocalKind:
         order = permute_regions(rows, problem.slots, block_t=smallest, weights=rule.weight_on_input)
         inside = problem.spec.latent_size is not None
         return order | (weighted_sum_regions(tokens, hidden, torch.float32) if inside else {})
+
+    def traffic(self, problem: Problem, away: Away) -> Traffic:
+        """Return nothing."""
+        return NOTHING
 
     def build(self, problem: Problem) -> Local:
         """Return the dispatcher."""

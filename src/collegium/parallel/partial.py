@@ -14,6 +14,7 @@ import torch
 
 from ..types import Routing
 from .local import Local, LocalHandle, LocalKind
+from .traffic import NOTHING
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from ..problem import Problem
     from ..runtime.memory import Memory, Regions
     from ..types import ContiguousBatch
+    from .traffic import Away, Traffic
 
 __all__ = ["Partial", "PartialKind", "share"]
 
@@ -108,6 +110,10 @@ class PartialKind:
     def regions(self, problem: Problem, *, lists: bool) -> Regions:
         """Return those of ``local``."""
         return LocalKind().regions(problem, lists=lists)
+
+    def traffic(self, problem: Problem, away: Away) -> Traffic:
+        """Return nothing."""
+        return NOTHING
 
     def build(self, problem: Problem) -> Partial:
         """Return the dispatcher, with its table on the problem's device."""

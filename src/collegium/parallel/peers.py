@@ -1,38 +1,54 @@
-"""Host side of ``kernels/peer.py``: what one pass knows of its peers, and the three steps, in torch and as kernels.
+"""Host side of ``kernels/peer.py``: what one pass knows of its peers, and its steps, in torch and as kernels.
 
 Shape letters: T tokens of this rank, B the most tokens of a rank, W ranks, K experts per token, H width, G scales.
 """
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..errors import RankError
+from ..ops.quantize import REORDERED
+from ..ops.rows import GivenRows, QuantizedRows
 from ..ops.weighted_sum import weighted_sum
 from ..runtime.launch import dense_rows, launch, overlaps, power_at_least
+from .peers_in_torch import EPOCH, POSTS, all_came, lines_of, pull_rank, rows_of, tell
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch import Tensor
 
+    from ..ops.quantize import ActivationFormat
     from ..types import Routing
     from .expert_map import ExpertMap
 
-__all__ = ["HEAD_BYTES", "MOST_PEERS", "Peers", "Returned", "Sent", "collect", "post", "pull", "raise_status"]
+__all__ = [
+    "HEAD_BYTES",
+    "MOST_PEERS",
+    "Peers",
+    "Returned",
+    "Sent",
+    "collect",
+    "post",
+    "pull",
+    "reduce",
+    "send",
+    "unasked",
+]
 
 HEAD_BYTES = 2048
 MOST_PEERS = 64
-# Words of the head; kernels/peer.py has the same.
-_POSTS, _ROWS, _EPOCH, _PULL_FAILED, _COLLECT_FAILED, STATUS = 0, 64, 128, 131, 132, 133
-_PHASES = {_PULL_FAILED: "dispatch", _COLLECT_FAILED: "combine"}
-_LATE, _OTHER_CALL, _GAVE_UP = 1, 2, 3
-_FEW = 8  # tokens of a rank that are copied to every other one
-_PROGRAMS = 1024  # some eight to a multiprocessor: enough loads on their way to fill NVLink
+# What a GPU is to decide; no bit of the output depends on any of them, and all ranks need the same PUSH.
+FEW = 8  # up to so many tokens of a rank are copied to every other one
+WASTE = 1 / 16  # and any number, where no more of them than this share are likely to have no expert there
+TOGETHER = 128  # up to so many tokens, of which a program each still runs at once, are written and posted by one kernel
+PUSH = True  # ranks write sums to their owner, whose reads would be one more way there and back
+# Programs that run at once on 132 multiprocessors, by the registers they take; more would come when others have ended.
+PULL_PROGRAMS = 1056
+REDUCE_PROGRAMS = 1056  # and those that collect sums
+COLLECT_PROGRAMS = 792
+COLLECT_BLOCK = 1024  # columns of a program from 64 tokens on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,10 +100,40 @@ class Sent(NamedTuple):
 
 
 class Returned(NamedTuple):
-    """What peers read of this rank's experts: rows ``[W * B * K, H]``, and slots ``[W * B, K]`` int64, whose."""
+    """What comes back: rows ``[W * B * K, H]`` that peers read, and slots ``[W * B, K]`` int64, whose.
+
+    slots None: rows are the sums ``[W * B, H]`` that ``reduce`` writes.
+    """
 
     rows: Tensor
-    slots: Tensor
+    slots: Tensor | None
+
+
+def send(
+    peers: Peers, x: Tensor, sent: Sent, routing: Routing, table: ExpertMap, form: ActivationFormat, order: int
+) -> None:
+    """Write ``x [T, H]`` as ``form`` with its columns in ``order`` where peers read it, and post the pass.
+
+    Few tokens are written by the kernel that posts them.
+    """
+    tokens, (columns, wide) = x.shape[0], (x.shape[1], sent.x.shape[1])
+    if tokens > TOGETHER:
+        written = QuantizedRows(
+            codes=sent.x[:tokens], shape=(tokens, wide), scales=None if sent.scale is None else sent.scale[:tokens]
+        )
+        form.write(GivenRows(dense_rows(x), None, None, order), written)
+        post(peers, sent, routing, table)
+        return
+    from ..kernels.peer import send_kernel
+
+    x, scales, block = dense_rows(x), sent.ids if sent.scale is None else sent.scale, power_at_least(wide, 32)
+    args, constants = _posted(peers, sent, routing, table)
+    args += (x, sent.x, scales, columns, x.stride(0), scales.shape[1], wide)
+    top_k = sent.ids.shape[1]
+    constants = {"TOP_K": top_k, "PEERS": power_at_least(peers.world), "BLOCK_K": power_at_least(top_k)} | constants
+    constants |= {"BLOCK": block, "CODES": form.e4m3, "GROUP": form.group or block, "POWER": form.power}
+    constants |= {"ROUND": not x.is_cuda, "REORDER": order == REORDERED}
+    launch(send_kernel, (max(1, tokens),), args, constants, num_warps=max(1, min(16, block // 512)))
 
 
 def post(peers: Peers, sent: Sent, routing: Routing, table: ExpertMap) -> None:
@@ -101,25 +147,35 @@ def post(peers: Peers, sent: Sent, routing: Routing, table: ExpertMap) -> None:
         if sent.weights is not None:
             sent.weights[:tokens] = routing.topk_weights
         table.record(ids)
-        epoch = int(peers.head[_EPOCH])
+        epoch = int(peers.head[EPOCH])
         ended = epoch < 0
-        peers.head[_EPOCH] = epoch = -1 if ended else (epoch + 1) & 0x7FFFF
-        _tell(peers, _POSTS, -1 if ended else epoch << 44 | peers.layer << 32 | top_k << 24 | tokens)
+        peers.head[EPOCH] = epoch = -1 if ended else (epoch + 1) & 0x7FFFF
+        tell(peers, POSTS, -1 if ended else epoch << 44 | peers.layer << 32 | top_k << 24 | tokens)
         return
     from ..kernels.peer import post_kernel
 
-    ids = dense_rows(ids)
-    weights = ids if sent.weights is None else dense_rows(routing.topk_weights)
     block = min(1024, power_at_least(tokens * top_k, 32))
+    args, constants = _posted(peers, sent, routing, table)
+    constants = {"TOP_K": top_k, "PEERS": power_at_least(peers.world), "BLOCK": block} | constants
+    launch(post_kernel, (max(1, -(-tokens * top_k // block)),), args, constants, num_warps=max(1, min(4, block // 256)))
+
+
+def _posted(peers: Peers, sent: Sent, routing: Routing, table: ExpertMap) -> tuple[tuple[Any, ...], dict[str, bool]]:
+    """Return the arguments and constants that both kernels that post have."""
+    ids = dense_rows(routing.topk_ids)
+    weights = ids if sent.weights is None else dense_rows(routing.topk_weights)
     args = (
         peers.head, ids, weights, sent.ids, sent.ids if sent.weights is None else sent.weights,
         table.places, table.copies, table.load, table.recording, peers.deltas,
-        tokens * top_k, ids.stride(0), weights.stride(0), table.num_experts, table.places.shape[1],
+        ids.numel(), ids.stride(0), weights.stride(0), table.num_experts, table.places.shape[1],
         peers.layer, peers.rank, peers.where["own"], peers.where["step"], peers.world,
     )  # fmt: skip
-    constants = {"TOP_K": top_k, "PEERS": power_at_least(peers.world), "BLOCK": block}
-    constants |= {"WEIGHTS": sent.weights is not None, "PDL": overlaps(sent.x)}
-    launch(post_kernel, (max(1, -(-tokens * top_k // block)),), args, constants, num_warps=max(1, min(4, block // 256)))
+    return args, {"WEIGHTS": sent.weights is not None, "PDL": overlaps(sent.x)}
+
+
+def unasked(world: int, top_k: int, most: int) -> bool:
+    """Return whether tokens are pulled without a look at where they go, where no rank has more than ``most``."""
+    return most <= FEW or (1 - 1 / world) ** top_k <= WASTE
 
 
 def pull(peers: Peers, sent: Sent, own: Sent, table: ExpertMap) -> None:
@@ -131,7 +187,7 @@ def pull(peers: Peers, sent: Sent, own: Sent, table: ExpertMap) -> None:
     top_k = sent.ids.shape[1]
     if not sent.x.is_cuda and peers.blocks:
         for rank in range(peers.world):
-            _pull_rank(peers, rank, sent, own, table)
+            pull_rank(peers, rank, sent, own, table)
         return
     from ..kernels.peer import pull_kernel
 
@@ -147,10 +203,36 @@ def pull(peers: Peers, sent: Sent, own: Sent, table: ExpertMap) -> None:
     )  # fmt: skip
     constants = {"TOP_K": top_k, "BLOCK_K": power_at_least(top_k), "BLOCK": block, "STEPS": -(-words // block)}
     constants |= {"BLOCK_G": power_at_least(groups), "SCALES": own.scale is not None}
-    constants |= {"WEIGHTS": own.weights is not None, "ALL": peers.bound <= _FEW, "ASM": sent.x.is_cuda}
+    constants |= {
+        "WEIGHTS": own.weights is not None,
+        "ALL": unasked(peers.world, top_k, peers.bound),
+        "ASM": sent.x.is_cuda,
+    }
     constants |= {"PDL": overlaps(sent.x)}
-    grid = (min(peers.bound, max(1, _PROGRAMS // peers.world)), peers.world)
+    grid = (min(peers.bound, max(1, PULL_PROGRAMS // peers.world)), peers.world)
     launch(pull_kernel, grid, args, constants, num_warps=4 if block >= 512 else 1)
+
+
+def reduce(peers: Peers, rows: Tensor, slots: Tensor, weights: Tensor | None, sums: Tensor) -> None:
+    """Write ``sums [W * B, H]``: what ``weighted_sum`` makes of this rank's rows of each token that it was sent.
+
+    rows: ``[R, H]``; slots: ``[W * B, K]`` int64, the row of each assignment, -1 for one that is elsewhere; weights:
+    ``[W * B, K]`` float32, or None for ones. Sums of the same place are this rank's, or, with PUSH, of the owner.
+    """
+    if not rows.is_cuda and peers.blocks:
+        for rank in range(peers.world):
+            own = slice(rank * peers.bound, (rank + 1) * peers.bound)
+            made = weighted_sum(rows, slots[own], None if weights is None else weights[own], sums.dtype)
+            peers.at(sums, rank)[peers.rank * peers.bound : (peers.rank + 1) * peers.bound] = made
+        return
+    from ..kernels.peer import reduce_kernel
+
+    (lines, width), top_k = sums.shape, slots.shape[1]
+    factors = slots if weights is None else weights
+    args = (rows, slots, factors, sums, peers.deltas, peers.bound, width, peers.rank, peers.world)
+    constants, grid, warps = _cut(lines, width, REDUCE_PROGRAMS)
+    constants |= {"TOP_K": top_k, "BLOCK_K": power_at_least(top_k), "WEIGHTS": weights is not None, "PUSH": PUSH}
+    launch(reduce_kernel, grid, args, constants | {"PDL": overlaps(rows)}, num_warps=warps, enable_fp_fusion=False)
 
 
 def collect(
@@ -162,61 +244,44 @@ def collect(
     out: Tensor,
     shared: Tensor | None = None,
 ) -> Tensor:
-    """Write ``out [T, H]`` and return it: what ``weighted_sum`` makes of the rows that all ranks computed.
+    """Write ``out [T, H]`` and return it: what ``weighted_sum`` makes of what all ranks computed, in slot order.
 
-    weights: ``[T, K]`` floating, or None for ones. shared: ``[T, H]`` floating, added last.
+    weights: ``[T, K]`` floating, or None for ones. shared: ``[T, H]`` floating, added last. Sums are added in the order
+    of ranks, and not weighted again.
     """
-    (tokens, width), top_k = out.shape, sent.ids.shape[1]
+    (tokens, width), (top_k, sums) = out.shape, (sent.ids.shape[1], returned.slots is None)
     if not out.is_cuda and peers.blocks:
         places = sent.ids[:tokens]
-        rows, most = _rows_of(peers, places, returned, table), table.width * peers.world
+        all_came(peers)
+        if returned.slots is None:
+            lines = lines_of(peers, places, table)
+            return weighted_sum(returned.rows, lines, None, out.dtype, shared=shared, out=out)
+        rows, most = rows_of(peers, places, returned.rows, returned.slots, table), table.width * peers.world
         return weighted_sum(rows, places, weights, out.dtype, shared=shared, out=out, experts=most)
     from ..kernels.peer import collect_kernel
 
-    factors = sent.ids if weights is None else dense_rows(weights)
+    factors = sent.ids if weights is None or sums else dense_rows(weights)
     added = returned.rows if shared is None else dense_rows(shared)
-    block = min(power_at_least(width, 32), 1024 if tokens >= 64 else 256)
     args = (
-        peers.head, returned.rows, returned.slots, sent.ids, factors, added, out, peers.deltas,
-        tokens, peers.bound, width, factors.stride(0), added.stride(0), table.width,
+        peers.head, returned.rows, sent.ids if returned.slots is None else returned.slots, sent.ids, factors, added,
+        out, peers.deltas, tokens, peers.bound, width, factors.stride(0), added.stride(0), table.width,
         _microseconds(peers), peers.rank, peers.where["own"], peers.where["step"], peers.world,
     )  # fmt: skip
-    constants = {"TOP_K": top_k, "BLOCK_K": power_at_least(top_k), "PEERS": power_at_least(peers.world), "BLOCK": block}
-    constants |= {
-        "WEIGHTS": weights is not None,
-        "SHARED": shared is not None,
-        "EVEN": width % 16 == 0,
-        "FULL": width % block == 0,
-    }
-    constants |= {"ASM": out.is_cuda, "PDL": overlaps(out)}
-    columns = -(-width // block)
-    grid = (columns, max(1, min(tokens, _PROGRAMS // columns)))
-    warps = max(1, min(4, block // 256))
+    constants, grid, warps = _cut(tokens, width, REDUCE_PROGRAMS if sums else COLLECT_PROGRAMS)
+    constants |= {"TOP_K": top_k, "BLOCK_K": power_at_least(top_k), "PEERS": power_at_least(peers.world)}
+    constants |= {"WEIGHTS": weights is not None and not sums, "SHARED": shared is not None}
+    constants |= {"SUMS": sums, "PUSH": sums and PUSH, "ASM": out.is_cuda, "PDL": overlaps(out)}
     launch(collect_kernel, grid, args, constants, num_warps=warps, enable_fp_fusion=False)
     return out
 
 
-def raise_status(status: list[int], ranks: tuple[int, ...], own: int) -> None:
-    """Raise the RankError that ``status`` (code, seen, wanted), words of a head, says; return where it says none."""
-    code, seen, wanted = status
-    if not code:
-        return
-    what, phase, peer = code & 255, _PHASES[code >> 8 & 255], ranks[code >> 16]
-    said = {
-        _LATE: f"rank {peer} did not come within the time a rank waits; it ended, hangs or makes other calls",
-        _OTHER_CALL: (
-            f"rank {peer} is in another call: it brings {seen & 0xFFFFFF} tokens, top-{seen >> 24 & 255}, to layer "
-            f"{seen >> 32 & 0xFFF}, while this rank is in layer {wanted >> 8 & 0xFFF}, top-{wanted & 255}; every rank "
-            "makes the same calls in the same order, and replays graphs that were captured together"
-        ),
-        _GAVE_UP: f"rank {peer} gave up before this rank did, and says why",
-    }[what]
-    raise RankError(
-        f"symm_mem {phase} on rank {ranks[own]}: {said}. Output since then is NaN. Ranks that are left may plan anew, "
-        "or all call renew() of layer.workspaces and go on",
-        ranks=(peer,),
-        phase=f"symm_mem {phase}",
-    )
+def _cut(lines: int, width: int, programs: int) -> tuple[dict[str, Any], tuple[int, int], int]:
+    """Return constants, grid and warps of programs that each own some columns of every so many of ``lines``."""
+    # Small batches spread a token over more programs.
+    block = min(power_at_least(width, 32), COLLECT_BLOCK if lines >= 64 else 256)
+    columns = -(-width // block)
+    constants = {"BLOCK": block, "EVEN": width % 16 == 0, "FULL": width % block == 0}
+    return constants, (columns, max(1, min(lines, programs // columns))), max(1, min(4, block // 256))
 
 
 def _microseconds(peers: Peers) -> int:
@@ -227,68 +292,3 @@ def _words(x: Tensor) -> Tensor:
     """Return ``x [R, C]`` in the widest words that its rows are made of."""
     size = x.shape[1] * x.element_size()
     return x.view(torch.int32 if size % 4 == 0 else torch.int16 if size % 2 == 0 else torch.uint8)
-
-
-def _tell(peers: Peers, flags: int, word: int) -> None:
-    for rank in range(peers.world):
-        peers.at(peers.head, rank)[flags + peers.rank] = word
-
-
-def _seen(peers: Peers, flags: int, rank: int, phase: str) -> int:
-    """Return the flag of ``rank`` once it is of this pass; RankError, which every peer is told, where it never is."""
-    epoch, started = int(peers.head[_EPOCH]), time.monotonic()
-    while True:
-        seen = int(peers.head[flags + rank])
-        late = time.monotonic() - started > peers.seconds
-        if epoch < 0 or seen < 0 or seen >> 44 == epoch or late:
-            break
-        time.sleep(2e-5)
-    if epoch >= 0 and seen >= 0 and seen >> 44 == epoch:
-        return seen
-    _give_up(peers, _GAVE_UP if seen < 0 else _LATE, phase, rank, seen)
-    raise AssertionError
-
-
-def _give_up(peers: Peers, what: int, phase: str, rank: int, seen: int, wanted: int = 0) -> None:
-    peers.head[_EPOCH] = -1
-    for flags in (_POSTS, _ROWS):
-        _tell(peers, flags, -1)
-    number = next(key for key, name in _PHASES.items() if name == phase)
-    status = [what | number << 8 | rank << 16, seen, wanted]
-    peers.head[STATUS : STATUS + 3] = torch.tensor(status)
-    raise_status(status, peers.ranks, peers.rank)
-
-
-def _pull_rank(peers: Peers, rank: int, sent: Sent, own: Sent, table: ExpertMap) -> None:
-    top_k = sent.ids.shape[1]
-    seen, tag = _seen(peers, _POSTS, rank, "dispatch"), peers.layer << 8 | top_k
-    tokens = seen & 0xFFFFFF
-    if seen >> 24 & 0xFFFFF != tag or tokens > peers.bound:
-        _give_up(peers, _OTHER_CALL, "dispatch", rank, seen, tag)
-    slots = peers.at(sent.ids, rank)[:tokens] - peers.rank * table.width
-    slots = torch.where((slots >= 0) & (slots < table.width), slots, -1)
-    first = rank * peers.bound
-    own.ids[first : first + peers.bound] = -1
-    own.ids[first : first + tokens] = slots
-    used = (slots >= 0).any(dim=1).nonzero().squeeze(1)
-    parts: Mapping[str, tuple[Tensor | None, Tensor | None]] = {
-        name: (getattr(sent, name), getattr(own, name)) for name in ("x", "scale", "weights")
-    }
-    for theirs, ours in parts.values():
-        if theirs is not None and ours is not None:
-            ours[first + used] = peers.at(theirs, rank)[used]
-
-
-def _rows_of(peers: Peers, places: Tensor, returned: Returned, table: ExpertMap) -> Tensor:
-    """Return the row of each of this rank's assignments ``[T * K, H]``; what no rank computed is not written."""
-    _tell(peers, _ROWS, int(peers.head[_EPOCH]) << 44)
-    for rank in range(peers.world):
-        _seen(peers, _ROWS, rank, "combine")
-    first, tokens = peers.rank * peers.bound, places.shape[0]
-    places = places.reshape(-1)
-    made = returned.rows.new_empty(places.numel(), returned.rows.shape[1])
-    for rank in range(peers.world):
-        asked = (places >= 0).logical_and(places // table.width == rank).nonzero().squeeze(1)
-        slots = peers.at(returned.slots, rank)[first : first + tokens].reshape(-1)[asked]
-        made[asked] = peers.at(returned.rows, rank)[slots]
-    return made

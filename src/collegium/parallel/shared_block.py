@@ -18,7 +18,8 @@ from ..runtime.memory import Arena, Region, captured, captures, current_stream, 
 from ..runtime.symmetric import SymmetricWorkspace
 from .groups import group_named, world_ranks
 from .meeting import meeting_of, timeout_seconds
-from .peers import HEAD_BYTES, STATUS, Peers, raise_status
+from .peers import HEAD_BYTES, Peers
+from .peers_in_torch import STATUS, raise_status
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -29,8 +30,9 @@ __all__ = ["LATE", "PeerArena", "SharedBlocks", "shared_blocks"]
 
 _PHASE = "symm_mem dispatch"
 _numbers = itertools.count()
-# Read by peers until this rank's next pull, and written after a pull: by ``permute``, by the last product, on a CPU.
-LATE = ("order", "experts/rows", "back/rows", "back/slots")
+# Read by peers until this rank's next pull, and written after a pull: by ``permute``, by the last product, by
+# ``reduce``, on a CPU.
+LATE = ("order", "experts/rows", "back/sums", "back/rows", "back/slots")
 
 
 class PeerArena(Arena):

@@ -2,8 +2,9 @@
 
 A pass posts its own tokens, quantised once where the experts multiply codes, and says so to its peers; pulls from each
 peer the tokens that have an assignment here, once each; sorts and computes like a single rank; and collects the rows of
-its own tokens from whoever computed them, in slot order. So the bits are those of a single rank. Every wait is bounded:
-where a rank does not come, or is in another call, output is NaN, the others are told, and the host raises RankError.
+its own tokens from whoever computed them, in slot order. So the bits are those of a single rank. With a reduced combine
+each rank instead adds up its rows of a token and hands its owner the sum. Every wait is bounded: where a rank does not
+come, or is in another call, output is NaN, the others are told, and the host raises RankError.
 """
 
 from __future__ import annotations
@@ -16,18 +17,17 @@ import torch
 from ..formats.unquantised import DTYPES
 from ..ops.permute import permute_regions
 from ..ops.quantize import AS_IS, PADDED, activation_format, cast_name, quantize_regions
-from ..ops.rows import GivenRows, QuantizedRows
 from ..ops.weighted_sum import weighted_sum_regions
-from ..runtime.launch import dense_rows
 from ..runtime.memory import OwnMemory, largest, part, take, under
 from ..types import Routing
-from .combine import back_words
+from .combine import back_bytes, back_words, reduced_of
 from .expert_map import ExpertMap
 from .local import Local, LocalKind
 from .partial import PartialKind
-from .peers import HEAD_BYTES, MOST_PEERS, Peers, Returned, Sent, collect, post, pull
+from .peers import HEAD_BYTES, MOST_PEERS, Peers, Returned, Sent, collect, post, pull, reduce, send, unasked
 from .shared_block import PeerArena, SharedBlocks, shared_blocks
 from .split import checked_placement, refuse_split
+from .traffic import Away, Traffic
 from .wire import sent_words
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ..problem import Problem
     from ..runtime.memory import Memory, MemoryMap, Regions
     from ..types import ContiguousBatch
+    from .combine import Reduced
 
 __all__ = ["PeersHandle", "Posted", "SymmMem", "SymmMemKind"]
 
@@ -53,22 +54,30 @@ class Posted(NamedTuple):
 
 
 class PeersHandle(NamedTuple):
-    """slots: ``[W * B, K]``, the row of every rank's assignments here. tokens: of this rank."""
+    """slots: ``[W * B, K]``, the row of every rank's assignments here. tokens: of this rank.
+
+    arrived: weights of all ranks' tokens ``[W * B, K]``, None where this rank multiplies by none.
+    """
 
     posted: Posted
     slots: Tensor
     tokens: int
+    arrived: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SymmMem:
-    """Some experts are here. limit: the most tokens a rank may bring. on_gpu: kernels exchange, and not torch."""
+    """Some experts are here. limit: the most tokens a rank may bring. on_gpu: kernels exchange, and not torch.
+
+    reduced: None where each row comes back.
+    """
 
     inner: Local
     map: ExpertMap
     limit: int
     blocks: SharedBlocks
     on_gpu: bool
+    reduced: Reduced | None = None
 
     def rows(self, tokens: int, top_k: int) -> int:
         """Return this rank's share of the assignments of as many tokens on every rank."""
@@ -92,6 +101,7 @@ class SymmMem:
         tokens, top_k = routing.topk_ids.shape
         peers = self._peers(memory, tokens, x.device)
         carried, bound = self.inner.weight_on_input, peers.bound
+        weighted = carried or self.reduced is not None
         name, order = (cast_name(x.dtype), AS_IS) if codes is None or carried else codes
         form = activation_format(name)
         own = part(memory, "sent")
@@ -104,14 +114,12 @@ class SymmMem:
             x=made["codes"],
             scale=made.get("scales"),
             ids=take(own, "ids", (bound, top_k), torch.int32, x.device),
-            weights=take(own, "weights", (bound, top_k), torch.float32, x.device) if carried else None,
+            weights=take(own, "weights", (bound, top_k), torch.float32, x.device) if weighted else None,
         )
-        if tokens and self.on_gpu:
-            written = {key: tensor[:tokens] for key, tensor in made.items()}
-            form.write(GivenRows(dense_rows(x), None, None, order), QuantizedRows(shape=(tokens, wide), **written))
-        elif tokens:
+        if bound and self.on_gpu:
+            send(peers, x, sent, routing, self.map, form, order)
+        elif bound:
             sent.x[:tokens] = x
-        if bound:
             post(peers, sent, routing, self.map)
         return Posted(peers, sent, routing.topk_weights, x.dtype, order)
 
@@ -141,7 +149,7 @@ class SymmMem:
         batch = replace(
             batch, scale=own.scale, dtype=posted.dtype, rows=self.likely(posted), order=posted.order, x_ready=False
         )
-        return batch, PeersHandle(posted, inner.slots, posted.weights.shape[0])
+        return batch, PeersHandle(posted, inner.slots, posted.weights.shape[0], inner.weights)
 
     def dispatch(
         self, x: Tensor, routing: Routing, memory: Memory | None = None, *, block_t: tuple[int, ...] = ()
@@ -159,12 +167,17 @@ class SymmMem:
         shared: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return ``[T, H]`` of this rank's own tokens, with the bits of a single rank."""
+        """Return ``[T, H]`` of this rank's own tokens, with the bits of a single rank unless it is reduced."""
         posted, tokens = handle.posted, handle.tokens
         if out is None:
             out = take(memory, "sum", (tokens, rows.shape[1]), dtype, rows.device)
         if not posted.peers.bound:
             return out
+        if self.reduced is not None:
+            shape = handle.slots.shape[0], rows.shape[1]
+            sums = take(part(memory, "back"), "sums", shape, self.reduced.dtype, rows.device)
+            reduce(posted.peers, rows.contiguous(), handle.slots, handle.arrived, sums)
+            return collect(posted.peers, posted.sent, Returned(sums, None), None, self.map, out, shared)
         returned = Returned(self._reachable(rows, "rows", memory), self._reachable(handle.slots, "slots", memory))
         weights = None if self.inner.weight_on_input else posted.weights
         return collect(posted.peers, posted.sent, returned, weights, self.map, out, shared)
@@ -219,8 +232,8 @@ class SymmMemKind:
                 f"asked for {placed.world_size} ranks, top-{problem.spec.routing.top_k} and "
                 f"{problem.limits.max_tokens} tokens; its flags hold {MOST_PEERS} ranks, top-255 and 16,777,215 tokens"
             )
-        if problem.combine != "exact":
-            return f"asked for the combine {problem.combine}; rows are read where they were computed, each by itself"
+        if problem.combine not in ("exact", "reduced"):
+            return f"asked for the combine {problem.combine}; sums are written as they are added, without codes"
         if asked:
             return None
         if device.kind != "cuda":
@@ -253,20 +266,37 @@ class SymmMemKind:
         form = quantize_regions(tokens, wide, cast_name(dtype))
         if activation_format(name).e4m3:
             form = largest(form, quantize_regions(tokens, wide, name, order=PADDED))
-        sent = form | {"ids": 4 * tokens * rule.top_k}
-        if rule.weight_on_input:
+        reduced, sent = reduced_of(problem), form | {"ids": 4 * tokens * rule.top_k}
+        weighted = rule.weight_on_input or reduced is not None
+        if weighted:
             sent["weights"] = 4 * tokens * rule.top_k
         pulled = {"x": sent["codes"], "ids": sent["ids"]} | ({"scale": sent["scales"]} if "scales" in sent else {})
-        pulled |= {"weights": sent["weights"]} if rule.weight_on_input else {}
+        pulled |= {"weights": sent["weights"]} if weighted else {}
         rows, slots = tokens * rule.top_k * world, max(1, placed.width if placed else 1)
         order = permute_regions(rows, slots, block_t=(16, 16) if lists else (), weights=rule.weight_on_input)
         made = under("sent", sent) | {key: size * world for key, size in pulled.items()}
         for key, size in order.items():
             made[key] = max(size, made.get(key, 0))
-        if problem.device.kind == "cpu":
+        if reduced is not None:
+            made["back/sums"] = world * tokens * wide * reduced.dtype.itemsize
+        elif problem.device.kind == "cpu":
             made |= {"back/rows": 4 * rows * wide, "back/slots": 8 * rows}
         inside = problem.spec.latent_size is not None
         return made | (weighted_sum_regions(tokens, wide, torch.float32) if inside else {})
+
+    def traffic(self, problem: Problem, away: Away) -> Traffic:
+        """Return places of all tokens and weights where they travel, a token a copy, and what is read of the rows."""
+        rule, world, wide = problem.spec.routing, problem.world_size, problem.spec.expert_hidden_size
+        coded = problem.sent_as if problem.device.kind == "cuda" else None
+        form = activation_format(coded or problem.dtype)
+        token = sum(quantize_regions(1, wide, form.name, order=PADDED if coded else AS_IS).values())
+        every = away.tokens * (world - 1)
+        weighted = rule.weight_on_input or problem.combine != "exact"
+        ids = every * rule.top_k * 4 * (2 if weighted else 1)
+        there = (every if unasked(world, rule.top_k, away.most) else away.copies) * token + ids
+        if problem.combine == "exact":
+            return Traffic(there, away.rows * (back_bytes(problem) + 8))
+        return Traffic(there, away.copies * wide * DTYPES[problem.dtype].itemsize)
 
     def build(self, problem: Problem) -> SymmMem:
         """Return the dispatcher; all ranks build it at the same time.
@@ -282,4 +312,5 @@ class SymmMemKind:
             limit=problem.limits.max_tokens,
             blocks=shared_blocks(placed.group, device),
             on_gpu=device.type == "cuda",
+            reduced=reduced_of(problem),
         )

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from ..problem import Problem
 
-__all__ = ["EMPTY", "Arrived", "Columns", "TokenWire", "joined", "message_bytes", "parted", "sent_words"]
+__all__ = ["EMPTY", "Arrived", "Columns", "TokenWire", "joined", "message_bytes", "parted", "sent_words", "there_bytes"]
 
 EMPTY = 255  # the byte of a message that holds no token: all its places are -1
 
@@ -97,6 +97,11 @@ def message_bytes(columns: Sequence[Columns]) -> int:
     """Return how many bytes ``joined`` makes of a row of parts."""
     whole = sum(-(-count * dtype.itemsize // 16) * 16 for dtype, count in columns)
     return -(-whole // 64) * 64
+
+
+def there_bytes(problem: Problem) -> int:
+    """Return the bytes of a token's message."""
+    return message_bytes(TokenWire.of(problem).columns(problem.spec.routing.top_k))
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

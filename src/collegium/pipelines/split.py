@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..parallel import Reaching
 from ..runtime.memory import part, under
+from ..runtime.ranges import step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -47,19 +48,24 @@ class Split:
         """Return what ``Pipeline`` says."""
         parts, dispatcher, reaching = self.parts, self.parts.dispatcher, self._reaching
         if reaching is not None:
-            posted = reaching.send(x, routing, memory, codes=parts.experts.arriving)
+            with step("dispatch: send", x.device):
+                posted = reaching.send(x, routing, memory, codes=parts.experts.arriving)
             # Beside the tokens on their way, and beside ranks that are late.
             added = shared() if shared else None
-            batch, handle = reaching.receive(posted, memory, block_t=self._block_t(reaching.likely(posted), x))
+            with step("dispatch: receive", x.device):
+                batch, handle = reaching.receive(posted, memory, block_t=self._block_t(reaching.likely(posted), x))
         else:
             added = shared() if shared else None
-            batch, handle = dispatcher.dispatch(
-                x, routing, memory, block_t=self._block_t(dispatcher.rows(*routing.topk_ids.shape), x)
-            )
-        made = parts.experts.run(batch, part(memory, "experts"))
-        if parts.after_expert is not None:
-            made = parts.after_expert(made)
-        return dispatcher.combine(made, handle, memory, dtype=dtype, shared=added, out=out)
+            with step("dispatch", x.device):
+                batch, handle = dispatcher.dispatch(
+                    x, routing, memory, block_t=self._block_t(dispatcher.rows(*routing.topk_ids.shape), x)
+                )
+        with step("experts", x.device):
+            made = parts.experts.run(batch, part(memory, "experts"))
+            if parts.after_expert is not None:
+                made = parts.after_expert(made)
+        with step("combine", x.device):
+            return dispatcher.combine(made, handle, memory, dtype=dtype, shared=added, out=out)
 
     def _block_t(self, rows: int, x: Tensor) -> tuple[int, ...]:
         # Kernels that walk token tiles get their lists from the launch that orders the rows.

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
     from collections.abc import Generator
+    from contextlib import AbstractContextManager
 
-__all__ = ["named"]
+__all__ = ["named", "show", "shown", "step"]
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+_steps: dict[str, bool] = {"shown": False}
 
 
 @contextmanager
@@ -21,3 +25,21 @@ def named(name: str, device: torch.device) -> Generator[None]:
         return
     with torch.cuda.nvtx.range(f"collegium: {name}"):
         yield
+
+
+def show(on: bool = True) -> None:
+    """Show the steps of passes from now on, or no longer.
+
+    Passes are then run by Python, step by step, instead of replayed from a list of launches; graphs are as they are.
+    """
+    _steps["shown"] = on
+
+
+def shown() -> bool:
+    """Return whether steps of passes are shown."""
+    return _steps["shown"]
+
+
+def step(name: str, device: torch.device) -> AbstractContextManager[Any]:
+    """Return ``named`` where steps are shown, and otherwise what does nothing in a tenth of a microsecond."""
+    return named(name, device) if _steps["shown"] else _NOTHING

@@ -1,0 +1,131 @@
+"""The steps between ranks in torch, for a CPU whose processes map the same files, and what goes wrong in any of them.
+
+Letters as in ``peers.py``. The words of a rank's head are those of ``kernels/peer.py``.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..errors import RankError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from .expert_map import ExpertMap
+    from .peers import Peers, Sent
+
+__all__ = ["EPOCH", "POSTS", "STATUS", "all_came", "lines_of", "pull_rank", "raise_status", "rows_of", "tell"]
+
+# Words of the head; kernels/peer.py has the same.
+POSTS, _ROWS, EPOCH, _PULL_FAILED, _COLLECT_FAILED, STATUS = 0, 64, 128, 131, 132, 133
+_PHASES = {_PULL_FAILED: "dispatch", _COLLECT_FAILED: "combine"}
+_LATE, _OTHER_CALL, _GAVE_UP = 1, 2, 3
+
+
+def raise_status(status: list[int], ranks: tuple[int, ...], own: int) -> None:
+    """Raise the RankError that ``status`` (code, seen, wanted), words of a head, says; return where it says none."""
+    code, seen, wanted = status
+    if not code:
+        return
+    what, phase, peer = code & 255, _PHASES[code >> 8 & 255], ranks[code >> 16]
+    said = {
+        _LATE: f"rank {peer} did not come within the time a rank waits; it ended, hangs or makes other calls",
+        _OTHER_CALL: (
+            f"rank {peer} is in another call: it brings {seen & 0xFFFFFF} tokens, top-{seen >> 24 & 255}, to layer "
+            f"{seen >> 32 & 0xFFF}, while this rank is in layer {wanted >> 8 & 0xFFF}, top-{wanted & 255}; every rank "
+            "makes the same calls in the same order, and replays graphs that were captured together"
+        ),
+        _GAVE_UP: f"rank {peer} gave up before this rank did, and says why",
+    }[what]
+    raise RankError(
+        f"symm_mem {phase} on rank {ranks[own]}: {said}. Output since then is NaN. Ranks that are left may plan anew, "
+        "or all call renew() of layer.workspaces and go on",
+        ranks=(peer,),
+        phase=f"symm_mem {phase}",
+    )
+
+
+def tell(peers: Peers, flags: int, word: int) -> None:
+    """Write ``word`` to the flag of this rank at every peer."""
+    for rank in range(peers.world):
+        peers.at(peers.head, rank)[flags + peers.rank] = word
+
+
+def _seen(peers: Peers, flags: int, rank: int, phase: str) -> int:
+    """Return the flag of ``rank`` once it is of this pass; RankError, which every peer is told, where it never is."""
+    epoch, started = int(peers.head[EPOCH]), time.monotonic()
+    while True:
+        seen = int(peers.head[flags + rank])
+        late = time.monotonic() - started > peers.seconds
+        if epoch < 0 or seen < 0 or seen >> 44 == epoch or late:
+            break
+        time.sleep(2e-5)
+    if epoch >= 0 and seen >= 0 and seen >> 44 == epoch:
+        return seen
+    _give_up(peers, _GAVE_UP if seen < 0 else _LATE, phase, rank, seen)
+    raise AssertionError
+
+
+def _give_up(peers: Peers, what: int, phase: str, rank: int, seen: int, wanted: int = 0) -> None:
+    peers.head[EPOCH] = -1
+    for flags in (POSTS, _ROWS):
+        tell(peers, flags, -1)
+    number = next(key for key, name in _PHASES.items() if name == phase)
+    status = [what | number << 8 | rank << 16, seen, wanted]
+    peers.head[STATUS : STATUS + 3] = torch.tensor(status)
+    raise_status(status, peers.ranks, peers.rank)
+
+
+def pull_rank(peers: Peers, rank: int, sent: Sent, own: Sent, table: ExpertMap) -> None:
+    """Do what ``pull`` says for the tokens of one rank."""
+    top_k = sent.ids.shape[1]
+    seen, tag = _seen(peers, POSTS, rank, "dispatch"), peers.layer << 8 | top_k
+    tokens = seen & 0xFFFFFF
+    if seen >> 24 & 0xFFFFF != tag or tokens > peers.bound:
+        _give_up(peers, _OTHER_CALL, "dispatch", rank, seen, tag)
+    slots = peers.at(sent.ids, rank)[:tokens] - peers.rank * table.width
+    slots = torch.where((slots >= 0) & (slots < table.width), slots, -1)
+    first = rank * peers.bound
+    own.ids[first : first + peers.bound] = -1
+    own.ids[first : first + tokens] = slots
+    used = (slots >= 0).any(dim=1).nonzero().squeeze(1)
+    parts: Mapping[str, tuple[Tensor | None, Tensor | None]] = {
+        name: (getattr(sent, name), getattr(own, name)) for name in ("x", "scale", "weights")
+    }
+    for theirs, ours in parts.values():
+        if theirs is not None and ours is not None:
+            ours[first + used] = peers.at(theirs, rank)[used]
+
+
+def all_came(peers: Peers) -> None:
+    """Tell every peer that what it is to have is there, and wait until all told this rank."""
+    tell(peers, _ROWS, int(peers.head[EPOCH]) << 44)
+    for rank in range(peers.world):
+        _seen(peers, _ROWS, rank, "combine")
+
+
+def rows_of(peers: Peers, places: Tensor, rows: Tensor, slots: Tensor, table: ExpertMap) -> Tensor:
+    """Return the row of each of this rank's assignments ``[T * K, H]``; what no rank computed is not written."""
+    first, tokens = peers.rank * peers.bound, places.shape[0]
+    places = places.reshape(-1)
+    made = rows.new_empty(places.numel(), rows.shape[1])
+    for rank in range(peers.world):
+        asked = (places >= 0).logical_and(places // table.width == rank).nonzero().squeeze(1)
+        own = peers.at(slots, rank)[first : first + tokens].reshape(-1)[asked]
+        made[asked] = peers.at(rows, rank)[own]
+    return made
+
+
+def lines_of(peers: Peers, places: Tensor, table: ExpertMap) -> Tensor:
+    """Return ``[T, W]``, the line of each rank's sum of this rank's tokens; -1 for none, -2 for ids of nobody."""
+    rank = torch.arange(peers.world, device=places.device)
+    goes = ((places // table.width)[:, :, None] == rank).any(dim=1)
+    line = torch.arange(places.shape[0], device=places.device)[:, None] + rank * peers.bound
+    lost = (places < -1).any(dim=1, keepdim=True)
+    return torch.where(lost, -2, torch.where(goes, line, -1))
