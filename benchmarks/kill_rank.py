@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
@@ -74,7 +75,9 @@ class Traffic:
     def __init__(self, layers: dict[int, MoELayer], whole: dict[int, MoELayer], rank: int, size: int) -> None:
         spec = layers[LAYERS[0]].spec
         x, routing, counts = inputs(size, spec, str(layers[LAYERS[0]].handle.device))
-        own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+        placed = layers[LAYERS[0]].plan.problem.placement
+        same = placed is not None and placed.same_tokens
+        own = slice(None) if same else slice(sum(counts[:rank]), sum(counts[: rank + 1]))
         self.layers, self.x = layers, x[own]
         self.routing = Routing(topk_ids=routing.topk_ids[own], topk_weights=routing.topk_weights[own])
         self.truth = {name: layer(x, routing=routing)[own] for name, layer in whole.items()}
@@ -101,7 +104,7 @@ def serve(rank: int, args: argparse.Namespace, port: int, folder: str, answers: 
     checkpoint, killed = Checkpoint.open(args.model), Path(folder) / "killed"
     whole = {number: loaded(checkpoint, number, device) for number in LAYERS}
     experts = whole[LAYERS[0]].spec.num_experts
-    placed = round_robin(experts, rank, args.ranks)
+    placed = replace(round_robin(experts, rank, args.ranks), same_tokens=args.same_tokens)
     layers = {number: loaded(checkpoint, number, device, placed, args.dispatcher) for number in LAYERS}
     traffic = Traffic(layers, whole, rank, args.ranks)
 
@@ -153,6 +156,7 @@ def main() -> int:
     parser.add_argument("--kill", type=int, default=1)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dispatcher", help="instead of the one that the plan prefers")
+    parser.add_argument("--same-tokens", action="store_true", help="every rank is called with the tokens of all")
     parser.add_argument("--timeout", type=float, default=10.0, help="seconds a rank waits for another")
     parser.add_argument("--after", type=float, default=2.0, help="seconds of load before the kill")
     parser.add_argument("--model", default=str(MODEL))
@@ -191,7 +195,8 @@ def main() -> int:
         "torch": torch.__version__,
         "commit": args.commit,
         "command": f"python benchmarks/kill_rank.py --ranks {args.ranks} --kill {args.kill} --device {args.device}"
-        + (f" --dispatcher {args.dispatcher}" if args.dispatcher else ""),
+        + (f" --dispatcher {args.dispatcher}" if args.dispatcher else "")
+        + (" --same-tokens" if args.same_tokens else ""),
         "timeout_s": args.timeout,
         "ranks": args.ranks,
         "killed": args.kill,

@@ -87,7 +87,9 @@ def placement(experts: int, rank: int, world: int, spare: int) -> Placement:
     return Placement(rank=rank, world_size=world, expert_ids=own[rank], ranks=tuple(own), spare=spare)
 
 
-def split_layer(recipe: str, weights: ExpertWeights[Any], device: str, placed: Placement | None) -> MoELayer:
+def split_layer(
+    recipe: str, weights: ExpertWeights[Any], device: str, placed: Placement | None, dispatcher: str | None = None
+) -> MoELayer:
     """Return a layer of the experts of ``placed``, of all where it is None; spare slots hold the first expert."""
     form, act, dtype = RECIPES[recipe]
     experts, hidden, wide = weights.down.shape
@@ -103,7 +105,7 @@ def split_layer(recipe: str, weights: ExpertWeights[Any], device: str, placed: P
     limits = Limits(max_tokens=64 if placed is not None else 512)
     problem: Any = Problem(spec=spec, device=probe(device), limits=limits, dtype=dtype, placement=placed)
     sent = replace(held, gate_up=held.gate_up.to(device), down=held.down.to(device))
-    return MoELayer(sent, plan(problem, Choice(activation_format=act)))
+    return MoELayer(sent, plan(problem, Choice(activation_format=act, dispatcher=dispatcher)))
 
 
 def random_slots(experts: int, room: tuple[int, ...], chance: random.Random, *, replicas: bool) -> Any:
@@ -130,10 +132,20 @@ def _inputs(recipe: str, counts: list[int], experts: int, hidden: int, seed: int
     return x, Routing(topk_ids=ids, topk_weights=given)
 
 
-def rebalance(rank: int, *, recipe: str, times: int, replicas: bool, spoil: int = 0, every: int = 1) -> Any:
+def rebalance(
+    rank: int,
+    *,
+    recipe: str,
+    times: int,
+    replicas: bool,
+    spoil: int = 0,
+    every: int = 1,
+    dispatcher: str | None = None,
+    same: bool = False,
+) -> Any:
     """Move experts ``times`` times at random between calls; return what differs from layers of one rank, and counts.
 
-    spoil: every so many rebalances one arriving bit is flipped on the last rank.
+    same: every rank is called with the tokens of all, in more than one pass. spoil: every so many rebalances one arriving bit is flipped on the last rank.
     """
     world, experts, names = distributed.get_world_size(), 7, ("first", "second")
     device = f"cuda:{rank}" if distributed.get_backend() == "nccl" else "cpu"
@@ -142,11 +154,12 @@ def rebalance(rank: int, *, recipe: str, times: int, replicas: bool, spoil: int 
     for seed, name in enumerate(names):
         weights = whole_weights(recipe, experts, seed)
         whole[name] = split_layer(recipe, weights, device, None)
-        layers[name] = split_layer(recipe, weights, device, placement(experts, rank, world, 2 if replicas else 1))
-    counts = [(3, 0, 7, 1)[r % 4] for r in range(world)]
+        placed = replace(placement(experts, rank, world, 2 if replicas else 1), same_tokens=same)
+        layers[name] = split_layer(recipe, weights, device, placed, dispatcher)
+    counts = [(3, 0, 7, 1)[r % 4] * (1 + 9 * same) for r in range(world)]
     x, routing = _inputs(recipe, counts, experts, whole["first"].spec.hidden_size, 5)
     x, start = x.to(device, dtype), sum(counts[:rank])
-    own = slice(start, start + counts[rank])
+    own = slice(None) if same else slice(start, start + counts[rank])
     ids, given = routing.topk_ids.to(device), routing.topk_weights.to(device)
     truth = {n: whole[n](x, routing=Routing(topk_ids=ids, topk_weights=given))[own] for n in names}
     mine = Routing(topk_ids=ids[own], topk_weights=given[own])
@@ -222,14 +235,14 @@ def refused(rank: int) -> list[str]:
     return errors
 
 
-def by_policy(rank: int, *, policy: str) -> Any:
+def by_policy(rank: int, *, policy: str, dispatcher: str | None = None) -> Any:
     """Serve tokens that like two experts of one rank; return faults, loads, slots before and after, and counts."""
     world, experts = distributed.get_world_size(), 8
     weights = whole_weights("whole", experts, 3)
     whole = split_layer("whole", weights, "cpu", None)
     ids = tuple(tuple(range(r * experts // world, (r + 1) * experts // world)) for r in range(world))
     placed = Placement(rank=rank, world_size=world, expert_ids=ids[rank], ranks=ids, spare=2)
-    layer = split_layer("whole", weights, "cpu", placed)
+    layer = split_layer("whole", weights, "cpu", placed, dispatcher)
     told = Metrics()
     table, before, faults = layer.dispatcher.map, layer.dispatcher.map.slots, list[str]()
     balancer = Balancer({"only": layer}, policy_named(policy).place, interval=10, every=2, metrics=told)

@@ -10,7 +10,7 @@ import torch
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 
-from collegium import CollegiumError, Limits, Ranks, Routing, load_layer
+from collegium import Choice, CollegiumError, Limits, Ranks, Routing, load_layer
 from collegium.checkpoint.reader import Checkpoint
 from collegium.parallel.meeting import timeout_seconds
 from collegium.testing.compare import heavy_tailed
@@ -63,6 +63,7 @@ def _faults(layer: Any, whole: Any, ranks: Ranks, tokens: int) -> list[str]:
 def _ways(world: int) -> list[tuple[str, Ranks]]:
     ways = [
         ("same tokens", Ranks.of(same_tokens=True)),
+        ("same tokens by symm_mem", Ranks.of(same_tokens=True, replicas=1)),
         ("round robin, replicas", Ranks.of(order="round_robin", replicas=1, spare=1)),
         ("slices", Ranks.of(slices=world)),
     ]
@@ -92,7 +93,8 @@ def compare_loaded(rank: int) -> list[str]:
             # Two layers, and two sizes of passes: with 5 a batch of the same tokens is cut.
             for number, most in ((1, 64), (2, 5 if ranks.same_tokens else 64)):
                 checkpoint = Checkpoint.open(folder)
-                layer = load_layer(checkpoint, number, device=ranks, limits=Limits(max_tokens=most))
+                force = Choice(dispatcher="symm_mem" if "symm_mem" in name else None)
+                layer = load_layer(checkpoint, number, device=ranks, limits=Limits(max_tokens=most), force=force)
                 whole = load_layer(folder, number, device=device)
                 _kept.append(layer)
                 for tokens in (11, 1, 3, 0, 26):
