@@ -15,7 +15,7 @@ from collegium import InputError
 from collegium.balance.checksum import agreed, checksum
 from collegium.balance.mover import rounds
 from collegium.balance.slots import balancedness
-from moving import by_policy, random_slots, rebalance, refused
+from moving import by_policy, random_slots, rebalance, refused, served_while_moving
 from ranks import run_ranks
 
 
@@ -40,6 +40,10 @@ def test_experts_move_under_ranks_that_read_each_others_memory(world: int, times
         assert not faults
         assert counts["given_up"] == counts["spoiled"] > 0
         assert counts["switched"] >= times - counts["spoiled"]
+
+
+def test_loads_are_counted_while_experts_move() -> None:
+    assert run_ranks(partial(served_while_moving, recipes=("whole",), times=6), 2) == [[]] * 2
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp4", "fp8_block"])

@@ -29,6 +29,7 @@ from collegium.balance.balancer import Balancer
 from collegium.balance.metrics import Metrics
 from collegium.balance.policy import policy_named
 from collegium.formats import Fp32
+from collegium.parallel.meeting import timeout_seconds
 from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "random_slots",
     "rebalance",
     "refused",
+    "served_while_moving",
     "split_layer",
     "taken",
     "whole_weights",
@@ -207,6 +209,77 @@ def rebalance(
         "spoiled": spoiled,
         "stall": stall,
     }
+
+
+def served_while_moving(rank: int, *, recipes: tuple[str, ...], times: int) -> list[str]:
+    """Return what differs where one CUDA graph of layers over symm_mem is replayed while their experts move.
+
+    Each replay has other tokens in its inputs. On a CPU the layers are called.
+    """
+    timeout_seconds(60)  # a rank may still compile
+    world, experts, faults = distributed.get_world_size(), 7, list[str]()
+    device = torch.device(f"cuda:{rank}" if distributed.get_backend() == "nccl" else "cpu")
+    layers, wholes = dict[str, MoELayer](), dict[str, MoELayer]()
+    for name in recipes:
+        weights = whole_weights(name, experts, 0)
+        wholes[name] = split_layer(name, weights, str(device), None)
+        placed = placement(experts, rank, world, 2)
+        layers[name] = split_layer(name, weights, str(device), placed, "symm_mem")
+    maps: dict[str, Any] = {name: layer.dispatcher.map for name, layer in layers.items()}  # type: ignore[attr-defined]
+    tokens, first = 5, wholes[recipes[0]]
+    x = torch.zeros(tokens, first.spec.hidden_size, dtype=first.input_dtype, device=device)
+    ids = torch.zeros(tokens, TOP_K, dtype=torch.int64, device=device)
+    routing = Routing(topk_ids=ids, topk_weights=torch.zeros(tokens, TOP_K, device=device))
+    outs = {name: torch.empty_like(x) for name in recipes}
+
+    def call() -> None:
+        for name, layer in layers.items():
+            layer(x, routing=routing, out=outs[name])
+
+    replay: Any = call
+    if device.type == "cuda":
+        for _ in range(4):  # compiled, recorded, repeated
+            call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        replay = graph.replay
+    balancer, chance, served = Balancer(layers, every=2), random.Random(3), 0
+    balancer.record()
+    counted = torch.zeros(experts, dtype=torch.int64)
+    room = tuple(len(held) + 2 for held in placement(experts, rank, world, 2).ranks)
+    span = slice(tokens * rank, tokens * (rank + 1))
+    for turn in range(times):
+        name = recipes[turn % len(recipes)]
+        wanted = random_slots(experts, room, chance, replicas=True)
+        balancer.plan({name: wanted})
+        while True:
+            served += 1
+            all_x, given = _inputs(name if name == "whole" else "bf16", [tokens] * world, experts, x.shape[1], served)
+            counted += torch.bincount(given.topk_ids[given.topk_ids >= 0].reshape(-1), minlength=experts)[:experts]
+            all_x, all_ids, all_weights = all_x.to(x), given.topk_ids.to(device), given.topk_weights.to(device)
+            x.copy_(all_x[span])
+            ids.copy_(all_ids[span])
+            routing.topk_weights.copy_(all_weights[span])
+            for out in outs.values():
+                out.fill_(float("nan"))
+            replay()
+            for each, whole in wholes.items():
+                truth = whole(all_x, routing=Routing(topk_ids=all_ids, topk_weights=all_weights))[span]
+                if not torch.equal(outs[each], truth):
+                    faults.append(f"rebalance {turn}, call {served}: {each} differs")
+            balancer.step()
+            if balancer.idle:
+                break
+        if [set(own) - {-1} for own in maps[name].slots] != [set(own) for own in wanted]:
+            faults.append(f"rebalance {turn}: {name} holds {maps[name].slots}, asked for {wanted}")
+    if not all(torch.equal(own[:experts].cpu(), counted) for own in balancer.loads()):
+        faults.append(f"counted {balancer.loads().tolist()}, asked for {counted.tolist()}")
+    balancer.close()
+    for layer in layers.values():
+        layer.check()
+    return faults
 
 
 def refused(rank: int) -> list[str]:

@@ -15,7 +15,7 @@ from collegium.checkpoint.reader import Checkpoint
 from collegium.parallel.meeting import timeout_seconds
 from collegium.testing.compare import heavy_tailed
 
-__all__ = ["FOLDERS", "compare_loaded", "error_of", "refusals", "replay_slices"]
+__all__ = ["FOLDERS", "compare_loaded", "error_of", "refusals", "replayed"]
 
 FOLDERS = "COLLEGIUM_TEST_FOLDERS"  # where the ranks of a test find its checkpoints
 
@@ -146,26 +146,37 @@ def refusals(rank: int) -> dict[str, str]:
     return found
 
 
-def replay_slices(rank: int) -> list[str]:
-    """Return what a CUDA graph of a layer in slices gives otherwise than the layer itself, for new tokens."""
+def replayed(rank: int) -> list[str]:
+    """Return what CUDA graphs of a layer, in slices and for the same tokens, give otherwise than the layer itself.
+
+    Each replay has new tokens. For the same tokens the bits are those of one rank.
+    """
     folder, faults = os.environ[FOLDERS].split(os.pathsep)[0], list[str]()
-    layer = load_layer(folder, 1, device=Ranks.of(slices=distributed.get_world_size()))
-    _kept.append(layer)
-    assert layer.plan.capturable
-    x, _ = _inputs(layer, 12, seed=1)
-    out, stream = torch.empty_like(x), torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.inference_mode():
-        with torch.cuda.stream(stream):
-            layer(x, out=out)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            layer(x, out=out)
-        for seed in (2, 3):
-            x.copy_(_inputs(layer, 12, seed=seed)[0])
-            out.fill_(torch.nan)
-            graph.replay()
-            if not torch.equal(out, layer(x)):
-                faults.append(f"other bits in a replay, seed {seed}")
+    whole = load_layer(folder, 1, device=_device(rank))
+    for ranks, dispatcher in (
+        (Ranks.of(slices=distributed.get_world_size()), None),
+        (Ranks.of(same_tokens=True), "symm_mem"),
+    ):
+        layer = load_layer(folder, 1, device=ranks, force=Choice(dispatcher=dispatcher))
+        _kept.append(layer)
+        assert layer.plan.capturable
+        x, _ = _inputs(layer, 12, seed=1)
+        out, stream = torch.empty_like(x), torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.inference_mode():
+            with torch.cuda.stream(stream):
+                layer(x, out=out)
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                layer(x, out=out)
+            for seed in (2, 3, 4):
+                x.copy_(_inputs(layer, 12, seed=seed)[0])
+                out.fill_(torch.nan)
+                graph.replay()
+                if not torch.equal(out, layer(x)):
+                    faults.append(f"{ranks}: other bits in a replay, seed {seed}")
+                if dispatcher and not torch.equal(out, whole(x)):
+                    faults.append(f"{ranks}: other bits than one rank, seed {seed}")
+        layer.check()
     return faults
