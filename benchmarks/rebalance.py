@@ -1,9 +1,10 @@
 """Serve layers whose experts are split over ranks, rebalance them meanwhile, and say what that costs the serving.
 
 Every rank replays one CUDA graph of all layers over and over (on a CPU it calls them), with tokens that like some
-experts (zipf, the same ones in every batch, others in every layer). After ``--steps`` steps the policy is asked through
-Balancer and experts move while the steps go on; then as many steps again. Then one more expert moves, and a bit of it is
-flipped as it arrives. Every output of every step is compared with the first answer to the same batch, bit by bit. A row:
+experts (zipf, the same ones in every batch, others in every layer). After ``--steps`` steps the policy is asked
+through Balancer and experts move while the steps go on; then as many steps again. Then one more expert moves, and a bit
+of it is flipped as it arrives. Every output of every step is compared, bit by bit, with the first one for the same
+batch. A row:
 
     before_us, during_us, after_us   a step, median over steps, slowest rank (_max: its longest one)
     stall_us      what the switches of maps took on the serving stream, all together, most of any rank
@@ -335,7 +336,9 @@ def main() -> int:
     args = parser.parse_args()
     world = args.ranks or (torch.cuda.device_count() if args.device == "cuda" else 2)
     if world < 2 or (args.device == "cuda" and torch.cuda.device_count() < world):
-        print(f"asked for {world} ranks on {args.device}, found {torch.cuda.device_count()} GPUs; needed are two or more")
+        print(
+            f"asked for {world} ranks on {args.device}, found {torch.cuda.device_count()} GPUs; needed are two or more"
+        )
         return 1
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29537")

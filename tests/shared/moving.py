@@ -147,7 +147,8 @@ def rebalance(
 ) -> Any:
     """Move experts ``times`` times at random between calls; return what differs from layers of one rank, and counts.
 
-    same: every rank is called with the tokens of all, in more than one pass. spoil: every so many rebalances one arriving bit is flipped on the last rank.
+    same: every rank is called with the tokens of all, in more than one pass. spoil: every so many rebalances one
+    arriving bit is flipped on the last rank.
     """
     world, experts, names = distributed.get_world_size(), 7, ("first", "second")
     device = f"cuda:{rank}" if distributed.get_backend() == "nccl" else "cpu"
@@ -211,6 +212,17 @@ def rebalance(
     }
 
 
+def _graph(call: Any) -> Any:
+    """Return what replays ``call``."""
+    for _ in range(4):  # compiled, recorded, repeated
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
 def served_while_moving(rank: int, *, recipes: tuple[str, ...], times: int) -> list[str]:
     """Return what differs where one CUDA graph of layers over symm_mem is replayed while their experts move.
 
@@ -236,15 +248,7 @@ def served_while_moving(rank: int, *, recipes: tuple[str, ...], times: int) -> l
         for name, layer in layers.items():
             layer(x, routing=routing, out=outs[name])
 
-    replay: Any = call
-    if device.type == "cuda":
-        for _ in range(4):  # compiled, recorded, repeated
-            call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            call()
-        replay = graph.replay
+    replay = _graph(call) if device.type == "cuda" else call
     balancer, chance, served = Balancer(layers, every=2), random.Random(3), 0
     balancer.record()
     counted = torch.zeros(experts, dtype=torch.int64)
@@ -265,10 +269,9 @@ def served_while_moving(rank: int, *, recipes: tuple[str, ...], times: int) -> l
             for out in outs.values():
                 out.fill_(float("nan"))
             replay()
-            for each, whole in wholes.items():
-                truth = whole(all_x, routing=Routing(topk_ids=all_ids, topk_weights=all_weights))[span]
-                if not torch.equal(outs[each], truth):
-                    faults.append(f"rebalance {turn}, call {served}: {each} differs")
+            everyone = Routing(topk_ids=all_ids, topk_weights=all_weights)
+            wrong = [n for n in recipes if not torch.equal(outs[n], wholes[n](all_x, routing=everyone)[span])]
+            faults += [f"rebalance {turn}, call {served}: {each} differs" for each in wrong]
             balancer.step()
             if balancer.idle:
                 break

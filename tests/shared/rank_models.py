@@ -92,7 +92,7 @@ def compare_models(rank: int) -> list[str]:
 
 
 def captures(rank: int) -> list[str]:
-    """Return what is wrong with decoding, as a CUDA graph, the model of the environment, whose ranks read each other."""
+    """Return what is wrong with decoding in a CUDA graph, where ranks read each other's memory."""
     folder, faults = os.environ[FOLDERS], list[str]()
     alone = Decoder(load_model(folder, device=f"cuda:{rank}"))
     model = load_model(folder, device=Ranks.of(same_tokens=True))

@@ -24,7 +24,18 @@ if TYPE_CHECKING:
     from ..types import Routing
     from .expert_map import ExpertMap
 
-__all__ = ["HEAD_BYTES", "MOST_PEERS", "Peers", "Returned", "Sent", "collect", "post", "pull", "raise_status", "release"]
+__all__ = [
+    "HEAD_BYTES",
+    "MOST_PEERS",
+    "Peers",
+    "Returned",
+    "Sent",
+    "collect",
+    "post",
+    "pull",
+    "raise_status",
+    "release",
+]
 
 HEAD_BYTES = 2048
 MOST_PEERS = 64
@@ -219,15 +230,19 @@ def raise_status(
         own, (code, seen, wanted) = code >> 16, why
     what, phase, peer = code & 255, _PHASES[code >> 8 & 255], ranks[code >> 16]
     lost = tuple(ranks[place] for place in gone) or (peer,)
-    said = f"rank {', '.join(map(str, lost))} has ended" if gone else {
-        _LATE: f"rank {peer} did not come within the time a rank waits; it ended, hangs or makes other calls",
-        _OTHER_CALL: (
-            f"rank {peer} is in another call: it brings {seen & 0xFFFFFF} tokens, top-{seen >> 24 & 255}, to layer "
-            f"{seen >> 32 & 0xFFF}, while this rank is in layer {wanted >> 8 & 0xFFF}, top-{wanted & 255}; every rank "
-            "makes the same calls in the same order, and replays graphs that were captured together"
-        ),
-        _GAVE_UP: f"rank {peer} gave up before this rank did, and says why",
-    }[what]
+    said = (
+        f"rank {', '.join(map(str, lost))} has ended"
+        if gone
+        else {
+            _LATE: f"rank {peer} did not come within the time a rank waits; it ended, hangs or makes other calls",
+            _OTHER_CALL: (
+                f"rank {peer} is in another call: it brings {seen & 0xFFFFFF} tokens, top-{seen >> 24 & 255}, to layer "
+                f"{seen >> 32 & 0xFFF}, while this rank is in layer {wanted >> 8 & 0xFFF}, top-{wanted & 255}; every "
+                "rank makes the same calls in the same order, and replays graphs that were captured together"
+            ),
+            _GAVE_UP: f"rank {peer} gave up before this rank did, and says why",
+        }[what]
+    )
     raise RankError(
         f"symm_mem {phase} on rank {ranks[own]}: {said}. Output since then is NaN. Ranks that are left may plan anew "
         "(collegium.balance.elastic), or all call renew() of layer.workspaces and go on",

@@ -51,10 +51,13 @@ class _Mail:
     def __init__(self, group: str, meeting: Meeting) -> None:
         space = SymmetricWorkspace(group_named(group), torch.device("cpu"), 4096)
         self._meeting, self._rank, self._count = meeting, space.rank, 0
+        self._error: RankError | None = None
         self._words: list[Any] = [block.view(torch.int64).numpy() for block in space.blocks]
 
     def exchange(self, layer: int, tokens: int, top_k: int) -> list[tuple[int, int, int]]:
         """Return what every rank gave. Raises RankError where one does not come, and ever after."""
+        if self._error is not None:  # what this rank's words say stays
+            raise RankError(str(self._error), ranks=self._error.ranks, phase=_PHASE)
         self._count += 1
         turn, number, own = self._count % 2, self._count & 0x7FFFF, self._words[self._rank]
         own[turn] = number << 44 | layer << 32 | min(top_k, 0xFF) << 24 | min(tokens, 0xFFFFFF)
@@ -68,28 +71,32 @@ class _Mail:
             looks, now, ended = looks + 1, time.monotonic(), ()
             if now > look:
                 look, ended = now + LOOK, self._meeting.gone()
-            if ended or words[turn] < 0 or now - started > timeout_seconds():
-                self._give_up(rank, int(words[turn]))
+            # Any rank that gave up will never come again, and this one would wait for nothing.
+            quitter = next((place for place, own in enumerate(self._words) if own[turn] < 0), None)
+            if ended or quitter is not None or now - started > timeout_seconds():
+                self._give_up(rank, quitter, turn)
             if looks > 1000:
                 time.sleep(2e-5)
         return int(words[turn])
 
-    def _give_up(self, rank: int, word: int) -> None:
-        """Raise the RankError of waiting in vain for ``rank``, which gave up on another one where ``word`` says so."""
+    def _give_up(self, rank: int, quitter: int | None, turn: int) -> None:
+        """Raise the RankError of waiting in vain for ``rank``, or because ``quitter`` gave up on some rank before."""
         lost, said = self._meeting.gone(), "has ended"
-        if not lost and word < 0:
-            # Who was given up on by this rank's peer is lost, unless it is this one.
-            lost, said = (rank if ~word == self._rank else ~word,), "was given up by another rank, or gave up itself"
+        if not lost and quitter is not None:
+            named = ~int(self._words[quitter][turn])
+            # Whoever was given up on is lost, unless that is this rank: then the others go on without it.
+            lost, said = (quitter if named == self._rank else named,), "was given up by another rank, or gave up itself"
         elif not lost:
             lost, said = (rank,), f"did not come within {timeout_seconds():g} s; it ended, hangs or makes other calls"
         self._words[self._rank][:2] = ~lost[0]
         ranks = tuple(self._meeting.ranks[place] for place in lost)
-        raise RankError(
+        self._error = RankError(
             f"{_PHASE}: rank {', '.join(map(str, ranks))} {said}. Ranks that are left may plan anew "
             "(collegium.balance.elastic), or all call renew() of layer.workspaces and go on",
             ranks=ranks,
             phase=_PHASE,
         )
+        raise self._error
 
 
 class _Block:
