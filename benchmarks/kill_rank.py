@@ -6,6 +6,7 @@ more, and go on. Nothing but an error is printed where one hangs, reports late, 
 
     python benchmarks/kill_rank.py --ranks 4 --kill 0                  gloo, on a CPU
     python benchmarks/kill_rank.py --ranks 2 --kill 1 --device cuda    NCCL, a GPU for each rank
+    python benchmarks/kill_rank.py --ranks 4 --kill 2 --dispatcher symm_mem    over memory that all ranks map
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
@@ -29,7 +31,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from collegium import Limits, MoELayer, Placement, RankError, Routing, probe
+from collegium import Choice, Limits, MoELayer, Placement, RankError, Routing, probe
 from collegium.balance.elastic import reader_of, regroup
 from collegium.checkpoint.opened import CheckpointLayer
 from collegium.checkpoint.reader import Checkpoint
@@ -50,10 +52,12 @@ NCCL = {
 }
 
 
-def loaded(checkpoint: Checkpoint, number: int, device: str, placement: Placement | None) -> MoELayer:
+def loaded(
+    checkpoint: Checkpoint, number: int, device: str, placement: Placement | None = None, dispatcher: str | None = None
+) -> MoELayer:
     """Return a layer's routed experts: this rank's, or all."""
-    opened = CheckpointLayer.open(checkpoint, number)
-    return load_routed(opened, device=device, limits=Limits(max_tokens=128), placement=placement)
+    opened, limits = CheckpointLayer.open(checkpoint, number), Limits(max_tokens=128)
+    return load_routed(opened, device=device, limits=limits, placement=placement, force=Choice(dispatcher=dispatcher))
 
 
 def inputs(size: int, spec: Any, device: str) -> tuple[torch.Tensor, Routing, list[int]]:
@@ -71,7 +75,9 @@ class Traffic:
     def __init__(self, layers: dict[int, MoELayer], whole: dict[int, MoELayer], rank: int, size: int) -> None:
         spec = layers[LAYERS[0]].spec
         x, routing, counts = inputs(size, spec, str(layers[LAYERS[0]].handle.device))
-        own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+        placed = layers[LAYERS[0]].plan.problem.placement
+        same = placed is not None and placed.same_tokens
+        own = slice(None) if same else slice(sum(counts[:rank]), sum(counts[: rank + 1]))
         self.layers, self.x = layers, x[own]
         self.routing = Routing(topk_ids=routing.topk_ids[own], topk_weights=routing.topk_weights[own])
         self.truth = {name: layer(x, routing=routing)[own] for name, layer in whole.items()}
@@ -96,10 +102,10 @@ def serve(rank: int, args: argparse.Namespace, port: int, folder: str, answers: 
     bound = timedelta(seconds=max(1.0, args.timeout / 2 if backend == "nccl" else args.timeout))
     distributed.init_process_group(backend, init_method=where, rank=rank, world_size=args.ranks, timeout=bound)
     checkpoint, killed = Checkpoint.open(args.model), Path(folder) / "killed"
-    whole = {number: loaded(checkpoint, number, device, None) for number in LAYERS}
+    whole = {number: loaded(checkpoint, number, device) for number in LAYERS}
     experts = whole[LAYERS[0]].spec.num_experts
-    placed = round_robin(experts, rank, args.ranks)
-    layers = {number: loaded(checkpoint, number, device, placed) for number in LAYERS}
+    placed = replace(round_robin(experts, rank, args.ranks), same_tokens=args.same_tokens)
+    layers = {number: loaded(checkpoint, number, device, placed, args.dispatcher) for number in LAYERS}
     traffic = Traffic(layers, whole, rank, args.ranks)
 
     def end() -> None:
@@ -149,6 +155,8 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--kill", type=int, default=1)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dispatcher", help="instead of the one that the plan prefers")
+    parser.add_argument("--same-tokens", action="store_true", help="every rank is called with the tokens of all")
     parser.add_argument("--timeout", type=float, default=10.0, help="seconds a rank waits for another")
     parser.add_argument("--after", type=float, default=2.0, help="seconds of load before the kill")
     parser.add_argument("--model", default=str(MODEL))
@@ -186,7 +194,9 @@ def main() -> int:
         "machine": torch.cuda.get_device_name() if cuda else probe("cpu").name or platform.machine(),
         "torch": torch.__version__,
         "commit": args.commit,
-        "command": f"python benchmarks/kill_rank.py --ranks {args.ranks} --kill {args.kill} --device {args.device}",
+        "command": f"python benchmarks/kill_rank.py --ranks {args.ranks} --kill {args.kill} --device {args.device}"
+        + (f" --dispatcher {args.dispatcher}" if args.dispatcher else "")
+        + (" --same-tokens" if args.same_tokens else ""),
         "timeout_s": args.timeout,
         "ranks": args.ranks,
         "killed": args.kill,

@@ -24,6 +24,16 @@ def rows_of(program: str, *arguments: str, out: Path, code: int = 0) -> list[dic
         return list(csv.DictReader(file))
 
 
+def test_experts_move_while_layers_serve_and_a_damaged_one_is_caught(tmp_path):
+    given = "--device cpu --shape 128x64x12x3 --layers 3 --tokens 16 --steps 24 --spare 1 --dispatcher symm_mem"
+    (row,) = rows_of("rebalance.py", *given.split(), "--recipes", "mxfp4:bf16", out=tmp_path / "rows.csv")
+    assert (row["same_bits"], row["caught"], row["ranks"], row["dispatcher"]) == ("True", "True", "2", "symm_mem")
+    assert float(row["balanced_after"]) > float(row["balanced_before"])
+    assert int(row["switches"]) >= 3
+    assert int(row["moved_bytes"]) > 0
+    assert 0 < float(row["stall_us"]) < 1e6
+
+
 def test_a_layer_has_a_row_for_each_recipe_that_runs(tmp_path):
     recipes = ("bf16:bf16", "mxfp4:fp8_token", "mxfp4:nothing")
     rows = rows_of(

@@ -15,14 +15,23 @@ import pytest
 from collegium.balance.elastic import spread
 from collegium.parallel.doors import Door, is_gone, own_door
 from ranks import run_ranks
-from regrouping import EXPERTS, NAMES, come_and_go, copies_suffice, refused
+from regrouping import EXPERTS, NAMES, come_and_go, copies_suffice, refused, shrink
 from tracked import ROOT
 
 
-@pytest.mark.parametrize(("ranks", "kill"), [(2, 0), (2, 1), (4, 0), (4, 1), (4, 2), (4, 3)])
-def test_survivors_of_a_killed_rank_report_it_and_go_on(tmp_path: Path, ranks: int, kill: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "kill", "more"),
+    [
+        *((ranks, kill, ()) for ranks in (2, 4) for kill in range(ranks)),
+        *((ranks, kill, ("--dispatcher", "symm_mem")) for ranks, kill in ((2, 0), (2, 1), (4, 0), (4, 2))),
+        (4, 1, ("--dispatcher", "symm_mem", "--same-tokens")),
+    ],
+)
+def test_survivors_of_a_killed_rank_report_it_and_go_on(
+    tmp_path: Path, ranks: int, kill: int, more: tuple[str, ...]
+) -> None:
     table = tmp_path / "killed.csv"
-    said = ["--ranks", str(ranks), "--kill", str(kill), "--csv", str(table), "--commit", "none"]
+    said = ["--ranks", str(ranks), "--kill", str(kill), "--csv", str(table), "--commit", "none", *more]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "kill_rank.py"), *said],
@@ -42,7 +51,7 @@ def test_survivors_of_a_killed_rank_report_it_and_go_on(tmp_path: Path, ranks: i
         assert float(row["answers_s"]) < 20
         assert (row["wrong_rows"], int(row["calls_after"]) > 30) == ("0", True)
         assert int(row["calls_before"]) > 0
-        assert row["dispatcher"] == ("local" if ranks == 2 else "all_gather")
+        assert row["dispatcher"] == ("local" if ranks == 2 else "symm_mem" if more else "all_to_all")
     # Only what the killed rank alone had was read, once, in each of the three layers.
     assert sum(int(row["bytes_read"]) for row in rows) == 3 * lost * one
 
@@ -50,11 +59,18 @@ def test_survivors_of_a_killed_rank_report_it_and_go_on(tmp_path: Path, ranks: i
 def test_ranks_leave_and_join_and_the_layers_keep_their_bits(tmp_path: Path) -> None:
     zero, one, two = run_ranks(partial(come_and_go, folder=str(tmp_path)), 3, seconds=200)
     assert not zero[0] + one[0] + two[0]
-    assert one[1] == ["local", "all_gather", "all_gather"]
+    assert one[1] == ["local", "all_to_all", "all_to_all"]
     for name in NAMES:
         # What the first to leave alone had was read by one of the two that were left.
         first = sorted(zero[2][name] + one[2][name])
         assert len(first) == len(set(first)) < EXPERTS
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_ranks_that_read_each_others_memory_leave_and_no_block_stays(tmp_path: Path, same: bool) -> None:
+    found = run_ranks(partial(shrink, folder=str(tmp_path), same=same), 3)
+    assert [faults for faults, _ in found] == [[]] * 3
+    assert found[1][1] == ["symm_mem", "symm_mem", "local"]
 
 
 def test_where_copies_are_left_nothing_is_read(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from collegium import InputError
 from collegium.balance.checksum import agreed, checksum
 from collegium.balance.mover import rounds
 from collegium.balance.slots import balancedness
-from moving import by_policy, random_slots, rebalance, refused
+from moving import by_policy, random_slots, rebalance, refused, served_while_moving
 from ranks import run_ranks
 
 
@@ -29,6 +29,23 @@ def test_a_thousand_random_rebalances_with_replicas_change_no_bit(world: int, ti
     assert sum(counts["moved"] for _, counts in found) > times
 
 
+@pytest.mark.parametrize(
+    ("world", "times", "recipe", "same"),
+    [(2, 120, "whole", False), (4, 24, "whole", False), (2, 40, "whole", True), (2, 9, "fp8_block", False)],
+)
+def test_experts_move_under_ranks_that_read_each_others_memory(world: int, times: int, recipe: str, same: bool) -> None:
+    more = {"dispatcher": "symm_mem", "same": same, "replicas": recipe == "whole", "spoil": 8}
+    found = run_ranks(partial(rebalance, recipe=recipe, times=times, **more), world, seconds=200)
+    for faults, counts in found:
+        assert not faults
+        assert counts["given_up"] == counts["spoiled"] > 0
+        assert counts["switched"] >= times - counts["spoiled"]
+
+
+def test_loads_are_counted_while_experts_move() -> None:
+    assert run_ranks(partial(served_while_moving, recipes=("whole",), times=6), 2) == [[]] * 2
+
+
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp4", "fp8_block"])
 def test_packed_formats_move_without_changing_a_bit(recipe: str) -> None:
     # Without replicas: see RECIPES.
@@ -38,10 +55,10 @@ def test_packed_formats_move_without_changing_a_bit(recipe: str) -> None:
         assert counts["given_up"] == counts["spoiled"] > 0
 
 
-@pytest.mark.parametrize("policy", ["greedy", "least_moves"])
-def test_a_policy_is_asked_with_the_loads_of_all_ranks_and_evens_them(policy: str) -> None:
+@pytest.mark.parametrize(("policy", "dispatcher"), [("greedy", None), ("least_moves", None), ("greedy", "symm_mem")])
+def test_a_policy_is_asked_with_the_loads_of_all_ranks_and_evens_them(policy: str, dispatcher: str | None) -> None:
     pytest.importorskip("prometheus_client")
-    found = run_ranks(partial(by_policy, policy=policy), 2)
+    found = run_ranks(partial(by_policy, policy=policy, dispatcher=dispatcher), 2)
     for faults, loads, before, after, counts, _ in found:
         assert not faults
         assert loads[:2] == [60 * 2 * 12, 60 * 2 * 6]

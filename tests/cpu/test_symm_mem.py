@@ -19,7 +19,7 @@ from collegium.parallel.placement import linear
 from collegium.testing.compare import heavy_tailed
 from peer_kernels import exchange, lose, refused
 from ranks import run_ranks
-from split_layers import compare, disagree
+from split_layers import absent, compare, disagree
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -98,6 +98,20 @@ def test_a_rank_that_does_not_come_is_named_and_nobody_gets_a_number() -> None:
     assert first[1].startswith("symm_mem dispatch; ranks (1,); symm_mem dispatch on rank 0: rank 1 did not come within")
     assert last[1].startswith("symm_mem combine; ranks (0,); symm_mem combine on rank 1: rank 0 gave up before")
     assert first[2] == last[2] == "renewed True"
+
+
+def test_everybody_names_the_rank_that_was_waited_for_first() -> None:
+    found = run_ranks(absent, 3)
+    for errors, took, renewed in found[:2]:
+        assert [ranks for ranks, *_ in errors] == [(2,)] * 2
+        assert [phase for _, phase, _ in errors] == ["symm_mem dispatch"] * 2
+        assert took < 5, "whoever waits longer is told by the one that gave up"
+        assert renewed
+    assert "rank 2 did not come within 1 s" in found[0][0][0][2]
+    errors, took, renewed = found[2]
+    assert [ranks for ranks, *_ in errors] == [(0,)] * 2, "the rank that came late is told who went on without it"
+    assert took < 1
+    assert renewed
 
 
 def test_ranks_that_disagree_are_told_so_on_every_rank() -> None:

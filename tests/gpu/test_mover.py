@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 from collegium import Placement
 from collegium.balance.checksum import checksum
 from collegium.parallel.expert_map import ExpertMap
-from moving import RECIPES, rebalance
+from moving import RECIPES, rebalance, served_while_moving
 from ranks import run_ranks
 
 two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -29,6 +29,13 @@ def test_random_rebalances_with_replicas_change_no_bit(recipe: str) -> None:
         assert counts["given_up"] == counts["spoiled"] > 0
         # The stall of a switch: two small copies on the device.
         assert counts["stall"] < 0.0005 * counts["switched"]
+
+
+@two
+def test_a_graph_of_layers_that_read_peers_memory_follows_moves() -> None:
+    world = min(torch.cuda.device_count(), 4)
+    work = partial(served_while_moving, recipes=("mxfp4", "fp8_block", "bf16"), times=60)
+    assert run_ranks(work, world, "nccl", seconds=120) == [[]] * world
 
 
 def test_a_captured_graph_follows_a_switch() -> None:

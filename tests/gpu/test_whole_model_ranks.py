@@ -1,4 +1,4 @@
-"""Layers and whole models over two GPUs and more: bits, text, and a CUDA graph of a layer in slices."""
+"""Layers and whole models over two GPUs and more: bits, text, and CUDA graphs of layers and of decoding."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if torch.cuda.device_count() < 2:
 pytest.importorskip("transformers")
 
 from commands import command, torchrun
-from rank_cases import FOLDERS, built, compare_loaded, replay_slices
-from rank_models import compare_models
+from rank_cases import FOLDERS, built, compare_loaded, replayed
+from rank_models import captures, compare_models
 from ranks import run_ranks
 
 SHIPPED = Path(__file__).resolve().parents[2] / "demo" / "fables-16m"
@@ -30,10 +30,15 @@ def folders(tmp_path_factory: Any) -> str:
     return os.pathsep.join(map(str, paths))
 
 
-@pytest.mark.parametrize("check", [compare_loaded, compare_models, replay_slices])
+@pytest.mark.parametrize("check", [compare_loaded, compare_models, replayed])
 def test_several_gpus_give_what_one_does(check: Any, folders: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FOLDERS, folders)
     assert run_ranks(check, 2, "cpu:gloo,cuda:nccl", seconds=500) == [[]] * 2
+
+
+def test_ranks_that_read_each_others_memory_decode_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FOLDERS, str(SHIPPED))
+    assert run_ranks(captures, 2, "cpu:gloo,cuda:nccl", seconds=120) == [[]] * 2
 
 
 @pytest.mark.parametrize("more", [(), ("--format", "mxfp4"), ("--temperature", "1")])

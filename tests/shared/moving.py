@@ -28,6 +28,7 @@ from collegium.balance.balancer import Balancer
 from collegium.balance.metrics import Metrics
 from collegium.balance.policy import policy_named
 from collegium.formats import Fp32
+from collegium.parallel.meeting import timeout_seconds
 from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
 from ranks import error_of
 from split_layers import taken
@@ -40,6 +41,7 @@ __all__ = [
     "random_slots",
     "rebalance",
     "refused",
+    "served_while_moving",
     "split_layer",
     "whole_weights",
 ]
@@ -77,7 +79,9 @@ def placement(experts: int, rank: int, world: int, spare: int) -> Placement:
     return Placement(rank=rank, world_size=world, expert_ids=own[rank], ranks=tuple(own), spare=spare)
 
 
-def split_layer(recipe: str, weights: ExpertWeights[Any], device: str, placed: Placement | None) -> MoELayer:
+def split_layer(
+    recipe: str, weights: ExpertWeights[Any], device: str, placed: Placement | None, dispatcher: str | None = None
+) -> MoELayer:
     """Return a layer of the experts of ``placed``, of all where it is None; spare slots hold the first expert."""
     form, act, dtype = RECIPES[recipe]
     experts, hidden, wide = weights.down.shape
@@ -93,7 +97,7 @@ def split_layer(recipe: str, weights: ExpertWeights[Any], device: str, placed: P
     limits = Limits(max_tokens=64 if placed is not None else 512)
     problem: Any = Problem(spec=spec, device=probe(device), limits=limits, dtype=dtype, placement=placed)
     sent = replace(held, gate_up=held.gate_up.to(device), down=held.down.to(device))
-    return MoELayer(sent, plan(problem, Choice(activation_format=act)))
+    return MoELayer(sent, plan(problem, Choice(activation_format=act, dispatcher=dispatcher)))
 
 
 def random_slots(experts: int, room: tuple[int, ...], chance: random.Random, *, replicas: bool) -> Any:
@@ -120,10 +124,21 @@ def _inputs(recipe: str, counts: list[int], experts: int, hidden: int, seed: int
     return x, Routing(topk_ids=ids, topk_weights=given)
 
 
-def rebalance(rank: int, *, recipe: str, times: int, replicas: bool, spoil: int = 0, every: int = 1) -> Any:
+def rebalance(
+    rank: int,
+    *,
+    recipe: str,
+    times: int,
+    replicas: bool,
+    spoil: int = 0,
+    every: int = 1,
+    dispatcher: str | None = None,
+    same: bool = False,
+) -> Any:
     """Move experts ``times`` times at random between calls; return what differs from layers of one rank, and counts.
 
-    spoil: every so many rebalances one arriving bit is flipped on the last rank.
+    same: every rank is called with the tokens of all, in more than one pass. spoil: every so many rebalances one
+    arriving bit is flipped on the last rank.
     """
     world, experts, names = distributed.get_world_size(), 7, ("first", "second")
     device = f"cuda:{rank}" if distributed.get_backend() == "nccl" else "cpu"
@@ -132,11 +147,12 @@ def rebalance(rank: int, *, recipe: str, times: int, replicas: bool, spoil: int 
     for seed, name in enumerate(names):
         weights = whole_weights(recipe, experts, seed)
         whole[name] = split_layer(recipe, weights, device, None)
-        layers[name] = split_layer(recipe, weights, device, placement(experts, rank, world, 2 if replicas else 1))
-    counts = [(3, 0, 7, 1)[r % 4] for r in range(world)]
+        placed = replace(placement(experts, rank, world, 2 if replicas else 1), same_tokens=same)
+        layers[name] = split_layer(recipe, weights, device, placed, dispatcher)
+    counts = [(3, 0, 7, 1)[r % 4] * (1 + 9 * same) for r in range(world)]
     x, routing = _inputs(recipe, counts, experts, whole["first"].spec.hidden_size, 5)
     x, start = x.to(device, dtype), sum(counts[:rank])
-    own = slice(start, start + counts[rank])
+    own = slice(None) if same else slice(start, start + counts[rank])
     ids, given = routing.topk_ids.to(device), routing.topk_weights.to(device)
     truth = {n: whole[n](x, routing=Routing(topk_ids=ids, topk_weights=given))[own] for n in names}
     mine = Routing(topk_ids=ids[own], topk_weights=given[own])
@@ -186,6 +202,79 @@ def rebalance(rank: int, *, recipe: str, times: int, replicas: bool, spoil: int 
     }
 
 
+def _graph(call: Any) -> Any:
+    """Return what replays ``call``."""
+    for _ in range(4):  # compiled, recorded, repeated
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def served_while_moving(rank: int, *, recipes: tuple[str, ...], times: int) -> list[str]:
+    """Return what differs where one CUDA graph of layers over symm_mem is replayed while their experts move.
+
+    Each replay has other tokens in its inputs. On a CPU the layers are called.
+    """
+    timeout_seconds(60)  # a rank may still compile
+    world, experts, faults = distributed.get_world_size(), 7, list[str]()
+    device = torch.device(f"cuda:{rank}" if distributed.get_backend() == "nccl" else "cpu")
+    layers, wholes = dict[str, MoELayer](), dict[str, MoELayer]()
+    for name in recipes:
+        weights = whole_weights(name, experts, 0)
+        wholes[name] = split_layer(name, weights, str(device), None)
+        placed = placement(experts, rank, world, 2)
+        layers[name] = split_layer(name, weights, str(device), placed, "symm_mem")
+    maps: dict[str, Any] = {name: layer.dispatcher.map for name, layer in layers.items()}  # type: ignore[attr-defined]
+    tokens, first = 5, wholes[recipes[0]]
+    x = torch.zeros(tokens, first.spec.hidden_size, dtype=first.input_dtype, device=device)
+    ids = torch.zeros(tokens, TOP_K, dtype=torch.int64, device=device)
+    routing = Routing(topk_ids=ids, topk_weights=torch.zeros(tokens, TOP_K, device=device))
+    outs = {name: torch.empty_like(x) for name in recipes}
+
+    def call() -> None:
+        for name, layer in layers.items():
+            layer(x, routing=routing, out=outs[name])
+
+    replay = _graph(call) if device.type == "cuda" else call
+    balancer, chance, served = Balancer(layers, every=2), random.Random(3), 0
+    balancer.record()
+    counted = torch.zeros(experts, dtype=torch.int64)
+    room = tuple(len(held) + 2 for held in placement(experts, rank, world, 2).ranks)
+    span = slice(tokens * rank, tokens * (rank + 1))
+    for turn in range(times):
+        name = recipes[turn % len(recipes)]
+        wanted = random_slots(experts, room, chance, replicas=True)
+        balancer.plan({name: wanted})
+        while True:
+            served += 1
+            all_x, given = _inputs(name if name == "whole" else "bf16", [tokens] * world, experts, x.shape[1], served)
+            counted += torch.bincount(given.topk_ids[given.topk_ids >= 0].reshape(-1), minlength=experts)[:experts]
+            all_x, all_ids, all_weights = all_x.to(x), given.topk_ids.to(device), given.topk_weights.to(device)
+            x.copy_(all_x[span])
+            ids.copy_(all_ids[span])
+            routing.topk_weights.copy_(all_weights[span])
+            for out in outs.values():
+                out.fill_(float("nan"))
+            replay()
+            everyone = Routing(topk_ids=all_ids, topk_weights=all_weights)
+            wrong = [n for n in recipes if not torch.equal(outs[n], wholes[n](all_x, routing=everyone)[span])]
+            faults += [f"rebalance {turn}, call {served}: {each} differs" for each in wrong]
+            balancer.step()
+            if balancer.idle:
+                break
+        if [set(own) - {-1} for own in maps[name].slots] != [set(own) for own in wanted]:
+            faults.append(f"rebalance {turn}: {name} holds {maps[name].slots}, asked for {wanted}")
+    if not all(torch.equal(own[:experts].cpu(), counted) for own in balancer.loads()):
+        faults.append(f"counted {balancer.loads().tolist()}, asked for {counted.tolist()}")
+    balancer.close()
+    for layer in layers.values():
+        layer.check()
+    return faults
+
+
 def refused(rank: int) -> list[str]:
     """Return the errors of layers that cannot be balanced."""
     world = distributed.get_world_size()
@@ -207,14 +296,14 @@ def refused(rank: int) -> list[str]:
     return errors
 
 
-def by_policy(rank: int, *, policy: str) -> Any:
+def by_policy(rank: int, *, policy: str, dispatcher: str | None = None) -> Any:
     """Serve tokens that like two experts of one rank; return faults, loads, slots before and after, and counts."""
     world, experts = distributed.get_world_size(), 8
     weights = whole_weights("whole", experts, 3)
     whole = split_layer("whole", weights, "cpu", None)
     ids = tuple(tuple(range(r * experts // world, (r + 1) * experts // world)) for r in range(world))
     placed = Placement(rank=rank, world_size=world, expert_ids=ids[rank], ranks=ids, spare=2)
-    layer = split_layer("whole", weights, "cpu", placed)
+    layer = split_layer("whole", weights, "cpu", placed, dispatcher)
     told = Metrics()
     table, before, faults = layer.dispatcher.map, layer.dispatcher.map.slots, list[str]()
     balancer = Balancer({"only": layer}, policy_named(policy).place, interval=10, every=2, metrics=told)

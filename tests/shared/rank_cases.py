@@ -10,7 +10,7 @@ import torch
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 
-from collegium import Limits, Ranks, Routing, load_layer
+from collegium import Choice, Limits, Ranks, Routing, load_layer
 from collegium.checkpoint.reader import Checkpoint
 from collegium.parallel.meeting import timeout_seconds
 from collegium.testing.compare import heavy_tailed
@@ -18,7 +18,7 @@ from family_cases import CASES, build
 from ranks import error_of
 from whole_models import in_bf16
 
-__all__ = ["FOLDERS", "built", "compare_loaded", "refusals", "replay_slices"]
+__all__ = ["FOLDERS", "built", "compare_loaded", "refusals", "replayed"]
 
 FOLDERS = "COLLEGIUM_TEST_FOLDERS"  # where the ranks of a test find its checkpoints
 
@@ -74,6 +74,7 @@ def _faults(layer: Any, whole: Any, ranks: Ranks, tokens: int) -> list[str]:
 def _ways(world: int) -> list[tuple[str, Ranks]]:
     ways = [
         ("same tokens", Ranks.of(same_tokens=True)),
+        ("same tokens by symm_mem", Ranks.of(same_tokens=True, replicas=1)),
         ("round robin, replicas", Ranks.of(order="round_robin", replicas=1, spare=1)),
         ("slices", Ranks.of(slices=world)),
     ]
@@ -103,7 +104,8 @@ def compare_loaded(rank: int) -> list[str]:
             # Two layers, and two sizes of passes: with 5 a batch of the same tokens is cut.
             for number, most in ((1, 64), (2, 5 if ranks.same_tokens else 64)):
                 checkpoint = Checkpoint.open(folder)
-                layer = load_layer(checkpoint, number, device=ranks, limits=Limits(max_tokens=most))
+                force = Choice(dispatcher="symm_mem" if "symm_mem" in name else None)
+                layer = load_layer(checkpoint, number, device=ranks, limits=Limits(max_tokens=most), force=force)
                 whole = load_layer(folder, number, device=device)
                 _kept.append(layer)
                 for tokens in (11, 1, 3, 0, 26):
@@ -149,26 +151,37 @@ def refusals(rank: int) -> dict[str, str]:
     return found
 
 
-def replay_slices(rank: int) -> list[str]:
-    """Return what a CUDA graph of a layer in slices gives otherwise than the layer itself, for new tokens."""
+def replayed(rank: int) -> list[str]:
+    """Return what CUDA graphs of a layer, in slices and for the same tokens, give otherwise than the layer itself.
+
+    Each replay has new tokens. For the same tokens the bits are those of one rank.
+    """
     folder, faults = os.environ[FOLDERS].split(os.pathsep)[0], list[str]()
-    layer = load_layer(folder, 1, device=Ranks.of(slices=distributed.get_world_size()))
-    _kept.append(layer)
-    assert layer.plan.capturable
-    x, _ = _inputs(layer, 12, seed=1)
-    out, stream = torch.empty_like(x), torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.inference_mode():
-        with torch.cuda.stream(stream):
-            layer(x, out=out)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            layer(x, out=out)
-        for seed in (2, 3):
-            x.copy_(_inputs(layer, 12, seed=seed)[0])
-            out.fill_(torch.nan)
-            graph.replay()
-            if not torch.equal(out, layer(x)):
-                faults.append(f"other bits in a replay, seed {seed}")
+    whole = load_layer(folder, 1, device=_device(rank))
+    for ranks, dispatcher in (
+        (Ranks.of(slices=distributed.get_world_size()), None),
+        (Ranks.of(same_tokens=True), "symm_mem"),
+    ):
+        layer = load_layer(folder, 1, device=ranks, force=Choice(dispatcher=dispatcher))
+        _kept.append(layer)
+        assert layer.plan.capturable
+        x, _ = _inputs(layer, 12, seed=1)
+        out, stream = torch.empty_like(x), torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.inference_mode():
+            with torch.cuda.stream(stream):
+                layer(x, out=out)
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                layer(x, out=out)
+            for seed in (2, 3, 4):
+                x.copy_(_inputs(layer, 12, seed=seed)[0])
+                out.fill_(torch.nan)
+                graph.replay()
+                if not torch.equal(out, layer(x)):
+                    faults.append(f"{ranks}: other bits in a replay, seed {seed}")
+                if dispatcher and not torch.equal(out, whole(x)):
+                    faults.append(f"{ranks}: other bits than one rank, seed {seed}")
+        layer.check()
     return faults

@@ -19,7 +19,7 @@ from commands import command
 from rank_cases import FOLDERS
 from ranks import error_of
 
-__all__ = ["by_command", "compare_models", "one_computes_wrongly", "one_fails"]
+__all__ = ["by_command", "captures", "compare_models", "one_computes_wrongly", "one_fails"]
 
 
 def _same(rank: int, folder: str, alone: Any, device: str) -> list[str]:
@@ -89,6 +89,24 @@ def compare_models(rank: int) -> list[str]:
         alone = load_model(folder, device=device)
         for way in (_same, _apart, _sliced):
             faults += [f"{Path(folder).name}, {way.__name__}: {fault}" for fault in way(rank, folder, alone, device)]
+    return faults
+
+
+def captures(rank: int) -> list[str]:
+    """Return what is wrong with decoding in a CUDA graph, where ranks read each other's memory."""
+    folder, faults = os.environ[FOLDERS], list[str]()
+    alone = Decoder(load_model(folder, device=f"cuda:{rank}"))
+    model = load_model(folder, device=Ranks.of(same_tokens=True))
+    shared = Decoder(model)
+    for tokens in (24, 9):
+        ids = torch.arange(3, 3 + tokens, device=f"cuda:{rank}").repeat(2, 1)
+        if not torch.equal(shared.generate(ids, tokens), alone.generate(ids, tokens)):
+            faults.append(f"another text after {tokens} tokens")
+        kinds = {(layer.plan.dispatcher, layer.plan.capturable) for layer in layers_of(model)}
+        if kinds != {("symm_mem", True)} or not shared.captured:
+            faults.append(f"{kinds}, captured {shared.captured}")
+    for layer in layers_of(model):
+        layer.check()
     return faults
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from moving import TOP_K, placement, split_layer, whole_weights
 from ranks import error_of
 from split_layers import taken
 
-__all__ = ["come_and_go", "copies_suffice", "refused"]
+__all__ = ["come_and_go", "copies_suffice", "refused", "shrink"]
 
 EXPERTS, NAMES = 7, ("first", "second")
 _WEIGHTS = {name: whole_weights("whole", EXPERTS, seed) for seed, name in enumerate(NAMES)}
@@ -35,11 +37,14 @@ class _Read:
         return taken(_WEIGHTS[name], ids)
 
 
-def _faults(layers: dict[str, Any], when: str) -> list[str]:
-    """Serve as the rank this process is now; return what differs from layers that hold everything."""
+def _faults(layers: dict[str, Any], when: str, same: bool = False) -> list[str]:
+    """Serve as the rank this process is now; return what differs from layers that hold everything.
+
+    same: with the tokens of all ranks.
+    """
     rank, size, found = distributed.get_rank(), distributed.get_world_size(), list[str]()
     counts = [(5, 0, 3, 9)[r % 4] for r in range(size)]
-    own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+    own = slice(None) if same else slice(sum(counts[:rank]), sum(counts[: rank + 1]))
     made = torch.Generator().manual_seed(size)
     x = torch.randint(-2, 3, (sum(counts), 32), generator=made).float()
     ids = uneven_ids(sum(counts), TOP_K, EXPERTS, seed=size)
@@ -122,6 +127,29 @@ def _back(note: Path, faults: list[str], read: _Read) -> Any:
         if size == 3:
             return faults, [layers["first"].plan.dispatcher], read.asked
         regroup(layers, joining=1)
+
+
+def shrink(rank: int, folder: str, same: bool) -> Any:
+    """Three ranks over symm_mem; the last leaves, then the first, and one is alone; its blocks go as groups do."""
+    placed = replace(placement(EXPERTS, rank, 3, 1), same_tokens=same)
+    layers: Any = {name: split_layer("whole", _WEIGHTS[name], "cpu", placed, "symm_mem") for name in NAMES}
+    read, faults, kinds = _Read(), list[str](), list[str]()
+    for size in (3, 2, 1):
+        faults += _faults(layers, f"{size} ranks", same)
+        kinds.append(layers["first"].plan.dispatcher)
+        if size == 1:
+            break
+        if rank == (2 if size == 3 else 0):
+            distributed.destroy_process_group()
+            _alone(folder, rank)
+            break
+        block = weakref.ref(layers["first"].workspaces._block)
+        assert block() is layers["second"].workspaces._block
+        rank, _ = regroup(layers, (2 if size == 3 else 0,), read=read)
+        gc.collect()
+        if block() is not None:
+            faults.append(f"the block of {size} ranks is still there")
+    return faults, kinds
 
 
 def copies_suffice(rank: int, folder: str) -> Any:

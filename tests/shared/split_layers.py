@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,6 +19,7 @@ from collegium import (
     MoESpec,
     Placement,
     Problem,
+    RankError,
     RouterWeights,
     Routing,
     RoutingSpec,
@@ -37,7 +39,19 @@ from ranks import error_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["EXPERTS", "HIDDEN", "RECIPES", "compare", "disagree", "equal", "kept", "layer_of", "replicated", "taken"]
+__all__ = [
+    "EXPERTS",
+    "HIDDEN",
+    "RECIPES",
+    "absent",
+    "compare",
+    "disagree",
+    "equal",
+    "kept",
+    "layer_of",
+    "replicated",
+    "taken",
+]
 
 EXPERTS, WIDE, HIDDEN = 7, 128, 128
 RECIPES = (
@@ -196,6 +210,27 @@ def _faults(layer: MoELayer, turn: Turn) -> list[str]:
     if not equal(found, turn.given, exact=(whole or ours) and alone and layer.latent is None):
         faults.append(f"{turn.counts} by a routing with ids of nobody")
     return faults
+
+
+def absent(rank: int) -> Any:
+    """Return whom each rank names, and after how long, where the last one is late and they wait for unequal times."""
+    world = distributed.get_world_size()
+    layer = layer_of("plain", RECIPES[1], "cpu", linear(EXPERTS, rank, world), dispatcher="symm_mem")
+    layer(torch.ones(3, HIDDEN))
+    timeout_seconds(1 if rank == 0 else 20)
+    if rank == world - 1:
+        time.sleep(4)
+    started, found = time.monotonic(), list[Any]()
+    for _ in range(2):  # and ever after
+        try:
+            layer(torch.ones(3, HIDDEN))
+        except RankError as error:
+            found.append((error.ranks, error.phase, str(error)))
+    took = time.monotonic() - started
+    timeout_seconds(20)
+    blocks: Any = layer.workspaces
+    blocks.renew()
+    return found, took, bool(layer(torch.ones(3, HIDDEN)).isfinite().all())
 
 
 def _first(tokens: int, top_k: int) -> Routing:

@@ -24,6 +24,7 @@ from ..encoding import encode_experts
 from ..errors import InputError, RankError
 from ..parallel.doors import Door, is_gone, own_door, store_behind
 from ..parallel.meeting import meeting_of, timeout_seconds
+from ..parallel.shared_block import drop_blocks
 from ..plan import kernel_named, plan
 from ..problem import Choice, Placement
 
@@ -116,7 +117,10 @@ def regroup(
     members, store, me = _gather(set(lost), joining)
     rank, size = members.old.index(me), len(members.old) + members.new
     _replace_group(store, rank, size, members.round)
-    own = {name: (_held(layer), layer.spec.num_experts, _spare(layer, spare)) for name, layer in layers.items()}
+    own = {
+        name: (_held(layer), layer.spec.num_experts, _spare(layer, spare), _same(layer))
+        for name, layer in layers.items()
+    }
     for name, placed in _agreed(own, read is not None).items():
         layer, chosen = layers[name], layers[name].plan
         problem = replace(chosen.problem, placement=placed)
@@ -159,13 +163,7 @@ def join(
             phase="join",
         ) from error
     _round = members.round
-    distributed.init_process_group(
-        backend,
-        store=_fresh(store, members.round),
-        rank=len(members.old) + place,
-        world_size=len(members.old) + members.new,
-        timeout=_bound(),
-    )
+    _form(backend, store, members.round, len(members.old) + place, len(members.old) + members.new)
     placements = _agreed(dict.fromkeys(names), True)
     return {name: build(name, placed) for name, placed in placements.items() if placed is not None}
 
@@ -192,6 +190,12 @@ def _spare(layer: MoELayer, asked: int | None) -> int:
     return asked if asked is not None else 0 if placed is None else placed.spare
 
 
+def _same(layer: MoELayer) -> bool:
+    """Return whether all ranks call the layer with the same tokens."""
+    placed = layer.plan.problem.placement
+    return placed is not None and placed.same_tokens
+
+
 def _agreed(own: Mapping[Any, Any], readable: bool) -> dict[Any, Placement | None]:
     """Return every layer's placement, None for a rank alone, from what all ranks hold."""
     rank, size = distributed.get_rank(), distributed.get_world_size()
@@ -202,7 +206,7 @@ def _agreed(own: Mapping[Any, Any], readable: bool) -> dict[Any, Placement | Non
     made: dict[Any, Placement | None] = {}
     for name in own:
         known = [dict(items)[name] for items, _ in told]
-        _, experts, spare = next(each for each in known if each is not None)
+        _, experts, spare, same = next(each for each in known if each is not None)
         held = [() if each is None else each[0] for each in known]
         nowhere = sorted(set(range(experts)).difference(*held))
         if nowhere and not all(can for _, can in told):
@@ -211,7 +215,9 @@ def _agreed(own: Mapping[Any, Any], readable: bool) -> dict[Any, Placement | Non
                 "given read= to read them from the checkpoint; pass reader_of(path)"
             )
         ranks = spread(held, experts)
-        made[name] = Placement(rank=rank, world_size=size, expert_ids=ranks[rank], ranks=ranks, spare=spare)
+        made[name] = Placement(
+            rank=rank, world_size=size, expert_ids=ranks[rank], ranks=ranks, spare=spare, same_tokens=same
+        )
     return made if size > 1 else dict.fromkeys(own)
 
 
@@ -309,17 +315,26 @@ def _replace_group(store: Any, rank: int, size: int, number: int) -> None:
     What was queued on a communicator of NCCL that lost a rank never ends; it is aborted.
     """
     backend: str = distributed.get_backend_config()
+    drop_blocks()
     if "nccl" in backend:
         distributed.distributed_c10d._abort_process_group()  # pyright: ignore[reportPrivateUsage]
     else:
         distributed.destroy_process_group()
-    distributed.init_process_group(backend, store=_fresh(store, number), rank=rank, world_size=size, timeout=_bound())
+    _form(backend, store, number, rank, size)
 
 
-def _fresh(store: Any, number: int) -> Any:
+def _form(backend: str, store: Any, number: int, rank: int, size: int) -> None:
+    """Make torch's default group number ``number`` of this process's members.
+
+    torch names groups by a count that starts anew, and its symmetric memory takes a name for the group it first knew.
+    """
     made: Any = distributed.PrefixStore  # pyright: ignore[reportPrivateImportUsage] - torch documents it
-    return made(f"{_ROOM}/{number}/group", store)
-
-
-def _bound() -> timedelta:
-    return timedelta(seconds=max(timeout_seconds(), 1.0))
+    world: Any = distributed.distributed_c10d._world  # pyright: ignore[reportPrivateUsage]
+    world.group_count = number << 20
+    distributed.init_process_group(
+        backend,
+        store=made(f"{_ROOM}/{number}/group", store),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=max(timeout_seconds(), 1.0)),
+    )

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Arrived", "Mover", "Round", "rounds"]
 
+_CTAS = 8  # multiprocessors that messages may take
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Round:
@@ -129,7 +131,9 @@ class Mover:
         """Make a process group of its own, so that moves never stand in the way of the layers' exchanges."""
         self.ranks, self.rank = world_ranks(group), distributed.get_rank(group_named(group))
         bound = timedelta(seconds=max(timeout_seconds(), 1.0))
-        made: Any = distributed.new_group(list(self.ranks), timeout=bound, use_local_synchronization=True)
+        made: Any = distributed.new_group(
+            list(self.ranks), timeout=bound, use_local_synchronization=True, pg_options=_options(device, bound)
+        )
         self._group: str = made.group_name
         self._thread = ThreadPoolExecutor(1, "collegium-mover")
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -222,6 +226,15 @@ class Mover:
         except RuntimeError as error:  # torch raises nothing narrower
             others = tuple(sorted({op.peer for op in ops}))
             raise RankError(f"{phase}, with rank {others}: {error}", ranks=others, phase=phase) from error
+
+
+def _options(device: torch.device, bound: timedelta) -> Any:
+    """Let NCCL take few multiprocessors: its kernels wait for another rank's, and what serves needs the rest."""
+    if device.type != "cuda":
+        return None
+    made: Any = getattr(distributed, "ProcessGroupNCCL").Options()  # noqa: B009 - not there in torch for CPUs
+    made.config.max_ctas, made._timeout = _CTAS, bound
+    return made
 
 
 def _raw(part: Tensor) -> Tensor:

@@ -17,6 +17,8 @@ from ..runtime.launch import dense_rows, launch, overlaps, power_at_least
 from .peers_in_torch import EPOCH, POSTS, all_came, lines_of, pull_rank, rows_of, tell
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from ..ops.quantize import ActivationFormat
@@ -58,7 +60,7 @@ class Peers:
     head: ``[256]`` int64, the flags and counters of this rank. deltas: ``[W + 1]`` int64, bytes from this rank's block
     to each peer's, and the address of the host's word. blocks: the bytes of every rank's block, for torch. ranks: as
     torch's default group numbers them. alone: every peer is this rank itself, which is how kernels are compiled
-    without the others.
+    without the others. gone: asks for the places of those whose process has ended.
     """
 
     rank: int
@@ -70,6 +72,7 @@ class Peers:
     deltas: Tensor
     blocks: tuple[Tensor, ...] = ()
     alone: bool = False
+    gone: Callable[[], tuple[int, ...]] = tuple
 
     @property
     def world(self) -> int:

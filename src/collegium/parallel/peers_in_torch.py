@@ -11,16 +11,28 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import RankError
+from .meeting import LOOK
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
     from .expert_map import ExpertMap
     from .peers import Peers, Sent
 
-__all__ = ["EPOCH", "POSTS", "STATUS", "all_came", "lines_of", "pull_rank", "raise_status", "rows_of", "tell"]
+__all__ = [
+    "EPOCH",
+    "POSTS",
+    "STATUS",
+    "all_came",
+    "lines_of",
+    "pull_rank",
+    "raise_status",
+    "release",
+    "rows_of",
+    "tell",
+]
 
 # Words of the head; kernels/peer.py has the same.
 POSTS, _ROWS, EPOCH, _PULL_FAILED, _COLLECT_FAILED, STATUS = 0, 64, 128, 131, 132, 133
@@ -28,27 +40,59 @@ _PHASES = {_PULL_FAILED: "dispatch", _COLLECT_FAILED: "combine"}
 _LATE, _OTHER_CALL, _GAVE_UP = 1, 2, 3
 
 
-def raise_status(status: list[int], ranks: tuple[int, ...], own: int) -> None:
-    """Raise the RankError that ``status`` (code, seen, wanted), words of a head, says; return where it says none."""
-    code, seen, wanted = status
+def raise_status(
+    heads: Sequence[Tensor], ranks: tuple[int, ...], own: int, ask: Callable[[], tuple[int, ...]] = tuple
+) -> None:
+    """Raise the RankError that the head of rank ``own`` of ``heads`` notes; return where it notes none.
+
+    Where a peer gave up before, for another rank, its head says why. ask: for the places of those whose process has
+    ended, who are named whatever was noted.
+    """
+    code, seen, wanted = heads[own][STATUS : STATUS + 3].tolist()
     if not code:
         return
+    gone = ask()
+    for _ in ranks:
+        if gone or code & 255 != _GAVE_UP:
+            break
+        why = heads[code >> 16][STATUS : STATUS + 3].tolist()
+        if not why[0] or why[0] >> 16 == own:
+            break
+        own, (code, seen, wanted) = code >> 16, why
     what, phase, peer = code & 255, _PHASES[code >> 8 & 255], ranks[code >> 16]
-    said = {
-        _LATE: f"rank {peer} did not come within the time a rank waits; it ended, hangs or makes other calls",
-        _OTHER_CALL: (
-            f"rank {peer} is in another call: it brings {seen & 0xFFFFFF} tokens, top-{seen >> 24 & 255}, to layer "
-            f"{seen >> 32 & 0xFFF}, while this rank is in layer {wanted >> 8 & 0xFFF}, top-{wanted & 255}; every rank "
-            "makes the same calls in the same order, and replays graphs that were captured together"
-        ),
-        _GAVE_UP: f"rank {peer} gave up before this rank did, and says why",
-    }[what]
+    lost = tuple(ranks[place] for place in gone) or (peer,)
+    said = (
+        f"rank {', '.join(map(str, lost))} has ended"
+        if gone
+        else {
+            _LATE: f"rank {peer} did not come within the time a rank waits; it ended, hangs or makes other calls",
+            _OTHER_CALL: (
+                f"rank {peer} is in another call: it brings {seen & 0xFFFFFF} tokens, top-{seen >> 24 & 255}, to layer "
+                f"{seen >> 32 & 0xFFF}, while this rank is in layer {wanted >> 8 & 0xFFF}, top-{wanted & 255}; every "
+                "rank makes the same calls in the same order, and replays graphs that were captured together"
+            ),
+            _GAVE_UP: f"rank {peer} gave up before this rank did, and says why",
+        }[what]
+    )
     raise RankError(
-        f"symm_mem {phase} on rank {ranks[own]}: {said}. Output since then is NaN. Ranks that are left may plan anew, "
-        "or all call renew() of layer.workspaces and go on",
-        ranks=(peer,),
+        f"symm_mem {phase} on rank {ranks[own]}: {said}. Output since then is NaN. Ranks that are left may plan anew "
+        "(collegium.balance.elastic), or all call renew() of layer.workspaces and go on",
+        ranks=lost,
         phase=f"symm_mem {phase}",
     )
+
+
+def release(head: Tensor, places: Sequence[int]) -> None:
+    """Let kernels of this rank that wait for the ranks at ``places`` give up now.
+
+    The copy engines write the flags, beside the stream that waits: kernels may hold every multiprocessor.
+    """
+    if not head.is_cuda:
+        return
+    word = torch.full((1,), -1, dtype=torch.int64, pin_memory=True)
+    with torch.cuda.stream(torch.cuda.Stream(head.device)):
+        for flag in (flags + place for flags in (POSTS, _ROWS) for place in places):
+            head[flag : flag + 1].copy_(word, non_blocking=True)
 
 
 def tell(peers: Peers, flags: int, word: int) -> None:
@@ -60,9 +104,12 @@ def tell(peers: Peers, flags: int, word: int) -> None:
 def _seen(peers: Peers, flags: int, rank: int, phase: str) -> int:
     """Return the flag of ``rank`` once it is of this pass; RankError, which every peer is told, where it never is."""
     epoch, started = int(peers.head[EPOCH]), time.monotonic()
+    look = started + LOOK
     while True:
-        seen = int(peers.head[flags + rank])
-        late = time.monotonic() - started > peers.seconds
+        seen, now = int(peers.head[flags + rank]), time.monotonic()
+        late = now - started > peers.seconds
+        if now > look:
+            look, late = now + LOOK, late or rank in peers.gone()
         if epoch < 0 or seen < 0 or seen >> 44 == epoch or late:
             break
         time.sleep(2e-5)
@@ -74,12 +121,12 @@ def _seen(peers: Peers, flags: int, rank: int, phase: str) -> int:
 
 def _give_up(peers: Peers, what: int, phase: str, rank: int, seen: int, wanted: int = 0) -> None:
     peers.head[EPOCH] = -1
+    number = next(key for key, name in _PHASES.items() if name == phase)
+    peers.head[STATUS : STATUS + 3] = torch.tensor([what | number << 8 | rank << 16, seen, wanted])
     for flags in (POSTS, _ROWS):
         tell(peers, flags, -1)
-    number = next(key for key, name in _PHASES.items() if name == phase)
-    status = [what | number << 8 | rank << 16, seen, wanted]
-    peers.head[STATUS : STATUS + 3] = torch.tensor(status)
-    raise_status(status, peers.ranks, peers.rank)
+    heads = [peers.at(peers.head, place) for place in range(peers.world)]
+    raise_status(heads, peers.ranks, peers.rank, peers.gone)
 
 
 def pull_rank(peers: Peers, rank: int, sent: Sent, own: Sent, table: ExpertMap) -> None:

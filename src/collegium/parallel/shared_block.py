@@ -17,16 +17,16 @@ from ..errors import InputError, RankError
 from ..runtime.memory import Arena, Region, captured, captures, current_stream, memory_map, wait_for
 from ..runtime.symmetric import SymmetricWorkspace
 from .groups import group_named, world_ranks
-from .meeting import meeting_of, timeout_seconds
+from .meeting import LOOK, Meeting, meeting_of, timeout_seconds
 from .peers import HEAD_BYTES, Peers
-from .peers_in_torch import STATUS, raise_status
+from .peers_in_torch import raise_status, release
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
     from ..runtime.memory import MemoryMap
 
-__all__ = ["LATE", "PeerArena", "SharedBlocks", "shared_blocks"]
+__all__ = ["LATE", "PeerArena", "SharedBlocks", "drop_blocks", "shared_blocks"]
 
 _PHASE = "symm_mem dispatch"
 _numbers = itertools.count()
@@ -47,16 +47,19 @@ class _Mail:
     """One word of every rank that all ranks of the host read: a meeting in microseconds, where a store takes hundreds.
 
     A word holds all that is said, so nothing has to be ordered. Two take turns: who writes the next but one has been
-    answered by everybody, who therefore read this one.
+    answered by everybody, who therefore read this one. A rank that gives up writes ``~place`` of the one it gave up on.
     """
 
-    def __init__(self, group: str, ranks: tuple[int, ...]) -> None:
+    def __init__(self, group: str, meeting: Meeting) -> None:
         space = SymmetricWorkspace(group_named(group), torch.device("cpu"), 4096)
-        self._ranks, self._rank, self._count = ranks, space.rank, 0
+        self._meeting, self._rank, self._count = meeting, space.rank, 0
+        self._error: RankError | None = None
         self._words: list[Any] = [block.view(torch.int64).numpy() for block in space.blocks]
 
     def exchange(self, layer: int, tokens: int, top_k: int) -> list[tuple[int, int, int]]:
         """Return what every rank gave. Raises RankError where one does not come, and ever after."""
+        if self._error is not None:  # what this rank's words say stays
+            raise RankError(str(self._error), ranks=self._error.ranks, phase=_PHASE)
         self._count += 1
         turn, number, own = self._count % 2, self._count & 0x7FFFF, self._words[self._rank]
         own[turn] = number << 44 | layer << 32 | min(top_k, 0xFF) << 24 | min(tokens, 0xFFFFFF)
@@ -65,21 +68,37 @@ class _Mail:
 
     def _answer(self, rank: int, turn: int, number: int) -> int:
         words, looks, started = self._words[rank], 0, time.monotonic()
+        look = started + LOOK
         while words[turn] >> 44 != number:
-            looks += 1
-            late = time.monotonic() - started > timeout_seconds()
-            if words[turn] < 0 or late:
-                self._words[self._rank][:2] = -1
-                said = f"did not come to {_PHASE!r} within {timeout_seconds():g} s" if late else "gave up before"
-                raise RankError(
-                    f"rank {self._ranks[rank]} {said}; it ended, hangs or makes other calls. Ranks that are left may "
-                    "plan anew, or all call renew() of layer.workspaces and go on",
-                    ranks=(self._ranks[rank],),
-                    phase=_PHASE,
-                )
+            looks, now, ended = looks + 1, time.monotonic(), ()
+            if now > look:
+                look, ended = now + LOOK, self._meeting.gone()
+            # Any rank that gave up will never come again, and this one would wait for nothing.
+            quitter = next((place for place, own in enumerate(self._words) if own[turn] < 0), None)
+            if ended or quitter is not None or now - started > timeout_seconds():
+                self._give_up(rank, quitter, turn)
             if looks > 1000:
                 time.sleep(2e-5)
         return int(words[turn])
+
+    def _give_up(self, rank: int, quitter: int | None, turn: int) -> None:
+        """Raise the RankError of waiting in vain for ``rank``, or because ``quitter`` gave up on some rank before."""
+        lost, said = self._meeting.gone(), "has ended"
+        if not lost and quitter is not None:
+            named = ~int(self._words[quitter][turn])
+            # Whoever was given up on is lost, unless that is this rank: then the others go on without it.
+            lost, said = (quitter if named == self._rank else named,), "was given up by another rank, or gave up itself"
+        elif not lost:
+            lost, said = (rank,), f"did not come within {timeout_seconds():g} s; it ended, hangs or makes other calls"
+        self._words[self._rank][:2] = ~lost[0]
+        ranks = tuple(self._meeting.ranks[place] for place in lost)
+        self._error = RankError(
+            f"{_PHASE}: rank {', '.join(map(str, ranks))} {said}. Ranks that are left may plan anew "
+            "(collegium.balance.elastic), or all call renew() of layer.workspaces and go on",
+            ranks=ranks,
+            phase=_PHASE,
+        )
+        raise self._error
 
 
 class _Block:
@@ -90,13 +109,15 @@ class _Block:
 
     def __init__(self, group: str, device: torch.device, late: int, early: int) -> None:
         self.device, self.late, self.early = device, late, early
-        self.mail = _Mail(group, world_ranks(group))
+        self.mail = _Mail(group, meeting_of(group))
         space = SymmetricWorkspace(group_named(group), device, HEAD_BYTES + late + early)
         self.rank, self.nbytes, self.blocks, self.handle = space.rank, space.nbytes, space.blocks, space.handle
         own = self.blocks[self.rank]
         # An inference tensor could not be written outside inference mode.
         with torch.inference_mode(False):
-            self.head = own[:HEAD_BYTES].zero_().view(torch.int64)
+            own[:HEAD_BYTES].zero_()
+            self.heads = [block[:HEAD_BYTES].view(torch.int64) for block in self.blocks]
+            self.head = self.heads[self.rank]
             self.mirror = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
             deltas = [block.data_ptr() - own.data_ptr() for block in self.blocks] + [self.mirror.data_ptr()]
             self.deltas = torch.tensor(deltas, device=device)
@@ -127,6 +148,7 @@ class SharedBlocks:
     def __init__(self, group: str, device: torch.device) -> None:
         self.group, self.device = group, device
         self.ranks = world_ranks(group)
+        self.meeting = meeting_of(group)
         self._layers = 0
         self._block: _Block | None = None
         self._kept: list[_Block] = []
@@ -147,7 +169,7 @@ class SharedBlocks:
         Raises InputError on every rank where the ranks have other regions or are on several hosts, or where their
         memory cannot be shared.
         """
-        meeting_of(self.group).agree(places.regions, "symm_mem: regions of a layer")
+        self.meeting.agree(places.regions, "symm_mem: regions of a layer")
         late = memory_map(tuple(region for region in places.regions if region.name in LATE)).nbytes
         early = places.nbytes - late
         before = self._block
@@ -188,7 +210,12 @@ class SharedBlocks:
         assert block is not None
         if block.failed[0]:
             self.check()
-        said = block.mail.exchange(layer, tokens, top_k)
+        try:
+            said = block.mail.exchange(layer, tokens, top_k)
+        except RankError as error:
+            if not captured(self.device):
+                release(block.head, [self.ranks.index(rank) for rank in error.ranks])
+            raise
         if any(count > limit or (own, k) != (layer, top_k) for own, count, k in said):
             found = "; ".join(
                 f"rank {rank}: {count} tokens, top-{k}, layer {own}"
@@ -208,6 +235,7 @@ class SharedBlocks:
             head=block.head,
             deltas=block.deltas,
             blocks=tuple(block.blocks),
+            gone=self.meeting.gone,
         )
         return peers, (bound, seconds)
 
@@ -215,7 +243,7 @@ class SharedBlocks:
         """Wait for the device, and raise the RankError of a pass in which a rank gave up."""
         block = self._block
         if block is not None:
-            raise_status(block.head[STATUS : STATUS + 3].tolist(), self.ranks, block.rank)
+            raise_status(block.heads, self.ranks, block.rank, self.meeting.gone)
 
     def renew(self) -> None:
         """Begin anew after a RankError, with a block as large as before; all ranks call it at the same time.
@@ -230,7 +258,7 @@ class SharedBlocks:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         # Nobody reads a block any more once every rank is here.
-        used = meeting_of(self.group).exchange(before is not None and before.captured, "symm_mem: a new block")
+        used = self.meeting.exchange(before is not None and before.captured, "symm_mem: a new block")
         if before is not None and any(used):
             self._kept.append(before)
         made, fault = None, ""
@@ -240,7 +268,7 @@ class SharedBlocks:
                 torch.cuda.synchronize(self.device)
         except (RuntimeError, InputError) as error:
             fault = str(error)
-        faults = meeting_of(self.group).exchange(fault, "symm_mem: the new block is ready")
+        faults = self.meeting.exchange(fault, "symm_mem: the new block is ready")
         if any(faults):
             said = "; ".join(f"rank {rank}: {own}" for rank, own in zip(self.ranks, faults, strict=True) if own)
             raise InputError(
@@ -250,7 +278,7 @@ class SharedBlocks:
         self._block = made
 
 
-_shared: dict[tuple[str, int, torch.device], SharedBlocks] = {}
+_shared: dict[tuple[str, torch.device], SharedBlocks] = {}
 _making = threading.Lock()
 
 
@@ -258,10 +286,14 @@ def shared_blocks(group: str, device: torch.device) -> SharedBlocks:
     """Return what all layers with the ranks of the process group ``group`` on ``device`` share."""
     device = torch.empty(0, device=device).device  # with its index, as tensors name it
     with _making:
-        # A group that was destroyed and made again has the same name, and blocks of its own.
-        key = (group, id(group_named(group)), device)
-        if key not in _shared:
-            for old in [old for old in _shared if old[0] == group and old[2] == device]:
-                del _shared[old]
-            _shared[key] = SharedBlocks(group, device)
-        return _shared[key]
+        found = _shared.get((group, device))
+        # A group that was destroyed and made again has the same name, another meeting, and blocks of its own.
+        if found is None or found.meeting is not meeting_of(group):
+            found = _shared[group, device] = SharedBlocks(group, device)
+        return found
+
+
+def drop_blocks() -> None:
+    """Forget all blocks, for process groups that end: one is given back once the last layer that runs in it is gone."""
+    with _making:
+        _shared.clear()
