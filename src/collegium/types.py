@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ActivationSpec",
+    "Back",
     "ContiguousBatch",
     "ExpertWeights",
     "LatentWeights",
@@ -291,6 +292,19 @@ class TileRows:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Back:
+    """Where experts store their rows, each at its owner's, instead of returning them in the order of the batch.
+
+    rows: ``[N, H]`` contiguous, where this rank's own come from all ranks. places: ``[R]`` int64, where row r goes, in
+    elements from the first of ``rows``, in this memory or a peer's, which may come before it;
+    ``kernels.numbers.NOWHERE``: the row is nobody's and is not stored.
+    """
+
+    rows: Tensor
+    places: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ContiguousBatch:
     """Rows packed by expert, named by where they come from; nothing is gathered yet.
 
@@ -301,7 +315,8 @@ class ContiguousBatch:
     before everything else (router weight on the input), or None. tiles: token tile lists made with the order, for
     kernels that asked. rows: how many rows to choose tiles for, R when None; a batch with room for more rows than it is
     likely to hold says how many those are. dtype: of the tokens and the result, x's own when None. order: of the
-    columns of codes that arrived, as ``ops/operand.py`` numbers them.
+    columns of codes that arrived, as ``ops/operand.py`` numbers them. back: where rows are to be stored, which ``run``
+    then returns as ``back.rows``; only for experts that said they do that (``Packed.storing``).
     x_ready: nothing launched since x was written touches x or the buffers taken next, so a kernel that reads only x may
     overlap the sort.
     """
@@ -316,3 +331,4 @@ class ContiguousBatch:
     dtype: torch.dtype | None = None
     order: int = 0
     x_ready: bool = False
+    back: Back | None = None

@@ -20,7 +20,7 @@ BASE = {
     "WEIGHT": 0, "SCALE": 0, "WORDS": 1, "X_SCALE": 0, "ROW_SCALE": False, "BIAS": False, "GATHER": True,
     "PARTS": 2, "KIND": 0, "HAS_LIMIT": False, "EVEN_K": True, "ASM": True, "GROUP_T": 8, "K_BLOCKS": 32,
     "BLOCK_N": 64, "BLOCK_T": 16, "BLOCK_K": 128, "STAGES": 4, "STACKED": False, "TOP_K": 0, "EARLY": False,
-    "PDL": True,
+    "PDL": True, "row_places": None, "PLACED": 0,
 }  # fmt: skip
 PLAIN = {"BLOCK_K": 64}
 BLOCKS = {"WEIGHT": 2, "SCALE": 1, "X_SCALE": 1}
@@ -111,7 +111,8 @@ print("RESULT" + json.dumps(found))
 """
 
 
-_LISTS = {"BLOCK_E": 256, "BLOCK_T_A": 16, "BLOCK_T_B": 64}
+_ORDER = dict.fromkeys(("row_places", "deltas", "span", "width")) | {"ITEM": 0}
+_LISTS = {"BLOCK_E": 256, "BLOCK_T_A": 16, "BLOCK_T_B": 64} | _ORDER
 _READS = {"TOP_K": 8, "BLOCK_E": 256}
 _ROUTE = {
     "SCORE": 2, "TOP_K": 8, "BLOCK_K": 8, "BLOCK_G": 8, "BLOCK_S": 32, "KEPT": 4, "TOP2": True, "BIAS": True,

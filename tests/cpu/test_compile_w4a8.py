@@ -19,7 +19,7 @@ if importlib.util.find_spec("triton") is None:
 BASE = {
     "WEIGHT": 6, "X_SCALE": 2, "BIAS": False, "GATHER": True, "PARTS": 2, "KIND": 0, "HAS_LIMIT": False,
     "K_BLOCKS": 32, "ASM": True, "WARPS": 4, "BLOCK_N": 64, "BLOCK_T": 16, "BLOCK_K": 128, "GROUP_T": 8, "STAGES": 4,
-    "TOP_K": 0, "EARLY": False, "PDL": False,
+    "TOP_K": 0, "EARLY": False, "PDL": False, "row_places": None, "PLACED": 0,
 }  # fmt: skip
 INT4, NVFP4, SCALED = {"WEIGHT": 7}, {"WEIGHT": 8}, {"WEIGHT": 9}
 PAIRS, FLOATS = {"WEIGHT": 10}, {"WEIGHT": 11}

@@ -63,7 +63,9 @@ for weights, activations, hidden, carried, combine in json.load(sys.stdin):
             run(x, routing, memory, dtype=x.dtype, shared=lambda x=x: x, out=torch.empty_like(x))
     rows = []
     for variant in launches.found.values():
-        if variant.kernel.__module__ != "collegium.kernels.peer":
+        # Of the others those that store rows at their owners, or say where that is.
+        stores = variant.arguments.get("PLACED") or variant.arguments.get("ITEM")
+        if variant.kernel.__module__ != "collegium.kernels.peer" and not stores:
             continue
         made = variant.compile(launches.target)
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -80,6 +82,10 @@ print("RESULT" + json.dumps(found))
 """
 
 
+_PRODUCTS = {"grouped_gemm_kernel", "w4a8_kernel", "prefill_kernel"}
+_STORING = _PRODUCTS | {"permute_kernel", "scatter_kernel"}
+
+
 @pytest.fixture(scope="module")
 def compiled() -> list[Any]:
     return compile_apart(_PROGRAM, [list(case) for case in CASES])
@@ -87,7 +93,7 @@ def compiled() -> list[Any]:
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=["-".join(map(str, case)) for case in CASES])
 def test_kernels_load_sixteen_bytes_at_once_and_do_not_spill(compiled: list[Any], index: int) -> None:
-    rows, _ = compiled[index]
+    rows = [row for row in compiled[index][0] if row[0] not in _STORING]
     back = {"reduce_kernel", "collect_kernel"} if CASES[index][4] == "reduced" else {"collect_kernel"}
     assert {name for name, *_ in rows} == {"post_kernel", "send_kernel", "pull_kernel"} | back
     assert len(rows) <= 12, "each kernel is compiled for few kinds of calls"
@@ -105,3 +111,20 @@ def test_kernels_load_sixteen_bytes_at_once_and_do_not_spill(compiled: list[Any]
             assert not any(code.startswith("MEMBAR") for code in codes), where
         else:
             assert codes.count("MEMBAR.ALL.SYS") == 1, f"{where}: one fence for the flags of all peers"
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=["-".join(map(str, case)) for case in CASES])
+def test_products_store_sixteen_bytes_of_a_row_at_its_owner(compiled: list[Any], index: int) -> None:
+    rows = [row for row in compiled[index][0] if row[0] in _STORING]
+    if CASES[index][4] == "reduced":
+        assert not rows, "sums go back, and rows stay"
+        return
+    names = {name for name, *_ in rows}
+    assert names & _PRODUCTS
+    assert {"permute_kernel", "scatter_kernel"} <= names
+    for name, where, _, codes in rows:
+        assert not {"LDL", "STL"} & set(codes), f"{where}: registers spill"
+        if name in _PRODUCTS:
+            stores, places = [code for code in codes if code.startswith("STG")], codes.count("LDG.E.64")
+            assert set(stores) == {"STG.E.128"}, where
+            assert 1 <= places <= len(stores) + 2, f"{where}: a place is read once for 16 bytes at most"

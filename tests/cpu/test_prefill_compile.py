@@ -19,7 +19,7 @@ if importlib.util.find_spec("triton") is None:
 BASE = {
     "SCALE": True, "X_SCALE": 1, "ROW_SCALE": False, "BIAS": False, "PARTS": 2, "KIND": 0, "HAS_LIMIT": False,
     "CODES": 0, "ROUND": True, "K_BLOCKS": 56, "BLOCK_T": 128, "BLOCK_K": 128, "GROUP_T": 8, "STAGES": 4,
-    "SPECIALIZE": True, "ASM": True,
+    "SPECIALIZE": True, "ASM": True, "row_places": None, "PLACED": 0,
 }  # fmt: skip
 CODES = {"CODES": 1}
 DOWN = {"PARTS": 1, "KIND": -1, "K_BLOCKS": 16}

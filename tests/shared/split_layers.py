@@ -51,6 +51,7 @@ __all__ = [
     "layer_of",
     "replicated",
     "taken",
+    "taken_by",
 ]
 
 EXPERTS, WIDE, HIDDEN = 7, 128, 128
@@ -80,6 +81,12 @@ def replicated(num_experts: int, rank: int, world: int) -> Placement:
     return Placement(rank=rank, world_size=world, expert_ids=ranks[rank], ranks=tuple(ranks), spare=2)
 
 
+def taken_by(weights: ExpertWeights[Any], placement: Placement) -> ExpertWeights[Any]:
+    """Return what ``placement`` holds of ``weights``."""
+    # Whatever is in a spare slot, nobody reads it.
+    return taken(weights, [*placement.expert_ids, *[EXPERTS - 1] * placement.spare])
+
+
 def taken(weights: ExpertWeights[Any], ids: Sequence[int]) -> ExpertWeights[Any]:
     """Return the experts ``ids`` of ``weights``, in that order."""
 
@@ -103,10 +110,7 @@ def layer_of(
     )
     inner = spec.expert_hidden_size
     whole = encode_experts(random_experts(EXPERTS, 2, WIDE, inner, seed=1), weights)
-    # Whatever is in a spare slot, nobody reads it.
-    held = whole
-    if placement is not None:
-        held = taken(whole, [*placement.expert_ids, *[EXPERTS - 1] * placement.spare])
+    held = whole if placement is None else taken_by(whole, placement)
     shared = encode_experts(random_experts(1, 2, WIDE, HIDDEN, seed=5), weights) if spec.shared else None
     latent = None
     if spec.latent_size:

@@ -96,8 +96,15 @@ class Packed:
         """Format and order of columns of the codes that ``run`` multiplies, None where it takes tokens alone."""
         return None
 
+    def storing(self, dtype: torch.dtype) -> tuple[int, torch.dtype] | None:
+        """Return width and dtype of the rows of tokens of ``dtype`` that ``run`` stores where ``batch.back`` says.
+
+        None where it does not: such batches have no ``back``.
+        """
+        return None
+
     def run(self, batch: ContiguousBatch, memory: Memory | None = None) -> Tensor:
-        """Return ``[R, H]``, row r being its expert's output for ``x[source[r]]``.
+        """Return ``[R, H]``, row r being its expert's output for ``x[source[r]]``, or ``batch.back.rows``.
 
         float32, or the dtype the kernel's sums were rounded to. memory: where buffers come from. Raises InputError for
         a batch of codes that the kernel does not multiply (``refuse_codes``).

@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from . import numbers
 from .activation import activate
 from .decode import e2m1_quarters, e4m3_halves, e4m3_scale, e8m0_scale, finished, int4_quarters, upper_scale
-from .tiles import tile_at, tile_of, token_at
+from .tiles import NOWHERE, place_at, tile_at, tile_of, token_at
 
 __all__ = ["grouped_gemm_kernel"]
 
@@ -183,7 +183,7 @@ def _multiply(
 
 @triton.jit(
     do_not_specialize=["token_tiles"],
-    do_not_specialize_on_alignment=["source", "expert_offsets", "tile_expert", "tile_row"],
+    do_not_specialize_on_alignment=["row_places", "source", "expert_offsets", "tile_expert", "tile_row"],
 )
 def grouped_gemm_kernel(
     x,
@@ -193,6 +193,7 @@ def grouped_gemm_kernel(
     row_scale,
     bias,
     out,
+    row_places,
     source,
     expert_offsets,
     tile_expert,
@@ -229,6 +230,7 @@ def grouped_gemm_kernel(
     GROUP_T: tl.constexpr,
     STAGES: tl.constexpr,
     STACKED: tl.constexpr,
+    PLACED: tl.constexpr,
     TOP_K: tl.constexpr,
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
@@ -238,7 +240,8 @@ def grouped_gemm_kernel(
     x [T or R, x_stride], read at row source[r] (GATHER) or r. x_scale: float32 [., K_BLOCKS] (X_SCALE 1) or [., 1]
     (2), 0: none. weight: expert and part ``part_step`` elements apart, rows ``n_step``, K blocks ``k_step``.
     scale: per (expert, part, K block): WORDS x n_out words, or for BLOCK_SCALE [ceil(n_out / 128), K_BLOCKS].
-    row_scale, bias: [expert, part, n_out]. Rows from expert_offsets[E] on are not written.
+    row_scale, bias: [expert, part, n_out]. Rows from expert_offsets[E] on are not written. PLACED: row r is written to
+    element row_places[r] of out, which may be in a peer's memory (``place_at``).
     """
     COLUMNS: tl.constexpr = BLOCK_N // 2 if STACKED else BLOCK_N
     # Accumulators: gate and up of a stacked tile share one.
@@ -383,6 +386,12 @@ def grouped_gemm_kernel(
     else:
         result = activate(up, up, KIND, HAS_LIMIT, limit, alpha, gate_bound, up_bound)
     o = tl.arange(0, COLUMNS)
-    out_ptr = out + row[None, :] * n_out + (n_first + o)[:, None]
+    if PLACED:
+        place = place_at(row_places, row, PLACED)[None, :]
+        out_ptr = out + place + (n_first + o)[:, None]
+    else:
+        out_ptr = out + row[None, :] * n_out + (n_first + o)[:, None]
     inside_out = (o < n_out - n_first)[:, None] & (t < row_count)[None, :]
+    if PLACED:
+        inside_out &= place != NOWHERE
     tl.store(out_ptr, result.to(out.dtype.element_ty), mask=inside_out)

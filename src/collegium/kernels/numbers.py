@@ -22,6 +22,7 @@ __all__ = [
     "INT4_FLOATS",
     "INT4_LANES",
     "INT4_PAIRS",
+    "NOWHERE",
     "NO_ACTIVATION",
     "NO_SCALE",
     "PAIR_SCALE",
@@ -56,6 +57,9 @@ PAIR_SCALE = 5  # two bfloat16 a word for each row and quarter, applied to the p
 
 # KIND, where no activation follows the product; the others are places in types.ACTIVATION_KINDS.
 NO_ACTIVATION = -1
+
+# The place of a row that is nobody's. A peer's memory may come before this rank's: other places are negative too.
+NOWHERE = -(1 << 62)
 
 # CODES: how prefill.py stores its result.
 ROWS = 0  # as it is

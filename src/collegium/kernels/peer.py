@@ -8,9 +8,10 @@ up. Whatever the peers wrote before a flag is seen after it.
 What keeps them from overwriting what a peer still reads, without a second buffer: a rank posts pass n + 1 after its
 ``collect`` of n, which waited for every peer's rows of n, which follow that peer's ``pull`` of n; so what was sent in
 n is free. And rows of n + 1 are written after ``pull`` of n + 1, which waited for every peer's post of n + 1, which
-follows that peer's ``collect`` of n; so rows of n are free. Sums that ranks write into their owner's memory are written
-at the same time as rows, and told by the same flag. A kernel begins after the end of the one before it (``gdc_wait``),
-and all its flags are written by one program.
+follows that peer's ``collect`` of n; so rows of n are free, wherever they are: read where they were computed, or stored
+in their owner's memory, as sums may be. Stores are told by the same flag: their kernel has ended, and they are done,
+before ``collect`` begins, which releases the flag to the whole system. A kernel begins after the end of the one before
+it (``gdc_wait``), and all its flags are written by one program.
 
 Plain loads in ``HEAD`` are of words that no program of the same kernel writes, so all threads of a program agree on
 them; words that change are read with atomics, whose one value every thread gets.
@@ -336,11 +337,11 @@ def collect_kernel(
 ):  # fmt: skip
     """Write ``out [tokens, width]``, the weighted sums of this rank's tokens, from what ranks computed.
 
-    slots ``[world * bound, TOP_K]`` of a rank says which of its rows ``[R, width]`` an assignment is. The formulas, the
-    order of every sum and what -1 and ids of nobody mean are those of ``weighted_sum_kernel``; all of out is NaN where
-    a rank gave up. SUMS: rows are what ``reduce_kernel`` wrote, with its PUSH; each rank's that has an assignment is
-    added in the order of ranks. held: slots a rank has. EVEN: 16 divides the width. FULL: BLOCK divides it. Compiled
-    without fused multiply-adds.
+    slots ``[world * bound, TOP_K]`` of a rank says which of its rows ``[R, width]`` an assignment is. PUSH: the row of
+    each assignment is here, in their order, where its rank stored it. The formulas, the order of every sum and what -1
+    and ids of nobody mean are those of ``weighted_sum_kernel``; all of out is NaN where a rank gave up. SUMS: rows are
+    what ``reduce_kernel`` wrote, with its PUSH; each rank's that has an assignment is added in the order of ranks.
+    held: slots a rank has. EVEN: 16 divides the width. FULL: BLOCK divides it. Compiled without fused multiply-adds.
     """
     if PDL:
         gdc_wait()
@@ -379,15 +380,18 @@ def collect_kernel(
             offset = tl.where(kept, offset // (16 if EVEN else 1), _ABSENT)
             total = _weighted(rows, offset, factor, peer, column, inside, PEERS, BLOCK, EVEN, FULL)
         else:
-            asked = (place >= 0) & fine
-            delta = tl.load(deltas + tl.maximum(place, 0) // held)
-            slot = tl.load(slots + delta // 8 + (rank * bound + token) * TOP_K + k, mask=asked, other=-2)
-            kept = asked & (slot >= 0)
+            kept = (place >= 0) & fine
+            offset = (token * TOP_K + k) * width
+            if not PUSH:
+                delta = tl.load(deltas + tl.maximum(place, 0) // held)
+                slot = tl.load(slots + delta // 8 + (rank * bound + token) * TOP_K + k, mask=kept, other=-2)
+                kept &= slot >= 0
+                offset = delta // nbytes + slot * width
             factor = tl.full([BLOCK_K], 1.0, tl.float32)
             if WEIGHTS:
                 factor = tl.load(weights + token * weight_stride + k, mask=k < TOP_K, other=0.0).to(tl.float32)
             factor = tl.where(kept, factor, tl.where((place == -1) & fine, 0.0, float("nan")))
-            offset = tl.where(kept, (delta // nbytes + slot * width) // (16 if EVEN else 1), _ABSENT)
+            offset = tl.where(kept, offset // (16 if EVEN else 1), _ABSENT)
             total = _weighted(rows, offset, factor, k, column, inside, TOP_K, BLOCK, EVEN, FULL)
         if SHARED:
             total = total + tl.load(shared + token * shared_stride + column, mask=inside, other=0.0).to(tl.float32)

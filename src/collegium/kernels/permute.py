@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .tiles import NOWHERE
+
 __all__ = ["count_kernel", "permute_kernel", "scatter_kernel"]
 
 
@@ -90,10 +92,13 @@ def _write_offsets(expert_offsets, first_row, total, experts, BLOCK_E: tl.conste
 
 @triton.jit
 def _write_rows(
-    source, slots, weights_by_row, weights, assignment, row, absent, kept, inside, weight_stride,
-    TOP_K: tl.constexpr, WEIGHTS: tl.constexpr,
+    source, slots, weights_by_row, weights, row_places, deltas, span, width, assignment, row, absent, kept, inside,
+    weight_stride, TOP_K: tl.constexpr, WEIGHTS: tl.constexpr, ITEM: tl.constexpr,
 ):  # fmt: skip
-    """Write the values of ``row`` for ``assignment`` = token * TOP_K + slot, and ``absent`` where it is not kept."""
+    """Write the values of ``row`` for ``assignment`` = token * TOP_K + slot, and ``absent`` where it is not kept.
+
+    ITEM: bytes of an element of the rows that go back, ``width`` to each of ``span`` assignments of a rank; 0: none do.
+    """
     token = (assignment // TOP_K).to(tl.int64)
     tl.store(source + row, token, mask=inside)
     tl.store(slots + assignment, tl.where(kept, row, absent).to(tl.int64), mask=inside)
@@ -101,23 +106,31 @@ def _write_rows(
         at = weights + token * weight_stride + assignment % TOP_K
         weight = tl.load(at, mask=kept, other=0.0).to(tl.float32)
         tl.store(weights_by_row + row, weight, mask=inside)
+    if ITEM:
+        rank = assignment // span
+        delta = tl.load(deltas + rank, mask=kept, other=0)
+        place = delta // ITEM + (assignment - rank * span).to(tl.int64) * width
+        tl.store(row_places + row, tl.where(kept, place, NOWHERE), mask=inside)
 
 
 # Read and written one number at a time, wherever they are.
-_FREE = ("ids", "weights", "slots", "expert_offsets")
+_FREE = ("ids", "weights", "slots", "expert_offsets", "row_places", "deltas")
 _FREE += ("tile_expert_a", "tile_row_a", "tile_expert_b", "tile_row_b")
-_COUNTS = ("count", "run", "tiles_a", "tiles_b", "id_stride", "weight_stride")
+_COUNTS = ("count", "run", "tiles_a", "tiles_b", "id_stride", "weight_stride", "span", "width")
 
 
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=_FREE)
 def permute_kernel(
     ids, weights, source, slots, expert_offsets, weights_by_row,
-    tile_expert_a, tile_row_a, tile_expert_b, tile_row_b,
+    tile_expert_a, tile_row_a, tile_expert_b, tile_row_b, row_places, deltas, span, width,
     count, experts, tiles_a, tiles_b, id_stride, weight_stride,
     BLOCK: tl.constexpr, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T_A: tl.constexpr,
-    BLOCK_T_B: tl.constexpr, WEIGHTS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_T_B: tl.constexpr, WEIGHTS: tl.constexpr, ITEM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the whole permutation of at most BLOCK assignments; one program. BLOCK_T 0: no tile list."""
+    """Write the whole permutation of at most BLOCK assignments; one program. BLOCK_T 0: no tile list.
+
+    ITEM: row_places too, from ``deltas``, the bytes to each rank's memory (``_write_rows``).
+    """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -132,8 +145,9 @@ def permute_kernel(
     first_row, first_a, first_b = _before(total), _before(needed_a), _before(needed_b)
     row = tl.where(kept, tl.gather(first_row, expert, 0), tl.sum(total, 0)) + order
     _write_rows(
-        source, slots, weights_by_row, weights, assignment, row, absent, kept, inside, weight_stride, TOP_K, WEIGHTS
-    )
+        source, slots, weights_by_row, weights, row_places, deltas, span, width, assignment, row, absent, kept, inside,
+        weight_stride, TOP_K, WEIGHTS, ITEM,
+    )  # fmt: skip
     _begin_tiles(tile_expert_a, tile_row_a, first_a, expert, kept, order, row, BLOCK_T_A)
     _begin_tiles(tile_expert_b, tile_row_b, first_b, expert, kept, order, row, BLOCK_T_B)
     _write_offsets(expert_offsets, first_row, total, experts, BLOCK_E)
@@ -175,10 +189,10 @@ def count_kernel(
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=_FREE)
 def scatter_kernel(
     histograms, weights, source, slots, expert_offsets, weights_by_row,
-    tile_expert_a, tile_row_a, tile_expert_b, tile_row_b,
+    tile_expert_a, tile_row_a, tile_expert_b, tile_row_b, row_places, deltas, span, width,
     count, experts, tiles_a, tiles_b, run, weight_stride,
     TOP_K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, BLOCK_T_A: tl.constexpr,
-    BLOCK_T_B: tl.constexpr, WEIGHTS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_T_B: tl.constexpr, WEIGHTS: tl.constexpr, ITEM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write the permutation of what ``count_kernel`` counted, with as many programs."""
     if PDL:
@@ -209,8 +223,9 @@ def scatter_kernel(
         order = tl.gather(before, expert, 0) + rank
         row = tl.where(kept, tl.gather(first_row, expert, 0) + order, first_dropped + rank)
         _write_rows(
-            source, slots, weights_by_row, weights, assignment, row, absent, kept, inside, weight_stride, TOP_K, WEIGHTS
-        )
+            source, slots, weights_by_row, weights, row_places, deltas, span, width, assignment, row, absent, kept,
+            inside, weight_stride, TOP_K, WEIGHTS, ITEM,
+        )  # fmt: skip
         _begin_tiles(tile_expert_a, tile_row_a, first_a, expert, kept, order, row, BLOCK_T_A)
         _begin_tiles(tile_expert_b, tile_row_b, first_b, expert, kept, order, row, BLOCK_T_B)
         start += BLOCK

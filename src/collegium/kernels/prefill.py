@@ -13,6 +13,7 @@ from triton import set_allocator
 from . import numbers
 from .activation import activate
 from .scales import exact_scale, power_byte
+from .tiles import NOWHERE, place_at
 
 __all__ = ["prefill_kernel", "set_allocator"]
 
@@ -105,6 +106,7 @@ def _write_tile(
     row_scale,
     bias,
     out,
+    row_places,
     out_scale,
     expert_offsets,
     tile_expert,
@@ -131,6 +133,7 @@ def _write_tile(
     BLOCK_K: tl.constexpr,
     GROUP_T: tl.constexpr,
     STAGES: tl.constexpr,
+    PLACED: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """Multiply and store one place of the grid: GROUP_T token tiles by all columns, then the next."""
@@ -184,7 +187,12 @@ def _write_tile(
     at_b = vector + (n_out if PARTS == 2 else BAND) + n
     b = _finished(b, per_token, row_scale, bias, at_b, columns_b < last, X_SCALE, ROW_SCALE, BIAS)
     kept = (t < count)[:, None]
-    at = out + (row_first + t).to(tl.int64)[:, None] * n_out + (n_first + n)[None, :]
+    if PLACED:
+        begins = place_at(row_places, row, PLACED)[:, None]
+        at = out + begins + (n_first + n)[None, :]
+        kept &= begins != NOWHERE
+    else:
+        at = out + (row_first + t).to(tl.int64)[:, None] * n_out + (n_first + n)[None, :]
     if PARTS == 2:
         a = activate(a, b, KIND, HAS_LIMIT, limit, alpha, gate_bound, up_bound)
     elif KIND != NO_ACTIVATION:
@@ -231,7 +239,7 @@ def _forget_barriers(number, STAGES: tl.constexpr):
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["expert_offsets"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["row_places", "expert_offsets"])
 def prefill_kernel(
     x,
     weight,
@@ -240,6 +248,7 @@ def prefill_kernel(
     row_scale,
     bias,
     out,
+    row_places,
     out_scale,
     expert_offsets,
     tile_expert,
@@ -272,6 +281,7 @@ def prefill_kernel(
     GROUP_T: tl.constexpr,
     STAGES: tl.constexpr,
     SPECIALIZE: tl.constexpr,
+    PLACED: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """Write ``out [R, n_out]``: rows of one expert times its weights, then bias and activation.
@@ -281,7 +291,8 @@ def prefill_kernel(
     scale (SCALE): float32 ``[E, PARTS, scale_rows, K_BLOCKS]``, a factor of 128 weight rows and a K block.
     row_scale, bias: ``[E, PARTS, n_out]``. tile_corner: tile_row again. tiles_used: one number, how many tiles there
     are. CODES: out is E4M3 and out_scale float32 ``[R, ceil(n_out / 128)]``; ROUND: what is quantised is rounded to
-    bfloat16 first. Rows from expert_offsets[E] on are not written.
+    bfloat16 first. Rows from expert_offsets[E] on are not written. PLACED: row r is written to element row_places[r] of
+    out, which may be in a peer's memory (``place_at``).
     """
     if SPECIALIZE and ASM:
         # On a number that only the group that copies needs, so the others do without.
@@ -294,14 +305,14 @@ def prefill_kernel(
     places = token_tiles * tl.cdiv(n_out, 128 if PARTS == 2 else 256)
     # Numbers known to the compiler cannot be in it: in a variable they would no longer be.
     given = (
-        token_tiles, x_blocks, w_blocks, x_scale, scale, row_scale, bias, out, out_scale, expert_offsets, tile_expert,
-        tile_row, tile_corner, n_out, k_in, scale_rows, limit, alpha, gate_bound, up_bound,
+        token_tiles, x_blocks, w_blocks, x_scale, scale, row_scale, bias, out, row_places, out_scale, expert_offsets,
+        tile_expert, tile_row, tile_corner, n_out, k_in, scale_rows, limit, alpha, gate_bound, up_bound,
     )  # fmt: skip
     if ASM:
         for place in tl.range(tl.program_id(0), places, tl.num_programs(0), warp_specialize=SPECIALIZE):
             _write_tile(
                 place, *given, SCALE, X_SCALE, ROW_SCALE, BIAS, PARTS, KIND, HAS_LIMIT, CODES, ROUND, K_BLOCKS,
-                BLOCK_T, BLOCK_K, GROUP_T, STAGES, ASM,
+                BLOCK_T, BLOCK_K, GROUP_T, STAGES, PLACED, ASM,
             )  # fmt: skip
     else:
         # The interpreter takes no bounds of a loop from memory.
@@ -309,6 +320,6 @@ def prefill_kernel(
         while place < places:
             _write_tile(
                 place, *given, SCALE, X_SCALE, ROW_SCALE, BIAS, PARTS, KIND, HAS_LIMIT, CODES, ROUND, K_BLOCKS,
-                BLOCK_T, BLOCK_K, GROUP_T, STAGES, ASM,
+                BLOCK_T, BLOCK_K, GROUP_T, STAGES, PLACED, ASM,
             )  # fmt: skip
             place += tl.num_programs(0)

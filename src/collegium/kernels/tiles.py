@@ -7,7 +7,11 @@ is where the caller put it: ``tile_expert`` then holds the ids themselves, check
 import triton
 import triton.language as tl
 
-__all__ = ["tile_at", "tile_list_kernel", "tile_of", "token_at"]
+from . import numbers
+
+__all__ = ["NOWHERE", "place_at", "tile_at", "tile_list_kernel", "tile_of", "token_at"]
+
+NOWHERE = tl.constexpr(numbers.NOWHERE)
 
 
 @triton.jit
@@ -52,6 +56,15 @@ def token_at(row, source, GATHER: tl.constexpr, TOP_K: tl.constexpr):
         return tl.load(source + row)
     else:
         return row
+
+
+@triton.jit
+def place_at(row_places, row, PLACED: tl.constexpr):
+    """Return where each ``row`` is written, in elements from the first of the result, or NOWHERE.
+
+    PLACED divides all places: 16, so that 16 bytes are stored at once, or 1.
+    """
+    return tl.multiple_of(tl.load(row_places + row), PLACED)
 
 
 @triton.jit(

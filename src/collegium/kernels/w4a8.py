@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from . import numbers
 from .activation import activate
 from .decode import finished, upper_scale
-from .tiles import tile_at, tile_of, token_at
+from .tiles import NOWHERE, place_at, tile_at, tile_of, token_at
 
 __all__ = ["w4a8_kernel"]
 
@@ -326,7 +326,7 @@ def _dot(a, b, acc, ASM: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=["token_tiles"],
-    do_not_specialize_on_alignment=["source", "expert_offsets", "tile_expert", "tile_row"],
+    do_not_specialize_on_alignment=["row_places", "source", "expert_offsets", "tile_expert", "tile_row"],
 )
 def w4a8_kernel(
     x,
@@ -336,6 +336,7 @@ def w4a8_kernel(
     row_scale,
     bias,
     out,
+    row_places,
     source,
     expert_offsets,
     tile_expert,
@@ -364,6 +365,7 @@ def w4a8_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_T: tl.constexpr,
     STAGES: tl.constexpr,
+    PLACED: tl.constexpr,
     TOP_K: tl.constexpr,
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
@@ -375,7 +377,8 @@ def w4a8_kernel(
     ``[E, row_tiles, K_BLOCKS, 64, BLOCK_K / 2]``; with two parts, eight rows of gate and eight of up take turns.
     scale: int32 or float32 ``[E, row_tiles, K_BLOCKS, words, 64]``, words by WEIGHT, or bytes
     ``[E, row_tiles, K_BLOCKS, 64, 4]`` (E2M1_SCALED). row_scale: float32 ``[E, row_tiles, 64]``. bias:
-    ``[E, PARTS, n_out]``. Rows from expert_offsets[E] on are not written.
+    ``[E, PARTS, n_out]``. Rows from expert_offsets[E] on are not written. PLACED: row r is written to element
+    row_places[r] of out, which may be in a peer's memory (``place_at``).
     """
     tile, n_tile = tile_of(tl.program_id(0), tl.cdiv(row_tiles * 64, BLOCK_N), token_tiles, GROUP_T)
     n_first = n_tile * BLOCK_N
@@ -499,6 +502,12 @@ def w4a8_kernel(
             result += tl.load(vector + tl.minimum(column, n_out - 1)).to(tl.float32)[:, None]
         if KIND != NO_ACTIVATION:
             result = activate(result, result, KIND, HAS_LIMIT, limit, alpha, gate_bound, up_bound)
-    out_ptr = out + row[None, :] * n_out + column[:, None]
+    if PLACED:
+        place = place_at(row_places, row, PLACED)[None, :]
+        out_ptr = out + place + column[:, None]
+    else:
+        out_ptr = out + row[None, :] * n_out + column[:, None]
     inside_out = (column < n_out)[:, None] & (t < row_count)[None, :]
+    if PLACED:
+        inside_out &= place != NOWHERE
     tl.store(out_ptr, result.to(out.dtype.element_ty), mask=inside_out)

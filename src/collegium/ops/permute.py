@@ -6,11 +6,12 @@ Shape letters: T tokens, K experts per token, E experts, R = T*K rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ..errors import InputError
+from ..kernels.numbers import NOWHERE
 from ..runtime.launch import dense_rows, launch, on_device, overlaps, power_at_least
 from ..runtime.memory import largest
 from ..types import TileRows
@@ -22,11 +23,28 @@ if TYPE_CHECKING:
     from ..runtime.memory import Memory, Regions
     from .buffers import Buffers
 
-__all__ = ["Permutation", "permute", "permute_on_device", "permute_regions", "tile_count"]
+__all__ = ["Owners", "Permutation", "permute", "permute_on_device", "permute_regions", "tile_count"]
 
 _BLOCK = 128  # assignments whose pairs are counted
 _ALONE = 256  # assignments up to which one program does everything
 _PROGRAMS = 128
+
+
+class Owners(NamedTuple):
+    """Whose assignments are sorted: N of each rank in turn, whose rows go back to it.
+
+    rows: ``[N, H]`` of this rank. deltas: ``[W]`` int64 or longer, bytes from them to each rank's, in its own memory.
+    """
+
+    rows: Tensor
+    deltas: Tensor
+
+    def places(self, assignment: Tensor) -> Tensor:
+        """Return where the row of each assignment goes, in elements from the first of ``rows``."""
+        count, width = self.rows.shape
+        rank = torch.div(assignment, count, rounding_mode="floor")
+        apart = torch.div(self.deltas[rank], self.rows.element_size(), rounding_mode="floor")
+        return apart + (assignment - rank * count) * width
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +57,7 @@ class Permutation:
     slots: ``[T, K]``, the row of assignment (t, k), -1 where its id is -1, or -2 where it is dropped for any other id.
     weights_by_row: ``[T*K]`` float32, ``input_weights`` in row order with 0 for dropped rows, or None.
     tiles: a tile list for each row count asked for.
+    places: ``[T*K]``, where row r is to be written (``Owners``), NOWHERE for dropped rows, or None.
     """
 
     source: Tensor
@@ -46,6 +65,7 @@ class Permutation:
     slots: Tensor
     weights_by_row: Tensor | None = None
     tiles: tuple[TileRows, ...] = ()
+    places: Tensor | None = None
 
 
 def tile_count(rows: int, experts: int, block_t: int) -> int:
@@ -54,15 +74,19 @@ def tile_count(rows: int, experts: int, block_t: int) -> int:
     return (rows - used) // block_t + used
 
 
-def permute_regions(rows: int, experts: int, *, block_t: tuple[int, ...] = (16, 16), weights: bool = False) -> Regions:
+def permute_regions(
+    rows: int, experts: int, *, block_t: tuple[int, ...] = (16, 16), weights: bool = False, places: bool = False
+) -> Regions:
     """Return the most bytes ``permute`` takes for any count of assignments up to ``rows``, to ``experts`` experts.
 
-    block_t: the fewest rows that a tile has, for each list that may be asked for. weights: whether ``input_weights``
-    may be given.
+    block_t: the fewest rows that a tile has, for each list that may be asked for. weights, places: whether
+    ``input_weights`` and ``owners`` may be given.
     """
     # All sizes grow with the rows but the counts, which are largest where every program has one block.
     most = min(rows, _BLOCK * _PROGRAMS)
-    return largest(*(sizes(_buffers(count, experts, block_t, weights=weights)) for count in (rows, most)))
+    return largest(
+        *(sizes(_buffers(count, experts, block_t, weights=weights, places=places)) for count in (rows, most))
+    )
 
 
 def permute(
@@ -71,6 +95,7 @@ def permute(
     *,
     input_weights: Tensor | None = None,
     block_t: tuple[int, ...] = (),
+    owners: Owners | None = None,
     memory: Memory | None = None,
 ) -> Permutation:
     """Sort the assignments of ``topk_ids [T, K]`` (integers) by expert, stably.
@@ -78,12 +103,15 @@ def permute(
     input_weights: ``[T, K]`` floating, carried into row order. Ids outside ``0..num_experts-1`` count as
         dropped.
     block_t: at most two row counts to list the token tiles of, at no extra launch.
+    owners: asks for ``places``, at no extra launch.
     memory: where kernels take "order", "owners", "weights_by_row" and "counts".
     Raises ``InputError`` for wrong shapes or dtypes. Reads nothing on the host.
     """
     _check(topk_ids, num_experts, input_weights, block_t)
     if on_device(topk_ids):
-        return permute_on_device(topk_ids, num_experts, input_weights=input_weights, block_t=block_t, memory=memory)
+        return permute_on_device(
+            topk_ids, num_experts, input_weights=input_weights, block_t=block_t, owners=owners, memory=memory
+        )
     tokens, top_k = topk_ids.shape
     ids = topk_ids.to(torch.int64).reshape(-1)
     dropped = (ids < 0) | (ids >= num_experts)
@@ -103,6 +131,7 @@ def permute(
         slots=slots.view(tokens, top_k),
         weights_by_row=weights,
         tiles=tuple(_tiles(offsets, size, tile_count(tokens * top_k, num_experts, size)) for size in block_t),
+        places=None if owners is None else torch.where(keys < num_experts, owners.places(order), NOWHERE),
     )
 
 
@@ -112,6 +141,7 @@ def permute_on_device(
     *,
     input_weights: Tensor | None = None,
     block_t: tuple[int, ...] = (),
+    owners: Owners | None = None,
     memory: Memory | None = None,
 ) -> Permutation:
     """Do ``permute`` with kernels: one launch up to 256 assignments, two above."""
@@ -122,16 +152,19 @@ def permute_on_device(
     rows, carried = tokens * top_k, input_weights is not None
     ids = dense_rows(topk_ids)
     weights = ids if input_weights is None else dense_rows(input_weights)
-    made, scratch = _taken(memory, (tokens, top_k), num_experts, ids.device, block_t, weights=carried)
+    asked = {"weights": carried, "places": owners is not None}
+    made, scratch = _taken(memory, (tokens, top_k), num_experts, ids.device, block_t, asked)
     lists, listed, counts = [made.source] * 4, [0, 0], [0, 0]
     for index, tiles in enumerate(made.tiles):
         lists[2 * index : 2 * index + 2] = tiles.expert, tiles.row
         listed[index], counts[index] = tiles.block_t, tiles.row.numel()
     by_row = made.source if made.weights_by_row is None else made.weights_by_row
-    held = (made.source, made.slots, made.expert_offsets, by_row, *lists, rows, num_experts, *counts)
+    back = (None,) * 4 if owners is None else (made.places, owners.deltas, *owners.rows.shape)
+    held = (made.source, made.slots, made.expert_offsets, by_row, *lists, *back, rows, num_experts, *counts)
     block_e, pdl = power_at_least(num_experts, 16), overlaps(ids)
     reads = {"TOP_K": top_k, "BLOCK_E": block_e}
-    writes = {"BLOCK_T_A": listed[0], "BLOCK_T_B": listed[1], "WEIGHTS": carried, "PDL": pdl}
+    writes = {"BLOCK_T_A": listed[0], "BLOCK_T_B": listed[1], "WEIGHTS": carried}
+    writes |= {"ITEM": 0 if owners is None else owners.rows.element_size(), "PDL": pdl}
     if scratch is None:
         block = power_at_least(rows, 32)
         args = (ids, weights, *held, ids.stride(0), weights.stride(0))
@@ -148,10 +181,10 @@ def permute_on_device(
     return made
 
 
-def _buffers(rows: int, experts: int, block_t: tuple[int, ...], *, weights: bool) -> Buffers:
+def _buffers(rows: int, experts: int, block_t: tuple[int, ...], *, weights: bool, places: bool = False) -> Buffers:
     """Return what kernels write for ``rows`` assignments: their order and the tiles' rows, the tiles' experts, ..."""
     tiles = sum(tile_count(rows, experts, size) for size in block_t)
-    made: Buffers = {"order": ((2 * rows + experts + 1 + tiles,), torch.int64)}
+    made: Buffers = {"order": (((2 + places) * rows + experts + 1 + tiles,), torch.int64)}
     if block_t:
         made["owners"] = (tiles,), torch.int32
     if weights:
@@ -167,14 +200,17 @@ def _taken(
     experts: int,
     device: torch.device,
     block_t: tuple[int, ...],
-    *,
-    weights: bool,
+    asked: dict[str, bool],
 ) -> tuple[Permutation, Tensor | None]:
-    """Take what kernels write for ids of ``shape`` (T, K), and what two of them pass counts in, or None."""
+    """Take what kernels write for ids of ``shape`` (T, K), and what two of them pass counts in, or None.
+
+    asked: weights and places, as ``_buffers`` says.
+    """
     rows = shape[0] * shape[1]
-    found = taken(memory, _buffers(rows, experts, block_t, weights=weights), device)
+    found = taken(memory, _buffers(rows, experts, block_t, **asked), device)
     counts = [tile_count(rows, experts, size) for size in block_t]
-    source, slots, offsets, *firsts = found["order"].split([rows, rows, experts + 1, *counts])
+    placed = rows if asked["places"] else 0
+    source, slots, offsets, places, *firsts = found["order"].split([rows, rows, experts + 1, placed, *counts])
     owners = found["owners"].split(counts) if block_t else ()
     made = Permutation(
         source=source,
@@ -185,6 +221,7 @@ def _taken(
             TileRows(block_t=size, expert=owner, row=first)
             for size, owner, first in zip(block_t, owners, firsts, strict=True)
         ),
+        places=places if placed else None,
     )
     return made, found.get("counts")
 

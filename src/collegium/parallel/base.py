@@ -90,9 +90,17 @@ class Reaching(Dispatcher, Protocol):
         ...
 
     def receive(
-        self, posted: Any, memory: Memory | None = None, *, block_t: tuple[int, ...] = ()
+        self,
+        posted: Any,
+        memory: Memory | None = None,
+        *,
+        block_t: tuple[int, ...] = (),
+        storing: tuple[int, torch.dtype] | None = None,
     ) -> tuple[ContiguousBatch, Any]:
-        """Do the rest of ``dispatch`` with what ``send`` returned."""
+        """Do the rest of ``dispatch`` with what ``send`` returned.
+
+        storing: width and dtype of the rows, where the experts can store each at its owner's (``Back``).
+        """
         ...
 
 

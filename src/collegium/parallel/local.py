@@ -9,12 +9,13 @@ import torch
 
 from ..ops.permute import permute, permute_regions
 from ..ops.weighted_sum import weighted_sum, weighted_sum_regions
-from ..types import ContiguousBatch
+from ..types import Back, ContiguousBatch
 from .traffic import NOTHING
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ..ops.permute import Owners
     from ..problem import Problem
     from ..runtime.memory import Memory, Regions
     from ..types import Routing
@@ -43,11 +44,22 @@ class Local:
         return tokens * top_k
 
     def dispatch(
-        self, x: Tensor, routing: Routing, memory: Memory | None = None, *, block_t: tuple[int, ...] = ()
+        self,
+        x: Tensor,
+        routing: Routing,
+        memory: Memory | None = None,
+        *,
+        block_t: tuple[int, ...] = (),
+        owners: Owners | None = None,
     ) -> tuple[ContiguousBatch, LocalHandle]:
-        """Sort the assignments of ``x [T, H]`` by expert; arguments as ``Dispatcher`` says."""
+        """Sort the assignments of ``x [T, H]`` by expert; arguments as ``Dispatcher`` says.
+
+        owners: of the assignments; the rows are to be stored at them.
+        """
         carried = routing.topk_weights if self.weight_on_input else None
-        order = permute(routing.topk_ids, self.num_experts, input_weights=carried, block_t=block_t, memory=memory)
+        order = permute(
+            routing.topk_ids, self.num_experts, input_weights=carried, block_t=block_t, owners=owners, memory=memory
+        )
         batch = ContiguousBatch(
             x=x,
             source=order.source,
@@ -56,6 +68,7 @@ class Local:
             tiles=order.tiles,
             # Outside a pass with memory of its own, what the order was made from may already be somebody else's.
             x_ready=memory is not None,
+            back=None if owners is None or order.places is None else Back(rows=owners.rows, places=order.places),
         )
         return batch, LocalHandle(slots=order.slots, weights=None if self.weight_on_input else routing.topk_weights)
 

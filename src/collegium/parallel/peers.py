@@ -105,11 +105,13 @@ class Sent(NamedTuple):
 class Returned(NamedTuple):
     """What comes back: rows ``[W * B * K, H]`` that peers read, and slots ``[W * B, K]`` int64, whose.
 
-    slots None: rows are the sums ``[W * B, H]`` that ``reduce`` writes.
+    slots None: rows are the sums ``[W * B, H]`` that ``reduce`` writes, or, stored, those ``[B * K, H]`` of this rank's
+    assignments that the experts of all ranks stored here; kernels alone take these.
     """
 
     rows: Tensor
     slots: Tensor | None
+    stored: bool = False
 
 
 def send(
@@ -252,7 +254,8 @@ def collect(
     weights: ``[T, K]`` floating, or None for ones. shared: ``[T, H]`` floating, added last. Sums are added in the order
     of ranks, and not weighted again.
     """
-    (tokens, width), (top_k, sums) = out.shape, (sent.ids.shape[1], returned.slots is None)
+    (tokens, width), top_k = out.shape, sent.ids.shape[1]
+    sums = returned.slots is None and not returned.stored
     if not out.is_cuda and peers.blocks:
         places = sent.ids[:tokens]
         all_came(peers)
@@ -273,7 +276,7 @@ def collect(
     constants, grid, warps = _cut(tokens, width, REDUCE_PROGRAMS if sums else COLLECT_PROGRAMS)
     constants |= {"TOP_K": top_k, "BLOCK_K": power_at_least(top_k), "PEERS": power_at_least(peers.world)}
     constants |= {"WEIGHTS": weights is not None and not sums, "SHARED": shared is not None}
-    constants |= {"SUMS": sums, "PUSH": sums and PUSH, "ASM": out.is_cuda, "PDL": overlaps(out)}
+    constants |= {"SUMS": sums, "PUSH": returned.stored or (sums and PUSH), "ASM": out.is_cuda, "PDL": overlaps(out)}
     launch(collect_kernel, grid, args, constants, num_warps=warps, enable_fp_fusion=False)
     return out
 

@@ -122,10 +122,15 @@ class SameTokensReaching(SameTokens):
         return self.inner.send(*self._share(x, routing), memory, codes=codes), x.shape[0]
 
     def receive(
-        self, posted: tuple[Any, int], memory: Memory | None = None, *, block_t: tuple[int, ...] = ()
+        self,
+        posted: tuple[Any, int],
+        memory: Memory | None = None,
+        *,
+        block_t: tuple[int, ...] = (),
+        storing: tuple[int, torch.dtype] | None = None,
     ) -> tuple[ContiguousBatch, AroundHandle]:
         """Do the rest of ``dispatch``."""
-        batch, inner = self.inner.receive(posted[0], memory, block_t=block_t)
+        batch, inner = self.inner.receive(posted[0], memory, block_t=block_t, storing=storing)
         return batch, AroundHandle(inner=inner, tokens=posted[1])
 
 

@@ -1,7 +1,10 @@
 """The memory of passes whose ranks read each other's: one symmetric block for all layers that share ranks and device.
 
-Regions that peers read late, after this rank may have begun its next pass, are in front; no other layer has anything
-there that is written before its tokens were pulled. So passes of different layers follow each other in one block.
+Passes of different layers follow each other in one block, so each zone of it is for one kind of region in all layers.
+In front is what peers write. They do so after their pull of a pass, so after every rank's post of it, which follows
+this rank's last sum; and this rank's sum of the pass waits for all of them. A rank that others gave up waiting for may
+still write after that, so there are no indices there, which kernels would follow. Then comes what peers read late,
+after this rank may have begun its next pass: all of it is written after a pull.
 """
 
 from __future__ import annotations
@@ -26,13 +29,14 @@ if TYPE_CHECKING:
 
     from ..runtime.memory import MemoryMap
 
-__all__ = ["LATE", "PeerArena", "SharedBlocks", "drop_blocks", "shared_blocks"]
+__all__ = ["LATE", "WRITTEN", "PeerArena", "SharedBlocks", "drop_blocks", "shared_blocks"]
 
 _PHASE = "symm_mem dispatch"
 _numbers = itertools.count()
-# Read by peers until this rank's next pull, and written after a pull: by ``permute``, by the last product, by
-# ``reduce``, on a CPU.
-LATE = ("order", "experts/rows", "back/sums", "back/rows", "back/slots")
+# By the last product and by ``reduce``, each of any rank; or by this rank's alone, and then read late.
+WRITTEN = ("experts/rows", "back/sums")
+# By ``permute``, and on a CPU.
+LATE = ("order", "back/rows", "back/slots")
 
 
 class PeerArena(Arena):
@@ -101,16 +105,22 @@ class _Mail:
         raise self._error
 
 
+def _zoned(regions: tuple[Region, ...]) -> list[tuple[Region, ...]]:
+    """Return the regions of each zone, the front one first."""
+    zones = [WRITTEN, LATE, tuple(own.name for own in regions if own.name not in (*WRITTEN, *LATE))]
+    return [tuple(own for own in regions if own.name in zone) for zone in zones]
+
+
 class _Block:
-    """One symmetric block, its flags, and the addresses of the others'. late: bytes of the regions in front.
+    """One symmetric block, its flags, and the addresses of the others'. zones: bytes of each.
 
     It holds no process group: a process that still holds one when it ends aborts.
     """
 
-    def __init__(self, group: str, device: torch.device, late: int, early: int) -> None:
-        self.device, self.late, self.early = device, late, early
+    def __init__(self, group: str, device: torch.device, zones: tuple[int, ...]) -> None:
+        self.device, self.zones = device, zones
         self.mail = _Mail(group, meeting_of(group))
-        space = SymmetricWorkspace(group_named(group), device, HEAD_BYTES + late + early)
+        space = SymmetricWorkspace(group_named(group), device, HEAD_BYTES + sum(zones))
         self.rank, self.nbytes, self.blocks, self.handle = space.rank, space.nbytes, space.blocks, space.handle
         own = self.blocks[self.rank]
         # An inference tensor could not be written outside inference mode.
@@ -131,11 +141,10 @@ class _Block:
         """Return the block as the memory of passes with the regions of ``places``."""
         found = self.arenas.get(id(places))
         if found is None:
-            late = [region for region in places.regions if region.name in LATE]
-            early = [region for region in places.regions if region.name not in LATE]
-            gap = self.late - memory_map(tuple(late)).nbytes
-            zones = memory_map((Region("head", HEAD_BYTES), *late, Region("gap", gap), *early))
-            found = self.arenas[id(places)] = PeerArena(self.blocks[self.rank], zones)
+            regions = [Region("head", HEAD_BYTES)]
+            for size, own in zip(self.zones, _zoned(places.regions), strict=True):
+                regions += [*own, Region(f"gap {len(regions)}", size - memory_map(own).nbytes)]
+            found = self.arenas[id(places)] = PeerArena(self.blocks[self.rank], memory_map(tuple(regions)))
         return found
 
 
@@ -170,11 +179,11 @@ class SharedBlocks:
         memory cannot be shared.
         """
         self.meeting.agree(places.regions, "symm_mem: regions of a layer")
-        late = memory_map(tuple(region for region in places.regions if region.name in LATE)).nbytes
-        early = places.nbytes - late
-        before = self._block
-        if before is None or before.late < late or before.early < early:
-            self._renew(max(late, before.late if before else 0), max(early, before.early if before else 0))
+        zones = tuple(memory_map(own).nbytes for own in _zoned(places.regions))
+        if self._block is not None:
+            zones = tuple(map(max, zones, self._block.zones))
+        if self._block is None or zones != self._block.zones:
+            self._renew(zones)
         self._layers += 1
         return (self._layers - 1) % 4096
 
@@ -251,9 +260,9 @@ class SharedBlocks:
         Graphs that were captured before cannot be used again.
         """
         if self._block is not None:
-            self._renew(self._block.late, self._block.early)
+            self._renew(self._block.zones)
 
-    def _renew(self, late: int, early: int) -> None:
+    def _renew(self, zones: tuple[int, ...]) -> None:
         before = self._block
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -263,7 +272,7 @@ class SharedBlocks:
             self._kept.append(before)
         made, fault = None, ""
         try:
-            made = _Block(self.group, self.device, late, early)
+            made = _Block(self.group, self.device, zones)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
         except (RuntimeError, InputError) as error:
@@ -272,7 +281,7 @@ class SharedBlocks:
         if any(faults):
             said = "; ".join(f"rank {rank}: {own}" for rank, own in zip(self.ranks, faults, strict=True) if own)
             raise InputError(
-                f"symm_mem: {HEAD_BYTES + late + early:,} bytes that peers reach were asked of {self.device}, found "
+                f"symm_mem: {HEAD_BYTES + sum(zones):,} bytes that peers reach were asked of {self.device}, found "
                 f"{said}; plan with Choice(dispatcher='all_gather'), or for fewer tokens"
             )
         self._block = made

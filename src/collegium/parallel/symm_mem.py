@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ..formats.unquantised import DTYPES
-from ..ops.permute import permute_regions
+from ..ops.permute import Owners, permute_regions
 from ..ops.quantize import AS_IS, PADDED, activation_format, cast_name, quantize_regions
 from ..ops.weighted_sum import weighted_sum_regions
 from ..runtime.memory import OwnMemory, largest, part, take, under
@@ -40,7 +40,9 @@ if TYPE_CHECKING:
     from ..types import ContiguousBatch
     from .combine import Reduced
 
-__all__ = ["PeersHandle", "Posted", "SymmMem", "SymmMemKind"]
+__all__ = ["STORED", "PeersHandle", "Posted", "SymmMem", "SymmMemKind"]
+
+STORED = True  # experts that can store each row at its owner's, beside their products, instead of letting it be read
 
 
 class Posted(NamedTuple):
@@ -56,13 +58,15 @@ class Posted(NamedTuple):
 class PeersHandle(NamedTuple):
     """slots: ``[W * B, K]``, the row of every rank's assignments here. tokens: of this rank.
 
-    arrived: weights of all ranks' tokens ``[W * B, K]``, None where this rank multiplies by none.
+    arrived: weights of all ranks' tokens ``[W * B, K]``, None where this rank multiplies by none. stored: the experts
+    store rows at their owners'.
     """
 
     posted: Posted
     slots: Tensor
     tokens: int
     arrived: Tensor | None
+    stored: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,9 +128,14 @@ class SymmMem:
         return Posted(peers, sent, routing.topk_weights, x.dtype, order)
 
     def receive(
-        self, posted: Posted, memory: Memory | None = None, *, block_t: tuple[int, ...] = ()
+        self,
+        posted: Posted,
+        memory: Memory | None = None,
+        *,
+        block_t: tuple[int, ...] = (),
+        storing: tuple[int, torch.dtype] | None = None,
     ) -> tuple[ContiguousBatch, PeersHandle]:
-        """Pull the tokens of this rank's experts and sort their assignments; block_t as in ``Dispatcher.dispatch``."""
+        """Pull the tokens of this rank's experts and sort their assignments; arguments as ``Reaching`` says."""
         memory = memory or OwnMemory(posted.sent.x.device)
         peers, sent, world = posted.peers, posted.sent, posted.peers.world
         device = sent.x.device
@@ -143,13 +152,18 @@ class SymmMem:
         if peers.bound:
             pull(peers, sent, own, self.map)
         weights = posted.weights if own.weights is None else own.weights  # not read unless they multiply the input
+        owners = None
+        if STORED and storing is not None and self.on_gpu and self.reduced is None and peers.bound:
+            (width, dtype), count = storing, peers.bound * sent.ids.shape[1]
+            back = take(part(memory, "experts"), "rows", (count, width), dtype, device)
+            owners = Owners(back, peers.deltas)
         batch, inner = self.inner.dispatch(
-            own.x, Routing(topk_ids=own.ids, topk_weights=weights), memory, block_t=block_t
+            own.x, Routing(topk_ids=own.ids, topk_weights=weights), memory, block_t=block_t, owners=owners
         )
         batch = replace(
             batch, scale=own.scale, dtype=posted.dtype, rows=self.likely(posted), order=posted.order, x_ready=False
         )
-        return batch, PeersHandle(posted, inner.slots, posted.weights.shape[0], inner.weights)
+        return batch, PeersHandle(posted, inner.slots, posted.weights.shape[0], inner.weights, owners is not None)
 
     def dispatch(
         self, x: Tensor, routing: Routing, memory: Memory | None = None, *, block_t: tuple[int, ...] = ()
@@ -178,7 +192,10 @@ class SymmMem:
             sums = take(part(memory, "back"), "sums", shape, self.reduced.dtype, rows.device)
             reduce(posted.peers, rows.contiguous(), handle.slots, handle.arrived, sums)
             return collect(posted.peers, posted.sent, Returned(sums, None), None, self.map, out, shared)
-        returned = Returned(self._reachable(rows, "rows", memory), self._reachable(handle.slots, "slots", memory))
+        if handle.stored:
+            returned = Returned(rows, None, stored=True)
+        else:
+            returned = Returned(self._reachable(rows, "rows", memory), self._reachable(handle.slots, "slots", memory))
         weights = None if self.inner.weight_on_input else posted.weights
         return collect(posted.peers, posted.sent, returned, weights, self.map, out, shared)
 
@@ -273,7 +290,8 @@ class SymmMemKind:
         pulled = {"x": sent["codes"], "ids": sent["ids"]} | ({"scale": sent["scales"]} if "scales" in sent else {})
         pulled |= {"weights": sent["weights"]} if weighted else {}
         rows, slots = tokens * rule.top_k * world, max(1, placed.width if placed else 1)
-        order = permute_regions(rows, slots, block_t=(16, 16) if lists else (), weights=rule.weight_on_input)
+        asked = {"weights": rule.weight_on_input, "places": reduced is None and problem.device.kind == "cuda"}
+        order = permute_regions(rows, slots, block_t=(16, 16) if lists else (), **asked)
         made = under("sent", sent) | {key: size * world for key, size in pulled.items()}
         for key, size in order.items():
             made[key] = max(size, made.get(key, 0))

@@ -52,8 +52,11 @@ class Split:
                 posted = reaching.send(x, routing, memory, codes=parts.experts.arriving)
             # Beside the tokens on their way, and beside ranks that are late.
             added = shared() if shared else None
+            # A user's function sees the rows before they go back.
+            storing = parts.experts.storing(x.dtype) if parts.after_expert is None else None
+            block_t = self._block_t(reaching.likely(posted), x)
             with step("dispatch: receive", x.device):
-                batch, handle = reaching.receive(posted, memory, block_t=self._block_t(reaching.likely(posted), x))
+                batch, handle = reaching.receive(posted, memory, block_t=block_t, storing=storing)
         else:
             added = shared() if shared else None
             with step("dispatch", x.device):

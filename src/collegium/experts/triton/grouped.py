@@ -39,6 +39,7 @@ class TileList:
     used: ``[1]`` int32, how many tiles have an expert; they come first. None: not counted. top_k: not 0 when nothing
     is sorted: then expert holds the ids ``[T, top_k]`` of any width and value, and row r is assignment r, one tile.
     early: the tile list was complete before the previous kernel started. memory: where a product takes its scratch.
+    places: ``[R]`` int64, where row r is written, in elements from the first of the result, as ``Back`` says; None: r.
     """
 
     expert: Tensor
@@ -49,6 +50,11 @@ class TileList:
     top_k: int = 0
     early: bool = False
     memory: Memory | None = None
+    places: Tensor | None = None
+
+    def placed(self, n_out: int) -> int:
+        """Return what divides all places, 0 where rows are written in order."""
+        return 0 if self.places is None else 16 if n_out % 16 == 0 else 1
 
     def constants(self, x: Tensor) -> dict[str, Any]:
         """Return the compile-time arguments that say where a product of ``x`` finds its tiles and what it waits for."""
@@ -116,7 +122,8 @@ def grouped_gemm(
     x: ``[T, K]`` of the operand dtype, read at ``source [R]`` int64, or row by row without it. x_scale: float32
     ``[T, ceil(K / 128)]`` or ``[T, 1]`` for E4M3 rows. tiles: from ``tile_list``; when nothing is sorted expert_offsets
     is not read, and source only says that row r reads x at r // top_k. Rows from
-    ``expert_offsets[E]`` on are not written. Raises InputError for wrong shapes or dtypes.
+    ``expert_offsets[E]`` on are not written. With ``tiles.places`` out is ``[any, N]``, and rows go where those say.
+    Raises InputError for wrong shapes or dtypes.
     """
     _check(x, packed, out, x_scale)
     run = _run_words if isinstance(packed.layout, Words) else _run_rows_or_lanes
@@ -147,6 +154,7 @@ def _run_rows_or_lanes(
         spare if packed.row_scale is None else packed.row_scale,
         spare if packed.bias is None else packed.bias,
         out,
+        tiles.places,
         spare if source is None else source,
         expert_offsets,
         tiles.expert,
@@ -175,6 +183,7 @@ def _run_rows_or_lanes(
         "GROUP_T": tile.group_t,
         "STAGES": tile.stages,
         "STACKED": tile.stacked,
+        "PLACED": tiles.placed(n_out),
         **tiles.constants(x),
     }
     grid = (tiles.count * -(-n_out // tile.columns),)
@@ -204,6 +213,7 @@ def _run_words(
         spare if packed.row_scale is None else packed.row_scale,
         spare if packed.bias is None else packed.bias,
         out,
+        tiles.places,
         spare if source is None else source,
         expert_offsets,
         tiles.expert,
@@ -226,6 +236,7 @@ def _run_words(
         "BLOCK_T": tile.block_t,
         "GROUP_T": tile.group_t,
         "STAGES": tile.stages,
+        "PLACED": tiles.placed(layout.shape[2]),
         **tiles.constants(x),
     }
     grid = (tiles.count * -(-operand_rows // tile.block_n),)

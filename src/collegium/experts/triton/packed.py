@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ...ops.quantize import ActivationFormat
     from ...runtime.machine import Machine
     from ...runtime.memory import Memory
-    from ...types import ActivationSpec, ContiguousBatch
+    from ...types import ActivationSpec, Back, ContiguousBatch
     from .matrix import PackedMatrix
     from .tiles import TunedTiles
 
@@ -83,16 +83,26 @@ class PackedExperts(Packed):
             key += [None if t is None else (t.dtype, t.shape, t.data_ptr() % 16) for t in tensors]
         return tuple(key)
 
+    def storing(self, dtype: torch.dtype) -> tuple[int, torch.dtype]:
+        """Return H, and bfloat16 for bfloat16 tokens, float32 otherwise."""
+        return self.down.layout.shape[2], torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+
     def run(self, batch: ContiguousBatch, memory: Memory | None = None) -> Tensor:
         """Return ``[R, H]``: both products of every row, in bfloat16 for bfloat16 tokens and in float32 otherwise.
 
         Rounding a row to bfloat16 adds 0.17 % of its size at most to the layer's error, and halves the largest traffic
-        of a big batch. Nothing waits for the device; rows from ``expert_offsets[E]`` on are uninitialised.
+        of a big batch. Nothing waits for the device; rows from ``expert_offsets[E]`` on are uninitialised. With
+        ``batch.back`` the second product stores rows where it says, and ``back.rows`` is returned; InputError where
+        those are not what ``storing`` says.
         """
         refuse_codes(batch, "experts in Triton", self._codes)
         count = batch.source.numel()
         dtype = batch.dtype or batch.x.dtype
-        out = self._result(count, dtype, batch.x.device, memory)
+        out = (
+            self._result(count, dtype, batch.x.device, memory)
+            if batch.back is None
+            else self._stored(batch.back, dtype)
+        )
         if count == 0:
             return out
         batch = replace(batch, x=usual_rows(batch.x), dtype=dtype)
@@ -108,6 +118,7 @@ class PackedExperts(Packed):
         gathered = batch.input_weights is not None
         rows_in = self._rows_in(batch, memory, self.gate_up.layout.row_order, gathered=gathered)
         source = None if gathered else batch.source
+        pair = pair[0], replace(pair[1], places=_places(batch))
         return self._both(
             rows_in, batch.expert_offsets, pair, out, memory, source=source, dtype=dtype, used=_used(batch)
         )
@@ -148,8 +159,16 @@ class PackedExperts(Packed):
         return None if self.activations is None else self.activations.name
 
     def _result(self, rows: int, dtype: torch.dtype, device: torch.device, memory: Memory | None) -> Tensor:
-        narrow = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-        return take(memory, "rows", (rows, self.down.layout.shape[2]), narrow, device)
+        width, narrow = self.storing(dtype)
+        return take(memory, "rows", (rows, width), narrow, device)
+
+    def _stored(self, back: Back, dtype: torch.dtype) -> Tensor:
+        width, narrow = self.storing(dtype)
+        if back.rows.shape[1:] != (width,) or back.rows.dtype != narrow:
+            raise InputError(
+                f"back: rows of {back.rows.shape[1]} {back.rows.dtype}, these experts store rows of {width} {narrow}"
+            )
+        return back.rows
 
     def _rows_in(
         self, batch: ContiguousBatch, memory: Memory | None, order: int, *, gathered: bool
@@ -187,8 +206,10 @@ class PackedExperts(Packed):
     ) -> Tensor:
         """Write ``out`` and return it: both products of ``rows_in``, which are codes and scales or rows and None."""
         x, x_scale = rows_in
+        places = tiles[1].places
+        count = out.shape[0] if places is None else places.shape[0]
         kept = out.dtype if self.activations else dtype
-        middle = take(memory, "middle", (out.shape[0], self.gate_up.layout.shape[2]), kept, out.device)
+        middle = take(memory, "middle", (count, self.gate_up.layout.shape[2]), kept, out.device)
         grouped_gemm(
             x, self.gate_up, offsets, tiles[0], middle, source=source, x_scale=x_scale, activation=self.activation
         )
@@ -203,17 +224,17 @@ class PackedExperts(Packed):
 
         The formulas, the order of every sum and so the bits of a row are those of the small tiles.
         """
-        form, offsets, device = self.activations, batch.expert_offsets, out.device
-        tiles = tile_list(offsets, out.shape[0], tile, part(memory, "first"))
+        form, offsets, device, count = self.activations, batch.expert_offsets, out.device, batch.source.numel()
+        tiles = tile_list(offsets, count, tile, part(memory, "first"))
         wide = self.gate_up.layout.shape[2]
         rows, x_scale = self._rows_in(batch, memory, AS_IS, gathered=True)
         narrow = form is None or batch.dtype == torch.bfloat16
         codes, dtype = None, batch.dtype if narrow else torch.float32
         if form is not None and form.group == BAND:
-            scale = take(memory, "scales", (out.shape[0], -(-wide // BAND)), torch.float32, device)
+            scale = take(memory, "scales", (count, -(-wide // BAND)), torch.float32, device)
             dtype, codes = torch.float8_e4m3fn, CodeScales(scale=scale, power=form.power, rounded=narrow)
         assert dtype is not None
-        middle = take(memory, "middle", (out.shape[0], wide), dtype, device)
+        middle = take(memory, "middle", (count, wide), dtype, device)
         prefill_gemm(
             rows,
             self.gate_up,
@@ -228,13 +249,17 @@ class PackedExperts(Packed):
             middle, scale = operand(middle, self._codes, used=_used(batch), memory=part(memory, "h"))
         else:
             scale = codes.scale
-        tiles = replace(tiles, memory=part(memory, "second"))
+        tiles = replace(tiles, memory=part(memory, "second"), places=_places(batch))
         return prefill_gemm(middle, self.down, offsets, tiles, out, x_scale=scale)
 
 
 def _used(batch: ContiguousBatch) -> Tensor | None:
     """Return how many rows are somebody's, on the device, of a batch with room for more than it is likely to hold."""
     return None if batch.rows is None else batch.expert_offsets[-1:]
+
+
+def _places(batch: ContiguousBatch) -> Tensor | None:
+    return None if batch.back is None else batch.back.places
 
 
 def _listed(batch: ContiguousBatch, tile: TileChoice, memory: Memory | None, name: str) -> TileList:

@@ -59,8 +59,8 @@ def prefill_gemm(
     """Write ``out [R, N]`` and return it; see ``grouped_gemm_reference`` for its contents.
 
     x: ``[R, K]`` of the operand dtype in expert order. x_scale: float32 ``[R, ceil(K / 128)]`` or ``[R, 1]`` for
-    E4M3 rows. codes: makes ``out`` take E4M3 codes. Rows from ``expert_offsets[E]`` on are not written. Raises
-    InputError for rows no tensor descriptor can describe.
+    E4M3 rows. codes: makes ``out`` take E4M3 codes. Rows from ``expert_offsets[E]`` on are not written. With
+    ``tiles.places`` rows go where those say. Raises InputError for rows no tensor descriptor can describe.
     """
     experts, parts, n_out, k_in = packed.layout.shape
     _check(x, packed, tiles)
@@ -78,6 +78,7 @@ def prefill_gemm(
         spare if packed.row_scale is None else packed.row_scale,
         spare if packed.bias is None else packed.bias,
         out,
+        tiles.places,
         spare if codes is None else codes.scale,
         expert_offsets,
         tiles.expert,
@@ -97,6 +98,7 @@ def prefill_gemm(
         # Float32 results pass through shared memory that one stage less leaves free.
         "STAGES": min(tile.stages, 3) if out.dtype == torch.float32 else tile.stages,
         "X_SCALE": 0 if x_scale is None else 1 + (x_scale.shape[1] == 1),
+        "PLACED": tiles.placed(n_out),
         "ASM": x.is_cuda,
     }
     grid = (min(tile.programs, tiles.count * n_tiles),)
