@@ -192,9 +192,11 @@ class Bench:
         maps: list[Any] = [layer.dispatcher.map for layer in layers]  # pyright: ignore[reportAttributeAccessIssue]
         serving = Serving(layers, args, self.rank)
         shown = itertools.count()
-        balancer = Balancer(
-            named, lambda *given: place(*given) if next(shown) < len(layers) else None, interval=args.steps
-        )
+
+        def once(load: Any, slots: Any) -> Any:
+            return place(load, slots) if next(shown) < len(layers) else None
+
+        balancer = Balancer(named, once, interval=args.steps)
         start = [own.slots for own in maps]
         for _ in range(BATCHES + 2):
             serving.step()

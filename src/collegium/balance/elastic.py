@@ -315,11 +315,11 @@ def _replace_group(store: Any, rank: int, size: int, number: int) -> None:
     What was queued on a communicator of NCCL that lost a rank never ends; it is aborted.
     """
     backend: str = distributed.get_backend_config()
-    drop_blocks()
     if "nccl" in backend:
         distributed.distributed_c10d._abort_process_group()  # pyright: ignore[reportPrivateUsage]
     else:
         distributed.destroy_process_group()
+    drop_blocks()
     _form(backend, store, number, rank, size)
 
 

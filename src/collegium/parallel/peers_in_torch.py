@@ -82,15 +82,13 @@ def raise_status(
     )
 
 
-def release(head: Tensor, places: Sequence[int]) -> None:
+def release(head: Tensor, places: Sequence[int], word: Tensor, side: torch.cuda.Stream) -> None:
     """Let kernels of this rank that wait for the ranks at ``places`` give up now.
 
-    The copy engines write the flags, beside the stream that waits: kernels may hold every multiprocessor.
+    The copy engines write ``word``, -1 in pinned memory, to the flags on the stream ``side``: kernels that wait may
+    hold every multiprocessor, and giving out pinned memory may wait for them.
     """
-    if not head.is_cuda:
-        return
-    word = torch.full((1,), -1, dtype=torch.int64, pin_memory=True)
-    with torch.cuda.stream(torch.cuda.Stream(head.device)):
+    with torch.cuda.stream(side):
         for flag in (flags + place for flags in (POSTS, _ROWS) for place in places):
             head[flag : flag + 1].copy_(word, non_blocking=True)
 

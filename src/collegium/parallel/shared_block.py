@@ -128,7 +128,9 @@ class _Block:
             own[:HEAD_BYTES].zero_()
             self.heads = [block[:HEAD_BYTES].view(torch.int64) for block in self.blocks]
             self.head = self.heads[self.rank]
-            self.mirror = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+            # What kernels tell the host, and what the host tells kernels.
+            self.mirror = torch.tensor([0, -1], pin_memory=device.type == "cuda")
+            self.side = torch.cuda.Stream(device) if device.type == "cuda" else None
             deltas = [block.data_ptr() - own.data_ptr() for block in self.blocks] + [self.mirror.data_ptr()]
             self.deltas = torch.tensor(deltas, device=device)
         self.failed: Any = self.mirror.numpy()  # read at every call, without torch
@@ -222,8 +224,9 @@ class SharedBlocks:
         try:
             said = block.mail.exchange(layer, tokens, top_k)
         except RankError as error:
-            if not captured(self.device):
-                release(block.head, [self.ranks.index(rank) for rank in error.ranks])
+            if block.side is not None and not captured(self.device):
+                places = [self.ranks.index(rank) for rank in error.ranks]
+                release(block.head, places, block.mirror[1:], block.side)
             raise
         if any(count > limit or (own, k) != (layer, top_k) for own, count, k in said):
             found = "; ".join(
