@@ -13,11 +13,12 @@ from torch import distributed
 
 from collegium import Choice, DeviceFacts, Limits, MoESpec, Problem, Routing, RoutingSpec, plan
 from collegium.parallel.expert_map import ExpertMap
+from collegium.parallel.meeting import meeting_of
 from collegium.parallel.placement import linear
 from collegium.parallel.traffic import Away, Traffic
 from collegium.testing.compare import heavy_tailed, uneven_ids
 from ranks import run_ranks
-from split_layers import EXPERTS, HIDDEN, RECIPES, layer_of, replicated
+from split_layers import EXPERTS, HIDDEN, RECIPES, kept, layer_of, replicated
 
 COUNTS = (5, 0, 17, 1)
 
@@ -34,6 +35,7 @@ def _measured(rank: int, combine: str) -> list[str]:
     real, gather, tokens = distributed.all_to_all_single, distributed.all_gather, COUNTS[rank]
     for name in ("all_to_all", "all_to_all_fixed", "all_gather"):
         layer = layer_of("plain", RECIPES[3], "cpu", replicated(EXPERTS, rank, world), dispatcher=name, combine=combine)
+        kept.append(layer)
         ids = uneven_ids(sum(COUNTS), 3, EXPERTS, seed=9)[sum(COUNTS[:rank]) : sum(COUNTS[: rank + 1])]
         ids[:1, 0], ids[1:2, 1] = -1, EXPERTS + 2
         told: list[int] = []
@@ -51,8 +53,7 @@ def _measured(rank: int, combine: str) -> list[str]:
             layer(x, routing=Routing(topk_ids=ids, topk_weights=torch.ones(ids.shape)))
         table = ExpertMap(replicated(EXPERTS, rank, world), EXPERTS, "cpu")
         there, back = layer.plan.traffic(table.away(ids, max(COUNTS[:world])))
-        told_by_all: list[Any] = [None] * world
-        distributed.all_gather_object(told_by_all, (told, there, back))
+        told_by_all = meeting_of().exchange((told, there, back), "bytes")
         # What is sent back is what other ranks' tokens need, so of all ranks together it is what theirs are said to.
         if told[0] != there:
             faults.append(f"{name}: {told[0]} bytes there, {there} are said")
