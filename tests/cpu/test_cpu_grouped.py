@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from collegium.errors import BadScaleError, PlanError
+from collegium.errors import BadScaleError
 from collegium.experts import CpuGrouped
 from collegium.experts.cpu import decode as decoding
 from collegium.experts.cpu import grouped as module
@@ -292,8 +292,7 @@ def test_a_slice_of_every_expert_is_a_matter_of_the_dispatcher():
     asked = replace(problem_for(weights), placement=placed)
     assert (asked.routed.experts, asked.routed.intermediate, asked.routed.hidden) == (3, 32, 64)
     assert CpuGrouped().refuse(asked.routed) is None
-    with pytest.raises(PlanError, match=r"slice 1 of 2: 3 of 3 experts; it exchanges nothing"):
-        plan(asked)
+    assert plan(asked).wire_format.startswith("the sums of 2 slices in float32")
 
 
 def test_workspace_grows_with_the_batch():
