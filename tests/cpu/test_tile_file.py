@@ -336,7 +336,7 @@ def test_the_compile_cache_key_changes_with_source_dependencies_and_constants(tm
     assert len({plain, *keys}) == 4
     # What changes with the token count must not choose a variant: it would compile at some batches only.
     # Nor may what the caller chooses, such as how far apart the rows of ids and weights are.
-    lists = ["count", "tiles_a", "tiles_b"]
+    lists = ["span", "width", "count", "tiles_a", "tiles_b"]
     assert free == [
         ["token_tiles"], ["tiles"], ["rows", "late"], [*lists, "id_stride", "weight_stride"],
         ["count", "run", "id_stride"], [*lists, "run", "weight_stride"], ["count", "weight_stride"],
