@@ -23,7 +23,7 @@ from ..types import Routing
 from .combine import back_bytes, back_words, reduced_of
 from .expert_map import ExpertMap
 from .local import Local, LocalKind
-from .partial import PartialKind
+from .partial import PartialKind, share
 from .peers import HEAD_BYTES, MOST_PEERS, Peers, Returned, Sent, collect, post, pull, reduce, send, unasked
 from .shared_block import PeerArena, SharedBlocks, shared_blocks
 from .split import checked_placement, refuse_split
@@ -85,7 +85,7 @@ class SymmMem:
 
     def rows(self, tokens: int, top_k: int) -> int:
         """Return this rank's share of the assignments of as many tokens on every rank."""
-        return -(-tokens * self.map.world_size * top_k * self.inner.num_experts // self.map.num_experts)
+        return share(tokens * self.map.world_size * top_k, self.inner.num_experts, self.map.num_experts)
 
     def join(self, places: MemoryMap) -> int:
         """Make room for a layer's regions and return its number; all ranks ask at the same time."""
