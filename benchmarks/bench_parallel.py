@@ -6,7 +6,8 @@ all ranks wait for each other on the device; of each repeat the slowest rank cou
     layer     the whole layer; its output was compared with FP32 truth, and bit for bit with a layer of one rank, or,
               with a reduced combine, with itself once more
     exchange  the same without the experts: post, pull, sort, collect
-    kernels   the kernels of that exchange by name, microseconds a call of each, median over ranks (``--kernels``)
+    kernels   the kernels of both by name (``--kernels``): microseconds of a call that each adds to those before it,
+              median over ranks; what runs while an earlier kernel still does is not counted twice
     nccl      two all_to_all_single, of the bytes that exchange sends to other ranks, there and back
     copy      what one GPU reads of another one while all do, by a kernel or by the copy engines, whichever is faster
 
@@ -246,6 +247,8 @@ class Bench:
             return
         floors = self.floors(layer, [routing for _, routing in inputs])
         found = self.timed(graph.replay, "layer", len(inputs))
+        if self.args.kernels:
+            self.kernels(graph, len(inputs), facts, "layer")
         least = max(floors["floor_weights_us"], floors["floor_math_us"], floors["floor_wire_us"])
         self.say(what="layer", **facts, **found, **floors, over_floor=round(found["us"] / least, 3))
         layer.check()
@@ -265,7 +268,7 @@ class Bench:
             graph = self.graph([lambda x=x, r=r: layer(x, routing=r) for x, r in inputs])
             found = self.timed(graph.replay, "exchange", len(inputs))
             if self.args.kernels:
-                self.kernels(graph, len(inputs), facts)
+                self.kernels(graph, len(inputs), facts, "exchange")
         finally:
             layer_of._pipelines = before
         layer.check()
@@ -284,7 +287,7 @@ class Bench:
         found = self.timed(graph.replay, "nccl", 4)
         self.say(what="nccl", **facts, **found, wire_bytes=nbytes, gb_per_s=round(nbytes / found["us"] / 1e3, 1))
 
-    def kernels(self, graph: torch.cuda.CUDAGraph, inside: int, facts: dict[str, Any]) -> None:
+    def kernels(self, graph: torch.cuda.CUDAGraph, inside: int, facts: dict[str, Any], what: str) -> None:
         """Measure each kernel of ``graph``, which holds ``inside`` passes; what waits for a peer counts as its own."""
         kinds = [profiler.ProfilerActivity.CUDA]
         with profiler.profile(activities=kinds) as seen:
@@ -292,14 +295,22 @@ class Bench:
                 self.space.barrier()
                 graph.replay()
             torch.cuda.synchronize()
-        own = {event.key: event.device_time_total / 10 / inside for event in seen.key_averages()}
+        events: list[Any] = sorted(seen.events() or (), key=_end)
+        own, before = dict[str, float](), 0.0
+        for event in events:
+            if str(event.device_type) == "DeviceType.CUDA" and "barrier_kernel" not in event.name:
+                # A kernel may be launched while the one before it runs, and then waits for it.
+                since = max(event.time_range.start, before)
+                own[event.name] = own.get(event.name, 0.0) + max(0.0, _end(event) - since) / 10 / inside
+                before = max(before, _end(event))
         facts = {key: value for key, value in facts.items() if key not in ("error", "same_bits")}
         everyone = self.everybody(own, "kernels")
         most = sorted(((us, key) for key, us in own.items()), reverse=True)
         for _, key in most[:10]:
             times = [each[key] for each in everyone if key in each]
             found = {"us": statistics.median(times), "us_min": min(times), "us_max": max(times)}
-            self.say(what=f"kernels: {key[:60]}", **facts, **{name: round(us, 2) for name, us in found.items()})
+            rounded = {name: round(us, 2) for name, us in found.items()}
+            self.say(what=f"kernels of {what}: {key[:60]}", **facts, **rounded)
 
     def bytes_of(self, layer: MoELayer, routings: list[Routing], way: str) -> int:
         """Return what this rank sends to others there, or gets from them back, on average; the most of any rank."""
@@ -340,6 +351,10 @@ class Bench:
         )
         weights, math, link = (round(1e6 * max(each), 2) for each in zip(*self.everybody(own, "floors"), strict=True))
         return {"floor_weights_us": weights, "floor_math_us": math, "floor_wire_us": link, "wire_bytes": wire}
+
+
+def _end(event: Any) -> float:
+    return event.time_range.end
 
 
 def _held(weights: ExpertWeights[Any], ids: tuple[int, ...]) -> ExpertWeights[Any]:

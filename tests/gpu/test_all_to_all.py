@@ -47,8 +47,7 @@ def _replayed(rank: int) -> list[str]:
         whole = layer_of("plain", recipe, device)
         for combine in ("exact", "reduced"):
             place = replicated(EXPERTS, rank, world)
-            layer = layer_of("plain", recipe, device, place, combine=combine, graph=True)
-            assert layer.plan.dispatcher == "all_to_all_fixed"
+            layer = layer_of("plain", recipe, device, place, dispatcher=FIXED, combine=combine, graph=True)
             tokens = 5 + 8 * rank
             x = torch.zeros(tokens, HIDDEN, device=device, dtype=layer.input_dtype)
             routing = _routing(tokens, device, seed=0)
@@ -86,7 +85,7 @@ def _overflows(rank: int) -> tuple[list[int], list[str]]:
     world, device = distributed.get_world_size(), f"cuda:{rank}"
     timeout_seconds(60)  # another rank may still compile
     place = linear(EXPERTS, rank, world)
-    layer: Any = layer_of("plain", RECIPES[0], device, place, graph=True, room=4)
+    layer: Any = layer_of("plain", RECIPES[0], device, place, dispatcher=FIXED, graph=True, room=4)
     x = heavy_tailed(6, HIDDEN, seed=1).to(device, layer.input_dtype)
     ids = torch.full((6, 3), -1, device=device)
     routing = Routing(topk_ids=ids, topk_weights=torch.ones(6, 3, device=device))

@@ -43,4 +43,4 @@ def test_a_layer_whose_neighbour_does_not_come_says_so_in_bounded_time() -> None
     assert first[0].startswith("symm_mem dispatch: symm_mem dispatch on rank 0: rank 1 did not come")
     assert first[1] == first[0], "and again at the next call"
     assert last[0].startswith("symm_mem combine: symm_mem combine on rank 1: rank 0 gave up")
-    assert "rank 1 did not come to 'symm_mem dispatch' within 1 s" in first[2]
+    assert "symm_mem dispatch: rank 1 did not come within 1 s" in first[2]

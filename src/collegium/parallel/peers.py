@@ -131,7 +131,8 @@ def send(
         return
     from ..kernels.peer import send_kernel
 
-    x, scales, block = dense_rows(x), sent.ids if sent.scale is None else sent.scale, power_at_least(wide, 32)
+    x, scales = dense_rows(x), sent.ids if sent.scale is None else sent.scale
+    block = power_at_least(wide, max(32, form.group or 0))
     args, constants = _posted(peers, sent, routing, table)
     args += (x, sent.x, scales, columns, x.stride(0), scales.shape[1], wide)
     top_k = sent.ids.shape[1]
