@@ -10,7 +10,6 @@ import pickle
 import threading
 import time
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 
 from torch import distributed
@@ -138,12 +137,8 @@ class Meeting:
 
     def _came(self, key: str, started: float, phase: str) -> bool:
         """Return whether ``key`` is there in time; raise for a rank that is known to have ended meanwhile."""
-        until = started + timeout_seconds()
-        with suppress(RuntimeError):
-            self.store.wait([key], timedelta(seconds=max(0.001, min(LOOK, until - time.monotonic()))))
-            return True
-        # A wait that fails makes torch print; a look does not.
-        looked = 0.0
+        until, looked, pause = started + timeout_seconds(), time.monotonic(), 1e-4
+        # Looks, and no wait of the store: torch prints a warning for each wait that ends in vain.
         while True:
             with suppress(RuntimeError):
                 if self.store.check([key]):
@@ -155,7 +150,8 @@ class Meeting:
                     raise self._lost(phase, ended)
             if now > until:
                 return False
-            time.sleep(0.01)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.01)
 
     def _lost(self, phase: str, missing: tuple[int, ...]) -> RankError:
         ranks = tuple(self.ranks[place] for place in missing)
