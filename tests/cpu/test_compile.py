@@ -19,8 +19,8 @@ if importlib.util.find_spec("triton") is None:
 BASE = {
     "WEIGHT": 0, "SCALE": 0, "WORDS": 1, "X_SCALE": 0, "ROW_SCALE": False, "BIAS": False, "GATHER": True,
     "PARTS": 2, "KIND": 0, "HAS_LIMIT": False, "EVEN_K": True, "ASM": True, "GROUP_T": 8, "K_BLOCKS": 32,
-    "BLOCK_N": 64, "BLOCK_T": 16, "BLOCK_K": 128, "STAGES": 4, "STACKED": False, "TOP_K": 0, "EARLY": False,
-    "PDL": True, "row_places": None, "PLACED": 0,
+    "NARROW": False, "BLOCK_N": 64, "BLOCK_T": 16, "BLOCK_K": 128, "STAGES": 4, "STACKED": False, "TOP_K": 0,
+    "EARLY": False, "PDL": True, "row_places": None, "PLACED": 0,
 }  # fmt: skip
 PLAIN = {"BLOCK_K": 64}
 BLOCKS = {"WEIGHT": 2, "SCALE": 1, "X_SCALE": 1}
@@ -33,7 +33,8 @@ STACKED = {"STACKED": True, "BLOCK_N": 128}
 ALONE = {"PDL": False}
 DIRECT = {"TOP_K": 8}
 EARLY = {"EARLY": True}
-WIDE = {"BLOCK_N": 128, "BLOCK_T": 128, "STAGES": 3, "warps": 8}
+WIDE = {"BLOCK_N": 128, "BLOCK_T": 128, "STAGES": 3, "warps": 8, "NARROW": True}
+NARROW = {"BLOCK_T": 64, "NARROW": True}
 
 # (architecture, weights, changes, the tensor core's instruction, most registers, most KiB of shared memory)
 CASES: tuple[tuple[int, str, dict[str, Any], str, int, int], ...] = (
@@ -41,6 +42,8 @@ CASES: tuple[tuple[int, str, dict[str, Any], str, int, int], ...] = (
     (90, "bf16", PLAIN | WIDE, "HGMMA", 255, 146),
     (90, "e4m3", BLOCKS, "QGMMA", 96, 75),
     (90, "e4m3", BLOCKS | EARLY, "QGMMA", 96, 75),
+    (90, "e4m3", BLOCKS | NARROW | {"BLOCK_N": 128, "warps": 8}, "QGMMA", 255, 170),
+    (90, "e4m3", BLOCKS | NARROW | {"BLOCK_N": 128, "PARTS": 1, "KIND": -1}, "QGMMA", 255, 170),
     (90, "e4m3", BLOCKS | DIRECT | EARLY, "QGMMA", 96, 75),
     (90, "bf16", PLAIN | DIRECT, "HGMMA", 64, 74),
     (90, "bf16", PLAIN | DIRECT | EARLY, "HGMMA", 64, 74),
@@ -53,7 +56,7 @@ CASES: tuple[tuple[int, str, dict[str, Any], str, int, int], ...] = (
     (90, "bf16", PLAIN | STACKED | {"warps": 8}, "HGMMA", 64, 74),
     (90, "e4m3", BLOCKS | STACKED | {"warps": 8}, "QGMMA", 80, 75),
     (90, "i16", MXFP4 | STACKED, "HGMMA", 128, 43),
-    (90, "i16", MXFP4 | STACKED | {"BLOCK_T": 64}, "HGMMA", 168, 91),
+    (90, "i16", MXFP4 | STACKED | NARROW, "HGMMA", 168, 91),
     (90, "i16", NVFP4 | STACKED, "HGMMA", 96, 23),
     (90, "i16", MXFP8 | STACKED, "HGMMA", 128, 67),
     (90, "i16", INT4 | STACKED, "HGMMA", 168, 45),

@@ -150,11 +150,16 @@ def test_every_activation(kind: Any, limit: float | None) -> None:
 def test_a_row_does_not_depend_on_the_batch_or_the_tile(weights: str, act: str) -> None:
     problem = question(weights, act)
     packed, _ = build(problem)
-    batch = batch_of(17, problem)
+    batch = batch_of(50, problem)
+    heights = {
+        16 if count <= 16 else 32 if count <= 32 else 64 for count in batch.expert_offsets.diff().tolist() if count
+    }
+    assert heights == {16, 32, 64}
     whole = packed.run(batch)
     wide = TileChoice(block_n=128, block_t=32, warps=8, stages=3, group_t=2)
     stop = int(batch.expert_offsets[-1])
-    for first in (wide, replace(TILE, block_t=32, stacked=True)):
+    narrow = replace(TILE, block_t=64, narrow=True)
+    for first in (wide, narrow, replace(TILE, block_t=32, stacked=True)):
         assert torch.equal(replace(packed, tiles=(first, wide)).run(batch)[:stop], whole[:stop]), first
     for row in (0, 5, stop - 1):
         expert = int(torch.searchsorted(batch.expert_offsets, torch.tensor(row), right=True)) - 1

@@ -148,11 +148,11 @@ def test_codes_that_arrive_give_the_bits_of_the_tokens_they_were(weights: str, a
 def test_a_row_does_not_depend_on_the_batch_or_the_tile(weights: str) -> None:
     problem = question(weights, "fp8_group128")
     packed, _ = build(problem, weights)
-    batch = batch_of(9, problem)
+    batch = batch_of(40, problem)
     whole = packed.run(batch)
     stop = int(batch.expert_offsets[-1])
-    for warps in (4, 8):
-        wide = TileChoice(block_n=128, block_t=32, warps=warps, stages=3, group_t=2)
+    for warps, height in ((4, 32), (8, 32), (4, 64)):
+        wide = TileChoice(block_n=128, block_t=height, warps=warps, stages=3, group_t=2, narrow=height == 64)
         assert torch.equal(replace(packed, tiles=(wide, wide)).run(batch)[:stop], whole[:stop])
     row = stop - 1
     expert = int(torch.searchsorted(batch.expert_offsets, torch.tensor(row), right=True)) - 1

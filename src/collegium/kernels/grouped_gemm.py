@@ -181,96 +181,21 @@ def _multiply(
     return acc
 
 
-@triton.jit(
-    do_not_specialize=["token_tiles"],
-    do_not_specialize_on_alignment=["row_places", "source", "expert_offsets", "tile_expert", "tile_row"],
-)
-def grouped_gemm_kernel(
-    x,
-    x_scale,
-    weight,
-    scale,
-    row_scale,
-    bias,
-    out,
-    row_places,
-    source,
-    expert_offsets,
-    tile_expert,
-    tile_row,
-    n_out,
-    k_in,
-    x_stride,
-    n_step,
-    k_step,
-    part_step,
-    scale_rows,
-    token_tiles,
-    experts,
-    limit,
-    alpha,
-    gate_bound,
-    up_bound,
-    WEIGHT: tl.constexpr,
-    SCALE: tl.constexpr,
-    WORDS: tl.constexpr,
-    X_SCALE: tl.constexpr,
-    ROW_SCALE: tl.constexpr,
-    BIAS: tl.constexpr,
-    GATHER: tl.constexpr,
-    PARTS: tl.constexpr,
-    KIND: tl.constexpr,
-    HAS_LIMIT: tl.constexpr,
-    K_BLOCKS: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    ASM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+@triton.jit
+def _write_tile(
+    row_first, row_count, matrix, n_first, column, part, w_row,
+    x, x_scale, scale, row_scale, bias, out, row_places, source,
+    n_out, k_in, x_stride, k_step, part_step, scale_rows, limit, alpha, gate_bound, up_bound,
+    WEIGHT: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr, X_SCALE: tl.constexpr, ROW_SCALE: tl.constexpr,
+    BIAS: tl.constexpr, GATHER: tl.constexpr, PARTS: tl.constexpr, KIND: tl.constexpr, HAS_LIMIT: tl.constexpr,
+    K_BLOCKS: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, STACKED: tl.constexpr, PLACED: tl.constexpr, TOP_K: tl.constexpr, PDL: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_T: tl.constexpr,
-    STAGES: tl.constexpr,
-    STACKED: tl.constexpr,
-    PLACED: tl.constexpr,
-    TOP_K: tl.constexpr,
-    EARLY: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Write ``out [R, n_out]``: rows of one expert times its weights, then bias and activation.
-
-    x [T or R, x_stride], read at row source[r] (GATHER) or r. x_scale: float32 [., K_BLOCKS] (X_SCALE 1) or [., 1]
-    (2), 0: none. weight: expert and part ``part_step`` elements apart, rows ``n_step``, K blocks ``k_step``.
-    scale: per (expert, part, K block): WORDS x n_out words, or for BLOCK_SCALE [ceil(n_out / 128), K_BLOCKS].
-    row_scale, bias: [expert, part, n_out]. Rows from expert_offsets[E] on are not written. PLACED: row r is written to
-    element row_places[r] of out, which may be in a peer's memory (``place_at``).
-    """
+):  # fmt: skip
+    """Multiply and store ``row_count`` rows, up to BLOCK_T, from row_first on, by the weight rows at w_row."""
     COLUMNS: tl.constexpr = BLOCK_N // 2 if STACKED else BLOCK_N
     # Accumulators: gate and up of a stacked tile share one.
     SETS: tl.constexpr = 1 if STACKED else PARTS
-    tile, n_tile = tile_of(tl.program_id(0), tl.cdiv(n_out, COLUMNS), token_tiles, GROUP_T)
-    n_first = n_tile * COLUMNS
-    if PDL and not EARLY:
-        gdc_wait()
-    expert, row_first, row_count = tile_at(tile, tile_expert, tile_row, expert_offsets, experts, BLOCK_T, TOP_K, EARLY)
-    if PDL and EARLY:
-        gdc_wait()
-    n = tl.arange(0, BLOCK_N)
-    if STACKED:
-        channel = n // 16 * 8 + n % 8
-        part = n // 8 % 2
-    else:
-        channel = n
-        part = tl.zeros((BLOCK_N,), dtype=tl.int32)
-    # Rows and columns beyond the end read a neighbour again; nothing of them is stored.
-    column = tl.minimum(channel, n_out - 1 - n_first)
-    matrix = expert * PARTS
-    w_row = weight + matrix * part_step + n_first.to(tl.int64) * n_step + column * n_step
-    if STACKED:
-        w_row += part.to(tl.int64) * part_step
-    if PDL and TOP_K:
-        gdc_launch_dependents()
-    if expert < 0:
-        return
-
     t = tl.arange(0, BLOCK_T)
     row = row_first + tl.where(t < row_count, t, 0)
     token = token_at(row, source, GATHER, TOP_K)
@@ -395,3 +320,114 @@ def grouped_gemm_kernel(
     if PLACED:
         inside_out &= place != NOWHERE
     tl.store(out_ptr, result.to(out.dtype.element_ty), mask=inside_out)
+
+
+@triton.jit(
+    do_not_specialize=["token_tiles"],
+    do_not_specialize_on_alignment=["row_places", "source", "expert_offsets", "tile_expert", "tile_row"],
+)
+def grouped_gemm_kernel(
+    x,
+    x_scale,
+    weight,
+    scale,
+    row_scale,
+    bias,
+    out,
+    row_places,
+    source,
+    expert_offsets,
+    tile_expert,
+    tile_row,
+    n_out,
+    k_in,
+    x_stride,
+    n_step,
+    k_step,
+    part_step,
+    scale_rows,
+    token_tiles,
+    experts,
+    limit,
+    alpha,
+    gate_bound,
+    up_bound,
+    WEIGHT: tl.constexpr,
+    SCALE: tl.constexpr,
+    WORDS: tl.constexpr,
+    X_SCALE: tl.constexpr,
+    ROW_SCALE: tl.constexpr,
+    BIAS: tl.constexpr,
+    GATHER: tl.constexpr,
+    PARTS: tl.constexpr,
+    KIND: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+    K_BLOCKS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    ASM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_T: tl.constexpr,
+    NARROW: tl.constexpr,
+    STAGES: tl.constexpr,
+    STACKED: tl.constexpr,
+    PLACED: tl.constexpr,
+    TOP_K: tl.constexpr,
+    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Write ``out [R, n_out]``: rows of one expert times its weights, then bias and activation.
+
+    x [T or R, x_stride], read at row source[r] (GATHER) or r. x_scale: float32 [., K_BLOCKS] (X_SCALE 1) or [., 1]
+    (2), 0: none. weight: expert and part ``part_step`` elements apart, rows ``n_step``, K blocks ``k_step``.
+    scale: per (expert, part, K block): WORDS x n_out words, or for BLOCK_SCALE [ceil(n_out / 128), K_BLOCKS].
+    row_scale, bias: [expert, part, n_out]. Rows from expert_offsets[E] on are not written. PLACED: row r is written to
+    element row_places[r] of out, which may be in a peer's memory (``place_at``). NARROW: a tile of few rows is
+    multiplied as one of half or a quarter of BLOCK_T.
+    """
+    COLUMNS: tl.constexpr = BLOCK_N // 2 if STACKED else BLOCK_N
+    tile, n_tile = tile_of(tl.program_id(0), tl.cdiv(n_out, COLUMNS), token_tiles, GROUP_T)
+    n_first = n_tile * COLUMNS
+    if PDL and not EARLY:
+        gdc_wait()
+    expert, row_first, row_count = tile_at(tile, tile_expert, tile_row, expert_offsets, experts, BLOCK_T, TOP_K, EARLY)
+    if PDL and EARLY:
+        gdc_wait()
+    n = tl.arange(0, BLOCK_N)
+    if STACKED:
+        channel = n // 16 * 8 + n % 8
+        part = n // 8 % 2
+    else:
+        channel = n
+        part = tl.zeros((BLOCK_N,), dtype=tl.int32)
+    # Rows and columns beyond the end read a neighbour again; nothing of them is stored.
+    column = tl.minimum(channel, n_out - 1 - n_first)
+    matrix = expert * PARTS
+    w_row = weight + matrix * part_step + n_first.to(tl.int64) * n_step + column * n_step
+    if STACKED:
+        w_row += part.to(tl.int64) * part_step
+    if PDL and TOP_K:
+        gdc_launch_dependents()
+    if expert < 0:
+        return
+
+    given = (
+        row_first, row_count, matrix, n_first, column, part, w_row, x, x_scale, scale, row_scale, bias, out, row_places,
+        source, n_out, k_in, x_stride, k_step, part_step, scale_rows, limit, alpha, gate_bound, up_bound,
+    )  # fmt: skip
+    if NARROW and row_count <= BLOCK_T // 4:
+        _write_tile(
+            *given, WEIGHT, SCALE, WORDS, X_SCALE, ROW_SCALE, BIAS, GATHER, PARTS, KIND, HAS_LIMIT, K_BLOCKS, EVEN_K,
+            ASM, BLOCK_N, BLOCK_K, STAGES, STACKED, PLACED, TOP_K, PDL, BLOCK_T // 4,
+        )  # fmt: skip
+    elif NARROW and row_count <= BLOCK_T // 2:
+        _write_tile(
+            *given, WEIGHT, SCALE, WORDS, X_SCALE, ROW_SCALE, BIAS, GATHER, PARTS, KIND, HAS_LIMIT, K_BLOCKS, EVEN_K,
+            ASM, BLOCK_N, BLOCK_K, STAGES, STACKED, PLACED, TOP_K, PDL, BLOCK_T // 2,
+        )  # fmt: skip
+    else:
+        _write_tile(
+            *given, WEIGHT, SCALE, WORDS, X_SCALE, ROW_SCALE, BIAS, GATHER, PARTS, KIND, HAS_LIMIT, K_BLOCKS, EVEN_K,
+            ASM, BLOCK_N, BLOCK_K, STAGES, STACKED, PLACED, TOP_K, PDL, BLOCK_T,
+        )  # fmt: skip

@@ -324,74 +324,17 @@ def _dot(a, b, acc, ASM: tl.constexpr):
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
 
 
-@triton.jit(
-    do_not_specialize=["token_tiles"],
-    do_not_specialize_on_alignment=["row_places", "source", "expert_offsets", "tile_expert", "tile_row"],
-)
-def w4a8_kernel(
-    x,
-    x_scale,
-    weight,
-    scale,
-    row_scale,
-    bias,
-    out,
-    row_places,
-    source,
-    expert_offsets,
-    tile_expert,
-    tile_row,
-    n_out,
-    x_stride,
-    row_tiles,
-    token_tiles,
-    experts,
-    limit,
-    alpha,
-    gate_bound,
-    up_bound,
-    WEIGHT: tl.constexpr,
-    X_SCALE: tl.constexpr,
-    BIAS: tl.constexpr,
-    GATHER: tl.constexpr,
-    PARTS: tl.constexpr,
-    KIND: tl.constexpr,
-    HAS_LIMIT: tl.constexpr,
-    K_BLOCKS: tl.constexpr,
-    ASM: tl.constexpr,
-    WARPS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_T: tl.constexpr,
-    STAGES: tl.constexpr,
-    PLACED: tl.constexpr,
-    TOP_K: tl.constexpr,
-    EARLY: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Write ``out [R, n_out]``: rows of one expert times its weights, then bias and activation.
-
-    x: E4M3 ``[T or R, x_stride]``, columns in the weight's order (``ops/quantize.py``), read at row source[r]
-    (GATHER) or r. x_scale: float32 [., K_BLOCKS] (X_SCALE 1) or [., 1] (2). weight: bytes
-    ``[E, row_tiles, K_BLOCKS, 64, BLOCK_K / 2]``; with two parts, eight rows of gate and eight of up take turns.
-    scale: int32 or float32 ``[E, row_tiles, K_BLOCKS, words, 64]``, words by WEIGHT, or bytes
-    ``[E, row_tiles, K_BLOCKS, 64, 4]`` (E2M1_SCALED). row_scale: float32 ``[E, row_tiles, 64]``. bias:
-    ``[E, PARTS, n_out]``. Rows from expert_offsets[E] on are not written. PLACED: row r is written to element
-    row_places[r] of out, which may be in a peer's memory (``place_at``).
-    """
-    tile, n_tile = tile_of(tl.program_id(0), tl.cdiv(row_tiles * 64, BLOCK_N), token_tiles, GROUP_T)
-    n_first = n_tile * BLOCK_N
-    if PDL and not EARLY:
-        gdc_wait()
-    expert, row_first, row_count = tile_at(tile, tile_expert, tile_row, expert_offsets, experts, BLOCK_T, TOP_K, EARLY)
-    if PDL and EARLY:
-        gdc_wait()
-    if PDL and TOP_K:
-        gdc_launch_dependents()
-    if expert < 0:
-        return
-
+@triton.jit
+def _write_tile(
+    expert, row_first, row_count, n_first,
+    x, x_scale, weight, scale, row_scale, bias, out, row_places, source,
+    n_out, x_stride, row_tiles, limit, alpha, gate_bound, up_bound,
+    WEIGHT: tl.constexpr, X_SCALE: tl.constexpr, BIAS: tl.constexpr, GATHER: tl.constexpr, PARTS: tl.constexpr,
+    KIND: tl.constexpr, HAS_LIMIT: tl.constexpr, K_BLOCKS: tl.constexpr, ASM: tl.constexpr, WARPS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PLACED: tl.constexpr, TOP_K: tl.constexpr,
+    PDL: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Multiply and store ``row_count`` rows, up to BLOCK_T, by BLOCK_N weight rows from n_first on."""
     WORDS: tl.constexpr = 2 if WEIGHT == E2M1_E4M3 else 1
     QUARTERS: tl.constexpr = (WEIGHT == INT4_PAIRS) or (WEIGHT == INT4_FLOATS)
     FACTORS: tl.constexpr = 2 if WEIGHT == INT4_PAIRS else 4 if WEIGHT == INT4_FLOATS else 1
@@ -511,3 +454,94 @@ def w4a8_kernel(
     if PLACED:
         inside_out &= place != NOWHERE
     tl.store(out_ptr, result.to(out.dtype.element_ty), mask=inside_out)
+
+
+@triton.jit(
+    do_not_specialize=["token_tiles"],
+    do_not_specialize_on_alignment=["row_places", "source", "expert_offsets", "tile_expert", "tile_row"],
+)
+def w4a8_kernel(
+    x,
+    x_scale,
+    weight,
+    scale,
+    row_scale,
+    bias,
+    out,
+    row_places,
+    source,
+    expert_offsets,
+    tile_expert,
+    tile_row,
+    n_out,
+    x_stride,
+    row_tiles,
+    token_tiles,
+    experts,
+    limit,
+    alpha,
+    gate_bound,
+    up_bound,
+    WEIGHT: tl.constexpr,
+    X_SCALE: tl.constexpr,
+    BIAS: tl.constexpr,
+    GATHER: tl.constexpr,
+    PARTS: tl.constexpr,
+    KIND: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+    K_BLOCKS: tl.constexpr,
+    ASM: tl.constexpr,
+    WARPS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_T: tl.constexpr,
+    NARROW: tl.constexpr,
+    STAGES: tl.constexpr,
+    PLACED: tl.constexpr,
+    TOP_K: tl.constexpr,
+    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Write ``out [R, n_out]``: rows of one expert times its weights, then bias and activation.
+
+    x: E4M3 ``[T or R, x_stride]``, columns in the weight's order (``ops/quantize.py``), read at row source[r]
+    (GATHER) or r. x_scale: float32 [., K_BLOCKS] (X_SCALE 1) or [., 1] (2). weight: bytes
+    ``[E, row_tiles, K_BLOCKS, 64, BLOCK_K / 2]``; with two parts, eight rows of gate and eight of up take turns.
+    scale: int32 or float32 ``[E, row_tiles, K_BLOCKS, words, 64]``, words by WEIGHT, or bytes
+    ``[E, row_tiles, K_BLOCKS, 64, 4]`` (E2M1_SCALED). row_scale: float32 ``[E, row_tiles, 64]``. bias:
+    ``[E, PARTS, n_out]``. Rows from expert_offsets[E] on are not written. PLACED: row r is written to element
+    row_places[r] of out, which may be in a peer's memory (``place_at``). NARROW: a tile of few rows is
+    multiplied as one of half or a quarter of BLOCK_T.
+    """
+    tile, n_tile = tile_of(tl.program_id(0), tl.cdiv(row_tiles * 64, BLOCK_N), token_tiles, GROUP_T)
+    n_first = n_tile * BLOCK_N
+    if PDL and not EARLY:
+        gdc_wait()
+    expert, row_first, row_count = tile_at(tile, tile_expert, tile_row, expert_offsets, experts, BLOCK_T, TOP_K, EARLY)
+    if PDL and EARLY:
+        gdc_wait()
+    if PDL and TOP_K:
+        gdc_launch_dependents()
+    if expert < 0:
+        return
+
+    given = (
+        expert, row_first, row_count, n_first, x, x_scale, weight, scale, row_scale, bias, out, row_places, source,
+        n_out, x_stride, row_tiles, limit, alpha, gate_bound, up_bound,
+    )  # fmt: skip
+    if NARROW and row_count <= BLOCK_T // 4:
+        _write_tile(
+            *given, WEIGHT, X_SCALE, BIAS, GATHER, PARTS, KIND, HAS_LIMIT, K_BLOCKS, ASM, WARPS, BLOCK_N, BLOCK_K,
+            STAGES, PLACED, TOP_K, PDL, BLOCK_T // 4,
+        )  # fmt: skip
+    elif NARROW and row_count <= BLOCK_T // 2:
+        _write_tile(
+            *given, WEIGHT, X_SCALE, BIAS, GATHER, PARTS, KIND, HAS_LIMIT, K_BLOCKS, ASM, WARPS, BLOCK_N, BLOCK_K,
+            STAGES, PLACED, TOP_K, PDL, BLOCK_T // 2,
+        )  # fmt: skip
+    else:
+        _write_tile(
+            *given, WEIGHT, X_SCALE, BIAS, GATHER, PARTS, KIND, HAS_LIMIT, K_BLOCKS, ASM, WARPS, BLOCK_N, BLOCK_K,
+            STAGES, PLACED, TOP_K, PDL, BLOCK_T,
+        )  # fmt: skip

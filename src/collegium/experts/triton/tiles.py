@@ -61,7 +61,7 @@ class TileChoice:
     block_n: weight rows of an operand. stacked: half of them are gate and half up of the same columns, otherwise
     every part has an operand of its own. block_t: rows. group_t: token tiles that share a pass over the weights.
     overlap: it may start while the kernel before it ends. programs: how many share the tiles, each taking the next in
-    turn; 0: one for each tile.
+    turn; 0: one for each tile. narrow: few rows run as a tile of half or a quarter of block_t.
     """
 
     block_n: int
@@ -72,6 +72,7 @@ class TileChoice:
     stacked: bool = False
     overlap: bool = False
     programs: int = 0
+    narrow: bool = False
 
     @property
     def columns(self) -> int:
@@ -123,7 +124,7 @@ def candidates(problem: TileProblem, machine: Machine) -> tuple[TileChoice, ...]
             )
             if _registers_fit(problem, tile):
                 stages = _stages(problem, machine, tile)
-                found += [replace(tile, stages=count) for count in stages]
+                found += [replace(tile, stages=count, narrow=machine.copies and block_t >= 64) for count in stages]
     lone = _lone(problem, machine)
     return tuple(found) if lone is None or lone in found else (*found, lone)
 
@@ -326,8 +327,10 @@ def _four_bit_candidates(problem: TileProblem, machine: Machine) -> tuple[TileCh
             # A wide tile whose weights take several products decodes so long that a fifth stage has nothing to hide.
             busy = block_n > 64 and (problem.quartered or problem.operands == 2)
             stages = min(3 if block_t > 128 else 4 if block_t > 32 or busy else 5, fitting)
+            # A quarter of a K block by few rows is copied in pieces too small to be prefetched.
+            narrow = machine.copies and block_t >= 64 and not problem.quartered
             if stages >= 2:
-                found.append(replace(tile, stages=stages))
+                found.append(replace(tile, stages=stages, narrow=narrow))
     return tuple(found)
 
 
