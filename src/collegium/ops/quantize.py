@@ -51,6 +51,7 @@ AS_IS, PADDED, REORDERED = range(3)
 _GLOBAL_FLOOR = 2.0**-117  # times the smallest E4M3 number, 2^-9, this is SMALLEST_SCALE
 _NAN_BYTE = 255  # E8M0
 _FEW_ROWS = 64  # below, a row is spread over more programs
+_MANY_ROWS = 4096  # from here on a program takes as many as make 4096 elements
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,13 +189,13 @@ class _Fp8(ActivationFormat):
 
         (rows, columns), wide = given.shape, made.codes.shape[1]
         scales = _present(self.name, made.scales)
-        block_r, block_c = _block(rows, columns) if self.group else (1, power_at_least(wide, 32))
+        block_r, block_c = _block(rows, columns) if self.group else _whole_rows(rows, wide)
         grid = (-(-rows // block_r), -(-wide // block_c))
         args = (*given.arguments(made.codes, scales), scales.shape[1], wide, int(given.x_ready))
         constants = {"BLOCK_R": block_r, "BLOCK_C": block_c, **given.constants()}
         constants |= {"GROUP": self.group or block_c, "POWER": self.power, "BYTE": self.e8m0}
         constants |= {"ROUND": not given.x.is_cuda, "REORDER": given.order == REORDERED}
-        launch(e4m3_kernel, grid, args, constants, num_warps=_warps(block_r * block_c))
+        launch(e4m3_kernel, grid, args, constants, num_warps=_warps(block_c * (block_r if self.group else 1)))
 
 
 @final
@@ -340,7 +341,14 @@ def quantize_on_device(
 def _block(rows: int, columns: int) -> tuple[int, int]:
     """Return the rows and columns one program takes; few rows are spread over more programs."""
     few = rows < _FEW_ROWS
-    return 1 if few else 2, min(256 if few else 1024, power_at_least(columns, 128))
+    wide = min(256 if few else 1024, power_at_least(columns, 128))
+    return 1 if few else 4096 // wide if rows >= _MANY_ROWS else 2, wide
+
+
+def _whole_rows(rows: int, columns: int) -> tuple[int, int]:
+    """Return what ``_block`` does where one scale belongs to a row."""
+    wide = power_at_least(columns, 32)
+    return max(1, 4096 // wide) if rows >= _MANY_ROWS else 1, wide
 
 
 def _warps(elements: int) -> int:
