@@ -580,7 +580,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (("shared = None if self.shared is None or many else partial(self.shared, x, memory)", "shared = None"),),
         _LAYER,
     ),
-    Mutant("shared expert's gate dropped", "stages/shared.py", (("if self.gate is None else", "if True else"),), _LAYER),
+    Mutant("shared expert's gate dropped", "stages/shared.py", (("if self.gate is None:", "if True:"),), _LAYER),
     # Tensor-parallel slices.
     Mutant(
         "tensor-parallel slice of the next rank", "checkpoint/loader.py",
