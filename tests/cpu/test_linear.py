@@ -56,13 +56,9 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 def test_a_row_has_the_same_bits_in_every_batch(k_in: int, n_out: int, pair: Pair) -> None:
     x, weight = made(70, k_in, n_out, pair)
     alone = bits(torch.cat([linear(row[None], weight) for row in x]))
-    for tokens in range(1, 71):
+    for tokens in range(1, 71):  # the last rows come to every place in a block
         assert torch.equal(bits(linear(x[:tokens], weight)), alone[:tokens])
         assert torch.equal(bits(linear(x[70 - tokens :], weight)), alone[70 - tokens :])
-    turned = torch.arange(70).roll(1)
-    for _ in range(32):  # every place in a block
-        assert torch.equal(bits(linear(x[turned], weight)), alone[turned])
-        turned = turned.roll(1)
 
 
 @pytest.mark.parametrize("pair", PAIRS)
