@@ -71,11 +71,11 @@ def linear(
 ) -> Tensor:
     """Return ``x [T, K]`` times ``weight [N, K]`` plus ``added``, ``[T, N]`` in the dtype of the weight or of ``out``.
 
-    x: floating, any rows. weight: float32, or of the dtype of x. added: ``[N]`` for every row, or ``[T, N]``, floating.
-    Sums are float32, added comes last, and the result is rounded once; on a CPU a 16-bit product is rounded before
-    that. Float32 is as exact as a float32 product, but a row or weight that is infinite, or finite beyond bfloat16,
-    gives NaN on a GPU. out: contiguous, written and returned. memory: where kernels take "sums", and "out" where none
-    is given. Raises InputError for wrong shapes or dtypes.
+    x: floating, any rows. weight: float32, or of the 16-bit dtype of x. added: ``[N]`` for every row, or ``[T, N]``,
+    floating. Sums are float32, added comes last, and the result is rounded once; on a CPU a 16-bit product is rounded
+    before that. Float32 is as exact as a float32 product, but a row or weight that is infinite, or finite beyond
+    bfloat16, gives NaN on a GPU. out: contiguous, written and returned. memory: where kernels take "sums", and "out"
+    where none is given. Raises InputError for wrong shapes or dtypes.
     """
     _check(x, weight, added, out)
     if on_device(x):
@@ -165,9 +165,11 @@ def _result(tokens: int, n_out: int, dtype: torch.dtype | None) -> Buffers:
 
 
 def _check(x: Tensor, weight: Tensor, added: Tensor | None, out: Tensor | None) -> None:
-    if weight.dim() != 2 or weight.dtype not in (torch.float32, x.dtype) or not weight.is_floating_point():
+    allowed = {torch.float32} | ({x.dtype} & {torch.bfloat16, torch.float16})
+    if weight.dim() != 2 or weight.dtype not in allowed:
         raise InputError(
-            f"linear: weight is {tuple(weight.shape)} {weight.dtype}, allowed: [N, K] float32 or {x.dtype}, like x"
+            f"linear: weight is {tuple(weight.shape)} {weight.dtype}, allowed beside x of {x.dtype}: [N, K] of "
+            f"{' or '.join(sorted(map(str, allowed)))}"
         )
     (n_out, k_in), tokens = weight.shape, x.shape[0]
     if x.dim() != 2 or x.shape[1] != k_in or not x.is_floating_point():
