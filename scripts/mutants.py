@@ -55,6 +55,7 @@ _KERNEL = tuple(
 _ACTS = ("tests/cpu/test_grouped_gemm.py::test_every_activation",)
 _LAYER = ("tests/cpu/test_layer.py",)
 _ROUTE = ("tests/cpu/test_route.py",)
+_LINEAR = ("tests/cpu/test_linear.py",)
 _FORMAT = ("tests/cpu/test_formats_examples.py", "tests/cpu/test_formats.py", "tests/cpu/test_formats_agreement.py")
 _WRITE = ("tests/cpu/test_conversion.py::test_what_is_written_loads_back",)
 _STACK = ("tests/cpu/test_conversion.py::test_stacked_families_stay_stacked",)
@@ -550,6 +551,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant("routed scale dropped", "kernels/route.py", (("weight * scale), mask=written)", "weight), mask=written)"),), _SMALL),
     Mutant("E4M3 scale of rows inverted", "kernels/quantize.py", (("value * tl.div_rn(1.0, scale)[:, :, None], 0.0)", "value * scale[:, :, None], 0.0)"),), _SMALL),
+    # Products whose rows do not depend on each other.
+    Mutant("all rows multiplied at once", "ops/linear.py", (("made = _in_blocks(x, weight)", "made = x.to(weight.dtype) @ weight.T"),), _LINEAR),
+    Mutant(
+        "the last term of a float32 weight dropped", "kernels/linear.py",
+        (("        found = _dot(w2, x, found, ASM)\n        found = _dot(w1, x, found, ASM)", "        found = _dot(w1, x, found, ASM)"),), _LINEAR,
+    ),
+    Mutant("the first part of a sum left out", "kernels/linear.py", (("tl.static_range(PARTS)", "tl.static_range(1, PARTS)"),), _LINEAR),
+    Mutant("a part not started anew", "kernels/linear.py", (("tl.where(starts, product, part + product)", "part + product"),), _LINEAR),
     # Four-bit weights and E4M3 rows.
     Mutant(
         "row scale dropped", "kernels/w4a8.py",
@@ -580,7 +589,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (("shared = None if self.shared is None or many else partial(self.shared, x, memory)", "shared = None"),),
         _LAYER,
     ),
-    Mutant("shared expert's gate dropped", "stages/shared.py", (("if self.gate is None else", "if True else"),), _LAYER),
+    Mutant("shared expert's gate dropped", "stages/shared.py", (("if self.gate is None:", "if True:"),), _LAYER),
     # Tensor-parallel slices.
     Mutant(
         "tensor-parallel slice of the next rank", "checkpoint/loader.py",

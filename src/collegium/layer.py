@@ -21,7 +21,7 @@ from .parallel.meeting import meeting_of
 from .pipelines import Parts
 from .plan import dispatcher_named, kernel_named, stretches, with_shared_format
 from .runtime.devices import plain_torch
-from .runtime.memory import OwnMemory, captured, memory_map, shared_workspaces
+from .runtime.memory import OwnMemory, captured, memory_map, part, shared_workspaces
 from .runtime.packed_module import PackedModule, refuse_gradient
 from .runtime.replay import Replay
 from .runtime.warming import compile_batches, run_every_way, sizes_for
@@ -174,11 +174,11 @@ class MoELayer(PackedModule):
         elif out.shape != x.shape or out.dtype != x.dtype or not out.is_contiguous():
             raise InputError(f"forward: out is {tuple(out.shape)} {out.dtype}, needed: contiguous, like x")
         wide = self.spec.hidden_size
+        seen = None
         if router_input is not None and routing is None and router_logits is None:
             seen = router_input.reshape(-1, wide)
             check_rows("router_input", seen, (x.numel() // wide, wide))
-            router_logits = self._router.logits(seen)
-        inputs = (x if x.dim() == 2 else x.reshape(-1, wide), router_logits, ids, weights, token_ids)
+        inputs = (x if x.dim() == 2 else x.reshape(-1, wide), router_logits, ids, weights, token_ids, seen)
         if torch.compiler.is_compiling():
             torch.ops.collegium.moe_layer(*inputs, self.handle, out.view(-1, wide))
         else:
@@ -224,6 +224,7 @@ class MoELayer(PackedModule):
         topk_ids: Tensor | None,
         topk_weights: Tensor | None,
         token_ids: Tensor | None,
+        router_input: Tensor | None,
         out: Tensor,
         memory: Memory | None = None,
     ) -> None:
@@ -231,10 +232,11 @@ class MoELayer(PackedModule):
 
         memory: where buffers come from, instead of one of ``workspaces``.
         """
+        if router_logits is None and (topk_ids is None or topk_weights is None):
+            # Before ranks wait for each other.
+            self._router.check_own(router_input)
         with in_full(x.device):
-            if router_logits is None and (topk_ids is None or topk_weights is None):
-                router_logits = self._router.own_logits(x)
-            inputs = (x, router_logits, topk_ids, topk_weights, token_ids, out)
+            inputs = (x, router_logits, topk_ids, topk_weights, token_ids, router_input, out)
             if memory is not None or self.workspaces is None:
                 self._passes(memory, *inputs)
             elif captured(self._device) and self._reaching is None:
@@ -261,19 +263,19 @@ class MoELayer(PackedModule):
             self._replay(partial(self._passes, memory), inputs, kind)
 
     def _passes(self, memory: Memory | None, *inputs: Any) -> None:
-        x, out = inputs[0], inputs[5]
+        x, out = inputs[0], inputs[-1]
         tokens, step = x.shape[0], self._step
         if step is None or tokens <= step:
-            self._tokens(x, self._router(*inputs[:5], memory=memory), out, memory)
+            self._tokens(x, self._router(*inputs[:-1], memory=memory), out, memory)
             return
         # The routing of all passes at once is more than the memory of one.
-        chosen = self._router(*inputs[:5])
+        chosen = self._router(*inputs[:-1])
         for start in range(0, tokens, step):
             span = slice(start, min(start + step, tokens))
-            part = replace(chosen, topk_ids=chosen.topk_ids[span], topk_weights=chosen.topk_weights[span])
+            own = replace(chosen, topk_ids=chosen.topk_ids[span], topk_weights=chosen.topk_weights[span])
             if self._reaching is not None and memory is not None:
-                self._reaching.meet(memory, self._number, *part.topk_ids.shape)
-            self._tokens(x[span], part, out[span], memory)
+                self._reaching.meet(memory, self._number, *own.topk_ids.shape)
+            self._tokens(x[span], own, out[span], memory)
 
     def _tokens(self, x: Tensor, routing: Routing, out: Tensor, memory: Memory | None) -> None:
         # Where ranks call together the dispatcher refuses too many tokens, on every rank.
@@ -283,9 +285,9 @@ class MoELayer(PackedModule):
         if self.latent is None:
             pipeline(x, routing, memory, dtype=x.dtype, shared=shared, out=out)
             return
-        rows = pipeline(self.latent.enter(x), routing, memory, dtype=torch.float32)
-        latent = self.latent.leave(rows)
-        out.copy_(latent if shared is None else latent + shared())
+        own = part(memory, "latent")
+        rows = pipeline(self.latent.enter(x, own), routing, memory, dtype=torch.float32)
+        self.latent.leave(rows, None if shared is None else shared(), out, own)
 
     def _pipeline(self, tokens: int) -> Pipeline:
         return next(own for most, own in self._pipelines if most is None or 0 < tokens <= most)

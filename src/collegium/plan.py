@@ -16,6 +16,7 @@ from . import experts, parallel, pipelines
 from .errors import PlanError
 from .formats import by_name
 from .formats.intake import SAFETENSORS_DTYPES
+from .ops import linear
 from .ops.quantize import ACTIVATION_FORMATS, activation_format
 from .ops.route import route_regions
 from .pipelines import Asked
@@ -243,7 +244,7 @@ def plan(problem: Problem, force: Choice | None = None) -> Plan:
     regions: Regions = under("routing", route_regions(asked.limits.max_tokens, asked.spec.routing.top_k))
     if shared is not None:
         regions |= under("shared", shared.regions(asked.shared()))
-    regions |= _largest_regions(kinds, question)
+    regions |= linear.regions_of(asked) | _largest_regions(kinds, question)
     return Plan(
         problem=asked,
         kernel=kernel.name,

@@ -35,6 +35,16 @@ def test_full_graph_gives_the_bits_of_eager_for_every_batch_size() -> None:
         assert torch.equal(compiled(x, routing=chosen), made(x, routing=chosen))
 
 
+def test_a_router_with_an_input_of_its_own_is_inside_the_operation() -> None:
+    made = layer()
+    compiled = torch.compile(made, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens in (3, 17):
+        x, seen = heavy_tailed(tokens, 40, seed=tokens), heavy_tailed(tokens, 40, seed=tokens + 1)
+        wanted = made(x, router_input=seen)
+        assert torch.equal(compiled(x, router_input=seen), wanted)
+        assert not torch.equal(made(x), wanted)
+
+
 def test_a_layer_inside_a_compiled_model() -> None:
     made = layer()
 
@@ -50,7 +60,7 @@ def test_the_operation_passes_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:
     made = layer()
     x = heavy_tailed(4, 40, seed=6)
     chosen = routing(4)
-    arguments = (x, None, chosen.topk_ids, chosen.topk_weights, None, made.handle, torch.empty_like(x))
+    arguments = (x, None, chosen.topk_ids, chosen.topk_weights, None, None, made.handle, torch.empty_like(x))
     # The check copies all inputs, and a copied handle names no layer.
     monkeypatch.setattr(compiled, "_layer_of", lambda _: made)
     torch.library.opcheck(torch.ops.collegium.moe_layer, arguments)
@@ -63,14 +73,14 @@ def test_a_handle_dies_with_its_layer() -> None:
     gc.collect()
     x = torch.zeros(1, 40)
     with pytest.raises(InputError, match="no layer"):
-        torch.ops.collegium.moe_layer(x, None, None, None, None, handle, torch.empty_like(x))
+        torch.ops.collegium.moe_layer(x, None, None, None, None, None, handle, torch.empty_like(x))
 
 
 def test_a_handle_that_was_copied_names_no_layer() -> None:
     made = layer()
     x = torch.zeros(1, 40)
     with pytest.raises(InputError, match="no layer"):
-        torch.ops.collegium.moe_layer(x, None, None, None, None, made.handle.clone(), torch.empty_like(x))
+        torch.ops.collegium.moe_layer(x, None, None, None, None, None, made.handle.clone(), torch.empty_like(x))
 
 
 def test_a_given_output_is_written_and_returned() -> None:

@@ -59,7 +59,7 @@ from unittest.mock import patch
 import torch
 from launches import Launches, pretending
 from collegium import Choice, DeviceFacts, LatentWeights, Limits, MoELayer, MoESpec, Placement, PlanError, Problem
-from collegium import Routing, RoutingSpec, SharedSpec, SharedWeights, plan
+from collegium import RouterWeights, Routing, RoutingSpec, SharedSpec, SharedWeights, plan
 from collegium.commands.bench import random_weights
 from collegium.experts.triton.tiling import TritonKernel
 from collegium.formats.unquantised import DTYPES
@@ -91,6 +91,7 @@ def layer_of(spec, chosen):
         down, up = torch.zeros(spec.latent_size, wide), torch.zeros(wide, spec.latent_size)
         given["latent"] = LatentWeights(down=down, up=up)
     held = replace(spec, shared=None, num_experts=len(chosen.problem.local_experts))
+    given["router"] = RouterWeights(weight=torch.zeros(spec.num_experts, wide))
     return MoELayer(weights_of(held), chosen, **given)
 
 
@@ -107,6 +108,7 @@ def call(layer, tokens):
     ids = torch.zeros(tokens, spec.routing.top_k, dtype=torch.int32)
     layer(x, routing=Routing(topk_ids=ids, topk_weights=torch.zeros(ids.shape)))
     layer(x, router_logits=torch.zeros(tokens, spec.num_experts))
+    layer(x)
 
 
 def run(capability, weights, activations, dtype, most, sizes, rule, shared, held):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from collegium.ops import permute as permutation
+from collegium.ops.linear import linear, linear_regions
 from collegium.ops.operand import operand, operand_regions
 from collegium.ops.permute import permute, permute_regions
 from collegium.ops.quantize import AS_IS, PADDED, REORDERED
@@ -50,20 +51,24 @@ OPERANDS = [
     for dtype in ("float32", "bfloat16")
 ]
 
+# (most tokens, columns in, columns out): the last has more columns than any sums are kept apart for.
+PRODUCTS = [(3000, 7168, 256), (3000, 2048, 3), (300, 40, 3), (70, 4096, 1), (600, 1024, 4096), (3, 128, 300_000)]
+
 # What each operation takes in smaller batches, as beside a GPU: the sizes of every name.
 _PROGRAM = """
 import json, sys
 import torch
 from launches import pretending
 from memories import Noted
+from collegium.ops.linear import linear
 from collegium.ops.operand import operand
 from collegium.ops.permute import permute
 from collegium.ops.route import route
 from collegium.ops.weighted_sum import weighted_sum
 from collegium.types import RoutingSpec
 
-orders, operands = json.load(sys.stdin)
-found = {"order": [], "operand": [], "route": [], "sum": []}
+orders, operands, products = json.load(sys.stdin)
+found = {"order": [], "operand": [], "product": [], "route": [], "sum": []}
 with pretending() as launches:
     for most, experts, least in orders:
         counts = {0, 1, 2, experts, 128, 255, 256, 257, 16384, 16385, 16512, most // 2, most - 1, most}
@@ -82,6 +87,13 @@ with pretending() as launches:
             source = torch.zeros(rows, dtype=torch.int64) if gathered else None
             operand(x, name, source=source, order=order, x_ready=True, memory=memory.part("x"))
             found["operand"].append([case, rows, memory.sizes])
+    for most, inside, outside in products:
+        weight = torch.zeros(outside, inside)
+        for tokens in sorted({0, *(2**i for i in range(12)), *(2**i + 1 for i in range(12)), most - 1, most}):
+            if tokens <= most:
+                memory = Noted()
+                linear(torch.zeros(tokens, inside), weight, memory=memory)
+                found["product"].append([[most, inside, outside], tokens, memory.sizes])
     for tokens in (0, 1, 5, 300):
         memory, logits = Noted(), torch.zeros(tokens, 9)
         ids = route(logits, RoutingSpec(top_k=3), memory=memory).topk_ids
@@ -96,7 +108,7 @@ print("RESULT" + json.dumps(found))
 
 @pytest.fixture(scope="module")
 def beside_a_gpu() -> Any:
-    return compile_apart(_PROGRAM, [ORDERS, OPERANDS])
+    return compile_apart(_PROGRAM, [ORDERS, OPERANDS, PRODUCTS])
 
 
 def check_bound(taken: dict[str, int], declared: dict[str, int], part: str) -> None:
@@ -124,6 +136,20 @@ def test_operands(beside_a_gpu: Any) -> None:
         check_bound(sizes, regions, "x/")
         if rows == most:
             assert {f"x/{own}": size for own, size in regions.items()} == sizes
+
+
+@needs_triton
+def test_products(beside_a_gpu: Any) -> None:
+    seen: dict[str, dict[str, int]] = {}
+    for (most, inside, outside), _, sizes in beside_a_gpu["product"]:
+        check_bound(sizes, linear_regions(most, inside, outside, torch.float32), "")
+        found = seen.setdefault(f"{most} {inside} {outside}", {})
+        found |= {name: max(size, found.get(name, 0)) for name, size in sizes.items()}
+    for most, inside, outside in PRODUCTS:
+        regions = linear_regions(most, inside, outside, torch.float32)
+        assert {name: size for name, size in regions.items() if size} == seen[f"{most} {inside} {outside}"]
+        assert "out" not in linear_regions(most, inside, outside, None)
+        assert regions.get("sums", 0) <= 16 << 20
 
 
 @needs_triton
@@ -162,4 +188,5 @@ def test_plain_code_takes_nothing() -> None:
     order = permute(routing.topk_ids, 9, input_weights=routing.topk_weights, block_t=(16, 32), memory=memory)
     rows, _ = operand(x, "fp8_token", source=order.source, order=REORDERED, x_ready=True, memory=memory)
     weighted_sum(rows.float(), order.slots, None, torch.float32, memory=memory)
+    linear(x, torch.randn(9, 40), memory=memory)
     assert not memory.sizes

@@ -204,14 +204,13 @@ def _turns(whole: MoELayer, rank: int, world: int) -> list[Turn]:
 
 def _faults(layer: MoELayer, turn: Turn) -> list[str]:
     faults, placed, on_gpu = list[str](), layer.plan.problem.placement, turn.x.is_cuda
-    # Copies of an expert share its rows out, which only our own kernels for GPUs do not see in the bits. On a CPU the
-    # bits of what torch computes beside the experts depend on how many tokens a rank has.
+    # On a CPU an expert's bits depend on how many rows it has: copies of an expert share its rows out, and a shared
+    # expert has those of one rank.
     whole, ours = placed is not None and sum(map(len, placed.ranks)) == EXPERTS, layer.plan.kernel.startswith("triton")
-    # The router's product is torch's on every device.
-    if not equal(layer(turn.x), turn.routed, exact=False):
+    exact = (whole or ours) and (layer.shared is None or (ours and on_gpu))
+    if not equal(layer(turn.x), turn.routed, exact=exact):
         faults.append(f"{turn.counts} by its own router")
-    found, alone = layer(turn.x, routing=turn.routing), layer.shared is None or (ours and on_gpu)
-    if not equal(found, turn.given, exact=(whole or ours) and alone and layer.latent is None):
+    if not equal(layer(turn.x, routing=turn.routing), turn.given, exact=exact):
         faults.append(f"{turn.counts} by a routing with ids of nobody")
     return faults
 

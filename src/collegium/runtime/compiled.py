@@ -32,6 +32,7 @@ class Computes(Protocol):
         topk_ids: Tensor | None,
         topk_weights: Tensor | None,
         token_ids: Tensor | None,
+        router_input: Tensor | None,
         out: Tensor,
     ) -> None:
         """Write ``out [T, D]`` for ``x [T, D]``; the arguments are those of ``MoELayer.forward``."""
@@ -68,8 +69,8 @@ def _layer_of(handle: Tensor) -> Computes:
     "collegium::moe_layer",
     mutates_args=("out",),
     schema=(
-        "(Tensor x, Tensor? router_logits, Tensor? topk_ids, Tensor? topk_weights, Tensor? token_ids, Tensor handle, "
-        "Tensor(a!) out) -> ()"
+        "(Tensor x, Tensor? router_logits, Tensor? topk_ids, Tensor? topk_weights, Tensor? token_ids, "
+        "Tensor? router_input, Tensor handle, Tensor(a!) out) -> ()"
     ),
 )
 def moe_layer(
@@ -78,11 +79,12 @@ def moe_layer(
     topk_ids: Tensor | None,
     topk_weights: Tensor | None,
     token_ids: Tensor | None,
+    router_input: Tensor | None,
     handle: Tensor,
     out: Tensor,
 ) -> None:
     """Write ``out [T, D]``, the output for ``x [T, D]`` of the layer that has ``handle``."""
-    _layer_of(handle).compute(x, router_logits, topk_ids, topk_weights, token_ids, out)
+    _layer_of(handle).compute(x, router_logits, topk_ids, topk_weights, token_ids, router_input, out)
 
 
 @moe_layer.register_fake

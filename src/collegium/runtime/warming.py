@@ -66,30 +66,33 @@ def run_every_way(layer: Any, tokens: int) -> None:
     spec = layer.spec
     x = torch.zeros(tokens, spec.hidden_size, dtype=layer.input_dtype, device=layer.handle.device)
     out = torch.empty_like(x)
-    for logits, ids, weights, token_ids in _ways_to_ask(layer, x):
+    for asked in _ways_to_ask(layer, x):
         # Batches run side by side, and this is the memory of as many passes only while they are compiled.
-        layer.compute(x, logits, ids, weights, token_ids, out, OwnMemory(x.device))
+        layer.compute(x, *asked, out, OwnMemory(x.device))
 
 
-Asked = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+Asked = tuple[torch.Tensor | None, ...]
 
 
 def _ways_to_ask(layer: Any, x: torch.Tensor) -> Iterator[Asked]:
-    """Yield logits, ids, weights and token ids that a caller may give beside ``x [T, D]``, in every dtype compiled for.
+    """Yield logits, ids, weights, token ids and router input that a caller may give beside ``x [T, D]``.
 
-    Ids are int32 or int64, weights and logits float32 or of x's dtype.
+    In every dtype compiled for: ids are int32 or int64, weights and logits float32 or of x's dtype.
     """
     rule, tokens, experts = layer.spec.routing, x.shape[0], layer.spec.num_experts
     ids = torch.arange(tokens * rule.top_k, device=x.device).view(tokens, -1) % experts
     dtypes = tuple(dict.fromkeys((torch.float32, x.dtype)))
     for dtype, whole in product(dtypes, (torch.int64, torch.int32)):
-        yield None, ids.to(whole), torch.ones(ids.shape, dtype=dtype, device=x.device), None
+        yield None, ids.to(whole), torch.ones(ids.shape, dtype=dtype, device=x.device), None, None
     if layer.router is None and (rule.correction_bias or rule.hash_routing or rule.expert_scale):
         return
     for dtype, whole in product(dtypes, (torch.int64, torch.int32) if rule.hash_routing else (torch.int64,)):
-        # A router's own logits are float32, like the first of these.
         logits = torch.zeros(tokens, experts, dtype=dtype, device=x.device)
-        yield logits, None, None, torch.zeros(tokens, dtype=whole, device=x.device)
+        yield logits, None, None, torch.zeros(tokens, dtype=whole, device=x.device), None
+    if layer.router is not None:
+        # Its own logits are float32, like the first of those.
+        known = torch.zeros(tokens, dtype=torch.int64, device=x.device)
+        yield None, None, None, known, None if rule.input_norm_eps is None else x
 
 
 def compile_batches(

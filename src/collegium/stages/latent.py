@@ -7,10 +7,14 @@ from typing import TYPE_CHECKING
 
 from torch.nn import functional
 
+from ..ops.linear import linear
+from ..runtime.memory import part
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from ..runtime.memory import Memory
     from ..types import LatentWeights
 
 __all__ = ["Latent", "latent_of"]
@@ -25,15 +29,15 @@ class Latent:
     norm: Tensor | None
     norm_eps: float
 
-    def enter(self, x: Tensor) -> Tensor:
+    def enter(self, x: Tensor, memory: Memory | None) -> Tensor:
         """Return ``[T, H]`` for ``x [T, D]``."""
-        return functional.linear(x, self.down)
+        return linear(x, self.down, memory=part(memory, "enter"))
 
-    def leave(self, rows: Tensor) -> Tensor:
-        """Return ``[T, D]`` float32 for the experts' sums ``[T, H]`` float32."""
+    def leave(self, rows: Tensor, shared: Tensor | None, out: Tensor, memory: Memory | None) -> None:
+        """Write ``out [T, D]`` for the experts' sums ``[T, H]`` float32, and add ``shared [T, D]``."""
         if self.norm is not None:
             rows = functional.rms_norm(rows, (rows.shape[-1],), self.norm, self.norm_eps)
-        return functional.linear(rows, self.up)
+        linear(rows, self.up, shared, out=out, memory=part(memory, "leave"))
 
 
 def latent_of(latent: LatentWeights, dtype: torch.dtype) -> Latent:

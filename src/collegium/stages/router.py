@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from ..errors import InputError
+from ..ops.linear import linear
 from ..ops.route import given_routing, route, route_custom
 from ..runtime.memory import part
 from .checks import check_rows
@@ -48,26 +49,24 @@ class Router:
     choose: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]] | None
     checked: bool
 
-    def own_logits(self, x: Tensor) -> Tensor:
-        """Return the logits for ``x [T, D]``, the layer's input; raises InputError where the router reads another."""
-        if self.spec.routing.input_norm_eps is not None:
+    def check_own(self, router_input: Tensor | None) -> None:
+        """Raise InputError where there is no router, or it reads another input than x."""
+        if router_input is None and self.spec.routing.input_norm_eps is not None:
             raise InputError(
                 "forward: this router reads an input of its own, which it normalises (Gemma-4: the residual before "
                 "the experts' norm); give router_input, or router_logits or a routing"
             )
-        return self.logits(x)
-
-    def logits(self, seen: Tensor) -> Tensor:
-        """Return the logits ``[T, E]`` float32 for what the router reads, ``[T, D]``."""
-        own, eps = self.weights, self.spec.routing.input_norm_eps
-        if own is None:
+        if self.weights is None:
             raise InputError(
                 "forward: no router_logits and no routing were given and the layer was built without a router; "
                 "give one of the two, or build the layer with router=RouterWeights(...)"
             )
-        with in_full(seen.device):
-            read = seen.float() if eps is None else functional.rms_norm(seen.float(), (seen.shape[-1],), eps=eps)
-            return functional.linear(read, own.weight.float(), None if own.bias is None else own.bias.float())
+
+    def _own_logits(self, seen: Tensor, memory: Memory | None) -> Tensor:
+        own, eps = cast("RouterWeights", self.weights), self.spec.routing.input_norm_eps
+        if eps is not None:
+            seen = functional.rms_norm(seen.float(), (seen.shape[-1],), eps=eps)
+        return linear(seen, own.weight, own.bias, memory=memory)
 
     def __call__(
         self,
@@ -76,14 +75,19 @@ class Router:
         topk_ids: Tensor | None,
         topk_weights: Tensor | None,
         token_ids: Tensor | None,
+        router_input: Tensor | None = None,
         memory: Memory | None = None,
     ) -> Routing:
-        """Return the experts of every token of ``x [T, D]``: those given, or those the logits ``[T, E]`` choose."""
+        """Return the experts of every token of ``x [T, D]``: those given, or those the logits ``[T, E]`` choose.
+
+        Without logits they are the layer's own, for ``router_input [T, D]`` if given; ``check_own`` comes before.
+        """
         rule, own = self.spec.routing, self.weights
         if topk_ids is not None and topk_weights is not None:
             check_rows("topk_ids", topk_ids, (x.shape[0], topk_ids.shape[-1]))
             return given_routing(topk_ids, topk_weights, self.spec.num_experts, checked=self.checked)
-        logits = cast("Tensor", logits)
+        if logits is None:
+            logits = self._own_logits(x if router_input is None else router_input, part(memory, "router"))
         check_rows("router_logits", logits, (x.shape[0], self.spec.num_experts))
         if self.choose is not None:
             return route_custom(self.choose, x, logits, rule, checked=self.checked)

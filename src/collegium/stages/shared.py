@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn import functional
 
+from ..ops.linear import linear
 from ..runtime.memory import part
 from ..types import ContiguousBatch
 from .checks import check_weights
@@ -44,7 +44,11 @@ class SharedExpert:
         tokens = x.shape[0]
         batch = ContiguousBatch(x=x, source=self.rows[:tokens], expert_offsets=self.bounds[tokens])
         out = self.experts.run(batch, part(memory, "shared"))
-        return out if self.gate is None else torch.sigmoid(functional.linear(x.float(), self.gate)) * out
+        if self.gate is None:
+            return out
+        gate = linear(x, self.gate, memory=part(memory, "gate"))
+        # In float64: torch's float32 sigmoid gives the last rows of a batch other bits on a CPU.
+        return torch.sigmoid(gate.double()).float() * out
 
     def variants(self, tokens: int) -> frozenset[Hashable]:
         """Return what has to be compiled for a batch of ``tokens`` tokens."""

@@ -1,0 +1,182 @@
+"""Rows times a weight, ``x @ weight.T``, where no row's bits depend on how many rows there are.
+
+Libraries choose a kernel by the number of rows, so a token would get other bits in another batch, and another rank.
+
+Shape letters: T tokens, K columns in, N columns out.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..errors import InputError
+from ..formats.unquantised import DTYPES
+from ..runtime.launch import launch, on_device, overlaps, power_at_least, usual_rows
+from ..runtime.memory import under
+from .buffers import sizes, taken
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..problem import Problem
+    from ..runtime.memory import Memory, Regions
+    from .buffers import Buffers
+
+__all__ = ["linear", "linear_on_device", "linear_regions", "regions_of"]
+
+# K is cut into parts for as many programs, and into no more parts than that: numbers that stay when the GPU changes,
+# because they decide the order of sums.
+_PROGRAMS, _PARTS = 128, 32
+_BLOCK_N, _BLOCK_K = 64, 64
+# Values up to which parts are made side by side, in 16 MiB at most: beyond, the tiles of tokens are many enough.
+_APART = 1 << 17
+# Rows of a block on a CPU. They are the lanes of the library's vectors, where all rows fare alike; with more, or as
+# rows of the left operand, float32 rows at the edge of a thread's share got other bits (Xeon, AVX2 and AVX-512).
+_LANES = {4: 16, 2: 32}
+
+
+def linear_regions(tokens: int, k_in: int, n_out: int, out_dtype: torch.dtype | None) -> Regions:
+    """Return the most bytes ``linear`` takes for any count of tokens up to ``tokens``; out_dtype None: it has an out.
+
+    On a CUDA device; on a CPU none.
+    """
+    apart = min(tokens, 1 << (_APART // n_out).bit_length() - 1) if n_out <= _APART else 0
+    return sizes(_sums(apart, k_in, n_out) | _result(tokens, n_out, out_dtype))
+
+
+def regions_of(problem: Problem) -> Regions:
+    """Return those of a layer: of its router, latent projections and the shared expert's gate."""
+    spec, tokens = problem.spec, problem.limits.max_tokens
+    hidden, inner = spec.hidden_size, spec.latent_size
+    if problem.device.kind != "cuda":
+        return {}
+    found = under("router", linear_regions(tokens, hidden, spec.num_experts, torch.float32))
+    if inner is not None:
+        found |= under("latent/enter", linear_regions(tokens, hidden, inner, DTYPES[problem.dtype]))
+        found |= under("latent/leave", linear_regions(tokens, inner, hidden, None))
+    if spec.shared is not None and spec.shared.gated:
+        found |= under("gate", linear_regions(tokens, hidden, 1, torch.float32))
+    return found
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    added: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+    memory: Memory | None = None,
+) -> Tensor:
+    """Return ``x [T, K]`` times ``weight [N, K]`` plus ``added``, ``[T, N]`` in the dtype of the weight or of ``out``.
+
+    x: floating, any rows. weight: float32, or of the 16-bit dtype of x. added: ``[N]`` for every row, or ``[T, N]``,
+    floating. Sums are float32, added comes last, and the result is rounded once; on a CPU a 16-bit product is rounded
+    before that. Float32 is as exact as a float32 product, but a row or weight that is infinite, or finite beyond
+    bfloat16, gives NaN on a GPU. out: contiguous, written and returned. memory: where kernels take "sums", and "out"
+    where none is given. Raises InputError for wrong shapes or dtypes.
+    """
+    _check(x, weight, added, out)
+    if on_device(x):
+        return linear_on_device(x, weight, added, out=out, memory=memory)
+    made = _in_blocks(x, weight)
+    if added is not None:
+        made = made.float().add_(added)
+    return made.to(weight.dtype) if out is None else out.copy_(made)
+
+
+def _in_blocks(x: Tensor, weight: Tensor) -> Tensor:
+    """Return the product, made of calls of the library that differ in nothing but the values."""
+    (tokens, k_in), lanes = x.shape, _LANES[weight.element_size()]
+    count = -(-tokens // lanes)
+    # Copied: a library also looks at addresses.
+    rows = weight.new_empty(count * lanes, k_in)
+    rows[:tokens], rows[tokens:] = x, 0
+    made = weight.new_empty(count, weight.shape[0], lanes)
+    for block, product in zip(rows.view(count, lanes, k_in), made, strict=True):
+        torch.mm(weight, block.t(), out=product)
+    return made.transpose(1, 2).reshape(-1, weight.shape[0])[:tokens]
+
+
+def linear_on_device(
+    x: Tensor,
+    weight: Tensor,
+    added: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+    memory: Memory | None = None,
+) -> Tensor:
+    """Do ``linear`` in one kernel, or two where K is cut into parts."""
+    # Imported here: Triton exists for Linux alone, and everything but a launch works without it.
+    from ..kernels.linear import add_parts_kernel, linear_kernel
+
+    (tokens, k_in), n_out = x.shape, weight.shape[0]
+    each, parts = _order(k_in, n_out)
+    apart = parts > 1 and power_at_least(tokens) * n_out <= _APART
+    asked = _result(tokens, n_out, weight.dtype if out is None else None)
+    made = taken(memory, asked | (_sums(tokens, k_in, n_out) if apart else {}), x.device)
+    out = made["out"] if out is None else out
+    if tokens == 0:
+        return out
+    x, weight = usual_rows(x), weight.contiguous()
+    more = weight if added is None else added.contiguous()
+    step = 0 if more.dim() == 1 else n_out
+    few, wide = tokens <= 16, x.element_size() == 4 or k_in % 16
+    block_t = 16 if few else 32 if wide else 64
+    sized = {"ADDED": added is not None, "PDL": overlaps(x)}
+    constants = {
+        "TERMS": 0 if weight.element_size() == 2 else {torch.bfloat16: 1, torch.float16: 2}.get(x.dtype, 3),
+        "PART": apart,
+        "EACH": each,
+        "STEPS": each if apart else -(-k_in // _BLOCK_K),
+        "ASM": x.is_cuda,
+        "BLOCK_N": _BLOCK_N,
+        "BLOCK_T": block_t,
+        "BLOCK_K": _BLOCK_K,
+        "STAGES": 4 if few else 3,
+        **(sized | {"ADDED": False} if apart else sized),
+    }
+    target = made["sums"] if apart else out
+    args = (x, weight, more, target, tokens, n_out, k_in, x.stride(0), step)
+    grid = (-(-tokens // block_t), -(-n_out // _BLOCK_N), parts if apart else 1)
+    launch(linear_kernel, grid, args, constants, num_warps=4)
+    if apart:
+        block = min(power_at_least(n_out, 32), 128)
+        constants = {"PARTS": parts, "BLOCK": block, **sized}
+        launch(add_parts_kernel, (-(-n_out // block), tokens), (target, more, out, tokens, n_out, step), constants)
+    return out
+
+
+def _order(k_in: int, n_out: int) -> tuple[int, int]:
+    """Return how many blocks of K make a part, and how many parts there are: the order of every sum."""
+    blocks, tiles = -(-k_in // _BLOCK_K), -(-n_out // _BLOCK_N)
+    each = max(-(-blocks * tiles // _PROGRAMS), -(-blocks // _PARTS))
+    return each, -(-blocks // each)
+
+
+def _sums(tokens: int, k_in: int, n_out: int) -> Buffers:
+    parts = _order(k_in, n_out)[1]
+    return {"sums": ((parts, tokens, n_out), torch.float32)} if parts > 1 else {}
+
+
+def _result(tokens: int, n_out: int, dtype: torch.dtype | None) -> Buffers:
+    return {} if dtype is None else {"out": ((tokens, n_out), dtype)}
+
+
+def _check(x: Tensor, weight: Tensor, added: Tensor | None, out: Tensor | None) -> None:
+    allowed = {torch.float32} | ({x.dtype} & {torch.bfloat16, torch.float16})
+    if weight.dim() != 2 or weight.dtype not in allowed:
+        raise InputError(
+            f"linear: weight is {tuple(weight.shape)} {weight.dtype}, allowed beside x of {x.dtype}: [N, K] of "
+            f"{' or '.join(sorted(map(str, allowed)))}"
+        )
+    (n_out, k_in), tokens = weight.shape, x.shape[0]
+    if x.dim() != 2 or x.shape[1] != k_in or not x.is_floating_point():
+        raise InputError(f"linear: x is {tuple(x.shape)} {x.dtype}, allowed: [T, {k_in}] floating, for this weight")
+    if added is not None and (tuple(added.shape) not in ((n_out,), (tokens, n_out)) or not added.is_floating_point()):
+        raise InputError(
+            f"linear: added is {tuple(added.shape)} {added.dtype}, allowed: floating ({n_out},) or ({tokens}, {n_out})"
+        )
+    if out is not None and (tuple(out.shape) != (tokens, n_out) or not out.is_contiguous()):
+        raise InputError(f"linear: out is {tuple(out.shape)}, allowed: contiguous ({tokens}, {n_out})")

@@ -1,0 +1,104 @@
+"""What the compiler makes of the products around the experts: instructions that no count of tokens changes, no spills.
+
+No GPU is needed; which variants there are is what the host code asks for (see ``launches.py``).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+
+from compiling import compile_apart
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("needs Triton", allow_module_level=True)
+
+# dtypes of x and of the weight, and how many products of terms a block of K takes
+PAIRS = {
+    "bfloat16 float32": 3,
+    "float16 float32": 5,
+    "float32 float32": 6,
+    "bfloat16 bfloat16": 1,
+    "float16 float16": 1,
+}
+TOKENS = (1, 40, 5000)  # few and many by parts, and whole
+SIZES = ((7168, 257), (1000, 60))  # columns in and out; the second is for Hopper alone
+
+_PROGRAM = """
+import json, re, subprocess, tempfile, sys
+import torch, triton
+from launches import pretending
+from collegium.ops.linear import linear
+
+tool = triton.__path__[0] + "/backends/nvidia/bin/cuobjdump"
+pairs, counts, sizes = json.load(sys.stdin)
+found = []
+for major in (8, 9, 10):
+    for pair in pairs:
+        x_dtype, dtype = (getattr(torch, name) for name in pair.split())
+        with pretending((major, 0)) as launches:
+            for k_in, n_out in sizes[: 1 + (major == 9)]:
+                weight, bias = torch.zeros(n_out, k_in, dtype=dtype), torch.zeros(n_out)
+                for tokens in counts:
+                    x = torch.zeros(1, k_in, dtype=x_dtype).expand(tokens, k_in)
+                    linear(x.contiguous() if tokens < 100 else x, weight, bias)
+        for variant in launches.found.values():
+            built = variant.compile(launches.target)
+            with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
+                binary.write(built.asm["cubin"])
+                binary.flush()
+                usage = subprocess.run([tool, "-res-usage", binary.name], capture_output=True, text=True).stdout
+                sass = subprocess.run([tool, "-sass", binary.name], capture_output=True, text=True).stdout
+            registers, stack = map(int, re.search(r"REG:(\\\\d+) STACK:(\\\\d+)", usage).groups())
+            codes = re.findall(r"\\\\b(HGMMA\\\\S+|HMMA\\\\S+|UTCHMMA|LDGSTS|FADD|FFMA|LDL|STL|ACQBULK|PREEXIT)", sass)
+            own = {name: variant.arguments.get(name) for name in ("PART", "BLOCK_T", "STEPS", "PARTS")}
+            facts = [registers, stack, built.metadata.shared, {code: codes.count(code) for code in codes}]
+            found.append([major, pair, variant.kernel.__name__, own, *facts])
+print("RESULT" + json.dumps(found))
+""".replace("\\\\", "\\")
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[Any]:
+    return compile_apart(_PROGRAM, [list(PAIRS), TOKENS, SIZES])
+
+
+def test_products_are_made_of_the_same_instructions_for_any_count_of_tokens(compiled: list[Any]) -> None:
+    seen: set[tuple[int, str, bool, int]] = set()
+    for major, pair, name, own, registers, stack, shared, codes in compiled:
+        says = f"sm_{major}0 {pair} {own}: {registers} registers, {stack} bytes of stack, {codes}"
+        if name != "linear_kernel":
+            continue
+        seen.add((major, pair, own["PART"], own["BLOCK_T"]))
+        terms, tile = PAIRS[pair], own["BLOCK_T"]
+        half = "" if pair.endswith("float16 float16") and not pair.startswith("b") else ".BF16"
+        odd = own["STEPS"] in (1, 16)  # 1000 columns, which no 16 bytes hold evenly
+        assert stack <= (8 if odd else 0), says
+        assert shared <= 100 << 10, says
+        assert "LDGSTS" in codes or odd, says  # prefetched
+        assert "FFMA" not in codes, says
+        # Of a block of 64 columns each step of 16 is one instruction for each product of terms. Loops may be unrolled.
+        name, times = {
+            8: (f"HMMA.16816.F32{half}", tile // 8),
+            9: (f"HGMMA.64x{tile}x16.F32{half}", 1),
+            10: ("UTCHMMA", 1),
+        }[major]
+        assert [code for code in codes if "MMA" in code] == [name], says
+        assert codes[name] % (4 * terms * times) == 0, says
+        assert {"ACQBULK", "PREEXIT"} <= set(codes) if major > 8 else "ACQBULK" not in codes
+    for major in (8, 9, 10):
+        for pair in PAIRS:
+            most = 32 if pair.startswith("float32") else 64
+            assert {(major, pair, True, 16), (major, pair, True, most), (major, pair, False, most)} <= seen
+
+
+def test_parts_are_added_by_a_kernel_without_products(compiled: list[Any]) -> None:
+    adding = [row for row in compiled if row[2] == "add_parts_kernel"]
+    assert {row[3]["PARTS"] for row in adding} == {16, 23}
+    for _, _, _, own, registers, stack, _, codes in adding:
+        assert stack == 0
+        assert registers <= 64, own
+        assert codes["FADD"] >= own["PARTS"] - 1
+        assert "FFMA" not in codes
