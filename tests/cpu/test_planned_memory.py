@@ -141,7 +141,9 @@ def run(capability, weights, activations, dtype, most, sizes, rule, shared, held
                 for tokens in counts:
                     call(layer, tokens)
                 with_new_memory(layer)
-                call(layer, most)
+                # Parts of products are made side by side up to a power of two.
+                for tokens in (1 << most.bit_length() - 1, most):
+                    call(layer, tokens)
                 largest = {name: max(size, largest.get(name, 0)) for name, size in taken.items()} | {
                     name: size for name, size in largest.items() if name not in taken
                 }
