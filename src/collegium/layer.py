@@ -265,6 +265,8 @@ class MoELayer(PackedModule):
     def _passes(self, memory: Memory | None, *inputs: Any) -> None:
         x, out = inputs[0], inputs[-1]
         tokens, step = x.shape[0], self._step
+        if tokens > self.plan.problem.limits.max_tokens and step is None:
+            memory = None  # it has no room for them, and the dispatcher refuses them on every rank
         if step is None or tokens <= step:
             self._tokens(x, self._router(*inputs[:-1], memory=memory), out, memory)
             return

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -133,3 +134,22 @@ def _reduced(rank: int) -> list[float]:
 def test_reduced_sums_are_as_close_as_they_say() -> None:
     for found in run_ranks(_reduced, WORLD, "nccl", seconds=300):
         assert max(found) < 1, found
+
+
+def _too_many(rank: int) -> list[str]:
+    """Return what ranks say of more tokens than layers are planned for, which one of them brings."""
+    world, device, said = distributed.get_world_size(), f"cuda:{rank}", list[str]()
+    timeout_seconds(60)  # another rank may still compile
+    for name, kind in product(("all_to_all", "all_gather", FIXED, "symm_mem"), ("plain", "latent")):
+        layer = layer_of(kind, RECIPES[0], device, linear(EXPERTS, rank, world), dispatcher=name)
+        x = torch.zeros(65 if rank == 0 else 3, HIDDEN, device=device, dtype=layer.input_dtype)
+        said.append(f"{name} {kind}: {error_of(partial(layer, x))}")
+        if not bool(layer(x[:3]).isfinite().all()):
+            said.append(f"{name} {kind}: no output after it")
+    return said
+
+
+def test_more_tokens_than_planned_are_an_error_on_every_rank() -> None:
+    for said in run_ranks(_too_many, WORLD, "nccl", seconds=200):
+        assert len(said) == 8
+        assert all("InputError" in text and "65" in text for text in said), said
