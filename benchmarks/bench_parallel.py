@@ -5,7 +5,7 @@ all ranks wait for each other on the device; of each repeat the slowest rank cou
 
     layer     the whole layer; its output was compared with FP32 truth, and bit for bit with a layer of one rank, or,
               with a reduced combine, with itself once more
-    exchange  the same without the experts: post, pull, sort, collect
+    exchange  the same without the experts: post, pull, sort, collect; not with ``--pipeline mega``
     kernels   the kernels of both by name (``--kernels``): microseconds of a call that each adds to those before it,
               median over ranks; what runs while an earlier kernel still does is not counted twice
     nccl      two all_to_all_single, of the bytes that exchange sends to other ranks, there and back
@@ -196,12 +196,14 @@ class Bench:
         base = Problem(spec=spec, device=probe(str(self.device)), limits=Limits(max_tokens=most))
         whole_weights = random_weights(spec, self.device)
         one = MoELayer(whole_weights, plan(base, Choice(activation_format=activations)))
-        force = Choice(activation_format=activations, dispatcher=self.args.dispatcher, combine=self.args.combine)
+        wishes: dict[str, Any] = {"dispatcher": self.args.dispatcher, "combine": self.args.combine}
+        force = Choice(activation_format=activations, pipeline=self.args.pipeline, **wishes)
         chosen = plan(replace(base, placement=placed, graph=True), force)
         layer = MoELayer(_held(whole_weights, placed.expert_ids), chosen)
         if self.rank == 0:
             print(layer.plan.explain(), flush=True)
-        facts = {"shape": name, "weights": weights_name, "activations": activations, "dispatcher": chosen.dispatcher}
+        way = chosen.dispatcher if self.args.pipeline is None else f"{chosen.dispatcher}, {self.args.pipeline}"
+        facts = {"shape": name, "weights": weights_name, "activations": activations, "dispatcher": way}
         facts |= {"combine": self.args.combine}
         for tokens in self.args.tokens:
             if max(self.everybody(self.spent(), "time")) > self.args.seconds:
@@ -252,7 +254,8 @@ class Bench:
         least = max(floors["floor_weights_us"], floors["floor_math_us"], floors["floor_wire_us"])
         self.say(what="layer", **facts, **found, **floors, over_floor=round(found["us"] / least, 3))
         layer.check()
-        if self.args.dispatcher in (None, "symm_mem"):
+        # Of a pass in one kernel the exchange is no part that could be measured alone.
+        if self.args.dispatcher in (None, "symm_mem") and "mega" not in layer.plan.pipelines:
             self.exchange(layer, inputs, facts, floors["wire_bytes"])
 
     def exchange(
@@ -407,6 +410,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, help="tokens of a rank")
     parser.add_argument("--routing", default="uniform", help="as collegium bench takes it")
     parser.add_argument("--dispatcher", default=None, help="instead of the one that the plan prefers")
+    parser.add_argument("--pipeline", default=None, help="instead of the one that the plan prefers: mega, split")
     parser.add_argument("--combine", default="exact", choices=("exact", "reduced"), help="what comes back")
     parser.add_argument("--kernels", action="store_true", help="also the kernels of the exchange, each by its name")
     parser.add_argument("--gpus", type=int, default=0, help="this many instead of all")

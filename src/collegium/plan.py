@@ -235,8 +235,8 @@ def plan(problem: Problem, force: Choice | None = None) -> Plan:
     dispatcher = parallel.composed(chosen, asked)
     capacity = dispatcher.capacity(asked)
     brought = replace(asked.routed, rows=capacity, tokens=parallel.batch_tokens(dispatcher, asked))
-    tiling = kernel.tiling(brought)
-    question = Asked(problem=asked, experts=brought, kernel=kernel, dispatcher=dispatcher, tiling=tiling)
+    parts: dict[str, Any] = {"experts": brought, "tiling": kernel.tiling(brought), "pipeline": force.pipeline}
+    question = Asked(problem=asked, kernel=kernel, dispatcher=dispatcher, **parts)
     kinds = _pipelines(question, force, refusals)
     capturable = kernel.capturable and dispatcher.capturable
     shared = None if asked.spec.shared is None else shared_kernel(asked, kernel, capturable=capturable)

@@ -13,7 +13,7 @@ from collegium.experts import KERNELS
 from collegium.experts.triton import packed as products
 from collegium.ops.weighted_sum import weighted_sum, weighted_sum_on_device
 from collegium.parallel.local import Local, LocalKind
-from collegium.pipelines import PIPELINES, Parts
+from collegium.pipelines import Parts
 from collegium.pipelines.direct import Direct, DirectKind
 from collegium.pipelines.split import Split, SplitKind
 from collegium.plan import Stretch, stretches
@@ -180,7 +180,7 @@ def said(packed: Any, limit: int, *, direct: bool) -> str:
     )
     facts = DeviceFacts(kind="cuda", capability=(9, 0))
     made = plan(Problem(spec=spec, device=facts, limits=Limits(max_tokens=limit)))
-    kinds = PIPELINES if direct else (SplitKind(),)
+    kinds = (DirectKind(), SplitKind()) if direct else (SplitKind(),)
     found = stretches(kinds, LocalKind(), packed.tiling, made.problem)
     made = replace(made, stretches=found)
     assert f"batches    {made.batches()}\n" in made.explain()

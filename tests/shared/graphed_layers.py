@@ -16,21 +16,32 @@ from split_layers import EXPERTS, HIDDEN, RECIPES, equal, kept, layer_of
 
 __all__ = ["deserted", "replayed"]
 
-GRAPHED = (("plain", RECIPES[0]), ("shared", ("mxfp4", "fp8_token", "bf16")), ("plain", RECIPES[3]))
+FOUR_BITS = ("mxfp4", "fp8_token", "bf16")
+GRAPHED = (("plain", RECIPES[0]), ("shared", FOUR_BITS), ("plain", RECIPES[3]))
+# The second one of these does without the kernel that the others have: all of them run in one block.
+FUSED = (
+    ("plain", FOUR_BITS, "mega"),
+    ("shared", FOUR_BITS, "split"),
+    ("shared", FOUR_BITS, "mega"),
+    ("plain", RECIPES[3], "mega"),
+)
 
 
-def replayed(rank: int, combine: str = "exact") -> list[str]:
+def replayed(rank: int, combine: str = "exact", *, fused: bool = False) -> list[str]:
     """Return what differs where a graph of several layers is replayed, each time with other tokens in its inputs.
 
-    With an exact combine from one rank's layers, otherwise from those that exchange by collectives.
+    With an exact combine from one rank's layers, otherwise from those that exchange by collectives. fused: layers of
+    the pipeline mega, and one that is not.
     """
+    kinds = FUSED if fused else [(kind, recipe, None) for kind, recipe in GRAPHED]
     world, faults = distributed.get_world_size(), list[str]()
     timeout_seconds(60)  # a rank may still compile
     device = torch.device("cuda", rank)
     placed: dict[str, Any] = {"placement": linear(EXPERTS, rank, world), "combine": combine}
-    layers = [layer_of(k, recipe, str(device), dispatcher="symm_mem", **placed) for k, recipe in GRAPHED]
+    layers = [layer_of(k, r, str(device), dispatcher="symm_mem", pipeline=way, **placed) for k, r, way in kinds]
+    assert [layer.plan.pipelines for layer in layers if fused] == [(way,) for _, _, way in kinds if fused]
     judged: dict[str, Any] = {} if combine == "exact" else placed | {"dispatcher": "all_to_all"}
-    judges = [layer_of(k, recipe, str(device), **judged) for k, recipe in GRAPHED]
+    judges = [layer_of(k, recipe, str(device), **judged) for k, recipe, _ in kinds]
     kept.extend(layers)
     for turn in ((3, 11, 1, 6), (0, 9, 4, 0), (1, 1, 1, 1), (64, 30, 2, 17)):
         counts = [turn[r % len(turn)] for r in range(world)]
@@ -61,7 +72,7 @@ def replayed(rank: int, combine: str = "exact") -> list[str]:
                 wanted = _judged(judge, (everyone, Routing(topk_ids=all_ids, topk_weights=given)), (x, own), span)
                 for found in y[2 * place : 2 * place + 2]:
                     if not equal(found, wanted, exact=True):
-                        faults.append(f"{GRAPHED[place]} {counts}, replay {replay}")
+                        faults.append(f"{kinds[place]} {counts}, replay {replay}")
             if replay % 10 == 0:  # eager calls between replays share block and flags
                 eager = layers[0](x, routing=own)
                 if not equal(eager, y[0], exact=True):
@@ -78,13 +89,16 @@ def _judged(layer: Any, whole: tuple[Any, Routing], own: tuple[Any, Routing], sp
     return made[span] if layer.plan.problem.placement is None else made
 
 
-def deserted(rank: int) -> list[str]:
-    """Return what a rank sees, and after how long, whose neighbour does not come: in a graph, then in an eager call."""
+def deserted(rank: int, *, fused: bool = False) -> list[str]:
+    """Return what a rank sees, and after how long, whose neighbour does not come: in a graph, then in an eager call.
+
+    fused: from a layer of the pipeline mega.
+    """
     found, device = list[str](), torch.device("cuda", rank)
     timeout_seconds(30)
-    layer = layer_of(
-        "plain", RECIPES[0], str(device), linear(EXPERTS, rank, distributed.get_world_size()), dispatcher="symm_mem"
-    )
+    placed = linear(EXPERTS, rank, distributed.get_world_size())
+    asked: dict[str, Any] = {"dispatcher": "symm_mem", "pipeline": "mega" if fused else None}
+    layer = layer_of("plain", FOUR_BITS if fused else RECIPES[0], str(device), placed, **asked)
     kept.append(layer)
     x = heavy_tailed(5, HIDDEN, seed=3).to(device, torch.bfloat16)
     layer(x)

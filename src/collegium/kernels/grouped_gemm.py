@@ -22,7 +22,7 @@ from .activation import activate
 from .decode import e2m1_quarters, e4m3_halves, e4m3_scale, e8m0_scale, finished, int4_quarters, upper_scale
 from .tiles import NOWHERE, place_at, tile_at, tile_of, token_at
 
-__all__ = ["grouped_gemm_kernel"]
+__all__ = ["grouped_gemm_kernel", "grouped_tile"]
 
 PLAIN = tl.constexpr(numbers.PLAIN)
 E4M3_LANES = tl.constexpr(numbers.E4M3_LANES)
@@ -182,24 +182,37 @@ def _multiply(
 
 
 @triton.jit
-def _write_tile(
-    row_first, row_count, matrix, n_first, column, part, w_row,
-    x, x_scale, scale, row_scale, bias, out, row_places, source,
-    n_out, k_in, x_stride, k_step, part_step, scale_rows, limit, alpha, gate_bound, up_bound,
+def grouped_tile(
+    x, x_scale, weight, scale, row_scale, bias, expert, n_first, token, row_count,
+    n_out, k_in, x_stride, n_step, k_step, part_step, scale_rows, limit, alpha, gate_bound, up_bound,
     WEIGHT: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr, X_SCALE: tl.constexpr, ROW_SCALE: tl.constexpr,
-    BIAS: tl.constexpr, GATHER: tl.constexpr, PARTS: tl.constexpr, KIND: tl.constexpr, HAS_LIMIT: tl.constexpr,
-    K_BLOCKS: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr, STACKED: tl.constexpr, PLACED: tl.constexpr, TOP_K: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    BIAS: tl.constexpr, PARTS: tl.constexpr, KIND: tl.constexpr, HAS_LIMIT: tl.constexpr, K_BLOCKS: tl.constexpr,
+    EVEN_K: tl.constexpr, ASM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, STACKED: tl.constexpr, LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    """Multiply and store ``row_count`` rows, up to BLOCK_T, from row_first on, by the weight rows at w_row."""
-    COLUMNS: tl.constexpr = BLOCK_N // 2 if STACKED else BLOCK_N
+    """Return ``[columns, BLOCK_T]`` float32: rows ``token [BLOCK_T]`` of x times weights of an expert from n_first on.
+
+    row_count: of the rows those that exist; the others may be any of x, and nothing of them counts. LAUNCH: the next
+    kernel may start once the products are done. The rest is as in ``grouped_gemm_kernel``; there are BLOCK_N columns,
+    or half as many where a tile is stacked.
+    """
     # Accumulators: gate and up of a stacked tile share one.
     SETS: tl.constexpr = 1 if STACKED else PARTS
-    t = tl.arange(0, BLOCK_T)
-    row = row_first + tl.where(t < row_count, t, 0)
-    token = token_at(row, source, GATHER, TOP_K)
+    n = tl.arange(0, BLOCK_N)
+    if STACKED:
+        channel = n // 16 * 8 + n % 8
+        part = n // 8 % 2
+    else:
+        channel = n
+        part = tl.zeros((BLOCK_N,), dtype=tl.int32)
+    # Rows and columns beyond the end read a neighbour again; nothing of them is stored.
+    column = tl.minimum(channel, n_out - 1 - n_first)
+    matrix = expert * PARTS
+    w_row = weight + matrix * part_step + n_first.to(tl.int64) * n_step + column * n_step
+    if STACKED:
+        w_row += part.to(tl.int64) * part_step
 
+    t = tl.arange(0, BLOCK_T)
     QUARTERS: tl.constexpr = WEIGHT != PLAIN and WEIGHT != E4M3_E4M3
     if QUARTERS:
         WIDTH: tl.constexpr = BLOCK_K // 4
@@ -285,7 +298,7 @@ def _write_tile(
         us_ptr += s_k
         x_ptr += BLOCK_K
 
-    if PDL and not TOP_K:
+    if LAUNCH:
         gdc_launch_dependents()
     vector = (matrix + part) * n_out + n_first + column
     last = vector + (SETS - 1) * n_out
@@ -310,6 +323,31 @@ def _write_tile(
         result = activate(gate, up, KIND, HAS_LIMIT, limit, alpha, gate_bound, up_bound)
     else:
         result = activate(up, up, KIND, HAS_LIMIT, limit, alpha, gate_bound, up_bound)
+    return result
+
+
+@triton.jit
+def _write_tile(
+    expert, row_first, row_count, n_first,
+    x, x_scale, weight, scale, row_scale, bias, out, row_places, source,
+    n_out, k_in, x_stride, n_step, k_step, part_step, scale_rows, limit, alpha, gate_bound, up_bound,
+    WEIGHT: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr, X_SCALE: tl.constexpr, ROW_SCALE: tl.constexpr,
+    BIAS: tl.constexpr, GATHER: tl.constexpr, PARTS: tl.constexpr, KIND: tl.constexpr, HAS_LIMIT: tl.constexpr,
+    K_BLOCKS: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, STACKED: tl.constexpr, PLACED: tl.constexpr, TOP_K: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Multiply and store ``row_count`` rows, up to BLOCK_T, by an expert's weight rows from n_first on."""
+    COLUMNS: tl.constexpr = BLOCK_N // 2 if STACKED else BLOCK_N
+    t = tl.arange(0, BLOCK_T)
+    row = row_first + tl.where(t < row_count, t, 0)
+    token = token_at(row, source, GATHER, TOP_K)
+    result = grouped_tile(
+        x, x_scale, weight, scale, row_scale, bias, expert, n_first, token, row_count,
+        n_out, k_in, x_stride, n_step, k_step, part_step, scale_rows, limit, alpha, gate_bound, up_bound,
+        WEIGHT, SCALE, WORDS, X_SCALE, ROW_SCALE, BIAS, PARTS, KIND, HAS_LIMIT, K_BLOCKS, EVEN_K, ASM, BLOCK_N, BLOCK_T,
+        BLOCK_K, STAGES, STACKED, PDL and not TOP_K,
+    )  # fmt: skip
     o = tl.arange(0, COLUMNS)
     if PLACED:
         place = place_at(row_places, row, PLACED)[None, :]
@@ -394,27 +432,14 @@ def grouped_gemm_kernel(
     expert, row_first, row_count = tile_at(tile, tile_expert, tile_row, expert_offsets, experts, BLOCK_T, TOP_K, EARLY)
     if PDL and EARLY:
         gdc_wait()
-    n = tl.arange(0, BLOCK_N)
-    if STACKED:
-        channel = n // 16 * 8 + n % 8
-        part = n // 8 % 2
-    else:
-        channel = n
-        part = tl.zeros((BLOCK_N,), dtype=tl.int32)
-    # Rows and columns beyond the end read a neighbour again; nothing of them is stored.
-    column = tl.minimum(channel, n_out - 1 - n_first)
-    matrix = expert * PARTS
-    w_row = weight + matrix * part_step + n_first.to(tl.int64) * n_step + column * n_step
-    if STACKED:
-        w_row += part.to(tl.int64) * part_step
     if PDL and TOP_K:
         gdc_launch_dependents()
     if expert < 0:
         return
 
     given = (
-        row_first, row_count, matrix, n_first, column, part, w_row, x, x_scale, scale, row_scale, bias, out, row_places,
-        source, n_out, k_in, x_stride, k_step, part_step, scale_rows, limit, alpha, gate_bound, up_bound,
+        expert, row_first, row_count, n_first, x, x_scale, weight, scale, row_scale, bias, out, row_places, source,
+        n_out, k_in, x_stride, n_step, k_step, part_step, scale_rows, limit, alpha, gate_bound, up_bound,
     )  # fmt: skip
     if NARROW and row_count <= BLOCK_T // 4:
         _write_tile(

@@ -23,25 +23,46 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globalti
 
 from .quantize import load_rows, store_codes
 
-__all__ = ["collect_kernel", "post_kernel", "pull_kernel", "reduce_kernel", "send_kernel"]
+__all__ = [
+    "COLLECT_FAILED",
+    "EPOCH",
+    "LATE",
+    "POSTS",
+    "PULL_FAILED",
+    "ROWS",
+    "all_came",
+    "announce",
+    "collect_kernel",
+    "collect_token",
+    "fault",
+    "now",
+    "post_kernel",
+    "publish",
+    "pull_kernel",
+    "reduce_kernel",
+    "report",
+    "send_kernel",
+    "send_token",
+    "wait_for_flags",
+]
 
 # Words of a rank's head; also in parallel/peers_in_torch.py. Flags of up to 64 peers come first, posts and then rows.
-_POSTS = tl.constexpr(0)
-_ROWS = tl.constexpr(64)
-_EPOCH = tl.constexpr(128)  # of the pass that runs, -1 once the rank has given up
+POSTS = tl.constexpr(0)
+ROWS = tl.constexpr(64)
+EPOCH = tl.constexpr(128)  # of the pass that runs, -1 once the rank has given up
 _TICKET = tl.constexpr(129)
 _CLOCK = tl.constexpr(130)
-_PULL_FAILED = tl.constexpr(131)
-_COLLECT_FAILED = tl.constexpr(132)
+PULL_FAILED = tl.constexpr(131)
+COLLECT_FAILED = tl.constexpr(132)
 _STATUS = tl.constexpr(133)  # code, seen, wanted
 # What a code says in its lowest byte; then the phase and the peer.
-_LATE = tl.constexpr(1)
+LATE = tl.constexpr(1)
 _OTHER_CALL = tl.constexpr(2)
 _GAVE_UP = tl.constexpr(3)
 
 
 @triton.jit
-def _publish(head, deltas, flags: tl.constexpr, own, step, world, word, PEERS: tl.constexpr):
+def publish(head, deltas, flags: tl.constexpr, own, step, world, word, PEERS: tl.constexpr):
     """Write ``word`` to the flag of this rank at every peer, after everything this program has seen or written."""
     peer = tl.arange(0, PEERS)
     inside = peer < world
@@ -51,7 +72,7 @@ def _publish(head, deltas, flags: tl.constexpr, own, step, world, word, PEERS: t
 
 
 @triton.jit
-def _now(head, ASM: tl.constexpr):
+def now(head, ASM: tl.constexpr):
     """Return a time in nanoseconds that all threads agree on; without ``ASM`` a poll counts as a microsecond."""
     if ASM:
         tl.atomic_max(head + _CLOCK, globaltimer(), sem="relaxed")
@@ -60,7 +81,7 @@ def _now(head, ASM: tl.constexpr):
 
 
 @triton.jit
-def _wait(head, flags: tl.constexpr, first, count, epoch, limit, PEERS: tl.constexpr, ASM: tl.constexpr):
+def wait_for_flags(head, flags: tl.constexpr, first, count, epoch, limit, PEERS: tl.constexpr, ASM: tl.constexpr):
     """Return the flags of ``count`` peers from ``first`` on once all are of ``epoch``, or one gave up, or it is late.
 
     limit: in microseconds.
@@ -73,7 +94,7 @@ def _wait(head, flags: tl.constexpr, first, count, epoch, limit, PEERS: tl.const
     waiting = tl.max((inside & ((seen >> 44) != epoch)).to(tl.int32), 0)
     given_up = tl.max((inside & (seen < 0)).to(tl.int32), 0)
     if (waiting > 0) & (given_up == 0):
-        start = _now(head, ASM)
+        start = now(head, ASM)
         late = start - start
         while (waiting > 0) & (given_up == 0) & (late <= limit.to(tl.int64) * 1000):
             polls = 0
@@ -83,18 +104,18 @@ def _wait(head, flags: tl.constexpr, first, count, epoch, limit, PEERS: tl.const
                 waiting = tl.max((inside & ((seen >> 44) != epoch)).to(tl.int32), 0)
                 given_up = tl.max((inside & (seen < 0)).to(tl.int32), 0)
                 polls += 1
-            late = _now(head, ASM) - start
+            late = now(head, ASM) - start
     return seen
 
 
 @triton.jit
-def _fault(seen, epoch):
+def fault(seen, epoch):
     """Return what is wrong with a flag that should be of this epoch."""
-    return tl.where(seen < 0, _GAVE_UP, tl.where((seen >> 44) != epoch, _LATE, _OTHER_CALL))
+    return tl.where(seen < 0, _GAVE_UP, tl.where((seen >> 44) != epoch, LATE, _OTHER_CALL))
 
 
 @triton.jit
-def _report(head, deltas, failed: tl.constexpr, world, peer, what, seen, wanted):
+def report(head, deltas, failed: tl.constexpr, world, peer, what, seen, wanted):
     """Note that this rank gives up, for the kernels after this one and for the host; the first reason stays."""
     code = what + failed * 256 + peer * 65536
     before = tl.atomic_cas(head + _STATUS, tl.zeros([], tl.int64), code.to(tl.int64), sem="relaxed")
@@ -128,21 +149,48 @@ def _choose(
 
 
 @triton.jit
-def _announce(head, deltas, count, layer, own, step, world, TOP_K: tl.constexpr, PEERS: tl.constexpr):
+def announce(head, deltas, count, layer, own, step, world, TOP_K: tl.constexpr, PEERS: tl.constexpr):
     """Tell every peer, in the last program that comes here, that this rank began a pass of ``count`` assignments."""
     tl.debug_barrier()
     ticket = tl.atomic_add(head + _TICKET, tl.full([], 1, tl.int64), sem="acq_rel", scope="gpu")
     if ticket == tl.num_programs(0) - 1:
         tl.store(head + _TICKET, tl.zeros([], tl.int64))
-        failed = tl.load(head + _PULL_FAILED) + tl.load(head + _COLLECT_FAILED)
-        before = tl.load(head + _EPOCH)
+        failed = tl.load(head + PULL_FAILED) + tl.load(head + COLLECT_FAILED)
+        before = tl.load(head + EPOCH)
         ended = (before < 0) | (failed > 0)
         epoch = tl.where(ended, -1, (before + 1) & 0x7FFFF)
         word = (epoch << 44) | (layer.to(tl.int64) << 32) | (TOP_K << 24) | (count // TOP_K).to(tl.int64)
         # After every thread has read the epoch before.
         tl.debug_barrier()
-        tl.store(head + _EPOCH, epoch)
-        _publish(head, deltas, _POSTS, own, step, world, tl.where(ended, -1, word), PEERS)
+        tl.store(head + EPOCH, epoch)
+        publish(head, deltas, POSTS, own, step, world, tl.where(ended, -1, word), PEERS)
+
+
+@triton.jit
+def send_token(
+    token, ids, weights, sent_places, sent_weights, places, copies, load, recording,
+    count, id_stride, weight_stride, experts, spread, rank, x, codes, scales, columns, x_stride, groups, wide,
+    TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, WEIGHTS: tl.constexpr, BLOCK: tl.constexpr, CODES: tl.constexpr,
+    GROUP: tl.constexpr, POWER: tl.constexpr, ROUND: tl.constexpr, REORDER: tl.constexpr,
+):  # fmt: skip
+    """Let peers read one token, of at most BLOCK columns, and its places. CODES: as ``e4m3_kernel`` writes it."""
+    k = tl.arange(0, BLOCK_K)
+    assignment = token * TOP_K + k
+    _choose(
+        assignment, (k < TOP_K) & (assignment < count), ids, weights, sent_places, sent_weights, places, copies, load,
+        recording, id_stride, weight_stride, experts, spread, rank, TOP_K, WEIGHTS,
+    )  # fmt: skip
+    row = token.to(tl.int64) + tl.arange(0, 1)
+    column = tl.arange(0, BLOCK)
+    tokens = count // TOP_K
+    value = load_rows(x, x, x, row, column, tokens, columns, x_stride, False, False)
+    if CODES:
+        store_codes(
+            value, codes, scales, row, column, tokens, groups, wide, 0, GROUP, 1, BLOCK, POWER, False, ROUND, REORDER
+        )
+    else:
+        inside = (row < tokens)[:, None] & (column < wide)[None, :]
+        tl.store(codes + row[:, None] * wide + column[None, :], value.to(codes.dtype.element_ty), mask=inside)
 
 
 _COUNTS = ("layer", "limit", "tokens", "bound", "rank", "own", "step", "count", "id_stride", "weight_stride")
@@ -167,7 +215,7 @@ def post_kernel(
         assignment, assignment < count, ids, weights, sent_places, sent_weights, places, copies, load, recording,
         id_stride, weight_stride, experts, spread, rank, TOP_K, WEIGHTS,
     )  # fmt: skip
-    _announce(head, deltas, count, layer, own, step, world, TOP_K, PEERS)
+    announce(head, deltas, count, layer, own, step, world, TOP_K, PEERS)
 
 
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=("ids", "weights"))
@@ -186,25 +234,12 @@ def send_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    token = tl.program_id(0)
-    k = tl.arange(0, BLOCK_K)
-    assignment = token * TOP_K + k
-    _choose(
-        assignment, (k < TOP_K) & (assignment < count), ids, weights, sent_places, sent_weights, places, copies, load,
-        recording, id_stride, weight_stride, experts, spread, rank, TOP_K, WEIGHTS,
+    send_token(
+        tl.program_id(0), ids, weights, sent_places, sent_weights, places, copies, load, recording,
+        count, id_stride, weight_stride, experts, spread, rank, x, codes, scales, columns, x_stride, groups, wide,
+        TOP_K, BLOCK_K, WEIGHTS, BLOCK, CODES, GROUP, POWER, ROUND, REORDER,
     )  # fmt: skip
-    row = token.to(tl.int64) + tl.arange(0, 1)
-    column = tl.arange(0, BLOCK)
-    tokens = count // TOP_K
-    value = load_rows(x, x, x, row, column, tokens, columns, x_stride, False, False)
-    if CODES:
-        store_codes(
-            value, codes, scales, row, column, tokens, groups, wide, 0, GROUP, 1, BLOCK, POWER, False, ROUND, REORDER
-        )
-    else:
-        inside = (row < tokens)[:, None] & (column < wide)[None, :]
-        tl.store(codes + row[:, None] * wide + column[None, :], value.to(codes.dtype.element_ty), mask=inside)
-    _announce(head, deltas, count, layer, own, step, world, TOP_K, PEERS)
+    announce(head, deltas, count, layer, own, step, world, TOP_K, PEERS)
 
 
 @triton.jit(do_not_specialize=_COUNTS)
@@ -226,16 +261,16 @@ def pull_kernel(
     # Own tokens last, and each rank begins with another one.
     peer = (tl.program_id(1) + rank + 1) % world
     delta = tl.load(deltas + peer)
-    epoch = tl.load(head + _EPOCH)
+    epoch = tl.load(head + EPOCH)
     tokens = tl.zeros([], tl.int64)
     if epoch >= 0:
-        seen = tl.sum(_wait(head, _POSTS, peer, 1, epoch, limit, 1, ASM), 0)
+        seen = tl.sum(wait_for_flags(head, POSTS, peer, 1, epoch, limit, 1, ASM), 0)
         tag = (epoch << 20) | (layer.to(tl.int64) << 8) | TOP_K
         found = seen & 0xFFFFFF
         if ((seen >> 24) == tag) & (found <= bound):
             tokens = found
         else:
-            _report(head, deltas, _PULL_FAILED, world, peer, _fault(seen, epoch), seen, tag)
+            report(head, deltas, PULL_FAILED, world, peer, fault(seen, epoch), seen, tag)
     k = tl.arange(0, BLOCK_K)
     token = tl.program_id(0).to(tl.int64)
     while token < bound:
@@ -263,13 +298,39 @@ def pull_kernel(
         token += tl.num_programs(0)
 
 
+@triton.jit
+def all_came(head, deltas, epoch, limit, world, PEERS: tl.constexpr, ASM: tl.constexpr):
+    """Return whether every rank did its part of the pass ``epoch``, once all said so or one gave up or is late."""
+    peer = tl.arange(0, PEERS)
+    seen = wait_for_flags(head, ROWS, 0, world, epoch, limit, PEERS, ASM)
+    bad = (peer < world) & ((seen >> 44) != epoch)
+    fine = tl.max(bad.to(tl.int32), 0) == 0
+    if not fine:
+        first = tl.min(tl.where(bad, peer, PEERS), 0)
+        word = tl.sum(tl.where(peer == first, seen, 0), 0)
+        report(head, deltas, COLLECT_FAILED, world, first, fault(word, epoch), word, epoch << 20)
+    return fine
+
+
 _ABSENT = tl.constexpr(-(1 << 62))  # the offset of a row that is not there
+
+
+@triton.jit
+def _product(value, factor, FUSING: tl.constexpr):
+    """Return the product rounded to float32, also where the compiler makes fused multiply-adds of others (FUSING)."""
+    if FUSING:
+        both, _ = tl.broadcast(factor, value)
+        return tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [value, both], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return value * factor
 
 
 @triton.jit
 def _weighted(
     rows, offset, factor, index, column, inside,
-    COUNT: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr,
+    COUNT: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, FUSING: tl.constexpr,
 ):  # fmt: skip
     """Return ``[BLOCK]`` float32, the sum of ``factor`` times the rows at ``offset`` in the order of ``index``.
 
@@ -283,7 +344,7 @@ def _weighted(
         there = rows + tl.where(row == _ABSENT, 0, row) * (16 if EVEN else 1) + column
         value = tl.load(there) if FULL else tl.load(there, mask=inside, other=0.0)
         value = tl.where(row == _ABSENT, 0.0, value.to(tl.float32))
-        total = total + value * tl.sum(tl.where(index == own, factor, 0.0), 0)
+        total = total + _product(value, tl.sum(tl.where(index == own, factor, 0.0), 0), FUSING)
     return total
 
 
@@ -317,7 +378,7 @@ def reduce_kernel(
                 factor = tl.load(weights + line * TOP_K + k, mask=k < TOP_K, other=0.0)
             factor = tl.where(slot >= 0, factor, tl.where(slot == -1, 0.0, float("nan")))
             offset = tl.where(slot >= 0, slot * width // (16 if EVEN else 1), _ABSENT)
-            total = _weighted(rows, offset, factor, k, column, inside, TOP_K, BLOCK, EVEN, FULL)
+            total = _weighted(rows, offset, factor, k, column, inside, TOP_K, BLOCK, EVEN, FULL, False)
             there = sums
             if PUSH:
                 line = rank.to(tl.int64) * bound + token
@@ -325,6 +386,51 @@ def reduce_kernel(
                 there += tl.multiple_of(delta // (sums.dtype.element_ty.primitive_bitwidth // 8), 16)
             tl.store(there + line * width + column, total.to(sums.dtype.element_ty), mask=inside)
         turn += tl.num_programs(1)
+
+
+@triton.jit
+def collect_token(
+    token, column, fine, rows, slots, sent_places, weights, shared, out, deltas,
+    bound, width, weight_stride, shared_stride, held, rank,
+    TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, PEERS: tl.constexpr, BLOCK: tl.constexpr, WEIGHTS: tl.constexpr,
+    SHARED: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, SUMS: tl.constexpr, PUSH: tl.constexpr,
+    FUSING: tl.constexpr,
+):  # fmt: skip
+    """Write the columns ``column [BLOCK]`` of one token's sum as ``collect_kernel`` says; NaN where not ``fine``."""
+    inside = column < width
+    peer = tl.arange(0, PEERS)
+    k = tl.arange(0, BLOCK_K)
+    nbytes: tl.constexpr = rows.dtype.element_ty.primitive_bitwidth // 8
+    # For all assignments at once: the ways to the peers and back are long.
+    place = tl.load(sent_places + token * TOP_K + k, mask=k < TOP_K, other=-1)
+    if SUMS:
+        goes = (place >= 0)[:, None] & ((place // held)[:, None] == peer[None, :])
+        kept = (tl.max(goes.to(tl.int32), 0) > 0) & fine
+        offset = (peer * bound + token) * width
+        if not PUSH:
+            delta = tl.load(deltas + peer, mask=kept, other=0)
+            offset = delta // nbytes + (rank * bound + token) * width
+        known = (tl.min(place, 0) >= -1) & fine
+        factor = tl.where(known, tl.where(kept, 1.0, 0.0), float("nan"))
+        offset = tl.where(kept, offset // (16 if EVEN else 1), _ABSENT)
+        total = _weighted(rows, offset, factor, peer, column, inside, PEERS, BLOCK, EVEN, FULL, FUSING)
+    else:
+        kept = (place >= 0) & fine
+        offset = (token * TOP_K + k) * width
+        if not PUSH:
+            delta = tl.load(deltas + tl.maximum(place, 0) // held)
+            slot = tl.load(slots + delta // 8 + (rank * bound + token) * TOP_K + k, mask=kept, other=-2)
+            kept &= slot >= 0
+            offset = delta // nbytes + slot * width
+        factor = tl.full([BLOCK_K], 1.0, tl.float32)
+        if WEIGHTS:
+            factor = tl.load(weights + token * weight_stride + k, mask=k < TOP_K, other=0.0).to(tl.float32)
+        factor = tl.where(kept, factor, tl.where((place == -1) & fine, 0.0, float("nan")))
+        offset = tl.where(kept, offset // (16 if EVEN else 1), _ABSENT)
+        total = _weighted(rows, offset, factor, k, column, inside, TOP_K, BLOCK, EVEN, FULL, FUSING)
+    if SHARED:
+        total = total + tl.load(shared + token * shared_stride + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=("slots", "weights"))
@@ -346,54 +452,19 @@ def collect_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    epoch = tl.load(head + _EPOCH)
-    failed = tl.load(head + _PULL_FAILED)
+    epoch = tl.load(head + EPOCH)
+    failed = tl.load(head + PULL_FAILED)
     fine = (epoch >= 0) & (failed == 0)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        _publish(head, deltas, _ROWS, own, step, world, tl.where(fine, epoch << 44, -1), PEERS)
-    peer = tl.arange(0, PEERS)
+        publish(head, deltas, ROWS, own, step, world, tl.where(fine, epoch << 44, -1), PEERS)
     if fine:
-        seen = _wait(head, _ROWS, 0, world, epoch, limit, PEERS, ASM)
-        bad = (peer < world) & ((seen >> 44) != epoch)
-        fine = tl.max(bad.to(tl.int32), 0) == 0
-        if not fine:
-            first = tl.min(tl.where(bad, peer, PEERS), 0)
-            word = tl.sum(tl.where(peer == first, seen, 0), 0)
-            _report(head, deltas, _COLLECT_FAILED, world, first, _fault(word, epoch), word, epoch << 20)
+        fine = all_came(head, deltas, epoch, limit, world, PEERS, ASM)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
     token = tl.program_id(1).to(tl.int64)
-    k = tl.arange(0, BLOCK_K)
-    nbytes: tl.constexpr = rows.dtype.element_ty.primitive_bitwidth // 8
     while token < tokens:
-        # For all assignments at once: the ways to the peers and back are long.
-        place = tl.load(sent_places + token * TOP_K + k, mask=k < TOP_K, other=-1)
-        if SUMS:
-            goes = (place >= 0)[:, None] & ((place // held)[:, None] == peer[None, :])
-            kept = (tl.max(goes.to(tl.int32), 0) > 0) & fine
-            offset = (peer * bound + token) * width
-            if not PUSH:
-                delta = tl.load(deltas + peer, mask=kept, other=0)
-                offset = delta // nbytes + (rank * bound + token) * width
-            known = (tl.min(place, 0) >= -1) & fine
-            factor = tl.where(known, tl.where(kept, 1.0, 0.0), float("nan"))
-            offset = tl.where(kept, offset // (16 if EVEN else 1), _ABSENT)
-            total = _weighted(rows, offset, factor, peer, column, inside, PEERS, BLOCK, EVEN, FULL)
-        else:
-            kept = (place >= 0) & fine
-            offset = (token * TOP_K + k) * width
-            if not PUSH:
-                delta = tl.load(deltas + tl.maximum(place, 0) // held)
-                slot = tl.load(slots + delta // 8 + (rank * bound + token) * TOP_K + k, mask=kept, other=-2)
-                kept &= slot >= 0
-                offset = delta // nbytes + slot * width
-            factor = tl.full([BLOCK_K], 1.0, tl.float32)
-            if WEIGHTS:
-                factor = tl.load(weights + token * weight_stride + k, mask=k < TOP_K, other=0.0).to(tl.float32)
-            factor = tl.where(kept, factor, tl.where((place == -1) & fine, 0.0, float("nan")))
-            offset = tl.where(kept, offset // (16 if EVEN else 1), _ABSENT)
-            total = _weighted(rows, offset, factor, k, column, inside, TOP_K, BLOCK, EVEN, FULL)
-        if SHARED:
-            total = total + tl.load(shared + token * shared_stride + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=inside)
+        collect_token(
+            token, column, fine, rows, slots, sent_places, weights, shared, out, deltas,
+            bound, width, weight_stride, shared_stride, held, rank,
+            TOP_K, BLOCK_K, PEERS, BLOCK, WEIGHTS, SHARED, EVEN, FULL, SUMS, PUSH, False,
+        )  # fmt: skip
         token += tl.num_programs(1)

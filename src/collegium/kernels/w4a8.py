@@ -17,7 +17,7 @@ from .activation import activate
 from .decode import finished, upper_scale
 from .tiles import NOWHERE, place_at, tile_at, tile_of, token_at
 
-__all__ = ["w4a8_kernel"]
+__all__ = ["w4a8_kernel", "w4a8_tile"]
 
 E2M1_E8M0 = tl.constexpr(numbers.E2M1_E8M0)
 INT4_FLOAT = tl.constexpr(numbers.INT4_FLOAT)
@@ -325,26 +325,25 @@ def _dot(a, b, acc, ASM: tl.constexpr):
 
 
 @triton.jit
-def _write_tile(
-    expert, row_first, row_count, n_first,
-    x, x_scale, weight, scale, row_scale, bias, out, row_places, source,
+def w4a8_tile(
+    x, x_scale, weight, scale, row_scale, bias, expert, n_first, token, row_count,
     n_out, x_stride, row_tiles, limit, alpha, gate_bound, up_bound,
-    WEIGHT: tl.constexpr, X_SCALE: tl.constexpr, BIAS: tl.constexpr, GATHER: tl.constexpr, PARTS: tl.constexpr,
-    KIND: tl.constexpr, HAS_LIMIT: tl.constexpr, K_BLOCKS: tl.constexpr, ASM: tl.constexpr, WARPS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PLACED: tl.constexpr, TOP_K: tl.constexpr,
-    PDL: tl.constexpr, BLOCK_T: tl.constexpr,
+    WEIGHT: tl.constexpr, X_SCALE: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr, KIND: tl.constexpr,
+    HAS_LIMIT: tl.constexpr, K_BLOCKS: tl.constexpr, ASM: tl.constexpr, WARPS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    """Multiply and store ``row_count`` rows, up to BLOCK_T, by BLOCK_N weight rows from n_first on."""
+    """Return ``[n, BLOCK_T]`` float32 and its ``n`` columns: rows ``token [BLOCK_T]`` of x times weights of an expert.
+
+    n_first: the first of BLOCK_N rows of the packed weights. row_count: of the rows those that exist; the others may be
+    any of x, and nothing of them counts. LAUNCH: the next kernel may start once the products are done. The rest is as
+    in ``w4a8_kernel``.
+    """
     WORDS: tl.constexpr = 2 if WEIGHT == E2M1_E4M3 else 1
     QUARTERS: tl.constexpr = (WEIGHT == INT4_PAIRS) or (WEIGHT == INT4_FLOATS)
     FACTORS: tl.constexpr = 2 if WEIGHT == INT4_PAIRS else 4 if WEIGHT == INT4_FLOATS else 1
     t = tl.arange(0, BLOCK_T)
     n = tl.arange(0, BLOCK_N)
-    # Rows beyond the end are not read: every program asks for the same few rows at the same time. In a tall tile, which
-    # is fuller, they read a neighbour again, since a mask costs instructions; nothing of them is stored.
     valid = (t < row_count)[None, :]
-    row = row_first + tl.where(t < row_count, t, 0)
-    token = token_at(row, source, GATHER, TOP_K)
 
     HALF: tl.constexpr = BLOCK_K // 2
     j = tl.arange(0, HALF)
@@ -419,7 +418,7 @@ def _write_tile(
         s_ptr += 256 if WEIGHT == E2M1_SCALED else 64 * WORDS
         g_ptr += 64 * FACTORS
 
-    if PDL and not TOP_K:
+    if LAUNCH:
         gdc_launch_dependents()
     if WEIGHT == E2M1_E8M0 or WEIGHT == E2M1_E4M3:
         last_row = row_tiles * 64 - 1
@@ -445,6 +444,31 @@ def _write_tile(
             result += tl.load(vector + tl.minimum(column, n_out - 1)).to(tl.float32)[:, None]
         if KIND != NO_ACTIVATION:
             result = activate(result, result, KIND, HAS_LIMIT, limit, alpha, gate_bound, up_bound)
+    return result, column
+
+
+@triton.jit
+def _write_tile(
+    expert, row_first, row_count, n_first,
+    x, x_scale, weight, scale, row_scale, bias, out, row_places, source,
+    n_out, x_stride, row_tiles, limit, alpha, gate_bound, up_bound,
+    WEIGHT: tl.constexpr, X_SCALE: tl.constexpr, BIAS: tl.constexpr, GATHER: tl.constexpr, PARTS: tl.constexpr,
+    KIND: tl.constexpr, HAS_LIMIT: tl.constexpr, K_BLOCKS: tl.constexpr, ASM: tl.constexpr, WARPS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PLACED: tl.constexpr, TOP_K: tl.constexpr,
+    PDL: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Multiply and store ``row_count`` rows, up to BLOCK_T, by BLOCK_N weight rows from n_first on."""
+    # Rows beyond the end are not read: every program asks for the same few rows at the same time. In a tall tile, which
+    # is fuller, they read a neighbour again, since a mask costs instructions; nothing of them is stored.
+    t = tl.arange(0, BLOCK_T)
+    row = row_first + tl.where(t < row_count, t, 0)
+    token = token_at(row, source, GATHER, TOP_K)
+    result, column = w4a8_tile(
+        x, x_scale, weight, scale, row_scale, bias, expert, n_first, token, row_count,
+        n_out, x_stride, row_tiles, limit, alpha, gate_bound, up_bound,
+        WEIGHT, X_SCALE, BIAS, PARTS, KIND, HAS_LIMIT, K_BLOCKS, ASM, WARPS, BLOCK_N, BLOCK_T, BLOCK_K, STAGES,
+        PDL and not TOP_K,
+    )  # fmt: skip
     if PLACED:
         place = place_at(row_places, row, PLACED)[None, :]
         out_ptr = out + place + column[:, None]

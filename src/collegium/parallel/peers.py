@@ -89,6 +89,11 @@ class Peers:
         """Return the flag a rank writes at each peer: ``own + peer * step``."""
         return {"own": 0, "step": 1} if self.alone else {"own": self.rank, "step": 0}
 
+    @property
+    def microseconds(self) -> int:
+        """How long a rank waits for another one, as kernels count it."""
+        return min(int(self.seconds * 1e6), 2**31 - 1)
+
 
 class Sent(NamedTuple):
     """Tokens and where they go: x ``[B, C]``, scale ``[B, G]`` or None, ids ``[B, K]`` int32, weights or None.
@@ -205,7 +210,7 @@ def pull(peers: Peers, sent: Sent, own: Sent, table: ExpertMap) -> None:
         sent.ids if sent.weights is None else sent.weights,
         x, own.ids if own.scale is None else own.scale, own.ids, own.ids if own.weights is None else own.weights,
         peers.deltas, words, groups, peers.bound, table.width,
-        peers.layer, _microseconds(peers), peers.rank, peers.world,
+        peers.layer, peers.microseconds, peers.rank, peers.world,
     )  # fmt: skip
     constants = {"TOP_K": top_k, "BLOCK_K": power_at_least(top_k), "BLOCK": block, "STEPS": -(-words // block)}
     constants |= {"BLOCK_G": power_at_least(groups), "SCALES": own.scale is not None}
@@ -272,7 +277,7 @@ def collect(
     args = (
         peers.head, returned.rows, sent.ids if returned.slots is None else returned.slots, sent.ids, factors, added,
         out, peers.deltas, tokens, peers.bound, width, factors.stride(0), added.stride(0), table.width,
-        _microseconds(peers), peers.rank, peers.where["own"], peers.where["step"], peers.world,
+        peers.microseconds, peers.rank, peers.where["own"], peers.where["step"], peers.world,
     )  # fmt: skip
     constants, grid, warps = _cut(tokens, width, REDUCE_PROGRAMS if sums else COLLECT_PROGRAMS)
     constants |= {"TOP_K": top_k, "BLOCK_K": power_at_least(top_k), "PEERS": power_at_least(peers.world)}
@@ -289,10 +294,6 @@ def _cut(lines: int, width: int, programs: int) -> tuple[dict[str, Any], tuple[i
     columns = -(-width // block)
     constants = {"BLOCK": block, "EVEN": width % 16 == 0, "FULL": width % block == 0}
     return constants, (columns, max(1, min(lines, programs // columns))), max(1, min(4, block // 256))
-
-
-def _microseconds(peers: Peers) -> int:
-    return min(int(peers.seconds * 1e6), 2**31 - 1)
 
 
 def _words(x: Tensor) -> Tensor:

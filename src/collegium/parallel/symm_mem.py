@@ -103,7 +103,7 @@ class SymmMem:
         """Post ``x [T, H]``. codes: format and order of what the experts multiply, None for tokens."""
         memory = memory or OwnMemory(x.device)
         tokens, top_k = routing.topk_ids.shape
-        peers = self._peers(memory, tokens, x.device)
+        peers = self.peers_of(memory, tokens, x.device)
         carried, bound = self.inner.weight_on_input, peers.bound
         weighted = carried or self.reduced is not None
         name, order = (cast_name(x.dtype), AS_IS) if codes is None or carried else codes
@@ -207,7 +207,8 @@ class SymmMem:
         """Wait for the device, and raise the RankError of a pass since which output is NaN, if there was one."""
         self.blocks.check()
 
-    def _peers(self, memory: Memory, tokens: int, device: torch.device) -> Peers:
+    def peers_of(self, memory: Memory, tokens: int, device: torch.device) -> Peers:
+        """Return what a pass of ``tokens`` tokens here, which runs in ``memory``, knows of its peers."""
         if isinstance(memory, PeerArena):
             assert memory.peers is not None
             return memory.peers

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from .base import Asked, Parts, Pipeline, PipelineKind
 from .direct import DirectKind
+from .mega import MegaKind
 from .split import SplitKind
 
-__all__ = ["PIPELINES", "Asked", "DirectKind", "Parts", "Pipeline", "PipelineKind", "SplitKind"]
+__all__ = ["PIPELINES", "Asked", "DirectKind", "MegaKind", "Parts", "Pipeline", "PipelineKind", "SplitKind"]
 
-PIPELINES: tuple[PipelineKind, ...] = (DirectKind(), SplitKind())
+PIPELINES: tuple[PipelineKind, ...] = (DirectKind(), MegaKind(), SplitKind())

@@ -27,13 +27,17 @@ __all__ = ["Asked", "Parts", "Pipeline", "PipelineKind"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """What a plan has chosen when it comes to pipelines. experts: with as many rows as the dispatcher may bring."""
+    """What a plan has chosen when it comes to pipelines.
+
+    experts: with as many rows as the dispatcher may bring. pipeline: the one that was asked for by name, or None.
+    """
 
     problem: Problem
     experts: ExpertsProblem
     kernel: ExpertKernel
     dispatcher: DispatcherKind
     tiling: Tiling
+    pipeline: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

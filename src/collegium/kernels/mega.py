@@ -1,0 +1,387 @@
+"""A whole pass over ranks that read each other's memory in one kernel: tokens out, experts, rows back, sums.
+
+All programs run at the same time, and do the three phases one after the other: let peers read this rank's tokens; bring
+those of this rank's experts here and multiply; add up. In the middle one, tasks have one order on a rank, and program p
+takes tasks p, p + programs, and so on: chunks of tokens first, which are counted and copied, then pieces of both
+products. Whatever a task waits for is of a peer's first phase or comes before it in the order, so the first task that
+is not done can always go on, and no phase ends with a barrier of all programs but where counts are needed.
+
+A row is named by its assignment, ``(rank * bound + token) * TOP_K + k``: its token's codes, its own middle row and the
+place it goes back to follow from that, so nothing is sorted. Each expert has a list of its assignments; which of them
+comes first depends on time, and no bit does, since no row's bits depend on its neighbours. An expert's rows in tiles of
+BLOCK_T are a *unit*. The program that ends the last piece of a unit's first product quantises its rows for the second.
+
+Flags between ranks, the epoch, what a late rank does to everybody, and why no buffer is needed twice are those of
+``peer.py``; here every rank's post is seen before any row is stored. Counters of this rank begin at zero: the first
+phase clears them, before this rank's own post, which all programs wait for. The interpreter runs programs one after
+the other, so there each rank has one, and ranks that share a process run FIRST to LAST phase by phase.
+"""
+
+import triton
+import triton.language as tl
+
+from . import numbers
+from .grouped_gemm import grouped_tile
+from .peer import (
+    COLLECT_FAILED,
+    EPOCH,
+    LATE,
+    POSTS,
+    PULL_FAILED,
+    ROWS,
+    all_came,
+    announce,
+    collect_token,
+    fault,
+    now,
+    publish,
+    report,
+    send_token,
+    wait_for_flags,
+)
+from .quantize import load_rows, store_codes
+from .w4a8 import w4a8_tile
+
+__all__ = ["COUNTED", "FINISHED", "mega_kernel", "task_at"]
+
+NO_ACTIVATION = tl.constexpr(numbers.NO_ACTIVATION)
+BLOCK_SCALE = tl.constexpr(numbers.BLOCK_SCALE)
+E4M3_E4M3 = tl.constexpr(numbers.E4M3_E4M3)
+# Words of the counters; then one for each expert, each chunk and each unit.
+COUNTED = tl.constexpr(0)  # chunks whose assignments are on their experts' lists
+FINISHED = tl.constexpr(1)  # programs without a task left
+_FIXED = tl.constexpr(2)
+
+
+@triton.jit
+def task_at(position, units, bands_up, bands_down, lag):
+    """Return unit, product (0 or 1) and band of weight rows of the task at ``position``.
+
+    The second product of a unit comes ``lag`` units after its first, so that it seldom waits.
+    """
+    ahead = tl.minimum(lag, units)
+    both = bands_up + bands_down
+    inside = position - ahead * bands_up
+    behind = inside - (units - ahead) * both
+    group, piece = inside // both, inside % both
+    up = piece < bands_up
+    unit = tl.where(up, ahead + group, group)
+    band = tl.where(up, piece, piece - bands_up)
+    product = tl.where(up, 0, 1)
+    early, late = inside < 0, behind >= 0
+    unit = tl.where(early, position // bands_up, tl.where(late, units - ahead + behind // bands_down, unit))
+    band = tl.where(early, position % bands_up, tl.where(late, behind % bands_down, band))
+    return unit, tl.where(early, 0, tl.where(late, 1, product)), band
+
+
+@triton.jit
+def _reached(words, inside, target, head, deltas, limit, rank, world, ASM: tl.constexpr):
+    """Return whether all ``words [N]`` of this rank are ``target`` at least, once they are or this rank gives up.
+
+    What other programs did before they counted is seen after it. A program waits for peers in other programs too, and
+    twice as long as those, so that they name who is late.
+    """
+    none = tl.zeros(words.shape, tl.int32)
+    seen = tl.atomic_add(words, none, mask=inside, sem="acquire", scope="gpu")
+    waiting = tl.max((inside & (seen < target)).to(tl.int32), 0)
+    if waiting > 0:
+        start = now(head, ASM)
+        late = start - start
+        failed = late
+        while (waiting > 0) & (failed == 0) & (late <= limit.to(tl.int64) * 2000):
+            polls = 0
+            while (waiting > 0) & (polls < 32):
+                seen = tl.atomic_add(words, none, mask=inside, sem="acquire", scope="gpu")
+                waiting = tl.max((inside & (seen < target)).to(tl.int32), 0)
+                polls += 1
+            failed = tl.atomic_add(head + PULL_FAILED, tl.zeros([], tl.int64), sem="relaxed")
+            late = now(head, ASM) - start
+        if waiting > 0:
+            report(head, deltas, PULL_FAILED, world, rank, LATE, waiting.to(tl.int64), start - start + target)
+    # Of a few words not every warp has waited.
+    tl.debug_barrier()
+    return waiting == 0
+
+
+@triton.jit
+def _done(word):
+    """Count one at ``word`` after all that this program did, and return how many there were before."""
+    tl.debug_barrier()
+    return tl.atomic_add(word, tl.full([], 1, tl.int32), sem="acq_rel", scope="gpu")
+
+
+@triton.jit
+def _prefetch(weight, first, LINES: tl.constexpr):
+    """Ask for LINES times 128 bytes of packed weights from byte ``first`` on; nobody waits for them."""
+    line = (weight + first + tl.arange(0, LINES) * 128).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "{ prefetch.global.L2 [$1]; mov.b32 $0, 0; }", "=r,l", [line], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _pull_chunk(
+    peer, first, found, sent_x, sent_scale, sent_places, x, scale, counters, counts, arrived, lists, deltas,
+    bound, capacity, held, rank, words, groups,
+    TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    """List the assignments of CHUNK tokens of a peer that has ``found``, then copy those tokens that have one here."""
+    token = first.to(tl.int64) + tl.arange(0, CHUNK)
+    k = tl.arange(0, BLOCK_K)
+    delta = tl.load(deltas + peer)
+    line = peer * bound + token
+    live = (token < found)[:, None] & (k < TOP_K)[None, :]
+    there = sent_places + tl.multiple_of(delta // 4, 64)
+    place = tl.load(there + token[:, None] * TOP_K + k[None, :], mask=live, other=-1)
+    slot = place - rank * held
+    here = (place >= 0) & (slot >= 0) & (slot < held)
+    slot = tl.where(here, slot, 0)
+    index = tl.atomic_add(counts + slot, tl.full(slot.shape, 1, tl.int32), mask=here, sem="relaxed", scope="gpu")
+    assignment = line[:, None] * TOP_K + k[None, :]
+    tl.store(lists + slot.to(tl.int64) * capacity + index, assignment.to(tl.int32), mask=here)
+    _done(counters + COUNTED)
+    wanted = (tl.max(here.to(tl.int32), 1) > 0)[:, None]
+    codes = sent_x + tl.multiple_of(delta // 4, 64)
+    for step in tl.static_range(STEPS):
+        word = (step * BLOCK + tl.arange(0, BLOCK))[None, :]
+        inside = wanted & (word < words)
+        tl.store(x + line[:, None] * words + word, tl.load(codes + token[:, None] * words + word, mask=inside), inside)
+    group = tl.arange(0, BLOCK_G)[None, :]
+    inside = wanted & (group < groups)
+    value = tl.load(sent_scale + tl.multiple_of(delta // 4, 64) + token[:, None] * groups + group, mask=inside)
+    tl.store(scale + line[:, None] * groups + group, value, mask=inside)
+    _done(arrived)
+
+
+@triton.jit
+def _multiply(
+    codes, scale, weight, weight_scale, factor, bias, expert, band, row, here, n_out, k_in, k_wide, tiles,
+    clamp, alpha, gate_bound, up_bound,
+    WEIGHT: tl.constexpr, X_SCALE: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr, KIND: tl.constexpr,
+    HAS_LIMIT: tl.constexpr, K_BLOCKS: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr, WARPS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Return the results of a unit's rows for a band of weight rows, and their columns."""
+    if WEIGHT == E4M3_E4M3:
+        COLUMNS: tl.constexpr = BLOCK_N // PARTS
+        result = grouped_tile(
+            codes, scale, weight, weight_scale, factor, bias, expert, band * COLUMNS, row, here, n_out, k_in, k_wide,
+            k_in, BLOCK, n_out * k_in, tl.cdiv(n_out, 128), clamp, alpha, gate_bound, up_bound,
+            WEIGHT, BLOCK_SCALE, 1, X_SCALE, False, BIAS, PARTS, KIND, HAS_LIMIT, K_BLOCKS, EVEN_K, ASM, BLOCK_N,
+            BLOCK_T, BLOCK, STAGES, PARTS == 2, False,
+        )  # fmt: skip
+        column = band * COLUMNS + tl.arange(0, COLUMNS)
+    else:
+        result, column = w4a8_tile(
+            codes, scale, weight, weight_scale, factor, bias, expert, band * BLOCK_N, row, here, n_out, k_wide, tiles,
+            clamp, alpha, gate_bound, up_bound,
+            WEIGHT, X_SCALE, BIAS, PARTS, KIND, HAS_LIMIT, K_BLOCKS, ASM, WARPS, BLOCK_N, BLOCK_T, BLOCK, STAGES, False,
+        )  # fmt: skip
+    return result, column
+
+
+@triton.jit
+def _quantise_unit(
+    members, count, middle, codes, scales, capacity, inner, wide, groups,
+    AT_ONCE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, POWER: tl.constexpr, ROUND: tl.constexpr,
+    REORDER: tl.constexpr,
+):  # fmt: skip
+    """Write the codes and scales of the ``count`` middle rows whose assignments ``members`` points to."""
+    # Plus nothing, which the compiler does not know: places of columns would be kept in registers from task to task.
+    column = tl.arange(0, BLOCK) + tl.multiple_of(count >> 31, 128)
+    first = count - count
+    while first < count:
+        index = first + tl.arange(0, AT_ONCE)
+        row = tl.load(members + index, mask=index < count, other=0).to(tl.int64)
+        row = tl.where(index < count, row, capacity)
+        value = load_rows(middle, middle, middle, row, column, capacity, inner, inner, False, False)
+        store_codes(
+            value, codes, scales, row, column, capacity, groups, wide, 0, GROUP, AT_ONCE, BLOCK, POWER, False,
+            ROUND, REORDER,
+        )  # fmt: skip
+        first += AT_ONCE
+
+
+_COUNTS = ("count", "bound", "id_stride", "weight_stride", "layer", "limit", "rank", "own", "step", "lag", "cleared")
+
+
+@triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=("ids", "weights"))
+def mega_kernel(
+    head, deltas, ids, weights, places, copies, load, recording,
+    x, sent_codes, sent_words, sent_scale, sent_places, pulled_codes, pulled_words, pulled_scale, counters, lists,
+    middle, codes, scales, up_weight, up_scale, up_factor, up_bias, down_weight, down_scale, down_factor, down_bias,
+    rows, shared, out,
+    count, bound, id_stride, weight_stride, experts, spread, layer, limit, rank, own, step, world, held, lag, cleared,
+    columns, x_stride, x_wide, x_groups, inner, inner_wide, inner_groups, width, up_bands, down_bands, shared_stride,
+    clamp, alpha, gate_bound, up_bound,
+    FIRST: tl.constexpr, LAST: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, PEERS: tl.constexpr,
+    BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_W: tl.constexpr, STEPS: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_I: tl.constexpr, AT_ONCE: tl.constexpr, X_GROUP: tl.constexpr,
+    INNER_GROUP: tl.constexpr, POWER: tl.constexpr, REORDER: tl.constexpr, WEIGHT: tl.constexpr,
+    X_SCALE: tl.constexpr, INNER_SCALE: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr, KIND: tl.constexpr,
+    HAS_LIMIT: tl.constexpr, UP_BLOCKS: tl.constexpr, DOWN_BLOCKS: tl.constexpr, UP_EVEN: tl.constexpr,
+    DOWN_EVEN: tl.constexpr, WARPS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr,
+    PLACED: tl.constexpr, BLOCK_C: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, SHARED: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """Write ``out [T, width]``, the weighted sums of this rank's tokens ``x [T, columns]``; count is T * TOP_K.
+
+    What peers read or write: sent_codes ``[bound, x_wide]`` E4M3, sent_scale ``[bound, x_groups]``, sent_places
+    ``[bound, TOP_K]``, rows ``[bound * TOP_K, width]``. Of this rank alone: pulled_codes and pulled_scale of all ranks'
+    tokens; counters int32, of which ``cleared`` are in use; lists int32 ``[held, world * bound * TOP_K]``; and for each
+    assignment middle ``[., inner]``, codes ``[., inner_wide]`` and scales ``[., inner_groups]``. sent_words and
+    pulled_words are the codes as int32. Weights as in ``w4a8_kernel``, or E4M3 codes in blocks as in
+    ``grouped_gemm_kernel``; X_SCALE and INNER_SCALE as their X_SCALE. up_bands, down_bands: pieces of a product, each
+    of BLOCK_N weight rows, in which gate and up take turns. places to recording: as in ``post_kernel``. lag: units
+    between both products. PREFETCH: lines of 128 bytes of weights that are asked for before any token is there.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    ROUND: tl.constexpr = not ASM
+    if FIRST == 1:
+        before = tl.load(head + EPOCH)
+        over = (before < 0) | (tl.load(head + PULL_FAILED) + tl.load(head + COLLECT_FAILED) > 0)
+        epoch = tl.where(over, -1, (before + 1) & 0x7FFFF)
+        start = program * 256
+        while start < cleared:
+            word = start + tl.arange(0, 256)
+            tl.store(counters + word, tl.zeros([256], tl.int32), mask=word < cleared)
+            start += programs * 256
+        token = program
+        while token < count // TOP_K:
+            send_token(
+                token, ids, weights, sent_places, weights, places, copies, load, recording, count, id_stride,
+                weight_stride, experts, spread, rank, x, sent_codes, sent_scale, columns, x_stride, x_groups, x_wide,
+                TOP_K, BLOCK_K, False, BLOCK_X, True, X_GROUP, POWER, ROUND, REORDER,
+            )  # fmt: skip
+            token += programs
+        announce(head, deltas, count, layer, own, step, world, TOP_K, PEERS)
+    else:
+        epoch = tl.load(head + EPOCH)
+
+    if FIRST <= 2 and LAST >= 2:
+        if epoch >= 0:
+            if PREFETCH:
+                # Where every expert has a unit, as with a few tokens for each, this is the program's first task.
+                unit, product, band = task_at(program, held, up_bands, down_bands, lag)
+                if (product == 0) & (unit < held):
+                    tile = (unit.to(tl.int64) * up_bands + band) * (UP_BLOCKS * 64 * BLOCK // 2)
+                    _prefetch(up_weight, tile, PREFETCH)
+            capacity = world * bound * TOP_K
+            blocks = tl.cdiv(bound, CHUNK)
+            chunks = blocks * world
+            counts = counters + _FIXED
+            arrived = counts + held
+            units = arrived + chunks
+            # Then all counters are zero.
+            seen = tl.sum(wait_for_flags(head, POSTS, rank, 1, epoch, limit, 1, ASM), 0)
+            tl.debug_barrier()
+            ready = (seen >> 44) == epoch
+            if not ready:
+                report(head, deltas, PULL_FAILED, world, rank, fault(seen, epoch), seen, epoch << 20)
+            if ready:
+                tag = (epoch << 20) | (layer.to(tl.int64) << 8) | TOP_K
+                lost = tl.zeros([], tl.int32)
+                chunk = program
+                while chunk < chunks:
+                    # Own tokens last, and each rank begins with another one.
+                    peer = (chunk % world + rank + 1) % world
+                    found = tl.zeros([], tl.int64)
+                    if lost == 0:
+                        seen = tl.sum(wait_for_flags(head, POSTS, peer, 1, epoch, limit, 1, ASM), 0)
+                        tl.debug_barrier()
+                        if ((seen >> 24) == tag) & ((seen & 0xFFFFFF) <= bound):
+                            found = seen & 0xFFFFFF
+                        else:
+                            report(head, deltas, PULL_FAILED, world, peer, fault(seen, epoch), seen, tag)
+                            lost += 1
+                    block = chunk // world
+                    _pull_chunk(
+                        peer, block * CHUNK, found, sent_words, sent_scale, sent_places, pulled_words, pulled_scale,
+                        counters, counts, arrived + peer * blocks + block, lists, deltas, bound, capacity, held, rank,
+                        x_wide // 4, x_groups, TOP_K, BLOCK_K, CHUNK, BLOCK_W, STEPS, BLOCK_G,
+                    )  # fmt: skip
+                    chunk += programs
+                one = tl.arange(0, 1)
+                ready = _reached(counters + COUNTED + one, one == 0, chunks, head, deltas, limit, rank, world, ASM)
+            if ready:
+                index = tl.arange(0, BLOCK_E)
+                total = tl.load(counts + index, mask=index < held, other=0)
+                needed = (total + BLOCK_T - 1) // BLOCK_T
+                last = tl.cumsum(needed, 0)
+                most = tl.sum(needed, 0)
+                t = tl.arange(0, BLOCK_T)
+                task = program
+                while task < most * (up_bands + down_bands):
+                    unit, product, band = task_at(task, most, up_bands, down_bands, lag)
+                    earlier = last <= unit
+                    expert = tl.sum(earlier.to(tl.int32), 0)
+                    begin = (unit - tl.sum(tl.where(earlier, needed, 0), 0)) * BLOCK_T
+                    here = tl.minimum(tl.sum(tl.where(index == expert, total, 0), 0) - begin, BLOCK_T)
+                    expert = expert.to(tl.int64)
+                    members = lists + expert * capacity + begin
+                    # Rows beyond the end read the first one again; nothing of them is stored.
+                    row = tl.load(members + tl.where(t < here, t, 0)).to(tl.int64)
+                    inside = t < here
+                    if product == 0:
+                        line = row // TOP_K
+                        peer = line // bound
+                        chunk_of = peer * blocks + (line - peer * bound) // CHUNK
+                        if _reached(arrived + chunk_of, inside, 1, head, deltas, limit, rank, world, ASM):
+                            result, column = _multiply(
+                                pulled_codes, pulled_scale, up_weight, up_scale, up_factor, up_bias, expert, band,
+                                line, here, inner, columns, x_wide, up_bands, clamp, alpha, gate_bound, up_bound,
+                                WEIGHT, X_SCALE, BIAS, PARTS, KIND, HAS_LIMIT, UP_BLOCKS, UP_EVEN, ASM, WARPS, BLOCK_N,
+                                BLOCK_T, BLOCK, STAGES,
+                            )  # fmt: skip
+                            kept = (column < inner)[:, None] & inside[None, :]
+                            there = middle + row[None, :] * inner + column[:, None]
+                            tl.store(there, result.to(middle.dtype.element_ty), mask=kept)
+                            if _done(units + unit) == up_bands - 1:
+                                _quantise_unit(
+                                    members, here, middle, codes, scales, capacity, inner, inner_wide, inner_groups,
+                                    AT_ONCE, BLOCK_I, INNER_GROUP, POWER, ROUND, REORDER,
+                                )  # fmt: skip
+                                _done(units + unit)
+                    else:
+                        own_unit = units + unit + tl.arange(0, 1)
+                        all_bands = up_bands + 1
+                        if _reached(own_unit, tl.arange(0, 1) == 0, all_bands, head, deltas, limit, rank, world, ASM):
+                            result, column = _multiply(
+                                codes, scales, down_weight, down_scale, down_factor, down_bias, expert, band,
+                                row, here, width, inner, inner_wide, down_bands, clamp, alpha, gate_bound, up_bound,
+                                WEIGHT, INNER_SCALE, BIAS, 1, NO_ACTIVATION, False, DOWN_BLOCKS, DOWN_EVEN, ASM, WARPS,
+                                BLOCK_N, BLOCK_T, BLOCK, STAGES,
+                            )  # fmt: skip
+                            peer = row // (bound * TOP_K)
+                            apart = tl.load(deltas + peer) // (rows.dtype.element_ty.primitive_bitwidth // 8)
+                            place = tl.multiple_of(apart + (row - peer * (bound * TOP_K)) * width, PLACED)
+                            kept = (column < width)[:, None] & inside[None, :]
+                            there = rows + place[None, :] + column[:, None]
+                            tl.store(there, result.to(rows.dtype.element_ty), mask=kept)
+                    task += programs
+            tl.debug_barrier()
+            # To the whole system, since rows went to other ranks.
+            ended = tl.atomic_add(counters + FINISHED, tl.full([], 1, tl.int32), sem="acq_rel", scope="sys")
+            if ended == programs - 1:
+                failed = tl.atomic_add(head + PULL_FAILED, tl.zeros([], tl.int64), sem="relaxed")
+                publish(head, deltas, ROWS, own, step, world, tl.where(failed == 0, epoch << 44, -1), PEERS)
+        elif program == 0:
+            publish(head, deltas, ROWS, own, step, world, epoch, PEERS)
+
+    if LAST == 3:
+        fine = epoch >= 0
+        if fine:
+            fine = all_came(head, deltas, epoch, limit, world, PEERS, ASM)
+            tl.debug_barrier()
+        pieces = tl.cdiv(width, BLOCK_C)
+        turn = program
+        while turn < count // TOP_K * pieces:
+            column = turn % pieces * BLOCK_C + tl.arange(0, BLOCK_C)
+            collect_token(
+                (turn // pieces).to(tl.int64), column, fine, rows, sent_places, sent_places, weights, shared, out,
+                deltas, bound, width, weight_stride, shared_stride, held, rank,
+                TOP_K, BLOCK_K, PEERS, BLOCK_C, True, SHARED, EVEN, FULL, False, True, ASM,
+            )  # fmt: skip
+            turn += programs

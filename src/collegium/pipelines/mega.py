@@ -1,0 +1,342 @@
+"""Experts split over GPUs that read each other's memory, from tokens to weighted sums in one kernel.
+
+The bits are those of ``split`` with the dispatcher ``symm_mem``: the steps are the same functions, and no bit of a row
+depends on the rows beside it. Shape letters: T tokens of this rank, B the most of a rank, W ranks, K experts per token,
+H width, I intermediate size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ..errors import InputError
+from ..experts.triton.packed import PackedExperts
+from ..formats.unquantised import DTYPES
+from ..kernels.numbers import E4M3_E4M3
+from ..ops.buffers import sizes, taken
+from ..ops.permute import tile_count
+from ..ops.quantize import AS_IS, REORDERED, activation_format
+from ..ops.weighted_sum import weighted_sum_regions
+from ..parallel.symm_mem import SymmMem
+from ..runtime.launch import dense_rows, launch, power_at_least
+from ..runtime.memory import OwnMemory, take
+from ..runtime.ranges import step
+from ..types import ACTIVATION_KINDS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+
+    from torch import Tensor
+
+    from ..experts import Tiling
+    from ..experts.triton.layout import Layout
+    from ..experts.triton.matrix import PackedMatrix
+    from ..ops.buffers import Buffers
+    from ..ops.quantize import ActivationFormat
+    from ..parallel.peers import Peers
+    from ..runtime.memory import Memory, Regions
+    from ..types import Routing
+    from .base import Asked, Parts
+
+__all__ = ["COMBINE", "MOST_TOKENS", "PUBLISH", "PULL", "Mega", "MegaKind"]
+
+PUBLISH, PULL, COMBINE = 1, 2, 3  # phases of the kernel
+FORMATS = (("mxfp4", "fp8_token"), ("fp8_block", "fp8_group128"))
+MOST_TOKENS = 4096  # of a rank: each expert has room for all ranks' assignments on its list
+# What a GPU is to decide; no bit of the output depends on any of them.
+# Programs of a multiprocessor, all at once: are weights codes of eight bits, and how many rows has a unit? Three have
+# 168 registers for each of their threads.
+PROGRAMS = {False: {16: 3, 32: 3, 64: 2}, True: {16: 3, 32: 2}}
+REGISTERS = {3: 168}
+CHUNK = 4  # tokens that are listed and pulled together
+WARPS, BLOCK_N = 4, 64  # a row tile of packed weights; of gate and up half of it each
+STAGES = {False: 4, True: 5}
+COLUMNS = 1024  # of a token that are summed together
+AHEAD = 32768  # bytes of weights that a program asks for before it knows its tokens
+
+
+class _Shape(NamedTuple):
+    """Sizes of a pass. wide, groups: of a token's codes and scales; inner_...: of those between the products."""
+
+    world: int
+    bound: int
+    top_k: int
+    slots: int
+    wide: int
+    groups: int
+    inner: int
+    inner_wide: int
+    inner_groups: int
+    width: int
+
+    @property
+    def rows(self) -> int:
+        """Assignments of all ranks."""
+        return self.world * self.bound * self.top_k
+
+    def counters(self, block_t: int) -> int:
+        """Return how many words of counters units of ``block_t`` rows need."""
+        return 2 + self.slots + self.world * -(-self.bound // CHUNK) + tile_count(self.rows, self.slots, block_t)
+
+    def buffers(self, block_t: int, dtype: torch.dtype) -> Buffers:
+        """Return all buffers of a pass whose rows are of ``dtype``, by their regions' names."""
+        tokens, rows = self.world * self.bound, self.rows
+        codes = torch.float8_e4m3fn
+        return {
+            "sent/codes": ((self.bound, self.wide), codes),
+            "sent/scales": ((self.bound, self.groups), torch.float32),
+            "sent/ids": ((self.bound, self.top_k), torch.int32),
+            "x": ((tokens, self.wide), codes),
+            "scale": ((tokens, self.groups), torch.float32),
+            "counters": ((self.counters(block_t),), torch.int32),
+            "lists": ((self.slots, rows), torch.int32),
+            "experts/middle": ((rows, self.inner), dtype),
+            "experts/h/codes": ((rows, self.inner_wide), codes),
+            "experts/h/scales": ((rows, self.inner_groups), torch.float32),
+            "experts/rows": ((self.bound * self.top_k, self.width), dtype),
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mega:
+    """One launch a pass, beside that of the shared expert, which comes before it."""
+
+    parts: Parts
+
+    def __post_init__(self) -> None:
+        if self.parts.after_expert is not None:
+            raise InputError(
+                "pipeline mega: found after_expert, which sees rows between two steps; in one kernel there is "
+                "nothing between, take Choice(pipeline='split')"
+            )
+
+    def __call__(
+        self,
+        x: Tensor,
+        routing: Routing,
+        memory: Memory | None = None,
+        *,
+        dtype: torch.dtype,
+        shared: Callable[[], Tensor] | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Return what ``Pipeline`` says."""
+        added = shared() if shared else None
+        if out is None:
+            out = take(memory, "sum", tuple(x.shape), dtype, x.device)
+        with step("mega", x.device):
+            self.run(x, routing, memory or OwnMemory(x.device), out, added)
+        return out
+
+    def run(
+        self,
+        x: Tensor,
+        routing: Routing,
+        memory: Memory,
+        out: Tensor,
+        shared: Tensor | None,
+        *,
+        phases: tuple[int, int] = (PUBLISH, COMBINE),
+    ) -> None:
+        """Do the first to the last of ``phases`` of a pass and write ``out [T, H]``.
+
+        Several ranks of one process that run one after the other, as in Triton's interpreter, go through a phase each
+        before the next one.
+        """
+        experts, reach = self._experts, self._reach
+        ids, weights = dense_rows(routing.topk_ids), dense_rows(routing.topk_weights)
+        peers = reach.peers_of(memory, ids.shape[0], x.device)
+        if not peers.bound:
+            return
+        shape, on_gpu = self._shape(peers.bound, ids.shape[1]), x.is_cuda
+        block_t = self._block_t(shape)
+        _, rows_dtype = experts.storing(x.dtype)
+        own = taken(memory, shape.buffers(block_t, rows_dtype), x.device)
+        x, added = dense_rows(x), out if shared is None else dense_rows(shared)
+        words = (own["sent/codes"].view(torch.int32), own["x"].view(torch.int32))
+        up, down, act, table = experts.gate_up, experts.down, experts.activation, reach.map
+        bands, down_bands = _bands(up.layout), _bands(down.layout)
+        resident = PROGRAMS[self.coded][block_t]
+        programs = resident * experts.machine.sms if on_gpu else 1
+        args = (
+            peers.head, peers.deltas, ids, weights, table.places, table.copies, table.load, table.recording,
+            x, own["sent/codes"], words[0], own["sent/scales"], own["sent/ids"], own["x"], words[1], own["scale"],
+            own["counters"], own["lists"], own["experts/middle"], own["experts/h/codes"], own["experts/h/scales"],
+            *_tensors(up), *_tensors(down), own["experts/rows"], added, out,
+            ids.numel(), peers.bound, ids.stride(0), weights.stride(0), table.num_experts, table.places.shape[1],
+            peers.layer, peers.microseconds, peers.rank, peers.where["own"], peers.where["step"], peers.world,
+            shape.slots, -(-programs // bands) + 1, shape.counters(block_t),
+            x.shape[1], x.stride(0), shape.wide, shape.groups, shape.inner, shape.inner_wide, shape.inner_groups,
+            shape.width, bands, down_bands, added.stride(0),
+            float(act.limit or 0.0), float(act.alpha), float(act.gate_bound), float(act.up_bound),
+        )  # fmt: skip
+        constants = {"FIRST": phases[0], "LAST": phases[1]} | self._constants(shape, block_t, peers)
+        constants |= {"SHARED": shared is not None, "ASM": on_gpu}
+        constants["PREFETCH"] = constants["PREFETCH"] if on_gpu else 0
+        # So that a grid that does not fit is an error and no program waits for one that never starts.
+        options = {"launch_cooperative_grid": True} if on_gpu else {}
+        options |= {"maxnreg": REGISTERS[resident]} if on_gpu and resident in REGISTERS else {}
+        # Imported here: Triton exists for Linux alone, and everything but a launch works without it.
+        from ..kernels.mega import mega_kernel
+
+        launch(mega_kernel, (programs,), args, constants, num_warps=WARPS, **options)
+
+    def variants(self, tokens: int) -> frozenset[Hashable]:
+        """Return the rows of a unit, and whether weights are asked for early."""
+        shape = self._shape(tokens, self.parts.top_k)
+        return frozenset({("mega", self._block_t(shape), self._early(shape))})
+
+    @property
+    def coded(self) -> bool:
+        """Whether weights are E4M3 codes, which are multiplied as they are."""
+        return self._experts.gate_up.layout.weight == E4M3_E4M3
+
+    @property
+    def _experts(self) -> PackedExperts:
+        assert isinstance(self.parts.experts, PackedExperts)
+        return self.parts.experts
+
+    @property
+    def _reach(self) -> SymmMem:
+        assert isinstance(self.parts.dispatcher, SymmMem)
+        return self.parts.dispatcher
+
+    def _shape(self, bound: int, top_k: int) -> _Shape:
+        experts, table = self._experts, self._reach.map
+        assert experts.activations is not None
+        _, _, inner, hidden = experts.gate_up.layout.shape
+        form, order = experts.activations, experts.gate_up.layout.row_order
+        return _shape_of(form, order, (table.world_size, bound, top_k, table.width), hidden, inner)
+
+    def _each(self, shape: _Shape) -> float:
+        """Return the rows that an expert of this rank is likely to have."""
+        return self._reach.rows(shape.bound, shape.top_k) / max(1, self._experts.gate_up.layout.shape[0])
+
+    def _block_t(self, shape: _Shape) -> int:
+        each = self._each(shape)
+        return 16 if each <= 14 else 32 if each <= 40 else max(PROGRAMS[self.coded])
+
+    def _early(self, shape: _Shape) -> bool:
+        """Return whether every expert is likely to have rows, so that a program knows its first weights beforehand."""
+        slots = self._experts.gate_up.layout.shape[0]
+        return not self.coded and slots == shape.slots and 3 <= self._each(shape) <= 14
+
+    def _constants(self, shape: _Shape, block_t: int, peers: Peers) -> dict[str, Any]:
+        experts = self._experts
+        form, up, down, act = experts.activations, experts.gate_up, experts.down, experts.activation
+        assert form is not None
+        block_x, block_i = power_at_least(shape.wide, 128), power_at_least(shape.inner_wide, 128)
+        words, block_c = shape.wide // 4, min(COLUMNS, power_at_least(shape.width, 32))
+        block_w = min(1024, power_at_least(words, 32))
+        lines = min(AHEAD, up.layout.k_blocks * 64 * 64) // 128
+        block_k = up.layout.block_k
+        return {
+            "TOP_K": shape.top_k, "BLOCK_K": power_at_least(shape.top_k), "PEERS": power_at_least(peers.world),
+            "BLOCK_E": power_at_least(shape.slots, 16), "CHUNK": CHUNK, "BLOCK_X": block_x, "BLOCK_W": block_w,
+            "STEPS": -(-words // block_w), "BLOCK_G": power_at_least(shape.groups), "BLOCK_I": block_i,
+            "AT_ONCE": max(1, min(block_t, 2048 // block_i)), "X_GROUP": form.group or block_x,
+            "INNER_GROUP": form.group or block_i, "POWER": form.power, "REORDER": up.layout.row_order == REORDERED,
+            "WEIGHT": up.layout.weight, "X_SCALE": _scales(shape.groups), "INNER_SCALE": _scales(shape.inner_groups),
+            "BIAS": up.bias is not None, "PARTS": up.layout.shape[1], "KIND": ACTIVATION_KINDS.index(act.kind),
+            "HAS_LIMIT": act.limit is not None, "UP_BLOCKS": up.layout.k_blocks, "DOWN_BLOCKS": down.layout.k_blocks,
+            "UP_EVEN": shape.width % block_k == 0, "DOWN_EVEN": shape.inner % block_k == 0,
+            "WARPS": WARPS, "BLOCK_N": BLOCK_N, "BLOCK_T": block_t, "BLOCK": block_k, "STAGES": STAGES[self.coded],
+            "PREFETCH": (1 << (lines.bit_length() - 1)) * (self._early(shape)),
+            "PLACED": 16 if shape.width % 16 == 0 else 1, "BLOCK_C": block_c, "EVEN": shape.width % 16 == 0,
+            "FULL": shape.width % block_c == 0,
+        }  # fmt: skip
+
+
+def _scales(groups: int) -> int:
+    """Return X_SCALE of a product whose rows have so many scales."""
+    return 1 if groups > 1 else 2
+
+
+def _tensors(matrix: PackedMatrix) -> tuple[Tensor, ...]:
+    """Return values, scale, row_scale and bias; the first again where one is missing, which is then not read."""
+    found = (matrix.values, matrix.scale, matrix.row_scale, matrix.bias)
+    return tuple(matrix.values if each is None else each for each in found)
+
+
+def _bands(layout: Layout) -> int:
+    """Return the pieces of a product: both parts of a weight are in each."""
+    matrices, rows = layout.operand_rows
+    return -(-matrices * rows // BLOCK_N)
+
+
+def _shape_of(form: ActivationFormat, order: int, counts: tuple[int, int, int, int], hidden: int, inner: int) -> _Shape:
+    """Return the sizes of a pass; counts: W, B, K and slots. order: of the columns of codes."""
+
+    def wide(columns: int) -> tuple[int, int]:
+        most = form.wide(columns, order)
+        return most, -(-most // (form.group or most))
+
+    return _Shape(*counts, *wide(hidden), inner, *wide(inner), hidden)
+
+
+def _words(asked: Asked) -> bool:
+    return asked.problem.spec.weight_format == "mxfp4"
+
+
+class MegaKind:
+    """The row of the table: experts in MXFP4 or FP8 split over Hopper GPUs of one host, only when asked for by name."""
+
+    name = "mega"
+    does = "one kernel over all ranks"
+
+    def refuse(self, asked: Asked) -> str | None:
+        """Refuse other dispatchers, formats and GPUs, what its kernel lacks, and who did not ask."""
+        problem, device = asked.problem, asked.problem.device
+        rule, formats = problem.spec.routing, (problem.spec.weight_format, problem.activation_format)
+        if device.kind != "cuda":
+            return f"asked for {device.kind}; it is one kernel for CUDA GPUs"
+        if asked.dispatcher.name != "symm_mem":
+            return (
+                f"asked for the dispatcher {asked.dispatcher.name}; it does what symm_mem does, and nothing around it"
+            )
+        if formats not in FORMATS or not asked.kernel.name.startswith("triton"):
+            taken = ", ".join(f"{weights} with {activations}" for weights, activations in FORMATS)
+            return f"asked for {formats[0]} weights with {formats[1]} activations; it takes {taken}"
+        if not _words(asked) and problem.spec.expert_hidden_size % 16:
+            return f"asked for tokens of {problem.spec.expert_hidden_size}; their codes are copied by sixteen"
+        if device.capability != (9, 0):
+            found = "an unknown GPU" if device.capability is None else "sm_{}{}".format(*device.capability)
+            return f"found {found}; its programs are counted for sm_90, where all of them run at once"
+        if rule.weight_on_input:
+            return "asked for router weights on the input; it weights rows after the experts"
+        if problem.combine != "exact":
+            return f"asked for the combine {problem.combine}; each row goes back as it is"
+        if problem.limits.max_tokens > MOST_TOKENS:
+            return f"asked for {problem.limits.max_tokens:,} tokens of a rank; it has lists for {MOST_TOKENS:,}"
+        if asked.pipeline != self.name:
+            return "no measurement says yet where it is the faster one; Choice(pipeline='mega') takes it"
+        return None
+
+    def most(self, tiling: Tiling, top_k: int) -> int | None:
+        """Return None: ranks that bring different numbers of tokens run the same kernel."""
+        return None
+
+    def family(self, tiling: Tiling, rows: int) -> str:
+        """Return nothing: units are chosen for the rank that brings the most tokens."""
+        return ""
+
+    def regions(self, asked: Asked) -> Regions:
+        """Return those of a pass of ``max_tokens`` tokens on every rank."""
+        problem, spec = asked.problem, asked.problem.spec
+        placed, tokens = problem.placement, problem.limits.max_tokens
+        assert placed is not None
+        assert problem.activation_format is not None
+        form, order = activation_format(problem.activation_format), REORDERED if _words(asked) else AS_IS
+        counts = problem.world_size, tokens, spec.routing.top_k, placed.width
+        shape = _shape_of(form, order, counts, spec.expert_hidden_size, asked.experts.intermediate)
+        dtype = torch.bfloat16 if DTYPES[problem.dtype] == torch.bfloat16 else torch.float32
+        inside = spec.latent_size is not None
+        own = weighted_sum_regions(tokens, spec.expert_hidden_size, torch.float32) if inside else {}
+        return own | sizes(shape.buffers(16, dtype))
+
+    def build(self, parts: Parts) -> Mega:
+        """Return the pipeline. Raises InputError for ``after_expert``."""
+        return Mega(parts=parts)

@@ -1,0 +1,218 @@
+"""Passes over ranks in one kernel, interpreted: virtual ranks phase by phase, and processes in one launch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from collegium import Choice, DeviceFacts, InputError, Limits, MoESpec, Problem, RankError, RoutingSpec, plan
+from collegium.experts.reference import Reference
+from collegium.ops.buffers import sizes
+from collegium.parallel.peers_in_torch import raise_status
+from collegium.parallel.placement import linear
+from collegium.pipelines.mega import COMBINE, MOST_TOKENS, PUBLISH, PULL, Mega
+from collegium.pipelines.split import Split
+from collegium.testing.compare import relative_error
+from mega_ranks import CASES, MOST, Ranks, crowded, deserted, encoded, given, planned, same, together
+from ranks import run_ranks
+from split_layers import EXPERTS
+
+if torch.cuda.is_available():
+    pytest.skip("tests/gpu makes these comparisons on the device", allow_module_level=True)
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+
+from collegium.kernels.mega import task_at
+
+TURNS = ((3, 1, 0, 6), (0, 5, 2, 1), (1, 0, 0, 0), (24, 3, 9, 4))
+GPU = DeviceFacts(kind="cuda", name="H200", capability=(9, 0), memory=140 << 30, sms=132, peers=8)
+
+
+@pytest.mark.parametrize(("index", "world"), [(0, 2), (1, 2), (2, 4), (3, 2), (4, 3)])
+def test_passes_have_the_bits_of_one_rank(index: int, world: int) -> None:
+    ranks = Ranks(CASES[index], world)
+    for table in ranks.tables:
+        table.recording.fill_(1)
+    counted = torch.zeros(world, EXPERTS, dtype=torch.int64)
+    for turn, counts in enumerate(TURNS):
+        if max(counts[:world]) == 0:
+            continue
+        inputs = ranks.each(lambda r, n=counts, t=turn: given(CASES[index], 10 * t + r, n[r], hot=t == 3))
+        for rank, (out, own) in enumerate(zip(ranks.everybody(inputs), inputs, strict=True)):
+            assert same(out, ranks.wanted(own)), (counts, rank)
+            ids = own[1].topk_ids
+            counted[rank] += torch.bincount(ids[(ids >= 0) & (ids < EXPERTS)], minlength=EXPERTS)
+    assert [table.load.tolist() for table in ranks.tables] == counted.tolist()
+
+
+@pytest.mark.parametrize("index", [0, 4])
+def test_units_of_any_height_have_the_bits_of_one_rank(index: int) -> None:
+    ranks, heights = Ranks(CASES[index], 2), set[Any]()
+    for tokens in (6, 20, 50):
+        heights |= {height for _, height, _ in ranks.pipelines[0].variants(tokens)}
+        inputs = ranks.each(lambda r, n=tokens: given(CASES[index], r, n - 5 * r, hot=r == 1))
+        for out, own in zip(ranks.everybody(inputs), inputs, strict=True):
+            assert same(out, ranks.wanted(own)), tokens
+    assert heights == ({16, 32} if ranks.pipelines[0].coded else {16, 32, 64})
+
+
+@pytest.mark.parametrize("index", [1, 3])
+def test_a_layer_is_close_to_the_truth_and_not_to_one_with_gate_and_up_swapped(index: int) -> None:
+    case, cpu = CASES[index], torch.device("cpu")
+    ranks, other = Ranks(case, 2), Ranks(case, 2, swapped=True)
+    inputs = ranks.each(lambda r: given(case, r, 9))
+    made = planned(case, None)
+    truth = replace(
+        ranks.one.parts,
+        experts=Reference().pack(encoded(case, cpu), replace(made.problem, activation_format="fp32").routed),
+    )
+    for _, routing in inputs:
+        routing.topk_ids[:] = routing.topk_ids.clamp(-1, EXPERTS - 1)
+    for found, swapped, (x, routing) in zip(ranks.everybody(inputs), other.everybody(inputs), inputs, strict=True):
+        wanted = Split(parts=truth)(x, routing, dtype=torch.float32, shared=lambda x=x: x)
+        assert relative_error(found - x, wanted - x) < 0.06
+        assert relative_error(swapped - x, wanted - x) > 0.3
+
+
+def test_nothing_is_left_of_the_pass_before() -> None:
+    ranks = Ranks(CASES[0], 2)
+    first = ranks.each(lambda r: given(CASES[0], r, 20, hot=True))
+    ranks.everybody(first)
+    inputs = ranks.each(lambda r: given(CASES[0], 5 + r, 2))
+    ranks.begin([2, 2])
+    outs = [torch.full(x.shape, torch.inf) for x, _ in inputs]
+    # What ran before left its counters, lists and rows.
+    for block in ranks.blocks:
+        block[2048:] = torch.randint(0, 256, block[2048:].shape, generator=torch.Generator().manual_seed(1)).byte()
+    for phase in (PUBLISH, PULL, COMBINE):
+        for rank, own in enumerate(inputs):
+            ranks.phase(rank, own, outs[rank], (phase, phase))
+    for out, own in zip(outs, inputs, strict=True):
+        assert same(out, ranks.wanted(own))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_processes_have_the_bits_of_one_rank_in_one_launch(world: int) -> None:
+    assert run_ranks(together, world, seconds=400) == [[]] * world
+
+
+def test_programs_that_run_at_once_wait_for_each_other() -> None:
+    assert run_ranks(partial(crowded, programs=2), 4, seconds=400) == [[]] * 4
+
+
+def test_a_rank_that_does_not_come_is_named_and_nobody_gets_a_number() -> None:
+    first, last = run_ranks(deserted, 2)
+    assert first[0] == last[0] == "all NaN True"
+    assert first[1].startswith("symm_mem dispatch; ranks (1,); symm_mem dispatch on rank 0: rank 1 did not come within")
+    assert last[1].startswith("symm_mem combine; ranks (0,); symm_mem combine on rank 1: rank 0 gave up before")
+    assert first[2] == last[2] == "renewed True"
+
+
+def test_a_rank_in_another_call_is_told_so() -> None:
+    ranks = Ranks(CASES[0], 2)
+    inputs = ranks.each(lambda r: given(CASES[0], r, 3))
+    ranks.begin([3, 3], layers=(5, 6), seconds=5e-6)
+    outs = [torch.full(x.shape, torch.inf) for x, _ in inputs]
+    for phase in (PUBLISH, PULL, COMBINE):
+        for rank, own in enumerate(inputs):
+            ranks.phase(rank, own, outs[rank], (phase, phase))
+    assert all(bool(out.isnan().all()) for out in outs)
+    for rank in (0, 1):
+        with pytest.raises(RankError, match=f"rank {1 - rank} is in another call: it brings 3 tokens, top-3, to layer"):
+            raise_status(ranks.heads, (0, 1), rank)
+    # Whoever gave up stays away until the block is renewed, and says so at once.
+    again = ranks.everybody(inputs)
+    assert all(bool(out.isnan().all()) for out in again)
+
+
+def test_programs_wait_for_what_earlier_tasks_do() -> None:
+    for units, up, down, lag in ((1, 3, 2, 4), (5, 3, 2, 2), (9, 2, 5, 3), (4, 1, 1, 7), (6, 4, 4, 1)):
+        count = units * (up + down)
+        found = torch.full((count, 3), -1, dtype=torch.int32)
+        _order_kernel[(1,)](found, units, up, down, lag, count)
+        tasks = [tuple(own) for own in found.tolist()]
+        whole = {(u, 0, b) for u in range(units) for b in range(up)} | {
+            (u, 1, b) for u in range(units) for b in range(down)
+        }
+        assert len(set(tasks)) == count
+        assert set(tasks) == whole
+        place = {task: at for at, task in enumerate(tasks)}
+        for unit in range(units):
+            first = min(place[unit, 1, band] for band in range(down))
+            assert first > max(place[unit, 0, band] for band in range(up)), "a wait points backward"
+            if unit + lag < units:
+                assert first > place[unit + lag, 0, 0], "the second product follows with a lag"
+
+
+@triton.jit
+def _order_kernel(out, units, up, down, lag, count):
+    at = tl.program_id(0)
+    while at < count:
+        unit, product, band = task_at(at, units, up, down, lag)
+        tl.store(out + at * 3, unit)
+        tl.store(out + at * 3 + 1, product)
+        tl.store(out + at * 3 + 2, band)
+        at += 1
+
+
+def test_no_pass_takes_more_memory_than_is_planned() -> None:
+    for case in CASES:
+        ranks = Ranks(case, 4)
+        held = {region.name: region.nbytes for region in ranks.places.regions}
+        for tokens in range(1, MOST + 1):
+            pipeline: Any = ranks.pipelines[0]
+            shape = pipeline._shape(tokens, case.top_k)
+            for name, size in sizes(shape.buffers(pipeline._block_t(shape), torch.bfloat16)).items():
+                assert size <= held[name], (name, tokens)
+
+
+def test_it_runs_only_where_it_is_asked_for_and_says_why() -> None:
+    rule = RoutingSpec(top_k=2)
+    spec = MoESpec(hidden_size=64, intermediate_size=64, num_experts=8, routing=rule, weight_format="mxfp4")
+
+    def why(
+        device: DeviceFacts = GPU,
+        act: str = "fp8_token",
+        most: int = 64,
+        world: int = 2,
+        wish: Any = (),
+        **changes: Any,
+    ) -> str:
+        placed = None if world == 1 else linear(8, 0, world)
+        asked = Problem(spec=replace(spec, **changes), device=device, placement=placed, limits=Limits(max_tokens=most))
+        made = plan(asked, Choice(activation_format=act, **dict(wish)))
+        assert made.pipelines[-1] == "split"
+        return next(refusal.reason for refusal in made.refusals if refusal.name == "mega")
+
+    assert "no measurement says yet where it is the faster one; Choice(pipeline='mega') takes it" in why()
+    assert "asked for cpu" in why(DeviceFacts(kind="cpu"), "fp32")
+    assert "asked for the dispatcher local" in why(world=1)
+    assert "asked for the dispatcher all_to_all" in why(wish={"dispatcher": "all_to_all"})
+    assert "asked for mxfp4 weights with fp8_group128 activations; it takes" in why(act="fp8_group128")
+    coded: dict[str, Any] = {"act": "fp8_group128", "weight_format": "fp8_block"}
+    assert "asked for tokens of 40; their codes are copied by sixteen" in why(**coded, hidden_size=40)
+    assert "asked for nvfp4 weights with fp8_token activations" in why(weight_format="nvfp4")
+    assert "found sm_100" in why(replace(GPU, capability=(10, 0)))
+    assert "asked for the combine reduced" in why(wish={"combine": "reduced"})
+    assert f"asked for 9,999 tokens of a rank; it has lists for {MOST_TOKENS:,}" in why(most=9999)
+    carried = RoutingSpec(top_k=1, weight_on_input=True, renormalise=False)
+    assert "asked for router weights on the input" in why(routing=carried)
+
+    asked = Problem(spec=spec, device=GPU, placement=linear(8, 0, 2), limits=Limits(max_tokens=64), graph=True)
+    made = plan(asked, Choice(activation_format="fp8_token", pipeline="mega"))
+    assert made.pipelines == ("mega",)
+    assert "1 to 64 tokens mega (one kernel over all ranks)" in made.explain()
+    assert made.capturable
+    assert {"counters", "lists", "experts/rows"} <= {region.name for region in made.regions}
+
+
+def test_a_function_that_sees_rows_is_refused() -> None:
+    parts = replace(Ranks(CASES[0], 2).pipelines[0].parts, after_expert=lambda rows: rows)
+    with pytest.raises(InputError, match=r"found after_expert, .* take Choice\(pipeline='split'\)"):
+        Mega(parts=parts)
