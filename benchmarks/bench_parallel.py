@@ -412,7 +412,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--dispatcher", default=None, help="instead of the one that the plan prefers")
     parser.add_argument("--pipeline", default=None, help="instead of the one that the plan prefers: mega, split")
     parser.add_argument("--combine", default="exact", choices=("exact", "reduced"), help="what comes back")
-    parser.add_argument("--kernels", action="store_true", help="also the kernels of the exchange, each by its name")
+    parser.add_argument("--kernels", action="store_true", help="also the kernels of layer and exchange, by name")
     parser.add_argument("--gpus", type=int, default=0, help="this many instead of all")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--copy-bytes", type=int, default=256 << 20)
