@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
+
+import pytest
+from torch import distributed
 
 from collegium import InputError, Placement, RankError
 from collegium.parallel.groups import check_ranks, group_named
@@ -43,6 +47,44 @@ def test_a_rank_that_does_not_come_is_named_in_bounded_time() -> None:
         assert (ranks, phase) == ((2,), "dispatch of layer 7")
         assert "rank 2 did not come to 'dispatch of layer 7' within 1 s" in said
         assert 0.9 <= seconds < 2.5
+
+
+class _Broken:
+    """A store whose host ends before the request ``broken``, for the rank that asks through it."""
+
+    def __init__(self, store: Any, broken: str) -> None:
+        self.store, self.broken = store, broken
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self.broken:
+            raise distributed.DistNetworkError("Connection reset by peer")
+        return getattr(self.store, name)
+
+
+def _without_store(rank: int, broken: str) -> Any:
+    own = meeting_of()
+    before = [own.exchange((rank, turn), "turns") for turn in range(4)]
+    timeout_seconds(1.0)
+    if rank == 0:
+        own.store = _Broken(own.store, broken)
+    try:
+        before.append(own.exchange("last", "turns"))
+    except RankError as error:
+        return before, error.ranks, str(error)
+    return before, None, ""
+
+
+@pytest.mark.parametrize("broken", ["set", "multi_get", "delete_key"])
+def test_a_store_that_is_gone_is_a_rank_error_at_the_request_that_needs_it(broken: str) -> None:
+    before, ranks, said = run_ranks(partial(_without_store, broken=broken), 2)[0]
+    assert before[:4] == [[(r, turn) for r in range(2)] for turn in range(4)]
+    if broken == "delete_key":
+        assert before[4:] == [["last", "last"]]
+        assert ranks is None
+    else:
+        assert len(before) == 4
+        assert ranks == (0, 1)
+        assert "did not come to 'turns'" in said
 
 
 def _elsewhere(rank: int) -> Any:

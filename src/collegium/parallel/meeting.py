@@ -77,15 +77,16 @@ class Meeting:
             try:
                 self.store.set(self._key(number, self.rank), said)
             except RuntimeError as error:
-                raise self._lost(phase, self.gone() or tuple(range(self.size))) from error
+                raise self._lost(phase, self._without_store()) from error
             return number
 
     def collect(self, number: int, phase: str) -> list[Any]:
         """Return what every rank gave to meeting ``number``; errors as ``exchange``."""
         found = self._values(number, phase)
         if number >= _KEPT:
-            # Whoever came to this meeting has read the one before it.
-            self.store.delete_key(self._key(number - _KEPT, self.rank))
+            # Whoever came to this meeting has read the one before it. If the store's host ended since, the next tells.
+            with suppress(RuntimeError):
+                self.store.delete_key(self._key(number - _KEPT, self.rank))
         said = [pickle.loads(each) for each in found]
         if number == 0:
             self._doors = tuple(door for _, _, door in said)
@@ -133,7 +134,15 @@ class Meeting:
         try:
             return store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
         except RuntimeError as error:
-            raise self._lost(phase, self.gone() or tuple(range(self.size))) from error
+            raise self._lost(phase, self._without_store()) from error
+
+    def _without_store(self) -> tuple[int, ...]:
+        """Return the places of those who ended with the store, of all ranks where nobody can be said to have."""
+        until = time.monotonic() + LOOK
+        # The store's connection may break a moment before its host's door does.
+        while not (ended := self.gone()) and time.monotonic() < until:
+            time.sleep(0.01)
+        return ended or tuple(range(self.size))
 
     def _came(self, key: str, started: float, phase: str) -> bool:
         """Return whether ``key`` is there in time; raise for a rank that is known to have ended meanwhile."""
