@@ -1,4 +1,4 @@
-"""Time one Qwen3-30B-A3B-shaped experts layer on this CPU: transformers' paths against ``cpu_grouped``.
+"""Time one Qwen3-30B-A3B-shaped experts layer on this CPU: transformers' paths against our kernels.
 
 E=128 experts, top-8, H=2048, I=768, bfloat16 activations, random weights and uniform random routing. Each
 contender first has to pass against a float32 loop over its own weights (relative L2 error at most 1 %); then all
@@ -28,7 +28,7 @@ from torch.nn import functional
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from collegium.experts import CpuGrouped
+from collegium.experts import CpuGrouped, CpuW4A16
 from collegium.formats import Bf16, by_name
 from collegium.parallel.local import Local
 from collegium.problem import Problem
@@ -71,7 +71,7 @@ def main() -> None:
         gate_up=Bf16(shape=(E, 2, WIDE, H), values=torch.stack([experts[e][0] for e in order])),
         down=Bf16(shape=(E, H, WIDE), values=torch.stack([experts[e][1] for e in order])),
     )
-    contenders = [_ours(name, plain) for name in options.formats.split(",")]
+    contenders = [own for name in options.formats.split(",") for own in _ours(name, plain)]
     contenders = [*_transformers(plain), *contenders]
     rows: list[list[str]] = []
     for tokens in (int(t) for t in options.tokens.split(",")):
@@ -109,7 +109,8 @@ def _encode(name: str, values: Tensor) -> Payload:
     return room
 
 
-def _ours(name: str, plain: ExpertWeights[Bf16]) -> Contender:
+def _ours(name: str, plain: ExpertWeights[Bf16]) -> list[Contender]:
+    """Every kernel that takes the format."""
     weights: ExpertWeights[Payload] = (
         ExpertWeights(gate_up=plain.gate_up, down=plain.down)
         if name == "bf16"
@@ -119,17 +120,21 @@ def _ours(name: str, plain: ExpertWeights[Bf16]) -> Contender:
         hidden_size=H, intermediate_size=WIDE, num_experts=E, routing=RoutingSpec(top_k=K), weight_format=name
     )
     problem = Problem(spec=spec, device=probe("cpu"))
-    kernel, local = CpuGrouped(), Local(num_experts=E)
-    reason = kernel.refuse(problem.routed)
-    if reason is not None:
-        sys.exit(f"{name}: {reason}")
-    packed = kernel.pack(weights, problem.routed)
+    local = Local(num_experts=E)
+    taken = [kernel for kernel in (CpuGrouped(), CpuW4A16()) if kernel.refuse(problem.routed) is None]
+    if not taken:
+        sys.exit(f"{name}: no kernel takes it")
 
-    def call(x: Tensor, ids: Tensor, topk_weights: Tensor) -> Tensor:
-        batch, handle = local.dispatch(x, Routing(topk_ids=ids, topk_weights=topk_weights))
-        return local.combine(packed.run(batch), handle).to(x.dtype)
+    def contender(kernel: CpuGrouped | CpuW4A16) -> Contender:
+        packed = kernel.pack(weights, problem.routed)
 
-    return Contender(name=f"cpu_grouped {name}", call=call, weights=weights, nbytes=packed.nbytes)
+        def call(x: Tensor, ids: Tensor, topk_weights: Tensor) -> Tensor:
+            batch, handle = local.dispatch(x, Routing(topk_ids=ids, topk_weights=topk_weights))
+            return local.combine(packed.run(batch), handle).to(x.dtype)
+
+        return Contender(name=f"{kernel.name} {name}", call=call, weights=weights, nbytes=packed.nbytes)
+
+    return [contender(kernel) for kernel in taken]
 
 
 def _transformers(plain: ExpertWeights[Bf16]) -> list[Contender]:
@@ -199,7 +204,8 @@ def _measure(
     active = [c for c in contenders if not _skipped(c, len(case[0]))]
     times: dict[str, list[float]] = {c.name: [] for c in active}
     with torch.inference_mode():
-        for turn in range(options.repeats):
+        # A step of one token takes milliseconds: more rounds tell it from the noise of the machine.
+        for turn in range(options.repeats * (4 if len(case[0]) == 1 else 1)):
             order = active[turn % len(active) :] + active[: turn % len(active)]
             x, ids, topk_weights = case if len(case[0]) > 1 else _case(1)
             for contender in order:

@@ -11,7 +11,7 @@ import torch
 from collegium.experts.triton import grouped as ops
 from collegium.experts.triton.lanes import pack_plain
 from collegium.experts.triton.prefill import prefill_gemm
-from collegium.experts.triton.tiles import TileChoice
+from collegium.experts.triton.tile_choice import TileChoice
 from collegium.kernels.numbers import NOWHERE
 from collegium.ops.permute import Owners, permute, permute_on_device
 from collegium.testing.compare import heavy_tailed

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from ...errors import BadScaleError, SpecError
+from ...errors import SpecError
 from ...formats import (
     Bf16,
     Fp8Block,
@@ -33,6 +33,7 @@ from ...formats import (
 )
 from ...formats.codecs import E2M1_VALUES, pack_nibbles, relative_e8m0, unpack_nibbles
 from ..base import with_each
+from .stored import by_row, flat, refuse_faults
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -262,26 +263,15 @@ def _table(values: tuple[float, ...]) -> Tensor:
     return numbers[four].view(torch.int64).flatten()
 
 
-def _flat(stored: Tensor, experts: int) -> Tensor:
-    """Merge the parts of ``[E, P, N, any]`` into its rows."""
-    return stored.reshape(experts, -1, stored.shape[-1]) if stored.dim() > 3 else stored
-
-
 def _words(codes: Tensor) -> Tensor:
     return codes.contiguous().view(torch.uint16)
 
 
-def _by_row(per_matrix: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Repeat one number a matrix ``[E]`` or ``[E, P]`` for each of its rows: ``[E, P * N]`` float32."""
-    spread = per_matrix.reshape(*shape[:-2], 1).float().expand(shape[:-1])
-    return spread.reshape(shape[0], -1).contiguous()
-
-
 def _mxfp4(payload: MxFp4) -> CodeMatrix:
     experts = payload.shape[0]
-    fields, largest = relative_e8m0(_flat(payload.scales, experts), _MX_FIELD)
+    fields, largest = relative_e8m0(flat(payload.scales, experts), _MX_FIELD)
     return CodeMatrix(
-        codes=_words(_flat(payload.codes, experts)),
+        codes=_words(flat(payload.codes, experts)),
         table=_table(tuple(v * 2.0**-63 for v in E2M1_VALUES)),
         scales=fields,
         step="exponent",
@@ -294,7 +284,7 @@ def _mxfp4(payload: MxFp4) -> CodeMatrix:
 def _nvfp4(payload: NvFp4) -> CodeMatrix:
     experts = payload.shape[0]
     scale = payload.global_scale.float()
-    codes = _flat(payload.codes, experts)
+    codes = flat(payload.codes, experts)
     words = torch.empty(codes.shape, dtype=torch.uint8)
     for expert, own in enumerate(codes):
         grouped = unpack_nibbles(own).view(own.shape[0], -1, 16).transpose(1, 2)
@@ -302,9 +292,9 @@ def _nvfp4(payload: NvFp4) -> CodeMatrix:
     return CodeMatrix(
         codes=_words(words),
         table=_table(tuple(v * _E4M3_LIFT for v in E2M1_VALUES)),
-        scales=_flat(payload.scales.view(torch.uint8), experts),
+        scales=flat(payload.scales.view(torch.uint8), experts),
         step="e4m3",
-        row_scale=_by_row(scale.reciprocal() if payload.global_divides else scale, payload.shape),
+        row_scale=by_row(scale.reciprocal() if payload.global_divides else scale, payload.shape),
         columns=payload.shape[-1],
         group=16,
         strided=True,
@@ -313,12 +303,12 @@ def _nvfp4(payload: NvFp4) -> CodeMatrix:
 
 def _int4(payload: Int4Group | Int4Affine) -> CodeMatrix:
     experts = payload.shape[0]
-    codes, zeros = _flat(payload.codes, experts), payload.zeros if isinstance(payload, Int4Affine) else None
+    codes, zeros = flat(payload.codes, experts), payload.zeros if isinstance(payload, Int4Affine) else None
     return CodeMatrix(
         codes=_words(functional.pad(codes, (0, codes.shape[-1] % 2)) if codes.shape[-1] % 2 else codes),
         table=_table(tuple(float(code - (8 if zeros is None else 0)) for code in range(16))),
-        scales=_flat(payload.scales, experts),
-        zeros=None if zeros is None else _flat(zeros, experts),
+        scales=flat(payload.scales, experts),
+        zeros=None if zeros is None else flat(zeros, experts),
         step="value",
         columns=payload.shape[-1],
         group=payload.group_size,
@@ -327,9 +317,9 @@ def _int4(payload: Int4Group | Int4Affine) -> CodeMatrix:
 
 def _mxfp8(payload: MxFp8) -> CodeMatrix:
     experts = payload.shape[0]
-    fields, largest = relative_e8m0(_flat(payload.scales, experts), _E4M3_FIELD)
+    fields, largest = relative_e8m0(flat(payload.scales, experts), _E4M3_FIELD)
     return CodeMatrix(
-        codes=_flat(payload.codes.view(torch.int8), experts),
+        codes=flat(payload.codes.view(torch.int8), experts),
         scales=fields,
         step="power",
         row_scale=largest,
@@ -341,18 +331,18 @@ def _mxfp8(payload: MxFp8) -> CodeMatrix:
 def _fp8(payload: Fp8Tensor | Fp8Channel) -> CodeMatrix:
     experts = payload.shape[0]
     if isinstance(payload, Fp8Tensor):
-        row_scale = _by_row(payload.scale, payload.shape)
+        row_scale = by_row(payload.scale, payload.shape)
     else:
         row_scale = payload.scales.reshape(experts, -1).float()
-    codes = _flat(payload.codes.view(torch.int8), experts)
+    codes = flat(payload.codes.view(torch.int8), experts)
     return CodeMatrix(codes=codes, row_scale=row_scale, columns=payload.shape[-1])
 
 
 def _fp8_block(payload: Fp8Block) -> CodeMatrix:
     experts = payload.shape[0]
     return CodeMatrix(
-        codes=_flat(payload.codes.view(torch.int8), experts),
-        scales=_flat(payload.scales, experts),
+        codes=flat(payload.codes.view(torch.int8), experts),
+        scales=flat(payload.scales, experts),
         step="value",
         columns=payload.shape[-1],
         group=payload.block[1],
@@ -370,17 +360,10 @@ def pack_matrix(payload: Payload, name: str) -> PlainMatrix | CodeMatrix:
     Codes are shared with the payload where the layout is the same, else copied one expert at a time. Raises
     BadScaleError for scales or codes the format forbids (``Payload.faults``) and SpecError for another format.
     """
-    # Where decoding would turn a NaN into a number; elsewhere it stays NaN.
-    hides = isinstance(payload, MxFp4 | MxFp8 | NvFp4 | Fp8Tensor | Fp8Channel | Fp8Block)
-    for expert in range(payload.shape[0] if hides else 0):
-        if bool(payload[expert].faults().any()):
-            raise BadScaleError(
-                f"{name}, local expert {expert}: {payload.name} holds a forbidden scale or a NaN; its result would "
-                "not be a number. Check the file, or load it again with the audit on."
-            )
+    refuse_faults(payload, name)
     match payload:
         case Bf16() | Fp16() | Fp32():
-            return PlainMatrix(values=_flat(payload.values, payload.shape[0]))
+            return PlainMatrix(values=flat(payload.values, payload.shape[0]))
         case MxFp4():
             return _mxfp4(payload)
         case NvFp4():

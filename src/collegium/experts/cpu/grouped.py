@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ...types import ActivationSpec, ContiguousBatch, ExpertWeights
     from .decode import PlainMatrix
 
-__all__ = ["CpuExperts", "CpuGrouped"]
+__all__ = ["CpuExperts", "CpuGrouped", "cut_experts", "fast_activate"]
 
 # Weights in one decoded tile, 8 MiB of bfloat16: each call of the CPU library costs some 30 microseconds whatever
 # its size, so tiles that stay in the second-level cache lose more than they save (Xeon with AMX, November 2026).
@@ -69,7 +69,7 @@ class CpuExperts(Packed):
         exact = torch.bfloat16 if finished and batch.x.dtype == torch.bfloat16 else torch.float32
         rows = torch.empty(batch.source.numel(), self.down.shape[1], dtype=exact)
         offsets: list[int] = batch.expert_offsets.tolist()
-        chunks = _chunks(offsets)
+        chunks = cut_experts(offsets)
         longest = max((offsets[last] - offsets[first] for first, last in chunks), default=0)
         inner = torch.empty(longest, self.gate_up.shape[1], dtype=torch.float32)
         scratch = _scratch(self)
@@ -149,7 +149,7 @@ def _run_chunk(
     spans = [(first + i, slice(a - start, b - start)) for i, (a, b) in enumerate(pairwise(bounds)) if b > a]
     compute = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
     _project(packed.gate_up, packed.gate_up_bias, x.to(compute), (spans, inner, scratch))
-    hidden = _activate(inner, packed.activation).to(x.dtype)
+    hidden = fast_activate(inner, packed.activation).to(x.dtype)
     _project(packed.down, packed.down_bias, hidden.to(compute), (spans, out[start:stop], scratch))
 
 
@@ -192,7 +192,7 @@ def _finish(product: Tensor, target: Tensor, after: tuple[Tensor | None, Tensor 
         target.add_(bias[expert])
 
 
-def _activate(inner: Tensor, spec: ActivationSpec) -> Tensor:
+def fast_activate(inner: Tensor, spec: ActivationSpec) -> Tensor:
     """Return ``activate`` of ``inner [r, P * I]``; SwiGLU in float32 instead of float64, which is several times faster.
 
     The two differ by a few units in the last place of float32.
@@ -205,7 +205,7 @@ def _activate(inner: Tensor, spec: ActivationSpec) -> Tensor:
     return functional.silu(gate).mul_(up)
 
 
-def _chunks(offsets: list[int]) -> list[tuple[int, int]]:
+def cut_experts(offsets: list[int]) -> list[tuple[int, int]]:
     """Cut the experts into runs ``first:last`` of at most ``_CHUNK_ROWS`` rows, or one expert."""
     cuts: list[tuple[int, int]] = []
     first = 0

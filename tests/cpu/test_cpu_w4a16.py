@@ -1,0 +1,291 @@
+"""``cpu_w4a16`` against a float32 loop over the decoded weights, and its bits in every company."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+
+from collegium.errors import BadScaleError
+from collegium.experts import CpuW4A16
+from collegium.experts.cpu import w4a16 as module
+from collegium.formats import Int4Affine, Int4Group, MxFp4, NvFp4, by_name
+from collegium.plan import plan
+from collegium.problem import DeviceFacts, Problem
+from collegium.testing.compare import heavy_tailed
+from collegium.types import ActivationSpec, ContiguousBatch, ExpertWeights, MoESpec, RoutingSpec
+
+NAMES = ["mxfp4", "nvfp4", "int4_group"]
+CPU = DeviceFacts(kind="cpu")
+
+
+def problem(name="mxfp4", activation=None, hidden=64, wide=64, experts=3, **changes):
+    spec = MoESpec(
+        hidden_size=hidden,
+        intermediate_size=wide,
+        num_experts=experts,
+        routing=RoutingSpec(top_k=1),
+        activation=activation or ActivationSpec(),
+        weight_format=name,
+    )
+    return Problem(spec=spec, device=CPU, **changes)
+
+
+@pytest.fixture(params=["tiles", "vectors"])
+def kernel(request, monkeypatch):
+    """Return the kernel with AMX and without."""
+    pytest.importorskip("numba")
+    found = CpuW4A16().refuse(problem().routed)
+    if found is not None:
+        pytest.skip(found)
+    from collegium.kernels import cpu_w4a16 as device
+
+    if request.param == "vectors":
+        monkeypatch.setattr(device, "has_tiles", lambda: False)
+    elif not device.has_tiles():
+        pytest.skip("no AMX here")
+    return CpuW4A16()
+
+
+def make_weights(name, experts, hidden, wide, *, parts=2, bias=True):
+    kind = by_name(name)
+    return ExpertWeights(
+        gate_up=kind.encode(heavy_tailed(experts, parts, wide, hidden, seed=1) / hidden**0.5),
+        down=kind.encode(heavy_tailed(experts, hidden, wide, seed=2) / wide**0.5),
+        gate_up_bias=heavy_tailed(experts, parts, wide, seed=3) if bias else None,
+        down_bias=heavy_tailed(experts, hidden, seed=4) if bias else None,
+    )
+
+
+def make_batch(counts, hidden, *, dropped=0, weighted=False):
+    rows = sum(counts) + dropped
+    return ContiguousBatch(
+        x=heavy_tailed(max(1, rows), hidden, seed=5).bfloat16(),
+        source=torch.randperm(max(1, rows))[:rows],
+        expert_offsets=torch.tensor([0, *counts]).cumsum(0),
+        input_weights=torch.rand(rows) if weighted else None,
+    )
+
+
+def truth(batch, weights, activation=None):
+    """Float32 sums of the weights as decoded; INT4 weights rounded to bfloat16 as the recipe says."""
+    from collegium.ops.activation import activate
+
+    def decoded(payload):
+        values = payload.decode(torch.float32)
+        return values.bfloat16().float() if isinstance(payload, Int4Group | Int4Affine) else values
+
+    result = torch.full((batch.source.numel(), weights.down.shape[1]), torch.nan)
+    for expert in range(weights.down.shape[0]):
+        for row in range(int(batch.expert_offsets[expert]), int(batch.expert_offsets[expert + 1])):
+            x = batch.x[batch.source[row]].float()
+            if batch.input_weights is not None:
+                x = (x * batch.input_weights[row]).bfloat16().float()
+            inner = decoded(weights.gate_up[expert]) @ x
+            if weights.gate_up_bias is not None:
+                inner = inner + weights.gate_up_bias[expert]
+            hidden = activate(inner[None], activation or ActivationSpec())[0].bfloat16().float()
+            result[row] = decoded(weights.down[expert]) @ hidden
+            if weights.down_bias is not None:
+                result[row] += weights.down_bias[expert]
+    return result
+
+
+def judge(kernel, batch, weights, activation=None):
+    packed = kernel.pack(weights, problem(weights.down.name, activation).routed)
+    used = int(batch.expert_offsets[-1])
+    found, wanted = packed.run(batch)[:used], truth(batch, weights, activation)[:used]
+    assert found.dtype == torch.float32
+    # Sums in another order can round a hidden value to its neighbour in bfloat16, no more.
+    error = float((found - wanted).norm() / wanted.norm())
+    assert error <= 1e-3, f"relative L2 error {error}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("hidden", "wide"), [(90, 33), (64, 64), (300, 130), (31, 1)])
+def test_run_matches_truth(kernel, name, hidden, wide):
+    judge(kernel, make_batch([1, 0, 4, 17, 40], hidden, dropped=3), make_weights(name, 5, hidden, wide))
+
+
+@pytest.mark.parametrize(
+    ("group", "dtype"), [(8, torch.float16), (32, torch.bfloat16), (128, torch.float32), (130, torch.float16)]
+)
+def test_run_with_groups_and_zero_points(kernel, group, dtype):
+    def affine(*shape):
+        *lead, columns = shape
+        own = min(group, columns)
+        return Int4Affine(
+            shape=shape,
+            codes=torch.randint(0, 256, (*lead, -(-columns // 2)), dtype=torch.uint8),
+            scales=((torch.rand(*lead, -(-columns // own)) + 0.1) / (4 * columns**0.5)).to(dtype),
+            zeros=torch.randint(0, 16, (*lead, -(-columns // own)), dtype=torch.uint8),
+            group_size=own,
+        )
+
+    judge(kernel, make_batch([3, 0, 9], 130), ExpertWeights(gate_up=affine(3, 2, 33, 130), down=affine(3, 130, 33)))
+    grouped = [
+        Int4Group.encode(heavy_tailed(*shape, seed=6) / 10, group_size=group, scale_dtype=dtype)
+        for shape in ((3, 2, 48, 130), (3, 130, 48))
+    ]
+    judge(kernel, make_batch([3, 0, 9], 130), ExpertWeights(gate_up=grouped[0], down=grouped[1]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_code_under_every_scale_is_decoded_exactly(kernel, name):
+    """Rows of x with a single one read single weights."""
+    payload = by_name(name).encode(heavy_tailed(2, 70, 160, seed=7) * torch.logspace(-6, 3, 70)[:, None])
+    payload = replace(payload, codes=torch.randint(0, 256, payload.codes.shape, dtype=torch.uint8))
+    if name == "nvfp4":  # all bytes that are allowed, subnormal ones too
+        scales = torch.arange(payload.scales.numel()).remainder(126).to(torch.uint8).view(payload.scales.shape) + 1
+        payload = replace(payload, scales=scales.view(torch.float8_e4m3fn))
+    elif name == "mxfp4":
+        scales = torch.arange(payload.scales.numel()).remainder(200).to(torch.uint8).view(payload.scales.shape) + 20
+        payload = replace(payload, scales=scales)
+    matrix = module.pack_fused(payload, None, "down")
+    eye = torch.eye(160).bfloat16()
+    found = matrix.multiply(eye.repeat(2, 1), torch.tensor([0, 1]), torch.tensor([0, 160, 320]))[:, :70]
+    wanted = payload.decode(torch.float32)
+    wanted = (wanted.bfloat16() if name == "int4_group" else wanted).float()
+    # What is 2^-120 of the largest weight of its row may become zero.
+    rough = wanted.abs() < wanted.abs().amax(-1, keepdim=True) * 2.0**-120
+    found = found.view(2, 160, 70).transpose(1, 2)
+    # A global scale multiplies the sum here, the group's scale in ``decode``: one rounding of float32 each.
+    torch.testing.assert_close(found[~rough], wanted[~rough], rtol=2.0**-23 if name == "nvfp4" else 0.0, atol=0.0)
+    assert bool((found[rough].abs() <= wanted[rough].abs()).all())
+
+
+@pytest.mark.parametrize("counts", [[40, 0, 0], [0, 0, 1], [600, 8, 1], [0, 12, 0]])
+def test_hot_and_empty_experts(kernel, counts):
+    judge(kernel, make_batch(counts, 64), make_weights("mxfp4", 3, 64, 96))
+
+
+def test_no_rows(kernel):
+    assert kernel.pack(make_weights("nvfp4", 3, 64, 96), problem("nvfp4").routed).run(
+        make_batch([0, 0, 0], 64)
+    ).shape == (0, 64)
+
+
+def test_input_weights_come_first(kernel):
+    judge(kernel, make_batch([3, 1, 5], 130, weighted=True), make_weights("nvfp4", 3, 130, 66))
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [ActivationSpec(limit=0.5), ActivationSpec(kind="swiglu_oai", limit=1.0), ActivationSpec(kind="relu2")],
+    ids=lambda a: a.kind,
+)
+def test_activations(kernel, activation):
+    parts = 2 if activation.gated else 1
+    judge(kernel, make_batch([2, 5, 0], 64), make_weights("int4_group", 3, 64, 48, parts=parts), activation)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_has_the_same_bits_in_any_batch(kernel, name):
+    packed = kernel.pack(make_weights(name, 2, 200, 70), problem(name).routed)
+    x = heavy_tailed(50, 200, seed=8).bfloat16()
+
+    def run(source, counts):
+        return packed.run(ContiguousBatch(x=x, source=source, expert_offsets=torch.tensor([0, *counts]).cumsum(0)))
+
+    alone = torch.cat([run(torch.tensor([row]), [0, 1]) for row in range(50)])
+    for count in (2, 5, 6, 7, 15, 16, 17, 33, 50):
+        order = torch.randperm(50)[:count]
+        found = run(torch.cat([order, order]), [count, count])[count:]
+        assert torch.equal(found, alone[order])
+
+
+def test_a_row_of_nan_stays_alone(kernel):
+    packed = kernel.pack(make_weights("mxfp4", 1, 64, 64), problem().routed)
+    batch = make_batch([20], 64)
+    before = packed.run(batch)
+    batch.x[batch.source[3]] = torch.nan
+    after = packed.run(batch)
+    assert bool(after[3].isnan().all())
+    assert torch.equal(torch.cat([before[:3], before[4:]]), torch.cat([after[:3], after[4:]]))
+
+
+@pytest.mark.parametrize("bits", [0x7FFF, 0x7F81, -1])
+def test_a_nan_scale_of_int4_is_not_hidden(kernel, bits):
+    weights = make_weights("int4_group", 1, 64, 64, bias=False)
+    weights.down.scales.view(torch.int16)[0, 5, 1] = bits
+    found = kernel.pack(weights, problem("int4_group").routed).run(make_batch([2], 64))
+    assert bool(found[:, 5].isnan().all())
+    assert int(found.isnan().sum()) == 2
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_two_threads_at_once_and_products_of_torch_between(kernel, threads):
+    packed = kernel.pack(make_weights("nvfp4", 3, 128, 96), problem("nvfp4").routed)
+    batches = [make_batch(counts, 128) for counts in ([1, 0, 0], [3, 7, 30], [0, 17, 2])]
+    left, right = heavy_tailed(64, 256, seed=9).bfloat16(), heavy_tailed(256, 64, seed=10).bfloat16()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        wanted, product = [packed.run(batch) for batch in batches], left @ right
+
+        def work(turn):
+            with torch.inference_mode():
+                torch.set_num_threads(threads)
+                return all(
+                    torch.equal(packed.run(batches[(turn + i) % 3]), wanted[(turn + i) % 3])
+                    and torch.equal(left @ right, product)
+                    for i in range(20)
+                )
+
+        with ThreadPoolExecutor(2) as pool:
+            assert all(pool.map(work, range(4)))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_bits_do_not_depend_on_the_threads(kernel):
+    packed = kernel.pack(make_weights("mxfp4", 3, 128, 96), problem().routed)
+    batch, before = make_batch([1, 9, 30], 128), torch.get_num_threads()
+    found = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        found.append(packed.run(batch))
+    torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_pack_refuses_what_it_cannot_read(kernel):
+    weights = make_weights("mxfp4", 3, 64, 64)
+    weights.down.scales[1, 5, 1] = 255
+    with pytest.raises(BadScaleError, match=r"down, local expert 1: mxfp4"):
+        kernel.pack(weights, problem().routed)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_packed_bytes(kernel, name):
+    kind = by_name(name)
+    more = {"group_size": 128} if kind is Int4Group else {}
+    payload = kind.encode(torch.randn(2, 256, 512), **more)
+    assert module.pack_fused(payload, None, "down").nbytes <= 1.04 * payload.nbytes
+
+
+def test_the_plan_says_why_not(monkeypatch):
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(module.sys, "platform", "linux")
+    made = plan(problem())
+    assert made.kernel == "cpu_grouped"
+    assert "pip install 'collegium[cpu]'" in made.explain()
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert "found AVX2 on linux; it needs AVX512" in plan(problem()).explain()
+
+
+def test_refuse_gives_reasons():
+    kernel, good = CpuW4A16(), problem()
+    cuda = DeviceFacts(kind="cuda", capability=(9, 0))
+    assert "needs a CPU" in str(kernel.refuse(replace(good, device=cuda).routed))
+    assert "fp32 input" in str(kernel.refuse(replace(good, dtype="fp32").routed))
+    assert "mxfp8 activations" in str(kernel.refuse(replace(good, activation_format="mxfp8").routed))
+    assert "bf16 weights" in str(kernel.refuse(problem("bf16").routed))
+
+
+def test_formats_of_the_table():
+    assert [kind.name for kind in (MxFp4, NvFp4, Int4Group, Int4Affine)] == [kind.name for kind in module._FORMATS]
