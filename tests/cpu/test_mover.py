@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collegium import InputError
+from collegium.balance.balancer import Balancer
 from collegium.balance.checksum import agreed, checksum
 from collegium.balance.mover import rounds
 from collegium.balance.slots import balancedness
@@ -73,6 +75,14 @@ def test_a_policy_is_asked_with_the_loads_of_all_ranks_and_evens_them(policy: st
         float(line.split()[1]) for *_, text in found for line in text.splitlines() if "moved_experts_total{" in line
     ]
     assert sum(told) == moved > 0
+
+
+def test_layers_in_one_kernel_are_refused() -> None:
+    placed = SimpleNamespace(spare=1, group="")
+    made = SimpleNamespace(problem=SimpleNamespace(placement=placed), dispatcher="symm_mem", pipelines=("mega",))
+    layer: Any = SimpleNamespace(plan=made, dispatcher=SimpleNamespace(map=object()))
+    with pytest.raises(InputError, match=r"layer a: found the pipeline mega.*Choice\(pipeline='split'\)"):
+        Balancer({"a": layer})
 
 
 def test_what_cannot_be_balanced_is_refused_on_every_rank() -> None:

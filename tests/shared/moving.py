@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -306,7 +307,14 @@ def by_policy(rank: int, *, policy: str, dispatcher: str | None = None) -> Any:
     layer = split_layer("whole", weights, "cpu", placed, dispatcher)
     told = Metrics()
     table, before, faults = layer.dispatcher.map, layer.dispatcher.map.slots, list[str]()
-    balancer = Balancer({"only": layer}, policy_named(policy).place, interval=10, every=2, metrics=told)
+    place = policy_named(policy).place
+
+    def aside(load: Any, slots: Any) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            faults.append("the steps wait for the policy")
+        return place(load, slots)
+
+    balancer = Balancer({"only": layer}, aside, interval=10, every=2, metrics=told)
     tokens, made = 12, torch.Generator().manual_seed(rank)
     x = torch.randint(-2, 3, (tokens, 32), generator=made).float()
     chosen = torch.randint(2, experts, (tokens, TOP_K), generator=made)

@@ -67,10 +67,10 @@ class Balancer:
     """Rebalances ``layers``, split over the same ranks with at least one spare slot each; all ranks make it together.
 
     place: ``(load [E], slots) -> slots or None``, pure, for instance ``policy_named("greedy").place``: where experts
-    should be, None for where they are. It is asked every ``interval`` calls and never sees the last empty slot of a
-    rank. Without it experts move only as ``plan`` says. every: calls between two beats while something is under way.
-    metrics: told what came to this rank. counts: what was done. Raises InputError on every rank for layers that cannot
-    move experts, and where ranks packed an expert into different bytes.
+    should be, None for where they are. It is asked every ``interval`` calls, in a thread beside the steps, and never
+    sees the last empty slot of a rank. Without it experts move only as ``plan`` says. every: calls between two beats
+    while something is under way. metrics: told what came to this rank. counts: what was done. Raises InputError on
+    every rank for layers that cannot move experts, and where ranks packed an expert into different bytes.
     """
 
     def __init__(
@@ -93,6 +93,7 @@ class Balancer:
         self._given: tuple[int, str] | None = None
         self._queue: deque[tuple[_Layer, Round]] = deque()
         self._moving: Future[Arrived] | None = None
+        self._placing: Future[list[tuple[_Layer, Round]]] | None = None
         self._seen = torch.zeros(len(self._layers), max(own.map.num_experts for own in self._layers), dtype=torch.int64)
         self._copied: _Copied | None = None
         self._stalls: list[tuple[Any, Any, _Layer, Round]] = []
@@ -131,16 +132,12 @@ class Balancer:
         """
         own = {layer.name: layer for layer in self._layers}
         unknown = [name for name in wanted if name not in own]
-        if unknown or self._queue:
+        if unknown or self._queue or self._placing is not None:
             raise InputError(
                 f"balancing: asked to move layers {list(wanted)} with {len(self._queue)} rounds under way; allowed "
                 f"are {list(own)}, when idle"
             )
-        made = [
-            (own[name], each)
-            for name, slots in wanted.items()
-            for each in rounds(own[name].map.slots, slots, own[name].room)
-        ]
+        made = [each for name, slots in wanted.items() for each in _rounds(own[name], slots)]
         self._queue.extend(made)
         if made and self._given is None:
             self._next = self._calls + 1
@@ -157,7 +154,8 @@ class Balancer:
         if self._given is not None:
             self._act(self._meeting.collect(*self._given))
             self._given = None
-        if self._queue or self._copied is not None or (self._place and self._calls % self._interval < self._every):
+        busy = self._queue or self._copied is not None or self._placing is not None
+        if busy or (self._place and self._calls % self._interval < self._every):
             self._say()
             self._next = self._calls + self._every
         else:
@@ -176,6 +174,8 @@ class Balancer:
                 tables = partial(own.map.tables, due.slots)
                 self._moving = self._mover.start(own.layer.experts, due.moves, own.sums, tables)
             state = (own.name, self._moving.result().good if self._moving.done() else None)
+        elif self._placing is not None:
+            state = ("placed", self._placing.done())
         elif self._copied is not None:
             state, self._copied = ("loads", self._copied.read()), None
         else:
@@ -196,21 +196,26 @@ class Balancer:
                 if self._metrics is not None and not arrived.good:
                     self._metrics.observe_checksum_failure(own.name)
                 self._queue = deque(each for each in self._queue if each[0] is not own)
+        elif all(state == ("placed", True) for state in found):
+            assert self._placing is not None
+            placed, self._placing = self._placing, None
+            self._queue.extend(placed.result())
         elif all(state and state[0] == "loads" for state in found):
             total = torch.stack([loads for _, loads in found]).sum(0)
             fresh, self._seen = total - self._seen, total
-            self._ask(fresh)
+            self._placing = self._mover.aside(self._placed, fresh)
 
-    def _ask(self, loads: Tensor) -> None:
+    def _placed(self, loads: Tensor) -> list[tuple[_Layer, Round]]:
+        """Return what ``place`` has to move; beside the steps, which it would hold up for milliseconds a layer."""
         assert self._place is not None
-        wanted: dict[Any, Slots] = {}
+        made: list[tuple[_Layer, Round]] = []
         for own, load in zip(self._layers, loads, strict=True):
-            now = own.map.slots
-            shown = tuple(_without_one(slots[: own.room[rank]]) for rank, slots in enumerate(now))
-            placed = self._place(load[: own.map.num_experts].numpy(), shown)
-            if placed is not None and placed != shown:
-                wanted[own.name] = placed
-        self.plan(wanted)
+            shown = tuple(_without_one(slots[: own.room[rank]]) for rank, slots in enumerate(own.map.slots))
+            wanted = self._place(load[: own.map.num_experts].numpy(), shown)
+            if wanted is not None and wanted != shown:
+                made += _rounds(own, wanted)
+            time.sleep(0.001)  # who serves may have the interpreter
+        return made
 
     def _copy_loads(self) -> _Copied:
         rows = [own.map.load.to("cpu", non_blocking=True) for own in self._layers]
@@ -279,6 +284,12 @@ def _checked(layers: Mapping[Any, MoELayer]) -> _Where:
                 f"balancing layer {name}: asked for {placed} with dispatcher {layer.plan.dispatcher}; needed are "
                 "experts split over ranks by a dispatcher with a map, and Placement.spare of at least 1"
             )
+        if "mega" in layer.plan.pipelines:
+            # Messages hold some multiprocessors until another rank's come; a pass that needs them all waits as long.
+            raise InputError(
+                f"balancing layer {name}: found the pipeline mega, a kernel that fills the GPU, so that experts could "
+                "not travel beside it; take Choice(pipeline='split')"
+            )
         layer.experts.slots()  # refuses what mixes experts
         groups.add(placed.group)
     if len(groups) != 1:
@@ -305,6 +316,10 @@ def _with_sums(layers: Mapping[Any, MoELayer], meeting: Meeting) -> tuple[_Layer
         room = tuple(len(held) + placed.spare for held in placed.ranks)
         made.append(_Layer(name=name, layer=layer, map=table, room=room, sums=sums))
     return tuple(made)
+
+
+def _rounds(own: _Layer, wanted: Slots) -> list[tuple[_Layer, Round]]:
+    return [(own, each) for each in rounds(own.map.slots, wanted, own.room)]
 
 
 def _without_one(slots: tuple[int, ...]) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import distributed
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Arrived", "Mover", "Round", "rounds"]
 
+_Made = TypeVar("_Made")
 _CTAS = 8  # multiprocessors that messages may take
 
 
@@ -150,6 +151,10 @@ class Mover:
         """
         free = None if self._side is None else torch.cuda.current_stream(self._side.device).record_event()
         return self._thread.submit(self._carry, free, packed, tuple(moves), sums, tables)
+
+    def aside(self, work: Callable[..., _Made], *args: Any) -> Future[_Made]:
+        """Begin work of the host in the thread that moves."""
+        return self._thread.submit(work, *args)
 
     def close(self) -> None:
         """End the thread and the process group."""
