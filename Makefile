@@ -74,6 +74,7 @@ bench-cpu: $(VENV)/.dev ## the CPU path beside transformers' own experts
 gpu-test: ## the tests of a machine with a GPU, on the Python that is there (torch, Triton and pytest installed)
 	PYTHONPATH=src $(ONE_THREAD) python3 -m pytest tests/gpu --ignore tests/gpu/test_host.py -o filterwarnings=default $$(python3 -c 'import xdist' 2>/dev/null && echo $(GPU_WORKERS))
 	PYTHONPATH=src python3 -m pytest tests/gpu/test_host.py -o filterwarnings=default
+	if [ $$(python3 -c 'import torch; print(torch.cuda.device_count())') -gt 1 ]; then PYTHONPATH=src python3 tests/gpu/soak_ranks.py; fi
 	PYTHONPATH=src python3 scripts/run_commands.py $(if $(COMMIT),--commit $(COMMIT))
 	PYTHONPATH=src PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python3 tests/gpu/sanitize.py
 	PYTHONPATH=src compute-sanitizer --tool racecheck --error-exitcode 1 python3 tests/gpu/sanitize.py together

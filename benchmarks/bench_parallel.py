@@ -5,7 +5,7 @@ all ranks wait for each other on the device; of each repeat the slowest rank cou
 
     layer     the whole layer; its output was compared with FP32 truth, and bit for bit with a layer of one rank, or,
               with a reduced combine, with itself once more
-    exchange  the same without the experts: post, pull, sort, collect; not with ``--pipeline mega``
+    exchange  the same without the experts: post, pull, sort, collect; not of the pipeline mega
     kernels   the kernels of both by name (``--kernels``): microseconds of a call that each adds to those before it,
               median over ranks; what runs while an earlier kernel still does is not counted twice
     nccl      two all_to_all_single, of the bytes that exchange sends to other ranks, there and back
@@ -16,6 +16,7 @@ others at the measured speed of ``copy``. Rows are written as they are measured;
 failed, and then has no time for that case.
 
     python benchmarks/bench_parallel.py
+    python benchmarks/bench_parallel.py --pipeline split mega --tokens 1 8 64 128
     torchrun --nproc-per-node 2 benchmarks/bench_parallel.py --shapes dsv3 --tokens 1 128 2048
 """
 
@@ -30,6 +31,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -196,20 +198,23 @@ class Bench:
         base = Problem(spec=spec, device=probe(str(self.device)), limits=Limits(max_tokens=most))
         whole_weights = random_weights(spec, self.device)
         one = MoELayer(whole_weights, plan(base, Choice(activation_format=activations)))
+        held = _held(whole_weights, placed.expert_ids)
         wishes: dict[str, Any] = {"dispatcher": self.args.dispatcher, "combine": self.args.combine}
-        force = Choice(activation_format=activations, pipeline=self.args.pipeline, **wishes)
-        chosen = plan(replace(base, placement=placed, graph=True), force)
-        layer = MoELayer(_held(whole_weights, placed.expert_ids), chosen)
-        if self.rank == 0:
-            print(layer.plan.explain(), flush=True)
-        way = chosen.dispatcher if self.args.pipeline is None else f"{chosen.dispatcher}, {self.args.pipeline}"
-        facts = {"shape": name, "weights": weights_name, "activations": activations, "dispatcher": way}
-        facts |= {"combine": self.args.combine}
-        for tokens in self.args.tokens:
+        facts = {"shape": name, "weights": weights_name, "activations": activations, "combine": self.args.combine}
+        layers: list[tuple[MoELayer, dict[str, Any]]] = []
+        for pipeline in self.args.pipeline:
+            force = Choice(activation_format=activations, pipeline=pipeline, **wishes)
+            layer = MoELayer(held, plan(replace(base, placement=placed, graph=True), force))
+            if self.rank == 0:
+                print(layer.plan.explain(), flush=True)
+            way = layer.plan.dispatcher if pipeline is None else f"{layer.plan.dispatcher}, {pipeline}"
+            layers.append((layer, facts | {"dispatcher": way}))
+        # Those that are compared run one after the other, at the same temperature.
+        for tokens, (layer, own) in product(self.args.tokens, layers):
             if max(self.everybody(self.spent(), "time")) > self.args.seconds:
-                self.say(what="no time left", **facts, tokens=tokens)
+                self.say(what="no time left", **own, tokens=tokens)
                 return
-            self.case(layer, one, whole_weights, facts | {"tokens": tokens})
+            self.case(layer, one, whole_weights, own | {"tokens": tokens})
 
     def case(self, layer: MoELayer, one: MoELayer, weights: ExpertWeights[Any], facts: dict[str, Any]) -> None:
         """Check and measure one count of tokens."""
@@ -410,7 +415,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, help="tokens of a rank")
     parser.add_argument("--routing", default="uniform", help="as collegium bench takes it")
     parser.add_argument("--dispatcher", default=None, help="instead of the one that the plan prefers")
-    parser.add_argument("--pipeline", default=None, help="instead of the one that the plan prefers: mega, split")
+    parser.add_argument(
+        "--pipeline", nargs="+", default=[None], help="instead of the one that the plan prefers: mega, split, or both"
+    )
     parser.add_argument("--combine", default="exact", choices=("exact", "reduced"), help="what comes back")
     parser.add_argument("--kernels", action="store_true", help="also the kernels of layer and exchange, by name")
     parser.add_argument("--gpus", type=int, default=0, help="this many instead of all")

@@ -14,6 +14,7 @@ from collegium.experts.reference import Reference
 from collegium.ops.buffers import sizes
 from collegium.parallel.peers_in_torch import raise_status
 from collegium.parallel.placement import linear
+from collegium.pipelines import mega
 from collegium.pipelines.mega import COMBINE, MOST_TOKENS, PUBLISH, PULL, Mega
 from collegium.pipelines.split import Split
 from collegium.testing.compare import relative_error
@@ -25,10 +26,6 @@ if torch.cuda.is_available():
     pytest.skip("tests/gpu makes these comparisons on the device", allow_module_level=True)
 pytest.importorskip("triton")
 
-import triton
-import triton.language as tl
-
-from collegium.kernels.mega import task_at
 
 TURNS = ((3, 1, 0, 6), (0, 5, 2, 1), (1, 0, 0, 0), (24, 3, 9, 4))
 GPU = DeviceFacts(kind="cuda", name="H200", capability=(9, 0), memory=140 << 30, sms=132, peers=8)
@@ -51,11 +48,17 @@ def test_passes_have_the_bits_of_one_rank(index: int, world: int) -> None:
     assert [table.load.tolist() for table in ranks.tables] == counted.tolist()
 
 
+@pytest.mark.parametrize("wide", [0, mega.WIDE])
 @pytest.mark.parametrize("index", [0, 4])
-def test_units_of_any_height_have_the_bits_of_one_rank(index: int) -> None:
+def test_units_and_pieces_of_any_size_have_the_bits_of_one_rank(
+    index: int, wide: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mega, "WIDE", wide)
     ranks, heights = Ranks(CASES[index], 2), set[Any]()
     for tokens in (6, 20, 50):
-        heights |= {height for _, height, _ in ranks.pipelines[0].variants(tokens)}
+        variants = ranks.pipelines[0].variants(tokens)
+        heights |= {height for _, height, *_ in variants}
+        assert {rows for _, _, rows, _ in variants} == {64 if wide else 128}
         inputs = ranks.each(lambda r, n=tokens: given(CASES[index], r, n - 5 * r, hot=r == 1))
         for out, own in zip(ranks.everybody(inputs), inputs, strict=True):
             assert same(out, ranks.wanted(own)), tokens
@@ -131,34 +134,13 @@ def test_a_rank_in_another_call_is_told_so() -> None:
     assert all(bool(out.isnan().all()) for out in again)
 
 
-def test_programs_wait_for_what_earlier_tasks_do() -> None:
-    for units, up, down, lag in ((1, 3, 2, 4), (5, 3, 2, 2), (9, 2, 5, 3), (4, 1, 1, 7), (6, 4, 4, 1)):
-        count = units * (up + down)
-        found = torch.full((count, 3), -1, dtype=torch.int32)
-        _order_kernel[(1,)](found, units, up, down, lag, count)
-        tasks = [tuple(own) for own in found.tolist()]
-        whole = {(u, 0, b) for u in range(units) for b in range(up)} | {
-            (u, 1, b) for u in range(units) for b in range(down)
-        }
-        assert len(set(tasks)) == count
-        assert set(tasks) == whole
-        place = {task: at for at, task in enumerate(tasks)}
-        for unit in range(units):
-            first = min(place[unit, 1, band] for band in range(down))
-            assert first > max(place[unit, 0, band] for band in range(up)), "a wait points backward"
-            if unit + lag < units:
-                assert first > place[unit + lag, 0, 0], "the second product follows with a lag"
-
-
-@triton.jit
-def _order_kernel(out, units, up, down, lag, count):
-    at = tl.program_id(0)
-    while at < count:
-        unit, product, band = task_at(at, units, up, down, lag)
-        tl.store(out + at * 3, unit)
-        tl.store(out + at * 3 + 1, product)
-        tl.store(out + at * 3 + 2, band)
-        at += 1
+@pytest.mark.parametrize("index", [0, 3])
+def test_a_pass_of_as_many_tokens_as_were_planned_has_the_bits_of_one_rank(index: int) -> None:
+    ranks = Ranks(CASES[index], 2, most=9)
+    for hot in (False, True):
+        inputs = ranks.each(lambda r, h=hot: given(CASES[index], r, 9, hot=h))
+        for out, own in zip(ranks.everybody(inputs), inputs, strict=True):
+            assert same(out, ranks.wanted(own)), hot
 
 
 def test_no_pass_takes_more_memory_than_is_planned() -> None:

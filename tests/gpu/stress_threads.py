@@ -219,7 +219,7 @@ def main() -> int:
         if asked.out:
             _store(asked.out, "a", [[*row, *facts, command] for row in csv.reader(text.splitlines())])
         failed += process.returncode != 0
-        print(f"{' x '.join(recipe)}: exit {process.returncode}\n{text}", flush=True)  # noqa: T201
+        print(f"{' x '.join(recipe)}: exit {process.returncode}\n{text}", flush=True)
     return min(failed, 1)
 
 

@@ -42,65 +42,56 @@ from .peer import (
 from .quantize import load_rows, store_codes
 from .w4a8 import w4a8_tile
 
-__all__ = ["COUNTED", "FINISHED", "mega_kernel", "task_at"]
+__all__ = ["mega_kernel"]
 
 NO_ACTIVATION = tl.constexpr(numbers.NO_ACTIVATION)
 BLOCK_SCALE = tl.constexpr(numbers.BLOCK_SCALE)
 E4M3_E4M3 = tl.constexpr(numbers.E4M3_E4M3)
-# Words of the counters; then one for each expert, each chunk and each unit.
-COUNTED = tl.constexpr(0)  # chunks whose assignments are on their experts' lists
+# Words of the counters; then one for each expert and each unit.
+PULLED = tl.constexpr(0)  # chunks that are listed and copied
 FINISHED = tl.constexpr(1)  # programs without a task left
-_FIXED = tl.constexpr(2)
+TICKETS = tl.constexpr(2)  # tasks that have a program, beside the first one of each
+_FIXED = tl.constexpr(3)
 
 
 @triton.jit
-def task_at(position, units, bands_up, bands_down, lag):
-    """Return unit, product (0 or 1) and band of weight rows of the task at ``position``.
+def _unit_at(unit, last, needed, counts, lists, capacity, held, BLOCK_T: tl.constexpr):
+    """Return expert, place of its first assignment on the list, the assignments and how many there are of a unit.
 
-    The second product of a unit comes ``lag`` units after its first, so that it seldom waits.
+    last, needed: units of each expert, and of all up to it. Assignments beyond the end are 0.
     """
-    ahead = tl.minimum(lag, units)
-    both = bands_up + bands_down
-    inside = position - ahead * bands_up
-    behind = inside - (units - ahead) * both
-    group, piece = inside // both, inside % both
-    up = piece < bands_up
-    unit = tl.where(up, ahead + group, group)
-    band = tl.where(up, piece, piece - bands_up)
-    product = tl.where(up, 0, 1)
-    early, late = inside < 0, behind >= 0
-    unit = tl.where(early, position // bands_up, tl.where(late, units - ahead + behind // bands_down, unit))
-    band = tl.where(early, position % bands_up, tl.where(late, behind % bands_down, band))
-    return unit, tl.where(early, 0, tl.where(late, 1, product)), band
+    before = tl.sum(tl.where(last <= unit, (1 << 32) + needed.to(tl.int64), 0), 0)
+    expert = tl.minimum(before >> 32, held - 1)
+    begin = (unit - (before & 0xFFFFFFFF).to(tl.int32)) * BLOCK_T
+    t = tl.arange(0, BLOCK_T)
+    row = tl.load(lists + expert * capacity + begin + t, mask=t < capacity - begin, other=0)
+    here = tl.minimum(tl.load(counts + expert) - begin, BLOCK_T)
+    return expert, begin, tl.where(t < here, row, 0).to(tl.int64), here
 
 
 @triton.jit
-def _reached(words, inside, target, head, deltas, limit, rank, world, ASM: tl.constexpr):
-    """Return whether all ``words [N]`` of this rank are ``target`` at least, once they are or this rank gives up.
+def _reached(word, target, head, deltas, limit, rank, world, ASM: tl.constexpr):
+    """Return whether ``word`` of this rank is ``target`` at least, once it is or this rank gives up.
 
     What other programs did before they counted is seen after it. A program waits for peers in other programs too, and
     twice as long as those, so that they name who is late.
     """
-    none = tl.zeros(words.shape, tl.int32)
-    seen = tl.atomic_add(words, none, mask=inside, sem="acquire", scope="gpu")
-    waiting = tl.max((inside & (seen < target)).to(tl.int32), 0)
-    if waiting > 0:
+    none = tl.zeros([], tl.int32)
+    seen = tl.atomic_add(word, none, sem="acquire", scope="gpu")
+    if seen < target:
         start = now(head, ASM)
         late = start - start
         failed = late
-        while (waiting > 0) & (failed == 0) & (late <= limit.to(tl.int64) * 2000):
+        while (seen < target) & (failed == 0) & (late <= limit.to(tl.int64) * 2000):
             polls = 0
-            while (waiting > 0) & (polls < 32):
-                seen = tl.atomic_add(words, none, mask=inside, sem="acquire", scope="gpu")
-                waiting = tl.max((inside & (seen < target)).to(tl.int32), 0)
+            while (seen < target) & (polls < 32):
+                seen = tl.atomic_add(word, none, sem="acquire", scope="gpu")
                 polls += 1
             failed = tl.atomic_add(head + PULL_FAILED, tl.zeros([], tl.int64), sem="relaxed")
             late = now(head, ASM) - start
-        if waiting > 0:
-            report(head, deltas, PULL_FAILED, world, rank, LATE, waiting.to(tl.int64), start - start + target)
-    # Of a few words not every warp has waited.
-    tl.debug_barrier()
-    return waiting == 0
+        if seen < target:
+            report(head, deltas, PULL_FAILED, world, rank, LATE, start - start + seen, start - start + target)
+    return seen >= target
 
 
 @triton.jit
@@ -111,47 +102,42 @@ def _done(word):
 
 
 @triton.jit
-def _prefetch(weight, first, LINES: tl.constexpr):
-    """Ask for LINES times 128 bytes of packed weights from byte ``first`` on; nobody waits for them."""
-    line = (weight + first + tl.arange(0, LINES) * 128).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "{ prefetch.global.L2 [$1]; mov.b32 $0, 0; }", "=r,l", [line], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
 def _pull_chunk(
-    peer, first, found, sent_x, sent_scale, sent_places, x, scale, counters, counts, arrived, lists, deltas,
+    peer, first, found, sent_x, sent_scale, sent_places, x, scale, counts, pulled, lists, deltas,
     bound, capacity, held, rank, words, groups,
     TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
-    BLOCK_G: tl.constexpr,
+    BLOCK_G: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
-    """List the assignments of CHUNK tokens of a peer that has ``found``, then copy those tokens that have one here."""
+    """List the assignments of CHUNK tokens of a peer that has ``found``, and copy those tokens that have one here.
+
+    ALL: tokens are copied without asking first, which would be one more way there and back.
+    """
     token = first.to(tl.int64) + tl.arange(0, CHUNK)
     k = tl.arange(0, BLOCK_K)
     delta = tl.load(deltas + peer)
     line = peer * bound + token
-    live = (token < found)[:, None] & (k < TOP_K)[None, :]
+    brought = token < found
     there = sent_places + tl.multiple_of(delta // 4, 64)
-    place = tl.load(there + token[:, None] * TOP_K + k[None, :], mask=live, other=-1)
+    place = tl.load(there + token[:, None] * TOP_K + k[None, :], mask=brought[:, None] & (k < TOP_K)[None, :], other=-1)
     slot = place - rank * held
     here = (place >= 0) & (slot >= 0) & (slot < held)
+    if not ALL:
+        brought = tl.max(here.to(tl.int32), 1) > 0
+    # All of it is on its way before anything that was read is waited for.
+    group = tl.arange(0, BLOCK_G)[None, :]
+    scaled = brought[:, None] & (group < groups)
+    value = tl.load(sent_scale + tl.multiple_of(delta // 4, 64) + token[:, None] * groups + group, mask=scaled)
+    codes = sent_x + tl.multiple_of(delta // 4, 64)
+    for step in tl.static_range(STEPS):
+        word = (step * BLOCK + tl.arange(0, BLOCK))[None, :]
+        inside = brought[:, None] & (word < words)
+        tl.store(x + line[:, None] * words + word, tl.load(codes + token[:, None] * words + word, mask=inside), inside)
+    tl.store(scale + line[:, None] * groups + group, value, mask=scaled)
     slot = tl.where(here, slot, 0)
     index = tl.atomic_add(counts + slot, tl.full(slot.shape, 1, tl.int32), mask=here, sem="relaxed", scope="gpu")
     assignment = line[:, None] * TOP_K + k[None, :]
     tl.store(lists + slot.to(tl.int64) * capacity + index, assignment.to(tl.int32), mask=here)
-    _done(counters + COUNTED)
-    wanted = (tl.max(here.to(tl.int32), 1) > 0)[:, None]
-    codes = sent_x + tl.multiple_of(delta // 4, 64)
-    for step in tl.static_range(STEPS):
-        word = (step * BLOCK + tl.arange(0, BLOCK))[None, :]
-        inside = wanted & (word < words)
-        tl.store(x + line[:, None] * words + word, tl.load(codes + token[:, None] * words + word, mask=inside), inside)
-    group = tl.arange(0, BLOCK_G)[None, :]
-    inside = wanted & (group < groups)
-    value = tl.load(sent_scale + tl.multiple_of(delta // 4, 64) + token[:, None] * groups + group, mask=inside)
-    tl.store(scale + line[:, None] * groups + group, value, mask=inside)
-    _done(arrived)
+    _done(pulled)
 
 
 @triton.jit
@@ -160,7 +146,8 @@ def _multiply(
     clamp, alpha, gate_bound, up_bound,
     WEIGHT: tl.constexpr, X_SCALE: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr, KIND: tl.constexpr,
     HAS_LIMIT: tl.constexpr, K_BLOCKS: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr, WARPS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Return the results of a unit's rows for a band of weight rows, and their columns."""
     if WEIGHT == E4M3_E4M3:
@@ -176,7 +163,8 @@ def _multiply(
         result, column = w4a8_tile(
             codes, scale, weight, weight_scale, factor, bias, expert, band * BLOCK_N, row, here, n_out, k_wide, tiles,
             clamp, alpha, gate_bound, up_bound,
-            WEIGHT, X_SCALE, BIAS, PARTS, KIND, HAS_LIMIT, K_BLOCKS, ASM, WARPS, BLOCK_N, BLOCK_T, BLOCK, STAGES, False,
+            WEIGHT, X_SCALE, BIAS, PARTS, KIND, HAS_LIMIT, K_BLOCKS, ASM, WARPS, BLOCK_N, BLOCK_T, BLOCK, DEPTH,
+            STAGES, False,
         )  # fmt: skip
     return result, column
 
@@ -203,7 +191,7 @@ def _quantise_unit(
         first += AT_ONCE
 
 
-_COUNTS = ("count", "bound", "id_stride", "weight_stride", "layer", "limit", "rank", "own", "step", "lag", "cleared")
+_COUNTS = ("count", "bound", "id_stride", "weight_stride", "layer", "limit", "rank", "own", "step", "cleared")
 
 
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=("ids", "weights"))
@@ -212,9 +200,9 @@ def mega_kernel(
     x, sent_codes, sent_words, sent_scale, sent_places, pulled_codes, pulled_words, pulled_scale, counters, lists,
     middle, codes, scales, up_weight, up_scale, up_factor, up_bias, down_weight, down_scale, down_factor, down_bias,
     rows, shared, out,
-    count, bound, id_stride, weight_stride, experts, spread, layer, limit, rank, own, step, world, held, lag, cleared,
-    columns, x_stride, x_wide, x_groups, inner, inner_wide, inner_groups, width, up_bands, down_bands, shared_stride,
-    clamp, alpha, gate_bound, up_bound,
+    count, bound, id_stride, weight_stride, experts, spread, layer, limit, rank, own, step, world, held, cleared,
+    columns, x_stride, x_wide, x_groups, inner, inner_wide, inner_groups, width, up_bands, down_bands, up_tiles,
+    down_tiles, shared_stride, clamp, alpha, gate_bound, up_bound,
     FIRST: tl.constexpr, LAST: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, PEERS: tl.constexpr,
     BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_W: tl.constexpr, STEPS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_I: tl.constexpr, AT_ONCE: tl.constexpr, X_GROUP: tl.constexpr,
@@ -222,7 +210,8 @@ def mega_kernel(
     X_SCALE: tl.constexpr, INNER_SCALE: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr, KIND: tl.constexpr,
     HAS_LIMIT: tl.constexpr, UP_BLOCKS: tl.constexpr, DOWN_BLOCKS: tl.constexpr, UP_EVEN: tl.constexpr,
     DOWN_EVEN: tl.constexpr, WARPS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK: tl.constexpr, UP_DEPTH: tl.constexpr,
+    DOWN_DEPTH: tl.constexpr, STAGES: tl.constexpr, ALL: tl.constexpr,
     PLACED: tl.constexpr, BLOCK_C: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, SHARED: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
@@ -234,8 +223,9 @@ def mega_kernel(
     assignment middle ``[., inner]``, codes ``[., inner_wide]`` and scales ``[., inner_groups]``. sent_words and
     pulled_words are the codes as int32. Weights as in ``w4a8_kernel``, or E4M3 codes in blocks as in
     ``grouped_gemm_kernel``; X_SCALE and INNER_SCALE as their X_SCALE. up_bands, down_bands: pieces of a product, each
-    of BLOCK_N weight rows, in which gate and up take turns. places to recording: as in ``post_kernel``. lag: units
-    between both products. PREFETCH: lines of 128 bytes of weights that are asked for before any token is there.
+    of BLOCK_N weight rows, in which gate and up take turns. places to recording: as in ``post_kernel``. up_tiles,
+    down_tiles: row_tiles of packed weights. UP_DEPTH, DOWN_DEPTH: DEPTH of
+    ``w4a8_kernel``. ALL: as in ``_pull_chunk``.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     ROUND: tl.constexpr = not ASM
@@ -262,18 +252,11 @@ def mega_kernel(
 
     if FIRST <= 2 and LAST >= 2:
         if epoch >= 0:
-            if PREFETCH:
-                # Where every expert has a unit, as with a few tokens for each, this is the program's first task.
-                unit, product, band = task_at(program, held, up_bands, down_bands, lag)
-                if (product == 0) & (unit < held):
-                    tile = (unit.to(tl.int64) * up_bands + band) * (UP_BLOCKS * 64 * BLOCK // 2)
-                    _prefetch(up_weight, tile, PREFETCH)
             capacity = world * bound * TOP_K
             blocks = tl.cdiv(bound, CHUNK)
             chunks = blocks * world
             counts = counters + _FIXED
-            arrived = counts + held
-            units = arrived + chunks
+            units = counts + held
             # Then all counters are zero.
             seen = tl.sum(wait_for_flags(head, POSTS, rank, 1, epoch, limit, 1, ASM), 0)
             tl.debug_barrier()
@@ -296,15 +279,13 @@ def mega_kernel(
                         else:
                             report(head, deltas, PULL_FAILED, world, peer, fault(seen, epoch), seen, tag)
                             lost += 1
-                    block = chunk // world
                     _pull_chunk(
-                        peer, block * CHUNK, found, sent_words, sent_scale, sent_places, pulled_words, pulled_scale,
-                        counters, counts, arrived + peer * blocks + block, lists, deltas, bound, capacity, held, rank,
-                        x_wide // 4, x_groups, TOP_K, BLOCK_K, CHUNK, BLOCK_W, STEPS, BLOCK_G,
+                        peer, chunk // world * CHUNK, found, sent_words, sent_scale, sent_places, pulled_words,
+                        pulled_scale, counts, counters + PULLED, lists, deltas, bound, capacity, held, rank,
+                        x_wide // 4, x_groups, TOP_K, BLOCK_K, CHUNK, BLOCK_W, STEPS, BLOCK_G, ALL,
                     )  # fmt: skip
                     chunk += programs
-                one = tl.arange(0, 1)
-                ready = _reached(counters + COUNTED + one, one == 0, chunks, head, deltas, limit, rank, world, ASM)
+                ready = _reached(counters + PULLED, chunks, head, deltas, limit, rank, world, ASM)
             if ready:
                 index = tl.arange(0, BLOCK_E)
                 total = tl.load(counts + index, mask=index < held, other=0)
@@ -312,55 +293,47 @@ def mega_kernel(
                 last = tl.cumsum(needed, 0)
                 most = tl.sum(needed, 0)
                 t = tl.arange(0, BLOCK_T)
+                # All first products come before all second ones, so that hardly any of these waits.
+                ups = most * up_bands
+                tasks = ups + most * down_bands
                 task = program
-                while task < most * (up_bands + down_bands):
-                    unit, product, band = task_at(task, most, up_bands, down_bands, lag)
-                    earlier = last <= unit
-                    expert = tl.sum(earlier.to(tl.int32), 0)
-                    begin = (unit - tl.sum(tl.where(earlier, needed, 0), 0)) * BLOCK_T
-                    here = tl.minimum(tl.sum(tl.where(index == expert, total, 0), 0) - begin, BLOCK_T)
-                    expert = expert.to(tl.int64)
-                    members = lists + expert * capacity + begin
-                    # Rows beyond the end read the first one again; nothing of them is stored.
-                    row = tl.load(members + tl.where(t < here, t, 0)).to(tl.int64)
-                    inside = t < here
-                    if product == 0:
-                        line = row // TOP_K
-                        peer = line // bound
-                        chunk_of = peer * blocks + (line - peer * bound) // CHUNK
-                        if _reached(arrived + chunk_of, inside, 1, head, deltas, limit, rank, world, ASM):
-                            result, column = _multiply(
-                                pulled_codes, pulled_scale, up_weight, up_scale, up_factor, up_bias, expert, band,
-                                line, here, inner, columns, x_wide, up_bands, clamp, alpha, gate_bound, up_bound,
-                                WEIGHT, X_SCALE, BIAS, PARTS, KIND, HAS_LIMIT, UP_BLOCKS, UP_EVEN, ASM, WARPS, BLOCK_N,
-                                BLOCK_T, BLOCK, STAGES,
-                            )  # fmt: skip
-                            kept = (column < inner)[:, None] & inside[None, :]
-                            there = middle + row[None, :] * inner + column[:, None]
-                            tl.store(there, result.to(middle.dtype.element_ty), mask=kept)
-                            if _done(units + unit) == up_bands - 1:
-                                _quantise_unit(
-                                    members, here, middle, codes, scales, capacity, inner, inner_wide, inner_groups,
-                                    AT_ONCE, BLOCK_I, INNER_GROUP, POWER, ROUND, REORDER,
-                                )  # fmt: skip
-                                _done(units + unit)
-                    else:
-                        own_unit = units + unit + tl.arange(0, 1)
-                        all_bands = up_bands + 1
-                        if _reached(own_unit, tl.arange(0, 1) == 0, all_bands, head, deltas, limit, rank, world, ASM):
-                            result, column = _multiply(
-                                codes, scales, down_weight, down_scale, down_factor, down_bias, expert, band,
-                                row, here, width, inner, inner_wide, down_bands, clamp, alpha, gate_bound, up_bound,
-                                WEIGHT, INNER_SCALE, BIAS, 1, NO_ACTIVATION, False, DOWN_BLOCKS, DOWN_EVEN, ASM, WARPS,
-                                BLOCK_N, BLOCK_T, BLOCK, STAGES,
-                            )  # fmt: skip
-                            peer = row // (bound * TOP_K)
-                            apart = tl.load(deltas + peer) // (rows.dtype.element_ty.primitive_bitwidth // 8)
-                            place = tl.multiple_of(apart + (row - peer * (bound * TOP_K)) * width, PLACED)
-                            kept = (column < width)[:, None] & inside[None, :]
-                            there = rows + place[None, :] + column[:, None]
-                            tl.store(there, result.to(rows.dtype.element_ty), mask=kept)
-                    task += programs
+                while task < ups:
+                    unit = task // up_bands
+                    expert, begin, row, here = _unit_at(unit, last, needed, counts, lists, capacity, held, BLOCK_T)
+                    result, column = _multiply(
+                        pulled_codes, pulled_scale, up_weight, up_scale, up_factor, up_bias, expert, task % up_bands,
+                        row // TOP_K, here, inner, columns, x_wide, up_tiles, clamp, alpha, gate_bound, up_bound,
+                        WEIGHT, X_SCALE, BIAS, PARTS, KIND, HAS_LIMIT, UP_BLOCKS, UP_EVEN, ASM, WARPS, BLOCK_N,
+                        BLOCK_T, BLOCK, UP_DEPTH, STAGES,
+                    )  # fmt: skip
+                    kept = (column < inner)[:, None] & (t < here)[None, :]
+                    there = middle + row[None, :] * inner + column[:, None]
+                    tl.store(there, result.to(middle.dtype.element_ty), mask=kept)
+                    if _done(units + unit) == up_bands - 1:
+                        _quantise_unit(
+                            lists + expert * capacity + begin, here, middle, codes, scales, capacity, inner,
+                            inner_wide, inner_groups, AT_ONCE, BLOCK_I, INNER_GROUP, POWER, ROUND, REORDER,
+                        )  # fmt: skip
+                        _done(units + unit)
+                    task = programs + tl.atomic_add(counters + TICKETS, 1, sem="relaxed", scope="gpu")
+                while task < tasks:
+                    unit = (task - ups) // down_bands
+                    expert, begin, row, here = _unit_at(unit, last, needed, counts, lists, capacity, held, BLOCK_T)
+                    if _reached(units + unit, up_bands + 1, head, deltas, limit, rank, world, ASM):
+                        result, column = _multiply(
+                            codes, scales, down_weight, down_scale, down_factor, down_bias, expert,
+                            (task - ups) % down_bands, row, here, width, inner, inner_wide, down_tiles, clamp, alpha,
+                            gate_bound, up_bound, WEIGHT, INNER_SCALE, BIAS, 1, NO_ACTIVATION, False, DOWN_BLOCKS,
+                            DOWN_EVEN, ASM, WARPS, BLOCK_N, BLOCK_T, BLOCK,
+                            DOWN_DEPTH, STAGES,
+                        )  # fmt: skip
+                        peer = row // (bound * TOP_K)
+                        apart = tl.load(deltas + peer) // (rows.dtype.element_ty.primitive_bitwidth // 8)
+                        place = tl.multiple_of(apart + (row - peer * (bound * TOP_K)) * width, PLACED)
+                        kept = (column < width)[:, None] & (t < here)[None, :]
+                        there = rows + place[None, :] + column[:, None]
+                        tl.store(there, result.to(rows.dtype.element_ty), mask=kept)
+                    task = programs + tl.atomic_add(counters + TICKETS, 1, sem="relaxed", scope="gpu")
             tl.debug_barrier()
             # To the whole system, since rows went to other ranks.
             ended = tl.atomic_add(counters + FINISHED, tl.full([], 1, tl.int32), sem="acq_rel", scope="sys")

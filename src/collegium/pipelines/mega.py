@@ -8,11 +8,13 @@ H width, I intermediate size.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ..errors import InputError
+from ..experts.triton.grouped import bounds_of
 from ..experts.triton.packed import PackedExperts
 from ..formats.unquantised import DTYPES
 from ..kernels.numbers import E4M3_E4M3
@@ -20,6 +22,7 @@ from ..ops.buffers import sizes, taken
 from ..ops.permute import tile_count
 from ..ops.quantize import AS_IS, REORDERED, activation_format
 from ..ops.weighted_sum import weighted_sum_regions
+from ..parallel.peers import unasked
 from ..parallel.symm_mem import SymmMem
 from ..runtime.launch import dense_rows, launch, power_at_least
 from ..runtime.memory import OwnMemory, take
@@ -33,7 +36,6 @@ if TYPE_CHECKING:
 
     from ..experts import Tiling
     from ..experts.triton.layout import Layout
-    from ..experts.triton.matrix import PackedMatrix
     from ..ops.buffers import Buffers
     from ..ops.quantize import ActivationFormat
     from ..parallel.peers import Peers
@@ -51,11 +53,13 @@ MOST_TOKENS = 4096  # of a rank: each expert has room for all ranks' assignments
 # 168 registers for each of their threads.
 PROGRAMS = {False: {16: 3, 32: 3, 64: 2}, True: {16: 3, 32: 2}}
 REGISTERS = {3: 168}
-CHUNK = 4  # tokens that are listed and pulled together
-WARPS, BLOCK_N = 4, 64  # a row tile of packed weights; of gate and up half of it each
-STAGES = {False: 4, True: 5}
+CHUNK = 2  # tokens that are listed and pulled together
+WARPS = 4
+WIDE = 3  # pieces of 128 weight rows for each multiprocessor from which on they are the faster ones, not 64
+STAGES = {(False, 64): 4, (False, 128): 4, (True, 64): 5, (True, 128): 4}  # by coded and weight rows
+DEPTH = 1  # K blocks of a step, of four-bit weights
 COLUMNS = 1024  # of a token that are summed together
-AHEAD = 32768  # bytes of weights that a program asks for before it knows its tokens
+QUANTISED = 2048  # values between the products that a program quantises together
 
 
 class _Shape(NamedTuple):
@@ -79,7 +83,7 @@ class _Shape(NamedTuple):
 
     def counters(self, block_t: int) -> int:
         """Return how many words of counters units of ``block_t`` rows need."""
-        return 2 + self.slots + self.world * -(-self.bound // CHUNK) + tile_count(self.rows, self.slots, block_t)
+        return 3 + self.slots + tile_count(self.rows, self.slots, block_t)
 
     def buffers(self, block_t: int, dtype: torch.dtype) -> Buffers:
         """Return all buffers of a pass whose rows are of ``dtype``, by their regions' names."""
@@ -152,30 +156,29 @@ class Mega:
         if not peers.bound:
             return
         shape, on_gpu = self._shape(peers.bound, ids.shape[1]), x.is_cuda
-        block_t = self._block_t(shape)
+        block_t, block_n = self._block_t(shape), self._block_n(shape)
         _, rows_dtype = experts.storing(x.dtype)
         own = taken(memory, shape.buffers(block_t, rows_dtype), x.device)
         x, added = dense_rows(x), out if shared is None else dense_rows(shared)
         words = (own["sent/codes"].view(torch.int32), own["x"].view(torch.int32))
         up, down, act, table = experts.gate_up, experts.down, experts.activation, reach.map
-        bands, down_bands = _bands(up.layout), _bands(down.layout)
         resident = PROGRAMS[self.coded][block_t]
         programs = resident * experts.machine.sms if on_gpu else 1
         args = (
             peers.head, peers.deltas, ids, weights, table.places, table.copies, table.load, table.recording,
             x, own["sent/codes"], words[0], own["sent/scales"], own["sent/ids"], own["x"], words[1], own["scale"],
             own["counters"], own["lists"], own["experts/middle"], own["experts/h/codes"], own["experts/h/scales"],
-            *_tensors(up), *_tensors(down), own["experts/rows"], added, out,
+            *up.pointers, *down.pointers, own["experts/rows"], added, out,
             ids.numel(), peers.bound, ids.stride(0), weights.stride(0), table.num_experts, table.places.shape[1],
             peers.layer, peers.microseconds, peers.rank, peers.where["own"], peers.where["step"], peers.world,
-            shape.slots, -(-programs // bands) + 1, shape.counters(block_t),
+            shape.slots, shape.counters(block_t),
             x.shape[1], x.stride(0), shape.wide, shape.groups, shape.inner, shape.inner_wide, shape.inner_groups,
-            shape.width, bands, down_bands, added.stride(0),
-            float(act.limit or 0.0), float(act.alpha), float(act.gate_bound), float(act.up_bound),
+            shape.width, *(_bands(each.layout, block_n) for each in (up, down)),
+            *(_bands(each.layout, 64) for each in (up, down)), added.stride(0),
+            *bounds_of(act),
         )  # fmt: skip
-        constants = {"FIRST": phases[0], "LAST": phases[1]} | self._constants(shape, block_t, peers)
+        constants = {"FIRST": phases[0], "LAST": phases[1]} | self._constants(shape, (block_t, block_n), peers)
         constants |= {"SHARED": shared is not None, "ASM": on_gpu}
-        constants["PREFETCH"] = constants["PREFETCH"] if on_gpu else 0
         # So that a grid that does not fit is an error and no program waits for one that never starts.
         options = {"launch_cooperative_grid": True} if on_gpu else {}
         options |= {"maxnreg": REGISTERS[resident]} if on_gpu and resident in REGISTERS else {}
@@ -185,9 +188,10 @@ class Mega:
         launch(mega_kernel, (programs,), args, constants, num_warps=WARPS, **options)
 
     def variants(self, tokens: int) -> frozenset[Hashable]:
-        """Return the rows of a unit, and whether weights are asked for early."""
+        """Return the rows of a unit, the weight rows of a piece, and whether tokens are pulled without asking."""
         shape = self._shape(tokens, self.parts.top_k)
-        return frozenset({("mega", self._block_t(shape), self._early(shape))})
+        asked = unasked(shape.world, shape.top_k, tokens)
+        return frozenset({("mega", self._block_t(shape), self._block_n(shape), asked)})
 
     @property
     def coded(self) -> bool:
@@ -219,32 +223,36 @@ class Mega:
         each = self._each(shape)
         return 16 if each <= 14 else 32 if each <= 40 else max(PROGRAMS[self.coded])
 
-    def _early(self, shape: _Shape) -> bool:
-        """Return whether every expert is likely to have rows, so that a program knows its first weights beforehand."""
+    def _block_n(self, shape: _Shape) -> int:
+        """Return the weight rows of a task: fewer where there would be hardly a task for every program."""
         slots = self._experts.gate_up.layout.shape[0]
-        return not self.coded and slots == shape.slots and 3 <= self._each(shape) <= 14
+        hit = slots * (1 - (1 - 1 / max(1, slots)) ** self._reach.rows(shape.bound, shape.top_k))
+        wide = hit * _bands(self._experts.gate_up.layout, 128)
+        return 128 if wide >= WIDE * self._experts.machine.sms else 64
 
-    def _constants(self, shape: _Shape, block_t: int, peers: Peers) -> dict[str, Any]:
+    def _constants(self, shape: _Shape, blocks: tuple[int, int], peers: Peers) -> dict[str, Any]:
+        block_t, block_n = blocks
         experts = self._experts
         form, up, down, act = experts.activations, experts.gate_up, experts.down, experts.activation
         assert form is not None
         block_x, block_i = power_at_least(shape.wide, 128), power_at_least(shape.inner_wide, 128)
         words, block_c = shape.wide // 4, min(COLUMNS, power_at_least(shape.width, 32))
-        block_w = min(1024, power_at_least(words, 32))
-        lines = min(AHEAD, up.layout.k_blocks * 64 * 64) // 128
+        block_w = min(2048, power_at_least(words, 32))
         block_k = up.layout.block_k
         return {
             "TOP_K": shape.top_k, "BLOCK_K": power_at_least(shape.top_k), "PEERS": power_at_least(peers.world),
             "BLOCK_E": power_at_least(shape.slots, 16), "CHUNK": CHUNK, "BLOCK_X": block_x, "BLOCK_W": block_w,
             "STEPS": -(-words // block_w), "BLOCK_G": power_at_least(shape.groups), "BLOCK_I": block_i,
-            "AT_ONCE": max(1, min(block_t, 2048 // block_i)), "X_GROUP": form.group or block_x,
+            "AT_ONCE": max(1, min(block_t, QUANTISED // block_i)), "X_GROUP": form.group or block_x,
             "INNER_GROUP": form.group or block_i, "POWER": form.power, "REORDER": up.layout.row_order == REORDERED,
             "WEIGHT": up.layout.weight, "X_SCALE": _scales(shape.groups), "INNER_SCALE": _scales(shape.inner_groups),
             "BIAS": up.bias is not None, "PARTS": up.layout.shape[1], "KIND": ACTIVATION_KINDS.index(act.kind),
             "HAS_LIMIT": act.limit is not None, "UP_BLOCKS": up.layout.k_blocks, "DOWN_BLOCKS": down.layout.k_blocks,
             "UP_EVEN": shape.width % block_k == 0, "DOWN_EVEN": shape.inner % block_k == 0,
-            "WARPS": WARPS, "BLOCK_N": BLOCK_N, "BLOCK_T": block_t, "BLOCK": block_k, "STAGES": STAGES[self.coded],
-            "PREFETCH": (1 << (lines.bit_length() - 1)) * (self._early(shape)),
+            "WARPS": WARPS, "BLOCK_N": block_n, "BLOCK_T": block_t, "BLOCK": block_k,
+            "UP_DEPTH": gcd(DEPTH, up.layout.k_blocks), "DOWN_DEPTH": gcd(DEPTH, down.layout.k_blocks),
+            "STAGES": STAGES[self.coded, block_n],
+            "ALL": unasked(peers.world, shape.top_k, peers.bound),
             "PLACED": 16 if shape.width % 16 == 0 else 1, "BLOCK_C": block_c, "EVEN": shape.width % 16 == 0,
             "FULL": shape.width % block_c == 0,
         }  # fmt: skip
@@ -255,16 +263,10 @@ def _scales(groups: int) -> int:
     return 1 if groups > 1 else 2
 
 
-def _tensors(matrix: PackedMatrix) -> tuple[Tensor, ...]:
-    """Return values, scale, row_scale and bias; the first again where one is missing, which is then not read."""
-    found = (matrix.values, matrix.scale, matrix.row_scale, matrix.bias)
-    return tuple(matrix.values if each is None else each for each in found)
-
-
-def _bands(layout: Layout) -> int:
-    """Return the pieces of a product: both parts of a weight are in each."""
+def _bands(layout: Layout, block_n: int) -> int:
+    """Return the pieces of ``block_n`` weight rows of a product: both parts of a weight are in each."""
     matrices, rows = layout.operand_rows
-    return -(-matrices * rows // BLOCK_N)
+    return -(-matrices * rows // block_n)
 
 
 def _shape_of(form: ActivationFormat, order: int, counts: tuple[int, int, int, int], hidden: int, inner: int) -> _Shape:
