@@ -18,7 +18,8 @@ if importlib.util.find_spec("triton") is None:
 
 BASE = {
     "WEIGHT": 6, "X_SCALE": 2, "BIAS": False, "GATHER": True, "PARTS": 2, "KIND": 0, "HAS_LIMIT": False,
-    "K_BLOCKS": 32, "ASM": True, "WARPS": 4, "BLOCK_N": 64, "BLOCK_T": 16, "BLOCK_K": 128, "GROUP_T": 8, "STAGES": 4,
+    "K_BLOCKS": 32, "ASM": True, "WARPS": 4, "BLOCK_N": 64, "BLOCK_T": 16, "BLOCK_K": 128, "GROUP_T": 8, "DEPTH": 1,
+    "STAGES": 4,
     "NARROW": False, "TOP_K": 0, "EARLY": False, "PDL": False, "row_places": None, "PLACED": 0,
 }  # fmt: skip
 INT4, NVFP4, SCALED = {"WEIGHT": 7}, {"WEIGHT": 8}, {"WEIGHT": 9}
@@ -34,6 +35,8 @@ CASES: tuple[tuple[int, dict[str, Any], int, int, int], ...] = (
     (90, DOWN, 150, 64, 22),
     (90, {"TOP_K": 8, "PDL": True}, 150, 72, 22),
     (90, TALL, 230, 104, 36),
+    (90, {"DEPTH": 2, "STAGES": 3}, 245, 80, 30),
+    (90, {"DEPTH": 4, "STAGES": 2}, 430, 80, 34),
     (90, WIDE | {"NARROW": True}, 165, 216, 68),
     (90, TALL | {"BLOCK_T": 128, "NARROW": True}, 230, 255, 90),
     (90, GROUPS, 200, 80, 22),

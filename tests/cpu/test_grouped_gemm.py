@@ -15,7 +15,8 @@ from collegium.experts.triton import grouped as ops
 from collegium.experts.triton import lanes as pack
 from collegium.experts.triton.bf16 import TritonBf16
 from collegium.experts.triton.fp8 import TritonFp8
-from collegium.experts.triton.tiles import TileChoice, TileProblem, candidates, choose, score
+from collegium.experts.triton.tile_choice import TileChoice, TileProblem
+from collegium.experts.triton.tiles import candidates, choose, score
 from collegium.experts.triton.w4a8 import TritonW4A8
 from collegium.experts.triton.w4a16 import TritonW4A16
 from collegium.formats import Fp8Block, Fp8Channel, Int4Group, MxFp4, MxFp8

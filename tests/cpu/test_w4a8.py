@@ -13,7 +13,7 @@ from collegium.errors import InputError
 from collegium.experts import KERNELS
 from collegium.experts.reference import Reference
 from collegium.experts.triton import grouped as ops
-from collegium.experts.triton.tiles import TileChoice
+from collegium.experts.triton.tile_choice import TileChoice
 from collegium.experts.triton.w4a8 import TritonW4A8
 from collegium.experts.triton.words import pack_w4a8
 from collegium.formats import Int4Group, MxFp4, NvFp4
@@ -154,6 +154,9 @@ def test_a_row_does_not_depend_on_the_batch_or_the_tile(weights: str) -> None:
     for warps, height in ((4, 32), (8, 32), (4, 64)):
         wide = TileChoice(block_n=128, block_t=height, warps=warps, stages=3, group_t=2, narrow=height == 64)
         assert torch.equal(replace(packed, tiles=(wide, wide)).run(batch)[:stop], whole[:stop])
+    both = replace(packed, tiles=(replace(TILE, depth=packed.gate_up.layout.k_blocks), TILE))
+    assert both.tiles[0].depth == 2
+    assert torch.equal(both.run(batch)[:stop], whole[:stop])
     row = stop - 1
     expert = int(torch.searchsorted(batch.expert_offsets, torch.tensor(row), right=True)) - 1
     one = ContiguousBatch(

@@ -16,7 +16,8 @@ from collegium.experts.triton.fp8 import TritonFp8
 from collegium.experts.triton.grouped import grouped_gemm, tile_list
 from collegium.experts.triton.lanes import pack_fp8_rows, pack_mxfp8
 from collegium.experts.triton.packed import PackedExperts
-from collegium.experts.triton.tiles import TileChoice, candidates
+from collegium.experts.triton.tile_choice import TileChoice
+from collegium.experts.triton.tiles import candidates
 from collegium.experts.triton.w4a16 import TritonW4A16
 from collegium.formats import Fp8Channel, MxFp8
 from collegium.ops.operand import operand

@@ -20,7 +20,8 @@ from collegium.experts.triton.layout import BlockCodes, PlainBf16
 from collegium.experts.triton.matrix import PackedMatrix
 from collegium.experts.triton.packed import PackedExperts
 from collegium.experts.triton.prefill import CodeScales, prefill_gemm
-from collegium.experts.triton.tiles import TileChoice, prefill_tile
+from collegium.experts.triton.tile_choice import TileChoice
+from collegium.experts.triton.tiles import prefill_tile
 from collegium.ops.operand import operand
 from collegium.parallel.local import Local
 from collegium.problem import Problem

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .base import ExpertKernel, Packed, Product, Tiling
 from .cpu.grouped import CpuGrouped
+from .cpu.w4a16 import CpuW4A16
 from .reference import Reference
 from .triton.bf16 import TritonBf16
 from .triton.fp8 import TritonFp8
@@ -13,6 +14,7 @@ from .triton.w4a16 import TritonW4A16
 __all__ = [
     "KERNELS",
     "CpuGrouped",
+    "CpuW4A16",
     "ExpertKernel",
     "Packed",
     "Product",
@@ -29,6 +31,7 @@ KERNELS: tuple[ExpertKernel, ...] = (
     TritonW4A8(),
     TritonW4A16(),
     TritonBf16(),
+    CpuW4A16(),
     CpuGrouped(),
     Reference(),
 )

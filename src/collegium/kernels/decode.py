@@ -106,13 +106,9 @@ def e2m1_quarters(lanes, s0, s1, s2, s3, ASM: tl.constexpr):
     """Return four bfloat16 tensors: code of each quarter times 2^-126 times the bfloat16 scale of that quarter."""
     if ASM:
         return tl.inline_asm_elementwise(
-            _E2M1_ASM,
-            "=&r,=&r,=&r,=&r,r,r,r,r,r",
-            [lanes, s0, s1, s2, s3],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=2,
-        )
+            _E2M1_ASM, "=&r,=&r,=&r,=&r,r,r,r,r,r", [lanes, s0, s1, s2, s3],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
     else:
         bits = lanes.to(tl.int32)
         a = bits & 0x81C0
@@ -128,13 +124,9 @@ def int4_quarters(lanes, ASM: tl.constexpr):
     """Return four bfloat16 tensors, code - 8 of each quarter; quarter q is in bits 4q to 4q+3 of its lane."""
     if ASM:
         return tl.inline_asm_elementwise(
-            _INT4_ASM,
-            "=&r,=&r,=&r,=&r,r",
-            [lanes],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=2,
-        )
+            _INT4_ASM, "=&r,=&r,=&r,=&r,r", [lanes],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
     else:
         bits = lanes.to(tl.int32)
         a = (bits & 15) - 8
@@ -157,21 +149,11 @@ def e4m3_halves(lanes, s0, s1, SCALED: tl.constexpr, ASM: tl.constexpr):
     """
     if ASM and not SCALED:
         return tl.inline_asm_elementwise(
-            _E4M3_ALONE_ASM,
-            "=&r,=&r,r",
-            [lanes],
-            dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=2,
+            _E4M3_ALONE_ASM, "=&r,=&r,r", [lanes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
         )
     elif ASM:
         return tl.inline_asm_elementwise(
-            _E4M3_ASM,
-            "=&r,=&r,r,r,r",
-            [lanes, s0, s1],
-            dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=2,
+            _E4M3_ASM, "=&r,=&r,r,r,r", [lanes, s0, s1], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
         )
     else:
         bits = lanes.to(tl.int32)

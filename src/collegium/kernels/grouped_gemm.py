@@ -15,12 +15,12 @@ after the K loop: earlier, its programs would crowd where this kernel leaves roo
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from . import numbers
 from .activation import activate
 from .decode import e2m1_quarters, e4m3_halves, e4m3_scale, e8m0_scale, finished, int4_quarters, upper_scale
-from .tiles import NOWHERE, place_at, tile_at, tile_of, token_at
+from .tiles import begun, dot, halves, store_rows, token_at
 
 __all__ = ["grouped_gemm_kernel", "grouped_tile"]
 
@@ -36,14 +36,6 @@ E4M3_SCALE = tl.constexpr(numbers.E4M3_SCALE)
 PAIR_SCALE = tl.constexpr(numbers.PAIR_SCALE)
 
 NO_ACTIVATION = tl.constexpr(numbers.NO_ACTIVATION)
-
-
-@triton.jit
-def _halves(rows, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Return gate and up of stacked ``rows [BLOCK_N, BLOCK_T]``."""
-    rows = tl.reshape(rows, (BLOCK_N // 16, 2, 8, BLOCK_T))
-    gate, up = tl.split(tl.permute(rows, (0, 2, 3, 1)))
-    return tl.reshape(gate, (BLOCK_N // 2, BLOCK_T)), tl.reshape(up, (BLOCK_N // 2, BLOCK_T))
 
 
 @triton.jit
@@ -73,58 +65,29 @@ def _load_weights(pointers, k, left, WIDTH: tl.constexpr, WEIGHT: tl.constexpr, 
 
 
 @triton.jit
-def _dot(a, b, acc, ASM: tl.constexpr):
-    if ASM:
-        return tl.dot(a, b, acc)
-    else:
-        # The interpreter multiplies the bit patterns of bfloat16; products of its values are exact in float32.
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-
-
-@triton.jit
-def _byte_scale(words, QUARTER: tl.constexpr, SCALE: tl.constexpr):
+def _byte_scale(words, like, QUARTER: tl.constexpr, SCALE: tl.constexpr):
     byte = (words >> (8 * QUARTER)) & 255
-    if SCALE == E8M0_SCALE:
-        return e8m0_scale(byte)[:, None]
-    else:
-        return e4m3_scale(byte)[:, None]
-
-
-@triton.jit
-def _spread(column, like):
-    spread, _ = tl.broadcast(column, like)
+    scale = e8m0_scale(byte) if SCALE == E8M0_SCALE else e4m3_scale(byte)
+    spread, _ = tl.broadcast(scale[:, None], like)
     return spread
 
 
 @triton.jit
 def _multiply(
-    acc,
-    w,
-    w1,
-    scale,
-    scale_step,
-    x0,
-    x1,
-    x2,
-    x3,
-    x_scale,
-    WEIGHT: tl.constexpr,
-    SCALE: tl.constexpr,
-    WORDS: tl.constexpr,
-    X_SCALED: tl.constexpr,
-    STACKED: tl.constexpr,
+    acc, w, w1, scale, scale_step, x0, x1, x2, x3, x_scale,
+    WEIGHT: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr, X_SCALED: tl.constexpr, STACKED: tl.constexpr,
     ASM: tl.constexpr,
-):
+):  # fmt: skip
     """Add one K block: weights ``w [BLOCK_N, .]`` times tokens ``x0..x3``, scaled as SCALE says."""
     none = tl.zeros_like(acc)
     if (WEIGHT == E2M1_LANES) or (WEIGHT == E4M3_LANES):
         SCALED: tl.constexpr = (SCALE == E8M0_SCALE) or (SCALE == E4M3_SCALE)
         if SCALED:
             words = tl.load(scale)
-            s0 = _spread(_byte_scale(words, 0, SCALE), w)
-            s1 = _spread(_byte_scale(words, 1, SCALE), w)
-            s2 = _spread(_byte_scale(words, 2, SCALE), w)
-            s3 = _spread(_byte_scale(words, 3, SCALE), w)
+            s0 = _byte_scale(words, w, 0, SCALE)
+            s1 = _byte_scale(words, w, 1, SCALE)
+            s2 = _byte_scale(words, w, 2, SCALE)
+            s3 = _byte_scale(words, w, 3, SCALE)
         else:
             s0 = 1.329227995784916e36
             s1 = s0
@@ -136,10 +99,10 @@ def _multiply(
             a0, a1 = e4m3_halves(w, s0, s1, SCALED, ASM)
             a2, a3 = e4m3_halves(w1, s2, s3, SCALED, ASM)
         start = none if SCALE == BLOCK_SCALE else acc
-        product = _dot(a0, x0, start, ASM)
-        product = _dot(a1, x1, product, ASM)
-        product = _dot(a2, x2, product, ASM)
-        product = _dot(a3, x3, product, ASM)
+        product = dot(a0, x0, start, ASM)
+        product = dot(a1, x1, product, ASM)
+        product = dot(a2, x2, product, ASM)
+        product = dot(a3, x3, product, ASM)
         if SCALE == BLOCK_SCALE:
             factor = tl.load(scale)
             acc += product * (factor[:, None] if STACKED else factor)
@@ -150,20 +113,20 @@ def _multiply(
         if SCALE == PAIR_SCALE:
             low = tl.load(scale)
             high = tl.load(scale + scale_step)
-            acc += _dot(a0, x0, none, ASM) * upper_scale(low << 16)
-            acc += _dot(a1, x1, none, ASM) * upper_scale(low)
-            acc += _dot(a2, x2, none, ASM) * upper_scale(high << 16)
-            acc += _dot(a3, x3, none, ASM) * upper_scale(high)
+            acc += dot(a0, x0, none, ASM) * upper_scale(low << 16)
+            acc += dot(a1, x1, none, ASM) * upper_scale(low)
+            acc += dot(a2, x2, none, ASM) * upper_scale(high << 16)
+            acc += dot(a3, x3, none, ASM) * upper_scale(high)
         elif WORDS == 4:
-            acc += _dot(a0, x0, none, ASM) * tl.load(scale)[:, None]
-            acc += _dot(a1, x1, none, ASM) * tl.load(scale + scale_step)[:, None]
-            acc += _dot(a2, x2, none, ASM) * tl.load(scale + 2 * scale_step)[:, None]
-            acc += _dot(a3, x3, none, ASM) * tl.load(scale + 3 * scale_step)[:, None]
+            acc += dot(a0, x0, none, ASM) * tl.load(scale)[:, None]
+            acc += dot(a1, x1, none, ASM) * tl.load(scale + scale_step)[:, None]
+            acc += dot(a2, x2, none, ASM) * tl.load(scale + 2 * scale_step)[:, None]
+            acc += dot(a3, x3, none, ASM) * tl.load(scale + 3 * scale_step)[:, None]
         else:
-            product = _dot(a0, x0, none, ASM)
-            product = _dot(a1, x1, product, ASM)
-            product = _dot(a2, x2, product, ASM)
-            product = _dot(a3, x3, product, ASM)
+            product = dot(a0, x0, none, ASM)
+            product = dot(a1, x1, product, ASM)
+            product = dot(a2, x2, product, ASM)
+            product = dot(a3, x3, product, ASM)
             acc += product * tl.load(scale)[:, None]
     else:
         if SCALE == BLOCK_SCALE:
@@ -173,11 +136,11 @@ def _multiply(
                 factors = factor[:, None] * x_scale[None, :] if STACKED else (factor * x_scale)[None, :]
             else:
                 factors = factor[:, None] if STACKED else factor
-            acc += _dot(w, x0, none, ASM) * factors
+            acc += dot(w, x0, none, ASM) * factors
         elif X_SCALED:
-            acc += _dot(w, x0, none, ASM) * x_scale[None, :]
+            acc += dot(w, x0, none, ASM) * x_scale[None, :]
         else:
-            acc = _dot(w, x0, acc, ASM)
+            acc = dot(w, x0, acc, ASM)
     return acc
 
 
@@ -256,44 +219,12 @@ def grouped_tile(
         if SETS == 2:
             w0, w1 = _load_weights(w_ptr, k[None, :], left, WIDTH, WEIGHT, EVEN_K or QUARTERS)
             gate = _multiply(
-                gate,
-                w0,
-                w1,
-                s_ptr,
-                n_out,
-                x0,
-                x1,
-                x2,
-                x3,
-                xs,
-                WEIGHT,
-                SCALE,
-                WORDS,
-                X_SCALE == 1,
-                STACKED,
-                ASM,
+                gate, w0, w1, s_ptr, n_out, x0, x1, x2, x3, xs, WEIGHT, SCALE, WORDS, X_SCALE == 1, STACKED, ASM
             )
             w_ptr += k_step
             s_ptr += s_k
         w0, w1 = _load_weights(up_ptr, k[None, :], left, WIDTH, WEIGHT, EVEN_K or QUARTERS)
-        up = _multiply(
-            up,
-            w0,
-            w1,
-            us_ptr,
-            n_out,
-            x0,
-            x1,
-            x2,
-            x3,
-            xs,
-            WEIGHT,
-            SCALE,
-            WORDS,
-            X_SCALE == 1,
-            STACKED,
-            ASM,
-        )
+        up = _multiply(up, w0, w1, us_ptr, n_out, x0, x1, x2, x3, xs, WEIGHT, SCALE, WORDS, X_SCALE == 1, STACKED, ASM)
         up_ptr += k_step
         us_ptr += s_k
         x_ptr += BLOCK_K
@@ -316,7 +247,7 @@ def grouped_tile(
         if SETS == 2:
             gate += tl.load(bias + vector).to(tl.float32)[:, None]
     if STACKED:
-        gate, up = _halves(up, BLOCK_N, BLOCK_T)
+        gate, up = halves(up, BLOCK_N, BLOCK_T)
     if KIND == NO_ACTIVATION:
         result = up
     elif PARTS == 2:
@@ -348,16 +279,7 @@ def _write_tile(
         WEIGHT, SCALE, WORDS, X_SCALE, ROW_SCALE, BIAS, PARTS, KIND, HAS_LIMIT, K_BLOCKS, EVEN_K, ASM, BLOCK_N, BLOCK_T,
         BLOCK_K, STAGES, STACKED, PDL and not TOP_K,
     )  # fmt: skip
-    o = tl.arange(0, COLUMNS)
-    if PLACED:
-        place = place_at(row_places, row, PLACED)[None, :]
-        out_ptr = out + place + (n_first + o)[:, None]
-    else:
-        out_ptr = out + row[None, :] * n_out + (n_first + o)[:, None]
-    inside_out = (o < n_out - n_first)[:, None] & (t < row_count)[None, :]
-    if PLACED:
-        inside_out &= place != NOWHERE
-    tl.store(out_ptr, result.to(out.dtype.element_ty), mask=inside_out)
+    store_rows(result, out, row_places, row, t < row_count, n_first, tl.arange(0, COLUMNS), n_out, PLACED)
 
 
 @triton.jit(
@@ -365,56 +287,14 @@ def _write_tile(
     do_not_specialize_on_alignment=["row_places", "source", "expert_offsets", "tile_expert", "tile_row"],
 )
 def grouped_gemm_kernel(
-    x,
-    x_scale,
-    weight,
-    scale,
-    row_scale,
-    bias,
-    out,
-    row_places,
-    source,
-    expert_offsets,
-    tile_expert,
-    tile_row,
-    n_out,
-    k_in,
-    x_stride,
-    n_step,
-    k_step,
-    part_step,
-    scale_rows,
-    token_tiles,
-    experts,
-    limit,
-    alpha,
-    gate_bound,
-    up_bound,
-    WEIGHT: tl.constexpr,
-    SCALE: tl.constexpr,
-    WORDS: tl.constexpr,
-    X_SCALE: tl.constexpr,
-    ROW_SCALE: tl.constexpr,
-    BIAS: tl.constexpr,
-    GATHER: tl.constexpr,
-    PARTS: tl.constexpr,
-    KIND: tl.constexpr,
-    HAS_LIMIT: tl.constexpr,
-    K_BLOCKS: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    ASM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_T: tl.constexpr,
-    NARROW: tl.constexpr,
-    STAGES: tl.constexpr,
-    STACKED: tl.constexpr,
-    PLACED: tl.constexpr,
-    TOP_K: tl.constexpr,
-    EARLY: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, x_scale, weight, scale, row_scale, bias, out, row_places, source, expert_offsets, tile_expert, tile_row, n_out,
+    k_in, x_stride, n_step, k_step, part_step, scale_rows, token_tiles, experts, limit, alpha, gate_bound, up_bound,
+    WEIGHT: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr, X_SCALE: tl.constexpr, ROW_SCALE: tl.constexpr,
+    BIAS: tl.constexpr, GATHER: tl.constexpr, PARTS: tl.constexpr, KIND: tl.constexpr, HAS_LIMIT: tl.constexpr,
+    K_BLOCKS: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP_T: tl.constexpr, NARROW: tl.constexpr, STAGES: tl.constexpr, STACKED: tl.constexpr,
+    PLACED: tl.constexpr, TOP_K: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Write ``out [R, n_out]``: rows of one expert times its weights, then bias and activation.
 
     x [T or R, x_stride], read at row source[r] (GATHER) or r. x_scale: float32 [., K_BLOCKS] (X_SCALE 1) or [., 1]
@@ -424,16 +304,10 @@ def grouped_gemm_kernel(
     element row_places[r] of out, which may be in a peer's memory (``place_at``). NARROW: a tile of few rows is
     multiplied as one of half or a quarter of BLOCK_T.
     """
-    COLUMNS: tl.constexpr = BLOCK_N // 2 if STACKED else BLOCK_N
-    tile, n_tile = tile_of(tl.program_id(0), tl.cdiv(n_out, COLUMNS), token_tiles, GROUP_T)
-    n_first = n_tile * COLUMNS
-    if PDL and not EARLY:
-        gdc_wait()
-    expert, row_first, row_count = tile_at(tile, tile_expert, tile_row, expert_offsets, experts, BLOCK_T, TOP_K, EARLY)
-    if PDL and EARLY:
-        gdc_wait()
-    if PDL and TOP_K:
-        gdc_launch_dependents()
+    expert, row_first, row_count, n_first = begun(
+        n_out, token_tiles, tile_expert, tile_row, expert_offsets, experts, BLOCK_N // 2 if STACKED else BLOCK_N,
+        BLOCK_T, GROUP_T, TOP_K, EARLY, PDL,
+    )  # fmt: skip
     if expert < 0:
         return
 

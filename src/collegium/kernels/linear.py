@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .tiles import dot
+
 __all__ = ["add_parts_kernel", "linear_kernel"]
 
 
@@ -25,15 +27,6 @@ def _term(value):
 
 
 @triton.jit
-def _dot(a, b, acc, ASM: tl.constexpr):
-    if ASM:
-        return tl.dot(a, b, acc)
-    else:
-        # The interpreter multiplies the bit patterns of bfloat16; products of its values are exact in float32.
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-
-
-@triton.jit
 def _product(w, x, TERMS: tl.constexpr, ASM: tl.constexpr):
     """Return ``w [BLOCK_N, BLOCK_K]`` times ``x [BLOCK_K, BLOCK_T]`` in float32.
 
@@ -41,23 +34,23 @@ def _product(w, x, TERMS: tl.constexpr, ASM: tl.constexpr):
     """
     found = tl.zeros((w.shape[0], x.shape[1]), dtype=tl.float32)
     if TERMS == 0:
-        return _dot(w, x, found, ASM)
+        return dot(w, x, found, ASM)
     w0, rest = _term(w)
     w1, rest = _term(rest)
     w2 = rest.to(tl.bfloat16)
     if TERMS == 1:
-        found = _dot(w2, x, found, ASM)
-        found = _dot(w1, x, found, ASM)
-        return _dot(w0, x, found, ASM)
+        found = dot(w2, x, found, ASM)
+        found = dot(w1, x, found, ASM)
+        return dot(w0, x, found, ASM)
     x0, rest = _term(x.to(tl.float32))
     x1, rest = _term(rest)
     if TERMS == 3:
-        found = _dot(w0, rest.to(tl.bfloat16), found, ASM)
-    found = _dot(w1, x1, found, ASM)
-    found = _dot(w2, x0, found, ASM)
-    found = _dot(w0, x1, found, ASM)
-    found = _dot(w1, x0, found, ASM)
-    return _dot(w0, x0, found, ASM)
+        found = dot(w0, rest.to(tl.bfloat16), found, ASM)
+    found = dot(w1, x1, found, ASM)
+    found = dot(w2, x0, found, ASM)
+    found = dot(w0, x1, found, ASM)
+    found = dot(w1, x0, found, ASM)
+    return dot(w0, x0, found, ASM)
 
 
 @triton.jit(do_not_specialize=["tokens"])

@@ -13,7 +13,7 @@ from triton import set_allocator
 from . import numbers
 from .activation import activate
 from .scales import exact_scale, power_byte
-from .tiles import NOWHERE, place_at
+from .tiles import NOWHERE, dot, place_at, tile_of
 
 __all__ = ["prefill_kernel", "set_allocator"]
 
@@ -21,14 +21,14 @@ NO_ACTIVATION = tl.constexpr(numbers.NO_ACTIVATION)
 ROWS = tl.constexpr(numbers.ROWS)
 POWER_CODES = tl.constexpr(numbers.POWER_CODES)
 
-
-@triton.jit
-def _dot(x, w, acc, ASM: tl.constexpr):
-    if ASM:
-        return tl.dot(x, w, acc)
-    else:
-        # The interpreter multiplies the bit patterns of bfloat16; products of its values are exact in float32.
-        return tl.dot(x.to(tl.float32), w.to(tl.float32), acc, input_precision="ieee")
+_FORGET_TEXT = """{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;
+            @p mbarrier.inval.shared::cta.b64 [global_smem];
+            @p mbarrier.inval.shared::cta.b64 [global_smem+8];
+            @p mbarrier.inval.shared::cta.b64 [global_smem+16];
+            FOURTH
+            fence.proxy.async.shared::cta; mov.b32 $0, $1; }"""
+_FORGET_THREE_ASM = tl.constexpr(_FORGET_TEXT.replace("FOURTH", ""))
+_FORGET_FOUR_ASM = tl.constexpr(_FORGET_TEXT.replace("FOURTH", "@p mbarrier.inval.shared::cta.b64 [global_smem+24];"))
 
 
 @triton.jit
@@ -47,13 +47,13 @@ def _promoted(product, scale, acc, ASM: tl.constexpr):
 def _add_block(acc, x, w, x_scale, scale, SCALE: tl.constexpr, X_SCALE: tl.constexpr, ASM: tl.constexpr):
     """Add one K block: tokens ``x [BLOCK_T, BLOCK_K]`` times weights ``w [128, BLOCK_K]``."""
     if SCALE and X_SCALE == 1:
-        return _promoted(_dot(x, w.T, tl.zeros_like(acc), ASM), (scale * x_scale)[:, None], acc, ASM)
+        return _promoted(dot(x, w.T, tl.zeros_like(acc), ASM), (scale * x_scale)[:, None], acc, ASM)
     elif SCALE:
-        return _promoted(_dot(x, w.T, tl.zeros_like(acc), ASM), scale, acc, ASM)
+        return _promoted(dot(x, w.T, tl.zeros_like(acc), ASM), scale, acc, ASM)
     elif X_SCALE == 1:
-        return _promoted(_dot(x, w.T, tl.zeros_like(acc), ASM), x_scale[:, None], acc, ASM)
+        return _promoted(dot(x, w.T, tl.zeros_like(acc), ASM), x_scale[:, None], acc, ASM)
     else:
-        return _dot(x, w.T, acc, ASM)
+        return dot(x, w.T, acc, ASM)
 
 
 @triton.jit
@@ -97,56 +97,20 @@ def _store_codes(value, at, at_scale, inside, kept, ROUND: tl.constexpr, CODES: 
 
 @triton.jit
 def _write_tile(
-    place,
-    token_tiles,
-    x,
-    weight,
-    x_scale,
-    scale,
-    row_scale,
-    bias,
-    out,
-    row_places,
-    out_scale,
-    expert_offsets,
-    tile_expert,
-    tile_row,
-    tile_corner,
-    n_out,
-    k_in,
-    scale_rows,
-    limit,
-    alpha,
-    gate_bound,
-    up_bound,
-    SCALE: tl.constexpr,
-    X_SCALE: tl.constexpr,
-    ROW_SCALE: tl.constexpr,
-    BIAS: tl.constexpr,
-    PARTS: tl.constexpr,
-    KIND: tl.constexpr,
-    HAS_LIMIT: tl.constexpr,
-    CODES: tl.constexpr,
-    ROUND: tl.constexpr,
-    K_BLOCKS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_T: tl.constexpr,
-    STAGES: tl.constexpr,
-    PLACED: tl.constexpr,
+    place, token_tiles, x, weight, x_scale, scale, row_scale, bias, out, row_places, out_scale, expert_offsets,
+    tile_expert, tile_row, tile_corner, n_out, k_in, scale_rows, limit, alpha, gate_bound, up_bound,
+    SCALE: tl.constexpr, X_SCALE: tl.constexpr, ROW_SCALE: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr,
+    KIND: tl.constexpr, HAS_LIMIT: tl.constexpr, CODES: tl.constexpr, ROUND: tl.constexpr, K_BLOCKS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_T: tl.constexpr, STAGES: tl.constexpr, PLACED: tl.constexpr,
     ASM: tl.constexpr,
-):
+):  # fmt: skip
     """Multiply and store one place of the grid: GROUP_T token tiles by all columns, then the next."""
     BAND: tl.constexpr = 128
     SPAN: tl.constexpr = BAND if PARTS == 2 else 2 * BAND
-    n_tiles = tl.cdiv(n_out, SPAN)
     t = tl.arange(0, BLOCK_T)
     n = tl.arange(0, BAND)
-    group = place // (GROUP_T * n_tiles)
-    width = tl.minimum(token_tiles - group * GROUP_T, GROUP_T)
-    inside = place - group * GROUP_T * n_tiles
-    tile = group * GROUP_T + inside % width
-    n_first = (inside // width) * SPAN
+    tile, n_tile = tile_of(place, tl.cdiv(n_out, SPAN), token_tiles, GROUP_T)
+    n_first = n_tile * SPAN
     expert = tl.load(tile_expert + tile)
     row_first = tl.load(tile_row + tile).to(tl.int32)
     # The same number, read again: the compiler moves where the second half of a tile is copied from by its 64 rows,
@@ -217,73 +181,22 @@ def _forget_barriers(number, STAGES: tl.constexpr):
     Triton 3.6.0 makes barriers there that nothing uses and gives their bytes to the first weights. The hardware
     holds a barrier until it is invalidated and may write it back over what was copied there since.
     """
-    if STAGES == 3:
-        return tl.inline_asm_elementwise(
-            """{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;
-            @p mbarrier.inval.shared::cta.b64 [global_smem];
-            @p mbarrier.inval.shared::cta.b64 [global_smem+8];
-            @p mbarrier.inval.shared::cta.b64 [global_smem+16];
-            fence.proxy.async.shared::cta; mov.b32 $0, $1; }""",
-            "=r,r", [number], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-    else:
-        tl.static_assert(STAGES == 4)
-        return tl.inline_asm_elementwise(
-            """{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;
-            @p mbarrier.inval.shared::cta.b64 [global_smem];
-            @p mbarrier.inval.shared::cta.b64 [global_smem+8];
-            @p mbarrier.inval.shared::cta.b64 [global_smem+16];
-            @p mbarrier.inval.shared::cta.b64 [global_smem+24];
-            fence.proxy.async.shared::cta; mov.b32 $0, $1; }""",
-            "=r,r", [number], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+    tl.static_assert(STAGES == 3 or STAGES == 4)
+    return tl.inline_asm_elementwise(
+        _FORGET_FOUR_ASM if STAGES == 4 else _FORGET_THREE_ASM, "=r,r", [number], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["row_places", "expert_offsets"])
 def prefill_kernel(
-    x,
-    weight,
-    x_scale,
-    scale,
-    row_scale,
-    bias,
-    out,
-    row_places,
-    out_scale,
-    expert_offsets,
-    tile_expert,
-    tile_row,
-    tile_corner,
-    tiles_used,
-    rows,
-    n_out,
-    k_in,
-    x_stride,
-    n_step,
-    weight_rows,
-    scale_rows,
-    limit,
-    alpha,
-    gate_bound,
+    x, weight, x_scale, scale, row_scale, bias, out, row_places, out_scale, expert_offsets, tile_expert, tile_row,
+    tile_corner, tiles_used, rows, n_out, k_in, x_stride, n_step, weight_rows, scale_rows, limit, alpha, gate_bound,
     up_bound,
-    SCALE: tl.constexpr,
-    X_SCALE: tl.constexpr,
-    ROW_SCALE: tl.constexpr,
-    BIAS: tl.constexpr,
-    PARTS: tl.constexpr,
-    KIND: tl.constexpr,
-    HAS_LIMIT: tl.constexpr,
-    CODES: tl.constexpr,
-    ROUND: tl.constexpr,
-    K_BLOCKS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_T: tl.constexpr,
-    STAGES: tl.constexpr,
-    SPECIALIZE: tl.constexpr,
-    PLACED: tl.constexpr,
-    ASM: tl.constexpr,
-):
+    SCALE: tl.constexpr, X_SCALE: tl.constexpr, ROW_SCALE: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr,
+    KIND: tl.constexpr, HAS_LIMIT: tl.constexpr, CODES: tl.constexpr, ROUND: tl.constexpr, K_BLOCKS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_T: tl.constexpr, STAGES: tl.constexpr, SPECIALIZE: tl.constexpr,
+    PLACED: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
     """Write ``out [R, n_out]``: rows of one expert times its weights, then bias and activation.
 
     x ``[rows, x_stride]``; weight ``[weight_rows, n_step]``, the rows of all experts and parts; both hold k_in

@@ -1,4 +1,4 @@
-"""Token tiles of grouped products: their list, from the expert offsets, and which one a program works on.
+"""What the kernels of products share: a step of a sum, token tiles, and where a tile's rows are stored.
 
 Tiles are listed (rows are sorted by expert), or, with few assignments, each assignment is a tile of one row and
 is where the caller put it: ``tile_expert`` then holds the ids themselves, checked here.
@@ -6,12 +6,31 @@ is where the caller put it: ``tile_expert`` then holds the ids themselves, check
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import numbers
 
-__all__ = ["NOWHERE", "place_at", "tile_at", "tile_list_kernel", "tile_of", "token_at"]
+__all__ = ["NOWHERE", "begun", "dot", "halves", "place_at", "store_rows", "tile_list_kernel", "tile_of", "token_at"]
 
 NOWHERE = tl.constexpr(numbers.NOWHERE)
+
+
+@triton.jit
+def dot(a, b, acc, ASM: tl.constexpr):
+    """Return ``acc`` plus ``a [M, K]`` times ``b [K, N]``, of 16-bit or E4M3 numbers, in float32."""
+    if ASM:
+        return tl.dot(a, b, acc)
+    else:
+        # The interpreter multiplies the bit patterns of bfloat16; products of its values are exact in float32.
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+
+
+@triton.jit
+def halves(rows, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Return gate and up of stacked ``rows [BLOCK_N, BLOCK_T]``, of which eight of each take turns."""
+    rows = tl.reshape(rows, (BLOCK_N // 16, 2, 8, BLOCK_T))
+    gate, up = tl.split(tl.permute(rows, (0, 2, 3, 1)))
+    return tl.reshape(gate, (BLOCK_N // 2, BLOCK_T)), tl.reshape(up, (BLOCK_N // 2, BLOCK_T))
 
 
 @triton.jit
@@ -24,7 +43,7 @@ def tile_of(program, n_tiles, token_tiles, GROUP_T: tl.constexpr):
 
 
 @triton.jit
-def tile_at(
+def _tile_at(
     tile, tile_expert, tile_row, expert_offsets, experts, BLOCK_T: tl.constexpr, TOP_K: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -44,6 +63,27 @@ def tile_at(
         first = tl.load(tile_row + tile, cache_modifier=CACHE)
         stop = tl.load(expert_offsets + tl.maximum(expert, 0) + 1, cache_modifier=CACHE)
         return expert, first, tl.minimum(stop - first, BLOCK_T).to(tl.int32)
+
+
+@triton.jit
+def begun(
+    width, token_tiles, tile_expert, tile_row, expert_offsets, experts, COLUMNS: tl.constexpr, BLOCK_T: tl.constexpr,
+    GROUP_T: tl.constexpr, TOP_K: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Wait for the kernel before this one, and return this program's expert and rows (``_tile_at``) and first column.
+
+    COLUMNS: of a program, from ``width`` in all.
+    """
+    tile, n_tile = tile_of(tl.program_id(0), tl.cdiv(width, COLUMNS), token_tiles, GROUP_T)
+    n_first = n_tile * COLUMNS
+    if PDL and not EARLY:
+        gdc_wait()
+    expert, row_first, row_count = _tile_at(tile, tile_expert, tile_row, expert_offsets, experts, BLOCK_T, TOP_K, EARLY)
+    if PDL and EARLY:
+        gdc_wait()
+    if PDL and TOP_K:
+        gdc_launch_dependents()
+    return expert, row_first, row_count, n_first
 
 
 @triton.jit
@@ -67,21 +107,28 @@ def place_at(row_places, row, PLACED: tl.constexpr):
     return tl.multiple_of(tl.load(row_places + row), PLACED)
 
 
+@triton.jit
+def store_rows(result, out, row_places, row, kept, first, n, n_out, PLACED: tl.constexpr):
+    """Store ``result [N, BLOCK_T]``, columns ``first + n`` of each ``row`` that is ``kept``: at its place, or in order.
+
+    PLACED: as ``place_at`` says, 0 for rows in order.
+    """
+    place = place_at(row_places, row, PLACED)[None, :] if PLACED else row[None, :] * n_out
+    at = out + place + (first + n)[:, None]
+    inside = (n < n_out - first)[:, None] & kept[None, :]
+    if PLACED:
+        inside &= place != NOWHERE
+    tl.store(at, result.to(out.dtype.element_ty), mask=inside)
+
+
 @triton.jit(
     do_not_specialize=["tiles"],
     do_not_specialize_on_alignment=["expert_offsets", "tile_expert", "tile_row"],
 )
 def tile_list_kernel(
-    expert_offsets,
-    tile_expert,
-    tile_row,
-    used,
-    experts,
-    tiles,
-    BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_TILES: tl.constexpr,
-):
+    expert_offsets, tile_expert, tile_row, used, experts, tiles,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_TILES: tl.constexpr,
+):  # fmt: skip
     """Write expert (-1: none) and first row of each token tile: an expert's rows in steps of BLOCK_T, by expert.
 
     used gets the number of tiles that have an expert.

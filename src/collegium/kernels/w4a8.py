@@ -10,12 +10,12 @@ ranges.
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from . import numbers
 from .activation import activate
 from .decode import finished, upper_scale
-from .tiles import NOWHERE, place_at, tile_at, tile_of, token_at
+from .tiles import begun, dot, halves, store_rows, token_at
 
 __all__ = ["w4a8_kernel", "w4a8_tile"]
 
@@ -105,8 +105,7 @@ def _byte_of(scales, which, ASM: tl.constexpr):
 @triton.jit
 def _e2m1_byte(code, d):
     # Codes 2 to 7 are (code << 2) + d; 0.5 has the exponent below that of 1 and no mantissa bit.
-    byte = tl.where(code == 0, 0, tl.where(code == 1, d, (code << 2) + d))
-    return byte
+    return tl.where(code == 0, 0, tl.where(code == 1, d, (code << 2) + d))
 
 
 @triton.jit
@@ -191,15 +190,9 @@ def _quarter(words, BLOCK_N: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexp
 
 @triton.jit
 def _decode(
-    words,
-    byte,
-    scales,
-    select,
-    BLOCK_N: tl.constexpr,
-    WARPS: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    ASM: tl.constexpr,
-):
+    words, byte, scales, select,
+    BLOCK_N: tl.constexpr, WARPS: tl.constexpr, WEIGHT: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
     """Return two E4M3 operands ``[BLOCK_N, BLOCK_K]``: the weights, and what they still lack (E2M1_E4M3)."""
     if WEIGHT == INT4_FLOAT:
         a0, a1 = _int4(words, byte, ASM)
@@ -209,13 +202,10 @@ def _decode(
         d = _byte_of(scales, select, ASM)
         if ASM:
             a0, a1 = tl.inline_asm_elementwise(
-                _E8M0_ASM,
-                "=&r,=&r,r,r,r,r,r,r,r,r,r",
+                _E8M0_ASM, "=&r,=&r,r,r,r,r,r,r,r,r,r",
                 [words, d * 0x01010100 + 0x0C080000, d * 0x01010101 + 0x1C181410],
-                dtype=(tl.float8e4nv, tl.float8e4nv),
-                is_pure=True,
-                pack=4,
-            )
+                dtype=(tl.float8e4nv, tl.float8e4nv), is_pure=True, pack=4,
+            )  # fmt: skip
         else:
             a0, a1 = _e2m1_table(words, byte, d)
     else:
@@ -225,19 +215,11 @@ def _decode(
         d = _byte_of(scales, select, ASM)
         if ASM:
             a0, a1, b0, b1 = tl.inline_asm_elementwise(
-                _E4M3_ASM,
-                "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
-                [
-                    words,
-                    d * 0x01010100 + 0x08080000,
-                    d * 0x01010101 + 0x18181010,
-                    d * 0x00010100 + 0x08080000,
-                    d * 0x00010001 + 0x08180810,
-                ],
-                dtype=(tl.float8e4nv, tl.float8e4nv, tl.float8e4nv, tl.float8e4nv),
-                is_pure=True,
-                pack=4,
-            )
+                _E4M3_ASM, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
+                [words, d * 0x01010100 + 0x08080000, d * 0x01010101 + 0x18181010,
+                 d * 0x00010100 + 0x08080000, d * 0x00010001 + 0x08180810],
+                dtype=(tl.float8e4nv, tl.float8e4nv, tl.float8e4nv, tl.float8e4nv), is_pure=True, pack=4,
+            )  # fmt: skip
         else:
             m0, s0, m1, s1 = _halves(words, byte)
             a0 = _bytes(_first(m0, d) | (s0 << 7))
@@ -293,10 +275,10 @@ def _quarter_sum(
         s1 = tl.load(g_ptr + 64)[:, None]
         s2 = tl.load(g_ptr + 128)[:, None]
         s3 = tl.load(g_ptr + 192)[:, None]
-    total = _dot(_quarter(q0, BLOCK_N, WARPS, ASM), x0, none, ASM) * s0
-    total += _dot(_quarter(q1, BLOCK_N, WARPS, ASM), x1, none, ASM) * s1
-    total += _dot(_quarter(q2, BLOCK_N, WARPS, ASM), x2, none, ASM) * s2
-    total += _dot(_quarter(q3, BLOCK_N, WARPS, ASM), x3, none, ASM) * s3
+    total = dot(_quarter(q0, BLOCK_N, WARPS, ASM), x0, none, ASM) * s0
+    total += dot(_quarter(q1, BLOCK_N, WARPS, ASM), x1, none, ASM) * s1
+    total += dot(_quarter(q2, BLOCK_N, WARPS, ASM), x2, none, ASM) * s2
+    total += dot(_quarter(q3, BLOCK_N, WARPS, ASM), x3, none, ASM) * s3
     return total
 
 
@@ -317,20 +299,12 @@ def _dot_scaled(pairs, scales, tokens, acc, ASM: tl.constexpr):
 
 
 @triton.jit
-def _dot(a, b, acc, ASM: tl.constexpr):
-    if ASM:
-        return tl.dot(a, b, acc)
-    else:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-
-
-@triton.jit
 def w4a8_tile(
     x, x_scale, weight, scale, row_scale, bias, expert, n_first, token, row_count,
     n_out, x_stride, row_tiles, limit, alpha, gate_bound, up_bound,
     WEIGHT: tl.constexpr, X_SCALE: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr, KIND: tl.constexpr,
     HAS_LIMIT: tl.constexpr, K_BLOCKS: tl.constexpr, ASM: tl.constexpr, WARPS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, LAUNCH: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """Return ``[n, BLOCK_T]`` float32 and its ``n`` columns: rows ``token [BLOCK_T]`` of x times weights of an expert.
 
@@ -373,50 +347,53 @@ def w4a8_tile(
 
     acc = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
     none = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
-    for step in tl.range(0, K_BLOCKS, num_stages=STAGES):
-        if not QUARTERS:
-            tokens = _load_tokens(x_ptr, valid, BLOCK_T)
-        words = _load_words(w_ptr, ASM or WEIGHT == E2M1_SCALED)
-        if QUARTERS or WEIGHT == E2M1_SCALED:
-            a = words
-            b = words
-        elif WEIGHT == INT4_FLOAT:
-            a, b = _decode(words, byte, words, words, BLOCK_N, WARPS, WEIGHT, ASM)
-        else:
-            spread = tl.load(s_ptr)[:, None]
-            if WORDS == 2:
-                spread = tl.where((group_of < 4)[None, :], spread, tl.load(s_ptr + 64)[:, None])
-            spread, _ = tl.broadcast(spread, words)
-            chosen, _ = tl.broadcast(select, words)
-            a, b = _decode(words, byte, spread, chosen, BLOCK_N, WARPS, WEIGHT, ASM)
-        if (X_SCALE == 1) or (WEIGHT == INT4_FLOAT) or QUARTERS:
-            if QUARTERS:
-                product = _quarter_sum(
-                    words, x_ptr, valid, g_ptr, none, BLOCK_N, BLOCK_T, WARPS, WEIGHT == INT4_PAIRS, ASM
-                )
+    CHAINED: tl.constexpr = X_SCALE != 1 and (WEIGHT == E2M1_E8M0 or WEIGHT == E2M1_E4M3)
+    for step in tl.range(0, K_BLOCKS // DEPTH, num_stages=STAGES):
+        for block in tl.static_range(DEPTH):
+            if not QUARTERS:
+                tokens = _load_tokens(x_ptr, valid, BLOCK_T)
+            words = _load_words(w_ptr, ASM or WEIGHT == E2M1_SCALED)
+            if QUARTERS or WEIGHT == E2M1_SCALED:
+                a = words
+                b = words
+            elif WEIGHT == INT4_FLOAT:
+                a, b = _decode(words, byte, words, words, BLOCK_N, WARPS, WEIGHT, ASM)
+            else:
+                spread = tl.load(s_ptr)[:, None]
+                if WORDS == 2:
+                    spread = tl.where((group_of < 4)[None, :], spread, tl.load(s_ptr + 64)[:, None])
+                spread, _ = tl.broadcast(spread, words)
+                chosen, _ = tl.broadcast(select, words)
+                a, b = _decode(words, byte, spread, chosen, BLOCK_N, WARPS, WEIGHT, ASM)
+            if (X_SCALE == 1) or (WEIGHT == INT4_FLOAT) or QUARTERS:
+                if QUARTERS:
+                    product = _quarter_sum(
+                        words, x_ptr, valid, g_ptr, none, BLOCK_N, BLOCK_T, WARPS, WEIGHT == INT4_PAIRS, ASM
+                    )
+                elif WEIGHT == E2M1_SCALED:
+                    product = _dot_scaled(a, tl.load(s_ptr), tokens, none, ASM)
+                else:
+                    product = dot(a, tokens, none, ASM)
+                if WEIGHT == E2M1_E4M3:
+                    product = dot(b, tokens, product, ASM)
+                if WEIGHT == INT4_FLOAT:
+                    product *= tl.load(g_ptr)[:, None]
+                if X_SCALE == 1:
+                    acc += product * tl.load(xs_ptr + step * DEPTH + block)[None, :]
+                else:
+                    acc += product
             elif WEIGHT == E2M1_SCALED:
-                product = _dot_scaled(a, tl.load(s_ptr), tokens, none, ASM)
+                acc = _dot_scaled(a, tl.load(s_ptr), tokens, acc, ASM)
             else:
-                product = _dot(a, tokens, none, ASM)
-            if WEIGHT == E2M1_E4M3:
-                product = _dot(b, tokens, product, ASM)
-            if WEIGHT == INT4_FLOAT:
-                product *= tl.load(g_ptr)[:, None]
-            if X_SCALE == 1:
-                acc += product * tl.load(xs_ptr + step)[None, :]
-            else:
-                acc += product
-        elif WEIGHT == E2M1_SCALED:
-            acc = _dot_scaled(a, tl.load(s_ptr), tokens, acc, ASM)
-        else:
-            acc = _dot(a, tokens, acc, ASM)
-            if WEIGHT == E2M1_E4M3:
-                acc = _dot(b, tokens, acc, ASM)
+                acc = dot(a, tokens, acc, ASM)
+                if WEIGHT == E2M1_E4M3:
+                    acc = dot(b, tokens, acc, ASM)
+            x_ptr += BLOCK_K
+            w_ptr += 64 * HALF
+            s_ptr += 256 if WEIGHT == E2M1_SCALED else 64 * WORDS
+            g_ptr += 64 * FACTORS
+        if CHAINED:
             acc = finished(acc, ASM)
-        x_ptr += BLOCK_K
-        w_ptr += 64 * HALF
-        s_ptr += 256 if WEIGHT == E2M1_SCALED else 64 * WORDS
-        g_ptr += 64 * FACTORS
 
     if LAUNCH:
         gdc_launch_dependents()
@@ -427,10 +404,7 @@ def w4a8_tile(
         acc *= tl.load(x_scale + token)[None, :]
     vector = bias + expert * PARTS * n_out
     if PARTS == 2:
-        pairs = tl.permute(tl.reshape(acc, (BLOCK_N // 16, 2, 8, BLOCK_T)), (0, 2, 3, 1))
-        gate, up = tl.split(pairs)
-        gate = tl.reshape(gate, (BLOCK_N // 2, BLOCK_T))
-        up = tl.reshape(up, (BLOCK_N // 2, BLOCK_T))
+        gate, up = halves(acc, BLOCK_N, BLOCK_T)
         column = n_first // 2 + tl.arange(0, BLOCK_N // 2)
         last = tl.minimum(column, n_out - 1)
         if BIAS:
@@ -454,8 +428,8 @@ def _write_tile(
     n_out, x_stride, row_tiles, limit, alpha, gate_bound, up_bound,
     WEIGHT: tl.constexpr, X_SCALE: tl.constexpr, BIAS: tl.constexpr, GATHER: tl.constexpr, PARTS: tl.constexpr,
     KIND: tl.constexpr, HAS_LIMIT: tl.constexpr, K_BLOCKS: tl.constexpr, ASM: tl.constexpr, WARPS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PLACED: tl.constexpr, TOP_K: tl.constexpr,
-    PDL: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, PLACED: tl.constexpr,
+    TOP_K: tl.constexpr, PDL: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Multiply and store ``row_count`` rows, up to BLOCK_T, by BLOCK_N weight rows from n_first on."""
     # Rows beyond the end are not read: every program asks for the same few rows at the same time. In a tall tile, which
@@ -466,18 +440,10 @@ def _write_tile(
     result, column = w4a8_tile(
         x, x_scale, weight, scale, row_scale, bias, expert, n_first, token, row_count,
         n_out, x_stride, row_tiles, limit, alpha, gate_bound, up_bound,
-        WEIGHT, X_SCALE, BIAS, PARTS, KIND, HAS_LIMIT, K_BLOCKS, ASM, WARPS, BLOCK_N, BLOCK_T, BLOCK_K, STAGES,
-        PDL and not TOP_K,
+        WEIGHT, X_SCALE, BIAS, PARTS, KIND, HAS_LIMIT, K_BLOCKS, ASM, WARPS, BLOCK_N, BLOCK_T, BLOCK_K, DEPTH,
+        STAGES, PDL and not TOP_K,
     )  # fmt: skip
-    if PLACED:
-        place = place_at(row_places, row, PLACED)[None, :]
-        out_ptr = out + place + column[:, None]
-    else:
-        out_ptr = out + row[None, :] * n_out + column[:, None]
-    inside_out = (column < n_out)[:, None] & (t < row_count)[None, :]
-    if PLACED:
-        inside_out &= place != NOWHERE
-    tl.store(out_ptr, result.to(out.dtype.element_ty), mask=inside_out)
+    store_rows(result, out, row_places, row, t < row_count, 0, column, n_out, PLACED)
 
 
 @triton.jit(
@@ -485,48 +451,14 @@ def _write_tile(
     do_not_specialize_on_alignment=["row_places", "source", "expert_offsets", "tile_expert", "tile_row"],
 )
 def w4a8_kernel(
-    x,
-    x_scale,
-    weight,
-    scale,
-    row_scale,
-    bias,
-    out,
-    row_places,
-    source,
-    expert_offsets,
-    tile_expert,
-    tile_row,
-    n_out,
-    x_stride,
-    row_tiles,
-    token_tiles,
-    experts,
-    limit,
-    alpha,
-    gate_bound,
-    up_bound,
-    WEIGHT: tl.constexpr,
-    X_SCALE: tl.constexpr,
-    BIAS: tl.constexpr,
-    GATHER: tl.constexpr,
-    PARTS: tl.constexpr,
-    KIND: tl.constexpr,
-    HAS_LIMIT: tl.constexpr,
-    K_BLOCKS: tl.constexpr,
-    ASM: tl.constexpr,
-    WARPS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_T: tl.constexpr,
-    NARROW: tl.constexpr,
-    STAGES: tl.constexpr,
-    PLACED: tl.constexpr,
-    TOP_K: tl.constexpr,
-    EARLY: tl.constexpr,
+    x, x_scale, weight, scale, row_scale, bias, out, row_places, source, expert_offsets, tile_expert, tile_row, n_out,
+    x_stride, row_tiles, token_tiles, experts, limit, alpha, gate_bound, up_bound,
+    WEIGHT: tl.constexpr, X_SCALE: tl.constexpr, BIAS: tl.constexpr, GATHER: tl.constexpr, PARTS: tl.constexpr,
+    KIND: tl.constexpr, HAS_LIMIT: tl.constexpr, K_BLOCKS: tl.constexpr, ASM: tl.constexpr, WARPS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_T: tl.constexpr, NARROW: tl.constexpr,
+    DEPTH: tl.constexpr, STAGES: tl.constexpr, PLACED: tl.constexpr, TOP_K: tl.constexpr, EARLY: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Write ``out [R, n_out]``: rows of one expert times its weights, then bias and activation.
 
     x: E4M3 ``[T or R, x_stride]``, columns in the weight's order (``ops/quantize.py``), read at row source[r]
@@ -536,17 +468,12 @@ def w4a8_kernel(
     ``[E, row_tiles, K_BLOCKS, 64, 4]`` (E2M1_SCALED). row_scale: float32 ``[E, row_tiles, 64]``. bias:
     ``[E, PARTS, n_out]``. Rows from expert_offsets[E] on are not written. PLACED: row r is written to element
     row_places[r] of out, which may be in a peer's memory (``place_at``). NARROW: a tile of few rows is
-    multiplied as one of half or a quarter of BLOCK_T.
+    multiplied as one of half or a quarter of BLOCK_T. DEPTH divides K_BLOCKS: so many are a step of the loop.
     """
-    tile, n_tile = tile_of(tl.program_id(0), tl.cdiv(row_tiles * 64, BLOCK_N), token_tiles, GROUP_T)
-    n_first = n_tile * BLOCK_N
-    if PDL and not EARLY:
-        gdc_wait()
-    expert, row_first, row_count = tile_at(tile, tile_expert, tile_row, expert_offsets, experts, BLOCK_T, TOP_K, EARLY)
-    if PDL and EARLY:
-        gdc_wait()
-    if PDL and TOP_K:
-        gdc_launch_dependents()
+    expert, row_first, row_count, n_first = begun(
+        row_tiles * 64, token_tiles, tile_expert, tile_row, expert_offsets, experts, BLOCK_N,
+        BLOCK_T, GROUP_T, TOP_K, EARLY, PDL,
+    )  # fmt: skip
     if expert < 0:
         return
 
@@ -557,15 +484,15 @@ def w4a8_kernel(
     if NARROW and row_count <= BLOCK_T // 4:
         _write_tile(
             *given, WEIGHT, X_SCALE, BIAS, GATHER, PARTS, KIND, HAS_LIMIT, K_BLOCKS, ASM, WARPS, BLOCK_N, BLOCK_K,
-            STAGES, PLACED, TOP_K, PDL, BLOCK_T // 4,
+            DEPTH, STAGES, PLACED, TOP_K, PDL, BLOCK_T // 4,
         )  # fmt: skip
     elif NARROW and row_count <= BLOCK_T // 2:
         _write_tile(
             *given, WEIGHT, X_SCALE, BIAS, GATHER, PARTS, KIND, HAS_LIMIT, K_BLOCKS, ASM, WARPS, BLOCK_N, BLOCK_K,
-            STAGES, PLACED, TOP_K, PDL, BLOCK_T // 2,
+            DEPTH, STAGES, PLACED, TOP_K, PDL, BLOCK_T // 2,
         )  # fmt: skip
     else:
         _write_tile(
             *given, WEIGHT, X_SCALE, BIAS, GATHER, PARTS, KIND, HAS_LIMIT, K_BLOCKS, ASM, WARPS, BLOCK_N, BLOCK_K,
-            STAGES, PLACED, TOP_K, PDL, BLOCK_T,
+            DEPTH, STAGES, PLACED, TOP_K, PDL, BLOCK_T,
         )  # fmt: skip

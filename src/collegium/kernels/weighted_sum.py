@@ -9,24 +9,10 @@ __all__ = ["weighted_sum_kernel"]
 
 @triton.jit(do_not_specialize=["count", "weight_stride"], do_not_specialize_on_alignment=["slots", "weights"])
 def weighted_sum_kernel(
-    rows,
-    slots,
-    weights,
-    shared,
-    out,
-    count,
-    width,
-    row_stride,
-    weight_stride,
-    shared_stride,
-    experts,
-    TOP_K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WEIGHTS: tl.constexpr,
-    SHARED: tl.constexpr,
-    IDS: tl.constexpr,
+    rows, slots, weights, shared, out, count, width, row_stride, weight_stride, shared_stride, experts,
+    TOP_K: tl.constexpr, BLOCK: tl.constexpr, WEIGHTS: tl.constexpr, SHARED: tl.constexpr, IDS: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Write ``out [T, width]``; a program owns BLOCK columns of one token.
 
     A slot of -1 adds nothing, whatever its weight is; any other that is no row makes the token NaN. IDS: slots holds

@@ -30,8 +30,8 @@ __all__ = ["linear", "linear_on_device", "linear_regions", "regions_of"]
 # because they decide the order of sums.
 _PROGRAMS, _PARTS = 128, 32
 _BLOCK_N, _BLOCK_K = 64, 64
-# Values up to which parts are made side by side, in 16 MiB at most: beyond, the tiles of tokens are many enough.
-_APART = 1 << 17
+# Values up to which parts are made side by side, in 32 MiB at most: beyond, the tiles of tokens are many enough.
+_APART = 1 << 18
 # Rows of a block on a CPU. They are the lanes of the library's vectors, where all rows fare alike; with more, or as
 # rows of the left operand, float32 rows at the edge of a thread's share got other bits (Xeon, AVX2 and AVX-512).
 _LANES = {4: 16, 2: 32}

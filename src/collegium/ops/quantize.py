@@ -155,25 +155,19 @@ class _Fp8(ActivationFormat):
         amax = parts.abs().amax(dim=2)
         finite = amax.isfinite()
         amax = torch.where(finite, amax, 0.0)
-        if self.power:
-            scale_byte = power_byte(amax)
-            scale = power(scale_byte)
-        else:
-            scale_byte = None
-            scale = quotient(amax, E4M3_MAX).clamp(min=SMALLEST_SCALE)
+        scale = power(power_byte(amax)) if self.power else quotient(amax, E4M3_MAX).clamp(min=SMALLEST_SCALE)
         scaled = torch.where(finite.unsqueeze(2), parts * scale.reciprocal().unsqueeze(2), 0.0)
         codes = e4m3_codes(scaled).flatten(1)
-        if self.e8m0 and scale_byte is not None:
-            scales = scale_byte.masked_fill(~finite, _NAN_BYTE).to(torch.uint8)
-        else:
-            scales = scale.masked_fill(~finite, torch.nan)
+        scales = scale.masked_fill(~finite, torch.nan)
+        if self.e8m0:
+            # The byte is the exponent field, all ones for NaN.
+            scales = (scales.view(torch.int32) >> 23).to(torch.uint8)
         return QuantizedRows(codes=codes[:, : x.shape[1]].contiguous(), shape=(x.shape[0], x.shape[1]), scales=scales)
 
     def dequantize(self, rows: QuantizedRows) -> Tensor:
-        stored = _present(self.name, rows.scales)
-        scales = stored
+        scales = _present(self.name, rows.scales)
         if self.e8m0:
-            byte = stored.to(torch.int32)
+            byte = scales.to(torch.int32)
             scales = power(byte).masked_fill(byte == _NAN_BYTE, torch.nan)
         return rows.codes.to(torch.float32) * spread(scales, self.group, rows.shape[1])
 

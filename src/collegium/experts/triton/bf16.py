@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...runtime.machine import machine_at
 from .lanes import pack_plain
-from .layout import PlainBf16, PlainFp16, shapes
-from .packed import PackedExperts
+from .layout import PlainBf16, PlainFp16
+from .packed import pack_both
 from .tiling import TritonKernel, refuse_machine
 
 if TYPE_CHECKING:
@@ -15,7 +14,8 @@ if TYPE_CHECKING:
     from ...problem import ExpertsProblem
     from ...runtime.machine import Machine
     from ...types import ExpertWeights
-    from .layout import Layout, Sizes
+    from .layout import Layout
+    from .packed import PackedExperts
 
 __all__ = ["TritonBf16"]
 
@@ -39,17 +39,10 @@ class TritonBf16(TritonKernel):
             )
         return refuse_machine(problem)
 
-    def layouts(self, sizes: Sizes, machine: Machine) -> tuple[Layout, Layout]:
-        """Return the layouts of gate_up and down that ``pack`` gives weights of these sizes."""
-        kind = _LAYOUTS[sizes.weight_format]
-        gate_up, down = shapes(sizes)
-        return kind(shape=gate_up), kind(shape=down)
+    def layout_of(self, problem: ExpertsProblem, machine: Machine) -> type[Layout]:
+        """Return the layout that ``pack`` gives the weights of ``problem``."""
+        return _LAYOUTS[problem.weight_format]
 
     def pack(self, weights: ExpertWeights[Bf16 | Fp16], problem: ExpertsProblem) -> PackedExperts:
         """Keep the weights; copies only what is not contiguous."""
-        return PackedExperts(
-            gate_up=pack_plain(weights.gate_up.values, weights.gate_up_bias),
-            down=pack_plain(weights.down.values.unsqueeze(1), weights.down_bias),
-            activation=problem.activation,
-            machine=machine_at(weights.down.device),
-        )
+        return pack_both(lambda payload, bias: pack_plain(payload.values, bias), weights, problem)

@@ -9,11 +9,10 @@ from ...formats.fp8_block import Fp8Block
 from ...formats.fp8_channel import Fp8Channel
 from ...formats.fp8_tensor import Fp8Tensor
 from ...formats.mxfp8 import MxFp8
-from ...runtime.machine import machine_at
-from .lanes import pack_fp8_block, pack_fp8_rows, pack_mxfp8, with_part
-from .layout import BlockCodes, BlockLanes, MxFp8Lanes, RowCodes, RowLanes, shapes
-from .packed import PackedExperts
-from .tiling import CODES, TritonKernel, codes_of, refuse_machine
+from .lanes import pack_fp8_block, pack_fp8_rows, pack_mxfp8
+from .layout import BlockCodes, BlockLanes, MxFp8Lanes, RowCodes, RowLanes
+from .packed import pack_both
+from .tiling import CODES, TritonKernel, refuse_machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,8 +22,9 @@ if TYPE_CHECKING:
     from ...problem import ExpertsProblem
     from ...runtime.machine import Machine
     from ...types import ExpertWeights
-    from .layout import Layout, Sizes
+    from .layout import Layout
     from .matrix import PackedMatrix
+    from .packed import PackedExperts
 
     Packer = Callable[[Any, Tensor | None], PackedMatrix]
 
@@ -69,19 +69,11 @@ class TritonFp8(TritonKernel):
             return f"asked for {asked} activations, {weights} weights and {problem.dtype} input; it takes {taken}"
         return refuse_machine(problem)
 
-    def layouts(self, sizes: Sizes, machine: Machine) -> tuple[Layout, Layout]:
-        """Return the layouts of gate_up and down that ``pack`` gives weights of these sizes."""
-        kind = (_NATIVE if sizes.activation_format in CODES else _DECODED)[sizes.weight_format]
-        gate_up, down = shapes(sizes)
-        return kind(shape=gate_up), kind(shape=down)
+    def layout_of(self, problem: ExpertsProblem, machine: Machine) -> type[Layout]:
+        """Return the layout that ``pack`` gives the weights of ``problem``."""
+        return (_NATIVE if problem.activation_format in CODES else _DECODED)[problem.weight_format]
 
     def pack(self, weights: ExpertWeights[Any], problem: ExpertsProblem) -> PackedExperts:
         """Keep the codes; only scales are re-laid. InputError for blocks that are no multiple of 128 x 128."""
-        packer = (_NATIVE_PACKERS if problem.activation_format in CODES else _DECODED_PACKERS)[type(weights.gate_up)]
-        return PackedExperts(
-            gate_up=packer(weights.gate_up, weights.gate_up_bias),
-            down=packer(with_part(weights.down), weights.down_bias),
-            activation=problem.activation,
-            machine=machine_at(weights.down.device),
-            activations=codes_of(problem.activation_format),
-        )
+        packers = _NATIVE_PACKERS if problem.activation_format in CODES else _DECODED_PACKERS
+        return pack_both(packers[type(weights.gate_up)], weights, problem)

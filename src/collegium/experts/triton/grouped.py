@@ -24,10 +24,18 @@ if TYPE_CHECKING:
 
     from ...runtime.memory import Memory
     from .matrix import PackedMatrix
-    from .tiles import TileChoice
+    from .tile_choice import TileChoice
 
 
-__all__ = ["TileList", "grouped_gemm", "grouped_gemm_reference", "tile_count", "tile_list"]
+__all__ = [
+    "TileList",
+    "bounds_of",
+    "constants_of",
+    "grouped_gemm",
+    "grouped_gemm_reference",
+    "tile_count",
+    "tile_list",
+]
 
 _BLOCK_TILES = 64
 
@@ -126,130 +134,55 @@ def grouped_gemm(
     Raises InputError for wrong shapes or dtypes.
     """
     _check(x, packed, out, x_scale)
-    run = _run_words if isinstance(packed.layout, Words) else _run_rows_or_lanes
-    run(x, packed, expert_offsets, tiles, out, source, x_scale, activation)
+    layout, tile = packed.layout, tiles.tile
+    experts, _, n_out, k_in = layout.shape
+    kernel: Any
+    sizes: tuple[int, ...]
+    if isinstance(layout, Words):
+        from ...kernels.w4a8 import w4a8_kernel
+
+        kernel, sizes = w4a8_kernel, (n_out, x.stride(0), layout.row_tiles)
+        own: dict[str, Any] = {"WARPS": tile.warps, "DEPTH": tile.depth}
+    else:
+        from ...kernels.grouped_gemm import grouped_gemm_kernel
+
+        kernel, sizes = grouped_gemm_kernel, (n_out, k_in, x.stride(0), *layout.steps, layout.scale_rows)
+        own = {"SCALE": layout.scale_kind, "WORDS": layout.words, "ROW_SCALE": packed.row_scale is not None}
+        own |= {"EVEN_K": k_in % layout.block_k == 0, "STACKED": tile.stacked}
+    spare = packed.values  # where a pointer is not used, of one dtype and alignment in every batch
+    args = (
+        x, spare if x_scale is None else x_scale, *packed.pointers, out, tiles.places,
+        spare if source is None else source, expert_offsets, tiles.expert, tiles.row, *sizes, tiles.count, experts,
+        *bounds_of(activation),
+    )  # fmt: skip
+    constants = constants_of(packed, activation) | {
+        "WEIGHT": layout.weight,
+        "X_SCALE": 0 if x_scale is None else 1 + (x_scale.shape[1] == 1),
+        "GATHER": source is not None,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_T": tile.block_t,
+        "GROUP_T": tile.group_t,
+        "NARROW": tile.narrow,
+        "STAGES": tile.stages,
+        "PLACED": tiles.placed(n_out),
+        **tiles.constants(x),
+        **own,
+    }
+    grid = (tiles.count * -(-layout.operand_rows[1] // tile.columns),)
+    launch(kernel, grid, args, constants, num_warps=tile.warps)
     return out
 
 
-def _run_rows_or_lanes(
-    x: Tensor,
-    packed: PackedMatrix,
-    expert_offsets: Tensor,
-    tiles: TileList,
-    out: Tensor,
-    source: Tensor | None,
-    x_scale: Tensor | None,
-    activation: ActivationSpec | None,
-) -> None:
-    from ...kernels.grouped_gemm import grouped_gemm_kernel
-
-    layout, spec, tile = packed.layout, activation or ActivationSpec(), tiles.tile
-    experts, _, n_out, k_in = layout.shape
-    spare = packed.values  # where a pointer is not used, of one dtype and alignment in every batch
-    args = (
-        x,
-        spare if x_scale is None else x_scale,
-        packed.values,
-        spare if packed.scale is None else packed.scale,
-        spare if packed.row_scale is None else packed.row_scale,
-        spare if packed.bias is None else packed.bias,
-        out,
-        tiles.places,
-        spare if source is None else source,
-        expert_offsets,
-        tiles.expert,
-        tiles.row,
-        n_out,
-        k_in,
-        x.stride(0),
-        *layout.steps,
-        layout.scale_rows,
-        tiles.count,
-        experts,
-        float(spec.limit or 0.0),
-        float(spec.alpha),
-        float(spec.gate_bound),
-        float(spec.up_bound),
-    )
-    constants = _constants(packed, activation) | {
-        "SCALE": layout.scale_kind,
-        "WORDS": layout.words,
-        "X_SCALE": 0 if x_scale is None else 1 + (x_scale.shape[1] == 1),
-        "ROW_SCALE": packed.row_scale is not None,
-        "GATHER": source is not None,
-        "EVEN_K": k_in % layout.block_k == 0,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_T": tile.block_t,
-        "GROUP_T": tile.group_t,
-        "NARROW": tile.narrow,
-        "STAGES": tile.stages,
-        "STACKED": tile.stacked,
-        "PLACED": tiles.placed(n_out),
-        **tiles.constants(x),
-    }
-    grid = (tiles.count * -(-n_out // tile.columns),)
-    launch(grouped_gemm_kernel, grid, args, constants, num_warps=tile.warps)
+def bounds_of(activation: ActivationSpec | None) -> tuple[float, ...]:
+    """Return the numbers of an activation, in the order of every product's arguments."""
+    spec = activation or ActivationSpec()
+    return float(spec.limit or 0.0), float(spec.alpha), float(spec.gate_bound), float(spec.up_bound)
 
 
-def _run_words(
-    x: Tensor,
-    packed: PackedMatrix,
-    expert_offsets: Tensor,
-    tiles: TileList,
-    out: Tensor,
-    source: Tensor | None,
-    x_scale: Tensor | None,
-    activation: ActivationSpec | None,
-) -> None:
-    from ...kernels.w4a8 import w4a8_kernel
-
-    layout, spec, tile = packed.layout, activation or ActivationSpec(), tiles.tile
-    _, operand_rows = layout.operand_rows
-    spare = packed.values  # where a pointer is not used, of one dtype and alignment in every batch
-    args = (
-        x,
-        x_scale,
-        packed.values,
-        packed.scale,
-        spare if packed.row_scale is None else packed.row_scale,
-        spare if packed.bias is None else packed.bias,
-        out,
-        tiles.places,
-        spare if source is None else source,
-        expert_offsets,
-        tiles.expert,
-        tiles.row,
-        layout.shape[2],
-        x.stride(0),
-        operand_rows // Words.row_tile,
-        tiles.count,
-        layout.shape[0],
-        float(spec.limit or 0.0),
-        float(spec.alpha),
-        float(spec.gate_bound),
-        float(spec.up_bound),
-    )
-    constants = _constants(packed, activation) | {
-        "X_SCALE": 1 if x_scale is not None and x_scale.shape[1] == layout.k_blocks > 1 else 2,
-        "GATHER": source is not None,
-        "WARPS": tile.warps,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_T": tile.block_t,
-        "GROUP_T": tile.group_t,
-        "NARROW": tile.narrow,
-        "STAGES": tile.stages,
-        "PLACED": tiles.placed(layout.shape[2]),
-        **tiles.constants(x),
-    }
-    grid = (tiles.count * -(-operand_rows // tile.block_n),)
-    launch(w4a8_kernel, grid, args, constants, num_warps=tile.warps)
-
-
-def _constants(packed: PackedMatrix, activation: ActivationSpec | None) -> dict[str, Any]:
-    """Return the compile-time arguments that follow from the weights and the activation."""
+def constants_of(packed: PackedMatrix, activation: ActivationSpec | None) -> dict[str, Any]:
+    """Return the compile-time arguments that follow from the weights and the activation, whatever product it is."""
     layout = packed.layout
     return {
-        "WEIGHT": layout.weight,
         "BIAS": packed.bias is not None,
         "PARTS": layout.shape[1],
         "KIND": NO_ACTIVATION if activation is None else ACTIVATION_KINDS.index(activation.kind),

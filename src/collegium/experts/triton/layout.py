@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 
 from ...kernels import numbers
 from ...ops.quantize import AS_IS, PADDED, REORDERED
-from .tiles import TileProblem
+from .tile_choice import TileProblem
 
 __all__ = [
     "BlockCodes",
@@ -40,57 +40,10 @@ __all__ = [
     "RowCodes",
     "RowLanes",
     "Shape",
-    "Sizes",
     "Words",
-    "shapes",
 ]
 
 Shape = tuple[int, int, int, int]
-
-
-class Sizes(Protocol):
-    """What is known of a layer before its weights: sizes and names of formats."""
-
-    @property
-    def experts(self) -> int:
-        """E."""
-        ...
-
-    @property
-    def parts(self) -> int:
-        """P of the first matrix."""
-        ...
-
-    @property
-    def intermediate(self) -> int:
-        """N of the first matrix, K of the second."""
-        ...
-
-    @property
-    def hidden(self) -> int:
-        """K of the first matrix, N of the second."""
-        ...
-
-    @property
-    def weight_format(self) -> str:
-        """Name of a weight format."""
-        ...
-
-    @property
-    def activation_format(self) -> str | None:
-        """Name of the format that activations take, None for that of the layer's input."""
-        ...
-
-    @property
-    def dtype(self) -> str:
-        """Of the layer's input and output: ``bf16``, ``fp16`` or ``fp32``."""
-        ...
-
-
-def shapes(sizes: Sizes) -> tuple[Shape, Shape]:
-    """Return the shapes ``(E, P, N, K)`` of gate_up and of down."""
-    first = sizes.experts, sizes.parts, sizes.intermediate, sizes.hidden
-    return first, (sizes.experts, 1, sizes.hidden, sizes.intermediate)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

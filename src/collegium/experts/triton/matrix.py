@@ -31,6 +31,12 @@ class PackedMatrix:
     row_scale: Tensor | None = None
     bias: Tensor | None = None
 
+    @property
+    def pointers(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """values, scale, row_scale and bias; for what is missing, which is not read, values."""
+        scale, rows, bias = (self.values if t is None else t for t in (self.scale, self.row_scale, self.bias))
+        return self.values, scale, rows, bias
+
     def each(self, change: Callable[[Tensor], Tensor]) -> PackedMatrix:
         """Return the matrix with ``change(tensor)`` for each tensor, all of which have a row for each expert."""
         made = with_each(self, change, "values", "scale", "row_scale", "bias")

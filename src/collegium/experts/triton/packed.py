@@ -14,12 +14,15 @@ from ...errors import InputError
 from ...ops.operand import arrived, operand, ordered
 from ...ops.quantize import AS_IS
 from ...runtime.launch import usual_rows
+from ...runtime.machine import machine_at
 from ...runtime.memory import part, take
 from ..base import Packed, refuse_codes
 from .grouped import TileList, grouped_gemm, tile_list
+from .lanes import with_part
 from .prefill import CodeScales, prefill_gemm
-from .tiles import BAND, TileChoice, candidates, choose, score
-from .tiling import ProductTiling
+from .tile_choice import TileChoice
+from .tiles import BAND, candidates, choose, score
+from .tiling import ProductTiling, codes_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping
@@ -27,13 +30,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ...ops.quantize import ActivationFormat
+    from ...problem import ExpertsProblem
     from ...runtime.machine import Machine
     from ...runtime.memory import Memory
-    from ...types import ActivationSpec, Back, ContiguousBatch
+    from ...types import ActivationSpec, Back, ContiguousBatch, ExpertWeights
     from .matrix import PackedMatrix
-    from .tiles import TunedTiles
+    from .tile_choice import TunedTiles
 
-__all__ = ["PackedExperts"]
+__all__ = ["PackedExperts", "pack_both"]
 
 _PRODUCTS = ("gate_up", "down")
 
@@ -236,14 +240,7 @@ class PackedExperts(Packed):
         assert dtype is not None
         middle = take(memory, "middle", (count, wide), dtype, device)
         prefill_gemm(
-            rows,
-            self.gate_up,
-            offsets,
-            tiles,
-            middle,
-            x_scale=x_scale,
-            activation=self.activation,
-            codes=codes,
+            rows, self.gate_up, offsets, tiles, middle, x_scale=x_scale, activation=self.activation, codes=codes
         )
         if codes is None:
             middle, scale = operand(middle, self._codes, used=_used(batch), memory=part(memory, "h"))
@@ -251,6 +248,19 @@ class PackedExperts(Packed):
             scale = codes.scale
         tiles = replace(tiles, memory=part(memory, "second"), places=_places(batch))
         return prefill_gemm(middle, self.down, offsets, tiles, out, x_scale=scale)
+
+
+def pack_both(
+    packer: Callable[[Any, Tensor | None], PackedMatrix], weights: ExpertWeights[Any], problem: ExpertsProblem
+) -> PackedExperts:
+    """Return the experts of ``problem``; packer: of a payload ``[E, P, N, K]`` and its bias."""
+    return PackedExperts(
+        gate_up=packer(weights.gate_up, weights.gate_up_bias),
+        down=packer(with_part(weights.down), weights.down_bias),
+        activation=problem.activation,
+        machine=machine_at(weights.down.device),
+        activations=codes_of(problem.activation_format),
+    )
 
 
 def _used(batch: ContiguousBatch) -> Tensor | None:

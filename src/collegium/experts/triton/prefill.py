@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import InputError
-from ...kernels.numbers import GROUP_CODES, NO_ACTIVATION, POWER_CODES, ROWS
+from ...kernels.numbers import GROUP_CODES, POWER_CODES, ROWS
 from ...runtime.launch import launch
 from ...runtime.memory import take
-from ...types import ACTIVATION_KINDS, ActivationSpec
+from .grouped import bounds_of, constants_of
 from .tiles import BAND
 
 if TYPE_CHECKING:
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ...runtime.memory import Memory
+    from ...types import ActivationSpec
     from .grouped import TileList
     from .matrix import PackedMatrix
-    from .tiles import TileChoice
 
 __all__ = ["CodeScales", "prefill_gemm"]
 
@@ -66,38 +66,26 @@ def prefill_gemm(
     _check(x, packed, tiles)
     from ...kernels.prefill import prefill_kernel
 
-    spec = activation or ActivationSpec()
     tile = tiles.tile
     n_tiles = -(-n_out // (BAND if parts == 2 else 2 * BAND))
-    spare = packed.values  # where a pointer is not used, of one dtype and alignment in every batch
+    values, *beside = packed.pointers
     args = (
-        x,
-        packed.values,
-        spare if x_scale is None else x_scale,
-        spare if packed.scale is None else packed.scale,
-        spare if packed.row_scale is None else packed.row_scale,
-        spare if packed.bias is None else packed.bias,
-        out,
-        tiles.places,
-        spare if codes is None else codes.scale,
-        expert_offsets,
-        tiles.expert,
-        tiles.row,
-        tiles.row,
-        tiles.used,
-        x.shape[0],
-        n_out,
-        k_in,
-        x.stride(0),
-        packed.values.stride(-2),
-        experts * parts * n_out,
-        1 if packed.scale is None else packed.scale.shape[2],
-        *(float(v or 0.0) for v in (spec.limit, spec.alpha, spec.gate_bound, spec.up_bound)),
-    )
-    constants = _constants(packed, tile, activation, codes) | {
+        x, values, values if x_scale is None else x_scale, *beside, out, tiles.places,
+        values if codes is None else codes.scale, expert_offsets, tiles.expert, tiles.row, tiles.row, tiles.used,
+        x.shape[0], n_out, k_in, x.stride(0), values.stride(-2), experts * parts * n_out,
+        1 if packed.scale is None else packed.scale.shape[2], *bounds_of(activation),
+    )  # fmt: skip
+    constants = constants_of(packed, activation) | {
+        "SCALE": packed.scale is not None,
+        "X_SCALE": 0 if x_scale is None else 1 + (x_scale.shape[1] == 1),
+        "ROW_SCALE": packed.row_scale is not None,
+        "CODES": ROWS if codes is None else POWER_CODES if codes.power else GROUP_CODES,
+        "ROUND": codes is not None and codes.rounded,
+        "BLOCK_T": tile.block_t,
+        "GROUP_T": tile.group_t,
         # Float32 results pass through shared memory that one stage less leaves free.
         "STAGES": min(tile.stages, 3) if out.dtype == torch.float32 else tile.stages,
-        "X_SCALE": 0 if x_scale is None else 1 + (x_scale.shape[1] == 1),
+        "SPECIALIZE": tile.warps == 4,
         "PLACED": tiles.placed(n_out),
         "ASM": x.is_cuda,
     }
@@ -117,26 +105,6 @@ def _with_scratch(device: torch.device, start: Callable[[], None], memory: Memor
     setting: Any = set_allocator
     context.run(setting, allocate)
     context.run(start)
-
-
-def _constants(
-    packed: PackedMatrix, tile: TileChoice, activation: ActivationSpec | None, codes: CodeScales | None
-) -> dict[str, Any]:
-    return {
-        "SCALE": packed.scale is not None,
-        "ROW_SCALE": packed.row_scale is not None,
-        "BIAS": packed.bias is not None,
-        "PARTS": packed.layout.shape[1],
-        "KIND": NO_ACTIVATION if activation is None else ACTIVATION_KINDS.index(activation.kind),
-        "HAS_LIMIT": activation is not None and activation.limit is not None,
-        "CODES": ROWS if codes is None else POWER_CODES if codes.power else GROUP_CODES,
-        "ROUND": codes is not None and codes.rounded,
-        "K_BLOCKS": packed.layout.k_blocks,
-        "BLOCK_T": tile.block_t,
-        "BLOCK_K": packed.layout.block_k,
-        "GROUP_T": tile.group_t,
-        "SPECIALIZE": tile.warps == 4,
-    }
 
 
 def _check(x: Tensor, packed: PackedMatrix, tiles: TileList) -> None:

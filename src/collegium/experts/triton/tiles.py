@@ -8,21 +8,29 @@ the format, so every token count adds in the same order. Shape letters: R rows, 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING
 
 from ...errors import PlanError
+from .four_bit_tiles import four_bit_candidates, four_bit_score
+from .tile_choice import (
+    TileChoice,
+    TileProblem,
+    TunedTiles,
+    experts_hit,
+    stage_bytes,
+    starts_early,
+    weight_bytes,
+    weight_rows,
+)
 
 if TYPE_CHECKING:
     from ...runtime.machine import Machine
 
 __all__ = [
     "BAND",
-    "TileChoice",
-    "TileProblem",
-    "TunedTiles",
     "candidates",
     "choose",
     "nearest",
@@ -31,60 +39,9 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TileProblem:
-    """One grouped product: R rows of K inputs over E experts of ``parts`` times ``n_out`` outputs.
-
-    weight_bits: stored bits a weight. x_bits: bits of an activation. decoded: weights are decoded in registers.
-    promoted: the product is scaled inside the K loop, which needs a second accumulator. quartered: each quarter of the
-    K block is a product of its own, scaled by itself. operands: products a weight takes, 2 when it is decoded to a sum.
-    """
-
-    rows: int
-    experts: int
-    n_out: int
-    k_in: int
-    parts: int
-    block_k: int
-    weight_bits: float = 16
-    x_bits: int = 16
-    decoded: bool = False
-    promoted: bool = False
-    quartered: bool = False
-    operands: int = 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TileChoice:
-    """How one grouped product is cut and launched.
-
-    block_n: weight rows of an operand. stacked: half of them are gate and half up of the same columns, otherwise
-    every part has an operand of its own. block_t: rows. group_t: token tiles that share a pass over the weights.
-    overlap: it may start while the kernel before it ends. programs: how many share the tiles, each taking the next in
-    turn; 0: one for each tile. narrow: few rows run as a tile of half or a quarter of block_t.
-    """
-
-    block_n: int
-    block_t: int
-    warps: int
-    stages: int
-    group_t: int = 8
-    stacked: bool = False
-    overlap: bool = False
-    programs: int = 0
-    narrow: bool = False
-
-    @property
-    def columns(self) -> int:
-        """Output columns of a program."""
-        return self.block_n // 2 if self.stacked else self.block_n
-
-
 BAND = 128  # weight rows a tile of a large batch holds twice
 _LARGE = 56  # rows of an expert from which on those tiles are the faster ones
 _SHARED_PASS = 4  # token tiles of a large batch that share a pass over the weights
-
-TunedTiles = tuple[tuple[int, TileChoice], ...]  # (rows, the tile measured to be best there), rows ascending
 
 
 def nearest(tuned: TunedTiles, rows: int) -> TileChoice | None:
@@ -98,8 +55,8 @@ def candidates(problem: TileProblem, machine: Machine) -> tuple[TileChoice, ...]
     """Return every tile whose buffers and accumulators fit."""
     found: list[TileChoice] = []
     if problem.decoded and problem.x_bits == 8:
-        return _four_bit_candidates(problem, machine)
-    overlap, hit = _overlaps(problem, machine), _experts_hit(problem)
+        return four_bit_candidates(problem, machine)
+    overlap, hit = starts_early(problem, machine), experts_hit(problem)
     for block_t in (16, 32, 64, 128, 256):
         # Where every expert has one tile, programs in a row share its tokens and read neighbours in memory.
         group_t = 1 if not problem.decoded and problem.rows <= block_t * hit else 8
@@ -132,8 +89,8 @@ def candidates(problem: TileProblem, machine: Machine) -> tuple[TileChoice, ...]
 def score(problem: TileProblem, tile: TileChoice, machine: Machine) -> float:
     """Return the estimated microseconds of ``problem`` with ``tile``."""
     if problem.decoded and problem.x_bits == 8:
-        return _four_bit_score(problem, tile, machine)
-    hit, weights = _experts_hit(problem), _weight_bytes(problem)
+        return four_bit_score(problem, tile, machine)
+    hit, weights = experts_hit(problem), weight_bytes(problem)
     if tile == _lone(problem, machine):
         return weights / machine.bandwidth
     each = problem.rows / hit
@@ -156,14 +113,14 @@ def score(problem: TileProblem, tile: TileChoice, machine: Machine) -> float:
         math_time /= even
     else:
         # One multiprocessor reads 1.5 times its share at most, however many others have nothing to do.
-        one = _weight_rows(problem, tile) * problem.k_in * problem.weight_bits / 8
+        one = weight_rows(problem, tile) * problem.k_in * problem.weight_bits / 8
         memory = max(memory, one * machine.sms / (1.5 * machine.bandwidth)) * _slower(problem, tile, waves)
     return max(memory, math_time) / filled**0.5 + 0.25 * min(memory, math_time)
 
 
 def _slower(problem: TileProblem, tile: TileChoice, waves: float) -> float:
     """Return how many times longer a tile of undecoded weights takes to read them than the best one."""
-    rows = _weight_rows(problem, tile)
+    rows = weight_rows(problem, tile)
     factor = 1 + 0.08 / (tile.stages - 1)
     if waves <= 1 and rows > tile.block_n:
         return factor * 1.08  # one wave: two operands a step keep fewer bytes in flight than one of eight warps
@@ -191,7 +148,7 @@ def _lone(problem: TileProblem, machine: Machine) -> TileChoice | None:
     scores as if it took no longer than its weights. Bytes in flight matter most: 8 stages, or 6 where two
     programs then fit beside each other and are needed.
     """
-    alone = machine.copies and problem.rows <= 16 and problem.rows <= 1.1 * _experts_hit(problem)
+    alone = machine.copies and problem.rows <= 16 and problem.rows <= 1.1 * experts_hit(problem)
     # In 16 bits both products of a layer gain together or not at all; the outputs of one are the inputs of the other.
     least = min(problem.k_in, problem.n_out) if problem.x_bits == 16 else problem.k_in
     if problem.decoded or not alone or least < 12 * problem.block_k:
@@ -202,9 +159,9 @@ def _lone(problem: TileProblem, machine: Machine) -> TileChoice | None:
         if problem.parts == 1 or programs > 1.5 * machine.sms:
             return None
         stages = 8 if programs <= machine.sms else 6
-    overlap = _overlaps(problem, machine)
+    overlap = starts_early(problem, machine)
     tile = TileChoice(block_n=64, block_t=16, warps=4, stages=stages, group_t=1, overlap=overlap)
-    return tile if stages * _stage_bytes(problem, tile) <= machine.shared - 4096 else None
+    return tile if stages * stage_bytes(problem, tile) <= machine.shared - 4096 else None
 
 
 def prefill_tile(problem: TileProblem, machine: Machine) -> TileChoice | None:
@@ -238,42 +195,19 @@ def _coprime(most: int) -> int:
     return next(count for count in range(most, 0, -1) if count % 2 and count % 3)
 
 
-def _overlaps(problem: TileProblem, machine: Machine) -> bool:
-    # A product gains by starting before the kernel before it ends; a long one that decodes its weights can lose.
-    return machine.pdl and (not problem.decoded or _weight_bytes(problem) < 4.5e8)
-
-
-def _experts_hit(problem: TileProblem) -> float:
-    missed = (1 - 1 / problem.experts) ** problem.rows if problem.experts > 1 else 0.0
-    return max(1.0, problem.experts * (1 - missed))
-
-
-def _weight_bytes(problem: TileProblem) -> float:
-    return _experts_hit(problem) * problem.parts * problem.n_out * problem.k_in * problem.weight_bits / 8
-
-
-def _weight_rows(problem: TileProblem, tile: TileChoice) -> int:
-    return tile.block_n * (1 if tile.stacked else problem.parts)
-
-
-def _stage_bytes(problem: TileProblem, tile: TileChoice) -> float:
-    weights = _weight_rows(problem, tile) * problem.weight_bits
-    return problem.block_k * (weights + tile.block_t * problem.x_bits) / 8
-
-
 def _stages(problem: TileProblem, machine: Machine, tile: TileChoice) -> tuple[int, ...]:
     room = machine.shared - 4096
-    one = _stage_bytes(problem, tile)
+    one = stage_bytes(problem, tile)
     # Two programs on a multiprocessor hide each other's waits better than more stages of one.
     fits = next((f for count, least in ((3, 4), (2, 3)) if (f := int(room / count / one)) >= least), int(room / one))
     stages = min(4, fits)
     if stages < 2:
         return ()
-    rows, deep = _weight_rows(problem, tile), min(6 if tile.warps == 4 else 5, int(room / 2 / one))
+    rows, deep = weight_rows(problem, tile), min(6 if tile.warps == 4 else 5, int(room / 2 / one))
     short = problem.k_in < 12 * problem.block_k
-    few = tile.block_t == 16 and problem.rows <= 8 * _experts_hit(problem)
+    few = tile.block_t == 16 and problem.rows <= 8 * experts_hit(problem)
     alone = few and tile.warps == 4 and problem.k_in >= 20 * problem.block_k and 8 * one <= room
-    if rows == 64 and alone and not problem.decoded and problem.n_out * _experts_hit(problem) <= 128 * machine.sms:
+    if rows == 64 and alone and not problem.decoded and problem.n_out * experts_hit(problem) <= 128 * machine.sms:
         return (stages, 8)  # hardly more than one program on a multiprocessor
     if problem.decoded or rows != 128 or tile.block_t > 32 or deep <= stages or short:
         return (stages,)
@@ -283,7 +217,7 @@ def _stages(problem: TileProblem, machine: Machine, tile: TileChoice) -> tuple[i
 
 
 def _accumulators(problem: TileProblem, tile: TileChoice) -> float:
-    copies = _weight_rows(problem, tile) + (tile.block_n if problem.promoted else 0)
+    copies = weight_rows(problem, tile) + (tile.block_n if problem.promoted else 0)
     return copies * tile.block_t / (32 * tile.warps)
 
 
@@ -296,83 +230,9 @@ def _registers_fit(problem: TileProblem, tile: TileChoice) -> bool:
 
 
 def _resident(problem: TileProblem, tile: TileChoice, machine: Machine) -> int:
-    by_shared = int(machine.shared / (tile.stages * _stage_bytes(problem, tile) + 1024))
+    by_shared = int(machine.shared / (tile.stages * stage_bytes(problem, tile) + 1024))
     registers = 64 + _accumulators(problem, tile)
     return max(1, min(by_shared, int(65536 / (registers * 32 * tile.warps))))
-
-
-# Most tokens of four-bit weights and E4M3 rows, by (block_n, warps): more would spill. A scale in the loop takes a
-# second accumulator.
-_FOUR_BIT = {(64, 4): 128, (128, 4): 128, (128, 8): 256}
-_FOUR_BIT_PROMOTED = {(64, 4): 128, (128, 4): 32, (128, 8): 64}
-# Nanoseconds of a multiprocessor for 128 quartered weight rows and one K block, by (block_n, warps) and block_t.
-_QUARTERED = {(64, 4): {16: 390, 32: 495, 64: 900}, (128, 4): {16: 343}, (128, 8): {16: 445, 32: 640, 64: 850}}
-_FOUR_BIT_QUARTERED = {shape: max(steps) for shape, steps in _QUARTERED.items()}
-
-
-def _four_bit_candidates(problem: TileProblem, machine: Machine) -> tuple[TileChoice, ...]:
-    most = _FOUR_BIT_QUARTERED if problem.quartered else _FOUR_BIT_PROMOTED if problem.promoted else _FOUR_BIT
-    found: list[TileChoice] = []
-    overlap = _overlaps(problem, machine)
-    for block_t in (16, 32, 64, 128, 256):
-        for (block_n, warps), limit in most.items():
-            if block_t > limit or (machine.scaled and block_n < 128):
-                continue
-            # Wide tiles of tokens live off the weights the tiles beside them have just read; narrow ones of weights,
-            # and of tokens where a weight takes two products, read neighbours in memory.
-            narrow = block_n == 64 or problem.quartered or (block_t == 16 and problem.operands == 2)
-            group_t = 32 if block_t == 128 and problem.operands == 1 else 1 if narrow else 8
-            tile = TileChoice(block_n=block_n, block_t=block_t, warps=warps, stages=1, group_t=group_t, overlap=overlap)
-            fitting = int((machine.shared - 4096) / _stage_bytes(problem, tile))
-            # A wide tile whose weights take several products decodes so long that a fifth stage has nothing to hide.
-            busy = block_n > 64 and (problem.quartered or problem.operands == 2)
-            stages = min(3 if block_t > 128 else 4 if block_t > 32 or busy else 5, fitting)
-            # A quarter of a K block by few rows is copied in pieces too small to be prefetched.
-            narrow = machine.copies and block_t >= 64 and not problem.quartered
-            if stages >= 2:
-                found.append(replace(tile, stages=stages, narrow=narrow))
-    return tuple(found)
-
-
-def _four_bit_score(problem: TileProblem, tile: TileChoice, machine: Machine) -> float:
-    """Return microseconds, fitted to four models' products on an H200, 2026-11-21."""
-    hit = _experts_hit(problem)
-    each = problem.rows / hit
-    if problem.quartered:
-        tiles = hit * _tiles_of(each, tile.block_t)
-    else:
-        tiles = hit * (1.0 if each <= tile.block_t / 2 else each / tile.block_t + 0.5)
-    columns = math.ceil(problem.n_out / tile.block_n)
-    steps = math.ceil(problem.k_in / problem.block_k)
-    memory = _weight_bytes(problem) / machine.bandwidth
-    each_sm = tiles * columns / machine.sms
-    math_time = each_sm * steps * _four_bit_step(problem, tile) / 1000
-    if problem.quartered and each_sm < 4:
-        math_time *= math.ceil(each_sm) / each_sm
-    # A program by itself: it waits for loads, decoding and products in turn.
-    alone = steps * (0.35 + 0.07 * (tile.block_n // 128) + 0.08 * (tile.warps // 8))
-    # The last programs leave the others' multiprocessors idle.
-    return max(memory, math_time, alone) + 0.25 * min(memory, math_time) + 0.7 * alone
-
-
-def _four_bit_step(problem: TileProblem, tile: TileChoice) -> float:
-    """Return nanoseconds of a multiprocessor for a program's K block: decoding, then a token's products and sums."""
-    if problem.quartered:
-        return _QUARTERED[tile.block_n, tile.warps][tile.block_t] * tile.block_n / 128
-    token = 0.8 + 1.75 * problem.operands + 2.0 * problem.promoted
-    step = (130 + 60 * problem.operands + token * tile.block_t) * tile.block_n / 128
-    if tile.block_n == 64:
-        step *= 1.03 if tile.block_t <= 16 and problem.operands == 1 else 1.1 if tile.block_t <= 16 else 1.4
-    if tile.warps == 8:
-        step *= 1.05 if tile.block_t <= 16 else 1.4 / problem.operands**0.3
-    return step
-
-
-def _tiles_of(rows: float, block_t: int) -> float:
-    """Return the tiles an expert needs on average when assignments fall on experts at random, ``rows`` on each."""
-    spread = math.sqrt(2 * rows)
-    edges = range(1, 2 + int((rows + 4 * spread) / block_t))
-    return 1.0 + sum(0.5 * math.erfc((edge * block_t + 0.5 - rows) / spread) for edge in edges)
 
 
 def _program(problem: TileProblem, tile: TileChoice, machine: Machine) -> float:
@@ -380,7 +240,7 @@ def _program(problem: TileProblem, tile: TileChoice, machine: Machine) -> float:
 
     Fitted to products of 4096 x 4096 and 4096 x 2048 over 256 experts on an H200, 2026-11-21.
     """
-    rows = _weight_rows(problem, tile)
+    rows = weight_rows(problem, tile)
     weights = rows * problem.k_in
     area = rows * tile.block_t
     if problem.decoded:

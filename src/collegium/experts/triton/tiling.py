@@ -16,7 +16,8 @@ from ...runtime.launch import power_at_least
 from ...runtime.machine import machine_for
 from ...runtime.memory import largest, under
 from ..base import Tiling
-from .tiles import BAND, TileChoice, choose, nearest, prefill_tile
+from .tile_choice import TileChoice
+from .tiles import BAND, choose, nearest, prefill_tile
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
     from ...problem import ExpertsProblem
     from ...runtime.machine import Machine
     from ...runtime.memory import Regions
-    from .layout import Layout, Sizes
-    from .tiles import TileProblem, TunedTiles
+    from .layout import Layout
+    from .tile_choice import TileProblem, TunedTiles
 
 __all__ = ["CODES", "ProductTiling", "TritonKernel", "codes_of", "refuse_machine"]
 
@@ -149,9 +150,15 @@ class TritonKernel:
     capturable = True
     takes_codes = True
 
-    def layouts(self, sizes: Sizes, machine: Machine) -> tuple[Layout, Layout]:
-        """Return the layouts of gate_up and down that ``pack`` gives weights of these sizes on ``machine``."""
+    def layout_of(self, problem: ExpertsProblem, machine: Machine) -> type[Layout]:
+        """Return the layout that ``pack`` gives the weights of ``problem`` on ``machine``."""
         raise NotImplementedError
+
+    def layouts(self, problem: ExpertsProblem, machine: Machine) -> tuple[Layout, Layout]:
+        """Return the layouts of gate_up and down that ``pack`` gives the weights of ``problem`` on ``machine``."""
+        kind, experts = self.layout_of(problem, machine), problem.experts
+        first = kind(shape=(experts, problem.parts, problem.intermediate, problem.hidden))
+        return first, kind(shape=(experts, 1, problem.hidden, problem.intermediate))
 
     def tiling(self, problem: ExpertsProblem) -> ProductTiling:
         """Return how batches of ``problem`` will be cut."""

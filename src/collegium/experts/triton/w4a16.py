@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 from ...formats.int4_group import Int4Group
 from ...formats.mxfp4 import MxFp4
 from ...formats.nvfp4 import NvFp4
-from ...runtime.machine import machine_at
-from .lanes import pack_int4, pack_mxfp4, pack_nvfp4, with_part
-from .layout import Int4Lanes, MxFp4Lanes, NvFp4Lanes, shapes
-from .packed import PackedExperts
+from .lanes import pack_int4, pack_mxfp4, pack_nvfp4
+from .layout import Int4Lanes, MxFp4Lanes, NvFp4Lanes
+from .packed import pack_both
 from .tiling import TritonKernel, refuse_machine
 
 if TYPE_CHECKING:
@@ -21,8 +20,9 @@ if TYPE_CHECKING:
     from ...problem import ExpertsProblem
     from ...runtime.machine import Machine
     from ...types import ExpertWeights
-    from .layout import Layout, Sizes
+    from .layout import Layout
     from .matrix import PackedMatrix
+    from .packed import PackedExperts
 
 __all__ = ["TritonW4A16"]
 
@@ -48,21 +48,13 @@ class TritonW4A16(TritonKernel):
             return f"asked for {asked} activations and {problem.dtype} input; it takes bf16 for both"
         return refuse_machine(problem)
 
-    def layouts(self, sizes: Sizes, machine: Machine) -> tuple[Layout, Layout]:
-        """Return the layouts of gate_up and down that ``pack`` gives weights of these sizes.
+    def layout_of(self, problem: ExpertsProblem, machine: Machine) -> type[Layout]:
+        """Return the layout that ``pack`` gives the weights of ``problem``.
 
         INT4 is taken to have bfloat16 scales of 128 columns, the commonest; ``pack`` alone sees smaller groups.
         """
-        kind = _LAYOUTS[sizes.weight_format]
-        gate_up, down = shapes(sizes)
-        return kind(shape=gate_up), kind(shape=down)
+        return _LAYOUTS[problem.weight_format]
 
     def pack(self, weights: ExpertWeights[Any], problem: ExpertsProblem) -> PackedExperts:
         """Re-lay the codes, a few rows at a time; InputError for INT4 groups the kernel cannot step through."""
-        packer = _PACKERS[type(weights.gate_up)]
-        return PackedExperts(
-            gate_up=packer(weights.gate_up, weights.gate_up_bias),
-            down=packer(with_part(weights.down), weights.down_bias),
-            activation=problem.activation,
-            machine=machine_at(weights.down.device),
-        )
+        return pack_both(_PACKERS[type(weights.gate_up)], weights, problem)

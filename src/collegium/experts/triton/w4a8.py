@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...runtime.machine import machine_at
 from .lanes import with_part
-from .layout import Int4Words, MxFp4Pairs, MxFp4Words, NvFp4Words, shapes
+from .layout import Int4Words, MxFp4Pairs, MxFp4Words, NvFp4Words
 from .packed import PackedExperts
 from .tiling import CODES, TritonKernel, codes_of, refuse_machine
 from .words import pack_w4a8
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ...problem import ExpertsProblem
     from ...runtime.machine import Machine
     from ...types import ExpertWeights
-    from .layout import Layout, Sizes, Words
+    from .layout import Layout, Words
 
 __all__ = ["TritonW4A8"]
 
@@ -37,14 +37,13 @@ class TritonW4A8(TritonKernel):
             return f"asked for {asked} activations; it takes {', '.join(CODES)}"
         return refuse_machine(problem)
 
-    def layouts(self, sizes: Sizes, machine: Machine) -> tuple[Layout, Layout]:
-        """Return the layouts of gate_up and down that ``pack`` gives weights of these sizes on ``machine``.
+    def layout_of(self, problem: ExpertsProblem, machine: Machine) -> type[Layout]:
+        """Return the layout that ``pack`` gives the weights of ``problem`` on ``machine``.
 
         INT4 is taken to have bfloat16 scales of 128 columns, the commonest; ``pack`` alone sees smaller groups.
         """
-        kind = (_SCALED_LAYOUTS if _scaled(machine, sizes.activation_format) else _LAYOUTS)[sizes.weight_format]
-        gate_up, down = shapes(sizes)
-        return kind(shape=gate_up), kind(shape=down)
+        layouts = _SCALED_LAYOUTS if _scaled(machine, problem.activation_format) else _LAYOUTS
+        return layouts[problem.weight_format]
 
     def pack(self, weights: ExpertWeights[Any], problem: ExpertsProblem) -> PackedExperts:
         """Re-lay codes and scales, a few rows at a time; InputError for INT4 groups that are no multiples of 32."""
@@ -62,7 +61,7 @@ class TritonW4A8(TritonKernel):
         )
 
 
-def _scaled(machine: Machine, activations: str | None) -> bool:
+def _scaled(machine: Machine, activations: str) -> bool:
     """Return whether the tensor cores decode MXFP4 themselves."""
     # Triton 3.6 compiles no product that is scaled by the tensor core and again by the tokens' groups.
     return machine.scaled and activations == "fp8_token"

@@ -81,28 +81,11 @@ def pack_w4a8(
     """
     if prod(payload.shape) == 0:
         raise InputError(f"packing: a weight of shape {payload.shape} is empty, allowed: at least one row and column")
-    if scaled and isinstance(payload, MxFp4):
-        return _pack_pairs(payload, bias)
-    return _PACKERS[type(payload)](payload, bias)
-
-
-def _pack_mxfp4(payload: MxFp4, bias: Tensor | None) -> tuple[PackedMatrix, RangeReport]:
-    return _packed(payload, MxFp4Words, _mxfp4_rows, bias)
-
-
-def _pack_nvfp4(payload: NvFp4, bias: Tensor | None) -> tuple[PackedMatrix, RangeReport]:
-    return _packed(payload, NvFp4Words, _nvfp4_rows, bias)
-
-
-def _pack_int4(payload: Int4Group, bias: Tensor | None) -> tuple[PackedMatrix, RangeReport]:
+    if isinstance(payload, MxFp4):
+        return _pack_pairs(payload, bias) if scaled else _packed(payload, MxFp4Words, _mxfp4_rows, bias)
+    if isinstance(payload, NvFp4):
+        return _packed(payload, NvFp4Words, _nvfp4_rows, bias)
     return _packed(payload, _INT4[int4_scales(payload)[0]], _int4_rows, bias)
-
-
-_PACKERS: dict[type, Callable[[Any, Tensor | None], tuple[PackedMatrix, RangeReport]]] = {
-    MxFp4: _pack_mxfp4,
-    NvFp4: _pack_nvfp4,
-    Int4Group: _pack_int4,
-}
 
 
 class _Piece(NamedTuple):
