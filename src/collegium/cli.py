@@ -10,21 +10,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 import typer
 from rich.text import Text
 
+from .commands import printing
 from .commands.inspect import inspect_model, plan_model
-from .commands.printing import (
-    err,
-    print_bench,
-    print_conversion,
-    print_demo,
-    print_inspection,
-    print_load,
-    print_model_bench,
-    print_plan,
-    print_proofs,
-    print_simulation,
-    print_text,
-    print_tuning,
-)
 from .commands.terminal import Report, bar, prints
 from .errors import CollegiumError, InputError
 from .parallel.torchrun import joined
@@ -56,7 +43,7 @@ Steps = Annotated[int | None, typer.Option(min=2, help="Stop after so many steps
 
 
 @app.command()
-@prints(print_demo)
+@prints(printing.print_demo)
 def demo(
     model: Annotated[str | None, typer.Option(help="Model folder; the shipped model when left out.")] = None,
     device: Device = None,
@@ -67,12 +54,11 @@ def demo(
 
     folder = find_model(model)
     with bar("demo") as progress:
-        report = run_demo(folder, device=device, tokens=tokens, progress=progress)
-    return report
+        return run_demo(folder, device=device, tokens=tokens, progress=progress)
 
 
 @app.command()
-@prints(print_text, together=True)
+@prints(printing.print_text, together=True)
 def generate(
     model: Model,
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "Once upon a time",
@@ -107,7 +93,7 @@ def generate(
 
 
 @app.command()
-@prints(print_inspection)
+@prints(printing.print_inspection)
 def inspect(
     model: Model,
     deep: Annotated[bool, typer.Option(help="Read every scale and check it; --no-deep reads headers only.")] = True,
@@ -115,12 +101,11 @@ def inspect(
 ) -> Report:
     """Say what a checkpoint holds (formats, sizes, audit) and what would run it here and why."""
     with bar("audit") as progress:
-        found = inspect_model(model, deep=deep, device=device, progress=progress)
-    return found
+        return inspect_model(model, deep=deep, device=device, progress=progress)
 
 
 @app.command()
-@prints(print_plan)
+@prints(printing.print_plan)
 def plan(
     model: Model,
     device: Device = None,
@@ -130,18 +115,17 @@ def plan(
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of one forward pass.")] = 8192,
 ) -> Report:
     """Plan one MoE layer from config.json alone: kernel, formats, bytes, and why the others were refused."""
-    made = plan_model(
+    return plan_model(
         model,
         device=device,
         force=Choice(kernel=kernel, activation_format=activations),
         weight_format=weight_format,
         limits=Limits(max_tokens=max_tokens),
     )
-    return made
 
 
 @app.command()
-@prints(print_bench)
+@prints(printing.print_bench)
 def bench(
     what: Annotated[str, typer.Argument(help="dsv3, v4_flash, gptoss120b, qwen3_30b, HxIxExK, or a model's folder.")],
     recipes: Annotated[
@@ -178,7 +162,7 @@ def bench(
 
 
 @app.command()
-@prints(print_model_bench, together=True)
+@prints(printing.print_model_bench, together=True)
 def bench_model(
     what: Annotated[str, typer.Argument(help="qwen3_30b, gpt_oss_20b, or the folder of a model transformers knows.")],
     recipes: Annotated[
@@ -198,7 +182,7 @@ def bench_model(
     if parallel not in ("same", "data"):
         raise InputError(f"--parallel {parallel!r}: allowed are same (every rank decodes the same sequences) and data")
     with joined(os.environ, device, same_tokens=parallel == "same") as place, bar("bench-model") as progress:
-        report = bench_model(
+        return bench_model(
             what,
             [_recipe(recipe) for recipe in recipes or []] or RECIPES,
             batches=_numbers("--batches", batches, int),
@@ -206,11 +190,10 @@ def bench_model(
             device=place,
             progress=progress,
         )
-    return report
 
 
 @app.command()
-@prints(print_tuning)
+@prints(printing.print_tuning)
 def tune(
     what: Annotated[str, typer.Argument(help="dsv3, v4_flash, gptoss120b, qwen3_30b, HxIxExK, or a model's folder.")],
     recipe: Annotated[str, typer.Option("--format", help="weights or weights:activations, such as mxfp4.")] = "bf16",
@@ -222,7 +205,7 @@ def tune(
     from .commands.tune import TUNED_TOKENS, tune
 
     with bar("tune") as progress:
-        report = tune(
+        return tune(
             what,
             _recipe(recipe),
             tokens=TUNED_TOKENS if tokens is None else _numbers("--tokens", tokens, int),
@@ -230,11 +213,10 @@ def tune(
             device=device,
             progress=progress,
         )
-    return report
 
 
 @app.command()
-@prints(print_conversion)
+@prints(printing.print_conversion)
 def quantize(
     model: Model,
     to: Annotated[str, typer.Option(help="Weight format of the experts to write.")],
@@ -244,12 +226,11 @@ def quantize(
     from .commands.quantize import quantize_model
 
     with bar("quantize") as progress:
-        report = quantize_model(model, to, target, progress=progress)
-    return report
+        return quantize_model(model, to, target, progress=progress)
 
 
 @app.command()
-@prints(print_proofs, together=True)
+@prints(printing.print_proofs, together=True)
 def verify(
     model: Model,
     experts: Annotated[int, typer.Option(min=1, help="Experts of each layer to recompute.")] = 8,
@@ -266,7 +247,7 @@ def verify(
     from .commands.verify import verify_model
 
     with joined(os.environ, device, same_tokens=False) as place, bar("verify") as progress:
-        report = verify_model(
+        return verify_model(
             model,
             experts=None if every else experts,
             device=place,
@@ -274,11 +255,10 @@ def verify(
             weight_format=weight_format,
             progress=progress,
         )
-    return report
 
 
 @balance.command()
-@prints(print_load)
+@prints(printing.print_load)
 def record(
     model: Model,
     target: Annotated[str, typer.Option("--out", help="File to write the trace to.")],
@@ -295,7 +275,7 @@ def record(
 
 
 @balance.command()
-@prints(print_simulation)
+@prints(printing.print_simulation)
 def simulate(
     trace: Trace,
     ranks: Annotated[int, typer.Option(min=2, help="Ranks that split the experts.")] = 4,
@@ -318,7 +298,7 @@ def simulate(
 
 
 @balance.command()
-@prints(print_load)
+@prints(printing.print_load)
 def heatmap(
     trace: Trace, target: Annotated[str, typer.Option("--out", help="Draw layers by experts into this PNG.")]
 ) -> Report:
@@ -356,7 +336,7 @@ def _complain(kind: str, text: str) -> NoReturn:
     several = "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
     who = f"rank {os.environ['RANK']}: " if several else ""
     # In one piece, as other ranks write too.
-    err.print(Text.assemble(who, (kind, "bold red"), ": ", text), soft_wrap=True)
+    printing.err.print(Text.assemble(who, (kind, "bold red"), ": ", text), soft_wrap=True)
     sys.exit(1)
 
 

@@ -112,12 +112,8 @@ class RoutingSpec:
     def __post_init__(self) -> None:
         require(self.top_k >= 1, "top_k", self.top_k, "at least 1")
         require(self.score in SCORE_FUNCTIONS, "score function", self.score, ", ".join(SCORE_FUNCTIONS))
-        require(
-            1 <= self.kept_groups <= self.groups,
-            "kept_groups",
-            self.kept_groups,
-            f"1 to groups={self.groups}",
-        )
+        kept = 1 <= self.kept_groups <= self.groups
+        require(kept, "kept_groups", self.kept_groups, f"1 to groups={self.groups}")
         require(self.group_score in ("max", "top2_sum"), "group_score", self.group_score, "max, top2_sum")
         require(self.renormalise_eps >= 0, "renormalise_eps", self.renormalise_eps, "0 or more")
         require(self.renormalise_floor >= 0, "renormalise_floor", self.renormalise_floor, "0 or more")
@@ -171,12 +167,8 @@ class MoESpec:
         k, e, g = self.routing.top_k, self.num_experts, self.routing.groups
         require(k <= e, "top_k", k, f"at most num_experts={e}")
         require(e % g == 0, "num_experts with routing groups", (e, g), "num_experts a multiple of groups")
-        require(
-            k <= self.routing.kept_groups * (e // g),
-            "top_k with kept groups",
-            k,
-            "at most the experts they hold",
-        )
+        held = self.routing.kept_groups * (e // g)
+        require(k <= held, "top_k with kept groups", k, "at most the experts they hold")
 
     @property
     def expert_hidden_size(self) -> int:

@@ -283,9 +283,9 @@ def test_the_table_says_what_was_measured():
 
 
 def test_a_wrong_layer_gets_no_time(monkeypatch, capsys):
-    right = cpu_grouped._activate
+    right = cpu_grouped.fast_activate
     monkeypatch.setattr(
-        cpu_grouped, "_activate", lambda inner, kind: right(torch.cat(inner.chunk(2, -1)[::-1], -1), kind)
+        cpu_grouped, "fast_activate", lambda inner, kind: right(torch.cat(inner.chunk(2, -1)[::-1], -1), kind)
     )
     with pytest.raises(MeasurementError, match="FP32 truth"):
         bench("64x32x6x2", [("bf16", "bf16")], tokens=(1, 5), ceilings=CEILINGS, device="cpu", rounds=1)

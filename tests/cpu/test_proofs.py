@@ -10,7 +10,7 @@ import torch
 from collegium.experts.reference import Reference
 from collegium.experts.triton import grouped as ops
 from collegium.experts.triton.lanes import pack_nvfp4, with_part
-from collegium.experts.triton.tiles import TileChoice
+from collegium.experts.triton.tile_choice import TileChoice
 from collegium.formats import NvFp4
 from collegium.ops.quantize import activation_format
 from collegium.problem import DeviceFacts, Problem

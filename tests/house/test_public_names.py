@@ -12,7 +12,7 @@ import collegium
 from tracked import ROOT
 
 SOURCE = ROOT / "src" / "collegium"
-OPTIONAL = {"vllm", "transformers", "prometheus_client", "matplotlib", "triton"}
+OPTIONAL = {"vllm", "transformers", "prometheus_client", "matplotlib", "triton", "llvmlite", "numba"}
 
 # The public surface: adding a name takes a line in CHANGELOG.md, removing one a minor release of warning.
 PUBLIC = {

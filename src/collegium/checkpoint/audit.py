@@ -27,7 +27,7 @@ from .problems import refuse
 from .remarks import Remarks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -87,8 +87,8 @@ def check_layer(layer: CheckpointLayer) -> list[CheckpointError]:
     if found.single and found.stack:
         msg = f"{where}: experts are stored one by one and stacked at once; keep one of the two"
         problems.append(DuplicateTensorError(msg))
-    problems += _check_stack(layer) if layer.stored.stacked else _check_experts(layer)
-    return problems + _check_biases(layer) + _check_suffixes(layer)
+    check_experts = _check_stack if layer.stored.stacked else _check_experts
+    return [*problems, *check_experts(layer), *_check_biases(layer), *_check_suffixes(layer)]
 
 
 def _sources(layer: CheckpointLayer) -> Iterable[tuple[int, Source]]:
@@ -107,11 +107,9 @@ def check_dense_layers(checkpoint: Checkpoint) -> list[CheckpointError]:
     for layer in sorted(set(index.layers()) - set(sparse)):
         infos = list(index.found(layer).infos()) if layer < end else []
         if infos:
-            msg = f"layer {layer}: config.json says it has no routed experts, the files hold {infos[0].name} and "
-            msg += (
-                f"{len(infos) - 1} more tensors of experts; layers with experts are {list(sparse)}; correct config.json"
-            )
-            problems.append(ConfigError(msg))
+            held = f"{infos[0].name} and {len(infos) - 1} more tensors of experts"
+            says = f"layer {layer}: config.json says it has no routed experts, the files hold {held}"
+            problems.append(ConfigError(f"{says}; layers with experts are {list(sparse)}; correct config.json"))
     return problems
 
 
@@ -133,7 +131,7 @@ def check_outside_experts(checkpoint: Checkpoint) -> list[CheckpointError]:
     return problems
 
 
-def _check_stack(layer: CheckpointLayer) -> list[CheckpointError]:
+def _check_stack(layer: CheckpointLayer) -> Iterator[CheckpointError]:
     checkpoint, spec, stored = layer.checkpoint, layer.spec, layer.stored
     sources = [layer.source(0, which) for which in stack_paths(layer.names.stacked)]
     held: dict[str, int] = {}
@@ -145,17 +143,16 @@ def _check_stack(layer: CheckpointLayer) -> list[CheckpointError]:
                 held[name] = shape[0]
     others = {name: count for name, count in held.items() if count != spec.num_experts}
     if others and others == held and len(set(held.values())) == 1:
-        return [_wrong_count(layer, next(iter(held.values())))]
-    if others:
-        return [
-            TensorMismatchError(
-                f"layer {layer.number}: {name} is {checkpoint.tensors[name].shape}, for {count} experts; config.json "
-                f"says num_experts={spec.num_experts}, and {len(held) - len(others)} of {len(held)} tensors hold so "
-                "many; download the file again or export it anew"
-            )
-            for name, count in others.items()
-        ]
-    return [problem for source in sources for problem in parts_problems(checkpoint, source, stored)]
+        yield _wrong_count(layer, next(iter(held.values())))
+        return
+    for name, count in others.items():
+        yield TensorMismatchError(
+            f"layer {layer.number}: {name} is {checkpoint.tensors[name].shape}, for {count} experts; config.json "
+            f"says num_experts={spec.num_experts}, and {len(held) - len(others)} of {len(held)} tensors hold so "
+            "many; download the file again or export it anew"
+        )
+    for source in () if others else sources:
+        yield from parts_problems(checkpoint, source, stored)
 
 
 def _wrong_count(layer: CheckpointLayer, held: int) -> ConfigError:
@@ -178,38 +175,36 @@ def _bias_shapes(layer: CheckpointLayer) -> list[tuple[str, tuple[int, int]]]:
     ]
 
 
-def _check_biases(layer: CheckpointLayer) -> list[CheckpointError]:
-    problems: list[CheckpointError] = []
+def _check_biases(layer: CheckpointLayer) -> Iterator[CheckpointError]:
+    where = f"layer {layer.number}"
     for name, shape in _bias_shapes(layer):
         if name not in layer.checkpoint:
-            msg = f"layer {layer.number}: {name} missing; {layer.index.family.name} experts have biases"
-            problems.append(MissingTensorError(msg))
+            yield MissingTensorError(f"{where}: {name} missing; {layer.index.family.name} experts have biases")
             continue
         info = layer.checkpoint.info(name)
         if info.shape != shape or info.dtype not in ("BF16", "F16", "F32"):
-            msg = f"layer {layer.number}: {name} is {info.dtype} {info.shape}, needed is BF16, F16 or F32 {shape}"
-            problems.append(TensorMismatchError(msg))
-    return problems
+            needed = f"needed is BF16, F16 or F32 {shape}"
+            yield TensorMismatchError(f"{where}: {name} is {info.dtype} {info.shape}, {needed}")
 
 
-def _check_experts(layer: CheckpointLayer) -> list[CheckpointError]:
+def _check_experts(layer: CheckpointLayer) -> Iterator[CheckpointError]:
     checkpoint, where = layer.checkpoint, f"layer {layer.number}"
     present, e = {expert for expert, _ in layer.found.single}, layer.spec.num_experts
     if len(present) != e and present == set(range(len(present))):
-        return [_wrong_count(layer, len(present))]
-    problems: list[CheckpointError] = []
+        yield _wrong_count(layer, len(present))
+        return
     beyond = sorted(expert for expert in present if expert >= e)
     if beyond:
-        msg = f"{where}: experts {beyond[:8]} are in the files, config.json says num_experts={e} (0 to {e - 1})"
-        problems.append(UnknownTensorError(msg))
+        says = f"config.json says num_experts={e} (0 to {e - 1})"
+        yield UnknownTensorError(f"{where}: experts {beyond[:8]} are in the files, {says}")
     for expert in sorted(set(range(e)) - present):
-        msg = f"{where}, expert {expert}: no tensor at all; {len(present)} of {e} experts are in the files"
-        problems.append(MissingTensorError(msg))
+        held = f"{len(present)} of {e} experts are in the files"
+        yield MissingTensorError(f"{where}, expert {expert}: no tensor at all; {held}")
     dtypes: dict[tuple[bool, str], dict[str, str]] = defaultdict(dict)
     for expert, source in _sources(layer):
         if expert not in present:
             continue
-        problems += parts_problems(checkpoint, source, layer.stored)
+        yield from parts_problems(checkpoint, source, layer.stored)
         for part in layer.stored.layout.parts:
             if part.required and part_name(source, part) in checkpoint:
                 kind = (source.label.endswith("down"), part.suffix)
@@ -217,29 +212,25 @@ def _check_experts(layer: CheckpointLayer) -> list[CheckpointError]:
     for (_, suffix), seen in dtypes.items():
         if len(seen) > 1:
             listed = ", ".join(f"{dtype} in {label}" for dtype, label in seen.items())
-            msg = f"{where}: {suffix} differs in dtype: {listed}; all experts of a layer must share one"
-            problems.append(TensorMismatchError(msg))
-    return problems
+            differs = f"{suffix} differs in dtype: {listed}"
+            yield TensorMismatchError(f"{where}: {differs}; all experts of a layer must share one")
 
 
-def _check_suffixes(layer: CheckpointLayer) -> list[CheckpointError]:
+def _check_suffixes(layer: CheckpointLayer) -> Iterator[CheckpointError]:
     found, stored, where = layer.found, layer.stored, f"layer {layer.number}"
     known = {part.suffix for part in stored.layout.parts} | set(ACTIVATION_SCALES)
     stack_known = known | ({"_bias"} if layer.spec.expert_bias else set())
-    problems: list[CheckpointError] = []
     groups = [(group, known) for group in found.single.values()]
     groups += [(group, stack_known) for group in found.stack.values()]
     for group, allowed in groups:
         for suffix, info in group.items():
             if suffix in _REFUSED and suffix not in allowed:
-                problems.append(UnknownTensorError(f"{where}: {info.name}: {_REFUSED[suffix]}"))
+                yield UnknownTensorError(f"{where}: {info.name}: {_REFUSED[suffix]}")
             elif suffix not in allowed:
-                msg = (
+                yield UnknownTensorError(
                     f"{where}: {info.name} is not known to {layer.index.family.name} in {stored.name} "
                     f"({stored.storage}); known suffixes are {', '.join(sorted(allowed))}"
                 )
-                problems.append(UnknownTensorError(msg))
-    return problems
 
 
 def _check_values(layer: CheckpointLayer, remarks: Remarks) -> tuple[list[CheckpointError], list[str]]:

@@ -114,9 +114,7 @@ def check_beside(
     problems: list[CheckpointError] = []
     for name, shape in _vectors(layer).values():
         try:
-            _header(layer, name, shape)
-            if deep:
-                _vector(layer, name, shape)
+            (_vector if deep else _header)(layer, name, shape)
         except CheckpointError as error:
             problems.append(error)
     try:
@@ -262,10 +260,9 @@ def _stored_at(layer: CheckpointLayer, module: _Module) -> StoredFormat:
     number = layer.number
     missing = [t.format(layer=number) for t in module.templates if not layer.suffixes((t,))]
     if missing:
-        msg = (
+        raise MissingTensorError(
             f"layer {number}: {' and '.join(missing)} missing; the layer needs {'it' if len(missing) == 1 else 'them'}"
         )
-        raise MissingTensorError(msg)
     seen = layer.suffixes(module.templates)
     declared = [declared_format(layer.checkpoint.config, t.format(layer=number)) for t in module.templates]
     if len(set(declared)) > 1:

@@ -13,12 +13,11 @@ from .layout import projections, stack_paths
 from .stored import StoredFormat
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from ..formats.payload import Storage
     from ..models import Declared, Names
     from ..types import MoESpec
-    from .index import Found
     from .reader import Checkpoint
 
 __all__ = ["detect", "stored_format"]
@@ -99,7 +98,8 @@ def detect(checkpoint: Checkpoint, spec: MoESpec, layer: int) -> StoredFormat:
         listed = ", ".join(f"{path} {entry.format}" for path, entry in declared.items())
         msg = f"layer {layer}: one expert's projections differ in format: {listed}; they must share one"
         raise ConfigError(msg + _ALIKE)
-    mixed = mixed_algorithms(config, _every_path(index.names, found, layer))
+    every = (index.names.projection(which).format(layer=layer, expert=expert) for expert, which in sorted(found.single))
+    mixed = mixed_algorithms(config, every)
     if len(mixed) > 1:
         listed = ", ".join(f"{path} {algorithm}" for algorithm, path in mixed.items())
         raise ConfigError(f"layer {layer}: its experts differ in format: {listed}; they must share one{_ALIKE}")
@@ -112,24 +112,11 @@ def stored_format(
 ) -> StoredFormat:
     """Return the stored format that is both declared and present; raises ConfigError."""
     name, storage = _match_storage(declared, seen, where)
-    return StoredFormat(
-        name=name,
-        storage=storage,
-        stacked=stacked,
-        block=declared.block or (128, 128),
-        group=declared.group or 0,
-    )
-
-
-def _every_path(names: Names, found: Found, layer: int) -> Iterable[str]:
-    """Yield the module path of each projection of each expert that is in the files, one by one."""
-    single = {"gate": names.gate, "up": names.up, "down": names.down}
-    for expert, which in sorted(found.single):
-        yield (single[which] or "").format(layer=layer, expert=expert)
+    block, group = declared.block or (128, 128), declared.group or 0
+    return StoredFormat(name=name, storage=storage, stacked=stacked, block=block, group=group)
 
 
 def _paths(names: Names, spec: MoESpec, layer: int, *, stacked: bool) -> list[str]:
     if stacked:
         return [path.format(layer=layer) for path in stack_paths(names.stacked).values()]
-    single = {"gate": names.gate, "up": names.up, "down": names.down}
-    return [(single[which] or "").format(layer=layer, expert=0) for which in projections(spec)]
+    return [names.projection(which).format(layer=layer, expert=0) for which in projections(spec)]

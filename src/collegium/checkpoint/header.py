@@ -50,16 +50,14 @@ class TensorInfo:
 
 
 def _refuse_constant(text: str) -> NoReturn:
-    msg = f"found the constant {text}, which JSON does not have"
-    raise ValueError(msg)
+    raise ValueError(f"found the constant {text}, which JSON does not have")
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     result: dict[str, object] = {}
     for key, value in pairs:
         if key in result:
-            msg = f"the key {key!r} appears twice"
-            raise ValueError(msg)
+            raise ValueError(f"the key {key!r} appears twice")
         result[key] = value
     return result
 
@@ -69,8 +67,7 @@ def _strict_object(raw: bytes) -> dict[str, object]:
     try:
         value: object = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant)
     except RecursionError as error:
-        msg = "it is nested too deeply"
-        raise ValueError(msg) from error
+        raise ValueError("it is nested too deeply") from error
     if not isinstance(value, dict):
         msg = f"it is a {type(value).__name__}, not an object"
         raise ValueError(msg)  # noqa: TRY004  one kind of error for every fault of the text
@@ -82,15 +79,16 @@ def read_json(path: Path) -> dict[str, object]:
     try:
         size = path.stat().st_size
         if size > MAX_HEADER_BYTES:
-            msg = f"{path}: {size} bytes, at most {MAX_HEADER_BYTES} are allowed for a JSON file"
-            raise ConfigError(msg)
+            raise ConfigError(f"{path}: {size} bytes, at most {MAX_HEADER_BYTES} are allowed for a JSON file")
         return _strict_object(path.read_bytes())
     except OSError as error:
-        msg = f"{path}: cannot be read ({error.strerror}); check that the download is complete"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); check that the download is complete") from error
     except ValueError as error:
-        msg = f"{path}: is not a valid JSON object: {error}"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"{path}: is not a valid JSON object: {error}") from error
+
+
+def _fail(path: Path, what: str) -> NoReturn:
+    raise HostileFileError(f"{path}: {what}")
 
 
 def _raw_header(path: Path) -> tuple[int, bytes, int]:
@@ -103,13 +101,11 @@ def _raw_header(path: Path) -> tuple[int, bytes, int]:
     with file:
         size = os.fstat(file.fileno()).st_size
         if size < 8:
-            msg = f"{path}: {size} bytes; a safetensors file has at least the 8 bytes of its header length"
-            raise HostileFileError(msg)
+            _fail(path, f"{size} bytes; a safetensors file has at least the 8 bytes of its header length")
         length = int.from_bytes(file.read(8), "little")
         allowed = min(MAX_HEADER_BYTES, size - 8)
         if not 2 <= length <= allowed:
-            msg = f"{path}: header length is {length}, allowed are 2 to {allowed} in a file of {size} bytes"
-            raise HostileFileError(msg)
+            _fail(path, f"header length is {length}, allowed are 2 to {allowed} in a file of {size} bytes")
         return length, file.read(length), size
 
 
@@ -121,13 +117,11 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     """
     length, raw, size = _raw_header(path)
     if len(raw) != length or raw[:1] != b"{":
-        msg = f"{path}: the header has {len(raw)} of {length} bytes and starts {raw[:1]!r}; it must start with '{{'"
-        raise HostileFileError(msg)
+        _fail(path, f"the header has {len(raw)} of {length} bytes and starts {raw[:1]!r}; it must start with '{{'")
     try:
         entries = _strict_object(raw)
     except ValueError as error:
-        msg = f"{path}: the header is not valid JSON: {error}"
-        raise HostileFileError(msg) from error
+        raise HostileFileError(f"{path}: the header is not valid JSON: {error}") from error
     _check_metadata(path, entries.pop("__metadata__", None))
     base = 8 + length
     infos = {name: _tensor(path, name, entry, base=base, size=size) for name, entry in entries.items()}
@@ -141,8 +135,7 @@ def _check_metadata(path: Path, metadata: object) -> None:
     texts = cast("dict[str, object]", metadata) if isinstance(metadata, dict) else {"": metadata}
     for key, value in texts.items():
         if not isinstance(value, str):
-            msg = f"{path}: __metadata__ entry {key!r} is {value!r}, allowed is an object of strings"
-            raise HostileFileError(msg)
+            _fail(path, f"__metadata__ entry {key!r} is {value!r}, allowed is an object of strings")
 
 
 def _natural(value: object) -> bool:
@@ -157,58 +150,44 @@ def _naturals(value: object) -> list[int] | None:
 
 
 def _tensor(path: Path, name: str, entry: object, *, base: int, size: int) -> TensorInfo:
+    def fail(what: str) -> NoReturn:
+        _fail(path, f"tensor {name!r} {what}")
+
     fields = cast("dict[str, object]", entry) if isinstance(entry, dict) else {}
     if set(fields) != {"dtype", "shape", "data_offsets"}:
-        msg = f"{path}: tensor {name!r} has {entry!r:.200}, allowed are exactly dtype, shape and data_offsets"
-        raise HostileFileError(msg)
+        fail(f"has {entry!r:.200}, allowed are exactly dtype, shape and data_offsets")
     dtype = fields["dtype"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        msg = f"{path}: tensor {name!r} has dtype {dtype!r}, known are {', '.join(DTYPE_BITS)}"
-        raise HostileFileError(msg)
+        fail(f"has dtype {dtype!r}, known are {', '.join(DTYPE_BITS)}")
     shape = _naturals(fields["shape"])
     if shape is None or len(shape) > _MAX_DIMENSIONS:
-        msg = (
-            f"{path}: tensor {name!r} has shape {fields['shape']!r:.200}, allowed are at most {_MAX_DIMENSIONS} "
-            "integers from 0 to 2^63-1"
-        )
-        raise HostileFileError(msg)
+        allowed = f"allowed are at most {_MAX_DIMENSIONS} integers from 0 to 2^63-1"
+        fail(f"has shape {fields['shape']!r:.200}, {allowed}")
     bits = DTYPE_BITS[dtype]
     for dimension in shape:
         # a zero elsewhere in the shape must not hide a product no machine can index
         bits *= max(dimension, 1)
     if bits // 8 > _MAX_COUNT:
-        msg = f"{path}: tensor {name!r} has shape {shape}, whose size overflows 2^63-1 bytes"
-        raise HostileFileError(msg)
+        fail(f"has shape {shape}, whose size overflows 2^63-1 bytes")
     bits = 0 if 0 in shape else bits
     offsets = _naturals(fields["data_offsets"])
     room = size - base
     if offsets is None or len(offsets) != 2 or not offsets[0] <= offsets[1] <= room:
-        msg = (
-            f"{path}: tensor {name!r} has data_offsets {fields['data_offsets']!r:.200}, allowed are two rising "
-            f"integers from 0 to {room}, the bytes behind the header (is the file truncated?)"
-        )
-        raise HostileFileError(msg)
-    if bits != 8 * (offsets[1] - offsets[0]):
-        msg = (
-            f"{path}: tensor {name!r} holds {offsets[1] - offsets[0]} bytes, "
-            f"shape {shape} of {dtype} needs {bits / 8:g}"
-        )
-        raise HostileFileError(msg)
-    return TensorInfo(
-        name=name, dtype=dtype, shape=tuple(shape), file=path, start=base + offsets[0], stop=base + offsets[1]
-    )
+        allowed = f"allowed are two rising integers from 0 to {room}, the bytes behind the header"
+        fail(f"has data_offsets {fields['data_offsets']!r:.200}, {allowed} (is the file truncated?)")
+    start, stop = offsets
+    if bits != 8 * (stop - start):
+        fail(f"holds {stop - start} bytes, shape {shape} of {dtype} needs {bits / 8:g}")
+    return TensorInfo(name=name, dtype=dtype, shape=tuple(shape), file=path, start=base + start, stop=base + stop)
 
 
 def _check_coverage(path: Path, infos: Mapping[str, TensorInfo], *, base: int, size: int) -> None:
     at, before = base, "the header"
     for info in sorted(infos.values(), key=lambda i: (i.start, i.stop)):
         if info.start < at:
-            msg = f"{path}: tensor {info.name!r} overlaps {before} by {at - info.start} bytes; each byte has one owner"
-            raise HostileFileError(msg)
+            _fail(path, f"tensor {info.name!r} overlaps {before} by {at - info.start} bytes; each byte has one owner")
         if info.start > at:
-            msg = f"{path}: a hole of {info.start - at} bytes between {before} and {info.name!r}; none is allowed"
-            raise HostileFileError(msg)
+            _fail(path, f"a hole of {info.start - at} bytes between {before} and {info.name!r}; none is allowed")
         at, before = info.stop, repr(info.name)
     if at != size:
-        msg = f"{path}: {size - at} bytes follow {before}; the tensors must cover the file to its end"
-        raise HostileFileError(msg)
+        _fail(path, f"{size - at} bytes follow {before}; the tensors must cover the file to its end")

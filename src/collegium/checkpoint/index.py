@@ -47,12 +47,16 @@ class Found:
 
     def suffixes(self) -> dict[str, set[str]]:
         """Return every suffix seen, with the dtypes it was seen in."""
-        seen: dict[str, set[str]] = defaultdict(set)
-        groups: Iterable[Mapping[str, TensorInfo]] = (*self.single.values(), *self.stack.values())
-        for group in groups:
-            for suffix, info in group.items():
-                seen[suffix].add(info.dtype)
-        return dict(seen)
+        groups = (*self.single.values(), *self.stack.values())
+        return _dtypes(pair for group in groups for pair in group.items())
+
+
+def _dtypes(suffixes: Iterable[tuple[str, TensorInfo]]) -> dict[str, set[str]]:
+    """Return the dtypes of the entries by suffix."""
+    seen = defaultdict[str, set[str]](set)
+    for suffix, info in suffixes:
+        seen[suffix].add(info.dtype)
+    return dict(seen)
 
 
 class Index:
@@ -89,13 +93,13 @@ class Index:
 
     def suffixes(self, layer: int, templates: Iterable[str]) -> dict[str, set[str]]:
         """Return the suffixes and dtypes of the tensors at module paths of ``layer``."""
-        seen = defaultdict[str, set[str]](set)
-        paths = tuple(template.removeprefix(self.names.layer) + "." for template in templates)
-        for rest, info in self.tensors(layer):
-            path = next((p for p in paths if rest.startswith(p)), None)
-            if path is not None:
-                seen[rest[len(path) - 1 :]].add(info.dtype)
-        return dict(seen)
+        paths = [template.removeprefix(self.names.layer) for template in templates]
+        return _dtypes(
+            (rest.removeprefix(path), info)
+            for rest, info in self.tensors(layer)
+            for path in paths
+            if rest.startswith(path + ".")
+        )
 
     def _choose(self, family: Family, config: Mapping[str, object]) -> Names:
         """Return the table whose experts exist and most of whose other names do; the first of equals."""
@@ -125,12 +129,11 @@ def index_of(checkpoint: Checkpoint) -> Index:
 
 
 def _patterns(names: Names) -> tuple[re.Pattern[str] | None, dict[str, Projection]]:
-    paths: dict[Projection, str | None] = {"gate": names.gate, "up": names.up, "down": names.down}
     tails: dict[str, Projection] = {}
     head = ""
     for which in PROJECTIONS:
-        path = paths[which]
-        if path is not None:
+        path = names.projection(which)
+        if path:
             head, _, tail = path.removeprefix(names.layer).partition("{expert}.")
             tails[tail] = which
     if not tails:

@@ -6,6 +6,7 @@ entry of the stack it is, and how its rows are spread over the stored rows.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -17,7 +18,7 @@ from ..formats import FORMATS
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..formats.payload import Part, Payload, Storage
+    from ..formats.payload import Part, Payload
     from ..models import Names, StackedNames
     from ..types import MoESpec
     from .reader import Checkpoint
@@ -29,12 +30,10 @@ __all__ = [
     "Projection",
     "Source",
     "bias_names",
-    "check_part",
     "part_name",
     "parts_problems",
     "projections",
     "read_matrix",
-    "read_parts",
     "source_of",
     "stack_paths",
     "stack_shape",
@@ -83,8 +82,7 @@ def source_of(names: Names, spec: MoESpec, *, layer: int, expert: int, projectio
     rows, columns = (width, wide) if projection == "down" else (wide, width)
     label = f"layer {layer}, expert {expert}, {projection}"
     if not stacked:
-        template = {"gate": names.gate, "up": names.up, "down": names.down}[projection] or ""
-        path = template.format(layer=layer, expert=expert)
+        path = names.projection(projection).format(layer=layer, expert=expert)
         return Source(label=label, path=path, rows=rows, columns=columns, stored_rows=rows)
     table = names.stacked
     stored, offset, step = rows, 0, 1
@@ -159,7 +157,7 @@ def _squeezed(shape: tuple[int, ...]) -> list[int]:
     return [n for n in shape if n != 1]
 
 
-def check_part(source: Source, part: Part, checkpoint: Checkpoint, cls: type[Payload]) -> None:
+def _check_part(source: Source, part: Part, checkpoint: Checkpoint, cls: type[Payload]) -> None:
     """Compare a part's header entry with what the config implies; raises MissingTensorError, TensorMismatchError."""
     name = part_name(source, part)
     info = checkpoint.info(name)
@@ -175,28 +173,25 @@ def check_part(source: Source, part: Part, checkpoint: Checkpoint, cls: type[Pay
         return
     if _squeezed(info.shape) != _squeezed(needed) and not _one_for_all(source, part, info.shape):
         what = "scale" if "scale" in part.suffix else "index" if part.suffix.endswith("g_idx") else "weight"
-        msg = (
+        raise TensorMismatchError(
             f"{source.label}: {what} is {info.shape}, {cls.name} with N={source.stored_rows} and K={source.columns} "
             f"needs {needed}{_hint(source, part, info.shape, cls)} ({name})"
         )
-        raise TensorMismatchError(msg)
 
 
-def parts_problems(checkpoint: Checkpoint, source: Source, stored: StoredFormat) -> list[CheckpointError]:
-    """Return what the headers show wrong with the parts of one projection: missing, of another shape or dtype."""
-    problems: list[CheckpointError] = []
+def parts_problems(checkpoint: Checkpoint, source: Source, stored: StoredFormat) -> Iterator[CheckpointError]:
+    """Yield what the headers show wrong with the parts of one projection: missing, of another shape or dtype."""
     needed = [part for part in stored.layout.parts if part.required]
     missing = [part_name(source, part) for part in needed if part_name(source, part) not in checkpoint]
     if missing:
-        msg = f"{source.label}: {' and '.join(missing)} missing; {stored.name} in {stored.storage} storage needs it"
-        problems.append(MissingTensorError(msg))
+        needs = f"{stored.name} in {stored.storage} storage needs it"
+        yield MissingTensorError(f"{source.label}: {' and '.join(missing)} missing; {needs}")
     for part in stored.layout.parts:
         if (part.required or part.if_present) and part_name(source, part) in checkpoint:
             try:
-                check_part(source, part, checkpoint, stored.format)
+                _check_part(source, part, checkpoint, stored.format)
             except TensorMismatchError as error:
-                problems.append(error)
-    return problems
+                yield error
 
 
 def _one_for_all(source: Source, part: Part, shape: tuple[int, ...]) -> bool:
@@ -218,21 +213,8 @@ def _hint(source: Source, part: Part, found: tuple[int, ...], cls: type[Payload]
     return f"; {found[-1]} would be group {group}{guess}"
 
 
-def read_parts(
-    checkpoint: Checkpoint, source: Source, storage: Storage, cut: Cut, seen: dict[str, Tensor] | None = None
-) -> dict[str, Tensor]:
-    """Read the parts of ``cut``, keyed by suffix, axes as stored but without the stack dimension.
-
-    Read are the required parts, and those that are read wherever they exist.
-
-    seen: tensors of this expert that were read before, so that interleaved rows are read once for gate and up.
-    """
-    seen = {} if seen is None else seen
-    present = [p for p in storage.parts if p.required or (p.if_present and part_name(source, p) in checkpoint)]
-    return {p.suffix: _read_part(checkpoint, source, p, cut, seen) for p in present}
-
-
 def _read_part(checkpoint: Checkpoint, source: Source, part: Part, cut: Cut, seen: dict[str, Tensor]) -> Tensor:
+    """Read the part of ``cut``, axes as stored but without the stack dimension."""
     name = part_name(source, part)
     actual = checkpoint.info(name).shape
     plain, part = part, part.fitted(checkpoint.info(name).dtype, actual, source.stored_rows)
@@ -294,8 +276,7 @@ def _read_number(checkpoint: Checkpoint, source: Source, part: Part, actual: tup
 
 def _boundaries(source: Source, start: int, stop: int, per: int, size: int) -> slice:
     if start % per or (stop % per and stop != size):
-        msg = f"{source.label}: cut {start}:{stop} of {size} does not fall on multiples of {per}"
-        raise InputError(msg)
+        raise InputError(f"{source.label}: cut {start}:{stop} of {size} does not fall on multiples of {per}")
     return slice(start // per, -(-stop // per))
 
 
@@ -327,7 +308,9 @@ def read_matrix(
 ) -> tuple[Payload | None, list[CheckpointError]]:
     """Read ``cut`` (default: all) of one projection; return its payload, None if unreadable, and what is wrong.
 
-    seen: as ``read_parts``. room: rows and columns to fill the cut up to with zeros.
+    Read are the required parts, and those that are read wherever they exist. seen: tensors of this expert that were
+    read before, so that interleaved rows are read once for gate and up. room: rows and columns to fill the cut up to
+    with zeros.
     """
     problems = _declared_shape(checkpoint, source)
     if problems:
@@ -335,7 +318,8 @@ def read_matrix(
     everything = Cut(rows=(0, source.rows), columns=(0, source.columns))
     cut = everything if cut is None else cut
     span = everything if stored.whole else cut
-    parts = read_parts(checkpoint, source, stored.layout, span, seen)
+    present = [p for p in stored.layout.parts if p.required or (p.if_present and part_name(source, p) in checkpoint)]
+    parts = {p.suffix: _read_part(checkpoint, source, p, span, {} if seen is None else seen) for p in present}
     shape = (span.rows[1] - span.rows[0], span.columns[1] - span.columns[0])
     if room is not None and room != shape and not stored.whole:
         parts = {p.suffix: _filled(parts[p.suffix], p, room) for p in stored.layout.parts if p.suffix in parts}

@@ -147,12 +147,11 @@ def _local_range(layer: CheckpointLayer, placement: Placement, *, pad: bool) -> 
         return ((start, min(wide, start + width)) if start < wide else (0, 0)), width
     if rest or width % step:
         works = [n for n in range(1, _MOST_RANKS + 1) if wide % n == 0 and (n == 1 or (wide // n) % step == 0)]
-        msg = (
+        raise InputError(
             f"tp_size={placement.tp_size} cuts intermediate_size={wide} into {wide / placement.tp_size:g}, which is "
             f"no multiple of {step} ({stored.name} groups); tensor-parallel sizes that work: {works}; expert "
             "parallelism has no such limit, and pad=True fills up with zeros"
         )
-        raise InputError(msg)
     return (placement.tp_rank * width, (placement.tp_rank + 1) * width), width
 
 

@@ -117,8 +117,7 @@ class Checkpoint:
 
 def _bounds(info: TensorInfo, slices: Sequence[slice]) -> list[tuple[int, int]]:
     if len(slices) > len(info.shape):
-        msg = f"tensor {info.name!r} has shape {info.shape}, {len(slices)} slices were given"
-        raise InputError(msg)
+        raise InputError(f"tensor {info.name!r} has shape {info.shape}, {len(slices)} slices were given")
     bounds = [(0, n) for n in info.shape]
     for axis, part in enumerate(slices):
         n = info.shape[axis]
@@ -153,8 +152,7 @@ def _read_exactly(file: FileIO, info: TensorInfo, start: int, into: memoryview) 
         got = file.readinto(into[at:])
         if not got:
             where = f"byte {start + at} inside tensor {info.name!r}"
-            msg = f"{info.file}: ended at {where}; it has shrunk since it was opened"
-            raise HostileFileError(msg)
+            raise HostileFileError(f"{info.file}: ended at {where}; it has shrunk since it was opened")
         at += got
 
 
@@ -197,8 +195,7 @@ def _folder(root: Path) -> dict[str, TensorInfo]:
     if (root / _SINGLE).is_file():
         return read_header(root / _SINGLE)
     found = sorted(p.name for p in root.iterdir())[:8]
-    msg = f"{root}: neither {_INDEX} nor {_SINGLE} is there; found {', '.join(found) or 'nothing'}"
-    raise CheckpointError(msg)
+    raise CheckpointError(f"{root}: neither {_INDEX} nor {_SINGLE} is there; found {', '.join(found) or 'nothing'}")
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -207,8 +204,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     wrong = [name for name, file in entries.items() if not isinstance(file, str)]
     if not entries or wrong:
         found = f"entry {wrong[0]!r} of 'weight_map' is no text" if wrong else "found no filled object 'weight_map'"
-        msg = f"{index}: {found}; expected tensor names with file names"
-        raise CheckpointError(msg)
+        raise CheckpointError(f"{index}: {found}; expected tensor names with file names")
     return cast("dict[str, str]", entries)
 
 
@@ -240,11 +236,10 @@ def _sharded(root: Path, index: Path) -> dict[str, TensorInfo]:
     for infos in shards.values():
         for name, info in infos.items():
             if name in seen and not _equal_bytes(seen[name], info):
-                msg = (
+                raise DuplicateTensorError(
                     f"tensor {name!r} is in {seen[name].file.name} ({seen[name].dtype} {seen[name].shape}) and in "
                     f"{info.file.name} ({info.dtype} {info.shape}) with different bytes; keep one of them"
                 )
-                raise DuplicateTensorError(msg)
             seen[name] = info
     return {name: shards[file][name] for name, file in weight_map.items()}
 

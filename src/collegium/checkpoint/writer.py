@@ -134,17 +134,15 @@ def whole_folder(out: Path, needed: int) -> Generator[tuple[Path, list[str]]]:
     prefix = f".{out.name}.partial-"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(out.parent):
+        with _closing(_lock(out.parent)):
             if out.exists():
-                msg = f"{out} exists; nothing is overwritten, name another folder or remove it"
-                raise InputError(msg)
+                raise InputError(f"{out} exists; nothing is overwritten, name another folder or remove it")
             stale = [p for p in out.parent.iterdir() if p.name.startswith(prefix) and _abandoned(p)]
             for path in stale:
                 shutil.rmtree(path)
             free = shutil.disk_usage(out.parent).free
             if free < needed:
-                msg = f"{out}: needs about {needed:,} bytes, {free:,} are free in {out.parent}"
-                raise CheckpointError(msg)
+                raise CheckpointError(f"{out}: needs about {needed:,} bytes, {free:,} are free in {out.parent}")
             room = out.parent / tempfile.mkdtemp(prefix=prefix, dir=out.parent)
             held = _lock(room)
         try:
@@ -162,10 +160,10 @@ def whole_folder(out: Path, needed: int) -> Generator[tuple[Path, list[str]]]:
 
 
 @contextmanager
-def _locked(folder: Path) -> Generator[None]:
-    held = _lock(folder)
+def _closing(held: int) -> Generator[int]:
+    """Close the descriptor ``held`` when the block ends."""
     try:
-        yield
+        yield held
     finally:
         os.close(held)
 
@@ -193,8 +191,5 @@ def _abandoned(folder: Path) -> bool:
 
 
 def _sync(folder: Path) -> None:
-    held = os.open(folder, os.O_RDONLY)
-    try:
+    with _closing(os.open(folder, os.O_RDONLY)) as held:
         os.fsync(held)
-    finally:
-        os.close(held)

@@ -59,6 +59,7 @@ __all__ = [
     "experts_error",
     "experts_of",
     "named_layer",
+    "planned_layer",
     "random_weights",
     "recipe_of",
 ]
@@ -181,12 +182,8 @@ def bench(
     """
     name, spec = named_layer(what)
     facts = probe(device)
-
-    def step(done: int, total: int, text: str) -> None:
-        if progress is not None:
-            progress(done, total, text)
-
-    plans = {recipe: _planned(spec, recipe, facts, max(tokens)) for recipe in recipes}
+    step: Callable[[int, int, str], None] = progress or (lambda done, total, text: None)
+    plans = {recipe: planned_layer(spec, recipe, facts, max(tokens)) for recipe in recipes}
     check_room(f"bench {name}", layer_needs([*plans.values()], tokens, ceilings=ceilings is None), facts)
     place = torch.device(facts.place)
     # Must differ from the weights' seed, or an input would equal a weight row.
@@ -223,7 +220,8 @@ def bench(
     return _report(name, spec, routing, (facts, least, tuple(rows)))
 
 
-def _planned(spec: MoESpec, recipe: tuple[str, str], facts: DeviceFacts, most: int) -> Plan:
+def planned_layer(spec: MoESpec, recipe: tuple[str, str], facts: DeviceFacts, most: int) -> Plan:
+    """Return the plan of ``spec`` in a recipe's formats for at most ``most`` tokens; raises SpecError and PlanError."""
     own = replace(spec, weight_format=by_name(recipe[0]).name)
     problem = Problem(spec=own, device=facts, limits=Limits(max_tokens=most))
     return plan(problem, Choice(activation_format=recipe[1]))

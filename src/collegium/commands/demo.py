@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -200,8 +199,7 @@ class _Bench:
             limits=_limits(self.spec, self.facts, recipe),
         )
         attach(self.writer.model, layers)
-        told = partial(_told, step)
-        self.compile_seconds += _compiled(layers.values(), told)
+        self.compile_seconds += _compiled(layers.values(), lambda done, total, _: step(f"compiling {done} of {total}"))
         step("perplexity")
         perplexity, error = self.writer.perplexity(self.ids), self.case.error(layers[self.case.layer])
         step("writing")
@@ -225,10 +223,6 @@ def _limits(spec: MoESpec, facts: DeviceFacts, recipe: Recipe) -> Limits:
     problem = Problem(spec=replace(spec, weight_format=recipe.weights), device=facts)
     made = plan(problem, Choice(activation_format=recipe.activations))
     return Limits(max_tokens=_COMPILED_PASS if made.capturable else _PLAIN_PASS)
-
-
-def _told(step: Callable[[str], None], done: int, total: int, _: str) -> None:
-    step(f"compiling {done} of {total}")
 
 
 def _compiled(layers: Iterable[MoELayer], progress: Callable[[int, int, str], None] | None) -> float:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..checkpoint.reader import gguf_file, read_config
-from ..errors import CheckpointError, ConfigError, InputError, MissingExtraError
+from ..errors import CheckpointError, ConfigError, InputError
+from ..integrations.extra import extra
 from ..integrations.transformers import Decoder
 from ..models import describe
 from ..problem import Limits
@@ -135,16 +136,11 @@ def prompt_limits(folder: Path, prompt: str) -> Limits:
 
 
 def _tokenizer(folder: Path) -> Any:
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise MissingExtraError(
-            "tokenizers is not installed; install it with: pip install 'collegium[transformers]'"
-        ) from error
+    kind = extra("tokenizers").Tokenizer
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise InputError(f"{folder}: no tokenizer.json; text needs the tokenizer that the model was published with")
-    return _read_tokenizer(Tokenizer, path, path.stat().st_mtime_ns)
+    return _read_tokenizer(kind, path, path.stat().st_mtime_ns)
 
 
 @lru_cache(maxsize=1)

@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError, MissingExtraError
+from ..errors import InputError
+from ..integrations.extra import extra
 
 if TYPE_CHECKING:
     from ..balance.load import LoadTrace
@@ -93,10 +94,4 @@ def plot_simulation(report: Simulation, path: str) -> None:
 
 
 def _figure() -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtraError(
-            "matplotlib is not installed; install it with: pip install 'collegium[plot]'"
-        ) from error
-    return Figure(figsize=(12, 5), layout="constrained")
+    return extra("matplotlib.figure", "matplotlib", group="plot").Figure(figsize=(12, 5), layout="constrained")

@@ -249,18 +249,20 @@ def print_inspection(found: Inspection) -> None:
     out.print(found.plan.explain(), markup=False, highlight=False)
 
 
-def _titled(title: str) -> Table:
+def _titled(title: str, *columns: str) -> Table:
     """Print a title, which may be wider than its table, and return the table."""
     out.print(title, style="italic", markup=False, highlight=False)
-    return Table(box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, no_wrap=True)
+    return table
 
 
 def print_proofs(report: VerifyReport) -> None:
     """Show the error of every layer and the verdict."""
     kernels = ", ".join(dict.fromkeys(proof.kernel for proof in report.proofs))
-    table = _titled(f"{report.path} on {report.device}, kernel {kernels}")
-    for name in ("layer", "formats", "experts", "error", "worst expert", "allowed", "verdict"):
-        table.add_column(name, no_wrap=True)
+    columns = ("layer", "formats", "experts", "error", "worst expert", "allowed", "verdict")
+    table = _titled(f"{report.path} on {report.device}, kernel {kernels}", *columns)
     for proof in report.proofs:
         table.add_row(
             f"{proof.layer}" if proof.part == "experts" else f"{proof.layer} {proof.part}",
@@ -276,9 +278,8 @@ def print_proofs(report: VerifyReport) -> None:
 
 def print_conversion(report: QuantizeReport) -> None:
     """Show the error of every converted layer and what was copied."""
-    table = _titled(f"{report.path}: {report.weight_format} experts as {report.storage} stores them")
-    for name in ("layer", "was", "error", "worst expert"):
-        table.add_column(name, no_wrap=True)
+    title = f"{report.path}: {report.weight_format} experts as {report.storage} stores them"
+    table = _titled(title, "layer", "was", "error", "worst expert")
     for layer in report.layers:
         worst = f"{layer.worst}: {layer.worst_error:.3%}"
         table.add_row(str(layer.layer), layer.source_format, f"{layer.error:.3%}", worst)

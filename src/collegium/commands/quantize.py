@@ -200,12 +200,11 @@ def _kept(job: _Job, layers: Iterable[CheckpointLayer]) -> dict[str, TensorInfo]
         return kept
     other = [name for name, info in kept.items() if info.dtype in _QUANTISED or name.endswith((".qweight", "_packed"))]
     if other:
-        msg = (
+        raise InputError(
             f"{job.checkpoint.path}: {len(other)} tensors outside the routed experts are quantised ({other[0]}, ...) "
             "and would be copied; one config cannot describe them beside other experts. Convert a checkpoint whose "
             "other weights are bf16, fp16 or fp32."
         )
-        raise InputError(msg)
     return kept
 
 
@@ -303,8 +302,8 @@ def _expert_tensors(
     gate, up, down = (matrix_parts(matrix, job.storage) for matrix in matrices)
     names, table, out = job.names, job.names.stacked, dict[str, "Tensor"]()
     if not job.stacked:
-        for template, parts in ((names.gate, gate), (names.up, up), (names.down, down)):
-            path = (template or "").format(layer=layer, expert=expert)
+        for which, parts in (("gate", gate), ("up", up), ("down", down)):
+            path = names.projection(which).format(layer=layer, expert=expert)
             out |= {path + suffix: tensor for suffix, tensor in parts.items()}
         return out
     for suffix in gate:

@@ -7,7 +7,7 @@ of the same sizes and formats take it from then on. All candidates must give the
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +15,11 @@ import torch
 
 from ..errors import InputError, MeasurementError
 from ..experts.measured import write_tiles
-from ..formats import by_name
 from ..parallel import Local
-from ..plan import kernel_named, plan
-from ..problem import Choice, Limits, Problem
+from ..plan import kernel_named
+from ..problem import Problem
 from ..runtime.devices import probe
-from .bench import named_layer, random_weights
+from .bench import named_layer, planned_layer, random_weights
 from .measure import graph_pool, input_sets, prepare_pass, random_routing, take_turns
 from .room import check_room, layer_needs
 
@@ -110,17 +109,14 @@ def packed_layer(
     """Return the name, the problem and the packed random weights of the layer ``what``; errors as ``tune``."""
     name, plain = named_layer(what)
     facts = probe(device)
-    spec = replace(plain, weight_format=by_name(recipe[0]).name)
-    made = plan(
-        Problem(spec=spec, device=facts, limits=Limits(max_tokens=most_tokens)), Choice(activation_format=recipe[1])
-    )
+    made = planned_layer(plain, recipe, facts, most_tokens)
     kernel, asked = kernel_named(made.kernel), made.problem.routed
     if not kernel.tiling(asked).block_t(1):
         raise InputError(
             f"tune: {name} in {recipe[0]} x {recipe[1]} runs on {made.kernel}, which has no tiles to choose"
         )
     check_room(f"tune {name}", layer_needs([made], [most_tokens]), facts)
-    return name, made.problem, kernel.pack(random_weights(spec, torch.device(facts.place)), asked)
+    return name, made.problem, kernel.pack(random_weights(made.problem.spec, torch.device(facts.place)), asked)
 
 
 def measure_tiles(packed: Packed, problem: Problem, tokens: int, *, most: int, rounds: int) -> list[TuneRow]:

@@ -141,12 +141,6 @@ class Bnb4(Payload):
             scales=self.scales[..., start // self.group_size : -(-stop // self.group_size)],
         )
 
-    def rows(self, start: int, stop: int) -> Self:
-        """Return a view of output rows ``start:stop``, any rows."""
-        check_cut(f"{self.name}: output rows", start, stop, self.shape[-2], 1)
-        shape = (*self.shape[:-2], stop - start, self.shape[-1])
-        return replace(self, shape=shape, codes=self.codes[..., start:stop, :], scales=self.scales[..., start:stop, :])
-
 
 def _state(raw: Tensor, storage: str, shape: tuple[int, ...]) -> Mapping[str, object]:
     """Return the JSON object stored as bytes, checked against what the rest of the file says."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 
-from .codecs import as_float32, decode_rows, e4m3_codes, e4m3_is_nan, e4m3_values, fp8_scales, look_up
+from .codecs import as_float32, decode_e4m3, e4m3_codes, e4m3_is_nan, fp8_scales
 from .intake import any_per_matrix, check_cut, find_storage, promote_scales, take
 from .payload import Part, Payload, Storage
 
@@ -48,14 +48,7 @@ class Fp8Channel(Payload):
 
     def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return ``[..., N, K]``: e4m3(code) * scale as one float32 product, rounded once to ``dtype``."""
-        table = e4m3_values(self.codes.device)
-        codes = self.codes.view(torch.uint8).reshape(-1, self.shape[-1])
-        spread = self.scales.reshape(-1, 1)
-
-        def rows(start: int, stop: int) -> Tensor:
-            return look_up(table, codes[start:stop]).mul_(spread[start:stop])
-
-        return decode_rows(self.shape, dtype, self.codes.device, rows)
+        return decode_e4m3(self.codes, self.scales.reshape(-1), self.shape, dtype)
 
     @classmethod
     def from_parts(cls, parts: Mapping[str, Tensor], *, storage: str, shape: tuple[int, ...]) -> Self:
@@ -82,13 +75,3 @@ class Fp8Channel(Payload):
         """Return a view of input columns ``start:stop``, any columns."""
         check_cut(f"{self.name}: input columns", start, stop, self.shape[-1], 1)
         return replace(self, shape=(*self.shape[:-1], stop - start), codes=self.codes[..., start:stop])
-
-    def rows(self, start: int, stop: int) -> Self:
-        """Return a view of output rows ``start:stop``, any rows."""
-        check_cut(f"{self.name}: output rows", start, stop, self.shape[-2], 1)
-        return replace(
-            self,
-            shape=(*self.shape[:-2], stop - start, self.shape[-1]),
-            codes=self.codes[..., start:stop, :],
-            scales=self.scales[..., start:stop],
-        )

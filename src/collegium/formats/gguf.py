@@ -131,6 +131,7 @@ class Gguf(Payload):
     name: ClassVar[str] = "gguf"
     group: ClassVar[int] = 32
     read_only: ClassVar[bool] = True
+    by_row: ClassVar[tuple[str, ...]] = ("blocks",)
     # the part as planned is Q8_0, the largest of the kinds
     storages: ClassVar[tuple[Storage, ...]] = (
         Storage(
@@ -192,9 +193,3 @@ class Gguf(Payload):
         check_cut(f"{self.name}: input columns", start, stop, self.shape[-1], size)
         blocks = self.blocks[..., start // size : -(-stop // size), :]
         return replace(self, shape=(*self.shape[:-1], stop - start), blocks=blocks)
-
-    def rows(self, start: int, stop: int) -> Self:
-        """Return a view of output rows ``start:stop``, any rows."""
-        check_cut(f"{self.name}: output rows", start, stop, self.shape[-2], 1)
-        shape = (*self.shape[:-2], stop - start, self.shape[-1])
-        return replace(self, shape=shape, blocks=self.blocks[..., start:stop, :, :])

@@ -43,16 +43,6 @@ class Grouped(Payload):
             scales=self.scales[..., first:last],
         )
 
-    def rows(self, start: int, stop: int) -> Self:
-        """Return a view of output rows ``start:stop``, any rows."""
-        check_cut(f"{self.name}: output rows", start, stop, self.shape[-2], 1)
-        return replace(
-            self,
-            shape=(*self.shape[:-2], stop - start, self.shape[-1]),
-            codes=self.codes[..., start:stop, :],
-            scales=self.scales[..., start:stop, :],
-        )
-
     @classmethod
     def _whole_groups(cls, codes: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Return stored uint8 codes ``[..., N, any]`` padded with zeros beyond K to whole groups."""
@@ -65,15 +55,17 @@ class Grouped(Payload):
             padded[..., columns // 2] &= 0x0F
         return padded
 
-    def _decode(
-        self, dtype: torch.dtype, table: Tensor, codes: Tensor, scales_of: Callable[[int, int], Tensor]
-    ) -> Tensor:
-        """Decode uint8 ``codes [R, n]`` by a float32 table or one of float32 pairs, times the scales."""
+    def _decode(self, dtype: torch.dtype, table: Tensor, scales_of: Callable[[Tensor, slice], Tensor]) -> Tensor:
+        """Decode the codes by a float32 table or one of float32 pairs, times the scales.
+
+        scales_of: the stored scales ``[r, G]`` of a span of rows, counted over all leading dimensions, in float32.
+        """
+        codes, scales = (t.reshape(-1, t.shape[-1]) for t in (self.codes.view(torch.uint8), self.scales))
 
         def rows(start: int, stop: int) -> Tensor:
             values = look_up(table, codes[start:stop])
             if self.per_byte == 2:
                 values = values.view(torch.float32)
-            return scale_groups_(values, scales_of(start, stop), self.group)
+            return scale_groups_(values, scales_of(scales[start:stop], slice(start, stop)), self.group)
 
         return decode_rows(self.shape, dtype, codes.device, rows)

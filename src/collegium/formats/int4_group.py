@@ -142,16 +142,6 @@ class Int4Group(Payload):
             group_size=size,
         )
 
-    def rows(self, start: int, stop: int) -> Self:
-        """Return a view of output rows ``start:stop``, any rows."""
-        check_cut(f"{self.name}: output rows", start, stop, self.shape[-2], 1)
-        return replace(
-            self,
-            shape=(*self.shape[:-2], stop - start, self.shape[-1]),
-            codes=self.codes[..., start:stop, :],
-            scales=self.scales[..., start:stop, :],
-        )
-
 
 def _padded(columns: int, group_size: int) -> int:
     whole = -(-columns // group_size) * group_size

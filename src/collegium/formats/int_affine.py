@@ -34,6 +34,7 @@ class _Affine(Payload):
 
     group: ClassVar[int] = GROUP
     read_only: ClassVar[bool] = True
+    by_row: ClassVar[tuple[str, ...]] = ("codes", "scales", "zeros")
     bits: ClassVar[int]
 
     def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -104,12 +105,6 @@ class _Affine(Payload):
             zeros=self.zeros[..., groups],
             **more,
         )
-
-    def rows(self, start: int, stop: int) -> Self:
-        """Return a view of output rows ``start:stop``, any rows."""
-        check_cut(f"{self.name}: output rows", start, stop, self.shape[-2], 1)
-        cut = {name: getattr(self, name)[..., start:stop, :] for name in ("codes", "scales", "zeros")}
-        return replace(self, shape=(*self.shape[:-2], stop - start, self.shape[-1]), **cut)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -68,11 +68,8 @@ class MxFp4(Grouped):
 
     def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return ``[..., N, K]``: e2m1(code) * 2^(scale - 127) in float32, rounded once to ``dtype``."""
-        device = self.codes.device
-        codes = self.codes.reshape(-1, self.codes.shape[-1])
-        scales = self.scales.reshape(-1, self.scales.shape[-1])
-        powers = e8m0_values(device)
-        return self._decode(dtype, e2m1_pairs(device), codes, lambda a, b: look_up(powers, scales[a:b]))
+        powers = e8m0_values(self.codes.device)
+        return self._decode(dtype, e2m1_pairs(self.codes.device), lambda scales, _: look_up(powers, scales))
 
     @classmethod
     def from_parts(cls, parts: Mapping[str, Tensor], *, storage: str, shape: tuple[int, ...]) -> Self:

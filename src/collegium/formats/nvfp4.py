@@ -103,17 +103,12 @@ class NvFp4(Grouped):
 
         The step is rounded to float32, then the product; the result is rounded once to ``dtype``.
         """
-        codes = self.codes.reshape(-1, self.codes.shape[-1])
-        scales = self.scales.reshape(-1, self.scales.shape[-1])
         spread = self.global_scale.reshape(-1).repeat_interleave(self.shape[-2]).unsqueeze(-1)
 
-        def steps(start: int, stop: int) -> Tensor:
-            group_scales = scales[start:stop].float()
-            if self.global_divides:
-                return group_scales.div_(spread[start:stop])
-            return group_scales.mul_(spread[start:stop])
+        def steps(scales: Tensor, span: slice) -> Tensor:
+            return scales.float().div_(spread[span]) if self.global_divides else scales.float().mul_(spread[span])
 
-        return self._decode(dtype, e2m1_pairs(codes.device), codes, steps)
+        return self._decode(dtype, e2m1_pairs(self.codes.device), steps)
 
     @classmethod
     def from_parts(cls, parts: Mapping[str, Tensor], *, storage: str, shape: tuple[int, ...]) -> Self:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 import torch
 
 from ..errors import InputError
+from .intake import check_cut
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -92,7 +93,8 @@ class Payload:
     Class facts. name: the name plans and tables use. group: input columns that share a scale (0: no groups).
     row_block: output rows that share a scale (1 for row-wise formats). tolerance: bound on the relative L2 error of
     encode followed by decode for Gaussian weights. storages: the published layouts ``from_parts`` understands.
-    read_only: the format is read from checkpoints and run, but never written.
+    read_only: the format is read from checkpoints and run, but never written. by_row: the tensors whose axis after the
+    leading dimensions are output rows.
     """
 
     shape: tuple[int, ...]
@@ -103,6 +105,7 @@ class Payload:
     tolerance: ClassVar[float] = 0.0
     storages: ClassVar[tuple[Storage, ...]]
     read_only: ClassVar[bool] = False
+    by_row: ClassVar[tuple[str, ...]] = ("codes", "scales")
 
     @classmethod
     def encode(cls, weight: Tensor) -> Self:
@@ -139,8 +142,11 @@ class Payload:
         raise NotImplementedError
 
     def rows(self, start: int, stop: int) -> Self:
-        """Return output rows ``start:stop``; both must lie on row-block boundaries or at the end."""
-        raise NotImplementedError
+        """Return a view of output rows ``start:stop``; both must lie on row-block boundaries or at the end."""
+        check_cut(f"{self.name}: output rows", start, stop, self.shape[-2], 1)
+        axis = len(self.shape) - 2
+        cut = {name: getattr(self, name).narrow(axis, start, stop - start) for name in self.by_row}
+        return replace(self, shape=(*self.shape[:-2], stop - start, self.shape[-1]), **cut)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the stored tensors by field name."""

@@ -25,6 +25,7 @@ class _Plain(Payload):
     """values: ``[..., N, K]`` in the format's dtype."""
 
     values: Tensor
+    by_row: ClassVar[tuple[str, ...]] = ("values",)
     dtype: ClassVar[torch.dtype]
 
     @classmethod
@@ -60,12 +61,6 @@ class _Plain(Payload):
         """Return a view of input columns ``start:stop``, any columns."""
         check_cut(f"{self.name}: input columns", start, stop, self.shape[-1], 1)
         return replace(self, shape=(*self.shape[:-1], stop - start), values=self.values[..., start:stop])
-
-    def rows(self, start: int, stop: int) -> Self:
-        """Return a view of output rows ``start:stop``, any rows."""
-        check_cut(f"{self.name}: output rows", start, stop, self.shape[-2], 1)
-        shape = (*self.shape[:-2], stop - start, self.shape[-1])
-        return replace(self, shape=shape, values=self.values[..., start:stop, :])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

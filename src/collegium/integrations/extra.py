@@ -10,11 +10,15 @@ from ..errors import MissingExtraError
 __all__ = ["extra"]
 
 
-def extra(module: str) -> Any:
-    """Return a module of the transformers extra; raises MissingExtraError where it is not installed."""
+def extra(module: str, package: str | None = None, *, group: str = "transformers") -> Any:
+    """Return a module of the optional packages in ``group``; raises MissingExtraError where it is not installed.
+
+    package: what the error says is missing, where that is not the module itself.
+    """
     try:
         return importlib.import_module(module)
     except ImportError as error:
+        missing = package or module
         raise MissingExtraError(
-            f"{module} is not installed; install it with: pip install 'collegium[transformers]'"
+            f"{missing} is not installed; install it with: pip install 'collegium[{group}]'"
         ) from error

@@ -107,8 +107,7 @@ def describe(config: Mapping[str, object], layer: int | None = None) -> MoESpec:
     family = family_of(config)
     layers = family.moe_layers(config)
     if not layers:
-        msg = f"config.json of model_type {config.get('model_type')!r}: no layer has routed experts"
-        raise ConfigError(msg)
+        raise ConfigError(f"config.json of model_type {config.get('model_type')!r}: no layer has routed experts")
     path = expert_path(family, layers[0] if layer is None else layer)
     layer_prefix = family.names.layer.partition("{layer}")[0]
     heads = (prefix.partition("{layer}")[0] for prefix in (family.names.layer, *PREFIXES))

@@ -28,6 +28,7 @@ __all__ = [
     "every_layer",
     "layers_after_first",
     "listed_layers",
+    "object_of",
     "projections_of",
     "shared_width",
     "spec_of",
@@ -144,6 +145,10 @@ class Names:
             **cast("dict[str, Any]", extra),
         )
 
+    def projection(self, which: str) -> str:
+        """Return the module path of one expert's ``gate``, ``up`` or ``down``, empty where there is none."""
+        return {"gate": self.gate, "up": self.up, "down": self.down}[which] or ""
+
     def moved(self, layer: str) -> Names:
         """Return the same table below another prefix of a layer."""
         return self if layer == self.layer else _moved(self, self.layer, layer)
@@ -202,10 +207,13 @@ class Family:
 def text_of(config: Mapping[str, object]) -> Mapping[str, object]:
     """Return the part of a multimodal config that describes the text model."""
     for key in _NESTED:
-        inner = config.get(key)
-        if isinstance(inner, dict):
-            config = cast("dict[str, object]", inner)
+        config = object_of(config.get(key), config)
     return config
+
+
+def object_of(value: object, otherwise: Mapping[str, object] | None = None) -> Mapping[str, object]:
+    """Return ``value`` where it is an object of JSON, else ``otherwise`` or an empty one."""
+    return cast("Mapping[str, object]", value) if isinstance(value, dict) else otherwise or {}
 
 
 class Config:
@@ -239,8 +247,7 @@ class Config:
         if abs(found) > most:
             # loops and tables are made for every layer and expert before the first tensor can contradict the config
             size = found if found.bit_length() < 64 else "beyond 2^63"
-            msg = f"config.json: {keys[0]} is {size}, allowed is {most} at most"
-            raise ConfigError(msg)
+            raise ConfigError(f"config.json: {keys[0]} is {size}, allowed is {most} at most")
         return found
 
     def number(self, *keys: str, default: object = _ABSENT) -> float:
@@ -268,7 +275,7 @@ class Config:
         found = self.value(key, default={})
         if not isinstance(found, dict):
             raise self.wrong(key, found, "an object")
-        part = Config(cast("dict[str, object]", found))
+        part = Config(object_of(found))
         self.parts.append(part)
         return part
 

@@ -34,19 +34,17 @@ def matches_prefix(pattern: str, text: str) -> bool:
     (references to groups, atomic groups, look-behind) or flags.
     """
     if len(pattern) > _MAX_PATTERN or len(text) > _MAX_TEXT:
-        msg = (
+        raise ConfigError(
             f"quantization_config: a pattern has {len(pattern)} characters and the name {len(text)}, at most "
             f"{_MAX_PATTERN} and {_MAX_TEXT} are allowed"
         )
-        raise ConfigError(msg)
     try:
         tree = _parser.parse(pattern)
         if tree.state.flags & ~re.UNICODE:
             raise _refused("flags")
         return bool(_Matcher(text, tree.state).walk(tree, {0}))
     except (re.error, OverflowError, RecursionError) as error:
-        msg = f"quantization_config: the pattern {pattern[:100]!r} cannot be used: {error}"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"quantization_config: the pattern {pattern[:100]!r} cannot be used: {error}") from error
 
 
 def _refused(what: str) -> ConfigError:

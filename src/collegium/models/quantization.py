@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from ..errors import ConfigError
 from ..formats.unquantised import CONFIG_NAMES
+from .base import object_of
 from .patterns import matches_prefix
 
 if TYPE_CHECKING:
@@ -70,8 +71,7 @@ def declared_format(config: Mapping[str, object], path: str) -> Declared:
         return plain
     method = str(block.get("quant_method")).lower()
     if method not in METHODS:
-        msg = f"quantization_config: quant_method is {block.get('quant_method')!r}, known are {', '.join(METHODS)}"
-        raise ConfigError(msg)
+        raise _wrong(f"quant_method is {block.get('quant_method')!r}, known are {', '.join(METHODS)}")
     if _skipped(block, path):
         return plain
     if method == "fp8":
@@ -83,15 +83,16 @@ def declared_format(config: Mapping[str, object], path: str) -> Declared:
     return Declared(format="gguf", method="gguf")
 
 
+def _wrong(what: str) -> ConfigError:
+    return ConfigError(f"quantization_config: {what}")
+
+
 def _block(config: Mapping[str, object]) -> Mapping[str, object] | None:
-    text = config.get("text_config")
-    nested = cast("Mapping[str, object]", text).get("quantization_config") if isinstance(text, dict) else None
-    found = config.get("quantization_config") or nested
+    found = config.get("quantization_config") or object_of(config.get("text_config")).get("quantization_config")
     if not found:
         return None
     if not isinstance(found, dict):
-        msg = f"config.json: quantization_config is {found!r}, allowed is an object"
-        raise ConfigError(msg)
+        raise ConfigError(f"config.json: quantization_config is {found!r}, allowed is an object")
     return cast("Mapping[str, object]", found)
 
 
@@ -101,8 +102,7 @@ def _float_format(config: Mapping[str, object]) -> str | None:
         return None
     name = str(found).removeprefix("torch.")
     if name not in _FLOATS:
-        msg = f"config.json: dtype is {found!r}, known are {', '.join(_FLOATS)}"
-        raise ConfigError(msg)
+        raise ConfigError(f"config.json: dtype is {found!r}, known are {', '.join(_FLOATS)}")
     return _FLOATS[name]
 
 
@@ -110,8 +110,7 @@ def _texts(block: Mapping[str, object], key: str) -> list[str]:
     found = block.get(key) or []
     items = cast("list[object]", found) if isinstance(found, list) else [None]
     if any(not isinstance(item, str) for item in items):
-        msg = f"quantization_config: {key} is {found!r:.200}, allowed is a list of module names"
-        raise ConfigError(msg)
+        raise _wrong(f"{key} is {found!r:.200}, allowed is a list of module names")
     return cast("list[str]", items)
 
 
@@ -135,11 +134,7 @@ def _pair(block: Mapping[str, object], key: str) -> tuple[int, int]:
     found = block.get(key)
     items = cast("list[object]", found) if isinstance(found, list | tuple) else []
     if len(items) != 2 or not all(_is_size(n) for n in items):
-        msg = (
-            f"quantization_config: {key} is {found!r}, allowed are two integers from 1 to {_MOST_COLUMNS}, for "
-            "instance [128, 128]"
-        )
-        raise ConfigError(msg)
+        raise _wrong(f"{key} is {found!r}, allowed are two integers from 1 to {_MOST_COLUMNS}, for instance [128, 128]")
     rows, columns = cast("list[int]", items)
     return rows, columns
 
@@ -174,21 +169,18 @@ def _modelopt(block: Mapping[str, object], path: str, plain: Declared) -> Declar
             return plain
         algorithm = found
     if algorithm not in _MODELOPT:
-        msg = f"quantization_config: quant_algo is {algorithm!r}, known are {', '.join(_MODELOPT)}, MIXED_PRECISION"
-        raise ConfigError(msg)
+        raise _wrong(f"quant_algo is {algorithm!r}, known are {', '.join(_MODELOPT)}, MIXED_PRECISION")
     name = _MODELOPT[algorithm]
     return Declared(format=name, method="modelopt", block=(128, 128) if name == "fp8_block" else None)
 
 
 def _mixed(block: Mapping[str, object], path: str) -> str | None:
     """Return the algorithm that a table of mixed precision gives the module, or the longest part of its path."""
-    table = block.get("quantized_layers")
-    layers = cast("Mapping[str, object]", table) if isinstance(table, dict) else {}
-    steps = path.split(".")
+    layers, steps = object_of(block.get("quantized_layers")), path.split(".")
     for stop in range(len(steps), 0, -1):
         if (name := ".".join(steps[:stop])) in layers:
             entry = layers[name]
-            return str(cast("Mapping[str, object]", entry).get("quant_algo")).upper() if isinstance(entry, dict) else ""
+            return str(object_of(entry).get("quant_algo")).upper() if isinstance(entry, dict) else ""
     return None
 
 
@@ -210,14 +202,11 @@ def mixed_algorithms(config: Mapping[str, object], paths: Iterable[str]) -> dict
 
 def _compressed(block: Mapping[str, object], path: str, plain: Declared) -> Declared:
     groups = block.get("config_groups")
-    table = cast("Mapping[str, object]", groups) if isinstance(groups, dict) else {}
-    schemes = [cast("Mapping[str, object]", entry) for entry in table.values() if isinstance(entry, dict)]
+    schemes = [object_of(entry) for entry in object_of(groups).values() if isinstance(entry, dict)]
     if not schemes:
-        msg = f"quantization_config: config_groups is {groups!r:.200}, expected at least one group with 'weights'"
-        raise ConfigError(msg)
-    scheme = _targeting(schemes, path)
-    weights = scheme.get("weights") if scheme is not None else None
-    return _arguments(cast("Mapping[str, object]", weights)) if isinstance(weights, dict) else plain
+        raise _wrong(f"config_groups is {groups!r:.200}, expected at least one group with 'weights'")
+    weights = object_of(_targeting(schemes, path)).get("weights")
+    return _arguments(object_of(weights)) if isinstance(weights, dict) else plain
 
 
 def _targeting(schemes: Sequence[Mapping[str, object]], path: str) -> Mapping[str, object] | None:
@@ -239,11 +228,10 @@ def _arguments(weights: Mapping[str, object]) -> Declared:
     kind, bits, strategy = weights.get("type", "int"), weights.get("num_bits"), weights.get("strategy")
     size, symmetric, order = weights.get("group_size"), weights.get("symmetric", True), weights.get("actorder")
     if symmetric not in (True, False) or order not in (None, False, True, "group", "dynamic", "weight", "static"):
-        msg = (
-            f"quantization_config: weights with symmetric={symmetric!r} and actorder={order!r}; allowed are true and "
+        raise _wrong(
+            f"weights with symmetric={symmetric!r} and actorder={order!r}; allowed are true and "
             "false, and group, dynamic, weight, static or null"
         )
-        raise ConfigError(msg)
     ordered = strategy == "group" and order in (True, "group", "dynamic")
     for row_kind, row_bits, row_strategy, row_size, name in _COMPRESSED:
         if (kind, bits, strategy) == (row_kind, row_bits, row_strategy) and row_size in (None, size):
@@ -255,8 +243,7 @@ def _arguments(weights: Mapping[str, object]) -> Declared:
                 storage="compressed-tensors-asymmetric" if kind == "int" and not symmetric else None,
             )
     known = "; ".join(f"{k} {b} bits {s}{f' of {g}' if g else ''}" for k, b, s, g, _ in _COMPRESSED)
-    msg = f"quantization_config: weights are {kind} {bits} bits {strategy} of {size}, known are {known}"
-    raise ConfigError(msg)
+    raise _wrong(f"weights are {kind} {bits} bits {strategy} of {size}, known are {known}")
 
 
 def _integers(name: str, *, symmetric: bool, ordered: bool) -> str:
@@ -271,8 +258,7 @@ def _only(block: Mapping[str, object], key: str, allowed: tuple[object, ...]) ->
     found = block.get(key)
     found = allowed[0] if found is None else found
     if found not in allowed:
-        msg = f"quantization_config: {key} is {found!r}, allowed are {', '.join(map(repr, allowed))}"
-        raise ConfigError(msg)
+        raise _wrong(f"{key} is {found!r}, allowed are {', '.join(map(repr, allowed))}")
     return found
 
 
@@ -280,8 +266,7 @@ def _columns(block: Mapping[str, object]) -> int | None:
     """Return the group size, None where it is -1, a whole row."""
     size = block.get("group_size", -1)
     if size != -1 and not _is_size(size):
-        msg = f"quantization_config: group_size is {size!r}, allowed: 1 to {_MOST_COLUMNS}, or -1 for a whole row"
-        raise ConfigError(msg)
+        raise _wrong(f"group_size is {size!r}, allowed: 1 to {_MOST_COLUMNS}, or -1 for a whole row")
     return None if size == -1 else cast("int", size)
 
 
@@ -290,14 +275,12 @@ def _is_size(value: object) -> bool:
 
 
 def _gptq(block: Mapping[str, object], path: str, plain: Declared) -> Declared:
-    table = block.get("dynamic")
-    rules = cast("Mapping[str, object]", table) if isinstance(table, dict) else {}
-    for pattern, change in rules.items():
+    for pattern, change in object_of(block.get("dynamic")).items():
         # the first pattern that matches decides: "-:" leaves the module alone, "+:" or nothing changes its entries
         if matches_prefix(pattern.removeprefix("+:").removeprefix("-:").removeprefix("re:"), path):
             if pattern.startswith("-:"):
                 return plain
-            block = {**block, **(cast("Mapping[str, object]", change) if isinstance(change, dict) else {})}
+            block = {**block, **object_of(change)}
             break
     size = _columns(block)
     bits = _only(block, "bits", (4, 8))

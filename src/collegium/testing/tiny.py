@@ -106,11 +106,7 @@ def _quantization(format_name: str, storage: str) -> dict[str, object] | None:
     if format_name in ("mxfp4", "mxfp8"):
         return {"quant_method": format_name, "modules_to_not_convert": ["lm_head", "shared_experts"]}
     block: dict[str, object] = {"weight_block_size": [128, 128]} if format_name == "fp8_block" else {}
-    return {
-        "quant_method": "fp8",
-        **block,
-        "modules_to_not_convert": ["lm_head", "mlp.gate", "shared_experts"],
-    }
+    return {"quant_method": "fp8", **block, "modules_to_not_convert": ["lm_head", "mlp.gate", "shared_experts"]}
 
 
 def tiny_config(family: str, format_name: str, storage: str, size: TinySize) -> dict[str, object]:
@@ -140,15 +136,10 @@ def tiny_config(family: str, format_name: str, storage: str, size: TinySize) -> 
             "scoring_func": "sigmoid",
             "topk_method": "noaux_tc",
         },
-        "gpt_oss": {
-            "intermediate_size": size.intermediate,
-            "num_local_experts": size.experts,
-            "swiglu_limit": 7.0,
-        },
+        "gpt_oss": {"intermediate_size": size.intermediate, "num_local_experts": size.experts, "swiglu_limit": 7.0},
     }
     if family not in tables:
-        msg = f"toy checkpoints exist for {', '.join(tables)}, asked was {family!r}"
-        raise InputError(msg)
+        raise InputError(f"toy checkpoints exist for {', '.join(tables)}, asked was {family!r}")
     quantization = _quantization(format_name, storage)
     block = {} if quantization is None else {"quantization_config": quantization}
     return {**common, **tables[family], **block}
@@ -222,8 +213,8 @@ def _single(
     family: Family, layer: int, storage: Storage, payloads: tuple[Payload, Payload, Payload]
 ) -> dict[str, Tensor]:
     out: dict[str, Tensor] = {}
-    templates = (family.names.gate or "", family.names.up or "", family.names.down or "")
-    for template, payload in zip(templates, payloads, strict=True):
+    for which, payload in zip(("gate", "up", "down"), payloads, strict=True):
+        template = family.names.projection(which)
         for suffix, tensor in _parts(payload, storage).items():
             for expert in range(payload.shape[0]):
                 out[template.format(layer=layer, expert=expert) + suffix] = tensor[expert]
@@ -239,12 +230,8 @@ def _dense_parts(
     for template in (names.router_bias, names.correction_bias):
         if template is not None:
             out[template.format(layer=layer)] = _heavy(generator, size.experts)
-    shapes = (
-        (size.intermediate, size.hidden),
-        (size.intermediate, size.hidden),
-        (size.hidden, size.intermediate),
-    )
-    for template, shape in zip(names.shared or (), shapes, strict=False):
+    up = (size.intermediate, size.hidden)
+    for template, shape in zip(names.shared or (), (up, up, up[::-1]), strict=False):
         out[template.format(layer=layer) + ".weight"] = _heavy(generator, *shape).to(dtype)
     return out
 
@@ -294,10 +281,7 @@ def write_checkpoint(
     layout = next(s for s in cls.storages if s.name == storage)
     config = tiny_config(family, format_name, storage, size)
     generator = torch.Generator().manual_seed(seed)
-    wide, narrow = (
-        (size.experts, size.intermediate, size.hidden),
-        (size.experts, size.hidden, size.intermediate),
-    )
+    wide, narrow = (size.experts, size.intermediate, size.hidden), (size.experts, size.hidden, size.intermediate)
     dtype = DTYPES.get(format_name, torch.bfloat16)
     out = TinyCheckpoint(path=Path(path), config=config, experts={}, biases={}, tensors={})
     for layer in table.moe_layers(config):

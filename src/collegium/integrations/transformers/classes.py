@@ -17,6 +17,7 @@ __all__ = ["class_and_config"]
 
 # Published under a model type of their own, with code that is that of a class transformers has.
 _SAME = {"kimi_k2": "deepseek_v3"}
+_NOT_OF_THE_CLASS = ("model_type", "auto_map", "quantization_config")
 # The class holds experts apart from those of the text model.
 _MORE_EXPERTS = {
     "qwen3_omni_moe": "its class in transformers also has a speech model with experts of its own, which are not read"
@@ -59,7 +60,8 @@ def _config(folder: Path, checkpoint: Checkpoint) -> Any:
     transformers, kind = extra("transformers"), str(checkpoint.config.get("model_type"))
     try:
         if kind in _SAME:
-            config = transformers.AutoConfig.for_model(_SAME[kind], **_entries(checkpoint))
+            entries = {key: value for key, value in checkpoint.config.items() if key not in _NOT_OF_THE_CLASS}
+            config = transformers.AutoConfig.for_model(_SAME[kind], **entries)
         else:
             config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # transformers and its config classes raise errors of many kinds
@@ -73,11 +75,6 @@ def _config(folder: Path, checkpoint: Checkpoint) -> Any:
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         vars(part or config).pop("quantization_config", None)
     return config
-
-
-def _entries(checkpoint: Checkpoint) -> dict[str, Any]:
-    unwanted = ("model_type", "auto_map", "quantization_config")
-    return {key: value for key, value in checkpoint.config.items() if key not in unwanted}
 
 
 def _fitting(cls: Any, config: Any) -> tuple[Any, Any]:

@@ -8,17 +8,17 @@ cache that transformers itself gives them, and no graph.
 
 from __future__ import annotations
 
-import importlib
 import threading
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...errors import InputError, MissingExtraError
+from ...errors import InputError
 from ...parallel.collectives import gathered
 from ...parallel.meeting import meeting_of
 from ...runtime.devices import current_device, recording
+from ..extra import extra
 from .host_watch import HostWatch
 from .plugin import layers_of
 
@@ -49,12 +49,7 @@ class Decoder:
 
     def __init__(self, model: Any, *, capture: bool = True) -> None:
         """Keep the model; raises MissingExtraError without transformers."""
-        try:
-            self._caches: Any = importlib.import_module("transformers.cache_utils")
-        except ImportError as error:
-            raise MissingExtraError(
-                "transformers is not installed; install it with: pip install 'collegium[transformers]'"
-            ) from error
+        self._caches = extra("transformers.cache_utils", "transformers")
         self.model = model
         self.capture = capture
         self.captured = False

@@ -96,22 +96,15 @@ def build_layers(
     family = family_of(checkpoint.config)
     indices = family.moe_layers(checkpoint.config)
     whole = family.name in families_with_blocks()
-    wishes: dict[str, Any] = {
-        "weight_format": weight_format,
-        "force": force,
-        "device": device,
-        "limits": limits,
-        "dtype": dtype,
-    }
+    wishes: dict[str, Any] = {"weight_format": weight_format, "force": force, "device": device, "limits": limits}
     layers: dict[int, MoELayer] = {}
     for done, index in enumerate(indices):
         if progress is not None:
             progress(done, len(indices), f"layer {index}")
-        layers[index] = (
-            load_layer(checkpoint, index, **wishes)
-            if whole
-            else load_routed(CheckpointLayer.open(checkpoint, index), **wishes)
-        )
+        if whole:
+            layers[index] = load_layer(checkpoint, index, dtype=dtype, **wishes)
+        else:
+            layers[index] = load_routed(CheckpointLayer.open(checkpoint, index), dtype=dtype, **wishes)
     if progress is not None:
         progress(len(indices), len(indices), "done")
     return layers
