@@ -67,8 +67,12 @@ _GPU_CLOSE = ("tests/gpu/test_direct.py",)
 _SMALL = ("tests/cpu/test_small_kernels.py",)
 _FOUR = ("tests/cpu/test_w4a8.py",)
 _DIRECT = ("tests/cpu/test_direct.py",)
+_FUSED = ("tests/cpu/test_cpu_w4a16.py",)
 _NAN = ("tests/cpu/test_nan.py",)
 _RANKS = ("tests/cpu/test_all_to_all.py",)
+_MEGA = ("tests/cpu/test_mega.py::test_passes_have_the_bits_of_one_rank",)
+_MEGA_FULL = ("tests/cpu/test_mega.py::test_a_pass_of_as_many_tokens_as_were_planned_has_the_bits_of_one_rank",)
+_MEGA_LOST = ("tests/cpu/test_mega.py::test_a_rank_that_does_not_come_is_named_and_nobody_gets_a_number",)
 _REDUCED = ("tests/cpu/test_reduced.py",)
 _MOVE = ("tests/cpu/test_mover.py::test_packed_formats_move_without_changing_a_bit",)
 _ROUNDS = ("tests/cpu/test_mover.py::test_rounds_reach_any_placement_and_never_lose_an_expert",)
@@ -287,7 +291,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the neighbouring group's scale (INT4)", "kernels/grouped_gemm.py",
-        (("acc += _dot(a0, x0, none, ASM) * upper_scale(low << 16)", "acc += _dot(a0, x0, none, ASM) * upper_scale(low)"),), _KERNEL,
+        (("acc += dot(a0, x0, none, ASM) * upper_scale(low << 16)", "acc += dot(a0, x0, none, ASM) * upper_scale(low)"),), _KERNEL,
     ),
     Mutant(
         "the neighbouring row block's scale", "kernels/grouped_gemm.py",
@@ -341,7 +345,7 @@ MUTANTS: tuple[Mutant, ...] = (
     # The global scale of NVFP4.
     Mutant(
         "global scale divided instead of multiplied", "formats/nvfp4.py",
-        (("            if self.global_divides:\n                return", "            if not self.global_divides:\n                return"),),
+        (("spread[span]) if self.global_divides else", "spread[span]) if not self.global_divides else"),),
         _FORMAT,
     ),
     Mutant(
@@ -362,7 +366,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/cpu/test_formats_examples.py", *_LOAD),
     ),
     Mutant(
-        "one global scale for both halves", "experts/cpu/decode.py",
+        "one global scale for both halves", "experts/cpu/stored.py",
         (
             (
                 "spread = per_matrix.reshape(*shape[:-2], 1).float().expand(shape[:-1])",
@@ -417,8 +421,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "experts rotated by one on writing", "commands/quantize.py",
         (
             (
-                "path = (template or \"\").format(layer=layer, expert=expert)",
-                "path = (template or \"\").format(layer=layer, expert=(expert + 1) % job.spec.num_experts)",
+                "path = names.projection(which).format(layer=layer, expert=expert)",
+                "path = names.projection(which).format(layer=layer, expert=(expert + 1) % job.spec.num_experts)",
             ),
         ),
         _WRITE,
@@ -437,6 +441,18 @@ MUTANTS: tuple[Mutant, ...] = (
         (("torch.mul(gathered, weights[:, k, None], out=product)", "torch.mul(gathered, weights[:, k, None].square(), out=product)"),),
         ("tests/cpu/test_weighted_sum.py",),
     ),
+    Mutant("columns of a pair swapped (machine code)", "kernels/cpu_w4a16.py", (("low, high = weights(code), weights(builder.lshr(code, _word(4)))", "high, low = weights(code), weights(builder.lshr(code, _word(4)))"),), _FUSED),
+    Mutant("zero points forgotten (machine code)", "kernels/cpu_w4a16.py", (("found if zero is None else builder.fsub(found, zero)", "found"),), _FUSED),
+    Mutant("small E4M3 scales read as normal ones (machine code)", "kernels/cpu_w4a16.py", (("code, _word(8)), small", "code, _word(0)), small"),), _FUSED),
+    Mutant("scales of the group before (machine code)", "kernels/cpu_w4a16.py", (("line = (number * groups + at) * LANES", "line = (number * groups + max(at - 1, 0)) * LANES"),), _FUSED),
+    Mutant("a token of the first rank", "kernels/mega.py", (("line = peer * bound + token\n", "line = token\n"),), _MEGA),
+    Mutant("a row goes to the rank it comes from", "kernels/mega.py", (("apart = tl.load(deltas + peer)", "apart = tl.load(deltas + rank)"),), _MEGA),
+    Mutant("rows quantised before their last piece", "kernels/mega.py", (("== up_bands - 1:", "== up_bands - 2:"),), _MEGA),
+    Mutant("one token more than a rank has", "kernels/mega.py", (("brought = token < found", "brought = token <= found"),), _MEGA),
+    Mutant("counters of the pass before", "kernels/mega.py", (("while start < cleared:", "while start < 0:"),), _MEGA),
+    Mutant("a unit of the expert before", "kernels/mega.py", (("tl.where(last <= unit,", "tl.where(last < unit,"),), _MEGA),
+    Mutant("who gave up says that it did not", "kernels/mega.py", (("publish(head, deltas, ROWS, own, step, world, tl.where(failed == 0, epoch << 44, -1), PEERS)", "publish(head, deltas, ROWS, own, step, world, epoch << 44, PEERS)"),), _MEGA_LOST),
+    Mutant("lists that overlap", "kernels/mega.py", (("capacity = world * bound * TOP_K", "capacity = bound"),), _MEGA_FULL),
     Mutant(
         "router weight applied on both sides", "parallel/local.py",
         (("carried = routing.topk_weights if self.weight_on_input else None", "carried = routing.topk_weights"),), _LAYER,
@@ -489,7 +505,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "a row beyond a tile's end stored", "kernels/grouped_gemm.py",
         (
             ("row = row_first + tl.where(t < row_count, t, 0)", "row = row_first + tl.where(t <= row_count, t, 0)"),
-            ("(o < n_out - n_first)[:, None] & (t < row_count)[None, :]", "(o < n_out - n_first)[:, None] & (t <= row_count)[None, :]"),
+            ("store_rows(result, out, row_places, row, t < row_count", "store_rows(result, out, row_places, row, t <= row_count"),
         ),
         ("tests/cpu/test_grouped_gemm.py::test_rows_no_expert_owns_are_not_written",),
     ),
@@ -555,7 +571,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("all rows multiplied at once", "ops/linear.py", (("made = _in_blocks(x, weight)", "made = x.to(weight.dtype) @ weight.T"),), _LINEAR),
     Mutant(
         "the last term of a float32 weight dropped", "kernels/linear.py",
-        (("        found = _dot(w2, x, found, ASM)\n        found = _dot(w1, x, found, ASM)", "        found = _dot(w1, x, found, ASM)"),), _LINEAR,
+        (("        found = dot(w2, x, found, ASM)\n        found = dot(w1, x, found, ASM)", "        found = dot(w1, x, found, ASM)"),), _LINEAR,
     ),
     Mutant("the first part of a sum left out", "kernels/linear.py", (("tl.static_range(PARTS)", "tl.static_range(1, PARTS)"),), _LINEAR),
     Mutant("a part not started anew", "kernels/linear.py", (("tl.where(starts, product, part + product)", "part + product"),), _LINEAR),
