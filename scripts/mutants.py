@@ -50,7 +50,12 @@ _CPU = ("tests/cpu/test_cpu_grouped.py", "tests/cpu/test_verify.py")
 _LOAD = ("tests/cpu/test_loader.py",)
 _KERNEL = tuple(
     f"tests/cpu/test_grouped_gemm.py::{name}"
-    for name in ("test_experts_against_the_reference", "test_every_activation", "test_int4_groups_and_scale_dtypes")
+    for name in (
+        "test_experts_against_the_reference",
+        "test_every_activation",
+        "test_int4_groups_and_scale_dtypes",
+        "test_zero_points_of_every_width_group_and_dtype_of_rows",
+    )
 )
 _ACTS = ("tests/cpu/test_grouped_gemm.py::test_every_activation",)
 _LAYER = ("tests/cpu/test_layer.py",)
@@ -291,8 +296,15 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the neighbouring group's scale (INT4)", "kernels/grouped_gemm.py",
-        (("acc += dot(a0, x0, none, ASM) * upper_scale(low << 16)", "acc += dot(a0, x0, none, ASM) * upper_scale(low)"),), _KERNEL,
+        (("f0, f1, f2, f3 = upper_scale(n0 << 16), upper_scale(n0), ", "f1, f0, f2, f3 = upper_scale(n0 << 16), upper_scale(n0), "),), _KERNEL,
     ),
+    Mutant(
+        "the neighbouring group's zero point", "kernels/grouped_gemm.py",
+        (("n1 = tl.load(scale + scale_step)\n                n2", "n1 = n0\n                n2"),), _KERNEL,
+    ),
+    Mutant("a zero point of seven bits", "kernels/decode.py", (("zero = (word & 255)[:, None] if ZEROED else MIDDLE", "zero = (word & 127)[:, None] if ZEROED else MIDDLE"),), _KERNEL),
+    Mutant("a zero point left in its scale", "kernels/decode.py", (("(words & -256).to(tl.float32", "(words & -1).to(tl.float32"),), _KERNEL),
+    Mutant("bytes of a lane swapped", "kernels/decode.py", (("return _less(lanes & 255, n0, 128, ZEROED, HALF), _less((lanes >> 8) & 255, n1,", "return _less((lanes >> 8) & 255, n0, 128, ZEROED, HALF), _less(lanes & 255, n1,"),), _KERNEL),
     Mutant(
         "the neighbouring row block's scale", "kernels/grouped_gemm.py",
         (("(matrix * scale_rows + n_first // 128) * K_BLOCKS", "(matrix * scale_rows + tl.maximum(n_first // 128 - 1, 0)) * K_BLOCKS"),),
@@ -323,7 +335,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "quarters swapped (INT4)", "experts/triton/lanes.py",
         (("a, b, c, d = codes.unbind(2)\n    return a", "b, a, c, d = codes.unbind(2)\n    return a"),), _KERNEL,
     ),
-    Mutant("INT4 zero off by one", "kernels/decode.py", (("d = ((bits >> 12) & 15) - 8", "d = ((bits >> 12) & 15) - 7"),), _KERNEL),
+    Mutant("an INT4 code of three bits", "kernels/decode.py", (("(lanes >> 12) & 15", "(lanes >> 12) & 7"),), _KERNEL),
     # E8M0.
     Mutant(
         "E8M0 bias off by one", "formats/codecs.py",

@@ -27,6 +27,9 @@ BLOCKS = {"WEIGHT": 2, "SCALE": 1, "X_SCALE": 1}
 MXFP4 = {"WEIGHT": 3, "SCALE": 2, "ROW_SCALE": True}
 NVFP4 = {"WEIGHT": 3, "SCALE": 3, "ROW_SCALE": True, "BLOCK_K": 64}
 INT4 = {"WEIGHT": 4, "SCALE": 5, "WORDS": 2}
+ZEROS = {"WEIGHT": 4, "SCALE": 6}
+INT8 = {"WEIGHT": 5, "SCALE": 6}
+FOUR = {"WORDS": 4}
 MXFP8 = {"WEIGHT": 1, "SCALE": 2, "ROW_SCALE": True}
 W8A16 = {"WEIGHT": 1, "SCALE": 1}
 STACKED = {"STACKED": True, "BLOCK_N": 128}
@@ -60,13 +63,24 @@ CASES: tuple[tuple[int, str, dict[str, Any], str, int, int], ...] = (
     (90, "i16", NVFP4 | STACKED, "HGMMA", 96, 23),
     (90, "i16", MXFP8 | STACKED, "HGMMA", 128, 67),
     (90, "i16", INT4 | STACKED, "HGMMA", 168, 45),
+    (90, "i16", ZEROS, "HGMMA", 148, 45),
+    (90, "i16", ZEROS | FOUR, "HGMMA", 176, 53),
+    (90, "i16", ZEROS | STACKED | {"HALF": True}, "HGMMA", 168, 45),
+    (90, "i16", ZEROS | DIRECT | {"HALF": True}, "HGMMA", 148, 45),
+    (90, "i16", INT8, "HGMMA", 148, 67),
+    (90, "i16", INT8 | FOUR | STACKED, "HGMMA", 168, 71),
+    (90, "i16", INT8 | {"HALF": True}, "HGMMA", 148, 67),
     (80, "bf16", PLAIN | ALONE, "HMMA", 128, 74),
+    (80, "i16", ZEROS | ALONE, "HMMA", 168, 50),
+    (80, "i16", INT8 | ALONE | {"HALF": True}, "HMMA", 168, 90),
     (80, "bf16", PLAIN | ALONE | STACKED, "HMMA", 128, 74),
     (80, "i16", MXFP4 | ALONE, "HMMA", 168, 50),
     (80, "i16", INT4 | ALONE, "HMMA", 168, 50),
     (100, "bf16", PLAIN, "UTC", 128, 90),
     (100, "e4m3", BLOCKS, "UTC", 168, 90),
     (100, "i16", MXFP4, "UTC", 168, 90),
+    (100, "i16", ZEROS, "UTC", 168, 90),
+    (100, "i16", INT8, "UTC", 168, 110),
 )
 
 _PROGRAM = """
@@ -83,8 +97,9 @@ even = {"n_out", "k_in", "x_stride", "n_step", "k_step", "part_step"}
 found = []
 for arch, weight, constants, warps in json.load(sys.stdin):
     stored = {"e4m3": "fp8e4nv"}.get(weight, weight)
+    tokens = "fp16" if constants.pop("HALF", False) else "bf16"
     types = {name: "*" + kind for name, kind in pointers.items()}
-    types |= {"weight": "*" + stored, "x": "*fp8e4nv" if weight == "e4m3" else "*bf16"}
+    types |= {"weight": "*" + stored, "x": "*fp8e4nv" if weight == "e4m3" else "*" + tokens}
     types["scale"] = "*fp32" if constants["SCALE"] == 1 else "*i32"
     if constants["TOP_K"]:  # nothing is sorted: ids, of either width, stand for all lists
         lists = ("source", "expert_offsets", "tile_expert", "tile_row")
@@ -101,7 +116,7 @@ for arch, weight, constants, warps in json.load(sys.stdin):
         usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True).stdout
         sass = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True).stdout
     registers, stack = map(int, re.search(r"REG:(\\d+) STACK:(\\d+)", usage).groups())
-    known = r"\\b(HGMMA|QGMMA|HMMA|UTC[A-Z]+|LDGSTS|LDL|STL|HFMA2|HMUL2|ACQBULK|PREEXIT)\\b"
+    known = r"\\b(HGMMA|QGMMA|HMMA|UTC[A-Z]+|LDGSTS|LDL|STL|HADD2|HFMA2|HMUL2|ACQBULK|PREEXIT)\\b"
     codes = sorted(set(re.findall(known, sass)))
     last = sass.rfind("GMMA")
     jump = sass.find("BRA 0x", last)
@@ -211,8 +226,8 @@ def test_instructions_registers_and_shared_memory(compiled: list[Any], index: in
         assert any_kind == fresh == (0 if not changes.get("EARLY") else 1 if changes.get("TOP_K") else 3)
     # A product that reads decoded weights from registers ends before the next step decodes into them.
     assert weight not in ("i16", "u8") or wanted != "HGMMA" or waits
-    # Codes are scaled or shifted two at a time.
-    assert weight != "i16" or {"HFMA2", "HMUL2"} & set(codes)
+    # Codes become numbers two at a time.
+    assert weight != "i16" or {"HADD2", "HFMA2", "HMUL2"} & set(codes)
 
 
 SMALL_CASES = [

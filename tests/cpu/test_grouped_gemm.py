@@ -18,8 +18,10 @@ from collegium.experts.triton.fp8 import TritonFp8
 from collegium.experts.triton.tile_choice import TileChoice, TileProblem
 from collegium.experts.triton.tiles import candidates, choose, score
 from collegium.experts.triton.w4a8 import TritonW4A8
-from collegium.experts.triton.w4a16 import TritonW4A16
-from collegium.formats import Fp8Block, Fp8Channel, Int4Group, MxFp4, MxFp8
+from collegium.experts.triton.w4a16 import TritonW4A16, TritonW8A16
+from collegium.formats import Fp8Block, Fp8Channel, Fp32, Int4Affine, Int4Group, Int8Affine, MxFp4, MxFp8
+from collegium.formats.codecs import pack_nibbles
+from collegium.formats.unquantised import DTYPES
 from collegium.ops.permute import permute
 from collegium.parallel.local import Local
 from collegium.plan import plan
@@ -35,6 +37,7 @@ from collegium.types import (
     Routing,
     RoutingSpec,
 )
+from integers import encoded
 
 if TYPE_CHECKING:
     from collegium.experts.triton.packed import PackedExperts
@@ -43,7 +46,7 @@ if torch.cuda.is_available():
     pytest.skip("tests/gpu makes these comparisons on the device", allow_module_level=True)
 pytest.importorskip("triton")
 
-KERNELS = (TritonBf16(), TritonFp8(), TritonW4A16())
+KERNELS = (TritonBf16(), TritonFp8(), TritonW4A16(), TritonW8A16())
 TILE = TileChoice(block_n=64, block_t=16, warps=4, stages=2)
 # The interpreter rounds to bfloat16 toward zero, so its rows are twice as far from the truth as a GPU's.
 SIXTEEN, EIGHT = 0.015, 0.06
@@ -52,6 +55,11 @@ FORMATS = (
     ("mxfp4", "bf16", SIXTEEN),
     ("nvfp4", "bf16", SIXTEEN),
     ("int4_group", "bf16", SIXTEEN),
+    ("int4_group", "fp16", SIXTEEN),
+    ("int4_affine", "bf16", SIXTEEN),
+    ("int4_affine", "fp16", SIXTEEN),
+    ("int8_affine", "bf16", SIXTEEN),
+    ("int8_affine", "fp16", SIXTEEN),
     ("fp8_block", "bf16", SIXTEEN),
     ("fp8_channel", "bf16", SIXTEEN),
     ("fp8_tensor", "bf16", SIXTEEN),
@@ -81,7 +89,8 @@ def question(weights: str, act: str, **changes: Any) -> Problem:
         weight_format=weights,
         expert_bias=True,
     )
-    return Problem(spec=spec, device=DeviceFacts(kind="cuda", capability=(9, 0)), activation_format=act)
+    dtype: Any = act if act == "fp16" else "bf16"
+    return Problem(spec=spec, device=DeviceFacts(kind="cuda", capability=(9, 0)), dtype=dtype, activation_format=act)
 
 
 def build(problem: Problem) -> tuple[PackedExperts, ExpertWeights[Any]]:
@@ -90,13 +99,13 @@ def build(problem: Problem) -> tuple[PackedExperts, ExpertWeights[Any]]:
     plain = random_experts(
         spec.num_experts, spec.gate_up_parts, spec.intermediate_size, spec.hidden_size, seed=1, bias=True
     )
-    made = encode_experts(plain, spec.weight_format)
+    made = encoded(plain, spec.weight_format)
     return replace(kernel.pack(made, problem.routed), tiles=(TILE, TILE)), made
 
 
 def batch_of(tokens: int, problem: Problem) -> ContiguousBatch:
     spec = problem.spec
-    x = heavy_tailed(tokens, spec.hidden_size, seed=3).bfloat16()
+    x = heavy_tailed(tokens, spec.hidden_size, seed=3).to(DTYPES[problem.dtype])
     ids = uneven_ids(tokens, 2, spec.num_experts, seed=2)
     ids[0, 0] = -1
     routing = Routing(topk_ids=ids, topk_weights=torch.rand(tokens, 2))
@@ -118,7 +127,7 @@ def test_experts_against_the_reference(weights: str, act: str, bound: float) -> 
     assert relative_error(found[:stop], truth(batch, made, problem)[:stop]) < bound
     swapped = replace(
         made,
-        gate_up=encode_experts(made, weights).gate_up.__class__.encode(made.gate_up.decode().flip(1)),
+        gate_up=encoded(replace(made, gate_up=Fp32.encode(made.gate_up.decode().flip(1))), weights).gate_up,
     )
     assert relative_error(found[:stop], truth(batch, swapped, problem)[:stop]) > 0.3
 
@@ -306,10 +315,49 @@ def test_packing_keeps_plain_weights_where_they_are() -> None:
 def test_int4_groups_and_scale_dtypes(group_size: int, dtype: torch.dtype) -> None:
     weight = heavy_tailed(2, 1, 40, 176, seed=5, channels=False)
     payload = Int4Group.encode(weight, group_size=group_size, scale_dtype=dtype)
-    packed = pack.pack_int4(payload, None)
+    packed = pack.pack_int(payload, None)
     offsets = torch.tensor([0, 3, 9])
     x = heavy_tailed(9, 176, seed=6).bfloat16()
     found = torch.empty(9, 40)
+    ops.grouped_gemm(x, packed, offsets, ops.tile_list(offsets, 9, TILE), found)
+    assert relative_error(found, ops.grouped_gemm_reference(x, payload.decode(), offsets)) < 1e-6
+
+
+def random_integers(bits: int, group: int, dtype: torch.dtype, *shape: int) -> Int4Affine:
+    """Return integers ``[E, P, N, K]`` whose zero points differ from group to group, over their whole range."""
+    made = torch.Generator().manual_seed(bits + group)
+    count, n_out, k_in = shape[0] * shape[1], shape[2], shape[3]
+    codes = torch.randint(0, 1 << bits, (count * n_out, k_in), generator=made, dtype=torch.uint8)
+    zeros = torch.randint(0, 1 << bits, (*shape[:3], -(-k_in // group)), generator=made, dtype=torch.uint8)
+    zeros[..., 0], zeros[:, :, 1] = (1 << bits) - 1, 0
+    scales = heavy_tailed(count * n_out, zeros.shape[-1], seed=group, channels=False).abs().to(dtype).view(zeros.shape)
+    kind: Any = Int4Affine if bits == 4 else Int8Affine
+    stored = (pack_nibbles(codes) if bits == 4 else codes).view(*shape[:3], -1)
+    return kind(shape=shape, codes=stored, scales=scales, zeros=zeros, group_size=min(group, k_in))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [32, 64, 128, 176])
+@pytest.mark.parametrize("rows", [torch.bfloat16, torch.float16])
+def test_zero_points_of_every_width_group_and_dtype_of_rows(bits: int, group: int, rows: torch.dtype) -> None:
+    payload = random_integers(bits, group, torch.float16 if group > 32 else torch.bfloat16, 2, 1, 40, 176)
+    packed = pack.pack_int(payload, None)
+    packed = replace(packed, layout=replace(packed.layout, half=rows == torch.float16))
+    offsets = torch.tensor([0, 3, 9])
+    x = heavy_tailed(9, 176, seed=6).to(rows)
+    found = torch.empty(9, 40)
+    ops.grouped_gemm(x, packed, offsets, ops.tile_list(offsets, 9, TILE), found)
+    assert relative_error(found, ops.grouped_gemm_reference(x, payload.decode(), offsets)) < 1e-6
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_float32_scales_are_taken_beside_middle_zero_points_alone(bits: int) -> None:
+    payload = random_integers(bits, 64, torch.float32, 2, 1, 24, 128)
+    with pytest.raises(InputError, match="zero points beside float32 scales"):
+        pack.pack_int(payload, None)
+    payload = replace(payload, zeros=torch.full_like(payload.zeros, 1 << (bits - 1)))
+    packed, offsets, found = pack.pack_int(payload, None), torch.tensor([0, 3, 9]), torch.empty(9, 24)
+    x = heavy_tailed(9, 128, seed=6).bfloat16()
     ops.grouped_gemm(x, packed, offsets, ops.tile_list(offsets, 9, TILE), found)
     assert relative_error(found, ops.grouped_gemm_reference(x, payload.decode(), offsets)) < 1e-6
 
@@ -319,7 +367,7 @@ def test_unsuitable_blocks_and_groups_are_refused_with_their_sizes() -> None:
     with pytest.raises(InputError, match=r"blocks of \(64, 64\) found"):
         pack.pack_fp8_block(Fp8Block.encode(weight, block=(64, 64)), None, native=True)
     with pytest.raises(InputError, match="groups of 24 columns found"):
-        pack.pack_int4(Int4Group.encode(weight, group_size=24), None)
+        pack.pack_int(Int4Group.encode(weight, group_size=24), None)
 
 
 def test_large_fp8_blocks_are_repeated() -> None:
@@ -334,10 +382,15 @@ def test_large_fp8_blocks_are_repeated() -> None:
 
 
 def test_refusals_name_what_was_asked() -> None:
-    bf16, fp8, w4 = KERNELS
+    bf16, fp8, w4, w8 = KERNELS
     assert "takes bf16 or fp16" in str(bf16.refuse(question("mxfp4", "bf16").routed))
     assert "one 16-bit dtype" in str(bf16.refuse(question("bf16", "fp8_token").routed))
     assert "takes bf16 for both" in str(w4.refuse(question("mxfp4", "fp8_token").routed))
+    assert "with mxfp4 it takes bf16 for both" in str(w4.refuse(question("mxfp4", "fp16").routed))
+    assert "it takes int8_affine" in str(w8.refuse(question("int4_affine", "bf16").routed))
+    assert "with int8_affine it takes bf16 or fp16 for both" in str(
+        w8.refuse(question("int8_affine", "fp8_token").routed)
+    )
     assert "takes bf16 with bf16 input" in str(fp8.refuse(question("mxfp8", "fp8_token").routed))
     ampere = replace(question("fp8_block", "fp8_group128"), device=DeviceFacts(kind="cuda", capability=(8, 0)))
     assert "sm_80; E4M3 products need sm_89" in str(fp8.refuse(ampere.routed))

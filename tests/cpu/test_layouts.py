@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from collegium.encoding import encode_experts
 from collegium.experts import KERNELS
 from collegium.experts.triton import w4a8
-from collegium.experts.triton.layout import Layout, MxFp4Pairs, Words
+from collegium.experts.triton.layout import Layout, MxFp4Pairs, Plain, Words
 from collegium.experts.triton.matrix import PackedMatrix
 from collegium.formats import Int4Group
 from collegium.formats.unquantised import DTYPES
@@ -20,6 +19,7 @@ from collegium.problem import DeviceFacts, Problem
 from collegium.runtime.machine import Machine
 from collegium.testing.compare import random_experts
 from collegium.types import SCORE_FUNCTIONS, ActivationSpec, MoESpec, RoutingSpec
+from integers import encoded
 
 FOUR = ("mxfp4", "nvfp4", "int4_group")
 EIGHT = ("fp8_block", "fp8_tensor", "fp8_channel")
@@ -29,6 +29,8 @@ CASES = [
     *(("triton_fp8", weights, act) for weights in EIGHT for act in ("bf16", *ROWS)),
     ("triton_fp8", "mxfp8", "bf16"),
     *(("triton_w4a16", weights, "bf16") for weights in FOUR),
+    *(("triton_w4a16", weights, "fp16") for weights in ("int4_group", "int4_affine")),
+    *(("triton_w8a16", "int8_affine", dtype) for dtype in ("bf16", "fp16")),
     *(("triton_w4a8", weights, act) for weights in FOUR for act in ROWS),
 ]
 
@@ -66,13 +68,13 @@ def packed(name: str, given: Given, group_size: int = 128) -> tuple[Any, Any]:
         both = (Int4Group.encode(part.decode(), group_size=group_size) for part in (plain.gate_up, plain.down))
         gate_up, down = both
         return kernel, kernel.pack(replace(plain, gate_up=gate_up, down=down), problem.routed)
-    return kernel, kernel.pack(encode_experts(plain, given.weight_format), problem.routed)
+    return kernel, kernel.pack(encoded(plain, given.weight_format), problem.routed)
 
 
 def check_sizes(matrix: PackedMatrix) -> None:
     layout = matrix.layout
     assert matrix.values.shape == layout.values_shape
-    assert matrix.values.dtype == layout.stored
+    assert matrix.values.dtype == (layout.row_dtype if isinstance(layout, Plain) else layout.stored)
     assert matrix.values.nbytes == layout.nbytes
     if isinstance(layout, Words):
         assert matrix.scale is not None
@@ -132,7 +134,7 @@ def test_a_layout_is_not_equal_to_another_format_of_its_sizes() -> None:
         kinds += below
         waiting += below
     made = [kind(shape=(2, 1, 64, 128)) for kind in kinds]
-    assert len(set(made)) == len(kinds) > 18
+    assert len(set(made)) == len(kinds) > 17
     known = [kind for kind in kinds if hasattr(kind, "weight")]
     stored = {(kind.weight, kind.scale_kind, kind.words, kind.block_k, kind.operand) for kind in known}
     # MXFP8 differs from other E4M3 lanes by its scales; all others by their number too.
@@ -142,10 +144,10 @@ def test_a_layout_is_not_equal_to_another_format_of_its_sizes() -> None:
 def test_no_two_formats_share_a_number() -> None:
     named: dict[str, int] = {name: getattr(numbers, name) for name in numbers.__all__}
     scales = [value for name, value in named.items() if name.endswith("_SCALE")]
-    assert sorted(scales) == list(range(6))
+    assert sorted(scales) == list(range(7))
     others = ("SCALE", "CODES", "ACTIVATION", "ROWS", "NOWHERE")
     weights = [value for name, value in named.items() if not name.endswith(others)]
-    assert len(set(weights)) == len(weights) == 11
+    assert len(set(weights)) == len(weights) == 12
 
 
 def test_score_functions_have_the_numbers_of_the_routing_kernel() -> None:

@@ -32,7 +32,8 @@ CASES = [
     *(("triton_bf16", name, name) for name in ("bf16", "fp16")),
     *(("triton_fp8", n, a) for n in ("fp8_block", "fp8_tensor", "fp8_channel") for a in ("bf16", "fp8_token")),
     ("triton_fp8", "mxfp8", "bf16"),
-    *(("triton_w4a16", name, "bf16") for name in FOUR),
+    *(("triton_w4a16", name, "bf16") for name in (*FOUR, "int4_affine")),
+    ("triton_w8a16", "int8_affine", "bf16"),
     *(("triton_w4a8", name, "fp8_group128") for name in FOUR),
     ("triton_w4a8", "mxfp4", "scaled"),
 ]
@@ -49,9 +50,11 @@ def _read_only(name: str, rows: tuple[int, ...], columns: int) -> Any:
         blocks = codes(-(-columns // 32) * 34).unflatten(-1, (-1, 34))
         blocks[..., 1] = 0x20  # the high byte of a float16 scale
         return Gguf(shape=shape, blocks=blocks)
-    scales = torch.rand(*rows, columns // 32)
+    scales = torch.rand(*rows, columns // 32).half()
     if name == "bnb4":
-        return Bnb4(shape=shape, codes=codes(columns // 2), scales=scales, table=torch.randn(*lead, 16), group_size=32)
+        return Bnb4(
+            shape=shape, codes=codes(columns // 2), scales=scales.float(), table=torch.randn(*lead, 16), group_size=32
+        )
     wide = columns if "8" in name else columns // 2
     common: Any = {
         "shape": shape, "codes": codes(wide), "scales": scales, "zeros": codes(columns // 32) & 15, "group_size": 32,

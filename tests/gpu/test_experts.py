@@ -9,17 +9,18 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from collegium.encoding import encode_experts
 from collegium.experts.reference import Reference
 from collegium.experts.triton.bf16 import TritonBf16
 from collegium.experts.triton.fp8 import TritonFp8
 from collegium.experts.triton.grouped import grouped_gemm, tile_list
-from collegium.experts.triton.lanes import pack_fp8_rows, pack_mxfp8
+from collegium.experts.triton.lanes import pack_fp8_rows, pack_int, pack_mxfp8
 from collegium.experts.triton.packed import PackedExperts
 from collegium.experts.triton.tile_choice import TileChoice
 from collegium.experts.triton.tiles import candidates
-from collegium.experts.triton.w4a16 import TritonW4A16
-from collegium.formats import Fp8Channel, MxFp8
+from collegium.experts.triton.w4a16 import TritonW4A16, TritonW8A16
+from collegium.formats import Fp8Channel, Int4Affine, Int8Affine, MxFp8
+from collegium.formats.codecs import pack_nibbles
+from collegium.formats.unquantised import DTYPES
 from collegium.ops.operand import operand
 from collegium.ops.quantize import activation_format
 from collegium.parallel.local import Local
@@ -35,15 +36,21 @@ from collegium.types import (
     Routing,
     RoutingSpec,
 )
+from integers import encoded
 from passes import check_replay_with_another_routing, check_rows_stand_alone
 
-KERNELS = (TritonBf16(), TritonFp8(), TritonW4A16())
+KERNELS = (TritonBf16(), TritonFp8(), TritonW4A16(), TritonW8A16())
 BF16, CODES = 0.01, 0.06
 CASES = (
     ("bf16", "bf16", BF16),
     ("mxfp4", "bf16", BF16),
     ("nvfp4", "bf16", BF16),
     ("int4_group", "bf16", BF16),
+    ("int4_group", "fp16", BF16),
+    ("int4_affine", "bf16", BF16),
+    ("int4_affine", "fp16", BF16),
+    ("int8_affine", "bf16", BF16),
+    ("int8_affine", "fp16", BF16),
     ("fp8_block", "bf16", BF16),
     ("fp8_channel", "bf16", BF16),
     ("fp8_tensor", "bf16", BF16),
@@ -77,21 +84,24 @@ def build(
         weight_format=weights,
         expert_bias=bias,
     )
-    problem = Problem(spec=spec, device=probe(torch.device("cuda")), activation_format=act)
+    dtype: Any = act if act == "fp16" else "bf16"
+    problem = Problem(spec=spec, device=probe(torch.device("cuda")), dtype=dtype, activation_format=act)
     kernel: Any = next(k for k in KERNELS if k.refuse(problem.routed) is None)
     parts = spec.gate_up_parts
-    encoded = encode_experts(random_experts(experts, parts, wide, hidden, seed=1, bias=bias), weights)
+    made = encoded(random_experts(experts, parts, wide, hidden, seed=1, bias=bias), weights)
     moved = ExpertWeights(
-        gate_up=encoded.gate_up.to("cuda"),
-        down=encoded.down.to("cuda"),
-        gate_up_bias=None if encoded.gate_up_bias is None else encoded.gate_up_bias.cuda(),
-        down_bias=None if encoded.down_bias is None else encoded.down_bias.cuda(),
+        gate_up=made.gate_up.to("cuda"),
+        down=made.down.to("cuda"),
+        gate_up_bias=None if made.gate_up_bias is None else made.gate_up_bias.cuda(),
+        down_bias=None if made.down_bias is None else made.down_bias.cuda(),
     )
     return kernel.pack(moved, problem.routed), moved, problem
 
 
-def dispatched(tokens: int, experts: int, hidden: int, top_k: int = 4) -> ContiguousBatch:
-    x = heavy_tailed(tokens, hidden, seed=3).bfloat16().cuda()
+def dispatched(
+    tokens: int, experts: int, hidden: int, top_k: int = 4, dtype: torch.dtype = torch.bfloat16
+) -> ContiguousBatch:
+    x = heavy_tailed(tokens, hidden, seed=3).to(dtype).cuda()
     ids = uneven_ids(tokens, top_k, experts, seed=2).cuda()
     if tokens > 2:
         ids[1, 1] = -1
@@ -107,7 +117,7 @@ def truth(batch: ContiguousBatch, weights: ExpertWeights[Any], problem: Problem)
 @pytest.mark.parametrize("tokens", [1, 7, 200])
 def test_against_the_reference(weights: str, act: str, bound: float, tokens: int) -> None:
     packed, made, problem = build(weights, act)
-    batch = dispatched(tokens, 17, 336)
+    batch = dispatched(tokens, 17, 336, dtype=DTYPES[problem.dtype])
     stop = int(batch.expert_offsets[-1])
     found = packed.run(batch)
     assert relative_error(found[:stop], truth(batch, made, problem)[:stop]) < bound
@@ -116,7 +126,7 @@ def test_against_the_reference(weights: str, act: str, bound: float, tokens: int
 @pytest.mark.parametrize(("weights", "act", "bound"), CASES)
 def test_every_tile_gives_the_same_bits(weights: str, act: str, bound: float) -> None:
     packed, made, problem = build(weights, act, wide=256, hidden=512)
-    batch = dispatched(150, 17, 512)
+    batch = dispatched(150, 17, 512, dtype=DTYPES[problem.dtype])
     stop = int(batch.expert_offsets[-1])
     first = packed.run(batch)[:stop]
     assert relative_error(first, truth(batch, made, problem)[:stop]) < bound
@@ -131,8 +141,8 @@ def test_every_tile_gives_the_same_bits(weights: str, act: str, bound: float) ->
 
 @pytest.mark.parametrize(("weights", "act", "bound"), CASES)
 def test_a_row_does_not_depend_on_the_batch(weights: str, act: str, bound: float) -> None:
-    packed, _, _ = build(weights, act, wide=256, hidden=512)
-    check_rows_stand_alone(packed, (2, 9, 64, 333, 4096))
+    packed, _, problem = build(weights, act, wide=256, hidden=512)
+    check_rows_stand_alone(packed, (2, 9, 64, 333, 4096), DTYPES[problem.dtype])
 
 
 @pytest.mark.parametrize("scaled", [True, False])
@@ -151,6 +161,29 @@ def test_every_e4m3_code_is_exact_in_lanes(scaled: bool) -> None:
     tiles = tile_list(offsets, 256, TileChoice(block_n=64, block_t=16, warps=4, stages=2))
     grouped_gemm(torch.eye(256, device="cuda").bfloat16(), packed, offsets, tiles, found)
     assert torch.equal(found[:, 0], payload.decode()[0, 0, 0])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_integer_beside_every_zero_point_is_exact(bits: int, group: int, dtype: torch.dtype) -> None:
+    count = 1 << bits
+    codes = torch.arange(256).remainder(count).repeat(count, 1).to(torch.uint8)
+    zeros = torch.arange(count, dtype=torch.uint8)[:, None].expand(count, 256 // group).contiguous()
+    zeros[:, 1] = zeros[:, 0].flip(0)
+    kind: Any = Int4Affine if bits == 4 else Int8Affine
+    stored, scales = pack_nibbles(codes) if bits == 4 else codes, torch.full(zeros.shape, 0.75).half()
+    payload = kind(
+        shape=(1, 1, count, 256), codes=stored[None, None], scales=scales[None, None], zeros=zeros[None, None],
+        group_size=group,
+    ).to("cuda")  # fmt: skip
+    packed = pack_int(payload, None)
+    packed = replace(packed, layout=replace(packed.layout, half=dtype == torch.float16))
+    offsets, found = torch.tensor([0, 256], device="cuda"), torch.empty(256, count, device="cuda")
+    for block_n in (64, 128):
+        tile = TileChoice(block_n=block_n, block_t=16, warps=4, stages=2)
+        grouped_gemm(torch.eye(256, device="cuda").to(dtype), packed, offsets, tile_list(offsets, 256, tile), found)
+        assert torch.equal(found.T, payload.decode()[0, 0])
 
 
 @pytest.mark.parametrize("name", ["fp8_group128", "fp8_group128_pow2", "fp8_token"])

@@ -16,7 +16,7 @@ from collegium.experts.reference import Reference
 from collegium.experts.triton.bf16 import TritonBf16
 from collegium.experts.triton.fp8 import TritonFp8
 from collegium.experts.triton.grouped import grouped_gemm_reference, tile_list
-from collegium.experts.triton.layout import BlockCodes, PlainBf16
+from collegium.experts.triton.layout import BlockCodes, Plain
 from collegium.experts.triton.matrix import PackedMatrix
 from collegium.experts.triton.packed import PackedExperts
 from collegium.experts.triton.prefill import CodeScales, prefill_gemm
@@ -189,7 +189,7 @@ def test_addresses_beyond_2_to_the_31() -> None:
     values = torch.empty(experts, 2, wide, hidden, dtype=torch.bfloat16, device="cuda")
     for expert in values:
         expert.normal_(0, hidden**-0.5, generator=generator)
-    packed = PackedMatrix(layout=PlainBf16(shape=(experts, 2, wide, hidden)), values=values)
+    packed = PackedMatrix(layout=Plain(shape=(experts, 2, wide, hidden)), values=values)
     x = torch.randn(300, hidden, device="cuda", generator=generator).bfloat16()
     offsets = torch.tensor([0] * 15 + [100, 170, 300], device="cuda")
     out = torch.empty(300, wide, dtype=torch.float32, device="cuda")

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 __all__ = ["check_replay_with_another_routing", "check_rows_stand_alone"]
 
 
-def check_rows_stand_alone(packed: Any, sizes: Sequence[int]) -> None:
+def check_rows_stand_alone(packed: Any, sizes: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> None:
     """Assert that the first token's bits are the same alone and in batches of ``sizes`` tokens, top-4."""
     experts, _, _, hidden = packed.gate_up.layout.shape
     device, most = packed.gate_up.values.device, max(sizes)
-    x = heavy_tailed(most, hidden, seed=3).bfloat16().to(device)
+    x = heavy_tailed(most, hidden, seed=3).to(device, dtype)
     ids = uneven_ids(most, 4, experts, seed=2).to(device)
     weight = torch.rand(most, 4, device=device)
     local = Local(num_experts=experts)

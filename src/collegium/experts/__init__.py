@@ -9,7 +9,7 @@ from .reference import Reference
 from .triton.bf16 import TritonBf16
 from .triton.fp8 import TritonFp8
 from .triton.w4a8 import TritonW4A8
-from .triton.w4a16 import TritonW4A16
+from .triton.w4a16 import TritonW4A16, TritonW8A16
 
 __all__ = [
     "KERNELS",
@@ -24,12 +24,14 @@ __all__ = [
     "TritonFp8",
     "TritonW4A8",
     "TritonW4A16",
+    "TritonW8A16",
 ]
 
 KERNELS: tuple[ExpertKernel, ...] = (
     TritonFp8(),
     TritonW4A8(),
     TritonW4A16(),
+    TritonW8A16(),
     TritonBf16(),
     CpuW4A16(),
     CpuGrouped(),

@@ -1,4 +1,4 @@
-"""Weight codes to bfloat16 operands, in registers.
+"""Weight codes to bfloat16 operands, integers to float16 too, in registers.
 
 A sixteen-bit lane holds four codes of one row (or two of eight bits), one from each quarter (or half) of a block of
 input columns. Every shift and mask below works on two rows' worth of lanes at once and yields one operand for each
@@ -9,7 +9,17 @@ device form is tested against. All results are exact: see ``experts/triton/lanes
 import triton
 import triton.language as tl
 
-__all__ = ["e2m1_quarters", "e4m3_halves", "e4m3_scale", "e8m0_scale", "finished", "int4_quarters", "upper_scale"]
+__all__ = [
+    "e2m1_quarters",
+    "e4m3_halves",
+    "e4m3_scale",
+    "e8m0_scale",
+    "finished",
+    "group_scale",
+    "int4_quarters",
+    "int8_halves",
+    "upper_scale",
+]
 
 # Bit positions of an E2M1 code (sign, two exponent bits, mantissa) of quarter q in its lane:
 #   quarter 0: 15, 8 7 6   quarter 1: 12, 5 4 3   quarter 2: 9, 2 1 0   quarter 3: 14, 13 11 10
@@ -40,30 +50,27 @@ _E2M1_ASM = tl.constexpr(
     """
 )
 
-_INT4_ASM = tl.constexpr(
-    """
-    {
-    .reg .b32 a, one, m;
-    mov.b32 one, 0x3F803F80;
-    mov.b32 m, 0xC308C308;
-    and.b32 a, $4, 0x000F000F;
-    or.b32 a, a, 0x43004300;
-    fma.rn.bf16x2 $0, a, one, m;
-    shr.u32 a, $4, 4;
-    and.b32 a, a, 0x000F000F;
-    or.b32 a, a, 0x43004300;
-    fma.rn.bf16x2 $1, a, one, m;
-    shr.u32 a, $4, 8;
-    and.b32 a, a, 0x000F000F;
-    or.b32 a, a, 0x43004300;
-    fma.rn.bf16x2 $2, a, one, m;
-    shr.u32 a, $4, 12;
-    and.b32 a, a, 0x000F000F;
-    or.b32 a, a, 0x43004300;
-    fma.rn.bf16x2 $3, a, one, m;
-    }
-    """
-)
+# An integer becomes the low bits of base, 128 (bfloat16) or 1024 (float16); base and the zero point are then taken.
+_FOUR = "shr.u32 a, $4, {}; and.b32 a, a, 0x000F000F; or.b32 a, a, base; fma.rn.KIND ${}, a, one, ${};"
+_FOURS = "".join(_FOUR.format(4 * q, q, 5 + q) for q in range(4))
+_BYTE = "shr.u32 a, $2, {}; and.b32 a, a, 0x00FF00FF; or.b32 a, a, base; fma.rn.KIND ${}, a, one, ${};"
+_BYTES = "".join(_BYTE.format(8 * q, q, 3 + q) for q in range(2))
+# bfloat16 has no room for eight bits beside 128: the upper one is 2, times 64, and joins when 128 is gone.
+_SPLIT = """
+    shr.u32 a, $2, {0}; and.b32 b, a, 0x00800080; shl.b32 b, b, 7; fma.rn.KIND b, b, up, ${2};
+    and.b32 a, a, 0x007F007F; or.b32 a, a, base; fma.rn.KIND a, a, one, less; fma.rn.KIND ${1}, a, one, b;
+"""
+_SPLITS = "".join(_SPLIT.format(8 * q, q, 3 + q) for q in range(2))
+
+
+def _text(steps: str, kind: str, one: str, base: str) -> str:
+    moves = f"mov.b32 one, {one}; mov.b32 base, {base}; mov.b32 less, 0xC300C300; mov.b32 up, 0x42804280;"
+    return "{ .reg .b32 a, b, one, base, less, up; " + moves + steps.replace("KIND", kind) + " }"
+
+
+_BF16, _FP16 = ("bf16x2", "0x3F803F80", "0x43004300"), ("f16x2", "0x3C003C00", "0x64006400")
+_INT4_ASM, _INT4_HALF_ASM = tl.constexpr(_text(_FOURS, *_BF16)), tl.constexpr(_text(_FOURS, *_FP16))
+_INT8_ASM, _INT8_HALF_ASM = tl.constexpr(_text(_SPLITS, *_BF16)), tl.constexpr(_text(_BYTES, *_FP16))
 
 # A byte's sign, exponent and mantissa to bfloat16's bit 15 and bits 10 to 4: the value times 2^-120.
 _E4M3_TEXT = """
@@ -120,25 +127,62 @@ def e2m1_quarters(lanes, s0, s1, s2, s3, ASM: tl.constexpr):
 
 
 @triton.jit
-def int4_quarters(lanes, ASM: tl.constexpr):
-    """Return four bfloat16 tensors, code - 8 of each quarter; quarter q is in bits 4q to 4q+3 of its lane."""
-    if ASM:
-        return tl.inline_asm_elementwise(
-            _INT4_ASM, "=&r,=&r,=&r,=&r,r", [lanes],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
-        )  # fmt: skip
+def _as_rows(bits, HALF: tl.constexpr):
+    return bits.to(tl.float16 if HALF else tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _minus(word, lanes, MIDDLE: tl.constexpr, ZEROED: tl.constexpr, HALF: tl.constexpr):
+    """Return the bits of what is left to add to the numbers that ``lanes`` become in the text above."""
+    zero = (word & 255)[:, None] if ZEROED else tl.full((1, 1), MIDDLE, tl.int32)
+    if HALF:
+        bits = zero | 0xE400
+    elif MIDDLE == 8:
+        bits = zero | 0xC300
     else:
-        bits = lanes.to(tl.int32)
-        a = (bits & 15) - 8
-        b = ((bits >> 4) & 15) - 8
-        c = ((bits >> 8) & 15) - 8
-        d = ((bits >> 12) & 15) - 8
-        return (
-            a.to(tl.float32).to(tl.bfloat16),
-            b.to(tl.float32).to(tl.bfloat16),
-            c.to(tl.float32).to(tl.bfloat16),
-            d.to(tl.float32).to(tl.bfloat16),
-        )
+        bits = (-zero.to(tl.float32)).to(tl.int32, bitcast=True) >> 16
+    spread, _ = tl.broadcast(bits.to(tl.int16), lanes)
+    return spread
+
+
+@triton.jit
+def _less(codes, word, MIDDLE: tl.constexpr, ZEROED: tl.constexpr, HALF: tl.constexpr):
+    zero = (word & 255)[:, None] if ZEROED else MIDDLE
+    return (codes - zero).to(tl.float32).to(tl.float16 if HALF else tl.bfloat16)
+
+
+@triton.jit
+def int4_quarters(lanes, n0, n1, n2, n3, ZEROED: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr):
+    """Return four tensors, code - zero of each quarter; quarter q is in bits 4q to 4q+3 of its lane.
+
+    n0 to n3: int32 ``[rows]``, zero points in the low bytes, if ZEROED; otherwise all are 8. HALF: in float16.
+    """
+    if ASM:
+        m0, m1 = _minus(n0, lanes, 8, ZEROED, HALF), _minus(n1, lanes, 8, ZEROED, HALF)
+        m2, m3 = _minus(n2, lanes, 8, ZEROED, HALF), _minus(n3, lanes, 8, ZEROED, HALF)
+        a, b, c, d = tl.inline_asm_elementwise(
+            _INT4_HALF_ASM if HALF else _INT4_ASM, "=&r,=&r,=&r,=&r,r,r,r,r,r", [lanes, m0, m1, m2, m3],
+            dtype=(tl.int16, tl.int16, tl.int16, tl.int16), is_pure=True, pack=2,
+        )  # fmt: skip
+        return _as_rows(a, HALF), _as_rows(b, HALF), _as_rows(c, HALF), _as_rows(d, HALF)
+    else:
+        a, b, c, d = lanes & 15, (lanes >> 4) & 15, (lanes >> 8) & 15, (lanes >> 12) & 15
+        first, second = _less(a, n0, 8, ZEROED, HALF), _less(b, n1, 8, ZEROED, HALF)
+        return first, second, _less(c, n2, 8, ZEROED, HALF), _less(d, n3, 8, ZEROED, HALF)
+
+
+@triton.jit
+def int8_halves(lanes, n0, n1, ZEROED: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr):
+    """Return two tensors, code - zero of low and high byte; zero points as ``int4_quarters`` says, 128 for all."""
+    if ASM:
+        m0, m1 = _minus(n0, lanes, 128, ZEROED, HALF), _minus(n1, lanes, 128, ZEROED, HALF)
+        a, b = tl.inline_asm_elementwise(
+            _INT8_HALF_ASM if HALF else _INT8_ASM, "=&r,=&r,r,r,r", [lanes, m0, m1], dtype=(tl.int16, tl.int16),
+            is_pure=True, pack=2,
+        )  # fmt: skip
+        return _as_rows(a, HALF), _as_rows(b, HALF)
+    else:
+        return _less(lanes & 255, n0, 128, ZEROED, HALF), _less((lanes >> 8) & 255, n1, 128, ZEROED, HALF)
 
 
 @triton.jit
@@ -182,6 +226,12 @@ def e4m3_scale(bytes_):
 def upper_scale(words):
     """Return the bfloat16 scale in the upper half of each word as a float32 column."""
     return (words & -65536).to(tl.float32, bitcast=True)[:, None]
+
+
+@triton.jit
+def group_scale(words, ZEROED: tl.constexpr):
+    """Return the float32 column that ``words`` are, without the zero points in their low bytes."""
+    return ((words & -256).to(tl.float32, bitcast=True) if ZEROED else words)[:, None]
 
 
 @triton.jit

@@ -19,7 +19,17 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from . import numbers
 from .activation import activate
-from .decode import e2m1_quarters, e4m3_halves, e4m3_scale, e8m0_scale, finished, int4_quarters, upper_scale
+from .decode import (
+    e2m1_quarters,
+    e4m3_halves,
+    e4m3_scale,
+    e8m0_scale,
+    finished,
+    group_scale,
+    int4_quarters,
+    int8_halves,
+    upper_scale,
+)
 from .tiles import begun, dot, halves, store_rows, token_at
 
 __all__ = ["grouped_gemm_kernel", "grouped_tile"]
@@ -29,11 +39,13 @@ E4M3_LANES = tl.constexpr(numbers.E4M3_LANES)
 E4M3_E4M3 = tl.constexpr(numbers.E4M3_E4M3)
 E2M1_LANES = tl.constexpr(numbers.E2M1_LANES)
 INT4_LANES = tl.constexpr(numbers.INT4_LANES)
+INT8_LANES = tl.constexpr(numbers.INT8_LANES)
 
 BLOCK_SCALE = tl.constexpr(numbers.BLOCK_SCALE)
 E8M0_SCALE = tl.constexpr(numbers.E8M0_SCALE)
 E4M3_SCALE = tl.constexpr(numbers.E4M3_SCALE)
 PAIR_SCALE = tl.constexpr(numbers.PAIR_SCALE)
+ZERO_SCALE = tl.constexpr(numbers.ZERO_SCALE)
 
 NO_ACTIVATION = tl.constexpr(numbers.NO_ACTIVATION)
 
@@ -58,7 +70,7 @@ def _load_rows(pointers, valid, inside, EVEN: tl.constexpr):
 @triton.jit
 def _load_weights(pointers, k, left, WIDTH: tl.constexpr, WEIGHT: tl.constexpr, EVEN: tl.constexpr):
     w0 = _load(pointers, k < left, EVEN)
-    if WEIGHT == E4M3_LANES:
+    if (WEIGHT == E4M3_LANES) or (WEIGHT == INT8_LANES):
         return w0, tl.load(pointers + WIDTH)
     else:
         return w0, w0
@@ -108,26 +120,37 @@ def _multiply(
             acc += product * (factor[:, None] if STACKED else factor)
         else:
             acc = finished(product, ASM)
-    elif WEIGHT == INT4_LANES:
-        a0, a1, a2, a3 = int4_quarters(w, ASM)
+    elif (WEIGHT == INT4_LANES) or (WEIGHT == INT8_LANES):
+        ZEROED: tl.constexpr = SCALE == ZERO_SCALE
+        HALF: tl.constexpr = x0.dtype == tl.float16
+        n0 = tl.load(scale)
+        n1, n2, n3 = n0, n0, n0
         if SCALE == PAIR_SCALE:
-            low = tl.load(scale)
-            high = tl.load(scale + scale_step)
-            acc += dot(a0, x0, none, ASM) * upper_scale(low << 16)
-            acc += dot(a1, x1, none, ASM) * upper_scale(low)
-            acc += dot(a2, x2, none, ASM) * upper_scale(high << 16)
-            acc += dot(a3, x3, none, ASM) * upper_scale(high)
-        elif WORDS == 4:
-            acc += dot(a0, x0, none, ASM) * tl.load(scale)[:, None]
-            acc += dot(a1, x1, none, ASM) * tl.load(scale + scale_step)[:, None]
-            acc += dot(a2, x2, none, ASM) * tl.load(scale + 2 * scale_step)[:, None]
-            acc += dot(a3, x3, none, ASM) * tl.load(scale + 3 * scale_step)[:, None]
+            n1 = tl.load(scale + scale_step)
+            f0, f1, f2, f3 = upper_scale(n0 << 16), upper_scale(n0), upper_scale(n1 << 16), upper_scale(n1)
         else:
+            if WORDS == 4:
+                n1 = tl.load(scale + scale_step)
+                n2 = tl.load(scale + 2 * scale_step)
+                n3 = tl.load(scale + 3 * scale_step)
+            f0, f1 = group_scale(n0, ZEROED), group_scale(n1, ZEROED)
+            f2, f3 = group_scale(n2, ZEROED), group_scale(n3, ZEROED)
+        if WEIGHT == INT4_LANES:
+            a0, a1, a2, a3 = int4_quarters(w, n0, n1, n2, n3, ZEROED, HALF, ASM)
+        else:
+            a0, a1 = int8_halves(w, n0, n1, ZEROED, HALF, ASM)
+            a2, a3 = int8_halves(w1, n2, n3, ZEROED, HALF, ASM)
+        if WORDS == 1:
             product = dot(a0, x0, none, ASM)
             product = dot(a1, x1, product, ASM)
             product = dot(a2, x2, product, ASM)
             product = dot(a3, x3, product, ASM)
-            acc += product * tl.load(scale)[:, None]
+            acc += product * f0
+        else:
+            acc += dot(a0, x0, none, ASM) * f0
+            acc += dot(a1, x1, none, ASM) * f1
+            acc += dot(a2, x2, none, ASM) * f2
+            acc += dot(a3, x3, none, ASM) * f3
     else:
         if SCALE == BLOCK_SCALE:
             # One number for the whole tile: with the tokens' scales it is a row of factors, not a matrix.

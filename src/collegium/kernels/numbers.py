@@ -22,6 +22,7 @@ __all__ = [
     "INT4_FLOATS",
     "INT4_LANES",
     "INT4_PAIRS",
+    "INT8_LANES",
     "NOWHERE",
     "NO_ACTIVATION",
     "NO_SCALE",
@@ -29,6 +30,7 @@ __all__ = [
     "PLAIN",
     "POWER_CODES",
     "ROWS",
+    "ZERO_SCALE",
 ]
 
 # WEIGHT: how weights are stored and reach the tensor core, in grouped_gemm.py.
@@ -36,7 +38,8 @@ PLAIN = 0  # in the dtype of the activations
 E4M3_LANES = 1  # lanes of two E4M3 codes, decoded to bfloat16
 E4M3_E4M3 = 2  # E4M3 on both sides
 E2M1_LANES = 3  # lanes of four E2M1 codes, decoded to bfloat16
-INT4_LANES = 4  # lanes of four codes 0..15, decoded to bfloat16
+INT4_LANES = 4  # lanes of four codes 0..15, decoded to the dtype of the rows
+INT8_LANES = 5  # lanes of two codes 0..255, decoded to the dtype of the rows
 # The same in w4a8.py: which four-bit codes its words hold.
 E2M1_E8M0 = 6  # E2M1, groups of 32 with a power of two
 INT4_FLOAT = 7  # two's complement, one float32 for each row and K block, applied to the product
@@ -54,6 +57,7 @@ E8M0_SCALE = 2  # four bytes of one row and K block, a byte a quarter, applied t
 E4M3_SCALE = 3  # the same with E4M3 bytes
 GROUP_SCALE = 4  # float32 for each row and K block or quarter, applied to the product
 PAIR_SCALE = 5  # two bfloat16 a word for each row and quarter, applied to the product
+ZERO_SCALE = 6  # GROUP_SCALE whose low byte, which such a float32 does not need, is the zero point
 
 # KIND, where no activation follows the product; the others are places in types.ACTIVATION_KINDS.
 NO_ACTIVATION = -1

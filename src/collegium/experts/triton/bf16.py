@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .lanes import pack_plain
-from .layout import PlainBf16, PlainFp16
+from .layout import Plain
 from .packed import pack_both
 from .tiling import TritonKernel, refuse_machine
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TritonBf16"]
 
-_LAYOUTS = {"bf16": PlainBf16, "fp16": PlainFp16}
+_TAKEN = ("bf16", "fp16")
 
 
 class TritonBf16(TritonKernel):
@@ -30,7 +30,7 @@ class TritonBf16(TritonKernel):
     def refuse(self, problem: ExpertsProblem) -> str | None:
         """Refuse other weights than those of the layer's own 16-bit dtype, and machines Triton cannot serve."""
         weights, asked = problem.weight_format, problem.activation_format
-        if weights not in _LAYOUTS:
+        if weights not in _TAKEN:
             return f"asked for {weights} weights; it takes bf16 or fp16"
         if not weights == problem.dtype == asked:
             return (
@@ -41,7 +41,7 @@ class TritonBf16(TritonKernel):
 
     def layout_of(self, problem: ExpertsProblem, machine: Machine) -> type[Layout]:
         """Return the layout that ``pack`` gives the weights of ``problem``."""
-        return _LAYOUTS[problem.weight_format]
+        return Plain
 
     def pack(self, weights: ExpertWeights[Bf16 | Fp16], problem: ExpertsProblem) -> PackedExperts:
         """Keep the weights; copies only what is not contiguous."""

@@ -147,7 +147,7 @@ def grouped_gemm(
         from ...kernels.grouped_gemm import grouped_gemm_kernel
 
         kernel, sizes = grouped_gemm_kernel, (n_out, k_in, x.stride(0), *layout.steps, layout.scale_rows)
-        own = {"SCALE": layout.scale_kind, "WORDS": layout.words, "ROW_SCALE": packed.row_scale is not None}
+        own = {"SCALE": layout.scaling, "WORDS": layout.words, "ROW_SCALE": packed.row_scale is not None}
         own |= {"EVEN_K": k_in % layout.block_k == 0, "STACKED": tile.stacked}
     spare = packed.values  # where a pointer is not used, of one dtype and alignment in every batch
     args = (
@@ -200,8 +200,8 @@ def _check(x: Tensor, packed: PackedMatrix, out: Tensor, x_scale: Tensor | None)
             f"grouped_gemm: x is {tuple(x.shape)} with strides {x.stride()}, these weights need [rows, {columns}] with "
             "dense rows; call contiguous() first"
         )
-    if x.dtype != layout.operand:
-        raise InputError(f"grouped_gemm: x is {x.dtype}, these weights multiply {layout.operand}; convert x")
+    if x.dtype != layout.row_dtype:
+        raise InputError(f"grouped_gemm: x is {x.dtype}, these weights multiply {layout.row_dtype}; convert x")
     if (x_scale is not None) != layout.scaled_rows:
         raise InputError("grouped_gemm: E4M3 rows need x_scale, other rows must not have one")
     if out.dim() != 2 or out.shape[1] != n_out or not out.is_contiguous():

@@ -19,18 +19,21 @@ import torch
 from ...errors import InputError
 from ...formats.codecs import relative_e8m0, unpack_nibbles
 from ...formats.fp8_tensor import Fp8Tensor
+from ...formats.int4_group import Int4Group
+from ...formats.int_affine import Int8Affine
 from .layout import (
     BlockCodes,
     BlockLanes,
     Int4FloatLanes,
     Int4Lanes,
     Int4PairLanes,
+    Int8FloatLanes,
+    Int8Lanes,
     Lanes,
     MxFp4Lanes,
     MxFp8Lanes,
     NvFp4Lanes,
-    PlainBf16,
-    PlainFp16,
+    Plain,
     RowCodes,
     RowLanes,
     Shape,
@@ -44,17 +47,19 @@ if TYPE_CHECKING:
 
     from ...formats.fp8_block import Fp8Block
     from ...formats.fp8_channel import Fp8Channel
-    from ...formats.int4_group import Int4Group
+    from ...formats.int_affine import Int4Affine
     from ...formats.mxfp4 import MxFp4
     from ...formats.mxfp8 import MxFp8
     from ...formats.nvfp4 import NvFp4
+
+    Integers = Int4Group | Int4Affine | Int8Affine
 
 __all__ = [
     "int4_scale_words",
     "int4_scales",
     "pack_fp8_block",
     "pack_fp8_rows",
-    "pack_int4",
+    "pack_int",
     "pack_mxfp4",
     "pack_mxfp8",
     "pack_nvfp4",
@@ -63,13 +68,19 @@ __all__ = [
 ]
 
 _CHUNK = 1 << 20  # codes re-laid at a time
-_PLAIN = {torch.bfloat16: PlainBf16, torch.float16: PlainFp16}
-_INT4 = {1: Int4Lanes, 2: Int4PairLanes, 4: Int4FloatLanes}  # by words of scales for a row and K block
+# By bits of a code, and words of scales for a row and K block.
+_INT: dict[tuple[int, int], type[Lanes]] = {
+    (4, 1): Int4Lanes,
+    (4, 2): Int4PairLanes,
+    (4, 4): Int4FloatLanes,
+    (8, 1): Int8Lanes,
+    (8, 4): Int8FloatLanes,
+}
 
 
 def pack_plain(values: Tensor, bias: Tensor | None) -> PackedMatrix:
     """Take bfloat16 or float16 ``values [E, P, N, K]`` as they are (copied only if not contiguous)."""
-    layout = _PLAIN[values.dtype](shape=_four(values.shape))
+    layout = Plain(shape=_four(values.shape))
     return PackedMatrix(layout=layout, values=values.contiguous(), bias=bias)
 
 
@@ -143,22 +154,38 @@ def pack_nvfp4(payload: NvFp4, bias: Tensor | None) -> PackedMatrix:
     )
 
 
-def pack_int4(payload: Int4Group, bias: Tensor | None) -> PackedMatrix:
-    """Re-lay codes; scales keep their dtype and multiply the float32 product of their group.
+def pack_int(payload: Integers, bias: Tensor | None) -> PackedMatrix:
+    """Re-lay codes; a group's float32 product is multiplied by its scale, which is kept exactly.
 
-    Raises InputError when a group is no multiple of 32 columns (and not the whole row).
+    A zero point goes into the low byte of its scale, which a 16-bit number leaves free as a float32. Raises InputError
+    when a group is no multiple of 32 columns (and not the whole row), and for zero points beside float32 scales.
     """
-    experts, parts, n_out, k_in = payload.shape
     words, dtype = int4_scales(payload)
-    layout = _INT4[words](shape=(experts, parts, n_out, k_in))
+    bits, zeros = (4, None) if isinstance(payload, Int4Group) else (payload.bits, payload.zeros)
+    if zeros is not None and payload.scales.dtype == torch.float32:
+        # By dtype, not by whether a zero point is found: all ranks of a layer pack alike.
+        if bool((zeros != 1 << (bits - 1)).any()):
+            raise InputError(
+                f"{payload.name}: zero points beside float32 scales found, this kernel takes them beside scales of 16 "
+                "bits; use the reference kernel for them"
+            )
+        zeros = None
+    zeroed = zeros is not None
+    if zeroed:
+        words, dtype = 4 if words > 1 else 1, torch.float32
+    layout = _INT[bits, words](shape=_four(payload.shape), zeroed=zeroed)
+    experts, parts, n_out, _ = payload.shape
     scale = torch.empty((experts, parts, layout.k_blocks, words, n_out), dtype=dtype, device=payload.codes.device)
-    for target, source in zip(scale, payload.scales, strict=True):
-        target.copy_(int4_scale_words(payload, source).permute(0, 2, 3, 1))
-    values = _lanes(payload.codes, layout, 8, _int4_lane)
-    return PackedMatrix(layout=layout, values=values, scale=scale, bias=bias)
+    for expert, target in enumerate(scale):
+        target.copy_(_by_word(payload, payload.scales[expert], words, dtype).permute(0, 2, 3, 1))
+        if zeros is not None:
+            stored = target.view(torch.int32)
+            stored |= _by_word(payload, zeros[expert], words, torch.int32).permute(0, 2, 3, 1)
+    values = _lanes(payload.codes, layout, 8, _e4m3_lane if bits == 8 else _int4_lane)
+    return PackedMatrix(layout=layout, values=values, scale=scale.view(torch.int32) if zeroed else scale, bias=bias)
 
 
-def int4_scales(payload: Int4Group) -> tuple[int, torch.dtype]:
+def int4_scales(payload: Integers) -> tuple[int, torch.dtype]:
     """Return how the scales of a row and K block of 128 columns are stored: how many words, and their dtype.
 
     One float32, or one for each quarter of the block: four float32, or two int32 of two bfloat16 scales each. Raises
@@ -167,21 +194,25 @@ def int4_scales(payload: Int4Group) -> tuple[int, torch.dtype]:
     size, columns = payload.group_size, payload.shape[-1]
     if size % 32 and size < columns:
         raise InputError(
-            f"int4_group: groups of {size} columns found, this kernel takes multiples of 32 or whole rows; use the "
+            f"{payload.name}: groups of {size} columns found, this kernel takes multiples of 32 or whole rows; use the "
             "reference kernel for them"
         )
     if size % 128 == 0 or size >= columns:
         return 1, torch.float32
-    return (2, torch.int32) if payload.scales.dtype == torch.bfloat16 else (4, torch.float32)
+    pairs = payload.scales.dtype == torch.bfloat16 and not isinstance(payload, Int8Affine)
+    return (2, torch.int32) if pairs else (4, torch.float32)
 
 
 def int4_scale_words(payload: Int4Group, scales: Tensor) -> Tensor:
     """Return ``[..., B, words]`` for rows ``[..., G]`` of the payload's scales, stored as ``int4_scales`` says."""
-    words, dtype = int4_scales(payload)
+    return _by_word(payload, scales, *int4_scales(payload))
+
+
+def _by_word(payload: Integers, scales: Tensor, words: int, dtype: torch.dtype) -> Tensor:
     blocks, each = -(-payload.shape[-1] // 128), 1 if words == 1 else 4
     index = torch.arange(blocks * each, device=scales.device) * (128 // each) // payload.group_size
     picked = scales.index_select(-1, index.clamp(max=scales.shape[-1] - 1))
-    stored = picked.contiguous().view(torch.int32) if dtype == torch.int32 else picked.float()
+    stored = picked.contiguous().view(torch.int32) if words == 2 else picked.to(dtype)
     return stored.unflatten(-1, (blocks, words))
 
 

@@ -27,6 +27,8 @@ __all__ = [
     "Int4PairLanes",
     "Int4PairWords",
     "Int4Words",
+    "Int8FloatLanes",
+    "Int8Lanes",
     "Lanes",
     "Layout",
     "MxFp4Lanes",
@@ -35,8 +37,7 @@ __all__ = [
     "MxFp8Lanes",
     "NvFp4Lanes",
     "NvFp4Words",
-    "PlainBf16",
-    "PlainFp16",
+    "Plain",
     "RowCodes",
     "RowLanes",
     "Shape",
@@ -55,9 +56,13 @@ class Layout:
     share a scale, where it belongs to a block. words: 32-bit words of scales for a row and K block. bits: stored bits
     of a weight, scales included. scaled_rows: rows of x have scales. row_order: of their codes (``ops/operand.py``).
     decoded, promoted, quartered, operands: see ``TileProblem``.
+
+    half: rows are float16 instead of operand. zeroed: scales hold zero points (``numbers.ZERO_SCALE``).
     """
 
     shape: Shape
+    half: bool = False
+    zeroed: bool = False
 
     weight: ClassVar[int]
     operand: ClassVar[torch.dtype]
@@ -73,6 +78,16 @@ class Layout:
     promoted: ClassVar[bool] = False
     quartered: ClassVar[bool] = False
     operands: ClassVar[int] = 1
+
+    @property
+    def row_dtype(self) -> torch.dtype:
+        """The dtype of rows."""
+        return torch.float16 if self.half else self.operand
+
+    @property
+    def scaling(self) -> int:
+        """The kernel's number of what scales are and hold."""
+        return numbers.ZERO_SCALE if self.zeroed else self.scale_kind
 
     @property
     def k_blocks(self) -> int:
@@ -146,19 +161,13 @@ class _Rows(Layout):
         return k_in, self.block_k, n_out * k_in
 
 
-class PlainBf16(_Rows):
-    """bfloat16 weights for bfloat16 rows."""
+class Plain(_Rows):
+    """16-bit weights in the dtype of the rows."""
 
     weight = numbers.PLAIN
     operand = stored = torch.bfloat16
     block_k = 64
     bits = 16
-
-
-class PlainFp16(PlainBf16):
-    """float16 weights for float16 rows."""
-
-    operand = stored = torch.float16
 
 
 class RowCodes(_Rows):
@@ -263,6 +272,22 @@ class Int4FloatLanes(Int4Lanes):
 
     words = 4
     bits = 5.0
+
+
+class Int8Lanes(RowLanes):
+    """INT8 codes, one float32 scale for a row and K block."""
+
+    weight = numbers.INT8_LANES
+    scale_kind = numbers.GROUP_SCALE
+    bits = 8.25
+    promoted = True
+
+
+class Int8FloatLanes(Int8Lanes):
+    """INT8 codes, a float32 scale for each quarter of a K block."""
+
+    words = 4
+    bits = 9.0
 
 
 class Words(Layout):

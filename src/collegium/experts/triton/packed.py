@@ -254,9 +254,15 @@ def pack_both(
     packer: Callable[[Any, Tensor | None], PackedMatrix], weights: ExpertWeights[Any], problem: ExpertsProblem
 ) -> PackedExperts:
     """Return the experts of ``problem``; packer: of a payload ``[E, P, N, K]`` and its bias."""
+    half = problem.activation_format == "fp16"
+
+    def packed(payload: Any, bias: Tensor | None) -> PackedMatrix:
+        made = packer(payload, bias)
+        return replace(made, layout=replace(made.layout, half=True)) if half else made
+
     return PackedExperts(
-        gate_up=packer(weights.gate_up, weights.gate_up_bias),
-        down=packer(with_part(weights.down), weights.down_bias),
+        gate_up=packed(weights.gate_up, weights.gate_up_bias),
+        down=packed(with_part(weights.down), weights.down_bias),
         activation=problem.activation,
         machine=machine_at(weights.down.device),
         activations=codes_of(problem.activation_format),

@@ -20,7 +20,7 @@ from .tile_choice import TileChoice
 from .tiles import BAND, choose, nearest, prefill_tile
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Callable, Hashable
 
     from ...ops.quantize import ActivationFormat
     from ...problem import ExpertsProblem
@@ -150,15 +150,15 @@ class TritonKernel:
     capturable = True
     takes_codes = True
 
-    def layout_of(self, problem: ExpertsProblem, machine: Machine) -> type[Layout]:
-        """Return the layout that ``pack`` gives the weights of ``problem`` on ``machine``."""
+    def layout_of(self, problem: ExpertsProblem, machine: Machine) -> Callable[..., Layout]:
+        """Return the layout, by shape and flags, that ``pack`` gives the weights of ``problem`` on ``machine``."""
         raise NotImplementedError
 
     def layouts(self, problem: ExpertsProblem, machine: Machine) -> tuple[Layout, Layout]:
         """Return the layouts of gate_up and down that ``pack`` gives the weights of ``problem`` on ``machine``."""
-        kind, experts = self.layout_of(problem, machine), problem.experts
-        first = kind(shape=(experts, problem.parts, problem.intermediate, problem.hidden))
-        return first, kind(shape=(experts, 1, problem.hidden, problem.intermediate))
+        kind, experts, half = self.layout_of(problem, machine), problem.experts, problem.activation_format == "fp16"
+        first = kind(shape=(experts, problem.parts, problem.intermediate, problem.hidden), half=half)
+        return first, kind(shape=(experts, 1, problem.hidden, problem.intermediate), half=half)
 
     def tiling(self, problem: ExpertsProblem) -> ProductTiling:
         """Return how batches of ``problem`` will be cut."""

@@ -1,14 +1,16 @@
-"""MXFP4, NVFP4 and INT4 experts on a GPU: codes decoded exactly to BF16 in registers, BF16 activations."""
+"""Weights of four bits, and integers of eight, decoded to 16 bits and multiplied by 16-bit activations on a GPU."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...formats.int4_group import Int4Group
+from ...formats.int_affine import Int4Affine, Int8Affine
 from ...formats.mxfp4 import MxFp4
 from ...formats.nvfp4 import NvFp4
-from .lanes import pack_int4, pack_mxfp4, pack_nvfp4
-from .layout import Int4Lanes, MxFp4Lanes, NvFp4Lanes
+from .lanes import pack_int, pack_mxfp4, pack_nvfp4
+from .layout import Int4Lanes, Int8Lanes, MxFp4Lanes, NvFp4Lanes
 from .packed import pack_both
 from .tiling import TritonKernel, refuse_machine
 
@@ -24,37 +26,53 @@ if TYPE_CHECKING:
     from .matrix import PackedMatrix
     from .packed import PackedExperts
 
-__all__ = ["TritonW4A16"]
+__all__ = ["TritonW4A16", "TritonW8A16"]
 
-_LAYOUTS = {"mxfp4": MxFp4Lanes, "nvfp4": NvFp4Lanes, "int4_group": Int4Lanes}
 _PACKERS: dict[type, Callable[[Any, Tensor | None], PackedMatrix]] = {
     MxFp4: pack_mxfp4,
     NvFp4: pack_nvfp4,
-    Int4Group: pack_int4,
+    Int4Group: pack_int,
+    Int4Affine: pack_int,
+    Int8Affine: pack_int,
 }
 
 
 class TritonW4A16(TritonKernel):
-    """Four-bit weights whose products with BF16 activations are exact before the float32 sum."""
+    """Four-bit weights whose products with 16-bit activations are exact before the float32 sum."""
 
     name = "triton_w4a16"
+    layouts_of: ClassVar[dict[str, Callable[..., Layout]]] = {
+        "mxfp4": MxFp4Lanes,
+        "nvfp4": NvFp4Lanes,
+        "int4_group": Int4Lanes,
+        "int4_affine": partial(Int4Lanes, zeroed=True),
+    }
 
     def refuse(self, problem: ExpertsProblem) -> str | None:
-        """Refuse other weights, other activations than BF16, and machines Triton cannot serve."""
-        weights, asked = problem.weight_format, problem.activation_format
-        if weights not in _LAYOUTS:
-            return f"asked for {weights} weights; it takes {', '.join(_LAYOUTS)}"
-        if asked != "bf16" or problem.dtype != "bf16":
-            return f"asked for {asked} activations and {problem.dtype} input; it takes bf16 for both"
+        """Refuse other weights, activations that are not the 16-bit input itself, and machines Triton cannot serve."""
+        weights, asked, dtype = problem.weight_format, problem.activation_format, problem.dtype
+        if weights not in self.layouts_of:
+            return f"asked for {weights} weights; it takes {', '.join(self.layouts_of)}"
+        allowed = ("bf16", "fp16") if weights.startswith("int") else ("bf16",)
+        if asked != dtype or dtype not in allowed:
+            taken = " or ".join(allowed)
+            return f"asked for {asked} activations and {dtype} input; with {weights} it takes {taken} for both"
         return refuse_machine(problem)
 
-    def layout_of(self, problem: ExpertsProblem, machine: Machine) -> type[Layout]:
+    def layout_of(self, problem: ExpertsProblem, machine: Machine) -> Callable[..., Layout]:
         """Return the layout that ``pack`` gives the weights of ``problem``.
 
-        INT4 is taken to have bfloat16 scales of 128 columns, the commonest; ``pack`` alone sees smaller groups.
+        Integers are taken to have 16-bit scales of 128 columns, the commonest; ``pack`` alone sees others.
         """
-        return _LAYOUTS[problem.weight_format]
+        return self.layouts_of[problem.weight_format]
 
     def pack(self, weights: ExpertWeights[Any], problem: ExpertsProblem) -> PackedExperts:
-        """Re-lay the codes, a few rows at a time; InputError for INT4 groups the kernel cannot step through."""
+        """Re-lay the codes, a few rows at a time; InputError for groups or scales the kernel cannot take."""
         return pack_both(_PACKERS[type(weights.gate_up)], weights, problem)
+
+
+class TritonW8A16(TritonW4A16):
+    """The same for integers of eight bits."""
+
+    name = "triton_w8a16"
+    layouts_of: ClassVar[dict[str, Callable[..., Layout]]] = {"int8_affine": partial(Int8Lanes, zeroed=True)}
