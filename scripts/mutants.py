@@ -712,11 +712,13 @@ MUTANTS: tuple[Mutant, ...] = (
 
 # What only a GPU runs: the device form of decoding, beside which the interpreter runs a plain one, and large batches.
 _DEVICE: tuple[Mutant, ...] = (
-    Mutant("quarters swapped (device)", "kernels/decode.py", (("fma.rn.bf16x2 $1, b, $6, z;", "fma.rn.bf16x2 $1, c, $6, z;"),), _GPU),
-    Mutant("the neighbouring group's scale (device)", "kernels/decode.py", (("fma.rn.bf16x2 $2, c, $7, z;", "fma.rn.bf16x2 $2, c, $6, z;"),), _GPU),
-    Mutant("sign of the last quarter dropped (device)", "kernels/decode.py", (("shl.b32 d, $4, 1;", "shl.b32 d, $4, 2;"),), _GPU),
-    Mutant("INT4 zero off by one (device)", "kernels/decode.py", (("mov.b32 m, 0xC308C308;", "mov.b32 m, 0xC307C307;"),), _GPU),
-    Mutant("E4M3 bias off by one (device)", "kernels/decode.py", (("mov.b32 s, 0x7B807B80;", "mov.b32 s, 0x7C007C00;"),), _GPU),
+    Mutant("quarters swapped (device)", "kernels/decode.py", (("fma.rn.KIND $1, b, $6, none;", "fma.rn.KIND $1, a, $6, none;"),), _GPU),
+    Mutant("the neighbouring group's scale (device)", "kernels/decode.py", (("fma.rn.KIND $2, b, $7, none;", "fma.rn.KIND $2, b, $6, none;"),), _GPU),
+    Mutant("sign of the last quarter dropped (device)", "kernels/decode.py", (("shl.b32 b, $4, 1;", "shl.b32 b, $4, 2;"),), _GPU),
+    Mutant("INT4 zero off by one (device)", "kernels/decode.py", (("bits = zero | 0xC300", "bits = zero | 0xC301"),), _GPU),
+    Mutant("upper bit of INT8 dropped (device)", "kernels/decode.py", (("and.b32 b, a, 0x00800080;", "and.b32 b, a, 0x00000080;"),), _GPU),
+    Mutant("INT8 in float16 of seven bits (device)", "kernels/decode.py", (("and.b32 a, a, 0x00FF00FF;", "and.b32 a, a, 0x007F007F;"),), _GPU),
+    Mutant("E4M3 bias off by one (device)", "kernels/decode.py", (("\"0x7B807B80\"", "\"0x7C007C00\""),), _GPU),
     Mutant("sign of the second half dropped (MXFP4, E4M3 rows, device)", "kernels/w4a8.py", (("    shl.b32 s, $2, 4;\n    lop3.b32 $0, m, $2", "    shl.b32 s, $2, 5;\n    lop3.b32 $0, m, $2"),), _GPU_FOUR),
     Mutant("scale of the neighbouring exponent (MXFP4, E4M3 rows, device)", "kernels/w4a8.py", (("d * 0x01010101 + 0x1C181410", "d * 0x01010101 + 0x1C181418"),), _GPU_FOUR),
     Mutant("-8 read as -7 (INT4, E4M3 rows, device)", "kernels/w4a8.py", (("prmt.b32 p, 0x44403800, 0x4E4C4A48, m;\n    prmt.b32 q, 0xCACCCED0, 0xB8C0C4C8, m;", "prmt.b32 p, 0x44403800, 0x4E4C4A48, m;\n    prmt.b32 q, 0xCACCCECE, 0xB8C0C4C8, m;"),), _GPU_FOUR),

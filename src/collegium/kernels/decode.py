@@ -24,32 +24,20 @@ __all__ = [
 # Bit positions of an E2M1 code (sign, two exponent bits, mantissa) of quarter q in its lane:
 #   quarter 0: 15, 8 7 6   quarter 1: 12, 5 4 3   quarter 2: 9, 2 1 0   quarter 3: 14, 13 11 10
 # The first three reach bfloat16's sign, low exponent and high mantissa bits (15, 8 7 6) by one shift.
-_E2M1_ASM = tl.constexpr(
-    """
-    {
-    .reg .b32 a, b, c, d, z;
-    mov.b32 z, 0x80008000;
-    and.b32 a, $4, 0x81C081C0;
-    shl.b32 b, $4, 3;
-    and.b32 b, b, 0x81C081C0;
-    shl.b32 c, $4, 6;
-    and.b32 c, c, 0x81C081C0;
-    fma.rn.bf16x2 $0, a, $5, z;
-    shr.u32 a, $4, 5;
-    and.b32 a, a, 0x01000100;
-    shr.u32 d, $4, 4;
-    and.b32 d, d, 0x00C000C0;
-    or.b32 a, a, d;
-    shl.b32 d, $4, 1;
-    and.b32 d, d, 0x80008000;
-    or.b32 a, a, d;
-    fma.rn.bf16x2 $1, b, $6, z;
-    fma.rn.bf16x2 $2, c, $7, z;
-    fma.rn.bf16x2 $3, a, $8, z;
-    }
-    """
-)
-
+_E2M1_STEPS = """
+    and.b32 a, $4, 0x81C081C0; fma.rn.KIND $0, a, $5, none;
+    shl.b32 b, $4, 3; and.b32 b, b, 0x81C081C0; fma.rn.KIND $1, b, $6, none;
+    shl.b32 b, $4, 6; and.b32 b, b, 0x81C081C0; fma.rn.KIND $2, b, $7, none;
+    shr.u32 a, $4, 5; and.b32 a, a, 0x01000100; shr.u32 b, $4, 4; and.b32 b, b, 0x00C000C0; or.b32 a, a, b;
+    shl.b32 b, $4, 1; and.b32 b, b, 0x80008000; or.b32 a, a, b; fma.rn.KIND $3, a, $8, none;
+"""
+# A byte's sign, exponent and mantissa to bfloat16's bit 15 and bits 10 to 4: the value times 2^-120.
+_E4M3_STEPS = """
+    shl.b32 a, $2, 4; and.b32 a, a, 0x07F007F0; shl.b32 b, $2, 8; and.b32 b, b, 0x80008000; or.b32 a, a, b;
+    fma.rn.KIND $0, a, $3, none;
+    shr.u32 a, $2, 4; and.b32 a, a, 0x07F007F0; and.b32 b, $2, 0x80008000; or.b32 a, a, b;
+    fma.rn.KIND $1, a, $4, none;
+"""
 # An integer becomes the low bits of base, 128 (bfloat16) or 1024 (float16); base and the zero point are then taken.
 _FOUR = "shr.u32 a, $4, {}; and.b32 a, a, 0x000F000F; or.b32 a, a, base; fma.rn.KIND ${}, a, one, ${};"
 _FOURS = "".join(_FOUR.format(4 * q, q, 5 + q) for q in range(4))
@@ -64,36 +52,25 @@ _SPLITS = "".join(_SPLIT.format(8 * q, q, 3 + q) for q in range(2))
 
 
 def _text(steps: str, kind: str, one: str, base: str) -> str:
-    moves = f"mov.b32 one, {one}; mov.b32 base, {base}; mov.b32 less, 0xC300C300; mov.b32 up, 0x42804280;"
-    return "{ .reg .b32 a, b, one, base, less, up; " + moves + steps.replace("KIND", kind) + " }"
+    numbers = {
+        "one": one,
+        "base": base,
+        "less": "0xC300C300",
+        "up": "0x42804280",
+        "none": "0x80008000",
+        "large": "0x7B807B80",
+    }
+    moves = "".join(f"mov.b32 {name}, {value};" for name, value in numbers.items())
+    return f"{{ .reg .b32 a, b, {', '.join(numbers)}; {moves} {steps.replace('KIND', kind)} }}"
 
 
 _BF16, _FP16 = ("bf16x2", "0x3F803F80", "0x43004300"), ("f16x2", "0x3C003C00", "0x64006400")
 _INT4_ASM, _INT4_HALF_ASM = tl.constexpr(_text(_FOURS, *_BF16)), tl.constexpr(_text(_FOURS, *_FP16))
 _INT8_ASM, _INT8_HALF_ASM = tl.constexpr(_text(_SPLITS, *_BF16)), tl.constexpr(_text(_BYTES, *_FP16))
 
-# A byte's sign, exponent and mantissa to bfloat16's bit 15 and bits 10 to 4: the value times 2^-120.
-_E4M3_TEXT = """
-    {
-    .reg .b32 a, b, s, z;
-    mov.b32 z, 0x80008000;
-    mov.b32 s, 0x7B807B80;
-    shl.b32 a, $2, 4;
-    and.b32 a, a, 0x07F007F0;
-    shl.b32 b, $2, 8;
-    and.b32 b, b, 0x80008000;
-    or.b32 a, a, b;
-    fma.rn.bf16x2 $0, a, $3, z;
-    shr.u32 a, $2, 4;
-    and.b32 a, a, 0x07F007F0;
-    and.b32 b, $2, 0x80008000;
-    or.b32 a, a, b;
-    fma.rn.bf16x2 $1, a, $4, z;
-    }
-    """
-_E4M3_ASM = tl.constexpr(_E4M3_TEXT)
+_E2M1_ASM, _E4M3_ASM = tl.constexpr(_text(_E2M1_STEPS, *_BF16)), tl.constexpr(_text(_E4M3_STEPS, *_BF16))
 # Without scales, 2^120 takes their place.
-_E4M3_ALONE_ASM = tl.constexpr(_E4M3_TEXT.replace("$3", "s").replace("$4", "s"))
+_E4M3_ALONE_ASM = tl.constexpr(_text(_E4M3_STEPS.replace("$3", "large").replace("$4", "large"), *_BF16))
 
 
 @triton.jit
