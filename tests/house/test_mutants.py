@@ -40,4 +40,9 @@ def test_the_page_lists_every_mutant_and_none_survives() -> None:
     rows = {(row["mutant"], row["file"]): row for row in csv.DictReader(lines)}
     for mutant in ALL:
         assert f"| {mutant.name} | `{mutant.file}` |" in page
-        assert rows[mutant.name, mutant.file]["killed_by"], f"{mutant.name} in {mutant.file} survives"
+        row = rows.get((mutant.name, mutant.file))
+        if row is None and mutant in GPU_MUTANTS:
+            assert f"| {mutant.name} | `{mutant.file}` | not run yet |" in page
+            continue
+        assert row is not None
+        assert row["killed_by"], f"{mutant.name} in {mutant.file} survives"
