@@ -57,6 +57,7 @@ _KERNEL = tuple(
         "test_zero_points_of_every_width_group_and_dtype_of_rows",
     )
 )
+_ORDERS = ("tests/cpu/test_grouped_gemm.py::test_columns_are_those_of_each_rows_expert",)
 _ACTS = ("tests/cpu/test_grouped_gemm.py::test_every_activation",)
 _LAYER = ("tests/cpu/test_layer.py",)
 _ROUTE = ("tests/cpu/test_route.py",)
@@ -304,6 +305,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant("a zero point of seven bits", "kernels/decode.py", (("zero = (word & 255)[:, None] if ZEROED else MIDDLE", "zero = (word & 127)[:, None] if ZEROED else MIDDLE"),), _KERNEL),
     Mutant("a zero point left in its scale", "kernels/decode.py", (("(words & -256).to(tl.float32", "(words & -1).to(tl.float32"),), _KERNEL),
+    Mutant("the columns of the neighbouring expert", "kernels/columns.py", (("order + expert * columns + column", "order + (expert ^ 1) * columns + column"),), _ORDERS),
+    Mutant("rows of the first product in their own order", "experts/triton/w4a16.py", (("            weights = _rows_moved(weights)\n", "            pass\n"),), _KERNEL),
+    Mutant("a bias that stays where it was", "experts/triton/w4a16.py", (("None if bias is None else moved(bias)", "bias"),), _KERNEL),
     Mutant("bytes of a lane swapped", "kernels/decode.py", (("return _less(lanes & 255, n0, 128, ZEROED, HALF), _less((lanes >> 8) & 255, n1,", "return _less((lanes >> 8) & 255, n0, 128, ZEROED, HALF), _less(lanes & 255, n1,"),), _KERNEL),
     Mutant(
         "the neighbouring row block's scale", "kernels/grouped_gemm.py",

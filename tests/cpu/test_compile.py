@@ -137,6 +137,7 @@ _ROUTE = {
     "HASH": False, "RENORM": True,
 }  # fmt: skip
 _SUM = {"TOP_K": 8, "BLOCK": 1024, "WEIGHTS": True, "SHARED": True, "IDS": False}
+_COLUMNS = {"GATHER": True, "TOP_K": 0, "BLOCK_E": 256, "BLOCK": 1024}
 _ROWS = {"BLOCK_R": 2, "BLOCK_C": 1024, "GATHER": True, "WEIGHTS": True, "SOME": False}
 _E4M3 = _ROWS | {"GROUP": 128, "POWER": False, "BYTE": False, "ROUND": False, "REORDER": False}
 # Small kernels: (file, kernel, types that are not the rule, constants, warps, most registers); FP8 from sm_90 on.
@@ -147,6 +148,8 @@ SMALL: tuple[tuple[str, str, dict[str, str], dict[str, Any], int, int], ...] = (
     ("permute", "count_kernel", {}, {"BLOCK": 128} | _READS, 4, 80),
     ("permute", "scatter_kernel", {}, {"BLOCK": 128, "CHUNK": 32, "WEIGHTS": True, "TOP_K": 8} | _LISTS, 4, 128),
     ("permute", "scatter_kernel", {}, {"BLOCK": 256, "CHUNK": 64, "WEIGHTS": True, "TOP_K": 8} | _LISTS, 8, 128),
+    ("columns", "columns_kernel", {"out": "bf16"}, _COLUMNS, 4, 48),
+    ("columns", "columns_kernel", {"out": "fp16", "x": "fp16"}, _COLUMNS | {"TOP_K": 8}, 4, 48),
     ("weighted_sum", "weighted_sum_kernel", {}, _SUM, 4, 80),
     ("weighted_sum", "weighted_sum_kernel", {"slots": "i32"}, _SUM | {"IDS": True, "BLOCK": 256}, 1, 80),
     ("route", "route_kernel", {}, _ROUTE, 1, 128),
@@ -162,8 +165,8 @@ SMALL: tuple[tuple[str, str, dict[str, str], dict[str, Any], int, int], ...] = (
 )  # fmt: skip
 _POINTERS = {
     **dict.fromkeys(("source", "slots", "expert_offsets", "tile_row_a", "tile_row_b", "ids", "used"), "i64"),
-    **dict.fromkeys(("token_ids", "hash_table"), "i64"),
-    **dict.fromkeys(("tile_expert_a", "tile_expert_b", "histograms"), "i32"),
+    **dict.fromkeys(("token_ids", "hash_table", "owner"), "i64"),
+    **dict.fromkeys(("tile_expert_a", "tile_expert_b", "histograms", "order"), "i32"),
     **dict.fromkeys(("weights", "weights_by_row", "scales", "global_scales", "logits", "bias"), "fp32"),
     **dict.fromkeys(("x", "rows", "shared", "out"), "bf16"),
 }

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from collegium import Choice, Limits, MoESpec, Problem, Routing, RoutingSpec, encode_experts, plan
+from collegium import Choice, Limits, MoESpec, Problem, Routing, RoutingSpec, plan
 from collegium.experts import KERNELS
 from collegium.experts.triton import packed as products
 from collegium.ops.weighted_sum import weighted_sum, weighted_sum_on_device
@@ -21,6 +21,7 @@ from collegium.problem import DeviceFacts
 from collegium.runtime.machine import machine_of
 from collegium.testing.compare import heavy_tailed, moe_truth, random_experts, relative_error
 from collegium.types import ActivationSpec
+from integers import encoded
 
 if torch.cuda.is_available():
     pytest.skip("tests/gpu makes these comparisons on the device", allow_module_level=True)
@@ -35,6 +36,9 @@ RECIPES = [
     ("mxfp4", "fp8_token", 0.06),
     ("nvfp4", "fp8_group128", 0.06),
     ("int4_group", None, 0.01),
+    ("int4_affine", None, 0.01),
+    ("int4_ordered", None, 0.01),
+    ("int8_ordered", None, 0.01),
 ]
 
 
@@ -46,7 +50,7 @@ def build(weights: str, activations: str | None, *, wide: int = WIDE) -> tuple[A
         routing=RoutingSpec(top_k=3),
         weight_format=weights,
     )
-    made = encode_experts(random_experts(EXPERTS, 2, wide, HIDDEN, seed=1), weights)
+    made = encoded(random_experts(EXPERTS, 2, wide, HIDDEN, seed=1), weights)
     problem = Problem(spec=spec, device=DeviceFacts(kind="cuda", capability=(9, 0)), limits=Limits(max_tokens=8))
     chosen = plan(problem, Choice(activation_format=activations))
     kernel = next(k for k in KERNELS if k.name == chosen.kernel)

@@ -22,6 +22,7 @@ from collegium.experts.triton.w4a16 import TritonW4A16, TritonW8A16
 from collegium.formats import Fp8Block, Fp8Channel, Fp32, Int4Affine, Int4Group, Int8Affine, MxFp4, MxFp8
 from collegium.formats.codecs import pack_nibbles
 from collegium.formats.unquantised import DTYPES
+from collegium.ops.columns import in_columns, in_columns_reference
 from collegium.ops.permute import permute
 from collegium.parallel.local import Local
 from collegium.plan import plan
@@ -37,7 +38,7 @@ from collegium.types import (
     Routing,
     RoutingSpec,
 )
-from integers import encoded
+from integers import encoded, ordered
 
 if TYPE_CHECKING:
     from collegium.experts.triton.packed import PackedExperts
@@ -60,6 +61,8 @@ FORMATS = (
     ("int4_affine", "fp16", SIXTEEN),
     ("int8_affine", "bf16", SIXTEEN),
     ("int8_affine", "fp16", SIXTEEN),
+    ("int4_ordered", "bf16", SIXTEEN),
+    ("int8_ordered", "fp16", SIXTEEN),
     ("fp8_block", "bf16", SIXTEEN),
     ("fp8_channel", "bf16", SIXTEEN),
     ("fp8_tensor", "bf16", SIXTEEN),
@@ -360,6 +363,32 @@ def test_float32_scales_are_taken_beside_middle_zero_points_alone(bits: int) -> 
     x = heavy_tailed(9, 128, seed=6).bfloat16()
     ops.grouped_gemm(x, packed, offsets, ops.tile_list(offsets, 9, TILE), found)
     assert relative_error(found, ops.grouped_gemm_reference(x, payload.decode(), offsets)) < 1e-6
+
+
+def test_columns_are_those_of_each_rows_expert() -> None:
+    x, order = heavy_tailed(9, 75, seed=1), torch.stack([torch.randperm(75) for _ in range(4)]).int()
+    offsets, source = torch.tensor([0, 3, 3, 8, 12]), torch.randint(0, 9, (15,))
+    source[12:] = 1 << 40  # rows of nobody
+    experts = torch.tensor([0] * 3 + [2] * 5 + [3] * 4)
+    found = in_columns(x, order, offsets, source)
+    assert torch.equal(found[:12], in_columns_reference(x, order, experts, source[:12]))
+    ids = torch.tensor([[3, 0], [-1, 1], [4, 1 << 40], [2, 2], [1, 3], [0, 0], [0, 1], [2, 1], [3, 3]])
+    found, here = in_columns(x, order, ids, None, top_k=2), ((ids >= 0) & (ids < 4)).flatten()
+    tokens = torch.arange(18) // 2
+    assert torch.equal(found[here], in_columns_reference(x, order, ids.flatten()[here], tokens[here]))
+    assert bool(found[~here].isnan().all())  # nothing was written there
+
+
+@pytest.mark.parametrize("fault", ["sizes", "parts"])
+def test_orders_that_tokens_cannot_have_are_refused(fault: str) -> None:
+    payload = ordered(heavy_tailed(2, 2, 24, 128, seed=5), 4, 32)
+    group_of = payload.group_of.clone()
+    if fault == "sizes":
+        group_of[group_of == 1] = 0
+    else:
+        group_of[1, 1] = group_of[1, 1].flip(0)
+    with pytest.raises(InputError, match="whole matrices in one order"):
+        pack.pack_int(replace(payload, group_of=group_of), None)
 
 
 def test_unsuitable_blocks_and_groups_are_refused_with_their_sizes() -> None:

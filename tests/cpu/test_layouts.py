@@ -29,8 +29,8 @@ CASES = [
     *(("triton_fp8", weights, act) for weights in EIGHT for act in ("bf16", *ROWS)),
     ("triton_fp8", "mxfp8", "bf16"),
     *(("triton_w4a16", weights, "bf16") for weights in FOUR),
-    *(("triton_w4a16", weights, "fp16") for weights in ("int4_group", "int4_affine")),
-    *(("triton_w8a16", "int8_affine", dtype) for dtype in ("bf16", "fp16")),
+    *(("triton_w4a16", weights, "fp16") for weights in ("int4_group", "int4_affine", "int4_ordered")),
+    *(("triton_w8a16", weights, dtype) for weights in ("int8_affine", "int8_ordered") for dtype in ("bf16", "fp16")),
     *(("triton_w4a8", weights, act) for weights in FOUR for act in ROWS),
 ]
 

@@ -57,6 +57,7 @@ from dataclasses import replace
 from functools import cache
 from unittest.mock import patch
 import torch
+from integers import encoded
 from launches import Launches, pretending
 from collegium import Choice, DeviceFacts, LatentWeights, Limits, MoELayer, MoESpec, Placement, PlanError, Problem
 from collegium import RouterWeights, Routing, RoutingSpec, SharedSpec, SharedWeights, plan
@@ -68,7 +69,16 @@ from collegium.runtime.memory import MemoryMap, Workspaces
 from collegium.runtime.warming import sizes_for
 
 CPU = torch.device("cpu")
-weights_of = cache(lambda spec: random_weights(spec, CPU))
+
+
+@cache
+def weights_of(spec):
+    name = spec.weight_format
+    if not name.endswith(("_affine", "_ordered")):
+        return random_weights(spec, CPU)
+    return encoded(random_weights(replace(spec, weight_format="bf16"), CPU), name)
+
+
 taken, find = {}, MemoryMap.find
 
 
@@ -156,7 +166,8 @@ print("RESULT" + json.dumps([run(*case) for case in json.load(sys.stdin)]))
 """
 
 
-WEIGHTS = [form.name for form in FORMATS if not form.read_only]
+READ = ("int4_affine", "int4_ordered", "int8_ordered")
+WEIGHTS = [*(form.name for form in FORMATS if not form.read_only), *READ]
 ACTIVATIONS = [form.name for form in ACTIVATION_FORMATS]
 
 
@@ -181,6 +192,7 @@ def test_a_pass_takes_what_the_plan_declares(label: str) -> None:
     faults = {case: error for case, (error, *_) in ran.items() if error}
     assert not faults
     taken_by = {"bf16", "fp16", "fp8_block", "fp8_channel", "fp8_tensor", "mxfp8", "mxfp4", "nvfp4", "int4_group"}
+    taken_by |= set(READ)
     assert {weights for _, weights, _, _ in ran} >= taken_by
     assert {"bf16", "fp8_token", "fp8_group128"} <= {activations for _, _, activations, _ in ran}
     families = {family for *_, own in ran.values() for family in own}

@@ -51,6 +51,8 @@ CASES = (
     ("int4_affine", "fp16", BF16),
     ("int8_affine", "bf16", BF16),
     ("int8_affine", "fp16", BF16),
+    ("int4_ordered", "bf16", BF16),
+    ("int8_ordered", "fp16", BF16),
     ("fp8_block", "bf16", BF16),
     ("fp8_channel", "bf16", BF16),
     ("fp8_tensor", "bf16", BF16),

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 NAMES = ["int4_affine", "int8_affine", "int4_ordered", "int8_ordered", "bnb4", *KINDS]
 
-ON_GPU = {"int4_affine": "triton_w4a16", "int8_affine": "triton_w8a16"}
+ON_GPU = {f"int{bits}_{kind}": f"triton_w{bits}a16" for bits in (4, 8) for kind in ("affine", "ordered")}
 
 
 def integers(name: str, *shape: int) -> Payload:
@@ -26,7 +26,9 @@ def integers(name: str, *shape: int) -> Payload:
     groups, bits = -(-columns // 32), int(name[3])
     form = {"int4_affine": Int4Affine, "int8_affine": Int8Affine, "int4_ordered": Int4Ordered,
             "int8_ordered": Int8Ordered}[name]  # fmt: skip
-    order = torch.randint(0, groups, (*lead[:-1], columns), dtype=torch.int32)
+    # Whole groups in an order an expert, which its parts share.
+    order = torch.stack([(torch.arange(columns) // 32)[torch.randperm(columns)].int() for _ in range(lead[0])])
+    order = order.view(lead[0], *(1 for _ in lead[1:-1]), columns).repeat(1, *lead[1:-1], 1)
     return form(
         shape=shape,
         codes=torch.randint(0, 256, (*lead, -(-columns * bits // 8)), dtype=torch.uint8),

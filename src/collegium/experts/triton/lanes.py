@@ -20,7 +20,7 @@ from ...errors import InputError
 from ...formats.codecs import relative_e8m0, unpack_nibbles
 from ...formats.fp8_tensor import Fp8Tensor
 from ...formats.int4_group import Int4Group
-from ...formats.int_affine import Int8Affine
+from ...formats.int_affine import Int4Ordered, Int8Affine, Int8Ordered
 from .layout import (
     BlockCodes,
     BlockLanes,
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from ...formats.mxfp8 import MxFp8
     from ...formats.nvfp4 import NvFp4
 
-    Integers = Int4Group | Int4Affine | Int8Affine
+    Integers = Int4Group | Int4Affine | Int8Affine | Int4Ordered | Int8Ordered
 
 __all__ = [
     "int4_scale_words",
@@ -161,6 +161,7 @@ def pack_int(payload: Integers, bias: Tensor | None) -> PackedMatrix:
     when a group is no multiple of 32 columns (and not the whole row), and for zero points beside float32 scales.
     """
     words, dtype = int4_scales(payload)
+    order = _column_order(payload) if isinstance(payload, Int4Ordered | Int8Ordered) else None
     bits, zeros = (4, None) if isinstance(payload, Int4Group) else (payload.bits, payload.zeros)
     if zeros is not None and payload.scales.dtype == torch.float32:
         # By dtype, not by whether a zero point is found: all ranks of a layer pack alike.
@@ -181,8 +182,22 @@ def pack_int(payload: Integers, bias: Tensor | None) -> PackedMatrix:
         if zeros is not None:
             stored = target.view(torch.int32)
             stored |= _by_word(payload, zeros[expert], words, torch.int32).permute(0, 2, 3, 1)
-    values = _lanes(payload.codes, layout, 8, _e4m3_lane if bits == 8 else _int4_lane)
-    return PackedMatrix(layout=layout, values=values, scale=scale.view(torch.int32) if zeroed else scale, bias=bias)
+    values = _lanes(payload.codes, layout, 8, _e4m3_lane if bits == 8 else _int4_lane, order)
+    scale = scale.view(torch.int32) if zeroed else scale
+    return PackedMatrix(layout=layout, values=values, scale=scale, bias=bias, order=order)
+
+
+def _column_order(payload: Int4Ordered | Int8Ordered) -> Tensor:
+    """Return which column each place of K holds once groups lie side by side, int32 ``[E, K]``."""
+    order = payload.group_of.argsort(dim=-1, stable=True)
+    found = payload.group_of.gather(-1, order)
+    place = torch.arange(order.shape[-1], device=order.device)
+    if bool((found != place // payload.group_size).any()) or bool((order != order[:, :1]).any()):
+        raise InputError(
+            f"{payload.name}: found groups of other sizes than {payload.group_size}, or gate and up in orders of their "
+            "own; this kernel takes whole matrices in one order, use the reference kernel for others"
+        )
+    return order[:, 0].to(torch.int32).contiguous()
 
 
 def int4_scales(payload: Integers) -> tuple[int, torch.dtype]:
@@ -199,7 +214,7 @@ def int4_scales(payload: Integers) -> tuple[int, torch.dtype]:
         )
     if size % 128 == 0 or size >= columns:
         return 1, torch.float32
-    pairs = payload.scales.dtype == torch.bfloat16 and not isinstance(payload, Int8Affine)
+    pairs = payload.scales.dtype == torch.bfloat16 and not isinstance(payload, Int8Affine | Int8Ordered)
     return (2, torch.int32) if pairs else (4, torch.float32)
 
 
@@ -251,8 +266,13 @@ def _scale_words(scales: Tensor, layout: Lanes) -> Tensor:
     return out
 
 
-def _lanes(codes: Tensor, layout: Lanes, zero: int, lane: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return int16 lanes of nibbles ``codes [E, P, N, bytes]``, low nibble first, or of bytes ``[E, P, N, K]``."""
+def _lanes(
+    codes: Tensor, layout: Lanes, zero: int, lane: Callable[[Tensor], Tensor], order: Tensor | None = None
+) -> Tensor:
+    """Return int16 lanes of nibbles ``codes [E, P, N, bytes]``, low nibble first, or of bytes ``[E, P, N, K]``.
+
+    order: ``[E, K]``, which column goes to each place; None: its own.
+    """
     experts, parts, n_out, k_in = layout.shape
     blocks, block_k = layout.k_blocks, layout.block_k
     out = torch.empty(layout.values_shape, dtype=layout.stored, device=codes.device)
@@ -262,6 +282,7 @@ def _lanes(codes: Tensor, layout: Lanes, zero: int, lane: Callable[[Tensor], Ten
         for start in range(0, n_out, step):
             rows = source[start : start + step]
             rows = (rows if isinstance(layout, RowLanes) else unpack_nibbles(rows))[:, :k_in]
+            rows = rows if order is None else rows.index_select(1, order[matrix // parts])
             padded = torch.nn.functional.pad(rows, (0, blocks * block_k - k_in), value=zero)
             quarters = padded.view(-1, blocks, 4, block_k // 4).to(torch.int32)
             target[:, start : start + step] = _as_int16(lane(quarters)).transpose(0, 1)

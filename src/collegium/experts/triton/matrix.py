@@ -22,7 +22,8 @@ class PackedMatrix:
     """Weights ``[E, P, N, K]`` as a kernel reads them; ``layout`` says which shapes and dtypes the tensors have.
 
     scale: of groups or blocks, None where no scale is applied in the K loop. row_scale: float32 factors of whole rows,
-    or None. bias: ``[E, P, N]`` floating, or None.
+    or None. bias: ``[E, P, N]`` floating, or None. order: int32 ``[E, K]``, the column of x that each of the weights'
+    columns multiplies, None where they are in order.
     """
 
     layout: Layout
@@ -30,6 +31,7 @@ class PackedMatrix:
     scale: Tensor | None = None
     row_scale: Tensor | None = None
     bias: Tensor | None = None
+    order: Tensor | None = None
 
     @property
     def pointers(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -39,6 +41,6 @@ class PackedMatrix:
 
     def each(self, change: Callable[[Tensor], Tensor]) -> PackedMatrix:
         """Return the matrix with ``change(tensor)`` for each tensor, all of which have a row for each expert."""
-        made = with_each(self, change, "values", "scale", "row_scale", "bias")
+        made = with_each(self, change, "values", "scale", "row_scale", "bias", "order")
         count = made.values.shape[0]
         return replace(made, layout=replace(self.layout, shape=(count, *self.layout.shape[1:])))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import InputError
+from ...ops.columns import in_columns
 from ...ops.operand import arrived, operand, ordered
 from ...ops.quantize import AS_IS
 from ...runtime.launch import usual_rows
@@ -83,7 +84,7 @@ class PackedExperts(Packed):
         key: list[Hashable] = [self.activation, self.machine, self.activations, self.tiles, self.measured]
         for matrix in (self.gate_up, self.down):
             key.append(matrix.layout)
-            tensors = (matrix.values, matrix.scale, matrix.row_scale, matrix.bias)
+            tensors = (matrix.values, matrix.scale, matrix.row_scale, matrix.bias, matrix.order)
             key += [None if t is None else (t.dtype, t.shape, t.data_ptr() % 16) for t in tensors]
         return tuple(key)
 
@@ -122,6 +123,9 @@ class PackedExperts(Packed):
         gathered = batch.input_weights is not None
         rows_in = self._rows_in(batch, memory, self.gate_up.layout.row_order, gathered=gathered)
         source = None if gathered else batch.source
+        if self.gate_up.order is not None:
+            given = (rows_in[0], self.gate_up.order, batch.expert_offsets, source)
+            rows_in, source = (in_columns(*given, memory=part(memory, "x")), None), None
         pair = pair[0], replace(pair[1], places=_places(batch))
         return self._both(
             rows_in, batch.expert_offsets, pair, out, memory, source=source, dtype=dtype, used=_used(batch)
@@ -136,11 +140,14 @@ class PackedExperts(Packed):
         out = self._result(tokens * top_k, x.dtype, x.device, memory)
         first, second = (replace(tile, overlap=self.machine.pdl) for tile in self.tiling.pair(ids.numel()))
         rows_in = operand(x, self._codes, order=self.gate_up.layout.row_order, memory=part(memory, "x"))
+        order, source = self.gate_up.order, ids
+        if order is not None:
+            rows_in, source = (in_columns(x, order, ids, None, top_k=top_k, memory=part(memory, "x")), None), None
         # Where the tokens were quantised, which waits for the routing, the ids were there before the product's turn.
         listed = self.activations is not None
         tiles = TileList(expert=ids, row=ids, count=ids.numel(), tile=first, top_k=top_k, early=listed)
         pair = tiles, replace(tiles, tile=second)
-        return self._both(rows_in, ids, pair, out, memory, source=ids, dtype=x.dtype)
+        return self._both(rows_in, ids, pair, out, memory, source=source, dtype=x.dtype)
 
     def products(self) -> tuple[_Product, ...]:
         """Return gate_up and down."""

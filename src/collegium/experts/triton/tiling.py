@@ -183,6 +183,8 @@ def _regions(problem: ExpertsProblem, tiling: ProductTiling) -> Regions:
     taken = rows if problem.weighted else problem.tokens
     x = operand_regions(taken, hidden, name, order=order, gathered=problem.weighted, dtype=dtype)
     h = operand_regions(rows, wide, name, order=second, dtype=dtype)
+    if problem.weight_format.endswith("_ordered"):
+        x["ordered"] = rows * hidden * dtype.itemsize
     regions: Regions = {"rows": rows * hidden * result, "middle": rows * wide * middle}
     count = tile_count(rows, problem.experts, 16)
     lists = {"expert": 4 * count, "row": 8 * count, "used": 4}

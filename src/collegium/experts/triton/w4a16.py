@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+
 from ...formats.int4_group import Int4Group
-from ...formats.int_affine import Int4Affine, Int8Affine
+from ...formats.int_affine import Int4Affine, Int4Ordered, Int8Affine, Int8Ordered
 from ...formats.mxfp4 import MxFp4
 from ...formats.nvfp4 import NvFp4
 from .lanes import pack_int, pack_mxfp4, pack_nvfp4
@@ -34,6 +37,8 @@ _PACKERS: dict[type, Callable[[Any, Tensor | None], PackedMatrix]] = {
     Int4Group: pack_int,
     Int4Affine: pack_int,
     Int8Affine: pack_int,
+    Int4Ordered: pack_int,
+    Int8Ordered: pack_int,
 }
 
 
@@ -46,6 +51,7 @@ class TritonW4A16(TritonKernel):
         "nvfp4": NvFp4Lanes,
         "int4_group": Int4Lanes,
         "int4_affine": partial(Int4Lanes, zeroed=True),
+        "int4_ordered": partial(Int4Lanes, zeroed=True),
     }
 
     def refuse(self, problem: ExpertsProblem) -> str | None:
@@ -68,11 +74,29 @@ class TritonW4A16(TritonKernel):
 
     def pack(self, weights: ExpertWeights[Any], problem: ExpertsProblem) -> PackedExperts:
         """Re-lay the codes, a few rows at a time; InputError for groups or scales the kernel cannot take."""
-        return pack_both(_PACKERS[type(weights.gate_up)], weights, problem)
+        if isinstance(weights.gate_up, Int4Ordered | Int8Ordered):
+            weights = _rows_moved(weights)
+        made = pack_both(_PACKERS[type(weights.gate_up)], weights, problem)
+        return replace(made, down=replace(made.down, order=None))
+
+
+def _rows_moved(weights: ExpertWeights[Any]) -> ExpertWeights[Any]:
+    """Return weights whose first product writes its columns in the order in which the second one reads them."""
+    order = weights.down.group_of.argsort(dim=-1, stable=True)
+
+    def moved(tensor: Tensor) -> Tensor:
+        return torch.stack([own.index_select(1, at) for own, at in zip(tensor, order, strict=True)])
+
+    gate_up, bias = weights.gate_up, weights.gate_up_bias
+    gate_up = replace(gate_up, **{name: moved(getattr(gate_up, name)) for name in gate_up.by_row})
+    return replace(weights, gate_up=gate_up, gate_up_bias=None if bias is None else moved(bias))
 
 
 class TritonW8A16(TritonW4A16):
     """The same for integers of eight bits."""
 
     name = "triton_w8a16"
-    layouts_of: ClassVar[dict[str, Callable[..., Layout]]] = {"int8_affine": partial(Int8Lanes, zeroed=True)}
+    layouts_of: ClassVar[dict[str, Callable[..., Layout]]] = {
+        "int8_affine": partial(Int8Lanes, zeroed=True),
+        "int8_ordered": partial(Int8Lanes, zeroed=True),
+    }

@@ -1,0 +1,48 @@
+"""Columns of rows in the order of each row's expert, for weights whose columns GPTQ sorted by activation.
+
+Shape letters: T tokens, R rows, E experts, K columns.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..runtime.launch import launch, overlaps, power_at_least
+from ..runtime.memory import take
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..runtime.memory import Memory
+
+__all__ = ["in_columns", "in_columns_reference"]
+
+_BLOCK = 1024
+
+
+def in_columns_reference(x: Tensor, order: Tensor, experts: Tensor, source: Tensor) -> Tensor:
+    """Return ``[R, K]``: row r is ``x[source[r]]`` at columns ``order[experts[r]]``."""
+    return x.index_select(0, source).gather(1, order.index_select(0, experts).long())
+
+
+def in_columns(
+    x: Tensor, order: Tensor, owner: Tensor, source: Tensor | None, *, top_k: int = 0, memory: Memory | None = None
+) -> Tensor:
+    """Return ``[R, K]`` as ``in_columns_reference`` defines it, in one launch; rows of no expert are not written.
+
+    x: ``[T, K]`` with dense rows. order: int32 ``[E, K]``. owner: int64 ``[E+1]``, where each expert's rows begin, and
+    row r reads x at ``source [R]`` or r; with top_k the ids ``[T, top_k]`` of rows that are not sorted, and row r reads
+    x at r // top_k. memory: where the result, "ordered", comes from.
+    """
+    from ..kernels.columns import columns_kernel
+
+    experts, columns = order.shape
+    rows = owner.numel() if top_k else x.shape[0] if source is None else source.numel()
+    out = take(memory, "ordered", (rows, columns), x.dtype, x.device)
+    args = (x, order, owner if source is None else source, owner, out, columns, x.stride(0), experts)
+    gather = source is not None or top_k > 0
+    constants = {"GATHER": gather, "TOP_K": top_k, "BLOCK_E": power_at_least(experts, 16), "BLOCK": _BLOCK}
+    constants["PDL"] = overlaps(x)
+    if rows:
+        launch(columns_kernel, (rows, -(-columns // _BLOCK)), args, constants, num_warps=4)
+    return out
