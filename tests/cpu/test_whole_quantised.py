@@ -21,7 +21,7 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from collegium.errors import CheckpointError
+from collegium.errors import CheckpointError, InputError
 from collegium.integrations.transformers import load_model
 from collegium.integrations.transformers.whole_model import load_model_in
 from family_cases import CASES, IDS, build
@@ -324,3 +324,46 @@ def test_inspect_says_why_it_is_no_whole_model(tmp_path: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
     (told,) = [text for text in audit(Checkpoint.open(folder)).findings if "not loaded" in text]
     assert told.startswith(f"not loaded as a whole model: {Q}: its weight is not quantised")
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [("fp8 blocks", "mxfp4"), ("fp8 blocks", "bf16"), ("ct nvfp4", "int4_group"), ("ct fp8 channel", "nvfp4")]
+    + [(name, "bf16") for name in ("ct int4 zeros", "modelopt nvfp4", "gptq", "awq", "bitsandbytes", "mxfp8")],
+)
+def test_quantize_copies_it(tmp_path: Path, name: str, target: str) -> None:
+    """The written checkpoint is a whole model: its other matrices are as they were, its experts in the new format."""
+    from compressed_tensors.quantization import QuantizationConfig
+
+    from collegium.checkpoint import Checkpoint, audit
+    from collegium.commands.quantize import quantize_model
+
+    twin = quantise(write(tmp_path / "model"), KINDS[name], linear)
+    quantize_model(str(tmp_path / "model"), target, str(tmp_path / "out"))
+    before, after = Checkpoint.open(tmp_path / "model"), Checkpoint.open(tmp_path / "out")
+    for old in [old for old in before.tensors if ".experts." not in old]:
+        new = old.replace("_scale_inv", "_scale") if (name, target) == ("fp8 blocks", "mxfp4") else old
+        assert after.info(new).dtype == before.info(old).dtype
+        bits = [held.read(name).reshape(-1).view(torch.uint8) for held, name in ((after, new), (before, old))]
+        assert torch.equal(*bits)
+    block: Any = after.config["quantization_config"]
+    if block["quant_method"] == "compressed-tensors":
+        QuantizationConfig.model_validate(block)
+    assert {layer.stored.name for layer in audit(after).layers} == {target}
+    ours = load_model_in("fp32", str(tmp_path / "out"), device="cpu")
+    theirs = eager(ours, twin, torch.float32)
+    same_tensors(ours, theirs)
+    with torch.no_grad():
+        found, wanted = ours(IDS).logits, theirs(IDS).logits
+    # four bits are some percent away in the experts alone
+    assert (found - wanted).norm() <= (0.01 if target == "bf16" else 0.25) * wanted.norm()
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "modelopt fp8", "bitsandbytes", "mxfp8"])
+def test_quantize_refuses_what_no_config_could_say(tmp_path: Path, name: str) -> None:
+    from collegium.commands.quantize import quantize_model
+
+    quantise(write(tmp_path / "model"), KINDS[name], linear)
+    with pytest.raises(InputError, match=r"16 matrices outside the .* \(lm_head.weight, .*cannot describe them beside"):
+        quantize_model(str(tmp_path / "model"), "mxfp4", str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()

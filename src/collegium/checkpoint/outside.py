@@ -122,10 +122,12 @@ def _shape(checkpoint: Checkpoint, path: str, stored: StoredFormat, parts: Mappi
             what = f"{info.name}, {info.nbytes} bytes of {info.dtype}, states no shape [rows, columns]: {error}"
             msg = f"{path}: {what}; allowed are {_MOST_STATED} bytes at most; download the file again"
             raise TensorMismatchError(msg) from error
-    if len(info.shape) != 2:
+    weight = weight.fitted(info.dtype, info.shape, 0)
+    sizes = info.shape[: len(info.shape) - len(weight.inner)]
+    if len(sizes) != 2:
         msg = f"{path}: {info.name} is {info.dtype} {info.shape}; outside the experts only matrices are quantised"
         raise TensorMismatchError(msg)
-    rows, columns = info.shape[::-1] if weight.transposed else info.shape
+    rows, columns = sizes[::-1] if weight.transposed else sizes
     return rows * weight.rows_per, columns * weight.columns_per
 
 
