@@ -367,3 +367,32 @@ def test_quantize_refuses_what_no_config_could_say(tmp_path: Path, name: str) ->
     with pytest.raises(InputError, match=r"16 matrices outside the .* \(lm_head.weight, .*cannot describe them beside"):
         quantize_model(str(tmp_path / "model"), "mxfp4", str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
+
+
+def test_layers_that_predict_further_tokens(tmp_path: Path, caplog: Any) -> None:
+    """They are read by no whole model, whatever is in them, and copied with the experts they have."""
+    from collegium.checkpoint import Checkpoint
+    from collegium.checkpoint.outside import Outside, outside_experts
+    from collegium.commands.quantize import quantize_model
+
+    folder = write(tmp_path / "model")
+    twin = quantise(folder, KINDS["fp8 blocks"], linear)
+    tensors = load_file(folder / "model.safetensors")
+    further = {name.replace("layers.2", "layers.3"): tensor.clone() for name, tensor in tensors.items()}
+    further = {name: tensor for name, tensor in further.items() if ".layers.3." in name}
+    save_file({**tensors, **further}, folder / "model.safetensors")
+    ours = load_model_in("fp32", str(folder), device="cpu")
+    close(ours, eager(ours, twin, torch.float32))
+    assert "16 matrices outside the experts (16 fp8_block)" in caplog.text
+    quantize_model(str(folder), "mxfp4", str(tmp_path / "out"))
+    found = outside_experts(Checkpoint.open(tmp_path / "out"))
+    formats = {path: entry.stored.name for path, entry in found.items() if isinstance(entry, Outside)}
+    assert formats.keys() == found.keys()
+    assert set(formats.values()) == {"fp8_block"}
+    assert len([path for path in formats if path.startswith("model.layers.3.mlp.experts.")]) == 15
+    again = load_model_in("fp32", str(tmp_path / "out"), device="cpu")
+    same_tensors(again, eager(again, twin, torch.float32))
+    # the third layer's own are in no format that the config of it declares, which only their reader would notice
+    del further["model.layers.3.self_attn.q_proj.weight_scale_inv"]
+    save_file({**tensors, **further}, folder / "model.safetensors")
+    close(load_model_in("fp32", str(folder), device="cpu"), eager(ours, twin, torch.float32))

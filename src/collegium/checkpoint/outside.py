@@ -14,7 +14,7 @@ import torch
 
 from ..errors import CheckpointError, ConfigError, TensorMismatchError, UnknownTensorError
 from ..formats import FORMATS
-from ..models import declared_format, text_of
+from ..models import declared_format, moe_layers, text_of
 from .activation_scales import ACTIVATION_SCALES
 from .detect import stored_format
 from .index import index_of
@@ -77,9 +77,9 @@ def outside_experts(checkpoint: Checkpoint) -> dict[str, Outside | CheckpointErr
 
 
 def _modules(checkpoint: Checkpoint) -> Mapping[str, dict[str, TensorInfo]]:
-    """Return the tensors outside the routed experts: path of their module to suffix to header entry."""
+    """Return the tensors outside the model's routed experts: path of their module to suffix to header entry."""
     index, modules = index_of(checkpoint), defaultdict[str, dict[str, "TensorInfo"]](dict)
-    routed = {info.name for layer in index.layers() for info in index.found(layer).infos()}
+    routed = {info.name for layer in moe_layers(checkpoint.config) for info in index.found(layer).infos()}
     for name in checkpoint.tensors.keys() - routed:
         head, inner, _ = name.partition(".weight.")
         path = head if inner else name.rpartition(".")[0]

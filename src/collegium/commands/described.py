@@ -60,7 +60,7 @@ class Job:
     target: type[Payload]
     storage: Storage
     stacked: bool
-    outside: Mapping[str, Outside | CheckpointError] = field(default_factory=dict["str", "Outside | CheckpointError"])
+    outside: dict[str, Outside | CheckpointError] = field(default_factory=dict)
 
 
 def _block(job: Job) -> dict[str, Any]:
