@@ -396,3 +396,44 @@ def test_layers_that_predict_further_tokens(tmp_path: Path, caplog: Any) -> None
     del further["model.layers.3.self_attn.q_proj.weight_scale_inv"]
     save_file({**tensors, **further}, folder / "model.safetensors")
     close(load_model_in("fp32", str(folder), device="cpu"), eager(ours, twin, torch.float32))
+
+
+def test_faults_are_found_before_anything_is_read_and_told_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from collegium.checkpoint.reader import Checkpoint
+
+    folder = write(tmp_path / "model", bias=False)
+    quantise(folder, KINDS["fp8 blocks"], linear)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[f"{Q}.weight_scale_inv"]
+    del tensors["model.layers.2.self_attn.o_proj.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    monkeypatch.setattr(Checkpoint, "read_slice", lambda *_: pytest.fail("a tensor was read"))
+    with pytest.raises(CheckpointError, match=rf"(?s)2 problems:.*- {Q}: .*- model\.layers\.2\.self_attn\.o_proj: "):
+        load_model(str(folder), device="cpu")
+
+
+def test_scales_of_caches_are_left_aside(tmp_path: Path, caplog: Any) -> None:
+    """Wherever they are: below a quantised projection, or below attention."""
+    folder = write(tmp_path / "model")
+    twin = quantise(folder, KINDS["ct int4"], linear)
+    tensors = load_file(folder / "model.safetensors")
+    for layer in range(3):
+        base = f"model.layers.{layer}.self_attn."
+        tensors |= {f"{base}k_proj.k_scale": torch.tensor(0.5), f"{base}v_scale": torch.tensor([0.25])}
+    save_file(tensors, folder / "model.safetensors")
+    ours = load_model_in("fp32", str(folder), device="cpu")
+    close(ours, eager(ours, twin, torch.float32))
+    assert "6 scales of activations or caches outside the experts are not used (model.layers.0." in caplog.text
+
+
+@pytest.mark.parametrize("entry", ["model.layers.0.", "model.layers.0"])
+def test_a_skipped_layer(tmp_path: Path, entry: str) -> None:
+    folder = write(tmp_path / "model")
+    twin = quantise(folder, KINDS["awq"], lambda path: linear(path) and ".layers.0." not in path)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["modules_to_not_convert"] = [entry, "embed_tokens", GATE]
+    (folder / "config.json").write_text(json.dumps(config))
+    ours = load_model_in("fp32", str(folder), device="cpu")
+    close(ours, eager(ours, twin, torch.float32))
