@@ -150,10 +150,11 @@ def test_modelopt_gives_modules_algorithms_of_their_own(tmp_path: Path, caplog: 
     )
 
 
-def test_compressed_tensors_with_two_groups_and_embeddings(tmp_path: Path) -> None:
-    """The names in targets decide; of both tables, the one of tokens too."""
+@pytest.mark.parametrize("target", ["re:.*embed_tokens$", "Embedding"])
+def test_compressed_tensors_with_two_groups_and_embeddings(tmp_path: Path, target: str) -> None:
+    """Names in targets decide before classes, of which there are two."""
     eight = {
-        "targets": ["re:.*embed_tokens$", "lm_head"],
+        "targets": [target, "lm_head"],
         "weights": {"type": "int", "num_bits": 8, "strategy": "channel"},
     }
     four = {"type": "float", "num_bits": 4, "strategy": "tensor_group", "group_size": 16}
@@ -218,11 +219,13 @@ def left_over(tensors: dict[str, Tensor], block: dict[str, Any]) -> None:
     skipping(Q)(tensors, block)
 
 
-def lie(tensors: dict[str, Tensor], _: dict[str, Any]) -> None:
-    name = f"{Q}.weight.quant_state.bitsandbytes__nf4"
-    tensors[name] = torch.tensor(
-        list(bytes(tensors[name].tolist()).replace(b"[160, 160]", b"[320, 80]")), dtype=torch.uint8
-    )
+def lie_as(shape: bytes) -> Any:
+    def change(tensors: dict[str, Tensor], _: dict[str, Any]) -> None:
+        name = f"{Q}.weight.quant_state.bitsandbytes__nf4"
+        state = bytes(tensors[name].tolist()).replace(b"[160, 160]", shape)
+        tensors[name] = torch.tensor(list(state), dtype=torch.uint8)
+
+    return change
 
 
 def turned(_: dict[str, Tensor], block: dict[str, Any]) -> None:
@@ -264,13 +267,17 @@ FAULTS = {
     ),
     "inputs are turned": ("ct int4", turned, "transform_config is .*R4.*, allowed is none"),
     "a shape that is not": ("ct int4", put("weight_shape", lambda t: t * 2), rf"{Q}: .*N=320 and K=320 needs"),
-    "no shape": ("ct int4", put("weight_shape", lambda t: t[:1]), rf"{Q}: .*weight_shape.* states no shape"),
+    "no shape": ("ct int4", put("weight_shape", lambda t: t[:1]), rf"{Q}: .*weight_shape.* gives no shape"),
+    "a shape that is text": ("bitsandbytes", lie_as(b'"rows"'), rf"{Q}: .*quant_state.* gives no shape"),
+    "a shape without end": ("bitsandbytes", lie_as(b"[1e400, 1]"), rf"{Q}: .*quant_state.* gives no shape"),
+    "a shape below zero": ("bitsandbytes", lie_as(b"[-160, -160]"), rf"{Q}: .*quant_state.* gives no shape"),
+    "no matrix": ("ct fp8 tensor", put("weight", lambda t: t[None]), rf"{Q}: .*\(1, 160, 160\), gives no shape"),
     "columns are permuted": ("gptq", put("g_idx", lambda t: t.flip(0)), rf"{Q}: .*g_idx permutes the columns"),
     "not symmetric": ("gptq", put("qzeros", lambda t: t + 1), rf"{Q}: .*symmetric weights, the zero points are"),
     "zero points where none are declared": (
         "ct int4", put("weight_zero_point", lambda _: torch.zeros(20, 5).int()), rf"{Q}: \.weight_zero_point"
     ),
-    "another matrix": ("bitsandbytes", lie, r"self_attn\.q_proj\.weight: .* \(320, 80\), .* \(160, 160\)"),
+    "another matrix": ("bitsandbytes", lie_as(b"[320, 80]"), r"q_proj\.weight: .* \(320, 80\), .* \(160, 160\)"),
 }  # fmt: skip
 
 
@@ -369,6 +376,26 @@ def test_quantize_refuses_what_no_config_could_say(tmp_path: Path, name: str) ->
     assert not (tmp_path / "out").exists()
 
 
+def test_a_config_of_its_own_for_the_quantisation(tmp_path: Path) -> None:
+    """ModelOpt's ``hf_quant_config.json``, whose exclusions are wildcards; the last attention is plain."""
+    folder = write(tmp_path / "model")
+    twin = quantise(folder, KINDS["modelopt nvfp4"], lambda path: linear(path) and "2.self_attn" not in path)
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    exclude = ["model.layers.2.self_attn*", "*mlp.gate", "model.embed*"]
+    block = {"quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "exclude_modules": exclude}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "hf_quant_config.json").write_text(json.dumps(block))
+    ours = load_model_in("fp32", str(folder), device="cpu")
+    theirs = eager(ours, twin, torch.float32)
+    same_tensors(ours, theirs)
+    close(ours, theirs)
+    block["quantization"]["exclude_modules"] = exclude[1:]
+    (folder / "hf_quant_config.json").write_text(json.dumps(block))
+    with pytest.raises(CheckpointError, match=r"layers\.2\.self_attn\.k_proj: its weight is not quantised, .* nvfp4"):
+        load_model(str(folder), device="cpu")
+
+
 def test_layers_that_predict_further_tokens(tmp_path: Path, caplog: Any) -> None:
     """They are read by no whole model, whatever is in them, and copied with the experts they have."""
     from collegium.checkpoint import Checkpoint
@@ -437,3 +464,27 @@ def test_a_skipped_layer(tmp_path: Path, entry: str) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     ours = load_model_in("fp32", str(folder), device="cpu")
     close(ours, eager(ours, twin, torch.float32))
+
+
+PACKED = {
+    "ct fp8 tensor": "float-quantized", "ct fp8 channel": "float-quantized", "ct fp8 block": "float-quantized",
+    "ct nvfp4": "nvfp4-pack-quantized", "ct mxfp4": "mxfp4-pack-quantized", "ct int4": "pack-quantized",
+    "ct int4 zeros": "pack-quantized", "ct int8": "pack-quantized", "ct int8 zeros": "pack-quantized",
+    "ct int8 plain": "int-quantized",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "form"), PACKED.items())
+def test_the_stored_numbers_are_those_of_the_package(name: str, form: str) -> None:
+    """What the tests above write and take for truth is what compressed-tensors reads."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    kind = KINDS[name]
+    stored, values = kind.write(torch.randn(160, 160) * torch.exp(torch.randn(160, 1)))
+    group = kind.block([])["config_groups"]["group_0"]
+    scheme = QuantizationScheme.model_validate({**group, "format": form})
+    compressor: Any = BaseCompressor.get_value_from_registry(form)
+    read = compressor.decompress({k: t for k, t in stored.items() if "input" not in k}, scheme)["weight"]
+    step = 2 * torch.finfo(read.dtype).eps
+    assert (read.float() - values).abs().max() <= step * values.abs().max()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -111,22 +112,21 @@ def _opened(checkpoint: Checkpoint, path: str, parts: Mapping[str, TensorInfo]) 
 
 def _shape(checkpoint: Checkpoint, path: str, stored: StoredFormat, parts: Mapping[str, TensorInfo]) -> tuple[int, int]:
     """Return rows and columns: as stated beside the codes, else as many as the codes have room for."""
-    weight = stored.layout.parts[0]
+    weight, sizes = stored.layout.parts[0], list[int]()
     info = next((i for s, i in parts.items() if s == ".weight_shape" or ".quant_state." in s), parts[weight.suffix])
-    if info is not parts[weight.suffix]:
-        try:
-            listed = checkpoint.read(info.name).tolist() if info.nbytes <= _MOST_STATED else []
-            rows, columns = json.loads(bytes(listed))["shape"] if weight.flat else listed
-            return int(rows), int(columns)
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            what = f"{info.name}, {info.nbytes} bytes of {info.dtype}, states no shape [rows, columns]: {error}"
-            msg = f"{path}: {what}; allowed are {_MOST_STATED} bytes at most; download the file again"
-            raise TensorMismatchError(msg) from error
-    weight = weight.fitted(info.dtype, info.shape, 0)
-    sizes = info.shape[: len(info.shape) - len(weight.inner)]
-    if len(sizes) != 2:
-        msg = f"{path}: {info.name} is {info.dtype} {info.shape}; outside the experts only matrices are quantised"
+    if info is parts[weight.suffix]:
+        weight = weight.fitted(info.dtype, info.shape, 0)
+        sizes += info.shape[: len(info.shape) - len(weight.inner)]
+    elif info.nbytes <= _MOST_STATED:
+        listed = checkpoint.read(info.name).tolist()
+        with suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            sizes += [int(size) for size in (json.loads(bytes(listed))["shape"] if weight.flat else listed)]
+    if len(sizes) != 2 or min(sizes) < 1:
+        what = f"{info.name}, {info.dtype} {info.shape}, gives no shape [rows, columns]"
+        msg = f"{path}: {what}; outside the experts only matrices are quantised; download the file again"
         raise TensorMismatchError(msg)
+    if info is not parts[weight.suffix]:
+        return sizes[0], sizes[1]
     rows, columns = sizes[::-1] if weight.transposed else sizes
     return rows * weight.rows_per, columns * weight.columns_per
 

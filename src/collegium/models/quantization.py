@@ -212,8 +212,10 @@ def _compressed(block: Mapping[str, object], path: str, plain: Declared) -> Decl
 
 
 def _targeting(schemes: Sequence[Mapping[str, object]], path: str) -> Mapping[str, object] | None:
+    kind = "Embedding" if "embed" in path.rpartition(".")[2] else "Linear"
+
     def exact(entry: str) -> bool:
-        return entry != "Linear" and _matches(entry, path)
+        return entry not in ("Linear", "Embedding") and _matches(entry, path)
 
     # a pattern or a name is more specific than the class name
     for scheme in schemes:
@@ -221,7 +223,7 @@ def _targeting(schemes: Sequence[Mapping[str, object]], path: str) -> Mapping[st
             return scheme
     for scheme in schemes:
         targets = _texts(scheme, "targets")
-        if not targets or "Linear" in targets:
+        if not targets or kind in targets:
             return scheme
     return None
 
