@@ -23,6 +23,7 @@ from .beside import check_beside, load_hash_table
 from .index import index_of
 from .layout import Source, bias_names, part_name, parts_problems, projections, read_matrix, stack_paths
 from .opened import CheckpointLayer
+from .outside import matrices_of, outside_experts, outside_problems, sentences
 from .problems import refuse
 from .remarks import Remarks
 
@@ -293,6 +294,13 @@ def _roles(checkpoint: Checkpoint, layers: Sequence[int]) -> dict[str, tuple[int
     return {role: (n, size) for role, (n, size) in totals.items() if n}
 
 
+def _outside(checkpoint: Checkpoint) -> list[str]:
+    """Say what is quantised outside the experts, which only a whole model needs to be readable."""
+    found = {} if str(checkpoint.config.get("model_type")).startswith("gguf:") else outside_experts(checkpoint)
+    wrong, said = outside_problems(checkpoint, found), sentences(checkpoint, matrices_of(checkpoint, found))
+    return [*said, *([f"not loaded as a whole model: {wrong[0]}"] if wrong else [])]
+
+
 def audit(
     checkpoint: Checkpoint, *, deep: bool = True, progress: Callable[[int, int, str], None] | None = None
 ) -> AuditReport:
@@ -331,6 +339,6 @@ def audit(
         path=str(checkpoint.path),
         layers=tuple(reports),
         roles=_roles(checkpoint, layers),
-        findings=(*findings, *remarks.findings()),
+        findings=(*findings, *remarks.findings(), *_outside(checkpoint)),
         deep=deep,
     )

@@ -52,6 +52,7 @@ class Source:
     tensors. index: entry of the stack. stored_rows: rows of the stored matrix. offset, step: row i of the projection
     is stored row ``offset + step * i``. transposed: an unquantised tensor is stored ``[columns, rows]``. flat: the
     entries of the stack follow each other along the first stored axis. plain: suffix of an unquantised stack.
+    own_bias: the module may have a bias, which is not read with the matrix; a bias of an expert is refused.
     """
 
     label: str
@@ -66,6 +67,7 @@ class Source:
     transposed: bool = False
     flat: bool = False
     plain: str = ""
+    own_bias: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -319,6 +321,7 @@ def read_matrix(
     cut = everything if cut is None else cut
     span = everything if stored.whole else cut
     present = [p for p in stored.layout.parts if p.required or (p.if_present and part_name(source, p) in checkpoint)]
+    present = [p for p in present if not (source.own_bias and p.suffix == ".bias")]
     parts = {p.suffix: _read_part(checkpoint, source, p, span, {} if seen is None else seen) for p in present}
     shape = (span.rows[1] - span.rows[0], span.columns[1] - span.columns[0])
     if room is not None and room != shape and not stored.whole:

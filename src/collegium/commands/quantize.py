@@ -20,16 +20,18 @@ from ..checkpoint.audit import audit
 from ..checkpoint.index import index_of
 from ..checkpoint.loader import load_experts
 from ..checkpoint.opened import CheckpointLayer
+from ..checkpoint.outside import outside_experts, outside_problems
+from ..checkpoint.problems import refuse
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.writer import Shard, entry_of, matrix_parts, whole_folder
 from ..errors import ConfigError, InputError
 from ..formats import Fp8Tensor, NvFp4, by_name
-from ..formats.gguf import KINDS
 from ..formats.unquantised import CONFIG_NAMES
 from ..models import describe, experts_apart, family_of
 from ..ops.activation import interleave
 from ..plan import expert_bytes
 from ..problem import Placement
+from .described import COMPRESSED, Job, described, new_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -37,29 +39,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..checkpoint.header import TensorInfo
-    from ..formats.payload import Payload, Storage
-    from ..models import Names
-    from ..types import MoESpec
+    from ..formats.payload import Payload
 
 __all__ = ["ConvertedLayer", "QuantizeReport", "quantize_model"]
 
 _CHUNK = 1 << 26  # bytes of experts read at a time
-_TOKEN: dict[str, object] = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
-_GROUP32: dict[str, object] = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
-# compressed-tensors: its name of the format, the weights' arguments, the activations engines are to use
-_COMPRESSED: Mapping[str, tuple[str, dict[str, object], dict[str, object] | None]] = {
-    "fp8_tensor": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}, _TOKEN),
-    "fp8_channel": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}, _TOKEN),
-    "mxfp4": ("mxfp4-pack-quantized", {"num_bits": 4, "type": "float", **_GROUP32}, None),
-    "nvfp4": (
-        "nvfp4-pack-quantized",
-        {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
-        None,
-    ),
-    "int4_group": ("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}, None),
-}
 _WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
-_QUANTISED = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "U8", "I8", "F4", *KINDS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,16 +81,6 @@ class QuantizeReport:
         return asdict(self)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Job:
-    checkpoint: Checkpoint
-    names: Names
-    spec: MoESpec
-    target: type[Payload]
-    storage: Storage
-    stacked: bool
-
-
 def quantize_model(
     path: str,
     weight_format: str,
@@ -134,10 +109,11 @@ def quantize_model(
     needed += expert_bytes(replace(job.spec, weight_format=job.target.name)) * job.spec.num_experts * len(layers)
     with whole_folder(folder.absolute(), needed) as (room, removed):
         done = _write_tensors(job, layers, kept, room, progress)
-        (room / "config.json").write_text(json.dumps(_new_config(job, kept), indent=2) + "\n")
+        (room / "config.json").write_text(json.dumps(new_config(job, kept), indent=2) + "\n")
         copied, skipped = _copy_files(checkpoint.path, room)
         written = Checkpoint.open(room)
         audit(written, deep=False)
+        refuse(written, outside_problems(written, outside_experts(written)))
     return QuantizeReport(
         path=str(folder),
         weight_format=job.target.name,
@@ -151,7 +127,7 @@ def quantize_model(
     )
 
 
-def _job(checkpoint: Checkpoint, weight_format: str) -> _Job:
+def _job(checkpoint: Checkpoint, weight_format: str) -> Job:
     """Choose the published storage this family can hold; InputError lists the formats that have one."""
     family, target = family_of(checkpoint.config), by_name(weight_format)
     if experts_apart(checkpoint.config):
@@ -159,7 +135,7 @@ def _job(checkpoint: Checkpoint, weight_format: str) -> _Job:
     names = index_of(checkpoint).names
     stacked = names.up is None
     wanted = ("plain", "gpt-oss") if stacked else ("plain", "finegrained-fp8", "minimax-m3", "compressed-tensors")
-    known = {*CONFIG_NAMES, *_COMPRESSED, "fp8_block", "mxfp8"}
+    known = {*CONFIG_NAMES, *COMPRESSED, "fp8_block", "mxfp8"}
     found = [s for name in wanted for s in target.storages if s.name == name and target.name in known]
     found = [s for s in found if s.name != "finegrained-fp8" or target.name == "fp8_block"]
     if not found:
@@ -171,10 +147,11 @@ def _job(checkpoint: Checkpoint, weight_format: str) -> _Job:
         # transformers derives the block from the number of scales, and so reads a last, partial block wrongly.
         msg = f"fp8_block: hidden and intermediate size are {sizes}; only multiples of 128 are read alike everywhere, "
         raise InputError(msg + "use mxfp8 or fp8_channel")
-    return _Job(checkpoint=checkpoint, names=names, spec=spec, target=target, storage=found[0], stacked=stacked)
+    job = Job(checkpoint=checkpoint, names=names, spec=spec, target=target, storage=found[0], stacked=stacked)
+    return replace(job, outside=outside_experts(checkpoint))
 
 
-def _apart_job(checkpoint: Checkpoint, target: type[Payload]) -> _Job:
+def _apart_job(checkpoint: Checkpoint, target: type[Payload]) -> Job:
     """Convert within what DeepSeek-V4's config can say of its routed experts beside other weights in FP8 blocks."""
     names, spec = index_of(checkpoint).names, describe(checkpoint.config)
     found = [s for s in target.storages if s.name == "deepseek-v4"]
@@ -186,30 +163,20 @@ def _apart_job(checkpoint: Checkpoint, target: type[Payload]) -> _Job:
             "experts, one tensor each, in mxfp4 (sizes that are multiples of 32) or fp8_block (of 128) alone; hidden "
             f"and intermediate size are {sizes}"
         )
-    return _Job(checkpoint=checkpoint, names=names, spec=spec, target=target, storage=found[0], stacked=False)
+    return Job(checkpoint=checkpoint, names=names, spec=spec, target=target, storage=found[0], stacked=False)
 
 
-def _kept(job: _Job, layers: Iterable[CheckpointLayer]) -> dict[str, TensorInfo]:
-    """Return every tensor that is copied; InputError when one of them is quantised, which no one config could say."""
+def _kept(job: Job, layers: Iterable[CheckpointLayer]) -> dict[str, TensorInfo]:
+    """Return every tensor that is copied by its new name; InputError where no one config could describe them."""
     replaced: set[str] = set()
     for layer in layers:
         groups: list[dict[str, TensorInfo]] = [*layer.found.single.values(), *layer.found.stack.values()]
         replaced |= {info.name for group in groups for suffix, info in group.items() if not suffix.endswith("bias")}
-    kept = {name: info for name, info in job.checkpoint.tensors.items() if name not in replaced}
-    if job.storage.name == "deepseek-v4":
-        return kept
-    other = [name for name, info in kept.items() if info.dtype in _QUANTISED or name.endswith((".qweight", "_packed"))]
-    if other:
-        raise InputError(
-            f"{job.checkpoint.path}: {len(other)} tensors outside the routed experts are quantised ({other[0]}, ...) "
-            "and would be copied; one config cannot describe them beside other experts. Convert a checkpoint whose "
-            "other weights are bf16, fp16 or fp32."
-        )
-    return kept
+    return described(job, {name: info for name, info in job.checkpoint.tensors.items() if name not in replaced})
 
 
 def _write_tensors(
-    job: _Job,
+    job: Job,
     layers: list[CheckpointLayer],
     kept: Mapping[str, TensorInfo],
     room: Path,
@@ -243,7 +210,7 @@ def _write_tensors(
 
 
 def _write_layer(
-    job: _Job, layer: CheckpointLayer, path: Path, step: Callable[[int], None]
+    job: Job, layer: CheckpointLayer, path: Path, step: Callable[[int], None]
 ) -> tuple[ConvertedLayer, Iterable[str]]:
     """Convert one layer a few experts at a time; the first expert says what the header needs."""
     spec = layer.spec
@@ -273,7 +240,7 @@ def _write_layer(
     return converted, entries
 
 
-def _encode(job: _Job, gate_up: Payload, down: Payload) -> tuple[tuple[Payload, Payload, Payload], float]:
+def _encode(job: Job, gate_up: Payload, down: Payload) -> tuple[tuple[Payload, Payload, Payload], float]:
     """Return gate, up and down in the target format, and their relative error together."""
     options: dict[str, Any] = {"global_divides": True} if job.target is NvFp4 else {}
     true_up, true_down = gate_up.decode(), down.decode()
@@ -295,9 +262,7 @@ def _square(values: Tensor) -> float:
     return float(values.square().sum(-1).double().sum())
 
 
-def _expert_tensors(
-    job: _Job, layer: int, expert: int, matrices: tuple[Payload, Payload, Payload]
-) -> dict[str, Tensor]:
+def _expert_tensors(job: Job, layer: int, expert: int, matrices: tuple[Payload, Payload, Payload]) -> dict[str, Tensor]:
     """Return one expert's tensors under their published names; of a stack, its entry."""
     gate, up, down = (matrix_parts(matrix, job.storage) for matrix in matrices)
     names, table, out = job.names, job.names.stacked, dict[str, "Tensor"]()
@@ -318,52 +283,12 @@ def _expert_tensors(
 
 
 def _layer_entries(
-    job: _Job, layer: int, matrices: tuple[Payload, Payload, Payload]
+    job: Job, layer: int, matrices: tuple[Payload, Payload, Payload]
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
     experts = range(1 if job.stacked else job.spec.num_experts)
     held = job.spec.num_experts if job.stacked else None
     tensors = (_expert_tensors(job, layer, expert, matrices) for expert in experts)
     return {name: entry_of(tensor, held) for own in tensors for name, tensor in own.items()}
-
-
-def _new_config(job: _Job, kept: Mapping[str, TensorInfo]) -> dict[str, object]:
-    config = dict(job.checkpoint.config)
-    if job.storage.name == "deepseek-v4":
-        block: Any = config["quantization_config"]
-        config["quantization_config"] = {k: v for k, v in block.items() if k != "moe_quant_algo"}
-        return {**config, "expert_dtype": "fp8" if job.target.name == "fp8_block" else "fp4"}
-    config.pop("quantization_config", None)
-    text = config.get("text_config")
-    if isinstance(text, dict):
-        config["text_config"] = {k: v for k, v in text.items() if k != "quantization_config"}
-    linear = [n.removesuffix(".weight") for n, i in kept.items() if n.endswith(".weight") and len(i.shape) == 2]
-    ignore = sorted({*linear, "lm_head"})
-    name = job.target.name
-    if job.storage.name == "plain":
-        config["torch_dtype" if "torch_dtype" in config else "dtype"] = CONFIG_NAMES[name]
-    elif job.storage.name == "gpt-oss":
-        config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ignore}
-    elif job.storage.name in ("finegrained-fp8", "minimax-m3"):
-        wide = name == "fp8_block"
-        config["quantization_config"] = {
-            "quant_method": "fp8" if wide else "mxfp8",
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [128, 128] if wide else [1, 32],
-            **({} if wide else {"scale_fmt": "ue8m0"}),
-            "modules_to_not_convert": ignore,
-        }
-    else:
-        form, weights, activations = _COMPRESSED[name]
-        weights = {"symmetric": True, "dynamic": False, **weights}
-        config["quantization_config"] = {
-            "quant_method": "compressed-tensors",
-            "format": form,
-            "quantization_status": "compressed",
-            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": activations}},
-            "ignore": ignore,
-        }
-    return config
 
 
 def _copy_files(source: Path, room: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -127,7 +127,7 @@ def _matches(entry: str, path: str) -> bool:
     if "*" in entry or "?" in entry:
         return any(fnmatchcase(".".join(steps[:stop]), entry) for stop in range(1, len(steps) + 1))
     # whole components only: "mlp.gate" is the router and must not cover "mlp.gate_proj"
-    return f".{entry}." in f".{path}."
+    return f".{entry.strip('.')}." in f".{path}."
 
 
 def _pair(block: Mapping[str, object], key: str) -> tuple[int, int]:
@@ -201,7 +201,9 @@ def mixed_algorithms(config: Mapping[str, object], paths: Iterable[str]) -> dict
 
 
 def _compressed(block: Mapping[str, object], path: str, plain: Declared) -> Declared:
-    groups = block.get("config_groups")
+    groups, turned = block.get("config_groups"), object_of(block.get("transform_config")).get("config_groups")
+    if turned:
+        raise _wrong(f"transform_config is {turned!r:.200}, allowed is none: inputs would have to be transformed too")
     schemes = [object_of(entry) for entry in object_of(groups).values() if isinstance(entry, dict)]
     if not schemes:
         raise _wrong(f"config_groups is {groups!r:.200}, expected at least one group with 'weights'")
@@ -210,8 +212,10 @@ def _compressed(block: Mapping[str, object], path: str, plain: Declared) -> Decl
 
 
 def _targeting(schemes: Sequence[Mapping[str, object]], path: str) -> Mapping[str, object] | None:
+    kind = "Embedding" if "embed" in path.rpartition(".")[2] else "Linear"
+
     def exact(entry: str) -> bool:
-        return entry != "Linear" and _matches(entry, path)
+        return entry not in ("Linear", "Embedding") and _matches(entry, path)
 
     # a pattern or a name is more specific than the class name
     for scheme in schemes:
@@ -219,7 +223,7 @@ def _targeting(schemes: Sequence[Mapping[str, object]], path: str) -> Mapping[st
             return scheme
     for scheme in schemes:
         targets = _texts(scheme, "targets")
-        if not targets or "Linear" in targets:
+        if not targets or kind in targets:
             return scheme
     return None
 

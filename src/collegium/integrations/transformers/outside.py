@@ -1,12 +1,14 @@
 """Everything outside the experts, loaded by transformers itself from the tensors of a checkpoint.
 
 transformers is offered every tensor of the checkpoint, each read only when it is asked for, and a model whose experts
-have no parameters. So the names, splits, ties, dtypes and buffers are its own, and no expert passes through it.
+have no parameters. So the names, splits, ties, dtypes and buffers are its own, and no expert passes through it. A
+quantised matrix is offered as the plain weight it decodes to, so that none of its readers of quantised formats runs.
 """
 
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,20 +21,16 @@ from .blocks import replace_blocks
 from .modules import experts_modules
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping
+    from collections.abc import Callable, Generator, Mapping
 
     from torch import Tensor, nn
 
+    from ...checkpoint.outside import Outside
     from ...checkpoint.reader import Checkpoint
 
 __all__ = ["load_outside"]
 
 _WHOLE_NUMBERS = (torch.int64, torch.int32, torch.bool)
-# What follows a module's path in a checkpoint where the module's weight is quantised.
-_QUANTISED = (
-    "weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2", "qweight", "qzeros", "scales", "scale",
-    "weight.absmax", "weight_blocks", "weight_scales",
-)  # fmt: skip
 
 
 class _Stored:
@@ -41,34 +39,50 @@ class _Stored:
     A tensor that is refused leaves its error in ``faults``: what transformers makes of an error is another one.
     """
 
-    def __init__(self, checkpoint: Checkpoint, name: str, faults: list[CollegiumError]) -> None:
-        self.checkpoint, self.name, self.faults = checkpoint, name, faults
-
-    def get_dtype(self) -> str:
-        return self.checkpoint.info(self.name).dtype
-
-    def get_shape(self) -> list[int]:
-        return list(self.checkpoint.info(self.name).shape)
+    def __init__(self, read: Callable[[], Tensor], faults: list[CollegiumError]) -> None:
+        self.read, self.faults = read, faults
 
     def __getitem__(self, index: object) -> Tensor:
         try:
-            dtype = TORCH_DTYPES.get(self.get_dtype())
-            if dtype not in FLOAT_FORMATS and dtype not in _WHOLE_NUMBERS:
-                raise _quantised(self.name, str(dtype or self.get_dtype()))
-            return self.checkpoint.read(self.name)
+            return self.read()
         except CollegiumError as error:
             self.faults.append(error)
             raise
 
 
-def load_outside(cls: Any, config: Any, checkpoint: Checkpoint, device: str, dtype: torch.dtype) -> nn.Module:
+def _plain(checkpoint: Checkpoint, name: str) -> Tensor:
+    stored = checkpoint.info(name).dtype
+    dtype = TORCH_DTYPES.get(stored)
+    if dtype not in FLOAT_FORMATS and dtype not in _WHOLE_NUMBERS:
+        raise _quantised(name, str(dtype or stored))
+    return checkpoint.read(name)
+
+
+def _decoded(found: Outside | CheckpointError, done: list[Outside], dtype: torch.dtype, device: str) -> Tensor:
+    if isinstance(found, CheckpointError):
+        raise found
+    done.append(found)
+    return found.read(dtype, device)
+
+
+def load_outside(
+    cls: Any,
+    config: Any,
+    checkpoint: Checkpoint,
+    device: str,
+    dtype: torch.dtype,
+    outside: Mapping[str, Outside | CheckpointError],
+) -> tuple[nn.Module, list[Outside]]:
     """Return the model of ``cls`` on ``device`` with everything but its experts, whose parameters lie on ``meta``.
 
-    dtype: of the tensors that transformers does not keep in another one. Blocks without an experts interface are
-    replaced by ``Block``. Raises MissingTensorError, TensorMismatchError, ConfigError, each naming the tensor.
+    dtype: of the tensors that transformers does not keep in another one. outside: quantised matrices by module; those
+    that were decoded are returned too. Blocks without an experts interface are replaced by ``Block``. Raises
+    MissingTensorError, TensorMismatchError, BadScaleError, ConfigError, each naming the tensor.
     """
-    faults: list[CollegiumError] = []
-    state = {name: _Stored(checkpoint, name, faults) for name in checkpoint.tensors}
+    faults, done = list[CollegiumError](), list["Outside"]()
+    state = {name: _Stored(partial(_plain, checkpoint, name), faults) for name in checkpoint.tensors}
+    for path, found in outside.items():
+        state[f"{path}.weight"] = _Stored(partial(_decoded, found, done, dtype, device), faults)
     away: dict[str, dict[str, nn.Parameter]] = {}
 
     class Emptied(cls):
@@ -110,7 +124,7 @@ def load_outside(cls: Any, config: Any, checkpoint: Checkpoint, device: str, dty
     model.name_or_path = model.config.name_or_path = str(folder)
     if (folder / "generation_config.json").exists():
         model.generation_config = extra("transformers").GenerationConfig.from_pretrained(folder)
-    return model.requires_grad_(False).eval()
+    return model.requires_grad_(False).eval(), done
 
 
 def _taken(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
@@ -145,11 +159,6 @@ def _refuse(model: Any, found: Mapping[str, Any], checkpoint: Checkpoint) -> Non
             "compare config.json with the tensors, is one of them from another model?"
         )
     missing = sorted(found["missing_keys"])
-    for name in missing:
-        path = name.rpartition(".")[0]
-        packed = [path + "." + end for end in _QUANTISED if path + "." + end in found["unexpected_keys"]]
-        if packed:
-            raise _quantised(packed[0], checkpoint.info(packed[0]).dtype if packed[0] in checkpoint else "packed")
     if missing:
         raise MissingTensorError(
             f"{missing[0]}: transformers' {owner} needs it, the checkpoint has no tensor that becomes it"
@@ -164,8 +173,8 @@ def _refuse(model: Any, found: Mapping[str, Any], checkpoint: Checkpoint) -> Non
 
 def _quantised(name: str, dtype: str) -> ConfigError:
     return ConfigError(
-        f"{name}: stored as {dtype}; outside the experts only {', '.join(map(str, FLOAT_FORMATS))} are read. "
-        "Run this model in an engine that quantises its other layers too, and use Collegium for the experts there"
+        f"{name}: stored as {dtype}, which transformers would take for numbers; allowed outside the experts are "
+        f"{', '.join(map(str, FLOAT_FORMATS))} and matrices in a format that quantization_config declares"
     )
 
 

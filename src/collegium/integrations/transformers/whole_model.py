@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any, Literal
 
 from ...checkpoint.audit import check_outside_experts
 from ...checkpoint.opened import CheckpointLayer
+from ...checkpoint.outside import outside_experts, outside_problems, sentences
 from ...checkpoint.problems import refuse
 from ...checkpoint.reader import Checkpoint
 from ...errors import ConfigError
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 
 __all__ = ["build_layers", "load_model", "load_model_in"]
 
+_LOG = logging.getLogger(__name__)
+
 
 def load_model(
     path: str | os.PathLike[str],
@@ -46,7 +50,8 @@ def load_model(
 
     weight_format: encode the experts into this format instead. force: kernel or activation format. device: Ranks, where
     several ranks share the experts: each reads its own, and everything else. progress: called with (done, total, what).
-    Tensors outside the experts are BF16, but for those transformers keeps in float32.
+    Tensors outside the experts are BF16, but for those transformers keeps in float32; matrices that are quantised
+    there are decoded, and a line of the log says so.
     Neither ``save_pretrained`` nor another ``experts_implementation`` works afterwards (InputError), and nothing
     needs a gradient. Raises CheckpointError kinds, PlanError, and MissingExtraError without transformers.
     """
@@ -66,11 +71,15 @@ def load_model_in(
     checkpoint = Checkpoint.open(path)
     make_known()
     cls, config = class_and_config(checkpoint)
-    refuse(checkpoint, check_outside_experts(checkpoint))
+    outside = outside_experts(checkpoint)
+    refuse(checkpoint, [*check_outside_experts(checkpoint), *outside_problems(checkpoint, outside)])
     if family_of(checkpoint.config).name not in families_with_blocks():
         config._experts_implementation = NAME
     with plain_torch():
-        model = load_outside(cls, config, checkpoint, place, DTYPES[dtype])
+        model, decoded = load_outside(cls, config, checkpoint, place, DTYPES[dtype], outside)
+        if not isinstance(device, Ranks) or device.rank == device.slice_rank == 0:
+            for said in sentences(checkpoint, decoded, DTYPES[dtype]):
+                _LOG.warning("%s: %s", checkpoint.path, said)
         _check_places(model, checkpoint)
         _give(model, build_layers(checkpoint, device=device, dtype=dtype, **others))
     seal(model, checkpoint.path)
