@@ -50,7 +50,7 @@ def build(weights: str, activations: str | None, *, wide: int = WIDE) -> tuple[A
         routing=RoutingSpec(top_k=3),
         weight_format=weights,
     )
-    made = encoded(random_experts(EXPERTS, 2, wide, HIDDEN, seed=1), weights)
+    made = encoded(random_experts(EXPERTS, 2, wide, HIDDEN, seed=1), weights, group=32)
     problem = Problem(spec=spec, device=DeviceFacts(kind="cuda", capability=(9, 0)), limits=Limits(max_tokens=8))
     chosen = plan(problem, Choice(activation_format=activations))
     kernel = next(k for k in KERNELS if k.name == chosen.kernel)

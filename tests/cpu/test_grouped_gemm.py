@@ -102,7 +102,7 @@ def build(problem: Problem) -> tuple[PackedExperts, ExpertWeights[Any]]:
     plain = random_experts(
         spec.num_experts, spec.gate_up_parts, spec.intermediate_size, spec.hidden_size, seed=1, bias=True
     )
-    made = encoded(plain, spec.weight_format)
+    made = encoded(plain, spec.weight_format, 32 if spec.weight_format.endswith("_ordered") else 128)
     return replace(kernel.pack(made, problem.routed), tiles=(TILE, TILE)), made
 
 

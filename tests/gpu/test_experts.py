@@ -90,7 +90,8 @@ def build(
     problem = Problem(spec=spec, device=probe(torch.device("cuda")), dtype=dtype, activation_format=act)
     kernel: Any = next(k for k in KERNELS if k.refuse(problem.routed) is None)
     parts = spec.gate_up_parts
-    made = encoded(random_experts(experts, parts, wide, hidden, seed=1, bias=bias), weights)
+    group = 32 if weights.endswith("_ordered") else 128
+    made = encoded(random_experts(experts, parts, wide, hidden, seed=1, bias=bias), weights, group)
     moved = ExpertWeights(
         gate_up=made.gate_up.to("cuda"),
         down=made.down.to("cuda"),
