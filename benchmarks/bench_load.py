@@ -27,7 +27,9 @@ from collegium.checkpoint.loader import load_experts
 from collegium.checkpoint.opened import CheckpointLayer
 from collegium.checkpoint.reader import Checkpoint
 from collegium.parallel.placement import linear
-from collegium.testing.tiny import TinySize, write_checkpoint
+
+sys.path.append(str(Path(__file__).parents[1] / "scripts"))
+from toys import TinySize, write_checkpoint
 
 RESULTS = Path(__file__).parent / "results" / "load.csv"
 MIB = 1 << 20

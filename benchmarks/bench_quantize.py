@@ -32,7 +32,9 @@ from collegium.commands.quantize import quantize_model
 from collegium.formats import by_name
 from collegium.problem import Placement
 from collegium.testing.compare import heavy_tailed
-from collegium.testing.tiny import TinySize, tiny_config
+
+sys.path.append(str(Path(__file__).parents[1] / "scripts"))
+from toys import TinySize, tiny_config
 
 RESULTS = Path(__file__).parent / "results" / "quantize.csv"
 MIB = 1 << 20

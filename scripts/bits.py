@@ -47,7 +47,7 @@ from collegium.commands.measure import version_of
 from collegium.formats import FORMATS
 from collegium.formats.unquantised import DTYPES
 from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
-from collegium.testing.tiny import TinySize, combinations, write_checkpoint
+from toys import TinySize, combinations, write_checkpoint
 
 ACTIVATIONS = ("bf16", "fp16", "fp32", "fp8_group128", "fp8_group128_pow2", "fp8_token", "mxfp8", "nvfp4")
 # Calls of one token to several passes; the largest reach the tiles of large batches.

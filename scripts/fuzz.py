@@ -36,7 +36,7 @@ from collegium.errors import CollegiumError
 from collegium.loading import load_layer
 from collegium.models import moe_layers
 from collegium.testing.compare import heavy_tailed
-from collegium.testing.tiny import TinySize, combinations, write_checkpoint
+from toys import TinySize, combinations, write_checkpoint
 
 __all__ = ["DEADLINE", "ROOM", "Outcome", "Tensor", "damaged", "main", "run_one", "try_folder"]
 

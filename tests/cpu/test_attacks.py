@@ -16,7 +16,7 @@ from collegium.errors import BadScaleError, CheckpointError, ConfigError
 from collegium.models.base import Config
 from collegium.models.patterns import matches_prefix
 from collegium.models.quantization import declared_format
-from collegium.testing.tiny import TinySize, write_checkpoint
+from toys import TinySize, write_checkpoint
 
 SIZE = TinySize(hidden=256, intermediate=128, experts=4, top_k=2, layers=2)
 HEAD = "model.layers.{}.mlp.experts.{}.{}_proj"

@@ -20,7 +20,7 @@ from collegium.errors import (
     UnknownTensorError,
 )
 from collegium.parallel.placement import linear
-from collegium.testing.tiny import TinySize, combinations, write_checkpoint
+from toys import TinySize, combinations, write_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable

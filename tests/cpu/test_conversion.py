@@ -24,7 +24,7 @@ from collegium.formats import NvFp4, by_name
 from collegium.models import moe_layers
 from collegium.parallel.placement import linear
 from collegium.testing.compare import heavy_tailed
-from collegium.testing.tiny import TinySize, write_checkpoint
+from toys import TinySize, write_checkpoint
 
 SIZE = TinySize(hidden=256, intermediate=128, experts=4, top_k=2, layers=2)
 TARGETS = ["fp8_block", "fp8_tensor", "fp8_channel", "mxfp8", "mxfp4", "nvfp4", "int4_group", "bf16", "fp16", "fp32"]

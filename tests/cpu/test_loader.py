@@ -21,13 +21,13 @@ from collegium.checkpoint import (
 from collegium.errors import InputError
 from collegium.parallel.placement import linear, tensor_parallel
 from collegium.problem import Placement
-from collegium.testing.tiny import TinySize, combinations, write_checkpoint
+from toys import TinySize, combinations, write_checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from collegium.formats.payload import Payload
-    from collegium.testing.tiny import TinyCheckpoint
+    from toys import TinyCheckpoint
 
 SMALL = TinySize(hidden=96, intermediate=64, experts=3, top_k=2)
 

@@ -22,8 +22,8 @@ from collegium.layer import MoELayer
 from collegium.parallel.placement import linear, tensor_parallel
 from collegium.plan import plan
 from collegium.problem import DeviceFacts, Placement, Problem
-from collegium.testing.tiny import TinySize, write_checkpoint
 from collegium.types import ActivationSpec, ExpertWeights, MoESpec, Routing, RoutingSpec
+from toys import TinySize, write_checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path

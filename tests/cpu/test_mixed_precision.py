@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from collegium import ConfigError, load_layer
 from collegium.commands.inspect import inspect_model
-from collegium.testing.tiny import write_checkpoint
+from toys import write_checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path

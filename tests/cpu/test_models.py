@@ -18,8 +18,8 @@ from collegium.checkpoint import (
 from collegium.errors import ConfigError, SpecError
 from collegium.models import FAMILIES, declared_format, describe, family_of, moe_layers
 from collegium.parallel.placement import linear
-from collegium.testing.tiny import TinySize, write_checkpoint
 from collegium.types import ActivationSpec, MoESpec, RoutingSpec, SharedSpec
+from toys import TinySize, write_checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -27,7 +27,7 @@ from collegium.loading import load_routed
 from collegium.parallel.placement import linear, round_robin, tensor_parallel
 from collegium.runtime.devices import probe
 from collegium.testing.compare import heavy_tailed, relative_error, uneven_ids
-from collegium.testing.tiny import TinySize, write_checkpoint
+from toys import TinySize, write_checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -33,8 +33,8 @@ from collegium.layer import MoELayer
 from collegium.parallel.placement import linear, tensor_parallel
 from collegium.plan import plan
 from collegium.problem import Choice
-from collegium.testing.tiny import TinySize, write_checkpoint
 from collegium.types import ExpertWeights
+from toys import TinySize, write_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable

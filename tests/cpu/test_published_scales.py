@@ -14,7 +14,7 @@ from collegium.errors import ConfigError, InputError, TensorMismatchError, Unkno
 from collegium.formats import Fp8Tensor, Int4Affine, MxFp8, NvFp4
 from collegium.models import declared_format
 from collegium.parallel.placement import linear, tensor_parallel
-from collegium.testing.tiny import TinySize, write_checkpoint
+from toys import TinySize, write_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from collegium.formats import FORMATS
-from collegium.testing.tiny import TinySize, combinations, write_checkpoint
 from commands import command
+from toys import TinySize, combinations, write_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -22,8 +22,8 @@ from collegium.experts.cpu import w4a16
 from collegium.experts.reference import ReferenceExperts
 from collegium.formats import FORMATS, Fp8Block, Int4Group, NvFp4
 from collegium.problem import Choice
-from collegium.testing.tiny import TinySize, combinations, write_checkpoint
 from commands import command
+from toys import TinySize, combinations, write_checkpoint
 
 SIZE = TinySize(hidden=192, intermediate=160, experts=5, top_k=2, layers=2)
 KNOWN = [form for form in FORMATS if form.name in (*verification._KNOWN, "bf16", "fp16", "fp32")]

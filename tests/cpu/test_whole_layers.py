@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from collegium.errors import BadScaleError, CheckpointError, ConfigError, MissingTensorError, TensorMismatchError
 from collegium.loading import load_layer
-from collegium.testing.tiny import TinySize, write_checkpoint
 from commands import command
+from toys import TinySize, write_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,9 +10,9 @@ import torch
 
 from collegium.loading import load_layer
 from collegium.testing.compare import heavy_tailed, relative_error
-from collegium.testing.tiny import TinySize, write_checkpoint
 from commands import command
 from published_v4 import HASHED, LAYERS, ROUTED, VOCABULARY, write
+from toys import TinySize, write_checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path

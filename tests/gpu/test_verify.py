@@ -10,7 +10,7 @@ import torch
 from collegium.commands.verify import verify_model
 from collegium.experts.triton import lanes as pack
 from collegium.problem import Choice
-from collegium.testing.tiny import TinySize, write_checkpoint
+from toys import TinySize, write_checkpoint
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import save_file
 
-from ..errors import InputError
-from ..formats import FORMATS, Fp8Block, Int4Group, NvFp4, by_name
-from ..formats.unquantised import CONFIG_NAMES, DTYPES
-from ..models import FAMILIES, Family
+from collegium.errors import InputError
+from collegium.formats import FORMATS, Fp8Block, Int4Group, NvFp4, by_name
+from collegium.formats.unquantised import CONFIG_NAMES, DTYPES
+from collegium.models import FAMILIES, Family
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
 
-    from ..formats.payload import Payload, Storage
+    from collegium.formats.payload import Payload, Storage
 
 __all__ = ["TinyCheckpoint", "TinySize", "combinations", "tiny_config", "write_checkpoint", "written_storages"]
 
