@@ -131,6 +131,24 @@ def test_a_failing_block_is_found(language: str, code: str) -> None:
     assert run_snippets.run(snippet).returncode == 3
 
 
+def test_marks_say_where_a_block_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    page = "<!-- gpu -->\n```python\nx = 1\n```\n<!-- ranks 2 -->\n```python\nx = 1\n```\n<!-- gpu -->\n```bash\n```\n"
+    assert [snippet.mark for snippet in run_snippets.snippets("p.md", page)] == ["gpu", "ranks 2"]
+    snippet = run_snippets.Snippet(page="p.md", line=1, language="python", code="oops", mark="gpu")
+    monkeypatch.setattr(run_snippets, "_HAS_GPU", "raise SystemExit(1)")
+    monkeypatch.setattr(run_snippets, "snippets", lambda *_: [snippet])
+    assert run_snippets.main(["README.md"]) == 0
+    assert "left out, it needs a GPU" in capsys.readouterr().out
+    monkeypatch.setattr(run_snippets, "_HAS_GPU", "")
+    assert run_snippets.main(["README.md"]) == 1
+
+
+def test_a_block_of_several_ranks_runs_on_all_of_them() -> None:
+    code = "import os\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])"
+    snippet = run_snippets.Snippet(page="p.md", line=1, language="python", code=code, mark="ranks 2")
+    assert sorted(run_snippets.run(snippet).stdout.split("\n")) == ["", "rank 0 of 2", "rank 1 of 2"]
+
+
 def test_no_block_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_snippets.main([]) == 1
     assert "no block" in capsys.readouterr().out
