@@ -18,7 +18,7 @@ OFFLINE := HF_HUB_OFFLINE=1
 GPU_WORKERS ?= -n 14 --dist worksteal
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check -c $(PINS)
 
-.PHONY: help setup fix check test unit snippets examples demo bench-cpu gpu-test mutants fuzz cover constraints dist clean
+.PHONY: help setup fix check test unit snippets examples docs demo bench-cpu gpu-test mutants fuzz cover constraints dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,13 +57,19 @@ check: $(VENV)/.dev ## format, lint, types, imports, spelling, links, words, cha
 unit: $(VENV)/.dev ## the tests alone
 	$(ONE_THREAD) $(OFFLINE) $(BIN)/python -m pytest tests -n 2
 
-snippets: $(VENV)/.dev ## run every Python block of README and quickstart, and the marked shell blocks
-	$(OFFLINE) $(BIN)/python scripts/run_snippets.py README.md docs/quickstart.md
+snippets: $(VENV)/.dev ## run every Python block of README and docs, and the marked shell blocks
+	$(OFFLINE) $(BIN)/python scripts/run_snippets.py README.md docs/*.md
 
 examples: $(VENV)/.dev ## run every script in examples/
 	@for script in examples/*.py; do echo "$$script"; $(OFFLINE) $(BIN)/python "$$script"; done
 
-test: check snippets examples unit ## all of the above; what CI runs
+docs: $(VENV)/.dev ## build the site into build/docs; a broken link or reference is an error
+	rm -rf build/docs
+	$(OFFLINE) $(BIN)/python -m sphinx -q -E -W --keep-going -c docs . build/docs
+	@echo '<meta http-equiv="refresh" content="0; url=docs/index.html">' >build/docs/index.html
+	@echo "docs: build/docs/index.html"
+
+test: check snippets examples docs unit ## all of the above; what CI runs
 
 demo: $(VENV)/.runtime ## the shipped model writes text in every weight format
 	@$(OFFLINE) $(BIN)/collegium demo

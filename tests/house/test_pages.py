@@ -1,12 +1,20 @@
 from __future__ import annotations
 
-import pytest
+import ast
+import csv
+import re
+import tomllib
 
+import pytest
+import yaml
+
+import collegium
+import make_command_line
 from collegium import formats, models
 from tracked import ROOT
 
 DOCS = ROOT / "docs"
-PAGES = ["index", "quickstart", "data-flow", "planning", "errors", "glossary"]
+PAGES = ["index", "quickstart", "data-flow", "planning", "troubleshooting", "glossary"]
 
 
 def test_the_fixed_pages_exist() -> None:
@@ -44,12 +52,66 @@ def test_every_page_is_reached_from_the_index() -> None:
 def test_every_error_is_explained() -> None:
     from collegium import errors
 
-    text = (DOCS / "errors.md").read_text(encoding="utf-8")
+    text = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
     assert not [name for name in errors.__all__ if name not in text]
 
 
+def test_the_texts_that_troubleshooting_names_are_those_of_the_code() -> None:
+    sources = [ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "src").rglob("*.py"))]
+    said = [
+        n.value for tree in sources for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)
+    ]
+    texts = re.findall(r"^\| `([^`]* [^`]*)` \|", (DOCS / "troubleshooting.md").read_text(encoding="utf-8"), re.M)
+    assert len(texts) > 25
+    assert not [text for text in texts if not all(any(part in one for one in said) for part in text.split(" … "))]
+
+
+def test_the_tests_that_the_module_page_names_are_there() -> None:
+    text = (DOCS / "module.md").read_text(encoding="utf-8")
+    found = re.findall(r"((?:`test_\w+`,?\s*)+)in\s+`(tests/[\w/]+\.py)`", text)
+    table = re.findall(r"`(test_\w+)`", text.split("## What is refused")[1])
+    found.append((" ".join(table), "tests/cpu/test_inference_only.py"))
+    assert len(found) > 10
+    for names, file in found:
+        source = (ROOT / file).read_text(encoding="utf-8")
+        assert not [name for name in re.findall(r"test_\w+", names) if f"def {name}(" not in source], file
+
+
+def test_every_name_of_the_package_is_in_the_reference() -> None:
+    text = (DOCS / "api" / "collegium.md").read_text(encoding="utf-8")
+    assert not [name for name in collegium.__all__ if f" collegium.{name}\n" not in text and f"`{name}`" not in text]
+
+
+def test_the_command_line_page_is_what_the_commands_say() -> None:
+    assert make_command_line.PAGE.read_text(encoding="utf-8") == make_command_line.page(), (
+        "run: python scripts/make_command_line.py"
+    )
+
+
+def test_every_version_of_a_result_is_called_tested() -> None:
+    text = (DOCS / "compatibility.md").read_text(encoding="utf-8")
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*.csv")):
+        with path.open(newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                known = [row.get(what, "") for what in ("python", "torch", "transformers", "triton", "driver", "gpu")]
+                names = [
+                    name.partition("+")[0].removeprefix("NVIDIA ") for name in known if name and "Linux" not in name
+                ]
+                assert not [name for name in names if name not in text], f"{path.name}: docs/compatibility.md"
+
+
+def test_the_citation_is_of_this_project() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert cited["cff-version"] == "1.2.0"
+    assert {"message", "title", "authors", "type"} <= set(cited)
+    assert (cited["version"], cited["license"]) == (collegium.__version__, project["license"])
+    assert cited["keywords"] == project["keywords"]
+    assert f"version = {{{collegium.__version__}}}" in (DOCS / "citing.md").read_text(encoding="utf-8")
+
+
 def test_every_decision_says_context_decision_and_cost() -> None:
-    records = sorted((DOCS / "adr").glob("*.md"))
+    records = sorted((DOCS / "adr").glob("0*.md"))
     assert [record.name[:4] for record in records] == [f"{n:04}" for n in range(1, len(records) + 1)]
     for record in records:
         text = record.read_text(encoding="utf-8")

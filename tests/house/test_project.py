@@ -53,7 +53,8 @@ def test_the_licence_is_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["README.md", "CONTRIBUTING.md", "RELEASE.md", "SECURITY.md", "src/collegium/py.typed"]
+    "name",
+    ["README.md", "CITATION.cff", "CONTRIBUTING.md", "RELEASE.md", "SECURITY.md", "src/collegium/py.typed"],
 )
 def test_a_file_people_look_for_is_there(name: str) -> None:
     assert ROOT / name in tracked()
