@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from itertools import groupby
 from pathlib import Path
 from typing import Any
+
+from sphinx.util.nodes import make_refnode
 
 import collegium
 
@@ -26,7 +27,7 @@ html_title = f"Collegium {release}"
 html_copy_source = html_show_sourcelink = False
 
 autoclass_content = "both"
-autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_default_options = {"members": True}
 autodoc_member_order = "groupwise"
 add_module_names = False
 
@@ -59,22 +60,23 @@ def add_navigation(_app: Any, page: str, text: list[str]) -> None:
 def list_arguments(_app: Any, _what: str, _name: str, _of: object, _options: Any, lines: list[str]) -> None:
     """Make a list of the lines ``name: what it is``."""
     made: list[str] = []
-    for blank, run in groupby(lines, lambda line: not line.strip()):
-        paragraph, inside = list(run), False
-        for line in [] if blank or paragraph[0].startswith(" ") else paragraph:
-            name = _ARGUMENT.match(line)
-            if name:
-                made += [*([] if inside else [""]), f"* **{name[1].replace('``', '')}**: {line[name.end() :]}"]
-                inside = True
-            else:
-                made.append(f"  {line.lstrip()}" if inside else line)
-        made += paragraph if blank or paragraph[0].startswith(" ") else []
+    inside, before = False, ""
+    for line in lines:
+        begins = not before.strip() or before.rstrip().endswith((".", ":", ";"))
+        name = _ARGUMENT.match(line) if begins else None
+        if name:
+            made += [*([] if inside else [""]), f"* **{name[1].replace('``', '')}**: {line[name.end() :]}"]
+        else:
+            made.append(f"  {line.lstrip()}" if inside and line.strip() else line)
+        inside, before = bool(line.strip()) and (inside or name is not None), line
     lines[:] = made
 
 
 def show_default(*signature: Any) -> tuple[str | None, str | None]:
-    """Write a default that is made anew for each object so that the rest of the signature can be read."""
-    _app, _what, _name, _of, _options, arguments, result = signature
+    """Write ``...`` for a default made anew for each object, and nothing for a protocol, which nobody makes."""
+    _app, _what, _name, of, _options, arguments, result = signature
+    if getattr(of, "_is_protocol", False):
+        return "", result
     return arguments and arguments.replace("<factory>", "..."), result
 
 
@@ -87,8 +89,6 @@ def find_type(app: Any, environment: Any, node: Any, content: Any) -> Any:
     names = [name for name, what in known.items() if name.rpartition(".")[2] == last and what.objtype == "class"]
     if not names:
         return content
-    from sphinx.util.nodes import make_refnode
-
     goal = known[names[0]]
     return make_refnode(app.builder, node["refdoc"], goal.docname, goal.node_id, content)
 
