@@ -154,7 +154,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (("self.missed.add_(", "self.missed.mul_("),), _RANKS,
     ),
     Mutant(
-        "codes that are weighted later", "plan.py",
+        "codes that are weighted later", "planning.py",
         ((" and kernel.takes_codes and not problem.spec.routing.weight_on_input", " and kernel.takes_codes"),), _RANKS,
     ),
     Mutant(

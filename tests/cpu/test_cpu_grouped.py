@@ -9,12 +9,11 @@ import torch
 
 from collegium.errors import BadScaleError
 from collegium.experts import CpuGrouped
-from collegium.experts.cpu import decode as decoding
-from collegium.experts.cpu import grouped as module
+from collegium.experts.cpu import decode as decoding, grouped as module
 from collegium.experts.cpu.decode import Scratch, pack_matrix
 from collegium.formats import FORMATS, Fp8Block, Int4Affine, Int4Group, MxFp4, NvFp4, by_name
 from collegium.ops.activation import activate
-from collegium.plan import plan
+from collegium.planning import plan
 from collegium.problem import DeviceFacts, Placement, Problem
 from collegium.types import ActivationSpec, ContiguousBatch, ExpertWeights, MoESpec, RoutingSpec
 

@@ -12,7 +12,7 @@ from collegium.errors import BadScaleError
 from collegium.experts import CpuW4A16
 from collegium.experts.cpu import w4a16 as module
 from collegium.formats import Int4Affine, Int4Group, MxFp4, NvFp4, by_name
-from collegium.plan import plan
+from collegium.planning import plan
 from collegium.problem import DeviceFacts, Problem
 from collegium.testing.compare import heavy_tailed
 from collegium.types import ActivationSpec, ContiguousBatch, ExpertWeights, MoESpec, RoutingSpec

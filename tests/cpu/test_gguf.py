@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from collegium import load_layer
 from collegium.checkpoint import Checkpoint, CheckpointLayer, audit, describe_checkpoint, load_experts, load_router
@@ -35,7 +34,7 @@ from collegium.formats.gguf import KINDS
 from collegium.layer import MoELayer
 from collegium.models import FAMILIES, describe
 from collegium.parallel.placement import linear, tensor_parallel
-from collegium.plan import plan
+from collegium.planning import plan
 from collegium.problem import Choice
 from collegium.types import ExpertWeights
 

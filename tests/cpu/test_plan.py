@@ -23,7 +23,7 @@ from collegium import (
 from collegium.experts import KERNELS
 from collegium.experts.cpu import w4a16
 from collegium.formats import FORMATS
-from collegium.plan import expert_bytes
+from collegium.planning import expert_bytes
 from collegium.testing.compare import random_experts
 
 CPU = DeviceFacts(kind="cpu", threads=2)

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file, save_file
 
 from collegium import load_layer
@@ -31,7 +30,7 @@ from collegium.errors import (
 from collegium.formats import FORMATS, Bnb4, Fp32, Int4Affine, Int4Group, Int4Ordered, Int8Affine, Int8Ordered
 from collegium.layer import MoELayer
 from collegium.parallel.placement import linear, tensor_parallel
-from collegium.plan import plan
+from collegium.planning import plan
 from collegium.problem import Choice
 from collegium.types import ExpertWeights
 from toys import TinySize, write_checkpoint

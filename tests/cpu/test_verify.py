@@ -16,9 +16,7 @@ from collegium import cli
 from collegium.commands import verify as verification
 from collegium.commands.verify import plain_values, tolerance_of, verify_model
 from collegium.errors import InputError
-from collegium.experts.cpu import decode as cpu_decode
-from collegium.experts.cpu import grouped as cpu_grouped
-from collegium.experts.cpu import w4a16
+from collegium.experts.cpu import decode as cpu_decode, grouped as cpu_grouped, w4a16
 from collegium.experts.reference import ReferenceExperts
 from collegium.formats import FORMATS, Fp8Block, Int4Group, NvFp4
 from collegium.problem import Choice

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import InputError
-from ..plan import expert_bytes
+from ..planning import expert_bytes
 from ..types import MoESpec, RoutingSpec
 from .measure import ceiling_bytes, input_sets
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ..plan import Plan
+    from ..planning import Plan
     from ..problem import DeviceFacts
 
 __all__ = ["bytes_per_weight", "check_room", "free_bytes", "layer_needs"]
