@@ -146,3 +146,9 @@ def test_a_text_is_all_that_generate_prints() -> None:
 def test_a_bench_on_a_cpu_ends_at_a_sensible_size() -> None:
     report: Any = bench("64x32x6x2", [("bf16", "bf16")], device="cpu", rounds=1)
     assert [row.tokens for row in report.rows] == [1, 8, 32, 128, 512]
+
+
+@pytest.mark.parametrize("weights", ["int4_affine", "int4_ordered", "int8_affine", "int8_ordered"])
+def test_formats_that_are_only_read_are_measured_too(weights: str) -> None:
+    report: Any = bench("256x128x6x2", [(weights, "bf16")], tokens=[3], device="cpu", rounds=1)
+    assert [(row.weights, row.error < 0.02) for row in report.rows] == [(weights, True)]
