@@ -53,12 +53,6 @@ class CpuExperts(Packed):
     down_bias: Tensor | None
     activation: ActivationSpec
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of both matrices and the biases."""
-        biases = (b for b in (self.gate_up_bias, self.down_bias) if b is not None)
-        return self.gate_up.nbytes + self.down.nbytes + sum(b.numel() * b.element_size() for b in biases)
-
     def run(self, batch: ContiguousBatch, memory: Memory | None = None) -> Tensor:
         """Return ``[R, H]``; rows of dropped assignments are not written.
 
