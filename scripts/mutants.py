@@ -403,7 +403,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "experts rotated by one", "experts/cpu/grouped.py",
-        (("matrix.tile(expert, piece, x.dtype, scratch)", "matrix.tile((expert + 1) % matrix.shape[0], piece, x.dtype, scratch)"),), _CPU,
+        (("matrix.tile(expert, piece, own.dtype, scratch)", "matrix.tile((expert + 1) % matrix.shape[0], piece, own.dtype, scratch)"),), _CPU,
     ),
     Mutant("experts rotated by one", "kernels/grouped_gemm.py", (("matrix = expert * PARTS", "matrix = tl.maximum(expert - 1, 0) * PARTS"),), _KERNEL),
     Mutant(
@@ -449,7 +449,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("int8 scales of the first 256 columns (machine code)", "kernels/cpu_fused.py", (("(number * spans + done // _SPAN)", "(number * spans)"),), _FUSED),
     Mutant("scales of the group before (machine code)", "kernels/cpu_fused.py", (("(number * groups + at) * line", "(number * groups + max(at - 1, 0)) * line"),), _FUSED),
     Mutant("the table of the first expert (machine code)", "kernels/cpu_fused.py", (("values = _field(job, VALUES) + expert * 4 * LANES", "values = _field(job, VALUES)"),), _FUSED),
-    Mutant("mins of a K block added", "experts/cpu/fused.py", (("torch.tensor([1, -1])", "torch.tensor([1, 1])"),), _FUSED),
+    Mutant("mins of a K block added", "experts/cpu/fused.py", (("torch.tensor([1, -1]", "torch.tensor([1, 1]"),), _FUSED),
     Mutant("the order of the first expert", "experts/cpu/fused.py", (("None if order is None else order[expert])", "None if order is None else order[0])"),), _FUSED),
     Mutant("a token of the first rank", "kernels/mega.py", (("line = peer * bound + token\n", "line = token\n"),), _MEGA),
     Mutant("a row goes to the rank it comes from", "kernels/mega.py", (("apart = tl.load(deltas + peer)", "apart = tl.load(deltas + rank)"),), _MEGA),

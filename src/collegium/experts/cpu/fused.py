@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from ...errors import SpecError
 from ...formats import Bnb4, Gguf, Int4Affine, Int4Group, Int4Ordered, Int8Affine, Int8Ordered, MxFp4, NvFp4
 from ...formats.codecs import E2M1_VALUES, pack_nibbles, relative_e8m0, unpack_nibbles
 from ..base import ExpertKernel, Packed, Tiling, refuse_codes, with_each
@@ -45,6 +44,7 @@ __all__ = ["CpuFused", "FusedExperts", "FusedMatrix", "pack_fused"]
 _FORMATS = (MxFp4, NvFp4, Int4Group, Int4Affine, Int8Affine, Int4Ordered, Int8Ordered, Bnb4, Gguf)
 _TASK = 64  # rows of weights that are decoded at once
 _COLUMNS = 32  # columns of a tile
+_LOW = 0x0F0F0F0F0F0F0F0F  # low nibbles of eight bytes
 _LARGEST = 127  # exponent field of 1, which the largest scale of a row of MXFP4 becomes
 # In the order of ``kernels.cpu_fused.SCALES``; uint8 is E8M0.
 _SCALES = (torch.uint8, torch.float8_e4m3fn, torch.int8, torch.bfloat16, torch.float16, torch.float32)
@@ -73,10 +73,6 @@ class FusedMatrix:
     shift: str = "none"
     rows: int
     group: int
-
-    def each(self, change: Callable[[Tensor], Tensor]) -> FusedMatrix:
-        """Return the matrix with ``change(tensor)`` for each tensor; all have a row for each expert."""
-        return with_each(self, change, *_TENSORS)
 
     def multiply(self, x: Tensor, experts: Tensor, bounds: Tensor) -> Tensor:
         """Return ``[r, Np]`` float32 for ``x [r, K]`` bfloat16; columns from N on mean nothing.
@@ -136,8 +132,8 @@ class FusedExperts(Packed):
         return rows
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> FusedExperts:
-        gate_up = tuple(matrix.each(change) for matrix in self.gate_up)
-        return FusedExperts(gate_up=gate_up, down=self.down.each(change), activation=self.activation)
+        *gate_up, down = (with_each(matrix, change, *_TENSORS) for matrix in (*self.gate_up, self.down))
+        return FusedExperts(gate_up=tuple(gate_up), down=down, activation=self.activation)
 
 
 class CpuFused(ExpertKernel):
@@ -206,12 +202,12 @@ def _parts(payload: Payload, bias: Tensor | None) -> list[tuple[Payload, Tensor 
 def pack_fused(payload: Payload, bias: Tensor | None, name: str) -> FusedMatrix:
     """Return ``payload`` of logical shape ``[E, N, K]`` or ``[E, P, N, K]`` as the kernel reads it; parts become rows.
 
-    Raises BadScaleError for scales or codes the format forbids and SpecError for a format the kernel does not read.
+    Raises BadScaleError for scales or codes the format forbids.
     """
     if isinstance(payload, Gguf) and not payload.kind.halves:
         payload = MxFp4.from_parts({".weight": payload.blocks}, storage="gguf", shape=payload.shape)
     refuse_faults(payload, name)
-    lines, more = _lines(payload, name)
+    lines, more = _lines(payload)
     experts, order, factors, supers = payload.shape[0], more.get("order"), more.get("factors"), more.pop("supers", None)
     columns, bits = payload.shape[-1] if order is None else order.shape[1], more.pop("bits", 4)
     pairs, height = -(-columns // _COLUMNS) * _COLUMNS // 2, -(-lines.shape[1] // _TASK) * _TASK
@@ -234,7 +230,7 @@ def pack_fused(payload: Payload, bias: Tensor | None, name: str) -> FusedMatrix:
     )
 
 
-def _lines(payload: Payload, name: str) -> tuple[Tensor, dict[str, Any]]:
+def _lines(payload: Payload) -> tuple[Tensor, dict[str, Any]]:
     """Return the scales ``[E, N, G, 1]``, or ``[E, N, G, 2]`` with what is behind them, and more of a ``FusedMatrix``.
 
     Its group is in columns, its supers are ``[E, N, Kp/256, 1 or 2]``; bits: of a code that has not four.
@@ -249,9 +245,6 @@ def _lines(payload: Payload, name: str) -> tuple[Tensor, dict[str, Any]]:
             factors = by_row(scale.reciprocal() if payload.global_divides else scale, payload.shape)
             lines = flat(payload.scales, experts).view(torch.float8_e4m3fn)
             return lines[..., None], {"values": torch.tensor(E2M1_VALUES), "group": 16, "factors": factors}
-        case Int4Group() | Bnb4():
-            values = payload.table.reshape(experts, -1, 16)[:, 0] if isinstance(payload, Bnb4) else numbers - 8
-            return _plain(flat(payload.scales, experts))[..., None], {"values": values, "group": payload.group_size}
         case Int4Affine() | Int8Affine() | Int4Ordered() | Int8Ordered():
             scales = _plain(flat(payload.scales, experts))
             # Zeros are at most 255, which bfloat16 holds.
@@ -271,11 +264,13 @@ def _lines(payload: Payload, name: str) -> tuple[Tensor, dict[str, Any]]:
             if steps is None:
                 return supers, more
             # Steps of a second half are subtracted.
-            lines = (steps * torch.tensor([1, -1])[: halves.shape[-1]]).to(torch.int8)
+            lines = steps * torch.tensor([1, -1], dtype=torch.int8)[: halves.shape[-1]]
             more |= {"supers": supers, "group": payload.kind.elements // steps.shape[1]}
             return lines.view(*supers.shape[:2], -1, halves.shape[-1]), more
         case _:
-            raise SpecError(f"{name}: {payload.name!r} has no layout, allowed: {', '.join(f.name for f in _FORMATS)}")
+            assert isinstance(payload, Int4Group | Bnb4)
+            values = payload.table.reshape(experts, -1, 16)[:, 0] if isinstance(payload, Bnb4) else numbers - 8
+            return _plain(flat(payload.scales, experts))[..., None], {"values": values, "group": payload.group_size}
 
 
 def _order(group_of: Tensor, largest: int) -> tuple[Tensor, int]:
@@ -325,9 +320,9 @@ def _laid(codes: Tensor, bits: int, height: int, pairs: int) -> Tensor:
     made = codes.new_zeros(height, wide)
     made[: codes.shape[0], : codes.shape[1]] = codes[:, :wide]
     if bits == 4:
-        first, second = made.view(-1, 2, 8, pairs).unbind(1)
-        both = torch.stack((first & 15 | second << 4, first >> 4 | second & 0xF0), dim=-1)
-        return both.transpose(1, 2).flatten(2)
+        first, second = made.view(-1, 16, pairs).transpose(1, 2).contiguous().view(torch.int64).split(1, dim=-1)
+        even, odd = first & _LOW | (second & _LOW) << 4, first >> 4 & _LOW | second & ~_LOW
+        return torch.stack((even.view(torch.uint8), odd.view(torch.uint8)), dim=-1).flatten(2)
     made = made.view(-1, 16, pairs, 2).transpose(1, 2).flatten(2)
     planes = [made] if bits == 8 else [made[..., :16] & 15 | made[..., 16:] << 4]
     for plane in range(4, bits if bits < 8 else 4):

@@ -40,6 +40,7 @@ __all__ = ["CpuExperts", "CpuGrouped", "cut_experts", "fast_activate"]
 # Weights in one decoded tile, 8 MiB of bfloat16: each call of the CPU library costs some 30 microseconds whatever
 # its size, so tiles that stay in the second-level cache lose more than they save (Xeon with AMX, November 2026).
 _TILE = 1 << 22
+_FLOAT32_ROWS = 3  # on a CPU with AVX2 alone the library takes up to twenty times as long in bfloat16, from here on
 _CHUNK_ROWS = 512  # rows whose intermediate values are kept at once, unless one expert has more
 
 
@@ -156,17 +157,18 @@ def _project(
     """Write ``x [r, K] @ matrix[e].T * row_scale + bias`` of every (expert, rows) of ``where`` into its tensor."""
     spans, out, scratch = where
     width = matrix.shape[1]
-    step = matrix.tile_rows(x.dtype, _TILE)
     x = matrix.arrange(x)
     for expert, span in spans:
-        own = x[span]
-        count = own.shape[0]
+        count = span.stop - span.start
+        wide = count >= _FLOAT32_ROWS and torch.backends.cpu.get_cpu_capability() == "AVX2"
+        own = x[span].float() if wide else x[span]
+        step = matrix.tile_rows(own.dtype, _TILE)
         # A single row is a matrix-vector product, which reads the weights faster.
-        result = x.new_empty(width, count) if count > 1 else x.new_empty(width)
+        result = own.new_empty(width, count) if count > 1 else own.new_empty(width)
         right = own.t().contiguous() if count > 1 else own[0]
         for begin in range(0, width, step):
             piece = slice(begin, min(begin + step, width))
-            weights = matrix.tile(expert, piece, x.dtype, scratch)
+            weights = matrix.tile(expert, piece, own.dtype, scratch)
             if count > 1:
                 torch.mm(weights, right, out=result[piece])
             else:
