@@ -57,7 +57,7 @@ FIELDS = (
     LINE, VALUES, GROUP, GROUPS, PAIRS, FACTORS, BIAS, X, OUT, SCRATCH, TILES, SHAPES,
 ) = range(len(FIELDS))  # fmt: skip
 
-_I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+_I1, _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 _BYTES, _SHORTS, _WORDS, _HALVES, _FLOATS = (
     ir.VectorType(kind, LANES) for kind in (_I8, _I16, _I32, ir.HalfType(), ir.FloatType())
 )
@@ -89,8 +89,8 @@ def _store(builder, value, address):
     builder.store(value, _at(builder, address, value.type)).align = 1
 
 
-def _word(number):
-    return ir.Constant(_WORDS, [number] * LANES)
+def _word(number, kind=_WORDS):
+    return ir.Constant(kind, [number] * LANES)
 
 
 def _number(number):
@@ -131,10 +131,6 @@ def _next(builder, address):
     return builder.atomic_rmw("add", _at(builder, address, _I64), _number(1), "monotonic")
 
 
-def _float(number):
-    return ir.Constant(_FLOATS, [number] * LANES)
-
-
 def _is(builder, number, wanted):
     return builder.icmp_signed("==", number, _number(wanted))
 
@@ -153,8 +149,8 @@ def _scale(builder, kind, scales, supers):
     if kind == "e8m0":
         return builder.bitcast(builder.shl(builder.zext(stored, _WORDS), _word(23)), _FLOATS)
     # Exponent biases 7 and 15; subnormal halves convert fast and exactly, even where a caller has torch flush others.
-    code = builder.shl(builder.zext(stored, _SHORTS), ir.Constant(_SHORTS, [7] * LANES))
-    return builder.fmul(builder.fpext(builder.bitcast(code, _HALVES), _FLOATS), _float(2.0**8))
+    code = builder.shl(builder.zext(stored, _SHORTS), _word(7, _SHORTS))
+    return builder.fmul(builder.fpext(builder.bitcast(code, _HALVES), _FLOATS), _word(2.0**8, _FLOATS))
 
 
 class _BFloats(ir.Type):
@@ -182,19 +178,30 @@ def _rounded(builder, first, second):
     return builder.bitcast(builder.shuffle_vector(upper(first), upper(second), order), _WORDS)
 
 
+def _look_up(builder, table, code):
+    """Return sixteen numbers of ``table``, which the lower four bits of ``code`` name."""
+    if _host("avx512f"):
+        return _call(builder, "llvm.x86.avx512.permvar.sf.512", _FLOATS, table, code)
+    orders = [ir.Constant(ir.VectorType(_I32, 8), list(range(start, start + 8))) for start in (0, 8)]
+    tables, codes = ([builder.shuffle_vector(own, own, order) for order in orders] for own in (table, code))
+    found = [[_call(builder, "llvm.x86.avx2.permps", own.type, own, eight) for eight in codes] for own in tables]
+    low, high = (builder.shuffle_vector(*both, ir.Constant(_WORDS, list(range(LANES)))) for both in found)
+    return builder.select(builder.trunc(builder.lshr(code, _word(3)), ir.VectorType(_I1, LANES)), high, low)
+
+
 def _numbers(builder, place, bits, table):
     """Return both halves of 32 codes as float32: up to six bits as ``table`` says, eight as they are."""
     low = builder.zext(_load(builder, place, _BYTES), _WORDS)
     if bits == 8:
         high = builder.zext(_load(builder, builder.add(place, _number(LANES)), _BYTES), _WORDS)
-        return [builder.uitofp(own, _FLOATS) for own in (low, high)]
+        return [builder.sitofp(own, _FLOATS) for own in (low, high)]
     found = []
     for half, code in enumerate((low, builder.lshr(low, _word(4)))):
-        number = _call(builder, "llvm.x86.avx512.permvar.sf.512", _FLOATS, table, code)
+        number = _look_up(builder, table, code)
         for plane in range(4, bits):
             at = builder.add(place, _number(LANES + 4 * (plane - 4) + 2 * half))
-            more = builder.bitcast(_load(builder, at, _I16), ir.VectorType(ir.IntType(1), LANES))
-            number = builder.select(more, builder.fadd(number, _float(2.0**plane)), number)
+            more = builder.bitcast(_load(builder, at, _I16), ir.VectorType(_I1, LANES))
+            number = builder.select(more, builder.fadd(number, _word(2.0**plane, _FLOATS)), number)
         found.append(number)
     return found
 
@@ -204,7 +211,7 @@ def _decode(builder, kind, bits, shift, codes, count, values, scales, supers, ou
     """Decode ``count`` pairs of columns of sixteen rows under one row of scales."""
     rooms = [cgutils.alloca_once(builder, _FLOATS) for _ in range(2)]
     _fetch(builder, builder.add(scales, _number(256)))
-    builder.store(_float(0.0), rooms[1])
+    builder.store(_word(0.0, _FLOATS), rooms[1])
     for place, (name, wide) in enumerate(zip(SCALES, (1, 1, 1, 2, 2, 4), strict=True)):
         with builder.if_then(_is(builder, kind, place)):
             builder.store(_scale(builder, name, scales, supers), rooms[0])
@@ -213,9 +220,9 @@ def _decode(builder, kind, bits, shift, codes, count, values, scales, supers, ou
                 builder.store(_scale(builder, name, *behind), rooms[1])
     (scale, behind), table = (builder.load(room) for room in rooms), _load(builder, values, _FLOATS)
     zeros = _is(builder, shift, SHIFTS.index("zeros"))
-    first = builder.select(_is(builder, bits, 8), builder.shuffle_vector(table, table, _word(0)), _float(0.0))
+    first = builder.select(_is(builder, bits, 8), builder.shuffle_vector(table, table, _word(0)), _word(0.0, _FLOATS))
     start = builder.select(zeros, builder.fsub(first, behind), first)
-    offset = builder.select(zeros, _float(0.0), behind)
+    offset = builder.select(zeros, _word(0.0, _FLOATS), behind)
     # A scale of at most 18 bits times a zero is exact, and subtracting it later costs nothing.
     wide = builder.and_(zeros, _is(builder, kind, SCALES.index("fp32")))
     offset = builder.select(wide, offset, _call(builder, "llvm.fma.v16f32", _FLOATS, start, scale, offset))
@@ -421,7 +428,6 @@ def _parallel():
         found = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
         if found is not None:
             found.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-            found.restype = None
             return found
     return None
 

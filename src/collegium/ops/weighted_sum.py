@@ -74,12 +74,11 @@ def weighted_sum(
         step = max(1, slots.shape[1]) if slots.numel() <= _AT_ONCE else 1
         gathered = rows.new_empty((step * slots.shape[0], width))
         product = gathered if rows.dtype == torch.float32 else torch.empty_like(gathered, dtype=torch.float32)
-        weights = None if weights is None else weights.float()
         for start in range(0, slots.shape[1], step):
             span = slice(start, start + step)
             torch.index_select(rows, 0, slots.t()[span].flatten(), out=gathered)
             # Two operations on purpose: a fused multiply-add would skip the rounding of the product.
-            torch.mul(gathered, 1.0 if weights is None else weights.t()[span].reshape(-1, 1), out=product)
+            torch.mul(gathered, 1.0 if weights is None else weights.float().t()[span].reshape(-1, 1), out=product)
             # The sum is never -0: adding +0 leaves its bits alone.
             product.masked_fill_(dropped.t()[span].reshape(-1, 1), 0.0)
             for own in product.view(step, *total.shape).unbind():

@@ -1,4 +1,4 @@
-"""Experts of codes of four to eight bits on a CPU with AVX-512: decoded into the cache and multiplied there, by Numba.
+"""Experts of codes of four to eight bits on a CPU with AVX2 or more, decoded in the cache and multiplied by Numba.
 
 For the rows of one expert, with bfloat16 x::
 
@@ -137,14 +137,14 @@ class FusedExperts(Packed):
 
 
 class CpuFused(ExpertKernel):
-    """Codes of four to eight bits and bfloat16 activations on a CPU with AVX-512, with AMX where there is one."""
+    """Codes of four to eight bits and bfloat16 activations on a CPU with AVX2, AVX-512 or AMX."""
 
     name = "cpu_fused"
     capturable = False
     takes_codes = False
 
     def refuse(self, problem: ExpertsProblem) -> str | None:
-        """Refuse other devices, weights and activations, machines without AVX-512, and a missing Numba."""
+        """Refuse other devices, weights and activations, machines without AVX2, and a missing Numba."""
         asked, names = problem.activation_format, [known.name for known in _FORMATS]
         if problem.device.kind != "cpu":
             return f"asked for {problem.device.kind}; it needs a CPU"
@@ -154,9 +154,9 @@ class CpuFused(ExpertKernel):
             return f"asked for bnb4 and widths {problem.hidden} and {problem.intermediate}; it takes even ones"
         if asked != "bf16" or problem.dtype != "bf16":
             return f"asked for {asked} activations and {problem.dtype} input; it takes bf16 for both"
-        if sys.platform != "linux" or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        if sys.platform != "linux" or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
             found = f"{torch.backends.cpu.get_cpu_capability()} on {sys.platform}"
-            return f"found {found}; it needs AVX512 on linux"
+            return f"found {found}; it needs AVX2 or AVX512 on linux"
         if find_spec("numba") is None:
             return "found no Numba; install it with: pip install 'collegium[cpu]'"
         return None
@@ -217,12 +217,9 @@ def pack_fused(payload: Payload, bias: Tensor | None, name: str) -> FusedMatrix:
         wide = None if tensor is None else tensor.reshape(experts, -1).float()
         return None if wide is None else functional.pad(wide, (0, height - wide.shape[1]))
 
-    def codes(expert: int) -> Tensor:
-        return _laid(_codes(payload[expert], bits, None if order is None else order[expert]), bits, height, pairs)
-
     more |= {"rows": lines.shape[1], "group": size // 2, "factors": per_row(factors), "bias": per_row(bias)}
     return FusedMatrix(
-        codes=_each(experts, codes),
+        codes=_each(experts, lambda expert: _laid(_codes(payload, expert, bits, order), bits, height, pairs)),
         scales=_each(experts, lambda expert: _lanes(lines[expert], height, -(-2 * pairs // size))),
         supers=None if supers is None else _each(experts, lambda e: _lanes(supers[e], height, supers.shape[2])),
         values=more.pop("values").float().expand(experts, 16).contiguous(),
@@ -288,13 +285,13 @@ def _order(group_of: Tensor, largest: int) -> tuple[Tensor, int]:
     return order.scatter_(1, (runs - 1) * size + ranks % size, by_group), size
 
 
-def _codes(payload: Any, bits: int, order: Tensor | None) -> Tensor:
-    """Return uint8 codes ``[N, any]`` of one expert in ``order``: pairs of four bits, the first low, or a byte each."""
-    codes = payload.codes() if isinstance(payload, Gguf) else payload.codes
+def _codes(payload: Any, expert: int, bits: int, order: Tensor | None) -> Tensor:
+    """Return uint8 codes ``[N, any]`` of an expert in its ``order``: pairs of four bits, the first low, or bytes."""
+    codes = payload[expert].codes() if isinstance(payload, Gguf) else payload.codes[expert]
     codes = codes.view(torch.uint8).reshape(-1, codes.shape[-1])
     if order is not None:
         codes = (unpack_nibbles(codes) if bits == 4 else codes)[:, : payload.shape[-1]]
-        codes = functional.pad(codes, (0, 1)).index_select(1, order)
+        codes = functional.pad(codes, (0, 1)).index_select(1, order[expert])
     return pack_nibbles(codes) if bits == 4 and (order is not None or isinstance(payload, Gguf)) else codes
 
 

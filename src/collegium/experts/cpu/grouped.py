@@ -40,7 +40,9 @@ __all__ = ["CpuExperts", "CpuGrouped", "cut_experts", "fast_activate"]
 # Weights in one decoded tile, 8 MiB of bfloat16: each call of the CPU library costs some 30 microseconds whatever
 # its size, so tiles that stay in the second-level cache lose more than they save (Xeon with AMX, November 2026).
 _TILE = 1 << 22
-_FLOAT32_ROWS = 3  # on a CPU with AVX2 alone the library takes up to twenty times as long in bfloat16, from here on
+# From here on the library takes several times as long in bfloat16 on a CPU with AVX2 alone (emulated with oneDNN's
+# ONEDNN_MAX_CPU_ISA, November 2026).
+_FLOAT32_ROWS = 3
 _CHUNK_ROWS = 512  # rows whose intermediate values are kept at once, unless one expert has more
 
 
