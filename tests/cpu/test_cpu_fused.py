@@ -222,6 +222,18 @@ def test_zeros_under_float32_scales_are_subtracted_first(kernel, kind):
     assert torch.equal(found.T, payload.decode(torch.float32).bfloat16().float()[0])
 
 
+@pytest.mark.parametrize("kind", [Int4Ordered, Int8Ordered])
+def test_a_part_of_the_columns_in_activation_order(kernel, kind):
+    whole = affine(kind, 2, 70, 512)
+    order = torch.stack([torch.randperm(512) // 32 for _ in range(2)]).int()
+    part = replace(whole, group_of=order).columns(128, 384)
+    matrix = pack_fused(part, None, "down")
+    where = torch.tensor([0, 1]), torch.tensor([0, 256, 512])
+    found = matrix.multiply(torch.eye(256).bfloat16().repeat(2, 1), *where)[:, :70].view(2, 256, 70).transpose(1, 2)
+    assert torch.equal(found, part.decode(torch.float32).bfloat16().float())
+    assert matrix.codes.shape[2] < 256, "less than twice the columns"
+
+
 @pytest.mark.parametrize("name", READ)
 def test_bits_of_a_row_that_is_only_read(kernel, name):
     weights = ExpertWeights(gate_up=READ[name](2, 2, 64, 256), down=READ[name](2, 256, 64))

@@ -167,7 +167,8 @@ class CpuFused(ExpertKernel):
 
     def regions(self, problem: ExpertsProblem) -> Regions:
         """Return the decoded rows of each thread, and the rows of the largest batch all routed to one expert."""
-        longest = max(problem.hidden, problem.intermediate)
+        # Groups of a part of the columns in activation order are filled up to the largest.
+        longest = max(problem.hidden, problem.intermediate) * (3 if problem.weight_format.endswith("_ordered") else 1)
         threads = max(problem.device.threads, torch.get_num_threads())
         return {"tile": threads * _scratch_bytes(longest), "rows": max(1, problem.rows) * _row_bytes(problem)}
 
