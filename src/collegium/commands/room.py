@@ -80,7 +80,7 @@ def _repacks(made: Plan) -> bool:
         return weights == "nvfp4"
     if made.kernel == "triton_fp8":
         return weights == "mxfp8" or not made.activation_format.startswith("fp8")
-    return made.kernel in ("cpu_w4a16", "triton_w4a16", "triton_w4a8", "triton_w8a16")
+    return made.kernel in ("cpu_fused", "triton_w4a16", "triton_w4a8", "triton_w8a16")
 
 
 def _gigabytes(count: float) -> str:
