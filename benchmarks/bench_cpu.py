@@ -4,6 +4,8 @@ E=128 experts, top-8, H=2048, I=768, bfloat16 activations, random weights and un
 contender first has to pass against a float32 loop over its own weights (relative L2 error at most 1 %); then all
 are timed in turn, the order rotated each round, and the median is printed with its ratio to transformers'
 default and to our BF16. The timed part is dispatch, experts and combine: what transformers' experts class does.
+Formats that are only read are random bytes: kinds of GGUF blocks by their title, int4_affine, int8_affine,
+int4_ordered, int8_ordered and bnb4.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ from torch.nn import functional
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from collegium.experts import CpuGrouped, CpuW4A16
-from collegium.formats import Bf16, by_name
+from collegium.experts import CpuFused, CpuGrouped
+from collegium.formats import Bf16, Bnb4, Gguf, Int4Affine, Int4Ordered, Int8Affine, Int8Ordered, by_name
+from collegium.formats.gguf import KINDS
 from collegium.parallel.local import Local
 from collegium.problem import Problem
 from collegium.runtime.devices import probe
@@ -109,30 +112,65 @@ def _encode(name: str, values: Tensor) -> Payload:
     return room
 
 
+def _read(name: str, shape: tuple[int, ...]) -> Payload:
+    """Return random weights of about unit gain in a format that is only read."""
+    *lead, columns = shape
+    if name in KINDS:
+        kind = KINDS[name]
+        blocks = torch.randint(0, 256, (*lead, columns // kind.elements, kind.nbytes), dtype=torch.uint8)
+        for at in kind.halves:
+            halves = torch.randn(*blocks.shape[:-1], 1) / (4000 if kind.steps else 200)
+            blocks[..., at : at + 2] = halves.half().view(torch.uint8)
+        return Gguf(shape=shape, blocks=blocks)
+    size = 64 if name == "bnb4" else 128
+    scales = torch.rand(*lead, columns // size) / 1000
+    if name == "bnb4":
+        table = torch.linspace(-1, 1, 16).expand(*lead[:-1], 16).contiguous()
+        codes = torch.randint(0, 256, (*lead, columns // 2), dtype=torch.uint8)
+        return Bnb4(shape=shape, codes=codes, scales=scales, table=table, group_size=size)
+    kind = next(own for own in (Int4Affine, Int4Ordered, Int8Affine, Int8Ordered) if own.name == name)
+    # Activation order is the same for gate and up, which read the same tokens.
+    order = torch.stack([torch.randperm(columns) // size for _ in range(lead[0])]).int()
+    order = order.view(lead[0], *[1] * (len(lead) - 2), columns).expand(*lead[:-1], columns)
+    return kind(
+        shape=shape,
+        codes=torch.randint(0, 256, (*lead, columns * kind.bits // 8), dtype=torch.uint8),
+        scales=scales.half(),
+        zeros=torch.randint(0, 2**kind.bits, scales.shape, dtype=torch.uint8),
+        group_size=size,
+        **({"group_of": order.contiguous()} if name.endswith("ordered") else {}),
+    )
+
+
 def _ours(name: str, plain: ExpertWeights[Bf16]) -> list[Contender]:
     """Every kernel that takes the format."""
-    weights: ExpertWeights[Payload] = (
-        ExpertWeights(gate_up=plain.gate_up, down=plain.down)
-        if name == "bf16"
-        else ExpertWeights(gate_up=_encode(name, plain.gate_up.values), down=_encode(name, plain.down.values))
-    )
+    made: list[Payload] = []
+    for own in (plain.gate_up, plain.down):
+        if name == "bf16":
+            made.append(own)
+        elif name in KINDS or by_name(name).read_only:
+            made.append(_read(name, tuple(own.shape)))
+        else:
+            made.append(_encode(name, own.values))
+    weights: ExpertWeights[Payload] = ExpertWeights(gate_up=made[0], down=made[1])
+    weight_format = weights.down.name
     spec = MoESpec(
-        hidden_size=H, intermediate_size=WIDE, num_experts=E, routing=RoutingSpec(top_k=K), weight_format=name
+        hidden_size=H, intermediate_size=WIDE, num_experts=E, routing=RoutingSpec(top_k=K), weight_format=weight_format
     )
     problem = Problem(spec=spec, device=probe("cpu"))
     local = Local(num_experts=E)
-    taken = [kernel for kernel in (CpuGrouped(), CpuW4A16()) if kernel.refuse(problem.routed) is None]
+    taken = [kernel for kernel in (CpuGrouped(), CpuFused()) if kernel.refuse(problem.routed) is None]
     if not taken:
         sys.exit(f"{name}: no kernel takes it")
 
-    def contender(kernel: CpuGrouped | CpuW4A16) -> Contender:
+    def contender(kernel: CpuGrouped | CpuFused) -> Contender:
         packed = kernel.pack(weights, problem.routed)
 
         def call(x: Tensor, ids: Tensor, topk_weights: Tensor) -> Tensor:
             batch, handle = local.dispatch(x, Routing(topk_ids=ids, topk_weights=topk_weights))
             return local.combine(packed.run(batch), handle).to(x.dtype)
 
-        return Contender(name=f"{kernel.name} {name}", call=call, weights=weights, nbytes=packed.nbytes)
+        return Contender(name=f"{kernel.name} {name}", call=call, weights=weights, nbytes=packed.slot_bytes * E)
 
     return [contender(kernel) for kernel in taken]
 

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 import collegium
-from collegium.experts.cpu.w4a16 import pack_fused
+from collegium.experts.cpu.fused import pack_fused
 from collegium.formats import Int4Group, MxFp4, NvFp4
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def fused() -> list[tuple[str, float]]:
 
 
 def in_one_kernel() -> list[tuple[str, float]]:
-    """``cpu_w4a16``, codes in memory as for the first product; nothing where it does not run."""
+    """``cpu_fused``, codes in memory as for the first product; nothing where it does not run."""
     if find_spec("numba") is None or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return []
     out: list[tuple[str, float]] = []
@@ -122,7 +122,7 @@ def in_one_kernel() -> list[tuple[str, float]]:
             time_taken = cost(
                 lambda m=matrix, x=x, b=bounds: m.multiply(x, torch.arange(64), b), 64 * ROWS * COLUMNS, 5
             )
-            out.append((f"cpu_w4a16 {kind.name}, {rows} rows", time_taken))
+            out.append((f"cpu_fused {kind.name}, {rows} rows", time_taken))
     return out
 
 

@@ -48,7 +48,7 @@ from collegium.parallel.meeting import meeting_of, timeout_seconds
 from collegium.parallel.placement import linear
 from collegium.pipelines import Parts
 from collegium.pipelines.split import Split
-from collegium.plan import expert_bytes
+from collegium.planning import expert_bytes
 from collegium.runtime.memory import take
 from collegium.runtime.symmetric import SymmetricWorkspace
 

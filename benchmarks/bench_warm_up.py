@@ -27,7 +27,7 @@ from triton import knobs
 from collegium.commands.bench import named_layer, random_weights, recipe_of
 from collegium.commands.measure import driver_version, version_of
 from collegium.layer import MoELayer
-from collegium.plan import plan
+from collegium.planning import plan
 from collegium.problem import Choice, Limits, Problem
 from collegium.runtime.devices import probe
 from collegium.runtime.warming import warm_up

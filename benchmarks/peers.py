@@ -54,7 +54,7 @@ from collegium.commands.measure import (
 from collegium.errors import CollegiumError
 from collegium.layer import MoELayer
 from collegium.ops.quantize import activation_format
-from collegium.plan import plan
+from collegium.planning import plan
 from collegium.problem import Choice, Limits, Problem
 from collegium.runtime.devices import probe
 from collegium.types import Routing

@@ -18,8 +18,10 @@ INTRODUCTION = """# The command line
 <!-- Written by scripts/make_command_line.py; do not edit. -->
 
 `collegium COMMAND --help` says the same; `python -m collegium` is the same command. Every command takes `--json`, which
-prints one JSON object instead of tables. An error goes to the error stream with exit code 1, a wrong use of an option
-with exit code 2. `generate`, `verify` and `bench-model` also run [under torchrun](several-gpus.md); the others refuse.
+prints one JSON object instead of tables, of an error too. Without it an error goes to the error stream. The exit code
+of an error is 1, that of a command line that cannot be read 2.
+
+`generate`, `verify` and `bench-model` also run [under torchrun](several-gpus.md); the others refuse.
 """
 
 

@@ -73,7 +73,7 @@ _GPU_CLOSE = ("tests/gpu/test_direct.py",)
 _SMALL = ("tests/cpu/test_small_kernels.py",)
 _FOUR = ("tests/cpu/test_w4a8.py",)
 _DIRECT = ("tests/cpu/test_direct.py",)
-_FUSED = ("tests/cpu/test_cpu_w4a16.py",)
+_FUSED = ("tests/cpu/test_cpu_fused.py",)
 _NAN = ("tests/cpu/test_nan.py",)
 _RANKS = ("tests/cpu/test_all_to_all.py",)
 _MEGA = ("tests/cpu/test_mega.py::test_passes_have_the_bits_of_one_rank",)
@@ -154,7 +154,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (("self.missed.add_(", "self.missed.mul_("),), _RANKS,
     ),
     Mutant(
-        "codes that are weighted later", "plan.py",
+        "codes that are weighted later", "planning.py",
         ((" and kernel.takes_codes and not problem.spec.routing.weight_on_input", " and kernel.takes_codes"),), _RANKS,
     ),
     Mutant(
@@ -419,7 +419,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "experts rotated by one", "experts/cpu/grouped.py",
-        (("matrix.tile(expert, piece, x.dtype, scratch)", "matrix.tile((expert + 1) % matrix.shape[0], piece, x.dtype, scratch)"),), _CPU,
+        (("matrix.tile(expert, piece, own.dtype, scratch)", "matrix.tile((expert + 1) % matrix.shape[0], piece, own.dtype, scratch)"),), _CPU,
     ),
     Mutant("experts rotated by one", "kernels/grouped_gemm.py", (("matrix = expert * PARTS", "matrix = tl.maximum(expert - 1, 0) * PARTS"),), _KERNEL),
     Mutant(
@@ -454,13 +454,20 @@ MUTANTS: tuple[Mutant, ...] = (
     # Routing and combining.
     Mutant(
         "router weight applied twice", "ops/weighted_sum.py",
-        (("torch.mul(gathered, weights[:, k, None], out=product)", "torch.mul(gathered, weights[:, k, None].square(), out=product)"),),
+        (("weights.float().t()[span].reshape(-1, 1), out=product)", "weights.float().t()[span].reshape(-1, 1).square(), out=product)"),),
         ("tests/cpu/test_weighted_sum.py",),
     ),
-    Mutant("columns of a pair swapped (machine code)", "kernels/cpu_w4a16.py", (("low, high = weights(code), weights(builder.lshr(code, _word(4)))", "high, low = weights(code), weights(builder.lshr(code, _word(4)))"),), _FUSED),
-    Mutant("zero points forgotten (machine code)", "kernels/cpu_w4a16.py", (("found if zero is None else builder.fsub(found, zero)", "found"),), _FUSED),
-    Mutant("small E4M3 scales read as normal ones (machine code)", "kernels/cpu_w4a16.py", (("code, _word(8)), small", "code, _word(0)), small"),), _FUSED),
-    Mutant("scales of the group before (machine code)", "kernels/cpu_w4a16.py", (("line = (number * groups + at) * LANES", "line = (number * groups + max(at - 1, 0)) * LANES"),), _FUSED),
+    Mutant("columns of a pair swapped (machine code)", "kernels/cpu_fused.py", (("_rounded(builder, *pair)", "_rounded(builder, *pair[::-1])"),), _FUSED),
+    Mutant("zero points forgotten (machine code)", "kernels/cpu_fused.py", (("start = builder.select(zeros, builder.fsub(first, behind), first)", "start = first"),), _FUSED),
+    Mutant("zero points of wide scales subtracted late (machine code)", "kernels/cpu_fused.py", (('SCALES.index("fp32")', 'SCALES.index("e8m0")'),), _FUSED),
+    Mutant("E4M3 scales shifted by one (machine code)", "kernels/cpu_fused.py", (("_word(7, _SHORTS)", "_word(8, _SHORTS)"),), _FUSED),
+    Mutant("the fifth bits of the other half (machine code)", "kernels/cpu_fused.py", (("2 * half))", "2 * (1 - half)))"),), _FUSED),
+    Mutant("int8 scales of the first 256 columns (machine code)", "kernels/cpu_fused.py", (("(number * spans + done // _SPAN)", "(number * spans)"),), _FUSED),
+    Mutant("scales of the group before (machine code)", "kernels/cpu_fused.py", (("(number * groups + at) * line", "(number * groups + max(at - 1, 0)) * line"),), _FUSED),
+    Mutant("the table of the first expert (machine code)", "kernels/cpu_fused.py", (("values = _field(job, VALUES) + expert * 4 * LANES", "values = _field(job, VALUES)"),), _FUSED),
+    Mutant("half of a table looked up (machine code, AVX2)", "kernels/cpu_fused.py", (("high, low)", "low, low)"),), _FUSED),
+    Mutant("mins of a K block added", "experts/cpu/fused.py", (("torch.tensor([1, -1]", "torch.tensor([1, 1]"),), _FUSED),
+    Mutant("the order of the first expert", "experts/cpu/fused.py", (("index_select(1, order[expert])", "index_select(1, order[0])"),), _FUSED),
     Mutant("a token of the first rank", "kernels/mega.py", (("line = peer * bound + token\n", "line = token\n"),), _MEGA),
     Mutant("a row goes to the rank it comes from", "kernels/mega.py", (("apart = tl.load(deltas + peer)", "apart = tl.load(deltas + rank)"),), _MEGA),
     Mutant("rows quantised before their last piece", "kernels/mega.py", (("== up_bands - 1:", "== up_bands - 2:"),), _MEGA),
@@ -501,12 +508,12 @@ MUTANTS: tuple[Mutant, ...] = (
         _ROUTE,
     ),
     Mutant("routed scale dropped", "ops/route.py", (("return (weights * spec.scale)", "return weights"),), _ROUTE),
-    Mutant("slots added in another order", "ops/weighted_sum.py", (("for k in range(slots.shape[1]):", "for k in reversed(range(slots.shape[1])):"),),
+    Mutant("slots added in another order", "ops/weighted_sum.py", (("product.view(step, *total.shape).unbind()", "product.view(step, *total.shape).flip(0).unbind()"),),
         ("tests/cpu/test_weighted_sum.py",)),
     # Memory nobody wrote.
     Mutant(
         "dropped rows added to the sum", "ops/weighted_sum.py",
-        (("total.add_(product.masked_fill_(dropped[:, k, None], 0.0))", "total.add_(product)"),), ("tests/cpu/test_weighted_sum.py", *_LAYER),
+        (("product.masked_fill_(dropped.t()[span].reshape(-1, 1), 0.0)", "pass"),), ("tests/cpu/test_weighted_sum.py", *_LAYER),
     ),
     Mutant(
         "padding rows left uninitialised", "experts/reference.py",
@@ -665,7 +672,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("checked lets a NaN row through", "ops/route.py", (("        _refuse_bad_rows(", "        _ = (")  ,), _ROUTE),
     Mutant("an id that is no expert adds nothing", "ops/permute.py", (("torch.where(ids == -1, -1, -2)", "torch.where(ids == -1, -1, -1)"),), ("tests/cpu/test_permute.py", *_NAN)),
     Mutant("an id that is no expert adds nothing", "ops/weighted_sum.py", (("torch.where(lost, torch.nan, 0.0)", "torch.where(lost, 0.0, 0.0)"),), ("tests/cpu/test_weighted_sum.py", *_NAN)),
-    Mutant("a NaN weight adds nothing", "ops/weighted_sum.py", (("weights = None if weights is None else weights.float()", "weights = None if weights is None else weights.float().nan_to_num(0.0)"),), ("tests/cpu/test_weighted_sum.py", *_NAN)),
+    Mutant("a NaN weight adds nothing", "ops/weighted_sum.py", (("weights.float().t()[span]", "weights.float().nan_to_num(0.0).t()[span]"),), ("tests/cpu/test_weighted_sum.py", *_NAN)),
     Mutant("a NaN weight on the input adds nothing", "ops/permute.py", (("to(torch.float32).masked_fill(dropped, 0.0)", "to(torch.float32).nan_to_num(0.0).masked_fill(dropped, 0.0)"),), _NAN),
     Mutant("a NaN score adds nothing", "kernels/route.py", (("chosen = tl.where(poisoned, -2, chosen)", "chosen = tl.where(poisoned, -1, chosen)"),), _SMALL),
     Mutant("a NaN bias chooses experts", "kernels/route.py", (("        judged = choice\n", "        judged = score\n"),), _SMALL),

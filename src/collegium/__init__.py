@@ -14,91 +14,93 @@ their packing), ``parallel`` (which rank holds and gets what), ``checkpoint`` an
 (device code). Who may import whom is written in ``pyproject.toml``, and ``make check`` proves it.
 """
 
-from .encoding import encode_experts
-from .errors import (
-    BadScaleError,
-    CheckpointError,
-    CollegiumError,
-    ConfigError,
-    DuplicateTensorError,
-    HostileFileError,
-    InputError,
-    MeasurementError,
-    MissingExtraError,
-    MissingTensorError,
-    PlanError,
-    RankError,
-    RoutingError,
-    SpecError,
-    TensorMismatchError,
-    UnknownTensorError,
-)
-from .formats import FORMATS
-from .functional import moe
-from .layer import MoELayer
-from .loading import load_layer
-from .models import describe
-from .parallel.ranks import Ranks
-from .plan import Plan, plan
-from .problem import Choice, DeviceFacts, Limits, Placement, Problem, Refusal
-from .runtime.devices import probe
-from .runtime.warming import warm_up
-from .types import (
-    ActivationSpec,
-    ExpertWeights,
-    LatentWeights,
-    MoESpec,
-    RouterWeights,
-    Routing,
-    RoutingSpec,
-    SharedSpec,
-    SharedWeights,
-)
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .encoding import encode_experts as encode_experts
+    from .errors import (
+        BadScaleError as BadScaleError,
+        CheckpointError as CheckpointError,
+        CollegiumError as CollegiumError,
+        ConfigError as ConfigError,
+        DuplicateTensorError as DuplicateTensorError,
+        HostileFileError as HostileFileError,
+        InputError as InputError,
+        MeasurementError as MeasurementError,
+        MissingExtraError as MissingExtraError,
+        MissingTensorError as MissingTensorError,
+        PlanError as PlanError,
+        RankError as RankError,
+        RoutingError as RoutingError,
+        SpecError as SpecError,
+        TensorMismatchError as TensorMismatchError,
+        UnknownTensorError as UnknownTensorError,
+    )
+    from .formats import FORMATS as FORMATS
+    from .functional import moe as moe
+    from .layer import MoELayer as MoELayer
+    from .loading import load_layer as load_layer
+    from .models import describe as describe
+    from .parallel.ranks import Ranks as Ranks
+    from .planning import Plan as Plan, plan as plan
+    from .problem import (
+        Choice as Choice,
+        DeviceFacts as DeviceFacts,
+        Limits as Limits,
+        Placement as Placement,
+        Problem as Problem,
+        Refusal as Refusal,
+    )
+    from .runtime.devices import probe as probe
+    from .runtime.warming import warm_up as warm_up
+    from .types import (
+        ActivationSpec as ActivationSpec,
+        ExpertWeights as ExpertWeights,
+        LatentWeights as LatentWeights,
+        MoESpec as MoESpec,
+        RouterWeights as RouterWeights,
+        Routing as Routing,
+        RoutingSpec as RoutingSpec,
+        SharedSpec as SharedSpec,
+        SharedWeights as SharedWeights,
+    )
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "FORMATS",
-    "ActivationSpec",
-    "BadScaleError",
-    "CheckpointError",
-    "Choice",
-    "CollegiumError",
-    "ConfigError",
-    "DeviceFacts",
-    "DuplicateTensorError",
-    "ExpertWeights",
-    "HostileFileError",
-    "InputError",
-    "LatentWeights",
-    "Limits",
-    "MeasurementError",
-    "MissingExtraError",
-    "MissingTensorError",
-    "MoELayer",
-    "MoESpec",
-    "Placement",
-    "Plan",
-    "PlanError",
-    "Problem",
-    "RankError",
-    "Ranks",
-    "Refusal",
-    "RouterWeights",
-    "Routing",
-    "RoutingError",
-    "RoutingSpec",
-    "SharedSpec",
+# Each public name and its room, which is imported when the name is first asked for: torch alone takes a second.
+_ROOMS = {
+    "encoding": "encode_experts",
+    "errors": "BadScaleError CheckpointError CollegiumError ConfigError DuplicateTensorError HostileFileError "
+    "InputError MeasurementError MissingExtraError MissingTensorError PlanError RankError RoutingError SpecError "
+    "TensorMismatchError UnknownTensorError",
+    "formats": "FORMATS",
+    "functional": "moe",
+    "layer": "MoELayer",
+    "loading": "load_layer",
+    "models": "describe",
+    "parallel.ranks": "Ranks",
+    "planning": "Plan plan",
+    "problem": "Choice DeviceFacts Limits Placement Problem Refusal",
+    "runtime.devices": "probe",
+    "runtime.warming": "warm_up",
+    "types": "ActivationSpec ExpertWeights LatentWeights MoESpec RouterWeights Routing RoutingSpec SharedSpec "
     "SharedWeights",
-    "SpecError",
-    "TensorMismatchError",
-    "UnknownTensorError",
-    "__version__",
-    "describe",
-    "encode_experts",
-    "load_layer",
-    "moe",
-    "plan",
-    "probe",
-    "warm_up",
-]
+}
+_ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names.split()}
+__all__ = ["__version__", *_ROOM_OF]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> object:
+    # Rooms are attributes as well, as if all of them had been imported.
+    room = _ROOM_OF.get(name, name)
+    if room.startswith("_") or find_spec(f"{__name__}.{room}") is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = import_module(f".{room}", __name__)
+    globals()[name] = value = found if room == name else getattr(found, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

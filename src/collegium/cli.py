@@ -1,24 +1,39 @@
-"""The command ``collegium``: what it does is in ``--help``. Thin: it parses, calls the library and prints."""
+"""The command ``collegium``: what it does is in ``--help``. Thin: it parses, calls the library and prints.
+
+What needs torch is imported by the command that runs: help and mistakes of a command line do not wait for it.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 from errno import EPIPE
-from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.text import Text
 
+from . import __version__
 from .commands import printing
-from .commands.inspect import inspect_model, plan_model
-from .commands.terminal import Report, bar, prints
+from .commands.options import (
+    HELP,
+    Activations,
+    Device,
+    Format,
+    Kernel,
+    Model,
+    Steps,
+    Trace,
+    ceilings_of,
+    formats_of,
+    numbers,
+)
+from .commands.terminal import Report, asks_json, bar, prints
 from .errors import CollegiumError, InputError
-from .parallel.torchrun import joined
 from .problem import Choice, Limits
 
 if TYPE_CHECKING:
-    from .commands.measure import Ceilings
+    pass
 
 __all__ = ["app", "main"]
 
@@ -27,19 +42,31 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings=HELP,
 )
 balance = typer.Typer(
-    help="Load of experts: record it, see it, and simulate what moving experts would do.", no_args_is_help=True
+    help="Load of experts: record it, see it, and simulate what moving experts would do.",
+    no_args_is_help=True,
+    context_settings=HELP,
 )
 app.add_typer(balance, name="balance")
-N = TypeVar("N", int, float)
-Device = Annotated[str | None, typer.Option(help="cpu or cuda; the best device of this machine when left out.")]
-Format = Annotated[str | None, typer.Option("--format", help="Encode the experts into this format first.")]
-Kernel = Annotated[str | None, typer.Option(help="Force this experts kernel; it runs or refuses.")]
-Activations = Annotated[str | None, typer.Option(help="Force this activation format.")]
-Model = Annotated[str, typer.Argument(help="Folder with config.json and safetensors files.")]
-Trace = Annotated[str, typer.Argument(help="File that `collegium balance record` wrote.")]
-Steps = Annotated[int | None, typer.Option(min=2, help="Stop after so many steps.")]
+_USAGE: Any = typer.BadParameter.__bases__[0]  # the parser's error of any command line, which has no public name
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"collegium {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print it and end.")
+    ] = False,
+) -> None:
+    """Run Mixture-of-Experts checkpoints in the format they were published in."""
 
 
 @app.command()
@@ -69,6 +96,8 @@ def generate(
         float, typer.Option(min=1.0, help="Repetition penalty: divides the logits of tokens already there; 1 is off.")
     ] = 1.0,
     weight_format: Format = None,
+    kernel: Kernel = None,
+    activations: Activations = None,
     device: Device = None,
 ) -> Report:
     """Write text: transformers runs everything but the experts, which run through Collegium.
@@ -77,13 +106,16 @@ def generate(
     """
     from .commands.generate import Writer, check_writable, prompt_limits
     from .integrations.transformers import layers_of, load_model
+    from .parallel.torchrun import joined
     from .runtime.warming import warm_up
 
     folder = check_writable(model)
     limits = prompt_limits(folder, prompt)
     with joined(os.environ, device, same_tokens=True) as place:
         with bar("loading") as progress:
-            loaded = load_model(model, weight_format=weight_format, device=place, limits=limits, progress=progress)
+            wishes: Any = {"weight_format": weight_format, "limits": limits}
+            wishes["force"] = Choice(kernel=kernel, activation_format=activations)
+            loaded = load_model(model, device=place, progress=progress, **wishes)
         writer = Writer(loaded, folder)
         with bar("compiling") as progress:
             warm_up(layers_of(loaded), progress)
@@ -100,6 +132,8 @@ def inspect(
     device: Device = None,
 ) -> Report:
     """Say what a checkpoint holds (formats, sizes, audit) and what would run it here and why."""
+    from .commands.inspect import inspect_model
+
     with bar("audit") as progress:
         return inspect_model(model, deep=deep, device=device, progress=progress)
 
@@ -114,7 +148,12 @@ def plan(
     weight_format: Format = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of one forward pass.")] = 8192,
 ) -> Report:
-    """Plan one MoE layer from config.json alone: kernel, formats, bytes, and why the others were refused."""
+    """Plan one MoE layer from config.json alone: kernel, formats, bytes, and why the others were refused.
+
+    --device also takes a100, h100, h200, b200, l40s and rtx4090: a machine that is not here.
+    """
+    from .commands.inspect import plan_model
+
     return plan_model(
         model,
         device=device,
@@ -131,7 +170,10 @@ def bench(
     recipes: Annotated[
         list[str] | None, typer.Option("--format", help="weights or weights:activations, such as mxfp4; repeatable.")
     ] = None,
-    tokens: Annotated[str, typer.Option(help="Token counts, separated by commas.")] = "1,8,32,128,512,2048,8192",
+    tokens: Annotated[
+        str | None,
+        typer.Option(help="Token counts, separated by commas; up to 512 on a CPU, 8192 on a GPU if left out."),
+    ] = None,
     routing: Annotated[str, typer.Option(help="uniform, zipf, hot (one expert) or half (half empty).")] = "uniform",
     device: Device = None,
     ceilings: Annotated[
@@ -145,15 +187,15 @@ def bench(
 
     if picture is not None:
         check_picture(picture)
-    counts = _numbers("--tokens", tokens, int)
+    counts = None if tokens is None else numbers("--tokens", tokens, int)
     with bar("bench") as progress:
         report = bench(
             what,
-            [_recipe(recipe) for recipe in recipes or ["bf16"]],
+            [formats_of(recipe) for recipe in recipes or ["bf16"]],
             tokens=counts,
             routing=routing,
             device=device,
-            ceilings=None if ceilings is None else _ceilings(ceilings),
+            ceilings=None if ceilings is None else ceilings_of(ceilings),
             progress=progress,
         )
     if picture is not None:
@@ -178,14 +220,15 @@ def bench_model(
 ) -> Report:
     """Time decode steps of a whole model with random weights, our experts beside those of transformers."""
     from .commands.bench_model import RECIPES, bench_model
+    from .parallel.torchrun import joined
 
     if parallel not in ("same", "data"):
         raise InputError(f"--parallel {parallel!r}: allowed are same (every rank decodes the same sequences) and data")
     with joined(os.environ, device, same_tokens=parallel == "same") as place, bar("bench-model") as progress:
         return bench_model(
             what,
-            [_recipe(recipe) for recipe in recipes or []] or RECIPES,
-            batches=_numbers("--batches", batches, int),
+            [formats_of(recipe) for recipe in recipes or []] or RECIPES,
+            batches=numbers("--batches", batches, int),
             layers=layers,
             device=place,
             progress=progress,
@@ -207,8 +250,8 @@ def tune(
     with bar("tune") as progress:
         return tune(
             what,
-            _recipe(recipe),
-            tokens=TUNED_TOKENS if tokens is None else _numbers("--tokens", tokens, int),
+            formats_of(recipe),
+            tokens=TUNED_TOKENS if tokens is None else numbers("--tokens", tokens, int),
             most=most,
             device=device,
             progress=progress,
@@ -245,6 +288,7 @@ def verify(
     Under torchrun every rank recomputes experts that it holds.
     """
     from .commands.verify import verify_model
+    from .parallel.torchrun import joined
 
     with joined(os.environ, device, same_tokens=False) as place, bar("verify") as progress:
         return verify_model(
@@ -290,7 +334,7 @@ def simulate(
 
     if picture is not None:
         check_picture(picture, "--picture")
-    counts = _numbers("--replicas", replicas, int, least=0)
+    counts = numbers("--replicas", replicas, int, least=0)
     report = simulate_file(trace, ranks, counts, policy=policy, hosts=hosts)
     if picture is not None:
         plot_simulation(report, picture)
@@ -316,7 +360,10 @@ def heatmap(
 def main() -> None:
     """Run the command; what the library or the machine refuses becomes one message and exit code 1."""
     try:
-        app()
+        # What a command line lacks is told by the parser, in its own words, unless JSON is wanted.
+        sys.exit(app(standalone_mode=False) if asks_json() else app())
+    except _USAGE as error:
+        _complain("UsageError", error.format_message(), code=error.exit_code)
     except CollegiumError as error:
         _complain(type(error).__name__, str(error))
     except OSError as error:
@@ -332,43 +379,16 @@ def main() -> None:
         _complain("MemoryError", f"{_one_line(error)}; close other programs or ask for less")
 
 
-def _complain(kind: str, text: str) -> NoReturn:
+def _complain(kind: str, text: str, *, code: int = 1) -> NoReturn:
+    if asks_json():
+        printing.print_json({"error": {"kind": kind, "message": text}})
+        sys.exit(code)
     several = "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
     who = f"rank {os.environ['RANK']}: " if several else ""
     # In one piece, as other ranks write too.
     printing.err.print(Text.assemble(who, (kind, "bold red"), ": ", text), soft_wrap=True)
-    sys.exit(1)
+    sys.exit(code)
 
 
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:500]
-
-
-def _numbers(option: str, text: str, kind: type[N], *, least: int | None = None) -> list[N]:
-    try:
-        found = [kind(piece) for piece in text.split(",")]
-    except ValueError as error:
-        raise InputError(f"{option} {text!r}: numbers separated by commas are needed") from error
-    if not all(number > 0 if least is None else number >= least for number in found):
-        allowed = "positive" if least is None else f"at least {least}"
-        raise InputError(f"{option} {text!r}: every number must be {allowed}")
-    return found
-
-
-def _recipe(text: str) -> tuple[str, str]:
-    """Return the formats that ``weights[:activations]`` names; raises SpecError and InputError for unknown ones."""
-    from .commands.bench import recipe_of
-    from .formats import by_name
-    from .ops.quantize import activation_format
-
-    weights, activations = recipe_of(text)
-    return by_name(weights).name, activation_format(activations).name
-
-
-def _ceilings(text: str) -> Ceilings:
-    from .commands.measure import Ceilings
-
-    given = _numbers("--ceilings", text, float)
-    if len(given) != 3:
-        raise InputError(f"--ceilings {text!r}: three numbers are needed, such as 4.6,797,1329")
-    return Ceilings(bandwidth=given[0] * 1e12, rate_16=given[1] * 1e12, rate_8=given[2] * 1e12)

@@ -8,7 +8,7 @@ from .errors import InputError
 from .formats.payload import Payload
 from .formats.unquantised import FLOAT_FORMATS, as_stored
 from .layer import MoELayer
-from .plan import plan
+from .planning import plan
 from .problem import Limits, Problem
 from .runtime.devices import probe
 from .runtime.packed_module import refuse_gradient

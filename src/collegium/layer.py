@@ -19,7 +19,7 @@ from .formats.unquantised import DTYPES
 from .parallel import Reaching, composed
 from .parallel.meeting import meeting_of
 from .pipelines import Parts
-from .plan import dispatcher_named, kernel_named, stretches, with_shared_format
+from .planning import dispatcher_named, kernel_named, stretches, with_shared_format
 from .runtime.devices import plain_torch
 from .runtime.memory import OwnMemory, captured, memory_map, part, shared_workspaces
 from .runtime.packed_module import PackedModule, refuse_gradient
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from .experts import Packed
     from .formats.payload import Payload
     from .pipelines import Pipeline
-    from .plan import Plan
+    from .planning import Plan
     from .runtime.memory import Memory, Workspaces
     from .types import ExpertWeights, LatentWeights, RouterWeights, SharedWeights
 

@@ -16,7 +16,7 @@ from .errors import InputError
 from .layer import MoELayer
 from .parallel.placement import linear
 from .parallel.ranks import Ranks
-from .plan import plan
+from .planning import plan
 from .problem import Limits, Problem
 from .runtime.devices import plain_torch, probe
 

@@ -30,8 +30,7 @@ from collegium import (
     warm_up,
 )
 from collegium.commands import tune
-from collegium.experts import CpuGrouped, Packed, Tiling
-from collegium.experts import measured as measuring
+from collegium.experts import CpuGrouped, Packed, Tiling, measured as measuring
 from collegium.experts.measured import with_measured_tiles
 from collegium.parallel import Local, LocalKind
 from collegium.pipelines.split import Split, SplitKind

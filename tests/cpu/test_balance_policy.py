@@ -6,8 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from collegium.balance import POLICIES, balancedness, moves, policy_named, rank_loads, should_move, widened
 from collegium.balance.least_moves import TOLERANCE

@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 
 from collegium import cli
 from collegium.checkpoint.reader import read_config
-from collegium.commands import demo
-from collegium.commands import generate as writing
+from collegium.commands import demo, generate as writing
 from collegium.commands.demo import RECIPES
 from collegium.formats import FORMATS
 from collegium.integrations.transformers import load_model

@@ -16,8 +16,7 @@ import torch
 pytest.importorskip("transformers")
 
 from collegium import cli
-from collegium.commands import generate as writing
-from collegium.commands import picture, room
+from collegium.commands import generate as writing, inspect as inspecting, picture, room
 from collegium.commands.bench import bench
 from collegium.commands.room import bytes_per_weight, check_room, free_bytes, layer_needs
 from collegium.errors import InputError
@@ -226,7 +225,7 @@ def test_what_the_machine_refuses_is_one_message(error, text, said, monkeypatch)
     def refuse(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(cli, "plan_model", refuse)
+    monkeypatch.setattr(inspecting, "plan_model", refuse)
     assert said("plan", str(SHIPPED)).startswith(text)
 
 
@@ -234,7 +233,7 @@ def test_a_fault_of_our_own_keeps_its_traceback(monkeypatch):
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("shapes")
 
-    monkeypatch.setattr(cli, "plan_model", broken)
+    monkeypatch.setattr(inspecting, "plan_model", broken)
     monkeypatch.setattr("sys.argv", ["collegium", "plan", str(SHIPPED)])
     with pytest.raises(RuntimeError, match="shapes"):
         cli.main()

@@ -9,12 +9,11 @@ import torch
 
 from collegium.errors import BadScaleError
 from collegium.experts import CpuGrouped
-from collegium.experts.cpu import decode as decoding
-from collegium.experts.cpu import grouped as module
+from collegium.experts.cpu import decode as decoding, grouped as module
 from collegium.experts.cpu.decode import Scratch, pack_matrix
 from collegium.formats import FORMATS, Fp8Block, Int4Affine, Int4Group, MxFp4, NvFp4, by_name
 from collegium.ops.activation import activate
-from collegium.plan import plan
+from collegium.planning import plan
 from collegium.problem import DeviceFacts, Placement, Problem
 from collegium.types import ActivationSpec, ContiguousBatch, ExpertWeights, MoESpec, RoutingSpec
 
@@ -106,6 +105,21 @@ def _seeded():
 def test_run_matches_truth_in_every_format(name, dtype):
     weights = make_weights(name, 5, 90, 33)
     judge(make_batch([1, 0, 4, 7, 2], 90, DTYPES[dtype], dropped=3), weights, dtype)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cpu_with_avx2_alone_multiplies_a_few_rows_in_float32(name, monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    found, product = set(), torch.mm
+
+    def mm(left, right, **more):
+        found.add((right.shape[1], left.dtype, right.dtype))
+        return product(left, right, **more)
+
+    monkeypatch.setattr(module.torch, "mm", mm)
+    judge(make_batch([1, 0, 4, 7, 2], 90, torch.bfloat16, dropped=3), make_weights(name, 5, 90, 33), "bf16")
+    half, full = torch.bfloat16, torch.float32
+    assert found == {(2, half, half), (4, full, full), (7, full, full)}
 
 
 def affine(*shape: int, group: int) -> Int4Affine:
@@ -257,7 +271,7 @@ def test_tile_matches_decode(payload):
 def test_packed_bytes_stay_the_formats_bytes(name):
     weights = make_weights(name, 2, 256, 384, bias=False)
     packed = CpuGrouped().pack(weights, problem_for(weights).routed)
-    assert packed.nbytes <= 1.05 * (weights.gate_up.nbytes + weights.down.nbytes)
+    assert packed.slot_bytes * weights.down.shape[0] <= 1.05 * (weights.gate_up.nbytes + weights.down.nbytes)
 
 
 def test_two_runs_give_the_same_bits():

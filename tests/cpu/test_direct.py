@@ -16,7 +16,7 @@ from collegium.parallel.local import Local, LocalKind
 from collegium.pipelines import Parts
 from collegium.pipelines.direct import Direct, DirectKind
 from collegium.pipelines.split import Split, SplitKind
-from collegium.plan import Stretch, stretches
+from collegium.planning import Stretch, stretches
 from collegium.problem import DeviceFacts
 from collegium.runtime.machine import machine_of
 from collegium.testing.compare import heavy_tailed, moe_truth, random_experts, relative_error

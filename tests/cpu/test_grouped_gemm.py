@@ -11,8 +11,7 @@ import torch
 from collegium.encoding import encode_experts
 from collegium.errors import InputError, PlanError
 from collegium.experts.reference import Reference
-from collegium.experts.triton import grouped as ops
-from collegium.experts.triton import lanes as pack
+from collegium.experts.triton import grouped as ops, lanes as pack
 from collegium.experts.triton.bf16 import TritonBf16
 from collegium.experts.triton.fp8 import TritonFp8
 from collegium.experts.triton.tile_choice import TileChoice, TileProblem
@@ -25,7 +24,7 @@ from collegium.formats.unquantised import DTYPES
 from collegium.ops.columns import in_columns, in_columns_reference
 from collegium.ops.permute import permute
 from collegium.parallel.local import Local
-from collegium.plan import plan
+from collegium.planning import plan
 from collegium.problem import DeviceFacts, Placement, Problem
 from collegium.runtime.machine import Machine, machine_of
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids

@@ -20,7 +20,7 @@ from collegium.formats import by_name
 from collegium.formats.unquantised import as_stored
 from collegium.layer import MoELayer
 from collegium.parallel.placement import linear, tensor_parallel
-from collegium.plan import plan
+from collegium.planning import plan
 from collegium.problem import DeviceFacts, Placement, Problem
 from collegium.types import ActivationSpec, ExpertWeights, MoESpec, Routing, RoutingSpec
 from toys import TinySize, write_checkpoint

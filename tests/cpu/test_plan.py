@@ -21,9 +21,9 @@ from collegium import (
     plan,
 )
 from collegium.experts import KERNELS
-from collegium.experts.cpu import w4a16
+from collegium.experts.cpu import fused
 from collegium.formats import FORMATS
-from collegium.plan import expert_bytes
+from collegium.planning import expert_bytes
 from collegium.testing.compare import random_experts
 
 CPU = DeviceFacts(kind="cpu", threads=2)
@@ -43,7 +43,7 @@ def problem(device=CPU, **more):
 
 
 def test_every_candidate_is_chosen_or_refused_with_a_reason(monkeypatch):
-    monkeypatch.setattr(w4a16, "find_spec", lambda name: None)
+    monkeypatch.setattr(fused, "find_spec", lambda name: None)
     made = plan(problem())
     assert made.kernel == "cpu_grouped"
     assert {r.name for r in made.refusals if r.what == "kernel"} == {k.name for k in KERNELS} - {"cpu_grouped"}

@@ -64,7 +64,7 @@ from collegium import RouterWeights, Routing, RoutingSpec, SharedSpec, SharedWei
 from collegium.commands.bench import random_weights
 from collegium.experts.triton.tiling import TritonKernel
 from collegium.formats.unquantised import DTYPES
-from collegium.plan import kernel_named
+from collegium.planning import kernel_named
 from collegium.runtime.memory import MemoryMap, Workspaces
 from collegium.runtime.warming import sizes_for
 

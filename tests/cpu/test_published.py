@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file, save_file
 
 from collegium import load_layer
@@ -31,7 +30,7 @@ from collegium.errors import (
 from collegium.formats import FORMATS, Bnb4, Fp32, Int4Affine, Int4Group, Int4Ordered, Int8Affine, Int8Ordered
 from collegium.layer import MoELayer
 from collegium.parallel.placement import linear, tensor_parallel
-from collegium.plan import plan
+from collegium.planning import plan
 from collegium.problem import Choice
 from collegium.types import ExpertWeights
 from toys import TinySize, write_checkpoint
@@ -425,6 +424,11 @@ def test_published_checkpoints_load_and_run(tmp_path: Path, method: str) -> None
     x, logits = torch.randn(9, SIZE.hidden), torch.randn(9, SIZE.experts)
     assert torch.equal(layer(x, router_logits=logits), plain(x, router_logits=logits))
     assert load_layer(tmp_path, 0, weight_format="bf16", device="cpu").plan.kernel == "cpu_grouped"
+    # The kernel of this machine's CPU in bfloat16, twice.
+    fast, x = load_layer(tmp_path, 0, device="cpu"), x.bfloat16()
+    found, wanted = fast(x, router_logits=logits), plain(x.float(), router_logits=logits)
+    assert torch.equal(found, fast(x, router_logits=logits))
+    assert float((found - wanted).norm() / wanted.norm()) < 6e-3
 
 
 @pytest.mark.parametrize("method", [m for m in METHODS if m != "nf4 nested"])

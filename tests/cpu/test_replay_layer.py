@@ -31,8 +31,7 @@ from collegium import (
     plan,
 )
 from collegium.ops import linear, operand, permute, quantize, route, weighted_sum
-from collegium.runtime import launch as launching
-from collegium.runtime import replay
+from collegium.runtime import launch as launching, replay
 from collegium.runtime.memory import Workspaces, shared_workspaces
 from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
 

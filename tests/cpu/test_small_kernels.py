@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from collegium.errors import InputError
-from collegium.ops import permute as permutation
-from collegium.ops import quantize as quantization
+from collegium.ops import permute as permutation, quantize as quantization
 from collegium.ops.operand import arrived, operand, operand_regions
 from collegium.ops.permute import Permutation, permute, permute_on_device
 from collegium.ops.quantize import AS_IS, PADDED, ActivationFormat, QuantizedRows, quantize_on_device, quantize_rows

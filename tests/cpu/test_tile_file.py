@@ -28,7 +28,7 @@ from collegium.experts.triton.tiles import candidates, nearest
 from collegium.experts.triton.w4a16 import TritonW4A16
 from collegium.layer import MoELayer
 from collegium.parallel.local import Local
-from collegium.plan import plan
+from collegium.planning import plan
 from collegium.problem import DeviceFacts, Limits, Problem
 from collegium.runtime.memory import OwnMemory
 from collegium.runtime.warming import compile_batches, sizes_for, warm_up

@@ -21,7 +21,7 @@ from collegium.formats.unquantised import Fp32
 from collegium.ops.operand import operand, ordered
 from collegium.ops.quantize import PADDED, REORDERED, quantize_rows
 from collegium.parallel.local import Local
-from collegium.plan import plan
+from collegium.planning import plan
 from collegium.problem import DeviceFacts, Limits, Problem
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
 from collegium.types import ActivationSpec, Back, ContiguousBatch, ExpertWeights, MoESpec, Routing, RoutingSpec

@@ -17,8 +17,7 @@ pytest.importorskip("transformers")
 
 from triton import knobs
 
-from collegium.commands import demo
-from collegium.commands import generate as writing
+from collegium.commands import demo, generate as writing
 from collegium.commands.bench import bench
 from collegium.commands.tune import tune
 from collegium.errors import InputError

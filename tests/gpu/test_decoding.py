@@ -10,7 +10,7 @@ if not torch.cuda.is_available():
 
 from collegium.integrations.transformers import Decoder, attach, experts_modules, layers_of, register, routed_weights
 from collegium.layer import MoELayer
-from collegium.plan import plan
+from collegium.planning import plan
 from collegium.problem import Choice, Problem
 from collegium.runtime.devices import probe
 

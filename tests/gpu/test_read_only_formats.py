@@ -8,7 +8,7 @@ import torch
 from collegium.formats import Bnb4, Gguf, Int4Affine, Int4Ordered, Int8Affine, Int8Ordered, Payload
 from collegium.formats.gguf import KINDS
 from collegium.layer import MoELayer
-from collegium.plan import plan
+from collegium.planning import plan
 from collegium.problem import Choice, Problem
 from collegium.runtime.devices import probe
 from collegium.testing.compare import relative_error

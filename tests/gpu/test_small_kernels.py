@@ -17,7 +17,7 @@ from collegium.ops.permute import Permutation, permute
 from collegium.ops.quantize import ACTIVATION_FORMATS, quantize_rows
 from collegium.ops.route import route
 from collegium.ops.weighted_sum import weighted_sum
-from collegium.plan import plan
+from collegium.planning import plan
 from collegium.problem import Problem
 from collegium.runtime.devices import probe
 from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids

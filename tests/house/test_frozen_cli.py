@@ -3,6 +3,10 @@ from __future__ import annotations
 import typer
 
 from collegium.cli import app
+from collegium.commands import options
+from collegium.experts import KERNELS
+from collegium.formats import FORMATS
+from collegium.ops.quantize import ACTIVATION_FORMATS
 
 # Every command with its arguments (upper case) and options. Changing one is a change users see: CHANGELOG.md.
 COMMANDS = {
@@ -15,6 +19,8 @@ COMMANDS = {
         "--seed",
         "--penalty",
         "--format",
+        "--kernel",
+        "--activations",
         "--device",
         "--json",
     },
@@ -53,6 +59,15 @@ def found() -> dict[str, set[str]]:
         - {"--help"}
         for name, command in commands.items()
     }
+
+
+def test_help_names_every_value() -> None:
+    def listed(text: str) -> list[str]:
+        return text.replace(" or ", ", ").split(", ")
+
+    assert listed(options.FORMATS) == [form.name for form in FORMATS if not form.read_only]
+    assert listed(options.KERNELS) == [kernel.name for kernel in KERNELS]
+    assert listed(options.ACTIVATIONS) == [form.name for form in ACTIVATION_FORMATS]
 
 
 def test_commands_are_frozen() -> None:

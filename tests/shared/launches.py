@@ -22,7 +22,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from collegium.commands.bench import random_weights
 from collegium.layer import MoELayer
-from collegium.plan import plan
+from collegium.planning import plan
 from collegium.problem import Choice, DeviceFacts, Limits, Problem
 from collegium.runtime.machine import machine_of
 from collegium.types import MoESpec

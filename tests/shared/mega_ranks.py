@@ -36,7 +36,7 @@ from collegium.parallel.symm_mem import SymmMem
 from collegium.pipelines import Parts
 from collegium.pipelines.mega import COMBINE, PUBLISH, Mega
 from collegium.pipelines.split import Split
-from collegium.plan import kernel_named
+from collegium.planning import kernel_named
 from collegium.runtime.memory import Region, memory_map
 from collegium.runtime.symmetric import SymmetricWorkspace
 from collegium.testing.compare import heavy_tailed, random_experts

@@ -32,7 +32,7 @@ from collegium import (
 from collegium.parallel import composed
 from collegium.parallel.meeting import timeout_seconds
 from collegium.parallel.placement import linear, round_robin
-from collegium.plan import dispatcher_named
+from collegium.planning import dispatcher_named
 from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
 from ranks import error_of
 
@@ -153,7 +153,7 @@ def compare(rank: int, dispatchers: tuple[str, ...], **others: Any) -> list[str]
                 assert layer.plan.dispatcher == name
                 row, top_k = composed(dispatcher_named(name), layer.plan.problem), layer.spec.routing.top_k
                 assert row.rows(layer.plan.problem, 50) == layer.dispatcher.rows(50, top_k), "tiles as planned"
-                assert layer.experts.key is not None or layer.plan.kernel in ("reference", "cpu_grouped", "cpu_w4a16")
+                assert layer.experts.key is not None or layer.plan.kernel in ("reference", "cpu_grouped", "cpu_fused")
                 quantised = recipe[1].startswith("fp8") and kind != "on input"
                 quantised &= name != "symm_mem" or device != "cpu"  # whose CPU path is for tests alone
                 assert ("codes" in layer.plan.wire_format) == quantised, layer.plan.wire_format

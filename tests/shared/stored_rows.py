@@ -21,7 +21,7 @@ from collegium.parallel.shared_block import PeerArena, shared_blocks
 from collegium.parallel.symm_mem import SymmMem
 from collegium.pipelines import Parts
 from collegium.pipelines.split import Split
-from collegium.plan import kernel_named
+from collegium.planning import kernel_named
 from collegium.runtime.memory import MemoryMap, memory_map
 from collegium.testing.compare import heavy_tailed, random_experts
 from split_layers import EXPERTS, replicated, taken_by

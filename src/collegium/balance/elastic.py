@@ -25,7 +25,7 @@ from ..errors import InputError, RankError
 from ..parallel.doors import Door, is_gone, own_door, store_behind
 from ..parallel.meeting import meeting_of, timeout_seconds
 from ..parallel.shared_block import drop_blocks
-from ..plan import kernel_named, plan
+from ..planning import kernel_named, plan
 from ..problem import Choice, Placement
 
 if TYPE_CHECKING:

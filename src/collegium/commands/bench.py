@@ -21,10 +21,11 @@ from ..layer import MoELayer
 from ..models import describe
 from ..ops.quantize import activation_format
 from ..parallel.local import Local
-from ..plan import plan
+from ..planning import plan
 from ..problem import Choice, Limits, Problem
 from ..runtime.devices import probe
 from ..types import ContiguousBatch, ExpertWeights, MoESpec, Routing, RoutingSpec
+from .integers import affine, ordered
 from .measure import (
     driver_version,
     floor_of,
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..formats.payload import Payload
-    from ..plan import Plan
+    from ..planning import Plan
     from ..problem import DeviceFacts
     from .measure import Ceilings
 
@@ -71,6 +72,7 @@ SHAPES: dict[str, tuple[int, int, int, int]] = {  # H, I, E, top-k of the routed
     "qwen3_30b": (2048, 768, 128, 8),
 }
 TOKENS = (1, 8, 32, 128, 512, 2048, 8192)
+_MOST_ON_CPU = 512
 # Relative L2 error allowed against FP32 truth, by the bits of an activation: two roundings of activations to E4M3 alone
 # make about 0.045, two to NVFP4 about 0.13; 16 bits stay far below.
 TOLERANCES = {32: 0.01, 16: 0.01, 8: 0.06, 4: 0.2}
@@ -167,7 +169,7 @@ def bench(
     what: str,
     recipes: Sequence[tuple[str, str]],
     *,
-    tokens: Sequence[int] = TOKENS,
+    tokens: Sequence[int] | None = None,
     routing: str = "uniform",
     device: str | None = None,
     ceilings: Ceilings | None = None,
@@ -176,13 +178,16 @@ def bench(
 ) -> BenchReport:
     """Measure the layer ``what`` (see ``named_layer``) for each (weight format, activation format) of ``recipes``.
 
-    For each token count all recipes take turns. ceilings: of the machine; measured when None. progress: called
+    For each token count all recipes take turns. tokens: ``TOKENS`` when None, on a CPU without those that take minutes.
+    ceilings: of the machine; measured when None. progress: called
     with (done, total, text). Raises MeasurementError when an output is not what FP32 truth says: then no time is
     given at all; and InputError, SpecError, PlanError for what cannot run here or is larger than the free memory.
     """
     name, spec = named_layer(what)
     facts = probe(device)
     step: Callable[[int, int, str], None] = progress or (lambda done, total, text: None)
+    if tokens is None:
+        tokens = TOKENS if facts.kind == "cuda" else [count for count in TOKENS if count <= _MOST_ON_CPU]
     plans = {recipe: planned_layer(spec, recipe, facts, max(tokens)) for recipe in recipes}
     check_room(f"bench {name}", layer_needs([*plans.values()], tokens, ceilings=ceilings is None), facts)
     place = torch.device(facts.place)
@@ -248,7 +253,9 @@ def random_weights(spec: MoESpec, device: torch.device, seed: int = 0) -> Expert
         for value in values:
             # One largest value for all parts: NVFP4 then has one global scale for gate and up, which some peers need.
             value[..., 0, 0] = 8.0
-            distinct.append(kind.encode(value * shape[-1] ** -0.5))
+            value *= shape[-1] ** -0.5
+            made = {"affine": affine, "ordered": ordered}.get(kind.name.rpartition("_")[2])
+            distinct.append(kind.encode(value) if made is None else made(value, int(kind.name[3])))
         out = distinct[0].repeated(experts)
         for expert in range(experts):
             out.put(expert, distinct[expert % len(distinct)])

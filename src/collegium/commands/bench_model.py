@@ -25,7 +25,7 @@ from ..integrations.extra import extra
 from ..layer import MoELayer
 from ..ops.quantize import activation_format
 from ..parallel.ranks import Ranks
-from ..plan import plan
+from ..planning import plan
 from ..problem import Choice, Limits, Problem
 from ..runtime.devices import probe
 from ..runtime.warming import warm_up

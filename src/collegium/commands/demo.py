@@ -16,7 +16,7 @@ from ..errors import InputError
 from ..functional import moe
 from ..integrations.transformers import attach, build_layers, experts_modules, layers_of, load_model
 from ..parallel.placement import linear
-from ..plan import plan
+from ..planning import plan
 from ..problem import Choice, Limits, Problem
 from ..runtime.devices import probe
 from ..runtime.warming import warm_up

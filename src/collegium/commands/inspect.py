@@ -12,18 +12,33 @@ from ..checkpoint.reader import Checkpoint, gguf_file, read_config
 from ..errors import ConfigError
 from ..formats import by_name
 from ..models import describe, family_of
-from ..plan import plan
-from ..problem import Choice, Limits, Problem
+from ..planning import plan
+from ..problem import Choice, DeviceFacts, Limits, Problem
 from ..runtime.devices import probe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ..checkpoint.audit import AuditReport
-    from ..plan import Plan
+    from ..planning import Plan
     from ..types import MoESpec
 
-__all__ = ["Inspection", "inspect_model", "plan_model"]
+__all__ = ["ELSEWHERE", "Inspection", "inspect_model", "plan_model"]
+
+
+def _gpu(name: str, major: int, minor: int, gigabytes: int, sms: int) -> DeviceFacts:
+    return DeviceFacts(kind="cuda", name=name, capability=(major, minor), memory=gigabytes * 10**9, sms=sms)
+
+
+# Machines to plan for that are not here: capability, memory and multiprocessors as in NVIDIA's data sheets.
+ELSEWHERE = {
+    "a100": _gpu("NVIDIA A100-SXM4-80GB", 8, 0, 80, 108),
+    "h100": _gpu("NVIDIA H100 80GB HBM3", 9, 0, 80, 132),
+    "h200": _gpu("NVIDIA H200", 9, 0, 141, 132),
+    "b200": _gpu("NVIDIA B200", 10, 0, 180, 148),
+    "l40s": _gpu("NVIDIA L40S", 8, 9, 48, 142),
+    "rtx4090": _gpu("NVIDIA GeForce RTX 4090", 8, 9, 24, 128),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +142,8 @@ def plan_model(
 ) -> Plan:
     """Plan one MoE layer from ``config.json`` alone (a folder or the file) or a GGUF header; no tensor is opened.
 
-    weight_format: plan for the experts encoded into this format. Raises ConfigError, SpecError and PlanError.
+    device: as ``probe`` takes it, or one of ``ELSEWHERE``. weight_format: plan for experts encoded into this format.
+    Raises ConfigError, SpecError and PlanError.
     """
     where = Path(path)
     folder = where.parent if where.is_file() else where
@@ -139,4 +155,5 @@ def plan_model(
         raise ConfigError(f"{path}: no config.json there; give a model's folder, or the file itself")
     if weight_format is not None:
         spec = replace(spec, weight_format=by_name(weight_format).name)
-    return plan(Problem(spec=spec, device=probe(device), limits=limits or Limits()), force)
+    facts = ELSEWHERE.get((device or "").lower()) or probe(device)
+    return plan(Problem(spec=spec, device=facts, limits=limits or Limits()), force)

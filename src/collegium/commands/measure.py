@@ -23,7 +23,7 @@ import torch
 
 from ..errors import InputError
 from ..ops.quantize import activation_format
-from ..plan import expert_bytes
+from ..planning import expert_bytes
 from ..runtime.devices import current_device, recording
 from ..types import Routing
 

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from ..balance.simulate import Simulation
-    from ..plan import Plan
+    from ..planning import Plan
     from .balance import LoadReport
     from .bench import BenchReport
     from .bench_model import ModelReport
@@ -42,7 +43,8 @@ __all__ = [
     "print_tuning",
 ]
 
-out = Console()
+# A table or a path in a pipe or a file is never cut or wrapped.
+out = Console(width=None if sys.stdout.isatty() else 10_000)
 err = Console(stderr=True)
 
 
@@ -53,7 +55,7 @@ def print_json(value: dict[str, object]) -> None:
 
 def _print_table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print right-aligned columns, except those whose name ends in a space."""
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table = Table(title=title and Text(title), title_justify="left", box=None, pad_edge=False)
     for column in columns:
         table.add_column(column.strip(), justify="left" if column.endswith(" ") else "right", no_wrap=True)
     for row in rows:
@@ -96,7 +98,7 @@ def print_text(written: Written) -> None:
     """Show a text and how fast it was written."""
     out.print(written.text, markup=False, highlight=False)
     first = f"first token after {1e3 * written.first_token_seconds:.0f} ms"
-    out.print(f"{first}, then {written.tokens_per_second:.1f} tokens/s", style="dim")
+    err.print(f"{first}, then {written.tokens_per_second:.1f} tokens/s", style="dim")
 
 
 def print_plan(made: Plan) -> None:
@@ -106,7 +108,7 @@ def print_plan(made: Plan) -> None:
 
 def print_bench(report: BenchReport) -> None:
     """Show times beside the floor, a table for each recipe."""
-    out.print(f"[bold]{report.shape}[/bold] ({report.sizes}), {report.routing} routing, on {report.device}")
+    out.print(f"[bold]{escape(report.shape)}[/bold] ({report.sizes}), {report.routing} routing, on {report.device}")
     for name in dict.fromkeys((row.weights, row.activations, row.kernel) for row in report.rows):
         _print_table(
             f"{name[0]} x {name[1]} ({name[2]})",
@@ -141,7 +143,7 @@ def print_model_bench(report: ModelReport) -> None:
     """Show tokens a second by what runs the experts, and why one has none."""
     size = f"{report.parameters / 1e9:.1f} G parameters, {report.layers} layers"
     shared = f"{report.ranks} ranks of " if report.ranks > 1 else ""
-    out.print(f"[bold]{report.model}[/bold] ({size}), random weights, on {shared}{report.device}")
+    out.print(f"[bold]{escape(report.model)}[/bold] ({size}), random weights, on {shared}{report.device}")
     _print_table(
         None,
         ("experts ", "sequences", "tokens/s", "ms a step", "one graph", "error"),
@@ -166,7 +168,7 @@ def print_model_bench(report: ModelReport) -> None:
 
 def print_tuning(report: TuneReport) -> None:
     """Show the tiles measured and what they gain."""
-    out.print(f"[bold]{report.shape}[/bold] in {report.weights} x {report.activations} on {report.device}")
+    out.print(f"[bold]{escape(report.shape)}[/bold] in {report.weights} x {report.activations} on {report.device}")
     _print_table(
         None,
         ("product", "tokens", "chosen us", "best us", "gain", "tile", "tried"),
@@ -183,7 +185,7 @@ def print_tuning(report: TuneReport) -> None:
             for row in report.rows
         ],
     )
-    out.print(f"written to {report.path}", style="dim", soft_wrap=True)
+    out.print(f"written to {report.path}", style="dim", soft_wrap=True, markup=False)
 
 
 def print_load(report: LoadReport) -> None:
@@ -239,11 +241,12 @@ def print_simulation(report: Simulation) -> None:
 
 def print_inspection(found: Inspection) -> None:
     """Show what a checkpoint holds and what would run here."""
-    table = Table(title=found.path, title_justify="left", show_header=False)
+    out.print(found.path, style="italic", markup=False, highlight=False)
+    table = Table(show_header=False)
     table.add_column("what", style="bold")
     table.add_column("found")
     for what, value in found.lines():
-        table.add_row(what, value)
+        table.add_row(what, Text(value))
     out.print(table)
     out.print("what would run here", style="bold")
     out.print(found.plan.explain(), markup=False, highlight=False)

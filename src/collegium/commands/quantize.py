@@ -29,7 +29,7 @@ from ..formats import Fp8Tensor, NvFp4, by_name
 from ..formats.unquantised import CONFIG_NAMES
 from ..models import describe, experts_apart, family_of
 from ..ops.activation import interleave
-from ..plan import expert_bytes
+from ..planning import expert_bytes
 from ..problem import Placement
 from .described import COMPRESSED, Job, described, new_config
 

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import InputError
-from ..plan import expert_bytes
+from ..planning import expert_bytes
 from ..types import MoESpec, RoutingSpec
 from .measure import ceiling_bytes, input_sets
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ..plan import Plan
+    from ..planning import Plan
     from ..problem import DeviceFacts
 
 __all__ = ["bytes_per_weight", "check_room", "free_bytes", "layer_needs"]
@@ -80,7 +80,7 @@ def _repacks(made: Plan) -> bool:
         return weights == "nvfp4"
     if made.kernel == "triton_fp8":
         return weights == "mxfp8" or not made.activation_format.startswith("fp8")
-    return made.kernel in ("cpu_w4a16", "triton_w4a16", "triton_w4a8", "triton_w8a16")
+    return made.kernel in ("cpu_fused", "triton_w4a16", "triton_w4a8", "triton_w8a16")
 
 
 def _gigabytes(count: float) -> str:

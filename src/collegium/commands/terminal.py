@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import contextmanager
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ..errors import InputError
-from ..parallel.torchrun import is_first, ranks_started
 from .printing import err, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
-__all__ = ["Report", "bar", "prints"]
+__all__ = ["Report", "asks_json", "bar", "prints"]
 
 _JSON = typer.Option("--json", help="Print one JSON object instead of tables.")
+
+
+def asks_json() -> bool:
+    """Return whether the command line asks for JSON, so that what is wrong with it is said in JSON too."""
+    return "--json" in sys.argv[1:]
 
 
 class Report(Protocol):
@@ -42,6 +47,8 @@ def prints(
     def decorate(command: Callable[..., Report]) -> Callable[..., None]:
         @wraps(command)
         def run(*, as_json: bool, **given: Any) -> None:
+            from ..parallel.torchrun import is_first, ranks_started
+
             if not together and "RANK" in os.environ and ranks_started(os.environ) > 1:
                 raise InputError(
                     f"{command.__name__} was started on {os.environ['WORLD_SIZE']} ranks; generate, verify and "
@@ -69,9 +76,13 @@ def prints(
 
 @contextmanager
 def bar(what: str) -> Generator[Callable[[int, int, str], None]]:
-    """Show a bar on the error stream while the block runs; gives ``progress(done, total, text)``."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=err, transient=True, disable=not is_first(os.environ)) as progress:
+    """Show a bar at a terminal, on the error stream, while the block runs; gives ``progress(done, total, text)``."""
+    from ..parallel.torchrun import is_first
+
+    text = TextColumn("{task.description}", markup=False)
+    columns = (text, BarColumn(), TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("left"))
+    hidden = not err.is_terminal or not is_first(os.environ)
+    with Progress(*columns, console=err, transient=True, disable=hidden) as progress:
         task = progress.add_task(what)
 
         def step(done: int, total: int, text: str) -> None:

@@ -16,7 +16,7 @@ import torch
 from ..errors import InputError, MeasurementError
 from ..experts.measured import write_tiles
 from ..parallel import Local
-from ..plan import kernel_named
+from ..planning import kernel_named
 from ..problem import Problem
 from ..runtime.devices import probe
 from .bench import named_layer, planned_layer, random_weights

@@ -27,7 +27,7 @@ from ..loading import load_routed
 from ..models import moe_layers
 from ..ops.quantize import activation_format
 from ..parallel.ranks import Ranks
-from ..plan import plan
+from ..planning import plan
 from ..problem import Choice, Placement, Problem
 from ..runtime.devices import probe
 from ..testing.compare import between, heavy_tailed

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from .base import ExpertKernel, Packed, Product, Tiling
+from .cpu.fused import CpuFused
 from .cpu.grouped import CpuGrouped
-from .cpu.w4a16 import CpuW4A16
 from .reference import Reference
 from .triton.bf16 import TritonBf16
 from .triton.fp8 import TritonFp8
@@ -13,8 +13,8 @@ from .triton.w4a16 import TritonW4A16, TritonW8A16
 
 __all__ = [
     "KERNELS",
+    "CpuFused",
     "CpuGrouped",
-    "CpuW4A16",
     "ExpertKernel",
     "Packed",
     "Product",
@@ -33,7 +33,7 @@ KERNELS: tuple[ExpertKernel, ...] = (
     TritonW4A16(),
     TritonW8A16(),
     TritonBf16(),
-    CpuW4A16(),
+    CpuFused(),
     CpuGrouped(),
     Reference(),
 )

@@ -6,7 +6,7 @@ Gate and up of a layer share a kind of block, down may have another. Source: the
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 
@@ -23,100 +23,66 @@ if TYPE_CHECKING:
 __all__ = ["KINDS", "Gguf"]
 
 
-def _half(raw: Tensor, at: int) -> Tensor:
-    return raw[:, at : at + 2].contiguous().view(torch.float16).float()
-
-
 def _nibbles(raw: Tensor) -> Tensor:
-    """Return ``[n, 2b]`` float32: the low nibbles of ``[n, b]`` bytes, then the high ones."""
-    return torch.cat((raw & 0xF, raw >> 4), dim=-1).float()
+    """Return ``[n, 2b]``: the low nibbles of ``[n, b]`` bytes, then the high ones."""
+    return torch.cat((raw & 0xF, raw >> 4), dim=-1)
 
 
 def _bits(raw: Tensor) -> Tensor:
-    """Return ``[n, 8b]`` float32: the bits of ``[n, b]`` bytes, lowest first."""
+    """Return ``[n, 8b]``: the bits of ``[n, b]`` bytes, lowest first."""
     shifts = torch.arange(8, dtype=torch.uint8, device=raw.device)
-    return ((raw.unsqueeze(-1) >> shifts) & 1).flatten(1).float()
+    return ((raw.unsqueeze(-1) >> shifts) & 1).flatten(1)
 
 
-def _q4_0(raw: Tensor) -> Tensor:
-    return _half(raw, 0) * (_nibbles(raw[:, 2:]) - 8)
-
-
-def _q4_1(raw: Tensor) -> Tensor:
-    return _half(raw, 0) * _nibbles(raw[:, 4:]) + _half(raw, 2)
-
-
-def _q5_0(raw: Tensor) -> Tensor:
-    return _half(raw, 0) * (_nibbles(raw[:, 6:]) + 16 * _bits(raw[:, 2:6]) - 16)
-
-
-def _q5_1(raw: Tensor) -> Tensor:
-    return _half(raw, 0) * (_nibbles(raw[:, 8:]) + 16 * _bits(raw[:, 4:8])) + _half(raw, 2)
-
-
-def _q8_0(raw: Tensor) -> Tensor:
-    return _half(raw, 0) * raw[:, 2:].contiguous().view(torch.int8).float()
-
-
-def _k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the 8 six-bit scales and mins ``[n, 8]`` float32 that 12 bytes hold."""
-    first, second, third = packed.split(4, dim=-1)
+def _k_steps(raw: Tensor) -> Tensor:
+    """Return the 8 six-bit scales and mins ``[n, 8, 2]`` that 12 bytes hold."""
+    first, second, third = raw[:, 4:16].split(4, dim=-1)
     scales = torch.cat((first & 63, (third & 15) | ((first >> 6) << 4)), dim=-1)
     mins = torch.cat((second & 63, (third >> 4) | ((second >> 6) << 4)), dim=-1)
-    return scales.float(), mins.float()
-
-
-def _k_values(raw: Tensor, codes: Tensor) -> Tensor:
-    """Return d * scale * code - dmin * min for codes ``[n, 8, 32]``; only the difference is rounded."""
-    scales, mins = _k_scales(raw[:, 4:16])
-    steps, offsets = _half(raw, 0) * scales, _half(raw, 2) * mins
-    return (steps.unsqueeze(-1) * codes - offsets.unsqueeze(-1)).flatten(1)
-
-
-def _q4_k(raw: Tensor) -> Tensor:
-    return _k_values(raw, _nibbles(raw[:, 16:].reshape(-1, 32)).view(-1, 8, 32))
+    return torch.stack((scales, mins), dim=-1)
 
 
 def _q5_k(raw: Tensor) -> Tensor:
     shifts = torch.arange(8, dtype=torch.uint8, device=raw.device).unsqueeze(-1)
     fifth = (raw[:, None, 16:48] >> shifts) & 1
-    return _k_values(raw, _nibbles(raw[:, 48:].reshape(-1, 32)).view(-1, 8, 32) + 16 * fifth.float())
+    return _nibbles(raw[:, 48:].reshape(-1, 32)).view(-1, 256) | (fifth << 4).flatten(1)
 
 
 def _q6_k(raw: Tensor) -> Tensor:
     low = _nibbles(raw[:, :128].reshape(-1, 64)).view(-1, 256)
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=raw.device).unsqueeze(-1)
-    high = ((raw[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3).float().view(-1, 256)
-    scales = _half(raw, 208) * raw[:, 192:208].contiguous().view(torch.int8).float()
-    return ((low + 16 * high - 32).view(-1, 16, 16) * scales.unsqueeze(-1)).flatten(1)
+    high = (raw[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3
+    return low | (high << 4).view(-1, 256)
 
 
-def _mxfp4(raw: Tensor) -> Tensor:
-    # the library looks codes up among integers, so code 8 is a zero without a sign
-    values = torch.tensor([v if v else 0.0 for v in E2M1_VALUES], device=raw.device)
-    return values[_nibbles(raw[:, 1:]).long()] * look_up(e8m0_values(raw.device), raw[:, :1])
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """A kind of block: title, elements and bytes, where its half-precision numbers lie, and what its codes are.
 
-
-class _Kind(NamedTuple):
-    """A kind of block: title, elements and bytes, where its half-precision scales lie, how ``[n, bytes]`` decodes."""
+    codes: of ``[n, bytes]``, uint8 ``[n, elements]``. bits: of a code. zero: the code of zero. steps: integers of
+    8 bits ``[n, G, halves]`` that multiply the halves, or None. A second half is subtracted with steps, else added.
+    """
 
     title: str
     elements: int
     nbytes: int
     halves: tuple[int, ...]
-    decode: Callable[[Tensor], Tensor]
+    codes: Callable[[Tensor], Tensor]
+    bits: int = 4
+    zero: int = 0
+    steps: Callable[[Tensor], Tensor] | None = None
 
 
 _TABLE = (
-    _Kind("Q4_0", 32, 18, (0,), _q4_0),
-    _Kind("Q4_1", 32, 20, (0, 2), _q4_1),
-    _Kind("Q5_0", 32, 22, (0,), _q5_0),
-    _Kind("Q5_1", 32, 24, (0, 2), _q5_1),
-    _Kind("Q8_0", 32, 34, (0,), _q8_0),
-    _Kind("Q4_K", 256, 144, (0, 2), _q4_k),
-    _Kind("Q5_K", 256, 176, (0, 2), _q5_k),
-    _Kind("Q6_K", 256, 210, (208,), _q6_k),
-    _Kind("MXFP4", 32, 17, (), _mxfp4),
+    _Kind("Q4_0", 32, 18, (0,), lambda raw: _nibbles(raw[:, 2:]), zero=8),
+    _Kind("Q4_1", 32, 20, (0, 2), lambda raw: _nibbles(raw[:, 4:])),
+    _Kind("Q5_0", 32, 22, (0,), lambda raw: _nibbles(raw[:, 6:]) | _bits(raw[:, 2:6]) << 4, 5, 16),
+    _Kind("Q5_1", 32, 24, (0, 2), lambda raw: _nibbles(raw[:, 8:]) | _bits(raw[:, 4:8]) << 4, 5),
+    _Kind("Q8_0", 32, 34, (0,), lambda raw: raw[:, 2:] ^ 128, 8, 128),
+    _Kind("Q4_K", 256, 144, (0, 2), lambda raw: _nibbles(raw[:, 16:].reshape(-1, 32)).view(-1, 256), steps=_k_steps),
+    _Kind("Q5_K", 256, 176, (0, 2), _q5_k, 5, steps=_k_steps),
+    _Kind("Q6_K", 256, 210, (208,), _q6_k, 6, 32, lambda raw: raw[:, 192:208, None].view(torch.int8)),
+    _Kind("MXFP4", 32, 17, (), lambda raw: _nibbles(raw[:, 1:])),
 )
 KINDS = {kind.title: kind for kind in _TABLE}
 _BY_BYTES = {kind.nbytes: kind for kind in _TABLE}
@@ -149,19 +115,33 @@ class Gguf(Payload):
     )
 
     @property
-    def kind(self) -> str:
-        """The name of the blocks' kind, for instance ``Q4_K``."""
-        return _BY_BYTES[self.blocks.shape[-1]].title
+    def kind(self) -> _Kind:
+        """The kind of the blocks."""
+        return _BY_BYTES[self.blocks.shape[-1]]
 
     def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return ``[..., N, K]``: float32 as the ``gguf`` package computes it, rounded once to ``dtype``."""
-        kind = _BY_BYTES[self.blocks.shape[-1]]
         flat = self.blocks.reshape(-1, *self.blocks.shape[-2:])
 
         def rows(start: int, stop: int) -> Tensor:
-            return kind.decode(flat[start:stop].reshape(-1, kind.nbytes)).view(stop - start, -1)
+            return _decode(replace(self, blocks=flat[start:stop])).view(stop - start, -1)
 
         return decode_rows(self.shape, dtype, flat.device, rows)
+
+    def codes(self) -> Tensor:
+        """Return uint8 ``[..., N, blocks * elements]``, codes of ``bits`` bits."""
+        kind = self.kind
+        return kind.codes(self.blocks.reshape(-1, kind.nbytes)).view(*self.blocks.shape[:-2], -1)
+
+    def lines(self) -> tuple[Tensor, Tensor | None]:
+        """Return the halves float16 ``[n, h]`` of n blocks and what multiplies them, int8 ``[n, G, h]``, or None.
+
+        value = (code - zero) * halves[0] * steps[0] - halves[1] * steps[1], or + halves[1] without steps.
+        """
+        kind, raw = self.kind, self.blocks.reshape(-1, self.blocks.shape[-1])
+        halves = [raw[:, at : at + 2].contiguous().view(torch.float16) for at in kind.halves]
+        steps = None if kind.steps is None else kind.steps(raw).view(torch.int8)
+        return torch.cat(halves, dim=-1), steps
 
     @classmethod
     def from_parts(cls, parts: Mapping[str, Tensor], *, storage: str, shape: tuple[int, ...]) -> Self:
@@ -181,15 +161,28 @@ class Gguf(Payload):
     def faults(self) -> Tensor:
         """Return a bool tensor over the leading dimensions: True for a NaN or infinite half or E8M0 byte 255."""
         leading = len(self.shape) - 2
-        kind = _BY_BYTES[self.blocks.shape[-1]]
-        bad = [~torch.isfinite(_half(self.blocks.flatten(0, -2), at)) for at in kind.halves]
-        bad = bad or [self.blocks.flatten(0, -2)[:, :1] == 255]
-        per_block = torch.stack(bad).any(0)
+        bad = ~torch.isfinite(self.lines()[0]) if self.kind.halves else self.blocks.flatten(0, -2)[:, :1] == 255
+        per_block = bad.any(-1)
         return any_per_matrix(per_block.view(*self.blocks.shape[:-1]), leading)
 
     def columns(self, start: int, stop: int) -> Self:
         """Return a view of input columns ``start:stop``; both on block boundaries or at the end."""
-        size = _BY_BYTES[self.blocks.shape[-1]].elements
+        size = self.kind.elements
         check_cut(f"{self.name}: input columns", start, stop, self.shape[-1], size)
         blocks = self.blocks[..., start // size : -(-stop // size), :]
         return replace(self, shape=(*self.shape[:-1], stop - start), blocks=blocks)
+
+
+def _decode(payload: Gguf) -> Tensor:
+    """Return ``[n, elements]`` float32 of n blocks; a second half's product is rounded with the difference alone."""
+    codes = payload.codes().view(-1, payload.kind.elements)
+    if not payload.kind.halves:
+        # the library looks codes up among integers, so code 8 is a zero without a sign
+        values = torch.tensor([v if v else 0.0 for v in E2M1_VALUES], device=codes.device)
+        return values[codes.long()] * look_up(e8m0_values(codes.device), payload.blocks.flatten(0, -2)[:, :1])
+    halves, steps = payload.lines()
+    lines = halves.float().unsqueeze(1) * (1.0 if steps is None else steps.float())
+    values = (codes.float() - payload.kind.zero).view(codes.shape[0], lines.shape[1], -1) * lines[..., :1]
+    if lines.shape[-1] > 1:
+        values = values + (lines[..., 1:] if steps is None else -lines[..., 1:])
+    return values.flatten(1)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["weighted_sum", "weighted_sum_on_device", "weighted_sum_regions"]
 
+_AT_ONCE = 64  # assignments, half a megabyte of rows of 2,048 numbers
+
 
 def weighted_sum_regions(tokens: int, width: int, out_dtype: torch.dtype) -> Regions:
     """Return the most bytes ``weighted_sum`` takes without ``out`` for any count of tokens up to ``tokens``."""
@@ -67,19 +69,20 @@ def weighted_sum(
     first = torch.where(lost, torch.nan, 0.0)
     total = first.to(torch.float32).repeat(1, width)
     if count:
-        # Two buffers for all slots: fresh memory for each product costs more than the product.
-        gathered = rows.new_empty((slots.shape[0], width))
-        product = gathered if rows.dtype == torch.float32 else torch.empty_like(total)
-        weights = None if weights is None else weights.float()
-        for k in range(slots.shape[1]):
-            torch.index_select(rows, 0, slots[:, k], out=gathered)
+        # Few assignments are gathered and weighted at once, more of them slot by slot in the same two buffers: fresh
+        # memory for each product costs more than the product.
+        step = max(1, slots.shape[1]) if slots.numel() <= _AT_ONCE else 1
+        gathered = rows.new_empty((step * slots.shape[0], width))
+        product = gathered if rows.dtype == torch.float32 else torch.empty_like(gathered, dtype=torch.float32)
+        for start in range(0, slots.shape[1], step):
+            span = slice(start, start + step)
+            torch.index_select(rows, 0, slots.t()[span].flatten(), out=gathered)
             # Two operations on purpose: a fused multiply-add would skip the rounding of the product.
-            if weights is not None:
-                torch.mul(gathered, weights[:, k, None], out=product)
-            elif product is not gathered:
-                product.copy_(gathered)
+            torch.mul(gathered, 1.0 if weights is None else weights.float().t()[span].reshape(-1, 1), out=product)
             # The sum is never -0: adding +0 leaves its bits alone.
-            total.add_(product.masked_fill_(dropped[:, k, None], 0.0))
+            product.masked_fill_(dropped.t()[span].reshape(-1, 1), 0.0)
+            for own in product.view(step, *total.shape).unbind():
+                total.add_(own)
     if shared is not None:
         total.add_(shared)
     return total.to(out_dtype) if out is None else out.copy_(total)

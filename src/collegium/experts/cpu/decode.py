@@ -90,11 +90,6 @@ class PlainMatrix:
         experts, rows, columns = self.values.shape
         return experts, rows, columns
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return self.values.numel() * self.values.element_size()
-
     def tile_rows(self, dtype: torch.dtype, size: int) -> int:
         """Return how many rows one ``tile`` call should cover: all when no copy is needed."""
         rows, columns = self.values.shape[1:]
@@ -144,12 +139,6 @@ class CodeMatrix:
     def shape(self) -> tuple[int, int, int]:
         """(E, N, K)."""
         return self.codes.shape[0], self.codes.shape[1], self.columns
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors, without the table that all matrices of a format share."""
-        own = (t for t in (self.codes, self.scales, self.zeros, self.row_scale) if t is not None)
-        return sum(t.numel() * t.element_size() for t in own)
 
     @property
     def stored_columns(self) -> int:

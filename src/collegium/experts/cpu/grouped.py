@@ -40,6 +40,9 @@ __all__ = ["CpuExperts", "CpuGrouped", "cut_experts", "fast_activate"]
 # Weights in one decoded tile, 8 MiB of bfloat16: each call of the CPU library costs some 30 microseconds whatever
 # its size, so tiles that stay in the second-level cache lose more than they save (Xeon with AMX, November 2026).
 _TILE = 1 << 22
+# From here on the library takes several times as long in bfloat16 on a CPU with AVX2 alone (emulated with oneDNN's
+# ONEDNN_MAX_CPU_ISA, November 2026).
+_FLOAT32_ROWS = 3
 _CHUNK_ROWS = 512  # rows whose intermediate values are kept at once, unless one expert has more
 
 
@@ -52,12 +55,6 @@ class CpuExperts(Packed):
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
     activation: ActivationSpec
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of both matrices and the biases."""
-        biases = (b for b in (self.gate_up_bias, self.down_bias) if b is not None)
-        return self.gate_up.nbytes + self.down.nbytes + sum(b.numel() * b.element_size() for b in biases)
 
     def run(self, batch: ContiguousBatch, memory: Memory | None = None) -> Tensor:
         """Return ``[R, H]``; rows of dropped assignments are not written.
@@ -162,17 +159,18 @@ def _project(
     """Write ``x [r, K] @ matrix[e].T * row_scale + bias`` of every (expert, rows) of ``where`` into its tensor."""
     spans, out, scratch = where
     width = matrix.shape[1]
-    step = matrix.tile_rows(x.dtype, _TILE)
     x = matrix.arrange(x)
     for expert, span in spans:
-        own = x[span]
-        count = own.shape[0]
+        count = span.stop - span.start
+        wide = count >= _FLOAT32_ROWS and torch.backends.cpu.get_cpu_capability() == "AVX2"
+        own = x[span].float() if wide else x[span]
+        step = matrix.tile_rows(own.dtype, _TILE)
         # A single row is a matrix-vector product, which reads the weights faster.
-        result = x.new_empty(width, count) if count > 1 else x.new_empty(width)
+        result = own.new_empty(width, count) if count > 1 else own.new_empty(width)
         right = own.t().contiguous() if count > 1 else own[0]
         for begin in range(0, width, step):
             piece = slice(begin, min(begin + step, width))
-            weights = matrix.tile(expert, piece, x.dtype, scratch)
+            weights = matrix.tile(expert, piece, own.dtype, scratch)
             if count > 1:
                 torch.mm(weights, right, out=result[piece])
             else:

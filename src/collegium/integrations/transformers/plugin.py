@@ -15,7 +15,7 @@ from torch import nn
 from ...errors import InputError
 from ...formats.unquantised import FLOAT_FORMATS
 from ...layer import MoELayer
-from ...plan import plan
+from ...planning import plan
 from ...problem import Problem
 from ...runtime.devices import probe
 from ...runtime.memory import captured, captures

@@ -1,0 +1,53 @@
+"""Weights as GPTQ and AWQ leave them, for measurements: formats that are only read have no encoder of their own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+
+from ..formats import Int4Affine, Int4Ordered, Int8Affine, Int8Ordered
+from ..formats.codecs import in_groups, pack_nibbles, unpack_nibbles
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["INTEGERS", "affine", "ordered"]
+
+INTEGERS = {kind.name: kind for kind in (Int4Affine, Int8Affine, Int4Ordered, Int8Ordered)}
+
+
+def affine(weight: Tensor, bits: int, group: int = 128, dtype: torch.dtype = torch.float16) -> Int4Affine | Int8Affine:
+    """Return ``weight [..., N, K]`` in integers: each group's range over all codes, scales in ``dtype``."""
+    columns, most = weight.shape[-1], (1 << bits) - 1
+    groups = in_groups(weight.float(), min(group, columns))
+    low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    scales = ((high - low) / most).clamp(min=1e-6).to(dtype)
+    zeros = (-low / scales.float()).round().clamp(0, most)
+    codes = (groups / scales.float().unsqueeze(-1) + zeros.unsqueeze(-1)).round().clamp(0, most)
+    kind = Int4Affine if bits == 4 else Int8Affine
+    return kind(
+        shape=tuple(weight.shape),
+        codes=_packed(codes.to(torch.uint8).flatten(-2)[..., :columns], bits),
+        scales=scales,
+        zeros=zeros.to(torch.uint8),
+        group_size=min(group, columns),
+    )
+
+
+def ordered(weight: Tensor, bits: int, group: int = 128, seed: int = 0) -> Int4Ordered | Int8Ordered:
+    """Return ``weight [..., N, K]`` with columns that one random order assigns to groups."""
+    columns = weight.shape[-1]
+    order = torch.randperm(columns, generator=torch.Generator().manual_seed(seed)).to(weight.device)
+    plain = affine(weight[..., order], bits, group)
+    codes = (unpack_nibbles(plain.codes) if bits == 4 else plain.codes)[..., order.argsort()]
+    group_of = (order.argsort() // plain.group_size).int().expand(*weight.shape[:-2], columns).contiguous()
+    kind: Any = Int4Ordered if bits == 4 else Int8Ordered
+    tensors = replace(plain, codes=_packed(codes, bits)).tensors()
+    return kind(shape=plain.shape, group_size=plain.group_size, group_of=group_of, **tensors)
+
+
+def _packed(codes: Tensor, bits: int) -> Tensor:
+    return pack_nibbles(functional.pad(codes, (0, codes.shape[-1] % 2))) if bits == 4 else codes.contiguous()

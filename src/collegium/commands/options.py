@@ -1,0 +1,82 @@
+"""Options that several commands take, and what their texts mean. Nothing here needs torch until a text is read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from ..errors import InputError
+from .cached import cached_model
+
+if TYPE_CHECKING:
+    from .measure import Ceilings
+
+__all__ = [
+    "ACTIVATIONS",
+    "FORMATS",
+    "HELP",
+    "KERNELS",
+    "Activations",
+    "Device",
+    "Format",
+    "Kernel",
+    "Model",
+    "Steps",
+    "Trace",
+    "ceilings_of",
+    "formats_of",
+    "numbers",
+]
+
+HELP = {"help_option_names": ["-h", "--help"]}
+N = TypeVar("N", int, float)
+# Their values are written out, as looking them up would take a second; a test compares them.
+FORMATS = "bf16, fp16, fp32, fp8_block, fp8_tensor, fp8_channel, mxfp8, mxfp4, nvfp4 or int4_group"
+ACTIVATIONS = "fp32, bf16, fp16, fp8_group128, fp8_group128_pow2, fp8_token, mxfp8 or nvfp4"
+KERNELS = "triton_fp8, triton_w4a8, triton_w4a16, triton_w8a16, triton_bf16, cpu_fused, cpu_grouped or reference"
+Device = Annotated[str | None, typer.Option(help="cpu or cuda; the best device of this machine when left out.")]
+Format = Annotated[str | None, typer.Option("--format", help=f"Encode the experts into this format first: {FORMATS}.")]
+Kernel = Annotated[str | None, typer.Option(help=f"Force this experts kernel; it runs or refuses: {KERNELS}.")]
+Activations = Annotated[str | None, typer.Option(help=f"Force this activation format: {ACTIVATIONS}.")]
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="Folder with config.json and safetensors files, or the id of a model in the cache of Hugging Face.",
+        callback=cached_model,
+    ),
+]
+Trace = Annotated[str, typer.Argument(help="File that `collegium balance record` wrote.")]
+Steps = Annotated[int | None, typer.Option(min=2, help="Stop after so many steps.")]
+
+
+def numbers(option: str, text: str, kind: type[N], *, least: int | None = None) -> list[N]:
+    """Return the numbers in ``text``, positive or at least ``least``; raises InputError, which names ``option``."""
+    try:
+        found = [kind(piece) for piece in text.split(",")]
+    except ValueError as error:
+        raise InputError(f"{option} {text!r}: numbers separated by commas are needed") from error
+    if not all(number > 0 if least is None else number >= least for number in found):
+        allowed = "positive" if least is None else f"at least {least}"
+        raise InputError(f"{option} {text!r}: every number must be {allowed}")
+    return found
+
+
+def formats_of(text: str) -> tuple[str, str]:
+    """Return the formats that ``weights[:activations]`` names; raises SpecError and InputError for unknown ones."""
+    from ..formats import by_name
+    from ..ops.quantize import activation_format
+    from .bench import recipe_of
+
+    weights, activations = recipe_of(text)
+    return by_name(weights).name, activation_format(activations).name
+
+
+def ceilings_of(text: str) -> Ceilings:
+    """Return what a machine can do at most, from three numbers as in ``--help``; raises InputError."""
+    from .measure import Ceilings
+
+    given = numbers("--ceilings", text, float)
+    if len(given) != 3:
+        raise InputError(f"--ceilings {text!r}: three numbers are needed, such as 4.6,797,1329")
+    return Ceilings(bandwidth=given[0] * 1e12, rate_16=given[1] * 1e12, rate_8=given[2] * 1e12)

@@ -1,0 +1,345 @@
+"""Experts of codes of four to eight bits on a CPU with AVX2 or more, decoded in the cache and multiplied by Numba.
+
+For the rows of one expert, with bfloat16 x::
+
+    q  = bfloat16(x * input_weight)
+    gu = (weights(gate_up) @ q.T) * factor + bias      weights and q bfloat16, sums and the rest float32
+    h  = bfloat16(activation(gu))
+    y  = (weights(down) @ h.T) * factor + bias         float32
+
+A row's bits depend on the row and the machine alone, not on other rows, nor on the threads.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from ...formats import Bnb4, Gguf, Int4Affine, Int4Group, Int4Ordered, Int8Affine, Int8Ordered, MxFp4, NvFp4
+from ...formats.codecs import E2M1_VALUES, pack_nibbles, relative_e8m0, unpack_nibbles
+from ..base import ExpertKernel, Packed, Tiling, refuse_codes, with_each
+from .grouped import cut_experts, fast_activate
+from .stored import by_row, flat, refuse_faults
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from ...formats import Payload
+    from ...problem import ExpertsProblem
+    from ...runtime.memory import Memory, Regions
+    from ...types import ActivationSpec, ContiguousBatch, ExpertWeights
+
+__all__ = ["CpuFused", "FusedExperts", "FusedMatrix", "pack_fused"]
+
+_FORMATS = (MxFp4, NvFp4, Int4Group, Int4Affine, Int8Affine, Int4Ordered, Int8Ordered, Bnb4, Gguf)
+_TASK = 64  # rows of weights that are decoded at once
+_COLUMNS = 32  # columns of a tile
+_LOW = 0x0F0F0F0F0F0F0F0F  # low nibbles of eight bytes
+_LARGEST = 127  # exponent field of 1, which the largest scale of a row of MXFP4 becomes
+# In the order of ``kernels.cpu_fused.SCALES``; uint8 is E8M0.
+_SCALES = (torch.uint8, torch.float8_e4m3fn, torch.int8, torch.bfloat16, torch.float16, torch.float32)
+_TENSORS = ("codes", "scales", "supers", "values", "order", "factors", "bias")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FusedMatrix:
+    """One projection of all experts, sixteen rows side by side, for codes of b bits.
+
+    codes: uint8 ``[E, Np/16, Kp/2, 4 b]``, in the layout of ``kernels.cpu_fused``. scales: ``[E, Np/16, G, 16]``, or
+    ``[E, Np/16, G, 32]`` with what ``shift`` says (``SHIFTS`` there) behind them. supers: float16 ``[E, Np/16, Kp/256,
+    16 or 32]``, which multiply int8 scales, or None. values: float32 ``[E, 16]``, what the lower four bits of a code
+    mean; to codes of eight bits the first is added. order: int64 ``[E, Kp]``, the column of x for each column of codes,
+    K for none; None where they are in order. factors: float32 ``[E, Np]`` of the result, or None. bias: likewise.
+    rows: N. group: pairs of columns of a scale.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    supers: Tensor | None
+    values: Tensor
+    order: Tensor | None = None
+    factors: Tensor | None
+    bias: Tensor | None
+    shift: str = "none"
+    rows: int
+    group: int
+
+    def multiply(self, x: Tensor, experts: Tensor, bounds: Tensor) -> Tensor:
+        """Return ``[r, Np]`` float32 for ``x [r, K]`` bfloat16; columns from N on mean nothing.
+
+        experts: int64, those that have rows. bounds: int64, where the rows of each begin, and the end.
+        """
+        kernel: Any = import_module("collegium.kernels.cpu_fused")
+        tiles, threads = kernel.has_tiles(), torch.get_num_threads()
+        panels, pairs, wide = self.codes.shape[1:]
+        if self.order is not None:
+            rows = functional.pad(x, (0, 1)).split(bounds.diff().tolist())
+            x = torch.cat([own.index_select(1, order) for own, order in zip(rows, self.order[experts], strict=True)])
+        elif x.shape[1] != 2 * pairs:
+            x = functional.pad(x, (0, 2 * pairs - x.shape[1]))
+        out = (torch.empty if tiles else torch.zeros)(x.shape[0], panels * 16, dtype=torch.float32)
+        scratch = torch.empty(threads, _scratch_bytes(2 * pairs), dtype=torch.uint8)
+        tensors = {name: getattr(self, name) for name in _TENSORS}
+        tensors |= {"experts": experts, "bounds": bounds, "x": x.contiguous(), "out": out, "scratch": scratch}
+        fields = {name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None}
+        blocks, kind, shift = panels * 16 // _TASK, _SCALES.index(self.scales.dtype), kernel.SHIFTS.index(self.shift)
+        fields |= {"tasks": experts.numel() * blocks, "blocks": blocks, "bits": wide // 4, "pairs": pairs}
+        fields |= {"kind": kind, "shift": shift, "tiles": tiles, "line": self.scales[0, 0, 0].nbytes}
+        fields |= {"group": self.group, "groups": self.scales.shape[2]}
+        kernel.run(np.array([fields.get(name, 0) for name in kernel.FIELDS], dtype=np.int64), threads)
+        return out
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FusedExperts(Packed):
+    """Both matrices as the kernel reads them, gate and up apart where their columns or tables differ.
+
+    The memory of a batch is torch's own.
+    """
+
+    gate_up: tuple[FusedMatrix, ...]
+    down: FusedMatrix
+    activation: ActivationSpec
+
+    def run(self, batch: ContiguousBatch, memory: Memory | None = None) -> Tensor:
+        """Return ``[R, H]`` float32; rows of dropped assignments are not written."""
+        refuse_codes(batch, CpuFused.name)
+        rows = torch.empty(batch.source.numel(), self.down.rows, dtype=torch.float32)
+        offsets: list[int] = batch.expert_offsets.tolist()
+        with torch.inference_mode():
+            for first, last in cut_experts(offsets):
+                start, stop = offsets[first], offsets[last]
+                x = batch.x.index_select(0, batch.source[start:stop])
+                if batch.input_weights is not None:
+                    x = (x.float() * batch.input_weights[start:stop, None]).to(x.dtype)
+                active = [first + i for i, (a, b) in enumerate(pairwise(offsets[first : last + 1])) if b > a]
+                bounds = torch.tensor([*(offsets[e] - start for e in active), stop - start])
+                where = torch.tensor(active), bounds
+                inner = [matrix.multiply(x, *where)[:, : matrix.rows] for matrix in self.gate_up]
+                inner = torch.cat(inner, dim=1) if len(inner) > 1 else inner[0]
+                hidden = fast_activate(inner, self.activation).to(x.dtype)
+                rows[start:stop] = self.down.multiply(hidden, *where)[:, : self.down.rows]
+        return rows
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> FusedExperts:
+        *gate_up, down = (with_each(matrix, change, *_TENSORS) for matrix in (*self.gate_up, self.down))
+        return FusedExperts(gate_up=tuple(gate_up), down=down, activation=self.activation)
+
+
+class CpuFused(ExpertKernel):
+    """Codes of four to eight bits and bfloat16 activations on a CPU with AVX2, AVX-512 or AMX."""
+
+    name = "cpu_fused"
+    capturable = False
+    takes_codes = False
+
+    def refuse(self, problem: ExpertsProblem) -> str | None:
+        """Refuse other devices, weights and activations, machines without AVX2, and a missing Numba."""
+        asked, names = problem.activation_format, [known.name for known in _FORMATS]
+        if problem.device.kind != "cpu":
+            return f"asked for {problem.device.kind}; it needs a CPU"
+        if problem.weight_format not in names:
+            return f"asked for {problem.weight_format} weights; it takes {', '.join(names)}"
+        if problem.weight_format == Bnb4.name and (problem.hidden % 2 or problem.intermediate % 2):
+            return f"asked for bnb4 and widths {problem.hidden} and {problem.intermediate}; it takes even ones"
+        if asked != "bf16" or problem.dtype != "bf16":
+            return f"asked for {asked} activations and {problem.dtype} input; it takes bf16 for both"
+        if sys.platform != "linux" or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+            found = f"{torch.backends.cpu.get_cpu_capability()} on {sys.platform}"
+            return f"found {found}; it needs AVX2 or AVX512 on linux"
+        if find_spec("numba") is None:
+            return "found no Numba; install it with: pip install 'collegium[cpu]'"
+        return None
+
+    def tiling(self, problem: ExpertsProblem) -> Tiling:
+        """Return no tiles of tokens: one expert after the other."""
+        return Tiling()
+
+    def regions(self, problem: ExpertsProblem) -> Regions:
+        """Return the decoded rows of each thread, and the rows of the largest batch all routed to one expert."""
+        # Groups of a part of the columns in activation order are filled up to the largest.
+        longest = max(problem.hidden, problem.intermediate) * (3 if problem.weight_format.endswith("_ordered") else 1)
+        threads = max(problem.device.threads, torch.get_num_threads())
+        return {"tile": threads * _scratch_bytes(longest), "rows": max(1, problem.rows) * _row_bytes(problem)}
+
+    def pack(self, weights: ExpertWeights[Payload], problem: ExpertsProblem) -> FusedExperts:
+        """Lay the codes out anew, one expert at a time.
+
+        Biases become float32. Raises BadScaleError for scales or codes the format forbids.
+        """
+        parts = _parts(weights.gate_up, weights.gate_up_bias)
+        return FusedExperts(
+            gate_up=tuple(pack_fused(payload, bias, "gate_up") for payload, bias in parts),
+            down=pack_fused(weights.down, weights.down_bias, "down"),
+            activation=problem.activation,
+        )
+
+
+def _parts(payload: Payload, bias: Tensor | None) -> list[tuple[Payload, Tensor | None]]:
+    """Return ``payload [E, P, N, K]`` and its bias, or those of each part where tables or orders of columns differ."""
+    stored = payload.tensors()
+    own = [tensor for name, tensor in stored.items() if name in ("table", "group_of")]
+    if all(bool((tensor == tensor[:, :1]).all()) for tensor in own):
+        return [(payload, bias)]
+
+    def part(index: int) -> tuple[Payload, Tensor | None]:
+        tensors = {name: tensor[:, index] for name, tensor in stored.items()}
+        made = replace(payload, shape=(payload.shape[0], *payload.shape[2:]), **tensors)
+        return made, None if bias is None else bias[:, index]
+
+    return [part(index) for index in range(payload.shape[1])]
+
+
+def pack_fused(payload: Payload, bias: Tensor | None, name: str) -> FusedMatrix:
+    """Return ``payload`` of logical shape ``[E, N, K]`` or ``[E, P, N, K]`` as the kernel reads it; parts become rows.
+
+    Raises BadScaleError for scales or codes the format forbids.
+    """
+    if isinstance(payload, Gguf) and not payload.kind.halves:
+        payload = MxFp4.from_parts({".weight": payload.blocks}, storage="gguf", shape=payload.shape)
+    refuse_faults(payload, name)
+    lines, more = _lines(payload)
+    experts, order, factors, supers = payload.shape[0], more.get("order"), more.get("factors"), more.pop("supers", None)
+    columns, bits = payload.shape[-1] if order is None else order.shape[1], more.pop("bits", 4)
+    pairs, height = -(-columns // _COLUMNS) * _COLUMNS // 2, -(-lines.shape[1] // _TASK) * _TASK
+    size = 2 * pairs if more["group"] >= columns else more["group"]
+
+    def per_row(tensor: Tensor | None) -> Tensor | None:
+        wide = None if tensor is None else tensor.reshape(experts, -1).float()
+        return None if wide is None else functional.pad(wide, (0, height - wide.shape[1]))
+
+    more |= {"rows": lines.shape[1], "group": size // 2, "factors": per_row(factors), "bias": per_row(bias)}
+    return FusedMatrix(
+        codes=_each(experts, lambda expert: _laid(_codes(payload, expert, bits, order), bits, height, pairs)),
+        scales=_each(experts, lambda expert: _lanes(lines[expert], height, -(-2 * pairs // size))),
+        supers=None if supers is None else _each(experts, lambda e: _lanes(supers[e], height, supers.shape[2])),
+        values=more.pop("values").float().expand(experts, 16).contiguous(),
+        **more,
+    )
+
+
+def _lines(payload: Payload) -> tuple[Tensor, dict[str, Any]]:
+    """Return the scales ``[E, N, G, 1]``, or ``[E, N, G, 2]`` with what is behind them, and more of a ``FusedMatrix``.
+
+    Its group is in columns, its supers are ``[E, N, Kp/256, 1 or 2]``; bits: of a code that has not four.
+    """
+    experts, numbers = payload.shape[0], torch.arange(16.0)
+    match payload:
+        case MxFp4():
+            lines, largest = relative_e8m0(flat(payload.scales, experts), _LARGEST)
+            return lines[..., None], {"values": torch.tensor(E2M1_VALUES), "group": 32, "factors": largest}
+        case NvFp4():
+            scale = payload.global_scale.float()
+            factors = by_row(scale.reciprocal() if payload.global_divides else scale, payload.shape)
+            lines = flat(payload.scales, experts).view(torch.float8_e4m3fn)
+            return lines[..., None], {"values": torch.tensor(E2M1_VALUES), "group": 16, "factors": factors}
+        case Int4Affine() | Int8Affine() | Int4Ordered() | Int8Ordered():
+            scales = _plain(flat(payload.scales, experts))
+            # Zeros are at most 255, which bfloat16 holds.
+            lines = torch.stack((scales, flat(payload.zeros, experts).to(scales.dtype)), dim=-1)
+            more = {"values": numbers, "bits": payload.bits, "shift": "zeros", "group": payload.group_size}
+            if isinstance(payload, Int4Affine | Int8Affine):
+                return lines, more
+            group_of = payload.group_of.reshape(experts, -1, payload.shape[-1])[:, 0].long()
+            order, size = _order(group_of, payload.group_size)
+            own = functional.pad(group_of, (0, 1)).gather(1, order[:, ::size])[:, None, :, None]
+            return lines.gather(2, own.expand(-1, lines.shape[1], -1, 2)), {**more, "order": order, "group": size}
+        case Gguf():
+            halves, steps = payload.lines()
+            supers = _plain(halves).view(experts, -1, payload.blocks.shape[-2], halves.shape[-1])
+            more: dict[str, Any] = {"values": numbers - payload.kind.zero, "bits": payload.kind.bits}
+            more |= {"group": payload.kind.elements, "shift": "offsets" if halves.shape[-1] > 1 else "none"}
+            if steps is None:
+                return supers, more
+            # Steps of a second half are subtracted.
+            lines = steps * torch.tensor([1, -1], dtype=torch.int8)[: halves.shape[-1]]
+            more |= {"supers": supers, "group": payload.kind.elements // steps.shape[1]}
+            return lines.view(*supers.shape[:2], -1, halves.shape[-1]), more
+        case _:
+            assert isinstance(payload, Int4Group | Bnb4)
+            values = payload.table.reshape(experts, -1, 16)[:, 0] if isinstance(payload, Bnb4) else numbers - 8
+            return _plain(flat(payload.scales, experts))[..., None], {"values": values, "group": payload.group_size}
+
+
+def _order(group_of: Tensor, largest: int) -> tuple[Tensor, int]:
+    """Return which of K columns lies in which place, int64 ``[E, Kp]`` with K for none, and how many share a scale.
+
+    group_of: int64 ``[E, K]``. The columns of a group lie side by side, in whole runs of at most ``largest``.
+    """
+    experts, columns = group_of.shape
+    by_group = group_of.argsort(dim=1, stable=True)
+    found = group_of.gather(1, by_group)
+    ranks = torch.arange(columns) - torch.searchsorted(found, found)
+    size = -(-min(largest, int(ranks.max()) + 1) // 2) * 2
+    runs = (ranks % size == 0).cumsum(1)
+    order = torch.full((experts, -(-int(runs.max()) * size // _COLUMNS) * _COLUMNS), columns)
+    return order.scatter_(1, (runs - 1) * size + ranks % size, by_group), size
+
+
+def _codes(payload: Any, expert: int, bits: int, order: Tensor | None) -> Tensor:
+    """Return uint8 codes ``[N, any]`` of an expert in its ``order``: pairs of four bits, the first low, or bytes."""
+    codes = payload[expert].codes() if isinstance(payload, Gguf) else payload.codes[expert]
+    codes = codes.view(torch.uint8).reshape(-1, codes.shape[-1])
+    if order is not None:
+        codes = (unpack_nibbles(codes) if bits == 4 else codes)[:, : payload.shape[-1]]
+        codes = functional.pad(codes, (0, 1)).index_select(1, order[expert])
+    return pack_nibbles(codes) if bits == 4 and (order is not None or isinstance(payload, Gguf)) else codes
+
+
+def _each(count: int, make: Callable[[int], Tensor]) -> Tensor:
+    """Return ``[count, ...]`` of ``make(i)``, one at a time."""
+    first = make(0)
+    made = first.new_empty(count, *first.shape)
+    for i in range(count):
+        made[i] = make(i) if i else first
+    return made
+
+
+def _lanes(stored: Tensor, height: int, count: int) -> Tensor:
+    """Return ``[N, n, w]`` as ``[height / 16, count, 16 w]``: w times a number of sixteen rows; zeros fill up."""
+    made = stored.new_zeros(height, count, stored.shape[2])
+    made[: stored.shape[0], : stored.shape[1]] = stored[:, :count]
+    return made.view(-1, 16, count, stored.shape[2]).permute(0, 2, 3, 1).flatten(2)
+
+
+def _laid(codes: Tensor, bits: int, height: int, pairs: int) -> Tensor:
+    """Return the codes of an expert as ``[height / 16, pairs, 4 bits]``, in the layout of ``kernels.cpu_fused``."""
+    wide = pairs if bits == 4 else 2 * pairs
+    made = codes.new_zeros(height, wide)
+    made[: codes.shape[0], : codes.shape[1]] = codes[:, :wide]
+    if bits == 4:
+        first, second = made.view(-1, 16, pairs).transpose(1, 2).contiguous().view(torch.int64).split(1, dim=-1)
+        even, odd = first & _LOW | (second & _LOW) << 4, first >> 4 & _LOW | second & ~_LOW
+        return torch.stack((even.view(torch.uint8), odd.view(torch.uint8)), dim=-1).flatten(2)
+    made = made.view(-1, 16, pairs, 2).transpose(1, 2).flatten(2)
+    planes = [made] if bits == 8 else [made[..., :16] & 15 | made[..., 16:] << 4]
+    for plane in range(4, bits if bits < 8 else 4):
+        eight = (made >> plane & 1).unflatten(2, (4, 8)) << torch.arange(8, dtype=torch.uint8)
+        planes.append(eight.sum(-1, dtype=torch.uint8))
+    return torch.cat(planes, dim=-1)
+
+
+def _plain(scales: Tensor) -> Tensor:
+    """Return scales with plain NaNs: rounding to bfloat16 would carry into the sign of a NaN of many ones."""
+    return scales.masked_fill(scales.isnan(), torch.nan)
+
+
+def _scratch_bytes(columns: int) -> int:
+    """Bytes of a thread: a task in bfloat16."""
+    return 2 * _TASK * (-(-columns // _COLUMNS) * _COLUMNS)
+
+
+def _row_bytes(problem: ExpertsProblem) -> int:
+    hidden, wide = problem.hidden + _TASK, problem.intermediate + _TASK
+    # Per row: x gathered, filled up and in another order, gate_up, its activation in two precisions, the result twice.
+    return 4 * (8 * hidden + (2 * problem.parts + 7) * wide)

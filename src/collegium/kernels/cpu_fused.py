@@ -1,0 +1,445 @@
+"""Products with quantised weights on a CPU, as machine code that Numba makes at the first use and keeps on disk.
+
+Shape letters: E experts, N output rows, K input columns, r rows of x, G groups, b bits of a code.
+
+Sixteen rows of weights lie side by side, a panel: ``[N / 16, K / 2, 4 b]`` bytes. A pair of columns is 32 codes in the
+order of the bfloat16 numbers they become: row 0 of columns 2k and 2k + 1, row 1 of both, and so on. Codes of up to six
+bits are 16 bytes, the first half in the low nibbles and the second in the high ones, then for each further bit four
+bytes with one bit of each; codes of eight bits are 32 bytes.
+
+Four panels are a task. They are decoded whole into bfloat16 pairs ``[K / 2, 16]`` that stay in the second-level cache,
+then multiplied by all rows of x of their expert, sixteen at a time with AMX or a few at a time with products of pairs
+or fused multiply-adds. Either way a sum runs over k in order and sees no other row, so a row's bits are its own.
+
+Tasks are shared out by a counter to threads of the OpenMP runtime that torch itself uses: a second pool would wait for
+torch's threads, which spin for a while after each of its operations. Where that runtime is not found, threads of
+Python's are started for each call.
+"""
+
+import ctypes
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+import llvmlite.binding as llvm
+import llvmlite.ir as ir
+import numpy as np
+import torch
+from numba import cfunc, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+__all__ = ["FIELDS", "LANES", "PANELS", "SCALES", "SHIFTS", "has_tiles", "run"]
+
+LANES = 16  # rows of a panel: 32-bit lanes of a register
+PANELS = 4  # panels of a task: four sums that do not wait for each other hide the latency of a product
+SCALES = ("e8m0", "e4m3", "int8", "bf16", "fp16", "fp32")  # what scales are; int8: times a float16 for 256 columns
+# What lies behind sixteen scales: zeros, which are subtracted from codes, or offsets, which are added to products.
+SHIFTS = ("none", "zeros", "offsets")
+_SPAN = 128  # pairs of columns of a float16 that int8 scales are multiplied by
+_PIECE = 64  # pairs of columns, 16 KiB of a task in bfloat16
+_TILE_ROWS = 16  # of x
+# Rows of x at a time without AMX: more than four, and LLVM keeps sums in memory, though 32 registers would hold them.
+_FEW, _MORE = 1, 4
+
+# What a call is told, 64-bit numbers; addresses are of contiguous tensors. task, thread: counters that threads share.
+# experts, bounds: int64, the experts that have rows, the first row of each, and the end. blocks: tasks of an expert.
+# kind, shift: places in SCALES and SHIFTS. line: bytes of a row of scales. values: float32 [E, 16], what the lower four
+# bits of a code mean; to codes of eight bits the first is added. group: pairs of columns of a scale. factors, bias:
+# float32 [E, N], or 0. x: bfloat16 [r, K]. out: float32 [r, N], zeros without tiles. scratch: a task in bfloat16 for
+# each thread. shapes: 64 bytes for each count of rows, what AMX is told of its tiles.
+FIELDS = (
+    "task", "thread", "tasks", "experts", "bounds", "blocks", "codes", "bits", "scales", "supers", "kind", "shift",
+    "line", "values", "group", "groups", "pairs", "factors", "bias", "x", "out", "scratch", "tiles", "shapes",
+)  # fmt: skip
+(
+    TASK, THREAD, TASKS, EXPERTS, BOUNDS, BLOCKS, CODES, BITS, SCALES_AT, SUPERS, KIND, SHIFT,
+    LINE, VALUES, GROUP, GROUPS, PAIRS, FACTORS, BIAS, X, OUT, SCRATCH, TILES, SHAPES,
+) = range(len(FIELDS))  # fmt: skip
+
+_I1, _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
+_BYTES, _SHORTS, _WORDS, _HALVES, _FLOATS = (
+    ir.VectorType(kind, LANES) for kind in (_I8, _I16, _I32, ir.HalfType(), ir.FloatType())
+)
+
+
+@cache
+def _host(feature):
+    """Return whether this CPU has ``feature``; what is compiled, and kept on disk, depends on nothing else."""
+    return bool(llvm.get_host_cpu_features().get(feature))
+
+
+@cache
+def has_tiles():
+    """Return whether this CPU multiplies tiles of bfloat16 (AMX) and the system lets this process do it."""
+    return _host("amx-bf16") and bool(torch.cpu._init_amx())
+
+
+def _at(builder, address, kind):
+    return builder.inttoptr(address, kind.as_pointer())
+
+
+def _load(builder, address, kind):
+    found = builder.load(_at(builder, address, kind))
+    found.align = 1
+    return found
+
+
+def _store(builder, value, address):
+    builder.store(value, _at(builder, address, value.type)).align = 1
+
+
+def _word(number, kind=_WORDS):
+    return ir.Constant(kind, [number] * LANES)
+
+
+def _number(number):
+    return ir.Constant(_I64, number)
+
+
+def _call(builder, name, result, *arguments):
+    kind = ir.FunctionType(result, [a.type for a in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
+
+
+def _fetch(builder, address):
+    """Have the cache fetch what is at ``address``, if anything is there."""
+    how = (ir.Constant(_I32, own) for own in (0, 3, 1))
+    _call(builder, "llvm.prefetch.p0i8", ir.VoidType(), _at(builder, address, _I8), *how)
+
+
+def _instruction(emit):
+    """Make an intrinsic of ``emit(builder, *numbers)``, which emits code and returns a 64-bit number or nothing."""
+
+    def make(context, builder, signature, arguments):
+        found = emit(builder, *arguments)
+        return _number(0) if found is None else found
+
+    names = emit.__code__.co_varnames[1 : emit.__code__.co_argcount]
+    found = types.intp(*[types.intp] * len(names)), make
+    # Numba reads how many arguments there are from the signature.
+    return intrinsic(eval(f"lambda {', '.join(('typing', *names))}: found", {"found": found}))
+
+
+@_instruction
+def _field(builder, job, index):
+    return _load(builder, builder.add(job, builder.mul(index, _number(8))), _I64)
+
+
+@_instruction
+def _next(builder, address):
+    return builder.atomic_rmw("add", _at(builder, address, _I64), _number(1), "monotonic")
+
+
+def _is(builder, number, wanted):
+    return builder.icmp_signed("==", number, _number(wanted))
+
+
+def _scale(builder, kind, scales, supers):
+    """Return sixteen scales, or what lies behind them, as float32."""
+    if kind == "bf16":
+        return builder.bitcast(builder.shl(builder.zext(_load(builder, scales, _SHORTS), _WORDS), _word(16)), _FLOATS)
+    if kind == "fp16":
+        return builder.fpext(_load(builder, scales, _HALVES), _FLOATS)
+    if kind == "fp32":
+        return _load(builder, scales, _FLOATS)
+    stored = _load(builder, scales, _BYTES)
+    if kind == "int8":
+        return builder.fmul(builder.sitofp(stored, _FLOATS), builder.fpext(_load(builder, supers, _HALVES), _FLOATS))
+    if kind == "e8m0":
+        return builder.bitcast(builder.shl(builder.zext(stored, _WORDS), _word(23)), _FLOATS)
+    # Exponent biases 7 and 15; subnormal halves convert fast and exactly, even where a caller has torch flush others.
+    code = builder.shl(builder.zext(stored, _SHORTS), _word(7, _SHORTS))
+    return builder.fmul(builder.fpext(builder.bitcast(code, _HALVES), _FLOATS), _word(2.0**8, _FLOATS))
+
+
+class _BFloats(ir.Type):
+    """Thirty-two bfloat16, a type that the builder of instructions does not know."""
+
+    def _to_string(self):
+        return "<32 x bfloat>"
+
+
+_PAIRS = _BFloats()
+
+
+def _rounded(builder, first, second):
+    """Return thirty-two numbers, rounded to nearest even, as bfloat16 in 32-bit lanes of two."""
+    if _host("avx512bf16"):
+        name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+        return builder.bitcast(_call(builder, name, _PAIRS, second, first), _WORDS)
+
+    def upper(number):
+        bits = builder.bitcast(number, _WORDS)
+        odd = builder.and_(builder.lshr(bits, _word(16)), _word(1))
+        return builder.bitcast(builder.add(builder.add(bits, _word(0x7FFF)), odd), ir.VectorType(_I16, 2 * LANES))
+
+    order = ir.Constant(ir.VectorType(_I32, 2 * LANES), list(range(1, 4 * LANES, 2)))
+    return builder.bitcast(builder.shuffle_vector(upper(first), upper(second), order), _WORDS)
+
+
+def _look_up(builder, table, code):
+    """Return sixteen numbers of ``table``, which the lower four bits of ``code`` name."""
+    if _host("avx512f"):
+        return _call(builder, "llvm.x86.avx512.permvar.sf.512", _FLOATS, table, code)
+    orders = [ir.Constant(ir.VectorType(_I32, 8), list(range(start, start + 8))) for start in (0, 8)]
+    tables, codes = ([builder.shuffle_vector(own, own, order) for order in orders] for own in (table, code))
+    found = [[_call(builder, "llvm.x86.avx2.permps", own.type, own, eight) for eight in codes] for own in tables]
+    low, high = (builder.shuffle_vector(*both, ir.Constant(_WORDS, list(range(LANES)))) for both in found)
+    return builder.select(builder.trunc(builder.lshr(code, _word(3)), ir.VectorType(_I1, LANES)), high, low)
+
+
+def _numbers(builder, place, bits, table):
+    """Return both halves of 32 codes as float32: up to six bits as ``table`` says, eight as they are."""
+    low = builder.zext(_load(builder, place, _BYTES), _WORDS)
+    if bits == 8:
+        high = builder.zext(_load(builder, builder.add(place, _number(LANES)), _BYTES), _WORDS)
+        return [builder.sitofp(own, _FLOATS) for own in (low, high)]
+    found = []
+    for half, code in enumerate((low, builder.lshr(low, _word(4)))):
+        number = _look_up(builder, table, code)
+        for plane in range(4, bits):
+            at = builder.add(place, _number(LANES + 4 * (plane - 4) + 2 * half))
+            more = builder.bitcast(_load(builder, at, _I16), ir.VectorType(_I1, LANES))
+            number = builder.select(more, builder.fadd(number, _word(2.0**plane, _FLOATS)), number)
+        found.append(number)
+    return found
+
+
+@_instruction
+def _decode(builder, kind, bits, shift, codes, count, values, scales, supers, out):
+    """Decode ``count`` pairs of columns of sixteen rows under one row of scales."""
+    rooms = [cgutils.alloca_once(builder, _FLOATS) for _ in range(2)]
+    _fetch(builder, builder.add(scales, _number(256)))
+    builder.store(_word(0.0, _FLOATS), rooms[1])
+    for place, (name, wide) in enumerate(zip(SCALES, (1, 1, 1, 2, 2, 4), strict=True)):
+        with builder.if_then(_is(builder, kind, place)):
+            builder.store(_scale(builder, name, scales, supers), rooms[0])
+            with builder.if_then(builder.icmp_signed("!=", shift, _number(0))):
+                behind = builder.add(scales, _number(LANES * wide)), builder.add(supers, _number(2 * LANES))
+                builder.store(_scale(builder, name, *behind), rooms[1])
+    (scale, behind), table = (builder.load(room) for room in rooms), _load(builder, values, _FLOATS)
+    zeros = _is(builder, shift, SHIFTS.index("zeros"))
+    first = builder.select(_is(builder, bits, 8), builder.shuffle_vector(table, table, _word(0)), _word(0.0, _FLOATS))
+    start = builder.select(zeros, builder.fsub(first, behind), first)
+    offset = builder.select(zeros, _word(0.0, _FLOATS), behind)
+    # A scale of at most 18 bits times a zero is exact, and subtracting it later costs nothing.
+    wide = builder.and_(zeros, _is(builder, kind, SCALES.index("fp32")))
+    offset = builder.select(wide, offset, _call(builder, "llvm.fma.v16f32", _FLOATS, start, scale, offset))
+
+    def halves(vector):
+        orders = ([lane // 2 + start for lane in range(LANES)] for start in (0, LANES // 2))
+        return [builder.shuffle_vector(vector, vector, ir.Constant(_WORDS, own)) for own in orders]
+
+    lines = list(zip(halves(start), halves(scale), halves(offset), strict=True))
+    for own, apart in ((4, 0), (5, 0), (6, 0), (8, 0), (4, 1), (8, 1)):
+        taken = builder.and_(_is(builder, bits, own), _is(builder, builder.zext(wide, _I64), apart))
+        with builder.if_then(taken), cgutils.for_range(builder, count) as loop:
+            pair, place = [], builder.add(codes, builder.mul(loop.index, _number(4 * own)))
+            _fetch(builder, builder.add(place, _number(4 * own * _PIECE)))
+            for number, (begin, *line) in zip(_numbers(builder, place, own, table), lines, strict=True):
+                number = builder.fadd(number, begin) if apart else number
+                pair.append(_call(builder, "llvm.fma.v16f32", _FLOATS, number, *line))
+            _store(builder, _rounded(builder, *pair), builder.add(out, builder.mul(loop.index, _number(4 * LANES))))
+
+
+def _tile(builder, name, *arguments):
+    """Call an AMX instruction, where the CPU has it: numbers are tiles, the rest addresses and strides."""
+    if not _host("amx-bf16"):
+        return
+    given = [ir.Constant(_I8, own) if isinstance(own, int) else own for own in arguments]
+    _call(builder, f"llvm.x86.{name}", ir.VoidType(), *given)
+
+
+@_instruction
+def _configure(builder, shapes):
+    _tile(builder, "ldtilecfg", _at(builder, shapes, _I8))
+
+
+@_instruction
+def _release(builder):
+    _tile(builder, "tilerelease")
+
+
+@_instruction
+def _clear_tiles(builder):
+    for own in range(PANELS):
+        _tile(builder, "tilezero", own)
+
+
+@_instruction
+def _add_tiles(builder, x, x_stride, weights, panel, steps):
+    """Add the product of a tile of rows with ``steps`` times 32 columns of four panels, ``panel`` bytes apart."""
+    apart = [builder.add(weights, builder.mul(panel, _number(own))) for own in range(PANELS)]
+    with cgutils.for_range(builder, steps) as loop:
+        columns = builder.add(x, builder.mul(loop.index, _number(64)))
+        _tile(builder, "tileloadd64", 4, _at(builder, columns, _I8), x_stride)
+        for own, start in enumerate(apart):
+            rows, room = builder.add(start, builder.mul(loop.index, _number(1024))), 5 + own % 3
+            _tile(builder, "tileloadd64", room, _at(builder, rows, _I8), _number(64))
+            _tile(builder, "tdpbf16ps", own, 4, room)
+
+
+@_instruction
+def _store_tiles(builder, out, out_stride):
+    for own in range(PANELS):
+        _tile(builder, "tilestored64", own, _at(builder, builder.add(out, _number(64 * own)), _I8), out_stride)
+
+
+def _products(builder, place, words, rooms):
+    """Add the products of the pair at ``place`` with ``words``, sixteen pairs each, to ``rooms``."""
+    one = builder.insert_element(ir.Constant(_WORDS, None), _load(builder, place, _I32), ir.Constant(_I32, 0))
+    one = builder.shuffle_vector(one, one, _word(0))
+    for own, room in zip(words, rooms, strict=True):
+        if _host("avx512bf16"):
+            pairs = (builder.bitcast(word, _PAIRS) for word in (one, own))
+            found = _call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _FLOATS, builder.load(room), *pairs)
+        else:
+            low = (builder.bitcast(builder.shl(word, _word(16)), _FLOATS) for word in (one, own))
+            high = (builder.bitcast(builder.and_(word, _word(0xFFFF0000)), _FLOATS) for word in (one, own))
+            found = _call(builder, "llvm.fma.v16f32", _FLOATS, *low, builder.load(room))
+            found = _call(builder, "llvm.fma.v16f32", _FLOATS, *high, found)
+        builder.store(found, room)
+
+
+def _adder(rows):
+    def add(builder, x, x_stride, weights, panel, pairs, out, out_stride):
+        """Add the product of rows with ``pairs`` columns of four panels, ``panel`` bytes apart, to ``out``."""
+        starts = [builder.add(out, builder.mul(out_stride, _number(row))) for row in range(rows)]
+        places = [builder.add(start, _number(64 * own)) for start in starts for own in range(PANELS)]
+        sums = [cgutils.alloca_once(builder, _FLOATS) for _ in places]
+        for place, room in zip(places, sums, strict=True):
+            builder.store(_load(builder, place, _FLOATS), room)
+        with cgutils.for_range(builder, pairs) as loop:
+            apart = [builder.add(weights, builder.mul(panel, _number(own))) for own in range(PANELS)]
+            at, own = (builder.mul(loop.index, _number(count)) for count in (4 * LANES, 4))
+            words = [_load(builder, builder.add(start, at), _WORDS) for start in apart]
+            for row in range(rows):
+                start = builder.add(builder.add(x, builder.mul(x_stride, _number(row))), own)
+                _products(builder, start, words, sums[PANELS * row : PANELS * (row + 1)])
+        for place, room in zip(places, sums, strict=True):
+            _store(builder, builder.load(room), place)
+
+    return _instruction(add)
+
+
+_add_row, _add_rows = _adder(_FEW), _adder(_MORE)
+
+
+@_instruction
+def _finish(builder, out, factors, bias):
+    """Multiply sixteen sums by ``factors`` and add ``bias``, where their addresses are not 0."""
+    for address, change in ((factors, builder.fmul), (bias, builder.fadd)):
+        with builder.if_then(builder.icmp_signed("!=", address, _number(0))):
+            _store(builder, change(_load(builder, out, _FLOATS), _load(builder, address, _FLOATS)), out)
+
+
+def _work(job):
+    pairs, group, groups, blocks = _field(job, PAIRS), _field(job, GROUP), _field(job, GROUPS), _field(job, BLOCKS)
+    kind, bits, shift, line = _field(job, KIND), _field(job, BITS), _field(job, SHIFT), _field(job, LINE)
+    scratch = _field(job, SCRATCH) + _next(job + 8 * THREAD) * pairs * PANELS * LANES * 4
+    spans, super_line = (pairs + _SPAN - 1) // _SPAN, 4 * LANES if shift else 2 * LANES
+    x_stride, out_stride, tiles = pairs * 4, blocks * PANELS * LANES * 4, _field(job, TILES)
+    configured = 0
+    while True:
+        task = _next(job + 8 * TASK)
+        if task >= _field(job, TASKS):
+            break
+        place = task // blocks
+        block = task - place * blocks
+        expert = _field(_field(job, EXPERTS), place)
+        first, stop = _field(_field(job, BOUNDS), place), _field(_field(job, BOUNDS), place + 1)
+        values = _field(job, VALUES) + expert * 4 * LANES
+        column = block * PANELS * LANES * 4
+        # Few rows take the columns in pieces that stay in the first-level cache between decoding and product.
+        piece = pairs if stop - first > _TILE_ROWS else min(pairs, _PIECE)
+        panel = piece * 4 * LANES
+        for begin in range(0, pairs, piece):
+            end = min(begin + piece, pairs)
+            for own in range(PANELS):
+                number = (expert * blocks + block) * PANELS + own
+                codes = _field(job, CODES) + number * pairs * 4 * bits
+                decoded = scratch + own * panel
+                done, at = begin, begin // group
+                while done < end:
+                    count = min((at + 1) * group, end) - done
+                    start, room = codes + done * 4 * bits, decoded + (done - begin) * 4 * LANES
+                    scales = _field(job, SCALES_AT) + (number * groups + at) * line
+                    supers = _field(job, SUPERS) + (number * spans + done // _SPAN) * super_line
+                    _decode(kind, bits, shift, start, count, values, scales, supers, room)
+                    done, at = done + count, at + 1
+            row = first
+            while row < stop:
+                x, out = _field(job, X) + row * x_stride, _field(job, OUT) + row * out_stride + column
+                if tiles:
+                    rows = min(_TILE_ROWS, stop - row)
+                    if rows != configured:
+                        _configure(_field(job, SHAPES) + 64 * rows)
+                        configured = rows
+                    if begin == 0:
+                        _clear_tiles()
+                    _add_tiles(x + begin * 4, x_stride, scratch, panel, (end - begin) // 16)
+                    if end == pairs:
+                        _store_tiles(out, out_stride)
+                elif stop - row >= _MORE:
+                    rows = _MORE
+                    _add_rows(x + begin * 4, x_stride, scratch, panel, end - begin, out, out_stride)
+                else:
+                    rows = _FEW
+                    _add_row(x + begin * 4, x_stride, scratch, panel, end - begin, out, out_stride)
+                row += rows
+        factors, bias = _field(job, FACTORS), _field(job, BIAS)
+        if factors or bias:
+            after = expert * out_stride + column
+            for row in range(first, stop):
+                out = _field(job, OUT) + row * out_stride + column
+                for own in range(0, PANELS * LANES * 4, LANES * 4):
+                    _finish(out + own, factors + after + own if factors else 0, bias + after + own if bias else 0)
+    if configured:
+        _release()
+
+
+@cache
+def _shapes():
+    """Return what AMX is told of its tiles for each count of rows: 0 to 3 sums, 4 rows of x, 5 to 7 weights."""
+    found = np.zeros((_TILE_ROWS + 1, 64), dtype=np.uint8)
+    found[:, 0] = 1
+    found[:, 16:32:2] = 64
+    found[:, 48:53] = np.arange(_TILE_ROWS + 1)[:, None]
+    found[:, 53:56] = _TILE_ROWS
+    return found
+
+
+@cache
+def _compiled():
+    """Return the compiled ``_work``, from the disk where it was kept."""
+    try:
+        return cfunc(types.void(types.intp), cache=True)(_work)
+    except RuntimeError:  # no folder that can be written
+        return cfunc(types.void(types.intp))(_work)
+
+
+@cache
+def _parallel():
+    """Return ``GOMP_parallel`` of the OpenMP runtime in this process, or None where there is none."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    paths = {line.split()[-1] for line in lines if any(name in line for name in ("libgomp", "libiomp5", "libomp"))}
+    for path in sorted(paths):
+        found = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
+        if found is not None:
+            found.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+            return found
+    return None
+
+
+def run(job, threads):
+    """Run ``job``, int64 numbers in the order of ``FIELDS``, in ``threads`` threads; returns when it is done."""
+    parallel, work = _parallel(), _compiled()
+    job[SHAPES] = _shapes().ctypes.data
+    if threads == 1:
+        work.ctypes(job.ctypes.data)
+    elif parallel is not None:
+        parallel(work.address, job.ctypes.data, threads, 0)
+    else:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(work.ctypes, [job.ctypes.data] * threads))
