@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from errno import EPIPE
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.text import Text
@@ -31,9 +31,6 @@ from .commands.options import (
 from .commands.terminal import Report, asks_json, bar, prints
 from .errors import CollegiumError, InputError
 from .problem import Choice, Limits
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["app", "main"]
 
