@@ -144,7 +144,8 @@ def test_marks_say_where_a_block_runs(capsys: pytest.CaptureFixture[str], monkey
 
 
 def test_a_block_of_several_ranks_runs_on_all_of_them() -> None:
-    code = "import os\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])"
+    # Written at once, as the lines of ranks may meet.
+    code = "import os\nos.write(1, ('rank %(RANK)s of %(WORLD_SIZE)s\\n' % os.environ).encode())"
     snippet = run_snippets.Snippet(page="p.md", line=1, language="python", code=code, mark="ranks 2")
     assert sorted(run_snippets.run(snippet).stdout.split("\n")) == ["", "rank 0 of 2", "rank 1 of 2"]
 
