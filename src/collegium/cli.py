@@ -35,7 +35,6 @@ from .problem import Choice, Limits
 __all__ = ["app", "main"]
 
 app = typer.Typer(
-    help="Run Mixture-of-Experts checkpoints in the format they were published in.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -4,6 +4,7 @@ import typer
 
 from collegium.cli import app
 from collegium.commands import options
+from collegium.commands.inspect import ELSEWHERE
 from collegium.experts import KERNELS
 from collegium.formats import FORMATS
 from collegium.ops.quantize import ACTIVATION_FORMATS
@@ -68,6 +69,12 @@ def test_help_names_every_value() -> None:
     assert listed(options.FORMATS) == [form.name for form in FORMATS if not form.read_only]
     assert listed(options.KERNELS) == [kernel.name for kernel in KERNELS]
     assert listed(options.ACTIVATIONS) == [form.name for form in ACTIVATION_FORMATS]
+
+
+def test_help_names_every_machine_elsewhere() -> None:
+    said = str(typer.main.get_command(app).commands["plan"].help)  # type: ignore[attr-defined]
+    listed = said.partition("--device also takes ")[2].partition(":")[0]
+    assert listed.replace(" and ", ", ").split(", ") == list(ELSEWHERE)
 
 
 def test_commands_are_frozen() -> None:

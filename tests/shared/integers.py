@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from collegium.commands import integers
-from collegium.commands.integers import INTEGERS, affine
+from collegium.commands.integers import ENCODERS, affine
 from collegium.encoding import encode_experts
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def ordered(weight: Tensor, bits: int, group: int) -> Any:
 
 def encoded(plain: ExpertWeights[Any], name: str, group: int = 128) -> ExpertWeights[Any]:
     """Return the experts in the format ``name``, in those integers too that are only read."""
-    if name not in INTEGERS:
+    if name not in ENCODERS:
         return encode_experts(plain, name)
     kind: Any = affine if name.endswith("_affine") else ordered
     gate_up, down = (kind(part.decode(), int(name[3]), group) for part in (plain.gate_up, plain.down))

@@ -25,7 +25,7 @@ from ..planning import plan
 from ..problem import Choice, Limits, Problem
 from ..runtime.devices import probe
 from ..types import ContiguousBatch, ExpertWeights, MoESpec, Routing, RoutingSpec
-from .integers import affine, ordered
+from .integers import ENCODERS
 from .measure import (
     driver_version,
     floor_of,
@@ -254,8 +254,7 @@ def random_weights(spec: MoESpec, device: torch.device, seed: int = 0) -> Expert
             # One largest value for all parts: NVFP4 then has one global scale for gate and up, which some peers need.
             value[..., 0, 0] = 8.0
             value *= shape[-1] ** -0.5
-            made = {"affine": affine, "ordered": ordered}.get(kind.name.rpartition("_")[2])
-            distinct.append(kind.encode(value) if made is None else made(value, int(kind.name[3])))
+            distinct.append(ENCODERS.get(kind.name, kind.encode)(value))
         out = distinct[0].repeated(experts)
         for expert in range(experts):
             out.put(expert, distinct[expert % len(distinct)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,9 +15,7 @@ from ..formats.codecs import in_groups, pack_nibbles, unpack_nibbles
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["INTEGERS", "affine", "ordered"]
-
-INTEGERS = {kind.name: kind for kind in (Int4Affine, Int8Affine, Int4Ordered, Int8Ordered)}
+__all__ = ["ENCODERS", "affine", "ordered"]
 
 
 def affine(weight: Tensor, bits: int, group: int = 128, dtype: torch.dtype = torch.float16) -> Int4Affine | Int8Affine:
@@ -47,6 +46,15 @@ def ordered(weight: Tensor, bits: int, group: int = 128, seed: int = 0) -> Int4O
     kind: Any = Int4Ordered if bits == 4 else Int8Ordered
     tensors = replace(plain, codes=_packed(codes, bits)).tensors()
     return kind(shape=plain.shape, group_size=plain.group_size, group_of=group_of, **tensors)
+
+
+# By the name of the format.
+ENCODERS = {
+    Int4Affine.name: partial(affine, bits=4),
+    Int8Affine.name: partial(affine, bits=8),
+    Int4Ordered.name: partial(ordered, bits=4),
+    Int8Ordered.name: partial(ordered, bits=8),
+}
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     Integers = Int4Group | Int4Affine | Int8Affine | Int4Ordered | Int8Ordered
 
 __all__ = [
+    "column_order",
     "int4_scale_words",
     "int4_scales",
     "pack_fp8_block",
@@ -161,7 +162,7 @@ def pack_int(payload: Integers, bias: Tensor | None) -> PackedMatrix:
     when a group is no multiple of 32 columns (and not the whole row), and for zero points beside float32 scales.
     """
     words, dtype = int4_scales(payload)
-    order = _column_order(payload) if isinstance(payload, Int4Ordered | Int8Ordered) else None
+    order = column_order(payload) if isinstance(payload, Int4Ordered | Int8Ordered) else None
     bits, zeros = (4, None) if isinstance(payload, Int4Group) else (payload.bits, payload.zeros)
     if zeros is not None and payload.scales.dtype == torch.float32:
         # By dtype, not by whether a zero point is found: all ranks of a layer pack alike.
@@ -187,8 +188,11 @@ def pack_int(payload: Integers, bias: Tensor | None) -> PackedMatrix:
     return PackedMatrix(layout=layout, values=values, scale=scale, bias=bias, order=order)
 
 
-def _column_order(payload: Int4Ordered | Int8Ordered) -> Tensor:
-    """Return which column each place of K holds once groups lie side by side, int32 ``[E, K]``."""
+def column_order(payload: Int4Ordered | Int8Ordered) -> Tensor:
+    """Return which column of ``payload [E, P, N, K]`` each place holds once groups lie side by side, int32 ``[E, K]``.
+
+    Raises InputError for groups of other sizes, and for parts in different orders.
+    """
     order = payload.group_of.argsort(dim=-1, stable=True)
     found = payload.group_of.gather(-1, order)
     place = torch.arange(order.shape[-1], device=order.device)

@@ -123,9 +123,7 @@ class PackedExperts(Packed):
         gathered = batch.input_weights is not None
         rows_in = self._rows_in(batch, memory, self.gate_up.layout.row_order, gathered=gathered)
         source = None if gathered else batch.source
-        if self.gate_up.order is not None:
-            given = (rows_in[0], self.gate_up.order, batch.expert_offsets, source)
-            rows_in, source = (in_columns(*given, memory=part(memory, "x")), None), None
+        rows_in, source = self._in_order(rows_in, batch.expert_offsets, source, memory)
         pair = pair[0], replace(pair[1], places=_places(batch))
         return self._both(
             rows_in, batch.expert_offsets, pair, out, memory, source=source, dtype=dtype, used=_used(batch)
@@ -140,9 +138,7 @@ class PackedExperts(Packed):
         out = self._result(tokens * top_k, x.dtype, x.device, memory)
         first, second = (replace(tile, overlap=self.machine.pdl) for tile in self.tiling.pair(ids.numel()))
         rows_in = operand(x, self._codes, order=self.gate_up.layout.row_order, memory=part(memory, "x"))
-        order, source = self.gate_up.order, ids
-        if order is not None:
-            rows_in, source = (in_columns(x, order, ids, None, top_k=top_k, memory=part(memory, "x")), None), None
+        rows_in, source = self._in_order(rows_in, ids, ids, memory, top_k=top_k)
         # Where the tokens were quantised, which waits for the routing, the ids were there before the product's turn.
         listed = self.activations is not None
         tiles = TileList(expert=ids, row=ids, count=ids.numel(), tile=first, top_k=top_k, early=listed)
@@ -202,6 +198,21 @@ class PackedExperts(Packed):
             used=_used(batch) if gathered else None,
             memory=part(memory, "x"),
         )
+
+    def _in_order(
+        self,
+        rows_in: tuple[Tensor, Tensor | None],
+        owner: Tensor,
+        source: Tensor | None,
+        memory: Memory | None,
+        *,
+        top_k: int = 0,
+    ) -> tuple[tuple[Tensor, Tensor | None], Tensor | None]:
+        """Return the operand and what gathers its rows; rows in the order of their experts' columns are gathered."""
+        order = self.gate_up.order
+        if order is None:
+            return rows_in, source
+        return (in_columns(rows_in[0], order, owner, source, top_k=top_k, memory=part(memory, "x")), None), None
 
     def _both(
         self,

@@ -12,7 +12,7 @@ from ...formats.int4_group import Int4Group
 from ...formats.int_affine import Int4Affine, Int4Ordered, Int8Affine, Int8Ordered
 from ...formats.mxfp4 import MxFp4
 from ...formats.nvfp4 import NvFp4
-from .lanes import pack_int, pack_mxfp4, pack_nvfp4
+from .lanes import column_order, pack_int, pack_mxfp4, pack_nvfp4, with_part
 from .layout import Int4Lanes, Int8Lanes, MxFp4Lanes, NvFp4Lanes
 from .packed import pack_both
 from .tiling import TritonKernel, refuse_machine
@@ -82,7 +82,7 @@ class TritonW4A16(TritonKernel):
 
 def _rows_moved(weights: ExpertWeights[Any]) -> ExpertWeights[Any]:
     """Return weights whose first product writes its columns in the order in which the second one reads them."""
-    order = weights.down.group_of.argsort(dim=-1, stable=True)
+    order = column_order(with_part(weights.down))
 
     def moved(tensor: Tensor) -> Tensor:
         return torch.stack([own.index_select(1, at) for own, at in zip(tensor, order, strict=True)])
