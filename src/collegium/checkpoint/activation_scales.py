@@ -6,12 +6,9 @@ A checkpoint whose scales contradict each other was exported wrongly, and its we
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from ..errors import BadScaleError, CheckpointError
-
-if TYPE_CHECKING:
-    from .opened import CheckpointLayer
+from .opened import CheckpointLayer
 
 __all__ = ["ACTIVATION_SCALES", "check_activation_scales"]
 

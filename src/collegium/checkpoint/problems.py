@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Sequence
+from typing import NoReturn
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from ..errors import CheckpointError
-    from .reader import Checkpoint
+from ..errors import CheckpointError
+from .reader import Checkpoint
 
 __all__ = ["fail", "refuse"]
 

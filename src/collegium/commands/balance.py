@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from ..balance.load import LoadTrace
-from ..balance.simulate import simulate
+from ..balance.simulate import Simulation, simulate
 from ..checkpoint.reader import read_config
 from ..errors import InputError
 from ..integrations.transformers import load_model, recording
@@ -19,11 +20,6 @@ from ..parallel.placement import linear
 from ..problem import Limits
 from ..runtime.devices import probe
 from .generate import Writer, check_writable
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from ..balance.simulate import Simulation
 
 __all__ = ["Hottest", "LoadReport", "look_at_load", "record_load", "simulate_file"]
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..checkpoint.reader import read_config
 from ..errors import InputError, MeasurementError, SpecError
@@ -26,20 +28,13 @@ from ..layer import MoELayer
 from ..ops.quantize import activation_format
 from ..parallel.ranks import Ranks
 from ..planning import plan
-from ..problem import Choice, Limits, Problem
+from ..problem import Choice, DeviceFacts, Limits, Problem
 from ..runtime.devices import probe
 from ..runtime.warming import warm_up
 from ..types import MoESpec, Routing
 from .bench import TOLERANCES, experts_error, experts_of, random_weights, recipe_of
 from .measure import driver_version, prepare_pass, take_turns, version_of
 from .room import bytes_per_weight, check_room
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from torch import Tensor
-
-    from ..problem import DeviceFacts
 
 __all__ = ["MODELS", "RECIPES", "ModelReport", "ModelRow", "bench_model"]
 

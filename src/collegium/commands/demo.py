@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
+from torch import Tensor, nn
 
 from ..checkpoint.loader import describe_checkpoint, load_experts
 from ..checkpoint.opened import CheckpointLayer
@@ -15,22 +17,14 @@ from ..checkpoint.reader import Checkpoint
 from ..errors import InputError
 from ..functional import moe
 from ..integrations.transformers import attach, build_layers, experts_modules, layers_of, load_model
+from ..layer import MoELayer
 from ..parallel.placement import linear
 from ..planning import plan
-from ..problem import Choice, Limits, Problem
+from ..problem import Choice, DeviceFacts, Limits, Problem
 from ..runtime.devices import probe
 from ..runtime.warming import warm_up
-from ..types import Routing
+from ..types import MoESpec, Routing
 from .generate import Writer, check_writable
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from torch import Tensor, nn
-
-    from ..layer import MoELayer
-    from ..problem import DeviceFacts
-    from ..types import MoESpec
 
 __all__ = [
     "RECIPES",

@@ -7,9 +7,10 @@ import time
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from ..checkpoint.reader import gguf_file, read_config
 from ..errors import CheckpointError, ConfigError, InputError
@@ -17,9 +18,6 @@ from ..integrations.extra import extra
 from ..integrations.transformers import Decoder
 from ..models import describe
 from ..problem import Limits
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 __all__ = ["Writer", "Written", "check_writable", "prompt_limits"]
 

@@ -11,28 +11,23 @@ import os
 import platform
 import statistics
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from ..errors import InputError
 from ..ops.quantize import activation_format
 from ..planning import expert_bytes
 from ..runtime.devices import current_device, recording
-from ..types import Routing
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from torch import Tensor
-
-    from ..types import MoESpec
+from ..types import MoESpec, Routing
 
 __all__ = [
     "ROUTINGS",

@@ -5,10 +5,11 @@ Adding a family is one file with its literal name table and one entry in ``FAMIL
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
+from ..types import MoESpec
 from . import (
     arctic,
     dbrx,
@@ -42,11 +43,6 @@ from . import (
 )
 from .base import PREFIXES, Family, Names, StackedNames, text_of
 from .quantization import Declared, declared_format, experts_apart, mixed_algorithms
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from ..types import MoESpec
 
 __all__ = [
     "FAMILIES",

@@ -7,16 +7,12 @@ is refused, so that no entry that changes the mathematics is passed over in sile
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from ..errors import ConfigError
-from ..types import ActivationSpec, MoESpec, SharedSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from ..types import RoutingSpec
+from ..types import ActivationSpec, MoESpec, RoutingSpec, SharedSpec
 
 __all__ = [
     "PREFIXES",

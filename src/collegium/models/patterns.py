@@ -7,13 +7,11 @@ the pattern times the square of the length of the text, whatever the pattern is.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 __all__ = ["matches_prefix"]
 

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from ..formats.unquantised import Fp32
-from ..types import ExpertWeights
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ..types import ActivationSpec
+from ..types import ActivationSpec, ExpertWeights
 
 __all__ = ["between", "heavy_tailed", "moe_truth", "random_experts", "relative_error", "uneven_ids"]
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+from ...checkpoint.reader import Checkpoint
 from ...errors import ConfigError
 from ...models import family_of
 from ..extra import extra
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from ...checkpoint.reader import Checkpoint
 
 __all__ = ["class_and_config"]
 

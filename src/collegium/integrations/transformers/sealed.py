@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 
@@ -11,9 +12,6 @@ from ...errors import InputError
 from .blocks import blocks_of
 from .modules import experts_modules
 from .plugin import NAME
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 __all__ = ["seal"]
 
