@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -47,10 +47,6 @@ class LoadReport:
     top_k: int
     assignments: int
     layers: tuple[Hottest, ...]
-
-    def to_json(self) -> dict[str, object]:
-        """Return plain values for ``--json``."""
-        return asdict(self)
 
 
 def record_load(

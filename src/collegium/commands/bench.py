@@ -7,7 +7,7 @@ measured routing really hits and from ceilings of this machine, measured in the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -112,10 +112,6 @@ class BenchReport:
     triton: str
     ceilings: Ceilings
     rows: tuple[BenchRow, ...]
-
-    def to_json(self) -> dict[str, object]:
-        """Return the report as plain values for ``--json``."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

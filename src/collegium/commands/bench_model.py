@@ -38,36 +38,8 @@ from .room import bytes_per_weight, check_room
 
 __all__ = ["MODELS", "RECIPES", "ModelReport", "ModelRow", "bench_model"]
 
-# Facts of the published configurations.
-MODELS: dict[str, dict[str, Any]] = {
-    "qwen3_30b": {
-        "config": "Qwen3MoeConfig",
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-    },
-    "gpt_oss_20b": {
-        "config": "GptOssConfig",
-        "hidden_size": 2880,
-        "intermediate_size": 2880,
-        "num_local_experts": 32,
-        "num_experts_per_tok": 4,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "vocab_size": 201088,
-    },
-}
+# Folders with the facts of published configurations.
+MODELS = {name: Path(__file__).parent / "configs" / name for name in ("qwen3_30b", "gpt_oss_20b")}
 RECIPES = (("mxfp4", "bf16"), ("mxfp4", "fp8_token"))
 _THEIRS = ("eager", "grouped_mm")
 _NO_GRAPH = ("eager",)  # it asks the device which experts are hit
@@ -193,7 +165,7 @@ def bench_model(
             rows += _turns(model, reasons, batch, rounds, ranks)
         specs = specs or [layer.spec for layer in plugin.layers_of(model)]
     return ModelReport(
-        model=what if what in MODELS else Path(what).resolve().name,
+        model=MODELS.get(what, Path(what)).resolve().name,
         layers=model.config.get_text_config().num_hidden_layers,
         parameters=sum(p.numel() for p in model.parameters()),
         device=probe(place).name or place.type,
@@ -223,17 +195,14 @@ def _specs(model: Any) -> list[MoESpec]:
 def _built(what: str, layers: int | None, facts: DeviceFacts, formats: Sequence[str]) -> Any:
     """Return the model with random BF16 weights; raises InputError where it is none with experts or has no room."""
     transformers = extra("transformers")
-    if what in MODELS:
-        published = dict(MODELS[what])
-        config = getattr(transformers, published.pop("config"))(**published, max_position_embeddings=4096)
-    elif (Path(what) / "config.json").is_file():
-        read_config(Path(what))
-        try:
-            config = transformers.AutoConfig.from_pretrained(what)
-        except Exception as fault:  # of many kinds, some of packages below transformers
-            raise InputError(f"model {what!r}: transformers cannot read its config.json: {_reason(fault)}") from fault
-    else:
+    folder = MODELS.get(what, Path(what))
+    if not (folder / "config.json").is_file():
         raise InputError(f"model {what!r}: allowed are {', '.join(MODELS)}, or a folder with config.json")
+    read_config(folder)
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder)
+    except Exception as fault:  # of many kinds, some of packages below transformers
+        raise InputError(f"model {what!r}: transformers cannot read its config.json: {_reason(fault)}") from fault
     text = config.get_text_config()
     if layers is not None and layers < text.num_hidden_layers:
         text.num_hidden_layers = layers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,7 +30,6 @@ __all__ = [
     "RECIPES",
     "DemoReport",
     "DemoRow",
-    "Recipe",
     "find_model",
     "run_demo",
 ]
@@ -45,27 +44,12 @@ PENALTY = 1.2
 _COMPILED_PASS, _PLAIN_PASS = 4, 4096
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Recipe:
-    """A weight format and the format activations take before each multiplication."""
-
-    weights: str
-    activations: str = "bf16"
-
-
-RECIPES = (
-    Recipe(weights="bf16"),
-    Recipe(weights="fp16"),
-    Recipe(weights="fp8_block"),
-    Recipe(weights="fp8_channel"),
-    Recipe(weights="fp8_tensor"),
-    Recipe(weights="mxfp8"),
-    Recipe(weights="int4_group"),
-    Recipe(weights="mxfp4"),
-    Recipe(weights="nvfp4"),
-    Recipe(weights="fp8_block", activations="fp8_group128"),
-    Recipe(weights="mxfp4", activations="fp8_group128"),
-    Recipe(weights="nvfp4", activations="nvfp4"),
+_WEIGHTS = ("bf16", "fp16", "fp8_block", "fp8_channel", "fp8_tensor", "mxfp8", "int4_group", "mxfp4", "nvfp4")
+RECIPES = (  # weights, activations
+    *((weights, "bf16") for weights in _WEIGHTS),
+    ("fp8_block", "fp8_group128"),
+    ("mxfp4", "fp8_group128"),
+    ("nvfp4", "nvfp4"),
 )
 
 
@@ -94,10 +78,6 @@ class DemoReport:
     seconds: float
     compile_seconds: float
     rows: tuple[DemoRow, ...]
-
-    def to_json(self) -> dict[str, object]:
-        """Return the report as plain values for ``--json``."""
-        return asdict(self)
 
 
 def find_model(path: str | None) -> Path:
@@ -133,9 +113,9 @@ def run_demo(
     rows: list[DemoRow] = []
     for done, recipe in enumerate(RECIPES):
 
-        def step(text: str, done: int = done, recipe: Recipe = recipe) -> None:
+        def step(text: str, done: int = done, recipe: tuple[str, str] = recipe) -> None:
             if progress is not None:
-                progress(done, len(RECIPES), f"{recipe.weights} x {recipe.activations}: {text}")
+                progress(done, len(RECIPES), f"{recipe[0]} x {recipe[1]}: {text}")
 
         row = bench.row(recipe, tokens, step)
         rows.append(replace(row, perplexity_ratio=row.perplexity / rows[0].perplexity) if rows else row)
@@ -167,7 +147,7 @@ class _Bench:
     def open(cls, folder: Path, facts: DeviceFacts, windows: int) -> _Bench:
         checkpoint = Checkpoint.open(folder)
         spec = describe_checkpoint(checkpoint)
-        limits = _limits(spec, facts, Recipe(weights=spec.weight_format))
+        limits = _limits(spec, facts, (spec.weight_format, "bf16"))
         model = load_model(str(folder), device=facts.place, limits=limits)
         writer = Writer(model, folder)
         ids = _windows(writer, folder / "heldout.txt", windows)
@@ -183,12 +163,12 @@ class _Bench:
             compile_seconds=seconds,
         )
 
-    def row(self, recipe: Recipe, tokens: int, step: Callable[[str], None]) -> DemoRow:
+    def row(self, recipe: tuple[str, str], tokens: int, step: Callable[[str], None]) -> DemoRow:
         step("loading")
         layers = build_layers(
             self.checkpoint,
-            weight_format=recipe.weights,
-            force=Choice(activation_format=recipe.activations),
+            weight_format=recipe[0],
+            force=Choice(activation_format=recipe[1]),
             device=self.facts.place,
             limits=_limits(self.spec, self.facts, recipe),
         )
@@ -201,8 +181,8 @@ class _Bench:
         written = self.writer.write(PROMPT, tokens, penalty=PENALTY)
         chosen = layers[self.case.layer].plan
         return DemoRow(
-            weights=recipe.weights,
-            activations=recipe.activations,
+            weights=recipe[0],
+            activations=recipe[1],
             kernel=chosen.kernel,
             expert_bytes=chosen.expert_bytes,
             perplexity=perplexity,
@@ -213,9 +193,9 @@ class _Bench:
         )
 
 
-def _limits(spec: MoESpec, facts: DeviceFacts, recipe: Recipe) -> Limits:
-    problem = Problem(spec=replace(spec, weight_format=recipe.weights), device=facts)
-    made = plan(problem, Choice(activation_format=recipe.activations))
+def _limits(spec: MoESpec, facts: DeviceFacts, recipe: tuple[str, str]) -> Limits:
+    problem = Problem(spec=replace(spec, weight_format=recipe[0]), device=facts)
+    made = plan(problem, Choice(activation_format=recipe[1]))
     return Limits(max_tokens=_COMPILED_PASS if made.capturable else _PLAIN_PASS)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -36,10 +36,6 @@ class Written:
     tokens: int
     first_token_seconds: float
     tokens_per_second: float
-
-    def to_json(self) -> dict[str, object]:
-        """Return the values for ``--json``."""
-        return asdict(self)
 
 
 class Writer:

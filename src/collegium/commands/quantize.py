@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +71,6 @@ class QuantizeReport:
     copied: tuple[str, ...]
     skipped: tuple[str, ...]
     removed: tuple[str, ...]
-
-    def to_json(self) -> dict[str, object]:
-        """Return the report as plain values for ``--json``."""
-        return asdict(self)
 
 
 def quantize_model(

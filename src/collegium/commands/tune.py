@@ -8,7 +8,7 @@ of the same sizes and formats take it from then on. All candidates must give the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,10 +57,6 @@ class TuneReport:
     device: str
     path: str
     rows: tuple[TuneRow, ...]
-
-    def to_json(self) -> dict[str, object]:
-        """Return the report as plain values for ``--json``."""
-        return asdict(self)
 
 
 def tune(

@@ -3,8 +3,6 @@
 Adding a family is one file with its literal name table and one entry in ``FAMILIES``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

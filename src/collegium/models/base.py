@@ -21,6 +21,7 @@ __all__ = [
     "Family",
     "Names",
     "StackedNames",
+    "each_nth",
     "every_layer",
     "layers_after_first",
     "listed_layers",
@@ -169,6 +170,11 @@ def _moved(table: T, old: str, new: str) -> T:
 def every_layer(config: Config) -> tuple[int, ...]:
     """Return all layers."""
     return tuple(range(config.integer("num_hidden_layers")))
+
+
+def each_nth(config: Config, step: int) -> tuple[int, ...]:
+    """Return the last of every ``step`` layers, none where ``step`` is not positive."""
+    return tuple(i for i in every_layer(config) if step > 0 and (i + 1) % step == 0)
 
 
 @dataclass(frozen=True, slots=True)

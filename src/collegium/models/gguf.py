@@ -3,8 +3,6 @@
 Routing follows the architecture where the metadata do not say it. gpt-oss has a file of its own: it alone has biases.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from ..types import ActivationSpec, MoESpec, RoutingSpec, ScoreFunction, SharedSpec

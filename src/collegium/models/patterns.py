@@ -4,8 +4,6 @@ A match is a set of positions that every node of the parsed pattern moves forwar
 the pattern times the square of the length of the text, whatever the pattern is.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from importlib import import_module

@@ -1,7 +1,5 @@
 """Which weight format a config declares for one module: the quantisation block, its skip list, and ``dtype``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
