@@ -3,8 +3,6 @@
 A checkpoint whose scales contradict each other was exported wrongly, and its weights are not to be trusted either.
 """
 
-from __future__ import annotations
-
 import math
 
 from ..errors import BadScaleError, CheckpointError

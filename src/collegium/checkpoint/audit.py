@@ -1,7 +1,5 @@
 """The audit: every expert tensor accounted for, of the right shape and dtype, with scales that mean something."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 The audit asks here what the loader asks, so that what passes the one loads in the other.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

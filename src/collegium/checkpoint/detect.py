@@ -1,7 +1,5 @@
 """Which format a layer's experts are stored in: what the config declares, checked against the tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from ..errors import ConfigError, MissingTensorError

@@ -1,7 +1,5 @@
 """Do several ranks read the same checkpoint? A digest that costs no more than a few small reads."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ experts of a stack follow each other in the file.
 Sources: the GGUF specification (ggml, ``docs/gguf.md``) and the ``gguf`` package, ``constants.py``.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

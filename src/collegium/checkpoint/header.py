@@ -1,7 +1,5 @@
 """The safetensors header, believed only after every byte of it has been checked."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

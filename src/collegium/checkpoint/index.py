@@ -4,8 +4,6 @@ Here too it is settled which name table of the family a checkpoint follows: belo
 tensor an expert or one stack, and in which orientation.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping

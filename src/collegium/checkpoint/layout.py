@@ -4,8 +4,6 @@ Per-expert and stacked checkpoints look alike from here: a ``Source`` says which
 entry of the stack it is, and how its rows are spread over the stored rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal

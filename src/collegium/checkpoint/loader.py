@@ -3,8 +3,6 @@
 Peak memory is the local weights plus one matrix: the result is allocated once and filled expert by expert.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """One MoE layer of a checkpoint, opened: what loader, audit, quantize and verify would each have to ask again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Self

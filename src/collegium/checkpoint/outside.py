@@ -3,8 +3,6 @@
 What the config declares of a module must be what is stored; where they contradict each other, the module is named.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """One error for all the problems of a checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NoReturn
 

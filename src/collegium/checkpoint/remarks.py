@@ -3,8 +3,6 @@
 Nothing here is refused: experts copied from one dense layer are how some models begin their training.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from hashlib import blake2b
 from statistics import median

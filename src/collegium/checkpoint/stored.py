@@ -1,7 +1,5 @@
 """How one layer's experts are stored: the format, its storage, and the sizes a config declares."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 

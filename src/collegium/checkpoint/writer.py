@@ -1,7 +1,5 @@
 """Writing checkpoints: safetensors files piece by piece, and a folder that appears whole or not at all."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

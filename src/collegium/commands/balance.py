@@ -1,7 +1,5 @@
 """``collegium balance``: record what experts are asked, see it, and simulate what a policy would do about it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

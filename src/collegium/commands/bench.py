@@ -4,8 +4,6 @@ No time is given before every measured case agrees with FP32 truth. The floor is
 measured routing really hits and from ceilings of this machine, measured in the same run unless they are given.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

@@ -7,8 +7,6 @@ another expert after any rounding, and transformers' own implementations differ 
 a row with the reason.
 """
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The demo: one real model, every format, measured beside BF16."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -26,13 +24,7 @@ from ..runtime.warming import warm_up
 from ..types import MoESpec, Routing
 from .generate import Writer, check_writable
 
-__all__ = [
-    "RECIPES",
-    "DemoReport",
-    "DemoRow",
-    "find_model",
-    "run_demo",
-]
+__all__ = ["RECIPES", "DemoReport", "DemoRow", "find_model", "run_demo"]
 
 SHIPPED = Path("demo") / "fables-16m"
 PROMPT = "Once upon a time there was a"
@@ -109,7 +101,7 @@ def run_demo(
     start = time.perf_counter()
     facts = probe(device)
     folder = check_writable(str(folder))
-    bench = _Bench.open(folder, facts, windows)
+    bench = _Bench(folder, facts, windows)
     rows: list[DemoRow] = []
     for done, recipe in enumerate(RECIPES):
 
@@ -131,37 +123,18 @@ def run_demo(
     )
 
 
-@dataclass(kw_only=True, slots=True)
 class _Bench:
     """The model, its held-out text and the inputs of one layer, on which every recipe is measured."""
 
-    checkpoint: Checkpoint
-    facts: DeviceFacts
-    spec: MoESpec
-    writer: Writer
-    ids: Tensor
-    case: _Case
-    compile_seconds: float
-
-    @classmethod
-    def open(cls, folder: Path, facts: DeviceFacts, windows: int) -> _Bench:
-        checkpoint = Checkpoint.open(folder)
-        spec = describe_checkpoint(checkpoint)
-        limits = _limits(spec, facts, (spec.weight_format, "bf16"))
+    def __init__(self, folder: Path, facts: DeviceFacts, windows: int) -> None:
+        self.checkpoint, self.facts = Checkpoint.open(folder), facts
+        self.spec = describe_checkpoint(self.checkpoint)
+        limits = _limits(self.spec, facts, (self.spec.weight_format, "bf16"))
         model = load_model(str(folder), device=facts.place, limits=limits)
-        writer = Writer(model, folder)
-        ids = _windows(writer, folder / "heldout.txt", windows)
-        seconds = _compiled(layers_of(model), None)
-        case = _Case.capture(model, checkpoint, ids[:1])
-        return cls(
-            checkpoint=checkpoint,
-            facts=facts,
-            spec=spec,
-            writer=writer,
-            ids=ids,
-            case=case,
-            compile_seconds=seconds,
-        )
+        self.writer = Writer(model, folder)
+        self.ids = _windows(self.writer, folder / "heldout.txt", windows)
+        self.compile_seconds = _compiled(layers_of(model), None)
+        self.case = _Case(model, self.checkpoint, self.ids[:1])
 
     def row(self, recipe: tuple[str, str], tokens: int, step: Callable[[str], None]) -> DemoRow:
         step("loading")
@@ -215,39 +188,24 @@ def _windows(writer: Writer, held_out: Path, windows: int) -> Tensor:
     return ids[:needed].view(windows, WINDOW)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class _Case:
-    """Real inputs of one layer, and its FP32 output on the BF16 weights."""
+    """Real inputs of one layer, the middle one of a model, and its FP32 output on the BF16 weights."""
 
-    layer: int
-    x: Tensor
-    routing: Routing
-    truth: Tensor
-
-    @classmethod
-    def capture(cls, model: nn.Module, checkpoint: Checkpoint, ids: Tensor) -> _Case:
-        """Run ``ids [1, T]`` through the model and keep what the middle layer's experts were asked."""
+    def __init__(self, model: nn.Module, checkpoint: Checkpoint, ids: Tensor) -> None:
+        """Run ``ids [1, T]`` through the model and keep what the layer's experts were asked."""
         modules = experts_modules(model)
-        index = sorted(modules)[len(modules) // 2]
+        self.layer = sorted(modules)[len(modules) // 2]
         asked: list[tuple[Tensor, Tensor, Tensor]] = []
-        hook = modules[index].register_forward_pre_hook(lambda _, inputs: asked.append(inputs))
+        hook = modules[self.layer].register_forward_pre_hook(lambda _, inputs: asked.append(inputs))
         with torch.inference_mode():
             cast("Any", model)(ids, use_cache=False)
         hook.remove()
-        x, topk_ids, topk_weights = (t.clone() for t in asked[0])
-        routing = Routing(topk_ids=topk_ids, topk_weights=topk_weights)
-        spec = describe_checkpoint(checkpoint)
-        weights = load_experts(CheckpointLayer.open(checkpoint, index), linear(spec.num_experts, 0, 1), device=x.device)
-        truth = moe(
-            x.float(),
-            weights.gate_up,
-            weights.down,
-            topk_ids,
-            topk_weights,
-            activation=spec.activation,
-            force=Choice(kernel="reference"),
-        )
-        return cls(layer=index, x=x, routing=routing, truth=truth)
+        self.x, topk_ids, topk_weights = (t.clone() for t in asked[0])
+        self.routing = Routing(topk_ids=topk_ids, topk_weights=topk_weights)
+        spec, layer = describe_checkpoint(checkpoint), CheckpointLayer.open(checkpoint, self.layer)
+        weights = load_experts(layer, linear(spec.num_experts, 0, 1), device=self.x.device)
+        wishes: Any = {"activation": spec.activation, "force": Choice(kernel="reference")}
+        self.truth = moe(self.x.float(), weights.gate_up, weights.down, topk_ids, topk_weights, **wishes)
 
     def error(self, layer: MoELayer) -> float:
         """Return the relative L2 error of ``layer`` on the captured inputs."""

@@ -1,7 +1,5 @@
 """What ``config.json`` says of a checkpoint whose experts were written in another format, and what it cannot say."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

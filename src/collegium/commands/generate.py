@@ -1,7 +1,5 @@
 """Text from a whole model: its tokenizer, what it writes and how fast, and whether it can be loaded at all."""
 
-from __future__ import annotations
-
 import math
 import time
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What a checkpoint holds and what would run it here: the answer behind ``collegium inspect`` and ``plan``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -12,7 +12,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -68,11 +68,7 @@ class Ceilings:
 
     def raised(self, other: Ceilings) -> Ceilings:
         """Return the better of two measurements, number by number."""
-        return Ceilings(
-            bandwidth=max(self.bandwidth, other.bandwidth),
-            rate_16=max(self.rate_16, other.rate_16),
-            rate_8=max(self.rate_8, other.rate_8),
-        )
+        return Ceilings(**{name: max(value, getattr(other, name)) for name, value in asdict(self).items()})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,7 +1,5 @@
 """Reports as pictures: latency beside its floor and the roofline, the load of experts, what balancing would do."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

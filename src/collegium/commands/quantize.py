@@ -4,8 +4,6 @@ A few experts are in memory at a time: read, decoded, encoded, compared with wha
 the publishers of the format write: tensor names, ``quantization_config`` and all.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Is there memory for it: asked before anything is built, because a machine out of memory says nothing useful."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -53,7 +53,7 @@ def prints(
                     f"{command.__name__} was started on {os.environ['WORLD_SIZE']} ranks; generate, verify and "
                     "bench-model run on several, this command in one process: start it without torchrun"
                 )
-            report = command(**given)
+            report: Any = command(**given)
             if not is_first(os.environ):
                 pass
             elif as_json:

@@ -5,8 +5,6 @@ and in turns like every measurement here. The fastest goes into the user's file 
 of the same sizes and formats take it from then on. All candidates must give the same bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial

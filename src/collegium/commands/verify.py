@@ -6,8 +6,6 @@ are computed in float64 on heavy-tailed rows, scaled by powers of two so that th
 unit size, and with a clamp half of them beyond it: at that size no half, clamp or scale can be exchanged unseen.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace

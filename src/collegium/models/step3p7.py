@@ -3,6 +3,8 @@
 Routed and shared experts have limits of their own, one entry a layer, 0 for none.
 """
 
+from typing import Any
+
 from ..types import ActivationSpec, MoESpec, RoutingSpec, SharedSpec
 from .base import Config, Family, Names, projections_of, spec_of
 from .deepseek_v3 import NAMES
@@ -36,7 +38,7 @@ def _layers(config: Config) -> tuple[int, ...]:
     return enumerated_layers(config, range(3, config.integer("num_hidden_layers")))
 
 
-_BESIDE = {
+_BESIDE: dict[str, Any] = {
     "router": "moe.gate.weight",
     "correction_bias": "moe.router_bias",
     "shared": projections_of("share_expert."),

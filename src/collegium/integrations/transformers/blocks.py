@@ -1,7 +1,5 @@
 """Blocks of transformers without an experts interface: a whole layer of Collegium in their place."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor, nn

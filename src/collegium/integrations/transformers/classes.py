@@ -1,7 +1,5 @@
 """Which class of transformers a checkpoint is, and the config it is built from."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -6,8 +6,6 @@ layers that keep another state than keys and values (Mamba, linear attention, co
 cache that transformers itself gives them, and no graph.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext

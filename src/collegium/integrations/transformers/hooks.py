@@ -5,8 +5,6 @@ whose MoE layers know no implementations, or that has none, would go on as befor
 known to a model when it is loaded, to its experts never. Models that do not ask for Collegium are left as they are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, cast

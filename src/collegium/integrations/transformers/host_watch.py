@@ -1,7 +1,5 @@
 """Does a piece of a model wait for the GPU, or copy between it and the host? No CUDA graph can hold that."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

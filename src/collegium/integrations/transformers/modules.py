@@ -1,7 +1,5 @@
 """What an experts module of transformers holds and computes, read from the module itself."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ have no parameters. So the names, splits, ties, dtypes and buffers are its own, 
 quantised matrix is offered as the plain weight it decodes to, so that none of its readers of quantised formats runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from functools import partial

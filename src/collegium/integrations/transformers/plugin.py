@@ -1,7 +1,5 @@
 """``experts_implementation="collegium"``: the experts that transformers loaded run here."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

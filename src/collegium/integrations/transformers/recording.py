@@ -1,7 +1,5 @@
 """Which experts the tokens of a whole model go to, counted on the host while transformers runs it."""
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial

@@ -1,7 +1,5 @@
 """What a model of ``load_model`` refuses, because its experts are in layers that transformers does not see."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn

@@ -5,8 +5,6 @@ Where the checkpoint lies on this machine, rows of a few experts are decoded her
 elsewhere the config is asked, and what is known to be misread is refused.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

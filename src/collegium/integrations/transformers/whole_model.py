@@ -1,7 +1,5 @@
 """Whole models: transformers runs everything but the experts, which never pass through it."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable
