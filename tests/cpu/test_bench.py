@@ -28,8 +28,9 @@ from collegium.commands.picture import plot
 from collegium.errors import ConfigError, InputError, MeasurementError, SpecError
 from collegium.experts.cpu import grouped as cpu_grouped
 from collegium.problem import DeviceFacts, Problem
-from collegium.testing.compare import moe_truth, relative_error
+from collegium.testing.compare import relative_error
 from collegium.types import Routing
+from truth import moe_truth
 
 RUNNER = CliRunner()
 SHIPPED = Path(__file__).resolve().parents[2] / "demo" / "fables-16m"

@@ -19,9 +19,10 @@ from collegium.pipelines.split import Split, SplitKind
 from collegium.planning import Stretch, stretches
 from collegium.problem import DeviceFacts
 from collegium.runtime.machine import machine_of
-from collegium.testing.compare import heavy_tailed, moe_truth, random_experts, relative_error
+from collegium.testing.compare import heavy_tailed, random_experts, relative_error
 from collegium.types import ActivationSpec
 from integers import encoded
+from truth import moe_truth
 
 if torch.cuda.is_available():
     pytest.skip("tests/gpu makes these comparisons on the device", allow_module_level=True)

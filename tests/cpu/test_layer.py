@@ -30,8 +30,9 @@ from collegium import (
 from collegium.formats import FORMATS
 from collegium.ops.linear import linear
 from collegium.ops.quantize import ACTIVATION_FORMATS
-from collegium.testing.compare import heavy_tailed, moe_truth, random_experts, relative_error, uneven_ids
+from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
 from collegium.types import ACTIVATION_KINDS
+from truth import moe_truth
 
 CPU = DeviceFacts(kind="cpu", threads=1)
 KERNEL_NAMES = ["cpu_grouped", "reference"]  # what runs here; tests/gpu has the others

@@ -21,7 +21,8 @@ from collegium import (
 from collegium.experts import KERNELS
 from collegium.formats import by_name
 from collegium.ops.weighted_sum import weighted_sum
-from collegium.testing.compare import heavy_tailed, moe_truth, relative_error, uneven_ids
+from collegium.testing.compare import heavy_tailed, relative_error, uneven_ids
+from truth import moe_truth
 
 E, H, WIDE = 17, 2880, 1408
 USED = 4  # experts with weights of their own; the others are empty here, and a wrong expert would show

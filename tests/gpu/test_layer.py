@@ -24,8 +24,9 @@ from collegium import (
 from collegium.formats import FORMATS
 from collegium.ops.quantize import ACTIVATION_FORMATS
 from collegium.ops.route import route
-from collegium.testing.compare import heavy_tailed, moe_truth, random_experts, relative_error, uneven_ids
+from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
 from collegium.types import ExpertWeights
+from truth import moe_truth
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -63,10 +63,6 @@ class Simulation:
     hosts: int
     policy: str
     rows: tuple[Simulated, ...]
-
-    def to_json(self) -> dict[str, object]:
-        """Return plain values for ``--json``."""
-        return asdict(self)
 
 
 def simulate(

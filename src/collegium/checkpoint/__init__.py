@@ -1,7 +1,5 @@
 """Checkpoints on disk: read lazily, detected, audited, and loaded as ``ExpertWeights``."""
 
-from __future__ import annotations
-
 from .audit import AuditReport, LayerReport, audit
 from .beside import load_latent, load_router, load_shared
 from .loader import describe_checkpoint, load_all, load_experts

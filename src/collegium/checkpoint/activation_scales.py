@@ -3,15 +3,10 @@
 A checkpoint whose scales contradict each other was exported wrongly, and its weights are not to be trusted either.
 """
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING
 
 from ..errors import BadScaleError, CheckpointError
-
-if TYPE_CHECKING:
-    from .opened import CheckpointLayer
+from .opened import CheckpointLayer
 
 __all__ = ["ACTIVATION_SCALES", "check_activation_scales"]
 

@@ -1,12 +1,11 @@
 """The audit: every expert tensor accounted for, of the right shape and dtype, with scales that mean something."""
 
-from __future__ import annotations
-
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from ..errors import (
     BadScaleError,
@@ -17,25 +16,19 @@ from ..errors import (
     TensorMismatchError,
     UnknownTensorError,
 )
+from ..formats.payload import Payload
 from ..models import describe, moe_layers, text_of
 from .activation_scales import ACTIVATION_SCALES, check_activation_scales
 from .beside import check_beside, load_hash_table
+from .header import TensorInfo
 from .index import index_of
 from .layout import Source, bias_names, part_name, parts_problems, projections, read_matrix, stack_paths
 from .opened import CheckpointLayer
 from .outside import matrices_of, outside_experts, outside_problems, sentences
 from .problems import refuse
+from .reader import Checkpoint
 from .remarks import Remarks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from torch import Tensor
-
-    from ..formats.payload import Payload
-    from .header import TensorInfo
-    from .reader import Checkpoint
-    from .stored import StoredFormat
+from .stored import StoredFormat
 
 __all__ = [
     "AuditReport",

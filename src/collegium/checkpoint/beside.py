@@ -3,12 +3,10 @@
 The audit asks here what the loader asks, so that what passes the one loads in the other.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from ..errors import (
     BadScaleError,
@@ -18,22 +16,18 @@ from ..errors import (
     TensorMismatchError,
     UnknownTensorError,
 )
+from ..formats.payload import Payload
 from ..models import declared_format
 from ..models.base import Config
 from ..types import ExpertWeights, LatentWeights, RouterWeights, SharedWeights
 from .activation_scales import ACTIVATION_SCALES
 from .detect import stored_format
+from .header import TensorInfo
 from .layout import Source, parts_problems, read_matrix
+from .opened import CheckpointLayer
 from .problems import refuse
+from .remarks import Remarks
 from .stored import StoredFormat
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ..formats.payload import Payload
-    from .header import TensorInfo
-    from .opened import CheckpointLayer
-    from .remarks import Remarks
 
 __all__ = ["check_beside", "load_hash_table", "load_latent", "load_router", "load_shared"]
 
@@ -280,7 +274,7 @@ def _stored_at(layer: CheckpointLayer, module: _Module) -> StoredFormat:
 def _matrices(layer: CheckpointLayer, module: _Module) -> list[Payload]:
     """Read the matrices of a module whole in their stored format, checked."""
     refuse(layer.checkpoint, _check_module(layer, module, None, deep=False))
-    stored, found = _stored_at(layer, module), list["Payload"]()
+    stored, found = _stored_at(layer, module), list[Payload]()
     for place in module.places:
         payload, wrong = read_matrix(layer.checkpoint, place, stored)
         refuse(layer.checkpoint, wrong)

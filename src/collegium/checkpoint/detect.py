@@ -1,24 +1,17 @@
 """Which format a layer's experts are stored in: what the config declares, checked against the tensors."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from ..errors import ConfigError, MissingTensorError
 from ..formats import FORMATS, by_name
+from ..formats.payload import Storage
 from ..formats.unquantised import DTYPES
-from ..models import declared_format, mixed_algorithms
+from ..models import Declared, Names, declared_format, mixed_algorithms
+from ..types import MoESpec
 from .index import index_of
 from .layout import projections, stack_paths
+from .reader import Checkpoint
 from .stored import StoredFormat
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from ..formats.payload import Storage
-    from ..models import Declared, Names
-    from ..types import MoESpec
-    from .reader import Checkpoint
 
 __all__ = ["detect", "stored_format"]
 

@@ -1,17 +1,12 @@
 """Do several ranks read the same checkpoint? A digest that costs no more than a few small reads."""
 
-from __future__ import annotations
-
 import hashlib
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from .header import TensorInfo
-    from .opened import CheckpointLayer
-    from .reader import Checkpoint
+from .header import TensorInfo
+from .opened import CheckpointLayer
+from .reader import Checkpoint
 
 __all__ = ["fingerprint"]
 

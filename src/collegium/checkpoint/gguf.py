@@ -6,21 +6,17 @@ experts of a stack follow each other in the file.
 Sources: the GGUF specification (ggml, ``docs/gguf.md``) and the ``gguf`` package, ``constants.py``.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re
 import struct
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, BinaryIO, NoReturn
+from pathlib import Path
+from typing import BinaryIO, NoReturn
 
 from ..errors import DuplicateTensorError, HostileFileError
 from .header import MAX_HEADER_BYTES, TensorInfo
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-    from pathlib import Path
 
 __all__ = ["GGML_TYPES", "read_gguf"]
 

@@ -1,18 +1,14 @@
 """The safetensors header, believed only after every byte of it has been checked."""
 
-from __future__ import annotations
-
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn, cast
+from pathlib import Path
+from typing import NoReturn, cast
 
 from ..errors import CheckpointError, ConfigError, HostileFileError
 from ..formats.intake import SAFETENSORS_DTYPES
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
 
 __all__ = ["DTYPE_BITS", "MAX_HEADER_BYTES", "TensorInfo", "read_header", "read_json"]
 

@@ -4,24 +4,17 @@ Here too it is settled which name table of the family a checkpoint follows: belo
 tensor an expert or one stack, and in which orientation.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from ..models import PREFIXES, family_of
+from ..models import PREFIXES, Family, Names, family_of
+from ..types import MoESpec
+from .header import TensorInfo
 from .layout import PROJECTIONS, Projection, stack_paths, stack_shape
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from ..models import Family, Names
-    from ..types import MoESpec
-    from .header import TensorInfo
-    from .reader import Checkpoint
+from .reader import Checkpoint
 
 __all__ = ["Found", "Index", "index_of"]
 

@@ -4,25 +4,20 @@ Per-expert and stacked checkpoints look alike from here: a ``Source`` says which
 entry of the stack it is, and how its rows are spread over the stored rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
+from torch import Tensor
 
 from ..errors import BadScaleError, CheckpointError, InputError, MissingTensorError, TensorMismatchError
 from ..formats import FORMATS
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ..formats.payload import Part, Payload
-    from ..models import Names, StackedNames
-    from ..types import MoESpec
-    from .reader import Checkpoint
-    from .stored import StoredFormat
+from ..formats.payload import Part, Payload
+from ..models import Names, StackedNames
+from ..types import MoESpec
+from .reader import Checkpoint
+from .stored import StoredFormat
 
 __all__ = [
     "PROJECTIONS",

@@ -3,32 +3,24 @@
 Peak memory is the local weights plus one matrix: the result is allocated once and filled expert by expert.
 """
 
-from __future__ import annotations
-
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from ..errors import CheckpointError, InputError, TensorMismatchError
+from ..formats.payload import Payload
 from ..models import describe, moe_layers
-from ..types import ExpertWeights
+from ..problem import Placement
+from ..types import ExpertWeights, MoESpec
 from .audit import bad_bias, check_layer
 from .layout import Cut, Projection, Source, bias_names, projections, read_matrix
 from .opened import CheckpointLayer
 from .problems import fail, refuse
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from torch import Tensor
-
-    from ..formats.payload import Payload
-    from ..problem import Placement
-    from ..types import MoESpec
-    from .reader import Checkpoint
+from .reader import Checkpoint
 
 __all__ = ["describe_checkpoint", "load_all", "load_experts"]
 

@@ -1,22 +1,17 @@
 """One MoE layer of a checkpoint, opened: what loader, audit, quantize and verify would each have to ask again."""
 
-from __future__ import annotations
-
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from ..errors import InputError
+from ..models import Names
+from ..types import MoESpec
 from .detect import detect
 from .index import Found, Index, index_of
 from .layout import Projection, Source, source_of
+from .reader import Checkpoint
 from .stored import StoredFormat
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from ..models import Names
-    from ..types import MoESpec
-    from .reader import Checkpoint
 
 __all__ = ["CheckpointLayer"]
 

@@ -3,33 +3,26 @@
 What the config declares of a module must be what is stored; where they contradict each other, the module is named.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from ..errors import CheckpointError, ConfigError, TensorMismatchError, UnknownTensorError
 from ..formats import FORMATS
 from ..models import declared_format, moe_layers, text_of
 from .activation_scales import ACTIVATION_SCALES
 from .detect import stored_format
+from .header import TensorInfo
 from .index import index_of
 from .layout import Source, parts_problems, read_matrix
 from .problems import refuse
+from .reader import Checkpoint
 from .stored import StoredFormat
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torch import Tensor
-
-    from .header import TensorInfo
-    from .reader import Checkpoint
 
 __all__ = ["Outside", "matrices_of", "outside_experts", "outside_problems", "sentences"]
 
@@ -79,7 +72,7 @@ def outside_experts(checkpoint: Checkpoint) -> dict[str, Outside | CheckpointErr
 
 def _modules(checkpoint: Checkpoint) -> Mapping[str, dict[str, TensorInfo]]:
     """Return the tensors outside the model's routed experts: path of their module to suffix to header entry."""
-    index, modules = index_of(checkpoint), defaultdict[str, dict[str, "TensorInfo"]](dict)
+    index, modules = index_of(checkpoint), defaultdict[str, dict[str, TensorInfo]](dict)
     routed = {info.name for layer in moe_layers(checkpoint.config) for info in index.found(layer).infos()}
     for name in checkpoint.tensors.keys() - routed:
         head, inner, _ = name.partition(".weight.")

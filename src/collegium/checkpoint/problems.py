@@ -1,14 +1,10 @@
 """One error for all the problems of a checkpoint."""
 
-from __future__ import annotations
+from collections.abc import Sequence
+from typing import NoReturn
 
-from typing import TYPE_CHECKING, NoReturn
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from ..errors import CheckpointError
-    from .reader import Checkpoint
+from ..errors import CheckpointError
+from .reader import Checkpoint
 
 __all__ = ["fail", "refuse"]
 

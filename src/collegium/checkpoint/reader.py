@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Iterator, Mapping, Sequence
+from io import FileIO
 from itertools import product
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
+from torch import Tensor
 
 from ..errors import (
     CheckpointError,
@@ -23,12 +26,6 @@ from ..formats.gguf import KINDS
 from ..formats.intake import SAFETENSORS_DTYPES
 from .gguf import read_gguf
 from .header import TensorInfo, read_header, read_json
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from io import FileIO
-
-    from torch import Tensor
 
 __all__ = ["TORCH_DTYPES", "Checkpoint", "gguf_file", "read_config"]
 

@@ -3,17 +3,14 @@
 Nothing here is refused: experts copied from one dense layer are how some models begin their training.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from hashlib import blake2b
 from statistics import median
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 
-if TYPE_CHECKING:
-    from ..formats.payload import Payload
+from ..formats.payload import Payload
 
 __all__ = ["Remarks"]
 

@@ -1,18 +1,12 @@
 """How one layer's experts are stored: the format, its storage, and the sizes a config declares."""
 
-from __future__ import annotations
-
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from ..formats import Fp8Block, Int4Affine, Int4Group, Int4Ordered, Int8Affine, Int8Ordered, by_name
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
-
-    from ..formats.payload import Part, Payload, Storage
+from ..formats.payload import Part, Payload, Storage
 
 __all__ = ["StoredFormat"]
 

@@ -1,30 +1,24 @@
 """Writing checkpoints: safetensors files piece by piece, and a folder that appears whole or not at all."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Self, cast
+from pathlib import Path
+from typing import Self, cast
 
 import torch
+from torch import Tensor
 
 from ..errors import CheckpointError, InputError
 from ..formats import Int4Group
 from ..formats.intake import SAFETENSORS_DTYPES
-
-if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from ..formats.payload import Payload, Storage
-    from .header import TensorInfo
+from ..formats.payload import Payload, Storage
+from .header import TensorInfo
 
 __all__ = ["Shard", "entry_of", "matrix_parts", "whole_folder"]
 

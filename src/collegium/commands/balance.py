@@ -1,17 +1,16 @@
 """``collegium balance``: record what experts are asked, see it, and simulate what a policy would do about it."""
 
-from __future__ import annotations
-
 import os
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from ..balance.load import LoadTrace
-from ..balance.simulate import simulate
+from ..balance.simulate import Simulation, simulate
 from ..checkpoint.reader import read_config
 from ..errors import InputError
 from ..integrations.transformers import load_model, recording
@@ -19,11 +18,6 @@ from ..parallel.placement import linear
 from ..problem import Limits
 from ..runtime.devices import probe
 from .generate import Writer, check_writable
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from ..balance.simulate import Simulation
 
 __all__ = ["Hottest", "LoadReport", "look_at_load", "record_load", "simulate_file"]
 
@@ -51,10 +45,6 @@ class LoadReport:
     top_k: int
     assignments: int
     layers: tuple[Hottest, ...]
-
-    def to_json(self) -> dict[str, object]:
-        """Return plain values for ``--json``."""
-        return asdict(self)
 
 
 def record_load(

@@ -4,29 +4,31 @@ No time is given before every measured case agrees with FP32 truth. The floor is
 measured routing really hits and from ceilings of this machine, measured in the same run unless they are given.
 """
 
-from __future__ import annotations
-
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..checkpoint.reader import read_config
 from ..errors import ConfigError, InputError, MeasurementError
 from ..experts import Packed, Reference
 from ..formats import by_name
+from ..formats.payload import Payload
 from ..layer import MoELayer
 from ..models import describe
 from ..ops.quantize import activation_format
 from ..parallel.local import Local
-from ..planning import plan
-from ..problem import Choice, Limits, Problem
+from ..planning import Plan, plan
+from ..problem import Choice, DeviceFacts, Limits, Problem
 from ..runtime.devices import probe
 from ..types import ContiguousBatch, ExpertWeights, MoESpec, Routing, RoutingSpec
 from .integers import ENCODERS
 from .measure import (
+    Ceilings,
     driver_version,
     floor_of,
     graph_pool,
@@ -39,16 +41,6 @@ from .measure import (
     version_of,
 )
 from .room import check_room, layer_needs
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from ..formats.payload import Payload
-    from ..planning import Plan
-    from ..problem import DeviceFacts
-    from .measure import Ceilings
 
 __all__ = [
     "SHAPES",
@@ -118,10 +110,6 @@ class BenchReport:
     triton: str
     ceilings: Ceilings
     rows: tuple[BenchRow, ...]
-
-    def to_json(self) -> dict[str, object]:
-        """Return the report as plain values for ``--json``."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

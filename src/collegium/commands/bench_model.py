@@ -7,16 +7,16 @@ another expert after any rounding, and transformers' own implementations differ 
 a row with the reason.
 """
 
-from __future__ import annotations
-
 import gc
 import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..checkpoint.reader import read_config
 from ..errors import InputError, MeasurementError, SpecError
@@ -26,7 +26,7 @@ from ..layer import MoELayer
 from ..ops.quantize import activation_format
 from ..parallel.ranks import Ranks
 from ..planning import plan
-from ..problem import Choice, Limits, Problem
+from ..problem import Choice, DeviceFacts, Limits, Problem
 from ..runtime.devices import probe
 from ..runtime.warming import warm_up
 from ..types import MoESpec, Routing
@@ -34,45 +34,10 @@ from .bench import TOLERANCES, experts_error, experts_of, random_weights, recipe
 from .measure import driver_version, prepare_pass, take_turns, version_of
 from .room import bytes_per_weight, check_room
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from torch import Tensor
-
-    from ..problem import DeviceFacts
-
 __all__ = ["MODELS", "RECIPES", "ModelReport", "ModelRow", "bench_model"]
 
-# Facts of the published configurations.
-MODELS: dict[str, dict[str, Any]] = {
-    "qwen3_30b": {
-        "config": "Qwen3MoeConfig",
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-    },
-    "gpt_oss_20b": {
-        "config": "GptOssConfig",
-        "hidden_size": 2880,
-        "intermediate_size": 2880,
-        "num_local_experts": 32,
-        "num_experts_per_tok": 4,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "vocab_size": 201088,
-    },
-}
+# Folders with the facts of published configurations.
+MODELS = {name: Path(__file__).parent / "configs" / name for name in ("qwen3_30b", "gpt_oss_20b")}
 RECIPES = (("mxfp4", "bf16"), ("mxfp4", "fp8_token"))
 _THEIRS = ("eager", "grouped_mm")
 _NO_GRAPH = ("eager",)  # it asks the device which experts are hit
@@ -198,7 +163,7 @@ def bench_model(
             rows += _turns(model, reasons, batch, rounds, ranks)
         specs = specs or [layer.spec for layer in plugin.layers_of(model)]
     return ModelReport(
-        model=what if what in MODELS else Path(what).resolve().name,
+        model=MODELS.get(what, Path(what)).resolve().name,
         layers=model.config.get_text_config().num_hidden_layers,
         parameters=sum(p.numel() for p in model.parameters()),
         device=probe(place).name or place.type,
@@ -228,17 +193,14 @@ def _specs(model: Any) -> list[MoESpec]:
 def _built(what: str, layers: int | None, facts: DeviceFacts, formats: Sequence[str]) -> Any:
     """Return the model with random BF16 weights; raises InputError where it is none with experts or has no room."""
     transformers = extra("transformers")
-    if what in MODELS:
-        published = dict(MODELS[what])
-        config = getattr(transformers, published.pop("config"))(**published, max_position_embeddings=4096)
-    elif (Path(what) / "config.json").is_file():
-        read_config(Path(what))
-        try:
-            config = transformers.AutoConfig.from_pretrained(what)
-        except Exception as fault:  # of many kinds, some of packages below transformers
-            raise InputError(f"model {what!r}: transformers cannot read its config.json: {_reason(fault)}") from fault
-    else:
+    folder = MODELS.get(what, Path(what))
+    if not (folder / "config.json").is_file():
         raise InputError(f"model {what!r}: allowed are {', '.join(MODELS)}, or a folder with config.json")
+    read_config(folder)
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder)
+    except Exception as fault:  # of many kinds, some of packages below transformers
+        raise InputError(f"model {what!r}: transformers cannot read its config.json: {_reason(fault)}") from fault
     text = config.get_text_config()
     if layers is not None and layers < text.num_hidden_layers:
         text.num_hidden_layers = layers

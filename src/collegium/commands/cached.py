@@ -1,7 +1,5 @@
 """Models that are in the cache of Hugging Face already, by the name they have there. Nothing is downloaded."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,13 +1,13 @@
 """The demo: one real model, every format, measured beside BF16."""
 
-from __future__ import annotations
-
 import time
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
+from torch import Tensor, nn
 
 from ..checkpoint.loader import describe_checkpoint, load_experts
 from ..checkpoint.opened import CheckpointLayer
@@ -15,31 +15,16 @@ from ..checkpoint.reader import Checkpoint
 from ..errors import InputError
 from ..functional import moe
 from ..integrations.transformers import attach, build_layers, experts_modules, layers_of, load_model
+from ..layer import MoELayer
 from ..parallel.placement import linear
 from ..planning import plan
-from ..problem import Choice, Limits, Problem
+from ..problem import Choice, DeviceFacts, Limits, Problem
 from ..runtime.devices import probe
 from ..runtime.warming import warm_up
-from ..types import Routing
+from ..types import MoESpec, Routing
 from .generate import Writer, check_writable
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from torch import Tensor, nn
-
-    from ..layer import MoELayer
-    from ..problem import DeviceFacts
-    from ..types import MoESpec
-
-__all__ = [
-    "RECIPES",
-    "DemoReport",
-    "DemoRow",
-    "Recipe",
-    "find_model",
-    "run_demo",
-]
+__all__ = ["RECIPES", "DemoReport", "DemoRow", "find_model", "run_demo"]
 
 SHIPPED = Path("demo") / "fables-16m"
 PROMPT = "Once upon a time there was a"
@@ -51,27 +36,12 @@ PENALTY = 1.2
 _COMPILED_PASS, _PLAIN_PASS = 4, 4096
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Recipe:
-    """A weight format and the format activations take before each multiplication."""
-
-    weights: str
-    activations: str = "bf16"
-
-
-RECIPES = (
-    Recipe(weights="bf16"),
-    Recipe(weights="fp16"),
-    Recipe(weights="fp8_block"),
-    Recipe(weights="fp8_channel"),
-    Recipe(weights="fp8_tensor"),
-    Recipe(weights="mxfp8"),
-    Recipe(weights="int4_group"),
-    Recipe(weights="mxfp4"),
-    Recipe(weights="nvfp4"),
-    Recipe(weights="fp8_block", activations="fp8_group128"),
-    Recipe(weights="mxfp4", activations="fp8_group128"),
-    Recipe(weights="nvfp4", activations="nvfp4"),
+_WEIGHTS = ("bf16", "fp16", "fp8_block", "fp8_channel", "fp8_tensor", "mxfp8", "int4_group", "mxfp4", "nvfp4")
+RECIPES = (  # weights, activations
+    *((weights, "bf16") for weights in _WEIGHTS),
+    ("fp8_block", "fp8_group128"),
+    ("mxfp4", "fp8_group128"),
+    ("nvfp4", "nvfp4"),
 )
 
 
@@ -100,10 +70,6 @@ class DemoReport:
     seconds: float
     compile_seconds: float
     rows: tuple[DemoRow, ...]
-
-    def to_json(self) -> dict[str, object]:
-        """Return the report as plain values for ``--json``."""
-        return asdict(self)
 
 
 def find_model(path: str | None) -> Path:
@@ -135,13 +101,13 @@ def run_demo(
     start = time.perf_counter()
     facts = probe(device)
     folder = check_writable(str(folder))
-    bench = _Bench.open(folder, facts, windows)
+    bench = _Bench(folder, facts, windows)
     rows: list[DemoRow] = []
     for done, recipe in enumerate(RECIPES):
 
-        def step(text: str, done: int = done, recipe: Recipe = recipe) -> None:
+        def step(text: str, done: int = done, recipe: tuple[str, str] = recipe) -> None:
             if progress is not None:
-                progress(done, len(RECIPES), f"{recipe.weights} x {recipe.activations}: {text}")
+                progress(done, len(RECIPES), f"{recipe[0]} x {recipe[1]}: {text}")
 
         row = bench.row(recipe, tokens, step)
         rows.append(replace(row, perplexity_ratio=row.perplexity / rows[0].perplexity) if rows else row)
@@ -157,44 +123,25 @@ def run_demo(
     )
 
 
-@dataclass(kw_only=True, slots=True)
 class _Bench:
     """The model, its held-out text and the inputs of one layer, on which every recipe is measured."""
 
-    checkpoint: Checkpoint
-    facts: DeviceFacts
-    spec: MoESpec
-    writer: Writer
-    ids: Tensor
-    case: _Case
-    compile_seconds: float
-
-    @classmethod
-    def open(cls, folder: Path, facts: DeviceFacts, windows: int) -> _Bench:
-        checkpoint = Checkpoint.open(folder)
-        spec = describe_checkpoint(checkpoint)
-        limits = _limits(spec, facts, Recipe(weights=spec.weight_format))
+    def __init__(self, folder: Path, facts: DeviceFacts, windows: int) -> None:
+        self.checkpoint, self.facts = Checkpoint.open(folder), facts
+        self.spec = describe_checkpoint(self.checkpoint)
+        limits = _limits(self.spec, facts, (self.spec.weight_format, "bf16"))
         model = load_model(str(folder), device=facts.place, limits=limits)
-        writer = Writer(model, folder)
-        ids = _windows(writer, folder / "heldout.txt", windows)
-        seconds = _compiled(layers_of(model), None)
-        case = _Case.capture(model, checkpoint, ids[:1])
-        return cls(
-            checkpoint=checkpoint,
-            facts=facts,
-            spec=spec,
-            writer=writer,
-            ids=ids,
-            case=case,
-            compile_seconds=seconds,
-        )
+        self.writer = Writer(model, folder)
+        self.ids = _windows(self.writer, folder / "heldout.txt", windows)
+        self.compile_seconds = _compiled(layers_of(model), None)
+        self.case = _Case(model, self.checkpoint, self.ids[:1])
 
-    def row(self, recipe: Recipe, tokens: int, step: Callable[[str], None]) -> DemoRow:
+    def row(self, recipe: tuple[str, str], tokens: int, step: Callable[[str], None]) -> DemoRow:
         step("loading")
         layers = build_layers(
             self.checkpoint,
-            weight_format=recipe.weights,
-            force=Choice(activation_format=recipe.activations),
+            weight_format=recipe[0],
+            force=Choice(activation_format=recipe[1]),
             device=self.facts.place,
             limits=_limits(self.spec, self.facts, recipe),
         )
@@ -207,8 +154,8 @@ class _Bench:
         written = self.writer.write(PROMPT, tokens, penalty=PENALTY)
         chosen = layers[self.case.layer].plan
         return DemoRow(
-            weights=recipe.weights,
-            activations=recipe.activations,
+            weights=recipe[0],
+            activations=recipe[1],
             kernel=chosen.kernel,
             expert_bytes=chosen.expert_bytes,
             perplexity=perplexity,
@@ -219,9 +166,9 @@ class _Bench:
         )
 
 
-def _limits(spec: MoESpec, facts: DeviceFacts, recipe: Recipe) -> Limits:
-    problem = Problem(spec=replace(spec, weight_format=recipe.weights), device=facts)
-    made = plan(problem, Choice(activation_format=recipe.activations))
+def _limits(spec: MoESpec, facts: DeviceFacts, recipe: tuple[str, str]) -> Limits:
+    problem = Problem(spec=replace(spec, weight_format=recipe[0]), device=facts)
+    made = plan(problem, Choice(activation_format=recipe[1]))
     return Limits(max_tokens=_COMPILED_PASS if made.capturable else _PLAIN_PASS)
 
 
@@ -241,39 +188,24 @@ def _windows(writer: Writer, held_out: Path, windows: int) -> Tensor:
     return ids[:needed].view(windows, WINDOW)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class _Case:
-    """Real inputs of one layer, and its FP32 output on the BF16 weights."""
+    """Real inputs of one layer, the middle one of a model, and its FP32 output on the BF16 weights."""
 
-    layer: int
-    x: Tensor
-    routing: Routing
-    truth: Tensor
-
-    @classmethod
-    def capture(cls, model: nn.Module, checkpoint: Checkpoint, ids: Tensor) -> _Case:
-        """Run ``ids [1, T]`` through the model and keep what the middle layer's experts were asked."""
+    def __init__(self, model: nn.Module, checkpoint: Checkpoint, ids: Tensor) -> None:
+        """Run ``ids [1, T]`` through the model and keep what the layer's experts were asked."""
         modules = experts_modules(model)
-        index = sorted(modules)[len(modules) // 2]
+        self.layer = sorted(modules)[len(modules) // 2]
         asked: list[tuple[Tensor, Tensor, Tensor]] = []
-        hook = modules[index].register_forward_pre_hook(lambda _, inputs: asked.append(inputs))
+        hook = modules[self.layer].register_forward_pre_hook(lambda _, inputs: asked.append(inputs))
         with torch.inference_mode():
             cast("Any", model)(ids, use_cache=False)
         hook.remove()
-        x, topk_ids, topk_weights = (t.clone() for t in asked[0])
-        routing = Routing(topk_ids=topk_ids, topk_weights=topk_weights)
-        spec = describe_checkpoint(checkpoint)
-        weights = load_experts(CheckpointLayer.open(checkpoint, index), linear(spec.num_experts, 0, 1), device=x.device)
-        truth = moe(
-            x.float(),
-            weights.gate_up,
-            weights.down,
-            topk_ids,
-            topk_weights,
-            activation=spec.activation,
-            force=Choice(kernel="reference"),
-        )
-        return cls(layer=index, x=x, routing=routing, truth=truth)
+        self.x, topk_ids, topk_weights = (t.clone() for t in asked[0])
+        self.routing = Routing(topk_ids=topk_ids, topk_weights=topk_weights)
+        spec, layer = describe_checkpoint(checkpoint), CheckpointLayer.open(checkpoint, self.layer)
+        weights = load_experts(layer, linear(spec.num_experts, 0, 1), device=self.x.device)
+        wishes: Any = {"activation": spec.activation, "force": Choice(kernel="reference")}
+        self.truth = moe(self.x.float(), weights.gate_up, weights.down, topk_ids, topk_weights, **wishes)
 
     def error(self, layer: MoELayer) -> float:
         """Return the relative L2 error of ``layer`` on the captured inputs."""

@@ -1,26 +1,20 @@
 """What ``config.json`` says of a checkpoint whose experts were written in another format, and what it cannot say."""
 
-from __future__ import annotations
-
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..checkpoint.header import TensorInfo
 from ..checkpoint.layout import stack_paths
+from ..checkpoint.outside import Outside
 from ..checkpoint.problems import refuse
+from ..checkpoint.reader import Checkpoint
 from ..errors import CheckpointError, InputError
+from ..formats.payload import Payload, Storage
 from ..formats.unquantised import CONFIG_NAMES
-from ..models import moe_layers
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from ..checkpoint.header import TensorInfo
-    from ..checkpoint.outside import Outside
-    from ..checkpoint.reader import Checkpoint
-    from ..formats.payload import Payload, Storage
-    from ..models import Names
-    from ..types import MoESpec
+from ..models import Names, moe_layers
+from ..types import MoESpec
 
 __all__ = ["COMPRESSED", "Job", "described", "new_config"]
 

@@ -1,15 +1,14 @@
 """Text from a whole model: its tokenizer, what it writes and how fast, and whether it can be loaded at all."""
 
-from __future__ import annotations
-
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from ..checkpoint.reader import gguf_file, read_config
 from ..errors import CheckpointError, ConfigError, InputError
@@ -17,9 +16,6 @@ from ..integrations.extra import extra
 from ..integrations.transformers import Decoder
 from ..models import describe
 from ..problem import Limits
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 __all__ = ["Writer", "Written", "check_writable", "prompt_limits"]
 
@@ -38,10 +34,6 @@ class Written:
     tokens: int
     first_token_seconds: float
     tokens_per_second: float
-
-    def to_json(self) -> dict[str, object]:
-        """Return the values for ``--json``."""
-        return asdict(self)
 
 
 class Writer:

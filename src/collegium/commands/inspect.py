@@ -1,27 +1,19 @@
 """What a checkpoint holds and what would run it here: the answer behind ``collegium inspect`` and ``plan``."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ..checkpoint.audit import audit
+from ..checkpoint.audit import AuditReport, audit
 from ..checkpoint.loader import describe_checkpoint
 from ..checkpoint.reader import Checkpoint, gguf_file, read_config
 from ..errors import ConfigError
 from ..formats import by_name
 from ..models import describe, family_of
-from ..planning import plan
+from ..planning import Plan, plan
 from ..problem import Choice, DeviceFacts, Limits, Problem
 from ..runtime.devices import probe
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ..checkpoint.audit import AuditReport
-    from ..planning import Plan
-    from ..types import MoESpec
+from ..types import MoESpec
 
 __all__ = ["ELSEWHERE", "Inspection", "inspect_model", "plan_model"]
 

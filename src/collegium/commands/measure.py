@@ -11,28 +11,23 @@ import os
 import platform
 import statistics
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from ..errors import InputError
 from ..ops.quantize import activation_format
 from ..planning import expert_bytes
 from ..runtime.devices import current_device, recording
-from ..types import Routing
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from torch import Tensor
-
-    from ..types import MoESpec
+from ..types import MoESpec, Routing
 
 __all__ = [
     "ROUTINGS",
@@ -73,11 +68,7 @@ class Ceilings:
 
     def raised(self, other: Ceilings) -> Ceilings:
         """Return the better of two measurements, number by number."""
-        return Ceilings(
-            bandwidth=max(self.bandwidth, other.bandwidth),
-            rate_16=max(self.rate_16, other.rate_16),
-            rate_8=max(self.rate_8, other.rate_8),
-        )
+        return Ceilings(**{name: max(value, getattr(other, name)) for name, value in asdict(self).items()})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,18 +1,14 @@
 """Reports as pictures: latency beside its floor and the roofline, the load of experts, what balancing would do."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..balance.load import LoadTrace
+from ..balance.simulate import Simulation
 from ..errors import InputError
 from ..integrations.extra import extra
-
-if TYPE_CHECKING:
-    from ..balance.load import LoadTrace
-    from ..balance.simulate import Simulation
-    from .bench import BenchReport
+from .bench import BenchReport
 
 __all__ = ["check_picture", "plot", "plot_load", "plot_simulation"]
 

@@ -54,8 +54,10 @@ def print_json(value: dict[str, object]) -> None:
 
 
 def _print_table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print right-aligned columns, except those whose name ends in a space."""
-    table = Table(title=title and Text(title), title_justify="left", box=None, pad_edge=False)
+    """Print right-aligned columns, except those whose name ends in a space, below a title that may be wider."""
+    if title:
+        out.print(title, style="italic", markup=False, highlight=False)
+    table = Table(box=None, pad_edge=False)
     for column in columns:
         table.add_column(column.strip(), justify="left" if column.endswith(" ") else "right", no_wrap=True)
     for row in rows:
@@ -252,41 +254,37 @@ def print_inspection(found: Inspection) -> None:
     out.print(found.plan.explain(), markup=False, highlight=False)
 
 
-def _titled(title: str, *columns: str) -> Table:
-    """Print a title, which may be wider than its table, and return the table."""
-    out.print(title, style="italic", markup=False, highlight=False)
-    table = Table(box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column, no_wrap=True)
-    return table
-
-
 def print_proofs(report: VerifyReport) -> None:
     """Show the error of every layer and the verdict."""
     kernels = ", ".join(dict.fromkeys(proof.kernel for proof in report.proofs))
-    columns = ("layer", "formats", "experts", "error", "worst expert", "allowed", "verdict")
-    table = _titled(f"{report.path} on {report.device}, kernel {kernels}", *columns)
-    for proof in report.proofs:
-        table.add_row(
-            f"{proof.layer}" if proof.part == "experts" else f"{proof.layer} {proof.part}",
-            f"{proof.weight_format} x {proof.activation_format}",
-            f"{proof.checked} of {proof.held}",
-            f"{proof.error:.3%}",
-            f"{proof.worst}: {proof.worst_error:.3%}",
-            f"{proof.tolerance:.0%}, {2 * proof.tolerance:.0%}",
-            "[green]ok[/green]" if proof.passed else "[bold red]WRONG[/bold red]",
-        )
-    out.print(table)
+    _print_table(
+        f"{report.path} on {report.device}, kernel {kernels}",
+        ("layer ", "formats ", "experts ", "error ", "worst expert ", "allowed ", "verdict "),
+        [
+            (
+                f"{proof.layer}" if proof.part == "experts" else f"{proof.layer} {proof.part}",
+                f"{proof.weight_format} x {proof.activation_format}",
+                f"{proof.checked} of {proof.held}",
+                f"{proof.error:.3%}",
+                f"{proof.worst}: {proof.worst_error:.3%}",
+                f"{proof.tolerance:.0%}, {2 * proof.tolerance:.0%}",
+                "[green]ok[/green]" if proof.passed else "[bold red]WRONG[/bold red]",
+            )
+            for proof in report.proofs
+        ],
+    )
 
 
 def print_conversion(report: QuantizeReport) -> None:
     """Show the error of every converted layer and what was copied."""
-    title = f"{report.path}: {report.weight_format} experts as {report.storage} stores them"
-    table = _titled(title, "layer", "was", "error", "worst expert")
-    for layer in report.layers:
-        worst = f"{layer.worst}: {layer.worst_error:.3%}"
-        table.add_row(str(layer.layer), layer.source_format, f"{layer.error:.3%}", worst)
-    out.print(table)
+    _print_table(
+        f"{report.path}: {report.weight_format} experts as {report.storage} stores them",
+        ("layer ", "was ", "error ", "worst expert "),
+        [
+            (str(own.layer), own.source_format, f"{own.error:.3%}", f"{own.worst}: {own.worst_error:.3%}")
+            for own in report.layers
+        ],
+    )
     rows = [f"bytes    {report.nbytes:,}, were {report.source_nbytes:,}"]
     for what, names in (("copied", report.copied), ("skipped", report.skipped), ("removed", report.removed)):
         rows += [f"{what:<8} {', '.join(names)}"] if names else []

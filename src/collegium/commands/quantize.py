@@ -4,19 +4,20 @@ A few experts are in memory at a time: read, decoded, encoded, compared with wha
 the publishers of the format write: tensor names, ``quantization_config`` and all.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..checkpoint.audit import audit
+from ..checkpoint.header import TensorInfo
 from ..checkpoint.index import index_of
 from ..checkpoint.loader import load_experts
 from ..checkpoint.opened import CheckpointLayer
@@ -26,20 +27,13 @@ from ..checkpoint.reader import Checkpoint
 from ..checkpoint.writer import Shard, entry_of, matrix_parts, whole_folder
 from ..errors import ConfigError, InputError
 from ..formats import Fp8Tensor, NvFp4, by_name
+from ..formats.payload import Payload
 from ..formats.unquantised import CONFIG_NAMES
 from ..models import describe, experts_apart, family_of
 from ..ops.activation import interleave
 from ..planning import expert_bytes
 from ..problem import Placement
 from .described import COMPRESSED, Job, described, new_config
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
-    from torch import Tensor
-
-    from ..checkpoint.header import TensorInfo
-    from ..formats.payload import Payload
 
 __all__ = ["ConvertedLayer", "QuantizeReport", "quantize_model"]
 
@@ -75,10 +69,6 @@ class QuantizeReport:
     copied: tuple[str, ...]
     skipped: tuple[str, ...]
     removed: tuple[str, ...]
-
-    def to_json(self) -> dict[str, object]:
-        """Return the report as plain values for ``--json``."""
-        return asdict(self)
 
 
 def quantize_model(
@@ -265,7 +255,7 @@ def _square(values: Tensor) -> float:
 def _expert_tensors(job: Job, layer: int, expert: int, matrices: tuple[Payload, Payload, Payload]) -> dict[str, Tensor]:
     """Return one expert's tensors under their published names; of a stack, its entry."""
     gate, up, down = (matrix_parts(matrix, job.storage) for matrix in matrices)
-    names, table, out = job.names, job.names.stacked, dict[str, "Tensor"]()
+    names, table, out = job.names, job.names.stacked, dict[str, Tensor]()
     if not job.stacked:
         for which, parts in (("gate", gate), ("up", up), ("down", down)):
             path = names.projection(which).format(layer=layer, expert=expert)

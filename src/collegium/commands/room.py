@@ -1,23 +1,16 @@
 """Is there memory for it: asked before anything is built, because a machine out of memory says nothing useful."""
 
-from __future__ import annotations
-
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from ..errors import InputError
-from ..planning import expert_bytes
+from ..planning import Plan, expert_bytes
+from ..problem import DeviceFacts
 from ..types import MoESpec, RoutingSpec
 from .measure import ceiling_bytes, input_sets
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from ..planning import Plan
-    from ..problem import DeviceFacts
 
 __all__ = ["bytes_per_weight", "check_room", "free_bytes", "layer_needs"]
 

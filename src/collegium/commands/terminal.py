@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import wraps
 from inspect import Parameter, Signature, signature
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
 
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -29,11 +30,9 @@ def asks_json() -> bool:
 
 
 class Report(Protocol):
-    """What a command found."""
+    """What a command found: a dataclass, with ``to_json`` where JSON says more than its fields."""
 
-    def to_json(self) -> dict[str, object]:
-        """Return it as plain values."""
-        ...
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
 
 def prints(
@@ -54,11 +53,11 @@ def prints(
                     f"{command.__name__} was started on {os.environ['WORLD_SIZE']} ranks; generate, verify and "
                     "bench-model run on several, this command in one process: start it without torchrun"
                 )
-            report = command(**given)
+            report: Any = command(**given)
             if not is_first(os.environ):
                 pass
             elif as_json:
-                print_json(report.to_json())
+                print_json(report.to_json() if hasattr(report, "to_json") else asdict(report))
             else:
                 show(report)
             if not getattr(report, "passed", True):

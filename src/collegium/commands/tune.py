@@ -5,15 +5,17 @@ and in turns like every measurement here. The fastest goes into the user's file 
 of the same sizes and formats take it from then on. All candidates must give the same bits.
 """
 
-from __future__ import annotations
-
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..errors import InputError, MeasurementError
+from ..experts import Packed
 from ..experts.measured import write_tiles
 from ..parallel import Local
 from ..planning import kernel_named
@@ -22,14 +24,6 @@ from ..runtime.devices import probe
 from .bench import named_layer, planned_layer, random_weights
 from .measure import graph_pool, input_sets, prepare_pass, random_routing, take_turns
 from .room import check_room, layer_needs
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from ..experts import Packed
 
 __all__ = ["TUNED_TOKENS", "TuneReport", "TuneRow", "measure_tiles", "packed_layer", "tile_times", "tune"]
 
@@ -61,10 +55,6 @@ class TuneReport:
     device: str
     path: str
     rows: tuple[TuneRow, ...]
-
-    def to_json(self) -> dict[str, object]:
-        """Return the report as plain values for ``--json``."""
-        return asdict(self)
 
 
 def tune(

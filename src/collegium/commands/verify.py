@@ -6,13 +6,13 @@ are computed in float64 on heavy-tailed rows, scaled by powers of two so that th
 unit size, and with a clamp half of them beyond it: at that size no half, clamp or scale can be exchanged unseen.
 """
 
-from __future__ import annotations
-
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..checkpoint.audit import check_dense_layers
 from ..checkpoint.beside import check_beside, load_shared
@@ -22,25 +22,17 @@ from ..checkpoint.problems import refuse
 from ..checkpoint.reader import Checkpoint
 from ..encoding import encode_experts
 from ..errors import InputError
+from ..formats.payload import Payload
 from ..layer import MoELayer
 from ..loading import load_routed
 from ..models import moe_layers
 from ..ops.quantize import activation_format
 from ..parallel.ranks import Ranks
 from ..planning import plan
-from ..problem import Choice, Placement, Problem
+from ..problem import Choice, DeviceFacts, Placement, Problem
 from ..runtime.devices import probe
 from ..testing.compare import between, heavy_tailed
-from ..types import MoESpec, Routing
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from torch import Tensor
-
-    from ..formats.payload import Payload
-    from ..problem import DeviceFacts
-    from ..types import ExpertWeights
+from ..types import ExpertWeights, MoESpec, Routing
 
 __all__ = ["LayerProof", "VerifyReport", "plain_values", "tolerance_of", "verify_model"]
 

@@ -1,7 +1,5 @@
 """Optional packages, imported where they are asked for."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

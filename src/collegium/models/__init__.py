@@ -3,12 +3,11 @@
 Adding a family is one file with its literal name table and one entry in ``FAMILIES``.
 """
 
-from __future__ import annotations
-
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
+from ..types import MoESpec
 from . import (
     arctic,
     dbrx,
@@ -43,11 +42,6 @@ from . import (
 from .base import PREFIXES, Family, Names, StackedNames, text_of
 from .quantization import Declared, declared_format, experts_apart, mixed_algorithms
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from ..types import MoESpec
-
 __all__ = [
     "FAMILIES",
     "PREFIXES",
@@ -57,7 +51,6 @@ __all__ = [
     "StackedNames",
     "declared_format",
     "describe",
-    "expert_path",
     "experts_apart",
     "family_of",
     "mixed_algorithms",
@@ -91,12 +84,6 @@ def moe_layers(config: Mapping[str, object]) -> tuple[int, ...]:
     return family_of(config).moe_layers(config)
 
 
-def expert_path(family: Family, layer: int, names: Names | None = None) -> str:
-    """Return the module path that quantisation tables are asked about: a projection of expert 0, or the stack."""
-    names = names or family.names
-    return (names.gate or names.up or names.stacked.gate_up).format(layer=layer, expert=0)
-
-
 def describe(config: Mapping[str, object], layer: int | None = None) -> MoESpec:
     """Return the ``MoESpec`` of an MoE layer, default the last one; few families differ from layer to layer.
 
@@ -108,7 +95,9 @@ def describe(config: Mapping[str, object], layer: int | None = None) -> MoESpec:
     layers = family.moe_layers(config)
     if not layers:
         raise ConfigError(f"config.json of model_type {config.get('model_type')!r}: no layer has routed experts")
-    path = expert_path(family, layers[0] if layer is None else layer)
+    # what quantisation tables are asked about: a projection of expert 0, or the stack
+    named = family.names.gate or family.names.up or family.names.stacked.gate_up
+    path = named.format(layer=layers[0] if layer is None else layer, expert=0)
     layer_prefix = family.names.layer.partition("{layer}")[0]
     heads = (prefix.partition("{layer}")[0] for prefix in (family.names.layer, *PREFIXES))
     said = [declared_format(config, path.replace(layer_prefix, head)).format for head in dict.fromkeys(heads)]

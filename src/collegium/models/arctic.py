@@ -3,10 +3,8 @@
 The dense residual MLP of a layer has an input of its own and stays with the caller.
 """
 
-from __future__ import annotations
-
 from ..types import MoESpec, RoutingSpec
-from .base import Config, Family, spec_of
+from .base import Config, Family, each_nth, spec_of
 from .mixtral import NAMES
 
 __all__ = ["FAMILY"]
@@ -19,8 +17,7 @@ def _spec(config: Config, _: int) -> MoESpec:
 
 
 def _layers(config: Config) -> tuple[int, ...]:
-    step = config.integer("moe_layer_frequency", default=2)
-    return tuple(i for i in range(config.integer("num_hidden_layers")) if step > 0 and (i + 1) % step == 0)
+    return each_nth(config, config.integer("moe_layer_frequency", default=2))
 
 
 FAMILY = Family("arctic", ("arctic",), NAMES, _spec, _layers)

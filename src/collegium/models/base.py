@@ -7,16 +7,12 @@ is refused, so that no entry that changes the mathematics is passed over in sile
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from ..errors import ConfigError
-from ..types import ActivationSpec, MoESpec, SharedSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from ..types import RoutingSpec
+from ..types import ActivationSpec, MoESpec, RoutingSpec, SharedSpec
 
 __all__ = [
     "PREFIXES",
@@ -25,6 +21,7 @@ __all__ = [
     "Family",
     "Names",
     "StackedNames",
+    "each_nth",
     "every_layer",
     "layers_after_first",
     "listed_layers",
@@ -173,6 +170,11 @@ def _moved(table: T, old: str, new: str) -> T:
 def every_layer(config: Config) -> tuple[int, ...]:
     """Return all layers."""
     return tuple(range(config.integer("num_hidden_layers")))
+
+
+def each_nth(config: Config, step: int) -> tuple[int, ...]:
+    """Return the last of every ``step`` layers, none where ``step`` is not positive."""
+    return tuple(i for i in every_layer(config) if step > 0 and (i + 1) % step == 0)
 
 
 @dataclass(frozen=True, slots=True)

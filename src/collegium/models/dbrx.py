@@ -1,7 +1,5 @@
 """DBRX: experts follow each other along the rows of ``w1`` (gate), ``v1`` (up) and ``w2`` (down, input-first)."""
 
-from __future__ import annotations
-
 from ..types import MoESpec, RoutingSpec
 from .base import Config, Family, Names, StackedNames
 

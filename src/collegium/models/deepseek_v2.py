@@ -1,7 +1,5 @@
 """DeepSeek-V2: softmax scores, whole groups kept by their best expert, no renormalisation, a shared expert."""
 
-from __future__ import annotations
-
 from ..types import MoESpec, RoutingSpec
 from .base import Config, Family, Names, listed_layers, projections_of, shared_width, spec_of
 

@@ -3,8 +3,6 @@
 Layers from ``num_hidden_layers`` on hold multi-token prediction and are not described here.
 """
 
-from __future__ import annotations
-
 from ..types import MoESpec, RoutingSpec
 from .base import Config, Family, Names, listed_layers, projections_of, shared_width, spec_of
 

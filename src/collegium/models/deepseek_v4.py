@@ -3,8 +3,6 @@
 The published tensors have no ``model.`` in front; what transformers saves may.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from ..types import ActivationSpec, MoESpec, RoutingSpec

@@ -1,9 +1,7 @@
 """ERNIE-4.5: softmax with a correction bias; the sum of the chosen weights has a floor; a shared expert."""
 
-from __future__ import annotations
-
 from ..types import MoESpec, RoutingSpec
-from .base import Config, Family, Names, projections_of, shared_width, spec_of
+from .base import Config, Family, Names, each_nth, projections_of, shared_width, spec_of
 
 __all__ = ["FAMILY"]
 
@@ -18,10 +16,9 @@ def _spec(config: Config, _: int) -> MoESpec:
 
 
 def _layers(config: Config) -> tuple[int, ...]:
-    count, step = config.integer("num_hidden_layers"), config.integer("moe_layer_interval", default=1)
     first, last = config.integer("moe_layer_start_index", default=1), config.integer("moe_layer_end_index", default=-1)
-    last = count - 1 if last == -1 else last
-    return tuple(i for i in range(count) if step > 0 and (i + 1) % step == 0 and first <= i <= last)
+    layers = each_nth(config, config.integer("moe_layer_interval", default=1))
+    return tuple(i for i in layers if first <= i and (last == -1 or i <= last))
 
 
 _SHARED = projections_of("mlp.shared_experts.")

@@ -4,8 +4,6 @@ The layer's dense MLP has an input and norms of its own and stays with the calle
 input: call the layer with ``router_input``.
 """
 
-from __future__ import annotations
-
 from ..types import ActivationSpec, MoESpec, RoutingSpec
 from .base import PREFIXES, Config, Family, Names, every_layer, spec_of
 

@@ -3,17 +3,10 @@
 Routing follows the architecture where the metadata do not say it. gpt-oss has a file of its own: it alone has biases.
 """
 
-from __future__ import annotations
+from collections.abc import Mapping
 
-from typing import TYPE_CHECKING
-
-from ..types import ActivationSpec, MoESpec, RoutingSpec, SharedSpec
+from ..types import ActivationSpec, MoESpec, RoutingSpec, ScoreFunction, SharedSpec
 from .base import Config, Family, Names, StackedNames
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from ..types import ScoreFunction
 
 __all__ = ["FAMILY", "NAMES", "gguf_layers", "gguf_spec"]
 

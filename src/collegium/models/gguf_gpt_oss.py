@@ -1,7 +1,5 @@
 """gpt-oss in GGUF files: router and experts with biases, clamped SwiGLU; gate and up are apart."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from ..types import ActivationSpec, MoESpec

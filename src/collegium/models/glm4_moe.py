@@ -1,7 +1,5 @@
 """GLM-4.5 to 5.x: DeepSeek-V3's routing and names; GLM-5.3-Flash clamps its SwiGLU."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from ..types import ActivationSpec, MoESpec

@@ -3,8 +3,6 @@
 ``hidden_act`` says ``silu`` in the published configs although the activation is SwiGLU-OAI.
 """
 
-from __future__ import annotations
-
 from ..types import ActivationSpec, MoESpec, RoutingSpec
 from .base import Config, Family, Names, StackedNames, spec_of
 

@@ -1,7 +1,5 @@
 """Granite-MoE: stacked experts, top-k then softmax; the later kinds have a shared expert, gate and up in one."""
 
-from __future__ import annotations
-
 from ..types import MoESpec, RoutingSpec, SharedSpec
 from .base import Config, Family, Names, StackedNames, every_layer, spec_of
 

@@ -1,7 +1,5 @@
 """Hunyuan-MoE: softmax, renormalised; sizes may be lists with one entry a layer; a shared expert."""
 
-from __future__ import annotations
-
 from ..types import MoESpec, RoutingSpec, SharedSpec
 from .base import Config, Family, Names, projections_of, spec_of
 

@@ -1,7 +1,5 @@
 """Hy3: sigmoid scores with a correction bias and a scale; the first layer is dense; a shared expert."""
 
-from __future__ import annotations
-
 from ..types import MoESpec, RoutingSpec
 from .base import Config, Family, Names, layers_after_first, projections_of, shared_width, spec_of
 

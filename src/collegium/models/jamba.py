@@ -1,7 +1,5 @@
 """Jamba: softmax without renormalisation; experts in the layers of a period and an offset."""
 
-from __future__ import annotations
-
 from ..types import MoESpec, RoutingSpec
 from .base import Config, Family, Names, spec_of
 

@@ -1,7 +1,5 @@
 """Kimi-Linear and Kimi-K3: DeepSeek-V3's routing, Mixtral's projections; K3 adds a latent width and SiTU."""
 
-from __future__ import annotations
-
 from ..types import ActivationSpec, MoESpec
 from .base import W123, Config, Family, Names, layers_after_first, projections_of, shared_width, spec_of
 from .deepseek_v3 import NAMES, biased_sigmoid

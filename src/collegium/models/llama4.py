@@ -1,9 +1,7 @@
 """Llama-4: the router's weight, a sigmoid of the logit, multiplies the expert's input; a shared expert."""
 
-from __future__ import annotations
-
 from ..types import MoESpec, RoutingSpec, SharedSpec
-from .base import Config, Family, Names, StackedNames, projections_of, spec_of
+from .base import Config, Family, Names, StackedNames, each_nth, every_layer, projections_of, spec_of
 
 __all__ = ["FAMILY"]
 
@@ -15,9 +13,9 @@ def _spec(config: Config, _: int) -> MoESpec:
 
 
 def _layers(config: Config) -> tuple[int, ...]:
-    step, listed = config.integer("interleave_moe_layer_step", default=1), config.items("moe_layers")
-    layers = range(config.integer("num_hidden_layers"))
-    return tuple(i for i in layers if (step > 0 and (i + 1) % step == 0 if listed is None else i in listed))
+    listed = config.items("moe_layers")
+    stepped = each_nth(config, config.integer("interleave_moe_layer_step", default=1))
+    return stepped if listed is None else tuple(i for i in every_layer(config) if i in listed)
 
 
 _STACK = StackedNames(

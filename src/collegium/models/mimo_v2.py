@@ -1,7 +1,5 @@
 """MiMo-V2: DeepSeek-V3's routing and names, a dense first layer."""
 
-from __future__ import annotations
-
 from .base import Family, layers_after_first
 from .deepseek_v3 import NAMES, deepseek_spec
 

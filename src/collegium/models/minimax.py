@@ -1,7 +1,5 @@
 """MiniMax-Text-01 and M1: Mixtral's experts and routing; an optional shared MLP is not published and refused."""
 
-from __future__ import annotations
-
 from .base import Config, Family, Names, every_layer
 from .mixtral import NAMES, mixtral_spec
 

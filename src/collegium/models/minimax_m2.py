@@ -1,7 +1,5 @@
 """MiniMax-M2: Mixtral's names, sigmoid scores with a correction bias that lies beside the gate."""
 
-from __future__ import annotations
-
 from ..types import MoESpec, RoutingSpec
 from .base import W123, Config, Family, Names, spec_of
 

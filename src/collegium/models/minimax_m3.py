@@ -1,7 +1,5 @@
 """MiniMax-M3: M2's routing with a scale, SwiGLU-OAI in halves without biases, a shared expert of the same kind."""
 
-from __future__ import annotations
-
 from ..types import MoESpec, SharedSpec
 from .base import W123, Config, Family, Names, listed_layers, projections_of, spec_of
 from .gpt_oss import swiglu_oai

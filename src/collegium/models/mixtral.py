@@ -1,7 +1,5 @@
 """Mixtral: softmax over all experts, always renormalised, every layer is MoE."""
 
-from __future__ import annotations
-
 from ..types import MoESpec, RoutingSpec
 from .base import W123, Config, Family, Names, spec_of
 

@@ -1,7 +1,5 @@
 """Nemotron-H and Nemotron-3: experts without a gate, squared ReLU, DeepSeek-V3's routing; large ones are latent."""
 
-from __future__ import annotations
-
 from ..types import ActivationSpec, MoESpec, SharedSpec
 from .base import Config, Family, Names, StackedNames, spec_of
 from .deepseek_v3 import biased_sigmoid

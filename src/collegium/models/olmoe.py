@@ -1,7 +1,5 @@
 """OLMoE: Qwen3-MoE's names; ``intermediate_size`` is the width of an expert, every layer is MoE."""
 
-from __future__ import annotations
-
 from ..types import MoESpec
 from .base import Config, Family, Names, spec_of
 from .qwen3_moe import qwen_routing

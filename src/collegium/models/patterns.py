@@ -4,16 +4,12 @@ A match is a set of positions that every node of the parsed pattern moves forwar
 the pattern times the square of the length of the text, whatever the pattern is.
 """
 
-from __future__ import annotations
-
 import re
+from collections.abc import Iterable
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 __all__ = ["matches_prefix"]
 

@@ -1,7 +1,5 @@
 """Phi-3.5-MoE: Mixtral's experts behind sparse-mixer routing, two experts chosen one after the other."""
 
-from __future__ import annotations
-
 from ..types import MoESpec, RoutingSpec
 from .base import Config, Family, Names, spec_of
 from .mixtral import NAMES

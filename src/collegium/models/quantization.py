@@ -1,18 +1,14 @@
 """Which weight format a config declares for one module: the quantisation block, its skip list, and ``dtype``."""
 
-from __future__ import annotations
-
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from ..errors import ConfigError
 from ..formats.unquantised import CONFIG_NAMES
 from .base import object_of
 from .patterns import matches_prefix
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 __all__ = ["METHODS", "Declared", "declared_format", "experts_apart", "mixed_algorithms"]
 

@@ -3,8 +3,6 @@
 Qwen3.5 always renormalises and has no entry for it.
 """
 
-from __future__ import annotations
-
 from ..types import MoESpec, SharedSpec
 from .base import Config, Family, Names, projections_of, spec_of
 from .qwen3_moe import qwen_routing, step_layers

@@ -4,21 +4,18 @@ The published Qwen3-VL-MoE stacks are stored input-first; copies saved again may
 the shapes of the two stacks together decide. Its model code always renormalises.
 """
 
-from __future__ import annotations
-
 from ..types import MoESpec, RoutingSpec
-from .base import Config, Family, Names, StackedNames, spec_of
+from .base import Config, Family, Names, StackedNames, each_nth, spec_of
 
 __all__ = ["FAMILY", "qwen_routing", "step_layers"]
 
 
 def step_layers(config: Config) -> tuple[int, ...]:
     """Return every ``decoder_sparse_step``-th layer that ``mlp_only_layers`` does not name; raises ConfigError."""
-    dense, step = config.items("mlp_only_layers") or [], config.integer("decoder_sparse_step", default=1)
+    dense = config.items("mlp_only_layers") or []
     if any(isinstance(item, bool) or not isinstance(item, int) for item in dense):
         raise config.wrong("mlp_only_layers", dense, "a list of integers")
-    layers = range(config.integer("num_hidden_layers"))
-    return tuple(i for i in layers if i not in dense and step > 0 and (i + 1) % step == 0)
+    return tuple(i for i in each_nth(config, config.integer("decoder_sparse_step", default=1)) if i not in dense)
 
 
 def qwen_routing(config: Config) -> RoutingSpec:

@@ -3,8 +3,6 @@
 The model code clamps nothing and has no correction bias; Step-3.5 and later are ``step3p7``.
 """
 
-from __future__ import annotations
-
 from ..types import MoESpec, RoutingSpec, SharedSpec
 from .base import Config, Family, Names, StackedNames, projections_of, spec_of
 

@@ -3,7 +3,7 @@
 Routed and shared experts have limits of their own, one entry a layer, 0 for none.
 """
 
-from __future__ import annotations
+from typing import Any
 
 from ..types import ActivationSpec, MoESpec, RoutingSpec, SharedSpec
 from .base import Config, Family, Names, projections_of, spec_of
@@ -38,19 +38,12 @@ def _layers(config: Config) -> tuple[int, ...]:
     return enumerated_layers(config, range(3, config.integer("num_hidden_layers")))
 
 
-_PUBLISHED = Names.below(
-    experts="moe.",
-    single=(),
-    stacked=STACK,
-    router="moe.gate.weight",
-    correction_bias="moe.router_bias",
-    shared=projections_of("share_expert."),
-)
-_SINGLE = Names.below(
-    experts="moe.experts.",
-    router="moe.gate.weight",
-    correction_bias="moe.router_bias",
-    shared=projections_of("share_expert."),
-)
+_BESIDE: dict[str, Any] = {
+    "router": "moe.gate.weight",
+    "correction_bias": "moe.router_bias",
+    "shared": projections_of("share_expert."),
+}
+_PUBLISHED = Names.below(experts="moe.", single=(), stacked=STACK, **_BESIDE)
+_SINGLE = Names.below(experts="moe.experts.", **_BESIDE)
 _TYPES = ("step3p7", "step3p5", "step3p7_text")
 FAMILY = Family("step3p7", _TYPES, _PUBLISHED, _spec, _layers, (_SINGLE, NAMES))

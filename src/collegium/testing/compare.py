@@ -1,21 +1,14 @@
-"""Inputs that hide nothing, a truth that shares no code with the library, and one error measure."""
-
-from __future__ import annotations
+"""Inputs that hide nothing, activations that share no code with the library, and one error measure."""
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from ..formats.unquantised import Fp32
-from ..types import ExpertWeights
+from ..types import ActivationSpec, ExpertWeights
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ..types import ActivationSpec
-
-__all__ = ["between", "heavy_tailed", "moe_truth", "random_experts", "relative_error", "uneven_ids"]
+__all__ = ["between", "heavy_tailed", "random_experts", "relative_error", "uneven_ids"]
 
 
 def heavy_tailed(*shape: int, seed: int, channels: bool = True) -> Tensor:
@@ -69,32 +62,6 @@ def relative_error(found: Tensor, truth: Tensor) -> float:
     if not bool(torch.isfinite(a).all()):
         return math.inf
     return float((a - b).norm() / b.norm().clamp(min=1e-300))
-
-
-def moe_truth(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    activation: ActivationSpec,
-    biases: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
-    """Return the routed experts' output in float64, one assignment at a time: ``gate_up [E, P, I, H]``."""
-    out = torch.zeros(x.shape[0], down.shape[1], dtype=torch.float64)
-    for token in range(x.shape[0]):
-        for slot in range(topk_ids.shape[1]):
-            expert = int(topk_ids[token, slot])
-            if not 0 <= expert < down.shape[0]:
-                continue
-            both = gate_up[expert].double() @ x[token].double()
-            if biases is not None:
-                both = both + biases[0][expert].double()
-            row = down[expert].double() @ between(both, activation)
-            if biases is not None:
-                row = row + biases[1][expert].double()
-            out[token] += topk_weights[token, slot].double() * row
-    return out
 
 
 def between(both: Tensor, spec: ActivationSpec) -> Tensor:

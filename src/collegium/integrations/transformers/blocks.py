@@ -1,17 +1,11 @@
 """Blocks of transformers without an experts interface: a whole layer of Collegium in their place."""
 
-from __future__ import annotations
+from typing import Any
 
-from typing import TYPE_CHECKING, Any
-
-from torch import nn
+from torch import Tensor, nn
 
 from ...errors import InputError
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ...layer import MoELayer
+from ...layer import MoELayer
 
 __all__ = ["Block", "blocks_of", "families_with_blocks", "replace_blocks"]
 

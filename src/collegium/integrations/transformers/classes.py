@@ -1,17 +1,12 @@
 """Which class of transformers a checkpoint is, and the config it is built from."""
 
-from __future__ import annotations
+from pathlib import Path
+from typing import Any
 
-from typing import TYPE_CHECKING, Any
-
+from ...checkpoint.reader import Checkpoint
 from ...errors import ConfigError
 from ...models import family_of
 from ..extra import extra
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from ...checkpoint.reader import Checkpoint
 
 __all__ = ["class_and_config"]
 

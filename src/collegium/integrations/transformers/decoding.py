@@ -6,13 +6,13 @@ layers that keep another state than keys and values (Mamba, linear attention, co
 cache that transformers itself gives them, and no graph.
 """
 
-from __future__ import annotations
-
 import threading
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...errors import InputError
 from ...parallel.collectives import gathered
@@ -21,11 +21,6 @@ from ...runtime.devices import current_device, recording
 from ..extra import extra
 from .host_watch import HostWatch
 from .plugin import layers_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
 
 __all__ = ["Decoder"]
 

@@ -5,8 +5,7 @@ whose MoE layers know no implementations, or that has none, would go on as befor
 known to a model when it is loaded, to its experts never. Models that do not ask for Collegium are left as they are.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from functools import wraps
 from typing import Any, cast
 
@@ -25,71 +24,65 @@ def install(name: str) -> None:
     base = extra("transformers").PreTrainedModel
     if hasattr(base.from_pretrained, _MARK):
         return
-    wrapped: dict[str, Any] = {
-        "from_pretrained": classmethod(_from_pretrained(base.__dict__["from_pretrained"].__func__, name)),
-        "_from_config": classmethod(_from_config(base.__dict__["_from_config"].__func__, name)),
-        "set_experts_implementation": _set_implementation(base.__dict__["set_experts_implementation"], name),
-    }
-    early = base.__dict__.get("_load_pretrained_model")
-    if isinstance(early, staticmethod):  # private: says no before gigabytes are read, where it exists
-        wrapped["_load_pretrained_model"] = staticmethod(_load(early.__func__, name))
-    for method, made in wrapped.items():
-        setattr(made if not hasattr(made, "__func__") else made.__func__, _MARK, True)
-        setattr(base, method, made)
+    for method, kind, work in (
+        ("from_pretrained", classmethod, _from_pretrained),
+        ("_from_config", classmethod, _from_config),
+        ("set_experts_implementation", None, _set_implementation),
+        ("_load_pretrained_model", staticmethod, _load),  # private: says no before gigabytes are read, where it exists
+    ):
+        found = base.__dict__.get(method)
+        if kind is None or isinstance(found, kind):
+            made = _wrapped(found if kind is None else cast("Any", found).__func__, name, work)
+            setattr(base, method, made if kind is None else kind(made))
 
 
-def _from_pretrained(original: Any, name: str) -> Any:
+def _wrapped(original: Any, name: str, work: Callable[..., Any]) -> Any:
+    """Return ``work``, which takes the original method, the name and what the method takes, in its place."""
+
     @wraps(original)
-    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        found = original(cls, *args, **kwargs)
-        model = found[0] if isinstance(found, tuple) else found
-        _require(model, name, _asks(model.config, name))
-        _confirm(model, name, kwargs.get("experts_implementation"))
-        if not named_experts(model):
-            return found
-        options = {key: kwargs[key] for key in ("cache_dir", "subfolder") if kwargs.get(key) is not None}
-        given = [key for key in ("state_dict", "gguf_file", "key_mapping") if kwargs.get(key) is not None]
-        folder = None if given else folder_of(model.config, **options)
-        adopt(model, folder, f"from_pretrained was given {', '.join(given)}" if given else "")
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return work(original, name, *args, **kwargs)
+
+    setattr(run, _MARK, True)
+    return run
+
+
+def _from_pretrained(original: Any, name: str, cls: Any, /, *args: Any, **kwargs: Any) -> Any:
+    found = original(cls, *args, **kwargs)
+    model = found[0] if isinstance(found, tuple) else found
+    _require(model, name, _asks(model.config, name))
+    _confirm(model, name, kwargs.get("experts_implementation"))
+    if not named_experts(model):
         return found
-
-    return from_pretrained
-
-
-def _from_config(original: Any, name: str) -> Any:
-    @wraps(original)
-    def from_config(cls: Any, config: Any, **kwargs: Any) -> Any:
-        model, asked = original(cls, config, **kwargs), kwargs.get("experts_implementation")
-        _require(model, name, _mentions(asked, name))
-        _confirm(model, name, asked)
-        return model
-
-    return from_config
+    options = {key: kwargs[key] for key in ("cache_dir", "subfolder") if kwargs.get(key) is not None}
+    given = [key for key in ("state_dict", "gguf_file", "key_mapping") if kwargs.get(key) is not None]
+    folder = None if given else folder_of(model.config, **options)
+    adopt(model, folder, f"from_pretrained was given {', '.join(given)}" if given else "")
+    return found
 
 
-def _set_implementation(original: Any, name: str) -> Any:
-    @wraps(original)
-    def set_experts_implementation(self: Any, experts_implementation: Any) -> None:
-        asked = _mentions(experts_implementation, name)
-        _require(self, name, asked)
-        if asked:
-            # Loading leaves this on a model; one that is built from a config has the config's folder and other weights.
-            loaded = hasattr(self, "_weight_conversions")
-            folder, why = (folder_of(self.config), "") if loaded else (None, "from_pretrained did not load them")
-            adopt(self, folder, why)
-        original(self, experts_implementation)
-        _confirm(self, name, experts_implementation)
-
-    return set_experts_implementation
+def _from_config(original: Any, name: str, cls: Any, /, config: Any, **kwargs: Any) -> Any:
+    model, asked = original(cls, config, **kwargs), kwargs.get("experts_implementation")
+    _require(model, name, _mentions(asked, name))
+    _confirm(model, name, asked)
+    return model
 
 
-def _load(original: Any, name: str) -> Any:
-    @wraps(original)
-    def load(model: Any, *args: Any, **kwargs: Any) -> Any:
-        _require(model, name, _asks(model.config, name))
-        return original(model, *args, **kwargs)
+def _set_implementation(original: Any, name: str, model: Any, /, experts_implementation: Any) -> None:
+    asked = _mentions(experts_implementation, name)
+    _require(model, name, asked)
+    if asked:
+        # Loading leaves this on a model; one that is built from a config has the config's folder and other weights.
+        loaded = hasattr(model, "_weight_conversions")
+        folder, why = (folder_of(model.config), "") if loaded else (None, "from_pretrained did not load them")
+        adopt(model, folder, why)
+    original(model, experts_implementation)
+    _confirm(model, name, experts_implementation)
 
-    return load
+
+def _load(original: Any, name: str, model: Any, /, *args: Any, **kwargs: Any) -> Any:
+    _require(model, name, _asks(model.config, name))
+    return original(model, *args, **kwargs)
 
 
 def _mentions(asked: Any, name: str) -> bool:

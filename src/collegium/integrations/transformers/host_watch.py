@@ -1,14 +1,10 @@
 """Does a piece of a model wait for the GPU, or copy between it and the host? No CUDA graph can hold that."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 __all__ = ["HostWatch"]
 

@@ -1,23 +1,18 @@
 """What an experts module of transformers holds and computes, read from the module itself."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from ...errors import SpecError
 from ...formats.fp8_block import Fp8Block
 from ...formats.fp8_tensor import Fp8Tensor
 from ...formats.mxfp4 import MxFp4
+from ...formats.payload import Payload
 from ...formats.unquantised import as_stored
 from ...ops.activation import activate, deinterleave
 from ...types import ActivationSpec, ExpertWeights, MoESpec, RoutingSpec
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from ...formats.payload import Payload
 
 __all__ = ["experts_modules", "is_experts", "named_experts", "routed_weights", "spec_of", "write_count"]
 

@@ -5,28 +5,21 @@ have no parameters. So the names, splits, ties, dtypes and buffers are its own, 
 quantised matrix is offered as the plain weight it decodes to, so that none of its readers of quantised formats runs.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from ...checkpoint.reader import TORCH_DTYPES
+from ...checkpoint.outside import Outside
+from ...checkpoint.reader import TORCH_DTYPES, Checkpoint
 from ...errors import CheckpointError, CollegiumError, ConfigError, MissingTensorError, TensorMismatchError
 from ...formats.unquantised import FLOAT_FORMATS
 from ..extra import extra
 from .blocks import replace_blocks
 from .modules import experts_modules
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping
-
-    from torch import Tensor, nn
-
-    from ...checkpoint.outside import Outside
-    from ...checkpoint.reader import Checkpoint
 
 __all__ = ["load_outside"]
 
@@ -79,7 +72,7 @@ def load_outside(
     that were decoded are returned too. Blocks without an experts interface are replaced by ``Block``. Raises
     MissingTensorError, TensorMismatchError, BadScaleError, ConfigError, each naming the tensor.
     """
-    faults, done = list[CollegiumError](), list["Outside"]()
+    faults, done = list[CollegiumError](), list[Outside]()
     state = {name: _Stored(partial(_plain, checkpoint, name), faults) for name in checkpoint.tensors}
     for path, found in outside.items():
         state[f"{path}.weight"] = _Stored(partial(_decoded, found, done, dtype, device), faults)

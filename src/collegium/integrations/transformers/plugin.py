@@ -1,22 +1,21 @@
 """``experts_implementation="collegium"``: the experts that transformers loaded run here."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...errors import InputError
 from ...formats.unquantised import FLOAT_FORMATS
 from ...layer import MoELayer
 from ...planning import plan
-from ...problem import Problem
+from ...problem import Choice, Problem
 from ...runtime.devices import probe
 from ...runtime.memory import captured, captures
 from ...runtime.packed_module import refuse_gradient
@@ -25,13 +24,6 @@ from ..extra import extra
 from . import hooks, trust
 from .blocks import blocks_of
 from .modules import experts_modules, is_experts, routed_weights, spec_of, write_count
-
-if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping
-
-    from torch import Tensor
-
-    from ...problem import Choice
 
 __all__ = [
     "NAME",

@@ -1,26 +1,20 @@
 """Which experts the tokens of a whole model go to, counted on the host while transformers runs it."""
 
-from __future__ import annotations
-
+from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from ...balance.load import LoadTrace
 from ...errors import InputError
+from ...layer import MoELayer
 from .blocks import blocks_of
 from .modules import experts_modules
 from .plugin import layers_of
-
-if TYPE_CHECKING:
-    from collections.abc import Generator
-
-    from torch import Tensor, nn
-
-    from ...layer import MoELayer
 
 __all__ = ["Recorder", "recording"]
 

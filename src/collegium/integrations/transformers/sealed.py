@@ -1,9 +1,8 @@
 """What a model of ``load_model`` refuses, because its experts are in layers that transformers does not see."""
 
-from __future__ import annotations
-
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 
@@ -11,9 +10,6 @@ from ...errors import InputError
 from .blocks import blocks_of
 from .modules import experts_modules
 from .plugin import NAME
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 __all__ = ["seal"]
 

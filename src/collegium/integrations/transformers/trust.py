@@ -5,33 +5,25 @@ Where the checkpoint lies on this machine, rows of a few experts are decoded her
 elsewhere the config is asked, and what is known to be misread is refused.
 """
 
-from __future__ import annotations
-
 import logging
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
+from torch import Tensor, nn
 
-from ...checkpoint.layout import Cut, projections, read_matrix
+from ...checkpoint.layout import Cut, Source, projections, read_matrix
 from ...checkpoint.opened import CheckpointLayer
 from ...checkpoint.reader import Checkpoint, read_config
 from ...errors import CheckpointError, ConfigError, InputError, SpecError
-from ...models import declared_format, family_of
+from ...formats.payload import Payload
+from ...models import Declared, declared_format, family_of
+from ...types import ExpertWeights
 from ..extra import extra
 from .modules import named_experts, write_count
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from torch import Tensor, nn
-
-    from ...checkpoint.layout import Source
-    from ...formats.payload import Payload
-    from ...models import Declared
-    from ...types import ExpertWeights
 
 __all__ = ["Origin", "adopt", "check", "folder_of", "set_comparing"]
 

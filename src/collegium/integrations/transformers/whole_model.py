@@ -1,9 +1,11 @@
 """Whole models: transformers runs everything but the experts, which never pass through it."""
 
-from __future__ import annotations
-
 import logging
-from typing import TYPE_CHECKING, Any, Literal
+import os
+from collections.abc import Callable
+from typing import Any, Literal
+
+from torch import nn
 
 from ...checkpoint.audit import check_outside_experts
 from ...checkpoint.opened import CheckpointLayer
@@ -12,9 +14,11 @@ from ...checkpoint.problems import refuse
 from ...checkpoint.reader import Checkpoint
 from ...errors import ConfigError
 from ...formats.unquantised import DTYPES
+from ...layer import MoELayer
 from ...loading import load_layer, load_routed
 from ...models import family_of
 from ...parallel.ranks import Ranks
+from ...problem import Choice, Limits
 from ...runtime.devices import plain_torch, probe
 from .blocks import blocks_of, families_with_blocks
 from .classes import class_and_config
@@ -22,15 +26,6 @@ from .modules import experts_modules
 from .outside import load_outside
 from .plugin import NAME, attach, make_known
 from .sealed import seal
-
-if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable
-
-    from torch import nn
-
-    from ...layer import MoELayer
-    from ...problem import Choice, Limits
 
 __all__ = ["build_layers", "load_model", "load_model_in"]
 
