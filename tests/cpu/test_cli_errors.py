@@ -131,7 +131,7 @@ def test_a_text_needs_a_tokenizer_and_a_word(tmp_path, said, monkeypatch):
     (folder / "tokenizer.json").unlink()
     assert "no tokenizer.json" in said("generate", str(folder), "--device", "cpu")
     (folder / "tokenizer.json").write_text("{")
-    assert "tokenizers cannot read it" in said("generate", str(folder), "--device", "cpu")
+    assert "its tokenizer cannot be read" in said("generate", str(folder), "--device", "cpu")
     monkeypatch.undo()
     with pytest.raises(InputError, match="no token to begin with"):
         writing.Writer(torch.nn.Linear(1, 1), SHIPPED).encode("")
