@@ -306,8 +306,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("a zero point of seven bits", "kernels/decode.py", (("zero = (word & 255)[:, None] if ZEROED else MIDDLE", "zero = (word & 127)[:, None] if ZEROED else MIDDLE"),), _KERNEL),
     Mutant("a zero point left in its scale", "kernels/decode.py", (("(words & -256).to(tl.float32", "(words & -1).to(tl.float32"),), _KERNEL),
     Mutant("the columns of the neighbouring expert", "kernels/columns.py", (("order + expert * columns + column", "order + (expert ^ 1) * columns + column"),), _ORDERS),
-    Mutant("rows of the first product in their own order", "experts/triton/w4a16.py", (("            weights = _rows_moved(weights)\n", "            pass\n"),), _KERNEL),
-    Mutant("a bias that stays where it was", "experts/triton/w4a16.py", (("None if bias is None else moved(bias)", "bias"),), _KERNEL),
+    Mutant("rows of the first product in their own order", "experts/triton/packed.py", (("        weights = _rows_moved(weights)\n", "        pass\n"),), _KERNEL),
+    Mutant("a bias that stays where it was", "experts/triton/packed.py", (("None if bias is None else moved(bias)", "bias"),), _KERNEL),
     Mutant("bytes of a lane swapped", "kernels/decode.py", (("return _less(lanes & 255, n0, 128, ZEROED, HALF), _less((lanes >> 8) & 255, n1,", "return _less((lanes >> 8) & 255, n0, 128, ZEROED, HALF), _less(lanes & 255, n1,"),), _KERNEL),
     Mutant(
         "the neighbouring row block's scale", "kernels/grouped_gemm.py",
@@ -751,7 +751,7 @@ _ON_GPU: dict[str, tuple[str, ...]] = {
     "kernels/route.py": _GPU_SMALL,
     "kernels/quantize.py": _GPU_SMALL,
     "experts/triton/lanes.py": (*_GPU, "tests/gpu/test_verify.py"),
-    "experts/triton/packed.py": _GPU_SMALL,
+    "experts/triton/packed.py": (*_GPU_SMALL, *_GPU),
     "experts/triton/words.py": _GPU_FOUR,
 }
 GPU_MUTANTS: tuple[Mutant, ...] = (

@@ -12,12 +12,9 @@ from collegium.encoding import encode_experts
 from collegium.errors import InputError, PlanError
 from collegium.experts.reference import Reference
 from collegium.experts.triton import grouped as ops, lanes as pack
-from collegium.experts.triton.bf16 import TritonBf16
-from collegium.experts.triton.fp8 import TritonFp8
+from collegium.experts.triton.table import TritonBf16, TritonFp8, TritonW4A8, TritonW4A16, TritonW8A16
 from collegium.experts.triton.tile_choice import TileChoice, TileProblem
 from collegium.experts.triton.tiles import candidates, choose, score
-from collegium.experts.triton.w4a8 import TritonW4A8
-from collegium.experts.triton.w4a16 import TritonW4A16, TritonW8A16
 from collegium.formats import Fp8Block, Fp8Channel, Fp32, Int4Affine, Int4Group, Int8Affine, MxFp4, MxFp8
 from collegium.formats.codecs import pack_nibbles
 from collegium.formats.unquantised import DTYPES
@@ -412,14 +409,20 @@ def test_large_fp8_blocks_are_repeated() -> None:
 def test_refusals_name_what_was_asked() -> None:
     bf16, fp8, w4, w8 = KERNELS
     assert "takes bf16 or fp16" in str(bf16.refuse(question("mxfp4", "bf16").routed))
-    assert "one 16-bit dtype" in str(bf16.refuse(question("bf16", "fp8_token").routed))
+    assert "with bf16 it takes bf16 for both" in str(bf16.refuse(question("bf16", "fp8_token").routed))
     assert "takes bf16 for both" in str(w4.refuse(question("mxfp4", "fp8_token").routed))
     assert "with mxfp4 it takes bf16 for both" in str(w4.refuse(question("mxfp4", "fp16").routed))
     assert "it takes int8_affine" in str(w8.refuse(question("int4_affine", "bf16").routed))
     assert "with int8_affine it takes bf16 or fp16 for both" in str(
         w8.refuse(question("int8_affine", "fp8_token").routed)
     )
-    assert "takes bf16 with bf16 input" in str(fp8.refuse(question("mxfp8", "fp8_token").routed))
+    assert "with mxfp8 it takes bf16 for both" in str(fp8.refuse(question("mxfp8", "fp8_token").routed))
+    assert "with fp8_block it takes bf16 for both, fp8_group128, " in str(
+        fp8.refuse(question("fp8_block", "mxfp8").routed)
+    )
+    assert "bf16 activations and bf16 input; with mxfp4 it takes fp8_token, " in str(
+        TritonW4A8().refuse(question("mxfp4", "bf16").routed)
+    )
     ampere = replace(question("fp8_block", "fp8_group128"), device=DeviceFacts(kind="cuda", capability=(8, 0)))
     assert "sm_80; E4M3 products need sm_89" in str(fp8.refuse(ampere.routed))
     old = replace(question("bf16", "bf16"), device=DeviceFacts(kind="cuda", capability=(7, 5)))

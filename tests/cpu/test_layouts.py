@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from collegium.experts import KERNELS
-from collegium.experts.triton import w4a8
-from collegium.experts.triton.layout import Layout, MxFp4Pairs, Plain, Words
+from collegium.experts.triton import layout as tables, packed as packing, table
+from collegium.experts.triton.layout import Words
 from collegium.experts.triton.matrix import PackedMatrix
 from collegium.formats import Int4Group
 from collegium.formats.unquantised import DTYPES
@@ -74,7 +74,7 @@ def packed(name: str, given: Given, group_size: int = 128) -> tuple[Any, Any]:
 def check_sizes(matrix: PackedMatrix) -> None:
     layout = matrix.layout
     assert matrix.values.shape == layout.values_shape
-    assert matrix.values.dtype == (layout.row_dtype if isinstance(layout, Plain) else layout.stored)
+    assert matrix.values.dtype == (layout.row_dtype if layout.weight == numbers.PLAIN else layout.stored)
     assert matrix.values.nbytes == layout.nbytes
     if isinstance(layout, Words):
         assert matrix.scale is not None
@@ -107,11 +107,12 @@ def test_layouts_are_those_that_packing_makes(name: str, weights: str, act: str,
 @pytest.mark.parametrize("weights", FOUR)
 def test_layouts_for_tensor_cores_that_decode(monkeypatch: pytest.MonkeyPatch, weights: str, act: str) -> None:
     machine = Machine(scaled=True)
-    monkeypatch.setattr(w4a8, "machine_at", lambda _: machine)
+    for module in (packing, table):
+        monkeypatch.setattr(module, "machine_at", lambda _: machine)
     given = Given(weight_format=weights, activation_format=act, dtype="bf16", parts=2)
     kernel, found = packed("triton_w4a8", given)
     assert kernel.layouts(given, machine) == (found.gate_up.layout, found.down.layout)
-    assert isinstance(found.gate_up.layout, MxFp4Pairs) == (weights == "mxfp4" and act == "fp8_token")
+    assert (found.gate_up.layout.weight == numbers.E2M1_SCALED) == (weights == "mxfp4" and act == "fp8_token")
     check_sizes(found.gate_up)
     check_sizes(found.down)
 
@@ -127,18 +128,10 @@ def test_small_int4_groups_have_a_layout_of_their_own(name: str, act: str) -> No
 
 
 def test_a_layout_is_not_equal_to_another_format_of_its_sizes() -> None:
-    kinds: list[type[Layout]] = []
-    waiting: list[type[Layout]] = [Layout]
-    while waiting:
-        below = waiting.pop().__subclasses__()
-        kinds += below
-        waiting += below
-    made = [kind(shape=(2, 1, 64, 128)) for kind in kinds]
-    assert len(set(made)) == len(kinds) > 17
-    known = [kind for kind in kinds if hasattr(kind, "weight")]
-    stored = {(kind.weight, kind.scale_kind, kind.words, kind.block_k, kind.operand) for kind in known}
+    known = [*tables.ROWS.values(), *tables.LANES.values(), *tables.WORDS.values()]
+    assert len({layout.of((2, 1, 64, 128)) for layout in known}) == len(known) > 15
     # MXFP8 differs from other E4M3 lanes by its scales; all others by their number too.
-    assert len(stored) == len(known)
+    assert len({(own.weight, own.scale_kind, own.words, own.block_k, own.operand) for own in known}) == len(known)
 
 
 def test_no_two_formats_share_a_number() -> None:

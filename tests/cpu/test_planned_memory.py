@@ -62,7 +62,7 @@ from launches import Launches, pretending
 from collegium import Choice, DeviceFacts, LatentWeights, Limits, MoELayer, MoESpec, Placement, PlanError, Problem
 from collegium import RouterWeights, Routing, RoutingSpec, SharedSpec, SharedWeights, plan
 from collegium.commands.bench import random_weights
-from collegium.experts.triton.tiling import TritonKernel
+from collegium.experts.triton.table import TritonKernel
 from collegium.formats.unquantised import DTYPES
 from collegium.planning import kernel_named
 from collegium.runtime.memory import MemoryMap, Workspaces

@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from collegium.encoding import encode_experts
 from collegium.errors import InputError
 from collegium.experts import KERNELS, Packed
-from collegium.experts.triton import w4a8
+from collegium.experts.triton import table
 from collegium.formats import Bnb4, Gguf, Int4Affine, Int4Group, Int4Ordered, Int8Affine, Int8Ordered, by_name
 from collegium.formats.unquantised import DTYPES
 from collegium.problem import DeviceFacts, Problem
@@ -115,7 +115,7 @@ def test_experts_put_slot_by_slot_are_those_packed_in_that_order(
 ) -> None:
     assert by_name(form).name == form
     if act == "scaled":
-        monkeypatch.setattr(w4a8, "machine_at", lambda _: Machine(scaled=True))
+        monkeypatch.setattr(table, "machine_at", lambda _: Machine(scaled=True))
     kernel = next(row for row in KERNELS if row.name == name)
     weights = _weights(form)
     whole = _packed(kernel, weights, act)

@@ -10,14 +10,12 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 from collegium.experts.reference import Reference
-from collegium.experts.triton.bf16 import TritonBf16
-from collegium.experts.triton.fp8 import TritonFp8
 from collegium.experts.triton.grouped import grouped_gemm, tile_list
 from collegium.experts.triton.lanes import pack_fp8_rows, pack_int, pack_mxfp8
 from collegium.experts.triton.packed import PackedExperts
+from collegium.experts.triton.table import TritonBf16, TritonFp8, TritonW4A16, TritonW8A16
 from collegium.experts.triton.tile_choice import TileChoice
 from collegium.experts.triton.tiles import candidates
-from collegium.experts.triton.w4a16 import TritonW4A16, TritonW8A16
 from collegium.formats import Fp8Channel, Int4Affine, Int8Affine, MxFp8
 from collegium.formats.codecs import pack_nibbles
 from collegium.formats.unquantised import DTYPES

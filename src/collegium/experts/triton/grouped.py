@@ -147,7 +147,7 @@ def grouped_gemm(
         from ...kernels.grouped_gemm import grouped_gemm_kernel
 
         kernel, sizes = grouped_gemm_kernel, (n_out, k_in, x.stride(0), *layout.steps, layout.scale_rows)
-        own = {"SCALE": layout.scaling, "WORDS": layout.words, "ROW_SCALE": packed.row_scale is not None}
+        own = {"SCALE": layout.scale_kind, "WORDS": max(1, layout.words), "ROW_SCALE": packed.row_scale is not None}
         own |= {"EVEN_K": k_in % layout.block_k == 0, "STACKED": tile.stacked}
     spare = packed.values  # where a pointer is not used, of one dtype and alignment in every batch
     args = (

@@ -21,23 +21,8 @@ from ...formats.codecs import relative_e8m0, unpack_nibbles
 from ...formats.fp8_tensor import Fp8Tensor
 from ...formats.int4_group import Int4Group
 from ...formats.int_affine import Int4Ordered, Int8Affine, Int8Ordered
-from .layout import (
-    BlockCodes,
-    BlockLanes,
-    Int4FloatLanes,
-    Int4Lanes,
-    Int4PairLanes,
-    Int8FloatLanes,
-    Int8Lanes,
-    Lanes,
-    MxFp4Lanes,
-    MxFp8Lanes,
-    NvFp4Lanes,
-    Plain,
-    RowCodes,
-    RowLanes,
-    Shape,
-)
+from ...kernels import numbers
+from .layout import LANES, ROWS, Lanes, Rows
 from .matrix import PackedMatrix
 
 if TYPE_CHECKING:
@@ -69,20 +54,11 @@ __all__ = [
 ]
 
 _CHUNK = 1 << 20  # codes re-laid at a time
-# By bits of a code, and words of scales for a row and K block.
-_INT: dict[tuple[int, int], type[Lanes]] = {
-    (4, 1): Int4Lanes,
-    (4, 2): Int4PairLanes,
-    (4, 4): Int4FloatLanes,
-    (8, 1): Int8Lanes,
-    (8, 4): Int8FloatLanes,
-}
 
 
 def pack_plain(values: Tensor, bias: Tensor | None) -> PackedMatrix:
     """Take bfloat16 or float16 ``values [E, P, N, K]`` as they are (copied only if not contiguous)."""
-    layout = Plain(shape=_four(values.shape))
-    return PackedMatrix(layout=layout, values=values.contiguous(), bias=bias)
+    return PackedMatrix(layout=ROWS["plain"].of(values.shape), values=values.contiguous(), bias=bias)
 
 
 def pack_fp8_block(payload: Fp8Block, bias: Tensor | None, *, native: bool) -> PackedMatrix:
@@ -96,8 +72,7 @@ def pack_fp8_block(payload: Fp8Block, bias: Tensor | None, *, native: bool) -> P
             f"fp8_block: blocks of {payload.block} found, this kernel takes multiples of (128, 128); use the "
             "reference kernel for them"
         )
-    shape = _four(payload.shape)
-    layout = BlockCodes(shape=shape) if native else BlockLanes(shape=shape)
+    layout = (ROWS if native else LANES)["fp8_block"].of(payload.shape)
     scales = payload.scales.float().repeat_interleave(rows // 128, dim=2).repeat_interleave(columns // 128, dim=3)
     scales = scales[:, :, : layout.scale_rows, : layout.k_blocks].contiguous()
     return PackedMatrix(layout=layout, values=_e4m3(payload.codes, layout), scale=scales, bias=bias)
@@ -105,13 +80,12 @@ def pack_fp8_block(payload: Fp8Block, bias: Tensor | None, *, native: bool) -> P
 
 def pack_fp8_rows(payload: Fp8Channel | Fp8Tensor, bias: Tensor | None, *, native: bool) -> PackedMatrix:
     """Take or re-lay codes like ``pack_fp8_block``; the one scale of a row is applied after the sum."""
-    shape = _four(payload.shape)
-    layout = RowCodes(shape=shape) if native else RowLanes(shape=shape)
+    layout = (ROWS if native else LANES)["fp8_rows"].of(payload.shape)
     scale = payload.scale.unsqueeze(-1) if isinstance(payload, Fp8Tensor) else payload.scales
     return PackedMatrix(
         layout=layout,
         values=_e4m3(payload.codes, layout),
-        row_scale=scale.float().expand(shape[:3]).contiguous(),
+        row_scale=scale.float().expand(payload.shape[:3]).contiguous(),
         bias=bias,
     )
 
@@ -121,7 +95,7 @@ def pack_mxfp8(payload: MxFp8, bias: Tensor | None) -> PackedMatrix:
 
     Lanes decode to code times 2^-120, which the largest scale, 2^120, undoes.
     """
-    layout = MxFp8Lanes(shape=_four(payload.shape))
+    layout = LANES["mxfp8"].of(payload.shape)
     scale, row_scale = _relative_words(payload.scales, layout, top=247)
     values = _e4m3(payload.codes, layout)
     return PackedMatrix(layout=layout, values=values, scale=scale, row_scale=row_scale, bias=bias)
@@ -133,7 +107,7 @@ def pack_mxfp4(payload: MxFp4, bias: Tensor | None) -> PackedMatrix:
     A group below 2^-252 of its row's largest decodes to zero, and one below 2^-126 loses low bits: nothing else is
     rounded.
     """
-    layout = MxFp4Lanes(shape=_four(payload.shape))
+    layout = LANES["mxfp4"].of(payload.shape)
     scale, row_scale = _relative_words(payload.scales, layout, top=253)
     values = _lanes(payload.codes, layout, 0, _e2m1_lane)
     return PackedMatrix(layout=layout, values=values, scale=scale, row_scale=row_scale, bias=bias)
@@ -141,8 +115,7 @@ def pack_mxfp4(payload: MxFp4, bias: Tensor | None) -> PackedMatrix:
 
 def pack_nvfp4(payload: NvFp4, bias: Tensor | None) -> PackedMatrix:
     """Re-lay codes; E4M3 group scales stay as they are, the global scale is applied after the sum."""
-    shape = _four(payload.shape)
-    layout = NvFp4Lanes(shape=shape)
+    layout = LANES["nvfp4"].of(payload.shape)
     own = payload.global_scale.float()
     # Lanes decode to code times 2^-126 and group scales to scale times 2^117.
     row_scale = (own.reciprocal() if payload.global_divides else own) * 512.0
@@ -150,7 +123,7 @@ def pack_nvfp4(payload: NvFp4, bias: Tensor | None) -> PackedMatrix:
         layout=layout,
         values=_lanes(payload.codes, layout, 0, _e2m1_lane),
         scale=_scale_words(payload.scales.view(torch.uint8), layout),
-        row_scale=row_scale.unsqueeze(-1).expand(shape[:3]).contiguous(),
+        row_scale=row_scale.unsqueeze(-1).expand(payload.shape[:3]).contiguous(),
         bias=bias,
     )
 
@@ -175,7 +148,8 @@ def pack_int(payload: Integers, bias: Tensor | None) -> PackedMatrix:
     zeroed = zeros is not None
     if zeroed:
         words, dtype = 4 if words > 1 else 1, torch.float32
-    layout = _INT[bits, words](shape=_four(payload.shape), zeroed=zeroed)
+    kind = numbers.ZERO_SCALE if zeroed else numbers.PAIR_SCALE if words == 2 else numbers.GROUP_SCALE
+    layout = replace(LANES[f"int{bits}"].of(payload.shape), scale_kind=kind, words=words)
     experts, parts, n_out, _ = payload.shape
     scale = torch.empty((experts, parts, layout.k_blocks, words, n_out), dtype=dtype, device=payload.codes.device)
     for expert, target in enumerate(scale):
@@ -242,14 +216,9 @@ def with_part(payload: Any) -> Any:
     return replace(payload, shape=(experts, 1, *matrix), **tensors)
 
 
-def _four(shape: tuple[int, ...]) -> Shape:
-    experts, parts, n_out, k_in = shape
-    return experts, parts, n_out, k_in
-
-
-def _e4m3(codes: Tensor, layout: RowCodes | RowLanes) -> Tensor:
+def _e4m3(codes: Tensor, layout: Rows | Lanes) -> Tensor:
     """Return codes as they are, or as lanes."""
-    if isinstance(layout, RowCodes):
+    if isinstance(layout, Rows):
         return codes.contiguous()
     return _lanes(codes.view(torch.uint8), layout, 0, _e4m3_lane)
 
@@ -285,7 +254,7 @@ def _lanes(
         source, target = codes[matrix // parts, matrix % parts], out[matrix // parts, matrix % parts]
         for start in range(0, n_out, step):
             rows = source[start : start + step]
-            rows = (rows if isinstance(layout, RowLanes) else unpack_nibbles(rows))[:, :k_in]
+            rows = (rows if layout.code_bits == 8 else unpack_nibbles(rows))[:, :k_in]
             rows = rows if order is None else rows.index_select(1, order[matrix // parts])
             padded = torch.nn.functional.pad(rows, (0, blocks * block_k - k_in), value=zero)
             quarters = padded.view(-1, blocks, 4, block_k // 4).to(torch.int32)

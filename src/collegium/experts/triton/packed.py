@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import InputError
+from ...formats.int_affine import Int4Ordered, Int8Ordered
 from ...ops.columns import in_columns
 from ...ops.operand import arrived, operand, ordered
 from ...ops.quantize import AS_IS
@@ -19,7 +20,7 @@ from ...runtime.machine import machine_at
 from ...runtime.memory import part, take
 from ..base import Packed, refuse_codes
 from .grouped import TileList, grouped_gemm, tile_list
-from .lanes import with_part
+from .lanes import column_order, with_part
 from .prefill import CodeScales, prefill_gemm
 from .tile_choice import TileChoice
 from .tiles import BAND, candidates, choose, score
@@ -272,19 +273,36 @@ def pack_both(
     packer: Callable[[Any, Tensor | None], PackedMatrix], weights: ExpertWeights[Any], problem: ExpertsProblem
 ) -> PackedExperts:
     """Return the experts of ``problem``; packer: of a payload ``[E, P, N, K]`` and its bias."""
+    if isinstance(weights.gate_up, Int4Ordered | Int8Ordered):
+        weights = _rows_moved(weights)
     half = problem.activation_format == "fp16"
 
     def packed(payload: Any, bias: Tensor | None) -> PackedMatrix:
         made = packer(payload, bias)
-        return replace(made, layout=replace(made.layout, half=True)) if half else made
+        return replace(made, layout=replace(made.layout, half=half))
 
+    gate_up = packed(weights.gate_up, weights.gate_up_bias)
+    down = packed(with_part(weights.down), weights.down_bias)
     return PackedExperts(
-        gate_up=packed(weights.gate_up, weights.gate_up_bias),
-        down=packed(with_part(weights.down), weights.down_bias),
+        gate_up=gate_up,
+        down=replace(down, order=None),
         activation=problem.activation,
         machine=machine_at(weights.down.device),
         activations=codes_of(problem.activation_format),
+        report=gate_up.report and down.report and gate_up.report + down.report,
     )
+
+
+def _rows_moved(weights: ExpertWeights[Any]) -> ExpertWeights[Any]:
+    """Return weights whose first product writes its columns in the order in which the second one reads them."""
+    order = column_order(with_part(weights.down))
+
+    def moved(tensor: Tensor) -> Tensor:
+        return torch.stack([own.index_select(1, at) for own, at in zip(tensor, order, strict=True)])
+
+    gate_up, bias = weights.gate_up, weights.gate_up_bias
+    gate_up = replace(gate_up, **{name: moved(getattr(gate_up, name)) for name in gate_up.by_row})
+    return replace(weights, gate_up=gate_up, gate_up_bias=None if bias is None else moved(bias))
 
 
 def _used(batch: ContiguousBatch) -> Tensor | None:
