@@ -31,7 +31,7 @@ CASES = [
     *(("triton_bf16", name, name) for name in ("bf16", "fp16")),
     *(("triton_fp8", n, a) for n in ("fp8_block", "fp8_tensor", "fp8_channel") for a in ("bf16", "fp8_token")),
     ("triton_fp8", "mxfp8", "bf16"),
-    *(("triton_w4a16", name, "bf16") for name in (*FOUR, "int4_affine")),
+    *(("triton_w4a16", name, "bf16") for name in (*FOUR, "int4_affine", "gguf")),
     ("triton_w8a16", "int8_affine", "bf16"),
     *(("triton_w4a8", name, "fp8_group128") for name in FOUR),
     ("triton_w4a8", "mxfp4", "scaled"),

@@ -16,8 +16,10 @@ __all__ = [
     "e8m0_scale",
     "finished",
     "group_scale",
+    "half_scale",
     "int4_quarters",
     "int8_halves",
+    "step_scale",
     "upper_scale",
 ]
 
@@ -209,6 +211,18 @@ def upper_scale(words):
 def group_scale(words, ZEROED: tl.constexpr):
     """Return the float32 column that ``words`` are, without the zero points in their low bytes."""
     return ((words & -256).to(tl.float32, bitcast=True) if ZEROED else words)[:, None]
+
+
+@triton.jit
+def half_scale(words):
+    """Return the float16 in the lower half of each word as a float32 column."""
+    return words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)[:, None]
+
+
+@triton.jit
+def step_scale(words, QUARTER: tl.constexpr):
+    """Return the signed byte of a quarter of each word as a float32 column."""
+    return ((words << (24 - 8 * QUARTER)) >> 24).to(tl.float32)[:, None]
 
 
 @triton.jit

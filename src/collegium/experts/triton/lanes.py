@@ -15,12 +15,14 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn import functional
 
 from ...errors import InputError
-from ...formats.codecs import relative_e8m0, unpack_nibbles
+from ...formats.codecs import E2M1_VALUES, e8m0_values, relative_e8m0, unpack_nibbles
 from ...formats.fp8_tensor import Fp8Tensor
 from ...formats.int4_group import Int4Group
 from ...formats.int_affine import Int4Ordered, Int8Affine, Int8Ordered
+from ...formats.mxfp4 import MxFp4
 from ...kernels import numbers
 from .layout import LANES, ROWS, Lanes, Rows
 from .matrix import PackedMatrix
@@ -32,10 +34,11 @@ if TYPE_CHECKING:
 
     from ...formats.fp8_block import Fp8Block
     from ...formats.fp8_channel import Fp8Channel
+    from ...formats.gguf import Gguf
     from ...formats.int_affine import Int4Affine
-    from ...formats.mxfp4 import MxFp4
     from ...formats.mxfp8 import MxFp8
     from ...formats.nvfp4 import NvFp4
+    from .layout import Layout
 
     Integers = Int4Group | Int4Affine | Int8Affine | Int4Ordered | Int8Ordered
 
@@ -45,6 +48,7 @@ __all__ = [
     "int4_scales",
     "pack_fp8_block",
     "pack_fp8_rows",
+    "pack_gguf",
     "pack_int",
     "pack_mxfp4",
     "pack_mxfp8",
@@ -162,6 +166,70 @@ def pack_int(payload: Integers, bias: Tensor | None) -> PackedMatrix:
     return PackedMatrix(layout=layout, values=values, scale=scale, bias=bias, order=order)
 
 
+def pack_gguf(payload: Gguf, bias: Tensor | None, *, half: bool = False) -> PackedMatrix:
+    """Re-lay blocks of any kind as integers of four or eight bits, halves and steps kept exactly as they are.
+
+    Without a second half, codes lose their zero; with one, the kernel's minima give back what codes lose. MXFP4 stays
+    what it is, but beside float16 tokens (half), which have no room for its scales, becomes integers too.
+    """
+    kind, shape = payload.kind, payload.shape
+    experts, parts, n_out, _ = shape
+    if not kind.halves and not half:
+        made = pack_mxfp4(MxFp4.from_parts({".weight": payload.blocks}, storage="gguf", shape=shape), bias)
+        return replace(made, report=_stored(kind.title, made.layout))
+    two, stepped, eight = len(kind.halves) == 2, kind.steps is not None, kind.bits > 4 or not kind.halves
+    layout = replace(
+        LANES["int8" if eight else "int4"].of(shape),
+        scale_kind=numbers.STEP_SCALE if stepped else numbers.HALF_SCALE if kind.halves else numbers.GROUP_SCALE,
+        words=2 + two if stepped else 2 + 2 * two if kind.halves else 4,
+        block_k=64 if kind.title == "Q6_K" else 128,
+        quartered=True,
+    )
+    scale = torch.empty(
+        (experts, parts, layout.k_blocks, layout.words, n_out), dtype=torch.int32, device=payload.blocks.device
+    )
+    for matrix in range(experts * parts):
+        at = divmod(matrix, parts)
+        scale[at].copy_(_line_words(payload[at[0]][at[1]], layout).permute(1, 2, 0))
+    less = 128 - (16 if two else kind.zero)
+
+    def codes(rows: Tensor) -> Tensor:
+        found = kind.codes(rows.reshape(-1, kind.nbytes)).view(rows.shape[0], -1)
+        if not kind.halves:
+            return (2 * torch.tensor(E2M1_VALUES, device=rows.device) + 128).to(torch.uint8)[found.int()]
+        return found + less if eight else found
+
+    values = _lanes(payload.blocks, layout, 0, _e4m3_lane if eight else _int4_lane, unpack=codes)
+    scale = scale if kind.halves else scale.view(torch.float32)
+    return PackedMatrix(layout=layout, values=values, scale=scale, bias=bias, report=_stored(kind.title, layout))
+
+
+def _stored(title: str, layout: Layout) -> str:
+    return f"{title} in {layout.bits:g} bits a weight"
+
+
+def _line_words(payload: Gguf, layout: Lanes) -> Tensor:
+    """Return the scale words int32 ``[N, B, words]`` of blocks ``[N, ., bytes]``."""
+    rows, blocks = payload.shape[0], layout.k_blocks
+    if not payload.kind.halves:
+        # Codes are twice the numbers.
+        return _filled_words(e8m0_values(payload.blocks.device)[payload.blocks[..., 0].int()] / 2, layout)
+    halves, steps = payload.lines()
+    if steps is None:
+        return _filled_words(halves.view(rows, -1), layout)
+    # Steps of a second half are subtracted.
+    first = functional.pad(halves, (0, 2 - halves.shape[1])) * halves.new_tensor([1, -1])
+    words = first.view(torch.int32).view(rows, -1, 1).repeat_interleave(steps.shape[1] // 4, dim=1)
+    own = (steps[..., half].contiguous().view(torch.int32).view(rows, -1, 1) for half in range(steps.shape[2]))
+    return torch.cat((words, *own), dim=-1)[:, :blocks]
+
+
+def _filled_words(scales: Tensor, layout: Lanes) -> Tensor:
+    """Return scales ``[N, any]`` as int32 ``[N, B, words]``, filled with zeros."""
+    short = layout.k_blocks * layout.words * 4 // scales.element_size() - scales.shape[1]
+    return functional.pad(scales, (0, short)).contiguous().view(torch.int32).view(-1, layout.k_blocks, layout.words)
+
+
 def column_order(payload: Int4Ordered | Int8Ordered) -> Tensor:
     """Return which column of ``payload [E, P, N, K]`` each place holds once groups lie side by side, int32 ``[E, K]``.
 
@@ -234,18 +302,25 @@ def _scale_words(scales: Tensor, layout: Lanes) -> Tensor:
     blocks = layout.k_blocks
     out = torch.empty((experts, parts, blocks, 1, n_out), dtype=torch.int32, device=scales.device)
     for expert in range(experts):
-        padded = torch.nn.functional.pad(scales[expert], (0, 4 * blocks - stored))
+        padded = functional.pad(scales[expert], (0, 4 * blocks - stored))
         out[expert, :, :, 0] = padded.contiguous().view(torch.int32).transpose(-1, -2)
     return out
 
 
 def _lanes(
-    codes: Tensor, layout: Lanes, zero: int, lane: Callable[[Tensor], Tensor], order: Tensor | None = None
+    codes: Tensor,
+    layout: Lanes,
+    zero: int,
+    lane: Callable[[Tensor], Tensor],
+    order: Tensor | None = None,
+    unpack: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Return int16 lanes of nibbles ``codes [E, P, N, bytes]``, low nibble first, or of bytes ``[E, P, N, K]``.
 
-    order: ``[E, K]``, which column goes to each place; None: its own.
+    order: ``[E, K]``, which column goes to each place; None: its own. unpack: of codes ``[n, ...]`` stored otherwise,
+    bytes ``[n, any]``.
     """
+    unpack = unpack or (unpack_nibbles if layout.code_bits == 4 else torch.Tensor.contiguous)
     experts, parts, n_out, k_in = layout.shape
     blocks, block_k = layout.k_blocks, layout.block_k
     out = torch.empty(layout.values_shape, dtype=layout.stored, device=codes.device)
@@ -254,9 +329,9 @@ def _lanes(
         source, target = codes[matrix // parts, matrix % parts], out[matrix // parts, matrix % parts]
         for start in range(0, n_out, step):
             rows = source[start : start + step]
-            rows = (rows if layout.code_bits == 8 else unpack_nibbles(rows))[:, :k_in]
+            rows = unpack(rows)[:, :k_in]
             rows = rows if order is None else rows.index_select(1, order[matrix // parts])
-            padded = torch.nn.functional.pad(rows, (0, blocks * block_k - k_in), value=zero)
+            padded = functional.pad(rows, (0, blocks * block_k - k_in), value=zero)
             quarters = padded.view(-1, blocks, 4, block_k // 4).to(torch.int32)
             target[:, start : start + step] = _as_int16(lane(quarters)).transpose(0, 1)
     if prod(out.shape) == 0:

@@ -67,6 +67,11 @@ class Layout:
         return torch.float16 if self.half else self.operand
 
     @property
+    def minima(self) -> bool:
+        """Whether scales have minima, which sums of the rows' columns multiply."""
+        return (self.scale_kind, self.words) in ((numbers.HALF_SCALE, 4), (numbers.STEP_SCALE, 3))
+
+    @property
     def bits(self) -> float:
         """Stored bits of a weight, scales of groups included."""
         return self.code_bits + 32 * self.words / self.block_k
@@ -120,7 +125,7 @@ class Layout:
             parts=parts,
             block_k=self.block_k,
             weight_bits=self.bits,
-            x_bits=x_bits,
+            x_bits=x_bits + self.minima,  # a float32 sum of 32 columns
             decoded=self.decoded,
             promoted=x_groups or self.promoted,
             quartered=self.quartered,
@@ -217,7 +222,7 @@ ROWS = {
 _E4M3_LANES = Lanes(weight=numbers.E4M3_LANES, code_bits=8)
 _E2M1_LANES = Lanes(weight=numbers.E2M1_LANES, code_bits=4, words=1)
 # Integers have one float32 scale for a row and K block, or ``words`` of them: one for each quarter, or two bfloat16 in
-# a word (PAIR_SCALE).
+# a word (PAIR_SCALE). Blocks of GGUF are integers too.
 LANES = {
     "fp8_rows": _E4M3_LANES,
     "fp8_block": replace(_E4M3_LANES, **_BLOCKS),

@@ -46,7 +46,7 @@ class PackedMatrix:
 
     scale: of groups or blocks, None where no scale is applied in the K loop. row_scale: float32 factors of whole rows,
     or None. bias: ``[E, P, N]`` floating, or None. order: int32 ``[E, K]``, the column of x that each of the weights'
-    columns multiplies, None where they are in order. report: what packing rounded, where it can.
+    columns multiplies, None where they are in order. report: what packing made, or rounded, where a plan cannot know.
     """
 
     layout: Layout
@@ -55,7 +55,7 @@ class PackedMatrix:
     row_scale: Tensor | None = None
     bias: Tensor | None = None
     order: Tensor | None = None
-    report: RangeReport | None = None
+    report: RangeReport | str | None = None
 
     @property
     def pointers(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -7,9 +7,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...formats.unquantised import DTYPES
-from ...kernels.numbers import ZERO_SCALE
+from ...kernels.numbers import STEP_SCALE, ZERO_SCALE
 from ...runtime.machine import machine_at, machine_for
-from .lanes import pack_fp8_block, pack_fp8_rows, pack_int, pack_mxfp4, pack_mxfp8, pack_nvfp4, pack_plain
+from .lanes import pack_fp8_block, pack_fp8_rows, pack_gguf, pack_int, pack_mxfp4, pack_mxfp8, pack_nvfp4, pack_plain
 from .layout import LANES, ROWS, WORDS
 from .packed import pack_both
 from .tiling import CODES, ProductTiling, codes_of, product_regions, refuse_machine
@@ -34,8 +34,8 @@ __all__ = ["TABLE", "TritonBf16", "TritonFp8", "TritonKernel", "TritonW4A8", "Tr
 class _Row(NamedTuple):
     """Weights of a format with tokens in one of some activation formats.
 
-    layout: without sizes; integers are taken to have 16-bit scales of 128 columns, the commonest, packing alone sees
-    others. scaled: for tensor cores that decode the weights themselves.
+    layout: without sizes; integers are taken to have 16-bit scales of 128 columns and blocks of GGUF to be Q4_K, the
+    commonest, packing alone sees others. scaled: for tensor cores that decode the weights themselves.
     """
 
     weights: str
@@ -47,6 +47,8 @@ class _Row(NamedTuple):
 
 _BF16, _EITHER = ("bf16",), ("bf16", "fp16")
 _ZEROED = {name: replace(LANES[name], scale_kind=ZERO_SCALE) for name in ("int4", "int8")}
+
+_Q4_K = replace(LANES["int4"], scale_kind=STEP_SCALE, words=3, quartered=True)
 
 
 def _plain(payload: Any, bias: Tensor | None) -> PackedMatrix:
@@ -78,6 +80,8 @@ TABLE = {
         _Row("int4_group", _EITHER, LANES["int4"], pack_int),
         _Row("int4_affine", _EITHER, _ZEROED["int4"], pack_int),
         _Row("int4_ordered", _EITHER, _ZEROED["int4"], pack_int),
+        _Row("gguf", _BF16, _Q4_K, pack_gguf),
+        _Row("gguf", ("fp16",), _Q4_K, partial(pack_gguf, half=True)),
     ),
     "triton_w8a16": (
         _Row("int8_affine", _EITHER, _ZEROED["int8"], pack_int),
@@ -162,7 +166,7 @@ class TritonW4A8(TritonKernel):
 
 
 class TritonW4A16(TritonKernel):
-    """Four-bit weights whose products with 16-bit tokens are exact before the float32 sum."""
+    """Weights of four bits, of GGUF up to eight, whose products with 16-bit tokens are exact before the float32 sum."""
 
     name = "triton_w4a16"
 

@@ -156,6 +156,9 @@ def product_regions(problem: ExpertsProblem, tiling: ProductTiling) -> Regions:
     h = operand_regions(rows, wide, name, order=second, dtype=dtype)
     if problem.weight_format.endswith("_ordered"):
         x["ordered"] = rows * hidden * dtype.itemsize
+    for own, layout, count, columns in ((x, tiling.gate_up, taken, hidden), (h, tiling.down, rows, wide)):
+        if layout.minima:
+            own["sums"] = 16 * count * -(-columns // 128)
     regions: Regions = {"rows": rows * hidden * result, "middle": rows * wide * middle}
     count = tile_count(rows, problem.experts, 16)
     lists = {"expert": 4 * count, "row": 8 * count, "used": 4}
