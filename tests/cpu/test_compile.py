@@ -77,7 +77,7 @@ CASES: tuple[tuple[int, str, dict[str, Any], str, int, int], ...] = (
     (90, "i16", INT8 | FOUR | STACKED, "HGMMA", 168, 71),
     (90, "i16", INT8 | {"HALF": True}, "HGMMA", 148, 67),
     (90, "i16", Q4_K, "HGMMA", 168, 46),
-    (90, "i16", Q4_K | DIRECT | {"HALF": True}, "HGMMA", 168, 46),
+    (90, "i16", Q4_K | DIRECT | {"HALF": True}, "HGMMA", 176, 46),
     (90, "i16", Q4_K | STACKED, "HGMMA", 168, 46),
     (90, "i16", Q4_K | STACKED | NARROW | {"warps": 8}, "HGMMA", 255, 96),
     (90, "i16", Q4_K | DOWN | NARROW | {"warps": 8}, "HGMMA", 255, 96),

@@ -171,8 +171,10 @@ def _multiply(
         if WEIGHT == INT4_LANES:
             a0, a1, a2, a3 = int4_quarters(w, n0, n1, n2, n3, ZEROED, HALF, ASM)
         else:
-            a0, a1 = int8_halves(w, n0, n1, ZEROED, HALF, ASM)
-            a2, a3 = int8_halves(w1, n2, n3, ZEROED, HALF, ASM)
+            # Codes of five and six bits, steps and minima alone have, lie around 32.
+            CENTRE: tl.constexpr = 32 if MINIMA or SCALE == STEP_SCALE else 128
+            a0, a1 = int8_halves(w, n0, n1, CENTRE, ZEROED, HALF, ASM)
+            a2, a3 = int8_halves(w1, n2, n3, CENTRE, ZEROED, HALF, ASM)
         if WORDS == 1:
             product = dot(a0, x0, none, ASM)
             product = dot(a1, x1, product, ASM)

@@ -191,13 +191,13 @@ def pack_gguf(payload: Gguf, bias: Tensor | None, *, half: bool = False) -> Pack
     for matrix in range(experts * parts):
         at = divmod(matrix, parts)
         scale[at].copy_(_line_words(payload[at[0]][at[1]], layout).permute(1, 2, 0))
-    less = 128 - (16 if two else kind.zero)
+    more = (32 if two or stepped else 128) - (16 if two else kind.zero)
 
     def codes(rows: Tensor) -> Tensor:
         found = kind.codes(rows.reshape(-1, kind.nbytes)).view(rows.shape[0], -1)
         if not kind.halves:
             return (2 * torch.tensor(E2M1_VALUES, device=rows.device) + 128).to(torch.uint8)[found.int()]
-        return found + less if eight else found
+        return found + more if eight else found
 
     values = _lanes(payload.blocks, layout, 0, _e4m3_lane if eight else _int4_lane, unpack=codes)
     scale = scale if kind.halves else scale.view(torch.float32)
