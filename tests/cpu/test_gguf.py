@@ -31,12 +31,17 @@ from collegium.errors import (
 )
 from collegium.formats import Fp32, Gguf, MxFp4
 from collegium.formats.gguf import KINDS
+from collegium.formats.unquantised import DTYPES
 from collegium.layer import MoELayer
 from collegium.models import FAMILIES, describe
+from collegium.parallel.local import Local
 from collegium.parallel.placement import linear, tensor_parallel
-from collegium.planning import plan
+from collegium.pipelines import Parts
+from collegium.pipelines.split import Split
+from collegium.planning import kernel_named, plan
 from collegium.problem import Choice
-from collegium.types import ExpertWeights
+from collegium.testing.compare import moe_truth, relative_error
+from collegium.types import ExpertWeights, Routing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -295,6 +300,43 @@ def test_models_load_and_run(tmp_path: Path, arch: str, kinds: tuple[str, str], 
     found, wanted = fast(x, router_logits=logits), plain(x.float(), router_logits=logits)
     assert torch.equal(found, fast(x, router_logits=logits))
     assert float((found - wanted).norm() / wanted.norm()) < 6e-3
+
+
+KERNELS_OF_GPU = [
+    ("qwen3moe", ("Q4_K", "Q6_K"), "bf16"),
+    ("llama", ("Q5_1", "MXFP4"), "fp16"),
+    ("olmoe", ("Q8_0", "Q5_K"), "fp16"),
+]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs layers on the device")
+@pytest.mark.parametrize(("arch", "kinds", "dtype"), KERNELS_OF_GPU)
+def test_what_is_planned_for_a_gpu_computes_what_is_on_disk(
+    tmp_path: Path, arch: str, kinds: tuple[str, str], dtype: Any
+) -> None:
+    pytest.importorskip("triton")
+    path = tmp_path / "model.gguf"
+    truth = write_gguf(path, arch, kinds)
+    chosen = plan_model(str(path), device="h200")
+    assert "kernel     triton_w4a16" in chosen.explain()
+    assert [stretch.pipeline for stretch in chosen.stretches] == ["direct", "split"]
+    kernel, checkpoint = kernel_named(chosen.kernel), Checkpoint.open(path)
+    problem = replace(chosen.problem, dtype=dtype, activation_format=dtype).routed
+    assert kernel.refuse(problem) is None
+    x, weights = (torch.randn(3, D) / 64).to(DTYPES[dtype]), torch.rand(3, 2) + 0.1
+    ids = torch.tensor([[3, 0], [-1, 3], [0, 3]])
+    parts = {"dispatcher": Local(num_experts=E), "top_k": 2, "num_experts": E}
+    found: list[Tensor] = []
+    for layer in (0, 1):
+        packed: Any = kernel.pack(load_experts(CheckpointLayer.open(checkpoint, layer), linear(E)), problem)
+        assert f"gate_up {kinds[0]} in " in str(packed.report)
+        run, routing = Split(parts=Parts(experts=packed, **parts)), Routing(topk_ids=ids, topk_weights=weights)
+        found.append(run(x, routing, dtype=torch.float32))
+        assert torch.equal(found[-1], run(x, routing, dtype=torch.float32))
+        gate_up = torch.stack((truth[layer, "ffn_gate_exps"], truth[layer, "ffn_up_exps"]), dim=1)
+        wanted = moe_truth(x, gate_up, truth[layer, "ffn_down_exps"], ids, weights, problem.activation)
+        assert relative_error(found[-1], wanted) < 0.015
+    assert relative_error(found[0], found[1]) > 0.3
 
 
 def _shared(truth: dict[tuple[int, str], Tensor]) -> Any:

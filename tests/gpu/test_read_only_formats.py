@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from collegium.formats import Bnb4, Gguf, Int4Affine, Int4Ordered, Int8Affine, Int8Ordered, Payload
+from collegium.formats import Bnb4, Int4Affine, Int4Ordered, Int8Affine, Int8Ordered, Payload
 from collegium.formats.gguf import KINDS
 from collegium.layer import MoELayer
 from collegium.planning import plan
@@ -13,12 +13,14 @@ from collegium.problem import Choice, Problem
 from collegium.runtime.devices import probe
 from collegium.testing.compare import relative_error
 from collegium.types import ExpertWeights, MoESpec, Routing, RoutingSpec
+from integers import random_blocks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 NAMES = ["int4_affine", "int8_affine", "int4_ordered", "int8_ordered", "bnb4", *KINDS]
 
 ON_GPU = {f"int{bits}_{kind}": f"triton_w{bits}a16" for bits in (4, 8) for kind in ("affine", "ordered")}
+ON_GPU |= dict.fromkeys(KINDS, "triton_w4a16")
 
 
 def integers(name: str, *shape: int) -> Payload:
@@ -51,14 +53,7 @@ def payload(name: str, *shape: int) -> Payload:
             table=torch.linspace(-1, 1, 16).expand(*lead[:-1], 16).contiguous(),
             group_size=64,
         )
-    kind = KINDS[name]
-    blocks = torch.randint(0, 256, (*lead, columns // kind.elements, kind.nbytes), dtype=torch.uint8)
-    for at in kind.halves:
-        halves = (torch.randn(blocks.shape[:-1]) / 256).half().unsqueeze(-1)
-        blocks[..., at : at + 2] = halves.view(torch.uint8)
-    if not kind.halves:
-        blocks[..., 0] = 120
-    return Gguf(shape=shape, blocks=blocks)
+    return random_blocks(name, *shape)
 
 
 @pytest.mark.parametrize("name", NAMES)
