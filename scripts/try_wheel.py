@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +39,24 @@ def _demo(found: Any) -> bool:
     return len(found["rows"]) == 12 and all(0 < row["perplexity"] < 100 for row in found["rows"])
 
 
-# What runs, and what its JSON must say.
-CHECKS: dict[str, tuple[tuple[str, ...], Any]] = {
+def _inspect(found: Any) -> bool:
+    return len(found["moe_layers"]) == 6
+
+
+def _plan(found: Any) -> bool:
+    return found["kernel"] == "triton_bf16"
+
+
+def _generate(found: Any) -> bool:
+    return str(found["text"]).startswith("Once upon a time")
+
+
+# What runs, and what judges its JSON.
+CHECKS: dict[str, tuple[tuple[str, ...], Callable[[Any], bool]]] = {
     "demo": (("--device", "cpu", "--tokens", "4"), _demo),
-    "inspect": (("fables-16m", "--device", "cpu"), lambda found: len(found["moe_layers"]) == 6),
-    "plan": (("fables-16m", "--device", "h200"), lambda found: found["kernel"] == "triton_bf16"),
-    "generate": (
-        ("fables-16m", "--device", "cpu", "--tokens", "12"),
-        lambda found: found["text"].startswith("Once upon"),
-    ),
+    "inspect": (("fables-16m", "--device", "cpu"), _inspect),
+    "plan": (("fables-16m", "--device", "h200"), _plan),
+    "generate": (("fables-16m", "--device", "cpu", "--tokens", "12"), _generate),
 }
 
 
