@@ -73,7 +73,7 @@ def steps(room: Path, torch: str) -> list[Step]:
             words=(collegium, "generate", "fables-16m", "--prompt", "The old king", *device),
             says="The old king",
         ),
-        Step(name="layer", typed="the session of the README", words=(python, "-c", session()), says="of the bytes"),
+        Step(name="layer", typed="python session.py", words=(python, "-c", session()), says="of the bytes"),
         Step(
             name="look",
             typed=f"collegium inspect {MODEL}",
