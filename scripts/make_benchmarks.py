@@ -140,7 +140,8 @@ def pictures(results: Path = RESULTS) -> dict[str, str]:
             title = f"Layers on {rows[0]['gpu']}"
             drawn[f"{name}-layers.svg"] = _drawn(title, _panels(rows, "", "layer_us"), "times the floor")
         elif kind == "One layer over several GPUs":
-            title = f"A layer over {rows[0]['ranks']} {rows[0]['gpu']}: all of it, its exchange, the same with NCCL"
+            ranks = " and ".join(dict.fromkeys(row["ranks"] for row in rows))
+            title = f"A layer over {ranks} {rows[0]['gpu']}: all of it, its exchange, the same with NCCL"
             drawn[f"{name}-layers.svg"] = _drawn(title, _parallel(rows), "microseconds")
         elif kind == "One layer on a CPU":
             title = f"A layer on {rows[0]['cpu']}"
@@ -178,13 +179,20 @@ def _panels(rows: list[Row], who: str, time: str) -> Panels:
 
 
 def _parallel(rows: list[Row]) -> Panels:
+    """Microseconds over tokens: layers by dispatcher, with their floor, and the exchange of the first dispatcher."""
     panels: Panels = defaultdict(lambda: defaultdict(list))
-    for row in rows:
-        if row["what"] in ("layer", "exchange", "nccl"):
-            lines = panels[f"{row['shape']}, {' x '.join(_formats(row))}"]
-            lines[row["what"]].append((float(row["tokens"]), float(row["us"])))
-            if row["what"] == "layer":
-                lines["floor"].append((float(row["tokens"]), float(row["us"]) / float(row["over_floor"])))
+    measured = [row for row in rows if row["what"] in ("layer", "exchange", "nccl")]
+    ways, ranks = (list(dict.fromkeys(row[name] for row in measured)) for name in ("dispatcher", "ranks"))
+    for row in measured:
+        way, point = row["dispatcher"], (float(row["tokens"]), float(row["us"]))
+        place = [f"{row['ranks']} ranks"] * (len(ranks) > 1)
+        lines = panels[", ".join([row["shape"], *place, " x ".join(_formats(row))])]
+        if row["what"] == "layer":
+            lines[f"layer, {way}" if len(ways) > 1 else "layer"].append(point)
+        elif way == ways[0]:
+            lines[row["what"]].append(point)
+        if row["what"] == "layer" and way == ways[0]:
+            lines["floor"].append((point[0], point[1] / float(row["over_floor"])))
     return panels
 
 

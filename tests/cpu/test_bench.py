@@ -258,13 +258,18 @@ def arguments(*more: str) -> list[str]:
     return ["bench", "64x32x6x2", "--tokens", "1,5", "--device", "cpu", "--ceilings", "0.01,0.1,0.2", *more]
 
 
+RECIPES = (("bf16", "bf16"), ("nvfp4", "nvfp4"), ("int4_group", "fp16"))
+
+
 def test_the_command_reports_every_recipe_at_every_token_count():
-    result = RUNNER.invoke(cli.app, [*arguments(), "--format", "bf16", "--format", "nvfp4:nvfp4", "--json"])
+    result = RUNNER.invoke(
+        cli.app, [*arguments(), "--format", "bf16", "--format", "nvfp4:nvfp4", "--format", "int4_group:fp16", "--json"]
+    )
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found["ceilings"] == {"bandwidth": 0.01e12, "rate_16": 0.1e12, "rate_8": 0.2e12}
     rows = {(r["weights"], r["activations"], r["tokens"]): r for r in found["rows"]}
-    assert set(rows) == {(w, a, t) for w, a in (("bf16", "bf16"), ("nvfp4", "nvfp4")) for t in (1, 5)}
+    assert set(rows) == {(w, a, t) for w, a in RECIPES for t in (1, 5)}
     one = rows["bf16", "bf16", 1]
     assert one["experts_hit"] == 2
     # Weights so small stay in the cache: no time follows from their bytes.
@@ -272,6 +277,7 @@ def test_the_command_reports_every_recipe_at_every_token_count():
     assert one["bound"] == "math"
     assert one["of_floor"] == pytest.approx(one["floor_seconds"] / one["seconds"])
     assert one["error"] < TOLERANCES[16]
+    assert rows["int4_group", "fp16", 5]["kernel"] == "cpu_grouped"  # tokens are fp16 too
     assert 0.01 < rows["nvfp4", "nvfp4", 5]["error"] < TOLERANCES[4]
     assert not one["cold"]
 

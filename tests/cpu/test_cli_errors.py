@@ -116,13 +116,12 @@ def test_an_activation_format_that_is_not_known(command, said):
     assert "found 'fp3', allowed: " in said(command, str(SHIPPED), "--device", "cpu", "--format", "bf16:fp3")
 
 
-def test_a_whole_model_is_not_read_from_a_gguf_file(tmp_path, said):
+def test_a_gguf_file_without_a_tokenizer(tmp_path, said):
     write_gguf(tmp_path / "tiny.gguf")
-    message = said("generate", str(tmp_path / "tiny.gguf"), "--device", "cpu")
-    assert message.startswith("InputError")
-    for what in ("is a GGUF file", "inspect, plan and verify take GGUF files", "config.json and safetensors"):
-        assert what in message
-    assert "is a GGUF file" in said("generate", str(tmp_path), "--device", "cpu"), "a folder that holds one"
+    for path in (tmp_path / "tiny.gguf", tmp_path):
+        message = said("generate", str(path), "--device", "cpu")
+        assert message.startswith("InputError")
+        assert "put the tokenizer.json that the model was published with beside it" in message
     assert "quantize needs a model's folder" in said(*on("quantize", tmp_path / "tiny.gguf"))
 
 
@@ -132,7 +131,7 @@ def test_a_text_needs_a_tokenizer_and_a_word(tmp_path, said, monkeypatch):
     (folder / "tokenizer.json").unlink()
     assert "no tokenizer.json" in said("generate", str(folder), "--device", "cpu")
     (folder / "tokenizer.json").write_text("{")
-    assert "tokenizers cannot read it" in said("generate", str(folder), "--device", "cpu")
+    assert "its tokenizer cannot be read" in said("generate", str(folder), "--device", "cpu")
     monkeypatch.undo()
     with pytest.raises(InputError, match="no token to begin with"):
         writing.Writer(torch.nn.Linear(1, 1), SHIPPED).encode("")

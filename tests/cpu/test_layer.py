@@ -219,6 +219,29 @@ def test_own_router_shared_expert_and_gate():
         MoELayer(weights, plan(problem))
 
 
+@pytest.mark.parametrize("kernel", KERNEL_NAMES)
+@pytest.mark.parametrize("most", [8192, 4])
+@pytest.mark.parametrize("latent", [False, True])
+def test_a_layer_may_write_over_its_input(kernel, most, latent):
+    sizes = {"latent_size": 32} if latent else {}
+    inside = 32 if latent else 40
+    weights, shared = random_experts(6, 2, 24, inside, seed=26), random_experts(1, 2, 56, 40, seed=27)
+    problem = problem_of(6, 40, 24, 2, shared=SharedSpec(intermediate_size=56, gated=True), **sizes)
+    layer = MoELayer(
+        weights,
+        plan(replace(problem, limits=Limits(max_tokens=most)), Choice(kernel=kernel)),
+        router=RouterWeights(weight=heavy_tailed(6, 40, seed=28)),
+        shared=SharedWeights(experts=shared, gate=heavy_tailed(1, 40, seed=29)),
+        latent=LatentWeights(down=heavy_tailed(32, 40, seed=31), up=heavy_tailed(40, 32, seed=32)) if latent else None,
+    )
+    x = heavy_tailed(11, 40, seed=30)
+    wanted = layer(x)
+    for _ in range(3):
+        own = x.clone()
+        assert layer(own, out=own) is own
+        assert torch.equal(own, wanted)
+
+
 def test_a_router_of_another_dtype_is_converted_once():
     weights = random_experts(6, 2, 24, 40, seed=26)
     problem = problem_of(6, 40, 24, 2)

@@ -172,7 +172,12 @@ def test_it_runs_only_where_it_is_asked_for_and_says_why() -> None:
         assert made.pipelines[-1] == "split"
         return next(refusal.reason for refusal in made.refusals if refusal.name == "mega")
 
-    assert "no measurement says yet where it is the faster one; Choice(pipeline='mega') takes it" in why()
+    slow = "measured to be faster only for mxfp4 weights, tokens from 7168 wide and up to 8 of them; found "
+    assert slow + "mxfp4, 64 and 64; Choice(pipeline='mega') takes it" in why()
+    assert slow + "mxfp4, 7168 and 9" in why(most=9, hidden_size=7168)
+    assert slow + "fp8_block, 7168 and 8" in why(
+        act="fp8_group128", weight_format="fp8_block", most=8, hidden_size=7168
+    )
     assert "asked for cpu" in why(DeviceFacts(kind="cpu"), "fp32")
     assert "asked for the dispatcher local" in why(world=1)
     assert "asked for the dispatcher all_to_all" in why(wish={"dispatcher": "all_to_all"})
@@ -182,6 +187,11 @@ def test_it_runs_only_where_it_is_asked_for_and_says_why() -> None:
     assert "asked for nvfp4 weights with fp8_token activations" in why(weight_format="nvfp4")
     assert "found sm_100" in why(replace(GPU, capability=(10, 0)))
     assert "asked for the combine reduced" in why(wish={"combine": "reduced"})
+    wide = replace(spec, hidden_size=7168)
+    for spare, taken in ((0, "mega"), (1, "split")):
+        given = replace(linear(8, 0, 2), spare=spare)
+        few = Problem(spec=wide, device=GPU, placement=given, limits=Limits(max_tokens=8))
+        assert plan(few, Choice(activation_format="fp8_token")).pipelines == (taken,)
     assert f"asked for 9,999 tokens of a rank; it has lists for {MOST_TOKENS:,}" in why(most=9999)
     carried = RoutingSpec(top_k=1, weight_on_input=True, renormalise=False)
     assert "asked for router weights on the input" in why(routing=carried)

@@ -20,10 +20,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
 
 import torch
 
-from collegium import Choice, MoELayer, MoESpec, Problem, RouterWeights, Routing, RoutingSpec, encode_experts, plan
+from collegium import Choice, MoELayer, MoESpec, Problem, RouterWeights, Routing, RoutingSpec, plan
 from collegium.experts.triton.packed import PackedExperts
 from collegium.runtime.devices import probe
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error
+from integers import encoded
 from mega_ranks import CASES, Case, Ranks, given, same
 
 HIDDEN, WIDE, EXPERTS = 384, 256, 5
@@ -38,6 +39,8 @@ RECIPES = [
     ("nvfp4", None),
     ("nvfp4", "fp8_token"),
     ("int4_group", None),
+    ("int4_affine", None),
+    ("int8_ordered", None),
 ]
 
 
@@ -50,7 +53,7 @@ def run(weights: str, activations: str | None, tokens: int, *, together: bool) -
         routing=RoutingSpec(top_k=2),
         weight_format=weights,
     )
-    coded = encode_experts(random_experts(EXPERTS, 2, WIDE, HIDDEN, seed=1), weights)
+    coded = encoded(random_experts(EXPERTS, 2, WIDE, HIDDEN, seed=1), weights)
     made = replace(coded, gate_up=coded.gate_up.to("cuda"), down=coded.down.to("cuda"))
     router = RouterWeights(weight=heavy_tailed(EXPERTS, HIDDEN, seed=2).cuda())
     problem = Problem(spec=spec, device=probe(torch.device("cuda")))

@@ -28,7 +28,7 @@ def test_random_rebalances_with_replicas_change_no_bit(recipe: str) -> None:
         assert not faults
         assert counts["given_up"] == counts["spoiled"] > 0
         # The stall of a switch: two small copies on the device.
-        assert counts["stall"] < 0.0005 * counts["switched"]
+        assert counts["stall"] < 0.002 * counts["switched"]
 
 
 @two

@@ -130,6 +130,7 @@ def read_gguf(path: Path) -> tuple[dict[str, object], dict[str, TensorInfo]]:
             infos.update(more)
     architecture = config.get("general.architecture", "unknown")
     own = {key.removeprefix(f"{architecture}."): v for key, v in config.items() if key.startswith(f"{architecture}.")}
+    own |= {f"{end}_token_id": config.get(f"tokenizer.ggml.{end}_token_id") for end in ("bos", "eos")}
     block = {"model_type": f"gguf:{architecture}", "quantization_config": {"quant_method": "gguf"}}
     return {**own, **block}, infos
 

@@ -18,6 +18,7 @@ from ..errors import ConfigError, InputError, MeasurementError
 from ..experts import Packed, Reference
 from ..formats import by_name
 from ..formats.payload import Payload
+from ..formats.unquantised import DTYPES
 from ..layer import MoELayer
 from ..models import describe
 from ..ops.quantize import activation_format
@@ -187,9 +188,10 @@ def bench(
         step(index, len(plans), f"building {weight_format} x {activations}")
         weights = random_weights(chosen.problem.spec, place)
         layer = MoELayer(weights, chosen)
-        cases |= {
-            (weight_format, activations, t): _Case(layer=layer, weights=weights, inputs=i) for t, i in made.items()
-        }
+        dtype = DTYPES[chosen.problem.dtype]
+        for count, pairs in made.items():
+            inputs = [(x.to(dtype), routing_of) for x, routing_of in pairs]
+            cases[weight_format, activations, count] = _Case(layer=layer, weights=weights, inputs=inputs)
     errors: dict[Any, float] = {}
     for index, (key, case) in enumerate(cases.items()):
         step(index, len(cases), f"checking {key[0]} x {key[1]}, {key[2]} tokens")
@@ -214,9 +216,13 @@ def bench(
 
 
 def planned_layer(spec: MoESpec, recipe: tuple[str, str], facts: DeviceFacts, most: int) -> Plan:
-    """Return the plan of ``spec`` in a recipe's formats for at most ``most`` tokens; raises SpecError and PlanError."""
+    """Return the plan of ``spec`` in a recipe's formats for at most ``most`` tokens; raises SpecError and PlanError.
+
+    Tokens are BF16, but FP16 and FP32 where the recipe names these.
+    """
     own = replace(spec, weight_format=by_name(recipe[0]).name)
-    problem = Problem(spec=own, device=facts, limits=Limits(max_tokens=most))
+    dtype: Any = recipe[1] if recipe[1] in DTYPES else "bf16"
+    problem = Problem(spec=own, device=facts, limits=Limits(max_tokens=most), dtype=dtype)
     return plan(problem, Choice(activation_format=recipe[1]))
 
 

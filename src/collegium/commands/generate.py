@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.reader import gguf_file, read_config
-from ..errors import CheckpointError, ConfigError, InputError
+from ..checkpoint.reader import Checkpoint, gguf_file, read_config
+from ..errors import CheckpointError, CollegiumError, ConfigError, InputError
 from ..integrations.extra import extra
 from ..integrations.transformers import Decoder
+from ..integrations.transformers.gguf import config_of
 from ..models import describe
 from ..problem import Limits
 
@@ -40,7 +41,7 @@ class Writer:
     """A model and its tokenizer: text in, text and perplexity out."""
 
     def __init__(self, model: nn.Module, folder: Path) -> None:
-        """Read tokenizer.json of ``folder``; raises MissingExtraError without the transformers extra."""
+        """Read the tokenizer of a folder or GGUF file; raises MissingExtraError without the extra it needs."""
         self.model: Any = model
         self.tokenizer = _tokenizer(folder)
         self.decoder = Decoder(model)
@@ -97,20 +98,18 @@ class Writer:
 
 
 def check_writable(path: str) -> Path:
-    """Return the folder ``path`` if a whole model that writes text can be read from it, before anything large is.
+    """Return ``path``, a folder or GGUF file, if a model that writes text is there, before anything large is read.
 
-    Raises InputError for a GGUF file and a missing tokenizer, CheckpointError where nothing is, ConfigError without
-    ``config.json`` and what ``describe`` raises for one.
+    Raises InputError for another file and a missing tokenizer, CheckpointError where nothing is, ConfigError without
+    ``config.json``, for an unknown architecture of a GGUF file, and what ``describe`` raises.
     """
     folder = Path(path)
     if not folder.exists():
         raise CheckpointError(f"{path}: no such folder; give the folder of a model")
     if gguf_file(folder) is not None:
-        raise InputError(
-            f"{path}: is a GGUF file, and a whole model is read from a folder with config.json and safetensors alone. "
-            "inspect, plan and verify take GGUF files, load_layer() runs one layer of them; to write text, give the "
-            "folder in which the model was published"
-        )
+        config_of(Checkpoint.open(folder))
+        _tokenizer(folder)
+        return folder
     if not folder.is_dir():
         raise InputError(f"{path}: is a file; to write text give the folder with config.json and safetensors")
     if not (folder / "config.json").is_file():
@@ -127,18 +126,30 @@ def prompt_limits(folder: Path, prompt: str) -> Limits:
     return Limits(max_tokens=min(512, 1 << max(0, count - 1).bit_length()))
 
 
-def _tokenizer(folder: Path) -> Any:
-    kind = extra("tokenizers").Tokenizer
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise InputError(f"{folder}: no tokenizer.json; text needs the tokenizer that the model was published with")
-    return _read_tokenizer(kind, path, path.stat().st_mtime_ns)
+def _tokenizer(where: Path) -> Any:
+    """Return the tokenizer beside the weights, of a GGUF file without one that of its metadata."""
+    file = gguf_file(where)
+    path = (where if file is None else file.parent) / "tokenizer.json"
+    if file is not None and not path.is_file():
+        extra("gguf", group="gguf")
+        path = file
+    elif not path.is_file():
+        raise InputError(f"{where}: no tokenizer.json; text needs the tokenizer that the model was published with")
+    return _read_tokenizer(path, path.stat().st_mtime_ns)
 
 
 @lru_cache(maxsize=1)
-def _read_tokenizer(kind: Any, path: Path, _written: int) -> Any:
+def _read_tokenizer(path: Path, _written: int) -> Any:
     """Read the file once for all that ask, again when it was written since: megabytes for a large vocabulary."""
     try:
-        return kind.from_file(str(path))
-    except Exception as error:  # the package raises plain Exception
-        raise InputError(f"{path}: tokenizers cannot read it: {error}; download it again") from error
+        if path.suffix == ".gguf":
+            fast = extra("transformers").AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+            return fast.backend_tokenizer
+        return extra("tokenizers").Tokenizer.from_file(str(path))
+    except CollegiumError:
+        raise
+    except Exception as error:  # the packages raise plain Exception
+        raise InputError(
+            f"{path}: its tokenizer cannot be read: {error}; download it again, or put the tokenizer.json that the "
+            "model was published with beside it"
+        ) from error

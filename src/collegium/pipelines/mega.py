@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ..ops.buffers import Buffers
     from ..ops.quantize import ActivationFormat
     from ..parallel.peers import Peers
+    from ..problem import Problem
     from ..runtime.memory import Memory, Regions
     from ..types import Routing
     from .base import Asked, Parts
@@ -48,6 +49,8 @@ __all__ = ["COMBINE", "MOST_TOKENS", "PUBLISH", "PULL", "Mega", "MegaKind"]
 PUBLISH, PULL, COMBINE = 1, 2, 3  # phases of the kernel
 FORMATS = (("mxfp4", "fp8_token"), ("fp8_block", "fp8_group128"))
 MOST_TOKENS = 4096  # of a rank: each expert has room for all ranks' assignments on its list
+# Where it was the faster one on two H200 (parallel_h200.csv), in graphs of layers of V4-Flash's and V3's shapes.
+FASTER_TOKENS, FASTER_WIDTH = 8, 7168
 # What a GPU is to decide; no bit of the output depends on any of them.
 # Programs of a multiprocessor, all at once: are weights codes of eight bits, and how many rows has a unit? Three have
 # 168 registers for each of their threads.
@@ -283,8 +286,23 @@ def _words(asked: Asked) -> bool:
     return asked.problem.spec.weight_format == "mxfp4"
 
 
+def _slower(problem: Problem) -> str | None:
+    """Return why ``split`` is taken where nobody asked, or None; all ranks say the same, whatever tokens they bring."""
+    width, tokens, placed = problem.spec.expert_hidden_size, problem.limits.max_tokens, problem.placement
+    if problem.spec.weight_format != "mxfp4" or width < FASTER_WIDTH or tokens > FASTER_TOKENS:
+        return (
+            f"measured to be faster only for mxfp4 weights, tokens from {FASTER_WIDTH} wide and up to {FASTER_TOKENS} "
+            f"of them; found {problem.spec.weight_format}, {width} and {tokens}; Choice(pipeline='mega') takes it"
+        )
+    if placed is not None and placed.spare:
+        return (
+            f"found {placed.spare} spare slots; experts cannot move beside its kernel; Choice(pipeline='mega') takes it"
+        )
+    return None
+
+
 class MegaKind:
-    """The row of the table: experts in MXFP4 or FP8 split over Hopper GPUs of one host, only when asked for by name."""
+    """The row of the table: experts in MXFP4 or FP8 split over Hopper GPUs of one host."""
 
     name = "mega"
     does = "one kernel over all ranks"
@@ -313,9 +331,7 @@ class MegaKind:
             return f"asked for the combine {problem.combine}; each row goes back as it is"
         if problem.limits.max_tokens > MOST_TOKENS:
             return f"asked for {problem.limits.max_tokens:,} tokens of a rank; it has lists for {MOST_TOKENS:,}"
-        if asked.pipeline != self.name:
-            return "no measurement says yet where it is the faster one; Choice(pipeline='mega') takes it"
-        return None
+        return None if asked.pipeline == self.name else _slower(problem)
 
     def most(self, tiling: Tiling, top_k: int) -> int | None:
         """Return None: ranks that bring different numbers of tokens run the same kernel."""

@@ -7,6 +7,7 @@ from ...checkpoint.reader import Checkpoint
 from ...errors import ConfigError
 from ...models import family_of
 from ..extra import extra
+from .gguf import config_of, is_gguf
 
 __all__ = ["class_and_config"]
 
@@ -22,18 +23,12 @@ _MORE_EXPERTS = {
 def class_and_config(checkpoint: Checkpoint) -> tuple[Any, Any]:
     """Return the model class of transformers and its config, without a quantisation block.
 
-    Raises ConfigError for a checkpoint without ``config.json``, for a GGUF file, and where transformers has no class
-    that writes text for the model type, naming what to use instead.
+    Raises ConfigError for a checkpoint without ``config.json``, for a GGUF file of an architecture that is not known,
+    and where transformers has no class that writes text for the model type, naming what to use instead.
     """
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     kind = checkpoint.config.get("model_type")
-    if isinstance(kind, str) and kind.startswith("gguf:"):
-        raise ConfigError(
-            f"{checkpoint.path}: a GGUF file, which holds no config.json that transformers could build a model from; "
-            "a whole model is loaded from a folder with config.json and safetensors. Load single layers of a GGUF "
-            "file with load_layer(), or give the folder of the model it was made from"
-        )
-    if not (folder / "config.json").exists():
+    if not is_gguf(checkpoint) and not (folder / "config.json").exists():
         raise ConfigError(
             f"{folder}: has no config.json; a whole model is loaded from a folder with config.json and safetensors. "
             "Give the folder that holds both, or download config.json into it"
@@ -53,6 +48,9 @@ def class_and_config(checkpoint: Checkpoint) -> tuple[Any, Any]:
 
 def _config(folder: Path, checkpoint: Checkpoint) -> Any:
     transformers, kind = extra("transformers"), str(checkpoint.config.get("model_type"))
+    if is_gguf(checkpoint):
+        kind, entries = config_of(checkpoint)
+        return transformers.AutoConfig.for_model(kind, **entries)
     try:
         if kind in _SAME:
             entries = {key: value for key, value in checkpoint.config.items() if key not in _NOT_OF_THE_CLASS}

@@ -19,6 +19,7 @@ from ...errors import CheckpointError, CollegiumError, ConfigError, MissingTenso
 from ...formats.unquantised import FLOAT_FORMATS
 from ..extra import extra
 from .blocks import replace_blocks
+from .gguf import offered
 from .modules import experts_modules
 
 __all__ = ["load_outside"]
@@ -73,9 +74,9 @@ def load_outside(
     MissingTensorError, TensorMismatchError, BadScaleError, ConfigError, each naming the tensor.
     """
     faults, done = list[CollegiumError](), list[Outside]()
-    state = {name: _Stored(partial(_plain, checkpoint, name), faults) for name in checkpoint.tensors}
-    for path, found in outside.items():
-        state[f"{path}.weight"] = _Stored(partial(_decoded, found, done, dtype, device), faults)
+    reads = {name: partial(_plain, checkpoint, name) for name in checkpoint.tensors}
+    reads |= {f"{path}.weight": partial(_decoded, found, done, dtype, device) for path, found in outside.items()}
+    state = {name: _Stored(read, faults) for name, read in (offered(checkpoint, *own) for own in reads.items())}
     away: dict[str, dict[str, nn.Parameter]] = {}
 
     class Emptied(cls):

@@ -1,0 +1,192 @@
+"""Whole models in GGUF files: logits against the model of the decoded numbers, and what the commands make of one."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import gguf
+import pytest
+import tokenizers
+import torch
+import transformers
+from gguf import GGMLQuantizationType, GGUFWriter
+from tokenizers import decoders, models, pre_tokenizers
+
+from collegium.errors import ConfigError, MissingTensorError
+from collegium.integrations.transformers import load_model
+from collegium.integrations.transformers.whole_model import load_model_in
+from commands import command
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor, nn
+
+D, WIDE, EXPERTS, LAYERS, HEADS, KEYS, WIDTH = 256, 128, 4, 2, 4, 2, 64
+WORDS = [chr(33 + i) for i in range(93)] + ["ab", "<s>", "</s>"]
+SIZES: dict[str, Any] = {
+    "hidden_size": D, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KEYS,
+    "num_experts_per_tok": 2, "vocab_size": len(WORDS), "max_position_embeddings": 128, "rms_norm_eps": 3e-6,
+}  # fmt: skip
+ROPE = {"rope_theta": 7e5, "rope_type": "default"}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "rope_theta": 7e5,
+    "truncate": False,
+}
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "qwen3moe": (
+        {"model_type": "qwen3_moe", "num_experts": EXPERTS, "moe_intermediate_size": WIDE, "intermediate_size": 64,
+         "head_dim": WIDTH, "norm_topk_prob": True, "rope_parameters": ROPE, "tie_word_embeddings": True},
+        {"expert_feed_forward_length": WIDE, "feed_forward_length": 64},
+    ),
+    "olmoe": (
+        {"model_type": "olmoe", "num_experts": EXPERTS, "intermediate_size": WIDE, "norm_topk_prob": False,
+         "rope_parameters": ROPE},
+        {"feed_forward_length": WIDE},
+    ),
+    "llama": (
+        {"model_type": "mixtral", "num_local_experts": EXPERTS, "intermediate_size": WIDE, "rope_parameters": ROPE},
+        {"feed_forward_length": WIDE},
+    ),
+    "gpt-oss": (
+        {"model_type": "gpt_oss", "num_local_experts": EXPERTS, "intermediate_size": WIDE, "head_dim": WIDTH,
+         "sliding_window": 8, "rope_parameters": YARN | {"beta_fast": 32.0, "beta_slow": 1.0}},
+        {"expert_feed_forward_length": WIDE, "attention.sliding_window": 8, "rope.scaling.type": "yarn",
+         "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32},
+    ),
+}  # fmt: skip
+
+
+def turned(rows: Tensor, heads: int) -> Tensor:
+    """Queries or keys as llama.cpp stores those of Llama and Mixtral: the halves of a head in turns."""
+    return rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(rows.shape)
+
+
+def pieces(arch: str, name: str, value: Tensor) -> dict[str, Tensor]:
+    """Return parameter ``name`` of transformers under the names and in the order of a GGUF file."""
+    layer = name.split(".")[2] if ".layers." in name else ""
+    if ".experts." in name:
+        kind = name.rpartition(".")[2]
+        suffix = "bias" if kind.endswith("_bias") else "weight"
+        if arch == "gpt-oss":
+            value = value if suffix == "bias" else value.transpose(1, 2)
+            gate, up = (value[:, 0::2], value[:, 1::2])
+        else:
+            gate, up = value[:, :WIDE], value[:, WIDE:]
+        found = {"down": value} if kind.startswith("down") else {"gate": gate, "up": up}
+        return {f"blk.{layer}.ffn_{own}_exps.{suffix}": t for own, t in found.items()}
+    base, _, suffix = name.rpartition(".")
+    if name.endswith(".sinks"):
+        return {f"blk.{layer}.attn_sinks.weight": value}
+    table = gguf.get_tensor_name_map(next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == arch), LAYERS)
+    own = table.get_name(base.replace("mlp.gate", "block_sparse_moe.gate") if arch == "llama" else base)
+    assert own is not None, name
+    if arch == "llama" and own.endswith(("attn_q", "attn_k")):
+        value = turned(value, HEADS if own.endswith("q") else KEYS)
+    return {f"{own}.{suffix}": value}
+
+
+def whole(arch: str, path: Path, *, drop: str = "", **changes: Any) -> nn.Module:
+    """Write a toy model as ``path`` and return the model of transformers that has the decoded numbers, in float32."""
+    entries, metadata = KINDS[arch]
+    torch.manual_seed(5)
+    config = transformers.AutoConfig.for_model(**(SIZES | entries))
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    writer = GGUFWriter(path, arch)
+    facts = {
+        "context_length": 128, "embedding_length": D, "block_count": LAYERS, "attention.head_count": HEADS,
+        "attention.head_count_kv": KEYS, "attention.key_length": WIDTH, "attention.layer_norm_rms_epsilon": 3e-6,
+        "rope.freq_base": 7e5, "expert_count": EXPERTS, "expert_used_count": 2,
+    }  # fmt: skip
+    for key, value in (facts | metadata | changes).items():
+        add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
+        add(f"{arch}.{key}", value)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(WORDS)
+    writer.add_token_types([1] * 94 + [3, 3])
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(94)
+    writer.add_eos_token_id(95)
+    with torch.no_grad():
+        for at, (name, parameter) in enumerate(model.named_parameters()):
+            parameter.copy_(torch.distributions.StudentT(4.0).sample(parameter.shape) / 2**0.5)
+            parameter.mul_(parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1)
+            kind = ("Q8_0", "Q4_0", "Q5_1", "F16")[at % 4] if parameter.dim() > 1 and "bias" not in name else "F32"
+            if ".experts." in name and kind == "F16":
+                kind = "Q8_0"
+            kind = "F32" if name.endswith(("mlp.gate.weight", "router.weight")) else kind
+            decoded = {}
+            for own, value in pieces(arch, name, parameter).items():
+                if own == drop:
+                    continue
+                raw = gguf.quantize(value.contiguous().numpy(), GGMLQuantizationType[kind])
+                writer.add_tensor(own, raw, raw_dtype=GGMLQuantizationType[kind])
+                decoded[own] = torch.from_numpy(gguf.dequantize(raw, GGMLQuantizationType[kind]).copy())
+            put_back(arch, name, parameter, decoded)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model.eval()
+
+
+def put_back(arch: str, name: str, parameter: Tensor, decoded: dict[str, Tensor]) -> None:
+    """Write what a file says of a parameter into it: each number of ``pieces`` where it came from."""
+    numbers = torch.arange(parameter.numel(), dtype=torch.float64).view(parameter.shape)
+    for own, places in pieces(arch, name, numbers).items():
+        if own in decoded:
+            parameter.view(-1)[places.long().flatten()] = decoded[own].flatten()
+
+
+@pytest.mark.parametrize("arch", KINDS)
+def test_it_is_the_model_of_the_decoded_numbers(arch: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    truth = whole(arch, tmp_path / "model.gguf")
+    ids = torch.arange(40).view(2, 20) * 2
+    with torch.inference_mode():
+        wanted = truth(ids).logits
+        for path in (tmp_path / "model.gguf", tmp_path):
+            model = load_model_in("fp32", path, device="cpu")
+            found = model(ids).logits
+            assert float((found - wanted).norm() / wanted.norm()) < 1e-5
+    assert model.config.eos_token_id == 95
+    assert "matrices outside the experts" in caplog.text
+
+
+@pytest.mark.parametrize("arch", ["qwen3moe", "gpt-oss"])
+def test_a_text_is_written_twice_the_same(arch: str, tmp_path: Path) -> None:
+    whole(arch, tmp_path / "model.gguf")
+    if arch == "gpt-oss":  # whose metadata transformers 5.23 stumbles over
+        code, out, _ = command("generate", tmp_path, "--prompt", "abc", "--device", "cpu", "--json")
+        assert code == 1
+        assert (
+            "put the tokenizer.json that the model was published with beside it" in json.loads(out)["error"]["message"]
+        )
+        words = models.WordLevel({word: at for at, word in enumerate(WORDS)}, unk_token="!")
+        own = tokenizers.Tokenizer(words)
+        own.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+        own.decoder = decoders.Fuse()
+        own.save(str(tmp_path / "tokenizer.json"))
+    texts = set()
+    for path in (tmp_path / "model.gguf", tmp_path):
+        code, out, said = command("generate", path, "--prompt", "abc", "--tokens", 6, "--device", "cpu", "--json")
+        assert code == 0, (said, out)
+        texts.add(json.loads(out)["text"])
+    assert len(texts) == 1
+    assert texts.pop().startswith("abc")
+
+
+def test_what_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
+    whole("qwen3moe", tmp_path / "a.gguf", **{"rope.scaling.type": "longrope"})
+    with pytest.raises(ConfigError, match=r"rope\.scaling\.type.*longrope.*none, yarn"):
+        load_model(tmp_path / "a.gguf", device="cpu")
+    whole("qwen3moe", tmp_path / "c.gguf", block_count=10**6)
+    with pytest.raises(ConfigError, match=r"block_count.*1000000.*as many as there are tensors"):
+        load_model(tmp_path / "c.gguf", device="cpu")
+    whole("qwen3moe", tmp_path / "b.gguf", drop="blk.1.attn_norm.weight")
+    with pytest.raises(MissingTensorError, match=r"model\.layers\.1\.input_layernorm\.weight"):
+        load_model(tmp_path / "b.gguf", device="cpu")
