@@ -105,3 +105,10 @@ def test_every_python_that_is_promised_has_run_the_wheel() -> None:
     table = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
     assert all(f"| {version} |" in table for version in ran)
     assert len({row["text"] for row in rows}) == 1, "the same model wrote another text"
+
+
+def test_every_extra_is_named_by_the_error_of_a_package_that_is_missing() -> None:
+    told = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
+    asked = set(re.findall(r"collegium\[([a-z]+)\]", told)) | set(re.findall(r'group(?:=|: str = )"([a-z]+)"', told))
+    # The other two are for work on the project.
+    assert asked == set(PROJECT["optional-dependencies"]) - {"dev", "docs"}
