@@ -18,7 +18,7 @@ OFFLINE := HF_HUB_OFFLINE=1
 GPU_WORKERS ?= -n 14 --dist worksteal
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check -c $(PINS)
 
-.PHONY: help setup fix check test unit snippets examples docs demo bench-cpu gpu-test mutants fuzz cover constraints dist clean
+.PHONY: help setup fix check test unit snippets examples docs demo bench-cpu gpu-test mutants fuzz cover constraints wheel dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -90,6 +90,9 @@ cover: $(VENV)/.dev ## tests with a coverage report
 
 constraints: $(VENV)/.dev ## pin every dependency anew (run it on Linux x86_64)
 	@scripts/pin.sh $(BIN) $(PINS)
+
+wheel: $(VENV)/.dev ## build the wheel and run it in an empty environment of every Python that is there
+	$(BIN)/python scripts/try_wheel.py --torch torch==$$(sed -n 's/^torch==\([^ ;]*\).*/\1/p' $(PINS))
 
 dist: $(VENV)/.dev ## build the wheel and the source archive into dist/
 	$(BIN)/python -m build

@@ -1,48 +1,246 @@
-"""Write docs/benchmarks.md from the CSV files in benchmarks/results; ``--check`` only says whether it is up to date."""
+"""Write the pages and pictures of benchmarks from the CSV files in benchmarks/results.
+
+docs/benchmarks.md has the pictures and short tables, docs/benchmark-tables.md every row of every file. ``--check`` only
+says whether they are up to date.
+"""
 
 from __future__ import annotations
 
 import csv
+import math
 import sys
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
+from charts import Line, Panel, chart
 from tracked import ROOT
 
-__all__ = ["PAGE", "main", "page"]
+__all__ = ["FRONT", "PAGE", "PICTURES", "front", "main", "page", "pictures"]
 
-PAGE = ROOT / "docs" / "benchmarks.md"
+FRONT = ROOT / "docs" / "benchmarks.md"
+PAGE = ROOT / "docs" / "benchmark-tables.md"
+PICTURES = ROOT / "docs" / "pictures"
 RESULTS = ROOT / "benchmarks" / "results"
 FACTS = (
     *("gpu", "machine", "cpu", "threads", "driver", "python", "torch", "triton", "transformers", "vllm"),
     *("humming-kernels", "collegium", "commit", "command", "sizes"),
 )
-INTRODUCTION = """# Benchmarks
+_WRITTEN = "<!-- Written by scripts/make_benchmarks.py from benchmarks/results; do not edit. -->"
+_FLOOR = """A time says something only beside another one from the same run: a peer's, or the floor. The **floor**
+is the larger of bytes / bandwidth and operations / rate: the bytes are the weights of the experts that the measured
+routing hits, plus input and output, each once; bandwidth and rates are measured on the same kind of GPU."""
+_PROTOCOL = """[benchmarks/protocol.md](../benchmarks/protocol.md) says how times are taken; `collegium bench` takes
+them on your machine."""
+BEGINNING = f"""# Benchmarks
 
-<!-- Written by scripts/make_benchmarks.py from benchmarks/results; do not edit. -->
+{_WRITTEN}
 
-Every number comes from a file in `benchmarks/results`, which names the machine, the versions, the commit and the
-command. A time says something only beside another one from the same run: a peer's, or the floor. The **floor** is the
-larger of bytes / bandwidth and operations / rate: the bytes are the weights of the experts that the measured routing
-hits, plus input and output, each once; bandwidth and rates are measured on the same kind of GPU. In brackets: how many
-times the floor.
+{_FLOOR} In the
+pictures a layer at 1 takes as long as its floor; both axes are logarithmic. Machines, versions, commits, commands and
+every row are in [the tables](benchmark-tables.md), which come from the files in `benchmarks/results`.
 
-[benchmarks/protocol.md](../benchmarks/protocol.md) says how times are taken; `collegium bench` takes them on your
-machine.
+{_PROTOCOL}
 """
+INTRODUCTION = f"""# Benchmark tables
+
+{_WRITTEN}
+
+Every row of every file in `benchmarks/results`, with the machine, the versions, the commit and the command; the
+pictures are [a page of their own](benchmarks.md). {_FLOOR}
+In brackets: how many times the floor.
+
+{_PROTOCOL}
+"""
+# The sections of the page with pictures.
+ORDER = (
+    "One layer beside other projects",
+    "One layer on a GPU",
+    "Whole models",
+    "One layer over several GPUs",
+    "One layer on a CPU",
+)
+_SHOWN = (1, 8, 128, 2048)  # token counts of the short tables
+_OURS = "collegium"
 
 Row = dict[str, str]
+Panels = dict[str, dict[str, list[tuple[float, float]]]]  # lines by name, by the title of their panel
 
 
 def page(results: Path = RESULTS) -> str:
     """Return the page for the CSV files in ``results``."""
-    parts = [INTRODUCTION]
+    return "\n".join([INTRODUCTION, *(_section(f"{name}.csv", rows) for name, rows in _files(results).items())])
+
+
+def _files(results: Path) -> dict[str, list[Row]]:
+    """Return the rows of every file that has some, by its name without ``.csv``."""
+    found: dict[str, list[Row]] = {}
     for path in sorted(results.glob("*.csv")):
         with path.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
-        if rows:
-            parts.append(_section(path.name, rows))
-    return "\n".join(parts)
+            found[path.stem] = list(csv.DictReader(file))
+    return {name: rows for name, rows in found.items() if rows}
+
+
+def front(results: Path = RESULTS) -> str:
+    """Return the page with the pictures and short tables."""
+    files, drawn = _files(results), pictures(results)
+    parts, last = [BEGINNING], ""
+    placed = {name: ORDER.index(kind) for name, rows in files.items() if (kind := _heading(rows)) in ORDER}
+    for name in sorted(placed, key=lambda name: (placed[name], name)):
+        rows, heading = files[name], _heading(files[name])
+        own = [file for file in drawn if file.rpartition("-")[0] == name]
+        parts += [] if heading == last else [f"## {heading}\n"]
+        last = heading
+        anchor = f"{name}.csv".replace(".", "").lower()
+        parts.append(f"{_title(name, rows)} ([rows and versions](benchmark-tables.md#{anchor}))\n")
+        parts += [f"![{_alternative(drawn[file])}](pictures/{file})\n" for file in own]
+        parts += [_beside(rows)] if "contender" in rows[0] else []
+        parts += [_tokens_a_second(rows)] if "tokens_per_second" in rows[0] else []
+    others = [name for name, rows in files.items() if not _heading(rows)]
+    links = (f"[{name}](benchmark-tables.md#{name.lower()}csv)" for name in others)
+    return "\n".join([*parts, "## Everything else\n", "Tables alone: " + ", ".join(links) + ".\n"])
+
+
+def _heading(rows: list[Row]) -> str:
+    """Return the section a file is in on the page of pictures, nothing for one that is not there."""
+    columns = set(rows[0])
+    if "layer_us" in columns:
+        return "One layer on a GPU"
+    if {"contender", "us"} <= columns:
+        return "One layer beside other projects"
+    if "over_floor" in columns:
+        return "One layer over several GPUs"
+    if "time / transformers default" in columns:
+        return "One layer on a CPU"
+    return "Whole models" if "tokens_per_second" in columns else ""
+
+
+def _title(name: str, rows: list[Row]) -> str:
+    where = rows[0].get("gpu") or rows[0].get("cpu", "")
+    shapes = list(dict.fromkeys(row["shape"] for row in rows if row.get("shape")))
+    return f"**{', '.join(shapes) or name}** on {where}"
+
+
+def _alternative(picture: str) -> str:
+    return picture.partition("<title>")[2].partition("</title>")[0]
+
+
+def pictures(results: Path = RESULTS) -> dict[str, str]:
+    """Return every picture by the name of its file, which begins with the name of the file it is drawn from."""
+    drawn: dict[str, str] = {}
+    for name, rows in _files(results).items():
+        kind = _heading(rows)
+        if kind == "One layer beside other projects":
+            measured = [row for row in rows if row["us"]]
+            for routing in dict.fromkeys(row["routing"] for row in measured):
+                own = [row for row in measured if row["routing"] == routing]
+                title = f"{', '.join(dict.fromkeys(row['shape'] for row in own))}, {routing} routing, {own[0]['gpu']}"
+                drawn[f"{name}-{routing}.svg"] = _drawn(title, _panels(own, "contender", "us"), "times the floor")
+        elif kind == "One layer on a GPU":
+            title = f"Layers on {rows[0]['gpu']}"
+            drawn[f"{name}-layers.svg"] = _drawn(title, _panels(rows, "", "layer_us"), "times the floor")
+        elif kind == "One layer over several GPUs":
+            ranks = " and ".join(dict.fromkeys(row["ranks"] for row in rows))
+            title = f"A layer over {ranks} {rows[0]['gpu']}: all of it, its exchange, the same with NCCL"
+            drawn[f"{name}-layers.svg"] = _drawn(title, _parallel(rows), "microseconds")
+        elif kind == "One layer on a CPU":
+            title = f"A layer on {rows[0]['cpu']}"
+            drawn[f"{name}-layers.svg"] = _drawn(title, _cpu(rows), "times transformers' default")
+    return drawn
+
+
+def _drawn(title: str, panels: Panels, what: str) -> str:
+    """Draw panels of lines by name; ours are drawn, coloured and named first."""
+    made = [
+        Panel(
+            title=head,
+            # A count that was measured twice has its last time.
+            lines=[Line(name=n, points=[*dict(lines[n]).items()], dashed=n == "floor") for n in _first(lines)],
+        )
+        for head, lines in panels.items()
+    ]
+    return chart(title, made, x="tokens", y=what)
+
+
+def _first(names: Iterable[str]) -> list[str]:
+    return sorted(names, key=lambda name: (name != _OURS, name))
+
+
+def _panels(rows: list[Row], who: str, time: str) -> Panels:
+    """Times the floor over tokens: a panel for a pair of formats and a line for each of ``who``, or one for a shape."""
+    panels: Panels = defaultdict(lambda: defaultdict(list))
+    shapes, routings = ({row.get(name, "") for row in rows} for name in ("shape", "routing"))
+    for row in rows:
+        recipe = row["format"].replace(":", " x ") if "format" in row else " x ".join(_formats(row))
+        place = [row["shape"]] * (len(shapes) > 1 or not who) + [row.get("routing", "")] * (len(routings) > 1)
+        head, line = (", ".join([*place, recipe]), row[who]) if who else (", ".join(place), recipe)
+        panels[head][line].append((float(row["tokens"]), float(row[time]) / float(row["floor_us"])))
+    return {head: panels[head] for head in sorted(panels)}
+
+
+def _parallel(rows: list[Row]) -> Panels:
+    """Microseconds over tokens: layers by dispatcher, with their floor, and the exchange of the first dispatcher."""
+    panels: Panels = defaultdict(lambda: defaultdict(list))
+    measured = [row for row in rows if row["what"] in ("layer", "exchange", "nccl")]
+    ways, ranks = (list(dict.fromkeys(row[name] for row in measured)) for name in ("dispatcher", "ranks"))
+    for row in measured:
+        way, point = row["dispatcher"], (float(row["tokens"]), float(row["us"]))
+        place = [f"{row['ranks']} ranks"] * (len(ranks) > 1)
+        lines = panels[", ".join([row["shape"], *place, " x ".join(_formats(row))])]
+        if row["what"] == "layer":
+            lines[f"layer, {way}" if len(ways) > 1 else "layer"].append(point)
+        elif way == ways[0]:
+            lines[row["what"]].append(point)
+        if row["what"] == "layer" and way == ways[0]:
+            lines["floor"].append((point[0], point[1] / float(row["over_floor"])))
+    return panels
+
+
+def _cpu(rows: list[Row]) -> Panels:
+    panels: Panels = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        kind, _, what = row["format"].partition(" ")
+        if row["time / transformers default"] == "-":
+            continue
+        panels[kind][what].append((float(row["T"]), float(row["time / transformers default"])))
+    return panels
+
+
+def _beside(rows: list[Row]) -> str:
+    """Our microseconds at a few token counts, uniform routing, and those of the fastest other."""
+    measured = [row for row in rows if row["us"] and row["routing"] == "uniform" and int(row["tokens"]) in _SHOWN]
+    counts = sorted({int(row["tokens"]) for row in measured})
+    several = len({row["shape"] for row in measured}) > 1
+    body: list[list[str]] = []
+    for shape, weights, activations in dict.fromkeys((row["shape"], *_formats(row)) for row in measured):
+        cells: list[str] = []
+        for count in counts:
+            key = (shape, weights, activations, str(count))
+            own = [row for row in measured if (row["shape"], *_formats(row), row["tokens"]) == key]
+            ours = min((float(row["us"]) for row in own if row["contender"] == _OURS), default=math.inf)
+            others = min(((float(r["us"]), r["contender"]) for r in own if r["contender"] != _OURS), default=None)
+            said = _short(ours) if others is None or ours > others[0] else f"**{_short(ours)}**"
+            cells.append(said if others is None else f"{said}, {_short(others[0])} ({others[1]})")
+        body.append([*([shape] if several else []), f"{weights} x {activations}", *cells])
+    head = [*(["shape"] if several else []), "weights x activations", *(f"T={count}" for count in counts)]
+    said = "Microseconds under uniform routing, ours and the fastest other's; ours is bold where it is the faster."
+    return f"{said}\n\n{_table(head, body)}"
+
+
+def _short(value: float) -> str:
+    return "none" if math.isinf(value) else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _tokens_a_second(rows: list[Row]) -> str:
+    ways = list(dict.fromkeys(row["experts"] for row in rows))
+    found = {(row["model"], row["batch"], row["experts"]): row["tokens_per_second"] for row in rows}
+    body = [
+        [model, batch, *(found.get((model, batch, way), "") or "none" for way in ways)]
+        for model, batch in dict.fromkeys((row["model"], row["batch"]) for row in rows)
+    ]
+    return "Tokens a second of all sequences, by what runs the experts.\n\n" + _table(
+        ["model", "sequences", *ways], body
+    )
 
 
 def _section(name: str, rows: list[Row]) -> str:
@@ -135,14 +333,23 @@ def _table(head: list[str], body: list[list[str]]) -> str:
 
 
 def main() -> int:
-    """Write the page, or with ``--check`` say whether it differs; 1 when it does."""
-    wanted = page()
+    """Write pages and pictures, or with ``--check`` say whether any differs; 1 when one does."""
+    wanted = {FRONT: front(), PAGE: page(), **{PICTURES / name: drawn for name, drawn in pictures().items()}}
+    stale = set(PICTURES.glob("*.svg")) - wanted.keys() if PICTURES.is_dir() else set[Path]()
     if "--check" in sys.argv[1:]:
-        same = PAGE.exists() and PAGE.read_text(encoding="utf-8") == wanted
-        print("benchmarks: up to date" if same else "docs/benchmarks.md differs: run python scripts/make_benchmarks.py")
-        return not same
-    PAGE.write_text(wanted, encoding="utf-8")
-    print(f"wrote {PAGE.relative_to(ROOT)}")
+        differ = [
+            path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text
+        ]
+        differ += stale
+        names = ", ".join(str(path.relative_to(ROOT)) for path in differ)
+        print(f"{names}: run python scripts/make_benchmarks.py" if differ else "benchmarks: up to date")
+        return bool(differ)
+    PICTURES.mkdir(exist_ok=True)
+    for path in stale:
+        path.unlink()
+    for path, text in wanted.items():
+        path.write_text(text, encoding="utf-8")
+        print(f"wrote {path.relative_to(ROOT)}")
     return 0
 
 

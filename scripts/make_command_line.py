@@ -31,7 +31,7 @@ def page() -> str:
 
 
 def _sections(name: str, group: Any) -> list[str]:
-    found: list[str] = []
+    found = [_section(name, group)]
     for word, command in group.commands.items():
         full = f"{name} {word}"
         found += _sections(full, command) if hasattr(command, "commands") else [_section(full, command)]
@@ -41,10 +41,18 @@ def _sections(name: str, group: Any) -> list[str]:
 def _section(name: str, command: Any) -> str:
     arguments = [p for p in command.params if not p.opts[0].startswith("-")]
     options = [p for p in command.params if p.opts[0].startswith("-") and p.name != "as_json"]
-    usage = " ".join([name, *(p.name.upper() if p.required else f"[{p.name.upper()}]" for p in arguments), "[OPTIONS]"])
-    lines = [f"## {name}", "", f"```text\n{usage}\n```", "", " ".join(command.help.split()), ""]
-    lines += ["| argument or option | default | what it is |", "| --- | --- | --- |"]
-    return "\n".join([*lines, *(_row(p) for p in [*arguments, *options])]) + "\n"
+    below = getattr(command, "commands", {})
+    words = [p.name.upper() if p.required else f"[{p.name.upper()}]" for p in arguments] + ["COMMAND"] * bool(below)
+    usage = " ".join([name, *words, *(["[OPTIONS]"] if arguments or options else [])])
+    lines = [f"## {name}", "", f"```text\n{usage}\n```", "", " ".join(command.help.split())]
+    if arguments or options:
+        lines += ["", "| argument or option | default | what it is |", "| --- | --- | --- |"]
+    lines += [_row(p) for p in [*arguments, *options]]
+    if below:
+        lines += ["", "| command | what it does |", "| --- | --- |"]
+    # The first paragraph of its help, as a list of commands shows it.
+    lines += [f"| `{word}` | {' '.join(own.help.partition(chr(10) * 2)[0].split())} |" for word, own in below.items()]
+    return "\n".join(lines) + "\n"
 
 
 def _row(parameter: Any) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from errno import EPIPE
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -15,6 +16,7 @@ from rich.text import Text
 
 from . import __version__
 from .commands import printing
+from .commands.cached import cached_model, shipped_model
 from .commands.options import (
     HELP,
     Activations,
@@ -73,9 +75,9 @@ def demo(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens written in each format.")] = 32,
 ) -> Report:
     """Run the shipped model in every format: bytes, perplexity, error, speed, and a few sentences."""
-    from .commands.demo import find_model, run_demo
+    from .commands.demo import run_demo
 
-    folder = find_model(model)
+    folder = shipped_model() if model is None else Path(cached_model(model))
     with bar("demo") as progress:
         return run_demo(folder, device=device, tokens=tokens, progress=progress)
 

@@ -6,14 +6,12 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pytest
 import torch
 
 from collegium.runtime import launch as launching
-
-if TYPE_CHECKING:
-    import pytest
 
 
 class _Triton:
@@ -90,3 +88,21 @@ def test_kernels_are_compiled_side_by_side_and_loaded_one_by_one(monkeypatch: py
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(start, kernels))
     assert triton.most > 1
+
+
+@pytest.mark.parametrize(("version", "said"), [("3.6.0", 0), ("3.6.1", 0), ("3.7.1", 1), ("3.60.0", 1)])
+def test_a_release_of_triton_that_was_not_tested_is_named_once(
+    version: str, said: int, monkeypatch: Any, caplog: Any
+) -> None:
+    own = SimpleNamespace(__version__=version, knobs=SimpleNamespace(runtime=SimpleNamespace(interpret=False)))
+    monkeypatch.setattr(launching, "import_module", lambda _: own)
+    for kept in (launching._direct, launching._runtime):
+        kept.cache_clear()
+    try:
+        assert [launching._direct() for _ in range(3)] == [not said] * 3
+    finally:
+        for kept in (launching._direct, launching._runtime):
+            kept.cache_clear()
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == said
+    assert all(f"Triton {version} is installed" in line and "docs/compatibility.md" in line for line in lines)

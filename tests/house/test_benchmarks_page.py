@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import csv
+import re
 from pathlib import Path
+from xml.etree import ElementTree
 
-from make_benchmarks import PAGE, page
-from tracked import ROOT
+from make_benchmarks import FRONT, PAGE, PICTURES, front, page, pictures
+from tracked import ROOT, tracked
 
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -16,8 +18,44 @@ def write(path: Path, rows: list[dict[str, object]]) -> None:
         writer.writerows(rows)
 
 
-def test_the_page_is_what_the_results_say() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(), "run: python scripts/make_benchmarks.py"
+RUN = "run: python scripts/make_benchmarks.py"
+
+
+def test_the_pages_are_what_the_results_say() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), RUN
+    assert FRONT.read_text(encoding="utf-8") == front(), RUN
+
+
+def test_the_pictures_are_what_the_results_say_and_each_is_shown() -> None:
+    drawn = pictures()
+    assert {path.name: path.read_text(encoding="utf-8") for path in PICTURES.glob("*.svg")} == drawn, RUN
+    assert set(re.findall(r"\]\(pictures/([^)]+)\)", front())) == set(drawn)
+    assert {PICTURES / name for name in drawn} <= set(tracked())
+    # Light, and nothing is loaded from elsewhere.
+    for name, text in drawn.items():
+        assert len(text) < 40_000, name
+        assert "http" not in text.replace("http://www.w3.org/2000/svg", ""), name
+
+
+def test_a_picture_has_a_point_for_each_row_that_was_measured(tmp_path: Path) -> None:
+    same = {"gpu": "G", "shape": "s", "routing": "uniform", "weights": "bf16", "activations": "bf16", "floor_us": 10.0}
+    times = {("collegium", 1): 10.0, ("collegium", 8): 20.0, ("peer & co", 1): 40.0, ("peer & co", 8): 10.0}
+    rows = [same | {"contender": who, "tokens": t, "us": us, "note": ""} for (who, t), us in times.items()]
+    write(tmp_path / "peers.csv", [*rows, same | {"contender": "third", "tokens": "", "us": "", "note": "absent"}])
+    ((name, text),) = pictures(tmp_path).items()
+    assert name == "peers-uniform.svg"
+    root = ElementTree.fromstring(text)
+    kind = "{http://www.w3.org/2000/svg}"
+    dots = [(float(dot.get("cx", "")), float(dot.get("cy", ""))) for dot in root.iter(f"{kind}circle")]
+    assert len(dots) == len(rows)
+    words = ["".join(found.itertext()) for found in root.iter(f"{kind}text")]
+    assert {"collegium", "peer & co", "bf16 x bf16", "times the floor", "tokens"} <= set(words)
+    ours, theirs = dots[:2], dots[2:]
+    assert ours[0][0] == theirs[0][0] < ours[1][0] == theirs[1][0]  # tokens grow to the right
+    assert theirs[0][1] < ours[1][1] < ours[0][1] == theirs[1][1]  # 4, 2 and 1 times the floor, from above
+    # Both axes are logarithmic: twice is half the way to four times.
+    assert abs((ours[0][1] + theirs[0][1]) / 2 - ours[1][1]) < 0.2
+    assert "| bf16 x bf16 | **10**, 40 (peer & co) | 20, 10 (peer & co) |" in front(tmp_path)
 
 
 def test_every_results_file_is_on_the_page() -> None:

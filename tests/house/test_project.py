@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import csv
 import re
 import tomllib
 from importlib import metadata
@@ -7,6 +8,7 @@ from importlib import metadata
 import pytest
 
 import collegium
+from index_page import index_page
 from tracked import ROOT, tracked
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -67,3 +69,46 @@ def test_ci_calls_the_one_runner() -> None:
 def test_no_file_is_too_large_for_a_clone() -> None:
     large = {str(path.relative_to(ROOT)): path.stat().st_size for path in tracked() if path.stat().st_size > 40e6}
     assert not large
+
+
+def test_no_link_of_the_readme_is_broken_on_the_page_of_an_index() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "](docs/quickstart.md)" in text
+    for repository, left in (("", 0), ("https://example.org/collegium/", text.count("](docs/quickstart.md)"))):
+        shown = index_page(text, repository)
+        assert not re.findall(r"\]\((?!https?://)", shown)
+        assert shown.count("](https://example.org/collegium/blob/main/docs/quickstart.md)") == left
+        assert "docs/quickstart.md" in shown  # the text of a link stays
+    kept = "[a](https://x.org) [b](#part) ![c](d.png)"
+    assert index_page(kept) == kept
+
+
+def test_the_wheel_holds_the_shipped_model() -> None:
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]
+    added = build["targets"]["wheel"]["force-include"]
+    assert {source: (ROOT / source).is_file() for source in added} == dict.fromkeys(added, True)
+    assert all(target == "collegium/shipped/" + source.removeprefix("demo/") for source, target in added.items())
+    needed = {"config.json", "heldout.txt", "model.safetensors", "tokenizer.json"}
+    assert needed <= {source.rpartition("/")[2] for source in added}
+
+
+def test_every_python_that_is_promised_has_run_the_wheel() -> None:
+    with (ROOT / "benchmarks" / "results" / "wheels.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    ran = {row["python"] for row in rows if not row["failure"]}
+    named = [
+        line.rpartition(" ")[2]
+        for line in PROJECT["classifiers"]
+        if line.startswith("Programming Language :: Python :: 3.")
+    ]
+    assert {version.rpartition(".")[0] for version in ran} == set(named)
+    table = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    assert all(f"| {version} |" in table for version in ran)
+    assert len({row["text"] for row in rows}) == 1, "the same model wrote another text"
+
+
+def test_every_extra_is_named_by_the_error_of_a_package_that_is_missing() -> None:
+    told = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
+    asked = set(re.findall(r"collegium\[([a-z]+)\]", told)) | set(re.findall(r'group(?:=|: str = )"([a-z]+)"', told))
+    # The other two are for work on the project.
+    assert asked == set(PROJECT["optional-dependencies"]) - {"dev", "docs"}

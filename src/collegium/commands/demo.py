@@ -24,9 +24,8 @@ from ..runtime.warming import warm_up
 from ..types import MoESpec, Routing
 from .generate import Writer, check_writable
 
-__all__ = ["RECIPES", "DemoReport", "DemoRow", "find_model", "run_demo"]
+__all__ = ["RECIPES", "DemoReport", "DemoRow", "run_demo"]
 
-SHIPPED = Path("demo") / "fables-16m"
 PROMPT = "Once upon a time there was a"
 WINDOW = 256
 # The small model repeats itself without it. Greedy, so that formats differ by their experts alone.
@@ -70,19 +69,6 @@ class DemoReport:
     seconds: float
     compile_seconds: float
     rows: tuple[DemoRow, ...]
-
-
-def find_model(path: str | None) -> Path:
-    """Return ``path``, or the shipped model of the checkout this package runs from. Raises InputError."""
-    if path is not None:
-        return Path(path)
-    for root in (Path.cwd(), Path(__file__).resolve().parents[3]):
-        if (root / SHIPPED / "config.json").exists():
-            return root / SHIPPED
-    raise InputError(
-        f"demo: the shipped model {SHIPPED} is in neither the current folder nor the checkout of this package; "
-        "run it from a clone of the repository, or name a model folder with --model"
-    )
 
 
 def run_demo(

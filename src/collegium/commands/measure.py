@@ -97,16 +97,16 @@ def floor_of(
     """
     hits = [torch.unique(r.topk_ids[r.topk_ids >= 0]).numel() for r in routings]
     rows = [int((r.topk_ids >= 0).sum()) for r in routings]
-    tokens = statistics.mean(r.topk_ids.shape[0] for r in routings)
+    tokens = statistics.fmean(r.topk_ids.shape[0] for r in routings)
     hidden, wide = spec.expert_hidden_size, spec.intermediate_size
-    nbytes = statistics.mean(hits) * expert_bytes(spec) + 4 * tokens * hidden
-    flops = 2.0 * statistics.mean(rows) * (spec.gate_up_parts + 1) * hidden * wide
+    nbytes = statistics.fmean(hits) * expert_bytes(spec) + 4 * tokens * hidden
+    flops = 2.0 * statistics.fmean(rows) * (spec.gate_up_parts + 1) * hidden * wide
     rate = ceilings.rate_8 if activation_format(activations).bits <= 8 else ceilings.rate_16
     memory, work = 0.0 if cached else nbytes / ceilings.bandwidth, flops / rate
     return Floor(
         nbytes=nbytes,
         flops=flops,
-        experts_hit=statistics.mean(hits),
+        experts_hit=statistics.fmean(hits),
         seconds=max(memory, work),
         bound="memory" if memory >= work else "math",
     )

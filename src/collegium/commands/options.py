@@ -42,7 +42,8 @@ Activations = Annotated[str | None, typer.Option(help=f"Force this activation fo
 Model = Annotated[
     str,
     typer.Argument(
-        help="Folder with config.json and safetensors files, or the id of a model in the cache of Hugging Face.",
+        help="Folder with config.json and safetensors files, fables-16m for the shipped model, or the id of a model in "
+        "the cache of Hugging Face.",
         callback=cached_model,
     ),
 ]

@@ -8,14 +8,12 @@ handle of each. Its address names the layer, in one process and as long as the l
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from ..errors import InputError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["Computes", "announce", "moe_layer"]
 

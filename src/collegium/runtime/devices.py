@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..errors import InputError
 from ..problem import DeviceFacts
-
-if TYPE_CHECKING:
-    from collections.abc import Generator
 
 __all__ = ["current_device", "plain_torch", "probe", "recording"]
 

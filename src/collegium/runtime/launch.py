@@ -7,19 +7,17 @@ starts the compiled kernel. ``recorded`` notes such calls, for ``runtime/replay.
 
 from __future__ import annotations
 
+import logging
 import threading
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping
-
-    from torch import Tensor
+from torch import Tensor
 
 __all__ = [
     "STREAM",
@@ -189,7 +187,11 @@ def watched() -> bool:
 def _direct() -> bool:
     """Return whether kernels run on an NVIDIA GPU by a release of Triton whose launcher is known here."""
     triton: Any = import_module("triton")
-    return triton.__version__.startswith(_TESTED) and torch.version.hip is None and not _runtime().interpret
+    tested = triton.__version__.startswith(_TESTED)
+    if not tested:  # once a process: the answer is kept
+        said = "Triton %s is installed; the kernels were run with 3.6 alone, see docs/compatibility.md"
+        logging.getLogger(__name__).warning(said, triton.__version__)
+    return tested and torch.version.hip is None and not _runtime().interpret
 
 
 @cache

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from ..problem import DeviceFacts
+from ..problem import DeviceFacts
 
 __all__ = ["Machine", "machine_at", "machine_for", "machine_of"]
 

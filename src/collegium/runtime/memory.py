@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Mapping
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
+from torch import Tensor
 
 __all__ = [
     "Arena",

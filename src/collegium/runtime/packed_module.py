@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from collections.abc import Callable
+from typing import Any, NoReturn, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import InputError
-from .compiled import announce
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from .compiled import Computes
+from .compiled import Computes, announce
 
 __all__ = ["PackedModule", "refuse_gradient"]
 

@@ -7,20 +7,15 @@ the same buffers. So the launches of one pass serve all others of its kind: only
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .launch import STREAM, recorded, watched
+from .launch import STREAM, Step, recorded, watched
 from .ranges import shown
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
-
-    from torch import Tensor
-
-    from .launch import Step
 
 __all__ = ["Replay"]
 

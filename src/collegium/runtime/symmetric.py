@@ -10,16 +10,13 @@ import os
 import socket
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 
 from ..errors import InputError
 from .memory import Arena, MemoryMap
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["SymmetricArena", "SymmetricWorkspace"]
 

@@ -10,18 +10,16 @@ never runs a kernel of an older one.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .devices import current_device
 from .launch import power_at_least
 from .memory import OwnMemory
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 __all__ = ["compile_batches", "run_every_way", "sizes_for", "warm_up"]
 
