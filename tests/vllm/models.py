@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +15,9 @@ sys.path[:0] = [str(ROOT / "tests" / "shared"), str(ROOT / "scripts"), str(ROOT 
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
-from quantised_matrices import KINDS, quantise
+from quantised_matrices import E2M1, KINDS, quantise
 from quantised_models import SIZES, write_model
 
 # Packed by the tools that define the formats: method, and the tool's name of the format.
@@ -34,9 +37,7 @@ BY_HAND = {
     "int4_affine": "ct int4 zeros",
     "int8_group": "ct int8",
     "gptq": "gptq",
-    "gptq_order": "gptq order",
     "awq": "awq",
-    "bitsandbytes": "bitsandbytes",
 }
 _DYNAMIC = {
     "fp8_channel": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
@@ -84,12 +85,35 @@ def _gpt_oss(folder: Path) -> None:
             if "norm" not in name:
                 parameter.copy_(torch.randn_like(parameter) * spread)
     model.to(torch.bfloat16).save_pretrained(folder / "gpt_oss")
-    command = ["-m", "collegium", "quantize", folder / "gpt_oss", "--to", "mxfp4", "--out", folder / "gpt_oss_mxfp4"]
-    subprocess.run([sys.executable, *command], check=True)
+    made, plain = folder / "gpt_oss_mxfp4", folder / "gpt_oss_mxfp4-decoded"
+    command = [sys.executable, "-m", "collegium", "quantize", folder / "gpt_oss", "--to", "mxfp4", "--out", made]
+    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT / "src")})
+    shutil.copytree(folder / "gpt_oss", plain)
+    stored = {name: tensor for file in made.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    numbers = load_file(plain / "model.safetensors")
+    for name in [name for name in numbers if name.endswith("_proj") and "experts" in name]:
+        codes, scales = stored[f"{name}_blocks"], stored[f"{name}_scales"]
+        values = E2M1[torch.stack((codes & 15, codes >> 4), -1).flatten(-2).long()]
+        numbers[name] = (values * torch.exp2(scales.float() - 127)[..., None]).flatten(-2).mT.contiguous()
+    numbers = {name: tensor.float() for name, tensor in numbers.items()}
+    save_file(numbers, plain / "model.safetensors", metadata={"format": "pt"})
+
+
+def _broken(folder: Path) -> None:
+    """The shipped model without one expert's tensor, and AWQ with a scale that is infinite."""
+    for name, source in (("missing", ROOT / "demo" / "fables-16m"), ("infinite", folder / "awq")):
+        shutil.copytree(source, folder / name)
+        tensors = load_file(folder / name / "model.safetensors")
+        if name == "missing":
+            del tensors["model.layers.3.mlp.experts.5.up_proj.weight"]
+        else:
+            tensors["model.layers.1.mlp.experts.2.down_proj.scales"][0, 0] = torch.inf
+        save_file(tensors, folder / name / "model.safetensors", metadata={"format": "pt"})
 
 
 def main(folder: Path) -> None:
-    """Write every model into ``folder``, under its name."""
+    """Write every model into ``folder``, under its name; what was there is removed."""
+    shutil.rmtree(folder, ignore_errors=True)
     for name, (method, form) in BY_TOOL.items():
         torch.manual_seed(0)
         write_model(folder / name, method, form, wide=256, hidden=256)
@@ -99,6 +123,7 @@ def main(folder: Path) -> None:
     for name in (*BY_TOOL, *BY_HAND):
         _configured(folder / name)
     _gpt_oss(folder)
+    _broken(folder)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ local experts, w2 is down.
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from ...planning import Plan
 
 __all__ = [
-    "ACTIVATIONS",
     "Seen",
     "Stored",
     "activation_of",
@@ -41,7 +39,6 @@ __all__ = [
     "stored_as",
 ]
 
-ACTIVATIONS = "COLLEGIUM_VLLM_ACTIVATIONS"
 Seen = dict[int, set[tuple[int, str]]]  # id of a parameter to the (local expert, shard) loaded into it
 # Tokens are multiplied on FP8 tensor cores with these weights, where there are some and no other format is asked for.
 _ON_FP8 = ("fp8_block", "fp8_tensor", "fp8_channel", "mxfp8", "mxfp4", "nvfp4", "int4_group")
@@ -163,8 +160,13 @@ def _sizes(layer: Any, stored: Stored) -> tuple[int, int]:
     return moe.intermediate_size_per_partition_unpadded, moe.hidden_dim_unpadded
 
 
-def choose(layer: Any, stored: Stored, weights: ExpertWeights[Payload] | None = None) -> Plan:
-    """Plan a layer of vLLM; weights: once they are loaded. Raises SpecError and PlanError, which say why not."""
+def choose(
+    layer: Any, stored: Stored, activations: str | None = None, weights: ExpertWeights[Payload] | None = None
+) -> Plan:
+    """Plan a layer of vLLM. activations: their format, ours to choose when None; weights: once they are loaded.
+
+    Raises SpecError and PlanError, which say why Collegium does not run it.
+    """
     _refuse(layer)
     moe, (wide, hidden) = layer.moe_config, _sizes(layer, stored)
     weight = next(param for name, param in layer.named_parameters(recurse=False) if name.startswith("w13_"))
@@ -188,10 +190,9 @@ def choose(layer: Any, stored: Stored, weights: ExpertWeights[Payload] | None = 
         placement=_placement(layer, wide),
         graph=weight.is_cuda,
     )
-    asked = os.environ.get(ACTIVATIONS) or None
-    force = Choice(activation_format=asked, dispatcher=None if problem.placement is None else "partial")
+    force = Choice(activation_format=activations, dispatcher=None if problem.placement is None else "partial")
     capability = problem.device.capability
-    if asked is None and kind.name in _ON_FP8 and capability is not None and capability >= (8, 9):
+    if activations is None and kind.name in _ON_FP8 and capability is not None and capability >= (8, 9):
         try:
             return plan(problem, replace(force, activation_format="fp8_group128"))
         except PlanError:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ... import __version__
 from ...errors import CollegiumError, InputError, PlanError
 from ...formats.unquantised import FLOAT_FORMATS
 from ...layer import MoELayer
@@ -32,9 +33,10 @@ if TYPE_CHECKING:
 
     from ...planning import Plan
 
-__all__ = ["MODE", "register"]
+__all__ = ["ACTIVATIONS", "MODE", "register"]
 
-MODE = "COLLEGIUM_VLLM"
+# `vllm serve` passes no arguments on to plug-ins.
+MODE, ACTIVATIONS = "COLLEGIUM_VLLM", "COLLEGIUM_VLLM_ACTIVATIONS"
 _MODES = ("auto", "require", "off")
 _LAYERS = "vllm.model_executor.layers.fused_moe"
 _METHODS = "vllm.model_executor.layers.quantization"
@@ -45,10 +47,11 @@ _SCHEMA = "(Tensor x, Tensor topk_weights, Tensor topk_ids, str layer_name) -> T
 class _State:
     """What is known of one layer until its weights are packed.
 
-    refusal: why Collegium does not run it. alone: the error with which vLLM refused to run it itself. was: the dtype
-    vLLM gave to parameters that hold scales as published instead.
+    config: vLLM's own, of the whole engine. refusal: why Collegium does not run it. alone: the error with which vLLM
+    refused to run it itself. was: the dtype vLLM gave to parameters that hold scales as published instead.
     """
 
+    config: Any
     refusal: str | None = None
     alone: Exception | None = None
     stored: Stored | None = None
@@ -76,7 +79,8 @@ def register() -> None:
 
     @functools.wraps(build)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        object.__setattr__(self, "collegium", _State())
+        config = extra("vllm.config", group="vllm").get_current_vllm_config()
+        object.__setattr__(self, "collegium", _State(config=config))
         object.__setattr__(self, "weight_loader", _recording(self, self.weight_loader))
         build(self, *args, **kwargs)
         _consider(self, self.collegium)
@@ -93,8 +97,12 @@ def register() -> None:
     layers.__init__, layers._get_quant_method = init, get_quant_method
 
 
+def _option(name: str) -> str:
+    return os.environ.get(name, "").strip()
+
+
 def _mode() -> str:
-    mode = os.environ.get(MODE, "auto").lower()
+    mode = _option(MODE).lower() or "auto"
     if mode not in _MODES:
         raise InputError(f"{MODE} is {mode!r}, allowed: {', '.join(_MODES)}")
     return mode
@@ -149,7 +157,7 @@ def _consider(layer: Any, state: _State) -> None:
     method = layer.quant_method
     try:
         state.stored = stored_as(method)
-        state.plan = choose(layer, state.stored)
+        state.plan = choose(layer, state.stored, _option(ACTIVATIONS) or None)
         if state.stored.format == "plain" and not padded(layer):
             for name in ("w13_weight", "w2_weight"):
                 getattr(layer, name).data.fill_(torch.nan)  # what no file fills is seen
@@ -192,7 +200,7 @@ def _decide(layers: list[Any]) -> None:
         if state.refusal is None and state.stored is not None:
             try:
                 weights = audited(loaded_weights(layer, state.stored, state.seen))
-                state.plan = choose(layer, state.stored, weights)
+                state.plan = choose(layer, state.stored, _option(ACTIVATIONS) or None, weights)
             except CollegiumError as error:
                 state.refusal = str(error)
     say = extra("vllm.logger", group="vllm").init_logger("vllm.collegium")
@@ -208,6 +216,9 @@ def _decide(layers: list[Any]) -> None:
             layer.collegium.plan = None
         say.warning("Collegium: vLLM's own experts run this model; %s", listed)
         return
+    more = layers[0].collegium.config.additional_config
+    if isinstance(more, dict):
+        more["collegium"] = __version__  # part of the key under which vLLM keeps what it compiles
     kinds: dict[str, list[str]] = {}
     for layer in layers:
         made: Plan = layer.collegium.plan
