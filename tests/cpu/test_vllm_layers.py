@@ -33,6 +33,7 @@ def moe(**changed: Any) -> Any:
         "hidden_dim_unpadded": HIDDEN, "intermediate_size": WIDE, "has_bias": False, "in_dtype": torch.float32,
         "intermediate_size_per_partition_unpadded": WIDE, "tp_shard_with_padding": False, "max_num_tokens": 64,
         "dp_size": 1, "pcp_size": 1, "tp_size": 1, "tp_rank": 0, "ep_size": 1, "ep_rank": 0,
+        "device": torch.device("cpu"),
     }  # fmt: skip
     parallel |= {key: changed.pop(key) for key in list(changed) if key in parallel}
     return SimpleNamespace(**{**own, **changed}, moe_parallel_config=SimpleNamespace(**parallel))
@@ -251,6 +252,7 @@ def test_numbers_no_expert_may_have_are_named() -> None:
         ({"moe_backend": "triton"}, "--moe-backend triton"),
         ({"use_all2all_kernels": True, "all2all_backend": "deepep_low_latency"}, "deepep_low_latency"),
         ({"in_dtype": torch.float64}, "float64"),
+        ({"device": "xpu:0"}, "on xpu"),
         ({"activation": SimpleNamespace(value="relu2")}, "its activation is relu2"),
         ({"activation": SimpleNamespace(value="swigluoai_uninterleave")}, "swigluoai_uninterleave with limit=None"),
         ({"swiglu_alpha": 1.5}, "alpha=1.5"),
@@ -318,7 +320,7 @@ class Stand:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.said: list[str] = []
-        self.config = SimpleNamespace(additional_config={})
+        self.config = SimpleNamespace(additional_config={}, parallel_config=SimpleNamespace(world_size_across_dp=1))
         outer = self
 
         class RoutedExperts(nn.Module):

@@ -10,15 +10,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests" / "shared"), str(ROOT / "scripts"), str(ROOT / "src")]
-
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
 from quantised_matrices import E2M1, KINDS, quantise
 from quantised_models import SIZES, write_model
+from tracked import ROOT
 
 # Packed by the tools that define the formats: method, and the tool's name of the format.
 BY_TOOL = {

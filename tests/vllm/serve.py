@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import subprocess
 import sys
 import time
 import traceback
@@ -85,6 +86,7 @@ def main(names: list[str]) -> None:
     """Answer the cases of these names, or all; what engines log goes to a file, and is read from there."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     answers: dict[str, Any] = json.loads(ANSWERS.read_text()) if names and ANSWERS.exists() else {}
+    head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
     terminal, log = os.fdopen(os.dup(1), "w"), FOLDER / "engines.log"
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
@@ -96,6 +98,7 @@ def main(names: list[str]) -> None:
         answer = apart(CASES[name])
         text = log.read_bytes()[start:].decode(errors="replace")
         answer["log"] = re.findall(r"(?:INFO|WARNING) .*? Collegium: (.*)", text)
+        answer["commit"] = head
         answer["seconds"] = round(time.monotonic() - began, 1)
         answers[name] = answer
         ANSWERS.write_text(json.dumps(answers, indent=1))

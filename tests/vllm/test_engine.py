@@ -1,4 +1,7 @@
-"""What the real engine answered (serve.py), with the plug-in and without; float32 truth is vLLM's own, on decoded weights."""
+"""What the real engine answered (serve.py) with the plug-in and without.
+
+The truth is what vLLM's own experts answer in float32, where a model is quantised with its decoded weights.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ import re
 from typing import Any
 
 import pytest
-
 from cases import ANSWERS, CASES, FORMATS, OVER_RANKS, YARDSTICKS
 
 SAME = 1e-4  # log-probabilities in float32
@@ -134,6 +136,9 @@ def test_wrong_weights_are_seen_before_anything_runs(answers: dict[str, Any]) ->
     found = served(answers, "an expert is missing, auto")
     assert re.match(r"vLLM's own experts run this model; 1 of 6 .*w3 of local expert 5", found["log"][0])
     assert "w3 of local expert 5" in answers["an expert is missing, require"]["error"]
+    ranks = served(answers, "an expert is missing on one of two ranks, auto")
+    assert len(ranks["log"]) == 2
+    assert all("vLLM's own experts run this model; 1 of 6 MoE layers" in line for line in ranks["log"])
     assert re.search(r"BadScaleError|down of local experts \[2\]", answers["a scale is infinite, require"]["error"])
 
 

@@ -28,16 +28,7 @@ if TYPE_CHECKING:
     from ...formats.payload import Part, Payload
     from ...planning import Plan
 
-__all__ = [
-    "Seen",
-    "Stored",
-    "activation_of",
-    "audited",
-    "choose",
-    "loaded_weights",
-    "padded",
-    "stored_as",
-]
+__all__ = ["Seen", "Stored", "activation_of", "audited", "choose", "loaded_weights", "padded", "stored_as"]
 
 Seen = dict[int, set[tuple[int, str]]]  # id of a parameter to the (local expert, shard) loaded into it
 # Tokens are multiplied on FP8 tensor cores with these weights, where there are some and no other format is asked for.
@@ -131,8 +122,10 @@ def activation_of(moe: Any) -> ActivationSpec:
 def _refuse(layer: Any) -> None:
     """Raise SpecError for what vLLM was asked to do with a layer that only its own experts do."""
     moe, parallel = layer.moe_config, layer.moe_config.moe_parallel_config
-    way = parallel.all2all_backend
+    way, device = parallel.all2all_backend, str(moe.device).partition(":")[0]
     refusals = {
+        f"it is on {device}, and Collegium runs on CPUs and NVIDIA's GPUs": device not in ("cpu", "cuda"),
+        "its GPU is AMD's, and Collegium runs on CPUs and NVIDIA's GPUs": device == "cuda" and bool(torch.version.hip),
         "vLLM moves its experts between ranks; leave out --enable-eplb": parallel.enable_eplb,
         "LoRA adapters may be added to its experts; leave out --enable-lora": moe.is_lora_enabled,
         f"--moe-backend {moe.moe_backend} was asked for; leave it out": moe.moe_backend != "auto",
@@ -207,14 +200,8 @@ def _placement(layer: Any, wide: int) -> Placement | None:
         return None
     slots: list[int] = list(range(moe.num_experts)) if layer._expert_map is None else layer._expert_map.tolist()
     held = sorted((slot, expert) for expert, slot in enumerate(slots) if slot >= 0)
-    return Placement(
-        rank=moe.ep_rank,
-        world_size=moe.ep_size,
-        expert_ids=tuple(expert for _, expert in held),
-        tp_rank=moe.tp_rank,
-        tp_size=moe.tp_size,
-        slice_size=wide,
-    )
+    ids, slices = tuple(expert for _, expert in held), {"tp_rank": moe.tp_rank, "tp_size": moe.tp_size}
+    return Placement(rank=moe.ep_rank, world_size=moe.ep_size, expert_ids=ids, slice_size=wide, **slices)
 
 
 def loaded_weights(layer: Any, stored: Stored, seen: Seen) -> ExpertWeights[Payload]:
@@ -274,7 +261,6 @@ def audited(weights: ExpertWeights[Payload]) -> ExpertWeights[Payload]:
         if bad:
             what = f"{name} of local experts {bad} holds NaN, infinity or a scale that {payload.name} forbids"
             raise BadScaleError(f"{what}, or is in no file; download the checkpoint again")
-    for bias in (weights.gate_up_bias, weights.down_bias):
-        if bias is not None and not bool(torch.isfinite(bias).all()):
-            raise BadScaleError("a bias of the experts holds NaN or infinity; download the checkpoint again")
+    if not all(bool(b.isfinite().all()) for b in (weights.gate_up_bias, weights.down_bias) if b is not None):
+        raise BadScaleError("a bias of the experts holds NaN or infinity; download the checkpoint again")
     return weights

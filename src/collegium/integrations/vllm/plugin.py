@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -48,7 +49,8 @@ class _State:
     """What is known of one layer until its weights are packed.
 
     config: vLLM's own, of the whole engine. refusal: why Collegium does not run it. alone: the error with which vLLM
-    refused to run it itself. was: the dtype vLLM gave to parameters that hold scales as published instead.
+    refused to run it itself. was: the dtype vLLM gave to parameters that hold scales as published instead. left: the
+    layers of its model that are not packed yet.
     """
 
     config: Any
@@ -58,9 +60,11 @@ class _State:
     plan: Plan | None = None
     seen: Seen = field(default_factory=Seen)
     was: dict[Any, torch.dtype] = field(default_factory=dict[Any, torch.dtype])
+    left: list[Any] = field(default_factory=list[Any])
 
 
 _waiting: list[Any] = []  # layers of the model that is being built and loaded, in order
+_packed: list[MoELayer] = []
 
 
 def register() -> None:
@@ -116,8 +120,7 @@ def _any_kernel() -> Generator[None]:
         return None, None
 
     modules = [module for name, module in sys.modules.items() if name.startswith(_METHODS)]
-    found = [(m, n, value) for m in modules for n, value in vars(m).items() if n.endswith("_moe_backend")]
-    found = [each for each in found if each[1].startswith("select_")]
+    found = [(m, n, v) for m in modules for n, v in vars(m).items() if re.fullmatch(r"select_\w+_moe_backend", n)]
     try:
         for module, name, _ in found:
             setattr(module, name, none)
@@ -131,13 +134,7 @@ def _recording(layer: Any, load: Callable[..., Any]) -> Callable[..., Any]:
     """Return vLLM's loader of one tensor, which also remembers what it loaded and keeps scales as published."""
 
     def loader(
-        param: Any,
-        loaded_weight: Tensor,
-        weight_name: str,
-        shard_id: Any,
-        expert_id: int | None,
-        *rest: Any,
-        **more: Any,
+        param: Any, loaded_weight: Tensor, weight_name: str, shard_id: Any, expert_id: Any, *rest: Any, **more: Any
     ) -> Any:
         state, dtypes = layer.collegium, (loaded_weight.dtype, param.dtype)
         if "scale" in weight_name and set(dtypes) <= set(FLOAT_FORMATS) and torch.promote_types(*dtypes) != param.dtype:
@@ -173,11 +170,13 @@ def _consider(layer: Any, state: _State) -> None:
 @plain_torch()
 def _finish(original: Callable[[Any], None], layer: Any) -> None:
     """Pack a layer, or let vLLM finish it; with the first layer of a model it is decided for all of them."""
-    if any(layer is other for other in _waiting):
-        layers = list(_waiting)
-        _waiting.clear()
-        _decide(layers)
     state: _State = layer.collegium
+    if layer in _waiting:
+        # a model that failed to load may have left some
+        layers = [other for other in _waiting if other.collegium.config is state.config]
+        _waiting.clear()
+        _packed.clear()
+        _decide(layers)
     if state.plan is None or state.stored is None:
         for param, dtype in state.was.items():
             param.data = param.data.to(dtype)
@@ -187,9 +186,13 @@ def _finish(original: Callable[[Any], None], layer: Any) -> None:
         for name, param in layer.named_parameters(recurse=False):
             if name.startswith(("w13_", "w2_")):
                 param.data = param.data.new_empty(0)
-        warm_up([packed])
         del layer.quant_method  # some methods are modules, which no other object may replace
         layer._replace_quant_method(_method_class()(layer.moe_config, packed))
+        _packed.append(packed)
+        state.left.remove(layer)
+        if not state.left:
+            warm_up(_packed)
+            _packed.clear()
     state.was.clear()
 
 
@@ -205,23 +208,28 @@ def _decide(layers: list[Any]) -> None:
                 state.refusal = str(error)
     say = extra("vllm.logger", group="vllm").init_logger("vllm.collegium")
     refused = [f"{each.layer_name}: {each.collegium.refusal}" for each in layers if each.collegium.refusal is not None]
+    config = layers[0].collegium.config
+    if config.parallel_config.world_size_across_dp > 1:
+        group = extra("vllm.distributed.parallel_state", group="vllm").get_ep_group()
+        found: list[Any] = [None] * group.world_size
+        torch.distributed.all_gather_object(found, refused, group=group.cpu_group)
+        refused = refused or [f"on another rank {each}" for others in found for each in others]
     if refused:
         listed = f"{len(refused)} of {len(layers)} MoE layers are refused: {'; '.join(refused)}"
-        alone = [
-            f"; nor does vLLM itself run them here: {each.collegium.alone}" for each in layers if each.collegium.alone
-        ]
-        if _mode() == "require" or alone:
-            raise PlanError(listed + "".join(alone[:1]))
+        alone = next((each.collegium.alone for each in layers if each.collegium.alone is not None), None)
+        if _mode() == "require" or alone is not None:
+            raise PlanError(listed if alone is None else f"{listed}; nor does vLLM itself run them here: {alone}")
         for layer in layers:
             layer.collegium.plan = None
         say.warning("Collegium: vLLM's own experts run this model; %s", listed)
         return
-    more = layers[0].collegium.config.additional_config
-    if isinstance(more, dict):
-        more["collegium"] = __version__  # part of the key under which vLLM keeps what it compiles
+    if isinstance(config.additional_config, dict):
+        config.additional_config["collegium"] = __version__  # part of the key under which vLLM keeps what it compiles
     kinds: dict[str, list[str]] = {}
+    left = list(layers)
     for layer in layers:
         made: Plan = layer.collegium.plan
+        layer.collegium.left = left
         spec, where = made.problem.spec, made.problem.placement or f"all {made.problem.spec.num_experts} experts"
         text = f"kernel {made.kernel}, weights {spec.weight_format}, activations {made.activation_format}, {where}"
         kinds.setdefault(f"{text}, at most {made.problem.limits.max_tokens} tokens a pass", []).append(layer.layer_name)
