@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from ...planning import Plan
 
-__all__ = ["ACTIVATIONS", "MODE", "register"]
+__all__ = ["ACTIVATIONS", "MODE", "register", "vllm_experts"]
 
 # `vllm serve` passes no arguments on to plug-ins.
 MODE, ACTIVATIONS = "COLLEGIUM_VLLM", "COLLEGIUM_VLLM_ACTIVATIONS"
