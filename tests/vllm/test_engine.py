@@ -77,10 +77,12 @@ def test_the_shipped_model_in_bf16_is_as_near_the_truth_and_the_same_twice(answe
 
 
 def near(answers: dict[str, Any], name: str, model: str) -> None:
+    """Not much further from the truth than vLLM's own experts in BF16 are."""
     truth, found = served(answers, f"{model}, decoded, vLLM's own"), served(answers, name)
     costs = [
         off(served(answers, f"{each}, decoded in BF16, vLLM's own"), served(answers, f"{each}, decoded, vLLM's own"))
         for each in YARDSTICKS
+        if each == model or model not in YARDSTICKS
     ]
     mean, worst = (max(cost[n] for cost in costs) for n in range(2))
     assert off(found, truth)[0] <= ROOM * mean
