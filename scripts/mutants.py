@@ -57,6 +57,10 @@ _KERNEL = tuple(
         "test_zero_points_of_every_width_group_and_dtype_of_rows",
     )
 )
+_BLOCKS = tuple(
+    f"tests/cpu/test_grouped_gemm.py::test_{name}"
+    for name in ("every_kind_of_gguf_block_and_dtype_of_rows", "sums_of_columns_end_with_their_row")
+)
 _ORDERS = ("tests/cpu/test_grouped_gemm.py::test_columns_are_those_of_each_rows_expert",)
 _ACTS = ("tests/cpu/test_grouped_gemm.py::test_every_activation",)
 _LAYER = ("tests/cpu/test_layer.py",)
@@ -305,10 +309,15 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant("a zero point of seven bits", "kernels/decode.py", (("zero = (word & 255)[:, None] if ZEROED else MIDDLE", "zero = (word & 127)[:, None] if ZEROED else MIDDLE"),), _KERNEL),
     Mutant("a zero point left in its scale", "kernels/decode.py", (("(words & -256).to(tl.float32", "(words & -1).to(tl.float32"),), _KERNEL),
+    Mutant("a minimum of the neighbouring group", "kernels/grouped_gemm.py", (("half_scale(n0 >> 16) * step_scale(n2, 2), half", "half_scale(n0 >> 16) * step_scale(n2, 3), half"),), _BLOCKS),
+    Mutant("a middle that minima do not give back", "kernels/grouped_gemm.py", (("8 if WEIGHT == INT4_LANES else 16", "8"),), _BLOCKS),
+    Mutant("the sign of a step lost", "kernels/decode.py", (("((words << (24 - 8 * QUARTER)) >> 24)", "((words >> (8 * QUARTER)) & 255)"),), _BLOCKS),
+    Mutant("steps of minima added", "experts/triton/lanes.py", (("halves.new_tensor([1, -1])", "halves.new_tensor([1, 1])"),), _BLOCKS),
+    Mutant("sums of columns beyond a row", "kernels/columns.py", (("mask=(column < columns) & kept", "mask=(column >= 0) & kept"),), _BLOCKS[1:]),
     Mutant("the columns of the neighbouring expert", "kernels/columns.py", (("order + expert * columns + column", "order + (expert ^ 1) * columns + column"),), _ORDERS),
-    Mutant("rows of the first product in their own order", "experts/triton/w4a16.py", (("            weights = _rows_moved(weights)\n", "            pass\n"),), _KERNEL),
-    Mutant("a bias that stays where it was", "experts/triton/w4a16.py", (("None if bias is None else moved(bias)", "bias"),), _KERNEL),
-    Mutant("bytes of a lane swapped", "kernels/decode.py", (("return _less(lanes & 255, n0, 128, ZEROED, HALF), _less((lanes >> 8) & 255, n1,", "return _less((lanes >> 8) & 255, n0, 128, ZEROED, HALF), _less(lanes & 255, n1,"),), _KERNEL),
+    Mutant("rows of the first product in their own order", "experts/triton/packed.py", (("        weights = _rows_moved(weights)\n", "        pass\n"),), _KERNEL),
+    Mutant("a bias that stays where it was", "experts/triton/packed.py", (("None if bias is None else moved(bias)", "bias"),), _KERNEL),
+    Mutant("bytes of a lane swapped", "kernels/decode.py", (("return _less(lanes & 255, n0, MIDDLE, ZEROED, HALF), _less((lanes >> 8) & 255, n1,", "return _less((lanes >> 8) & 255, n0, MIDDLE, ZEROED, HALF), _less(lanes & 255, n1,"),), _KERNEL),
     Mutant(
         "the neighbouring row block's scale", "kernels/grouped_gemm.py",
         (("(matrix * scale_rows + n_first // 128) * K_BLOCKS", "(matrix * scale_rows + tl.maximum(n_first // 128 - 1, 0)) * K_BLOCKS"),),
@@ -393,12 +402,12 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "one global scale for both halves", "experts/triton/lanes.py",
-        (("row_scale=row_scale.unsqueeze(-1).expand(shape[:3]).contiguous()", "row_scale=row_scale[:, :1].unsqueeze(-1).expand(shape[:3]).contiguous()"),),
+        (("row_scale=row_scale.unsqueeze(-1).expand(payload.shape[:3]).contiguous()", "row_scale=row_scale[:, :1].unsqueeze(-1).expand(payload.shape[:3]).contiguous()"),),
         _KERNEL,
     ),
     Mutant(
         "one scale for both halves (FP8)", "experts/triton/lanes.py",
-        (("row_scale=scale.float().expand(shape[:3]).contiguous()", "row_scale=scale[:, :1].float().expand(shape[:3]).contiguous()"),),
+        (("row_scale=scale.float().expand(payload.shape[:3]).contiguous()", "row_scale=scale[:, :1].float().expand(payload.shape[:3]).contiguous()"),),
         _KERNEL,
     ),
     Mutant(
@@ -751,7 +760,7 @@ _ON_GPU: dict[str, tuple[str, ...]] = {
     "kernels/route.py": _GPU_SMALL,
     "kernels/quantize.py": _GPU_SMALL,
     "experts/triton/lanes.py": (*_GPU, "tests/gpu/test_verify.py"),
-    "experts/triton/packed.py": _GPU_SMALL,
+    "experts/triton/packed.py": (*_GPU_SMALL, *_GPU),
     "experts/triton/words.py": _GPU_FOUR,
 }
 GPU_MUTANTS: tuple[Mutant, ...] = (

@@ -6,7 +6,9 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 # pip-compile keeps the pins of an existing output, so a rerun changes only what must change.
 if [[ -s $output ]]; then cp "$output" "$work/pins.txt"; fi
-"$bin/python" -m piptools compile --quiet --all-extras --strip-extras --allow-unsafe --no-header --no-annotate \
+# vLLM pins a torch of its own; `make vllm-test` makes an environment for it.
+"$bin/python" -m piptools compile --quiet --extra cpu --extra dev --extra docs --extra metrics --extra plot \
+    --extra transformers --strip-extras --allow-unsafe --no-header --no-annotate \
     --no-emit-index-url --no-emit-find-links --no-emit-trusted-host \
     --constraint constraints/base.in --output-file "$work/pins.txt" pyproject.toml
 {

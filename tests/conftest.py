@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _HERE = Path(__file__).parent
+collect_ignore = ["vllm"]  # `make vllm-test` runs them, in an environment of their own
 
 
 @pytest.fixture(autouse=True)

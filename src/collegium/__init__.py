@@ -7,11 +7,11 @@
     *.safetensors -- checkpoint --> ExpertWeights -- kernel.pack --> MoELayer
     x -- route --> Routing -- dispatch --> batch -- experts.run --> rows -- combine --> y
 
-Rooms, each with its own docstring: ``commands`` (what ``collegium`` does), ``integrations`` (transformers), ``stages``
-(what is around a pipeline in a layer), ``pipelines`` (from chosen experts to weighted sums), ``experts`` (kernels and
-their packing), ``parallel`` (which rank holds and gets what), ``checkpoint`` and ``models`` (files and families),
-``ops`` (route, permute, quantise, activate, sum), ``formats``, ``runtime`` (devices, launches, memory), ``kernels``
-(device code). Who may import whom is written in ``pyproject.toml``, and ``make check`` proves it.
+Rooms, each with its own docstring: ``commands`` (what ``collegium`` does), ``integrations`` (transformers, vLLM),
+``stages`` (what is around a pipeline in a layer), ``pipelines`` (from chosen experts to weighted sums), ``experts``
+(kernels and their packing), ``parallel`` (which rank holds and gets what), ``checkpoint`` and ``models`` (files and
+families), ``ops`` (route, permute, quantise, activate, sum), ``formats``, ``runtime`` (devices, launches, memory),
+``kernels`` (device code). Who may import whom is written in ``pyproject.toml``, and ``make check`` proves it.
 """
 
 from importlib import import_module

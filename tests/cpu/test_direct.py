@@ -40,6 +40,7 @@ RECIPES = [
     ("int4_affine", None, 0.01),
     ("int4_ordered", None, 0.01),
     ("int8_ordered", None, 0.01),
+    ("gguf", None, 0.01),
 ]
 
 

@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import GGMLQuantizationType
 from hypothesis import given, settings, strategies as st
 
 from collegium import load_layer
@@ -31,36 +31,24 @@ from collegium.errors import (
 )
 from collegium.formats import Fp32, Gguf, MxFp4
 from collegium.formats.gguf import KINDS
+from collegium.formats.unquantised import DTYPES
 from collegium.layer import MoELayer
 from collegium.models import FAMILIES, describe
+from collegium.parallel.local import Local
 from collegium.parallel.placement import linear, tensor_parallel
-from collegium.planning import plan
+from collegium.pipelines import Parts
+from collegium.pipelines.split import Split
+from collegium.planning import kernel_named, plan
 from collegium.problem import Choice
-from collegium.types import ExpertWeights
+from collegium.testing.compare import moe_truth, relative_error
+from collegium.types import ExpertWeights, Routing
+from gguf_files import ARCHITECTURES, D, E, random_blocks, theirs, write_gguf
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from torch import Tensor
-
-D, E = 512, 4
-
-
-def random_blocks(rng: np.random.Generator, kind: str, *shape: int) -> np.ndarray:
-    """Random bytes ``[*shape, K]`` of a kind as stored, every half finite."""
-    entry = KINDS[kind]
-    blocks = rng.integers(0, 256, (*shape[:-1], shape[-1] // entry.elements, entry.nbytes), dtype=np.uint8)
-    for at in entry.halves:
-        halves = (rng.standard_normal((*blocks.shape[:-1], 1)) * 2**-6).astype(np.float16)
-        blocks[..., at : at + 2] = halves.view(np.uint8)
-    if not entry.halves:
-        blocks[..., 0] = rng.integers(110, 128, blocks.shape[:-1])
-    return blocks.reshape(*shape[:-1], -1)
-
-
-def theirs(raw: np.ndarray, kind: str) -> Tensor:
-    return torch.from_numpy(gguf.dequantize(raw, GGMLQuantizationType[kind]))
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
@@ -152,85 +140,6 @@ def test_faults_of_blocks(kind: str) -> None:
 
 # models
 
-ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "qwen3moe": {},
-    "llama": {},
-    "olmoe": {},
-    "deepseek2": {
-        "leading_dense_block_count": 1, "expert_shared_count": 1, "expert_gating_func": 2, "expert_weights_scale": 2.5,
-        "expert_weights_norm": True, "expert_group_count": 2, "expert_group_used_count": 1,
-    },
-    "glm4moe": {
-        "leading_dense_block_count": 1, "expert_shared_count": 1, "nextn_predict_layers": 1,
-        "expert_weights_scale": 1.0, "expert_weights_norm": True,
-    },
-    "gpt-oss": {},
-}  # fmt: skip
-
-
-def add(writer: GGUFWriter, name: str, kind: str, rng: np.random.Generator, shape: tuple[int, ...]) -> Tensor:
-    """Write a random tensor of a kind; return its values as the package decodes them."""
-    if kind in ("F32", "F16"):
-        values = rng.standard_normal(shape).astype({"F32": np.float32, "F16": np.float16}[kind])
-        writer.add_tensor(name, values)
-        return torch.from_numpy(values.astype(np.float32))
-    raw_kind = GGMLQuantizationType[kind]
-    if kind == "BF16":
-        raw = gguf.quantize(rng.standard_normal(shape).astype(np.float32), raw_kind)
-    else:
-        raw = random_blocks(rng, kind, *shape)
-    writer.add_tensor(name, raw, raw_dtype=raw_kind)
-    return theirs(raw, kind)
-
-
-def write_gguf(
-    path: Path, arch: str, kinds: tuple[str, str], *, wide: int = 256, fused: bool = False, split: str | None = None
-) -> dict[tuple[int, str], Tensor]:
-    """Write a model of two layers (the last is MoE for all); return values of layer 1 by (layer, tensor)."""
-    writer = GGUFWriter(path, arch, **({} if split is None else {"split_max_tensors": 5}))
-    writer.add_block_count(2 + ARCHITECTURES[arch].get("nextn_predict_layers", 0))
-    writer.add_embedding_length(D)
-    writer.add_expert_count(E)
-    writer.add_expert_used_count(2)
-    if arch == "llama":
-        writer.add_feed_forward_length(wide)
-    else:
-        writer.add_expert_feed_forward_length(wide)
-    for key, value in ARCHITECTURES[arch].items():
-        method = {bool: writer.add_bool, float: writer.add_float32}.get(type(value), writer.add_uint32)
-        method(f"{arch}.{key}", value)
-    writer.add_token_list([b"a", b"bc"])
-    writer.add_array("tokenizer.ggml.scores", [1.0, 2.0])
-    writer.add_string("tokenizer.chat_template", "x" * 70_000)
-    rng = np.random.default_rng(3)
-    truth: dict[tuple[int, str], Tensor] = {}
-    first = ARCHITECTURES[arch].get("leading_dense_block_count", 0)
-    for layer in range(first, 2 + ARCHITECTURES[arch].get("nextn_predict_layers", 0)):
-        shapes = {"ffn_gate_exps": (E, wide, D), "ffn_up_exps": (E, wide, D), "ffn_down_exps": (E, D, wide)}
-        if fused:
-            shapes = {"ffn_gate_up_exps": (E, 2 * wide, D), "ffn_down_exps": (E, D, wide)}
-        for name, shape in shapes.items():
-            kind = kinds[name == "ffn_down_exps"]
-            truth[layer, name] = add(writer, f"blk.{layer}.{name}.weight", kind, rng, shape)
-        truth[layer, "router"] = add(writer, f"blk.{layer}.ffn_gate_inp.weight", "F32", rng, (E, D))
-        if arch == "gpt-oss":
-            add(writer, f"blk.{layer}.ffn_gate_inp.bias", "F32", rng, (E,))
-            for name in ("gate", "up", "down"):
-                shape = (E, D if name == "down" else wide)
-                truth[layer, f"{name}_bias"] = add(writer, f"blk.{layer}.ffn_{name}_exps.bias", "F32", rng, shape)
-        if "expert_shared_count" in ARCHITECTURES[arch]:
-            add(writer, f"blk.{layer}.exp_probs_b.bias", "F32", rng, (E,))
-            for name in ("gate", "up", "down"):
-                shape = (D, wide) if name == "down" else (wide, D)
-                kind = kinds[0] if name != "down" else kinds[1]
-                truth[layer, f"{name}_shexp"] = add(writer, f"blk.{layer}.ffn_{name}_shexp.weight", kind, rng, shape)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return truth
-
-
 COMBINATIONS = [
     ("qwen3moe", ("Q8_0", "Q8_0"), "gguf"),
     ("qwen3moe", ("Q4_K", "Q6_K"), "gguf"),
@@ -295,6 +204,43 @@ def test_models_load_and_run(tmp_path: Path, arch: str, kinds: tuple[str, str], 
     found, wanted = fast(x, router_logits=logits), plain(x.float(), router_logits=logits)
     assert torch.equal(found, fast(x, router_logits=logits))
     assert float((found - wanted).norm() / wanted.norm()) < 6e-3
+
+
+KERNELS_OF_GPU = [
+    ("qwen3moe", ("Q4_K", "Q6_K"), "bf16"),
+    ("llama", ("Q5_1", "MXFP4"), "fp16"),
+    ("olmoe", ("Q8_0", "Q5_K"), "fp16"),
+]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs layers on the device")
+@pytest.mark.parametrize(("arch", "kinds", "dtype"), KERNELS_OF_GPU)
+def test_what_is_planned_for_a_gpu_computes_what_is_on_disk(
+    tmp_path: Path, arch: str, kinds: tuple[str, str], dtype: Any
+) -> None:
+    pytest.importorskip("triton")
+    path = tmp_path / "model.gguf"
+    truth = write_gguf(path, arch, kinds)
+    chosen = plan_model(str(path), device="h200")
+    assert "kernel     triton_w4a16" in chosen.explain()
+    assert [stretch.pipeline for stretch in chosen.stretches] == ["direct", "split"]
+    kernel, checkpoint = kernel_named(chosen.kernel), Checkpoint.open(path)
+    problem = replace(chosen.problem, dtype=dtype, activation_format=dtype).routed
+    assert kernel.refuse(problem) is None
+    x, weights = (torch.randn(3, D) / 64).to(DTYPES[dtype]), torch.rand(3, 2) + 0.1
+    ids = torch.tensor([[3, 0], [-1, 3], [0, 3]])
+    parts = {"dispatcher": Local(num_experts=E), "top_k": 2, "num_experts": E}
+    found: list[Tensor] = []
+    for layer in (0, 1):
+        packed: Any = kernel.pack(load_experts(CheckpointLayer.open(checkpoint, layer), linear(E)), problem)
+        assert f"gate_up {kinds[0]} in " in str(packed.report)
+        run, routing = Split(parts=Parts(experts=packed, **parts)), Routing(topk_ids=ids, topk_weights=weights)
+        found.append(run(x, routing, dtype=torch.float32))
+        assert torch.equal(found[-1], run(x, routing, dtype=torch.float32))
+        gate_up = torch.stack((truth[layer, "ffn_gate_exps"], truth[layer, "ffn_up_exps"]), dim=1)
+        wanted = moe_truth(x, gate_up, truth[layer, "ffn_down_exps"], ids, weights, problem.activation)
+        assert relative_error(found[-1], wanted) < 0.015
+    assert relative_error(found[0], found[1]) > 0.3
 
 
 def _shared(truth: dict[tuple[int, str], Tensor]) -> Any:

@@ -12,16 +12,14 @@ from collegium.encoding import encode_experts
 from collegium.errors import InputError, PlanError
 from collegium.experts.reference import Reference
 from collegium.experts.triton import grouped as ops, lanes as pack
-from collegium.experts.triton.bf16 import TritonBf16
-from collegium.experts.triton.fp8 import TritonFp8
+from collegium.experts.triton.table import TritonBf16, TritonFp8, TritonW4A8, TritonW4A16, TritonW8A16
 from collegium.experts.triton.tile_choice import TileChoice, TileProblem
 from collegium.experts.triton.tiles import candidates, choose, score
-from collegium.experts.triton.w4a8 import TritonW4A8
-from collegium.experts.triton.w4a16 import TritonW4A16, TritonW8A16
 from collegium.formats import Fp8Block, Fp8Channel, Fp32, Int4Affine, Int4Group, Int8Affine, MxFp4, MxFp8
 from collegium.formats.codecs import pack_nibbles
+from collegium.formats.gguf import KINDS
 from collegium.formats.unquantised import DTYPES
-from collegium.ops.columns import in_columns, in_columns_reference
+from collegium.ops.columns import column_sums, in_columns, in_columns_reference
 from collegium.ops.permute import permute
 from collegium.parallel.local import Local
 from collegium.planning import plan
@@ -37,7 +35,7 @@ from collegium.types import (
     Routing,
     RoutingSpec,
 )
-from integers import encoded, ordered
+from integers import encoded, ordered, random_blocks
 
 if TYPE_CHECKING:
     from collegium.experts.triton.packed import PackedExperts
@@ -62,6 +60,8 @@ FORMATS = (
     ("int8_affine", "fp16", SIXTEEN),
     ("int4_ordered", "bf16", SIXTEEN),
     ("int8_ordered", "fp16", SIXTEEN),
+    ("gguf", "bf16", SIXTEEN),
+    ("gguf", "fp16", SIXTEEN),
     ("fp8_block", "bf16", SIXTEEN),
     ("fp8_channel", "bf16", SIXTEEN),
     ("fp8_tensor", "bf16", SIXTEEN),
@@ -153,6 +153,7 @@ def test_every_activation(kind: Any, limit: float | None) -> None:
         ("mxfp4", "bf16"),
         ("nvfp4", "bf16"),
         ("int4_group", "bf16"),
+        ("gguf", "bf16"),
         ("mxfp8", "bf16"),
         ("fp8_block", "bf16"),
         ("fp8_block", "fp8_group128"),
@@ -364,6 +365,37 @@ def test_float32_scales_are_taken_beside_middle_zero_points_alone(bits: int) -> 
     assert relative_error(found, ops.grouped_gemm_reference(x, payload.decode(), offsets)) < 1e-6
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("columns", [96, 320, 512])
+def test_every_kind_of_gguf_block_and_dtype_of_rows(kind: str, rows: torch.dtype, columns: int) -> None:
+    payload = random_blocks(kind, 2, 1, 40, columns)
+    packed = pack.pack_gguf(payload, None, half=rows == torch.float16)
+    packed = replace(packed, layout=replace(packed.layout, half=rows == torch.float16))
+    offsets = torch.tensor([0, 3, 9])
+    x = heavy_tailed(9, columns, seed=6).to(rows)
+    found = torch.empty(9, 40)
+    sums = column_sums(x) if packed.layout.minima else None
+    assert (sums is not None) == (kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K"))
+    ops.grouped_gemm(x, packed, offsets, ops.tile_list(offsets, 9, TILE), found, x_scale=sums)
+    assert relative_error(found, ops.grouped_gemm_reference(x, payload.decode(), offsets)) < 1e-6
+
+
+@pytest.mark.parametrize("rows", [torch.bfloat16, torch.float16])
+def test_sums_of_columns_end_with_their_row(rows: torch.dtype) -> None:
+    x = heavy_tailed(5, 1200, seed=6).to(rows)
+    x[3, 40] = torch.nan
+    for columns in (1, 33, 96, 1025, 1100):
+        found = column_sums(x[:, :columns])
+        wanted = torch.nn.functional.pad(x[:, :columns].double(), (0, -columns % 128)).unflatten(1, (-1, 32)).sum(-1)
+        assert found.shape == wanted.shape
+        assert found.isnan().nonzero().tolist() == ([] if columns < 41 else [[3, 1]])
+        assert relative_error(found.nan_to_num(0), wanted.nan_to_num(0).float()) < 1e-6
+    kept = column_sums(x, used=torch.tensor([2]))
+    assert torch.equal(kept[:2], column_sums(x)[:2])
+    assert bool(kept[2:].isnan().all())  # nothing was written there
+
+
 def test_columns_are_those_of_each_rows_expert() -> None:
     x, order = heavy_tailed(9, 75, seed=1), torch.stack([torch.randperm(75) for _ in range(4)]).int()
     offsets, source = torch.tensor([0, 3, 3, 8, 12]), torch.randint(0, 9, (15,))
@@ -412,14 +444,20 @@ def test_large_fp8_blocks_are_repeated() -> None:
 def test_refusals_name_what_was_asked() -> None:
     bf16, fp8, w4, w8 = KERNELS
     assert "takes bf16 or fp16" in str(bf16.refuse(question("mxfp4", "bf16").routed))
-    assert "one 16-bit dtype" in str(bf16.refuse(question("bf16", "fp8_token").routed))
+    assert "with bf16 it takes bf16 for both" in str(bf16.refuse(question("bf16", "fp8_token").routed))
     assert "takes bf16 for both" in str(w4.refuse(question("mxfp4", "fp8_token").routed))
     assert "with mxfp4 it takes bf16 for both" in str(w4.refuse(question("mxfp4", "fp16").routed))
     assert "it takes int8_affine" in str(w8.refuse(question("int4_affine", "bf16").routed))
     assert "with int8_affine it takes bf16 or fp16 for both" in str(
         w8.refuse(question("int8_affine", "fp8_token").routed)
     )
-    assert "takes bf16 with bf16 input" in str(fp8.refuse(question("mxfp8", "fp8_token").routed))
+    assert "with mxfp8 it takes bf16 for both" in str(fp8.refuse(question("mxfp8", "fp8_token").routed))
+    assert "with fp8_block it takes bf16 for both, fp8_group128, " in str(
+        fp8.refuse(question("fp8_block", "mxfp8").routed)
+    )
+    assert "bf16 activations and bf16 input; with mxfp4 it takes fp8_token, " in str(
+        TritonW4A8().refuse(question("mxfp4", "bf16").routed)
+    )
     ampere = replace(question("fp8_block", "fp8_group128"), device=DeviceFacts(kind="cuda", capability=(8, 0)))
     assert "sm_80; E4M3 products need sm_89" in str(fp8.refuse(ampere.routed))
     old = replace(question("bf16", "bf16"), device=DeviceFacts(kind="cuda", capability=(7, 5)))
@@ -454,10 +492,13 @@ def test_wrong_rows_are_refused() -> None:
         ops.grouped_gemm(torch.zeros(4, 91).bfloat16(), packed.down, offsets, tiles, out)
     with pytest.raises(InputError, match=r"x is torch\.float16"):
         ops.grouped_gemm(torch.zeros(4, 90).half(), packed.down, offsets, tiles, out)
-    with pytest.raises(InputError, match="must not have one"):
+    with pytest.raises(InputError, match="others must not have one"):
         ops.grouped_gemm(torch.zeros(4, 90).bfloat16(), packed.down, offsets, tiles, out, x_scale=torch.ones(4, 1))
     with pytest.raises(InputError, match=r"out is \(4, 175\)"):
         ops.grouped_gemm(torch.zeros(4, 90).bfloat16(), packed.down, offsets, tiles, out[:, :175])
+    lines = build(question("gguf", "bf16"))[0].down
+    with pytest.raises(InputError, match="weights with minima need x_scale"):
+        ops.grouped_gemm(torch.zeros(4, 90).bfloat16(), lines, offsets, tiles, out)
 
 
 SIZES = (

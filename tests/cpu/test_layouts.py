@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from collegium.experts import KERNELS
-from collegium.experts.triton import w4a8
-from collegium.experts.triton.layout import Layout, MxFp4Pairs, Plain, Words
+from collegium.experts.triton import layout as tables, packed as packing, table
+from collegium.experts.triton.lanes import pack_gguf
+from collegium.experts.triton.layout import Words
 from collegium.experts.triton.matrix import PackedMatrix
 from collegium.formats import Int4Group
 from collegium.formats.unquantised import DTYPES
@@ -18,11 +19,15 @@ from collegium.kernels import numbers
 from collegium.problem import DeviceFacts, Problem
 from collegium.runtime.machine import Machine
 from collegium.testing.compare import random_experts
-from collegium.types import SCORE_FUNCTIONS, ActivationSpec, MoESpec, RoutingSpec
-from integers import encoded
+from collegium.types import SCORE_FUNCTIONS, ActivationSpec, ExpertWeights, MoESpec, RoutingSpec
+from integers import encoded, random_blocks
 
 FOUR = ("mxfp4", "nvfp4", "int4_group")
 EIGHT = ("fp8_block", "fp8_tensor", "fp8_channel")
+# Stored bits of a weight on a GPU.
+BITS = {
+    "Q4_0": 4.5, "Q4_1": 5, "Q5_0": 8.5, "Q5_1": 9, "Q8_0": 8.5, "Q4_K": 4.75, "Q5_K": 8.75, "Q6_K": 9, "MXFP4": 4.25,
+}  # fmt: skip
 ROWS = ("fp8_group128", "fp8_group128_pow2", "fp8_token")
 CASES = [
     *(("triton_bf16", dtype, dtype) for dtype in ("bf16", "fp16")),
@@ -30,6 +35,7 @@ CASES = [
     ("triton_fp8", "mxfp8", "bf16"),
     *(("triton_w4a16", weights, "bf16") for weights in FOUR),
     *(("triton_w4a16", weights, "fp16") for weights in ("int4_group", "int4_affine", "int4_ordered")),
+    *(("triton_w4a16", "gguf", dtype) for dtype in ("bf16", "fp16")),
     *(("triton_w8a16", weights, dtype) for weights in ("int8_affine", "int8_ordered") for dtype in ("bf16", "fp16")),
     *(("triton_w4a8", weights, act) for weights in FOUR for act in ROWS),
 ]
@@ -50,18 +56,7 @@ class Given:
 
 def packed(name: str, given: Given, group_size: int = 128) -> tuple[Any, Any]:
     kernel: Any = next(kernel for kernel in KERNELS if kernel.name == name)
-    spec = MoESpec(
-        hidden_size=given.hidden,
-        intermediate_size=given.intermediate,
-        num_experts=given.experts,
-        routing=RoutingSpec(top_k=2),
-        weight_format=given.weight_format,
-        activation=ActivationSpec(kind="swiglu" if given.parts == 2 else "silu"),
-    )
-    dtype: Any = given.dtype
-    problem = Problem(
-        spec=spec, device=DeviceFacts(kind="cuda"), dtype=dtype, activation_format=given.activation_format
-    )
+    problem = question(given)
     assert kernel.refuse(problem.routed) is None
     plain = random_experts(given.experts, given.parts, given.intermediate, given.hidden, seed=1)
     if given.weight_format == "int4_group":
@@ -71,10 +66,23 @@ def packed(name: str, given: Given, group_size: int = 128) -> tuple[Any, Any]:
     return kernel, kernel.pack(encoded(plain, given.weight_format), problem.routed)
 
 
+def question(given: Given) -> Problem:
+    spec = MoESpec(
+        hidden_size=given.hidden,
+        intermediate_size=given.intermediate,
+        num_experts=given.experts,
+        routing=RoutingSpec(top_k=2),
+        weight_format=given.weight_format,
+        activation=ActivationSpec(kind="swiglu" if given.parts == 2 else "silu"),
+    )
+    dtype: Any = given.dtype
+    return Problem(spec=spec, device=DeviceFacts(kind="cuda"), dtype=dtype, activation_format=given.activation_format)
+
+
 def check_sizes(matrix: PackedMatrix) -> None:
     layout = matrix.layout
     assert matrix.values.shape == layout.values_shape
-    assert matrix.values.dtype == (layout.row_dtype if isinstance(layout, Plain) else layout.stored)
+    assert matrix.values.dtype == (layout.row_dtype if layout.weight == numbers.PLAIN else layout.stored)
     assert matrix.values.nbytes == layout.nbytes
     if isinstance(layout, Words):
         assert matrix.scale is not None
@@ -87,6 +95,10 @@ def check_sizes(matrix: PackedMatrix) -> None:
         assert matrix.scale.shape[2:] == (layout.k_blocks, layout.words, layout.shape[2])
     else:
         assert layout.scale_kind == numbers.NO_SCALE
+        if layout.code_bits == 4 or layout.scale_kind != numbers.NO_SCALE:
+            stored = 8 * (matrix.values.nbytes + matrix.scale.nbytes)
+            padded = matrix.values.numel() * 16 // layout.code_bits
+            assert stored == layout.bits * padded
     assert (layout.operand == torch.float8_e4m3fn) == layout.scaled_rows
     if not isinstance(layout, Words):
         assert layout.steps[2] * layout.shape[0] * layout.shape[1] == matrix.values.numel()
@@ -107,11 +119,12 @@ def test_layouts_are_those_that_packing_makes(name: str, weights: str, act: str,
 @pytest.mark.parametrize("weights", FOUR)
 def test_layouts_for_tensor_cores_that_decode(monkeypatch: pytest.MonkeyPatch, weights: str, act: str) -> None:
     machine = Machine(scaled=True)
-    monkeypatch.setattr(w4a8, "machine_at", lambda _: machine)
+    for module in (packing, table):
+        monkeypatch.setattr(module, "machine_at", lambda _: machine)
     given = Given(weight_format=weights, activation_format=act, dtype="bf16", parts=2)
     kernel, found = packed("triton_w4a8", given)
     assert kernel.layouts(given, machine) == (found.gate_up.layout, found.down.layout)
-    assert isinstance(found.gate_up.layout, MxFp4Pairs) == (weights == "mxfp4" and act == "fp8_token")
+    assert (found.gate_up.layout.weight == numbers.E2M1_SCALED) == (weights == "mxfp4" and act == "fp8_token")
     check_sizes(found.gate_up)
     check_sizes(found.down)
 
@@ -126,25 +139,32 @@ def test_small_int4_groups_have_a_layout_of_their_own(name: str, act: str) -> No
     check_sizes(found.down)
 
 
+@pytest.mark.parametrize("half", [True, False])
+@pytest.mark.parametrize(("kind", "bits"), BITS.items())
+def test_blocks_of_gguf_take_what_their_layout_says(kind: str, bits: float, half: bool) -> None:
+    made = pack_gguf(random_blocks(kind, 2, 2, 40, 320), None, half=half)
+    check_sizes(made)
+    assert made.layout.bits == (9 if half and kind == "MXFP4" else bits)
+    assert made.report == f"{kind} in {made.layout.bits:g} bits a weight"
+    # Gate and up may be of another kind than down, and what is shown says so.
+    kernel: Any = next(kernel for kernel in KERNELS if kernel.name == "triton_w4a16")
+    given = Given(weight_format="gguf", activation_format="bf16", dtype="bf16", parts=2)
+    weights = ExpertWeights(gate_up=random_blocks(kind, 2, 2, 40, 320), down=random_blocks("Q6_K", 2, 320, 40))
+    found = kernel.pack(weights, question(given).routed)
+    assert str(found.report) == f"gate_up {kind} in {bits:g} bits a weight, down Q6_K in 9 bits a weight"
+
+
 def test_a_layout_is_not_equal_to_another_format_of_its_sizes() -> None:
-    kinds: list[type[Layout]] = []
-    waiting: list[type[Layout]] = [Layout]
-    while waiting:
-        below = waiting.pop().__subclasses__()
-        kinds += below
-        waiting += below
-    made = [kind(shape=(2, 1, 64, 128)) for kind in kinds]
-    assert len(set(made)) == len(kinds) > 17
-    known = [kind for kind in kinds if hasattr(kind, "weight")]
-    stored = {(kind.weight, kind.scale_kind, kind.words, kind.block_k, kind.operand) for kind in known}
+    known = [*tables.ROWS.values(), *tables.LANES.values(), *tables.WORDS.values()]
+    assert len({layout.of((2, 1, 64, 128)) for layout in known}) == len(known) > 15
     # MXFP8 differs from other E4M3 lanes by its scales; all others by their number too.
-    assert len(stored) == len(known)
+    assert len({(own.weight, own.scale_kind, own.words, own.block_k, own.operand) for own in known}) == len(known)
 
 
 def test_no_two_formats_share_a_number() -> None:
     named: dict[str, int] = {name: getattr(numbers, name) for name in numbers.__all__}
     scales = [value for name, value in named.items() if name.endswith("_SCALE")]
-    assert sorted(scales) == list(range(7))
+    assert sorted(scales) == list(range(9))
     others = ("SCALE", "CODES", "ACTIVATION", "ROWS", "NOWHERE")
     weights = [value for name, value in named.items() if not name.endswith(others)]
     assert len(set(weights)) == len(weights) == 12

@@ -62,7 +62,8 @@ from launches import Launches, pretending
 from collegium import Choice, DeviceFacts, LatentWeights, Limits, MoELayer, MoESpec, Placement, PlanError, Problem
 from collegium import RouterWeights, Routing, RoutingSpec, SharedSpec, SharedWeights, plan
 from collegium.commands.bench import random_weights
-from collegium.experts.triton.tiling import TritonKernel
+from collegium.commands.integers import ENCODERS
+from collegium.experts.triton.table import TritonKernel
 from collegium.formats.unquantised import DTYPES
 from collegium.planning import kernel_named
 from collegium.runtime.memory import MemoryMap, Workspaces
@@ -74,7 +75,7 @@ CPU = torch.device("cpu")
 @cache
 def weights_of(spec):
     name = spec.weight_format
-    if not name.endswith(("_affine", "_ordered")):
+    if name not in ENCODERS:
         return random_weights(spec, CPU)
     return encoded(random_weights(replace(spec, weight_format="bf16"), CPU), name)
 
@@ -167,8 +168,8 @@ print("RESULT" + json.dumps([run(*case) for case in json.load(sys.stdin)]))
 
 
 WEIGHTS = [form.name for form in FORMATS if not form.read_only]
-# What is only read differs by the rows that activation order gathers: of tokens, and of weighted tokens.
-READ = {"int4_affine", "int4_ordered", "int8_ordered"}
+# What is only read differs by the rows that activation order gathers, of tokens and of weighted tokens, and by sums.
+READ = {"int4_affine", "int4_ordered", "int8_ordered", "gguf"}
 READ_BY = ("whole", "on input")
 ACTIVATIONS = [form.name for form in ACTIVATION_FORMATS]
 

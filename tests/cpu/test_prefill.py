@@ -11,10 +11,9 @@ import torch
 from collegium.encoding import encode_experts
 from collegium.errors import InputError
 from collegium.experts.triton import grouped as ops
-from collegium.experts.triton.bf16 import TritonBf16
-from collegium.experts.triton.fp8 import TritonFp8
 from collegium.experts.triton.lanes import pack_fp8_block, pack_fp8_rows, pack_plain
 from collegium.experts.triton.prefill import CodeScales, prefill_gemm
+from collegium.experts.triton.table import TritonBf16, TritonFp8
 from collegium.experts.triton.tile_choice import TileChoice, TileProblem
 from collegium.experts.triton.tiles import prefill_tile
 from collegium.formats import by_name

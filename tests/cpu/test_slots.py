@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from collegium.encoding import encode_experts
 from collegium.errors import InputError
 from collegium.experts import KERNELS, Packed
-from collegium.experts.triton import w4a8
+from collegium.experts.triton import table
 from collegium.formats import Bnb4, Gguf, Int4Affine, Int4Group, Int4Ordered, Int8Affine, Int8Ordered, by_name
 from collegium.formats.unquantised import DTYPES
 from collegium.problem import DeviceFacts, Problem
@@ -31,7 +31,7 @@ CASES = [
     *(("triton_bf16", name, name) for name in ("bf16", "fp16")),
     *(("triton_fp8", n, a) for n in ("fp8_block", "fp8_tensor", "fp8_channel") for a in ("bf16", "fp8_token")),
     ("triton_fp8", "mxfp8", "bf16"),
-    *(("triton_w4a16", name, "bf16") for name in (*FOUR, "int4_affine")),
+    *(("triton_w4a16", name, "bf16") for name in (*FOUR, "int4_affine", "gguf")),
     ("triton_w8a16", "int8_affine", "bf16"),
     *(("triton_w4a8", name, "fp8_group128") for name in FOUR),
     ("triton_w4a8", "mxfp4", "scaled"),
@@ -115,7 +115,7 @@ def test_experts_put_slot_by_slot_are_those_packed_in_that_order(
 ) -> None:
     assert by_name(form).name == form
     if act == "scaled":
-        monkeypatch.setattr(w4a8, "machine_at", lambda _: Machine(scaled=True))
+        monkeypatch.setattr(table, "machine_at", lambda _: Machine(scaled=True))
     kernel = next(row for row in KERNELS if row.name == name)
     weights = _weights(form)
     whole = _packed(kernel, weights, act)

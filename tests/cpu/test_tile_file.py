@@ -21,11 +21,10 @@ from collegium.commands.tune import measure_tiles, tune
 from collegium.errors import InputError
 from collegium.experts.measured import tile_folder, tile_key, tile_path, with_measured_tiles, write_tiles
 from collegium.experts.reference import Reference
-from collegium.experts.triton.bf16 import TritonBf16
 from collegium.experts.triton.packed import PackedExperts
+from collegium.experts.triton.table import TritonBf16, TritonW4A16
 from collegium.experts.triton.tile_choice import TileChoice
 from collegium.experts.triton.tiles import candidates, nearest
-from collegium.experts.triton.w4a16 import TritonW4A16
 from collegium.layer import MoELayer
 from collegium.parallel.local import Local
 from collegium.planning import plan

@@ -13,8 +13,8 @@ from collegium.errors import InputError
 from collegium.experts import KERNELS
 from collegium.experts.reference import Reference
 from collegium.experts.triton import grouped as ops
+from collegium.experts.triton.table import TritonW4A8
 from collegium.experts.triton.tile_choice import TileChoice
-from collegium.experts.triton.w4a8 import TritonW4A8
 from collegium.experts.triton.words import pack_w4a8
 from collegium.formats import Int4Group, MxFp4, NvFp4
 from collegium.formats.unquantised import Fp32
@@ -81,7 +81,7 @@ def reference(batch: ContiguousBatch, made: ExpertWeights[Any], problem: Problem
 def multiplied_by_one(payload: Any, *, scaled: bool = False) -> Tensor:
     """Return ``[N, K]``: what the kernel reads of weights ``[1, 1, N, K]``, by rows with a single one."""
     columns = payload.shape[3]
-    matrix, _ = pack_w4a8(payload, None, scaled=scaled)
+    matrix = pack_w4a8(payload, None, scaled=scaled)
     x, scale = ordered(torch.eye(columns).to(torch.float8_e4m3fn), matrix.layout.row_order), torch.ones(columns, 1)
     found = torch.empty(columns, payload.shape[2])
     offsets = torch.tensor([0, columns])
@@ -185,7 +185,7 @@ def test_every_mxfp4_byte_is_exact_at_every_exponent_in_range() -> None:
     payload = MxFp4(shape=(1, 1, 12, 512), codes=all_bytes(12), scales=exponents.to(torch.uint8)[None, None])
     for scaled in (False, True):
         assert torch.equal(multiplied_by_one(payload, scaled=scaled), payload.decode()[0, 0])
-    report = pack_w4a8(payload, None)[1]
+    report = pack_w4a8(payload, None).report
     assert (report.groups, report.beyond, report.changed) == (192, 0, 0)
     assert "exact" in str(report)
 
@@ -199,7 +199,7 @@ def test_every_nvfp4_byte_is_exact_at_every_scale_in_range() -> None:
         global_scale=torch.tensor([[0.25]]),
     )
     assert torch.equal(multiplied_by_one(payload), payload.decode()[0, 0])
-    assert pack_w4a8(payload, None)[1].beyond == 0
+    assert pack_w4a8(payload, None).report.beyond == 0
 
 
 def test_nvfp4_scales_below_the_normal_range_are_exact_too() -> None:
@@ -231,7 +231,7 @@ def test_groups_below_the_range_of_their_row_are_rounded_and_counted() -> None:
     grid = 2.0 ** (120 - 11 - 127)  # codes of the smallest group in range are multiples of half of it
     assert float((found[:, 480:] - exact[:, 480:]).abs().max()) <= grid / 4
     assert not bool(found[1, 480:].any())
-    report = pack_w4a8(payload, None)[1]
+    report = pack_w4a8(payload, None).report
     assert (report.groups, report.beyond) == (48, 2)
     assert "2 of 48 groups" in str(report)
 
@@ -259,7 +259,7 @@ def test_rows_of_an_odd_width_keep_their_columns() -> None:
 
 def test_refusals_name_what_was_asked() -> None:
     assert KERNEL.refuse(question("mxfp4", "fp8_token").routed) is None
-    assert "takes mxfp4, nvfp4, int4_group" in str(KERNEL.refuse(question("fp8_block", "fp8_token").routed))
+    assert "takes mxfp4, nvfp4 or int4_group" in str(KERNEL.refuse(question("fp8_block", "fp8_token").routed))
     assert "asked for bf16 activations" in str(KERNEL.refuse(question("mxfp4", "bf16").routed))
     ampere = replace(question("mxfp4", "fp8_token"), device=DeviceFacts(kind="cuda", capability=(8, 0)))
     assert "sm_80; E4M3 products need sm_89" in str(KERNEL.refuse(ampere.routed))

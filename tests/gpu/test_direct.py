@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from collegium import Choice, MoELayer, MoESpec, Problem, Routing, RoutingSpec, encode_experts, plan
+from collegium import Choice, MoELayer, MoESpec, Problem, Routing, RoutingSpec, plan
 from collegium.pipelines.direct import Direct
 from collegium.pipelines.split import Split
 from collegium.runtime.devices import probe
 from collegium.testing.compare import heavy_tailed, random_experts
+from integers import encoded
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 RECIPES = [
@@ -21,6 +22,7 @@ RECIPES = [
     ("mxfp4", None),
     ("mxfp4", "fp8_token"),
     ("nvfp4", "fp8_token"),
+    ("gguf", None),
 ]
 
 
@@ -32,7 +34,7 @@ def build(weights: str, activations: str | None) -> MoELayer:
         routing=RoutingSpec(top_k=4),
         weight_format=weights,
     )
-    coded = encode_experts(random_experts(17, 2, 250, 384, seed=1), weights)
+    coded = encoded(random_experts(17, 2, 250, 384, seed=1), weights)
     made = replace(coded, gate_up=coded.gate_up.to("cuda"), down=coded.down.to("cuda"))
     problem = Problem(spec=spec, device=probe(torch.device("cuda")))
     return MoELayer(made, plan(problem, Choice(activation_format=activations)))

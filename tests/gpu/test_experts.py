@@ -10,17 +10,17 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 from collegium.experts.reference import Reference
-from collegium.experts.triton.bf16 import TritonBf16
-from collegium.experts.triton.fp8 import TritonFp8
 from collegium.experts.triton.grouped import grouped_gemm, tile_list
-from collegium.experts.triton.lanes import pack_fp8_rows, pack_int, pack_mxfp8
+from collegium.experts.triton.lanes import pack_fp8_rows, pack_gguf, pack_int, pack_mxfp8
 from collegium.experts.triton.packed import PackedExperts
+from collegium.experts.triton.table import TritonBf16, TritonFp8, TritonW4A16, TritonW8A16
 from collegium.experts.triton.tile_choice import TileChoice
 from collegium.experts.triton.tiles import candidates
-from collegium.experts.triton.w4a16 import TritonW4A16, TritonW8A16
 from collegium.formats import Fp8Channel, Int4Affine, Int8Affine, MxFp8
 from collegium.formats.codecs import pack_nibbles
+from collegium.formats.gguf import KINDS
 from collegium.formats.unquantised import DTYPES
+from collegium.ops.columns import column_sums
 from collegium.ops.operand import operand
 from collegium.ops.quantize import activation_format
 from collegium.parallel.local import Local
@@ -36,7 +36,7 @@ from collegium.types import (
     Routing,
     RoutingSpec,
 )
-from integers import encoded
+from integers import encoded, random_blocks
 from passes import check_replay_with_another_routing, check_rows_stand_alone
 
 KERNELS = (TritonBf16(), TritonFp8(), TritonW4A16(), TritonW8A16())
@@ -53,6 +53,8 @@ CASES = (
     ("int8_affine", "fp16", BF16),
     ("int4_ordered", "bf16", BF16),
     ("int8_ordered", "fp16", BF16),
+    ("gguf", "bf16", BF16),
+    ("gguf", "fp16", BF16),
     ("fp8_block", "bf16", BF16),
     ("fp8_channel", "bf16", BF16),
     ("fp8_tensor", "bf16", BF16),
@@ -187,6 +189,23 @@ def test_every_integer_beside_every_zero_point_is_exact(bits: int, group: int, d
         tile = TileChoice(block_n=block_n, block_t=16, warps=4, stages=2)
         grouped_gemm(torch.eye(256, device="cuda").to(dtype), packed, offsets, tile_list(offsets, 256, tile), found)
         assert torch.equal(found.T, payload.decode()[0, 0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_code_and_step_of_gguf_blocks_is_exact(kind: str, dtype: torch.dtype) -> None:
+    payload, half = random_blocks(kind, 1, 1, 160, 512).to("cuda"), dtype == torch.float16
+    packed = pack_gguf(payload, None, half=half)
+    packed = replace(packed, layout=replace(packed.layout, half=half))
+    offsets, found = torch.tensor([0, 512], device="cuda"), torch.empty(512, 160, device="cuda")
+    x = torch.eye(512, device="cuda").to(dtype)
+    sums = column_sums(x) if packed.layout.minima else None
+    for block_n in (64, 128):
+        tile = TileChoice(block_n=block_n, block_t=16, warps=4, stages=2)
+        grouped_gemm(x, packed, offsets, tile_list(offsets, 512, tile), found, x_scale=sums)
+        # Two products of a minimum, or its difference, are rounded once more than the format's.
+        close = 2e-6 if packed.layout.minima else 0.0
+        assert relative_error(found.T, payload.decode()[0, 0]) <= close
 
 
 @pytest.mark.parametrize("name", ["fp8_group128", "fp8_group128_pow2", "fp8_token"])

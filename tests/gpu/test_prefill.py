@@ -13,13 +13,12 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
 
 from collegium.encoding import encode_experts
 from collegium.experts.reference import Reference
-from collegium.experts.triton.bf16 import TritonBf16
-from collegium.experts.triton.fp8 import TritonFp8
 from collegium.experts.triton.grouped import grouped_gemm_reference, tile_list
-from collegium.experts.triton.layout import BlockCodes, Plain
+from collegium.experts.triton.layout import ROWS
 from collegium.experts.triton.matrix import PackedMatrix
 from collegium.experts.triton.packed import PackedExperts
 from collegium.experts.triton.prefill import CodeScales, prefill_gemm
+from collegium.experts.triton.table import TritonBf16, TritonFp8
 from collegium.experts.triton.tile_choice import TileChoice
 from collegium.experts.triton.tiles import prefill_tile
 from collegium.ops.operand import operand
@@ -163,7 +162,7 @@ def test_codes_and_scales_of_the_rows_between(act: str, parts: int) -> None:
     """What leaves the first product as codes is what quantising its rows gives, bit for bit."""
     codes = torch.randn(3, parts, 336, 512, device="cuda").to(torch.float8_e4m3fn)
     scale = torch.rand(3, parts, 3, 4, device="cuda") * 0.1
-    packed = PackedMatrix(layout=BlockCodes(shape=(3, parts, 336, 512)), values=codes, scale=scale)
+    packed = PackedMatrix(layout=ROWS["fp8_block"].of((3, parts, 336, 512)), values=codes, scale=scale)
     x, x_scale = operand(heavy_tailed(300, 512, seed=3).bfloat16().cuda(), "fp8_group128")
     offsets = torch.tensor([0, 130, 130, 299], device="cuda")
     tiles = tile_list(offsets, 300, LARGE)
@@ -189,7 +188,7 @@ def test_addresses_beyond_2_to_the_31() -> None:
     values = torch.empty(experts, 2, wide, hidden, dtype=torch.bfloat16, device="cuda")
     for expert in values:
         expert.normal_(0, hidden**-0.5, generator=generator)
-    packed = PackedMatrix(layout=Plain(shape=(experts, 2, wide, hidden)), values=values)
+    packed = PackedMatrix(layout=ROWS["plain"].of((experts, 2, wide, hidden)), values=values)
     x = torch.randn(300, hidden, device="cuda", generator=generator).bfloat16()
     offsets = torch.tensor([0] * 15 + [100, 170, 300], device="cuda")
     out = torch.empty(300, wide, dtype=torch.float32, device="cuda")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import pytest
 import torch
 
-from collegium.formats import Bnb4, Gguf, Int4Affine, Int4Ordered, Int8Affine, Int8Ordered, Payload
+from collegium import load_layer
+from collegium.formats import Bnb4, Int4Affine, Int4Ordered, Int8Affine, Int8Ordered, Payload
 from collegium.formats.gguf import KINDS
 from collegium.layer import MoELayer
 from collegium.planning import plan
@@ -13,12 +16,17 @@ from collegium.problem import Choice, Problem
 from collegium.runtime.devices import probe
 from collegium.testing.compare import relative_error
 from collegium.types import ExpertWeights, MoESpec, Routing, RoutingSpec
+from integers import random_blocks
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 NAMES = ["int4_affine", "int8_affine", "int4_ordered", "int8_ordered", "bnb4", *KINDS]
 
 ON_GPU = {f"int{bits}_{kind}": f"triton_w{bits}a16" for bits in (4, 8) for kind in ("affine", "ordered")}
+ON_GPU |= dict.fromkeys(KINDS, "triton_w4a16")
 
 
 def integers(name: str, *shape: int) -> Payload:
@@ -51,14 +59,7 @@ def payload(name: str, *shape: int) -> Payload:
             table=torch.linspace(-1, 1, 16).expand(*lead[:-1], 16).contiguous(),
             group_size=64,
         )
-    kind = KINDS[name]
-    blocks = torch.randint(0, 256, (*lead, columns // kind.elements, kind.nbytes), dtype=torch.uint8)
-    for at in kind.halves:
-        halves = (torch.randn(blocks.shape[:-1]) / 256).half().unsqueeze(-1)
-        blocks[..., at : at + 2] = halves.view(torch.uint8)
-    if not kind.halves:
-        blocks[..., 0] = 120
-    return Gguf(shape=shape, blocks=blocks)
+    return random_blocks(name, *shape)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -90,3 +91,25 @@ def test_a_layer_equals_the_cpu(name: str) -> None:
     # sums are ordered differently, and h is rounded to bfloat16 in between
     assert relative_error(out["cuda"], out["cpu"]) < 0.01
     assert out["cpu"].float().norm() > 0
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(("arch", "kinds"), [("qwen3moe", ("Q4_K", "Q6_K")), ("llama", ("Q5_1", "MXFP4"))])
+def test_a_file_on_disk_runs_on_the_gpu(tmp_path: Path, arch: str, kinds: tuple[str, str], dtype: Any) -> None:
+    pytest.importorskip("gguf")
+    from gguf_files import D, write_gguf
+
+    path = tmp_path / "model.gguf"
+    write_gguf(path, arch, kinds)
+    for number in (0, 1):
+        layer = load_layer(path, number, dtype=dtype, device="cuda")
+        assert layer.plan.kernel == "triton_w4a16"
+        assert f"gate_up {kinds[0]} in " in str(layer)
+        judge = load_layer(path, number, dtype="fp32", device="cuda", force=Choice(kernel="reference"))
+        # One token, a few that are not sorted, tiles of every height.
+        for tokens in (1, 2, 9, 300, 4096):
+            x = (torch.randn(tokens, D, device="cuda") / 64).to(layer.input_dtype)
+            logits = torch.randn(tokens, layer.spec.num_experts, device="cuda")
+            found = layer(x, router_logits=logits)
+            assert torch.equal(found, layer(x, router_logits=logits))
+            assert relative_error(found, judge(x.float(), router_logits=logits)) < 0.01

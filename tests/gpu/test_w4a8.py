@@ -15,9 +15,9 @@ if torch.cuda.get_device_capability() < (8, 9):
 
 from collegium.experts.reference import Reference
 from collegium.experts.triton import grouped as ops
+from collegium.experts.triton.table import TritonW4A8
 from collegium.experts.triton.tile_choice import TileChoice
 from collegium.experts.triton.tiles import candidates
-from collegium.experts.triton.w4a8 import TritonW4A8
 from collegium.experts.triton.words import pack_w4a8
 from collegium.formats import Int4Group, MxFp4, NvFp4, by_name
 from collegium.ops.operand import operand, ordered
@@ -115,7 +115,7 @@ def test_large_ugly_sizes_with_limit_and_biases(weights: str) -> None:
 def test_every_tile_gives_the_same_bits_close_to_the_product_of_the_codes(weights: str, act: str, columns: int) -> None:
     rows = 1500
     payload = encode(weights, heavy_tailed(5, 1, 512, columns, seed=1, channels=False) * columns**-0.5)
-    packed, _ = pack_w4a8(payload, None)
+    packed = pack_w4a8(payload, None)
     x = heavy_tailed(rows, columns, seed=2).bfloat16().cuda()
     codes, scale = operand(x, act, order=packed.layout.row_order)
     offsets = torch.tensor([0, 300, 301, 301, 900, rows], device="cuda")
@@ -144,7 +144,8 @@ def test_a_row_does_not_depend_on_the_batch(weights: str, act: str) -> None:
 def as_read(payload: Any) -> torch.Tensor:
     """Return ``[N, K]``: what the kernel reads of weights ``[1, 1, N, K]``, by rows with a single one."""
     columns = payload.shape[3]
-    packed, report = pack_w4a8(payload, None)
+    packed = pack_w4a8(payload, None)
+    report = packed.report
     assert report.beyond == 0
     codes = ordered(torch.eye(columns, device="cuda").to(torch.float8_e4m3fn), packed.layout.row_order)
     found = torch.empty(columns, payload.shape[2], device="cuda")
@@ -211,7 +212,8 @@ def test_packing_takes_little_memory() -> None:
     payload = MxFp4(shape=(4, 2, 2048, 4096), codes=codes, scales=scales)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    packed, report = pack_w4a8(payload, None)
+    packed = pack_w4a8(payload, None)
+    report = packed.report
     assert packed.scale is not None
     kept = torch.cuda.memory_allocated() - before
     assert torch.cuda.max_memory_allocated() - before - kept < 64 << 20

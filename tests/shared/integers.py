@@ -1,20 +1,24 @@
-"""Experts in integers with zero points as GPTQ and AWQ publish them, made of given weights."""
+"""Experts in integers as GPTQ, AWQ and GGUF publish them, made of given weights, and GGUF blocks of random bytes."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from collegium.commands import integers
 from collegium.commands.integers import ENCODERS, affine
 from collegium.encoding import encode_experts
+from collegium.formats import Gguf
+from collegium.formats.gguf import KINDS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from collegium.types import ExpertWeights
 
-__all__ = ["affine", "encoded", "ordered"]
+__all__ = ["affine", "encoded", "ordered", "random_blocks"]
 
 
 def ordered(weight: Tensor, bits: int, group: int) -> Any:
@@ -32,5 +36,21 @@ def encoded(plain: ExpertWeights[Any], name: str, group: int = 128) -> ExpertWei
     if name not in ENCODERS:
         return encode_experts(plain, name)
     kind: Any = affine if name.endswith("_affine") else ordered
-    gate_up, down = (kind(part.decode(), int(name[3]), group) for part in (plain.gate_up, plain.down))
+    given = () if name == "gguf" else (int(name[3]), group)
+    kind = integers.q4_k if name == "gguf" else kind
+    gate_up, down = (kind(part.decode(), *given) for part in (plain.gate_up, plain.down))
     return replace(plain, gate_up=gate_up, down=down)
+
+
+def random_blocks(name: str, *shape: int) -> Gguf:
+    """Return blocks of a kind whose codes and steps are any bytes; halves give weights of about ``K ** -0.5``."""
+    kind, columns = KINDS[name], shape[-1]
+    blocks = torch.randint(0, 256, (*shape[:-1], -(-columns // kind.elements), kind.nbytes), dtype=torch.uint8)
+    wide = 2 ** (kind.bits - 1)
+    level = columns**-0.5 / wide / (1 if kind.steps is None else 64 if kind.bits == 6 else 32)
+    for at, size in zip(kind.halves, (level, level * wide), strict=False):
+        halves = (torch.randn(blocks.shape[:-1]) * size).half()
+        blocks[..., at : at + 2] = halves.unsqueeze(-1).view(torch.uint8)
+    if not kind.halves:
+        blocks[..., 0] = torch.randint(118, 122, blocks.shape[:-1])
+    return Gguf(shape=shape, blocks=blocks)

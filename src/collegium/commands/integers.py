@@ -1,4 +1,4 @@
-"""Weights as GPTQ and AWQ leave them, for measurements: formats that are only read have no encoder of their own."""
+"""Weights as GPTQ, AWQ and GGUF files have them, for measurements: formats that are only read have no encoder."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
-from ..formats import Int4Affine, Int4Ordered, Int8Affine, Int8Ordered
+from ..formats import Gguf, Int4Affine, Int4Ordered, Int8Affine, Int8Ordered
 from ..formats.codecs import in_groups, pack_nibbles, unpack_nibbles
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ENCODERS", "affine", "ordered"]
+__all__ = ["ENCODERS", "affine", "ordered", "q4_k"]
 
 
 def affine(weight: Tensor, bits: int, group: int = 128, dtype: torch.dtype = torch.float16) -> Int4Affine | Int8Affine:
@@ -48,12 +48,32 @@ def ordered(weight: Tensor, bits: int, group: int = 128, seed: int = 0) -> Int4O
     return kind(shape=plain.shape, group_size=plain.group_size, group_of=group_of, **tensors)
 
 
-# By the name of the format.
+def q4_k(weight: Tensor) -> Gguf:
+    """Return ``weight [..., N, K]`` in blocks of Q4_K: the range of each run of 32, in steps of the block's largest."""
+    columns = weight.shape[-1]
+    runs = functional.pad(weight.float(), (0, -columns % 256)).unflatten(-1, (-1, 8, 32))
+    low = runs.amin(-1).clamp(max=0)
+    lines = torch.stack(((runs.amax(-1) - low) / 15, -low), dim=-1)
+    halves = (lines.amax(-2) / 63).half()
+    units = halves.float().clamp(min=1e-7).unsqueeze(-2)
+    steps = (lines / units).round().clamp(0, 63)
+    scales, minima = (steps * units).unsqueeze(-2).unbind(-1)
+    codes = ((runs + minima) / scales.clamp(min=1e-7)).round().clamp(0, 15).to(torch.uint8)
+    first, last = steps.to(torch.uint8).split(4, dim=-2)
+    six = torch.cat((first | last >> 4 << 6, (last & 15) << torch.tensor([0, 4], device=weight.device)), dim=-2)
+    twelve = (*six[..., :4, :].unbind(-1), six[..., 4:, :].sum(-1))
+    low, high = codes.unflatten(-2, (4, 2)).unbind(-2)
+    parts = (halves.view(torch.uint8), *twelve, (low | high << 4).flatten(-2))
+    return Gguf(shape=tuple(weight.shape), blocks=torch.cat([part.to(torch.uint8) for part in parts], dim=-1))
+
+
+# By the name of the format; of GGUF the commonest kind.
 ENCODERS = {
     Int4Affine.name: partial(affine, bits=4),
     Int8Affine.name: partial(affine, bits=8),
     Int4Ordered.name: partial(ordered, bits=4),
     Int8Ordered.name: partial(ordered, bits=8),
+    Gguf.name: q4_k,
 }
 
 

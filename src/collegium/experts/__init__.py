@@ -6,10 +6,7 @@ from .base import ExpertKernel, Packed, Product, Tiling
 from .cpu.fused import CpuFused
 from .cpu.grouped import CpuGrouped
 from .reference import Reference
-from .triton.bf16 import TritonBf16
-from .triton.fp8 import TritonFp8
-from .triton.w4a8 import TritonW4A8
-from .triton.w4a16 import TritonW4A16, TritonW8A16
+from .triton.table import TritonBf16, TritonFp8, TritonW4A8, TritonW4A16, TritonW8A16
 
 __all__ = [
     "KERNELS",

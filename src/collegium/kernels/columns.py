@@ -1,4 +1,4 @@
-"""Columns of each row in the order of its expert's weights."""
+"""Columns of each row in the order of its expert's weights, and sums of columns."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .tiles import token_at
 
-__all__ = ["columns_kernel"]
+__all__ = ["columns_kernel", "sums_kernel"]
 
 
 @triton.jit(do_not_specialize_on_alignment=["source", "owner"])
@@ -35,3 +35,20 @@ def columns_kernel(
     inside = column < columns
     at = tl.load(order + expert * columns + column, mask=inside, other=0)
     tl.store(out + row * columns + column, tl.load(x + token * x_stride + at, mask=inside), mask=inside)
+
+
+@triton.jit
+def sums_kernel(x, used, out, columns, x_stride, groups, SOME: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Write ``out [R, groups]`` float32: of each row the sums of 32 columns, zero beyond ``columns``.
+
+    used: how many rows there are if SOME.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    kept = row < tl.load(used) if SOME else True
+    group = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column = group[:, None] * 32 + tl.arange(0, 32)[None, :]
+    value = tl.load(x + row * x_stride + column, mask=(column < columns) & kept, other=0.0).to(tl.float32)
+    tl.store(out + row * groups + group, tl.sum(value, 1), mask=(group < groups) & kept)

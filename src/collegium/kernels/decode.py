@@ -16,8 +16,10 @@ __all__ = [
     "e8m0_scale",
     "finished",
     "group_scale",
+    "half_scale",
     "int4_quarters",
     "int8_halves",
+    "step_scale",
     "upper_scale",
 ]
 
@@ -43,7 +45,7 @@ _FOUR = "shr.u32 a, $4, {}; and.b32 a, a, 0x000F000F; or.b32 a, a, base; fma.rn.
 _FOURS = "".join(_FOUR.format(4 * q, q, 5 + q) for q in range(4))
 _BYTE = "shr.u32 a, $2, {}; and.b32 a, a, 0x00FF00FF; or.b32 a, a, base; fma.rn.KIND ${}, a, one, ${};"
 _BYTES = "".join(_BYTE.format(8 * q, q, 3 + q) for q in range(2))
-# bfloat16 has no room for eight bits beside 128: the upper one is 2, times 64, and joins when 128 is gone.
+# bfloat16 has room for seven bits beside 128: an upper one is 2, times 64, and joins when 128 is gone.
 _SPLIT = """
     shr.u32 a, $2, {0}; and.b32 b, a, 0x00800080; shl.b32 b, b, 7; fma.rn.KIND b, b, up, ${2};
     and.b32 a, a, 0x007F007F; or.b32 a, a, base; fma.rn.KIND a, a, one, less; fma.rn.KIND ${1}, a, one, b;
@@ -66,6 +68,7 @@ def _text(steps: str, kind: str, one: str, base: str) -> str:
 
 _BF16, _FP16 = ("bf16x2", "0x3F803F80", "0x43004300"), ("f16x2", "0x3C003C00", "0x64006400")
 _INT4_ASM, _INT4_HALF_ASM = tl.constexpr(_text(_FOURS, *_BF16)), tl.constexpr(_text(_FOURS, *_FP16))
+_INT7_ASM = tl.constexpr(_text(_BYTES, *_BF16))
 _INT8_ASM, _INT8_HALF_ASM = tl.constexpr(_text(_SPLITS, *_BF16)), tl.constexpr(_text(_BYTES, *_FP16))
 
 _E2M1_ASM, _E4M3_ASM = tl.constexpr(_text(_E2M1_STEPS, *_BF16)), tl.constexpr(_text(_E4M3_STEPS, *_BF16))
@@ -114,7 +117,7 @@ def _minus(word, lanes, MIDDLE: tl.constexpr, ZEROED: tl.constexpr, HALF: tl.con
     zero = (word & 255)[:, None] if ZEROED else tl.full((1, 1), MIDDLE, tl.int32)
     if HALF:
         bits = zero | 0xE400
-    elif MIDDLE == 8:
+    elif MIDDLE < 128:
         bits = zero | 0xC300
     else:
         bits = (-zero.to(tl.float32)).to(tl.int32, bitcast=True) >> 16
@@ -149,17 +152,20 @@ def int4_quarters(lanes, n0, n1, n2, n3, ZEROED: tl.constexpr, HALF: tl.constexp
 
 
 @triton.jit
-def int8_halves(lanes, n0, n1, ZEROED: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr):
-    """Return two tensors, code - zero of low and high byte; zero points as ``int4_quarters`` says, 128 for all."""
+def int8_halves(lanes, n0, n1, MIDDLE: tl.constexpr, ZEROED: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr):
+    """Return two tensors, code - zero of low and high byte; zero points as ``int4_quarters`` says, or all are MIDDLE.
+
+    Below 128 codes have seven bits.
+    """
     if ASM:
-        m0, m1 = _minus(n0, lanes, 128, ZEROED, HALF), _minus(n1, lanes, 128, ZEROED, HALF)
+        m0, m1 = _minus(n0, lanes, MIDDLE, ZEROED, HALF), _minus(n1, lanes, MIDDLE, ZEROED, HALF)
+        TEXT: tl.constexpr = _INT8_HALF_ASM if HALF else _INT8_ASM if MIDDLE == 128 else _INT7_ASM
         a, b = tl.inline_asm_elementwise(
-            _INT8_HALF_ASM if HALF else _INT8_ASM, "=&r,=&r,r,r,r", [lanes, m0, m1], dtype=(tl.int16, tl.int16),
-            is_pure=True, pack=2,
+            TEXT, "=&r,=&r,r,r,r", [lanes, m0, m1], dtype=(tl.int16, tl.int16), is_pure=True, pack=2,
         )  # fmt: skip
         return _as_rows(a, HALF), _as_rows(b, HALF)
     else:
-        return _less(lanes & 255, n0, 128, ZEROED, HALF), _less((lanes >> 8) & 255, n1, 128, ZEROED, HALF)
+        return _less(lanes & 255, n0, MIDDLE, ZEROED, HALF), _less((lanes >> 8) & 255, n1, MIDDLE, ZEROED, HALF)
 
 
 @triton.jit
@@ -209,6 +215,18 @@ def upper_scale(words):
 def group_scale(words, ZEROED: tl.constexpr):
     """Return the float32 column that ``words`` are, without the zero points in their low bytes."""
     return ((words & -256).to(tl.float32, bitcast=True) if ZEROED else words)[:, None]
+
+
+@triton.jit
+def half_scale(words):
+    """Return the float16 in the lower half of each word as a float32 column."""
+    return words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)[:, None]
+
+
+@triton.jit
+def step_scale(words, QUARTER: tl.constexpr):
+    """Return the signed byte of a quarter of each word as a float32 column."""
+    return ((words << (24 - 8 * QUARTER)) >> 24).to(tl.float32)[:, None]
 
 
 @triton.jit

@@ -26,8 +26,10 @@ from .decode import (
     e8m0_scale,
     finished,
     group_scale,
+    half_scale,
     int4_quarters,
     int8_halves,
+    step_scale,
     upper_scale,
 )
 from .tiles import begun, dot, halves, store_rows, token_at
@@ -46,6 +48,8 @@ E8M0_SCALE = tl.constexpr(numbers.E8M0_SCALE)
 E4M3_SCALE = tl.constexpr(numbers.E4M3_SCALE)
 PAIR_SCALE = tl.constexpr(numbers.PAIR_SCALE)
 ZERO_SCALE = tl.constexpr(numbers.ZERO_SCALE)
+HALF_SCALE = tl.constexpr(numbers.HALF_SCALE)
+STEP_SCALE = tl.constexpr(numbers.STEP_SCALE)
 
 NO_ACTIVATION = tl.constexpr(numbers.NO_ACTIVATION)
 
@@ -85,12 +89,23 @@ def _byte_scale(words, like, QUARTER: tl.constexpr, SCALE: tl.constexpr):
 
 
 @triton.jit
+def _add_quarter(acc, product, factor, minimum, sums, MIDDLE: tl.constexpr):
+    """Add a scaled product. MIDDLE: what decoding took from codes of a weight with a minimum, which sums give back."""
+    if MIDDLE:
+        acc += (factor * MIDDLE + minimum) * sums[None, :]
+    return acc + product * factor
+
+
+@triton.jit
 def _multiply(
-    acc, w, w1, scale, scale_step, x0, x1, x2, x3, x_scale,
+    acc, w, w1, scale, scale_step, x0, x1, x2, x3, x_scale, x_scale1, x_scale2, x_scale3,
     WEIGHT: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr, X_SCALED: tl.constexpr, STACKED: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """Add one K block: weights ``w [BLOCK_N, .]`` times tokens ``x0..x3``, scaled as SCALE says."""
+    """Add one K block: weights ``w [BLOCK_N, .]`` times tokens ``x0..x3``, scaled as SCALE says.
+
+    x_scale: of the tokens if X_SCALED. Where scales have minima, x_scale to x_scale3 are sums of tokens x0 to x3.
+    """
     none = tl.zeros_like(acc)
     if (WEIGHT == E2M1_LANES) or (WEIGHT == E4M3_LANES):
         SCALED: tl.constexpr = (SCALE == E8M0_SCALE) or (SCALE == E4M3_SCALE)
@@ -123,23 +138,43 @@ def _multiply(
     elif (WEIGHT == INT4_LANES) or (WEIGHT == INT8_LANES):
         ZEROED: tl.constexpr = SCALE == ZERO_SCALE
         HALF: tl.constexpr = x0.dtype == tl.float16
+        MINIMA: tl.constexpr = (SCALE == HALF_SCALE and WORDS == 4) or (SCALE == STEP_SCALE and WORDS == 3)
         n0 = tl.load(scale)
         n1, n2, n3 = n0, n0, n0
+        m0, m1, m2, m3 = n0, n0, n0, n0
         if SCALE == PAIR_SCALE:
             n1 = tl.load(scale + scale_step)
             f0, f1, f2, f3 = upper_scale(n0 << 16), upper_scale(n0), upper_scale(n1 << 16), upper_scale(n1)
+        elif SCALE == STEP_SCALE:
+            n1 = tl.load(scale + scale_step)
+            f0, f1 = half_scale(n0) * step_scale(n1, 0), half_scale(n0) * step_scale(n1, 1)
+            f2, f3 = half_scale(n0) * step_scale(n1, 2), half_scale(n0) * step_scale(n1, 3)
+            if MINIMA:
+                n2 = tl.load(scale + 2 * scale_step)
+                m0, m1 = half_scale(n0 >> 16) * step_scale(n2, 0), half_scale(n0 >> 16) * step_scale(n2, 1)
+                m2, m3 = half_scale(n0 >> 16) * step_scale(n2, 2), half_scale(n0 >> 16) * step_scale(n2, 3)
+        elif SCALE == HALF_SCALE and WORDS == 2:
+            n1 = tl.load(scale + scale_step)
+            f0, f1, f2, f3 = half_scale(n0), half_scale(n0 >> 16), half_scale(n1), half_scale(n1 >> 16)
         else:
             if WORDS == 4:
                 n1 = tl.load(scale + scale_step)
                 n2 = tl.load(scale + 2 * scale_step)
                 n3 = tl.load(scale + 3 * scale_step)
-            f0, f1 = group_scale(n0, ZEROED), group_scale(n1, ZEROED)
-            f2, f3 = group_scale(n2, ZEROED), group_scale(n3, ZEROED)
+            if SCALE == HALF_SCALE:
+                f0, f1, f2, f3 = half_scale(n0), half_scale(n1), half_scale(n2), half_scale(n3)
+                m0, m1 = half_scale(n0 >> 16), half_scale(n1 >> 16)
+                m2, m3 = half_scale(n2 >> 16), half_scale(n3 >> 16)
+            else:
+                f0, f1 = group_scale(n0, ZEROED), group_scale(n1, ZEROED)
+                f2, f3 = group_scale(n2, ZEROED), group_scale(n3, ZEROED)
         if WEIGHT == INT4_LANES:
             a0, a1, a2, a3 = int4_quarters(w, n0, n1, n2, n3, ZEROED, HALF, ASM)
         else:
-            a0, a1 = int8_halves(w, n0, n1, ZEROED, HALF, ASM)
-            a2, a3 = int8_halves(w1, n2, n3, ZEROED, HALF, ASM)
+            # Codes of five and six bits, steps and minima alone have, lie around 32.
+            CENTRE: tl.constexpr = 32 if MINIMA or SCALE == STEP_SCALE else 128
+            a0, a1 = int8_halves(w, n0, n1, CENTRE, ZEROED, HALF, ASM)
+            a2, a3 = int8_halves(w1, n2, n3, CENTRE, ZEROED, HALF, ASM)
         if WORDS == 1:
             product = dot(a0, x0, none, ASM)
             product = dot(a1, x1, product, ASM)
@@ -147,10 +182,11 @@ def _multiply(
             product = dot(a3, x3, product, ASM)
             acc += product * f0
         else:
-            acc += dot(a0, x0, none, ASM) * f0
-            acc += dot(a1, x1, none, ASM) * f1
-            acc += dot(a2, x2, none, ASM) * f2
-            acc += dot(a3, x3, none, ASM) * f3
+            MIDDLE: tl.constexpr = 0 if not MINIMA else 8 if WEIGHT == INT4_LANES else 16
+            acc = _add_quarter(acc, dot(a0, x0, none, ASM), f0, m0, x_scale, MIDDLE)
+            acc = _add_quarter(acc, dot(a1, x1, none, ASM), f1, m1, x_scale1, MIDDLE)
+            acc = _add_quarter(acc, dot(a2, x2, none, ASM), f2, m2, x_scale2, MIDDLE)
+            acc = _add_quarter(acc, dot(a3, x3, none, ASM), f3, m3, x_scale3, MIDDLE)
     else:
         if SCALE == BLOCK_SCALE:
             # One number for the whole tile: with the tokens' scales it is a row of factors, not a matrix.
@@ -221,6 +257,8 @@ def grouped_tile(
         s_ptr += part * s_part
     if X_SCALE == 1:
         xs_ptr = x_scale + token * K_BLOCKS
+    elif X_SCALE == 3:
+        xs_ptr = x_scale + token * (4 * K_BLOCKS)
 
     up = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
     if SETS == 2:
@@ -238,16 +276,23 @@ def grouped_tile(
             x1 = x0
             x2 = x0
             x3 = x0
-        xs = tl.load(xs_ptr + block) if X_SCALE == 1 else 0.0
+        xs = tl.load(xs_ptr + block * (4 if X_SCALE == 3 else 1)) if X_SCALE == 1 or X_SCALE == 3 else 0.0
+        xs1 = tl.load(xs_ptr + block * 4 + 1) if X_SCALE == 3 else 0.0
+        xs2 = tl.load(xs_ptr + block * 4 + 2) if X_SCALE == 3 else 0.0
+        xs3 = tl.load(xs_ptr + block * 4 + 3) if X_SCALE == 3 else 0.0
         if SETS == 2:
             w0, w1 = _load_weights(w_ptr, k[None, :], left, WIDTH, WEIGHT, EVEN_K or QUARTERS)
             gate = _multiply(
-                gate, w0, w1, s_ptr, n_out, x0, x1, x2, x3, xs, WEIGHT, SCALE, WORDS, X_SCALE == 1, STACKED, ASM
-            )
+                gate, w0, w1, s_ptr, n_out, x0, x1, x2, x3, xs, xs1, xs2, xs3,
+                WEIGHT, SCALE, WORDS, X_SCALE == 1, STACKED, ASM,
+            )  # fmt: skip
             w_ptr += k_step
             s_ptr += s_k
         w0, w1 = _load_weights(up_ptr, k[None, :], left, WIDTH, WEIGHT, EVEN_K or QUARTERS)
-        up = _multiply(up, w0, w1, us_ptr, n_out, x0, x1, x2, x3, xs, WEIGHT, SCALE, WORDS, X_SCALE == 1, STACKED, ASM)
+        up = _multiply(
+            up, w0, w1, us_ptr, n_out, x0, x1, x2, x3, xs, xs1, xs2, xs3,
+            WEIGHT, SCALE, WORDS, X_SCALE == 1, STACKED, ASM,
+        )  # fmt: skip
         up_ptr += k_step
         us_ptr += s_k
         x_ptr += BLOCK_K
@@ -321,11 +366,11 @@ def grouped_gemm_kernel(
     """Write ``out [R, n_out]``: rows of one expert times its weights, then bias and activation.
 
     x [T or R, x_stride], read at row source[r] (GATHER) or r. x_scale: float32 [., K_BLOCKS] (X_SCALE 1) or [., 1]
-    (2), 0: none. weight: expert and part ``part_step`` elements apart, rows ``n_step``, K blocks ``k_step``.
-    scale: per (expert, part, K block): WORDS x n_out words, or for BLOCK_SCALE [ceil(n_out / 128), K_BLOCKS].
-    row_scale, bias: [expert, part, n_out]. Rows from expert_offsets[E] on are not written. PLACED: row r is written to
-    element row_places[r] of out, which may be in a peer's memory (``place_at``). NARROW: a tile of few rows is
-    multiplied as one of half or a quarter of BLOCK_T.
+    (2), or sums of x [., 4 * K_BLOCKS] (3), 0: none. weight: expert and part ``part_step`` elements apart, rows
+    ``n_step``, K blocks ``k_step``. scale: per (expert, part, K block): WORDS x n_out words, or for BLOCK_SCALE
+    [ceil(n_out / 128), K_BLOCKS]. row_scale, bias: [expert, part, n_out]. Rows from expert_offsets[E] on are not
+    written. PLACED: row r is written to element row_places[r] of out, which may be in a peer's memory (``place_at``).
+    NARROW: a tile of few rows is multiplied as one of half or a quarter of BLOCK_T.
     """
     expert, row_first, row_count, n_first = begun(
         n_out, token_tiles, tile_expert, tile_row, expert_offsets, experts, BLOCK_N // 2 if STACKED else BLOCK_N,

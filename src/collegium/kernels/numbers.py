@@ -18,6 +18,7 @@ __all__ = [
     "E8M0_SCALE",
     "GROUP_CODES",
     "GROUP_SCALE",
+    "HALF_SCALE",
     "INT4_FLOAT",
     "INT4_FLOATS",
     "INT4_LANES",
@@ -30,6 +31,7 @@ __all__ = [
     "PLAIN",
     "POWER_CODES",
     "ROWS",
+    "STEP_SCALE",
     "ZERO_SCALE",
 ]
 
@@ -58,6 +60,9 @@ E4M3_SCALE = 3  # the same with E4M3 bytes
 GROUP_SCALE = 4  # float32 for each row and K block or quarter, applied to the product
 PAIR_SCALE = 5  # two bfloat16 a word for each row and quarter, applied to the product
 ZERO_SCALE = 6  # GROUP_SCALE whose low byte, which such a float32 does not need, is the zero point
+HALF_SCALE = 7  # float16 for each row and quarter, two a word; with four words each has a minimum above it
+STEP_SCALE = 8  # a word of one or two float16, a word of a signed byte a quarter that multiplies the first, and with
+# three words such bytes for the second, a minimum; minima are added to what codes without a zero point are
 
 # KIND, where no activation follows the product; the others are places in types.ACTIVATION_KINDS.
 NO_ACTIVATION = -1

@@ -1,4 +1,4 @@
-"""Columns of rows in the order of each row's expert, for weights whose columns GPTQ sorted by activation.
+"""Columns of rows in the order of each row's expert, where GPTQ sorted them by activation, and sums of columns.
 
 Shape letters: T tokens, R rows, E experts, K columns.
 """
@@ -6,6 +6,8 @@ Shape letters: T tokens, R rows, E experts, K columns.
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+import torch
 
 from ..runtime.launch import launch, overlaps, power_at_least
 from ..runtime.memory import take
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 
     from ..runtime.memory import Memory
 
-__all__ = ["in_columns", "in_columns_reference"]
+__all__ = ["column_sums", "in_columns", "in_columns_reference"]
 
 _BLOCK = 1024
 
@@ -45,4 +47,20 @@ def in_columns(
     constants["PDL"] = overlaps(x)
     if rows:
         launch(columns_kernel, (rows, -(-columns // _BLOCK)), args, constants, num_warps=4)
+    return out
+
+
+def column_sums(x: Tensor, *, used: Tensor | None = None, memory: Memory | None = None) -> Tensor:
+    """Return float32 ``[R, 4 * ceil(K / 128)]``: sums of 32 columns each of ``x [R, K]``, zero beyond K, in one launch.
+
+    used: ``[1]`` int64, how many rows anybody reads; no others are written. memory: where the result, "sums", is from.
+    """
+    from ..kernels.columns import sums_kernel
+
+    (rows, columns), groups = x.shape, 4 * -(-x.shape[1] // 128)
+    out = take(memory, "sums", (rows, groups), torch.float32, x.device)
+    constants = {"SOME": used is not None, "BLOCK": _BLOCK // 32, "PDL": overlaps(x)}
+    args = (x, x if used is None else used, out, columns, x.stride(0), groups)
+    if rows:
+        launch(sums_kernel, (rows, -(-groups * 32 // _BLOCK)), args, constants, num_warps=4)
     return out

@@ -60,7 +60,7 @@ CHUNK = 2  # tokens that are listed and pulled together
 WARPS = 4
 WIDE = 3  # pieces of 128 weight rows for each multiprocessor from which on they are the faster ones, not 64
 STAGES = {(False, 64): 4, (False, 128): 4, (True, 64): 5, (True, 128): 4}  # by coded and weight rows
-DEPTH = 1  # K blocks of a step, of four-bit weights
+DEPTH = {64: 2, 128: 1}  # K blocks of a step, of four-bit weights, by weight rows: two spill with 128
 COLUMNS = 1024  # of a token that are summed together
 QUANTISED = 2048  # values between the products that a program quantises together
 
@@ -253,7 +253,8 @@ class Mega:
             "HAS_LIMIT": act.limit is not None, "UP_BLOCKS": up.layout.k_blocks, "DOWN_BLOCKS": down.layout.k_blocks,
             "UP_EVEN": shape.width % block_k == 0, "DOWN_EVEN": shape.inner % block_k == 0,
             "WARPS": WARPS, "BLOCK_N": block_n, "BLOCK_T": block_t, "BLOCK": block_k,
-            "UP_DEPTH": gcd(DEPTH, up.layout.k_blocks), "DOWN_DEPTH": gcd(DEPTH, down.layout.k_blocks),
+            "UP_DEPTH": gcd(DEPTH[block_n], up.layout.k_blocks),
+            "DOWN_DEPTH": gcd(DEPTH[block_n], down.layout.k_blocks),
             "STAGES": STAGES[self.coded, block_n],
             "ALL": unasked(peers.world, shape.top_k, peers.bound),
             "PLACED": 16 if shape.width % 16 == 0 else 1, "BLOCK_C": block_c, "EVEN": shape.width % 16 == 0,

@@ -128,9 +128,10 @@ def grouped_gemm(
     """Write ``out [R, N]`` and return it; see ``grouped_gemm_reference`` for its contents.
 
     x: ``[T, K]`` of the operand dtype, read at ``source [R]`` int64, or row by row without it. x_scale: float32
-    ``[T, ceil(K / 128)]`` or ``[T, 1]`` for E4M3 rows. tiles: from ``tile_list``; when nothing is sorted expert_offsets
-    is not read, and source only says that row r reads x at r // top_k. Rows from
-    ``expert_offsets[E]`` on are not written. With ``tiles.places`` out is ``[any, N]``, and rows go where those say.
+    ``[T, ceil(K / 128)]`` or ``[T, 1]`` for E4M3 rows, ``column_sums`` for weights with minima. tiles: from
+    ``tile_list``; when nothing is sorted expert_offsets is not read, and source only says that row r reads x at
+    r // top_k. Rows from ``expert_offsets[E]`` on are not written. With ``tiles.places`` out is ``[any, N]``, and rows
+    go where those say.
     Raises InputError for wrong shapes or dtypes.
     """
     _check(x, packed, out, x_scale)
@@ -147,7 +148,7 @@ def grouped_gemm(
         from ...kernels.grouped_gemm import grouped_gemm_kernel
 
         kernel, sizes = grouped_gemm_kernel, (n_out, k_in, x.stride(0), *layout.steps, layout.scale_rows)
-        own = {"SCALE": layout.scaling, "WORDS": layout.words, "ROW_SCALE": packed.row_scale is not None}
+        own = {"SCALE": layout.scale_kind, "WORDS": max(1, layout.words), "ROW_SCALE": packed.row_scale is not None}
         own |= {"EVEN_K": k_in % layout.block_k == 0, "STACKED": tile.stacked}
     spare = packed.values  # where a pointer is not used, of one dtype and alignment in every batch
     args = (
@@ -157,7 +158,7 @@ def grouped_gemm(
     )  # fmt: skip
     constants = constants_of(packed, activation) | {
         "WEIGHT": layout.weight,
-        "X_SCALE": 0 if x_scale is None else 1 + (x_scale.shape[1] == 1),
+        "X_SCALE": 0 if x_scale is None else 3 if layout.minima else 1 + (x_scale.shape[1] == 1),
         "GATHER": source is not None,
         "BLOCK_N": tile.block_n,
         "BLOCK_T": tile.block_t,
@@ -202,7 +203,7 @@ def _check(x: Tensor, packed: PackedMatrix, out: Tensor, x_scale: Tensor | None)
         )
     if x.dtype != layout.row_dtype:
         raise InputError(f"grouped_gemm: x is {x.dtype}, these weights multiply {layout.row_dtype}; convert x")
-    if (x_scale is not None) != layout.scaled_rows:
-        raise InputError("grouped_gemm: E4M3 rows need x_scale, other rows must not have one")
+    if (x_scale is not None) != (layout.scaled_rows or layout.minima):
+        raise InputError("grouped_gemm: E4M3 rows and weights with minima need x_scale, others must not have one")
     if out.dim() != 2 or out.shape[1] != n_out or not out.is_contiguous():
         raise InputError(f"grouped_gemm: out is {tuple(out.shape)}, these weights write contiguous [rows, {n_out}]")

@@ -15,29 +15,16 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn import functional
 
 from ...errors import InputError
-from ...formats.codecs import relative_e8m0, unpack_nibbles
+from ...formats.codecs import E2M1_VALUES, e8m0_values, relative_e8m0, unpack_nibbles
 from ...formats.fp8_tensor import Fp8Tensor
 from ...formats.int4_group import Int4Group
 from ...formats.int_affine import Int4Ordered, Int8Affine, Int8Ordered
-from .layout import (
-    BlockCodes,
-    BlockLanes,
-    Int4FloatLanes,
-    Int4Lanes,
-    Int4PairLanes,
-    Int8FloatLanes,
-    Int8Lanes,
-    Lanes,
-    MxFp4Lanes,
-    MxFp8Lanes,
-    NvFp4Lanes,
-    Plain,
-    RowCodes,
-    RowLanes,
-    Shape,
-)
+from ...formats.mxfp4 import MxFp4
+from ...kernels import numbers
+from .layout import LANES, ROWS, Lanes, Rows
 from .matrix import PackedMatrix
 
 if TYPE_CHECKING:
@@ -47,10 +34,11 @@ if TYPE_CHECKING:
 
     from ...formats.fp8_block import Fp8Block
     from ...formats.fp8_channel import Fp8Channel
+    from ...formats.gguf import Gguf
     from ...formats.int_affine import Int4Affine
-    from ...formats.mxfp4 import MxFp4
     from ...formats.mxfp8 import MxFp8
     from ...formats.nvfp4 import NvFp4
+    from .layout import Layout
 
     Integers = Int4Group | Int4Affine | Int8Affine | Int4Ordered | Int8Ordered
 
@@ -60,6 +48,7 @@ __all__ = [
     "int4_scales",
     "pack_fp8_block",
     "pack_fp8_rows",
+    "pack_gguf",
     "pack_int",
     "pack_mxfp4",
     "pack_mxfp8",
@@ -69,20 +58,11 @@ __all__ = [
 ]
 
 _CHUNK = 1 << 20  # codes re-laid at a time
-# By bits of a code, and words of scales for a row and K block.
-_INT: dict[tuple[int, int], type[Lanes]] = {
-    (4, 1): Int4Lanes,
-    (4, 2): Int4PairLanes,
-    (4, 4): Int4FloatLanes,
-    (8, 1): Int8Lanes,
-    (8, 4): Int8FloatLanes,
-}
 
 
 def pack_plain(values: Tensor, bias: Tensor | None) -> PackedMatrix:
     """Take bfloat16 or float16 ``values [E, P, N, K]`` as they are (copied only if not contiguous)."""
-    layout = Plain(shape=_four(values.shape))
-    return PackedMatrix(layout=layout, values=values.contiguous(), bias=bias)
+    return PackedMatrix(layout=ROWS["plain"].of(values.shape), values=values.contiguous(), bias=bias)
 
 
 def pack_fp8_block(payload: Fp8Block, bias: Tensor | None, *, native: bool) -> PackedMatrix:
@@ -96,8 +76,7 @@ def pack_fp8_block(payload: Fp8Block, bias: Tensor | None, *, native: bool) -> P
             f"fp8_block: blocks of {payload.block} found, this kernel takes multiples of (128, 128); use the "
             "reference kernel for them"
         )
-    shape = _four(payload.shape)
-    layout = BlockCodes(shape=shape) if native else BlockLanes(shape=shape)
+    layout = (ROWS if native else LANES)["fp8_block"].of(payload.shape)
     scales = payload.scales.float().repeat_interleave(rows // 128, dim=2).repeat_interleave(columns // 128, dim=3)
     scales = scales[:, :, : layout.scale_rows, : layout.k_blocks].contiguous()
     return PackedMatrix(layout=layout, values=_e4m3(payload.codes, layout), scale=scales, bias=bias)
@@ -105,13 +84,12 @@ def pack_fp8_block(payload: Fp8Block, bias: Tensor | None, *, native: bool) -> P
 
 def pack_fp8_rows(payload: Fp8Channel | Fp8Tensor, bias: Tensor | None, *, native: bool) -> PackedMatrix:
     """Take or re-lay codes like ``pack_fp8_block``; the one scale of a row is applied after the sum."""
-    shape = _four(payload.shape)
-    layout = RowCodes(shape=shape) if native else RowLanes(shape=shape)
+    layout = (ROWS if native else LANES)["fp8_rows"].of(payload.shape)
     scale = payload.scale.unsqueeze(-1) if isinstance(payload, Fp8Tensor) else payload.scales
     return PackedMatrix(
         layout=layout,
         values=_e4m3(payload.codes, layout),
-        row_scale=scale.float().expand(shape[:3]).contiguous(),
+        row_scale=scale.float().expand(payload.shape[:3]).contiguous(),
         bias=bias,
     )
 
@@ -121,7 +99,7 @@ def pack_mxfp8(payload: MxFp8, bias: Tensor | None) -> PackedMatrix:
 
     Lanes decode to code times 2^-120, which the largest scale, 2^120, undoes.
     """
-    layout = MxFp8Lanes(shape=_four(payload.shape))
+    layout = LANES["mxfp8"].of(payload.shape)
     scale, row_scale = _relative_words(payload.scales, layout, top=247)
     values = _e4m3(payload.codes, layout)
     return PackedMatrix(layout=layout, values=values, scale=scale, row_scale=row_scale, bias=bias)
@@ -133,7 +111,7 @@ def pack_mxfp4(payload: MxFp4, bias: Tensor | None) -> PackedMatrix:
     A group below 2^-252 of its row's largest decodes to zero, and one below 2^-126 loses low bits: nothing else is
     rounded.
     """
-    layout = MxFp4Lanes(shape=_four(payload.shape))
+    layout = LANES["mxfp4"].of(payload.shape)
     scale, row_scale = _relative_words(payload.scales, layout, top=253)
     values = _lanes(payload.codes, layout, 0, _e2m1_lane)
     return PackedMatrix(layout=layout, values=values, scale=scale, row_scale=row_scale, bias=bias)
@@ -141,8 +119,7 @@ def pack_mxfp4(payload: MxFp4, bias: Tensor | None) -> PackedMatrix:
 
 def pack_nvfp4(payload: NvFp4, bias: Tensor | None) -> PackedMatrix:
     """Re-lay codes; E4M3 group scales stay as they are, the global scale is applied after the sum."""
-    shape = _four(payload.shape)
-    layout = NvFp4Lanes(shape=shape)
+    layout = LANES["nvfp4"].of(payload.shape)
     own = payload.global_scale.float()
     # Lanes decode to code times 2^-126 and group scales to scale times 2^117.
     row_scale = (own.reciprocal() if payload.global_divides else own) * 512.0
@@ -150,7 +127,7 @@ def pack_nvfp4(payload: NvFp4, bias: Tensor | None) -> PackedMatrix:
         layout=layout,
         values=_lanes(payload.codes, layout, 0, _e2m1_lane),
         scale=_scale_words(payload.scales.view(torch.uint8), layout),
-        row_scale=row_scale.unsqueeze(-1).expand(shape[:3]).contiguous(),
+        row_scale=row_scale.unsqueeze(-1).expand(payload.shape[:3]).contiguous(),
         bias=bias,
     )
 
@@ -175,7 +152,8 @@ def pack_int(payload: Integers, bias: Tensor | None) -> PackedMatrix:
     zeroed = zeros is not None
     if zeroed:
         words, dtype = 4 if words > 1 else 1, torch.float32
-    layout = _INT[bits, words](shape=_four(payload.shape), zeroed=zeroed)
+    kind = numbers.ZERO_SCALE if zeroed else numbers.PAIR_SCALE if words == 2 else numbers.GROUP_SCALE
+    layout = replace(LANES[f"int{bits}"].of(payload.shape), scale_kind=kind, words=words)
     experts, parts, n_out, _ = payload.shape
     scale = torch.empty((experts, parts, layout.k_blocks, words, n_out), dtype=dtype, device=payload.codes.device)
     for expert, target in enumerate(scale):
@@ -186,6 +164,70 @@ def pack_int(payload: Integers, bias: Tensor | None) -> PackedMatrix:
     values = _lanes(payload.codes, layout, 8, _e4m3_lane if bits == 8 else _int4_lane, order)
     scale = scale.view(torch.int32) if zeroed else scale
     return PackedMatrix(layout=layout, values=values, scale=scale, bias=bias, order=order)
+
+
+def pack_gguf(payload: Gguf, bias: Tensor | None, *, half: bool = False) -> PackedMatrix:
+    """Re-lay blocks of any kind as integers of four or eight bits, halves and steps kept exactly as they are.
+
+    Without a second half, codes lose their zero; with one, the kernel's minima give back what codes lose. MXFP4 stays
+    what it is, but beside float16 tokens (half), which have no room for its scales, becomes integers too.
+    """
+    kind, shape = payload.kind, payload.shape
+    experts, parts, n_out, _ = shape
+    if not kind.halves and not half:
+        made = pack_mxfp4(MxFp4.from_parts({".weight": payload.blocks}, storage="gguf", shape=shape), bias)
+        return replace(made, report=_stored(kind.title, made.layout))
+    two, stepped, eight = len(kind.halves) == 2, kind.steps is not None, kind.bits > 4 or not kind.halves
+    layout = replace(
+        LANES["int8" if eight else "int4"].of(shape),
+        scale_kind=numbers.STEP_SCALE if stepped else numbers.HALF_SCALE if kind.halves else numbers.GROUP_SCALE,
+        words=2 + two if stepped else 2 + 2 * two if kind.halves else 4,
+        block_k=64 if kind.title == "Q6_K" else 128,
+        quartered=True,
+    )
+    scale = torch.empty(
+        (experts, parts, layout.k_blocks, layout.words, n_out), dtype=torch.int32, device=payload.blocks.device
+    )
+    for matrix in range(experts * parts):
+        at = divmod(matrix, parts)
+        scale[at].copy_(_line_words(payload[at[0]][at[1]], layout).permute(1, 2, 0))
+    more = (32 if two or stepped else 128) - (16 if two else kind.zero)
+
+    def codes(rows: Tensor) -> Tensor:
+        found = kind.codes(rows.reshape(-1, kind.nbytes)).view(rows.shape[0], -1)
+        if not kind.halves:
+            return (2 * torch.tensor(E2M1_VALUES, device=rows.device) + 128).to(torch.uint8)[found.int()]
+        return found + more if eight else found
+
+    values = _lanes(payload.blocks, layout, 0, _e4m3_lane if eight else _int4_lane, unpack=codes)
+    scale = scale if kind.halves else scale.view(torch.float32)
+    return PackedMatrix(layout=layout, values=values, scale=scale, bias=bias, report=_stored(kind.title, layout))
+
+
+def _stored(title: str, layout: Layout) -> str:
+    return f"{title} in {layout.bits:g} bits a weight"
+
+
+def _line_words(payload: Gguf, layout: Lanes) -> Tensor:
+    """Return the scale words int32 ``[N, B, words]`` of blocks ``[N, ., bytes]``."""
+    rows, blocks = payload.shape[0], layout.k_blocks
+    if not payload.kind.halves:
+        # Codes are twice the numbers.
+        return _filled_words(e8m0_values(payload.blocks.device)[payload.blocks[..., 0].int()] / 2, layout)
+    halves, steps = payload.lines()
+    if steps is None:
+        return _filled_words(halves.view(rows, -1), layout)
+    # Steps of a second half are subtracted.
+    first = functional.pad(halves, (0, 2 - halves.shape[1])) * halves.new_tensor([1, -1])
+    words = first.view(torch.int32).view(rows, -1, 1).repeat_interleave(steps.shape[1] // 4, dim=1)
+    own = (steps[..., half].contiguous().view(torch.int32).view(rows, -1, 1) for half in range(steps.shape[2]))
+    return torch.cat((words, *own), dim=-1)[:, :blocks]
+
+
+def _filled_words(scales: Tensor, layout: Lanes) -> Tensor:
+    """Return scales ``[N, any]`` as int32 ``[N, B, words]``, filled with zeros."""
+    short = layout.k_blocks * layout.words * 4 // scales.element_size() - scales.shape[1]
+    return functional.pad(scales, (0, short)).contiguous().view(torch.int32).view(-1, layout.k_blocks, layout.words)
 
 
 def column_order(payload: Int4Ordered | Int8Ordered) -> Tensor:
@@ -242,14 +284,9 @@ def with_part(payload: Any) -> Any:
     return replace(payload, shape=(experts, 1, *matrix), **tensors)
 
 
-def _four(shape: tuple[int, ...]) -> Shape:
-    experts, parts, n_out, k_in = shape
-    return experts, parts, n_out, k_in
-
-
-def _e4m3(codes: Tensor, layout: RowCodes | RowLanes) -> Tensor:
+def _e4m3(codes: Tensor, layout: Rows | Lanes) -> Tensor:
     """Return codes as they are, or as lanes."""
-    if isinstance(layout, RowCodes):
+    if isinstance(layout, Rows):
         return codes.contiguous()
     return _lanes(codes.view(torch.uint8), layout, 0, _e4m3_lane)
 
@@ -265,18 +302,25 @@ def _scale_words(scales: Tensor, layout: Lanes) -> Tensor:
     blocks = layout.k_blocks
     out = torch.empty((experts, parts, blocks, 1, n_out), dtype=torch.int32, device=scales.device)
     for expert in range(experts):
-        padded = torch.nn.functional.pad(scales[expert], (0, 4 * blocks - stored))
+        padded = functional.pad(scales[expert], (0, 4 * blocks - stored))
         out[expert, :, :, 0] = padded.contiguous().view(torch.int32).transpose(-1, -2)
     return out
 
 
 def _lanes(
-    codes: Tensor, layout: Lanes, zero: int, lane: Callable[[Tensor], Tensor], order: Tensor | None = None
+    codes: Tensor,
+    layout: Lanes,
+    zero: int,
+    lane: Callable[[Tensor], Tensor],
+    order: Tensor | None = None,
+    unpack: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Return int16 lanes of nibbles ``codes [E, P, N, bytes]``, low nibble first, or of bytes ``[E, P, N, K]``.
 
-    order: ``[E, K]``, which column goes to each place; None: its own.
+    order: ``[E, K]``, which column goes to each place; None: its own. unpack: of codes ``[n, ...]`` stored otherwise,
+    bytes ``[n, any]``.
     """
+    unpack = unpack or (unpack_nibbles if layout.code_bits == 4 else torch.Tensor.contiguous)
     experts, parts, n_out, k_in = layout.shape
     blocks, block_k = layout.k_blocks, layout.block_k
     out = torch.empty(layout.values_shape, dtype=layout.stored, device=codes.device)
@@ -285,9 +329,9 @@ def _lanes(
         source, target = codes[matrix // parts, matrix % parts], out[matrix // parts, matrix % parts]
         for start in range(0, n_out, step):
             rows = source[start : start + step]
-            rows = (rows if isinstance(layout, RowLanes) else unpack_nibbles(rows))[:, :k_in]
+            rows = unpack(rows)[:, :k_in]
             rows = rows if order is None else rows.index_select(1, order[matrix // parts])
-            padded = torch.nn.functional.pad(rows, (0, blocks * block_k - k_in), value=zero)
+            padded = functional.pad(rows, (0, blocks * block_k - k_in), value=zero)
             quarters = padded.view(-1, blocks, 4, block_k // 4).to(torch.int32)
             target[:, start : start + step] = _as_int16(lane(quarters)).transpose(0, 1)
     if prod(out.shape) == 0:

@@ -1,4 +1,4 @@
-"""How one matrix of all experts is laid out for a kernel: a type for each format, and sizes; no tensors.
+"""How one matrix of all experts is laid out for a kernel: one row for each format, and sizes; no tensors.
 
 A layout follows from the sizes of a layer and the names of its formats, so tiles can be chosen before any weight is
 there. A layout with its tensors is a ``PackedMatrix`` (``matrix.py``).
@@ -8,9 +8,9 @@ Shape letters: E experts, P parts (2: gate and up; 1), N outputs of a part, K in
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
-from typing import ClassVar
+from typing import TYPE_CHECKING, Self
 
 import torch
 
@@ -18,66 +18,48 @@ from ...kernels import numbers
 from ...ops.quantize import AS_IS, PADDED, REORDERED
 from .tile_choice import TileProblem
 
-__all__ = [
-    "BlockCodes",
-    "BlockLanes",
-    "Int4FloatLanes",
-    "Int4FloatWords",
-    "Int4Lanes",
-    "Int4PairLanes",
-    "Int4PairWords",
-    "Int4Words",
-    "Int8FloatLanes",
-    "Int8Lanes",
-    "Lanes",
-    "Layout",
-    "MxFp4Lanes",
-    "MxFp4Pairs",
-    "MxFp4Words",
-    "MxFp8Lanes",
-    "NvFp4Lanes",
-    "NvFp4Words",
-    "Plain",
-    "RowCodes",
-    "RowLanes",
-    "Shape",
-    "Words",
-]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["LANES", "ROWS", "WORDS", "Lanes", "Layout", "Rows", "Words"]
 
 Shape = tuple[int, int, int, int]
+
+_E4M3 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
     """One matrix ``shape``, (E, P, N, K), as a kernel reads it.
 
-    Class facts. weight, scale_kind: the kernel's numbers (``kernels/numbers.py``). operand: dtype of the rows that
-    these weights multiply. stored: dtype of values. block_k: columns of a step of the K loop. scale_block: rows that
-    share a scale, where it belongs to a block. words: 32-bit words of scales for a row and K block. bits: stored bits
-    of a weight, scales included. scaled_rows: rows of x have scales. row_order: of their codes (``ops/operand.py``).
-    decoded, promoted, quartered, operands: see ``TileProblem``.
-
-    half: rows are float16 instead of operand. zeroed: scales hold zero points (``numbers.ZERO_SCALE``).
+    weight, scale_kind: the kernel's numbers (``kernels/numbers.py``). code_bits: of a weight without scales. operand:
+    dtype of the rows that these weights multiply. stored: dtype of values. half: rows are float16 instead of operand.
+    block_k: columns of a step of the K loop. scale_block: rows that share a scale, where it belongs to a block. words:
+    32-bit words of scales for a row and K block, where scales belong to groups. scaled_rows: rows of x have scales.
+    row_order: of their codes (``ops/operand.py``). decoded, promoted, quartered, operands: see ``TileProblem``.
     """
 
-    shape: Shape
+    weight: int
+    code_bits: int
+    operand: torch.dtype
+    stored: torch.dtype
+    shape: Shape = (0, 0, 0, 0)
     half: bool = False
-    zeroed: bool = False
+    block_k: int = 128
+    scale_kind: int = numbers.NO_SCALE
+    scale_block: int = 1
+    words: int = 0
+    scaled_rows: bool = False
+    row_order: int = AS_IS
+    decoded: bool = True
+    promoted: bool = False
+    quartered: bool = False
+    operands: int = 1
 
-    weight: ClassVar[int]
-    operand: ClassVar[torch.dtype]
-    stored: ClassVar[torch.dtype]
-    bits: ClassVar[float]
-    block_k: ClassVar[int] = 128
-    scale_kind: ClassVar[int] = numbers.NO_SCALE
-    scale_block: ClassVar[int] = 1
-    words: ClassVar[int] = 1
-    scaled_rows: ClassVar[bool] = False
-    row_order: ClassVar[int] = AS_IS
-    decoded: ClassVar[bool] = True
-    promoted: ClassVar[bool] = False
-    quartered: ClassVar[bool] = False
-    operands: ClassVar[int] = 1
+    def of(self, shape: Sequence[int], *, half: bool = False) -> Self:
+        """Return this layout of a matrix ``shape``."""
+        experts, parts, n_out, k_in = shape
+        return replace(self, shape=(experts, parts, n_out, k_in), half=half)
 
     @property
     def row_dtype(self) -> torch.dtype:
@@ -85,9 +67,14 @@ class Layout:
         return torch.float16 if self.half else self.operand
 
     @property
-    def scaling(self) -> int:
-        """The kernel's number of what scales are and hold."""
-        return numbers.ZERO_SCALE if self.zeroed else self.scale_kind
+    def minima(self) -> bool:
+        """Whether scales have minima, which sums of the rows' columns multiply."""
+        return (self.scale_kind, self.words) in ((numbers.HALF_SCALE, 4), (numbers.STEP_SCALE, 3))
+
+    @property
+    def bits(self) -> float:
+        """Stored bits of a weight, scales of groups included."""
+        return self.code_bits + 32 * self.words / self.block_k
 
     @property
     def k_blocks(self) -> int:
@@ -138,7 +125,7 @@ class Layout:
             parts=parts,
             block_k=self.block_k,
             weight_bits=self.bits,
-            x_bits=x_bits,
+            x_bits=x_bits + self.minima,  # a float32 sum of 32 columns
             decoded=self.decoded,
             promoted=x_groups or self.promoted,
             quartered=self.quartered,
@@ -146,163 +133,66 @@ class Layout:
         )
 
 
-class _Rows(Layout):
-    """values ``[E, P, N, K]`` as published: the operands themselves."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rows(Layout):
+    """values ``[E, P, N, K]`` as published: the operands themselves.
 
-    decoded = False
+    row_scale: float32 ``[E, P, N]``, or with BLOCK_SCALE scale: float32 ``[E, P, ceil(N / 128), ceil(K / 128)]``.
+    """
+
+    decoded: bool = False
 
     @property
     def values_shape(self) -> tuple[int, ...]:
+        """Shape of values."""
         return self.shape
 
     @property
     def steps(self) -> tuple[int, int, int]:
+        """Elements of values from one row, K block and part to the next."""
         _, _, n_out, k_in = self.shape
         return k_in, self.block_k, n_out * k_in
 
 
-class Plain(_Rows):
-    """16-bit weights in the dtype of the rows."""
-
-    weight = numbers.PLAIN
-    operand = stored = torch.bfloat16
-    block_k = 64
-    bits = 16
-
-
-class RowCodes(_Rows):
-    """E4M3 codes for E4M3 rows; scales belong to whole rows: row_scale float32 ``[E, P, N]``."""
-
-    weight = numbers.E4M3_E4M3
-    operand = stored = torch.float8_e4m3fn
-    bits = 8
-    scaled_rows = True
-
-
-class BlockCodes(RowCodes):
-    """E4M3 codes for E4M3 rows; scale: float32 ``[E, P, ceil(N / 128), ceil(K / 128)]``."""
-
-    scale_kind = numbers.BLOCK_SCALE
-    scale_block = 128
-    promoted = True
-
-
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Lanes(Layout):
-    """values int16 ``[E, P, B, N, width]``, decoded to bfloat16, see ``lanes.py``.
+    """values int16 ``[E, P, B, N, width]``, decoded to 16 bits, see ``lanes.py``.
 
-    scale: 32-bit ``[E, P, B, words, N]``, or as the class says. row_scale: float32 ``[E, P, N]``, or None for INT4.
+    scale: 32-bit ``[E, P, B, words, N]``, or as ``Rows`` says. row_scale: float32 ``[E, P, N]``, or None for integers.
     """
 
-    operand = torch.bfloat16
-    stored = torch.int16
-    per_lane: ClassVar[int] = 4  # codes
+    operand: torch.dtype = torch.bfloat16
+    stored: torch.dtype = torch.int16
 
     @property
     def values_shape(self) -> tuple[int, ...]:
         """Shape of values."""
         experts, parts, n_out, _ = self.shape
-        return experts, parts, self.k_blocks, n_out, self.block_k // self.per_lane
+        return experts, parts, self.k_blocks, n_out, self.block_k * self.code_bits // 16
 
     @property
     def steps(self) -> tuple[int, int, int]:
         """Elements of values from one row, K block and part to the next."""
-        width, n_out = self.block_k // self.per_lane, self.shape[2]
+        *_, n_out, width = self.values_shape
         return width, n_out * width, self.k_blocks * n_out * width
 
 
-class RowLanes(Lanes):
-    """E4M3 codes whose scales belong to whole rows."""
-
-    weight = numbers.E4M3_LANES
-    per_lane = 2
-    bits = 8
-
-
-class BlockLanes(RowLanes):
-    """E4M3 codes with scale: float32 ``[E, P, ceil(N / 128), ceil(K / 128)]``, and no row_scale."""
-
-    scale_kind = numbers.BLOCK_SCALE
-    scale_block = 128
-    promoted = True
-
-
-class MxFp8Lanes(RowLanes):
-    """E4M3 codes with E8M0 scales of 32 columns, and row_scale."""
-
-    scale_kind = numbers.E8M0_SCALE
-    bits = 8.25
-
-
-class MxFp4Lanes(Lanes):
-    """E2M1 codes with E8M0 scales of 32 columns, and row_scale."""
-
-    weight = numbers.E2M1_LANES
-    scale_kind = numbers.E8M0_SCALE
-    bits = 4.25
-
-
-class NvFp4Lanes(Lanes):
-    """E2M1 codes with E4M3 scales of 16 columns, and row_scale."""
-
-    weight = numbers.E2M1_LANES
-    scale_kind = numbers.E4M3_SCALE
-    block_k = 64
-    bits = 4.5
-
-
-class Int4Lanes(Lanes):
-    """INT4 codes, one float32 scale for a row and K block."""
-
-    weight = numbers.INT4_LANES
-    scale_kind = numbers.GROUP_SCALE
-    bits = 4.25
-    promoted = True
-
-
-class Int4PairLanes(Int4Lanes):
-    """INT4 codes, a bfloat16 scale for each quarter of a K block, two in a word."""
-
-    scale_kind = numbers.PAIR_SCALE
-    words = 2
-    bits = 4.5
-
-
-class Int4FloatLanes(Int4Lanes):
-    """INT4 codes, a float32 scale for each quarter of a K block."""
-
-    words = 4
-    bits = 5.0
-
-
-class Int8Lanes(RowLanes):
-    """INT8 codes, one float32 scale for a row and K block."""
-
-    weight = numbers.INT8_LANES
-    scale_kind = numbers.GROUP_SCALE
-    bits = 8.25
-    promoted = True
-
-
-class Int8FloatLanes(Int8Lanes):
-    """INT8 codes, a float32 scale for each quarter of a K block."""
-
-    words = 4
-    bits = 9.0
-
-
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Words(Layout):
     """values uint8 ``[E, R, B, 64, 64]`` for E4M3 rows, see ``words.py``; gate and up take turns in a row tile.
 
     scale: 32-bit ``[E, R, B, words, 64]`` of scale_dtype. row_scale: float32 ``[E, R * 64]`` if row_scaled, or None.
     """
 
-    operand = torch.float8_e4m3fn
-    stored = torch.uint8
-    row_tile: ClassVar[int] = 64
-    scale_dtype: ClassVar[torch.dtype] = torch.int32
-    row_scaled: ClassVar[bool] = True
-    scaled_rows = True
-    row_order = REORDERED
+    code_bits: int = 4
+    operand: torch.dtype = _E4M3
+    stored: torch.dtype = torch.uint8
+    words: int = 1
+    scaled_rows: bool = True
+    row_order: int = REORDERED
+    row_tile: int = 64
+    scale_dtype: torch.dtype = torch.int32
+    row_scaled: bool = True
 
     @property
     def row_tiles(self) -> int:
@@ -320,59 +210,43 @@ class Words(Layout):
         return 1, self.row_tiles * self.row_tile
 
 
-class MxFp4Words(Words):
-    """E2M1 codes, groups of 32 columns with a power of two."""
+_BLOCKS = {"scale_kind": numbers.BLOCK_SCALE, "scale_block": 128, "promoted": True}
+_CODES = Rows(weight=numbers.E4M3_E4M3, code_bits=8, operand=_E4M3, stored=_E4M3, scaled_rows=True)
+# 16-bit weights in the dtype of the rows, and E4M3 codes for E4M3 rows, whose scales belong to rows or to blocks.
+ROWS = {
+    "plain": Rows(weight=numbers.PLAIN, code_bits=16, operand=torch.bfloat16, stored=torch.bfloat16, block_k=64),
+    "fp8_rows": _CODES,
+    "fp8_block": replace(_CODES, **_BLOCKS),
+}
 
-    weight = numbers.E2M1_E8M0
-    bits = 4.25
+_E4M3_LANES = Lanes(weight=numbers.E4M3_LANES, code_bits=8)
+_E2M1_LANES = Lanes(weight=numbers.E2M1_LANES, code_bits=4, words=1)
+# Integers have one float32 scale for a row and K block, or ``words`` of them: one for each quarter, or two bfloat16 in
+# a word (PAIR_SCALE). Blocks of GGUF are integers too.
+LANES = {
+    "fp8_rows": _E4M3_LANES,
+    "fp8_block": replace(_E4M3_LANES, **_BLOCKS),
+    "mxfp8": replace(_E4M3_LANES, scale_kind=numbers.E8M0_SCALE, words=1),
+    "mxfp4": replace(_E2M1_LANES, scale_kind=numbers.E8M0_SCALE),
+    "nvfp4": replace(_E2M1_LANES, scale_kind=numbers.E4M3_SCALE, block_k=64),
+    "int4": Lanes(weight=numbers.INT4_LANES, code_bits=4, scale_kind=numbers.GROUP_SCALE, words=1, promoted=True),
+    "int8": Lanes(weight=numbers.INT8_LANES, code_bits=8, scale_kind=numbers.GROUP_SCALE, words=1, promoted=True),
+}
 
-
-class NvFp4Words(Words):
-    """E2M1 codes, groups of 16 columns with an E4M3 scale: each weight is the sum of two operands."""
-
-    weight = numbers.E2M1_E4M3
-    words = 2
-    bits = 4.5
-    operands = 2
-
-
-class Int4Words(Words):
-    """INT4 codes, one float32 scale for a row and K block."""
-
-    weight = numbers.INT4_FLOAT
-    scale_kind = numbers.GROUP_SCALE
-    scale_dtype = torch.float32
-    row_scaled = False
-    bits = 4.25
-    promoted = True
-
-
-class Int4PairWords(Int4Words):
-    """INT4 codes, a bfloat16 scale for each quarter of a K block, two in a word."""
-
-    weight = numbers.INT4_PAIRS
-    scale_dtype = torch.int32
-    words = 2
-    bits = 4.5
-    row_order = PADDED
-    quartered = True
-
-
-class Int4FloatWords(Int4Words):
-    """INT4 codes, a float32 scale for each quarter of a K block."""
-
-    weight = numbers.INT4_FLOATS
-    words = 4
-    bits = 5.0
-    row_order = PADDED
-    quartered = True
-
-
-class MxFp4Pairs(Words):
-    """E2M1 codes as published, for tensor cores that decode them; scale uint8 ``[E, R, B, 64, 4]``, no row_scale."""
-
-    weight = numbers.E2M1_SCALED
-    scale_dtype = torch.uint8
-    row_scaled = False
-    bits = 4.25
-    row_order = PADDED
+_INT4 = Words(
+    weight=numbers.INT4_FLOAT, scale_kind=numbers.GROUP_SCALE, row_scaled=False, promoted=True,
+    scale_dtype=torch.float32,
+)  # fmt: skip
+_INT4_QUARTERS = replace(_INT4, row_order=PADDED, quartered=True)
+# NVFP4: each weight is the sum of two operands. INT4 as in LANES, by words of a row and K block. Pairs: MXFP4 as
+# published, for tensor cores that decode it; scale uint8 ``[E, R, B, 64, 4]``.
+WORDS = {
+    "mxfp4": Words(weight=numbers.E2M1_E8M0),
+    "mxfp4_pairs": Words(
+        weight=numbers.E2M1_SCALED, scale_dtype=torch.uint8, row_scaled=False, row_order=PADDED
+    ),
+    "nvfp4": Words(weight=numbers.E2M1_E4M3, words=2, operands=2),
+    "int4_1": _INT4,
+    "int4_2": replace(_INT4_QUARTERS, weight=numbers.INT4_PAIRS, words=2, scale_dtype=torch.int32),
+    "int4_4": replace(_INT4_QUARTERS, weight=numbers.INT4_FLOATS, words=4),
+}  # fmt: skip

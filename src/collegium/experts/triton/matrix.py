@@ -14,7 +14,30 @@ if TYPE_CHECKING:
 
     from .layout import Layout
 
-__all__ = ["PackedMatrix"]
+__all__ = ["PackedMatrix", "RangeReport"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RangeReport:
+    """groups: group scales in all; beyond: groups too small for their row's base; changed: weights rounded for it."""
+
+    groups: int
+    beyond: int
+    changed: int
+
+    def __add__(self, other: RangeReport) -> RangeReport:
+        """Return the report of both matrices."""
+        return RangeReport(
+            groups=self.groups + other.groups, beyond=self.beyond + other.beyond, changed=self.changed + other.changed
+        )
+
+    def __str__(self) -> str:
+        """Return one line for the layer's plan."""
+        if not self.beyond:
+            return f"exact in E4M3, all {self.groups:,} groups within range"
+        return (
+            f"{self.beyond:,} of {self.groups:,} groups below the range of their row, {self.changed:,} weights rounded"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +46,7 @@ class PackedMatrix:
 
     scale: of groups or blocks, None where no scale is applied in the K loop. row_scale: float32 factors of whole rows,
     or None. bias: ``[E, P, N]`` floating, or None. order: int32 ``[E, K]``, the column of x that each of the weights'
-    columns multiplies, None where they are in order.
+    columns multiplies, None where they are in order. report: what packing made, or rounded, where a plan cannot know.
     """
 
     layout: Layout
@@ -32,6 +55,7 @@ class PackedMatrix:
     row_scale: Tensor | None = None
     bias: Tensor | None = None
     order: Tensor | None = None
+    report: RangeReport | str | None = None
 
     @property
     def pointers(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:

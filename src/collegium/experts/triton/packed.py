@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import InputError
-from ...ops.columns import in_columns
+from ...formats.int_affine import Int4Ordered, Int8Ordered
+from ...ops.columns import column_sums, in_columns
 from ...ops.operand import arrived, operand, ordered
 from ...ops.quantize import AS_IS
 from ...runtime.launch import usual_rows
@@ -19,7 +20,8 @@ from ...runtime.machine import machine_at
 from ...runtime.memory import part, take
 from ..base import Packed, refuse_codes
 from .grouped import TileList, grouped_gemm, tile_list
-from .lanes import with_part
+from .lanes import column_order, with_part
+from .matrix import PackedMatrix, RangeReport
 from .prefill import CodeScales, prefill_gemm
 from .tile_choice import TileChoice
 from .tiles import BAND, candidates, choose, score
@@ -35,7 +37,6 @@ if TYPE_CHECKING:
     from ...runtime.machine import Machine
     from ...runtime.memory import Memory
     from ...types import ActivationSpec, Back, ContiguousBatch, ExpertWeights
-    from .matrix import PackedMatrix
     from .tile_choice import TunedTiles
 
 __all__ = ["PackedExperts", "pack_both"]
@@ -48,7 +49,7 @@ class PackedExperts(Packed):
     """Both matrices of all experts and what runs between them.
 
     activations: the format whose E4M3 codes are multiplied, or None to multiply in the dtype of x. tiles, measured: as
-    ``ProductTiling`` says. report: what packing rounded, where it can.
+    ``ProductTiling`` says. report: what packing made or rounded, where a plan cannot know.
     """
 
     gate_up: PackedMatrix
@@ -227,7 +228,7 @@ class PackedExperts(Packed):
         used: Tensor | None = None,
     ) -> Tensor:
         """Write ``out`` and return it: both products of ``rows_in``, which are codes and scales or rows and None."""
-        x, x_scale = rows_in
+        x, x_scale = _summed(rows_in, self.gate_up, None, part(memory, "x"))
         places = tiles[1].places
         count = out.shape[0] if places is None else places.shape[0]
         kept = out.dtype if self.activations else dtype
@@ -235,9 +236,8 @@ class PackedExperts(Packed):
         grouped_gemm(
             x, self.gate_up, offsets, tiles[0], middle, source=source, x_scale=x_scale, activation=self.activation
         )
-        codes, scale = operand(
-            middle, self._codes, order=self.down.layout.row_order, used=used, memory=part(memory, "h")
-        )
+        made = operand(middle, self._codes, order=self.down.layout.row_order, used=used, memory=part(memory, "h"))
+        codes, scale = _summed(made, self.down, used, part(memory, "h"))
         # The tile lists were complete before the first product started.
         return grouped_gemm(codes, self.down, offsets, replace(tiles[1], early=True), out, x_scale=scale)
 
@@ -272,19 +272,49 @@ def pack_both(
     packer: Callable[[Any, Tensor | None], PackedMatrix], weights: ExpertWeights[Any], problem: ExpertsProblem
 ) -> PackedExperts:
     """Return the experts of ``problem``; packer: of a payload ``[E, P, N, K]`` and its bias."""
+    if isinstance(weights.gate_up, Int4Ordered | Int8Ordered):
+        weights = _rows_moved(weights)
     half = problem.activation_format == "fp16"
 
     def packed(payload: Any, bias: Tensor | None) -> PackedMatrix:
         made = packer(payload, bias)
-        return replace(made, layout=replace(made.layout, half=True)) if half else made
+        return replace(made, layout=replace(made.layout, half=half))
 
+    gate_up = packed(weights.gate_up, weights.gate_up_bias)
+    down = packed(with_part(weights.down), weights.down_bias)
     return PackedExperts(
-        gate_up=packed(weights.gate_up, weights.gate_up_bias),
-        down=packed(with_part(weights.down), weights.down_bias),
+        gate_up=gate_up,
+        down=replace(down, order=None),
         activation=problem.activation,
         machine=machine_at(weights.down.device),
         activations=codes_of(problem.activation_format),
+        report=_reported(gate_up.report, down.report),
     )
+
+
+def _rows_moved(weights: ExpertWeights[Any]) -> ExpertWeights[Any]:
+    """Return weights whose first product writes its columns in the order in which the second one reads them."""
+    order = column_order(with_part(weights.down))
+
+    def moved(tensor: Tensor) -> Tensor:
+        return torch.stack([own.index_select(1, at) for own, at in zip(tensor, order, strict=True)])
+
+    gate_up, bias = weights.gate_up, weights.gate_up_bias
+    gate_up = replace(gate_up, **{name: moved(getattr(gate_up, name)) for name in gate_up.by_row})
+    return replace(weights, gate_up=gate_up, gate_up_bias=None if bias is None else moved(bias))
+
+
+def _reported(first: RangeReport | str | None, second: RangeReport | str | None) -> RangeReport | str | None:
+    if isinstance(first, RangeReport) and isinstance(second, RangeReport):
+        return first + second
+    return None if first is None else f"gate_up {first}, down {second}"
+
+
+def _summed(
+    rows: tuple[Tensor, Tensor | None], matrix: PackedMatrix, used: Tensor | None, memory: Memory | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return an operand as it is, or with sums of its columns where the weights have minima."""
+    return (rows[0], column_sums(rows[0], used=used, memory=memory)) if matrix.layout.minima else rows
 
 
 def _used(batch: ContiguousBatch) -> Tensor | None:
@@ -333,7 +363,8 @@ class _Product:
         _, _, n_out, k_in = matrix.layout.shape
         x = batch.x if first else torch.randn(count, k_in, device=batch.x.device).to(batch.x.dtype)
         form = packed.activations
-        codes, scale = operand(x, None if form is None else form.name, order=matrix.layout.row_order)
+        made = operand(x, None if form is None else form.name, order=matrix.layout.row_order)
+        codes, scale = _summed(made, matrix, None, None)
         out = torch.empty(count, n_out, dtype=torch.bfloat16, device=x.device)
         lists: dict[TileChoice, TileList] = {}
 

@@ -13,14 +13,13 @@ from ...ops.operand import operand_regions
 from ...ops.permute import tile_count
 from ...ops.quantize import ACTIVATION_FORMATS, AS_IS, activation_format
 from ...runtime.launch import power_at_least
-from ...runtime.machine import machine_for
 from ...runtime.memory import largest, under
 from ..base import Tiling
 from .tile_choice import TileChoice
 from .tiles import BAND, choose, nearest, prefill_tile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Hashable
 
     from ...ops.quantize import ActivationFormat
     from ...problem import ExpertsProblem
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from .layout import Layout
     from .tile_choice import TileProblem, TunedTiles
 
-__all__ = ["CODES", "ProductTiling", "TritonKernel", "codes_of", "refuse_machine"]
+__all__ = ["CODES", "ProductTiling", "codes_of", "product_regions", "refuse_machine"]
 
 CODES = tuple(form.name for form in ACTIVATION_FORMATS if form.e4m3)  # multiplied as E4M3 codes
 
@@ -144,35 +143,7 @@ class ProductTiling(Tiling):
         return found
 
 
-class TritonKernel:
-    """What the four kernels share: from the layouts of their matrices follow tiles and memory."""
-
-    capturable = True
-    takes_codes = True
-
-    def layout_of(self, problem: ExpertsProblem, machine: Machine) -> Callable[..., Layout]:
-        """Return the layout, by shape and flags, that ``pack`` gives the weights of ``problem`` on ``machine``."""
-        raise NotImplementedError
-
-    def layouts(self, problem: ExpertsProblem, machine: Machine) -> tuple[Layout, Layout]:
-        """Return the layouts of gate_up and down that ``pack`` gives the weights of ``problem`` on ``machine``."""
-        kind, experts, half = self.layout_of(problem, machine), problem.experts, problem.activation_format == "fp16"
-        first = kind(shape=(experts, problem.parts, problem.intermediate, problem.hidden), half=half)
-        return first, kind(shape=(experts, 1, problem.hidden, problem.intermediate), half=half)
-
-    def tiling(self, problem: ExpertsProblem) -> ProductTiling:
-        """Return how batches of ``problem`` will be cut."""
-        machine = machine_for(problem.device)
-        gate_up, down = self.layouts(problem, machine)
-        activations = codes_of(problem.activation_format)
-        return ProductTiling(gate_up=gate_up, down=down, machine=machine, activations=activations)
-
-    def regions(self, problem: ExpertsProblem) -> Regions:
-        """Return the memory of both products of a batch at most."""
-        return _regions(problem, self.tiling(problem))
-
-
-def _regions(problem: ExpertsProblem, tiling: ProductTiling) -> Regions:
+def product_regions(problem: ExpertsProblem, tiling: ProductTiling) -> Regions:
     """Return the memory ``PackedExperts.run`` takes at most: operands, middle rows, result, tile lists."""
     dtype, form, rows = DTYPES[problem.dtype], tiling.activations, problem.rows
     name = None if form is None else form.name
@@ -185,6 +156,9 @@ def _regions(problem: ExpertsProblem, tiling: ProductTiling) -> Regions:
     h = operand_regions(rows, wide, name, order=second, dtype=dtype)
     if problem.weight_format.endswith("_ordered"):
         x["ordered"] = rows * hidden * dtype.itemsize
+    for own, layout, count, columns in ((x, tiling.gate_up, taken, hidden), (h, tiling.down, rows, wide)):
+        if layout.minima:
+            own["sums"] = 16 * count * -(-columns // 128)
     regions: Regions = {"rows": rows * hidden * result, "middle": rows * wide * middle}
     count = tile_count(rows, problem.experts, 16)
     lists = {"expert": 4 * count, "row": 8 * count, "used": 4}

@@ -19,7 +19,6 @@ Shape letters: E experts, P parts, N output rows, K input columns, B K blocks, R
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,47 +30,21 @@ from ...formats.int4_group import Int4Group
 from ...formats.mxfp4 import MxFp4
 from ...formats.nvfp4 import NvFp4
 from .lanes import int4_scale_words, int4_scales
-from .layout import Int4FloatWords, Int4PairWords, Int4Words, MxFp4Pairs, MxFp4Words, NvFp4Words, Words
-from .matrix import PackedMatrix
+from .layout import WORDS
+from .matrix import PackedMatrix, RangeReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-__all__ = ["RangeReport", "pack_w4a8"]
+__all__ = ["pack_w4a8"]
 
 _CHUNK = 1 << 20  # codes re-laid at a time
-_ROWS, _BLOCK = Words.row_tile, Words.block_k
-_INT4 = {1: Int4Words, 2: Int4PairWords, 4: Int4FloatWords}  # by words of scales for a row and K block
+_ROWS, _BLOCK = WORDS["mxfp4"].row_tile, WORDS["mxfp4"].block_k
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RangeReport:
-    """groups: group scales in all; beyond: groups too small for their row's base; changed: weights rounded for it."""
-
-    groups: int
-    beyond: int
-    changed: int
-
-    def __add__(self, other: RangeReport) -> RangeReport:
-        """Return the report of both matrices."""
-        return RangeReport(
-            groups=self.groups + other.groups, beyond=self.beyond + other.beyond, changed=self.changed + other.changed
-        )
-
-    def __str__(self) -> str:
-        """Return one line for the layer's plan."""
-        if not self.beyond:
-            return f"exact in E4M3, all {self.groups:,} groups within range"
-        return (
-            f"{self.beyond:,} of {self.groups:,} groups below the range of their row, {self.changed:,} weights rounded"
-        )
-
-
-def pack_w4a8(
-    payload: MxFp4 | NvFp4 | Int4Group, bias: Tensor | None, *, scaled: bool = False
-) -> tuple[PackedMatrix, RangeReport]:
+def pack_w4a8(payload: MxFp4 | NvFp4 | Int4Group, bias: Tensor | None, *, scaled: bool = False) -> PackedMatrix:
     """Re-lay codes ``[E, P, N, K]`` and bring group scales to one base a row, a few rows at a time.
 
     values: uint8 ``[E, R, B, 64, 64]``; scale: int32 (INT4: float32, or two bfloat16 scales of quarters in an int32)
@@ -82,10 +55,10 @@ def pack_w4a8(
     if prod(payload.shape) == 0:
         raise InputError(f"packing: a weight of shape {payload.shape} is empty, allowed: at least one row and column")
     if isinstance(payload, MxFp4):
-        return _pack_pairs(payload, bias) if scaled else _packed(payload, MxFp4Words, _mxfp4_rows, bias)
+        return _pack_pairs(payload, bias) if scaled else _packed(payload, "mxfp4", _mxfp4_rows, bias)
     if isinstance(payload, NvFp4):
-        return _packed(payload, NvFp4Words, _nvfp4_rows, bias)
-    return _packed(payload, _INT4[int4_scales(payload)[0]], _int4_rows, bias)
+        return _packed(payload, "nvfp4", _nvfp4_rows, bias)
+    return _packed(payload, f"int4_{int4_scales(payload)[0]}", _int4_rows, bias)
 
 
 class _Piece(NamedTuple):
@@ -103,16 +76,16 @@ class _Piece(NamedTuple):
 
 def _packed(
     payload: Any,
-    kind: type[Words],
+    kind: str,
     rows_of: Callable[[Any, _Piece], tuple[Tensor, Tensor, Tensor | None]],
     bias: Tensor | None,
-) -> tuple[PackedMatrix, RangeReport]:
+) -> PackedMatrix:
     """Pack what ``rows_of`` returns of each piece: codes ``[P, rows, B * 128]`` uint8, scale words and factors.
 
     Scale words are ``[P, rows, B, words]``, factors ``[P, rows]``, or None where the layout has none.
     """
     experts, parts, n_out, _ = payload.shape
-    layout = kind(shape=payload.shape)
+    layout = WORDS[kind].of(payload.shape)
     one, tiles, blocks, device = _ROWS // parts, layout.row_tiles, layout.k_blocks, payload.codes.device
     values = torch.empty(layout.values_shape, dtype=layout.stored, device=device)
     scale = torch.empty((experts, tiles, blocks, layout.words, _ROWS), dtype=layout.scale_dtype, device=device)
@@ -129,13 +102,13 @@ def _packed(
             if row_scale is not None and factor is not None:
                 row_scale[expert, start * _ROWS : stop * _ROWS] = _laid(factor, stop - start, parts).flatten()
     beyond, changed = counts.tolist()
-    matrix = PackedMatrix(layout=layout, values=values, scale=scale, row_scale=row_scale, bias=bias)
-    return matrix, RangeReport(groups=payload.scales.numel(), beyond=beyond, changed=changed)
+    report = RangeReport(groups=payload.scales.numel(), beyond=beyond, changed=changed)
+    return PackedMatrix(layout=layout, values=values, scale=scale, row_scale=row_scale, bias=bias, report=report)
 
 
-def _pack_pairs(payload: MxFp4, bias: Tensor | None) -> tuple[PackedMatrix, RangeReport]:
-    experts, parts, n_out, k_in = payload.shape
-    layout = MxFp4Pairs(shape=(experts, parts, n_out, k_in))
+def _pack_pairs(payload: MxFp4, bias: Tensor | None) -> PackedMatrix:
+    experts, parts, *_ = payload.shape
+    layout = WORDS["mxfp4_pairs"].of(payload.shape)
     tiles, blocks, device = layout.row_tiles, layout.k_blocks, payload.codes.device
     rows = tiles * (_ROWS // parts)
     values = torch.empty(layout.values_shape, dtype=layout.stored, device=device)
@@ -145,8 +118,8 @@ def _pack_pairs(payload: MxFp4, bias: Tensor | None) -> tuple[PackedMatrix, Rang
         scales = _filled(payload.scales[expert], blocks * 4 - payload.scales.shape[-1], rows, 127)
         values[expert] = _laid(codes.unflatten(-1, (blocks, -1)), tiles, parts).transpose(1, 2)
         scale[expert] = _laid(scales.unflatten(-1, (blocks, -1)), tiles, parts).transpose(1, 2)
-    matrix = PackedMatrix(layout=layout, values=values, scale=scale, bias=bias)
-    return matrix, RangeReport(groups=payload.scales.numel(), beyond=0, changed=0)
+    report = RangeReport(groups=payload.scales.numel(), beyond=0, changed=0)
+    return PackedMatrix(layout=layout, values=values, scale=scale, bias=bias, report=report)
 
 
 def _mxfp4_rows(payload: MxFp4, piece: _Piece) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,177 @@
+"""Which weights and tokens each kernel in Triton takes, how it lays the weights out, and what packs them: one table."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ...formats.unquantised import DTYPES
+from ...kernels.numbers import STEP_SCALE, ZERO_SCALE
+from ...runtime.machine import machine_at, machine_for
+from .lanes import pack_fp8_block, pack_fp8_rows, pack_gguf, pack_int, pack_mxfp4, pack_mxfp8, pack_nvfp4, pack_plain
+from .layout import LANES, ROWS, WORDS
+from .packed import pack_both
+from .tiling import CODES, ProductTiling, codes_of, product_regions, refuse_machine
+from .words import pack_w4a8
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from ...problem import ExpertsProblem
+    from ...runtime.machine import Machine
+    from ...runtime.memory import Regions
+    from ...types import ExpertWeights
+    from .layout import Layout
+    from .matrix import PackedMatrix
+    from .packed import PackedExperts
+
+__all__ = ["TABLE", "TritonBf16", "TritonFp8", "TritonKernel", "TritonW4A8", "TritonW4A16", "TritonW8A16"]
+
+
+class _Row(NamedTuple):
+    """Weights of a format with tokens in one of some activation formats.
+
+    layout: without sizes; integers are taken to have 16-bit scales of 128 columns and blocks of GGUF to be Q4_K, the
+    commonest, packing alone sees others. scaled: for tensor cores that decode the weights themselves.
+    """
+
+    weights: str
+    tokens: tuple[str, ...]
+    layout: Layout
+    pack: Callable[[Any, Tensor | None], PackedMatrix]
+    scaled: bool = False
+
+
+_BF16, _EITHER = ("bf16",), ("bf16", "fp16")
+_ZEROED = {name: replace(LANES[name], scale_kind=ZERO_SCALE) for name in ("int4", "int8")}
+
+_Q4_K = replace(LANES["int4"], scale_kind=STEP_SCALE, words=3, quartered=True)
+
+
+def _plain(payload: Any, bias: Tensor | None) -> PackedMatrix:
+    return pack_plain(payload.values, bias)
+
+
+# By kernel; of the rows that take a pair of formats the first one runs it.
+TABLE = {
+    "triton_bf16": (_Row("bf16", _BF16, ROWS["plain"], _plain), _Row("fp16", ("fp16",), ROWS["plain"], _plain)),
+    "triton_fp8": (
+        _Row("fp8_block", CODES, ROWS["fp8_block"], partial(pack_fp8_block, native=True)),
+        _Row("fp8_tensor", CODES, ROWS["fp8_rows"], partial(pack_fp8_rows, native=True)),
+        _Row("fp8_channel", CODES, ROWS["fp8_rows"], partial(pack_fp8_rows, native=True)),
+        _Row("fp8_block", _BF16, LANES["fp8_block"], partial(pack_fp8_block, native=False)),
+        _Row("fp8_tensor", _BF16, LANES["fp8_rows"], partial(pack_fp8_rows, native=False)),
+        _Row("fp8_channel", _BF16, LANES["fp8_rows"], partial(pack_fp8_rows, native=False)),
+        _Row("mxfp8", _BF16, LANES["mxfp8"], pack_mxfp8),
+    ),
+    "triton_w4a8": (
+        # Triton 3.6 compiles no product that is scaled by the tensor core and again by the tokens' groups.
+        _Row("mxfp4", ("fp8_token",), WORDS["mxfp4_pairs"], partial(pack_w4a8, scaled=True), scaled=True),
+        _Row("mxfp4", CODES, WORDS["mxfp4"], pack_w4a8),
+        _Row("nvfp4", CODES, WORDS["nvfp4"], pack_w4a8),
+        _Row("int4_group", CODES, WORDS["int4_1"], pack_w4a8),
+    ),
+    "triton_w4a16": (
+        _Row("mxfp4", _BF16, LANES["mxfp4"], pack_mxfp4),
+        _Row("nvfp4", _BF16, LANES["nvfp4"], pack_nvfp4),
+        _Row("int4_group", _EITHER, LANES["int4"], pack_int),
+        _Row("int4_affine", _EITHER, _ZEROED["int4"], pack_int),
+        _Row("int4_ordered", _EITHER, _ZEROED["int4"], pack_int),
+        _Row("gguf", _BF16, _Q4_K, pack_gguf),
+        _Row("gguf", ("fp16",), _Q4_K, partial(pack_gguf, half=True)),
+    ),
+    "triton_w8a16": (
+        _Row("int8_affine", _EITHER, _ZEROED["int8"], pack_int),
+        _Row("int8_ordered", _EITHER, _ZEROED["int8"], pack_int),
+    ),
+}
+
+
+def _either(names: list[str]) -> str:
+    return ", ".join(names[:-1]) + " or " * (len(names) > 1) + names[-1]
+
+
+class TritonKernel:
+    """What the kernels share: they differ in their rows of the table."""
+
+    name: str
+    capturable = True
+    takes_codes = True
+
+    def refuse(self, problem: ExpertsProblem) -> str | None:
+        """Refuse weights and tokens that no row has, and machines Triton cannot serve.
+
+        Tokens are E4M3 codes of any input, or the 16-bit input itself.
+        """
+        weights, asked, dtype = problem.weight_format, problem.activation_format, problem.dtype
+        known = dict.fromkeys(row.weights for row in TABLE[self.name])
+        if weights not in known:
+            return f"asked for {weights} weights; it takes {_either(list(known))}"
+        taken = dict.fromkeys(name for row in TABLE[self.name] if row.weights == weights for name in row.tokens)
+        if asked not in taken or (asked in DTYPES and asked != dtype):
+            same, codes = [name for name in taken if name in DTYPES], [name for name in taken if name not in DTYPES]
+            told = ([f"{_either(same)} for both"] if same else []) + codes
+            return f"asked for {asked} activations and {dtype} input; with {weights} it takes {_either(told)}"
+        return refuse_machine(problem)
+
+    def pack(self, weights: ExpertWeights[Any], problem: ExpertsProblem) -> PackedExperts:
+        """Keep weights that are multiplied as they are, re-lay others, a few rows at a time.
+
+        Raises InputError for blocks, groups and scales that the kernel cannot take.
+        """
+        return pack_both(self._row(problem, machine_at(weights.down.device)).pack, weights, problem)
+
+    def layouts(self, problem: ExpertsProblem, machine: Machine) -> tuple[Layout, Layout]:
+        """Return the layouts of gate_up and down that ``pack`` gives the weights of ``problem`` on ``machine``."""
+        layout, half = self._row(problem, machine).layout, problem.activation_format == "fp16"
+        first = layout.of((problem.experts, problem.parts, problem.intermediate, problem.hidden), half=half)
+        return first, layout.of((problem.experts, 1, problem.hidden, problem.intermediate), half=half)
+
+    def tiling(self, problem: ExpertsProblem) -> ProductTiling:
+        """Return how batches of ``problem`` will be cut."""
+        machine = machine_for(problem.device)
+        gate_up, down = self.layouts(problem, machine)
+        activations = codes_of(problem.activation_format)
+        return ProductTiling(gate_up=gate_up, down=down, machine=machine, activations=activations)
+
+    def regions(self, problem: ExpertsProblem) -> Regions:
+        """Return the memory of both products of a batch at most."""
+        return product_regions(problem, self.tiling(problem))
+
+    def _row(self, problem: ExpertsProblem, machine: Machine) -> _Row:
+        asked = problem.weight_format, problem.activation_format
+        fitting = (row for row in TABLE[self.name] if row.weights == asked[0] and asked[1] in row.tokens)
+        return next(row for row in fitting if machine.scaled or not row.scaled)
+
+
+class TritonBf16(TritonKernel):
+    """Weights and tokens in one 16-bit dtype, sums in float32; weights are used where they lie."""
+
+    name = "triton_bf16"
+
+
+class TritonFp8(TritonKernel):
+    """FP8 weights: E4M3 products with E4M3 tokens, or decoded to BF16 for BF16 tokens."""
+
+    name = "triton_fp8"
+
+
+class TritonW4A8(TritonKernel):
+    """Four-bit weights decoded to E4M3 in registers, where one of the E4M3 activation formats is asked for."""
+
+    name = "triton_w4a8"
+
+
+class TritonW4A16(TritonKernel):
+    """Weights of four bits, of GGUF up to eight, whose products with 16-bit tokens are exact before the float32 sum."""
+
+    name = "triton_w4a16"
+
+
+class TritonW8A16(TritonKernel):
+    """The same for integers of eight bits."""
+
+    name = "triton_w8a16"

@@ -1,0 +1,255 @@
+"""What a MoE layer of vLLM computes and what its loaded parameters hold, read from the layer itself.
+
+A layer's method is vLLM's word for what creates, loads and runs the weights of one format. w13 is gate and up of all
+local experts, w2 is down.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from ...errors import BadScaleError, MissingTensorError, PlanError, SpecError
+from ...formats import by_name
+from ...formats.intake import find_storage
+from ...formats.payload import Part, Payload
+from ...formats.unquantised import FLOAT_FORMATS
+from ...planning import Plan, plan
+from ...problem import Choice, Limits, Placement, Problem
+from ...runtime.devices import probe
+from ...types import ActivationSpec, ExpertWeights, MoESpec, RoutingSpec
+
+__all__ = ["Seen", "Stored", "activation_of", "audited", "choose", "loaded_weights", "padded", "stored_as"]
+
+Seen = dict[int, set[tuple[int, str]]]  # id of a parameter to the (local expert, shard) loaded into it
+# Tokens are multiplied on FP8 tensor cores with these weights, where there are some and no other format is asked for.
+_ON_FP8 = ("fp8_block", "fp8_tensor", "fp8_channel", "mxfp8", "mxfp4", "nvfp4", "int4_group")
+# What vLLM adds to a rank's slice is zeros here. It may have to be kept, because slices are of unequal width.
+_FILLED = ("mxfp4", "fp8_block")
+_KINDS = {
+    "silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "swiglustep": "swiglu_step",
+    "silu_no_mul": "silu", "gelu_no_mul": "gelu", "relu2_no_mul": "relu2",
+}  # fmt: skip
+
+
+class Stored(NamedTuple):
+    """How a method of vLLM keeps weights, as ``Payload.from_parts`` is told. Format ``plain``: what their dtype is."""
+
+    format: str
+    storage: str
+    more: Mapping[str, Any] = {}
+
+
+_STORED = {
+    "UnquantizedFusedMoEMethod": Stored("plain", "plain"),
+    "ModelOptFp8MoEMethod": Stored("fp8_tensor", "modelopt"),
+    "ModelOptMxFp8FusedMoE": Stored("mxfp8", "modelopt"),
+    "ModelOptNvFp4FusedMoE": Stored("nvfp4", "modelopt"),
+    "CompressedTensorsW8A8Mxfp8MoEMethod": Stored("mxfp8", "compressed-tensors"),
+    "CompressedTensorsW4A4Mxfp4MoEMethod": Stored("mxfp4", "compressed-tensors"),
+    "CompressedTensorsW4A4Nvfp4MoEMethod": Stored("nvfp4", "compressed-tensors"),
+    "GptOssMxfp4MoEMethod": Stored("mxfp4", "compressed-tensors"),
+    "Mxfp4MoEMethod": Stored("mxfp4", "compressed-tensors"),
+}
+
+
+def stored_as(method: Any) -> Stored:
+    """Return how a method of vLLM keeps the weights it loads; raises SpecError for one that is not known."""
+    name: str = type(method).__name__
+    quant, config = (cast("Any", getattr(method, what, None)) for what in ("weight_quant", "quant_config"))
+    if getattr(config, "is_checkpoint_fp8_serialized", True) is False:
+        raise SpecError("vLLM quantises its weights while it loads them; quantise the checkpoint instead")
+    match name:
+        case "Fp8MoEMethod" if not method.block_quant:
+            return Stored("fp8_tensor", "finegrained-fp8")
+        case "Fp8MoEMethod":
+            block = method.moe_block_shape if method.weight_scale_refine else method.weight_block_size
+            return Stored("fp8_block", "finegrained-fp8", {"block": tuple(block)})
+        case "CompressedTensorsW8A8Fp8MoEMethod":
+            strategy = str(getattr(quant.strategy, "value", quant.strategy))
+            more = {"block": tuple(method.weight_block_size)} if strategy == "block" else {}
+            return Stored(f"fp8_{strategy}", "compressed-tensors", more)
+        case "CompressedTensorsWNA16MoEMethod":
+            storage = "compressed-tensors" if quant.symmetric else "compressed-tensors-asymmetric"
+            return _integers(storage, quant.num_bits, quant.group_size, quant.actorder, symmetric=quant.symmetric)
+        case "AutoGPTQMoEMethod":
+            storage = str(config.full_config.get("checkpoint_format") or "gptq")
+            return _integers(storage, config.weight_bits, config.group_size, config.desc_act, symmetric=config.is_sym)
+        case "AutoAWQMoEMethod":
+            return _integers("awq", 4, config.group_size, None, symmetric=False)
+        case _ if name in _STORED:
+            return _STORED[name]
+        case _:
+            raise SpecError(f"vLLM keeps its weights in a {name}, whose tensors Collegium does not know")
+
+
+def _integers(storage: str, bits: int, group: int | None, order: Any, *, symmetric: bool) -> Stored:
+    if getattr(order, "value", order) in ("group", "dynamic", True):
+        raise SpecError("its columns are in activation order, of which vLLM keeps no index")
+    name = "int4_group" if bits == 4 and symmetric else f"int{bits}_affine"
+    return Stored(name, storage, {"group_size": None if group == -1 else group})
+
+
+def activation_of(moe: Any) -> ActivationSpec:
+    """Return what vLLM computes between the projections of a layer; raises SpecError for what we do not compute."""
+    name, limit, alpha, beta = str(moe.activation.value), moe.swiglu_limit, moe.swiglu_alpha, moe.swiglu_beta
+    if name == "swigluoai":
+        limit, alpha, beta = limit or 7.0, alpha or 1.702, 1.0 if beta is None else beta
+    if name.startswith("swigluoai") and limit and beta == 1:
+        return ActivationSpec(kind="swiglu_oai", limit=limit, alpha=1.0 if alpha is None else alpha)
+    bounds = moe.activation_situ_beta, moe.activation_situ_linear_beta
+    if name == "situ" and None not in bounds:
+        return ActivationSpec(kind="situ", gate_bound=bounds[0], up_bound=bounds[1])
+    if name not in _KINDS or alpha not in (None, 1) or beta:
+        known = f"{', '.join(_KINDS)}, situ, and swigluoai with a limit and beta=1"
+        raise SpecError(f"its activation is {name} with limit={limit}, alpha={alpha}, beta={beta}; known are {known}")
+    return ActivationSpec(kind=cast("Any", _KINDS[name]), limit=limit or (7.0 if name == "swiglustep" else None))
+
+
+def _refuse(layer: Any) -> None:
+    """Raise SpecError for what vLLM was asked to do with a layer that only its own experts do."""
+    moe, parallel = layer.moe_config, layer.moe_config.moe_parallel_config
+    way, device = parallel.all2all_backend, str(moe.device).partition(":")[0]
+    refusals = {
+        f"it is on {device}, and Collegium runs on CPUs and NVIDIA's GPUs": device not in ("cpu", "cuda"),
+        "its GPU is AMD's, and Collegium runs on CPUs and NVIDIA's GPUs": device == "cuda" and bool(torch.version.hip),
+        "vLLM moves its experts between ranks; leave out --enable-eplb": parallel.enable_eplb,
+        "LoRA adapters may be added to its experts; leave out --enable-lora": moe.is_lora_enabled,
+        f"--moe-backend {moe.moe_backend} was asked for; leave it out": moe.moe_backend != "auto",
+        f"tokens travel by {way}, inside vLLM's own kernels; ask for --all2all-backend allgather_reducescatter": (
+            parallel.use_all2all_kernels and way != "allgather_reducescatter"
+        ),
+        "vLLM fuses shared experts into its experts": layer.expert_map_manager.num_fused_shared_experts > 0,
+    }
+    for reason, holds in refusals.items():
+        if holds:
+            raise SpecError(reason)
+
+
+def padded(layer: Any) -> bool:
+    """Return whether vLLM made the parameters of a layer larger than its experts."""
+    moe, allocated = layer.moe_config, (layer.intermediate_size_per_partition, layer.hidden_size)
+    return allocated != (moe.intermediate_size_per_partition_unpadded, moe.hidden_dim_unpadded)
+
+
+def _sizes(layer: Any, stored: Stored) -> tuple[int, int]:
+    """Return the intermediate width of this rank's experts and their hidden size."""
+    moe = layer.moe_config
+    if stored.format in _FILLED and (moe.tp_size > 1 or moe.tp_shard_with_padding):
+        return layer.intermediate_size_per_partition, moe.hidden_dim_unpadded
+    return moe.intermediate_size_per_partition_unpadded, moe.hidden_dim_unpadded
+
+
+def choose(
+    layer: Any, stored: Stored, activations: str | None = None, weights: ExpertWeights[Payload] | None = None
+) -> Plan:
+    """Plan a layer of vLLM. activations: their format, ours to choose when None; weights: once they are loaded.
+
+    Raises SpecError and PlanError, which say why Collegium does not run it.
+    """
+    _refuse(layer)
+    moe, (wide, hidden) = layer.moe_config, _sizes(layer, stored)
+    weight = next(param for name, param in layer.named_parameters(recurse=False) if name.startswith("w13_"))
+    kind = FLOAT_FORMATS.get(weight.dtype) if stored.format == "plain" else by_name(stored.format)
+    if kind is None or moe.in_dtype not in FLOAT_FORMATS:
+        raise SpecError(f"its weights are {weight.dtype} and its tokens {moe.in_dtype}")
+    problem = Problem(
+        spec=MoESpec(
+            hidden_size=hidden,
+            intermediate_size=wide if moe.tp_size == 1 else moe.intermediate_size,
+            num_experts=moe.num_experts,
+            routing=RoutingSpec(top_k=moe.experts_per_token, weight_on_input=bool(layer.apply_router_weight_on_input)),
+            activation=activation_of(moe),
+            weight_format=kind.name,
+            expert_bias=moe.has_bias if weights is None else weights.down_bias is not None,
+        ),
+        device=probe(weight.device),
+        # where vLLM gathers the tokens of several engines, all of them come
+        limits=Limits(max_tokens=moe.max_num_tokens * moe.dp_size * moe.pcp_size),
+        dtype=cast("Any", FLOAT_FORMATS[moe.in_dtype].name),
+        placement=_placement(layer, wide),
+        graph=weight.is_cuda,
+    )
+    force = Choice(activation_format=activations, dispatcher=None if problem.placement is None else "partial")
+    capability = problem.device.capability
+    if activations is None and kind.name in _ON_FP8 and capability is not None and capability >= (8, 9):
+        try:
+            return plan(problem, replace(force, activation_format="fp8_group128"))
+        except PlanError:
+            pass  # the plan below says which activations run instead
+    return plan(problem, force)
+
+
+def _placement(layer: Any, wide: int) -> Placement | None:
+    """Return what this rank holds; vLLM adds the ranks' parts of the sum itself."""
+    moe = layer.moe_config
+    if moe.ep_size == 1 and moe.tp_size == 1:
+        return None
+    slots: list[int] = list(range(moe.num_experts)) if layer._expert_map is None else layer._expert_map.tolist()
+    held = sorted((slot, expert) for expert, slot in enumerate(slots) if slot >= 0)
+    ids, slices = tuple(expert for _, expert in held), {"tp_rank": moe.tp_rank, "tp_size": moe.tp_size}
+    return Placement(rank=moe.ep_rank, world_size=moe.ep_size, expert_ids=ids, slice_size=wide, **slices)
+
+
+def loaded_weights(layer: Any, stored: Stored, seen: Seen) -> ExpertWeights[Payload]:
+    """Return what vLLM has loaded into a layer as our payloads, views where it can be; raises CheckpointErrors."""
+    moe, (wide, hidden) = layer.moe_config, _sizes(layer, stored)
+    made: list[Payload] = []
+    for which, shape in (("w13", (moe.w13_num_shards, wide, hidden)), ("w2", (hidden, wide))):
+        kind = FLOAT_FORMATS[layer.w13_weight.dtype] if stored.format == "plain" else by_name(stored.format)
+        found: dict[str, Tensor] = {}
+        for part in find_storage(kind, stored.storage).parts:
+            if part.required:
+                own = _logical(layer, which, _taken(layer, which, part.suffix[1:], seen), part)
+                # vLLM adds nothing to integers and blocks before they are loaded
+                cut = part.stored_shape(*shape[-2:]) if padded(layer) and not stored.more else ()
+                found[part.suffix] = own[(..., *(slice(0, size) for size in cut))]
+        full = (layer.local_num_experts, *shape)
+        made.append(kind.from_parts(found, storage=stored.storage, shape=full, **stored.more))
+    if not moe.has_bias and "w13_bias" not in getattr(layer, "_loaded_expert_biases", ()):
+        return ExpertWeights(gate_up=made[0], down=made[1])
+    upper = _logical(layer, "w13", layer.w13_bias.detach(), None)[..., :wide]
+    lower = layer.w2_bias.detach()[..., :hidden]
+    lower = torch.zeros_like(lower) if moe.tp_rank else lower  # the sum over slices holds it once
+    return ExpertWeights(gate_up=made[0], down=made[1], gate_up_bias=upper, down_bias=lower)
+
+
+def _taken(layer: Any, which: str, name: str, seen: Seen) -> Tensor:
+    """Return a parameter of vLLM; raises MissingTensorError where it, or an expert of it, was not loaded."""
+    param = getattr(layer, f"{which}_{name}", getattr(layer, f"{which}_{name.removesuffix('_packed')}", None))
+    if param is None:
+        raise MissingTensorError(f"{which}_{name} is missing in this release of vLLM; docs/vllm.md names those tested")
+    shards = ("w2",) if which == "w2" else ("w1", "w3")[: layer.moe_config.w13_num_shards]
+    loaded = seen.get(id(param), set())
+    if any(shard in shards for _, shard in loaded):
+        wanted = {(expert, shard) for expert in range(layer.local_num_experts) for shard in shards}
+        missing = ", ".join(f"{shard} of local expert {expert}" for expert, shard in sorted(wanted - loaded)[:8])
+        if missing:
+            raise MissingTensorError(f"{which}_{name}: in no file are {missing}; download the checkpoint again")
+    return param.detach()
+
+
+def _logical(layer: Any, which: str, tensor: Tensor, part: Part | None) -> Tensor:
+    """Bring w13 ``[E, P*N, ...]`` to ``[E, P, N, ...]``, as a view; what has no rows has P as an axis already."""
+    parts, input_first = layer.moe_config.w13_num_shards, part is not None and part.transposed
+    if which == "w2" or (part is not None and not part.rows_per):
+        return tensor
+    if str(layer.moe_config.activation.value) != "swigluoai":
+        return tensor.unflatten(-1, (parts, -1)).movedim(-2, 1) if input_first else tensor.unflatten(1, (parts, -1))
+    if part is not None and (part.rows_per > 1 or input_first):
+        raise SpecError("rows of gate and up alternate and share scales")
+    return tensor.unflatten(1, (-1, parts)).movedim(2, 1)
+
+
+def audited(weights: ExpertWeights[Payload]) -> ExpertWeights[Payload]:
+    """Return ``weights``; raises BadScaleError for a number no expert may have, such as one that was never loaded."""
+    for name, payload in (("gate_up", weights.gate_up), ("down", weights.down)):
+        bad = payload.faults().nonzero()[:, 0].unique()[:8].tolist()
+        if bad:
+            what = f"{name} of local experts {bad} holds NaN, infinity or a scale that {payload.name} forbids"
+            raise BadScaleError(f"{what}, or is in no file; download the checkpoint again")
+    if not all(bool(b.isfinite().all()) for b in (weights.gate_up_bias, weights.down_bias) if b is not None):
+        raise BadScaleError("a bias of the experts holds NaN or infinity; download the checkpoint again")
+    return weights

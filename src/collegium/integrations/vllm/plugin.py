@@ -1,0 +1,274 @@
+"""The hooks: vLLM builds its layers, routes, loads with its own loaders and moves tokens between ranks; we run experts.
+
+Once all weights of a model are loaded, what vLLM's parameters hold becomes our payloads, is audited, planned and
+packed, and each layer's method is replaced by one that calls the packed layer. A model runs through Collegium in all
+its MoE layers or in none.
+"""
+
+import functools
+import os
+import re
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import __version__
+from ...errors import CollegiumError, InputError, PlanError
+from ...formats.unquantised import FLOAT_FORMATS
+from ...layer import MoELayer
+from ...planning import Plan
+from ...runtime.devices import plain_torch
+from ...runtime.warming import warm_up
+from ...types import Routing
+from ..extra import extra
+from .layers import Seen, Stored, audited, choose, loaded_weights, padded, stored_as
+
+__all__ = ["ACTIVATIONS", "MODE", "register", "vllm_experts"]
+
+# `vllm serve` passes no arguments on to plug-ins.
+MODE, ACTIVATIONS = "COLLEGIUM_VLLM", "COLLEGIUM_VLLM_ACTIVATIONS"
+_MODES = ("auto", "require", "off")
+_LAYERS = "vllm.model_executor.layers.fused_moe"
+_METHODS = "vllm.model_executor.layers.quantization"
+_SCHEMA = "(Tensor x, Tensor topk_weights, Tensor topk_ids, str layer_name) -> Tensor"
+
+
+@dataclass(kw_only=True, slots=True)
+class _State:
+    """What is known of one layer until its weights are packed.
+
+    config: vLLM's own, of the whole engine. refusal: why Collegium does not run it. alone: the error with which vLLM
+    refused to run it itself. was: the dtype vLLM gave to parameters that hold scales as published instead. left: the
+    layers of its model that are not packed yet.
+    """
+
+    config: Any
+    refusal: str | None = None
+    alone: Exception | None = None
+    stored: Stored | None = None
+    plan: Plan | None = None
+    seen: Seen = field(default_factory=Seen)
+    was: dict[Any, torch.dtype] = field(default_factory=dict[Any, torch.dtype])
+    left: list[Any] = field(default_factory=list[Any])
+
+
+_waiting: list[Any] = []  # layers of the model that is being built and loaded, in order
+_packed: list[MoELayer] = []
+
+
+def register() -> None:
+    """Make Collegium run the experts of the models that this process loads from now on; vLLM calls it by itself.
+
+    The option COLLEGIUM_VLLM says what becomes of a model that is refused: vLLM runs it (``auto``), or it is an error
+    (``require``); ``off``: vLLM runs all. Raises InputError for another mode, MissingExtraError without vLLM.
+    """
+    if _mode() == "off":
+        return
+    layers = extra(f"{_LAYERS}.routed_experts", "vllm 0.32 or later", group="vllm").RoutedExperts
+    if hasattr(layers, "collegium"):
+        return
+    layers.collegium = None
+    build, find = layers.__init__, layers._get_quant_method
+
+    @functools.wraps(build)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        config = extra("vllm.config", group="vllm").get_current_vllm_config()
+        object.__setattr__(self, "collegium", _State(config=config))
+        object.__setattr__(self, "weight_loader", _recording(self, self.weight_loader))
+        build(self, *args, **kwargs)
+        _consider(self, self.collegium)
+
+    @functools.wraps(find)
+    def get_quant_method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return find(self, *args, **kwargs)
+        except Exception as error:  # of many kinds: vLLM has no kernel for this machine
+            self.collegium.alone = error
+            with _any_kernel():
+                return find(self, *args, **kwargs)
+
+    layers.__init__, layers._get_quant_method = init, get_quant_method
+
+
+def _option(name: str) -> str:
+    return os.environ.get(name, "").strip()
+
+
+def _mode() -> str:
+    mode = _option(MODE).lower() or "auto"
+    if mode not in _MODES:
+        raise InputError(f"{MODE} is {mode!r}, allowed: {', '.join(_MODES)}")
+    return mode
+
+
+@contextmanager
+def _any_kernel() -> Generator[None]:
+    """Let vLLM's methods be built, and load weights, on a machine for which vLLM has no kernel."""
+
+    def none(*_: object, **__: object) -> tuple[None, None]:
+        return None, None
+
+    modules = [module for name, module in sys.modules.items() if name.startswith(_METHODS)]
+    found = [(m, n, v) for m in modules for n, v in vars(m).items() if re.fullmatch(r"select_\w+_moe_backend", n)]
+    try:
+        for module, name, _ in found:
+            setattr(module, name, none)
+        yield
+    finally:
+        for module, name, value in found:
+            setattr(module, name, value)
+
+
+def _recording(layer: Any, load: Callable[..., Any]) -> Callable[..., Any]:
+    """Return vLLM's loader of one tensor, which also remembers what it loaded and keeps scales as published."""
+
+    def loader(
+        param: Any, loaded_weight: Tensor, weight_name: str, shard_id: Any, expert_id: Any, *rest: Any, **more: Any
+    ) -> Any:
+        state, dtypes = layer.collegium, (loaded_weight.dtype, param.dtype)
+        if "scale" in weight_name and set(dtypes) <= set(FLOAT_FORMATS) and torch.promote_types(*dtypes) != param.dtype:
+            state.was[param] = param.dtype
+            param.data = param.data.to(loaded_weight.dtype)
+        if expert_id is not None and loaded_weight.dim() < max(param.dim(), 2):
+            local = layer._map_global_expert_id_to_local_expert_id(expert_id)
+            state.seen.setdefault(id(param), set()).add((local, str(shard_id)))
+        return load(param, loaded_weight, weight_name, shard_id, expert_id, *rest, **more)
+
+    loader.supports_moe_loading = True  # type: ignore[attr-defined]
+    return loader
+
+
+def _consider(layer: Any, state: _State) -> None:
+    """Plan one layer from what is known before its weights are, and make its method hand the weights to us."""
+    method = layer.quant_method
+    try:
+        state.stored = stored_as(method)
+        state.plan = choose(layer, state.stored, _option(ACTIVATIONS) or None)
+        if state.stored.format == "plain" and not padded(layer):
+            for name in ("w13_weight", "w2_weight"):
+                getattr(layer, name).data.fill_(torch.nan)  # what no file fills is seen
+    except CollegiumError as error:
+        state.refusal = str(error)
+        if _mode() == "require" or state.alone is not None:
+            own = "" if state.alone is None else f"; nor does vLLM itself run it here: {state.alone}"
+            raise PlanError(f"{layer.layer_name} cannot run through Collegium: {error}{own}") from state.alone
+    method.process_weights_after_loading = functools.partial(_finish, method.process_weights_after_loading)
+    _waiting.append(layer)
+
+
+@plain_torch()
+def _finish(original: Callable[[Any], None], layer: Any) -> None:
+    """Pack a layer, or let vLLM finish it; with the first layer of a model it is decided for all of them."""
+    state: _State = layer.collegium
+    if layer in _waiting:
+        # a model that failed to load may have left some
+        layers = [other for other in _waiting if other.collegium.config is state.config]
+        _waiting.clear()
+        _packed.clear()
+        _decide(layers)
+    if state.plan is None or state.stored is None:
+        for param, dtype in state.was.items():
+            param.data = param.data.to(dtype)
+        original(layer)
+    else:
+        packed = MoELayer(loaded_weights(layer, state.stored, state.seen), state.plan)
+        for name, param in layer.named_parameters(recurse=False):
+            if name.startswith(("w13_", "w2_")):
+                param.data = param.data.new_empty(0)
+        del layer.quant_method  # some methods are modules, which no other object may replace
+        layer._replace_quant_method(_method_class()(layer.moe_config, packed))
+        _packed.append(packed)
+        state.left.remove(layer)
+        if not state.left:
+            warm_up(_packed)
+            _packed.clear()
+    state.was.clear()
+
+
+def _decide(layers: list[Any]) -> None:
+    """Audit the loaded weights of a model's layers, settle whether all of them run through Collegium, and say so."""
+    for layer in layers:
+        state: _State = layer.collegium
+        if state.refusal is None and state.stored is not None:
+            try:
+                weights = audited(loaded_weights(layer, state.stored, state.seen))
+                state.plan = choose(layer, state.stored, _option(ACTIVATIONS) or None, weights)
+            except CollegiumError as error:
+                state.refusal = str(error)
+    say = extra("vllm.logger", group="vllm").init_logger("vllm.collegium")
+    refused = [f"{each.layer_name}: {each.collegium.refusal}" for each in layers if each.collegium.refusal is not None]
+    config = layers[0].collegium.config
+    if config.parallel_config.world_size_across_dp > 1:
+        group = extra("vllm.distributed.parallel_state", group="vllm").get_ep_group()
+        found: list[Any] = [None] * group.world_size
+        torch.distributed.all_gather_object(found, refused, group=group.cpu_group)
+        refused = refused or [f"on another rank {each}" for others in found for each in others]
+    if refused:
+        listed = f"{len(refused)} of {len(layers)} MoE layers are refused: {'; '.join(refused)}"
+        alone = next((each.collegium.alone for each in layers if each.collegium.alone is not None), None)
+        if _mode() == "require" or alone is not None:
+            raise PlanError(listed if alone is None else f"{listed}; nor does vLLM itself run them here: {alone}")
+        for layer in layers:
+            layer.collegium.plan = None
+        say.warning("Collegium: vLLM's own experts run this model; %s", listed)
+        return
+    if isinstance(config.additional_config, dict):
+        config.additional_config["collegium"] = __version__  # part of the key under which vLLM keeps what it compiles
+    kinds: dict[str, list[str]] = {}
+    left = list(layers)
+    for layer in layers:
+        made: Plan = layer.collegium.plan
+        layer.collegium.left = left
+        spec, where = made.problem.spec, made.problem.placement or f"all {made.problem.spec.num_experts} experts"
+        text = f"kernel {made.kernel}, weights {spec.weight_format}, activations {made.activation_format}, {where}"
+        kinds.setdefault(f"{text}, at most {made.problem.limits.max_tokens} tokens a pass", []).append(layer.layer_name)
+    for text, names in kinds.items():
+        of = f"{names[0]} to {names[-1]}, {len(names)} of {len(layers)} MoE layers"
+        say.info("Collegium: runs the experts of %s: %s", of, text)
+
+
+@functools.cache
+def _method_class() -> Any:
+    base: Any = extra(f"{_LAYERS}.fused_moe_method_base", group="vllm").FusedMoEMethodBase
+
+    class CollegiumMoEMethod(base):
+        """The method of a layer whose experts are packed. vLLM routes, and adds what ranks return."""
+
+        skip_forward_padding = True
+
+        def __init__(self, moe: Any, packed: MoELayer) -> None:
+            super().__init__(moe)
+            self.packed = packed
+
+        def create_weights(self, *_: Any, **__: Any) -> None:
+            raise InputError(f"weights of packed experts cannot be changed; start the engine anew, or with {MODE}=off")
+
+        process_weights_after_loading = create_weights
+
+        def get_fused_moe_quant_config(self, layer: Any) -> None:
+            return None
+
+        def apply(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *_: Any, **__: Any) -> Tensor:
+            if torch.compiler.is_compiling():
+                return torch.ops.collegium.vllm_experts(x, topk_weights, topk_ids, layer.layer_name)
+            return self.packed(x, routing=Routing(topk_ids=topk_ids, topk_weights=topk_weights))
+
+    return CollegiumMoEMethod
+
+
+@torch.library.custom_op("collegium::vllm_experts", mutates_args=(), schema=_SCHEMA)
+def vllm_experts(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, layer_name: str) -> Tensor:
+    """Return what the experts of the layer that vLLM calls ``layer_name`` make of ``x [T, H]``."""
+    layers = extra("vllm.forward_context", group="vllm").get_forward_context().no_compile_layers
+    packed: MoELayer = layers[layer_name].routed_experts.quant_method.packed
+    return packed(x, routing=Routing(topk_ids=topk_ids, topk_weights=topk_weights))
+
+
+@vllm_experts.register_fake
+def _vllm_experts_fake(x: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(x)

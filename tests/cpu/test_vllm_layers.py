@@ -1,0 +1,462 @@
+"""What a MoE layer of vLLM computes and holds, read from stand-ins; tests/vllm serves models with vLLM itself."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from collegium import DeviceFacts, InputError, MissingExtraError, MoELayer, PlanError, Routing, SpecError
+from collegium.errors import BadScaleError, MissingTensorError, TensorMismatchError
+from collegium.integrations.vllm import layers, plugin
+from collegium.integrations.vllm.layers import Stored, activation_of, audited, choose, loaded_weights, stored_as
+from collegium.ops.activation import activate
+from collegium.testing.compare import heavy_tailed, relative_error, uneven_ids
+from collegium.types import ActivationSpec
+from quantised_matrices import KINDS
+
+EXPERTS, HIDDEN, WIDE, TOP_K = 6, 192, 96, 3
+
+
+def moe(**changed: Any) -> Any:
+    """What vLLM calls the config of a MoE layer."""
+    parallel = {"enable_eplb": False, "use_all2all_kernels": False, "all2all_backend": "allgather_reducescatter"}
+    own: dict[str, Any] = {
+        "activation": SimpleNamespace(value="silu"), "swiglu_limit": None, "swiglu_alpha": None, "swiglu_beta": None,
+        "activation_situ_beta": None, "activation_situ_linear_beta": None, "is_lora_enabled": False,
+        "moe_backend": "auto", "num_experts": EXPERTS, "experts_per_token": TOP_K, "w13_num_shards": 2,
+        "hidden_dim_unpadded": HIDDEN, "intermediate_size": WIDE, "has_bias": False, "in_dtype": torch.float32,
+        "intermediate_size_per_partition_unpadded": WIDE, "tp_shard_with_padding": False, "max_num_tokens": 64,
+        "dp_size": 1, "pcp_size": 1, "tp_size": 1, "tp_rank": 0, "ep_size": 1, "ep_rank": 0,
+        "device": torch.device("cpu"),
+    }  # fmt: skip
+    parallel |= {key: changed.pop(key) for key in list(changed) if key in parallel}
+    return SimpleNamespace(**{**own, **changed}, moe_parallel_config=SimpleNamespace(**parallel))
+
+
+class Layer(nn.Module):
+    """A layer of vLLM with the parameters ``tensors``."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], config: Any, slots: list[int] | None = None) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+        self.moe_config, self.layer_name = config, "model.layers.0.mlp.experts"
+        self.hidden_size, self.apply_router_weight_on_input = config.hidden_dim_unpadded, False
+        self.intermediate_size_per_partition = config.intermediate_size_per_partition_unpadded
+        self.local_num_experts = next(iter(tensors.values())).shape[0]
+        self.expert_map_manager = SimpleNamespace(num_fused_shared_experts=0)
+        self._expert_map = None if slots is None else torch.tensor(slots)
+
+
+def method(name: str, **held: Any) -> Any:
+    return type(name, (), held)()
+
+
+CONFIG = SimpleNamespace(
+    weight_bits=4, group_size=32, desc_act=False, is_sym=True, full_config={}, is_checkpoint_fp8_serialized=True
+)
+INTEGERS = {"num_bits": 4, "group_size": 32, "actorder": None, "symmetric": True}
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fp8 blocks": (
+        "Fp8MoEMethod",
+        {"block_quant": True, "weight_scale_refine": None, "weight_block_size": [128, 128], "quant_config": CONFIG},
+    ),
+    "ct fp8 tensor": (
+        "CompressedTensorsW8A8Fp8MoEMethod",
+        {"weight_quant": SimpleNamespace(strategy="tensor"), "weight_block_size": None},
+    ),
+    "ct fp8 channel": (
+        "CompressedTensorsW8A8Fp8MoEMethod",
+        {"weight_quant": SimpleNamespace(strategy="channel"), "weight_block_size": None},
+    ),
+    "ct nvfp4": ("CompressedTensorsW4A4Nvfp4MoEMethod", {}),
+    "modelopt nvfp4": ("ModelOptNvFp4FusedMoE", {"quant_config": CONFIG}),
+    "ct mxfp4": ("CompressedTensorsW4A4Mxfp4MoEMethod", {}),
+    "ct int4": ("CompressedTensorsWNA16MoEMethod", {"weight_quant": SimpleNamespace(**INTEGERS)}),
+    "ct int4 zeros": (
+        "CompressedTensorsWNA16MoEMethod",
+        {"weight_quant": SimpleNamespace(**{**INTEGERS, "symmetric": False})},
+    ),
+    "ct int8": ("CompressedTensorsWNA16MoEMethod", {"weight_quant": SimpleNamespace(**{**INTEGERS, "num_bits": 8})}),
+    "gptq": ("AutoGPTQMoEMethod", {"quant_config": CONFIG}),
+    "awq": ("AutoAWQMoEMethod", {"quant_config": CONFIG}),
+}
+
+
+def matrices(count: int = EXPERTS) -> list[list[torch.Tensor]]:
+    """Gate, up and down of each expert."""
+    return [
+        [
+            heavy_tailed(*shape, seed=3 * e + n)
+            for n, shape in enumerate(((WIDE, HIDDEN), (WIDE, HIDDEN), (HIDDEN, WIDE)))
+        ]
+        for e in range(count)
+    ]
+
+
+def as_vllm_loads(kind: str) -> tuple[dict[str, torch.Tensor], list[list[torch.Tensor]]]:
+    """The parameters that vLLM's loader fills, and the numbers they are: w13 has gate and up along the output axis."""
+    found: dict[str, list[torch.Tensor]] = {}
+    numbers: list[list[torch.Tensor]] = []
+    input_first = kind in ("gptq", "awq")
+    for expert in matrices():
+        (gate, a), (up, b), (down, c) = (KINDS[kind].write(weight) for weight in expert)
+        numbers.append([a, b, c])
+        for suffix in gate:
+            if suffix in ("weight_shape", "g_idx") or "input" in suffix:
+                continue
+            single = gate[suffix].numel() == 1
+            both = torch.stack([gate[suffix].reshape(()), up[suffix].reshape(())]) if single else None
+            both = torch.cat([gate[suffix], up[suffix]], 1 if input_first else 0) if both is None else both
+            found.setdefault(f"w13_{suffix}", []).append(both)
+            found.setdefault(f"w2_{suffix}", []).append(down[suffix].reshape(()) if single else down[suffix])
+    return {name: torch.stack(rows) for name, rows in found.items()}, numbers
+
+
+@pytest.mark.parametrize("kind", list(METHODS))
+def test_what_vllm_loads_are_the_numbers_of_the_checkpoint(kind: str) -> None:
+    tensors, numbers = as_vllm_loads(kind)
+    name, held = METHODS[kind]
+    stored = stored_as(method(name, **held))
+    layer = Layer(tensors, moe())
+    for _ in range(2):  # nothing is changed in place
+        weights = audited(loaded_weights(layer, stored, {}))
+        for expert, (gate, up, down) in enumerate(numbers):
+            torch.testing.assert_close(weights.gate_up[expert].decode(), torch.stack([gate, up]), rtol=1e-6, atol=0)
+            torch.testing.assert_close(weights.down[expert].decode(), down, rtol=1e-6, atol=0)
+    made = choose(layer, stored, weights=weights)
+    assert made.problem.spec.weight_format == KINDS[kind].form
+    assert made.problem.spec.num_experts == EXPERTS
+
+
+def test_gpt_oss_rows_alternate_have_biases_and_room() -> None:
+    """MXFP4 as vLLM's gpt-oss keeps it: gate and up by turns, zeros beyond the rank's width and the hidden size."""
+    write = KINDS["ct mxfp4"].write
+    room_i, room_h = WIDE + 32, HIDDEN + 64
+    w13, s13 = (
+        torch.zeros(EXPERTS, 2 * room_i, room_h // 2).byte(),
+        torch.zeros(EXPERTS, 2 * room_i, room_h // 32).byte(),
+    )
+    w2, s2 = torch.zeros(EXPERTS, room_h, room_i // 2).byte(), torch.zeros(EXPERTS, room_h, room_i // 32).byte()
+    numbers: list[list[torch.Tensor]] = []
+    for e, expert in enumerate(matrices()):
+        (gate, a), (up, b), (down, c) = (write(weight) for weight in expert)
+        numbers.append([a, b, c])
+        for row, part in enumerate((gate, up)):
+            w13[e, row : 2 * WIDE : 2, : HIDDEN // 2] = part["weight_packed"]
+            s13[e, row : 2 * WIDE : 2, : HIDDEN // 32] = part["weight_scale"]
+        w2[e, :HIDDEN, : WIDE // 2], s2[e, :HIDDEN, : WIDE // 32] = down["weight_packed"], down["weight_scale"]
+    bias = torch.zeros(EXPERTS, 2 * room_i)
+    bias[:, : 2 * WIDE] = heavy_tailed(EXPERTS, 2 * WIDE, seed=1)
+    tensors = {"w13_weight": w13, "w13_weight_scale": s13, "w2_weight": w2, "w2_weight_scale": s2}
+    config = moe(activation=SimpleNamespace(value="swigluoai"), has_bias=True)
+    layer = Layer({**tensors, "w13_bias": bias, "w2_bias": heavy_tailed(EXPERTS, room_h, seed=2)}, config)
+    layer.hidden_size, layer.intermediate_size_per_partition = room_h, room_i
+    weights = audited(loaded_weights(layer, stored_as(method("GptOssMxfp4MoEMethod")), {}))
+    for expert, (gate, up, down) in enumerate(numbers):
+        assert torch.equal(weights.gate_up[expert].decode(), torch.stack([gate, up]))
+        assert torch.equal(weights.down[expert].decode(), down)
+    assert weights.gate_up_bias is not None
+    assert weights.down_bias is not None
+    assert torch.equal(weights.gate_up_bias[:, 1], bias[:, 1 : 2 * WIDE : 2])
+    assert weights.down_bias.shape == (EXPERTS, HIDDEN)
+    config.tp_size, config.tp_rank, config.intermediate_size = 2, 1, 2 * WIDE
+    slices = loaded_weights(layer, Stored("mxfp4", "compressed-tensors"), {})
+    assert slices.down.shape == (EXPERTS, HIDDEN, room_i)  # slices are of unequal width: the zeros belong to it
+    assert slices.down_bias is not None
+    assert not slices.down_bias.any()  # the sum over ranks holds it once
+
+
+def truth(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    out, experts = torch.zeros_like(x), matrices()
+    for token in range(len(x)):
+        for slot in range(TOP_K):
+            gate, up, down = experts[int(ids[token, slot])]
+            middle = activate(torch.stack([gate @ x[token], up @ x[token]])[None], ActivationSpec())[0]
+            out[token] += weights[token, slot] * (down @ middle)
+    return out
+
+
+@pytest.mark.parametrize("split", ["whole", "experts", "experts in turn", "slices"])
+def test_the_parts_of_all_ranks_add_up(split: str) -> None:
+    experts = matrices()
+    w13 = torch.stack([torch.cat(expert[:2]) for expert in experts])
+    w2 = torch.stack([expert[2] for expert in experts])
+    maps = {"experts": [0, 1, 2, -1, -1, -1], "experts in turn": [-1, 1, -1, 0, 2, -1]}
+    parts: list[Layer] = []
+    for rank in range(1 if split == "whole" else 2):
+        if split in maps:
+            own = maps[split]
+            if rank:
+                others = [expert for expert, slot in enumerate(own) if slot < 0]
+                own = [others.index(expert) if expert in others else -1 for expert in range(EXPERTS)]
+            held = [own.index(slot) for slot in range(3)]
+            parts.append(
+                Layer({"w13_weight": w13[held], "w2_weight": w2[held]}, moe(ep_size=2, ep_rank=rank), slots=own)
+            )
+        elif split == "slices":
+            cut = slice(rank * WIDE // 2, (rank + 1) * WIDE // 2)
+            upper = w13.unflatten(1, (2, -1))[:, :, cut].flatten(1, 2)
+            config = moe(tp_size=2, tp_rank=rank, intermediate_size_per_partition_unpadded=WIDE // 2)
+            parts.append(Layer({"w13_weight": upper, "w2_weight": w2[:, :, cut]}, config))
+        else:
+            parts.append(Layer({"w13_weight": w13, "w2_weight": w2}, moe()))
+    stored = stored_as(method("UnquantizedFusedMoEMethod"))
+    built = [MoELayer(loaded_weights(p, stored, {}), choose(p, stored)) for p in parts]
+    for tokens in (0, 1, 13):
+        x, ids = heavy_tailed(tokens, HIDDEN, seed=9), uneven_ids(tokens, TOP_K, EXPERTS, seed=tokens)
+        weights = heavy_tailed(tokens, TOP_K, seed=8, channels=False).abs()
+        found = torch.stack([layer(x, routing=Routing(topk_ids=ids, topk_weights=weights)) for layer in built]).sum(0)
+        assert found.shape == x.shape
+        assert tokens == 0 or relative_error(found, truth(x, ids, weights)) < 1e-5
+
+
+def test_a_tensor_that_no_file_has_is_named() -> None:
+    tensors, _ = as_vllm_loads("ct mxfp4")
+    layer, stored = Layer(tensors, moe()), Stored("mxfp4", "compressed-tensors")
+    whole = {(expert, shard) for expert in range(EXPERTS) for shard in ("w1", "w3")}
+    seen = {id(layer.w13_weight_packed): whole - {(4, "w3")}}
+    with pytest.raises(MissingTensorError, match=r"w13_weight_packed: in no file are w3 of local expert 4"):
+        loaded_weights(layer, stored, seen)
+    loaded_weights(layer, stored, {id(layer.w13_weight_packed): whole})
+    del layer.w2_weight_scale
+    with pytest.raises(MissingTensorError, match="w2_weight_scale is missing in this release"):
+        loaded_weights(layer, stored, {})
+
+
+def test_numbers_no_expert_may_have_are_named() -> None:
+    tensors, _ = as_vllm_loads("ct mxfp4")
+    tensors["w2_weight_scale"][3, 5, 1] = 255
+    with pytest.raises(BadScaleError, match=r"down of local experts \[3\]"):
+        audited(loaded_weights(Layer(tensors, moe()), Stored("mxfp4", "compressed-tensors"), {}))
+    plain = {"w13_weight": torch.full((2, 2 * WIDE, HIDDEN), torch.nan), "w2_weight": torch.ones(2, HIDDEN, WIDE)}
+    with pytest.raises(BadScaleError, match=r"gate_up of local experts \[0, 1\]"):
+        audited(loaded_weights(Layer(plain, moe()), Stored("plain", "plain"), {}))
+    one = {"w13_weight": torch.ones(2, 2 * WIDE, HIDDEN), "w2_weight": torch.ones(2, HIDDEN, WIDE)}
+    biases = {"w13_bias": torch.zeros(2, 2 * WIDE), "w2_bias": torch.full((2, HIDDEN), torch.inf)}
+    with pytest.raises(BadScaleError, match="a bias"):
+        audited(loaded_weights(Layer({**one, **biases}, moe(has_bias=True)), Stored("plain", "plain"), {}))
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"enable_eplb": True}, "--enable-eplb"),
+        ({"is_lora_enabled": True}, "--enable-lora"),
+        ({"moe_backend": "triton"}, "--moe-backend triton"),
+        ({"use_all2all_kernels": True, "all2all_backend": "deepep_low_latency"}, "deepep_low_latency"),
+        ({"in_dtype": torch.float64}, "float64"),
+        ({"device": "xpu:0"}, "on xpu"),
+        ({"activation": SimpleNamespace(value="relu2")}, "its activation is relu2"),
+        ({"activation": SimpleNamespace(value="swigluoai_uninterleave")}, "swigluoai_uninterleave with limit=None"),
+        ({"swiglu_alpha": 1.5}, "alpha=1.5"),
+    ],
+)
+def test_what_only_vllm_does_is_refused_by_name(changed: dict[str, Any], said: str) -> None:
+    tensors = {"w13_weight": torch.ones(EXPERTS, 2 * WIDE, HIDDEN), "w2_weight": torch.ones(EXPERTS, HIDDEN, WIDE)}
+    choose(Layer(tensors, moe()), Stored("plain", "plain"))
+    with pytest.raises(SpecError, match=said):
+        choose(Layer(tensors, moe(**changed)), Stored("plain", "plain"))
+
+
+def test_methods_of_unknown_tensors_are_refused_by_name() -> None:
+    for made, said in (
+        (method("MoeWNA16Method"), "MoeWNA16Method"),
+        (method("AutoGPTQMoEMethod", quant_config=SimpleNamespace(**{**vars(CONFIG), "desc_act": True})), "order"),
+        (
+            method(
+                "CompressedTensorsWNA16MoEMethod", weight_quant=SimpleNamespace(**{**INTEGERS, "actorder": "group"})
+            ),
+            "order",
+        ),
+        (
+            method("Fp8MoEMethod", quant_config=SimpleNamespace(is_checkpoint_fp8_serialized=False), block_quant=False),
+            "while it loads",
+        ),
+    ):
+        with pytest.raises(SpecError, match=said):
+            stored_as(made)
+
+
+def test_activations_are_vllms() -> None:
+    def named(value: str, **more: Any) -> ActivationSpec:
+        return activation_of(moe(activation=SimpleNamespace(value=value), **more))
+
+    assert named("silu") == ActivationSpec()
+    assert named("silu", swiglu_limit=10.0) == ActivationSpec(limit=10.0)
+    assert named("swigluoai") == ActivationSpec(kind="swiglu_oai", limit=7.0, alpha=1.702)
+    uninterleaved = named("swigluoai_uninterleave", swiglu_limit=7.0, swiglu_alpha=1.7, swiglu_beta=1.0)
+    assert uninterleaved == ActivationSpec(kind="swiglu_oai", limit=7.0, alpha=1.7)
+    assert named("swiglustep") == ActivationSpec(kind="swiglu_step", limit=7.0)
+    assert named("relu2_no_mul") == ActivationSpec(kind="relu2")
+    situ = named("situ", activation_situ_beta=4.0, activation_situ_linear_beta=25.0)
+    assert situ == ActivationSpec(kind="situ", gate_bound=4.0, up_bound=25.0)
+
+
+def test_four_bits_meet_fp8_tensor_cores_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, _ = as_vllm_loads("ct mxfp4")
+    layer, stored = Layer(tensors, moe(in_dtype=torch.bfloat16)), Stored("mxfp4", "compressed-tensors")
+    assert choose(layer, stored).activation_format == "bf16"
+    assert choose(layer, stored, "fp8_token").activation_format == "fp8_token"
+    with pytest.raises(Exception, match="fp3"):
+        choose(layer, stored, "fp3")
+    hopper = DeviceFacts(kind="cuda", name="NVIDIA H200", capability=(9, 0), memory=141 << 30, index=0, sms=132)
+    monkeypatch.setattr(layers, "probe", lambda _: hopper)
+    made = choose(layer, stored)
+    assert (made.kernel, made.activation_format, made.capturable) == ("triton_w4a8", "fp8_group128", True)
+    assert choose(layer, stored, "bf16").kernel == "triton_w4a16"
+    monkeypatch.setattr(layers, "probe", lambda _: replace(hopper, capability=(8, 0)))
+    assert choose(layer, stored).activation_format == "bf16"
+
+
+class Stand:
+    """What the plug-in uses of vLLM, made of stand-ins: layers are built, loaded one expert at a time, and finished."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.said: list[str] = []
+        self.config = SimpleNamespace(additional_config={}, parallel_config=SimpleNamespace(world_size_across_dp=1))
+        outer = self
+
+        class RoutedExperts(nn.Module):
+            local_num_experts, layer_name = 2, ""
+            fails = False
+
+            def __init__(self, name: str, config: Any, scales: torch.dtype = torch.bfloat16) -> None:
+                super().__init__()
+                self.layer_name, self.moe_config, self._expert_map = name, config, None
+                self.hidden_size, self.apply_router_weight_on_input = HIDDEN, False
+                self.intermediate_size_per_partition = WIDE
+                self.expert_map_manager = SimpleNamespace(num_fused_shared_experts=0)
+                self.quant_method = self._get_quant_method()
+                for which, rows in (("w13", 2 * WIDE), ("w2", HIDDEN)):
+                    columns = HIDDEN if which == "w13" else WIDE
+                    weight = nn.Parameter(torch.zeros(2, rows, columns), requires_grad=False)
+                    weight.weight_loader = self.weight_loader  # type: ignore[attr-defined]
+                    self.register_parameter(f"{which}_weight", weight)
+                    self.register_parameter(
+                        f"{which}_scale", nn.Parameter(torch.ones(2, dtype=scales), requires_grad=False)
+                    )
+
+            def _get_quant_method(self) -> Any:
+                return UnquantizedFusedMoEMethod()
+
+            def _map_global_expert_id_to_local_expert_id(self, expert: int) -> int:
+                return expert
+
+            def weight_loader(
+                self, param: Any, loaded_weight: Any, weight_name: str, shard_id: str, expert_id: int
+            ) -> bool:
+                half = {"w1": slice(0, WIDE), "w3": slice(WIDE, None), "w2": slice(None)}[shard_id]
+                own = param.data[expert_id]
+                (own if own.dim() == 0 else own[half]).copy_(loaded_weight)
+                return True
+
+            def _replace_quant_method(self, new: Any) -> None:
+                self.quant_method = new
+
+        class UnquantizedFusedMoEMethod(nn.Module):
+            def process_weights_after_loading(self, layer: Any) -> None:
+                outer.said.append(f"vLLM finished {layer.layer_name}")
+
+        class Base:
+            def __init__(self, config: Any) -> None:
+                self.moe = config
+
+        def log(text: str, *values: object) -> None:
+            self.said.append(text % values)
+
+        for name, held in {
+            "vllm.model_executor.layers.fused_moe.routed_experts": {"RoutedExperts": RoutedExperts},
+            "vllm.model_executor.layers.fused_moe.fused_moe_method_base": {"FusedMoEMethodBase": Base},
+            "vllm.config": {"get_current_vllm_config": lambda: self.config},
+            "vllm.logger": {"init_logger": lambda _: SimpleNamespace(info=log, warning=log)},
+        }.items():
+            module = ModuleType(name)
+            vars(module).update(held)
+            monkeypatch.setitem(sys.modules, name, module)
+        plugin._method_class.cache_clear()
+        monkeypatch.setattr(plugin, "_waiting", [])
+        self.layer: Any = RoutedExperts
+        plugin.register()
+        plugin.register()  # vLLM may call it several times
+
+    def model(self, *, without: tuple[int, int, str] | None = None) -> list[Any]:
+        built = [self.layer(f"layers.{n}", moe(num_experts=2, experts_per_token=2)) for n in range(3)]
+        for number, layer in enumerate(built):
+            for expert, (gate, up, down) in enumerate(matrices(2)):
+                for shard, weight in (("w1", gate), ("w3", up), ("w2", down)):
+                    if (number, expert, shard) != without:
+                        param = layer.w2_weight if shard == "w2" else layer.w13_weight
+                        param.weight_loader(param, weight, "w_weight", shard, expert)
+        for layer in built:
+            layer.quant_method.process_weights_after_loading(layer)
+        return built
+
+
+def test_a_model_of_three_layers_runs_and_vllms_copy_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLLEGIUM_VLLM", raising=False)
+    stand = Stand(monkeypatch)
+    for _ in range(2):
+        stand.said.clear()
+        built = stand.model()
+        assert len(stand.said) == 1
+        assert "runs the experts of layers.0 to layers.2, 3 of 3 MoE layers: kernel cpu_grouped" in stand.said[0]
+        assert stand.config.additional_config["collegium"]
+        x, ids = heavy_tailed(5, HIDDEN, seed=1), torch.tensor([[0, 1]] * 5)
+        weights = heavy_tailed(5, 2, seed=2, channels=False).abs()
+        full = torch.cat([weights, torch.zeros(5, 1)], 1)
+        for layer in built:
+            assert layer.w13_weight.numel() == layer.w2_weight.numel() == 0
+            found = layer.quant_method.apply(layer, x, weights, ids, None, None)
+            assert relative_error(found, truth(x, torch.cat([ids, ids[:, :1]], 1), full)) < 1e-5
+        with pytest.raises(InputError, match="start the engine anew"):
+            built[0].quant_method.process_weights_after_loading(built[0])
+
+
+def test_one_missing_expert_leaves_the_whole_model_to_vllm_or_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLLEGIUM_VLLM", "auto")
+    stand = Stand(monkeypatch)
+    stand.model(without=(1, 0, "w3"))
+    assert "vLLM's own experts run this model; 1 of 3 MoE layers are refused: layers.1: w13_weight" in stand.said[0]
+    assert stand.said[1:] == [f"vLLM finished layers.{n}" for n in range(3)]
+    monkeypatch.setenv("COLLEGIUM_VLLM", "require")
+    with pytest.raises(PlanError, match="w3 of local expert 0"):
+        stand.model(without=(1, 0, "w3"))
+    monkeypatch.setattr(plugin, "_waiting", [])
+    monkeypatch.setenv("COLLEGIUM_VLLM_ACTIVATIONS", "fp3")
+    with pytest.raises(PlanError, match=r"layers\.0 cannot run through Collegium.*fp3"):
+        stand.model()
+
+
+def test_scales_stay_as_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLLEGIUM_VLLM", "auto")
+    layer = Stand(monkeypatch).layer("layers.0", moe(num_experts=2, experts_per_token=2))
+    scale = torch.tensor(1.0009765625, dtype=torch.float16)  # no BF16 number
+    layer.weight_loader(layer.w2_scale, scale, "w2_scale", "w2", 1)
+    assert layer.w2_scale.dtype == torch.float16
+    assert layer.w2_scale[1] == scale
+
+
+def test_modes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLLEGIUM_VLLM", "perhaps")
+    with pytest.raises(InputError, match="auto, require, off"):
+        plugin.register()
+    monkeypatch.setenv("COLLEGIUM_VLLM", "off")
+    plugin.register()
+    monkeypatch.setenv("COLLEGIUM_VLLM", "auto")
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.layers.fused_moe.routed_experts", None)
+    with pytest.raises(MissingExtraError, match=r"collegium\[vllm\]"):
+        plugin.register()
+
+
+def test_integers_of_another_shape_are_refused() -> None:
+    tensors, _ = as_vllm_loads("awq")
+    tensors["w2_scales"] = tensors["w2_scales"][:, :1]
+    with pytest.raises(TensorMismatchError, match="scales"):
+        loaded_weights(Layer(tensors, moe()), stored_as(method(*METHODS["awq"][:1], **METHODS["awq"][1])), {})

@@ -1,0 +1,110 @@
+"""Serve the cases with the real engine, each in a process of its own: serve.py [NAME ...].
+
+An answer has the tokens that were written, their log-probabilities and the gap to the second best, the
+log-probabilities of the prompts, and what Collegium logged; or the error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import traceback
+from typing import Any
+
+from cases import ANSWERS, CASES, FOLDER
+
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CACHE_ROOT": str(FOLDER / "cache"),
+}
+ENGINE: dict[str, Any] = {
+    "max_model_len": 256,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 256,
+    "enforce_eager": True,
+    "skip_tokenizer_init": True,
+    "enable_prefix_caching": False,
+    "seed": 0,
+}
+
+
+def serve(case: dict[str, Any]) -> dict[str, Any]:
+    """Return the answer to one case."""
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(case["model"], **{**ENGINE, **case["engine"]})
+    options = SamplingParams(
+        temperature=0, max_tokens=12, logprobs=2, prompt_logprobs=1, detokenize=False, ignore_eos=True
+    )
+    found = engine.generate([{"prompt_token_ids": ids} for ids in case["prompts"]], options, use_tqdm=False)
+    answer: dict[str, Any] = {"ids": [], "written": [], "gaps": [], "prompts": []}
+    for each, prompt in zip(found, case["prompts"], strict=True):
+        own = each.outputs[0]
+        answer["ids"].append(list(own.token_ids))
+        steps = list(zip(own.logprobs, own.token_ids, strict=True))
+        answer["written"].append([step[token].logprob for step, token in steps])
+        answer["gaps"].append(
+            [step[token].logprob - min(two.logprob for two in step.values()) for step, token in steps]
+        )
+        pairs = zip(each.prompt_logprobs[1:], prompt[1:], strict=True)
+        answer["prompts"].append([step[token].logprob for step, token in pairs])
+    with contextlib.suppress(Exception):
+        engine.llm_engine.engine_core.shutdown()
+    return answer
+
+
+def apart(case: dict[str, Any]) -> dict[str, Any]:
+    """Return the answer to one case, or its error, from a process of its own, which has vLLM imported already."""
+    file = FOLDER / "one.json"
+    file.unlink(missing_ok=True)
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        return json.loads(file.read_text()) if file.exists() else {"error": "the engine ended without an answer"}
+    os.environ |= {"COLLEGIUM_VLLM": case["plugin"], **case.get("env", {})}
+    try:
+        found = serve(case)
+    except BaseException as error:
+        traceback.print_exc()
+        found = {"error": f"{type(error).__name__}: {error}"}
+    file.write_text(json.dumps(found))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def main(names: list[str]) -> None:
+    """Answer the cases of these names, or all; what engines log goes to a file, and is read from there."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    answers: dict[str, Any] = json.loads(ANSWERS.read_text()) if names and ANSWERS.exists() else {}
+    head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    terminal, log = os.fdopen(os.dup(1), "w"), FOLDER / "engines.log"
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    import vllm  # noqa: F401  once, for all
+
+    for name in names or CASES:
+        start, began = log.stat().st_size, time.monotonic()
+        answer = apart(CASES[name])
+        text = log.read_bytes()[start:].decode(errors="replace")
+        answer["log"] = re.findall(r"(?:INFO|WARNING) .*? Collegium: (.*)", text)
+        answer["commit"] = head
+        answer["seconds"] = round(time.monotonic() - began, 1)
+        answers[name] = answer
+        ANSWERS.write_text(json.dumps(answers, indent=1))
+        terminal.write(f"{name}: {answer.get('error', 'served')[:300]} in {answer['seconds']} s\n")
+        terminal.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
