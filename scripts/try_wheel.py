@@ -21,10 +21,12 @@ import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from index_page import index_page
 from tracked import ROOT
 
 __all__ = ["CHECKS", "RESULTS", "main", "tried"]
@@ -106,10 +108,14 @@ def _built(room: Path) -> Path:
     """Build the wheel and return it; RuntimeError where its page for an index has a link that leads nowhere."""
     _run([sys.executable, "-m", "build", "--wheel", "--outdir", str(room), str(ROOT)])
     wheel = next(room.glob("*.whl"))
-    shown = _run([sys.executable, "-m", "zipfile", "-l", str(wheel)])
+    with zipfile.ZipFile(wheel) as held:
+        names = held.namelist()
+        about = held.read(next(name for name in names if name.endswith(".dist-info/METADATA"))).decode()
     for needed in ("collegium/py.typed", "collegium/shipped/fables-16m/model.safetensors"):
-        if needed not in shown:
+        if needed not in names:
             raise RuntimeError(f"{wheel.name} lacks {needed}")
+    if "# Collegium" not in about or index_page(about) != about:
+        raise RuntimeError(f"{wheel.name}: its page for an index is missing, or has links that lead nowhere there")
     return wheel
 
 

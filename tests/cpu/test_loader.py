@@ -13,6 +13,7 @@ from collegium.checkpoint import (
     Checkpoint,
     CheckpointLayer,
     describe_checkpoint,
+    load_all,
     load_experts,
     load_router,
     load_shared,
@@ -186,6 +187,15 @@ def test_router_bias_of_gpt_oss(tmp_path: Path) -> None:
     assert router.bias is not None
     assert torch.equal(router.bias, tiny.tensors["model.layers.1.mlp.router.bias"])
     assert load_shared(CheckpointLayer.open(checkpoint, 1)) is None
+
+
+def test_load_all_reports_progress(tmp_path: Path) -> None:
+    tiny = write_checkpoint(tmp_path, "mixtral", "mxfp8", size=SMALL)
+    seen: list[tuple[int, int, str]] = []
+    loaded = dict(load_all(Checkpoint.open(tmp_path), linear(3), lambda *args: seen.append(args)))
+    assert seen == [(0, 2, "layer 0 (mxfp8)"), (1, 2, "layer 1 (mxfp8)"), (2, 2, "2 layers loaded")]
+    for layer, weights in loaded.items():
+        assert torch.equal(weights.down.decode(), tiny.experts[layer][2].decode())
 
 
 _PEAK = """

@@ -14,12 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from collegium.checkpoint import Checkpoint, CheckpointLayer, audit, describe_checkpoint, load_experts
+from collegium.checkpoint import Checkpoint, CheckpointLayer, audit, describe_checkpoint, load_all, load_experts
 from collegium.errors import BadScaleError, ConfigError, InputError, TensorMismatchError, UnknownTensorError
 from collegium.formats import by_name
 from collegium.formats.unquantised import as_stored
 from collegium.layer import MoELayer
-from collegium.models import moe_layers
 from collegium.parallel.placement import linear, tensor_parallel
 from collegium.planning import plan
 from collegium.problem import DeviceFacts, Placement, Problem
@@ -133,15 +132,16 @@ def test_replicas_of_an_expert_load_on_every_rank_that_holds_one(tmp_path: Path)
         assert torch.equal(weights.down.decode(), tiny.experts[0][2].decode()[list(ids)])
 
 
-def test_a_layer_reads_its_own_experts_and_no_more(tmp_path: Path) -> None:
+def test_layers_stream_one_at_a_time_and_say_which(tmp_path: Path) -> None:
     tiny = write_checkpoint(tmp_path, "deepseek_v3", "fp8_block", size=TinySize(layers=3))
     checkpoint = Checkpoint.open(tmp_path)
-    assert list(moe_layers(checkpoint.config)) == sorted(tiny.experts) == [1, 2]
-    for number in (1, 2):
-        before = checkpoint.bytes_read
-        loaded = load_experts(CheckpointLayer.open(checkpoint, number), linear(4))
-        assert checkpoint.bytes_read - before <= loaded.gate_up.nbytes + loaded.down.nbytes
-        assert torch.equal(loaded.down.decode(), tiny.experts[number][2].decode())
+    stream = load_all(checkpoint, linear(4))
+    before = checkpoint.bytes_read
+    index, first = next(stream)
+    assert index == 1
+    assert checkpoint.bytes_read - before <= first.gate_up.nbytes + first.down.nbytes
+    assert [index for index, _ in stream] == [2]
+    assert sorted(tiny.experts) == [1, 2]
 
 
 def fused(path: Path, name: str, suffixes: tuple[str, ...]) -> dict[str, Tensor]:

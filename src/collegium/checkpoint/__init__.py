@@ -2,7 +2,7 @@
 
 from .audit import AuditReport, LayerReport, audit
 from .beside import load_latent, load_router, load_shared
-from .loader import describe_checkpoint, load_experts
+from .loader import describe_checkpoint, load_all, load_experts
 from .opened import CheckpointLayer
 from .reader import Checkpoint
 from .stored import StoredFormat
@@ -15,6 +15,7 @@ __all__ = [
     "StoredFormat",
     "audit",
     "describe_checkpoint",
+    "load_all",
     "load_experts",
     "load_latent",
     "load_router",

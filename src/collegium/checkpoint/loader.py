@@ -4,6 +4,7 @@ Peak memory is the local weights plus one matrix: the result is allocated once a
 """
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -12,7 +13,7 @@ from torch.nn import functional
 
 from ..errors import CheckpointError, InputError, TensorMismatchError
 from ..formats.payload import Payload
-from ..models import describe
+from ..models import describe, moe_layers
 from ..problem import Placement
 from ..types import ExpertWeights, MoESpec
 from .audit import bad_bias, check_layer
@@ -21,7 +22,7 @@ from .opened import CheckpointLayer
 from .problems import fail, refuse
 from .reader import Checkpoint
 
-__all__ = ["describe_checkpoint", "load_experts"]
+__all__ = ["describe_checkpoint", "load_all", "load_experts"]
 
 _MOST_RANKS = 64
 _PADDED = ("bf16", "fp16", "fp32", "fp8_tensor", "fp8_channel", "fp8_block", "mxfp4", "mxfp8", "nvfp4")
@@ -171,3 +172,25 @@ def _biases(
         down = torch.zeros_like(down)
     own = order[..., local[0] : local[1]]
     return functional.pad(own, (0, room - own.shape[-1])).contiguous(), down
+
+
+def load_all(
+    checkpoint: Checkpoint,
+    placement: Placement,
+    progress: Callable[[int, int, str], None] | None = None,
+    *,
+    device: torch.device | str = "cpu",
+    pad: bool = False,
+) -> Iterator[tuple[int, ExpertWeights[Payload]]]:
+    """Yield (layer, weights) of every MoE layer, one layer in memory at a time; pad as for ``load_experts``.
+
+    progress: called before each layer and once at the end with (layers done, layers, text).
+    """
+    layers = moe_layers(checkpoint.config)
+    for done, number in enumerate(layers):
+        layer = CheckpointLayer.open(checkpoint, number)
+        if progress is not None:
+            progress(done, len(layers), f"layer {number} ({layer.stored.name})")
+        yield number, load_experts(layer, placement, device=device, pad=pad)
+    if progress is not None:
+        progress(len(layers), len(layers), f"{len(layers)} layers loaded")
