@@ -53,7 +53,7 @@ $(VLLM)/.ready: pyproject.toml
 vllm-test: $(VENV)/.dev $(VLLM)/.ready ## the vLLM plug-in in the real engine, on the CPU (half an hour); writes benchmarks/results/vllm_cpu.csv
 	PYTHONPATH=src:scripts:tests/shared $(ONE_THREAD) $(OFFLINE) $(BIN)/python tests/vllm/models.py build/vllm/models
 	$(VLLM)/bin/python tests/vllm/serve.py
-	cd tests/vllm && ../../$(VLLM)/bin/python -m pytest -q -o addopts= -o pythonpath=. --confcutdir . test_engine.py test_server.py
+	$(VLLM)/bin/python -m pytest -q -o addopts= --confcutdir tests/vllm tests/vllm
 	$(VLLM)/bin/python tests/vllm/report.py "make vllm-test"
 
 fix: $(VENV)/.dev ## format, and repair what the linter can repair

@@ -85,6 +85,7 @@ def _cases() -> dict[str, dict[str, Any]]:
     found["refused by both, auto"] = _case("awq", "auto", BF16, env=unknown)
     found["an expert is missing, auto"] = _case("missing", "auto", F32)
     found["an expert is missing, require"] = _case("missing", "require", F32)
+    found["shipped, expert parallel, vLLM's own"] = _case(SHIPPED, "off", {**F32, **EXPERTS})
     found["an expert is missing on one of two ranks, auto"] = _case("missing", "auto", {**F32, **EXPERTS})
     found["a scale is infinite, require"] = _case("infinite", "require", BF16)
     found["unknown mode"] = _case(SHIPPED, "perhaps", F32)

@@ -62,7 +62,7 @@ def rows(command: str) -> list[dict[str, object]]:
                 "case": name,
                 "COLLEGIUM_VLLM": case["plugin"],
                 "dtype": case["engine"]["dtype"],
-                "experts run by": said[1] if said else "vLLM" if served else "refused",
+                "experts run by": said[1] if said else "vLLM" if served or answer["log"] else "nobody: refused",
                 "weights": said[2] if said else "",
                 "activations": said[3] if said else "",
                 "tokens as in float32": f"{equal} of {sum(map(len, truth['ids']))}" if served else "",

