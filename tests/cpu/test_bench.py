@@ -63,6 +63,8 @@ def test_the_floor_counts_the_experts_that_are_hit_and_nothing_else():
     assert floor_of(spec(), "bf16", routings, quick).bound == "math"
     half = floor_of(spec(), "fp8_token", routings, quick).seconds
     assert half == pytest.approx(floor_of(spec(), "bf16", routings, quick).seconds / 2)
+    given = floor_of(spec(), "bf16", routings, CEILINGS, each=100.0)
+    assert given.nbytes == 3 * 100 + 2 * 3 * 64 * 2
     small = floor_of(spec(weights="mxfp4"), "bf16", routings, CEILINGS)
     assert small.nbytes == 3 * 3 * 64 * 32 * (4.25 / 8) + 2 * 3 * 64 * 2
 

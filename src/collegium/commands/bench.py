@@ -327,10 +327,13 @@ def _exact(judge: Packed, batch: ContiguousBatch) -> Tensor:
 def _row(case: _Case, seconds: float, error: float, ceilings: Ceilings) -> BenchRow:
     chosen = case.layer.plan
     x, routings = case.inputs[0][0], [routing for _, routing in case.inputs]
-    floor = floor_of(chosen.problem.spec, chosen.activation_format, routings, ceilings)
+    held, each = (case.weights.gate_up, case.weights.down), None
+    if held[0].read_only:  # what such a format stores depends on the file
+        each = sum(payload.nbytes for payload in held) / chosen.problem.spec.num_experts
+    floor = floor_of(chosen.problem.spec, chosen.activation_format, routings, ceilings, each=each)
     cached = stays_cached(min(len(case.inputs) * floor.nbytes, chosen.weight_bytes), x.device)
     if cached:
-        floor = floor_of(chosen.problem.spec, chosen.activation_format, routings, ceilings, cached=True)
+        floor = floor_of(chosen.problem.spec, chosen.activation_format, routings, ceilings, cached=True, each=each)
     return BenchRow(
         weights=chosen.problem.spec.weight_format,
         activations=chosen.activation_format,

@@ -87,19 +87,26 @@ class Floor:
 
 
 def floor_of(
-    spec: MoESpec, activations: str, routings: Sequence[Routing], ceilings: Ceilings, *, cached: bool = False
+    spec: MoESpec,
+    activations: str,
+    routings: Sequence[Routing],
+    ceilings: Ceilings,
+    *,
+    cached: bool = False,
+    each: float | None = None,
 ) -> Floor:
     """Return the floor of ``spec`` with these routings; ``activations`` names the format products are computed in.
 
     Bytes: weights, scales and biases of the experts that each routing really hits, once, and 2 bytes for each element
     of input and output, once. What is between the projections need not reach memory and is not counted. cached:
     the weights may come from a cache, so that no time follows from the bytes and the floor is that of the operations.
+    each: bytes of an expert, where the spec's format does not say them (kinds of GGUF blocks).
     """
     hits = [torch.unique(r.topk_ids[r.topk_ids >= 0]).numel() for r in routings]
     rows = [int((r.topk_ids >= 0).sum()) for r in routings]
     tokens = statistics.fmean(r.topk_ids.shape[0] for r in routings)
     hidden, wide = spec.expert_hidden_size, spec.intermediate_size
-    nbytes = statistics.fmean(hits) * expert_bytes(spec) + 4 * tokens * hidden
+    nbytes = statistics.fmean(hits) * (each or expert_bytes(spec)) + 4 * tokens * hidden
     flops = 2.0 * statistics.fmean(rows) * (spec.gate_up_parts + 1) * hidden * wide
     rate = ceilings.rate_8 if activation_format(activations).bits <= 8 else ceilings.rate_16
     memory, work = 0.0 if cached else nbytes / ceilings.bandwidth, flops / rate
