@@ -450,7 +450,11 @@ def test_modes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLLEGIUM_VLLM", "off")
     plugin.register()
     monkeypatch.setenv("COLLEGIUM_VLLM", "auto")
+    stand = Stand(monkeypatch)
     monkeypatch.setitem(sys.modules, "vllm.model_executor.layers.fused_moe.routed_experts", None)
+    plugin.register()  # another release of vLLM
+    assert "this release has other classes: vllm 0.32 or later is not installed" in stand.said[0]
+    monkeypatch.setenv("COLLEGIUM_VLLM", "require")
     with pytest.raises(MissingExtraError, match=r"collegium\[vllm\]"):
         plugin.register()
 

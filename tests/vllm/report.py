@@ -62,12 +62,13 @@ def rows(command: str) -> list[dict[str, object]]:
                 "case": name,
                 "COLLEGIUM_VLLM": case["plugin"],
                 "dtype": case["engine"]["dtype"],
-                "experts run by": said[1] if said else "vLLM" if served or answer["log"] else "nobody: refused",
+                "experts run by": said[1] if said else "vLLM" if served or answer["log"] else "nobody",
                 "weights": said[2] if said else "",
                 "activations": said[3] if said else "",
                 "tokens as in float32": f"{equal} of {sum(map(len, truth['ids']))}" if served else "",
                 "log-probability, root mean square off": f"{mean:.2g}" if served else "",
                 "worst": f"{worst:.2g}" if served else "",
+                "error": " ".join(answer.get("error", "").split())[:200],
             }
         )
     return found

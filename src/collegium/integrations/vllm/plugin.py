@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ... import __version__
-from ...errors import CollegiumError, InputError, PlanError
+from ...errors import CollegiumError, InputError, MissingExtraError, PlanError
 from ...formats.unquantised import FLOAT_FORMATS
 from ...layer import MoELayer
 from ...planning import Plan
@@ -69,11 +69,18 @@ def register() -> None:
     """
     if _mode() == "off":
         return
-    layers = extra(f"{_LAYERS}.routed_experts", "vllm 0.32 or later", group="vllm").RoutedExperts
+    try:
+        layers = extra(f"{_LAYERS}.routed_experts", "vllm 0.32 or later", group="vllm").RoutedExperts
+        build, find = layers.__init__, layers._get_quant_method
+    except (AttributeError, MissingExtraError) as error:
+        if _mode() == "require":
+            raise
+        say = extra("vllm.logger", group="vllm").init_logger("vllm.collegium")
+        say.warning("Collegium: vLLM's own experts run all models, this release has other classes: %s", error)
+        return
     if hasattr(layers, "collegium"):
         return
     layers.collegium = None
-    build, find = layers.__init__, layers._get_quant_method
 
     @functools.wraps(build)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
