@@ -7,7 +7,7 @@ unit size, and with a clamp half of them beyond it: at that size no half, clamp 
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from ..parallel.ranks import Ranks
 from ..planning import plan
 from ..problem import Choice, DeviceFacts, Placement, Problem
 from ..runtime.devices import probe
+from ..runtime.progress import Progress, counted
 from ..testing.compare import between, heavy_tailed
 from ..types import ExpertWeights, MoESpec, Routing
 
@@ -102,7 +103,7 @@ def verify_model(
     device: str | Ranks | None = None,
     force: Choice | None = None,
     weight_format: str | None = None,
-    progress: Callable[[int, int, str], None] | None = None,
+    progress: Progress | None = None,
 ) -> VerifyReport:
     """Verify every MoE layer of the checkpoint at ``path``, one in memory at a time.
 
@@ -118,21 +119,18 @@ def verify_model(
     layers = moe_layers(checkpoint.config)
     refuse(checkpoint, check_dense_layers(checkpoint))
     proofs: list[LayerProof] = []
-    for done, number in enumerate(layers):
-        if progress is not None:
-            progress(done, len(layers), f"layer {number}")
+    for number in counted(layers, progress, "layer {}".format):
         layer = CheckpointLayer.open(checkpoint, number)
         refuse(checkpoint, check_beside(layer, deep=True))
-        proofs.append(_prove_routed(layer, experts, device or facts.place, (force, weight_format)))
-        shared = _prove_shared(layer, facts, (force, weight_format), ranks)
+        proofs.append(_prove_routed(layer, experts, device or facts.place, force, weight_format))
+        shared = _prove_shared(layer, facts, force, weight_format, ranks)
         proofs += [] if shared is None else [shared]
     return VerifyReport(path=str(path), device=f"{facts.kind} {facts.name}".strip(), proofs=tuple(proofs))
 
 
 def _prove_routed(
-    layer: CheckpointLayer, experts: int | None, device: str | Ranks, wishes: tuple[Choice | None, str | None]
+    layer: CheckpointLayer, experts: int | None, device: str | Ranks, force: Choice | None, weight_format: str | None
 ) -> LayerProof:
-    force, weight_format = wishes
     built = load_routed(layer, weight_format=weight_format, force=force, device=device)
     held = built.spec.num_experts
     chosen = _sample(held, held if experts is None else experts, layer.number)
@@ -151,10 +149,9 @@ def _prove_routed(
 
 
 def _prove_shared(
-    layer: CheckpointLayer, facts: DeviceFacts, wishes: tuple[Choice | None, str | None], ranks: Ranks | None
+    layer: CheckpointLayer, facts: DeviceFacts, force: Choice | None, weight_format: str | None, ranks: Ranks | None
 ) -> LayerProof | None:
     """Run the shared expert as one routed expert, which is what it is to a kernel; every rank runs it whole."""
-    force, weight_format = wishes
     shared = load_shared(layer, device=facts.place)
     if shared is None:
         return None
