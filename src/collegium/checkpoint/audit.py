@@ -1,7 +1,7 @@
 """The audit: every expert tensor accounted for, of the right shape and dtype, with scales that mean something."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +18,7 @@ from ..errors import (
 )
 from ..formats.payload import Payload
 from ..models import describe, moe_layers, text_of
+from ..runtime.progress import Progress, counted
 from .activation_scales import ACTIVATION_SCALES, check_activation_scales
 from .beside import check_beside, load_hash_table
 from .header import TensorInfo
@@ -294,9 +295,7 @@ def _outside(checkpoint: Checkpoint) -> list[str]:
     return [*said, *([f"not loaded as a whole model: {wrong[0]}"] if wrong else [])]
 
 
-def audit(
-    checkpoint: Checkpoint, *, deep: bool = True, progress: Callable[[int, int, str], None] | None = None
-) -> AuditReport:
+def audit(checkpoint: Checkpoint, *, deep: bool = True, progress: Progress | None = None) -> AuditReport:
     """Check the experts of every MoE layer and return what was found.
 
     deep: also read every expert, one matrix at a time, and check its scales. progress: called before each layer and
@@ -309,9 +308,7 @@ def audit(
     reports: list[LayerReport] = []
     remarks = Remarks()
     layers = moe_layers(checkpoint.config)
-    for done, number in enumerate(layers):
-        if progress is not None:
-            progress(done, len(layers), f"layer {number}")
+    for number in counted(layers, progress, "layer {}".format, end=f"{len(layers)} layers"):
         try:
             layer = CheckpointLayer.open(checkpoint, number)
         except CheckpointError as error:
@@ -325,8 +322,6 @@ def audit(
         problems += wrong + beside
         nbytes = sum(info.nbytes for info in layer.found.infos())
         reports.append(LayerReport(layer=number, stored=layer.stored, experts=layer.spec.num_experts, nbytes=nbytes))
-    if progress is not None:
-        progress(len(layers), len(layers), f"{len(layers)} layers")
     refuse(checkpoint, problems)
     return AuditReport(
         path=str(checkpoint.path),

@@ -1,7 +1,7 @@
 """``collegium balance``: record what experts are asked, see it, and simulate what a policy would do about it."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +17,7 @@ from ..integrations.transformers import load_model, recording
 from ..parallel.placement import linear
 from ..problem import Limits
 from ..runtime.devices import probe
+from ..runtime.progress import Progress, counted
 from .generate import Writer, check_writable
 
 __all__ = ["Hottest", "LoadReport", "look_at_load", "record_load", "simulate_file"]
@@ -55,7 +56,7 @@ def record_load(
     tokens: int = 256,
     steps: int | None = None,
     device: str | None = None,
-    progress: Callable[[int, int, str], None] | None = None,
+    progress: Progress | None = None,
 ) -> LoadReport:
     """Run the model in folder ``model`` over a text and write what its experts were asked to the trace ``out``.
 
@@ -77,9 +78,7 @@ def record_load(
     writer = Writer(loaded, folder)
     windows = _windows(writer, source, tokens)[:steps]
     with torch.inference_mode(), recording(loaded) as found:
-        for done, window in enumerate(windows):
-            if progress is not None:
-                progress(done, len(windows), f"step {done + 1}")
+        for _, window in counted([*enumerate(windows, 1)], progress, "step {0[0]}".format):
             cast("Any", loaded)(window[None], use_cache=False)
     found.trace(folder.resolve().name).save(file)
     return look_at_load(out)

@@ -26,6 +26,7 @@ from ..parallel.local import Local
 from ..planning import Plan, plan
 from ..problem import Choice, DeviceFacts, Limits, Problem
 from ..runtime.devices import probe
+from ..runtime.progress import Progress, counted
 from ..types import ContiguousBatch, ExpertWeights, MoESpec, Routing, RoutingSpec
 from .integers import ENCODERS
 from .measure import (
@@ -163,7 +164,7 @@ def bench(
     device: str | None = None,
     ceilings: Ceilings | None = None,
     rounds: int = 9,
-    progress: Callable[[int, int, str], None] | None = None,
+    progress: Progress | None = None,
 ) -> BenchReport:
     """Measure the layer ``what`` (see ``named_layer``) for each (weight format, activation format) of ``recipes``.
 
@@ -174,7 +175,6 @@ def bench(
     """
     name, spec = named_layer(what)
     facts = probe(device)
-    step: Callable[[int, int, str], None] = progress or (lambda done, total, text: None)
     if tokens is None:
         tokens = TOKENS if facts.kind == "cuda" else [count for count in TOKENS if count <= _MOST_ON_CPU]
     plans = {recipe: planned_layer(spec, recipe, facts, max(tokens)) for recipe in recipes}
@@ -184,18 +184,16 @@ def bench(
     generator = torch.Generator(place).manual_seed(1)
     made = {t: _inputs(t, spec, routing, generator) for t in sorted(set(tokens))}
     cases: dict[Any, _Case] = {}
-    for index, ((weight_format, activations), chosen) in enumerate(plans.items()):
-        step(index, len(plans), f"building {weight_format} x {activations}")
+    for recipe, chosen in counted(plans.items(), progress, "building {0[0][0]} x {0[0][1]}".format):
         weights = random_weights(chosen.problem.spec, place)
         layer = MoELayer(weights, chosen)
         dtype = DTYPES[chosen.problem.dtype]
         for count, pairs in made.items():
             inputs = [(x.to(dtype), routing_of) for x, routing_of in pairs]
-            cases[weight_format, activations, count] = _Case(layer=layer, weights=weights, inputs=inputs)
+            cases[*recipe, count] = _Case(layer=layer, weights=weights, inputs=inputs)
     errors: dict[Any, float] = {}
-    for index, (key, case) in enumerate(cases.items()):
-        step(index, len(cases), f"checking {key[0]} x {key[1]}, {key[2]} tokens")
-        errors[key] = check_output(f"{key[0]} x {key[1]}, {key[2]} tokens", case.layer, case.weights, case.inputs[0])
+    for key, case in counted(cases.items(), progress, "checking {0[0][0]} x {0[0][1]}, {0[0][2]} tokens".format):
+        errors[key] = check_output("{} x {}, {} tokens".format(*key), case.layer, case.weights, case.inputs[0])
     least = ceilings or measure_ceilings(place)
     pool = graph_pool(place)
     passes = {
@@ -204,8 +202,7 @@ def bench(
     }
     # One token count after another: a large batch heats the device, and a small one behind it would pay for that.
     times: dict[Any, float] = {}
-    for index, count in enumerate(made):
-        step(index, len(made), f"timing {count} tokens")
+    for count in counted(made, progress, "timing {} tokens".format):
         alike = {key: call for key, call in passes.items() if key[2] == count}
         times |= take_turns(alike, place, rounds=rounds)
     if ceilings is None and place.type == "cpu":

@@ -28,6 +28,7 @@ from ..parallel.ranks import Ranks
 from ..planning import plan
 from ..problem import Choice, DeviceFacts, Limits, Problem
 from ..runtime.devices import probe
+from ..runtime.progress import Progress, counted
 from ..runtime.warming import warm_up
 from ..types import MoESpec, Routing
 from .bench import TOLERANCES, experts_error, experts_of, random_weights, recipe_of
@@ -133,7 +134,7 @@ def bench_model(
     device: str | Ranks | None = None,
     rounds: int = 9,
     seconds: float = float("inf"),
-    progress: Callable[[int, int, str], None] | None = None,
+    progress: Progress | None = None,
 ) -> ModelReport:
     """Measure decode steps of the model ``what``: a name of ``MODELS``, or a folder with a config of transformers.
 
@@ -152,11 +153,9 @@ def bench_model(
     rows: list[ModelRow] = []
     specs = _specs(model) if ranks else list[MoESpec]()
     groups = [(*_THEIRS, "collegium bf16"), *((way,) for way in ours)]
-    for index, ways in enumerate(groups):
-        if progress is not None:
-            progress(index, len(groups), ways[-1])
+    for ways in counted(groups, progress, lambda ways: ways[-1]):
         # The first group lets the plug-in read the sizes of the experts off the model.
-        reason = _attached(model, ways[-1], specs, ranks) if index or ranks else ""
+        reason = _attached(model, ways[-1], specs, ranks) if ranks or ways is not groups[0] else ""
         for batch in batches:
             late = "no time left" if _any(ranks, time.monotonic() - started > seconds) else ""
             reasons = {way: late or ("" if way in _THEIRS else reason) for way in ways}

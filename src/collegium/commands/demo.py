@@ -20,6 +20,7 @@ from ..parallel.placement import linear
 from ..planning import plan
 from ..problem import Choice, DeviceFacts, Limits, Problem
 from ..runtime.devices import probe
+from ..runtime.progress import Progress
 from ..runtime.warming import warm_up
 from ..types import MoESpec, Routing
 from .generate import Writer, check_writable
@@ -72,12 +73,7 @@ class DemoReport:
 
 
 def run_demo(
-    folder: Path,
-    *,
-    device: str | None = None,
-    tokens: int = 32,
-    windows: int = 6,
-    progress: Callable[[int, int, str], None] | None = None,
+    folder: Path, *, device: str | None = None, tokens: int = 32, windows: int = 6, progress: Progress | None = None
 ) -> DemoReport:
     """Measure every recipe on the model in ``folder`` (which ships ``heldout.txt``).
 
@@ -158,7 +154,7 @@ def _limits(spec: MoESpec, facts: DeviceFacts, recipe: tuple[str, str]) -> Limit
     return Limits(max_tokens=_COMPILED_PASS if made.capturable else _PLAIN_PASS)
 
 
-def _compiled(layers: Iterable[MoELayer], progress: Callable[[int, int, str], None] | None) -> float:
+def _compiled(layers: Iterable[MoELayer], progress: Progress | None) -> float:
     start = time.perf_counter()
     warm_up(layers, progress)
     return time.perf_counter() - start

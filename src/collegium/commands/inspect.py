@@ -1,6 +1,5 @@
 """What a checkpoint holds and what would run it here: the answer behind ``collegium inspect`` and ``plan``."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from ..models import describe, family_of
 from ..planning import Plan, plan
 from ..problem import Choice, DeviceFacts, Limits, Problem
 from ..runtime.devices import probe
+from ..runtime.progress import Progress
 from ..types import MoESpec
 
 __all__ = ["ELSEWHERE", "Inspection", "inspect_model", "plan_model"]
@@ -101,11 +101,7 @@ class Inspection:
 
 
 def inspect_model(
-    path: str,
-    *,
-    deep: bool = True,
-    device: str | None = None,
-    progress: Callable[[int, int, str], None] | None = None,
+    path: str, *, deep: bool = True, device: str | None = None, progress: Progress | None = None
 ) -> Inspection:
     """Open, audit and plan the checkpoint at ``path``; raises what the audit raises.
 

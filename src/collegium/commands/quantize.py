@@ -33,6 +33,7 @@ from ..models import describe, experts_apart, family_of
 from ..ops.activation import interleave
 from ..planning import expert_bytes
 from ..problem import Placement
+from ..runtime.progress import Progress
 from .described import COMPRESSED, Job, described, new_config
 
 __all__ = ["ConvertedLayer", "QuantizeReport", "quantize_model"]
@@ -72,11 +73,7 @@ class QuantizeReport:
 
 
 def quantize_model(
-    path: str,
-    weight_format: str,
-    out: str | None = None,
-    *,
-    progress: Callable[[int, int, str], None] | None = None,
+    path: str, weight_format: str, out: str | None = None, *, progress: Progress | None = None
 ) -> QuantizeReport:
     """Write the checkpoint at ``path`` with its experts in ``weight_format`` into the new folder ``out``.
 
@@ -166,11 +163,7 @@ def _kept(job: Job, layers: Iterable[CheckpointLayer]) -> dict[str, TensorInfo]:
 
 
 def _write_tensors(
-    job: Job,
-    layers: list[CheckpointLayer],
-    kept: Mapping[str, TensorInfo],
-    room: Path,
-    progress: Callable[[int, int, str], None] | None,
+    job: Job, layers: list[CheckpointLayer], kept: Mapping[str, TensorInfo], room: Path, progress: Progress | None
 ) -> list[ConvertedLayer]:
     sources = sorted({info.file for info in kept.values()})
     count = len(sources) + len(layers)

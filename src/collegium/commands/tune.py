@@ -21,6 +21,7 @@ from ..parallel import Local
 from ..planning import kernel_named
 from ..problem import Problem
 from ..runtime.devices import probe
+from ..runtime.progress import Progress, counted
 from .bench import named_layer, planned_layer, random_weights
 from .measure import graph_pool, input_sets, prepare_pass, random_routing, take_turns
 from .room import check_room, layer_needs
@@ -66,7 +67,7 @@ def tune(
     rounds: int = 5,
     device: str | None = None,
     folder: Path | None = None,
-    progress: Callable[[int, int, str], None] | None = None,
+    progress: Progress | None = None,
 ) -> TuneReport:
     """Measure tiles of the layer ``what`` (see ``bench.named_layer``) in one (weights, activations) and write the file.
 
@@ -75,10 +76,7 @@ def tune(
     """
     name, problem, packed = packed_layer(what, recipe, max(tokens), device)
     rows: list[TuneRow] = []
-    counts = sorted(set(tokens))
-    for done, count in enumerate(counts):
-        if progress is not None:
-            progress(done, len(counts), f"{count} tokens")
+    for count in counted(sorted(set(tokens)), progress, "{} tokens".format):
         rows += measure_tiles(packed, problem, count, most=most, rounds=rounds)
     names = [product.name for product in packed.products()]
     tables = {name: tuple((row.rows, row.best) for row in rows if row.product == name) for name in names}

@@ -7,7 +7,7 @@ unit size, and with a clamp half of them beyond it: at that size no half, clamp 
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from ..parallel.ranks import Ranks
 from ..planning import plan
 from ..problem import Choice, DeviceFacts, Placement, Problem
 from ..runtime.devices import probe
+from ..runtime.progress import Progress, counted
 from ..testing.compare import between, heavy_tailed
 from ..types import ExpertWeights, MoESpec, Routing
 
@@ -102,7 +103,7 @@ def verify_model(
     device: str | Ranks | None = None,
     force: Choice | None = None,
     weight_format: str | None = None,
-    progress: Callable[[int, int, str], None] | None = None,
+    progress: Progress | None = None,
 ) -> VerifyReport:
     """Verify every MoE layer of the checkpoint at ``path``, one in memory at a time.
 
@@ -118,9 +119,7 @@ def verify_model(
     layers = moe_layers(checkpoint.config)
     refuse(checkpoint, check_dense_layers(checkpoint))
     proofs: list[LayerProof] = []
-    for done, number in enumerate(layers):
-        if progress is not None:
-            progress(done, len(layers), f"layer {number}")
+    for number in counted(layers, progress, "layer {}".format):
         layer = CheckpointLayer.open(checkpoint, number)
         refuse(checkpoint, check_beside(layer, deep=True))
         proofs.append(_prove_routed(layer, experts, device or facts.place, (force, weight_format)))

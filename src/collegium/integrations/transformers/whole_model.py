@@ -2,7 +2,6 @@
 
 import logging
 import os
-from collections.abc import Callable
 from typing import Any, Literal
 
 from torch import nn
@@ -20,6 +19,7 @@ from ...models import family_of
 from ...parallel.ranks import Ranks
 from ...problem import Choice, Limits
 from ...runtime.devices import plain_torch, probe
+from ...runtime.progress import Progress, counted
 from .blocks import blocks_of, families_with_blocks
 from .classes import class_and_config
 from .modules import experts_modules
@@ -39,7 +39,7 @@ def load_model(
     force: Choice | None = None,
     device: str | Ranks | None = None,
     limits: Limits | None = None,
-    progress: Callable[[int, int, str], None] | None = None,
+    progress: Progress | None = None,
 ) -> nn.Module:
     """Load a model that writes text, in BF16, whose experts run through Collegium in their published format.
 
@@ -88,7 +88,7 @@ def build_layers(
     force: Choice | None = None,
     device: str | Ranks | None = None,
     limits: Limits | None = None,
-    progress: Callable[[int, int, str], None] | None = None,
+    progress: Progress | None = None,
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16",
 ) -> dict[int, MoELayer]:
     """Read, audit, plan and pack the experts of every MoE layer, one layer in memory beyond the packed ones.
@@ -102,15 +102,11 @@ def build_layers(
     whole = family.name in families_with_blocks()
     wishes: dict[str, Any] = {"weight_format": weight_format, "force": force, "device": device, "limits": limits}
     layers: dict[int, MoELayer] = {}
-    for done, index in enumerate(indices):
-        if progress is not None:
-            progress(done, len(indices), f"layer {index}")
+    for index in counted(indices, progress, "layer {}".format, end="done"):
         if whole:
             layers[index] = load_layer(checkpoint, index, dtype=dtype, **wishes)
         else:
             layers[index] = load_routed(CheckpointLayer.open(checkpoint, index), dtype=dtype, **wishes)
-    if progress is not None:
-        progress(len(indices), len(indices), "done")
     return layers
 
 
