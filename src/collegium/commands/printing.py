@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
 from rich.markup import escape
@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from ..balance.simulate import Simulation
     from ..planning import Plan
@@ -43,6 +43,7 @@ __all__ = [
     "print_tuning",
 ]
 
+T = TypeVar("T")
 # A table or a path in a pipe or a file is never cut or wrapped.
 out = Console(width=None if sys.stdout.isatty() else 10_000)
 err = Console(stderr=True)
@@ -53,7 +54,9 @@ def print_json(value: dict[str, object]) -> None:
     sys.stdout.write(json.dumps(value, indent=2) + "\n")
 
 
-def _print_table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+def _print_table(
+    title: str | None, columns: Sequence[str], rows: Iterable[T], cells: Callable[[T], Iterable[object]]
+) -> None:
     """Print right-aligned columns, except those whose name ends in a space, below a title that may be wider."""
     if title:
         out.print(title, style="italic", markup=False, highlight=False)
@@ -61,7 +64,7 @@ def _print_table(title: str | None, columns: Sequence[str], rows: Iterable[Seque
     for column in columns:
         table.add_column(column.strip(), justify="left" if column.endswith(" ") else "right", no_wrap=True)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(str, cells(row)))
     out.print(table)
 
 
@@ -70,17 +73,15 @@ def print_demo(report: DemoReport) -> None:
     _print_table(
         f"{report.model} on {report.device}",
         ("weights x activations ", "bytes/expert", "perplexity", "beside bf16", "error", "tok/s"),
-        [
-            (
-                f"{row.weights} x {row.activations}",
-                f"{row.expert_bytes:,}",
-                f"{row.perplexity:.3f}",
-                f"{100 * (row.perplexity_ratio - 1):+.2f} %",
-                f"{100 * row.layer_error:.2f} %",
-                f"{row.tokens_per_second:.1f}",
-            )
-            for row in report.rows
-        ],
+        report.rows,
+        lambda row: (
+            f"{row.weights} x {row.activations}",
+            f"{row.expert_bytes:,}",
+            f"{row.perplexity:.3f}",
+            f"{100 * (row.perplexity_ratio - 1):+.2f} %",
+            f"{100 * row.layer_error:.2f} %",
+            f"{row.tokens_per_second:.1f}",
+        ),
     )
     out.print("error: relative L2 error of one layer's output against FP32 on the BF16 weights", style="dim")
     for kernel in dict.fromkeys(row.kernel for row in report.rows):
@@ -115,21 +116,18 @@ def print_bench(report: BenchReport) -> None:
         _print_table(
             f"{name[0]} x {name[1]} ({name[2]})",
             ("tokens", "us", "floor us", "of floor", "bound", "GB/s", "TFLOP/s", "experts", "error"),
-            [
-                (
-                    str(row.tokens),
-                    f"{1e6 * row.seconds:.1f}" + ("" if row.cold else "*"),
-                    f"{1e6 * row.floor_seconds:.1f}",
-                    f"{100 * row.of_floor:.0f} %",
-                    row.bound,
-                    f"{row.gigabytes_per_second:.0f}",
-                    f"{row.teraflops:.1f}",
-                    f"{row.experts_hit:.0f}",
-                    f"{row.error:.4f}",
-                )
-                for row in report.rows
-                if (row.weights, row.activations, row.kernel) == name
-            ],
+            [row for row in report.rows if (row.weights, row.activations, row.kernel) == name],
+            lambda row: (
+                row.tokens,
+                f"{1e6 * row.seconds:.1f}" + ("" if row.cold else "*"),
+                f"{1e6 * row.floor_seconds:.1f}",
+                f"{100 * row.of_floor:.0f} %",
+                row.bound,
+                f"{row.gigabytes_per_second:.0f}",
+                f"{row.teraflops:.1f}",
+                f"{row.experts_hit:.0f}",
+                f"{row.error:.4f}",
+            ),
         )
     top = report.ceilings
     out.print(
@@ -149,17 +147,15 @@ def print_model_bench(report: ModelReport) -> None:
     _print_table(
         None,
         ("experts ", "sequences", "tokens/s", "ms a step", "one graph", "error"),
-        [
-            (
-                row.experts,
-                str(row.batch),
-                "" if row.tokens_per_second is None else f"{row.tokens_per_second:.1f}",
-                "" if row.seconds is None else f"{1e3 * row.seconds:.3f}",
-                "yes" if row.graph else "no",
-                "" if row.error is None else f"{row.error:.4f}",
-            )
-            for row in report.rows
-        ],
+        report.rows,
+        lambda row: (
+            row.experts,
+            row.batch,
+            "" if row.tokens_per_second is None else f"{row.tokens_per_second:.1f}",
+            "" if row.seconds is None else f"{1e3 * row.seconds:.3f}",
+            "yes" if row.graph else "no",
+            "" if row.error is None else f"{row.error:.4f}",
+        ),
     )
     for row in report.rows:
         if row.note:
@@ -174,18 +170,16 @@ def print_tuning(report: TuneReport) -> None:
     _print_table(
         None,
         ("product", "tokens", "chosen us", "best us", "gain", "tile", "tried"),
-        [
-            (
-                row.product,
-                str(row.tokens),
-                f"{1e6 * row.chosen_seconds:.1f}",
-                f"{1e6 * row.best_seconds:.1f}",
-                f"{100 * (1 - row.best_seconds / row.chosen_seconds):.0f} %",
-                f"{row.best.block_n}x{row.best.block_t} w{row.best.warps} s{row.best.stages}",
-                str(row.candidates),
-            )
-            for row in report.rows
-        ],
+        report.rows,
+        lambda row: (
+            row.product,
+            row.tokens,
+            f"{1e6 * row.chosen_seconds:.1f}",
+            f"{1e6 * row.best_seconds:.1f}",
+            f"{100 * (1 - row.best_seconds / row.chosen_seconds):.0f} %",
+            f"{row.best.block_n}x{row.best.block_t} w{row.best.warps} s{row.best.stages}",
+            row.candidates,
+        ),
     )
     out.print(f"written to {report.path}", style="dim", soft_wrap=True, markup=False)
 
@@ -202,10 +196,8 @@ def print_load(report: LoadReport) -> None:
     _print_table(
         None,
         ("layer ", "hottest expert", "of an even share", "coldest", "of an even share", "idle"),
-        [
-            (escape(own.layer), str(own.expert), f"{own.most:.2f}", str(own.coldest), f"{own.least:.2f}", str(own.idle))
-            for own in report.layers
-        ],
+        report.layers,
+        lambda own: (escape(own.layer), own.expert, f"{own.most:.2f}", own.coldest, f"{own.least:.2f}", own.idle),
     )
 
 
@@ -224,15 +216,16 @@ def print_simulation(report: Simulation) -> None:
             ("replicas", "slots", "before", "worst", "after", "worst", "busiest", "moved", "MB"),
             [
                 (
-                    str(row.replicas),
-                    str(row.slots),
+                    row.replicas,
+                    row.slots,
                     *(f"{value:.3f}" for value in (own.before, own.before_worst, own.after, own.after_worst)),
                     f"{-100 * own.saved:+.1f} %",
-                    str(row.moved_experts),
+                    row.moved_experts,
                     f"{row.moved_bytes / 1e6:,.1f}",
                 )
                 for row, own in ((row, getattr(row, part)) for row in report.rows)
             ],
+            tuple,
         )
     out.print(
         "before, after: balancedness (mean over busiest rank, step by step; 1 is even), mean and worst of the layers; "
@@ -260,18 +253,16 @@ def print_proofs(report: VerifyReport) -> None:
     _print_table(
         f"{report.path} on {report.device}, kernel {kernels}",
         ("layer ", "formats ", "experts ", "error ", "worst expert ", "allowed ", "verdict "),
-        [
-            (
-                f"{proof.layer}" if proof.part == "experts" else f"{proof.layer} {proof.part}",
-                f"{proof.weight_format} x {proof.activation_format}",
-                f"{proof.checked} of {proof.held}",
-                f"{proof.error:.3%}",
-                f"{proof.worst}: {proof.worst_error:.3%}",
-                f"{proof.tolerance:.0%}, {2 * proof.tolerance:.0%}",
-                "[green]ok[/green]" if proof.passed else "[bold red]WRONG[/bold red]",
-            )
-            for proof in report.proofs
-        ],
+        report.proofs,
+        lambda proof: (
+            f"{proof.layer}" if proof.part == "experts" else f"{proof.layer} {proof.part}",
+            f"{proof.weight_format} x {proof.activation_format}",
+            f"{proof.checked} of {proof.held}",
+            f"{proof.error:.3%}",
+            f"{proof.worst}: {proof.worst_error:.3%}",
+            f"{proof.tolerance:.0%}, {2 * proof.tolerance:.0%}",
+            "[green]ok[/green]" if proof.passed else "[bold red]WRONG[/bold red]",
+        ),
     )
 
 
@@ -280,10 +271,8 @@ def print_conversion(report: QuantizeReport) -> None:
     _print_table(
         f"{report.path}: {report.weight_format} experts as {report.storage} stores them",
         ("layer ", "was ", "error ", "worst expert "),
-        [
-            (str(own.layer), own.source_format, f"{own.error:.3%}", f"{own.worst}: {own.worst_error:.3%}")
-            for own in report.layers
-        ],
+        report.layers,
+        lambda own: (own.layer, own.source_format, f"{own.error:.3%}", f"{own.worst}: {own.worst_error:.3%}"),
     )
     rows = [f"bytes    {report.nbytes:,}, were {report.source_nbytes:,}"]
     for what, names in (("copied", report.copied), ("skipped", report.skipped), ("removed", report.removed)):
