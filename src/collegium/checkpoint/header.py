@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, cast
@@ -13,6 +13,7 @@ from ..formats.intake import SAFETENSORS_DTYPES
 __all__ = ["DTYPE_BITS", "MAX_HEADER_BYTES", "TensorInfo", "read_header", "read_json"]
 
 MAX_HEADER_BYTES = 100_000_000
+_PIECE_BYTES = 1 << 24
 _MAX_DIMENSIONS = 64
 _MAX_COUNT = 2**63 - 1
 
@@ -43,6 +44,13 @@ class TensorInfo:
     def nbytes(self) -> int:
         """Bytes the tensor takes in the file."""
         return self.stop - self.start
+
+    def pieces(self) -> Iterator[bytes]:
+        """Yield the tensor's bytes as stored, a few megabytes at a time."""
+        with self.file.open("rb") as file:
+            file.seek(self.start)
+            for done in range(0, self.nbytes, _PIECE_BYTES):
+                yield file.read(min(_PIECE_BYTES, self.nbytes - done))
 
 
 def _refuse_constant(text: str) -> NoReturn:
@@ -134,15 +142,11 @@ def _check_metadata(path: Path, metadata: object) -> None:
             _fail(path, f"__metadata__ entry {key!r} is {value!r}, allowed is an object of strings")
 
 
-def _natural(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_COUNT
-
-
 def _naturals(value: object) -> list[int] | None:
-    if not isinstance(value, list):
+    items = cast("list[object]", value) if isinstance(value, list) else [None]
+    if any(isinstance(n, bool) or not isinstance(n, int) or not 0 <= n <= _MAX_COUNT for n in items):
         return None
-    items = cast("list[object]", value)
-    return cast("list[int]", items) if all(_natural(item) for item in items) else None
+    return cast("list[int]", items)
 
 
 def _tensor(path: Path, name: str, entry: object, *, base: int, size: int) -> TensorInfo:

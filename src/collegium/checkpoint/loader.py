@@ -16,7 +16,7 @@ from ..models import describe
 from ..problem import Placement
 from ..types import ExpertWeights, MoESpec
 from .audit import bad_bias, check_layer
-from .layout import Cut, Projection, Source, bias_names, projections, read_matrix
+from .layout import Cut, Source, bias_names, projections, read_matrix
 from .opened import CheckpointLayer
 from .problems import fail, refuse
 from .reader import Checkpoint
@@ -82,7 +82,7 @@ def load_experts(
         raise TensorMismatchError(f"{meet}, which is inside a scale block of {block} rows")
     local, room = _local_range(layer, placement, pad=pad)
     reader = _Reader(layer=layer)
-    weights = _fill(reader, projections(spec)[:-1], placement, local, room, device)
+    weights = _fill(reader, placement, local, room, device)
     gate_up_bias, down_bias = _biases(reader, placement, local, room)
     refuse(layer.checkpoint, reader.problems)
     if gate_up_bias is None or down_bias is None:
@@ -91,15 +91,10 @@ def load_experts(
 
 
 def _fill(
-    reader: _Reader,
-    halves: tuple[Projection, ...],
-    placement: Placement,
-    local: tuple[int, int],
-    room: int,
-    device: torch.device | str,
+    reader: _Reader, placement: Placement, local: tuple[int, int], room: int, device: torch.device | str
 ) -> ExpertWeights[Payload]:
     # Spare slots hold what the first one does until an expert is moved there.
-    count = len(placement.expert_ids) + placement.spare
+    count, halves = len(placement.expert_ids) + placement.spare, projections(reader.layer.spec)[:-1]
     gate_up: Payload | None = None
     down: Payload | None = None
     # without local experts, expert 0 still says what an empty payload looks like

@@ -31,7 +31,6 @@ __all__ = ["TORCH_DTYPES", "Checkpoint", "gguf_file", "read_config"]
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_COMPARE_BYTES = 1 << 20
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {**SAFETENSORS_DTYPES, **dict.fromkeys(KINDS, torch.uint8)}
 
@@ -242,15 +241,5 @@ def _sharded(root: Path, index: Path) -> dict[str, TensorInfo]:
 
 
 def _equal_bytes(one: TensorInfo, two: TensorInfo) -> bool:
-    if (one.dtype, one.shape) != (two.dtype, two.shape):
-        return False
-    with one.file.open("rb") as a, two.file.open("rb") as b:
-        a.seek(one.start)
-        b.seek(two.start)
-        left = one.nbytes
-        while left:
-            count = min(left, _COMPARE_BYTES)
-            if a.read(count) != b.read(count):
-                return False
-            left -= count
-    return True
+    alike = (one.dtype, one.shape) == (two.dtype, two.shape)
+    return alike and all(a == b for a, b in zip(one.pieces(), two.pieces(), strict=True))

@@ -22,7 +22,6 @@ from .header import TensorInfo
 
 __all__ = ["Shard", "entry_of", "matrix_parts", "whole_folder"]
 
-_COPY_BYTES = 1 << 24
 _NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 
@@ -99,10 +98,9 @@ class Shard:
     def copy(self, info: TensorInfo) -> None:
         """Copy a tensor's bytes from the file it lies in."""
         at, _ = self._spans[info.name]
-        with info.file.open("rb") as source:
-            source.seek(info.start)
-            for done in range(0, info.nbytes, _COPY_BYTES):
-                self._write(at + done, memoryview(source.read(min(_COPY_BYTES, info.nbytes - done))))
+        for piece in info.pieces():
+            self._write(at, memoryview(piece))
+            at += len(piece)
 
     def _write(self, at: int, raw: memoryview) -> None:
         self._file.seek(self._base + at)
