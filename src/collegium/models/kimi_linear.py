@@ -1,8 +1,9 @@
 """Kimi-Linear and Kimi-K3: DeepSeek-V3's routing, Mixtral's projections; K3 adds a latent width and SiTU."""
 
 from ..types import ActivationSpec, MoESpec
-from .base import W123, Config, Family, Names, layers_after_first, projections_of, shared_width, spec_of
+from .base import Config, Family, layers_after_first, projections_of, shared_width, spec_of
 from .deepseek_v3 import NAMES, biased_sigmoid
+from .mixtral import mixtral_names
 
 __all__ = ["FAMILY"]
 
@@ -26,10 +27,7 @@ def _spec(config: Config, _: int) -> MoESpec:
     )
 
 
-_NAMES = Names.below(
-    experts="block_sparse_moe.experts.",
-    single=W123,
-    router="block_sparse_moe.gate.weight",
+_NAMES = mixtral_names(
     correction_bias="block_sparse_moe.gate.e_score_correction_bias",
     shared=projections_of("block_sparse_moe.shared_experts."),
     latent=("block_sparse_moe.routed_expert_down_proj", "block_sparse_moe.routed_expert_up_proj"),

@@ -1,7 +1,8 @@
 """MiniMax-M2: Mixtral's names, sigmoid scores with a correction bias that lies beside the gate."""
 
 from ..types import MoESpec, RoutingSpec
-from .base import W123, Config, Family, Names, spec_of
+from .base import Config, Family, Names, spec_of
+from .mixtral import mixtral_names
 
 __all__ = ["FAMILY", "minimax_routing"]
 
@@ -17,11 +18,6 @@ def _spec(config: Config, _: int) -> MoESpec:
     return spec_of(config, minimax_routing(config, 1.0), wide="intermediate_size")
 
 
-_NAMES = Names.below(
-    experts="block_sparse_moe.experts.",
-    single=W123,
-    router="block_sparse_moe.gate.weight",
-    correction_bias="block_sparse_moe.e_score_correction_bias",
-)
+_NAMES = mixtral_names(correction_bias="block_sparse_moe.e_score_correction_bias")
 _SAVED = Names.below(correction_bias="mlp.e_score_correction_bias")
 FAMILY = Family("minimax_m2", ("minimax_m2",), _NAMES, _spec, others=(_SAVED,))

@@ -1,9 +1,10 @@
 """MiniMax-M3: M2's routing with a scale, SwiGLU-OAI in halves without biases, a shared expert of the same kind."""
 
 from ..types import MoESpec, SharedSpec
-from .base import W123, Config, Family, Names, listed_layers, projections_of, spec_of
+from .base import Config, Family, Names, listed_layers, projections_of, spec_of
 from .gpt_oss import swiglu_oai
 from .minimax_m2 import minimax_routing
+from .mixtral import mixtral_names
 
 __all__ = ["FAMILY"]
 
@@ -17,11 +18,8 @@ def _spec(config: Config, _: int) -> MoESpec:
     return spec_of(config, routing, wide="intermediate_size", activation=swiglu_oai(config), shared=shared)
 
 
-_NAMES = Names.below(
+_NAMES = mixtral_names(
     "language_model.model.layers.{layer}.",
-    experts="block_sparse_moe.experts.",
-    single=W123,
-    router="block_sparse_moe.gate.weight",
     correction_bias="block_sparse_moe.e_score_correction_bias",
     shared=projections_of("block_sparse_moe.shared_experts."),
 )

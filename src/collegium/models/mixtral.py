@@ -1,9 +1,11 @@
 """Mixtral: softmax over all experts, always renormalised, every layer is MoE."""
 
-from ..types import MoESpec, RoutingSpec
-from .base import W123, Config, Family, Names, spec_of
+from typing import Any
 
-__all__ = ["FAMILY", "NAMES", "mixtral_spec"]
+from ..types import MoESpec, RoutingSpec
+from .base import PREFIXES, W123, Config, Family, Names, spec_of
+
+__all__ = ["FAMILY", "NAMES", "mixtral_names", "mixtral_spec"]
 
 
 def mixtral_spec(config: Config, _: int) -> MoESpec:
@@ -11,5 +13,11 @@ def mixtral_spec(config: Config, _: int) -> MoESpec:
     return spec_of(config, RoutingSpec(top_k=config.top_k), wide="intermediate_size")
 
 
-NAMES = Names.below(experts="block_sparse_moe.experts.", single=W123, router="block_sparse_moe.gate.weight")
+def mixtral_names(layer: str = PREFIXES[0], **others: Any) -> Names:
+    """Return Mixtral's table below ``layer``; others: further paths as ``Names.below`` takes them."""
+    gate = "block_sparse_moe.gate.weight"
+    return Names.below(layer, experts="block_sparse_moe.experts.", single=W123, router=gate, **others)
+
+
+NAMES = mixtral_names()
 FAMILY = Family("mixtral", ("mixtral",), NAMES, mixtral_spec, others=(Names.below(),))
