@@ -307,9 +307,8 @@ def _checked(model: Any, way: str, stepper: _Stepper, ranks: Ranks | None) -> fl
     index, module = modules[len(modules) // 2]
     asked: list[tuple[Any, ...]] = []
     hook = module.register_forward_hook(lambda _, inputs, out: asked.append((*inputs, out)))
-    with torch.inference_mode():
+    with hook, torch.inference_mode():
         model(stepper.ids, use_cache=False, logits_to_keep=1)
-        hook.remove()
         x, ids, topk_weights, found = asked[0]
         weights, activations = _formats(way)
         plain = plugin.routed_weights(module)

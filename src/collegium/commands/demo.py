@@ -179,9 +179,8 @@ class _Case:
         self.layer = sorted(modules)[len(modules) // 2]
         asked: list[tuple[Tensor, Tensor, Tensor]] = []
         hook = modules[self.layer].register_forward_pre_hook(lambda _, inputs: asked.append(inputs))
-        with torch.inference_mode():
+        with hook, torch.inference_mode():
             cast("Any", model)(ids, use_cache=False)
-        hook.remove()
         self.x, topk_ids, topk_weights = (t.clone() for t in asked[0])
         self.routing = Routing(topk_ids=topk_ids, topk_weights=topk_weights)
         spec, layer = describe_checkpoint(checkpoint), CheckpointLayer.open(checkpoint, self.layer)

@@ -122,16 +122,15 @@ def verify_model(
     for number in counted(layers, progress, "layer {}".format):
         layer = CheckpointLayer.open(checkpoint, number)
         refuse(checkpoint, check_beside(layer, deep=True))
-        proofs.append(_prove_routed(layer, experts, device or facts.place, (force, weight_format)))
-        shared = _prove_shared(layer, facts, (force, weight_format), ranks)
+        proofs.append(_prove_routed(layer, experts, device or facts.place, force, weight_format))
+        shared = _prove_shared(layer, facts, force, weight_format, ranks)
         proofs += [] if shared is None else [shared]
     return VerifyReport(path=str(path), device=f"{facts.kind} {facts.name}".strip(), proofs=tuple(proofs))
 
 
 def _prove_routed(
-    layer: CheckpointLayer, experts: int | None, device: str | Ranks, wishes: tuple[Choice | None, str | None]
+    layer: CheckpointLayer, experts: int | None, device: str | Ranks, force: Choice | None, weight_format: str | None
 ) -> LayerProof:
-    force, weight_format = wishes
     built = load_routed(layer, weight_format=weight_format, force=force, device=device)
     held = built.spec.num_experts
     chosen = _sample(held, held if experts is None else experts, layer.number)
@@ -150,10 +149,9 @@ def _prove_routed(
 
 
 def _prove_shared(
-    layer: CheckpointLayer, facts: DeviceFacts, wishes: tuple[Choice | None, str | None], ranks: Ranks | None
+    layer: CheckpointLayer, facts: DeviceFacts, force: Choice | None, weight_format: str | None, ranks: Ranks | None
 ) -> LayerProof | None:
     """Run the shared expert as one routed expert, which is what it is to a kernel; every rank runs it whole."""
-    force, weight_format = wishes
     shared = load_shared(layer, device=facts.place)
     if shared is None:
         return None

@@ -47,14 +47,12 @@ def routed_weights(module: Any) -> ExpertWeights[Payload]:
     """Return an experts module's parameters in logical order, as views: gate before up, output-first."""
     if hasattr(module, "down_proj_scale_inv"):
         return _quantised_weights(module)
-    upper = module.gate_up_proj if module.has_gate else module.up_proj
-    lower = module.down_proj
-    parts = 2 if module.has_gate else 1
+    name, parts = ("gate_up_proj", 2) if module.has_gate else ("up_proj", 1)
     biases: tuple[Tensor | None, Tensor | None] = (None, None)
     if module.has_bias:
-        bias = module.gate_up_proj_bias if module.has_gate else module.up_proj_bias
+        bias = getattr(module, f"{name}_bias")
         biases = (_split(bias.detach(), parts, module), module.down_proj_bias.detach())
-    upper, lower = upper.detach(), lower.detach()
+    upper, lower = getattr(module, name).detach(), module.down_proj.detach()
     if module.is_transposed:
         upper, lower = upper.transpose(1, 2), lower.transpose(1, 2)
     return ExpertWeights(
@@ -72,8 +70,7 @@ def _quantised_weights(module: Any) -> ExpertWeights[Payload]:
             f"{type(module).__name__}: its activations have {module.activation_scheme} scales; allowed: dynamic. "
             "Load the checkpoint with load_model() instead"
         )
-    parts = 2 if module.has_gate else 1
-    name = "gate_up_proj" if module.has_gate else "up_proj"
+    name, parts = ("gate_up_proj", 2) if module.has_gate else ("up_proj", 1)
     made: list[Payload] = []
     for tensor, count in ((name, parts), ("down_proj", None)):
         codes, scale = getattr(module, tensor).detach(), getattr(module, f"{tensor}_scale_inv").detach()
@@ -116,8 +113,7 @@ def _activation_of(module: Any) -> ActivationSpec:
     """Find the activation by trying it: a candidate counts only if it reproduces the module's own gate function."""
     limit, alpha = getattr(module, "limit", None), getattr(module, "alpha", None)
     if not module.has_gate:
-        kinds = ("relu2", "silu", "gelu")
-        candidates = [ActivationSpec(kind=kind) for kind in kinds]
+        candidates = [ActivationSpec(kind=kind) for kind in ("relu2", "silu", "gelu")]
     else:
         candidates = [ActivationSpec(kind=kind) for kind in ("swiglu", "geglu", "geglu_tanh")]
         for bound in {float(v) for v in (limit, getattr(module, "swiglu_limit", None)) if v}:
