@@ -105,7 +105,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "gate and up swapped on loading", "checkpoint/loader.py",
-        (("projections(spec)[:-1], placement", "projections(spec)[:-1][::-1], placement"),), _LOAD,
+        (("projections(reader.layer.spec)[:-1]", "projections(reader.layer.spec)[:-1][::-1]"),), _LOAD,
     ),
     Mutant(
         "interleaved rows: odd is gate", "checkpoint/layout.py",

@@ -36,12 +36,7 @@ from .problem import Choice, Limits
 
 __all__ = ["app", "main"]
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings=HELP,
-)
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, context_settings=HELP)
 balance = typer.Typer(
     help="Load of experts: record it, see it, and simulate what moving experts would do.",
     no_args_is_help=True,

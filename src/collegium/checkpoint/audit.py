@@ -164,10 +164,8 @@ def _bias_shapes(layer: CheckpointLayer) -> list[tuple[str, tuple[int, int]]]:
         return []
     *upper, down = bias_names(layer.names, layer.number)
     wide = spec.gate_up_parts * spec.intermediate_size // len(upper)
-    return [
-        (name, (spec.num_experts, width))
-        for name, width in (*((name, wide) for name in upper), (down, spec.expert_hidden_size))
-    ]
+    widths = {**dict.fromkeys(upper, wide), down: spec.expert_hidden_size}
+    return [(name, (spec.num_experts, width)) for name, width in widths.items()]
 
 
 def _check_biases(layer: CheckpointLayer) -> Iterator[CheckpointError]:

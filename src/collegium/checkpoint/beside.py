@@ -131,11 +131,9 @@ def _unused(layer: CheckpointLayer, remarks: Remarks | None) -> list[CheckpointE
     used |= {(names.hash_table or "").format(layer=number)} if rule.hash_routing else set()
     others = (names.expert_scale, names.shared_gate, names.latent_norm, names.hash_table)
     found = [n for t in others if t is not None and (n := t.format(layer=number)) in checkpoint and n not in used]
-    paths = (
-        *((names.shared or ()) if spec.shared is None else ()),
-        *((names.latent or ()) if not spec.latent_size else ()),
-    )
-    found += [path.format(layer=number) for path in paths if layer.suffixes((path,))]
+    shared = (names.shared or ()) if spec.shared is None else ()
+    latent = (names.latent or ()) if not spec.latent_size else ()
+    found += [path.format(layer=number) for path in (*shared, *latent) if layer.suffixes((path,))]
     bias = (names.correction_bias or "").format(layer=number)
     if remarks is not None and bias in checkpoint and bias not in used and not rule.hash_routing:
         remarks.say(f"layer {number}: {bias} is in the files, by config.json the layer does not use it")

@@ -240,10 +240,7 @@ def _read_part(checkpoint: Checkpoint, source: Source, part: Part, cut: Cut, see
 
 def _slices(source: Source, part: Part, cut: Cut) -> tuple[list[slice], bool]:
     """Return the stored slices of a cut, and whether the first of them picks an entry of a stack."""
-    first, last = cut.rows
-    first, last = (
-        (source.step * first, source.step * last) if source.step > 1 else (source.offset + first, source.offset + last)
-    )
+    first, last = (source.step * n if source.step > 1 else source.offset + n for n in cut.rows)
     wanted: list[slice] = []
     if part.rows_per:
         wanted.append(_boundaries(source, first, last, part.rows_per, source.stored_rows))

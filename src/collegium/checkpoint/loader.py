@@ -55,11 +55,7 @@ class _Reader:
 
 
 def load_experts(
-    layer: CheckpointLayer,
-    placement: Placement,
-    *,
-    device: torch.device | str = "cpu",
-    pad: bool = False,
+    layer: CheckpointLayer, placement: Placement, *, device: torch.device | str = "cpu", pad: bool = False
 ) -> ExpertWeights[Payload]:
     """Read the local experts of ``layer`` on ``device``, byte for byte in the format they are stored in.
 

@@ -43,13 +43,8 @@ class CheckpointLayer:
             raise InputError(f"layer {number} was asked for, layers with routed experts are {layers}")
         spec = index.family.describe(checkpoint.config, number)
         stored = detect(checkpoint, spec, number)
-        return cls(
-            checkpoint=checkpoint,
-            number=number,
-            index=index,
-            spec=replace(spec, weight_format=stored.name),
-            stored=stored,
-        )
+        spec = replace(spec, weight_format=stored.name)
+        return cls(checkpoint=checkpoint, number=number, index=index, spec=spec, stored=stored)
 
     @property
     def names(self) -> Names:

@@ -73,8 +73,7 @@ def record_load(
     longest = read_config(folder).get("max_position_embeddings")
     if isinstance(longest, int) and tokens > longest:
         raise InputError(f"--tokens {tokens}: the model was made for {longest} positions; ask for as many at most")
-    facts = probe(device)
-    loaded = load_model(model, device=facts.place, limits=Limits(max_tokens=tokens))
+    loaded = load_model(model, device=probe(device).place, limits=Limits(max_tokens=tokens))
     writer = Writer(loaded, folder)
     windows = _windows(writer, source, tokens)[:steps]
     with torch.inference_mode(), recording(loaded) as found:

@@ -209,7 +209,7 @@ def bench(
         # Others may have been at work the first time, and a ceiling is the best there is.
         least = least.raised(measure_ceilings(place))
     rows = [_row(case, times[key] / len(case.inputs), errors[key], least) for key, case in cases.items()]
-    return _report(name, spec, routing, (facts, least, tuple(rows)))
+    return _report(name, spec, routing, facts, least, rows)
 
 
 def planned_layer(spec: MoESpec, recipe: tuple[str, str], facts: DeviceFacts, most: int) -> Plan:
@@ -351,9 +351,8 @@ def _row(case: _Case, seconds: float, error: float, ceilings: Ceilings) -> Bench
 
 
 def _report(
-    name: str, spec: MoESpec, routing: str, rest: tuple[DeviceFacts, Ceilings, tuple[BenchRow, ...]]
+    name: str, spec: MoESpec, routing: str, facts: DeviceFacts, ceilings: Ceilings, rows: Sequence[BenchRow]
 ) -> BenchReport:
-    facts, ceilings, rows = rest
     return BenchReport(
         shape=name,
         sizes=f"H={spec.hidden_size} I={spec.intermediate_size} E={spec.num_experts} top-{spec.routing.top_k}",
@@ -363,5 +362,5 @@ def _report(
         torch=torch.__version__,
         triton=version_of("triton"),
         ceilings=ceilings,
-        rows=rows,
+        rows=tuple(rows),
     )

@@ -20,16 +20,13 @@ __all__ = ["COMPRESSED", "Job", "described", "new_config"]
 
 _TOKEN: dict[str, object] = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
 _GROUP32: dict[str, object] = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+_FLOAT4: dict[str, object] = {"num_bits": 4, "type": "float"}
 # compressed-tensors: its name of the format, the weights' arguments, the activations engines are to use
 COMPRESSED: Mapping[str, tuple[str, dict[str, object], dict[str, object] | None]] = {
     "fp8_tensor": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}, _TOKEN),
     "fp8_channel": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}, _TOKEN),
-    "mxfp4": ("mxfp4-pack-quantized", {"num_bits": 4, "type": "float", **_GROUP32}, None),
-    "nvfp4": (
-        "nvfp4-pack-quantized",
-        {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
-        None,
-    ),
+    "mxfp4": ("mxfp4-pack-quantized", {**_FLOAT4, **_GROUP32}, None),
+    "nvfp4": ("nvfp4-pack-quantized", {**_FLOAT4, "strategy": "tensor_group", "group_size": 16}, None),
     "int4_group": ("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}, None),
 }
 _FLOAT8: dict[str, object] = {"num_bits": 8, "type": "float", "symmetric": True}

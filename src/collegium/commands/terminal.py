@@ -54,11 +54,9 @@ def prints(
                     "bench-model run on several, this command in one process: start it without torchrun"
                 )
             report: Any = command(**given)
-            if not is_first(os.environ):
-                pass
-            elif as_json:
+            if is_first(os.environ) and as_json:
                 print_json(report.to_json() if hasattr(report, "to_json") else asdict(report))
-            else:
+            elif is_first(os.environ):
                 show(report)
             if not getattr(report, "passed", True):
                 raise typer.Exit(1)

@@ -109,7 +109,6 @@ def packed_layer(
 
 def measure_tiles(packed: Packed, problem: Problem, tokens: int, *, most: int, rounds: int) -> list[TuneRow]:
     """Return a row for each product: the best of ``most`` candidates for ``tokens`` tokens, uniform routing."""
-    count = tokens * problem.spec.routing.top_k
     found: list[TuneRow] = []
     for product, (chosen, times) in tile_times(packed, problem, tokens, most=most, rounds=rounds).items():
         fastest = min(times, key=lambda tile: times[tile])
@@ -118,7 +117,7 @@ def measure_tiles(packed: Packed, problem: Problem, tokens: int, *, most: int, r
             TuneRow(
                 product=product,
                 tokens=tokens,
-                rows=count,
+                rows=tokens * problem.spec.routing.top_k,
                 chosen=chosen,
                 chosen_seconds=times[chosen],
                 best=best,

@@ -123,8 +123,7 @@ def verify_model(
         layer = CheckpointLayer.open(checkpoint, number)
         refuse(checkpoint, check_beside(layer, deep=True))
         proofs.append(_prove_routed(layer, experts, device or facts.place, force, weight_format))
-        shared = _prove_shared(layer, facts, force, weight_format, ranks)
-        proofs += [] if shared is None else [shared]
+        proofs += _prove_shared(layer, facts, force, weight_format, ranks)
     return VerifyReport(path=str(path), device=f"{facts.kind} {facts.name}".strip(), proofs=tuple(proofs))
 
 
@@ -150,11 +149,11 @@ def _prove_routed(
 
 def _prove_shared(
     layer: CheckpointLayer, facts: DeviceFacts, force: Choice | None, weight_format: str | None, ranks: Ranks | None
-) -> LayerProof | None:
+) -> list[LayerProof]:
     """Run the shared expert as one routed expert, which is what it is to a kernel; every rank runs it whole."""
     shared = load_shared(layer, device=facts.place)
     if shared is None:
-        return None
+        return []
     own = None if layer.spec.shared is None else replace(layer.spec.shared, weight_format=shared.experts.down.name)
     spec = replace(layer.spec, weight_format=weight_format or layer.spec.weight_format, shared=own)
     # The kernel that the whole layer's plan gives it.
@@ -162,7 +161,7 @@ def _prove_shared(
     problem = Problem(spec=spec.shared_alone(), device=facts)
     built = MoELayer(shared.experts, plan(problem, replace(force or Choice(), kernel=kernel)))
     plain = load_shared(layer)
-    return None if plain is None else _prove(built, layer.number, "shared", iter([(0, plain.experts, 0)]), ranks)
+    return [] if plain is None else [_prove(built, layer.number, "shared", iter([(0, plain.experts, 0)]), ranks)]
 
 
 def _sample(held: int, count: int, layer: int) -> list[int]:

@@ -240,11 +240,16 @@ class Config:
             raise ConfigError(f"config.json of model_type {self._model!r} lacks {' or '.join(keys)}")
         return default
 
+    def _typed(self, kind: Any, allowed: str, keys: tuple[str, ...], default: object) -> Any:
+        """Return an entry of ``kind``; true and false are no numbers."""
+        found = self.value(*keys, default=default)
+        if not isinstance(found, kind) or (isinstance(found, bool) and kind is not bool):
+            raise self.wrong(keys[0], found, allowed)
+        return found
+
     def integer(self, *keys: str, default: object = _ABSENT) -> int:
         """Return an integer."""
-        found = self.value(*keys, default=default)
-        if isinstance(found, bool) or not isinstance(found, int):
-            raise self.wrong(keys[0], found, "an integer")
+        found: int = self._typed(int, "an integer", keys, default)
         most = _MOST_COUNT if keys[0].startswith(("num_", "n_")) else _MOST_SIZE
         if abs(found) > most:
             # loops and tables are made for every layer and expert before the first tensor can contradict the config
@@ -254,17 +259,11 @@ class Config:
 
     def number(self, *keys: str, default: object = _ABSENT) -> float:
         """Return a number as float."""
-        found = self.value(*keys, default=default)
-        if isinstance(found, bool) or not isinstance(found, int | float):
-            raise self.wrong(keys[0], found, "a number")
-        return float(found)
+        return float(self._typed(int | float, "a number", keys, default))
 
     def flag(self, *keys: str, default: bool) -> bool:
         """Return a boolean."""
-        found = self.value(*keys, default=default)
-        if not isinstance(found, bool):
-            raise self.wrong(keys[0], found, "true and false")
-        return found
+        return self._typed(bool, "true and false", keys, default)
 
     def only(self, key: str, *allowed: object) -> None:
         """Refuse an entry other than the allowed ones; absent is allowed."""

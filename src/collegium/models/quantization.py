@@ -209,13 +209,9 @@ def _compressed(block: Mapping[str, object], path: str, plain: Declared) -> Decl
 
 def _targeting(schemes: Sequence[Mapping[str, object]], path: str) -> Mapping[str, object] | None:
     kind = "Embedding" if "embed" in path.rpartition(".")[2] else "Linear"
-
-    def exact(entry: str) -> bool:
-        return entry not in ("Linear", "Embedding") and _matches(entry, path)
-
     # a pattern or a name is more specific than the class name
     for scheme in schemes:
-        if any(exact(entry) for entry in _texts(scheme, "targets")):
+        if any(_matches(entry, path) for entry in _texts(scheme, "targets") if entry not in ("Linear", "Embedding")):
             return scheme
     for scheme in schemes:
         targets = _texts(scheme, "targets")

@@ -7,10 +7,10 @@ from torch import Tensor, nn
 from ...errors import InputError
 from ...layer import MoELayer
 
-__all__ = ["Block", "blocks_of", "families_with_blocks", "replace_blocks"]
+__all__ = ["BLOCKS", "Block", "blocks_of", "replace_blocks"]
 
 # Family: class of the block, and whether it returns its router's logits beside the output.
-_BLOCKS = {
+BLOCKS = {
     "llama4": ("Llama4TextMoe", True),
     "dbrx": ("DbrxFFN", False),
     "step3p7": ("Step3p7SparseMoeBlock", False),
@@ -47,11 +47,6 @@ class Block(nn.Module):
         return (out, None) if self.pair else out
 
 
-def families_with_blocks() -> frozenset[str]:
-    """Return the names of the families whose blocks are replaced."""
-    return frozenset(_BLOCKS)
-
-
 def blocks_of(model: nn.Module) -> dict[int, Block]:
     """Return the replaced blocks of a model by layer index."""
     named = ((name, module) for name, module in model.named_modules() if isinstance(module, Block))
@@ -60,7 +55,7 @@ def blocks_of(model: nn.Module) -> dict[int, Block]:
 
 def replace_blocks(model: nn.Module) -> None:
     """Put a ``Block`` in the place of every block that has no experts interface."""
-    pairs = dict(_BLOCKS.values())
+    pairs = dict(BLOCKS.values())
     for name, module in list(model.named_modules()):
         pair = pairs.get(type(module).__name__)
         if pair is not None:

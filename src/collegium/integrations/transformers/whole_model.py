@@ -20,7 +20,7 @@ from ...parallel.ranks import Ranks
 from ...problem import Choice, Limits
 from ...runtime.devices import plain_torch, probe
 from ...runtime.progress import Progress, counted
-from .blocks import blocks_of, families_with_blocks
+from .blocks import BLOCKS, blocks_of
 from .classes import class_and_config
 from .modules import experts_modules
 from .outside import load_outside
@@ -68,7 +68,7 @@ def load_model_in(
     cls, config = class_and_config(checkpoint)
     outside = outside_experts(checkpoint)
     refuse(checkpoint, [*check_outside_experts(checkpoint), *outside_problems(checkpoint, outside)])
-    if family_of(checkpoint.config).name not in families_with_blocks():
+    if family_of(checkpoint.config).name not in BLOCKS:
         config._experts_implementation = NAME
     with plain_torch():
         model, decoded = load_outside(cls, config, checkpoint, place, DTYPES[dtype], outside)
@@ -99,7 +99,7 @@ def build_layers(
     """
     family = family_of(checkpoint.config)
     indices = family.moe_layers(checkpoint.config)
-    whole = family.name in families_with_blocks()
+    whole = family.name in BLOCKS
     wishes: dict[str, Any] = {"weight_format": weight_format, "force": force, "device": device, "limits": limits}
     layers: dict[int, MoELayer] = {}
     for index in counted(indices, progress, "layer {}".format, end="done"):
