@@ -324,9 +324,9 @@ def _exact(judge: Packed, batch: ContiguousBatch) -> Tensor:
 def _row(case: _Case, seconds: float, error: float, ceilings: Ceilings) -> BenchRow:
     chosen = case.layer.plan
     x, routings = case.inputs[0][0], [routing for _, routing in case.inputs]
-    held, each = (case.weights.gate_up, case.weights.down), None
-    if held[0].read_only:  # what such a format stores depends on the file
-        each = sum(payload.nbytes for payload in held) / chosen.problem.spec.num_experts
+    held = case.weights.gate_up.nbytes + case.weights.down.nbytes
+    # What a format that is only read stores depends on the file.
+    each = held / chosen.problem.spec.num_experts if case.weights.gate_up.read_only else None
     floor = floor_of(chosen.problem.spec, chosen.activation_format, routings, ceilings, each=each)
     cached = stays_cached(min(len(case.inputs) * floor.nbytes, chosen.weight_bytes), x.device)
     if cached:

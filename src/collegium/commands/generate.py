@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.reader import Checkpoint, gguf_file, read_config
-from ..errors import CheckpointError, CollegiumError, ConfigError, InputError
+from ..errors import CheckpointError, ConfigError, InputError
 from ..integrations.extra import extra
 from ..integrations.transformers import Decoder
 from ..integrations.transformers.gguf import config_of
@@ -141,13 +141,11 @@ def _tokenizer(where: Path) -> Any:
 @lru_cache(maxsize=1)
 def _read_tokenizer(path: Path, _written: int) -> Any:
     """Read the file once for all that ask, again when it was written since: megabytes for a large vocabulary."""
+    package = extra("transformers" if path.suffix == ".gguf" else "tokenizers")
     try:
         if path.suffix == ".gguf":
-            fast = extra("transformers").AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-            return fast.backend_tokenizer
-        return extra("tokenizers").Tokenizer.from_file(str(path))
-    except CollegiumError:
-        raise
+            return package.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).backend_tokenizer
+        return package.Tokenizer.from_file(str(path))
     except Exception as error:  # the packages raise plain Exception
         raise InputError(
             f"{path}: its tokenizer cannot be read: {error}; download it again, or put the tokenizer.json that the "

@@ -1,14 +1,19 @@
 """Model families: how a ``config.json`` becomes a ``MoESpec``, and how each family names its tensors.
 
-Adding a family is one file with its literal name table and one entry in ``_MODULES``.
+Adding a family is one file with its literal name table and one entry in ``FAMILIES``.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
-from importlib import import_module
 
 from ..errors import ConfigError
 from ..types import MoESpec
+
+from . import (  # isort: skip
+    arctic, dbrx, deepseek_v2, deepseek_v3, deepseek_v4, ernie4_5, gemma4, gguf, gguf_gpt_oss, glm4_moe, gpt_oss,
+    granitemoe, hunyuan, hy_v3, jamba, kimi_linear, llama4, mimo_v2, minimax, minimax_m2, minimax_m3, mixtral,
+    nemotron_h, olmoe, phimoe, qwen2_moe, qwen3_moe, step3, step3p7,
+)  # fmt: skip
 from .base import PREFIXES, Family, Names, StackedNames, text_of
 from .quantization import Declared, declared_format, experts_apart, mixed_algorithms
 
@@ -28,14 +33,13 @@ __all__ = [
     "text_of",
 ]
 
-# Modules here; a model_type that several would answer to goes to the first of them.
-_MODULES = (
-    "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "arctic", "dbrx", "deepseek_v2", "deepseek_v4", "ernie4_5",
-    "gemma4", "glm4_moe", "granitemoe", "hunyuan", "hy_v3", "jamba", "kimi_linear", "llama4", "mimo_v2", "minimax",
-    "minimax_m2", "minimax_m3", "nemotron_h", "olmoe", "phimoe", "qwen2_moe", "step3", "step3p7", "gguf",
-    "gguf_gpt_oss",
+FAMILIES: tuple[Family, ...] = (
+    qwen3_moe.FAMILY, mixtral.FAMILY, deepseek_v3.FAMILY, gpt_oss.FAMILY, arctic.FAMILY, dbrx.FAMILY,
+    deepseek_v2.FAMILY, deepseek_v4.FAMILY, ernie4_5.FAMILY, gemma4.FAMILY, glm4_moe.FAMILY, granitemoe.FAMILY,
+    hunyuan.FAMILY, hy_v3.FAMILY, jamba.FAMILY, kimi_linear.FAMILY, llama4.FAMILY, mimo_v2.FAMILY, minimax.FAMILY,
+    minimax_m2.FAMILY, minimax_m3.FAMILY, nemotron_h.FAMILY, olmoe.FAMILY, phimoe.FAMILY, qwen2_moe.FAMILY,
+    step3.FAMILY, step3p7.FAMILY, gguf.FAMILY, gguf_gpt_oss.FAMILY,
 )  # fmt: skip
-FAMILIES: tuple[Family, ...] = tuple(import_module(f".{name}", __name__).FAMILY for name in _MODULES)
 
 
 def family_of(config: Mapping[str, object]) -> Family:
