@@ -40,9 +40,10 @@ from collegium.pipelines import Parts
 from collegium.pipelines.split import Split
 from collegium.planning import kernel_named, plan
 from collegium.problem import Choice
-from collegium.testing.compare import moe_truth, relative_error
+from collegium.testing.compare import relative_error
 from collegium.types import ExpertWeights, Routing
 from gguf_files import ARCHITECTURES, D, E, random_blocks, theirs, write_gguf
+from truth import moe_truth
 
 if TYPE_CHECKING:
     from collections.abc import Callable
