@@ -7,9 +7,9 @@ For the rows of one expert, with A the dtype of x and C = bfloat16 if A is bfloa
     h  = A(activation(gu))                              float32
     y  = C(tile(down) @ h.T) * row_scale + bias         float32
 
-The CPU library packs its right operand on each call, so that is the small one, the tokens. Only for a few rows of
-bfloat16 and without AMX it is the weights, which are then read where they lie. A tile is at most 4 million weights, so
-no decoded copy of the layer exists.
+The CPU library packs its right operand on each call, so that is the small one, the tokens; but in bfloat16 without AMX
+it reads weights on the right where they lie, in half the time for few rows (EPYC with AVX512_BF16, November 2026). A
+tile is at most 4 million weights, so no decoded copy of the layer exists.
 """
 
 from __future__ import annotations
@@ -44,9 +44,6 @@ _TILE = 1 << 22
 # From here on the library takes several times as long in bfloat16 on a CPU with AVX2 alone (emulated with oneDNN's
 # ONEDNN_MAX_CPU_ISA, November 2026).
 _FLOAT32_ROWS = 3
-# Up to here a product of bfloat16 with the weights on the right takes half as long without AMX (EPYC with AVX512_BF16,
-# November 2026).
-_FEW_ROWS = 8
 _HAS_TILES = bool(torch.cpu._is_amx_tile_supported())  # pyright: ignore[reportPrivateUsage]
 _CHUNK_ROWS = 512  # rows whose intermediate values are kept at once, unless one expert has more
 
@@ -170,13 +167,13 @@ def _project(
         wide = count >= _FLOAT32_ROWS and torch.backends.cpu.get_cpu_capability() == "AVX2"
         own = x[span].float() if wide else x[span]
         step = matrix.tile_rows(own.dtype, _TILE)
-        few = count <= _FEW_ROWS and own.dtype == torch.bfloat16 and not _HAS_TILES
-        result = own.new_empty(count, width) if few else own.new_empty(width, count).t()
-        right = own if few else own.t().contiguous()
+        left = own.dtype == torch.bfloat16 and not _HAS_TILES
+        result = own.new_empty(count, width) if left else own.new_empty(width, count).t()
+        right = own if left else own.t().contiguous()
         for begin in range(0, width, step):
             piece = slice(begin, min(begin + step, width))
             weights = matrix.tile(expert, piece, own.dtype, scratch)
-            if few:
+            if left:
                 torch.mm(right, weights.t(), out=result[:, piece])
             elif count > 1:
                 torch.mm(weights, right, out=result.t()[piece])
