@@ -288,7 +288,7 @@ def _roles(checkpoint: Checkpoint, layers: Sequence[int]) -> dict[str, tuple[int
 
 def _outside(checkpoint: Checkpoint) -> list[str]:
     """Say what is quantised outside the experts, which only a whole model needs to be readable."""
-    found = {} if str(checkpoint.config.get("model_type")).startswith("gguf:") else outside_experts(checkpoint)
+    found = {} if checkpoint.is_gguf else outside_experts(checkpoint)
     wrong, said = outside_problems(checkpoint, found), sentences(checkpoint, matrices_of(checkpoint, found))
     return [*said, *([f"not loaded as a whole model: {wrong[0]}"] if wrong else [])]
 

@@ -70,6 +70,11 @@ class Checkpoint:
             raise CheckpointError(msg)
         return cls(root, config, tensors)
 
+    @property
+    def is_gguf(self) -> bool:
+        """Whether it is a GGUF file, whose metadata are the config."""
+        return str(self.config.get("model_type")).startswith("gguf:")
+
     def __contains__(self, name: object) -> bool:
         """Whether a tensor of this name exists."""
         return name in self.tensors

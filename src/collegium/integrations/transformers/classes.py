@@ -7,7 +7,7 @@ from ...checkpoint.reader import Checkpoint
 from ...errors import ConfigError
 from ...models import family_of
 from ..extra import extra
-from .gguf import config_of, is_gguf
+from .gguf import config_of
 
 __all__ = ["class_and_config"]
 
@@ -28,7 +28,7 @@ def class_and_config(checkpoint: Checkpoint) -> tuple[Any, Any]:
     """
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     kind = checkpoint.config.get("model_type")
-    if not is_gguf(checkpoint) and not (folder / "config.json").exists():
+    if not checkpoint.is_gguf and not (folder / "config.json").exists():
         raise ConfigError(
             f"{folder}: has no config.json; a whole model is loaded from a folder with config.json and safetensors. "
             "Give the folder that holds both, or download config.json into it"
@@ -48,7 +48,7 @@ def class_and_config(checkpoint: Checkpoint) -> tuple[Any, Any]:
 
 def _config(folder: Path, checkpoint: Checkpoint) -> Any:
     transformers, kind = extra("transformers"), str(checkpoint.config.get("model_type"))
-    if is_gguf(checkpoint):
+    if checkpoint.is_gguf:
         kind, entries = config_of(checkpoint)
         return transformers.AutoConfig.for_model(kind, **entries)
     try:

@@ -15,7 +15,7 @@ from ...checkpoint.reader import Checkpoint
 from ...errors import ConfigError
 from ...models.base import Config
 
-__all__ = ["config_of", "is_gguf", "offered"]
+__all__ = ["config_of", "offered"]
 
 
 class _Model(NamedTuple):
@@ -100,7 +100,7 @@ def offered(checkpoint: Checkpoint, name: str, read: Callable[[], Tensor]) -> tu
 
     Names that are not known stay as they are, and so does everything of a checkpoint that is no GGUF file.
     """
-    if not is_gguf(checkpoint):
+    if not checkpoint.is_gguf:
         return name, read
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)(\.\w+|)", name)
     if match is None:
@@ -116,11 +116,6 @@ def offered(checkpoint: Checkpoint, name: str, read: Callable[[], Tensor]) -> tu
         heads = Config(checkpoint.config).integer(f"attention.head_count{'_kv' * (kind == 'attn_k')}")
         read = partial(_in_halves, read, heads)
     return f"model.layers.{layer}.{inside}{suffix}", read
-
-
-def is_gguf(checkpoint: Checkpoint) -> bool:
-    """Whether ``checkpoint`` is a GGUF file."""
-    return str(checkpoint.config.get("model_type")).startswith("gguf:")
 
 
 def _in_halves(read: Callable[[], Tensor], heads: int) -> Tensor:
