@@ -63,6 +63,7 @@ _BLOCKS = tuple(
     for name in ("every_kind_of_gguf_block_and_dtype_of_rows", "sums_of_columns_end_with_their_row")
 )
 _ORDERS = ("tests/cpu/test_grouped_gemm.py::test_columns_are_those_of_each_rows_expert",)
+_LARGE = ("tests/cpu/test_expanded.py",)
 _ACTS = ("tests/cpu/test_grouped_gemm.py::test_every_activation",)
 _LAYER = ("tests/cpu/test_layer.py",)
 _ROUTE = ("tests/cpu/test_route.py",)
@@ -297,21 +298,27 @@ MUTANTS: tuple[Mutant, ...] = (
         _CPU,
     ),
     Mutant(
-        "the neighbouring group's scale", "kernels/grouped_gemm.py",
+        "the neighbouring group's scale", "kernels/decode.py",
         (("byte = (words >> (8 * QUARTER)) & 255", "byte = (words >> (8 * ((QUARTER + 1) % 4))) & 255"),), _KERNEL,
     ),
     Mutant(
-        "the neighbouring group's scale (INT4)", "kernels/grouped_gemm.py",
+        "the neighbouring group's scale (INT4)", "kernels/decode.py",
         (("f0, f1, f2, f3 = upper_scale(n0 << 16), upper_scale(n0), ", "f1, f0, f2, f3 = upper_scale(n0 << 16), upper_scale(n0), "),), _KERNEL,
     ),
     Mutant(
-        "the neighbouring group's zero point", "kernels/grouped_gemm.py",
-        (("n1 = tl.load(scale + scale_step)\n                n2", "n1 = n0\n                n2"),), _KERNEL,
+        "the neighbouring group's zero point", "kernels/decode.py",
+        (("n1 = tl.load(scale + step)\n            n2", "n1 = n0\n            n2"),), _KERNEL,
     ),
     Mutant("a zero point of seven bits", "kernels/decode.py", (("zero = (word & 255)[:, None] if ZEROED else MIDDLE", "zero = (word & 127)[:, None] if ZEROED else MIDDLE"),), _KERNEL),
     Mutant("a zero point left in its scale", "kernels/decode.py", (("(words & -256).to(tl.float32", "(words & -1).to(tl.float32"),), _KERNEL),
-    Mutant("a minimum of the neighbouring group", "kernels/grouped_gemm.py", (("half_scale(n0 >> 16) * step_scale(n2, 2), half", "half_scale(n0 >> 16) * step_scale(n2, 3), half"),), _BLOCKS),
-    Mutant("a middle that minima do not give back", "kernels/grouped_gemm.py", (("8 if WEIGHT == INT4_LANES else 16", "8"),), _BLOCKS),
+    Mutant("a minimum of the neighbouring group", "kernels/decode.py", (("half_scale(n0 >> 16) * _step_scale(n2, 2), _half", "half_scale(n0 >> 16) * _step_scale(n2, 3), _half"),), _BLOCKS),
+    Mutant("a middle that minima do not give back", "kernels/decode.py", (("16 if WEIGHT == numbers.INT8_LANES else 8", "8"),), _BLOCKS),
+    Mutant("the factor of the neighbouring group", "kernels/expand.py", (("4 * block + 1, groups, n_out, inside, f1", "4 * block + 1, groups, n_out, inside, f2"),), _LARGE),
+    Mutant("the factor of the neighbouring block", "kernels/expand.py", (("row // 128) * K_BLOCKS + block)", "row // 128) * K_BLOCKS)"),), _LARGE),
+    Mutant("quarters of a block swapped", "kernels/expand.py", (("tl.store(to + WIDTH, a1", "tl.store(to + WIDTH, a2"),), _LARGE),
+    Mutant("minima of a large batch left out", "kernels/prefill.py", (("    if SUMS:\n        acc = _promoted(", "    if SUMS and not ASM and False:\n        acc = _promoted("),), _LARGE),
+    Mutant("gate's factors for up", "kernels/prefill.py", (("s_second = s_first + tl.cast(n_out, tl.int64) * STEPS", "s_second = s_first + 0 * tl.cast(n_out, tl.int64) * STEPS"),), _LARGE),
+    Mutant("the tiles of all experts for some", "experts/triton/expanded.py", (("tiles if turn == experts else tile_list(own, rows, tiles.tile, memory)", "tiles"),), _LARGE),
     Mutant("the sign of a step lost", "kernels/decode.py", (("((words << (24 - 8 * QUARTER)) >> 24)", "((words >> (8 * QUARTER)) & 255)"),), _BLOCKS),
     Mutant("steps of minima added", "experts/triton/lanes.py", (("halves.new_tensor([1, -1])", "halves.new_tensor([1, 1])"),), _BLOCKS),
     Mutant("sums of columns beyond a row", "kernels/columns.py", (("mask=(column < columns) & kept", "mask=(column >= 0) & kept"),), _BLOCKS[1:]),

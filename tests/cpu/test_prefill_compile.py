@@ -17,16 +17,20 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("needs Triton", allow_module_level=True)
 
 BASE = {
-    "SCALE": True, "X_SCALE": 1, "ROW_SCALE": False, "BIAS": False, "PARTS": 2, "KIND": 0, "HAS_LIMIT": False,
+    "SCALE": 1, "X_SCALE": 1, "ROW_SCALE": False, "BIAS": False, "PARTS": 2, "KIND": 0, "HAS_LIMIT": False,
     "CODES": 0, "ROUND": True, "K_BLOCKS": 56, "BLOCK_T": 128, "BLOCK_K": 128, "GROUP_T": 8, "STAGES": 4,
     "SPECIALIZE": True, "ASM": True, "row_places": None, "PLACED": 0,
 }  # fmt: skip
 CODES = {"CODES": 1}
 DOWN = {"PARTS": 1, "KIND": -1, "K_BLOCKS": 16}
-TOKEN = {"SCALE": False, "X_SCALE": 2, "ROW_SCALE": True}
-CHANNEL = {"SCALE": False, "ROW_SCALE": True, "BIAS": True, "CODES": 2}
-PLAIN = {"SCALE": False, "X_SCALE": 0, "BLOCK_K": 64}
+TOKEN = {"SCALE": 0, "X_SCALE": 2, "ROW_SCALE": True}
+CHANNEL = {"SCALE": 0, "ROW_SCALE": True, "BIAS": True, "CODES": 2}
+PLAIN = {"SCALE": 0, "X_SCALE": 0, "BLOCK_K": 64}
 PORTABLE = {"SPECIALIZE": False, "STAGES": 3}
+# Weights that were decoded first: rows of a factor for each group of columns, with sums where there are minima.
+GROUPS = PLAIN | {"SCALE": 4, "BLOCK_K": 128, "STAGES": 2}
+QUARTERS, SIXTEENTHS = GROUPS | {"BLOCK_K": 32, "STAGES": 4}, GROUPS | {"BLOCK_K": 16, "STAGES": 4}
+MINIMA = QUARTERS | {"X_SCALE": 3}
 ONE, TWO = {"K_BLOCKS": 1}, {"K_BLOCKS": 2}  # steps of the K loop
 
 # (architecture, operands, changes, the tensor core's instruction, most stack bytes)
@@ -44,6 +48,17 @@ CASES: tuple[tuple[int, str, dict[str, Any], str, int], ...] = (
     (90, "fp8e4nv", CHANNEL | ONE | {"STAGES": 3}, "QGMMA", 0),
     (90, "bf16", PLAIN | ONE, "HGMMA", 0),
     (90, "bf16", PLAIN | DOWN | ONE, "HGMMA", 0),
+    (90, "bf16", GROUPS, "HGMMA", 0),
+    (90, "bf16", GROUPS | DOWN | {"BIAS": True}, "HGMMA", 0),
+    (90, "bf16", GROUPS | ONE, "HGMMA", 0),
+    (90, "bf16", QUARTERS, "HGMMA", 0),
+    (90, "bf16", QUARTERS | DOWN, "HGMMA", 0),
+    (90, "bf16", SIXTEENTHS, "HGMMA", 0),
+    (90, "bf16", SIXTEENTHS | DOWN, "HGMMA", 0),
+    (90, "bf16", MINIMA, "HGMMA", 0),
+    (90, "bf16", MINIMA | DOWN, "HGMMA", 0),
+    (90, "fp16", GROUPS | DOWN, "HGMMA", 0),
+    (90, "fp16", MINIMA | DOWN, "HGMMA", 0),
     (80, "bf16", PLAIN | PORTABLE, "HMMA", 256),
     (80, "bf16", PLAIN | PORTABLE | ONE, "HMMA", 256),
     (100, "bf16", PLAIN | PORTABLE, "UTCHMMA", 0),
@@ -59,14 +74,14 @@ from triton.compiler import ASTSource
 from collegium.kernels.prefill import prefill_kernel as kernel
 
 tool = triton.__path__[0] + "/backends/nvidia/bin/cuobjdump"
-even = {"n_out", "k_in", "x_stride", "n_step", "weight_rows"}
+even = {"n_out", "k_in", "x_stride", "n_step", "sums_step", "weight_rows"}
 found = []
 for arch, operand, constants in json.load(sys.stdin):
     types = dict.fromkeys(("x_scale", "scale", "row_scale", "out_scale"), "*fp32")
     types |= dict.fromkeys(("expert_offsets", "tile_row", "tile_corner"), "*i64")
     types |= dict.fromkeys(("tile_expert", "tiles_used"), "*i32")
     types |= dict.fromkeys(("limit", "alpha", "gate_bound", "up_bound"), "fp32")
-    types |= {"bias": "*bf16", "out": "*fp8e4nv" if constants["CODES"] else "*bf16"}
+    types |= {"bias": "*bf16", "out": "*fp8e4nv" if constants["CODES"] else "*fp32" if operand == "fp16" else "*bf16"}
     types["x"] = types["weight"] = "*" + operand
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
@@ -84,7 +99,7 @@ for arch, operand, constants in json.load(sys.stdin):
     # Half of the tokens a copy: descriptor and copy agree, and no group that multiplies shifts its rows once more.
     code = built.asm["ttgir"]
     shifted = re.search(r"arith.addi [^\\n]*%c64_i32[^\\n]*array<i32: [12]>", code)
-    halves = f"tensordesc<tensor<64x{constants['BLOCK_K']}x" in code and shifted is None
+    halves = f"tensordesc<tensor<64x{constants['BLOCK_K']}x" in code and (shifted is None or constants["SCALE"] == 4)
     # How many barriers are invalidated (in one of the three groups alone), and made at those places.
     made = re.findall(r"SYNCS\\.EXCH\\.64 URZ, \\[UR\\d+(?:\\+0x(?:8|10|18))?\\],", sass)
     dead = [built.asm["ptx"].count("mbarrier.inval"), len(made)]

@@ -38,8 +38,11 @@ def columns_kernel(
 
 
 @triton.jit
-def sums_kernel(x, used, out, columns, x_stride, groups, SOME: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Write ``out [R, groups]`` float32: of each row the sums of 32 columns, zero beyond ``columns``.
+def sums_kernel(
+    x, used, out, columns, x_stride, groups, row_step, group_step,
+    SOME: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Write ``out`` float32, row_step from row to row: the sums of 32 columns each, zero beyond ``columns``.
 
     used: how many rows there are if SOME.
     """
@@ -51,4 +54,4 @@ def sums_kernel(x, used, out, columns, x_stride, groups, SOME: tl.constexpr, BLO
     group = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     column = group[:, None] * 32 + tl.arange(0, 32)[None, :]
     value = tl.load(x + row * x_stride + column, mask=(column < columns) & kept, other=0.0).to(tl.float32)
-    tl.store(out + row * groups + group, tl.sum(value, 1), mask=(group < groups) & kept)
+    tl.store(out + row * row_step + group * group_step, tl.sum(value, 1), mask=(group < groups) & kept)

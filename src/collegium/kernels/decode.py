@@ -9,19 +9,20 @@ device form is tested against. All results are exact: see ``experts/triton/lanes
 import triton
 import triton.language as tl
 
-__all__ = [
-    "e2m1_quarters",
-    "e4m3_halves",
-    "e4m3_scale",
-    "e8m0_scale",
-    "finished",
-    "group_scale",
-    "half_scale",
-    "int4_quarters",
-    "int8_halves",
-    "step_scale",
-    "upper_scale",
-]
+from . import numbers
+
+__all__ = ["decoded", "finished", "middle", "upper_scale"]
+
+E4M3_LANES = tl.constexpr(numbers.E4M3_LANES)
+E2M1_LANES = tl.constexpr(numbers.E2M1_LANES)
+INT8_LANES = tl.constexpr(numbers.INT8_LANES)
+
+E8M0_SCALE = tl.constexpr(numbers.E8M0_SCALE)
+E4M3_SCALE = tl.constexpr(numbers.E4M3_SCALE)
+PAIR_SCALE = tl.constexpr(numbers.PAIR_SCALE)
+ZERO_SCALE = tl.constexpr(numbers.ZERO_SCALE)
+HALF_SCALE = tl.constexpr(numbers.HALF_SCALE)
+STEP_SCALE = tl.constexpr(numbers.STEP_SCALE)
 
 # Bit positions of an E2M1 code (sign, two exponent bits, mantissa) of quarter q in its lane:
 #   quarter 0: 15, 8 7 6   quarter 1: 12, 5 4 3   quarter 2: 9, 2 1 0   quarter 3: 14, 13 11 10
@@ -89,7 +90,7 @@ def _scaled(bits, factor):
 
 
 @triton.jit
-def e2m1_quarters(lanes, s0, s1, s2, s3, ASM: tl.constexpr):
+def _e2m1_quarters(lanes, s0, s1, s2, s3, ASM: tl.constexpr):
     """Return four bfloat16 tensors: code of each quarter times 2^-126 times the bfloat16 scale of that quarter."""
     if ASM:
         return tl.inline_asm_elementwise(
@@ -132,7 +133,7 @@ def _less(codes, word, MIDDLE: tl.constexpr, ZEROED: tl.constexpr, HALF: tl.cons
 
 
 @triton.jit
-def int4_quarters(lanes, n0, n1, n2, n3, ZEROED: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr):
+def _int4_quarters(lanes, n0, n1, n2, n3, ZEROED: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr):
     """Return four tensors, code - zero of each quarter; quarter q is in bits 4q to 4q+3 of its lane.
 
     n0 to n3: int32 ``[rows]``, zero points in the low bytes, if ZEROED; otherwise all are 8. HALF: in float16.
@@ -152,8 +153,8 @@ def int4_quarters(lanes, n0, n1, n2, n3, ZEROED: tl.constexpr, HALF: tl.constexp
 
 
 @triton.jit
-def int8_halves(lanes, n0, n1, MIDDLE: tl.constexpr, ZEROED: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr):
-    """Return two tensors, code - zero of low and high byte; zero points as ``int4_quarters`` says, or all are MIDDLE.
+def _int8_halves(lanes, n0, n1, MIDDLE: tl.constexpr, ZEROED: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr):
+    """Return two tensors, code - zero of low and high byte; zero points as ``_int4_quarters`` says, or all are MIDDLE.
 
     Below 128 codes have seven bits.
     """
@@ -169,7 +170,7 @@ def int8_halves(lanes, n0, n1, MIDDLE: tl.constexpr, ZEROED: tl.constexpr, HALF:
 
 
 @triton.jit
-def e4m3_halves(lanes, s0, s1, SCALED: tl.constexpr, ASM: tl.constexpr):
+def _e4m3_halves(lanes, s0, s1, SCALED: tl.constexpr, ASM: tl.constexpr):
     """Return two bfloat16 tensors, the codes of low and high byte: times 2^-120 and their scale if SCALED.
 
     The two NaN codes become 480; checkpoints refuse them.
@@ -193,16 +194,25 @@ def e4m3_halves(lanes, s0, s1, SCALED: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def e8m0_scale(bytes_):
+def _e8m0_scale(bytes_):
     """Return 2^(byte - 127) as bfloat16, 0 for byte 0 (the packer writes 1 to 254 for scales in use)."""
     return _as_bf16(bytes_.to(tl.int32) << 7)
 
 
 @triton.jit
-def e4m3_scale(bytes_):
+def _e4m3_scale(bytes_):
     """Return an E4M3 group scale times 2^117 as bfloat16: with the 2^-126 of E2M1 lanes, 2^-9 is left to undo."""
     small = (bytes_.to(tl.int32) << 20).to(tl.float32, bitcast=True)
     return ((small * 1.329227995784916e36) * 1.661534994731145e35).to(tl.bfloat16)
+
+
+@triton.jit
+def _byte_scale(words, like, QUARTER: tl.constexpr, SCALE: tl.constexpr):
+    """Return the scale of a quarter, from its byte of ``words [rows]``, as bfloat16 of the shape of ``like``."""
+    byte = (words >> (8 * QUARTER)) & 255
+    scale = _e8m0_scale(byte) if SCALE == E8M0_SCALE else _e4m3_scale(byte)
+    spread, _ = tl.broadcast(scale[:, None], like)
+    return spread
 
 
 @triton.jit
@@ -212,21 +222,107 @@ def upper_scale(words):
 
 
 @triton.jit
-def group_scale(words, ZEROED: tl.constexpr):
+def _group_scale(words, ZEROED: tl.constexpr):
     """Return the float32 column that ``words`` are, without the zero points in their low bytes."""
     return ((words & -256).to(tl.float32, bitcast=True) if ZEROED else words)[:, None]
 
 
 @triton.jit
-def half_scale(words):
+def _half_scale(words):
     """Return the float16 in the lower half of each word as a float32 column."""
     return words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)[:, None]
 
 
 @triton.jit
-def step_scale(words, QUARTER: tl.constexpr):
+def _step_scale(words, QUARTER: tl.constexpr):
     """Return the signed byte of a quarter of each word as a float32 column."""
     return ((words << (24 - 8 * QUARTER)) >> 24).to(tl.float32)[:, None]
+
+
+@triton.constexpr_function
+def _minima(SCALE, WORDS):
+    return (SCALE, WORDS) in ((numbers.HALF_SCALE, 4), (numbers.STEP_SCALE, 3))
+
+
+@triton.constexpr_function
+def middle(WEIGHT, SCALE, WORDS):
+    """Return what decoding takes from codes of weights with minima, 0 where there are none."""
+    return 0 if not _minima(SCALE, WORDS) else 16 if WEIGHT == numbers.INT8_LANES else 8
+
+
+@triton.jit
+def _group_factors(scale, step, SCALE: tl.constexpr, WORDS: tl.constexpr):
+    """Return words, factors and minima of the quarters of a K block; with one word all quarters share it."""
+    ZEROED: tl.constexpr = SCALE == ZERO_SCALE
+    n0 = tl.load(scale)
+    n1, n2, n3 = n0, n0, n0
+    m0, m1, m2, m3 = n0, n0, n0, n0
+    if SCALE == PAIR_SCALE:
+        n1 = tl.load(scale + step)
+        f0, f1, f2, f3 = upper_scale(n0 << 16), upper_scale(n0), upper_scale(n1 << 16), upper_scale(n1)
+    elif SCALE == STEP_SCALE:
+        n1 = tl.load(scale + step)
+        f0, f1 = _half_scale(n0) * _step_scale(n1, 0), _half_scale(n0) * _step_scale(n1, 1)
+        f2, f3 = _half_scale(n0) * _step_scale(n1, 2), _half_scale(n0) * _step_scale(n1, 3)
+        if WORDS == 3:
+            n2 = tl.load(scale + 2 * step)
+            m0, m1 = _half_scale(n0 >> 16) * _step_scale(n2, 0), _half_scale(n0 >> 16) * _step_scale(n2, 1)
+            m2, m3 = _half_scale(n0 >> 16) * _step_scale(n2, 2), _half_scale(n0 >> 16) * _step_scale(n2, 3)
+    elif SCALE == HALF_SCALE and WORDS == 2:
+        n1 = tl.load(scale + step)
+        f0, f1, f2, f3 = _half_scale(n0), _half_scale(n0 >> 16), _half_scale(n1), _half_scale(n1 >> 16)
+    else:
+        if WORDS == 4:
+            n1 = tl.load(scale + step)
+            n2 = tl.load(scale + 2 * step)
+            n3 = tl.load(scale + 3 * step)
+        if SCALE == HALF_SCALE:
+            f0, f1, f2, f3 = _half_scale(n0), _half_scale(n1), _half_scale(n2), _half_scale(n3)
+            m0, m1 = _half_scale(n0 >> 16), _half_scale(n1 >> 16)
+            m2, m3 = _half_scale(n2 >> 16), _half_scale(n3 >> 16)
+        else:
+            f0, f1 = _group_scale(n0, ZEROED), _group_scale(n1, ZEROED)
+            f2, f3 = _group_scale(n2, ZEROED), _group_scale(n3, ZEROED)
+    return n0, n1, n2, n3, f0, f1, f2, f3, m0, m1, m2, m3
+
+
+@triton.jit
+def decoded(
+    lanes, lanes1, scale, step, WEIGHT: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr, HALF: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """Return the quarters of a K block, and of integers four float32 columns of factors and four of minima.
+
+    lanes1: the second halves of lanes of two. scale: addresses of words, ``step`` apart. Integers lose their zero
+    points, or ``middle``; without minima the last four mean nothing. Scales of other lanes are in the quarters, unless
+    they belong to blocks.
+    """
+    EIGHT: tl.constexpr = (WEIGHT == E4M3_LANES) or (WEIGHT == INT8_LANES)
+    if (WEIGHT == E2M1_LANES) or (WEIGHT == E4M3_LANES):
+        SCALED: tl.constexpr = (SCALE == E8M0_SCALE) or (SCALE == E4M3_SCALE)
+        s0 = 1.329227995784916e36
+        s1, s2, s3 = s0, s0, s0
+        if SCALED:
+            words = tl.load(scale)
+            s0, s1 = _byte_scale(words, lanes, 0, SCALE), _byte_scale(words, lanes, 1, SCALE)
+            s2, s3 = _byte_scale(words, lanes, 2, SCALE), _byte_scale(words, lanes, 3, SCALE)
+        if EIGHT:
+            a0, a1 = _e4m3_halves(lanes, s0, s1, SCALED, ASM)
+            a2, a3 = _e4m3_halves(lanes1, s2, s3, SCALED, ASM)
+        else:
+            a0, a1, a2, a3 = _e2m1_quarters(lanes, s0, s1, s2, s3, ASM)
+        return a0, a1, a2, a3, a0, a1, a2, a3, a0, a1, a2, a3
+    else:
+        n0, n1, n2, n3, f0, f1, f2, f3, m0, m1, m2, m3 = _group_factors(scale, step, SCALE, WORDS)
+        ZEROED: tl.constexpr = SCALE == ZERO_SCALE
+        if EIGHT:
+            # Codes of five and six bits, steps and minima alone have, lie around 32.
+            CENTRE: tl.constexpr = 32 if SCALE == STEP_SCALE or _minima(SCALE, WORDS) else 128
+            a0, a1 = _int8_halves(lanes, n0, n1, CENTRE, ZEROED, HALF, ASM)
+            a2, a3 = _int8_halves(lanes1, n2, n3, CENTRE, ZEROED, HALF, ASM)
+        else:
+            a0, a1, a2, a3 = _int4_quarters(lanes, n0, n1, n2, n3, ZEROED, HALF, ASM)
+        return a0, a1, a2, a3, f0, f1, f2, f3, m0, m1, m2, m3
 
 
 @triton.jit

@@ -19,19 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from . import numbers
 from .activation import activate
-from .decode import (
-    e2m1_quarters,
-    e4m3_halves,
-    e4m3_scale,
-    e8m0_scale,
-    finished,
-    group_scale,
-    half_scale,
-    int4_quarters,
-    int8_halves,
-    step_scale,
-    upper_scale,
-)
+from .decode import decoded, finished, middle
 from .tiles import begun, dot, halves, store_rows, token_at
 
 __all__ = ["grouped_gemm_kernel", "grouped_tile"]
@@ -40,16 +28,9 @@ PLAIN = tl.constexpr(numbers.PLAIN)
 E4M3_LANES = tl.constexpr(numbers.E4M3_LANES)
 E4M3_E4M3 = tl.constexpr(numbers.E4M3_E4M3)
 E2M1_LANES = tl.constexpr(numbers.E2M1_LANES)
-INT4_LANES = tl.constexpr(numbers.INT4_LANES)
 INT8_LANES = tl.constexpr(numbers.INT8_LANES)
 
 BLOCK_SCALE = tl.constexpr(numbers.BLOCK_SCALE)
-E8M0_SCALE = tl.constexpr(numbers.E8M0_SCALE)
-E4M3_SCALE = tl.constexpr(numbers.E4M3_SCALE)
-PAIR_SCALE = tl.constexpr(numbers.PAIR_SCALE)
-ZERO_SCALE = tl.constexpr(numbers.ZERO_SCALE)
-HALF_SCALE = tl.constexpr(numbers.HALF_SCALE)
-STEP_SCALE = tl.constexpr(numbers.STEP_SCALE)
 
 NO_ACTIVATION = tl.constexpr(numbers.NO_ACTIVATION)
 
@@ -81,14 +62,6 @@ def _load_weights(pointers, k, left, WIDTH: tl.constexpr, WEIGHT: tl.constexpr, 
 
 
 @triton.jit
-def _byte_scale(words, like, QUARTER: tl.constexpr, SCALE: tl.constexpr):
-    byte = (words >> (8 * QUARTER)) & 255
-    scale = e8m0_scale(byte) if SCALE == E8M0_SCALE else e4m3_scale(byte)
-    spread, _ = tl.broadcast(scale[:, None], like)
-    return spread
-
-
-@triton.jit
 def _add_quarter(acc, product, factor, minimum, sums, MIDDLE: tl.constexpr):
     """Add a scaled product. MIDDLE: what decoding took from codes of a weight with a minimum, which sums give back."""
     if MIDDLE:
@@ -107,82 +80,26 @@ def _multiply(
     x_scale: of the tokens if X_SCALED. Where scales have minima, x_scale to x_scale3 are sums of tokens x0 to x3.
     """
     none = tl.zeros_like(acc)
-    if (WEIGHT == E2M1_LANES) or (WEIGHT == E4M3_LANES):
-        SCALED: tl.constexpr = (SCALE == E8M0_SCALE) or (SCALE == E4M3_SCALE)
-        if SCALED:
-            words = tl.load(scale)
-            s0 = _byte_scale(words, w, 0, SCALE)
-            s1 = _byte_scale(words, w, 1, SCALE)
-            s2 = _byte_scale(words, w, 2, SCALE)
-            s3 = _byte_scale(words, w, 3, SCALE)
-        else:
-            s0 = 1.329227995784916e36
-            s1 = s0
-            s2 = s0
-            s3 = s0
-        if WEIGHT == E2M1_LANES:
-            a0, a1, a2, a3 = e2m1_quarters(w, s0, s1, s2, s3, ASM)
-        else:
-            a0, a1 = e4m3_halves(w, s0, s1, SCALED, ASM)
-            a2, a3 = e4m3_halves(w1, s2, s3, SCALED, ASM)
-        start = none if SCALE == BLOCK_SCALE else acc
-        product = dot(a0, x0, start, ASM)
-        product = dot(a1, x1, product, ASM)
-        product = dot(a2, x2, product, ASM)
-        product = dot(a3, x3, product, ASM)
-        if SCALE == BLOCK_SCALE:
-            factor = tl.load(scale)
-            acc += product * (factor[:, None] if STACKED else factor)
-        else:
-            acc = finished(product, ASM)
-    elif (WEIGHT == INT4_LANES) or (WEIGHT == INT8_LANES):
-        ZEROED: tl.constexpr = SCALE == ZERO_SCALE
-        HALF: tl.constexpr = x0.dtype == tl.float16
-        MINIMA: tl.constexpr = (SCALE == HALF_SCALE and WORDS == 4) or (SCALE == STEP_SCALE and WORDS == 3)
-        n0 = tl.load(scale)
-        n1, n2, n3 = n0, n0, n0
-        m0, m1, m2, m3 = n0, n0, n0, n0
-        if SCALE == PAIR_SCALE:
-            n1 = tl.load(scale + scale_step)
-            f0, f1, f2, f3 = upper_scale(n0 << 16), upper_scale(n0), upper_scale(n1 << 16), upper_scale(n1)
-        elif SCALE == STEP_SCALE:
-            n1 = tl.load(scale + scale_step)
-            f0, f1 = half_scale(n0) * step_scale(n1, 0), half_scale(n0) * step_scale(n1, 1)
-            f2, f3 = half_scale(n0) * step_scale(n1, 2), half_scale(n0) * step_scale(n1, 3)
-            if MINIMA:
-                n2 = tl.load(scale + 2 * scale_step)
-                m0, m1 = half_scale(n0 >> 16) * step_scale(n2, 0), half_scale(n0 >> 16) * step_scale(n2, 1)
-                m2, m3 = half_scale(n0 >> 16) * step_scale(n2, 2), half_scale(n0 >> 16) * step_scale(n2, 3)
-        elif SCALE == HALF_SCALE and WORDS == 2:
-            n1 = tl.load(scale + scale_step)
-            f0, f1, f2, f3 = half_scale(n0), half_scale(n0 >> 16), half_scale(n1), half_scale(n1 >> 16)
-        else:
-            if WORDS == 4:
-                n1 = tl.load(scale + scale_step)
-                n2 = tl.load(scale + 2 * scale_step)
-                n3 = tl.load(scale + 3 * scale_step)
-            if SCALE == HALF_SCALE:
-                f0, f1, f2, f3 = half_scale(n0), half_scale(n1), half_scale(n2), half_scale(n3)
-                m0, m1 = half_scale(n0 >> 16), half_scale(n1 >> 16)
-                m2, m3 = half_scale(n2 >> 16), half_scale(n3 >> 16)
-            else:
-                f0, f1 = group_scale(n0, ZEROED), group_scale(n1, ZEROED)
-                f2, f3 = group_scale(n2, ZEROED), group_scale(n3, ZEROED)
-        if WEIGHT == INT4_LANES:
-            a0, a1, a2, a3 = int4_quarters(w, n0, n1, n2, n3, ZEROED, HALF, ASM)
-        else:
-            # Codes of five and six bits, steps and minima alone have, lie around 32.
-            CENTRE: tl.constexpr = 32 if MINIMA or SCALE == STEP_SCALE else 128
-            a0, a1 = int8_halves(w, n0, n1, CENTRE, ZEROED, HALF, ASM)
-            a2, a3 = int8_halves(w1, n2, n3, CENTRE, ZEROED, HALF, ASM)
+    QUARTERS: tl.constexpr = WEIGHT != PLAIN and WEIGHT != E4M3_E4M3
+    if QUARTERS:
+        a0, a1, a2, a3, f0, f1, f2, f3, m0, m1, m2, m3 = decoded(
+            w, w1, scale, scale_step, WEIGHT, SCALE, WORDS, x0.dtype == tl.float16, ASM
+        )
+        FOLDED: tl.constexpr = (WEIGHT == E2M1_LANES or WEIGHT == E4M3_LANES) and SCALE != BLOCK_SCALE
         if WORDS == 1:
-            product = dot(a0, x0, none, ASM)
+            product = dot(a0, x0, acc if FOLDED else none, ASM)
             product = dot(a1, x1, product, ASM)
             product = dot(a2, x2, product, ASM)
             product = dot(a3, x3, product, ASM)
-            acc += product * f0
+            if FOLDED:
+                acc = finished(product, ASM)
+            elif SCALE == BLOCK_SCALE:
+                factor = tl.load(scale)
+                acc += product * (factor[:, None] if STACKED else factor)
+            else:
+                acc += product * f0
         else:
-            MIDDLE: tl.constexpr = 0 if not MINIMA else 8 if WEIGHT == INT4_LANES else 16
+            MIDDLE: tl.constexpr = middle(WEIGHT, SCALE, WORDS)
             acc = _add_quarter(acc, dot(a0, x0, none, ASM), f0, m0, x_scale, MIDDLE)
             acc = _add_quarter(acc, dot(a1, x1, none, ASM), f1, m1, x_scale1, MIDDLE)
             acc = _add_quarter(acc, dot(a2, x2, none, ASM), f2, m2, x_scale2, MIDDLE)

@@ -4,6 +4,9 @@ A program takes output tiles in turn, each 128 tokens by two bands of 128 weight
 channels, or 256 neighbours. On Hopper the compiler splits it into one group of warps that copies and two that
 multiply 64 tokens each, so one multiplies while the other scales its product. The K loop, its blocks and its
 rounding are those of ``grouped_gemm.py``: a row has the same bits through either kernel.
+
+Integers that ``expand.py`` decoded have a factor for each weight row and group of columns. Their weights are the first
+operand, so that a thread holds two rows of a band and loads two factors, not one for each of 32 columns.
 """
 
 import triton
@@ -21,14 +24,19 @@ NO_ACTIVATION = tl.constexpr(numbers.NO_ACTIVATION)
 ROWS = tl.constexpr(numbers.ROWS)
 POWER_CODES = tl.constexpr(numbers.POWER_CODES)
 
-_FORGET_TEXT = """{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;
-            @p mbarrier.inval.shared::cta.b64 [global_smem];
-            @p mbarrier.inval.shared::cta.b64 [global_smem+8];
-            @p mbarrier.inval.shared::cta.b64 [global_smem+16];
-            FOURTH
-            fence.proxy.async.shared::cta; mov.b32 $0, $1; }"""
-_FORGET_THREE_ASM = tl.constexpr(_FORGET_TEXT.replace("FOURTH", ""))
-_FORGET_FOUR_ASM = tl.constexpr(_FORGET_TEXT.replace("FOURTH", "@p mbarrier.inval.shared::cta.b64 [global_smem+24];"))
+GROUP_SCALE = tl.constexpr(numbers.GROUP_SCALE)
+
+
+def _forget_text(count: int) -> tl.constexpr:
+    dead = "".join(f"@p mbarrier.inval.shared::cta.b64 [global_smem+{8 * each}];\n" for each in range(count))
+    return tl.constexpr(
+        "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;\n"
+        + dead
+        + "fence.proxy.async.shared::cta; mov.b32 $0, $1; }"
+    )
+
+
+_FORGET_TWO_ASM, _FORGET_THREE_ASM, _FORGET_FOUR_ASM = _forget_text(2), _forget_text(3), _forget_text(4)
 
 
 @triton.jit
@@ -54,6 +62,18 @@ def _add_block(acc, x, w, x_scale, scale, SCALE: tl.constexpr, X_SCALE: tl.const
         return _promoted(dot(x, w.T, tl.zeros_like(acc), ASM), x_scale[:, None], acc, ASM)
     else:
         return dot(x, w.T, acc, ASM)
+
+
+@triton.jit
+def _add_group(acc, x, w, sums, factors, step, SUMS: tl.constexpr, ASM: tl.constexpr):
+    """Add one group of columns: weights ``w [128, BLOCK_K]`` times tokens ``x [BLOCK_T, BLOCK_K]``, to their transpose.
+
+    factors: addresses of a factor for each weight row; with SUMS a minimum is ``step`` behind it.
+    """
+    factor = tl.load(factors)[:, None]
+    if SUMS:
+        acc = _promoted(tl.load(factors + step)[:, None], sums[None, :], acc, ASM)
+    return _promoted(dot(w, x.T, tl.zeros_like(acc), ASM), factor, acc, ASM)
 
 
 @triton.jit
@@ -98,7 +118,7 @@ def _store_codes(value, at, at_scale, inside, kept, ROUND: tl.constexpr, CODES: 
 @triton.jit
 def _write_tile(
     place, token_tiles, x, weight, x_scale, scale, row_scale, bias, out, row_places, out_scale, expert_offsets,
-    tile_expert, tile_row, tile_corner, n_out, k_in, scale_rows, limit, alpha, gate_bound, up_bound,
+    tile_expert, tile_row, tile_corner, n_out, k_in, sums_step, scale_rows, limit, alpha, gate_bound, up_bound,
     SCALE: tl.constexpr, X_SCALE: tl.constexpr, ROW_SCALE: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr,
     KIND: tl.constexpr, HAS_LIMIT: tl.constexpr, CODES: tl.constexpr, ROUND: tl.constexpr, K_BLOCKS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_T: tl.constexpr, STAGES: tl.constexpr, PLACED: tl.constexpr,
@@ -123,25 +143,49 @@ def _write_tile(
     # Rows beyond the end read a neighbour's scale; nothing of them is stored.
     row = row_first + tl.where(t < count, t, 0)
     band = n_first // BAND
-    s_first = scale + ((expert * PARTS).to(tl.int64) * scale_rows + band) * K_BLOCKS
-    if PARTS == 2:
-        s_second = s_first + scale_rows * K_BLOCKS
+    GROUPS: tl.constexpr = SCALE == GROUP_SCALE
+    SUMS: tl.constexpr = X_SCALE == 3
+    if GROUPS:
+        STEPS: tl.constexpr = 2 * K_BLOCKS if SUMS else K_BLOCKS
+        factors = scale + (expert * PARTS).to(tl.int64) * STEPS * n_out + n_first
+        end = n_out - 1 - n_first
+        s_first = factors + tl.minimum(n, end)
+        s_second = s_first + tl.cast(n_out, tl.int64) * STEPS if PARTS == 2 else factors + tl.minimum(n + BAND, end)
+        s_step = 2 * n_out if SUMS else n_out
+        a = tl.zeros((BAND, BLOCK_T), dtype=tl.float32)
+        b = tl.zeros((BAND, BLOCK_T), dtype=tl.float32)
     else:
-        s_second = s_first + (tl.minimum(band + 1, scale_rows - 1) - band) * K_BLOCKS
+        s_first = scale + ((expert * PARTS).to(tl.int64) * scale_rows + band) * K_BLOCKS
+        if PARTS == 2:
+            s_second = s_first + scale_rows * K_BLOCKS
+        else:
+            s_second = s_first + (tl.minimum(band + 1, scale_rows - 1) - band) * K_BLOCKS
+        a = tl.zeros((BLOCK_T, BAND), dtype=tl.float32)
+        b = tl.zeros((BLOCK_T, BAND), dtype=tl.float32)
     xs = x_scale + row.to(tl.int64) * K_BLOCKS
-    a = tl.zeros((BLOCK_T, BAND), dtype=tl.float32)
-    b = tl.zeros((BLOCK_T, BAND), dtype=tl.float32)
     # A loop that the compiler knows to run once is taken apart, and then it cannot give copies warps of their own.
     for block in tl.range(0, tl.cdiv(k_in, BLOCK_K) if K_BLOCKS == 1 and ASM else K_BLOCKS, num_stages=STAGES):
         tokens = x.load([corner, block * BLOCK_K])
-        # Loaded before the products, so that their wait covers it.
-        token_scale = tl.load(xs + block) if X_SCALE == 1 else 1.0
-        scale_a = tl.load(s_first + block) if SCALE else 1.0
-        scale_b = tl.load(s_second + block) if SCALE else 1.0
-        w_a = weight.load([first, block * BLOCK_K])
-        a = _add_block(a, tokens, w_a, token_scale, scale_a, SCALE, X_SCALE, ASM)
-        w_b = weight.load([second, block * BLOCK_K])
-        b = _add_block(b, tokens, w_b, token_scale, scale_b, SCALE, X_SCALE, ASM)
+        if GROUPS:
+            # Read twice, through two names: between the products the registers cannot hold them.
+            sums = tl.load(x_scale + block * sums_step + row_first + t) if SUMS else 0.0
+            w_a = weight.load([first, block * BLOCK_K])
+            a = _add_group(a, tokens, w_a, sums, s_first + block * s_step, n_out, SUMS, ASM)
+            sums = tl.load(out_scale + block * sums_step + row_first + t) if SUMS else 0.0
+            w_b = weight.load([second, block * BLOCK_K])
+            b = _add_group(b, tokens, w_b, sums, s_second + block * s_step, n_out, SUMS, ASM)
+        else:
+            # Loaded before the products, so that their wait covers it.
+            token_scale = tl.load(xs + block) if X_SCALE == 1 else 1.0
+            scale_a = tl.load(s_first + block) if SCALE else 1.0
+            scale_b = tl.load(s_second + block) if SCALE else 1.0
+            w_a = weight.load([first, block * BLOCK_K])
+            a = _add_block(a, tokens, w_a, token_scale, scale_a, SCALE, X_SCALE, ASM)
+            w_b = weight.load([second, block * BLOCK_K])
+            b = _add_block(b, tokens, w_b, token_scale, scale_b, SCALE, X_SCALE, ASM)
+    if GROUPS:
+        a = tl.trans(a)
+        b = tl.trans(b)
 
     per_token = tl.load(x_scale + row) if X_SCALE == 2 else 1.0
     last = n_out - n_first
@@ -181,17 +225,16 @@ def _forget_barriers(number, STAGES: tl.constexpr):
     Triton 3.6.0 makes barriers there that nothing uses and gives their bytes to the first weights. The hardware
     holds a barrier until it is invalidated and may write it back over what was copied there since.
     """
-    tl.static_assert(STAGES == 3 or STAGES == 4)
-    return tl.inline_asm_elementwise(
-        _FORGET_FOUR_ASM if STAGES == 4 else _FORGET_THREE_ASM, "=r,r", [number], dtype=tl.int32, is_pure=False, pack=1
-    )
+    tl.static_assert(STAGES >= 2 and STAGES <= 4)
+    TEXT: tl.constexpr = _FORGET_TWO_ASM if STAGES == 2 else _FORGET_THREE_ASM if STAGES == 3 else _FORGET_FOUR_ASM
+    return tl.inline_asm_elementwise(TEXT, "=r,r", [number], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["row_places", "expert_offsets"])
 def prefill_kernel(
     x, weight, x_scale, scale, row_scale, bias, out, row_places, out_scale, expert_offsets, tile_expert, tile_row,
-    tile_corner, tiles_used, rows, n_out, k_in, x_stride, n_step, weight_rows, scale_rows, limit, alpha, gate_bound,
-    up_bound,
+    tile_corner, tiles_used, rows, n_out, k_in, x_stride, n_step, sums_step, weight_rows, scale_rows, limit, alpha,
+    gate_bound, up_bound,
     SCALE: tl.constexpr, X_SCALE: tl.constexpr, ROW_SCALE: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr,
     KIND: tl.constexpr, HAS_LIMIT: tl.constexpr, CODES: tl.constexpr, ROUND: tl.constexpr, K_BLOCKS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_T: tl.constexpr, STAGES: tl.constexpr, SPECIALIZE: tl.constexpr,
@@ -201,7 +244,9 @@ def prefill_kernel(
 
     x ``[rows, x_stride]``; weight ``[weight_rows, n_step]``, the rows of all experts and parts; both hold k_in
     numbers a row and read zero beyond them. x_scale: float32 ``[R, K_BLOCKS]`` (X_SCALE 1) or ``[R, 1]`` (2).
-    scale (SCALE): float32 ``[E, PARTS, scale_rows, K_BLOCKS]``, a factor of 128 weight rows and a K block.
+    scale: float32 ``[E, PARTS, scale_rows, K_BLOCKS]``, a factor of 128 weight rows and a K block (BLOCK_SCALE), or
+    ``[E, PARTS, K_BLOCKS, n_out]`` (GROUP_SCALE). With sums of the rows' K blocks, x_scale ``[K_BLOCKS, sums_step]``
+    (X_SCALE 3, out_scale again), it is ``[E, PARTS, K_BLOCKS, 2, n_out]``: factors, and minima, which sums multiply.
     row_scale, bias: ``[E, PARTS, n_out]``. tile_corner: tile_row again. tiles_used: one number, how many tiles there
     are. CODES: out is E4M3 and out_scale float32 ``[R, ceil(n_out / 128)]``; ROUND: what is quantised is rounded to
     bfloat16 first. Rows from expert_offsets[E] on are not written. PLACED: row r is written to element row_places[r] of
@@ -219,7 +264,7 @@ def prefill_kernel(
     # Numbers known to the compiler cannot be in it: in a variable they would no longer be.
     given = (
         token_tiles, x_blocks, w_blocks, x_scale, scale, row_scale, bias, out, row_places, out_scale, expert_offsets,
-        tile_expert, tile_row, tile_corner, n_out, k_in, scale_rows, limit, alpha, gate_bound, up_bound,
+        tile_expert, tile_row, tile_corner, n_out, k_in, sums_step, scale_rows, limit, alpha, gate_bound, up_bound,
     )  # fmt: skip
     if ASM:
         for place in tl.range(tl.program_id(0), places, tl.num_programs(0), warp_specialize=SPECIALIZE):

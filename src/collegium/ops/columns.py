@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ..runtime.memory import Memory
 
-__all__ = ["column_sums", "in_columns", "in_columns_reference"]
+__all__ = ["column_sums", "in_columns", "in_columns_reference", "padded_rows"]
 
 _BLOCK = 1024
 
@@ -50,17 +50,27 @@ def in_columns(
     return out
 
 
-def column_sums(x: Tensor, *, used: Tensor | None = None, memory: Memory | None = None) -> Tensor:
+def padded_rows(rows: int) -> int:
+    """Return the columns of transposed ``column_sums``: a tile of 128 may begin at any row."""
+    return -(-rows // 16) * 16 + 128
+
+
+def column_sums(
+    x: Tensor, *, used: Tensor | None = None, transposed: bool = False, memory: Memory | None = None
+) -> Tensor:
     """Return float32 ``[R, 4 * ceil(K / 128)]``: sums of 32 columns each of ``x [R, K]``, zero beyond K, in one launch.
 
+    transposed: return ``[4 * ceil(K / 128), padded_rows(R)]``, of which columns beyond R are not written.
     used: ``[1]`` int64, how many rows anybody reads; no others are written. memory: where the result, "sums", is from.
     """
     from ..kernels.columns import sums_kernel
 
     (rows, columns), groups = x.shape, 4 * -(-x.shape[1] // 128)
-    out = take(memory, "sums", (rows, groups), torch.float32, x.device)
+    shape = (groups, padded_rows(rows)) if transposed else (rows, groups)
+    out = take(memory, "sums", shape, torch.float32, x.device)
     constants = {"SOME": used is not None, "BLOCK": _BLOCK // 32, "PDL": overlaps(x)}
-    args = (x, x if used is None else used, out, columns, x.stride(0), groups)
+    steps = out.stride()[::-1] if transposed else out.stride()
+    args = (x, x if used is None else used, out, columns, x.stride(0), groups, *steps)
     if rows:
         launch(sums_kernel, (rows, -(-groups * 32 // _BLOCK)), args, constants, num_warps=4)
     return out

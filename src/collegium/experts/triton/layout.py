@@ -26,6 +26,7 @@ __all__ = ["LANES", "ROWS", "WORDS", "Lanes", "Layout", "Rows", "Words"]
 Shape = tuple[int, int, int, int]
 
 _E4M3 = torch.float8_e4m3fn
+_MOST = 1 << 30  # bytes decoded at a time, of one expert at least
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +70,8 @@ class Layout:
     @property
     def minima(self) -> bool:
         """Whether scales have minima, which sums of the rows' columns multiply."""
-        return (self.scale_kind, self.words) in ((numbers.HALF_SCALE, 4), (numbers.STEP_SCALE, 3))
+        found = self.scale_kind, self.words
+        return found in ((numbers.HALF_SCALE, 4), (numbers.STEP_SCALE, 3), (numbers.GROUP_SCALE, 2))
 
     @property
     def bits(self) -> float:
@@ -80,6 +82,31 @@ class Layout:
     def k_blocks(self) -> int:
         """B, steps of the K loop."""
         return -(-self.shape[3] // self.block_k)
+
+    @property
+    def expanded(self) -> Rows:
+        """What decoding makes of these weights: 16-bit rows, and where scales stay apart factors for each group."""
+        plain = replace(ROWS["plain"].of(self.shape, half=self.half), stored=self.row_dtype)
+        if self.scale_kind in (numbers.NO_SCALE, numbers.E8M0_SCALE, numbers.E4M3_SCALE):
+            return plain
+        group = self.block_k if self.words <= 1 else self.block_k // 4
+        return replace(plain, block_k=group, scale_kind=numbers.GROUP_SCALE, words=1 + self.minima)
+
+    @property
+    def expanded_sizes(self) -> tuple[int, int]:
+        """Bytes of an expert's decoded numbers and, at most, of its factors: 8 in 128 columns in any kind of file."""
+        _, parts, n_out, k_in = self.shape
+        return 2 * parts * n_out * k_in, 32 * parts * n_out * -(-k_in // 128)
+
+    @property
+    def turn(self) -> int:
+        """How many experts are decoded at a time."""
+        return min(self.shape[0], max(1, _MOST // sum(self.expanded_sizes)))
+
+    @property
+    def expanded_bytes(self) -> int:
+        """Memory that they take, 0 for weights that are operands as they are."""
+        return self.turn * sum(self.expanded_sizes) if self.decoded else 0
 
     @property
     def values_shape(self) -> tuple[int, ...]:
@@ -137,7 +164,8 @@ class Layout:
 class Rows(Layout):
     """values ``[E, P, N, K]`` as published: the operands themselves.
 
-    row_scale: float32 ``[E, P, N]``, or with BLOCK_SCALE scale: float32 ``[E, P, ceil(N / 128), ceil(K / 128)]``.
+    row_scale: float32 ``[E, P, N]``, or with BLOCK_SCALE scale: float32 ``[E, P, ceil(N / 128), ceil(K / 128)]``, with
+    GROUP_SCALE ``[E, P, B, words, N]``: factors, and minima where words are 2.
     """
 
     decoded: bool = False

@@ -6,6 +6,7 @@ Shape letters: T tokens, R rows, E experts, P parts (2: gate and up; 1), N outpu
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from ...runtime.launch import usual_rows
 from ...runtime.machine import machine_at
 from ...runtime.memory import part, take
 from ..base import Packed, refuse_codes
+from .expanded import in_turns
 from .grouped import TileList, grouped_gemm, tile_list
 from .lanes import column_order, with_part
 from .matrix import PackedMatrix, RangeReport
@@ -242,14 +244,13 @@ class PackedExperts(Packed):
         return grouped_gemm(codes, self.down, offsets, replace(tiles[1], early=True), out, x_scale=scale)
 
     def _run_large(self, batch: ContiguousBatch, tile: TileChoice, out: Tensor, memory: Memory | None) -> Tensor:
-        """Write both products of every row to ``out`` and return it: rows are put in expert order first.
-
-        The formulas, the order of every sum and so the bits of a row are those of the small tiles.
-        """
+        """Write both products to ``out``, rows put in expert order first, with the bits of the small tiles."""
         form, offsets, device, count = self.activations, batch.expert_offsets, out.device, batch.source.numel()
-        tiles = tile_list(offsets, count, tile, part(memory, "first"))
         wide = self.gate_up.layout.shape[2]
-        rows, x_scale = self._rows_in(batch, memory, AS_IS, gathered=True)
+        gathered = self.gate_up.order is None or batch.input_weights is not None
+        rows_in = self._rows_in(batch, memory, AS_IS, gathered=gathered)
+        rows_in, _ = self._in_order(rows_in, offsets, None if gathered else batch.source, memory)
+        rows, x_scale = _summed(rows_in, self.gate_up, _used(batch), part(memory, "x"), transposed=True)
         narrow = form is None or batch.dtype == torch.bfloat16
         codes, dtype = None, batch.dtype if narrow else torch.float32
         if form is not None and form.group == BAND:
@@ -257,15 +258,20 @@ class PackedExperts(Packed):
             dtype, codes = torch.float8_e4m3fn, CodeScales(scale=scale, power=form.power, rounded=narrow)
         assert dtype is not None
         middle = take(memory, "middle", (count, wide), dtype, device)
-        prefill_gemm(
-            rows, self.gate_up, offsets, tiles, middle, x_scale=x_scale, activation=self.activation, codes=codes
-        )
+        most = max(self.gate_up.layout.expanded_bytes, self.down.layout.expanded_bytes)
+        room = take(memory, "expanded", (most,), torch.int8, device) if most else None
+        tiles = tile_list(offsets, count, tile, part(memory, "first"))
+        turns = partial(in_turns, offsets=offsets, tiles=tiles, rows=count, room=room, memory=part(memory, "second"))
+        for matrix, own, listed in turns(self.gate_up):
+            prefill_gemm(rows, matrix, own, listed, middle, x_scale=x_scale, activation=self.activation, codes=codes)
         if codes is None:
-            middle, scale = operand(middle, self._codes, used=_used(batch), memory=part(memory, "h"))
+            made = operand(middle, self._codes, used=_used(batch), memory=part(memory, "h"))
+            middle, scale = _summed(made, self.down, _used(batch), part(memory, "h"), transposed=True)
         else:
             scale = codes.scale
-        tiles = replace(tiles, memory=part(memory, "second"), places=_places(batch))
-        return prefill_gemm(middle, self.down, offsets, tiles, out, x_scale=scale)
+        for matrix, own, listed in turns(self.down):
+            prefill_gemm(middle, matrix, own, replace(listed, places=_places(batch)), out, x_scale=scale)
+        return out
 
 
 def pack_both(
@@ -311,10 +317,17 @@ def _reported(first: RangeReport | str | None, second: RangeReport | str | None)
 
 
 def _summed(
-    rows: tuple[Tensor, Tensor | None], matrix: PackedMatrix, used: Tensor | None, memory: Memory | None
+    rows: tuple[Tensor, Tensor | None],
+    matrix: PackedMatrix,
+    used: Tensor | None,
+    memory: Memory | None,
+    *,
+    transposed: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Return an operand as it is, or with sums of its columns where the weights have minima."""
-    return (rows[0], column_sums(rows[0], used=used, memory=memory)) if matrix.layout.minima else rows
+    if not matrix.layout.minima:
+        return rows
+    return rows[0], column_sums(rows[0], used=used, transposed=transposed, memory=memory)
 
 
 def _used(batch: ContiguousBatch) -> Tensor | None:

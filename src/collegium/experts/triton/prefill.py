@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CodeScales", "prefill_gemm"]
 
+_STEP = 128  # bytes of a row in a step of the K loop, of which four stages fit
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CodeScales:
@@ -58,33 +60,38 @@ def prefill_gemm(
 ) -> Tensor:
     """Write ``out [R, N]`` and return it; see ``grouped_gemm_reference`` for its contents.
 
-    x: ``[R, K]`` of the operand dtype in expert order. x_scale: float32 ``[R, ceil(K / 128)]`` or ``[R, 1]`` for
-    E4M3 rows. codes: makes ``out`` take E4M3 codes. Rows from ``expert_offsets[E]`` on are not written. With
-    ``tiles.places`` rows go where those say. Raises InputError for rows no tensor descriptor can describe.
+    x: ``[R, K]`` of the operand dtype in expert order. x_scale: float32 ``[R, ceil(K / 128)]`` or ``[R, 1]`` for E4M3
+    rows, transposed ``column_sums`` for weights with minima. codes: makes ``out`` take E4M3 codes. Rows from
+    ``expert_offsets[E]`` on are not written. With ``tiles.places`` rows go where those say. Raises InputError for rows
+    no tensor descriptor can describe.
     """
-    experts, parts, n_out, k_in = packed.layout.shape
+    layout = packed.layout
+    experts, parts, n_out, k_in = layout.shape
     _check(x, packed, tiles)
     from ...kernels.prefill import prefill_kernel
 
     tile = tiles.tile
     n_tiles = -(-n_out // (BAND if parts == 2 else 2 * BAND))
     values, *beside = packed.pointers
+    sums = x_scale if layout.minima else None
+    wide = layout.block_k * x.element_size() > _STEP
+    beyond = values if sums is None else sums
     args = (
         x, values, values if x_scale is None else x_scale, *beside, out, tiles.places,
-        values if codes is None else codes.scale, expert_offsets, tiles.expert, tiles.row, tiles.row, tiles.used,
-        x.shape[0], n_out, k_in, x.stride(0), values.stride(-2), experts * parts * n_out,
-        1 if packed.scale is None else packed.scale.shape[2], *bounds_of(activation),
+        beyond if codes is None else codes.scale, expert_offsets, tiles.expert, tiles.row, tiles.row, tiles.used,
+        x.shape[0], n_out, k_in, x.stride(0), values.stride(-2), 0 if sums is None else sums.stride(0),
+        experts * parts * n_out, layout.scale_rows, *bounds_of(activation),
     )  # fmt: skip
     constants = constants_of(packed, activation) | {
-        "SCALE": packed.scale is not None,
-        "X_SCALE": 0 if x_scale is None else 1 + (x_scale.shape[1] == 1),
+        "SCALE": layout.scale_kind,
+        "X_SCALE": 0 if x_scale is None else 3 if layout.minima else 1 + (x_scale.shape[1] == 1),
         "ROW_SCALE": packed.row_scale is not None,
         "CODES": ROWS if codes is None else POWER_CODES if codes.power else GROUP_CODES,
         "ROUND": codes is not None and codes.rounded,
         "BLOCK_T": tile.block_t,
         "GROUP_T": tile.group_t,
-        # Float32 results pass through shared memory that one stage less leaves free.
-        "STAGES": min(tile.stages, 3) if out.dtype == torch.float32 else tile.stages,
+        # Float32 results pass through shared memory that one stage less leaves free; wide blocks leave room for two.
+        "STAGES": min(tile.stages, 2 if wide else 3 if out.dtype == torch.float32 else 4),
         "SPECIALIZE": tile.warps == 4,
         "PLACED": tiles.placed(n_out),
         "ASM": x.is_cuda,

@@ -41,6 +41,8 @@ __all__ = [
 
 BAND = 128  # weight rows a tile of a large batch holds twice
 _LARGE = 56  # rows of an expert from which on those tiles are the faster ones
+# The same where weights are decoded first: of four and of eight bits, and of groups that are products of their own.
+_EXPANDED, _EXPANDED_QUARTERS = (512, 288), 160
 _SHARED_PASS = 4  # token tiles of a large batch that share a pass over the weights
 
 
@@ -167,17 +169,17 @@ def _lone(problem: TileProblem, machine: Machine) -> TileChoice | None:
 def prefill_tile(problem: TileProblem, machine: Machine) -> TileChoice | None:
     """Return the tile of ``prefill_gemm`` for ``problem`` where that is the faster product, otherwise None.
 
-    It needs a Hopper GPU, operands of one width, rows of a multiple of 16 bytes, and enough rows for each expert.
+    It needs a Hopper GPU, operands of one width, or weights that are decoded to 16 bits first, rows of a multiple of 16
+    bytes, and enough rows for each expert.
     """
-    fits = (
-        machine.copies
-        and not problem.decoded
-        and problem.weight_bits == problem.x_bits
-        and problem.k_in * problem.x_bits % 128 == 0
-        and problem.block_k * problem.x_bits == 1024
-        and problem.experts * problem.parts * problem.n_out < 1 << 31
-    )
-    if not fits or problem.rows < _LARGE * problem.experts:
+    if problem.decoded:
+        fits = machine.specialises and problem.x_bits >= 16 and problem.k_in % 8 == 0
+        least = _EXPANDED_QUARTERS if problem.quartered else _EXPANDED[problem.weight_bits >= 8]
+    else:
+        same = problem.weight_bits == problem.x_bits and problem.block_k * problem.x_bits == 1024
+        fits, least = same and problem.k_in * problem.x_bits % 128 == 0, _LARGE
+    fits = fits and machine.copies and problem.experts * problem.parts * problem.n_out < 1 << 31
+    if not fits or problem.rows < least * problem.experts:
         return None
     # With four warps the compiler gives copies and products warps of their own; with eight they take turns.
     warps, stages = (4, 4) if machine.specialises else (8, 3)

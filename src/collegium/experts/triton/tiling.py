@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...formats.unquantised import DTYPES
+from ...ops.columns import padded_rows
 from ...ops.operand import operand_regions
 from ...ops.permute import tile_count
 from ...ops.quantize import ACTIVATION_FORMATS, AS_IS, activation_format
@@ -158,6 +159,7 @@ def product_regions(problem: ExpertsProblem, tiling: ProductTiling) -> Regions:
         x["ordered"] = rows * hidden * dtype.itemsize
     for own, layout, count, columns in ((x, tiling.gate_up, taken, hidden), (h, tiling.down, rows, wide)):
         if layout.minima:
+            count = padded_rows(rows) if tiling.large(rows) else count
             own["sums"] = 16 * count * -(-columns // 128)
     regions: Regions = {"rows": rows * hidden * result, "middle": rows * wide * middle}
     count = tile_count(rows, problem.experts, 16)
@@ -169,4 +171,5 @@ def product_regions(problem: ExpertsProblem, tiling: ProductTiling) -> Regions:
         regions["scales"] = 4 * rows * -(-wide // BAND)
         scratch = _SCRATCH * tiling.machine.sms
         regions |= {"first/scratch": scratch, "second/scratch": scratch}
+        regions["expanded"] = max(tiling.gate_up.expanded_bytes, tiling.down.expanded_bytes)
     return regions | under("x", x) | under("h", h)

@@ -1,0 +1,76 @@
+"""Packed weights as 16-bit numbers and float32 factors in memory, for the products of a large batch.
+
+The numbers are the operands that ``grouped_gemm.py`` decodes in registers, and the factors what it multiplies their
+products by: nothing is rounded, so a row has the same bits whichever kernel decoded its weights.
+"""
+
+import triton
+import triton.language as tl
+
+from . import numbers
+from .decode import decoded, middle
+
+__all__ = ["expand_kernel"]
+
+E4M3_LANES = tl.constexpr(numbers.E4M3_LANES)
+E2M1_LANES = tl.constexpr(numbers.E2M1_LANES)
+INT8_LANES = tl.constexpr(numbers.INT8_LANES)
+
+BLOCK_SCALE = tl.constexpr(numbers.BLOCK_SCALE)
+
+
+@triton.jit
+def _store_group(factors, group, groups, n_out, inside, factor, minimum, MIDDLE: tl.constexpr):
+    """Store the factors of one group, and with MIDDLE what its sum of tokens is multiplied by."""
+    kept = (inside & (group < groups))[:, None]
+    at = factors + group * ((2 if MIDDLE else 1) * n_out)
+    tl.store(at[:, None], factor, mask=kept)
+    if MIDDLE:
+        tl.store((at + n_out)[:, None], factor * MIDDLE + minimum, mask=kept)
+
+
+@triton.jit
+def expand_kernel(
+    lanes, scale, out, factors, n_out, k_in, groups, row_tiles, scale_rows,
+    WEIGHT: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr, K_BLOCKS: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Write ``out [M, n_out, k_in]``, and ``factors`` as ``prefill_kernel`` takes them.
+
+    M: expert and part. lanes: int16 ``[M, K_BLOCKS, n_out, .]``. scale: 32-bit ``[M, K_BLOCKS, WORDS, n_out]``, where
+    groups have one, or as ``Rows`` has it of blocks. groups: how many there are in k_in columns. HALF: out is float16.
+    Axis 0: K blocks of tiles of BLOCK_N rows; axis 1: M.
+    """
+    WIDTH: tl.constexpr = BLOCK_K // 4
+    EIGHT: tl.constexpr = (WEIGHT == E4M3_LANES) or (WEIGHT == INT8_LANES)
+    matrix = tl.program_id(1).to(tl.int64)
+    block = tl.program_id(0) // row_tiles
+    row = tl.program_id(0) % row_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = row < n_out
+    row = tl.minimum(row, n_out - 1)
+    j = tl.arange(0, WIDTH)
+    at = lanes + ((matrix * K_BLOCKS + block) * n_out + row)[:, None] * (WIDTH * (2 if EIGHT else 1)) + j[None, :]
+    w = tl.load(at)
+    w1 = tl.load(at + WIDTH) if EIGHT else w
+    s = scale + (matrix * K_BLOCKS + block) * (WORDS * n_out) + row
+    a0, a1, a2, a3, f0, f1, f2, f3, m0, m1, m2, m3 = decoded(w, w1, s, n_out, WEIGHT, SCALE, WORDS, HALF, ASM)
+    if SCALE == BLOCK_SCALE:
+        f_at = factors + matrix * groups * n_out + row
+        factor = tl.load(scale + (matrix * scale_rows + row // 128) * K_BLOCKS + block)[:, None]
+        _store_group(f_at, block, groups, n_out, inside, factor, factor, 0)
+    elif not (WEIGHT == E2M1_LANES or WEIGHT == E4M3_LANES):
+        MIDDLE: tl.constexpr = middle(WEIGHT, SCALE, WORDS)
+        f_at = factors + matrix * groups * ((2 if MIDDLE else 1) * n_out) + row
+        if WORDS == 1:
+            _store_group(f_at, block, groups, n_out, inside, f0, m0, MIDDLE)
+        else:
+            _store_group(f_at, 4 * block, groups, n_out, inside, f0, m0, MIDDLE)
+            _store_group(f_at, 4 * block + 1, groups, n_out, inside, f1, m1, MIDDLE)
+            _store_group(f_at, 4 * block + 2, groups, n_out, inside, f2, m2, MIDDLE)
+            _store_group(f_at, 4 * block + 3, groups, n_out, inside, f3, m3, MIDDLE)
+    column = block * BLOCK_K + j
+    to = out + (matrix * n_out + row)[:, None] * k_in + column[None, :]
+    tl.store(to, a0, mask=inside[:, None] & (column < k_in)[None, :])
+    tl.store(to + WIDTH, a1, mask=inside[:, None] & (column + WIDTH < k_in)[None, :])
+    tl.store(to + 2 * WIDTH, a2, mask=inside[:, None] & (column + 2 * WIDTH < k_in)[None, :])
+    tl.store(to + 3 * WIDTH, a3, mask=inside[:, None] & (column + 3 * WIDTH < k_in)[None, :])

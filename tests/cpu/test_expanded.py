@@ -1,0 +1,138 @@
+"""Weights decoded once for a large batch: the numbers and factors themselves, and both products, in the interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("tests/gpu makes these comparisons on the device", allow_module_level=True)
+
+from collegium.experts.triton import layout, tiles
+from collegium.experts.triton.expanded import expanded
+from collegium.experts.triton.lanes import pack_gguf, pack_int, pack_mxfp8
+from collegium.experts.triton.tile_choice import TileProblem
+from collegium.experts.triton.tiles import prefill_tile
+from collegium.formats import MxFp8
+from collegium.formats.gguf import KINDS
+from collegium.planning import plan
+from collegium.problem import DeviceFacts, Limits, Problem
+from collegium.runtime.machine import Machine, machine_of
+from collegium.testing.compare import relative_error
+from collegium.types import MoESpec, RoutingSpec
+from decoded_layers import decoded_layer
+from integers import affine, random_blocks
+
+if TYPE_CHECKING:
+    from collegium.experts.triton.matrix import PackedMatrix
+
+HOPPER = Machine(copies=True, specialises=True)
+
+
+def expand(packed: PackedMatrix) -> PackedMatrix:
+    return expanded(packed, torch.empty(packed.layout.expanded_bytes, dtype=torch.int8))
+
+
+def numbers_of(packed: PackedMatrix) -> torch.Tensor:
+    """Return float32 ``[E, P, N, K]`` of the numbers and factors that decoding makes."""
+    own = expand(packed)
+    values = own.values.float()
+    if own.layout.words:
+        assert own.scale is not None
+        factors = own.scale[:, :, :, 0].transpose(2, 3).repeat_interleave(own.layout.block_k, dim=3)
+        values = values * factors[..., : values.shape[3]]
+    return values if own.row_scale is None else values * own.row_scale[..., None]
+
+
+@pytest.mark.parametrize("group", [32, 64, 128, 272])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_integers_and_their_factors(bits: int, group: int) -> None:
+    payload = affine(torch.randn(3, 2, 40, 272), bits, group)
+    packed = pack_int(payload, None)
+    assert packed.layout.expanded.block_k == (128 if group >= 128 else 32)
+    assert torch.equal(numbers_of(packed), payload.decode())
+
+
+def test_scales_that_are_powers_of_two_leave_no_factors() -> None:
+    payload: Any = MxFp8.encode(torch.randn(3, 2, 40, 272))
+    packed = pack_mxfp8(payload, None)
+    assert packed.layout.expanded.words == 0
+    assert torch.equal(numbers_of(packed), payload.decode())
+
+
+@pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if len(kind.halves) == 2])
+def test_minima_with_what_decoding_took_from_codes(kind: str) -> None:
+    payload = random_blocks(kind, 2, 1, 24, 512)
+    own = expand(pack_gguf(payload, None))
+    assert own.scale is not None
+    factors, minima = own.scale.permute(0, 1, 4, 2, 3).repeat_interleave(32, dim=3).unbind(-1)
+    assert relative_error(own.values.float() * factors + minima, payload.decode()) < 1e-6
+
+
+# All formats run on a GPU; here one of each way to scale, which the interpreter takes seconds for.
+@pytest.mark.parametrize(
+    ("name", "act", "group"),
+    [
+        ("nvfp4", "bf16", 128),
+        ("fp8_block", "bf16", 128),
+        ("int4_affine", "fp16", 32),
+        ("int8_ordered", "bf16", 32),
+        ("Q4_1", "bf16", 32),
+    ],
+)
+def test_a_large_batch_gives_the_rows_of_the_small_tiles(
+    name: str, act: str, group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiles, "_EXPANDED", (1, 1))
+    monkeypatch.setattr(tiles, "_EXPANDED_QUARTERS", 1)
+    device = DeviceFacts(kind="cuda", capability=(9, 0))
+    packed, batch, truth = decoded_layer(name, act, group, device, tokens=6, sizes=(3, 72, 136))
+    stop = int(batch.expert_offsets[-1])
+    large = replace(packed, machine=HOPPER)
+    assert packed.tiling.large(12) is None
+    assert large.tiling.large(12) is not None
+    small = packed.run(batch)[:stop]
+    assert relative_error(large.run(batch)[:stop], small) < 3e-3
+    assert relative_error(small, truth[:stop]) < 0.02
+    # An expert at a time, with weighted rows.
+    monkeypatch.setattr(layout, "_MOST", 1)
+    weighted = replace(batch, input_weights=torch.rand(12) + 0.5)
+    assert relative_error(large.run(weighted)[:stop], packed.run(weighted)[:stop]) < 3e-3
+
+
+def test_which_batches_are_decoded_first() -> None:
+    def asked(each: int, **changes: Any) -> TileProblem:
+        sizes = {"experts": 8, "n_out": 2048, "k_in": 4096, "parts": 2, "block_k": 128, "weight_bits": 4.25}
+        return TileProblem(rows=8 * each, decoded=True, **(sizes | changes))
+
+    hopper = machine_of((9, 0), 132)
+    assert prefill_tile(asked(4096), hopper) is not None
+    assert prefill_tile(asked(4096), replace(hopper, specialises=False)) is None
+    assert prefill_tile(asked(4096), machine_of((8, 0), 108)) is None
+    assert prefill_tile(asked(4096, k_in=4100), hopper) is None
+    assert prefill_tile(asked(4096, x_bits=8), hopper) is None, "E4M3 operands are decoded by another kernel"
+    assert prefill_tile(asked(56), hopper) is None
+    # Eight bits and groups of 32 gain sooner.
+    assert prefill_tile(asked(384), hopper) is None
+    assert prefill_tile(asked(384, weight_bits=8.25), hopper) is not None
+    assert prefill_tile(asked(192, weight_bits=8.25), hopper) is None
+    assert prefill_tile(asked(192, weight_bits=4.75, quartered=True, x_bits=17), hopper) is not None
+
+
+def test_the_plan_holds_what_a_large_batch_decodes() -> None:
+    spec = MoESpec(
+        hidden_size=2048,
+        intermediate_size=768,
+        num_experts=128,
+        routing=RoutingSpec(top_k=8),
+        weight_format="int4_affine",
+    )
+    device = DeviceFacts(kind="cuda", capability=(9, 0))
+    for tokens, nbytes in ((4096, 0), (8192, (2 * 2048 + 32 * 16) * 128 * 1536)):
+        made = plan(Problem(spec=spec, device=device, limits=Limits(max_tokens=tokens)))
+        found = {region.name: region.nbytes for region in made.regions}
+        assert found.get("experts/expanded", 0) == nbytes
