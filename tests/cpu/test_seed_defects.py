@@ -13,6 +13,8 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -125,6 +127,38 @@ def test_uneven_routing_at_exactly_full_capacity_stays_in_its_buffers(case: Any)
         routing = Routing(topk_ids=ids[:, None], topk_weights=torch.rand(512, 1) + 0.5)
         x = tokens_of(layer, 512)
         assert error_of(made, x, routing, layer(x, routing=routing)) < case[3]
+
+
+def _full(rank: int, name: str) -> list[str]:
+    """Return what is wrong where two ranks send each other as many tokens as were planned, and one more than that."""
+    room = 257 if name == "all_to_all_fixed" else None
+    spec = MoESpec(
+        hidden_size=64, intermediate_size=64, num_experts=2, routing=RoutingSpec(top_k=1), weight_format="fp32"
+    )
+    limits, placed = Limits(max_tokens=512, rank_tokens=room), linear(2, rank, 2)
+    problem = Problem(spec=spec, device=CPU, limits=limits, dtype="fp32", placement=placed)
+    whole = random_experts(2, 2, 64, 64, seed=1)
+    held = replace(whole, gate_up=whole.gate_up[rank : rank + 1], down=whole.down[rank : rank + 1])
+    layer, faults = MoELayer(held, plan(problem, Choice(dispatcher=name))), list[str]()
+    x, ones = heavy_tailed(512, 64, seed=rank), torch.ones(512, 1)
+    for first in (257, 512):
+        ids = (torch.arange(512) >= first).long()[torch.randperm(512, generator=torch.Generator().manual_seed(rank))]
+        routing = Routing(topk_ids=ids[:, None], topk_weights=ones)
+        if room is not None and first > room:
+            try:
+                layer(x, routing=routing)
+                faults.append("more tokens than there is room for")
+            except InputError:
+                continue
+        elif error_of(whole, x, routing, layer(x, routing=routing)) > 1e-5:
+            faults.append(f"{first} tokens of every rank")
+    return faults
+
+
+@pytest.mark.parametrize("name", ["all_to_all", "all_gather", "all_to_all_fixed", "symm_mem"])
+def test_ranks_at_exactly_full_capacity_lose_no_token(name: str) -> None:
+    """Every rank brings 512 tokens, of which 257, then all go to one rank; a fixed room is for 257."""
+    assert run_ranks(partial(_full, name=name), 2) == [[], []]
 
 
 @each_kernel
