@@ -8,6 +8,7 @@ loads are those of 256 experts on 8 ranks with 32 spare slots, from consecutive 
 
 from __future__ import annotations
 
+import argparse
 import csv
 import platform
 import subprocess
@@ -75,6 +76,7 @@ def of_random_loads() -> list[dict[str, object]]:
 
 def main() -> None:
     """Write the rows."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     rows = of_trace() + of_random_loads()
     asked = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()

@@ -4,8 +4,8 @@ E=128 experts, top-8, H=2048, I=768, bfloat16 activations, random weights and un
 contender first has to pass against a float32 loop over its own weights (relative L2 error at most 1 %); then all
 are timed in turn, the order rotated each round, and the median is printed with its ratio to transformers'
 default and to our BF16. The timed part is dispatch, experts and combine: what transformers' experts class does.
-Formats that are only read are random bytes: kinds of GGUF blocks by their title, int4_affine, int8_affine,
-int4_ordered, int8_ordered and bnb4.
+Formats that are only read are asked for by name: int4_affine, int8_affine, int4_ordered, int8_ordered; as random
+bytes bnb4 and kinds of GGUF blocks, by their title.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from torch.nn import functional
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from collegium.commands.integers import ENCODERS
 from collegium.experts import CpuFused, CpuGrouped
-from collegium.formats import Bf16, Bnb4, Gguf, Int4Affine, Int4Ordered, Int8Affine, Int8Ordered, by_name
+from collegium.formats import Bf16, Bnb4, Gguf, by_name
 from collegium.formats.gguf import KINDS
 from collegium.parallel.local import Local
 from collegium.problem import Problem
@@ -104,8 +105,8 @@ def _random(count: int, fan_in: int) -> Tensor:
 
 def _encode(name: str, values: Tensor) -> Payload:
     """Encode the distinct experts and repeat them."""
-    kind = by_name(name)
-    distinct = [kind.encode(own) for own in values[:DISTINCT]]
+    encode = ENCODERS[name] if name in ENCODERS else by_name(name).encode
+    distinct = [encode(own) for own in values[:DISTINCT]]
     room = distinct[0].repeated(values.shape[0])
     for expert in range(values.shape[0]):
         room.put(expert, distinct[expert % DISTINCT])
@@ -113,7 +114,7 @@ def _encode(name: str, values: Tensor) -> Payload:
 
 
 def _read(name: str, shape: tuple[int, ...]) -> Payload:
-    """Return random weights of about unit gain in a format that is only read."""
+    """Return random bytes of about unit gain, in blocks of a GGUF kind or as bitsandbytes."""
     *lead, columns = shape
     if name in KINDS:
         kind = KINDS[name]
@@ -122,23 +123,12 @@ def _read(name: str, shape: tuple[int, ...]) -> Payload:
             halves = torch.randn(*blocks.shape[:-1], 1) / (4000 if kind.steps else 200)
             blocks[..., at : at + 2] = halves.half().view(torch.uint8)
         return Gguf(shape=shape, blocks=blocks)
-    size = 64 if name == "bnb4" else 128
-    scales = torch.rand(*lead, columns // size) / 1000
-    if name == "bnb4":
-        table = torch.linspace(-1, 1, 16).expand(*lead[:-1], 16).contiguous()
-        codes = torch.randint(0, 256, (*lead, columns // 2), dtype=torch.uint8)
-        return Bnb4(shape=shape, codes=codes, scales=scales, table=table, group_size=size)
-    kind = next(own for own in (Int4Affine, Int4Ordered, Int8Affine, Int8Ordered) if own.name == name)
-    # Activation order is the same for gate and up, which read the same tokens.
-    order = torch.stack([torch.randperm(columns) // size for _ in range(lead[0])]).int()
-    order = order.view(lead[0], *[1] * (len(lead) - 2), columns).expand(*lead[:-1], columns)
-    return kind(
+    return Bnb4(
         shape=shape,
-        codes=torch.randint(0, 256, (*lead, columns * kind.bits // 8), dtype=torch.uint8),
-        scales=scales.half(),
-        zeros=torch.randint(0, 2**kind.bits, scales.shape, dtype=torch.uint8),
-        group_size=size,
-        **({"group_of": order.contiguous()} if name.endswith("ordered") else {}),
+        codes=torch.randint(0, 256, (*lead, columns // 2), dtype=torch.uint8),
+        scales=torch.rand(*lead, columns // 64) / 1000,
+        table=torch.linspace(-1, 1, 16).expand(*lead[:-1], 16).contiguous(),
+        group_size=64,
     )
 
 
@@ -148,7 +138,7 @@ def _ours(name: str, plain: ExpertWeights[Bf16]) -> list[Contender]:
     for own in (plain.gate_up, plain.down):
         if name == "bf16":
             made.append(own)
-        elif name in KINDS or by_name(name).read_only:
+        elif name in KINDS or name == Bnb4.name:
             made.append(_read(name, tuple(own.shape)))
         else:
             made.append(_encode(name, own.values))

@@ -8,6 +8,7 @@ product costs instead. Prints and saves nanoseconds a weight, one thread, the be
 
 from __future__ import annotations
 
+import argparse
 import csv
 import platform
 import subprocess
@@ -127,6 +128,7 @@ def in_one_kernel() -> list[tuple[str, float]]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(1)
     rows = [*products(), *look_up(), *bit_fields(), *fused(), *in_one_kernel()]
     table = Table(title=f"ns a weight, one thread, {collegium.probe('cpu').name}", title_justify="left", box=None)

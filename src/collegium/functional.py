@@ -66,8 +66,7 @@ def moe(
         gate_up_bias=None if biases is None else _bias(biases[0], (experts, upper.shape[1], wide)),
         down_bias=None if biases is None else biases[1],
     )
-    layer = MoELayer(weights, plan(problem, force))
-    return layer(x, routing=Routing(topk_ids=topk_ids, topk_weights=topk_weights))
+    return MoELayer(weights, plan(problem, force))(x, routing=Routing(topk_ids=topk_ids, topk_weights=topk_weights))
 
 
 def _check(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, biases: tuple[Tensor, Tensor] | None) -> None:

@@ -166,24 +166,50 @@ class MoELayer(PackedModule):
         of fresh memory. Raises InputError on shapes, dtypes, devices and where a gradient is asked for, and
         RoutingError in checked mode.
         """
-        check_input(x, routing, self.plan.problem, self._device)
-        ids, weights = (None, None) if routing is None else (routing.topk_ids, routing.topk_weights)
-        refuse_gradient(x=x, router_logits=router_logits, topk_weights=weights, router_input=router_input, out=out)
+        inputs = self._inputs(x, router_logits, routing, token_ids, router_input)
+        refuse_gradient(out=out)
         if out is None:
             out = torch.empty_like(x, memory_format=torch.contiguous_format)
         elif out.shape != x.shape or out.dtype != x.dtype or not out.is_contiguous():
             raise InputError(f"forward: out is {tuple(out.shape)} {out.dtype}, needed: contiguous, like x")
         wide = self.spec.hidden_size
-        seen = None
-        if router_input is not None and routing is None and router_logits is None:
-            seen = router_input.reshape(-1, wide)
-            check_rows("router_input", seen, (x.numel() // wide, wide))
-        inputs = (x if x.dim() == 2 else x.reshape(-1, wide), router_logits, ids, weights, token_ids, seen)
         if torch.compiler.is_compiling():
             torch.ops.collegium.moe_layer(*inputs, self.handle, out.view(-1, wide))
         else:
             self.compute(*inputs, out.view(-1, wide))
         return out
+
+    def route(
+        self,
+        x: Tensor,
+        *,
+        router_logits: Tensor | None = None,
+        token_ids: Tensor | None = None,
+        router_input: Tensor | None = None,
+    ) -> Routing:
+        """Return the experts that ``forward`` chooses for the same arguments, and their weights.
+
+        ``layer(x, routing=layer.route(x))`` has the bits of ``layer(x)``, so what was chosen can be kept, changed and
+        given again. A token whose row is NaN has ids of -2. Raises what ``forward`` does.
+        """
+        inputs = self._inputs(x, router_logits, None, token_ids, router_input)
+        if router_logits is None:
+            self._router.check_own(inputs[-1])
+        with in_full(x.device):
+            return self._router(*inputs)
+
+    def _inputs(
+        self, x: Tensor, logits: Tensor | None, routing: Routing | None, token_ids: Tensor | None, own: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """Return what a router is called with, in rows, once it is what the plan describes. own: ``router_input``."""
+        check_input(x, routing, self.plan.problem, self._device)
+        ids, weights = (None, None) if routing is None else (routing.topk_ids, routing.topk_weights)
+        refuse_gradient(x=x, router_logits=logits, topk_weights=weights, router_input=own)
+        wide, seen = self.spec.hidden_size, None
+        if own is not None and routing is None and logits is None:
+            seen = own.reshape(-1, wide)
+            check_rows("router_input", seen, (x.numel() // wide, wide))
+        return x if x.dim() == 2 else x.reshape(-1, wide), logits, ids, weights, token_ids, seen
 
     def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> int:
         """Compile every kernel variant that 1 to ``max_tokens`` tokens can reach, and no other.
@@ -213,9 +239,8 @@ class MoELayer(PackedModule):
     def variants(self, tokens: int) -> frozenset[Hashable]:
         """Return what has to be compiled for a batch of ``tokens`` tokens; equal members are compiled once."""
         shared = frozenset[Any]() if self.shared is None else self.shared.variants(tokens)
-        return frozenset(
-            {("routed", own) for own in self._pipeline(tokens).variants(tokens)} | {("shared", own) for own in shared}
-        )
+        routed = self._pipeline(tokens).variants(tokens)
+        return frozenset({("routed", own) for own in routed} | {("shared", own) for own in shared})
 
     def compute(
         self,

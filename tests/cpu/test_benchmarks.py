@@ -24,6 +24,29 @@ def rows_of(program: str, *arguments: str, out: Path, code: int = 0) -> list[dic
         return list(csv.DictReader(file))
 
 
+# Asks every program of a folder for its help, in one process: importing torch takes longer than all of them.
+ASK = """
+import contextlib, io, runpy, sys
+from pathlib import Path
+for program in sorted(Path(sys.argv[1]).glob("*.py")):
+    sys.argv, said = [str(program), "--help"], io.StringIO()
+    sys.path.insert(0, str(program.parent))
+    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+        runpy.run_path(str(program), run_name="__main__")
+        said.write("it ran")
+    print(program.name, said.getvalue().split()[:2], "it ran" in said.getvalue())
+"""
+
+
+def test_every_program_prints_its_help_and_measures_nothing() -> None:
+    pytest.importorskip("transformers")
+    surroundings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'scripts'}"}
+    command = [sys.executable, "-c", ASK, str(ROOT / "benchmarks")]
+    done = subprocess.run(command, env=surroundings, capture_output=True, text=True, check=True)
+    names = [own.name for own in sorted((ROOT / "benchmarks").glob("*.py"))]
+    assert done.stdout.splitlines() == [f"{name} ['usage:', '{name}'] False" for name in names]
+
+
 def test_experts_move_while_layers_serve_and_a_damaged_one_is_caught(tmp_path):
     given = "--device cpu --shape 128x64x12x3 --layers 3 --tokens 16 --steps 24 --spare 1 --dispatcher symm_mem"
     (row,) = rows_of("rebalance.py", *given.split(), "--recipes", "mxfp4:bf16", out=tmp_path / "rows.csv")

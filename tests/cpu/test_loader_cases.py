@@ -257,6 +257,26 @@ def test_undeclared_zero_points_and_indices_of_int4_are_refused(
         audit(rewrite(tmp_path, **{name: torch.zeros(4, dtype=torch.int32)}))
 
 
+def test_groups_of_half_a_word_are_refused_by_the_name_of_the_matrix(tmp_path: Path) -> None:
+    """As many groups as are stored, so the headers agree with the config."""
+    write_checkpoint(tmp_path, "mixtral", "int4_group", size=TinySize(hidden=96, intermediate=96, experts=2, layers=1))
+    weights = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 84}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    configure(tmp_path, quantization_config={"quant_method": "compressed-tensors", "config_groups": groups})
+    path = "model.layers.0.block_sparse_moe.experts"
+    cut = {
+        f"{path}.{expert}.{part}.weight_scale": torch.ones(96, 2, dtype=torch.bfloat16)
+        for expert in range(2)
+        for part in ("w1", "w2", "w3")
+    }
+    checkpoint = rewrite(tmp_path, **cut)
+    text = "layer 0, expert 0, gate: int4_group: group_size is 84, allowed: a multiple of 8"
+    with pytest.raises(TensorMismatchError, match=text):
+        load_experts(CheckpointLayer.open(checkpoint, 0), linear(2))
+    with pytest.raises(TensorMismatchError, match=text):
+        audit(checkpoint)
+
+
 def test_a_declared_shape_that_is_wrong_is_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "mixtral", "int4_group", size=TinySize(experts=2, layers=1))
     name = "model.layers.0.block_sparse_moe.experts.1.w1.weight_shape"

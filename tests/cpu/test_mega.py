@@ -18,8 +18,9 @@ from collegium.pipelines import mega
 from collegium.pipelines.mega import COMBINE, MOST_TOKENS, PUBLISH, PULL, Mega
 from collegium.pipelines.split import Split
 from collegium.testing.compare import relative_error
-from mega_ranks import CASES, MOST, Ranks, crowded, deserted, encoded, given, planned, same, together
+from mega_ranks import CASES, MOST, Ranks, crowded, deserted, encoded, given, planned, together
 from ranks import run_ranks
+from rough_tokens import same
 from split_layers import EXPERTS
 
 if torch.cuda.is_available():

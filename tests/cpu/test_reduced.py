@@ -18,6 +18,7 @@ from collegium.parallel.combine import Reduced
 from collegium.parallel.placement import linear
 from collegium.testing.compare import heavy_tailed, relative_error, uneven_ids
 from ranks import run_ranks
+from rough_tokens import same
 from split_layers import EXPERTS, HIDDEN, RECIPES, layer_of
 
 NAMES = ("all_gather", "all_to_all", "all_to_all_fixed")
@@ -56,11 +57,6 @@ def _slack(parts: list[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-def _same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    nan = found.isnan()
-    return torch.equal(nan, wanted.isnan()) and torch.equal(found.masked_fill(nan, 1), wanted.masked_fill(nan, 1))
-
-
 def _compare(rank: int, combine: str) -> list[str]:
     world, faults = distributed.get_world_size(), list[str]()
     # The parts of FP8 are made of sums in float32, which a layer of float32 alone shows.
@@ -86,11 +82,11 @@ def _compare(rank: int, combine: str) -> list[str]:
                 for layer in layers:
                     said = f"{kind} {recipe} {layer.plan.dispatcher} {combine} {counts}"
                     found = layer(x[own], routing=mine)
-                    if not _same(found, wanted.to(x.dtype)):
+                    if not same(found, wanted.to(x.dtype)):
                         faults.append(f"{said}: not the sum of the parts")
                     if combine == "reduced_fp8" and bool(((found - exact).abs() > _slack(parts)).any()):
                         faults.append(f"{said}: further off than it says")
-                    if combine == "reduced_fp8" and len(found) > 10 and _same(found, exact):
+                    if combine == "reduced_fp8" and len(found) > 10 and same(found, exact):
                         faults.append(f"{said}: nothing was rounded")
     return faults
 

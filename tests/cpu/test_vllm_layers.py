@@ -297,6 +297,8 @@ def test_activations_are_vllms() -> None:
     assert named("relu2_no_mul") == ActivationSpec(kind="relu2")
     situ = named("situ", activation_situ_beta=4.0, activation_situ_linear_beta=25.0)
     assert situ == ActivationSpec(kind="situ", gate_bound=4.0, up_bound=25.0)
+    with pytest.raises(SpecError, match=r"swigluoai with limit=7.0, alpha=1.702, beta=0.5; known are .* beta=1"):
+        named("swigluoai", swiglu_beta=0.5)
 
 
 def test_four_bits_meet_fp8_tensor_cores_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:

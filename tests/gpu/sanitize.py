@@ -25,7 +25,8 @@ from collegium.experts.triton.packed import PackedExperts
 from collegium.runtime.devices import probe
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error
 from integers import encoded
-from mega_ranks import CASES, Case, Ranks, given, same
+from mega_ranks import CASES, Case, Ranks, given
+from rough_tokens import same
 
 HIDDEN, WIDE, EXPERTS = 384, 256, 5
 RECIPES = [

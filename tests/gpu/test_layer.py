@@ -89,6 +89,8 @@ def test_gpu_layer_with_its_own_router_runs_twice_the_same():
     )
     x = heavy_tailed(300, 128, seed=7).bfloat16().cuda()
     assert torch.equal(layer(x), layer(x))
+    for tokens in (1, 9, 300):
+        assert torch.equal(layer(x[:tokens], routing=layer.route(x[:tokens])), layer(x[:tokens]))
 
 
 @pytest.mark.parametrize("weight_format", ["bf16", "fp8_block", "mxfp4", "nvfp4", "int4_group"])

@@ -19,8 +19,9 @@ from collegium.pipelines import mega
 from collegium.pipelines.mega import COMBINE, PUBLISH, Mega
 from collegium.runtime.launch import launch
 from graphed_layers import deserted, replayed
-from mega_ranks import CASES, Case, Ranks, given, same
+from mega_ranks import CASES, Case, Ranks, given
 from ranks import run_ranks
+from rough_tokens import same
 
 WORLD = min(torch.cuda.device_count(), 4)
 several = pytest.mark.skipif(WORLD < 2, reason="needs two GPUs")

@@ -1,4 +1,4 @@
-"""The page of the 99 capabilities: each row once, a known state, and tests that exist."""
+"""The page of the 99 capabilities, of defects and of what is beyond: each row once, a known state, tests that exist."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ from collections import Counter
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "seeds.md").read_text(encoding="utf-8")
-ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in TEXT.splitlines() if re.match(r"\| \d", line)]
+EVERY = [
+    [cell.strip() for cell in line.strip("|").split("|")] for line in TEXT.splitlines() if re.match(r"\| [DV]?\d", line)
+]
+SECTIONS = {"": 99, "D": 19, "V": 16}  # the letter before the number of a row, and how many there are
 STATES = ("yes", "partly", "no", "not on this hardware")
 
 
@@ -20,9 +25,14 @@ def functions(path: str) -> frozenset[str]:
     return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
 
 
-def test_every_row_is_there_once_and_says_what_it_is() -> None:
-    assert [int(row[0]) for row in ROWS] == list(range(1, 100))
-    for number, capability, state, what, proof in ROWS:
+def rows_of(letter: str) -> list[list[str]]:
+    return [row for row in EVERY if row[0].rstrip("0123456789") == letter]
+
+
+@pytest.mark.parametrize(("letter", "count"), SECTIONS.items())
+def test_every_row_is_there_once_and_says_what_it_is(letter: str, count: int) -> None:
+    assert [row[0] for row in rows_of(letter)] == [f"{letter}{number}" for number in range(1, count + 1)]
+    for number, capability, state, what, proof in rows_of(letter):
         assert capability, number
         assert state in STATES, number
         # What is there is proved; what is not there says why.
@@ -35,7 +45,9 @@ def test_every_test_that_is_named_exists() -> None:
     assert [f"{path}::{name}" for path, name in named if name not in functions(path)] == []
 
 
-def test_the_counts_are_those_of_the_rows() -> None:
-    counts = Counter(row[2] for row in ROWS)
-    said = ", ".join(f"{counts[state]} {state}" for state in STATES[:3])
-    assert f"{said}, {counts[STATES[3]]} that this hardware cannot do." in TEXT
+@pytest.mark.parametrize("letter", SECTIONS)
+def test_the_counts_are_those_of_the_rows(letter: str) -> None:
+    counts = Counter(row[2] for row in rows_of(letter))
+    said = ", ".join(f"{counts[state]} {state}" for state in STATES[:3] if counts[state] or not letter)
+    other = f", {counts[STATES[3]]} that this hardware cannot do" if not letter else ""
+    assert f"\n{said}{other}.\n" in TEXT

@@ -39,7 +39,8 @@ from collegium.pipelines.split import Split
 from collegium.planning import kernel_named
 from collegium.runtime.memory import Region, memory_map
 from collegium.runtime.symmetric import SymmetricWorkspace
-from collegium.testing.compare import heavy_tailed, random_experts
+from collegium.testing.compare import random_experts
+from rough_tokens import rough_tokens, same, unmet
 from split_layers import EXPERTS, replicated, taken_by
 
 if TYPE_CHECKING:
@@ -60,7 +61,6 @@ __all__ = [
     "given",
     "parts_of",
     "planned",
-    "same",
     "together",
 ]
 
@@ -138,20 +138,8 @@ def parts_of(weights: Any, made: Any, dispatcher: Any, *, small: bool) -> Parts:
 
 def given(case: Case, seed: int, tokens: int, *, hot: bool = False) -> tuple[Tensor, Routing]:
     """Return tokens and a routing with ids of -1 and of nobody; hot: every token has expert 0."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.rand(tokens, EXPERTS, generator=generator).argsort(dim=1)[:, : case.top_k]
-    if hot:
-        ids[:, 0] = 0
-    ids = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.15, -1)
-    ids = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.04, (1 << 40) + 1)
-    weights = heavy_tailed(max(1, tokens), case.top_k, seed=seed + 7, channels=False)[:tokens]
-    x = heavy_tailed(max(1, tokens), case.hidden, seed=seed)[:tokens].bfloat16()
-    return x, Routing(topk_ids=ids, topk_weights=weights)
-
-
-def same(found: Tensor, wanted: Tensor) -> bool:
-    """Return whether the bits are the same, NaN for NaN."""
-    return torch.equal(found.nan_to_num(7.0), wanted.nan_to_num(7.0)) and torch.equal(found.isnan(), wanted.isnan())
+    x, routing = rough_tokens(tokens, EXPERTS, case.top_k, case.hidden, seed=seed, hot=hot)
+    return x.bfloat16(), routing
 
 
 class Ranks:
@@ -253,10 +241,7 @@ class _Process:
         if seconds is None:
             self.reach.meet(memory, self.number, *routing.topk_ids.shape)
         else:
-            ranks = self.reach.blocks.ranks
-            memory.peers = Peers(
-                rank=space.rank, ranks=ranks, layer=0, bound=4, seconds=seconds, head=space.head, deltas=space.deltas
-            )
+            memory.peers = unmet(space, self.reach.blocks.ranks, layer=0, seconds=seconds)
         self.mega.run(x, routing, memory, out, x)
         self.reach.blocks.give(space)
         return out

@@ -20,8 +20,8 @@ from collegium.parallel.peers import Peers, Returned, Sent, collect, post, pull,
 from collegium.parallel.shared_block import SharedBlocks, shared_blocks
 from collegium.problem import Placement
 from collegium.runtime.memory import Memory, Region, memory_map
-from collegium.testing.compare import heavy_tailed
 from collegium.types import Routing
+from rough_tokens import rough_tokens, same, unmet
 
 __all__ = ["exchange", "lose", "refused"]
 
@@ -58,14 +58,8 @@ def _joined(rank: int, top_k: int) -> tuple[SharedBlocks, int, Any, ExpertMap]:
 
 
 def _given(turn: int, rank: int, tokens: int, top_k: int, device: torch.device) -> tuple[torch.Tensor, Routing]:
-    seed = 100 * turn + rank
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.rand(tokens, EXPERTS, generator=generator).argsort(dim=1)[:, :top_k]
-    ids = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.2, -1)
-    ids = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.05, (1 << 40) + 1)
-    weights = heavy_tailed(max(1, tokens), top_k, seed=seed + 7, channels=False)[:tokens]
-    x = heavy_tailed(max(1, tokens), WIDTH, seed=seed)[:tokens]
-    return x.to(device), Routing(topk_ids=ids.to(device), topk_weights=weights.to(device))
+    x, own = rough_tokens(tokens, EXPERTS, top_k, WIDTH, seed=100 * turn + rank)
+    return x.to(device), Routing(topk_ids=own.topk_ids.to(device), topk_weights=own.topk_weights.to(device))
 
 
 def _expert(x: torch.Tensor, expert: int) -> torch.Tensor:
@@ -117,10 +111,6 @@ def _pass(
     return own, out
 
 
-def _same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    return torch.equal(found.nan_to_num(7.0), wanted.nan_to_num(7.0))
-
-
 def _copied(own: Sent) -> Sent:
     assert own.scale is not None
     return Sent(own.x.clone(), own.scale.clone(), own.ids.clone(), None)
@@ -164,7 +154,7 @@ def exchange(rank: int) -> list[str]:
             x, routing = _given(turn, rank, tokens, top_k, device)
             pulled: list[Sent] = []
             wanted = _wanted(x, routing), _wanted_of_parts(x, routing, table, world)
-            if tokens > 4 and _same(*wanted):
+            if tokens > 4 and same(*wanted):
                 faults.append(f"top-{top_k}, {counts}: parts are not rounded")
             ways = (True, False) if device.type == "cpu" else (False, False)
             for torch_alone, reduced in product(ways, (False, True)):
@@ -176,7 +166,7 @@ def exchange(rank: int) -> list[str]:
                 pulled.append(_copied(own))
                 blocks.give(space)
                 blocks.check()
-                if not _same(out, wanted[reduced]):
+                if not same(out, wanted[reduced]):
                     faults.append(f"top-{top_k}, {counts}, torch {torch_alone}, reduced {reduced}: other sums")
             if not torch.equal(pulled[0].ids, pulled[-1].ids):
                 faults.append(f"top-{top_k}, {counts}: other slots")
@@ -243,15 +233,7 @@ def run_alone(
     space = blocks.take()
     try:
         memory = space.memory(places)
-        peers = Peers(
-            rank=rank,
-            ranks=blocks.ranks,
-            layer=layer,
-            bound=4,
-            seconds=seconds,
-            head=space.head,
-            deltas=space.deltas,
-        )
+        peers = unmet(space, blocks.ranks, layer=layer, seconds=seconds)
         return _pass(peers, memory, table, x, routing)[1]
     finally:
         blocks.give(space)

@@ -24,6 +24,7 @@ from collegium.pipelines.split import Split
 from collegium.planning import kernel_named
 from collegium.runtime.memory import MemoryMap, memory_map
 from collegium.testing.compare import heavy_tailed, random_experts
+from rough_tokens import same
 from split_layers import EXPERTS, replicated, taken_by
 
 __all__ = ["store"]
@@ -174,7 +175,7 @@ def store(rank: int) -> list[str]:
                 read, _ = layer.run(x, routing, stored=False)
                 wanted = layer.alone(x, routing, dtype=torch.float32, shared=lambda x=x: x)
             for what, other in (("one rank", wanted), ("rows that peers read", read)):
-                if not _same(out, other):
+                if not same(out, other):
                     faults.append(f"{where}: other bits than {what}")
             known = (routing.topk_ids >= 0) & (routing.topk_ids < EXPERTS)
             stored = ~rows.isnan().all(dim=1)
@@ -183,7 +184,3 @@ def store(rank: int) -> list[str]:
     if seen != [True, False] * (len(seen) // 2) or len(seen) != 2 * len(CASES) * sum(any(c[:world]) for c in TURNS):
         faults.append(f"stored: {seen}")
     return faults
-
-
-def _same(found: Tensor, wanted: Tensor) -> bool:
-    return torch.equal(found.nan_to_num(7.0), wanted.nan_to_num(7.0)) and torch.equal(found.isnan(), wanted.isnan())

@@ -65,8 +65,7 @@ class Int4Group(Payload):
             raise InputError(
                 f"{cls.name}: a scale is beyond {torch.finfo(scale_dtype).max}; choose scale_dtype float32"
             )
-        codes = (groups / scales.float().unsqueeze(-1)).round_().clamp_(-8, 7).add_(8).to(torch.uint8)
-        codes = codes.flatten(-2)
+        codes = (groups / scales.float().unsqueeze(-1)).round_().clamp_(-8, 7).add_(8).to(torch.uint8).flatten(-2)
         padded = pad_last(codes, _padded(columns, group_size), columns, 8)
         return cls(shape=tuple(weight.shape), codes=pack_nibbles(padded), scales=scales, group_size=group_size)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..errors import InputError, TensorMismatchError
+from ..errors import CollegiumError, InputError, TensorMismatchError
 from .codecs import pack_nibbles
 from .intake import find_storage, take
 from .payload import Part, Storage
@@ -114,7 +114,7 @@ def read_integers(
     scale = layout.parts[1]
     if group_size is None:
         group_size = _group_size(cls.name, scale, parts.get(scale.suffix), shape)
-    check_group_size(cls.name, group_size, shape[-1])
+    check_group_size(cls.name, group_size, shape[-1], TensorMismatchError)
     group_size = min(group_size, shape[-1])
     sized = [replace(p, columns_per=group_size) if p.columns_per == GROUP else p for p in layout.parts]
     taken = take(cls, replace(layout, parts=tuple(sized)), parts, shape)
@@ -187,10 +187,10 @@ def _check_claims(name: str, taken: Mapping[str, Tensor], shape: tuple[int, ...]
         raise TensorMismatchError(f"{name} .bias is not zero, and experts of this model have no biases")
 
 
-def check_group_size(name: str, group_size: int, columns: int) -> None:
-    """Raise InputError unless groups are whole words or one a row."""
+def check_group_size(name: str, group_size: int, columns: int, error: type[CollegiumError] = InputError) -> None:
+    """Raise ``error`` unless groups are whole words or one a row."""
     if group_size < 1 or (group_size % 8 and group_size < columns):
-        raise InputError(
+        raise error(
             f"{name}: group_size is {group_size}, allowed: a multiple of 8, or at least K={columns} for one scale a row"
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 import threading
 import time
+import weakref
 from contextlib import suppress
 from typing import Any
 
@@ -23,7 +24,7 @@ __all__ = ["LOOK", "Meeting", "meeting_of", "timeout_seconds"]
 LOOK = 0.5  # seconds between looks whether those who are waited for still live
 _KEPT = 2  # meetings whose values stay in the store: a rank that is late may still read the one before
 _seconds = 10.0
-_made: dict[str, tuple[int, Meeting]] = {}
+_made: dict[str, tuple[weakref.ref[distributed.ProcessGroup], Meeting]] = {}
 _lock = threading.Lock()
 
 
@@ -179,12 +180,11 @@ def meeting_of(group: str = "") -> Meeting:
     """Return the one meeting of the process group ``group`` in this process."""
     own = group_named(group)
     with _lock:
-        # A group that was destroyed and made again has the same name, perhaps the same address, and another store.
-        number, found = _made.get(group, (0, None))
-        store = distributed.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
-        if found is None or number != id(own) or found.store is not store:
+        # A group that was destroyed and made again may have the same name, the same address and the same store.
+        made, found = _made.get(group, (None, None))
+        if made is None or found is None or made() is not own:
             found = Meeting(group)
-            _made[group] = id(own), found
+            _made[group] = weakref.ref(own), found
         return found
 
 

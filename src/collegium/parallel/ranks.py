@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import weakref
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -26,7 +27,7 @@ __all__ = ["Order", "Ranks"]
 Order = Literal["linear", "round_robin"] | tuple[tuple[int, ...], ...]
 
 # Groups made for ranks x slices, by the default group and the numbers: a second model takes the same ones.
-_made: dict[tuple[int, int, int], tuple[str, str]] = {}
+_made: dict[tuple[weakref.ref[distributed.ProcessGroup], int, int], tuple[str, str]] = {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,7 +208,7 @@ def _groups(experts: int, slices: int) -> tuple[str | None, str | None]:
     """Return the names of this rank's groups; the default one serves where only one of the two is split."""
     if slices == 1 or experts == 1:
         return ("" if experts > 1 else None), ("" if slices > 1 else None)
-    key = (id(group_named("")), experts, slices)
+    key = (weakref.ref(group_named("")), experts, slices)  # an address comes again
     if key not in _made:
         for old in [old for old in _made if old[0] != key[0]]:
             del _made[old]

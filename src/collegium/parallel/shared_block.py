@@ -137,16 +137,16 @@ class _Block:
         self.captured = False
         self.number = next(_numbers)
         self.stream = current_stream(device)
-        self.arenas: dict[int, PeerArena] = {}
+        self.arenas: dict[MemoryMap, PeerArena] = {}
 
     def memory(self, places: MemoryMap) -> PeerArena:
         """Return the block as the memory of passes with the regions of ``places``."""
-        found = self.arenas.get(id(places))
+        found = self.arenas.get(places)
         if found is None:
             regions = [Region("head", HEAD_BYTES)]
             for size, own in zip(self.zones, _zoned(places.regions), strict=True):
                 regions += [*own, Region(f"gap {len(regions)}", size - memory_map(own).nbytes)]
-            found = self.arenas[id(places)] = PeerArena(self.blocks[self.rank], memory_map(tuple(regions)))
+            found = self.arenas[places] = PeerArena(self.blocks[self.rank], memory_map(tuple(regions)))
         return found
 
 
