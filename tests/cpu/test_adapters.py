@@ -22,6 +22,7 @@ from collegium.errors import (
 )
 from collegium.integrations.transformers import load_model
 from collegium.integrations.transformers.whole_model import load_model_in
+from collegium.parallel.fingerprint import fingerprint
 from collegium.parallel.placement import linear
 from collegium.problem import Placement
 from collegium.testing.compare import heavy_tailed
@@ -274,3 +275,28 @@ def test_quantised_experts_are_refused_with_what_to_do(tmp_path: Path) -> None:
     x = heavy_tailed(9, H, seed=3).bfloat16()
     one, two = (layer(x).float() for layer in layers)
     assert 0 < float((one - two).norm() / one.norm()) < 0.2
+
+
+def test_ranks_notice_that_they_read_different_adapters(tmp_path: Path) -> None:
+    tensors = stacks(model_of("qwen3_moe", tmp_path / "base"))
+    base = Checkpoint.open(tmp_path / "base")
+    seen: list[str] = []
+    for name in ("one", "same", "other"):
+        if name == "other":
+            tensors[f"{FIRST}.lora_B.weight"][0, 0] += 1
+        layer = CheckpointLayer.open(with_adapter(base, write(tmp_path / name, tensors)), 1)
+        seen.append(fingerprint(layer.checkpoint, layer.found.infos()))
+    plain = CheckpointLayer.open(base, 1)
+    assert seen[0] == seen[1]
+    assert len({*seen, fingerprint(base, plain.found.infos())}) == 3
+
+
+def test_a_scale_is_of_the_adapter_alone(tmp_path: Path) -> None:
+    tensors = stacks(model_of("gpt_oss", tmp_path / "base", torch.float32))
+    base, name = Checkpoint.open(tmp_path / "base"), "model.layers.0.mlp.experts.down_proj"
+    added = [
+        with_adapter(base, write(tmp_path / "adapter", tensors, **entries)).read(name).double() - base.read(name)
+        for entries in ({"lora_alpha": 3}, {"lora_alpha": 12}, {"lora_alpha": 3, "use_rslora": True})
+    ]
+    for other, factor in zip(added[1:], (4, RANK**0.5), strict=True):
+        assert float((other - factor * added[0]).norm() / other.norm()) < 1e-5

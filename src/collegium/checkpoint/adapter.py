@@ -71,7 +71,7 @@ def with_adapter(checkpoint: Checkpoint, adapter: str | os.PathLike[str]) -> Che
     changes, digest = defaultdict[str, list[LowRank]](list), hashlib.sha256(f"{rank} {scale}".encode())
     experts, others, places = set[tuple[int, int]](), set[str](), _places(checkpoint)
     for path, halves in _pairs(own).items():
-        a, b = (own.read(halves[half]).double() for half in "AB")
+        a, b = (own.read(halves[half]) for half in "AB")
         digest.update(b"".join(piece for half in "AB" for piece in own.info(halves[half]).pieces()))
         if not bool(a.isfinite().all() and b.isfinite().all()):
             raise BadScaleError(f"{root}: {path} holds NaN or infinity; train or download the adapter again")
@@ -82,15 +82,15 @@ def with_adapter(checkpoint: Checkpoint, adapter: str | os.PathLike[str]) -> Che
             name = path.replace(".base_layer", "") + ".weight"
             height, width = _plain(checkpoint, name, path)[-2:]
             _fit(path, (a, b), (rank, width), (height, rank))
-            changes[name].append(LowRank(a=a, b=b * scale, rows=range(height)))
+            changes[name].append(LowRank(a=a, b=b, scale=scale, rows=range(height)))
             continue
         layer = CheckpointLayer.open(checkpoint, int(match[1]))
-        for expert, which, one, two in _experts(layer, place, path, (a, b * scale), rank):
+        for expert, which, one, two in _experts(layer, place, path, (a, b), rank):
             at = layer.source(expert, which)
             name, index = part_name(at, layer.stored.layout.parts[0]), None if at.experts is None else expert
             _plain(checkpoint, name, path)
             rows = range(at.offset, at.offset + at.step * at.rows, at.step)
-            changes[name].append(LowRank(a=one, b=two, rows=rows, index=index, transposed=at.transposed))
+            changes[name].append(LowRank(a=one, b=two, scale=scale, rows=rows, index=index, transposed=at.transposed))
             experts.add((layer.number, expert))
     into = [f"{len(experts)} experts of layers {min(experts)[0]} to {max(experts)[0]}"] if experts else []
     into += [f"outside the experts {', '.join(sorted(others))}"] if others else []

@@ -20,13 +20,14 @@ __all__ = ["LowRank", "pairs_of_stack"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LowRank:
-    """What is added to rows of one stored tensor: ``b [R, r] @ a [r, K]``, float64 and scaled.
+    """What is added to rows of one stored tensor: ``scale * b [R, r] @ a [r, K]``, kept as it was read.
 
     rows: stored rows, R of them. index: entry of a stack of matrices. transposed: the matrix is stored ``[K, N]``.
     """
 
     a: Tensor
     b: Tensor
+    scale: float
     rows: range
     index: int | None = None
     transposed: bool = False
@@ -41,10 +42,11 @@ class LowRank:
         rows, columns = bounds[-2:]
         if self.transposed:
             out, rows, columns = out.mT, columns, rows
-        stored = torch.tensor(self.rows)
+        stored = torch.arange(self.rows.start, self.rows.stop, self.rows.step)
         here = (stored >= rows[0]) & (stored < rows[1])
         # In float64 a product does not depend on how it is cut, but for what float32 rounds away.
-        out[stored[here] - rows[0]] += (self.b[here] @ self.a[:, columns[0] : columns[1]]).float()
+        a, b = self.a[:, columns[0] : columns[1]].double(), self.b[here].double()
+        out[stored[here] - rows[0]] += (self.scale * (b @ a)).float()
 
 
 def pairs_of_stack(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
