@@ -322,7 +322,7 @@ def simulate(
     picture: Annotated[str | None, typer.Option(help="Draw balancedness before and after into this PNG.")] = None,
 ) -> Report:
     """Let a policy place experts for the first half of a trace, and judge it on both halves."""
-    from .commands.balance import simulate_file
+    from .balance.report import simulate_file
     from .commands.picture import check_picture, plot_simulation
 
     if picture is not None:
@@ -341,7 +341,7 @@ def heatmap(
 ) -> Report:
     """Draw the load of every expert of every layer, and say which are hottest and coldest."""
     from .balance.load import LoadTrace
-    from .commands.balance import look_at_load
+    from .balance.report import look_at_load
     from .commands.picture import check_picture, plot_load
 
     check_picture(target, "--out")

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from .checkpoint.beside import check_beside, load_latent, load_router, load_shared
-from .checkpoint.fingerprint import fingerprint
 from .checkpoint.loader import load_experts
 from .checkpoint.opened import CheckpointLayer
 from .checkpoint.problems import refuse
@@ -14,6 +13,7 @@ from .checkpoint.reader import Checkpoint
 from .encoding import encode_experts
 from .errors import InputError
 from .layer import MoELayer
+from .parallel.fingerprint import fingerprint
 from .parallel.placement import linear
 from .parallel.ranks import Ranks
 from .planning import plan
@@ -108,7 +108,8 @@ def _placed(
     if not isinstance(device, Ranks):
         return probe(device), None
     placement = device.placement(layer.spec.num_experts)
-    device.agree({"checkpoint": fingerprint(layer), **asked}, f"loading layer {layer.number}")
+    same = fingerprint(layer.checkpoint, layer.found.infos())
+    device.agree({"checkpoint": same, **asked}, f"loading layer {layer.number}")
     return probe(device.device), placement if device.groups or device.spare else None
 
 

@@ -190,3 +190,16 @@ def test_what_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
     whole("qwen3moe", tmp_path / "b.gguf", drop="blk.1.attn_norm.weight")
     with pytest.raises(MissingTensorError, match=r"model\.layers\.1\.input_layernorm\.weight"):
         load_model(tmp_path / "b.gguf", device="cpu")
+
+
+@pytest.mark.parametrize("arch", KINDS)
+def test_inspect_says_what_a_whole_model_decodes(arch: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    whole(arch, tmp_path / "model.gguf")
+    code, out, _ = command("inspect", tmp_path / "model.gguf", "--device", "cpu", "--json")
+    assert code == 0
+    findings = [text for text in json.loads(out)["findings"] if "outside the experts" in text]
+    load_model(tmp_path / "model.gguf", device="cpu")
+    assert len(findings) == 1
+    # attention of both layers, the embeddings and the head are blocks but for those of the kind F16
+    assert int(findings[0].split()[0]) > LAYERS
+    assert findings[0] in caplog.text

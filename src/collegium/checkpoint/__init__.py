@@ -1,5 +1,6 @@
 """Checkpoints on disk: read lazily, detected, audited, and loaded as ``ExpertWeights``."""
 
+from .adapter import with_adapter
 from .audit import AuditReport, LayerReport, audit
 from .beside import load_latent, load_router, load_shared
 from .loader import describe_checkpoint, load_all, load_experts
@@ -20,4 +21,5 @@ __all__ = [
     "load_latent",
     "load_router",
     "load_shared",
+    "with_adapter",
 ]

@@ -82,8 +82,8 @@ def check_layer(layer: CheckpointLayer) -> list[CheckpointError]:
     if found.single and found.stack:
         msg = f"{where}: experts are stored one by one and stacked at once; keep one of the two"
         problems.append(DuplicateTensorError(msg))
-    check_experts = _check_stack if layer.stored.stacked else _check_experts
-    return [*problems, *check_experts(layer), *_check_biases(layer), *_check_suffixes(layer)]
+    problems += _check_stack(layer) if layer.stored.stacked else _check_experts(layer)
+    return [*problems, *_check_biases(layer), *_check_suffixes(layer)]
 
 
 def _sources(layer: CheckpointLayer) -> Iterable[tuple[int, Source]]:
@@ -288,7 +288,7 @@ def _roles(checkpoint: Checkpoint, layers: Sequence[int]) -> dict[str, tuple[int
 
 def _outside(checkpoint: Checkpoint) -> list[str]:
     """Say what is quantised outside the experts, which only a whole model needs to be readable."""
-    found = {} if checkpoint.is_gguf else outside_experts(checkpoint)
+    found = outside_experts(checkpoint)
     wrong, said = outside_problems(checkpoint, found), sentences(checkpoint, matrices_of(checkpoint, found))
     return [*said, *([f"not loaded as a whole model: {wrong[0]}"] if wrong else [])]
 

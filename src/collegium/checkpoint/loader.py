@@ -4,7 +4,7 @@ Peak memory is the local weights plus one matrix: the result is allocated once a
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -15,6 +15,7 @@ from ..errors import CheckpointError, InputError, TensorMismatchError
 from ..formats.payload import Payload
 from ..models import describe, moe_layers
 from ..problem import Placement
+from ..runtime.progress import Progress, counted
 from ..types import ExpertWeights, MoESpec
 from .audit import bad_bias, check_layer
 from .layout import Cut, Source, bias_names, projections, read_matrix
@@ -168,7 +169,7 @@ def _biases(
 def load_all(
     checkpoint: Checkpoint,
     placement: Placement,
-    progress: Callable[[int, int, str], None] | None = None,
+    progress: Progress | None = None,
     *,
     device: torch.device | str = "cpu",
     pad: bool = False,
@@ -178,10 +179,9 @@ def load_all(
     progress: called before each layer and once at the end with (layers done, layers, text).
     """
     layers = moe_layers(checkpoint.config)
-    for done, number in enumerate(layers):
-        layer = CheckpointLayer.open(checkpoint, number)
-        if progress is not None:
-            progress(done, len(layers), f"layer {number} ({layer.stored.name})")
-        yield number, load_experts(layer, placement, device=device, pad=pad)
-    if progress is not None:
-        progress(len(layers), len(layers), f"{len(layers)} layers loaded")
+
+    def text(number: int) -> str:
+        return f"layer {number} ({CheckpointLayer.open(checkpoint, number).stored.name})"
+
+    for number in counted(layers, progress, text, end=f"{len(layers)} layers loaded"):
+        yield number, load_experts(CheckpointLayer.open(checkpoint, number), placement, device=device, pad=pad)

@@ -129,7 +129,9 @@ def _place(checkpoint: Checkpoint, path: str) -> tuple[int | None, str]:
     text, head = text_of(checkpoint.config), index_of(checkpoint).names.layer.partition("{layer}")[0]
     number, _, kind = path.removeprefix(head).partition(".")
     count = text.get("num_hidden_layers", text.get("n_layers"))
-    inside = path.startswith(head) and number.isdigit() and isinstance(count, int) and int(number) < count
+    # a GGUF file counts those that predict further too
+    end = count if isinstance(count, int) else 1 + max(moe_layers(checkpoint.config), default=-1)
+    inside = path.startswith(head) and number.isdigit() and int(number) < end
     return (int(number), kind) if inside else (None, path)
 
 
@@ -144,7 +146,7 @@ def outside_problems(checkpoint: Checkpoint, found: Mapping[str, Outside | Check
     """Return what is wrong in the text model's layers; what ``check_beside`` asks of layers with experts is left out.
 
     Beside the errors of ``found`` that is a plain matrix where the config declares a format in which other layers
-    store theirs.
+    store theirs; in GGUF files every tensor has a type of its own.
     """
     names, problems = index_of(checkpoint).names, list[CheckpointError]()
     beside = (*(names.shared or ()), *(names.latent or ()))
@@ -162,7 +164,7 @@ def outside_problems(checkpoint: Checkpoint, found: Mapping[str, Outside | Check
             plain.append((kind, path))
     for kind, path in plain:
         declared = declared_format(checkpoint.config, path) if kind in stored else None
-        if declared is not None and declared.method is not None:
+        if declared is not None and declared.method not in (None, "gguf"):
             other, entry = stored[kind]
             problems.append(
                 ConfigError(

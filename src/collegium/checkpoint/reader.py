@@ -6,8 +6,9 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from io import FileIO
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import cast
 
@@ -27,7 +28,7 @@ from ..formats.intake import SAFETENSORS_DTYPES
 from .gguf import read_gguf
 from .header import TensorInfo, read_header, read_json
 
-__all__ = ["TORCH_DTYPES", "Checkpoint", "gguf_file", "read_config"]
+__all__ = ["TORCH_DTYPES", "Checkpoint", "bounds_of", "gguf_file", "read_config"]
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -40,7 +41,8 @@ class Checkpoint:
 
     path: the folder or file. config: ``config.json`` (with ``hf_quant_config.json`` merged in as
     ``quantization_config`` when the former has none), empty when there is no such file. tensors: name to
-    ``TensorInfo``. bytes_read: bytes of tensor data read so far.
+    ``TensorInfo``. bytes_read: bytes of tensor data read so far. merged: a digest of the adapter that is merged into
+    what is read, empty without one.
     """
 
     def __init__(self, path: Path, config: Mapping[str, object], tensors: Mapping[str, TensorInfo]) -> None:
@@ -48,6 +50,7 @@ class Checkpoint:
         self.config = config
         self.tensors = tensors
         self.bytes_read = 0
+        self.merged = ""
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Checkpoint:
@@ -68,7 +71,7 @@ class Checkpoint:
         else:
             msg = f"{root}: no such folder or file; give a checkpoint folder or one .safetensors or .gguf file"
             raise CheckpointError(msg)
-        return cls(root, config, tensors)
+        return cls(root, config, _without_wrappers(tensors))
 
     @property
     def is_gguf(self) -> bool:
@@ -101,7 +104,7 @@ class Checkpoint:
             known = ", ".join(TORCH_DTYPES)
             msg = f"tensor {name!r} has dtype {info.dtype}, which can be listed but not read; known: {known}"
             raise CheckpointError(msg)
-        bounds = _bounds(info, slices)
+        bounds = bounds_of(info, slices)
         shape = [stop - start for start, stop in bounds]
         dtype = TORCH_DTYPES[info.dtype]
         raw = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
@@ -116,7 +119,8 @@ class Checkpoint:
         return raw.view(dtype).reshape(shape)
 
 
-def _bounds(info: TensorInfo, slices: Sequence[slice]) -> list[tuple[int, int]]:
+def bounds_of(info: TensorInfo, slices: Sequence[slice]) -> list[tuple[int, int]]:
+    """Return first and last index of each dimension that ``read_slice`` reads; raises its InputError."""
     if len(slices) > len(info.shape):
         raise InputError(f"tensor {info.name!r} has shape {info.shape}, {len(slices)} slices were given")
     bounds = [(0, n) for n in info.shape]
@@ -155,6 +159,16 @@ def _read_exactly(file: FileIO, info: TensorInfo, start: int, into: memoryview) 
             where = f"byte {start + at} inside tensor {info.name!r}"
             raise HostileFileError(f"{info.file}: ended at {where}; it has shrunk since it was opened")
         at += got
+
+
+def _without_wrappers(tensors: Mapping[str, TensorInfo]) -> Mapping[str, TensorInfo]:
+    """Return the tensors of a model that was saved inside PEFT's wrappers under the names they have outside."""
+    if not any(".base_layer." in name for name in tensors):
+        return tensors
+    names = {name: name.removeprefix("base_model.model.").replace(".base_layer", "") for name in tensors}
+    if twice := [one for one, two in pairwise(sorted(names.values())) if one == two]:
+        raise DuplicateTensorError(f"tensor {twice[0]!r} is there with and without base_layer in its name; keep one")
+    return {names[name]: replace(info, name=names[name]) for name, info in tensors.items()}
 
 
 def gguf_file(root: Path) -> Path | None:

@@ -1,51 +1,21 @@
-"""``collegium balance``: record what experts are asked, see it, and simulate what a policy would do about it."""
+"""``collegium balance record``: run a model over a text and write what its experts were asked."""
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 
-from ..balance.load import LoadTrace
-from ..balance.simulate import Simulation, simulate
+from ..balance.report import LoadReport, look_at_load
 from ..checkpoint.reader import read_config
 from ..errors import InputError
 from ..integrations.transformers import load_model, recording
-from ..parallel.placement import linear
 from ..problem import Limits
 from ..runtime.devices import probe
 from ..runtime.progress import Progress, counted
 from .generate import Writer, check_writable
 
-__all__ = ["Hottest", "LoadReport", "look_at_load", "record_load", "simulate_file"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Hottest:
-    """One layer: its most and its least loaded expert, in times of an even share, and the experts nobody asked."""
-
-    layer: str
-    expert: int
-    most: float
-    coldest: int
-    least: float
-    idle: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoadReport:
-    """What a trace holds. assignments: of all layers and steps."""
-
-    path: str
-    model: str
-    steps: int
-    experts: int
-    top_k: int
-    assignments: int
-    layers: tuple[Hottest, ...]
+__all__ = ["record_load"]
 
 
 def record_load(
@@ -93,38 +63,3 @@ def _windows(writer: Writer, source: Path, tokens: int) -> torch.Tensor:
     if not count:
         raise InputError(f"{source}: has {len(ids)} tokens, a step has {tokens}; name a longer text or fewer --tokens")
     return ids[: count * tokens].view(count, tokens)
-
-
-def look_at_load(path: str) -> LoadReport:
-    """Read a trace and return its extremes, layer by layer. Raises InputError for a file that is none."""
-    trace = LoadTrace.open(path)
-    shares = trace.shares()
-    layers = [
-        Hottest(
-            layer=name,
-            expert=int(own.argmax()),
-            most=float(own.max()),
-            coldest=int(own.argmin()),
-            least=float(own.min()),
-            idle=int((own == 0).sum()),
-        )
-        for name, own in zip(trace.layers, shares, strict=True)
-    ]
-    return LoadReport(
-        path=path,
-        model=trace.model,
-        steps=trace.counts.shape[0],
-        experts=trace.counts.shape[2],
-        top_k=trace.top_k,
-        assignments=int(np.sum(trace.counts)),
-        layers=tuple(layers),
-    )
-
-
-def simulate_file(path: str, ranks: int, replicas: Sequence[int], *, policy: str, hosts: int) -> Simulation:
-    """Simulate ``policy`` on the trace at ``path``, from consecutive experts a rank. Raises InputError."""
-    trace = LoadTrace.open(path)
-    experts = trace.counts.shape[2]
-    if not 2 <= ranks <= experts:
-        raise InputError(f"--ranks {ranks}: {path} has {experts} experts; allowed are 2 to {experts} ranks")
-    return simulate(trace, linear(experts, 0, ranks).ranks, replicas, policy=policy, hosts=hosts)

@@ -52,7 +52,6 @@ __all__ = [
     "bench",
     "check_output",
     "experts_error",
-    "experts_of",
     "named_layer",
     "planned_layer",
     "random_weights",
@@ -259,23 +258,6 @@ def random_weights(spec: MoESpec, device: torch.device, seed: int = 0) -> Expert
         down=payload((hidden, wide)),
         gate_up_bias=bias(experts, parts, wide),
         down_bias=bias(experts, hidden),
-    )
-
-
-def experts_of(weights: ExpertWeights[Payload], held: tuple[int, ...]) -> ExpertWeights[Payload]:
-    """Return the experts ``held`` alone, in that order."""
-    ids = list(held)
-
-    def rows(payload: Payload) -> Payload:
-        found = {name: tensor[ids] for name, tensor in payload.tensors().items()}
-        return replace(payload, shape=(len(ids), *payload.shape[1:]), **found)
-
-    up, down = weights.gate_up_bias, weights.down_bias
-    return ExpertWeights(
-        gate_up=rows(weights.gate_up),
-        down=rows(weights.down),
-        gate_up_bias=None if up is None else up[ids],
-        down_bias=None if down is None else down[ids],
     )
 
 

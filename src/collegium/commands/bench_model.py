@@ -24,6 +24,7 @@ from ..integrations import transformers as plugin
 from ..integrations.extra import extra
 from ..layer import MoELayer
 from ..ops.quantize import activation_format
+from ..parallel.placement import experts_of
 from ..parallel.ranks import Ranks
 from ..planning import plan
 from ..problem import Choice, DeviceFacts, Limits, Problem
@@ -31,7 +32,7 @@ from ..runtime.devices import probe
 from ..runtime.progress import Progress, counted
 from ..runtime.warming import warm_up
 from ..types import MoESpec, Routing
-from .bench import TOLERANCES, experts_error, experts_of, random_weights, recipe_of
+from .bench import TOLERANCES, experts_error, random_weights, recipe_of
 from .measure import driver_version, prepare_pass, take_turns, version_of
 from .room import bytes_per_weight, check_room
 

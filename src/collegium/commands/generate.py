@@ -108,14 +108,13 @@ def check_writable(path: str) -> Path:
         raise CheckpointError(f"{path}: no such folder; give the folder of a model")
     if gguf_file(folder) is not None:
         config_of(Checkpoint.open(folder))
-        _tokenizer(folder)
-        return folder
-    if not folder.is_dir():
+    elif not folder.is_dir():
         raise InputError(f"{path}: is a file; to write text give the folder with config.json and safetensors")
-    if not (folder / "config.json").is_file():
+    elif not (folder / "config.json").is_file():
         found = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
         raise ConfigError(f"{path}: no config.json there; found {found}; give the folder of a model")
-    describe(read_config(folder))
+    else:
+        describe(read_config(folder))
     _tokenizer(folder)
     return folder
 

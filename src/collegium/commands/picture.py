@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ..balance.load import LoadTrace
+from ..balance.pictures import draw_load, draw_simulation
 from ..balance.simulate import Simulation
 from ..errors import InputError
 from ..integrations.extra import extra
@@ -58,13 +59,7 @@ def plot_load(trace: LoadTrace, path: str) -> None:
 
     Raises MissingExtraError without matplotlib.
     """
-    figure = _figure()
-    axes, shares = figure.subplots(), trace.shares()
-    shown = axes.imshow(shares, aspect="auto", interpolation="nearest", cmap="magma", vmin=0)
-    figure.colorbar(shown, ax=axes, label="times an even share")
-    every = max(1, len(trace.layers) // 16)
-    axes.set_yticks(range(0, len(trace.layers), every), trace.layers[::every])
-    axes.set(xlabel="logical expert", title=f"{trace.model}: load of experts over {trace.counts.shape[0]} steps")
+    draw_load(figure := _figure(), trace)
     figure.savefig(path, dpi=120)
 
 
@@ -73,19 +68,7 @@ def plot_simulation(report: Simulation, path: str) -> None:
 
     Raises MissingExtraError without matplotlib.
     """
-    figure = _figure()
-    left, right = figure.subplots(1, 2, sharey=True)
-    for axes, part, title in ((left, "seen", "the steps it was fitted to"), (right, "later", "the steps after them")):
-        judged = [getattr(row, part) for row in report.rows]
-        for shift, name, color in ((-0.2, "before", "0.7"), (0.2, "after", "C0")):
-            at = [place + shift for place in range(len(judged))]
-            axes.bar(at, [getattr(one, name) for one in judged], 0.38, color=color, label=f"{name}, mean of layers")
-            axes.plot(at, [getattr(one, f"{name}_worst") for one in judged], "kv")
-        axes.set_xticks(range(len(judged)), [str(row.replicas) for row in report.rows])
-        axes.set(xlabel="replicas a layer", ylim=(0, 1.05), title=title)
-    left.set(ylabel="balancedness (triangle: worst layer)")
-    left.legend(loc="lower left")
-    figure.suptitle(f"{report.model} on {report.ranks} ranks, {report.policy}")
+    draw_simulation(figure := _figure(), report)
     figure.savefig(path, dpi=120)
 
 

@@ -14,9 +14,9 @@ from rich.text import Text
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from ..balance.report import LoadReport
     from ..balance.simulate import Simulation
     from ..planning import Plan
-    from .balance import LoadReport
     from .bench import BenchReport
     from .bench_model import ModelReport
     from .demo import DemoReport

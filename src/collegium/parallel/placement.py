@@ -1,13 +1,19 @@
-"""Which rank holds which experts: pure functions that make a ``Placement``."""
+"""Which rank holds which experts: pure functions that make a ``Placement``, and the experts of one."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from ..errors import InputError
 from ..problem import Placement
+from ..types import ExpertWeights
 
-__all__ = ["linear", "round_robin", "tensor_parallel"]
+if TYPE_CHECKING:
+    from ..formats.payload import Payload
+
+__all__ = ["experts_of", "linear", "round_robin", "tensor_parallel"]
 
 
 def _check(num_experts: int, rank: int, world_size: int) -> None:
@@ -43,3 +49,20 @@ def tensor_parallel(num_experts: int, tp_rank: int, tp_size: int) -> Placement:
     _check(num_experts, tp_rank, tp_size)
     ids = tuple(range(num_experts))
     return Placement(expert_ids=ids, ranks=(ids,), tp_rank=tp_rank, tp_size=tp_size)
+
+
+def experts_of(weights: ExpertWeights[Payload], held: tuple[int, ...]) -> ExpertWeights[Payload]:
+    """Return the experts ``held`` alone, in that order."""
+    ids = list(held)
+
+    def rows(payload: Payload) -> Payload:
+        found = {name: tensor[ids] for name, tensor in payload.tensors().items()}
+        return replace(payload, shape=(len(ids), *payload.shape[1:]), **found)
+
+    up, down = weights.gate_up_bias, weights.down_bias
+    return ExpertWeights(
+        gate_up=rows(weights.gate_up),
+        down=rows(weights.down),
+        gate_up_bias=None if up is None else up[ids],
+        down_bias=None if down is None else down[ids],
+    )

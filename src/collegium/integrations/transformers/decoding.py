@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError
-from ...parallel.collectives import gathered
-from ...parallel.meeting import meeting_of
+from ...parallel.same_text import TextRanks
 from ...runtime.devices import current_device, recording
 from ..extra import extra
 from .host_watch import HostWatch
@@ -80,7 +79,8 @@ class Decoder:
             logits = step.first(ids)
             # Known only now: layers are built by the first forward pass.
             step.capture = step.capture and all(layer.plan.capturable for layer in layers_of(self.model))
-            others = _Others(self.model, (tokens, bool(stop)))
+            plans = [layer.plan for layer in layers_of(self.model) if layer.plan.groups]
+            others = TextRanks(plans[0].problem.placement if plans else None, (tokens, bool(stop)))
             for place in range(length, length + tokens):
                 chosen = others.choice(_pick(_penalised(logits, out[:, :place], penalty), temperature, top_k))
                 out[:, place] = chosen
@@ -94,35 +94,6 @@ class Decoder:
                     logits = step.next(chosen, place)
             self.captured = step.graph is not None
             return out
-
-
-class _Others:
-    """The ranks that share the experts of a model with this one; none, as a rule."""
-
-    def __init__(self, model: Any, asked: tuple[int, bool]) -> None:
-        plans = [layer.plan for layer in layers_of(model) if layer.plan.groups]
-        placed = plans[0].problem.placement if plans else None
-        self.same: tuple[str, ...] = () if placed is None else placed.groups
-        self.apart: str | None = None
-        if placed is not None and placed.world_size > 1 and not placed.same_tokens:
-            self.apart, self.same = placed.groups[0], placed.groups[1:]
-            meeting_of(self.apart).agree(asked, "generate: number of tokens, and whether any stops")
-
-    def choice(self, chosen: Tensor) -> Tensor:
-        """Return the first rank's ``chosen [B]`` where all write the same text.
-
-        Each rank has made the same choice, unless a driver, a seed or a kernel of one of them gives another bit; then
-        texts would drift apart without an error.
-        """
-        for group in self.same:
-            chosen = gathered(chosen, chosen.shape[0], 0, group=group, phase="generate")[: chosen.shape[0]]
-        return chosen
-
-    def ended(self, ended: Tensor) -> bool:
-        """Return whether all sequences have ended, also those of other ranks, whose experts need this one."""
-        if self.apart is None:
-            return bool(ended.all())
-        return all(meeting_of(self.apart).exchange(bool(ended.all()), "generate: has it ended"))
 
 
 class _Steps:

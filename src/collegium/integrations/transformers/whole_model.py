@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from ...checkpoint.adapter import with_adapter
 from ...checkpoint.audit import check_outside_experts
 from ...checkpoint.opened import CheckpointLayer
 from ...checkpoint.outside import outside_experts, outside_problems, sentences
@@ -39,19 +40,21 @@ def load_model(
     force: Choice | None = None,
     device: str | Ranks | None = None,
     limits: Limits | None = None,
+    adapter: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> nn.Module:
     """Load a model that writes text, in BF16, whose experts run through Collegium in their published format.
 
     weight_format: encode the experts into this format instead. force: kernel or activation format. device: Ranks, where
-    several ranks share the experts: each reads its own, and everything else. progress: called with (done, total, what).
+    several ranks share the experts: each reads its own, and everything else. adapter: folder of a LoRA adapter of PEFT,
+    merged into what is read, as ``checkpoint.with_adapter`` does. progress: called with (done, total, what).
     Tensors outside the experts are BF16, but for those transformers keeps in float32; matrices that are quantised
     there are decoded, and a line of the log says so.
     Neither ``save_pretrained`` nor another ``experts_implementation`` works afterwards (InputError), and nothing
     needs a gradient. Raises CheckpointError kinds, PlanError, and MissingExtraError without transformers.
     """
     asked: dict[str, Any] = {"weight_format": weight_format, "force": force, "limits": limits, "progress": progress}
-    return load_model_in("bf16", path, device=device, **asked)
+    return load_model_in("bf16", path, device=device, adapter=adapter, **asked)
 
 
 def load_model_in(
@@ -59,11 +62,12 @@ def load_model_in(
     path: str | os.PathLike[str],
     *,
     device: str | Ranks | None = None,
+    adapter: str | os.PathLike[str] | None = None,
     **others: Any,
 ) -> nn.Module:
     """Do what ``load_model`` does, which is in BF16, in another dtype: in float32 a whole model can be judged."""
     place = probe(device.device if isinstance(device, Ranks) else device).place
-    checkpoint = Checkpoint.open(path)
+    checkpoint = Checkpoint.open(path) if adapter is None else with_adapter(Checkpoint.open(path), adapter)
     make_known()
     cls, config = class_and_config(checkpoint)
     outside = outside_experts(checkpoint)
@@ -98,11 +102,10 @@ def build_layers(
     and output. Other arguments and errors as ``load_model``.
     """
     family = family_of(checkpoint.config)
-    indices = family.moe_layers(checkpoint.config)
     whole = family.name in BLOCKS
     wishes: dict[str, Any] = {"weight_format": weight_format, "force": force, "device": device, "limits": limits}
     layers: dict[int, MoELayer] = {}
-    for index in counted(indices, progress, "layer {}".format, end="done"):
+    for index in counted(family.moe_layers(checkpoint.config), progress, "layer {}".format, end="done"):
         if whole:
             layers[index] = load_layer(checkpoint, index, dtype=dtype, **wishes)
         else:

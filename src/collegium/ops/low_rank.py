@@ -1,0 +1,57 @@
+"""Low-rank changes of stored matrices (LoRA): what is added to a part of a weight, and pairs for a stack of experts.
+
+Source of the layout of stacks: PEFT 0.21, ``ParamWrapper.get_delta_weight`` in ``tuners/lora/layer.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+__all__ = ["LowRank", "pairs_of_stack"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LowRank:
+    """What is added to rows of one stored tensor: ``scale * b [R, r] @ a [r, K]``, kept as it was read.
+
+    rows: stored rows, R of them. index: entry of a stack of matrices. transposed: the matrix is stored ``[K, N]``.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float
+    rows: range
+    index: int | None = None
+    transposed: bool = False
+
+    def add_to(self, out: Tensor, bounds: Sequence[tuple[int, int]]) -> None:
+        """Add to ``out``, the float32 part of the stored tensor between ``bounds`` of each dimension, in place."""
+        if self.index is not None:
+            first, stop = bounds[0]
+            if not first <= self.index < stop:
+                return
+            out = out[self.index - first]
+        rows, columns = bounds[-2:]
+        if self.transposed:
+            out, rows, columns = out.mT, columns, rows
+        stored = torch.arange(self.rows.start, self.rows.stop, self.rows.step)
+        here = (stored >= rows[0]) & (stored < rows[1])
+        # In float64 a product does not depend on how it is cut, but for what float32 rounds away.
+        a, b = self.a[:, columns[0] : columns[1]].double(), self.b[here].double()
+        out[stored[here] - rows[0]] += (self.scale * (b @ a)).float()
+
+
+def pairs_of_stack(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """Return ``[E, r, K]`` and ``[E, N, r]`` from PEFT's ``a [E*r, K]``, expert by expert, and ``b [N, r*E]``.
+
+    The columns of ``b`` go rank by rank, the experts of one rank beside each other.
+    """
+    return a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1)

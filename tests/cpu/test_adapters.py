@@ -1,0 +1,302 @@
+"""LoRA adapters as PEFT writes them, merged into what is read: a model on disk against the merged model's numbers."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from collegium import load_layer
+from collegium.checkpoint import Checkpoint, CheckpointLayer, audit, load_experts, with_adapter
+from collegium.errors import (
+    BadScaleError,
+    CheckpointError,
+    ConfigError,
+    DuplicateTensorError,
+    MissingTensorError,
+    TensorMismatchError,
+)
+from collegium.integrations.transformers import load_model
+from collegium.integrations.transformers.whole_model import load_model_in
+from collegium.parallel.fingerprint import fingerprint
+from collegium.parallel.placement import linear
+from collegium.problem import Placement
+from collegium.testing.compare import heavy_tailed
+from commands import command
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from torch import Tensor
+
+E, H, LAYERS, RANK, ALPHA = 5, 24, 2, 3, 7.0
+PLAIN: dict[str, Any] = {
+    "hidden_size": H, "num_hidden_layers": LAYERS, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 12,
+    "vocab_size": 40, "num_experts_per_tok": 2,
+}  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": E, "moe_intermediate_size": 20, "intermediate_size": 20},
+    # down is as high as wide
+    "gpt_oss": {"num_local_experts": E, "intermediate_size": H},
+}
+CONFIG: dict[str, Any] = {
+    "peft_type": "LORA", "peft_version": "0.21.2", "r": RANK, "lora_alpha": ALPHA, "bias": "none",
+    "init_lora_weights": True, "megatron_core": "megatron.core", "qalora_group_size": 16, "use_dora": False,
+    "target_modules": ["q_proj"], "rank_pattern": {}, "modules_to_save": None,
+}  # fmt: skip
+
+
+def model_of(kind: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """Save a toy model with heavy-tailed weights; return it."""
+    config = transformers.AutoConfig.for_model(kind, **PLAIN, **KINDS[kind])
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for seed, parameter in enumerate(model.parameters()):
+            values = heavy_tailed(*parameter.shape, seed=seed, channels=False)
+            parameter.copy_(values * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else values)
+    model.to(dtype).save_pretrained(folder)
+    return model.eval()
+
+
+def stacks(model: Any) -> dict[str, Tensor]:
+    """A and B of every stack and of ``q_proj``, by PEFT's names, and what they add, after PEFT's own einsum."""
+    made: dict[str, Tensor] = {}
+    for layer, block in enumerate(model.model.layers):
+        head = f"base_model.model.model.layers.{layer}."
+        wide = block.mlp.experts.down_proj.shape[1 if block.mlp.experts.is_transposed else 2]
+        sizes = {
+            "mlp.experts.base_layer": (2 * wide, H, E),
+            "mlp.experts": (H, wide, E),
+            "self_attn.q_proj": (24, H, 1),
+        }
+        for at, (path, (rows, columns, experts)) in enumerate(sizes.items()):
+            seed = 10 * layer + at
+            made[f"{head}{path}.lora_A.weight"] = heavy_tailed(experts * RANK, columns, seed=seed)
+            made[f"{head}{path}.lora_B.weight"] = heavy_tailed(rows, RANK * experts, seed=seed + 5)
+    return made
+
+
+def write(folder: Path, tensors: dict[str, Tensor], **changes: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(CONFIG | changes))
+    return folder
+
+
+def merge(model: Any, adapter: dict[str, Tensor], scale: float) -> None:
+    """Add to the model's own parameters, in float64, rounded once."""
+    for layer, block in enumerate(model.model.layers):
+        head, experts = f"base_model.model.model.layers.{layer}.", block.mlp.experts
+        wanted = {
+            "mlp.experts.base_layer": experts.gate_up_proj,
+            "mlp.experts": experts.down_proj,
+            "self_attn.q_proj": block.self_attn.q_proj.weight,
+        }
+        for path, parameter in wanted.items():
+            a, b = (adapter[f"{head}{path}.lora_{half}.weight"].double() for half in "AB")
+            if parameter.dim() == 2:
+                added = b @ a
+            else:
+                a, b = a.reshape(E, -1, a.shape[-1]), b.reshape(b.shape[0], -1, E)
+                form = "o r e, e r i -> e i o" if experts.is_transposed else "o r e, e r i -> e o i"
+                added = torch.einsum(form, b, a)
+            with torch.no_grad():
+                parameter.copy_((parameter.double() + scale * added).to(parameter.dtype))
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    """Equal, but for sums that float32 rounds to the other side of a tie."""
+    step = torch.finfo(wanted.dtype).eps * (4 if wanted.dtype == torch.float32 else 1)
+    far = (found.double() - wanted.double()).abs() > step * wanted.double().abs().clamp(min=1.0)
+    assert not bool(far.any())
+    assert wanted.dtype == torch.float32 or int((found != wanted).sum()) <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_with_an_adapter_is_the_merged_model(
+    kind: str, dtype: torch.dtype, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = model_of(kind, tmp_path / "base", dtype)
+    tensors = stacks(model)
+    adapter = write(tmp_path / "adapter", tensors, target_parameters=["mlp.experts.gate_up_proj"])
+    merge(model, tensors, ALPHA / RANK)
+    model.save_pretrained(tmp_path / "merged")
+    base, wanted = Checkpoint.open(tmp_path / "base"), Checkpoint.open(tmp_path / "merged")
+    found = with_adapter(base, adapter)
+    assert "rank 3, scale 2.33333, merged into 10 experts of layers 0 to 1 and outside the experts q_proj" in (
+        caplog.text
+    )
+    assert sorted(found.tensors) == sorted(wanted.tensors)
+    for name in wanted.tensors:
+        close(found.read(name), wanted.read(name))
+    changed = [name for name in wanted.tensors if not torch.equal(found.read(name), base.read(name))]
+    assert sum("experts" in name for name in changed) == LAYERS * (2 if kind == "gpt_oss" else 3 * E)
+    assert sum("q_proj" in name for name in changed) == LAYERS
+    for number in range(LAYERS):
+        whole = load_experts(CheckpointLayer.open(found, number), linear(E))
+        parts = [load_experts(CheckpointLayer.open(found, number), linear(E, rank, 3)) for rank in range(3)]
+        for which in ("gate_up", "down"):
+            joined = torch.cat([getattr(part, which).decode() for part in parts])
+            assert torch.equal(joined, getattr(whole, which).decode())
+
+
+def test_a_slice_holds_the_bits_of_the_whole(tmp_path: Path) -> None:
+    model = model_of("gpt_oss", tmp_path / "base")
+    found = with_adapter(Checkpoint.open(tmp_path / "base"), write(tmp_path / "adapter", stacks(model)))
+    layer = CheckpointLayer.open(found, 1)
+    whole = load_experts(layer, Placement(expert_ids=(3, 1)))
+    for rank in range(2):
+        half = load_experts(layer, Placement(expert_ids=(3, 1), tp_rank=rank, tp_size=2))
+        cut = slice(rank * H // 2, (rank + 1) * H // 2)
+        assert torch.equal(half.gate_up.decode(), whole.gate_up.decode()[:, :, cut])
+        assert torch.equal(half.down.decode(), whole.down.decode()[..., cut])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_those_of_the_merged_model(kind: str, tmp_path: Path) -> None:
+    model = model_of(kind, tmp_path / "base", torch.float32)
+    tensors = stacks(model)
+    adapter = write(tmp_path / "adapter", tensors, use_rslora=True)
+    ids = torch.arange(20).view(2, 10)
+    with torch.inference_mode():
+        plain = model(ids).logits
+        merge(model, tensors, ALPHA / RANK**0.5)
+        wanted = model(ids).logits
+        for _ in range(2):
+            found = load_model_in("fp32", tmp_path / "base", device="cpu", adapter=adapter)(ids).logits
+            assert float((found - wanted).norm() / wanted.norm()) < 1e-5
+        assert float((plain - wanted).norm() / wanted.norm()) > 0.1
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_experts_one_by_one_and_a_base_saved_in_wrappers(wrapped: bool, tmp_path: Path) -> None:
+    model_of("qwen3_moe", tmp_path / "base")
+    file = tmp_path / "base" / "model.safetensors"
+    plain, tensors = load_file(file), dict[str, torch.Tensor]()
+    for name, weight in plain.items():
+        if ".experts." in name and ".3." in name:
+            head = f"base_model.model.{name.removesuffix('weight')}"
+            tensors[f"{head}lora_A.weight"] = heavy_tailed(RANK, weight.shape[1], seed=len(tensors)).bfloat16()
+            tensors[f"{head}lora_B.weight"] = heavy_tailed(weight.shape[0], RANK, seed=len(tensors)).bfloat16()
+    assert len(tensors) == 6 * LAYERS
+    if wrapped:
+        names = {n: n.replace("_proj.", "_proj.base_layer.") if ".experts.3." in n else n for n in plain}
+        save_file({f"base_model.model.{names[n]}": t for n, t in plain.items()}, file, metadata={"format": "pt"})
+    base = Checkpoint.open(tmp_path / "base")
+    audit(base)
+    found = with_adapter(base, write(tmp_path / "adapter", tensors))
+    for name, weight in plain.items():
+        head = f"base_model.model.{name.removesuffix('weight')}"
+        if f"{head}lora_A.weight" in tensors:
+            a, b = (tensors[f"{head}lora_{half}.weight"].double() for half in "AB")
+            close(found.read(name), (weight.double() + ALPHA / RANK * (b @ a)).bfloat16())
+        else:
+            assert torch.equal(found.read(name), weight)
+    x = heavy_tailed(6, H, seed=1).bfloat16()
+    one, other = (load_layer(each, 1, device="cpu")(x) for each in (base, found))
+    assert not torch.equal(one, other)
+
+
+def test_names_with_and_without_wrappers_are_doubled(tmp_path: Path) -> None:
+    model_of("qwen3_moe", tmp_path / "base")
+    file = tmp_path / "base" / "model.safetensors"
+    name = "model.layers.0.mlp.experts.0.gate_proj"
+    tensors = load_file(file)
+    tensors[f"{name}.base_layer.weight"] = tensors[f"{name}.weight"].clone()
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(DuplicateTensorError, match="with and without base_layer"):
+        Checkpoint.open(tmp_path / "base")
+
+
+FIRST = "base_model.model.model.layers.0.mlp.experts"
+
+
+FAULTS: dict[str, tuple[type[CheckpointError], str, Callable[[dict[str, Tensor]], object], dict[str, Any]]] = {
+    "half": (MissingTensorError, r"experts\.lora_B\.weight missing", lambda t: t.pop(f"{FIRST}.lora_B.weight"), {}),
+    "rank": (TensorMismatchError, r"experts: lora_A and lora_B are \(15, 20\).*\(20, 20\)", lambda _: None, {"r": 4}),
+    "nan": (BadScaleError, "holds NaN", lambda t: t[f"{FIRST}.lora_A.weight"].fill_(torch.nan), {}),
+    "target": (
+        ConfigError,
+        r"the adapter has model\.layers\.0\.mlp\.down_proj, the checkpoint no model\.layers\.0\.mlp\.down_proj\.weight",
+        lambda t: t.update(
+            {
+                "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight": torch.ones(RANK, 4),
+                "base_model.model.model.layers.0.mlp.down_proj.lora_B.weight": torch.ones(4, RANK),
+            }
+        ),
+        {},
+    ),
+    "magnitude": (
+        ConfigError,
+        "lora_magnitude_vector.*known are",
+        lambda t: t.update({f"{FIRST}.lora_magnitude_vector.weight": torch.ones(4)}),
+        {},
+    ),
+    "dora": (ConfigError, "use_dora=True is not implemented.*merge_and_unload", lambda _: None, {"use_dora": True}),
+    "bias": (ConfigError, "bias='all' is not implemented", lambda _: None, {"bias": "all"}),
+    "pissa": (ConfigError, "init_lora_weights='pissa'", lambda _: None, {"init_lora_weights": "pissa"}),
+    "pattern": (ConfigError, "rank_pattern=", lambda _: None, {"rank_pattern": {"q_proj": 8}}),
+    "none": (ConfigError, "r=0", lambda _: None, {"r": 0}),
+    "old": (
+        ConfigError,
+        "target_parameters='stacks written before PEFT 0.20",
+        lambda _: None,
+        {"target_parameters": ["mlp.experts.down_proj"], "peft_version": "0.18.1"},
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_cannot_be_merged_is_refused_by_name(fault: str, tmp_path: Path) -> None:
+    kind, message, edit, config = FAULTS[fault]
+    tensors = stacks(model_of("qwen3_moe", tmp_path / "base"))
+    with_adapter(Checkpoint.open(tmp_path / "base"), write(tmp_path / "adapter", tensors))
+    edit(tensors)
+    with pytest.raises(kind, match=message):
+        load_model(tmp_path / "base", device="cpu", adapter=write(tmp_path / "adapter", tensors, **config))
+
+
+def test_quantised_experts_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    tensors = stacks(model_of("qwen3_moe", tmp_path / "base"))
+    adapter = write(tmp_path / "adapter", tensors)
+    assert command("quantize", tmp_path / "base", "--to", "fp8_channel", "--out", tmp_path / "fp8")[0] == 0
+    with pytest.raises(ConfigError, match=r"F8_E4M3.*BF16, F16 and F32.*collegium quantize .* --to bf16"):
+        with_adapter(Checkpoint.open(tmp_path / "fp8"), adapter)
+    layers = [
+        load_layer(with_adapter(Checkpoint.open(tmp_path / "base"), adapter), 0, device="cpu", weight_format=form)
+        for form in (None, "fp8_channel")
+    ]
+    x = heavy_tailed(9, H, seed=3).bfloat16()
+    one, two = (layer(x).float() for layer in layers)
+    assert 0 < float((one - two).norm() / one.norm()) < 0.2
+
+
+def test_ranks_notice_that_they_read_different_adapters(tmp_path: Path) -> None:
+    tensors = stacks(model_of("qwen3_moe", tmp_path / "base"))
+    base = Checkpoint.open(tmp_path / "base")
+    seen: list[str] = []
+    for name in ("one", "same", "other"):
+        if name == "other":
+            tensors[f"{FIRST}.lora_B.weight"][0, 0] += 1
+        layer = CheckpointLayer.open(with_adapter(base, write(tmp_path / name, tensors)), 1)
+        seen.append(fingerprint(layer.checkpoint, layer.found.infos()))
+    plain = CheckpointLayer.open(base, 1)
+    assert seen[0] == seen[1]
+    assert len({*seen, fingerprint(base, plain.found.infos())}) == 3
+
+
+def test_a_scale_is_of_the_adapter_alone(tmp_path: Path) -> None:
+    tensors = stacks(model_of("gpt_oss", tmp_path / "base", torch.float32))
+    base, name = Checkpoint.open(tmp_path / "base"), "model.layers.0.mlp.experts.down_proj"
+    added = [
+        with_adapter(base, write(tmp_path / "adapter", tensors, **entries)).read(name).double() - base.read(name)
+        for entries in ({"lora_alpha": 3}, {"lora_alpha": 12}, {"lora_alpha": 3, "use_rslora": True})
+    ]
+    for other, factor in zip(added[1:], (4, RANK**0.5), strict=True):
+        assert float((other - factor * added[0]).norm() / other.norm()) < 1e-5
