@@ -371,7 +371,7 @@ MUTANTS: tuple[Mutant, ...] = (
     # The global scale of NVFP4.
     Mutant(
         "global scale divided instead of multiplied", "formats/nvfp4.py",
-        (("spread[span]) if self.global_divides else", "spread[span]) if not self.global_divides else"),),
+        (("torch.Tensor.div_ if self.global_divides else", "torch.Tensor.div_ if not self.global_divides else"),),
         _FORMAT,
     ),
     Mutant(

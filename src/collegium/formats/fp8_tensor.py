@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 
 from .codecs import as_float32, decode_e4m3, e4m3_codes, e4m3_is_nan, fp8_scales
-from .intake import any_per_matrix, check_cut, find_storage, promote_scales, take
+from .intake import any_per_matrix, find_storage, promote_scales, take
 from .payload import Part, Payload, Storage
 
 if TYPE_CHECKING:
@@ -81,8 +81,3 @@ class Fp8Tensor(Payload):
         if bool(zero.any()):
             bad |= zero & any_per_matrix((self.codes.view(torch.uint8) & 0x7F) != 0, leading)
         return bad
-
-    def columns(self, start: int, stop: int) -> Self:
-        """Return a view of input columns ``start:stop``, any columns."""
-        check_cut(f"{self.name}: input columns", start, stop, self.shape[-1], 1)
-        return replace(self, shape=(*self.shape[:-1], stop - start), codes=self.codes[..., start:stop])
