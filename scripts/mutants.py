@@ -502,8 +502,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "correction bias used in the weights", "ops/route.py",
         (
             (
-                "topk_weights=_weights(raw, scores, ids, spec))",
-                "topk_weights=_weights(raw, scores if bias is None else scores + bias.float(), ids, spec))",
+                "weights = _weights(raw, scores, ids, spec)",
+                "weights = _weights(raw, scores if bias is None else scores + bias.float(), ids, spec)",
             ),
         ),
         _ROUTE,

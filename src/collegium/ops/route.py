@@ -15,7 +15,7 @@ import torch
 from ..errors import InputError, RoutingError
 from ..runtime.launch import on_device
 from ..types import Routing
-from .route_device import route_on_device, route_regions
+from .route_device import ID_DTYPES, route_on_device, route_regions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,7 +57,8 @@ def route(
         sum.
     memory: where that kernel takes "topk_ids" and "topk_weights".
 
-    Returns ids in descending order of the (biased) score, ties to the lower id; a hash table keeps its order.
+    Returns ids of ``spec.id_dtype`` in descending order of the (biased) score, ties to the lower id; a hash table keeps
+    its order.
     Raises ``InputError`` for wrong shapes, dtypes or missing arguments in both modes, and, in checked mode,
     ``RoutingError`` for NaN logits, NaN bias, weights that are not finite, and token ids or table entries out of range
     or duplicated.
@@ -86,7 +87,8 @@ def route(
         choice = _choice(raw, scores, bias, checked=checked)
         judged, ids = scores if bias is None else choice, _select(choice, scores, spec)
     ids = ids.masked_fill(judged.isnan().any(dim=1, keepdim=True), _NO_EXPERT)
-    chosen = _scaled(Routing(topk_ids=ids, topk_weights=_weights(raw, scores, ids, spec)), expert_scale)
+    weights = _weights(raw, scores, ids, spec)
+    chosen = _scaled(Routing(topk_ids=ids.to(ID_DTYPES[spec.id_dtype]), topk_weights=weights), expert_scale)
     if checked:
         _refuse_bad_rows(~chosen.topk_weights.isfinite().all(dim=1))
     return chosen
