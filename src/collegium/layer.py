@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import pipelines
-from .errors import InputError
 from .experts.measured import with_measured_tiles
 from .formats.unquantised import DTYPES
 from .parallel import Reaching, composed
 from .parallel.meeting import meeting_of
 from .pipelines import Parts
+from .pipelines.batched import check_batched, run_batched
 from .planning import dispatcher_named, kernel_named, stretches, with_shared_format
 from .runtime.devices import plain_torch
 from .runtime.memory import OwnMemory, captured, memory_map, part, shared_workspaces
 from .runtime.packed_module import PackedModule, refuse_gradient
 from .runtime.replay import Replay
 from .runtime.warming import compile_batches, run_every_way, sizes_for
-from .stages.checks import check_extras, check_input, check_rows, check_weights, check_whole
+from .stages.checks import check_extras, check_input, check_rows, check_weights, check_whole, output_for
 from .stages.latent import latent_of
 from .stages.router import Router, in_float32, in_full
 from .stages.shared import pack_shared
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from .types import ExpertWeights, LatentWeights, RouterWeights, SharedWeights
 
 __all__ = ["MoELayer"]
+
+_run_batched: Any = torch.compiler.disable(run_batched)  # as ``moe_layer`` hides a pass from the compiler
 
 
 class MoELayer(PackedModule):
@@ -169,10 +171,7 @@ class MoELayer(PackedModule):
         check_input(x, routing, self.plan.problem, self._device)
         ids, weights = (None, None) if routing is None else (routing.topk_ids, routing.topk_weights)
         refuse_gradient(x=x, router_logits=router_logits, topk_weights=weights, router_input=router_input, out=out)
-        if out is None:
-            out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        elif out.shape != x.shape or out.dtype != x.dtype or not out.is_contiguous():
-            raise InputError(f"forward: out is {tuple(out.shape)} {out.dtype}, needed: contiguous, like x")
+        out = output_for(x, out)
         wide = self.spec.hidden_size
         seen = None
         if router_input is not None and routing is None and router_logits is None:
@@ -183,6 +182,26 @@ class MoELayer(PackedModule):
             torch.ops.collegium.moe_layer(*inputs, self.handle, out.view(-1, wide))
         else:
             self.compute(*inputs, out.view(-1, wide))
+        return out
+
+    def run_batched(
+        self, x: Tensor, counts: Tensor, *, out: Tensor | None = None, expected: int | None = None
+    ) -> Tensor:
+        """Return ``[E, M, H]``: what this rank's E experts make of rows that are packed by expert already.
+
+        As low-latency dispatchers of serving engines bring them. x: ``[E, M, H]`` in the layer's dtype, H the width
+        that experts read. counts: ``[E]`` int32 or int64 on x's device; the first ``counts[e]`` rows of ``x[e]`` are
+        expert e's. What rows beyond hold does not matter, and theirs in ``out`` are not written. expected: how many
+        rows there are likely to be in all, which decides tiles and no bit; None: all there is room for.
+        The rows are those of the experts alone: nothing is routed, weighted or sent, and no shared expert or latent
+        projection takes part. The memory is fresh; nothing waits for the device but the kernel ``reference``. Raises
+        InputError on shapes, dtypes, devices and where a gradient is asked for.
+        """
+        check_batched(x, counts, self.plan.problem.routed, self._device)
+        refuse_gradient(x=x, out=out)
+        out = output_for(x, out)
+        with in_full(x.device):
+            _run_batched(self.experts, x, counts, out, expected=expected, after_expert=self.after_expert)
         return out
 
     def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> int:
