@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 
-from .codecs import as_float32, decode_e4m3, e4m3_codes, fp8_scales
+from .codecs import as_float32, e4m3_codes, e4m3_values, fp8_scales
 from .grouped import Scaled
 from .intake import find_storage, promote_scales, take
 from .payload import Part, Storage
@@ -46,7 +46,8 @@ class Fp8Channel(Scaled):
 
     def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return ``[..., N, K]``: e4m3(code) * scale as one float32 product, rounded once to ``dtype``."""
-        return decode_e4m3(self.codes, self.scales.reshape(-1), self.shape, dtype)
+        scales = self.scales.reshape(-1, 1)
+        return self._decode(dtype, e4m3_values(scales.device), lambda span: scales[span], self.shape[-1])
 
     @classmethod
     def from_parts(cls, parts: Mapping[str, Tensor], *, storage: str, shape: tuple[int, ...]) -> Self:

@@ -191,17 +191,13 @@ def _choice(logits: Tensor, scores: Tensor, bias: Tensor | None, *, checked: boo
 
 
 def _check_ranking(logits: Tensor, spec: RoutingSpec, bias: Tensor | None, hash_table: Tensor | None) -> None:
-    if hash_table is not None:
-        raise InputError(
-            f"route: found a hash_table {_describe(hash_table)}, but spec.hash_routing is False; "
-            "pass hash_table=None or a RoutingSpec with hash_routing=True"
-        )
-    if not spec.correction_bias:
-        if bias is not None:
+    for name, given, option in (("hash_table", hash_table, "hash_routing"), ("bias", bias, "correction_bias")):
+        if given is not None and not getattr(spec, option):
             raise InputError(
-                f"route: found a bias {_describe(bias)}, but spec.correction_bias is False; "
-                "pass bias=None or a RoutingSpec with correction_bias=True"
+                f"route: found a {name} {_describe(given)}, but spec.{option} is False; pass {name}=None or a "
+                f"RoutingSpec with {option}=True"
             )
+    if not spec.correction_bias:
         return
     experts = logits.shape[1]
     if bias is None or tuple(bias.shape) != (experts,) or not bias.is_floating_point():
