@@ -224,6 +224,27 @@ def test_a_pass_with_the_layers_own_router_is_repeated_whole(rule: dict[str, Any
     assert dtypes["router/out"] == (torch.bfloat16 if rule else torch.float32)
 
 
+def test_experts_that_took_the_place_of_others_are_recorded_anew(machine: Machine) -> None:
+    layer = layer_of("mxfp4", None)
+    for seed, weights in ((1, "mxfp4"), (4, "mxfp4"), (5, "bf16")):
+        plain, made = layer_of(weights, None), encode_experts(random_experts(E, 2, INNER, H, seed=seed), weights)
+        plain.swap(made)
+        plain.workspaces = None
+        if seed > 1:
+            recorded = layer._replay
+            assert [isinstance(found, tuple) for found in recorded._kinds.values()] == [True]
+            layer.swap(made)
+            assert layer._replay is not recorded
+            layer.workspaces = Workspaces(CPU)
+            layer.workspaces.reserve(layer.plan.workspace_bytes)
+        kept: list[object] = []
+        for call in range(4):
+            x, _, _, out = given(2, call)
+            machine.see(x, out)
+            kept += [x, out]
+            assert torch.equal(layer(x, out=out), plain(x))
+
+
 def test_a_layer_with_workspaces_can_be_copied_and_pickled(machine: Machine) -> None:
     layer = layer_of("mxfp4", None, shared=True)
     x, ids, chosen, _ = given(2, 0)

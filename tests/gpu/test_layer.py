@@ -8,6 +8,7 @@ import torch
 from collegium import (
     ActivationSpec,
     Choice,
+    InputError,
     Limits,
     MoELayer,
     MoESpec,
@@ -180,3 +181,34 @@ def test_gpu_rows_packed_by_expert_wait_for_nothing_and_replay_with_other_counts
         if any(rows):
             assert relative_error(out[held].cpu(), truth.view_as(x.cpu())[held.cpu()]) < bound
         assert torch.equal(layer.run_batched(given, counts)[held], out[held])
+
+
+def test_gpu_experts_are_swapped_until_a_graph_has_captured_them():
+    def made(weight_format, seed):
+        return to(encode_experts(random_experts(16, 2, 96, 128, seed=seed), weight_format), "cuda")
+
+    def layer_of(weights):
+        spec = MoESpec(
+            hidden_size=128,
+            intermediate_size=96,
+            num_experts=16,
+            routing=RoutingSpec(top_k=4),
+            weight_format=weights.down.name,
+        )
+        problem = Problem(spec=spec, device=probe("cuda"), limits=Limits(max_tokens=64))
+        return MoELayer(weights, plan(problem), router=RouterWeights(weight=heavy_tailed(16, 128, seed=6).cuda()))
+
+    layer = layer_of(made("bf16", 5))
+    for seed, weight_format in enumerate(("mxfp4", "bf16", "fp8_block"), start=7):
+        layer.swap(made(weight_format, seed))
+        fresh = layer_of(made(weight_format, seed))
+        for tokens in (1, 33, 1, 33, 1, 33):
+            x = heavy_tailed(tokens, 128, seed=tokens).bfloat16().cuda()
+            assert torch.equal(layer(x), fresh(x))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer(x)
+    with pytest.raises(InputError, match="captured by a CUDA graph"):
+        layer.swap(made("bf16", 5))
+    graph.replay()
+    assert torch.equal(y, fresh(x))
