@@ -118,13 +118,23 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
     odd = replace(good, down=encode_experts(good, "mxfp4").down)
     far = replace(good, **{name: getattr(good, name).to("meta") for name in ("gate_up", "down")})
     for weights, force, error, text in (
-        (experts_of(2, inner=48), None, InputError, r"gate_up: the payload's logical shape is \(6, 2, 48, 64\), the spec"),
+        (
+            experts_of(2, inner=48),
+            None,
+            InputError,
+            r"gate_up: the payload's logical shape is \(6, 2, 48, 64\), the spec",
+        ),
         (replace(good, gate_up=good.gate_up[:5], down=good.down[:5]), None, InputError, r"\(5, 2, 32, 64\), the spec"),
         (replace(good, down_bias=torch.zeros(E, H)), None, InputError, "down_bias: found"),
         (odd, None, InputError, "gate_up: the payload is bf16, the spec says mxfp4"),
         (far, None, InputError, "the weights are on meta, the layer is on cpu, not captured"),
         (good, Choice(kernel="triton_bf16"), PlanError, "no kernel runs bf16 weights"),
-        (good, Choice(activation_format="fp8_token"), InputError, "the shared expert is packed for cpu_grouped and bf16"),
+        (
+            good,
+            Choice(activation_format="fp8_token"),
+            InputError,
+            "the shared expert is packed for cpu_grouped and bf16",
+        ),
     ):
         with pytest.raises(error, match=text):
             layer.swap(weights, force)
