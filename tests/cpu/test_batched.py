@@ -24,6 +24,7 @@ from collegium import (
 )
 from collegium.experts.triton.table import TritonBf16, TritonFp8, TritonW4A16
 from collegium.formats.unquantised import DTYPES
+from collegium.ops import permute
 from collegium.parallel.placement import linear
 from collegium.pipelines.batched import run_batched
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error
@@ -114,9 +115,15 @@ def test_a_layer_runs_rows_that_are_packed_by_expert(kernel: str, weights: str, 
     ],
     ids=["bf16", "fp16", "fp8", "mxfp4"],
 )
-@pytest.mark.parametrize("expected", [None, 9, 1 << 15])
+@pytest.mark.parametrize(("expected", "ordered_by"), [(None, "torch"), (9, "a kernel"), (1 << 15, "a kernel")])
 def test_triton_kernels_store_the_rows_where_they_belong(
-    kernel: Any, weights: str, dtype: str, activations: str, expected: int | None
+    kernel: Any,
+    weights: str,
+    dtype: str,
+    activations: str,
+    expected: int | None,
+    ordered_by: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("triton")
     if torch.cuda.is_available():
@@ -124,6 +131,7 @@ def test_triton_kernels_store_the_rows_where_they_belong(
     problem = problem_of(weights, dtype, DeviceFacts(kind="cuda", capability=(9, 0)), activations)
     made = encode_experts(random_experts(E, 2, INNER, H, seed=1, bias=True), weights)
     packed = kernel.pack(made, problem.routed)
+    monkeypatch.setattr(permute, "on_device", lambda *_: ordered_by == "a kernel")
     x, out = rows_of(dtype), torch.full((E, M, H), 7, dtype=DTYPES[dtype])
     run_batched(packed, x, torch.tensor(COUNTS), out, expected=expected)
     check(out, x, made, BOUNDS[activations])
