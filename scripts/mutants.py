@@ -378,7 +378,7 @@ MUTANTS: tuple[Mutant, ...] = (
     # The global scale of NVFP4.
     Mutant(
         "global scale divided instead of multiplied", "formats/nvfp4.py",
-        (("spread[span]) if self.global_divides else", "spread[span]) if not self.global_divides else"),),
+        (("torch.Tensor.div_ if self.global_divides else", "torch.Tensor.div_ if not self.global_divides else"),),
         _FORMAT,
     ),
     Mutant(
@@ -509,8 +509,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "correction bias used in the weights", "ops/route.py",
         (
             (
-                "topk_weights=_weights(raw, scores, ids, spec))",
-                "topk_weights=_weights(raw, scores if bias is None else scores + bias.float(), ids, spec))",
+                "weights = _weights(raw, scores, ids, spec)",
+                "weights = _weights(raw, scores if bias is None else scores + bias.float(), ids, spec)",
             ),
         ),
         _ROUTE,

@@ -19,13 +19,15 @@ from .formats.unquantised import DTYPES
 from .parallel import Reaching, composed
 from .parallel.meeting import meeting_of
 from .pipelines import Parts
-from .planning import dispatcher_named, kernel_named, stretches, with_shared_format
+from .pipelines.batched import check_batched, run_batched
+from .planning import dispatcher_named, kernel_named, plan as planned, stretches, with_shared_format
+from .problem import Choice
 from .runtime.devices import plain_torch
 from .runtime.memory import OwnMemory, captured, memory_map, part, shared_workspaces
 from .runtime.packed_module import PackedModule, refuse_gradient
 from .runtime.replay import Replay
 from .runtime.warming import compile_batches, run_every_way, sizes_for
-from .stages.checks import check_extras, check_input, check_rows, check_weights, check_whole
+from .stages.checks import check_extras, check_input, check_rows, check_weights, check_whole, output_for
 from .stages.latent import latent_of
 from .stages.router import Router, in_float32, in_full
 from .stages.shared import pack_shared
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
 
 __all__ = ["MoELayer"]
 
+_run_batched: Any = torch.compiler.disable(run_batched)  # as ``moe_layer`` hides a pass from the compiler
+
 
 class MoELayer(PackedModule):
     """One Mixture-of-Experts layer: router, routed experts, shared expert.
@@ -53,6 +57,8 @@ class MoELayer(PackedModule):
     ``plan`` says what was chosen, ``print(layer)`` shows it. Inference only. Any number of threads may call a layer, on
     any streams. It can be copied and pickled; it does not move and has no ``state_dict``.
     """
+
+    _captured = False
 
     @plain_torch()
     def __init__(
@@ -126,11 +132,51 @@ class MoELayer(PackedModule):
 
         All ranks of the new placement call it at the same time; what was captured in a CUDA graph before is no good.
         """
-        self.experts = with_measured_tiles(experts, plan.problem)
+        self.__dict__["experts"] = with_measured_tiles(experts, plan.problem)
         self._build(plan)
+
+    @plain_torch()
+    def swap(self, weights: ExpertWeights[Payload], force: Choice | None = None) -> None:
+        """Go on with other routed experts of the same sizes, in the format of ``weights``; all else stays as it is.
+
+        weights: this rank's, in the order of the plan's placement, on the layer's device. force: as ``plan``, where the
+        activation format is the layer's own unless another one is forced; None: the dispatcher stays too. What was
+        recorded is forgotten, and code that torch.compile made goes on with the new experts. Old and new ones are
+        in memory together for a while. No other thread may be in the layer; ranks that share it swap at the same time.
+        Raises InputError for other sizes or another device, where a CUDA graph has captured the layer, and where the
+        shared expert would need another packing; PlanError where nothing runs the format. The layer is then unchanged.
+        """
+        old, shared = self.plan.problem, self.plan.problem.spec.shared
+        check_weights(weights, replace(old.routed, weight_format=weights.down.name))
+        if self._captured or weights.down.device != self._device:
+            raise InputError(
+                f"swap: the weights are on {weights.down.device}, the layer is on {self._device}, "
+                f"{'captured' if self._captured else 'not captured'} by a CUDA graph; allowed: weights on its device, "
+                "for a layer that no graph replays with the experts it has. Load another layer, and capture that"
+            )
+        spec = replace(old.spec, weight_format=weights.down.name)
+        if shared is not None:
+            spec = replace(spec, shared=replace(shared, weight_format=shared.weight_format or old.spec.weight_format))
+        made = planned(replace(old, spec=spec), force or Choice(dispatcher=self.plan.dispatcher))
+        if shared is not None and (made.shared_kernel, made.problem.shared()) != (
+            self.plan.shared_kernel,
+            old.shared(),
+        ):
+            raise InputError(
+                f"swap: the shared expert is packed for {self.plan.shared_kernel} and {old.activation_format} "
+                f"activations, beside these weights it would need {made.shared_kernel} and {made.activation_format}; "
+                "force what it has, or load another layer"
+            )
+        self.replan(made, kernel_named(made.kernel).pack(weights, made.problem.routed))
+        self.spec = made.problem.spec
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute and forget what was recorded: another layer may start other kernels."""
+        if name in ("experts", "after_expert") and "_pipelines" in self.__dict__:
+            raise InputError(
+                f"{name}: a layer's passes are built from it and would go on with the old one; other experts are for "
+                "swap(weights), another function is for another layer"
+            )
         super().__setattr__(name, value)
         self.__dict__["_replay"] = Replay()
         self.__dict__["_choice"] = None
@@ -168,10 +214,7 @@ class MoELayer(PackedModule):
         """
         inputs = self._inputs(x, router_logits, routing, token_ids, router_input)
         refuse_gradient(out=out)
-        if out is None:
-            out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        elif out.shape != x.shape or out.dtype != x.dtype or not out.is_contiguous():
-            raise InputError(f"forward: out is {tuple(out.shape)} {out.dtype}, needed: contiguous, like x")
+        out = output_for(x, out)
         wide = self.spec.hidden_size
         if torch.compiler.is_compiling():
             torch.ops.collegium.moe_layer(*inputs, self.handle, out.view(-1, wide))
@@ -210,6 +253,27 @@ class MoELayer(PackedModule):
             seen = own.reshape(-1, wide)
             check_rows("router_input", seen, (x.numel() // wide, wide))
         return x if x.dim() == 2 else x.reshape(-1, wide), logits, ids, weights, token_ids, seen
+
+    def run_batched(
+        self, x: Tensor, counts: Tensor, *, out: Tensor | None = None, expected: int | None = None
+    ) -> Tensor:
+        """Return ``[E, M, H]``: what this rank's E experts make of rows that are packed by expert already.
+
+        As low-latency dispatchers of serving engines bring them. x: ``[E, M, H]`` in the layer's dtype, H the width
+        that experts read. counts: ``[E]`` int32 or int64 on x's device; the first ``counts[e]`` rows of ``x[e]`` are
+        expert e's. What rows beyond hold does not matter, and theirs in ``out`` are not written. expected: how many
+        rows there are likely to be in all, which decides tiles and no bit; None: all there is room for.
+        The rows are those of the experts alone: nothing is routed, weighted or sent, and no shared expert or latent
+        projection takes part. The memory is fresh; nothing waits for the device but the kernel ``reference``. Raises
+        InputError on shapes, dtypes, devices and where a gradient is asked for.
+        """
+        check_batched(x, counts, self.plan.problem.routed, self._device)
+        refuse_gradient(x=x, out=out)
+        out = output_for(x, out)
+        self._capturing()
+        with in_full(x.device):
+            _run_batched(self.experts, x, counts, out, expected=expected, after_expert=self.after_expert)
+        return out
 
     def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> int:
         """Compile every kernel variant that 1 to ``max_tokens`` tokens can reach, and no other.
@@ -260,11 +324,12 @@ class MoELayer(PackedModule):
         if router_logits is None and (topk_ids is None or topk_weights is None):
             # Before ranks wait for each other.
             self._router.check_own(router_input)
+        capturing = self._capturing()
         with in_full(x.device):
             inputs = (x, router_logits, topk_ids, topk_weights, token_ids, router_input, out)
             if memory is not None or self.workspaces is None:
                 self._passes(memory, *inputs)
-            elif captured(self._device) and self._reaching is None:
+            elif capturing and self._reaching is None:
                 self._passes(OwnMemory(self._device), *inputs)
             else:
                 space = self.workspaces.take()
@@ -276,6 +341,13 @@ class MoELayer(PackedModule):
                     self._recorded(own, kind, inputs)
                 finally:
                     self.workspaces.give(space)
+
+    def _capturing(self) -> bool:
+        """Return whether a CUDA graph captures this call; if so, it keeps the addresses of the experts."""
+        found = captured(self._device)
+        if found:
+            self.__dict__["_captured"] = True
+        return found
 
     def _recorded(self, memory: Memory, kind: Hashable, inputs: tuple[Any, ...]) -> None:
         # User callbacks may launch work that the recorder cannot see; a graph records by itself.

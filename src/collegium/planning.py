@@ -113,8 +113,8 @@ class Plan:
         if self.shared_kernel not in (None, self.kernel):
             kernels += f", {self.shared_kernel} for the shared expert"
         lines = [
-            f"layer      {spec.num_experts} experts, top-{spec.routing.top_k}, hidden {spec.hidden_size}, "
-            f"intermediate {spec.intermediate_size}, {spec.activation.kind}"
+            f"layer      {spec.num_experts} experts, top-{spec.routing.top_k} ({spec.routing.method}), "
+            f"hidden {spec.hidden_size}, intermediate {spec.intermediate_size}, {spec.activation.kind}"
             + (f" limit {spec.activation.limit:g}" if spec.activation.limit is not None else ""),
             f"machine    {where}, {device.threads} threads" if device.kind == "cpu" else f"machine    {where}",
             f"kernel     {kernels}",

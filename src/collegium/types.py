@@ -37,6 +37,17 @@ ACTIVATION_KINDS = (*GATED_KINDS, "relu2", "silu", "gelu")
 
 ScoreFunction = Literal["softmax", "topk_softmax", "sigmoid", "sqrt_softplus", "sparsemixer"]
 SCORE_FUNCTIONS = ("softmax", "topk_softmax", "sigmoid", "sqrt_softplus", "sparsemixer")
+# What serving engines call a rule, by score, renormalise and correction_bias.
+_METHODS = {
+    ("softmax", False, False): "default",
+    ("softmax", True, False): "renormalize_naive",
+    ("topk_softmax", False, False): "renormalize",
+    ("topk_softmax", True, False): "renormalize",  # their sum is 1
+    ("sigmoid", False, False): "sigmoid",
+    ("sigmoid", True, False): "sigmoid_renorm",
+    ("sigmoid", True, True): "deepseek_v3",
+    ("sqrt_softplus", True, True): "deepseek_v4",
+}
 
 
 def require(ok: bool, asked: str, found: object, allowed: str) -> None:
@@ -91,6 +102,9 @@ class RoutingSpec:
     hash_routing: experts are looked up by token id in a table; the weights still come from the scores.
     input_norm_eps: the router reads its input after an RMS norm without weight (Gemma-4); None: as it is.
     expert_scale: whether the weight of each assignment is multiplied by a factor of its expert at the very end.
+    round_logits: the logits that the layer's own router makes are rounded to the dtype of the layer's input before they
+        are scored, as by a model that computes its router in that dtype; False: they stay float32.
+    id_dtype: of ``topk_ids`` where this rule chooses them, ``int64`` or ``int32``.
     """
 
     top_k: int
@@ -108,6 +122,8 @@ class RoutingSpec:
     jitter: float = 0.01
     input_norm_eps: float | None = None
     expert_scale: bool = False
+    round_logits: bool = False
+    id_dtype: Literal["int64", "int32"] = "int64"
 
     def __post_init__(self) -> None:
         require(self.top_k >= 1, "top_k", self.top_k, "at least 1")
@@ -117,10 +133,27 @@ class RoutingSpec:
         require(self.group_score in ("max", "top2_sum"), "group_score", self.group_score, "max, top2_sum")
         require(self.renormalise_eps >= 0, "renormalise_eps", self.renormalise_eps, "0 or more")
         require(self.renormalise_floor >= 0, "renormalise_floor", self.renormalise_floor, "0 or more")
+        signed = "int64, int32 (an unsigned id cannot be -1, which means not here)"
+        require(self.id_dtype in ("int64", "int32"), "id_dtype", self.id_dtype, signed)
         if self.score == "sparsemixer":
             plain = not (self.renormalise or self.correction_bias or self.hash_routing or self.groups > 1)
             require(plain and self.top_k == 2, "sparsemixer", self, "top_k=2 and renormalise=False alone")
             require(self.jitter > 0, "jitter", self.jitter, "a positive number")
+
+    @property
+    def method(self) -> str:
+        """What serving engines call this rule from logits to weights, for a kernel that routes by itself.
+
+        ``default``, ``renormalize_naive``, ``renormalize``, ``sigmoid``, ``sigmoid_renorm``, ``deepseek_v3`` (groups or
+        none), ``deepseek_v4``, ``llama4``; ``unspecified`` for every other rule. ``docs/routing.md`` has the table.
+        top_k, groups, scale and renormalise_eps are beside the name.
+        """
+        name = _METHODS.get((self.score, self.renormalise, self.correction_bias), "unspecified")
+        if self.weight_on_input:
+            name = "llama4" if name == "sigmoid" and self.top_k == 1 else "unspecified"
+        grouped = self.groups > 1 and (name, self.group_score) != ("deepseek_v3", "top2_sum")
+        other = grouped or self.hash_routing or self.expert_scale or self.renormalise_floor
+        return "unspecified" if other else name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

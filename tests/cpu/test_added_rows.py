@@ -302,6 +302,8 @@ class LoudKind(SplitKind):
     does = "one kernel for everything"
 
     def refuse(self, asked: Any) -> str | None:
+        if asked.problem.spec.routing.method != "renormalize_naive":
+            return f"asked for the routing {asked.problem.spec.routing.method}; it routes by renormalize_naive alone"
         return None if asked.problem.spec.shared is not None else "asked for no shared expert; it needs one"
 
     def most(self, tiling: Tiling, top_k: int) -> int | None:
@@ -331,6 +333,12 @@ def test_a_pipeline_is_one_row(row: ThrowAway, monkeypatch: pytest.MonkeyPatch) 
         with patch.object(torch.Tensor, "is_cuda", True), _torch_alone():
             made(heavy_tailed(tokens, 48, seed=tokens))
     assert Loud.heard == [2, 30]
+    v3 = replace(SPEC.routing, score="sigmoid", correction_bias=True)
+    routing = replace(problem_on(GPU), spec=replace(SPEC, routing=v3))
+    said = {r.name: r.reason for r in plan(routing).refusals}
+    assert said["loud"] == "asked for the routing deepseek_v3; it routes by renormalize_naive alone"
+    assert "6 experts, top-2 (deepseek_v3), hidden 48" in plan(routing).explain()
+    assert "6 experts, top-2 (renormalize_naive), hidden 48" in repr(made)
     without = replace(problem_on(GPU), spec=replace(SPEC, shared=None))
     assert ("loud", "asked for no shared expert; it needs one") in {(r.name, r.reason) for r in plan(without).refusals}
     assert plan(problem_on(GPU), Choice(pipeline="split")).pipelines == ("split",)

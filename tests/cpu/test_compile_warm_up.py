@@ -158,7 +158,7 @@ with pretending() as launches, torch.inference_mode():
     # Weights are used where they are, and here that is no multiple of 16 bytes.
     down = odd.experts.down
     values = torch.zeros(down.values.numel() + 1, dtype=torch.bfloat16)[1:].view(down.values.shape)
-    odd.experts = replace(odd.experts, down=replace(down, values=values))
+    odd.__dict__["experts"] = replace(odd.experts, down=replace(down, values=values))
     ways = [(most, own, replace(own.parts, experts=odd.experts)) for most, own in odd._pipelines]
     odd._pipelines = tuple((most, replace(own, parts=parts)) for most, own, parts in ways)
     batches = warm_up([one, same, odd])

@@ -28,8 +28,10 @@ from collegium import (
     plan,
 )
 from collegium.formats import FORMATS
+from collegium.formats.unquantised import DTYPES
 from collegium.ops.linear import linear
 from collegium.ops.quantize import ACTIVATION_FORMATS
+from collegium.ops.route import route
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
 from collegium.types import ACTIVATION_KINDS
 from truth import moe_truth
@@ -254,6 +256,38 @@ def test_a_router_of_another_dtype_is_converted_once():
     assert torch.equal(layer(x), layer(x, router_logits=logits))
     own = torch.rand(6, 40)
     assert MoELayer(weights, plan(problem), router=RouterWeights(weight=own)).router.weight.data_ptr() == own.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layers_own_logits_are_rounded_where_the_model_rounds_them(dtype, bias):
+    kind = DTYPES[dtype]
+    weights = encode_experts(random_experts(16, 2, 24, 64, seed=26), dtype)
+    # Whole numbers, whose sums are exact in any order: rounding alone tells the two layers apart.
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randint(-9, 10, (200, 64), generator=generator).to(kind)
+    router = RouterWeights(
+        weight=torch.randint(-7, 8, (16, 64), generator=generator) / 16,
+        bias=torch.randint(-50, 50, (16,), generator=generator) / 64 if bias else None,
+    )
+    exact = x.double() @ router.weight.double().T + (0 if router.bias is None else router.bias.double())
+    rounded = exact.to(kind)
+    outputs = []
+    for asked, logits in ((False, exact.float()), (True, rounded)):
+        problem = problem_of(16, 64, 24, 2, weight_format=dtype, dtype=dtype)
+        rule = RoutingSpec(top_k=2, score="sigmoid", round_logits=asked)
+        layer = MoELayer(weights, plan(replace(problem, spec=replace(problem.spec, routing=rule))), router=router)
+        found = [layer(x), layer(x), layer(x[:1]), layer(x, router_logits=logits)]
+        assert torch.equal(found[0], found[3])
+        assert torch.equal(found[0], found[1])
+        assert torch.equal(layer._router(x, None, None, None, None).topk_ids, route(logits, rule).topk_ids)
+        # Logits from outside stay as they are.
+        assert torch.equal(layer(x, router_logits=exact.float()), outputs[0] if outputs else found[0])
+        outputs.append(found[0])
+    alike = [torch.equal(a, b) for a, b in zip(*outputs, strict=True)]
+    assert bool((exact == rounded).all()) == (dtype == "fp32" or (dtype == "fp16" and not bias))
+    assert all(alike) or dtype != "fp32"
+    assert not all(alike) or dtype != "bf16"
 
 
 def test_an_assignment_forgets_recorded_launches():

@@ -35,7 +35,7 @@ from collegium.checkpoint.opened import CheckpointLayer
 from collegium.checkpoint.reader import Checkpoint
 from collegium.parallel.meeting import timeout_seconds
 from collegium.testing.compare import random_experts
-from rank_cases import FOLDERS, built, compare_loaded, refusals
+from rank_cases import FOLDERS, built, compare_loaded, refusals, sequences_in_parts
 from ranks import error_of, run_ranks
 
 # A shared expert, biases with slices of 24 columns, and weights in blocks that slices must fill up.
@@ -55,6 +55,13 @@ def test_every_way_to_share_a_layer_gives_what_one_rank_does(
     assert run_ranks(compare_loaded, world, seconds=200) == [[]] * world
 
 
+def test_context_parallel_ranks_bring_parts_of_their_sequences(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FOLDERS, str(folders[1]))
+    assert run_ranks(sequences_in_parts, 4, seconds=200) == [[]] * 4
+
+
 def test_what_cannot_be_shared_is_one_error_on_every_rank(
     folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,6 +77,12 @@ def test_what_cannot_be_shared_is_one_error_on_every_rank(
         "other on one rank": "Ranks.of: ranks 0 and 1 differ: spare 0 and 1; every rank has to ask for the same",
         "no such dimension": "experts='model', slices=None were asked for, the mesh has dimensions ('experts',)",
         "a name without a mesh": "name dimensions of a mesh, and no mesh was given",
+        "no such context": "slices=None, context='prefill' were asked for, the mesh has dimensions ('experts',)",
+        "a context of experts": "experts='experts', slices=None, context='experts' were asked for",
+        "a context without a mesh": "{'context': 'experts'} name dimensions of a mesh, and no mesh was given",
+        "contexts that do not divide": "context=3 was asked for, 2 ranks split the experts; allowed is a",
+        "contexts of the same tokens": "same_tokens=True and context=2 were asked for; 2 context-parallel ranks hold",
+        "contexts on one rank": "Ranks.of: ranks 0 and 1 differ: context 1 and 2",
         "more ranks than experts": "1 experts were to be split over 2 ranks; a rank holds at least one",
         "map": "(missing [2, 3, 4], unknown [])",
         "too many replicas": "allowed are 0 to 4 replicas a rank",

@@ -32,7 +32,7 @@ from collegium import (
 )
 from collegium.ops import linear, operand, permute, quantize, route, weighted_sum
 from collegium.runtime import launch as launching, replay
-from collegium.runtime.memory import Workspaces, shared_workspaces
+from collegium.runtime.memory import Arena, Workspaces, shared_workspaces
 from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
 
 if TYPE_CHECKING:
@@ -130,12 +130,13 @@ def layer_of(
     shared: bool = False,
     on_input: bool = False,
     after_expert: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    **rule: Any,
 ) -> MoELayer:
     spec = MoESpec(
         hidden_size=H,
         intermediate_size=INNER,
         num_experts=E,
-        routing=RoutingSpec(top_k=K, weight_on_input=on_input),
+        routing=RoutingSpec(top_k=K, weight_on_input=on_input, **rule),
         weight_format=weights,
         shared=SharedSpec(intermediate_size=INNER) if shared else None,
     )
@@ -203,8 +204,9 @@ def test_repeated_passes_give_the_bits_of_computed_ones(
     assert len(repeated) == 2
 
 
-def test_a_pass_with_the_layers_own_router_is_repeated_whole(machine: Machine) -> None:
-    layer, plain = layer_of("mxfp4", None), layer_of("mxfp4", None)
+@pytest.mark.parametrize("rule", [{}, {"round_logits": True, "id_dtype": "int32"}], ids=str)
+def test_a_pass_with_the_layers_own_router_is_repeated_whole(rule: dict[str, Any], machine: Machine) -> None:
+    layer, plain = layer_of("mxfp4", None, **rule), layer_of("mxfp4", None, **rule)
     plain.workspaces = None
     kept: list[object] = []
     for call in range(4):
@@ -214,6 +216,33 @@ def test_a_pass_with_the_layers_own_router_is_repeated_whole(machine: Machine) -
         layer.workspaces._free[-1].block.fill_(255)
         assert torch.equal(layer(x, out=out), plain(x))
     assert [isinstance(found, tuple) for found in layer._replay._kinds.values()] == [True]
+    # Whose kernels wrote what: logits of the input's dtype or of float32, ids as asked.
+    spare = Arena(layer.workspaces._free[-1].block, layer._places)
+    chosen = layer._router(*given(2, 9)[:1], None, None, None, None, memory=spare)
+    assert chosen.topk_ids.dtype == getattr(torch, rule.get("id_dtype", "int64"))
+    dtypes = {name: dtype for name, _, dtype in spare._found}
+    assert dtypes["router/out"] == (torch.bfloat16 if rule else torch.float32)
+
+
+def test_experts_that_took_the_place_of_others_are_recorded_anew(machine: Machine) -> None:
+    layer = layer_of("mxfp4", None)
+    for seed, weights in ((1, "mxfp4"), (4, "mxfp4"), (5, "bf16")):
+        plain, made = layer_of(weights, None), encode_experts(random_experts(E, 2, INNER, H, seed=seed), weights)
+        plain.swap(made)
+        plain.workspaces = None
+        if seed > 1:
+            recorded = layer._replay
+            assert [isinstance(found, tuple) for found in recorded._kinds.values()] == [True]
+            layer.swap(made)
+            assert layer._replay is not recorded
+            layer.workspaces = Workspaces(CPU)
+            layer.workspaces.reserve(layer.plan.workspace_bytes)
+        kept: list[object] = []
+        for call in range(4):
+            x, _, _, out = given(2, call)
+            machine.see(x, out)
+            kept += [x, out]
+            assert torch.equal(layer(x, out=out), plain(x))
 
 
 def test_a_layer_with_workspaces_can_be_copied_and_pickled(machine: Machine) -> None:

@@ -277,6 +277,62 @@ def test_route_reads_any_floating_dtype(dtype):
     assert torch.equal(found.topk_weights, want.topk_weights)
 
 
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("checked", [False, True])
+def test_route_writes_ids_of_the_dtype_that_is_asked_for(name, checked):
+    logits, bias = logits_for(), bias_for(SPECS[name])
+    wide = route(logits, SPECS[name], bias=bias, checked=checked)
+    found = route(logits, replace(SPECS[name], id_dtype="int32"), bias=bias, checked=checked)
+    assert (wide.topk_ids.dtype, found.topk_ids.dtype) == (torch.int64, torch.int32)
+    assert torch.equal(found.topk_ids.long(), wide.topk_ids)
+    assert torch.equal(found.topk_weights, wide.topk_weights)
+    assert route(logits.fill_(torch.nan), replace(SPECS[name], id_dtype="int32"), bias=bias).topk_ids.unique() == -2
+
+
+def test_ids_that_cannot_say_not_here_are_refused():
+    with pytest.raises(
+        SpecError, match=r"id_dtype: found 'uint32', allowed: int64, int32 \(an unsigned id cannot be -1"
+    ):
+        RoutingSpec(top_k=1, id_dtype="uint32")
+
+
+# The others have no name: softmax with groups or a bias, sigmoid with groups and no bias, groups by their maximum.
+METHODS = {
+    "olmoe": "default",
+    "mixtral": "renormalize_naive",
+    "gpt_oss": "renormalize",
+    "deepseek_v3": "deepseek_v3",
+    "deepseek_v4": "deepseek_v4",
+    "llama4": "llama4",
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_rule_has_the_name_that_engines_give_it(name):
+    assert SPECS[name].method == METHODS.get(name, "unspecified")
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"groups": 1, "kept_groups": 1}, "deepseek_v3"),
+        ({"scale": 1.0, "top_k": 8, "renormalise_eps": 0.0}, "deepseek_v3"),
+        ({"correction_bias": False, "groups": 1, "kept_groups": 1}, "sigmoid_renorm"),
+        ({"correction_bias": False, "groups": 1, "kept_groups": 1, "renormalise": False}, "sigmoid"),
+        ({"renormalise": False}, "unspecified"),
+        ({"score": "softmax"}, "unspecified"),
+        ({"weight_on_input": True}, "unspecified"),
+        ({"hash_routing": True}, "unspecified"),
+        ({"expert_scale": True}, "unspecified"),
+        ({"renormalise_floor": 1e-3}, "unspecified"),
+    ],
+)
+def test_what_a_name_does_not_say_is_unspecified(change, name):
+    assert replace(V3, **change).method == name
+    assert replace(SPECS["llama4"], top_k=2).method == "unspecified"
+    assert RoutingSpec(top_k=2, score="sparsemixer", renormalise=False).method == "unspecified"
+
+
 def test_route_no_tokens():
     for spec in SPECS.values():
         found = route(torch.empty(0, 20), spec, bias=bias_for(spec), checked=True)

@@ -249,6 +249,11 @@ def test_router(name: str) -> None:
     for given in tried:
         wanted = route(logits, spec, bias=given)
         assert same_routing(route_on_device(logits, spec, bias=given, memory=Poisoned()), wanted)
+        narrow = replace(spec, id_dtype="int32")
+        short, found = route(logits, narrow, bias=given), route_on_device(logits, narrow, bias=given, memory=Poisoned())
+        assert short.topk_ids.dtype == torch.int32
+        assert torch.equal(short.topk_ids.long(), wanted.topk_ids)
+        assert same_routing(found, short)
         lost = wanted.topk_weights.isnan().any(dim=1)
         assert lost.all() if given is not None and given.isnan().any() else 1 <= int(lost.sum()) < 8
         assert lost[3]

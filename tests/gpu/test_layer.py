@@ -8,6 +8,7 @@ import torch
 from collegium import (
     ActivationSpec,
     Choice,
+    InputError,
     Limits,
     MoELayer,
     MoESpec,
@@ -131,3 +132,85 @@ def test_planned_kernel_is_right_and_replays_in_a_graph(weight_format):
         graph.replay()
         assert torch.equal(out, fast(held))
         assert relative_error(out, layers["reference"](held)) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("weight_format", "dtype", "activations", "bound"),
+    [
+        ("bf16", "bf16", None, 0.01),
+        ("fp16", "fp16", None, 0.002),
+        ("mxfp4", "bf16", None, 0.01),
+        ("fp8_block", "bf16", "fp8_group128", 0.07),
+        ("mxfp4", "bf16", "fp8_token", 0.07),
+    ],
+)
+def test_gpu_rows_packed_by_expert_wait_for_nothing_and_replay_with_other_counts(
+    weight_format, dtype, activations, bound
+):
+    experts, room, hidden, wide = 6, 40, 192, 90
+    weights = encode_experts(random_experts(experts, 2, wide, hidden, seed=1), weight_format)
+    spec = MoESpec(
+        hidden_size=hidden,
+        intermediate_size=wide,
+        num_experts=experts,
+        routing=RoutingSpec(top_k=2),
+        weight_format=weight_format,
+    )
+    problem = Problem(spec=spec, device=probe("cuda"), limits=Limits(max_tokens=16), dtype=dtype)
+    layer = MoELayer(to(weights, "cuda"), plan(problem, Choice(activation_format=activations)))
+    x = heavy_tailed(experts * room, hidden, seed=2).view(experts, room, hidden).to("cuda", layer.input_dtype)
+    given, counts = x.clone(), torch.zeros(experts, dtype=torch.int32, device="cuda")
+    out = torch.empty_like(x)
+    layer.run_batched(given, counts, out=out)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer.run_batched(given, counts, out=out)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layer.run_batched(given, counts, out=out)
+    for rows in ((0, 7, 40, 3, 0, 1), (40,) * 6, (0,) * 6, (1, 0, 0, 0, 0, 33)):
+        held = torch.arange(room, device="cuda") < torch.tensor(rows, device="cuda")[:, None]
+        given.copy_(x.masked_fill(~held[..., None], torch.nan))
+        counts.copy_(torch.tensor(rows))
+        out.fill_(7)
+        graph.replay()
+        ids = torch.where(held.cpu(), torch.arange(experts)[:, None], -1).view(-1, 1)
+        ones, flat = torch.ones(len(ids), 1), x.cpu().view(-1, hidden)
+        truth = moe_truth(flat, weights.gate_up.decode(), weights.down.decode(), ids, ones, ActivationSpec())
+        assert bool((out[~held] == 7).all())
+        if any(rows):
+            assert relative_error(out[held].cpu(), truth.view_as(x.cpu())[held.cpu()]) < bound
+        assert torch.equal(layer.run_batched(given, counts)[held], out[held])
+
+
+def test_gpu_experts_are_swapped_until_a_graph_has_captured_them():
+    def made(weight_format, seed):
+        return to(encode_experts(random_experts(16, 2, 96, 128, seed=seed), weight_format), "cuda")
+
+    def layer_of(weights):
+        spec = MoESpec(
+            hidden_size=128,
+            intermediate_size=96,
+            num_experts=16,
+            routing=RoutingSpec(top_k=4),
+            weight_format=weights.down.name,
+        )
+        problem = Problem(spec=spec, device=probe("cuda"), limits=Limits(max_tokens=64))
+        return MoELayer(weights, plan(problem), router=RouterWeights(weight=heavy_tailed(16, 128, seed=6).cuda()))
+
+    layer = layer_of(made("bf16", 5))
+    for seed, weight_format in enumerate(("mxfp4", "bf16", "fp8_block"), start=7):
+        layer.swap(made(weight_format, seed))
+        fresh = layer_of(made(weight_format, seed))
+        for tokens in (1, 33, 1, 33, 1, 33):
+            x = heavy_tailed(tokens, 128, seed=tokens).bfloat16().cuda()
+            assert torch.equal(layer(x), fresh(x))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer(x)
+    with pytest.raises(InputError, match="captured by a CUDA graph"):
+        layer.swap(made("bf16", 5))
+    graph.replay()
+    assert torch.equal(y, fresh(x))

@@ -18,7 +18,7 @@ from family_cases import CASES, build
 from ranks import error_of
 from whole_models import in_bf16
 
-__all__ = ["FOLDERS", "built", "compare_loaded", "refusals", "replayed"]
+__all__ = ["FOLDERS", "built", "compare_loaded", "refusals", "replayed", "sequences_in_parts"]
 
 FOLDERS = "COLLEGIUM_TEST_FOLDERS"  # where the ranks of a test find its checkpoints
 
@@ -92,6 +92,52 @@ def _ways(world: int) -> list[tuple[str, Ranks]]:
     return ways
 
 
+def sequences_in_parts(rank: int) -> list[str]:
+    """Return what is wrong where sequences are cut over context-parallel ranks, four in all, of two kinds of meshes.
+
+    Each data-parallel pair has a sequence of its own, of which each of the two has a part.
+    """
+    folder, device, faults = os.environ[FOLDERS].split(os.pathsep)[0], _device(rank), list[str]()
+    mesh = init_device_mesh(torch.device(device).type, (2, 2), mesh_dim_names=("data", "context"))
+    turned = init_device_mesh(torch.device(device).type, (2, 2), mesh_dim_names=("context", "data"))
+    alone = init_device_mesh(torch.device(device).type, (2, 2), mesh_dim_names=("copy", "context"))
+    cut = init_device_mesh(torch.device(device).type, (1, 2, 2), mesh_dim_names=("data", "context", "tensor"))
+    whole = load_layer(folder, 1, device=device)
+    for what, ranks, wanted in (
+        ("mesh", Ranks.of(mesh, experts="data", context="context"), (rank, 4, rank % 2, 2)),
+        ("turned", Ranks.of(turned, experts="data", context="context"), (rank, 4, rank // 2, 2)),
+        ("context alone", Ranks.of(alone, context="context"), (rank % 2, 2, rank % 2, 2)),
+        (
+            "with slices",
+            Ranks.of(cut, experts="data", slices="tensor", context="context"),
+            (rank // 2, 2, rank // 2, 2),
+        ),
+        ("numbers", Ranks.of(context=2), (rank, 4, rank % 2, 2)),
+        ("all of one sequence", Ranks.of(context=4, order="round_robin"), (rank, 4, rank, 4)),
+        ("numbers and slices", Ranks.of(slices=2, context=2), (rank // 2, 2, rank // 2, 2)),
+        ("none", Ranks.of(), (rank, 4, 0, 1)),
+        ("mesh again", Ranks.of(mesh, experts="data", context="context"), (rank, 4, rank % 2, 2)),
+    ):
+        found = (ranks.rank, ranks.world_size, ranks.context_rank, ranks.contexts)
+        if found != wanted:
+            faults.append(f"{what}: {found} instead of {wanted}")
+        layer = load_layer(folder, 1, device=ranks)
+        _kept.append(layer)
+        for seed, tokens in ((1, 11), (2, 1), (3, 26)):
+            # Ranks of a slice group bring the same tokens.
+            x = _inputs(
+                whole, tokens, seed=10 * seed + (rank // 2 if ranks.slices == 1 and ranks.contexts == 2 else 0)
+            )[0]
+            part = torch.arange(tokens, device=device).tensor_split(ranks.contexts)[ranks.context_rank]
+            made, right = layer(x[part]), whole(x)[part]
+            alike = torch.equal(made, right)
+            if ranks.slices > 1:
+                alike = bool((made.float() - right.float()).norm() <= 0.01 * right.float().norm())
+            if not alike:
+                faults.append(f"{what}: {tokens} tokens in {ranks.contexts} parts are not those of one rank")
+    return faults
+
+
 _kept: list[Any] = []  # until the process ends, as a program keeps its model
 
 
@@ -129,6 +175,12 @@ def refusals(rank: int) -> dict[str, str]:
         "other on one rank": lambda: Ranks.of(spare=rank),
         "no such dimension": lambda: Ranks.of(mesh, experts="model"),
         "a name without a mesh": lambda: Ranks.of(experts="experts"),
+        "no such context": lambda: Ranks.of(mesh, context="prefill"),
+        "a context of experts": lambda: Ranks.of(mesh, experts="experts", context="experts"),
+        "a context without a mesh": lambda: Ranks.of(context="experts"),
+        "contexts that do not divide": lambda: Ranks.of(context=world + 1),
+        "contexts of the same tokens": lambda: Ranks.of(context=world, same_tokens=True),
+        "contexts on one rank": lambda: Ranks.of(context=1 + rank),
         "more ranks than experts": lambda: Ranks.of().placement(world - 1),
         "map": lambda: Ranks.of(order=((0, 1), (1,)) + ((2,),) * (world - 2)).placement(5),
         "too many replicas": lambda: load_layer(folder, 1, device=Ranks.of(replicas=9)),

@@ -203,19 +203,23 @@ def refuse_codes(batch: ContiguousBatch, kernel: str, format_name: str | None = 
 
 
 class ExpertKernel(Protocol):
-    """One row of ``KERNELS``. takes_codes: batches of E4M3 codes with scales too, where the activations are such."""
+    """One row of ``KERNELS``.
+
+    capturable: by a CUDA graph; not where sizes are read on the host. takes_codes: batches of E4M3 codes with scales
+    too, where the activations are such.
+    """
 
     name: str
-    capturable: bool
-    takes_codes: bool
+    capturable: bool = False
+    takes_codes: bool = False
 
     def refuse(self, problem: ExpertsProblem) -> str | None:
         """Return why this kernel cannot run ``problem``, with numbers, or None when it can."""
-        ...
+        return None
 
     def tiling(self, problem: ExpertsProblem) -> Tiling:
         """Return how batches of ``problem`` will be cut, as far as that follows from the problem alone."""
-        ...
+        return NO_TILES
 
     def regions(self, problem: ExpertsProblem) -> Regions:
         """Return the temporary memory that ``run`` and ``run_unsorted`` take at most, by name."""

@@ -20,7 +20,7 @@ import torch
 
 from ..ops.activation import activate
 from ..ops.quantize import QuantizedRows, activation_format
-from .base import Packed, Tiling, refuse_codes, with_each
+from .base import ExpertKernel, Packed, refuse_codes, with_each
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,20 +65,11 @@ class ReferenceExperts(Packed):
         return replace(self, weights=with_each(own, change, "gate_up_bias", "down_bias"))
 
 
-class Reference:
+class Reference(ExpertKernel):
     """Judge of all other kernels; reads the expert offsets on the host, so it cannot be captured in a CUDA graph."""
 
     name = "reference"
-    capturable = False
     takes_codes = True
-
-    def refuse(self, problem: ExpertsProblem) -> str | None:
-        """Refuse nothing."""
-        return None
-
-    def tiling(self, problem: ExpertsProblem) -> Tiling:
-        """Return no tiles: one expert after the other."""
-        return Tiling()
 
     def regions(self, problem: ExpertsProblem) -> Regions:
         """Decoded weights of one expert, and the rows of the largest batch all routed to one expert."""

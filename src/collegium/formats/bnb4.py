@@ -6,7 +6,7 @@ Source: bitsandbytes ``functional.py`` and ``backends/default/ops.py``.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import gcd
 from typing import TYPE_CHECKING, ClassVar, Self, cast
 
@@ -14,7 +14,7 @@ import torch
 
 from ..errors import CheckpointError, InputError, MissingTensorError, TensorMismatchError
 from .codecs import decode_rows, pack_nibbles, scale_groups_, unpack_nibbles
-from .intake import any_per_matrix, check_cut, find_storage, take
+from .intake import any_per_matrix, find_storage, take
 from .payload import Part, Payload, Storage
 
 if TYPE_CHECKING:
@@ -130,16 +130,8 @@ class Bnb4(Payload):
         leading = len(self.shape) - 2
         return any_per_matrix(~torch.isfinite(self.scales), leading) | ~torch.isfinite(self.table).all(-1)
 
-    def columns(self, start: int, stop: int) -> Self:
-        """Return input columns ``start:stop``; both on group boundaries or at the end."""
-        size = max(self.group_size, 2)
-        check_cut(f"{self.name}: input columns", start, stop, self.shape[-1], size)
-        return replace(
-            self,
-            shape=(*self.shape[:-1], stop - start),
-            codes=self.codes[..., start // 2 : -(-stop // 2)],
-            scales=self.scales[..., start // self.group_size : -(-stop // self.group_size)],
-        )
+    def _runs(self) -> tuple[int, Mapping[str, tuple[int, int]]]:
+        return max(self.group_size, 2), {"codes": (2, 1), "scales": (self.group_size, 1)}
 
 
 def _state(raw: Tensor, storage: str, shape: tuple[int, ...]) -> Mapping[str, object]:

@@ -24,7 +24,6 @@ __all__ = [
     "E4M3_MAX",
     "SMALLEST_SCALE",
     "as_float32",
-    "decode_e4m3",
     "decode_rows",
     "e2m1_codes",
     "e2m1_pairs",
@@ -203,17 +202,6 @@ def scale_groups_(values: Tensor, scales: Tensor, group: int) -> Tensor:
     if whole < scales.shape[-1]:
         values[:, whole * group :].mul_(scales[:, whole:])
     return values
-
-
-def decode_e4m3(codes: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return ``shape [..., N, K]``: float8_e4m3fn ``codes`` times one of float32 ``scales [R]`` for each row."""
-    table, scales = e4m3_values(codes.device), scales.unsqueeze(-1)
-    codes = codes.view(torch.uint8).reshape(-1, shape[-1])
-
-    def rows(start: int, stop: int) -> Tensor:
-        return look_up(table, codes[start:stop]).mul_(scales[start:stop])
-
-    return decode_rows(shape, dtype, codes.device, rows)
 
 
 def decode_rows(

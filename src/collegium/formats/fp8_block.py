@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, ClassVar, Self
 import torch
 
 from ..errors import InputError
-from .codecs import as_float32, decode_rows, e4m3_codes, e4m3_is_nan, e4m3_values, fp8_scales, look_up, scale_groups_
-from .intake import any_per_matrix, check_cut, find_storage, promote_scales, take
-from .payload import Part, Payload, Storage
+from .codecs import as_float32, e4m3_codes, e4m3_values, fp8_scales
+from .grouped import Scaled
+from .intake import check_cut, find_storage, promote_scales, take
+from .payload import Part, Storage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,14 +29,12 @@ def _storage(name: str, suffix: str) -> Storage:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fp8Block(Payload):
+class Fp8Block(Scaled):
     """FP8 blocks: ``codes [..., N, K]`` float8_e4m3fn, ``scales [..., ceil(N/b0), ceil(K/b1)]`` float32.
 
     block: (b0, b1), rows and columns of one block; the last block of either axis may be partial.
     """
 
-    codes: Tensor
-    scales: Tensor
     block: tuple[int, int] = _BLOCK
 
     name: ClassVar[str] = "fp8_block"
@@ -67,15 +66,9 @@ class Fp8Block(Payload):
 
     def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return ``[..., N, K]``: e4m3(code) * scale as one float32 product, rounded once to ``dtype``."""
-        table = e4m3_values(self.codes.device)
-        codes = self.codes.view(torch.uint8).reshape(-1, self.shape[-1])
         spread = self.scales.repeat_interleave(self.block[0], dim=-2)[..., : self.shape[-2], :]
         spread = spread.reshape(-1, spread.shape[-1])
-
-        def rows(start: int, stop: int) -> Tensor:
-            return scale_groups_(look_up(table, codes[start:stop]), spread[start:stop], self.block[1])
-
-        return decode_rows(self.shape, dtype, self.codes.device, rows)
+        return self._decode(dtype, e4m3_values(self.codes.device), lambda span: spread[span], self.block[1])
 
     @classmethod
     def from_parts(
@@ -99,31 +92,8 @@ class Fp8Block(Payload):
         scales = promote_scales(taken[scale.suffix])
         return cls(shape=tuple(shape), codes=taken[".weight"], scales=scales, block=(block[0], block[1]))
 
-    def faults(self) -> Tensor:
-        """Return a bool tensor over the leading dimensions: True for a forbidden scale or a NaN code.
-
-        Forbidden are NaN, infinite and negative scales, and a zero scale over codes that are not all zero.
-        """
-        leading = len(self.shape) - 2
-        bad = any_per_matrix(~torch.isfinite(self.scales) | (self.scales < 0), leading)
-        bad |= any_per_matrix(e4m3_is_nan(self.codes), leading)
-        zero = self.scales == 0
-        if bool(zero.any()):
-            rows = zero.repeat_interleave(self.block[0], dim=-2)[..., : self.shape[-2], :]
-            mask = rows.repeat_interleave(self.block[1], dim=-1)[..., : self.shape[-1]]
-            bad |= any_per_matrix(mask & ((self.codes.view(torch.uint8) & 0x7F) != 0), leading)
-        return bad
-
-    def columns(self, start: int, stop: int) -> Self:
-        """Return a view of input columns ``start:stop``; both on block boundaries or at the end."""
-        step = self.block[1]
-        check_cut(f"{self.name}: input columns", start, stop, self.shape[-1], step)
-        return replace(
-            self,
-            shape=(*self.shape[:-1], stop - start),
-            codes=self.codes[..., start:stop],
-            scales=self.scales[..., start // step : -(-stop // step)],
-        )
+    def _runs(self) -> tuple[int, Mapping[str, tuple[int, int]]]:
+        return self.block[1], {"codes": (1, 1), "scales": (self.block[1], 1)}
 
     def rows(self, start: int, stop: int) -> Self:
         """Return a view of output rows ``start:stop``; both on block boundaries or at the end."""

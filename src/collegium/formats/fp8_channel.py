@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 
-from .codecs import as_float32, decode_e4m3, e4m3_codes, e4m3_is_nan, fp8_scales
-from .intake import any_per_matrix, check_cut, find_storage, promote_scales, take
-from .payload import Part, Payload, Storage
+from .codecs import as_float32, e4m3_codes, e4m3_values, fp8_scales
+from .grouped import Scaled
+from .intake import find_storage, promote_scales, take
+from .payload import Part, Storage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,11 +27,8 @@ def _storage(name: str, inner: tuple[int, ...]) -> Storage:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fp8Channel(Payload):
+class Fp8Channel(Scaled):
     """FP8, one scale an output row: ``codes [..., N, K]`` float8_e4m3fn, ``scales [..., N]`` float32."""
-
-    codes: Tensor
-    scales: Tensor
 
     name: ClassVar[str] = "fp8_channel"
     tolerance: ClassVar[float] = 0.03
@@ -48,7 +46,8 @@ class Fp8Channel(Payload):
 
     def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return ``[..., N, K]``: e4m3(code) * scale as one float32 product, rounded once to ``dtype``."""
-        return decode_e4m3(self.codes, self.scales.reshape(-1), self.shape, dtype)
+        scales = self.scales.reshape(-1, 1)
+        return self._decode(dtype, e4m3_values(scales.device), lambda span: scales[span], self.shape[-1])
 
     @classmethod
     def from_parts(cls, parts: Mapping[str, Tensor], *, storage: str, shape: tuple[int, ...]) -> Self:
@@ -56,22 +55,3 @@ class Fp8Channel(Payload):
         taken = take(cls, find_storage(cls, storage), parts, shape)
         scales = promote_scales(taken[".weight_scale"]).reshape(shape[:-1])
         return cls(shape=tuple(shape), codes=taken[".weight"], scales=scales)
-
-    def faults(self) -> Tensor:
-        """Return a bool tensor over the leading dimensions: True for a forbidden scale or a NaN code.
-
-        Forbidden are NaN, infinite and negative scales, and a zero scale over codes that are not all zero.
-        """
-        leading = len(self.shape) - 2
-        bad = any_per_matrix(~torch.isfinite(self.scales) | (self.scales < 0), leading)
-        bad |= any_per_matrix(e4m3_is_nan(self.codes), leading)
-        zero = self.scales == 0
-        if bool(zero.any()):
-            used = ((self.codes.view(torch.uint8) & 0x7F) != 0).any(-1)
-            bad |= any_per_matrix(zero & used, leading)
-        return bad
-
-    def columns(self, start: int, stop: int) -> Self:
-        """Return a view of input columns ``start:stop``, any columns."""
-        check_cut(f"{self.name}: input columns", start, stop, self.shape[-1], 1)
-        return replace(self, shape=(*self.shape[:-1], stop - start), codes=self.codes[..., start:stop])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 
-from .codecs import as_float32, decode_e4m3, e4m3_codes, e4m3_is_nan, fp8_scales
-from .intake import any_per_matrix, check_cut, find_storage, promote_scales, take
+from .codecs import as_float32, e4m3_codes, fp8_scales
+from .fp8_channel import Fp8Channel
+from .intake import find_storage, promote_scales, take
 from .payload import Part, Payload, Storage
 
 if TYPE_CHECKING:
@@ -59,8 +60,7 @@ class Fp8Tensor(Payload):
 
     def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return ``[..., N, K]``: e4m3(code) * scale as one float32 product, rounded once to ``dtype``."""
-        by_row = self.scale.reshape(-1).repeat_interleave(self.shape[-2])
-        return decode_e4m3(self.codes, by_row, self.shape, dtype)
+        return self._by_row().decode(dtype)
 
     @classmethod
     def from_parts(cls, parts: Mapping[str, Tensor], *, storage: str, shape: tuple[int, ...]) -> Self:
@@ -75,14 +75,8 @@ class Fp8Tensor(Payload):
 
         Forbidden are a NaN, infinite or negative scale, and a zero scale over codes that are not all zero.
         """
-        leading = len(self.shape) - 2
-        bad = ~torch.isfinite(self.scale) | (self.scale < 0) | any_per_matrix(e4m3_is_nan(self.codes), leading)
-        zero = self.scale == 0
-        if bool(zero.any()):
-            bad |= zero & any_per_matrix((self.codes.view(torch.uint8) & 0x7F) != 0, leading)
-        return bad
+        return self._by_row().faults()
 
-    def columns(self, start: int, stop: int) -> Self:
-        """Return a view of input columns ``start:stop``, any columns."""
-        check_cut(f"{self.name}: input columns", start, stop, self.shape[-1], 1)
-        return replace(self, shape=(*self.shape[:-1], stop - start), codes=self.codes[..., start:stop])
+    def _by_row(self) -> Fp8Channel:
+        """Return the same numbers with the scale of its matrix for each row."""
+        return Fp8Channel(shape=self.shape, codes=self.codes, scales=self.scale.unsqueeze(-1).expand(self.shape[:-1]))

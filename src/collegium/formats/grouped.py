@@ -1,47 +1,75 @@
-"""What the formats with one scale per row and group of columns share: checks, cuts and the decode loop."""
+"""What the formats of codes and scales share: checks, cuts and the decode loop."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from .codecs import decode_rows, look_up, scale_groups_
-from .intake import check_cut, pad_last
+from .codecs import decode_rows, e4m3_is_nan, look_up, scale_groups_
+from .intake import any_per_matrix, pad_last
 from .payload import Payload
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
-__all__ = ["Grouped"]
+__all__ = ["Grouped", "Scaled"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Grouped(Payload):
+class Scaled(Payload):
+    """codes, and the scales that multiply them."""
+
+    codes: Tensor
+    scales: Tensor
+
+    def faults(self) -> Tensor:
+        """Return a bool tensor over the leading dimensions: True for a forbidden scale or a NaN code.
+
+        Forbidden are NaN, infinite and negative scales, and a zero scale over codes that do not all mean zero.
+        """
+        leading = len(self.shape) - 2
+        bad = any_per_matrix(~torch.isfinite(self.scales) | (self.scales < 0), leading)
+        if self.codes.dtype == torch.float8_e4m3fn:
+            bad |= any_per_matrix(e4m3_is_nan(self.codes), leading)
+        zero = self.scales == 0
+        if bool(zero.any()):
+            # scale 1 where it is zero and 0 elsewhere leaves exactly the codes that must mean zero
+            bad |= any_per_matrix(replace(self, scales=zero.float()).decode() != 0, leading)
+        return bad
+
+    def _scales(self) -> Tensor:
+        """Return the stored scales ``[R, G]`` of rows counted over all leading dimensions."""
+        return self.scales.reshape(-1, self.scales.shape[-1])
+
+    def _decode(self, dtype: torch.dtype, table: Tensor, scales_of: Callable[[slice], Tensor], group: int) -> Tensor:
+        """Decode the codes by a float32 table or one of float32 pairs, times the scales of ``group`` columns each.
+
+        scales_of: float32 ``[r, G]`` of a span of rows, counted over all leading dimensions.
+        """
+        codes = self.codes.view(torch.uint8).reshape(-1, self.codes.shape[-1])
+
+        def rows(start: int, stop: int) -> Tensor:
+            values = look_up(table, codes[start:stop]).view(torch.float32)[:, : self.shape[-1]]
+            return scale_groups_(values, scales_of(slice(start, stop)), group)
+
+        return decode_rows(self.shape, dtype, codes.device, rows)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grouped(Scaled):
     """codes: ``[..., N, Kp / per_byte]``. scales: ``[..., N, ceil(K / group)]``. Kp: K up to a whole group.
 
     per_byte: codes in one stored byte, 2 for 4-bit codes (low nibble first) and 1 for 8-bit codes.
     """
 
-    codes: Tensor
-    scales: Tensor
     per_byte: ClassVar[int] = 2
 
-    def columns(self, start: int, stop: int) -> Self:
-        """Return a view of input columns ``start:stop``; both on group boundaries or at the end."""
-        group = self.group
-        check_cut(f"{self.name}: input columns", start, stop, self.shape[-1], group)
-        first, last = start // group, -(-stop // group)
-        width = group // self.per_byte
-        return replace(
-            self,
-            shape=(*self.shape[:-1], stop - start),
-            codes=self.codes[..., first * width : last * width],
-            scales=self.scales[..., first:last],
-        )
+    def _runs(self) -> tuple[int, Mapping[str, tuple[int, int]]]:
+        return self.group, {"codes": (self.group, self.group // self.per_byte), "scales": (self.group, 1)}
 
     @classmethod
     def _whole_groups(cls, codes: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -54,18 +82,3 @@ class Grouped(Payload):
             padded = padded.clone()
             padded[..., columns // 2] &= 0x0F
         return padded
-
-    def _decode(self, dtype: torch.dtype, table: Tensor, scales_of: Callable[[Tensor, slice], Tensor]) -> Tensor:
-        """Decode the codes by a float32 table or one of float32 pairs, times the scales.
-
-        scales_of: the stored scales ``[r, G]`` of a span of rows, counted over all leading dimensions, in float32.
-        """
-        codes, scales = (t.reshape(-1, t.shape[-1]) for t in (self.codes.view(torch.uint8), self.scales))
-
-        def rows(start: int, stop: int) -> Tensor:
-            values = look_up(table, codes[start:stop])
-            if self.per_byte == 2:
-                values = values.view(torch.float32)
-            return scale_groups_(values, scales_of(scales[start:stop], slice(start, stop)), self.group)
-
-        return decode_rows(self.shape, dtype, codes.device, rows)

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, ClassVar, Self
 import torch
 
 from ..errors import InputError, TensorMismatchError
-from .codecs import as_float32, decode_rows, in_groups, look_up, pack_nibbles, pair_table, scale_groups_
-from .intake import any_per_matrix, check_cut, pad_last
+from .codecs import as_float32, in_groups, pack_nibbles, pair_table
+from .grouped import Scaled
+from .intake import check_cut, pad_last
 from .integers import check_group_size, compressed, gptq, read_integers
-from .payload import Payload, Storage
+from .payload import Storage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,15 +25,13 @@ _ZERO_BYTE = 0x88
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Int4Group(Payload):
+class Int4Group(Scaled):
     """INT4: ``codes [..., N, Kp/2]`` uint8 (value + 8, low nibble first), ``scales [..., N, ceil(K/g)]``.
 
     scales: bfloat16, float16 or float32. group_size: g, columns that share a scale; K for one scale a row. Kp
     is K rounded up to whole groups and to 8, and the columns beyond K hold code 8, the zero.
     """
 
-    codes: Tensor
-    scales: Tensor
     group_size: int
 
     name: ClassVar[str] = "int4_group"
@@ -71,17 +70,9 @@ class Int4Group(Payload):
 
     def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return ``[..., N, K]``: (code - 8) * scale as one float32 product, rounded once to ``dtype``."""
-        device = self.codes.device
-        table = pair_table(tuple(float(code - 8) for code in range(16)), device)
-        codes = self.codes.reshape(-1, self.codes.shape[-1])
-        scales = self.scales.reshape(-1, self.scales.shape[-1])
-        columns = self.shape[-1]
-
-        def rows(start: int, stop: int) -> Tensor:
-            values = look_up(table, codes[start:stop]).view(torch.float32)[:, :columns]
-            return scale_groups_(values, scales[start:stop].float(), self.group_size)
-
-        return decode_rows(self.shape, dtype, device, rows)
+        table = pair_table(tuple(float(code - 8) for code in range(16)), self.codes.device)
+        scales = self._scales()
+        return self._decode(dtype, table, lambda span: scales[span].float(), self.group_size)
 
     @classmethod
     def from_parts(
@@ -111,20 +102,6 @@ class Int4Group(Payload):
             scales=found.scales,
             group_size=found.group_size,
         )
-
-    def faults(self) -> Tensor:
-        """Return a bool tensor over the leading dimensions: True for a forbidden scale.
-
-        Forbidden are NaN, infinite and negative scales, and a zero scale over codes that are not all 8.
-        """
-        leading = len(self.shape) - 2
-        bad = any_per_matrix(~torch.isfinite(self.scales) | (self.scales < 0), leading)
-        zero = self.scales == 0
-        if bool(zero.any()):
-            # With every scale 1 the decoded value is non-zero exactly where the code is not 8.
-            used = in_groups(replace(self, scales=torch.ones_like(self.scales)).decode(), self.group_size)
-            bad |= any_per_matrix(zero & (used != 0).any(-1), leading)
-        return bad
 
     def columns(self, start: int, stop: int) -> Self:
         """Return input columns ``start:stop``; both on group boundaries (of 8 if one scale a row)."""

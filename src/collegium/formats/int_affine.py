@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 
 from .codecs import decode_rows, unpack_nibbles
-from .intake import any_per_matrix, check_cut
+from .grouped import Scaled
 from .integers import GROUP, awq, compressed, gptq, read_integers
-from .payload import Payload, Storage
+from .payload import Storage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,14 +21,12 @@ __all__ = ["Int4Affine", "Int4Ordered", "Int8Affine", "Int8Ordered"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Affine(Payload):
+class _Affine(Scaled):
     """codes: uint8 ``[..., N, ceil(K * bits / 8)]``, low nibble first. scales, zeros: ``[..., N, G]``.
 
     scales: bfloat16, float16 or float32. zeros: uint8, the code of zero. group_size: columns of a group.
     """
 
-    codes: Tensor
-    scales: Tensor
     zeros: Tensor
     group_size: int
 
@@ -77,34 +75,10 @@ class _Affine(Payload):
             **order,
         )
 
-    def faults(self) -> Tensor:
-        """Return a bool tensor over the leading dimensions: True for a forbidden scale.
-
-        Forbidden are NaN, infinite and negative scales, and a zero scale over codes that are not the zero point.
-        """
-        leading = len(self.shape) - 2
-        bad = any_per_matrix(~torch.isfinite(self.scales) | (self.scales < 0), leading)
-        zero = self.scales == 0
-        if bool(zero.any()):
-            # scale 1 where it is zero and 0 elsewhere leaves exactly the codes that must be the zero point
-            bad |= any_per_matrix(replace(self, scales=zero.float()).decode() != 0, leading)
-        return bad
-
-    def columns(self, start: int, stop: int) -> Self:
-        """Return input columns ``start:stop``; both on group boundaries (of 8 if one group a row) or at the end."""
-        columns, size = self.shape[-1], self.group_size
-        check_cut(f"{self.name}: input columns", start, stop, columns, 8 if size >= columns else size)
-        return self._cut(start, stop, slice(start // size, -(-stop // size)))
-
-    def _cut(self, start: int, stop: int, groups: slice, **more: Tensor) -> Self:
-        return replace(
-            self,
-            shape=(*self.shape[:-1], stop - start),
-            codes=self.codes[..., start * self.bits // 8 : -(-stop * self.bits // 8)],
-            scales=self.scales[..., groups],
-            zeros=self.zeros[..., groups],
-            **more,
-        )
+    def _runs(self) -> tuple[int, Mapping[str, tuple[int, int]]]:
+        size = self.group_size
+        step = 8 if size >= self.shape[-1] else size
+        return step, {"codes": (8 // self.bits, 1), "scales": (size, 1), "zeros": (size, 1)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,10 +90,8 @@ class _Ordered(_Affine):
     def _groups(self) -> Tensor:
         return self.group_of.reshape(-1, self.shape[-1]).long()
 
-    def columns(self, start: int, stop: int) -> Self:
-        """Return input columns ``start:stop``, both on multiples of 8 or at the end, and all groups."""
-        check_cut(f"{self.name}: input columns", start, stop, self.shape[-1], 8)
-        return self._cut(start, stop, slice(None), group_of=self.group_of[..., start:stop])
+    def _runs(self) -> tuple[int, Mapping[str, tuple[int, int]]]:
+        return 8, {"codes": (8 // self.bits, 1), "group_of": (1, 1)}
 
 
 def _storages(bits: int, *, ordered: bool) -> tuple[Storage, ...]:

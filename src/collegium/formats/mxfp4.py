@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 __all__ = ["MxFp4"]
 
 _E2M1_EXPONENT = 2
-_SCALE_DTYPES = ("U8", "F8_E8M0")
+
+
+def _storage(name: str, weight: Part, scale: str) -> Storage:
+    return Storage(name=name, parts=(weight, Part(suffix=scale, dtypes=("U8", "F8_E8M0"), columns_per=32)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,27 +34,9 @@ class MxFp4(Grouped):
     group: ClassVar[int] = 32
     tolerance: ClassVar[float] = 0.13
     storages: ClassVar[tuple[Storage, ...]] = (
-        Storage(
-            name="gpt-oss",
-            parts=(
-                Part(suffix="_blocks", dtypes=("U8",), columns_per=32, inner=(16,)),
-                Part(suffix="_scales", dtypes=_SCALE_DTYPES, columns_per=32),
-            ),
-        ),
-        Storage(
-            name="deepseek-v4",
-            parts=(
-                Part(suffix=".weight", dtypes=("I8", "U8"), columns_per=2),
-                Part(suffix=".scale", dtypes=_SCALE_DTYPES, columns_per=32),
-            ),
-        ),
-        Storage(
-            name="compressed-tensors",
-            parts=(
-                Part(suffix=".weight_packed", dtypes=("U8",), columns_per=2),
-                Part(suffix=".weight_scale", dtypes=_SCALE_DTYPES, columns_per=32),
-            ),
-        ),
+        _storage("gpt-oss", Part(suffix="_blocks", dtypes=("U8",), columns_per=32, inner=(16,)), "_scales"),
+        _storage("deepseek-v4", Part(suffix=".weight", dtypes=("I8", "U8"), columns_per=2), ".scale"),
+        _storage("compressed-tensors", Part(suffix=".weight_packed", dtypes=("U8",), columns_per=2), ".weight_scale"),
         Storage(name="gguf", parts=(Part(suffix=".weight", dtypes=("MXFP4",), columns_per=32, inner=(17,)),)),
     )
 
@@ -68,8 +53,8 @@ class MxFp4(Grouped):
 
     def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return ``[..., N, K]``: e2m1(code) * 2^(scale - 127) in float32, rounded once to ``dtype``."""
-        powers = e8m0_values(self.codes.device)
-        return self._decode(dtype, e2m1_pairs(self.codes.device), lambda scales, _: look_up(powers, scales))
+        powers, scales = e8m0_values(self.codes.device), self._scales()
+        return self._decode(dtype, e2m1_pairs(powers.device), lambda span: look_up(powers, scales[span]), self.group)
 
     @classmethod
     def from_parts(cls, parts: Mapping[str, Tensor], *, storage: str, shape: tuple[int, ...]) -> Self:

@@ -24,9 +24,8 @@ _E4M3_EXPONENT = 8
 
 def _storage(name: str, suffix: str) -> Storage:
     weight = Part(suffix=".weight", dtypes=("F8_E4M3",))
-    return Storage(
-        name=name, parts=(weight, Part(suffix=suffix, dtypes=("U8", "F8_E8M0"), columns_per=32, repeats=True))
-    )
+    scale = Part(suffix=suffix, dtypes=("U8", "F8_E8M0"), columns_per=32, repeats=True)
+    return Storage(name=name, parts=(weight, scale))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,30 +55,21 @@ class MxFp8(Grouped):
 
     def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return ``[..., N, K]``: e4m3(code) * 2^(scale - 127) in float32, rounded once to ``dtype``."""
-        powers = e8m0_values(self.codes.device)
-        return self._decode(dtype, e4m3_values(self.codes.device), lambda scales, _: look_up(powers, scales))
+        powers, scales = e8m0_values(self.codes.device), self._scales()
+        return self._decode(dtype, e4m3_values(powers.device), lambda span: look_up(powers, scales[span]), self.group)
 
     @classmethod
     def from_parts(cls, parts: Mapping[str, Tensor], *, storage: str, shape: tuple[int, ...]) -> Self:
         """Take codes and scale bytes as stored; a scale row for several rows (ModelOpt) is repeated."""
         layout = find_storage(cls, storage)
-        scale = layout.parts[1].suffix
-        taken = take(cls, layout, _one_scale_row_each(parts, scale, shape), shape)
+        taken = take(cls, layout, parts, shape)
         codes = cls._whole_groups(taken[".weight"].view(torch.uint8), shape)
-        return cls(shape=tuple(shape), codes=codes.view(torch.float8_e4m3fn), scales=taken[scale].view(torch.uint8))
+        scales = taken[layout.parts[1].suffix].view(torch.uint8)
+        if scales.shape[-2] != shape[-2]:
+            scales = scales.repeat_interleave(shape[-2] // scales.shape[-2], dim=-2)
+        return cls(shape=tuple(shape), codes=codes.view(torch.float8_e4m3fn), scales=scales)
 
     def faults(self) -> Tensor:
         """Return a bool tensor over the leading dimensions: True for a scale byte 255 or a NaN code."""
         leading = len(self.shape) - 2
         return any_per_matrix(self.scales == 255, leading) | any_per_matrix(e4m3_is_nan(self.codes), leading)
-
-
-def _one_scale_row_each(parts: Mapping[str, Tensor], suffix: str, shape: tuple[int, ...]) -> Mapping[str, Tensor]:
-    scales = parts.get(suffix)
-    if scales is None or scales.dim() != len(shape):
-        return parts
-    stored, rows = scales.shape[-2], shape[-2]
-    if stored == rows or stored == 0 or rows % stored:
-        return parts
-    raw = scales.view(torch.uint8) if scales.element_size() == 1 else scales
-    return {**parts, suffix: raw.repeat_interleave(rows // stored, dim=-2)}

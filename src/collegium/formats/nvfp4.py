@@ -104,11 +104,12 @@ class NvFp4(Grouped):
         The step is rounded to float32, then the product; the result is rounded once to ``dtype``.
         """
         spread = self.global_scale.reshape(-1).repeat_interleave(self.shape[-2]).unsqueeze(-1)
+        stored, join = self._scales(), torch.Tensor.div_ if self.global_divides else torch.Tensor.mul_
 
-        def steps(scales: Tensor, span: slice) -> Tensor:
-            return scales.float().div_(spread[span]) if self.global_divides else scales.float().mul_(spread[span])
+        def steps(span: slice) -> Tensor:
+            return join(stored[span].float(), spread[span])
 
-        return self._decode(dtype, e2m1_pairs(self.codes.device), steps)
+        return self._decode(dtype, e2m1_pairs(self.codes.device), steps, self.group)
 
     @classmethod
     def from_parts(cls, parts: Mapping[str, Tensor], *, storage: str, shape: tuple[int, ...]) -> Self:

@@ -138,8 +138,18 @@ class Payload:
         raise NotImplementedError
 
     def columns(self, start: int, stop: int) -> Self:
-        """Return input columns ``start:stop``; both must lie on group boundaries or at the end."""
-        raise NotImplementedError
+        """Return a view of input columns ``start:stop``; both must lie on group boundaries or at the end."""
+        step, runs = self._runs()
+        check_cut(f"{self.name}: input columns", start, stop, self.shape[-1], step)
+        cut = {
+            name: getattr(self, name)[..., start // per * count : -(-stop // per) * count]
+            for name, (per, count) in runs.items()
+        }
+        return replace(self, shape=(*self.shape[:-1], stop - start), **cut)
+
+    def _runs(self) -> tuple[int, Mapping[str, tuple[int, int]]]:
+        """Return what divides the ends of a cut, and by tensor the columns that so many of its elements hold."""
+        return 1, {"codes": (1, 1)}
 
     def rows(self, start: int, stop: int) -> Self:
         """Return a view of output rows ``start:stop``; both must lie on row-block boundaries or at the end."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 
 from ..errors import InputError
 from .codecs import DECODE_DTYPES, as_float32
-from .intake import any_per_matrix, check_cut, find_storage, take
+from .intake import any_per_matrix, find_storage, take
 from .payload import Part, Payload, Storage
 
 if TYPE_CHECKING:
@@ -57,10 +57,8 @@ class _Plain(Payload):
         """Return a bool tensor over the leading dimensions: True where a value is NaN or infinite."""
         return any_per_matrix(~torch.isfinite(self.values), len(self.shape) - 2)
 
-    def columns(self, start: int, stop: int) -> Self:
-        """Return a view of input columns ``start:stop``, any columns."""
-        check_cut(f"{self.name}: input columns", start, stop, self.shape[-1], 1)
-        return replace(self, shape=(*self.shape[:-1], stop - start), values=self.values[..., start:stop])
+    def _runs(self) -> tuple[int, Mapping[str, tuple[int, int]]]:
+        return 1, {"values": (1, 1)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -78,7 +78,7 @@ def route_kernel(
     KEPT: tl.constexpr, TOP2: tl.constexpr, BIAS: tl.constexpr, HASH: tl.constexpr, RENORM: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write ids ``[T, K]`` int64 and weights ``[T, K]`` float32 of one token: -2 and NaN where scores or bias are NaN.
+    """Write ids ``[T, K]`` and weights ``[T, K]`` float32 of one token: -2 and NaN where scores or bias are NaN.
 
     BLOCK_G * BLOCK_S lanes hold the experts group by group. KEPT 0: no groups.
     """
@@ -140,5 +140,5 @@ def route_kernel(
         total = total + eps
         weight = tl.where(total == 0.0, 0.0, tl.div_rn(weight, tl.zeros([BLOCK_K], tl.float32) + total))
     written = slot < TOP_K
-    tl.store(ids + token * TOP_K + slot, found.to(tl.int64), mask=written)
+    tl.store(ids + token * TOP_K + slot, found.to(ids.dtype.element_ty), mask=written)
     tl.store(weights + token * TOP_K + slot, tl.where(found < -1, float("nan"), weight * scale), mask=written)

@@ -15,7 +15,7 @@ import torch
 from ..errors import InputError, RoutingError
 from ..runtime.launch import on_device
 from ..types import Routing
-from .route_device import route_on_device, route_regions
+from .route_device import ID_DTYPES, route_on_device, route_regions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,7 +57,8 @@ def route(
         sum.
     memory: where that kernel takes "topk_ids" and "topk_weights".
 
-    Returns ids in descending order of the (biased) score, ties to the lower id; a hash table keeps its order.
+    Returns ids of ``spec.id_dtype`` in descending order of the (biased) score, ties to the lower id; a hash table keeps
+    its order.
     Raises ``InputError`` for wrong shapes, dtypes or missing arguments in both modes, and, in checked mode,
     ``RoutingError`` for NaN logits, NaN bias, weights that are not finite, and token ids or table entries out of range
     or duplicated.
@@ -86,7 +87,8 @@ def route(
         choice = _choice(raw, scores, bias, checked=checked)
         judged, ids = scores if bias is None else choice, _select(choice, scores, spec)
     ids = ids.masked_fill(judged.isnan().any(dim=1, keepdim=True), _NO_EXPERT)
-    chosen = _scaled(Routing(topk_ids=ids, topk_weights=_weights(raw, scores, ids, spec)), expert_scale)
+    weights = _weights(raw, scores, ids, spec)
+    chosen = _scaled(Routing(topk_ids=ids.to(ID_DTYPES[spec.id_dtype]), topk_weights=weights), expert_scale)
     if checked:
         _refuse_bad_rows(~chosen.topk_weights.isfinite().all(dim=1))
     return chosen
@@ -189,17 +191,13 @@ def _choice(logits: Tensor, scores: Tensor, bias: Tensor | None, *, checked: boo
 
 
 def _check_ranking(logits: Tensor, spec: RoutingSpec, bias: Tensor | None, hash_table: Tensor | None) -> None:
-    if hash_table is not None:
-        raise InputError(
-            f"route: found a hash_table {_describe(hash_table)}, but spec.hash_routing is False; "
-            "pass hash_table=None or a RoutingSpec with hash_routing=True"
-        )
-    if not spec.correction_bias:
-        if bias is not None:
+    for name, given, option in (("hash_table", hash_table, "hash_routing"), ("bias", bias, "correction_bias")):
+        if given is not None and not getattr(spec, option):
             raise InputError(
-                f"route: found a bias {_describe(bias)}, but spec.correction_bias is False; "
-                "pass bias=None or a RoutingSpec with correction_bias=True"
+                f"route: found a {name} {_describe(given)}, but spec.{option} is False; pass {name}=None or a "
+                f"RoutingSpec with {option}=True"
             )
+    if not spec.correction_bias:
         return
     experts = logits.shape[1]
     if bias is None or tuple(bias.shape) != (experts,) or not bias.is_floating_point():

@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from ..types import RoutingSpec
     from .buffers import Buffers
 
-__all__ = ["route_on_device", "route_regions"]
+__all__ = ["ID_DTYPES", "route_on_device", "route_regions"]
+
+ID_DTYPES = {"int64": torch.int64, "int32": torch.int32}
 
 
 def route_regions(tokens: int, top_k: int) -> Regions:
     """Return the most bytes ``route`` takes for any count of tokens up to ``tokens``."""
-    return sizes(_buffers(tokens, top_k))
+    return sizes(_buffers(tokens, top_k, torch.int64))
 
 
 def route_on_device(
@@ -42,7 +44,7 @@ def route_on_device(
     from ..kernels.route import route_kernel
 
     tokens, experts = logits.shape
-    made = Routing(**taken(memory, _buffers(tokens, spec.top_k), logits.device))
+    made = Routing(**taken(memory, _buffers(tokens, spec.top_k, ID_DTYPES[spec.id_dtype]), logits.device))
     if tokens == 0:
         return made
     logits = usual_rows(logits)
@@ -86,6 +88,6 @@ def route_on_device(
     return made
 
 
-def _buffers(tokens: int, top_k: int) -> Buffers:
+def _buffers(tokens: int, top_k: int, ids: torch.dtype) -> Buffers:
     shape = (tokens, top_k)
-    return {"topk_ids": (shape, torch.int64), "topk_weights": (shape, torch.float32)}
+    return {"topk_ids": (shape, ids), "topk_weights": (shape, torch.float32)}

@@ -28,6 +28,8 @@ Order = Literal["linear", "round_robin"] | tuple[tuple[int, ...], ...]
 
 # Groups made for ranks x slices, by the default group and the numbers: a second model takes the same ones.
 _made: dict[tuple[weakref.ref[distributed.ProcessGroup], int, int], tuple[str, str]] = {}
+# The same for dimensions of a mesh that split the experts together, by the default group and the members.
+_joint: dict[tuple[weakref.ref[distributed.ProcessGroup], tuple[int, ...]], str] = {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +38,8 @@ class Ranks:
 
     rank, world_size: of those that split the experts; group: the name of their process group, empty for torch's default
     one. slice_rank, slices, slice_group: of those that each hold a slice of the same experts' width.
+    context_rank, contexts: of those that hold parts of the same sequences (context parallel, of prefill or of all
+    tokens). They split experts like ranks with sequences of their own: what they bring is their own tokens.
     order: which experts a rank holds: ``linear`` (consecutive ones), ``round_robin``, or the experts of every rank.
     same_tokens: every rank is called with the same tokens (attention is replicated), of which it serves a share;
     otherwise with its own (data parallel). The ranks of one slice group always bring the same tokens.
@@ -47,6 +51,8 @@ class Ranks:
     world_size: int = 1
     slice_rank: int = 0
     slices: int = 1
+    context_rank: int = 0
+    contexts: int = 1
     order: Order = "linear"
     same_tokens: bool = False
     replicas: int = 0
@@ -62,6 +68,7 @@ class Ranks:
         *,
         experts: str | int | None = None,
         slices: str | int | None = None,
+        context: str | int | None = None,
         order: Order = "linear",
         same_tokens: bool = False,
         replicas: int = 0,
@@ -71,19 +78,22 @@ class Ranks:
 
         mesh: experts and slices name the dimensions that split the experts and their width (None: that is not split;
         a mesh of one dimension splits the experts); ranks along other dimensions hold layers of their own. Without a
-        mesh they are how many ranks do so, of all ranks that torch.distributed has; what is left out is found. A
+        mesh they are how many ranks do so, of all ranks that torch.distributed has; what is left out is found.
+        context: the dimension whose ranks hold parts of the same sequences, which splits the experts together with
+        that of experts; without a mesh how many neighbours do so, of the ranks that split the experts. A
         rank's device is its current CUDA device, the CPU where torch.distributed or the mesh is of CPUs.
         Raises InputError on every rank where names or numbers do not fit or ranks ask for different things.
         """
         group_named("")  # refuses where torch.distributed is not there
         asked: dict[str, Any] = {"order": order, "same_tokens": same_tokens, "replicas": replicas, "spare": spare}
+        asked["context"] = context
         if mesh is None:
-            one, two = _numbers(experts, slices)
+            one, two = _numbers(experts, slices, context)
             meeting_of().agree(asked | {"experts": one, "slices": two}, "Ranks.of")
             group, slice_group = _groups(one, two)
             place = _device(None)
         else:
-            group, slice_group = _named(mesh, experts, slices)
+            group, slice_group = _named(mesh, experts, slices, context)
             asked |= {"mesh": mesh.mesh_dim_names, "experts": experts, "slices": slices}
             for each in (group, slice_group):
                 if each is not None:
@@ -92,11 +102,14 @@ class Ranks:
         _check_devices(place, (group, slice_group))
         rank, size = _place(group)
         slice_rank, cut = _place(slice_group)
+        context_rank, contexts = _contexts(mesh, context, (rank, size), same_tokens)
         return cls(
             rank=rank,
             world_size=size,
             slice_rank=slice_rank,
             slices=cut,
+            context_rank=context_rank,
+            contexts=contexts,
             order=order,
             same_tokens=same_tokens,
             replicas=replicas,
@@ -187,10 +200,10 @@ def _largest(num_experts: int, ranks: int) -> int:
     return next(n for n in range(num_experts, 0, -1) if ranks % n == 0)
 
 
-def _numbers(experts: str | int | None, slices: str | int | None) -> tuple[int, int]:
+def _numbers(experts: str | int | None, slices: str | int | None, context: str | int | None) -> tuple[int, int]:
     """Return ranks that split the experts and slices, of as many ranks as there are."""
     world = distributed.get_world_size()
-    given = {"experts": experts, "slices": slices}
+    given = {"experts": experts, "slices": slices, "context": context}
     named = {key: value for key, value in given.items() if value is not None and not isinstance(value, int)}
     if named:
         raise InputError(f"Ranks: {named} name dimensions of a mesh, and no mesh was given; give numbers of ranks")
@@ -202,6 +215,31 @@ def _numbers(experts: str | int | None, slices: str | int | None) -> tuple[int, 
             f"{held} x {cut} has to be {world}. Launch with as many ranks, or leave out one of the two numbers"
         )
     return held, cut
+
+
+def _contexts(
+    mesh: DeviceMesh | None, context: str | int | None, place: tuple[int, int], same_tokens: bool
+) -> tuple[int, int]:
+    """Return this rank's place among those that hold parts of the same sequences, and how many they are.
+
+    place: rank among those that split the experts, and how many they are.
+    """
+    rank, size = place
+    if mesh is not None and isinstance(context, str):
+        rank, count = mesh.get_local_rank(context), mesh.get_group(context).size()
+    else:
+        count = context if isinstance(context, int) else 1
+        if count < 1 or size % count:
+            raise InputError(
+                f"Ranks: context={context} was asked for, {size} ranks split the experts; allowed is a number that "
+                "divides them"
+            )
+    if same_tokens and count > 1:
+        raise InputError(
+            f"Ranks: same_tokens=True and context={context!r} were asked for; {count} context-parallel ranks hold "
+            "other tokens of the same sequences. Leave one of the two out"
+        )
+    return rank % count, count
 
 
 def _groups(experts: int, slices: int) -> tuple[str | None, str | None]:
@@ -224,21 +262,44 @@ def _groups(experts: int, slices: int) -> tuple[str | None, str | None]:
     return _made[key]
 
 
-def _named(mesh: DeviceMesh, experts: str | int | None, slices: str | int | None) -> tuple[str | None, str | None]:
-    """Return the names of this rank's groups along two dimensions of ``mesh``."""
+def _named(
+    mesh: DeviceMesh, experts: str | int | None, slices: str | int | None, context: str | int | None
+) -> tuple[str | None, str | None]:
+    """Return the names of this rank's groups along dimensions of ``mesh``, experts and context making one."""
     dims = tuple(mesh.mesh_dim_names or ())
-    if experts is None and slices is None and mesh.ndim == 1:
+    if experts is None and slices is None and context is None and mesh.ndim == 1:
         experts = dims[0] if dims else 0
-    wrong = [dim for dim in (experts, slices) if dim is not None and dim not in dims and not (dim == 0 and not dims)]
-    if wrong or (experts is None and slices is None) or experts == slices:
+    named = [dim for dim in (experts, slices, context) if dim is not None]
+    if not named or len(set(named)) < len(named) or not (set(named) <= set(dims) or (named == [0] and not dims)):
+        also = "" if context is None else f", context={context!r}"
         raise InputError(
-            f"Ranks: experts={experts!r}, slices={slices!r} were asked for, the mesh has dimensions {dims} of "
-            f"{tuple(mesh.shape)} ranks; name one of them, or two different ones"
+            f"Ranks: experts={experts!r}, slices={slices!r}{also} were asked for, the mesh has dimensions {dims} of "
+            f"{tuple(mesh.shape)} ranks; name one of them, or different ones"
         )
     if mesh.get_coordinate() is None:
         raise InputError(f"Ranks: rank {distributed.get_rank()} is not in the mesh {mesh}; leave it out of the call")
-    found: Any = [None if dim is None else mesh.get_group(dim).group_name for dim in (experts, slices)]
+    if experts is not None and context is not None:
+        return _group_over(mesh, (experts, context)), None if slices is None else mesh.get_group(slices).group_name
+    found: Any = [
+        None if dim is None else mesh.get_group(dim).group_name
+        for dim in (context if experts is None else experts, slices)
+    ]
     return found[0], found[1]
+
+
+def _group_over(mesh: DeviceMesh, dims: tuple[Any, ...]) -> str:
+    """Return the name of the group of this rank's neighbours along several dimensions of ``mesh``."""
+    here = zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True)
+    index = tuple(slice(None) if name in dims else own for name, own in here)
+    members: list[int] = mesh.mesh[index].flatten().tolist()
+    key = (weakref.ref(group_named("")), tuple(members))
+    if key not in _joint:
+        for old in [old for old in _joint if old[0] != key[0]]:
+            del _joint[old]
+        patience = timedelta(seconds=max(60.0, timeout_seconds()))
+        made: Any = distributed.new_group(members, timeout=patience, use_local_synchronization=True)
+        _joint[key] = made.group_name
+    return _joint[key]
 
 
 def _place(group: str | None) -> tuple[int, int]:

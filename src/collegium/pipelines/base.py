@@ -79,16 +79,16 @@ class PipelineKind(Protocol):
     does: str
 
     def refuse(self, asked: Asked) -> str | None:
-        """Return why it cannot run what was asked, with numbers, or None."""
-        ...
+        """Return why it cannot run what was asked, with numbers, or None; kernel and dispatcher were asked before."""
+        return None
 
     def most(self, tiling: Tiling, top_k: int) -> int | None:
         """Return the most tokens it serves, or None for any number."""
-        ...
+        return None
 
     def family(self, tiling: Tiling, rows: int) -> str:
         """Return the name of the tiles that ``rows`` rows run with here, for people; empty without tiles."""
-        ...
+        return tiling.family(rows)
 
     def regions(self, asked: Asked) -> Regions:
         """Return the memory of a pass at most, by name."""

@@ -12,6 +12,7 @@ import torch
 
 from ..ops.weighted_sum import weighted_sum, weighted_sum_regions
 from ..runtime.memory import part, under
+from .base import PipelineKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -55,7 +56,7 @@ class Direct:
         return self.parts.experts.tiling.variants(tokens * self.parts.top_k, unsorted=True)
 
 
-class DirectKind:
+class DirectKind(PipelineKind):
     """The row of the table: as many tokens as the kernel says are faster unsorted."""
 
     name = "direct"
@@ -77,10 +78,6 @@ class DirectKind:
     def most(self, tiling: Tiling, top_k: int) -> int | None:
         """Return what the kernel says."""
         return tiling.unsorted_tokens(top_k)
-
-    def family(self, tiling: Tiling, rows: int) -> str:
-        """Return the kernel's for so few rows."""
-        return tiling.family(rows)
 
     def regions(self, asked: Asked) -> Regions:
         """Return those of the experts' kernel, and of the sum where it is not written to the caller's tensor."""

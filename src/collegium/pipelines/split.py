@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ..parallel import Reaching
 from ..runtime.memory import part, under
 from ..runtime.ranges import step
+from .base import PipelineKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from ..experts import Tiling
     from ..runtime.memory import Memory, Regions
     from ..types import Routing
     from .base import Asked, Parts
@@ -80,23 +80,11 @@ class Split:
         return self.parts.experts.tiling.variants(rows, unsorted=False)
 
 
-class SplitKind:
-    """The row of the table: it refuses nothing."""
+class SplitKind(PipelineKind):
+    """The row of the table: it refuses nothing and serves any number of tokens."""
 
     name = "split"
     does = "sorted by expert"
-
-    def refuse(self, asked: Asked) -> str | None:
-        """Refuse nothing: kernel and dispatcher were asked before."""
-        return None
-
-    def most(self, tiling: Tiling, top_k: int) -> int | None:
-        """Return None: any number of tokens."""
-        return None
-
-    def family(self, tiling: Tiling, rows: int) -> str:
-        """Return the kernel's."""
-        return tiling.family(rows)
 
     def regions(self, asked: Asked) -> Regions:
         """Return those of the dispatcher and of the experts' kernel."""

@@ -7,54 +7,28 @@ handle of each. Its address names the layer, in one process and as long as the l
 
 from __future__ import annotations
 
-import weakref
-from typing import Protocol
+from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError
 
-__all__ = ["Computes", "announce", "moe_layer"]
+__all__ = ["announce", "moe_layer"]
 
 
-class Computes(Protocol):
-    """A layer whose forward pass writes to a given output."""
-
-    handle: Tensor
-
-    def compute(
-        self,
-        x: Tensor,
-        router_logits: Tensor | None,
-        topk_ids: Tensor | None,
-        topk_weights: Tensor | None,
-        token_ids: Tensor | None,
-        router_input: Tensor | None,
-        out: Tensor,
-    ) -> None:
-        """Write ``out [T, D]`` for ``x [T, D]``; the arguments are those of ``MoELayer.forward``."""
-        ...
+_layers: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by the address of the handle
 
 
-_layers: dict[int, weakref.ref[Computes]] = {}
+def announce(layer: Any) -> None:
+    """Let ``torch.ops.collegium.moe_layer`` find ``layer``, which has ``MoELayer.compute``, by its handle."""
+    _layers[layer.handle.data_ptr()] = layer
 
 
-def announce(layer: Computes) -> None:
-    """Let ``torch.ops.collegium.moe_layer`` find ``layer`` by its handle."""
-    address = layer.handle.data_ptr()
-
-    def forget(gone: weakref.ref[Computes]) -> None:
-        if _layers.get(address) is gone:
-            del _layers[address]
-
-    _layers[address] = weakref.ref(layer, forget)
-
-
-def _layer_of(handle: Tensor) -> Computes:
+def _layer_of(handle: Tensor) -> Any:
     address = handle.data_ptr()
-    reference = _layers.get(address)
-    found = None if reference is None else reference()
+    found = _layers.get(address)
     if found is None or found.handle.data_ptr() != address:
         raise InputError(
             "torch.ops.collegium.moe_layer: no layer of this process has this handle; a compiled graph cannot "

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-from .compiled import Computes, announce
+from .compiled import announce
 
 __all__ = ["PackedModule", "refuse_gradient"]
 
@@ -39,7 +39,7 @@ class PackedModule(nn.Module):
         # An inference tensor could not be an input of a compiled graph outside inference mode.
         with torch.inference_mode(False):
             self.register_buffer("handle", torch.zeros(1, dtype=torch.uint8, device=device), persistent=False)
-        announce(cast("Computes", self))
+        announce(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copied or unpickled module under an identity of its own."""

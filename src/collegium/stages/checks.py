@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from ..errors import InputError
 from ..formats.unquantised import FLOAT_FORMATS
 from ..types import Routing
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from ..formats.payload import Payload
     from ..problem import ExpertsProblem, Problem
     from ..types import ExpertWeights, LatentWeights, MoESpec, RouterWeights, SharedWeights
 
-__all__ = ["check_extras", "check_input", "check_rows", "check_weights", "check_whole"]
+__all__ = ["check_extras", "check_input", "check_rows", "check_weights", "check_whole", "output_for"]
 
 
 def check_weights(weights: ExpertWeights[Payload], problem: ExpertsProblem) -> None:
@@ -65,6 +66,15 @@ def check_input(x: Tensor, routing: object, problem: Problem, device: torch.devi
             f"forward: routing is a {type(routing).__name__}, allowed: "
             "collegium.Routing(topk_ids=..., topk_weights=...)"
         )
+
+
+def output_for(x: Tensor, out: Tensor | None) -> Tensor:
+    """Return ``out``, or fresh memory like x where it is None; raises InputError for one that is not like x."""
+    if out is None:
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+    if out.shape != x.shape or out.dtype != x.dtype or not out.is_contiguous():
+        raise InputError(f"forward: out is {tuple(out.shape)} {out.dtype}, needed: contiguous, like x")
+    return out
 
 
 def check_rows(name: str, found: Tensor, wanted: tuple[int, int]) -> None:

@@ -12,7 +12,7 @@ from torch.nn import functional
 from ..errors import InputError
 from ..ops.linear import linear
 from ..ops.route import given_routing, route, route_custom
-from ..runtime.memory import part
+from ..runtime.memory import part, take
 from .checks import check_rows
 
 if TYPE_CHECKING:
@@ -62,11 +62,13 @@ class Router:
                 "give one of the two, or build the layer with router=RouterWeights(...)"
             )
 
-    def _own_logits(self, seen: Tensor, memory: Memory | None) -> Tensor:
+    def _own_logits(self, seen: Tensor, dtype: torch.dtype, memory: Memory | None) -> Tensor:
         own, eps = cast("RouterWeights", self.weights), self.spec.routing.input_norm_eps
         if eps is not None:
             seen = functional.rms_norm(seen.float(), (seen.shape[-1],), eps=eps)
-        return linear(seen, own.weight, own.bias, memory=memory)
+        shape = (seen.shape[0], self.spec.num_experts)
+        out = take(memory, "out", shape, dtype, seen.device) if self.spec.routing.round_logits else None
+        return linear(seen, own.weight, own.bias, out=out, memory=memory)
 
     def __call__(
         self,
@@ -87,7 +89,8 @@ class Router:
             check_rows("topk_ids", topk_ids, (x.shape[0], topk_ids.shape[-1]))
             return given_routing(topk_ids, topk_weights, self.spec.num_experts, checked=self.checked)
         if logits is None:
-            logits = self._own_logits(x if router_input is None else router_input, part(memory, "router"))
+            seen = x if router_input is None else router_input
+            logits = self._own_logits(seen, x.dtype, part(memory, "router"))
         check_rows("router_logits", logits, (x.shape[0], self.spec.num_experts))
         if self.choose is not None:
             return route_custom(self.choose, x, logits, rule, checked=self.checked)

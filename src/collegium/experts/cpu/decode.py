@@ -11,7 +11,7 @@ multiplies the result by it in float32.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
@@ -304,40 +304,23 @@ def _int4(payload: Int4Group | Int4Affine) -> CodeMatrix:
     )
 
 
-def _mxfp8(payload: MxFp8) -> CodeMatrix:
-    experts = payload.shape[0]
-    fields, largest = relative_e8m0(flat(payload.scales, experts), _E4M3_FIELD)
-    return CodeMatrix(
-        codes=flat(payload.codes.view(torch.int8), experts),
-        scales=fields,
-        step="power",
-        row_scale=largest,
-        columns=payload.shape[-1],
-        group=32,
-    )
-
-
-def _fp8(payload: Fp8Tensor | Fp8Channel) -> CodeMatrix:
-    experts = payload.shape[0]
-    if isinstance(payload, Fp8Tensor):
-        row_scale = by_row(payload.scale, payload.shape)
-    else:
-        row_scale = payload.scales.reshape(experts, -1).float()
-    codes = flat(payload.codes.view(torch.int8), experts)
-    return CodeMatrix(codes=codes, row_scale=row_scale, columns=payload.shape[-1])
-
-
-def _fp8_block(payload: Fp8Block) -> CodeMatrix:
-    experts = payload.shape[0]
-    return CodeMatrix(
-        codes=flat(payload.codes.view(torch.int8), experts),
-        scales=flat(payload.scales, experts),
-        step="value",
-        columns=payload.shape[-1],
-        group=payload.block[1],
-        row_block=payload.block[0],
-        parts=payload.shape[1] if len(payload.shape) == 4 else 1,
-    )
+def _e4m3(payload: MxFp8 | Fp8Tensor | Fp8Channel | Fp8Block) -> CodeMatrix:
+    experts, more = payload.shape[0], dict[str, Any]()
+    match payload:
+        case MxFp8():
+            fields, largest = relative_e8m0(flat(payload.scales, experts), _E4M3_FIELD)
+            more.update(scales=fields, step="power", row_scale=largest, group=32)
+        case Fp8Tensor():
+            more["row_scale"] = by_row(payload.scale, payload.shape)
+        case Fp8Channel():
+            more["row_scale"] = payload.scales.reshape(experts, -1).float()
+        case Fp8Block():
+            parts = payload.shape[1] if len(payload.shape) == 4 else 1
+            row_block, group = payload.block
+            more.update(
+                scales=flat(payload.scales, experts), step="value", group=group, row_block=row_block, parts=parts
+            )
+    return CodeMatrix(codes=flat(payload.codes.view(torch.int8), experts), columns=payload.shape[-1], **more)
 
 
 CPU_FORMATS = (Bf16, Fp16, Fp32, Fp8Block, Fp8Tensor, Fp8Channel, MxFp8, MxFp4, NvFp4, Int4Group, Int4Affine)
@@ -359,12 +342,8 @@ def pack_matrix(payload: Payload, name: str) -> PlainMatrix | CodeMatrix:
             return _nvfp4(payload)
         case Int4Group() | Int4Affine():
             return _int4(payload)
-        case MxFp8():
-            return _mxfp8(payload)
-        case Fp8Tensor() | Fp8Channel():
-            return _fp8(payload)
-        case Fp8Block():
-            return _fp8_block(payload)
+        case MxFp8() | Fp8Tensor() | Fp8Channel() | Fp8Block():
+            return _e4m3(payload)
         case _:
             allowed = ", ".join(known.name for known in CPU_FORMATS)
             raise SpecError(f"{name}: format {payload.name!r} has no CPU layout, allowed: {allowed}")

@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from ...formats import Bnb4, Gguf, Int4Affine, Int4Group, Int4Ordered, Int8Affine, Int8Ordered, MxFp4, NvFp4
 from ...formats.codecs import E2M1_VALUES, pack_nibbles, relative_e8m0, unpack_nibbles
-from ..base import ExpertKernel, Packed, Tiling, refuse_codes, with_each
+from ..base import ExpertKernel, Packed, refuse_codes, with_each
 from .grouped import cut_experts, fast_activate
 from .stored import by_row, flat, refuse_faults
 
@@ -140,8 +140,6 @@ class CpuFused(ExpertKernel):
     """Codes of four to eight bits and bfloat16 activations on a CPU with AVX2, AVX-512 or AMX."""
 
     name = "cpu_fused"
-    capturable = False
-    takes_codes = False
 
     def refuse(self, problem: ExpertsProblem) -> str | None:
         """Refuse other devices, weights and activations, machines without AVX2, and a missing Numba."""
@@ -160,10 +158,6 @@ class CpuFused(ExpertKernel):
         if find_spec("numba") is None:
             return "found no Numba; install it with: pip install 'collegium[cpu]'"
         return None
-
-    def tiling(self, problem: ExpertsProblem) -> Tiling:
-        """Return no tiles of tokens: one expert after the other."""
-        return Tiling()
 
     def regions(self, problem: ExpertsProblem) -> Regions:
         """Return the decoded rows of each thread, and the rows of the largest batch all routed to one expert."""

@@ -22,7 +22,7 @@ import torch
 from torch.nn import functional
 
 from ...ops.activation import activate
-from ..base import Packed, Tiling, refuse_codes, with_each
+from ..base import ExpertKernel, Packed, refuse_codes, with_each
 from .decode import CPU_FORMATS, CodeMatrix, Scratch, pack_matrix
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class CpuExperts(Packed):
         return with_each(made, change, "gate_up_bias", "down_bias")
 
 
-class CpuGrouped:
+class CpuGrouped(ExpertKernel):
     """Any weight format on any CPU torch runs on; activations stay in the dtype of x.
 
     Run to run the bits are the same for the same thread count. They may depend on how many rows an expert
@@ -90,8 +90,6 @@ class CpuGrouped:
     """
 
     name = "cpu_grouped"
-    capturable = False
-    takes_codes = False
 
     def refuse(self, problem: ExpertsProblem) -> str | None:
         """Refuse other devices, quantised activations and unknown formats."""
@@ -106,10 +104,6 @@ class CpuGrouped:
         if problem.weight_format not in known:
             return f"asked for weight format {problem.weight_format!r}; it reads {', '.join(known)}"
         return None
-
-    def tiling(self, problem: ExpertsProblem) -> Tiling:
-        """Return no tiles of tokens: one expert after the other."""
-        return Tiling()
 
     def regions(self, problem: ExpertsProblem) -> Regions:
         """Tiles, plus the rows of the largest batch all routed to one expert."""

@@ -1,0 +1,74 @@
+"""Rows that are packed by expert already, with room for more, as low-latency dispatchers of serving engines bring them.
+
+Shape letters: E experts of this rank, M rows of room for each, H width.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..errors import InputError
+from ..formats.unquantised import DTYPES
+from ..ops.permute import Owners, permute
+from ..types import Back, ContiguousBatch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from ..experts import Packed
+    from ..problem import ExpertsProblem
+
+__all__ = ["check_batched", "run_batched"]
+
+
+def check_batched(x: Tensor, counts: Tensor, asked: ExpertsProblem, device: torch.device) -> None:
+    """Compare what ``run_batched`` is given with what the experts were packed for; raises InputError."""
+    wanted, dtype = (asked.experts, *x.shape[1:2], asked.hidden), DTYPES[asked.dtype]
+    if (tuple(x.shape), x.dtype, x.device) != (wanted, dtype, device):
+        raise InputError(
+            f"run_batched: x is {tuple(x.shape)} {x.dtype} on {x.device}, allowed: ({asked.experts}, M, "
+            f"{asked.hidden}) {dtype} on {device}, room for M rows of each expert of this rank"
+        )
+    if counts.shape != x.shape[:1] or counts.dtype not in (torch.int32, torch.int64) or counts.device != device:
+        raise InputError(
+            f"run_batched: counts is {tuple(counts.shape)} {counts.dtype} on {counts.device}, allowed: "
+            f"({asked.experts},) int32 or int64 on {device}"
+        )
+
+
+def run_batched(
+    experts: Packed,
+    x: Tensor,
+    counts: Tensor,
+    out: Tensor,
+    *,
+    expected: int | None = None,
+    after_expert: Callable[[Tensor], Tensor] | None = None,
+) -> None:
+    """Write the first ``counts[e]`` rows of ``out[e]``, expert e's output for those of ``x[e]``; both ``[E, M, H]``.
+
+    expected: how many rows to choose tiles for, all there is room for when None. Nothing but ``reference`` waits for
+    the device.
+    """
+    slots, most, width = x.shape
+    flat, target = x.reshape(-1, width), out.view(-1, width)
+    asked = torch.arange(most, device=x.device) < counts[:, None]
+    ids = torch.where(asked, torch.arange(slots, device=x.device)[:, None], -1).view(-1, 1)
+    rows = ids.numel() if expected is None else expected
+    # Rows that others are to see first, or that are of another dtype, cannot be stored where they belong at once.
+    stored = after_expert is None and experts.storing(x.dtype) == (width, x.dtype)
+    owners = Owners(target, ids.new_zeros(1)) if stored else None
+    order = permute(ids, slots, block_t=experts.tiling.block_t(rows) if x.is_cuda else (), owners=owners)
+    back = None if order.places is None else Back(rows=target, places=order.places)
+    kept, source = order.expert_offsets, order.source
+    made = experts.run(
+        ContiguousBatch(x=flat, source=source, expert_offsets=kept, tiles=order.tiles, rows=rows, back=back)
+    )
+    if back is None:
+        made = made if after_expert is None else after_expert(made)
+        given = torch.arange(made.shape[0], device=x.device)[:, None] < kept[-1]
+        target.index_copy_(0, source, torch.where(given, made.to(x.dtype), target[source]))
