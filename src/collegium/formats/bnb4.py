@@ -6,7 +6,7 @@ Source: bitsandbytes ``functional.py`` and ``backends/default/ops.py``.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import TYPE_CHECKING, ClassVar, Self, cast
 
@@ -29,36 +29,19 @@ _NESTED = 256
 
 
 def _storage(kind: str) -> Storage:
-    def few(suffix: str, count: int, *, required: bool = True) -> Part:
-        return Part(
-            suffix=suffix,
-            dtypes=("F32",),
-            rows_per=0,
-            columns_per=0,
-            inner=(count,),
-            required=required,
-            if_present=True,
-        )
-
     # bnb_4bit_quant_storage only names the dtype the bytes lie in
     places = {"U8": (2, ()), "BF16": (4, ()), "F16": (4, ()), "F32": (8, ())}
-    nested = Part(
-        suffix=".weight.nested_absmax",
-        dtypes=("F32",),
-        columns_per=_BLOCK * _NESTED,
-        flat=True,
-        required=False,
-        if_present=True,
-    )
+    table = Part(suffix=".weight.quant_map", dtypes=("F32",), rows_per=0, columns_per=0, inner=(16,), if_present=True)
+    nested = Part(suffix=".weight.nested_absmax", dtypes=("F32",), columns_per=_BLOCK * _NESTED, flat=True)
     return Storage(
         name=kind,
         parts=(
             Part(suffix=".weight", dtypes=tuple(places), columns_per=2, flat=True, by_dtype=places),
             Part(suffix=".weight.absmax", dtypes=("F32", "U8"), columns_per=_BLOCK, flat=True),
-            few(".weight.quant_map", 16),
+            table,
             Part(suffix=f".weight.quant_state.bitsandbytes__{kind}", dtypes=("U8",), columns_per=0, flat=True),
-            nested,
-            few(".weight.nested_quant_map", 256, required=False),
+            replace(nested, required=False, if_present=True),
+            replace(table, suffix=".weight.nested_quant_map", inner=(256,), required=False),
         ),
     )
 

@@ -86,6 +86,9 @@ _TABLE = (
 )
 KINDS = {kind.title: kind for kind in _TABLE}
 _BY_BYTES = {kind.nbytes: kind for kind in _TABLE}
+_SIZES = {kind.title: (kind.elements, (kind.nbytes,)) for kind in _TABLE}
+# as planned it is Q8_0, the largest of the kinds
+_PART = Part(suffix=".weight", dtypes=tuple(KINDS), columns_per=32, inner=(34,), by_dtype=_SIZES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,21 +101,7 @@ class Gguf(Payload):
     group: ClassVar[int] = 32
     read_only: ClassVar[bool] = True
     by_row: ClassVar[tuple[str, ...]] = ("blocks",)
-    # the part as planned is Q8_0, the largest of the kinds
-    storages: ClassVar[tuple[Storage, ...]] = (
-        Storage(
-            name="gguf",
-            parts=(
-                Part(
-                    suffix=".weight",
-                    dtypes=tuple(KINDS),
-                    columns_per=32,
-                    inner=(34,),
-                    by_dtype={kind.title: (kind.elements, (kind.nbytes,)) for kind in _TABLE},
-                ),
-            ),
-        ),
-    )
+    storages: ClassVar[tuple[Storage, ...]] = (Storage(name="gguf", parts=(_PART,)),)
 
     @property
     def kind(self) -> _Kind:

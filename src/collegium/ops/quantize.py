@@ -151,7 +151,8 @@ class _Fp8(ActivationFormat):
         return not self.e8m0
 
     def quantize(self, x: Tensor) -> QuantizedRows:
-        parts = grouped(_check(self.name, x), self.group)
+        _check(self.name, x)
+        parts = grouped(x.to(torch.float32), self.group)
         amax = parts.abs().amax(dim=2)
         finite = amax.isfinite()
         amax = torch.where(finite, amax, 0.0)
@@ -203,7 +204,8 @@ class _NvFp4(ActivationFormat):
     """
 
     def quantize(self, x: Tensor) -> QuantizedRows:
-        parts = grouped(_check(self.name, x), self.group)
+        _check(self.name, x)
+        parts = grouped(x.to(torch.float32), self.group)
         rows, columns = x.shape
         amax = parts.abs().amax(dim=2)
         row_amax = amax.amax(dim=1, keepdim=True)
@@ -289,12 +291,7 @@ def quantize_regions(rows: int, columns: int, name: str, *, order: int = AS_IS) 
 
 
 def quantize_rows(
-    x: Tensor,
-    name: str,
-    *,
-    source: Tensor | None = None,
-    weights: Tensor | None = None,
-    memory: Memory | None = None,
+    x: Tensor, name: str, *, source: Tensor | None = None, weights: Tensor | None = None, memory: Memory | None = None
 ) -> QuantizedRows:
     """Quantise rows of ``x [T, K]`` (floating) to the format ``name``.
 
@@ -303,8 +300,7 @@ def quantize_rows(
     ``ActivationFormat.quantize``. memory: where that kernel takes "codes", "scales" and "global_scale".
     Raises ``InputError`` for wrong shapes or dtypes.
     """
-    if x.dim() != 2 or x.shape[1] < 1 or not x.is_floating_point():
-        raise InputError(f"quantize to {name}: found {tuple(x.shape)} {x.dtype}, allowed: floating [R, K >= 1]")
+    _check(name, x)
     form = activation_format(name)
     if on_device(x, form.capability):
         return quantize_on_device(x, name, source=source, weights=weights, memory=memory)
@@ -362,10 +358,9 @@ def _weighted(x: Tensor, source: Tensor | None, weights: Tensor | None) -> Tenso
     return rows if weights is None else (rows.float() * weights[:, None]).to(x.dtype)
 
 
-def _check(name: str, x: Tensor) -> Tensor:
+def _check(name: str, x: Tensor) -> None:
     if x.dim() != 2 or x.shape[1] < 1 or not x.is_floating_point():
         raise InputError(f"quantize to {name}: found {tuple(x.shape)} {x.dtype}, allowed: floating [R, K >= 1]")
-    return x.to(torch.float32)
 
 
 def _present(name: str, scales: Tensor | None) -> Tensor:

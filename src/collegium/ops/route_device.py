@@ -51,38 +51,18 @@ def route_on_device(
     groups = spec.groups if spec.groups > 1 and not spec.hash_routing else 1
     block_g, block_s = power_at_least(groups), power_at_least(experts // groups)
     block_s = max(block_s, 32 // block_g)
-    if not spec.hash_routing:  # given all the same, they would make another kernel of it
-        token_ids = None
-    args = (
-        logits,
-        logits if bias is None else bias,
-        logits if token_ids is None else token_ids,
-        logits if hash_table is None else hash_table.contiguous(),
-        made.topk_ids,
-        made.topk_weights,
-        experts,
-        groups,
-        experts // groups,
-        1 if hash_table is None else hash_table.shape[0],
-        logits.stride(0),
-        1 if bias is None else bias.stride(0),
-        1 if token_ids is None else token_ids.stride(0),
-        float(spec.renormalise_eps),
-        float(spec.scale),
-    )
-    constants = {
-        "SCORE": SCORE_FUNCTIONS.index(spec.score),
-        "TOP_K": spec.top_k,
-        "BLOCK_K": power_at_least(spec.top_k),
-        "BLOCK_G": block_g,
-        "BLOCK_S": block_s,
-        "KEPT": spec.kept_groups if groups > 1 else 0,
-        "TOP2": spec.group_score == "top2_sum",
-        "BIAS": bias is not None,
-        "HASH": spec.hash_routing,
-        "RENORM": spec.renormalise,
-        "PDL": overlaps(logits),
-    }
+    seen = token_ids if spec.hash_routing else None  # given all the same, they would make another kernel of it
+    table = None if hash_table is None else hash_table.contiguous()
+    given = [logits if each is None else each for each in (bias, seen, table)]
+    bias_stride, token_stride = (1 if each is None else each.stride(0) for each in (bias, seen))
+    numbers = (experts, groups, experts // groups, 1 if table is None else table.shape[0])
+    strides = (logits.stride(0), bias_stride, token_stride)
+    factors = (float(spec.renormalise_eps), float(spec.scale))
+    args = (logits, *given, made.topk_ids, made.topk_weights, *numbers, *strides, *factors)
+    constants = {"SCORE": SCORE_FUNCTIONS.index(spec.score), "TOP_K": spec.top_k, "RENORM": spec.renormalise}
+    constants |= {"KEPT": spec.kept_groups if groups > 1 else 0, "TOP2": spec.group_score == "top2_sum"}
+    constants |= {"BLOCK_K": power_at_least(spec.top_k), "BLOCK_G": block_g, "BLOCK_S": block_s}
+    constants |= {"BIAS": bias is not None, "HASH": spec.hash_routing, "PDL": overlaps(logits)}
     warps = max(1, min(4, block_g * block_s // 256))
     launch(route_kernel, (tokens,), args, constants, num_warps=warps, enable_fp_fusion=False)
     return made

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ def probe(device: torch.device | str | None = None) -> DeviceFacts:
     ``cuda`` without a number is the current CUDA device. Raises InputError for a name torch does not know and for a
     CUDA device that is not there.
     """
-    wanted = _named(_best() if device is None else device)
+    best = "cuda" if torch.cuda.is_available() else "cpu"
+    wanted = _named(best if device is None else device)
     if wanted.type == "cpu":
         return DeviceFacts(kind="cpu", name=_cpu_name(), memory=_cpu_memory(), threads=torch.get_num_threads())
     seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -45,11 +46,9 @@ def probe(device: torch.device | str | None = None) -> DeviceFacts:
     raise _refused(wanted, seen)
 
 
-@contextmanager
-def current_device(device: torch.device) -> Generator[None]:
+def current_device(device: torch.device) -> AbstractContextManager[object]:
     """Make a CUDA ``device`` the current one: streams, events and graphs without a device of their own are its."""
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        yield
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @contextmanager
@@ -95,10 +94,6 @@ def _refused(device: torch.device | str, seen: int) -> InputError:
         f"device {str(device)!r}: torch {torch.__version__} sees {seen} CUDA devices on this machine; "
         f"allowed: {allowed}. Leave the device out to take the best one."
     )
-
-
-def _best() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _cpu_name() -> str:

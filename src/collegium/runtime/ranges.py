@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,14 +13,9 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 _steps: dict[str, bool] = {"shown": False}
 
 
-@contextmanager
-def named(name: str, device: torch.device) -> Generator[None]:
+def named(name: str, device: torch.device) -> AbstractContextManager[Any]:
     """Show what runs inside as the NVTX range ``collegium: name``; does nothing on a CPU."""
-    if device.type != "cuda":
-        yield
-        return
-    with torch.cuda.nvtx.range(f"collegium: {name}"):
-        yield
+    return torch.cuda.nvtx.range(f"collegium: {name}") if device.type == "cuda" else _NOTHING
 
 
 def show(on: bool = True) -> None:
