@@ -53,23 +53,13 @@ def route_on_device(
     block_s = max(block_s, 32 // block_g)
     if not spec.hash_routing:  # given all the same, they would make another kernel of it
         token_ids = None
-    args = (
-        logits,
-        logits if bias is None else bias,
-        logits if token_ids is None else token_ids,
-        logits if hash_table is None else hash_table.contiguous(),
-        made.topk_ids,
-        made.topk_weights,
-        experts,
-        groups,
-        experts // groups,
-        1 if hash_table is None else hash_table.shape[0],
-        logits.stride(0),
-        1 if bias is None else bias.stride(0),
-        1 if token_ids is None else token_ids.stride(0),
-        float(spec.renormalise_eps),
-        float(spec.scale),
-    )
+    table = None if hash_table is None else hash_table.contiguous()
+    given = [logits if each is None else each for each in (bias, token_ids, table)]
+    bias_stride, token_stride = (1 if each is None else each.stride(0) for each in (bias, token_ids))
+    numbers = (experts, groups, experts // groups, 1 if table is None else table.shape[0])
+    strides = (logits.stride(0), bias_stride, token_stride)
+    factors = (float(spec.renormalise_eps), float(spec.scale))
+    args = (logits, *given, made.topk_ids, made.topk_weights, *numbers, *strides, *factors)
     constants = {
         "SCORE": SCORE_FUNCTIONS.index(spec.score),
         "TOP_K": spec.top_k,

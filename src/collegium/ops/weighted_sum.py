@@ -105,26 +105,15 @@ def weighted_sum_on_device(
     count, width = rows.shape
     tokens, top_k = slots.shape
     rows, slots = dense_rows(rows), slots.contiguous()
-    shared = shared if shared is None else dense_rows(shared)
     factors = slots if weights is None else dense_rows(weights)
     made = taken(memory, _buffers(tokens, width, out_dtype), rows.device)["sum"] if out is None else out
     if tokens == 0:
         return made
     # Small batches spread a token over more programs.
     block = min(power_at_least(width, 32), 1024 if tokens >= 64 else 256)
-    args = (
-        rows,
-        slots,
-        factors,
-        rows if shared is None else shared,
-        made,
-        count,
-        width,
-        rows.stride(0),
-        factors.stride(0),
-        0 if shared is None else shared.stride(0),
-        experts,
-    )
+    added = rows if shared is None else dense_rows(shared)
+    strides = (rows.stride(0), factors.stride(0), 0 if shared is None else added.stride(0))
+    args = (rows, slots, factors, added, made, count, width, *strides, experts)
     constants = {"TOP_K": top_k, "BLOCK": block, "WEIGHTS": weights is not None, "SHARED": shared is not None}
     constants |= {"IDS": experts > 0, "PDL": overlaps(rows)}
     warps = max(1, min(4, block // 256))

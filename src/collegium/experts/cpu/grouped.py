@@ -173,18 +173,13 @@ def _project(
                 torch.mm(weights, right, out=result.t()[piece])
             else:  # a product of matrix and vector reads the weights faster
                 torch.mv(weights, right[:, 0], out=result[0, piece])
-        _finish(result, out[span], (matrix.row_scale, bias), expert)
-
-
-def _finish(product: Tensor, target: Tensor, after: tuple[Tensor | None, Tensor | None], expert: int) -> None:
-    """Write ``product * row_scale + bias`` into ``target``, in the dtype of ``target``."""
-    scale, bias = after
-    if scale is None:
-        target.copy_(product)
-    else:
-        torch.mul(product, scale[expert], out=target)
-    if bias is not None:
-        target.add_(bias[expert])
+        # In the dtype of ``out``.
+        if matrix.row_scale is None:
+            out[span].copy_(result)
+        else:
+            torch.mul(result, matrix.row_scale[expert], out=out[span])
+        if bias is not None:
+            out[span].add_(bias[expert])
 
 
 def fast_activate(inner: Tensor, spec: ActivationSpec) -> Tensor:
