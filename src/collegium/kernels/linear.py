@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .tiles import dot
+from .tiles import dot, follow
 
 __all__ = ["add_parts_kernel", "linear_kernel"]
 
@@ -110,9 +110,7 @@ def add_parts_kernel(
     PARTS: tl.constexpr, ADDED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write ``out [tokens, n_out]``: of ``sums [PARTS, tokens, n_out]`` the parts in order, then ``added``."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    follow(PDL)
     token = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < n_out

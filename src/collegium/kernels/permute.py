@@ -10,9 +10,8 @@ kernel may start while the one before it still runs, and waits for it before it 
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .tiles import NOWHERE
+from .tiles import NOWHERE, follow
 
 __all__ = ["count_kernel", "permute_kernel", "scatter_kernel"]
 
@@ -131,9 +130,7 @@ def permute_kernel(
 
     ITEM: row_places too, from ``deltas``, the bytes to each rank's memory (``_write_rows``).
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    follow(PDL)
     assignment = tl.arange(0, BLOCK)
     expert, absent = _experts(ids, assignment, count, experts, id_stride, TOP_K)
     total = _counts(expert, experts, BLOCK_E)
@@ -165,9 +162,7 @@ def count_kernel(
     slots gets, for ``scatter_kernel``, the expert above and below it how many earlier ones of the run have it; above is
     a dropped assignment's slot, -1 or -2.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    follow(PDL)
     start = tl.program_id(0) * run
     stop = tl.minimum(start + run, count)
     total = tl.zeros([BLOCK_E], tl.int32)
@@ -195,9 +190,7 @@ def scatter_kernel(
     BLOCK_T_B: tl.constexpr, WEIGHTS: tl.constexpr, ITEM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write the permutation of what ``count_kernel`` counted, with as many programs."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    follow(PDL)
     column = tl.arange(0, BLOCK_E)[None, :]
     total, before = tl.zeros([BLOCK_E], tl.int32), tl.zeros([BLOCK_E], tl.int32)
     chunk = 0

@@ -9,6 +9,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .scales import exact_scale, power_byte
+from .tiles import follow
 
 __all__ = ["cast_kernel", "e4m3_kernel", "load_rows", "nvfp4_kernel", "store_codes"]
 
@@ -53,9 +54,7 @@ def cast_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Write rows in the dtype of codes ``[rows, columns]``. SOME: only the first ``used [1]`` ones."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    follow(PDL)
     if SOME:
         rows = tl.minimum(tl.load(used), rows)
         if tl.program_id(0) * BLOCK_R >= rows:
@@ -144,9 +143,7 @@ def nvfp4_kernel(
 
     SOME: only the first ``used [1]`` rows.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    follow(PDL)
     if SOME:
         rows = tl.minimum(tl.load(used), rows)
         if tl.program_id(0) >= rows:

@@ -5,7 +5,8 @@ Scores are evaluated in float64 and rounded once to float32, as ``ops/route.py``
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .tiles import follow
 
 __all__ = ["route_kernel"]
 
@@ -82,9 +83,7 @@ def route_kernel(
 
     BLOCK_G * BLOCK_S lanes hold the experts group by group. KEPT 0: no groups.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    follow(PDL)
     token = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK_G * BLOCK_S)
     place = lane % BLOCK_S

@@ -10,9 +10,19 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import numbers
 
-__all__ = ["NOWHERE", "begun", "dot", "halves", "place_at", "store_rows", "tile_list_kernel", "tile_of", "token_at"]
+__all__ = [
+    "NOWHERE", "begun", "dot", "follow", "halves", "place_at", "store_rows", "tile_list_kernel", "tile_of", "token_at",
+]  # fmt: skip
 
 NOWHERE = tl.constexpr(numbers.NOWHERE)
+
+
+@triton.jit
+def follow(PDL: tl.constexpr):
+    """Wait for the kernel before this one, and let the next one start, which waits in its turn."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit

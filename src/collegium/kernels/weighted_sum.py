@@ -2,7 +2,8 @@
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .tiles import follow
 
 __all__ = ["weighted_sum_kernel"]
 
@@ -19,9 +20,7 @@ def weighted_sum_kernel(
     expert ids, and the row of assignment (t, k) is t * TOP_K + k.
     Compiled without fused multiply-adds: each product is rounded to float32 before it is added.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    follow(PDL)
     token = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
