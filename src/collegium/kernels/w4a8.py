@@ -126,8 +126,7 @@ def _e2m1_table(words, byte, d):
 
 @triton.jit
 def _int4_one(m, s):
-    value = (m - 8 * s).to(tl.float32)
-    return value.to(tl.float8e4nv)
+    return (m - 8 * s).to(tl.float32).to(tl.float8e4nv)
 
 
 @triton.jit
@@ -347,6 +346,8 @@ def w4a8_tile(
 
     acc = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
     none = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
+    # A product with a factor of its own is added to the sum; others go on with it.
+    APART: tl.constexpr = (X_SCALE == 1) or (WEIGHT == INT4_FLOAT) or QUARTERS
     CHAINED: tl.constexpr = X_SCALE != 1 and (WEIGHT == E2M1_E8M0 or WEIGHT == E2M1_E4M3)
     for step in tl.range(0, K_BLOCKS // DEPTH, num_stages=STAGES):
         for block in tl.static_range(DEPTH):
@@ -365,29 +366,22 @@ def w4a8_tile(
                 spread, _ = tl.broadcast(spread, words)
                 chosen, _ = tl.broadcast(select, words)
                 a, b = _decode(words, byte, spread, chosen, BLOCK_N, WARPS, WEIGHT, ASM)
-            if (X_SCALE == 1) or (WEIGHT == INT4_FLOAT) or QUARTERS:
-                if QUARTERS:
-                    product = _quarter_sum(
-                        words, x_ptr, valid, g_ptr, none, BLOCK_N, BLOCK_T, WARPS, WEIGHT == INT4_PAIRS, ASM
-                    )
-                elif WEIGHT == E2M1_SCALED:
-                    product = _dot_scaled(a, tl.load(s_ptr), tokens, none, ASM)
-                else:
-                    product = dot(a, tokens, none, ASM)
-                if WEIGHT == E2M1_E4M3:
-                    product = dot(b, tokens, product, ASM)
-                if WEIGHT == INT4_FLOAT:
-                    product *= tl.load(g_ptr)[:, None]
-                if X_SCALE == 1:
-                    acc += product * tl.load(xs_ptr + step * DEPTH + block)[None, :]
-                else:
-                    acc += product
+            before = none if APART else acc
+            if QUARTERS:
+                product = _quarter_sum(
+                    words, x_ptr, valid, g_ptr, none, BLOCK_N, BLOCK_T, WARPS, WEIGHT == INT4_PAIRS, ASM
+                )
             elif WEIGHT == E2M1_SCALED:
-                acc = _dot_scaled(a, tl.load(s_ptr), tokens, acc, ASM)
+                product = _dot_scaled(a, tl.load(s_ptr), tokens, before, ASM)
             else:
-                acc = dot(a, tokens, acc, ASM)
-                if WEIGHT == E2M1_E4M3:
-                    acc = dot(b, tokens, acc, ASM)
+                product = dot(a, tokens, before, ASM)
+            if WEIGHT == E2M1_E4M3:
+                product = dot(b, tokens, product, ASM)
+            if WEIGHT == INT4_FLOAT:
+                product *= tl.load(g_ptr)[:, None]
+            if X_SCALE == 1:
+                product *= tl.load(xs_ptr + step * DEPTH + block)[None, :]
+            acc = acc + product if APART else product
             x_ptr += BLOCK_K
             w_ptr += 64 * HALF
             s_ptr += 256 if WEIGHT == E2M1_SCALED else 64 * WORDS
