@@ -55,7 +55,8 @@ def pack_w4a8(payload: MxFp4 | NvFp4 | Int4Group, bias: Tensor | None, *, scaled
     if prod(payload.shape) == 0:
         raise InputError(f"packing: a weight of shape {payload.shape} is empty, allowed: at least one row and column")
     if isinstance(payload, MxFp4):
-        return _pack_pairs(payload, bias) if scaled else _packed(payload, "mxfp4", _mxfp4_rows, bias)
+        kind, rows_of = ("mxfp4_pairs", _pair_rows) if scaled else ("mxfp4", _mxfp4_rows)
+        return _packed(payload, kind, rows_of, bias)
     if isinstance(payload, NvFp4):
         return _packed(payload, "nvfp4", _nvfp4_rows, bias)
     return _packed(payload, f"int4_{int4_scales(payload)[0]}", _int4_rows, bias)
@@ -80,7 +81,7 @@ def _packed(
     rows_of: Callable[[Any, _Piece], tuple[Tensor, Tensor, Tensor | None]],
     bias: Tensor | None,
 ) -> PackedMatrix:
-    """Pack what ``rows_of`` returns of each piece: codes ``[P, rows, B * 128]`` uint8, scale words and factors.
+    """Pack what ``rows_of`` returns of each piece: codes ``[P, rows, B, 64]`` uint8, scale words and factors.
 
     Scale words are ``[P, rows, B, words]``, factors ``[P, rows]``, or None where the layout has none.
     """
@@ -88,7 +89,9 @@ def _packed(
     layout = WORDS[kind].of(payload.shape)
     one, tiles, blocks, device = _ROWS // parts, layout.row_tiles, layout.k_blocks, payload.codes.device
     values = torch.empty(layout.values_shape, dtype=layout.stored, device=device)
-    scale = torch.empty((experts, tiles, blocks, layout.words, _ROWS), dtype=layout.scale_dtype, device=device)
+    pairs = layout.scale_dtype == torch.uint8  # four bytes of a row and block, packed as one word
+    dtype = torch.int32 if pairs else layout.scale_dtype
+    scale = torch.empty((experts, tiles, blocks, layout.words, _ROWS), dtype=dtype, device=device)
     row_scale = torch.zeros((experts, tiles * _ROWS), device=device) if layout.row_scaled else None
     counts = torch.zeros(2, dtype=torch.int64, device=device)
     step = max(1, _CHUNK // (_ROWS * blocks * _BLOCK))
@@ -97,36 +100,29 @@ def _packed(
             stop = min(start + step, tiles)
             span = slice(start * one, min(stop * one, n_out))
             codes, scales, factor = rows_of(payload, _Piece(expert, span, (stop - start) * one, blocks, counts))
-            values[expert, start:stop] = _laid(_words(codes), stop - start, parts).transpose(1, 2)
+            values[expert, start:stop] = _laid(codes, stop - start, parts).transpose(1, 2)
             scale[expert, start:stop] = _laid(scales, stop - start, parts).permute(0, 2, 3, 1)
             if row_scale is not None and factor is not None:
                 row_scale[expert, start * _ROWS : stop * _ROWS] = _laid(factor, stop - start, parts).flatten()
+    if pairs:
+        scale = scale.view(torch.uint8).view(experts, tiles, blocks, _ROWS, 4)
     beyond, changed = counts.tolist()
     report = RangeReport(groups=payload.scales.numel(), beyond=beyond, changed=changed)
     return PackedMatrix(layout=layout, values=values, scale=scale, row_scale=row_scale, bias=bias, report=report)
 
 
-def _pack_pairs(payload: MxFp4, bias: Tensor | None) -> PackedMatrix:
-    experts, parts, *_ = payload.shape
-    layout = WORDS["mxfp4_pairs"].of(payload.shape)
-    tiles, blocks, device = layout.row_tiles, layout.k_blocks, payload.codes.device
-    rows = tiles * (_ROWS // parts)
-    values = torch.empty(layout.values_shape, dtype=layout.stored, device=device)
-    scale = torch.empty((experts, tiles, blocks, _ROWS, 4), dtype=layout.scale_dtype, device=device)
-    for expert in range(experts):
-        codes = _filled(payload.codes[expert], blocks * _BLOCK // 2 - payload.codes.shape[-1], rows, 0)
-        scales = _filled(payload.scales[expert], blocks * 4 - payload.scales.shape[-1], rows, 127)
-        values[expert] = _laid(codes.unflatten(-1, (blocks, -1)), tiles, parts).transpose(1, 2)
-        scale[expert] = _laid(scales.unflatten(-1, (blocks, -1)), tiles, parts).transpose(1, 2)
-    report = RangeReport(groups=payload.scales.numel(), beyond=0, changed=0)
-    return PackedMatrix(layout=layout, values=values, scale=scale, bias=bias, report=report)
+def _pair_rows(payload: MxFp4, piece: _Piece) -> tuple[Tensor, Tensor, None]:
+    codes, scales = (stored[piece.expert, :, piece.span] for stored in (payload.codes, payload.scales))
+    codes = _filled(codes, piece.blocks * _BLOCK // 2 - codes.shape[-1], piece.rows, 0)
+    scales = _filled(scales, piece.blocks * 4 - scales.shape[-1], piece.rows, 127)
+    return codes.unflatten(-1, (piece.blocks, -1)), _scale_words(scales, piece), None
 
 
 def _mxfp4_rows(payload: MxFp4, piece: _Piece) -> tuple[Tensor, Tensor, Tensor]:
     codes = _codes(payload, piece, 0)
     exponent = _filled_groups(payload.scales[piece.expert, :, piece.span], payload.group, piece).to(torch.int16)
     field, top = _fields(codes, exponent, None, payload.group, piece.counts)
-    return codes, _scale_words(field << 3, piece), _power(top - 133)
+    return _words(codes), _scale_words(field << 3, piece), _power(top - 133)
 
 
 def _nvfp4_rows(payload: NvFp4, piece: _Piece) -> tuple[Tensor, Tensor, Tensor]:
@@ -138,7 +134,7 @@ def _nvfp4_rows(payload: NvFp4, piece: _Piece) -> tuple[Tensor, Tensor, Tensor]:
     own = payload.global_scale[piece.expert].float()
     own = (1 / own if payload.global_divides else own).unsqueeze(-1)
     # frexp's mantissa lies in [0.5, 1).
-    return codes, _scale_words((field << 3) | low, piece), _power(top - 12 + 5) * own
+    return _words(codes), _scale_words((field << 3) | low, piece), _power(top - 12 + 5) * own
 
 
 def _int4_rows(payload: Int4Group, piece: _Piece) -> tuple[Tensor, Tensor, None]:
@@ -148,7 +144,7 @@ def _int4_rows(payload: Int4Group, piece: _Piece) -> tuple[Tensor, Tensor, None]
         # Quarter, half, t and column of four become t, quarter, half and column.
         codes = codes.unflatten(-1, (words.shape[-2], 4, 2, 4, 4)).permute(0, 1, 2, 5, 3, 4, 6).flatten(2)
     words = _filled(words.flatten(-2), 0, piece.rows, 0).unflatten(-1, words.shape[-2:])
-    return codes, words, None
+    return _words(codes), words, None
 
 
 def _codes(payload: Any, piece: _Piece, zero: int) -> Tensor:
