@@ -124,26 +124,18 @@ def linear_on_device(
     step = 0 if more.dim() == 1 else n_out
     few, wide = tokens <= 16, x.element_size() == 4 or k_in % 16
     block_t = 16 if few else 32 if wide else 64
-    sized = {"ADDED": added is not None, "PDL": overlaps(x)}
-    constants = {
-        "TERMS": 0 if weight.element_size() == 2 else {torch.bfloat16: 1, torch.float16: 2}.get(x.dtype, 3),
-        "PART": apart,
-        "EACH": each,
-        "STEPS": each if apart else -(-k_in // _BLOCK_K),
-        "ASM": x.is_cuda,
-        "BLOCK_N": _BLOCK_N,
-        "BLOCK_T": block_t,
-        "BLOCK_K": _BLOCK_K,
-        "STAGES": 4 if few else 3,
-        **(sized | {"ADDED": False} if apart else sized),
-    }
+    terms = 0 if weight.element_size() == 2 else {torch.bfloat16: 1, torch.float16: 2}.get(x.dtype, 3)
+    steps, pdl = each if apart else -(-k_in // _BLOCK_K), overlaps(x)
+    constants = {"TERMS": terms, "PART": apart, "EACH": each, "STEPS": steps, "ASM": x.is_cuda, "PDL": pdl}
+    constants |= {"BLOCK_N": _BLOCK_N, "BLOCK_T": block_t, "BLOCK_K": _BLOCK_K, "STAGES": 4 if few else 3}
+    constants["ADDED"] = added is not None and not apart
     target = made["sums"] if apart else out
     args = (x, weight, more, target, tokens, n_out, k_in, x.stride(0), step)
     grid = (-(-tokens // block_t), -(-n_out // _BLOCK_N), parts if apart else 1)
     launch(linear_kernel, grid, args, constants, num_warps=4)
     if apart:
         block = min(power_at_least(n_out, 32), 128)
-        constants = {"PARTS": parts, "BLOCK": block, **sized}
+        constants = {"PARTS": parts, "BLOCK": block, "ADDED": added is not None, "PDL": pdl}
         launch(add_parts_kernel, (-(-n_out // block), tokens), (target, more, out, tokens, n_out, step), constants)
     return out
 

@@ -153,7 +153,7 @@ def permute_on_device(
     ids = dense_rows(topk_ids)
     weights = ids if input_weights is None else dense_rows(input_weights)
     asked = {"weights": carried, "places": owners is not None}
-    made, scratch = _taken(memory, (tokens, top_k), num_experts, ids.device, block_t, asked)
+    made, scratch = _taken(memory, ids, num_experts, block_t, asked)
     lists, listed, counts = [made.source] * 4, [0, 0], [0, 0]
     for index, tiles in enumerate(made.tiles):
         lists[2 * index : 2 * index + 2] = tiles.expert, tiles.row
@@ -195,19 +195,14 @@ def _buffers(rows: int, experts: int, block_t: tuple[int, ...], *, weights: bool
 
 
 def _taken(
-    memory: Memory | None,
-    shape: tuple[int, int],
-    experts: int,
-    device: torch.device,
-    block_t: tuple[int, ...],
-    asked: dict[str, bool],
+    memory: Memory | None, ids: Tensor, experts: int, block_t: tuple[int, ...], asked: dict[str, bool]
 ) -> tuple[Permutation, Tensor | None]:
-    """Take what kernels write for ids of ``shape`` (T, K), and what two of them pass counts in, or None.
+    """Take what kernels write for ``ids [T, K]``, and what two of them pass counts in, or None.
 
     asked: weights and places, as ``_buffers`` says.
     """
-    rows = shape[0] * shape[1]
-    found = taken(memory, _buffers(rows, experts, block_t, **asked), device)
+    rows = ids.numel()
+    found = taken(memory, _buffers(rows, experts, block_t, **asked), ids.device)
     counts = [tile_count(rows, experts, size) for size in block_t]
     placed = rows if asked["places"] else 0
     source, slots, offsets, places, *firsts = found["order"].split([rows, rows, experts + 1, placed, *counts])
@@ -215,7 +210,7 @@ def _taken(
     made = Permutation(
         source=source,
         expert_offsets=offsets,
-        slots=slots.view(shape),
+        slots=slots.view(ids.shape),
         weights_by_row=found.get("weights_by_row"),
         tiles=tuple(
             TileRows(block_t=size, expert=owner, row=first)

@@ -60,19 +60,10 @@ def route_on_device(
     strides = (logits.stride(0), bias_stride, token_stride)
     factors = (float(spec.renormalise_eps), float(spec.scale))
     args = (logits, *given, made.topk_ids, made.topk_weights, *numbers, *strides, *factors)
-    constants = {
-        "SCORE": SCORE_FUNCTIONS.index(spec.score),
-        "TOP_K": spec.top_k,
-        "BLOCK_K": power_at_least(spec.top_k),
-        "BLOCK_G": block_g,
-        "BLOCK_S": block_s,
-        "KEPT": spec.kept_groups if groups > 1 else 0,
-        "TOP2": spec.group_score == "top2_sum",
-        "BIAS": bias is not None,
-        "HASH": spec.hash_routing,
-        "RENORM": spec.renormalise,
-        "PDL": overlaps(logits),
-    }
+    constants = {"SCORE": SCORE_FUNCTIONS.index(spec.score), "TOP_K": spec.top_k, "RENORM": spec.renormalise}
+    constants |= {"KEPT": spec.kept_groups if groups > 1 else 0, "TOP2": spec.group_score == "top2_sum"}
+    constants |= {"BLOCK_K": power_at_least(spec.top_k), "BLOCK_G": block_g, "BLOCK_S": block_s}
+    constants |= {"BIAS": bias is not None, "HASH": spec.hash_routing, "PDL": overlaps(logits)}
     warps = max(1, min(4, block_g * block_s // 256))
     launch(route_kernel, (tokens,), args, constants, num_warps=warps, enable_fp_fusion=False)
     return made
