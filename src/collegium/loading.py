@@ -54,9 +54,7 @@ def load_layer(
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
     opened = CheckpointLayer.open(checkpoint, layer)
-    facts, placement = _placed(
-        opened, device, {"limits": limits, "dtype": dtype, "format": weight_format, "force": force}
-    )
+    facts, placement = _placed(opened, device, limits=limits, dtype=dtype, format=weight_format, force=force)
     weights = _experts(opened, weight_format, facts.place, placement)
     refuse(checkpoint, check_beside(opened))
     problem = _problem(opened.spec, weights, facts, placement, limits=limits or Limits(), dtype=dtype)
@@ -87,7 +85,7 @@ def load_routed(
     ``force=Choice(dispatcher="partial")`` the layer gives this rank's part of the sum. None: what Ranks as ``device``
     say, or all. Other arguments and errors as ``load_layer``; the layer takes a routing or logits at every call.
     """
-    facts, own = _placed(layer, device, {"limits": limits, "dtype": dtype, "format": weight_format, "force": force})
+    facts, own = _placed(layer, device, limits=limits, dtype=dtype, format=weight_format, force=force)
     if placement is not None and own is not None:
         raise InputError(
             f"load_routed: Ranks and the placement {placement} were given; one of the two says who holds what"
@@ -99,7 +97,7 @@ def load_routed(
 
 
 def _placed(
-    layer: CheckpointLayer, device: torch.device | str | Ranks | None, asked: dict[str, Any]
+    layer: CheckpointLayer, device: torch.device | str | Ranks | None, **asked: Any
 ) -> tuple[DeviceFacts, Placement | None]:
     """Return the device and the part of the layer that are this rank's, once all ranks agree on what they load.
 
@@ -122,7 +120,7 @@ def _problem(
 
 
 def _experts(
-    layer: CheckpointLayer, weight_format: str | None, place: str, placement: Placement | None = None
+    layer: CheckpointLayer, weight_format: str | None, place: str, placement: Placement | None
 ) -> ExpertWeights[Payload]:
     """Read the experts of ``placement``, or all, on the device ``place``, encoded if asked."""
     held = placement or linear(layer.spec.num_experts, 0, 1)

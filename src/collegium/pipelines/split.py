@@ -88,10 +88,8 @@ class SplitKind(PipelineKind):
 
     def regions(self, asked: Asked) -> Regions:
         """Return those of the dispatcher and of the experts' kernel."""
-        lists = bool(asked.tiling.block_t(1))
-        return asked.dispatcher.regions(asked.problem, lists=lists) | under(
-            "experts", asked.kernel.regions(asked.experts)
-        )
+        own = asked.dispatcher.regions(asked.problem, lists=bool(asked.tiling.block_t(1)))
+        return own | under("experts", asked.kernel.regions(asked.experts))
 
     def build(self, parts: Parts) -> Split:
         """Return the pipeline."""

@@ -29,9 +29,7 @@ __all__ = ["Router", "in_float32", "in_full"]
 
 def in_full(device: torch.device) -> AbstractContextManager[object]:
     """Return a context without autocast: router and latent projections are computed in the dtypes they have."""
-    if not torch.is_autocast_enabled(device.type):
-        return nullcontext()
-    return torch.autocast(device.type, enabled=False)
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
 
 
 def in_float32(router: RouterWeights) -> RouterWeights:

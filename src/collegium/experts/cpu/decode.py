@@ -101,7 +101,6 @@ class PlainMatrix:
 
     def tile(self, expert: int, span: slice, dtype: torch.dtype, scratch: Scratch) -> Tensor:
         """Return rows ``span`` of one expert, ``[rows, K]`` in ``dtype``; a view when that is the stored dtype."""
-        del scratch
         return self.values[expert, span].to(dtype)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> PlainMatrix:
@@ -147,7 +146,6 @@ class CodeMatrix:
 
     def tile_rows(self, dtype: torch.dtype, size: int) -> int:
         """Return how many rows one ``tile`` call should cover to decode about ``size`` weights."""
-        del dtype
         return max(1, min(self.codes.shape[1], size // max(1, self.stored_columns)))
 
     def arrange(self, x: Tensor) -> Tensor:
@@ -194,7 +192,7 @@ class CodeMatrix:
             bits.view(rows, -1, self.group).add_(field.unsqueeze(-1))
         elif self.step in ("e4m3", "power"):
             self._scale_in_bits(values, expert, span)
-        elif self.step == "none" and self.table is None:
+        elif self.table is None:
             values.mul_(_E4M3_LIFT)
         if self.step == "value":
             return self._scale_by_value(values, expert, span, dtype)
@@ -212,8 +210,6 @@ class CodeMatrix:
 
     def _scale_by_value(self, values: Tensor, expert: int, span: slice, dtype: torch.dtype) -> Tensor:
         assert self.scales is not None
-        if self.table is None:
-            values.mul_(_E4M3_LIFT)
         rows = torch.arange(span.start, span.stop)
         height = self.codes.shape[1] // self.parts
         blocks = -(-height // self.row_block)
