@@ -51,11 +51,10 @@ def route_on_device(
     groups = spec.groups if spec.groups > 1 and not spec.hash_routing else 1
     block_g, block_s = power_at_least(groups), power_at_least(experts // groups)
     block_s = max(block_s, 32 // block_g)
-    if not spec.hash_routing:  # given all the same, they would make another kernel of it
-        token_ids = None
+    seen = token_ids if spec.hash_routing else None  # given all the same, they would make another kernel of it
     table = None if hash_table is None else hash_table.contiguous()
-    given = [logits if each is None else each for each in (bias, token_ids, table)]
-    bias_stride, token_stride = (1 if each is None else each.stride(0) for each in (bias, token_ids))
+    given = [logits if each is None else each for each in (bias, seen, table)]
+    bias_stride, token_stride = (1 if each is None else each.stride(0) for each in (bias, seen))
     numbers = (experts, groups, experts // groups, 1 if table is None else table.shape[0])
     strides = (logits.stride(0), bias_stride, token_stride)
     factors = (float(spec.renormalise_eps), float(spec.scale))

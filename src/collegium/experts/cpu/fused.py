@@ -164,7 +164,10 @@ class CpuFused(ExpertKernel):
         # Groups of a part of the columns in activation order are filled up to the largest.
         longest = max(problem.hidden, problem.intermediate) * (3 if problem.weight_format.endswith("_ordered") else 1)
         threads = max(problem.device.threads, torch.get_num_threads())
-        return {"tile": threads * _scratch_bytes(longest), "rows": max(1, problem.rows) * _row_bytes(problem)}
+        # Per row: x gathered, filled up and in another order, gate_up, its activation in two precisions, the result
+        # twice.
+        row = 4 * (8 * (problem.hidden + _TASK) + (2 * problem.parts + 7) * (problem.intermediate + _TASK))
+        return {"tile": threads * _scratch_bytes(longest), "rows": max(1, problem.rows) * row}
 
     def pack(self, weights: ExpertWeights[Payload], problem: ExpertsProblem) -> FusedExperts:
         """Lay the codes out anew, one expert at a time.
@@ -331,9 +334,3 @@ def _plain(scales: Tensor) -> Tensor:
 def _scratch_bytes(columns: int) -> int:
     """Bytes of a thread: a task in bfloat16."""
     return 2 * _TASK * (-(-columns // _COLUMNS) * _COLUMNS)
-
-
-def _row_bytes(problem: ExpertsProblem) -> int:
-    hidden, wide = problem.hidden + _TASK, problem.intermediate + _TASK
-    # Per row: x gathered, filled up and in another order, gate_up, its activation in two precisions, the result twice.
-    return 4 * (8 * hidden + (2 * problem.parts + 7) * wide)

@@ -107,7 +107,12 @@ class CpuGrouped(ExpertKernel):
 
     def regions(self, problem: ExpertsProblem) -> Regions:
         """Tiles, plus the rows of the largest batch all routed to one expert."""
-        return {"tile": _tile_bytes(problem), "rows": max(1, problem.rows) * _row_bytes(problem)}
+        hidden, wide = problem.hidden, problem.intermediate
+        # Indices and bfloat16 values, 2 bytes a weight each, and for float32 activations the pieces and their join.
+        tile = 12 * max(_TILE, max(hidden, wide) + 256)
+        # Per row: x gathered, arranged and transposed, gate_up in two precisions, its activation, the result.
+        row = 4 * (4 * hidden + (2 * problem.parts + 4) * wide)
+        return {"tile": tile, "rows": max(1, problem.rows) * row}
 
     def pack(self, weights: ExpertWeights[Payload], problem: ExpertsProblem) -> CpuExperts:
         """Share or re-lay the codes, one expert at a time, and keep biases in float32.
@@ -212,15 +217,3 @@ def _scratch(packed: CpuExperts) -> Scratch:
     coded = [m for m in (packed.gate_up, packed.down) if isinstance(m, CodeMatrix)]
     size = max((m.tile_rows(torch.bfloat16, _TILE) * m.stored_columns for m in coded), default=0)
     return Scratch(size, max((m.stored_columns for m in coded), default=0))
-
-
-def _tile_bytes(problem: ExpertsProblem) -> int:
-    longest = max(problem.hidden, problem.intermediate)
-    # Indices and bfloat16 values, 2 bytes a weight each, and for float32 activations the pieces and their join.
-    return 12 * max(_TILE, longest + 256)
-
-
-def _row_bytes(problem: ExpertsProblem) -> int:
-    hidden, wide = problem.hidden, problem.intermediate
-    # Per row: x gathered, arranged and transposed, gate_up in two precisions, its activation, the result.
-    return 4 * (4 * hidden + (2 * problem.parts + 4) * wide)
