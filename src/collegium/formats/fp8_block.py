@@ -72,12 +72,7 @@ class Fp8Block(Scaled):
 
     @classmethod
     def from_parts(
-        cls,
-        parts: Mapping[str, Tensor],
-        *,
-        storage: str,
-        shape: tuple[int, ...],
-        block: tuple[int, int] = _BLOCK,
+        cls, parts: Mapping[str, Tensor], *, storage: str, shape: tuple[int, ...], block: tuple[int, int] = _BLOCK
     ) -> Self:
         """Take codes as stored and promote F32, BF16 or E8M0 scales to float32, exactly.
 

@@ -77,12 +77,7 @@ class Int4Group(Scaled):
 
     @classmethod
     def from_parts(
-        cls,
-        parts: Mapping[str, Tensor],
-        *,
-        storage: str,
-        shape: tuple[int, ...],
-        group_size: int | None = None,
+        cls, parts: Mapping[str, Tensor], *, storage: str, shape: tuple[int, ...], group_size: int | None = None
     ) -> Self:
         """Take the words as bytes and the scales as stored.
 

@@ -62,12 +62,7 @@ def regions_of(problem: Problem) -> Regions:
 
 
 def linear(
-    x: Tensor,
-    weight: Tensor,
-    added: Tensor | None = None,
-    *,
-    out: Tensor | None = None,
-    memory: Memory | None = None,
+    x: Tensor, weight: Tensor, added: Tensor | None = None, *, out: Tensor | None = None, memory: Memory | None = None
 ) -> Tensor:
     """Return ``x [T, K]`` times ``weight [N, K]`` plus ``added``, ``[T, N]`` in the dtype of the weight or of ``out``.
 
@@ -100,12 +95,7 @@ def _in_blocks(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def linear_on_device(
-    x: Tensor,
-    weight: Tensor,
-    added: Tensor | None = None,
-    *,
-    out: Tensor | None = None,
-    memory: Memory | None = None,
+    x: Tensor, weight: Tensor, added: Tensor | None = None, *, out: Tensor | None = None, memory: Memory | None = None
 ) -> Tensor:
     """Do ``linear`` in one kernel, or two where K is cut into parts."""
     # Imported here: Triton exists for Linux alone, and everything but a launch works without it.

@@ -291,12 +291,7 @@ def quantize_regions(rows: int, columns: int, name: str, *, order: int = AS_IS) 
 
 
 def quantize_rows(
-    x: Tensor,
-    name: str,
-    *,
-    source: Tensor | None = None,
-    weights: Tensor | None = None,
-    memory: Memory | None = None,
+    x: Tensor, name: str, *, source: Tensor | None = None, weights: Tensor | None = None, memory: Memory | None = None
 ) -> QuantizedRows:
     """Quantise rows of ``x [T, K]`` (floating) to the format ``name``.
 

@@ -84,10 +84,7 @@ def check_rows(name: str, found: Tensor, wanted: tuple[int, int]) -> None:
 
 
 def check_extras(
-    spec: MoESpec,
-    router: RouterWeights | None,
-    shared: SharedWeights[Payload] | None,
-    latent: LatentWeights | None,
+    spec: MoESpec, router: RouterWeights | None, shared: SharedWeights[Payload] | None, latent: LatentWeights | None
 ) -> None:
     """Compare what a layer is given beside its experts with the spec; raises InputError."""
     for name, asked, given in (

@@ -131,11 +131,7 @@ class CpuGrouped(ExpertKernel):
 
 
 def _run_chunk(
-    batch: ContiguousBatch,
-    packed: CpuExperts,
-    bounds: list[int],
-    first: int,
-    buffers: tuple[Scratch, Tensor, Tensor],
+    batch: ContiguousBatch, packed: CpuExperts, bounds: list[int], first: int, buffers: tuple[Scratch, Tensor, Tensor]
 ) -> None:
     """Run experts ``first`` and following, whose rows are ``bounds[i]:bounds[i + 1]``."""
     scratch, room, out = buffers

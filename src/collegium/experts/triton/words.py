@@ -76,10 +76,7 @@ class _Piece(NamedTuple):
 
 
 def _packed(
-    payload: Any,
-    kind: str,
-    rows_of: Callable[[Any, _Piece], tuple[Tensor, Tensor, Tensor | None]],
-    bias: Tensor | None,
+    payload: Any, kind: str, rows_of: Callable[[Any, _Piece], tuple[Tensor, Tensor, Tensor | None]], bias: Tensor | None
 ) -> PackedMatrix:
     """Pack what ``rows_of`` returns of each piece: codes ``[P, rows, B, 64]`` uint8, scale words and factors.
 
