@@ -316,7 +316,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("the factor of the neighbouring group", "kernels/expand.py", (("4 * block + 1, groups, n_out, inside, f1", "4 * block + 1, groups, n_out, inside, f2"),), _LARGE),
     Mutant("the factor of the neighbouring block", "kernels/expand.py", (("row // 128) * K_BLOCKS + block)", "row // 128) * K_BLOCKS)"),), _LARGE),
     Mutant("quarters of a block swapped", "kernels/expand.py", (("tl.store(to + WIDTH, a1", "tl.store(to + WIDTH, a2"),), _LARGE),
-    Mutant("minima of a large batch left out", "kernels/prefill.py", (("    if SUMS:\n        acc = _promoted(minimum", "    if SUMS and not ASM and False:\n        acc = _promoted(minimum"),), _LARGE),
+    Mutant("minima of a large batch left out", "kernels/prefill.py", (("    if SUMS:\n        acc = _promoted(", "    if SUMS and not ASM and False:\n        acc = _promoted("),), _LARGE),
     Mutant("gate's factors for up", "kernels/prefill.py", (("s_second = s_first + tl.cast(n_out, tl.int64) * STEPS", "s_second = s_first + 0 * tl.cast(n_out, tl.int64) * STEPS"),), _LARGE),
     Mutant("the tiles of all experts for some", "experts/triton/expanded.py", (("tiles if turn == experts else tile_list(own, rows, tiles.tile, memory)", "tiles"),), _LARGE),
     Mutant("the sign of a step lost", "kernels/decode.py", (("((words << (24 - 8 * QUARTER)) >> 24)", "((words >> (8 * QUARTER)) & 255)"),), _BLOCKS),

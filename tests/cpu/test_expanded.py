@@ -89,6 +89,7 @@ def test_a_large_batch_gives_the_rows_of_the_small_tiles(
 ) -> None:
     monkeypatch.setattr(tiles, "_EXPANDED", (1, 1))
     monkeypatch.setattr(tiles, "_EXPANDED_QUARTERS", 1)
+    monkeypatch.setattr(tiles, "_LONG", 8)
     device = DeviceFacts(kind="cuda", capability=(9, 0))
     packed, batch, truth = decoded_layer(name, act, group, device, tokens=6, sizes=(3, 72, 136))
     stop = int(batch.expert_offsets[-1])
@@ -114,6 +115,7 @@ def test_which_batches_are_decoded_first() -> None:
     assert prefill_tile(asked(4096), replace(hopper, specialises=False)) is None
     assert prefill_tile(asked(4096), machine_of((8, 0), 108)) is None
     assert prefill_tile(asked(4096, k_in=4100), hopper) is None
+    assert prefill_tile(asked(4096, k_in=256), hopper) is None
     assert prefill_tile(asked(4096, x_bits=8), hopper) is None, "E4M3 operands are decoded by another kernel"
     assert prefill_tile(asked(56), hopper) is None
     # Eight bits and groups of 32 gain sooner.

@@ -20,6 +20,7 @@ from decoded_layers import DECODED, decoded_layer
 def _always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "_EXPANDED", (8, 8))
     monkeypatch.setattr(tiles, "_EXPANDED_QUARTERS", 8)
+    monkeypatch.setattr(tiles, "_LONG", 8)
 
 
 @pytest.mark.parametrize(("name", "act", "group"), DECODED)

@@ -70,13 +70,10 @@ def _add_group(acc, x, w, sums, factors, step, SUMS: tl.constexpr, ASM: tl.const
 
     factors: addresses of a factor for each weight row; with SUMS a minimum is ``step`` behind it.
     """
-    # All loads are on their way while the product runs.
     factor = tl.load(factors)[:, None]
-    minimum = tl.load(factors + step)[:, None] if SUMS else factor
-    product = dot(w, x.T, tl.zeros_like(acc), ASM)
     if SUMS:
-        acc = _promoted(minimum, sums[None, :], acc, ASM)
-    return _promoted(product, factor, acc, ASM)
+        acc = _promoted(tl.load(factors + step)[:, None], sums[None, :], acc, ASM)
+    return _promoted(dot(w, x.T, tl.zeros_like(acc), ASM), factor, acc, ASM)
 
 
 @triton.jit

@@ -43,6 +43,7 @@ BAND = 128  # weight rows a tile of a large batch holds twice
 _LARGE = 56  # rows of an expert from which on those tiles are the faster ones
 # The same where weights are decoded first: of four and of eight bits, and of groups that are products of their own.
 _EXPANDED, _EXPANDED_QUARTERS = (512, 288), 160
+_LONG = 512  # columns that such a product has at least: shorter ones decode little
 _SHARED_PASS = 4  # token tiles of a large batch that share a pass over the weights
 
 
@@ -173,7 +174,7 @@ def prefill_tile(problem: TileProblem, machine: Machine) -> TileChoice | None:
     bytes, and enough rows for each expert.
     """
     if problem.decoded:
-        fits = machine.specialises and problem.x_bits >= 16 and problem.k_in % 8 == 0
+        fits = machine.specialises and problem.x_bits >= 16 and problem.k_in % 8 == 0 and problem.k_in >= _LONG
         least = _EXPANDED_QUARTERS if problem.quartered else _EXPANDED[problem.weight_bits >= 8]
     else:
         same = problem.weight_bits == problem.x_bits and problem.block_k * problem.x_bits == 1024
