@@ -1,0 +1,123 @@
+"""Both products of one layer with packed weights: decoded in registers for every tile, and decoded once into memory.
+
+Where the second way is the faster one is what ``_EXPANDED`` in ``experts/triton/tiles.py`` says. A time counts only if
+both ways give the same bits. Needs a Hopper GPU.
+
+    python benchmarks/bench_expanded.py
+    python benchmarks/bench_expanded.py --formats gguf int8_affine --rows 128 256
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from collegium.commands.bench import named_layer, random_weights
+from collegium.commands.integers import ENCODERS, affine, ordered, q4_k
+from collegium.commands.measure import driver_version, version_of
+from collegium.encoding import encode_experts
+from collegium.experts import KERNELS
+from collegium.experts.triton import tiles
+from collegium.parallel.local import Local
+from collegium.problem import Problem
+from collegium.runtime.devices import probe
+from collegium.types import Routing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from collegium.experts.triton.packed import PackedExperts
+    from collegium.types import ContiguousBatch, ExpertWeights, MoESpec
+
+RESULTS = Path(__file__).parent / "results" / "expanded_h200.csv"
+FORMATS = ("bf16", "int4_affine", "int4_affine:32", "int8_affine", "gguf", "mxfp4", "nvfp4", "fp8_block")
+ROWS = (32, 64, 128, 256, 512, 2048)
+
+
+def layers() -> dict[str, MoESpec]:
+    """Return a layer of many small experts, and one of few large ones (Mixtral 8x7B)."""
+    small = named_layer("qwen3_30b")[1]
+    large = replace(
+        small, hidden_size=4096, intermediate_size=14336, num_experts=8, routing=replace(small.routing, top_k=2)
+    )
+    return {"qwen3_30b": small, "4096x14336x8x2": large}
+
+
+def packed_as(spec: MoESpec, plain: ExpertWeights[Any], name: str, group: int) -> PackedExperts:
+    """Return the experts in the format ``name``, groups of integers with ``group`` columns."""
+    made = plain
+    if name in ENCODERS:
+        encode: Any = affine if name.endswith("_affine") else ordered
+        kind, given = (q4_k, ()) if name == "gguf" else (encode, (int(name[3]), group))
+        gate_up, down = (kind(part.decode(), *given) for part in (plain.gate_up, plain.down))
+        made = replace(plain, gate_up=gate_up, down=down)
+    elif name != "bf16":
+        made = encode_experts(plain, name)
+    problem = Problem(spec=replace(spec, weight_format=name), device=probe("cuda"), activation_format="bf16")
+    kernel: Any = next(k for k in KERNELS if k.name.startswith("triton") and k.refuse(problem.routed) is None)
+    return kernel.pack(made, problem.routed)
+
+
+def batch_of(spec: MoESpec, rows: int) -> ContiguousBatch:
+    """Return random tokens with ``rows`` rows for an expert on average."""
+    tokens = rows * spec.num_experts // spec.routing.top_k
+    x = torch.randn(tokens, spec.hidden_size, device="cuda").bfloat16()
+    ids = torch.rand(tokens, spec.num_experts, device="cuda").topk(spec.routing.top_k, dim=1).indices
+    routing = Routing(topk_ids=ids, topk_weights=torch.ones(ids.shape, device="cuda"))
+    return Local(num_experts=spec.num_experts).dispatch(x, routing)[0]
+
+
+def microseconds(call: Callable[[], object], count: int = 10) -> float:
+    """Return the mean of ``count`` calls after one more."""
+    call()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(count):
+        call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / count * 1000
+
+
+def main() -> None:
+    """Measure every format, write and print the rows."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
+    parser.add_argument("--formats", nargs="+", default=FORMATS, help="name, or name:columns of a group")
+    parser.add_argument("--rows", nargs="+", type=int, default=ROWS, help="rows of an expert on average")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    asked = parser.parse_args()
+    tiles._EXPANDED, tiles._EXPANDED_QUARTERS = (1, 1), 1
+    device = torch.device("cuda")
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
+    about = [torch.cuda.get_device_name(), driver_version(device), torch.__version__, version_of("triton")]
+    about += [commit.strip() or "unknown", "python benchmarks/bench_expanded.py"]
+    found: list[list[object]] = []
+    for layer, spec in layers().items():
+        plain = random_weights(spec, device)
+        for text in asked.formats:
+            name, _, group = text.partition(":")
+            packed = packed_as(spec, plain, name, int(group or 128))
+            small = packed if name == "bf16" else replace(packed, machine=replace(packed.machine, copies=False))
+            for rows in asked.rows:
+                batch = batch_of(spec, rows)
+                stop = int(batch.expert_offsets[-1])
+                same = torch.equal(packed.run(batch)[:stop], small.run(batch)[:stop])
+                times = [microseconds(lambda way=way, batch=batch: way.run(batch)) for way in (small, packed)]
+                shown = [f"{time:.0f}" if same else "" for time in times]
+                found.append([*about, layer, text, rows, *(["", shown[1]] if name == "bf16" else shown), same])
+                print(*found[-1][-6:], flush=True)
+    with asked.out.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        head = ["gpu", "driver", "torch", "triton", "commit", "command", "layer", "weights", "rows an expert"]
+        writer.writerow([*head, "decoded in registers us", "decoded once us", "same bits"])
+        writer.writerows(found)
+
+
+if __name__ == "__main__":
+    main()
