@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from ..formats.codecs import E2M1_VALUES
-
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -52,4 +50,9 @@ def power(byte: Tensor) -> Tensor:
 
 def e2m1_values(codes: Tensor) -> Tensor:
     """Return the float32 values of E2M1 codes 0..15."""
-    return torch.tensor(E2M1_VALUES, device=codes.device)[codes.int()]
+    low = (codes & 7).to(torch.int32)
+    # Exponent 0 is subnormal: 0 and 0.5. Otherwise (1 + mantissa / 2) * 2^(exponent - 1), built from its
+    # bits.
+    normal = (((low >> 1) + 126) << 23) | ((low & 1) << 22)
+    size = torch.where(low < 2, low.to(torch.float32) * 0.5, normal.view(torch.float32))
+    return torch.where(codes >= 8, -size, size)
