@@ -70,8 +70,9 @@ class Layout:
     @property
     def minima(self) -> bool:
         """Whether scales have minima, which sums of the rows' columns multiply."""
-        found = self.scale_kind, self.words
-        return found in ((numbers.HALF_SCALE, 4), (numbers.STEP_SCALE, 3), (numbers.GROUP_SCALE, 2))
+        if self.weight == numbers.PLAIN:  # decoded before: factors, and minima behind them
+            return self.words == 2
+        return (self.scale_kind, self.words) in ((numbers.HALF_SCALE, 4), (numbers.STEP_SCALE, 3))
 
     @property
     def bits(self) -> float:
