@@ -123,7 +123,6 @@ def by_command(rank: int) -> Any:
 
 def one_fails(rank: int) -> Any:
     """Return what a rank says where another one does not come to a call, and where it has no checkpoint."""
-    timeout_seconds(60)  # a busy machine may take its time to load
     folder = os.environ[FOLDERS]
     model: Any = load_model(folder, device=Ranks.of(same_tokens=True))
     call, started = "none", time.monotonic()

@@ -11,6 +11,7 @@ import torch
 from torch import distributed
 
 from collegium import CollegiumError
+from collegium.parallel.meeting import timeout_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,6 +30,7 @@ def _rank(
     try:
         os.environ.update(environ)
         torch.set_num_threads(1)
+        timeout_seconds(60)  # several processes share few cores, and one may still compile
         if "nccl" not in backend:
             # Fresh memory is poisoned, as tests/conftest.py does it.
             poison: Any = torch.utils.deterministic

@@ -16,7 +16,7 @@ from collegium.ops import permute as ordering
 from collegium.parallel import symm_mem
 from collegium.parallel.expert_map import ExpertMap
 from collegium.parallel.local import Local
-from collegium.parallel.meeting import meeting_of, timeout_seconds
+from collegium.parallel.meeting import meeting_of
 from collegium.parallel.shared_block import PeerArena, shared_blocks
 from collegium.parallel.symm_mem import SymmMem
 from collegium.pipelines import Parts
@@ -157,7 +157,6 @@ def _given(case: Case, turn: int, rank: int, tokens: int) -> tuple[Tensor, Routi
 def store(rank: int) -> list[str]:
     """Return what passes give otherwise than one rank, and otherwise than where peers read the rows."""
     world, faults, seen = distributed.get_world_size(), list[str](), list[bool]()
-    timeout_seconds(60)  # four interpreters may share two processors
     layers = [_layer(case, rank, world) for case in CASES]
     collect = symm_mem.collect
 

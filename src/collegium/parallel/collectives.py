@@ -54,7 +54,11 @@ def _done(start: Callable[..., Any], *tensors: Any, ranks: distributed.ProcessGr
         try:
             work.wait(timedelta(seconds=max(0.001, min(left, LOOK))))
         except RuntimeError:
-            if work.is_completed() or left <= LOOK or meeting_of(group).gone():
+            if work.is_completed():
+                # It may have ended well just after the wait gave up; an error of its own is raised here again.
+                work.wait()
+                return
+            if left <= LOOK or meeting_of(group).gone():
                 raise
         else:
             return
