@@ -75,10 +75,10 @@ unit: $(VENV)/.dev ## the tests alone
 	$(ONE_THREAD) $(OFFLINE) $(BIN)/python -m pytest tests -n 2
 
 snippets: $(VENV)/.dev ## run every Python block of README and docs, and the marked shell blocks
-	$(OFFLINE) $(BIN)/python scripts/run_snippets.py README.md docs/*.md
+	$(ONE_THREAD) $(OFFLINE) $(BIN)/python scripts/run_snippets.py README.md docs/*.md
 
 examples: $(VENV)/.dev ## run every script in examples/
-	@for script in examples/*.py; do echo "$$script"; $(OFFLINE) $(BIN)/python "$$script"; done
+	@for script in examples/*.py; do echo "$$script"; $(ONE_THREAD) $(OFFLINE) $(BIN)/python "$$script"; done
 
 docs: $(VENV)/.dev ## build the site into build/docs; a broken link or reference is an error
 	rm -rf build/docs
