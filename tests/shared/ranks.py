@@ -11,6 +11,7 @@ import torch
 from torch import distributed
 
 from collegium import CollegiumError
+from interpreting import hasten
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,6 +35,8 @@ def _rank(
             poison: Any = torch.utils.deterministic
             poison.fill_uninitialized_memory = True
             torch.use_deterministic_algorithms(True)
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            hasten()
         if "nccl" in backend:
             torch.cuda.set_device(rank)
         store = distributed.TCPStore("localhost", port, is_master=False)
