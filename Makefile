@@ -72,13 +72,13 @@ check: $(VENV)/.dev ## format, lint, types, imports, spelling, links, words, cha
 	$(BIN)/python scripts/check_words.py
 
 unit: $(VENV)/.dev ## the tests alone
-	$(ONE_THREAD) $(OFFLINE) $(BIN)/python -m pytest tests -n 2
+	$(ONE_THREAD) $(OFFLINE) $(BIN)/python -m pytest tests -n 2 --dist worksteal
 
 snippets: $(VENV)/.dev ## run every Python block of README and docs, and the marked shell blocks
-	$(OFFLINE) $(BIN)/python scripts/run_snippets.py README.md docs/*.md
+	$(ONE_THREAD) $(OFFLINE) $(BIN)/python scripts/run_snippets.py README.md docs/*.md
 
 examples: $(VENV)/.dev ## run every script in examples/
-	@for script in examples/*.py; do echo "$$script"; $(OFFLINE) $(BIN)/python "$$script"; done
+	@for script in examples/*.py; do echo "$$script"; $(ONE_THREAD) $(OFFLINE) $(BIN)/python "$$script"; done
 
 docs: $(VENV)/.dev ## build the site into build/docs; a broken link or reference is an error
 	rm -rf build/docs
@@ -103,7 +103,7 @@ gpu-test: ## the tests of a machine with a GPU, on the Python that is there (tor
 	PYTHONPATH=src compute-sanitizer --tool racecheck --error-exitcode 1 python3 tests/gpu/sanitize.py together
 
 cover: $(VENV)/.dev ## tests with a coverage report
-	$(ONE_THREAD) $(OFFLINE) $(BIN)/python -m pytest tests -n 2 --cov
+	$(ONE_THREAD) $(OFFLINE) $(BIN)/python -m pytest tests -n 2 --dist worksteal --cov
 
 constraints: $(VENV)/.dev ## pin every dependency anew (run it on Linux x86_64)
 	@scripts/pin.sh $(BIN) $(PINS)

@@ -2,7 +2,8 @@
 
 Every ``python`` block is a program of its own and must exit with 0. The line before it may be ``<!-- gpu -->``: it is
 left out where there is none; or ``<!-- ranks 2 -->``: torchrun starts it twice. A ``bash`` block runs when the line
-before it is ``<!-- run -->``. All run in the repository's root, this interpreter's folder first in the search path.
+before it is ``<!-- run -->``. All run in the repository's root, two at a time, this interpreter's folder first in the
+search path.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,6 +76,11 @@ def run(snippet: Snippet) -> subprocess.CompletedProcess[str]:
         )
 
 
+def _timed(snippet: Snippet) -> tuple[subprocess.CompletedProcess[str], float]:
+    began = time.monotonic()
+    return run(snippet), time.monotonic() - began
+
+
 def main(pages: list[str]) -> int:
     """Run the blocks of ``pages``; 1 when one fails or none is found."""
     found = [snippet for page in pages for snippet in snippets(page, (ROOT / page).read_text(encoding="utf-8"))]
@@ -85,14 +92,14 @@ def main(pages: list[str]) -> int:
     for snippet in found:
         if snippet.mark == "gpu" and not on_gpu:
             print(f"{snippet.page}:{snippet.line}: left out, it needs a GPU")
-            continue
-        began = time.monotonic()
-        result = run(snippet)
-        verdict = "ok" if result.returncode == 0 else f"FAILED with {result.returncode}"
-        print(f"{snippet.page}:{snippet.line}: {snippet.language} {verdict} in {time.monotonic() - began:.1f} s")
-        if result.returncode:
-            failed += 1
-            print(result.stdout + result.stderr)
+    asked = [snippet for snippet in found if snippet.mark != "gpu" or on_gpu]
+    with ThreadPoolExecutor(2) as pool:
+        for snippet, (result, seconds) in zip(asked, pool.map(_timed, asked), strict=True):
+            verdict = "ok" if result.returncode == 0 else f"FAILED with {result.returncode}"
+            print(f"{snippet.page}:{snippet.line}: {snippet.language} {verdict} in {seconds:.1f} s", flush=True)
+            if result.returncode:
+                failed += 1
+                print(result.stdout + result.stderr)
     return bool(failed)
 
 

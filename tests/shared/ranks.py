@@ -12,6 +12,7 @@ from torch import distributed
 
 from collegium import CollegiumError
 from collegium.parallel.meeting import timeout_seconds
+from interpreting import hasten
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,6 +37,8 @@ def _rank(
             poison: Any = torch.utils.deterministic
             poison.fill_uninitialized_memory = True
             torch.use_deterministic_algorithms(True)
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            hasten()
         if "nccl" in backend:
             torch.cuda.set_device(rank)
         store = distributed.TCPStore("localhost", port, is_master=False)
