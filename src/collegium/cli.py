@@ -102,14 +102,14 @@ def generate(
     from .parallel.torchrun import joined
     from .runtime.warming import warm_up
 
-    folder = check_writable(model)
-    limits = prompt_limits(folder, prompt)
+    checkpoint = check_writable(model)
+    limits = prompt_limits(checkpoint.path, prompt)
     with joined(os.environ, device, same_tokens=True) as place:
         with bar("loading") as progress:
             wishes: Any = {"weight_format": weight_format, "limits": limits}
             wishes["force"] = Choice(kernel=kernel, activation_format=activations)
-            loaded = load_model(model, device=place, progress=progress, **wishes)
-        writer = Writer(loaded, folder)
+            loaded = load_model(checkpoint, device=place, progress=progress, **wishes)
+        writer = Writer(loaded, checkpoint.path)
         with bar("compiling") as progress:
             warm_up(layers_of(loaded), progress)
             progress(1, 1, "the rest of the model")

@@ -82,8 +82,7 @@ def run_demo(
     """
     start = time.perf_counter()
     facts = probe(device)
-    folder = check_writable(str(folder))
-    bench = _Bench(folder, facts, windows)
+    bench = _Bench(check_writable(str(folder)), facts, windows)
     rows: list[DemoRow] = []
     for done, recipe in enumerate(RECIPES):
 
@@ -108,15 +107,15 @@ def run_demo(
 class _Bench:
     """The model, its held-out text and the inputs of one layer, on which every recipe is measured."""
 
-    def __init__(self, folder: Path, facts: DeviceFacts, windows: int) -> None:
-        self.checkpoint, self.facts = Checkpoint.open(folder), facts
-        self.spec = describe_checkpoint(self.checkpoint)
+    def __init__(self, checkpoint: Checkpoint, facts: DeviceFacts, windows: int) -> None:
+        self.checkpoint, self.facts = checkpoint, facts
+        self.spec = describe_checkpoint(checkpoint)
         limits = _limits(self.spec, facts, (self.spec.weight_format, "bf16"))
-        model = load_model(str(folder), device=facts.place, limits=limits)
-        self.writer = Writer(model, folder)
-        self.ids = _windows(self.writer, folder / "heldout.txt", windows)
+        model = load_model(checkpoint, device=facts.place, limits=limits)
+        self.writer = Writer(model, checkpoint.path)
+        self.ids = _windows(self.writer, checkpoint.path / "heldout.txt", windows)
         self.compile_seconds = _compiled(layers_of(model), None)
-        self.case = _Case(model, self.checkpoint, self.ids[:1])
+        self.case = _Case(model, checkpoint, self.ids[:1])
 
     def row(self, recipe: tuple[str, str], tokens: int, step: Callable[[str], None]) -> DemoRow:
         step("loading")
