@@ -176,7 +176,7 @@ def bench(
 ) -> Report:
     """Time one MoE layer on random weights, beside the least this machine could take; wrong results get no time."""
     from .commands.bench import bench
-    from .commands.picture import check_picture, plot
+    from .commands.picture import check_picture, draw_bench, save_picture
 
     if picture is not None:
         check_picture(picture)
@@ -192,7 +192,7 @@ def bench(
             progress=progress,
         )
     if picture is not None:
-        plot(report, picture)
+        save_picture(picture, draw_bench, report)
     return report
 
 
@@ -322,15 +322,16 @@ def simulate(
     picture: Annotated[str | None, typer.Option(help="Draw balancedness before and after into this PNG.")] = None,
 ) -> Report:
     """Let a policy place experts for the first half of a trace, and judge it on both halves."""
+    from .balance.pictures import draw_simulation
     from .balance.report import simulate_file
-    from .commands.picture import check_picture, plot_simulation
+    from .commands.picture import check_picture, save_picture
 
     if picture is not None:
         check_picture(picture, "--picture")
     counts = numbers("--replicas", replicas, int, least=0)
     report = simulate_file(trace, ranks, counts, policy=policy, hosts=hosts)
     if picture is not None:
-        plot_simulation(report, picture)
+        save_picture(picture, draw_simulation, report)
     return report
 
 
@@ -341,12 +342,13 @@ def heatmap(
 ) -> Report:
     """Draw the load of every expert of every layer, and say which are hottest and coldest."""
     from .balance.load import LoadTrace
+    from .balance.pictures import draw_load
     from .balance.report import look_at_load
-    from .commands.picture import check_picture, plot_load
+    from .commands.picture import check_picture, save_picture
 
     check_picture(target, "--out")
     report = look_at_load(trace)
-    plot_load(LoadTrace.open(trace), target)
+    save_picture(target, draw_load, LoadTrace.open(trace))
     return report
 
 
