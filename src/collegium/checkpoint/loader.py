@@ -93,25 +93,24 @@ def _fill(
 ) -> ExpertWeights[Payload]:
     # Spare slots hold what the first one does until an expert is moved there.
     count, halves = len(placement.expert_ids) + placement.spare, projections(reader.layer.spec)[:-1]
-    gate_up: Payload | None = None
-    down: Payload | None = None
+    made: dict[str, Payload] = {}
     # without local experts, expert 0 still says what an empty payload looks like
     for slot, expert in enumerate(placement.expert_ids or (0,)):
         seen: dict[str, Tensor] = {}
         for half, which in enumerate(halves):
             place = reader.layer.source(expert, which)
             matrix = reader.matrix(place, Cut(rows=local, columns=(0, place.columns)), seen, (room, place.columns))
-            gate_up = matrix.to(device).repeated(len(halves)).repeated(count) if gate_up is None else gate_up
+            if "gate_up" not in made:
+                made["gate_up"] = matrix.to(device).repeated(len(halves)).repeated(count)
             if count:
-                gate_up[slot].put(half, matrix)
+                made["gate_up"][slot].put(half, matrix)
         place = reader.layer.source(expert, "down")
         matrix = reader.matrix(place, Cut(rows=(0, place.rows), columns=local), seen, (place.rows, room))
-        down = matrix.to(device).repeated(count) if down is None else down
+        if "down" not in made:
+            made["down"] = matrix.to(device).repeated(count)
         if count:
-            down.put(slot, matrix)
-    if gate_up is None or down is None:
-        raise InputError("no experts were asked for and none could be read as an example")
-    return ExpertWeights(gate_up=gate_up, down=down)
+            made["down"].put(slot, matrix)
+    return ExpertWeights(**made)
 
 
 def _local_range(layer: CheckpointLayer, placement: Placement, *, pad: bool) -> tuple[tuple[int, int], int]:
