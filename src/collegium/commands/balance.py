@@ -44,21 +44,9 @@ def record_load(
         raise InputError(f"--tokens {tokens}: the model was made for {longest} positions; ask for as many at most")
     loaded = load_model(checkpoint, device=probe(device).place, limits=Limits(max_tokens=tokens))
     writer = Writer(loaded, checkpoint.path)
-    windows = _windows(writer, source, tokens)[:steps]
+    windows = writer.windows(source, tokens)[:steps]
     with torch.inference_mode(), recording(loaded) as found:
         for _, window in counted([*enumerate(windows, 1)], progress, "step {0[0]}".format):
             cast("Any", loaded)(window[None], use_cache=False)
     found.trace(checkpoint.path.resolve().name).save(file)
     return look_at_load(out)
-
-
-def _windows(writer: Writer, source: Path, tokens: int) -> torch.Tensor:
-    try:
-        said = source.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{source}: is no UTF-8 text: {error}; name another with --text") from error
-    ids = writer.encode(said)[0]
-    count = len(ids) // tokens
-    if not count:
-        raise InputError(f"{source}: has {len(ids)} tokens, a step has {tokens}; name a longer text or fewer --tokens")
-    return ids[: count * tokens].view(count, tokens)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from ..checkpoint.loader import describe_checkpoint, load_experts
 from ..checkpoint.opened import CheckpointLayer
 from ..checkpoint.reader import Checkpoint
-from ..errors import InputError
 from ..functional import moe
 from ..integrations.transformers import attach, build_layers, experts_modules, layers_of, load_model
 from ..layer import MoELayer
@@ -113,7 +112,7 @@ class _Bench:
         limits = _limits(self.spec, facts, (self.spec.weight_format, "bf16"))
         model = load_model(checkpoint, device=facts.place, limits=limits)
         self.writer = Writer(model, checkpoint.path)
-        self.ids = _windows(self.writer, checkpoint.path / "heldout.txt", windows)
+        self.ids = self.writer.windows(checkpoint.path / "heldout.txt", WINDOW, windows)[:windows]
         self.compile_seconds = _compiled(layers_of(model), None)
         self.case = _Case(model, checkpoint, self.ids[:1])
 
@@ -157,16 +156,6 @@ def _compiled(layers: Iterable[MoELayer], progress: Progress | None) -> float:
     start = time.perf_counter()
     warm_up(layers, progress)
     return time.perf_counter() - start
-
-
-def _windows(writer: Writer, held_out: Path, windows: int) -> Tensor:
-    if not held_out.exists():
-        raise InputError(f"{held_out}: not found; the demo needs held-out text beside the model to measure perplexity")
-    ids = writer.encode(held_out.read_text(encoding="utf-8"))[0]
-    needed = windows * WINDOW
-    if len(ids) < needed:
-        raise InputError(f"{held_out}: holds {len(ids)} tokens; {windows} windows of {WINDOW} need {needed}")
-    return ids[:needed].view(windows, WINDOW)
 
 
 class _Case:

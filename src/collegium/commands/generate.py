@@ -53,6 +53,21 @@ class Writer:
             raise InputError(f"the text {text!r} has no token to begin with; give at least a word")
         return torch.tensor([ids], device=self.device)
 
+    def windows(self, source: Path, size: int, least: int = 1) -> Tensor:
+        """Return the token ids of a text file as windows ``[N, size]``; what is left at its end is dropped.
+
+        Raises InputError for what is no text and for less than ``least`` windows.
+        """
+        try:
+            ids = self.encode(source.read_text(encoding="utf-8"))[0]
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"{source}: is no UTF-8 text that can be read: {error}; give another text") from error
+        count = len(ids) // size
+        if count < least:
+            need = f"{least} times {size} tokens at once are needed"
+            raise InputError(f"{source}: has {len(ids)} tokens, {need}; give a longer text or ask for fewer --tokens")
+        return ids[: count * size].view(count, size)
+
     def write(
         self, prompt: str, tokens: int, *, temperature: float = 0.0, seed: int = 0, penalty: float = 1.0
     ) -> Written:
