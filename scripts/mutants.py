@@ -106,7 +106,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "gate and up swapped on loading", "checkpoint/loader.py",
-        (("projections(reader.layer.spec)[:-1]", "projections(reader.layer.spec)[:-1][::-1]"),), _LOAD,
+        (("made[field][slot].put(half,", "made[field][slot].put(layer.spec.gate_up_parts - 1 - half,"),), _LOAD,
     ),
     Mutant(
         "interleaved rows: odd is gate", "checkpoint/layout.py",
@@ -667,7 +667,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         _LOAD,
     ),
-    Mutant("down bias added on every rank", "checkpoint/loader.py", (("    if placement.tp_rank:\n", "    if False:\n"),), _LOAD),
+    Mutant("down bias added on every rank", "checkpoint/loader.py", (("torch.zeros_like(down) if placement.tp_rank else down", "down"),), _LOAD),
     # Checks that look away.
     Mutant(
         "forbidden scales loaded and audited as fine", "checkpoint/layout.py",
