@@ -62,8 +62,7 @@ def _match_storage(declared: Declared, seen: Mapping[str, set[str]], where: str)
         declares = f"declares {name}" if declared.method is None else f"declares {name} ({declared.method})"
         msg = f"{stored}; config.json {declares}, which needs {needs}; correct quantization_config or the files"
         raise ConfigError(msg)
-    preferred = [s for s in fitting if s == declared.method]
-    return name, (preferred or fitting)[0]
+    return name, declared.method if declared.method in fitting else fitting[0]
 
 
 def detect(checkpoint: Checkpoint, spec: MoESpec, layer: int) -> StoredFormat:
