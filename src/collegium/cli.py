@@ -88,6 +88,7 @@ def generate(
     penalty: Annotated[
         float, typer.Option(min=1.0, help="Repetition penalty: divides the logits of tokens already there; 1 is off.")
     ] = 1.0,
+    adapter: Annotated[str | None, typer.Option(help="Folder of a LoRA adapter of PEFT, merged as it is read.")] = None,
     weight_format: Format = None,
     kernel: Kernel = None,
     activations: Activations = None,
@@ -106,7 +107,7 @@ def generate(
     limits = prompt_limits(checkpoint.path, prompt)
     with joined(os.environ, device, same_tokens=True) as place:
         with bar("loading") as progress:
-            wishes: Any = {"weight_format": weight_format, "limits": limits}
+            wishes: Any = {"weight_format": weight_format, "limits": limits, "adapter": adapter}
             wishes["force"] = Choice(kernel=kernel, activation_format=activations)
             loaded = load_model(checkpoint, device=place, progress=progress, **wishes)
         writer = Writer(loaded, checkpoint.path)

@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import tokenizers
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -212,6 +213,28 @@ def test_names_with_and_without_wrappers_are_doubled(tmp_path: Path) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(DuplicateTensorError, match="with and without base_layer"):
         Checkpoint.open(tmp_path / "base")
+
+
+def test_the_command_writes_what_the_merged_model_writes(tmp_path: Path) -> None:
+    model = model_of("qwen3_moe", tmp_path / "base")
+    tensors = stacks(model)
+    adapter = write(tmp_path / "adapter", tensors)
+    merge(model, tensors, ALPHA / RANK)
+    model.save_pretrained(tmp_path / "merged")
+    letters = tokenizers.models.WordLevel({chr(65 + at): at for at in range(40)}, unk_token="A")
+    own = tokenizers.Tokenizer(letters)
+    own.pre_tokenizer, own.decoder = tokenizers.pre_tokenizers.Split("", "isolated"), tokenizers.decoders.Fuse()
+    texts: list[str] = []
+    for folder, more in (("merged", ()), ("base", ("--adapter", adapter)), ("base", ())):
+        own.save(str(tmp_path / folder / "tokenizer.json"))
+        asked = ("generate", tmp_path / folder, "--prompt", "DEF", "--tokens", 16, "--device", "cpu", "--json")
+        code, out, said = command(*asked, *more)
+        assert code == 0, (said, out)
+        texts.append(json.loads(out)["text"])
+    assert texts[0] == texts[1] != texts[2]
+    code, _, said = command("generate", tmp_path / "base", "--adapter", tmp_path / "absent", "--device", "cpu")
+    assert code == 1
+    assert "absent/adapter_config.json: cannot be read" in said
 
 
 FIRST = "base_model.model.model.layers.0.mlp.experts"
