@@ -683,7 +683,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("queries of Mixtral left in llama.cpp's order", "integrations/transformers/gguf.py", (("if model.interleaved and kind", "if False and kind"),), _WHOLE_GGUF),
     Mutant("keys of Mixtral turned by the heads of queries", "integrations/transformers/gguf.py", (("{'_kv' * (kind == 'attn_k')}", ""),), _WHOLE_GGUF),
     Mutant("YaRN's factor left out", "integrations/transformers/gguf.py", (('rope | {"factor": config.number("rope.scaling.factor")}', 'rope | {"factor": 1.0}'),), _WHOLE_GGUF),
-    Mutant("a matrix outside the experts decoded twice", "checkpoint/outside.py", (("payload.to(device).decode(dtype)", "payload.to(device).decode(dtype).mul(payload.to(device).decode(dtype))"),), ("tests/cpu/test_whole_quantised.py",)),
+    Mutant("a matrix outside the experts decoded twice", "checkpoint/outside.py", (("self.stored).to(device).decode(dtype)", "self.stored).to(device).decode(dtype).square()"),), ("tests/cpu/test_whole_quantised.py",)),
     # NaN, and ids that are no experts, must be seen.
     Mutant("a NaN score adds nothing", "ops/route.py", (("keepdim=True), _NO_EXPERT)", "keepdim=True), -1)"),), _ROUTE),
     Mutant("a NaN bias chooses experts", "ops/route.py", (("scores if bias is None else choice, _select", "scores, _select"),), _ROUTE),
