@@ -177,14 +177,18 @@ def test_memory_may_be_used_again_once_a_tensor_was_put_unless_it_is_shared(tmp_
     tiny = write_checkpoint(tmp_path, size=SMALL)
     name = "model.layers.0.mlp.experts.1.down_proj.weight"
     wanted = tiny.tensors[name].clone()
-    buffer = torch.nn.Parameter(tiny.tensors[name].clone().mT.contiguous().mT)  # not contiguous, and asks for gradients
-    flat = tiny.tensors[name].clone()
-    copied, shared = Arrivals(tiny.config), Arrivals(tiny.config, copy=False)
-    for arrived, tensor in ((copied, buffer), (shared, flat)):
+    copied, turned, shared = Arrivals(tiny.config), Arrivals(tiny.config), Arrivals(tiny.config, copy=False)
+    givers = {
+        copied: torch.nn.Parameter(wanted.clone()),  # which asks for gradients
+        turned: wanted.mT.contiguous().mT,
+        shared: wanted.clone(),
+    }
+    for arrived, tensor in givers.items():
         assert arrived.put(name, tensor)
         assert torch.equal(arrived.checkpoint.read(name), wanted)
         tensor.data.zero_()
-    assert torch.equal(copied.checkpoint.read(name), wanted)
+    for arrived in (copied, turned):
+        assert torch.equal(arrived.checkpoint.read(name), wanted)
     assert not bool(shared.checkpoint.read(name).any())
     rows = copied.checkpoint.read_slice(name, (slice(3, 9), slice(1, 5)))
     assert torch.equal(rows, wanted[3:9, 1:5])
