@@ -106,7 +106,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "gate and up swapped on loading", "checkpoint/loader.py",
-        (("projections(reader.layer.spec)[:-1]", "projections(reader.layer.spec)[:-1][::-1]"),), _LOAD,
+        (("made[field][slot].put(half,", "made[field][slot].put(layer.spec.gate_up_parts - 1 - half,"),), _LOAD,
     ),
     Mutant(
         "interleaved rows: odd is gate", "checkpoint/layout.py",
@@ -667,7 +667,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         _LOAD,
     ),
-    Mutant("down bias added on every rank", "checkpoint/loader.py", (("    if placement.tp_rank:\n", "    if False:\n"),), _LOAD),
+    Mutant("down bias added on every rank", "checkpoint/loader.py", (("torch.zeros_like(down) if placement.tp_rank else down", "down"),), _LOAD),
     # Checks that look away.
     Mutant(
         "forbidden scales loaded and audited as fine", "checkpoint/layout.py",
@@ -683,7 +683,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("queries of Mixtral left in llama.cpp's order", "integrations/transformers/gguf.py", (("if model.interleaved and kind", "if False and kind"),), _WHOLE_GGUF),
     Mutant("keys of Mixtral turned by the heads of queries", "integrations/transformers/gguf.py", (("{'_kv' * (kind == 'attn_k')}", ""),), _WHOLE_GGUF),
     Mutant("YaRN's factor left out", "integrations/transformers/gguf.py", (('rope | {"factor": config.number("rope.scaling.factor")}', 'rope | {"factor": 1.0}'),), _WHOLE_GGUF),
-    Mutant("a matrix outside the experts decoded twice", "checkpoint/outside.py", (("payload.to(device).decode(dtype)", "payload.to(device).decode(dtype).mul(payload.to(device).decode(dtype))"),), ("tests/cpu/test_whole_quantised.py",)),
+    Mutant("a matrix outside the experts decoded twice", "checkpoint/outside.py", (("self.stored).to(device).decode(dtype)", "self.stored).to(device).decode(dtype).square()"),), ("tests/cpu/test_whole_quantised.py",)),
     # NaN, and ids that are no experts, must be seen.
     Mutant("a NaN score adds nothing", "ops/route.py", (("keepdim=True), _NO_EXPERT)", "keepdim=True), -1)"),), _ROUTE),
     Mutant("a NaN bias chooses experts", "ops/route.py", (("scores if bias is None else choice, _select", "scores, _select"),), _ROUTE),

@@ -88,6 +88,7 @@ def generate(
     penalty: Annotated[
         float, typer.Option(min=1.0, help="Repetition penalty: divides the logits of tokens already there; 1 is off.")
     ] = 1.0,
+    adapter: Annotated[str | None, typer.Option(help="Folder of a LoRA adapter of PEFT, merged as it is read.")] = None,
     weight_format: Format = None,
     kernel: Kernel = None,
     activations: Activations = None,
@@ -102,14 +103,14 @@ def generate(
     from .parallel.torchrun import joined
     from .runtime.warming import warm_up
 
-    folder = check_writable(model)
-    limits = prompt_limits(folder, prompt)
+    checkpoint = check_writable(model)
+    limits = prompt_limits(checkpoint.path, prompt)
     with joined(os.environ, device, same_tokens=True) as place:
         with bar("loading") as progress:
-            wishes: Any = {"weight_format": weight_format, "limits": limits}
+            wishes: Any = {"weight_format": weight_format, "limits": limits, "adapter": adapter}
             wishes["force"] = Choice(kernel=kernel, activation_format=activations)
-            loaded = load_model(model, device=place, progress=progress, **wishes)
-        writer = Writer(loaded, folder)
+            loaded = load_model(checkpoint, device=place, progress=progress, **wishes)
+        writer = Writer(loaded, checkpoint.path)
         with bar("compiling") as progress:
             warm_up(layers_of(loaded), progress)
             progress(1, 1, "the rest of the model")
@@ -176,7 +177,7 @@ def bench(
 ) -> Report:
     """Time one MoE layer on random weights, beside the least this machine could take; wrong results get no time."""
     from .commands.bench import bench
-    from .commands.picture import check_picture, plot
+    from .commands.picture import check_picture, draw_bench, save_picture
 
     if picture is not None:
         check_picture(picture)
@@ -192,7 +193,7 @@ def bench(
             progress=progress,
         )
     if picture is not None:
-        plot(report, picture)
+        save_picture(picture, draw_bench, report)
     return report
 
 
@@ -322,15 +323,16 @@ def simulate(
     picture: Annotated[str | None, typer.Option(help="Draw balancedness before and after into this PNG.")] = None,
 ) -> Report:
     """Let a policy place experts for the first half of a trace, and judge it on both halves."""
+    from .balance.pictures import draw_simulation
     from .balance.report import simulate_file
-    from .commands.picture import check_picture, plot_simulation
+    from .commands.picture import check_picture, save_picture
 
     if picture is not None:
         check_picture(picture, "--picture")
     counts = numbers("--replicas", replicas, int, least=0)
     report = simulate_file(trace, ranks, counts, policy=policy, hosts=hosts)
     if picture is not None:
-        plot_simulation(report, picture)
+        save_picture(picture, draw_simulation, report)
     return report
 
 
@@ -341,12 +343,13 @@ def heatmap(
 ) -> Report:
     """Draw the load of every expert of every layer, and say which are hottest and coldest."""
     from .balance.load import LoadTrace
+    from .balance.pictures import draw_load
     from .balance.report import look_at_load
-    from .commands.picture import check_picture, plot_load
+    from .commands.picture import check_picture, save_picture
 
     check_picture(target, "--out")
     report = look_at_load(trace)
-    plot_load(LoadTrace.open(trace), target)
+    save_picture(target, draw_load, LoadTrace.open(trace))
     return report
 
 

@@ -6,12 +6,13 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import tokenizers
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
 from collegium import load_layer
-from collegium.checkpoint import Checkpoint, CheckpointLayer, audit, load_experts, with_adapter
+from collegium.checkpoint import Arrivals, Checkpoint, CheckpointLayer, audit, load_experts, with_adapter
 from collegium.errors import (
     BadScaleError,
     CheckpointError,
@@ -146,6 +147,18 @@ def test_a_model_with_an_adapter_is_the_merged_model(
             assert torch.equal(joined, getattr(whole, which).decode())
 
 
+def test_what_arrives_from_memory_is_merged_too(tmp_path: Path) -> None:
+    adapter = write(tmp_path / "adapter", stacks(model_of("gpt_oss", tmp_path / "base")))
+    base = Checkpoint.open(tmp_path / "base")
+    arrived = Arrivals(base.config, [(name, base.read(name)) for name in reversed([*base.tensors])])
+    found, wanted = (with_adapter(each, adapter) for each in (arrived.checkpoint, base))
+    for name in base.tensors:
+        assert torch.equal(found.read(name), wanted.read(name))
+    for number in range(LAYERS):
+        opened = (CheckpointLayer.open(each, number) for each in (found, wanted))
+        assert len({fingerprint(layer.checkpoint, layer.found.infos()) for layer in opened}) == 1
+
+
 def test_a_slice_holds_the_bits_of_the_whole(tmp_path: Path) -> None:
     model = model_of("gpt_oss", tmp_path / "base")
     found = with_adapter(Checkpoint.open(tmp_path / "base"), write(tmp_path / "adapter", stacks(model)))
@@ -212,6 +225,28 @@ def test_names_with_and_without_wrappers_are_doubled(tmp_path: Path) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(DuplicateTensorError, match="with and without base_layer"):
         Checkpoint.open(tmp_path / "base")
+
+
+def test_the_command_writes_what_the_merged_model_writes(tmp_path: Path) -> None:
+    model = model_of("qwen3_moe", tmp_path / "base")
+    tensors = stacks(model)
+    adapter = write(tmp_path / "adapter", tensors)
+    merge(model, tensors, ALPHA / RANK)
+    model.save_pretrained(tmp_path / "merged")
+    letters = tokenizers.models.WordLevel({chr(65 + at): at for at in range(40)}, unk_token="A")
+    own = tokenizers.Tokenizer(letters)
+    own.pre_tokenizer, own.decoder = tokenizers.pre_tokenizers.Split("", "isolated"), tokenizers.decoders.Fuse()
+    texts: list[str] = []
+    for folder, more in (("merged", ()), ("base", ("--adapter", adapter)), ("base", ())):
+        own.save(str(tmp_path / folder / "tokenizer.json"))
+        asked = ("generate", tmp_path / folder, "--prompt", "DEF", "--tokens", 16, "--device", "cpu", "--json")
+        code, out, said = command(*asked, *more)
+        assert code == 0, (said, out)
+        texts.append(json.loads(out)["text"])
+    assert texts[0] == texts[1] != texts[2]
+    code, _, said = command("generate", tmp_path / "base", "--adapter", tmp_path / "absent", "--device", "cpu")
+    assert code == 1
+    assert "absent/adapter_config.json: cannot be read" in said
 
 
 FIRST = "base_model.model.model.layers.0.mlp.experts"

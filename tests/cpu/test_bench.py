@@ -24,7 +24,7 @@ from collegium.commands.measure import (
     stays_cached,
     take_turns,
 )
-from collegium.commands.picture import plot
+from collegium.commands.picture import draw_bench, save_picture
 from collegium.errors import ConfigError, InputError, MeasurementError, SpecError
 from collegium.experts.cpu import grouped as cpu_grouped
 from collegium.problem import DeviceFacts, Problem
@@ -320,5 +320,5 @@ def test_a_picture_is_drawn(tmp_path):
     report = bench(
         "64x32x6x2", [("bf16", "bf16"), ("mxfp4", "bf16")], tokens=(1, 5), ceilings=CEILINGS, device="cpu", rounds=1
     )
-    plot(report, str(tmp_path / "bench.png"))
+    save_picture(str(tmp_path / "bench.png"), draw_bench, report)
     assert (tmp_path / "bench.png").read_bytes()[:4] == b"\x89PNG"

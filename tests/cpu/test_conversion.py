@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -167,11 +166,8 @@ def test_what_killed_runs_left_is_removed_and_named_and_live_runs_are_not_touche
     for name in (".out.partial-dead", ".out.partial-live", ".other.partial-dead"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(b"half")
-    held = writer._lock(tmp_path / ".out.partial-live")
-    try:
+    with writer._locked(tmp_path / ".out.partial-live"):
         report = quantize_model(str(tmp_path / "in"), "mxfp4", str(tmp_path / "out"))
-    finally:
-        os.close(held)
     assert report.removed == (".out.partial-dead",)
     left = sorted(p.name for p in tmp_path.iterdir())
     assert left == [".other.partial-dead", ".out.partial-live", "in", "out"]

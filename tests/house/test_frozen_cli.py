@@ -19,6 +19,7 @@ COMMANDS = {
         "--temperature",
         "--seed",
         "--penalty",
+        "--adapter",
         "--format",
         "--kernel",
         "--activations",

@@ -1,6 +1,7 @@
-"""Checkpoints on disk: read lazily, detected, audited, and loaded as ``ExpertWeights``."""
+"""Checkpoints, on disk or handed over from memory: read lazily, detected, audited, and loaded as ``ExpertWeights``."""
 
 from .adapter import with_adapter
+from .arrivals import Arrivals
 from .audit import AuditReport, LayerReport, audit
 from .beside import load_latent, load_router, load_shared
 from .loader import describe_checkpoint, load_all, load_experts
@@ -9,6 +10,7 @@ from .reader import Checkpoint
 from .stored import StoredFormat
 
 __all__ = [
+    "Arrivals",
     "AuditReport",
     "Checkpoint",
     "CheckpointLayer",

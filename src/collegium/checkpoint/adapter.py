@@ -17,7 +17,7 @@ from torch import Tensor
 from ..errors import BadScaleError, ConfigError, MissingTensorError, TensorMismatchError
 from ..models import Names
 from ..ops.low_rank import LowRank, pairs_of_stack
-from .header import read_header, read_json
+from .header import FLOATS, read_header, read_json
 from .index import index_of
 from .layout import Projection, part_name, projections
 from .opened import CheckpointLayer
@@ -26,7 +26,6 @@ from .reader import Checkpoint, bounds_of
 __all__ = ["with_adapter"]
 
 _LOG = logging.getLogger(__name__)
-_FLOATS = ("BF16", "F16", "F32")
 # Entries of adapter_config.json that are read or change no weight; any other must be empty or false.
 _KNOWN = frozenset((
     "auto_mapping", "base_model_name_or_path", "bias", "exclude_modules", "inference_mode", "init_lora_weights",
@@ -122,7 +121,7 @@ def _pairs(own: Checkpoint) -> dict[str, dict[str, str]]:
     found = defaultdict[str, dict[str, str]](dict)
     for name, info in own.tensors.items():
         match = _HALF.fullmatch(name)
-        if match is None or info.dtype not in _FLOATS or len(info.shape) != 2:
+        if match is None or info.dtype not in FLOATS or len(info.shape) != 2:
             known = "matrices lora_A.weight and lora_B.weight in BF16, F16 or F32"
             raise ConfigError(f"{own.path}: {name}, {info.dtype} {info.shape}, is in the adapter; known are {known}")
         found[match[1]][match[2]] = name
@@ -180,7 +179,7 @@ def _plain(checkpoint: Checkpoint, name: str, path: str) -> tuple[int, ...]:
     if name not in checkpoint:
         raise ConfigError(f"the adapter has {path}, the checkpoint no {name}; is the adapter of another model?")
     info = checkpoint.info(name)
-    if info.dtype not in _FLOATS or len(info.shape) < 2:
+    if info.dtype not in FLOATS or len(info.shape) < 2:
         raise ConfigError(
             f"the adapter has {path}, and {name} is {info.dtype} {info.shape}; adapters are merged into matrices in "
             f"BF16, F16 and F32. Experts are written so by: collegium quantize {checkpoint.path} --to bf16"

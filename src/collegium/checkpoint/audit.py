@@ -20,9 +20,9 @@ from ..formats.payload import Payload
 from ..models import describe, moe_layers, text_of
 from ..runtime.progress import Progress, counted
 from .activation_scales import ACTIVATION_SCALES, check_activation_scales
-from .beside import check_beside, load_hash_table
-from .header import TensorInfo
-from .index import index_of
+from .beside import check_beside
+from .header import FLOATS, TensorInfo
+from .index import index_of, router_names
 from .layout import Source, bias_names, part_name, parts_problems, projections, read_matrix, stack_paths
 from .opened import CheckpointLayer
 from .outside import matrices_of, outside_experts, outside_problems, sentences
@@ -116,11 +116,7 @@ def check_outside_experts(checkpoint: Checkpoint) -> list[CheckpointError]:
     problems = check_dense_layers(checkpoint)
     for number in moe_layers(checkpoint.config):
         try:
-            layer = CheckpointLayer.open(checkpoint, number)
-            beside = check_beside(layer)
-            problems += beside
-            if not beside:
-                load_hash_table(layer)
+            problems += check_beside(CheckpointLayer.open(checkpoint, number), tables=True)
         except CheckpointError as error:
             problems.append(error)
     return problems
@@ -175,7 +171,7 @@ def _check_biases(layer: CheckpointLayer) -> Iterator[CheckpointError]:
             yield MissingTensorError(f"{where}: {name} missing; {layer.index.family.name} experts have biases")
             continue
         info = layer.checkpoint.info(name)
-        if info.shape != shape or info.dtype not in ("BF16", "F16", "F32"):
+        if info.shape != shape or info.dtype not in FLOATS:
             needed = f"needed is BF16, F16 or F32 {shape}"
             yield TensorMismatchError(f"{where}: {name} is {info.dtype} {info.shape}, {needed}")
 
@@ -270,8 +266,7 @@ def _roles(checkpoint: Checkpoint, layers: Sequence[int]) -> dict[str, tuple[int
             totals[role][1] += info.nbytes
 
     names = index.names
-    singles = (names.router_weight, names.router_bias, names.correction_bias, names.hash_table)
-    router = {n.removeprefix(names.layer) for n in (*singles, names.router_scale, names.expert_scale) if n}
+    router = {name.removeprefix(names.layer) for name in router_names(names) if name}
     shared = tuple(p.removeprefix(names.layer) + "." for p in names.shared or ()) or ("\0",)
     gate = {names.shared_gate.removeprefix(names.layer)} if names.shared_gate else set[str]()
     for layer in layers:

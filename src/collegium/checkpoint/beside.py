@@ -4,6 +4,7 @@ The audit asks here what the loader asks, so that what passes the one loads in t
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,8 +23,8 @@ from ..models.base import Config
 from ..types import ExpertWeights, LatentWeights, RouterWeights, SharedWeights
 from .activation_scales import ACTIVATION_SCALES
 from .detect import stored_format
-from .header import TensorInfo
-from .layout import Source, parts_problems, read_matrix
+from .header import FLOATS, TensorInfo
+from .layout import Source, parts_problems, read_matrix, read_whole
 from .opened import CheckpointLayer
 from .problems import refuse
 from .remarks import Remarks
@@ -31,7 +32,7 @@ from .stored import StoredFormat
 
 __all__ = ["check_beside", "load_hash_table", "load_latent", "load_router", "load_shared"]
 
-_FLOATS = ("BF16", "F16", "F32")
+_OF_ROUTER = ("router_weight", "router_bias", "router_scale", "correction_bias", "expert_scale")
 _INTEGERS = ("U8", "I8", "U16", "I16", "U32", "I32", "I64")
 
 
@@ -98,23 +99,20 @@ def _latent(layer: CheckpointLayer) -> list[_Module]:
 
 
 def check_beside(
-    layer: CheckpointLayer, *, deep: bool = False, remarks: Remarks | None = None
+    layer: CheckpointLayer, *, deep: bool = False, tables: bool = False, remarks: Remarks | None = None
 ) -> list[CheckpointError]:
     """Return every problem of what ``layer`` has beside its routed experts.
 
-    deep: read the tensors too (numbers, scales, the hash table's entries), otherwise only their headers. remarks:
-    takes in the matrices that are read.
+    deep: read the tensors too (numbers, scales, the hash table's entries), otherwise only their headers. tables: read
+    the hash table in any case. remarks: takes in the matrices that are read.
     """
     problems: list[CheckpointError] = []
-    for name, shape in _vectors(layer).values():
+    checks = [partial(_vector if deep else _header, layer, *wanted) for wanted in _vectors(layer).values()]
+    for check in (*checks, partial(load_hash_table, layer, deep=deep or tables)):
         try:
-            (_vector if deep else _header)(layer, name, shape)
+            check()
         except CheckpointError as error:
             problems.append(error)
-    try:
-        load_hash_table(layer, deep=deep)
-    except CheckpointError as error:
-        problems.append(error)
     shared = _shared(layer)
     for module in (*([shared] if shared else []), *_latent(layer)):
         problems += _check_module(layer, module, remarks, deep=deep)
@@ -168,7 +166,7 @@ def _check_module(
 def _header(layer: CheckpointLayer, name: str, shape: tuple[int, ...]) -> None:
     info = _info(layer, name)
     # Dimensions of 1 are stored by some and not by others; any other order of the same numbers is another tensor.
-    if [n for n in info.shape if n != 1] != [n for n in shape if n != 1] or info.dtype not in _FLOATS:
+    if [n for n in info.shape if n != 1] != [n for n in shape if n != 1] or info.dtype not in FLOATS:
         msg = f"layer {layer.number}: {name} is {info.dtype} {info.shape}, needed is BF16, F16 or F32 {shape}"
         raise TensorMismatchError(msg)
 
@@ -228,22 +226,15 @@ def load_router(layer: CheckpointLayer, *, device: torch.device | str = "cpu") -
     A factor of the router's input is multiplied into the weight, with ``D**-0.5``, in float32. Raises
     MissingTensorError, TensorMismatchError, and BadScaleError for NaN or infinity.
     """
-    wanted = _vectors(layer)
-
-    def optional(key: str) -> Tensor | None:
-        return _vector(layer, *wanted[key]).to(device) if key in wanted else None
-
-    weight = _vector(layer, *wanted["router_weight"])
-    if "router_scale" in wanted:
-        scale = _vector(layer, *wanted["router_scale"])
-        weight = weight.float() * scale.float() * layer.spec.hidden_size**-0.5
+    found = {key: _vector(layer, *wanted).to(device) for key, wanted in _vectors(layer).items() if key in _OF_ROUTER}
+    weight, scale = found["router_weight"], found.get("router_scale")
     table = load_hash_table(layer)
     return RouterWeights(
-        weight=weight.to(device),
-        bias=optional("router_bias"),
-        correction_bias=optional("correction_bias"),
+        weight=weight if scale is None else weight.float() * scale.float() * layer.spec.hidden_size**-0.5,
+        bias=found.get("router_bias"),
+        correction_bias=found.get("correction_bias"),
         hash_table=None if table is None else table.to(device),
-        expert_scale=optional("expert_scale"),
+        expert_scale=found.get("expert_scale"),
     )
 
 
@@ -272,12 +263,8 @@ def _stored_at(layer: CheckpointLayer, module: _Module) -> StoredFormat:
 def _matrices(layer: CheckpointLayer, module: _Module) -> list[Payload]:
     """Read the matrices of a module whole in their stored format, checked."""
     refuse(layer.checkpoint, _check_module(layer, module, None, deep=False))
-    stored, found = _stored_at(layer, module), list[Payload]()
-    for place in module.places:
-        payload, wrong = read_matrix(layer.checkpoint, place, stored)
-        refuse(layer.checkpoint, wrong)
-        found += [] if payload is None else [payload]
-    return found
+    stored = _stored_at(layer, module)
+    return [read_whole(layer.checkpoint, place, stored) for place in module.places]
 
 
 def load_latent(layer: CheckpointLayer, *, device: torch.device | str = "cpu") -> LatentWeights | None:

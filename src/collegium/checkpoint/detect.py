@@ -6,10 +6,10 @@ from ..errors import ConfigError, MissingTensorError
 from ..formats import FORMATS, by_name
 from ..formats.payload import Storage
 from ..formats.unquantised import DTYPES
-from ..models import Declared, Names, declared_format, mixed_algorithms
+from ..models import Declared, declared_format, mixed_algorithms
 from ..types import MoESpec
 from .index import index_of
-from .layout import projections, stack_paths
+from .layout import projections, source_of
 from .reader import Checkpoint
 from .stored import StoredFormat
 
@@ -62,8 +62,7 @@ def _match_storage(declared: Declared, seen: Mapping[str, set[str]], where: str)
         declares = f"declares {name}" if declared.method is None else f"declares {name} ({declared.method})"
         msg = f"{stored}; config.json {declares}, which needs {needs}; correct quantization_config or the files"
         raise ConfigError(msg)
-    preferred = [s for s in fitting if s == declared.method]
-    return name, (preferred or fitting)[0]
+    return name, declared.method if declared.method in fitting else fitting[0]
 
 
 def detect(checkpoint: Checkpoint, spec: MoESpec, layer: int) -> StoredFormat:
@@ -85,7 +84,10 @@ def detect(checkpoint: Checkpoint, spec: MoESpec, layer: int) -> StoredFormat:
         msg = f"layer {layer}: no tensor starts with {prefix!r}, which {index.family.name} needs{others}"
         raise MissingTensorError(msg)
     stacked = not found.single
-    paths = _paths(index.names, spec, layer, stacked=stacked)
+    paths = [
+        source_of(index.names, spec, layer=layer, expert=0, projection=which, stacked=stacked).path
+        for which in projections(spec)
+    ]
     declared = {path: declared_format(config, path) for path in paths}
     if len(set(declared.values())) > 1:
         listed = ", ".join(f"{path} {entry.format}" for path, entry in declared.items())
@@ -107,9 +109,3 @@ def stored_format(
     name, storage = _match_storage(declared, seen, where)
     block, group = declared.block or (128, 128), declared.group or 0
     return StoredFormat(name=name, storage=storage, stacked=stacked, block=block, group=group)
-
-
-def _paths(names: Names, spec: MoESpec, layer: int, *, stacked: bool) -> list[str]:
-    if stacked:
-        return [path.format(layer=layer) for path in stack_paths(names.stacked).values()]
-    return [names.projection(which).format(layer=layer, expert=0) for which in projections(spec)]

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, cast
@@ -10,12 +10,14 @@ from typing import NoReturn, cast
 from ..errors import CheckpointError, ConfigError, HostileFileError
 from ..formats.intake import SAFETENSORS_DTYPES
 
-__all__ = ["DTYPE_BITS", "MAX_HEADER_BYTES", "TensorInfo", "read_header", "read_json"]
+__all__ = ["DTYPE_BITS", "FLOATS", "MAX_HEADER_BYTES", "TensorInfo", "middle_of", "read_header", "read_json"]
 
 MAX_HEADER_BYTES = 100_000_000
 _PIECE_BYTES = 1 << 24
+_MIDDLE_BYTES = 64
 _MAX_DIMENSIONS = 64
 _MAX_COUNT = 2**63 - 1
+FLOATS = ("BF16", "F16", "F32")  # numbers that are what they say
 
 DTYPE_BITS: Mapping[str, int] = {
     **{name: 8 * dtype.itemsize for name, dtype in SAFETENSORS_DTYPES.items()},
@@ -45,12 +47,39 @@ class TensorInfo:
         """Bytes the tensor takes in the file."""
         return self.stop - self.start
 
-    def pieces(self) -> Iterator[bytes]:
+    def fill(self, into: memoryview, runs: Iterable[tuple[int, int]]) -> None:
+        """Read runs of bytes, (offset in the file, count), one behind the other; HostileFileError where it ends."""
+        at = 0
+        with self.file.open("rb", buffering=0) as file:
+            for start, count in runs:
+                file.seek(start)
+                end = at + count
+                while at < end:
+                    got = file.readinto(into[at:end])
+                    if not got:
+                        where = f"byte {file.tell()} inside tensor {self.name!r}"
+                        raise HostileFileError(f"{self.file}: ended at {where}; it has shrunk since it was opened")
+                    at += got
+
+    def pieces(self) -> Iterator[bytearray]:
         """Yield the tensor's bytes as stored, a few megabytes at a time."""
-        with self.file.open("rb") as file:
-            file.seek(self.start)
-            for done in range(0, self.nbytes, _PIECE_BYTES):
-                yield file.read(min(_PIECE_BYTES, self.nbytes - done))
+        starts = range(0, self.nbytes, _PIECE_BYTES)
+        return (self._piece(start, min(start + _PIECE_BYTES, self.nbytes)) for start in starts)
+
+    def middle(self) -> bytes:
+        """Return some bytes from the tensor's middle, by which models are told apart."""
+        return bytes(self._piece(*middle_of(self.nbytes)))
+
+    def _piece(self, start: int, stop: int) -> bytearray:
+        found = bytearray(stop - start)
+        self.fill(memoryview(found), [(self.start + start, len(found))])
+        return found
+
+
+def middle_of(nbytes: int) -> tuple[int, int]:
+    """Return first and last byte, half-open, of what ``TensorInfo.middle`` gives of so many."""
+    start = max(0, nbytes - _MIDDLE_BYTES) // 2
+    return start, start + min(_MIDDLE_BYTES, nbytes)
 
 
 def _refuse_constant(text: str) -> NoReturn:

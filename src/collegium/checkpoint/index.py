@@ -8,15 +8,16 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from weakref import WeakKeyDictionary
 
 from ..models import PREFIXES, Family, Names, family_of
 from ..types import MoESpec
 from .header import TensorInfo
-from .layout import PROJECTIONS, Projection, stack_paths, stack_shape
+from .layout import PROJECTIONS, Projection, plain_shape, source_of, stack_paths
 from .reader import Checkpoint
 
-__all__ = ["Found", "Index", "index_of"]
+__all__ = ["Found", "Index", "expert_of", "index_of", "router_names"]
 
 _NAME = re.compile(r"((?:[A-Za-z_]\w*\.)+)(0|[1-9]\d{0,8})\.(.+)")
 
@@ -100,7 +101,8 @@ class Index:
         for table in (family.names, *family.others):
             for prefix in dict.fromkeys((table.layer, *PREFIXES)):
                 present = self.heads.get(prefix.partition("{layer}")[0], {})
-                layer = next((i for i in layers if i in present), None)
+                # Of tensors that are still arriving, the layer with most of them says most.
+                layer = max((i for i in layers if i in present), key=lambda i, all=present: len(all[i]), default=None)
                 found = None if layer is None else _sort(table.moved(prefix), layer, present[layer])
                 if found is None or layer is None or not (found.single or found.stack):
                     continue
@@ -121,6 +123,15 @@ def index_of(checkpoint: Checkpoint) -> Index:
     return _INDICES[checkpoint]
 
 
+def expert_of(family: Family, name: str) -> int | None:
+    """Return whose own tensor ``name`` is by a table of the family: the number of a routed expert, or None."""
+    match = _NAME.fullmatch(name)
+    patterns = (_patterns(names)[0] for names in (family.names, *family.others))
+    found = (pattern.fullmatch(match[3]) for pattern in patterns if match is not None and pattern is not None)
+    return next((int(one[1]) for one in found if one is not None), None)
+
+
+@cache
 def _patterns(names: Names) -> tuple[re.Pattern[str] | None, dict[str, Projection]]:
     tails: dict[str, Projection] = {}
     head = ""
@@ -136,10 +147,15 @@ def _patterns(names: Names) -> tuple[re.Pattern[str] | None, dict[str, Projectio
     return re.compile(rf"{re.escape(head)}(0|[1-9][0-9]{{0,8}})\.({choice})(\..+)"), tails
 
 
+def router_names(names: Names) -> tuple[str | None, ...]:
+    """Return the names of everything that chooses experts and weighs them."""
+    own = (names.router_weight, names.router_bias, names.correction_bias, names.router_scale, names.expert_scale)
+    return (*own, names.hash_table)
+
+
 def _others(names: Names) -> tuple[set[str], tuple[str, ...]]:
     """Return the names and the module paths of everything in an MoE block that is no expert."""
-    listed = (names.router_weight, names.router_bias, names.correction_bias, names.router_scale, names.expert_scale)
-    exact = (*listed, names.hash_table, names.shared_gate, names.latent_norm, *(names.biases or ()))
+    exact = (*router_names(names), names.shared_gate, names.latent_norm, *(names.biases or ()))
     paths = (*(names.shared or ()), *(names.latent or ()))
     cut = len(names.layer)
     return {name[cut:] for name in exact if name is not None}, tuple(path[cut:] + "." for path in paths)
@@ -149,7 +165,8 @@ def _turned(found: Found, table: Names, spec: MoESpec) -> int:
     """Count the unquantised stacks that do not have the table's shape; ``H = 2I`` and ``H = I`` are never both true."""
     wrong = 0
     for which, parts in found.stack.items():
-        wrong += ".weight" in parts and parts[".weight"].shape != stack_shape(table.stacked, spec, which)
+        needed = plain_shape(source_of(table, spec, layer=0, expert=0, projection=which, stacked=True))
+        wrong += ".weight" in parts and parts[".weight"].shape != needed
     return wrong
 
 

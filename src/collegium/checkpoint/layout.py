@@ -27,11 +27,12 @@ __all__ = [
     "bias_names",
     "part_name",
     "parts_problems",
+    "plain_shape",
     "projections",
     "read_matrix",
+    "read_whole",
     "source_of",
     "stack_paths",
-    "stack_shape",
 ]
 
 Projection = Literal["gate", "up", "down"]
@@ -114,15 +115,9 @@ def stack_paths(table: StackedNames) -> dict[Projection, str]:
     return paths if table.up is None else {**paths, "up": table.up}
 
 
-def stack_shape(table: StackedNames, spec: MoESpec, projection: Projection) -> tuple[int, ...]:
-    """Return the shape of an unquantised stack."""
-    rows, columns = spec.intermediate_size, spec.expert_hidden_size
-    rows *= 1 if table.up is not None else spec.gate_up_parts
-    if projection == "down":
-        rows, columns = spec.expert_hidden_size, spec.intermediate_size
-    if table.transposed or (table.flat and projection == "down"):
-        rows, columns = columns, rows
-    return (spec.num_experts * rows, columns) if table.flat else (spec.num_experts, rows, columns)
+def plain_shape(source: Source) -> tuple[int, ...]:
+    """Return the shape of the unquantised tensor that holds the projection."""
+    return _stored_shape(source, Part(suffix=".weight", dtypes=()))
 
 
 def bias_names(names: Names, layer: int) -> tuple[str, ...]:
@@ -326,6 +321,14 @@ def read_matrix(
     if span != cut:
         payload = payload.rows(*cut.rows).columns(*cut.columns)
     return payload, [_bad_scale(source, stored)] if bool(payload.faults()) else []
+
+
+def read_whole(checkpoint: Checkpoint, source: Source, stored: StoredFormat, cut: Cut | None = None) -> Payload:
+    """Return what ``read_matrix`` reads; raises what is wrong with it."""
+    payload, wrong = read_matrix(checkpoint, source, stored, cut)
+    if payload is None or wrong:
+        raise wrong[0]
+    return payload
 
 
 def _filled(tensor: Tensor, part: Part, room: tuple[int, int]) -> Tensor:

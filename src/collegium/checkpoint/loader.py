@@ -5,7 +5,7 @@ Peak memory is the local weights plus one matrix: the result is allocated once a
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from ..problem import Placement
 from ..runtime.progress import Progress, counted
 from ..types import ExpertWeights, MoESpec
 from .audit import bad_bias, check_layer
-from .layout import Cut, Source, bias_names, projections, read_matrix
+from .layout import Cut, bias_names, projections, read_matrix
 from .opened import CheckpointLayer
 from .problems import fail, refuse
 from .reader import Checkpoint
@@ -37,22 +37,6 @@ def describe_checkpoint(checkpoint: Checkpoint, layer: int | None = None) -> MoE
     """
     spec = describe(checkpoint.config, layer)
     return replace(spec, weight_format=CheckpointLayer.open(checkpoint, layer).stored.name)
-
-
-@dataclass(kw_only=True, slots=True)
-class _Reader:
-    """Reads and checks one matrix after the other; keeps the problems for one error at the end."""
-
-    layer: CheckpointLayer
-    problems: list[CheckpointError] = field(default_factory=list)
-
-    def matrix(self, source: Source, cut: Cut, seen: dict[str, Tensor], room: tuple[int, int] | None = None) -> Payload:
-        """Return the cut; room: rows and columns to fill up to with zeros."""
-        payload, wrong = read_matrix(self.layer.checkpoint, source, self.layer.stored, cut, seen, room)
-        self.problems += wrong
-        if payload is None:
-            fail(self.layer.checkpoint, self.problems)
-        return payload
 
 
 def load_experts(
@@ -79,39 +63,40 @@ def load_experts(
         meet = f"stacked gate and up meet at row {spec.intermediate_size}"
         raise TensorMismatchError(f"{meet}, which is inside a scale block of {block} rows")
     local, room = _local_range(layer, placement, pad=pad)
-    reader = _Reader(layer=layer)
-    weights = _fill(reader, placement, local, room, device)
-    gate_up_bias, down_bias = _biases(reader, placement, local, room)
-    refuse(layer.checkpoint, reader.problems)
-    if gate_up_bias is None or down_bias is None:
-        return weights
-    return replace(weights, gate_up_bias=gate_up_bias.to(device), down_bias=down_bias.to(device))
+    made, problems = _fill(layer, placement, local, room, device)
+    biases = _biases(layer, placement, local, room, problems) if spec.expert_bias else {}
+    refuse(layer.checkpoint, problems)
+    on_device = {name: bias.to(device) for name, bias in biases.items()}
+    return ExpertWeights(gate_up=made["gate_up"], down=made["down"], **on_device)
 
 
 def _fill(
-    reader: _Reader, placement: Placement, local: tuple[int, int], room: int, device: torch.device | str
-) -> ExpertWeights[Payload]:
+    layer: CheckpointLayer, placement: Placement, local: tuple[int, int], room: int, device: torch.device | str
+) -> tuple[dict[str, Payload], list[CheckpointError]]:
+    """Return gate_up and down, and what is wrong with them; raises what cannot be read, with what came before it."""
+    made, problems = dict[str, Payload](), list[CheckpointError]()
     # Spare slots hold what the first one does until an expert is moved there.
-    count, halves = len(placement.expert_ids) + placement.spare, projections(reader.layer.spec)[:-1]
-    gate_up: Payload | None = None
-    down: Payload | None = None
+    count = len(placement.expert_ids) + placement.spare
     # without local experts, expert 0 still says what an empty payload looks like
     for slot, expert in enumerate(placement.expert_ids or (0,)):
         seen: dict[str, Tensor] = {}
-        for half, which in enumerate(halves):
-            place = reader.layer.source(expert, which)
-            matrix = reader.matrix(place, Cut(rows=local, columns=(0, place.columns)), seen, (room, place.columns))
-            gate_up = matrix.to(device).repeated(len(halves)).repeated(count) if gate_up is None else gate_up
-            if count:
-                gate_up[slot].put(half, matrix)
-        place = reader.layer.source(expert, "down")
-        matrix = reader.matrix(place, Cut(rows=(0, place.rows), columns=local), seen, (place.rows, room))
-        down = matrix.to(device).repeated(count) if down is None else down
-        if count:
-            down.put(slot, matrix)
-    if gate_up is None or down is None:
-        raise InputError("no experts were asked for and none could be read as an example")
-    return ExpertWeights(gate_up=gate_up, down=down)
+        for half, which in enumerate(projections(layer.spec)):
+            place, down = layer.source(expert, which), which == "down"
+            rows, columns = (place.rows, room) if down else (room, place.columns)
+            cut = Cut(rows=(0, rows), columns=local) if down else Cut(rows=local, columns=(0, columns))
+            matrix, wrong = read_matrix(layer.checkpoint, place, layer.stored, cut, seen, (rows, columns))
+            problems += wrong
+            if matrix is None:
+                fail(layer.checkpoint, problems)
+            field = "down" if down else "gate_up"
+            if field not in made:
+                one = matrix.to(device)
+                made[field] = (one if down else one.repeated(layer.spec.gate_up_parts)).repeated(count)
+            if count and down:
+                made[field].put(slot, matrix)
+            elif count:
+                made[field][slot].put(half, matrix)
+    return made, problems
 
 
 def _local_range(layer: CheckpointLayer, placement: Placement, *, pad: bool) -> tuple[tuple[int, int], int]:
@@ -146,24 +131,20 @@ def _rows(checkpoint: Checkpoint, name: str, ids: tuple[int, ...]) -> Tensor:
 
 
 def _biases(
-    reader: _Reader, placement: Placement, local: tuple[int, int], room: int
-) -> tuple[Tensor | None, Tensor | None]:
-    layer = reader.layer
-    if not layer.spec.expert_bias:
-        return None, None
-    names, parts = layer.names, layer.spec.gate_up_parts
+    layer: CheckpointLayer, placement: Placement, local: tuple[int, int], room: int, problems: list[CheckpointError]
+) -> dict[str, Tensor]:
+    """Return the biases by their names in ``ExpertWeights``; what is wrong with them is added to ``problems``."""
     ids = placement.expert_ids + placement.expert_ids[:1] * placement.spare
     tensors: list[Tensor] = []
-    for name in bias_names(names, layer.number):
+    for name in bias_names(layer.names, layer.number):
         tensors.append(_rows(layer.checkpoint, name, ids))
-        reader.problems += bad_bias(layer, name, tensors[-1], ids)
+        problems += bad_bias(layer, name, tensors[-1], ids)
     *upper, down = tensors
-    both = upper[0] if len(upper) == 1 else torch.cat(upper, dim=-1)
-    order = both.unflatten(-1, (-1, parts)).mT if names.stacked.interleaved else both.unflatten(-1, (parts, -1))
-    if placement.tp_rank:
-        down = torch.zeros_like(down)
+    both, parts = upper[0] if len(upper) == 1 else torch.cat(upper, dim=-1), layer.spec.gate_up_parts
+    order = both.unflatten(-1, (-1, parts)).mT if layer.names.stacked.interleaved else both.unflatten(-1, (parts, -1))
     own = order[..., local[0] : local[1]]
-    return functional.pad(own, (0, room - own.shape[-1])).contiguous(), down
+    gate_up = functional.pad(own, (0, room - own.shape[-1])).contiguous()
+    return {"gate_up_bias": gate_up, "down_bias": torch.zeros_like(down) if placement.tp_rank else down}
 
 
 def load_all(

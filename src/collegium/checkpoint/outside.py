@@ -17,16 +17,15 @@ from ..formats import FORMATS
 from ..models import declared_format, moe_layers, text_of
 from .activation_scales import ACTIVATION_SCALES
 from .detect import stored_format
-from .header import TensorInfo
+from .header import FLOATS, TensorInfo
 from .index import index_of
-from .layout import Source, parts_problems, read_matrix
+from .layout import Source, parts_problems, read_whole
 from .problems import refuse
 from .reader import Checkpoint
 from .stored import StoredFormat
 
 __all__ = ["Outside", "matrices_of", "outside_experts", "outside_problems", "sentences"]
 
-_FLOATS = ("BF16", "F16", "F32")
 # Of activations and of caches of keys and values: no part of a weight, and used by nothing here.
 _STATIC = (*ACTIVATION_SCALES, ".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".output_scale")
 # ``.scale`` and ``.scales`` are also names of plain parameters.
@@ -49,10 +48,7 @@ class Outside:
 
         Raises BadScaleError for forbidden scales, and TensorMismatchError for values that contradict the config.
         """
-        payload, wrong = read_matrix(self.checkpoint, self.source, self.stored)
-        if payload is None or wrong:
-            raise wrong[0]
-        return payload.to(device).decode(dtype)
+        return read_whole(self.checkpoint, self.source, self.stored).to(device).decode(dtype)
 
 
 def outside_experts(checkpoint: Checkpoint) -> dict[str, Outside | CheckpointError]:
@@ -82,7 +78,7 @@ def _modules(checkpoint: Checkpoint) -> Mapping[str, dict[str, TensorInfo]]:
 
 
 def _is_quantised(parts: Mapping[str, TensorInfo]) -> bool:
-    return bool(_MARKS & parts.keys()) or (".weight" in parts and parts[".weight"].dtype not in _FLOATS)
+    return bool(_MARKS & parts.keys()) or (".weight" in parts and parts[".weight"].dtype not in FLOATS)
 
 
 def _opened(checkpoint: Checkpoint, path: str, parts: Mapping[str, TensorInfo]) -> Outside:

@@ -1,4 +1,4 @@
-"""A checkpoint on disk, read lazily: whole tensors or slices, and never a byte more than asked."""
+"""A checkpoint, read lazily: whole tensors or slices, and never a byte more than asked."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from io import FileIO
 from itertools import pairwise, product
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import cast
@@ -19,7 +18,6 @@ from ..errors import (
     CheckpointError,
     ConfigError,
     DuplicateTensorError,
-    HostileFileError,
     InputError,
     MissingTensorError,
 )
@@ -28,7 +26,7 @@ from ..formats.intake import SAFETENSORS_DTYPES
 from .gguf import read_gguf
 from .header import TensorInfo, read_header, read_json
 
-__all__ = ["TORCH_DTYPES", "Checkpoint", "bounds_of", "gguf_file", "read_config"]
+__all__ = ["TORCH_DTYPES", "Checkpoint", "bounds_of", "gguf_file", "read_config", "without_wrappers"]
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -37,7 +35,7 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {**SAFETENSORS_DTYPES, **dict.fromkeys
 
 
 class Checkpoint:
-    """The tensors of one model and its ``config.json``; made by ``Checkpoint.open``.
+    """The tensors of one model and its ``config.json``; made by ``Checkpoint.open`` and ``Arrivals``.
 
     path: the folder or file. config: ``config.json`` (with ``hf_quant_config.json`` merged in as
     ``quantization_config`` when the former has none), empty when there is no such file. tensors: name to
@@ -71,7 +69,12 @@ class Checkpoint:
         else:
             msg = f"{root}: no such folder or file; give a checkpoint folder or one .safetensors or .gguf file"
             raise CheckpointError(msg)
-        return cls(root, config, _without_wrappers(tensors))
+        return cls(root, config, without_wrappers(tensors))
+
+    @property
+    def folder(self) -> Path:
+        """Where what lies beside the tensors is."""
+        return self.path.parent if self.path.is_file() else self.path
 
     @property
     def is_gguf(self) -> bool:
@@ -110,12 +113,8 @@ class Checkpoint:
         raw = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
         if raw.numel():
             # numpy shares the tensor's memory; its stubs lack the buffer protocol on Python 3.11
-            view, at = memoryview(cast("bytearray", raw.numpy())), 0
-            with info.file.open("rb", buffering=0) as file:
-                for start, count in _runs(info, bounds, dtype.itemsize):
-                    _read_exactly(file, info, start, view[at : at + count])
-                    at += count
-            self.bytes_read += at
+            info.fill(memoryview(cast("bytearray", raw.numpy())), _runs(info, bounds, dtype.itemsize))
+            self.bytes_read += raw.numel()
         return raw.view(dtype).reshape(shape)
 
 
@@ -150,18 +149,7 @@ def _runs(info: TensorInfo, bounds: Sequence[tuple[int, int]], itemsize: int) ->
         yield info.start + first + sum(i * s for i, s in zip(index, strides, strict=False)), count
 
 
-def _read_exactly(file: FileIO, info: TensorInfo, start: int, into: memoryview) -> None:
-    file.seek(start)
-    at = 0
-    while at < len(into):
-        got = file.readinto(into[at:])
-        if not got:
-            where = f"byte {start + at} inside tensor {info.name!r}"
-            raise HostileFileError(f"{info.file}: ended at {where}; it has shrunk since it was opened")
-        at += got
-
-
-def _without_wrappers(tensors: Mapping[str, TensorInfo]) -> Mapping[str, TensorInfo]:
+def without_wrappers(tensors: Mapping[str, TensorInfo]) -> Mapping[str, TensorInfo]:
     """Return the tensors of a model that was saved inside PEFT's wrappers under the names they have outside."""
     if not any(".base_layer." in name for name in tensors):
         return tensors

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -55,9 +56,6 @@ class StoredFormat:
 
     def build(self, parts: Mapping[str, Tensor], shape: tuple[int, ...]) -> Payload:
         """Return the payload of logical ``shape`` from its parts; raises the CheckpointErrors of ``from_parts``."""
-        for cls in _INTEGERS:
-            if self.format is cls:
-                return cls.from_parts(parts, storage=self.storage, shape=shape, group_size=self.group or shape[-1])
-        if self.format is Fp8Block:
-            return Fp8Block.from_parts(parts, storage=self.storage, shape=shape, block=self.block)
-        return self.format.from_parts(parts, storage=self.storage, shape=shape)
+        sizes: dict[str, Any] = {"group_size": self.group or shape[-1]} if self.format in _INTEGERS else {}
+        sizes |= {"block": self.block} if self.format is Fp8Block else {}
+        return self.format.from_parts(parts, storage=self.storage, shape=shape, **sizes)

@@ -7,7 +7,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Self, cast
 
@@ -126,62 +126,55 @@ def whole_folder(out: Path, needed: int) -> Generator[tuple[Path, list[str]]]:
     prefix = f".{out.name}.partial-"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with _closing(_lock(out.parent)):
-            if out.exists():
-                raise InputError(f"{out} exists; nothing is overwritten, name another folder or remove it")
-            stale = [p for p in out.parent.iterdir() if p.name.startswith(prefix) and _abandoned(p)]
-            for path in stale:
-                shutil.rmtree(path)
-            free = shutil.disk_usage(out.parent).free
-            if free < needed:
-                raise CheckpointError(f"{out}: needs about {needed:,} bytes, {free:,} are free in {out.parent}")
-            room = out.parent / tempfile.mkdtemp(prefix=prefix, dir=out.parent)
-            held = _lock(room)
-        try:
+        with ExitStack() as held:
+            with _locked(out.parent):
+                if out.exists():
+                    raise InputError(f"{out} exists; nothing is overwritten, name another folder or remove it")
+                stale = [p for p in out.parent.iterdir() if p.name.startswith(prefix) and _abandoned(p)]
+                for path in stale:
+                    shutil.rmtree(path)
+                free = shutil.disk_usage(out.parent).free
+                if free < needed:
+                    raise CheckpointError(f"{out}: needs about {needed:,} bytes, {free:,} are free in {out.parent}")
+                room = out.parent / tempfile.mkdtemp(prefix=prefix, dir=out.parent)
+                held.callback(shutil.rmtree, room, ignore_errors=True)
+                held.enter_context(_locked(room))
             room.chmod(0o755)
             yield room, [path.name for path in stale]
             _sync(room)
             room.rename(out)
             _sync(out.parent)
-        finally:
-            os.close(held)
-            shutil.rmtree(room, ignore_errors=True)
     except OSError as error:
         msg = f"{out}: cannot be written ({error.strerror or error}); nothing was left behind"
         raise CheckpointError(msg) from error
 
 
 @contextmanager
-def _closing(held: int) -> Generator[int]:
-    """Close the descriptor ``held`` when the block ends."""
+def _opened(folder: Path) -> Generator[int]:
+    held = os.open(folder, os.O_RDONLY)
     try:
         yield held
     finally:
         os.close(held)
 
 
-def _lock(folder: Path, *, wait: bool = True) -> int:
-    """Return a descriptor that holds the lock of ``folder`` until it is closed, by whatever end of the process."""
-    held = os.open(folder, os.O_RDONLY)
-    if sys.platform != "win32":
-        import fcntl
+@contextmanager
+def _locked(folder: Path, *, wait: bool = True) -> Generator[None]:
+    """Hold the lock of ``folder`` until the block ends, or the process by whatever end."""
+    with _opened(folder) as held:
+        if sys.platform != "win32":
+            import fcntl
 
-        try:
             fcntl.flock(held, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except OSError:
-            os.close(held)
-            raise
-    return held
+        yield
 
 
 def _abandoned(folder: Path) -> bool:
-    try:
-        os.close(_lock(folder, wait=False))
-    except OSError:
-        return False
-    return True
+    with suppress(OSError), _locked(folder, wait=False):
+        return True
+    return False
 
 
 def _sync(folder: Path) -> None:
-    with _closing(os.open(folder, os.O_RDONLY)) as held:
+    with _opened(folder) as held:
         os.fsync(held)

@@ -7,7 +7,6 @@ from typing import Any, cast
 import torch
 
 from ..balance.report import LoadReport, look_at_load
-from ..checkpoint.reader import read_config
 from ..errors import InputError
 from ..integrations.transformers import load_model, recording
 from ..problem import Limits
@@ -34,32 +33,20 @@ def record_load(
     what is left at its end is not run. steps: at most as many. Raises InputError, before the model is loaded where it
     can be known, and what ``load_model`` raises.
     """
-    folder, file = check_writable(model), Path(out)
-    source = folder / "heldout.txt" if text is None else Path(text)
+    checkpoint, file = check_writable(model), Path(out)
+    source = checkpoint.path / "heldout.txt" if text is None else Path(text)
     if not source.is_file():
         raise InputError(f"{source}: no such file; name a text to run with --text")
     if not file.parent.is_dir() or file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
         raise InputError(f"--out {out}: cannot be written; name a file in a folder that can")
-    longest = read_config(folder).get("max_position_embeddings")
+    longest = checkpoint.config.get("max_position_embeddings")
     if isinstance(longest, int) and tokens > longest:
         raise InputError(f"--tokens {tokens}: the model was made for {longest} positions; ask for as many at most")
-    loaded = load_model(model, device=probe(device).place, limits=Limits(max_tokens=tokens))
-    writer = Writer(loaded, folder)
-    windows = _windows(writer, source, tokens)[:steps]
+    loaded = load_model(checkpoint, device=probe(device).place, limits=Limits(max_tokens=tokens))
+    writer = Writer(loaded, checkpoint.path)
+    windows = writer.windows(source, tokens)[:steps]
     with torch.inference_mode(), recording(loaded) as found:
         for _, window in counted([*enumerate(windows, 1)], progress, "step {0[0]}".format):
             cast("Any", loaded)(window[None], use_cache=False)
-    found.trace(folder.resolve().name).save(file)
+    found.trace(checkpoint.path.resolve().name).save(file)
     return look_at_load(out)
-
-
-def _windows(writer: Writer, source: Path, tokens: int) -> torch.Tensor:
-    try:
-        said = source.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{source}: is no UTF-8 text: {error}; name another with --text") from error
-    ids = writer.encode(said)[0]
-    count = len(ids) // tokens
-    if not count:
-        raise InputError(f"{source}: has {len(ids)} tokens, a step has {tokens}; name a longer text or fewer --tokens")
-    return ids[: count * tokens].view(count, tokens)

@@ -22,6 +22,7 @@ from ..checkpoint.reader import read_config
 from ..errors import InputError, MeasurementError, SpecError
 from ..integrations import transformers as plugin
 from ..integrations.extra import extra
+from ..integrations.transformers.decoding import Steps
 from ..layer import MoELayer
 from ..ops.quantize import activation_format
 from ..parallel.placement import experts_of
@@ -97,33 +98,26 @@ class _Stepper:
     """A prompt in a cache of its own, and the decode step that follows it, always at the same position."""
 
     def __init__(self, model: Any, batch: int, seed: int = 0) -> None:
-        self.model = model
-        device = model.device
-        generator = torch.Generator(device).manual_seed(batch + seed)
+        generator = torch.Generator(model.device).manual_seed(batch + seed)
         words = min(1000, model.config.get_text_config().vocab_size)
-        self.ids = torch.randint(0, words, (batch, _PROMPT), device=device, generator=generator)
-        self.cache = extra("transformers.cache_utils").StaticCache(config=model.config, max_cache_len=_PROMPT + 64)
-        self.position = torch.full((1, 1), _PROMPT, device=device)
-        self.token = self.ids[:, -1:].clone()
-        # transformers makes a mask by copying a number from the host, which no graph can hold.
-        self.mask = torch.zeros(batch, 1, 1, _PROMPT + 64, dtype=model.dtype, device=device)
-        self.mask[..., _PROMPT + 1 :] = torch.finfo(model.dtype).min
+        self.ids = torch.randint(0, words, (batch, _PROMPT), device=model.device, generator=generator)
         with torch.inference_mode():
-            self._run(self.ids, torch.arange(_PROMPT, device=device)[None], None)
+            self.steps = Steps(model, extra("transformers.cache_utils"), _PROMPT + 64, capture=False)
+            self.steps.first(self.ids)
+            self.steps.next(self.ids[:, -1], _PROMPT)
+            self._set_back()
 
-    def _run(self, ids: Tensor, places: Tensor, mask: Tensor | None) -> Tensor:
-        kept = {"past_key_values": self.cache, "use_cache": True, "logits_to_keep": 1}
-        made = self.model(ids, attention_mask=mask, position_ids=places, **kept)
-        return made.logits[:, -1].float()
-
-    def step(self) -> Tensor:
-        """Decode one token; the cache grows by one and is set back, so that every step costs the same."""
-        self.token.copy_(self._run(self.token, self.position, self.mask).argmax(-1, keepdim=True))
-        for layer in self.cache.layers:
+    def _set_back(self) -> None:
+        for layer in self.steps.cache.layers:
             layer.cumulative_length.sub_(1)
             if hasattr(layer, "cumulative_length_int"):
                 layer.cumulative_length_int = _PROMPT
-        return self.token
+
+    def step(self) -> Tensor:
+        """Decode one token; the cache grows by one and is set back, so that every step costs the same."""
+        self.steps.token.copy_(self.steps.run().argmax(-1, keepdim=True))
+        self._set_back()
+        return self.steps.token
 
 
 def bench_model(

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from ..checkpoint.loader import describe_checkpoint, load_experts
 from ..checkpoint.opened import CheckpointLayer
 from ..checkpoint.reader import Checkpoint
-from ..errors import InputError
 from ..functional import moe
 from ..integrations.transformers import attach, build_layers, experts_modules, layers_of, load_model
 from ..layer import MoELayer
@@ -82,8 +81,7 @@ def run_demo(
     """
     start = time.perf_counter()
     facts = probe(device)
-    folder = check_writable(str(folder))
-    bench = _Bench(folder, facts, windows)
+    bench = _Bench(check_writable(str(folder)), facts, windows)
     rows: list[DemoRow] = []
     for done, recipe in enumerate(RECIPES):
 
@@ -108,15 +106,15 @@ def run_demo(
 class _Bench:
     """The model, its held-out text and the inputs of one layer, on which every recipe is measured."""
 
-    def __init__(self, folder: Path, facts: DeviceFacts, windows: int) -> None:
-        self.checkpoint, self.facts = Checkpoint.open(folder), facts
-        self.spec = describe_checkpoint(self.checkpoint)
+    def __init__(self, checkpoint: Checkpoint, facts: DeviceFacts, windows: int) -> None:
+        self.checkpoint, self.facts = checkpoint, facts
+        self.spec = describe_checkpoint(checkpoint)
         limits = _limits(self.spec, facts, (self.spec.weight_format, "bf16"))
-        model = load_model(str(folder), device=facts.place, limits=limits)
-        self.writer = Writer(model, folder)
-        self.ids = _windows(self.writer, folder / "heldout.txt", windows)
+        model = load_model(checkpoint, device=facts.place, limits=limits)
+        self.writer = Writer(model, checkpoint.path)
+        self.ids = self.writer.windows(checkpoint.path / "heldout.txt", WINDOW, windows)[:windows]
         self.compile_seconds = _compiled(layers_of(model), None)
-        self.case = _Case(model, self.checkpoint, self.ids[:1])
+        self.case = _Case(model, checkpoint, self.ids[:1])
 
     def row(self, recipe: tuple[str, str], tokens: int, step: Callable[[str], None]) -> DemoRow:
         step("loading")
@@ -158,16 +156,6 @@ def _compiled(layers: Iterable[MoELayer], progress: Progress | None) -> float:
     start = time.perf_counter()
     warm_up(layers, progress)
     return time.perf_counter() - start
-
-
-def _windows(writer: Writer, held_out: Path, windows: int) -> Tensor:
-    if not held_out.exists():
-        raise InputError(f"{held_out}: not found; the demo needs held-out text beside the model to measure perplexity")
-    ids = writer.encode(held_out.read_text(encoding="utf-8"))[0]
-    needed = windows * WINDOW
-    if len(ids) < needed:
-        raise InputError(f"{held_out}: holds {len(ids)} tokens; {windows} windows of {WINDOW} need {needed}")
-    return ids[:needed].view(windows, WINDOW)
 
 
 class _Case:

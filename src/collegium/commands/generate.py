@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.reader import Checkpoint, gguf_file, read_config
-from ..errors import CheckpointError, ConfigError, InputError
+from ..checkpoint.reader import Checkpoint, gguf_file
+from ..errors import InputError
 from ..integrations.extra import extra
 from ..integrations.transformers import Decoder
-from ..integrations.transformers.gguf import config_of
-from ..models import describe
+from ..integrations.transformers.classes import class_and_config
 from ..problem import Limits
 
 __all__ = ["Writer", "Written", "check_writable", "prompt_limits"]
@@ -53,6 +52,21 @@ class Writer:
         if not ids:
             raise InputError(f"the text {text!r} has no token to begin with; give at least a word")
         return torch.tensor([ids], device=self.device)
+
+    def windows(self, source: Path, size: int, least: int = 1) -> Tensor:
+        """Return the token ids of a text file as windows ``[N, size]``; what is left at its end is dropped.
+
+        Raises InputError for what is no text and for less than ``least`` windows.
+        """
+        try:
+            ids = self.encode(source.read_text(encoding="utf-8"))[0]
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"{source}: is no UTF-8 text that can be read: {error}; give another text") from error
+        count = len(ids) // size
+        if count < least:
+            need = f"{least} times {size} tokens at once are needed"
+            raise InputError(f"{source}: has {len(ids)} tokens, {need}; give a longer text or ask for fewer --tokens")
+        return ids[: count * size].view(count, size)
 
     def write(
         self, prompt: str, tokens: int, *, temperature: float = 0.0, seed: int = 0, penalty: float = 1.0
@@ -97,26 +111,15 @@ class Writer:
         return math.exp(float(loss))
 
 
-def check_writable(path: str) -> Path:
-    """Return ``path``, a folder or GGUF file, if a model that writes text is there, before anything large is read.
+def check_writable(path: str) -> Checkpoint:
+    """Open the checkpoint at ``path`` if a model that writes text is there; only headers and a tokenizer are read.
 
-    Raises InputError for another file and a missing tokenizer, CheckpointError where nothing is, ConfigError without
-    ``config.json``, for an unknown architecture of a GGUF file, and what ``describe`` raises.
+    Raises what ``Checkpoint.open`` and ``class_and_config`` raise, and InputError for a missing tokenizer.
     """
-    folder = Path(path)
-    if not folder.exists():
-        raise CheckpointError(f"{path}: no such folder; give the folder of a model")
-    if gguf_file(folder) is not None:
-        config_of(Checkpoint.open(folder))
-    elif not folder.is_dir():
-        raise InputError(f"{path}: is a file; to write text give the folder with config.json and safetensors")
-    elif not (folder / "config.json").is_file():
-        found = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
-        raise ConfigError(f"{path}: no config.json there; found {found}; give the folder of a model")
-    else:
-        describe(read_config(folder))
-    _tokenizer(folder)
-    return folder
+    checkpoint = Checkpoint.open(path)
+    class_and_config(checkpoint)
+    _tokenizer(checkpoint.path)
+    return checkpoint
 
 
 def prompt_limits(folder: Path, prompt: str) -> Limits:
@@ -128,7 +131,7 @@ def prompt_limits(folder: Path, prompt: str) -> Limits:
 def _tokenizer(where: Path) -> Any:
     """Return the tokenizer beside the weights, of a GGUF file without one that of its metadata."""
     file = gguf_file(where)
-    path = (where if file is None else file.parent) / "tokenizer.json"
+    path = (where if where.is_dir() else where.parent) / "tokenizer.json"
     if file is not None and not path.is_file():
         extra("gguf", group="gguf")
         path = file

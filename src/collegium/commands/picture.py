@@ -1,17 +1,17 @@
-"""Reports as pictures: latency beside its floor and the roofline, the load of experts, what balancing would do."""
+"""Reports as pictures, and among them latency beside its floor with the roofline."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from ..balance.load import LoadTrace
-from ..balance.pictures import draw_load, draw_simulation
-from ..balance.simulate import Simulation
 from ..errors import InputError
 from ..integrations.extra import extra
 from .bench import BenchReport
 
-__all__ = ["check_picture", "plot", "plot_load", "plot_simulation"]
+__all__ = ["check_picture", "draw_bench", "save_picture"]
+
+T = TypeVar("T")
 
 
 def check_picture(path: str, option: str = "--plot") -> None:
@@ -26,12 +26,15 @@ def check_picture(path: str, option: str = "--plot") -> None:
         raise InputError(f"{option} {path}: cannot be written; name a file in a folder that can")
 
 
-def plot(report: BenchReport, path: str) -> None:
-    """Draw latency over tokens with each floor beside it, and the roofline, into the picture file ``path``.
-
-    Raises MissingExtraError without matplotlib.
-    """
+def save_picture(path: str, draw: Callable[[Any, T], None], report: T) -> None:
+    """Let ``draw`` draw ``report`` into a figure and write it to ``path``; raises MissingExtraError."""
     figure = _figure()
+    draw(figure, report)
+    figure.savefig(path, dpi=120)
+
+
+def draw_bench(figure: Any, report: BenchReport) -> None:
+    """Draw latency over tokens with each floor beside it, and the roofline."""
     latency, roof = figure.subplots(1, 2)
     names = list(dict.fromkeys((row.weights, row.activations) for row in report.rows))
     for index, key in enumerate(names):
@@ -51,25 +54,6 @@ def plot(report: BenchReport, path: str) -> None:
         roof.plot(points, [min(p * top.bandwidth, rate) / 1e12 for p in points], "-", color="0.5", label=label)
     roof.set(xscale="log", yscale="log", xlabel="FLOP a byte that must be moved", ylabel="TFLOP a second")
     roof.set_title("roofline")
-    figure.savefig(path, dpi=120)
-
-
-def plot_load(trace: LoadTrace, path: str) -> None:
-    """Draw a heat map, layers by experts, of each expert's load in times of an even share into ``path``.
-
-    Raises MissingExtraError without matplotlib.
-    """
-    draw_load(figure := _figure(), trace)
-    figure.savefig(path, dpi=120)
-
-
-def plot_simulation(report: Simulation, path: str) -> None:
-    """Draw balancedness before and after for each count of replicas, of both halves of the steps, into ``path``.
-
-    Raises MissingExtraError without matplotlib.
-    """
-    draw_simulation(figure := _figure(), report)
-    figure.savefig(path, dpi=120)
 
 
 def _figure() -> Any:

@@ -68,6 +68,10 @@ def _print_table(
     out.print(table)
 
 
+def _note(text: str) -> None:
+    out.print(text, style="dim")
+
+
 def print_demo(report: DemoReport) -> None:
     """Show the formats of a demo beside each other, and what each wrote."""
     _print_table(
@@ -83,18 +87,15 @@ def print_demo(report: DemoReport) -> None:
             f"{row.tokens_per_second:.1f}",
         ),
     )
-    out.print("error: relative L2 error of one layer's output against FP32 on the BF16 weights", style="dim")
+    _note("error: relative L2 error of one layer's output against FP32 on the BF16 weights")
     for kernel in dict.fromkeys(row.kernel for row in report.rows):
         users = ", ".join(f"{r.weights} x {r.activations}" for r in report.rows if r.kernel == kernel)
-        out.print(f"kernel {kernel}: {users}", style="dim")
-    out.print(
-        f"tok/s: decode steps after compilation; text: greedy, repetition penalty {report.repetition_penalty:g}",
-        style="dim",
-    )
+        _note(f"kernel {kernel}: {users}")
+    _note(f"tok/s: decode steps after compilation; text: greedy, repetition penalty {report.repetition_penalty:g}")
     for row in report.rows:
         out.print(f"\n[bold]{row.weights} x {row.activations}[/bold]")
         out.print(" ".join(row.text.split()), markup=False, highlight=False)
-    out.print(f"\n{report.seconds:.1f} s in all, {report.compile_seconds:.1f} s of it compiling", style="dim")
+    _note(f"\n{report.seconds:.1f} s in all, {report.compile_seconds:.1f} s of it compiling")
 
 
 def print_text(written: Written) -> None:
@@ -130,13 +131,12 @@ def print_bench(report: BenchReport) -> None:
             ),
         )
     top = report.ceilings
-    out.print(
+    _note(
         f"ceilings: {top.bandwidth / 1e12:.3g} TB/s, {top.rate_16 / 1e12:.4g} TFLOP/s with 16-bit and "
-        f"{top.rate_8 / 1e12:.4g} with 8-bit operands; torch {report.torch}, triton {report.triton}",
-        style="dim",
+        f"{top.rate_8 / 1e12:.4g} with 8-bit operands; torch {report.torch}, triton {report.triton}"
     )
     if not all(row.cold for row in report.rows):
-        out.print("*: the weights may stay in a cache; the floor is that of the operations alone", style="dim")
+        _note("*: the weights may stay in a cache; the floor is that of the operations alone")
 
 
 def print_model_bench(report: ModelReport) -> None:
@@ -160,8 +160,7 @@ def print_model_bench(report: ModelReport) -> None:
     for row in report.rows:
         if row.note:
             out.print(f"{row.experts}, {row.batch} sequences: {row.note}", markup=False)
-    versions = f"torch {report.torch}, triton {report.triton}, transformers {report.transformers}"
-    out.print(versions, style="dim")
+    _note(f"torch {report.torch}, triton {report.triton}, transformers {report.transformers}")
 
 
 def print_tuning(report: TuneReport) -> None:
@@ -227,10 +226,9 @@ def print_simulation(report: Simulation) -> None:
             ],
             tuple,
         )
-    out.print(
+    _note(
         "before, after: balancedness (mean over busiest rank, step by step; 1 is even), mean and worst of the layers; "
-        "busiest: change of the busiest ranks' work; moved: experts, in all layers",
-        style="dim",
+        "busiest: change of the busiest ranks' work; moved: experts, in all layers"
     )
 
 

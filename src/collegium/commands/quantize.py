@@ -115,42 +115,36 @@ def quantize_model(
 
 
 def _job(checkpoint: Checkpoint, weight_format: str) -> Job:
-    """Choose the published storage this family can hold; InputError lists the formats that have one."""
-    family, target = family_of(checkpoint.config), by_name(weight_format)
-    if experts_apart(checkpoint.config):
-        return _apart_job(checkpoint, target)
-    names = index_of(checkpoint).names
-    stacked = names.up is None
-    wanted = ("plain", "gpt-oss") if stacked else ("plain", "finegrained-fp8", "minimax-m3", "compressed-tensors")
+    """Choose the published storage this family can hold; InputError lists the formats that have one.
+
+    DeepSeek-V4's config can say little of its routed experts, as its other weights are FP8 blocks.
+    """
+    names, spec, target = index_of(checkpoint).names, describe(checkpoint.config), by_name(weight_format)
+    apart, stacked = experts_apart(checkpoint.config), names.up is None
     known = {*CONFIG_NAMES, *COMPRESSED, "fp8_block", "mxfp8"}
+    if apart:
+        wanted = () if stacked else ("deepseek-v4",)
+    else:
+        wanted = ("plain", "gpt-oss") if stacked else ("plain", "finegrained-fp8", "minimax-m3", "compressed-tensors")
     found = [s for name in wanted for s in target.storages if s.name == name and target.name in known]
     found = [s for s in found if s.name != "finegrained-fp8" or target.name == "fp8_block"]
-    if not found:
-        can = "bf16, fp16, fp32 and mxfp4, stacked" if stacked else ", ".join(sorted(known))
-        raise InputError(f"{weight_format}: experts of {family.name} are written in {can}")
-    spec = describe(checkpoint.config)
-    sizes = (spec.expert_hidden_size, spec.intermediate_size)
-    if target.name == "fp8_block" and any(size % 128 for size in sizes):
-        # transformers derives the block from the number of scales, and so reads a last, partial block wrongly.
-        msg = f"fp8_block: hidden and intermediate size are {sizes}; only multiples of 128 are read alike everywhere, "
-        raise InputError(msg + "use mxfp8 or fp8_channel")
-    job = Job(checkpoint=checkpoint, names=names, spec=spec, target=target, storage=found[0], stacked=stacked)
-    return replace(job, outside=outside_experts(checkpoint))
-
-
-def _apart_job(checkpoint: Checkpoint, target: type[Payload]) -> Job:
-    """Convert within what DeepSeek-V4's config can say of its routed experts beside other weights in FP8 blocks."""
-    names, spec = index_of(checkpoint).names, describe(checkpoint.config)
-    found = [s for s in target.storages if s.name == "deepseek-v4"]
-    block = 128 if target.name == "fp8_block" else 32
-    sizes = (spec.expert_hidden_size, spec.intermediate_size)
-    if not found or names.up is None or any(size % block for size in sizes):
+    sizes, block = (spec.expert_hidden_size, spec.intermediate_size), 128 if target.name == "fp8_block" else 32
+    partial = any(size % block for size in sizes)
+    if apart and (partial or not found):
         raise InputError(
             f"{target.name}: DeepSeek-V4's other weights are FP8 blocks, beside which its config can describe routed "
             "experts, one tensor each, in mxfp4 (sizes that are multiples of 32) or fp8_block (of 128) alone; hidden "
             f"and intermediate size are {sizes}"
         )
-    return Job(checkpoint=checkpoint, names=names, spec=spec, target=target, storage=found[0], stacked=False)
+    if not found:
+        can = "bf16, fp16, fp32 and mxfp4, stacked" if stacked else ", ".join(sorted(known))
+        raise InputError(f"{weight_format}: experts of {family_of(checkpoint.config).name} are written in {can}")
+    if target.name == "fp8_block" and partial:
+        # transformers derives the block from the number of scales, and so reads a last, partial block wrongly.
+        msg = f"fp8_block: hidden and intermediate size are {sizes}; only multiples of 128 are read alike everywhere, "
+        raise InputError(msg + "use mxfp8 or fp8_channel")
+    job = Job(checkpoint=checkpoint, names=names, spec=spec, target=target, storage=found[0], stacked=stacked)
+    return job if apart else replace(job, outside=outside_experts(checkpoint))
 
 
 def _kept(job: Job, layers: Iterable[CheckpointLayer]) -> dict[str, TensorInfo]:

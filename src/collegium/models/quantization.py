@@ -72,11 +72,9 @@ def declared_format(config: Mapping[str, object], path: str) -> Declared:
         return plain
     if method == "fp8":
         return _fp8(config, block, path)
-    if method in ("mxfp4", "mxfp8"):
+    if method in ("mxfp4", "mxfp8", "gguf"):
         return Declared(format=method, method=method)
-    if method in _METHODS:
-        return _METHODS[method](block, path, plain)
-    return Declared(format="gguf", method="gguf")
+    return _METHODS[method](block, path, plain)
 
 
 def _wrong(what: str) -> ConfigError:

@@ -1,6 +1,5 @@
 """Which class of transformers a checkpoint is, and the config it is built from."""
 
-from pathlib import Path
 from typing import Any
 
 from ...checkpoint.reader import Checkpoint
@@ -26,9 +25,8 @@ def class_and_config(checkpoint: Checkpoint) -> tuple[Any, Any]:
     Raises ConfigError for a checkpoint without ``config.json``, for a GGUF file of an architecture that is not known,
     and where transformers has no class that writes text for the model type, naming what to use instead.
     """
-    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
-    kind = checkpoint.config.get("model_type")
-    if not checkpoint.is_gguf and not (folder / "config.json").exists():
+    folder, kind = checkpoint.folder, checkpoint.config.get("model_type")
+    if not checkpoint.config:
         raise ConfigError(
             f"{folder}: has no config.json; a whole model is loaded from a folder with config.json and safetensors. "
             "Give the folder that holds both, or download config.json into it"
@@ -36,7 +34,7 @@ def class_and_config(checkpoint: Checkpoint) -> tuple[Any, Any]:
     family_of(checkpoint.config)
     if kind in _MORE_EXPERTS:
         raise ConfigError(_cannot(str(kind), _MORE_EXPERTS[str(kind)]))
-    config = _config(folder, checkpoint)
+    config = _config(checkpoint)
     transformers = extra("transformers")
     tables = (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
     for table in tables:
@@ -46,15 +44,16 @@ def class_and_config(checkpoint: Checkpoint) -> tuple[Any, Any]:
     raise ConfigError(_cannot(str(kind), has))
 
 
-def _config(folder: Path, checkpoint: Checkpoint) -> Any:
+def _config(checkpoint: Checkpoint) -> Any:
     transformers, kind = extra("transformers"), str(checkpoint.config.get("model_type"))
+    folder = checkpoint.folder
     if checkpoint.is_gguf:
         kind, entries = config_of(checkpoint)
         return transformers.AutoConfig.for_model(kind, **entries)
     try:
-        if kind in _SAME:
+        if kind in _SAME or not (folder / "config.json").exists():
             entries = {key: value for key, value in checkpoint.config.items() if key not in _NOT_OF_THE_CLASS}
-            config = transformers.AutoConfig.for_model(_SAME[kind], **entries)
+            config = transformers.AutoConfig.for_model(_SAME.get(kind, kind), **entries)
         else:
             config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # transformers and its config classes raise errors of many kinds

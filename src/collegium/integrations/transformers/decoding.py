@@ -21,7 +21,7 @@ from ..extra import extra
 from .host_watch import HostWatch
 from .plugin import layers_of
 
-__all__ = ["Decoder"]
+__all__ = ["Decoder", "Steps"]
 
 
 # Steps before the one that is captured: what the first does once is no longer seen in the second, which is watched.
@@ -73,7 +73,7 @@ class Decoder:
             )
         with torch.inference_mode(), current_device(ids.device):
             length = ids.shape[1]
-            step = _Steps(self.model, self._caches, length + tokens, self.capture and ids.is_cuda)
+            step = Steps(self.model, self._caches, length + tokens, self.capture and ids.is_cuda)
             out = torch.cat([ids, ids.new_zeros(ids.shape[0], tokens)], 1)
             ended = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
             logits = step.first(ids)
@@ -96,10 +96,14 @@ class Decoder:
             return out
 
 
-class _Steps:
-    """The forward passes of one call: the prompt, then one token at a time at growing positions."""
+class Steps:
+    """The forward passes of one text: the prompt, then one token at a time.
+
+    token ``[B, 1]``, position ``[1, 1]`` and mask, None where the model makes its own: what ``run`` reads.
+    """
 
     def __init__(self, model: Any, caches: Any, length: int, capture: bool) -> None:
+        """Make a cache of ``length`` positions; caches: transformers' module of them. capture: steps as a graph."""
         self.model = model
         fixed = _fixed_cache(caches, model.config, length)
         # Where there is none, the model makes the cache it needs in the first pass.
@@ -133,7 +137,7 @@ class _Steps:
         if self.mask is not None:
             self.mask[..., position] = 0
         if not self.capture:
-            return self._step()
+            return self.run()
         if self.done < _BEFORE:
             with _capturing:
                 return self._prepare()
@@ -141,7 +145,7 @@ class _Steps:
             self.graph = torch.cuda.CUDAGraph()
             # What other threads do meanwhile is none of the graph's.
             with _capturing, recording(self.graph, self.token.device, errors="thread_local"):
-                self.logits = self._step()
+                self.logits = self.run()
         self.graph.replay()
         return self.logits
 
@@ -151,13 +155,14 @@ class _Steps:
         stream.wait_stream(torch.cuda.current_stream())
         self.done += 1
         with torch.cuda.stream(stream), watch if self.done == _BEFORE else nullcontext():
-            out = self._step()
+            out = self.run()
         torch.cuda.current_stream().wait_stream(stream)
         if watch.seen is not None:
             self.capture = False
         return out
 
-    def _step(self) -> Tensor:
+    def run(self) -> Tensor:
+        """Run ``token`` at ``position``; return the logits ``[B, V]`` of what follows."""
         return self._forward(self.token, self.position, self.mask)
 
     def _forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:

@@ -114,7 +114,7 @@ def load_outside(
         raise faults[0]
     _refuse(model, found, checkpoint)
     _give_back(model, away)
-    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    folder = checkpoint.folder
     model.name_or_path = model.config.name_or_path = str(folder)
     if (folder / "generation_config.json").exists():
         model.generation_config = extra("transformers").GenerationConfig.from_pretrained(folder)

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ...checkpoint.layout import Cut, Source, projections, read_matrix
+from ...checkpoint.layout import Cut, Source, projections, read_whole
 from ...checkpoint.opened import CheckpointLayer
 from ...checkpoint.reader import Checkpoint, read_config
 from ...errors import CheckpointError, ConfigError, InputError, SpecError
@@ -189,15 +189,11 @@ def _samples(
 
 def _published(layer: CheckpointLayer, source: Source, window: tuple[int, int]) -> Tensor:
     """Decode rows of one projection as the checkpoint holds them."""
-    columns = (0, source.columns)
+    cut = Cut(rows=window, columns=(0, source.columns))
     try:
-        payload, wrong = read_matrix(layer.checkpoint, source, layer.stored, Cut(rows=window, columns=columns), {})
+        return read_whole(layer.checkpoint, source, layer.stored, cut).decode()
     except InputError:  # a scale that serves more rows than these
-        payload, wrong = read_matrix(layer.checkpoint, source, layer.stored, None, {})
-        payload = None if payload is None else payload.rows(*window)
-    if payload is None or wrong:
-        raise ConfigError("; ".join(map(str, wrong)))
-    return payload.decode()
+        return read_whole(layer.checkpoint, source, layer.stored).rows(*window).decode()
 
 
 def _rows(matrix: Payload, start: int, stop: int) -> Tensor:

@@ -34,7 +34,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def load_model(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Checkpoint,
     *,
     weight_format: str | None = None,
     force: Choice | None = None,
@@ -45,6 +45,7 @@ def load_model(
 ) -> nn.Module:
     """Load a model that writes text, in BF16, whose experts run through Collegium in their published format.
 
+    path: of a folder or GGUF file, or the open checkpoint itself.
     weight_format: encode the experts into this format instead. force: kernel or activation format. device: Ranks, where
     several ranks share the experts: each reads its own, and everything else. adapter: folder of a LoRA adapter of PEFT,
     merged into what is read, as ``checkpoint.with_adapter`` does. progress: called with (done, total, what).
@@ -59,7 +60,7 @@ def load_model(
 
 def load_model_in(
     dtype: Literal["bf16", "fp16", "fp32"],
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Checkpoint,
     *,
     device: str | Ranks | None = None,
     adapter: str | os.PathLike[str] | None = None,
@@ -67,7 +68,8 @@ def load_model_in(
 ) -> nn.Module:
     """Do what ``load_model`` does, which is in BF16, in another dtype: in float32 a whole model can be judged."""
     place = probe(device.device if isinstance(device, Ranks) else device).place
-    checkpoint = Checkpoint.open(path) if adapter is None else with_adapter(Checkpoint.open(path), adapter)
+    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
+    checkpoint = checkpoint if adapter is None else with_adapter(checkpoint, adapter)
     make_known()
     cls, config = class_and_config(checkpoint)
     outside = outside_experts(checkpoint)
