@@ -114,7 +114,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "gate and up swapped on writing", "commands/quantize.py",
-        (("return (gate, up, lower), (lost", "return (up, gate, lower), (lost"),), _WRITE,
+        (("return encoded, (lost", "return (*encoded[-2::-1], encoded[-1]), (lost"),), _WRITE,
     ),
     # Identity, threads and refusals of a layer.
     Mutant(
