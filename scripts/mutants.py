@@ -129,7 +129,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a gradient is not refused", "runtime/packed_module.py",
-        (("if tensor is not None and tensor.requires_grad:", "if tensor is not None and tensor.is_meta:"),),
+        (("if tensor is not None and tensor.requires_grad and", "if tensor is not None and tensor.is_meta and"),),
         ("tests/cpu/test_inference_only.py",),
     ),
     Mutant(

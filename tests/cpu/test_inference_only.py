@@ -17,6 +17,7 @@ from collegium import (
     RouterWeights,
     Routing,
     RoutingSpec,
+    SpecError,
     load_layer,
     moe,
     plan,
@@ -157,6 +158,48 @@ def test_moe_refuses_wrong_tensors_in_its_own_words(change: dict[str, object], t
     }
     with pytest.raises(InputError, match=text):
         moe(**{**given, **change})
+
+
+ELSEWHERE = torch.empty(6, 2, dtype=torch.int64, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"x": X.tolist()}, "x is a list"),
+        ({"x": X.to("meta")}, "x is on meta"),
+        ({"router_logits": torch.zeros(6, 5, device="meta")}, "router_logits is on meta"),
+        ({"router_logits": [[1.0] * 5] * 6}, "router_logits is a list"),
+        ({"router_input": X.to("meta")}, "router_input is on meta"),
+        ({"routing": Routing(topk_ids=ELSEWHERE, topk_weights=torch.ones(6, 2))}, "topk_ids is on meta"),
+        (
+            {"routing": Routing(topk_ids=ELSEWHERE.new_zeros((6, 2), device="cpu"), topk_weights=None)},
+            "topk_weights is a",
+        ),
+        ({"routing": Routing(topk_ids=None, topk_weights=None)}, "topk_ids is a NoneType"),
+        ({"out": torch.empty(6, 40, device="meta")}, "out is on meta"),
+        ({"out": []}, "out is a list"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_no_tensor_or_lies_elsewhere_is_refused_by_name(given: dict[str, object], text: str) -> None:
+    torch._dynamo.reset()
+    for run in (layer(), torch.compile(layer(), backend="aot_eager")):
+        with pytest.raises(InputError, match=f"{text}.*allowed: a tensor on cpu, where the packed weights are"):
+            run(**{"x": X, **given})
+    torch._dynamo.reset()
+
+
+def test_arguments_of_other_kinds_are_refused_before_anything_is_packed() -> None:
+    with pytest.raises(SpecError, match="force: found 'reference', allowed: a Choice"):
+        load_layer(SHIPPED, 2, device="cpu", force="reference")
+    with pytest.raises(SpecError, match=r"limits: found 16, allowed: Limits\(max_tokens"):
+        load_layer(SHIPPED, 2, device="cpu", limits=16)
+    for dtype in ("float16", "fp8_token", torch.float16):
+        with pytest.raises(SpecError, match=r"dtype: found .*allowed: bf16, fp16, fp32"):
+            load_layer(SHIPPED, 2, device="cpu", dtype=dtype)
+    with pytest.raises(InputError, match="layer '2' was asked for"):
+        load_layer(SHIPPED, "2", device="cpu")
 
 
 def test_a_routing_that_is_a_tuple_and_a_rule_that_returns_one_tensor_are_refused() -> None:
