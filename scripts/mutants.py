@@ -114,7 +114,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "gate and up swapped on writing", "commands/quantize.py",
-        (("return (gate, up, lower), (lost", "return (up, gate, lower), (lost"),), _WRITE,
+        (("return encoded, (lost", "return (*encoded[-2::-1], encoded[-1]), (lost"),), _WRITE,
     ),
     # Identity, threads and refusals of a layer.
     Mutant(
@@ -129,7 +129,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a gradient is not refused", "runtime/packed_module.py",
-        (("if tensor is not None and tensor.requires_grad:", "if tensor is not None and tensor.is_meta:"),),
+        (("if tensor is not None and tensor.requires_grad and", "if tensor is not None and tensor.is_meta and"),),
         ("tests/cpu/test_inference_only.py",),
     ),
     Mutant(

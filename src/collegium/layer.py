@@ -6,6 +6,7 @@ Every choice is in the plan, which is made before the weights are packed.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from .planning import dispatcher_named, kernel_named, plan as planned, stretches
 from .problem import Choice
 from .runtime.devices import plain_torch
 from .runtime.memory import OwnMemory, captured, memory_map, part, shared_workspaces
-from .runtime.packed_module import PackedModule, refuse_gradient
+from .runtime.packed_module import PackedModule, check_given
 from .runtime.replay import Replay
 from .runtime.warming import compile_batches, run_every_way, sizes_for
 from .stages.checks import check_extras, check_input, check_rows, check_weights, check_whole, output_for
@@ -47,7 +48,8 @@ if TYPE_CHECKING:
 
 __all__ = ["MoELayer"]
 
-_run_batched: Any = torch.compiler.disable(run_batched)  # as ``moe_layer`` hides a pass from the compiler
+# Once a compiled call has raised, torch no longer compiles any layer's ``forward``, and would compile what it calls.
+_unseen: Any = torch.compiler.disable(operator.call)
 
 
 class MoELayer(PackedModule):
@@ -213,13 +215,11 @@ class MoELayer(PackedModule):
         RoutingError in checked mode.
         """
         inputs = self._inputs(x, router_logits, routing, token_ids, router_input)
-        refuse_gradient(out=out)
         out = output_for(x, out)
-        wide = self.spec.hidden_size
         if torch.compiler.is_compiling():
-            torch.ops.collegium.moe_layer(*inputs, self.handle, out.view(-1, wide))
+            torch.ops.collegium.moe_layer(*inputs, self.handle, out.view(-1, self.spec.hidden_size))
         else:
-            self.compute(*inputs, out.view(-1, wide))
+            _unseen(self.compute, *inputs, out.view(-1, self.spec.hidden_size))
         return out
 
     def route(
@@ -247,7 +247,9 @@ class MoELayer(PackedModule):
         """Return what a router is called with, in rows, once it is what the plan describes. own: ``router_input``."""
         check_input(x, routing, self.plan.problem, self._device)
         ids, weights = (None, None) if routing is None else (routing.topk_ids, routing.topk_weights)
-        refuse_gradient(x=x, router_logits=logits, topk_weights=weights, router_input=own)
+        if logits is not None or own is not None:
+            given, other = x if logits is None else logits, x if own is None else own
+            check_given(self._device, router_logits=given, router_input=other)
         wide, seen = self.spec.hidden_size, None
         if own is not None and routing is None and logits is None:
             seen = own.reshape(-1, wide)
@@ -261,26 +263,24 @@ class MoELayer(PackedModule):
 
         As low-latency dispatchers of serving engines bring them. x: ``[E, M, H]`` in the layer's dtype, H the width
         that experts read. counts: ``[E]`` int32 or int64 on x's device; the first ``counts[e]`` rows of ``x[e]`` are
-        expert e's. What rows beyond hold does not matter, and theirs in ``out`` are not written. expected: how many
-        rows there are likely to be in all, which decides tiles and no bit; None: all there is room for.
-        The rows are those of the experts alone: nothing is routed, weighted or sent, and no shared expert or latent
-        projection takes part. The memory is fresh; nothing waits for the device but the kernel ``reference``. Raises
-        InputError on shapes, dtypes, devices and where a gradient is asked for.
+        expert e's; a count beyond M is M, one below 0 is 0, and a checked layer raises RoutingError for both. What rows
+        beyond hold does not matter, and theirs in ``out`` are not written. expected: how many rows there are likely to
+        be in all, which decides tiles and no bit; None: all there is room for. The rows are those of the experts alone:
+        nothing is routed, weighted or sent, and no shared expert or latent projection takes part. The memory is fresh;
+        nothing waits for the device but the kernel ``reference``. Raises InputError as ``forward`` does.
         """
-        check_batched(x, counts, self.plan.problem.routed, self._device)
-        refuse_gradient(x=x, out=out)
+        check_batched(x, counts, self.plan.problem.routed, self._device, checked=self.checked)
         out = output_for(x, out)
         self._capturing()
         with in_full(x.device):
-            _run_batched(self.experts, x, counts, out, expected=expected, after_expert=self.after_expert)
+            _unseen(run_batched, self.experts, x, counts, out, expected=expected, after_expert=self.after_expert)
         return out
 
     def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> int:
         """Compile every kernel variant that 1 to ``max_tokens`` tokens can reach, and no other.
 
         Where several ranks share the experts, all warm up the same layers in the same order. Returns the number of
-        batches of zeros that were run for it; 0 for a kernel that compiles nothing. progress: called with (done, total,
-        text).
+        batches of zeros it ran; 0 for a kernel that compiles nothing. progress: called with (done, total, text).
         """
         sizes = sizes_for(self.variants, self.plan.problem.limits.max_tokens)
         for group in self.plan.groups:

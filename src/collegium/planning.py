@@ -22,6 +22,7 @@ from .ops.route import route_regions
 from .pipelines import Asked
 from .problem import Choice, Refusal
 from .runtime.memory import Region, Regions, largest, memory_map, under
+from .types import require
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -206,11 +207,11 @@ def plan(problem: Problem, force: Choice | None = None) -> Plan:
     force: explicit wishes; they are obeyed or refused, never replaced. Raises PlanError listing every refusal.
     """
     force = force or Choice()
+    require(type(force) is Choice, "force", force, "a Choice, such as Choice(kernel=...)")
     wanted = force.activation_format or problem.activation_format or problem.dtype
     activation_format(wanted)
     asked = replace(problem, activation_format=wanted, combine=force.combine or problem.combine)
     refusals: list[Refusal] = []
-    formats = ", ".join(f.name for f in ACTIVATION_FORMATS)
 
     def refuse_kernel(kernel: Any) -> str | None:
         return _cannot_capture(kernel, asked) or kernel.refuse(asked.routed)
@@ -219,8 +220,8 @@ def plan(problem: Problem, force: Choice | None = None) -> Plan:
     if kernel is None:
         raise PlanError(
             f"no kernel runs {asked.spec.weight_format} weights with {wanted} activations on {asked.device.kind}:\n"
-            f"{_listed(refusals)}\nAllowed activation formats: {formats}. Drop the forced choice or change the named "
-            "limit."
+            f"{_listed(refusals)}\nAllowed activation formats: {', '.join(f.name for f in ACTIVATION_FORMATS)}. "
+            "Drop the forced choice or change the named limit."
         )
     asked = _with_wire(asked, kernel)
 

@@ -170,6 +170,8 @@ class Problem:
 
     def __post_init__(self) -> None:
         require(self.combine in COMBINES, "combine", self.combine, ", ".join(COMBINES))
+        require(self.dtype in ("bf16", "fp16", "fp32"), "dtype", self.dtype, "bf16, fp16, fp32")
+        require(type(self.limits) is Limits, "limits", self.limits, "Limits(max_tokens=...)")
         if self.placement is not None:
             beyond = [expert for expert in self.placement.expert_ids if not 0 <= expert < self.spec.num_experts]
             require(not beyond, "placement.expert_ids", beyond, f"0 to {self.spec.num_experts - 1}")

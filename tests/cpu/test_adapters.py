@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -28,6 +29,7 @@ from collegium.parallel.placement import linear
 from collegium.problem import Placement
 from collegium.testing.compare import heavy_tailed
 from commands import command
+from family_cases import CASES, build
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -278,6 +280,8 @@ FAULTS: dict[str, tuple[type[CheckpointError], str, Callable[[dict[str, Tensor]]
     "pissa": (ConfigError, "init_lora_weights='pissa'", lambda _: None, {"init_lora_weights": "pissa"}),
     "pattern": (ConfigError, "rank_pattern=", lambda _: None, {"rank_pattern": {"q_proj": 8}}),
     "none": (ConfigError, "r=0", lambda _: None, {"r": 0}),
+    "infinite": (ConfigError, "lora_alpha=inf", lambda _: None, {"lora_alpha": float("inf")}),
+    "empty": (MissingTensorError, "holds no lora_A and lora_B", lambda t: t.clear(), {}),
     "old": (
         ConfigError,
         "target_parameters='stacks written before PEFT 0.20",
@@ -295,6 +299,41 @@ def test_what_cannot_be_merged_is_refused_by_name(fault: str, tmp_path: Path) ->
     edit(tensors)
     with pytest.raises(kind, match=message):
         load_model(tmp_path / "base", device="cpu", adapter=write(tmp_path / "adapter", tensors, **config))
+
+
+def test_layers_of_another_part_of_the_model_are_not_taken_for_the_text_models(tmp_path: Path) -> None:
+    model_of("qwen3_moe", tmp_path / "base")
+    file, path = tmp_path / "base" / "model.safetensors", "layers.0.mlp.experts.3.gate_proj"
+    plain = load_file(file)
+    plain[f"mtp.{path}.weight"] = heavy_tailed(20, H, seed=9).bfloat16()
+    save_file(plain, file, metadata={"format": "pt"})
+    pair = {"A": heavy_tailed(RANK, H, seed=3), "B": heavy_tailed(20, RANK, seed=4)}
+    tensors = {f"base_model.model.mtp.{path}.lora_{half}.weight": tensor for half, tensor in pair.items()}
+    found = with_adapter(Checkpoint.open(tmp_path / "base"), write(tmp_path / "adapter", tensors))
+    added = ALPHA / RANK * (pair["B"].double() @ pair["A"].double())
+    close(found.read(f"mtp.{path}.weight"), (plain[f"mtp.{path}.weight"].double() + added).bfloat16())
+    assert torch.equal(found.read(f"model.{path}.weight"), plain[f"model.{path}.weight"])
+
+
+@pytest.mark.parametrize("wide", [24, 32])
+def test_a_stack_whose_name_fits_two_matrices_is_refused(tmp_path: Path, wide: int) -> None:
+    case = CASES["nemotron_h"]
+    build(replace(case, text={**case.text, "moe_intermediate_size": wide}), tmp_path / "base")
+    head = "base_model.model.model.layers.1.mixer.experts"
+    tensors = {
+        f"{head}.base_layer.lora_A.weight": heavy_tailed(8 * RANK, 32, seed=1),
+        f"{head}.base_layer.lora_B.weight": heavy_tailed(wide, 8 * RANK, seed=2),
+    }
+    adapter, base = write(tmp_path / "adapter", tensors), Checkpoint.open(tmp_path / "base")
+    if wide == 32:
+        with pytest.raises(ConfigError, match="up and down are both 32 by 32, and its name does not say which"):
+            with_adapter(base, adapter)
+        return
+    found, name = with_adapter(base, adapter), "backbone.layers.1.mixer.experts.2.up_proj.weight"
+    a, b = (tensor.double() for tensor in tensors.values())
+    added = ALPHA / RANK * (b.view(wide, RANK, 8)[..., 2] @ a.view(8, RANK, 32)[2])
+    close(found.read(name), (base.read(name).double() + added).to(base.read(name).dtype))
+    assert torch.equal(found.read(name.replace("up", "down")), base.read(name.replace("up", "down")))
 
 
 def test_quantised_experts_are_refused_with_what_to_do(tmp_path: Path) -> None:

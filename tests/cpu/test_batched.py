@@ -18,6 +18,7 @@ from collegium import (
     MoESpec,
     Problem,
     Routing,
+    RoutingError,
     RoutingSpec,
     encode_experts,
     plan,
@@ -164,17 +165,34 @@ def test_what_does_not_fit_is_refused() -> None:
     layer = MoELayer(random_experts(E, 2, INNER, H, seed=1, bias=True), plan(problem))
     x, counts = rows_of("fp32"), torch.tensor(COUNTS)
     for given, number, text in (
-        (x[0], counts, r"x is \(40, 48\) torch.float32 on cpu, allowed: \(6, M, 48\) torch.float32 on cpu"),
+        (x[0], counts, r"x is \(40, 48\) torch.float32, allowed: \(6, M, 48\) torch.float32, room"),
         (x[:5], counts[:5], r"x is \(5, 40, 48\)"),
         (x[..., :40], counts, r"x is \(6, 40, 40\)"),
-        (x.bfloat16(), counts, "torch.bfloat16 on cpu, allowed"),
-        (x, counts[:5], r"counts is \(5,\) torch.int64 on cpu, allowed: \(6,\) int32 or int64 on cpu"),
+        (x.bfloat16(), counts, "torch.bfloat16, allowed"),
+        (x, counts[:5], r"counts is \(5,\) torch.int64, allowed: \(6,\) int32 or int64"),
         (x, counts.float(), "torch.float32"),
-        (x, counts.to("meta"), "on meta"),
     ):
         with pytest.raises(InputError, match=f"run_batched: .*{text}"):
             layer.run_batched(given, number)
+    with pytest.raises(InputError, match="counts is on meta, allowed: a tensor on cpu"):
+        layer.run_batched(x, counts.to("meta"))
+    with pytest.raises(InputError, match="counts is a list"):
+        layer.run_batched(x, list(COUNTS))
     with pytest.raises(InputError, match="out is"):
         layer.run_batched(x, counts, out=torch.empty(E, M, 2 * H)[..., :H])
     with pytest.raises(InputError, match="x requires a gradient"):
         layer.run_batched(x.clone().requires_grad_(), counts)
+
+
+@pytest.mark.parametrize("beyond", [M + 1, -1])
+def test_a_count_of_rows_that_are_not_there_is_an_error_of_a_checked_layer(beyond: int) -> None:
+    weights = random_experts(E, 2, INNER, H, seed=1, bias=True)
+    made = plan(problem_of("fp32", "fp32", DeviceFacts(kind="cpu")))
+    x, counts = rows_of("fp32"), torch.tensor(COUNTS)
+    plain, checked = MoELayer(weights, made), MoELayer(weights, made, checked=True)
+    assert torch.equal(checked.run_batched(x, counts)[HELD], plain.run_batched(x, counts)[HELD])
+    counts[2] = beyond
+    others = HELD & (torch.arange(E) != 2)[:, None]
+    assert torch.equal(plain.run_batched(x, counts)[others], checked.run_batched(x, torch.tensor(COUNTS))[others])
+    with pytest.raises(RoutingError, match=r"counts go from -?\d+ to \d+, allowed: 0 to 40"):
+        checked.run_batched(x, counts)

@@ -45,6 +45,20 @@ def test_a_router_with_an_input_of_its_own_is_inside_the_operation() -> None:
         assert not torch.equal(made(x), wanted)
 
 
+def test_layers_are_compiled_after_a_call_that_raised() -> None:
+    torch._dynamo.reset()
+    x, first, second = heavy_tailed(3, 40, seed=4), layer(), layer()
+    compiled = torch.compile(first, backend="aot_eager")
+    with pytest.raises(InputError, match="planned for fp32"):
+        compiled(x.double())
+    again = torch.compile(second, fullgraph=True, backend="aot_eager")
+    for tokens in (3, 1, 2):
+        rows = x[:tokens]
+        assert torch.equal(again(rows), second(rows))
+        assert torch.equal(compiled(rows), first(rows))
+    torch._dynamo.reset()
+
+
 def test_a_layer_inside_a_compiled_model() -> None:
     made = layer()
 

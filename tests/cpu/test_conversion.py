@@ -23,6 +23,7 @@ from collegium.formats import NvFp4, by_name
 from collegium.models import moe_layers
 from collegium.parallel.placement import linear
 from collegium.testing.compare import heavy_tailed
+from family_cases import CASES, build
 from toys import TinySize, write_checkpoint
 
 SIZE = TinySize(hidden=256, intermediate=128, experts=4, top_k=2, layers=2)
@@ -103,6 +104,25 @@ def test_stacked_experts_of_other_families_are_written_one_by_one(tmp_path) -> N
     write_checkpoint(tmp_path / "in", "qwen3_moe", "bf16", size=SIZE, stacked=True)
     quantize_model(str(tmp_path / "in"), "mxfp8", str(tmp_path / "out"))
     check_values(tmp_path / "in", tmp_path / "out", "mxfp8")
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        *(("nemotron_h", name) for name in ("mxfp8", "nvfp4", "fp8_tensor", "int4_group", "fp16")),
+        *((family, name) for family in ("granitemoe", "step3p7") for name in ("mxfp4", "fp16")),
+    ],
+)
+def test_experts_without_a_gate_and_every_kind_of_stack_are_written(tmp_path, family: str, name: str) -> None:
+    build(CASES[family], tmp_path / "in")
+    quantize_model(str(tmp_path / "in"), name, str(tmp_path / "out"))
+    check_values(tmp_path / "in", tmp_path / "out", name)
+
+
+def test_experts_that_follow_each_other_along_rows_are_refused(tmp_path) -> None:
+    build(CASES["dbrx"], tmp_path / "in")
+    with pytest.raises(InputError, match="experts of dbrx are written in no other format, because they follow"):
+        quantize_model(str(tmp_path / "in"), "fp16")
 
 
 def test_gate_and_up_share_their_global_scale(tmp_path) -> None:

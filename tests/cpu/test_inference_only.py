@@ -8,7 +8,20 @@ import pytest
 import torch
 from torch import nn
 
-from collegium import InputError, MoELayer, MoESpec, Problem, RouterWeights, Routing, RoutingSpec, load_layer, moe, plan
+from collegium import (
+    Choice,
+    InputError,
+    MoELayer,
+    MoESpec,
+    Problem,
+    RouterWeights,
+    Routing,
+    RoutingSpec,
+    SpecError,
+    load_layer,
+    moe,
+    plan,
+)
 from collegium.runtime.devices import probe
 from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
 
@@ -79,13 +92,21 @@ def test_a_layer_does_not_move_and_says_so() -> None:
             refused()
 
 
-def test_autocast_changes_no_bit() -> None:
-    made = load_layer(SHIPPED, 2, device="cpu")
+@pytest.mark.parametrize("kernel", ["cpu_grouped", "reference"])
+def test_autocast_changes_no_bit(kernel: str) -> None:
+    # Of the two only the reference multiplies by operators that autocast knows: the other's write to a given tensor.
+    made = load_layer(SHIPPED, 2, device="cpu", force=Choice(kernel=kernel))
     x = heavy_tailed(64, 256, seed=5).bfloat16()
-    wanted = made(x)
+    packed, counts = x.view(16, 4, 256), torch.full((16,), 4)
+
+    def taken() -> tuple[torch.Tensor, ...]:
+        chosen = made.route(x)
+        given = made(x), made(x, router_input=x), made(x, routing=chosen), made.run_batched(packed, counts)
+        return *given, chosen.topk_ids, chosen.topk_weights
+
+    wanted = taken()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(made(x), wanted)
-        assert torch.equal(made(x, router_input=x), wanted)
+        assert all(torch.equal(*pair) for pair in zip(taken(), wanted, strict=True))
 
 
 def test_a_layer_is_the_same_wherever_it_was_loaded() -> None:
@@ -139,6 +160,48 @@ def test_moe_refuses_wrong_tensors_in_its_own_words(change: dict[str, object], t
         moe(**{**given, **change})
 
 
+ELSEWHERE = torch.empty(6, 2, dtype=torch.int64, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"x": X.tolist()}, "x is a list"),
+        ({"x": X.to("meta")}, "x is on meta"),
+        ({"router_logits": torch.zeros(6, 5, device="meta")}, "router_logits is on meta"),
+        ({"router_logits": [[1.0] * 5] * 6}, "router_logits is a list"),
+        ({"router_input": X.to("meta")}, "router_input is on meta"),
+        ({"routing": Routing(topk_ids=ELSEWHERE, topk_weights=torch.ones(6, 2))}, "topk_ids is on meta"),
+        (
+            {"routing": Routing(topk_ids=ELSEWHERE.new_zeros((6, 2), device="cpu"), topk_weights=None)},
+            "topk_weights is a",
+        ),
+        ({"routing": Routing(topk_ids=None, topk_weights=None)}, "topk_ids is a NoneType"),
+        ({"out": torch.empty(6, 40, device="meta")}, "out is on meta"),
+        ({"out": []}, "out is a list"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_no_tensor_or_lies_elsewhere_is_refused_by_name(given: dict[str, object], text: str) -> None:
+    torch._dynamo.reset()
+    for run in (layer(), torch.compile(layer(), backend="aot_eager")):
+        with pytest.raises(InputError, match=f"{text}.*allowed: a tensor on cpu, where the packed weights are"):
+            run(**{"x": X, **given})
+    torch._dynamo.reset()
+
+
+def test_arguments_of_other_kinds_are_refused_before_anything_is_packed() -> None:
+    with pytest.raises(SpecError, match="force: found 'reference', allowed: a Choice"):
+        load_layer(SHIPPED, 2, device="cpu", force="reference")
+    with pytest.raises(SpecError, match=r"limits: found 16, allowed: Limits\(max_tokens"):
+        load_layer(SHIPPED, 2, device="cpu", limits=16)
+    for dtype in ("float16", "fp8_token", torch.float16):
+        with pytest.raises(SpecError, match=r"dtype: found .*allowed: bf16, fp16, fp32"):
+            load_layer(SHIPPED, 2, device="cpu", dtype=dtype)
+    with pytest.raises(InputError, match="layer '2' was asked for"):
+        load_layer(SHIPPED, "2", device="cpu")
+
+
 def test_a_routing_that_is_a_tuple_and_a_rule_that_returns_one_tensor_are_refused() -> None:
     chosen = routing()
     with pytest.raises(InputError, match="routing is a tuple"):
@@ -146,4 +209,12 @@ def test_a_routing_that_is_a_tuple_and_a_rule_that_returns_one_tensor_are_refuse
     made = layer()
     made.choose = lambda x, logits, top_k: logits.topk(top_k).indices
     with pytest.raises(InputError, match="choose returned"):
+        made(X)
+    made.choose = lambda x, logits, top_k: (torch.ones(6, 2), ELSEWHERE)
+    with pytest.raises(
+        InputError, match="topk_ids that choose returned: found on meta, allowed: cpu, where the logits"
+    ):
+        made(X)
+    made.choose = lambda x, logits, top_k: (torch.ones(6, 2, device="meta"), chosen.topk_ids)
+    with pytest.raises(InputError, match="topk_weights: found on meta, allowed: cpu, where topk_ids are"):
         made(X)

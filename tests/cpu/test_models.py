@@ -106,6 +106,10 @@ def test_every_family_is_found_by_its_types() -> None:
         ({**QWEN3, "mlp_only_layers": ["a"]}, ConfigError, "list of integers"),
         ({**DEEPSEEK, "scoring_func": "softmax"}, ConfigError, "scoring_func is 'softmax'"),
         ({**DEEPSEEK, "routed_scaling_factor": "2"}, ConfigError, "allowed is a number"),
+        ({**DEEPSEEK, "routed_scaling_factor": float("inf")}, ConfigError, "is inf, allowed is a finite number"),
+        ({**DEEPSEEK, "routed_scaling_factor": float("nan")}, ConfigError, "is nan, allowed is a finite number"),
+        ({**DEEPSEEK, "routed_scaling_factor": 10**400}, ConfigError, "allowed is a finite number"),
+        ({**DEEPSEEK, "hidden_size": float("inf")}, ConfigError, "is inf, allowed is an integer"),
         ({**DEEPSEEK, "moe_layer_freq": 0}, ConfigError, "moe_layer_freq is 0"),
         ({**MIXTRAL, "torch_dtype": "int8"}, ConfigError, "dtype is 'int8'"),
         (

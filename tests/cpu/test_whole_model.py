@@ -17,6 +17,7 @@ from collegium.checkpoint.reader import Checkpoint
 from collegium.errors import CheckpointError, ConfigError, InputError, MissingTensorError, TensorMismatchError
 from collegium.integrations.transformers import experts_modules, layers_of, load_model
 from collegium.integrations.transformers.whole_model import load_model_in
+from commands import command
 from family_cases import CASES, IDS, build
 
 if TYPE_CHECKING:
@@ -332,6 +333,21 @@ def test_a_replaced_block_returns_no_router_logits(tmp_path: Path, name: str) ->
     assert torch.isfinite(logits(model)).all()
     with pytest.raises(InputError, match="blocks are layers of Collegium, which return no router logits"):
         model(IDS, output_router_logits=True)
+
+
+def test_a_config_with_a_bare_infinity_is_read_as_it_was_published(tmp_path: Path) -> None:
+    build(CASES["nemotron_h_mamba"], tmp_path / "own")
+    shutil.copytree(tmp_path / "own", tmp_path / "published")
+    file = tmp_path / "published" / "config.json"
+    entries = json.loads(file.read_text()) | {"time_step_limit": [0.0, float("inf")]}
+    file.write_text(json.dumps(entries))
+    assert "Infinity\n" in json.dumps(entries, indent=2)
+    wanted, found = (load_model(str(tmp_path / name), device="cpu") for name in ("own", "published"))
+    assert torch.equal(logits(found), logits(wanted))
+    for arguments in (["inspect"], ["quantize", "--to", "mxfp8", "--out", tmp_path / "mxfp8"]):
+        assert command(arguments[0], tmp_path / "published", *arguments[1:])[0] == 0
+    again = load_model(str(tmp_path / "mxfp8"), device="cpu")
+    assert 0 < float((logits(again) - logits(wanted)).norm() / logits(wanted).norm()) < 0.5
 
 
 @pytest.mark.parametrize("gone", [False, True])

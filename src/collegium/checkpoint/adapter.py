@@ -15,7 +15,7 @@ from pathlib import Path
 from torch import Tensor
 
 from ..errors import BadScaleError, ConfigError, MissingTensorError, TensorMismatchError
-from ..models import Names
+from ..models import PREFIXES, Names
 from ..ops.low_rank import LowRank, pairs_of_stack
 from .header import FLOATS, read_header, read_json
 from .index import index_of
@@ -36,7 +36,7 @@ _KNOWN = frozenset((
 # Other ways to begin, such as "pissa", take a part out of the base weights.
 _ONLY = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, False, "gaussian", "orthogonal")}
 _HALF = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.weight")
-_PLACE = re.compile(r"(?:[A-Za-z_]\w*\.)+(\d+)\.(.+)")
+_PLACE = re.compile(r"((?:[A-Za-z_]\w*\.)+)(\d+)\.(.+)")
 _Place = tuple[int, Projection] | Names
 
 
@@ -68,14 +68,15 @@ def with_adapter(checkpoint: Checkpoint, adapter: str | os.PathLike[str]) -> Che
     rank, scale = _settings(root / "adapter_config.json")
     own = Checkpoint(root, {}, read_header(root / "adapter_model.safetensors"))
     changes, digest = defaultdict[str, list[LowRank]](list), hashlib.sha256(f"{rank} {scale}".encode())
-    experts, others, places = set[tuple[int, int]](), set[str](), _places(checkpoint)
+    experts, others, (places, heads) = set[tuple[int, int]](), set[str](), _places(checkpoint)
     for path, halves in _pairs(own).items():
         a, b = (own.read(halves[half]) for half in "AB")
         digest.update(b"".join(piece for half in "AB" for piece in own.info(halves[half]).pieces()))
         if not bool(a.isfinite().all() and b.isfinite().all()):
             raise BadScaleError(f"{root}: {path} holds NaN or infinity; train or download the adapter again")
         match = _PLACE.fullmatch(path.replace(".base_layer", ""))
-        place = places.get(match[2]) if match else None
+        # Layers below another prefix, a speech model's or a draft model's, are not those of the text model.
+        place = places.get(match[3]) if match and match[1] + "{layer}." in heads else None
         if match is None or place is None:
             others.add(path.rpartition(".")[2])
             name = path.replace(".base_layer", "") + ".weight"
@@ -83,7 +84,7 @@ def with_adapter(checkpoint: Checkpoint, adapter: str | os.PathLike[str]) -> Che
             _fit(path, (a, b), (rank, width), (height, rank))
             changes[name].append(LowRank(a=a, b=b, scale=scale, rows=range(height)))
             continue
-        layer = CheckpointLayer.open(checkpoint, int(match[1]))
+        layer = CheckpointLayer.open(checkpoint, int(match[2]))
         for expert, which, one, two in _experts(layer, place, path, (a, b), rank):
             at = layer.source(expert, which)
             name, index = part_name(at, layer.stored.layout.parts[0]), None if at.experts is None else expert
@@ -105,10 +106,9 @@ def _settings(path: Path) -> tuple[int, float]:
     wrong |= {key: config[key] for key, allowed in _ONLY.items() if config.get(key, allowed[0]) not in allowed}
     if config.get("target_parameters") and not re.match(r"0\.[2-9]\d|[1-9]", str(config.get("peft_version"))):
         wrong["target_parameters"] = "stacks written before PEFT 0.20, whose A and B may be swapped"
-    if wrong or not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
-        listed = ", ".join(
-            f"{key}={value!r:.100}" for key, value in (wrong or {"r": rank, "lora_alpha": alpha}).items()
-        )
+    if wrong or not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float) or not abs(alpha) < 1e30:
+        wrong = wrong or {"r": rank, "lora_alpha": alpha}
+        listed = ", ".join(f"{key}={value!r:.100}" for key, value in wrong.items())
         raise ConfigError(
             f"{path}: {listed} is not implemented; allowed is plain LoRA without biases, with one r and one lora_alpha "
             "for all modules. Merge the adapter with PEFT (merge_and_unload) and load the model that it saves"
@@ -126,13 +126,17 @@ def _pairs(own: Checkpoint) -> dict[str, dict[str, str]]:
             raise ConfigError(f"{own.path}: {name}, {info.dtype} {info.shape}, is in the adapter; known are {known}")
         found[match[1]][match[2]] = name
     missing = [f"{path}.lora_{half}.weight" for path, halves in found.items() for half in "AB" if half not in halves]
-    if missing:
-        raise MissingTensorError(f"{own.path}: {missing[0]} missing beside its other half; download the adapter again")
+    if missing or not found:
+        what = f"{missing[0]} missing beside its other half" if missing else "holds no lora_A and lora_B"
+        raise MissingTensorError(f"{own.path}: {what}; download the adapter again")
     return dict(sorted(found.items()))
 
 
-def _places(checkpoint: Checkpoint) -> dict[str, _Place]:
-    """Return what the modules below a layer are to an adapter: a projection of an expert, or all experts in a stack."""
+def _places(checkpoint: Checkpoint) -> tuple[dict[str, _Place], set[str]]:
+    """Return what the modules below a layer are to an adapter: a projection of an expert, or all experts in a stack.
+
+    And the prefixes that a layer may have.
+    """
     family, spec = index_of(checkpoint).family, CheckpointLayer.open(checkpoint).spec
     places: dict[str, _Place] = {}
     for names in (family.names, *family.others):
@@ -141,7 +145,7 @@ def _places(checkpoint: Checkpoint) -> dict[str, _Place]:
         for which in projections(spec) if names.up else ():
             path = names.projection(which).removeprefix(names.layer)
             places |= {path.format(expert=expert): (expert, which) for expert in range(spec.num_experts)}
-    return places
+    return places, {*PREFIXES, *(names.layer for names in (family.names, *family.others))}
 
 
 def _experts(
@@ -156,7 +160,10 @@ def _experts(
         _fit(path, pair, (rank, columns), (rows, rank))
         yield *place, a, b
         return
-    # PEFT does not say which parameter of a module a pair is of; gate_up and down never have the same sizes.
+    # PEFT does not say which parameter of a module a pair is of; gate_up and down differ in size where there is a gate.
+    if (hidden, wide) == (len(upper) * wide, hidden):
+        msg = f"{path}: an expert's up and down are both {hidden} by {wide}, and its name does not say which it is of"
+        raise ConfigError(f"{msg}. Merge the adapter with PEFT (merge_and_unload) and load the model that it saves")
     down = (b.shape[0], a.shape[1]) == (hidden, wide)
     rows, columns = (hidden, wide) if down else (len(upper) * wide, hidden)
     which: list[Projection] = [lower] if down else upper

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, cast
@@ -95,10 +95,13 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return result
 
 
-def _strict_object(raw: bytes) -> dict[str, object]:
-    """Parse ``raw`` as a UTF-8 JSON object without duplicate keys; ValueError says what is wrong."""
+def _strict_object(raw: bytes, constant: Callable[[str], float]) -> dict[str, object]:
+    """Parse ``raw`` as a UTF-8 JSON object without duplicate keys; ValueError says what is wrong.
+
+    constant: what becomes of NaN and Infinity, which Python writes and JSON does not have.
+    """
     try:
-        value: object = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        value: object = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=constant)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     if not isinstance(value, dict):
@@ -108,12 +111,16 @@ def _strict_object(raw: bytes) -> dict[str, object]:
 
 
 def read_json(path: Path) -> dict[str, object]:
-    """Read a JSON object of at most 100 MB without duplicate keys; raises ConfigError."""
+    """Read a JSON object of at most 100 MB without duplicate keys; raises ConfigError.
+
+    NaN and Infinity are numbers as to Python, which wrote them into published configs (Nemotron-3's time_step_limit);
+    whoever needs a finite number refuses them.
+    """
     try:
         size = path.stat().st_size
         if size > MAX_HEADER_BYTES:
             raise ConfigError(f"{path}: {size} bytes, at most {MAX_HEADER_BYTES} are allowed for a JSON file")
-        return _strict_object(path.read_bytes())
+        return _strict_object(path.read_bytes(), float)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); check that the download is complete") from error
     except ValueError as error:
@@ -152,7 +159,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     if len(raw) != length or raw[:1] != b"{":
         _fail(path, f"the header has {len(raw)} of {length} bytes and starts {raw[:1]!r}; it must start with '{{'")
     try:
-        entries = _strict_object(raw)
+        entries = _strict_object(raw, _refuse_constant)
     except ValueError as error:
         raise HostileFileError(f"{path}: the header is not valid JSON: {error}") from error
     _check_metadata(path, entries.pop("__metadata__", None))

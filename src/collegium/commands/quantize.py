@@ -19,6 +19,7 @@ from torch import Tensor
 from ..checkpoint.audit import audit
 from ..checkpoint.header import TensorInfo
 from ..checkpoint.index import index_of
+from ..checkpoint.layout import projections, stack_paths
 from ..checkpoint.loader import load_experts
 from ..checkpoint.opened import CheckpointLayer
 from ..checkpoint.outside import outside_experts, outside_problems
@@ -122,10 +123,9 @@ def _job(checkpoint: Checkpoint, weight_format: str) -> Job:
     names, spec, target = index_of(checkpoint).names, describe(checkpoint.config), by_name(weight_format)
     apart, stacked = experts_apart(checkpoint.config), names.up is None
     known = {*CONFIG_NAMES, *COMPRESSED, "fp8_block", "mxfp8"}
+    wanted = ("plain", "gpt-oss") if stacked else ("plain", "finegrained-fp8", "minimax-m3", "compressed-tensors")
     if apart:
         wanted = () if stacked else ("deepseek-v4",)
-    else:
-        wanted = ("plain", "gpt-oss") if stacked else ("plain", "finegrained-fp8", "minimax-m3", "compressed-tensors")
     found = [s for name in wanted for s in target.storages if s.name == name and target.name in known]
     found = [s for s in found if s.name != "finegrained-fp8" or target.name == "fp8_block"]
     sizes, block = (spec.expert_hidden_size, spec.intermediate_size), 128 if target.name == "fp8_block" else 32
@@ -136,8 +136,9 @@ def _job(checkpoint: Checkpoint, weight_format: str) -> Job:
             "experts, one tensor each, in mxfp4 (sizes that are multiples of 32) or fp8_block (of 128) alone; hidden "
             f"and intermediate size are {sizes}"
         )
-    if not found:
-        can = "bf16, fp16, fp32 and mxfp4, stacked" if stacked else ", ".join(sorted(known))
+    if not found or (stacked and names.stacked.flat):
+        flat, other = "no other format, because they follow each other along rows", ", ".join(sorted(known))
+        can = flat if names.stacked.flat else "bf16, fp16, fp32 and mxfp4, stacked" if stacked else other
         raise InputError(f"{weight_format}: experts of {family_of(checkpoint.config).name} are written in {can}")
     if target.name == "fp8_block" and partial:
         # transformers derives the block from the number of scales, and so reads a last, partial block wrongly.
@@ -217,51 +218,49 @@ def _write_layer(
     return converted, entries
 
 
-def _encode(job: Job, gate_up: Payload, down: Payload) -> tuple[tuple[Payload, Payload, Payload], float]:
-    """Return gate, up and down in the target format, and their relative error together."""
+def _encode(job: Job, gate_up: Payload, down: Payload) -> tuple[tuple[Payload, ...], float]:
+    """Return gate, where there is one, up and down in the target format, and their relative error together."""
     options: dict[str, Any] = {"global_divides": True} if job.target is NvFp4 else {}
     true_up, true_down = gate_up.decode(), down.decode()
-    wide, hidden = true_up.shape[1:]
     if job.target in (NvFp4, Fp8Tensor):
         # Engines keep one scale for the fused first projection: encoded as one matrix, gate and up share it.
-        both = job.target.encode(true_up.reshape(-1, hidden), **options)
-        gate, up = both.rows(0, wide), both.rows(wide, 2 * wide)
+        both = job.target.encode(true_up.flatten(0, 1), **options)
+        upper = [both.rows(start, start + true_up.shape[1]) for start in range(0, both.shape[0], true_up.shape[1])]
     else:
-        gate, up = job.target.encode(true_up[0]), job.target.encode(true_up[1])
-    lower = job.target.encode(true_down, **options)
-    pairs = ((gate, true_up[0]), (up, true_up[1]), (lower, true_down))
-    lost = sum(_square(payload.decode() - true) for payload, true in pairs)
-    whole = sum(_square(true) for _, true in pairs)
-    return (gate, up, lower), (lost / whole) ** 0.5 if whole else 0.0
+        upper = [job.target.encode(part) for part in true_up]
+    encoded = (*upper, job.target.encode(true_down, **options))
+    trues = (*true_up, true_down)
+    lost = sum(_square(payload.decode() - true) for payload, true in zip(encoded, trues, strict=True))
+    whole = sum(_square(true) for true in trues)
+    return encoded, (lost / whole) ** 0.5 if whole else 0.0
 
 
 def _square(values: Tensor) -> float:
     return float(values.square().sum(-1).double().sum())
 
 
-def _expert_tensors(job: Job, layer: int, expert: int, matrices: tuple[Payload, Payload, Payload]) -> dict[str, Tensor]:
+def _expert_tensors(job: Job, layer: int, expert: int, matrices: tuple[Payload, ...]) -> dict[str, Tensor]:
     """Return one expert's tensors under their published names; of a stack, its entry."""
-    gate, up, down = (matrix_parts(matrix, job.storage) for matrix in matrices)
+    *upper, down = (matrix_parts(matrix, job.storage) for matrix in matrices)
     names, table, out = job.names, job.names.stacked, dict[str, Tensor]()
     if not job.stacked:
-        for which, parts in (("gate", gate), ("up", up), ("down", down)):
+        for which, parts in zip(projections(job.spec), (*upper, down), strict=True):
             path = names.projection(which).format(layer=layer, expert=expert)
             out |= {path + suffix: tensor for suffix, tensor in parts.items()}
         return out
-    for suffix in gate:
-        both = torch.stack((gate[suffix], up[suffix]))
-        both = interleave(both, 0) if table.interleaved else both.flatten(0, 1)
-        plain = suffix == ".weight"
-        flip = plain and table.transposed
-        name = "" if plain else suffix
-        out[table.gate_up.format(layer=layer) + name] = both.mT if flip else both
-        out[table.down.format(layer=layer) + name] = down[suffix].mT if flip else down[suffix]
+    together = upper if table.up is None else upper[:1]
+    for which, path in stack_paths(table).items():
+        held = {"gate": together, "up": upper[1:], "down": [down]}[which]
+        for suffix in down:
+            own = torch.stack([parts[suffix] for parts in held])
+            own = interleave(own, 0) if table.interleaved and which == "gate" else own.flatten(0, 1)
+            plain = suffix == ".weight"
+            name = path.format(layer=layer) + (table.plain if plain else suffix)
+            out[name] = own.mT if plain and table.transposed else own
     return out
 
 
-def _layer_entries(
-    job: Job, layer: int, matrices: tuple[Payload, Payload, Payload]
-) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _layer_entries(job: Job, layer: int, matrices: tuple[Payload, ...]) -> dict[str, tuple[str, tuple[int, ...]]]:
     experts = range(1 if job.stacked else job.spec.num_experts)
     held = job.spec.num_experts if job.stacked else None
     tensors = (_expert_tensors(job, layer, expert, matrices) for expert in experts)

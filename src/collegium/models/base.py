@@ -7,6 +7,7 @@ is refused, so that no entry that changes the mathematics is passed over in sile
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar, cast
@@ -232,7 +233,7 @@ class Config:
         self.asked.update(keys)
         found = {key: self.entries[key] for key in keys if self.entries.get(key) is not None}
         values = list(found.values())
-        if any(value != values[0] for value in values):
+        if any(value != values[0] for value in values[1:]):
             raise self.wrong(", ".join(found), ", ".join(map(str, values)), "one value for both")
         if values:
             return values[0]
@@ -258,8 +259,11 @@ class Config:
         return found
 
     def number(self, *keys: str, default: object = _ABSENT) -> float:
-        """Return a number as float."""
-        return float(self._typed(int | float, "a number", keys, default))
+        """Return a finite number as float."""
+        found = self._typed(int | float, "a number", keys, default)
+        if not abs(found) <= sys.float_info.max:  # NaN is not, and neither is an integer beyond it
+            raise self.wrong(keys[0], found, "a finite number")
+        return float(found)
 
     def flag(self, *keys: str, default: bool) -> bool:
         """Return a boolean."""

@@ -118,6 +118,7 @@ def route_custom(
             "(topk_weights, topk_ids)"
         )
     weights, ids = found
+    _check_device("topk_ids that choose returned", ids, logits)
     want = (logits.shape[0], spec.top_k)
     if tuple(ids.shape) != want:
         raise InputError(
@@ -137,6 +138,7 @@ def given_routing(topk_ids: Tensor, topk_weights: Tensor, num_experts: int, *, c
     Raises ``InputError`` for wrong shapes and dtypes in both modes.
     """
     _check_ids("topk_ids", topk_ids, 2)
+    _check_device("topk_weights", topk_weights, topk_ids, "topk_ids")
     if tuple(topk_weights.shape) != tuple(topk_ids.shape) or not topk_weights.is_floating_point():
         raise InputError(
             f"topk_weights: found {_describe(topk_weights)}, allowed: a floating dtype and the shape of "
@@ -373,11 +375,9 @@ def _check_ids(name: str, ids: Tensor, dims: int) -> None:
         )
 
 
-def _check_device(name: str, tensor: Tensor, logits: Tensor) -> None:
-    if tensor.device != logits.device:
-        raise InputError(
-            f"{name}: found on {tensor.device}, allowed: {logits.device}, where the logits are; move it there"
-        )
+def _check_device(name: str, tensor: Tensor, other: Tensor, what: str = "the logits") -> None:
+    if tensor.device != other.device:
+        raise InputError(f"{name}: found on {tensor.device}, allowed: {other.device}, where {what} are; move it there")
 
 
 def _describe(tensor: Tensor) -> str:

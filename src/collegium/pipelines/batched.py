@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..errors import InputError
+from ..errors import InputError, RoutingError
 from ..formats.unquantised import DTYPES
 from ..ops.permute import Owners, permute
+from ..runtime.packed_module import check_given
 from ..types import Back, ContiguousBatch
 
 if TYPE_CHECKING:
@@ -25,19 +26,25 @@ if TYPE_CHECKING:
 __all__ = ["check_batched", "run_batched"]
 
 
-def check_batched(x: Tensor, counts: Tensor, asked: ExpertsProblem, device: torch.device) -> None:
-    """Compare what ``run_batched`` is given with what the experts were packed for; raises InputError."""
+def check_batched(x: Tensor, counts: Tensor, asked: ExpertsProblem, device: torch.device, *, checked: bool) -> None:
+    """Compare what ``run_batched`` is given with what the experts were packed for; raises InputError.
+
+    checked: wait for the device and raise RoutingError for a count that is not of rows that there are.
+    """
+    check_given(device, x=x, counts=counts)
     wanted, dtype = (asked.experts, *x.shape[1:2], asked.hidden), DTYPES[asked.dtype]
-    if (tuple(x.shape), x.dtype, x.device) != (wanted, dtype, device):
+    if (tuple(x.shape), x.dtype) != (wanted, dtype):
         raise InputError(
-            f"run_batched: x is {tuple(x.shape)} {x.dtype} on {x.device}, allowed: ({asked.experts}, M, "
-            f"{asked.hidden}) {dtype} on {device}, room for M rows of each expert of this rank"
+            f"run_batched: x is {tuple(x.shape)} {x.dtype}, allowed: ({asked.experts}, M, {asked.hidden}) {dtype}, "
+            "room for M rows of each expert of this rank"
         )
-    if counts.shape != x.shape[:1] or counts.dtype not in (torch.int32, torch.int64) or counts.device != device:
+    if counts.shape != x.shape[:1] or counts.dtype not in (torch.int32, torch.int64):
         raise InputError(
-            f"run_batched: counts is {tuple(counts.shape)} {counts.dtype} on {counts.device}, allowed: "
-            f"({asked.experts},) int32 or int64 on {device}"
+            f"run_batched: counts is {tuple(counts.shape)} {counts.dtype}, allowed: ({asked.experts},) int32 or int64"
         )
+    if checked and bool(((counts < 0) | (counts > x.shape[1])).any()):
+        found = f"run_batched: counts go from {int(counts.min())} to {int(counts.max())}, allowed: 0 to {x.shape[1]}"
+        raise RoutingError(f"{found}, the rows that an expert has room for; give x more room, or send fewer rows")
 
 
 def run_batched(
@@ -65,9 +72,8 @@ def run_batched(
     order = permute(ids, slots, block_t=experts.tiling.block_t(rows) if x.is_cuda else (), owners=owners)
     back = None if order.places is None else Back(rows=target, places=order.places)
     kept, source = order.expert_offsets, order.source
-    made = experts.run(
-        ContiguousBatch(x=flat, source=source, expert_offsets=kept, tiles=order.tiles, rows=rows, back=back)
-    )
+    batch = ContiguousBatch(x=flat, source=source, expert_offsets=kept, tiles=order.tiles, rows=rows, back=back)
+    made = experts.run(batch)
     if back is None:
         made = made if after_expert is None else after_expert(made)
         given = torch.arange(made.shape[0], device=x.device)[:, None] < kept[-1]

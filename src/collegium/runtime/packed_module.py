@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..errors import InputError
 from .compiled import announce
 
-__all__ = ["PackedModule", "refuse_gradient"]
+__all__ = ["PackedModule", "check_given", "refuse_gradient"]
 
 _NO_STATE = (
     "a packed layer has no state_dict: its weights are laid out for one kernel. Keep the checkpoint it was loaded from "
@@ -65,12 +65,23 @@ class PackedModule(nn.Module):
         raise InputError(f"load_state_dict: {_NO_STATE}")
 
 
+def check_given(device: torch.device, **given: object) -> None:
+    """Refuse what is no tensor, lies elsewhere than the packed weights, or asks for a gradient; raises InputError."""
+    for name, tensor in given.items():
+        if not isinstance(tensor, Tensor) or tensor.device != device:
+            found = f"on {tensor.device}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
+            raise InputError(
+                f"{name} is {found}, allowed: a tensor on {device}, where the packed weights are; move it, or build "
+                "the layer with weights where it is (a packed layer does not move)"
+            )
+        if tensor.requires_grad:
+            refuse_gradient(**{name: tensor})
+
+
 def refuse_gradient(**given: Tensor | None) -> None:
     """Raise InputError when a gradient would be asked for of any tensor ``given`` by name."""
-    if not torch.is_grad_enabled():
-        return
     for name, tensor in given.items():
-        if tensor is not None and tensor.requires_grad:
+        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
             raise InputError(
                 f"inference only: {name} requires a gradient, and none passes through packed experts; call inside "
                 "torch.no_grad() or torch.inference_mode(), or set requires_grad_(False) on the model"

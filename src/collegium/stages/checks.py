@@ -8,6 +8,7 @@ import torch
 
 from ..errors import InputError
 from ..formats.unquantised import FLOAT_FORMATS
+from ..runtime.packed_module import check_given
 from ..types import Routing
 
 if TYPE_CHECKING:
@@ -45,33 +46,29 @@ def check_weights(weights: ExpertWeights[Payload], problem: ExpertsProblem) -> N
 
 
 def check_input(x: Tensor, routing: object, problem: Problem, device: torch.device) -> None:
-    """Compare shape, dtype and device of x with the plan, and the class of a routing; raises InputError."""
+    """Compare shape and dtype of x with the plan, and do ``check_given`` for x and a routing; raises InputError."""
+    check_given(device, x=x)
     width, wanted = problem.spec.hidden_size, problem.dtype
     if x.shape[-1:] != (width,):
         raise InputError(f"forward: x has shape {tuple(x.shape)}; its last dimension must be hidden_size={width}")
     found = FLOAT_FORMATS.get(x.dtype)
     if found is None or found.name != wanted:
-        names = ", ".join(plain.name for plain in FLOAT_FORMATS.values())
-        raise InputError(
-            f"forward: x is {x.dtype}, the layer was planned for {wanted}; convert x, or plan with dtype="
-            f"{('one of ' + names if found is None else found.name)!r}"
-        )
-    if x.device != device:
-        raise InputError(
-            f"forward: x is on {x.device}, the packed weights are on {device}; move x, or build the layer "
-            "with weights on x's device (a packed layer does not move)"
-        )
+        can = "; convert x" if found is None else f"; convert x, or plan with dtype={found.name!r}"
+        raise InputError(f"forward: x is {x.dtype}, the layer was planned for {wanted}{can}")
     if routing is not None and not isinstance(routing, Routing):
         raise InputError(
             f"forward: routing is a {type(routing).__name__}, allowed: "
             "collegium.Routing(topk_ids=..., topk_weights=...)"
         )
+    if routing is not None:
+        check_given(device, topk_ids=routing.topk_ids, topk_weights=routing.topk_weights)
 
 
 def output_for(x: Tensor, out: Tensor | None) -> Tensor:
     """Return ``out``, or fresh memory like x where it is None; raises InputError for one that is not like x."""
     if out is None:
         return torch.empty_like(x, memory_format=torch.contiguous_format)
+    check_given(x.device, out=out)
     if out.shape != x.shape or out.dtype != x.dtype or not out.is_contiguous():
         raise InputError(f"forward: out is {tuple(out.shape)} {out.dtype}, needed: contiguous, like x")
     return out
@@ -121,12 +118,9 @@ def check_extras(
 
 def _check_tensor(whose: str, name: str, tensor: Tensor | None, wanted: tuple[int, ...] | None, says: str) -> None:
     found = None if tensor is None else tuple(tensor.shape)
-    if found is None and wanted is not None:
-        raise InputError(f"{whose}: {name} missing, the spec says {says}; give one of shape {wanted}")
     if found != wanted:
-        raise InputError(
-            f"{whose}: {name} has shape {found}, the spec ({says}) needs {wanted or 'none'}; give what the spec says"
-        )
+        what = f"has shape {found}" if found else "missing"
+        raise InputError(f"{whose}: {name} {what}, the spec ({says}) needs {wanted or 'none'}; give what the spec says")
 
 
 def check_whole(problem: Problem, after_expert: object) -> None:
