@@ -825,6 +825,8 @@ def _killed_by(mutant: Mutant, room: Path) -> str:
         return f"time limit of {_LIMIT} s"
     if done.returncode == 0:
         return ""
+    if done.returncode < 0:
+        return f"a crash, signal {-done.returncode}"  # memory that is nobody's, in the interpreter
     failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED ")]
     if done.returncode != 1 or not failed:
         msg = f"{mutant.name} in {mutant.file}: the tests could not run:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
