@@ -10,9 +10,10 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 
-from torch import Tensor
+from torch import Tensor, uint8
 
 from ..errors import BadScaleError, ConfigError, MissingTensorError, TensorMismatchError
 from ..models import PREFIXES, Names
@@ -69,9 +70,10 @@ def with_adapter(checkpoint: Checkpoint, adapter: str | os.PathLike[str]) -> Che
     own = Checkpoint(root, {}, read_header(root / "adapter_model.safetensors"))
     changes, digest = defaultdict[str, list[LowRank]](list), hashlib.sha256(f"{rank} {scale}".encode())
     experts, others, (places, heads) = set[tuple[int, int]](), set[str](), _places(checkpoint)
+    opened = cache(partial(CheckpointLayer.open, checkpoint))  # a layer has hundreds of pairs
     for path, halves in _pairs(own).items():
         a, b = (own.read(halves[half]) for half in "AB")
-        digest.update(b"".join(piece for half in "AB" for piece in own.info(halves[half]).pieces()))
+        digest.update(b"".join(half.view(uint8).numpy().tobytes() for half in (a, b)))
         if not bool(a.isfinite().all() and b.isfinite().all()):
             raise BadScaleError(f"{root}: {path} holds NaN or infinity; train or download the adapter again")
         match = _PLACE.fullmatch(path.replace(".base_layer", ""))
@@ -84,7 +86,7 @@ def with_adapter(checkpoint: Checkpoint, adapter: str | os.PathLike[str]) -> Che
             _fit(path, (a, b), (rank, width), (height, rank))
             changes[name].append(LowRank(a=a, b=b, scale=scale, rows=range(height)))
             continue
-        layer = CheckpointLayer.open(checkpoint, int(match[2]))
+        layer = opened(int(match[2]))
         for expert, which, one, two in _experts(layer, place, path, (a, b), rank):
             at = layer.source(expert, which)
             name, index = part_name(at, layer.stored.layout.parts[0]), None if at.experts is None else expert

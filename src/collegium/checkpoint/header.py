@@ -63,8 +63,7 @@ class TensorInfo:
 
     def pieces(self) -> Iterator[bytearray]:
         """Yield the tensor's bytes as stored, a few megabytes at a time."""
-        starts = range(0, self.nbytes, _PIECE_BYTES)
-        return (self._piece(start, min(start + _PIECE_BYTES, self.nbytes)) for start in starts)
+        return (self._piece(at, min(at + _PIECE_BYTES, self.nbytes)) for at in range(0, self.nbytes, _PIECE_BYTES))
 
     def middle(self) -> bytes:
         """Return some bytes from the tensor's middle, by which models are told apart."""

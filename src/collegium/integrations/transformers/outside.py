@@ -114,10 +114,9 @@ def load_outside(
         raise faults[0]
     _refuse(model, found, checkpoint)
     _give_back(model, away)
-    folder = checkpoint.folder
-    model.name_or_path = model.config.name_or_path = str(folder)
-    if (folder / "generation_config.json").exists():
-        model.generation_config = extra("transformers").GenerationConfig.from_pretrained(folder)
+    model.name_or_path = model.config.name_or_path = str(checkpoint.folder)
+    if (checkpoint.folder / "generation_config.json").exists():
+        model.generation_config = extra("transformers").GenerationConfig.from_pretrained(checkpoint.folder)
     return model.requires_grad_(False).eval(), done
 
 
