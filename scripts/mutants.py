@@ -60,7 +60,7 @@ _KERNEL = tuple(
 )
 _BLOCKS = tuple(
     f"tests/cpu/test_grouped_gemm.py::test_{name}"
-    for name in ("every_kind_of_gguf_block_and_dtype_of_rows", "sums_of_columns_end_with_their_row")
+    for name in ("every_kind_of_gguf_block_and_dtype_of_rows", "halves_and_sums_of_columns_end_with_their_row")
 )
 _ORDERS = ("tests/cpu/test_grouped_gemm.py::test_columns_are_those_of_each_rows_expert",)
 _LARGE = ("tests/cpu/test_expanded.py",)
@@ -311,17 +311,21 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant("a zero point of seven bits", "kernels/decode.py", (("zero = (word & 255)[:, None] if ZEROED else MIDDLE", "zero = (word & 127)[:, None] if ZEROED else MIDDLE"),), _KERNEL),
     Mutant("a zero point left in its scale", "kernels/decode.py", (("(words & -256).to(tl.float32", "(words & -1).to(tl.float32"),), _KERNEL),
-    Mutant("a minimum of the neighbouring group", "kernels/decode.py", (("half_scale(n0 >> 16) * _step_scale(n2, 2), _half", "half_scale(n0 >> 16) * _step_scale(n2, 3), _half"),), _BLOCKS),
-    Mutant("a middle that minima do not give back", "kernels/decode.py", (("16 if WEIGHT == numbers.INT8_LANES else 8", "8"),), _BLOCKS),
+    Mutant("a minimum of the neighbouring group", "kernels/decode.py", (("tl.join(tl.join(m0, m2), tl.join(m1, m3))", "tl.join(tl.join(m0, m1), tl.join(m2, m3))"),), _BLOCKS),
+    Mutant("the step of the neighbouring group", "kernels/decode.py", (("_stepped((lanes >> 4) & 15, steps, 1)", "_stepped((lanes >> 4) & 15, steps, 2)"), ("_stepped((lanes >> 8) & 255, steps, 1)", "_stepped((lanes >> 8) & 255, steps, 2)")), _BLOCKS),
+    Mutant("minima times the factor of codes", "kernels/decode.py", (("f0, f1 = _half_scale(halves), _half_scale(halves >> 16)", "f0, f1 = _half_scale(halves), _half_scale(halves)"),), _BLOCKS),
+    Mutant("what rounding leaves of a sum dropped", "kernels/columns.py", (("tl.where(place == 1, total - rounded, 0.0)", "tl.where(place == 1, 0.0, 0.0)"),), _BLOCKS[1:]),
+    Mutant("rows whose sums overflow", "kernels/columns.py", (("(most >> 23) - 9, 1)", "(most >> 23) - 15, 1)"),), _BLOCKS[1:]),
+    Mutant("a row with NaN that is zero", "kernels/columns.py", (("tl.where(finite, (byte << 23).to(tl.float32, bitcast=True), float(\"nan\"))", "(byte << 23).to(tl.float32, bitcast=True)"),), _BLOCKS[1:]),
     Mutant("the factor of the neighbouring group", "kernels/expand.py", (("4 * block + 1, groups, n_out, inside, f1", "4 * block + 1, groups, n_out, inside, f2"),), _LARGE),
     Mutant("the factor of the neighbouring block", "kernels/expand.py", (("row // 128) * K_BLOCKS + block)", "row // 128) * K_BLOCKS)"),), _LARGE),
     Mutant("quarters of a block swapped", "kernels/expand.py", (("tl.store(to + WIDTH, a1", "tl.store(to + WIDTH, a2"),), _LARGE),
-    Mutant("minima of a large batch left out", "kernels/prefill.py", (("    if SUMS:\n        acc = _promoted(", "    if SUMS and not ASM and False:\n        acc = _promoted("),), _LARGE),
+    Mutant("minima of a large batch left out", "kernels/prefill.py", (("    if MINIMA:\n        word", "    if MINIMA and ASM:\n        word"),), _LARGE),
     Mutant("gate's factors for up", "kernels/prefill.py", (("s_second = s_first + tl.cast(n_out, tl.int64) * STEPS", "s_second = s_first + 0 * tl.cast(n_out, tl.int64) * STEPS"),), _LARGE),
     Mutant("the tiles of all experts for some", "experts/triton/expanded.py", (("tiles if turn == experts else tile_list(own, rows, tiles.tile, memory)", "tiles"),), _LARGE),
     Mutant("the sign of a step lost", "kernels/decode.py", (("((words << (24 - 8 * QUARTER)) >> 24)", "((words >> (8 * QUARTER)) & 255)"),), _BLOCKS),
     Mutant("steps of minima added", "experts/triton/lanes.py", (("halves.new_tensor([1, -1])", "halves.new_tensor([1, 1])"),), _BLOCKS),
-    Mutant("sums of columns beyond a row", "kernels/columns.py", (("mask=(column < columns) & kept", "mask=(column >= 0) & kept"),), _BLOCKS[1:]),
+    Mutant("sums of columns beyond a row", "kernels/columns.py", (("inside = (column < columns) & kept", "inside = (column >= 0) & kept"),), _BLOCKS[1:]),
     Mutant("the columns of the neighbouring expert", "kernels/columns.py", (("order + expert * columns + column", "order + (expert ^ 1) * columns + column"),), _ORDERS),
     Mutant("rows of the first product in their own order", "experts/triton/packed.py", (("        weights = _rows_moved(weights)\n", "        pass\n"),), _KERNEL),
     Mutant("a bias that stays where it was", "experts/triton/packed.py", (("None if bias is None else moved(bias)", "bias"),), _KERNEL),
@@ -748,8 +752,10 @@ _DEVICE: tuple[Mutant, ...] = (
     Mutant("the neighbouring group's scale (device)", "kernels/decode.py", (("fma.rn.KIND $2, b, $7, none;", "fma.rn.KIND $2, b, $6, none;"),), _GPU),
     Mutant("sign of the last quarter dropped (device)", "kernels/decode.py", (("shl.b32 b, $4, 1;", "shl.b32 b, $4, 2;"),), _GPU),
     Mutant("INT4 zero off by one (device)", "kernels/decode.py", (("bits = zero | 0xC300", "bits = zero | 0xC301"),), _GPU),
-    Mutant("upper bit of INT8 dropped (device)", "kernels/decode.py", (("and.b32 b, a, 0x00800080;", "and.b32 b, a, 0x00000080;"),), _GPU),
-    Mutant("INT8 in float16 of seven bits (device)", "kernels/decode.py", (("and.b32 a, a, 0x00FF00FF;", "and.b32 a, a, 0x007F007F;"),), _GPU),
+    Mutant("upper bit of INT8 dropped (device)", "kernels/decode.py", (("lop3.b32 b, a, 0x00800080,", "lop3.b32 b, a, 0x00000080,"),), _GPU),
+    Mutant("INT8 in float16 of seven bits (device)", "kernels/decode.py", (("_BYTE = \"shr.u32 a, $2, {}; lop3.b32 a, a, 0x00FF00FF,", "_BYTE = \"shr.u32 a, $2, {}; lop3.b32 a, a, 0x007F007F,"),), _GPU),
+    Mutant("a step of the neighbouring group (device)", "kernels/decode.py", (("base, 0x5{q}5{q};", "base, 0x515{q};"),), _GPU),
+    Mutant("a sixteenth of a step forgotten (device)", "kernels/decode.py", (("\"mul.rn.f16x2 b, b, part;\"", "\"\""),), _GPU),
     Mutant("E4M3 bias off by one (device)", "kernels/decode.py", (("\"0x7B807B80\"", "\"0x7C007C00\""),), _GPU),
     Mutant("sign of the second half dropped (MXFP4, E4M3 rows, device)", "kernels/w4a8.py", (("    shl.b32 s, $2, 4;\n    lop3.b32 $0, m, $2", "    shl.b32 s, $2, 5;\n    lop3.b32 $0, m, $2"),), _GPU_FOUR),
     Mutant("scale of the neighbouring exponent (MXFP4, E4M3 rows, device)", "kernels/w4a8.py", (("d * 0x01010101 + 0x1C181410", "d * 0x01010101 + 0x1C181418"),), _GPU_FOUR),

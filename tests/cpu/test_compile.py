@@ -32,8 +32,8 @@ INT8 = {"WEIGHT": 5, "SCALE": 6}
 FOUR = {"WORDS": 4}
 # Blocks of GGUF: float16 scales, and steps of 16 and 32 columns, with minima and without.
 Q4_0, Q8_0 = ({"WEIGHT": weight, "SCALE": 7, "WORDS": 2} for weight in (4, 5))
-Q4_1, Q5_1 = ({"WEIGHT": weight, "SCALE": 7, "WORDS": 4, "X_SCALE": 3} for weight in (4, 5))
-Q4_K, Q5_K = ({"WEIGHT": weight, "SCALE": 8, "WORDS": 3, "X_SCALE": 3} for weight in (4, 5))
+Q4_1, Q5_1 = ({"WEIGHT": weight, "SCALE": 7, "WORDS": 4, "X_SCALE": 2, "HALF": True} for weight in (4, 5))
+Q4_K, Q5_K = ({"WEIGHT": weight, "SCALE": 8, "WORDS": 3, "X_SCALE": 2, "HALF": True} for weight in (4, 5))
 Q6_K = {"WEIGHT": 5, "SCALE": 8, "WORDS": 2, "BLOCK_K": 64}
 MXFP8 = {"WEIGHT": 1, "SCALE": 2, "ROW_SCALE": True}
 W8A16 = {"WEIGHT": 1, "SCALE": 1}
@@ -76,15 +76,15 @@ CASES: tuple[tuple[int, str, dict[str, Any], str, int, int], ...] = (
     (90, "i16", INT8, "HGMMA", 148, 67),
     (90, "i16", INT8 | FOUR | STACKED, "HGMMA", 168, 71),
     (90, "i16", INT8 | {"HALF": True}, "HGMMA", 148, 67),
-    (90, "i16", Q4_K, "HGMMA", 168, 46),
-    (90, "i16", Q4_K | DIRECT | {"HALF": True}, "HGMMA", 176, 46),
-    (90, "i16", Q4_K | STACKED, "HGMMA", 168, 46),
-    (90, "i16", Q4_K | STACKED | NARROW | {"warps": 8}, "HGMMA", 255, 96),
-    (90, "i16", Q4_K | DOWN | NARROW | {"warps": 8}, "HGMMA", 255, 96),
+    (90, "i16", Q4_K, "HGMMA", 184, 49),
+    (90, "i16", Q4_K | DIRECT, "HGMMA", 184, 49),
+    (90, "i16", Q4_K | STACKED, "HGMMA", 184, 49),
+    (90, "i16", Q4_K | STACKED | NARROW | {"warps": 8}, "HGMMA", 255, 109),
+    (90, "i16", Q4_K | DOWN | NARROW | {"warps": 8}, "HGMMA", 255, 109),
     (90, "i16", Q4_0 | STACKED, "HGMMA", 168, 45),
-    (90, "i16", Q4_1, "HGMMA", 184, 48),
+    (90, "i16", Q4_1, "HGMMA", 184, 56),
     (90, "i16", Q5_1 | STACKED, "HGMMA", 192, 104),
-    (90, "i16", Q5_K | STACKED | {"HALF": True}, "HGMMA", 192, 104),
+    (90, "i16", Q5_K | STACKED, "HGMMA", 192, 104),
     (90, "i16", Q5_K | DOWN | {"BLOCK_T": 32}, "HGMMA", 255, 120),
     (90, "i16", Q6_K | STACKED, "HGMMA", 128, 52),
     (90, "i16", Q6_K | DIRECT | {"HALF": True}, "HGMMA", 128, 52),
@@ -94,9 +94,9 @@ CASES: tuple[tuple[int, str, dict[str, Any], str, int, int], ...] = (
     (80, "i16", ZEROS | ALONE, "HMMA", 168, 50),
     (80, "i16", INT8 | ALONE | {"HALF": True}, "HMMA", 168, 90),
     (80, "i16", Q4_K | ALONE, "HMMA", 184, 50),
-    (80, "i16", Q5_K | ALONE | STACKED | {"HALF": True}, "HMMA", 255, 100),
+    (80, "i16", Q5_K | ALONE | STACKED, "HMMA", 255, 100),
     (80, "i16", Q6_K | ALONE, "HMMA", 168, 50),
-    (80, "i16", Q8_0 | ALONE, "HMMA", 184, 90),
+    (80, "i16", Q8_0 | ALONE | {"STAGES": 3}, "HMMA", 184, 90),
     (80, "bf16", PLAIN | ALONE | STACKED, "HMMA", 128, 74),
     (80, "i16", MXFP4 | ALONE, "HMMA", 168, 50),
     (80, "i16", INT4 | ALONE, "HMMA", 168, 50),
@@ -119,7 +119,7 @@ from triton.compiler import ASTSource
 from collegium.kernels.grouped_gemm import grouped_gemm_kernel as kernel
 
 tool = triton.__path__[0] + "/backends/nvidia/bin/cuobjdump"
-pointers = {"x_scale": "fp32", "row_scale": "fp32", "bias": "bf16", "out": "bf16", "source": "i64"}
+pointers = {"x_scale": "fp32", "sums": "fp16", "row_scale": "fp32", "bias": "bf16", "out": "bf16", "source": "i64"}
 pointers |= {"expert_offsets": "i64", "tile_expert": "i32", "tile_row": "i64"}
 even = {"n_out", "k_in", "x_stride", "n_step", "k_step", "part_step"}
 found = []
@@ -178,8 +178,8 @@ SMALL: tuple[tuple[str, str, dict[str, str], dict[str, Any], int, int], ...] = (
     ("permute", "scatter_kernel", {}, {"BLOCK": 256, "CHUNK": 64, "WEIGHTS": True, "TOP_K": 8} | _LISTS, 8, 128),
     ("columns", "columns_kernel", {"out": "bf16"}, _COLUMNS, 4, 48),
     ("columns", "columns_kernel", {"out": "fp16", "x": "fp16"}, _COLUMNS | {"TOP_K": 8}, 4, 48),
-    ("columns", "sums_kernel", {"out": "fp32"}, {"SOME": True, "BLOCK": 32}, 4, 48),
-    ("columns", "sums_kernel", {"out": "fp32", "x": "fp16"}, {"SOME": False, "BLOCK": 32}, 4, 48),
+    ("columns", "halves_kernel", {"halves": "fp16", "scales": "fp32", "sums": "fp16"}, {"SOME": True, "BLOCK": 4096}, 8, 48),
+    ("columns", "halves_kernel", {"halves": "fp16", "scales": "fp32", "sums": "fp16", "x": "fp16"}, {"SOME": False, "BLOCK": 16384}, 16, 64),
     ("weighted_sum", "weighted_sum_kernel", {}, _SUM, 4, 80),
     ("weighted_sum", "weighted_sum_kernel", {"slots": "i32"}, _SUM | {"IDS": True, "BLOCK": 256}, 1, 80),
     ("route", "route_kernel", {}, _ROUTE, 1, 128),

@@ -64,13 +64,20 @@ def test_scales_that_are_powers_of_two_leave_no_factors() -> None:
     assert torch.equal(numbers_of(packed), payload.decode())
 
 
-@pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if len(kind.halves) == 2])
-def test_minima_with_what_decoding_took_from_codes(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K"])
+def test_steps_are_in_the_numbers_and_minima_beside_them(kind: str) -> None:
     payload = random_blocks(kind, 2, 1, 24, 512)
     own = expand(pack_gguf(payload, None))
     assert own.scale is not None
-    factors, minima = own.scale.permute(0, 1, 4, 2, 3).repeat_interleave(32, dim=3).unbind(-1)
-    assert relative_error(own.values.float() * factors + minima, payload.decode()) < 1e-6
+    factors, minima, _ = own.scale.permute(0, 1, 4, 2, 3).repeat_interleave(128, dim=3).unbind(-1)
+    words = own.scale[:, :, :, 2].contiguous().view(torch.int8).unflatten(-1, (24, 4))
+    steps = words.permute(0, 1, 3, 2, 4).flatten(3).repeat_interleave(32, dim=3)
+    assert relative_error(own.values.float() * factors + minima * steps, payload.decode()) < 1e-6
+
+
+def test_minima_without_steps_stay_with_the_small_tiles() -> None:
+    made = pack_gguf(random_blocks("Q4_1", 2, 1, 24, 512), None).layout
+    assert (made.expands, made.expanded_bytes) == (False, 0)
 
 
 # All formats run on a GPU; here one of each way to scale, which the interpreter takes seconds for.
@@ -81,7 +88,8 @@ def test_minima_with_what_decoding_took_from_codes(kind: str) -> None:
         ("fp8_block", "bf16", 128),
         ("int4_affine", "fp16", 32),
         ("int8_ordered", "bf16", 32),
-        ("Q4_1", "bf16", 32),
+        ("Q4_K", "bf16", 32),
+        ("Q5_K", "fp16", 32),
     ],
 )
 def test_a_large_batch_gives_the_rows_of_the_small_tiles(

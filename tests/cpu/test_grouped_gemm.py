@@ -19,7 +19,7 @@ from collegium.formats import Fp8Block, Fp8Channel, Fp32, Int4Affine, Int4Group,
 from collegium.formats.codecs import pack_nibbles
 from collegium.formats.gguf import KINDS
 from collegium.formats.unquantised import DTYPES
-from collegium.ops.columns import column_sums, in_columns, in_columns_reference
+from collegium.ops.columns import halves_and_sums, in_columns, in_columns_reference
 from collegium.ops.permute import permute
 from collegium.parallel.local import Local
 from collegium.planning import plan
@@ -375,25 +375,41 @@ def test_every_kind_of_gguf_block_and_dtype_of_rows(kind: str, rows: torch.dtype
     offsets = torch.tensor([0, 3, 9])
     x = heavy_tailed(9, columns, seed=6).to(rows)
     found = torch.empty(9, 40)
-    sums = column_sums(x) if packed.layout.minima else None
-    assert (sums is not None) == (kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K"))
-    ops.grouped_gemm(x, packed, offsets, ops.tile_list(offsets, 9, TILE), found, x_scale=sums)
+    assert packed.layout.minima == (kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K"))
+    own, beside = halves_and_sums(x) if packed.layout.minima else (x, None)
+    ops.grouped_gemm(own, packed, offsets, ops.tile_list(offsets, 9, TILE), found, x_scale=beside)
     assert relative_error(found, ops.grouped_gemm_reference(x, payload.decode(), offsets)) < 1e-6
 
 
-@pytest.mark.parametrize("rows", [torch.bfloat16, torch.float16])
-def test_sums_of_columns_end_with_their_row(rows: torch.dtype) -> None:
-    x = heavy_tailed(5, 1200, seed=6).to(rows)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_halves_and_sums_of_columns_end_with_their_row(dtype: torch.dtype) -> None:
+    x = heavy_tailed(6, 1200, seed=6).to(dtype)
     x[3, 40] = torch.nan
+    x[4] *= 2.0**-14 if dtype == torch.float16 else 2.0**-100
+    x[5] = 0
     for columns in (1, 33, 96, 1025, 1100):
-        found = column_sums(x[:, :columns])
-        wanted = torch.nn.functional.pad(x[:, :columns].double(), (0, -columns % 128)).unflatten(1, (-1, 32)).sum(-1)
-        assert found.shape == wanted.shape
-        assert found.isnan().nonzero().tolist() == ([] if columns < 41 else [[3, 1]])
-        assert relative_error(found.nan_to_num(0), wanted.nan_to_num(0).float()) < 1e-6
-    kept = column_sums(x, used=torch.tensor([2]))
-    assert torch.equal(kept[:2], column_sums(x)[:2])
-    assert bool(kept[2:].isnan().all())  # nothing was written there
+        halves, (scale, sums) = halves_and_sums(x[:, :columns])
+        bad = [3] if columns > 40 else []
+        assert scale.isnan().nonzero().tolist() == [[row, 0] for row in bad]
+        own = x[:, :columns].double()
+        own[bad] = 0
+        largest = halves.abs().amax(dim=1)
+        assert all(512 <= largest[row] < 1024 for row in (0, 1, 2, 4) if own[row].any())
+        made = halves * scale.nan_to_num(0).double()
+        # float32 rows are rounded to eleven bits, others only where they are tiny beside their largest number.
+        rounding = own.abs() * (2.0**-11 if dtype == torch.float32 else 0)
+        assert bool(((made - own).abs() <= rounding + own.abs().amax(dim=1, keepdim=True) * 2.0**-33).all())
+        parts = sums.double().unflatten(1, (-1, 8))
+        wanted = torch.nn.functional.pad(halves.double(), (0, -columns % 128)).unflatten(1, (-1, 32)).sum(-1)
+        assert parts.shape[:2] == wanted.shape
+        assert not parts[..., 2:].any()
+        assert bool(((parts[..., 0] - wanted).abs() <= wanted.abs() * 2.0**-11).all())
+        assert relative_error(parts.sum(-1).float(), wanted.float()) < 1e-6
+    some, (scale, sums) = halves_and_sums(x, used=torch.tensor([2]))
+    whole, beside = halves_and_sums(x)
+    for found, wanted in ((some, whole), (scale, beside.scale), (sums, beside.sums)):
+        assert torch.equal(found[:2], wanted[:2])
+        assert bool(found[2:].isnan().all())  # nothing was written there
 
 
 def test_columns_are_those_of_each_rows_expert() -> None:
@@ -492,13 +508,13 @@ def test_wrong_rows_are_refused() -> None:
         ops.grouped_gemm(torch.zeros(4, 91).bfloat16(), packed.down, offsets, tiles, out)
     with pytest.raises(InputError, match=r"x is torch\.float16"):
         ops.grouped_gemm(torch.zeros(4, 90).half(), packed.down, offsets, tiles, out)
-    with pytest.raises(InputError, match="others must not have one"):
+    with pytest.raises(InputError, match="others neither"):
         ops.grouped_gemm(torch.zeros(4, 90).bfloat16(), packed.down, offsets, tiles, out, x_scale=torch.ones(4, 1))
     with pytest.raises(InputError, match=r"out is \(4, 175\)"):
         ops.grouped_gemm(torch.zeros(4, 90).bfloat16(), packed.down, offsets, tiles, out[:, :175])
     lines = build(question("gguf", "bf16"))[0].down
-    with pytest.raises(InputError, match="weights with minima need x_scale"):
-        ops.grouped_gemm(torch.zeros(4, 90).bfloat16(), lines, offsets, tiles, out)
+    with pytest.raises(InputError, match="weights with minima what halves_and_sums gives"):
+        ops.grouped_gemm(torch.zeros(4, 90).half(), lines, offsets, tiles, out)
 
 
 SIZES = (

@@ -2,11 +2,12 @@
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .tiles import token_at
+from .tiles import follow, token_at
 
-__all__ = ["columns_kernel", "sums_kernel"]
+__all__ = ["columns_kernel", "halves_kernel"]
+
+_INFINITY = tl.constexpr(0x7F800000)
 
 
 @triton.jit(do_not_specialize_on_alignment=["source", "owner"])
@@ -18,9 +19,7 @@ def columns_kernel(
 
     owner: first rows of experts ``[E+1]``, or with TOP_K the ids of unsorted rows. Rows of no expert are not written.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     if TOP_K:
         expert = tl.load(owner + row).to(tl.int64)
@@ -38,20 +37,28 @@ def columns_kernel(
 
 
 @triton.jit
-def sums_kernel(
-    x, used, out, columns, x_stride, groups, row_step, group_step,
-    SOME: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+def halves_kernel(
+    x, used, halves, scales, sums, columns, x_stride, groups, SOME: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Write ``out`` float32, row_step from row to row: the sums of 32 columns each, zero beyond ``columns``.
+    """Write rows ``[., columns]`` in float16, their scales ``[.]`` and sums ``[., groups, 8]`` (``halves_and_sums``).
 
-    used: how many rows there are if SOME.
+    used: how many rows there are if SOME. A program owns a row, BLOCK columns of it.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     kept = row < tl.load(used) if SOME else True
-    group = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    column = group[:, None] * 32 + tl.arange(0, 32)[None, :]
-    value = tl.load(x + row * x_stride + column, mask=(column < columns) & kept, other=0.0).to(tl.float32)
-    tl.store(out + row * row_step + group * group_step, tl.sum(value, 1), mask=(group < groups) & kept)
+    column = tl.arange(0, BLOCK)
+    inside = (column < columns) & kept
+    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    most = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+    finite = most < _INFINITY
+    byte = tl.maximum((most >> 23) - 9, 1)
+    scaled = tl.where(finite, value * ((254 - byte) << 23).to(tl.float32, bitcast=True), 0.0).to(tl.float16)
+    tl.store(halves + row * columns + column, scaled, mask=inside)
+    tl.store(scales + row, tl.where(finite, (byte << 23).to(tl.float32, bitcast=True), float("nan")), mask=kept)
+    total = tl.sum(tl.reshape(scaled.to(tl.float32), [BLOCK // 32, 32]), 1)[:, None]
+    rounded = total.to(tl.float16).to(tl.float32)
+    place = tl.arange(0, 8)[None, :]
+    parts = tl.where(place == 0, rounded, tl.where(place == 1, total - rounded, 0.0))
+    group = tl.arange(0, BLOCK // 32)[:, None]
+    tl.store(sums + (row * groups + group) * 8 + place, parts.to(tl.float16), mask=(group < groups) & kept)

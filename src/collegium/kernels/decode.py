@@ -11,7 +11,7 @@ import triton.language as tl
 
 from . import numbers
 
-__all__ = ["decoded", "finished", "middle", "upper_scale"]
+__all__ = ["decoded", "finished", "has_minima", "is_stepped", "minima", "minimum", "upper_scale"]
 
 E4M3_LANES = tl.constexpr(numbers.E4M3_LANES)
 E2M1_LANES = tl.constexpr(numbers.E2M1_LANES)
@@ -42,35 +42,53 @@ _E4M3_STEPS = """
     fma.rn.KIND $1, a, $4, none;
 """
 # An integer becomes the low bits of base, 128 (bfloat16) or 1024 (float16); base and the zero point are then taken.
-_FOUR = "shr.u32 a, $4, {}; and.b32 a, a, 0x000F000F; or.b32 a, a, base; fma.rn.KIND ${}, a, one, ${};"
+# 0xEA is "and the first two, or the third", which the compiler does not find by itself, 0x6A the same with xor.
+_FOUR = "shr.u32 a, $4, {}; lop3.b32 a, a, 0x000F000F, base, 0xEA; fma.rn.KIND ${}, a, one, ${};"
 _FOURS = "".join(_FOUR.format(4 * q, q, 5 + q) for q in range(4))
-_BYTE = "shr.u32 a, $2, {}; and.b32 a, a, 0x00FF00FF; or.b32 a, a, base; fma.rn.KIND ${}, a, one, ${};"
+_BYTE = "shr.u32 a, $2, {}; lop3.b32 a, a, 0x00FF00FF, base, 0xEA; fma.rn.KIND ${}, a, one, ${};"
 _BYTES = "".join(_BYTE.format(8 * q, q, 3 + q) for q in range(2))
-# bfloat16 has room for seven bits beside 128: an upper one is 2, times 64, and joins when 128 is gone.
+# bfloat16 has room for seven bits beside 128. The upper one, flipped, makes -256 of -128: what is added to the seven.
 _SPLIT = """
-    shr.u32 a, $2, {0}; and.b32 b, a, 0x00800080; shl.b32 b, b, 7; fma.rn.KIND b, b, up, ${2};
-    and.b32 a, a, 0x007F007F; or.b32 a, a, base; fma.rn.KIND a, a, one, less; fma.rn.KIND ${1}, a, one, b;
+    shr.u32 a, $2, {0}; lop3.b32 b, a, 0x00800080, less, 0x6A; lop3.b32 a, a, 0x007F007F, base, 0xEA;
+    fma.rn.KIND {1}, a, one, b;
 """
-_SPLITS = "".join(_SPLIT.format(8 * q, q, 3 + q) for q in range(2))
+_MIDDLES = "".join(_SPLIT.format(8 * q, f"${q}") for q in range(2))
+_SPLITS = "".join(_SPLIT.format(8 * q, "a") + f"fma.rn.KIND ${q}, a, one, ${3 + q};" for q in range(2))
+# Times a step, which a byte of a word becomes: (1024 + code) * step - 1024 * step. Every second code of four bits stays
+# where it is, 16 times what it is, times a sixteenth of its step.
+_STEP = "prmt.b32 b, ${}, base, 0x5{q}5{q}; add.rn.f16x2 b, b, away; {part} mul.rn.f16x2 c, b, away;"
+_TIMES = "shr.u32 a, ${}, {}; lop3.b32 a, a, {}, base, 0xEA; fma.rn.f16x2 ${}, a, b, c;"
+_PART, _MASKS = ("", "mul.rn.f16x2 b, b, part;"), ("0x000F000F", "0x00F000F0")
+_STEPPED_FOURS = "".join(
+    _STEP.format(5, q=q, part=_PART[q % 2]) + _TIMES.format(4, 8 * (q // 2), _MASKS[q % 2], q) for q in range(4)
+)
+_STEPPED_BYTES = [
+    "".join(_STEP.format(3, q=half + q, part="") + _TIMES.format(2, 8 * q, "0x00FF00FF", q) for q in range(2))
+    for half in (0, 2)
+]
 
 
 def _text(steps: str, kind: str, one: str, base: str) -> str:
     numbers = {
         "one": one,
         "base": base,
-        "less": "0xC300C300",
-        "up": "0x42804280",
+        "less": "0xC380C380",
         "none": "0x80008000",
         "large": "0x7B807B80",
+        "away": "0xE400E400",
+        "part": "0x2C002C00",
     }
     moves = "".join(f"mov.b32 {name}, {value};" for name, value in numbers.items())
-    return f"{{ .reg .b32 a, b, {', '.join(numbers)}; {moves} {steps.replace('KIND', kind)} }}"
+    return f"{{ .reg .b32 a, b, c, {', '.join(numbers)}; {moves} {steps.replace('KIND', kind)} }}"
 
 
 _BF16, _FP16 = ("bf16x2", "0x3F803F80", "0x43004300"), ("f16x2", "0x3C003C00", "0x64006400")
 _INT4_ASM, _INT4_HALF_ASM = tl.constexpr(_text(_FOURS, *_BF16)), tl.constexpr(_text(_FOURS, *_FP16))
 _INT7_ASM = tl.constexpr(_text(_BYTES, *_BF16))
 _INT8_ASM, _INT8_HALF_ASM = tl.constexpr(_text(_SPLITS, *_BF16)), tl.constexpr(_text(_BYTES, *_FP16))
+_INT8_MIDDLE_ASM = tl.constexpr(_text(_MIDDLES, *_BF16))
+_STEPPED_FOURS_ASM = tl.constexpr(_text(_STEPPED_FOURS, *_FP16))
+_STEPPED_LOW_ASM, _STEPPED_HIGH_ASM = (tl.constexpr(_text(steps, *_FP16)) for steps in _STEPPED_BYTES)
 
 _E2M1_ASM, _E4M3_ASM = tl.constexpr(_text(_E2M1_STEPS, *_BF16)), tl.constexpr(_text(_E4M3_STEPS, *_BF16))
 # Without scales, 2^120 takes their place.
@@ -120,8 +138,10 @@ def _minus(word, lanes, MIDDLE: tl.constexpr, ZEROED: tl.constexpr, HALF: tl.con
         bits = zero | 0xE400
     elif MIDDLE < 128:
         bits = zero | 0xC300
+    elif ZEROED:
+        bits = (128 - zero).to(tl.float32).to(tl.int32, bitcast=True) >> 16  # 128 is gone already
     else:
-        bits = (-zero.to(tl.float32)).to(tl.int32, bitcast=True) >> 16
+        bits = zero - MIDDLE  # known to the compiler, which makes operands in registers of loads and constants alone
     spread, _ = tl.broadcast(bits.to(tl.int16), lanes)
     return spread
 
@@ -133,14 +153,16 @@ def _less(codes, word, MIDDLE: tl.constexpr, ZEROED: tl.constexpr, HALF: tl.cons
 
 
 @triton.jit
-def _int4_quarters(lanes, n0, n1, n2, n3, ZEROED: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr):
+def _int4_quarters(
+    lanes, n0, n1, n2, n3, MIDDLE: tl.constexpr, ZEROED: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
     """Return four tensors, code - zero of each quarter; quarter q is in bits 4q to 4q+3 of its lane.
 
-    n0 to n3: int32 ``[rows]``, zero points in the low bytes, if ZEROED; otherwise all are 8. HALF: in float16.
+    n0 to n3: int32 ``[rows]``, zero points in the low bytes, if ZEROED; otherwise all are MIDDLE. HALF: in float16.
     """
     if ASM:
-        m0, m1 = _minus(n0, lanes, 8, ZEROED, HALF), _minus(n1, lanes, 8, ZEROED, HALF)
-        m2, m3 = _minus(n2, lanes, 8, ZEROED, HALF), _minus(n3, lanes, 8, ZEROED, HALF)
+        m0, m1 = _minus(n0, lanes, MIDDLE, ZEROED, HALF), _minus(n1, lanes, MIDDLE, ZEROED, HALF)
+        m2, m3 = _minus(n2, lanes, MIDDLE, ZEROED, HALF), _minus(n3, lanes, MIDDLE, ZEROED, HALF)
         a, b, c, d = tl.inline_asm_elementwise(
             _INT4_HALF_ASM if HALF else _INT4_ASM, "=&r,=&r,=&r,=&r,r,r,r,r,r", [lanes, m0, m1, m2, m3],
             dtype=(tl.int16, tl.int16, tl.int16, tl.int16), is_pure=True, pack=2,
@@ -148,8 +170,8 @@ def _int4_quarters(lanes, n0, n1, n2, n3, ZEROED: tl.constexpr, HALF: tl.constex
         return _as_rows(a, HALF), _as_rows(b, HALF), _as_rows(c, HALF), _as_rows(d, HALF)
     else:
         a, b, c, d = lanes & 15, (lanes >> 4) & 15, (lanes >> 8) & 15, (lanes >> 12) & 15
-        first, second = _less(a, n0, 8, ZEROED, HALF), _less(b, n1, 8, ZEROED, HALF)
-        return first, second, _less(c, n2, 8, ZEROED, HALF), _less(d, n3, 8, ZEROED, HALF)
+        first, second = _less(a, n0, MIDDLE, ZEROED, HALF), _less(b, n1, MIDDLE, ZEROED, HALF)
+        return first, second, _less(c, n2, MIDDLE, ZEROED, HALF), _less(d, n3, MIDDLE, ZEROED, HALF)
 
 
 @triton.jit
@@ -160,13 +182,48 @@ def _int8_halves(lanes, n0, n1, MIDDLE: tl.constexpr, ZEROED: tl.constexpr, HALF
     """
     if ASM:
         m0, m1 = _minus(n0, lanes, MIDDLE, ZEROED, HALF), _minus(n1, lanes, MIDDLE, ZEROED, HALF)
-        TEXT: tl.constexpr = _INT8_HALF_ASM if HALF else _INT8_ASM if MIDDLE == 128 else _INT7_ASM
+        WHOLE: tl.constexpr = _INT8_ASM if ZEROED else _INT8_MIDDLE_ASM
+        TEXT: tl.constexpr = _INT8_HALF_ASM if HALF else WHOLE if MIDDLE == 128 else _INT7_ASM
         a, b = tl.inline_asm_elementwise(
             TEXT, "=&r,=&r,r,r,r", [lanes, m0, m1], dtype=(tl.int16, tl.int16), is_pure=True, pack=2,
         )  # fmt: skip
         return _as_rows(a, HALF), _as_rows(b, HALF)
     else:
         return _less(lanes & 255, n0, MIDDLE, ZEROED, HALF), _less((lanes >> 8) & 255, n1, MIDDLE, ZEROED, HALF)
+
+
+@triton.jit
+def _stepped_quarters(lanes, lanes1, steps, EIGHT: tl.constexpr, ASM: tl.constexpr):
+    """Return four float16 tensors, codes of up to five bits times a step of up to six for each quarter.
+
+    steps: int32 ``[rows]``, a byte a quarter. EIGHT: lanes as ``_int8_halves`` reads them, otherwise those of INT4.
+    """
+    if ASM:
+        spread, _ = tl.broadcast(steps[:, None], lanes)
+        if EIGHT:
+            a, b = tl.inline_asm_elementwise(
+                _STEPPED_LOW_ASM, "=&r,=&r,r,r,r", [lanes, spread], dtype=(tl.int16, tl.int16), is_pure=True, pack=2
+            )
+            c, d = tl.inline_asm_elementwise(
+                _STEPPED_HIGH_ASM, "=&r,=&r,r,r,r", [lanes1, spread], dtype=(tl.int16, tl.int16), is_pure=True, pack=2
+            )
+        else:
+            a, b, c, d = tl.inline_asm_elementwise(
+                _STEPPED_FOURS_ASM, "=&r,=&r,=&r,=&r,r,r,r", [lanes, spread],
+                dtype=(tl.int16, tl.int16, tl.int16, tl.int16), is_pure=True, pack=2,
+            )  # fmt: skip
+        return _as_rows(a, True), _as_rows(b, True), _as_rows(c, True), _as_rows(d, True)
+    elif EIGHT:
+        first, second = _stepped(lanes & 255, steps, 0), _stepped((lanes >> 8) & 255, steps, 1)
+        return first, second, _stepped(lanes1 & 255, steps, 2), _stepped((lanes1 >> 8) & 255, steps, 3)
+    else:
+        first, second = _stepped(lanes & 15, steps, 0), _stepped((lanes >> 4) & 15, steps, 1)
+        return first, second, _stepped((lanes >> 8) & 15, steps, 2), _stepped((lanes >> 12) & 15, steps, 3)
+
+
+@triton.jit
+def _stepped(codes, steps, QUARTER: tl.constexpr):
+    return (codes.to(tl.float32) * _step_scale(steps, QUARTER)).to(tl.float16)
 
 
 @triton.jit
@@ -240,19 +297,40 @@ def _step_scale(words, QUARTER: tl.constexpr):
 
 
 @triton.constexpr_function
-def _minima(SCALE, WORDS):
-    return (SCALE, WORDS) in ((numbers.HALF_SCALE, 4), (numbers.STEP_SCALE, 3))
+def is_stepped(SCALE, WORDS):
+    """Return whether steps of groups are multiplied into codes, which leaves one factor for a whole K block."""
+    return (SCALE, WORDS) == (numbers.STEP_SCALE, 3)
 
 
 @triton.constexpr_function
-def middle(WEIGHT, SCALE, WORDS):
-    """Return what decoding takes from codes of weights with minima, 0 where there are none."""
-    return 0 if not _minima(SCALE, WORDS) else 16 if WEIGHT == numbers.INT8_LANES else 8
+def has_minima(SCALE, WORDS):
+    """Return whether weights have minima, which sums of the rows' columns multiply; their codes lose nothing."""
+    return is_stepped(SCALE, WORDS) or (SCALE, WORDS) == (numbers.HALF_SCALE, 4)
+
+
+@triton.jit
+def minima(m0, m1, m2, m3):
+    """Return float16 ``[rows, 32]``, the operand that sums multiply: each of four ``[rows]`` eight times."""
+    # By views alone, not from numbers of columns: so it is made in registers, in the layout of an operand.
+    both = tl.join(tl.join(m0, m2), tl.join(m1, m3))
+    rows: tl.constexpr = m0.shape[0]
+    return tl.reshape(tl.broadcast_to(tl.reshape(both, (rows, 4, 1)), (rows, 4, 8)), (rows, 32))
+
+
+@triton.jit
+def minimum(words, QUARTER: tl.constexpr):
+    """Return a byte of each word, from 0 to 63, as float16."""
+    return ((words >> (8 * QUARTER)) & 255).to(tl.float32).to(tl.float16)
+
+
+@triton.jit
+def _upper_half(words):
+    return (words >> 16).to(tl.int16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
 def _group_factors(scale, step, SCALE: tl.constexpr, WORDS: tl.constexpr):
-    """Return words, factors and minima of the quarters of a K block; with one word all quarters share it."""
+    """Return words, factors and float16 minima of the quarters of a K block; with one word all quarters share it."""
     ZEROED: tl.constexpr = SCALE == ZERO_SCALE
     n0 = tl.load(scale)
     n1, n2, n3 = n0, n0, n0
@@ -264,10 +342,6 @@ def _group_factors(scale, step, SCALE: tl.constexpr, WORDS: tl.constexpr):
         n1 = tl.load(scale + step)
         f0, f1 = _half_scale(n0) * _step_scale(n1, 0), _half_scale(n0) * _step_scale(n1, 1)
         f2, f3 = _half_scale(n0) * _step_scale(n1, 2), _half_scale(n0) * _step_scale(n1, 3)
-        if WORDS == 3:
-            n2 = tl.load(scale + 2 * step)
-            m0, m1 = _half_scale(n0 >> 16) * _step_scale(n2, 0), _half_scale(n0 >> 16) * _step_scale(n2, 1)
-            m2, m3 = _half_scale(n0 >> 16) * _step_scale(n2, 2), _half_scale(n0 >> 16) * _step_scale(n2, 3)
     elif SCALE == HALF_SCALE and WORDS == 2:
         n1 = tl.load(scale + step)
         f0, f1, f2, f3 = _half_scale(n0), _half_scale(n0 >> 16), _half_scale(n1), _half_scale(n1 >> 16)
@@ -278,8 +352,7 @@ def _group_factors(scale, step, SCALE: tl.constexpr, WORDS: tl.constexpr):
             n3 = tl.load(scale + 3 * step)
         if SCALE == HALF_SCALE:
             f0, f1, f2, f3 = _half_scale(n0), _half_scale(n1), _half_scale(n2), _half_scale(n3)
-            m0, m1 = _half_scale(n0 >> 16), _half_scale(n1 >> 16)
-            m2, m3 = _half_scale(n2 >> 16), _half_scale(n3 >> 16)
+            m0, m1, m2, m3 = _upper_half(n0), _upper_half(n1), _upper_half(n2), _upper_half(n3)
         else:
             f0, f1 = _group_scale(n0, ZEROED), _group_scale(n1, ZEROED)
             f2, f3 = _group_scale(n2, ZEROED), _group_scale(n3, ZEROED)
@@ -291,11 +364,11 @@ def decoded(
     lanes, lanes1, scale, step, WEIGHT: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr, HALF: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """Return the quarters of a K block, and of integers four float32 columns of factors and four of minima.
+    """Return the quarters of a K block, and of integers four float32 columns of factors and four float16 of minima.
 
     lanes1: the second halves of lanes of two. scale: addresses of words, ``step`` apart. Integers lose their zero
-    points, or ``middle``; without minima the last four mean nothing. Scales of other lanes are in the quarters, unless
-    they belong to blocks.
+    points; without minima the last four mean nothing. Where they are stepped, the first factor is of the whole K block
+    and the second of its minima. Scales of other lanes are in the quarters, unless they belong to blocks.
     """
     EIGHT: tl.constexpr = (WEIGHT == E4M3_LANES) or (WEIGHT == INT8_LANES)
     if (WEIGHT == E2M1_LANES) or (WEIGHT == E4M3_LANES):
@@ -312,16 +385,23 @@ def decoded(
         else:
             a0, a1, a2, a3 = _e2m1_quarters(lanes, s0, s1, s2, s3, ASM)
         return a0, a1, a2, a3, a0, a1, a2, a3, a0, a1, a2, a3
+    elif is_stepped(SCALE, WORDS):
+        halves, words = tl.load(scale), tl.load(scale + 2 * step)
+        a0, a1, a2, a3 = _stepped_quarters(lanes, lanes1, tl.load(scale + step), EIGHT, ASM)
+        f0, f1 = _half_scale(halves), _half_scale(halves >> 16)
+        m0, m1, m2, m3 = minimum(words, 0), minimum(words, 1), minimum(words, 2), minimum(words, 3)
+        return a0, a1, a2, a3, f0, f1, f0, f0, m0, m1, m2, m3
     else:
         n0, n1, n2, n3, f0, f1, f2, f3, m0, m1, m2, m3 = _group_factors(scale, step, SCALE, WORDS)
         ZEROED: tl.constexpr = SCALE == ZERO_SCALE
         if EIGHT:
-            # Codes of five and six bits, steps and minima alone have, lie around 32.
-            CENTRE: tl.constexpr = 32 if SCALE == STEP_SCALE or _minima(SCALE, WORDS) else 128
+            # Codes of six bits, which steps alone have, lie around 32.
+            CENTRE: tl.constexpr = 0 if has_minima(SCALE, WORDS) else 32 if SCALE == STEP_SCALE else 128
             a0, a1 = _int8_halves(lanes, n0, n1, CENTRE, ZEROED, HALF, ASM)
             a2, a3 = _int8_halves(lanes1, n2, n3, CENTRE, ZEROED, HALF, ASM)
         else:
-            a0, a1, a2, a3 = _int4_quarters(lanes, n0, n1, n2, n3, ZEROED, HALF, ASM)
+            MIDDLE: tl.constexpr = 0 if has_minima(SCALE, WORDS) else 8
+            a0, a1, a2, a3 = _int4_quarters(lanes, n0, n1, n2, n3, MIDDLE, ZEROED, HALF, ASM)
         return a0, a1, a2, a3, f0, f1, f2, f3, m0, m1, m2, m3
 
 

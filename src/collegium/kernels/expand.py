@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from . import numbers
-from .decode import decoded, middle
+from .decode import decoded, is_stepped
 
 __all__ = ["expand_kernel"]
 
@@ -20,13 +20,8 @@ BLOCK_SCALE = tl.constexpr(numbers.BLOCK_SCALE)
 
 
 @triton.jit
-def _store_group(factors, group, groups, n_out, inside, factor, minimum, MIDDLE: tl.constexpr):
-    """Store the factors of one group, and with MIDDLE what its sum of tokens is multiplied by."""
-    kept = (inside & (group < groups))[:, None]
-    at = factors + group * ((2 if MIDDLE else 1) * n_out)
-    tl.store(at[:, None], factor, mask=kept)
-    if MIDDLE:
-        tl.store((at + n_out)[:, None], factor * MIDDLE + minimum, mask=kept)
+def _store_group(factors, group, groups, n_out, inside, factor):
+    tl.store((factors + group * n_out)[:, None], factor, mask=(inside & (group < groups))[:, None])
 
 
 @triton.jit
@@ -53,21 +48,25 @@ def expand_kernel(
     w = tl.load(at)
     w1 = tl.load(at + WIDTH) if EIGHT else w
     s = scale + (matrix * K_BLOCKS + block) * (WORDS * n_out) + row
-    a0, a1, a2, a3, f0, f1, f2, f3, m0, m1, m2, m3 = decoded(w, w1, s, n_out, WEIGHT, SCALE, WORDS, HALF, ASM)
+    a0, a1, a2, a3, f0, f1, f2, f3, _, _, _, _ = decoded(w, w1, s, n_out, WEIGHT, SCALE, WORDS, HALF, ASM)
     if SCALE == BLOCK_SCALE:
         f_at = factors + matrix * groups * n_out + row
         factor = tl.load(scale + (matrix * scale_rows + row // 128) * K_BLOCKS + block)[:, None]
-        _store_group(f_at, block, groups, n_out, inside, factor, factor, 0)
+        _store_group(f_at, block, groups, n_out, inside, factor)
+    elif is_stepped(SCALE, WORDS):
+        f_at = factors + (matrix * groups + block) * (3 * n_out) + row
+        tl.store(f_at[:, None], f0, mask=inside[:, None])
+        tl.store((f_at + n_out)[:, None], f1, mask=inside[:, None])
+        tl.store(f_at + 2 * n_out, tl.load(s + 2 * n_out).to(tl.float32, bitcast=True), mask=inside)
     elif not (WEIGHT == E2M1_LANES or WEIGHT == E4M3_LANES):
-        MIDDLE: tl.constexpr = middle(WEIGHT, SCALE, WORDS)
-        f_at = factors + matrix * groups * ((2 if MIDDLE else 1) * n_out) + row
+        f_at = factors + matrix * groups * n_out + row
         if WORDS == 1:
-            _store_group(f_at, block, groups, n_out, inside, f0, m0, MIDDLE)
+            _store_group(f_at, block, groups, n_out, inside, f0)
         else:
-            _store_group(f_at, 4 * block, groups, n_out, inside, f0, m0, MIDDLE)
-            _store_group(f_at, 4 * block + 1, groups, n_out, inside, f1, m1, MIDDLE)
-            _store_group(f_at, 4 * block + 2, groups, n_out, inside, f2, m2, MIDDLE)
-            _store_group(f_at, 4 * block + 3, groups, n_out, inside, f3, m3, MIDDLE)
+            _store_group(f_at, 4 * block, groups, n_out, inside, f0)
+            _store_group(f_at, 4 * block + 1, groups, n_out, inside, f1)
+            _store_group(f_at, 4 * block + 2, groups, n_out, inside, f2)
+            _store_group(f_at, 4 * block + 3, groups, n_out, inside, f3)
     column = block * BLOCK_K + j
     to = out + (matrix * n_out + row)[:, None] * k_in + column[None, :]
     tl.store(to, a0, mask=inside[:, None] & (column < k_in)[None, :])

@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from . import numbers
 from .activation import activate
-from .decode import decoded, finished, middle
+from .decode import decoded, finished, has_minima, is_stepped, minima
 from .tiles import begun, dot, halves, store_rows, token_at
 
 __all__ = ["grouped_gemm_kernel", "grouped_tile"]
@@ -62,22 +62,14 @@ def _load_weights(pointers, k, left, WIDTH: tl.constexpr, WEIGHT: tl.constexpr, 
 
 
 @triton.jit
-def _add_quarter(acc, product, factor, minimum, sums, MIDDLE: tl.constexpr):
-    """Add a scaled product. MIDDLE: what decoding took from codes of a weight with a minimum, which sums give back."""
-    if MIDDLE:
-        acc += (factor * MIDDLE + minimum) * sums[None, :]
-    return acc + product * factor
-
-
-@triton.jit
 def _multiply(
-    acc, w, w1, scale, scale_step, x0, x1, x2, x3, x_scale, x_scale1, x_scale2, x_scale3,
+    acc, w, w1, scale, scale_step, x0, x1, x2, x3, sums, x_scale,
     WEIGHT: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr, X_SCALED: tl.constexpr, STACKED: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
     """Add one K block: weights ``w [BLOCK_N, .]`` times tokens ``x0..x3``, scaled as SCALE says.
 
-    x_scale: of the tokens if X_SCALED. Where scales have minima, x_scale to x_scale3 are sums of tokens x0 to x3.
+    x_scale: of the tokens if X_SCALED. sums ``[32, BLOCK_T]``: of the tokens' columns, where weights have minima.
     """
     none = tl.zeros_like(acc)
     QUARTERS: tl.constexpr = WEIGHT != PLAIN and WEIGHT != E4M3_E4M3
@@ -86,7 +78,10 @@ def _multiply(
             w, w1, scale, scale_step, WEIGHT, SCALE, WORDS, x0.dtype == tl.float16, ASM
         )
         FOLDED: tl.constexpr = (WEIGHT == E2M1_LANES or WEIGHT == E4M3_LANES) and SCALE != BLOCK_SCALE
-        if WORDS == 1:
+        if has_minima(SCALE, WORDS):
+            product = dot(minima(m0, m1, m2, m3), sums, none, ASM)
+            acc += product * f1 if is_stepped(SCALE, WORDS) else product
+        if WORDS == 1 or is_stepped(SCALE, WORDS):
             product = dot(a0, x0, acc if FOLDED else none, ASM)
             product = dot(a1, x1, product, ASM)
             product = dot(a2, x2, product, ASM)
@@ -99,11 +94,10 @@ def _multiply(
             else:
                 acc += product * f0
         else:
-            MIDDLE: tl.constexpr = middle(WEIGHT, SCALE, WORDS)
-            acc = _add_quarter(acc, dot(a0, x0, none, ASM), f0, m0, x_scale, MIDDLE)
-            acc = _add_quarter(acc, dot(a1, x1, none, ASM), f1, m1, x_scale1, MIDDLE)
-            acc = _add_quarter(acc, dot(a2, x2, none, ASM), f2, m2, x_scale2, MIDDLE)
-            acc = _add_quarter(acc, dot(a3, x3, none, ASM), f3, m3, x_scale3, MIDDLE)
+            acc += dot(a0, x0, none, ASM) * f0
+            acc += dot(a1, x1, none, ASM) * f1
+            acc += dot(a2, x2, none, ASM) * f2
+            acc += dot(a3, x3, none, ASM) * f3
     else:
         if SCALE == BLOCK_SCALE:
             # One number for the whole tile: with the tokens' scales it is a row of factors, not a matrix.
@@ -122,7 +116,7 @@ def _multiply(
 
 @triton.jit
 def grouped_tile(
-    x, x_scale, weight, scale, row_scale, bias, expert, n_first, token, row_count,
+    x, x_scale, sums, weight, scale, row_scale, bias, expert, n_first, token, row_count,
     n_out, k_in, x_stride, n_step, k_step, part_step, scale_rows, limit, alpha, gate_bound, up_bound,
     WEIGHT: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr, X_SCALE: tl.constexpr, ROW_SCALE: tl.constexpr,
     BIAS: tl.constexpr, PARTS: tl.constexpr, KIND: tl.constexpr, HAS_LIMIT: tl.constexpr, K_BLOCKS: tl.constexpr,
@@ -174,8 +168,8 @@ def grouped_tile(
         s_ptr += part * s_part
     if X_SCALE == 1:
         xs_ptr = x_scale + token * K_BLOCKS
-    elif X_SCALE == 3:
-        xs_ptr = x_scale + token * (4 * K_BLOCKS)
+    if has_minima(SCALE, WORDS):
+        sums_ptr = sums + token[None, :] * (32 * K_BLOCKS) + tl.arange(0, 32)[:, None]
 
     up = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
     if SETS == 2:
@@ -193,23 +187,19 @@ def grouped_tile(
             x1 = x0
             x2 = x0
             x3 = x0
-        xs = tl.load(xs_ptr + block * (4 if X_SCALE == 3 else 1)) if X_SCALE == 1 or X_SCALE == 3 else 0.0
-        xs1 = tl.load(xs_ptr + block * 4 + 1) if X_SCALE == 3 else 0.0
-        xs2 = tl.load(xs_ptr + block * 4 + 2) if X_SCALE == 3 else 0.0
-        xs3 = tl.load(xs_ptr + block * 4 + 3) if X_SCALE == 3 else 0.0
+        xs = tl.load(xs_ptr + block) if X_SCALE == 1 else 0.0
+        added = _load_rows(sums_ptr + block * 32, valid, valid, True) if has_minima(SCALE, WORDS) else x0
         if SETS == 2:
             w0, w1 = _load_weights(w_ptr, k[None, :], left, WIDTH, WEIGHT, EVEN_K or QUARTERS)
             gate = _multiply(
-                gate, w0, w1, s_ptr, n_out, x0, x1, x2, x3, xs, xs1, xs2, xs3,
-                WEIGHT, SCALE, WORDS, X_SCALE == 1, STACKED, ASM,
-            )  # fmt: skip
+                gate, w0, w1, s_ptr, n_out, x0, x1, x2, x3, added, xs, WEIGHT, SCALE, WORDS, X_SCALE == 1, STACKED, ASM
+            )
             w_ptr += k_step
             s_ptr += s_k
         w0, w1 = _load_weights(up_ptr, k[None, :], left, WIDTH, WEIGHT, EVEN_K or QUARTERS)
         up = _multiply(
-            up, w0, w1, us_ptr, n_out, x0, x1, x2, x3, xs, xs1, xs2, xs3,
-            WEIGHT, SCALE, WORDS, X_SCALE == 1, STACKED, ASM,
-        )  # fmt: skip
+            up, w0, w1, us_ptr, n_out, x0, x1, x2, x3, added, xs, WEIGHT, SCALE, WORDS, X_SCALE == 1, STACKED, ASM
+        )
         up_ptr += k_step
         us_ptr += s_k
         x_ptr += BLOCK_K
@@ -245,7 +235,7 @@ def grouped_tile(
 @triton.jit
 def _write_tile(
     expert, row_first, row_count, n_first,
-    x, x_scale, weight, scale, row_scale, bias, out, row_places, source,
+    x, x_scale, sums, weight, scale, row_scale, bias, out, row_places, source,
     n_out, k_in, x_stride, n_step, k_step, part_step, scale_rows, limit, alpha, gate_bound, up_bound,
     WEIGHT: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr, X_SCALE: tl.constexpr, ROW_SCALE: tl.constexpr,
     BIAS: tl.constexpr, GATHER: tl.constexpr, PARTS: tl.constexpr, KIND: tl.constexpr, HAS_LIMIT: tl.constexpr,
@@ -259,7 +249,7 @@ def _write_tile(
     row = row_first + tl.where(t < row_count, t, 0)
     token = token_at(row, source, GATHER, TOP_K)
     result = grouped_tile(
-        x, x_scale, weight, scale, row_scale, bias, expert, n_first, token, row_count,
+        x, x_scale, sums, weight, scale, row_scale, bias, expert, n_first, token, row_count,
         n_out, k_in, x_stride, n_step, k_step, part_step, scale_rows, limit, alpha, gate_bound, up_bound,
         WEIGHT, SCALE, WORDS, X_SCALE, ROW_SCALE, BIAS, PARTS, KIND, HAS_LIMIT, K_BLOCKS, EVEN_K, ASM, BLOCK_N, BLOCK_T,
         BLOCK_K, STAGES, STACKED, PDL and not TOP_K,
@@ -272,8 +262,9 @@ def _write_tile(
     do_not_specialize_on_alignment=["row_places", "source", "expert_offsets", "tile_expert", "tile_row"],
 )
 def grouped_gemm_kernel(
-    x, x_scale, weight, scale, row_scale, bias, out, row_places, source, expert_offsets, tile_expert, tile_row, n_out,
-    k_in, x_stride, n_step, k_step, part_step, scale_rows, token_tiles, experts, limit, alpha, gate_bound, up_bound,
+    x, x_scale, sums, weight, scale, row_scale, bias, out, row_places, source, expert_offsets, tile_expert, tile_row,
+    n_out, k_in, x_stride, n_step, k_step, part_step, scale_rows, token_tiles, experts, limit, alpha, gate_bound,
+    up_bound,
     WEIGHT: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr, X_SCALE: tl.constexpr, ROW_SCALE: tl.constexpr,
     BIAS: tl.constexpr, GATHER: tl.constexpr, PARTS: tl.constexpr, KIND: tl.constexpr, HAS_LIMIT: tl.constexpr,
     K_BLOCKS: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
@@ -283,9 +274,9 @@ def grouped_gemm_kernel(
     """Write ``out [R, n_out]``: rows of one expert times its weights, then bias and activation.
 
     x [T or R, x_stride], read at row source[r] (GATHER) or r. x_scale: float32 [., K_BLOCKS] (X_SCALE 1) or [., 1]
-    (2), or sums of x [., 4 * K_BLOCKS] (3), 0: none. weight: expert and part ``part_step`` elements apart, rows
-    ``n_step``, K blocks ``k_step``. scale: per (expert, part, K block): WORDS x n_out words, or for BLOCK_SCALE
-    [ceil(n_out / 128), K_BLOCKS]. row_scale, bias: [expert, part, n_out]. Rows from expert_offsets[E] on are not
+    (2), 0: none. sums: of the rows' columns for weights with minima, float16 [., 32 * K_BLOCKS] (``halves_kernel``).
+    weight: expert and part ``part_step`` elements apart, rows ``n_step``, K blocks ``k_step``. scale: per (expert,
+    part, K block): WORDS x n_out words, or for BLOCK_SCALE [ceil(n_out / 128), K_BLOCKS]. row_scale, bias: [expert, part, n_out]. Rows from expert_offsets[E] on are not
     written. PLACED: row r is written to element row_places[r] of out, which may be in a peer's memory (``place_at``).
     NARROW: a tile of few rows is multiplied as one of half or a quarter of BLOCK_T.
     """
@@ -297,8 +288,8 @@ def grouped_gemm_kernel(
         return
 
     given = (
-        expert, row_first, row_count, n_first, x, x_scale, weight, scale, row_scale, bias, out, row_places, source,
-        n_out, k_in, x_stride, n_step, k_step, part_step, scale_rows, limit, alpha, gate_bound, up_bound,
+        expert, row_first, row_count, n_first, x, x_scale, sums, weight, scale, row_scale, bias, out, row_places,
+        source, n_out, k_in, x_stride, n_step, k_step, part_step, scale_rows, limit, alpha, gate_bound, up_bound,
     )  # fmt: skip
     if NARROW and row_count <= BLOCK_T // 4:
         _write_tile(

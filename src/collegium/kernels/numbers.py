@@ -62,7 +62,7 @@ PAIR_SCALE = 5  # two bfloat16 a word for each row and quarter, applied to the p
 ZERO_SCALE = 6  # GROUP_SCALE whose low byte, which such a float32 does not need, is the zero point
 HALF_SCALE = 7  # float16 for each row and quarter, two a word; with four words each has a minimum above it
 STEP_SCALE = 8  # a word of one or two float16, a word of a signed byte a quarter that multiplies the first, and with
-# three words such bytes for the second, a minimum; minima are added to what codes without a zero point are
+# three words such bytes, without a sign, for the second, a minimum; codes with minima are taken as they are
 
 # KIND, where no activation follows the product; the others are places in types.ACTIVATION_KINDS.
 NO_ACTIVATION = -1

@@ -15,6 +15,7 @@ from triton import set_allocator
 
 from . import numbers
 from .activation import activate
+from .decode import minima, minimum
 from .scales import exact_scale, power_byte
 from .tiles import NOWHERE, dot, place_at, tile_of
 
@@ -65,14 +66,17 @@ def _add_block(acc, x, w, x_scale, scale, SCALE: tl.constexpr, X_SCALE: tl.const
 
 
 @triton.jit
-def _add_group(acc, x, w, sums, factors, step, SUMS: tl.constexpr, ASM: tl.constexpr):
+def _add_group(acc, x, w, sums, factors, step, MINIMA: tl.constexpr, ASM: tl.constexpr):
     """Add one group of columns: weights ``w [128, BLOCK_K]`` times tokens ``x [BLOCK_T, BLOCK_K]``, to their transpose.
 
-    factors: addresses of a factor for each weight row; with SUMS a minimum is ``step`` behind it.
+    factors: addresses of a factor for each weight row; with MINIMA that of the minima is ``step`` behind it, and
+    after as many again the word they are in. sums ``[BLOCK_T, 32]``: what those multiply.
     """
     factor = tl.load(factors)[:, None]
-    if SUMS:
-        acc = _promoted(tl.load(factors + step)[:, None], sums[None, :], acc, ASM)
+    if MINIMA:
+        word = tl.load(factors + 2 * step).to(tl.int32, bitcast=True)
+        added = minima(minimum(word, 0), minimum(word, 1), minimum(word, 2), minimum(word, 3))
+        acc = _promoted(dot(added, sums.T, tl.zeros_like(acc), ASM), tl.load(factors + step)[:, None], acc, ASM)
     return _promoted(dot(w, x.T, tl.zeros_like(acc), ASM), factor, acc, ASM)
 
 
@@ -117,12 +121,12 @@ def _store_codes(value, at, at_scale, inside, kept, ROUND: tl.constexpr, CODES: 
 
 @triton.jit
 def _write_tile(
-    place, token_tiles, x, weight, x_scale, scale, row_scale, bias, out, row_places, out_scale, expert_offsets,
-    tile_expert, tile_row, tile_corner, n_out, k_in, sums_step, scale_rows, limit, alpha, gate_bound, up_bound,
-    SCALE: tl.constexpr, X_SCALE: tl.constexpr, ROW_SCALE: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr,
-    KIND: tl.constexpr, HAS_LIMIT: tl.constexpr, CODES: tl.constexpr, ROUND: tl.constexpr, K_BLOCKS: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_T: tl.constexpr, STAGES: tl.constexpr, PLACED: tl.constexpr,
-    ASM: tl.constexpr,
+    place, token_tiles, x, weight, sums, x_scale, scale, row_scale, bias, out, row_places, out_scale, expert_offsets,
+    tile_expert, tile_row, tile_corner, n_out, k_in, scale_rows, limit, alpha, gate_bound, up_bound,
+    SCALE: tl.constexpr, MINIMA: tl.constexpr, X_SCALE: tl.constexpr, ROW_SCALE: tl.constexpr, BIAS: tl.constexpr,
+    PARTS: tl.constexpr, KIND: tl.constexpr, HAS_LIMIT: tl.constexpr, CODES: tl.constexpr, ROUND: tl.constexpr,
+    K_BLOCKS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_T: tl.constexpr, STAGES: tl.constexpr,
+    PLACED: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Multiply and store one place of the grid: GROUP_T token tiles by all columns, then the next."""
     BAND: tl.constexpr = 128
@@ -144,14 +148,13 @@ def _write_tile(
     row = row_first + tl.where(t < count, t, 0)
     band = n_first // BAND
     GROUPS: tl.constexpr = SCALE == GROUP_SCALE
-    SUMS: tl.constexpr = X_SCALE == 3
     if GROUPS:
-        STEPS: tl.constexpr = 2 * K_BLOCKS if SUMS else K_BLOCKS
+        STEPS: tl.constexpr = 3 * K_BLOCKS if MINIMA else K_BLOCKS
         factors = scale + (expert * PARTS).to(tl.int64) * STEPS * n_out + n_first
         end = n_out - 1 - n_first
         s_first = factors + tl.minimum(n, end)
         s_second = s_first + tl.cast(n_out, tl.int64) * STEPS if PARTS == 2 else factors + tl.minimum(n + BAND, end)
-        s_step = 2 * n_out if SUMS else n_out
+        s_step = 3 * n_out if MINIMA else n_out
         a = tl.zeros((BAND, BLOCK_T), dtype=tl.float32)
         b = tl.zeros((BAND, BLOCK_T), dtype=tl.float32)
     else:
@@ -167,13 +170,11 @@ def _write_tile(
     for block in tl.range(0, tl.cdiv(k_in, BLOCK_K) if K_BLOCKS == 1 and ASM else K_BLOCKS, num_stages=STAGES):
         tokens = x.load([corner, block * BLOCK_K])
         if GROUPS:
-            # Read twice, through two names: between the products the registers cannot hold them.
-            sums = tl.load(x_scale + block * sums_step + row_first + t) if SUMS else 0.0
+            added = sums.load([corner, block * 32]) if MINIMA else tokens
             w_a = weight.load([first, block * BLOCK_K])
-            a = _add_group(a, tokens, w_a, sums, s_first + block * s_step, n_out, SUMS, ASM)
-            sums = tl.load(out_scale + block * sums_step + row_first + t) if SUMS else 0.0
+            a = _add_group(a, tokens, w_a, added, s_first + block * s_step, n_out, MINIMA, ASM)
             w_b = weight.load([second, block * BLOCK_K])
-            b = _add_group(b, tokens, w_b, sums, s_second + block * s_step, n_out, SUMS, ASM)
+            b = _add_group(b, tokens, w_b, added, s_second + block * s_step, n_out, MINIMA, ASM)
         else:
             # Loaded before the products, so that their wait covers it.
             token_scale = tl.load(xs + block) if X_SCALE == 1 else 1.0
@@ -232,21 +233,21 @@ def _forget_barriers(number, STAGES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["row_places", "expert_offsets"])
 def prefill_kernel(
-    x, weight, x_scale, scale, row_scale, bias, out, row_places, out_scale, expert_offsets, tile_expert, tile_row,
-    tile_corner, tiles_used, rows, n_out, k_in, x_stride, n_step, sums_step, weight_rows, scale_rows, limit, alpha,
-    gate_bound, up_bound,
-    SCALE: tl.constexpr, X_SCALE: tl.constexpr, ROW_SCALE: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr,
-    KIND: tl.constexpr, HAS_LIMIT: tl.constexpr, CODES: tl.constexpr, ROUND: tl.constexpr, K_BLOCKS: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_T: tl.constexpr, STAGES: tl.constexpr, SPECIALIZE: tl.constexpr,
-    PLACED: tl.constexpr, ASM: tl.constexpr,
+    x, weight, x_scale, sums, scale, row_scale, bias, out, row_places, out_scale, expert_offsets, tile_expert, tile_row,
+    tile_corner, tiles_used, rows, n_out, k_in, x_stride, n_step, weight_rows, scale_rows, limit, alpha, gate_bound,
+    up_bound,
+    SCALE: tl.constexpr, MINIMA: tl.constexpr, X_SCALE: tl.constexpr, ROW_SCALE: tl.constexpr, BIAS: tl.constexpr,
+    PARTS: tl.constexpr, KIND: tl.constexpr, HAS_LIMIT: tl.constexpr, CODES: tl.constexpr, ROUND: tl.constexpr,
+    K_BLOCKS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_T: tl.constexpr, STAGES: tl.constexpr,
+    SPECIALIZE: tl.constexpr, PLACED: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Write ``out [R, n_out]``: rows of one expert times its weights, then bias and activation.
 
     x ``[rows, x_stride]``; weight ``[weight_rows, n_step]``, the rows of all experts and parts; both hold k_in
     numbers a row and read zero beyond them. x_scale: float32 ``[R, K_BLOCKS]`` (X_SCALE 1) or ``[R, 1]`` (2).
     scale: float32 ``[E, PARTS, scale_rows, K_BLOCKS]``, a factor of 128 weight rows and a K block (BLOCK_SCALE), or
-    ``[E, PARTS, K_BLOCKS, n_out]`` (GROUP_SCALE). With sums of the rows' K blocks, x_scale ``[K_BLOCKS, sums_step]``
-    (X_SCALE 3, out_scale again), it is ``[E, PARTS, K_BLOCKS, 2, n_out]``: factors, and minima, which sums multiply.
+    ``[E, PARTS, K_BLOCKS, n_out]`` (GROUP_SCALE). With MINIMA it is ``[E, PARTS, K_BLOCKS, 3, n_out]``: factors, those
+    of minima, and words of minima, which sums multiply, float16 ``[R, 32 * K_BLOCKS]`` (``halves_kernel``).
     row_scale, bias: ``[E, PARTS, n_out]``. tile_corner: tile_row again. tiles_used: one number, how many tiles there
     are. CODES: out is E4M3 and out_scale float32 ``[R, ceil(n_out / 128)]``; ROUND: what is quantised is rounded to
     bfloat16 first. Rows from expert_offsets[E] on are not written. PLACED: row r is written to element row_places[r] of
@@ -259,25 +260,28 @@ def prefill_kernel(
     # sees being made shrinks with it.
     x_blocks = tl.make_tensor_descriptor(x, [rows, k_in], [x_stride, 1], [BLOCK_T, BLOCK_K])
     w_blocks = tl.make_tensor_descriptor(weight, [weight_rows, k_in], [n_step, 1], [128, BLOCK_K])
+    s_blocks = x_blocks
+    if MINIMA:
+        s_blocks = tl.make_tensor_descriptor(sums, [rows, 32 * K_BLOCKS], [32 * K_BLOCKS, 1], [BLOCK_T, 32])
     token_tiles = tl.load(tiles_used)
     places = token_tiles * tl.cdiv(n_out, 128 if PARTS == 2 else 256)
     # Numbers known to the compiler cannot be in it: in a variable they would no longer be.
     given = (
-        token_tiles, x_blocks, w_blocks, x_scale, scale, row_scale, bias, out, row_places, out_scale, expert_offsets,
-        tile_expert, tile_row, tile_corner, n_out, k_in, sums_step, scale_rows, limit, alpha, gate_bound, up_bound,
+        token_tiles, x_blocks, w_blocks, s_blocks, x_scale, scale, row_scale, bias, out, row_places, out_scale,
+        expert_offsets, tile_expert, tile_row, tile_corner, n_out, k_in, scale_rows, limit, alpha, gate_bound, up_bound,
     )  # fmt: skip
     if ASM:
         for place in tl.range(tl.program_id(0), places, tl.num_programs(0), warp_specialize=SPECIALIZE):
             _write_tile(
-                place, *given, SCALE, X_SCALE, ROW_SCALE, BIAS, PARTS, KIND, HAS_LIMIT, CODES, ROUND, K_BLOCKS,
-                BLOCK_T, BLOCK_K, GROUP_T, STAGES, PLACED, ASM,
+                place, *given, SCALE, MINIMA, X_SCALE, ROW_SCALE, BIAS, PARTS, KIND, HAS_LIMIT, CODES, ROUND,
+                K_BLOCKS, BLOCK_T, BLOCK_K, GROUP_T, STAGES, PLACED, ASM,
             )  # fmt: skip
     else:
         # The interpreter takes no bounds of a loop from memory.
         place = tl.program_id(0)
         while place < places:
             _write_tile(
-                place, *given, SCALE, X_SCALE, ROW_SCALE, BIAS, PARTS, KIND, HAS_LIMIT, CODES, ROUND, K_BLOCKS,
-                BLOCK_T, BLOCK_K, GROUP_T, STAGES, PLACED, ASM,
+                place, *given, SCALE, MINIMA, X_SCALE, ROW_SCALE, BIAS, PARTS, KIND, HAS_LIMIT, CODES, ROUND,
+                K_BLOCKS, BLOCK_T, BLOCK_K, GROUP_T, STAGES, PLACED, ASM,
             )  # fmt: skip
             place += tl.num_programs(0)

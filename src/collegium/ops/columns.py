@@ -5,7 +5,7 @@ Shape letters: T tokens, R rows, E experts, K columns.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
     from ..runtime.memory import Memory
 
-__all__ = ["column_sums", "in_columns", "in_columns_reference", "padded_rows"]
+__all__ = ["SUMS", "RowSums", "halves_and_sums", "in_columns", "in_columns_reference"]
 
+SUMS = 32  # halves beside each 128 columns of a row
 _BLOCK = 1024
 
 
@@ -50,27 +51,32 @@ def in_columns(
     return out
 
 
-def padded_rows(rows: int) -> int:
-    """Return the columns of transposed ``column_sums``: a tile of 128 may begin at any row."""
-    return -(-rows // 16) * 16 + 128
+class RowSums(NamedTuple):
+    """What multiplies with rows in float16: scale float32 ``[R, 1]``, and sums float16 ``[R, SUMS * ceil(K / 128)]``.
 
-
-def column_sums(
-    x: Tensor, *, used: Tensor | None = None, transposed: bool = False, memory: Memory | None = None
-) -> Tensor:
-    """Return float32 ``[R, 4 * ceil(K / 128)]``: sums of 32 columns each of ``x [R, K]``, zero beyond K, in one launch.
-
-    transposed: return ``[4 * ceil(K / 128), padded_rows(R)]``, of which columns beyond R are not written.
-    used: ``[1]`` int64, how many rows anybody reads; no others are written. memory: where the result, "sums", is from.
+    sums: for each 32 columns their sum, rounded, what rounding left, and six zeros; zeros beyond K.
     """
-    from ..kernels.columns import sums_kernel
 
-    (rows, columns), groups = x.shape, 4 * -(-x.shape[1] // 128)
-    shape = (groups, padded_rows(rows)) if transposed else (rows, groups)
-    out = take(memory, "sums", shape, torch.float32, x.device)
-    constants = {"SOME": used is not None, "BLOCK": _BLOCK // 32, "PDL": overlaps(x)}
-    steps = out.stride()[::-1] if transposed else out.stride()
-    args = (x, x if used is None else used, out, columns, x.stride(0), groups, *steps)
+    scale: Tensor
+    sums: Tensor
+
+
+def halves_and_sums(x: Tensor, *, used: Tensor | None = None, memory: Memory | None = None) -> tuple[Tensor, RowSums]:
+    """Return rows of ``x [R, K]`` in float16 and what belongs to them, in one launch.
+
+    A row's scale is the power of two that brings its largest number between 2^9 and 2^10, so that sums fit. Nothing is
+    rounded but numbers below 2^-26 of that. A row with NaN or infinity gets zeros and a NaN scale. used: ``[1]`` int64,
+    how many rows anybody reads; no others are written. memory: where "halves", "scales" and "sums" are from.
+    """
+    from ..kernels.columns import halves_kernel
+
+    (rows, columns), blocks = x.shape, -(-x.shape[1] // 128)
+    halves = take(memory, "halves", (rows, columns), torch.float16, x.device)
+    scale = take(memory, "scales", (rows, 1), torch.float32, x.device)
+    sums = take(memory, "sums", (rows, SUMS * blocks), torch.float16, x.device)
+    args = (x, x if used is None else used, halves, scale, sums, columns, x.stride(0), 4 * blocks)
+    block = power_at_least(columns, 128)
+    constants = {"SOME": used is not None, "BLOCK": block, "PDL": overlaps(x)}
     if rows:
-        launch(sums_kernel, (rows, -(-groups * 32 // _BLOCK)), args, constants, num_warps=4)
-    return out
+        launch(halves_kernel, (rows,), args, constants, num_warps=max(1, min(16, block // 512)))
+    return halves, RowSums(scale, sums)

@@ -60,7 +60,7 @@ def expanded(matrix: PackedMatrix, room: Tensor) -> PackedMatrix:
         "K_BLOCKS": layout.k_blocks,
         "BLOCK_K": layout.block_k,
         "BLOCK_N": _TILE,
-        "HALF": layout.half,
+        "HALF": layout.row_dtype == torch.float16,
         "ASM": room.is_cuda,
     }
     room_of_numbers = experts * layout.expanded_sizes[0]

@@ -13,6 +13,7 @@ import torch
 from ...errors import InputError
 from ...kernels.numbers import NO_ACTIVATION
 from ...ops.activation import activate
+from ...ops.columns import RowSums
 from ...ops.permute import tile_count
 from ...runtime.launch import launch, power_at_least
 from ...runtime.memory import take
@@ -33,6 +34,7 @@ __all__ = [
     "constants_of",
     "grouped_gemm",
     "grouped_gemm_reference",
+    "scales_of",
     "tile_count",
     "tile_list",
 ]
@@ -122,13 +124,13 @@ def grouped_gemm(
     out: Tensor,
     *,
     source: Tensor | None = None,
-    x_scale: Tensor | None = None,
+    x_scale: Tensor | RowSums | None = None,
     activation: ActivationSpec | None = None,
 ) -> Tensor:
     """Write ``out [R, N]`` and return it; see ``grouped_gemm_reference`` for its contents.
 
     x: ``[T, K]`` of the operand dtype, read at ``source [R]`` int64, or row by row without it. x_scale: float32
-    ``[T, ceil(K / 128)]`` or ``[T, 1]`` for E4M3 rows, ``column_sums`` for weights with minima. tiles: from
+    ``[T, ceil(K / 128)]`` or ``[T, 1]`` for E4M3 rows, with x from ``halves_and_sums`` for minima. tiles: from
     ``tile_list``; when nothing is sorted expert_offsets is not read, and source only says that row r reads x at
     r // top_k. Rows from ``expert_offsets[E]`` on are not written. With ``tiles.places`` out is ``[any, N]``, and rows
     go where those say.
@@ -139,9 +141,12 @@ def grouped_gemm(
     experts, _, n_out, k_in = layout.shape
     kernel: Any
     sizes: tuple[int, ...]
+    spare = packed.values  # where a pointer is not used, of one dtype and alignment in every batch
+    beside = scales_of(x_scale, spare)
     if isinstance(layout, Words):
         from ...kernels.w4a8 import w4a8_kernel
 
+        beside = beside[:1]
         kernel, sizes = w4a8_kernel, (n_out, x.stride(0), layout.row_tiles)
         own: dict[str, Any] = {"WARPS": tile.warps, "DEPTH": tile.depth}
     else:
@@ -150,15 +155,14 @@ def grouped_gemm(
         kernel, sizes = grouped_gemm_kernel, (n_out, k_in, x.stride(0), *layout.steps, layout.scale_rows)
         own = {"SCALE": layout.scale_kind, "WORDS": max(1, layout.words), "ROW_SCALE": packed.row_scale is not None}
         own |= {"EVEN_K": k_in % layout.block_k == 0, "STACKED": tile.stacked}
-    spare = packed.values  # where a pointer is not used, of one dtype and alignment in every batch
     args = (
-        x, spare if x_scale is None else x_scale, *packed.pointers, out, tiles.places,
+        x, *beside, *packed.pointers, out, tiles.places,
         spare if source is None else source, expert_offsets, tiles.expert, tiles.row, *sizes, tiles.count, experts,
         *bounds_of(activation),
     )  # fmt: skip
     constants = constants_of(packed, activation) | {
         "WEIGHT": layout.weight,
-        "X_SCALE": 0 if x_scale is None else 3 if layout.minima else 1 + (x_scale.shape[1] == 1),
+        "X_SCALE": 0 if x_scale is None else 1 + (beside[0].shape[1] == 1),
         "GATHER": source is not None,
         "BLOCK_N": tile.block_n,
         "BLOCK_T": tile.block_t,
@@ -172,6 +176,13 @@ def grouped_gemm(
     grid = (tiles.count * -(-layout.operand_rows[1] // tile.columns),)
     launch(kernel, grid, args, constants, num_warps=tile.warps)
     return out
+
+
+def scales_of(x_scale: Tensor | RowSums | None, spare: Tensor) -> tuple[Tensor, Tensor]:
+    """Return scales of rows and sums of their columns, ``spare`` for what is missing."""
+    if isinstance(x_scale, RowSums):
+        return x_scale
+    return (spare if x_scale is None else x_scale), spare
 
 
 def bounds_of(activation: ActivationSpec | None) -> tuple[float, ...]:
@@ -193,7 +204,7 @@ def constants_of(packed: PackedMatrix, activation: ActivationSpec | None) -> dic
     }
 
 
-def _check(x: Tensor, packed: PackedMatrix, out: Tensor, x_scale: Tensor | None) -> None:
+def _check(x: Tensor, packed: PackedMatrix, out: Tensor, x_scale: Tensor | RowSums | None) -> None:
     layout = packed.layout
     n_out, columns = layout.shape[2], layout.x_columns
     if x.dim() != 2 or x.shape[1] != columns or x.stride(1) != 1:
@@ -203,7 +214,9 @@ def _check(x: Tensor, packed: PackedMatrix, out: Tensor, x_scale: Tensor | None)
         )
     if x.dtype != layout.row_dtype:
         raise InputError(f"grouped_gemm: x is {x.dtype}, these weights multiply {layout.row_dtype}; convert x")
-    if (x_scale is not None) != (layout.scaled_rows or layout.minima):
-        raise InputError("grouped_gemm: E4M3 rows and weights with minima need x_scale, others must not have one")
+    if (isinstance(x_scale, RowSums), x_scale is not None) != (layout.minima, layout.scaled_rows or layout.minima):
+        raise InputError(
+            "grouped_gemm: E4M3 rows need x_scale, weights with minima what halves_and_sums gives, others neither"
+        )
     if out.dim() != 2 or out.shape[1] != n_out or not out.is_contiguous():
         raise InputError(f"grouped_gemm: out is {tuple(out.shape)}, these weights write contiguous [rows, {n_out}]")

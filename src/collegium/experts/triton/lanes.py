@@ -169,8 +169,8 @@ def pack_int(payload: Integers, bias: Tensor | None) -> PackedMatrix:
 def pack_gguf(payload: Gguf, bias: Tensor | None, *, half: bool = False) -> PackedMatrix:
     """Re-lay blocks of any kind as integers of four or eight bits, halves and steps kept exactly as they are.
 
-    Without a second half, codes lose their zero; with one, the kernel's minima give back what codes lose. MXFP4 stays
-    what it is, but beside float16 tokens (half), which have no room for its scales, becomes integers too.
+    Without a second half, codes lose their zero; with one they are taken as they are. MXFP4 stays what it is, but
+    beside float16 tokens (half), which have no room for its scales, becomes integers too.
     """
     kind, shape = payload.kind, payload.shape
     experts, parts, n_out, _ = shape
@@ -183,7 +183,7 @@ def pack_gguf(payload: Gguf, bias: Tensor | None, *, half: bool = False) -> Pack
         scale_kind=numbers.STEP_SCALE if stepped else numbers.HALF_SCALE if kind.halves else numbers.GROUP_SCALE,
         words=2 + two if stepped else 2 + 2 * two if kind.halves else 4,
         block_k=64 if kind.title == "Q6_K" else 128,
-        quartered=True,
+        quartered=not (two and stepped),
     )
     scale = torch.empty(
         (experts, parts, layout.k_blocks, layout.words, n_out), dtype=torch.int32, device=payload.blocks.device
@@ -191,7 +191,7 @@ def pack_gguf(payload: Gguf, bias: Tensor | None, *, half: bool = False) -> Pack
     for matrix in range(experts * parts):
         at = divmod(matrix, parts)
         scale[at].copy_(_line_words(payload[at[0]][at[1]], layout).permute(1, 2, 0))
-    more = (32 if two or stepped else 128) - (16 if two else kind.zero)
+    more = 0 if two else (32 if stepped else 128) - kind.zero
 
     def codes(rows: Tensor) -> Tensor:
         found = kind.codes(rows.reshape(-1, kind.nbytes)).view(rows.shape[0], -1)

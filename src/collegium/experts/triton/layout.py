@@ -65,14 +65,17 @@ class Layout:
     @property
     def row_dtype(self) -> torch.dtype:
         """The dtype of rows."""
-        return torch.float16 if self.half else self.operand
+        return torch.float16 if self.half or self.minima else self.operand
 
     @property
     def minima(self) -> bool:
-        """Whether scales have minima, which sums of the rows' columns multiply."""
-        if self.weight == numbers.PLAIN:  # decoded before: factors, and minima behind them
-            return self.words == 2
-        return (self.scale_kind, self.words) in ((numbers.HALF_SCALE, 4), (numbers.STEP_SCALE, 3))
+        """Whether scales have minima, which sums of the rows' columns multiply; rows are float16 then, with scales."""
+        return self.stepped or (self.scale_kind, self.words) == (numbers.HALF_SCALE, 4)
+
+    @property
+    def stepped(self) -> bool:
+        """Whether scales and minima are small integers times one number for a K block."""
+        return self.words == 3
 
     @property
     def bits(self) -> float:
@@ -87,11 +90,12 @@ class Layout:
     @property
     def expanded(self) -> Rows:
         """What decoding makes of these weights: 16-bit rows, and where scales stay apart factors for each group."""
-        plain = replace(ROWS["plain"].of(self.shape, half=self.half), stored=self.row_dtype)
+        half = self.row_dtype == torch.float16
+        plain = replace(ROWS["plain"].of(self.shape, half=half), stored=self.row_dtype)
         if self.scale_kind in (numbers.NO_SCALE, numbers.E8M0_SCALE, numbers.E4M3_SCALE):
             return plain
-        group = self.block_k if self.words <= 1 else self.block_k // 4
-        return replace(plain, block_k=group, scale_kind=numbers.GROUP_SCALE, words=1 + self.minima)
+        group = self.block_k if self.words <= 1 or self.stepped else self.block_k // 4
+        return replace(plain, block_k=group, scale_kind=numbers.GROUP_SCALE, words=3 if self.stepped else 1)
 
     @property
     def expanded_sizes(self) -> tuple[int, int]:
@@ -107,7 +111,12 @@ class Layout:
     @property
     def expanded_bytes(self) -> int:
         """Memory that they take, 0 for weights that are operands as they are."""
-        return self.turn * sum(self.expanded_sizes) if self.decoded else 0
+        return self.turn * sum(self.expanded_sizes) if self.decoded and self.expands else 0
+
+    @property
+    def expands(self) -> bool:
+        """Whether they can be decoded before the products of a large batch."""
+        return self.stepped or not self.minima
 
     @property
     def values_shape(self) -> tuple[int, ...]:
@@ -153,7 +162,7 @@ class Layout:
             parts=parts,
             block_k=self.block_k,
             weight_bits=self.bits,
-            x_bits=x_bits + self.minima,  # a float32 sum of 32 columns
+            x_bits=x_bits + 4 * self.minima,  # 32 halves of sums beside 128 columns
             decoded=self.decoded,
             promoted=x_groups or self.promoted,
             quartered=self.quartered,
@@ -166,7 +175,7 @@ class Rows(Layout):
     """values ``[E, P, N, K]`` as published: the operands themselves.
 
     row_scale: float32 ``[E, P, N]``, or with BLOCK_SCALE scale: float32 ``[E, P, ceil(N / 128), ceil(K / 128)]``, with
-    GROUP_SCALE ``[E, P, B, words, N]``: factors, and minima where words are 2.
+    GROUP_SCALE ``[E, P, B, words, N]``: factors, and where words are 3 those of minima and words of minima.
     """
 
     decoded: bool = False

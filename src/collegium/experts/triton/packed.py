@@ -13,7 +13,7 @@ import torch
 
 from ...errors import InputError
 from ...formats.int_affine import Int4Ordered, Int8Ordered
-from ...ops.columns import column_sums, in_columns
+from ...ops.columns import halves_and_sums, in_columns
 from ...ops.operand import arrived, operand, ordered
 from ...ops.quantize import AS_IS
 from ...runtime.launch import usual_rows
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from ...ops.columns import RowSums
     from ...ops.quantize import ActivationFormat
     from ...problem import ExpertsProblem
     from ...runtime.machine import Machine
@@ -250,7 +251,7 @@ class PackedExperts(Packed):
         gathered = self.gate_up.order is None or batch.input_weights is not None
         rows_in = self._rows_in(batch, memory, AS_IS, gathered=gathered)
         rows_in, _ = self._in_order(rows_in, offsets, None if gathered else batch.source, memory)
-        rows, x_scale = _summed(rows_in, self.gate_up, _used(batch), part(memory, "x"), transposed=True)
+        rows, x_scale = _summed(rows_in, self.gate_up, _used(batch), part(memory, "x"))
         narrow = form is None or batch.dtype == torch.bfloat16
         codes, dtype = None, batch.dtype if narrow else torch.float32
         if form is not None and form.group == BAND:
@@ -266,7 +267,7 @@ class PackedExperts(Packed):
             prefill_gemm(rows, matrix, own, listed, middle, x_scale=x_scale, activation=self.activation, codes=codes)
         if codes is None:
             made = operand(middle, self._codes, used=_used(batch), memory=part(memory, "h"))
-            middle, scale = _summed(made, self.down, _used(batch), part(memory, "h"), transposed=True)
+            middle, scale = _summed(made, self.down, _used(batch), part(memory, "h"))
         else:
             scale = codes.scale
         for matrix, own, listed in turns(self.down):
@@ -317,17 +318,10 @@ def _reported(first: RangeReport | str | None, second: RangeReport | str | None)
 
 
 def _summed(
-    rows: tuple[Tensor, Tensor | None],
-    matrix: PackedMatrix,
-    used: Tensor | None,
-    memory: Memory | None,
-    *,
-    transposed: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Return an operand as it is, or with sums of its columns where the weights have minima."""
-    if not matrix.layout.minima:
-        return rows
-    return rows[0], column_sums(rows[0], used=used, transposed=transposed, memory=memory)
+    rows: tuple[Tensor, Tensor | None], matrix: PackedMatrix, used: Tensor | None, memory: Memory | None
+) -> tuple[Tensor, Tensor | RowSums | None]:
+    """Return an operand as it is, or in float16 with sums of its columns where the weights have minima."""
+    return halves_and_sums(rows[0], used=used, memory=memory) if matrix.layout.minima else rows
 
 
 def _used(batch: ContiguousBatch) -> Tensor | None:

@@ -17,7 +17,7 @@ from ...errors import InputError
 from ...kernels.numbers import GROUP_CODES, POWER_CODES, ROWS
 from ...runtime.launch import launch
 from ...runtime.memory import take
-from .grouped import bounds_of, constants_of
+from .grouped import bounds_of, constants_of, scales_of
 from .tiles import BAND
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from ...ops.columns import RowSums
     from ...runtime.memory import Memory
     from ...types import ActivationSpec
     from .grouped import TileList
@@ -54,14 +55,14 @@ def prefill_gemm(
     tiles: TileList,
     out: Tensor,
     *,
-    x_scale: Tensor | None = None,
+    x_scale: Tensor | RowSums | None = None,
     activation: ActivationSpec | None = None,
     codes: CodeScales | None = None,
 ) -> Tensor:
     """Write ``out [R, N]`` and return it; see ``grouped_gemm_reference`` for its contents.
 
     x: ``[R, K]`` of the operand dtype in expert order. x_scale: float32 ``[R, ceil(K / 128)]`` or ``[R, 1]`` for E4M3
-    rows, transposed ``column_sums`` for weights with minima. codes: makes ``out`` take E4M3 codes. Rows from
+    rows, with x from ``halves_and_sums`` for minima. codes: makes ``out`` take E4M3 codes. Rows from
     ``expert_offsets[E]`` on are not written. With ``tiles.places`` rows go where those say. Raises InputError for rows
     no tensor descriptor can describe.
     """
@@ -73,18 +74,19 @@ def prefill_gemm(
     tile = tiles.tile
     n_tiles = -(-n_out // (BAND if parts == 2 else 2 * BAND))
     values, *beside = packed.pointers
-    sums = x_scale if layout.minima else None
+    scales = scales_of(x_scale, values)
     wide = layout.block_k * x.element_size() > _STEP
-    beyond = values if sums is None else sums
+    # Warps of their own cannot make an operand out of words.
+    warps = 8 if layout.minima else tile.warps
     args = (
-        x, values, values if x_scale is None else x_scale, *beside, out, tiles.places,
-        beyond if codes is None else codes.scale, expert_offsets, tiles.expert, tiles.row, tiles.row, tiles.used,
-        x.shape[0], n_out, k_in, x.stride(0), values.stride(-2), 0 if sums is None else sums.stride(0),
+        x, values, *scales, *beside, out, tiles.places, values if codes is None else codes.scale, expert_offsets,
+        tiles.expert, tiles.row, tiles.row, tiles.used, x.shape[0], n_out, k_in, x.stride(0), values.stride(-2),
         experts * parts * n_out, layout.scale_rows, *bounds_of(activation),
     )  # fmt: skip
     constants = constants_of(packed, activation) | {
         "SCALE": layout.scale_kind,
-        "X_SCALE": 0 if x_scale is None else 3 if layout.minima else 1 + (x_scale.shape[1] == 1),
+        "MINIMA": layout.minima,
+        "X_SCALE": 0 if x_scale is None else 1 + (scales[0].shape[1] == 1),
         "ROW_SCALE": packed.row_scale is not None,
         "CODES": ROWS if codes is None else POWER_CODES if codes.power else GROUP_CODES,
         "ROUND": codes is not None and codes.rounded,
@@ -92,12 +94,12 @@ def prefill_gemm(
         "GROUP_T": tile.group_t,
         # Float32 results pass through shared memory that one stage less leaves free; wide blocks leave room for two.
         "STAGES": min(tile.stages, 2 if wide else 3 if out.dtype == torch.float32 else 4),
-        "SPECIALIZE": tile.warps == 4,
+        "SPECIALIZE": warps == 4,
         "PLACED": tiles.placed(n_out),
         "ASM": x.is_cuda,
     }
     grid = (min(tile.programs, tiles.count * n_tiles),)
-    _with_scratch(x.device, partial(launch, prefill_kernel, grid, args, constants, num_warps=tile.warps), tiles.memory)
+    _with_scratch(x.device, partial(launch, prefill_kernel, grid, args, constants, num_warps=warps), tiles.memory)
     return out
 
 

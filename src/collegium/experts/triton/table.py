@@ -48,7 +48,7 @@ class _Row(NamedTuple):
 _BF16, _EITHER = ("bf16",), ("bf16", "fp16")
 _ZEROED = {name: replace(LANES[name], scale_kind=ZERO_SCALE) for name in ("int4", "int8")}
 
-_Q4_K = replace(LANES["int4"], scale_kind=STEP_SCALE, words=3, quartered=True)
+_Q4_K = replace(LANES["int4"], scale_kind=STEP_SCALE, words=3)
 
 
 def _plain(payload: Any, bias: Tensor | None) -> PackedMatrix:

@@ -226,12 +226,13 @@ def _accumulators(problem: TileProblem, tile: TileChoice) -> float:
 
 def _registers_fit(problem: TileProblem, machine: Machine, tile: TileChoice) -> bool:
     used = _accumulators(problem, tile)
-    # Decoded operands, scales and addresses need room beside the accumulators.
-    most = 96 if problem.decoded else 128
+    # Decoded operands, scales and addresses need room beside the accumulators, and so do minima, an operand too.
+    most = (64 if problem.x_bits > 16 else 96) if problem.decoded else 128
     if problem.quartered:
         # Four products, each scaled by itself, are there at once, and off Hopper the decoded operands. Found by
         # compiling every kind of GGUF block for sm_80, sm_90 and sm_100, 2026-11-23: what is left does not spill.
-        most = (64 if machine.copies else 40) - (16 if tile.block_n == 64 else 0)
+        roomy = machine.copies and problem.x_bits <= 16
+        most = (64 if roomy else 40) - (16 if tile.block_n == 64 else 0)
     return used <= most and not (tile.warps == 8 and used < (8 if tile.block_t <= 32 else 16))
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...formats.unquantised import DTYPES
-from ...ops.columns import padded_rows
+from ...ops.columns import SUMS
 from ...ops.operand import operand_regions
 from ...ops.permute import tile_count
 from ...ops.quantize import ACTIVATION_FORMATS, AS_IS, activation_format
@@ -139,7 +139,7 @@ class ProductTiling(Tiling):
                 nearest(self.measured[0], rows) or choose(first, self.machine),
                 nearest(self.measured[1], rows) or choose(second, self.machine),
             )
-            usable = self.aligned and self.tiles is None
+            usable = self.aligned and self.tiles is None and self.gate_up.expands and self.down.expands
             found = self._decided[rows] = (large if usable else None, tiles)
         return found
 
@@ -159,8 +159,8 @@ def product_regions(problem: ExpertsProblem, tiling: ProductTiling) -> Regions:
         x["ordered"] = rows * hidden * dtype.itemsize
     for own, layout, count, columns in ((x, tiling.gate_up, taken, hidden), (h, tiling.down, rows, wide)):
         if layout.minima:
-            count = padded_rows(rows) if tiling.large(rows) else count
-            own["sums"] = 16 * count * -(-columns // 128)
+            count = rows if tiling.large(rows) else count
+            own |= {"halves": 2 * count * columns, "scales": 4 * count, "sums": 2 * SUMS * count * -(-columns // 128)}
     regions: Regions = {"rows": rows * hidden * result, "middle": rows * wide * middle}
     count = tile_count(rows, problem.experts, 16)
     lists = {"expert": 4 * count, "row": 8 * count, "used": 4}
