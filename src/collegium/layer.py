@@ -21,7 +21,7 @@ from .parallel import Reaching, composed
 from .parallel.meeting import meeting_of
 from .pipelines import Parts
 from .pipelines.batched import check_batched, run_batched
-from .planning import dispatcher_named, kernel_named, plan as planned, stretches, with_shared_format
+from .planning import dispatcher_named, kernel_named, plan as planned, stretches
 from .problem import Choice
 from .runtime.devices import plain_torch
 from .runtime.memory import OwnMemory, captured, memory_map, part, shared_workspaces
@@ -31,7 +31,7 @@ from .runtime.warming import compile_batches, run_every_way, sizes_for
 from .stages.checks import check_extras, check_input, check_rows, check_weights, check_whole, output_for
 from .stages.latent import latent_of
 from .stages.router import Router, in_float32, in_full
-from .stages.shared import pack_shared
+from .stages.shared import pack_shared, packed_again, settled
 from .types import Routing
 
 if TYPE_CHECKING:
@@ -92,13 +92,13 @@ class MoELayer(PackedModule):
         check_extras(spec, router, shared, latent)
         check_whole(problem, after_expert)
         if shared is not None:
-            plan = with_shared_format(plan, shared.experts.down.name)
+            plan, weights, shared = settled(plan, weights, shared, after_expert)
             problem = plan.problem
         self.spec = problem.spec
         self.checked, self.choose = checked, choose
         self.router = None if router is None else in_float32(router)
         self.after_expert = after_expert
-        self.experts = with_measured_tiles(kernel_named(plan.kernel).pack(weights, problem.routed), problem)
+        self.experts = with_measured_tiles(kernel_named(plan.kernel).pack(weights, plan.inside.routed), problem)
         self.shared = None if shared is None else pack_shared(shared, problem, kernel_named(str(plan.shared_kernel)))
         self.latent = None if latent is None else latent_of(latent, DTYPES[problem.dtype])
         self._device = weights.down.device
@@ -109,7 +109,7 @@ class MoELayer(PackedModule):
 
     def _build(self, plan: Plan) -> None:
         """Make what runs ``self.experts`` as ``plan`` says; all ranks that share the experts do so together."""
-        problem = plan.problem
+        problem = plan.inside
         kinds = [kind for kind in pipelines.PIPELINES if kind.name in plan.pipelines]
         row, tiling = composed(dispatcher_named(plan.dispatcher), problem), self.experts.tiling
         # Packing may have found what the problem could not say.
@@ -118,7 +118,7 @@ class MoELayer(PackedModule):
         parts = Parts(
             experts=self.experts,
             dispatcher=self.dispatcher,
-            top_k=self.spec.routing.top_k,
+            top_k=problem.spec.routing.top_k,
             num_experts=len(problem.local_experts),
             after_expert=self.after_expert,
         )
@@ -159,17 +159,9 @@ class MoELayer(PackedModule):
         spec = replace(old.spec, weight_format=weights.down.name)
         if shared is not None:
             spec = replace(spec, shared=replace(shared, weight_format=shared.weight_format or old.spec.weight_format))
-        made = planned(replace(old, spec=spec), force or Choice(dispatcher=self.plan.dispatcher))
-        if shared is not None and (made.shared_kernel, made.problem.shared()) != (
-            self.plan.shared_kernel,
-            old.shared(),
-        ):
-            raise InputError(
-                f"swap: the shared expert is packed for {self.plan.shared_kernel} and {old.activation_format} "
-                f"activations, beside these weights it would need {made.shared_kernel} and {made.activation_format}; "
-                "force what it has, or load another layer"
-            )
-        self.replan(made, kernel_named(made.kernel).pack(weights, made.problem.routed))
+        force, way = force or Choice(dispatcher=self.plan.dispatcher), None if self.plan.merged else "apart"
+        made = planned(replace(old, spec=spec), replace(force, shared=force.shared or way))
+        self.replan(made, packed_again(self.experts, self.plan, weights, made))
         self.spec = made.problem.spec
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -239,7 +231,7 @@ class MoELayer(PackedModule):
         if router_logits is None:
             self._router.check_own(inputs[-1])
         with in_full(x.device):
-            return self._router(*inputs)
+            return replace(self._router, merged=0)(*inputs)
 
     def _inputs(
         self, x: Tensor, logits: Tensor | None, routing: Routing | None, token_ids: Tensor | None, own: Tensor | None
@@ -273,7 +265,8 @@ class MoELayer(PackedModule):
         out = output_for(x, out)
         self._capturing()
         with in_full(x.device):
-            _unseen(run_batched, self.experts, x, counts, out, expected=expected, after_expert=self.after_expert)
+            more = {"expected": expected, "after_expert": self.after_expert, "merged": self.plan.merged}
+            _unseen(run_batched, self.experts, x, counts, out, **more)
         return out
 
     def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> int:
@@ -394,7 +387,8 @@ class MoELayer(PackedModule):
     @property
     def _router(self) -> Router:
         if self._choice is None:
-            made = Router(spec=self.spec, weights=self.router, choose=self.choose, checked=self.checked)
+            merged, checked = self.plan.merged, self.checked
+            made = Router(spec=self.spec, weights=self.router, choose=self.choose, checked=checked, merged=merged)
             self.__dict__["_choice"] = made
             return made
         return self._choice

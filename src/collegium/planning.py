@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +22,7 @@ from .ops.route import route_regions
 from .pipelines import Asked
 from .problem import Choice, Refusal
 from .runtime.memory import Region, Regions, largest, memory_map, under
+from .sharing import shared_way
 from .types import require
 
 if TYPE_CHECKING:
@@ -41,9 +42,7 @@ __all__ = [
     "expert_bytes",
     "kernel_named",
     "plan",
-    "shared_kernel",
     "stretches",
-    "with_shared_format",
 ]
 
 
@@ -67,6 +66,7 @@ class Plan:
     wire_format: what travels between ranks. capacity: rows one pass brings to this rank's experts at most.
     expert_bytes, weight_bytes: one expert, all of this rank's slots in one layer. regions: temporary memory of a
     pass. capturable: whether the forward pass may be captured in a CUDA graph. refusals: the other candidates and why.
+    merged: as how many more routed experts the shared one runs; 0: apart, or there is none. force: what was wished.
     """
 
     problem: Problem
@@ -82,6 +82,13 @@ class Plan:
     regions: tuple[Region, ...]
     capturable: bool
     refusals: tuple[Refusal, ...]
+    merged: int = 0
+    force: Choice = field(default_factory=Choice, compare=False)
+
+    @property
+    def inside(self) -> Problem:
+        """What kernel, dispatcher and pipelines run: the problem, with the shared expert among the routed ones."""
+        return self.problem.widened(self.merged)
 
     @property
     def workspace_bytes(self) -> int:
@@ -119,6 +126,7 @@ class Plan:
             + (f" limit {spec.activation.limit:g}" if spec.activation.limit is not None else ""),
             f"machine    {where}, {device.threads} threads" if device.kind == "cpu" else f"machine    {where}",
             f"kernel     {kernels}",
+            *([] if spec.shared is None else [f"shared     {self._shared()}"]),
             f"batches    {self.batches()}",
             f"dispatch   {self.dispatcher}, at most {self.capacity:,} rows"
             + ("" if self.problem.placement is None else f"; {self.problem.placement}")
@@ -129,7 +137,7 @@ class Plan:
             f"graph      {'can' if self.capturable else 'cannot'} be captured in a CUDA graph",
         ]
         told = {"kernel": True, "dispatcher": self.problem.placement is not None, "pipeline": device.kind == "cuda"}
-        lines += [f"refused    {refusal.name}: {refusal.reason}" for refusal in self.refusals if told[refusal.what]]
+        lines += [f"refused    {refusal.name}: {refusal.reason}" for refusal in self.refusals if told.get(refusal.what)]
         return "\n".join(lines)
 
     def batches(self) -> str:
@@ -143,12 +151,18 @@ class Plan:
             found.append(f"{count} {own.pipeline} ({does[own.pipeline]}{tiles})")
         return "; ".join(found)
 
+    def _shared(self) -> str:
+        if self.merged:
+            return f"merged: {self.merged} more routed expert{'s' * (self.merged > 1)}, for every token"
+        return "apart; not merged: " + next(own.reason for own in self.refusals if own.what == "shared")
+
     def to_json(self) -> dict[str, object]:
         """Return the plan as plain values for ``--json``."""
         placed = self.problem.placement
         return {
             "kernel": self.kernel,
             "shared_kernel": self.shared_kernel,
+            "merged": self.merged,
             "dispatcher": self.dispatcher,
             "stretches": [{"tokens": s.tokens, "pipeline": s.pipeline, "tiles": s.tiles} for s in self.stretches],
             "device": self.problem.device.kind,
@@ -234,24 +248,22 @@ def plan(problem: Problem, force: Choice | None = None) -> Plan:
         reasons = _listed([r for r in refusals if r.what == "dispatcher"]) + "\nChange the choice or the placement."
         raise PlanError(f"no dispatcher serves {asked.placement or 'one rank'}:\n{reasons}")
     dispatcher = parallel.composed(chosen, asked)
-    capacity = dispatcher.capacity(asked)
-    brought = replace(asked.routed, rows=capacity, tokens=parallel.batch_tokens(dispatcher, asked))
-    parts: dict[str, Any] = {"experts": brought, "tiling": kernel.tiling(brought), "pipeline": force.pipeline}
-    question = Asked(problem=asked, kernel=kernel, dispatcher=dispatcher, **parts)
-    kinds = _pipelines(question, force, refusals)
     capturable = kernel.capturable and dispatcher.capturable
-    shared = None if asked.spec.shared is None else shared_kernel(asked, kernel, capturable=capturable)
+    shared, merged = shared_way(asked, (kernel, chosen.name), force, refusals, capturable=capturable)
+    inside = asked.widened(merged)
+    capacity = dispatcher.capacity(inside)
+    brought = replace(inside.routed, rows=capacity, tokens=parallel.batch_tokens(dispatcher, inside))
+    parts: dict[str, Any] = {"experts": brought, "tiling": kernel.tiling(brought), "pipeline": force.pipeline}
+    question = Asked(problem=inside, kernel=kernel, dispatcher=dispatcher, **parts)
+    kinds = _pipelines(question, force, refusals)
     one = expert_bytes(asked.spec, asked.routed.intermediate)
-    regions: Regions = under("routing", route_regions(asked.limits.max_tokens, asked.spec.routing.top_k))
-    if shared is not None:
-        regions |= under("shared", shared.regions(asked.shared()))
-    regions |= linear.regions_of(asked) | _largest_regions(kinds, question)
+    regions = _regions_beside(asked, inside, None if merged else shared) | _largest_regions(kinds, question)
     return Plan(
         problem=asked,
         kernel=kernel.name,
         shared_kernel=None if shared is None else shared.name,
         dispatcher=chosen.name,
-        stretches=stretches(kinds, dispatcher, question.tiling, asked),
+        stretches=stretches(kinds, dispatcher, question.tiling, inside),
         activation_format=wanted,
         wire_format=dispatcher.wire(asked),
         capacity=capacity,
@@ -260,7 +272,17 @@ def plan(problem: Problem, force: Choice | None = None) -> Plan:
         regions=tuple(Region(name, size) for name, size in regions.items()),
         capturable=capturable,
         refusals=tuple(refusals),
+        merged=merged,
+        force=force,
     )
+
+
+def _regions_beside(asked: Problem, inside: Problem, shared: ExpertKernel | None) -> Regions:
+    """Return the memory of what is beside the pipelines; shared: the kernel of a shared expert that is apart."""
+    regions: Regions = under("routing", route_regions(asked.limits.max_tokens, inside.spec.routing.top_k))
+    if shared is not None:
+        regions |= under("shared", shared.regions(asked.shared()))
+    return regions | linear.regions_of(asked)
 
 
 def _largest_regions(kinds: Sequence[PipelineKind], question: Asked) -> Regions:
@@ -361,39 +383,3 @@ def stretches(
             later = range(start, last + 1)
             start += bisect_left(later, True, key=lambda n, k=kind, f=family: family_at(n, k) != f)
     return tuple(found)
-
-
-def shared_kernel(problem: Problem, kernel: ExpertKernel, *, capturable: bool) -> ExpertKernel:
-    """Return the kernel of the shared expert, to which it is one expert that every token goes to.
-
-    The routed experts' ``kernel`` where it takes the weights; otherwise (FP8 or BF16 beside routed experts of four
-    bits) the first one of the table that does, and can be captured where the plan is. Raises PlanError.
-    """
-    asked = problem.shared()
-    reasons: list[str] = []
-    for other in dict.fromkeys((kernel, *experts.KERNELS)):
-        reason = other.refuse(asked)
-        if reason is None and capturable and not other.capturable:
-            reason = "it cannot be captured in a CUDA graph, which the plan promises"
-        if reason is None:
-            return other
-        reasons.append(f"  {other.name}: {reason}")
-    raise PlanError(
-        f"{kernel.name} runs the routed experts, no kernel runs the shared expert ({asked.weight_format}) beside it:\n"
-        + "\n".join(reasons)
-        + "\nForce another activation format or kernel."
-    )
-
-
-def with_shared_format(made: Plan, weight_format: str) -> Plan:
-    """Return ``made`` for a shared expert in ``weight_format``; raises PlanError where no kernel runs it."""
-    own = made.problem.spec.shared
-    if own is None or weight_format == (own.weight_format or made.problem.spec.weight_format):
-        return made
-    spec = replace(made.problem.spec, shared=replace(own, weight_format=weight_format))
-    problem = replace(made.problem, spec=spec)
-    kernel = shared_kernel(problem, kernel_named(made.kernel), capturable=made.capturable)
-    kept = {region.name: region.nbytes for region in made.regions if not region.name.startswith("shared/")}
-    regions = kept | under("shared", kernel.regions(problem.shared()))
-    regions = tuple(Region(name, size) for name, size in regions.items())
-    return replace(made, problem=problem, shared_kernel=kernel.name, regions=regions)

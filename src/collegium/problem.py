@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from .types import ActivationSpec, MoESpec, require
+from .types import ActivationSpec, MoESpec, RoutingSpec, require
 
 __all__ = [
     "COMBINES",
@@ -223,6 +223,15 @@ class Problem:
             device=self.device,
         )
 
+    def widened(self, more: int) -> Problem:
+        """Return the problem of the routed experts alone with ``more`` like them, to which every token goes too."""
+        if not more:
+            return self
+        old = self.spec.routing
+        rule = RoutingSpec(top_k=old.top_k + more, weight_on_input=old.weight_on_input)
+        spec = replace(self.spec, num_experts=self.spec.num_experts + more, routing=rule, shared=None)
+        return replace(self, spec=spec, placement=None)
+
     def shared(self) -> ExpertsProblem:
         """Return what the kernel of the shared expert is asked; raises SpecError when there is none."""
         return replace(self, spec=self.spec.shared_alone(), placement=None).routed
@@ -232,7 +241,8 @@ class Problem:
 class Choice:
     """A user's explicit wish; the plan obeys or refuses, it never falls back. Names as the plan prints them.
 
-    combine: one of ``COMBINES``, for layers over ranks.
+    combine: one of ``COMBINES``, for layers over ranks. shared: whether the shared expert runs as ``merged``, more
+    routed experts that every token goes to, or ``apart``, with launches of its own; nothing to a layer without one.
     """
 
     kernel: str | None = None
@@ -240,11 +250,18 @@ class Choice:
     dispatcher: str | None = None
     pipeline: str | None = None
     combine: Combine | None = None
+    shared: Literal["merged", "apart"] | None = None
+
+    def __post_init__(self) -> None:
+        require(self.shared in (None, "merged", "apart"), "shared", self.shared, "merged, apart")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refusal:
-    """One candidate and the reason, with numbers, why it was not chosen. what: kernel, dispatcher or pipeline."""
+    """One candidate and the reason, with numbers, why it was not chosen.
+
+    what: kernel, dispatcher, pipeline, or shared: the other way to run the shared expert.
+    """
 
     what: str
     name: str

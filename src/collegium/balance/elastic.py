@@ -128,6 +128,7 @@ def regroup(
             kernel=chosen.kernel,
             activation_format=chosen.activation_format,
             dispatcher=chosen.dispatcher if placed is not None and chosen.dispatcher != "local" else None,
+            shared="apart",
         )
         layer.replan(plan(problem, choice), _repacked(name, layer, placed, read))
     return rank, size
@@ -170,6 +171,11 @@ def join(
 
 def _refuse(name: Any, layer: MoELayer) -> None:
     placed = layer.plan.problem.placement
+    if layer.plan.merged:
+        raise InputError(
+            f"regroup: layer {name} has its shared expert among the routed ones, as {layer.plan.merged} of them, which "
+            "ranks cannot share; load it with Choice(shared='apart')"
+        )
     if placed is not None and (placed.tp_size > 1 or placed.group or getattr(layer.dispatcher, "map", None) is None):
         raise InputError(
             f"regroup: layer {name} is {placed} with dispatcher {layer.plan.dispatcher}; it works for whole experts "

@@ -37,14 +37,18 @@ def route_on_device(
     bias: Tensor | None = None,
     token_ids: Tensor | None = None,
     hash_table: Tensor | None = None,
+    merged: int = 0,
     memory: Memory | None = None,
 ) -> Routing:
-    """Do ``route`` unchecked, in one kernel; the arguments must be those ``route`` accepts."""
+    """Do ``route`` unchecked, in one kernel; the arguments must be those ``route`` accepts.
+
+    merged: so many experts after the E of the logits get every token with weight 1, in slots after the K.
+    """
     # Imported here: Triton exists for Linux alone, and everything but a launch works without it.
     from ..kernels.route import route_kernel
 
     tokens, experts = logits.shape
-    made = Routing(**taken(memory, _buffers(tokens, spec.top_k, ID_DTYPES[spec.id_dtype]), logits.device))
+    made = Routing(**taken(memory, _buffers(tokens, spec.top_k + merged, ID_DTYPES[spec.id_dtype]), logits.device))
     if tokens == 0:
         return made
     logits = usual_rows(logits)
@@ -59,7 +63,12 @@ def route_on_device(
     strides = (logits.stride(0), bias_stride, token_stride)
     factors = (float(spec.renormalise_eps), float(spec.scale))
     args = (logits, *given, made.topk_ids, made.topk_weights, *numbers, *strides, *factors)
-    constants = {"SCORE": SCORE_FUNCTIONS.index(spec.score), "TOP_K": spec.top_k, "RENORM": spec.renormalise}
+    constants = {
+        "SCORE": SCORE_FUNCTIONS.index(spec.score),
+        "TOP_K": spec.top_k,
+        "MERGED": merged,
+        "RENORM": spec.renormalise,
+    }
     constants |= {"KEPT": spec.kept_groups if groups > 1 else 0, "TOP2": spec.group_score == "top2_sum"}
     constants |= {"BLOCK_K": power_at_least(spec.top_k), "BLOCK_G": block_g, "BLOCK_S": block_s}
     constants |= {"BIAS": bias is not None, "HASH": spec.hash_routing, "PDL": overlaps(logits)}

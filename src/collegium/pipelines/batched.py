@@ -55,9 +55,11 @@ def run_batched(
     *,
     expected: int | None = None,
     after_expert: Callable[[Tensor], Tensor] | None = None,
+    merged: int = 0,
 ) -> None:
     """Write the first ``counts[e]`` rows of ``out[e]``, expert e's output for those of ``x[e]``; both ``[E, M, H]``.
 
+    merged: so many experts behind those E have no rows.
     expected: how many rows to choose tiles for, all there is room for when None. Nothing but ``reference`` waits for
     the device.
     """
@@ -69,7 +71,7 @@ def run_batched(
     # Rows that others are to see first, or that are of another dtype, cannot be stored where they belong at once.
     stored = after_expert is None and experts.storing(x.dtype) == (width, x.dtype)
     owners = Owners(target, ids.new_zeros(1)) if stored else None
-    order = permute(ids, slots, block_t=experts.tiling.block_t(rows) if x.is_cuda else (), owners=owners)
+    order = permute(ids, slots + merged, block_t=experts.tiling.block_t(rows) if x.is_cuda else (), owners=owners)
     back = None if order.places is None else Back(rows=target, places=order.places)
     kept, source = order.expert_offsets, order.source
     batch = ContiguousBatch(x=flat, source=source, expert_offsets=kept, tiles=order.tiles, rows=rows, back=back)

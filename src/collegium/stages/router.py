@@ -11,7 +11,8 @@ from torch.nn import functional
 
 from ..errors import InputError
 from ..ops.linear import linear
-from ..ops.route import given_routing, route, route_custom
+from ..ops.route import given_routing, route_custom
+from ..ops.route_wide import route_wide, widened
 from ..runtime.memory import part, take
 from .checks import check_rows
 
@@ -40,12 +41,16 @@ def in_float32(router: RouterWeights) -> RouterWeights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Router:
-    """How one layer chooses experts. weights: None where every call brings logits or a routing."""
+    """How one layer chooses experts. weights: None where every call brings logits or a routing.
+
+    merged: so many experts more, numbered after the others, get every token with weight 1, in the last slots.
+    """
 
     spec: MoESpec
     weights: RouterWeights | None
     choose: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]] | None
     checked: bool
+    merged: int = 0
 
     def check_own(self, router_input: Tensor | None) -> None:
         """Raise InputError where there is no router, or it reads another input than x."""
@@ -85,16 +90,19 @@ class Router:
         rule, own = self.spec.routing, self.weights
         if topk_ids is not None and topk_weights is not None:
             check_rows("topk_ids", topk_ids, (x.shape[0], topk_ids.shape[-1]))
-            return given_routing(topk_ids, topk_weights, self.spec.num_experts, checked=self.checked)
+            found = given_routing(topk_ids, topk_weights, self.spec.num_experts, checked=self.checked)
+            return widened(found, self.spec.num_experts, self.merged)
         if logits is None:
             seen = x if router_input is None else router_input
             logits = self._own_logits(seen, x.dtype, part(memory, "router"))
         check_rows("router_logits", logits, (x.shape[0], self.spec.num_experts))
         if self.choose is not None:
-            return route_custom(self.choose, x, logits, rule, checked=self.checked)
-        return route(
+            found = route_custom(self.choose, x, logits, rule, checked=self.checked)
+            return widened(found, self.spec.num_experts, self.merged)
+        return route_wide(
             logits,
             rule,
+            self.merged,
             bias=None if own is None else own.correction_bias,
             token_ids=token_ids,
             hash_table=None if own is None else own.hash_table,
