@@ -146,7 +146,8 @@ class MoELayer(PackedModule):
         recorded is forgotten, and code that torch.compile made goes on with the new experts. Old and new ones are
         in memory together for a while. No other thread may be in the layer; ranks that share it swap at the same time.
         Raises InputError for other sizes or another device, where a CUDA graph has captured the layer, and where the
-        shared expert would need another packing; PlanError where nothing runs the format. The layer is then unchanged.
+        shared expert would need another packing; PlanError where nothing runs the format, or where the shared expert
+        is merged and has another one. The layer is then unchanged.
         """
         old, shared = self.plan.problem, self.plan.problem.spec.shared
         check_weights(weights, replace(old.routed, weight_format=weights.down.name))
@@ -159,7 +160,7 @@ class MoELayer(PackedModule):
         spec = replace(old.spec, weight_format=weights.down.name)
         if shared is not None:
             spec = replace(spec, shared=replace(shared, weight_format=shared.weight_format or old.spec.weight_format))
-        force, way = force or Choice(dispatcher=self.plan.dispatcher), None if self.plan.merged else "apart"
+        force, way = force or Choice(dispatcher=self.plan.dispatcher), "merged" if self.plan.merged else "apart"
         made = planned(replace(old, spec=spec), replace(force, shared=force.shared or way))
         self.replan(made, packed_again(self.experts, self.plan, weights, made))
         self.spec = made.problem.spec

@@ -162,7 +162,7 @@ _LISTS = {"BLOCK_E": 256, "BLOCK_T_A": 16, "BLOCK_T_B": 64} | _ORDER
 _READS = {"TOP_K": 8, "BLOCK_E": 256}
 _ROUTE = {
     "SCORE": 2, "TOP_K": 8, "BLOCK_K": 8, "BLOCK_G": 8, "BLOCK_S": 32, "KEPT": 4, "TOP2": True, "BIAS": True,
-    "HASH": False, "RENORM": True,
+    "HASH": False, "RENORM": True, "MERGED": 1,
 }  # fmt: skip
 _SUM = {"TOP_K": 8, "BLOCK": 1024, "WEIGHTS": True, "SHARED": True, "IDS": False}
 _COLUMNS = {"GATHER": True, "TOP_K": 0, "BLOCK_E": 256, "BLOCK": 1024}
@@ -184,6 +184,7 @@ SMALL: tuple[tuple[str, str, dict[str, str], dict[str, Any], int, int], ...] = (
     ("weighted_sum", "weighted_sum_kernel", {"slots": "i32"}, _SUM | {"IDS": True, "BLOCK": 256}, 1, 80),
     ("route", "route_kernel", {}, _ROUTE, 1, 128),
     ("route", "route_kernel", {}, _ROUTE | {"SCORE": 3, "BLOCK_G": 1, "BLOCK_S": 1024, "KEPT": 0}, 4, 128),
+    ("route", "widen_kernel", {"ids": "i64", "weights": "bf16"}, {"TOP_K": 8, "BLOCK_K": 16, "MERGED": 1}, 1, 64),
     ("quantize", "cast_kernel", {"codes": "bf16"}, _ROWS, 4, 64),
     ("quantize", "e4m3_kernel", {"codes": "fp8e4nv"}, _E4M3, 4, 80),
     ("quantize", "e4m3_kernel", {"codes": "fp8e4nv"}, _E4M3 | {"SOME": True}, 4, 80),

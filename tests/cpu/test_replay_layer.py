@@ -30,7 +30,7 @@ from collegium import (
     encode_experts,
     plan,
 )
-from collegium.ops import linear, operand, permute, quantize, route, weighted_sum
+from collegium.ops import linear, operand, permute, quantize, route, route_wide, weighted_sum
 from collegium.runtime import launch as launching, replay
 from collegium.runtime.memory import Arena, Workspaces, shared_workspaces
 from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
@@ -112,7 +112,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
         known = kernels.setdefault(id(kernel), Kernel(made, kernel))
         launching.launch(known, *rest, **options)
 
-    for module in (linear, operand, permute, quantize, route, weighted_sum):
+    for module in (linear, operand, permute, quantize, route, route_wide, weighted_sum):
         monkeypatch.setattr(module, "on_device", lambda *_: True)
     for module in ("linear", "permute", "quantize", "route_device", "weighted_sum"):
         monkeypatch.setattr(f"collegium.ops.{module}.launch", started)

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from .tiles import follow
 
-__all__ = ["route_kernel"]
+__all__ = ["route_kernel", "widen_kernel"]
 
 _LOWEST = tl.constexpr(-2147483648)  # below the key of every float
 SOFTMAX, TOPK_SOFTMAX, SIGMOID, SQRT_SOFTPLUS = (tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3))
@@ -148,3 +148,25 @@ def route_kernel(
     for more in tl.static_range(MERGED):
         tl.store(ids + TOP_K + more, (experts + more).to(ids.dtype.element_ty))
         tl.store(weights + TOP_K + more, 1.0)
+
+
+@triton.jit
+def widen_kernel(
+    ids, weights, wide_ids, wide_weights, experts, ids_stride, weights_stride,
+    TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, MERGED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Write ids ``[T, K + MERGED]`` int64 and weights float32 of one token: those given, then the further experts'.
+
+    Ids that are no expert, and not -1, become -2: a further expert is nobody's to choose.
+    """
+    follow(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.arange(0, BLOCK_K)
+    given = slot < TOP_K
+    chosen = tl.load(ids + token * ids_stride + slot, mask=given, other=-1).to(tl.int64)
+    weight = tl.load(weights + token * weights_stride + slot, mask=given, other=1.0).to(tl.float32)
+    chosen = tl.where((chosen >= -1) & (chosen < experts), chosen, -2)
+    chosen = tl.where(given, chosen, experts + slot - TOP_K)
+    place = token * (TOP_K + MERGED) + slot
+    tl.store(wide_ids + place, chosen, mask=slot < TOP_K + MERGED)
+    tl.store(wide_weights + place, weight, mask=slot < TOP_K + MERGED)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..types import RoutingSpec
     from .buffers import Buffers
 
-__all__ = ["ID_DTYPES", "route_on_device", "route_regions"]
+__all__ = ["ID_DTYPES", "route_on_device", "route_regions", "widen_on_device"]
 
 ID_DTYPES = {"int64": torch.int64, "int32": torch.int32}
 
@@ -74,6 +74,21 @@ def route_on_device(
     constants |= {"BIAS": bias is not None, "HASH": spec.hash_routing, "PDL": overlaps(logits)}
     warps = max(1, min(4, block_g * block_s // 256))
     launch(route_kernel, (tokens,), args, constants, num_warps=warps, enable_fp_fusion=False)
+    return made
+
+
+def widen_on_device(chosen: Routing, experts: int, merged: int, memory: Memory | None = None) -> Routing:
+    """Do ``widened`` in one kernel; the arguments must be those ``widened`` accepts."""
+    # Imported here: Triton exists for Linux alone, and everything but a launch works without it.
+    from ..kernels.route import widen_kernel
+
+    ids, weights = usual_rows(chosen.topk_ids), usual_rows(chosen.topk_weights)
+    tokens, top_k = ids.shape
+    made = Routing(**taken(memory, _buffers(tokens, top_k + merged, torch.int64), ids.device))
+    if tokens:
+        args = (ids, weights, made.topk_ids, made.topk_weights, experts, ids.stride(0), weights.stride(0))
+        constants = {"TOP_K": top_k, "MERGED": merged, "BLOCK_K": power_at_least(top_k + merged), "PDL": overlaps(ids)}
+        launch(widen_kernel, (tokens,), args, constants, num_warps=1)
     return made
 
 

@@ -87,18 +87,18 @@ class Router:
 
         Without logits they are the layer's own, for ``router_input [T, D]`` if given; ``check_own`` comes before.
         """
-        rule, own = self.spec.routing, self.weights
+        rule, own, room = self.spec.routing, self.weights, part(memory, "routing")
         if topk_ids is not None and topk_weights is not None:
             check_rows("topk_ids", topk_ids, (x.shape[0], topk_ids.shape[-1]))
             found = given_routing(topk_ids, topk_weights, self.spec.num_experts, checked=self.checked)
-            return widened(found, self.spec.num_experts, self.merged)
+            return widened(found, self.spec.num_experts, self.merged, room)
         if logits is None:
             seen = x if router_input is None else router_input
             logits = self._own_logits(seen, x.dtype, part(memory, "router"))
         check_rows("router_logits", logits, (x.shape[0], self.spec.num_experts))
         if self.choose is not None:
             found = route_custom(self.choose, x, logits, rule, checked=self.checked)
-            return widened(found, self.spec.num_experts, self.merged)
+            return widened(found, self.spec.num_experts, self.merged, room)
         return route_wide(
             logits,
             rule,
@@ -108,5 +108,5 @@ class Router:
             hash_table=None if own is None else own.hash_table,
             expert_scale=None if own is None else own.expert_scale,
             checked=self.checked,
-            memory=part(memory, "routing"),
+            memory=room,
         )

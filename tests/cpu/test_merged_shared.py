@@ -1,0 +1,435 @@
+"""A shared expert that runs as more routed experts: the numbers of one that runs apart, from the checkpoint on disk."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from collegium import (
+    Choice,
+    DeviceFacts,
+    ExpertWeights,
+    Limits,
+    MoELayer,
+    MoESpec,
+    Placement,
+    PlanError,
+    Problem,
+    RouterWeights,
+    Routing,
+    RoutingSpec,
+    SharedSpec,
+    SharedWeights,
+    encode_experts,
+    load_layer,
+    plan,
+)
+from collegium.balance.elastic import regroup
+from collegium.errors import InputError, RoutingError, SpecError
+from collegium.experts import KERNELS
+from collegium.formats import Fp8Block
+from collegium.ops.route import route
+from collegium.ops.route_device import route_on_device, widen_on_device
+from collegium.ops.route_wide import route_wide, widened
+from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
+from collegium.types import ActivationSpec, LatentWeights
+from family_cases import CASES, IDS, build, decoder
+from memories import Poisoned
+from quantised_matrices import KINDS, quantise
+from truth import moe_truth
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MERGED, APART = Choice(shared="merged"), Choice(shared="apart")
+HOPPER = DeviceFacts(kind="cuda", name="H200", capability=(9, 0), memory=140 << 30)
+E, H, WIDE, K = 6, 64, 32, 2
+
+
+class Swapped(torch.nn.Module):
+    """Stands where the block stood."""
+
+    def __init__(self, layer: MoELayer) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        return self.layer(x)
+
+
+def stored(folder: Path, name: str, kind: str | None, shared: int) -> tuple[Any, Any]:
+    """Return the class's own model of the numbers on disk in ``folder``, and its blocks by layer."""
+    pytest.importorskip("transformers")
+    sizes = {"moe_intermediate_size": 32, "n_shared_experts": shared}
+    model = build(replace(CASES[name], text={**CASES[name].text, **sizes}), folder)
+    if kind is not None:
+        twin = quantise(folder, KINDS[kind], lambda path: ".experts." in path or ".shared_experts." in path)
+        model = type(model).from_pretrained(twin, dtype=torch.float32).eval()
+    return model, {index: layer.mlp for index, layer in decoder(model).items() if hasattr(layer.mlp, "experts")}
+
+
+@pytest.mark.parametrize(("kind", "shared"), [(None, 1), (None, 2), ("fp8 blocks", 1), ("ct nvfp4", 2), ("ct int4", 1)])
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+def test_a_checkpoint_computes_what_its_class_does_both_ways(
+    tmp_path: Path, name: str, kind: str | None, shared: int
+) -> None:
+    """Several layers, scaled routing, more tokens than a pass holds, twice, compiled whole and from two threads."""
+    model, blocks = stored(tmp_path / "model", name, kind, shared)
+    assert len(blocks) == 2
+    with torch.no_grad():
+        wanted = model(IDS).logits
+    seen: dict[Choice, torch.Tensor] = {}
+    for force in (MERGED, APART):
+        more: dict[str, Any] = {"dtype": "fp32", "device": "cpu", "limits": Limits(max_tokens=8)}
+        layers = {index: load_layer(tmp_path / "model", index, force=force, **more) for index in blocks}
+        for index, layer in layers.items():
+            assert layer.plan.merged == (shared if force is MERGED else 0)
+            assert (layer.shared is None) == (force is MERGED)
+            assert layer.spec.num_experts == layer.plan.problem.spec.num_experts == 8
+            model.model.layers[index].mlp = Swapped(layer)
+        with torch.no_grad():
+            found = model(IDS).logits
+            assert (found - wanted).abs().max() <= 1e-4 * wanted.abs().max()
+            assert torch.equal(model(IDS).logits, found)
+        seen[force] = found
+        layer, x = layers[2], heavy_tailed(11, 32, seed=3)
+        alone = layer(x)
+        assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), alone)
+        with ThreadPoolExecutor(2) as pool:
+            assert all(torch.equal(out, alone) for out in pool.map(layer, [x] * 8))
+        model.model.layers[2].mlp = blocks[2]
+        model.model.layers[1].mlp = blocks[1]
+    # The library of this CPU takes other sums for other counts of rows, so the last bits may differ there.
+    assert (seen[MERGED] - seen[APART]).abs().max() <= 1e-4 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("way", [MERGED, APART])
+def test_a_whole_model_whose_weights_are_on_the_input(tmp_path: Path, way: Choice) -> None:
+    """Llama-4, whose blocks have no experts interface: the layer holds router and shared expert."""
+    pytest.importorskip("transformers")
+    from collegium.integrations.transformers import layers_of
+    from collegium.integrations.transformers.whole_model import load_model_in
+
+    model = build(CASES["llama4_text"], tmp_path)
+    ours = load_model_in("fp32", str(tmp_path), device="cpu", force=way)
+    assert [layer.plan.merged for layer in layers_of(ours)] == [int(way is MERGED)]
+    with torch.no_grad():
+        found, wanted = ours(IDS).logits, model(IDS).logits
+        assert (found - wanted).abs().max() <= 1e-4 * wanted.abs().max()
+        assert torch.equal(ours(IDS).logits, found)
+
+
+def test_what_cannot_be_cut_is_refused_by_name_and_stays_apart(tmp_path: Path) -> None:
+    stored(tmp_path / "model", "glm4_moe", "fp8 blocks", 2)
+    with pytest.raises(PlanError, match=r"found 64 columns; needed .* 32 each, in whole groups of 128.*shared='apart'"):
+        load_layer(tmp_path / "model", 1, dtype="fp32", device="cpu", force=MERGED)
+    layer = load_layer(tmp_path / "model", 1, dtype="fp32", device="cpu")
+    assert layer.plan.merged == 0
+    assert "shared     apart; not merged: found 64 columns" in str(layer)
+
+
+def layer_of(
+    force: Choice | None = None,
+    *,
+    weights: str = "bf16",
+    count: int = 1,
+    device: DeviceFacts | None = None,
+    shared_weights: Any = None,
+    rule: RoutingSpec | None = None,
+    tokens: int = 16,
+    **more: Any,
+) -> MoELayer:
+    shared = shared_weights or encode_experts(random_experts(1, 2, count * WIDE, H, seed=2), weights)
+    spec = MoESpec(
+        hidden_size=H,
+        intermediate_size=WIDE,
+        num_experts=E,
+        routing=rule or RoutingSpec(top_k=K, scale=2.5),
+        weight_format=weights,
+        shared=SharedSpec(intermediate_size=count * WIDE),
+    )
+    problem = Problem(spec=spec, device=device or DeviceFacts(kind="cpu"), limits=Limits(max_tokens=tokens))
+    return MoELayer(
+        encode_experts(random_experts(E, 2, WIDE, H, seed=1), weights),
+        plan(problem, force),
+        router=RouterWeights(weight=heavy_tailed(E, H, seed=3)),
+        shared=SharedWeights(experts=shared),
+        **more,
+    )
+
+
+def truth_of(x: torch.Tensor, routing: Routing, weights: str = "bf16", count: int = 1) -> torch.Tensor:
+    """The routed experts' sum and the shared expert once, whole, of the dequantised numbers."""
+    routed = encode_experts(random_experts(E, 2, WIDE, H, seed=1), weights)
+    shared = encode_experts(random_experts(1, 2, count * WIDE, H, seed=2), weights)
+    every, once = torch.zeros(x.shape[0], 1, dtype=torch.int64), torch.ones(x.shape[0], 1)
+    parts = ((routed, routing.topk_ids, routing.topk_weights), (shared, every, once))
+    return sum(  # type: ignore[return-value]
+        moe_truth(x.float(), own.gate_up.decode(), own.down.decode(), ids, factors, ActivationSpec())
+        for own, ids, factors in parts
+    )
+
+
+RECIPES = [
+    ("bf16", None, 0.02),
+    ("fp8_channel", "fp8_token", 0.08),
+    ("fp8_block", "fp8_group128", 0.08),
+    ("mxfp4", None, 0.02),
+    ("mxfp4", "fp8_token", 0.08),
+    ("nvfp4", "fp8_group128", 0.08),
+    ("int4_group", None, 0.02),
+]
+
+
+@pytest.mark.parametrize("on_input", [False, True])
+@pytest.mark.parametrize(("weights", "activations", "most"), RECIPES)
+def test_kernels_of_a_gpu_give_the_bits_of_apart_and_merge_by_themselves(
+    weights: str, activations: str | None, most: float, on_input: bool
+) -> None:
+    """In Triton's interpreter: unsorted, sorted, and in passes."""
+    if torch.cuda.is_available():
+        pytest.skip("tests/gpu makes these comparisons on the device")
+    pytest.importorskip("triton")
+    rule = RoutingSpec(top_k=K, scale=2.5, weight_on_input=on_input)
+    wishes = [Choice(activation_format=activations, shared=own) for own in (None, "apart")]
+    merged, apart = (layer_of(force, weights=weights, device=HOPPER, rule=rule) for force in wishes)
+    assert (merged.plan.merged, merged.shared, apart.plan.merged) == (1, None, 0)
+    assert merged.plan.pipelines == (("split",) if on_input else ("direct", "split"))
+    assert "shared     merged: 1 more routed expert, for every token" in str(merged)
+    assert merged.plan.kernel == apart.plan.shared_kernel
+    for tokens in (1, 16, 19):
+        x = heavy_tailed(tokens, H, seed=tokens).bfloat16()
+        assert torch.equal(merged(x), apart(x))
+        chosen = merged.route(x)
+        assert chosen.topk_ids.shape == (tokens, K)
+        assert torch.equal(merged(x, routing=chosen), apart(x))
+        if not on_input:
+            assert relative_error(merged(x).float(), truth_of(x, chosen, weights)) < most
+
+
+@pytest.mark.parametrize("device", [DeviceFacts(kind="cpu"), HOPPER], ids=["cpu", "cuda"])
+@pytest.mark.parametrize("weights", ["bf16", "mxfp4", "nvfp4"])
+def test_a_wide_one_is_cut_into_several(weights: str, device: DeviceFacts) -> None:
+    if device is HOPPER and torch.cuda.is_available():
+        pytest.skip("tests/gpu makes these comparisons on the device")
+    layer = layer_of(MERGED, weights=weights, count=3, device=device)
+    assert layer.plan.merged == 3
+    assert layer.experts.slots()[0].shape[0] == E + 3
+    for tokens in (1, 7, 20):
+        x = heavy_tailed(tokens, H, seed=tokens).bfloat16()
+        assert relative_error(layer(x).float(), truth_of(x, layer.route(x), weights, 3)) < 0.02
+    # By itself it is not: over ranks the same model would have other last bits.
+    whole = layer_of(weights=weights, count=3, device=device)
+    assert whole.plan.merged == 0
+    assert relative_error(layer(x).float(), whole(x).float()) < 0.01
+
+
+def test_a_routing_of_the_callers_own_reaches_routed_experts_alone() -> None:
+    merged, apart = layer_of(MERGED), layer_of(APART)
+    x = heavy_tailed(6, H, seed=4).bfloat16()
+    ids = torch.tensor([[0, 5], [-1, 3], [-1, -1], [1, E], [E + 1, 2], [-2, 0]])
+    factors = torch.rand(6, 2) + 0.5
+    factors[1, 0] = torch.nan  # of what is not here
+    for whole in (torch.int64, torch.int32, torch.int8):
+        for real in (torch.float32, torch.float64, torch.bfloat16):
+            routing = Routing(topk_ids=ids.to(whole), topk_weights=factors.to(real))
+            found = merged(x, routing=routing)
+            assert torch.equal(found.nan_to_num(7), apart(x, routing=routing).nan_to_num(7))
+            assert found.isnan().all(1).tolist() == found.isnan().any(1).tolist() == [False] * 3 + [True] * 3
+    wider = Routing(topk_ids=torch.arange(4).expand(6, 4), topk_weights=torch.rand(6, 4))
+    assert torch.equal(merged(x, routing=wider), apart(x, routing=wider))
+    checked = layer_of(MERGED, checked=True)
+    with pytest.raises(RoutingError, match="allowed: 0 to 5"):
+        checked(x, routing=Routing(topk_ids=ids, topk_weights=factors))
+    assert torch.equal(checked(x), apart(x))
+
+
+def test_a_rule_of_the_callers_own_and_a_factor_of_each_expert() -> None:
+    x = heavy_tailed(6, H, seed=4).bfloat16()
+
+    def choose(x: torch.Tensor, logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, ids = (-logits).topk(top_k)
+        return weights, ids
+
+    merged, apart = (layer_of(force, choose=choose) for force in (MERGED, APART))
+    assert torch.equal(merged(x), apart(x))
+    rule, logits = RoutingSpec(top_k=K, expert_scale=True), heavy_tailed(6, E, seed=5)
+    factors = torch.rand(E) + 0.5
+    narrow = route(logits, rule, expert_scale=factors)
+    wide = route_wide(logits, rule, 2, expert_scale=factors)
+    assert torch.equal(wide.topk_ids, torch.cat((narrow.topk_ids, torch.tensor([[E, E + 1]] * 6)), 1))
+    assert torch.equal(wide.topk_weights, torch.cat((narrow.topk_weights, torch.ones(6, 2)), 1))
+
+
+def test_rows_that_are_packed_by_expert_are_of_the_routed_ones() -> None:
+    merged, apart = layer_of(MERGED), layer_of(APART)
+    x, counts = heavy_tailed(E * 5, H, seed=6).bfloat16().view(E, 5, H), torch.tensor([5, 0, 2, 9, 1, 3])
+    fill = torch.full_like(x, 3.0)
+    assert torch.equal(merged.run_batched(x, counts, out=fill.clone()), apart.run_batched(x, counts, out=fill.clone()))
+
+
+def test_a_swap_keeps_the_shared_expert() -> None:
+    x, other = heavy_tailed(9, H, seed=7).bfloat16(), encode_experts(random_experts(E, 2, WIDE, H, seed=8), "bf16")
+    merged, apart = layer_of(MERGED, count=2), layer_of(APART, count=2)
+    before = merged(x)
+    kept = copy.deepcopy(merged)
+    merged.swap(other)
+    apart.swap(other)
+    assert merged.plan.merged == 2
+    assert apart.plan.merged == 0
+    assert relative_error(merged(x).float(), before.float()) > 0.1
+    assert relative_error(merged(x).float(), apart(x).float()) < 0.01
+    assert torch.equal(kept(x), before)
+    assert torch.equal(pickle.loads(pickle.dumps(merged))(x), merged(x))
+    with pytest.raises(PlanError, match="found weights bf16, those of the routed experts are mxfp4"):
+        merged.swap(encode_experts(other, "mxfp4"))
+    with pytest.raises(InputError, match=r"merged into 2; beside these weights it would need .* merged into 0"):
+        merged.swap(other, APART)
+    assert torch.equal(merged(x), layer_swapped(other)(x))
+
+
+def layer_swapped(other: ExpertWeights[Any]) -> MoELayer:
+    layer = layer_of(MERGED, count=2)
+    layer.swap(other)
+    return layer
+
+
+def test_weights_that_are_stored_in_another_way_stay_apart() -> None:
+    """The plan cannot know: blocks of another size, and what a function does to the rows of routed experts."""
+    big = random_experts(1, 2, WIDE, H, seed=2)
+    blocks = ExpertWeights(
+        gate_up=Fp8Block.encode(big.gate_up.decode(), block=(256, 256)),
+        down=Fp8Block.encode(big.down.decode(), block=(256, 256)),
+    )
+    with pytest.raises(PlanError, match="the shared expert is stored as"):
+        layer_of(MERGED, weights="fp8_block", shared_weights=blocks)
+    layer = layer_of(weights="fp8_block", shared_weights=blocks, device=HOPPER)
+    assert layer.plan.merged == 0
+    assert "shared     apart; not merged: the shared expert is stored as" in str(layer)
+    with pytest.raises(PlanError, match="found weights mxfp4, those of the routed experts are bf16"):
+        layer_of(MERGED, shared_weights=encode_experts(big, "mxfp4"))
+    with pytest.raises(PlanError, match="after_expert"):
+        layer_of(MERGED, after_expert=lambda rows: rows * 2)
+    doubled = layer_of(after_expert=lambda rows: rows * 2, device=HOPPER)
+    assert doubled.plan.merged == 0
+
+
+REASONS = {
+    "its gate": {"shared": SharedSpec(intermediate_size=WIDE, gated=True)},
+    "found activation": {"shared": SharedSpec(intermediate_size=WIDE, activation=ActivationSpec(kind="geglu"))},
+    "found weights fp8_block": {"shared": SharedSpec(intermediate_size=WIDE, weight_format="fp8_block")},
+    "found biases False": {"expert_bias": True},
+    "found width of tokens": {"latent_size": 32},
+    "found 48 columns": {"shared": SharedSpec(intermediate_size=48)},
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_a_plan_says_why_not(reason: str) -> None:
+    base: dict[str, Any] = {"hidden_size": H, "intermediate_size": WIDE, "num_experts": E}
+    more = {"routing": RoutingSpec(top_k=K), "shared": SharedSpec(intermediate_size=WIDE), **REASONS[reason]}
+    problem = Problem(spec=MoESpec(**base, **more), device=HOPPER)
+    with pytest.raises(PlanError, match=f"shared merged was forced, it cannot be: {reason}"):
+        plan(problem, MERGED)
+    made = plan(problem)
+    assert made.merged == 0
+    assert [own.reason.startswith(reason) for own in made.refusals if own.what == "shared"] == [True]
+    assert made.to_json()["merged"] == 0
+
+
+def test_what_a_plan_says_of_a_merged_one() -> None:
+    spec = MoESpec(
+        hidden_size=H,
+        intermediate_size=WIDE,
+        num_experts=E,
+        routing=RoutingSpec(top_k=K),
+        shared=SharedSpec(intermediate_size=WIDE),
+    )
+    made = plan(Problem(spec=spec, device=HOPPER, limits=Limits(max_tokens=10)))
+    assert (made.merged, made.capacity) == (1, 10 * (K + 1))
+    assert made.weight_bytes == E * made.expert_bytes
+    assert not any(region.name.startswith("shared/") for region in made.regions)
+    assert [(own.name, own.reason) for own in made.refusals if own.what == "shared"] == [
+        ("apart", "merged saves its launches, with the same bits")
+    ]
+    # Nothing to a layer without one, nothing over ranks.
+    assert plan(Problem(spec=replace(spec, shared=None), device=HOPPER), MERGED).merged == 0
+    half = Placement(rank=0, world_size=2, expert_ids=(0, 1, 2), ranks=((0, 1, 2), (3, 4, 5)))
+    assert plan(Problem(spec=spec, device=DeviceFacts(kind="cpu"), placement=half)).merged == 0
+    with pytest.raises(PlanError, match="each rank has the whole shared expert"):
+        plan(Problem(spec=spec, device=DeviceFacts(kind="cpu"), placement=half), MERGED)
+    with pytest.raises(SpecError, match="shared: found 'beside', allowed: merged, apart"):
+        Choice(shared="beside")  # type: ignore[arg-type]
+
+
+def test_ranks_cannot_take_over_a_merged_one() -> None:
+    with pytest.raises(InputError, match=r"as 1 of them, which ranks cannot share; load it with .*shared='apart'"):
+        regroup({0: layer_of(MERGED)})
+
+
+def test_latent_weights_are_beside_a_shared_one_that_is_apart() -> None:
+    spec = MoESpec(
+        hidden_size=H,
+        intermediate_size=WIDE,
+        num_experts=E,
+        routing=RoutingSpec(top_k=K),
+        latent_size=48,
+        shared=SharedSpec(intermediate_size=WIDE),
+    )
+    layer = MoELayer(
+        random_bf16(E, 48, 1),
+        plan(Problem(spec=spec, device=HOPPER)),
+        router=RouterWeights(weight=heavy_tailed(E, H, seed=3)),
+        shared=SharedWeights(experts=random_bf16(1, H, 2)),
+        latent=LatentWeights(down=heavy_tailed(48, H, seed=4), up=heavy_tailed(H, 48, seed=5)),
+    )
+    assert layer.plan.merged == 0
+    assert layer.shared is not None
+
+
+def random_bf16(experts: int, hidden: int, seed: int) -> Any:
+    return encode_experts(random_experts(experts, 2, WIDE, hidden, seed=seed), "bf16")
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter, about the NaN
+@pytest.mark.parametrize("id_dtype", ["int64", "int32"])
+@pytest.mark.parametrize("merged", [1, 3])
+def test_kernels_write_the_further_slots(merged: int, id_dtype: Any) -> None:
+    """The chosen ones keep their bits; nothing else is written."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("tests/gpu makes these comparisons on the device")
+    rule = RoutingSpec(top_k=3, score="sigmoid", scale=2.5, renormalise=True, id_dtype=id_dtype)
+    logits = heavy_tailed(9, 20, seed=1, channels=False)
+    logits[4, 7] = torch.nan
+    narrow = route_on_device(logits, rule)
+    found = route_on_device(logits, rule, merged=merged, memory=Poisoned())
+    assert found.topk_ids.dtype == narrow.topk_ids.dtype
+    assert found.topk_ids[:, 3:].tolist() == [list(range(20, 20 + merged))] * 9
+    assert found.topk_weights[:, 3:].tolist() == [[1.0] * merged] * 9
+    assert torch.equal(found.topk_ids[:, :3], narrow.topk_ids)
+    assert torch.equal(found.topk_weights[:, :3].nan_to_num(7), narrow.topk_weights.nan_to_num(7))
+    ids = uneven_ids(9, 3, 20, seed=2)
+    ids[0, 0], ids[1, 1], ids[2, 2] = -1, 20, -5
+    for whole in (torch.int64, torch.int32, torch.int8):
+        for real in (torch.float32, torch.bfloat16):
+            given = Routing(topk_ids=ids.to(whole), topk_weights=torch.rand(9, 3).to(real))
+            wanted, made = widened(given, 20, merged), widen_on_device(given, 20, merged, Poisoned())
+            assert torch.equal(made.topk_ids, wanted.topk_ids)
+            assert torch.equal(made.topk_weights, wanted.topk_weights)
+            assert made.topk_ids[1, 1] == made.topk_ids[2, 2] == -2
+
+
+def test_every_kernel_takes_more_experts_than_the_plan_asked_it_for() -> None:
+    """A kernel is asked for the routed ones alone: none may refuse a number of experts."""
+    problem = layer_of(APART).plan.problem
+    for kernel in KERNELS:
+        for wide in (problem, problem.widened(3)):
+            asked = replace(wide.routed, device=problem.device)
+            assert (kernel.refuse(asked) is None) == (kernel.refuse(problem.routed) is None)
