@@ -649,6 +649,20 @@ MUTANTS: tuple[Mutant, ...] = (
         (("shared = None if self.shared is None or many else partial(self.shared, x, memory)", "shared = None"),),
         _LAYER,
     ),
+    *(
+        Mutant(name, file, (edit,), (f"tests/cpu/test_merged_shared.py::test_{test}",))
+        for name, file, test, edit in (
+            ("merged: routed scaling factor on the shared expert", "ops/route_wide.py", "a_wide_one_is_cut_into_several", ("torch.ones_like(more)", "torch.full_like(weights[:, :merged], 2.5)")),
+            ("merged: kernel weights the shared expert", "kernels/route.py", "kernels_write_the_further_slots", ("tl.store(weights + TOP_K + more, 1.0)", "tl.store(weights + TOP_K + more, scale)")),
+            ("merged: foreign id reaches the shared expert", "ops/route_wide.py", "a_routing_of_the_callers_own_reaches_routed_experts_alone", ("(ids < -1) | (ids >= experts)", "ids < -1")),
+            ("merged: kernel lets a foreign id reach the shared expert", "kernels/route.py", "kernels_write_the_further_slots", ("(chosen >= -1) & (chosen < experts)", "chosen >= -1")),
+            ("merged: gate and up swapped in the pieces", "stages/shared.py", "a_wide_one_is_cut_into_several", ("gate_up=shared.gate_up.rows(*own)", "gate_up=replace(shared.gate_up, **{k: t.flip(1) for k, t in shared.gate_up.tensors().items()}).rows(*own)")),
+            ("merged: columns of another piece", "stages/shared.py", "a_wide_one_is_cut_into_several", ("shared.down.columns(*own)) for own", "shared.down.columns(*cuts[own == cuts[0]])) for own")),
+            ("merged: other blocks taken for alike", "stages/shared.py", "weights_that_are_stored_in_another_way_stay_apart", ("if kind != kinds[0]:", "if False:")),
+            ("merged: a swap drops the shared expert", "stages/shared.py", "a_swap_keeps_the_shared_expert", ("packed.put(slot, old.take(slot))", "pass")),
+            ("merged: over ranks too", "sharing.py", "what_a_plan_says_of_a_merged_one", ('if dispatcher != "local":', "if False:")),
+        )
+    ),
     Mutant("shared expert's gate dropped", "stages/shared.py", (("if self.gate is None:", "if True:"),), _LAYER),
     # Tensor-parallel slices.
     Mutant(

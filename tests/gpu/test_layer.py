@@ -214,3 +214,57 @@ def test_gpu_experts_are_swapped_until_a_graph_has_captured_them():
         layer.swap(made("bf16", 5))
     graph.replay()
     assert torch.equal(y, fresh(x))
+
+
+@pytest.mark.parametrize(
+    ("weight_format", "activations"),
+    [("bf16", None), ("fp8_block", "fp8_group128"), ("mxfp4", "fp8_token"), ("nvfp4", None)],
+)
+def test_gpu_merged_shared_expert_has_the_bits_of_apart_eager_and_replayed(weight_format, activations):
+    """Layers with routers of their own, by logits and by a given routing: unsorted, sorted, in passes, in a graph."""
+    experts, hidden, wide, most = 17, 256, 128, 200
+    spec = MoESpec(
+        hidden_size=hidden,
+        intermediate_size=wide,
+        num_experts=experts,
+        routing=RoutingSpec(top_k=3, score="sigmoid", scale=2.5),
+        weight_format=weight_format,
+        shared=SharedSpec(intermediate_size=wide),
+    )
+    problem = Problem(spec=spec, device=probe("cuda"), limits=Limits(max_tokens=most))
+    stacks: dict[str | None, list[MoELayer]] = {
+        way: [
+            MoELayer(
+                to(encode_experts(random_experts(experts, 2, wide, hidden, seed=seed), weight_format), "cuda"),
+                plan(problem, Choice(activation_format=activations, shared=way)),
+                router=RouterWeights(weight=heavy_tailed(experts, hidden, seed=seed + 1).cuda()),
+                shared=SharedWeights(
+                    experts=to(encode_experts(random_experts(1, 2, wide, hidden, seed=seed + 2), weight_format), "cuda")
+                ),
+            )
+            for seed in (20, 30)
+        ]
+        for way in (None, "apart")
+    }
+    assert [[layer.plan.merged for layer in own] for own in stacks.values()] == [[1, 1], [0, 0]]
+
+    def run(way, x):
+        first, second = stacks[way]
+        made = first(x)
+        return second(made, routing=second.route(made))
+
+    for tokens in (1, 2, 7, most, most + 9):
+        for call in range(3):  # computed, recorded, repeated
+            x = heavy_tailed(tokens, hidden, seed=tokens + call).bfloat16().cuda()
+            assert torch.equal(run(None, x), run("apart", x))
+    for tokens in (1, 40):
+        held = heavy_tailed(tokens, hidden, seed=5).bfloat16().cuda()
+        run(None, held)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = run(None, held)
+        for seed in (6, 7):
+            held.copy_(heavy_tailed(tokens, hidden, seed=seed).bfloat16())
+            graph.replay()
+            assert torch.equal(out, run("apart", held))
