@@ -175,7 +175,7 @@ def problem_on(device: DeviceFacts, most: int = 64) -> Problem:
 def test_a_kernel_is_one_row(row: ThrowAway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with patch.object(torch.Tensor, "is_cuda", False):
         wanted = layer_of(problem_on(GPU), Choice(kernel="reference"))
-    made = layer_of(problem_on(GPU))
+    made = layer_of(problem_on(GPU), Choice(shared="apart"))
     # Lines of the plan.
     assert made.plan.kernel == made.plan.shared_kernel == "throw_away"
     assert [(s.tokens, s.pipeline, s.tiles) for s in made.plan.stretches] == [
@@ -319,7 +319,7 @@ class LoudKind(SplitKind):
 def test_a_pipeline_is_one_row(row: ThrowAway, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = pipelines.PIPELINES
     monkeypatch.setattr(pipelines, "PIPELINES", (rows[0], LoudKind(), rows[-1]))
-    made = layer_of(problem_on(GPU))
+    made = layer_of(problem_on(GPU), Choice(shared="apart"))
     assert [(s.tokens, s.pipeline) for s in made.plan.stretches] == [
         (1, "direct"),
         (2, "loud"),
@@ -335,7 +335,7 @@ def test_a_pipeline_is_one_row(row: ThrowAway, monkeypatch: pytest.MonkeyPatch) 
     assert Loud.heard == [2, 30]
     v3 = replace(SPEC.routing, score="sigmoid", correction_bias=True)
     routing = replace(problem_on(GPU), spec=replace(SPEC, routing=v3))
-    said = {r.name: r.reason for r in plan(routing).refusals}
+    said = {r.name: r.reason for r in plan(routing, Choice(shared="apart")).refusals}
     assert said["loud"] == "asked for the routing deepseek_v3; it routes by renormalize_naive alone"
     assert "6 experts, top-2 (deepseek_v3), hidden 48" in plan(routing).explain()
     assert "6 experts, top-2 (renormalize_naive), hidden 48" in repr(made)
