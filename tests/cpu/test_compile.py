@@ -169,6 +169,7 @@ _COLUMNS = {"GATHER": True, "TOP_K": 0, "BLOCK_E": 256, "BLOCK": 1024}
 _ROWS = {"BLOCK_R": 2, "BLOCK_C": 1024, "GATHER": True, "WEIGHTS": True, "SOME": False}
 _E4M3 = _ROWS | {"GROUP": 128, "POWER": False, "BYTE": False, "ROUND": False, "REORDER": False}
 # Small kernels: (file, kernel, types that are not the rule, constants, warps, most registers); FP8 from sm_90 on.
+_HALVES = {"halves": "fp16", "scales": "fp32", "sums": "fp16"}
 SMALL: tuple[tuple[str, str, dict[str, str], dict[str, Any], int, int], ...] = (
     ("permute", "permute_kernel", {}, {"BLOCK": 32, "WEIGHTS": False} | _READS | _LISTS, 1, 96),
     ("permute", "permute_kernel", {"ids": "i32"}, {"BLOCK": 256, "WEIGHTS": True} | _READS | _LISTS, 8, 80),
@@ -178,8 +179,8 @@ SMALL: tuple[tuple[str, str, dict[str, str], dict[str, Any], int, int], ...] = (
     ("permute", "scatter_kernel", {}, {"BLOCK": 256, "CHUNK": 64, "WEIGHTS": True, "TOP_K": 8} | _LISTS, 8, 128),
     ("columns", "columns_kernel", {"out": "bf16"}, _COLUMNS, 4, 48),
     ("columns", "columns_kernel", {"out": "fp16", "x": "fp16"}, _COLUMNS | {"TOP_K": 8}, 4, 48),
-    ("columns", "halves_kernel", {"halves": "fp16", "scales": "fp32", "sums": "fp16"}, {"SOME": True, "BLOCK": 4096}, 8, 48),
-    ("columns", "halves_kernel", {"halves": "fp16", "scales": "fp32", "sums": "fp16", "x": "fp16"}, {"SOME": False, "BLOCK": 16384}, 16, 64),
+    ("columns", "halves_kernel", _HALVES, {"SOME": True, "BLOCK": 4096}, 8, 48),
+    ("columns", "halves_kernel", _HALVES | {"x": "fp16"}, {"SOME": False, "BLOCK": 16384}, 16, 64),
     ("weighted_sum", "weighted_sum_kernel", {}, _SUM, 4, 80),
     ("weighted_sum", "weighted_sum_kernel", {"slots": "i32"}, _SUM | {"IDS": True, "BLOCK": 256}, 1, 80),
     ("route", "route_kernel", {}, _ROUTE, 1, 128),

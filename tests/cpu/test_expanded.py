@@ -18,7 +18,6 @@ from collegium.experts.triton.lanes import pack_gguf, pack_int, pack_mxfp8
 from collegium.experts.triton.tile_choice import TileProblem
 from collegium.experts.triton.tiles import prefill_tile
 from collegium.formats import MxFp8
-from collegium.formats.gguf import KINDS
 from collegium.planning import plan
 from collegium.problem import DeviceFacts, Limits, Problem
 from collegium.runtime.machine import Machine, machine_of
