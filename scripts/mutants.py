@@ -181,10 +181,10 @@ MUTANTS: tuple[Mutant, ...] = (
         (('case "swiglu_oai":\n            if limit is not None:', 'case "swiglu_oai":\n            if False:'),), _HOST,
     ),
     Mutant("clamp dropped", "experts/cpu/grouped.py", (("if spec.limit is not None:", "if False:"),), _CPU),
-    Mutant("clamp dropped", "kernels/activation.py", (("if HAS_LIMIT and KIND != 2:", "if HAS_LIMIT and KIND > 9:"),), _ACTS),
+    Mutant("clamp dropped", "kernels/activation.py", (("if HAS_LIMIT and kind != 2:", "if HAS_LIMIT and kind > 9:"),), _ACTS),
     Mutant(
         "clamp dropped (swiglu_step)", "kernels/activation.py",
-        (("gate = gate * _sigmoid(gate)\n        if HAS_LIMIT:", "gate = gate * _sigmoid(gate)\n        if KIND == 9:"),), _ACTS,
+        (("gate = gate * _sigmoid(gate, FAST)\n        if HAS_LIMIT:", "gate = gate * _sigmoid(gate, FAST)\n        if kind == 9:"),), _ACTS,
     ),
     Mutant(
         "gate clamped from below too", "ops/activation.py",
@@ -197,8 +197,8 @@ MUTANTS: tuple[Mutant, ...] = (
         _HOST,
     ),
     Mutant("gate clamped from below too", "kernels/activation.py",
-        (("gate = _below(gate, limit)\n        up = _within(up, limit)\n    if KIND == 0",
-          "gate = _within(gate, limit)\n        up = _within(up, limit)\n    if KIND == 0"),), _ACTS),
+        (("gate = _below(gate, limit)\n        up = _within(up, limit)\n    if kind == 0",
+          "gate = _within(gate, limit)\n        up = _within(up, limit)\n    if kind == 0"),), _ACTS),
     # Clamp after SiLU.
     Mutant(
         "clamp after SiLU", "ops/activation.py",
@@ -229,17 +229,17 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "clamp after SiLU", "kernels/activation.py",
         (
-            ("if HAS_LIMIT and KIND != 2:", "if HAS_LIMIT and KIND > 2:"),
-            ("out = gate * _sigmoid(gate) * up", "out = tl.where(HAS_LIMIT, _below(gate * _sigmoid(gate), limit) * "
-             "_within(up, limit), gate * _sigmoid(gate) * up)"),
+            ("if HAS_LIMIT and kind != 2:", "if HAS_LIMIT and kind > 2:"),
+            ("out = gate * _sigmoid(gate, FAST) * up", "out = tl.where(HAS_LIMIT, _below(gate * _sigmoid(gate, FAST), limit) * "
+             "_within(up, limit), gate * _sigmoid(gate, FAST) * up)"),
         ),
         _ACTS,
     ),
     # SwiGLU-OAI.
     Mutant("alpha dropped", "ops/activation.py", (("torch.sigmoid(spec.alpha * gate)", "torch.sigmoid(gate)"),), _HOST),
-    Mutant("alpha dropped", "kernels/activation.py", (("_sigmoid(alpha * gate)", "_sigmoid(gate)"),), _ACTS),
-    Mutant("+1 dropped", "ops/activation.py", (("(up + 1) * (gate", "up * (gate"),), _HOST),
-    Mutant("+1 dropped", "kernels/activation.py", (("(up + 1.0) * (gate", "up * (gate"),), _ACTS),
+    Mutant("alpha dropped", "kernels/activation.py", (("_sigmoid(alpha * gate, FAST)", "_sigmoid(gate, FAST)"),), _ACTS),
+    Mutant("beta dropped", "ops/activation.py", (("(up + spec.beta) * (gate", "up * (gate"),), _HOST),
+    Mutant("beta dropped", "kernels/activation.py", (("(up + gate_bound) * (gate", "up * (gate"),), _ACTS),
     # A scale dropped.
     Mutant(
         "a group's scale dropped", "formats/codecs.py",
@@ -360,7 +360,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "quarters swapped (INT4)", "experts/triton/lanes.py",
         (("a, b, c, d = codes.unbind(2)\n    return a", "b, a, c, d = codes.unbind(2)\n    return a"),), _KERNEL,
     ),
-    Mutant("an INT4 code of three bits", "kernels/decode.py", (("(lanes >> 12) & 15", "(lanes >> 12) & 7"),), _KERNEL),
+    Mutant("an INT4 code of three bits", "kernels/decode.py", (("(lanes >> 8) & 15, (lanes >> 12) & 15", "(lanes >> 8) & 15, (lanes >> 12) & 7"),), _KERNEL),
     # E8M0.
     Mutant(
         "E8M0 bias off by one", "formats/codecs.py",

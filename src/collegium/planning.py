@@ -116,7 +116,8 @@ class Plan:
         lines = [
             f"layer      {spec.num_experts} experts, top-{spec.routing.top_k} ({spec.routing.method}), "
             f"hidden {spec.hidden_size}, intermediate {spec.intermediate_size}, {spec.activation.kind}"
-            + (f" limit {spec.activation.limit:g}" if spec.activation.limit is not None else ""),
+            + (f" limit {spec.activation.limit:g}" if spec.activation.limit is not None else "")
+            + (" in fast math" if spec.activation.fast else ""),
             f"machine    {where}, {device.threads} threads" if device.kind == "cpu" else f"machine    {where}",
             f"kernel     {kernels}",
             f"batches    {self.batches()}",

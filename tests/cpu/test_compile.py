@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from collegium.kernels.numbers import FAST_MATH
 from compiling import compile_apart
 
 if importlib.util.find_spec("triton") is None:
@@ -63,6 +64,7 @@ CASES: tuple[tuple[int, str, dict[str, Any], str, int, int], ...] = (
     (90, "i16", MXFP8, "HGMMA", 112, 67),
     (90, "i16", W8A16, "HGMMA", 96, 67),
     (90, "bf16", PLAIN | STACKED | {"warps": 8}, "HGMMA", 64, 74),
+    (90, "bf16", PLAIN | STACKED | {"warps": 8, "KIND": FAST_MATH}, "HGMMA", 64, 74),
     (90, "e4m3", BLOCKS | STACKED | {"warps": 8}, "QGMMA", 80, 75),
     (90, "i16", MXFP4 | STACKED, "HGMMA", 128, 43),
     (90, "i16", MXFP4 | STACKED | NARROW, "HGMMA", 168, 91),
@@ -144,7 +146,7 @@ for arch, weight, constants, warps in json.load(sys.stdin):
         usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True).stdout
         sass = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True).stdout
     registers, stack = map(int, re.search(r"REG:(\\d+) STACK:(\\d+)", usage).groups())
-    known = r"\\b(HGMMA|QGMMA|HMMA|UTC[A-Z]+|LDGSTS|LDL|STL|HADD2|HFMA2|HMUL2|ACQBULK|PREEXIT)\\b"
+    known = r"\\b(HGMMA|QGMMA|HMMA|UTC[A-Z]+|LDGSTS|LDL|STL|HADD2|HFMA2|HMUL2|ACQBULK|PREEXIT|MUFU[.]TANH)\\b"
     codes = sorted(set(re.findall(known, sass)))
     last = sass.rfind("GMMA")
     jump = sass.find("BRA 0x", last)
@@ -191,6 +193,7 @@ SMALL: tuple[tuple[str, str, dict[str, str], dict[str, Any], int, int], ...] = (
     ("quantize", "e4m3_kernel", {"codes": "fp8e4nv"}, _E4M3 | {"GROUP": 8192, "BLOCK_C": 8192, "BLOCK_R": 1}, 16, 80),
     ("quantize", "e4m3_kernel", {"codes": "fp8e4nv", "scales": "u8"},
      _E4M3 | {"GROUP": 32, "POWER": True, "BYTE": True}, 4, 80),
+    ("quantize", "e4m3_kernel", {"codes": "fp8e4nv", "scales": "u8"}, _E4M3 | {"POWER": True, "BYTE": True}, 4, 80),
     ("quantize", "nvfp4_kernel", {"codes": "u8", "scales": "fp8e4nv"},
      {"BLOCK_C": 8192, "GATHER": False, "WEIGHTS": False, "SOME": False, "ROUND": False}, 16, 96),
 )  # fmt: skip
@@ -260,6 +263,7 @@ def test_instructions_registers_and_shared_memory(compiled: list[Any], index: in
         assert any_kind == fresh == (0 if not changes.get("EARLY") else 1 if changes.get("TOP_K") else 3)
     # A product that reads decoded weights from registers ends before the next step decodes into them.
     assert weight not in ("i16", "u8") or wanted != "HGMMA" or waits
+    assert ("MUFU.TANH" in codes) == (changes.get("KIND", 0) >= FAST_MATH)
     # Codes become numbers two at a time.
     assert weight != "i16" or {"HADD2", "HFMA2", "HMUL2"} & set(codes)
 

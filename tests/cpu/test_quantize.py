@@ -11,8 +11,10 @@ from collegium.errors import InputError
 from collegium.ops.quantize import ACTIVATION_FORMATS, QuantizedRows, activation_format
 
 NAMES = [f.name for f in ACTIVATION_FORMATS]
-SCALED = ["fp8_group128", "fp8_group128_pow2", "fp8_token", "mxfp8", "nvfp4"]
-EIGHT = SCALED[:4]
+SCALED = ["fp8_group128", "fp8_group128_pow2", "fp8_group128_e8m0", "fp8_token", "mxfp8", "nvfp4"]
+GROUP = {"mxfp8": 32} | {name: 128 for name in SCALED if name.startswith("fp8_group128")}
+EIGHT = SCALED[:5]
+POWERS = ("fp8_group128_pow2", "fp8_group128_e8m0", "mxfp8")
 # Bounds on the relative L2 error of a Gaussian: half a step of the format's mantissa, and a scale rounding.
 BOUNDS = {"fp32": 0, "bf16": 0.002, "fp16": 0.0003, **dict.fromkeys(EIGHT, 0.03), "nvfp4": 0.1}
 
@@ -54,16 +56,13 @@ def single(x):
 
 def fp8_judge(x, name):
     """Codes' values and scales of one format, group by group, scalar arithmetic."""
-    size = {"fp8_group128": 128, "fp8_group128_pow2": 128, "mxfp8": 32, "fp8_token": x.shape[1]}[name]
+    size = GROUP.get(name, x.shape[1])
     values, scales = torch.empty(x.shape, dtype=torch.float64), []
     for row in range(x.shape[0]):
         for span in groups_of(x, size):
             part = x[row, span]
             amax = part.abs().max().item()
-            if name in ("mxfp8", "fp8_group128_pow2"):
-                scale = power_up(amax)
-            else:
-                scale = max(single(amax / 448).item(), 2.0**-126)
+            scale = power_up(amax) if name in POWERS else max(single(amax / 448).item(), 2.0**-126)
             scaled = (part * single(1 / scale)).double()
             values[row, span] = nearest_even(scaled, E4M3)[1]
             scales.append(scale)
@@ -80,7 +79,7 @@ def test_fp8_codes_and_scales_match_the_judge(name, columns):
     assert found.shape == tuple(x.shape) == tuple(found.codes.shape)
     assert torch.equal(found.codes.double(), values)
     stored = found.scales.double()
-    if name == "mxfp8":
+    if name in ("mxfp8", "fp8_group128_e8m0"):
         assert found.scales.dtype == torch.uint8
         stored = 2.0 ** (stored - 127)
     assert torch.equal(stored, scales)
@@ -107,13 +106,32 @@ def test_pow2_scales_never_saturate_and_waste_no_binade():
     amax = torch.cat(
         [torch.logspace(-30, 30, 200), torch.tensor([448.0, 448.00003, 224.0, 449.0, 1.0, 1.75, 1.7500001])]
     )
-    for name in ("fp8_group128_pow2", "mxfp8"):
+    for name in POWERS:
         rows = activation_format(name).quantize(amax[:, None])
-        scale = rows.scales.double() if name != "mxfp8" else 2.0 ** (rows.scales.double() - 127)
+        scale = rows.scales.double() if name == "fp8_group128_pow2" else 2.0 ** (rows.scales.double() - 127)
         ratio = amax.double()[:, None] / scale
         assert (ratio <= 448).all()
         assert (ratio > 224).all()
         assert (scale.log2() % 1 == 0).all()
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 640), (4, 512), (21, 7168)])
+def test_bytes_of_scales_are_packed_four_in_a_word(rows, columns):
+    x = heavy(rows, columns)
+    x[0, 0] = torch.nan
+    made = activation_format("fp8_group128_e8m0").quantize(x)
+    groups, found = made.scales.shape[1], made.packed_scales()
+    assert found.dtype == torch.int32
+    assert found.shape == (rows, -(-groups // 4))
+    assert found.stride(0) == 1
+    assert found.shape[1] == 1 or found.stride(1) == -(-rows // 4) * 4
+    for group in range(groups):
+        assert torch.equal((found[:, group // 4] >> 8 * (group % 4)) & 255, made.scales[:, group].int())
+    if groups % 4:
+        assert (found[:, -1].long() & 0xFFFFFFFF < 1 << 8 * (groups % 4)).all()
+    for name in ("fp8_group128_pow2", "bf16"):
+        with pytest.raises(InputError, match=r"packed scales: found .*; quantise to mxfp8 or fp8_group128_e8m0"):
+            activation_format(name).quantize(x).packed_scales()
 
 
 def nvfp4_judge(x):
@@ -210,7 +228,7 @@ def test_poison_is_visible_and_stays_in_its_row(name, value):
     x[2, 140] = value
     found = form.round_trip(x)
     keep = torch.ones(4, 300, dtype=torch.bool)
-    width = {"fp8_group128": 128, "fp8_group128_pow2": 128, "mxfp8": 32, "fp8_token": 300, "nvfp4": 300}.get(name, 1)
+    width = ({"fp8_token": 300, "nvfp4": 300} | GROUP).get(name, 1)
     start = 140 // width * width
     keep[2, start : start + width] = False
     assert torch.equal(found[keep], clean[keep])
@@ -292,12 +310,13 @@ def test_activation_format_names():
         "fp16",
         "fp8_group128",
         "fp8_group128_pow2",
+        "fp8_group128_e8m0",
         "fp8_token",
         "mxfp8",
         "nvfp4",
     ]
-    assert [f.bits for f in ACTIVATION_FORMATS] == [32, 16, 16, 8, 8, 8, 8, 4]
-    assert [f.group for f in ACTIVATION_FORMATS] == [0, 0, 0, 128, 128, 0, 32, 16]
+    assert [f.bits for f in ACTIVATION_FORMATS] == [32, 16, 16, 8, 8, 8, 8, 8, 4]
+    assert [f.group for f in ACTIVATION_FORMATS] == [0, 0, 0, 128, 128, 128, 0, 32, 16]
     with pytest.raises(InputError, match=r"found 'fp8', allowed: fp32, .*nvfp4"):
         activation_format("fp8")
 

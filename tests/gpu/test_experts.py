@@ -226,10 +226,11 @@ def test_codes_and_scales_of_rows_are_those_of_the_format(name: str, dtype: torc
     assert torch.equal(scales.cpu().nan_to_num(-1), wanted.scales.nan_to_num(-1))
 
 
+@pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("kind", ACTIVATION_KINDS)
-def test_every_activation(kind: Any) -> None:
+def test_every_activation(kind: Any, fast: bool) -> None:
     limit = 1.5 if kind.startswith("swiglu") else None
-    activation = ActivationSpec(kind=kind, limit=limit)
+    activation = ActivationSpec(kind=kind, limit=limit, beta=0.5, fast=fast)
     packed, made, problem = build("bf16", "bf16", activation=activation)
     batch = dispatched(40, 17, 336)
     stop = int(batch.expert_offsets[-1])

@@ -16,6 +16,7 @@ __all__ = [
     "E4M3_LANES",
     "E4M3_SCALE",
     "E8M0_SCALE",
+    "FAST_MATH",
     "GROUP_CODES",
     "GROUP_SCALE",
     "HALF_SCALE",
@@ -64,8 +65,10 @@ HALF_SCALE = 7  # float16 for each row and quarter, two a word; with four words 
 STEP_SCALE = 8  # a word of one or two float16, a word of a signed byte a quarter that multiplies the first, and with
 # three words such bytes, without a sign, for the second, a minimum; codes with minima are taken as they are
 
-# KIND, where no activation follows the product; the others are places in types.ACTIVATION_KINDS.
+# KIND, where no activation follows the product; the others are places in types.ACTIVATION_KINDS, FAST_MATH above them
+# where the GPU's approximation of tanh is to be taken.
 NO_ACTIVATION = -1
+FAST_MATH = 16
 
 # The place of a row that is nobody's. A peer's memory may come before this rank's: other places are negative too.
 NOWHERE = -(1 << 62)

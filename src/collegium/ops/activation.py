@@ -63,7 +63,7 @@ def _gated(gate: Tensor, up: Tensor, spec: ActivationSpec) -> Tensor:
         case "swiglu_oai":
             if limit is not None:
                 gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-            return (up + 1) * (gate * torch.sigmoid(spec.alpha * gate))
+            return (up + spec.beta) * (gate * torch.sigmoid(spec.alpha * gate))
         case "swiglu_step":
             gate = functional.silu(gate)
             if limit is not None:

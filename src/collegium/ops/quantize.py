@@ -260,6 +260,7 @@ ACTIVATION_FORMATS: tuple[ActivationFormat, ...] = (
     *_CASTS,
     _Fp8(name="fp8_group128", bits=8, group=128),
     _Fp8(name="fp8_group128_pow2", bits=8, group=128, power=True),
+    _Fp8(name="fp8_group128_e8m0", bits=8, group=128, power=True, e8m0=True),
     _Fp8(name="fp8_token", bits=8),
     _Fp8(name="mxfp8", bits=8, group=32, power=True, e8m0=True),
     _NvFp4(name="nvfp4", bits=4, group=16),

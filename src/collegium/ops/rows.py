@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+from torch.nn import functional
+
+from ..errors import InputError
 from ..runtime.launch import overlaps
 
 if TYPE_CHECKING:
@@ -19,8 +23,8 @@ class QuantizedRows:
 
     codes: ``[R, K]`` in the format's dtype; ``nvfp4``: ``[R, ceil(K/2)]`` uint8, low nibble first, the high
         nibble of the last byte 0 when K is odd.
-    scales: ``[R, G]`` multipliers of the codes: float32; uint8 E8M0 bytes for ``mxfp8``; float8_e4m3fn for
-        ``nvfp4``; None where the format has none.
+    scales: ``[R, G]`` multipliers of the codes: float32; uint8 E8M0 bytes for ``mxfp8`` and ``fp8_group128_e8m0``;
+        float8_e4m3fn for ``nvfp4``; None where the format has none.
     global_scale: ``[R, 1]`` float32 for ``nvfp4``, else None.
     """
 
@@ -28,6 +32,22 @@ class QuantizedRows:
     shape: tuple[int, int]
     scales: Tensor | None = None
     global_scale: Tensor | None = None
+
+    def packed_scales(self) -> Tensor:
+        """Return E8M0 bytes four in a word, as DeepGEMM takes them on sm_100: ``[R, ceil(G / 4)]`` int32.
+
+        The first group is in the lowest byte, groups that are missing are 0. Words of one column are next to each
+        other, and columns are a multiple of 16 bytes apart, which the tensor memory accelerator asks for.
+        Raises InputError for scales that are no bytes.
+        """
+        if self.scales is None or self.scales.dtype != torch.uint8:
+            found = "none" if self.scales is None else self.scales.dtype
+            raise InputError(
+                f"packed scales: found {found}, allowed: E8M0 bytes; quantise to mxfp8 or fp8_group128_e8m0"
+            )
+        rows, groups = self.scales.shape
+        words = functional.pad(self.scales, (0, -groups % 4, 0, -rows % 4)).view(torch.int32)
+        return words.t().contiguous().t()[:rows]
 
 
 class GivenRows(NamedTuple):

@@ -76,7 +76,7 @@ def between(both: Tensor, spec: ActivationSpec) -> Tensor:
     cube = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
     return {
         "swiglu": lambda: gate * sigmoid * up,
-        "swiglu_oai": lambda: (up + 1) * gate / (1 + torch.exp(-spec.alpha * gate)),
+        "swiglu_oai": lambda: (up + spec.beta) * gate / (1 + torch.exp(-spec.alpha * gate)),
         "situ": lambda: (
             spec.gate_bound
             * torch.tanh(gate / spec.gate_bound)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import InputError
-from ...kernels.numbers import NO_ACTIVATION
+from ...kernels.numbers import FAST_MATH, NO_ACTIVATION
 from ...ops.activation import activate
 from ...ops.columns import RowSums
 from ...ops.permute import tile_count
@@ -34,6 +34,7 @@ __all__ = [
     "constants_of",
     "grouped_gemm",
     "grouped_gemm_reference",
+    "kind_of",
     "scales_of",
     "tile_count",
     "tile_list",
@@ -188,7 +189,15 @@ def scales_of(x_scale: Tensor | RowSums | None, spare: Tensor) -> tuple[Tensor, 
 def bounds_of(activation: ActivationSpec | None) -> tuple[float, ...]:
     """Return the numbers of an activation, in the order of every product's arguments."""
     spec = activation or ActivationSpec()
-    return float(spec.limit or 0.0), float(spec.alpha), float(spec.gate_bound), float(spec.up_bound)
+    first = spec.beta if spec.kind == "swiglu_oai" else spec.gate_bound
+    return float(spec.limit or 0.0), float(spec.alpha), float(first), float(spec.up_bound)
+
+
+def kind_of(activation: ActivationSpec | None) -> int:
+    """Return the KIND that kernels know an activation by."""
+    if activation is None:
+        return NO_ACTIVATION
+    return ACTIVATION_KINDS.index(activation.kind) + (FAST_MATH if activation.fast else 0)
 
 
 def constants_of(packed: PackedMatrix, activation: ActivationSpec | None) -> dict[str, Any]:
@@ -197,7 +206,7 @@ def constants_of(packed: PackedMatrix, activation: ActivationSpec | None) -> dic
     return {
         "BIAS": packed.bias is not None,
         "PARTS": layout.shape[1],
-        "KIND": NO_ACTIVATION if activation is None else ACTIVATION_KINDS.index(activation.kind),
+        "KIND": kind_of(activation),
         "HAS_LIMIT": activation is not None and activation.limit is not None,
         "K_BLOCKS": layout.k_blocks,
         "BLOCK_K": layout.block_k,

@@ -97,13 +97,13 @@ def activation_of(moe: Any) -> ActivationSpec:
     name, limit, alpha, beta = str(moe.activation.value), moe.swiglu_limit, moe.swiglu_alpha, moe.swiglu_beta
     if name == "swigluoai":
         limit, alpha, beta = limit or 7.0, alpha or 1.702, 1.0 if beta is None else beta
-    if name.startswith("swigluoai") and limit and beta == 1:
-        return ActivationSpec(kind="swiglu_oai", limit=limit, alpha=1.0 if alpha is None else alpha)
+    if name.startswith("swigluoai") and limit and beta is not None:
+        return ActivationSpec(kind="swiglu_oai", limit=limit, alpha=1.0 if alpha is None else alpha, beta=beta)
     bounds = moe.activation_situ_beta, moe.activation_situ_linear_beta
     if name == "situ" and None not in bounds:
         return ActivationSpec(kind="situ", gate_bound=bounds[0], up_bound=bounds[1])
     if name not in _KINDS or alpha not in (None, 1) or beta:
-        known = f"{', '.join(_KINDS)}, situ, and swigluoai with a limit and beta=1"
+        known = f"{', '.join(_KINDS)}, situ, and swigluoai with a limit and a beta"
         raise SpecError(f"its activation is {name} with limit={limit}, alpha={alpha}, beta={beta}; known are {known}")
     return ActivationSpec(kind=cast("Any", _KINDS[name]), limit=limit or (7.0 if name == "swiglustep" else None))
 
