@@ -55,7 +55,7 @@ def activate(gate, up, KIND: tl.constexpr, HAS_LIMIT: tl.constexpr, limit, alpha
     gate_bound: of swiglu_oai its beta.
     """
     FAST: tl.constexpr = KIND >= FAST_MATH
-    kind: tl.constexpr = KIND % FAST_MATH
+    kind: tl.constexpr = KIND - FAST_MATH if FAST else KIND
     if HAS_LIMIT and kind != 2:
         gate = _below(gate, limit)
         up = _within(up, limit)

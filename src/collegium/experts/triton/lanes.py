@@ -153,7 +153,7 @@ def pack_int(payload: Integers, bias: Tensor | None) -> PackedMatrix:
     if zeroed:
         words, dtype = 4 if words > 1 else 1, torch.float32
     kind = numbers.ZERO_SCALE if zeroed else numbers.PAIR_SCALE if words == 2 else numbers.GROUP_SCALE
-    layout = replace(LANES[f"int{bits}"].of(payload.shape), scale_kind=kind, words=words)
+    layout = replace(LANES[f"int{bits}"].of(payload.shape), scale_kind=kind, words=words, quartered=words > 1)
     experts, parts, n_out, _ = payload.shape
     scale = torch.empty((experts, parts, layout.k_blocks, words, n_out), dtype=dtype, device=payload.codes.device)
     for expert, target in enumerate(scale):
