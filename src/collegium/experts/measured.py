@@ -12,17 +12,15 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from ..problem import Problem
-    from .base import Packed
+from ..problem import Problem
+from .base import Packed
 
 __all__ = ["tile_folder", "tile_key", "tile_path", "with_measured_tiles", "write_tiles"]
 

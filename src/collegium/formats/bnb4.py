@@ -6,21 +6,18 @@ Source: bitsandbytes ``functional.py`` and ``backends/default/ops.py``.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import TYPE_CHECKING, ClassVar, Self, cast
+from typing import ClassVar, Self, cast
 
 import torch
+from torch import Tensor
 
 from ..errors import CheckpointError, InputError, MissingTensorError, TensorMismatchError
 from .codecs import decode_rows, pack_nibbles, scale_groups_, unpack_nibbles
 from .intake import any_per_matrix, find_storage, take
 from .payload import Part, Payload, Storage
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
 
 __all__ = ["Bnb4"]
 

@@ -5,20 +5,17 @@ Gate and up of a layer share a kind of block, down may have another. Source: the
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
+from torch import Tensor
 
 from ..errors import TensorMismatchError
 from .codecs import E2M1_VALUES, decode_rows, e8m0_values, look_up
 from .intake import any_per_matrix, check_cut, find_storage
 from .payload import Part, Payload, Storage
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from torch import Tensor
 
 __all__ = ["KINDS", "Gguf"]
 

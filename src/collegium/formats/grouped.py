@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from .codecs import decode_rows, e4m3_is_nan, look_up, scale_groups_
 from .intake import any_per_matrix, pad_last
 from .payload import Payload
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from torch import Tensor
 
 __all__ = ["Grouped", "Scaled"]
 

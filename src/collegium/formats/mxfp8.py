@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
+from torch import Tensor
 
 from .codecs import as_float32, e4m3_codes, e4m3_is_nan, e4m3_values, e8m0_codes, e8m0_values, in_groups, look_up
 from .grouped import Grouped
 from .intake import any_per_matrix, find_storage, take
 from .payload import Part, Storage
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
 
 __all__ = ["MxFp8"]
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
+from torch import Tensor
 
 from ..errors import InputError
 from .codecs import DECODE_DTYPES, as_float32
 from .intake import any_per_matrix, find_storage, take
 from .payload import Part, Payload, Storage
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
 
 __all__ = ["CONFIG_NAMES", "DTYPES", "FLOAT_FORMATS", "Bf16", "Fp16", "Fp32", "as_stored"]
 

@@ -6,22 +6,17 @@ Shape letters: T tokens, K experts per token, E experts, R = T*K rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..errors import InputError
 from ..kernels.numbers import NOWHERE
 from ..runtime.launch import dense_rows, launch, on_device, overlaps, power_at_least
-from ..runtime.memory import largest
+from ..runtime.memory import Memory, Regions, largest
 from ..types import TileRows
-from .buffers import sizes, taken
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ..runtime.memory import Memory, Regions
-    from .buffers import Buffers
+from .buffers import Buffers, sizes, taken
 
 __all__ = ["Owners", "Permutation", "permute", "permute_on_device", "permute_regions", "tile_count"]
 

@@ -8,22 +8,17 @@ the vector body than in the tail of a tensor, so a row would depend on how many 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from ..errors import InputError, RoutingError
 from ..runtime.launch import on_device
-from ..types import Routing
+from ..runtime.memory import Memory
+from ..types import Routing, RoutingSpec, ScoreFunction
 from .route_device import ID_DTYPES, route_on_device, route_regions
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from ..runtime.memory import Memory
-    from ..types import RoutingSpec, ScoreFunction
 
 __all__ = ["given_routing", "route", "route_custom", "route_regions"]
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from ..runtime.launch import overlaps
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["GivenRows", "QuantizedRows"]
 

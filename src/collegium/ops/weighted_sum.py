@@ -5,19 +5,13 @@ Shape letters: T tokens, K experts per token, R rows, H width.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
 from ..errors import InputError
 from ..runtime.launch import dense_rows, launch, on_device, overlaps, power_at_least
-from .buffers import sizes, taken
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ..runtime.memory import Memory, Regions
-    from .buffers import Buffers
+from ..runtime.memory import Memory, Regions
+from .buffers import Buffers, sizes, taken
 
 __all__ = ["weighted_sum", "weighted_sum_on_device", "weighted_sum_regions"]
 

@@ -10,37 +10,31 @@ Shape letters: E experts, P parts, N output rows, K input columns, B K blocks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from ...errors import InputError
 from ...formats.codecs import E2M1_VALUES, e8m0_values, relative_e8m0, unpack_nibbles
+from ...formats.fp8_block import Fp8Block
+from ...formats.fp8_channel import Fp8Channel
 from ...formats.fp8_tensor import Fp8Tensor
+from ...formats.gguf import Gguf
 from ...formats.int4_group import Int4Group
-from ...formats.int_affine import Int4Ordered, Int8Affine, Int8Ordered
+from ...formats.int_affine import Int4Affine, Int4Ordered, Int8Affine, Int8Ordered
 from ...formats.mxfp4 import MxFp4
+from ...formats.mxfp8 import MxFp8
+from ...formats.nvfp4 import NvFp4
 from ...kernels import numbers
-from .layout import LANES, ROWS, Lanes, Rows
+from .layout import LANES, ROWS, Lanes, Layout, Rows
 from .matrix import PackedMatrix
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from ...formats.fp8_block import Fp8Block
-    from ...formats.fp8_channel import Fp8Channel
-    from ...formats.gguf import Gguf
-    from ...formats.int_affine import Int4Affine
-    from ...formats.mxfp8 import MxFp8
-    from ...formats.nvfp4 import NvFp4
-    from .layout import Layout
-
-    Integers = Int4Group | Int4Affine | Int8Affine | Int4Ordered | Int8Ordered
+Integers = Int4Group | Int4Affine | Int8Affine | Int4Ordered | Int8Ordered
 
 __all__ = [
     "column_order",

@@ -5,42 +5,33 @@ Shape letters: T tokens, R rows, E experts, P parts (2: gate and up; 1), N outpu
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...errors import InputError
 from ...formats.int_affine import Int4Ordered, Int8Ordered
-from ...ops.columns import halves_and_sums, in_columns
+from ...ops.columns import RowSums, halves_and_sums, in_columns
 from ...ops.operand import arrived, operand, ordered
-from ...ops.quantize import AS_IS
+from ...ops.quantize import AS_IS, ActivationFormat
+from ...problem import ExpertsProblem
 from ...runtime.launch import usual_rows
-from ...runtime.machine import machine_at
-from ...runtime.memory import part, take
+from ...runtime.machine import Machine, machine_at
+from ...runtime.memory import Memory, part, take
+from ...types import ActivationSpec, Back, ContiguousBatch, ExpertWeights
 from ..base import Packed, refuse_codes
 from .expanded import in_turns
 from .grouped import TileList, grouped_gemm, tile_list
 from .lanes import column_order, with_part
 from .matrix import PackedMatrix, RangeReport
 from .prefill import CodeScales, prefill_gemm
-from .tile_choice import TileChoice
+from .tile_choice import TileChoice, TunedTiles
 from .tiles import BAND, candidates, choose, score
 from .tiling import ProductTiling, codes_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping
-
-    from torch import Tensor
-
-    from ...ops.columns import RowSums
-    from ...ops.quantize import ActivationFormat
-    from ...problem import ExpertsProblem
-    from ...runtime.machine import Machine
-    from ...runtime.memory import Memory
-    from ...types import ActivationSpec, Back, ContiguousBatch, ExpertWeights
-    from .tile_choice import TunedTiles
 
 __all__ = ["PackedExperts", "pack_both"]
 

@@ -11,9 +11,9 @@ import math
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
-from typing import TYPE_CHECKING
 
 from ...errors import PlanError
+from ...runtime.machine import Machine
 from .four_bit_tiles import four_bit_candidates, four_bit_score
 from .tile_choice import (
     TileChoice,
@@ -25,9 +25,6 @@ from .tile_choice import (
     weight_bytes,
     weight_rows,
 )
-
-if TYPE_CHECKING:
-    from ...runtime.machine import Machine
 
 __all__ = [
     "BAND",
