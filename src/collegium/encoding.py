@@ -1,7 +1,5 @@
 """Experts in another weight format."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from .formats import by_name

@@ -1,7 +1,5 @@
 """moe(): routed experts run once, on plain tensors or on payloads."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 from torch import Tensor

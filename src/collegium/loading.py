@@ -1,7 +1,5 @@
 """One call from a checkpoint to layers that run: read, audit, plan, pack."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from typing import Any, Literal

@@ -5,8 +5,6 @@ kernels' source, sizes and formats, and when each tile in it is one the machine 
 result, so a file can cost time and nothing else.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

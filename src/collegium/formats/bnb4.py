@@ -3,8 +3,6 @@
 Source: bitsandbytes ``functional.py`` and ``backends/default/ops.py``.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

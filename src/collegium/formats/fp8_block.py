@@ -1,7 +1,5 @@
 """FP8 blocks: E4M3 codes with one float32 scale per block of rows and columns, 128 x 128 unless stated."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self

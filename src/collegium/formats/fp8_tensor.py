@@ -1,7 +1,5 @@
 """FP8 with one float32 scale per matrix."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Self

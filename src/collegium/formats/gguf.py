@@ -3,8 +3,6 @@
 Gate and up of a layer share a kind of block, down may have another. Source: the ``gguf`` package, ``quants.py``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self

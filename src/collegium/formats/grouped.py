@@ -1,7 +1,5 @@
 """What the formats of codes and scales share: checks, cuts and the decode loop."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """INT4 with one scale per row and group of input columns, symmetric, codes stored as value + 8."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self

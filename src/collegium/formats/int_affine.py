@@ -1,7 +1,5 @@
 """INT4 and INT8 with a scale and a zero point per row and group of columns, in order or with an index of groups."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Self

@@ -5,8 +5,6 @@ words transposed are rows of codes already; AWQ packs output columns in an order
 Sources: GPTQModel ``nn_modules/qlinear``, AutoAWQ gemm layout, compressed-tensors ``pack_quantized``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 

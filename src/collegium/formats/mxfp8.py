@@ -1,7 +1,5 @@
 """MXFP8: E4M3 codes with one E8M0 scale per 32 input columns."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Self

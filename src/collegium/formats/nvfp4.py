@@ -1,7 +1,5 @@
 """NVFP4: E2M1 codes, two in a byte, one E4M3 scale per 16 input columns and one float32 scale per matrix."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Self

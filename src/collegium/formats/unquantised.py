@@ -1,7 +1,5 @@
 """Weights as floating-point numbers: FP32, BF16 and FP16, one number an element, no scales."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Self

@@ -1,7 +1,5 @@
 """Tables of what an operation writes: what it takes of a pass's memory and what it declares come from one place."""
 
-from __future__ import annotations
-
 from math import prod
 
 import torch

@@ -1,7 +1,5 @@
 """How operations refuse a tensor they cannot take: ``types.require`` for tensors."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from ..errors import InputError

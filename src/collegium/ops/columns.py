@@ -3,8 +3,6 @@
 Shape letters: T tokens, R rows, E experts, K columns.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -5,8 +5,6 @@ Libraries choose a kernel by the number of rows, so a token would get other bits
 Shape letters: T tokens, K columns in, N columns out.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

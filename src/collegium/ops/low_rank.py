@@ -3,8 +3,6 @@
 Source of the layout of stacks: PEFT 0.21, ``ParamWrapper.get_delta_weight`` in ``tuners/lora/layer.py``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

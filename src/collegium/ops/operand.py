@@ -1,7 +1,5 @@
 """Rows of activations as operands of a grouped product: themselves, or codes and scales in the product's order."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional

@@ -3,8 +3,6 @@
 Shape letters: T tokens, K experts per token, E experts, R = T*K rows.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -6,8 +6,6 @@ Scores are evaluated in float64 and rounded once to float32: the float32 sigmoid
 the vector body than in the tail of a tensor, so a row would depend on how many rows are before it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """Rows of activations before and after a format's kernel."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 

@@ -3,8 +3,6 @@
 Shape letters: R rows, K columns, G groups of columns in a row.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional

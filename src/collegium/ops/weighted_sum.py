@@ -3,8 +3,6 @@
 Shape letters: T tokens, K experts per token, R rows, H width.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

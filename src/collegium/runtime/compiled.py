@@ -5,8 +5,6 @@ layer's handle, a tensor: the compiler treats it like any other input, so code t
 handle of each. Its address names the layer, in one process and as long as the layer lives.
 """
 
-from __future__ import annotations
-
 from typing import Any
 from weakref import WeakValueDictionary
 

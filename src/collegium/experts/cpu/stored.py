@@ -1,7 +1,5 @@
 """What both CPU kernels ask of a payload before they lay it out."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from ...errors import BadScaleError

@@ -3,8 +3,6 @@
 Shape letters: E experts, P parts (2: gate and up; 1), N outputs of a part, K inputs, G groups of columns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from math import prod

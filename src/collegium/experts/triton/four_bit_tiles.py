@@ -1,7 +1,5 @@
 """Tiles of four-bit weights and E4M3 rows: which there are, and how long each takes."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 Shape letters: T tokens, R rows, E experts, P parts (2: gate and up; 1), N outputs of a part, K inputs.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -8,8 +8,6 @@ temporary memory stays under 64 MiB whatever the layer's size.
 Shape letters: E experts, P parts, N output rows, K input columns, B K blocks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from math import prod

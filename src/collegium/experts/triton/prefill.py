@@ -4,8 +4,6 @@ The formulas, the order of every sum and so the bits of a row are those of ``gro
 Shape letters: R rows, E experts, P parts, N outputs of a part, K inputs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextvars import copy_context
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Which weights and tokens each kernel in Triton takes, how it lays the weights out, and what packs them: one table."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

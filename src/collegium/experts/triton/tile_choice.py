@@ -1,7 +1,5 @@
 """What a grouped product is and how it is cut: the words of tile choice. Shape letters: R rows, E experts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ...runtime.machine import Machine

@@ -5,8 +5,6 @@ and how well its programs fill the machine. Nothing in it depends on data, and t
 the format, so every token count adds in the same order. Shape letters: R rows, E experts.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import lru_cache

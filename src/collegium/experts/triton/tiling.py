@@ -1,7 +1,5 @@
 """How batches of Triton's grouped products are cut, and the memory they take: functions of sizes alone."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from importlib.util import find_spec

@@ -17,8 +17,6 @@ neighbours of a thread of the tensor core, and rows of tokens keep their order.
 Shape letters: E experts, P parts, N output rows, K input columns, B K blocks, R row tiles.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import prod
 from typing import Any, NamedTuple
