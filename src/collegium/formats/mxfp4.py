@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .codecs import as_float32, e2m1_codes, e2m1_pairs, e8m0_codes, e8m0_values, in_groups, look_up, pack_nibbles
 from .grouped import Grouped
-from .intake import any_per_matrix, find_storage, take
+from .intake import find_storage, take
 from .payload import Part, Storage
 
 __all__ = ["MxFp4"]
@@ -70,4 +70,4 @@ class MxFp4(Grouped):
 
     def faults(self) -> Tensor:
         """Return a bool tensor over the leading dimensions: True where a scale byte is 255 (NaN)."""
-        return any_per_matrix(self.scales == 255, len(self.shape) - 2)
+        return self._per_matrix(self.scales == 255)

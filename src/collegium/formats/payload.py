@@ -134,6 +134,10 @@ class Payload:
         """
         raise NotImplementedError
 
+    def _per_matrix(self, mask: Tensor) -> Tensor:
+        """Reduce a bool mask ``[*leading dims, ...]`` to the leading dimensions."""
+        return mask.reshape(*self.shape[:-2], -1).any(-1)
+
     def columns(self, start: int, stop: int) -> Self:
         """Return a view of input columns ``start:stop``; both must lie on group boundaries or at the end."""
         step, runs = self._runs()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from .codecs import DECODE_DTYPES, as_float32
-from .intake import any_per_matrix, find_storage, take
+from .intake import find_storage, take
 from .payload import Part, Payload, Storage
 
 __all__ = ["CONFIG_NAMES", "DTYPES", "FLOAT_FORMATS", "Bf16", "Fp16", "Fp32", "as_stored"]
@@ -50,7 +50,7 @@ class _Plain(Payload):
 
     def faults(self) -> Tensor:
         """Return a bool tensor over the leading dimensions: True where a value is NaN or infinite."""
-        return any_per_matrix(~torch.isfinite(self.values), len(self.shape) - 2)
+        return self._per_matrix(~torch.isfinite(self.values))
 
     def _runs(self) -> tuple[int, Mapping[str, tuple[int, int]]]:
         return 1, {"values": (1, 1)}
