@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -150,7 +150,7 @@ class Plan:
             "kernel": self.kernel,
             "shared_kernel": self.shared_kernel,
             "dispatcher": self.dispatcher,
-            "stretches": [{"tokens": s.tokens, "pipeline": s.pipeline, "tiles": s.tiles} for s in self.stretches],
+            "stretches": [asdict(stretch) for stretch in self.stretches],
             "device": self.problem.device.kind,
             "device_name": self.problem.device.name,
             "weight_format": self.problem.spec.weight_format,
@@ -165,7 +165,7 @@ class Plan:
             "workspace_bytes": self.workspace_bytes,
             "regions": {region.name: region.nbytes for region in self.regions},
             "capturable": self.capturable,
-            "refusals": [{"what": r.what, "name": r.name, "reason": r.reason} for r in self.refusals],
+            "refusals": [asdict(refusal) for refusal in self.refusals],
         }
 
 
