@@ -325,14 +325,10 @@ def _lanes(
             rows = rows if order is None else rows.index_select(1, order[matrix // parts])
             padded = functional.pad(rows, (0, blocks * block_k - k_in), value=zero)
             quarters = padded.view(-1, blocks, 4, block_k // 4).to(torch.int32)
-            target[:, start : start + step] = _as_int16(lane(quarters)).transpose(0, 1)
+            target[:, start : start + step] = lane(quarters).to(torch.int16).transpose(0, 1)
     if prod(out.shape) == 0:
         raise InputError(f"packing: a weight of shape {layout.shape} is empty, allowed: at least one row and column")
     return out
-
-
-def _as_int16(bits: Tensor) -> Tensor:
-    return torch.where(bits >= 1 << 15, bits - (1 << 16), bits).to(torch.int16)
 
 
 def _e2m1_lane(codes: Tensor) -> Tensor:

@@ -98,11 +98,7 @@ class PackedExperts(Packed):
         refuse_codes(batch, "experts in Triton", self._codes)
         count = batch.source.numel()
         dtype = batch.dtype or batch.x.dtype
-        out = (
-            self._result(count, dtype, batch.x.device, memory)
-            if batch.back is None
-            else self._stored(batch.back, dtype)
-        )
+        out = self._target(batch.back, count, dtype, batch.x.device, memory)
         if count == 0:
             return out
         batch = replace(batch, x=usual_rows(batch.x), dtype=dtype)
@@ -130,7 +126,7 @@ class PackedExperts(Packed):
         ids: contiguous ``[T, K]`` integers; rows of ids outside ``0..E-1`` are uninitialised.
         """
         x, (tokens, top_k) = usual_rows(x), ids.shape
-        out = self._result(tokens * top_k, x.dtype, x.device, memory)
+        out = self._target(None, tokens * top_k, x.dtype, x.device, memory)
         first, second = (replace(tile, overlap=self.machine.pdl) for tile in self.tiling.pair(ids.numel()))
         rows_in = operand(x, self._codes, order=self.gate_up.layout.row_order, memory=part(memory, "x"))
         rows_in, source = self._in_order(rows_in, ids, ids, memory, top_k=top_k)
@@ -160,12 +156,13 @@ class PackedExperts(Packed):
     def _codes(self) -> str | None:
         return None if self.activations is None else self.activations.name
 
-    def _result(self, rows: int, dtype: torch.dtype, device: torch.device, memory: Memory | None) -> Tensor:
+    def _target(
+        self, back: Back | None, count: int, dtype: torch.dtype, device: torch.device, memory: Memory | None
+    ) -> Tensor:
+        """Return what ``count`` rows of tokens of ``dtype`` are written to."""
         width, narrow = self.storing(dtype)
-        return take(memory, "rows", (rows, width), narrow, device)
-
-    def _stored(self, back: Back, dtype: torch.dtype) -> Tensor:
-        width, narrow = self.storing(dtype)
+        if back is None:
+            return take(memory, "rows", (count, width), narrow, device)
         if back.rows.shape[1:] != (width,) or back.rows.dtype != narrow:
             raise InputError(
                 f"back: rows of {back.rows.shape[1]} {back.rows.dtype}, these experts store rows of {width} {narrow}"
