@@ -28,7 +28,6 @@ __all__ = [
     "grouped_gemm",
     "grouped_gemm_reference",
     "scales_of",
-    "tile_count",
     "tile_list",
 ]
 
