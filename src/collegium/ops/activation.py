@@ -7,21 +7,15 @@ give other bits in the vector body than in the tail of a tensor, so a row would 
 before it.
 """
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from ..errors import InputError
+from ..types import ActivationSpec
 from .checks import require_tensor
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ..types import ActivationSpec
 
 __all__ = ["activate", "deinterleave", "interleave"]
 
