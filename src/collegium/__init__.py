@@ -20,24 +20,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .encoding import encode_experts as encode_experts
-    from .errors import (
-        BadScaleError as BadScaleError,
-        CheckpointError as CheckpointError,
-        CollegiumError as CollegiumError,
-        ConfigError as ConfigError,
-        DuplicateTensorError as DuplicateTensorError,
-        HostileFileError as HostileFileError,
-        InputError as InputError,
-        MeasurementError as MeasurementError,
-        MissingExtraError as MissingExtraError,
-        MissingTensorError as MissingTensorError,
-        PlanError as PlanError,
-        RankError as RankError,
-        RoutingError as RoutingError,
-        SpecError as SpecError,
-        TensorMismatchError as TensorMismatchError,
-        UnknownTensorError as UnknownTensorError,
-    )
+    from .errors import *  # noqa: F403 -- every error is public
     from .formats import FORMATS as FORMATS
     from .functional import moe as moe
     from .layer import MoELayer as MoELayer

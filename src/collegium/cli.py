@@ -3,8 +3,6 @@
 What needs torch is imported by the command that runs: help and mistakes of a command line do not wait for it.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from errno import EPIPE

@@ -1,9 +1,10 @@
 """One call from a checkpoint to layers that run: read, audit, plan, pack."""
 
-from __future__ import annotations
-
+import os
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+import torch
 
 from .checkpoint.beside import check_beside, load_latent, load_router, load_shared
 from .checkpoint.loader import load_experts
@@ -12,22 +13,15 @@ from .checkpoint.problems import refuse
 from .checkpoint.reader import Checkpoint
 from .encoding import encode_experts
 from .errors import InputError
+from .formats.payload import Payload
 from .layer import MoELayer
 from .parallel.fingerprint import fingerprint
 from .parallel.placement import linear
 from .parallel.ranks import Ranks
 from .planning import plan
-from .problem import Limits, Problem
+from .problem import Choice, DeviceFacts, Limits, Placement, Problem
 from .runtime.devices import plain_torch, probe
-
-if TYPE_CHECKING:
-    import os
-
-    import torch
-
-    from .formats.payload import Payload
-    from .problem import Choice, DeviceFacts, Placement
-    from .types import ExpertWeights, MoESpec
+from .types import ExpertWeights, MoESpec
 
 __all__ = ["load_layer", "load_routed"]
 

@@ -3,36 +3,28 @@
 Pure: it looks at no device and allocates nothing, so a laptop can plan for an H200.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 
 from . import experts, parallel, pipelines
 from .errors import PlanError
+from .experts import ExpertKernel, Tiling
 from .formats import by_name
 from .formats.intake import SAFETENSORS_DTYPES
 from .ops import linear
 from .ops.quantize import ACTIVATION_FORMATS, activation_format
 from .ops.route import route_regions
-from .pipelines import Asked
-from .problem import Choice, Refusal
+from .parallel import DispatcherKind
+from .parallel.traffic import Away, Traffic
+from .pipelines import Asked, PipelineKind
+from .problem import Choice, Problem, Refusal
 from .runtime.memory import Region, Regions, largest, memory_map, under
-from .types import require
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from .experts import ExpertKernel, Tiling
-    from .parallel import DispatcherKind
-    from .parallel.traffic import Away, Traffic
-    from .pipelines import PipelineKind
-    from .problem import Problem
-    from .types import MoESpec
+from .types import MoESpec, require
 
 __all__ = [
     "Plan",
@@ -151,7 +143,7 @@ class Plan:
             "kernel": self.kernel,
             "shared_kernel": self.shared_kernel,
             "dispatcher": self.dispatcher,
-            "stretches": [{"tokens": s.tokens, "pipeline": s.pipeline, "tiles": s.tiles} for s in self.stretches],
+            "stretches": [asdict(stretch) for stretch in self.stretches],
             "device": self.problem.device.kind,
             "device_name": self.problem.device.name,
             "weight_format": self.problem.spec.weight_format,
@@ -166,7 +158,7 @@ class Plan:
             "workspace_bytes": self.workspace_bytes,
             "regions": {region.name: region.nbytes for region in self.regions},
             "capturable": self.capturable,
-            "refusals": [{"what": r.what, "name": r.name, "reason": r.reason} for r in self.refusals],
+            "refusals": [asdict(refusal) for refusal in self.refusals],
         }
 
 

@@ -1,7 +1,5 @@
 """The question ``plan()`` answers: a layer, on a machine, over ranks, within limits; and what a kernel is asked."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Literal
 

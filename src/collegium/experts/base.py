@@ -7,21 +7,17 @@ overridden below means "nothing to do": a kernel without tiles lists none, warms
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from ..errors import InputError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping
-
-    from torch import Tensor
-
-    from ..problem import ExpertsProblem
-    from ..runtime.memory import Memory, Regions
-    from ..types import ContiguousBatch, ExpertWeights
+from ..problem import ExpertsProblem
+from ..runtime.memory import Memory, Regions
+from ..types import ContiguousBatch, ExpertWeights
 
 __all__ = ["ExpertKernel", "Packed", "Product", "Tiling", "refuse_codes", "with_each"]
 

@@ -12,26 +12,20 @@ One expert's weights are decoded at a time. Every other kernel is judged against
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from ..formats.payload import Payload
 from ..ops.activation import activate
-from ..ops.quantize import QuantizedRows, activation_format
+from ..ops.quantize import ActivationFormat, QuantizedRows, activation_format
+from ..problem import ExpertsProblem
+from ..runtime.memory import Memory, Regions
+from ..types import ActivationSpec, ContiguousBatch, ExpertWeights
 from .base import ExpertKernel, Packed, refuse_codes, with_each
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from ..formats.payload import Payload
-    from ..ops.quantize import ActivationFormat
-    from ..problem import ExpertsProblem
-    from ..runtime.memory import Memory, Regions
-    from ..types import ActivationSpec, ContiguousBatch, ExpertWeights
 
 __all__ = ["Reference", "ReferenceExperts"]
 

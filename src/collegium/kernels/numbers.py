@@ -4,8 +4,6 @@ Plain integers, without Triton: the host passes them as they are, and kernels wr
 ``tl.constexpr``, which makes them part of what is compiled.
 """
 
-from __future__ import annotations
-
 __all__ = [
     "BLOCK_SCALE",
     "E2M1_E4M3",

@@ -3,19 +3,13 @@
 Shape letters: T tokens, R rows, E experts, K columns.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..runtime.launch import launch, overlaps, power_at_least
-from ..runtime.memory import take
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ..runtime.memory import Memory
+from ..runtime.memory import Memory, take
 
 __all__ = ["SUMS", "RowSums", "halves_and_sums", "in_columns", "in_columns_reference"]
 

@@ -1,21 +1,13 @@
 """Rows of activations as operands of a grouped product: themselves, or codes and scales in the product's order."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from ..runtime.launch import on_device
-from ..runtime.memory import take
+from ..runtime.memory import Memory, Regions, take
 from .quantize import AS_IS, PADDED, activation_format, cast_name, quantize_on_device, quantize_regions, quantize_rows
 from .rows import GivenRows, QuantizedRows
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ..runtime.memory import Memory, Regions
 
 __all__ = ["arrived", "operand", "operand_regions", "ordered"]
 

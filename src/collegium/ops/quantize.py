@@ -10,26 +10,21 @@ infinity gets a NaN scale and zero codes, hence decodes to NaN throughout: visib
 (in its row for ``nvfp4``, whose global scale belongs to the row). A partial last group is a group.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, final
+from typing import ClassVar, final
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from ..errors import InputError
 from ..formats.codecs import E2M1_MAX, E4M3_MAX, SMALLEST_SCALE, e2m1_codes, e4m3_codes, pack_nibbles, unpack_nibbles
 from ..runtime.launch import dense_rows, launch, on_device, power_at_least
-from .buffers import sizes, taken
+from ..runtime.memory import Memory, Regions
+from .buffers import Buffers, sizes, taken
+from .checks import require_tensor
 from .rows import GivenRows, QuantizedRows
 from .scales import e2m1_values, grouped, power, power_byte, quotient, spread
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ..runtime.memory import Memory, Regions
-    from .buffers import Buffers
 
 __all__ = [
     "ACTIVATION_FORMATS",
@@ -360,8 +355,8 @@ def _weighted(x: Tensor, source: Tensor | None, weights: Tensor | None) -> Tenso
 
 
 def _check(name: str, x: Tensor) -> None:
-    if x.dim() != 2 or x.shape[1] < 1 or not x.is_floating_point():
-        raise InputError(f"quantize to {name}: found {tuple(x.shape)} {x.dtype}, allowed: floating [R, K >= 1]")
+    fits = x.dim() == 2 and x.shape[1] >= 1 and x.is_floating_point()
+    require_tensor(fits, f"quantize to {name}", x, "floating [R, K >= 1]")
 
 
 def _present(name: str, scales: Tensor | None) -> Tensor:

@@ -1,18 +1,15 @@
 """Rows of activations before and after a format's kernel."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 import torch
 from torch.nn import functional
 
 from ..errors import InputError
 from ..runtime.launch import overlaps
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["GivenRows", "QuantizedRows"]
 

@@ -1,22 +1,14 @@
 """Whether what a layer is built from and called with is what its plan describes."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
 from ..errors import InputError
+from ..formats.payload import Payload
 from ..formats.unquantised import FLOAT_FORMATS
+from ..problem import ExpertsProblem, Problem
 from ..runtime.packed_module import check_given
-from ..types import Routing
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ..formats.payload import Payload
-    from ..problem import ExpertsProblem, Problem
-    from ..types import ExpertWeights, LatentWeights, MoESpec, RouterWeights, SharedWeights
+from ..types import ExpertWeights, LatentWeights, MoESpec, RouterWeights, Routing, SharedWeights
 
 __all__ = ["check_extras", "check_input", "check_rows", "check_weights", "check_whole", "output_for"]
 

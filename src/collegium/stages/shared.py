@@ -1,27 +1,18 @@
 """The shared expert: to its kernel one expert that every token goes to, with a sigmoid gate where the model has one."""
 
-from __future__ import annotations
-
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from ..experts import ExpertKernel, Packed
+from ..formats.payload import Payload
 from ..ops.linear import linear
-from ..runtime.memory import part
-from ..types import ContiguousBatch
+from ..problem import Problem
+from ..runtime.memory import Memory, part
+from ..types import ContiguousBatch, SharedWeights
 from .checks import check_weights
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable
-
-    from torch import Tensor
-
-    from ..experts import ExpertKernel, Packed
-    from ..formats.payload import Payload
-    from ..problem import Problem
-    from ..runtime.memory import Memory
-    from ..types import SharedWeights
 
 __all__ = ["SharedExpert", "pack_shared"]
 

@@ -3,12 +3,11 @@
 Shape letters: T tokens, R rows, E experts, P parts (2: gate and up; 1), N outputs of a part, K inputs.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...errors import InputError
 from ...kernels.numbers import FAST_MATH, NO_ACTIVATION
@@ -16,17 +15,11 @@ from ...ops.activation import activate
 from ...ops.columns import RowSums
 from ...ops.permute import tile_count
 from ...runtime.launch import launch, power_at_least
-from ...runtime.memory import take
+from ...runtime.memory import Memory, take
 from ...types import ACTIVATION_KINDS, ActivationSpec
 from .layout import Words
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ...runtime.memory import Memory
-    from .matrix import PackedMatrix
-    from .tile_choice import TileChoice
-
+from .matrix import PackedMatrix
+from .tile_choice import TileChoice
 
 __all__ = [
     "TileList",
@@ -36,7 +29,6 @@ __all__ = [
     "grouped_gemm_reference",
     "kind_of",
     "scales_of",
-    "tile_count",
     "tile_list",
 ]
 

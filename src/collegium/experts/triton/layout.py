@@ -8,18 +8,16 @@ Shape letters: E experts, P parts (2: gate and up; 1), N outputs of a part, K in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 
 from ...kernels import numbers
 from ...ops.quantize import AS_IS, PADDED, REORDERED
 from .tile_choice import TileProblem
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = ["LANES", "ROWS", "WORDS", "Lanes", "Layout", "Rows", "Words"]
 

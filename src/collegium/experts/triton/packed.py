@@ -5,42 +5,33 @@ Shape letters: T tokens, R rows, E experts, P parts (2: gate and up; 1), N outpu
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...errors import InputError
 from ...formats.int_affine import Int4Ordered, Int8Ordered
-from ...ops.columns import halves_and_sums, in_columns
+from ...ops.columns import RowSums, halves_and_sums, in_columns
 from ...ops.operand import arrived, operand, ordered
-from ...ops.quantize import AS_IS
+from ...ops.quantize import AS_IS, ActivationFormat
+from ...problem import ExpertsProblem
 from ...runtime.launch import usual_rows
-from ...runtime.machine import machine_at
-from ...runtime.memory import part, take
+from ...runtime.machine import Machine, machine_at
+from ...runtime.memory import Memory, part, take
+from ...types import ActivationSpec, Back, ContiguousBatch, ExpertWeights
 from ..base import Packed, refuse_codes
 from .expanded import in_turns
 from .grouped import TileList, grouped_gemm, tile_list
 from .lanes import column_order, with_part
 from .matrix import PackedMatrix, RangeReport
 from .prefill import CodeScales, prefill_gemm
-from .tile_choice import TileChoice
+from .tile_choice import TileChoice, TunedTiles
 from .tiles import BAND, candidates, choose, score
 from .tiling import ProductTiling, codes_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping
-
-    from torch import Tensor
-
-    from ...ops.columns import RowSums
-    from ...ops.quantize import ActivationFormat
-    from ...problem import ExpertsProblem
-    from ...runtime.machine import Machine
-    from ...runtime.memory import Memory
-    from ...types import ActivationSpec, Back, ContiguousBatch, ExpertWeights
-    from .tile_choice import TunedTiles
 
 __all__ = ["PackedExperts", "pack_both"]
 
@@ -107,11 +98,7 @@ class PackedExperts(Packed):
         refuse_codes(batch, "experts in Triton", self._codes)
         count = batch.source.numel()
         dtype = batch.dtype or batch.x.dtype
-        out = (
-            self._result(count, dtype, batch.x.device, memory)
-            if batch.back is None
-            else self._stored(batch.back, dtype)
-        )
+        out = self._target(batch.back, count, dtype, batch.x.device, memory)
         if count == 0:
             return out
         batch = replace(batch, x=usual_rows(batch.x), dtype=dtype)
@@ -139,7 +126,7 @@ class PackedExperts(Packed):
         ids: contiguous ``[T, K]`` integers; rows of ids outside ``0..E-1`` are uninitialised.
         """
         x, (tokens, top_k) = usual_rows(x), ids.shape
-        out = self._result(tokens * top_k, x.dtype, x.device, memory)
+        out = self._target(None, tokens * top_k, x.dtype, x.device, memory)
         first, second = (replace(tile, overlap=self.machine.pdl) for tile in self.tiling.pair(ids.numel()))
         rows_in = operand(x, self._codes, order=self.gate_up.layout.row_order, memory=part(memory, "x"))
         rows_in, source = self._in_order(rows_in, ids, ids, memory, top_k=top_k)
@@ -169,12 +156,13 @@ class PackedExperts(Packed):
     def _codes(self) -> str | None:
         return None if self.activations is None else self.activations.name
 
-    def _result(self, rows: int, dtype: torch.dtype, device: torch.device, memory: Memory | None) -> Tensor:
+    def _target(
+        self, back: Back | None, count: int, dtype: torch.dtype, device: torch.device, memory: Memory | None
+    ) -> Tensor:
+        """Return what ``count`` rows of tokens of ``dtype`` are written to."""
         width, narrow = self.storing(dtype)
-        return take(memory, "rows", (rows, width), narrow, device)
-
-    def _stored(self, back: Back, dtype: torch.dtype) -> Tensor:
-        width, narrow = self.storing(dtype)
+        if back is None:
+            return take(memory, "rows", (count, width), narrow, device)
         if back.rows.shape[1:] != (width,) or back.rows.dtype != narrow:
             raise InputError(
                 f"back: rows of {back.rows.shape[1]} {back.rows.dtype}, these experts store rows of {width} {narrow}"

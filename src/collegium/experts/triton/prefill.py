@@ -4,32 +4,24 @@ The formulas, the order of every sum and so the bits of a row are those of ``gro
 Shape letters: R rows, E experts, P parts, N outputs of a part, K inputs.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...errors import InputError
 from ...kernels.numbers import GROUP_CODES, POWER_CODES, ROWS
+from ...ops.columns import RowSums
 from ...runtime.launch import launch
-from ...runtime.memory import take
-from .grouped import bounds_of, constants_of, scales_of
+from ...runtime.memory import Memory, take
+from ...types import ActivationSpec
+from .grouped import TileList, bounds_of, constants_of, scales_of
+from .matrix import PackedMatrix
 from .tiles import BAND
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from ...ops.columns import RowSums
-    from ...runtime.memory import Memory
-    from ...types import ActivationSpec
-    from .grouped import TileList
-    from .matrix import PackedMatrix
 
 __all__ = ["CodeScales", "prefill_gemm"]
 

@@ -5,15 +5,13 @@ and how well its programs fill the machine. Nothing in it depends on data, and t
 the format, so every token count adds in the same order. Shape letters: R rows, E experts.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
-from typing import TYPE_CHECKING
 
 from ...errors import PlanError
+from ...runtime.machine import Machine
 from .four_bit_tiles import four_bit_candidates, four_bit_score
 from .tile_choice import (
     TileChoice,
@@ -25,9 +23,6 @@ from .tile_choice import (
     weight_bytes,
     weight_rows,
 )
-
-if TYPE_CHECKING:
-    from ...runtime.machine import Machine
 
 __all__ = [
     "BAND",
