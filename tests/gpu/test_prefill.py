@@ -13,7 +13,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
 
 from collegium.encoding import encode_experts
 from collegium.experts.reference import Reference
-from collegium.experts.triton.grouped import grouped_gemm_reference, tile_list
+from collegium.experts.triton.grouped import tile_list
 from collegium.experts.triton.layout import ROWS
 from collegium.experts.triton.matrix import PackedMatrix
 from collegium.experts.triton.packed import PackedExperts
@@ -28,6 +28,7 @@ from collegium.runtime.devices import probe
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
 from collegium.types import ActivationSpec, ContiguousBatch, ExpertWeights, MoESpec, Routing, RoutingSpec
 from passes import check_rows_stand_alone
+from products import grouped_gemm_reference
 
 DEVICE = torch.device("cuda")
 LARGE = TileChoice(block_n=128, block_t=128, warps=4, stages=4, programs=132)

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from ..errors import InputError

@@ -1,4 +1,4 @@
-"""Grouped product over rows packed by expert: reference, checks, launch, and the two products of a batch.
+"""Grouped product over rows packed by expert: checks, launch, and the two products of a batch.
 
 Shape letters: T tokens, R rows, E experts, P parts (2: gate and up; 1), N outputs of a part, K inputs.
 """
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ...errors import InputError
 from ...kernels.numbers import FAST_MATH, NO_ACTIVATION
-from ...ops.activation import activate
 from ...ops.columns import RowSums
 from ...ops.permute import tile_count
 from ...runtime.launch import launch, power_at_least
@@ -26,7 +25,6 @@ __all__ = [
     "bounds_of",
     "constants_of",
     "grouped_gemm",
-    "grouped_gemm_reference",
     "kind_of",
     "scales_of",
     "tile_list",
@@ -65,34 +63,6 @@ class TileList:
         return {"ASM": x.is_cuda, "TOP_K": self.top_k, "EARLY": self.early and overlap, "PDL": overlap}
 
 
-def grouped_gemm_reference(
-    x: Tensor,
-    weight: Tensor,
-    expert_offsets: Tensor,
-    *,
-    source: Tensor | None = None,
-    bias: Tensor | None = None,
-    activation: ActivationSpec | None = None,
-) -> Tensor:
-    """Return ``[R, N]`` float32: row r of expert e is ``activation(x[source[r]] @ weight[e].T + bias[e])``.
-
-    x ``[T, K]`` and weight ``[E, P, N, K]`` floating, multiplied in float32; bias ``[E, P, N]``. Without an
-    activation P is 1. Rows no expert owns are zero. Reads the offsets on the host.
-    """
-    experts, parts, n_out, k_in = weight.shape
-    index = torch.arange(x.shape[0], device=x.device) if source is None else source
-    out = torch.zeros(index.numel(), n_out, device=x.device)
-    offsets: list[int] = expert_offsets.tolist()
-    for expert in range(experts):
-        span = slice(offsets[expert], offsets[expert + 1])
-        product = x[index[span]].float() @ weight[expert].float().reshape(parts * n_out, k_in).T
-        product = product.view(-1, parts, n_out)
-        if bias is not None:
-            product = product + bias[expert].float()
-        out[span] = product[:, 0] if activation is None else activate(product, activation)
-    return out
-
-
 def tile_list(expert_offsets: Tensor, rows: int, tile: TileChoice, memory: Memory | None = None) -> TileList:
     """List the token tiles of ``expert_offsets [E+1]`` int64, on its device and without waiting for it."""
     experts, device = expert_offsets.numel() - 1, expert_offsets.device
@@ -120,7 +90,7 @@ def grouped_gemm(
     x_scale: Tensor | RowSums | None = None,
     activation: ActivationSpec | None = None,
 ) -> Tensor:
-    """Write ``out [R, N]`` and return it; see ``grouped_gemm_reference`` for its contents.
+    """Write ``out [R, N]`` and return it: row r of expert e is ``activation(x[source[r]] @ weight[e].T + bias[e])``.
 
     x: ``[T, K]`` of the operand dtype, read at ``source [R]`` int64, or row by row without it. x_scale: float32
     ``[T, ceil(K / 128)]`` or ``[T, 1]`` for E4M3 rows, with x from ``halves_and_sums`` for minima. tiles: from

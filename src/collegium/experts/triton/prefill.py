@@ -51,7 +51,7 @@ def prefill_gemm(
     activation: ActivationSpec | None = None,
     codes: CodeScales | None = None,
 ) -> Tensor:
-    """Write ``out [R, N]`` and return it; see ``grouped_gemm_reference`` for its contents.
+    """Write ``out [R, N]`` and return it; see ``grouped_gemm`` for its contents.
 
     x: ``[R, K]`` of the operand dtype in expert order. x_scale: float32 ``[R, ceil(K / 128)]`` or ``[R, 1]`` for E4M3
     rows, with x from ``halves_and_sums`` for minima. codes: makes ``out`` take E4M3 codes. Rows from
