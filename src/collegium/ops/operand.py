@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..runtime.memory import Memory, Regions
+    from .quantize import ActivationFormat
 
 __all__ = ["arrived", "operand", "operand_regions", "ordered"]
 
@@ -42,7 +43,7 @@ def operand_regions(
 
 def operand(
     x: Tensor,
-    name: str | None,
+    name: str | ActivationFormat | None,
     *,
     source: Tensor | None = None,
     weights: Tensor | None = None,
@@ -70,10 +71,10 @@ def operand(
         # Fresh memory may be what the kernel before still uses.
         ready = x_ready and memory is not None and used is None
         rows = quantize_on_device(
-            x, name, source=source, weights=weights, order=order, x_ready=ready, used=used, memory=memory
+            x, form, source=source, weights=weights, order=order, x_ready=ready, used=used, memory=memory
         )
         return rows.codes, rows.scales
-    rows = quantize_rows(x, name, source=source, weights=weights, memory=memory)
+    rows = quantize_rows(x, form, source=source, weights=weights, memory=memory)
     return ordered(rows.codes, order), rows.scales
 
 

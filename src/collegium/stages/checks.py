@@ -8,6 +8,7 @@ import torch
 
 from ..errors import InputError
 from ..formats.unquantised import FLOAT_FORMATS
+from ..ops.quantize import formats_within
 from ..runtime.packed_module import check_given
 from ..types import Routing
 
@@ -34,6 +35,7 @@ def check_weights(weights: ExpertWeights[Payload], problem: ExpertsProblem) -> N
             )
         if payload.name != problem.weight_format:
             raise InputError(f"{name}: the payload is {payload.name}, the spec says {problem.weight_format}")
+    formats_within(problem.activation_format, weights.input_reach)  # refuses a static one without scales
     biases = {"gate_up_bias": (experts, parts, wide), "down_bias": (experts, hidden)}
     for name, shape in biases.items():
         bias: Tensor | None = getattr(weights, name)

@@ -53,6 +53,7 @@ def random_experts(
         down=Fp32(values=down, shape=tuple(down.shape)),
         gate_up_bias=biases[0] if bias else None,
         down_bias=biases[1] if bias else None,
+        input_reach=(256.0, 256.0),
     )
 
 
