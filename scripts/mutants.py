@@ -806,7 +806,7 @@ _ON_GPU: dict[str, tuple[str, ...]] = {
     "kernels/route.py": _GPU_SMALL,
     "kernels/quantize.py": _GPU_SMALL,
     "experts/triton/lanes.py": (*_GPU, "tests/gpu/test_verify.py"),
-    "experts/triton/packed.py": (*_GPU_SMALL, *_GPU),
+    "experts/triton/packed.py": ("tests/gpu/test_static_scales.py", *_GPU_SMALL, *_GPU),
     "experts/triton/words.py": _GPU_FOUR,
 }
 GPU_MUTANTS: tuple[Mutant, ...] = (

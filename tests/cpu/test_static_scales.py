@@ -319,9 +319,54 @@ def test_checkpoints_whose_scales_cannot_be_used_are_refused(tmp_path: Path) -> 
     load_layer(tmp_path, 1, device="cpu", force=force)
 
 
+def test_a_shared_expert_has_scales_of_its_own(tmp_path: Path) -> None:
+    size = replace(SIZE, layers=2)
+    write_checkpoint(tmp_path, "deepseek_v3", "fp8_tensor", "modelopt", size=size)
+    number = next(
+        iter(
+            CheckpointLayer.open(Checkpoint.open(tmp_path)).index.family.moe_layers(
+                json.loads((tmp_path / "config.json").read_text())
+            )
+        )
+    )
+    tensors = load_file(tmp_path / "model.safetensors")
+    routed = {
+        name.removesuffix("weight_scale") + "input_scale": torch.tensor(0.02)
+        for name in tensors
+        if name.endswith("weight_scale")
+    }
+    rewrite(tmp_path, dict(routed))
+    force = Choice(activation_format="fp8_static")
+    with pytest.raises(InputError, match=r"shared expert, gate is bf16, .* no static scales"):
+        load_layer(tmp_path, number, device="cpu", force=force)
+    base, changed = f"model.layers.{number}.mlp.shared_experts.", dict[str, torch.Tensor | None]()
+    for which, scale in (("gate_proj", 0.05), ("up_proj", 0.04), ("down_proj", 0.3)):
+        weight = tensors[f"{base}{which}.weight"].float()
+        own = weight.abs().amax() / 448
+        changed[f"{base}{which}.weight"] = (weight / own).to(torch.float8_e4m3fn)
+        changed[f"{base}{which}.weight_scale"] = own
+        changed[f"{base}{which}.input_scale"] = torch.tensor(scale)
+    rewrite(tmp_path, changed)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["exclude_modules"] = ["lm_head", "*self_attn*"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    made: Any = load_layer(tmp_path, number, device="cpu", force=force)
+    assert [form.scale for form in made.experts.activations] == pytest.approx([0.02, 0.02])
+    assert [form.scale for form in made.shared.experts.activations] == pytest.approx([0.05, 0.3])
+    x = heavy_tailed(5, SIZE.hidden, seed=4).bfloat16()
+    dynamic = load_layer(tmp_path, number, device="cpu", force=Choice(activation_format="fp8_token"))
+    assert made(x).isfinite().all()
+    assert not torch.equal(made(x), dynamic(x))
+    rewrite(tmp_path, {f"{base}up_proj.input_scale": None})
+    with pytest.raises(MissingTensorError, match=r"shared expert, up has no \.input_scale, and 0 more of 3"):
+        load_layer(tmp_path, number, device="cpu", force=force)
+
+
 def test_weights_without_scales_are_refused_by_name(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "mixtral", "bf16", size=SIZE)
-    with pytest.raises(InputError, match=r"bf16 weights have no static scales, allowed: fp8_tensor.*take fp8_token"):
+    with pytest.raises(
+        InputError, match=r"expert 0, gate is bf16, .* no static scales .*allowed: fp8_tensor.*take fp8_token"
+    ):
         load_layer(tmp_path, 0, device="cpu", force=Choice(activation_format="fp8_static"))
     opened = CheckpointLayer.open(Checkpoint.open(tmp_path), 0)
     problem = Problem(spec=opened.spec.routed_alone(), device=DeviceFacts(kind="cpu"))

@@ -87,16 +87,18 @@ def input_reach(
     """
     if not activation_format(activations).static:
         return None
+    sources = list(sources)
     asked = f"activation format {activations} was asked for"
     name, instead = _OF.get(stored.name), "take fp8_token or nvfp4, which find the scales of each row"
     if name is None:
-        raise InputError(f"{asked}; {stored.name} weights have no static scales, allowed: {', '.join(_OF)}; {instead}")
+        which = f"{sources[0].label} is {stored.name}, whose checkpoints have no static scales of activations"
+        raise InputError(f"{asked}: {which}, allowed: {', '.join(_OF)}; {instead}")
     found = activation_scales(checkpoint, sources, stored)
     refuse(checkpoint, found.problems)
     if found.missing:
         raise MissingTensorError(
             f"{asked}: {found.missing[0]} has no {ACTIVATION_SCALES[0]}, and {len(found.missing) - 1} more of "
-            f"{len(found.missing) + len(found.gate_up + found.down)} have none; all need one; {instead}"
+            f"{len(sources)} have none; all need one; {instead}"
         )
     most = activation_format(name).most
     return max(found.gate_up) * most, max(found.down) * most

@@ -44,6 +44,7 @@ def random_experts(
     """Return heavy-tailed float32 experts scaled so that every intermediate value keeps unit size.
 
     gate_up ``[experts, parts, wide, hidden]``, down ``[experts, hidden, wide]``; biases of unit size when asked for.
+    Scales of static activations fit such values and their outliers.
     """
     down = heavy_tailed(experts, hidden, wide, seed=seed + 1, channels=False) * wide**-0.5
     gate_up = heavy_tailed(experts, parts, wide, hidden, seed=seed, channels=False) * hidden**-0.5
