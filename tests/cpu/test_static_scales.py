@@ -212,14 +212,18 @@ def test_kernels_on_tensor_cores_multiply_the_same_codes(tmp_path: Path, name: s
     packed: Any = kernel_named(made.kernel).pack(weights, problem.routed)
     assert [form.scale for form in packed.forms] == [form.scale for form in loaded.experts.activations]
     x, routing = tokens()
-    x = x.bfloat16()
+    x, routing = x[::2].bfloat16(), Routing(topk_ids=routing.topk_ids[::2], topk_weights=routing.topk_weights[::2])
     batch = Local(num_experts=4).dispatch(x, routing)[0]
     found, wanted = packed.run(batch).float(), loaded.experts.run(batch)
     zero = (wanted == 0).all(dim=1)
     assert 0 < int(zero.sum()) < len(zero)
     assert (found[zero] == 0).all()
-    assert relative_error(found[~zero], wanted[~zero]) < 0.01
-    assert relative_error(packed.run_unsorted(x[:, :], routing.topk_ids).float().norm(), wanted.norm()) < 0.01
+    # Rows between the products are rounded to bfloat16 first, and some of them then to the neighbouring code.
+    assert relative_error(found[~zero], wanted[~zero]) < 0.02
+    few = slice(7, 10)
+    part = Routing(topk_ids=routing.topk_ids[few], topk_weights=routing.topk_weights[few])
+    rows = packed.run_unsorted(x[few], part.topk_ids.contiguous()).float().view(3, 2, -1)
+    assert relative_error((rows * part.topk_weights[..., None]).sum(1), loaded(x[few], routing=part)) < 0.02
     # Other scales need no other kernel, and tokens of other ranks do not come as codes.
     other = replace(packed, input_reach=(1.0, 2.0))
     assert (other.key, other.tiling) == (packed.key, packed.tiling)
