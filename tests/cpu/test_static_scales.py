@@ -302,7 +302,7 @@ def test_checkpoints_whose_scales_cannot_be_used_are_refused(tmp_path: Path) -> 
         **{two: None},
     )
     told = audit(Checkpoint.open(tmp_path)).findings
-    assert "layer 1: layer 1, expert 2, down and 0 more have no static activation scale" in told
+    assert "layer 1, expert 2, down and 0 more have no static activation scale" in told
     every = {name: None for name in before if name.startswith("model.layers.1.") and name.endswith("input_scale")}
     refused(MissingTensorError, r"expert 0, gate has no .input_scale, and 11 more of 12", **every)
     for value in (torch.nan, torch.inf, 0.0, -0.5):

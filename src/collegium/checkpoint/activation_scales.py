@@ -47,7 +47,7 @@ class ActivationScales:
         if self.unequal:
             said.append(f"{where}: gate and up of {len(self.unequal)} experts have different static activation scales")
         if self.missing:
-            said.append(f"{where}: {self.missing[0]} and {len(self.missing) - 1} more have no static activation scale")
+            said.append(f"{self.missing[0]} and {len(self.missing) - 1} more have no static activation scale")
         return said
 
 
