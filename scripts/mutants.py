@@ -48,6 +48,7 @@ class Mutant(NamedTuple):
 _HOST = ("tests/cpu/test_activation.py", "tests/cpu/test_layer.py")
 _CPU = ("tests/cpu/test_cpu_grouped.py", "tests/cpu/test_verify.py")
 _LOAD = ("tests/cpu/test_loader.py",)
+_STATIC = ("tests/cpu/test_static_scales.py",)
 _WHOLE_GGUF = ("tests/cpu/test_whole_gguf.py",)
 _KERNEL = tuple(
     f"tests/cpu/test_grouped_gemm.py::{name}"
@@ -711,12 +712,39 @@ MUTANTS: tuple[Mutant, ...] = (
     # Activations in eight bits.
     Mutant(
         "activations left in 32 bits", "experts/reference.py",
-        (("inner = form.round_trip(activate(both, packed.activation))", "inner = activate(both, packed.activation)"),),
+        (("inner = between.round_trip(activate(both, packed.activation))", "inner = activate(both, packed.activation)"),),
         ("tests/cpu/test_proofs.py",),
     ),
     Mutant(
         "input left in 32 bits", "experts/reference.py", (("x = form.round_trip(x)", "x = x.float()"),),
         ("tests/cpu/test_proofs.py",),
+    ),
+    # Scales of activations that a checkpoint has.
+    Mutant("the calibrated scale of gate and up used for down", "ops/quantize.py", (("form.within(reach[1])", "form.within(reach[0])"),), _STATIC),
+    Mutant(
+        "the calibrated scale of gate and up used for down", "experts/triton/packed.py",
+        (("operand(middle, self.forms[1], order", "operand(middle, self.forms[0], order"),), _STATIC,
+    ),
+    Mutant(
+        "the smallest calibrated scale of all experts", "checkpoint/activation_scales.py",
+        (("max(found.gate_up) * most, max(found.down) * most", "min(found.gate_up) * most, min(found.down) * most"),), _STATIC,
+    ),
+    Mutant(
+        "a calibrated scale that divides multiplied", "checkpoint/activation_scales.py",
+        (("values.reciprocal() if name", "values if name"),), _STATIC,
+    ),
+    Mutant(
+        "a rank's own calibrated scales", "loading.py",
+        (("(source for _, source in layer.sources())", "(source for e, source in layer.sources() if e in held.expert_ids)"),), _STATIC,
+    ),
+    Mutant(
+        "an expert without a calibrated scale left out", "checkpoint/activation_scales.py",
+        (("    if found.missing:\n        raise", "    if found.missing and not found.down:\n        raise"),), _STATIC,
+    ),
+    Mutant(
+        "a row's own scale instead of the calibrated one", "kernels/quantize.py",
+        (("        scale = tl.where(finite, fixed, scale)\n", "        scale = scale + 0.0 * fixed\n"),),
+        ("tests/cpu/test_small_kernels.py::test_codes_of_a_calibrated_scale",),
     ),
     # Experts that move.
     Mutant(
@@ -778,7 +806,7 @@ _ON_GPU: dict[str, tuple[str, ...]] = {
     "kernels/route.py": _GPU_SMALL,
     "kernels/quantize.py": _GPU_SMALL,
     "experts/triton/lanes.py": (*_GPU, "tests/gpu/test_verify.py"),
-    "experts/triton/packed.py": (*_GPU_SMALL, *_GPU),
+    "experts/triton/packed.py": ("tests/gpu/test_static_scales.py", *_GPU_SMALL, *_GPU),
     "experts/triton/words.py": _GPU_FOUR,
 }
 GPU_MUTANTS: tuple[Mutant, ...] = (

@@ -181,9 +181,8 @@ class MoELayer(PackedModule):
         return shared_workspaces(self._device, self._places.nbytes) if on_gpu else None
 
     def extra_repr(self) -> str:
-        """Show the plan, and what packing rounded."""
-        report = self.experts.report
-        return self.plan.explain() + ("" if report is None else f"\nweights    {report}")
+        """Show the plan, and what only packing knows."""
+        return self.plan.explain() + self.experts.told(self.plan.activation_format)
 
     def forward(
         self,

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import torch
 
+from .checkpoint.activation_scales import input_reach
 from .checkpoint.beside import check_beside, load_latent, load_router, load_shared
 from .checkpoint.loader import load_experts
 from .checkpoint.opened import CheckpointLayer
@@ -49,14 +50,14 @@ def load_layer(
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
     opened = CheckpointLayer.open(checkpoint, layer)
     facts, placement = _placed(opened, device, limits=limits, dtype=dtype, format=weight_format, force=force)
-    weights = _experts(opened, weight_format, facts.place, placement)
+    weights = _experts(opened, weight_format, facts.place, placement, force)
     refuse(checkpoint, check_beside(opened))
     problem = _problem(opened.spec, weights, facts, placement, limits=limits or Limits(), dtype=dtype)
     return MoELayer(
         weights,
         plan(problem, force),
         router=load_router(opened, device=facts.place),
-        shared=load_shared(opened, device=facts.place),
+        shared=load_shared(opened, device=facts.place, activations=_activations(force)),
         latent=load_latent(opened, device=facts.place),
         checked=checked,
     )
@@ -85,7 +86,7 @@ def load_routed(
             f"load_routed: Ranks and the placement {placement} were given; one of the two says who holds what"
         )
     placement = placement or own
-    weights = _experts(layer, weight_format, facts.place, placement)
+    weights = _experts(layer, weight_format, facts.place, placement, force)
     problem = _problem(layer.spec.routed_alone(), weights, facts, placement, limits=limits or Limits(), dtype=dtype)
     return MoELayer(weights, plan(problem, force))
 
@@ -114,10 +115,20 @@ def _problem(
     return Problem(spec=replace(spec, weight_format=weights.down.name), device=facts, placement=placement, **asked)
 
 
+def _activations(force: Choice | None) -> str:
+    return (force and force.activation_format) or "fp32"
+
+
 def _experts(
-    layer: CheckpointLayer, weight_format: str | None, place: str, placement: Placement | None
+    layer: CheckpointLayer, weight_format: str | None, place: str, placement: Placement | None, force: Choice | None
 ) -> ExpertWeights[Payload]:
-    """Read the experts of ``placement``, or all, on the device ``place``, encoded if asked."""
+    """Read the experts of ``placement``, or all, on the device ``place``, encoded if asked.
+
+    Static scales of activations are those of all experts, so that bits do not depend on who holds them.
+    """
     held = placement or linear(layer.spec.num_experts, 0, 1)
+    everyone = (source for _, source in layer.sources())
+    reach = input_reach(layer.checkpoint, everyone, layer.stored, _activations(force))
     weights = load_experts(layer, held, device=place, pad=held.tp_size > 1)
+    weights = replace(weights, input_reach=reach)
     return weights if weight_format in (None, weights.down.name) else encode_experts(weights, weight_format)

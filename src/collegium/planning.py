@@ -279,9 +279,9 @@ def _with_wire(problem: Problem, kernel: ExpertKernel) -> Problem:
     """Return ``problem`` with what tokens travel as: codes where they are weighted later and ``kernel`` takes them."""
     if problem.world_size == 1:
         return problem
-    name = problem.routed.activation_format
-    codes = activation_format(name).e4m3 and kernel.takes_codes and not problem.spec.routing.weight_on_input
-    return replace(problem, sent_as=name if codes else None)
+    form = activation_format(problem.routed.activation_format)
+    codes = form.e4m3 and not form.static and kernel.takes_codes and not problem.spec.routing.weight_on_input
+    return replace(problem, sent_as=form.name if codes else None)
 
 
 def _first(

@@ -255,12 +255,15 @@ class ExpertWeights(Generic[F_co]):
     gate_up: payload with logical shape ``[E, P, I, H]``; P is 2 (index 0 gate, 1 up) or 1 without a gate.
     down: payload with logical shape ``[E, H, I]``.
     gate_up_bias ``[E, P, I]`` and down_bias ``[E, H]``: floating point, or None when the model has no biases.
+    input_reach: the largest inputs of gate_up and of down that a calibration lets through, for static activation
+        formats; the same on every rank that shares the layer. None: not told.
     """
 
     gate_up: F_co
     down: F_co
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+    input_reach: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

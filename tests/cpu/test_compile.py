@@ -169,7 +169,8 @@ _ROUTE = {
 _SUM = {"TOP_K": 8, "BLOCK": 1024, "WEIGHTS": True, "SHARED": True, "IDS": False}
 _COLUMNS = {"GATHER": True, "TOP_K": 0, "BLOCK_E": 256, "BLOCK": 1024}
 _ROWS = {"BLOCK_R": 2, "BLOCK_C": 1024, "GATHER": True, "WEIGHTS": True, "SOME": False}
-_E4M3 = _ROWS | {"GROUP": 128, "POWER": False, "BYTE": False, "ROUND": False, "REORDER": False}
+_E4M3 = _ROWS | {"GROUP": 128, "POWER": False, "BYTE": False, "ROUND": False, "REORDER": False, "fixed": None}
+_STATIC = {name: value for name, value in _E4M3.items() if name != "fixed"}
 # Small kernels: (file, kernel, types that are not the rule, constants, warps, most registers); FP8 from sm_90 on.
 _HALVES = {"halves": "fp16", "scales": "fp32", "sums": "fp16"}
 SMALL: tuple[tuple[str, str, dict[str, str], dict[str, Any], int, int], ...] = (
@@ -194,6 +195,9 @@ SMALL: tuple[tuple[str, str, dict[str, str], dict[str, Any], int, int], ...] = (
     ("quantize", "e4m3_kernel", {"codes": "fp8e4nv", "scales": "u8"},
      _E4M3 | {"GROUP": 32, "POWER": True, "BYTE": True}, 4, 80),
     ("quantize", "e4m3_kernel", {"codes": "fp8e4nv", "scales": "u8"}, _E4M3 | {"POWER": True, "BYTE": True}, 4, 80),
+    ("quantize", "e4m3_kernel", {"codes": "fp8e4nv"}, _STATIC | {"GROUP": 8192, "BLOCK_C": 8192, "BLOCK_R": 1}, 16, 80),
+    ("quantize", "nvfp4_kernel", {"codes": "u8", "scales": "fp8e4nv"},
+     {"BLOCK_C": 8192, "GATHER": False, "WEIGHTS": False, "SOME": False, "ROUND": False, "fixed": None}, 16, 96),
     ("quantize", "nvfp4_kernel", {"codes": "u8", "scales": "fp8e4nv"},
      {"BLOCK_C": 8192, "GATHER": False, "WEIGHTS": False, "SOME": False, "ROUND": False}, 16, 96),
 )  # fmt: skip
@@ -216,7 +220,7 @@ even = {"columns", "x_stride", "width", "row_stride", "shared_stride", "logits_s
 found = []
 for arch, file, name, pointers, constants, warps in json.load(sys.stdin):
     kernel = getattr(importlib.import_module("collegium.kernels." + file), name)
-    types = {n: "*" + kind for n, kind in pointers.items()} | {"eps": "fp32", "scale": "fp32"}
+    types = {n: "*" + kind for n, kind in pointers.items()} | {"eps": "fp32", "scale": "fp32", "fixed": "fp32"}
     if file == "quantize":
         types["rows"] = "i32"
     names = kernel.arg_names

@@ -230,7 +230,9 @@ def test_activation_scales_of_gate_and_up_agree_or_are_reported(
     base = "model.layers.0.block_sparse_moe.experts.1."
     one = torch.tensor(0.25)
     same = {f"{base}w1{suffix}": one, f"{base}w3{suffix}": one * (1 + 1e-6), f"{base}w2{suffix}": one * 3}
-    assert not [f for f in audit(rewrite(tmp_path, **same)).findings if "activation" in f]
+    told = [f for f in audit(rewrite(tmp_path, **same)).findings if "activation" in f]
+    assert len(told) == 1
+    assert "--activations nvfp4_static uses" in told[0]
     other = rewrite(tmp_path, **{f"{base}w3{suffix}": one * 1.001})
     if text is None:
         assert "1 experts have different static activation scales" in " ".join(audit(other).findings)

@@ -308,6 +308,8 @@ def test_four_bits_meet_fp8_tensor_cores_where_there_are_some(monkeypatch: pytes
     assert choose(layer, stored, "fp8_token").activation_format == "fp8_token"
     with pytest.raises(Exception, match="fp3"):
         choose(layer, stored, "fp3")
+    with pytest.raises(InputError, match="fp8_static: found no calibrated scales"):
+        choose(layer, stored, "fp8_static")
     hopper = DeviceFacts(kind="cuda", name="NVIDIA H200", capability=(9, 0), memory=141 << 30, index=0, sms=132)
     monkeypatch.setattr(layers, "probe", lambda _: hopper)
     made = choose(layer, stored)

@@ -233,7 +233,8 @@ def _repacked(name: Any, layer: MoELayer, placed: Placement | None, read: Reader
     if missing:
         assert read is not None  # agreed on
         asked = replace(layer.plan.problem.routed, experts=len(missing))
-        fresh = kernel_named(layer.plan.kernel).pack(read(name, missing), asked)
+        own = replace(read(name, missing), input_reach=layer.experts.input_reach)
+        fresh = kernel_named(layer.plan.kernel).pack(own, asked)
     for slot, expert in enumerate(ids):
         taken = fresh.take(missing.index(expert)) if fresh and expert in missing else layer.experts.take(here[expert])
         made.put(slot, taken)

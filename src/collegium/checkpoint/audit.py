@@ -19,11 +19,11 @@ from ..errors import (
 from ..formats.payload import Payload
 from ..models import describe, moe_layers, text_of
 from ..runtime.progress import Progress, counted
-from .activation_scales import ACTIVATION_SCALES, check_activation_scales
+from .activation_scales import ACTIVATION_SCALES, activation_scales
 from .beside import check_beside
 from .header import FLOATS, TensorInfo
 from .index import index_of, router_names
-from .layout import Source, bias_names, part_name, parts_problems, projections, read_matrix, stack_paths
+from .layout import bias_names, part_name, parts_problems, read_matrix, stack_paths
 from .opened import CheckpointLayer
 from .outside import matrices_of, outside_experts, outside_problems, sentences
 from .problems import refuse
@@ -84,12 +84,6 @@ def check_layer(layer: CheckpointLayer) -> list[CheckpointError]:
         problems.append(DuplicateTensorError(msg))
     problems += _check_stack(layer) if layer.stored.stacked else _check_experts(layer)
     return [*problems, *_check_biases(layer), *_check_suffixes(layer)]
-
-
-def _sources(layer: CheckpointLayer) -> Iterable[tuple[int, Source]]:
-    for expert in range(layer.spec.num_experts):
-        for which in projections(layer.spec):
-            yield expert, layer.source(expert, which)
 
 
 def check_dense_layers(checkpoint: Checkpoint) -> list[CheckpointError]:
@@ -190,7 +184,7 @@ def _check_experts(layer: CheckpointLayer) -> Iterator[CheckpointError]:
         held = f"{len(present)} of {e} experts are in the files"
         yield MissingTensorError(f"{where}, expert {expert}: no tensor at all; {held}")
     dtypes: dict[tuple[bool, str], dict[str, str]] = defaultdict(dict)
-    for expert, source in _sources(layer):
+    for expert, source in layer.sources():
         if expert not in present:
             continue
         yield from parts_problems(checkpoint, source, layer.stored)
@@ -227,8 +221,10 @@ def _check_values(layer: CheckpointLayer, remarks: Remarks) -> tuple[list[Checkp
     unequal = 0
     first: Payload | None = None
     seen: dict[str, Tensor] = {}
-    problems, findings = check_activation_scales(layer)
-    for _, source in _sources(layer):
+    sources = [source for _, source in layer.sources()]
+    scales = activation_scales(layer.checkpoint, sources, layer.stored)
+    problems, findings = scales.problems, scales.findings(f"layer {layer.number}", layer.stored)
+    for source in sources:
         seen = {} if source.label.endswith("gate") else seen
         payload, wrong = read_matrix(layer.checkpoint, source, layer.stored, seen=seen)
         problems += wrong
@@ -320,6 +316,6 @@ def audit(checkpoint: Checkpoint, *, deep: bool = True, progress: Progress | Non
         path=str(checkpoint.path),
         layers=tuple(reports),
         roles=_roles(checkpoint, layers),
-        findings=(*findings, *remarks.findings(), *_outside(checkpoint)),
+        findings=(*dict.fromkeys(findings), *remarks.findings(), *_outside(checkpoint)),
         deep=deep,
     )

@@ -21,7 +21,7 @@ from ..formats.payload import Payload
 from ..models import declared_format
 from ..models.base import Config
 from ..types import ExpertWeights, LatentWeights, RouterWeights, SharedWeights
-from .activation_scales import ACTIVATION_SCALES
+from .activation_scales import ACTIVATION_SCALES, input_reach
 from .detect import stored_format
 from .header import FLOATS, TensorInfo
 from .layout import Source, parts_problems, read_matrix, read_whole
@@ -281,10 +281,13 @@ def load_latent(layer: CheckpointLayer, *, device: torch.device | str = "cpu") -
     return LatentWeights(down=down, up=up, norm=norm, norm_eps=layer.spec.latent_norm_eps or 0.0)
 
 
-def load_shared(layer: CheckpointLayer, *, device: torch.device | str = "cpu") -> SharedWeights[Payload] | None:
+def load_shared(
+    layer: CheckpointLayer, *, device: torch.device | str = "cpu", activations: str = "fp32"
+) -> SharedWeights[Payload] | None:
     """Read the shared expert of ``layer`` as one expert in its own stored format, or None when it has none.
 
-    Raises ConfigError, MissingTensorError, TensorMismatchError and BadScaleError.
+    activations: the format its rows will have, whose scales are read if it is static. Raises ConfigError,
+    MissingTensorError, TensorMismatchError, BadScaleError, and InputError as ``input_reach`` says.
     """
     module = _shared(layer)
     if module is None:
@@ -296,4 +299,5 @@ def load_shared(layer: CheckpointLayer, *, device: torch.device | str = "cpu") -
     down.put(0, lower)
     wanted = _vectors(layer).get("shared_gate")
     gate = None if wanted is None else _vector(layer, *wanted).to(device)
-    return SharedWeights(experts=ExpertWeights(gate_up=gate_up, down=down), gate=gate)
+    reach = input_reach(layer.checkpoint, module.places, _stored_at(layer, module), activations)
+    return SharedWeights(experts=ExpertWeights(gate_up=gate_up, down=down, input_reach=reach), gate=gate)

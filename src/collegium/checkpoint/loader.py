@@ -6,6 +6,7 @@ Peak memory is the local weights plus one matrix: the result is allocated once a
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,7 +67,7 @@ def load_experts(
     made, problems = _fill(layer, placement, local, room, device)
     biases = _biases(layer, placement, local, room, problems) if spec.expert_bias else {}
     refuse(layer.checkpoint, problems)
-    on_device = {name: bias.to(device) for name, bias in biases.items()}
+    on_device: dict[str, Any] = {name: bias.to(device) for name, bias in biases.items()}
     return ExpertWeights(gate_up=made["gate_up"], down=made["down"], **on_device)
 
 

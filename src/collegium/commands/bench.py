@@ -69,6 +69,7 @@ _MOST_ON_CPU = 512
 # Relative L2 error allowed against FP32 truth, by the bits of an activation: two roundings of activations to E4M3 alone
 # make about 0.045, two to NVFP4 about 0.13; 16 bits stay far below.
 TOLERANCES = {32: 0.01, 16: 0.01, 8: 0.06, 4: 0.2}
+_REACH = 32.0  # of static activation scales: more than inputs of unit size and the rows between the products need
 _DISTINCT = 7  # experts made and encoded; the others repeat them, so that building takes seconds
 
 
@@ -258,6 +259,7 @@ def random_weights(spec: MoESpec, device: torch.device, seed: int = 0) -> Expert
         down=payload((hidden, wide)),
         gate_up_bias=bias(experts, parts, wide),
         down_bias=bias(experts, hidden),
+        input_reach=(_REACH, _REACH),
     )
 
 

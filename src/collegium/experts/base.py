@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
+from ..ops.quantize import formats_within
 from ..problem import ExpertsProblem
 from ..runtime.memory import Memory, Regions
 from ..types import ContiguousBatch, ExpertWeights
@@ -76,11 +77,21 @@ class Product(Protocol):
 class Packed:
     """The experts of one layer in a kernel's own layout.
 
-    report: what packing rounded, or None; printed with the layer.
+    report: what packing rounded, or None; printed with the layer. input_reach: of the weights, where activations are
+    static.
     """
 
     __slots__ = ()
     report: object | None = None
+    input_reach: tuple[float, float] | None = None
+
+    def told(self, activations: str) -> str:
+        """Return lines for people: scales of static ``activations``, and the report."""
+        report = "" if self.report is None else f"\nweights    {self.report}"
+        if self.input_reach is None:
+            return report
+        first, second = (form.scale for form in formats_within(activations, self.input_reach))
+        return f"\nscales     {first:g} before gate_up, {second:g} before down, the largest of all experts{report}"
 
     @property
     def tiling(self) -> Tiling:

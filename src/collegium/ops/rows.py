@@ -1,4 +1,4 @@
-"""Rows of activations before and after a format's kernel."""
+"""Rows of activations before and after a format's kernel, and how many of them a program takes."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -8,9 +8,22 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..errors import InputError
-from ..runtime.launch import overlaps
+from ..runtime.launch import overlaps, power_at_least
+from .checks import require_tensor
 
-__all__ = ["GivenRows", "QuantizedRows"]
+__all__ = [
+    "GivenRows",
+    "QuantizedRows",
+    "block_of",
+    "check_rows",
+    "present",
+    "warps_of",
+    "weighted",
+    "whole_rows",
+]
+
+_FEW_ROWS = 64  # below, a row is spread over more programs
+_MANY_ROWS = 4096  # from here on a program takes as many as make 4096 elements
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,3 +87,40 @@ class GivenRows(NamedTuple):
         """Return the compile-time arguments that say what a kernel reads."""
         given = {"GATHER": self.source, "WEIGHTS": self.weights, "SOME": self.used}
         return {name: each is not None for name, each in given.items()} | {"PDL": overlaps(self.x)}
+
+
+def block_of(rows: int, columns: int) -> tuple[int, int]:
+    """Return the rows and columns one program takes; few rows are spread over more programs."""
+    few = rows < _FEW_ROWS
+    wide = min(256 if few else 1024, power_at_least(columns, 128))
+    return 1 if few else 4096 // wide if rows >= _MANY_ROWS else 2, wide
+
+
+def whole_rows(rows: int, columns: int) -> tuple[int, int]:
+    """Return what ``block_of`` does where one scale belongs to a row."""
+    wide = power_at_least(columns, 32)
+    return max(1, 4096 // wide) if rows >= _MANY_ROWS else 1, wide
+
+
+def warps_of(elements: int) -> int:
+    """Return the warps of a program that takes so many elements."""
+    return max(1, min(16, elements // 512))
+
+
+def weighted(x: Tensor, source: Tensor | None, weights: Tensor | None) -> Tensor:
+    """Return the rows of ``x`` that ``GivenRows`` names."""
+    rows = x if source is None else x.index_select(0, source)
+    return rows if weights is None else (rows.float() * weights[:, None]).to(x.dtype)
+
+
+def check_rows(name: str, x: Tensor) -> None:
+    """Raise InputError for what is no rows of numbers."""
+    fits = x.dim() == 2 and x.shape[1] >= 1 and x.is_floating_point()
+    require_tensor(fits, f"quantize to {name}", x, "floating [R, K >= 1]")
+
+
+def present(name: str, scales: Tensor | None) -> Tensor:
+    """Return scales that are there; raises InputError where there are none."""
+    if scales is None:
+        raise InputError(f"dequantize from {name}: found no scale, allowed: rows quantised to {name}")
+    return scales

@@ -6,6 +6,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..formats.payload import Payload
 from ..formats.unquantised import FLOAT_FORMATS
+from ..ops.quantize import formats_within
 from ..problem import ExpertsProblem, Problem
 from ..runtime.packed_module import check_given
 from ..types import ExpertWeights, LatentWeights, MoESpec, RouterWeights, Routing, SharedWeights
@@ -26,6 +27,7 @@ def check_weights(weights: ExpertWeights[Payload], problem: ExpertsProblem) -> N
             )
         if payload.name != problem.weight_format:
             raise InputError(f"{name}: the payload is {payload.name}, the spec says {problem.weight_format}")
+    formats_within(problem.activation_format, weights.input_reach)  # refuses a static one without scales
     biases = {"gate_up_bias": (experts, parts, wide), "down_bias": (experts, hidden)}
     for name, shape in biases.items():
         bias: Tensor | None = getattr(weights, name)

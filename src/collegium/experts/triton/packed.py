@@ -17,7 +17,7 @@ from ...errors import InputError
 from ...formats.int_affine import Int4Ordered, Int8Ordered
 from ...ops.columns import RowSums, halves_and_sums, in_columns
 from ...ops.operand import arrived, operand, ordered
-from ...ops.quantize import AS_IS, ActivationFormat
+from ...ops.quantize import AS_IS, ActivationFormat, formats_within
 from ...problem import ExpertsProblem
 from ...runtime.launch import usual_rows
 from ...runtime.machine import Machine, machine_at
@@ -42,8 +42,9 @@ _PRODUCTS = ("gate_up", "down")
 class PackedExperts(Packed):
     """Both matrices of all experts and what runs between them.
 
-    activations: the format whose E4M3 codes are multiplied, or None to multiply in the dtype of x. tiles, measured: as
-    ``ProductTiling`` says. report: what packing made or rounded, where a plan cannot know.
+    activations: the format whose E4M3 codes are multiplied, or None to multiply in the dtype of x. input_reach: of a
+    static format. tiles, measured: as ``ProductTiling`` says. report: what packing made or rounded, where a plan cannot
+    know.
     """
 
     gate_up: PackedMatrix
@@ -51,12 +52,17 @@ class PackedExperts(Packed):
     activation: ActivationSpec
     machine: Machine
     activations: ActivationFormat | None = None
+    input_reach: tuple[float, float] | None = None
     tiles: tuple[TileChoice, TileChoice] | None = None
     measured: tuple[TunedTiles, TunedTiles] = ((), ())
     report: object | None = None
     _tiling: ProductTiling = field(init=False, compare=False, repr=False)
+    forms: tuple[ActivationFormat | None, ...] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        name = self._codes
+        forms = (None, None) if name is None else formats_within(name, self.input_reach)
+        object.__setattr__(self, "forms", forms)
         tiling = ProductTiling(
             gate_up=self.gate_up.layout,
             down=self.down.layout,
@@ -128,7 +134,7 @@ class PackedExperts(Packed):
         x, (tokens, top_k) = usual_rows(x), ids.shape
         out = self._target(None, tokens * top_k, x.dtype, x.device, memory)
         first, second = (replace(tile, overlap=self.machine.pdl) for tile in self.tiling.pair(ids.numel()))
-        rows_in = operand(x, self._codes, order=self.gate_up.layout.row_order, memory=part(memory, "x"))
+        rows_in = operand(x, self.forms[0], order=self.gate_up.layout.row_order, memory=part(memory, "x"))
         rows_in, source = self._in_order(rows_in, ids, ids, memory, top_k=top_k)
         # Where the tokens were quantised, which waits for the routing, the ids were there before the product's turn.
         listed = self.activations is not None
@@ -149,8 +155,9 @@ class PackedExperts(Packed):
 
     @property
     def arriving(self) -> tuple[str, int] | None:
-        """Return the format and order of the first product's codes, None where it multiplies tokens."""
-        return None if self._codes is None else (self._codes, self.gate_up.layout.row_order)
+        """Return the format and order of the first product's codes, None where it multiplies tokens, or calibrated."""
+        form = self.activations
+        return None if form is None or form.static else (form.name, self.gate_up.layout.row_order)
 
     @property
     def _codes(self) -> str | None:
@@ -182,7 +189,7 @@ class PackedExperts(Packed):
             return (codes if batch.order == order else ordered(codes, order)), scale
         return operand(
             batch.x,
-            self._codes,
+            self.forms[0],
             source=batch.source if gathered else None,
             weights=batch.input_weights,
             order=order,
@@ -227,7 +234,7 @@ class PackedExperts(Packed):
         grouped_gemm(
             x, self.gate_up, offsets, tiles[0], middle, source=source, x_scale=x_scale, activation=self.activation
         )
-        made = operand(middle, self._codes, order=self.down.layout.row_order, used=used, memory=part(memory, "h"))
+        made = operand(middle, self.forms[1], order=self.down.layout.row_order, used=used, memory=part(memory, "h"))
         codes, scale = _summed(made, self.down, used, part(memory, "h"))
         # The tile lists were complete before the first product started.
         return grouped_gemm(codes, self.down, offsets, replace(tiles[1], early=True), out, x_scale=scale)
@@ -254,7 +261,7 @@ class PackedExperts(Packed):
         for matrix, own, listed in turns(self.gate_up):
             prefill_gemm(rows, matrix, own, listed, middle, x_scale=x_scale, activation=self.activation, codes=codes)
         if codes is None:
-            made = operand(middle, self._codes, used=_used(batch), memory=part(memory, "h"))
+            made = operand(middle, self.forms[1], used=_used(batch), memory=part(memory, "h"))
             middle, scale = _summed(made, self.down, _used(batch), part(memory, "h"))
         else:
             scale = codes.scale
@@ -277,12 +284,14 @@ def pack_both(
 
     gate_up = packed(weights.gate_up, weights.gate_up_bias)
     down = packed(with_part(weights.down), weights.down_bias)
+    form = codes_of(problem.activation_format)
     return PackedExperts(
         gate_up=gate_up,
         down=replace(down, order=None),
         activation=problem.activation,
         machine=machine_at(weights.down.device),
-        activations=codes_of(problem.activation_format),
+        activations=form,
+        input_reach=weights.input_reach if form is not None and form.static else None,
         report=_reported(gate_up.report, down.report),
     )
 
@@ -357,8 +366,7 @@ class _Product:
         count = batch.source.numel()
         _, _, n_out, k_in = matrix.layout.shape
         x = batch.x if first else torch.randn(count, k_in, device=batch.x.device).to(batch.x.dtype)
-        form = packed.activations
-        made = operand(x, None if form is None else form.name, order=matrix.layout.row_order)
+        made = operand(x, packed.forms[self.place], order=matrix.layout.row_order)
         codes, scale = _summed(made, matrix, None, None)
         out = torch.empty(count, n_out, dtype=torch.bfloat16, device=x.device)
         lists: dict[TileChoice, TileList] = {}

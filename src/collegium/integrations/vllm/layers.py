@@ -16,6 +16,7 @@ from ...formats import by_name
 from ...formats.intake import find_storage
 from ...formats.payload import Part, Payload
 from ...formats.unquantised import FLOAT_FORMATS
+from ...ops.quantize import formats_within
 from ...planning import Plan, plan
 from ...problem import Choice, Limits, Placement, Problem
 from ...runtime.devices import probe
@@ -147,7 +148,7 @@ def choose(
 ) -> Plan:
     """Plan a layer of vLLM. activations: their format, ours to choose when None; weights: once they are loaded.
 
-    Raises SpecError and PlanError, which say why Collegium does not run it.
+    Raises InputError, SpecError and PlanError, which say why Collegium does not run it.
     """
     _refuse(layer)
     moe, (wide, hidden) = layer.moe_config, _sizes(layer, stored)
@@ -172,6 +173,7 @@ def choose(
         placement=_placement(layer, wide),
         graph=weight.is_cuda,
     )
+    formats_within(activations or problem.dtype, None)  # refuses static ones before anything is loaded
     force = Choice(activation_format=activations, dispatcher=None if problem.placement is None else "partial")
     capability = problem.device.capability
     if activations is None and kind.name in _ON_FP8 and capability is not None and capability >= (8, 9):
