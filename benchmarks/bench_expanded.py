@@ -103,7 +103,7 @@ def main() -> None:
         for text in asked.formats:
             name, _, group = text.partition(":")
             packed = packed_as(spec, plain, name, int(group or 128))
-            small = packed if name == "bf16" else replace(packed, machine=replace(packed.machine, copies=False))
+            small = packed if name == "bf16" else replace(packed, machine=replace(packed.machine, specialises=False))
             for rows in asked.rows:
                 batch = batch_of(spec, rows)
                 stop = int(batch.expert_offsets[-1])

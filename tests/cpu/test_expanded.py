@@ -129,6 +129,7 @@ def test_which_batches_are_decoded_first() -> None:
     assert prefill_tile(asked(384, weight_bits=8.25), hopper) is not None
     assert prefill_tile(asked(192, weight_bits=8.25), hopper) is None
     assert prefill_tile(asked(640, weight_bits=4.75, quartered=True, x_bits=17), hopper) is not None
+    assert prefill_tile(asked(384, weight_bits=8.25, quartered=True), hopper) is None, "four products gain later"
 
 
 def test_the_plan_holds_what_a_large_batch_decodes() -> None:

@@ -113,8 +113,8 @@ class Layout:
 
     @property
     def expands(self) -> bool:
-        """Whether they can be decoded before the products of a large batch."""
-        return self.stepped or not self.minima
+        """Whether they can be decoded before the products of a large batch, and gain by it: groups of 16 do not."""
+        return self.stepped or not (self.minima or (self.quartered and self.block_k < 128))
 
     @property
     def values_shape(self) -> tuple[int, ...]:
