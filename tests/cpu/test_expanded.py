@@ -94,7 +94,7 @@ def test_minima_without_steps_stay_with_the_small_tiles() -> None:
 def test_a_large_batch_gives_the_rows_of_the_small_tiles(
     name: str, act: str, group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiles, "_EXPANDED", (1, 1))
+    monkeypatch.setattr(tiles, "_EXPANDED", (1, 1, 1))
     monkeypatch.setattr(tiles, "_LONG", 8)
     device = DeviceFacts(kind="cuda", capability=(9, 0))
     packed, batch, truth = decoded_layer(name, act, group, device, tokens=6, sizes=(3, 72, 136))
@@ -128,8 +128,9 @@ def test_which_batches_are_decoded_first() -> None:
     assert prefill_tile(asked(384), hopper) is None
     assert prefill_tile(asked(384, weight_bits=8.25), hopper) is not None
     assert prefill_tile(asked(192, weight_bits=8.25), hopper) is None
-    assert prefill_tile(asked(640, weight_bits=4.75, quartered=True, x_bits=17), hopper) is not None
-    assert prefill_tile(asked(384, weight_bits=8.25, quartered=True), hopper) is None, "four products gain later"
+    for bits in (4.75, 8.25):
+        assert prefill_tile(asked(768, weight_bits=bits, quartered=True), hopper) is None, "four products gain later"
+        assert prefill_tile(asked(1024, weight_bits=bits, quartered=True), hopper) is not None
 
 
 def test_the_plan_holds_what_a_large_batch_decodes() -> None:

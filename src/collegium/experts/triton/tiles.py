@@ -36,8 +36,8 @@ __all__ = [
 
 BAND = 128  # weight rows a tile of a large batch holds twice
 _LARGE = 56  # rows of an expert from which on those tiles are the faster ones
-# The same where weights are decoded first: of four bits and groups that are products of their own, and of eight bits.
-_EXPANDED = 512, 288
+# The same where weights are decoded first: of four bits, of eight, and of groups that are products of their own.
+_EXPANDED = 512, 288, 1024
 _LONG = 512  # columns that such a product has at least: shorter ones decode little
 _SHARED_PASS = 4  # token tiles of a large batch that share a pass over the weights
 
@@ -170,7 +170,7 @@ def prefill_tile(problem: TileProblem, machine: Machine) -> TileChoice | None:
     """
     if problem.decoded:
         fits = machine.specialises and problem.x_bits >= 16 and problem.k_in % 8 == 0 and problem.k_in >= _LONG
-        least = _EXPANDED[problem.weight_bits >= 8 and not problem.quartered]
+        least = _EXPANDED[2 if problem.quartered else problem.weight_bits >= 8]
     else:
         same = problem.weight_bits == problem.x_bits and problem.block_k * problem.x_bits == 1024
         fits, least = same and problem.k_in * problem.x_bits % 128 == 0, _LARGE
