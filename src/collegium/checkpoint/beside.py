@@ -99,23 +99,22 @@ def _latent(layer: CheckpointLayer) -> Iterator[_Module]:
 
 def check_beside(
     layer: CheckpointLayer, *, deep: bool = False, tables: bool = False, remarks: Remarks | None = None
-) -> list[CheckpointError]:
-    """Return every problem of what ``layer`` has beside its routed experts.
+) -> Iterator[CheckpointError]:
+    """Yield every problem of what ``layer`` has beside its routed experts.
 
     deep: read the tensors too (numbers, scales, the hash table's entries), otherwise only their headers. tables: read
     the hash table in any case. remarks: takes in the matrices that are read.
     """
-    problems: list[CheckpointError] = []
     checks = [partial(_vector if deep else _header, layer, *wanted) for wanted in _vectors(layer).values()]
     for check in (*checks, partial(load_hash_table, layer, deep=deep or tables)):
         try:
             check()
         except CheckpointError as error:
-            problems.append(error)
+            yield error
     shared = _shared(layer)
     for module in (*([shared] if shared else []), *_latent(layer)):
-        problems += _check_module(layer, module, remarks, deep=deep)
-    return problems + _unused(layer, remarks)
+        yield from _check_module(layer, module, remarks, deep=deep)
+    yield from _unused(layer, remarks)
 
 
 def _unused(layer: CheckpointLayer, remarks: Remarks | None) -> list[CheckpointError]:
