@@ -179,12 +179,11 @@ def bench(
 
     if picture is not None:
         check_picture(picture)
-    counts = None if tokens is None else numbers("--tokens", tokens, int)
     with bar("bench") as progress:
         report = bench(
             what,
             [formats_of(recipe) for recipe in recipes or ["bf16"]],
-            tokens=counts,
+            tokens=None if tokens is None else numbers("--tokens", tokens, int),
             routing=routing,
             device=device,
             ceilings=None if ceilings is None else ceilings_of(ceilings),

@@ -106,8 +106,7 @@ def _local_range(layer: CheckpointLayer, placement: Placement, *, pad: bool) -> 
     InputError lists the tensor-parallel sizes that work.
     """
     wide, stored = layer.spec.intermediate_size, layer.stored
-    steps = [n for p in stored.layout.parts if p.required for n in (p.rows_per, p.columns_per) if n]
-    step = math.lcm(*steps)
+    step = math.lcm(*(n for p in stored.layout.parts if p.required for n in (p.rows_per, p.columns_per) if n))
     if placement.tp_size == 1:
         return (0, wide), wide
     width, rest = divmod(wide, placement.tp_size)

@@ -14,13 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ..errors import (
-    CheckpointError,
-    ConfigError,
-    DuplicateTensorError,
-    InputError,
-    MissingTensorError,
-)
+from ..errors import CheckpointError, ConfigError, DuplicateTensorError, InputError, MissingTensorError
 from ..formats.gguf import KINDS
 from ..formats.intake import SAFETENSORS_DTYPES
 from .gguf import read_gguf

@@ -54,6 +54,7 @@ __all__ = [
     "experts_error",
     "named_layer",
     "planned_layer",
+    "random_inputs",
     "random_weights",
     "recipe_of",
 ]
@@ -182,7 +183,7 @@ def bench(
     place = torch.device(facts.place)
     # Must differ from the weights' seed, or an input would equal a weight row.
     generator = torch.Generator(place).manual_seed(1)
-    made = {t: _inputs(t, spec, routing, generator) for t in sorted(set(tokens))}
+    made = {t: random_inputs(t, spec, routing, generator) for t in sorted(set(tokens))}
     cases: dict[Any, _Case] = {}
     for recipe, chosen in counted(plans.items(), progress, "building {0[0][0]} x {0[0][1]}".format):
         weights = random_weights(chosen.problem.spec, place)
@@ -223,7 +224,9 @@ def planned_layer(spec: MoESpec, recipe: tuple[str, str], facts: DeviceFacts, mo
     return plan(problem, Choice(activation_format=recipe[1]))
 
 
-def _inputs(tokens: int, spec: MoESpec, style: str, generator: torch.Generator) -> list[tuple[Tensor, Routing]]:
+def random_inputs(tokens: int, spec: MoESpec, style: str, generator: torch.Generator) -> list[tuple[Tensor, Routing]]:
+    """Return the hidden states and routings that one pass walks through; style: as ``random_routing``."""
+
     def one() -> tuple[Tensor, Routing]:
         x = torch.randn(tokens, spec.hidden_size, device=generator.device, generator=generator).bfloat16()
         return x, random_routing(tokens, spec, style, generator)

@@ -64,9 +64,7 @@ class Inspection:
             ("shared expert", shared),
         ]
         rows += [(role, f"{count:,} tensors, {size:,} bytes") for role, (count, size) in self.report.roles.items()]
-        rows.append(("audit", f"passed, {checked}"))
-        rows += [("finding", text) for text in self.report.findings]
-        return rows
+        return [*rows, ("audit", f"passed, {checked}"), *(("finding", text) for text in self.report.findings)]
 
     def to_json(self) -> dict[str, object]:
         """Return the inspection as plain values for ``--json``."""

@@ -5,6 +5,7 @@ local experts, w2 is down.
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -177,10 +178,8 @@ def choose(
     force = Choice(activation_format=activations, dispatcher=None if problem.placement is None else "partial")
     capability = problem.device.capability
     if activations is None and kind.name in _ON_FP8 and capability is not None and capability >= (8, 9):
-        try:
+        with suppress(PlanError):  # the plan below says which activations run instead
             return plan(problem, replace(force, activation_format="fp8_group128"))
-        except PlanError:
-            pass  # the plan below says which activations run instead
     return plan(problem, force)
 
 
