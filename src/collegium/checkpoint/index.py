@@ -177,7 +177,9 @@ def _sort(names: Names, layer: int, tensors: Iterable[tuple[str, TensorInfo]]) -
     found, (pattern, tails), (exact, paths) = Found(), _patterns(names), _others(names)
     prefix, table = names.experts.removeprefix(names.layer), names.stacked
     block = names.router_weight.removeprefix(names.layer).partition(".")[0] + "."
-    stacks = {path.removeprefix(names.layer): which for which, path in stack_paths(table).items()}
+    stacks: dict[str, Projection] = {
+        path.removeprefix(names.layer): which for which, path in stack_paths(table).items()
+    }
     for rest, info in tensors:
         if not rest.startswith((prefix, block)) or rest in exact or rest.startswith(paths):
             continue

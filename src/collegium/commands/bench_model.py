@@ -90,7 +90,7 @@ class ModelReport:
     def to_json(self) -> dict[str, object]:
         """Return the report as plain values for ``--json``."""
         rows = [asdict(row) | {"tokens_per_second": row.tokens_per_second} for row in self.rows]
-        return asdict(self) | {"rows": rows}
+        return {**asdict(self), "rows": rows}
 
 
 class _Stepper:
