@@ -326,8 +326,7 @@ def simulate(
 
     if picture is not None:
         check_picture(picture, "--picture")
-    counts = numbers("--replicas", replicas, int, least=0)
-    report = simulate_file(trace, ranks, counts, policy=policy, hosts=hosts)
+    report = simulate_file(trace, ranks, numbers("--replicas", replicas, int, least=0), policy=policy, hosts=hosts)
     if picture is not None:
         save_picture(picture, draw_simulation, report)
     return report

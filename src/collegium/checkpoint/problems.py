@@ -13,8 +13,7 @@ _MOST_PROBLEMS = 20
 
 def refuse(checkpoint: Checkpoint, problems: Iterable[CheckpointError]) -> None:
     """Raise one error that lists up to 20 problems, of the class of the first; do nothing when there are none."""
-    found = [*problems]
-    if found:
+    if found := [*problems]:
         fail(checkpoint, found)
 
 

@@ -156,6 +156,5 @@ def tile_times(
 def _same_bits(what: str, calls: Sequence[Callable[[], Tensor]]) -> None:
     wanted = calls[0]().clone()
     for call in calls[1:]:
-        found = call()
-        if not torch.equal(found.view(torch.int16), wanted.view(torch.int16)):
+        if not torch.equal(call().view(torch.int16), wanted.view(torch.int16)):
             raise MeasurementError(f"tune: {what}: two tiles give different bits; nothing is written. Please report it")
