@@ -116,7 +116,8 @@ def _problem(
 
 
 def _activations(force: Choice | None) -> str:
-    return (force and force.activation_format) or "fp32"
+    # What is no Choice is refused by the plan.
+    return getattr(force, "activation_format", None) or "fp32"
 
 
 def _experts(
