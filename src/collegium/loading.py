@@ -24,7 +24,7 @@ from .problem import Choice, DeviceFacts, Limits, Placement, Problem
 from .runtime.devices import plain_torch, probe
 from .types import ExpertWeights, MoESpec
 
-__all__ = ["load_layer", "load_routed"]
+__all__ = ["asked_activations", "load_layer", "load_routed"]
 
 
 @plain_torch()
@@ -57,7 +57,7 @@ def load_layer(
         weights,
         plan(problem, force),
         router=load_router(opened, device=facts.place),
-        shared=load_shared(opened, device=facts.place, activations=_activations(force)),
+        shared=load_shared(opened, device=facts.place, activations=asked_activations(force)),
         latent=load_latent(opened, device=facts.place),
         checked=checked,
     )
@@ -115,7 +115,8 @@ def _problem(
     return Problem(spec=replace(spec, weight_format=weights.down.name), device=facts, placement=placement, **asked)
 
 
-def _activations(force: Choice | None) -> str:
+def asked_activations(force: Choice | None) -> str:
+    """Return the activation format that ``force`` asks for, or one without scales where it asks for none."""
     # What is no Choice is refused by the plan.
     return getattr(force, "activation_format", None) or "fp32"
 
@@ -129,7 +130,7 @@ def _experts(
     """
     held = placement or linear(layer.spec.num_experts, 0, 1)
     everyone = (source for _, source in layer.sources())
-    reach = input_reach(layer.checkpoint, everyone, layer.stored, _activations(force))
+    reach = input_reach(layer.checkpoint, everyone, layer.stored, asked_activations(force))
     weights = load_experts(layer, held, device=place, pad=held.tp_size > 1)
     weights = replace(weights, input_reach=reach)
     return weights if weight_format in (None, weights.down.name) else encode_experts(weights, weight_format)

@@ -24,7 +24,7 @@ from ..encoding import encode_experts
 from ..errors import InputError
 from ..formats.payload import Payload
 from ..layer import MoELayer
-from ..loading import load_routed
+from ..loading import asked_activations, load_routed
 from ..models import moe_layers
 from ..ops.quantize import activation_format
 from ..parallel.ranks import Ranks
@@ -151,8 +151,7 @@ def _prove_shared(
     layer: CheckpointLayer, facts: DeviceFacts, force: Choice | None, weight_format: str | None, ranks: Ranks | None
 ) -> list[LayerProof]:
     """Run the shared expert as one routed expert, which is what it is to a kernel; every rank runs it whole."""
-    activations = (force and force.activation_format) or "fp32"
-    shared = load_shared(layer, device=facts.place, activations=activations)
+    shared = load_shared(layer, device=facts.place, activations=asked_activations(force))
     if shared is None:
         return []
     own = None if layer.spec.shared is None else replace(layer.spec.shared, weight_format=shared.experts.down.name)
