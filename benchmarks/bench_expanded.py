@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS, help="rows of an expert on average")
     parser.add_argument("--out", type=Path, default=RESULTS)
     asked = parser.parse_args()
-    tiles._EXPANDED, tiles._EXPANDED_QUARTERS = (1, 1), 1
+    tiles._EXPANDED = 1, 1, 1
     device = torch.device("cuda")
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
     about = [torch.cuda.get_device_name(), driver_version(device), torch.__version__, version_of("triton")]
@@ -103,7 +103,7 @@ def main() -> None:
         for text in asked.formats:
             name, _, group = text.partition(":")
             packed = packed_as(spec, plain, name, int(group or 128))
-            small = packed if name == "bf16" else replace(packed, machine=replace(packed.machine, copies=False))
+            small = packed if name == "bf16" else replace(packed, machine=replace(packed.machine, specialises=False))
             for rows in asked.rows:
                 batch = batch_of(spec, rows)
                 stop = int(batch.expert_offsets[-1])

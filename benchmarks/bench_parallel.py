@@ -17,12 +17,14 @@ failed, and then has no time for that case.
 
     python benchmarks/bench_parallel.py
     python benchmarks/bench_parallel.py --pipeline split mega --tokens 1 8 64 128
+    python benchmarks/bench_parallel.py --pipeline split --halves --tokens 512 2048 8192
     torchrun --nproc-per-node 2 benchmarks/bench_parallel.py --shapes dsv3 --tokens 1 128 2048
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import csv
 import gc
 import os
@@ -94,6 +96,37 @@ class Idle(Packed):
         return take(memory, "rows", (batch.source.numel(), self.width), torch.bfloat16, batch.x.device)
 
 
+class Halves:
+    """Two layers over groups of their own, which share packed experts: each has half the tokens, on its own stream."""
+
+    def __init__(self, layer: MoELayer, group: str) -> None:
+        self.layers = layer, copy.copy(layer)
+        self.plan, self.spec, self.side = layer.plan, layer.spec, torch.cuda.Stream()
+        placed, problem = layer.plan.problem.placement, layer.plan.problem
+        assert placed is not None
+        force = Choice(
+            activation_format=layer.plan.activation_format, dispatcher=layer.plan.dispatcher, pipeline="split"
+        )
+        self.layers[1].replan(plan(replace(problem, placement=replace(placed, group=group)), force), layer.experts)
+
+    def __call__(self, x: Tensor, *, routing: Routing, out: Tensor) -> Tensor:
+        """Write both halves of ``out``."""
+        here, half = torch.cuda.current_stream(), x.shape[0] // 2
+        spans = slice(half), slice(half, None)
+        parts = [replace(routing, topk_ids=routing.topk_ids[s], topk_weights=routing.topk_weights[s]) for s in spans]
+        self.side.wait_stream(here)
+        with torch.cuda.stream(self.side):
+            self.layers[1](x[spans[1]], routing=parts[1], out=out[spans[1]])
+        self.layers[0](x[spans[0]], routing=parts[0], out=out[spans[0]])
+        here.wait_stream(self.side)
+        return out
+
+    def check(self) -> None:
+        """Raise what a replay could only note."""
+        for layer in self.layers:
+            layer.check()
+
+
 class Bench:
     """One rank's side of the program; every rank goes through the same cases in the same order."""
 
@@ -115,6 +148,8 @@ class Bench:
             "ranks": self.world,
         }
         self.wire = self.copy_speed()
+        made: Any = distributed.new_group(list(range(self.world)))
+        self.halves: str = made.group_name
 
     def everybody(self, value: Any, what: str) -> list[Any]:
         """Return what every rank gives."""
@@ -201,7 +236,7 @@ class Bench:
         held = _held(whole_weights, placed.expert_ids)
         wishes: dict[str, Any] = {"dispatcher": self.args.dispatcher, "combine": self.args.combine}
         facts = {"shape": name, "weights": weights_name, "activations": activations, "combine": self.args.combine}
-        layers: list[tuple[MoELayer, dict[str, Any]]] = []
+        layers: list[tuple[MoELayer | Halves, dict[str, Any]]] = []
         for pipeline in self.args.pipeline:
             force = Choice(activation_format=activations, pipeline=pipeline, **wishes)
             layer = MoELayer(held, plan(replace(base, placement=placed, graph=True), force))
@@ -209,6 +244,8 @@ class Bench:
                 print(layer.plan.explain(), flush=True)
             way = layer.plan.dispatcher if pipeline is None else f"{layer.plan.dispatcher}, {pipeline}"
             layers.append((layer, facts | {"dispatcher": way}))
+            if self.args.halves and "mega" not in layer.plan.pipelines:
+                layers.append((Halves(layer, self.halves), facts | {"dispatcher": f"{way}, two halves"}))
         # Those that are compared run one after the other, at the same temperature.
         for tokens, (layer, own) in product(self.args.tokens, layers):
             if max(self.everybody(self.spent(), "time")) > self.args.seconds:
@@ -216,7 +253,7 @@ class Bench:
                 return
             self.case(layer, one, whole_weights, own | {"tokens": tokens})
 
-    def case(self, layer: MoELayer, one: MoELayer, weights: ExpertWeights[Any], facts: dict[str, Any]) -> None:
+    def case(self, layer: MoELayer | Halves, one: MoELayer, weights: ExpertWeights[Any], facts: dict[str, Any]) -> None:
         """Check and measure one count of tokens."""
         tokens, spec = facts["tokens"], layer.spec
         generator = torch.Generator(self.device).manual_seed(1000 * self.rank + tokens)
@@ -260,7 +297,8 @@ class Bench:
         self.say(what="layer", **facts, **found, **floors, over_floor=round(found["us"] / least, 3))
         layer.check()
         # Of a pass in one kernel the exchange is no part that could be measured alone.
-        if self.args.dispatcher in (None, "symm_mem") and "mega" not in layer.plan.pipelines:
+        alone = isinstance(layer, MoELayer) and "mega" not in layer.plan.pipelines
+        if alone and self.args.dispatcher in (None, "symm_mem"):
             self.exchange(layer, inputs, facts, floors["wire_bytes"])
 
     def exchange(
@@ -320,7 +358,7 @@ class Bench:
             rounded = {name: round(us, 2) for name, us in found.items()}
             self.say(what=f"kernels of {what}: {key[:60]}", **facts, **rounded)
 
-    def bytes_of(self, layer: MoELayer, routings: list[Routing], way: str) -> int:
+    def bytes_of(self, layer: MoELayer | Halves, routings: list[Routing], way: str) -> int:
         """Return what this rank sends to others there, or gets from them back, on average; the most of any rank."""
         width = layer.spec.expert_hidden_size
         form = activation_format(layer.plan.activation_format)
@@ -337,7 +375,7 @@ class Bench:
                     total += tokens * token if way == "there" else back * 2 * width
         return max(self.everybody(total // len(routings), way))
 
-    def floors(self, layer: MoELayer, routings: list[Routing]) -> dict[str, Any]:
+    def floors(self, layer: MoELayer | Halves, routings: list[Routing]) -> dict[str, Any]:
         """Return the three floors of the busiest rank, in microseconds, and the bytes it reads of others."""
         spec: MoESpec = layer.spec
         everyone = self.everybody([routing.topk_ids.cpu() for routing in routings], "routings")
@@ -418,6 +456,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--pipeline", nargs="+", default=[None], help="instead of the one that the plan prefers: mega, split, or both"
     )
+    parser.add_argument("--halves", action="store_true", help="also two half batches beside each other")
     parser.add_argument("--combine", default="exact", choices=("exact", "reduced"), help="what comes back")
     parser.add_argument("--kernels", action="store_true", help="also the kernels of layer and exchange, by name")
     parser.add_argument("--gpus", type=int, default=0, help="this many instead of all")

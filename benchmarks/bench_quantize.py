@@ -30,7 +30,7 @@ from collegium.checkpoint.reader import Checkpoint
 from collegium.checkpoint.writer import Shard
 from collegium.commands.quantize import quantize_model
 from collegium.formats import by_name
-from collegium.problem import Placement
+from collegium.placement import Placement
 from collegium.testing.compare import heavy_tailed
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))

@@ -20,7 +20,15 @@ PARAMETERS = 8
 LAYER = 10_000
 SEVERAL = 6_000
 REST = 8_000
-SEVERAL_OF = ("balance", "parallel", "kernels/mega.py", "kernels/peer.py", "pipelines/mega.py", "runtime/symmetric.py")
+SEVERAL_OF = (
+    "balance",
+    "parallel",
+    "kernels/mega.py",
+    "kernels/peer.py",
+    "pipelines/mega.py",
+    "placement.py",
+    "runtime/symmetric.py",
+)
 REST_OF = ("__main__.py", "checkpoint", "cli.py", "commands", "integrations", "models", "testing")
 
 _WHAT = {LAYER: "the layer", SEVERAL: "several GPUs", REST: "checkpoints and commands"}

@@ -48,6 +48,7 @@ class Mutant(NamedTuple):
 _HOST = ("tests/cpu/test_activation.py", "tests/cpu/test_layer.py")
 _CPU = ("tests/cpu/test_cpu_grouped.py", "tests/cpu/test_verify.py")
 _LOAD = ("tests/cpu/test_loader.py",)
+_STATIC = ("tests/cpu/test_static_scales.py",)
 _WHOLE_GGUF = ("tests/cpu/test_whole_gguf.py",)
 _KERNEL = tuple(
     f"tests/cpu/test_grouped_gemm.py::{name}"
@@ -181,10 +182,10 @@ MUTANTS: tuple[Mutant, ...] = (
         (('case "swiglu_oai":\n            if limit is not None:', 'case "swiglu_oai":\n            if False:'),), _HOST,
     ),
     Mutant("clamp dropped", "experts/cpu/grouped.py", (("if spec.limit is not None:", "if False:"),), _CPU),
-    Mutant("clamp dropped", "kernels/activation.py", (("if HAS_LIMIT and KIND != 2:", "if HAS_LIMIT and KIND > 9:"),), _ACTS),
+    Mutant("clamp dropped", "kernels/activation.py", (("if HAS_LIMIT and kind != 2:", "if HAS_LIMIT and kind > 9:"),), _ACTS),
     Mutant(
         "clamp dropped (swiglu_step)", "kernels/activation.py",
-        (("gate = gate * _sigmoid(gate)\n        if HAS_LIMIT:", "gate = gate * _sigmoid(gate)\n        if KIND == 9:"),), _ACTS,
+        (("gate = gate * _sigmoid(gate, FAST)\n        if HAS_LIMIT:", "gate = gate * _sigmoid(gate, FAST)\n        if kind == 9:"),), _ACTS,
     ),
     Mutant(
         "gate clamped from below too", "ops/activation.py",
@@ -197,8 +198,8 @@ MUTANTS: tuple[Mutant, ...] = (
         _HOST,
     ),
     Mutant("gate clamped from below too", "kernels/activation.py",
-        (("gate = _below(gate, limit)\n        up = _within(up, limit)\n    if KIND == 0",
-          "gate = _within(gate, limit)\n        up = _within(up, limit)\n    if KIND == 0"),), _ACTS),
+        (("gate = _below(gate, limit)\n        up = _within(up, limit)\n    if kind == 0",
+          "gate = _within(gate, limit)\n        up = _within(up, limit)\n    if kind == 0"),), _ACTS),
     # Clamp after SiLU.
     Mutant(
         "clamp after SiLU", "ops/activation.py",
@@ -229,17 +230,17 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "clamp after SiLU", "kernels/activation.py",
         (
-            ("if HAS_LIMIT and KIND != 2:", "if HAS_LIMIT and KIND > 2:"),
-            ("out = gate * _sigmoid(gate) * up", "out = tl.where(HAS_LIMIT, _below(gate * _sigmoid(gate), limit) * "
-             "_within(up, limit), gate * _sigmoid(gate) * up)"),
+            ("if HAS_LIMIT and kind != 2:", "if HAS_LIMIT and kind > 2:"),
+            ("out = gate * _sigmoid(gate, FAST) * up", "out = tl.where(HAS_LIMIT, _below(gate * _sigmoid(gate, FAST), limit) * "
+             "_within(up, limit), gate * _sigmoid(gate, FAST) * up)"),
         ),
         _ACTS,
     ),
     # SwiGLU-OAI.
     Mutant("alpha dropped", "ops/activation.py", (("torch.sigmoid(spec.alpha * gate)", "torch.sigmoid(gate)"),), _HOST),
-    Mutant("alpha dropped", "kernels/activation.py", (("_sigmoid(alpha * gate)", "_sigmoid(gate)"),), _ACTS),
-    Mutant("+1 dropped", "ops/activation.py", (("(up + 1) * (gate", "up * (gate"),), _HOST),
-    Mutant("+1 dropped", "kernels/activation.py", (("(up + 1.0) * (gate", "up * (gate"),), _ACTS),
+    Mutant("alpha dropped", "kernels/activation.py", (("_sigmoid(alpha * gate, FAST)", "_sigmoid(gate, FAST)"),), _ACTS),
+    Mutant("beta dropped", "ops/activation.py", (("(up + spec.beta) * (gate", "up * (gate"),), _HOST),
+    Mutant("beta dropped", "kernels/activation.py", (("(up + gate_bound) * (gate", "up * (gate"),), _ACTS),
     # A scale dropped.
     Mutant(
         "a group's scale dropped", "formats/codecs.py",
@@ -360,7 +361,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "quarters swapped (INT4)", "experts/triton/lanes.py",
         (("a, b, c, d = codes.unbind(2)\n    return a", "b, a, c, d = codes.unbind(2)\n    return a"),), _KERNEL,
     ),
-    Mutant("an INT4 code of three bits", "kernels/decode.py", (("(lanes >> 12) & 15", "(lanes >> 12) & 7"),), _KERNEL),
+    Mutant("an INT4 code of three bits", "kernels/decode.py", (("(lanes >> 8) & 15, (lanes >> 12) & 15", "(lanes >> 8) & 15, (lanes >> 12) & 7"),), _KERNEL),
     # E8M0.
     Mutant(
         "E8M0 bias off by one", "formats/codecs.py",
@@ -725,12 +726,39 @@ MUTANTS: tuple[Mutant, ...] = (
     # Activations in eight bits.
     Mutant(
         "activations left in 32 bits", "experts/reference.py",
-        (("inner = form.round_trip(activate(both, packed.activation))", "inner = activate(both, packed.activation)"),),
+        (("inner = between.round_trip(activate(both, packed.activation))", "inner = activate(both, packed.activation)"),),
         ("tests/cpu/test_proofs.py",),
     ),
     Mutant(
         "input left in 32 bits", "experts/reference.py", (("x = form.round_trip(x)", "x = x.float()"),),
         ("tests/cpu/test_proofs.py",),
+    ),
+    # Scales of activations that a checkpoint has.
+    Mutant("the calibrated scale of gate and up used for down", "ops/quantize.py", (("form.within(reach[1])", "form.within(reach[0])"),), _STATIC),
+    Mutant(
+        "the calibrated scale of gate and up used for down", "experts/triton/packed.py",
+        (("operand(middle, self.forms[1], order", "operand(middle, self.forms[0], order"),), _STATIC,
+    ),
+    Mutant(
+        "the smallest calibrated scale of all experts", "checkpoint/activation_scales.py",
+        (("max(found.gate_up) * most, max(found.down) * most", "min(found.gate_up) * most, min(found.down) * most"),), _STATIC,
+    ),
+    Mutant(
+        "a calibrated scale that divides multiplied", "checkpoint/activation_scales.py",
+        (("values.reciprocal() if name", "values if name"),), _STATIC,
+    ),
+    Mutant(
+        "a rank's own calibrated scales", "loading.py",
+        (("(source for _, source in layer.sources())", "(source for e, source in layer.sources() if e in held.expert_ids)"),), _STATIC,
+    ),
+    Mutant(
+        "an expert without a calibrated scale left out", "checkpoint/activation_scales.py",
+        (("    if found.missing:\n        raise", "    if found.missing and not found.down:\n        raise"),), _STATIC,
+    ),
+    Mutant(
+        "a row's own scale instead of the calibrated one", "kernels/quantize.py",
+        (("        scale = tl.where(finite, fixed, scale)\n", "        scale = scale + 0.0 * fixed\n"),),
+        ("tests/cpu/test_small_kernels.py::test_codes_of_a_calibrated_scale",),
     ),
     # Experts that move.
     Mutant(
@@ -792,7 +820,7 @@ _ON_GPU: dict[str, tuple[str, ...]] = {
     "kernels/route.py": _GPU_SMALL,
     "kernels/quantize.py": _GPU_SMALL,
     "experts/triton/lanes.py": (*_GPU, "tests/gpu/test_verify.py"),
-    "experts/triton/packed.py": (*_GPU_SMALL, *_GPU),
+    "experts/triton/packed.py": ("tests/gpu/test_static_scales.py", *_GPU_SMALL, *_GPU),
     "experts/triton/words.py": _GPU_FOUR,
 }
 GPU_MUTANTS: tuple[Mutant, ...] = (

@@ -20,36 +20,19 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .encoding import encode_experts as encode_experts
-    from .errors import (
-        BadScaleError as BadScaleError,
-        CheckpointError as CheckpointError,
-        CollegiumError as CollegiumError,
-        ConfigError as ConfigError,
-        DuplicateTensorError as DuplicateTensorError,
-        HostileFileError as HostileFileError,
-        InputError as InputError,
-        MeasurementError as MeasurementError,
-        MissingExtraError as MissingExtraError,
-        MissingTensorError as MissingTensorError,
-        PlanError as PlanError,
-        RankError as RankError,
-        RoutingError as RoutingError,
-        SpecError as SpecError,
-        TensorMismatchError as TensorMismatchError,
-        UnknownTensorError as UnknownTensorError,
-    )
+    from .errors import *  # noqa: F403 -- every error is public
     from .formats import FORMATS as FORMATS
     from .functional import moe as moe
     from .layer import MoELayer as MoELayer
     from .loading import load_layer as load_layer
     from .models import describe as describe
     from .parallel.ranks import Ranks as Ranks
+    from .placement import Placement as Placement
     from .planning import Plan as Plan, plan as plan
     from .problem import (
         Choice as Choice,
         DeviceFacts as DeviceFacts,
         Limits as Limits,
-        Placement as Placement,
         Problem as Problem,
         Refusal as Refusal,
     )
@@ -82,7 +65,8 @@ _ROOMS = {
     "models": "describe",
     "parallel.ranks": "Ranks",
     "planning": "Plan plan",
-    "problem": "Choice DeviceFacts Limits Placement Problem Refusal",
+    "placement": "Placement",
+    "problem": "Choice DeviceFacts Limits Problem Refusal",
     "runtime.devices": "probe",
     "runtime.warming": "warm_up",
     "types": "ActivationSpec ExpertWeights LatentWeights MoESpec RouterWeights Routing RoutingSpec SharedSpec "

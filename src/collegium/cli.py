@@ -3,8 +3,6 @@
 What needs torch is imported by the command that runs: help and mistakes of a command line do not wait for it.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from errno import EPIPE
@@ -181,12 +179,11 @@ def bench(
 
     if picture is not None:
         check_picture(picture)
-    counts = None if tokens is None else numbers("--tokens", tokens, int)
     with bar("bench") as progress:
         report = bench(
             what,
             [formats_of(recipe) for recipe in recipes or ["bf16"]],
-            tokens=counts,
+            tokens=None if tokens is None else numbers("--tokens", tokens, int),
             routing=routing,
             device=device,
             ceilings=None if ceilings is None else ceilings_of(ceilings),
@@ -329,8 +326,7 @@ def simulate(
 
     if picture is not None:
         check_picture(picture, "--picture")
-    counts = numbers("--replicas", replicas, int, least=0)
-    report = simulate_file(trace, ranks, counts, policy=policy, hosts=hosts)
+    report = simulate_file(trace, ranks, numbers("--replicas", replicas, int, least=0), policy=policy, hosts=hosts)
     if picture is not None:
         save_picture(picture, draw_simulation, report)
     return report

@@ -1,15 +1,10 @@
 """Experts in another weight format."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from .formats import by_name
-
-if TYPE_CHECKING:
-    from .formats.payload import Payload
-    from .types import ExpertWeights
+from .formats.payload import Payload
+from .types import ExpertWeights
 
 __all__ = ["encode_experts"]
 

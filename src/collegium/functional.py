@@ -1,23 +1,18 @@
 """moe(): routed experts run once, on plain tensors or on payloads."""
 
-from __future__ import annotations
+from typing import Any, cast
 
-from typing import TYPE_CHECKING, Any, cast
+from torch import Tensor
 
 from .errors import InputError
 from .formats.payload import Payload
 from .formats.unquantised import FLOAT_FORMATS, as_stored
 from .layer import MoELayer
 from .planning import plan
-from .problem import Limits, Problem
+from .problem import Choice, Limits, Problem
 from .runtime.devices import probe
 from .runtime.packed_module import refuse_gradient
 from .types import ActivationSpec, ExpertWeights, MoESpec, Routing, RoutingSpec
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from .problem import Choice
 
 __all__ = ["moe"]
 

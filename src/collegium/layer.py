@@ -4,27 +4,29 @@ A token is routed, runs through a pipeline (dispatch, experts, combine), and get
 Every choice is in the plan, which is made before the weights are packed.
 """
 
-from __future__ import annotations
-
 import operator
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from . import pipelines
 from .errors import InputError
+from .experts import Packed
 from .experts.measured import with_measured_tiles
+from .formats.payload import Payload
 from .formats.unquantised import DTYPES
 from .parallel import Reaching, composed
 from .parallel.meeting import meeting_of
-from .pipelines import Parts
+from .pipelines import Parts, Pipeline
 from .pipelines.batched import check_batched, run_batched
-from .planning import dispatcher_named, kernel_named, plan as planned, stretches
+from .planning import Plan, dispatcher_named, kernel_named, plan as planned, stretches
 from .problem import Choice
 from .runtime.devices import plain_torch
-from .runtime.memory import OwnMemory, captured, memory_map, part, shared_workspaces
+from .runtime.memory import Memory, OwnMemory, Workspaces, captured, memory_map, part, shared_workspaces
 from .runtime.packed_module import PackedModule, check_given
 from .runtime.replay import Replay
 from .runtime.warming import compile_batches, run_every_way, sizes_for
@@ -32,19 +34,7 @@ from .stages.checks import check_extras, check_input, check_rows, check_weights,
 from .stages.latent import latent_of
 from .stages.router import Router, in_float32, in_full
 from .stages.shared import pack_shared, packed_again, settled
-from .types import Routing
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
-
-    from torch import Tensor
-
-    from .experts import Packed
-    from .formats.payload import Payload
-    from .pipelines import Pipeline
-    from .planning import Plan
-    from .runtime.memory import Memory, Workspaces
-    from .types import ExpertWeights, LatentWeights, RouterWeights, SharedWeights
+from .types import ExpertWeights, LatentWeights, RouterWeights, Routing, SharedWeights
 
 __all__ = ["MoELayer"]
 
@@ -184,9 +174,8 @@ class MoELayer(PackedModule):
         return shared_workspaces(self._device, self._places.nbytes) if on_gpu else None
 
     def extra_repr(self) -> str:
-        """Show the plan, and what packing rounded."""
-        report = self.experts.report
-        return self.plan.explain() + ("" if report is None else f"\nweights    {report}")
+        """Show the plan, and what only packing knows."""
+        return self.plan.explain() + self.experts.told(self.plan.activation_format)
 
     def forward(
         self,

@@ -1,10 +1,12 @@
 """One call from a checkpoint to layers that run: read, audit, plan, pack."""
 
-from __future__ import annotations
-
+import os
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+import torch
+
+from .checkpoint.activation_scales import input_reach
 from .checkpoint.beside import check_beside, load_latent, load_router, load_shared
 from .checkpoint.loader import load_experts
 from .checkpoint.opened import CheckpointLayer
@@ -12,24 +14,18 @@ from .checkpoint.problems import refuse
 from .checkpoint.reader import Checkpoint
 from .encoding import encode_experts
 from .errors import InputError
+from .formats.payload import Payload
 from .layer import MoELayer
 from .parallel.fingerprint import fingerprint
 from .parallel.placement import linear
 from .parallel.ranks import Ranks
+from .placement import Placement
 from .planning import plan
-from .problem import Limits, Problem
+from .problem import Choice, DeviceFacts, Limits, Problem
 from .runtime.devices import plain_torch, probe
+from .types import ExpertWeights, MoESpec
 
-if TYPE_CHECKING:
-    import os
-
-    import torch
-
-    from .formats.payload import Payload
-    from .problem import Choice, DeviceFacts, Placement
-    from .types import ExpertWeights, MoESpec
-
-__all__ = ["load_layer", "load_routed"]
+__all__ = ["asked_activations", "load_layer", "load_routed"]
 
 
 @plain_torch()
@@ -55,14 +51,14 @@ def load_layer(
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
     opened = CheckpointLayer.open(checkpoint, layer)
     facts, placement = _placed(opened, device, limits=limits, dtype=dtype, format=weight_format, force=force)
-    weights = _experts(opened, weight_format, facts.place, placement)
+    weights = _experts(opened, weight_format, facts.place, placement, force)
     refuse(checkpoint, check_beside(opened))
     problem = _problem(opened.spec, weights, facts, placement, limits=limits or Limits(), dtype=dtype)
     return MoELayer(
         weights,
         plan(problem, force),
         router=load_router(opened, device=facts.place),
-        shared=load_shared(opened, device=facts.place),
+        shared=load_shared(opened, device=facts.place, activations=asked_activations(force)),
         latent=load_latent(opened, device=facts.place),
         checked=checked,
     )
@@ -91,7 +87,7 @@ def load_routed(
             f"load_routed: Ranks and the placement {placement} were given; one of the two says who holds what"
         )
     placement = placement or own
-    weights = _experts(layer, weight_format, facts.place, placement)
+    weights = _experts(layer, weight_format, facts.place, placement, force)
     problem = _problem(layer.spec.routed_alone(), weights, facts, placement, limits=limits or Limits(), dtype=dtype)
     return MoELayer(weights, plan(problem, force))
 
@@ -120,10 +116,22 @@ def _problem(
     return Problem(spec=replace(spec, weight_format=weights.down.name), device=facts, placement=placement, **asked)
 
 
+def asked_activations(force: Choice | None) -> str:
+    """Return the activation format that ``force`` asks for, or one without scales where it asks for none."""
+    # What is no Choice is refused by the plan.
+    return getattr(force, "activation_format", None) or "fp32"
+
+
 def _experts(
-    layer: CheckpointLayer, weight_format: str | None, place: str, placement: Placement | None
+    layer: CheckpointLayer, weight_format: str | None, place: str, placement: Placement | None, force: Choice | None
 ) -> ExpertWeights[Payload]:
-    """Read the experts of ``placement``, or all, on the device ``place``, encoded if asked."""
+    """Read the experts of ``placement``, or all, on the device ``place``, encoded if asked.
+
+    Static scales of activations are those of all experts, so that bits do not depend on who holds them.
+    """
     held = placement or linear(layer.spec.num_experts, 0, 1)
+    everyone = (source for _, source in layer.sources())
+    reach = input_reach(layer.checkpoint, everyone, layer.stored, asked_activations(force))
     weights = load_experts(layer, held, device=place, pad=held.tp_size > 1)
+    weights = replace(weights, input_reach=reach)
     return weights if weight_format in (None, weights.down.name) else encode_experts(weights, weight_format)

@@ -3,37 +3,29 @@
 Pure: it looks at no device and allocates nothing, so a laptop can plan for an H200.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import torch
 
 from . import experts, parallel, pipelines
 from .errors import PlanError
+from .experts import ExpertKernel, Tiling
 from .formats import by_name
 from .formats.intake import SAFETENSORS_DTYPES
 from .ops import linear
 from .ops.quantize import ACTIVATION_FORMATS, activation_format
 from .ops.route import route_regions
-from .pipelines import Asked
-from .problem import Choice, Refusal
+from .parallel import DispatcherKind
+from .parallel.traffic import Away, Traffic
+from .pipelines import Asked, PipelineKind
+from .problem import Choice, Problem, Refusal
 from .runtime.memory import Region, Regions, largest, memory_map, under
 from .sharing import shared_way
-from .types import require
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from .experts import ExpertKernel, Tiling
-    from .parallel import DispatcherKind
-    from .parallel.traffic import Away, Traffic
-    from .pipelines import PipelineKind
-    from .problem import Problem
-    from .types import MoESpec
+from .types import MoESpec, require
 
 __all__ = [
     "Plan",
@@ -123,7 +115,8 @@ class Plan:
         lines = [
             f"layer      {spec.num_experts} experts, top-{spec.routing.top_k} ({spec.routing.method}), "
             f"hidden {spec.hidden_size}, intermediate {spec.intermediate_size}, {spec.activation.kind}"
-            + (f" limit {spec.activation.limit:g}" if spec.activation.limit is not None else ""),
+            + (f" limit {spec.activation.limit:g}" if spec.activation.limit is not None else "")
+            + (" in fast math" if spec.activation.fast else ""),
             f"machine    {where}, {device.threads} threads" if device.kind == "cpu" else f"machine    {where}",
             f"kernel     {kernels}",
             *([] if spec.shared is None else [f"shared     {self._shared()}"]),
@@ -164,7 +157,7 @@ class Plan:
             "shared_kernel": self.shared_kernel,
             "merged": self.merged,
             "dispatcher": self.dispatcher,
-            "stretches": [{"tokens": s.tokens, "pipeline": s.pipeline, "tiles": s.tiles} for s in self.stretches],
+            "stretches": [asdict(stretch) for stretch in self.stretches],
             "device": self.problem.device.kind,
             "device_name": self.problem.device.name,
             "weight_format": self.problem.spec.weight_format,
@@ -179,7 +172,7 @@ class Plan:
             "workspace_bytes": self.workspace_bytes,
             "regions": {region.name: region.nbytes for region in self.regions},
             "capturable": self.capturable,
-            "refusals": [{"what": r.what, "name": r.name, "reason": r.reason} for r in self.refusals],
+            "refusals": [asdict(refusal) for refusal in self.refusals],
         }
 
 
@@ -308,9 +301,9 @@ def _with_wire(problem: Problem, kernel: ExpertKernel) -> Problem:
     """Return ``problem`` with what tokens travel as: codes where they are weighted later and ``kernel`` takes them."""
     if problem.world_size == 1:
         return problem
-    name = problem.routed.activation_format
-    codes = activation_format(name).e4m3 and kernel.takes_codes and not problem.spec.routing.weight_on_input
-    return replace(problem, sent_as=name if codes else None)
+    form = activation_format(problem.routed.activation_format)
+    codes = form.e4m3 and not form.static and kernel.takes_codes and not problem.spec.routing.weight_on_input
+    return replace(problem, sent_as=form.name if codes else None)
 
 
 def _first(

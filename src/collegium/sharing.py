@@ -1,18 +1,12 @@
 """How the shared expert runs: as more routed experts that every token goes to, or apart with a kernel of its own."""
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING
 
 from . import experts
 from .errors import PlanError
+from .experts import ExpertKernel
 from .formats import by_name
-from .problem import Refusal
-
-if TYPE_CHECKING:
-    from .experts import ExpertKernel
-    from .problem import Choice, Problem
+from .problem import Choice, Problem, Refusal
 
 __all__ = ["not_merged", "shared_way"]
 

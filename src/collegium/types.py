@@ -63,8 +63,10 @@ class ActivationSpec:
     kind: one of ``ACTIVATION_KINDS``.
     limit: clamp bound. For ``swiglu`` and ``swiglu_oai`` the gate is clamped above and up on both sides *before*
         the activation; for ``swiglu_step`` silu(gate) is clamped above and up on both sides *after* it. None: no clamp.
-    alpha: factor inside the sigmoid of ``swiglu_oai`` (gpt-oss: 1.702).
+    alpha, beta: of ``swiglu_oai``, the factor inside the sigmoid, and what is added to up (gpt-oss: 1.702 and 1).
     gate_bound, up_bound: the two tanh bounds of ``situ`` (Kimi-K3: 4 and 25).
+    fast: sigmoid and tanh by the GPU's approximation where Triton's kernels run: off by up to 2^-11 and 2^-10, however
+        small the right number is. Elsewhere nothing changes.
     """
 
     kind: ActivationKind = "swiglu"
@@ -72,6 +74,8 @@ class ActivationSpec:
     alpha: float = 1.702
     gate_bound: float = 4.0
     up_bound: float = 25.0
+    beta: float = 1.0
+    fast: bool = False
 
     def __post_init__(self) -> None:
         require(self.kind in ACTIVATION_KINDS, "activation kind", self.kind, ", ".join(ACTIVATION_KINDS))
@@ -251,12 +255,15 @@ class ExpertWeights(Generic[F_co]):
     gate_up: payload with logical shape ``[E, P, I, H]``; P is 2 (index 0 gate, 1 up) or 1 without a gate.
     down: payload with logical shape ``[E, H, I]``.
     gate_up_bias ``[E, P, I]`` and down_bias ``[E, H]``: floating point, or None when the model has no biases.
+    input_reach: the largest inputs of gate_up and of down that a calibration lets through, for static activation
+        formats; the same on every rank that shares the layer. None: not told.
     """
 
     gate_up: F_co
     down: F_co
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+    input_reach: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

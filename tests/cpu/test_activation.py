@@ -29,7 +29,7 @@ SPECS = [
     OAI,
     V4,
     STEP,
-    ActivationSpec(kind="swiglu_oai", limit=0.75, alpha=1.25),
+    ActivationSpec(kind="swiglu_oai", limit=0.75, alpha=1.25, beta=0.5),
     ActivationSpec(kind="situ", gate_bound=1.5, up_bound=3.0),
 ]
 
@@ -58,7 +58,7 @@ def formula(spec, g, u):
             return g * sigmoid(g) * both(u)
         case "swiglu_oai":
             g = min(g, limit)
-            return (both(u) + 1) * g * sigmoid(spec.alpha * g)
+            return (both(u) + spec.beta) * g * sigmoid(spec.alpha * g)
         case "swiglu_step":
             return min(g * sigmoid(g), limit) * both(u)
         case "situ":

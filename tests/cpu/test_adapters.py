@@ -26,7 +26,7 @@ from collegium.integrations.transformers import load_model
 from collegium.integrations.transformers.whole_model import load_model_in
 from collegium.parallel.fingerprint import fingerprint
 from collegium.parallel.placement import linear
-from collegium.problem import Placement
+from collegium.placement import Placement
 from collegium.testing.compare import heavy_tailed
 from commands import command
 from family_cases import CASES, build

@@ -26,7 +26,7 @@ from collegium.errors import (
     UnknownTensorError,
 )
 from collegium.parallel.placement import linear
-from collegium.problem import Placement
+from collegium.placement import Placement
 from collegium.testing.compare import between, heavy_tailed
 from collegium.types import Routing
 from ranks import error_of, run_ranks

@@ -8,7 +8,7 @@ import torch
 
 from collegium.balance import POLICIES, rank_loads
 from collegium.parallel.expert_map import ExpertMap
-from collegium.problem import Placement
+from collegium.placement import Placement
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)

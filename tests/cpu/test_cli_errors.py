@@ -147,7 +147,7 @@ def test_a_text_needs_a_tokenizer_and_a_word(tmp_path, said, monkeypatch):
 )
 def test_what_is_larger_than_the_memory_is_refused_before_it_is_built(words, text, said, monkeypatch):
     monkeypatch.setattr("collegium.commands.bench.random_weights", None)
-    monkeypatch.setattr("collegium.commands.bench._inputs", None)
+    monkeypatch.setattr("collegium.commands.bench.random_inputs", None)
     if words[0] == "bench-model":
         monkeypatch.setattr(room, "free_bytes", lambda _: 1e6)
     message = said(*words, "--device", "cpu")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from collegium.kernels.numbers import FAST_MATH
 from compiling import compile_apart
 
 if importlib.util.find_spec("triton") is None:
@@ -63,6 +64,7 @@ CASES: tuple[tuple[int, str, dict[str, Any], str, int, int], ...] = (
     (90, "i16", MXFP8, "HGMMA", 112, 67),
     (90, "i16", W8A16, "HGMMA", 96, 67),
     (90, "bf16", PLAIN | STACKED | {"warps": 8}, "HGMMA", 64, 74),
+    (90, "bf16", PLAIN | STACKED | {"warps": 8, "KIND": FAST_MATH}, "HGMMA", 64, 74),
     (90, "e4m3", BLOCKS | STACKED | {"warps": 8}, "QGMMA", 80, 75),
     (90, "i16", MXFP4 | STACKED, "HGMMA", 128, 43),
     (90, "i16", MXFP4 | STACKED | NARROW, "HGMMA", 168, 91),
@@ -144,7 +146,7 @@ for arch, weight, constants, warps in json.load(sys.stdin):
         usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True).stdout
         sass = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True).stdout
     registers, stack = map(int, re.search(r"REG:(\\d+) STACK:(\\d+)", usage).groups())
-    known = r"\\b(HGMMA|QGMMA|HMMA|UTC[A-Z]+|LDGSTS|LDL|STL|HADD2|HFMA2|HMUL2|ACQBULK|PREEXIT)\\b"
+    known = r"\\b(HGMMA|QGMMA|HMMA|UTC[A-Z]+|LDGSTS|LDL|STL|HADD2|HFMA2|HMUL2|ACQBULK|PREEXIT|MUFU[.]TANH)\\b"
     codes = sorted(set(re.findall(known, sass)))
     last = sass.rfind("GMMA")
     jump = sass.find("BRA 0x", last)
@@ -167,8 +169,10 @@ _ROUTE = {
 _SUM = {"TOP_K": 8, "BLOCK": 1024, "WEIGHTS": True, "SHARED": True, "IDS": False}
 _COLUMNS = {"GATHER": True, "TOP_K": 0, "BLOCK_E": 256, "BLOCK": 1024}
 _ROWS = {"BLOCK_R": 2, "BLOCK_C": 1024, "GATHER": True, "WEIGHTS": True, "SOME": False}
-_E4M3 = _ROWS | {"GROUP": 128, "POWER": False, "BYTE": False, "ROUND": False, "REORDER": False}
+_E4M3 = _ROWS | {"GROUP": 128, "POWER": False, "BYTE": False, "ROUND": False, "REORDER": False, "fixed": None}
+_STATIC = {name: value for name, value in _E4M3.items() if name != "fixed"}
 # Small kernels: (file, kernel, types that are not the rule, constants, warps, most registers); FP8 from sm_90 on.
+_HALVES = {"halves": "fp16", "scales": "fp32", "sums": "fp16"}
 SMALL: tuple[tuple[str, str, dict[str, str], dict[str, Any], int, int], ...] = (
     ("permute", "permute_kernel", {}, {"BLOCK": 32, "WEIGHTS": False} | _READS | _LISTS, 1, 96),
     ("permute", "permute_kernel", {"ids": "i32"}, {"BLOCK": 256, "WEIGHTS": True} | _READS | _LISTS, 8, 80),
@@ -178,8 +182,8 @@ SMALL: tuple[tuple[str, str, dict[str, str], dict[str, Any], int, int], ...] = (
     ("permute", "scatter_kernel", {}, {"BLOCK": 256, "CHUNK": 64, "WEIGHTS": True, "TOP_K": 8} | _LISTS, 8, 128),
     ("columns", "columns_kernel", {"out": "bf16"}, _COLUMNS, 4, 48),
     ("columns", "columns_kernel", {"out": "fp16", "x": "fp16"}, _COLUMNS | {"TOP_K": 8}, 4, 48),
-    ("columns", "halves_kernel", {"halves": "fp16", "scales": "fp32", "sums": "fp16"}, {"SOME": True, "BLOCK": 4096}, 8, 48),
-    ("columns", "halves_kernel", {"halves": "fp16", "scales": "fp32", "sums": "fp16", "x": "fp16"}, {"SOME": False, "BLOCK": 16384}, 16, 64),
+    ("columns", "halves_kernel", _HALVES, {"SOME": True, "BLOCK": 4096}, 8, 48),
+    ("columns", "halves_kernel", _HALVES | {"x": "fp16"}, {"SOME": False, "BLOCK": 16384}, 16, 64),
     ("weighted_sum", "weighted_sum_kernel", {}, _SUM, 4, 80),
     ("weighted_sum", "weighted_sum_kernel", {"slots": "i32"}, _SUM | {"IDS": True, "BLOCK": 256}, 1, 80),
     ("route", "route_kernel", {}, _ROUTE, 1, 128),
@@ -192,6 +196,10 @@ SMALL: tuple[tuple[str, str, dict[str, str], dict[str, Any], int, int], ...] = (
     ("quantize", "e4m3_kernel", {"codes": "fp8e4nv"}, _E4M3 | {"GROUP": 8192, "BLOCK_C": 8192, "BLOCK_R": 1}, 16, 80),
     ("quantize", "e4m3_kernel", {"codes": "fp8e4nv", "scales": "u8"},
      _E4M3 | {"GROUP": 32, "POWER": True, "BYTE": True}, 4, 80),
+    ("quantize", "e4m3_kernel", {"codes": "fp8e4nv", "scales": "u8"}, _E4M3 | {"POWER": True, "BYTE": True}, 4, 80),
+    ("quantize", "e4m3_kernel", {"codes": "fp8e4nv"}, _STATIC | {"GROUP": 8192, "BLOCK_C": 8192, "BLOCK_R": 1}, 16, 80),
+    ("quantize", "nvfp4_kernel", {"codes": "u8", "scales": "fp8e4nv"},
+     {"BLOCK_C": 8192, "GATHER": False, "WEIGHTS": False, "SOME": False, "ROUND": False, "fixed": None}, 16, 96),
     ("quantize", "nvfp4_kernel", {"codes": "u8", "scales": "fp8e4nv"},
      {"BLOCK_C": 8192, "GATHER": False, "WEIGHTS": False, "SOME": False, "ROUND": False}, 16, 96),
 )  # fmt: skip
@@ -214,7 +222,7 @@ even = {"columns", "x_stride", "width", "row_stride", "shared_stride", "logits_s
 found = []
 for arch, file, name, pointers, constants, warps in json.load(sys.stdin):
     kernel = getattr(importlib.import_module("collegium.kernels." + file), name)
-    types = {n: "*" + kind for n, kind in pointers.items()} | {"eps": "fp32", "scale": "fp32"}
+    types = {n: "*" + kind for n, kind in pointers.items()} | {"eps": "fp32", "scale": "fp32", "fixed": "fp32"}
     if file == "quantize":
         types["rows"] = "i32"
     names = kernel.arg_names
@@ -261,6 +269,7 @@ def test_instructions_registers_and_shared_memory(compiled: list[Any], index: in
         assert any_kind == fresh == (0 if not changes.get("EARLY") else 1 if changes.get("TOP_K") else 3)
     # A product that reads decoded weights from registers ends before the next step decodes into them.
     assert weight not in ("i16", "u8") or wanted != "HGMMA" or waits
+    assert ("MUFU.TANH" in codes) == (changes.get("KIND", 0) >= FAST_MATH)
     # Codes become numbers two at a time.
     assert weight != "i16" or {"HADD2", "HFMA2", "HMUL2"} & set(codes)
 

@@ -13,8 +13,9 @@ from collegium.experts.cpu import decode as decoding, grouped as module
 from collegium.experts.cpu.decode import Scratch, pack_matrix
 from collegium.formats import FORMATS, Fp8Block, Int4Affine, Int4Group, MxFp4, NvFp4, by_name
 from collegium.ops.activation import activate
+from collegium.placement import Placement
 from collegium.planning import plan
-from collegium.problem import DeviceFacts, Placement, Problem
+from collegium.problem import DeviceFacts, Problem
 from collegium.types import ActivationSpec, ContiguousBatch, ExpertWeights, MoESpec, RoutingSpec
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

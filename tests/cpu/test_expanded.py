@@ -18,7 +18,6 @@ from collegium.experts.triton.lanes import pack_gguf, pack_int, pack_mxfp8
 from collegium.experts.triton.tile_choice import TileProblem
 from collegium.experts.triton.tiles import prefill_tile
 from collegium.formats import MxFp8
-from collegium.formats.gguf import KINDS
 from collegium.planning import plan
 from collegium.problem import DeviceFacts, Limits, Problem
 from collegium.runtime.machine import Machine, machine_of
@@ -95,8 +94,7 @@ def test_minima_without_steps_stay_with_the_small_tiles() -> None:
 def test_a_large_batch_gives_the_rows_of_the_small_tiles(
     name: str, act: str, group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiles, "_EXPANDED", (1, 1))
-    monkeypatch.setattr(tiles, "_EXPANDED_QUARTERS", 1)
+    monkeypatch.setattr(tiles, "_EXPANDED", (1, 1, 1))
     monkeypatch.setattr(tiles, "_LONG", 8)
     device = DeviceFacts(kind="cuda", capability=(9, 0))
     packed, batch, truth = decoded_layer(name, act, group, device, tokens=6, sizes=(3, 72, 136))
@@ -126,11 +124,13 @@ def test_which_batches_are_decoded_first() -> None:
     assert prefill_tile(asked(4096, k_in=256), hopper) is None
     assert prefill_tile(asked(4096, x_bits=8), hopper) is None, "E4M3 operands are decoded by another kernel"
     assert prefill_tile(asked(56), hopper) is None
-    # Eight bits and groups of 32 gain sooner.
+    # Eight bits gain sooner.
     assert prefill_tile(asked(384), hopper) is None
     assert prefill_tile(asked(384, weight_bits=8.25), hopper) is not None
     assert prefill_tile(asked(192, weight_bits=8.25), hopper) is None
-    assert prefill_tile(asked(192, weight_bits=4.75, quartered=True, x_bits=17), hopper) is not None
+    for bits in (4.75, 8.25):
+        assert prefill_tile(asked(768, weight_bits=bits, quartered=True), hopper) is None, "four products gain later"
+        assert prefill_tile(asked(1024, weight_bits=bits, quartered=True), hopper) is not None
 
 
 def test_the_plan_holds_what_a_large_batch_decodes() -> None:

@@ -19,11 +19,12 @@ from collegium.formats import Fp8Block, Fp8Channel, Fp32, Int4Affine, Int4Group,
 from collegium.formats.codecs import pack_nibbles
 from collegium.formats.gguf import KINDS
 from collegium.formats.unquantised import DTYPES
-from collegium.ops.columns import halves_and_sums, in_columns, in_columns_reference
+from collegium.ops.columns import halves_and_sums, in_columns
 from collegium.ops.permute import permute
 from collegium.parallel.local import Local
+from collegium.placement import Placement
 from collegium.planning import plan
-from collegium.problem import DeviceFacts, Placement, Problem
+from collegium.problem import DeviceFacts, Problem
 from collegium.runtime.machine import Machine, machine_of
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
 from collegium.types import (
@@ -36,6 +37,7 @@ from collegium.types import (
     RoutingSpec,
 )
 from integers import encoded, ordered, random_blocks
+from products import grouped_gemm_reference, in_columns_reference
 
 if TYPE_CHECKING:
     from collegium.experts.triton.packed import PackedExperts
@@ -240,7 +242,7 @@ def test_rows_no_expert_owns_are_not_written() -> None:
     ops.grouped_gemm(rows, packed.down, offsets, ops.tile_list(offsets, 20, TILE), out)
     assert bool((out[7:] == 7.0).all())
     bias = packed.down.bias
-    wanted = ops.grouped_gemm_reference(rows, packed.down.values, offsets, bias=bias)
+    wanted = grouped_gemm_reference(rows, packed.down.values, offsets, bias=bias)
     assert relative_error(out[:7], wanted[:7]) < SIXTEEN
 
 
@@ -248,7 +250,7 @@ def test_grouped_gemm_reference_by_hand() -> None:
     weight = torch.tensor([[[[1.0, 2.0]], [[3.0, 4.0]]], [[[0.0, 1.0]], [[1.0, 0.0]]]])
     x = torch.tensor([[1.0, 1.0], [2.0, 0.0]])
     offsets = torch.tensor([0, 1, 2])
-    found = ops.grouped_gemm_reference(
+    found = grouped_gemm_reference(
         x, weight, offsets, source=torch.tensor([1, 0]), activation=ActivationSpec(kind="swiglu")
     )
     silu = torch.nn.functional.silu(torch.tensor([2.0, 1.0]))
@@ -323,7 +325,7 @@ def test_int4_groups_and_scale_dtypes(group_size: int, dtype: torch.dtype) -> No
     x = heavy_tailed(9, 176, seed=6).bfloat16()
     found = torch.empty(9, 40)
     ops.grouped_gemm(x, packed, offsets, ops.tile_list(offsets, 9, TILE), found)
-    assert relative_error(found, ops.grouped_gemm_reference(x, payload.decode(), offsets)) < 1e-6
+    assert relative_error(found, grouped_gemm_reference(x, payload.decode(), offsets)) < 1e-6
 
 
 def random_integers(bits: int, group: int, dtype: torch.dtype, *shape: int) -> Int4Affine:
@@ -350,7 +352,7 @@ def test_zero_points_of_every_width_group_and_dtype_of_rows(bits: int, group: in
     x = heavy_tailed(9, 176, seed=6).to(rows)
     found = torch.empty(9, 40)
     ops.grouped_gemm(x, packed, offsets, ops.tile_list(offsets, 9, TILE), found)
-    assert relative_error(found, ops.grouped_gemm_reference(x, payload.decode(), offsets)) < 1e-6
+    assert relative_error(found, grouped_gemm_reference(x, payload.decode(), offsets)) < 1e-6
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -362,7 +364,7 @@ def test_float32_scales_are_taken_beside_middle_zero_points_alone(bits: int) -> 
     packed, offsets, found = pack.pack_int(payload, None), torch.tensor([0, 3, 9]), torch.empty(9, 24)
     x = heavy_tailed(9, 128, seed=6).bfloat16()
     ops.grouped_gemm(x, packed, offsets, ops.tile_list(offsets, 9, TILE), found)
-    assert relative_error(found, ops.grouped_gemm_reference(x, payload.decode(), offsets)) < 1e-6
+    assert relative_error(found, grouped_gemm_reference(x, payload.decode(), offsets)) < 1e-6
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -378,7 +380,7 @@ def test_every_kind_of_gguf_block_and_dtype_of_rows(kind: str, rows: torch.dtype
     assert packed.layout.minima == (kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K"))
     own, beside = halves_and_sums(x) if packed.layout.minima else (x, None)
     ops.grouped_gemm(own, packed, offsets, ops.tile_list(offsets, 9, TILE), found, x_scale=beside)
-    assert relative_error(found, ops.grouped_gemm_reference(x, payload.decode(), offsets)) < 1e-6
+    assert relative_error(found, grouped_gemm_reference(x, payload.decode(), offsets)) < 1e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -454,7 +456,7 @@ def test_large_fp8_blocks_are_repeated() -> None:
     x = heavy_tailed(4, 260, seed=6).bfloat16()
     found = torch.empty(4, 300)
     ops.grouped_gemm(x, packed, offsets, ops.tile_list(offsets, 4, TILE), found)
-    assert relative_error(found, ops.grouped_gemm_reference(x, payload.decode(), offsets)) < 1e-5
+    assert relative_error(found, grouped_gemm_reference(x, payload.decode(), offsets)) < 1e-5
 
 
 def test_refusals_name_what_was_asked() -> None:

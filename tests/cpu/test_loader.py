@@ -20,7 +20,7 @@ from collegium.checkpoint import (
 )
 from collegium.errors import InputError
 from collegium.parallel.placement import linear, tensor_parallel
-from collegium.problem import Placement
+from collegium.placement import Placement
 from toys import TinySize, combinations, write_checkpoint
 
 if TYPE_CHECKING:

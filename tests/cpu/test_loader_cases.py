@@ -20,8 +20,9 @@ from collegium.formats import by_name
 from collegium.formats.unquantised import as_stored
 from collegium.layer import MoELayer
 from collegium.parallel.placement import linear, tensor_parallel
+from collegium.placement import Placement
 from collegium.planning import plan
-from collegium.problem import DeviceFacts, Placement, Problem
+from collegium.problem import DeviceFacts, Problem
 from collegium.types import ActivationSpec, ExpertWeights, MoESpec, Routing, RoutingSpec
 from toys import TinySize, write_checkpoint
 
@@ -230,7 +231,9 @@ def test_activation_scales_of_gate_and_up_agree_or_are_reported(
     base = "model.layers.0.block_sparse_moe.experts.1."
     one = torch.tensor(0.25)
     same = {f"{base}w1{suffix}": one, f"{base}w3{suffix}": one * (1 + 1e-6), f"{base}w2{suffix}": one * 3}
-    assert not [f for f in audit(rewrite(tmp_path, **same)).findings if "activation" in f]
+    told = [f for f in audit(rewrite(tmp_path, **same)).findings if "activation" in f]
+    assert len(told) == 1
+    assert "--activations nvfp4_static uses" in told[0]
     other = rewrite(tmp_path, **{f"{base}w3{suffix}": one * 1.001})
     if text is None:
         assert "1 experts have different static activation scales" in " ".join(audit(other).findings)

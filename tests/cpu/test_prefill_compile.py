@@ -17,9 +17,9 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("needs Triton", allow_module_level=True)
 
 BASE = {
-    "SCALE": 1, "X_SCALE": 1, "ROW_SCALE": False, "BIAS": False, "PARTS": 2, "KIND": 0, "HAS_LIMIT": False,
-    "CODES": 0, "ROUND": True, "K_BLOCKS": 56, "BLOCK_T": 128, "BLOCK_K": 128, "GROUP_T": 8, "STAGES": 4,
-    "SPECIALIZE": True, "ASM": True, "row_places": None, "PLACED": 0,
+    "SCALE": 1, "MINIMA": False, "X_SCALE": 1, "ROW_SCALE": False, "BIAS": False, "PARTS": 2, "KIND": 0,
+    "HAS_LIMIT": False, "CODES": 0, "ROUND": True, "K_BLOCKS": 56, "BLOCK_T": 128, "BLOCK_K": 128, "GROUP_T": 8,
+    "STAGES": 4, "SPECIALIZE": True, "ASM": True, "row_places": None, "PLACED": 0,
 }  # fmt: skip
 CODES = {"CODES": 1}
 DOWN = {"PARTS": 1, "KIND": -1, "K_BLOCKS": 16}
@@ -30,7 +30,7 @@ PORTABLE = {"SPECIALIZE": False, "STAGES": 3}
 # Weights that were decoded first: rows of a factor for each group of columns, with sums where there are minima.
 GROUPS = PLAIN | {"SCALE": 4, "BLOCK_K": 128, "STAGES": 2}
 QUARTERS, SIXTEENTHS = GROUPS | {"BLOCK_K": 32, "STAGES": 4}, GROUPS | {"BLOCK_K": 16, "STAGES": 4}
-MINIMA = QUARTERS | {"X_SCALE": 3}
+MINIMA = GROUPS | {"MINIMA": True, "X_SCALE": 2, "SPECIALIZE": False}
 ONE, TWO = {"K_BLOCKS": 1}, {"K_BLOCKS": 2}  # steps of the K loop
 
 # (architecture, operands, changes, the tensor core's instruction, most stack bytes)
@@ -55,10 +55,9 @@ CASES: tuple[tuple[int, str, dict[str, Any], str, int], ...] = (
     (90, "bf16", QUARTERS | DOWN, "HGMMA", 0),
     (90, "bf16", SIXTEENTHS, "HGMMA", 0),
     (90, "bf16", SIXTEENTHS | DOWN, "HGMMA", 0),
-    (90, "bf16", MINIMA, "HGMMA", 0),
-    (90, "bf16", MINIMA | DOWN, "HGMMA", 0),
     (90, "fp16", GROUPS | DOWN, "HGMMA", 0),
-    (90, "fp16", MINIMA | DOWN, "HGMMA", 0),
+    (90, "fp16", MINIMA, "HGMMA", 0),
+    (90, "fp16", MINIMA | DOWN, "HGMMA", 96),
     (80, "bf16", PLAIN | PORTABLE, "HMMA", 256),
     (80, "bf16", PLAIN | PORTABLE | ONE, "HMMA", 256),
     (100, "bf16", PLAIN | PORTABLE, "UTCHMMA", 0),
@@ -74,7 +73,7 @@ from triton.compiler import ASTSource
 from collegium.kernels.prefill import prefill_kernel as kernel
 
 tool = triton.__path__[0] + "/backends/nvidia/bin/cuobjdump"
-even = {"n_out", "k_in", "x_stride", "n_step", "sums_step", "weight_rows"}
+even = {"n_out", "k_in", "x_stride", "n_step", "weight_rows"}
 found = []
 for arch, operand, constants in json.load(sys.stdin):
     types = dict.fromkeys(("x_scale", "scale", "row_scale", "out_scale"), "*fp32")
@@ -83,6 +82,7 @@ for arch, operand, constants in json.load(sys.stdin):
     types |= dict.fromkeys(("limit", "alpha", "gate_bound", "up_bound"), "fp32")
     types |= {"bias": "*bf16", "out": "*fp8e4nv" if constants["CODES"] else "*fp32" if operand == "fp16" else "*bf16"}
     types["x"] = types["weight"] = "*" + operand
+    types["sums"] = "*fp16"
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
     aligned = [i for i, n in enumerate(names) if signature[n].startswith("*") or n in even]

@@ -8,13 +8,17 @@ import pytest
 import torch
 
 from collegium.errors import InputError
-from collegium.ops.quantize import ACTIVATION_FORMATS, QuantizedRows, activation_format
+from collegium.ops.quantize import ACTIVATION_FORMATS, QuantizedRows, activation_format, formats_within
 
 NAMES = [f.name for f in ACTIVATION_FORMATS]
-SCALED = ["fp8_group128", "fp8_group128_pow2", "fp8_token", "mxfp8", "nvfp4"]
-EIGHT = SCALED[:4]
+SCALED = ["fp8_group128", "fp8_group128_pow2", "fp8_group128_e8m0", "fp8_token", "mxfp8", "nvfp4"]
+GROUP = {"mxfp8": 32} | {name: 128 for name in SCALED if name.startswith("fp8_group128")}
+EIGHT = SCALED[:5]
+POWERS = ("fp8_group128_pow2", "fp8_group128_e8m0", "mxfp8")
+STATIC = ["fp8_static", "nvfp4_static"]
 # Bounds on the relative L2 error of a Gaussian: half a step of the format's mantissa, and a scale rounding.
 BOUNDS = {"fp32": 0, "bf16": 0.002, "fp16": 0.0003, **dict.fromkeys(EIGHT, 0.03), "nvfp4": 0.1}
+BOUNDS |= {"fp8_static": 0.03, "nvfp4_static": 0.1}
 
 E4M3 = [(byte & 7) * 2.0**-9 if byte < 8 else (1 + (byte & 7) / 8) * 2.0 ** ((byte >> 3) - 7) for byte in range(127)]
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -38,6 +42,11 @@ def heavy(rows, columns, seed=0):
     return x * torch.randn(1, columns, generator=generator).exp() * torch.randn(rows, 1, generator=generator).exp()
 
 
+def form_of(name, reach=256.0):
+    """The format, calibrated for numbers up to ``reach`` where it is static."""
+    return formats_within(name, (reach, reach))[0]
+
+
 def groups_of(x, size):
     return [slice(start, min(start + size, x.shape[1])) for start in range(0, x.shape[1], size)]
 
@@ -54,16 +63,13 @@ def single(x):
 
 def fp8_judge(x, name):
     """Codes' values and scales of one format, group by group, scalar arithmetic."""
-    size = {"fp8_group128": 128, "fp8_group128_pow2": 128, "mxfp8": 32, "fp8_token": x.shape[1]}[name]
+    size = GROUP.get(name, x.shape[1])
     values, scales = torch.empty(x.shape, dtype=torch.float64), []
     for row in range(x.shape[0]):
         for span in groups_of(x, size):
             part = x[row, span]
             amax = part.abs().max().item()
-            if name in ("mxfp8", "fp8_group128_pow2"):
-                scale = power_up(amax)
-            else:
-                scale = max(single(amax / 448).item(), 2.0**-126)
+            scale = power_up(amax) if name in POWERS else max(single(amax / 448).item(), 2.0**-126)
             scaled = (part * single(1 / scale)).double()
             values[row, span] = nearest_even(scaled, E4M3)[1]
             scales.append(scale)
@@ -74,18 +80,18 @@ def fp8_judge(x, name):
 @pytest.mark.parametrize("columns", [1, 33, 90, 128, 176, 300])
 def test_fp8_codes_and_scales_match_the_judge(name, columns):
     x = heavy(5, columns)
-    found = activation_format(name).quantize(x)
+    found = form_of(name).quantize(x)
     values, scales, size = fp8_judge(x, name)
     assert found.codes.dtype == torch.float8_e4m3fn
     assert found.shape == tuple(x.shape) == tuple(found.codes.shape)
     assert torch.equal(found.codes.double(), values)
     stored = found.scales.double()
-    if name == "mxfp8":
+    if name in ("mxfp8", "fp8_group128_e8m0"):
         assert found.scales.dtype == torch.uint8
         stored = 2.0 ** (stored - 127)
     assert torch.equal(stored, scales)
     spread = scales.repeat_interleave(size, dim=1)[:, :columns]
-    back = activation_format(name).round_trip(x)
+    back = form_of(name).round_trip(x)
     assert back.dtype == torch.float32
     assert torch.equal(back, (values * spread).float())
 
@@ -98,7 +104,7 @@ def test_fp8_rounding_is_nearest_even_everywhere(name):
     row = torch.cat([near, -near])
     for chunk in row.split(31):  # with 448 in front the scale is 1 in every format
         x = torch.cat([torch.tensor([448.0]), chunk])[None]
-        found = activation_format(name).quantize(x)
+        found = form_of(name).quantize(x)
         assert torch.equal(found.codes.double(), nearest_even(x.double(), E4M3)[1])
         assert torch.equal(found.codes.view(torch.uint8) >> 7, x.signbit().to(torch.uint8))
 
@@ -107,13 +113,32 @@ def test_pow2_scales_never_saturate_and_waste_no_binade():
     amax = torch.cat(
         [torch.logspace(-30, 30, 200), torch.tensor([448.0, 448.00003, 224.0, 449.0, 1.0, 1.75, 1.7500001])]
     )
-    for name in ("fp8_group128_pow2", "mxfp8"):
-        rows = activation_format(name).quantize(amax[:, None])
-        scale = rows.scales.double() if name != "mxfp8" else 2.0 ** (rows.scales.double() - 127)
+    for name in POWERS:
+        rows = form_of(name).quantize(amax[:, None])
+        scale = rows.scales.double() if name == "fp8_group128_pow2" else 2.0 ** (rows.scales.double() - 127)
         ratio = amax.double()[:, None] / scale
         assert (ratio <= 448).all()
         assert (ratio > 224).all()
         assert (scale.log2() % 1 == 0).all()
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 640), (4, 512), (21, 7168)])
+def test_bytes_of_scales_are_packed_four_in_a_word(rows, columns):
+    x = heavy(rows, columns)
+    x[0, 0] = torch.nan
+    made = activation_format("fp8_group128_e8m0").quantize(x)
+    groups, found = made.scales.shape[1], made.packed_scales()
+    assert found.dtype == torch.int32
+    assert found.shape == (rows, -(-groups // 4))
+    assert found.stride(0) == 1
+    assert found.shape[1] == 1 or found.stride(1) == -(-rows // 4) * 4
+    for group in range(groups):
+        assert torch.equal((found[:, group // 4] >> 8 * (group % 4)) & 255, made.scales[:, group].int())
+    if groups % 4:
+        assert (found[:, -1].long() & 0xFFFFFFFF < 1 << 8 * (groups % 4)).all()
+    for name in ("fp8_group128_pow2", "bf16"):
+        with pytest.raises(InputError, match=r"packed scales: found .*; quantise to mxfp8 or fp8_group128_e8m0"):
+            activation_format(name).quantize(x).packed_scales()
 
 
 def nvfp4_judge(x):
@@ -190,13 +215,13 @@ def test_mxfp8_scale_bytes(byte, value):
 @pytest.mark.parametrize("name", NAMES)
 def test_round_trip_error_is_that_of_the_format(name):
     x = torch.randn(64, 176, generator=torch.Generator().manual_seed(0))
-    error = (activation_format(name).round_trip(x) - x).norm() / x.norm()
+    error = (form_of(name).round_trip(x) - x).norm() / x.norm()
     assert BOUNDS[name] / 4 <= error <= BOUNDS[name]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_round_trip_bits_do_not_depend_on_the_batch(name):
-    x, form = heavy(9, 90), activation_format(name)
+    x, form = heavy(9, 90), form_of(name)
     whole = form.round_trip(x)
     assert torch.equal(whole, torch.cat([form.round_trip(row[None]) for row in x]))
     assert torch.equal(whole, form.round_trip(x.T.contiguous().T))
@@ -205,20 +230,20 @@ def test_round_trip_bits_do_not_depend_on_the_batch(name):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_poison_is_visible_and_stays_in_its_row(name, value):
-    x, form = heavy(4, 300), activation_format(name)
+    x, form = heavy(4, 300), form_of(name)
     clean = form.round_trip(x)
     x[2, 140] = value
     found = form.round_trip(x)
     keep = torch.ones(4, 300, dtype=torch.bool)
-    width = {"fp8_group128": 128, "fp8_group128_pow2": 128, "mxfp8": 32, "fp8_token": 300, "nvfp4": 300}.get(name, 1)
+    width = GROUP.get(name, 1 if name in BOUNDS and BOUNDS[name] < 0.01 else 300)
     start = 140 // width * width
     keep[2, start : start + width] = False
     assert torch.equal(found[keep], clean[keep])
-    if name in SCALED:
+    if name in SCALED + STATIC:
         assert found[~keep].isnan().all()
         rows = form.quantize(x)
         codes = (
-            rows.codes.float() if name != "nvfp4" else torch.stack([rows.codes & 7, rows.codes >> 4 & 7], 2).flatten(1)
+            rows.codes.float() if form.bits == 8 else torch.stack([rows.codes & 7, rows.codes >> 4 & 7], 2).flatten(1)
         )
         assert (codes[~keep] == 0).all()
     else:
@@ -227,7 +252,7 @@ def test_poison_is_visible_and_stays_in_its_row(name, value):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_zero_rows_have_zero_codes_and_finite_scales(name):
-    form = activation_format(name)
+    form = form_of(name)
     x = torch.zeros(3, 90)
     x[1, 40:] = heavy(1, 50)[0]
     rows = form.quantize(x)
@@ -245,7 +270,7 @@ def test_zero_rows_have_zero_codes_and_finite_scales(name):
 def test_extreme_rows_stay_finite(name, size):
     x = torch.full((2, 33), size)
     x[1, ::2] = -size
-    form = activation_format(name)
+    form = form_of(name)
     rows, back = form.quantize(x), form.round_trip(x)
     # Rounding up may carry the largest numbers beyond float32, as it does in bfloat16; NaN never appears.
     assert not back.isnan().any()
@@ -260,7 +285,7 @@ def test_extreme_rows_stay_finite(name, size):
 def test_saturation_never_makes_nan(name):
     generator = torch.Generator().manual_seed(0)
     x = torch.rand(4000, 8, generator=generator).exp2() * torch.randn(4000, 1, generator=generator).exp()
-    codes = activation_format(name).quantize(x).codes.view(torch.uint8) & 0x7F
+    codes = form_of(name).quantize(x).codes.view(torch.uint8) & 0x7F
     assert codes.max() == 0x7E
     assert (codes.amax(dim=1) >= 0x76).all()  # at least 224: no scale is too large by a binade
 
@@ -275,14 +300,14 @@ def test_plain_dtypes_round_to_nearest_even():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_low_precision_inputs_are_read_exactly(name):
-    x, form = heavy(3, 90).bfloat16(), activation_format(name)
+    x, form = heavy(3, 90).bfloat16(), form_of(name)
     assert torch.equal(form.round_trip(x), form.round_trip(x.float()))
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("columns", [1, 90])
 def test_no_rows(name, columns):
-    assert activation_format(name).round_trip(torch.empty(0, columns)).shape == (0, columns)
+    assert form_of(name).round_trip(torch.empty(0, columns)).shape == (0, columns)
 
 
 def test_activation_format_names():
@@ -292,22 +317,75 @@ def test_activation_format_names():
         "fp16",
         "fp8_group128",
         "fp8_group128_pow2",
+        "fp8_group128_e8m0",
         "fp8_token",
+        "fp8_static",
         "mxfp8",
         "nvfp4",
+        "nvfp4_static",
     ]
-    assert [f.bits for f in ACTIVATION_FORMATS] == [32, 16, 16, 8, 8, 8, 8, 4]
-    assert [f.group for f in ACTIVATION_FORMATS] == [0, 0, 0, 128, 128, 0, 32, 16]
+    assert [f.bits for f in ACTIVATION_FORMATS] == [32, 16, 16, 8, 8, 8, 8, 8, 8, 4, 4]
+    assert [f.group for f in ACTIVATION_FORMATS] == [0, 0, 0, 128, 128, 128, 0, 0, 32, 16, 16]
+    assert [f.name for f in ACTIVATION_FORMATS if f.static] == STATIC
     with pytest.raises(InputError, match=r"found 'fp8', allowed: fp32, .*nvfp4"):
         activation_format("fp8")
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_quantize_refusals(name):
-    form = activation_format(name)
+    form = form_of(name)
     for x in (torch.zeros(4), torch.zeros(2, 0), torch.zeros(2, 3, dtype=torch.int32), torch.zeros(1, 2, 3)):
         with pytest.raises(InputError, match=f"quantize to {name}: found"):
             form.quantize(x)
-    if name in SCALED:
+    if name in SCALED + STATIC:
         with pytest.raises(InputError, match="found no scale"):
             form.dequantize(QuantizedRows(codes=torch.zeros(1, 2, dtype=torch.uint8), shape=(1, 4)))
+
+
+def static_judge(x, scale):
+    """Values of codes of a calibrated scale, by searching the table."""
+    return nearest_even((x * single(1 / scale)).double(), E4M3)[1] * scale
+
+
+@pytest.mark.parametrize("reach", [1e-3, 5.0, 700.0])
+def test_a_calibrated_scale_saturates_and_underflows_and_moves_with_no_row(reach):
+    scale = single(reach / 448).item()
+    x = heavy(9, 90) * torch.logspace(-9, 6, 9)[:, None] * reach
+    found = form_of("fp8_static", reach).quantize(x)
+    assert torch.equal(found.scales, torch.full((9, 1), scale))
+    size = found.codes.float().abs()
+    assert (size[-1] == 448).all(), "no row is too large for the scale"
+    assert (size[0] == 0).all(), "no row is too small for it"
+    assert torch.equal(form_of("fp8_static", reach).round_trip(x), static_judge(x, scale).float())
+
+
+def test_a_calibrated_global_scale_serves_all_rows_and_groups_keep_theirs():
+    x = heavy(5, 90) * torch.logspace(-4, 4, 5)[:, None]
+    form = form_of("nvfp4_static", 2688.0)
+    assert form.scale == 1.0
+    found = form.quantize(x)
+    assert torch.equal(found.global_scale, torch.ones(5, 1))
+    for row in range(5):
+        for place, span in enumerate(groups_of(x, 16)):
+            part = x[row, span]
+            wanted = nearest_even(torch.tensor(part.abs().max().item() / 6).float().double(), E4M3)[1].item()
+            wanted = max(wanted, 2.0**-9)
+            assert found.scales[row, place].item() == wanted
+            values = nearest_even((part * single(1 / wanted)).double(), E2M1)[1] * wanted
+            assert torch.equal(form.round_trip(x)[row, span], values.float())
+    assert {2.0**-9, 448.0} <= set(found.scales.float().flatten().tolist()), "neither end of the scales is reached"
+
+
+@pytest.mark.parametrize("name", STATIC)
+@pytest.mark.parametrize("reach", [math.nan, math.inf, 0.0, -1.0, 1e-40])
+def test_scales_that_no_calibration_finds_are_refused(name, reach):
+    with pytest.raises(InputError, match=rf"{name}: found scale .*allowed: finite scales from"):
+        form_of(name, reach)
+
+
+@pytest.mark.parametrize("name", STATIC)
+def test_a_static_format_without_a_scale_is_refused(name):
+    form = activation_format(name)
+    for call in (lambda: formats_within(name, None), lambda: form.round_trip(torch.ones(2, 32))):
+        with pytest.raises(InputError, match=rf"{name}: found no calibrated scales, .*take fp8_token or nvfp4"):
+            call()

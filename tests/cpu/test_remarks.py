@@ -60,7 +60,8 @@ def published(folder: Path, name: str, storage: str, *, family: str = "qwen3_moe
 @pytest.mark.parametrize(("family", "name", "storage", "stacked"), combinations())
 def test_toys_are_plausible(tmp_path: Path, family: str, name: str, storage: str, stacked: bool) -> None:
     write_checkpoint(tmp_path, family, name, storage, size=SIZE, stacked=stacked)
-    assert [text for text in findings(tmp_path) if "different global scales; each keeps its own" not in text] == []
+    facts = ("different global scales; each keeps its own", "the experts have static activation scales, which")
+    assert [text for text in findings(tmp_path) if not any(fact in text for fact in facts)] == []
 
 
 def e8m0(scales: Tensor) -> Tensor:

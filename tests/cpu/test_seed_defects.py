@@ -40,7 +40,7 @@ from collegium import (
     plan,
 )
 from collegium.formats.unquantised import DTYPES, as_stored
-from collegium.ops.quantize import ACTIVATION_FORMATS
+from collegium.ops.quantize import ACTIVATION_FORMATS, activation_format
 from collegium.parallel import meeting
 from collegium.parallel.meeting import meeting_of
 from collegium.parallel.placement import linear
@@ -202,7 +202,7 @@ def test_every_kernel_clamps_as_the_formula_says(case: Any, kind: Any) -> None:
 @pytest.mark.parametrize("recipe", [form.name for form in ACTIVATION_FORMATS])
 def test_every_expert_has_activation_scales_of_its_own(recipe: str) -> None:
     """Tokens of one expert are a million times those of another, and so are the rows between the products."""
-    if recipe == "fp16":
+    if recipe == "fp16" or activation_format(recipe).static:
         pytest.skip("its range is smaller than that")
     layer, made = built(
         ("mxfp4", recipe, "reference", 0), experts=5, top_k=1, most=40, hidden=128, wide=96, dtype="fp32"

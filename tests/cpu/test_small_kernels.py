@@ -13,7 +13,16 @@ from collegium.errors import InputError
 from collegium.ops import permute as permutation, quantize as quantization
 from collegium.ops.operand import arrived, operand, operand_regions
 from collegium.ops.permute import Permutation, permute, permute_on_device
-from collegium.ops.quantize import AS_IS, PADDED, ActivationFormat, QuantizedRows, quantize_on_device, quantize_rows
+from collegium.ops.quantize import (
+    AS_IS,
+    PADDED,
+    REORDERED,
+    ActivationFormat,
+    QuantizedRows,
+    formats_within,
+    quantize_on_device,
+    quantize_rows,
+)
 from collegium.ops.route import route
 from collegium.ops.route_device import route_on_device
 from collegium.ops.rows import GivenRows
@@ -205,6 +214,27 @@ def test_codes_and_scales(name: str, columns: int) -> None:
             assert same_bits(getattr(found, part), getattr(wanted, part)), part
 
 
+@pytest.mark.parametrize("reach", [0.3, 40.0])
+@pytest.mark.parametrize("name", ["fp8_static", "nvfp4_static"])
+def test_codes_of_a_calibrated_scale(name: str, reach: float) -> None:
+    form, _ = formats_within(name, (reach, 1.0))
+    x = heavy_tailed(11, 176, seed=3) * torch.logspace(-6, 4, 11)[:, None]
+    x[3], x[4, 70], x[5, 0] = 0, torch.nan, torch.inf
+    source = torch.randint(0, 11, (30,))
+    for dtype in (torch.float32, torch.bfloat16):
+        # The interpreter rounds weighted rows to bfloat16 otherwise than a GPU.
+        for at, scale in ((None, None), (source, torch.rand(30) if dtype == torch.float32 else None)):
+            wanted = quantize_rows(x.to(dtype), form, source=at, weights=scale)
+            found = quantize_on_device(x.to(dtype), form, source=at, weights=scale, memory=Poisoned())
+            for part in ("codes", "scales", "global_scale"):
+                assert same_bits(getattr(found, part), getattr(wanted, part)), part
+    if form.e4m3:
+        moved, scales = operand(x, form, order=REORDERED)
+        assert torch.equal(quantize_on_device(x, form, order=REORDERED).codes.float(), moved.float())
+        assert scales is not None
+        assert scales[:3].unique().tolist() == [form.scale]
+
+
 def test_operand_reads_weighted_rows_in_the_dtype_of_x() -> None:
     x, source, weights = torch.randn(5, 7).bfloat16(), torch.tensor([4, 4, 0]), torch.tensor([0.5, 3.0, 0.7])
     rows, scales = operand(x, None, source=source, weights=weights)
@@ -341,7 +371,7 @@ def test_an_order_of_what_is_no_e4m3_operand_is_refused(name: str | None) -> Non
         with pytest.raises(InputError, match=r"format \w+: found order 1 of its rows, allowed: 0"):
             call()
     assert {form.name for form in quantization.ACTIVATION_FORMATS if form.e4m3} == {
-        "fp8_group128", "fp8_group128_pow2", "fp8_token",
+        "fp8_group128", "fp8_group128_pow2", "fp8_token", "fp8_static",
     }  # fmt: skip
 
 

@@ -291,14 +291,14 @@ def test_activations_are_vllms() -> None:
     assert named("silu") == ActivationSpec()
     assert named("silu", swiglu_limit=10.0) == ActivationSpec(limit=10.0)
     assert named("swigluoai") == ActivationSpec(kind="swiglu_oai", limit=7.0, alpha=1.702)
-    uninterleaved = named("swigluoai_uninterleave", swiglu_limit=7.0, swiglu_alpha=1.7, swiglu_beta=1.0)
-    assert uninterleaved == ActivationSpec(kind="swiglu_oai", limit=7.0, alpha=1.7)
+    uninterleaved = named("swigluoai_uninterleave", swiglu_limit=7.0, swiglu_alpha=1.7, swiglu_beta=0.5)
+    assert uninterleaved == ActivationSpec(kind="swiglu_oai", limit=7.0, alpha=1.7, beta=0.5)
     assert named("swiglustep") == ActivationSpec(kind="swiglu_step", limit=7.0)
     assert named("relu2_no_mul") == ActivationSpec(kind="relu2")
     situ = named("situ", activation_situ_beta=4.0, activation_situ_linear_beta=25.0)
     assert situ == ActivationSpec(kind="situ", gate_bound=4.0, up_bound=25.0)
-    with pytest.raises(SpecError, match=r"swigluoai with limit=7.0, alpha=1.702, beta=0.5; known are .* beta=1"):
-        named("swigluoai", swiglu_beta=0.5)
+    with pytest.raises(SpecError, match=r"swigluoai_uninterleave with limit=7.0, .* beta=None; known are .* a beta"):
+        named("swigluoai_uninterleave", swiglu_limit=7.0)
 
 
 def test_four_bits_meet_fp8_tensor_cores_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,6 +308,8 @@ def test_four_bits_meet_fp8_tensor_cores_where_there_are_some(monkeypatch: pytes
     assert choose(layer, stored, "fp8_token").activation_format == "fp8_token"
     with pytest.raises(Exception, match="fp3"):
         choose(layer, stored, "fp3")
+    with pytest.raises(InputError, match="fp8_static: found no calibrated scales"):
+        choose(layer, stored, "fp8_static")
     hopper = DeviceFacts(kind="cuda", name="NVIDIA H200", capability=(9, 0), memory=141 << 30, index=0, sms=132)
     monkeypatch.setattr(layers, "probe", lambda _: hopper)
     made = choose(layer, stored)

@@ -18,8 +18,7 @@ from decoded_layers import DECODED, decoded_layer
 
 @pytest.fixture(autouse=True)
 def _always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "_EXPANDED", (8, 8))
-    monkeypatch.setattr(tiles, "_EXPANDED_QUARTERS", 8)
+    monkeypatch.setattr(tiles, "_EXPANDED", (8, 8, 8))
     monkeypatch.setattr(tiles, "_LONG", 8)
 
 
@@ -30,7 +29,7 @@ def test_bits_of_the_small_tiles(
 ) -> None:
     packed, batch, truth = decoded_layer(name, act, group, probe("cuda"), tokens=1100, sizes=sizes, where="cuda")
     rows, stop = batch.source.numel(), int(batch.expert_offsets[-1])
-    small = replace(packed, machine=replace(packed.machine, copies=False))
+    small = replace(packed, machine=replace(packed.machine, specialises=False))
     if not packed.machine.specialises:
         pytest.skip("needs the release of Triton that gives copies warps of their own")
     if not packed.gate_up.layout.expands:

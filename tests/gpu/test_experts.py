@@ -65,6 +65,7 @@ CASES = (
     ("fp8_channel", "fp8_group128", CODES),
     ("fp8_channel", "fp8_token", CODES),
     ("fp8_tensor", "fp8_token", CODES),
+    ("fp8_tensor", "fp8_static", CODES),
 )
 
 
@@ -94,7 +95,8 @@ def build(
     parts = spec.gate_up_parts
     group = 32 if weights.endswith("_ordered") else 128
     made = encoded(random_experts(experts, parts, wide, hidden, seed=1, bias=bias), weights, group)
-    moved = ExpertWeights(
+    moved = replace(
+        made,
         gate_up=made.gate_up.to("cuda"),
         down=made.down.to("cuda"),
         gate_up_bias=None if made.gate_up_bias is None else made.gate_up_bias.cuda(),
@@ -135,7 +137,7 @@ def test_every_tile_gives_the_same_bits(weights: str, act: str, bound: float) ->
     stop = int(batch.expert_offsets[-1])
     first = packed.run(batch)[:stop]
     assert relative_error(first, truth(batch, made, problem)[:stop]) < bound
-    bits, groups = (8, act != "fp8_token") if packed.activations else (16, False)
+    bits, groups = (8, act not in ("fp8_token", "fp8_static")) if packed.activations else (16, False)
     tried = candidates(packed.gate_up.layout.problem(600, bits, groups), packed.machine)
     allowed = set(candidates(packed.down.layout.problem(600, bits, groups), packed.machine))
     assert len({tile.block_t for tile in tried}) >= 3
@@ -226,10 +228,11 @@ def test_codes_and_scales_of_rows_are_those_of_the_format(name: str, dtype: torc
     assert torch.equal(scales.cpu().nan_to_num(-1), wanted.scales.nan_to_num(-1))
 
 
+@pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("kind", ACTIVATION_KINDS)
-def test_every_activation(kind: Any) -> None:
+def test_every_activation(kind: Any, fast: bool) -> None:
     limit = 1.5 if kind.startswith("swiglu") else None
-    activation = ActivationSpec(kind=kind, limit=limit)
+    activation = ActivationSpec(kind=kind, limit=limit, beta=0.5, fast=fast)
     packed, made, problem = build("bf16", "bf16", activation=activation)
     batch = dispatched(40, 17, 336)
     stop = int(batch.expert_offsets[-1])

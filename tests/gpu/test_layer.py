@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -26,14 +28,13 @@ from collegium.formats import FORMATS
 from collegium.ops.quantize import ACTIVATION_FORMATS
 from collegium.ops.route import route
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
-from collegium.types import ExpertWeights
 from truth import moe_truth
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def to(weights, device):
-    return ExpertWeights(gate_up=weights.gate_up.to(device), down=weights.down.to(device))
+    return replace(weights, gate_up=weights.gate_up.to(device), down=weights.down.to(device))
 
 
 @pytest.mark.parametrize("activations", [None, *(f.name for f in ACTIVATION_FORMATS)])

@@ -13,7 +13,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
 
 from collegium.encoding import encode_experts
 from collegium.experts.reference import Reference
-from collegium.experts.triton.grouped import grouped_gemm_reference, tile_list
+from collegium.experts.triton.grouped import tile_list
 from collegium.experts.triton.layout import ROWS
 from collegium.experts.triton.matrix import PackedMatrix
 from collegium.experts.triton.packed import PackedExperts
@@ -26,8 +26,9 @@ from collegium.parallel.local import Local
 from collegium.problem import Problem
 from collegium.runtime.devices import probe
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
-from collegium.types import ActivationSpec, ContiguousBatch, ExpertWeights, MoESpec, Routing, RoutingSpec
+from collegium.types import ActivationSpec, ContiguousBatch, MoESpec, Routing, RoutingSpec
 from passes import check_rows_stand_alone
+from products import grouped_gemm_reference
 
 DEVICE = torch.device("cuda")
 LARGE = TileChoice(block_n=128, block_t=128, warps=4, stages=4, programs=132)
@@ -39,6 +40,7 @@ CASES = (
     ("fp8_channel", "fp8_group128", 0.06),
     ("fp8_channel", "fp8_token", 0.06),
     ("fp8_tensor", "fp8_token", 0.06),
+    ("fp8_tensor", "fp8_static", 0.06),
 )
 
 
@@ -55,7 +57,8 @@ def build(weights: str, act: str, *, experts: int = 17, wide: int = 176, hidden:
     problem = Problem(spec=spec, device=probe(DEVICE), activation_format=act)
     kernel: Any = TritonBf16() if weights == "bf16" else TritonFp8()
     made = encode_experts(random_experts(experts, 2, wide, hidden, seed=1, bias=True), weights)
-    made = ExpertWeights(
+    made = replace(
+        made,
         gate_up=made.gate_up.to("cuda"),
         down=made.down.to("cuda"),
         gate_up_bias=None if made.gate_up_bias is None else made.gate_up_bias.cuda(),
@@ -88,7 +91,7 @@ def test_truth_and_the_bits_of_the_small_batch_product(
     ids[ids == 3] = -1  # an empty expert
     batch = dispatched(600, experts, hidden, ids)
     rows, stop = batch.source.numel(), int(batch.expert_offsets[-1])
-    bits, groups = (16, False) if weights == "bf16" else (8, act != "fp8_token")
+    bits, groups = (16, False) if weights == "bf16" else (8, act not in ("fp8_token", "fp8_static"))
     assert prefill_tile(packed.gate_up.layout.problem(rows, bits, groups), packed.machine) is not None
     assert packed.tiling.large(rows) is not None
     assert small(packed).tiling.large(rows) is None

@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
 from collegium.encoding import encode_experts
 from collegium.layer import MoELayer
 from collegium.ops.permute import Permutation, permute
-from collegium.ops.quantize import ACTIVATION_FORMATS, quantize_rows
+from collegium.ops.quantize import ACTIVATION_FORMATS, formats_within, quantize_rows
 from collegium.ops.route import route
 from collegium.ops.weighted_sum import weighted_sum
 from collegium.planning import plan
@@ -115,9 +115,10 @@ def test_codes_and_scales(name: str, rows: int, columns: int, dtype: torch.dtype
     x = x.to(dtype)
     source = torch.randint(0, rows, (rows + 5,))
     for at, scale in ((None, None), (source, torch.rand(rows + 5))):
-        wanted = quantize_rows(x, name, source=at, weights=scale)
+        form, _ = formats_within(name, (100.0, 1.0))
+        wanted = quantize_rows(x, form, source=at, weights=scale)
         moved = [None if t is None else t.cuda() for t in (at, scale)]
-        found = quantize_rows(x.cuda(), name, source=moved[0], weights=moved[1], memory=Poisoned("cuda"))
+        found = quantize_rows(x.cuda(), form, source=moved[0], weights=moved[1], memory=Poisoned("cuda"))
         for part in ("codes", "scales", "global_scale"):
             assert same_bits(getattr(found, part), getattr(wanted, part)), part
 

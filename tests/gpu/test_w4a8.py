@@ -29,6 +29,7 @@ from collegium.runtime.machine import machine_at
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
 from collegium.types import ActivationSpec, ContiguousBatch, ExpertWeights, MoESpec, Routing, RoutingSpec
 from passes import check_replay_with_another_routing, check_rows_stand_alone
+from products import grouped_gemm_reference
 
 WEIGHTS = ("mxfp4", "nvfp4", "int4_group", "int4_group:32")  # INT4: with how many columns a group, else 128
 FORMATS = ("fp8_token", "fp8_group128", "fp8_group128_pow2")
@@ -119,7 +120,7 @@ def test_every_tile_gives_the_same_bits_close_to_the_product_of_the_codes(weight
     x = heavy_tailed(rows, columns, seed=2).bfloat16().cuda()
     codes, scale = operand(x, act, order=packed.layout.row_order)
     offsets = torch.tensor([0, 300, 301, 301, 900, rows], device="cuda")
-    wanted = ops.grouped_gemm_reference(activation_format(act).round_trip(x.cpu()).cuda(), payload.decode(), offsets)
+    wanted = grouped_gemm_reference(activation_format(act).round_trip(x.cpu()).cuda(), payload.decode(), offsets)
     first: torch.Tensor | None = None
     tried = candidates(packed.layout.problem(rows, 8, act != "fp8_token"), machine_at(CUDA))
     assert len({tile.block_t for tile in tried}) >= 3

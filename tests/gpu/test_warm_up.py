@@ -167,8 +167,7 @@ def test_tiles_of_a_file_are_used_and_change_no_bit(tmp_path):
         tuned = with_measured_tiles(packed, problem, tmp_path)
         assert [table[0][1] for table in tuned.measured] == list(tiles.values())
         other = layer_of("mxfp4", "bf16", hidden=768)
-        pipelines = [(most, replace(own, parts=replace(own.parts, experts=tuned))) for most, own in other._pipelines]
-        other.experts, other._pipelines = tuned, tuple(pipelines)
+        other.replan(other.plan, tuned)
         used.append(other._pipelines[-1][1].parts.experts.tiling.pair(rows))
         assert used[-1] == tuple(tiles.values())
         assert torch.equal(run(other, 48), wanted)

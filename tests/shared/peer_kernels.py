@@ -18,7 +18,7 @@ from collegium.parallel.expert_map import ExpertMap
 from collegium.parallel.meeting import meeting_of, timeout_seconds
 from collegium.parallel.peers import Peers, Returned, Sent, collect, post, pull, reduce
 from collegium.parallel.shared_block import SharedBlocks, shared_blocks
-from collegium.problem import Placement
+from collegium.placement import Placement
 from collegium.runtime.memory import Memory, Region, memory_map
 from collegium.types import Routing
 from rough_tokens import rough_tokens, same, unmet

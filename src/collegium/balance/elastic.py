@@ -25,8 +25,9 @@ from ..errors import InputError, RankError
 from ..parallel.doors import Door, is_gone, own_door, store_behind
 from ..parallel.meeting import meeting_of, timeout_seconds
 from ..parallel.shared_block import drop_blocks
+from ..placement import Placement
 from ..planning import kernel_named, plan
-from ..problem import Choice, Placement
+from ..problem import Choice
 
 if TYPE_CHECKING:
     import os
@@ -239,7 +240,8 @@ def _repacked(name: Any, layer: MoELayer, placed: Placement | None, read: Reader
     if missing:
         assert read is not None  # agreed on
         asked = replace(layer.plan.problem.routed, experts=len(missing))
-        fresh = kernel_named(layer.plan.kernel).pack(read(name, missing), asked)
+        own = replace(read(name, missing), input_reach=layer.experts.input_reach)
+        fresh = kernel_named(layer.plan.kernel).pack(own, asked)
     for slot, expert in enumerate(ids):
         taken = fresh.take(missing.index(expert)) if fresh and expert in missing else layer.experts.take(here[expert])
         made.put(slot, taken)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..errors import DuplicateTensorError, InputError
 from ..formats.intake import SAFETENSORS_DTYPES
 from ..models import family_of
-from ..problem import Placement
+from ..placement import Placement
 from .header import TensorInfo, middle_of
 from .index import expert_of, index_of
 from .reader import Checkpoint, without_wrappers

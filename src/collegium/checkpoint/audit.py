@@ -19,11 +19,11 @@ from ..errors import (
 from ..formats.payload import Payload
 from ..models import describe, moe_layers, text_of
 from ..runtime.progress import Progress, counted
-from .activation_scales import ACTIVATION_SCALES, check_activation_scales
+from .activation_scales import ACTIVATION_SCALES, activation_scales
 from .beside import check_beside
 from .header import FLOATS, TensorInfo
 from .index import index_of, router_names
-from .layout import Source, bias_names, part_name, parts_problems, projections, read_matrix, stack_paths
+from .layout import bias_names, part_name, parts_problems, read_matrix, stack_paths
 from .opened import CheckpointLayer
 from .outside import matrices_of, outside_experts, outside_problems, sentences
 from .problems import refuse
@@ -72,54 +72,43 @@ class AuditReport:
     deep: bool = True
 
 
-def check_layer(layer: CheckpointLayer) -> list[CheckpointError]:
-    """Return every problem the headers show in the experts of ``layer``; no tensor data is read."""
+def check_layer(layer: CheckpointLayer) -> Iterator[CheckpointError]:
+    """Yield every problem the headers show in the experts of ``layer``; no tensor data is read."""
     where, found, family = f"layer {layer.number}", layer.found, layer.index.family
-    problems: list[CheckpointError] = [
-        UnknownTensorError(f"{where}: {name} lies in the MoE block, {family.name} has no such tensor")
-        for name in found.unknown
-    ]
+    for name in found.unknown:
+        yield UnknownTensorError(f"{where}: {name} lies in the MoE block, {family.name} has no such tensor")
     if found.single and found.stack:
-        msg = f"{where}: experts are stored one by one and stacked at once; keep one of the two"
-        problems.append(DuplicateTensorError(msg))
-    problems += _check_stack(layer) if layer.stored.stacked else _check_experts(layer)
-    return [*problems, *_check_biases(layer), *_check_suffixes(layer)]
+        yield DuplicateTensorError(f"{where}: experts are stored one by one and stacked at once; keep one of the two")
+    yield from _check_stack(layer) if layer.stored.stacked else _check_experts(layer)
+    yield from _check_biases(layer)
+    yield from _check_suffixes(layer)
 
 
-def _sources(layer: CheckpointLayer) -> Iterable[tuple[int, Source]]:
-    for expert in range(layer.spec.num_experts):
-        for which in projections(layer.spec):
-            yield expert, layer.source(expert, which)
-
-
-def check_dense_layers(checkpoint: Checkpoint) -> list[CheckpointError]:
-    """Return a problem for each layer that the config calls dense although the files hold experts for it."""
+def check_dense_layers(checkpoint: Checkpoint) -> Iterator[CheckpointError]:
+    """Yield a problem for each layer that the config calls dense although the files hold experts for it."""
     index, text = index_of(checkpoint), text_of(checkpoint.config)
     sparse, count = index.family.moe_layers(checkpoint.config), text.get("num_hidden_layers", text.get("n_layers"))
     # from there on layers predict further tokens
     end = count if isinstance(count, int) else max(sparse, default=0)
-    problems: list[CheckpointError] = []
     for layer in sorted(set(index.layers()) - set(sparse)):
         infos = list(index.found(layer).infos()) if layer < end else []
         if infos:
             held = f"{infos[0].name} and {len(infos) - 1} more tensors of experts"
             says = f"layer {layer}: config.json says it has no routed experts, the files hold {held}"
-            problems.append(ConfigError(f"{says}; layers with experts are {list(sparse)}; correct config.json"))
-    return problems
+            yield ConfigError(f"{says}; layers with experts are {list(sparse)}; correct config.json")
 
 
-def check_outside_experts(checkpoint: Checkpoint) -> list[CheckpointError]:
-    """Return every problem of what the layers have beside their routed experts, for a caller that loads it itself.
+def check_outside_experts(checkpoint: Checkpoint) -> Iterator[CheckpointError]:
+    """Yield every problem of what the layers have beside their routed experts, for a caller that loads it itself.
 
     Read are headers, and the entries of hash tables.
     """
-    problems = check_dense_layers(checkpoint)
+    yield from check_dense_layers(checkpoint)
     for number in moe_layers(checkpoint.config):
         try:
-            problems += check_beside(CheckpointLayer.open(checkpoint, number), tables=True)
+            yield from check_beside(CheckpointLayer.open(checkpoint, number), tables=True)
         except CheckpointError as error:
-            problems.append(error)
-    return problems
+            yield error
 
 
 def _check_stack(layer: CheckpointLayer) -> Iterator[CheckpointError]:
@@ -190,7 +179,7 @@ def _check_experts(layer: CheckpointLayer) -> Iterator[CheckpointError]:
         held = f"{len(present)} of {e} experts are in the files"
         yield MissingTensorError(f"{where}, expert {expert}: no tensor at all; {held}")
     dtypes: dict[tuple[bool, str], dict[str, str]] = defaultdict(dict)
-    for expert, source in _sources(layer):
+    for expert, source in layer.sources():
         if expert not in present:
             continue
         yield from parts_problems(checkpoint, source, layer.stored)
@@ -227,8 +216,10 @@ def _check_values(layer: CheckpointLayer, remarks: Remarks) -> tuple[list[Checkp
     unequal = 0
     first: Payload | None = None
     seen: dict[str, Tensor] = {}
-    problems, findings = check_activation_scales(layer)
-    for _, source in _sources(layer):
+    sources = [source for _, source in layer.sources()]
+    scales = activation_scales(layer.checkpoint, sources, layer.stored)
+    problems, findings = scales.problems, scales.findings(f"layer {layer.number}", layer.stored)
+    for source in sources:
         seen = {} if source.label.endswith("gate") else seen
         payload, wrong = read_matrix(layer.checkpoint, source, layer.stored, seen=seen)
         problems += wrong
@@ -296,7 +287,7 @@ def audit(checkpoint: Checkpoint, *, deep: bool = True, progress: Progress | Non
     of the first problem) that lists up to 20 problems, each with layer, expert and tensor.
     """
     describe(checkpoint.config)  # refuses a model without routed experts
-    problems = check_dense_layers(checkpoint)
+    problems = [*check_dense_layers(checkpoint)]
     findings: list[str] = []
     reports: list[LayerReport] = []
     remarks = Remarks()
@@ -307,8 +298,8 @@ def audit(checkpoint: Checkpoint, *, deep: bool = True, progress: Progress | Non
         except CheckpointError as error:
             problems.append(error)
             continue
-        wrong = check_layer(layer)
-        beside = check_beside(layer, deep=deep, remarks=remarks)
+        wrong = [*check_layer(layer)]
+        beside = [*check_beside(layer, deep=deep, remarks=remarks)]
         if deep and not wrong:
             wrong, unequal = _check_values(layer, remarks)
             findings += unequal
@@ -320,6 +311,6 @@ def audit(checkpoint: Checkpoint, *, deep: bool = True, progress: Progress | Non
         path=str(checkpoint.path),
         layers=tuple(reports),
         roles=_roles(checkpoint, layers),
-        findings=(*findings, *remarks.findings(), *_outside(checkpoint)),
+        findings=(*dict.fromkeys(findings), *remarks.findings(), *_outside(checkpoint)),
         deep=deep,
     )

@@ -3,6 +3,7 @@
 The audit asks here what the loader asks, so that what passes the one loads in the other.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,7 +22,7 @@ from ..formats.payload import Payload
 from ..models import declared_format
 from ..models.base import Config
 from ..types import ExpertWeights, LatentWeights, RouterWeights, SharedWeights
-from .activation_scales import ACTIVATION_SCALES
+from .activation_scales import ACTIVATION_SCALES, input_reach
 from .detect import stored_format
 from .header import FLOATS, TensorInfo
 from .layout import Source, parts_problems, read_matrix, read_whole
@@ -85,38 +86,35 @@ def _shared(layer: CheckpointLayer) -> _Module | None:
     return _Module(templates=templates, where=where, places=tuple(places))
 
 
-def _latent(layer: CheckpointLayer) -> list[_Module]:
+def _latent(layer: CheckpointLayer) -> Iterator[_Module]:
     spec, templates = layer.spec, layer.names.latent
     if spec.latent_size is None or templates is None:
-        return []
-    modules: list[_Module] = []
+        return
     sizes = ((spec.latent_size, spec.hidden_size), (spec.hidden_size, spec.latent_size))
     for template, (rows, columns) in zip(templates, sizes, strict=True):
         path, where = template.format(layer=layer.number), f"layer {layer.number}, {template.rpartition('.')[2]}"
         place = Source(label=where, path=path, rows=rows, columns=columns, stored_rows=rows)
-        modules.append(_Module(templates=(template,), where=where, places=(place,)))
-    return modules
+        yield _Module(templates=(template,), where=where, places=(place,))
 
 
 def check_beside(
     layer: CheckpointLayer, *, deep: bool = False, tables: bool = False, remarks: Remarks | None = None
-) -> list[CheckpointError]:
-    """Return every problem of what ``layer`` has beside its routed experts.
+) -> Iterator[CheckpointError]:
+    """Yield every problem of what ``layer`` has beside its routed experts.
 
     deep: read the tensors too (numbers, scales, the hash table's entries), otherwise only their headers. tables: read
     the hash table in any case. remarks: takes in the matrices that are read.
     """
-    problems: list[CheckpointError] = []
     checks = [partial(_vector if deep else _header, layer, *wanted) for wanted in _vectors(layer).values()]
     for check in (*checks, partial(load_hash_table, layer, deep=deep or tables)):
         try:
             check()
         except CheckpointError as error:
-            problems.append(error)
+            yield error
     shared = _shared(layer)
     for module in (*([shared] if shared else []), *_latent(layer)):
-        problems += _check_module(layer, module, remarks, deep=deep)
-    return problems + _unused(layer, remarks)
+        yield from _check_module(layer, module, remarks, deep=deep)
+    yield from _unused(layer, remarks)
 
 
 def _unused(layer: CheckpointLayer, remarks: Remarks | None) -> list[CheckpointError]:
@@ -247,13 +245,12 @@ def _stored_at(layer: CheckpointLayer, module: _Module) -> StoredFormat:
             f"layer {number}: {' and '.join(missing)} missing; the layer needs {'it' if len(missing) == 1 else 'them'}"
         )
     seen = layer.suffixes(module.templates)
-    declared = [declared_format(layer.checkpoint.config, t.format(layer=number)) for t in module.templates]
-    if len(set(declared)) > 1:
-        listed = ", ".join(
-            f"{t.format(layer=number)} {d.format}" for t, d in zip(module.templates, declared, strict=True)
-        )
+    paths = [template.format(layer=number) for template in module.templates]
+    declared = {path: declared_format(layer.checkpoint.config, path) for path in paths}
+    if len(set(declared.values())) > 1:
+        listed = ", ".join(f"{path} {entry.format}" for path, entry in declared.items())
         raise ConfigError(f"{module.where}: its projections differ in format: {listed}; they must share one")
-    stored = stored_format(declared[0], seen, module.where)
+    stored = stored_format(declared[paths[0]], seen, module.where)
     unknown = set(seen) - {part.suffix for part in stored.layout.parts} - set(ACTIVATION_SCALES)
     if unknown:
         raise UnknownTensorError(f"{module.where}: has {', '.join(sorted(unknown))}, which {stored.name} does not have")
@@ -272,7 +269,7 @@ def load_latent(layer: CheckpointLayer, *, device: torch.device | str = "cpu") -
 
     Raises ConfigError, MissingTensorError, TensorMismatchError and BadScaleError.
     """
-    modules = _latent(layer)
+    modules = [*_latent(layer)]
     if not modules:
         return None
     down, up = (_matrices(layer, module)[0].decode().to(device) for module in modules)
@@ -281,10 +278,13 @@ def load_latent(layer: CheckpointLayer, *, device: torch.device | str = "cpu") -
     return LatentWeights(down=down, up=up, norm=norm, norm_eps=layer.spec.latent_norm_eps or 0.0)
 
 
-def load_shared(layer: CheckpointLayer, *, device: torch.device | str = "cpu") -> SharedWeights[Payload] | None:
+def load_shared(
+    layer: CheckpointLayer, *, device: torch.device | str = "cpu", activations: str = "fp32"
+) -> SharedWeights[Payload] | None:
     """Read the shared expert of ``layer`` as one expert in its own stored format, or None when it has none.
 
-    Raises ConfigError, MissingTensorError, TensorMismatchError and BadScaleError.
+    activations: the format its rows will have, whose scales are read if it is static. Raises ConfigError,
+    MissingTensorError, TensorMismatchError, BadScaleError, and InputError as ``input_reach`` says.
     """
     module = _shared(layer)
     if module is None:
@@ -296,4 +296,5 @@ def load_shared(layer: CheckpointLayer, *, device: torch.device | str = "cpu") -
     down.put(0, lower)
     wanted = _vectors(layer).get("shared_gate")
     gate = None if wanted is None else _vector(layer, *wanted).to(device)
-    return SharedWeights(experts=ExpertWeights(gate_up=gate_up, down=down), gate=gate)
+    reach = input_reach(layer.checkpoint, module.places, _stored_at(layer, module), activations)
+    return SharedWeights(experts=ExpertWeights(gate_up=gate_up, down=down, input_reach=reach), gate=gate)

@@ -12,6 +12,7 @@ import re
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
@@ -214,10 +215,8 @@ def _experts(cursor: _Cursor, info: TensorInfo) -> Iterable[TensorInfo]:
         cursor.fail(f"tensor {info.name!r} has shape {info.shape}, expected (experts, rows, columns)")
     shape = (rows // len(halves), *info.shape[2:])
     size = info.nbytes // (experts * len(halves))
-    pieces = (
-        (e, half, info.start + (e * len(halves) + i) * size) for e in range(experts) for i, half in enumerate(halves)
-    )
+    starts = range(info.start, info.stop, size)
     return [
         replace(info, name=f"{match[1]}exps.{e}.{half}.weight", shape=shape, start=start, stop=start + size)
-        for e, half, start in pieces
+        for (e, half), start in zip(product(range(experts), halves), starts, strict=True)
     ]

@@ -34,15 +34,18 @@ class Found:
     stack: dict[Projection, dict[str, TensorInfo]] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
 
-    def infos(self) -> Iterable[TensorInfo]:
-        """Yield the header entries of all known expert tensors."""
+    def items(self) -> Iterable[tuple[str, TensorInfo]]:
+        """Yield suffix and header entry of all known expert tensors."""
         for group in (*self.single.values(), *self.stack.values()):
-            yield from group.values()
+            yield from group.items()
+
+    def infos(self) -> Iterable[TensorInfo]:
+        """Return the header entries of all known expert tensors."""
+        return (info for _, info in self.items())
 
     def suffixes(self) -> dict[str, set[str]]:
         """Return every suffix seen, with the dtypes it was seen in."""
-        groups = (*self.single.values(), *self.stack.values())
-        return _dtypes(pair for group in groups for pair in group.items())
+        return _dtypes(self.items())
 
 
 def _dtypes(suffixes: Iterable[tuple[str, TensorInfo]]) -> dict[str, set[str]]:

@@ -301,8 +301,7 @@ def read_matrix(
     read before, so that interleaved rows are read once for gate and up. room: rows and columns to fill the cut up to
     with zeros.
     """
-    problems = _declared_shape(checkpoint, source)
-    if problems:
+    if problems := _declared_shape(checkpoint, source):
         return None, problems
     everything = Cut(rows=(0, source.rows), columns=(0, source.columns))
     cut = everything if cut is None else cut

@@ -6,6 +6,7 @@ Peak memory is the local weights plus one matrix: the result is allocated once a
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch.nn import functional
 from ..errors import CheckpointError, InputError, TensorMismatchError
 from ..formats.payload import Payload
 from ..models import describe, moe_layers
-from ..problem import Placement
+from ..placement import Placement
 from ..runtime.progress import Progress, counted
 from ..types import ExpertWeights, MoESpec
 from .audit import bad_bias, check_layer
@@ -66,7 +67,7 @@ def load_experts(
     made, problems = _fill(layer, placement, local, room, device)
     biases = _biases(layer, placement, local, room, problems) if spec.expert_bias else {}
     refuse(layer.checkpoint, problems)
-    on_device = {name: bias.to(device) for name, bias in biases.items()}
+    on_device: dict[str, Any] = {name: bias.to(device) for name, bias in biases.items()}
     return ExpertWeights(gate_up=made["gate_up"], down=made["down"], **on_device)
 
 
@@ -105,8 +106,7 @@ def _local_range(layer: CheckpointLayer, placement: Placement, *, pad: bool) -> 
     InputError lists the tensor-parallel sizes that work.
     """
     wide, stored = layer.spec.intermediate_size, layer.stored
-    steps = [n for p in stored.layout.parts if p.required for n in (p.rows_per, p.columns_per) if n]
-    step = math.lcm(*steps)
+    step = math.lcm(*(n for p in stored.layout.parts if p.required for n in (p.rows_per, p.columns_per) if n))
     if placement.tp_size == 1:
         return (0, wide), wide
     width, rest = divmod(wide, placement.tp_size)

@@ -1,6 +1,6 @@
 """One MoE layer of a checkpoint, opened: what loader, audit, quantize and verify would each have to ask again."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -9,7 +9,7 @@ from ..models import Names
 from ..types import MoESpec
 from .detect import detect
 from .index import Found, Index, index_of
-from .layout import Projection, Source, source_of
+from .layout import Projection, Source, projections, source_of
 from .reader import Checkpoint
 from .stored import StoredFormat
 
@@ -59,6 +59,12 @@ class CheckpointLayer:
     def suffixes(self, templates: Iterable[str]) -> dict[str, set[str]]:
         """Return suffixes and dtypes of the layer's tensors at module paths, a shared expert's for instance."""
         return self.index.suffixes(self.number, templates)
+
+    def sources(self) -> Iterator[tuple[int, Source]]:
+        """Yield every routed expert with each of its projections, gate before up before down."""
+        for expert in range(self.spec.num_experts):
+            for which in projections(self.spec):
+                yield expert, self.source(expert, which)
 
     def source(self, expert: int, projection: Projection) -> Source:
         """Return where one projection of one routed expert lies."""

@@ -94,7 +94,7 @@ def _opened(checkpoint: Checkpoint, path: str, parts: Mapping[str, TensorInfo]) 
         )
     rows, columns = _shape(checkpoint, path, stored, own)
     source = Source(label=path, path=path, rows=rows, columns=columns, stored_rows=rows, own_bias=True)
-    refuse(checkpoint, list(parts_problems(checkpoint, source, stored)))
+    refuse(checkpoint, parts_problems(checkpoint, source, stored))
     nbytes = sum(info.nbytes for info in own.values())
     return Outside(checkpoint=checkpoint, source=source, stored=stored, nbytes=nbytes)
 

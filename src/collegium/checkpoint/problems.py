@@ -1,6 +1,6 @@
 """One error for all the problems of a checkpoint."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 from ..errors import CheckpointError
@@ -11,10 +11,10 @@ __all__ = ["fail", "refuse"]
 _MOST_PROBLEMS = 20
 
 
-def refuse(checkpoint: Checkpoint, problems: Sequence[CheckpointError]) -> None:
+def refuse(checkpoint: Checkpoint, problems: Iterable[CheckpointError]) -> None:
     """Raise one error that lists up to 20 problems, of the class of the first; do nothing when there are none."""
-    if problems:
-        fail(checkpoint, problems)
+    if found := [*problems]:
+        fail(checkpoint, found)
 
 
 def fail(checkpoint: Checkpoint, problems: Sequence[CheckpointError]) -> NoReturn:

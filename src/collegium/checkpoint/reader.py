@@ -14,13 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ..errors import (
-    CheckpointError,
-    ConfigError,
-    DuplicateTensorError,
-    InputError,
-    MissingTensorError,
-)
+from ..errors import CheckpointError, ConfigError, DuplicateTensorError, InputError, MissingTensorError
 from ..formats.gguf import KINDS
 from ..formats.intake import SAFETENSORS_DTYPES
 from .gguf import read_gguf
@@ -123,8 +117,7 @@ def bounds_of(info: TensorInfo, slices: Sequence[slice]) -> list[tuple[int, int]
     if len(slices) > len(info.shape):
         raise InputError(f"tensor {info.name!r} has shape {info.shape}, {len(slices)} slices were given")
     bounds = [(0, n) for n in info.shape]
-    for axis, part in enumerate(slices):
-        n = info.shape[axis]
+    for axis, (part, n) in enumerate(zip(slices, info.shape, strict=False)):
         start, stop = part.start or 0, n if part.stop is None else part.stop
         if part.step not in (None, 1) or not 0 <= start <= stop <= n:
             msg = f"tensor {info.name!r}, axis {axis} of {n}: slice {part} was asked, allowed is step 1 within 0 to {n}"

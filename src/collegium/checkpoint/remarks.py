@@ -80,8 +80,7 @@ class Remarks:
             middle = median(size for _, size in sizes)
             for label, size in sizes:
                 if middle and not middle / _FAR < size < middle * _FAR:
-                    usual = f"{middle:.3g} is usual for {place}"
-                    texts.append(f"{label}: its largest scale is {size:.3g}, {usual}")
+                    texts.append(f"{label}: its largest scale is {size:.3g}, {middle:.3g} is usual for {place}")
         rest = len(texts) - _MOST
         return texts[:_MOST] + ([f"{rest} more remarks of these kinds"] if rest > 0 else [])
 

@@ -43,8 +43,6 @@ class StoredFormat:
     def layout(self) -> Storage:
         """The storage's parts, with the block and group sizes the config declares."""
         storage = next(s for s in self.format.storages if s.name == self.storage)
-        if self.format is not Fp8Block and self.format not in _INTEGERS:
-            return storage
         return replace(storage, parts=tuple(self._sized(part) for part in storage.parts))
 
     def _sized(self, part: Part) -> Part:

@@ -43,16 +43,12 @@ def matrix_parts(payload: Payload, storage: Storage) -> dict[str, Tensor]:
         codes = codes.unflatten(-1, (-1, *first.inner))
     else:
         codes = codes[:, : -(-columns // first.columns_per)]
-    out = {first.suffix: codes, storage.parts[1].suffix: tensors["scale"] if "scale" in tensors else tensors["scales"]}
-    scales = out[storage.parts[1].suffix]
-    if storage.name == "deepseek-v4" and scales.dtype == torch.uint8:
-        out[storage.parts[1].suffix] = scales.view(torch.float8_e8m0fnu)
-    if "global_scale" in tensors:
-        out[storage.parts[2].suffix] = tensors["global_scale"]
-    for part in storage.parts[1:3]:
-        if part.suffix in out and out[part.suffix].dim() < 2:
-            # one number a matrix is stored as [1], one a row as [N, 1]
-            out[part.suffix] = out[part.suffix].unsqueeze(-1)
+    scales = [tensors[name] for name in ("scale", "scales", "global_scale") if name in tensors]
+    if storage.name == "deepseek-v4" and scales[0].dtype == torch.uint8:
+        scales[0] = scales[0].view(torch.float8_e8m0fnu)
+    # one number a matrix is stored as [1], one a row as [N, 1]
+    scales = [scale.unsqueeze(-1) if scale.dim() < 2 else scale for scale in scales]
+    out = {part.suffix: tensor for part, tensor in zip(storage.parts, [codes, *scales], strict=False)}
     return out | ({".weight_shape": torch.tensor([rows, columns])} if isinstance(payload, Int4Group) else {})
 
 

@@ -54,6 +54,7 @@ __all__ = [
     "experts_error",
     "named_layer",
     "planned_layer",
+    "random_inputs",
     "random_weights",
     "recipe_of",
 ]
@@ -69,6 +70,7 @@ _MOST_ON_CPU = 512
 # Relative L2 error allowed against FP32 truth, by the bits of an activation: two roundings of activations to E4M3 alone
 # make about 0.045, two to NVFP4 about 0.13; 16 bits stay far below.
 TOLERANCES = {32: 0.01, 16: 0.01, 8: 0.06, 4: 0.2}
+_REACH = 32.0  # of static activation scales: more than inputs of unit size and the rows between the products need
 _DISTINCT = 7  # experts made and encoded; the others repeat them, so that building takes seconds
 
 
@@ -181,7 +183,7 @@ def bench(
     place = torch.device(facts.place)
     # Must differ from the weights' seed, or an input would equal a weight row.
     generator = torch.Generator(place).manual_seed(1)
-    made = {t: _inputs(t, spec, routing, generator) for t in sorted(set(tokens))}
+    made = {t: random_inputs(t, spec, routing, generator) for t in sorted(set(tokens))}
     cases: dict[Any, _Case] = {}
     for recipe, chosen in counted(plans.items(), progress, "building {0[0][0]} x {0[0][1]}".format):
         weights = random_weights(chosen.problem.spec, place)
@@ -222,7 +224,9 @@ def planned_layer(spec: MoESpec, recipe: tuple[str, str], facts: DeviceFacts, mo
     return plan(problem, Choice(activation_format=recipe[1]))
 
 
-def _inputs(tokens: int, spec: MoESpec, style: str, generator: torch.Generator) -> list[tuple[Tensor, Routing]]:
+def random_inputs(tokens: int, spec: MoESpec, style: str, generator: torch.Generator) -> list[tuple[Tensor, Routing]]:
+    """Return the hidden states and routings that one pass walks through; style: as ``random_routing``."""
+
     def one() -> tuple[Tensor, Routing]:
         x = torch.randn(tokens, spec.hidden_size, device=generator.device, generator=generator).bfloat16()
         return x, random_routing(tokens, spec, style, generator)
@@ -258,6 +262,7 @@ def random_weights(spec: MoESpec, device: torch.device, seed: int = 0) -> Expert
         down=payload((hidden, wide)),
         gate_up_bias=bias(experts, parts, wide),
         down_bias=bias(experts, hidden),
+        input_reach=(_REACH, _REACH),
     )
 
 

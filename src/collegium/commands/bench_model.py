@@ -89,9 +89,8 @@ class ModelReport:
 
     def to_json(self) -> dict[str, object]:
         """Return the report as plain values for ``--json``."""
-        found: dict[str, object] = asdict(self)
-        found["rows"] = [asdict(row) | {"tokens_per_second": row.tokens_per_second} for row in self.rows]
-        return found
+        rows = [asdict(row) | {"tokens_per_second": row.tokens_per_second} for row in self.rows]
+        return {**asdict(self), "rows": rows}
 
 
 class _Stepper:

@@ -51,7 +51,6 @@ class Inspection:
         rule = routing.score + (", renormalised" if routing.renormalise else "")
         rule += f", {routing.kept_groups} of {routing.groups} groups" if routing.groups > 1 else ""
         rule += ", correction bias" if routing.correction_bias else ""
-        shared = "none" if spec.shared is None else f"intermediate {spec.shared.intermediate_size}"
         checked = "every scale read" if self.report.deep else "headers only"
         rows = [
             ("family", self.family),
@@ -61,12 +60,10 @@ class Inspection:
             ("expert format", ", ".join(formats)),
             ("routing", rule),
             ("activation", spec.activation.kind),
-            ("shared expert", shared),
+            ("shared expert", "none" if spec.shared is None else f"intermediate {spec.shared.intermediate_size}"),
         ]
         rows += [(role, f"{count:,} tensors, {size:,} bytes") for role, (count, size) in self.report.roles.items()]
-        rows.append(("audit", f"passed, {checked}"))
-        rows += [("finding", text) for text in self.report.findings]
-        return rows
+        return [*rows, ("audit", f"passed, {checked}"), *(("finding", text) for text in self.report.findings)]
 
     def to_json(self) -> dict[str, object]:
         """Return the inspection as plain values for ``--json``."""

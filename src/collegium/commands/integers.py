@@ -1,19 +1,15 @@
 """Weights as GPTQ, AWQ and GGUF files have them, for measurements: formats that are only read have no encoder."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from ..formats import Gguf, Int4Affine, Int4Ordered, Int8Affine, Int8Ordered
 from ..formats.codecs import in_groups, pack_nibbles, unpack_nibbles
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["ENCODERS", "affine", "ordered", "q4_k"]
 

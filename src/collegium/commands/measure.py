@@ -11,7 +11,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -307,13 +307,11 @@ def _cpu_ceilings(nbytes: int, size: int | None) -> Ceilings:
     return Ceilings(bandwidth=bandwidth, rate_16=rate, rate_8=rate)
 
 
-def _cpu_rates(sizes: Sequence[tuple[int, int, int]]) -> list[float]:
-    rates: list[float] = []
+def _cpu_rates(sizes: Sequence[tuple[int, int, int]]) -> Iterator[float]:
     for rows, inner, columns in sizes:
         for dtype in (torch.bfloat16, torch.float32):
             a, b = torch.randn(rows, inner).to(dtype), torch.randn(inner, columns).to(dtype)
-            rates.append(2 * rows * inner * columns / _best(partial(torch.mm, a, b), _CPU, repeats=12))
-    return rates
+            yield 2 * rows * inner * columns / _best(partial(torch.mm, a, b), _CPU, repeats=12)
 
 
 def _read_rates(words: Tensor, device: torch.device) -> list[float]:

@@ -33,7 +33,10 @@ HELP = {"help_option_names": ["-h", "--help"]}
 N = TypeVar("N", int, float)
 # Their values are written out, as looking them up would take a second; a test compares them.
 FORMATS = "bf16, fp16, fp32, fp8_block, fp8_tensor, fp8_channel, mxfp8, mxfp4, nvfp4 or int4_group"
-ACTIVATIONS = "fp32, bf16, fp16, fp8_group128, fp8_group128_pow2, fp8_token, mxfp8 or nvfp4"
+ACTIVATIONS = (
+    "fp32, bf16, fp16, fp8_group128, fp8_group128_pow2, fp8_group128_e8m0, fp8_token, fp8_static, mxfp8, nvfp4 or "
+    "nvfp4_static"
+)
 KERNELS = "triton_fp8, triton_w4a8, triton_w4a16, triton_w8a16, triton_bf16, cpu_fused, cpu_grouped or reference"
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; the best device of this machine when left out.")]
 Format = Annotated[str | None, typer.Option("--format", help=f"Encode the experts into this format first: {FORMATS}.")]

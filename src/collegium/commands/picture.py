@@ -36,8 +36,7 @@ def save_picture(path: str, draw: Callable[[Any, T], None], report: T) -> None:
 def draw_bench(figure: Any, report: BenchReport) -> None:
     """Draw latency over tokens with each floor beside it, and the roofline."""
     latency, roof = figure.subplots(1, 2)
-    names = list(dict.fromkeys((row.weights, row.activations) for row in report.rows))
-    for index, key in enumerate(names):
+    for index, key in enumerate(dict.fromkeys((row.weights, row.activations) for row in report.rows)):
         rows = [row for row in report.rows if (row.weights, row.activations) == key]
         tokens, color = [row.tokens for row in rows], f"C{index}"
         latency.plot(tokens, [1e6 * r.seconds for r in rows], "o-", color=color, label=f"{key[0]} x {key[1]}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 if TYPE_CHECKING:
@@ -60,9 +60,8 @@ def _print_table(
     """Print right-aligned columns, except those whose name ends in a space, below a title that may be wider."""
     if title:
         out.print(title, style="italic", markup=False, highlight=False)
-    table = Table(box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column.strip(), justify="left" if column.endswith(" ") else "right", no_wrap=True)
+    sides = (Column(name.strip(), justify="left" if name.endswith(" ") else "right", no_wrap=True) for name in columns)
+    table = Table(*sides, box=None, pad_edge=False)
     for row in rows:
         table.add_row(*map(str, cells(row)))
     out.print(table)
@@ -235,9 +234,7 @@ def print_simulation(report: Simulation) -> None:
 def print_inspection(found: Inspection) -> None:
     """Show what a checkpoint holds and what would run here."""
     out.print(found.path, style="italic", markup=False, highlight=False)
-    table = Table(show_header=False)
-    table.add_column("what", style="bold")
-    table.add_column("found")
+    table = Table(Column("what", style="bold"), "found", show_header=False)
     for what, value in found.lines():
         table.add_row(what, Text(value))
     out.print(table)

@@ -32,8 +32,8 @@ from ..formats.payload import Payload
 from ..formats.unquantised import CONFIG_NAMES
 from ..models import describe, experts_apart, family_of
 from ..ops.activation import interleave
+from ..placement import Placement
 from ..planning import expert_bytes
-from ..problem import Placement
 from ..runtime.progress import Progress
 from .described import COMPRESSED, Job, described, new_config
 
@@ -150,10 +150,7 @@ def _job(checkpoint: Checkpoint, weight_format: str) -> Job:
 
 def _kept(job: Job, layers: Iterable[CheckpointLayer]) -> dict[str, TensorInfo]:
     """Return every tensor that is copied by its new name; InputError where no one config could describe them."""
-    replaced: set[str] = set()
-    for layer in layers:
-        groups: list[dict[str, TensorInfo]] = [*layer.found.single.values(), *layer.found.stack.values()]
-        replaced |= {info.name for group in groups for suffix, info in group.items() if not suffix.endswith("bias")}
+    replaced = {info.name for layer in layers for suffix, info in layer.found.items() if not suffix.endswith("bias")}
     return described(job, {name: info for name, info in job.checkpoint.tensors.items() if name not in replaced})
 
 
@@ -269,15 +266,11 @@ def _layer_entries(job: Job, layer: int, matrices: tuple[Payload, ...]) -> dict[
 
 def _copy_files(source: Path, room: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Copy tokenizer, licence and the like; weight files and folders are skipped and named."""
-    copied: list[str] = []
-    skipped: list[str] = []
     own = set(os.listdir(room)) | {"config.json", "hf_quant_config.json"}
-    for path in sorted(source.iterdir()):
-        if path.name in own or path.name.endswith((".safetensors", ".safetensors.index.json")):
-            continue
-        if path.is_dir() or path.name.endswith(_WEIGHT_FILES):
-            skipped.append(path.name)
-        else:
-            shutil.copy2(path, room / path.name)
-            copied.append(path.name)
+    others = sorted(set(os.listdir(source)) - own)
+    others = [name for name in others if not name.endswith((".safetensors", ".safetensors.index.json"))]
+    skipped = [name for name in others if (source / name).is_dir() or name.endswith(_WEIGHT_FILES)]
+    copied = [name for name in others if name not in skipped]
+    for name in copied:
+        shutil.copy2(source / name, room / name)
     return tuple(copied), tuple(skipped)

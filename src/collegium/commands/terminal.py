@@ -1,23 +1,19 @@
 """What every command shares at a terminal: ``--json``, its exit code, and a bar that shows how far it is."""
 
-from __future__ import annotations
-
 import os
 import sys
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import wraps
 from inspect import Parameter, Signature, signature
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar, Protocol
 
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ..errors import InputError
 from .printing import err, print_json
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
 
 __all__ = ["Report", "asks_json", "bar", "prints"]
 

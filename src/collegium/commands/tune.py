@@ -22,8 +22,8 @@ from ..planning import kernel_named
 from ..problem import Problem
 from ..runtime.devices import probe
 from ..runtime.progress import Progress, counted
-from .bench import named_layer, planned_layer, random_weights
-from .measure import graph_pool, input_sets, prepare_pass, random_routing, take_turns
+from .bench import named_layer, planned_layer, random_inputs, random_weights
+from .measure import graph_pool, prepare_pass, take_turns
 from .room import check_room, layer_needs
 
 __all__ = ["TUNED_TOKENS", "TuneReport", "TuneRow", "measure_tiles", "packed_layer", "tile_times", "tune"]
@@ -138,13 +138,7 @@ def tile_times(
     device, spec = torch.device(problem.device.place), problem.spec
     generator = torch.Generator(device).manual_seed(tokens)
     local = Local(num_experts=spec.num_experts)
-    batches = [
-        local.dispatch(
-            torch.randn(tokens, spec.hidden_size, device=device, generator=generator).bfloat16(),
-            random_routing(tokens, spec, "uniform", generator),
-        )[0]
-        for _ in range(input_sets(tokens))
-    ]
+    batches = [local.dispatch(*one)[0] for one in random_inputs(tokens, spec, "uniform", generator)]
     count = tokens * spec.routing.top_k
     found: dict[str, tuple[Any, dict[Any, float]]] = {}
     for product in packed.products():
@@ -162,6 +156,5 @@ def tile_times(
 def _same_bits(what: str, calls: Sequence[Callable[[], Tensor]]) -> None:
     wanted = calls[0]().clone()
     for call in calls[1:]:
-        found = call()
-        if not torch.equal(found.view(torch.int16), wanted.view(torch.int16)):
+        if not torch.equal(call().view(torch.int16), wanted.view(torch.int16)):
             raise MeasurementError(f"tune: {what}: two tiles give different bits; nothing is written. Please report it")

@@ -24,16 +24,17 @@ from ..encoding import encode_experts
 from ..errors import InputError
 from ..formats.payload import Payload
 from ..layer import MoELayer
-from ..loading import load_routed
+from ..loading import asked_activations, load_routed
 from ..models import moe_layers
 from ..ops.quantize import activation_format
 from ..parallel.ranks import Ranks
+from ..placement import Placement
 from ..planning import plan
-from ..problem import Choice, DeviceFacts, Placement, Problem
+from ..problem import Choice, DeviceFacts, Problem
 from ..runtime.devices import probe
 from ..runtime.progress import Progress, counted
 from ..testing.compare import between, heavy_tailed
-from ..types import ExpertWeights, MoESpec, Routing
+from ..types import ExpertWeights, Routing
 
 __all__ = ["LayerProof", "VerifyReport", "plain_values", "tolerance_of", "verify_model"]
 
@@ -151,7 +152,7 @@ def _prove_shared(
     layer: CheckpointLayer, facts: DeviceFacts, force: Choice | None, weight_format: str | None, ranks: Ranks | None
 ) -> list[LayerProof]:
     """Run the shared expert as one routed expert, which is what it is to a kernel; every rank runs it whole."""
-    shared = load_shared(layer, device=facts.place)
+    shared = load_shared(layer, device=facts.place, activations=asked_activations(force))
     if shared is None:
         return []
     own = None if layer.spec.shared is None else replace(layer.spec.shared, weight_format=shared.experts.down.name)
@@ -189,7 +190,7 @@ def _prove(
     truths: list[Any] = [torch.empty(0, spec.hidden_size, dtype=torch.float64)]
     for place, (expert, weights, slot) in enumerate(source):
         count = _COUNTS[place % len(_COUNTS)]
-        x, truth = _truth(weights, slot, spec, heavy_tailed(count, spec.hidden_size, seed=7919 * layer + expert))
+        x, truth = _truth(weights, slot, built, heavy_tailed(count, spec.hidden_size, seed=7919 * layer + expert))
         rows.append(x)
         truths.append(truth)
         owners += [expert] * count
@@ -239,8 +240,12 @@ def _row_errors(found: Tensor, truth: Tensor) -> Tensor:
     return torch.where(error.isfinite(), error, math.inf)
 
 
-def _truth(weights: ExpertWeights[Payload], slot: int, spec: MoESpec, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return bfloat16 rows, scaled to a telling size, and this expert's float64 output for them."""
+def _truth(weights: ExpertWeights[Payload], slot: int, built: MoELayer, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return bfloat16 rows, scaled to a telling size, and this expert's float64 output for them.
+
+    What is beyond the reach of static activation scales saturates here too; the rows themselves are not.
+    """
+    spec, (first, second) = built.spec, built.experts.input_reach or (math.inf, math.inf)
     x = x.bfloat16()
     gate_up, down = weights.gate_up[slot], weights.down[slot]
     parts, wide, _ = gate_up.shape
@@ -251,10 +256,11 @@ def _truth(weights: ExpertWeights[Payload], slot: int, spec: MoESpec, x: Tensor)
         wanted[::2] = spec.activation.limit
     # Powers of two: the product is scaled exactly and need not be computed again.
     scale = torch.exp2(torch.log2(wanted / size).round().clamp(-100, 100))
+    scale = torch.minimum(scale, torch.exp2(torch.log2(first / x.double().abs().amax(1)).floor()))
     x, both = (x.double() * scale[:, None]).bfloat16(), both * scale[:, None]
     if weights.gate_up_bias is not None:
         both = both + weights.gate_up_bias[slot].double().reshape(parts, 1, wide)
-    out = _product(between(both, spec.activation), down)
+    out = _product(between(both, spec.activation).clamp(-second, second), down)
     return x, out if weights.down_bias is None else out + weights.down_bias[slot].double()
 
 

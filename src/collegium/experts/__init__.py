@@ -1,7 +1,5 @@
 """Experts kernels, one file each; the tuple's order is the order of preference."""
 
-from __future__ import annotations
-
 from .base import ExpertKernel, Packed, Product, Tiling
 from .cpu.fused import CpuFused
 from .cpu.grouped import CpuGrouped

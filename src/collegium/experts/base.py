@@ -7,21 +7,18 @@ overridden below means "nothing to do": a kernel without tiles lists none, warms
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from ..errors import InputError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping
-
-    from torch import Tensor
-
-    from ..problem import ExpertsProblem
-    from ..runtime.memory import Memory, Regions
-    from ..types import ContiguousBatch, ExpertWeights
+from ..ops.quantize import formats_within
+from ..problem import ExpertsProblem
+from ..runtime.memory import Memory, Regions
+from ..types import ContiguousBatch, ExpertWeights
 
 __all__ = ["ExpertKernel", "Packed", "Product", "Tiling", "refuse_codes", "with_each"]
 
@@ -80,11 +77,21 @@ class Product(Protocol):
 class Packed:
     """The experts of one layer in a kernel's own layout.
 
-    report: what packing rounded, or None; printed with the layer.
+    report: what packing rounded, or None; printed with the layer. input_reach: of the weights, where activations are
+    static.
     """
 
     __slots__ = ()
     report: object | None = None
+    input_reach: tuple[float, float] | None = None
+
+    def told(self, activations: str) -> str:
+        """Return lines for people: scales of static ``activations``, and the report."""
+        report = "" if self.report is None else f"\nweights    {self.report}"
+        if self.input_reach is None:
+            return report
+        first, second = (form.scale for form in formats_within(activations, self.input_reach))
+        return f"\nscales     {first:g} before gate_up, {second:g} before down, the largest of all experts{report}"
 
     @property
     def tiling(self) -> Tiling:

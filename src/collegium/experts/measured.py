@@ -5,24 +5,21 @@ kernels' source, sizes and formats, and when each tile in it is one the machine 
 result, so a file can cost time and nothing else.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from ..problem import Problem
-    from .base import Packed
+from ..problem import Problem
+from .base import Packed
 
 __all__ = ["tile_folder", "tile_key", "tile_path", "with_measured_tiles", "write_tiles"]
 
@@ -42,7 +39,7 @@ def tile_key(problem: Problem) -> dict[str, Any]:
     return {
         "gpu": device.name,
         "capability": list(device.capability or ()),
-        "triton": _version("triton"),
+        "triton": version("triton") if find_spec("triton") else "unknown",
         "collegium": str(vars(sys.modules[__name__.partition(".")[0]])["__version__"]),
         "kernels": _source_hash(),
         "hidden": asked.hidden,
@@ -112,13 +109,6 @@ def _read(path: Path, problem: Problem, packed: Packed) -> dict[str, Tables]:
 @cache
 def _warn(path: Path, reason: str) -> None:
     _LOG.warning("measured tiles in %s are ignored: %s; run collegium tune again", path, reason)
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "unknown"
 
 
 @cache

@@ -1,6 +1,7 @@
 """The reference experts kernel: any format, any activation, CPU and GPU, exactly the recipe and nothing clever.
 
-For each row of expert e, with A the activation format and float32 for everything else::
+For each row of expert e, with A the activation format (static ones have a scale for each of the two places) and float32
+for everything else::
 
     q  = A(x * input_weight)                    quantise and dequantise
     gu = q @ decode(gate_up[e]).T + bias        [P, I]
@@ -12,26 +13,20 @@ One expert's weights are decoded at a time. Every other kernel is judged against
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from ..formats.payload import Payload
 from ..ops.activation import activate
-from ..ops.quantize import QuantizedRows, activation_format
+from ..ops.quantize import ActivationFormat, QuantizedRows, formats_within
+from ..problem import ExpertsProblem
+from ..runtime.memory import Memory, Regions
+from ..types import ActivationSpec, ContiguousBatch, ExpertWeights
 from .base import ExpertKernel, Packed, refuse_codes, with_each
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from ..formats.payload import Payload
-    from ..ops.quantize import ActivationFormat
-    from ..problem import ExpertsProblem
-    from ..runtime.memory import Memory, Regions
-    from ..types import ActivationSpec, ContiguousBatch, ExpertWeights
 
 __all__ = ["Reference", "ReferenceExperts"]
 
@@ -42,11 +37,13 @@ class ReferenceExperts(Packed):
 
     weights: ExpertWeights[Payload]
     activation: ActivationSpec
-    activations: ActivationFormat
+    activations: tuple[ActivationFormat, ActivationFormat]
+    input_reach: tuple[float, float] | None = None
 
     def run(self, batch: ContiguousBatch, memory: Memory | None = None) -> Tensor:
         """Return ``[R, H]`` float32; rows of dropped assignments are zero. The memory is torch's own."""
-        refuse_codes(batch, Reference.name, self.activations.name if self.activations.e4m3 else None)
+        form = self.activations[0]
+        refuse_codes(batch, Reference.name, form.name if form.e4m3 else None)
         hidden = self.weights.down.shape[-2]
         rows = torch.zeros(batch.source.numel(), hidden, dtype=torch.float32, device=batch.x.device)
         offsets: list[int] = batch.expert_offsets.tolist()
@@ -79,13 +76,14 @@ class Reference(ExpertKernel):
 
     def pack(self, weights: ExpertWeights[Payload], problem: ExpertsProblem) -> ReferenceExperts:
         """Keep the weights as they are."""
-        activations = activation_format(problem.activation_format)
-        return ReferenceExperts(weights=weights, activation=problem.activation, activations=activations)
+        forms = formats_within(problem.activation_format, weights.input_reach)
+        reach = weights.input_reach if forms[0].static else None
+        return ReferenceExperts(weights=weights, activation=problem.activation, activations=forms, input_reach=reach)
 
 
 def _one_expert(batch: ContiguousBatch, packed: ReferenceExperts, expert: int, span: slice) -> Tensor:
     weights = packed.weights
-    source, form = batch.source[span], packed.activations
+    source, (form, between) = batch.source[span], packed.activations
     x = batch.x[source]
     if batch.input_weights is not None:
         x = (x.float() * batch.input_weights[span, None]).to(x.dtype)
@@ -99,7 +97,7 @@ def _one_expert(batch: ContiguousBatch, packed: ReferenceExperts, expert: int, s
     both = both.view(-1, parts, wide)
     if weights.gate_up_bias is not None:
         both = both + weights.gate_up_bias[expert].float()
-    inner = form.round_trip(activate(both, packed.activation))
+    inner = between.round_trip(activate(both, packed.activation))
     out = inner @ weights.down[expert].decode().T
     if weights.down_bias is not None:
         out = out + weights.down_bias[expert].float()

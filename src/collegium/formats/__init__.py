@@ -1,7 +1,5 @@
 """Weight formats: one payload class a file, exact encode and decode, and the published storages of each."""
 
-from __future__ import annotations
-
 from ..errors import SpecError
 from .bnb4 import Bnb4
 from .fp8_block import Fp8Block

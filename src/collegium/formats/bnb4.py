@@ -3,24 +3,19 @@
 Source: bitsandbytes ``functional.py`` and ``backends/default/ops.py``.
 """
 
-from __future__ import annotations
-
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import TYPE_CHECKING, ClassVar, Self, cast
+from typing import ClassVar, Self, cast
 
 import torch
+from torch import Tensor
 
 from ..errors import CheckpointError, InputError, MissingTensorError, TensorMismatchError
 from .codecs import decode_rows, pack_nibbles, scale_groups_, unpack_nibbles
-from .intake import any_per_matrix, find_storage, take
+from .intake import find_storage, take
 from .payload import Part, Payload, Storage
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
 
 __all__ = ["Bnb4"]
 
@@ -110,8 +105,7 @@ class Bnb4(Payload):
 
     def faults(self) -> Tensor:
         """Return a bool tensor over the leading dimensions: True where a scale or a table entry is not finite."""
-        leading = len(self.shape) - 2
-        return any_per_matrix(~torch.isfinite(self.scales), leading) | ~torch.isfinite(self.table).all(-1)
+        return self._per_matrix(~torch.isfinite(self.scales)) | ~torch.isfinite(self.table).all(-1)
 
     def _runs(self) -> tuple[int, Mapping[str, tuple[int, int]]]:
         return max(self.group_size, 2), {"codes": (2, 1), "scales": (self.group_size, 1)}

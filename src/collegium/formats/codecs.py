@@ -3,19 +3,13 @@
 Sources: OCP Microscaling Formats (MX) 1.0 for E2M1 and E8M0, OCP 8-bit floating point (OFP8) 1.0 for E4M3.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from ..errors import InputError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
 
 __all__ = [
     "DECODE_DTYPES",

@@ -1,22 +1,17 @@
 """FP8 blocks: E4M3 codes with one float32 scale per block of rows and columns, 128 x 128 unless stated."""
 
-from __future__ import annotations
-
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
+from torch import Tensor
 
 from ..errors import InputError
 from .codecs import as_float32, e4m3_codes, e4m3_values, fp8_scales
 from .grouped import Scaled
 from .intake import check_cut, find_storage, promote_scales, take
 from .payload import Part, Storage
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
 
 __all__ = ["Fp8Block"]
 

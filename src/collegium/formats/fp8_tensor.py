@@ -1,21 +1,16 @@
 """FP8 with one float32 scale per matrix."""
 
-from __future__ import annotations
-
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
+from torch import Tensor
 
 from .codecs import as_float32, e4m3_codes, fp8_scales
 from .fp8_channel import Fp8Channel
 from .intake import find_storage, promote_scales, take
 from .payload import Part, Payload, Storage
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
 
 __all__ = ["Fp8Tensor"]
 

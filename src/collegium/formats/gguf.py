@@ -3,22 +3,17 @@
 Gate and up of a layer share a kind of block, down may have another. Source: the ``gguf`` package, ``quants.py``.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
+from torch import Tensor
 
 from ..errors import TensorMismatchError
 from .codecs import E2M1_VALUES, decode_rows, e8m0_values, look_up
-from .intake import any_per_matrix, check_cut, find_storage
+from .intake import check_cut, find_storage
 from .payload import Part, Payload, Storage
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from torch import Tensor
 
 __all__ = ["KINDS", "Gguf"]
 
@@ -149,10 +144,8 @@ class Gguf(Payload):
 
     def faults(self) -> Tensor:
         """Return a bool tensor over the leading dimensions: True for a NaN or infinite half or E8M0 byte 255."""
-        leading = len(self.shape) - 2
         bad = ~torch.isfinite(self.lines()[0]) if self.kind.halves else self.blocks.flatten(0, -2)[:, :1] == 255
-        per_block = bad.any(-1)
-        return any_per_matrix(per_block.view(*self.blocks.shape[:-1]), leading)
+        return self._per_matrix(bad)
 
     def columns(self, start: int, stop: int) -> Self:
         """Return a view of input columns ``start:stop``; both on block boundaries or at the end."""

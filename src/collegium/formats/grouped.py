@@ -1,20 +1,15 @@
 """What the formats of codes and scales share: checks, cuts and the decode loop."""
 
-from __future__ import annotations
-
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from .codecs import decode_rows, e4m3_is_nan, look_up, scale_groups_
-from .intake import any_per_matrix, pad_last
+from .intake import pad_last
 from .payload import Payload
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from torch import Tensor
 
 __all__ = ["Grouped", "Scaled"]
 
@@ -31,14 +26,13 @@ class Scaled(Payload):
 
         Forbidden are NaN, infinite and negative scales, and a zero scale over codes that do not all mean zero.
         """
-        leading = len(self.shape) - 2
-        bad = any_per_matrix(~torch.isfinite(self.scales) | (self.scales < 0), leading)
+        bad = self._per_matrix(~torch.isfinite(self.scales) | (self.scales < 0))
         if self.codes.dtype == torch.float8_e4m3fn:
-            bad |= any_per_matrix(e4m3_is_nan(self.codes), leading)
+            bad |= self._per_matrix(e4m3_is_nan(self.codes))
         zero = self.scales == 0
         if bool(zero.any()):
             # scale 1 where it is zero and 0 elsewhere leaves exactly the codes that must mean zero
-            bad |= any_per_matrix(replace(self, scales=zero.float()).decode() != 0, leading)
+            bad |= self._per_matrix(replace(self, scales=zero.float()).decode() != 0)
         return bad
 
     def _scales(self) -> Tensor:

@@ -1,11 +1,11 @@
 """INT4 with one scale per row and group of input columns, symmetric, codes stored as value + 8."""
 
-from __future__ import annotations
-
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
+from torch import Tensor
 
 from ..errors import InputError, TensorMismatchError
 from .codecs import as_float32, in_groups, pack_nibbles, pair_table
@@ -13,11 +13,6 @@ from .grouped import Scaled
 from .intake import check_cut, pad_last
 from .integers import check_group_size, compressed, gptq, read_integers
 from .payload import Storage
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
 
 __all__ = ["Int4Group"]
 

@@ -1,21 +1,16 @@
 """INT4 and INT8 with a scale and a zero point per row and group of columns, in order or with an index of groups."""
 
-from __future__ import annotations
-
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
+from torch import Tensor
 
 from .codecs import decode_rows, unpack_nibbles
 from .grouped import Scaled
 from .integers import GROUP, awq, compressed, gptq, read_integers
 from .payload import Storage
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
 
 __all__ = ["Int4Affine", "Int4Ordered", "Int8Affine", "Int8Ordered"]
 

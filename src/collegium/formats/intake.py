@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from .payload import Part, Payload, Storage
 
-__all__ = ["SAFETENSORS_DTYPES", "any_per_matrix", "check_cut", "find_storage", "pad_last", "promote_scales", "take"]
+__all__ = ["SAFETENSORS_DTYPES", "check_cut", "find_storage", "pad_last", "promote_scales", "take"]
 
 SAFETENSORS_DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -121,8 +121,3 @@ def check_cut(what: str, start: int, stop: int, size: int, step: int) -> None:
             f"{what} {start}:{stop} cannot be cut out of {size}: both ends must be multiples of {step} or "
             f"the end {size}, and the cut not empty; choose other boundaries or another tensor-parallel size"
         )
-
-
-def any_per_matrix(mask: Tensor, leading: int) -> Tensor:
-    """Reduce a bool mask ``[*leading dims, ...]`` to the leading dimensions."""
-    return mask.reshape(*mask.shape[:leading], -1).any(-1)

@@ -5,24 +5,16 @@ words transposed are rows of codes already; AWQ packs output columns in an order
 Sources: GPTQModel ``nn_modules/qlinear``, AutoAWQ gemm layout, compressed-tensors ``pack_quantized``.
 """
 
-from __future__ import annotations
-
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from ..errors import CollegiumError, InputError, TensorMismatchError
 from .codecs import pack_nibbles
 from .intake import find_storage, take
-from .payload import Part, Storage
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torch import Tensor
-
-    from .payload import Payload
+from .payload import Part, Payload, Storage
 
 __all__ = ["GROUP", "Integers", "awq", "check_group_size", "compressed", "gptq", "read_integers"]
 

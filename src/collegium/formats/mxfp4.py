@@ -1,21 +1,16 @@
 """MXFP4: E2M1 codes, two in a byte, with one E8M0 scale per 32 input columns."""
 
-from __future__ import annotations
-
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
+from torch import Tensor
 
 from .codecs import as_float32, e2m1_codes, e2m1_pairs, e8m0_codes, e8m0_values, in_groups, look_up, pack_nibbles
 from .grouped import Grouped
-from .intake import any_per_matrix, find_storage, take
+from .intake import find_storage, take
 from .payload import Part, Storage
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
 
 __all__ = ["MxFp4"]
 
@@ -75,4 +70,4 @@ class MxFp4(Grouped):
 
     def faults(self) -> Tensor:
         """Return a bool tensor over the leading dimensions: True where a scale byte is 255 (NaN)."""
-        return any_per_matrix(self.scales == 255, len(self.shape) - 2)
+        return self._per_matrix(self.scales == 255)

@@ -1,21 +1,16 @@
 """MXFP8: E4M3 codes with one E8M0 scale per 32 input columns."""
 
-from __future__ import annotations
-
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
+from torch import Tensor
 
 from .codecs import as_float32, e4m3_codes, e4m3_is_nan, e4m3_values, e8m0_codes, e8m0_values, in_groups, look_up
 from .grouped import Grouped
-from .intake import any_per_matrix, find_storage, take
+from .intake import find_storage, take
 from .payload import Part, Storage
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
 
 __all__ = ["MxFp8"]
 
@@ -71,5 +66,4 @@ class MxFp8(Grouped):
 
     def faults(self) -> Tensor:
         """Return a bool tensor over the leading dimensions: True for a scale byte 255 or a NaN code."""
-        leading = len(self.shape) - 2
-        return any_per_matrix(self.scales == 255, leading) | any_per_matrix(e4m3_is_nan(self.codes), leading)
+        return self._per_matrix(self.scales == 255) | self._per_matrix(e4m3_is_nan(self.codes))

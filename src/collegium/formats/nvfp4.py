@@ -1,11 +1,11 @@
 """NVFP4: E2M1 codes, two in a byte, one E4M3 scale per 16 input columns and one float32 scale per matrix."""
 
-from __future__ import annotations
-
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
+from torch import Tensor
 
 from ..errors import InputError
 from .codecs import (
@@ -20,13 +20,8 @@ from .codecs import (
     split_last,
 )
 from .grouped import Grouped
-from .intake import any_per_matrix, find_storage, take
+from .intake import find_storage, take
 from .payload import Part, Storage
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
 
 __all__ = ["NvFp4"]
 
@@ -131,15 +126,14 @@ class NvFp4(Grouped):
         Forbidden are NaN and negative group scales, NaN, infinite and negative global scales, zero where it
         divides, and any other zero scale over codes that are not all zero.
         """
-        leading = len(self.shape) - 2
         scales = self.scales.float()
-        bad = any_per_matrix(torch.isnan(scales) | (scales < 0), leading)
+        bad = self._per_matrix(torch.isnan(scales) | (scales < 0))
         own = self.global_scale
         bad |= ~torch.isfinite(own) | (own < 0)
         zero = (scales == 0) | (own == 0)[..., None, None]
         if bool(zero.any()):
             used = (split_last(self.codes.contiguous(), 8) & 0x77).amax(-1) != 0
-            bad |= any_per_matrix(zero & used, leading)
+            bad |= self._per_matrix(zero & used)
         return bad | (own == 0) if self.global_divides else bad
 
 

@@ -7,18 +7,15 @@ dimensions, so a payload of all experts can be indexed by expert.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
+from torch import Tensor
 
 from ..errors import InputError
 from .intake import check_cut
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
 
 __all__ = ["Part", "Payload", "Storage"]
 
@@ -136,6 +133,10 @@ class Payload:
         Forbidden are NaN, infinite, negative, and zero scales where the format says so, and E8M0 byte 255.
         """
         raise NotImplementedError
+
+    def _per_matrix(self, mask: Tensor) -> Tensor:
+        """Reduce a bool mask ``[*leading dims, ...]`` to the leading dimensions."""
+        return mask.reshape(*self.shape[:-2], -1).any(-1)
 
     def columns(self, start: int, stop: int) -> Self:
         """Return a view of input columns ``start:stop``; both must lie on group boundaries or at the end."""

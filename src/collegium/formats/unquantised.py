@@ -1,21 +1,16 @@
 """Weights as floating-point numbers: FP32, BF16 and FP16, one number an element, no scales."""
 
-from __future__ import annotations
-
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
+from torch import Tensor
 
 from ..errors import InputError
 from .codecs import DECODE_DTYPES, as_float32
-from .intake import any_per_matrix, find_storage, take
+from .intake import find_storage, take
 from .payload import Part, Payload, Storage
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
 
 __all__ = ["CONFIG_NAMES", "DTYPES", "FLOAT_FORMATS", "Bf16", "Fp16", "Fp32", "as_stored"]
 
@@ -55,7 +50,7 @@ class _Plain(Payload):
 
     def faults(self) -> Tensor:
         """Return a bool tensor over the leading dimensions: True where a value is NaN or infinite."""
-        return any_per_matrix(~torch.isfinite(self.values), len(self.shape) - 2)
+        return self._per_matrix(~torch.isfinite(self.values))
 
     def _runs(self) -> tuple[int, Mapping[str, tuple[int, int]]]:
         return 1, {"values": (1, 1)}

@@ -16,7 +16,6 @@ def extra(module: str, package: str | None = None, *, group: str = "transformers
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        missing = package or module
         raise MissingExtraError(
-            f"{missing} is not installed; install it with: pip install 'collegium[{group}]'"
+            f"{package or module} is not installed; install it with: pip install 'collegium[{group}]'"
         ) from error

@@ -3,17 +3,32 @@
 import triton
 import triton.language as tl
 
+from . import numbers
+
 __all__ = ["activate"]
 
-
-@triton.jit
-def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
+FAST_MATH = tl.constexpr(numbers.FAST_MATH)
 
 
 @triton.jit
-def _tanh(x):
-    return 2.0 * _sigmoid(2.0 * x) - 1.0
+def _near_tanh(x):
+    return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _sigmoid(x, FAST: tl.constexpr):
+    if FAST:
+        return 0.5 * _near_tanh(0.5 * x) + 0.5
+    else:
+        return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _tanh(x, FAST: tl.constexpr):
+    if FAST:
+        return _near_tanh(x)
+    else:
+        return 2.0 * _sigmoid(2.0 * x, FAST) - 1.0
 
 
 @triton.jit
@@ -36,33 +51,36 @@ def _gelu(x):
 def activate(gate, up, KIND: tl.constexpr, HAS_LIMIT: tl.constexpr, limit, alpha, gate_bound, up_bound):
     """Return the activation of float32 gate and up (the same tensor for kinds without a gate).
 
-    KIND is the place of the kind in ``types.ACTIVATION_KINDS``; ``ops/activation.py`` is the reference.
+    KIND is the place of the kind in ``types.ACTIVATION_KINDS``, plus FAST_MATH; ``ops/activation.py`` is the reference.
+    gate_bound: of swiglu_oai its beta.
     """
-    if HAS_LIMIT and KIND != 2:
+    FAST: tl.constexpr = KIND >= FAST_MATH
+    kind: tl.constexpr = KIND - FAST_MATH if FAST else KIND
+    if HAS_LIMIT and kind != 2:
         gate = _below(gate, limit)
         up = _within(up, limit)
-    if KIND == 0:  # swiglu
-        out = gate * _sigmoid(gate) * up
-    elif KIND == 1:  # swiglu_oai
-        out = (up + 1.0) * (gate * _sigmoid(alpha * gate))
-    elif KIND == 2:  # swiglu_step
-        gate = gate * _sigmoid(gate)
+    if kind == 0:  # swiglu
+        out = gate * _sigmoid(gate, FAST) * up
+    elif kind == 1:  # swiglu_oai
+        out = (up + gate_bound) * (gate * _sigmoid(alpha * gate, FAST))
+    elif kind == 2:  # swiglu_step
+        gate = gate * _sigmoid(gate, FAST)
         if HAS_LIMIT:
             gate = _below(gate, limit)
             up = _within(up, limit)
         out = gate * up
-    elif KIND == 3:  # situ
-        bounded = gate_bound * _tanh(gate / gate_bound) * _sigmoid(gate)
-        out = bounded * (up_bound * _tanh(up / up_bound))
-    elif KIND == 4:  # geglu
+    elif kind == 3:  # situ
+        bounded = gate_bound * _tanh(gate / gate_bound, FAST) * _sigmoid(gate, FAST)
+        out = bounded * (up_bound * _tanh(up / up_bound, FAST))
+    elif kind == 4:  # geglu
         out = _gelu(gate) * up
-    elif KIND == 5:  # geglu_tanh
-        out = gate * _sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
-    elif KIND == 6:  # relu2
+    elif kind == 5:  # geglu_tanh
+        out = gate * _sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate), FAST) * up
+    elif kind == 6:  # relu2
         out = tl.where(up < 0.0, 0.0, up)
         out = out * out
-    elif KIND == 7:  # silu
-        out = up * _sigmoid(up)
+    elif kind == 7:  # silu
+        out = up * _sigmoid(up, FAST)
     else:  # gelu
         out = _gelu(up)
     return out

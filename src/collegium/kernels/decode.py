@@ -17,6 +17,7 @@ E4M3_LANES = tl.constexpr(numbers.E4M3_LANES)
 E2M1_LANES = tl.constexpr(numbers.E2M1_LANES)
 INT8_LANES = tl.constexpr(numbers.INT8_LANES)
 
+BLOCK_SCALE = tl.constexpr(numbers.BLOCK_SCALE)
 E8M0_SCALE = tl.constexpr(numbers.E8M0_SCALE)
 E4M3_SCALE = tl.constexpr(numbers.E4M3_SCALE)
 PAIR_SCALE = tl.constexpr(numbers.PAIR_SCALE)

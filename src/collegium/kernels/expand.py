@@ -7,16 +7,9 @@ products by: nothing is rounded, so a row has the same bits whichever kernel dec
 import triton
 import triton.language as tl
 
-from . import numbers
-from .decode import decoded, is_stepped
+from .decode import BLOCK_SCALE, E2M1_LANES, E4M3_LANES, INT8_LANES, decoded, is_stepped
 
 __all__ = ["expand_kernel"]
-
-E4M3_LANES = tl.constexpr(numbers.E4M3_LANES)
-E2M1_LANES = tl.constexpr(numbers.E2M1_LANES)
-INT8_LANES = tl.constexpr(numbers.INT8_LANES)
-
-BLOCK_SCALE = tl.constexpr(numbers.BLOCK_SCALE)
 
 
 @triton.jit

@@ -276,8 +276,9 @@ def grouped_gemm_kernel(
     x [T or R, x_stride], read at row source[r] (GATHER) or r. x_scale: float32 [., K_BLOCKS] (X_SCALE 1) or [., 1]
     (2), 0: none. sums: of the rows' columns for weights with minima, float16 [., 32 * K_BLOCKS] (``halves_kernel``).
     weight: expert and part ``part_step`` elements apart, rows ``n_step``, K blocks ``k_step``. scale: per (expert,
-    part, K block): WORDS x n_out words, or for BLOCK_SCALE [ceil(n_out / 128), K_BLOCKS]. row_scale, bias: [expert, part, n_out]. Rows from expert_offsets[E] on are not
-    written. PLACED: row r is written to element row_places[r] of out, which may be in a peer's memory (``place_at``).
+    part, K block): WORDS x n_out words, or for BLOCK_SCALE [ceil(n_out / 128), K_BLOCKS]. row_scale, bias: [expert,
+    part, n_out]. Rows from expert_offsets[E] on are not written. PLACED: row r is written to element row_places[r] of
+    out, which may be in a peer's memory (``place_at``).
     NARROW: a tile of few rows is multiplied as one of half or a quarter of BLOCK_T.
     """
     expert, row_first, row_count, n_first = begun(

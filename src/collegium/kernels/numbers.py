@@ -4,8 +4,6 @@ Plain integers, without Triton: the host passes them as they are, and kernels wr
 ``tl.constexpr``, which makes them part of what is compiled.
 """
 
-from __future__ import annotations
-
 __all__ = [
     "BLOCK_SCALE",
     "E2M1_E4M3",
@@ -16,6 +14,7 @@ __all__ = [
     "E4M3_LANES",
     "E4M3_SCALE",
     "E8M0_SCALE",
+    "FAST_MATH",
     "GROUP_CODES",
     "GROUP_SCALE",
     "HALF_SCALE",
@@ -64,8 +63,10 @@ HALF_SCALE = 7  # float16 for each row and quarter, two a word; with four words 
 STEP_SCALE = 8  # a word of one or two float16, a word of a signed byte a quarter that multiplies the first, and with
 # three words such bytes, without a sign, for the second, a minimum; codes with minima are taken as they are
 
-# KIND, where no activation follows the product; the others are places in types.ACTIVATION_KINDS.
+# KIND, where no activation follows the product; the others are places in types.ACTIVATION_KINDS, FAST_MATH above them
+# where the GPU's approximation of tanh is to be taken.
 NO_ACTIVATION = -1
+FAST_MATH = 16
 
 # The place of a row that is nobody's. A peer's memory may come before this rank's: other places are negative too.
 NOWHERE = -(1 << 62)

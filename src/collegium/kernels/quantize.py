@@ -70,9 +70,12 @@ def cast_kernel(
 def store_codes(
     value, codes, scales, row, column, rows, groups, wide, part,
     GROUP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, POWER: tl.constexpr, BYTE: tl.constexpr,
-    ROUND: tl.constexpr, REORDER: tl.constexpr,
+    ROUND: tl.constexpr, REORDER: tl.constexpr, fixed=None,
 ):  # fmt: skip
-    """Write the codes and scales of ``value [BLOCK_R, BLOCK_C]`` float32, block ``part`` of the columns of its rows."""
+    """Write the codes and scales of ``value [BLOCK_R, BLOCK_C]`` float32, block ``part`` of the columns of its rows.
+
+    fixed: the scale of all of them, None for one that is found here.
+    """
     value = tl.reshape(value, [BLOCK_R, BLOCK_C // GROUP, GROUP])
     # As integers, magnitudes order like numbers, with infinity and every NaN above them.
     most = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2)
@@ -84,6 +87,8 @@ def store_codes(
     else:
         byte = most
         scale = exact_scale(most.to(tl.float32, bitcast=True))
+    if fixed is not None:
+        scale = tl.where(finite, fixed, scale)
     scaled = tl.where(finite[:, :, None], value * tl.div_rn(1.0, scale)[:, :, None], 0.0)
     scaled = tl.reshape(tl.minimum(tl.maximum(scaled, -448.0), 448.0), [BLOCK_R, BLOCK_C])
     inside = (row < rows)[:, None] & (column < wide)[None, :]
@@ -101,17 +106,17 @@ def store_codes(
 
 @triton.jit(do_not_specialize=["rows", "late"], do_not_specialize_on_alignment=["used"])
 def e4m3_kernel(
-    x, source, weights, used, codes, scales, rows, columns, x_stride, groups, wide, late,
+    x, source, weights, used, codes, scales, rows, columns, x_stride, groups, wide, late, fixed,
     GROUP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, POWER: tl.constexpr, BYTE: tl.constexpr,
     GATHER: tl.constexpr, WEIGHTS: tl.constexpr, SOME: tl.constexpr, ROUND: tl.constexpr, REORDER: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Write codes ``[rows, wide]``, zeros beyond ``columns``, and scales ``[rows, groups]``; BLOCK_C is whole groups.
 
-    A group with NaN or infinity gets zero codes and a NaN scale. POWER: the scale is the least power of two that
-    saturates nothing; BYTE: stored as its E8M0 byte. REORDER: codes change places within 128 columns (``ordered`` in
-    ``ops/operand.py``). SOME: only the first ``used [1]`` rows, and never late. late: 1 where nothing is read that the
-    kernel before writes; then it is waited for at the end.
+    A group with NaN or infinity gets zero codes and a NaN scale. fixed: as ``store_codes`` says. POWER: the scale is
+    the least power of two that saturates nothing; BYTE: stored as its E8M0 byte. REORDER: codes change places within
+    128 columns (``ordered`` in ``ops/operand.py``). SOME: only the first ``used [1]`` rows, and never late. late: 1
+    where nothing is read that the kernel before writes; then it is waited for at the end.
     """
     if PDL:
         if late == 0:
@@ -126,7 +131,7 @@ def e4m3_kernel(
     value = load_rows(x, source, weights, row, column, rows, columns, x_stride, GATHER, WEIGHTS)
     store_codes(
         value, codes, scales, row, column, rows, groups, wide, tl.program_id(1),
-        GROUP, BLOCK_R, BLOCK_C, POWER, BYTE, ROUND, REORDER,
+        GROUP, BLOCK_R, BLOCK_C, POWER, BYTE, ROUND, REORDER, fixed,
     )  # fmt: skip
     if PDL:
         # The next kernel waits for this one only, and needs what both wrote.
@@ -135,13 +140,13 @@ def e4m3_kernel(
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["used"])
 def nvfp4_kernel(
-    x, source, weights, used, codes, scales, global_scales, rows, columns, x_stride, groups,
+    x, source, weights, used, codes, scales, global_scales, rows, columns, x_stride, groups, fixed,
     BLOCK_C: tl.constexpr, GATHER: tl.constexpr, WEIGHTS: tl.constexpr, SOME: tl.constexpr, ROUND: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Write E2M1 codes two a byte, E4M3 scales of 16 columns and float32 scales of a row; a program owns a row.
 
-    SOME: only the first ``used [1]`` rows.
+    SOME: only the first ``used [1]`` rows. fixed: the scale of all rows, None for one that is found here.
     """
     follow(PDL)
     if SOME:
@@ -160,6 +165,8 @@ def nvfp4_kernel(
     row_amax = tl.where(finite, row_most, 0).to(tl.float32, bitcast=True)
     # 2688 is 6 * 448; the floor times the smallest E4M3 number is the smallest normal float32.
     global_scale = tl.maximum(tl.div_rn(row_amax, 2688.0), 6.018531076210112e-36)
+    if fixed is not None:
+        global_scale = tl.where(finite, fixed, global_scale)
     scale = tl.div_rn(amax, tl.full([BLOCK_C // 16], 6.0, tl.float32) * global_scale)
     scale = _to_e4m3(tl.minimum(tl.maximum(scale, 0.001953125), 448.0), scales.dtype.element_ty, ROUND)
     factor = tl.div_rn(1.0, scale.to(tl.float32) * global_scale)

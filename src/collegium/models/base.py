@@ -277,10 +277,7 @@ class Config:
 
     def inner(self, key: str) -> Config:
         """Return the object under ``key`` as a config of its own, empty when absent."""
-        found = self.value(key, default={})
-        if not isinstance(found, dict):
-            raise self.wrong(key, found, "an object")
-        part = Config(object_of(found))
+        part = Config(self._typed(dict, "an object", (key,), {}))
         self.parts.append(part)
         return part
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import cast
 
 from ..errors import ConfigError
@@ -135,8 +136,7 @@ def _pair(block: Mapping[str, object], key: str) -> tuple[int, int]:
 
 def experts_apart(config: Mapping[str, object]) -> bool:
     """Tell whether entries beside the quantisation block say how the routed experts are stored (DeepSeek-V4)."""
-    block = _block(config)
-    fp8 = block is not None and str(block.get("quant_method")).lower() == "fp8"
+    fp8 = str((_block(config) or {}).get("quant_method")).lower() == "fp8"
     return fp8 and config.get("model_type") == "deepseek_v4"
 
 
@@ -183,10 +183,9 @@ def mixed_algorithms(config: Mapping[str, object], paths: Iterable[str]) -> dict
 
     A module it does not list has ``none``. Empty for every other method.
     """
-    block = _block(config)
-    if block is None or str(block.get("quant_algo")).upper() != "MIXED_PRECISION":
-        return {}
-    if str(block.get("quant_method")).lower() != "modelopt":
+    block = _block(config) or {}
+    method, algorithm = str(block.get("quant_method")).lower(), str(block.get("quant_algo")).upper()
+    if (method, algorithm) != ("modelopt", "MIXED_PRECISION"):
         return {}
     seen: dict[str, str] = {}
     for path in paths:
@@ -208,14 +207,10 @@ def _compressed(block: Mapping[str, object], path: str, plain: Declared) -> Decl
 def _targeting(schemes: Sequence[Mapping[str, object]], path: str) -> Mapping[str, object] | None:
     kind = "Embedding" if "embed" in path.rpartition(".")[2] else "Linear"
     # a pattern or a name is more specific than the class name
-    for scheme in schemes:
-        if any(_matches(entry, path) for entry in _texts(scheme, "targets") if entry not in ("Linear", "Embedding")):
-            return scheme
-    for scheme in schemes:
-        targets = _texts(scheme, "targets")
-        if not targets or kind in targets:
-            return scheme
-    return None
+    classes = ("Linear", "Embedding")
+    named = (s for s in schemes if any(_matches(t, path) for t in _texts(s, "targets") if t not in classes))
+    general = (s for s in schemes if kind in (_texts(s, "targets") or [kind]))
+    return next(chain(named, general), None)
 
 
 def _arguments(weights: Mapping[str, object]) -> Declared:

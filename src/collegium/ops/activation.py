@@ -7,20 +7,15 @@ give other bits in the vector body than in the tail of a tensor, so a row would 
 before it.
 """
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from ..errors import InputError
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ..types import ActivationSpec
+from ..types import ActivationSpec
+from .checks import require_tensor
 
 __all__ = ["activate", "deinterleave", "interleave"]
 
@@ -35,11 +30,9 @@ def activate(x: Tensor, spec: ActivationSpec) -> Tensor:
     ``InputError`` for a wrong shape or dtype.
     """
     parts = 2 if spec.gated else 1
-    if x.dim() != 3 or x.shape[1] != parts or not x.is_floating_point():
-        raise InputError(
-            f"activation {spec.kind}: found {tuple(x.shape)} {x.dtype}, allowed: floating [R, {parts}, I] "
-            f"({'gate, then up' if spec.gated else 'up alone'})"
-        )
+    allowed = f"floating [R, {parts}, I] ({'gate, then up' if spec.gated else 'up alone'})"
+    fits = x.dim() == 3 and x.shape[1] == parts and x.is_floating_point()
+    require_tensor(fits, f"activation {spec.kind}", x, allowed)
     rows, _, width = x.shape
     step = max(1, _CHUNK // max(1, width))
     if rows <= step:
@@ -63,7 +56,7 @@ def _gated(gate: Tensor, up: Tensor, spec: ActivationSpec) -> Tensor:
         case "swiglu_oai":
             if limit is not None:
                 gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-            return (up + 1) * (gate * torch.sigmoid(spec.alpha * gate))
+            return (up + spec.beta) * (gate * torch.sigmoid(spec.alpha * gate))
         case "swiglu_step":
             gate = functional.silu(gate)
             if limit is not None:

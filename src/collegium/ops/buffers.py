@@ -1,17 +1,11 @@
 """Tables of what an operation writes: what it takes of a pass's memory and what it declares come from one place."""
 
-from __future__ import annotations
-
 from math import prod
-from typing import TYPE_CHECKING
 
-from ..runtime.memory import take
+import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from ..runtime.memory import Memory, Regions
+from ..runtime.memory import Memory, Regions, take
 
 __all__ = ["Buffers", "sizes", "taken"]
 

@@ -3,35 +3,24 @@
 Shape letters: T tokens, R rows, E experts, K columns.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..runtime.launch import launch, overlaps, power_at_least
-from ..runtime.memory import take
+from ..runtime.memory import Memory, take
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ..runtime.memory import Memory
-
-__all__ = ["SUMS", "RowSums", "halves_and_sums", "in_columns", "in_columns_reference"]
+__all__ = ["SUMS", "RowSums", "halves_and_sums", "in_columns"]
 
 SUMS = 32  # halves beside each 128 columns of a row
 _BLOCK = 1024
 
 
-def in_columns_reference(x: Tensor, order: Tensor, experts: Tensor, source: Tensor) -> Tensor:
-    """Return ``[R, K]``: row r is ``x[source[r]]`` at columns ``order[experts[r]]``."""
-    return x.index_select(0, source).gather(1, order.index_select(0, experts).long())
-
-
 def in_columns(
     x: Tensor, order: Tensor, owner: Tensor, source: Tensor | None, *, top_k: int = 0, memory: Memory | None = None
 ) -> Tensor:
-    """Return ``[R, K]`` as ``in_columns_reference`` defines it, in one launch; rows of no expert are not written.
+    """Return ``[R, K]``: row r is its row of x at columns ``order[its expert]``; rows of no expert are not written.
 
     x: ``[T, K]`` with dense rows. order: int32 ``[E, K]``. owner: int64 ``[E+1]``, where each expert's rows begin, and
     row r reads x at ``source [R]`` or r; with top_k the ids ``[T, top_k]`` of rows that are not sorted, and row r reads

@@ -5,24 +5,15 @@ Libraries choose a kernel by the number of rows, so a token would get other bits
 Shape letters: T tokens, K columns in, N columns out.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
 from ..errors import InputError
 from ..formats.unquantised import DTYPES
+from ..problem import Problem
 from ..runtime.launch import launch, on_device, overlaps, power_at_least, usual_rows
-from ..runtime.memory import under
-from .buffers import sizes, taken
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ..problem import Problem
-    from ..runtime.memory import Memory, Regions
-    from .buffers import Buffers
+from ..runtime.memory import Memory, Regions, under
+from .buffers import Buffers, sizes, taken
 
 __all__ = ["linear", "linear_on_device", "linear_regions", "regions_of"]
 

@@ -3,17 +3,11 @@
 Source of the layout of stacks: PEFT 0.21, ``ParamWrapper.get_delta_weight`` in ``tuners/lora/layer.py``.
 """
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
+from torch import Tensor
 
 __all__ = ["LowRank", "pairs_of_stack"]
 

@@ -1,21 +1,22 @@
 """Rows of activations as operands of a grouped product: themselves, or codes and scales in the product's order."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from ..runtime.launch import on_device
-from ..runtime.memory import take
-from .quantize import AS_IS, PADDED, activation_format, cast_name, quantize_on_device, quantize_regions, quantize_rows
+from ..runtime.memory import Memory, Regions, take
+from .quantize import (
+    AS_IS,
+    PADDED,
+    ActivationFormat,
+    activation_format,
+    cast_name,
+    quantize_on_device,
+    quantize_regions,
+    quantize_rows,
+)
 from .rows import GivenRows, QuantizedRows
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ..runtime.memory import Memory, Regions
 
 __all__ = ["arrived", "operand", "operand_regions", "ordered"]
 
@@ -42,7 +43,7 @@ def operand_regions(
 
 def operand(
     x: Tensor,
-    name: str | None,
+    name: str | ActivationFormat | None,
     *,
     source: Tensor | None = None,
     weights: Tensor | None = None,
@@ -70,10 +71,10 @@ def operand(
         # Fresh memory may be what the kernel before still uses.
         ready = x_ready and memory is not None and used is None
         rows = quantize_on_device(
-            x, name, source=source, weights=weights, order=order, x_ready=ready, used=used, memory=memory
+            x, form, source=source, weights=weights, order=order, x_ready=ready, used=used, memory=memory
         )
         return rows.codes, rows.scales
-    rows = quantize_rows(x, name, source=source, weights=weights, memory=memory)
+    rows = quantize_rows(x, form, source=source, weights=weights, memory=memory)
     return ordered(rows.codes, order), rows.scales
 
 

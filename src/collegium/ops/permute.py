@@ -3,25 +3,19 @@
 Shape letters: T tokens, K experts per token, E experts, R = T*K rows.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..errors import InputError
 from ..kernels.numbers import NOWHERE
 from ..runtime.launch import dense_rows, launch, on_device, overlaps, power_at_least
-from ..runtime.memory import largest
+from ..runtime.memory import Memory, Regions, largest
 from ..types import TileRows
-from .buffers import sizes, taken
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ..runtime.memory import Memory, Regions
-    from .buffers import Buffers
+from .buffers import Buffers, sizes, taken
+from .checks import require_tensor
 
 __all__ = ["Owners", "Permutation", "permute", "permute_on_device", "permute_regions", "tile_count"]
 
@@ -241,14 +235,12 @@ def _tiles(expert_offsets: Tensor, block_t: int, count: int) -> TileRows:
 
 
 def _check(ids: Tensor, num_experts: int, weights: Tensor | None, block_t: tuple[int, ...]) -> None:
-    if ids.dim() != 2 or ids.shape[1] < 1 or ids.is_floating_point() or ids.dtype == torch.bool:
-        raise InputError(f"topk_ids: found {tuple(ids.shape)} {ids.dtype}, allowed: [T, K >= 1] integers")
+    whole = not ids.is_floating_point() and ids.dtype != torch.bool
+    require_tensor(whole and ids.dim() == 2 and ids.shape[1] >= 1, "topk_ids", ids, "[T, K >= 1] integers")
     if num_experts < 1:
         raise InputError(f"num_experts: found {num_experts}, allowed: at least 1")
-    if weights is not None and (tuple(weights.shape) != tuple(ids.shape) or not weights.is_floating_point()):
-        raise InputError(
-            f"input_weights: found {tuple(weights.shape)} {weights.dtype}, allowed: floating "
-            f"{tuple(ids.shape)} like topk_ids"
-        )
+    if weights is not None:
+        fits = weights.shape == ids.shape and weights.is_floating_point()
+        require_tensor(fits, "input_weights", weights, f"floating {tuple(ids.shape)} like topk_ids")
     if len(block_t) > 2 or min(block_t, default=1) < 1:
         raise InputError(f"block_t: found {block_t}, allowed: at most two row counts of at least 1")

@@ -8,28 +8,25 @@ nearest, ties to even. Scales have a floor of a normal float32, so the multiplie
 finite and nothing depends on subnormals; all-zero groups get the floor and zero codes. A group with NaN or
 infinity gets a NaN scale and zero codes, hence decodes to NaN throughout: visible, and contained in its group
 (in its row for ``nvfp4``, whose global scale belongs to the row). A partial last group is a group.
+
+Static formats have one scale for all rows, which a calibration found: ``within`` gives it to them.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, final
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self, final
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from ..errors import InputError
 from ..formats.codecs import E2M1_MAX, E4M3_MAX, SMALLEST_SCALE, e2m1_codes, e4m3_codes, pack_nibbles, unpack_nibbles
 from ..runtime.launch import dense_rows, launch, on_device, power_at_least
-from .buffers import sizes, taken
-from .rows import GivenRows, QuantizedRows
+from ..runtime.memory import Memory, Regions
+from .buffers import Buffers, sizes, taken
+from .rows import GivenRows, QuantizedRows, block_of, check_rows, present, warps_of, weighted, whole_rows
 from .scales import e2m1_values, grouped, power, power_byte, quotient, spread
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ..runtime.memory import Memory, Regions
-    from .buffers import Buffers
 
 __all__ = [
     "ACTIVATION_FORMATS",
@@ -40,6 +37,7 @@ __all__ = [
     "QuantizedRows",
     "activation_format",
     "cast_name",
+    "formats_within",
     "quantize_on_device",
     "quantize_regions",
     "quantize_rows",
@@ -50,8 +48,6 @@ AS_IS, PADDED, REORDERED = range(3)
 
 _GLOBAL_FLOOR = 2.0**-117  # times the smallest E4M3 number, 2^-9, this is SMALLEST_SCALE
 _NAN_BYTE = 255  # E8M0
-_FEW_ROWS = 64  # below, a row is spread over more programs
-_MANY_ROWS = 4096  # from here on a program takes as many as make 4096 elements
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,15 +55,44 @@ class ActivationFormat:
     """One activation format: its reference, and the launch of its kernel.
 
     bits: width of a code. group: columns that share a scale; 0: the whole row, or no scale at all. power: scales are
-    powers of two. capability: of the first GPUs that its kernel can serve.
+    powers of two. static: scales are those of a calibration, never found in the rows; scale: the one that ``within``
+    gave. most, least: the largest number at a scale of 1, and the smallest scale. capability: of the first GPUs that
+    its kernel can serve.
     """
 
     capability: ClassVar[tuple[int, int]] = (8, 9)  # FP8 conversions begin there
+    most: ClassVar[float] = E4M3_MAX
+    least: ClassVar[float] = SMALLEST_SCALE
 
     name: str
     bits: int
     group: int = 0
     power: bool = False
+    static: bool = False
+    scale: float | None = None
+
+    def within(self, reach: float) -> Self:
+        """Return a static format with the scale at which ``reach`` is the largest number, rounded to float32.
+
+        Larger numbers saturate. Raises InputError where the scale is not finite, or too small to divide by.
+        """
+        scale = torch.tensor(reach / self.most).item()
+        if not self.least <= scale < math.inf:
+            raise InputError(
+                f"activation format {self.name}: found scale {scale:g}, for numbers up to {reach:g}, allowed: finite "
+                f"scales from {self.least:g} on; calibrate the checkpoint again"
+            )
+        return replace(self, scale=scale)
+
+    def given_scale(self) -> float | None:
+        """Return the scale of a static format, None for others; InputError where nothing gave it one."""
+        if self.static and self.scale is None:
+            raise InputError(
+                f"activation format {self.name}: found no calibrated scales, allowed: weights read from a checkpoint "
+                "that has them for every expert, or ExpertWeights(input_reach=...); without any, take fp8_token or "
+                "nvfp4, which find scales in each row"
+            )
+        return self.scale
 
     @property
     def e4m3(self) -> bool:
@@ -116,7 +141,7 @@ class _Cast(ActivationFormat):
     dtype: torch.dtype
 
     def quantize(self, x: Tensor) -> QuantizedRows:
-        _check(self.name, x)
+        check_rows(self.name, x)
         return QuantizedRows(codes=x.to(self.dtype), shape=(x.shape[0], x.shape[1]))
 
     def dequantize(self, rows: QuantizedRows) -> Tensor:
@@ -130,10 +155,10 @@ class _Cast(ActivationFormat):
         from ..kernels.quantize import cast_kernel
 
         rows, columns = given.shape
-        block_r, block_c = _block(rows, columns)
+        block_r, block_c = block_of(rows, columns)
         grid = (-(-rows // block_r), -(-columns // block_c))
         constants = {"BLOCK_R": block_r, "BLOCK_C": block_c, **given.constants()}
-        launch(cast_kernel, grid, given.arguments(made.codes), constants, num_warps=_warps(block_r * block_c))
+        launch(cast_kernel, grid, given.arguments(made.codes), constants, num_warps=warps_of(block_r * block_c))
 
 
 @final
@@ -151,12 +176,16 @@ class _Fp8(ActivationFormat):
         return not self.e8m0
 
     def quantize(self, x: Tensor) -> QuantizedRows:
-        _check(self.name, x)
+        check_rows(self.name, x)
         parts = grouped(x.to(torch.float32), self.group)
         amax = parts.abs().amax(dim=2)
         finite = amax.isfinite()
         amax = torch.where(finite, amax, 0.0)
-        scale = power(power_byte(amax)) if self.power else quotient(amax, E4M3_MAX).clamp(min=SMALLEST_SCALE)
+        given = self.given_scale()
+        if given is not None:
+            scale = torch.full_like(amax, given)
+        else:
+            scale = power(power_byte(amax)) if self.power else quotient(amax, E4M3_MAX).clamp(min=SMALLEST_SCALE)
         scaled = torch.where(finite.unsqueeze(2), parts * scale.reciprocal().unsqueeze(2), 0.0)
         codes = e4m3_codes(scaled).flatten(1)
         scales = scale.masked_fill(~finite, torch.nan)
@@ -166,7 +195,7 @@ class _Fp8(ActivationFormat):
         return QuantizedRows(codes=codes[:, : x.shape[1]].contiguous(), shape=(x.shape[0], x.shape[1]), scales=scales)
 
     def dequantize(self, rows: QuantizedRows) -> Tensor:
-        scales = _present(self.name, rows.scales)
+        scales = present(self.name, rows.scales)
         if self.e8m0:
             byte = scales.to(torch.int32)
             scales = power(byte).masked_fill(byte == _NAN_BYTE, torch.nan)
@@ -183,14 +212,14 @@ class _Fp8(ActivationFormat):
         from ..kernels.quantize import e4m3_kernel
 
         (rows, columns), wide = given.shape, made.codes.shape[1]
-        scales = _present(self.name, made.scales)
-        block_r, block_c = _block(rows, columns) if self.group else _whole_rows(rows, wide)
+        scales = present(self.name, made.scales)
+        block_r, block_c = block_of(rows, columns) if self.group else whole_rows(rows, wide)
         grid = (-(-rows // block_r), -(-wide // block_c))
-        args = (*given.arguments(made.codes, scales), scales.shape[1], wide, int(given.x_ready))
+        args = (*given.arguments(made.codes, scales), scales.shape[1], wide, int(given.x_ready), self.given_scale())
         constants = {"BLOCK_R": block_r, "BLOCK_C": block_c, **given.constants()}
         constants |= {"GROUP": self.group or block_c, "POWER": self.power, "BYTE": self.e8m0}
         constants |= {"ROUND": not given.x.is_cuda, "REORDER": given.order == REORDERED}
-        launch(e4m3_kernel, grid, args, constants, num_warps=_warps(block_c * (block_r if self.group else 1)))
+        launch(e4m3_kernel, grid, args, constants, num_warps=warps_of(block_c * (block_r if self.group else 1)))
 
 
 @final
@@ -200,11 +229,14 @@ class _NvFp4(ActivationFormat):
 
     The published recipe has one global scale for the tensor. Taken from the batch, it would let every row
     change the bits of all others; here it is ``amax(row) / (6 * 448)``, so a row depends on nothing but
-    itself.
+    itself. Static, it is the calibrated one of the published recipe; groups have their own scales.
     """
 
+    most: ClassVar[float] = E2M1_MAX * E4M3_MAX
+    least: ClassVar[float] = _GLOBAL_FLOOR
+
     def quantize(self, x: Tensor) -> QuantizedRows:
-        _check(self.name, x)
+        check_rows(self.name, x)
         parts = grouped(x.to(torch.float32), self.group)
         rows, columns = x.shape
         amax = parts.abs().amax(dim=2)
@@ -212,7 +244,11 @@ class _NvFp4(ActivationFormat):
         finite = row_amax.isfinite()
         amax = torch.where(finite, amax, 0.0)
         row_amax = torch.where(finite, row_amax, 0.0)
-        global_scale = quotient(row_amax, E2M1_MAX * E4M3_MAX).clamp(min=_GLOBAL_FLOOR)
+        given = self.given_scale()
+        if given is not None:
+            global_scale = torch.full_like(row_amax, given)
+        else:
+            global_scale = quotient(row_amax, self.most).clamp(min=self.least)
         # Group scales are E4M3 numbers from the smallest, 2^-9, to the largest: never zero, never NaN here.
         scales = (amax / (global_scale * E2M1_MAX)).clamp(2.0**-9, E4M3_MAX).to(torch.float8_e4m3fn)
         multiplier = (scales.to(torch.float32) * global_scale).reciprocal()
@@ -227,7 +263,7 @@ class _NvFp4(ActivationFormat):
         )
 
     def dequantize(self, rows: QuantizedRows) -> Tensor:
-        scales = _present(self.name, rows.scales).to(torch.float32) * _present(self.name, rows.global_scale)
+        scales = present(self.name, rows.scales).to(torch.float32) * present(self.name, rows.global_scale)
         nibbles = unpack_nibbles(rows.codes)[:, : rows.shape[1]]
         return e2m1_values(nibbles) * spread(scales, self.group, rows.shape[1])
 
@@ -242,11 +278,11 @@ class _NvFp4(ActivationFormat):
         from ..kernels.quantize import nvfp4_kernel
 
         rows, columns = given.shape
-        scales, block = _present(self.name, made.scales), power_at_least(columns, 32)
-        written = (made.codes, scales, _present(self.name, made.global_scale))
+        scales, block = present(self.name, made.scales), power_at_least(columns, 32)
+        written = (made.codes, scales, present(self.name, made.global_scale))
         constants = {"BLOCK_C": block, **given.constants(), "ROUND": not given.x.is_cuda}
-        args = (*given.arguments(*written), scales.shape[1])
-        launch(nvfp4_kernel, (rows,), args, constants, num_warps=_warps(block))
+        args = (*given.arguments(*written), scales.shape[1], self.given_scale())
+        launch(nvfp4_kernel, (rows,), args, constants, num_warps=warps_of(block))
 
 
 _CASTS = (
@@ -260,19 +296,36 @@ ACTIVATION_FORMATS: tuple[ActivationFormat, ...] = (
     *_CASTS,
     _Fp8(name="fp8_group128", bits=8, group=128),
     _Fp8(name="fp8_group128_pow2", bits=8, group=128, power=True),
+    _Fp8(name="fp8_group128_e8m0", bits=8, group=128, power=True, e8m0=True),
     _Fp8(name="fp8_token", bits=8),
+    _Fp8(name="fp8_static", bits=8, static=True),
     _Fp8(name="mxfp8", bits=8, group=32, power=True, e8m0=True),
     _NvFp4(name="nvfp4", bits=4, group=16),
+    _NvFp4(name="nvfp4_static", bits=4, group=16, static=True),
 )
 
 
-def activation_format(name: str) -> ActivationFormat:
-    """Return the format called ``name``; raises ``InputError`` naming the allowed ones."""
+def activation_format(name: str | ActivationFormat) -> ActivationFormat:
+    """Return the format called ``name``, or the one given; raises ``InputError`` naming the allowed ones."""
+    if isinstance(name, ActivationFormat):
+        return name
     for candidate in ACTIVATION_FORMATS:
         if candidate.name == name:
             return candidate
     allowed = ", ".join(candidate.name for candidate in ACTIVATION_FORMATS)
     raise InputError(f"activation format: found {name!r}, allowed: {allowed}")
+
+
+def formats_within(name: str, reach: tuple[float, float] | None) -> tuple[ActivationFormat, ActivationFormat]:
+    """Return what rows are before each of two products: the format ``name``, with the scales of ``reach`` if static.
+
+    reach: as ``ExpertWeights`` says. Raises InputError for a static format without it.
+    """
+    form = activation_format(name)
+    if form.static and reach is not None:
+        return form.within(reach[0]), form.within(reach[1])
+    form.given_scale()
+    return form, form
 
 
 def cast_name(dtype: torch.dtype) -> str:
@@ -284,32 +337,37 @@ def cast_name(dtype: torch.dtype) -> str:
     raise InputError(f"rows of activations: found {dtype}, allowed: {allowed}; convert them")
 
 
-def quantize_regions(rows: int, columns: int, name: str, *, order: int = AS_IS) -> Regions:
+def quantize_regions(rows: int, columns: int, name: str | ActivationFormat, *, order: int = AS_IS) -> Regions:
     """Return the most bytes ``quantize_on_device`` takes for any count of rows up to ``rows``."""
     form = activation_format(name)
     return sizes(form.buffers(rows, form.wide(columns, order)))
 
 
 def quantize_rows(
-    x: Tensor, name: str, *, source: Tensor | None = None, weights: Tensor | None = None, memory: Memory | None = None
+    x: Tensor,
+    name: str | ActivationFormat,
+    *,
+    source: Tensor | None = None,
+    weights: Tensor | None = None,
+    memory: Memory | None = None,
 ) -> QuantizedRows:
-    """Quantise rows of ``x [T, K]`` (floating) to the format ``name``.
+    """Quantise rows of ``x [T, K]`` (floating) to a format, or to the one called ``name``.
 
     source: ``[R]`` int64, row r is ``x[source[r]]``; without it rows are those of x. weights: ``[R]`` float32 that
     multiply the rows first, rounded to x's dtype. On a GPU all of it is one kernel, with the bits of
     ``ActivationFormat.quantize``. memory: where that kernel takes "codes", "scales" and "global_scale".
     Raises ``InputError`` for wrong shapes or dtypes.
     """
-    _check(name, x)
     form = activation_format(name)
+    check_rows(form.name, x)
     if on_device(x, form.capability):
-        return quantize_on_device(x, name, source=source, weights=weights, memory=memory)
-    return form.quantize(_weighted(x, source, weights))
+        return quantize_on_device(x, form, source=source, weights=weights, memory=memory)
+    return form.quantize(weighted(x, source, weights))
 
 
 def quantize_on_device(
     x: Tensor,
-    name: str,
+    name: str | ActivationFormat,
     *,
     source: Tensor | None = None,
     weights: Tensor | None = None,
@@ -328,42 +386,9 @@ def quantize_on_device(
     return made
 
 
-def _block(rows: int, columns: int) -> tuple[int, int]:
-    """Return the rows and columns one program takes; few rows are spread over more programs."""
-    few = rows < _FEW_ROWS
-    wide = min(256 if few else 1024, power_at_least(columns, 128))
-    return 1 if few else 4096 // wide if rows >= _MANY_ROWS else 2, wide
-
-
-def _whole_rows(rows: int, columns: int) -> tuple[int, int]:
-    """Return what ``_block`` does where one scale belongs to a row."""
-    wide = power_at_least(columns, 32)
-    return max(1, 4096 // wide) if rows >= _MANY_ROWS else 1, wide
-
-
-def _warps(elements: int) -> int:
-    return max(1, min(16, elements // 512))
-
-
 def _no_kernel(form: ActivationFormat) -> InputError:
     kinds = ", ".join(known.name for known in ACTIVATION_FORMATS if type(known).write is not ActivationFormat.write)
     return InputError(
         f"activation format {form.name}: found {type(form).__name__}, which no kernel writes, allowed: {kinds}; write "
         "one, and give the class its buffers and its launch (buffers, write)"
     )
-
-
-def _weighted(x: Tensor, source: Tensor | None, weights: Tensor | None) -> Tensor:
-    rows = x if source is None else x.index_select(0, source)
-    return rows if weights is None else (rows.float() * weights[:, None]).to(x.dtype)
-
-
-def _check(name: str, x: Tensor) -> None:
-    if x.dim() != 2 or x.shape[1] < 1 or not x.is_floating_point():
-        raise InputError(f"quantize to {name}: found {tuple(x.shape)} {x.dtype}, allowed: floating [R, K >= 1]")
-
-
-def _present(name: str, scales: Tensor | None) -> Tensor:
-    if scales is None:
-        raise InputError(f"dequantize from {name}: found no scale, allowed: rows quantised to {name}")
-    return scales

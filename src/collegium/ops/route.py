@@ -6,24 +6,18 @@ Scores are evaluated in float64 and rounded once to float32: the float32 sigmoid
 the vector body than in the tail of a tensor, so a row would depend on how many rows are before it.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from ..errors import InputError, RoutingError
 from ..runtime.launch import on_device
-from ..types import Routing
+from ..runtime.memory import Memory
+from ..types import Routing, RoutingSpec, ScoreFunction
+from .checks import described, require_tensor
 from .route_device import ID_DTYPES, route_on_device, route_regions
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from ..runtime.memory import Memory
-    from ..types import RoutingSpec, ScoreFunction
 
 __all__ = ["NO_EXPERT", "check_rule", "given_routing", "in_one_kernel", "route", "route_custom", "route_regions"]
 
@@ -66,8 +60,8 @@ def route(
     check_rule(logits, spec, bias, token_ids, hash_table)
     experts = logits.shape[1]
     if (None if expert_scale is None else tuple(expert_scale.shape)) != ((experts,) if spec.expert_scale else None):
-        found = "None" if expert_scale is None else _describe(expert_scale)
-        raise InputError(f"route: expert_scale is {found}, spec.expert_scale={spec.expert_scale} needs ({experts},)")
+        found = f"expert_scale is {described(expert_scale)}"
+        raise InputError(f"route: {found}, spec.expert_scale={spec.expert_scale} needs ({experts},)")
     if not checked and in_one_kernel(logits, spec):
         chosen = route_on_device(logits, spec, bias=bias, token_ids=token_ids, hash_table=hash_table, memory=memory)
         return _scaled(chosen, expert_scale)
@@ -105,7 +99,7 @@ def route_custom(
     """
     _check_logits(logits, spec)
     if x.dim() != 2 or x.shape[0] != logits.shape[0]:
-        raise InputError(f"route_custom: x is {_describe(x)}, allowed: [{logits.shape[0]}, D], a row for each token")
+        raise InputError(f"route_custom: x is {described(x)}, allowed: [{logits.shape[0]}, D], a row for each token")
     found = cast("Any", fn(x, logits, spec.top_k))
     if not isinstance(found, tuple | list) or len(found) != 2 or not all(isinstance(t, torch.Tensor) for t in found):
         raise InputError(
@@ -117,7 +111,7 @@ def route_custom(
     want = (logits.shape[0], spec.top_k)
     if tuple(ids.shape) != want:
         raise InputError(
-            f"route_custom: the callable returned topk_ids {_describe(ids)}, allowed: shape {want} "
+            f"route_custom: the callable returned topk_ids {described(ids)}, allowed: shape {want} "
             "(T, top_k); it must return (topk_weights, topk_ids) in this order"
         )
     return given_routing(ids, weights, logits.shape[1], checked=checked)
@@ -134,11 +128,9 @@ def given_routing(topk_ids: Tensor, topk_weights: Tensor, num_experts: int, *, c
     """
     _check_ids("topk_ids", topk_ids, 2)
     _check_device("topk_weights", topk_weights, topk_ids, "topk_ids")
-    if tuple(topk_weights.shape) != tuple(topk_ids.shape) or not topk_weights.is_floating_point():
-        raise InputError(
-            f"topk_weights: found {_describe(topk_weights)}, allowed: a floating dtype and the shape of "
-            f"topk_ids {tuple(topk_ids.shape)}"
-        )
+    fits = topk_weights.shape == topk_ids.shape and topk_weights.is_floating_point()
+    allowed = f"a floating dtype and the shape of topk_ids {tuple(topk_ids.shape)}"
+    require_tensor(fits, "topk_weights", topk_weights, allowed)
     if num_experts < 1:
         raise InputError(f"num_experts: found {num_experts}, allowed: at least 1")
     if checked:
@@ -208,16 +200,15 @@ def _check_ranking(logits: Tensor, spec: RoutingSpec, bias: Tensor | None, hash_
     for name, given, option in (("hash_table", hash_table, "hash_routing"), ("bias", bias, "correction_bias")):
         if given is not None and not getattr(spec, option):
             raise InputError(
-                f"route: found a {name} {_describe(given)}, but spec.{option} is False; pass {name}=None or a "
+                f"route: found a {name} {described(given)}, but spec.{option} is False; pass {name}=None or a "
                 f"RoutingSpec with {option}=True"
             )
     if not spec.correction_bias:
         return
     experts = logits.shape[1]
     if bias is None or tuple(bias.shape) != (experts,) or not bias.is_floating_point():
-        found = "None" if bias is None else _describe(bias)
         raise InputError(
-            f"route: spec.correction_bias needs a floating bias of shape ({experts},) [E], found {found}; "
+            f"route: spec.correction_bias needs a floating bias of shape ({experts},) [E], found {described(bias)}; "
             "pass the router's correction bias"
         )
     _check_device("bias", bias, logits)
@@ -299,7 +290,7 @@ def _check_look_up(
 ) -> None:
     if bias is not None:
         raise InputError(
-            f"route: found a bias {_describe(bias)} with hash routing, which looks experts up and ranks "
+            f"route: found a bias {described(bias)} with hash routing, which looks experts up and ranks "
             "nothing; pass bias=None"
         )
     if token_ids is None or hash_table is None:
@@ -310,13 +301,10 @@ def _check_look_up(
     tokens = logits.shape[0]
     _check_ids("token_ids", token_ids, 1)
     _check_ids("hash_table", hash_table, 2)
-    if token_ids.shape[0] != tokens:
-        raise InputError(
-            f"token_ids: found {_describe(token_ids)}, allowed: shape ({tokens},), one for each logits row"
-        )
-    vocabulary, width = hash_table.shape
-    if width != spec.top_k or vocabulary < 1:
-        raise InputError(f"hash_table: found {_describe(hash_table)}, allowed: [vocabulary >= 1, top_k={spec.top_k}]")
+    fits = token_ids.shape[0] == tokens
+    require_tensor(fits, "token_ids", token_ids, f"shape ({tokens},), one for each logits row")
+    fits = hash_table.shape[1] == spec.top_k and hash_table.shape[0] >= 1
+    require_tensor(fits, "hash_table", hash_table, f"[vocabulary >= 1, top_k={spec.top_k}]")
     _check_device("token_ids", token_ids, logits)
     _check_device("hash_table", hash_table, logits)
 
@@ -367,8 +355,8 @@ def _refuse_slots(bad: Tensor, values: Tensor, what: str, allowed: str) -> None:
 
 
 def _check_logits(logits: Tensor, spec: RoutingSpec) -> None:
-    if logits.dim() != 2 or not logits.is_floating_point():
-        raise InputError(f"router logits: found {_describe(logits)}, allowed: [T, E] of a floating dtype")
+    fits = logits.dim() == 2 and logits.is_floating_point()
+    require_tensor(fits, "router logits", logits, "[T, E] of a floating dtype")
     experts = logits.shape[1]
     if not spec.top_k <= experts < 1 << _ID_BITS:
         most = (1 << _ID_BITS) - 1
@@ -381,16 +369,10 @@ def _check_logits(logits: Tensor, spec: RoutingSpec) -> None:
 
 
 def _check_ids(name: str, ids: Tensor, dims: int) -> None:
-    if ids.dim() != dims or ids.dtype not in _ID_DTYPES:
-        raise InputError(
-            f"{name}: found {_describe(ids)}, allowed: {dims} dimensions of int8 to int64 or uint8 to uint32"
-        )
+    fits = ids.dim() == dims and ids.dtype in _ID_DTYPES
+    require_tensor(fits, name, ids, f"{dims} dimensions of int8 to int64 or uint8 to uint32")
 
 
 def _check_device(name: str, tensor: Tensor, other: Tensor, what: str = "the logits") -> None:
     if tensor.device != other.device:
         raise InputError(f"{name}: found on {tensor.device}, allowed: {other.device}, where {what} are; move it there")
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} {tensor.dtype}"

@@ -3,22 +3,13 @@
 Shape letters: T tokens, K experts per token, E experts.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
 from ..runtime.launch import launch, overlaps, power_at_least, usual_rows
-from ..types import SCORE_FUNCTIONS, Routing
-from .buffers import sizes, taken
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ..runtime.memory import Memory, Regions
-    from ..types import RoutingSpec
-    from .buffers import Buffers
+from ..runtime.memory import Memory, Regions
+from ..types import SCORE_FUNCTIONS, Routing, RoutingSpec
+from .buffers import Buffers, sizes, taken
 
 __all__ = ["ID_DTYPES", "route_on_device", "route_regions", "widen_on_device"]
 

@@ -3,22 +3,14 @@
 Shape letters: T tokens, K experts per token, E experts, n experts after those.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
 from ..runtime.launch import on_device
-from ..types import Routing
+from ..runtime.memory import Memory
+from ..types import Routing, RoutingSpec
 from .route import NO_EXPERT, check_rule, in_one_kernel, route
 from .route_device import route_on_device, widen_on_device
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ..runtime.memory import Memory
-    from ..types import RoutingSpec
 
 __all__ = ["route_wide", "widened"]
 

@@ -3,15 +3,9 @@
 Shape letters: R rows, K columns, G groups of columns in a row.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 from torch.nn import functional
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["e2m1_values", "grouped", "power", "power_byte", "quotient", "spread"]
 

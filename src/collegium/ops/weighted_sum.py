@@ -3,21 +3,14 @@
 Shape letters: T tokens, K experts per token, R rows, H width.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
 from ..errors import InputError
 from ..runtime.launch import dense_rows, launch, on_device, overlaps, power_at_least
-from .buffers import sizes, taken
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ..runtime.memory import Memory, Regions
-    from .buffers import Buffers
+from ..runtime.memory import Memory, Regions
+from .buffers import Buffers, sizes, taken
+from .checks import require_tensor
 
 __all__ = ["weighted_sum", "weighted_sum_on_device", "weighted_sum_regions"]
 
@@ -126,23 +119,22 @@ def _buffers(tokens: int, width: int, out_dtype: torch.dtype) -> Buffers:
 
 
 def _check(rows: Tensor, slots: Tensor, weights: Tensor | None, out_dtype: torch.dtype, experts: int) -> None:
-    if rows.dim() != 2 or not rows.is_floating_point():
-        raise InputError(f"rows: found {tuple(rows.shape)} {rows.dtype}, allowed: [R, H] of a floating dtype")
-    if experts and (slots.numel() != rows.shape[0] or slots.is_floating_point()):
-        raise InputError(f"slots: found {tuple(slots.shape)} {slots.dtype}, allowed: an expert id for each of the rows")
-    if slots.dim() != 2 or (slots.dtype != torch.int64 and not experts):
-        raise InputError(f"slots: found {tuple(slots.shape)} {slots.dtype}, allowed: [T, K] int64, as permute() makes")
-    if weights is not None and (tuple(weights.shape) != tuple(slots.shape) or not weights.is_floating_point()):
-        raise InputError(
-            f"weights: found {tuple(weights.shape)} {weights.dtype}, allowed: floating of shape "
-            f"{tuple(slots.shape)}, one for each slot"
-        )
+    require_tensor(rows.dim() == 2 and rows.is_floating_point(), "rows", rows, "[R, H] of a floating dtype")
+    if experts:
+        fits = slots.numel() == rows.shape[0] and not slots.is_floating_point()
+        require_tensor(fits, "slots", slots, "an expert id for each of the rows")
+    made = slots.dim() == 2 and (experts > 0 or slots.dtype == torch.int64)
+    require_tensor(made, "slots", slots, "[T, K] int64, as permute() makes")
+    if weights is not None:
+        fits = weights.shape == slots.shape and weights.is_floating_point()
+        require_tensor(fits, "weights", weights, f"floating of shape {tuple(slots.shape)}, one for each slot")
     if not out_dtype.is_floating_point:
         raise InputError(f"out_dtype: found {out_dtype}, allowed: a floating dtype")
 
 
 def _check_like(shape: tuple[int, int], out_dtype: torch.dtype, shared: Tensor | None, out: Tensor | None) -> None:
-    if shared is not None and (tuple(shared.shape) != shape or not shared.is_floating_point()):
-        raise InputError(f"shared: found {tuple(shared.shape)} {shared.dtype}, allowed: floating {shape}")
-    if out is not None and (tuple(out.shape) != shape or out.dtype != out_dtype or not out.is_contiguous()):
-        raise InputError(f"out: found {tuple(out.shape)} {out.dtype}, allowed: contiguous {shape} {out_dtype}")
+    if shared is not None:
+        require_tensor(shared.shape == shape and shared.is_floating_point(), "shared", shared, f"floating {shape}")
+    if out is not None:
+        fits = out.shape == shape and out.dtype == out_dtype and out.is_contiguous()
+        require_tensor(fits, "out", out, f"contiguous {shape} {out_dtype}")

@@ -9,7 +9,8 @@ from ..errors import InputError
 from .meeting import meeting_of
 
 if TYPE_CHECKING:
-    from ..problem import Placement, Problem
+    from ..placement import Placement
+    from ..problem import Problem
     from ..runtime.memory import Regions
     from .base import Dispatcher, DispatcherKind
     from .expert_map import ExpertMap

@@ -18,7 +18,7 @@ from .traffic import Away
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..problem import Placement
+    from ..placement import Placement
 
 __all__ = ["ExpertMap"]
 

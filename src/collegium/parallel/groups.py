@@ -12,7 +12,7 @@ from torch import distributed
 from ..errors import InputError
 
 if TYPE_CHECKING:
-    from ..problem import Placement
+    from ..placement import Placement
 
 __all__ = ["check_ranks", "group_named", "world_ranks"]
 

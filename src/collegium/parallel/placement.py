@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from ..errors import InputError
-from ..problem import Placement
+from ..placement import Placement
 from ..types import ExpertWeights
 
 if TYPE_CHECKING:
@@ -60,7 +60,8 @@ def experts_of(weights: ExpertWeights[Payload], held: tuple[int, ...]) -> Expert
         return replace(payload, shape=(len(ids), *payload.shape[1:]), **found)
 
     up, down = weights.gate_up_bias, weights.down_bias
-    return ExpertWeights(
+    return replace(
+        weights,
         gate_up=rows(weights.gate_up),
         down=rows(weights.down),
         gate_up_bias=None if up is None else up[ids],

@@ -12,7 +12,7 @@ import torch
 from torch import distributed
 
 from ..errors import InputError
-from ..problem import Placement
+from ..placement import Placement
 from .groups import group_named, world_ranks
 from .meeting import meeting_of, timeout_seconds
 from .placement import linear, round_robin

@@ -10,7 +10,7 @@ from .meeting import meeting_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..problem import Placement
+    from ..placement import Placement
 
 __all__ = ["TextRanks"]
 

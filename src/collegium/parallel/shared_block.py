@@ -219,6 +219,14 @@ class SharedBlocks:
         """
         block = self._block
         assert block is not None
+        if block.failed[0] and captured(self.device):
+            lost = self.ranks[int(block.failed[0]) >> 16]
+            raise RankError(
+                f"{_PHASE}: a pass before this capture failed, waiting for rank {lost}, and the device tells no more "
+                "while a CUDA graph captures; leave the capture and call layer.check()",
+                ranks=(lost,),
+                phase=_PHASE,
+            )
         if block.failed[0]:
             self.check()
         try:

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..ops.permute import Permutation
-    from ..problem import Placement, Problem
+    from ..placement import Placement
+    from ..problem import Problem
     from ..runtime.memory import Regions
     from .combine import Reduced
 

@@ -1,7 +1,5 @@
 """What runs a batch through the routed experts, one file each; the first row that serves a batch runs it."""
 
-from __future__ import annotations
-
 from .base import Asked, Parts, Pipeline, PipelineKind
 from .direct import DirectKind
 from .mega import MegaKind

@@ -5,22 +5,18 @@ serves and what memory that takes, and is built from the parts of a layer. A ker
 pipeline of its own.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+import torch
+from torch import Tensor
 
-    import torch
-    from torch import Tensor
-
-    from ..experts import ExpertKernel, Packed, Tiling
-    from ..parallel import Dispatcher, DispatcherKind
-    from ..problem import ExpertsProblem, Problem
-    from ..runtime.memory import Memory, Regions
-    from ..types import Routing
+from ..experts import ExpertKernel, Packed, Tiling
+from ..parallel import Dispatcher, DispatcherKind
+from ..problem import ExpertsProblem, Problem
+from ..runtime.memory import Memory, Regions
+from ..types import Routing
 
 __all__ = ["Asked", "Parts", "Pipeline", "PipelineKind"]
 

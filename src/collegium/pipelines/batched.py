@@ -3,25 +3,18 @@
 Shape letters: E experts of this rank, M rows of room for each, H width.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from ..errors import InputError, RoutingError
+from ..experts import Packed
 from ..formats.unquantised import DTYPES
 from ..ops.permute import Owners, permute
+from ..problem import ExpertsProblem
 from ..runtime.packed_module import check_given
 from ..types import Back, ContiguousBatch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from ..experts import Packed
-    from ..problem import ExpertsProblem
 
 __all__ = ["check_batched", "run_batched"]
 

@@ -3,26 +3,17 @@
 The bits are those of ``split``, since the bits of a row depend on no other row.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from ..experts import Tiling
 from ..ops.weighted_sum import weighted_sum, weighted_sum_regions
-from ..runtime.memory import part, under
-from .base import PipelineKind
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
-
-    from torch import Tensor
-
-    from ..experts import Tiling
-    from ..runtime.memory import Memory, Regions
-    from ..types import Routing
-    from .base import Asked, Parts
+from ..runtime.memory import Memory, Regions, part, under
+from ..types import Routing
+from .base import Asked, Parts, PipelineKind
 
 __all__ = ["Direct", "DirectKind"]
 

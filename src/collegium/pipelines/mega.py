@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..errors import InputError
-from ..experts.triton.grouped import bounds_of
+from ..experts.triton.grouped import bounds_of, kind_of
 from ..experts.triton.packed import PackedExperts
 from ..formats.unquantised import DTYPES
 from ..kernels.numbers import E4M3_E4M3
@@ -27,7 +27,6 @@ from ..parallel.symm_mem import SymmMem
 from ..runtime.launch import dense_rows, launch, power_at_least
 from ..runtime.memory import OwnMemory, take
 from ..runtime.ranges import step
-from ..types import ACTIVATION_KINDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -249,7 +248,7 @@ class Mega:
             "AT_ONCE": max(1, min(block_t, QUANTISED // block_i)), "X_GROUP": form.group or block_x,
             "INNER_GROUP": form.group or block_i, "POWER": form.power, "REORDER": up.layout.row_order == REORDERED,
             "WEIGHT": up.layout.weight, "X_SCALE": _scales(shape.groups), "INNER_SCALE": _scales(shape.inner_groups),
-            "BIAS": up.bias is not None, "PARTS": up.layout.shape[1], "KIND": ACTIVATION_KINDS.index(act.kind),
+            "BIAS": up.bias is not None, "PARTS": up.layout.shape[1], "KIND": kind_of(act),
             "HAS_LIMIT": act.limit is not None, "UP_BLOCKS": up.layout.k_blocks, "DOWN_BLOCKS": down.layout.k_blocks,
             "UP_EVEN": shape.width % block_k == 0, "DOWN_EVEN": shape.inner % block_k == 0,
             "WARPS": WARPS, "BLOCK_N": block_n, "BLOCK_T": block_t, "BLOCK": block_k,

@@ -1,24 +1,16 @@
 """Dispatch, run, combine: three replaceable steps, for any number of tokens."""
 
-from __future__ import annotations
-
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from ..parallel import Reaching
-from ..runtime.memory import part, under
+from ..runtime.memory import Memory, Regions, part, under
 from ..runtime.ranges import step
-from .base import PipelineKind
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
-
-    import torch
-    from torch import Tensor
-
-    from ..runtime.memory import Memory, Regions
-    from ..types import Routing
-    from .base import Asked, Parts
+from ..types import Routing
+from .base import Asked, Parts, PipelineKind
 
 __all__ = ["Split", "SplitKind"]
 

@@ -5,8 +5,6 @@ layer's handle, a tensor: the compiler treats it like any other input, so code t
 handle of each. Its address names the layer, in one process and as long as the layer lives.
 """
 
-from __future__ import annotations
-
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -37,14 +35,7 @@ def _layer_of(handle: Tensor) -> Any:
     return found
 
 
-@torch.library.custom_op(
-    "collegium::moe_layer",
-    mutates_args=("out",),
-    schema=(
-        "(Tensor x, Tensor? router_logits, Tensor? topk_ids, Tensor? topk_weights, Tensor? token_ids, "
-        "Tensor? router_input, Tensor handle, Tensor(a!) out) -> ()"
-    ),
-)
+@torch.library.custom_op("collegium::moe_layer", mutates_args=("out",))
 def moe_layer(
     x: Tensor,
     router_logits: Tensor | None,

@@ -1,7 +1,5 @@
 """What machine is this: the one place that asks torch about devices."""
 
-from __future__ import annotations
-
 import os
 import platform
 from collections.abc import Generator

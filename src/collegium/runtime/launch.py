@@ -205,7 +205,7 @@ def _kind(argument: Any) -> object:
         return argument.dtype, argument.data_ptr() % 16 == 0
     if isinstance(argument, int):
         return argument % 16 == 0, argument == 1, -(2**31) <= argument < 2**31
-    return None
+    return type(argument)  # a number, or nothing
 
 
 @cache

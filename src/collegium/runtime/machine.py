@@ -1,7 +1,5 @@
 """What the choice of a tile needs to know of a GPU."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec

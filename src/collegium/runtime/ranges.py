@@ -1,7 +1,5 @@
 """Names for stretches of work that Nsight Systems shows."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 

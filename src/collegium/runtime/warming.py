@@ -7,8 +7,6 @@ and constant it uses, all compile-time arguments, the GPU and Triton's own versi
 never runs a kernel of an older one.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,22 +1,15 @@
 """Whether what a layer is built from and called with is what its plan describes."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
 from ..errors import InputError
+from ..formats.payload import Payload
 from ..formats.unquantised import FLOAT_FORMATS
+from ..ops.quantize import formats_within
+from ..problem import ExpertsProblem, Problem
 from ..runtime.packed_module import check_given
-from ..types import Routing
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ..formats.payload import Payload
-    from ..problem import ExpertsProblem, Problem
-    from ..types import ExpertWeights, LatentWeights, MoESpec, RouterWeights, SharedWeights
+from ..types import ExpertWeights, LatentWeights, MoESpec, RouterWeights, Routing, SharedWeights
 
 __all__ = ["check_extras", "check_input", "check_rows", "check_weights", "check_whole", "output_for"]
 
@@ -34,6 +27,7 @@ def check_weights(weights: ExpertWeights[Payload], problem: ExpertsProblem) -> N
             )
         if payload.name != problem.weight_format:
             raise InputError(f"{name}: the payload is {payload.name}, the spec says {problem.weight_format}")
+    formats_within(problem.activation_format, weights.input_reach)  # refuses a static one without scales
     biases = {"gate_up_bias": (experts, parts, wide), "down_bias": (experts, hidden)}
     for name, shape in biases.items():
         bias: Tensor | None = getattr(weights, name)

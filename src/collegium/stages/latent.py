@@ -1,21 +1,14 @@
 """The projections around routed experts that work in a width of their own (latent MoE)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
 from torch.nn import functional
 
 from ..ops.linear import linear
-from ..runtime.memory import part
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from ..runtime.memory import Memory
-    from ..types import LatentWeights
+from ..runtime.memory import Memory, part
+from ..types import LatentWeights
 
 __all__ = ["Latent", "latent_of"]
 

@@ -1,29 +1,21 @@
 """From tokens to chosen experts: the layer's own logits, and the rules that choose by logits or take a routing."""
 
-from __future__ import annotations
-
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from ..errors import InputError
 from ..ops.linear import linear
 from ..ops.route import given_routing, route_custom
 from ..ops.route_wide import route_wide, widened
-from ..runtime.memory import part, take
+from ..runtime.memory import Memory, part, take
+from ..types import MoESpec, RouterWeights, Routing
 from .checks import check_rows
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from contextlib import AbstractContextManager
-
-    from torch import Tensor
-
-    from ..runtime.memory import Memory
-    from ..types import MoESpec, RouterWeights, Routing
 
 __all__ = ["Router", "in_float32", "in_full"]
 

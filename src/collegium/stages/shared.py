@@ -4,37 +4,27 @@ Where the plan merges it with the routed experts it is cut by its intermediate w
 which are packed behind them; nothing of it is then run here.
 """
 
-from __future__ import annotations
-
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from ..errors import InputError
+from ..experts import ExpertKernel, Packed
+from ..formats.payload import Payload
 from ..ops.linear import linear
-from ..planning import kernel_named, plan
-from ..problem import Refusal
-from ..runtime.memory import part
+from ..planning import Plan, kernel_named, plan
+from ..problem import Problem, Refusal
+from ..runtime.memory import Memory, part
 from ..sharing import not_merged
-from ..types import ContiguousBatch, ExpertWeights
+from ..types import ContiguousBatch, ExpertWeights, SharedWeights
 from .checks import check_weights
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
-
-    from torch import Tensor
-
-    from ..experts import ExpertKernel, Packed
-    from ..formats.payload import Payload
-    from ..planning import Plan
-    from ..problem import Problem
-    from ..runtime.memory import Memory
-    from ..types import SharedWeights
 
 __all__ = ["SharedExpert", "pack_shared", "packed_again", "settled"]
 
-P = TypeVar("P", bound="Payload")
+P = TypeVar("P", bound=Payload)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

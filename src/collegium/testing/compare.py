@@ -44,6 +44,7 @@ def random_experts(
     """Return heavy-tailed float32 experts scaled so that every intermediate value keeps unit size.
 
     gate_up ``[experts, parts, wide, hidden]``, down ``[experts, hidden, wide]``; biases of unit size when asked for.
+    Scales of static activations fit such values and their outliers.
     """
     down = heavy_tailed(experts, hidden, wide, seed=seed + 1, channels=False) * wide**-0.5
     gate_up = heavy_tailed(experts, parts, wide, hidden, seed=seed, channels=False) * hidden**-0.5
@@ -53,6 +54,7 @@ def random_experts(
         down=Fp32(values=down, shape=tuple(down.shape)),
         gate_up_bias=biases[0] if bias else None,
         down_bias=biases[1] if bias else None,
+        input_reach=(256.0, 256.0),
     )
 
 
@@ -76,7 +78,7 @@ def between(both: Tensor, spec: ActivationSpec) -> Tensor:
     cube = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
     return {
         "swiglu": lambda: gate * sigmoid * up,
-        "swiglu_oai": lambda: (up + 1) * gate / (1 + torch.exp(-spec.alpha * gate)),
+        "swiglu_oai": lambda: (up + spec.beta) * gate / (1 + torch.exp(-spec.alpha * gate)),
         "situ": lambda: (
             spec.gate_bound
             * torch.tanh(gate / spec.gate_bound)

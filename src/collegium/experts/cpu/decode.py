@@ -10,10 +10,12 @@ multiplies the result by it in float32.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from ...errors import SpecError
@@ -34,11 +36,6 @@ from ...formats import (
 from ...formats.codecs import E2M1_VALUES, pack_nibbles, relative_e8m0, unpack_nibbles
 from ..base import with_each
 from .stored import by_row, flat, refuse_faults
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
 
 __all__ = ["CPU_FORMATS", "CodeMatrix", "PlainMatrix", "Scratch", "pack_matrix"]
 

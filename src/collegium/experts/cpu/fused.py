@@ -13,31 +13,26 @@ A row's bits depend on the row and the machine alone, not on other rows, nor on 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional
 
-from ...formats import Bnb4, Gguf, Int4Affine, Int4Group, Int4Ordered, Int8Affine, Int8Ordered, MxFp4, NvFp4
+from ...formats import Bnb4, Gguf, Int4Affine, Int4Group, Int4Ordered, Int8Affine, Int8Ordered, MxFp4, NvFp4, Payload
 from ...formats.codecs import E2M1_VALUES, pack_nibbles, relative_e8m0, unpack_nibbles
+from ...problem import ExpertsProblem
+from ...runtime.memory import Memory, Regions
+from ...types import ActivationSpec, ContiguousBatch, ExpertWeights
 from ..base import ExpertKernel, Packed, refuse_codes, with_each
 from .grouped import cut_experts, fast_activate
 from .stored import by_row, flat, refuse_faults
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from ...formats import Payload
-    from ...problem import ExpertsProblem
-    from ...runtime.memory import Memory, Regions
-    from ...types import ActivationSpec, ContiguousBatch, ExpertWeights
 
 __all__ = ["CpuFused", "FusedExperts", "FusedMatrix", "pack_fused"]
 

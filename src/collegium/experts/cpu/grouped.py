@@ -14,27 +14,21 @@ tile is at most 4 million weights, so no decoded copy of the layer exists.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
+from ...formats.payload import Payload
 from ...ops.activation import activate
+from ...problem import ExpertsProblem
+from ...runtime.memory import Memory, Regions
+from ...types import ActivationSpec, ContiguousBatch, ExpertWeights
 from ..base import ExpertKernel, Packed, refuse_codes, with_each
-from .decode import CPU_FORMATS, CodeMatrix, Scratch, pack_matrix
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from ...formats.payload import Payload
-    from ...problem import ExpertsProblem
-    from ...runtime.memory import Memory, Regions
-    from ...types import ActivationSpec, ContiguousBatch, ExpertWeights
-    from .decode import PlainMatrix
+from .decode import CPU_FORMATS, CodeMatrix, PlainMatrix, Scratch, pack_matrix
 
 __all__ = ["CpuExperts", "CpuGrouped", "cut_experts", "fast_activate"]
 

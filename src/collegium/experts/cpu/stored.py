@@ -1,16 +1,9 @@
 """What both CPU kernels ask of a payload before they lay it out."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from torch import Tensor
 
 from ...errors import BadScaleError
-from ...formats import Fp8Block, Fp8Channel, Fp8Tensor, MxFp4, MxFp8, NvFp4
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ...formats import Payload
+from ...formats import Fp8Block, Fp8Channel, Fp8Tensor, MxFp4, MxFp8, NvFp4, Payload
 
 __all__ = ["by_row", "flat", "refuse_faults"]
 

@@ -3,25 +3,17 @@
 Shape letters: E experts, P parts (2: gate and up; 1), N outputs of a part, K inputs, G groups of columns.
 """
 
-from __future__ import annotations
-
+from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from ...runtime.launch import launch
-from .grouped import tile_list
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
-
-    from ...runtime.memory import Memory
-    from .grouped import TileList
-    from .matrix import PackedMatrix
+from ...runtime.memory import Memory
+from .grouped import TileList, tile_list
+from .matrix import PackedMatrix
 
 __all__ = ["expanded", "in_turns"]
 

@@ -1,16 +1,10 @@
 """Tiles of four-bit weights and E4M3 rows: which there are, and how long each takes."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from .tile_choice import TileChoice, experts_hit, stage_bytes, starts_early, weight_bytes
-
-if TYPE_CHECKING:
-    from ...runtime.machine import Machine
-    from .tile_choice import TileProblem
+from ...runtime.machine import Machine
+from .tile_choice import TileChoice, TileProblem, experts_hit, stage_bytes, starts_early, weight_bytes
 
 __all__ = ["four_bit_candidates", "four_bit_score"]
 

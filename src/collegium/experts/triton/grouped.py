@@ -1,41 +1,32 @@
-"""Grouped product over rows packed by expert: reference, checks, launch, and the two products of a batch.
+"""Grouped product over rows packed by expert: checks, launch, and the two products of a batch.
 
 Shape letters: T tokens, R rows, E experts, P parts (2: gate and up; 1), N outputs of a part, K inputs.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...errors import InputError
-from ...kernels.numbers import NO_ACTIVATION
-from ...ops.activation import activate
+from ...kernels.numbers import FAST_MATH, NO_ACTIVATION
 from ...ops.columns import RowSums
 from ...ops.permute import tile_count
 from ...runtime.launch import launch, power_at_least
-from ...runtime.memory import take
+from ...runtime.memory import Memory, take
 from ...types import ACTIVATION_KINDS, ActivationSpec
 from .layout import Words
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ...runtime.memory import Memory
-    from .matrix import PackedMatrix
-    from .tile_choice import TileChoice
-
+from .matrix import PackedMatrix
+from .tile_choice import TileChoice
 
 __all__ = [
     "TileList",
     "bounds_of",
     "constants_of",
     "grouped_gemm",
-    "grouped_gemm_reference",
+    "kind_of",
     "scales_of",
-    "tile_count",
     "tile_list",
 ]
 
@@ -72,34 +63,6 @@ class TileList:
         return {"ASM": x.is_cuda, "TOP_K": self.top_k, "EARLY": self.early and overlap, "PDL": overlap}
 
 
-def grouped_gemm_reference(
-    x: Tensor,
-    weight: Tensor,
-    expert_offsets: Tensor,
-    *,
-    source: Tensor | None = None,
-    bias: Tensor | None = None,
-    activation: ActivationSpec | None = None,
-) -> Tensor:
-    """Return ``[R, N]`` float32: row r of expert e is ``activation(x[source[r]] @ weight[e].T + bias[e])``.
-
-    x ``[T, K]`` and weight ``[E, P, N, K]`` floating, multiplied in float32; bias ``[E, P, N]``. Without an
-    activation P is 1. Rows no expert owns are zero. Reads the offsets on the host.
-    """
-    experts, parts, n_out, k_in = weight.shape
-    index = torch.arange(x.shape[0], device=x.device) if source is None else source
-    out = torch.zeros(index.numel(), n_out, device=x.device)
-    offsets: list[int] = expert_offsets.tolist()
-    for expert in range(experts):
-        span = slice(offsets[expert], offsets[expert + 1])
-        product = x[index[span]].float() @ weight[expert].float().reshape(parts * n_out, k_in).T
-        product = product.view(-1, parts, n_out)
-        if bias is not None:
-            product = product + bias[expert].float()
-        out[span] = product[:, 0] if activation is None else activate(product, activation)
-    return out
-
-
 def tile_list(expert_offsets: Tensor, rows: int, tile: TileChoice, memory: Memory | None = None) -> TileList:
     """List the token tiles of ``expert_offsets [E+1]`` int64, on its device and without waiting for it."""
     experts, device = expert_offsets.numel() - 1, expert_offsets.device
@@ -127,7 +90,7 @@ def grouped_gemm(
     x_scale: Tensor | RowSums | None = None,
     activation: ActivationSpec | None = None,
 ) -> Tensor:
-    """Write ``out [R, N]`` and return it; see ``grouped_gemm_reference`` for its contents.
+    """Write ``out [R, N]`` and return it: row r of expert e is ``activation(x[source[r]] @ weight[e].T + bias[e])``.
 
     x: ``[T, K]`` of the operand dtype, read at ``source [R]`` int64, or row by row without it. x_scale: float32
     ``[T, ceil(K / 128)]`` or ``[T, 1]`` for E4M3 rows, with x from ``halves_and_sums`` for minima. tiles: from
@@ -188,7 +151,15 @@ def scales_of(x_scale: Tensor | RowSums | None, spare: Tensor) -> tuple[Tensor, 
 def bounds_of(activation: ActivationSpec | None) -> tuple[float, ...]:
     """Return the numbers of an activation, in the order of every product's arguments."""
     spec = activation or ActivationSpec()
-    return float(spec.limit or 0.0), float(spec.alpha), float(spec.gate_bound), float(spec.up_bound)
+    first = spec.beta if spec.kind == "swiglu_oai" else spec.gate_bound
+    return float(spec.limit or 0.0), float(spec.alpha), float(first), float(spec.up_bound)
+
+
+def kind_of(activation: ActivationSpec | None) -> int:
+    """Return the KIND that kernels know an activation by."""
+    if activation is None:
+        return NO_ACTIVATION
+    return ACTIVATION_KINDS.index(activation.kind) + (FAST_MATH if activation.fast else 0)
 
 
 def constants_of(packed: PackedMatrix, activation: ActivationSpec | None) -> dict[str, Any]:
@@ -197,7 +168,7 @@ def constants_of(packed: PackedMatrix, activation: ActivationSpec | None) -> dic
     return {
         "BIAS": packed.bias is not None,
         "PARTS": layout.shape[1],
-        "KIND": NO_ACTIVATION if activation is None else ACTIVATION_KINDS.index(activation.kind),
+        "KIND": kind_of(activation),
         "HAS_LIMIT": activation is not None and activation.limit is not None,
         "K_BLOCKS": layout.k_blocks,
         "BLOCK_K": layout.block_k,

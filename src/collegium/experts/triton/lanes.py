@@ -8,39 +8,31 @@ temporary memory stays under 64 MiB whatever the layer's size.
 Shape letters: E experts, P parts, N output rows, K input columns, B K blocks.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from ...errors import InputError
 from ...formats.codecs import E2M1_VALUES, e8m0_values, relative_e8m0, unpack_nibbles
+from ...formats.fp8_block import Fp8Block
+from ...formats.fp8_channel import Fp8Channel
 from ...formats.fp8_tensor import Fp8Tensor
+from ...formats.gguf import Gguf
 from ...formats.int4_group import Int4Group
-from ...formats.int_affine import Int4Ordered, Int8Affine, Int8Ordered
+from ...formats.int_affine import Int4Affine, Int4Ordered, Int8Affine, Int8Ordered
 from ...formats.mxfp4 import MxFp4
+from ...formats.mxfp8 import MxFp8
+from ...formats.nvfp4 import NvFp4
 from ...kernels import numbers
-from .layout import LANES, ROWS, Lanes, Rows
+from .layout import LANES, ROWS, Lanes, Layout, Rows
 from .matrix import PackedMatrix
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from ...formats.fp8_block import Fp8Block
-    from ...formats.fp8_channel import Fp8Channel
-    from ...formats.gguf import Gguf
-    from ...formats.int_affine import Int4Affine
-    from ...formats.mxfp8 import MxFp8
-    from ...formats.nvfp4 import NvFp4
-    from .layout import Layout
-
-    Integers = Int4Group | Int4Affine | Int8Affine | Int4Ordered | Int8Ordered
+Integers = Int4Group | Int4Affine | Int8Affine | Int4Ordered | Int8Ordered
 
 __all__ = [
     "column_order",
@@ -153,7 +145,7 @@ def pack_int(payload: Integers, bias: Tensor | None) -> PackedMatrix:
     if zeroed:
         words, dtype = 4 if words > 1 else 1, torch.float32
     kind = numbers.ZERO_SCALE if zeroed else numbers.PAIR_SCALE if words == 2 else numbers.GROUP_SCALE
-    layout = replace(LANES[f"int{bits}"].of(payload.shape), scale_kind=kind, words=words)
+    layout = replace(LANES[f"int{bits}"].of(payload.shape), scale_kind=kind, words=words, quartered=words > 1)
     experts, parts, n_out, _ = payload.shape
     scale = torch.empty((experts, parts, layout.k_blocks, words, n_out), dtype=dtype, device=payload.codes.device)
     for expert, target in enumerate(scale):
@@ -333,14 +325,10 @@ def _lanes(
             rows = rows if order is None else rows.index_select(1, order[matrix // parts])
             padded = functional.pad(rows, (0, blocks * block_k - k_in), value=zero)
             quarters = padded.view(-1, blocks, 4, block_k // 4).to(torch.int32)
-            target[:, start : start + step] = _as_int16(lane(quarters)).transpose(0, 1)
+            target[:, start : start + step] = lane(quarters).to(torch.int16).transpose(0, 1)
     if prod(out.shape) == 0:
         raise InputError(f"packing: a weight of shape {layout.shape} is empty, allowed: at least one row and column")
     return out
-
-
-def _as_int16(bits: Tensor) -> Tensor:
-    return torch.where(bits >= 1 << 15, bits - (1 << 16), bits).to(torch.int16)
 
 
 def _e2m1_lane(codes: Tensor) -> Tensor:

@@ -8,18 +8,16 @@ Shape letters: E experts, P parts (2: gate and up; 1), N outputs of a part, K in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 
 from ...kernels import numbers
 from ...ops.quantize import AS_IS, PADDED, REORDERED
 from .tile_choice import TileProblem
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = ["LANES", "ROWS", "WORDS", "Lanes", "Layout", "Rows", "Words"]
 
@@ -115,8 +113,8 @@ class Layout:
 
     @property
     def expands(self) -> bool:
-        """Whether they can be decoded before the products of a large batch."""
-        return self.stepped or not self.minima
+        """Whether they can be decoded before the products of a large batch, and gain by it: groups of 16 do not."""
+        return self.stepped or not (self.minima or (self.quartered and self.block_k < 128))
 
     @property
     def values_shape(self) -> tuple[int, ...]:

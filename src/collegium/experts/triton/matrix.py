@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from ..base import with_each
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from .layout import Layout
+from .layout import Layout
 
 __all__ = ["PackedMatrix", "RangeReport"]
 

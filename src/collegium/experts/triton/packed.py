@@ -5,42 +5,33 @@ Shape letters: T tokens, R rows, E experts, P parts (2: gate and up; 1), N outpu
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...errors import InputError
 from ...formats.int_affine import Int4Ordered, Int8Ordered
-from ...ops.columns import halves_and_sums, in_columns
+from ...ops.columns import RowSums, halves_and_sums, in_columns
 from ...ops.operand import arrived, operand, ordered
-from ...ops.quantize import AS_IS
+from ...ops.quantize import AS_IS, ActivationFormat, formats_within
+from ...problem import ExpertsProblem
 from ...runtime.launch import usual_rows
-from ...runtime.machine import machine_at
-from ...runtime.memory import part, take
+from ...runtime.machine import Machine, machine_at
+from ...runtime.memory import Memory, part, take
+from ...types import ActivationSpec, Back, ContiguousBatch, ExpertWeights
 from ..base import Packed, refuse_codes
 from .expanded import in_turns
 from .grouped import TileList, grouped_gemm, tile_list
 from .lanes import column_order, with_part
 from .matrix import PackedMatrix, RangeReport
 from .prefill import CodeScales, prefill_gemm
-from .tile_choice import TileChoice
+from .tile_choice import TileChoice, TunedTiles
 from .tiles import BAND, candidates, choose, score
 from .tiling import ProductTiling, codes_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping
-
-    from torch import Tensor
-
-    from ...ops.columns import RowSums
-    from ...ops.quantize import ActivationFormat
-    from ...problem import ExpertsProblem
-    from ...runtime.machine import Machine
-    from ...runtime.memory import Memory
-    from ...types import ActivationSpec, Back, ContiguousBatch, ExpertWeights
-    from .tile_choice import TunedTiles
 
 __all__ = ["PackedExperts", "pack_both"]
 
@@ -51,8 +42,9 @@ _PRODUCTS = ("gate_up", "down")
 class PackedExperts(Packed):
     """Both matrices of all experts and what runs between them.
 
-    activations: the format whose E4M3 codes are multiplied, or None to multiply in the dtype of x. tiles, measured: as
-    ``ProductTiling`` says. report: what packing made or rounded, where a plan cannot know.
+    activations: the format whose E4M3 codes are multiplied, or None to multiply in the dtype of x. input_reach: of a
+    static format. tiles, measured: as ``ProductTiling`` says. report: what packing made or rounded, where a plan cannot
+    know.
     """
 
     gate_up: PackedMatrix
@@ -60,12 +52,17 @@ class PackedExperts(Packed):
     activation: ActivationSpec
     machine: Machine
     activations: ActivationFormat | None = None
+    input_reach: tuple[float, float] | None = None
     tiles: tuple[TileChoice, TileChoice] | None = None
     measured: tuple[TunedTiles, TunedTiles] = ((), ())
     report: object | None = None
     _tiling: ProductTiling = field(init=False, compare=False, repr=False)
+    forms: tuple[ActivationFormat | None, ...] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        name = self._codes
+        forms = (None, None) if name is None else formats_within(name, self.input_reach)
+        object.__setattr__(self, "forms", forms)
         tiling = ProductTiling(
             gate_up=self.gate_up.layout,
             down=self.down.layout,
@@ -107,11 +104,7 @@ class PackedExperts(Packed):
         refuse_codes(batch, "experts in Triton", self._codes)
         count = batch.source.numel()
         dtype = batch.dtype or batch.x.dtype
-        out = (
-            self._result(count, dtype, batch.x.device, memory)
-            if batch.back is None
-            else self._stored(batch.back, dtype)
-        )
+        out = self._target(batch.back, count, dtype, batch.x.device, memory)
         if count == 0:
             return out
         batch = replace(batch, x=usual_rows(batch.x), dtype=dtype)
@@ -139,9 +132,9 @@ class PackedExperts(Packed):
         ids: contiguous ``[T, K]`` integers; rows of ids outside ``0..E-1`` are uninitialised.
         """
         x, (tokens, top_k) = usual_rows(x), ids.shape
-        out = self._result(tokens * top_k, x.dtype, x.device, memory)
+        out = self._target(None, tokens * top_k, x.dtype, x.device, memory)
         first, second = (replace(tile, overlap=self.machine.pdl) for tile in self.tiling.pair(ids.numel()))
-        rows_in = operand(x, self._codes, order=self.gate_up.layout.row_order, memory=part(memory, "x"))
+        rows_in = operand(x, self.forms[0], order=self.gate_up.layout.row_order, memory=part(memory, "x"))
         rows_in, source = self._in_order(rows_in, ids, ids, memory, top_k=top_k)
         # Where the tokens were quantised, which waits for the routing, the ids were there before the product's turn.
         listed = self.activations is not None
@@ -162,19 +155,21 @@ class PackedExperts(Packed):
 
     @property
     def arriving(self) -> tuple[str, int] | None:
-        """Return the format and order of the first product's codes, None where it multiplies tokens."""
-        return None if self._codes is None else (self._codes, self.gate_up.layout.row_order)
+        """Return the format and order of the first product's codes, None where it multiplies tokens, or calibrated."""
+        form = self.activations
+        return None if form is None or form.static else (form.name, self.gate_up.layout.row_order)
 
     @property
     def _codes(self) -> str | None:
         return None if self.activations is None else self.activations.name
 
-    def _result(self, rows: int, dtype: torch.dtype, device: torch.device, memory: Memory | None) -> Tensor:
+    def _target(
+        self, back: Back | None, count: int, dtype: torch.dtype, device: torch.device, memory: Memory | None
+    ) -> Tensor:
+        """Return what ``count`` rows of tokens of ``dtype`` are written to."""
         width, narrow = self.storing(dtype)
-        return take(memory, "rows", (rows, width), narrow, device)
-
-    def _stored(self, back: Back, dtype: torch.dtype) -> Tensor:
-        width, narrow = self.storing(dtype)
+        if back is None:
+            return take(memory, "rows", (count, width), narrow, device)
         if back.rows.shape[1:] != (width,) or back.rows.dtype != narrow:
             raise InputError(
                 f"back: rows of {back.rows.shape[1]} {back.rows.dtype}, these experts store rows of {width} {narrow}"
@@ -194,7 +189,7 @@ class PackedExperts(Packed):
             return (codes if batch.order == order else ordered(codes, order)), scale
         return operand(
             batch.x,
-            self._codes,
+            self.forms[0],
             source=batch.source if gathered else None,
             weights=batch.input_weights,
             order=order,
@@ -239,7 +234,7 @@ class PackedExperts(Packed):
         grouped_gemm(
             x, self.gate_up, offsets, tiles[0], middle, source=source, x_scale=x_scale, activation=self.activation
         )
-        made = operand(middle, self._codes, order=self.down.layout.row_order, used=used, memory=part(memory, "h"))
+        made = operand(middle, self.forms[1], order=self.down.layout.row_order, used=used, memory=part(memory, "h"))
         codes, scale = _summed(made, self.down, used, part(memory, "h"))
         # The tile lists were complete before the first product started.
         return grouped_gemm(codes, self.down, offsets, replace(tiles[1], early=True), out, x_scale=scale)
@@ -266,7 +261,7 @@ class PackedExperts(Packed):
         for matrix, own, listed in turns(self.gate_up):
             prefill_gemm(rows, matrix, own, listed, middle, x_scale=x_scale, activation=self.activation, codes=codes)
         if codes is None:
-            made = operand(middle, self._codes, used=_used(batch), memory=part(memory, "h"))
+            made = operand(middle, self.forms[1], used=_used(batch), memory=part(memory, "h"))
             middle, scale = _summed(made, self.down, _used(batch), part(memory, "h"))
         else:
             scale = codes.scale
@@ -289,12 +284,14 @@ def pack_both(
 
     gate_up = packed(weights.gate_up, weights.gate_up_bias)
     down = packed(with_part(weights.down), weights.down_bias)
+    form = codes_of(problem.activation_format)
     return PackedExperts(
         gate_up=gate_up,
         down=replace(down, order=None),
         activation=problem.activation,
         machine=machine_at(weights.down.device),
-        activations=codes_of(problem.activation_format),
+        activations=form,
+        input_reach=weights.input_reach if form is not None and form.static else None,
         report=_reported(gate_up.report, down.report),
     )
 
@@ -369,8 +366,7 @@ class _Product:
         count = batch.source.numel()
         _, _, n_out, k_in = matrix.layout.shape
         x = batch.x if first else torch.randn(count, k_in, device=batch.x.device).to(batch.x.dtype)
-        form = packed.activations
-        made = operand(x, None if form is None else form.name, order=matrix.layout.row_order)
+        made = operand(x, packed.forms[self.place], order=matrix.layout.row_order)
         codes, scale = _summed(made, matrix, None, None)
         out = torch.empty(count, n_out, dtype=torch.bfloat16, device=x.device)
         lists: dict[TileChoice, TileList] = {}

@@ -4,32 +4,24 @@ The formulas, the order of every sum and so the bits of a row are those of ``gro
 Shape letters: R rows, E experts, P parts, N outputs of a part, K inputs.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...errors import InputError
 from ...kernels.numbers import GROUP_CODES, POWER_CODES, ROWS
+from ...ops.columns import RowSums
 from ...runtime.launch import launch
-from ...runtime.memory import take
-from .grouped import bounds_of, constants_of, scales_of
+from ...runtime.memory import Memory, take
+from ...types import ActivationSpec
+from .grouped import TileList, bounds_of, constants_of, scales_of
+from .matrix import PackedMatrix
 from .tiles import BAND
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from ...ops.columns import RowSums
-    from ...runtime.memory import Memory
-    from ...types import ActivationSpec
-    from .grouped import TileList
-    from .matrix import PackedMatrix
 
 __all__ = ["CodeScales", "prefill_gemm"]
 
@@ -59,7 +51,7 @@ def prefill_gemm(
     activation: ActivationSpec | None = None,
     codes: CodeScales | None = None,
 ) -> Tensor:
-    """Write ``out [R, N]`` and return it; see ``grouped_gemm_reference`` for its contents.
+    """Write ``out [R, N]`` and return it; see ``grouped_gemm`` for its contents.
 
     x: ``[R, K]`` of the operand dtype in expert order. x_scale: float32 ``[R, ceil(K / 128)]`` or ``[R, 1]`` for E4M3
     rows, with x from ``halves_and_sums`` for minima. codes: makes ``out`` take E4M3 codes. Rows from

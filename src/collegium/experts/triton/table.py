@@ -1,32 +1,24 @@
 """Which weights and tokens each kernel in Triton takes, how it lays the weights out, and what packs them: one table."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from ...formats.unquantised import DTYPES
 from ...kernels.numbers import STEP_SCALE, ZERO_SCALE
-from ...runtime.machine import machine_at, machine_for
+from ...problem import ExpertsProblem
+from ...runtime.machine import Machine, machine_at, machine_for
+from ...runtime.memory import Regions
+from ...types import ExpertWeights
 from .lanes import pack_fp8_block, pack_fp8_rows, pack_gguf, pack_int, pack_mxfp4, pack_mxfp8, pack_nvfp4, pack_plain
-from .layout import LANES, ROWS, WORDS
-from .packed import pack_both
+from .layout import LANES, ROWS, WORDS, Layout
+from .matrix import PackedMatrix
+from .packed import PackedExperts, pack_both
 from .tiling import CODES, ProductTiling, codes_of, product_regions, refuse_machine
 from .words import pack_w4a8
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from ...problem import ExpertsProblem
-    from ...runtime.machine import Machine
-    from ...runtime.memory import Regions
-    from ...types import ExpertWeights
-    from .layout import Layout
-    from .matrix import PackedMatrix
-    from .packed import PackedExperts
 
 __all__ = ["TABLE", "TritonBf16", "TritonFp8", "TritonKernel", "TritonW4A8", "TritonW4A16", "TritonW8A16"]
 

@@ -1,12 +1,8 @@
 """What a grouped product is and how it is cut: the words of tile choice. Shape letters: R rows, E experts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from ...runtime.machine import Machine
+from ...runtime.machine import Machine
 
 __all__ = [
     "TileChoice",

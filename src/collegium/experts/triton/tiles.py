@@ -5,15 +5,13 @@ and how well its programs fill the machine. Nothing in it depends on data, and t
 the format, so every token count adds in the same order. Shape letters: R rows, E experts.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
-from typing import TYPE_CHECKING
 
 from ...errors import PlanError
+from ...runtime.machine import Machine
 from .four_bit_tiles import four_bit_candidates, four_bit_score
 from .tile_choice import (
     TileChoice,
@@ -25,9 +23,6 @@ from .tile_choice import (
     weight_bytes,
     weight_rows,
 )
-
-if TYPE_CHECKING:
-    from ...runtime.machine import Machine
 
 __all__ = [
     "BAND",
@@ -41,8 +36,8 @@ __all__ = [
 
 BAND = 128  # weight rows a tile of a large batch holds twice
 _LARGE = 56  # rows of an expert from which on those tiles are the faster ones
-# The same where weights are decoded first: of four and of eight bits, and of groups that are products of their own.
-_EXPANDED, _EXPANDED_QUARTERS = (512, 288), 160
+# The same where weights are decoded first: of four bits, of eight, and of groups that are products of their own.
+_EXPANDED = 512, 288, 1024
 _LONG = 512  # columns that such a product has at least: shorter ones decode little
 _SHARED_PASS = 4  # token tiles of a large batch that share a pass over the weights
 
@@ -175,7 +170,7 @@ def prefill_tile(problem: TileProblem, machine: Machine) -> TileChoice | None:
     """
     if problem.decoded:
         fits = machine.specialises and problem.x_bits >= 16 and problem.k_in % 8 == 0 and problem.k_in >= _LONG
-        least = _EXPANDED_QUARTERS if problem.quartered else _EXPANDED[problem.weight_bits >= 8]
+        least = _EXPANDED[2 if problem.quartered else problem.weight_bits >= 8]
     else:
         same = problem.weight_bits == problem.x_bits and problem.block_k * problem.x_bits == 1024
         fits, least = same and problem.k_in * problem.x_bits % 128 == 0, _LARGE
@@ -230,8 +225,9 @@ def _registers_fit(problem: TileProblem, machine: Machine, tile: TileChoice) -> 
     most = (64 if problem.x_bits > 16 else 96) if problem.decoded else 128
     if problem.quartered:
         # Four products, each scaled by itself, are there at once, and off Hopper the decoded operands. Found by
-        # compiling every kind of GGUF block for sm_80, sm_90 and sm_100, 2026-11-23: what is left does not spill.
-        roomy = machine.copies and problem.x_bits <= 16
+        # compiling groups of 32 integers and every kind of GGUF block for sm_80, sm_90 and sm_100, 2026-11-23: what
+        # is left does not spill.
+        roomy = machine.copies and problem.x_bits <= 16 and (problem.parts == 1 or tile.stacked)
         most = (64 if roomy else 40) - (16 if tile.block_n == 64 else 0)
     return used <= most and not (tile.warps == 8 and used < (8 if tile.block_t <= 32 else 16))
 
@@ -257,6 +253,8 @@ def _program(problem: TileProblem, tile: TileChoice, machine: Machine) -> float:
         one *= 1.3 if problem.weight_bits > 6 else 1.0
         lone = rows == tile.block_n
         crowd = (1.0 if rows == 128 and tile.warps == 4 else 1.2) if lone else 1.12 if rows == 128 else 1.3
+        if lone and problem.quartered and (tile.warps == 8 or rows == 64):
+            crowd = 1.6 if tile.warps == 8 else 1.5
         return one * crowd * (1.3 if tile.block_t >= 128 else 1.0)
     share = 0.76 * (area / (256 * 128)) ** 0.33
     rate = machine.rate

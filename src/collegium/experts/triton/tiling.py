@@ -1,10 +1,8 @@
 """How batches of Triton's grouped products are cut, and the memory they take: functions of sizes alone."""
 
-from __future__ import annotations
-
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,22 +10,15 @@ from ...formats.unquantised import DTYPES
 from ...ops.columns import SUMS
 from ...ops.operand import operand_regions
 from ...ops.permute import tile_count
-from ...ops.quantize import ACTIVATION_FORMATS, AS_IS, activation_format
+from ...ops.quantize import ACTIVATION_FORMATS, AS_IS, ActivationFormat, activation_format
+from ...problem import ExpertsProblem
 from ...runtime.launch import power_at_least
-from ...runtime.memory import largest, under
+from ...runtime.machine import Machine
+from ...runtime.memory import Regions, largest, under
 from ..base import Tiling
-from .tile_choice import TileChoice
+from .layout import Layout
+from .tile_choice import TileChoice, TileProblem, TunedTiles
 from .tiles import BAND, choose, nearest, prefill_tile
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable
-
-    from ...ops.quantize import ActivationFormat
-    from ...problem import ExpertsProblem
-    from ...runtime.machine import Machine
-    from ...runtime.memory import Regions
-    from .layout import Layout
-    from .tile_choice import TileProblem, TunedTiles
 
 __all__ = ["CODES", "ProductTiling", "codes_of", "product_regions", "refuse_machine"]
 

@@ -17,12 +17,12 @@ neighbours of a thread of the tensor core, and rows of tokens keep their order.
 Shape letters: E experts, P parts, N output rows, K input columns, B K blocks, R row tiles.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ...errors import InputError
 from ...formats.codecs import E2M1_VALUES, e2m1_codes, power_of_two, unpack_nibbles
@@ -32,11 +32,6 @@ from ...formats.nvfp4 import NvFp4
 from .lanes import int4_scale_words, int4_scales
 from .layout import WORDS
 from .matrix import PackedMatrix, RangeReport
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
 
 __all__ = ["pack_w4a8"]
 

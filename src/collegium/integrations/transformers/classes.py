@@ -36,8 +36,7 @@ def class_and_config(checkpoint: Checkpoint) -> tuple[Any, Any]:
         raise ConfigError(_cannot(str(kind), _MORE_EXPERTS[str(kind)]))
     config = _config(checkpoint)
     transformers = extra("transformers")
-    tables = (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
-    for table in tables:
+    for table in (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
         if type(config) in table:
             return _fitting(table[type(config)], config)
     has = f"transformers {transformers.__version__} has no class that writes text for it"

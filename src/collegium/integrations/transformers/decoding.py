@@ -105,9 +105,8 @@ class Steps:
     def __init__(self, model: Any, caches: Any, length: int, capture: bool) -> None:
         """Make a cache of ``length`` positions; caches: transformers' module of them. capture: steps as a graph."""
         self.model = model
-        fixed = _fixed_cache(caches, model.config, length)
         # Where there is none, the model makes the cache it needs in the first pass.
-        self.cache = fixed
+        self.cache = fixed = _fixed_cache(caches, model.config, length)
         # A sliding window's cache runs other Python code once it is full, which a graph cannot follow.
         slides = fixed is not None and any(layer.is_sliding and layer.max_cache_len < length for layer in fixed.layers)
         self.masked = fixed is not None and not slides

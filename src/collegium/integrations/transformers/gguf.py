@@ -78,8 +78,7 @@ def config_of(checkpoint: Checkpoint) -> tuple[str, dict[str, Any]]:
         raise config.wrong("block_count", layers, f"as many as there are tensors, {len(tensors)}, at most")
     entries["vocab_size"] = tensors["token_embd.weight"].shape[0] if "token_embd.weight" in tensors else 0
     entries["tie_word_embeddings"] = "output.weight" not in tensors
-    for name in ("bos_token_id", "eos_token_id"):
-        entries[name] = config.value(name, default=None)
+    entries |= {name: config.value(name, default=None) for name in ("bos_token_id", "eos_token_id")}
     entries["rope_parameters"] = _rope(config)
     return model.kind, entries
 

@@ -1,5 +1,6 @@
 """What an experts module of transformers holds and computes, read from the module itself."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,13 +20,9 @@ __all__ = ["experts_modules", "is_experts", "named_experts", "routed_weights", "
 
 def named_experts(model: nn.Module) -> list[tuple[str, int, nn.Module]]:
     """Return (name, layer index, module) of every experts module of a transformers model."""
-    found: list[tuple[str, int, nn.Module]] = []
-    for name, module in model.named_modules():
-        if is_experts(module):
-            index = next((int(piece) for piece in name.split(".") if piece.isdigit()), None)
-            if index is not None:
-                found.append((name, index, module))
-    return found
+    named = ((name, module) for name, module in model.named_modules() if is_experts(module))
+    found = ((name, [int(piece) for piece in name.split(".") if piece.isdigit()], module) for name, module in named)
+    return [(name, indices[0], module) for name, indices, module in found if indices]
 
 
 def experts_modules(model: nn.Module) -> dict[int, nn.Module]:
@@ -48,19 +45,14 @@ def routed_weights(module: Any) -> ExpertWeights[Payload]:
     if hasattr(module, "down_proj_scale_inv"):
         return _quantised_weights(module)
     name, parts = ("gate_up_proj", 2) if module.has_gate else ("up_proj", 1)
-    biases: tuple[Tensor | None, Tensor | None] = (None, None)
-    if module.has_bias:
-        bias = getattr(module, f"{name}_bias")
-        biases = (_split(bias.detach(), parts, module), module.down_proj_bias.detach())
     upper, lower = getattr(module, name).detach(), module.down_proj.detach()
     if module.is_transposed:
         upper, lower = upper.transpose(1, 2), lower.transpose(1, 2)
-    return ExpertWeights(
-        gate_up=as_stored(_split(upper, parts, module)),
-        down=as_stored(lower),
-        gate_up_bias=biases[0],
-        down_bias=biases[1],
-    )
+    weights = ExpertWeights(gate_up=as_stored(_split(upper, parts, module)), down=as_stored(lower))
+    if not module.has_bias:
+        return weights
+    bias = _split(getattr(module, f"{name}_bias").detach(), parts, module)
+    return replace(weights, gate_up_bias=bias, down_bias=module.down_proj_bias.detach())
 
 
 def _quantised_weights(module: Any) -> ExpertWeights[Payload]:

@@ -114,8 +114,7 @@ def attach(model: nn.Module, layers: Mapping[int, MoELayer]) -> None:
 
 def layers_of(model: nn.Module) -> list[MoELayer]:
     """Return the layers that the experts of ``model`` run through so far, in order; for ``collegium.warm_up``."""
-    found = {index: _LAYERS.get(module) for index, module in experts_modules(model).items()}
-    layers = {index: entry.layer for index, entry in found.items() if entry is not None}
+    layers = {index: _LAYERS[module].layer for index, module in experts_modules(model).items() if module in _LAYERS}
     layers |= {index: block.layer for index, block in blocks_of(model).items()}
     return [layer for _, layer in sorted(layers.items())]
 
@@ -241,8 +240,7 @@ def _built(module: nn.Module, x: Tensor, top_k: int) -> _Entry:
     with _building:
         stamp, entry = _stamp(module), _LAYERS.get(module)
         if entry is None or entry.stamp != stamp:
-            entry = _Entry(layer=_build(module, x, top_k), stamp=stamp)
-            _LAYERS[module] = entry
+            _LAYERS[module] = entry = _Entry(layer=_build(module, x, top_k), stamp=stamp)
     return entry
 
 

@@ -5,6 +5,7 @@ local experts, w2 is down.
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -16,8 +17,10 @@ from ...formats import by_name
 from ...formats.intake import find_storage
 from ...formats.payload import Part, Payload
 from ...formats.unquantised import FLOAT_FORMATS
+from ...ops.quantize import formats_within
+from ...placement import Placement
 from ...planning import Plan, plan
-from ...problem import Choice, Limits, Placement, Problem
+from ...problem import Choice, Limits, Problem
 from ...runtime.devices import probe
 from ...types import ActivationSpec, ExpertWeights, MoESpec, RoutingSpec
 
@@ -97,13 +100,13 @@ def activation_of(moe: Any) -> ActivationSpec:
     name, limit, alpha, beta = str(moe.activation.value), moe.swiglu_limit, moe.swiglu_alpha, moe.swiglu_beta
     if name == "swigluoai":
         limit, alpha, beta = limit or 7.0, alpha or 1.702, 1.0 if beta is None else beta
-    if name.startswith("swigluoai") and limit and beta == 1:
-        return ActivationSpec(kind="swiglu_oai", limit=limit, alpha=1.0 if alpha is None else alpha)
+    if name.startswith("swigluoai") and limit and beta is not None:
+        return ActivationSpec(kind="swiglu_oai", limit=limit, alpha=1.0 if alpha is None else alpha, beta=beta)
     bounds = moe.activation_situ_beta, moe.activation_situ_linear_beta
     if name == "situ" and None not in bounds:
         return ActivationSpec(kind="situ", gate_bound=bounds[0], up_bound=bounds[1])
     if name not in _KINDS or alpha not in (None, 1) or beta:
-        known = f"{', '.join(_KINDS)}, situ, and swigluoai with a limit and beta=1"
+        known = f"{', '.join(_KINDS)}, situ, and swigluoai with a limit and a beta"
         raise SpecError(f"its activation is {name} with limit={limit}, alpha={alpha}, beta={beta}; known are {known}")
     return ActivationSpec(kind=cast("Any", _KINDS[name]), limit=limit or (7.0 if name == "swiglustep" else None))
 
@@ -147,7 +150,7 @@ def choose(
 ) -> Plan:
     """Plan a layer of vLLM. activations: their format, ours to choose when None; weights: once they are loaded.
 
-    Raises SpecError and PlanError, which say why Collegium does not run it.
+    Raises InputError, SpecError and PlanError, which say why Collegium does not run it.
     """
     _refuse(layer)
     moe, (wide, hidden) = layer.moe_config, _sizes(layer, stored)
@@ -172,13 +175,12 @@ def choose(
         placement=_placement(layer, wide),
         graph=weight.is_cuda,
     )
+    formats_within(activations or problem.dtype, None)  # refuses static ones before anything is loaded
     force = Choice(activation_format=activations, dispatcher=None if problem.placement is None else "partial")
     capability = problem.device.capability
     if activations is None and kind.name in _ON_FP8 and capability is not None and capability >= (8, 9):
-        try:
+        with suppress(PlanError):  # the plan below says which activations run instead
             return plan(problem, replace(force, activation_format="fp8_group128"))
-        except PlanError:
-            pass  # the plan below says which activations run instead
     return plan(problem, force)
 
 
