@@ -1,5 +1,7 @@
 """A shared expert that runs as more routed experts: the numbers of one that runs apart, from the checkpoint on disk."""
 
+from __future__ import annotations
+
 import copy
 import pickle
 from concurrent.futures import ThreadPoolExecutor
