@@ -25,7 +25,7 @@ from .pipelines import Parts, Pipeline
 from .pipelines.batched import check_batched, run_batched
 from .planning import Plan, dispatcher_named, kernel_named, plan as planned, stretches
 from .problem import Choice
-from .runtime.devices import plain_torch
+from .runtime.devices import on_the_side, plain_torch
 from .runtime.memory import Memory, OwnMemory, Workspaces, captured, memory_map, part, shared_workspaces
 from .runtime.packed_module import PackedModule, check_given
 from .runtime.replay import Replay
@@ -152,6 +152,7 @@ class MoELayer(PackedModule):
             spec = replace(spec, shared=replace(shared, weight_format=shared.weight_format or old.spec.weight_format))
         force, way = force or Choice(dispatcher=self.plan.dispatcher), "merged" if self.plan.merged else "apart"
         made = planned(replace(old, spec=spec), replace(force, shared=force.shared or way))
+        made = replace(made, beside=self.plan.beside and made.capturable)
         self.replan(made, packed_again(self.experts, self.plan, weights, made))
         self.spec = made.problem.spec
 
@@ -363,6 +364,8 @@ class MoELayer(PackedModule):
         # Where ranks call together the dispatcher refuses too many tokens, on every rank.
         many = x.shape[0] > self.plan.problem.limits.max_tokens
         shared = None if self.shared is None or many else partial(self.shared, x, memory)
+        if shared is not None and self.plan.beside and captured(self._device):
+            shared = on_the_side(shared, self._device)
         pipeline = self._pipeline(x.shape[0])
         if self.latent is None:
             pipeline(x, routing, memory, dtype=x.dtype, shared=shared, out=out)

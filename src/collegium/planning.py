@@ -24,7 +24,7 @@ from .parallel.traffic import Away, Traffic
 from .pipelines import Asked, PipelineKind
 from .problem import Choice, Problem, Refusal
 from .runtime.memory import Region, Regions, largest, memory_map, under
-from .sharing import shared_way
+from .sharing import runs_beside, shared_way
 from .types import MoESpec, require
 
 __all__ = [
@@ -58,7 +58,8 @@ class Plan:
     wire_format: what travels between ranks. capacity: rows one pass brings to this rank's experts at most.
     expert_bytes, weight_bytes: one expert, all of this rank's slots in one layer. regions: temporary memory of a
     pass. capturable: whether the forward pass may be captured in a CUDA graph. refusals: the other candidates and why.
-    merged: as how many more routed experts the shared one runs; 0: apart, or there is none. force: what was wished.
+    merged: as how many more routed experts the shared one runs; 0: on its own, or there is none. beside: whether it
+    then has a stream of its own while a CUDA graph captures the layer. force: what was wished.
     """
 
     problem: Problem
@@ -75,6 +76,7 @@ class Plan:
     capturable: bool
     refusals: tuple[Refusal, ...]
     merged: int = 0
+    beside: bool = False
     force: Choice = field(default_factory=Choice, compare=False)
 
     @property
@@ -147,7 +149,8 @@ class Plan:
     def _shared(self) -> str:
         if self.merged:
             return f"merged: {self.merged} more routed expert{'s' * (self.merged > 1)}, for every token"
-        return "apart; not merged: " + next(own.reason for own in self.refusals if own.what == "shared")
+        way = "beside the routed experts in a captured graph, apart" if self.beside else "apart"
+        return f"{way}; not merged: " + next(own.reason for own in self.refusals if own.what == "shared")
 
     def to_json(self) -> dict[str, object]:
         """Return the plan as plain values for ``--json``."""
@@ -156,6 +159,7 @@ class Plan:
             "kernel": self.kernel,
             "shared_kernel": self.shared_kernel,
             "merged": self.merged,
+            "beside": self.beside,
             "dispatcher": self.dispatcher,
             "stretches": [asdict(stretch) for stretch in self.stretches],
             "device": self.problem.device.kind,
@@ -215,8 +219,7 @@ def plan(problem: Problem, force: Choice | None = None) -> Plan:
     """
     force = force or Choice()
     require(type(force) is Choice, "force", force, "a Choice, such as Choice(kernel=...)")
-    wanted = force.activation_format or problem.activation_format or problem.dtype
-    activation_format(wanted)
+    wanted = activation_format(force.activation_format or problem.activation_format or problem.dtype).name
     asked = replace(problem, activation_format=wanted, combine=force.combine or problem.combine)
     refusals: list[Refusal] = []
 
@@ -266,6 +269,7 @@ def plan(problem: Problem, force: Choice | None = None) -> Plan:
         capturable=capturable,
         refusals=tuple(refusals),
         merged=merged,
+        beside=runs_beside(asked, chosen.name, force, merged=merged, capturable=capturable),
         force=force,
     )
 

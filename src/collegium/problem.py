@@ -183,7 +183,8 @@ class Choice:
     """A user's explicit wish; the plan obeys or refuses, it never falls back. Names as the plan prints them.
 
     combine: one of ``COMBINES``, for layers over ranks. shared: whether the shared expert runs as ``merged``, more
-    routed experts that every token goes to, or ``apart``, with launches of its own; nothing to a layer without one.
+    routed experts that every token goes to, ``beside`` them, on a stream of its own where a CUDA graph captures the
+    layer, or ``apart``, one after the other; nothing to a layer without one.
     """
 
     kernel: str | None = None
@@ -191,10 +192,11 @@ class Choice:
     dispatcher: str | None = None
     pipeline: str | None = None
     combine: Combine | None = None
-    shared: Literal["merged", "apart"] | None = None
+    shared: Literal["merged", "beside", "apart"] | None = None
 
     def __post_init__(self) -> None:
-        require(self.shared in (None, "merged", "apart"), "shared", self.shared, "merged, apart")
+        ways = ("merged", "beside", "apart")
+        require(self.shared in (None, *ways), "shared", self.shared, ", ".join(ways))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

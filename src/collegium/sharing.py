@@ -1,4 +1,4 @@
-"""How the shared expert runs: as more routed experts that every token goes to, or apart with a kernel of its own."""
+"""How the shared expert runs: as more routed experts that every token goes to, beside them, or apart after them."""
 
 import math
 
@@ -8,7 +8,7 @@ from .experts import ExpertKernel
 from .formats import by_name
 from .problem import Choice, Problem, Refusal
 
-__all__ = ["not_merged", "shared_way"]
+__all__ = ["not_merged", "runs_beside", "shared_way"]
 
 
 def _kernel(problem: Problem, kernel: ExpertKernel, *, capturable: bool) -> ExpertKernel:
@@ -56,8 +56,8 @@ def shared_way(
             f"found {wide:,} columns, those of {wide // one} experts, whose rows would be rounded and added one by "
             f"one, with other last bits than over ranks; {takes}"
         )
-    elif force.shared == "apart":
-        rather = "shared apart was forced"
+    elif force.shared in ("apart", "beside"):
+        rather = f"shared {force.shared} was forced"
     why = cannot or rather
     if why is not None:
         refusals.append(Refusal(what="shared", name="merged", reason=why))
@@ -65,6 +65,24 @@ def shared_way(
     chosen = "shared merged was forced" if force.shared else "merged saves its launches, with the same bits"
     refusals.append(Refusal(what="shared", name="apart", reason=chosen))
     return kernel, wide // one
+
+
+def runs_beside(problem: Problem, dispatcher: str, force: Choice, *, merged: int, capturable: bool) -> bool:
+    """Return whether the shared expert has a stream of its own while a CUDA graph captures the layer.
+
+    Raises PlanError where that was forced and cannot be.
+    """
+    if problem.device.kind != "cuda":
+        reason = f"a {problem.device.kind} has no streams"
+    elif dispatcher != "local":
+        reason = f"with the dispatcher {dispatcher} it already runs while tokens travel"
+    elif not capturable:
+        reason = "no CUDA graph can capture the layer"
+    else:
+        return problem.spec.shared is not None and not merged and force.shared != "apart"
+    if force.shared == "beside" and problem.spec.shared is not None:
+        raise PlanError(f"shared beside was forced, it cannot be: {reason}. Use Choice(shared='apart')")
+    return False
 
 
 def _cannot_merge(problem: Problem, dispatcher: str) -> str | None:

@@ -35,11 +35,12 @@ class Direct:
         out: Tensor | None = None,
     ) -> Tensor:
         """Return what ``Pipeline`` says."""
-        parts, added = self.parts, shared() if shared else None
+        parts = self.parts
         ids, weights = routing.topk_ids.contiguous(), routing.topk_weights.contiguous()
         rows = parts.experts.run_unsorted(x, ids, part(memory, "experts"))
         if parts.after_expert is not None:
             rows = parts.after_expert(rows)
+        added = shared() if shared else None
         return weighted_sum(rows, ids, weights, dtype, shared=added, out=out, experts=parts.num_experts, memory=memory)
 
     def variants(self, tokens: int) -> frozenset[Hashable]:

@@ -38,7 +38,7 @@ class Split:
         out: Tensor | None = None,
     ) -> Tensor:
         """Return what ``Pipeline`` says."""
-        parts, dispatcher, reaching = self.parts, self.parts.dispatcher, self._reaching
+        parts, dispatcher, reaching, added = self.parts, self.parts.dispatcher, self._reaching, None
         if reaching is not None:
             with step("dispatch: send", x.device):
                 posted = reaching.send(x, routing, memory, codes=parts.experts.arriving)
@@ -50,7 +50,6 @@ class Split:
             with step("dispatch: receive", x.device):
                 batch, handle = reaching.receive(posted, memory, block_t=block_t, storing=storing)
         else:
-            added = shared() if shared else None
             with step("dispatch", x.device):
                 batch, handle = dispatcher.dispatch(
                     x, routing, memory, block_t=self._block_t(dispatcher.rows(*routing.topk_ids.shape), x)
@@ -59,6 +58,8 @@ class Split:
             made = parts.experts.run(batch, part(memory, "experts"))
             if parts.after_expert is not None:
                 made = parts.after_expert(made)
+        if reaching is None and shared is not None:
+            added = shared()
         with step("combine", x.device):
             return dispatcher.combine(made, handle, memory, dtype=dtype, shared=added, out=out)
 
