@@ -149,7 +149,7 @@ class Plan:
     def _shared(self) -> str:
         if self.merged:
             return f"merged: {self.merged} more routed expert{'s' * (self.merged > 1)}, for every token"
-        way = "beside the routed experts in a captured graph, apart" if self.beside else "apart"
+        way = "apart, beside the routed experts in a captured graph" if self.beside else "apart"
         return f"{way}; not merged: " + next(own.reason for own in self.refusals if own.what == "shared")
 
     def to_json(self) -> dict[str, object]:

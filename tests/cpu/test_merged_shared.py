@@ -364,8 +364,39 @@ def test_what_a_plan_says_of_a_merged_one() -> None:
     assert plan(Problem(spec=spec, device=DeviceFacts(kind="cpu"), placement=half)).merged == 0
     with pytest.raises(PlanError, match="each rank has the whole shared expert"):
         plan(Problem(spec=spec, device=DeviceFacts(kind="cpu"), placement=half), MERGED)
-    with pytest.raises(SpecError, match="shared: found 'beside', allowed: merged, apart"):
-        Choice(shared="beside")  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match="shared: found 'aside', allowed: merged, beside, apart"):
+        Choice(shared="aside")  # type: ignore[arg-type]
+
+
+def test_what_a_plan_says_of_one_beside_the_others() -> None:
+    """A stream of its own where a CUDA graph may capture the layer on one GPU; a wish for it elsewhere is refused."""
+    spec = MoESpec(
+        hidden_size=H,
+        intermediate_size=WIDE,
+        num_experts=E,
+        routing=RoutingSpec(top_k=K),
+        shared=SharedSpec(intermediate_size=WIDE, gated=True),
+    )
+    problem, beside = Problem(spec=spec, device=HOPPER), Choice(shared="beside")
+    for made in (plan(problem), plan(problem, beside)):
+        assert (made.merged, made.beside, made.to_json()["beside"]) == (0, True, True)
+        assert "shared     apart, beside the routed experts in a captured graph; not merged: its gate" in made.explain()
+    assert not plan(problem, APART).beside
+    assert not plan(replace(problem, spec=replace(spec, shared=None)), beside).beside
+    same = replace(spec, shared=SharedSpec(intermediate_size=WIDE))
+    assert (plan(replace(problem, spec=same), beside).merged, plan(replace(problem, spec=same), beside).beside) == (
+        0,
+        True,
+    )
+    half = Placement(rank=0, world_size=2, expert_ids=(0, 1, 2), ranks=((0, 1, 2), (3, 4, 5)))
+    for reason, asked, force in (
+        ("a cpu has no streams", replace(problem, device=DeviceFacts(kind="cpu")), beside),
+        ("with the dispatcher symm_mem it already runs", replace(problem, placement=half), beside),
+        ("no CUDA graph can capture the layer", problem, replace(beside, kernel="reference")),
+    ):
+        with pytest.raises(PlanError, match=f"shared beside was forced, it cannot be: {reason}.*shared='apart'"):
+            plan(asked, force)
+        assert not plan(asked, replace(force, shared=None)).beside
 
 
 def test_ranks_cannot_take_over_a_merged_one() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -269,3 +270,63 @@ def test_gpu_merged_shared_expert_has_the_bits_of_apart_eager_and_replayed(weigh
             held.copy_(heavy_tailed(tokens, hidden, seed=seed).bfloat16())
             graph.replay()
             assert torch.equal(out, run("apart", held))
+
+
+@pytest.mark.parametrize(
+    ("weights", "shared", "activations"),
+    [("bf16", SharedSpec(intermediate_size=128, gated=True), None), ("mxfp4", "fp8_block", "fp8_token")],
+)
+def test_gpu_a_captured_layer_runs_its_shared_expert_beside_the_others(weights, shared, activations, tmp_path):
+    """Layers one after the other in one graph: the bits of eager calls and of layers without a second stream."""
+    experts, hidden, wide, most = 17, 256, 128, 200
+    own = shared if isinstance(shared, SharedSpec) else SharedSpec(intermediate_size=wide, weight_format=shared)
+    spec = MoESpec(
+        hidden_size=hidden,
+        intermediate_size=wide,
+        num_experts=experts,
+        routing=RoutingSpec(top_k=3, score="sigmoid", scale=2.5),
+        weight_format=weights,
+        shared=own,
+    )
+    problem = Problem(spec=spec, device=probe("cuda"), limits=Limits(max_tokens=most))
+
+    def made(way: str | None, seed: int) -> MoELayer:
+        alone = encode_experts(random_experts(1, 2, wide, hidden, seed=seed + 2), own.weight_format or weights)
+        return MoELayer(
+            to(encode_experts(random_experts(experts, 2, wide, hidden, seed=seed), weights), "cuda"),
+            plan(problem, Choice(activation_format=activations, shared=way)),
+            router=RouterWeights(weight=heavy_tailed(experts, hidden, seed=seed + 1).cuda()),
+            shared=SharedWeights(
+                experts=to(alone, "cuda"), gate=heavy_tailed(1, hidden, seed=9).cuda() if own.gated else None
+            ),
+        )
+
+    stacks = {way: [made(way, seed) for seed in (20, 30)] for way in (None, "apart")}
+    assert [[layer.plan.beside for layer in layers] for layers in stacks.values()] == [[True, True], [False, False]]
+
+    def run(way, x):
+        first, second = stacks[way]
+        return second(first(x))
+
+    def forks(way, x):
+        run(way, x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        graph.enable_debug_mode()
+        with torch.cuda.graph(graph):
+            out = run(way, x)
+        graph.debug_dump(str(tmp_path / f"{way}.dot"))
+        starts = re.findall(r'"(\w+)" -> "\w+"', (tmp_path / f"{way}.dot").read_text())
+        return graph, out, len(starts) - len(set(starts))
+
+    for tokens in (1, 40, most, most + 9):
+        held = heavy_tailed(tokens, hidden, seed=5).bfloat16().cuda()
+        graph, out, found = forks(None, held)
+        assert found >= 2 * -(-tokens // most), "each layer's shared expert branches off"
+        assert forks("apart", held)[2] == 0
+        for seed in (6, 7):
+            held.copy_(heavy_tailed(tokens, hidden, seed=seed).bfloat16())
+            graph.replay()
+            wanted = run("apart", held)
+            assert torch.equal(out, wanted)
+            assert torch.equal(run(None, held), wanted)
