@@ -19,24 +19,27 @@ from .experts import Packed
 from .experts.measured import with_measured_tiles
 from .formats.payload import Payload
 from .formats.unquantised import DTYPES
+from .ops.route_wide import widened
 from .parallel import Reaching, composed
 from .parallel.meeting import meeting_of
 from .pipelines import Parts, Pipeline
 from .pipelines.batched import check_batched, run_batched
 from .planning import Plan, dispatcher_named, kernel_named, plan as planned, stretches
 from .problem import Choice
-from .runtime.devices import on_the_side, plain_torch
+from .runtime.devices import plain_torch
 from .runtime.memory import Memory, OwnMemory, Workspaces, captured, memory_map, part, shared_workspaces
 from .runtime.packed_module import PackedModule, check_given
 from .runtime.replay import Replay
+from .runtime.side import on_the_side
 from .runtime.warming import compile_batches, run_every_way, sizes_for
 from .stages.checks import check_extras, check_input, check_rows, check_weights, check_whole, output_for
 from .stages.latent import latent_of
 from .stages.router import Router, in_float32, in_full
-from .stages.shared import pack_shared, packed_again, settled
+from .stages.shared import check_kept, pack_shared, settled
 from .types import ExpertWeights, LatentWeights, RouterWeights, Routing, SharedWeights
 
 __all__ = ["MoELayer"]
+
 
 # Once a compiled call has raised, torch no longer compiles any layer's ``forward``, and would compile what it calls.
 _unseen: Any = torch.compiler.disable(operator.call)
@@ -136,8 +139,8 @@ class MoELayer(PackedModule):
         recorded is forgotten, and code that torch.compile made goes on with the new experts. Old and new ones are
         in memory together for a while. No other thread may be in the layer; ranks that share it swap at the same time.
         Raises InputError for other sizes or another device, where a CUDA graph has captured the layer, and where the
-        shared expert would need another packing; PlanError where nothing runs the format, or where the shared expert
-        is merged and has another one. The layer is then unchanged.
+        shared expert is merged or would need another packing; PlanError where nothing runs the format. The layer is
+        then unchanged.
         """
         old, shared = self.plan.problem, self.plan.problem.spec.shared
         check_weights(weights, replace(old.routed, weight_format=weights.down.name))
@@ -150,10 +153,10 @@ class MoELayer(PackedModule):
         spec = replace(old.spec, weight_format=weights.down.name)
         if shared is not None:
             spec = replace(spec, shared=replace(shared, weight_format=shared.weight_format or old.spec.weight_format))
-        force, way = force or Choice(dispatcher=self.plan.dispatcher), "merged" if self.plan.merged else "apart"
-        made = planned(replace(old, spec=spec), replace(force, shared=force.shared or way))
-        made = replace(made, beside=self.plan.beside and made.capturable)
-        self.replan(made, packed_again(self.experts, self.plan, weights, made))
+        own = Choice(dispatcher=self.plan.dispatcher, shared=self.plan.force.shared)
+        made = planned(replace(old, spec=spec), force or own)
+        check_kept(self.plan, made)
+        self.replan(made, kernel_named(made.kernel).pack(weights, made.problem.routed))
         self.spec = made.problem.spec
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -222,7 +225,7 @@ class MoELayer(PackedModule):
         if router_logits is None:
             self._router.check_own(inputs[-1])
         with in_full(x.device):
-            return replace(self._router, merged=0)(*inputs)
+            return self._router(*inputs)
 
     def _inputs(
         self, x: Tensor, logits: Tensor | None, routing: Routing | None, token_ids: Tensor | None, own: Tensor | None
@@ -349,7 +352,7 @@ class MoELayer(PackedModule):
         if tokens > self.plan.problem.limits.max_tokens and step is None:
             memory = None  # it has no room for them, and the dispatcher refuses them on every rank
         if step is None or tokens <= step:
-            self._tokens(x, self._router(*inputs[:-1], memory=memory), out, memory)
+            self._tokens(x, partial(self._router, *inputs[:-1], memory=memory), out, memory)
             return
         # The routing of all passes at once is more than the memory of one.
         chosen = self._router(*inputs[:-1])
@@ -358,14 +361,15 @@ class MoELayer(PackedModule):
             own = replace(chosen, topk_ids=chosen.topk_ids[span], topk_weights=chosen.topk_weights[span])
             if self._reaching is not None and memory is not None:
                 self._reaching.meet(memory, self._number, *own.topk_ids.shape)
-            self._tokens(x[span], own, out[span], memory)
+            self._tokens(x[span], lambda own=own: own, out[span], memory)
 
-    def _tokens(self, x: Tensor, routing: Routing, out: Tensor, memory: Memory | None) -> None:
+    def _tokens(self, x: Tensor, route: Callable[[], Routing], out: Tensor, memory: Memory | None) -> None:
         # Where ranks call together the dispatcher refuses too many tokens, on every rank.
         many = x.shape[0] > self.plan.problem.limits.max_tokens
         shared = None if self.shared is None or many else partial(self.shared, x, memory)
-        if shared is not None and self.plan.beside and captured(self._device):
+        if shared is not None and x.shape[0] <= self.plan.beside:
             shared = on_the_side(shared, self._device)
+        routing = widened(route(), self.spec.num_experts, self.plan.merged, part(memory, "routing"))
         pipeline = self._pipeline(x.shape[0])
         if self.latent is None:
             pipeline(x, routing, memory, dtype=x.dtype, shared=shared, out=out)
@@ -380,8 +384,7 @@ class MoELayer(PackedModule):
     @property
     def _router(self) -> Router:
         if self._choice is None:
-            merged, checked = self.plan.merged, self.checked
-            made = Router(spec=self.spec, weights=self.router, choose=self.choose, checked=checked, merged=merged)
+            made = Router(spec=self.spec, weights=self.router, choose=self.choose, checked=self.checked)
             self.__dict__["_choice"] = made
             return made
         return self._choice

@@ -19,12 +19,13 @@ from .formats.intake import SAFETENSORS_DTYPES
 from .ops import linear
 from .ops.quantize import ACTIVATION_FORMATS, activation_format
 from .ops.route import route_regions
+from .ops.route_wide import widened_regions
 from .parallel import DispatcherKind
 from .parallel.traffic import Away, Traffic
 from .pipelines import Asked, PipelineKind
 from .problem import Choice, Problem, Refusal
 from .runtime.memory import Region, Regions, largest, memory_map, under
-from .sharing import runs_beside, shared_way
+from .sharing import SharedWay, shared_way
 from .types import MoESpec, require
 
 __all__ = [
@@ -58,8 +59,8 @@ class Plan:
     wire_format: what travels between ranks. capacity: rows one pass brings to this rank's experts at most.
     expert_bytes, weight_bytes: one expert, all of this rank's slots in one layer. regions: temporary memory of a
     pass. capturable: whether the forward pass may be captured in a CUDA graph. refusals: the other candidates and why.
-    merged: as how many more routed experts the shared one runs; 0: on its own, or there is none. beside: whether it
-    then has a stream of its own while a CUDA graph captures the layer. force: what was wished.
+    merged: as how many more routed experts the shared one runs; 0: on its own, or there is none. beside: up to how many
+    tokens it then has a stream of its own. force: what was wished.
     """
 
     problem: Problem
@@ -76,7 +77,7 @@ class Plan:
     capturable: bool
     refusals: tuple[Refusal, ...]
     merged: int = 0
-    beside: bool = False
+    beside: int = 0
     force: Choice = field(default_factory=Choice, compare=False)
 
     @property
@@ -132,7 +133,7 @@ class Plan:
             f"graph      {'can' if self.capturable else 'cannot'} be captured in a CUDA graph",
         ]
         told = {"kernel": True, "dispatcher": self.problem.placement is not None, "pipeline": device.kind == "cuda"}
-        lines += [f"refused    {refusal.name}: {refusal.reason}" for refusal in self.refusals if told.get(refusal.what)]
+        lines += [f"refused    {refusal.name}: {refusal.reason}" for refusal in self.refusals if told[refusal.what]]
         return "\n".join(lines)
 
     def batches(self) -> str:
@@ -149,8 +150,7 @@ class Plan:
     def _shared(self) -> str:
         if self.merged:
             return f"merged: {self.merged} more routed expert{'s' * (self.merged > 1)}, for every token"
-        way = "apart, beside the routed experts in a captured graph" if self.beside else "apart"
-        return f"{way}; not merged: " + next(own.reason for own in self.refusals if own.what == "shared")
+        return f"beside the routed experts up to {self.beside} tokens" if self.beside else "apart"
 
     def to_json(self) -> dict[str, object]:
         """Return the plan as plain values for ``--json``."""
@@ -245,19 +245,19 @@ def plan(problem: Problem, force: Choice | None = None) -> Plan:
         raise PlanError(f"no dispatcher serves {asked.placement or 'one rank'}:\n{reasons}")
     dispatcher = parallel.composed(chosen, asked)
     capturable = kernel.capturable and dispatcher.capturable
-    shared, merged = shared_way(asked, (kernel, chosen.name), force, refusals, capturable=capturable)
-    inside = asked.widened(merged)
+    shared = shared_way(asked, kernel, chosen.name, force, capturable=capturable)
+    inside = asked.widened(shared.merged)
     capacity = dispatcher.capacity(inside)
     brought = replace(inside.routed, rows=capacity, tokens=parallel.batch_tokens(dispatcher, inside))
     parts: dict[str, Any] = {"experts": brought, "tiling": kernel.tiling(brought), "pipeline": force.pipeline}
     question = Asked(problem=inside, kernel=kernel, dispatcher=dispatcher, **parts)
     kinds = _pipelines(question, force, refusals)
     one = expert_bytes(asked.spec, asked.routed.intermediate)
-    regions = _regions_beside(asked, inside, None if merged else shared) | _largest_regions(kinds, question)
+    regions = _regions_beside(asked, inside, shared) | _largest_regions(kinds, question)
     return Plan(
         problem=asked,
         kernel=kernel.name,
-        shared_kernel=None if shared is None else shared.name,
+        shared_kernel=None if shared.kernel is None else shared.kernel.name,
         dispatcher=chosen.name,
         stretches=stretches(kinds, dispatcher, question.tiling, inside),
         activation_format=wanted,
@@ -268,17 +268,20 @@ def plan(problem: Problem, force: Choice | None = None) -> Plan:
         regions=tuple(Region(name, size) for name, size in regions.items()),
         capturable=capturable,
         refusals=tuple(refusals),
-        merged=merged,
-        beside=runs_beside(asked, chosen.name, force, merged=merged, capturable=capturable),
+        merged=shared.merged,
+        beside=shared.beside,
         force=force,
     )
 
 
-def _regions_beside(asked: Problem, inside: Problem, shared: ExpertKernel | None) -> Regions:
-    """Return the memory of what is beside the pipelines; shared: the kernel of a shared expert that is apart."""
-    regions: Regions = under("routing", route_regions(asked.limits.max_tokens, inside.spec.routing.top_k))
-    if shared is not None:
-        regions |= under("shared", shared.regions(asked.shared()))
+def _regions_beside(asked: Problem, inside: Problem, shared: SharedWay) -> Regions:
+    """Return the memory of what is beside the pipelines."""
+    tokens, wide = asked.limits.max_tokens, inside.spec.routing.top_k
+    regions: Regions = under("routing", route_regions(tokens, asked.spec.routing.top_k))
+    if shared.merged:
+        regions |= under("routing", widened_regions(tokens, wide))
+    if shared.kernel is not None and not shared.merged:
+        regions |= under("shared", shared.kernel.regions(asked.shared()))
     return regions | linear.regions_of(asked)
 
 

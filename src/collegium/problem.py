@@ -183,8 +183,8 @@ class Choice:
     """A user's explicit wish; the plan obeys or refuses, it never falls back. Names as the plan prints them.
 
     combine: one of ``COMBINES``, for layers over ranks. shared: whether the shared expert runs as ``merged``, more
-    routed experts that every token goes to, ``beside`` them, on a stream of its own where a CUDA graph captures the
-    layer, or ``apart``, one after the other; nothing to a layer without one.
+    routed experts that every token goes to, ``beside`` them, for few tokens on a stream of its own, or ``apart``;
+    nothing to a layer without one.
     """
 
     kernel: str | None = None
@@ -201,10 +201,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refusal:
-    """One candidate and the reason, with numbers, why it was not chosen.
-
-    what: kernel, dispatcher, pipeline, or shared: the other way to run the shared expert.
-    """
+    """One candidate and the reason, with numbers, why it was not chosen. what: kernel, dispatcher or pipeline."""
 
     what: str
     name: str

@@ -1,14 +1,18 @@
 """How the shared expert runs: as more routed experts that every token goes to, beside them, or apart after them."""
 
 import math
+from typing import NamedTuple
 
 from . import experts
 from .errors import PlanError
 from .experts import ExpertKernel
 from .formats import by_name
-from .problem import Choice, Problem, Refusal
+from .problem import Choice, Problem
 
-__all__ = ["not_merged", "runs_beside", "shared_way"]
+__all__ = ["SharedWay", "forced_in_vain", "shared_way"]
+
+# Above it the routed experts have work for the whole GPU: docs/benchmark-tables.md, shared_h200.csv.
+_BESIDE = 512
 
 
 def _kernel(problem: Problem, kernel: ExpertKernel, *, capturable: bool) -> ExpertKernel:
@@ -33,56 +37,40 @@ def _kernel(problem: Problem, kernel: ExpertKernel, *, capturable: bool) -> Expe
     )
 
 
-def shared_way(
-    problem: Problem, routed: tuple[ExpertKernel, str], force: Choice, refusals: list[Refusal], *, capturable: bool
-) -> tuple[ExpertKernel | None, int]:
-    """Return the kernel of the shared expert, if there is one, and as how many more routed experts it runs; 0: apart.
+class SharedWay(NamedTuple):
+    """The kernel of the shared expert, None without one; as how many more routed experts it runs (0: on its own).
 
-    routed: kernel and dispatcher of the routed experts. refusals: the other way and why not is added. Raises PlanError
-    where no kernel runs it, and where it was to be merged and cannot be.
+    beside: up to how many tokens it then has a stream of its own.
+    """
+
+    kernel: ExpertKernel | None
+    merged: int = 0
+    beside: int = 0
+
+
+def shared_way(
+    problem: Problem, kernel: ExpertKernel, dispatcher: str, force: Choice, *, capturable: bool
+) -> SharedWay:
+    """Return how the shared expert runs beside routed ones with ``kernel`` and ``dispatcher``.
+
+    Raises PlanError where no kernel runs it, and where it cannot be as it was forced to be.
     """
     if problem.spec.shared is None:
-        return None, 0
-    kernel, dispatcher = routed
-    cannot = _cannot_merge(problem, dispatcher)
-    if cannot is not None and force.shared == "merged":
-        raise not_merged(cannot)
-    wide, one = problem.shared().intermediate, problem.spec.intermediate_size
-    takes, rather = "Choice(shared='merged') takes it", None
-    if force.shared != "merged" and problem.device.kind != "cuda":
-        rather = f"it saves launches, which cost little on a {problem.device.kind}; {takes}"
-    elif force.shared != "merged" and wide != one:
-        rather = (
-            f"found {wide:,} columns, those of {wide // one} experts, whose rows would be rounded and added one by "
-            f"one, with other last bits than over ranks; {takes}"
-        )
-    elif force.shared in ("apart", "beside"):
-        rather = f"shared {force.shared} was forced"
-    why = cannot or rather
-    if why is not None:
-        refusals.append(Refusal(what="shared", name="merged", reason=why))
-        return _kernel(problem, kernel, capturable=capturable), 0
-    chosen = "shared merged was forced" if force.shared else "merged saves its launches, with the same bits"
-    refusals.append(Refusal(what="shared", name="apart", reason=chosen))
-    return kernel, wide // one
-
-
-def runs_beside(problem: Problem, dispatcher: str, force: Choice, *, merged: int, capturable: bool) -> bool:
-    """Return whether the shared expert has a stream of its own while a CUDA graph captures the layer.
-
-    Raises PlanError where that was forced and cannot be.
-    """
+        return SharedWay(None)
+    if force.shared == "merged":
+        reason = _cannot_merge(problem, dispatcher)
+        if reason is not None:
+            raise forced_in_vain("merged", reason)
+        return SharedWay(kernel, merged=problem.shared().intermediate // problem.spec.intermediate_size)
+    reason = "shared apart was forced" if force.shared == "apart" else None
     if problem.device.kind != "cuda":
         reason = f"a {problem.device.kind} has no streams"
     elif dispatcher != "local":
         reason = f"with the dispatcher {dispatcher} it already runs while tokens travel"
-    elif not capturable:
-        reason = "no CUDA graph can capture the layer"
-    else:
-        return problem.spec.shared is not None and not merged and force.shared != "apart"
-    if force.shared == "beside" and problem.spec.shared is not None:
-        raise PlanError(f"shared beside was forced, it cannot be: {reason}. Use Choice(shared='apart')")
-    return False
+    if reason is not None and force.shared == "beside":
+        raise forced_in_vain("beside", reason)
+    own = _kernel(problem, kernel, capturable=capturable)
+    return SharedWay(own, beside=_BESIDE if reason is None else 0)
 
 
 def _cannot_merge(problem: Problem, dispatcher: str) -> str | None:
@@ -111,6 +99,6 @@ def _cannot_merge(problem: Problem, dispatcher: str) -> str | None:
     return None
 
 
-def not_merged(reason: str) -> PlanError:
-    """Return the error for a shared expert that was to be merged and cannot be, for ``reason``."""
-    return PlanError(f"shared merged was forced, it cannot be: {reason}. Use Choice(shared='apart')")
+def forced_in_vain(way: str, reason: str) -> PlanError:
+    """Return the error for a shared expert that was to run in a ``way`` that it cannot, for ``reason``."""
+    return PlanError(f"shared {way} was forced, it cannot be: {reason}. Use Choice(shared='apart')")

@@ -129,7 +129,6 @@ def regroup(
             kernel=chosen.kernel,
             activation_format=chosen.activation_format,
             dispatcher=chosen.dispatcher if placed is not None and chosen.dispatcher != "local" else None,
-            shared="apart",
         )
         layer.replan(plan(problem, choice), _repacked(name, layer, placed, read))
     return rank, size

@@ -77,11 +77,9 @@ def route_kernel(
     experts, groups, group_size, vocabulary, logits_stride, bias_stride, token_stride, eps, scale,
     SCORE: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
     KEPT: tl.constexpr, TOP2: tl.constexpr, BIAS: tl.constexpr, HASH: tl.constexpr, RENORM: tl.constexpr,
-    MERGED: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Write ids ``[T, K]`` and weights ``[T, K]`` float32 of one token: -2 and NaN where scores or bias are NaN.
-
-    MERGED: rows have so many slots more, for the experts after the others, with weight 1.
 
     BLOCK_G * BLOCK_S lanes hold the experts group by group. KEPT 0: no groups.
     """
@@ -141,13 +139,8 @@ def route_kernel(
         total = total + eps
         weight = tl.where(total == 0.0, 0.0, tl.div_rn(weight, tl.zeros([BLOCK_K], tl.float32) + total))
     written = slot < TOP_K
-    ids += token * (TOP_K + MERGED)
-    weights += token * (TOP_K + MERGED)
-    tl.store(ids + slot, found.to(ids.dtype.element_ty), mask=written)
-    tl.store(weights + slot, tl.where(found < -1, float("nan"), weight * scale), mask=written)
-    for more in tl.static_range(MERGED):
-        tl.store(ids + TOP_K + more, (experts + more).to(ids.dtype.element_ty))
-        tl.store(weights + TOP_K + more, 1.0)
+    tl.store(ids + token * TOP_K + slot, found.to(ids.dtype.element_ty), mask=written)
+    tl.store(weights + token * TOP_K + slot, tl.where(found < -1, float("nan"), weight * scale), mask=written)
 
 
 @triton.jit

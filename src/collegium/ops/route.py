@@ -19,10 +19,10 @@ from ..types import Routing, RoutingSpec, ScoreFunction
 from .checks import described, require_tensor
 from .route_device import ID_DTYPES, route_on_device, route_regions
 
-__all__ = ["NO_EXPERT", "check_rule", "given_routing", "in_one_kernel", "route", "route_custom", "route_regions"]
+__all__ = ["given_routing", "route", "route_custom", "route_regions"]
 
 _LARGEST = torch.finfo(torch.float32).max
-NO_EXPERT = -2  # an id whose row is NaN; any other out of range but -1 does the same
+_NO_EXPERT = -2  # an id whose row is NaN; any other out of range but -1 does the same
 _ID_BITS = 24  # bits of an expert id in a composite sort key; 32 bits of score are above them
 _ID_DTYPES = (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64)
 
@@ -57,12 +57,17 @@ def route(
     ``RoutingError`` for NaN logits, NaN bias, weights that are not finite, and token ids or table entries out of range
     or duplicated.
     """
-    check_rule(logits, spec, bias, token_ids, hash_table)
+    _check_logits(logits, spec)
+    if spec.hash_routing:
+        _check_look_up(logits, spec, bias, token_ids, hash_table)
+    else:
+        _check_ranking(logits, spec, bias, hash_table)
     experts = logits.shape[1]
     if (None if expert_scale is None else tuple(expert_scale.shape)) != ((experts,) if spec.expert_scale else None):
         found = f"expert_scale is {described(expert_scale)}"
         raise InputError(f"route: {found}, spec.expert_scale={spec.expert_scale} needs ({experts},)")
-    if not checked and in_one_kernel(logits, spec):
+    # the kernel knows neither the sparse mixer nor a floor of the sum; torch routes for the two families that do
+    if not checked and on_device(logits) and spec.score != "sparsemixer" and not spec.renormalise_floor:
         chosen = route_on_device(logits, spec, bias=bias, token_ids=token_ids, hash_table=hash_table, memory=memory)
         return _scaled(chosen, expert_scale)
     raw = logits.to(torch.float32)
@@ -71,11 +76,11 @@ def route(
         judged, ids = scores, _look_up(token_ids, hash_table, checked=checked)
         if checked:
             _refuse_bad_ids(ids, experts)
-        ids = ids.masked_fill((ids < -1) | (ids >= experts), NO_EXPERT)
+        ids = ids.masked_fill((ids < -1) | (ids >= experts), _NO_EXPERT)
     else:
         choice = _choice(raw, scores, bias, checked=checked)
         judged, ids = scores if bias is None else choice, _select(choice, scores, spec)
-    ids = ids.masked_fill(judged.isnan().any(dim=1, keepdim=True), NO_EXPERT)
+    ids = ids.masked_fill(judged.isnan().any(dim=1, keepdim=True), _NO_EXPERT)
     weights = _weights(raw, scores, ids, spec)
     chosen = _scaled(Routing(topk_ids=ids.to(ID_DTYPES[spec.id_dtype]), topk_weights=weights), expert_scale)
     if checked:
@@ -139,23 +144,6 @@ def given_routing(topk_ids: Tensor, topk_weights: Tensor, num_experts: int, *, c
         unusable = (ids >= 0) & ~topk_weights.to(torch.float32).isfinite()
         _refuse_slots(unusable, topk_weights, "topk_weights", "a finite float32 number")
     return Routing(topk_ids=topk_ids, topk_weights=topk_weights)
-
-
-def check_rule(
-    logits: Tensor, spec: RoutingSpec, bias: Tensor | None, token_ids: Tensor | None, hash_table: Tensor | None
-) -> None:
-    """Raise InputError unless ``route`` accepts the arguments, but for a factor of each expert."""
-    _check_logits(logits, spec)
-    if spec.hash_routing:
-        _check_look_up(logits, spec, bias, token_ids, hash_table)
-    else:
-        _check_ranking(logits, spec, bias, hash_table)
-
-
-def in_one_kernel(logits: Tensor, spec: RoutingSpec) -> bool:
-    """Return whether unchecked routing of ``logits`` is one kernel."""
-    # the kernel knows neither the sparse mixer nor a floor of the sum; torch routes for the two families that do
-    return on_device(logits) and spec.score != "sparsemixer" and not spec.renormalise_floor
 
 
 def _scaled(chosen: Routing, expert_scale: Tensor | None) -> Routing:
@@ -265,7 +253,7 @@ def _weights(logits: Tensor, scores: Tensor, ids: Tensor, spec: RoutingSpec) -> 
             total = total + weights[:, k]
         total = (total + spec.renormalise_eps).clamp(min=spec.renormalise_floor).unsqueeze(1)
         weights = (weights / total).masked_fill(total == 0, 0.0)
-    return (weights * spec.scale).masked_fill(ids == NO_EXPERT, torch.nan)
+    return (weights * spec.scale).masked_fill(ids == _NO_EXPERT, torch.nan)
 
 
 def _sparsemixer(logits: Tensor, ids: Tensor, jitter: float) -> Tensor:
@@ -323,7 +311,7 @@ def _look_up(token_ids: Tensor, hash_table: Tensor, *, checked: bool) -> Tensor:
     # torch has few operations for the wide unsigned dtypes, index_select is not among them.
     table = hash_table.to(torch.int64) if hash_table.dtype in (torch.uint16, torch.uint32) else hash_table
     rows = table.index_select(0, wanted.clamp(0, vocabulary - 1)).to(torch.int64)
-    return rows.masked_fill(outside.unsqueeze(1), NO_EXPERT)
+    return rows.masked_fill(outside.unsqueeze(1), _NO_EXPERT)
 
 
 def _refuse_bad_ids(ids: Tensor, experts: int) -> None:

@@ -11,7 +11,7 @@ from ..runtime.memory import Memory, Regions
 from ..types import SCORE_FUNCTIONS, Routing, RoutingSpec
 from .buffers import Buffers, sizes, taken
 
-__all__ = ["ID_DTYPES", "route_on_device", "route_regions", "widen_on_device"]
+__all__ = ["ID_DTYPES", "route_on_device", "route_regions"]
 
 ID_DTYPES = {"int64": torch.int64, "int32": torch.int32}
 
@@ -28,18 +28,14 @@ def route_on_device(
     bias: Tensor | None = None,
     token_ids: Tensor | None = None,
     hash_table: Tensor | None = None,
-    merged: int = 0,
     memory: Memory | None = None,
 ) -> Routing:
-    """Do ``route`` unchecked, in one kernel; the arguments must be those ``route`` accepts.
-
-    merged: so many experts after the E of the logits get every token with weight 1, in slots after the K.
-    """
+    """Do ``route`` unchecked, in one kernel; the arguments must be those ``route`` accepts."""
     # Imported here: Triton exists for Linux alone, and everything but a launch works without it.
     from ..kernels.route import route_kernel
 
     tokens, experts = logits.shape
-    made = Routing(**taken(memory, _buffers(tokens, spec.top_k + merged, ID_DTYPES[spec.id_dtype]), logits.device))
+    made = Routing(**taken(memory, _buffers(tokens, spec.top_k, ID_DTYPES[spec.id_dtype]), logits.device))
     if tokens == 0:
         return made
     logits = usual_rows(logits)
@@ -54,32 +50,12 @@ def route_on_device(
     strides = (logits.stride(0), bias_stride, token_stride)
     factors = (float(spec.renormalise_eps), float(spec.scale))
     args = (logits, *given, made.topk_ids, made.topk_weights, *numbers, *strides, *factors)
-    constants = {
-        "SCORE": SCORE_FUNCTIONS.index(spec.score),
-        "TOP_K": spec.top_k,
-        "MERGED": merged,
-        "RENORM": spec.renormalise,
-    }
+    constants = {"SCORE": SCORE_FUNCTIONS.index(spec.score), "TOP_K": spec.top_k, "RENORM": spec.renormalise}
     constants |= {"KEPT": spec.kept_groups if groups > 1 else 0, "TOP2": spec.group_score == "top2_sum"}
     constants |= {"BLOCK_K": power_at_least(spec.top_k), "BLOCK_G": block_g, "BLOCK_S": block_s}
     constants |= {"BIAS": bias is not None, "HASH": spec.hash_routing, "PDL": overlaps(logits)}
     warps = max(1, min(4, block_g * block_s // 256))
     launch(route_kernel, (tokens,), args, constants, num_warps=warps, enable_fp_fusion=False)
-    return made
-
-
-def widen_on_device(chosen: Routing, experts: int, merged: int, memory: Memory | None = None) -> Routing:
-    """Do ``widened`` in one kernel; the arguments must be those ``widened`` accepts."""
-    # Imported here: Triton exists for Linux alone, and everything but a launch works without it.
-    from ..kernels.route import widen_kernel
-
-    ids, weights = usual_rows(chosen.topk_ids), usual_rows(chosen.topk_weights)
-    tokens, top_k = ids.shape
-    made = Routing(**taken(memory, _buffers(tokens, top_k + merged, torch.int64), ids.device))
-    if tokens:
-        args = (ids, weights, made.topk_ids, made.topk_weights, experts, ids.stride(0), weights.stride(0))
-        constants = {"TOP_K": top_k, "MERGED": merged, "BLOCK_K": power_at_least(top_k + merged), "PDL": overlaps(ids)}
-        launch(widen_kernel, (tokens,), args, constants, num_warps=1)
     return made
 
 

@@ -4,49 +4,48 @@ Shape letters: T tokens, K experts per token, E experts, n experts after those.
 """
 
 import torch
-from torch import Tensor
 
-from ..runtime.launch import on_device
-from ..runtime.memory import Memory
-from ..types import Routing, RoutingSpec
-from .route import NO_EXPERT, check_rule, in_one_kernel, route
-from .route_device import route_on_device, widen_on_device
+from ..runtime.launch import launch, on_device, overlaps, power_at_least, usual_rows
+from ..runtime.memory import Memory, Regions
+from ..types import Routing
+from .buffers import Buffers, sizes, taken
 
-__all__ = ["route_wide", "widened"]
-
-
-def route_wide(
-    logits: Tensor,
-    spec: RoutingSpec,
-    merged: int,
-    *,
-    checked: bool = False,
-    memory: Memory | None = None,
-    **given: Tensor | None,
-) -> Routing:
-    """Do ``route``, then ``widened``; on a GPU still in one kernel. given: the other arguments of ``route``."""
-    if not merged or checked or spec.expert_scale or not in_one_kernel(logits, spec):
-        own = None if merged else memory
-        found = route(logits, spec, checked=checked, memory=own, **given)
-        return widened(found, logits.shape[1], merged, memory)
-    given.pop("expert_scale", None)
-    check_rule(logits, spec, *(given.get(name) for name in ("bias", "token_ids", "hash_table")))
-    return route_on_device(logits, spec, merged=merged, memory=memory, **given)
+__all__ = ["widened", "widened_regions"]
 
 
 def widened(chosen: Routing, experts: int, merged: int, memory: Memory | None = None) -> Routing:
     """Return ``chosen`` of ``experts`` experts with ``merged`` slots more, of the experts after them, with weight 1.
 
-    An id that was no expert is none of those either. memory: where a kernel takes "topk_ids" and "topk_weights".
+    An id that was no expert is none of those either. memory: where "wide_ids" and "wide_weights" are on a GPU.
     """
     if not merged:
         return chosen
+    tokens, top_k = chosen.topk_ids.shape
     if on_device(chosen.topk_ids):
-        return widen_on_device(chosen, experts, merged, memory)
+        # Imported here: Triton exists for Linux alone, and everything but a launch works without it.
+        from ..kernels.route import widen_kernel
+
+        ids, weights = usual_rows(chosen.topk_ids), usual_rows(chosen.topk_weights)
+        wide = top_k + merged
+        made = taken(memory, _buffers(tokens, wide), ids.device)
+        args = (ids, weights, made["wide_ids"], made["wide_weights"], experts, ids.stride(0), weights.stride(0))
+        constants = {"TOP_K": top_k, "MERGED": merged, "BLOCK_K": power_at_least(wide), "PDL": overlaps(ids)}
+        if tokens:
+            launch(widen_kernel, (tokens,), args, constants, num_warps=1)
+        return Routing(topk_ids=made["wide_ids"], topk_weights=made["wide_weights"])
     ids = chosen.topk_ids.to(torch.int64)
-    ids = ids.masked_fill((ids < -1) | (ids >= experts), NO_EXPERT)
-    more = torch.arange(experts, experts + merged, device=ids.device).expand(ids.shape[0], merged)
+    ids = ids.masked_fill((ids < -1) | (ids >= experts), -2)
+    more = torch.arange(experts, experts + merged, device=ids.device).expand(tokens, merged)
     weights = chosen.topk_weights.to(torch.float32)
     return Routing(
         topk_ids=torch.cat((ids, more), dim=1), topk_weights=torch.cat((weights, torch.ones_like(more)), dim=1)
     )
+
+
+def widened_regions(tokens: int, wide: int) -> Regions:
+    """Return the memory that ``widened`` takes for ``tokens`` tokens with ``wide`` slots each."""
+    return sizes(_buffers(tokens, wide))
+
+
+def _buffers(tokens: int, wide: int) -> Buffers:
+    return {"wide_ids": ((tokens, wide), torch.int64), "wide_weights": ((tokens, wide), torch.float32)}

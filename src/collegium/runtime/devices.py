@@ -2,30 +2,18 @@
 
 import os
 import platform
-import threading
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..errors import InputError
 from ..problem import DeviceFacts
 
-__all__ = ["current_device", "on_the_side", "plain_torch", "probe", "recording"]
-
-
-class _Side(threading.local):
-    """The second streams of one thread: two that capture at the same time must not have one in common."""
-
-    def __init__(self) -> None:
-        self.streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
-_side = _Side()
+__all__ = ["current_device", "plain_torch", "probe", "recording"]
 
 
 def probe(device: torch.device | str | None = None) -> DeviceFacts:
@@ -69,26 +57,6 @@ def recording(
     stream = _capture_stream(device)
     with torch.cuda.device(device), torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=errors):
         yield
-
-
-def on_the_side(work: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
-    """Start ``work`` on a second stream, which follows the current one of ``device`` up to now.
-
-    What is returned lets the stream that is current then wait for it, and returns what ``work`` returned.
-    """
-    stream = _side.streams.get(device)
-    if stream is None:
-        # torch hands out the same streams again and again, those with a priority seldom.
-        stream = _side.streams[device] = torch.cuda.Stream(device, priority=-1)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        made = work()
-
-    def joined() -> Tensor:
-        torch.cuda.current_stream(device).wait_stream(stream)
-        return made
-
-    return joined
 
 
 @cache

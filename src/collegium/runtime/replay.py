@@ -74,9 +74,12 @@ class Replay:
 
 
 class _Launch(NamedTuple):
-    """A launch with addresses for tensors; holes: (place, which of the caller's tensors) to be filled in."""
+    """A launch with addresses for tensors; holes: (place, which of the caller's tensors) to be filled in.
 
-    call: Callable[..., None]
+    What call returns, if anything, is the stream of the launches that follow.
+    """
+
+    call: Callable[..., int | None]
     arguments: list[Any]
     holes: tuple[tuple[int, int], ...]
     kept: tuple[Tensor, ...]  # alive as long as their addresses
@@ -145,5 +148,7 @@ def _start(launches: tuple[_Launch, ...], addresses: list[int], device: torch.de
         arguments[STREAM] = stream
         for place, which in holes:
             arguments[place] = addresses[which]
-        call(*arguments)
+        found = call(*arguments)
+        if found is not None:
+            stream = found
     return None

@@ -11,8 +11,7 @@ from torch.nn import functional
 
 from ..errors import InputError
 from ..ops.linear import linear
-from ..ops.route import given_routing, route_custom
-from ..ops.route_wide import route_wide, widened
+from ..ops.route import given_routing, route, route_custom
 from ..runtime.memory import Memory, part, take
 from ..types import MoESpec, RouterWeights, Routing
 from .checks import check_rows
@@ -33,16 +32,12 @@ def in_float32(router: RouterWeights) -> RouterWeights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Router:
-    """How one layer chooses experts. weights: None where every call brings logits or a routing.
-
-    merged: so many experts more, numbered after the others, get every token with weight 1, in the last slots.
-    """
+    """How one layer chooses experts. weights: None where every call brings logits or a routing."""
 
     spec: MoESpec
     weights: RouterWeights | None
     choose: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]] | None
     checked: bool
-    merged: int = 0
 
     def check_own(self, router_input: Tensor | None) -> None:
         """Raise InputError where there is no router, or it reads another input than x."""
@@ -79,26 +74,23 @@ class Router:
 
         Without logits they are the layer's own, for ``router_input [T, D]`` if given; ``check_own`` comes before.
         """
-        rule, own, room = self.spec.routing, self.weights, part(memory, "routing")
+        rule, own = self.spec.routing, self.weights
         if topk_ids is not None and topk_weights is not None:
             check_rows("topk_ids", topk_ids, (x.shape[0], topk_ids.shape[-1]))
-            found = given_routing(topk_ids, topk_weights, self.spec.num_experts, checked=self.checked)
-            return widened(found, self.spec.num_experts, self.merged, room)
+            return given_routing(topk_ids, topk_weights, self.spec.num_experts, checked=self.checked)
         if logits is None:
             seen = x if router_input is None else router_input
             logits = self._own_logits(seen, x.dtype, part(memory, "router"))
         check_rows("router_logits", logits, (x.shape[0], self.spec.num_experts))
         if self.choose is not None:
-            found = route_custom(self.choose, x, logits, rule, checked=self.checked)
-            return widened(found, self.spec.num_experts, self.merged, room)
-        return route_wide(
+            return route_custom(self.choose, x, logits, rule, checked=self.checked)
+        return route(
             logits,
             rule,
-            self.merged,
             bias=None if own is None else own.correction_bias,
             token_ids=token_ids,
             hash_table=None if own is None else own.hash_table,
             expert_scale=None if own is None else own.expert_scale,
             checked=self.checked,
-            memory=room,
+            memory=part(memory, "routing"),
         )

@@ -15,14 +15,14 @@ from ..errors import InputError
 from ..experts import ExpertKernel, Packed
 from ..formats.payload import Payload
 from ..ops.linear import linear
-from ..planning import Plan, kernel_named, plan
-from ..problem import Problem, Refusal
+from ..planning import Plan, plan
+from ..problem import Problem
 from ..runtime.memory import Memory, part
-from ..sharing import not_merged
+from ..sharing import forced_in_vain
 from ..types import ContiguousBatch, ExpertWeights, SharedWeights
 from .checks import check_weights
 
-__all__ = ["SharedExpert", "pack_shared", "packed_again", "settled"]
+__all__ = ["SharedExpert", "check_kept", "pack_shared", "settled"]
 
 P = TypeVar("P", bound=Payload)
 
@@ -83,42 +83,30 @@ def settled(
     check_weights(shared.experts, made.problem.shared())
     if not made.merged:
         return made, weights, shared
-    reason = "after_expert is for the rows of the routed experts alone"
-    if after_expert is None:
-        try:
-            return made, _behind(weights, _cut(shared.experts, made.merged)), None
-        except InputError as error:
-            reason = str(error)
-    if made.force.shared == "merged":
-        raise not_merged(reason)
-    again = plan(made.problem, replace(made.force, shared="apart"))
-    kept = tuple(refusal for refusal in again.refusals if refusal.what != "shared")
-    why = Refusal(what="shared", name="merged", reason=reason)
-    return replace(again, refusals=(*kept, why), force=made.force), weights, shared
+    if after_expert is not None:
+        raise forced_in_vain("merged", "after_expert is for the rows of the routed experts alone")
+    try:
+        return made, _behind(weights, _cut(shared.experts, made.merged)), None
+    except InputError as error:
+        raise forced_in_vain("merged", str(error)) from error
 
 
-def packed_again(old: Packed, before: Plan, weights: ExpertWeights[Payload], made: Plan) -> Packed:
-    """Return ``weights`` packed as ``made`` says; a shared expert that is merged into ``old`` is taken from there.
-
-    before: the plan of ``old``. Raises InputError where the shared expert would need another packing.
-    """
-    own, kernel, first = before.problem.spec.shared, kernel_named(made.kernel), weights.down.shape[0]
-    ways = [(each.shared_kernel, each.merged, own and each.problem.shared()) for each in (before, made)]
-    if ways[0] == ways[1] and not made.merged:
-        return kernel.pack(weights, made.problem.routed)
-    if ways[0] == ways[1]:
-        # Any expert keeps the place until the packed one is put there.
-        other = ExpertWeights(gate_up=weights.gate_up[:1], down=weights.down[:1])
-        packed = kernel.pack(_behind(weights, [other] * made.merged), made.inside.routed)
-        if list(map(_kind, old.slots())) == list(map(_kind, packed.slots())):
-            for slot in range(first, first + made.merged):
-                packed.put(slot, old.take(slot))
-            return packed
-    found, wanted = (f"{each.shared_kernel} and {each.activation_format} activations" for each in (before, made))
-    raise InputError(
-        f"swap: the shared expert is packed for {found}, merged into {before.merged}; beside these weights it would "
-        f"need {wanted}, merged into {made.merged}, or another layout; force what it has, or load another layer"
-    )
+def check_kept(before: Plan, made: Plan) -> None:
+    """Raise InputError where the shared expert packed for the plan ``before`` cannot stay as it is in ``made``."""
+    if before.merged or made.merged:
+        raise InputError(
+            f"swap: the shared expert is merged, as {before.merged} of the routed experts, and was to be "
+            f"{made.merged} of the new ones; that is done when a layer is built. Load it with Choice(shared='beside')"
+        )
+    if before.problem.spec.shared is None:
+        return
+    found, needed = ((own.shared_kernel, own.problem.shared()) for own in (before, made))
+    if found != needed:
+        raise InputError(
+            f"swap: the shared expert is packed for {before.shared_kernel} and {before.activation_format} activations, "
+            f"beside these weights it would need {made.shared_kernel} and {made.activation_format}; force what it has, "
+            "or load another layer"
+        )
 
 
 def _cut(shared: ExpertWeights[Payload], count: int) -> list[ExpertWeights[Payload]]:
