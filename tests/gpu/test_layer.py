@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import re
+import ctypes
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -234,7 +236,7 @@ def test_gpu_merged_shared_expert_has_the_bits_of_apart_eager_and_replayed(weigh
         shared=SharedSpec(intermediate_size=wide),
     )
     problem = Problem(spec=spec, device=probe("cuda"), limits=Limits(max_tokens=most))
-    stacks: dict[str | None, list[MoELayer]] = {
+    stacks: dict[str, list[MoELayer]] = {
         way: [
             MoELayer(
                 to(encode_experts(random_experts(experts, 2, wide, hidden, seed=seed), weight_format), "cuda"),
@@ -246,7 +248,7 @@ def test_gpu_merged_shared_expert_has_the_bits_of_apart_eager_and_replayed(weigh
             )
             for seed in (20, 30)
         ]
-        for way in (None, "apart")
+        for way in ("merged", "apart")
     }
     assert [[layer.plan.merged for layer in own] for own in stacks.values()] == [[1, 1], [0, 0]]
 
@@ -258,14 +260,14 @@ def test_gpu_merged_shared_expert_has_the_bits_of_apart_eager_and_replayed(weigh
     for tokens in (1, 2, 7, most, most + 9):
         for call in range(3):  # computed, recorded, repeated
             x = heavy_tailed(tokens, hidden, seed=tokens + call).bfloat16().cuda()
-            assert torch.equal(run(None, x), run("apart", x))
+            assert torch.equal(run("merged", x), run("apart", x))
     for tokens in (1, 40):
         held = heavy_tailed(tokens, hidden, seed=5).bfloat16().cuda()
-        run(None, held)
+        run("merged", held)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = run(None, held)
+            out = run("merged", held)
         for seed in (6, 7):
             held.copy_(heavy_tailed(tokens, hidden, seed=seed).bfloat16())
             graph.replay()
@@ -276,8 +278,8 @@ def test_gpu_merged_shared_expert_has_the_bits_of_apart_eager_and_replayed(weigh
     ("weights", "shared", "activations"),
     [("bf16", SharedSpec(intermediate_size=128, gated=True), None), ("mxfp4", "fp8_block", "fp8_token")],
 )
-def test_gpu_a_captured_layer_runs_its_shared_expert_beside_the_others(weights, shared, activations, tmp_path):
-    """Layers one after the other in one graph: the bits of eager calls and of layers without a second stream."""
+def test_gpu_a_shared_expert_runs_beside_the_others(weights, shared, activations):
+    """Several layers, eager, repeated, by threads and in a graph: the bits of layers without a second stream."""
     experts, hidden, wide, most = 17, 256, 128, 200
     own = shared if isinstance(shared, SharedSpec) else SharedSpec(intermediate_size=wide, weight_format=shared)
     spec = MoESpec(
@@ -302,31 +304,53 @@ def test_gpu_a_captured_layer_runs_its_shared_expert_beside_the_others(weights, 
         )
 
     stacks = {way: [made(way, seed) for seed in (20, 30)] for way in (None, "apart")}
-    assert [[layer.plan.beside for layer in layers] for layers in stacks.values()] == [[True, True], [False, False]]
+    assert [[layer.plan.beside for layer in layers] for layers in stacks.values()] == [[512, 512], [0, 0]]
 
     def run(way, x):
         first, second = stacks[way]
         return second(first(x))
 
-    def forks(way, x):
-        run(way, x)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        graph.enable_debug_mode()
-        with torch.cuda.graph(graph):
-            out = run(way, x)
-        graph.debug_dump(str(tmp_path / f"{way}.dot"))
-        starts = re.findall(r'"(\w+)" -> "\w+"', (tmp_path / f"{way}.dot").read_text())
-        return graph, out, len(starts) - len(set(starts))
+    def work(seed):
+        """On a stream of its own: computed, recorded, repeated."""
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for tokens in (1, 40, most, most + 9):
+                for call in range(4):
+                    x = heavy_tailed(tokens, hidden, seed=seed + tokens + call).bfloat16().cuda()
+                    assert torch.equal(run(None, x), run("apart", x))
+            torch.cuda.current_stream().synchronize()
+        return True
 
+    assert work(0)
+    with ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(work, (100, 200, 300)))
     for tokens in (1, 40, most, most + 9):
-        held = heavy_tailed(tokens, hidden, seed=5).bfloat16().cuda()
-        graph, out, found = forks(None, held)
-        assert found >= 2 * -(-tokens // most), "each layer's shared expert branches off"
-        assert forks("apart", held)[2] == 0
+        held, out, graph = heavy_tailed(tokens, hidden, seed=5).bfloat16().cuda(), {}, {}
+        for way in stacks:
+            run(way, held)
+            torch.cuda.synchronize()
+            graph[way] = torch.cuda.CUDAGraph(keep_graph=True)
+            with torch.cuda.graph(graph[way]):
+                out[way] = run(way, held)
+        assert _joins(graph["apart"].raw_cuda_graph()) == 0
+        assert _joins(graph[None].raw_cuda_graph()) >= 2 * -(-tokens // most), "one for each pass of each layer"
         for seed in (6, 7):
             held.copy_(heavy_tailed(tokens, hidden, seed=seed).bfloat16())
-            graph.replay()
             wanted = run("apart", held)
-            assert torch.equal(out, wanted)
-            assert torch.equal(run(None, held), wanted)
+            for way in stacks:
+                graph[way].replay()
+                assert torch.equal(out[way], wanted)
+
+
+def _joins(graph: int) -> int:
+    """Return how many nodes of a CUDA graph follow more than one other."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    count = ctypes.c_size_t()
+    edges = (ctypes.c_void_p(graph), None, None)
+    if driver.cuGraphGetEdges(*edges, ctypes.byref(count)):
+        # Those between kernels that overlap have data, which only this form gives out.
+        assert not driver.cuGraphGetEdges_v2(*edges, None, ctypes.byref(count))
+    begins, ends = ((ctypes.c_void_p * count.value)() for _ in range(2))
+    data = ctypes.create_string_buffer(8 * count.value)
+    args = (ctypes.c_void_p(graph), begins, ends, data, ctypes.byref(count))
+    assert not driver.cuGraphGetEdges_v2(*args)
+    return sum(more > 1 for more in Counter(ends[: count.value]).values())
