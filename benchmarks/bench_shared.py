@@ -1,7 +1,8 @@
 """Whole layers with a router and a shared expert: one more routed expert, on a stream of its own, or after the others.
 
 A time counts only if the layer is near FP32 truth and has the bits of the shared expert that runs apart; pieces of a
-wide one are rounded one by one, and are only near it. Every pass is a replayed CUDA graph. Needs a Hopper GPU.
+wide one are rounded one by one, and are only near it. Passes are replayed CUDA graphs ("graph"), or calls that are queued
+one after the other ("eager"). Needs a Hopper GPU.
 
     python benchmarks/bench_shared.py
     python benchmarks/bench_shared.py --layers deepseek_v3 --tokens 1 8 128
@@ -101,28 +102,36 @@ def main() -> None:
         for tokens in asked.tokens:
             made, size = torch.Generator(device).manual_seed(tokens), (tokens, truth.spec.hidden_size)
             xs = [torch.randn(size, device=device, generator=made).bfloat16() for _ in range(input_sets(tokens))]
-            outs = {way: [torch.empty_like(x) for x in xs] for way in layers}
-            calls = {
-                way: [lambda layer=layer, x=x, out=out: layer(x, out=out) for x, out in zip(xs, outs[way], strict=True)]
-                for way, layer in layers.items()
+            kinds = [(way, kind) for kind in ("graph", "eager") for way in layers]
+            outs = {key: [torch.empty_like(x) for x in xs] for key in kinds}
+            passes = {
+                key: prepare_pass(
+                    [
+                        lambda way=key[0], x=x, out=out: layers[way](x, out=out)
+                        for x, out in zip(xs, outs[key], strict=True)
+                    ],
+                    device,
+                    capture=key[1] == "graph",
+                    pool=pool,
+                )
+                for key in kinds
             }
-            passes = {way: prepare_pass(own, device, pool=pool) for way, own in calls.items()}
-            times = take_turns(passes, device)
+            times = take_turns(passes, device, rounds=5)
             with torch.inference_mode():
-                right = away(outs["apart"][0][:3], truth(xs[0][:3])) <= allowed
-            for way, seconds in times.items():
-                pairs = list(zip(outs[way], outs["apart"], strict=True))
+                right = away(outs["apart", "eager"][0][:3], truth(xs[0][:3])) <= allowed
+            for (way, kind), seconds in times.items():
+                pairs = list(zip(outs[way, kind], outs["apart", "eager"], strict=True))
                 same = all(torch.equal(*pair) for pair in pairs)
                 counts = right and (same or (layers[way].plan.merged > 1 and all(away(*p) <= allowed for p in pairs)))
                 shown = f"{seconds / len(xs) * 1e6:.1f}" if counts else ""
-                rows.append([*about, name, shape.weights, shape.activations, tokens, way, shown, same])
-                print(*rows[-1][-6:], flush=True)
+                rows.append([*about, name, shape.weights, shape.activations, tokens, way, kind, shown, same])
+                print(*rows[-1][-7:], flush=True)
         del layers, truth
         torch.cuda.empty_cache()
     with asked.out.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         head = ["gpu", "driver", "torch", "triton", "commit", "command", "layer", "weights", "activations", "tokens"]
-        writer.writerow([*head, "shared expert", "us", "same bits"])
+        writer.writerow([*head, "shared expert", "calls", "us", "same bits"])
         writer.writerows(rows)
 
 

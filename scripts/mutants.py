@@ -76,6 +76,7 @@ _GPU = ("tests/gpu/test_experts.py",)
 _GPU_FOUR = ("tests/gpu/test_w4a8.py",)
 _GPU_LARGE = ("tests/gpu/test_prefill.py",)
 _GPU_SMALL = ("tests/gpu/test_small_kernels.py", "tests/gpu/test_layer.py")
+_GPU_BESIDE = ("tests/gpu/test_layer.py::test_gpu_a_shared_expert_runs_beside_the_others",)
 _GPU_CLOSE = ("tests/gpu/test_direct.py",)
 _SMALL = ("tests/cpu/test_small_kernels.py",)
 _FOUR = ("tests/cpu/test_w4a8.py",)
@@ -654,14 +655,14 @@ MUTANTS: tuple[Mutant, ...] = (
         Mutant(name, file, (edit,), (f"tests/cpu/test_merged_shared.py::test_{test}",))
         for name, file, test, edit in (
             ("merged: routed scaling factor on the shared expert", "ops/route_wide.py", "a_wide_one_is_cut_into_several", ("torch.ones_like(more)", "torch.full_like(weights[:, :merged], 2.5)")),
-            ("merged: kernel weights the shared expert", "kernels/route.py", "kernels_write_the_further_slots", ("tl.store(weights + TOP_K + more, 1.0)", "tl.store(weights + TOP_K + more, scale)")),
+            ("merged: kernel doubles the shared expert", "kernels/route.py", "a_kernel_writes_the_further_slots", ("mask=given, other=1.0)", "mask=given, other=2.0)")),
             ("merged: foreign id reaches the shared expert", "ops/route_wide.py", "a_routing_of_the_callers_own_reaches_routed_experts_alone", ("(ids < -1) | (ids >= experts)", "ids < -1")),
-            ("merged: kernel lets a foreign id reach the shared expert", "kernels/route.py", "kernels_write_the_further_slots", ("(chosen >= -1) & (chosen < experts)", "chosen >= -1")),
+            ("merged: kernel lets a foreign id reach the shared expert", "kernels/route.py", "a_kernel_writes_the_further_slots", ("(chosen >= -1) & (chosen < experts)", "chosen >= -1")),
             ("merged: gate and up swapped in the pieces", "stages/shared.py", "a_wide_one_is_cut_into_several", ("gate_up=shared.gate_up.rows(*own)", "gate_up=replace(shared.gate_up, **{k: t.flip(1) for k, t in shared.gate_up.tensors().items()}).rows(*own)")),
             ("merged: columns of another piece", "stages/shared.py", "a_wide_one_is_cut_into_several", ("shared.down.columns(*own)) for own", "shared.down.columns(*cuts[own == cuts[0]])) for own")),
-            ("merged: other blocks taken for alike", "stages/shared.py", "weights_that_are_stored_in_another_way_stay_apart", ("if kind != kinds[0]:", "if False:")),
-            ("merged: a swap drops the shared expert", "stages/shared.py", "a_swap_keeps_the_shared_expert", ("packed.put(slot, old.take(slot))", "pass")),
-            ("merged: over ranks too", "sharing.py", "what_a_plan_says_of_a_merged_one", ('if dispatcher != "local":', "if False:")),
+            ("merged: other blocks taken for alike", "stages/shared.py", "weights_that_are_stored_in_another_way_are_refused", ("if kind != kinds[0]:", "if False:")),
+            ("merged: a swap drops the shared expert", "stages/shared.py", "a_swap_keeps_the_shared_expert", ("if before.merged or made.merged:", "if made.merged:")),
+            ("merged: over ranks too", "sharing.py", "what_a_plan_says_of_a_merged_one", ('if dispatcher != "local":\n        return', "if False:\n        return")),
         )
     ),
     Mutant("shared expert's gate dropped", "stages/shared.py", (("if self.gate is None:", "if True:"),), _LAYER),
@@ -807,6 +808,9 @@ _DEVICE: tuple[Mutant, ...] = (
     Mutant("gate and up swapped", "kernels/prefill.py", (("a = activate(a, b, KIND, HAS_LIMIT", "a = activate(b, a, KIND, HAS_LIMIT"),), _GPU_LARGE),
     Mutant("the neighbouring row block's scale", "kernels/prefill.py", (("(expert * PARTS).to(tl.int64) * scale_rows + band) * K_BLOCKS", "(expert * PARTS).to(tl.int64) * scale_rows + (band ^ 1)) * K_BLOCKS"),), _GPU_LARGE),
     Mutant("a bias of the neighbouring expert", "kernels/prefill.py", (("vector = (expert * PARTS).to(tl.int64) * n_out + n_first", "vector = ((expert ^ 1) * PARTS).to(tl.int64) * n_out + n_first"),), _GPU_LARGE),
+    Mutant("the sum does not wait for a shared expert beside it", "runtime/side.py", (("torch.cuda.current_stream(device).wait_event(_sides.of(device).done)", "pass"),), _GPU_BESIDE),
+    Mutant("a shared expert begins before its tokens are there", "runtime/side.py", (("side.stream.wait_event(side.begun)", "pass"),), _GPU_BESIDE),
+    Mutant("what follows a shared expert is repeated on its stream", "runtime/side.py", (("    return side.main", "    return side.stream.cuda_stream"),), _GPU_BESIDE),
     Mutant("a row beyond a tile's end stored", "kernels/prefill.py", (("    kept = (t < count)[:, None]\n", "    kept = (t <= count)[:, None]\n"),), _GPU_LARGE),
 )  # fmt: skip
 

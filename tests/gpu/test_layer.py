@@ -345,10 +345,8 @@ def _joins(graph: int) -> int:
     """Return how many nodes of a CUDA graph follow more than one other."""
     driver = ctypes.CDLL("libcuda.so.1")
     count = ctypes.c_size_t()
-    edges = (ctypes.c_void_p(graph), None, None)
-    if driver.cuGraphGetEdges(*edges, ctypes.byref(count)):
-        # Those between kernels that overlap have data, which only this form gives out.
-        assert not driver.cuGraphGetEdges_v2(*edges, None, ctypes.byref(count))
+    # The older form without data refuses edges between kernels that overlap.
+    assert not driver.cuGraphGetEdges_v2(ctypes.c_void_p(graph), None, None, None, ctypes.byref(count))
     begins, ends = ((ctypes.c_void_p * count.value)() for _ in range(2))
     data = ctypes.create_string_buffer(8 * count.value)
     args = (ctypes.c_void_p(graph), begins, ends, data, ctypes.byref(count))
