@@ -1,8 +1,8 @@
 """Whole layers with a router and a shared expert: one more routed expert, on a stream of its own, or after the others.
 
 A time counts only if the layer is near FP32 truth and has the bits of the shared expert that runs apart; pieces of a
-wide one are rounded one by one, and are only near it. Passes are replayed CUDA graphs ("graph"), or calls that are queued
-one after the other ("eager"). Needs a Hopper GPU.
+wide one are rounded one by one, and are only near it. Passes are replayed CUDA graphs ("graph"), or calls that are
+queued one after the other ("eager"). Needs a Hopper GPU.
 
     python benchmarks/bench_shared.py
     python benchmarks/bench_shared.py --layers deepseek_v3 --tokens 1 8 128
@@ -14,6 +14,7 @@ import argparse
 import csv
 import subprocess
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -104,17 +105,12 @@ def main() -> None:
             xs = [torch.randn(size, device=device, generator=made).bfloat16() for _ in range(input_sets(tokens))]
             kinds = [(way, kind) for kind in ("graph", "eager") for way in layers]
             outs = {key: [torch.empty_like(x) for x in xs] for key in kinds}
-            passes = {
-                key: prepare_pass(
-                    [
-                        lambda way=key[0], x=x, out=out: layers[way](x, out=out)
-                        for x, out in zip(xs, outs[key], strict=True)
-                    ],
-                    device,
-                    capture=key[1] == "graph",
-                    pool=pool,
-                )
+            calls = {
+                key: [partial(layers[key[0]], x, out=out) for x, out in zip(xs, outs[key], strict=True)]
                 for key in kinds
+            }
+            passes = {
+                key: prepare_pass(own, device, capture=key[1] == "graph", pool=pool) for key, own in calls.items()
             }
             times = take_turns(passes, device, rounds=5)
             with torch.inference_mode():
