@@ -323,6 +323,13 @@ def test_gpu_a_shared_expert_runs_beside_the_others(weights, shared, activations
     assert work(0)
     with ThreadPoolExecutor(3) as pool:
         assert all(pool.map(work, (100, 200, 300)))
+    for mode in ("default", "reduce-overhead"):
+        torch._dynamo.reset()
+        compiled = torch.compile(torch.nn.Sequential(*stacks[None]), mode=mode)
+        for tokens in (1, 40, 1, 1, 40):
+            x = heavy_tailed(tokens, hidden, seed=tokens).bfloat16().cuda()
+            assert torch.equal(compiled(x).clone(), run("apart", x))
+    torch._dynamo.reset()
     for tokens in (1, 40, most, most + 9):
         held, out, graph = heavy_tailed(tokens, hidden, seed=5).bfloat16().cuda(), {}, {}
         for way in stacks:
