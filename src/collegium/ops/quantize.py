@@ -256,10 +256,7 @@ class _NvFp4(ActivationFormat):
         nibbles = e2m1_codes(scaled).flatten(1)[:, :columns]
         codes = pack_nibbles(functional.pad(nibbles, (0, columns % 2)))
         return QuantizedRows(
-            codes=codes,
-            shape=(rows, columns),
-            scales=scales,
-            global_scale=global_scale.masked_fill(~finite, torch.nan),
+            codes=codes, shape=(rows, columns), scales=scales, global_scale=global_scale.masked_fill(~finite, torch.nan)
         )
 
     def dequantize(self, rows: QuantizedRows) -> Tensor:

@@ -20,15 +20,7 @@ from .layout import Words
 from .matrix import PackedMatrix
 from .tile_choice import TileChoice
 
-__all__ = [
-    "TileList",
-    "bounds_of",
-    "constants_of",
-    "grouped_gemm",
-    "kind_of",
-    "scales_of",
-    "tile_list",
-]
+__all__ = ["TileList", "bounds_of", "constants_of", "grouped_gemm", "kind_of", "scales_of", "tile_list"]
 
 _BLOCK_TILES = 64
 
