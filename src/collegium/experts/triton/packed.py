@@ -345,7 +345,6 @@ class _Product:
     packed: PackedExperts
     place: int
     name: str
-    tile_type: type[Any] = TileChoice
 
     @property
     def _matrix(self) -> PackedMatrix:
