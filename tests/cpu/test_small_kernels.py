@@ -9,10 +9,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from by_kernel import by_kernel
 from collegium.errors import InputError
 from collegium.ops import permute as permutation, quantize as quantization
 from collegium.ops.operand import arrived, operand, operand_regions
-from collegium.ops.permute import Permutation, permute, permute_on_device
+from collegium.ops.permute import Permutation, permute
 from collegium.ops.quantize import (
     AS_IS,
     PADDED,
@@ -20,13 +21,12 @@ from collegium.ops.quantize import (
     ActivationFormat,
     QuantizedRows,
     formats_within,
-    quantize_on_device,
     quantize_rows,
 )
 from collegium.ops.route import route
 from collegium.ops.route_device import route_on_device
 from collegium.ops.rows import GivenRows
-from collegium.ops.weighted_sum import weighted_sum, weighted_sum_on_device
+from collegium.ops.weighted_sum import weighted_sum
 from collegium.parallel.local import Local
 from collegium.testing.compare import heavy_tailed
 from collegium.types import Routing, RoutingSpec
@@ -63,6 +63,11 @@ SPECS = {
     "single_expert_groups": RoutingSpec(top_k=3, groups=20, kept_groups=5, group_score="top2_sum"),
     "five_groups": RoutingSpec(top_k=3, groups=5, kept_groups=2, group_score="top2_sum", score="topk_softmax"),
 }
+
+
+permute_on_device = by_kernel(permute)
+weighted_sum_on_device = by_kernel(weighted_sum)
+quantize_on_device = by_kernel(quantize_rows)
 
 
 def same_bits(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import InputError
 from .codecs import as_float32, e4m3_codes, e4m3_values, fp8_scales
 from .grouped import Scaled
-from .intake import check_cut, find_storage, promote_scales, take
+from .intake import find_storage, promote_scales, take
 from .payload import Part, Storage
 
 __all__ = ["Fp8Block"]
@@ -85,13 +85,5 @@ class Fp8Block(Scaled):
     def _runs(self) -> tuple[int, Mapping[str, tuple[int, int]]]:
         return self.block[1], {"codes": (1, 1), "scales": (self.block[1], 1)}
 
-    def rows(self, start: int, stop: int) -> Self:
-        """Return a view of output rows ``start:stop``; both on block boundaries or at the end."""
-        step = self.block[0]
-        check_cut(f"{self.name}: output rows", start, stop, self.shape[-2], step)
-        return replace(
-            self,
-            shape=(*self.shape[:-2], stop - start, self.shape[-1]),
-            codes=self.codes[..., start:stop, :],
-            scales=self.scales[..., start // step : -(-stop // step), :],
-        )
+    def _row_runs(self) -> Mapping[str, int]:
+        return {"codes": 1, "scales": self.block[0]}

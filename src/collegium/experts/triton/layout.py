@@ -35,7 +35,7 @@ class Layout:
     dtype of the rows that these weights multiply. stored: dtype of values. half: rows are float16 instead of operand.
     block_k: columns of a step of the K loop. scale_block: rows that share a scale, where it belongs to a block. words:
     32-bit words of scales for a row and K block, where scales belong to groups. scaled_rows: rows of x have scales.
-    row_order: of their codes (``ops/operand.py``). decoded, promoted, quartered, operands: see ``TileProblem``.
+    row_order: of their codes (``ops/quantize.py``). decoded, promoted, quartered, operands: see ``TileProblem``.
     """
 
     weight: int

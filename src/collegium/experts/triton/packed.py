@@ -16,8 +16,8 @@ from torch import Tensor
 from ...errors import InputError
 from ...formats.int_affine import Int4Ordered, Int8Ordered
 from ...ops.columns import RowSums, halves_and_sums, in_columns
-from ...ops.operand import arrived, operand, ordered
-from ...ops.quantize import AS_IS, ActivationFormat, formats_within
+from ...ops.operand import arrived, operand
+from ...ops.quantize import AS_IS, ActivationFormat, formats_within, ordered
 from ...problem import ExpertsProblem
 from ...runtime.launch import usual_rows
 from ...runtime.machine import Machine, machine_at
