@@ -219,13 +219,9 @@ class MoESpec:
 
     def routed_alone(self) -> MoESpec:
         """Return the layer of the routed experts alone, of their width H; a caller gives it the routing."""
+        rule = RoutingSpec(top_k=self.routing.top_k)
         return replace(
-            self,
-            hidden_size=self.expert_hidden_size,
-            latent_size=None,
-            latent_norm_eps=None,
-            shared=None,
-            routing=RoutingSpec(top_k=self.routing.top_k),
+            self, hidden_size=self.expert_hidden_size, latent_size=None, latent_norm_eps=None, shared=None, routing=rule
         )
 
     def shared_alone(self) -> MoESpec:

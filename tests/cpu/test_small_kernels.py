@@ -359,7 +359,7 @@ def test_an_activation_format_without_a_kernel_is_refused(monkeypatch: pytest.Mo
     assert torch.equal(made.codes, x / 2)
     for call in (
         lambda: quantize_on_device(x, "halves"),
-        lambda: operand_regions(3, 4, "halves"),
+        lambda: operand_regions(3, 4, "halves", dtype=torch.float32),
         lambda: form.write(GivenRows(x, None, None, AS_IS, False), made),
     ):
         with pytest.raises(InputError, match=r"halves: found Halves, which no kernel writes, allowed: fp32, .*nvfp4"):
@@ -371,7 +371,7 @@ def test_an_order_of_what_is_no_e4m3_operand_is_refused(name: str | None) -> Non
     for call in (
         lambda: operand(torch.ones(3, 4), name, order=PADDED),
         lambda: quantize_on_device(torch.ones(3, 4), name or "fp32", order=PADDED),
-        lambda: operand_regions(3, 4, name, gathered=True, order=PADDED),
+        lambda: operand_regions(3, 4, name, gathered=True, order=PADDED, dtype=torch.float32),
     ):
         with pytest.raises(InputError, match=r"format \w+: found order 1 of its rows, allowed: 0"):
             call()

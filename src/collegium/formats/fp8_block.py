@@ -78,9 +78,8 @@ class Fp8Block(Scaled):
         layout = find_storage(cls, storage)
         weight, scale = layout.parts
         layout = replace(layout, parts=(weight, replace(scale, rows_per=block[0], columns_per=block[1])))
-        taken = take(cls, layout, parts, shape)
-        scales = promote_scales(taken[scale.suffix])
-        return cls(shape=tuple(shape), codes=taken[".weight"], scales=scales, block=(block[0], block[1]))
+        codes, scales = take(cls, layout, parts, shape).values()
+        return cls(shape=tuple(shape), codes=codes, scales=promote_scales(scales), block=(block[0], block[1]))
 
     def _runs(self) -> tuple[int, Mapping[str, tuple[int, int]]]:
         return self.block[1], {"codes": (1, 1), "scales": (self.block[1], 1)}

@@ -8,17 +8,13 @@ from ..runtime.memory import Memory, Regions, take
 from .quantize import AS_IS, ActivationFormat, activation_format, cast_name, quantize_regions, quantize_rows
 from .rows import GivenRows, QuantizedRows
 
-__all__ = ["arrived", "operand", "operand_regions"]
+__all__ = ["Operand", "arrived", "operand", "operand_regions"]
+
+Operand = tuple[Tensor, Tensor | None]  # rows as a product reads them, and the scales of codes
 
 
 def operand_regions(
-    rows: int,
-    columns: int,
-    name: str | None,
-    *,
-    order: int = AS_IS,
-    gathered: bool = False,
-    dtype: torch.dtype = torch.float32,
+    rows: int, columns: int, name: str | None, *, order: int = AS_IS, gathered: bool = False, dtype: torch.dtype
 ) -> Regions:
     """Return the most bytes ``operand`` takes for any count of rows up to ``rows``, of ``columns`` each.
 
@@ -41,7 +37,7 @@ def operand(
     x_ready: bool = False,
     used: Tensor | None = None,
     memory: Memory | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> Operand:
     """Return rows of ``x [T, K]`` as a product reads them: codes and scales of a format, or x's dtype and None.
 
     source and weights as in ``quantize_rows``; without them and without a format x itself is returned. order: of
