@@ -20,6 +20,8 @@
 Every text says what was asked, what was found, what is allowed and what to do next.
 """
 
+from functools import partial
+
 __all__ = [
     "BadScaleError",
     "CheckpointError",
@@ -108,11 +110,7 @@ class RankError(CollegiumError):
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle with ranks and phase, as a process that starts others passes errors on."""
-        return _rank_error, (str(self), self.ranks, self.phase)
-
-
-def _rank_error(text: str, ranks: tuple[int, ...], phase: str) -> RankError:
-    return RankError(text, ranks=ranks, phase=phase)
+        return partial(RankError, ranks=self.ranks, phase=self.phase), (str(self),)
 
 
 class MissingExtraError(CollegiumError, ImportError):

@@ -219,13 +219,9 @@ class MoESpec:
 
     def routed_alone(self) -> MoESpec:
         """Return the layer of the routed experts alone, of their width H; a caller gives it the routing."""
+        rule = RoutingSpec(top_k=self.routing.top_k)
         return replace(
-            self,
-            hidden_size=self.expert_hidden_size,
-            latent_size=None,
-            latent_norm_eps=None,
-            shared=None,
-            routing=RoutingSpec(top_k=self.routing.top_k),
+            self, hidden_size=self.expert_hidden_size, latent_size=None, latent_norm_eps=None, shared=None, routing=rule
         )
 
     def shared_alone(self) -> MoESpec:
@@ -347,7 +343,7 @@ class ContiguousBatch:
     before everything else (router weight on the input), or None. tiles: token tile lists made with the order, for
     kernels that asked. rows: how many rows to choose tiles for, R when None; a batch with room for more rows than it is
     likely to hold says how many those are. dtype: of the tokens and the result, x's own when None. order: of the
-    columns of codes that arrived, as ``ops/operand.py`` numbers them. back: where rows are to be stored, which ``run``
+    columns of codes that arrived, as ``ops/quantize.py`` numbers them. back: where rows are to be stored, which ``run``
     then returns as ``back.rows``; only for experts that said they do that (``Packed.storing``).
     x_ready: nothing launched since x was written touches x or the buffers taken next, so a kernel that reads only x may
     overlap the sort.

@@ -85,7 +85,6 @@ class Gemm:
 
     name: str
     packed: Any
-    tile_type: type[Any] = Tile
 
     def chosen(self, rows: int) -> Tile:
         return Tile(16)

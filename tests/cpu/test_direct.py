@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from by_kernel import by_kernel
 from collegium import Choice, Limits, MoESpec, Problem, Routing, RoutingSpec, plan
 from collegium.experts import KERNELS
 from collegium.experts.triton import packed as products
-from collegium.ops.weighted_sum import weighted_sum, weighted_sum_on_device
+from collegium.ops.weighted_sum import weighted_sum
 from collegium.parallel.local import Local, LocalKind
 from collegium.pipelines import Parts
 from collegium.pipelines.direct import Direct, DirectKind
@@ -42,6 +43,9 @@ RECIPES = [
     ("int8_ordered", None, 0.01),
     ("gguf", None, 0.01),
 ]
+
+
+weighted_sum_on_device = by_kernel(weighted_sum)
 
 
 def build(weights: str, activations: str | None, *, wide: int = WIDE) -> tuple[Any, Any]:

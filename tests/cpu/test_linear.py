@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from by_kernel import by_kernel
 from collegium.errors import InputError
 from collegium.ops import linear as products
-from collegium.ops.linear import linear, linear_on_device
+from collegium.ops.linear import linear
 from collegium.testing.compare import heavy_tailed, relative_error
 from memories import Poisoned
 
@@ -30,6 +31,9 @@ kernels = pytest.mark.skipif(
     torch.cuda.is_available() or importlib.util.find_spec("triton") is None,
     reason="tests/gpu makes these comparisons on the device" if torch.cuda.is_available() else "needs Triton",
 )
+
+
+linear_on_device = by_kernel(linear)
 
 
 def made(tokens: int, k_in: int, n_out: int, pair: Pair) -> tuple[torch.Tensor, torch.Tensor]:

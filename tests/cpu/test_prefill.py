@@ -46,7 +46,7 @@ def matrix(weights: str, parts: int, n_out: int, k_in: int, *, bias: bool) -> An
     payload = by_name(weights).encode(values / k_in**0.5)
     added = torch.randn(5, parts, n_out).bfloat16() if bias else None
     if weights == "bf16":
-        return pack_plain(payload.values, added)
+        return pack_plain(payload, added)
     if weights == "fp8_block":
         return pack_fp8_block(payload, added, native=True)
     return pack_fp8_rows(payload, added, native=True)

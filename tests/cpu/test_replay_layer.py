@@ -220,8 +220,8 @@ def test_a_pass_with_the_layers_own_router_is_repeated_whole(rule: dict[str, Any
     spare = Arena(layer.workspaces._free[-1].block, layer._places)
     chosen = layer._router(*given(2, 9)[:1], None, None, None, None, memory=spare)
     assert chosen.topk_ids.dtype == getattr(torch, rule.get("id_dtype", "int64"))
-    dtypes = {name: dtype for name, _, dtype in spare._found}
-    assert dtypes["router/out"] == (torch.bfloat16 if rule else torch.float32)
+    dtypes = {name: dtype for name, _, dtype in spare.part("router")._found}
+    assert dtypes["out"] == (torch.bfloat16 if rule else torch.float32)
 
 
 def test_experts_that_took_the_place_of_others_are_recorded_anew(machine: Machine) -> None:

@@ -9,10 +9,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from by_kernel import by_kernel
 from collegium.errors import InputError
 from collegium.ops import permute as permutation, quantize as quantization
 from collegium.ops.operand import arrived, operand, operand_regions
-from collegium.ops.permute import Permutation, permute, permute_on_device
+from collegium.ops.permute import Permutation, permute
 from collegium.ops.quantize import (
     AS_IS,
     PADDED,
@@ -20,13 +21,12 @@ from collegium.ops.quantize import (
     ActivationFormat,
     QuantizedRows,
     formats_within,
-    quantize_on_device,
     quantize_rows,
 )
 from collegium.ops.route import route
 from collegium.ops.route_device import route_on_device
 from collegium.ops.rows import GivenRows
-from collegium.ops.weighted_sum import weighted_sum, weighted_sum_on_device
+from collegium.ops.weighted_sum import weighted_sum
 from collegium.parallel.local import Local
 from collegium.testing.compare import heavy_tailed
 from collegium.types import Routing, RoutingSpec
@@ -63,6 +63,11 @@ SPECS = {
     "single_expert_groups": RoutingSpec(top_k=3, groups=20, kept_groups=5, group_score="top2_sum"),
     "five_groups": RoutingSpec(top_k=3, groups=5, kept_groups=2, group_score="top2_sum", score="topk_softmax"),
 }
+
+
+permute_on_device = by_kernel(permute)
+weighted_sum_on_device = by_kernel(weighted_sum)
+quantize_on_device = by_kernel(quantize_rows)
 
 
 def same_bits(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
@@ -354,7 +359,7 @@ def test_an_activation_format_without_a_kernel_is_refused(monkeypatch: pytest.Mo
     assert torch.equal(made.codes, x / 2)
     for call in (
         lambda: quantize_on_device(x, "halves"),
-        lambda: operand_regions(3, 4, "halves"),
+        lambda: operand_regions(3, 4, "halves", dtype=torch.float32),
         lambda: form.write(GivenRows(x, None, None, AS_IS, False), made),
     ):
         with pytest.raises(InputError, match=r"halves: found Halves, which no kernel writes, allowed: fp32, .*nvfp4"):
@@ -366,7 +371,7 @@ def test_an_order_of_what_is_no_e4m3_operand_is_refused(name: str | None) -> Non
     for call in (
         lambda: operand(torch.ones(3, 4), name, order=PADDED),
         lambda: quantize_on_device(torch.ones(3, 4), name or "fp32", order=PADDED),
-        lambda: operand_regions(3, 4, name, gathered=True, order=PADDED),
+        lambda: operand_regions(3, 4, name, gathered=True, order=PADDED, dtype=torch.float32),
     ):
         with pytest.raises(InputError, match=r"format \w+: found order 1 of its rows, allowed: 0"):
             call()

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from by_kernel import by_kernel
 from collegium.experts.triton import grouped as ops
 from collegium.experts.triton.lanes import pack_plain
 from collegium.experts.triton.prefill import prefill_gemm
 from collegium.experts.triton.tile_choice import TileChoice
+from collegium.formats import Bf16
 from collegium.kernels.numbers import NOWHERE
-from collegium.ops.permute import Owners, permute, permute_on_device
+from collegium.ops.permute import Owners, permute
 from collegium.testing.compare import heavy_tailed
 from ranks import run_ranks
 from stored_rows import store
@@ -24,6 +26,9 @@ pytest.importorskip("triton")
 
 SMALL = TileChoice(block_n=64, block_t=16, warps=4, stages=2)
 LARGE = TileChoice(block_n=128, block_t=128, warps=4, stages=3, group_t=2, programs=3)
+
+
+permute_on_device = by_kernel(permute)
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -39,7 +44,7 @@ def test_products_store_rows_anywhere_and_not_those_of_nobody(
 ) -> None:
     counts = (0, 40, 3, 0, 17)
     offsets, rows = torch.tensor([0, *counts]).cumsum(0), 66  # six of them dropped
-    packed = pack_plain(heavy_tailed(5, 1, width, 64, seed=4).bfloat16(), None)
+    packed = pack_plain(Bf16.encode(heavy_tailed(5, 1, width, 64, seed=4)), None)
     x, out = heavy_tailed(rows, 64, seed=3).bfloat16(), torch.empty(rows, width, dtype=torch.bfloat16)
     product(x, packed, offsets, ops.tile_list(offsets, rows, tile), out)
     both = torch.full((2, rows, width), torch.nan, dtype=torch.bfloat16)

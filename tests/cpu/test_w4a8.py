@@ -18,8 +18,8 @@ from collegium.experts.triton.tile_choice import TileChoice
 from collegium.experts.triton.words import pack_w4a8
 from collegium.formats import Int4Group, MxFp4, NvFp4
 from collegium.formats.unquantised import Fp32
-from collegium.ops.operand import operand, ordered
-from collegium.ops.quantize import PADDED, REORDERED, quantize_rows
+from collegium.ops.operand import operand
+from collegium.ops.quantize import PADDED, REORDERED, ordered, quantize_rows
 from collegium.parallel.local import Local
 from collegium.planning import plan
 from collegium.problem import DeviceFacts, Limits, Problem

@@ -20,8 +20,8 @@ from collegium.experts.triton.tile_choice import TileChoice
 from collegium.experts.triton.tiles import candidates
 from collegium.experts.triton.words import pack_w4a8
 from collegium.formats import Int4Group, MxFp4, NvFp4, by_name
-from collegium.ops.operand import operand, ordered
-from collegium.ops.quantize import activation_format
+from collegium.ops.operand import operand
+from collegium.ops.quantize import activation_format, ordered
 from collegium.parallel.local import Local
 from collegium.problem import Problem
 from collegium.runtime.devices import probe

@@ -49,16 +49,11 @@ NO_TILES = Tiling()
 
 
 class Product(Protocol):
-    """One product of packed experts whose tile can be measured. tile_type: a frozen dataclass of plain numbers."""
+    """One product of packed experts whose tile, a frozen dataclass of plain numbers, can be measured."""
 
     @property
     def name(self) -> str:
         """Name of the product in the file of measured tiles."""
-        ...
-
-    @property
-    def tile_type(self) -> type[Any]:
-        """Class of a tile."""
         ...
 
     def chosen(self, rows: int) -> Any:

@@ -98,7 +98,7 @@ def _read(path: Path, problem: Problem, packed: Packed) -> dict[str, Tables]:
     for product in packed.products():
         table: list[tuple[int, Any]] = []
         for entry in held[product.name]:
-            rows, tile = int(entry.pop("rows")), product.tile_type(**entry)
+            rows, tile = int(entry.pop("rows")), type(product.chosen(1))(**entry)
             if rows < 1 or tile not in product.candidates(rows):
                 raise ValueError(f"{product.name} at {rows} rows: {tile} is no tile of this machine")
             table.append((rows, tile))

@@ -12,12 +12,12 @@ from torch import Tensor
 from ..errors import InputError
 
 __all__ = [
-    "DECODE_DTYPES",
     "E2M1_MAX",
     "E2M1_VALUES",
     "E4M3_MAX",
     "SMALLEST_SCALE",
     "as_float32",
+    "check_decoded",
     "decode_rows",
     "e2m1_codes",
     "e2m1_pairs",
@@ -44,7 +44,7 @@ E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 # The smallest normal float32: below it a scale would lose bits, so encoders never write a smaller one.
 SMALLEST_SCALE = 2.0**-126
-DECODE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_DECODED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 # Elements decoded at a time. On a CPU the float32 temporaries then stay near the last-level cache; on a GPU
 # they only have to be small beside the layer.
@@ -198,6 +198,13 @@ def scale_groups_(values: Tensor, scales: Tensor, group: int) -> Tensor:
     return values
 
 
+def check_decoded(dtype: torch.dtype) -> None:
+    """Raise InputError for a dtype that weights are not decoded to."""
+    if dtype not in _DECODED:
+        allowed = ", ".join(str(d) for d in _DECODED)
+        raise InputError(f"decode to {dtype} is not possible, allowed: {allowed}; convert the result yourself")
+
+
 def decode_rows(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, rows: Callable[[int, int], Tensor]
 ) -> Tensor:
@@ -206,9 +213,7 @@ def decode_rows(
     ``rows(start, stop)`` returns the exact float32 values ``[stop - start, K or more]`` of rows counted over
     all leading dimensions; each value is rounded once, to ``dtype``.
     """
-    if dtype not in DECODE_DTYPES:
-        allowed = ", ".join(str(d) for d in DECODE_DTYPES)
-        raise InputError(f"decode to {dtype} is not possible, allowed: {allowed}; convert the result yourself")
+    check_decoded(dtype)
     columns = shape[-1]
     total = prod(shape[:-1])
     out = torch.empty((total, columns), dtype=dtype, device=device)

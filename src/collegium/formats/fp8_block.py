@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import InputError
 from .codecs import as_float32, e4m3_codes, e4m3_values, fp8_scales
 from .grouped import Scaled
-from .intake import check_cut, find_storage, promote_scales, take
+from .intake import find_storage, promote_scales, take
 from .payload import Part, Storage
 
 __all__ = ["Fp8Block"]
@@ -78,20 +78,11 @@ class Fp8Block(Scaled):
         layout = find_storage(cls, storage)
         weight, scale = layout.parts
         layout = replace(layout, parts=(weight, replace(scale, rows_per=block[0], columns_per=block[1])))
-        taken = take(cls, layout, parts, shape)
-        scales = promote_scales(taken[scale.suffix])
-        return cls(shape=tuple(shape), codes=taken[".weight"], scales=scales, block=(block[0], block[1]))
+        codes, scales = take(cls, layout, parts, shape).values()
+        return cls(shape=tuple(shape), codes=codes, scales=promote_scales(scales), block=(block[0], block[1]))
 
     def _runs(self) -> tuple[int, Mapping[str, tuple[int, int]]]:
         return self.block[1], {"codes": (1, 1), "scales": (self.block[1], 1)}
 
-    def rows(self, start: int, stop: int) -> Self:
-        """Return a view of output rows ``start:stop``; both on block boundaries or at the end."""
-        step = self.block[0]
-        check_cut(f"{self.name}: output rows", start, stop, self.shape[-2], step)
-        return replace(
-            self,
-            shape=(*self.shape[:-2], stop - start, self.shape[-1]),
-            codes=self.codes[..., start:stop, :],
-            scales=self.scales[..., start // step : -(-stop // step), :],
-        )
+    def _row_runs(self) -> Mapping[str, int]:
+        return {"codes": 1, "scales": self.block[0]}

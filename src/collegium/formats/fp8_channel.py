@@ -47,6 +47,5 @@ class Fp8Channel(Scaled):
     @classmethod
     def from_parts(cls, parts: Mapping[str, Tensor], *, storage: str, shape: tuple[int, ...]) -> Self:
         """Take codes as stored and the scales, ``[N]`` or ``[N, 1]``, in float32."""
-        taken = take(cls, find_storage(cls, storage), parts, shape)
-        scales = promote_scales(taken[".weight_scale"]).reshape(shape[:-1])
-        return cls(shape=tuple(shape), codes=taken[".weight"], scales=scales)
+        codes, scales = take(cls, find_storage(cls, storage), parts, shape).values()
+        return cls(shape=tuple(shape), codes=codes, scales=promote_scales(scales).reshape(shape[:-1]))

@@ -60,10 +60,8 @@ class Fp8Tensor(Payload):
     @classmethod
     def from_parts(cls, parts: Mapping[str, Tensor], *, storage: str, shape: tuple[int, ...]) -> Self:
         """Take codes as stored and the scale in float32; a static input scale is accepted and not kept."""
-        layout = find_storage(cls, storage)
-        taken = take(cls, layout, parts, shape)
-        scale = promote_scales(taken[layout.parts[1].suffix])
-        return cls(shape=tuple(shape), codes=taken[".weight"].contiguous(), scale=scale)
+        codes, scale, *_ = take(cls, find_storage(cls, storage), parts, shape).values()
+        return cls(shape=tuple(shape), codes=codes.contiguous(), scale=promote_scales(scale))
 
     def faults(self) -> Tensor:
         """Return a bool tensor over the leading dimensions: True for a forbidden scale or a NaN code.

@@ -32,11 +32,7 @@ class Int4Group(Scaled):
     name: ClassVar[str] = "int4_group"
     group: ClassVar[int] = 32
     tolerance: ClassVar[float] = 0.1
-    storages: ClassVar[tuple[Storage, ...]] = (
-        compressed("compressed-tensors", 4),
-        gptq("gptq", 4),
-        gptq("gptq_v2", 4),
-    )
+    storages: ClassVar[tuple[Storage, ...]] = (compressed("compressed-tensors", 4), gptq("gptq", 4), gptq("gptq_v2", 4))
 
     @classmethod
     def encode(cls, weight: Tensor, *, group_size: int = 32, scale_dtype: torch.dtype = torch.bfloat16) -> Self:

@@ -50,7 +50,7 @@ def find_storage(cls: type[Payload], name: str) -> Storage:
 def take(
     cls: type[Payload], storage: Storage, parts: Mapping[str, Tensor], shape: tuple[int, ...]
 ) -> dict[str, Tensor]:
-    """Return the parts as ``[*leading, *part shape]``, those stored input-first turned to output-first.
+    """Return the parts as ``[*leading, *part shape]``, in the storage's order, input-first ones turned to output-first.
 
     Size-1 dimensions are forgiven (scalars as ``[1]``, row scales as ``[N]`` or ``[N, 1]``), and one number
     per matrix may be given once for all matrices. Raises MissingTensorError, UnknownTensorError or

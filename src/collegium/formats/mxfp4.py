@@ -58,14 +58,13 @@ class MxFp4(Grouped):
         GGUF blocks hold a scale byte and 16 bytes whose low nibbles are elements 0 to 15, the high ones 16 to 31; its
         code 8 is a zero without a sign.
         """
-        layout = find_storage(cls, storage)
-        taken = take(cls, layout, parts, shape)
+        taken = take(cls, find_storage(cls, storage), parts, shape)
         if storage == "gguf":
             raw = taken[".weight"]
             nibbles = torch.cat((raw[..., 1:] & 0xF, raw[..., 1:] >> 4), dim=-1)
             codes = pack_nibbles(torch.where(nibbles == 8, 0, nibbles)).flatten(-2)
             return cls(shape=tuple(shape), codes=cls._whole_groups(codes, shape), scales=raw[..., 0].contiguous())
-        codes, scales = (taken[part.suffix].view(torch.uint8) for part in layout.parts)
+        codes, scales = (tensor.view(torch.uint8) for tensor in taken.values())
         return cls(shape=tuple(shape), codes=cls._whole_groups(codes, shape), scales=scales)
 
     def faults(self) -> Tensor:

@@ -56,10 +56,8 @@ class MxFp8(Grouped):
     @classmethod
     def from_parts(cls, parts: Mapping[str, Tensor], *, storage: str, shape: tuple[int, ...]) -> Self:
         """Take codes and scale bytes as stored; a scale row for several rows (ModelOpt) is repeated."""
-        layout = find_storage(cls, storage)
-        taken = take(cls, layout, parts, shape)
-        codes = cls._whole_groups(taken[".weight"].view(torch.uint8), shape)
-        scales = taken[layout.parts[1].suffix].view(torch.uint8)
+        codes, scales = (t.view(torch.uint8) for t in take(cls, find_storage(cls, storage), parts, shape).values())
+        codes = cls._whole_groups(codes, shape)
         if scales.shape[-2] != shape[-2]:
             scales = scales.repeat_interleave(shape[-2] // scales.shape[-2], dim=-2)
         return cls(shape=tuple(shape), codes=codes.view(torch.float8_e4m3fn), scales=scales)

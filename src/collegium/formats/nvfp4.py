@@ -109,9 +109,7 @@ class NvFp4(Grouped):
     @classmethod
     def from_parts(cls, parts: Mapping[str, Tensor], *, storage: str, shape: tuple[int, ...]) -> Self:
         """Take codes and scales as stored; a static input scale is accepted and not kept."""
-        layout = find_storage(cls, storage)
-        taken = take(cls, layout, parts, shape)
-        codes, scales, global_scale = (taken[part.suffix] for part in layout.parts[:3])
+        codes, scales, global_scale, *_ = take(cls, find_storage(cls, storage), parts, shape).values()
         return cls(
             shape=tuple(shape),
             codes=cls._whole_groups(codes, shape),

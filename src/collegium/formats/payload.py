@@ -154,10 +154,15 @@ class Payload:
 
     def rows(self, start: int, stop: int) -> Self:
         """Return a view of output rows ``start:stop``; both must lie on row-block boundaries or at the end."""
-        check_cut(f"{self.name}: output rows", start, stop, self.shape[-2], 1)
-        axis = len(self.shape) - 2
-        cut = {name: getattr(self, name).narrow(axis, start, stop - start) for name in self.by_row}
+        runs, axis = self._row_runs(), len(self.shape) - 2
+        check_cut(f"{self.name}: output rows", start, stop, self.shape[-2], max(runs.values()))
+        ends = {name: (start // per, -(-stop // per)) for name, per in runs.items()}
+        cut = {name: getattr(self, name).narrow(axis, first, last - first) for name, (first, last) in ends.items()}
         return replace(self, shape=(*self.shape[:-2], stop - start, self.shape[-1]), **cut)
+
+    def _row_runs(self) -> Mapping[str, int]:
+        """Return by tensor the output rows that one of its rows holds."""
+        return dict.fromkeys(self.by_row, 1)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the stored tensors by field name."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from .codecs import DECODE_DTYPES, as_float32
+from .codecs import as_float32, check_decoded
 from .intake import find_storage, take
 from .payload import Part, Payload, Storage
 
@@ -37,16 +37,14 @@ class _Plain(Payload):
 
     def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return ``[..., N, K]`` in ``dtype``; the stored tensor itself when it already has that dtype."""
-        if dtype not in DECODE_DTYPES:
-            allowed = ", ".join(str(d) for d in DECODE_DTYPES)
-            raise InputError(f"decode to {dtype} is not possible, allowed: {allowed}; convert the result yourself")
+        check_decoded(dtype)
         return self.values.to(dtype)
 
     @classmethod
     def from_parts(cls, parts: Mapping[str, Tensor], *, storage: str, shape: tuple[int, ...]) -> Self:
         """Take the part ``.weight`` as it is; raises the CheckpointErrors of a wrong name, dtype or shape."""
-        taken = take(cls, find_storage(cls, storage), parts, shape)
-        return cls(shape=tuple(shape), values=taken[".weight"])
+        (values,) = take(cls, find_storage(cls, storage), parts, shape).values()
+        return cls(shape=tuple(shape), values=values)
 
     def faults(self) -> Tensor:
         """Return a bool tensor over the leading dimensions: True where a value is NaN or infinite."""

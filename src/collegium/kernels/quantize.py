@@ -115,7 +115,7 @@ def e4m3_kernel(
 
     A group with NaN or infinity gets zero codes and a NaN scale. fixed: as ``store_codes`` says. POWER: the scale is
     the least power of two that saturates nothing; BYTE: stored as its E8M0 byte. REORDER: codes change places within
-    128 columns (``ordered`` in ``ops/operand.py``). SOME: only the first ``used [1]`` rows, and never late. late: 1
+    128 columns (``ordered`` in ``ops/quantize.py``). SOME: only the first ``used [1]`` rows, and never late. late: 1
     where nothing is read that the kernel before writes; then it is waited for at the end.
     """
     if PDL:

@@ -131,10 +131,7 @@ def store_rows(result, out, row_places, row, kept, first, n, n_out, PLACED: tl.c
     tl.store(at, result.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(
-    do_not_specialize=["tiles"],
-    do_not_specialize_on_alignment=["expert_offsets", "tile_expert", "tile_row"],
-)
+@triton.jit(do_not_specialize=["tiles"], do_not_specialize_on_alignment=["expert_offsets", "tile_expert", "tile_row"])
 def tile_list_kernel(
     expert_offsets, tile_expert, tile_row, used, experts, tiles,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_TILES: tl.constexpr,

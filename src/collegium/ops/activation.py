@@ -101,13 +101,11 @@ def deinterleave(rows: Tensor, dim: int) -> Tensor:
     Works on any dtype; returns a view with one more dimension. Raises ``InputError`` when the size is odd.
     """
     axis = _axis(dim, rows.dim())
-    size = rows.shape[axis]
-    if size % 2:
+    if rows.shape[axis] % 2:
         raise InputError(
             f"deinterleave: axis {dim} of {tuple(rows.shape)} is odd, allowed: 2*I rows, gate and up in turn"
         )
-    split = rows.reshape(*rows.shape[:axis], size // 2, 2, *rows.shape[axis + 1 :])
-    return split.transpose(axis, axis + 1)
+    return rows.unflatten(axis, (rows.shape[axis] // 2, 2)).transpose(axis, axis + 1)
 
 
 def interleave(parts: Tensor, dim: int) -> Tensor:

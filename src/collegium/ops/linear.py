@@ -15,7 +15,7 @@ from ..runtime.launch import launch, on_device, overlaps, power_at_least, usual_
 from ..runtime.memory import Memory, Regions, under
 from .buffers import Buffers, sizes, taken
 
-__all__ = ["linear", "linear_on_device", "linear_regions", "regions_of"]
+__all__ = ["linear", "linear_regions", "regions_of"]
 
 # K is cut into parts for as many programs, and into no more parts than that: numbers that stay when the GPU changes,
 # because they decide the order of sums.
@@ -64,12 +64,41 @@ def linear(
     where none is given. Raises InputError for wrong shapes or dtypes.
     """
     _check(x, weight, added, out)
-    if on_device(x):
-        return linear_on_device(x, weight, added, out=out, memory=memory)
-    made = _in_blocks(x, weight)
-    if added is not None:
-        made = made.float().add_(added)
-    return made.to(weight.dtype) if out is None else out.copy_(made)
+    if not on_device(x):
+        made = _in_blocks(x, weight)
+        if added is not None:
+            made = made.float().add_(added)
+        return made.to(weight.dtype) if out is None else out.copy_(made)
+    # Imported here: Triton exists for Linux alone, and everything but a launch works without it.
+    from ..kernels.linear import add_parts_kernel, linear_kernel
+
+    (tokens, k_in), n_out = x.shape, weight.shape[0]
+    each, parts = _order(k_in, n_out)
+    apart = parts > 1 and power_at_least(tokens) * n_out <= _APART
+    asked = _result(tokens, n_out, weight.dtype if out is None else None)
+    room = taken(memory, asked | (_sums(tokens, k_in, n_out) if apart else {}), x.device)
+    out = room["out"] if out is None else out
+    if tokens == 0:
+        return out
+    x, weight = usual_rows(x), weight.contiguous()
+    more = weight if added is None else added.contiguous()
+    step = 0 if more.dim() == 1 else n_out
+    few, wide = tokens <= 16, x.element_size() == 4 or k_in % 16
+    block_t = 16 if few else 32 if wide else 64
+    terms = 0 if weight.element_size() == 2 else {torch.bfloat16: 1, torch.float16: 2}.get(x.dtype, 3)
+    steps, pdl = each if apart else -(-k_in // _BLOCK_K), overlaps(x)
+    constants = {"TERMS": terms, "PART": apart, "EACH": each, "STEPS": steps, "ASM": x.is_cuda, "PDL": pdl}
+    constants |= {"BLOCK_N": _BLOCK_N, "BLOCK_T": block_t, "BLOCK_K": _BLOCK_K, "STAGES": 4 if few else 3}
+    constants["ADDED"] = added is not None and not apart
+    target = room["sums"] if apart else out
+    args = (x, weight, more, target, tokens, n_out, k_in, x.stride(0), step)
+    grid = (-(-tokens // block_t), -(-n_out // _BLOCK_N), parts if apart else 1)
+    launch(linear_kernel, grid, args, constants, num_warps=4)
+    if apart:
+        block = min(power_at_least(n_out, 32), 128)
+        constants = {"PARTS": parts, "BLOCK": block, "ADDED": added is not None, "PDL": pdl}
+        launch(add_parts_kernel, (-(-n_out // block), tokens), (target, more, out, tokens, n_out, step), constants)
+    return out
 
 
 def _in_blocks(x: Tensor, weight: Tensor) -> Tensor:
@@ -83,42 +112,6 @@ def _in_blocks(x: Tensor, weight: Tensor) -> Tensor:
     for block, product in zip(rows.view(count, lanes, k_in), made, strict=True):
         torch.mm(weight, block.t(), out=product)
     return made.transpose(1, 2).reshape(-1, weight.shape[0])[:tokens]
-
-
-def linear_on_device(
-    x: Tensor, weight: Tensor, added: Tensor | None = None, *, out: Tensor | None = None, memory: Memory | None = None
-) -> Tensor:
-    """Do ``linear`` in one kernel, or two where K is cut into parts."""
-    # Imported here: Triton exists for Linux alone, and everything but a launch works without it.
-    from ..kernels.linear import add_parts_kernel, linear_kernel
-
-    (tokens, k_in), n_out = x.shape, weight.shape[0]
-    each, parts = _order(k_in, n_out)
-    apart = parts > 1 and power_at_least(tokens) * n_out <= _APART
-    asked = _result(tokens, n_out, weight.dtype if out is None else None)
-    made = taken(memory, asked | (_sums(tokens, k_in, n_out) if apart else {}), x.device)
-    out = made["out"] if out is None else out
-    if tokens == 0:
-        return out
-    x, weight = usual_rows(x), weight.contiguous()
-    more = weight if added is None else added.contiguous()
-    step = 0 if more.dim() == 1 else n_out
-    few, wide = tokens <= 16, x.element_size() == 4 or k_in % 16
-    block_t = 16 if few else 32 if wide else 64
-    terms = 0 if weight.element_size() == 2 else {torch.bfloat16: 1, torch.float16: 2}.get(x.dtype, 3)
-    steps, pdl = each if apart else -(-k_in // _BLOCK_K), overlaps(x)
-    constants = {"TERMS": terms, "PART": apart, "EACH": each, "STEPS": steps, "ASM": x.is_cuda, "PDL": pdl}
-    constants |= {"BLOCK_N": _BLOCK_N, "BLOCK_T": block_t, "BLOCK_K": _BLOCK_K, "STAGES": 4 if few else 3}
-    constants["ADDED"] = added is not None and not apart
-    target = made["sums"] if apart else out
-    args = (x, weight, more, target, tokens, n_out, k_in, x.stride(0), step)
-    grid = (-(-tokens // block_t), -(-n_out // _BLOCK_N), parts if apart else 1)
-    launch(linear_kernel, grid, args, constants, num_warps=4)
-    if apart:
-        block = min(power_at_least(n_out, 32), 128)
-        constants = {"PARTS": parts, "BLOCK": block, "ADDED": added is not None, "PDL": pdl}
-        launch(add_parts_kernel, (-(-n_out // block), tokens), (target, more, out, tokens, n_out, step), constants)
-    return out
 
 
 def _order(k_in: int, n_out: int) -> tuple[int, int]:

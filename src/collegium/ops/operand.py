@@ -2,33 +2,19 @@
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ..runtime.launch import on_device
 from ..runtime.memory import Memory, Regions, take
-from .quantize import (
-    AS_IS,
-    PADDED,
-    ActivationFormat,
-    activation_format,
-    cast_name,
-    quantize_on_device,
-    quantize_regions,
-    quantize_rows,
-)
+from .quantize import AS_IS, ActivationFormat, activation_format, cast_name, quantize_regions, quantize_rows
 from .rows import GivenRows, QuantizedRows
 
-__all__ = ["arrived", "operand", "operand_regions", "ordered"]
+__all__ = ["Operand", "arrived", "operand", "operand_regions"]
+
+Operand = tuple[Tensor, Tensor | None]  # rows as a product reads them, and the scales of codes
 
 
 def operand_regions(
-    rows: int,
-    columns: int,
-    name: str | None,
-    *,
-    order: int = AS_IS,
-    gathered: bool = False,
-    dtype: torch.dtype = torch.float32,
+    rows: int, columns: int, name: str | None, *, order: int = AS_IS, gathered: bool = False, dtype: torch.dtype
 ) -> Regions:
     """Return the most bytes ``operand`` takes for any count of rows up to ``rows``, of ``columns`` each.
 
@@ -51,7 +37,7 @@ def operand(
     x_ready: bool = False,
     used: Tensor | None = None,
     memory: Memory | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> Operand:
     """Return rows of ``x [T, K]`` as a product reads them: codes and scales of a format, or x's dtype and None.
 
     source and weights as in ``quantize_rows``; without them and without a format x itself is returned. order: of
@@ -65,17 +51,10 @@ def operand(
         if source is None and weights is None and order == AS_IS:
             return x if x.stride(-1) == 1 else x.contiguous(), None
         name = cast_name(x.dtype)
-    form = activation_format(name)
-    form.wide(x.shape[-1], order)  # refuses an order that rows of this format cannot have
-    if (order != AS_IS or x_ready or used is not None) and on_device(x, form.capability):
-        # Fresh memory may be what the kernel before still uses.
-        ready = x_ready and memory is not None and used is None
-        rows = quantize_on_device(
-            x, form, source=source, weights=weights, order=order, x_ready=ready, used=used, memory=memory
-        )
-        return rows.codes, rows.scales
-    rows = quantize_rows(x, form, source=source, weights=weights, memory=memory)
-    return ordered(rows.codes, order), rows.scales
+    # Fresh memory may be what the kernel before still uses.
+    ready = x_ready and memory is not None and used is None
+    rows = quantize_rows(x, name, source=source, weights=weights, order=order, x_ready=ready, used=used, memory=memory)
+    return rows.codes, rows.scales
 
 
 def arrived(
@@ -96,19 +75,3 @@ def arrived(
         if shape[0]:
             form.write(GivenRows(given, source, None, used=used), QuantizedRows(codes=found[-1], shape=shape))
     return found[0].view(codes.dtype), found[1]
-
-
-def ordered(codes: Tensor, order: int) -> Tensor:
-    """Return E4M3 codes ``[R, K]`` in ``order``; zeros beyond K.
-
-    REORDERED is for four-bit weights: within 128 columns, column 32 t + 8 s + 4 h + i (t, s < 4, h < 2, i < 4) goes to
-    place 64 h + 16 s + 4 t + i, so a thread of the tensor core needs 32 neighbours of a row of weights.
-    """
-    if order == AS_IS:
-        return codes
-    short = -codes.shape[1] % 128
-    padded = functional.pad(codes.view(torch.uint8), (0, short))
-    if order == PADDED:
-        return padded.view(codes.dtype)
-    split = padded.view(codes.shape[0], -1, 4, 4, 2, 4).permute(0, 1, 4, 3, 2, 5)
-    return split.reshape(codes.shape[0], -1).view(codes.dtype)

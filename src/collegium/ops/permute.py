@@ -17,7 +17,7 @@ from ..types import TileRows
 from .buffers import Buffers, sizes, taken
 from .checks import require_tensor
 
-__all__ = ["Owners", "Permutation", "permute", "permute_on_device", "permute_regions", "tile_count"]
+__all__ = ["Owners", "Permutation", "permute", "permute_regions", "tile_count"]
 
 _BLOCK = 128  # assignments whose pairs are counted
 _ALONE = 256  # assignments up to which one program does everything
@@ -102,43 +102,8 @@ def permute(
     Raises ``InputError`` for wrong shapes or dtypes. Reads nothing on the host.
     """
     _check(topk_ids, num_experts, input_weights, block_t)
-    if on_device(topk_ids):
-        return permute_on_device(
-            topk_ids, num_experts, input_weights=input_weights, block_t=block_t, owners=owners, memory=memory
-        )
-    tokens, top_k = topk_ids.shape
-    ids = topk_ids.to(torch.int64).reshape(-1)
-    dropped = (ids < 0) | (ids >= num_experts)
-    keys, order = ids.masked_fill(dropped, num_experts).sort(stable=True)
-    # A search in the sorted keys instead of a histogram: bincount waits for the device, scatter_add is not
-    # ordered.
-    offsets = torch.searchsorted(keys, torch.arange(num_experts + 1, device=ids.device))
-    rows = torch.arange(tokens * top_k, device=ids.device)
-    absent = torch.where(ids == -1, -1, -2)
-    slots = torch.where(dropped, absent, torch.empty_like(order).scatter_(0, order, rows))
-    weights = None
-    if input_weights is not None:
-        weights = input_weights.reshape(-1).to(torch.float32).masked_fill(dropped, 0.0).index_select(0, order)
-    return Permutation(
-        source=torch.div(order, top_k, rounding_mode="floor"),
-        expert_offsets=offsets,
-        slots=slots.view(tokens, top_k),
-        weights_by_row=weights,
-        tiles=tuple(_tiles(offsets, size, tile_count(tokens * top_k, num_experts, size)) for size in block_t),
-        places=None if owners is None else torch.where(keys < num_experts, owners.places(order), NOWHERE),
-    )
-
-
-def permute_on_device(
-    topk_ids: Tensor,
-    num_experts: int,
-    *,
-    input_weights: Tensor | None = None,
-    block_t: tuple[int, ...] = (),
-    owners: Owners | None = None,
-    memory: Memory | None = None,
-) -> Permutation:
-    """Do ``permute`` with kernels: one launch up to 256 assignments, two above."""
+    if not on_device(topk_ids):
+        return _sorted(topk_ids, num_experts, input_weights, block_t, owners)
     # Imported here: Triton exists for Linux alone, and everything but a launch works without it.
     from ..kernels import permute as kernels
 
@@ -173,6 +138,33 @@ def permute_on_device(
     args = (scratch, weights if carried else made.source, *held, run, weights.stride(0))
     launch(kernels.scatter_kernel, (programs,), args, {**sizes_at, **writes}, num_warps=4 * wide)
     return made
+
+
+def _sorted(
+    ids: Tensor, num_experts: int, input_weights: Tensor | None, block_t: tuple[int, ...], owners: Owners | None
+) -> Permutation:
+    """Return what the kernels write."""
+    tokens, top_k = ids.shape
+    ids = ids.to(torch.int64).reshape(-1)
+    dropped = (ids < 0) | (ids >= num_experts)
+    keys, order = ids.masked_fill(dropped, num_experts).sort(stable=True)
+    # A search in the sorted keys instead of a histogram: bincount waits for the device, scatter_add is not
+    # ordered.
+    offsets = torch.searchsorted(keys, torch.arange(num_experts + 1, device=ids.device))
+    rows = torch.arange(tokens * top_k, device=ids.device)
+    absent = torch.where(ids == -1, -1, -2)
+    slots = torch.where(dropped, absent, torch.empty_like(order).scatter_(0, order, rows))
+    weights = None
+    if input_weights is not None:
+        weights = input_weights.reshape(-1).to(torch.float32).masked_fill(dropped, 0.0).index_select(0, order)
+    return Permutation(
+        source=torch.div(order, top_k, rounding_mode="floor"),
+        expert_offsets=offsets,
+        slots=slots.view(tokens, top_k),
+        weights_by_row=weights,
+        tiles=tuple(_tiles(offsets, size, tile_count(tokens * top_k, num_experts, size)) for size in block_t),
+        places=None if owners is None else torch.where(keys < num_experts, owners.places(order), NOWHERE),
+    )
 
 
 def _buffers(rows: int, experts: int, block_t: tuple[int, ...], *, weights: bool, places: bool = False) -> Buffers:

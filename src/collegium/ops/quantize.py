@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..errors import InputError
-from ..formats.codecs import E2M1_MAX, E4M3_MAX, SMALLEST_SCALE, e2m1_codes, e4m3_codes, pack_nibbles, unpack_nibbles
+from ..formats.codecs import E2M1_MAX, E4M3_MAX, SMALLEST_SCALE, e2m1_codes, e4m3_codes, in_groups, pack_nibbles
 from ..runtime.launch import dense_rows, launch, on_device, power_at_least
 from ..runtime.memory import Memory, Regions
 from .buffers import Buffers, sizes, taken
 from .rows import GivenRows, QuantizedRows, block_of, check_rows, present, warps_of, weighted, whole_rows
-from .scales import e2m1_values, grouped, power, power_byte, quotient, spread
+from .scales import e2m1_numbers, e8m0_numbers, power, quotient, spread
 
 __all__ = [
     "ACTIVATION_FORMATS",
@@ -38,7 +38,7 @@ __all__ = [
     "activation_format",
     "cast_name",
     "formats_within",
-    "quantize_on_device",
+    "ordered",
     "quantize_regions",
     "quantize_rows",
 ]
@@ -47,7 +47,6 @@ __all__ = [
 AS_IS, PADDED, REORDERED = range(3)
 
 _GLOBAL_FLOOR = 2.0**-117  # times the smallest E4M3 number, 2^-9, this is SMALLEST_SCALE
-_NAN_BYTE = 255  # E8M0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +92,11 @@ class ActivationFormat:
                 "nvfp4, which find scales in each row"
             )
         return self.scale
+
+    def given_or(self, found: Tensor) -> Tensor:
+        """Return the scale of a static format in the shape of the scales ``found`` in rows, which others take."""
+        given = self.given_scale()
+        return found if given is None else torch.full_like(found, given)
 
     @property
     def e4m3(self) -> bool:
@@ -177,15 +181,12 @@ class _Fp8(ActivationFormat):
 
     def quantize(self, x: Tensor) -> QuantizedRows:
         check_rows(self.name, x)
-        parts = grouped(x.to(torch.float32), self.group)
+        parts = in_groups(x.to(torch.float32), self.group or x.shape[1])
         amax = parts.abs().amax(dim=2)
         finite = amax.isfinite()
         amax = torch.where(finite, amax, 0.0)
-        given = self.given_scale()
-        if given is not None:
-            scale = torch.full_like(amax, given)
-        else:
-            scale = power(power_byte(amax)) if self.power else quotient(amax, E4M3_MAX).clamp(min=SMALLEST_SCALE)
+        found = power(amax) if self.power else quotient(amax, E4M3_MAX).clamp(min=SMALLEST_SCALE)
+        scale = self.given_or(found)
         scaled = torch.where(finite.unsqueeze(2), parts * scale.reciprocal().unsqueeze(2), 0.0)
         codes = e4m3_codes(scaled).flatten(1)
         scales = scale.masked_fill(~finite, torch.nan)
@@ -196,9 +197,7 @@ class _Fp8(ActivationFormat):
 
     def dequantize(self, rows: QuantizedRows) -> Tensor:
         scales = present(self.name, rows.scales)
-        if self.e8m0:
-            byte = scales.to(torch.int32)
-            scales = power(byte).masked_fill(byte == _NAN_BYTE, torch.nan)
+        scales = e8m0_numbers(scales) if self.e8m0 else scales
         return rows.codes.to(torch.float32) * spread(scales, self.group, rows.shape[1])
 
     def buffers(self, rows: int, columns: int) -> Buffers:
@@ -237,18 +236,14 @@ class _NvFp4(ActivationFormat):
 
     def quantize(self, x: Tensor) -> QuantizedRows:
         check_rows(self.name, x)
-        parts = grouped(x.to(torch.float32), self.group)
+        parts = in_groups(x.to(torch.float32), self.group)
         rows, columns = x.shape
         amax = parts.abs().amax(dim=2)
         row_amax = amax.amax(dim=1, keepdim=True)
         finite = row_amax.isfinite()
         amax = torch.where(finite, amax, 0.0)
         row_amax = torch.where(finite, row_amax, 0.0)
-        given = self.given_scale()
-        if given is not None:
-            global_scale = torch.full_like(row_amax, given)
-        else:
-            global_scale = quotient(row_amax, self.most).clamp(min=self.least)
+        global_scale = self.given_or(quotient(row_amax, self.most).clamp(min=self.least))
         # Group scales are E4M3 numbers from the smallest, 2^-9, to the largest: never zero, never NaN here.
         scales = (amax / (global_scale * E2M1_MAX)).clamp(2.0**-9, E4M3_MAX).to(torch.float8_e4m3fn)
         multiplier = (scales.to(torch.float32) * global_scale).reciprocal()
@@ -256,16 +251,12 @@ class _NvFp4(ActivationFormat):
         nibbles = e2m1_codes(scaled).flatten(1)[:, :columns]
         codes = pack_nibbles(functional.pad(nibbles, (0, columns % 2)))
         return QuantizedRows(
-            codes=codes,
-            shape=(rows, columns),
-            scales=scales,
-            global_scale=global_scale.masked_fill(~finite, torch.nan),
+            codes=codes, shape=(rows, columns), scales=scales, global_scale=global_scale.masked_fill(~finite, torch.nan)
         )
 
     def dequantize(self, rows: QuantizedRows) -> Tensor:
         scales = present(self.name, rows.scales).to(torch.float32) * present(self.name, rows.global_scale)
-        nibbles = unpack_nibbles(rows.codes)[:, : rows.shape[1]]
-        return e2m1_values(nibbles) * spread(scales, self.group, rows.shape[1])
+        return e2m1_numbers(rows.codes)[:, : rows.shape[1]] * spread(scales, self.group, rows.shape[1])
 
     def buffers(self, rows: int, columns: int) -> Buffers:
         return {
@@ -338,7 +329,7 @@ def cast_name(dtype: torch.dtype) -> str:
 
 
 def quantize_regions(rows: int, columns: int, name: str | ActivationFormat, *, order: int = AS_IS) -> Regions:
-    """Return the most bytes ``quantize_on_device`` takes for any count of rows up to ``rows``."""
+    """Return the most bytes ``quantize_rows`` takes for any count of rows up to ``rows``."""
     form = activation_format(name)
     return sizes(form.buffers(rows, form.wide(columns, order)))
 
@@ -349,41 +340,47 @@ def quantize_rows(
     *,
     source: Tensor | None = None,
     weights: Tensor | None = None,
-    memory: Memory | None = None,
-) -> QuantizedRows:
-    """Quantise rows of ``x [T, K]`` (floating) to a format, or to the one called ``name``.
-
-    source: ``[R]`` int64, row r is ``x[source[r]]``; without it rows are those of x. weights: ``[R]`` float32 that
-    multiply the rows first, rounded to x's dtype. On a GPU all of it is one kernel, with the bits of
-    ``ActivationFormat.quantize``. memory: where that kernel takes "codes", "scales" and "global_scale".
-    Raises ``InputError`` for wrong shapes or dtypes.
-    """
-    form = activation_format(name)
-    check_rows(form.name, x)
-    if on_device(x, form.capability):
-        return quantize_on_device(x, form, source=source, weights=weights, memory=memory)
-    return form.quantize(weighted(x, source, weights))
-
-
-def quantize_on_device(
-    x: Tensor,
-    name: str | ActivationFormat,
-    *,
-    source: Tensor | None = None,
-    weights: Tensor | None = None,
     order: int = AS_IS,
     x_ready: bool = False,
     used: Tensor | None = None,
     memory: Memory | None = None,
 ) -> QuantizedRows:
-    """Do ``quantize_rows`` in one pass of the format's kernel; order, x_ready and used as ``operand`` says."""
-    form, given = activation_format(name), GivenRows(dense_rows(x), source, weights, order, x_ready, used)
-    rows, columns = given.shape
-    wide = form.wide(columns, order)
+    """Quantise rows of ``x [T, K]`` (floating) to a format, or to the one called ``name``.
+
+    source: ``[R]`` int64, row r is ``x[source[r]]``; without it rows are those of x. weights: ``[R]`` float32 that
+    multiply the rows first, rounded to x's dtype. order, x_ready and used: as ``operand`` says. On a GPU all of it is
+    one kernel, with the bits of ``ActivationFormat.quantize``. memory: where that kernel takes "codes", "scales" and
+    "global_scale".
+    Raises ``InputError`` for wrong shapes or dtypes.
+    """
+    form = activation_format(name)
+    check_rows(form.name, x)
+    wide = form.wide(x.shape[1], order)
+    if not on_device(x, form.capability):
+        made = form.quantize(weighted(x, source, weights))
+        return replace(made, codes=ordered(made.codes, order), shape=(made.shape[0], wide))
+    given = GivenRows(dense_rows(x), source, weights, order, x_ready, used)
+    rows = given.shape[0]
     made = QuantizedRows(shape=(rows, wide), **taken(memory, form.buffers(rows, wide), x.device))
     if rows:
         form.write(given, made)
     return made
+
+
+def ordered(codes: Tensor, order: int) -> Tensor:
+    """Return E4M3 codes ``[R, K]`` in ``order``; zeros beyond K.
+
+    REORDERED is for four-bit weights: within 128 columns, column 32 t + 8 s + 4 h + i (t, s < 4, h < 2, i < 4) goes to
+    place 64 h + 16 s + 4 t + i, so a thread of the tensor core needs 32 neighbours of a row of weights.
+    """
+    if order == AS_IS:
+        return codes
+    short = -codes.shape[1] % 128
+    padded = functional.pad(codes.view(torch.uint8), (0, short))
+    if order == PADDED:
+        return padded.view(codes.dtype)
+    split = padded.view(codes.shape[0], -1, 4, 4, 2, 4).permute(0, 1, 4, 3, 2, 5)
+    return split.reshape(codes.shape[0], -1).view(codes.dtype)
 
 
 def _no_kernel(form: ActivationFormat) -> InputError:

@@ -11,16 +11,7 @@ from ..errors import InputError
 from ..runtime.launch import overlaps, power_at_least
 from .checks import require_tensor
 
-__all__ = [
-    "GivenRows",
-    "QuantizedRows",
-    "block_of",
-    "check_rows",
-    "present",
-    "warps_of",
-    "weighted",
-    "whole_rows",
-]
+__all__ = ["GivenRows", "QuantizedRows", "block_of", "check_rows", "present", "warps_of", "weighted", "whole_rows"]
 
 _FEW_ROWS = 64  # below, a row is spread over more programs
 _MANY_ROWS = 4096  # from here on a program takes as many as make 4096 elements

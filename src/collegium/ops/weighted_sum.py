@@ -12,7 +12,7 @@ from ..runtime.memory import Memory, Regions
 from .buffers import Buffers, sizes, taken
 from .checks import require_tensor
 
-__all__ = ["weighted_sum", "weighted_sum_on_device", "weighted_sum_regions"]
+__all__ = ["weighted_sum", "weighted_sum_regions"]
 
 _AT_ONCE = 64  # assignments, half a megabyte of rows of 2,048 numbers
 
@@ -46,10 +46,34 @@ def weighted_sum(
     """
     _check(rows, slots, weights, out_dtype, experts)
     _check_like((slots.shape[0], rows.shape[1]), out_dtype, shared, out)
-    if on_device(rows):
-        return weighted_sum_on_device(
-            rows, slots, weights, out_dtype, shared=shared, out=out, experts=experts, memory=memory
-        )
+    if not on_device(rows):
+        total = _summed(rows, slots, weights, experts)
+        if shared is not None:
+            total.add_(shared)
+        return total.to(out_dtype) if out is None else out.copy_(total)
+    # Imported here: Triton exists for Linux alone, and everything but a launch works without it.
+    from ..kernels.weighted_sum import weighted_sum_kernel
+
+    (count, width), (tokens, top_k) = rows.shape, slots.shape
+    rows, slots = dense_rows(rows), slots.contiguous()
+    factors = slots if weights is None else dense_rows(weights)
+    made = taken(memory, _buffers(tokens, width, out_dtype), rows.device)["sum"] if out is None else out
+    if tokens == 0:
+        return made
+    # Small batches spread a token over more programs.
+    block = min(power_at_least(width, 32), 1024 if tokens >= 64 else 256)
+    added = rows if shared is None else dense_rows(shared)
+    strides = (rows.stride(0), factors.stride(0), 0 if shared is None else added.stride(0))
+    args = (rows, slots, factors, added, made, count, width, *strides, experts)
+    constants = {"TOP_K": top_k, "BLOCK": block, "WEIGHTS": weights is not None, "SHARED": shared is not None}
+    constants |= {"IDS": experts > 0, "PDL": overlaps(rows)}
+    warps = max(1, min(4, block // 256))
+    launch(weighted_sum_kernel, (-(-width // block), tokens), args, constants, num_warps=warps, enable_fp_fusion=False)
+    return made
+
+
+def _summed(rows: Tensor, slots: Tensor, weights: Tensor | None, experts: int) -> Tensor:
+    """Return the float32 sum that the kernel makes too, ``[T, H]``."""
     count, width = rows.shape
     slots = slots.to(torch.int64)
     dropped = (slots < 0) | (slots >= (experts or count))
@@ -76,42 +100,7 @@ def weighted_sum(
             product.masked_fill_(dropped.t()[span].reshape(-1, 1), 0.0)
             for own in product.view(step, *total.shape).unbind():
                 total.add_(own)
-    if shared is not None:
-        total.add_(shared)
-    return total.to(out_dtype) if out is None else out.copy_(total)
-
-
-def weighted_sum_on_device(
-    rows: Tensor,
-    slots: Tensor,
-    weights: Tensor | None,
-    out_dtype: torch.dtype,
-    *,
-    shared: Tensor | None = None,
-    out: Tensor | None = None,
-    experts: int = 0,
-    memory: Memory | None = None,
-) -> Tensor:
-    """Do ``weighted_sum`` in one pass of a kernel."""
-    from ..kernels.weighted_sum import weighted_sum_kernel
-
-    count, width = rows.shape
-    tokens, top_k = slots.shape
-    rows, slots = dense_rows(rows), slots.contiguous()
-    factors = slots if weights is None else dense_rows(weights)
-    made = taken(memory, _buffers(tokens, width, out_dtype), rows.device)["sum"] if out is None else out
-    if tokens == 0:
-        return made
-    # Small batches spread a token over more programs.
-    block = min(power_at_least(width, 32), 1024 if tokens >= 64 else 256)
-    added = rows if shared is None else dense_rows(shared)
-    strides = (rows.stride(0), factors.stride(0), 0 if shared is None else added.stride(0))
-    args = (rows, slots, factors, added, made, count, width, *strides, experts)
-    constants = {"TOP_K": top_k, "BLOCK": block, "WEIGHTS": weights is not None, "SHARED": shared is not None}
-    constants |= {"IDS": experts > 0, "PDL": overlaps(rows)}
-    warps = max(1, min(4, block // 256))
-    launch(weighted_sum_kernel, (-(-width // block), tokens), args, constants, num_warps=warps, enable_fp_fusion=False)
-    return made
+    return total
 
 
 def _buffers(tokens: int, width: int, out_dtype: torch.dtype) -> Buffers:

@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 ALIGN = 256  # bytes that divide the place of every region
-_KEPT = 4096  # buffers of one arena remembered
+_KEPT = 4096  # buffers of one arena, or of one part of it, remembered
 _numbers = itertools.count()
 
 Regions = dict[str, int]  # the most bytes a stage takes under each name, for one problem
@@ -124,13 +124,14 @@ def memory_map(regions: tuple[Region, ...]) -> MemoryMap:
 
 
 class Arena:
-    """The ``Memory`` of passes in one block."""
+    """The ``Memory`` of passes in one block, or of their parts whose regions are called ``prefix...``."""
 
-    def __init__(self, block: Tensor, places: MemoryMap) -> None:
+    def __init__(self, block: Tensor, places: MemoryMap, prefix: str = "") -> None:
         self.block = block
         self.places = places
+        self._prefix = prefix
         self._found: dict[tuple[str, tuple[int, ...], torch.dtype], Tensor] = {}
-        self._parts: dict[str, _Part] = {}
+        self._parts: dict[str, Arena] = {}
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return the region ``name`` of the block as a tensor."""
@@ -138,7 +139,7 @@ class Arena:
         found = self._found.get(key)
         if found is None:
             size = prod(shape) * dtype.itemsize
-            start = self.places.find(name, size)
+            start = self.places.find(self._prefix + name, size)
             if len(self._found) >= _KEPT:
                 self._found.clear()
             # An inference tensor could not be written outside inference mode.
@@ -150,7 +151,7 @@ class Arena:
         """Return the memory of a part of the pass."""
         found = self._parts.get(name)
         if found is None:
-            found = self._parts[name] = _Part(self, name)
+            found = self._parts[name] = Arena(self.block, self.places, f"{self._prefix}{name}/")
         return found
 
 
@@ -173,21 +174,6 @@ class OwnMemory:
     def part(self, name: str) -> Memory:
         """Return this memory: what is never shared needs no names."""
         return self
-
-
-class _Part:
-    def __init__(self, whole: Memory, name: str) -> None:
-        self._whole, self._name = whole, name
-        self._names: dict[str, str] = {}
-
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        full = self._names.get(name)
-        if full is None:
-            full = self._names[name] = f"{self._name}/{name}"
-        return self._whole.take(full, shape, dtype)
-
-    def part(self, name: str) -> Memory:
-        return self._whole.part(f"{self._name}/{name}")
 
 
 class Workspace:

@@ -39,6 +39,7 @@ _TILE = 1 << 22
 # ONEDNN_MAX_CPU_ISA, November 2026).
 _FLOAT32_ROWS = 3
 _HAS_TILES = bool(torch.cpu._is_amx_tile_supported())  # pyright: ignore[reportPrivateUsage]
+_Spans = list[tuple[int, slice]]  # experts and their rows
 _CHUNK_ROWS = 512  # rows whose intermediate values are kept at once, unless one expert has more
 
 
@@ -64,11 +65,19 @@ class CpuExperts(Packed):
         offsets: list[int] = batch.expert_offsets.tolist()
         chunks = cut_experts(offsets)
         longest = max((offsets[last] - offsets[first] for first, last in chunks), default=0)
-        inner = torch.empty(longest, self.gate_up.shape[1], dtype=torch.float32)
-        scratch = _scratch(self)
+        room = torch.empty(longest, self.gate_up.shape[1], dtype=torch.float32)
+        scratch, compute = _scratch(self), torch.bfloat16 if batch.x.dtype == torch.bfloat16 else torch.float32
         with torch.inference_mode():
             for first, last in chunks:
-                _run_chunk(batch, self, offsets[first : last + 1], first, (scratch, inner, rows))
+                start, stop = offsets[first], offsets[last]
+                x = batch.x.index_select(0, batch.source[start:stop])
+                if batch.input_weights is not None:
+                    x = (x.float() * batch.input_weights[start:stop, None]).to(x.dtype)
+                inner, bounds = room[: stop - start], pairwise(offsets[first : last + 1])
+                spans = [(expert, slice(a - start, b - start)) for expert, (a, b) in enumerate(bounds, first) if b > a]
+                _project(self.gate_up, self.gate_up_bias, x.to(compute), (spans, inner, scratch))
+                hidden = fast_activate(inner, self.activation).to(x.dtype)
+                _project(self.down, self.down_bias, hidden.to(compute), (spans, rows[start:stop], scratch))
         return rows
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> CpuExperts:
@@ -124,28 +133,8 @@ class CpuGrouped(ExpertKernel):
         )
 
 
-def _run_chunk(
-    batch: ContiguousBatch, packed: CpuExperts, bounds: list[int], first: int, buffers: tuple[Scratch, Tensor, Tensor]
-) -> None:
-    """Run experts ``first`` and following, whose rows are ``bounds[i]:bounds[i + 1]``."""
-    scratch, room, out = buffers
-    start, stop = bounds[0], bounds[-1]
-    x = batch.x.index_select(0, batch.source[start:stop])
-    if batch.input_weights is not None:
-        x = (x.float() * batch.input_weights[start:stop, None]).to(x.dtype)
-    inner = room[: stop - start]
-    spans = [(first + i, slice(a - start, b - start)) for i, (a, b) in enumerate(pairwise(bounds)) if b > a]
-    compute = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
-    _project(packed.gate_up, packed.gate_up_bias, x.to(compute), (spans, inner, scratch))
-    hidden = fast_activate(inner, packed.activation).to(x.dtype)
-    _project(packed.down, packed.down_bias, hidden.to(compute), (spans, out[start:stop], scratch))
-
-
 def _project(
-    matrix: PlainMatrix | CodeMatrix,
-    bias: Tensor | None,
-    x: Tensor,
-    where: tuple[list[tuple[int, slice]], Tensor, Scratch],
+    matrix: PlainMatrix | CodeMatrix, bias: Tensor | None, x: Tensor, where: tuple[_Spans, Tensor, Scratch]
 ) -> None:
     """Write ``x [r, K] @ matrix[e].T * row_scale + bias`` of every (expert, rows) of ``where`` into its tensor."""
     spans, out, scratch = where

@@ -20,15 +20,7 @@ from .layout import Words
 from .matrix import PackedMatrix
 from .tile_choice import TileChoice
 
-__all__ = [
-    "TileList",
-    "bounds_of",
-    "constants_of",
-    "grouped_gemm",
-    "kind_of",
-    "scales_of",
-    "tile_list",
-]
+__all__ = ["TileList", "bounds_of", "constants_of", "grouped_gemm", "kind_of", "scales_of", "tile_list"]
 
 _BLOCK_TILES = 64
 
@@ -123,16 +115,12 @@ def grouped_gemm(
         spare if source is None else source, expert_offsets, tiles.expert, tiles.row, *sizes, tiles.count, experts,
         *bounds_of(activation),
     )  # fmt: skip
-    constants = constants_of(packed, activation) | {
+    constants = constants_of(packed, activation, x_scale, tiles) | {
         "WEIGHT": layout.weight,
-        "X_SCALE": 0 if x_scale is None else 1 + (beside[0].shape[1] == 1),
         "GATHER": source is not None,
         "BLOCK_N": tile.block_n,
-        "BLOCK_T": tile.block_t,
-        "GROUP_T": tile.group_t,
         "NARROW": tile.narrow,
         "STAGES": tile.stages,
-        "PLACED": tiles.placed(n_out),
         **tiles.constants(x),
         **own,
     }
@@ -162,9 +150,11 @@ def kind_of(activation: ActivationSpec | None) -> int:
     return ACTIVATION_KINDS.index(activation.kind) + (FAST_MATH if activation.fast else 0)
 
 
-def constants_of(packed: PackedMatrix, activation: ActivationSpec | None) -> dict[str, Any]:
-    """Return the compile-time arguments that follow from the weights and the activation, whatever product it is."""
-    layout = packed.layout
+def constants_of(
+    packed: PackedMatrix, activation: ActivationSpec | None, x_scale: Tensor | RowSums | None, tiles: TileList
+) -> dict[str, Any]:
+    """Return the compile-time arguments of every product."""
+    layout, scale = packed.layout, scales_of(x_scale, packed.values)[0]
     return {
         "BIAS": packed.bias is not None,
         "PARTS": layout.shape[1],
@@ -172,6 +162,10 @@ def constants_of(packed: PackedMatrix, activation: ActivationSpec | None) -> dic
         "HAS_LIMIT": activation is not None and activation.limit is not None,
         "K_BLOCKS": layout.k_blocks,
         "BLOCK_K": layout.block_k,
+        "X_SCALE": 0 if x_scale is None else 1 + (scale.shape[1] == 1),
+        "BLOCK_T": tiles.tile.block_t,
+        "GROUP_T": tiles.tile.group_t,
+        "PLACED": tiles.placed(layout.shape[2]),
     }
 
 

@@ -28,6 +28,7 @@ from ...formats.int_affine import Int4Affine, Int4Ordered, Int8Affine, Int8Order
 from ...formats.mxfp4 import MxFp4
 from ...formats.mxfp8 import MxFp8
 from ...formats.nvfp4 import NvFp4
+from ...formats.unquantised import Bf16, Fp16
 from ...kernels import numbers
 from .layout import LANES, ROWS, Lanes, Layout, Rows
 from .matrix import PackedMatrix
@@ -35,8 +36,8 @@ from .matrix import PackedMatrix
 Integers = Int4Group | Int4Affine | Int8Affine | Int4Ordered | Int8Ordered
 
 __all__ = [
+    "by_word",
     "column_order",
-    "int4_scale_words",
     "int4_scales",
     "pack_fp8_block",
     "pack_fp8_rows",
@@ -52,9 +53,9 @@ __all__ = [
 _CHUNK = 1 << 20  # codes re-laid at a time
 
 
-def pack_plain(values: Tensor, bias: Tensor | None) -> PackedMatrix:
-    """Take bfloat16 or float16 ``values [E, P, N, K]`` as they are (copied only if not contiguous)."""
-    return PackedMatrix(layout=ROWS["plain"].of(values.shape), values=values.contiguous(), bias=bias)
+def pack_plain(payload: Bf16 | Fp16, bias: Tensor | None) -> PackedMatrix:
+    """Take values ``[E, P, N, K]`` as they are (copied only if not contiguous)."""
+    return PackedMatrix(layout=ROWS["plain"].of(payload.shape), values=payload.values.contiguous(), bias=bias)
 
 
 def pack_fp8_block(payload: Fp8Block, bias: Tensor | None, *, native: bool) -> PackedMatrix:
@@ -149,10 +150,10 @@ def pack_int(payload: Integers, bias: Tensor | None) -> PackedMatrix:
     experts, parts, n_out, _ = payload.shape
     scale = torch.empty((experts, parts, layout.k_blocks, words, n_out), dtype=dtype, device=payload.codes.device)
     for expert, target in enumerate(scale):
-        target.copy_(_by_word(payload, payload.scales[expert], words, dtype).permute(0, 2, 3, 1))
+        target.copy_(by_word(payload, payload.scales[expert], words, dtype).permute(0, 2, 3, 1))
         if zeros is not None:
             stored = target.view(torch.int32)
-            stored |= _by_word(payload, zeros[expert], words, torch.int32).permute(0, 2, 3, 1)
+            stored |= by_word(payload, zeros[expert], words, torch.int32).permute(0, 2, 3, 1)
     values = _lanes(payload.codes, layout, 8, _e4m3_lane if bits == 8 else _int4_lane, order)
     scale = scale.view(torch.int32) if zeroed else scale
     return PackedMatrix(layout=layout, values=values, scale=scale, bias=bias, order=order)
@@ -256,12 +257,8 @@ def int4_scales(payload: Integers) -> tuple[int, torch.dtype]:
     return (2, torch.int32) if pairs else (4, torch.float32)
 
 
-def int4_scale_words(payload: Int4Group, scales: Tensor) -> Tensor:
+def by_word(payload: Integers, scales: Tensor, words: int, dtype: torch.dtype) -> Tensor:
     """Return ``[..., B, words]`` for rows ``[..., G]`` of the payload's scales, stored as ``int4_scales`` says."""
-    return _by_word(payload, scales, *int4_scales(payload))
-
-
-def _by_word(payload: Integers, scales: Tensor, words: int, dtype: torch.dtype) -> Tensor:
     blocks, each = -(-payload.shape[-1] // 128), 1 if words == 1 else 4
     index = torch.arange(blocks * each, device=scales.device) * (128 // each) // payload.group_size
     picked = scales.index_select(-1, index.clamp(max=scales.shape[-1] - 1))

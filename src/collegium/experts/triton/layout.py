@@ -29,13 +29,13 @@ _MOST = 1 << 30  # bytes decoded at a time, of one expert at least
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """One matrix ``shape``, (E, P, N, K), as a kernel reads it.
+    """One matrix ``shape``, (E, P, N, K), as a kernel reads it: as published, where a subclass says nothing else.
 
     weight, scale_kind: the kernel's numbers (``kernels/numbers.py``). code_bits: of a weight without scales. operand:
     dtype of the rows that these weights multiply. stored: dtype of values. half: rows are float16 instead of operand.
     block_k: columns of a step of the K loop. scale_block: rows that share a scale, where it belongs to a block. words:
     32-bit words of scales for a row and K block, where scales belong to groups. scaled_rows: rows of x have scales.
-    row_order: of their codes (``ops/operand.py``). decoded, promoted, quartered, operands: see ``TileProblem``.
+    row_order: of their codes (``ops/quantize.py``). decoded, promoted, quartered, operands: see ``TileProblem``.
     """
 
     weight: int
@@ -119,7 +119,7 @@ class Layout:
     @property
     def values_shape(self) -> tuple[int, ...]:
         """Shape of values."""
-        raise NotImplementedError
+        return self.shape
 
     @property
     def nbytes(self) -> int:
@@ -129,7 +129,8 @@ class Layout:
     @property
     def steps(self) -> tuple[int, int, int]:
         """Elements of values from one row, K block and part to the next."""
-        raise NotImplementedError
+        _, _, n_out, k_in = self.shape
+        return k_in, self.block_k, n_out * k_in
 
     @property
     def x_columns(self) -> int:
@@ -177,17 +178,6 @@ class Rows(Layout):
     """
 
     decoded: bool = False
-
-    @property
-    def values_shape(self) -> tuple[int, ...]:
-        """Shape of values."""
-        return self.shape
-
-    @property
-    def steps(self) -> tuple[int, int, int]:
-        """Elements of values from one row, K block and part to the next."""
-        _, _, n_out, k_in = self.shape
-        return k_in, self.block_k, n_out * k_in
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

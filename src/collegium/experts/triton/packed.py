@@ -16,8 +16,8 @@ from torch import Tensor
 from ...errors import InputError
 from ...formats.int_affine import Int4Ordered, Int8Ordered
 from ...ops.columns import RowSums, halves_and_sums, in_columns
-from ...ops.operand import arrived, operand, ordered
-from ...ops.quantize import AS_IS, ActivationFormat, formats_within
+from ...ops.operand import Operand, arrived, operand
+from ...ops.quantize import AS_IS, ActivationFormat, formats_within, ordered
 from ...problem import ExpertsProblem
 from ...runtime.launch import usual_rows
 from ...runtime.machine import Machine, machine_at
@@ -176,9 +176,7 @@ class PackedExperts(Packed):
             )
         return back.rows
 
-    def _rows_in(
-        self, batch: ContiguousBatch, memory: Memory | None, order: int, *, gathered: bool
-    ) -> tuple[Tensor, Tensor | None]:
+    def _rows_in(self, batch: ContiguousBatch, memory: Memory | None, order: int, *, gathered: bool) -> Operand:
         """Return the first product's operand: codes and scales that arrived, or what the tokens become here."""
         if batch.scale is not None:
             codes, scale = batch.x, batch.scale
@@ -199,14 +197,8 @@ class PackedExperts(Packed):
         )
 
     def _in_order(
-        self,
-        rows_in: tuple[Tensor, Tensor | None],
-        owner: Tensor,
-        source: Tensor | None,
-        memory: Memory | None,
-        *,
-        top_k: int = 0,
-    ) -> tuple[tuple[Tensor, Tensor | None], Tensor | None]:
+        self, rows_in: Operand, owner: Tensor, source: Tensor | None, memory: Memory | None, *, top_k: int = 0
+    ) -> tuple[Operand, Tensor | None]:
         """Return the operand and what gathers its rows; rows in the order of their experts' columns are gathered."""
         order = self.gate_up.order
         if order is None:
@@ -215,7 +207,7 @@ class PackedExperts(Packed):
 
     def _both(
         self,
-        rows_in: tuple[Tensor, Tensor | None],
+        rows_in: Operand,
         offsets: Tensor,
         tiles: tuple[TileList, TileList],
         out: Tensor,
@@ -315,7 +307,7 @@ def _reported(first: RangeReport | str | None, second: RangeReport | str | None)
 
 
 def _summed(
-    rows: tuple[Tensor, Tensor | None], matrix: PackedMatrix, used: Tensor | None, memory: Memory | None
+    rows: Operand, matrix: PackedMatrix, used: Tensor | None, memory: Memory | None
 ) -> tuple[Tensor, Tensor | RowSums | None]:
     """Return an operand as it is, or in float16 with sums of its columns where the weights have minima."""
     return halves_and_sums(rows[0], used=used, memory=memory) if matrix.layout.minima else rows
@@ -345,7 +337,6 @@ class _Product:
     packed: PackedExperts
     place: int
     name: str
-    tile_type: type[Any] = TileChoice
 
     @property
     def _matrix(self) -> PackedMatrix:
@@ -369,20 +360,12 @@ class _Product:
         made = operand(x, packed.forms[self.place], order=matrix.layout.row_order)
         codes, scale = _summed(made, matrix, None, None)
         out = torch.empty(count, n_out, dtype=torch.bfloat16, device=x.device)
+        more: dict[str, Any] = {"source": batch.source, "activation": packed.activation} if first else {}
         lists: dict[TileChoice, TileList] = {}
 
         def run(tile: TileChoice) -> Tensor:
             if tile not in lists:
                 lists[tile] = tile_list(batch.expert_offsets, count, tile)
-            return grouped_gemm(
-                codes,
-                matrix,
-                batch.expert_offsets,
-                lists[tile],
-                out,
-                source=batch.source if first else None,
-                x_scale=scale,
-                activation=packed.activation if first else None,
-            )
+            return grouped_gemm(codes, matrix, batch.expert_offsets, lists[tile], out, x_scale=scale, **more)
 
         return run

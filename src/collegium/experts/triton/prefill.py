@@ -75,19 +75,15 @@ def prefill_gemm(
         tiles.expert, tiles.row, tiles.row, tiles.used, x.shape[0], n_out, k_in, x.stride(0), values.stride(-2),
         experts * parts * n_out, layout.scale_rows, *bounds_of(activation),
     )  # fmt: skip
-    constants = constants_of(packed, activation) | {
+    constants = constants_of(packed, activation, x_scale, tiles) | {
         "SCALE": layout.scale_kind,
         "MINIMA": layout.minima,
-        "X_SCALE": 0 if x_scale is None else 1 + (scales[0].shape[1] == 1),
         "ROW_SCALE": packed.row_scale is not None,
         "CODES": ROWS if codes is None else POWER_CODES if codes.power else GROUP_CODES,
         "ROUND": codes is not None and codes.rounded,
-        "BLOCK_T": tile.block_t,
-        "GROUP_T": tile.group_t,
         # Float32 results pass through shared memory that one stage less leaves free; wide blocks leave room for two.
         "STAGES": min(tile.stages, 2 if wide else 3 if out.dtype == torch.float32 else 4),
         "SPECIALIZE": warps == 4,
-        "PLACED": tiles.placed(n_out),
         "ASM": x.is_cuda,
     }
     grid = (min(tile.programs, tiles.count * n_tiles),)

@@ -43,13 +43,9 @@ _ZEROED = {name: replace(LANES[name], scale_kind=ZERO_SCALE) for name in ("int4"
 _Q4_K = replace(LANES["int4"], scale_kind=STEP_SCALE, words=3)
 
 
-def _plain(payload: Any, bias: Tensor | None) -> PackedMatrix:
-    return pack_plain(payload.values, bias)
-
-
 # By kernel; of the rows that take a pair of formats the first one runs it.
 TABLE = {
-    "triton_bf16": (_Row("bf16", _BF16, ROWS["plain"], _plain), _Row("fp16", ("fp16",), ROWS["plain"], _plain)),
+    "triton_bf16": (_Row("bf16", _BF16, ROWS["plain"], pack_plain), _Row("fp16", ("fp16",), ROWS["plain"], pack_plain)),
     "triton_fp8": (
         _Row("fp8_block", CODES, ROWS["fp8_block"], partial(pack_fp8_block, native=True)),
         _Row("fp8_tensor", CODES, ROWS["fp8_rows"], partial(pack_fp8_rows, native=True)),

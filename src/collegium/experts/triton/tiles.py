@@ -24,14 +24,7 @@ from .tile_choice import (
     weight_rows,
 )
 
-__all__ = [
-    "BAND",
-    "candidates",
-    "choose",
-    "nearest",
-    "prefill_tile",
-    "score",
-]
+__all__ = ["BAND", "candidates", "choose", "nearest", "prefill_tile", "score"]
 
 
 BAND = 128  # weight rows a tile of a large batch holds twice

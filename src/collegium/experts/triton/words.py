@@ -29,7 +29,7 @@ from ...formats.codecs import E2M1_VALUES, e2m1_codes, power_of_two, unpack_nibb
 from ...formats.int4_group import Int4Group
 from ...formats.mxfp4 import MxFp4
 from ...formats.nvfp4 import NvFp4
-from .lanes import int4_scale_words, int4_scales
+from .lanes import by_word, int4_scales
 from .layout import WORDS
 from .matrix import PackedMatrix, RangeReport
 
@@ -131,7 +131,7 @@ def _nvfp4_rows(payload: NvFp4, piece: _Piece) -> tuple[Tensor, Tensor, Tensor]:
 
 def _int4_rows(payload: Int4Group, piece: _Piece) -> tuple[Tensor, Tensor, None]:
     codes = _codes(payload, piece, 8) ^ 8  # in two's complement
-    words = int4_scale_words(payload, payload.scales[piece.expert, :, piece.span])
+    words = by_word(payload, payload.scales[piece.expert, :, piece.span], *int4_scales(payload))
     if words.shape[-1] > 1:
         # Quarter, half, t and column of four become t, quarter, half and column.
         codes = codes.unflatten(-1, (words.shape[-2], 4, 2, 4, 4)).permute(0, 1, 2, 5, 3, 4, 6).flatten(2)
