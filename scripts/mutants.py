@@ -936,17 +936,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", default="", help="text in the name or the file")
     parser.add_argument("--gpu", action="store_true", help="the mutants for the tests of a GPU")
+    parser.add_argument("--new", action="store_true", help="those alone that have no result yet")
     parser.add_argument("--jobs", type=int, default=1, help="how many run side by side")
     parser.add_argument("--page", action="store_true", help="write docs/mutants.md and stop")
     asked = parser.parse_args()
     chosen = [m for m in (GPU_MUTANTS if asked.gpu else MUTANTS) if asked.only in f"{m.name} {m.file}"]
+    known = {(row["mutant"], row["file"]) for row in _rows()} if asked.new else set[tuple[str, str]]()
+    chosen = [m for m in chosen if (m.name, m.file) not in known]
     found: list[tuple[Mutant, str, float]] = []
     with ThreadPoolExecutor(asked.jobs) as pool:
         for mutant, test, seconds in pool.map(_tried, [] if asked.page else chosen):
             found.append((mutant, test, seconds))
             print(f"{seconds:4.0f} s  {mutant.name} ({mutant.file}): {test or 'SURVIVED'}", flush=True)
-    if found:
-        _save(found)
+            _save(found)
     PAGE.write_text(page(), encoding="utf-8")
     survivors = [mutant for mutant, test, _ in found if not test]
     print(f"{len(found) - len(survivors)} of {len(found)} mutants killed")
