@@ -808,9 +808,8 @@ _DEVICE: tuple[Mutant, ...] = (
     Mutant("gate and up swapped", "kernels/prefill.py", (("a = activate(a, b, KIND, HAS_LIMIT", "a = activate(b, a, KIND, HAS_LIMIT"),), _GPU_LARGE),
     Mutant("the neighbouring row block's scale", "kernels/prefill.py", (("(expert * PARTS).to(tl.int64) * scale_rows + band) * K_BLOCKS", "(expert * PARTS).to(tl.int64) * scale_rows + (band ^ 1)) * K_BLOCKS"),), _GPU_LARGE),
     Mutant("a bias of the neighbouring expert", "kernels/prefill.py", (("vector = (expert * PARTS).to(tl.int64) * n_out + n_first", "vector = ((expert ^ 1) * PARTS).to(tl.int64) * n_out + n_first"),), _GPU_LARGE),
-    Mutant("the sum does not wait for a shared expert beside it", "runtime/side.py", (("torch.cuda.current_stream(device).wait_event(_sides.of(device).done)", "pass"),), _GPU_BESIDE),
-    Mutant("a shared expert begins before its tokens are there", "runtime/side.py", (("side.stream.wait_event(side.begun)", "pass"),), _GPU_BESIDE),
-    Mutant("what follows a shared expert is repeated on its stream", "runtime/side.py", (("    return side.main", "    return side.stream.cuda_stream"),), _GPU_BESIDE),
+    Mutant("the sum does not wait for a shared expert beside it", "runtime/side.py", (("torch.cuda.current_stream(device).wait_stream(side)", "pass"),), _GPU_BESIDE),
+    Mutant("a shared expert begins before its tokens are there", "runtime/side.py", (("    side.wait_stream(torch.cuda.current_stream(device))\n", ""),), _GPU_BESIDE),
     Mutant("a row beyond a tile's end stored", "kernels/prefill.py", (("    kept = (t < count)[:, None]\n", "    kept = (t <= count)[:, None]\n"),), _GPU_LARGE),
 )  # fmt: skip
 

@@ -367,7 +367,8 @@ class MoELayer(PackedModule):
         # Where ranks call together the dispatcher refuses too many tokens, on every rank.
         many = x.shape[0] > self.plan.problem.limits.max_tokens
         shared = None if self.shared is None or many else partial(self.shared, x, memory)
-        if shared is not None and x.is_cuda and x.shape[0] <= self.plan.beside:
+        if shared is not None and x.shape[0] <= self.plan.beside and captured(self._device):
+            # Only here: eagerly the waits of two streams cost the host more than they bring.
             shared = on_the_side(shared, self._device)
         routing = widened(route(), self.spec.num_experts, self.plan.merged, part(memory, "routing"))
         pipeline = self._pipeline(x.shape[0])

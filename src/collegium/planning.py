@@ -60,7 +60,7 @@ class Plan:
     expert_bytes, weight_bytes: one expert, all of this rank's slots in one layer. regions: temporary memory of a
     pass. capturable: whether the forward pass may be captured in a CUDA graph. refusals: the other candidates and why.
     merged: as how many more routed experts the shared one runs; 0: on its own, or there is none. beside: up to how many
-    tokens it then has a stream of its own. force: what was wished.
+    tokens it then has a stream of its own in a CUDA graph. force: what was wished.
     """
 
     problem: Problem
@@ -150,7 +150,9 @@ class Plan:
     def _shared(self) -> str:
         if self.merged:
             return f"merged: {self.merged} more routed expert{'s' * (self.merged > 1)}, for every token"
-        return f"beside the routed experts up to {self.beside} tokens" if self.beside else "apart"
+        return (
+            f"apart; in a CUDA graph beside the routed experts up to {self.beside} tokens" if self.beside else "apart"
+        )
 
     def to_json(self) -> dict[str, object]:
         """Return the plan as plain values for ``--json``."""

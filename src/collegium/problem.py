@@ -183,8 +183,8 @@ class Choice:
     """A user's explicit wish; the plan obeys or refuses, it never falls back. Names as the plan prints them.
 
     combine: one of ``COMBINES``, for layers over ranks. shared: whether the shared expert runs as ``merged``, more
-    routed experts that every token goes to, ``beside`` them, for few tokens on a stream of its own, or ``apart``;
-    nothing to a layer without one.
+    routed experts that every token goes to, ``beside`` them, for few tokens on a stream of its own in a CUDA graph,
+    or ``apart``; nothing to a layer without one.
     """
 
     kernel: str | None = None

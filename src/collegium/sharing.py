@@ -40,7 +40,7 @@ def _kernel(problem: Problem, kernel: ExpertKernel, *, capturable: bool) -> Expe
 class SharedWay(NamedTuple):
     """The kernel of the shared expert, None without one; as how many more routed experts it runs (0: on its own).
 
-    beside: up to how many tokens it then has a stream of its own.
+    beside: up to how many tokens it then has a stream of its own in a CUDA graph.
     """
 
     kernel: ExpertKernel | None
@@ -67,6 +67,8 @@ def shared_way(
         reason = f"a {problem.device.kind} has no streams"
     elif dispatcher != "local":
         reason = f"with the dispatcher {dispatcher} it already runs while tokens travel"
+    elif not capturable:
+        reason = "no CUDA graph can capture the layer"
     if reason is not None and force.shared == "beside":
         raise forced_in_vain("beside", reason)
     own = _kernel(problem, kernel, capturable=capturable)

@@ -360,17 +360,18 @@ def test_what_a_plan_says_of_one_beside_the_others() -> None:
     problem, beside = Problem(spec=spec, device=HOPPER), Choice(shared="beside")
     for made in (plan(problem), plan(problem, beside)):
         assert (made.merged, made.beside, made.to_json()["beside"]) == (0, 512, 512)
-        assert "shared     beside the routed experts up to 512 tokens" in made.explain()
+        assert "shared     apart; in a CUDA graph beside the routed experts up to 512 tokens" in made.explain()
     assert plan(problem, APART).beside == 0
     assert plan(replace(problem, spec=replace(spec, shared=None)), beside).beside == 0
     half = Placement(rank=0, world_size=2, expert_ids=(0, 1, 2), ranks=((0, 1, 2), (3, 4, 5)))
-    for reason, asked in (
-        ("a cpu has no streams", replace(problem, device=DeviceFacts(kind="cpu"))),
-        ("with the dispatcher symm_mem it already runs", replace(problem, placement=half)),
+    for reason, asked, force in (
+        ("a cpu has no streams", replace(problem, device=DeviceFacts(kind="cpu")), beside),
+        ("with the dispatcher symm_mem it already runs", replace(problem, placement=half), beside),
+        ("no CUDA graph can capture the layer", problem, replace(beside, kernel="reference")),
     ):
         with pytest.raises(PlanError, match=f"shared beside was forced, it cannot be: {reason}.*shared='apart'"):
-            plan(asked, beside)
-        assert plan(asked).beside == 0
+            plan(asked, force)
+        assert plan(asked, replace(force, shared=None)).beside == 0
 
 
 def test_ranks_cannot_take_over_a_merged_one() -> None:

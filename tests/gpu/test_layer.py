@@ -261,6 +261,12 @@ def test_gpu_merged_shared_expert_has_the_bits_of_apart_eager_and_replayed(weigh
         for call in range(3):  # computed, recorded, repeated
             x = heavy_tailed(tokens, hidden, seed=tokens + call).bfloat16().cuda()
             assert torch.equal(run("merged", x), run("apart", x))
+            ids = uneven_ids(tokens, 3, experts, seed=call).cuda()
+            ids[-1, 1], ids[0, 0] = experts, -1  # the first of the further slots' experts is nobody's to choose
+            given = Routing(topk_ids=ids, topk_weights=torch.rand(tokens, 3, device="cuda"))
+            ways = [stacks[way][0](x, routing=given).nan_to_num(7) for way in ("merged", "apart")]
+            assert torch.equal(*ways)
+            assert (ways[0][-1] == 7).all()
     for tokens in (1, 40):
         held = heavy_tailed(tokens, hidden, seed=5).bfloat16().cuda()
         run("merged", held)
@@ -279,7 +285,7 @@ def test_gpu_merged_shared_expert_has_the_bits_of_apart_eager_and_replayed(weigh
     [("bf16", SharedSpec(intermediate_size=128, gated=True), None), ("mxfp4", "fp8_block", "fp8_token")],
 )
 def test_gpu_a_shared_expert_runs_beside_the_others(weights, shared, activations):
-    """Several layers, eager, repeated, by threads and in a graph: the bits of layers without a second stream."""
+    """Several layers, in graphs of several threads and of torch.compile: the bits of layers without a second stream."""
     experts, hidden, wide, most = 17, 256, 128, 200
     own = shared if isinstance(shared, SharedSpec) else SharedSpec(intermediate_size=wide, weight_format=shared)
     spec = MoESpec(
@@ -310,19 +316,25 @@ def test_gpu_a_shared_expert_runs_beside_the_others(weights, shared, activations
         first, second = stacks[way]
         return second(first(x))
 
-    def work(seed):
-        """On a stream of its own: computed, recorded, repeated."""
-        with torch.cuda.stream(torch.cuda.Stream()):
-            for tokens in (1, 40, most, most + 9):
-                for call in range(4):
-                    x = heavy_tailed(tokens, hidden, seed=seed + tokens + call).bfloat16().cuda()
-                    assert torch.equal(run(None, x), run("apart", x))
-            torch.cuda.current_stream().synchronize()
+    def captured_alone(seed):
+        """Each thread on streams of its own."""
+        for tokens in (1, 40):
+            held = heavy_tailed(tokens, hidden, seed=seed).bfloat16().cuda()
+            with torch.cuda.stream(torch.cuda.Stream()):
+                run(None, held)
+                torch.cuda.current_stream().synchronize()
+                graph = torch.cuda.CUDAGraph()
+                graph.capture_begin(capture_error_mode="thread_local")
+                out = run(None, held)
+                graph.capture_end()
+                for more in range(5):
+                    held.copy_(heavy_tailed(tokens, hidden, seed=seed + more).bfloat16())
+                    graph.replay()
+                    assert torch.equal(out, run("apart", held))
         return True
 
-    assert work(0)
     with ThreadPoolExecutor(3) as pool:
-        assert all(pool.map(work, (100, 200, 300)))
+        assert all(pool.map(captured_alone, (100, 200, 300)))
     for mode in ("default", "reduce-overhead"):
         torch._dynamo.reset()
         compiled = torch.compile(torch.nn.Sequential(*stacks[None]), mode=mode)

@@ -24,7 +24,6 @@ __all__ = [
     "Step",
     "dense_rows",
     "launch",
-    "noted",
     "on_device",
     "overlaps",
     "power_at_least",
@@ -41,9 +40,9 @@ _loading = threading.Lock()
 
 
 class Step(NamedTuple):
-    """One start of a kernel: a C function and all of its arguments. Or a change of the stream, with what it returns."""
+    """One start of a kernel: a C function and all of its arguments."""
 
-    call: Callable[..., int | None]
+    call: Callable[..., None]
     arguments: tuple[Any, ...]
 
 
@@ -63,12 +62,6 @@ def recorded() -> Generator[list[Step | None]]:
         yield steps
     finally:
         _recording.steps = before
-
-
-def noted(step: Step | None) -> None:
-    """Note ``step`` where launches of this thread are recorded."""
-    if _recording.steps is not None:
-        _recording.steps.append(step)
 
 
 def on_device(x: Tensor, capability: tuple[int, int] = (8, 0)) -> bool:
@@ -143,6 +136,7 @@ class _Variant:
         # The same kinds that Triton compiles for: dtypes, pointers and integers that 16 divides, 1, 32 or 64 bits.
         key = (device, *[_kind(argument) for argument in args])
         known = self._started.get(key) if _direct() and not watched() else None
+        steps = _recording.steps
         if known is None:
             # Warming up runs batches side by side, and Triton lets every thread compile what one of them does already.
             with self._first:
@@ -155,13 +149,15 @@ class _Variant:
                 compiled = self._kernel[grid](*args, **self._keywords)
             if _direct():
                 self._started[key] = _started(compiled)
-            noted(None)
+            if steps is not None:
+                steps.append(None)
             return
         x, y, z = (*grid, 1, 1)[:3]
         stream = torch._C._cuda_getCurrentRawStream(device)  # pyright: ignore[reportPrivateUsage]
         step = Step(known.call, (x, y, z, stream, *known.middle, *args, *self._tail))
         step.call(*step.arguments)
-        noted(step if known.alone else None)
+        if steps is not None:
+            steps.append(step if known.alone else None)
 
 
 class _Started(NamedTuple):

@@ -74,12 +74,9 @@ class Replay:
 
 
 class _Launch(NamedTuple):
-    """A launch with addresses for tensors; holes: (place, which of the caller's tensors) to be filled in.
+    """A launch with addresses for tensors; holes: (place, which of the caller's tensors) to be filled in."""
 
-    What call returns, if anything, is the stream of the launches that follow.
-    """
-
-    call: Callable[..., int | None]
+    call: Callable[..., None]
     arguments: list[Any]
     holes: tuple[tuple[int, int], ...]
     kept: tuple[Tensor, ...]  # alive as long as their addresses
@@ -148,7 +145,5 @@ def _start(launches: tuple[_Launch, ...], addresses: list[int], device: torch.de
         arguments[STREAM] = stream
         for place, which in holes:
             arguments[place] = addresses[which]
-        found = call(*arguments)
-        if found is not None:
-            stream = found
+        call(*arguments)
     return None

@@ -6,79 +6,39 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .launch import Step, noted
-
 __all__ = ["on_the_side"]
 
 
-class _Side:
-    """The second stream of a device for one thread, which may be at work on another than its other threads."""
+class _Side(threading.local):
+    """The second streams of one thread: two that capture at the same time must not have one in common."""
 
-    def __init__(self, device: torch.device) -> None:
-        # torch hands out the same streams again and again, those with a priority seldom.
-        self.stream = torch.cuda.Stream(device, priority=-1)
-        self.begun, self.done = torch.cuda.Event(), torch.cuda.Event()
-        self.main = 0  # the stream that it left, as CUDA names it
-
-
-class _Sides(threading.local):
     def __init__(self) -> None:
-        self.found: dict[int, _Side] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def of(self, device: int) -> _Side:
-        found = self.found.get(device)
+    def of(self, device: torch.device) -> torch.cuda.Stream:
+        found = self._streams.get(device)
         if found is None:
-            found = self.found[device] = _Side(torch.device("cuda", device))
+            # torch hands out the same streams again and again, those with a priority seldom.
+            found = self._streams[device] = torch.cuda.Stream(device, priority=-1)
         return found
 
 
-_sides = _Sides()
+_side = _Side()
 
 
 def on_the_side(work: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
     """Do ``work`` on a second stream, which follows the current one of ``device`` up to now.
 
-    What is returned lets the stream that is then current wait for it, and returns what ``work`` returned. Launches on
-    either stream, and the changes between them, can be recorded and repeated. Buffers of ``work`` may be used again
-    by what follows that wait alone.
+    What is returned lets the stream that is then current wait for it, and returns what ``work`` returned. It has to be
+    called: a CUDA graph ends on the stream that it began on.
     """
-    index = device.index or 0
-    side = _sides.of(index)
-    _do(_leave, index)
-    with torch.cuda.stream(side.stream):
+    side = _side.of(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
         made = work()
-    _do(_return, index)
 
     def joined() -> Tensor:
-        _do(_join, index)
+        torch.cuda.current_stream(device).wait_stream(side)
         return made
 
     return joined
-
-
-def _do(change: Callable[..., int | None], device: int) -> None:
-    # The stream is in the place that a launch has it in, where whoever repeats it puts the one that is current then.
-    step = Step(change, (device, 0, 0, torch._C._cuda_getCurrentRawStream(device)))  # pyright: ignore[reportPrivateUsage]
-    change(*step.arguments)
-    noted(step)
-
-
-def _leave(device: int, _y: int, _z: int, stream: int) -> int:
-    """Let the second stream follow ``stream``, the current one; return it, for the launches that come next."""
-    side = _sides.of(device)
-    side.main = stream
-    side.begun.record(torch.cuda.current_stream(device))
-    side.stream.wait_event(side.begun)
-    return side.stream.cuda_stream
-
-
-def _return(device: int, *_: int) -> int:
-    """Note what the second stream has been given; return the stream that it left."""
-    side = _sides.of(device)
-    side.done.record(side.stream)
-    return side.main
-
-
-def _join(device: int, *_: int) -> None:
-    """Let the current stream wait for what ``_return`` noted."""
-    torch.cuda.current_stream(device).wait_event(_sides.of(device).done)
