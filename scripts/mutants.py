@@ -705,10 +705,10 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("YaRN's factor left out", "integrations/transformers/gguf.py", (('rope | {"factor": config.number("rope.scaling.factor")}', 'rope | {"factor": 1.0}'),), _WHOLE_GGUF),
     Mutant("a matrix outside the experts decoded twice", "checkpoint/outside.py", (("self.stored).to(device).decode(dtype)", "self.stored).to(device).decode(dtype).square()"),), ("tests/cpu/test_whole_quantised.py",)),
     # NaN, and ids that are no experts, must be seen.
-    Mutant("a NaN score adds nothing", "ops/route.py", (("keepdim=True), NO_EXPERT)", "keepdim=True), -1)"),), _ROUTE),
+    Mutant("a NaN score adds nothing", "ops/route.py", (("keepdim=True), _NO_EXPERT)", "keepdim=True), -1)"),), _ROUTE),
     Mutant("a NaN bias chooses experts", "ops/route.py", (("scores if bias is None else choice, _select", "scores, _select"),), _ROUTE),
-    Mutant("an unknown token adds nothing", "ops/route.py", (("outside.unsqueeze(1), NO_EXPERT)", "outside.unsqueeze(1), -1)"),), _ROUTE),
-    Mutant("an unknown entry of the hash table adds nothing", "ops/route.py", (("(ids >= experts), NO_EXPERT)", "(ids >= experts), -1)"),), _ROUTE),
+    Mutant("an unknown token adds nothing", "ops/route.py", (("outside.unsqueeze(1), _NO_EXPERT)", "outside.unsqueeze(1), -1)"),), _ROUTE),
+    Mutant("an unknown entry of the hash table adds nothing", "ops/route.py", (("(ids >= experts), _NO_EXPERT)", "(ids >= experts), -1)"),), _ROUTE),
     Mutant("infinite logits clamped before they are scored", "ops/route.py", (("    raw = logits.to(torch.float32)\n", "    raw = logits.to(torch.float32).clamp(-_LARGEST, _LARGEST)\n"),), _ROUTE),
     Mutant("checked lets a NaN row through", "ops/route.py", (("        _refuse_bad_rows(", "        _ = (")  ,), _ROUTE),
     Mutant("an id that is no expert adds nothing", "ops/permute.py", (("torch.where(ids == -1, -1, -2)", "torch.where(ids == -1, -1, -1)"),), ("tests/cpu/test_permute.py", *_NAN)),
