@@ -232,6 +232,8 @@ class MoELayer(PackedModule):
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """Return what a router is called with, in rows, once it is what the plan describes. own: ``router_input``."""
         check_input(x, routing, self.plan.problem, self._device)
+        if logits is not None and routing is not None:
+            raise InputError("router_logits and routing were given, which choose experts each; give one of them")
         ids, weights = (None, None) if routing is None else (routing.topk_ids, routing.topk_weights)
         if logits is not None or own is not None:
             given, other = x if logits is None else logits, x if own is None else own

@@ -56,6 +56,10 @@ def require(ok: bool, asked: str, found: object, allowed: str) -> None:
         raise SpecError(f"{asked}: found {found!r}, allowed: {allowed}")
 
 
+def _require_count(asked: str, found: object) -> None:
+    require(isinstance(found, int) and found >= 1, asked, found, "a whole number, at least 1")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationSpec:
     """What comes between the two projections.
@@ -130,7 +134,8 @@ class RoutingSpec:
     id_dtype: Literal["int64", "int32"] = "int64"
 
     def __post_init__(self) -> None:
-        require(self.top_k >= 1, "top_k", self.top_k, "at least 1")
+        for name in ("top_k", "groups", "kept_groups"):
+            _require_count(name, getattr(self, name))
         require(self.score in SCORE_FUNCTIONS, "score function", self.score, ", ".join(SCORE_FUNCTIONS))
         kept = 1 <= self.kept_groups <= self.groups
         require(kept, "kept_groups", self.kept_groups, f"1 to groups={self.groups}")
@@ -200,7 +205,7 @@ class MoESpec:
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "intermediate_size", "num_experts"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+            _require_count(name, getattr(self, name))
         k, e, g = self.routing.top_k, self.num_experts, self.routing.groups
         require(k <= e, "top_k", k, f"at most num_experts={e}")
         require(e % g == 0, "num_experts with routing groups", (e, g), "num_experts a multiple of groups")

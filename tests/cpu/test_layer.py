@@ -341,6 +341,14 @@ def test_wrong_input_names_what_is_allowed(x, text):
         layer(torch.zeros(3, 40))
 
 
+def test_logits_beside_a_routing_are_refused():
+    """One of the two would be ignored."""
+    layer = MoELayer(random_experts(6, 2, 24, 40, seed=39), plan(problem_of(6, 40, 24, 2)))
+    x, logits = torch.randn(3, 40), torch.randn(3, 6)
+    with pytest.raises(InputError, match=r"router_logits and routing were given.*give one"):
+        layer(x, router_logits=logits, routing=layer.route(x, router_logits=logits))
+
+
 def test_weights_that_contradict_the_spec_are_refused():
     weights = random_experts(6, 2, 24, 40, seed=40)
     with pytest.raises(InputError, match=r"\(6, 2, 24, 40\).*\(7, 2, 24, 40\)"):

@@ -10,7 +10,7 @@ import torch
 
 from collegium.errors import InputError, RoutingError, SpecError
 from collegium.ops.route import given_routing, route, route_custom
-from collegium.types import RoutingSpec
+from collegium.types import MoESpec, RoutingSpec
 
 V3 = RoutingSpec(
     top_k=4,
@@ -294,6 +294,14 @@ def test_ids_that_cannot_say_not_here_are_refused():
         SpecError, match=r"id_dtype: found 'uint32', allowed: int64, int32 \(an unsigned id cannot be -1"
     ):
         RoutingSpec(top_k=1, id_dtype="uint32")
+
+
+@pytest.mark.parametrize("change", [{"top_k": 2.0}, {"top_k": 0}, {"top_k": "2"}, {"groups": 1.5}, {"kept_groups": 0}])
+def test_counts_are_whole_numbers(change: dict[str, object]) -> None:
+    with pytest.raises(SpecError, match=f"{next(iter(change))}: found .*, allowed: a whole number, at least 1"):
+        RoutingSpec(**{"top_k": 2, **change})  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match="num_experts: found 8.0, allowed: a whole number, at least 1"):
+        MoESpec(hidden_size=64, intermediate_size=32, num_experts=8.0, routing=RoutingSpec(top_k=2))  # type: ignore[arg-type]
 
 
 # The others have no name: softmax with groups or a bias, sigmoid with groups and no bias, groups by their maximum.
