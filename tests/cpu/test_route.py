@@ -300,7 +300,7 @@ def test_ids_that_cannot_say_not_here_are_refused():
 def test_counts_are_whole_numbers(change: dict[str, object]) -> None:
     with pytest.raises(SpecError, match=f"{next(iter(change))}: found .*, allowed: a whole number, at least 1"):
         RoutingSpec(**{"top_k": 2, **change})  # type: ignore[arg-type]
-    with pytest.raises(SpecError, match="num_experts: found 8.0, allowed: a whole number, at least 1"):
+    with pytest.raises(SpecError, match=r"num_experts: found 8\.0, allowed: a whole number, at least 1"):
         MoESpec(hidden_size=64, intermediate_size=32, num_experts=8.0, routing=RoutingSpec(top_k=2))  # type: ignore[arg-type]
 
 
