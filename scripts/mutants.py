@@ -645,6 +645,16 @@ MUTANTS: tuple[Mutant, ...] = (
     # Activation order.
     Mutant("g_idx ignored", "formats/int_affine.py", (("        return self.group_of.reshape(-1, self.shape[-1]).long()", "        return self.group_of.reshape(-1, self.shape[-1]).long().sort(-1).values"),), ("tests/cpu/test_published.py",)),
     Mutant("g_idx out of range taken", "formats/integers.py", (("if low < 0 or high >= groups:", "if False:"),), ("tests/cpu/test_published.py", "tests/cpu/test_published_scales.py")),
+    # Codes that look numbers up.
+    *(
+        Mutant(name, file, (edit,), ("tests/cpu/test_grouped_gemm.py::test_codes_that_look_numbers_up",))
+        for name, file, edit in (
+            ("the smaller term of a looked up number dropped", "kernels/grouped_gemm.py", ("acc += dot(m2, x2, dot(a2, x2, none, ASM), ASM) * f2", "acc += dot(a2, x2, none, ASM) * f2")),
+            ("numbers of gate looked up for up", "kernels/grouped_gemm.py", ("up_table = table + (SETS - 1) * 16", "up_table = table")),
+            ("terms of a looked up number swapped", "experts/triton/lanes.py", ("(first.dtype), first), dim=-1)", "(first.dtype), first.flip(-1)), dim=-1)")),
+            ("the scale of the neighbouring half", "kernels/decode.py", ("n0[:, None], n0[:, None], n1[:, None], n1[:, None]", "n0[:, None], n1[:, None], n1[:, None], n1[:, None]")),
+        )
+    ),
     # The shared expert.
     Mutant(
         "shared expert dropped", "layer.py",

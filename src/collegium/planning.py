@@ -28,15 +28,7 @@ from .runtime.memory import Region, Regions, largest, memory_map, under
 from .sharing import SharedWay, shared_way
 from .types import MoESpec, require
 
-__all__ = [
-    "Plan",
-    "Stretch",
-    "dispatcher_named",
-    "expert_bytes",
-    "kernel_named",
-    "plan",
-    "stretches",
-]
+__all__ = ["Plan", "Stretch", "dispatcher_named", "expert_bytes", "kernel_named", "plan", "stretches"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

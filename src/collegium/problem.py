@@ -6,16 +6,7 @@ from typing import Literal
 from .placement import Placement
 from .types import ActivationSpec, MoESpec, RoutingSpec, require
 
-__all__ = [
-    "COMBINES",
-    "Choice",
-    "Combine",
-    "DeviceFacts",
-    "ExpertsProblem",
-    "Limits",
-    "Problem",
-    "Refusal",
-]
+__all__ = ["COMBINES", "Choice", "Combine", "DeviceFacts", "ExpertsProblem", "Limits", "Problem", "Refusal"]
 
 Combine = Literal["exact", "reduced", "reduced_fp8"]
 COMBINES = ("exact", "reduced", "reduced_fp8")

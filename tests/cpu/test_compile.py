@@ -36,6 +36,7 @@ Q4_0, Q8_0 = ({"WEIGHT": weight, "SCALE": 7, "WORDS": 2} for weight in (4, 5))
 Q4_1, Q5_1 = ({"WEIGHT": weight, "SCALE": 7, "WORDS": 4, "X_SCALE": 2, "HALF": True} for weight in (4, 5))
 Q4_K, Q5_K = ({"WEIGHT": weight, "SCALE": 8, "WORDS": 3, "X_SCALE": 2, "HALF": True} for weight in (4, 5))
 Q6_K = {"WEIGHT": 5, "SCALE": 8, "WORDS": 2, "BLOCK_K": 64}
+LOOKED_UP = {"WEIGHT": 12, "SCALE": 4, "WORDS": 2}  # numbers of bitsandbytes
 MXFP8 = {"WEIGHT": 1, "SCALE": 2, "ROW_SCALE": True}
 W8A16 = {"WEIGHT": 1, "SCALE": 1}
 STACKED = {"STACKED": True, "BLOCK_N": 128}
@@ -92,6 +93,10 @@ CASES: tuple[tuple[int, str, dict[str, Any], str, int, int], ...] = (
     (90, "i16", Q6_K | DIRECT | {"HALF": True}, "HGMMA", 128, 52),
     (90, "i16", Q6_K | DOWN | NARROW | {"warps": 8}, "HGMMA", 192, 96),
     (90, "i16", Q8_0 | DOWN, "HGMMA", 168, 104),
+    (90, "i16", LOOKED_UP, "HGMMA", 184, 80),
+    (90, "i16", LOOKED_UP | DIRECT | {"HALF": True}, "HGMMA", 184, 80),
+    (90, "i16", LOOKED_UP | FOUR | STACKED, "HGMMA", 200, 115),
+    (90, "i16", LOOKED_UP | DOWN | NARROW | {"warps": 8}, "HGMMA", 192, 160),
     (80, "bf16", PLAIN | ALONE, "HMMA", 128, 74),
     (80, "i16", ZEROS | ALONE, "HMMA", 168, 50),
     (80, "i16", INT8 | ALONE | {"HALF": True}, "HMMA", 168, 90),
@@ -99,6 +104,7 @@ CASES: tuple[tuple[int, str, dict[str, Any], str, int, int], ...] = (
     (80, "i16", Q5_K | ALONE | STACKED, "HMMA", 255, 100),
     (80, "i16", Q6_K | ALONE, "HMMA", 168, 50),
     (80, "i16", Q8_0 | ALONE | {"STAGES": 3}, "HMMA", 184, 90),
+    (80, "i16", LOOKED_UP | ALONE | STACKED | {"STAGES": 3}, "HMMA", 200, 90),
     (80, "bf16", PLAIN | ALONE | STACKED, "HMMA", 128, 74),
     (80, "i16", MXFP4 | ALONE, "HMMA", 168, 50),
     (80, "i16", INT4 | ALONE, "HMMA", 168, 50),
@@ -111,6 +117,7 @@ CASES: tuple[tuple[int, str, dict[str, Any], str, int, int], ...] = (
     (100, "i16", Q5_K, "UTC", 192, 110),
     (100, "i16", Q6_K, "UTC", 168, 90),
     (100, "i16", Q8_0, "UTC", 168, 110),
+    (100, "i16", LOOKED_UP, "UTC", 200, 110),
 )
 
 _PROGRAM = """
@@ -130,7 +137,9 @@ for arch, weight, constants, warps in json.load(sys.stdin):
     tokens = "fp16" if constants.pop("HALF", False) else "bf16"
     types = {name: "*" + kind for name, kind in pointers.items()}
     types |= {"weight": "*" + stored, "x": "*fp8e4nv" if weight == "e4m3" else "*" + tokens}
-    types["scale"] = "*fp32" if constants["SCALE"] == 1 else "*i32"
+    types["scale"] = "*fp32" if constants["SCALE"] in (1, 4) else "*i32"
+    if constants["WEIGHT"] == 12:
+        types["row_scale"] = "*i32"
     if constants["TOP_K"]:  # nothing is sorted: ids, of either width, stand for all lists
         lists = ("source", "expert_offsets", "tile_expert", "tile_row")
         types |= dict.fromkeys(lists, "*i32" if weight == "bf16" else "*i64")
@@ -164,7 +173,7 @@ _LISTS = {"BLOCK_E": 256, "BLOCK_T_A": 16, "BLOCK_T_B": 64} | _ORDER
 _READS = {"TOP_K": 8, "BLOCK_E": 256}
 _ROUTE = {
     "SCORE": 2, "TOP_K": 8, "BLOCK_K": 8, "BLOCK_G": 8, "BLOCK_S": 32, "KEPT": 4, "TOP2": True, "BIAS": True,
-    "HASH": False, "RENORM": True, "MERGED": 1,
+    "HASH": False, "RENORM": True,
 }  # fmt: skip
 _SUM = {"TOP_K": 8, "BLOCK": 1024, "WEIGHTS": True, "SHARED": True, "IDS": False}
 _COLUMNS = {"GATHER": True, "TOP_K": 0, "BLOCK_E": 256, "BLOCK": 1024}
@@ -270,8 +279,8 @@ def test_instructions_registers_and_shared_memory(compiled: list[Any], index: in
     # A product that reads decoded weights from registers ends before the next step decodes into them.
     assert weight not in ("i16", "u8") or wanted != "HGMMA" or waits
     assert ("MUFU.TANH" in codes) == (changes.get("KIND", 0) >= FAST_MATH)
-    # Codes become numbers two at a time.
-    assert weight != "i16" or {"HADD2", "HFMA2", "HMUL2"} & set(codes)
+    # Codes become numbers two at a time, but for those that are looked up.
+    assert weight != "i16" or changes.get("WEIGHT") == 12 or {"HADD2", "HFMA2", "HMUL2"} & set(codes)
 
 
 SMALL_CASES = [

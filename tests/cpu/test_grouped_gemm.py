@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import gcd, prod
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,7 +16,7 @@ from collegium.experts.triton import grouped as ops, lanes as pack
 from collegium.experts.triton.table import TritonBf16, TritonFp8, TritonW4A8, TritonW4A16, TritonW8A16
 from collegium.experts.triton.tile_choice import TileChoice, TileProblem
 from collegium.experts.triton.tiles import candidates, choose, score
-from collegium.formats import Fp8Block, Fp8Channel, Fp32, Int4Affine, Int4Group, Int8Affine, MxFp4, MxFp8
+from collegium.formats import Bnb4, Fp8Block, Fp8Channel, Fp32, Int4Affine, Int4Group, Int8Affine, MxFp4, MxFp8
 from collegium.formats.codecs import pack_nibbles
 from collegium.formats.gguf import KINDS
 from collegium.formats.unquantised import DTYPES
@@ -365,6 +366,36 @@ def test_float32_scales_are_taken_beside_middle_zero_points_alone(bits: int) -> 
     x = heavy_tailed(9, 128, seed=6).bfloat16()
     ops.grouped_gemm(x, packed, offsets, ops.tile_list(offsets, 9, TILE), found)
     assert relative_error(found, grouped_gemm_reference(x, payload.decode(), offsets)) < 1e-6
+
+
+def random_looked_up(*shape: int) -> Bnb4:
+    """Return codes ``[E, P, N, K]`` into a table of its own for each matrix, blocks cut where rows end."""
+    *lead, columns = shape
+    made, group = torch.Generator().manual_seed(columns), gcd(64, columns)
+    return Bnb4(
+        shape=shape,
+        codes=torch.randint(0, 256, (*lead, columns // 2), generator=made, dtype=torch.uint8),
+        scales=heavy_tailed(prod(lead), columns // group, seed=columns, channels=False).abs().view(*lead, -1),
+        table=torch.rand(*lead[:2], 16, generator=made) * 2 - 1,
+        group_size=group,
+    )
+
+
+@pytest.mark.parametrize(("rows", "most"), [(torch.bfloat16, 1e-5), (torch.float16, 1e-6)])
+@pytest.mark.parametrize("columns", [64, 96, 320, 512])
+@pytest.mark.parametrize("activation", [None, ActivationSpec()])
+def test_codes_that_look_numbers_up(columns: int, rows: torch.dtype, most: float, activation: Any) -> None:
+    """To 16 bits, or 22: the larger term alone would be 1e-3 or 1e-4 away."""
+    parts = 1 if activation is None else 2
+    payload = random_looked_up(2, parts, 40, columns)
+    packed = pack.pack_bnb4(payload, None, half=rows == torch.float16)
+    packed = replace(packed, layout=replace(packed.layout, half=rows == torch.float16))
+    offsets = torch.tensor([0, 3, 9])
+    x = heavy_tailed(9, columns, seed=6).to(rows)
+    found = torch.empty(9, 40)
+    ops.grouped_gemm(x, packed, offsets, ops.tile_list(offsets, 9, TILE), found, activation=activation)
+    wanted = grouped_gemm_reference(x, payload.decode(), offsets, activation=activation)
+    assert relative_error(found, wanted) < most
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 NAMES = ["int4_affine", "int8_affine", "int4_ordered", "int8_ordered", "bnb4", *KINDS]
 
 ON_GPU = {f"int{bits}_{kind}": f"triton_w{bits}a16" for bits in (4, 8) for kind in ("affine", "ordered")}
-ON_GPU |= dict.fromkeys(KINDS, "triton_w4a16")
+ON_GPU |= dict.fromkeys((*KINDS, "bnb4"), "triton_w4a16")
 
 
 def integers(name: str, *shape: int) -> Payload:

@@ -2,16 +2,21 @@
 
 from dataclasses import replace
 from functools import partial
+from math import gcd
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..formats import Gguf, Int4Affine, Int4Ordered, Int8Affine, Int8Ordered
+from ..formats import Bnb4, Gguf, Int4Affine, Int4Ordered, Int8Affine, Int8Ordered
 from ..formats.codecs import in_groups, pack_nibbles, unpack_nibbles
 
-__all__ = ["ENCODERS", "affine", "ordered", "q4_k"]
+__all__ = ["ENCODERS", "affine", "nf4", "ordered", "q4_k"]
+
+# The quantiles of a normal distribution that bitsandbytes has (``functional.py``).
+_nf4 = [-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.091050036, 0.0]
+_nf4 += [0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0]
 
 
 def affine(weight: Tensor, bits: int, group: int = 128, dtype: torch.dtype = torch.float16) -> Int4Affine | Int8Affine:
@@ -63,6 +68,17 @@ def q4_k(weight: Tensor) -> Gguf:
     return Gguf(shape=tuple(weight.shape), blocks=torch.cat([part.to(torch.uint8) for part in parts], dim=-1))
 
 
+def nf4(weight: Tensor) -> Bnb4:
+    """Return ``weight [..., N, K]`` as codes of the nearest number of NF4 times the largest of 64 columns."""
+    (*lead, columns), size = weight.shape, gcd(64, weight.shape[-1])
+    groups, table = in_groups(weight.float(), size), torch.tensor(_nf4, device=weight.device)
+    scales = groups.abs().amax(-1)
+    near = torch.bucketize(groups / scales.clamp(min=1e-9).unsqueeze(-1), (table[1:] + table[:-1]) / 2)
+    codes = _packed(near.to(torch.uint8).flatten(-2)[..., :columns], 4)
+    numbers = table.expand(*lead[:-1], 16).contiguous()
+    return Bnb4(shape=tuple(weight.shape), codes=codes, scales=scales, table=numbers, group_size=size)
+
+
 # By the name of the format; of GGUF the commonest kind.
 ENCODERS = {
     Int4Affine.name: partial(affine, bits=4),
@@ -70,6 +86,7 @@ ENCODERS = {
     Int4Ordered.name: partial(ordered, bits=4),
     Int8Ordered.name: partial(ordered, bits=8),
     Gguf.name: q4_k,
+    Bnb4.name: nf4,
 }
 
 

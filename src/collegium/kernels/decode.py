@@ -16,10 +16,12 @@ __all__ = ["decoded", "finished", "has_minima", "is_stepped", "minima", "minimum
 E4M3_LANES = tl.constexpr(numbers.E4M3_LANES)
 E2M1_LANES = tl.constexpr(numbers.E2M1_LANES)
 INT8_LANES = tl.constexpr(numbers.INT8_LANES)
+TABLE_LANES = tl.constexpr(numbers.TABLE_LANES)
 
 BLOCK_SCALE = tl.constexpr(numbers.BLOCK_SCALE)
 E8M0_SCALE = tl.constexpr(numbers.E8M0_SCALE)
 E4M3_SCALE = tl.constexpr(numbers.E4M3_SCALE)
+GROUP_SCALE = tl.constexpr(numbers.GROUP_SCALE)
 PAIR_SCALE = tl.constexpr(numbers.PAIR_SCALE)
 ZERO_SCALE = tl.constexpr(numbers.ZERO_SCALE)
 HALF_SCALE = tl.constexpr(numbers.HALF_SCALE)
@@ -173,6 +175,19 @@ def _int4_quarters(
         a, b, c, d = lanes & 15, (lanes >> 4) & 15, (lanes >> 8) & 15, (lanes >> 12) & 15
         first, second = _less(a, n0, MIDDLE, ZEROED, HALF), _less(b, n1, MIDDLE, ZEROED, HALF)
         return first, second, _less(c, n2, MIDDLE, ZEROED, HALF), _less(d, n3, MIDDLE, ZEROED, HALF)
+
+
+@triton.jit
+def _looked_up(codes, table, HALF: tl.constexpr, ASM: tl.constexpr):
+    """Return two tensors whose sum is a number of ``table [16]`` int32, the larger term in the upper half."""
+    if ASM:
+        # A plain load would be one of those that the compiler starts some steps ahead, which copies to shared memory.
+        found = tl.inline_asm_elementwise(
+            "ld.global.nc.b32 $0, [$1];", "=r,l", [(table + codes).to(tl.int64)], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        found = tl.load(table + codes)
+    return _as_rows((found >> 16).to(tl.int16), HALF), _as_rows(found.to(tl.int16), HALF)
 
 
 @triton.jit
@@ -343,6 +358,9 @@ def _group_factors(scale, step, SCALE: tl.constexpr, WORDS: tl.constexpr):
         n1 = tl.load(scale + step)
         f0, f1 = _half_scale(n0) * _step_scale(n1, 0), _half_scale(n0) * _step_scale(n1, 1)
         f2, f3 = _half_scale(n0) * _step_scale(n1, 2), _half_scale(n0) * _step_scale(n1, 3)
+    elif SCALE == GROUP_SCALE and WORDS == 2:
+        n1 = tl.load(scale + step)
+        f0, f1, f2, f3 = n0[:, None], n0[:, None], n1[:, None], n1[:, None]
     elif SCALE == HALF_SCALE and WORDS == 2:
         n1 = tl.load(scale + step)
         f0, f1, f2, f3 = _half_scale(n0), _half_scale(n0 >> 16), _half_scale(n1), _half_scale(n1 >> 16)
@@ -362,14 +380,15 @@ def _group_factors(scale, step, SCALE: tl.constexpr, WORDS: tl.constexpr):
 
 @triton.jit
 def decoded(
-    lanes, lanes1, scale, step, WEIGHT: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr, HALF: tl.constexpr,
-    ASM: tl.constexpr,
+    lanes, lanes1, scale, step, table, WEIGHT: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr,
+    HALF: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Return the quarters of a K block, and of integers four float32 columns of factors and four float16 of minima.
 
     lanes1: the second halves of lanes of two. scale: addresses of words, ``step`` apart. Integers lose their zero
     points; without minima the last four mean nothing. Where they are stepped, the first factor is of the whole K block
-    and the second of its minima. Scales of other lanes are in the quarters, unless they belong to blocks.
+    and the second of its minima. Scales of other lanes are in the quarters, unless they belong to blocks. Of codes that
+    ``table`` says the numbers of, the last four are what is to be added to the quarters.
     """
     EIGHT: tl.constexpr = (WEIGHT == E4M3_LANES) or (WEIGHT == INT8_LANES)
     if (WEIGHT == E2M1_LANES) or (WEIGHT == E4M3_LANES):
@@ -395,7 +414,13 @@ def decoded(
     else:
         n0, n1, n2, n3, f0, f1, f2, f3, m0, m1, m2, m3 = _group_factors(scale, step, SCALE, WORDS)
         ZEROED: tl.constexpr = SCALE == ZERO_SCALE
-        if EIGHT:
+        if WEIGHT == TABLE_LANES:
+            words = lanes.to(tl.int32)
+            a0, m0 = _looked_up(words & 15, table, HALF, ASM)
+            a1, m1 = _looked_up((words >> 4) & 15, table, HALF, ASM)
+            a2, m2 = _looked_up((words >> 8) & 15, table, HALF, ASM)
+            a3, m3 = _looked_up((words >> 12) & 15, table, HALF, ASM)
+        elif EIGHT:
             # Codes of six bits, which steps alone have, lie around 32.
             CENTRE: tl.constexpr = 0 if has_minima(SCALE, WORDS) else 32 if SCALE == STEP_SCALE else 128
             a0, a1 = _int8_halves(lanes, n0, n1, CENTRE, ZEROED, HALF, ASM)

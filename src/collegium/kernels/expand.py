@@ -41,7 +41,7 @@ def expand_kernel(
     w = tl.load(at)
     w1 = tl.load(at + WIDTH) if EIGHT else w
     s = scale + (matrix * K_BLOCKS + block) * (WORDS * n_out) + row
-    a0, a1, a2, a3, f0, f1, f2, f3, _, _, _, _ = decoded(w, w1, s, n_out, WEIGHT, SCALE, WORDS, HALF, ASM)
+    a0, a1, a2, a3, f0, f1, f2, f3, _, _, _, _ = decoded(w, w1, s, n_out, w, WEIGHT, SCALE, WORDS, HALF, ASM)
     if SCALE == BLOCK_SCALE:
         f_at = factors + matrix * groups * n_out + row
         factor = tl.load(scale + (matrix * scale_rows + row // 128) * K_BLOCKS + block)[:, None]

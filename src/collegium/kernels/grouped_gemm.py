@@ -29,6 +29,7 @@ E4M3_LANES = tl.constexpr(numbers.E4M3_LANES)
 E4M3_E4M3 = tl.constexpr(numbers.E4M3_E4M3)
 E2M1_LANES = tl.constexpr(numbers.E2M1_LANES)
 INT8_LANES = tl.constexpr(numbers.INT8_LANES)
+TABLE_LANES = tl.constexpr(numbers.TABLE_LANES)
 
 BLOCK_SCALE = tl.constexpr(numbers.BLOCK_SCALE)
 
@@ -69,13 +70,14 @@ def _multiply(
 ):  # fmt: skip
     """Add one K block: weights ``w [BLOCK_N, .]`` times tokens ``x0..x3``, scaled as SCALE says.
 
-    x_scale: of the tokens if X_SCALED. sums ``[32, BLOCK_T]``: of the tokens' columns, where weights have minima.
+    x_scale: of the tokens if X_SCALED. sums ``[32, BLOCK_T]``: of the tokens' columns, where weights have minima; where
+    codes look numbers up, the address of those.
     """
     none = tl.zeros_like(acc)
     QUARTERS: tl.constexpr = WEIGHT != PLAIN and WEIGHT != E4M3_E4M3
     if QUARTERS:
         a0, a1, a2, a3, f0, f1, f2, f3, m0, m1, m2, m3 = decoded(
-            w, w1, scale, scale_step, WEIGHT, SCALE, WORDS, x0.dtype == tl.float16, ASM
+            w, w1, scale, scale_step, sums, WEIGHT, SCALE, WORDS, x0.dtype == tl.float16, ASM
         )
         FOLDED: tl.constexpr = (WEIGHT == E2M1_LANES or WEIGHT == E4M3_LANES) and SCALE != BLOCK_SCALE
         if has_minima(SCALE, WORDS):
@@ -93,6 +95,11 @@ def _multiply(
                 acc += product * (factor[:, None] if STACKED else factor)
             else:
                 acc += product * f0
+        elif WEIGHT == TABLE_LANES:
+            acc += dot(m0, x0, dot(a0, x0, none, ASM), ASM) * f0
+            acc += dot(m1, x1, dot(a1, x1, none, ASM), ASM) * f1
+            acc += dot(m2, x2, dot(a2, x2, none, ASM), ASM) * f2
+            acc += dot(m3, x3, dot(a3, x3, none, ASM), ASM) * f3
         else:
             acc += dot(a0, x0, none, ASM) * f0
             acc += dot(a1, x1, none, ASM) * f1
@@ -176,6 +183,10 @@ def grouped_tile(
         gate = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
     up_ptr = w_ptr + (SETS - 1) * part_step
     us_ptr = s_ptr + (SETS - 1) * s_part
+    table = row_scale + matrix * 16
+    if STACKED:
+        table += (part * 16)[:, None]
+    up_table = table + (SETS - 1) * 16
     for block in tl.range(0, K_BLOCKS, num_stages=STAGES):
         left = k_in - block * BLOCK_K
         x0 = _load_rows(x_ptr, valid, k[:, None] < left, EVEN_K)
@@ -188,7 +199,12 @@ def grouped_tile(
             x2 = x0
             x3 = x0
         xs = tl.load(xs_ptr + block) if X_SCALE == 1 else 0.0
-        added = _load_rows(sums_ptr + block * 32, valid, valid, True) if has_minima(SCALE, WORDS) else x0
+        if has_minima(SCALE, WORDS):
+            added = _load_rows(sums_ptr + block * 32, valid, valid, True)
+            up_added = added
+        else:
+            added = table
+            up_added = up_table
         if SETS == 2:
             w0, w1 = _load_weights(w_ptr, k[None, :], left, WIDTH, WEIGHT, EVEN_K or QUARTERS)
             gate = _multiply(
@@ -198,7 +214,7 @@ def grouped_tile(
             s_ptr += s_k
         w0, w1 = _load_weights(up_ptr, k[None, :], left, WIDTH, WEIGHT, EVEN_K or QUARTERS)
         up = _multiply(
-            up, w0, w1, us_ptr, n_out, x0, x1, x2, x3, added, xs, WEIGHT, SCALE, WORDS, X_SCALE == 1, STACKED, ASM
+            up, w0, w1, us_ptr, n_out, x0, x1, x2, x3, up_added, xs, WEIGHT, SCALE, WORDS, X_SCALE == 1, STACKED, ASM
         )
         up_ptr += k_step
         us_ptr += s_k
@@ -277,8 +293,8 @@ def grouped_gemm_kernel(
     (2), 0: none. sums: of the rows' columns for weights with minima, float16 [., 32 * K_BLOCKS] (``halves_kernel``).
     weight: expert and part ``part_step`` elements apart, rows ``n_step``, K blocks ``k_step``. scale: per (expert,
     part, K block): WORDS x n_out words, or for BLOCK_SCALE [ceil(n_out / 128), K_BLOCKS]. row_scale, bias: [expert,
-    part, n_out]. Rows from expert_offsets[E] on are not written. PLACED: row r is written to element row_places[r] of
-    out, which may be in a peer's memory (``place_at``).
+    part, n_out]; for TABLE_LANES row_scale is [expert, part, 16] int32. Rows from expert_offsets[E] on are not written.
+    PLACED: row r is written to element row_places[r] of out, which may be in a peer's memory (``place_at``).
     NARROW: a tile of few rows is multiplied as one of half or a quarter of BLOCK_T.
     """
     expert, row_first, row_count, n_first = begun(

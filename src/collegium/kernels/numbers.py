@@ -31,6 +31,7 @@ __all__ = [
     "POWER_CODES",
     "ROWS",
     "STEP_SCALE",
+    "TABLE_LANES",
     "ZERO_SCALE",
 ]
 
@@ -51,12 +52,15 @@ E2M1_SCALED = 9
 INT4_PAIRS = 10  # two words of a row and K block, two bfloat16 scales each
 INT4_FLOATS = 11  # four float32 scales
 
+# Lanes as those of INT4, whose codes look numbers up; in grouped_gemm.py.
+TABLE_LANES = 12
+
 # SCALE: which one is applied inside the K loop. Each is loaded as 32-bit words: smaller loads are not prefetched.
 NO_SCALE = 0
 BLOCK_SCALE = 1  # float32 for each 128 rows and K block, applied to the product
 E8M0_SCALE = 2  # four bytes of one row and K block, a byte a quarter, applied to the operand
 E4M3_SCALE = 3  # the same with E4M3 bytes
-GROUP_SCALE = 4  # float32 for each row and K block or quarter, applied to the product
+GROUP_SCALE = 4  # float32 for each row and K block, half or quarter of it, applied to the product
 PAIR_SCALE = 5  # two bfloat16 a word for each row and quarter, applied to the product
 ZERO_SCALE = 6  # GROUP_SCALE whose low byte, which such a float32 does not need, is the zero point
 HALF_SCALE = 7  # float16 for each row and quarter, two a word; with four words each has a minimum above it

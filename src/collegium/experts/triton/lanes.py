@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...errors import InputError
+from ...formats.bnb4 import Bnb4
 from ...formats.codecs import E2M1_VALUES, e8m0_values, relative_e8m0, unpack_nibbles
 from ...formats.fp8_block import Fp8Block
 from ...formats.fp8_channel import Fp8Channel
@@ -39,6 +40,7 @@ __all__ = [
     "by_word",
     "column_order",
     "int4_scales",
+    "pack_bnb4",
     "pack_fp8_block",
     "pack_fp8_rows",
     "pack_gguf",
@@ -157,6 +159,24 @@ def pack_int(payload: Integers, bias: Tensor | None) -> PackedMatrix:
     values = _lanes(payload.codes, layout, 8, _e4m3_lane if bits == 8 else _int4_lane, order)
     scale = scale.view(torch.int32) if zeroed else scale
     return PackedMatrix(layout=layout, values=values, scale=scale, bias=bias, order=order)
+
+
+def pack_bnb4(payload: Bnb4, bias: Tensor | None, *, half: bool = False) -> PackedMatrix:
+    """Re-lay codes; a number of the table is the sum of two operands: 16 bits of it, 22 beside float16 tokens (half).
+
+    A group's float32 product is multiplied by its scale, which is kept exactly.
+    """
+    size, (experts, parts, n_out, _) = payload.group_size, payload.shape
+    layout = replace(LANES["table"].of(payload.shape), words=128 // max(32, min(64, size)))
+    scale = payload.scales.new_empty((experts, parts, layout.k_blocks, layout.words, n_out))
+    groups = torch.arange(layout.k_blocks * layout.words, device=scale.device) * (128 // layout.words) // size
+    for own, target in zip(payload.scales, scale, strict=True):
+        picked = own.index_select(-1, groups.clamp(max=own.shape[-1] - 1))
+        target.copy_(picked.unflatten(-1, (layout.k_blocks, layout.words)).permute(0, 2, 3, 1))
+    first = payload.table.to(torch.float16 if half else torch.bfloat16)
+    terms = torch.stack(((payload.table - first.float()).to(first.dtype), first), dim=-1)
+    values = _lanes(payload.codes, layout, 0, _int4_lane)
+    return PackedMatrix(layout=layout, values=values, scale=scale, row_scale=terms.view(torch.int32)[..., 0], bias=bias)
 
 
 def pack_gguf(payload: Gguf, bias: Tensor | None, *, half: bool = False) -> PackedMatrix:

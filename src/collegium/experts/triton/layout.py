@@ -113,8 +113,9 @@ class Layout:
 
     @property
     def expands(self) -> bool:
-        """Whether they can be decoded before the products of a large batch, and gain by it: groups of 16 do not."""
-        return self.stepped or not (self.minima or (self.quartered and self.block_k < 128))
+        """Whether they become 16-bit numbers, decoded before products of large batches, and gain: not groups of 16."""
+        exact = self.weight != numbers.TABLE_LANES
+        return self.stepped or (exact and not (self.minima or (self.quartered and self.block_k < 128)))
 
     @property
     def values_shape(self) -> tuple[int, ...]:
@@ -184,7 +185,8 @@ class Rows(Layout):
 class Lanes(Layout):
     """values int16 ``[E, P, B, N, width]``, decoded to 16 bits, see ``lanes.py``.
 
-    scale: 32-bit ``[E, P, B, words, N]``, or as ``Rows`` says. row_scale: float32 ``[E, P, N]``, or None for integers.
+    scale: 32-bit ``[E, P, B, words, N]``, or as ``Rows`` says. row_scale: float32 ``[E, P, N]``, None for integers, and
+    int32 ``[E, P, 16]`` for codes that look numbers up: two operands, whose sum is the number.
     """
 
     operand: torch.dtype = torch.bfloat16
@@ -257,7 +259,10 @@ LANES = {
     "nvfp4": replace(_E2M1_LANES, scale_kind=numbers.E4M3_SCALE, block_k=64),
     "int4": Lanes(weight=numbers.INT4_LANES, code_bits=4, scale_kind=numbers.GROUP_SCALE, words=1, promoted=True),
     "int8": Lanes(weight=numbers.INT8_LANES, code_bits=8, scale_kind=numbers.GROUP_SCALE, words=1, promoted=True),
-}
+    "table": Lanes(
+        weight=numbers.TABLE_LANES, code_bits=4, scale_kind=numbers.GROUP_SCALE, words=2, promoted=True, quartered=True,
+    ),
+}  # fmt: skip
 
 _INT4 = Words(
     weight=numbers.INT4_FLOAT, scale_kind=numbers.GROUP_SCALE, row_scaled=False, promoted=True,

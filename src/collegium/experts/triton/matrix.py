@@ -41,8 +41,9 @@ class PackedMatrix:
     """Weights ``[E, P, N, K]`` as a kernel reads them; ``layout`` says which shapes and dtypes the tensors have.
 
     scale: of groups or blocks, None where no scale is applied in the K loop. row_scale: float32 factors of whole rows,
-    or None. bias: ``[E, P, N]`` floating, or None. order: int32 ``[E, K]``, the column of x that each of the weights'
-    columns multiplies, None where they are in order. report: what packing made, or rounded, where a plan cannot know.
+    or None; for some lanes the numbers of codes (``Lanes``). bias: ``[E, P, N]`` floating, or None. order: int32
+    ``[E, K]``, the column of x that each of the weights' columns multiplies, None where they are in order. report: what
+    packing made, or rounded, where a plan cannot know.
     """
 
     layout: Layout

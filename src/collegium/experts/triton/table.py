@@ -13,7 +13,17 @@ from ...problem import ExpertsProblem
 from ...runtime.machine import Machine, machine_at, machine_for
 from ...runtime.memory import Regions
 from ...types import ExpertWeights
-from .lanes import pack_fp8_block, pack_fp8_rows, pack_gguf, pack_int, pack_mxfp4, pack_mxfp8, pack_nvfp4, pack_plain
+from .lanes import (
+    pack_bnb4,
+    pack_fp8_block,
+    pack_fp8_rows,
+    pack_gguf,
+    pack_int,
+    pack_mxfp4,
+    pack_mxfp8,
+    pack_nvfp4,
+    pack_plain,
+)
 from .layout import LANES, ROWS, WORDS, Layout
 from .matrix import PackedMatrix
 from .packed import PackedExperts, pack_both
@@ -68,6 +78,8 @@ TABLE = {
         _Row("int4_group", _EITHER, LANES["int4"], pack_int),
         _Row("int4_affine", _EITHER, _ZEROED["int4"], pack_int),
         _Row("int4_ordered", _EITHER, _ZEROED["int4"], pack_int),
+        _Row("bnb4", _BF16, LANES["table"], pack_bnb4),
+        _Row("bnb4", ("fp16",), LANES["table"], partial(pack_bnb4, half=True)),
         _Row("gguf", _BF16, _Q4_K, pack_gguf),
         _Row("gguf", ("fp16",), _Q4_K, partial(pack_gguf, half=True)),
     ),
@@ -103,6 +115,8 @@ class TritonKernel:
             same, codes = [name for name in taken if name in DTYPES], [name for name in taken if name not in DTYPES]
             told = ([f"{_either(same)} for both"] if same else []) + codes
             return f"asked for {asked} activations and {dtype} input; with {weights} it takes {_either(told)}"
+        if weights == "bnb4" and (problem.hidden % 32 or problem.intermediate % 32):
+            return f"asked for bnb4 and widths {problem.hidden} and {problem.intermediate}; it takes multiples of 32"
         return refuse_machine(problem)
 
     def pack(self, weights: ExpertWeights[Any], problem: ExpertsProblem) -> PackedExperts:
@@ -154,7 +168,10 @@ class TritonW4A8(TritonKernel):
 
 
 class TritonW4A16(TritonKernel):
-    """Weights of four bits, of GGUF up to eight, whose products with 16-bit tokens are exact before the float32 sum."""
+    """Weights of four bits, of GGUF up to eight, whose products with 16-bit tokens are exact before the float32 sum.
+
+    Those of bitsandbytes have 16 bits of each number in its table, 22 beside FP16 tokens.
+    """
 
     name = "triton_w4a16"
 
