@@ -210,6 +210,30 @@ def test_every_code_and_step_of_gguf_blocks_is_exact(kind: str, dtype: torch.dty
         assert relative_error(found.T, payload.decode()[0, 0]) <= close
 
 
+@pytest.mark.parametrize(("act", "most"), [("bf16", 1e-5), ("fp16", 1e-6)])
+@pytest.mark.parametrize(("wide", "hidden"), [(192, 384), (224, 352)])
+def test_codes_that_look_numbers_up(act: str, most: float, wide: int, hidden: int) -> None:
+    """Blocks of 64 and of 32 columns: whole layers, and one product of every tile before anything is rounded."""
+    packed, made, problem = build("bnb4", act, wide=wide, hidden=hidden)
+    for tokens in (1, 7, 200, 3000):
+        batch = dispatched(tokens, 17, hidden, dtype=DTYPES[problem.dtype])
+        stop = int(batch.expert_offsets[-1])
+        assert relative_error(packed.run(batch)[:stop], truth(batch, made, problem)[:stop]) < BF16
+    offsets, x = torch.tensor([0, 70, *range(71, 87)]).cuda(), heavy_tailed(86, hidden, seed=4).to(batch.x.dtype).cuda()
+    gate_up, up_bias = made.gate_up.decode(), made.gate_up_bias
+    assert up_bias is not None
+    owner = torch.arange(17).cuda().repeat_interleave(offsets.diff())
+    parts = torch.einsum("rk,rpnk->rpn", x.double(), gate_up.double()[owner]) + up_bias.double()[owner]
+    wanted = torch.nn.functional.silu(parts[:, 0]) * parts[:, 1]
+    bits = set[bytes]()
+    for tile in candidates(packed.gate_up.layout.problem(600, 16, False), packed.machine):
+        found = torch.full((86, wide), torch.nan, device="cuda")
+        grouped_gemm(x, packed.gate_up, offsets, tile_list(offsets, 86, tile), found, activation=ActivationSpec())
+        assert relative_error(found, wanted) < most, tile
+        bits.add(found.cpu().numpy().tobytes())
+    assert len(bits) == 1
+
+
 @pytest.mark.parametrize("name", ["fp8_group128", "fp8_group128_pow2", "fp8_token"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_codes_and_scales_of_rows_are_those_of_the_format(name: str, dtype: torch.dtype) -> None:

@@ -35,9 +35,9 @@ def encoded(plain: ExpertWeights[Any], name: str, group: int = 128) -> ExpertWei
     """Return the experts in the format ``name``, in those integers too that are only read."""
     if name not in ENCODERS:
         return encode_experts(plain, name)
-    kind: Any = affine if name.endswith("_affine") else ordered
-    given = () if name == "gguf" else (int(name[3]), group)
-    kind = integers.q4_k if name == "gguf" else kind
+    whole: dict[str, Any] = {"gguf": integers.q4_k, "bnb4": integers.nf4}
+    kind: Any = whole.get(name) or (affine if name.endswith("_affine") else ordered)
+    given = () if name in whole else (int(name[3]), group)
     gate_up, down = (kind(part.decode(), *given) for part in (plain.gate_up, plain.down))
     return replace(plain, gate_up=gate_up, down=down)
 
