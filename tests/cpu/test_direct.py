@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from by_kernel import by_kernel
-from collegium import Choice, Limits, MoESpec, Problem, Routing, RoutingSpec, plan
+from collegium import Choice, Limits, MoELayer, MoESpec, Problem, Routing, RoutingSpec, encode_experts, plan
 from collegium.experts import KERNELS
 from collegium.experts.triton import packed as products
 from collegium.ops.weighted_sum import weighted_sum
@@ -223,3 +223,20 @@ def test_a_plan_names_the_ways_before_packing() -> None:
     assert plan(problem, Choice(pipeline="split")).pipelines == ("split",)
     packed = build("bf16", None)[1]
     assert (DirectKind().most(packed.tiling, 3), SplitKind().most(packed.tiling, 3)) == (5, None)
+
+
+@pytest.mark.parametrize("most", [1, 5, 6])
+def test_no_tokens_where_every_number_of_tokens_is_unsorted(most: int) -> None:
+    spec = MoESpec(hidden_size=HIDDEN, intermediate_size=WIDE, num_experts=EXPERTS, routing=RoutingSpec(top_k=3))
+    problem = Problem(spec=spec, device=DeviceFacts(kind="cuda", capability=(9, 0)), limits=Limits(max_tokens=most))
+    weights = encode_experts(random_experts(EXPERTS, 2, WIDE, HIDDEN, seed=1), "bf16")
+    layer = MoELayer(weights, plan(problem))
+    assert layer.plan.pipelines == (("direct",) if most < 6 else ("direct", "split"))
+    x, logits = heavy_tailed(7, HIDDEN, seed=2).bfloat16(), heavy_tailed(7, EXPERTS, seed=3)
+    whole = layer(x, router_logits=logits)
+    for tokens in (0, 1, most, 7):
+        found = layer(x[:tokens], router_logits=logits[:tokens])
+        assert torch.equal(found, whole[:tokens])
+    # What packing finds cannot be run unsorted is sorted.
+    layer.replan(plan(problem), replace(layer.experts, machine=replace(layer.experts.machine, bandwidth=1e-9)))
+    assert torch.equal(layer(x, router_logits=logits), whole)

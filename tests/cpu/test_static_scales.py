@@ -16,7 +16,7 @@ from collegium.balance import elastic
 from collegium.checkpoint import Checkpoint, CheckpointLayer, audit, load_experts
 from collegium.commands.bench import bench
 from collegium.commands.verify import verify_model
-from collegium.errors import BadScaleError, InputError, MissingTensorError
+from collegium.errors import BadScaleError, InputError, MissingTensorError, PlanError
 from collegium.experts import reference
 from collegium.integrations.transformers import layers_of, load_model
 from collegium.layer import MoELayer
@@ -362,6 +362,17 @@ def test_a_shared_expert_has_scales_of_its_own(tmp_path: Path) -> None:
     dynamic = load_layer(tmp_path, number, device="cpu", force=Choice(activation_format="fp8_token"))
     assert made(x).isfinite().all()
     assert not torch.equal(made(x), dynamic(x))
+    merged = replace(force, shared="merged")
+    with pytest.raises(PlanError, match=r"found static activation scales for inputs up to \(22\.4.*shared='apart'"):
+        load_layer(tmp_path, number, device="cpu", force=merged)
+    load_layer(tmp_path, number, device="cpu", force=Choice(activation_format="fp8_token", shared="merged"))
+    same = {name: torch.tensor(0.02) for name in load_file(tmp_path / "model.safetensors") if "input_scale" in name}
+    rewrite(tmp_path, dict(same))
+    found, apart = (load_layer(tmp_path, number, device="cpu", force=own) for own in (merged, force))
+    assert found.plan.merged == 1
+    assert relative_error(found(x).float(), apart(x).float()) < 0.01
+    assert relative_error(made(x).float(), apart(x).float()) > 0.01
+    assert "scales     0.02 before gate_up, 0.02 before down" in str(found)
     rewrite(tmp_path, {f"{base}up_proj.input_scale": None})
     with pytest.raises(MissingTensorError, match=r"shared expert, up has no \.input_scale, and 0 more of 3"):
         load_layer(tmp_path, number, device="cpu", force=force)

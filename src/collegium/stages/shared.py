@@ -15,6 +15,7 @@ from ..errors import InputError
 from ..experts import ExpertKernel, Packed
 from ..formats.payload import Payload
 from ..ops.linear import linear
+from ..ops.quantize import activation_format
 from ..planning import Plan, plan
 from ..problem import Problem
 from ..runtime.memory import Memory, part
@@ -85,6 +86,10 @@ def settled(
         return made, weights, shared
     if after_expert is not None:
         raise forced_in_vain("merged", "after_expert is for the rows of the routed experts alone")
+    own, routed = shared.experts.input_reach, weights.input_reach
+    if activation_format(made.activation_format).static and own != routed:
+        reason = f"found static activation scales for inputs up to {own}, those of the routed experts go up to {routed}"
+        raise forced_in_vain("merged", reason)
     try:
         return made, _behind(weights, _cut(shared.experts, made.merged)), None
     except InputError as error:
@@ -120,7 +125,8 @@ def _cut(shared: ExpertWeights[Payload], count: int) -> list[ExpertWeights[Paylo
 
 def _behind(weights: ExpertWeights[Payload], more: Sequence[ExpertWeights[Payload]]) -> ExpertWeights[Payload]:
     every = weights, *more
-    return ExpertWeights(gate_up=_joined([own.gate_up for own in every]), down=_joined([own.down for own in every]))
+    gate_up, down = _joined([own.gate_up for own in every]), _joined([own.down for own in every])
+    return replace(weights, gate_up=gate_up, down=down)
 
 
 def _joined(payloads: Sequence[P]) -> P:
