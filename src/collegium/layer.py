@@ -103,11 +103,9 @@ class MoELayer(PackedModule):
     def _build(self, plan: Plan) -> None:
         """Make what runs ``self.experts`` as ``plan`` says; all ranks that share the experts do so together."""
         problem = plan.inside
-        kinds = [kind for kind in pipelines.PIPELINES if kind.name in plan.pipelines]
+        # split too: for no tokens at all, and for as many as packing finds are better sorted.
+        kinds = [kind for kind in pipelines.PIPELINES if kind.name in (*plan.pipelines, "split")]
         row, tiling = composed(dispatcher_named(plan.dispatcher), problem), self.experts.tiling
-        if kinds[-1].most(tiling, problem.spec.routing.top_k) is not None:
-            # No tokens at all, and as many as packing finds are better sorted.
-            kinds.append(pipelines.PIPELINES[-1])
         # Packing may have found what the problem could not say.
         self.plan = replace(plan, stretches=stretches(kinds, row, tiling, problem))
         self.dispatcher = row.build(problem)

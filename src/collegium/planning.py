@@ -142,9 +142,8 @@ class Plan:
     def _shared(self) -> str:
         if self.merged:
             return f"merged: {self.merged} more routed expert{'s' * (self.merged > 1)}, for every token"
-        return (
-            f"apart; in a CUDA graph beside the routed experts up to {self.beside} tokens" if self.beside else "apart"
-        )
+        beside = f"; in a CUDA graph beside the routed experts up to {self.beside} tokens"
+        return f"apart{beside if self.beside else ''}"
 
     def to_json(self) -> dict[str, object]:
         """Return the plan as plain values for ``--json``."""

@@ -125,8 +125,7 @@ def _cut(shared: ExpertWeights[Payload], count: int) -> list[ExpertWeights[Paylo
 
 def _behind(weights: ExpertWeights[Payload], more: Sequence[ExpertWeights[Payload]]) -> ExpertWeights[Payload]:
     every = weights, *more
-    gate_up, down = _joined([own.gate_up for own in every]), _joined([own.down for own in every])
-    return replace(weights, gate_up=gate_up, down=down)
+    return replace(weights, gate_up=_joined([own.gate_up for own in every]), down=_joined([own.down for own in every]))
 
 
 def _joined(payloads: Sequence[P]) -> P:
@@ -147,8 +146,5 @@ def _joined(payloads: Sequence[P]) -> P:
 def _stored(payload: Payload) -> dict[str, Any]:
     """Return everything about one expert of ``payload`` but its numbers."""
     named = {field.name: getattr(payload, field.name) for field in fields(payload)}
-    return {k: _kind(own) if isinstance(own, torch.Tensor) else own for k, own in named.items() if k != "shape"}
-
-
-def _kind(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
-    return tuple(tensor.shape[1:]), tensor.dtype
+    kinds = {k: (tuple(t.shape[1:]), t.dtype) for k, t in payload.tensors().items()}
+    return {k: kinds.get(k, own) for k, own in named.items() if k != "shape"}
