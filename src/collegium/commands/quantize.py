@@ -92,7 +92,7 @@ def quantize_model(
         raise InputError(f"{path}: the experts are {job.target.name} already")
     layers = [CheckpointLayer.open(checkpoint, layer.layer) for layer in report.layers]
     kept = _kept(job, layers)
-    folder = Path(out) if out is not None else Path(f"{str(checkpoint.path).rstrip('/')}-{weight_format}")
+    folder = Path(out) if out is not None else Path(f"{os.path.abspath(path)}-{weight_format}")
     needed = sum(info.nbytes for info in kept.values())
     needed += expert_bytes(replace(job.spec, weight_format=job.target.name)) * job.spec.num_experts * len(layers)
     with whole_folder(folder.absolute(), needed) as (room, removed):
