@@ -21,6 +21,7 @@ pytest.importorskip("transformers")
 
 import transformers
 
+import commands
 from collegium.errors import CheckpointError, InputError
 from collegium.integrations.transformers import load_model
 from collegium.integrations.transformers.whole_model import load_model_in
@@ -80,6 +81,24 @@ def test_it_is_the_model_of_the_decoded_numbers(tmp_path: Path, name: str, caplo
     # 3 layers of 4 in attention, one dense one of 3, the head
     assert f"16 matrices outside the experts (16 {kind.form}) run decoded to float32 in a whole model: " in caplog.text
     same_tensors(load_model(str(tmp_path / "model"), device="cpu"), eager(ours, twin, torch.bfloat16))
+
+
+@pytest.mark.parametrize("name", ["ct fp8 tensor", "ct fp8 channel", "ct fp8 block"])
+def test_fp8_scales_have_the_dtype_of_the_float16_model_that_was_quantised(tmp_path: Path, name: str) -> None:
+    def in_half(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        parts, _ = KINDS[name].write(weight)
+        scale, codes = parts["weight_scale"].half(), parts["weight"].float()
+        factor = scale.float()
+        if name == "ct fp8 block":
+            rows, columns = codes.shape
+            factor = factor.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+        return {**parts, "weight_scale": scale}, codes * factor
+
+    twin = quantise(write(tmp_path / "model"), replace(KINDS[name], write=in_half), linear)
+    ours = load_model_in("fp32", str(tmp_path / "model"), device="cpu")
+    close(ours, eager(ours, twin, torch.float32))
+    assert commands.command("inspect", tmp_path / "model", "--device", "cpu")[::2] == (0, "")
+    assert commands.command("verify", tmp_path / "model", "--device", "cpu")[::2] == (0, "")
 
 
 @pytest.mark.parametrize("name", list(CASES))
