@@ -415,6 +415,42 @@ def test_a_config_of_its_own_for_the_quantisation(tmp_path: Path) -> None:
         load_model(str(folder), device="cpu")
 
 
+@pytest.mark.parametrize("name", ["gptq", "gptq zeros", "gptq order", "gptq 8 bits", "ct int4 zeros"])
+def test_a_config_as_older_exporters_wrote_it(tmp_path: Path, name: str) -> None:
+    """AutoGPTQ's ``quantize_config.json``, which names no method, and the first key of compressed-tensors."""
+    folder = write(tmp_path / "model")
+    twin = quantise(folder, KINDS[name], linear)
+    config = json.loads((folder / "config.json").read_text())
+    block = config.pop("quantization_config")
+    if name == "ct int4 zeros":
+        config["compression_config"] = block
+    else:
+        older = {**block, "damp_percent": 0.01, "true_sequential": True, "model_name_or_path": None}
+        (folder / "quantize_config.json").write_text(
+            json.dumps({k: v for k, v in older.items() if k != "quant_method"})
+        )
+    (folder / "config.json").write_text(json.dumps(config))
+    ours = load_model_in("fp32", str(folder), device="cpu")
+    close(ours, eager(ours, twin, torch.float32))
+    assert commands.command("inspect", folder, "--device", "cpu")[::2] == (0, "")
+
+
+@pytest.mark.parametrize("name", ["gptq", "ct int4"])
+def test_an_older_config_does_not_outlive_its_integers(tmp_path: Path, name: str) -> None:
+    folder = write(tmp_path / "model")
+    twin = quantise(folder, KINDS[name], lambda path: ".experts." in path)
+    config = json.loads((folder / "config.json").read_text())
+    block = config.pop("quantization_config")
+    if name == "gptq":
+        (folder / "quantize_config.json").write_text(json.dumps(block))
+    else:
+        config["compression_config"] = block
+    (folder / "config.json").write_text(json.dumps(config))
+    assert commands.command("quantize", folder, "--to", "fp32")[::2] == (0, "")
+    ours = load_model_in("fp32", f"{folder}-fp32", device="cpu")
+    close(ours, eager(ours, twin, torch.float32))
+
+
 def test_layers_that_predict_further_tokens(tmp_path: Path, caplog: Any) -> None:
     """They are read by no whole model, whatever is in them, and copied with the experts they have."""
     from collegium.checkpoint import Checkpoint
