@@ -21,6 +21,8 @@ from collegium.commands.bench import bench
 from collegium.commands.room import bytes_per_weight, check_room, free_bytes, layer_needs
 from collegium.errors import InputError
 from collegium.runtime.devices import probe
+from commands import command
+from quantised_models import write_model
 from run_commands import write_gguf
 
 SHIPPED = Path(__file__).resolve().parents[2] / "demo" / "fables-16m"
@@ -123,6 +125,15 @@ def test_a_gguf_file_without_a_tokenizer(tmp_path, said):
         assert message.startswith("InputError")
         assert "put the tokenizer.json that the model was published with beside it" in message
     assert "quantize needs a model's folder" in said(*on("quantize", tmp_path / "tiny.gguf"))
+
+
+def test_a_tokenizer_of_another_model(tmp_path, said):
+    """97 tokens have embeddings, the shipped tokenizer gives far larger ids."""
+    folder = write_model(tmp_path / "model")
+    shutil.copy(SHIPPED / "tokenizer.json", folder)
+    message = said("generate", str(folder), "--device", "cpu", "--tokens", "2")
+    assert "the model has embeddings for 0 to 96 alone; put the tokenizer.json" in message
+    assert "error" in json.loads(command("generate", folder, "--device", "cpu", "--json")[1])
 
 
 def test_a_text_needs_a_tokenizer_and_a_word(tmp_path, said, monkeypatch):

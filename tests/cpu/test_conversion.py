@@ -23,6 +23,7 @@ from collegium.formats import NvFp4, by_name
 from collegium.models import moe_layers
 from collegium.parallel.placement import linear
 from collegium.testing.compare import heavy_tailed
+from commands import command
 from family_cases import CASES, build
 from toys import TinySize, write_checkpoint
 
@@ -59,6 +60,18 @@ def check_values(source: Any, out: Any, name: str) -> None:
         if before.down_bias is not None:
             assert torch.equal(before.down_bias, after.down_bias)
             assert torch.equal(before.gate_up_bias, after.gate_up_bias)
+
+
+@pytest.mark.parametrize("asked", [".", "..", "../model", "../model/"])
+def test_the_new_folder_lies_beside_the_model_however_it_is_named(tmp_path, monkeypatch, asked: str) -> None:
+    write_checkpoint(tmp_path / "model", size=SIZE)
+    (tmp_path / "model" / "inner").mkdir()
+    monkeypatch.chdir(tmp_path / "model" / ("inner" if asked == ".." else "."))
+    code, out, said = command("quantize", asked, "--to", "mxfp8", "--json")
+    assert (code, said) == (0, ""), out
+    assert {entry.name for entry in tmp_path.iterdir()} == {"model", "model-mxfp8"}
+    assert Path(json.loads(out)["path"]).resolve() == tmp_path / "model-mxfp8"
+    check_values(tmp_path / "model", tmp_path / "model-mxfp8", "mxfp8")
 
 
 @pytest.mark.parametrize("name", TARGETS)

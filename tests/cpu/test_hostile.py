@@ -11,6 +11,8 @@ import pytest
 from collegium.checkpoint import Checkpoint
 from collegium.checkpoint.header import MAX_HEADER_BYTES, read_header
 from collegium.errors import CheckpointError, ConfigError, DuplicateTensorError, HostileFileError, MissingTensorError
+from commands import command
+from toys import write_checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -91,6 +93,25 @@ def test_every_truncation_is_refused(tmp_path: Path, size: int) -> None:
     cut.write_bytes(whole[:size])
     with pytest.raises(HostileFileError, match="cut"):
         read_header(cut)
+
+
+@pytest.mark.parametrize("words", ["inspect", "verify"])
+def test_what_a_clone_without_its_large_files_says(tmp_path: Path, words: str) -> None:
+    """Cloned without git-lfs, or not downloaded to the end: what it may be, and what to do."""
+    write_checkpoint(tmp_path)
+    file = tmp_path / "model.safetensors"
+    whole = file.read_bytes()
+    for held, text in (
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12345678\n", "(a Git LFS pointer?)"),
+        (whole[: len(whole) // 2], "is the file truncated?"),
+        (b"", "0 bytes; a safetensors file has at least"),
+    ):
+        file.write_bytes(held)
+        code, out, said = command(words, tmp_path, "--device", "cpu")
+        assert (code, out) == (1, "")
+        assert said.startswith("HostileFileError: ")
+        assert text in said
+        assert said.endswith("; download the file again")
 
 
 def test_a_file_that_shrinks_after_opening(tmp_path: Path) -> None:

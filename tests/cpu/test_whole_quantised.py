@@ -21,6 +21,7 @@ pytest.importorskip("transformers")
 
 import transformers
 
+import commands
 from collegium.errors import CheckpointError, InputError
 from collegium.integrations.transformers import load_model
 from collegium.integrations.transformers.whole_model import load_model_in
@@ -80,6 +81,24 @@ def test_it_is_the_model_of_the_decoded_numbers(tmp_path: Path, name: str, caplo
     # 3 layers of 4 in attention, one dense one of 3, the head
     assert f"16 matrices outside the experts (16 {kind.form}) run decoded to float32 in a whole model: " in caplog.text
     same_tensors(load_model(str(tmp_path / "model"), device="cpu"), eager(ours, twin, torch.bfloat16))
+
+
+@pytest.mark.parametrize("name", ["ct fp8 tensor", "ct fp8 channel", "ct fp8 block"])
+def test_fp8_scales_have_the_dtype_of_the_float16_model_that_was_quantised(tmp_path: Path, name: str) -> None:
+    def in_half(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        parts, _ = KINDS[name].write(weight)
+        scale, codes = parts["weight_scale"].half(), parts["weight"].float()
+        factor = scale.float()
+        if name == "ct fp8 block":
+            rows, columns = codes.shape
+            factor = factor.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+        return {**parts, "weight_scale": scale}, codes * factor
+
+    twin = quantise(write(tmp_path / "model"), replace(KINDS[name], write=in_half), linear)
+    ours = load_model_in("fp32", str(tmp_path / "model"), device="cpu")
+    close(ours, eager(ours, twin, torch.float32))
+    assert commands.command("inspect", tmp_path / "model", "--device", "cpu")[::2] == (0, "")
+    assert commands.command("verify", tmp_path / "model", "--device", "cpu")[::2] == (0, "")
 
 
 @pytest.mark.parametrize("name", list(CASES))
@@ -394,6 +413,42 @@ def test_a_config_of_its_own_for_the_quantisation(tmp_path: Path) -> None:
     (folder / "hf_quant_config.json").write_text(json.dumps(block))
     with pytest.raises(CheckpointError, match=r"layers\.2\.self_attn\.k_proj: its weight is not quantised, .* nvfp4"):
         load_model(str(folder), device="cpu")
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptq zeros", "gptq order", "gptq 8 bits", "ct int4 zeros"])
+def test_a_config_as_older_exporters_wrote_it(tmp_path: Path, name: str) -> None:
+    """AutoGPTQ's ``quantize_config.json``, which names no method, and the first key of compressed-tensors."""
+    folder = write(tmp_path / "model")
+    twin = quantise(folder, KINDS[name], linear)
+    config = json.loads((folder / "config.json").read_text())
+    block = config.pop("quantization_config")
+    if name == "ct int4 zeros":
+        config["compression_config"] = block
+    else:
+        older = {**block, "damp_percent": 0.01, "true_sequential": True, "model_name_or_path": None}
+        (folder / "quantize_config.json").write_text(
+            json.dumps({k: v for k, v in older.items() if k != "quant_method"})
+        )
+    (folder / "config.json").write_text(json.dumps(config))
+    ours = load_model_in("fp32", str(folder), device="cpu")
+    close(ours, eager(ours, twin, torch.float32))
+    assert commands.command("inspect", folder, "--device", "cpu")[::2] == (0, "")
+
+
+@pytest.mark.parametrize("name", ["gptq", "ct int4"])
+def test_an_older_config_does_not_outlive_its_integers(tmp_path: Path, name: str) -> None:
+    folder = write(tmp_path / "model")
+    twin = quantise(folder, KINDS[name], lambda path: ".experts." in path)
+    config = json.loads((folder / "config.json").read_text())
+    block = config.pop("quantization_config")
+    if name == "gptq":
+        (folder / "quantize_config.json").write_text(json.dumps(block))
+    else:
+        config["compression_config"] = block
+    (folder / "config.json").write_text(json.dumps(config))
+    assert commands.command("quantize", folder, "--to", "fp32")[::2] == (0, "")
+    ours = load_model_in("fp32", f"{folder}-fp32", device="cpu")
+    close(ours, eager(ours, twin, torch.float32))
 
 
 def test_layers_that_predict_further_tokens(tmp_path: Path, caplog: Any) -> None:

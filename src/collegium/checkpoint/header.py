@@ -127,7 +127,7 @@ def read_json(path: Path) -> dict[str, object]:
 
 
 def _fail(path: Path, what: str) -> NoReturn:
-    raise HostileFileError(f"{path}: {what}")
+    raise HostileFileError(f"{path}: {what}; download the file again")
 
 
 def _raw_header(path: Path) -> tuple[int, bytes, int]:
@@ -144,7 +144,7 @@ def _raw_header(path: Path) -> tuple[int, bytes, int]:
         length = int.from_bytes(file.read(8), "little")
         allowed = min(MAX_HEADER_BYTES, size - 8)
         if not 2 <= length <= allowed:
-            _fail(path, f"header length is {length}, allowed are 2 to {allowed} in a file of {size} bytes")
+            _fail(path, f"header length is {length}, allowed are 2 to {allowed} of {size} bytes (a Git LFS pointer?)")
         return length, file.read(length), size
 
 

@@ -31,10 +31,9 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {**SAFETENSORS_DTYPES, **dict.fromkeys
 class Checkpoint:
     """The tensors of one model and its ``config.json``; made by ``Checkpoint.open`` and ``Arrivals``.
 
-    path: the folder or file. config: ``config.json`` (with ``hf_quant_config.json`` merged in as
-    ``quantization_config`` when the former has none), empty when there is no such file. tensors: name to
-    ``TensorInfo``. bytes_read: bytes of tensor data read so far. merged: a digest of the adapter that is merged into
-    what is read, empty without one.
+    path: the folder or file. config: ``config.json`` (with ``quantization_config`` as ``read_config`` finds it), empty
+    when there is no such file. tensors: name to ``TensorInfo``. bytes_read: bytes of tensor data read so far. merged: a
+    digest of the adapter that is merged into what is read, empty without one.
     """
 
     def __init__(self, path: Path, config: Mapping[str, object], tensors: Mapping[str, TensorInfo]) -> None:
@@ -170,17 +169,25 @@ def gguf_file(root: Path) -> Path | None:
 
 
 def read_config(root: Path) -> dict[str, object]:
-    """Return ``config.json`` of a folder, ``hf_quant_config.json`` merged in, empty without one; raises ConfigError."""
+    """Return ``config.json`` of a folder, empty without one; raises ConfigError.
+
+    ``hf_quant_config.json`` or ``quantize_config.json`` (GPTQ) is merged in where it says nothing of a quantisation.
+    """
     config = read_json(root / "config.json") if (root / "config.json").exists() else {}
-    separate = root / "hf_quant_config.json"
+    if "compression_config" in config:  # what the first releases of compressed-tensors wrote
+        config.setdefault("quantization_config", config.pop("compression_config"))
+    separate, gptq = root / "hf_quant_config.json", root / "quantize_config.json"
     text = config.get("text_config")
-    nested = isinstance(text, dict) and "quantization_config" in text
-    if "quantization_config" not in config and not nested and separate.exists():
+    if "quantization_config" in config or (isinstance(text, dict) and "quantization_config" in text):
+        return config
+    if separate.exists():
         block = read_json(separate).get("quantization")
         if not isinstance(block, dict):
             msg = f"{separate}: found no object 'quantization' in it; expected the quant_algo and exclude_modules"
             raise ConfigError(msg)
         config["quantization_config"] = {"quant_method": "modelopt", **cast("dict[str, object]", block)}
+    elif gptq.exists():
+        config["quantization_config"] = {"quant_method": "gptq", **read_json(gptq)}
     return config
 
 

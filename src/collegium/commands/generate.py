@@ -47,10 +47,16 @@ class Writer:
         self.device = next(p.device for p in model.parameters() if p.device.type != "meta")
 
     def encode(self, text: str) -> Tensor:
-        """Return token ids ``[1, T]``; raises InputError for a text that has none."""
+        """Return token ids ``[1, T]``; raises InputError for a text that has none, and ids the model does not know."""
         ids = self.tokenizer.encode(text).ids
         if not ids:
             raise InputError(f"the text {text!r} has no token to begin with; give at least a word")
+        known = self.model.get_input_embeddings().weight.shape[0]
+        if max(ids) >= known:
+            msg = (
+                f"the tokenizer gives the text the token id {max(ids)}, the model has embeddings for 0 to {known - 1} "
+            )
+            raise InputError(msg + "alone; put the tokenizer.json that the model was published with into its folder")
         return torch.tensor([ids], device=self.device)
 
     def windows(self, source: Path, size: int, least: int = 1) -> Tensor:

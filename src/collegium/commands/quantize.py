@@ -92,7 +92,7 @@ def quantize_model(
         raise InputError(f"{path}: the experts are {job.target.name} already")
     layers = [CheckpointLayer.open(checkpoint, layer.layer) for layer in report.layers]
     kept = _kept(job, layers)
-    folder = Path(out) if out is not None else Path(f"{str(checkpoint.path).rstrip('/')}-{weight_format}")
+    folder = Path(out) if out is not None else Path(f"{os.path.abspath(path)}-{weight_format}")
     needed = sum(info.nbytes for info in kept.values())
     needed += expert_bytes(replace(job.spec, weight_format=job.target.name)) * job.spec.num_experts * len(layers)
     with whole_folder(folder.absolute(), needed) as (room, removed):
@@ -266,7 +266,7 @@ def _layer_entries(job: Job, layer: int, matrices: tuple[Payload, ...]) -> dict[
 
 def _copy_files(source: Path, room: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Copy tokenizer, licence and the like; weight files and folders are skipped and named."""
-    own = set(os.listdir(room)) | {"config.json", "hf_quant_config.json"}
+    own = set(os.listdir(room)) | {"config.json", "hf_quant_config.json", "quantize_config.json"}
     others = sorted(set(os.listdir(source)) - own)
     others = [name for name in others if not name.endswith((".safetensors", ".safetensors.index.json"))]
     skipped = [name for name in others if (source / name).is_dir() or name.endswith(_WEIGHT_FILES)]

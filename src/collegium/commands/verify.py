@@ -93,8 +93,12 @@ class VerifyReport:
 
 
 def tolerance_of(activations: str) -> float:
-    """Return the relative error allowed for an activation format: 1 % for 16 bits and more, 6 % for 8, 25 % for 4."""
-    return {8: 0.06, 4: 0.25}.get(activation_format(activations).bits, 0.01)
+    """Return the relative error allowed for an activation format: 1 % for 16 bits and more, 6 % for 8, 25 % for 4.
+
+    Scales of 8 bits that are powers of two may differ by 8 %: they round a row's largest number too, which others keep.
+    """
+    form = activation_format(activations)
+    return 0.08 if form.power else {8: 0.06, 4: 0.25}.get(form.bits, 0.01)
 
 
 def verify_model(

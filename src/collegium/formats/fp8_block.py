@@ -19,7 +19,7 @@ _BLOCK = (128, 128)
 
 
 def _storage(name: str, suffix: str) -> Storage:
-    scale = Part(suffix=suffix, dtypes=("F32", "BF16", "F8_E8M0"), rows_per=_BLOCK[0], columns_per=_BLOCK[1])
+    scale = Part(suffix=suffix, dtypes=("F32", "BF16", "F16", "F8_E8M0"), rows_per=_BLOCK[0], columns_per=_BLOCK[1])
     return Storage(name=name, parts=(Part(suffix=".weight", dtypes=("F8_E4M3",)), scale))
 
 
@@ -69,7 +69,7 @@ class Fp8Block(Scaled):
     def from_parts(
         cls, parts: Mapping[str, Tensor], *, storage: str, shape: tuple[int, ...], block: tuple[int, int] = _BLOCK
     ) -> Self:
-        """Take codes as stored and promote F32, BF16 or E8M0 scales to float32, exactly.
+        """Take codes as stored and promote F32, BF16, F16 or E8M0 scales to float32, exactly.
 
         block: the config's ``weight_block_size``. ModelOpt's scales ``[N/128, 1, K/128, 1]`` are accepted.
         """

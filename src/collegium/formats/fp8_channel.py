@@ -17,7 +17,7 @@ __all__ = ["Fp8Channel"]
 
 def _storage(name: str, inner: tuple[int, ...]) -> Storage:
     weight = Part(suffix=".weight", dtypes=("F8_E4M3",))
-    scale = Part(suffix=".weight_scale", dtypes=("F32", "BF16"), columns_per=0, inner=inner)
+    scale = Part(suffix=".weight_scale", dtypes=("F32", "BF16", "F16"), columns_per=0, inner=inner)
     return Storage(name=name, parts=(weight, scale))
 
 

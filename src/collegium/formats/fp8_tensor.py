@@ -16,7 +16,7 @@ __all__ = ["Fp8Tensor"]
 
 
 def _storage(name: str) -> Storage:
-    dtypes = ("F32", "BF16")
+    dtypes = ("F32", "BF16", "F16")
     stack = name == "modelopt-stack"  # all experts in one tensor, input-first, names joined by an underscore
     join = "_" if stack else "."
     return Storage(
