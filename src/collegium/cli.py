@@ -199,8 +199,7 @@ def bench(
 def bench_model(
     what: Annotated[str, typer.Argument(help="qwen3_30b, gpt_oss_20b, or the folder of a model transformers knows.")],
     recipes: Annotated[
-        list[str] | None,
-        typer.Option("--format", help="Ours beside BF16: weights or weights:activations; repeatable."),
+        list[str] | None, typer.Option("--format", help="Ours beside BF16: weights or weights:activations; repeatable.")
     ] = None,
     batches: Annotated[str, typer.Option(help="Sequences decoded at once, separated by commas.")] = "1,32",
     layers: Annotated[int | None, typer.Option(min=1, help="Build the model with this many layers at most.")] = None,

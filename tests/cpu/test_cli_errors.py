@@ -132,7 +132,7 @@ def test_a_tokenizer_of_another_model(tmp_path, said):
     folder = write_model(tmp_path / "model")
     shutil.copy(SHIPPED / "tokenizer.json", folder)
     message = said("generate", str(folder), "--device", "cpu", "--tokens", "2")
-    assert "the model has embeddings for 0 to 96 alone; put the tokenizer.json" in message
+    assert "the model has embeddings for 0 to 96; put the tokenizer.json" in message
     assert "error" in json.loads(command("generate", folder, "--device", "cpu", "--json")[1])
 
 

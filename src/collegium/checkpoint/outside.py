@@ -58,7 +58,7 @@ def outside_experts(checkpoint: Checkpoint) -> dict[str, Outside | CheckpointErr
     """
     found: dict[str, Outside | CheckpointError] = {}
     for path, parts in _modules(checkpoint).items():
-        if _is_quantised(parts):
+        if _MARKS & parts.keys() or (".weight" in parts and parts[".weight"].dtype not in FLOATS):
             try:
                 found[path] = _opened(checkpoint, path, parts)
             except CheckpointError as error:
@@ -75,10 +75,6 @@ def _modules(checkpoint: Checkpoint) -> Mapping[str, dict[str, TensorInfo]]:
         path = head if inner else name.rpartition(".")[0]
         modules[path][name.removeprefix(path)] = checkpoint.tensors[name]
     return dict(sorted(modules.items()))
-
-
-def _is_quantised(parts: Mapping[str, TensorInfo]) -> bool:
-    return bool(_MARKS & parts.keys()) or (".weight" in parts and parts[".weight"].dtype not in FLOATS)
 
 
 def _opened(checkpoint: Checkpoint, path: str, parts: Mapping[str, TensorInfo]) -> Outside:

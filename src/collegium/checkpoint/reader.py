@@ -183,8 +183,7 @@ def read_config(root: Path) -> dict[str, object]:
     if separate.exists():
         block = read_json(separate).get("quantization")
         if not isinstance(block, dict):
-            msg = f"{separate}: found no object 'quantization' in it; expected the quant_algo and exclude_modules"
-            raise ConfigError(msg)
+            raise ConfigError(f"{separate}: found no object 'quantization' in it, with quant_algo and exclude_modules")
         config["quantization_config"] = {"quant_method": "modelopt", **cast("dict[str, object]", block)}
     elif gptq.exists():
         config["quantization_config"] = {"quant_method": "gptq", **read_json(gptq)}

@@ -53,10 +53,8 @@ class Writer:
             raise InputError(f"the text {text!r} has no token to begin with; give at least a word")
         known = self.model.get_input_embeddings().weight.shape[0]
         if max(ids) >= known:
-            msg = (
-                f"the tokenizer gives the text the token id {max(ids)}, the model has embeddings for 0 to {known - 1} "
-            )
-            raise InputError(msg + "alone; put the tokenizer.json that the model was published with into its folder")
+            why = f"the tokenizer gives the text the token id {max(ids)}, the model has embeddings for 0 to {known - 1}"
+            raise InputError(f"{why}; put the tokenizer.json that the model was published with into its folder")
         return torch.tensor([ids], device=self.device)
 
     def windows(self, source: Path, size: int, least: int = 1) -> Tensor:

@@ -12,17 +12,13 @@ from .deepseek_v3 import NAMES
 __all__ = ["FAMILY"]
 
 
-def _hashed(config: Config, layer: int) -> bool:
-    kinds, count = config.kinds("mlp_layer_types"), config.integer("num_hash_layers", default=3)
-    return kinds[layer] == "hash_moe" if kinds else layer < count
-
-
 def _spec(config: Config, layer: int) -> MoESpec:
     config.only("hidden_act", "silu")
     config.only("scoring_func", "sqrtsoftplus")
     config.only("topk_method", "noaux_tc")
     config.only("norm_topk_prob", True)
-    hashed = _hashed(config, layer)
+    kinds, count = config.kinds("mlp_layer_types"), config.integer("num_hash_layers", default=3)
+    hashed = kinds[layer] == "hash_moe" if kinds else layer < count
     routing = RoutingSpec(
         top_k=config.top_k,
         score="sqrt_softplus",

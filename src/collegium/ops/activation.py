@@ -68,7 +68,8 @@ def _gated(gate: Tensor, up: Tensor, spec: ActivationSpec) -> Tensor:
         case "geglu":
             return _gelu(gate) * up
         case "geglu_tanh":
-            return _gelu_tanh(gate) * up
+            # (1 + tanh z) / 2 is sigmoid(2 z), which does not cancel for negative z.
+            return gate * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)) * up
         case _:
             raise InputError(f"activation {spec.kind}: found no gated formula of this name")
 
@@ -88,11 +89,6 @@ def _plain(up: Tensor, spec: ActivationSpec) -> Tensor:
 def _gelu(x: Tensor) -> Tensor:
     # erfc instead of 1 + erf, which cancels for negative x.
     return 0.5 * x * torch.special.erfc(x * -math.sqrt(0.5))
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    # (1 + tanh z) / 2 is sigmoid(2 z), which does not cancel for negative z.
-    return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
 
 
 def deinterleave(rows: Tensor, dim: int) -> Tensor:

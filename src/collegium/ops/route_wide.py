@@ -26,10 +26,9 @@ def widened(chosen: Routing, experts: int, merged: int, memory: Memory | None = 
         from ..kernels.route import widen_kernel
 
         ids, weights = usual_rows(chosen.topk_ids), usual_rows(chosen.topk_weights)
-        wide = top_k + merged
-        made = taken(memory, _buffers(tokens, wide), ids.device)
+        made = taken(memory, _buffers(tokens, top_k + merged), ids.device)
         args = (ids, weights, made["wide_ids"], made["wide_weights"], experts, ids.stride(0), weights.stride(0))
-        constants = {"TOP_K": top_k, "MERGED": merged, "BLOCK_K": power_at_least(wide), "PDL": overlaps(ids)}
+        constants = {"TOP_K": top_k, "MERGED": merged, "BLOCK_K": power_at_least(top_k + merged), "PDL": overlaps(ids)}
         if tokens:
             launch(widen_kernel, (tokens,), args, constants, num_warps=1)
         return Routing(topk_ids=made["wide_ids"], topk_weights=made["wide_weights"])

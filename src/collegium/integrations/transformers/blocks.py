@@ -10,11 +10,7 @@ from ...layer import MoELayer
 __all__ = ["BLOCKS", "Block", "blocks_of", "replace_blocks"]
 
 # Family: class of the block, and whether it returns its router's logits beside the output.
-BLOCKS = {
-    "llama4": ("Llama4TextMoe", True),
-    "dbrx": ("DbrxFFN", False),
-    "step3p7": ("Step3p7SparseMoeBlock", False),
-}
+BLOCKS = {"llama4": ("Llama4TextMoe", True), "dbrx": ("DbrxFFN", False), "step3p7": ("Step3p7SparseMoeBlock", False)}
 
 
 class Block(nn.Module):
