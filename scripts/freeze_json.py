@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from collegium import cli
 from collegium.commands import demo
+from collegium.commands.integers import ENCODERS
 from collegium.commands.tune import TuneReport, TuneRow
 from collegium.experts.triton.tile_choice import TileChoice
 from tracked import ROOT
@@ -100,7 +101,7 @@ def shapes(folder: Path) -> dict[str, Any]:
         "inspect": (model, *cpu),
         "plan": (SHIPPED, "--device", "h200"),
         "bench": ("64x32x6x2", "--tokens", "1,8", "--ceilings", "0.1,1,1", *cpu),
-        # The last format has no encoder: a row without a time.
+        # The last format loses its encoder below: a row without a time.
         "bench-model": (SHIPPED, "--batches", 1, "--layers", 1, "--format", "bnb4", *cpu),
         "quantize": (model, "--to", "mxfp4", "--out", folder / "out"),
         "verify": (SHIPPED, "--experts", 1, *cpu),
@@ -109,6 +110,7 @@ def shapes(folder: Path) -> dict[str, Any]:
         "balance heatmap": (trace, "--out", folder / "load.png"),
     }
     recipes, demo.RECIPES = demo.RECIPES, demo.RECIPES[:1]  # one row has the shape of twelve
+    encoder = ENCODERS.pop("bnb4")
     found: dict[str, Any] = {}
     try:
         for name, words in lines.items():
@@ -117,7 +119,7 @@ def shapes(folder: Path) -> dict[str, Any]:
                 raise SystemExit(f"collegium {name}: {printed}")
             found[name] = shape_of(printed)
     finally:
-        demo.RECIPES = recipes
+        demo.RECIPES, ENCODERS["bnb4"] = recipes, encoder
     found["tune"] = shape_of(json.loads(json.dumps(asdict(_tuned()))))
     wrong = {name: [_run(*name.split(), "--nope"), _run(*name.split(), *_nowhere(name))] for name in found}
     found["errors"] = {

@@ -167,7 +167,7 @@ def test_no_two_formats_share_a_number() -> None:
     assert sorted(scales) == list(range(9))
     others = ("SCALE", "CODES", "ACTIVATION", "ROWS", "NOWHERE", "MATH")
     weights = [value for name, value in named.items() if not name.endswith(others)]
-    assert len(set(weights)) == len(weights) == 12
+    assert len(set(weights)) == len(weights) == 13
 
 
 def test_score_functions_have_the_numbers_of_the_routing_kernel() -> None:
