@@ -34,6 +34,14 @@ def load_rows(
 
 
 @triton.jit
+def _places(row, column, columns, across):
+    if across is None:
+        return row[:, None] * columns + column[None, :]
+    else:
+        return row[:, None] + column[None, :] * across
+
+
+@triton.jit
 def _to_e4m3(value, dtype: tl.constexpr, ROUND: tl.constexpr):
     """Convert values of at most 448, to nearest even. ROUND: rounded here, which the interpreter gets wrong."""
     if ROUND:
@@ -49,11 +57,14 @@ def _to_e4m3(value, dtype: tl.constexpr, ROUND: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["used"])
 def cast_kernel(
-    x, source, weights, used, codes, rows, columns, x_stride,
+    x, source, weights, used, codes, rows, columns, x_stride, across,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, GATHER: tl.constexpr, WEIGHTS: tl.constexpr, SOME: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write rows in the dtype of codes ``[rows, columns]``. SOME: only the first ``used [1]`` ones."""
+    """Write rows in the dtype of codes ``[rows, columns]``, with across ``[columns, across]``.
+
+    SOME: only the first ``used [1]`` ones.
+    """
     follow(PDL)
     if SOME:
         rows = tl.minimum(tl.load(used), rows)
@@ -63,18 +74,20 @@ def cast_kernel(
     column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     value = load_rows(x, source, weights, row, column, rows, columns, x_stride, GATHER, WEIGHTS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
-    tl.store(codes + row[:, None] * columns + column[None, :], value.to(codes.dtype.element_ty), mask=inside)
+    at = codes + _places(row, column, columns, across)
+    tl.store(at, value.to(codes.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def store_codes(
     value, codes, scales, row, column, rows, groups, wide, part,
     GROUP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, POWER: tl.constexpr, BYTE: tl.constexpr,
-    ROUND: tl.constexpr, REORDER: tl.constexpr, fixed=None,
+    ROUND: tl.constexpr, REORDER: tl.constexpr, fixed=None, across=None,
 ):  # fmt: skip
     """Write the codes and scales of ``value [BLOCK_R, BLOCK_C]`` float32, block ``part`` of the columns of its rows.
 
-    fixed: the scale of all of them, None for one that is found here.
+    fixed: the scale of all of them, None for one that is found here. across: elements from the scales of a group of
+    columns to those of the next, None where those of a row are next to each other.
     """
     value = tl.reshape(value, [BLOCK_R, BLOCK_C // GROUP, GROUP])
     # As integers, magnitudes order like numbers, with infinity and every NaN above them.
@@ -101,22 +114,22 @@ def store_codes(
     group = part * (BLOCK_C // GROUP) + tl.arange(0, BLOCK_C // GROUP)
     held = (row < rows)[:, None] & (group < groups)[None, :]
     stored = tl.where(finite, byte, 255).to(tl.uint8) if BYTE else tl.where(finite, scale, float("nan"))
-    tl.store(scales + row[:, None] * groups + group[None, :], stored, mask=held)
+    tl.store(scales + _places(row, group, groups, across), stored, mask=held)
 
 
 @triton.jit(do_not_specialize=["rows", "late"], do_not_specialize_on_alignment=["used"])
 def e4m3_kernel(
-    x, source, weights, used, codes, scales, rows, columns, x_stride, groups, wide, late, fixed,
+    x, source, weights, used, codes, scales, rows, columns, x_stride, groups, wide, late, fixed, across,
     GROUP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, POWER: tl.constexpr, BYTE: tl.constexpr,
     GATHER: tl.constexpr, WEIGHTS: tl.constexpr, SOME: tl.constexpr, ROUND: tl.constexpr, REORDER: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Write codes ``[rows, wide]``, zeros beyond ``columns``, and scales ``[rows, groups]``; BLOCK_C is whole groups.
 
-    A group with NaN or infinity gets zero codes and a NaN scale. fixed: as ``store_codes`` says. POWER: the scale is
-    the least power of two that saturates nothing; BYTE: stored as its E8M0 byte. REORDER: codes change places within
-    128 columns (``ordered`` in ``ops/quantize.py``). SOME: only the first ``used [1]`` rows, and never late. late: 1
-    where nothing is read that the kernel before writes; then it is waited for at the end.
+    A group with NaN or infinity gets zero codes and a NaN scale. fixed, across: as ``store_codes`` says. POWER: the
+    scale is the least power of two that saturates nothing; BYTE: stored as its E8M0 byte. REORDER: codes change places
+    within 128 columns (``ordered`` in ``ops/quantize.py``). SOME: only the first ``used [1]`` rows, and never late.
+    late: 1 where nothing is read that the kernel before writes; then it is waited for at the end.
     """
     if PDL:
         if late == 0:
@@ -131,7 +144,7 @@ def e4m3_kernel(
     value = load_rows(x, source, weights, row, column, rows, columns, x_stride, GATHER, WEIGHTS)
     store_codes(
         value, codes, scales, row, column, rows, groups, wide, tl.program_id(1),
-        GROUP, BLOCK_R, BLOCK_C, POWER, BYTE, ROUND, REORDER, fixed,
+        GROUP, BLOCK_R, BLOCK_C, POWER, BYTE, ROUND, REORDER, fixed, across,
     )  # fmt: skip
     if PDL:
         # The next kernel waits for this one only, and needs what both wrote.

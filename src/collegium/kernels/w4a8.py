@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from . import numbers
 from .activation import activate
 from .decode import finished, upper_scale
-from .tiles import begun, dot, halves, store_rows, token_at
+from .tiles import begun, dot, halves, scales_at, scales_of_rows, store_rows, token_at
 
 __all__ = ["w4a8_kernel", "w4a8_tile"]
 
@@ -299,8 +299,8 @@ def _dot_scaled(pairs, scales, tokens, acc, ASM: tl.constexpr):
 
 @triton.jit
 def w4a8_tile(
-    x, x_scale, weight, scale, row_scale, bias, expert, n_first, token, row_count,
-    n_out, x_stride, row_tiles, limit, alpha, gate_bound, up_bound,
+    x, x_scale, weight, scale, row_scale, bias, expert, n_first, token, row_first, row_count,
+    n_out, x_stride, scale_step, row_tiles, limit, alpha, gate_bound, up_bound,
     WEIGHT: tl.constexpr, X_SCALE: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr, KIND: tl.constexpr,
     HAS_LIMIT: tl.constexpr, K_BLOCKS: tl.constexpr, ASM: tl.constexpr, WARPS: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, LAUNCH: tl.constexpr,
@@ -308,8 +308,8 @@ def w4a8_tile(
     """Return ``[n, BLOCK_T]`` float32 and its ``n`` columns: rows ``token [BLOCK_T]`` of x times weights of an expert.
 
     n_first: the first of BLOCK_N rows of the packed weights. row_count: of the rows those that exist; the others may be
-    any of x, and nothing of them counts. LAUNCH: the next kernel may start once the products are done. The rest is as
-    in ``w4a8_kernel``.
+    any of x, and nothing of them counts. row_first: of rows in order. scale_step: from the scales of a K block to those
+    of the next. LAUNCH: the next kernel may start once the products are done. The rest is as in ``w4a8_kernel``.
     """
     WORDS: tl.constexpr = 2 if WEIGHT == E2M1_E4M3 else 1
     QUARTERS: tl.constexpr = (WEIGHT == INT4_PAIRS) or (WEIGHT == INT4_FLOATS)
@@ -322,8 +322,9 @@ def w4a8_tile(
     j = tl.arange(0, HALF)
     k = tl.arange(0, BLOCK_K // 4 if QUARTERS else BLOCK_K)
     x_ptr = x + token[None, :] * x_stride + k[:, None]
-    if X_SCALE == 1:
-        xs_ptr = x_scale + token * K_BLOCKS
+    GROUPS: tl.constexpr = (X_SCALE == 1) or (X_SCALE == 3)
+    if GROUPS:
+        xs_ptr = x_scale + scales_of_rows(row_first, token, X_SCALE, K_BLOCKS, BLOCK_T)
 
     # The row of the tensor core that a loaded row becomes in _operand; weights are stored in the core's order.
     if WEIGHT == E2M1_SCALED:
@@ -347,10 +348,13 @@ def w4a8_tile(
     acc = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
     none = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
     # A product with a factor of its own is added to the sum; others go on with it.
-    APART: tl.constexpr = (X_SCALE == 1) or (WEIGHT == INT4_FLOAT) or QUARTERS
-    CHAINED: tl.constexpr = X_SCALE != 1 and (WEIGHT == E2M1_E8M0 or WEIGHT == E2M1_E4M3)
-    for step in tl.range(0, K_BLOCKS // DEPTH, num_stages=STAGES):
-        for block in tl.static_range(DEPTH):
+    APART: tl.constexpr = GROUPS or (WEIGHT == INT4_FLOAT) or QUARTERS
+    CHAINED: tl.constexpr = not GROUPS and (WEIGHT == E2M1_E8M0 or WEIGHT == E2M1_E4M3)
+    for _ in tl.range(0, K_BLOCKS // DEPTH, num_stages=STAGES):
+        for _ in tl.static_range(DEPTH):
+            if GROUPS:
+                xs = scales_at(xs_ptr, ASM)
+                xs_ptr += scale_step
             if not QUARTERS:
                 tokens = _load_tokens(x_ptr, valid, BLOCK_T)
             words = _load_words(w_ptr, ASM or WEIGHT == E2M1_SCALED)
@@ -379,8 +383,8 @@ def w4a8_tile(
                 product = dot(b, tokens, product, ASM)
             if WEIGHT == INT4_FLOAT:
                 product *= tl.load(g_ptr)[:, None]
-            if X_SCALE == 1:
-                product *= tl.load(xs_ptr + step * DEPTH + block)[None, :]
+            if GROUPS:
+                product *= xs[None, :]
             acc = acc + product if APART else product
             x_ptr += BLOCK_K
             w_ptr += 64 * HALF
@@ -419,7 +423,7 @@ def w4a8_tile(
 def _write_tile(
     expert, row_first, row_count, n_first,
     x, x_scale, weight, scale, row_scale, bias, out, row_places, source,
-    n_out, x_stride, row_tiles, limit, alpha, gate_bound, up_bound,
+    n_out, x_stride, scale_step, row_tiles, limit, alpha, gate_bound, up_bound,
     WEIGHT: tl.constexpr, X_SCALE: tl.constexpr, BIAS: tl.constexpr, GATHER: tl.constexpr, PARTS: tl.constexpr,
     KIND: tl.constexpr, HAS_LIMIT: tl.constexpr, K_BLOCKS: tl.constexpr, ASM: tl.constexpr, WARPS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, PLACED: tl.constexpr,
@@ -432,8 +436,8 @@ def _write_tile(
     row = row_first + tl.where(t < row_count, t, 0)
     token = token_at(row, source, GATHER, TOP_K)
     result, column = w4a8_tile(
-        x, x_scale, weight, scale, row_scale, bias, expert, n_first, token, row_count,
-        n_out, x_stride, row_tiles, limit, alpha, gate_bound, up_bound,
+        x, x_scale, weight, scale, row_scale, bias, expert, n_first, token, row_first, row_count,
+        n_out, x_stride, scale_step, row_tiles, limit, alpha, gate_bound, up_bound,
         WEIGHT, X_SCALE, BIAS, PARTS, KIND, HAS_LIMIT, K_BLOCKS, ASM, WARPS, BLOCK_N, BLOCK_T, BLOCK_K, DEPTH,
         STAGES, PDL and not TOP_K,
     )  # fmt: skip
@@ -446,7 +450,7 @@ def _write_tile(
 )
 def w4a8_kernel(
     x, x_scale, weight, scale, row_scale, bias, out, row_places, source, expert_offsets, tile_expert, tile_row, n_out,
-    x_stride, row_tiles, token_tiles, experts, limit, alpha, gate_bound, up_bound,
+    x_stride, scale_step, row_tiles, token_tiles, experts, limit, alpha, gate_bound, up_bound,
     WEIGHT: tl.constexpr, X_SCALE: tl.constexpr, BIAS: tl.constexpr, GATHER: tl.constexpr, PARTS: tl.constexpr,
     KIND: tl.constexpr, HAS_LIMIT: tl.constexpr, K_BLOCKS: tl.constexpr, ASM: tl.constexpr, WARPS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_T: tl.constexpr, NARROW: tl.constexpr,
@@ -456,7 +460,8 @@ def w4a8_kernel(
     """Write ``out [R, n_out]``: rows of one expert times its weights, then bias and activation.
 
     x: E4M3 ``[T or R, x_stride]``, columns in the weight's order (``ops/quantize.py``), read at row source[r]
-    (GATHER) or r. x_scale: float32 [., K_BLOCKS] (X_SCALE 1) or [., 1] (2). weight: bytes
+    (GATHER) or r. x_scale: float32 [., K_BLOCKS] (X_SCALE 1) or [., 1] (2), or of rows in order [K_BLOCKS, scale_step]
+    (3), with BLOCK_T more numbers that are never used. weight: bytes
     ``[E, row_tiles, K_BLOCKS, 64, BLOCK_K / 2]``; with two parts, eight rows of gate and eight of up take turns.
     scale: int32 or float32 ``[E, row_tiles, K_BLOCKS, words, 64]``, words by WEIGHT, or bytes
     ``[E, row_tiles, K_BLOCKS, 64, 4]`` (E2M1_SCALED). row_scale: float32 ``[E, row_tiles, 64]``. bias:
@@ -473,7 +478,7 @@ def w4a8_kernel(
 
     given = (
         expert, row_first, row_count, n_first, x, x_scale, weight, scale, row_scale, bias, out, row_places, source,
-        n_out, x_stride, row_tiles, limit, alpha, gate_bound, up_bound,
+        n_out, x_stride, scale_step, row_tiles, limit, alpha, gate_bound, up_bound,
     )  # fmt: skip
     if NARROW and row_count <= BLOCK_T // 4:
         _write_tile(

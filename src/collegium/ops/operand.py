@@ -1,14 +1,16 @@
 """Rows of activations as operands of a grouped product: themselves, or codes and scales in the product's order."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from ..runtime.launch import on_device
-from ..runtime.memory import Memory, Regions, take
+from ..runtime.memory import Memory, Regions, part, take
 from .quantize import AS_IS, ActivationFormat, activation_format, cast_name, quantize_regions, quantize_rows
 from .rows import GivenRows, QuantizedRows
 
-__all__ = ["Operand", "arrived", "operand", "operand_regions"]
+__all__ = ["Operand", "across", "arrived", "operand", "operand_regions"]
 
 Operand = tuple[Tensor, Tensor | None]  # rows as a product reads them, and the scales of codes
 
@@ -55,6 +57,16 @@ def operand(
     ready = x_ready and memory is not None and used is None
     rows = quantize_rows(x, name, source=source, weights=weights, order=order, x_ready=ready, used=used, memory=memory)
     return rows.codes, rows.scales
+
+
+def across(scale: Tensor, source: Tensor | None, used: Tensor | None = None, memory: Memory | None = None) -> Tensor:
+    """Return scales ``[R, G]`` of rows ``source [R]`` of ``[T, G]`` float32, those of a group beside each other.
+
+    A tile of a product loads scales of neighbouring rows, and needs no address of each. used, memory: as ``operand``
+    says.
+    """
+    form = replace(activation_format("fp32"), across=True)
+    return quantize_rows(scale, form, source=source, used=used, memory=part(memory, "across")).codes
 
 
 def arrived(

@@ -25,7 +25,7 @@ from ..formats.codecs import E2M1_MAX, E4M3_MAX, SMALLEST_SCALE, e2m1_codes, e4m
 from ..runtime.launch import dense_rows, launch, on_device, power_at_least
 from ..runtime.memory import Memory, Regions
 from .buffers import Buffers, sizes, taken
-from .rows import GivenRows, QuantizedRows, block_of, check_rows, present, warps_of, weighted, whole_rows
+from .rows import GivenRows, QuantizedRows, across_rows, block_of, check_rows, present, warps_of, weighted, whole_rows
 from .scales import e2m1_numbers, e8m0_numbers, power, quotient, spread
 
 __all__ = [
@@ -55,8 +55,8 @@ class ActivationFormat:
 
     bits: width of a code. group: columns that share a scale; 0: the whole row, or no scale at all. power: scales are
     powers of two. static: scales are those of a calibration, never found in the rows; scale: the one that ``within``
-    gave. most, least: the largest number at a scale of 1, and the smallest scale. capability: of the first GPUs that
-    its kernel can serve.
+    gave. across: a kernel lays scales of groups, or what has none, out as ``across`` says. most, least: the largest
+    number at a scale of 1, and the smallest scale. capability: of the first GPUs that its kernel can serve.
     """
 
     capability: ClassVar[tuple[int, int]] = (8, 9)  # FP8 conversions begin there
@@ -69,6 +69,7 @@ class ActivationFormat:
     power: bool = False
     static: bool = False
     scale: float | None = None
+    across: bool = False
 
     def within(self, reach: float) -> Self:
         """Return a static format with the scale at which ``reach`` is the largest number, rounded to float32.
@@ -126,6 +127,10 @@ class ActivationFormat:
             )
         return -(-columns // 128) * 128
 
+    def step(self, rows: int) -> int | None:
+        """Return how far numbers of neighbouring columns of ``rows`` are from each other if ``across``, or None."""
+        return across_rows(rows) if self.across else None
+
     def buffers(self, rows: int, columns: int) -> Buffers:
         """Return what the kernel writes, by the names of ``QuantizedRows``; ``InputError`` where there is no kernel."""
         raise _no_kernel(self)
@@ -152,7 +157,7 @@ class _Cast(ActivationFormat):
         return rows.codes.to(torch.float32)
 
     def buffers(self, rows: int, columns: int) -> Buffers:
-        return {"codes": ((rows, columns), self.dtype)}
+        return {"codes": ((columns, across_rows(rows)) if self.across else (rows, columns), self.dtype)}
 
     def write(self, given: GivenRows, made: QuantizedRows) -> None:
         # Imported here: Triton exists for Linux alone, and everything but a launch works without it.
@@ -162,7 +167,8 @@ class _Cast(ActivationFormat):
         block_r, block_c = block_of(rows, columns)
         grid = (-(-rows // block_r), -(-columns // block_c))
         constants = {"BLOCK_R": block_r, "BLOCK_C": block_c, **given.constants()}
-        launch(cast_kernel, grid, given.arguments(made.codes), constants, num_warps=warps_of(block_r * block_c))
+        args = (*given.arguments(made.codes), self.step(rows))
+        launch(cast_kernel, grid, args, constants, num_warps=warps_of(block_r * block_c))
 
 
 @final
@@ -202,19 +208,19 @@ class _Fp8(ActivationFormat):
 
     def buffers(self, rows: int, columns: int) -> Buffers:
         groups = -(-columns // (self.group or columns))
-        return {
-            "codes": ((rows, columns), torch.float8_e4m3fn),
-            "scales": ((rows, groups), torch.uint8 if self.e8m0 else torch.float32),
-        }
+        scales = (groups, across_rows(rows)) if self.across else (rows, groups)
+        dtype = torch.uint8 if self.e8m0 else torch.float32
+        return {"codes": ((rows, columns), torch.float8_e4m3fn), "scales": (scales, dtype)}
 
     def write(self, given: GivenRows, made: QuantizedRows) -> None:
         from ..kernels.quantize import e4m3_kernel
 
         (rows, columns), wide = given.shape, made.codes.shape[1]
-        scales = present(self.name, made.scales)
+        scales, groups = present(self.name, made.scales), -(-wide // (self.group or wide))
         block_r, block_c = block_of(rows, columns) if self.group else whole_rows(rows, wide)
         grid = (-(-rows // block_r), -(-wide // block_c))
-        args = (*given.arguments(made.codes, scales), scales.shape[1], wide, int(given.x_ready), self.given_scale())
+        given_scale, step = self.given_scale(), self.step(rows)
+        args = (*given.arguments(made.codes, scales), groups, wide, int(given.x_ready), given_scale, step)
         constants = {"BLOCK_R": block_r, "BLOCK_C": block_c, **given.constants()}
         constants |= {"GROUP": self.group or block_c, "POWER": self.power, "BYTE": self.e8m0}
         constants |= {"ROUND": not given.x.is_cuda, "REORDER": given.order == REORDERED}
@@ -331,6 +337,7 @@ def cast_name(dtype: torch.dtype) -> str:
 def quantize_regions(rows: int, columns: int, name: str | ActivationFormat, *, order: int = AS_IS) -> Regions:
     """Return the most bytes ``quantize_rows`` takes for any count of rows up to ``rows``."""
     form = activation_format(name)
+    form = replace(form, across=form.group > 0 and form.e4m3)  # which takes more
     return sizes(form.buffers(rows, form.wide(columns, order)))
 
 
@@ -356,15 +363,20 @@ def quantize_rows(
     form = activation_format(name)
     check_rows(form.name, x)
     wide = form.wide(x.shape[1], order)
+    laid = "scales" if form.group else "codes"
     if not on_device(x, form.capability):
         made = form.quantize(weighted(x, source, weights))
-        return replace(made, codes=ordered(made.codes, order), shape=(made.shape[0], wide))
-    given = GivenRows(dense_rows(x), source, weights, order, x_ready, used)
-    rows = given.shape[0]
-    made = QuantizedRows(shape=(rows, wide), **taken(memory, form.buffers(rows, wide), x.device))
-    if rows:
-        form.write(given, made)
-    return made
+        rows = made.shape[0]
+        made = replace(made, codes=ordered(made.codes, order), shape=(rows, wide))
+        if form.across:
+            made = replace(made, **{laid: functional.pad(getattr(made, laid).t(), (0, across_rows(rows) - rows))})
+    else:
+        given = GivenRows(dense_rows(x), source, weights, order, x_ready, used)
+        rows = given.shape[0]
+        made = QuantizedRows(shape=(rows, wide), **taken(memory, form.buffers(rows, wide), x.device))
+        if rows:
+            form.write(given, made)
+    return replace(made, **{laid: getattr(made, laid)[:, :rows].t()}) if form.across else made
 
 
 def ordered(codes: Tensor, order: int) -> Tensor:

@@ -11,7 +11,17 @@ from ..errors import InputError
 from ..runtime.launch import overlaps, power_at_least
 from .checks import require_tensor
 
-__all__ = ["GivenRows", "QuantizedRows", "block_of", "check_rows", "present", "warps_of", "weighted", "whole_rows"]
+__all__ = [
+    "GivenRows",
+    "QuantizedRows",
+    "across_rows",
+    "block_of",
+    "check_rows",
+    "present",
+    "warps_of",
+    "weighted",
+    "whole_rows",
+]
 
 _FEW_ROWS = 64  # below, a row is spread over more programs
 _MANY_ROWS = 4096  # from here on a program takes as many as make 4096 elements
@@ -96,6 +106,14 @@ def whole_rows(rows: int, columns: int) -> tuple[int, int]:
 def warps_of(elements: int) -> int:
     """Return the warps of a program that takes so many elements."""
     return max(1, min(16, elements // 512))
+
+
+def across_rows(rows: int) -> int:
+    """Return how far the scales of a group of columns are from those of the next where ``across`` lays them out.
+
+    A tile of up to 256 rows reads that many of any row on.
+    """
+    return -(-rows // 16) * 16 + 256
 
 
 def weighted(x: Tensor, source: Tensor | None, weights: Tensor | None) -> Tensor:

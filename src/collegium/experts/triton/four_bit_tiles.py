@@ -11,7 +11,7 @@ __all__ = ["four_bit_candidates", "four_bit_score"]
 # Most tokens of four-bit weights and E4M3 rows, by (block_n, warps): more would spill. A scale in the loop takes a
 # second accumulator.
 _FOUR_BIT = {(64, 4): 128, (128, 4): 128, (128, 8): 256}
-_FOUR_BIT_PROMOTED = {(64, 4): 128, (128, 4): 32, (128, 8): 64}
+_FOUR_BIT_PROMOTED = {(64, 4): 128, (128, 4): 64, (128, 8): 128}
 # Nanoseconds of a multiprocessor for 128 quartered weight rows and one K block, by (block_n, warps) and block_t.
 _QUARTERED = {(64, 4): {16: 390, 32: 495, 64: 900}, (128, 4): {16: 343}, (128, 8): {16: 445, 32: 640, 64: 850}}
 _FOUR_BIT_QUARTERED = {shape: max(steps) for shape, steps in _QUARTERED.items()}

@@ -85,10 +85,10 @@ def grouped_gemm(
     """Write ``out [R, N]`` and return it: row r of expert e is ``activation(x[source[r]] @ weight[e].T + bias[e])``.
 
     x: ``[T, K]`` of the operand dtype, read at ``source [R]`` int64, or row by row without it. x_scale: float32
-    ``[T, ceil(K / 128)]`` or ``[T, 1]`` for E4M3 rows, with x from ``halves_and_sums`` for minima. tiles: from
-    ``tile_list``; when nothing is sorted expert_offsets is not read, and source only says that row r reads x at
-    r // top_k. Rows from ``expert_offsets[E]`` on are not written. With ``tiles.places`` out is ``[any, N]``, and rows
-    go where those say.
+    ``[T, ceil(K / 128)]`` or ``[T, 1]`` for E4M3 rows, or ``[R, ceil(K / 128)]`` from ``across``, with x from
+    ``halves_and_sums`` for minima. tiles: from ``tile_list``; when nothing is sorted expert_offsets is not read, and
+    source only says that row r reads x at r // top_k. Rows from ``expert_offsets[E]`` on are not written. With
+    ``tiles.places`` out is ``[any, N]``, and rows go where those say.
     Raises InputError for wrong shapes or dtypes.
     """
     _check(x, packed, out, x_scale)
@@ -101,13 +101,14 @@ def grouped_gemm(
     if isinstance(layout, Words):
         from ...kernels.w4a8 import w4a8_kernel
 
+        kernel, sizes = w4a8_kernel, (n_out, x.stride(0), beside[0].stride(-1), layout.row_tiles)
         beside = beside[:1]
-        kernel, sizes = w4a8_kernel, (n_out, x.stride(0), layout.row_tiles)
         own: dict[str, Any] = {"WARPS": tile.warps, "DEPTH": tile.depth}
     else:
         from ...kernels.grouped_gemm import grouped_gemm_kernel
 
-        kernel, sizes = grouped_gemm_kernel, (n_out, k_in, x.stride(0), *layout.steps, layout.scale_rows)
+        steps = beside[0].stride(-1), *layout.steps
+        kernel, sizes = grouped_gemm_kernel, (n_out, k_in, x.stride(0), *steps, layout.scale_rows)
         scaled = packed.row_scale is not None and layout.weight != TABLE_LANES
         own = {"SCALE": layout.scale_kind, "WORDS": max(1, layout.words), "ROW_SCALE": scaled}
         own |= {"EVEN_K": k_in % layout.block_k == 0, "STACKED": tile.stacked}
@@ -163,7 +164,7 @@ def constants_of(
         "HAS_LIMIT": activation is not None and activation.limit is not None,
         "K_BLOCKS": layout.k_blocks,
         "BLOCK_K": layout.block_k,
-        "X_SCALE": 0 if x_scale is None else 1 + (scale.shape[1] == 1),
+        "X_SCALE": 0 if x_scale is None else 2 if scale.shape[1] == 1 else 1 if scale.stride(1) == 1 else 3,
         "BLOCK_T": tiles.tile.block_t,
         "GROUP_T": tiles.tile.group_t,
         "PLACED": tiles.placed(layout.shape[2]),

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...errors import InputError
 from ...formats.int_affine import Int4Ordered, Int8Ordered
 from ...ops.columns import RowSums, halves_and_sums, in_columns
-from ...ops.operand import Operand, arrived, operand
+from ...ops.operand import Operand, across, arrived, operand
 from ...ops.quantize import AS_IS, ActivationFormat, formats_within, ordered
 from ...problem import ExpertsProblem
 from ...runtime.launch import usual_rows
@@ -36,6 +36,7 @@ from .tiling import ProductTiling, codes_of
 __all__ = ["PackedExperts", "pack_both"]
 
 _PRODUCTS = ("gate_up", "down")
+_TALL = 64  # rows of a tile that loads scales of groups so much faster that laying them out pays
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +63,8 @@ class PackedExperts(Packed):
     def __post_init__(self) -> None:
         name = self._codes
         forms = (None, None) if name is None else formats_within(name, self.input_reach)
+        if forms[1] is not None and forms[1].group and self.down.layout.k_blocks > 1:
+            forms = forms[0], replace(forms[1], across=True)
         object.__setattr__(self, "forms", forms)
         tiling = ProductTiling(
             gate_up=self.gate_up.layout,
@@ -159,6 +162,11 @@ class PackedExperts(Packed):
         form = self.activations
         return None if form is None or form.static else (form.name, self.gate_up.layout.row_order)
 
+    def tall(self, tile: TileChoice) -> bool:
+        """Return whether a tile of the first product wants scales of groups as ``across`` lays them out."""
+        form = self.activations
+        return form is not None and form.group > 0 and self.gate_up.layout.k_blocks > 1 and tile.block_t >= _TALL
+
     @property
     def _codes(self) -> str | None:
         return None if self.activations is None else self.activations.name
@@ -219,6 +227,8 @@ class PackedExperts(Packed):
     ) -> Tensor:
         """Write ``out`` and return it: both products of ``rows_in``, which are codes and scales or rows and None."""
         x, x_scale = _summed(rows_in, self.gate_up, None, part(memory, "x"))
+        if isinstance(x_scale, Tensor) and self.tall(tiles[0].tile):
+            x_scale = across(x_scale, source, used=used, memory=part(memory, "x"))
         places = tiles[1].places
         count = out.shape[0] if places is None else places.shape[0]
         kept = out.dtype if self.activations else dtype
@@ -366,6 +376,7 @@ class _Product:
         def run(tile: TileChoice) -> Tensor:
             if tile not in lists:
                 lists[tile] = tile_list(batch.expert_offsets, count, tile)
-            return grouped_gemm(codes, matrix, batch.expert_offsets, lists[tile], out, x_scale=scale, **more)
+            laid = across(scale, batch.source) if first and packed.tall(tile) and isinstance(scale, Tensor) else scale
+            return grouped_gemm(codes, matrix, batch.expert_offsets, lists[tile], out, x_scale=laid, **more)
 
         return run

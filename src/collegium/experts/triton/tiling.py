@@ -11,6 +11,7 @@ from ...ops.columns import SUMS
 from ...ops.operand import operand_regions
 from ...ops.permute import tile_count
 from ...ops.quantize import ACTIVATION_FORMATS, AS_IS, ActivationFormat, activation_format
+from ...ops.rows import across_rows
 from ...problem import ExpertsProblem
 from ...runtime.launch import power_at_least
 from ...runtime.machine import Machine
@@ -152,6 +153,8 @@ def product_regions(problem: ExpertsProblem, tiling: ProductTiling) -> Regions:
         if layout.minima:
             count = rows if tiling.large(rows) else count
             own |= {"halves": 2 * count * columns, "scales": 4 * count, "sums": 2 * SUMS * count * -(-columns // 128)}
+    if form is not None and form.group:
+        x["across/codes"] = 4 * across_rows(rows) * -(-hidden // form.group)
     regions: Regions = {"rows": rows * hidden * result, "middle": rows * wide * middle}
     count = tile_count(rows, problem.experts, 16)
     lists = {"expert": 4 * count, "row": 8 * count, "used": 4}
