@@ -14,11 +14,14 @@ __all__ = ["hasten"]
 def hasten() -> None:
     """Let the interpreter of this process change ``triton.language`` once a launch, and look types up once.
 
+    It also takes bounds of a loop from memory then, as the compiler does; NumPy 2.4 refuses the way it does so.
+
     It does so anew for every device function that a kernel calls, a quarter of the time of a test, though what it
     changed for the kernel is still changed. Called once Triton may be imported.
     """
     interpreter: Any = import_module("triton.runtime.interpreter")
     interpreter._patch_lang = _Patching(interpreter._patch_lang, interpreter.tl)
+    interpreter._patch_lang_tensor = _with_bounds(interpreter._patch_lang_tensor)
     interpreter._get_np_dtype = _once_for_each_type(interpreter._get_np_dtype, interpreter.tl)
 
 
@@ -55,6 +58,14 @@ class _Patching:
             found = {id(value) for value in names.values() if any(value is one for one in self.known)}
             self.named[id(names)] = (names, found)
         return self.named[id(names)][1]
+
+
+def _with_bounds(patch: Any) -> Any:
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda number: number.handle.data.item())
+
+    return patched
 
 
 def _once_for_each_type(find: Any, language: Any) -> Any:

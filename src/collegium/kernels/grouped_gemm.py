@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from . import numbers
 from .activation import activate
 from .decode import decoded, finished, has_minima, is_stepped, minima
-from .tiles import begun, dot, halves, scales_at, scales_of_rows, store_rows, token_at
+from .tiles import begun, dot, halves, scales_at, store_rows, token_at
 
 __all__ = ["grouped_gemm_kernel", "grouped_tile"]
 
@@ -176,7 +176,7 @@ def grouped_tile(
         s_ptr += part * s_part
     GROUPS: tl.constexpr = (X_SCALE == 1) or (X_SCALE == 3)
     if GROUPS:
-        xs_ptr = x_scale + scales_of_rows(row_first, token, X_SCALE, K_BLOCKS, BLOCK_T)
+        xs_ptr = x_scale + (row_first + t if X_SCALE == 3 else token * K_BLOCKS)
     if has_minima(SCALE, WORDS):
         sums_ptr = sums + token[None, :] * (32 * K_BLOCKS) + tl.arange(0, 32)[:, None]
 
@@ -312,18 +312,11 @@ def grouped_gemm_kernel(
         source, n_out, k_in, x_stride, scale_step, n_step, k_step, part_step, scale_rows, limit, alpha, gate_bound,
         up_bound,
     )  # fmt: skip
-    if NARROW and row_count <= BLOCK_T // 4:
-        _write_tile(
-            *given, WEIGHT, SCALE, WORDS, X_SCALE, ROW_SCALE, BIAS, GATHER, PARTS, KIND, HAS_LIMIT, K_BLOCKS, EVEN_K,
-            ASM, BLOCK_N, BLOCK_K, STAGES, STACKED, PLACED, TOP_K, PDL, BLOCK_T // 4,
-        )  # fmt: skip
-    elif NARROW and row_count <= BLOCK_T // 2:
-        _write_tile(
-            *given, WEIGHT, SCALE, WORDS, X_SCALE, ROW_SCALE, BIAS, GATHER, PARTS, KIND, HAS_LIMIT, K_BLOCKS, EVEN_K,
-            ASM, BLOCK_N, BLOCK_K, STAGES, STACKED, PLACED, TOP_K, PDL, BLOCK_T // 2,
-        )  # fmt: skip
-    else:
-        _write_tile(
-            *given, WEIGHT, SCALE, WORDS, X_SCALE, ROW_SCALE, BIAS, GATHER, PARTS, KIND, HAS_LIMIT, K_BLOCKS, EVEN_K,
-            ASM, BLOCK_N, BLOCK_K, STAGES, STACKED, PLACED, TOP_K, PDL, BLOCK_T,
-        )  # fmt: skip
+    HALVED: tl.constexpr = 2 if NARROW else 0
+    for halved in tl.static_range(HALVED + 1):
+        HEIGHT: tl.constexpr = BLOCK_T >> halved
+        if row_count <= HEIGHT and (halved == HALVED or row_count > HEIGHT // 2):
+            _write_tile(
+                *given, WEIGHT, SCALE, WORDS, X_SCALE, ROW_SCALE, BIAS, GATHER, PARTS, KIND, HAS_LIMIT, K_BLOCKS,
+                EVEN_K, ASM, BLOCK_N, BLOCK_K, STAGES, STACKED, PLACED, TOP_K, PDL, HEIGHT,
+            )  # fmt: skip

@@ -270,18 +270,8 @@ def prefill_kernel(
         token_tiles, x_blocks, w_blocks, s_blocks, x_scale, scale, row_scale, bias, out, row_places, out_scale,
         expert_offsets, tile_expert, tile_row, tile_corner, n_out, k_in, scale_rows, limit, alpha, gate_bound, up_bound,
     )  # fmt: skip
-    if ASM:
-        for place in tl.range(tl.program_id(0), places, tl.num_programs(0), warp_specialize=SPECIALIZE):
-            _write_tile(
-                place, *given, SCALE, MINIMA, X_SCALE, ROW_SCALE, BIAS, PARTS, KIND, HAS_LIMIT, CODES, ROUND,
-                K_BLOCKS, BLOCK_T, BLOCK_K, GROUP_T, STAGES, PLACED, ASM,
-            )  # fmt: skip
-    else:
-        # The interpreter takes no bounds of a loop from memory.
-        place = tl.program_id(0)
-        while place < places:
-            _write_tile(
-                place, *given, SCALE, MINIMA, X_SCALE, ROW_SCALE, BIAS, PARTS, KIND, HAS_LIMIT, CODES, ROUND,
-                K_BLOCKS, BLOCK_T, BLOCK_K, GROUP_T, STAGES, PLACED, ASM,
-            )  # fmt: skip
-            place += tl.num_programs(0)
+    for place in tl.range(tl.program_id(0), places, tl.num_programs(0), warp_specialize=SPECIALIZE):
+        _write_tile(
+            place, *given, SCALE, MINIMA, X_SCALE, ROW_SCALE, BIAS, PARTS, KIND, HAS_LIMIT, CODES, ROUND,
+            K_BLOCKS, BLOCK_T, BLOCK_K, GROUP_T, STAGES, PLACED, ASM,
+        )  # fmt: skip

@@ -11,8 +11,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from . import numbers
 
 __all__ = [
-    "NOWHERE", "begun", "dot", "follow", "halves", "place_at", "scales_at", "scales_of_rows", "store_rows",
-    "tile_list_kernel", "tile_of", "token_at",
+    "NOWHERE", "begun", "dot", "follow", "halves", "place_at", "scales_at", "store_rows", "tile_list_kernel",
+    "tile_of", "token_at",
 ]  # fmt: skip
 
 NOWHERE = tl.constexpr(numbers.NOWHERE)
@@ -107,15 +107,6 @@ def token_at(row, source, GATHER: tl.constexpr, TOP_K: tl.constexpr):
         return tl.load(source + row)
     else:
         return row
-
-
-@triton.jit
-def scales_of_rows(row_first, token, X_SCALE: tl.constexpr, K_BLOCKS: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Return where the scales of a tile's rows begin: beside each ``token``'s, or (X_SCALE 3) beside each other."""
-    if X_SCALE == 3:
-        return row_first + tl.arange(0, BLOCK_T)
-    else:
-        return token * K_BLOCKS
 
 
 @triton.jit

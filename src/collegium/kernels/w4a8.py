@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from . import numbers
 from .activation import activate
 from .decode import finished, upper_scale
-from .tiles import begun, dot, halves, scales_at, scales_of_rows, store_rows, token_at
+from .tiles import begun, dot, halves, scales_at, store_rows, token_at
 
 __all__ = ["w4a8_kernel", "w4a8_tile"]
 
@@ -324,7 +324,7 @@ def w4a8_tile(
     x_ptr = x + token[None, :] * x_stride + k[:, None]
     GROUPS: tl.constexpr = (X_SCALE == 1) or (X_SCALE == 3)
     if GROUPS:
-        xs_ptr = x_scale + scales_of_rows(row_first, token, X_SCALE, K_BLOCKS, BLOCK_T)
+        xs_ptr = x_scale + (row_first + t if X_SCALE == 3 else token * K_BLOCKS)
 
     # The row of the tensor core that a loaded row becomes in _operand; weights are stored in the core's order.
     if WEIGHT == E2M1_SCALED:
@@ -480,18 +480,11 @@ def w4a8_kernel(
         expert, row_first, row_count, n_first, x, x_scale, weight, scale, row_scale, bias, out, row_places, source,
         n_out, x_stride, scale_step, row_tiles, limit, alpha, gate_bound, up_bound,
     )  # fmt: skip
-    if NARROW and row_count <= BLOCK_T // 4:
-        _write_tile(
-            *given, WEIGHT, X_SCALE, BIAS, GATHER, PARTS, KIND, HAS_LIMIT, K_BLOCKS, ASM, WARPS, BLOCK_N, BLOCK_K,
-            DEPTH, STAGES, PLACED, TOP_K, PDL, BLOCK_T // 4,
-        )  # fmt: skip
-    elif NARROW and row_count <= BLOCK_T // 2:
-        _write_tile(
-            *given, WEIGHT, X_SCALE, BIAS, GATHER, PARTS, KIND, HAS_LIMIT, K_BLOCKS, ASM, WARPS, BLOCK_N, BLOCK_K,
-            DEPTH, STAGES, PLACED, TOP_K, PDL, BLOCK_T // 2,
-        )  # fmt: skip
-    else:
-        _write_tile(
-            *given, WEIGHT, X_SCALE, BIAS, GATHER, PARTS, KIND, HAS_LIMIT, K_BLOCKS, ASM, WARPS, BLOCK_N, BLOCK_K,
-            DEPTH, STAGES, PLACED, TOP_K, PDL, BLOCK_T,
-        )  # fmt: skip
+    HALVED: tl.constexpr = 2 if NARROW else 0
+    for halved in tl.static_range(HALVED + 1):
+        HEIGHT: tl.constexpr = BLOCK_T >> halved
+        if row_count <= HEIGHT and (halved == HALVED or row_count > HEIGHT // 2):
+            _write_tile(
+                *given, WEIGHT, X_SCALE, BIAS, GATHER, PARTS, KIND, HAS_LIMIT, K_BLOCKS, ASM, WARPS, BLOCK_N, BLOCK_K,
+                DEPTH, STAGES, PLACED, TOP_K, PDL, HEIGHT,
+            )  # fmt: skip

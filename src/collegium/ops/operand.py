@@ -16,7 +16,13 @@ Operand = tuple[Tensor, Tensor | None]  # rows as a product reads them, and the 
 
 
 def operand_regions(
-    rows: int, columns: int, name: str | None, *, order: int = AS_IS, gathered: bool = False, dtype: torch.dtype
+    rows: int,
+    columns: int,
+    name: str | ActivationFormat | None,
+    *,
+    order: int = AS_IS,
+    gathered: bool = False,
+    dtype: torch.dtype,
 ) -> Regions:
     """Return the most bytes ``operand`` takes for any count of rows up to ``rows``, of ``columns`` each.
 

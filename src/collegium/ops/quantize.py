@@ -127,10 +127,6 @@ class ActivationFormat:
             )
         return -(-columns // 128) * 128
 
-    def step(self, rows: int) -> int | None:
-        """Return how far numbers of neighbouring columns of ``rows`` are from each other if ``across``, or None."""
-        return across_rows(rows) if self.across else None
-
     def buffers(self, rows: int, columns: int) -> Buffers:
         """Return what the kernel writes, by the names of ``QuantizedRows``; ``InputError`` where there is no kernel."""
         raise _no_kernel(self)
@@ -167,7 +163,7 @@ class _Cast(ActivationFormat):
         block_r, block_c = block_of(rows, columns)
         grid = (-(-rows // block_r), -(-columns // block_c))
         constants = {"BLOCK_R": block_r, "BLOCK_C": block_c, **given.constants()}
-        args = (*given.arguments(made.codes), self.step(rows))
+        args = (*given.arguments(made.codes), made.codes.stride(0) if self.across else None)
         launch(cast_kernel, grid, args, constants, num_warps=warps_of(block_r * block_c))
 
 
@@ -219,7 +215,7 @@ class _Fp8(ActivationFormat):
         scales, groups = present(self.name, made.scales), -(-wide // (self.group or wide))
         block_r, block_c = block_of(rows, columns) if self.group else whole_rows(rows, wide)
         grid = (-(-rows // block_r), -(-wide // block_c))
-        given_scale, step = self.given_scale(), self.step(rows)
+        given_scale, step = self.given_scale(), scales.stride(0) if self.across else None
         args = (*given.arguments(made.codes, scales), groups, wide, int(given.x_ready), given_scale, step)
         constants = {"BLOCK_R": block_r, "BLOCK_C": block_c, **given.constants()}
         constants |= {"GROUP": self.group or block_c, "POWER": self.power, "BYTE": self.e8m0}
@@ -337,7 +333,6 @@ def cast_name(dtype: torch.dtype) -> str:
 def quantize_regions(rows: int, columns: int, name: str | ActivationFormat, *, order: int = AS_IS) -> Regions:
     """Return the most bytes ``quantize_rows`` takes for any count of rows up to ``rows``."""
     form = activation_format(name)
-    form = replace(form, across=form.group > 0 and form.e4m3)  # which takes more
     return sizes(form.buffers(rows, form.wide(columns, order)))
 
 

@@ -31,7 +31,7 @@ from .matrix import PackedMatrix, RangeReport
 from .prefill import CodeScales, prefill_gemm
 from .tile_choice import TileChoice, TunedTiles
 from .tiles import BAND, candidates, choose, score
-from .tiling import ProductTiling, codes_of
+from .tiling import ProductTiling, codes_of, inner_format
 
 __all__ = ["PackedExperts", "pack_both"]
 
@@ -63,9 +63,7 @@ class PackedExperts(Packed):
     def __post_init__(self) -> None:
         name = self._codes
         forms = (None, None) if name is None else formats_within(name, self.input_reach)
-        if forms[1] is not None and forms[1].group and self.down.layout.k_blocks > 1:
-            forms = forms[0], replace(forms[1], across=True)
-        object.__setattr__(self, "forms", forms)
+        object.__setattr__(self, "forms", (forms[0], inner_format(forms[1], self.down.layout)))
         tiling = ProductTiling(
             gate_up=self.gate_up.layout,
             down=self.down.layout,

@@ -1,7 +1,7 @@
 """How batches of Triton's grouped products are cut, and the memory they take: functions of sizes alone."""
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 
 import torch
@@ -21,7 +21,7 @@ from .layout import Layout
 from .tile_choice import TileChoice, TileProblem, TunedTiles
 from .tiles import BAND, choose, nearest, prefill_tile
 
-__all__ = ["CODES", "ProductTiling", "codes_of", "product_regions", "refuse_machine"]
+__all__ = ["CODES", "ProductTiling", "codes_of", "inner_format", "product_regions", "refuse_machine"]
 
 CODES = tuple(form.name for form in ACTIVATION_FORMATS if form.e4m3)  # multiplied as E4M3 codes
 
@@ -136,6 +136,11 @@ class ProductTiling(Tiling):
         return found
 
 
+def inner_format(form: ActivationFormat | None, down: Layout) -> ActivationFormat | None:
+    """Return the format of the second product's rows: their scales of groups are laid out for its tiles."""
+    return form if form is None or not form.group or down.k_blocks == 1 else replace(form, across=True)
+
+
 def product_regions(problem: ExpertsProblem, tiling: ProductTiling) -> Regions:
     """Return the memory ``PackedExperts.run`` takes at most: operands, middle rows, result, tile lists."""
     dtype, form, rows = DTYPES[problem.dtype], tiling.activations, problem.rows
@@ -146,7 +151,7 @@ def product_regions(problem: ExpertsProblem, tiling: ProductTiling) -> Regions:
     order, second = tiling.gate_up.row_order, tiling.down.row_order
     taken = rows if problem.weighted else problem.tokens
     x = operand_regions(taken, hidden, name, order=order, gathered=problem.weighted, dtype=dtype)
-    h = operand_regions(rows, wide, name, order=second, dtype=dtype)
+    h = operand_regions(rows, wide, inner_format(form, tiling.down), order=second, dtype=dtype)
     if problem.weight_format.endswith("_ordered"):
         x["ordered"] = rows * hidden * dtype.itemsize
     for own, layout, count, columns in ((x, tiling.gate_up, taken, hidden), (h, tiling.down, rows, wide)):
