@@ -12,7 +12,7 @@ import torch
 from by_kernel import by_kernel
 from collegium.errors import InputError
 from collegium.ops import permute as permutation, quantize as quantization
-from collegium.ops.operand import arrived, operand, operand_regions
+from collegium.ops.operand import across, arrived, operand, operand_regions
 from collegium.ops.permute import Permutation, permute
 from collegium.ops.quantize import (
     AS_IS,
@@ -415,3 +415,34 @@ def test_rows_of_codes_that_arrived_keep_every_bit() -> None:
         found, scales = arrived(codes, scale, source, torch.tensor([4]))
     assert torch.equal(found.view(torch.uint8)[:4], codes.view(torch.uint8)[source[:4]])
     assert torch.equal(scales[:4], scale[source[:4]])
+
+
+@pytest.mark.parametrize("columns", [130, 384])
+@pytest.mark.parametrize("name", ["fp8_group128", "fp8_group128_pow2"])
+@pytest.mark.parametrize("rows", [1, 17, 70])
+def test_scales_of_a_group_lie_beside_each_other(name: str, columns: int, rows: int) -> None:
+    x = heavy_tailed(rows, columns, seed=3).bfloat16()
+    form = replace(quantization.activation_format(name), across=True)
+    memory = Poisoned(x.device)
+    plain = quantize_rows(x, name)
+    for run, given in ((quantize_rows, None), (quantize_on_device, memory)):
+        made = run(x, form, memory=given)
+        assert made.scales is not None
+        assert plain.scales is not None
+        assert made.scales.stride() == (1, -(-rows // 16) * 16 + 256)
+        assert torch.equal(made.codes.view(torch.uint8), plain.codes.view(torch.uint8))
+        assert torch.equal(made.scales, plain.scales)
+    assert quantization.quantize_regions(rows, columns, form) == {n: t.nbytes for n, t in memory.taken.items()}
+
+
+@pytest.mark.parametrize("used", [None, 5])
+def test_scales_of_gathered_rows_are_laid_out(used: int | None) -> None:
+    scale, source = heavy_tailed(9, 4, seed=4), torch.randint(0, 9, (33,))
+    some = None if used is None else torch.tensor([used])
+    with patch.object(quantization, "on_device", lambda *_: True):
+        found = across(scale, source, used=some, memory=Poisoned(scale.device))
+    assert found.shape == (33, 4)
+    assert found.stride(0) == 1
+    assert torch.equal(found[:used], scale[source][:used])
+    if used is not None:
+        assert bool(found[used:].isnan().all()), "rows that nobody reads were written"
