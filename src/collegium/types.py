@@ -16,20 +16,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "ActivationSpec",
-    "Back",
-    "ContiguousBatch",
-    "ExpertWeights",
-    "LatentWeights",
-    "MoESpec",
-    "RouterWeights",
-    "Routing",
-    "RoutingSpec",
-    "SharedSpec",
-    "SharedWeights",
-    "TileRows",
-    "require",
-]
+    "ActivationSpec", "Back", "ContiguousBatch", "ExpertWeights", "LatentWeights", "MoESpec", "RouterWeights",
+    "Routing", "RoutingSpec", "SharedSpec", "SharedWeights", "TileRows", "require",
+]  # fmt: skip
 
 ActivationKind = Literal["swiglu", "swiglu_oai", "swiglu_step", "situ", "geglu", "geglu_tanh", "relu2", "silu", "gelu"]
 GATED_KINDS = ("swiglu", "swiglu_oai", "swiglu_step", "situ", "geglu", "geglu_tanh")

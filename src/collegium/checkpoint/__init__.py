@@ -10,18 +10,6 @@ from .reader import Checkpoint
 from .stored import StoredFormat
 
 __all__ = [
-    "Arrivals",
-    "AuditReport",
-    "Checkpoint",
-    "CheckpointLayer",
-    "LayerReport",
-    "StoredFormat",
-    "audit",
-    "describe_checkpoint",
-    "load_all",
-    "load_experts",
-    "load_latent",
-    "load_router",
-    "load_shared",
-    "with_adapter",
-]
+    "Arrivals", "AuditReport", "Checkpoint", "CheckpointLayer", "LayerReport", "StoredFormat", "audit",
+    "describe_checkpoint", "load_all", "load_experts", "load_latent", "load_router", "load_shared", "with_adapter",
+]  # fmt: skip

@@ -32,14 +32,8 @@ from .remarks import Remarks
 from .stored import StoredFormat
 
 __all__ = [
-    "AuditReport",
-    "LayerReport",
-    "audit",
-    "bad_bias",
-    "check_dense_layers",
-    "check_layer",
-    "check_outside_experts",
-]
+    "AuditReport", "LayerReport", "audit", "bad_bias", "check_dense_layers", "check_layer", "check_outside_experts",
+]  # fmt: skip
 
 _REFUSED = {
     ".weight_zero_point": "a zero point, where the config declares no asymmetric packed integers",

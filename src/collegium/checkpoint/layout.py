@@ -20,20 +20,9 @@ from .reader import Checkpoint
 from .stored import StoredFormat
 
 __all__ = [
-    "PROJECTIONS",
-    "Cut",
-    "Projection",
-    "Source",
-    "bias_names",
-    "part_name",
-    "parts_problems",
-    "plain_shape",
-    "projections",
-    "read_matrix",
-    "read_whole",
-    "source_of",
-    "stack_paths",
-]
+    "PROJECTIONS", "Cut", "Projection", "Source", "bias_names", "part_name", "parts_problems", "plain_shape",
+    "projections", "read_matrix", "read_whole", "source_of", "stack_paths",
+]  # fmt: skip
 
 Projection = Literal["gate", "up", "down"]
 PROJECTIONS: tuple[Projection, ...] = ("gate", "up", "down")

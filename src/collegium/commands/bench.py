@@ -45,19 +45,9 @@ from .measure import (
 from .room import check_room, layer_needs
 
 __all__ = [
-    "SHAPES",
-    "TOKENS",
-    "BenchReport",
-    "BenchRow",
-    "bench",
-    "check_output",
-    "experts_error",
-    "named_layer",
-    "planned_layer",
-    "random_inputs",
-    "random_weights",
-    "recipe_of",
-]
+    "SHAPES", "TOKENS", "BenchReport", "BenchRow", "bench", "check_output", "experts_error", "named_layer",
+    "planned_layer", "random_inputs", "random_weights", "recipe_of",
+]  # fmt: skip
 
 SHAPES: dict[str, tuple[int, int, int, int]] = {  # H, I, E, top-k of the routed experts
     "dsv3": (7168, 2048, 256, 8),

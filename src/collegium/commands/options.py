@@ -13,21 +13,9 @@ if TYPE_CHECKING:
     from .measure import Ceilings
 
 __all__ = [
-    "ACTIVATIONS",
-    "FORMATS",
-    "HELP",
-    "KERNELS",
-    "Activations",
-    "Device",
-    "Format",
-    "Kernel",
-    "Model",
-    "Steps",
-    "Trace",
-    "ceilings_of",
-    "formats_of",
-    "numbers",
-]
+    "ACTIVATIONS", "FORMATS", "HELP", "KERNELS", "Activations", "Device", "Format", "Kernel", "Model", "Steps",
+    "Trace", "ceilings_of", "formats_of", "numbers",
+]  # fmt: skip
 
 HELP = {"help_option_names": ["-h", "--help"]}
 N = TypeVar("N", int, float)

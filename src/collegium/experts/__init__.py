@@ -7,20 +7,9 @@ from .reference import Reference
 from .triton.table import TritonBf16, TritonFp8, TritonW4A8, TritonW4A16, TritonW8A16
 
 __all__ = [
-    "KERNELS",
-    "CpuFused",
-    "CpuGrouped",
-    "ExpertKernel",
-    "Packed",
-    "Product",
-    "Reference",
-    "Tiling",
-    "TritonBf16",
-    "TritonFp8",
-    "TritonW4A8",
-    "TritonW4A16",
-    "TritonW8A16",
-]
+    "KERNELS", "CpuFused", "CpuGrouped", "ExpertKernel", "Packed", "Product", "Reference", "Tiling", "TritonBf16",
+    "TritonFp8", "TritonW4A8", "TritonW4A16", "TritonW8A16",
+]  # fmt: skip
 
 KERNELS: tuple[ExpertKernel, ...] = (
     TritonFp8(),

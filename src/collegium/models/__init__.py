@@ -18,20 +18,9 @@ from .base import PREFIXES, Family, Names, StackedNames, text_of
 from .quantization import Declared, declared_format, experts_apart, mixed_algorithms
 
 __all__ = [
-    "FAMILIES",
-    "PREFIXES",
-    "Declared",
-    "Family",
-    "Names",
-    "StackedNames",
-    "declared_format",
-    "describe",
-    "experts_apart",
-    "family_of",
-    "mixed_algorithms",
-    "moe_layers",
-    "text_of",
-]
+    "FAMILIES", "PREFIXES", "Declared", "Family", "Names", "StackedNames", "declared_format", "describe",
+    "experts_apart", "family_of", "mixed_algorithms", "moe_layers", "text_of",
+]  # fmt: skip
 
 FAMILIES: tuple[Family, ...] = (
     qwen3_moe.FAMILY, mixtral.FAMILY, deepseek_v3.FAMILY, gpt_oss.FAMILY, arctic.FAMILY, dbrx.FAMILY,

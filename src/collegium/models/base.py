@@ -16,22 +16,9 @@ from ..errors import ConfigError
 from ..types import ActivationSpec, MoESpec, RoutingSpec, SharedSpec
 
 __all__ = [
-    "PREFIXES",
-    "W123",
-    "Config",
-    "Family",
-    "Names",
-    "StackedNames",
-    "each_nth",
-    "every_layer",
-    "layers_after_first",
-    "listed_layers",
-    "object_of",
-    "projections_of",
-    "shared_width",
-    "spec_of",
-    "text_of",
-]
+    "PREFIXES", "W123", "Config", "Family", "Names", "StackedNames", "each_nth", "every_layer",
+    "layers_after_first", "listed_layers", "object_of", "projections_of", "shared_width", "spec_of", "text_of",
+]  # fmt: skip
 
 _ABSENT = object()
 _MOST_COUNT = 1 << 14  # layers, experts; published models have at most 126 and 896

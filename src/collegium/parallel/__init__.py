@@ -12,20 +12,9 @@ from .partial import PartialKind
 from .symm_mem import SymmMemKind
 
 __all__ = [
-    "DISPATCHERS",
-    "AllGatherKind",
-    "AllToAllFixedKind",
-    "AllToAllKind",
-    "Dispatcher",
-    "DispatcherKind",
-    "Local",
-    "LocalKind",
-    "PartialKind",
-    "Reaching",
-    "SymmMemKind",
-    "batch_tokens",
-    "composed",
-]
+    "DISPATCHERS", "AllGatherKind", "AllToAllFixedKind", "AllToAllKind", "Dispatcher", "DispatcherKind", "Local",
+    "LocalKind", "PartialKind", "Reaching", "SymmMemKind", "batch_tokens", "composed",
+]  # fmt: skip
 
 DISPATCHERS: tuple[DispatcherKind, ...] = (
     LocalKind(),

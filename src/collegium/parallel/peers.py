@@ -26,18 +26,8 @@ if TYPE_CHECKING:
     from .expert_map import ExpertMap
 
 __all__ = [
-    "HEAD_BYTES",
-    "MOST_PEERS",
-    "Peers",
-    "Returned",
-    "Sent",
-    "collect",
-    "post",
-    "pull",
-    "reduce",
-    "send",
-    "unasked",
-]
+    "HEAD_BYTES", "MOST_PEERS", "Peers", "Returned", "Sent", "collect", "post", "pull", "reduce", "send", "unasked",
+]  # fmt: skip
 
 HEAD_BYTES = 2048
 MOST_PEERS = 64

@@ -20,17 +20,9 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "STREAM",
-    "Step",
-    "dense_rows",
-    "launch",
-    "on_device",
-    "overlaps",
-    "power_at_least",
-    "recorded",
-    "usual_rows",
+    "STREAM", "Step", "dense_rows", "launch", "on_device", "overlaps", "power_at_least", "recorded", "usual_rows",
     "watched",
-]
+]  # fmt: skip
 
 STREAM = 3  # place of the stream among the arguments of Triton's C function
 _TESTED = ("3.6.",)  # releases of Triton whose launcher takes what ``_started`` prepares

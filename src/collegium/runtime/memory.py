@@ -20,25 +20,9 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "Arena",
-    "Memory",
-    "MemoryMap",
-    "OwnMemory",
-    "Region",
-    "Regions",
-    "Workspace",
-    "Workspaces",
-    "captured",
-    "captures",
-    "current_stream",
-    "largest",
-    "memory_map",
-    "part",
-    "shared_workspaces",
-    "take",
-    "under",
-    "wait_for",
-]
+    "Arena", "Memory", "MemoryMap", "OwnMemory", "Region", "Regions", "Workspace", "Workspaces", "captured",
+    "captures", "current_stream", "largest", "memory_map", "part", "shared_workspaces", "take", "under", "wait_for",
+]  # fmt: skip
 
 ALIGN = 256  # bytes that divide the place of every region
 _KEPT = 4096  # buffers of one arena, or of one part of it, remembered

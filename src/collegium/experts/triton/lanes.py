@@ -37,20 +37,9 @@ from .matrix import PackedMatrix
 Integers = Int4Group | Int4Affine | Int8Affine | Int4Ordered | Int8Ordered
 
 __all__ = [
-    "by_word",
-    "column_order",
-    "int4_scales",
-    "pack_bnb4",
-    "pack_fp8_block",
-    "pack_fp8_rows",
-    "pack_gguf",
-    "pack_int",
-    "pack_mxfp4",
-    "pack_mxfp8",
-    "pack_nvfp4",
-    "pack_plain",
-    "with_part",
-]
+    "by_word", "column_order", "int4_scales", "pack_bnb4", "pack_fp8_block", "pack_fp8_rows", "pack_gguf",
+    "pack_int", "pack_mxfp4", "pack_mxfp8", "pack_nvfp4", "pack_plain", "with_part",
+]  # fmt: skip
 
 _CHUNK = 1 << 20  # codes re-laid at a time
 

@@ -5,15 +5,9 @@ from dataclasses import dataclass
 from ...runtime.machine import Machine
 
 __all__ = [
-    "TileChoice",
-    "TileProblem",
-    "TunedTiles",
-    "experts_hit",
-    "stage_bytes",
-    "starts_early",
-    "weight_bytes",
+    "TileChoice", "TileProblem", "TunedTiles", "experts_hit", "stage_bytes", "starts_early", "weight_bytes",
     "weight_rows",
-]
+]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,17 +16,6 @@ from .recording import Recorder, recording
 from .whole_model import build_layers, load_model
 
 __all__ = [
-    "Decoder",
-    "Recorder",
-    "attach",
-    "build_layers",
-    "experts_forward",
-    "experts_modules",
-    "layers_of",
-    "load_model",
-    "recording",
-    "refresh",
-    "register",
-    "routed_weights",
-    "spec_of",
-]
+    "Decoder", "Recorder", "attach", "build_layers", "experts_forward", "experts_modules", "layers_of",
+    "load_model", "recording", "refresh", "register", "routed_weights", "spec_of",
+]  # fmt: skip
