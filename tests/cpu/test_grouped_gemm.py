@@ -383,8 +383,12 @@ def random_looked_up(*shape: int) -> Bnb4:
 
 @pytest.mark.parametrize(("rows", "most"), [(torch.bfloat16, 1e-5), (torch.float16, 1e-6)])
 @pytest.mark.parametrize("columns", [64, 96, 320, 512])
-@pytest.mark.parametrize("activation", [None, ActivationSpec()])
-def test_codes_that_look_numbers_up(columns: int, rows: torch.dtype, most: float, activation: Any) -> None:
+@pytest.mark.parametrize(
+    ("activation", "tile"), [(None, TILE), (ActivationSpec(), TILE), (ActivationSpec(), replace(TILE, stacked=True))]
+)
+def test_codes_that_look_numbers_up(
+    columns: int, rows: torch.dtype, most: float, activation: Any, tile: TileChoice
+) -> None:
     """To 16 bits, or 22: the larger term alone would be 1e-3 or 1e-4 away."""
     parts = 1 if activation is None else 2
     payload = random_looked_up(2, parts, 40, columns)
@@ -393,7 +397,7 @@ def test_codes_that_look_numbers_up(columns: int, rows: torch.dtype, most: float
     offsets = torch.tensor([0, 3, 9])
     x = heavy_tailed(9, columns, seed=6).to(rows)
     found = torch.empty(9, 40)
-    ops.grouped_gemm(x, packed, offsets, ops.tile_list(offsets, 9, TILE), found, activation=activation)
+    ops.grouped_gemm(x, packed, offsets, ops.tile_list(offsets, 9, tile), found, activation=activation)
     wanted = grouped_gemm_reference(x, payload.decode(), offsets, activation=activation)
     assert relative_error(found, wanted) < most
 

@@ -41,28 +41,23 @@ def expand_kernel(
     w = tl.load(at)
     w1 = tl.load(at + WIDTH) if EIGHT else w
     s = scale + (matrix * K_BLOCKS + block) * (WORDS * n_out) + row
-    a0, a1, a2, a3, f0, f1, f2, f3, _, _, _, _ = decoded(w, w1, s, n_out, w, WEIGHT, SCALE, WORDS, HALF, ASM)
+    a, f, _ = decoded(w, w1, s, n_out, WEIGHT, SCALE, WORDS, HALF, ASM)
     if SCALE == BLOCK_SCALE:
         f_at = factors + matrix * groups * n_out + row
         factor = tl.load(scale + (matrix * scale_rows + row // 128) * K_BLOCKS + block)[:, None]
         _store_group(f_at, block, groups, n_out, inside, factor)
     elif is_stepped(SCALE, WORDS):
         f_at = factors + (matrix * groups + block) * (3 * n_out) + row
-        tl.store(f_at[:, None], f0, mask=inside[:, None])
-        tl.store((f_at + n_out)[:, None], f1, mask=inside[:, None])
+        tl.store(f_at[:, None], f[0], mask=inside[:, None])
+        tl.store((f_at + n_out)[:, None], f[1], mask=inside[:, None])
         tl.store(f_at + 2 * n_out, tl.load(s + 2 * n_out).to(tl.float32, bitcast=True), mask=inside)
     elif not (WEIGHT == E2M1_LANES or WEIGHT == E4M3_LANES):
         f_at = factors + matrix * groups * n_out + row
-        if WORDS == 1:
-            _store_group(f_at, block, groups, n_out, inside, f0)
-        else:
-            _store_group(f_at, 4 * block, groups, n_out, inside, f0)
-            _store_group(f_at, 4 * block + 1, groups, n_out, inside, f1)
-            _store_group(f_at, 4 * block + 2, groups, n_out, inside, f2)
-            _store_group(f_at, 4 * block + 3, groups, n_out, inside, f3)
+        GROUPS: tl.constexpr = 1 if WORDS == 1 else 4
+        for group in tl.static_range(GROUPS):
+            _store_group(f_at, GROUPS * block + group, groups, n_out, inside, f[group])
     column = block * BLOCK_K + j
     to = out + (matrix * n_out + row)[:, None] * k_in + column[None, :]
-    tl.store(to, a0, mask=inside[:, None] & (column < k_in)[None, :])
-    tl.store(to + WIDTH, a1, mask=inside[:, None] & (column + WIDTH < k_in)[None, :])
-    tl.store(to + 2 * WIDTH, a2, mask=inside[:, None] & (column + 2 * WIDTH < k_in)[None, :])
-    tl.store(to + 3 * WIDTH, a3, mask=inside[:, None] & (column + 3 * WIDTH < k_in)[None, :])
+    for quarter in tl.static_range(4):
+        at = quarter * WIDTH
+        tl.store(to + at, a[quarter], mask=inside[:, None] & (column + at < k_in)[None, :])
