@@ -104,7 +104,7 @@ CASES: tuple[tuple[int, str, dict[str, Any], str, int, int], ...] = (
     (80, "i16", Q5_K | ALONE | STACKED, "HMMA", 255, 100),
     (80, "i16", Q6_K | ALONE, "HMMA", 168, 50),
     (80, "i16", Q8_0 | ALONE | {"STAGES": 3}, "HMMA", 184, 90),
-    (80, "i16", LOOKED_UP | ALONE | STACKED | {"STAGES": 3}, "HMMA", 200, 90),
+    (80, "i16", LOOKED_UP | ALONE | STACKED | {"warps": 8}, "HMMA", 200, 90),
     (80, "bf16", PLAIN | ALONE | STACKED, "HMMA", 128, 74),
     (80, "i16", MXFP4 | ALONE, "HMMA", 168, 50),
     (80, "i16", INT4 | ALONE, "HMMA", 168, 50),
@@ -117,8 +117,7 @@ CASES: tuple[tuple[int, str, dict[str, Any], str, int, int], ...] = (
     (100, "i16", Q5_K, "UTC", 192, 110),
     (100, "i16", Q6_K, "UTC", 168, 90),
     (100, "i16", Q8_0, "UTC", 168, 110),
-    (100, "i16", LOOKED_UP, "UTC", 200, 110),
-    (100, "i16", LOOKED_UP | STACKED, "UTC", 200, 110),
+    (100, "i16", LOOKED_UP | STACKED | {"warps": 8}, "UTC", 200, 110),
 )
 
 _PROGRAM = """

@@ -284,7 +284,7 @@ def test_every_e2m1_code_and_scale_is_exact() -> None:
     for low, high in ((127, 127), (100, 139), (1, 120), (127, 250)):
         scales = torch.linspace(low, high, 8).round().to(torch.uint8)[None, None, None]
         payload = MxFp4(shape=(1, 1, 1, 256), codes=row, scales=scales)
-        packed = pack.pack_mxfp4(payload, None)
+        packed = pack.pack_mx(payload, None)
         offsets = torch.tensor([0, 256])
         found = torch.empty(256, 1)
         x = torch.eye(256).bfloat16()
@@ -302,7 +302,7 @@ def test_every_e4m3_code_is_exact_in_lanes() -> None:
         payload = MxFp8(shape=(1, 1, 1, 256), codes=codes, scales=scales)
         found = torch.empty(256, 1)
         tiles = ops.tile_list(offsets, 256, TILE)
-        ops.grouped_gemm(x, pack.pack_mxfp8(payload, None), offsets, tiles, found)
+        ops.grouped_gemm(x, pack.pack_mx(payload, None), offsets, tiles, found)
         assert torch.equal(found[:, 0], payload.decode()[0, 0, 0])
     channel = Fp8Channel(shape=(1, 1, 1, 256), codes=codes, scales=torch.ones(1, 1, 1))
     ops.grouped_gemm(x, pack.pack_fp8_rows(channel, None, native=False), offsets, tiles, found)

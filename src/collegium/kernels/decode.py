@@ -11,9 +11,7 @@ import triton.language as tl
 
 from . import numbers
 
-__all__ = [
-    "decoded", "finished", "has_minima", "is_stepped", "looked_up", "minima", "minimum", "tables_of", "upper_scale",
-]  # fmt: skip
+__all__ = ["decoded", "finished", "has_minima", "is_stepped", "look_up", "minima", "minimum", "upper_scale", "words_of"]
 
 E4M3_LANES = tl.constexpr(numbers.E4M3_LANES)
 E2M1_LANES = tl.constexpr(numbers.E2M1_LANES)
@@ -139,10 +137,8 @@ def _as_rows(bits, HALF: tl.constexpr):
 def _minus(word, lanes, MIDDLE: tl.constexpr, ZEROED: tl.constexpr, HALF: tl.constexpr):
     """Return the bits of what is left to add to the numbers that ``lanes`` become in the text above."""
     zero = (word & 255)[:, None] if ZEROED else tl.full((1, 1), MIDDLE, tl.int32)
-    if HALF:
-        bits = zero | 0xE400
-    elif MIDDLE < 128:
-        bits = zero | 0xC300
+    if HALF or MIDDLE < 128:
+        bits = zero | (0xE400 if HALF else 0xC300)
     elif ZEROED:
         bits = (128 - zero).to(tl.float32).to(tl.int32, bitcast=True) >> 16  # 128 is gone already
     else:
@@ -180,8 +176,8 @@ def _int4_quarters(
 
 
 @triton.jit
-def tables_of(first, PARTS: tl.constexpr, ASM: tl.constexpr):
-    """Return the tables ``[PARTS, 16]`` of an expert as ``looked_up`` takes them.
+def words_of(first, PARTS: tl.constexpr, ASM: tl.constexpr):
+    """Return the tables ``[PARTS, 16]`` of an expert as ``look_up`` takes them.
 
     That is their address, and on the device a word for each lane of a warp, which any lane can ask for.
     """
@@ -194,7 +190,7 @@ def tables_of(first, PARTS: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.constexpr_function
-def _looked_up_text(quarter):
+def _look_up_text(quarter):
     """Return how two lanes $2, with parts $3, ask for a quarter: larger terms to $0, smaller ones to $1."""
     codes, at = "$2" if quarter % 2 == 0 else "a", 8 * (quarter // 2)
     return f"""{{ .reg .b32 a, b; shr.u32 a, $2, 4; lop3.b32 b, {codes}, 0x0F0F0F0F, $3, 0xEA;
@@ -204,7 +200,7 @@ def _looked_up_text(quarter):
 
 
 @triton.jit
-def looked_up(
+def look_up(
     lanes, tables, PART: tl.constexpr, STACKED: tl.constexpr, QUARTER: tl.constexpr, HALF: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
@@ -217,7 +213,7 @@ def looked_up(
         turns = tl.reshape(tl.join(part, tl.full((1, 1), 0x1010, tl.int16)), (1, 2, 1))
         part = tl.reshape(tl.broadcast_to(turns, (lanes.shape[0] // 16, 2, 8)), (lanes.shape[0], 1))
     if ASM:
-        TEXT: tl.constexpr = _looked_up_text(QUARTER)
+        TEXT: tl.constexpr = _look_up_text(QUARTER)
         large, small = tl.inline_asm_elementwise(
             TEXT, "=&r,=&r,r,r,r,r", [lanes, part, tables], dtype=(tl.int16, tl.int16), is_pure=True, pack=2
         )
@@ -425,7 +421,7 @@ def decoded(
     lanes1: the second halves of lanes of two. scale: addresses of words, ``step`` apart. Integers lose their zero
     points; without minima the last ones mean nothing. Where they are stepped, the first of two factors is of the whole
     K block and the second of its minima. Scales of other lanes are in the quarters, unless they belong to blocks. Codes
-    that look numbers up stay what they are (``looked_up``).
+    that look numbers up are for ``look_up``: of these quarters nothing is computed.
     """
     EIGHT: tl.constexpr = (WEIGHT == E4M3_LANES) or (WEIGHT == INT8_LANES)
     if (WEIGHT == E2M1_LANES) or (WEIGHT == E4M3_LANES):
@@ -452,9 +448,7 @@ def decoded(
     else:
         n0, n1, n2, n3, f, m = _group_factors(scale, step, SCALE, WORDS)
         ZEROED: tl.constexpr = SCALE == ZERO_SCALE
-        if WEIGHT == TABLE_LANES:
-            a0, a1, a2, a3 = lanes, lanes, lanes, lanes
-        elif EIGHT:
+        if EIGHT:
             # Codes of six bits, which steps alone have, lie around 32.
             CENTRE: tl.constexpr = 0 if has_minima(SCALE, WORDS) else 32 if SCALE == STEP_SCALE else 128
             a0, a1 = _int8_halves(lanes, n0, n1, CENTRE, ZEROED, HALF, ASM)

@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from . import numbers
 from .activation import activate
-from .decode import decoded, finished, has_minima, is_stepped, looked_up, minima, tables_of
+from .decode import decoded, finished, has_minima, is_stepped, look_up, minima, words_of
 from .tiles import begun, dot, halves, store_rows, token_at
 
 __all__ = ["grouped_gemm_kernel", "grouped_tile"]
@@ -56,10 +56,7 @@ def _load_rows(pointers, valid, inside, EVEN: tl.constexpr):
 @triton.jit
 def _load_weights(pointers, k, left, WIDTH: tl.constexpr, WEIGHT: tl.constexpr, EVEN: tl.constexpr):
     w0 = _load(pointers, k < left, EVEN)
-    if (WEIGHT == E4M3_LANES) or (WEIGHT == INT8_LANES):
-        return w0, tl.load(pointers + WIDTH)
-    else:
-        return w0, w0
+    return w0, tl.load(pointers + WIDTH) if (WEIGHT == E4M3_LANES) or (WEIGHT == INT8_LANES) else w0
 
 
 @triton.jit
@@ -71,7 +68,7 @@ def _multiply(
     """Add one K block: weights ``w [BLOCK_N, .]`` times tokens ``x``, a tensor or one a quarter, scaled as SCALE says.
 
     x_scale: of the tokens if X_SCALED. sums ``[32, BLOCK_T]``: of the tokens' columns, where weights have minima; where
-    codes look numbers up, those (``tables_of``).
+    codes look numbers up, those (``words_of``).
     """
     none = tl.zeros_like(acc)
     QUARTERS: tl.constexpr = WEIGHT != PLAIN and WEIGHT != E4M3_E4M3
@@ -93,15 +90,21 @@ def _multiply(
                 acc += product * (factor[:, None] if STACKED else factor)
             else:
                 acc += product * f[0]
+        elif WEIGHT == TABLE_LANES:
+            # The columns of a scale at a time: operands of the whole block would take too many registers.
+            EACH: tl.constexpr = 4 // WORDS
+            for first in tl.static_range(0, 4, EACH):
+                terms = ()
+                for quarter in tl.static_range(first, first + EACH):
+                    terms += (look_up(w, sums, PART, STACKED, quarter, HALF, ASM),)
+                product = none
+                for term in tl.static_range(2):
+                    for at in tl.static_range(EACH):
+                        product = dot(terms[at][term], x[first + at], product, ASM)
+                acc += product * f[first]
         else:
             for quarter in tl.static_range(4):
-                if WEIGHT == TABLE_LANES:
-                    # A quarter at a time: all eight operands would take too many registers.
-                    large, small = looked_up(w, sums, PART, STACKED, quarter, HALF, ASM)
-                    product = dot(small, x[quarter], dot(large, x[quarter], none, ASM), ASM)
-                else:
-                    product = dot(a[quarter], x[quarter], none, ASM)
-                acc += product * f[quarter]
+                acc += dot(a[quarter], x[quarter], none, ASM) * f[quarter]
     else:
         if SCALE == BLOCK_SCALE:
             # One number for the whole tile: with the tokens' scales it is a row of factors, not a matrix.
@@ -151,10 +154,7 @@ def grouped_tile(
 
     t = tl.arange(0, BLOCK_T)
     QUARTERS: tl.constexpr = WEIGHT != PLAIN and WEIGHT != E4M3_E4M3
-    if QUARTERS:
-        WIDTH: tl.constexpr = BLOCK_K // 4
-    else:
-        WIDTH: tl.constexpr = BLOCK_K
+    WIDTH: tl.constexpr = BLOCK_K // 4 if QUARTERS else BLOCK_K
     k = tl.arange(0, WIDTH)
     # Rows beyond the end are not read: every program asks for the same few rows at the same time.
     valid = (t < row_count)[None, :]
@@ -180,7 +180,7 @@ def grouped_tile(
         gate = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
     up_ptr = w_ptr + (SETS - 1) * part_step
     us_ptr = s_ptr + (SETS - 1) * s_part
-    tables = tables_of(row_scale + matrix * 16, PARTS, ASM) if WEIGHT == TABLE_LANES else sums
+    tables = words_of(row_scale + matrix * 16, PARTS, ASM) if WEIGHT == TABLE_LANES else sums
     for block in tl.range(0, K_BLOCKS, num_stages=STAGES):
         left = k_in - block * BLOCK_K
         tokens = ()
@@ -224,12 +224,9 @@ def grouped_tile(
     if STACKED:
         gate, up = halves(up, BLOCK_N, BLOCK_T)
     if KIND == NO_ACTIVATION:
-        result = up
-    elif PARTS == 2:
-        result = activate(gate, up, KIND, HAS_LIMIT, limit, alpha, gate_bound, up_bound)
+        return up
     else:
-        result = activate(up, up, KIND, HAS_LIMIT, limit, alpha, gate_bound, up_bound)
-    return result
+        return activate(gate if PARTS == 2 else up, up, KIND, HAS_LIMIT, limit, alpha, gate_bound, up_bound)
 
 
 @triton.jit
