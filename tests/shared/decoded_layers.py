@@ -56,7 +56,7 @@ def decoded_layer(
     if name in KINDS:
         wide, hidden = -(-wide // 256) * 256, -(-hidden // 256) * 256
     if name == "bnb4":
-        wide, hidden = -(-wide // 32) * 32, -(-hidden // 64) * 64
+        wide, hidden = -(-wide // 64) * 64 - 32, -(-hidden // 64) * 64  # scales of 32 columns, and of 64
     spec = MoESpec(
         hidden_size=hidden,
         intermediate_size=wide,
