@@ -104,7 +104,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "gate and up swapped", "kernels/grouped_gemm.py",
-        (("activate(gate, up, KIND, HAS_LIMIT", "activate(up, gate, KIND, HAS_LIMIT"),), _KERNEL,
+        (("activate(gate if PARTS == 2 else up, up, KIND", "activate(up, gate if PARTS == 2 else up, KIND"),), _KERNEL,
     ),
     Mutant(
         "gate and up swapped on loading", "checkpoint/loader.py",
@@ -319,9 +319,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("what rounding leaves of a sum dropped", "kernels/columns.py", (("tl.where(place == 1, total - rounded, 0.0)", "tl.where(place == 1, 0.0, 0.0)"),), _BLOCKS[1:]),
     Mutant("rows whose sums overflow", "kernels/columns.py", (("(most >> 23) - 9, 1)", "(most >> 23) - 15, 1)"),), _BLOCKS[1:]),
     Mutant("a row with NaN that is zero", "kernels/columns.py", (("tl.where(finite, (byte << 23).to(tl.float32, bitcast=True), float(\"nan\"))", "(byte << 23).to(tl.float32, bitcast=True)"),), _BLOCKS[1:]),
-    Mutant("the factor of the neighbouring group", "kernels/expand.py", (("4 * block + 1, groups, n_out, inside, f1", "4 * block + 1, groups, n_out, inside, f2"),), _LARGE),
+    Mutant("the factor of the neighbouring group", "kernels/expand.py", (("inside, f[group * 4 // GROUPS])", "inside, f[0])"),), _LARGE),
     Mutant("the factor of the neighbouring block", "kernels/expand.py", (("row // 128) * K_BLOCKS + block)", "row // 128) * K_BLOCKS)"),), _LARGE),
-    Mutant("quarters of a block swapped", "kernels/expand.py", (("tl.store(to + WIDTH, a1", "tl.store(to + WIDTH, a2"),), _LARGE),
+    Mutant("quarters of a block swapped", "kernels/expand.py", (("tl.store(to + at, a[quarter]", "tl.store(to + at, a[3 - quarter]"),), _LARGE),
     Mutant("minima of a large batch left out", "kernels/prefill.py", (("    if MINIMA:\n        word", "    if MINIMA and ASM:\n        word"),), _LARGE),
     Mutant("gate's factors for up", "kernels/prefill.py", (("s_second = s_first + tl.cast(n_out, tl.int64) * STEPS", "s_second = s_first + 0 * tl.cast(n_out, tl.int64) * STEPS"),), _LARGE),
     Mutant("the tiles of all experts for some", "experts/triton/expanded.py", (("tiles if turn == experts else tile_list(own, rows, tiles.tile, memory)", "tiles"),), _LARGE),
@@ -649,8 +649,8 @@ MUTANTS: tuple[Mutant, ...] = (
     *(
         Mutant(name, file, (edit,), ("tests/cpu/test_grouped_gemm.py::test_codes_that_look_numbers_up",))
         for name, file, edit in (
-            ("the smaller term of a looked up number dropped", "kernels/grouped_gemm.py", ("acc += dot(m2, x2, dot(a2, x2, none, ASM), ASM) * f2", "acc += dot(a2, x2, none, ASM) * f2")),
-            ("numbers of gate looked up for up", "kernels/grouped_gemm.py", ("up_table = table + (SETS - 1) * 16", "up_table = table")),
+            ("the smaller term of a looked up number dropped", "kernels/grouped_gemm.py", ("for term in tl.static_range(2):", "for term in tl.static_range(1):")),
+            ("numbers of gate looked up for up", "kernels/grouped_gemm.py", ("X_SCALE == 1, STACKED, SETS - 1, ASM", "X_SCALE == 1, STACKED, 0, ASM")),
             ("terms of a looked up number swapped", "experts/triton/lanes.py", ("(first.dtype), first), dim=-1)", "(first.dtype), first.flip(-1)), dim=-1)")),
             ("the scale of the neighbouring half", "kernels/decode.py", ("n0[:, None], n0[:, None], n1[:, None], n1[:, None]", "n0[:, None], n1[:, None], n1[:, None], n1[:, None]")),
         )
@@ -804,7 +804,7 @@ _DEVICE: tuple[Mutant, ...] = (
     Mutant("quarters swapped (device)", "kernels/decode.py", (("fma.rn.KIND $1, b, $6, none;", "fma.rn.KIND $1, a, $6, none;"),), _GPU),
     Mutant("the neighbouring group's scale (device)", "kernels/decode.py", (("fma.rn.KIND $2, b, $7, none;", "fma.rn.KIND $2, b, $6, none;"),), _GPU),
     Mutant("sign of the last quarter dropped (device)", "kernels/decode.py", (("shl.b32 b, $4, 1;", "shl.b32 b, $4, 2;"),), _GPU),
-    Mutant("INT4 zero off by one (device)", "kernels/decode.py", (("bits = zero | 0xC300", "bits = zero | 0xC301"),), _GPU),
+    Mutant("INT4 zero off by one (device)", "kernels/decode.py", (("0xE400 if HALF else 0xC300", "0xE400 if HALF else 0xC301"),), _GPU),
     Mutant("upper bit of INT8 dropped (device)", "kernels/decode.py", (("lop3.b32 b, a, 0x00800080,", "lop3.b32 b, a, 0x00000080,"),), _GPU),
     Mutant("INT8 in float16 of seven bits (device)", "kernels/decode.py", (("_BYTE = \"shr.u32 a, $2, {}; lop3.b32 a, a, 0x00FF00FF,", "_BYTE = \"shr.u32 a, $2, {}; lop3.b32 a, a, 0x007F007F,"),), _GPU),
     Mutant("a step of the neighbouring group (device)", "kernels/decode.py", (("base, 0x5{q}5{q};", "base, 0x515{q};"),), _GPU),

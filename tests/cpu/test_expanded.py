@@ -12,9 +12,10 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("tests/gpu makes these comparisons on the device", allow_module_level=True)
 
+from collegium.commands.integers import nf4
 from collegium.experts.triton import layout, tiles
 from collegium.experts.triton.expanded import expanded
-from collegium.experts.triton.lanes import pack_gguf, pack_int, pack_mxfp8
+from collegium.experts.triton.lanes import pack_bnb4, pack_gguf, pack_int, pack_mx
 from collegium.experts.triton.tile_choice import TileProblem
 from collegium.experts.triton.tiles import prefill_tile
 from collegium.formats import MxFp8
@@ -58,7 +59,7 @@ def test_integers_and_their_factors(bits: int, group: int) -> None:
 
 def test_scales_that_are_powers_of_two_leave_no_factors() -> None:
     payload: Any = MxFp8.encode(torch.randn(3, 2, 40, 272))
-    packed = pack_mxfp8(payload, None)
+    packed = pack_mx(payload, None)
     assert packed.layout.expanded.words == 0
     assert torch.equal(numbers_of(packed), payload.decode())
 
@@ -72,6 +73,22 @@ def test_steps_are_in_the_numbers_and_minima_beside_them(kind: str) -> None:
     words = own.scale[:, :, :, 2].contiguous().view(torch.int8).unflatten(-1, (24, 4))
     steps = words.permute(0, 1, 3, 2, 4).flatten(3).repeat_interleave(32, dim=3)
     assert relative_error(own.values.float() * factors + minima * steps, payload.decode()) < 1e-6
+
+
+@pytest.mark.parametrize("columns", [96, 192])
+@pytest.mark.parametrize("half", [False, True])
+def test_numbers_that_are_looked_up_become_two_terms(columns: int, half: bool) -> None:
+    payload = nf4(torch.randn(3, 2, 40, columns))
+    payload.table.mul_(torch.rand(3, 2, 16))  # of its own for each matrix
+    packed = pack_bnb4(payload, None, half=half)
+    own = expand(replace(packed, layout=replace(packed.layout, half=half)))
+    group = own.layout.block_k
+    assert (group, own.values.shape[3]) == (64 if columns == 192 else 32, 2 * columns)
+    large, small = own.values.float().unflatten(3, (-1, 2, group)).unbind(4)
+    assert own.scale is not None
+    factors = own.scale[:, :, :, 0].transpose(2, 3)[..., None]
+    assert relative_error(((large + small) * factors).flatten(3), payload.decode()) < (1e-7 if half else 1e-5)
+    assert relative_error((large * factors).flatten(3), payload.decode()) > (1e-5 if half else 1e-4)
 
 
 def test_minima_without_steps_stay_with_the_small_tiles() -> None:
@@ -89,6 +106,7 @@ def test_minima_without_steps_stay_with_the_small_tiles() -> None:
         ("int8_ordered", "bf16", 32),
         ("Q4_K", "bf16", 32),
         ("Q5_K", "fp16", 32),
+        ("bnb4", "bf16", 64),
     ],
 )
 def test_a_large_batch_gives_the_rows_of_the_small_tiles(

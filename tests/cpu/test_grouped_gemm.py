@@ -284,7 +284,7 @@ def test_every_e2m1_code_and_scale_is_exact() -> None:
     for low, high in ((127, 127), (100, 139), (1, 120), (127, 250)):
         scales = torch.linspace(low, high, 8).round().to(torch.uint8)[None, None, None]
         payload = MxFp4(shape=(1, 1, 1, 256), codes=row, scales=scales)
-        packed = pack.pack_mxfp4(payload, None)
+        packed = pack.pack_mx(payload, None)
         offsets = torch.tensor([0, 256])
         found = torch.empty(256, 1)
         x = torch.eye(256).bfloat16()
@@ -302,7 +302,7 @@ def test_every_e4m3_code_is_exact_in_lanes() -> None:
         payload = MxFp8(shape=(1, 1, 1, 256), codes=codes, scales=scales)
         found = torch.empty(256, 1)
         tiles = ops.tile_list(offsets, 256, TILE)
-        ops.grouped_gemm(x, pack.pack_mxfp8(payload, None), offsets, tiles, found)
+        ops.grouped_gemm(x, pack.pack_mx(payload, None), offsets, tiles, found)
         assert torch.equal(found[:, 0], payload.decode()[0, 0, 0])
     channel = Fp8Channel(shape=(1, 1, 1, 256), codes=codes, scales=torch.ones(1, 1, 1))
     ops.grouped_gemm(x, pack.pack_fp8_rows(channel, None, native=False), offsets, tiles, found)
@@ -383,8 +383,12 @@ def random_looked_up(*shape: int) -> Bnb4:
 
 @pytest.mark.parametrize(("rows", "most"), [(torch.bfloat16, 1e-5), (torch.float16, 1e-6)])
 @pytest.mark.parametrize("columns", [64, 96, 320, 512])
-@pytest.mark.parametrize("activation", [None, ActivationSpec()])
-def test_codes_that_look_numbers_up(columns: int, rows: torch.dtype, most: float, activation: Any) -> None:
+@pytest.mark.parametrize(
+    ("activation", "tile"), [(None, TILE), (ActivationSpec(), TILE), (ActivationSpec(), replace(TILE, stacked=True))]
+)
+def test_codes_that_look_numbers_up(
+    columns: int, rows: torch.dtype, most: float, activation: Any, tile: TileChoice
+) -> None:
     """To 16 bits, or 22: the larger term alone would be 1e-3 or 1e-4 away."""
     parts = 1 if activation is None else 2
     payload = random_looked_up(2, parts, 40, columns)
@@ -393,7 +397,7 @@ def test_codes_that_look_numbers_up(columns: int, rows: torch.dtype, most: float
     offsets = torch.tensor([0, 3, 9])
     x = heavy_tailed(9, columns, seed=6).to(rows)
     found = torch.empty(9, 40)
-    ops.grouped_gemm(x, packed, offsets, ops.tile_list(offsets, 9, TILE), found, activation=activation)
+    ops.grouped_gemm(x, packed, offsets, ops.tile_list(offsets, 9, tile), found, activation=activation)
     wanted = grouped_gemm_reference(x, payload.decode(), offsets, activation=activation)
     assert relative_error(found, wanted) < most
 

@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
 
 from collegium.experts.reference import Reference
 from collegium.experts.triton.grouped import grouped_gemm, tile_list
-from collegium.experts.triton.lanes import pack_fp8_rows, pack_gguf, pack_int, pack_mxfp8
+from collegium.experts.triton.lanes import pack_fp8_rows, pack_gguf, pack_int, pack_mx
 from collegium.experts.triton.packed import PackedExperts
 from collegium.experts.triton.table import TritonBf16, TritonFp8, TritonW4A16, TritonW8A16
 from collegium.experts.triton.tile_choice import TileChoice
@@ -159,7 +159,7 @@ def test_every_e4m3_code_is_exact_in_lanes(scaled: bool) -> None:
     scales = torch.linspace(118, 134, 8).round().to(torch.uint8)[None, None, None].cuda()
     if scaled:
         payload = MxFp8(shape=(1, 1, 1, 256), codes=codes, scales=scales)
-        packed = pack_mxfp8(payload, None)
+        packed = pack_mx(payload, None)
     else:
         payload = Fp8Channel(shape=(1, 1, 1, 256), codes=codes, scales=torch.ones(1, 1, 1, device="cuda"))
         packed = pack_fp8_rows(payload, None, native=False)

@@ -33,6 +33,7 @@ DECODED = (
     *((f"int{bits}_affine", "bf16", group) for bits in (4, 8) for group in (32, 128)),
     *((f"int{bits}_affine", "fp16", 128) for bits in (4, 8)),
     *((f"int{bits}_ordered", "bf16", 32) for bits in (4, 8)),
+    *(("bnb4", act, 64) for act in ("bf16", "fp16")),
     *((kind, act, 32) for kind in KINDS for act in ("bf16", "fp16")),
 )
 
@@ -54,6 +55,8 @@ def decoded_layer(
     experts, wide, hidden = sizes
     if name in KINDS:
         wide, hidden = -(-wide // 256) * 256, -(-hidden // 256) * 256
+    if name == "bnb4":
+        wide, hidden = -(-wide // 64) * 64 - 32, -(-hidden // 64) * 64  # scales of 32 columns, and of 64
     spec = MoESpec(
         hidden_size=hidden,
         intermediate_size=wide,

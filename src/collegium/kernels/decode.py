@@ -11,7 +11,7 @@ import triton.language as tl
 
 from . import numbers
 
-__all__ = ["decoded", "finished", "has_minima", "is_stepped", "minima", "minimum", "upper_scale"]
+__all__ = ["decoded", "finished", "has_minima", "is_stepped", "look_up", "minima", "minimum", "upper_scale", "words_of"]
 
 E4M3_LANES = tl.constexpr(numbers.E4M3_LANES)
 E2M1_LANES = tl.constexpr(numbers.E2M1_LANES)
@@ -137,10 +137,8 @@ def _as_rows(bits, HALF: tl.constexpr):
 def _minus(word, lanes, MIDDLE: tl.constexpr, ZEROED: tl.constexpr, HALF: tl.constexpr):
     """Return the bits of what is left to add to the numbers that ``lanes`` become in the text above."""
     zero = (word & 255)[:, None] if ZEROED else tl.full((1, 1), MIDDLE, tl.int32)
-    if HALF:
-        bits = zero | 0xE400
-    elif MIDDLE < 128:
-        bits = zero | 0xC300
+    if HALF or MIDDLE < 128:
+        bits = zero | (0xE400 if HALF else 0xC300)
     elif ZEROED:
         bits = (128 - zero).to(tl.float32).to(tl.int32, bitcast=True) >> 16  # 128 is gone already
     else:
@@ -178,16 +176,51 @@ def _int4_quarters(
 
 
 @triton.jit
-def _looked_up(codes, table, HALF: tl.constexpr, ASM: tl.constexpr):
-    """Return two tensors whose sum is a number of ``table [16]`` int32, the larger term in the upper half."""
+def words_of(first, PARTS: tl.constexpr, ASM: tl.constexpr):
+    """Return the tables ``[PARTS, 16]`` of an expert as ``look_up`` takes them.
+
+    That is their address, and on the device a word for each lane of a warp, which any lane can ask for.
+    """
     if ASM:
-        # A plain load would be one of those that the compiler starts some steps ahead, which copies to shared memory.
-        found = tl.inline_asm_elementwise(
-            "ld.global.nc.b32 $0, [$1];", "=r,l", [(table + codes).to(tl.int64)], dtype=tl.int32, is_pure=True, pack=1
+        lane = tl.inline_asm_elementwise("mov.u32 $0, %laneid;", "=r", [], dtype=tl.int32, is_pure=True, pack=1)
+        # A column, because the compiler decodes in the layout of an operand what loads, constants and views lead to.
+        return tl.load(first + (tl.full((1, 1), 0, tl.int32) + (lane & (16 * PARTS - 1))))
+    else:
+        return first
+
+
+@triton.constexpr_function
+def _look_up_text(quarter):
+    """Return how two lanes $2, with parts $3, ask for a quarter: larger terms to $0, smaller ones to $1."""
+    codes, at = "$2" if quarter % 2 == 0 else "a", 8 * (quarter // 2)
+    return f"""{{ .reg .b32 a, b; shr.u32 a, $2, 4; lop3.b32 b, {codes}, 0x0F0F0F0F, $3, 0xEA;
+        shr.u32 a, b, {at}; shr.u32 b, b, {at + 16};
+        shfl.sync.idx.b32 a, $4, a, 31, 0xFFFFFFFF; shfl.sync.idx.b32 b, $5, b, 31, 0xFFFFFFFF;
+        prmt.b32 $0, a, b, 0x7632; prmt.b32 $1, a, b, 0x5410; }}"""
+
+
+@triton.jit
+def look_up(
+    lanes, tables, PART: tl.constexpr, STACKED: tl.constexpr, QUARTER: tl.constexpr, HALF: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """Return the larger and the smaller terms of the numbers of a quarter of ``lanes``, which are those of INT4.
+
+    PART: whose table they ask; STACKED: rows ask the two parts' in turns of eight.
+    """
+    part = tl.full((1, 1), 0x1010 * PART, tl.int16)
+    if STACKED:
+        turns = tl.reshape(tl.join(part, tl.full((1, 1), 0x1010, tl.int16)), (1, 2, 1))
+        part = tl.reshape(tl.broadcast_to(turns, (lanes.shape[0] // 16, 2, 8)), (lanes.shape[0], 1))
+    if ASM:
+        TEXT: tl.constexpr = _look_up_text(QUARTER)
+        large, small = tl.inline_asm_elementwise(
+            TEXT, "=&r,=&r,r,r,r,r", [lanes, part, tables], dtype=(tl.int16, tl.int16), is_pure=True, pack=2
         )
     else:
-        found = tl.load(table + codes)
-    return _as_rows((found >> 16).to(tl.int16), HALF), _as_rows(found.to(tl.int16), HALF)
+        found = tl.load(tables + (((lanes >> (4 * QUARTER)) & 15) | (part & 16)))
+        large, small = (found >> 16).to(tl.int16), found.to(tl.int16)
+    return _as_rows(large, HALF), _as_rows(small, HALF)
 
 
 @triton.jit
@@ -375,20 +408,20 @@ def _group_factors(scale, step, SCALE: tl.constexpr, WORDS: tl.constexpr):
         else:
             f0, f1 = _group_scale(n0, ZEROED), _group_scale(n1, ZEROED)
             f2, f3 = _group_scale(n2, ZEROED), _group_scale(n3, ZEROED)
-    return n0, n1, n2, n3, f0, f1, f2, f3, m0, m1, m2, m3
+    return n0, n1, n2, n3, (f0, f1, f2, f3), (m0, m1, m2, m3)
 
 
 @triton.jit
 def decoded(
-    lanes, lanes1, scale, step, table, WEIGHT: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr,
+    lanes, lanes1, scale, step, WEIGHT: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr,
     HALF: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Return the quarters of a K block, and of integers four float32 columns of factors and four float16 of minima.
+    """Return the quarters of a K block, and of integers as many float32 columns of factors and float16 ones of minima.
 
     lanes1: the second halves of lanes of two. scale: addresses of words, ``step`` apart. Integers lose their zero
-    points; without minima the last four mean nothing. Where they are stepped, the first factor is of the whole K block
-    and the second of its minima. Scales of other lanes are in the quarters, unless they belong to blocks. Of codes that
-    ``table`` says the numbers of, the last four are what is to be added to the quarters.
+    points; without minima the last ones mean nothing. Where they are stepped, the first of two factors is of the whole
+    K block and the second of its minima. Scales of other lanes are in the quarters, unless they belong to blocks. Codes
+    that look numbers up are for ``look_up``: of these quarters nothing is computed.
     """
     EIGHT: tl.constexpr = (WEIGHT == E4M3_LANES) or (WEIGHT == INT8_LANES)
     if (WEIGHT == E2M1_LANES) or (WEIGHT == E4M3_LANES):
@@ -404,23 +437,18 @@ def decoded(
             a2, a3 = _e4m3_halves(lanes1, s2, s3, SCALED, ASM)
         else:
             a0, a1, a2, a3 = _e2m1_quarters(lanes, s0, s1, s2, s3, ASM)
-        return a0, a1, a2, a3, a0, a1, a2, a3, a0, a1, a2, a3
+        a = (a0, a1, a2, a3)
+        return a, a, a
     elif is_stepped(SCALE, WORDS):
         halves, words = tl.load(scale), tl.load(scale + 2 * step)
         a0, a1, a2, a3 = _stepped_quarters(lanes, lanes1, tl.load(scale + step), EIGHT, ASM)
         f0, f1 = _half_scale(halves), _half_scale(halves >> 16)
         m0, m1, m2, m3 = minimum(words, 0), minimum(words, 1), minimum(words, 2), minimum(words, 3)
-        return a0, a1, a2, a3, f0, f1, f0, f0, m0, m1, m2, m3
+        return (a0, a1, a2, a3), (f0, f1), (m0, m1, m2, m3)
     else:
-        n0, n1, n2, n3, f0, f1, f2, f3, m0, m1, m2, m3 = _group_factors(scale, step, SCALE, WORDS)
+        n0, n1, n2, n3, f, m = _group_factors(scale, step, SCALE, WORDS)
         ZEROED: tl.constexpr = SCALE == ZERO_SCALE
-        if WEIGHT == TABLE_LANES:
-            words = lanes.to(tl.int32)
-            a0, m0 = _looked_up(words & 15, table, HALF, ASM)
-            a1, m1 = _looked_up((words >> 4) & 15, table, HALF, ASM)
-            a2, m2 = _looked_up((words >> 8) & 15, table, HALF, ASM)
-            a3, m3 = _looked_up((words >> 12) & 15, table, HALF, ASM)
-        elif EIGHT:
+        if EIGHT:
             # Codes of six bits, which steps alone have, lie around 32.
             CENTRE: tl.constexpr = 0 if has_minima(SCALE, WORDS) else 32 if SCALE == STEP_SCALE else 128
             a0, a1 = _int8_halves(lanes, n0, n1, CENTRE, ZEROED, HALF, ASM)
@@ -428,7 +456,7 @@ def decoded(
         else:
             MIDDLE: tl.constexpr = 0 if has_minima(SCALE, WORDS) else 8
             a0, a1, a2, a3 = _int4_quarters(lanes, n0, n1, n2, n3, MIDDLE, ZEROED, HALF, ASM)
-        return a0, a1, a2, a3, f0, f1, f2, f3, m0, m1, m2, m3
+        return (a0, a1, a2, a3), f, m
 
 
 @triton.jit

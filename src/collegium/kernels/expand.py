@@ -7,7 +7,7 @@ products by: nothing is rounded, so a row has the same bits whichever kernel dec
 import triton
 import triton.language as tl
 
-from .decode import BLOCK_SCALE, E2M1_LANES, E4M3_LANES, INT8_LANES, decoded, is_stepped
+from .decode import BLOCK_SCALE, E2M1_LANES, E4M3_LANES, INT8_LANES, TABLE_LANES, decoded, is_stepped, look_up, words_of
 
 __all__ = ["expand_kernel"]
 
@@ -19,17 +19,19 @@ def _store_group(factors, group, groups, n_out, inside, factor):
 
 @triton.jit
 def expand_kernel(
-    lanes, scale, out, factors, n_out, k_in, groups, row_tiles, scale_rows,
+    lanes, scale, table, out, factors, n_out, k_in, groups, row_tiles, scale_rows,
     WEIGHT: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr, K_BLOCKS: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Write ``out [M, n_out, k_in]``, and ``factors`` as ``prefill_kernel`` takes them.
+    """Write ``out [M, n_out, k_in]``, or for TABLE_LANES 2 * k_in, and ``factors`` as ``prefill_kernel`` takes them.
 
     M: expert and part. lanes: int16 ``[M, K_BLOCKS, n_out, .]``. scale: 32-bit ``[M, K_BLOCKS, WORDS, n_out]``, where
-    groups have one, or as ``Rows`` has it of blocks. groups: how many there are in k_in columns. HALF: out is float16.
-    Axis 0: K blocks of tiles of BLOCK_N rows; axis 1: M.
+    groups have one, or as ``Rows`` has it of blocks. table: int32 ``[M, 16]`` for TABLE_LANES. groups: how many there
+    are in k_in columns. HALF: out is float16. Axis 0: K blocks of tiles of BLOCK_N rows; axis 1: M.
     """
     WIDTH: tl.constexpr = BLOCK_K // 4
+    GROUPS: tl.constexpr = 1 if WORDS == 1 else WORDS if WEIGHT == TABLE_LANES else 4
+    SPAN: tl.constexpr = BLOCK_K // GROUPS
     EIGHT: tl.constexpr = (WEIGHT == E4M3_LANES) or (WEIGHT == INT8_LANES)
     matrix = tl.program_id(1).to(tl.int64)
     block = tl.program_id(0) // row_tiles
@@ -41,28 +43,27 @@ def expand_kernel(
     w = tl.load(at)
     w1 = tl.load(at + WIDTH) if EIGHT else w
     s = scale + (matrix * K_BLOCKS + block) * (WORDS * n_out) + row
-    a0, a1, a2, a3, f0, f1, f2, f3, _, _, _, _ = decoded(w, w1, s, n_out, w, WEIGHT, SCALE, WORDS, HALF, ASM)
+    a, f, _ = decoded(w, w1, s, n_out, WEIGHT, SCALE, WORDS, HALF, ASM)
     if SCALE == BLOCK_SCALE:
         f_at = factors + matrix * groups * n_out + row
         factor = tl.load(scale + (matrix * scale_rows + row // 128) * K_BLOCKS + block)[:, None]
         _store_group(f_at, block, groups, n_out, inside, factor)
     elif is_stepped(SCALE, WORDS):
         f_at = factors + (matrix * groups + block) * (3 * n_out) + row
-        tl.store(f_at[:, None], f0, mask=inside[:, None])
-        tl.store((f_at + n_out)[:, None], f1, mask=inside[:, None])
+        tl.store(f_at[:, None], f[0], mask=inside[:, None])
+        tl.store((f_at + n_out)[:, None], f[1], mask=inside[:, None])
         tl.store(f_at + 2 * n_out, tl.load(s + 2 * n_out).to(tl.float32, bitcast=True), mask=inside)
     elif not (WEIGHT == E2M1_LANES or WEIGHT == E4M3_LANES):
         f_at = factors + matrix * groups * n_out + row
-        if WORDS == 1:
-            _store_group(f_at, block, groups, n_out, inside, f0)
+        for group in tl.static_range(GROUPS):
+            _store_group(f_at, GROUPS * block + group, groups, n_out, inside, f[group * 4 // GROUPS])
+    to = out + (matrix * n_out + row)[:, None] * (k_in * (2 if WEIGHT == TABLE_LANES else 1)) + j[None, :]
+    for quarter in tl.static_range(4):
+        at = block * BLOCK_K + quarter * WIDTH
+        kept = inside[:, None] & (at + j < k_in)[None, :]
+        if WEIGHT == TABLE_LANES:
+            large, small = look_up(w, words_of(table + matrix * 16, 1, ASM), 0, False, quarter, HALF, ASM)
+            tl.store(to + (at + at // SPAN * SPAN), large, mask=kept)
+            tl.store(to + (at + at // SPAN * SPAN + SPAN), small, mask=kept)
         else:
-            _store_group(f_at, 4 * block, groups, n_out, inside, f0)
-            _store_group(f_at, 4 * block + 1, groups, n_out, inside, f1)
-            _store_group(f_at, 4 * block + 2, groups, n_out, inside, f2)
-            _store_group(f_at, 4 * block + 3, groups, n_out, inside, f3)
-    column = block * BLOCK_K + j
-    to = out + (matrix * n_out + row)[:, None] * k_in + column[None, :]
-    tl.store(to, a0, mask=inside[:, None] & (column < k_in)[None, :])
-    tl.store(to + WIDTH, a1, mask=inside[:, None] & (column + WIDTH < k_in)[None, :])
-    tl.store(to + 2 * WIDTH, a2, mask=inside[:, None] & (column + 2 * WIDTH < k_in)[None, :])
-    tl.store(to + 3 * WIDTH, a3, mask=inside[:, None] & (column + 3 * WIDTH < k_in)[None, :])
+            tl.store(to + at, a[quarter], mask=kept)

@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from . import numbers
 from .activation import activate
-from .decode import decoded, finished, has_minima, is_stepped, minima
+from .decode import decoded, finished, has_minima, is_stepped, look_up, minima, words_of
 from .tiles import begun, dot, halves, scales_at, store_rows, token_at
 
 __all__ = ["grouped_gemm_kernel", "grouped_tile"]
@@ -56,55 +56,55 @@ def _load_rows(pointers, valid, inside, EVEN: tl.constexpr):
 @triton.jit
 def _load_weights(pointers, k, left, WIDTH: tl.constexpr, WEIGHT: tl.constexpr, EVEN: tl.constexpr):
     w0 = _load(pointers, k < left, EVEN)
-    if (WEIGHT == E4M3_LANES) or (WEIGHT == INT8_LANES):
-        return w0, tl.load(pointers + WIDTH)
-    else:
-        return w0, w0
+    return w0, tl.load(pointers + WIDTH) if (WEIGHT == E4M3_LANES) or (WEIGHT == INT8_LANES) else w0
 
 
 @triton.jit
 def _multiply(
-    acc, w, w1, scale, scale_step, x0, x1, x2, x3, sums, x_scale,
+    acc, w, w1, scale, scale_step, x, sums, x_scale,
     WEIGHT: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr, X_SCALED: tl.constexpr, STACKED: tl.constexpr,
-    ASM: tl.constexpr,
+    PART: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Add one K block: weights ``w [BLOCK_N, .]`` times tokens ``x0..x3``, scaled as SCALE says.
+    """Add one K block: weights ``w [BLOCK_N, .]`` times tokens ``x``, a tensor or one a quarter, scaled as SCALE says.
 
     x_scale: of the tokens if X_SCALED. sums ``[32, BLOCK_T]``: of the tokens' columns, where weights have minima; where
-    codes look numbers up, the address of those.
+    codes look numbers up, those (``words_of``).
     """
     none = tl.zeros_like(acc)
     QUARTERS: tl.constexpr = WEIGHT != PLAIN and WEIGHT != E4M3_E4M3
     if QUARTERS:
-        a0, a1, a2, a3, f0, f1, f2, f3, m0, m1, m2, m3 = decoded(
-            w, w1, scale, scale_step, sums, WEIGHT, SCALE, WORDS, x0.dtype == tl.float16, ASM
-        )
+        HALF: tl.constexpr = x[0].dtype == tl.float16
+        a, f, m = decoded(w, w1, scale, scale_step, WEIGHT, SCALE, WORDS, HALF, ASM)
         FOLDED: tl.constexpr = (WEIGHT == E2M1_LANES or WEIGHT == E4M3_LANES) and SCALE != BLOCK_SCALE
         if has_minima(SCALE, WORDS):
-            product = dot(minima(m0, m1, m2, m3), sums, none, ASM)
-            acc += product * f1 if is_stepped(SCALE, WORDS) else product
+            product = dot(minima(m[0], m[1], m[2], m[3]), sums, none, ASM)
+            acc += product * f[1] if is_stepped(SCALE, WORDS) else product
         if WORDS == 1 or is_stepped(SCALE, WORDS):
-            product = dot(a0, x0, acc if FOLDED else none, ASM)
-            product = dot(a1, x1, product, ASM)
-            product = dot(a2, x2, product, ASM)
-            product = dot(a3, x3, product, ASM)
+            product = acc if FOLDED else none
+            for quarter in tl.static_range(4):
+                product = dot(a[quarter], x[quarter], product, ASM)
             if FOLDED:
                 acc = finished(product, ASM)
             elif SCALE == BLOCK_SCALE:
                 factor = tl.load(scale)
                 acc += product * (factor[:, None] if STACKED else factor)
             else:
-                acc += product * f0
+                acc += product * f[0]
         elif WEIGHT == TABLE_LANES:
-            acc += dot(m0, x0, dot(a0, x0, none, ASM), ASM) * f0
-            acc += dot(m1, x1, dot(a1, x1, none, ASM), ASM) * f1
-            acc += dot(m2, x2, dot(a2, x2, none, ASM), ASM) * f2
-            acc += dot(m3, x3, dot(a3, x3, none, ASM), ASM) * f3
+            # The columns of a scale at a time: operands of the whole block would take too many registers.
+            EACH: tl.constexpr = 4 // WORDS
+            for first in tl.static_range(0, 4, EACH):
+                terms = ()
+                for quarter in tl.static_range(first, first + EACH):
+                    terms += (look_up(w, sums, PART, STACKED, quarter, HALF, ASM),)
+                product = none
+                for term in tl.static_range(2):
+                    for at in tl.static_range(EACH):
+                        product = dot(terms[at][term], x[first + at], product, ASM)
+                acc += product * f[first]
         else:
-            acc += dot(a0, x0, none, ASM) * f0
-            acc += dot(a1, x1, none, ASM) * f1
-            acc += dot(a2, x2, none, ASM) * f2
-            acc += dot(a3, x3, none, ASM) * f3
+            for quarter in tl.static_range(4):
+                acc += dot(a[quarter], x[quarter], none, ASM) * f[quarter]
     else:
         if SCALE == BLOCK_SCALE:
             # One number for the whole tile: with the tokens' scales it is a row of factors, not a matrix.
@@ -113,11 +113,11 @@ def _multiply(
                 factors = factor[:, None] * x_scale[None, :] if STACKED else (factor * x_scale)[None, :]
             else:
                 factors = factor[:, None] if STACKED else factor
-            acc += dot(w, x0, none, ASM) * factors
+            acc += dot(w, x[0], none, ASM) * factors
         elif X_SCALED:
-            acc += dot(w, x0, none, ASM) * x_scale[None, :]
+            acc += dot(w, x[0], none, ASM) * x_scale[None, :]
         else:
-            acc = dot(w, x0, acc, ASM)
+            acc = dot(w, x[0], acc, ASM)
     return acc
 
 
@@ -155,10 +155,7 @@ def grouped_tile(
 
     t = tl.arange(0, BLOCK_T)
     QUARTERS: tl.constexpr = WEIGHT != PLAIN and WEIGHT != E4M3_E4M3
-    if QUARTERS:
-        WIDTH: tl.constexpr = BLOCK_K // 4
-    else:
-        WIDTH: tl.constexpr = BLOCK_K
+    WIDTH: tl.constexpr = BLOCK_K // 4 if QUARTERS else BLOCK_K
     k = tl.arange(0, WIDTH)
     # Rows beyond the end are not read: every program asks for the same few rows at the same time.
     valid = (t < row_count)[None, :]
@@ -185,38 +182,25 @@ def grouped_tile(
         gate = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
     up_ptr = w_ptr + (SETS - 1) * part_step
     us_ptr = s_ptr + (SETS - 1) * s_part
-    table = row_scale + matrix * 16
-    if STACKED:
-        table += (part * 16)[:, None]
-    up_table = table + (SETS - 1) * 16
+    tables = words_of(row_scale + matrix * 16, PARTS, ASM) if WEIGHT == TABLE_LANES else sums
     for block in tl.range(0, K_BLOCKS, num_stages=STAGES):
         left = k_in - block * BLOCK_K
-        x0 = _load_rows(x_ptr, valid, k[:, None] < left, EVEN_K)
-        if QUARTERS:
-            x1 = _load_rows(x_ptr + WIDTH, valid, k[:, None] < left - WIDTH, EVEN_K)
-            x2 = _load_rows(x_ptr + 2 * WIDTH, valid, k[:, None] < left - 2 * WIDTH, EVEN_K)
-            x3 = _load_rows(x_ptr + 3 * WIDTH, valid, k[:, None] < left - 3 * WIDTH, EVEN_K)
-        else:
-            x1 = x0
-            x2 = x0
-            x3 = x0
+        tokens = ()
+        for quarter in tl.static_range(4 if QUARTERS else 1):
+            at = quarter * WIDTH
+            tokens += (_load_rows(x_ptr + at, valid, k[:, None] < left - at, EVEN_K),)
         xs = scales_at(xs_ptr + block * scale_step, ASM) if GROUPS else 0.0
-        if has_minima(SCALE, WORDS):
-            added = _load_rows(sums_ptr + block * 32, valid, valid, True)
-            up_added = added
-        else:
-            added = table
-            up_added = up_table
+        added = _load_rows(sums_ptr + block * 32, valid, valid, True) if has_minima(SCALE, WORDS) else tables
         if SETS == 2:
             w0, w1 = _load_weights(w_ptr, k[None, :], left, WIDTH, WEIGHT, EVEN_K or QUARTERS)
             gate = _multiply(
-                gate, w0, w1, s_ptr, n_out, x0, x1, x2, x3, added, xs, WEIGHT, SCALE, WORDS, GROUPS, STACKED, ASM
+                gate, w0, w1, s_ptr, n_out, tokens, added, xs, WEIGHT, SCALE, WORDS, GROUPS, STACKED, 0, ASM
             )
             w_ptr += k_step
             s_ptr += s_k
         w0, w1 = _load_weights(up_ptr, k[None, :], left, WIDTH, WEIGHT, EVEN_K or QUARTERS)
         up = _multiply(
-            up, w0, w1, us_ptr, n_out, x0, x1, x2, x3, up_added, xs, WEIGHT, SCALE, WORDS, GROUPS, STACKED, ASM
+            up, w0, w1, us_ptr, n_out, tokens, added, xs, WEIGHT, SCALE, WORDS, GROUPS, STACKED, SETS - 1, ASM
         )
         up_ptr += k_step
         us_ptr += s_k
@@ -242,12 +226,9 @@ def grouped_tile(
     if STACKED:
         gate, up = halves(up, BLOCK_N, BLOCK_T)
     if KIND == NO_ACTIVATION:
-        result = up
-    elif PARTS == 2:
-        result = activate(gate, up, KIND, HAS_LIMIT, limit, alpha, gate_bound, up_bound)
+        return up
     else:
-        result = activate(up, up, KIND, HAS_LIMIT, limit, alpha, gate_bound, up_bound)
-    return result
+        return activate(gate if PARTS == 2 else up, up, KIND, HAS_LIMIT, limit, alpha, gate_bound, up_bound)
 
 
 @triton.jit

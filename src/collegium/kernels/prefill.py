@@ -55,29 +55,33 @@ def _promoted(product, scale, acc, ASM: tl.constexpr):
 @triton.jit
 def _add_block(acc, x, w, x_scale, scale, SCALE: tl.constexpr, X_SCALE: tl.constexpr, ASM: tl.constexpr):
     """Add one K block: tokens ``x [BLOCK_T, BLOCK_K]`` times weights ``w [128, BLOCK_K]``."""
-    if SCALE and X_SCALE == 1:
-        return _promoted(dot(x, w.T, tl.zeros_like(acc), ASM), (scale * x_scale)[:, None], acc, ASM)
-    elif SCALE:
-        return _promoted(dot(x, w.T, tl.zeros_like(acc), ASM), scale, acc, ASM)
-    elif X_SCALE == 1:
-        return _promoted(dot(x, w.T, tl.zeros_like(acc), ASM), x_scale[:, None], acc, ASM)
+    if SCALE or X_SCALE == 1:
+        factor = scale if X_SCALE != 1 else (scale * x_scale)[:, None] if SCALE else x_scale[:, None]
+        return _promoted(dot(x, w.T, tl.zeros_like(acc), ASM), factor, acc, ASM)
     else:
         return dot(x, w.T, acc, ASM)
 
 
 @triton.jit
-def _add_group(acc, x, w, sums, factors, step, MINIMA: tl.constexpr, ASM: tl.constexpr):
-    """Add one group of columns: weights ``w [128, BLOCK_K]`` times tokens ``x [BLOCK_T, BLOCK_K]``, to their transpose.
+def _add_group(
+    acc, x, weight, row, block, sums, factors, step, MINIMA: tl.constexpr, TERMS: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
+    """Add a group of columns: 128 rows of weights times tokens ``x [BLOCK_T, BLOCK_K]``, to their transpose.
 
     factors: addresses of a factor for each weight row; with MINIMA that of the minima is ``step`` behind it, and
-    after as many again the word they are in. sums ``[BLOCK_T, 32]``: what those multiply.
+    after as many again the word they are in. sums ``[BLOCK_T, 32]``: what those multiply. Weights are sums of two TERMS
+    where the second ones of a group lie behind its first.
     """
+    w = weight.load([row, block * (TERMS * x.shape[1])])
     factor = tl.load(factors)[:, None]
     if MINIMA:
         word = tl.load(factors + 2 * step).to(tl.int32, bitcast=True)
         added = minima(minimum(word, 0), minimum(word, 1), minimum(word, 2), minimum(word, 3))
         acc = _promoted(dot(added, sums.T, tl.zeros_like(acc), ASM), tl.load(factors + step)[:, None], acc, ASM)
-    return _promoted(dot(w, x.T, tl.zeros_like(acc), ASM), factor, acc, ASM)
+    product = dot(w, x.T, tl.zeros_like(acc), ASM)
+    if TERMS == 2:
+        product = dot(weight.load([row, (2 * block + 1) * x.shape[1]]), x.T, product, ASM)
+    return _promoted(product, factor, acc, ASM)
 
 
 @triton.jit
@@ -123,10 +127,10 @@ def _store_codes(value, at, at_scale, inside, kept, ROUND: tl.constexpr, CODES: 
 def _write_tile(
     place, token_tiles, x, weight, sums, x_scale, scale, row_scale, bias, out, row_places, out_scale, expert_offsets,
     tile_expert, tile_row, tile_corner, n_out, k_in, scale_rows, limit, alpha, gate_bound, up_bound,
-    SCALE: tl.constexpr, MINIMA: tl.constexpr, X_SCALE: tl.constexpr, ROW_SCALE: tl.constexpr, BIAS: tl.constexpr,
-    PARTS: tl.constexpr, KIND: tl.constexpr, HAS_LIMIT: tl.constexpr, CODES: tl.constexpr, ROUND: tl.constexpr,
-    K_BLOCKS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_T: tl.constexpr, STAGES: tl.constexpr,
-    PLACED: tl.constexpr, ASM: tl.constexpr,
+    SCALE: tl.constexpr, MINIMA: tl.constexpr, TERMS: tl.constexpr, X_SCALE: tl.constexpr, ROW_SCALE: tl.constexpr,
+    BIAS: tl.constexpr, PARTS: tl.constexpr, KIND: tl.constexpr, HAS_LIMIT: tl.constexpr, CODES: tl.constexpr,
+    ROUND: tl.constexpr, K_BLOCKS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_T: tl.constexpr,
+    STAGES: tl.constexpr, PLACED: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Multiply and store one place of the grid: GROUP_T token tiles by all columns, then the next."""
     BAND: tl.constexpr = 128
@@ -171,10 +175,10 @@ def _write_tile(
         tokens = x.load([corner, block * BLOCK_K])
         if GROUPS:
             added = sums.load([corner, block * 32]) if MINIMA else tokens
-            w_a = weight.load([first, block * BLOCK_K])
-            a = _add_group(a, tokens, w_a, added, s_first + block * s_step, n_out, MINIMA, ASM)
-            w_b = weight.load([second, block * BLOCK_K])
-            b = _add_group(b, tokens, w_b, added, s_second + block * s_step, n_out, MINIMA, ASM)
+            at = s_first + block * s_step
+            a = _add_group(a, tokens, weight, first, block, added, at, n_out, MINIMA, TERMS, ASM)
+            at = s_second + block * s_step
+            b = _add_group(b, tokens, weight, second, block, added, at, n_out, MINIMA, TERMS, ASM)
         else:
             # Loaded before the products, so that their wait covers it.
             token_scale = tl.load(xs + block) if X_SCALE == 1 else 1.0
@@ -236,18 +240,19 @@ def prefill_kernel(
     x, weight, x_scale, sums, scale, row_scale, bias, out, row_places, out_scale, expert_offsets, tile_expert, tile_row,
     tile_corner, tiles_used, rows, n_out, k_in, x_stride, n_step, weight_rows, scale_rows, limit, alpha, gate_bound,
     up_bound,
-    SCALE: tl.constexpr, MINIMA: tl.constexpr, X_SCALE: tl.constexpr, ROW_SCALE: tl.constexpr, BIAS: tl.constexpr,
-    PARTS: tl.constexpr, KIND: tl.constexpr, HAS_LIMIT: tl.constexpr, CODES: tl.constexpr, ROUND: tl.constexpr,
-    K_BLOCKS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_T: tl.constexpr, STAGES: tl.constexpr,
-    SPECIALIZE: tl.constexpr, PLACED: tl.constexpr, ASM: tl.constexpr,
+    SCALE: tl.constexpr, MINIMA: tl.constexpr, TERMS: tl.constexpr, X_SCALE: tl.constexpr, ROW_SCALE: tl.constexpr,
+    BIAS: tl.constexpr, PARTS: tl.constexpr, KIND: tl.constexpr, HAS_LIMIT: tl.constexpr, CODES: tl.constexpr,
+    ROUND: tl.constexpr, K_BLOCKS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_T: tl.constexpr,
+    STAGES: tl.constexpr, SPECIALIZE: tl.constexpr, PLACED: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Write ``out [R, n_out]``: rows of one expert times its weights, then bias and activation.
 
     x ``[rows, x_stride]``; weight ``[weight_rows, n_step]``, the rows of all experts and parts; both hold k_in
-    numbers a row and read zero beyond them. x_scale: float32 ``[R, K_BLOCKS]`` (X_SCALE 1) or ``[R, 1]`` (2).
-    scale: float32 ``[E, PARTS, scale_rows, K_BLOCKS]``, a factor of 128 weight rows and a K block (BLOCK_SCALE), or
-    ``[E, PARTS, K_BLOCKS, n_out]`` (GROUP_SCALE). With MINIMA it is ``[E, PARTS, K_BLOCKS, 3, n_out]``: factors, those
-    of minima, and words of minima, which sums multiply, float16 ``[R, 32 * K_BLOCKS]`` (``halves_kernel``).
+    numbers a row, weights of two TERMS as many of each, and read zero beyond them. x_scale: float32 ``[R, K_BLOCKS]``
+    (X_SCALE 1) or ``[R, 1]`` (2). scale: float32 ``[E, PARTS, scale_rows, K_BLOCKS]``, a factor of 128 weight rows and
+    a K block (BLOCK_SCALE), or ``[E, PARTS, K_BLOCKS, n_out]`` (GROUP_SCALE). With MINIMA it is
+    ``[E, PARTS, K_BLOCKS, 3, n_out]``: factors, those of minima, and words of minima, which sums multiply, float16
+    ``[R, 32 * K_BLOCKS]`` (``halves_kernel``).
     row_scale, bias: ``[E, PARTS, n_out]``. tile_corner: tile_row again. tiles_used: one number, how many tiles there
     are. CODES: out is E4M3 and out_scale float32 ``[R, ceil(n_out / 128)]``; ROUND: what is quantised is rounded to
     bfloat16 first. Rows from expert_offsets[E] on are not written. PLACED: row r is written to element row_places[r] of
@@ -259,7 +264,7 @@ def prefill_kernel(
     # Made here, not by the host: the compiler halves the block of tokens for the two groups, and only a descriptor it
     # sees being made shrinks with it.
     x_blocks = tl.make_tensor_descriptor(x, [rows, k_in], [x_stride, 1], [BLOCK_T, BLOCK_K])
-    w_blocks = tl.make_tensor_descriptor(weight, [weight_rows, k_in], [n_step, 1], [128, BLOCK_K])
+    w_blocks = tl.make_tensor_descriptor(weight, [weight_rows, TERMS * k_in], [n_step, 1], [128, BLOCK_K])
     s_blocks = x_blocks
     if MINIMA:
         s_blocks = tl.make_tensor_descriptor(sums, [rows, 32 * K_BLOCKS], [32 * K_BLOCKS, 1], [BLOCK_T, 32])
@@ -272,6 +277,6 @@ def prefill_kernel(
     )  # fmt: skip
     for place in tl.range(tl.program_id(0), places, tl.num_programs(0), warp_specialize=SPECIALIZE):
         _write_tile(
-            place, *given, SCALE, MINIMA, X_SCALE, ROW_SCALE, BIAS, PARTS, KIND, HAS_LIMIT, CODES, ROUND,
+            place, *given, SCALE, MINIMA, TERMS, X_SCALE, ROW_SCALE, BIAS, PARTS, KIND, HAS_LIMIT, CODES, ROUND,
             K_BLOCKS, BLOCK_T, BLOCK_K, GROUP_T, STAGES, PLACED, ASM,
         )  # fmt: skip

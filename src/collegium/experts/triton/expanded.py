@@ -56,12 +56,12 @@ def expanded(matrix: PackedMatrix, room: Tensor) -> PackedMatrix:
         "ASM": room.is_cuda,
     }
     room_of_numbers = experts * layout.expanded_sizes[0]
-    values = room[:room_of_numbers].view(made.stored).view(made.shape)
+    values = room[:room_of_numbers].view(made.stored).view(made.values_shape)
     shape = experts, parts, made.k_blocks, made.words, n_out
     factors = room[room_of_numbers:][: 4 * prod(shape)].view(torch.float32).view(shape)
     row_tiles = -(-n_out // _TILE)
     args = (
-        matrix.values, matrix.pointers[1], values, factors, n_out, k_in, made.k_blocks, row_tiles, layout.scale_rows,
+        matrix.values, *matrix.pointers[1:3], values, factors, n_out, k_in, made.k_blocks, row_tiles, layout.scale_rows,
     )  # fmt: skip
     launch(expand_kernel, (row_tiles * layout.k_blocks, experts * parts), args, constants, num_warps=4)
     return replace(matrix, layout=made, values=values, scale=factors if made.words else None, order=None)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError
-from ...kernels.numbers import FAST_MATH, NO_ACTIVATION, TABLE_LANES
+from ...kernels.numbers import FAST_MATH, NO_ACTIVATION
 from ...ops.columns import RowSums
 from ...ops.permute import tile_count
 from ...runtime.launch import launch, power_at_least
@@ -109,7 +109,7 @@ def grouped_gemm(
 
         steps = beside[0].stride(-1), *layout.steps
         kernel, sizes = grouped_gemm_kernel, (n_out, k_in, x.stride(0), *steps, layout.scale_rows)
-        scaled = packed.row_scale is not None and layout.weight != TABLE_LANES
+        scaled = packed.row_scale is not None and layout.operands == 1
         own = {"SCALE": layout.scale_kind, "WORDS": max(1, layout.words), "ROW_SCALE": scaled}
         own |= {"EVEN_K": k_in % layout.block_k == 0, "STACKED": tile.stacked}
     args = (

@@ -38,7 +38,7 @@ Integers = Int4Group | Int4Affine | Int8Affine | Int4Ordered | Int8Ordered
 
 __all__ = [
     "by_word", "column_order", "int4_scales", "pack_bnb4", "pack_fp8_block", "pack_fp8_rows", "pack_gguf",
-    "pack_int", "pack_mxfp4", "pack_mxfp8", "pack_nvfp4", "pack_plain", "with_part",
+    "pack_int", "pack_mx", "pack_nvfp4", "pack_plain", "with_part",
 ]  # fmt: skip
 
 _CHUNK = 1 << 20  # codes re-laid at a time
@@ -78,27 +78,17 @@ def pack_fp8_rows(payload: Fp8Channel | Fp8Tensor, bias: Tensor | None, *, nativ
     )
 
 
-def pack_mxfp8(payload: MxFp8, bias: Tensor | None) -> PackedMatrix:
-    """Re-lay codes; E8M0 scales are relative to the largest of their row.
-
-    Lanes decode to code times 2^-120, which the largest scale, 2^120, undoes.
-    """
-    layout = LANES["mxfp8"].of(payload.shape)
-    scale, row_scale = _relative_words(payload.scales, layout, top=247)
-    values = _e4m3(payload.codes, layout)
-    return PackedMatrix(layout=layout, values=values, scale=scale, row_scale=row_scale, bias=bias)
-
-
-def pack_mxfp4(payload: MxFp4, bias: Tensor | None) -> PackedMatrix:
+def pack_mx(payload: MxFp4 | MxFp8, bias: Tensor | None) -> PackedMatrix:
     """Re-lay codes; E8M0 scales are relative to the largest of their row, which is applied after the sum.
 
-    A group below 2^-252 of its row's largest decodes to zero, and one below 2^-126 loses low bits: nothing else is
-    rounded.
+    Lanes of MXFP8 decode to code times 2^-120, which the largest scale, 2^120, undoes. A group of MXFP4 below 2^-252 of
+    its row's largest decodes to zero, and one below 2^-126 loses low bits: nothing else is rounded.
     """
-    layout = LANES["mxfp4"].of(payload.shape)
-    scale, row_scale = _relative_words(payload.scales, layout, top=253)
-    values = _lanes(payload.codes, layout, 0, _e2m1_lane)
-    return PackedMatrix(layout=layout, values=values, scale=scale, row_scale=row_scale, bias=bias)
+    layout, eight = LANES[payload.name].of(payload.shape), isinstance(payload, MxFp8)
+    relative, largest = relative_e8m0(payload.scales, 247 if eight else 253)
+    values = _e4m3(payload.codes, layout) if eight else _lanes(payload.codes, layout, 0, _e2m1_lane)
+    scale = _scale_words(relative, layout)
+    return PackedMatrix(layout=layout, values=values, scale=scale, row_scale=largest, bias=bias)
 
 
 def pack_nvfp4(payload: NvFp4, bias: Tensor | None) -> PackedMatrix:
@@ -177,7 +167,7 @@ def pack_gguf(payload: Gguf, bias: Tensor | None, *, half: bool = False) -> Pack
     kind, shape = payload.kind, payload.shape
     experts, parts, n_out, _ = shape
     if not kind.halves and not half:
-        made = pack_mxfp4(MxFp4.from_parts({".weight": payload.blocks}, storage="gguf", shape=shape), bias)
+        made = pack_mx(MxFp4.from_parts({".weight": payload.blocks}, storage="gguf", shape=shape), bias)
         return replace(made, report=_stored(kind.title, made.layout))
     two, stepped, eight = len(kind.halves) == 2, kind.steps is not None, kind.bits > 4 or not kind.halves
     layout = replace(
@@ -287,11 +277,6 @@ def _e4m3(codes: Tensor, layout: Rows | Lanes) -> Tensor:
     if isinstance(layout, Rows):
         return codes.contiguous()
     return _lanes(codes.view(torch.uint8), layout, 0, _e4m3_lane)
-
-
-def _relative_words(scales: Tensor, layout: Lanes, top: int) -> tuple[Tensor, Tensor]:
-    relative, largest = relative_e8m0(scales, top)
-    return _scale_words(relative, layout), largest
 
 
 def _scale_words(scales: Tensor, layout: Lanes) -> Tensor:

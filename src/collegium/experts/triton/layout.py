@@ -92,14 +92,15 @@ class Layout:
         plain = replace(ROWS["plain"].of(self.shape, half=half), stored=self.row_dtype)
         if self.scale_kind in (numbers.NO_SCALE, numbers.E8M0_SCALE, numbers.E4M3_SCALE):
             return plain
-        group = self.block_k if self.words <= 1 or self.stepped else self.block_k // 4
-        return replace(plain, block_k=group, scale_kind=numbers.GROUP_SCALE, words=3 if self.stepped else 1)
+        groups = 1 if self.words <= 1 or self.stepped else self.words if self.operands == 2 else 4
+        plain = replace(plain, block_k=self.block_k // groups, operands=self.operands)
+        return replace(plain, scale_kind=numbers.GROUP_SCALE, words=3 if self.stepped else 1)
 
     @property
     def expanded_sizes(self) -> tuple[int, int]:
         """Bytes of an expert's decoded numbers and, at most, of its factors: 8 in 128 columns in any kind of file."""
         _, parts, n_out, k_in = self.shape
-        return 2 * parts * n_out * k_in, 32 * parts * n_out * -(-k_in // 128)
+        return 2 * self.operands * parts * n_out * k_in, 32 * parts * n_out * -(-k_in // 128)
 
     @property
     def turn(self) -> int:
@@ -114,13 +115,12 @@ class Layout:
     @property
     def expands(self) -> bool:
         """Whether they become 16-bit numbers, decoded before products of large batches, and gain: not groups of 16."""
-        exact = self.weight != numbers.TABLE_LANES
-        return self.stepped or (exact and not (self.minima or (self.quartered and self.block_k < 128)))
+        return self.stepped or not (self.minima or (self.quartered and self.block_k < 128))
 
     @property
     def values_shape(self) -> tuple[int, ...]:
         """Shape of values."""
-        return self.shape
+        return *self.shape[:3], self.operands * self.shape[3]
 
     @property
     def nbytes(self) -> int:
@@ -174,6 +174,7 @@ class Layout:
 class Rows(Layout):
     """values ``[E, P, N, K]`` as published: the operands themselves.
 
+    With two operands a row holds the first ones of a group of block_k columns, the second ones, and so on, 2K in all.
     row_scale: float32 ``[E, P, N]``, or with BLOCK_SCALE scale: float32 ``[E, P, ceil(N / 128), ceil(K / 128)]``, with
     GROUP_SCALE ``[E, P, B, words, N]``: factors, and where words are 3 those of minima and words of minima.
     """
@@ -261,6 +262,7 @@ LANES = {
     "int8": Lanes(weight=numbers.INT8_LANES, code_bits=8, scale_kind=numbers.GROUP_SCALE, words=1, promoted=True),
     "table": Lanes(
         weight=numbers.TABLE_LANES, code_bits=4, scale_kind=numbers.GROUP_SCALE, words=2, promoted=True, quartered=True,
+        operands=2,
     ),
 }  # fmt: skip
 

@@ -67,7 +67,7 @@ def prefill_gemm(
     n_tiles = -(-n_out // (BAND if parts == 2 else 2 * BAND))
     values, *beside = packed.pointers
     scales = scales_of(x_scale, values)
-    wide = layout.block_k * x.element_size() > _STEP
+    wide = layout.operands * layout.block_k * x.element_size() > _STEP
     # Warps of their own cannot make an operand out of words.
     warps = 8 if layout.minima else tile.warps
     args = (
@@ -78,7 +78,8 @@ def prefill_gemm(
     constants = constants_of(packed, activation, x_scale, tiles) | {
         "SCALE": layout.scale_kind,
         "MINIMA": layout.minima,
-        "ROW_SCALE": packed.row_scale is not None,
+        "TERMS": layout.operands,
+        "ROW_SCALE": packed.row_scale is not None and layout.operands == 1,
         "CODES": ROWS if codes is None else POWER_CODES if codes.power else GROUP_CODES,
         "ROUND": codes is not None and codes.rounded,
         # Float32 results pass through shared memory that one stage less leaves free; wide blocks leave room for two.

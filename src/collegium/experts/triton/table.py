@@ -19,8 +19,7 @@ from .lanes import (
     pack_fp8_rows,
     pack_gguf,
     pack_int,
-    pack_mxfp4,
-    pack_mxfp8,
+    pack_mx,
     pack_nvfp4,
     pack_plain,
 )
@@ -63,7 +62,7 @@ TABLE = {
         _Row("fp8_block", _BF16, LANES["fp8_block"], partial(pack_fp8_block, native=False)),
         _Row("fp8_tensor", _BF16, LANES["fp8_rows"], partial(pack_fp8_rows, native=False)),
         _Row("fp8_channel", _BF16, LANES["fp8_rows"], partial(pack_fp8_rows, native=False)),
-        _Row("mxfp8", _BF16, LANES["mxfp8"], pack_mxfp8),
+        _Row("mxfp8", _BF16, LANES["mxfp8"], pack_mx),
     ),
     "triton_w4a8": (
         # Triton 3.6 compiles no product that is scaled by the tensor core and again by the tokens' groups.
@@ -73,7 +72,7 @@ TABLE = {
         _Row("int4_group", CODES, WORDS["int4_1"], pack_w4a8),
     ),
     "triton_w4a16": (
-        _Row("mxfp4", _BF16, LANES["mxfp4"], pack_mxfp4),
+        _Row("mxfp4", _BF16, LANES["mxfp4"], pack_mx),
         _Row("nvfp4", _BF16, LANES["nvfp4"], pack_nvfp4),
         _Row("int4_group", _EITHER, LANES["int4"], pack_int),
         _Row("int4_affine", _EITHER, _ZEROED["int4"], pack_int),

@@ -29,7 +29,8 @@ __all__ = ["BAND", "candidates", "choose", "nearest", "prefill_tile", "score"]
 
 BAND = 128  # weight rows a tile of a large batch holds twice
 _LARGE = 56  # rows of an expert from which on those tiles are the faster ones
-# The same where weights are decoded first: of four bits, of eight, and of groups that are products of their own.
+# The same where weights are decoded first: of four bits, of eight, and of groups that are products of their own, of
+# which numbers that are looked up take two.
 _EXPANDED = 512, 288, 1024
 _LONG = 512  # columns that such a product has at least: shorter ones decode little
 _SHARED_PASS = 4  # token tiles of a large batch that share a pass over the weights
@@ -222,6 +223,8 @@ def _registers_fit(problem: TileProblem, machine: Machine, tile: TileChoice) -> 
         # is left does not spill.
         roomy = machine.copies and problem.x_bits <= 16 and (problem.parts == 1 or tile.stacked)
         most = (64 if roomy else 40) - (16 if tile.block_n == 64 else 0)
+        # Four warps have no room for both terms of weights that are sums off Hopper. Found in the same way.
+        most = most if problem.operands == 1 or machine.copies or tile.warps == 8 else 0
     return used <= most and not (tile.warps == 8 and used < (8 if tile.block_t <= 32 else 16))
 
 
