@@ -5,7 +5,8 @@ Shape letters: E experts, N output rows, K input columns, r rows of x, G groups,
 Sixteen rows of weights lie side by side, a panel: ``[N / 16, K / 2, 4 b]`` bytes. A pair of columns is 32 codes in the
 order of the bfloat16 numbers they become: row 0 of columns 2k and 2k + 1, row 1 of both, and so on. Codes of up to six
 bits are 16 bytes, the first half in the low nibbles and the second in the high ones, then for each further bit four
-bytes with one bit of each; codes of eight bits are 32 bytes.
+bytes with one bit of each; codes of eight bits are 32 bytes. Codes of sixteen bits are bfloat16 numbers in rows as they
+are published, ``[N, K]``, and are turned where others are decoded.
 
 Four panels are a task. They are decoded whole into bfloat16 pairs ``[K / 2, 16]`` that stay in the second-level cache,
 then multiplied by all rows of x of their expert, sixteen at a time with AMX or a few at a time with products of pairs
@@ -57,6 +58,7 @@ FIELDS = (
     LINE, VALUES, GROUP, GROUPS, PAIRS, FACTORS, BIAS, X, OUT, SCRATCH, TILES, SHAPES,
 ) = range(len(FIELDS))  # fmt: skip
 
+_ROWS = range(LANES)
 _I1, _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 _BYTES, _SHORTS, _WORDS, _HALVES, _FLOATS = (
     ir.VectorType(kind, LANES) for kind in (_I8, _I16, _I32, ir.HalfType(), ir.FloatType())
@@ -243,6 +245,28 @@ def _decode(builder, kind, bits, shift, codes, count, values, scales, supers, ou
             _store(builder, _rounded(builder, *pair), builder.add(out, builder.mul(loop.index, _number(4 * LANES))))
 
 
+def _turned(row, bit):
+    """Return which lanes of two rows, ``bit`` apart, are in ``row`` once a bit of rows and columns has changed."""
+    first, second = (bit, 0) if row & bit else (0, bit)
+    return ir.Constant(_WORDS, [LANES + (lane ^ second) if lane & bit else lane | first for lane in _ROWS])
+
+
+@_instruction
+def _turn(builder, rows, stride, count, out):
+    """Copy ``count`` pairs of columns of sixteen rows of bfloat16, which are ``stride`` bytes apart."""
+    with cgutils.for_range(builder, builder.sdiv(count, _number(LANES))) as loop:
+        at, words = builder.add(rows, builder.mul(loop.index, _number(4 * LANES))), []
+        for own in _ROWS:
+            place = builder.add(at, builder.mul(stride, _number(own)))
+            _fetch(builder, builder.add(place, _number(4 * _PIECE)))
+            words.append(_load(builder, place, _WORDS))
+        for bit in (1, 2, 4, 8):  # of the number of a row and of a column, which change places
+            words = [builder.shuffle_vector(words[own & ~bit], words[own | bit], _turned(own, bit)) for own in _ROWS]
+        for own, word in enumerate(words):
+            place = builder.mul(builder.add(builder.mul(loop.index, _number(LANES)), _number(own)), _number(4 * LANES))
+            _store(builder, word, builder.add(out, place))
+
+
 def _tile(builder, name, *arguments):
     """Call an AMX instruction, where the CPU has it: numbers are tiles, the rest addresses and strides."""
     if not _host("amx-bf16"):
@@ -361,6 +385,9 @@ def _work(job):
                 codes = _field(job, CODES) + number * pairs * 4 * bits
                 decoded = scratch + own * panel
                 done, at = begin, begin // group
+                if bits == 16:
+                    _turn(codes + begin * 4, x_stride, end - begin, decoded)
+                    continue
                 while done < end:
                     count = min((at + 1) * group, end) - done
                     start, room = codes + done * 4 * bits, decoded + (done - begin) * 4 * LANES
