@@ -145,15 +145,36 @@ def test_rows_of_bfloat16_are_multiplied_where_they_lie(kernel, monkeypatch, hid
     found, wanted = packed.run(batch)[:used].float(), truth(batch, weights)[:used]
     assert float((found - wanted).norm() / wanted.norm()) <= (1e-3 if bias else 3e-3)  # without biases in bfloat16
 
-    alone = [replace(batch, source=batch.source[row : row + 1], expert_offsets=(batch.expert_offsets > row).long(),
-                     input_weights=batch.input_weights[row : row + 1] if weighted else None) for row in (0, 3, 30)]  # fmt: skip
-    for row, own in zip((0, 3, 30), alone, strict=True):
-        assert torch.equal(packed.run(own)[0].float(), found[row]), "a row's bits depend on the rows beside it"
+    def alone(row: int) -> ContiguousBatch:
+        own = None if batch.input_weights is None else batch.input_weights[row : row + 1]
+        offsets = (batch.expert_offsets > row).long()
+        return replace(batch, source=batch.source[row : row + 1], expert_offsets=offsets, input_weights=own)
+
+    for row in (0, 3, 30):
+        assert torch.equal(packed.run(alone(row))[0].float(), found[row]), "a row's bits depend on the rows beside it"
 
     packed.put(2, tuple(tensor.clone() for tensor in packed.take(1)))
     moved = truth(batch, weights)[:used]  # which lie where the packed ones do
     assert not torch.equal(moved, wanted)
     assert float((packed.run(batch)[:used].float() - moved).norm() / moved.norm()) <= (1e-3 if bias else 3e-3)
+
+
+def test_rows_are_counted_on_a_cpu_with_avx2_alone(kernel, monkeypatch):
+    monkeypatch.setattr(grouped, "_TURNS", True)
+    weights = make_weights("bf16", 3, 64, 64)
+    packed, seen = CpuGrouped().pack(weights, problem("bf16").routed), []
+    project = grouped._project
+    monkeypatch.setattr(grouped, "_project", lambda *given: seen.append(1) or project(*given))
+    for found, counts, library in (
+        ("AVX2", [1, 1, 1], 2), ("AVX2", [1, 0, 2], 0), ("AVX2", [30, 30, 36], 0), ("AVX2", [0, 33, 0], 2),
+        ("AVX512", [1, 1, 1], 0), ("AVX512", [0, 33, 0], 0),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda found=found: found)
+        batch = make_batch(counts, 64)
+        seen.clear()
+        got, wanted = packed.run(batch), truth(batch, weights)
+        assert float((got - wanted).norm() / wanted.norm()) <= 2e-2
+        assert len(seen) == library, (found, counts)
 
 
 @pytest.mark.parametrize(("hidden", "wide"), [(64, 33), (90, 64), (64, 48)])

@@ -38,10 +38,10 @@ SCALES = ("e8m0", "e4m3", "int8", "bf16", "fp16", "fp32")  # what scales are; in
 # What lies behind sixteen scales: zeros, which are subtracted from codes, or offsets, which are added to products.
 SHIFTS = ("none", "zeros", "offsets")
 _SPAN = 128  # pairs of columns of a float16 that int8 scales are multiplied by
-_PIECE = 64  # pairs of columns, 16 KiB of a task in bfloat16
+_PIECE, _SHORT = 64, 32  # pairs of columns, 16 KiB of a task in bfloat16, and those of rows that are turned
 _TILE_ROWS = 16  # of x
 # Rows of x at a time without AMX: more than four, and LLVM keeps sums in memory, though 32 registers would hold them.
-_FEW, _MORE = 1, 4
+_FEW, _PAIR, _MORE = 1, 2, 4
 
 # What a call is told, 64-bit numbers; addresses are of contiguous tensors. task, thread: counters that threads share.
 # experts, bounds: int64, the experts that have rows, the first row of each, and the end. blocks: tasks of an expert.
@@ -105,8 +105,11 @@ def _call(builder, name, result, *arguments):
 
 
 def _fetch(builder, address):
-    """Have the cache fetch what is at ``address``, if anything is there."""
-    how = (ir.Constant(_I32, own) for own in (0, 3, 1))
+    """Have the second-level cache fetch what is at ``address``, if anything is there.
+
+    Rows that are a power of two apart have few places in the first-level cache.
+    """
+    how = (ir.Constant(_I32, own) for own in (0, 2, 1))
     _call(builder, "llvm.prefetch.p0i8", ir.VoidType(), _at(builder, address, _I8), *how)
 
 
@@ -252,13 +255,13 @@ def _turned(row, bit):
 
 
 @_instruction
-def _turn(builder, rows, stride, count, out):
-    """Copy ``count`` pairs of columns of sixteen rows of bfloat16, which are ``stride`` bytes apart."""
+def _turn(builder, rows, stride, count, ahead, out):
+    """Copy ``count`` pairs of columns of sixteen rows of bfloat16, ``stride`` bytes apart; fetch what is ``ahead``."""
     with cgutils.for_range(builder, builder.sdiv(count, _number(LANES))) as loop:
         at, words = builder.add(rows, builder.mul(loop.index, _number(4 * LANES))), []
         for own in _ROWS:
             place = builder.add(at, builder.mul(stride, _number(own)))
-            _fetch(builder, builder.add(place, _number(4 * _PIECE)))
+            _fetch(builder, builder.add(place, ahead))
             words.append(_load(builder, place, _WORDS))
         for bit in (1, 2, 4, 8):  # of the number of a row and of a column, which change places
             words = [builder.shuffle_vector(words[own & ~bit], words[own | bit], _turned(own, bit)) for own in _ROWS]
@@ -347,7 +350,7 @@ def _adder(rows):
     return _instruction(add)
 
 
-_add_row, _add_rows = _adder(_FEW), _adder(_MORE)
+_add_row, _add_pair, _add_rows = _adder(_FEW), _adder(_PAIR), _adder(_MORE)
 
 
 @_instruction
@@ -365,10 +368,9 @@ def _work(job):
     spans, super_line = (pairs + _SPAN - 1) // _SPAN, 4 * LANES if shift else 2 * LANES
     x_stride, out_stride, tiles = pairs * 4, blocks * PANELS * LANES * 4, _field(job, TILES)
     configured = 0
-    while True:
-        task = _next(job + 8 * TASK)
-        if task >= _field(job, TASKS):
-            break
+    upcoming = _next(job + 8 * TASK)
+    while upcoming < _field(job, TASKS):
+        task, upcoming = upcoming, _next(job + 8 * TASK)
         place = task // blocks
         block = task - place * blocks
         expert = _field(_field(job, EXPERTS), place)
@@ -376,7 +378,8 @@ def _work(job):
         values = _field(job, VALUES) + expert * 4 * LANES
         column = block * PANELS * LANES * 4
         # Few rows take the columns in pieces that stay in the first-level cache between decoding and product.
-        piece = pairs if stop - first > _TILE_ROWS else min(pairs, _PIECE)
+        short = _SHORT if bits == 16 else _PIECE
+        piece = pairs if stop - first > _TILE_ROWS else min(pairs, short)
         panel = piece * 4 * LANES
         for begin in range(0, pairs, piece):
             end = min(begin + piece, pairs)
@@ -386,7 +389,14 @@ def _work(job):
                 decoded = scratch + own * panel
                 done, at = begin, begin // group
                 if bits == 16:
-                    _turn(codes + begin * 4, x_stride, end - begin, decoded)
+                    ahead = 4 * short
+                    if end == pairs and upcoming < _field(job, TASKS):
+                        other = upcoming // blocks
+                        number = (
+                            (_field(_field(job, EXPERTS), other) - other) * blocks + upcoming - expert * blocks - block
+                        )
+                        ahead = number * PANELS * pairs * 64 - begin * 4
+                    _turn(codes + begin * 4, x_stride, end - begin, ahead, decoded)
                     continue
                 while done < end:
                     count = min((at + 1) * group, end) - done
@@ -411,6 +421,9 @@ def _work(job):
                 elif stop - row >= _MORE:
                     rows = _MORE
                     _add_rows(x + begin * 4, x_stride, scratch, panel, end - begin, out, out_stride)
+                elif stop - row >= _PAIR:
+                    rows = _PAIR
+                    _add_pair(x + begin * 4, x_stride, scratch, panel, end - begin, out, out_stride)
                 else:
                     rows = _FEW
                     _add_row(x + begin * 4, x_stride, scratch, panel, end - begin, out, out_stride)

@@ -43,7 +43,9 @@ _TILE = 1 << 22
 # ONEDNN_MAX_CPU_ISA, November 2026).
 _FLOAT32_ROWS = 3
 _HAS_TILES = bool(torch.cpu._is_amx_tile_supported())  # pyright: ignore[reportPrivateUsage]
-# Measured without AMX alone (EPYC with AVX512_BF16, November 2026).
+# Rows of an expert, on average, that ``kernels.cpu_fused`` multiplies faster on a CPU with AVX2 alone (emulated); with
+# AVX-512 any number is faster (EPYC with AVX512_BF16, November 2026). With AMX it was not measured.
+_AVX2_ROWS = 1.25, 32
 _TURNS = not _HAS_TILES and lacking() is None
 _Spans = list[tuple[int, slice]]  # experts and their rows
 _CHUNK_ROWS = 512  # rows whose intermediate values are kept at once, unless one expert has more
@@ -87,7 +89,7 @@ class CpuExperts(Packed):
                     x = (x.float() * batch.input_weights[start:stop, None]).to(x.dtype)
                 inner, bounds = room[: stop - start], pairwise(offsets[first : last + 1])
                 spans = [(expert, slice(a - start, b - start)) for expert, (a, b) in enumerate(bounds, first) if b > a]
-                if self._turned is not None and x.dtype == torch.bfloat16:
+                if self._turned is not None and x.dtype == torch.bfloat16 and _turns(len(x), len(spans)):
                     where = torch.tensor([e for e, _ in spans]), torch.tensor([*(s.start for _, s in spans), len(x)])
                     hidden = fast_activate(self._turned[0].multiply(x, *where), self.activation)
                     rows[start:stop] = self._turned[1].multiply(hidden.to(x.dtype), *where)
@@ -149,6 +151,12 @@ class CpuGrouped(ExpertKernel):
             down_bias=None if down_bias is None else down_bias.float(),
             activation=problem.activation,
         )
+
+
+def _turns(rows: int, experts: int) -> bool:
+    """Return whether ``kernels.cpu_fused`` multiplies so many rows of bfloat16 faster than the library."""
+    few, many = _AVX2_ROWS
+    return torch.backends.cpu.get_cpu_capability() == "AVX512" or few * experts < rows <= many * experts
 
 
 def _project(
