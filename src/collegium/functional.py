@@ -36,6 +36,16 @@ def moe(
     use of a quantised format. Inference only. Raises InputError for wrong shapes and dtypes and where a gradient is
     asked for, and PlanError.
     """
+    given: dict[str, object] = {
+        "x": x,
+        "gate_up": gate_up,
+        "down": down,
+        "topk_ids": topk_ids,
+        "topk_weights": topk_weights,
+    }
+    for name, found in given.items():
+        if not isinstance(found, Tensor | Payload):
+            raise InputError(f"moe: {name} is a {type(found).__name__}; allowed: a tensor, for weights a payload too")
     _check(x, topk_ids, topk_weights, biases)
     kind = activation or ActivationSpec()
     upper, lower = _payload("gate_up", gate_up, 2 if kind.gated else 1), _payload("down", down, None)

@@ -154,8 +154,8 @@ class MoELayer(PackedModule):
         spec = replace(old.spec, weight_format=weights.down.name)
         if shared is not None:
             spec = replace(spec, shared=replace(shared, weight_format=shared.weight_format or old.spec.weight_format))
-        own = Choice(dispatcher=self.plan.dispatcher, shared=self.plan.force.shared)
-        made = planned(replace(old, spec=spec), force or own)
+        wish = force or Choice(dispatcher=self.plan.dispatcher)
+        made = planned(replace(old, spec=spec), replace(wish, shared=wish.shared or self.plan.force.shared))
         check_kept(self.plan, made)
         self.replan(made, kernel_named(made.kernel).pack(weights, made.problem.routed))
         self.spec = made.problem.spec

@@ -128,6 +128,15 @@ def test_gate_and_up_are_not_interchangeable():
     assert relative_error(swapped, truth) > 0.2
 
 
+@pytest.mark.parametrize("name", ["x", "gate_up", "down", "topk_ids", "topk_weights"])
+def test_what_is_no_tensor_is_named(name):
+    weights = random_experts(4, 2, 32, 64, seed=10)
+    given = {"x": heavy_tailed(2, 64, seed=11), "gate_up": weights.gate_up, "down": weights.down}
+    given |= {"topk_ids": uneven_ids(2, 2, 4, seed=12), "topk_weights": torch.ones(2, 2)}
+    with pytest.raises(InputError, match=f"moe: {name} is a list; allowed: a tensor"):
+        moe(**{**given, name: [[1.0, 2.0]]})
+
+
 @pytest.mark.parametrize("kernel", KERNEL_NAMES)
 def test_zero_and_one_token_and_all_on_one_expert(kernel):
     weights = random_experts(6, 2, 24, 40, seed=13)

@@ -286,6 +286,10 @@ def test_a_swap_keeps_the_shared_expert() -> None:
     assert torch.equal(apart(x), before)
     apart.swap(other)
     assert relative_error(apart(x).float(), before.float()) > 0.1
+    wished = layer_of(APART)
+    for force in (None, Choice(activation_format="bf16")):
+        wished.swap(other, force)
+        assert wished.plan.force.shared == "apart"
 
 
 def test_weights_that_are_stored_in_another_way_are_refused() -> None:
@@ -295,7 +299,7 @@ def test_weights_that_are_stored_in_another_way_are_refused() -> None:
         gate_up=Fp8Block.encode(big.gate_up.decode(), block=(256, 256)),
         down=Fp8Block.encode(big.down.decode(), block=(256, 256)),
     )
-    with pytest.raises(PlanError, match="the shared expert is stored as"):
+    with pytest.raises(PlanError, match=r"stored as block \(256, 256\) beside \(128, 128\) of the routed ones"):
         layer_of(MERGED, weights="fp8_block", shared_weights=blocks)
     assert layer_of(weights="fp8_block", shared_weights=blocks, device=HOPPER).plan.merged == 0
     with pytest.raises(PlanError, match="found weights mxfp4, those of the routed experts are bf16"):

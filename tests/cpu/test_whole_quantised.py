@@ -415,15 +415,18 @@ def test_a_config_of_its_own_for_the_quantisation(tmp_path: Path) -> None:
         load_model(str(folder), device="cpu")
 
 
-@pytest.mark.parametrize("name", ["gptq", "gptq zeros", "gptq order", "gptq 8 bits", "ct int4 zeros"])
+@pytest.mark.parametrize("name", ["gptq", "gptq zeros", "gptq order", "gptq 8 bits", "ct int4 zeros", "awq"])
 def test_a_config_as_older_exporters_wrote_it(tmp_path: Path, name: str) -> None:
-    """AutoGPTQ's ``quantize_config.json``, which names no method, and the first key of compressed-tensors."""
+    """AutoGPTQ's and AutoAWQ's own files, which name no method, and the first key of compressed-tensors."""
     folder = write(tmp_path / "model")
     twin = quantise(folder, KINDS[name], linear)
     config = json.loads((folder / "config.json").read_text())
     block = config.pop("quantization_config")
     if name == "ct int4 zeros":
         config["compression_config"] = block
+    elif name == "awq":
+        older = {"zero_point": True, "q_group_size": block["group_size"], "w_bit": 4, "version": "GEMM"}
+        (folder / "quant_config.json").write_text(json.dumps(older))
     else:
         older = {**block, "damp_percent": 0.01, "true_sequential": True, "model_name_or_path": None}
         (folder / "quantize_config.json").write_text(
@@ -435,14 +438,14 @@ def test_a_config_as_older_exporters_wrote_it(tmp_path: Path, name: str) -> None
     assert commands.command("inspect", folder, "--device", "cpu")[::2] == (0, "")
 
 
-@pytest.mark.parametrize("name", ["gptq", "ct int4"])
+@pytest.mark.parametrize("name", ["gptq", "awq", "ct int4"])
 def test_an_older_config_does_not_outlive_its_integers(tmp_path: Path, name: str) -> None:
     folder = write(tmp_path / "model")
     twin = quantise(folder, KINDS[name], lambda path: ".experts." in path)
     config = json.loads((folder / "config.json").read_text())
     block = config.pop("quantization_config")
-    if name == "gptq":
-        (folder / "quantize_config.json").write_text(json.dumps(block))
+    if name in ("gptq", "awq"):
+        (folder / ("quantize_config.json" if name == "gptq" else "quant_config.json")).write_text(json.dumps(block))
     else:
         config["compression_config"] = block
     (folder / "config.json").write_text(json.dumps(config))

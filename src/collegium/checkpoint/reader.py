@@ -24,6 +24,7 @@ __all__ = ["TORCH_DTYPES", "Checkpoint", "bounds_of", "gguf_file", "read_config"
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_AWQ_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}  # what AutoAWQ's own file calls them
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {**SAFETENSORS_DTYPES, **dict.fromkeys(KINDS, torch.uint8)}
 
@@ -171,12 +172,13 @@ def gguf_file(root: Path) -> Path | None:
 def read_config(root: Path) -> dict[str, object]:
     """Return ``config.json`` of a folder, empty without one; raises ConfigError.
 
-    ``hf_quant_config.json`` or ``quantize_config.json`` (GPTQ) is merged in where it says nothing of a quantisation.
+    ``hf_quant_config.json``, ``quantize_config.json`` (GPTQ) or ``quant_config.json`` (AWQ) is merged in where it says
+    nothing of a quantisation.
     """
     config = read_json(root / "config.json") if (root / "config.json").exists() else {}
     if "compression_config" in config:  # what the first releases of compressed-tensors wrote
         config.setdefault("quantization_config", config.pop("compression_config"))
-    separate, gptq = root / "hf_quant_config.json", root / "quantize_config.json"
+    separate, gptq, awq = (root / f"{name}_config.json" for name in ("hf_quant", "quantize", "quant"))
     text = config.get("text_config")
     if "quantization_config" in config or (isinstance(text, dict) and "quantization_config" in text):
         return config
@@ -187,6 +189,9 @@ def read_config(root: Path) -> dict[str, object]:
         config["quantization_config"] = {"quant_method": "modelopt", **cast("dict[str, object]", block)}
     elif gptq.exists():
         config["quantization_config"] = {"quant_method": "gptq", **read_json(gptq)}
+    elif awq.exists():
+        block = {_AWQ_NAMES.get(name, name): value for name, value in read_json(awq).items()}
+        config["quantization_config"] = {"quant_method": "awq", **block}
     return config
 
 

@@ -266,7 +266,7 @@ def _layer_entries(job: Job, layer: int, matrices: tuple[Payload, ...]) -> dict[
 
 def _copy_files(source: Path, room: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Copy tokenizer, licence and the like; weight files and folders are skipped and named."""
-    own = set(os.listdir(room)) | {"config.json", "hf_quant_config.json", "quantize_config.json"}
+    own = set(os.listdir(room)) | {"config.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json"}
     others = sorted(set(os.listdir(source)) - own)
     others = [name for name in others if not name.endswith((".safetensors", ".safetensors.index.json"))]
     skipped = [name for name in others if (source / name).is_dir() or name.endswith(_WEIGHT_FILES)]

@@ -133,7 +133,8 @@ def _joined(payloads: Sequence[P]) -> P:
     kinds, counts = [_stored(each) for each in payloads], [each.shape[0] for each in payloads]
     for kind in kinds[1:]:
         if kind != kinds[0]:
-            raise InputError(f"the shared expert is stored as {kind}, the routed ones as {kinds[0]}")
+            apart = [f"{k} {own} beside {kinds[0].get(k)}" for k, own in kind.items() if own != kinds[0].get(k)]
+            raise InputError(f"the shared expert is stored as {', '.join(apart)} of the routed ones")
     made = {k: own.new_empty((sum(counts), *own.shape[1:])) for k, own in payloads[0].tensors().items()}
     start = 0
     for each, count in zip(payloads, counts, strict=True):
