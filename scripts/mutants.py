@@ -489,6 +489,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("scales of the group before (machine code)", "kernels/cpu_fused.py", (("(number * groups + at) * line", "(number * groups + max(at - 1, 0)) * line"),), _FUSED),
     Mutant("the table of the first expert (machine code)", "kernels/cpu_fused.py", (("values = _field(job, VALUES) + expert * 4 * LANES", "values = _field(job, VALUES)"),), _FUSED),
     Mutant("half of a table looked up (machine code, AVX2)", "kernels/cpu_fused.py", (("high, low)", "low, low)"),), _FUSED),
+    Mutant("rows and columns trade the wrong half (machine code)", "kernels/cpu_fused.py", (("first, second = (bit, 0) if row & bit else (0, bit)", "first, second = (0, bit) if row & bit else (bit, 0)"),), _FUSED),
+    Mutant("columns of rows always the first (machine code)", "kernels/cpu_fused.py", (("_turn(codes + begin * 4,", "_turn(codes,"),), _FUSED),
     Mutant("mins of a K block added", "experts/cpu/fused.py", (("torch.tensor([1, -1]", "torch.tensor([1, 1]"),), _FUSED),
     Mutant("the order of the first expert", "experts/cpu/fused.py", (("index_select(1, order[expert])", "index_select(1, order[0])"),), _FUSED),
     Mutant("a token of the first rank", "kernels/mega.py", (("line = peer * bound + token\n", "line = token\n"),), _MEGA),

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from collegium.errors import BadScaleError
-from collegium.experts import CpuFused
-from collegium.experts.cpu import fused as module
+from collegium.experts import CpuFused, CpuGrouped
+from collegium.experts.cpu import grouped, panels
 from collegium.experts.cpu.fused import pack_fused
 from collegium.formats import (
     Bnb4,
@@ -130,6 +130,71 @@ def judge(kernel, batch, weights, activation=None, most=1e-3):
     # Sums in another order can round a hidden value to its neighbour in bfloat16, no more.
     error = float((found - wanted).norm() / wanted.norm())
     assert error <= most, f"relative L2 error {error}"
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("hidden", "wide", "bias"), [(64, 32, True), (320, 192, False), (192, 64, True)])
+def test_rows_of_bfloat16_are_multiplied_where_they_lie(kernel, monkeypatch, hidden, wide, bias, weighted):
+    monkeypatch.setattr(grouped, "_TURNS", True)
+    weights = make_weights("bf16", 5, hidden, wide, bias=bias)
+    packed = CpuGrouped().pack(weights, problem("bf16").routed)
+    assert packed._turned is not None
+    assert packed._turned[0].codes.data_ptr() == weights.gate_up.values.data_ptr(), "the weights were copied"
+    batch = make_batch([1, 0, 4, 17, 40], hidden, dropped=3, weighted=weighted)
+    used = int(batch.expert_offsets[-1])
+    found, wanted = packed.run(batch)[:used].float(), truth(batch, weights)[:used]
+    assert float((found - wanted).norm() / wanted.norm()) <= (1e-3 if bias else 3e-3)  # without biases in bfloat16
+
+    def alone(row: int) -> ContiguousBatch:
+        own = None if batch.input_weights is None else batch.input_weights[row : row + 1]
+        offsets = (batch.expert_offsets > row).long()
+        return replace(batch, source=batch.source[row : row + 1], expert_offsets=offsets, input_weights=own)
+
+    for row in (0, 3, 30):
+        assert torch.equal(packed.run(alone(row))[0].float(), found[row]), "a row's bits depend on the rows beside it"
+
+    packed.put(2, tuple(tensor.clone() for tensor in packed.take(1)))
+    moved = truth(batch, weights)[:used]  # which lie where the packed ones do
+    assert not torch.equal(moved, wanted)
+    assert float((packed.run(batch)[:used].float() - moved).norm() / moved.norm()) <= (1e-3 if bias else 3e-3)
+
+
+def test_rows_are_counted_on_a_cpu_with_avx2_alone(kernel, monkeypatch):
+    monkeypatch.setattr(grouped, "_TURNS", True)
+    weights = make_weights("bf16", 3, 64, 64)
+    packed, seen = CpuGrouped().pack(weights, problem("bf16").routed), []
+    project = grouped._project
+    monkeypatch.setattr(grouped, "_project", lambda *given: seen.append(1) or project(*given))
+    for found, counts, library in (
+        ("AVX2", [1, 1, 1], 2), ("AVX2", [1, 0, 2], 0), ("AVX2", [30, 30, 36], 0), ("AVX2", [0, 33, 0], 2),
+        ("AVX512", [1, 1, 1], 0), ("AVX512", [0, 33, 0], 0),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda found=found: found)
+        batch = make_batch(counts, 64)
+        seen.clear()
+        got, wanted = packed.run(batch), truth(batch, weights)
+        assert float((got - wanted).norm() / wanted.norm()) <= 2e-2
+        assert len(seen) == library, (found, counts)
+
+
+@pytest.mark.parametrize(("hidden", "wide"), [(64, 33), (90, 64), (64, 48)])
+def test_rows_of_other_sizes_go_to_the_library(kernel, monkeypatch, hidden, wide):
+    monkeypatch.setattr(grouped, "_TURNS", True)
+    weights, batch = make_weights("bf16", 3, hidden, wide), make_batch([1, 0, 9], hidden)
+    packed = CpuGrouped().pack(weights, problem("bf16").routed)
+    assert packed._turned is None
+    wanted = truth(batch, weights)
+    assert float((packed.run(batch) - wanted).norm() / wanted.norm()) <= 2e-2
+
+
+def test_rows_that_do_not_lie_one_after_the_other_go_to_the_library(kernel, monkeypatch):
+    monkeypatch.setattr(grouped, "_TURNS", True)
+    weights, batch = make_weights("bf16", 3, 64, 64, bias=False), make_batch([1, 0, 9], 64)
+    apart = replace(weights.down, values=weights.down.values.transpose(1, 2).contiguous().transpose(1, 2))
+    packed = CpuGrouped().pack(replace(weights, down=apart), problem("bf16").routed)
+    assert packed._turned is None
+    wanted = truth(batch, weights)
+    assert float((packed.run(batch) - wanted).norm() / wanted.norm()) <= 2e-2
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -256,7 +321,7 @@ def test_packed_bytes_are_near_those_published(name):
         order = torch.stack([torch.randperm(wide) // 128 for _ in range(2)]).int()
         payload = replace(payload, group_of=order)
     packed = pack_fused(payload, None, "down")
-    found = sum(getattr(packed, name).nbytes for name in module._TENSORS if getattr(packed, name) is not None)
+    found = sum(getattr(packed, name).nbytes for name in panels.TENSORS if getattr(packed, name) is not None)
     assert found <= 1.05 * payload.nbytes
 
 
@@ -432,9 +497,9 @@ def test_packed_bytes(kernel, name):
 
 
 def test_the_plan_says_why_not(monkeypatch):
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr(panels, "find_spec", lambda name: None)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    monkeypatch.setattr(module.sys, "platform", "linux")
+    monkeypatch.setattr(panels.sys, "platform", "linux")
     made = plan(problem())
     assert made.kernel == "cpu_grouped"
     assert "pip install 'collegium[cpu]'" in made.explain()
@@ -455,5 +520,5 @@ def test_refuse_gives_reasons():
 def test_the_order_of_scales():
     device = pytest.importorskip("collegium.kernels.cpu_fused")
     names = ["uint8", "float8_e4m3fn", "int8", "bfloat16", "float16", "float32"]
-    assert [str(dtype).removeprefix("torch.") for dtype in module._SCALES] == names
+    assert [str(dtype).removeprefix("torch.") for dtype in panels._SCALES] == names
     assert device.SCALES == ("e8m0", "e4m3", "int8", "bf16", "fp16", "fp32")

@@ -5,6 +5,9 @@ transformers and compressed-tensors are test dependencies. Where a tool rounds t
 
 from __future__ import annotations
 
+from hashlib import sha256
+from typing import Any
+
 import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
@@ -27,6 +30,7 @@ from collegium.formats import (
     MxFp8,
     NvFp4,
 )
+from quantised_matrices import awq, gptq
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -253,3 +257,20 @@ def test_mx_scales_as_compressed_tensors() -> None:
     for form, args in ((MxFp4, MX4), (MxFp8, MX8)):
         scales, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), scheme(**args).weights)
         assert torch.equal(scales.float(), torch.exp2(form.encode(weight).scales.float() - 127))
+
+
+@pytest.mark.parametrize(
+    ("pack", "words"),
+    [
+        # WQLinear_GEMM.from_linear of AutoAWQ 0.2.7.post3
+        (awq, {"qweight": "54d618bcac928e6f", "qzeros": "964d3712a962ed5d"}),
+        # QuantLinear.pack (qlinear_torch_zp) of AutoRound 0.16.1
+        (gptq, {"qweight": "1bfef84750eb1407", "qzeros": "6ad7679ec6e044b8"}),
+    ],
+)
+def test_the_tests_pack_integers_into_the_words_of_the_tools(pack: Any, words: dict[str, str]) -> None:
+    """Tools that cannot be installed beside the others packed this matrix once, from the same codes."""
+    weight = (torch.arange(64 * 96) * 37 % 101 - 40).float().view(64, 96)
+    stored, _ = pack(weight / 64)
+    found = {name: sha256(stored[name].contiguous().numpy().tobytes()).hexdigest()[:16] for name in words}
+    assert found == words

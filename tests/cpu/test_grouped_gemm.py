@@ -626,3 +626,19 @@ def test_one_token_of_undecoded_weights_keeps_many_bytes_on_their_way() -> None:
 def test_a_machine_too_small_is_named() -> None:
     with pytest.raises(PlanError, match=r"fits 1,024 bytes"):
         choose(products(1, SIZES[0]), Machine(shared=1024))
+
+
+@pytest.mark.parametrize(("weights", "act"), [("bf16", "bf16"), ("mxfp4", "bf16"), ("fp8_block", "fp8_group128")])
+def test_biases_may_be_views(weights: str, act: str) -> None:
+    """As an engine keeps them: gate and up by turns, and room beyond the hidden size."""
+    problem = question(weights, act)
+    packed, made = build(problem)
+    assert made.gate_up_bias is not None
+    assert made.down_bias is not None
+    by_turns = made.gate_up_bias.movedim(1, 2).contiguous().movedim(2, 1)
+    wider = torch.nn.functional.pad(made.down_bias, (0, 16))[:, : made.down_bias.shape[1]]
+    kernel: Any = next(k for k in KERNELS if k.refuse(problem.routed) is None)
+    views = kernel.pack(replace(made, gate_up_bias=by_turns, down_bias=wider), problem.routed)
+    batch = batch_of(23, problem)
+    stop = int(batch.expert_offsets[-1])
+    assert torch.equal(replace(views, tiles=(TILE, TILE)).run(batch)[:stop], packed.run(batch)[:stop])

@@ -33,7 +33,7 @@ def moe(**changed: Any) -> Any:
         "hidden_dim_unpadded": HIDDEN, "intermediate_size": WIDE, "has_bias": False, "in_dtype": torch.float32,
         "intermediate_size_per_partition_unpadded": WIDE, "tp_shard_with_padding": False, "max_num_tokens": 64,
         "dp_size": 1, "pcp_size": 1, "tp_size": 1, "tp_rank": 0, "ep_size": 1, "ep_rank": 0,
-        "device": torch.device("cpu"),
+        "device": torch.device("cpu"), "enable_elastic_ep": False,
     }  # fmt: skip
     parallel |= {key: changed.pop(key) for key in list(changed) if key in parallel}
     return SimpleNamespace(**{**own, **changed}, moe_parallel_config=SimpleNamespace(**parallel))
@@ -51,6 +51,8 @@ class Layer(nn.Module):
         self.intermediate_size_per_partition = config.intermediate_size_per_partition_unpadded
         self.local_num_experts = next(iter(tensors.values())).shape[0]
         self.expert_map_manager = SimpleNamespace(num_fused_shared_experts=0)
+        engine = SimpleNamespace(enable_elastic_ep=config.enable_elastic_ep)
+        self.collegium = SimpleNamespace(config=SimpleNamespace(parallel_config=engine))
         self._expert_map = None if slots is None else torch.tensor(slots)
 
 
@@ -183,7 +185,7 @@ def truth(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Te
     return out
 
 
-@pytest.mark.parametrize("split", ["whole", "experts", "experts in turn", "slices"])
+@pytest.mark.parametrize("split", ["whole", "experts", "experts in turn", "slices", "replicas"])
 def test_the_parts_of_all_ranks_add_up(split: str) -> None:
     experts = matrices()
     w13 = torch.stack([torch.cat(expert[:2]) for expert in experts])
@@ -200,6 +202,11 @@ def test_the_parts_of_all_ranks_add_up(split: str) -> None:
             parts.append(
                 Layer({"w13_weight": w13[held], "w2_weight": w2[held]}, moe(ep_size=2, ep_rank=rank), slots=own)
             )
+        elif split == "replicas":  # physical experts 6 and 7 are 0 and 1 again
+            held = [0, 1, 2, 3] if rank == 0 else [4, 5, 0, 1]
+            slots = [0, 1, 2, 3, -1, -1, -1, -1] if rank == 0 else [-1, -1, -1, -1, 0, 1, 2, 3]
+            config = moe(ep_size=2, ep_rank=rank, num_experts=8, enable_eplb=True)
+            parts.append(Layer({"w13_weight": w13[held], "w2_weight": w2[held]}, config, slots=slots))
         elif split == "slices":
             cut = slice(rank * WIDE // 2, (rank + 1) * WIDE // 2)
             upper = w13.unflatten(1, (2, -1))[:, :, cut].flatten(1, 2)
@@ -212,9 +219,36 @@ def test_the_parts_of_all_ranks_add_up(split: str) -> None:
     for tokens in (0, 1, 13):
         x, ids = heavy_tailed(tokens, HIDDEN, seed=9), uneven_ids(tokens, TOP_K, EXPERTS, seed=tokens)
         weights = heavy_tailed(tokens, TOP_K, seed=8, channels=False).abs()
-        found = torch.stack([layer(x, routing=Routing(topk_ids=ids, topk_weights=weights)) for layer in built]).sum(0)
+        again = (torch.arange(tokens) % 2 == 1)[:, None] & (ids < 2) & (split == "replicas")
+        routing = Routing(topk_ids=torch.where(again, ids + EXPERTS, ids), topk_weights=weights)
+        found = torch.stack([layer(x, routing=routing) for layer in built]).sum(0)
         assert found.shape == x.shape
         assert tokens == 0 or relative_error(found, truth(x, ids, weights)) < 1e-5
+
+
+@pytest.mark.parametrize("kind", [*METHODS, "plain"])
+def test_what_vllm_is_given_to_move_is_all_of_an_expert(kind: str) -> None:
+    """Experts change places as vLLM's balancer moves them; with the new numbers a layer has the bits it had."""
+    if kind == "plain":
+        experts, stored = matrices(), Stored("plain", "plain")
+        tensors = {"w13_weight": torch.stack([torch.cat(e[:2]) for e in experts]).bfloat16()}
+        tensors["w2_weight"] = torch.stack([e[2] for e in experts]).bfloat16()
+    else:
+        tensors, stored = as_vllm_loads(kind)[0], stored_as(method(METHODS[kind][0], **METHODS[kind][1]))
+    tensors["w13_bias"], tensors["w2_bias"] = (heavy_tailed(EXPERTS, n, seed=n) for n in (2 * WIDE, HIDDEN))
+    layer = Layer(tensors, moe(in_dtype=torch.bfloat16, has_bias=True, enable_eplb=True))
+    packed = MoELayer(loaded_weights(layer, stored, {}), choose(layer, stored))
+    x, ids = heavy_tailed(13, HIDDEN, seed=9).bfloat16(), uneven_ids(13, TOP_K, EXPERTS, seed=3)
+    weights = heavy_tailed(13, TOP_K, seed=8, channels=False).abs()
+    before = packed(x, routing=Routing(topk_ids=ids, topk_weights=weights))
+    place = torch.tensor([4, 2, 0, 5, 1, 3])  # where each expert goes
+    for tensor in plugin._as_bytes(packed):
+        assert tensor.dtype == torch.uint8
+        assert tensor.shape[0] == EXPERTS
+        assert tensor.is_contiguous()
+        tensor[place] = tensor.clone()
+    assert not torch.equal(packed(x, routing=Routing(topk_ids=ids, topk_weights=weights)), before)
+    assert torch.equal(packed(x, routing=Routing(topk_ids=place[ids], topk_weights=weights)), before)
 
 
 def test_a_tensor_that_no_file_has_is_named() -> None:
@@ -247,7 +281,7 @@ def test_numbers_no_expert_may_have_are_named() -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"enable_eplb": True}, "--enable-eplb"),
+        ({"enable_elastic_ep": True}, "its ranks may change; leave out --enable-elastic-ep"),
         ({"is_lora_enabled": True}, "--enable-lora"),
         ({"moe_backend": "triton"}, "--moe-backend triton"),
         ({"use_all2all_kernels": True, "all2all_backend": "deepep_low_latency"}, "deepep_low_latency"),
@@ -315,6 +349,10 @@ def test_four_bits_meet_fp8_tensor_cores_where_there_are_some(monkeypatch: pytes
     made = choose(layer, stored)
     assert (made.kernel, made.activation_format, made.capturable) == ("triton_w4a8", "fp8_group128", True)
     assert choose(layer, stored, "bf16").kernel == "triton_w4a16"
+    for kind, (name, held) in METHODS.items():  # no kernel has FP8 tensor cores for zero points and eight bits
+        other = Layer(as_vllm_loads(kind)[0], moe(in_dtype=torch.bfloat16))
+        plain = KINDS[kind].form in ("int4_affine", "int8_affine")
+        assert choose(other, stored_as(method(name, **held))).activation_format == ("bf16" if plain else "fp8_group128")
     monkeypatch.setattr(layers, "probe", lambda _: replace(hopper, capability=(8, 0)))
     assert choose(layer, stored).activation_format == "bf16"
 
@@ -324,7 +362,9 @@ class Stand:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.said: list[str] = []
-        self.config = SimpleNamespace(additional_config={}, parallel_config=SimpleNamespace(world_size_across_dp=1))
+        self.config = SimpleNamespace(
+            additional_config={}, parallel_config=SimpleNamespace(world_size_across_dp=1, enable_elastic_ep=False)
+        )
         outer = self
 
         class RoutedExperts(nn.Module):
@@ -364,6 +404,9 @@ class Stand:
             def _replace_quant_method(self, new: Any) -> None:
                 self.quant_method = new
 
+            def get_expert_weights(self) -> list[torch.Tensor]:
+                return [param.view(2, -1) for param in self.parameters()]
+
         class UnquantizedFusedMoEMethod(nn.Module):
             def process_weights_after_loading(self, layer: Any) -> None:
                 outer.said.append(f"vLLM finished {layer.layer_name}")
@@ -390,8 +433,11 @@ class Stand:
         plugin.register()
         plugin.register()  # vLLM may call it several times
 
-    def model(self, *, without: tuple[int, int, str] | None = None) -> list[Any]:
-        built = [self.layer(f"layers.{n}", moe(num_experts=2, experts_per_token=2)) for n in range(3)]
+    def model(self, *, without: tuple[int, int, str] | None = None, last: Any = None, **changed: Any) -> list[Any]:
+        """Three layers; last: what vLLM's config says otherwise of the last one."""
+        sizes = {"num_experts": 2, "experts_per_token": 2}
+        kinds = [changed, changed, {**changed, **(last or {})}]
+        built = [self.layer(f"layers.{n}", moe(**sizes, **kind)) for n, kind in enumerate(kinds)]
         for number, layer in enumerate(built):
             for expert, (gate, up, down) in enumerate(matrices(2)):
                 for shard, weight in (("w1", gate), ("w3", up), ("w2", down)):
@@ -436,6 +482,23 @@ def test_one_missing_expert_leaves_the_whole_model_to_vllm_or_is_an_error(monkey
     monkeypatch.setenv("COLLEGIUM_VLLM_ACTIVATIONS", "fp3")
     with pytest.raises(PlanError, match=r"layers\.0 cannot run through Collegium.*fp3"):
         stand.model()
+
+
+def test_vllm_moves_the_experts_of_layers_that_are_packed_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLLEGIUM_VLLM", "auto")
+    stand = Stand(monkeypatch)
+    size = matrices(1)[0][0].numel() * 4
+    for layer in stand.model(enable_eplb=True):
+        assert [tuple(tensor.shape) for tensor in layer.get_expert_weights()] == [(2, 2 * size), (2, size)]
+    stand.said.clear()
+    built = stand.model(enable_eplb=True, last={"in_dtype": torch.bfloat16})
+    assert "1 of 3 MoE layers are refused: layers.2: packed unlike others; vLLM moves all through one" in stand.said[0]
+    assert stand.said[1:] == [f"vLLM finished layers.{n}" for n in range(3)]
+    assert built[0].get_expert_weights()[0].dtype == torch.float32  # vLLM's own
+    stand.said.clear()
+    stand.model(last={"in_dtype": torch.bfloat16})
+    assert "layers.0 to layers.1, 2 of 3 MoE layers" in stand.said[0]
+    assert "layers.2 to layers.2, 1 of 3 MoE layers" in stand.said[1]
 
 
 def test_scales_stay_as_published(monkeypatch: pytest.MonkeyPatch) -> None:

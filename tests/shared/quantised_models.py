@@ -37,9 +37,20 @@ _COMPRESSED: dict[str, tuple[str, dict[str, Any]]] = {
          "scale_dtype": torch.float8_e4m3fn},
     ),
     "fp8_channel": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
+    "fp8_block": (
+        "float-quantized", {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}
+    ),
+    "mxfp4": (
+        "mxfp4-pack-quantized",
+        {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": torch.uint8},
+    ),
     "int4_group": ("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}),
+    "int4_affine": (
+        "pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": False}
+    ),
+    "int8_group": ("pack-quantized", {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 32}),
 }  # fmt: skip
-_MODELOPT = {"fp8_tensor": "FP8", "fp8_channel": "FP8_PER_CHANNEL_PER_TOKEN", "mxfp8": "MXFP8"}
+_MODELOPT = {"fp8_tensor": "FP8", "fp8_channel": "FP8_PER_CHANNEL_PER_TOKEN", "mxfp8": "MXFP8", "nvfp4": "NVFP4"}
 
 
 def write_model(
@@ -47,8 +58,8 @@ def write_model(
 ) -> Path:
     """Write a Qwen3-MoE of three layers whose experts of width ``wide`` are quantised, and return the folder.
 
-    method: ``compressed-tensors``, ``modelopt``, ``fp8`` (blocks of 128 by 128) or None for BF16. ``decoded(folder)``
-    is the same model with the quantised numbers in float32.
+    method: ``compressed-tensors``, ``modelopt``, ``fp8`` (blocks of 128 by 128; ``transformers``: by that package) or
+    None for BF16. ``decoded(folder)`` is the same model with the quantised numbers in float32.
     """
     config = transformers.Qwen3MoeConfig(
         **SIZES,
@@ -84,7 +95,8 @@ def _converter(method: str, form: str) -> tuple[Convert, dict[str, Any]]:
         block = {"quant_method": "modelopt", "quant_algo": _MODELOPT[form], "ignore": skip}
         return lambda weight: _modelopt(form, weight), block
     skip = ["lm_head", "mlp.gate", "q_proj", "k_proj", "v_proj", "o_proj"]
-    return blocks, {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": skip}
+    convert = _finegrained if method == "transformers" else blocks
+    return convert, {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": skip}
 
 
 def rewrite(folder: Path, convert: Convert, block: dict[str, Any]) -> None:
@@ -115,6 +127,8 @@ def _compressed(form: str) -> tuple[Convert, dict[str, Any]]:
     def convert(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         size = arguments.get("group_size", weight.shape[1])
         groups = weight.unflatten(1, (-1, size))
+        if form == "fp8_block":
+            groups = weight.unflatten(0, (-1, 128)).unflatten(2, (-1, 128)).transpose(1, 2).flatten(2)
         parts: dict[str, Tensor] = {"weight": weight}
         if form == "nvfp4":
             parts["weight_global_scale"] = generate_gparam(weight.amin(), weight.amax())
@@ -133,8 +147,13 @@ def _modelopt(form: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="transformers .* is not tested", category=UserWarning)
         from modelopt.torch.export.quant_utils import to_quantized_weight
-        from modelopt.torch.quantization.qtensor import MXFP8QTensor
+        from modelopt.torch.quantization.qtensor import MXFP8QTensor, NVFP4QTensor
 
+    if form == "nvfp4":
+        made, scale, whole = NVFP4QTensor.quantize(weight, 16)
+        stored = {"weight": made._quantized_data, "weight_scale": scale, "weight_scale_2": whole}
+        numbers = made.dequantize(torch.float32, scale=scale, double_scale=whole, block_sizes={-1: 16})
+        return {**stored, "input_scale": torch.tensor(0.5)}, numbers
     kind = {"fp8_tensor": "fp8", "fp8_channel": "fp8_pc_pt", "mxfp8": "mxfp8"}[form]
     if form == "mxfp8":
         scale: Any = MXFP8QTensor.get_weights_scaling_factor(weight)
@@ -144,6 +163,19 @@ def _modelopt(form: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         factor = scale if form == "fp8_tensor" else scale[:, None]
     codes = to_quantized_weight(weight, scale, kind)
     return {"weight": codes, "weight_scale": scale}, codes.float() * factor
+
+
+def _finegrained(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """FP8 in blocks of 128 by 128 as transformers writes it."""
+    from types import SimpleNamespace
+
+    from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+    owner = SimpleNamespace(quantization_config=transformers.FineGrainedFP8Config())
+    made = Fp8Quantize(owner).convert({"m.weight": weight})
+    parts = {name.removeprefix("m."): tensor for name, tensor in made.items()}
+    factor = parts["weight_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return parts, parts["weight"].float() * factor
 
 
 def blocks(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:

@@ -17,6 +17,7 @@ PROMPTS = [
 ]
 F32: dict[str, Any] = {"dtype": "float32"}
 BF16: dict[str, Any] = {"dtype": "bfloat16"}
+CHUNKED: dict[str, Any] = {"max_num_batched_tokens": 16, "max_num_seqs": 4, "enable_chunked_prefill": True}
 TENSORS: dict[str, Any] = {"tensor_parallel_size": 2}
 EXPERTS: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
 # model to what the log must say of kernel and weights
@@ -42,6 +43,9 @@ OVER_RANKS = {
     "nvfp4_modelopt": (EXPERTS,),
     "awq": (TENSORS,),
 }
+# vLLM moves experts after every second step, while prompts are read too; 16 experts and 5 have replicas.
+BALANCED = {"window_size": 2, "step_interval": 2}
+MOVED = ("fp8_block", "nvfp4_modelopt")
 # These models are also served by vLLM's own experts in BF16, to see what rounding costs.
 YARDSTICKS = ("fp8_block", "int4_group", "gpt_oss_mxfp4")
 
@@ -55,7 +59,7 @@ def _cases() -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     ways = {
         "": {},
-        ", chunked prefill": {"max_num_batched_tokens": 16, "max_num_seqs": 4, "enable_chunked_prefill": True},
+        ", chunked prefill": CHUNKED,
         ", compiled": {"enforce_eager": False},
         ", tensor parallel": TENSORS,
         ", expert parallel": EXPERTS,
@@ -75,6 +79,13 @@ def _cases() -> dict[str, dict[str, Any]]:
         for engine in engines:
             way = "expert" if engine is EXPERTS else "tensor"
             found[f"{model}, {way} parallel"] = _case(model, "require", {**BF16, **engine})
+    found["shipped, balanced"] = _case(
+        SHIPPED, "require", {**F32, **EXPERTS, **CHUNKED}, balanced={**BALANCED, "num_redundant_experts": 2}
+    )
+    for model in MOVED:
+        found[f"{model}, balanced"] = _case(
+            model, "require", {**BF16, **EXPERTS, **CHUNKED}, balanced={**BALANCED, "num_redundant_experts": 1}
+        )
     found["gpt_oss, vLLM's own"] = _case("gpt_oss", "off", F32)
     found["gpt_oss"] = _case("gpt_oss", "require", F32)
     activations = {"COLLEGIUM_VLLM_ACTIVATIONS": "fp8_group128"}

@@ -55,6 +55,7 @@ def rows(command: str) -> list[dict[str, object]]:
                 for a, b in zip(ours, own, strict=True)
             )
         mean, worst = off(answer, truth) if served else (0.0, 0.0)
+        moved = [sum(each) // 2 for each in zip(*answer["moved"], strict=True)]  # both ranks say so
         found.append(
             {
                 **facts,
@@ -68,6 +69,7 @@ def rows(command: str) -> list[dict[str, object]]:
                 "tokens as in float32": f"{equal} of {sum(map(len, truth['ids']))}" if served else "",
                 "log-probability, root mean square off": f"{mean:.2g}" if served else "",
                 "worst": f"{worst:.2g}" if served else "",
+                "slots that took another expert": f"{moved[0]} of {moved[1]}" if answer["moved"] else "",
                 "error": " ".join(answer.get("error", "").split())[:200],
             }
         )

@@ -41,6 +41,10 @@ def serve(case: dict[str, Any]) -> dict[str, Any]:
     """Return the answer to one case."""
     from vllm import LLM, SamplingParams
 
+    if "balanced" in case:
+        import eplb_on_cpu
+
+        eplb_on_cpu.asked(**case["balanced"])
     engine = LLM(case["model"], **{**ENGINE, **case["engine"]})
     options = SamplingParams(
         temperature=0, max_tokens=12, logprobs=2, prompt_logprobs=1, detokenize=False, ignore_eos=True
@@ -98,6 +102,8 @@ def main(names: list[str]) -> None:
         answer = apart(CASES[name])
         text = log.read_bytes()[start:].decode(errors="replace")
         answer["log"] = re.findall(r"(?:INFO|WARNING) .*? Collegium: (.*)", text)
+        moved = re.findall(r"EPLB: (\d+) of (\d+) slots hold another expert, (\d+) from another rank", text)
+        answer["moved"] = [[int(number) for number in numbers] for numbers in moved]
         answer["commit"] = head
         answer["seconds"] = round(time.monotonic() - began, 1)
         answers[name] = answer

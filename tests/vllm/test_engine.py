@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 import pytest
-from cases import ANSWERS, CASES, FORMATS, OVER_RANKS, YARDSTICKS
+from cases import ANSWERS, CASES, FORMATS, MOVED, OVER_RANKS, YARDSTICKS
 
 SAME = 1e-4  # log-probabilities in float32
 ROOM = 1.5  # of what BF16 costs vLLM's own experts
@@ -28,9 +28,9 @@ def served(answers: dict[str, Any], name: str) -> dict[str, Any]:
     return answers[name]
 
 
-def off(found: dict[str, Any], truth: dict[str, Any]) -> tuple[float, float]:
+def off(found: dict[str, Any], truth: dict[str, Any], which: str = "prompts") -> tuple[float, float]:
     """How far the prompts' log-probabilities are from the truth: the root of the mean square, and the worst."""
-    pairs = [(a, b) for p, q in zip(found["prompts"], truth["prompts"], strict=True) for a, b in zip(p, q, strict=True)]
+    pairs = [(a, b) for p, q in zip(found[which], truth[which], strict=True) for a, b in zip(p, q, strict=True)]
     gaps = [abs(a - b) for a, b in pairs]
     return (sum(gap**2 for gap in gaps) / len(gaps)) ** 0.5, max(gaps)
 
@@ -109,6 +109,26 @@ def test_quantised_experts_over_two_ranks(answers: dict[str, Any], name: str) ->
     proves(served(answers, name), *FORMATS[model], "bf16")
     assert len(answers[name]["log"]) == 2
     near(answers, name, model)
+
+
+@pytest.mark.parametrize("model", ["shipped", *MOVED])
+def test_vllm_moves_packed_experts_between_ranks(answers: dict[str, Any], model: str) -> None:
+    found = served(answers, f"{model}, balanced")
+    moves, slots, came = zip(*found["moved"], strict=True)
+    assert moves[0] >= slots[0] / 3
+    assert came[0] > 0
+    if model == "shipped":
+        assert min(came) > slots[0] / 3  # every second step
+        truth = served(answers, "shipped, vLLM's own")
+        proves(found, "cpu_grouped", "fp32", "fp32")
+        assert found["ids"] == truth["ids"]
+        assert max(off(found, truth)[1], off(found, truth, "written")[1]) < SAME
+        assert {re.search(r"rank \d of \d, experts [^,]*", line)[0] for line in found["log"]} == (
+            {"rank 0 of 2, experts 0 to 8", "rank 1 of 2, experts 9 to 17"}
+        )
+    else:
+        proves(found, *FORMATS[model], "bf16")
+        near(answers, f"{model}, balanced", model)
 
 
 def test_gpt_oss_keeps_its_activation_and_biases(answers: dict[str, Any]) -> None:

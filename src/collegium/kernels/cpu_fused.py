@@ -5,7 +5,8 @@ Shape letters: E experts, N output rows, K input columns, r rows of x, G groups,
 Sixteen rows of weights lie side by side, a panel: ``[N / 16, K / 2, 4 b]`` bytes. A pair of columns is 32 codes in the
 order of the bfloat16 numbers they become: row 0 of columns 2k and 2k + 1, row 1 of both, and so on. Codes of up to six
 bits are 16 bytes, the first half in the low nibbles and the second in the high ones, then for each further bit four
-bytes with one bit of each; codes of eight bits are 32 bytes.
+bytes with one bit of each; codes of eight bits are 32 bytes. Codes of sixteen bits are bfloat16 numbers in rows as they
+are published, ``[N, K]``, and are turned where others are decoded.
 
 Four panels are a task. They are decoded whole into bfloat16 pairs ``[K / 2, 16]`` that stay in the second-level cache,
 then multiplied by all rows of x of their expert, sixteen at a time with AMX or a few at a time with products of pairs
@@ -37,10 +38,10 @@ SCALES = ("e8m0", "e4m3", "int8", "bf16", "fp16", "fp32")  # what scales are; in
 # What lies behind sixteen scales: zeros, which are subtracted from codes, or offsets, which are added to products.
 SHIFTS = ("none", "zeros", "offsets")
 _SPAN = 128  # pairs of columns of a float16 that int8 scales are multiplied by
-_PIECE = 64  # pairs of columns, 16 KiB of a task in bfloat16
+_PIECE, _SHORT = 64, 32  # pairs of columns, 16 KiB of a task in bfloat16, and those of rows that are turned
 _TILE_ROWS = 16  # of x
 # Rows of x at a time without AMX: more than four, and LLVM keeps sums in memory, though 32 registers would hold them.
-_FEW, _MORE = 1, 4
+_FEW, _PAIR, _MORE = 1, 2, 4
 
 # What a call is told, 64-bit numbers; addresses are of contiguous tensors. task, thread: counters that threads share.
 # experts, bounds: int64, the experts that have rows, the first row of each, and the end. blocks: tasks of an expert.
@@ -57,6 +58,7 @@ FIELDS = (
     LINE, VALUES, GROUP, GROUPS, PAIRS, FACTORS, BIAS, X, OUT, SCRATCH, TILES, SHAPES,
 ) = range(len(FIELDS))  # fmt: skip
 
+_ROWS = range(LANES)
 _I1, _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 _BYTES, _SHORTS, _WORDS, _HALVES, _FLOATS = (
     ir.VectorType(kind, LANES) for kind in (_I8, _I16, _I32, ir.HalfType(), ir.FloatType())
@@ -103,8 +105,11 @@ def _call(builder, name, result, *arguments):
 
 
 def _fetch(builder, address):
-    """Have the cache fetch what is at ``address``, if anything is there."""
-    how = (ir.Constant(_I32, own) for own in (0, 3, 1))
+    """Have the second-level cache fetch what is at ``address``, if anything is there.
+
+    Rows that are a power of two apart have few places in the first-level cache.
+    """
+    how = (ir.Constant(_I32, own) for own in (0, 2, 1))
     _call(builder, "llvm.prefetch.p0i8", ir.VoidType(), _at(builder, address, _I8), *how)
 
 
@@ -243,6 +248,28 @@ def _decode(builder, kind, bits, shift, codes, count, values, scales, supers, ou
             _store(builder, _rounded(builder, *pair), builder.add(out, builder.mul(loop.index, _number(4 * LANES))))
 
 
+def _turned(row, bit):
+    """Return which lanes of two rows, ``bit`` apart, are in ``row`` once a bit of rows and columns has changed."""
+    first, second = (bit, 0) if row & bit else (0, bit)
+    return ir.Constant(_WORDS, [LANES + (lane ^ second) if lane & bit else lane | first for lane in _ROWS])
+
+
+@_instruction
+def _turn(builder, rows, stride, count, ahead, out):
+    """Copy ``count`` pairs of columns of sixteen rows of bfloat16, ``stride`` bytes apart; fetch what is ``ahead``."""
+    with cgutils.for_range(builder, builder.sdiv(count, _number(LANES))) as loop:
+        at, words = builder.add(rows, builder.mul(loop.index, _number(4 * LANES))), []
+        for own in _ROWS:
+            place = builder.add(at, builder.mul(stride, _number(own)))
+            _fetch(builder, builder.add(place, ahead))
+            words.append(_load(builder, place, _WORDS))
+        for bit in (1, 2, 4, 8):  # of the number of a row and of a column, which change places
+            words = [builder.shuffle_vector(words[own & ~bit], words[own | bit], _turned(own, bit)) for own in _ROWS]
+        for own, word in enumerate(words):
+            place = builder.mul(builder.add(builder.mul(loop.index, _number(LANES)), _number(own)), _number(4 * LANES))
+            _store(builder, word, builder.add(out, place))
+
+
 def _tile(builder, name, *arguments):
     """Call an AMX instruction, where the CPU has it: numbers are tiles, the rest addresses and strides."""
     if not _host("amx-bf16"):
@@ -323,7 +350,7 @@ def _adder(rows):
     return _instruction(add)
 
 
-_add_row, _add_rows = _adder(_FEW), _adder(_MORE)
+_add_row, _add_pair, _add_rows = _adder(_FEW), _adder(_PAIR), _adder(_MORE)
 
 
 @_instruction
@@ -341,10 +368,9 @@ def _work(job):
     spans, super_line = (pairs + _SPAN - 1) // _SPAN, 4 * LANES if shift else 2 * LANES
     x_stride, out_stride, tiles = pairs * 4, blocks * PANELS * LANES * 4, _field(job, TILES)
     configured = 0
-    while True:
-        task = _next(job + 8 * TASK)
-        if task >= _field(job, TASKS):
-            break
+    upcoming = _next(job + 8 * TASK)
+    while upcoming < _field(job, TASKS):
+        task, upcoming = upcoming, _next(job + 8 * TASK)
         place = task // blocks
         block = task - place * blocks
         expert = _field(_field(job, EXPERTS), place)
@@ -352,7 +378,8 @@ def _work(job):
         values = _field(job, VALUES) + expert * 4 * LANES
         column = block * PANELS * LANES * 4
         # Few rows take the columns in pieces that stay in the first-level cache between decoding and product.
-        piece = pairs if stop - first > _TILE_ROWS else min(pairs, _PIECE)
+        short = _SHORT if bits == 16 else _PIECE
+        piece = pairs if stop - first > _TILE_ROWS else min(pairs, short)
         panel = piece * 4 * LANES
         for begin in range(0, pairs, piece):
             end = min(begin + piece, pairs)
@@ -361,6 +388,16 @@ def _work(job):
                 codes = _field(job, CODES) + number * pairs * 4 * bits
                 decoded = scratch + own * panel
                 done, at = begin, begin // group
+                if bits == 16:
+                    ahead = 4 * short
+                    if end == pairs and upcoming < _field(job, TASKS):
+                        other = upcoming // blocks
+                        number = (
+                            (_field(_field(job, EXPERTS), other) - other) * blocks + upcoming - expert * blocks - block
+                        )
+                        ahead = number * PANELS * pairs * 64 - begin * 4
+                    _turn(codes + begin * 4, x_stride, end - begin, ahead, decoded)
+                    continue
                 while done < end:
                     count = min((at + 1) * group, end) - done
                     start, room = codes + done * 4 * bits, decoded + (done - begin) * 4 * LANES
@@ -384,6 +421,9 @@ def _work(job):
                 elif stop - row >= _MORE:
                     rows = _MORE
                     _add_rows(x + begin * 4, x_stride, scratch, panel, end - begin, out, out_stride)
+                elif stop - row >= _PAIR:
+                    rows = _PAIR
+                    _add_pair(x + begin * 4, x_stride, scratch, panel, end - begin, out, out_stride)
                 else:
                     rows = _FEW
                     _add_row(x + begin * 4, x_stride, scratch, panel, end - begin, out, out_stride)

@@ -12,15 +12,11 @@ A row's bits depend on the row and the machine alone, not on other rows, nor on 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib import import_module
-from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -32,67 +28,14 @@ from ...runtime.memory import Memory, Regions
 from ...types import ActivationSpec, ContiguousBatch, ExpertWeights
 from ..base import ExpertKernel, Packed, refuse_codes, with_each
 from .grouped import cut_experts, fast_activate
+from .panels import COLUMNS, TASK, TENSORS, FusedMatrix, lacking, scratch_bytes
 from .stored import by_row, flat, refuse_faults
 
-__all__ = ["CpuFused", "FusedExperts", "FusedMatrix", "pack_fused"]
+__all__ = ["CpuFused", "FusedExperts", "pack_fused"]
 
 _FORMATS = (MxFp4, NvFp4, Int4Group, Int4Affine, Int8Affine, Int4Ordered, Int8Ordered, Bnb4, Gguf)
-_TASK = 64  # rows of weights that are decoded at once
-_COLUMNS = 32  # columns of a tile
 _LOW = 0x0F0F0F0F0F0F0F0F  # low nibbles of eight bytes
 _LARGEST = 127  # exponent field of 1, which the largest scale of a row of MXFP4 becomes
-# In the order of ``kernels.cpu_fused.SCALES``; uint8 is E8M0.
-_SCALES = (torch.uint8, torch.float8_e4m3fn, torch.int8, torch.bfloat16, torch.float16, torch.float32)
-_TENSORS = ("codes", "scales", "supers", "values", "order", "factors", "bias")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FusedMatrix:
-    """One projection of all experts, sixteen rows side by side, for codes of b bits.
-
-    codes: uint8 ``[E, Np/16, Kp/2, 4 b]``, in the layout of ``kernels.cpu_fused``. scales: ``[E, Np/16, G, 16]``, or
-    ``[E, Np/16, G, 32]`` with what ``shift`` says (``SHIFTS`` there) behind them. supers: float16 ``[E, Np/16, Kp/256,
-    16 or 32]``, which multiply int8 scales, or None. values: float32 ``[E, 16]``, what the lower four bits of a code
-    mean; to codes of eight bits the first is added. order: int64 ``[E, Kp]``, the column of x for each column of codes,
-    K for none; None where they are in order. factors: float32 ``[E, Np]`` of the result, or None. bias: likewise.
-    rows: N. group: pairs of columns of a scale.
-    """
-
-    codes: Tensor
-    scales: Tensor
-    supers: Tensor | None
-    values: Tensor
-    order: Tensor | None = None
-    factors: Tensor | None
-    bias: Tensor | None
-    shift: str = "none"
-    rows: int
-    group: int
-
-    def multiply(self, x: Tensor, experts: Tensor, bounds: Tensor) -> Tensor:
-        """Return ``[r, Np]`` float32 for ``x [r, K]`` bfloat16; columns from N on mean nothing.
-
-        experts: int64, those that have rows. bounds: int64, where the rows of each begin, and the end.
-        """
-        kernel: Any = import_module("collegium.kernels.cpu_fused")
-        tiles, threads = kernel.has_tiles(), torch.get_num_threads()
-        panels, pairs, wide = self.codes.shape[1:]
-        if self.order is not None:
-            rows = functional.pad(x, (0, 1)).split(bounds.diff().tolist())
-            x = torch.cat([own.index_select(1, order) for own, order in zip(rows, self.order[experts], strict=True)])
-        elif x.shape[1] != 2 * pairs:
-            x = functional.pad(x, (0, 2 * pairs - x.shape[1]))
-        out = (torch.empty if tiles else torch.zeros)(x.shape[0], panels * 16, dtype=torch.float32)
-        scratch = torch.empty(threads, _scratch_bytes(2 * pairs), dtype=torch.uint8)
-        tensors = {name: getattr(self, name) for name in _TENSORS}
-        tensors |= {"experts": experts, "bounds": bounds, "x": x.contiguous(), "out": out, "scratch": scratch}
-        fields = {name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None}
-        blocks, kind, shift = panels * 16 // _TASK, _SCALES.index(self.scales.dtype), kernel.SHIFTS.index(self.shift)
-        fields |= {"tasks": experts.numel() * blocks, "blocks": blocks, "bits": wide // 4, "pairs": pairs}
-        fields |= {"kind": kind, "shift": shift, "tiles": tiles, "line": self.scales[0, 0, 0].nbytes}
-        fields |= {"group": self.group, "groups": self.scales.shape[2]}
-        kernel.run(np.array([fields.get(name, 0) for name in kernel.FIELDS], dtype=np.int64), threads)
-        return out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +70,7 @@ class FusedExperts(Packed):
         return rows
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> FusedExperts:
-        *gate_up, down = (with_each(matrix, change, *_TENSORS) for matrix in (*self.gate_up, self.down))
+        *gate_up, down = (with_each(matrix, change, *TENSORS) for matrix in (*self.gate_up, self.down))
         return FusedExperts(gate_up=tuple(gate_up), down=down, activation=self.activation)
 
 
@@ -147,12 +90,7 @@ class CpuFused(ExpertKernel):
             return f"asked for bnb4 and widths {problem.hidden} and {problem.intermediate}; it takes even ones"
         if asked != "bf16" or problem.dtype != "bf16":
             return f"asked for {asked} activations and {problem.dtype} input; it takes bf16 for both"
-        if sys.platform != "linux" or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
-            found = f"{torch.backends.cpu.get_cpu_capability()} on {sys.platform}"
-            return f"found {found}; it needs AVX2 or AVX512 on linux"
-        if find_spec("numba") is None:
-            return "found no Numba; install it with: pip install 'collegium[cpu]'"
-        return None
+        return lacking()
 
     def regions(self, problem: ExpertsProblem) -> Regions:
         """Return the decoded rows of each thread, and the rows of the largest batch all routed to one expert."""
@@ -161,8 +99,8 @@ class CpuFused(ExpertKernel):
         threads = max(problem.device.threads, torch.get_num_threads())
         # Per row: x gathered, filled up and in another order, gate_up, its activation in two precisions, the result
         # twice.
-        row = 4 * (8 * (problem.hidden + _TASK) + (2 * problem.parts + 7) * (problem.intermediate + _TASK))
-        return {"tile": threads * _scratch_bytes(longest), "rows": max(1, problem.rows) * row}
+        row = 4 * (8 * (problem.hidden + TASK) + (2 * problem.parts + 7) * (problem.intermediate + TASK))
+        return {"tile": threads * scratch_bytes(longest), "rows": max(1, problem.rows) * row}
 
     def pack(self, weights: ExpertWeights[Payload], problem: ExpertsProblem) -> FusedExperts:
         """Lay the codes out anew, one expert at a time.
@@ -203,7 +141,7 @@ def pack_fused(payload: Payload, bias: Tensor | None, name: str) -> FusedMatrix:
     lines, more = _lines(payload)
     experts, order, factors, supers = payload.shape[0], more.get("order"), more.get("factors"), more.pop("supers", None)
     columns, bits = payload.shape[-1] if order is None else order.shape[1], more.pop("bits", 4)
-    pairs, height = -(-columns // _COLUMNS) * _COLUMNS // 2, -(-lines.shape[1] // _TASK) * _TASK
+    pairs, height = -(-columns // COLUMNS) * COLUMNS // 2, -(-lines.shape[1] // TASK) * TASK
     size = 2 * pairs if more["group"] >= columns else more["group"]
 
     def per_row(tensor: Tensor | None) -> Tensor | None:
@@ -274,7 +212,7 @@ def _order(group_of: Tensor, largest: int) -> tuple[Tensor, int]:
     ranks = torch.arange(columns) - torch.searchsorted(found, found)
     size = -(-min(largest, int(ranks.max()) + 1) // 2) * 2
     runs = (ranks % size == 0).cumsum(1)
-    order = torch.full((experts, -(-int(runs.max()) * size // _COLUMNS) * _COLUMNS), columns)
+    order = torch.full((experts, -(-int(runs.max()) * size // COLUMNS) * COLUMNS), columns)
     return order.scatter_(1, (runs - 1) * size + ranks % size, by_group), size
 
 
@@ -324,8 +262,3 @@ def _laid(codes: Tensor, bits: int, height: int, pairs: int) -> Tensor:
 def _plain(scales: Tensor) -> Tensor:
     """Return scales with plain NaNs: rounding to bfloat16 would carry into the sign of a NaN of many ones."""
     return scales.masked_fill(scales.isnan(), torch.nan)
-
-
-def _scratch_bytes(columns: int) -> int:
-    """Bytes of a thread: a task in bfloat16."""
-    return 2 * _TASK * (-(-columns // _COLUMNS) * _COLUMNS)

@@ -10,12 +10,15 @@ For the rows of one expert, with A the dtype of x and C = bfloat16 if A is bfloa
 The CPU library packs its right operand on each call, so that is the small one, the tokens; but in bfloat16 without AMX
 it reads weights on the right where they lie, in half the time for few rows (EPYC with AVX512_BF16, November 2026). A
 tile is at most 4 million weights, so no decoded copy of the layer exists.
+
+Bfloat16 weights without AMX are multiplied by ``kernels.cpu_fused`` where it runs, from where they lie; C is float32
+then. A call of the library ends when its slowest thread does, many times a layer; tasks of that kernel wait for nobody.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
@@ -29,6 +32,7 @@ from ...runtime.memory import Memory, Regions
 from ...types import ActivationSpec, ContiguousBatch, ExpertWeights
 from ..base import ExpertKernel, Packed, refuse_codes, with_each
 from .decode import CPU_FORMATS, CodeMatrix, PlainMatrix, Scratch, pack_matrix
+from .panels import FusedMatrix, lacking, scratch_bytes, turned
 
 __all__ = ["CpuExperts", "CpuGrouped", "cut_experts", "fast_activate"]
 
@@ -39,6 +43,10 @@ _TILE = 1 << 22
 # ONEDNN_MAX_CPU_ISA, November 2026).
 _FLOAT32_ROWS = 3
 _HAS_TILES = bool(torch.cpu._is_amx_tile_supported())  # pyright: ignore[reportPrivateUsage]
+# Rows of an expert, on average, that ``kernels.cpu_fused`` multiplies faster on a CPU with AVX2 alone (emulated); with
+# AVX-512 any number is faster (EPYC with AVX512_BF16, November 2026). With AMX it was not measured.
+_AVX2_ROWS = 1.25, 32
+_TURNS = not _HAS_TILES and lacking() is None
 _Spans = list[tuple[int, slice]]  # experts and their rows
 _CHUNK_ROWS = 512  # rows whose intermediate values are kept at once, unless one expert has more
 
@@ -52,6 +60,12 @@ class CpuExperts(Packed):
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
     activation: ActivationSpec
+    _turned: tuple[FusedMatrix, FusedMatrix] | None = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        both = (self.gate_up, self.gate_up_bias), (self.down, self.down_bias)
+        first, second = (turned(*own) if _TURNS else None for own in both)
+        object.__setattr__(self, "_turned", None if first is None or second is None else (first, second))
 
     def run(self, batch: ContiguousBatch, memory: Memory | None = None) -> Tensor:
         """Return ``[R, H]``; rows of dropped assignments are not written.
@@ -75,6 +89,11 @@ class CpuExperts(Packed):
                     x = (x.float() * batch.input_weights[start:stop, None]).to(x.dtype)
                 inner, bounds = room[: stop - start], pairwise(offsets[first : last + 1])
                 spans = [(expert, slice(a - start, b - start)) for expert, (a, b) in enumerate(bounds, first) if b > a]
+                if self._turned is not None and x.dtype == torch.bfloat16 and _turns(len(x), len(spans)):
+                    where = torch.tensor([e for e, _ in spans]), torch.tensor([*(s.start for _, s in spans), len(x)])
+                    hidden = fast_activate(self._turned[0].multiply(x, *where), self.activation)
+                    rows[start:stop] = self._turned[1].multiply(hidden.to(x.dtype), *where)
+                    continue
                 _project(self.gate_up, self.gate_up_bias, x.to(compute), (spans, inner, scratch))
                 hidden = fast_activate(inner, self.activation).to(x.dtype)
                 _project(self.down, self.down_bias, hidden.to(compute), (spans, rows[start:stop], scratch))
@@ -112,7 +131,8 @@ class CpuGrouped(ExpertKernel):
         """Tiles, plus the rows of the largest batch all routed to one expert."""
         hidden, wide = problem.hidden, problem.intermediate
         # Indices and bfloat16 values, 2 bytes a weight each, and for float32 activations the pieces and their join.
-        tile = 12 * max(_TILE, max(hidden, wide) + 256)
+        longest, threads = max(hidden, wide), max(problem.device.threads, torch.get_num_threads())
+        tile = max(12 * max(_TILE, longest + 256), threads * scratch_bytes(longest))
         # Per row: x gathered, arranged and transposed, gate_up in two precisions, its activation, the result.
         row = 4 * (4 * hidden + (2 * problem.parts + 4) * wide)
         return {"tile": tile, "rows": max(1, problem.rows) * row}
@@ -131,6 +151,12 @@ class CpuGrouped(ExpertKernel):
             down_bias=None if down_bias is None else down_bias.float(),
             activation=problem.activation,
         )
+
+
+def _turns(rows: int, experts: int) -> bool:
+    """Return whether ``kernels.cpu_fused`` multiplies so many rows of bfloat16 faster than the library."""
+    few, many = _AVX2_ROWS
+    return torch.backends.cpu.get_cpu_capability() == "AVX512" or few * experts < rows <= many * experts
 
 
 def _project(

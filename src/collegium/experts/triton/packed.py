@@ -279,7 +279,7 @@ def pack_both(
     half = problem.activation_format == "fp16"
 
     def packed(payload: Any, bias: Tensor | None) -> PackedMatrix:
-        made = packer(payload, bias)
+        made = packer(payload, None if bias is None else bias.contiguous())
         return replace(made, layout=replace(made.layout, half=half))
 
     gate_up = packed(weights.gate_up, weights.gate_up_bias)

@@ -27,8 +27,6 @@ from ...types import ActivationSpec, ExpertWeights, MoESpec, RoutingSpec
 __all__ = ["Seen", "Stored", "activation_of", "audited", "choose", "loaded_weights", "padded", "stored_as"]
 
 Seen = dict[int, set[tuple[int, str]]]  # id of a parameter to the (local expert, shard) loaded into it
-# Tokens are multiplied on FP8 tensor cores with these weights, where there are some and no other format is asked for.
-_ON_FP8 = ("fp8_block", "fp8_tensor", "fp8_channel", "mxfp8", "mxfp4", "nvfp4", "int4_group")
 # What vLLM adds to a rank's slice is zeros here. It may have to be kept, because slices are of unequal width.
 _FILLED = ("mxfp4", "fp8_block")
 _KINDS = {
@@ -118,7 +116,7 @@ def _refuse(layer: Any) -> None:
     refusals = {
         f"it is on {device}, and Collegium runs on CPUs and NVIDIA's GPUs": device not in ("cpu", "cuda"),
         "its GPU is AMD's, and Collegium runs on CPUs and NVIDIA's GPUs": device == "cuda" and bool(torch.version.hip),
-        "vLLM moves its experts between ranks; leave out --enable-eplb": parallel.enable_eplb,
+        "its ranks may change; leave out --enable-elastic-ep": layer.collegium.config.parallel_config.enable_elastic_ep,
         "LoRA adapters may be added to its experts; leave out --enable-lora": moe.is_lora_enabled,
         f"--moe-backend {moe.moe_backend} was asked for; leave it out": moe.moe_backend != "auto",
         f"tokens travel by {way}, inside vLLM's own kernels; ask for --all2all-backend allgather_reducescatter": (
@@ -156,6 +154,7 @@ def choose(
     moe, (wide, hidden) = layer.moe_config, _sizes(layer, stored)
     weight = next(param for name, param in layer.named_parameters(recurse=False) if name.startswith("w13_"))
     kind = FLOAT_FORMATS.get(weight.dtype) if stored.format == "plain" else by_name(stored.format)
+    facts = probe(weight.device)
     if kind is None or moe.in_dtype not in FLOAT_FORMATS:
         raise SpecError(f"its weights are {weight.dtype} and its tokens {moe.in_dtype}")
     problem = Problem(
@@ -168,18 +167,18 @@ def choose(
             weight_format=kind.name,
             expert_bias=moe.has_bias if weights is None else weights.down_bias is not None,
         ),
-        device=probe(weight.device),
+        device=facts,
         # where vLLM gathers the tokens of several engines, all of them come
         limits=Limits(max_tokens=moe.max_num_tokens * moe.dp_size * moe.pcp_size),
         dtype=cast("Any", FLOAT_FORMATS[moe.in_dtype].name),
         placement=_placement(layer, wide),
-        graph=weight.is_cuda,
+        graph=facts.kind == "cuda",
     )
     formats_within(activations or problem.dtype, None)  # refuses static ones before anything is loaded
     force = Choice(activation_format=activations, dispatcher=None if problem.placement is None else "partial")
-    capability = problem.device.capability
-    if activations is None and kind.name in _ON_FP8 and capability is not None and capability >= (8, 9):
-        with suppress(PlanError):  # the plan below says which activations run instead
+    if activations is None and facts.capability is not None and facts.capability >= (8, 9):
+        # FP8 tensor cores, where a kernel that CUDA graphs can capture has them for these weights
+        with suppress(PlanError):
             return plan(problem, replace(force, activation_format="fp8_group128"))
     return plan(problem, force)
 

@@ -7,7 +7,6 @@ its MoE layers or in none.
 
 import functools
 import os
-import re
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -34,8 +33,6 @@ __all__ = ["ACTIVATIONS", "MODE", "register", "vllm_experts"]
 MODE, ACTIVATIONS = "COLLEGIUM_VLLM", "COLLEGIUM_VLLM_ACTIVATIONS"
 _MODES = ("auto", "require", "off")
 _LAYERS = "vllm.model_executor.layers.fused_moe"
-_METHODS = "vllm.model_executor.layers.quantization"
-_SCHEMA = "(Tensor x, Tensor topk_weights, Tensor topk_ids, str layer_name) -> Tensor"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -43,8 +40,8 @@ class _State:
     """What is known of one layer until its weights are packed.
 
     config: vLLM's own, of the whole engine. refusal: why Collegium does not run it. alone: the error with which vLLM
-    refused to run it itself. was: the dtype vLLM gave to parameters that hold scales as published instead. left: the
-    layers of its model that are not packed yet.
+    refused to run it itself. was: the dtype vLLM gave to parameters that hold scales as published instead. together:
+    the layers of its model.
     """
 
     config: Any
@@ -54,11 +51,10 @@ class _State:
     plan: Plan | None = None
     seen: Seen = field(default_factory=Seen)
     was: dict[Any, torch.dtype] = field(default_factory=dict[Any, torch.dtype])
-    left: list[Any] = field(default_factory=list[Any])
+    together: list[Any] = field(default_factory=list[Any])
 
 
 _waiting: list[Any] = []  # layers of the model that is being built and loaded, in order
-_packed: list[MoELayer] = []
 
 
 def register() -> None:
@@ -71,7 +67,7 @@ def register() -> None:
         return
     try:
         layers = extra(f"{_LAYERS}.routed_experts", "vllm 0.32 or later", group="vllm").RoutedExperts
-        build, find = layers.__init__, layers._get_quant_method
+        build, find, weights = layers.__init__, layers._get_quant_method, layers.get_expert_weights
     except (AttributeError, MissingExtraError) as error:
         if _mode() == "require":
             raise
@@ -99,7 +95,16 @@ def register() -> None:
             with _any_kernel():
                 return find(self, *args, **kwargs)
 
-    layers.__init__, layers._get_quant_method = init, get_quant_method
+    @functools.wraps(weights)
+    def get_expert_weights(self: Any) -> Any:
+        return _as_bytes(self.quant_method.packed) if isinstance(self.quant_method, _method_class()) else weights(self)
+
+    layers.__init__, layers._get_quant_method, layers.get_expert_weights = init, get_quant_method, get_expert_weights
+
+
+def _as_bytes(packed: MoELayer) -> list[Tensor]:
+    """Return the packed experts as vLLM's balancer moves them: in place, ``[local physical experts, bytes]`` each."""
+    return [tensor.view(len(tensor), -1).view(torch.uint8) for tensor in packed.experts.slots()]
 
 
 def _option(name: str) -> str:
@@ -120,8 +125,8 @@ def _any_kernel() -> Generator[None]:
     def none(*_: object, **__: object) -> tuple[None, None]:
         return None, None
 
-    modules = [module for name, module in sys.modules.items() if name.startswith(_METHODS)]
-    found = [(m, n, v) for m in modules for n, v in vars(m).items() if re.fullmatch(r"select_\w+_moe_backend", n)]
+    modules = [m for name, m in sys.modules.items() if name.startswith("vllm.model_executor.layers.quantization")]
+    found = [(m, n, v) for m in modules for n, v in vars(m).items() if "select_" in n and n.endswith("_moe_backend")]
     try:
         for module, name, _ in found:
             setattr(module, name, none)
@@ -176,7 +181,6 @@ def _finish(original: Callable[[Any], None], layer: Any) -> None:
         # a model that failed to load may have left some
         layers = [other for other in _waiting if other.collegium.config is state.config]
         _waiting.clear()
-        _packed.clear()
         _decide(layers)
     if state.plan is None or state.stored is None:
         for param, dtype in state.was.items():
@@ -189,24 +193,28 @@ def _finish(original: Callable[[Any], None], layer: Any) -> None:
                 param.data = param.data.new_empty(0)
         del layer.quant_method  # some methods are modules, which no other object may replace
         layer._replace_quant_method(_method_class()(layer.moe_config, packed))
-        _packed.append(packed)
-        state.left.remove(layer)
-        if not state.left:
-            warm_up(_packed)
-            _packed.clear()
+        done = [each.quant_method for each in state.together if isinstance(each.quant_method, _method_class())]
+        if len(done) == len(state.together):
+            warm_up([each.packed for each in done])
     state.was.clear()
 
 
 def _decide(layers: list[Any]) -> None:
     """Audit the loaded weights of a model's layers, settle whether all of them run through Collegium, and say so."""
+    kinds: dict[str, list[Any]] = {}
     for layer in layers:
         state: _State = layer.collegium
+        state.together = layers
         if state.refusal is None and state.stored is not None:
             try:
                 weights = audited(loaded_weights(layer, state.stored, state.seen))
                 state.plan = choose(layer, state.stored, _option(ACTIVATIONS) or None, weights)
+                kinds.setdefault(_told(state.plan), []).append(layer)
             except CollegiumError as error:
                 state.refusal = str(error)
+    if layers[0].moe_config.moe_parallel_config.enable_eplb:
+        for layer in (each for others in list(kinds.values())[1:] for each in others):
+            layer.collegium.refusal = "packed unlike others; vLLM moves all through one buffer; leave out --enable-eplb"
     say = extra("vllm.logger", group="vllm").init_logger("vllm.collegium")
     refused = [f"{each.layer_name}: {each.collegium.refusal}" for each in layers if each.collegium.refusal is not None]
     config = layers[0].collegium.config
@@ -226,17 +234,17 @@ def _decide(layers: list[Any]) -> None:
         return
     if isinstance(config.additional_config, dict):
         config.additional_config["collegium"] = __version__  # part of the key under which vLLM keeps what it compiles
-    kinds: dict[str, list[str]] = {}
-    left = list(layers)
-    for layer in layers:
-        made: Plan = layer.collegium.plan
-        layer.collegium.left = left
-        spec, where = made.problem.spec, made.problem.placement or f"all {made.problem.spec.num_experts} experts"
-        text = f"kernel {made.kernel}, weights {spec.weight_format}, activations {made.activation_format}, {where}"
-        kinds.setdefault(f"{text}, at most {made.problem.limits.max_tokens} tokens a pass", []).append(layer.layer_name)
-    for text, names in kinds.items():
-        of = f"{names[0]} to {names[-1]}, {len(names)} of {len(layers)} MoE layers"
+    for text, those in kinds.items():
+        of = f"{those[0].layer_name} to {those[-1].layer_name}, {len(those)} of {len(layers)} MoE layers"
         say.info("Collegium: runs the experts of %s: %s", of, text)
+
+
+def _told(made: Plan) -> str:
+    """Return what is said of a plan; layers of which the same is said are packed alike."""
+    spec, where = made.problem.spec, made.problem.placement or f"all {made.problem.spec.num_experts} experts"
+    text = f"kernel {made.kernel}, weights {spec.weight_format}, activations {made.activation_format}, {where}"
+    biases = " with biases" if spec.expert_bias else ""
+    return f"{text}, {spec.intermediate_size} wide{biases}, at most {made.problem.limits.max_tokens} tokens a pass"
 
 
 @functools.cache
@@ -268,7 +276,7 @@ def _method_class() -> Any:
     return CollegiumMoEMethod
 
 
-@torch.library.custom_op("collegium::vllm_experts", mutates_args=(), schema=_SCHEMA)
+@torch.library.custom_op("collegium::vllm_experts", mutates_args=())
 def vllm_experts(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, layer_name: str) -> Tensor:
     """Return what the experts of the layer that vLLM calls ``layer_name`` make of ``x [T, H]``."""
     layers = extra("vllm.forward_context", group="vllm").get_forward_context().no_compile_layers
