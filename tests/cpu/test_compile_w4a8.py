@@ -24,7 +24,7 @@ BASE = {
 }  # fmt: skip
 INT4, NVFP4, SCALED = {"WEIGHT": 7}, {"WEIGHT": 8}, {"WEIGHT": 9}
 PAIRS, FLOATS = {"WEIGHT": 10}, {"WEIGHT": 11}
-GROUPS = {"X_SCALE": 1}
+GROUPS, ACROSS = {"X_SCALE": 1}, {"X_SCALE": 3}
 DOWN = {"PARTS": 1, "KIND": -1, "GATHER": False, "BIAS": True, "EARLY": True, "PDL": True}
 TALL = {"BLOCK_N": 128}
 WIDE = {"BLOCK_N": 128, "BLOCK_T": 128, "WARPS": 8, "STAGES": 3}
@@ -39,7 +39,11 @@ CASES: tuple[tuple[int, dict[str, Any], int, int, int], ...] = (
     (90, {"DEPTH": 4, "STAGES": 2}, 430, 80, 34),
     (90, WIDE | {"NARROW": True}, 165, 216, 68),
     (90, TALL | {"BLOCK_T": 128, "NARROW": True}, 230, 255, 90),
-    (90, GROUPS, 200, 80, 22),
+    (90, GROUPS, 175, 80, 22),
+    (90, ACROSS | WIDE, 275, 240, 68),
+    (90, ACROSS | WIDE | DOWN | {"BLOCK_T": 64, "STAGES": 4}, 210, 140, 58),
+    (90, ACROSS | TALL | {"BLOCK_T": 64, "STAGES": 4}, 330, 240, 58),
+    (90, ACROSS | NVFP4 | WIDE, 350, 255, 92),
     (90, INT4, 215, 72, 22),
     (90, NVFP4, 215, 96, 23),
     (90, NVFP4 | TALL, 340, 128, 37),
@@ -110,6 +114,19 @@ def test_instructions_registers_and_shared_memory(compiled: list[Any], index: in
     assert len(loop) <= most_instructions
     assert registers <= most_registers
     assert shared <= most_shared * 1024
+
+
+def test_scales_of_groups_are_loaded_where_they_are_used(compiled: list[Any]) -> None:
+    """Two a thread for each eight rows, from one address; none is copied to shared memory first."""
+    found = 0
+    for (arch, changes, *_), (*_, loop, _, _) in zip(CASES, compiled, strict=True):
+        if arch == 90 and changes.get("X_SCALE") == 3:
+            found += 1
+            rows = changes.get("BLOCK_T", 16)
+            loads = [re.search(r"\[(R\d+)", text) for text in loop if text.split()[0].startswith("LDG.E")]
+            assert len(loads) == rows // 4
+            assert len({load[1] for load in loads if load}) == 1
+    assert found == 4
 
 
 def test_decoded_weights_stay_in_registers(compiled: list[Any]) -> None:

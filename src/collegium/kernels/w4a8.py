@@ -482,9 +482,8 @@ def w4a8_kernel(
     )  # fmt: skip
     HALVED: tl.constexpr = 2 if NARROW else 0
     for halved in tl.static_range(HALVED + 1):
-        HEIGHT: tl.constexpr = BLOCK_T >> halved
-        if row_count <= HEIGHT and (halved == HALVED or row_count > HEIGHT // 2):
+        if row_count <= BLOCK_T >> halved and (halved == HALVED or row_count > BLOCK_T >> (halved + 1)):
             _write_tile(
                 *given, WEIGHT, X_SCALE, BIAS, GATHER, PARTS, KIND, HAS_LIMIT, K_BLOCKS, ASM, WARPS, BLOCK_N, BLOCK_K,
-                DEPTH, STAGES, PLACED, TOP_K, PDL, HEIGHT,
+                DEPTH, STAGES, PLACED, TOP_K, PDL, BLOCK_T >> halved,
             )  # fmt: skip
