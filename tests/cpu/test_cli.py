@@ -171,12 +171,16 @@ def test_generate_repeats_tokens_unless_a_penalty_is_asked_for(monkeypatch):
     arguments = ("generate", str(SHIPPED), "--tokens", "24", "--device", "cpu", "--json", "--prompt", "A king")
     plain, other = json.loads(run(*arguments)), json.loads(run(*arguments, "--penalty", "1.2"))
     writer = writing.Writer(load_model(str(SHIPPED), device="cpu"), SHIPPED)
-    ids = writer.encode("A king")
-    with torch.inference_mode():
-        for _ in range(24):
-            ids = torch.cat([ids, writer.model(ids, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)], 1)
-    assert plain["text"] == writer.tokenizer.decode(ids[0].tolist())
-    assert other["text"] != plain["text"]
+
+    def behind(text: str) -> float:
+        """How far the logit of a token was behind the best one at most; in bfloat16 two may be as likely."""
+        ids = writer.encode(text)
+        with torch.inference_mode():
+            logits = writer.model(ids, use_cache=False).logits[0, 1:-1].float()
+        return float((logits.amax(1) - logits.gather(1, ids[0, 2:, None])[:, 0]).max())
+
+    assert behind(plain["text"]) < 0.1
+    assert behind(other["text"]) > 0.5
     monkeypatch.setattr(demo, "RECIPES", RECIPES[:1])
     assert "repetition penalty 1.2" in run("demo", "--device", "cpu", "--tokens", "1")
 

@@ -138,8 +138,9 @@ def test_rows_of_bfloat16_are_multiplied_where_they_lie(kernel, monkeypatch, hid
     monkeypatch.setattr(grouped, "_TURNS", True)
     weights = make_weights("bf16", 5, hidden, wide, bias=bias)
     packed = CpuGrouped().pack(weights, problem("bf16").routed)
-    assert packed._turned is not None
-    assert packed._turned[0].codes.data_ptr() == weights.gate_up.values.data_ptr(), "the weights were copied"
+    both = packed._turned()
+    assert both is not None
+    assert both[0].codes.data_ptr() == weights.gate_up.values.data_ptr(), "the weights were copied"
     batch = make_batch([1, 0, 4, 17, 40], hidden, dropped=3, weighted=weighted)
     used = int(batch.expert_offsets[-1])
     found, wanted = packed.run(batch)[:used].float(), truth(batch, weights)[:used]
@@ -182,7 +183,7 @@ def test_rows_of_other_sizes_go_to_the_library(kernel, monkeypatch, hidden, wide
     monkeypatch.setattr(grouped, "_TURNS", True)
     weights, batch = make_weights("bf16", 3, hidden, wide), make_batch([1, 0, 9], hidden)
     packed = CpuGrouped().pack(weights, problem("bf16").routed)
-    assert packed._turned is None
+    assert packed._turned() is None
     wanted = truth(batch, weights)
     assert float((packed.run(batch) - wanted).norm() / wanted.norm()) <= 2e-2
 
@@ -192,7 +193,7 @@ def test_rows_that_do_not_lie_one_after_the_other_go_to_the_library(kernel, monk
     weights, batch = make_weights("bf16", 3, 64, 64, bias=False), make_batch([1, 0, 9], 64)
     apart = replace(weights.down, values=weights.down.values.transpose(1, 2).contiguous().transpose(1, 2))
     packed = CpuGrouped().pack(replace(weights, down=apart), problem("bf16").routed)
-    assert packed._turned is None
+    assert packed._turned() is None
     wanted = truth(batch, weights)
     assert float((packed.run(batch) - wanted).norm() / wanted.norm()) <= 2e-2
 

@@ -21,7 +21,7 @@ from collegium import (
     plan,
 )
 from collegium.experts import KERNELS
-from collegium.experts.cpu import fused
+from collegium.experts.cpu import panels
 from collegium.formats import FORMATS
 from collegium.planning import expert_bytes
 from collegium.testing.compare import random_experts
@@ -43,7 +43,7 @@ def problem(device=CPU, **more):
 
 
 def test_every_candidate_is_chosen_or_refused_with_a_reason(monkeypatch):
-    monkeypatch.setattr(fused, "find_spec", lambda name: None)
+    monkeypatch.setattr(panels, "find_spec", lambda name: None)
     made = plan(problem())
     assert made.kernel == "cpu_grouped"
     assert {r.name for r in made.refusals if r.what == "kernel"} == {k.name for k in KERNELS} - {"cpu_grouped"}

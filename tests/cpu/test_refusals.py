@@ -25,7 +25,7 @@ from collegium import (
     plan,
 )
 from collegium.experts import KERNELS
-from collegium.experts.cpu import fused
+from collegium.experts.cpu import panels
 from collegium.experts.triton import tiling
 from collegium.parallel import DISPATCHERS
 from collegium.parallel.placement import linear, tensor_parallel
@@ -145,7 +145,7 @@ def test_every_reason_to_refuse_is_given_by_some_plan(monkeypatch: pytest.Monkey
         for problem, force in ASKS:
             with suppress(PlanError):
                 plan(problem, force)
-        monkeypatch.setattr(fused, "find_spec", lambda _: None)
+        monkeypatch.setattr(panels, "find_spec", lambda _: None)
         monkeypatch.setattr(tiling, "find_spec", lambda _: None)
         plan(asked(FOUR, CPU))
         plan(asked())

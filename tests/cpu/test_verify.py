@@ -16,7 +16,7 @@ from collegium import cli
 from collegium.commands import verify as verification
 from collegium.commands.verify import plain_values, tolerance_of, verify_model
 from collegium.errors import InputError
-from collegium.experts.cpu import decode as cpu_decode, fused, grouped as cpu_grouped
+from collegium.experts.cpu import decode as cpu_decode, grouped as cpu_grouped, panels
 from collegium.experts.reference import ReferenceExperts
 from collegium.formats import FORMATS, Fp8Block, Int4Group, NvFp4
 from collegium.problem import Choice
@@ -47,7 +47,8 @@ def test_plain_values_are_the_decoded_values(form: Any, columns: int) -> None:
 @pytest.fixture(autouse=True)
 def _one_kernel(monkeypatch) -> None:
     """What is broken below is broken in ``cpu_grouped``."""
-    monkeypatch.setattr(fused, "find_spec", lambda name: None)
+    monkeypatch.setattr(panels, "find_spec", lambda name: None)
+    monkeypatch.setattr(cpu_grouped, "_TURNS", False)
 
 
 @pytest.mark.parametrize(

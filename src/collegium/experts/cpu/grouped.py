@@ -18,7 +18,7 @@ then. A call of the library ends when its slowest thread does, many times a laye
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -60,12 +60,6 @@ class CpuExperts(Packed):
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
     activation: ActivationSpec
-    _turned: tuple[FusedMatrix, FusedMatrix] | None = field(init=False, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        both = (self.gate_up, self.gate_up_bias), (self.down, self.down_bias)
-        first, second = (turned(*own) if _TURNS else None for own in both)
-        object.__setattr__(self, "_turned", None if first is None or second is None else (first, second))
 
     def run(self, batch: ContiguousBatch, memory: Memory | None = None) -> Tensor:
         """Return ``[R, H]``; rows of dropped assignments are not written.
@@ -80,6 +74,7 @@ class CpuExperts(Packed):
         chunks = cut_experts(offsets)
         longest = max((offsets[last] - offsets[first] for first, last in chunks), default=0)
         room = torch.empty(longest, self.gate_up.shape[1], dtype=torch.float32)
+        both = self._turned() if batch.x.dtype == torch.bfloat16 else None
         scratch, compute = _scratch(self), torch.bfloat16 if batch.x.dtype == torch.bfloat16 else torch.float32
         with torch.inference_mode():
             for first, last in chunks:
@@ -89,15 +84,21 @@ class CpuExperts(Packed):
                     x = (x.float() * batch.input_weights[start:stop, None]).to(x.dtype)
                 inner, bounds = room[: stop - start], pairwise(offsets[first : last + 1])
                 spans = [(expert, slice(a - start, b - start)) for expert, (a, b) in enumerate(bounds, first) if b > a]
-                if self._turned is not None and x.dtype == torch.bfloat16 and _turns(len(x), len(spans)):
+                if both is not None and _turns(len(x), len(spans)):
                     where = torch.tensor([e for e, _ in spans]), torch.tensor([*(s.start for _, s in spans), len(x)])
-                    hidden = fast_activate(self._turned[0].multiply(x, *where), self.activation)
-                    rows[start:stop] = self._turned[1].multiply(hidden.to(x.dtype), *where)
+                    hidden = fast_activate(both[0].multiply(x, *where), self.activation)
+                    rows[start:stop] = both[1].multiply(hidden.to(x.dtype), *where)
                     continue
                 _project(self.gate_up, self.gate_up_bias, x.to(compute), (spans, inner, scratch))
                 hidden = fast_activate(inner, self.activation).to(x.dtype)
                 _project(self.down, self.down_bias, hidden.to(compute), (spans, rows[start:stop], scratch))
         return rows
+
+    def _turned(self) -> tuple[FusedMatrix, FusedMatrix] | None:
+        """Return both matrices as machine code reads them where they lie, or None where it does not."""
+        both = (self.gate_up, self.gate_up_bias), (self.down, self.down_bias)
+        first, second = (turned(*own) if _TURNS else None for own in both)
+        return None if first is None or second is None else (first, second)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> CpuExperts:
         made = replace(self, gate_up=self.gate_up.each(change), down=self.down.each(change))

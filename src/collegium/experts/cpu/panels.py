@@ -21,6 +21,7 @@ TASK = 64  # rows of weights that are decoded at once
 COLUMNS = 32  # columns of a tile
 # In the order of ``kernels.cpu_fused.SCALES``; uint8 is E8M0.
 _SCALES = (torch.uint8, torch.float8_e4m3fn, torch.int8, torch.bfloat16, torch.float16, torch.float32)
+_UNREAD = torch.zeros(1, 16)  # scales and values of numbers that have none
 TENSORS = ("codes", "scales", "supers", "values", "order", "factors", "bias")
 
 
@@ -93,9 +94,9 @@ def turned(matrix: PlainMatrix | CodeMatrix, bias: Tensor | None) -> FusedMatrix
         return None
     return FusedMatrix(
         codes=values.view(torch.uint8).view(experts, rows // 16, columns // 2, 64),
-        scales=values.new_zeros(experts, 1, 1, 16),
+        scales=_UNREAD[None, None],
         supers=None,
-        values=torch.zeros(experts, 16),
+        values=_UNREAD,
         factors=None,
         bias=bias,
         rows=rows,
