@@ -83,7 +83,7 @@ def run_demo(
     start = time.perf_counter()
     facts = probe(device)
     rows: list[DemoRow] = []
-    with _few_threads(facts):
+    with _one_thread(facts):
         bench = _Bench(check_writable(str(folder)), facts, windows)
         for done, recipe in enumerate(RECIPES):
 
@@ -106,7 +106,7 @@ def run_demo(
 
 
 @contextmanager
-def _few_threads(facts: DeviceFacts) -> Generator[None]:
+def _one_thread(facts: DeviceFacts) -> Generator[None]:
     """Compute in one thread on a CPU, where more of them mostly wait for each other.
 
     So small a model gains a tenth by a second one, and on a machine with other work takes twice as long with it.

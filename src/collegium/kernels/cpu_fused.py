@@ -383,19 +383,18 @@ def _work(job):
         panel = piece * 4 * LANES
         for begin in range(0, pairs, piece):
             end = min(begin + piece, pairs)
+            # Rows that are turned have the next piece fetched, and at their end the first one of the task after.
+            ahead = 4 * short
+            if end == pairs and upcoming < _field(job, TASKS):
+                other = upcoming // blocks
+                tasks = (_field(_field(job, EXPERTS), other) - other - expert) * blocks + upcoming - block
+                ahead = tasks * PANELS * pairs * 64 - begin * 4
             for own in range(PANELS):
                 number = (expert * blocks + block) * PANELS + own
                 codes = _field(job, CODES) + number * pairs * 4 * bits
                 decoded = scratch + own * panel
                 done, at = begin, begin // group
                 if bits == 16:
-                    ahead = 4 * short
-                    if end == pairs and upcoming < _field(job, TASKS):
-                        other = upcoming // blocks
-                        number = (
-                            (_field(_field(job, EXPERTS), other) - other) * blocks + upcoming - expert * blocks - block
-                        )
-                        ahead = number * PANELS * pairs * 64 - begin * 4
                     _turn(codes + begin * 4, x_stride, end - begin, ahead, decoded)
                     continue
                 while done < end:

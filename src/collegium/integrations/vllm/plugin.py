@@ -7,6 +7,7 @@ its MoE layers or in none.
 
 import functools
 import os
+import re
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -126,7 +127,7 @@ def _any_kernel() -> Generator[None]:
         return None, None
 
     modules = [m for name, m in sys.modules.items() if name.startswith("vllm.model_executor.layers.quantization")]
-    found = [(m, n, v) for m in modules for n, v in vars(m).items() if "select_" in n and n.endswith("_moe_backend")]
+    found = [(m, n, v) for m in modules for n, v in vars(m).items() if re.fullmatch(r"select_\w+_moe_backend", n)]
     try:
         for module, name, _ in found:
             setattr(module, name, none)
