@@ -24,7 +24,7 @@ BASE = {
     "EARLY": False, "PDL": True, "row_places": None, "PLACED": 0,
 }  # fmt: skip
 PLAIN = {"BLOCK_K": 64}
-BLOCKS, ACROSS = {"WEIGHT": 2, "SCALE": 1, "X_SCALE": 1}, {"X_SCALE": 3}
+BLOCKS = {"WEIGHT": 2, "SCALE": 1, "X_SCALE": 1}
 MXFP4 = {"WEIGHT": 3, "SCALE": 2, "ROW_SCALE": True}
 NVFP4 = {"WEIGHT": 3, "SCALE": 3, "ROW_SCALE": True, "BLOCK_K": 64}
 INT4 = {"WEIGHT": 4, "SCALE": 5, "WORDS": 2}
@@ -55,8 +55,6 @@ CASES: tuple[tuple[int, str, dict[str, Any], str, int, int], ...] = (
     (90, "e4m3", BLOCKS | EARLY, "QGMMA", 96, 75),
     (90, "e4m3", BLOCKS | NARROW | {"BLOCK_N": 128, "warps": 8}, "QGMMA", 255, 170),
     (90, "e4m3", BLOCKS | NARROW | {"BLOCK_N": 128, "PARTS": 1, "KIND": -1}, "QGMMA", 255, 170),
-    (90, "e4m3", BLOCKS | ACROSS | NARROW | {"BLOCK_N": 128, "warps": 8}, "QGMMA", 255, 170),
-    (90, "e4m3", BLOCKS | ACROSS | DOWN | {"BLOCK_T": 128, "STAGES": 3, "warps": 8}, "QGMMA", 216, 104),
     (90, "e4m3", BLOCKS | DIRECT | EARLY, "QGMMA", 96, 75),
     (90, "bf16", PLAIN | DIRECT, "HGMMA", 64, 74),
     (90, "bf16", PLAIN | DIRECT | EARLY, "HGMMA", 64, 74),

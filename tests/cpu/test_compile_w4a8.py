@@ -39,7 +39,7 @@ CASES: tuple[tuple[int, dict[str, Any], int, int, int], ...] = (
     (90, {"DEPTH": 4, "STAGES": 2}, 430, 80, 34),
     (90, WIDE | {"NARROW": True}, 165, 216, 68),
     (90, TALL | {"BLOCK_T": 128, "NARROW": True}, 230, 255, 90),
-    (90, GROUPS, 175, 80, 22),
+    (90, GROUPS, 200, 80, 22),
     (90, ACROSS | WIDE, 275, 240, 68),
     (90, ACROSS | WIDE | DOWN | {"BLOCK_T": 64, "STAGES": 4}, 210, 140, 58),
     (90, ACROSS | TALL | {"BLOCK_T": 64, "STAGES": 4}, 330, 240, 58),

@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from . import numbers
 from .activation import activate
 from .decode import decoded, finished, has_minima, is_stepped, look_up, minima, words_of
-from .tiles import begun, dot, halves, scales_at, store_rows, token_at
+from .tiles import begun, dot, halves, store_rows, token_at
 
 __all__ = ["grouped_gemm_kernel", "grouped_tile"]
 
@@ -123,8 +123,8 @@ def _multiply(
 
 @triton.jit
 def grouped_tile(
-    x, x_scale, sums, weight, scale, row_scale, bias, expert, n_first, token, row_first, row_count,
-    n_out, k_in, x_stride, scale_step, n_step, k_step, part_step, scale_rows, limit, alpha, gate_bound, up_bound,
+    x, x_scale, sums, weight, scale, row_scale, bias, expert, n_first, token, row_count,
+    n_out, k_in, x_stride, n_step, k_step, part_step, scale_rows, limit, alpha, gate_bound, up_bound,
     WEIGHT: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr, X_SCALE: tl.constexpr, ROW_SCALE: tl.constexpr,
     BIAS: tl.constexpr, PARTS: tl.constexpr, KIND: tl.constexpr, HAS_LIMIT: tl.constexpr, K_BLOCKS: tl.constexpr,
     EVEN_K: tl.constexpr, ASM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -132,8 +132,7 @@ def grouped_tile(
 ):  # fmt: skip
     """Return ``[columns, BLOCK_T]`` float32: rows ``token [BLOCK_T]`` of x times weights of an expert from n_first on.
 
-    row_count: of the rows those that exist; the others may be any of x, and nothing of them counts. row_first: of rows
-    in order. scale_step: from a K block's scales of rows to the next. LAUNCH: the next
+    row_count: of the rows those that exist; the others may be any of x, and nothing of them counts. LAUNCH: the next
     kernel may start once the products are done. The rest is as in ``grouped_gemm_kernel``; there are BLOCK_N columns,
     or half as many where a tile is stacked.
     """
@@ -171,9 +170,8 @@ def grouped_tile(
         s_ptr = scale + matrix * s_part + n_first + column
     if STACKED:
         s_ptr += part * s_part
-    GROUPS: tl.constexpr = (X_SCALE == 1) or (X_SCALE == 3)
-    if GROUPS:
-        xs_ptr = x_scale + (row_first + t if X_SCALE == 3 else token * K_BLOCKS)
+    if X_SCALE == 1:
+        xs_ptr = x_scale + token * K_BLOCKS
     if has_minima(SCALE, WORDS):
         sums_ptr = sums + token[None, :] * (32 * K_BLOCKS) + tl.arange(0, 32)[:, None]
 
@@ -189,18 +187,18 @@ def grouped_tile(
         for quarter in tl.static_range(4 if QUARTERS else 1):
             at = quarter * WIDTH
             tokens += (_load_rows(x_ptr + at, valid, k[:, None] < left - at, EVEN_K),)
-        xs = scales_at(xs_ptr + block * scale_step, ASM) if GROUPS else 0.0
+        xs = tl.load(xs_ptr + block) if X_SCALE == 1 else 0.0
         added = _load_rows(sums_ptr + block * 32, valid, valid, True) if has_minima(SCALE, WORDS) else tables
         if SETS == 2:
             w0, w1 = _load_weights(w_ptr, k[None, :], left, WIDTH, WEIGHT, EVEN_K or QUARTERS)
             gate = _multiply(
-                gate, w0, w1, s_ptr, n_out, tokens, added, xs, WEIGHT, SCALE, WORDS, GROUPS, STACKED, 0, ASM
+                gate, w0, w1, s_ptr, n_out, tokens, added, xs, WEIGHT, SCALE, WORDS, X_SCALE == 1, STACKED, 0, ASM
             )
             w_ptr += k_step
             s_ptr += s_k
         w0, w1 = _load_weights(up_ptr, k[None, :], left, WIDTH, WEIGHT, EVEN_K or QUARTERS)
         up = _multiply(
-            up, w0, w1, us_ptr, n_out, tokens, added, xs, WEIGHT, SCALE, WORDS, GROUPS, STACKED, SETS - 1, ASM
+            up, w0, w1, us_ptr, n_out, tokens, added, xs, WEIGHT, SCALE, WORDS, X_SCALE == 1, STACKED, SETS - 1, ASM
         )
         up_ptr += k_step
         us_ptr += s_k
@@ -235,7 +233,7 @@ def grouped_tile(
 def _write_tile(
     expert, row_first, row_count, n_first,
     x, x_scale, sums, weight, scale, row_scale, bias, out, row_places, source,
-    n_out, k_in, x_stride, scale_step, n_step, k_step, part_step, scale_rows, limit, alpha, gate_bound, up_bound,
+    n_out, k_in, x_stride, n_step, k_step, part_step, scale_rows, limit, alpha, gate_bound, up_bound,
     WEIGHT: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr, X_SCALE: tl.constexpr, ROW_SCALE: tl.constexpr,
     BIAS: tl.constexpr, GATHER: tl.constexpr, PARTS: tl.constexpr, KIND: tl.constexpr, HAS_LIMIT: tl.constexpr,
     K_BLOCKS: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -248,8 +246,8 @@ def _write_tile(
     row = row_first + tl.where(t < row_count, t, 0)
     token = token_at(row, source, GATHER, TOP_K)
     result = grouped_tile(
-        x, x_scale, sums, weight, scale, row_scale, bias, expert, n_first, token, row_first, row_count,
-        n_out, k_in, x_stride, scale_step, n_step, k_step, part_step, scale_rows, limit, alpha, gate_bound, up_bound,
+        x, x_scale, sums, weight, scale, row_scale, bias, expert, n_first, token, row_count,
+        n_out, k_in, x_stride, n_step, k_step, part_step, scale_rows, limit, alpha, gate_bound, up_bound,
         WEIGHT, SCALE, WORDS, X_SCALE, ROW_SCALE, BIAS, PARTS, KIND, HAS_LIMIT, K_BLOCKS, EVEN_K, ASM, BLOCK_N, BLOCK_T,
         BLOCK_K, STAGES, STACKED, PDL and not TOP_K,
     )  # fmt: skip
@@ -262,8 +260,8 @@ def _write_tile(
 )
 def grouped_gemm_kernel(
     x, x_scale, sums, weight, scale, row_scale, bias, out, row_places, source, expert_offsets, tile_expert, tile_row,
-    n_out, k_in, x_stride, scale_step, n_step, k_step, part_step, scale_rows, token_tiles, experts, limit, alpha,
-    gate_bound, up_bound,
+    n_out, k_in, x_stride, n_step, k_step, part_step, scale_rows, token_tiles, experts, limit, alpha, gate_bound,
+    up_bound,
     WEIGHT: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr, X_SCALE: tl.constexpr, ROW_SCALE: tl.constexpr,
     BIAS: tl.constexpr, GATHER: tl.constexpr, PARTS: tl.constexpr, KIND: tl.constexpr, HAS_LIMIT: tl.constexpr,
     K_BLOCKS: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
@@ -272,9 +270,8 @@ def grouped_gemm_kernel(
 ):  # fmt: skip
     """Write ``out [R, n_out]``: rows of one expert times its weights, then bias and activation.
 
-    x [T or R, x_stride], read at row source[r] (GATHER) or r. x_scale: float32 [., K_BLOCKS] (X_SCALE 1), [., 1] (2),
-    or of rows in order [K_BLOCKS, scale_step] (3), with BLOCK_T numbers more, which nothing uses; 0: none. sums: of the
-    rows' columns for weights with minima, float16 [., 32 * K_BLOCKS] (``halves_kernel``).
+    x [T or R, x_stride], read at row source[r] (GATHER) or r. x_scale: float32 [., K_BLOCKS] (X_SCALE 1) or [., 1]
+    (2), 0: none. sums: of the rows' columns for weights with minima, float16 [., 32 * K_BLOCKS] (``halves_kernel``).
     weight: expert and part ``part_step`` elements apart, rows ``n_step``, K blocks ``k_step``. scale: per (expert,
     part, K block): WORDS x n_out words, or for BLOCK_SCALE [ceil(n_out / 128), K_BLOCKS]. row_scale, bias: [expert,
     part, n_out]; for TABLE_LANES row_scale is [expert, part, 16] int32. Rows from expert_offsets[E] on are not written.
@@ -290,8 +287,7 @@ def grouped_gemm_kernel(
 
     given = (
         expert, row_first, row_count, n_first, x, x_scale, sums, weight, scale, row_scale, bias, out, row_places,
-        source, n_out, k_in, x_stride, scale_step, n_step, k_step, part_step, scale_rows, limit, alpha, gate_bound,
-        up_bound,
+        source, n_out, k_in, x_stride, n_step, k_step, part_step, scale_rows, limit, alpha, gate_bound, up_bound,
     )  # fmt: skip
     HALVED: tl.constexpr = 2 if NARROW else 0
     for halved in tl.static_range(HALVED + 1):

@@ -153,8 +153,8 @@ def _multiply(
     if WEIGHT == E4M3_E4M3:
         COLUMNS: tl.constexpr = BLOCK_N // PARTS
         result = grouped_tile(
-            codes, scale, codes, weight, weight_scale, factor, bias, expert, band * COLUMNS, row, 0, here, n_out, k_in,
-            k_wide, 1, k_in, BLOCK, n_out * k_in, tl.cdiv(n_out, 128), clamp, alpha, gate_bound, up_bound,
+            codes, scale, codes, weight, weight_scale, factor, bias, expert, band * COLUMNS, row, here, n_out, k_in,
+            k_wide, k_in, BLOCK, n_out * k_in, tl.cdiv(n_out, 128), clamp, alpha, gate_bound, up_bound,
             WEIGHT, BLOCK_SCALE, 1, X_SCALE, False, BIAS, PARTS, KIND, HAS_LIMIT, K_BLOCKS, EVEN_K, ASM, BLOCK_N,
             BLOCK_T, BLOCK, STAGES, PARTS == 2, False,
         )  # fmt: skip

@@ -11,8 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from . import numbers
 
 __all__ = [
-    "NOWHERE", "begun", "dot", "follow", "halves", "place_at", "scales_at", "store_rows", "tile_list_kernel",
-    "tile_of", "token_at",
+    "NOWHERE", "begun", "dot", "follow", "halves", "place_at", "store_rows", "tile_list_kernel", "tile_of", "token_at",
 ]  # fmt: skip
 
 NOWHERE = tl.constexpr(numbers.NOWHERE)
@@ -107,19 +106,6 @@ def token_at(row, source, GATHER: tl.constexpr, TOP_K: tl.constexpr):
         return tl.load(source + row)
     else:
         return row
-
-
-@triton.jit
-def scales_at(pointers, ASM: tl.constexpr):
-    """Return the float32 scales of a tile's rows for one K block."""
-    if ASM:
-        # A plain load would be one of those that the compiler starts some steps ahead: every thread copies all that it
-        # needs to shared memory, a number at a time, and reads it back. Loaded here, it arrives while weights decode.
-        return tl.inline_asm_elementwise(
-            "ld.global.b32 $0, [$1];", "=f,l", [pointers.to(tl.int64)], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        return tl.load(pointers)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from . import numbers
 from .activation import activate
 from .decode import finished, upper_scale
-from .tiles import begun, dot, halves, scales_at, store_rows, token_at
+from .tiles import begun, dot, halves, store_rows, token_at
 
 __all__ = ["w4a8_kernel", "w4a8_tile"]
 
@@ -254,6 +254,19 @@ def _load_tokens(pointers, valid, BLOCK_T: tl.constexpr):
 
 
 @triton.jit
+def _scales_across(pointers, ASM: tl.constexpr):
+    """Return the float32 scales of a tile's rows for one K block, laid out beside each other."""
+    if ASM:
+        # A plain load would be one of those that the compiler starts some steps ahead: every thread copies all that it
+        # needs to shared memory, a number at a time, and reads it back. Loaded here, it arrives while weights decode.
+        return tl.inline_asm_elementwise(
+            "ld.global.b32 $0, [$1];", "=f,l", [pointers.to(tl.int64)], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
 def _quarter_sum(
     words, x_ptr, valid, g_ptr, none,
     BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, WARPS: tl.constexpr, PAIRS: tl.constexpr, ASM: tl.constexpr,
@@ -350,10 +363,10 @@ def w4a8_tile(
     # A product with a factor of its own is added to the sum; others go on with it.
     APART: tl.constexpr = GROUPS or (WEIGHT == INT4_FLOAT) or QUARTERS
     CHAINED: tl.constexpr = not GROUPS and (WEIGHT == E2M1_E8M0 or WEIGHT == E2M1_E4M3)
-    for _ in tl.range(0, K_BLOCKS // DEPTH, num_stages=STAGES):
-        for _ in tl.static_range(DEPTH):
-            if GROUPS:
-                xs = scales_at(xs_ptr, ASM)
+    for step in tl.range(0, K_BLOCKS // DEPTH, num_stages=STAGES):
+        for block in tl.static_range(DEPTH):
+            if X_SCALE == 3:
+                xs = _scales_across(xs_ptr, ASM)
                 xs_ptr += scale_step
             if not QUARTERS:
                 tokens = _load_tokens(x_ptr, valid, BLOCK_T)
@@ -383,6 +396,8 @@ def w4a8_tile(
                 product = dot(b, tokens, product, ASM)
             if WEIGHT == INT4_FLOAT:
                 product *= tl.load(g_ptr)[:, None]
+            if X_SCALE == 1:
+                xs = tl.load(xs_ptr + step * DEPTH + block)
             if GROUPS:
                 product *= xs[None, :]
             acc = acc + product if APART else product

@@ -85,10 +85,10 @@ def grouped_gemm(
     """Write ``out [R, N]`` and return it: row r of expert e is ``activation(x[source[r]] @ weight[e].T + bias[e])``.
 
     x: ``[T, K]`` of the operand dtype, read at ``source [R]`` int64, or row by row without it. x_scale: float32
-    ``[T, ceil(K / 128)]`` or ``[T, 1]`` for E4M3 rows, or ``[R, ceil(K / 128)]`` from ``across``, with x from
-    ``halves_and_sums`` for minima. tiles: from ``tile_list``; when nothing is sorted expert_offsets is not read, and
-    source only says that row r reads x at r // top_k. Rows from ``expert_offsets[E]`` on are not written. With
-    ``tiles.places`` out is ``[any, N]``, and rows go where those say.
+    ``[T, ceil(K / 128)]`` or ``[T, 1]`` for E4M3 rows, or ``[R, ceil(K / 128)]`` from ``across`` where ``lies_across``
+    says so, with x from ``halves_and_sums`` for minima. tiles: from ``tile_list``; when nothing is sorted
+    expert_offsets is not read, and source only says that row r reads x at r // top_k. Rows from ``expert_offsets[E]``
+    on are not written. With ``tiles.places`` out is ``[any, N]``, and rows go where those say.
     Raises InputError for wrong shapes or dtypes.
     """
     _check(x, packed, out, x_scale)
@@ -107,8 +107,7 @@ def grouped_gemm(
     else:
         from ...kernels.grouped_gemm import grouped_gemm_kernel
 
-        steps = beside[0].stride(-1), *layout.steps
-        kernel, sizes = grouped_gemm_kernel, (n_out, k_in, x.stride(0), *steps, layout.scale_rows)
+        kernel, sizes = grouped_gemm_kernel, (n_out, k_in, x.stride(0), *layout.steps, layout.scale_rows)
         scaled = packed.row_scale is not None and layout.operands == 1
         own = {"SCALE": layout.scale_kind, "WORDS": max(1, layout.words), "ROW_SCALE": scaled}
         own |= {"EVEN_K": k_in % layout.block_k == 0, "STACKED": tile.stacked}

@@ -31,12 +31,11 @@ from .matrix import PackedMatrix, RangeReport
 from .prefill import CodeScales, prefill_gemm
 from .tile_choice import TileChoice, TunedTiles
 from .tiles import BAND, candidates, choose, score
-from .tiling import ProductTiling, codes_of, inner_format
+from .tiling import ProductTiling, codes_of, lies_across
 
 __all__ = ["PackedExperts", "pack_both"]
 
 _PRODUCTS = ("gate_up", "down")
-_TALL = 64  # rows of a tile that loads scales of groups so much faster that laying them out pays
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +62,7 @@ class PackedExperts(Packed):
     def __post_init__(self) -> None:
         name = self._codes
         forms = (None, None) if name is None else formats_within(name, self.input_reach)
-        object.__setattr__(self, "forms", (forms[0], inner_format(forms[1], self.down.layout)))
+        object.__setattr__(self, "forms", forms)
         tiling = ProductTiling(
             gate_up=self.gate_up.layout,
             down=self.down.layout,
@@ -160,11 +159,6 @@ class PackedExperts(Packed):
         form = self.activations
         return None if form is None or form.static else (form.name, self.gate_up.layout.row_order)
 
-    def tall(self, tile: TileChoice) -> bool:
-        """Return whether a tile of the first product wants scales of groups as ``across`` lays them out."""
-        form = self.activations
-        return form is not None and form.group > 0 and self.gate_up.layout.k_blocks > 1 and tile.block_t >= _TALL
-
     @property
     def _codes(self) -> str | None:
         return None if self.activations is None else self.activations.name
@@ -225,7 +219,7 @@ class PackedExperts(Packed):
     ) -> Tensor:
         """Write ``out`` and return it: both products of ``rows_in``, which are codes and scales or rows and None."""
         x, x_scale = _summed(rows_in, self.gate_up, None, part(memory, "x"))
-        if isinstance(x_scale, Tensor) and self.tall(tiles[0].tile):
+        if isinstance(x_scale, Tensor) and lies_across(self.activations, self.gate_up.layout, tiles[0].tile):
             x_scale = across(x_scale, source, used=used, memory=part(memory, "x"))
         places = tiles[1].places
         count = out.shape[0] if places is None else places.shape[0]
@@ -234,7 +228,10 @@ class PackedExperts(Packed):
         grouped_gemm(
             x, self.gate_up, offsets, tiles[0], middle, source=source, x_scale=x_scale, activation=self.activation
         )
-        made = operand(middle, self.forms[1], order=self.down.layout.row_order, used=used, memory=part(memory, "h"))
+        form = self.forms[1]
+        if form is not None and lies_across(form, self.down.layout, tiles[1].tile):
+            form = replace(form, across=True)
+        made = operand(middle, form, order=self.down.layout.row_order, used=used, memory=part(memory, "h"))
         codes, scale = _summed(made, self.down, used, part(memory, "h"))
         # The tile lists were complete before the first product started.
         return grouped_gemm(codes, self.down, offsets, replace(tiles[1], early=True), out, x_scale=scale)
@@ -370,11 +367,15 @@ class _Product:
         out = torch.empty(count, n_out, dtype=torch.bfloat16, device=x.device)
         more: dict[str, Any] = {"source": batch.source, "activation": packed.activation} if first else {}
         lists: dict[TileChoice, TileList] = {}
+        # What quantises the second product's rows writes their scales so, at no cost.
+        beside = across(scale, None) if not first and isinstance(scale, Tensor) else None
 
         def run(tile: TileChoice) -> Tensor:
             if tile not in lists:
                 lists[tile] = tile_list(batch.expert_offsets, count, tile)
-            laid = across(scale, batch.source) if first and packed.tall(tile) and isinstance(scale, Tensor) else scale
+            laid = scale
+            if isinstance(scale, Tensor) and lies_across(packed.activations, matrix.layout, tile):
+                laid = across(scale, batch.source) if first else beside
             return grouped_gemm(codes, matrix, batch.expert_offsets, lists[tile], out, x_scale=laid, **more)
 
         return run

@@ -258,4 +258,6 @@ def _program(problem: TileProblem, tile: TileChoice, machine: Machine) -> float:
         # With a scale in the loop every product is waited for, and more warps on less area wait longer.
         rate *= 2
         share *= 0.75 if tile.block_t <= 64 and area / tile.warps >= 2048 else 0.55
+        # Two programs beside each other, one of which multiplies while the other promotes both its sums.
+        share *= 1.4 if rows > tile.block_n and (tile.warps, tile.block_t) == (4, 64) else 1.0
     return 2 * weights * tile.block_t / (rate * share)

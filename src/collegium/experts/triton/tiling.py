@@ -21,12 +21,13 @@ from .layout import Layout
 from .tile_choice import TileChoice, TileProblem, TunedTiles
 from .tiles import BAND, choose, nearest, prefill_tile
 
-__all__ = ["CODES", "ProductTiling", "codes_of", "inner_format", "product_regions", "refuse_machine"]
+__all__ = ["CODES", "ProductTiling", "codes_of", "lies_across", "product_regions", "refuse_machine"]
 
 CODES = tuple(form.name for form in ACTIVATION_FORMATS if form.e4m3)  # multiplied as E4M3 codes
 
 SMALL, LARGE = "small tiles", "large tiles"
 _FEW = 16  # most assignments that each take a tile of their own
+_TALL = 64  # rows of a tile from which on laying scales of groups out for it pays
 _ORDERED = 4.0  # microseconds that ordering a small batch takes
 _SCRATCH = 2048  # bytes for the tensor descriptors of a program
 
@@ -136,9 +137,13 @@ class ProductTiling(Tiling):
         return found
 
 
-def inner_format(form: ActivationFormat | None, down: Layout) -> ActivationFormat | None:
-    """Return the format of the second product's rows: their scales of groups are laid out for its tiles."""
-    return form if form is None or not form.group or down.k_blocks == 1 else replace(form, across=True)
+def lies_across(form: ActivationFormat | None, layout: Layout, tile: TileChoice | None = None) -> bool:
+    """Return whether a product reads the scales of its rows' groups as ``across`` lays them out: with ``tile``, or any.
+
+    Tall tiles of four-bit weights load them while those are decoded. Weights of eight bits would wait for them.
+    """
+    grouped = form is not None and form.group > 0 and layout.k_blocks > 1
+    return grouped and layout.decoded and (tile is None or tile.block_t >= _TALL)
 
 
 def product_regions(problem: ExpertsProblem, tiling: ProductTiling) -> Regions:
@@ -151,14 +156,15 @@ def product_regions(problem: ExpertsProblem, tiling: ProductTiling) -> Regions:
     order, second = tiling.gate_up.row_order, tiling.down.row_order
     taken = rows if problem.weighted else problem.tokens
     x = operand_regions(taken, hidden, name, order=order, gathered=problem.weighted, dtype=dtype)
-    h = operand_regions(rows, wide, inner_format(form, tiling.down), order=second, dtype=dtype)
+    laid = replace(form, across=True) if form is not None and lies_across(form, tiling.down) else form
+    h = operand_regions(rows, wide, laid, order=second, dtype=dtype)
     if problem.weight_format.endswith("_ordered"):
         x["ordered"] = rows * hidden * dtype.itemsize
     for own, layout, count, columns in ((x, tiling.gate_up, taken, hidden), (h, tiling.down, rows, wide)):
         if layout.minima:
             count = rows if tiling.large(rows) else count
             own |= {"halves": 2 * count * columns, "scales": 4 * count, "sums": 2 * SUMS * count * -(-columns // 128)}
-    if form is not None and form.group:
+    if form is not None and lies_across(form, tiling.gate_up):
         x["across/codes"] = 4 * across_rows(rows) * -(-hidden // form.group)
     regions: Regions = {"rows": rows * hidden * result, "middle": rows * wide * middle}
     count = tile_count(rows, problem.experts, 16)
