@@ -6,7 +6,9 @@ from dataclasses import replace
 from ...runtime.machine import Machine
 from .tile_choice import TileChoice, TileProblem, experts_hit, stage_bytes, starts_early, weight_bytes
 
-__all__ = ["four_bit_candidates", "four_bit_score"]
+__all__ = ["TALL", "four_bit_candidates", "four_bit_score"]
+
+TALL = 64  # rows of a tile from which on laying scales of groups out for it pays
 
 # Most tokens of four-bit weights and E4M3 rows, by (block_n, warps): more would spill. A scale in the loop takes a
 # second accumulator.
@@ -66,8 +68,11 @@ def four_bit_score(problem: TileProblem, tile: TileChoice, machine: Machine) -> 
         math_time *= math.ceil(each_sm) / each_sm
     # A program by itself: it waits for loads, decoding and products in turn.
     alone = steps * (0.35 + 0.07 * (tile.block_n // 128) + 0.08 * (tile.warps // 8))
+    # Scales of the first product's rows are laid out for tall tiles by a kernel of its own; the second one's size is
+    # no other.
+    laid = 6.0 if problem.promoted and tile.block_t >= TALL else 0.0
     # The last programs leave the others' multiprocessors idle.
-    return max(memory, math_time, alone) + 0.25 * min(memory, math_time) + 0.7 * alone
+    return max(memory, math_time, alone) + 0.25 * min(memory, math_time) + 0.7 * alone + laid
 
 
 def _four_bit_step(problem: TileProblem, tile: TileChoice) -> float:

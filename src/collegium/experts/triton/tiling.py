@@ -17,6 +17,7 @@ from ...runtime.launch import power_at_least
 from ...runtime.machine import Machine
 from ...runtime.memory import Regions, largest, under
 from ..base import Tiling
+from .four_bit_tiles import TALL
 from .layout import Layout
 from .tile_choice import TileChoice, TileProblem, TunedTiles
 from .tiles import BAND, choose, nearest, prefill_tile
@@ -27,7 +28,6 @@ CODES = tuple(form.name for form in ACTIVATION_FORMATS if form.e4m3)  # multipli
 
 SMALL, LARGE = "small tiles", "large tiles"
 _FEW = 16  # most assignments that each take a tile of their own
-_TALL = 64  # rows of a tile from which on laying scales of groups out for it pays
 _ORDERED = 4.0  # microseconds that ordering a small batch takes
 _SCRATCH = 2048  # bytes for the tensor descriptors of a program
 
@@ -143,7 +143,7 @@ def lies_across(form: ActivationFormat | None, layout: Layout, tile: TileChoice 
     Tall tiles of four-bit weights load them while those are decoded. Weights of eight bits would wait for them.
     """
     grouped = form is not None and form.group > 0 and layout.k_blocks > 1
-    return grouped and layout.decoded and (tile is None or tile.block_t >= _TALL)
+    return grouped and layout.decoded and (tile is None or tile.block_t >= TALL)
 
 
 def product_regions(problem: ExpertsProblem, tiling: ProductTiling) -> Regions:
