@@ -746,11 +746,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "input left in 32 bits", "experts/reference.py", (("x = form.round_trip(x)", "x = x.float()"),),
         ("tests/cpu/test_proofs.py",),
     ),
+    Mutant("scales across of the first K block", "kernels/w4a8.py", (("xs_ptr += scale_step", "xs_ptr += 0 * scale_step"),), _FOUR),
+    Mutant("scales across in the order of the tokens", "experts/triton/packed.py", (("across(x_scale, source, used", "across(x_scale, None, used"),), _FOUR),
     # Scales of activations that a checkpoint has.
     Mutant("the calibrated scale of gate and up used for down", "ops/quantize.py", (("form.within(reach[1])", "form.within(reach[0])"),), _STATIC),
     Mutant(
         "the calibrated scale of gate and up used for down", "experts/triton/packed.py",
-        (("operand(middle, self.forms[1], order", "operand(middle, self.forms[0], order"),), _STATIC,
+        (("form = self.forms[1]", "form = self.forms[0]"),), _STATIC,
     ),
     Mutant(
         "the smallest calibrated scale of all experts", "checkpoint/activation_scales.py",
