@@ -126,7 +126,10 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a copy keeps its original's identity", "runtime/packed_module.py",
-        (("        self.identify(self.handle.device, self._kind_of_input)\n", "        self.handle.device\n"),),
+        (
+            (' if name != "handle"}', "}"),
+            ("        self.identify(place, self._kind_of_input)\n", "        place.type\n"),
+        ),
         ("tests/cpu/test_compiled_models.py",),
     ),
     Mutant(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,16 @@ def copies(made: MoELayer) -> list[MoELayer]:
     torch.save(made, kept)
     kept.seek(0)
     return [copy.deepcopy(made), pickle.loads(pickle.dumps(made)), torch.load(kept, weights_only=False)]
+
+
+def test_a_layer_that_was_sent_to_another_process_runs_on_in_this_one() -> None:
+    """Sending a tensor moves it into memory that both processes see."""
+    sent, x = layer(1), heavy_tailed(3, 40, seed=9)
+    wanted = sent(x)
+    there = pickle.loads(ForkingPickler.dumps(sent))
+    compiled = torch.compile(Stack([sent]), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), torch.tanh(wanted) + x)
+    assert torch.equal(there(x), wanted)
 
 
 def test_a_copied_layer_runs_itself_also_when_the_original_is_gone() -> None:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
+from collegium import moe
 from collegium.errors import BadScaleError
 from collegium.experts import CpuFused, CpuGrouped
 from collegium.experts.cpu import grouped, panels
@@ -31,6 +40,7 @@ from collegium.problem import DeviceFacts, Problem
 from collegium.testing.compare import heavy_tailed
 from collegium.types import ActivationSpec, ContiguousBatch, ExpertWeights, MoESpec, RoutingSpec
 
+SHIPPED = Path(__file__).resolve().parents[2] / "demo" / "fables-16m"
 NAMES = ["mxfp4", "nvfp4", "int4_group"]
 CPU = DeviceFacts(kind="cpu")
 
@@ -324,6 +334,84 @@ def test_packed_bytes_are_near_those_published(name):
     packed = pack_fused(payload, None, "down")
     found = sum(getattr(packed, name).nbytes for name in panels.TENSORS if getattr(packed, name) is not None)
     assert found <= 1.05 * payload.nbytes
+
+
+@pytest.mark.parametrize("name", ["bf16", "mxfp4", "int4_group"])
+@pytest.mark.parametrize("lie", ["in a larger tensor", "transposed", "the same for all"])
+def test_biases_may_lie_anyhow(kernel, monkeypatch, name, lie):
+    monkeypatch.setattr(grouped, "_TURNS", True)
+    weights, x = make_weights(name, 3, 64, 64), heavy_tailed(9, 64, seed=5).bfloat16()
+    first, second = weights.gate_up_bias.view(3, 128), weights.down_bias
+    if lie == "the same for all":
+        biases = first[:1].expand(3, 128), second[:1].expand(3, 64)
+    elif lie == "transposed":
+        biases = first.t().contiguous().t(), second.t().contiguous().t()
+    else:
+        biases = first.repeat(1, 2)[:, :128], second.repeat(1, 2)[:, :64]
+    assert not any(bias.is_contiguous() for bias in biases)
+    ids = torch.arange(9).view(9, 1) // 3
+    found = moe(x, weights.gate_up, weights.down, ids, torch.ones(9, 1), biases=biases).float()
+    weights = replace(weights, gate_up_bias=biases[0].reshape(3, 2, 64), down_bias=biases[1])
+    batch = ContiguousBatch(x=x, source=torch.arange(9), expert_offsets=torch.tensor([0, 3, 6, 9]))
+    wanted = truth(batch, weights)
+    assert float((found - wanted).norm() / wanted.norm()) <= 5e-3
+
+
+@pytest.mark.parametrize("switch", ["NUMBA_CPU_NAME=generic", "NUMBA_ENABLE_AVX=0", "NUMBA_DISABLE_JIT=1"])
+def test_a_switch_of_numba_that_leaves_nothing_to_run_is_named(tmp_path, switch):
+    """In a process of its own, which LLVM ended before."""
+    pytest.importorskip("numba")
+    if panels.lacking() is not None:
+        pytest.skip("no machine code here")
+    program = f"""
+import torch
+from collegium import load_layer
+layer = load_layer({str(SHIPPED)!r}, 2, device="cpu", weight_format="mxfp4")
+assert layer(torch.randn(3, 256).bfloat16()).isfinite().all()
+print(layer.plan.explain())
+"""
+    name, value = switch.split("=")
+    environment = {**os.environ, name: value, "NUMBA_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"found {switch}, with which Numba cannot make it; unset it" in " ".join(done.stdout.split())
+
+
+def test_the_runtime_of_torch_is_found_beside_other_files(kernel, monkeypatch, tmp_path):
+    """Also in a folder with a space in its name, beside a library that was replaced and a file that is none."""
+    from collegium.kernels import cpu_fused as device
+
+    if device._parallel() is None:
+        pytest.skip("torch has no such runtime here")
+    maps = Path("/proc/self/maps").read_text()
+    own = next(line.split(maxsplit=5)[-1] for line in maps.splitlines() if "libgomp" in line or "omp" in line[-20:])
+    moved = tmp_path / "with a space" / Path(own).name
+    moved.parent.mkdir()
+    shutil.copy(own, moved)
+    begin = "7f0000000000-7f0000001000 r-xp 00000000 00:00 1 "
+    other = tmp_path / "libgomp notes"
+    other.write_text("no library")
+    listed = "".join(f"{begin}{path}\n" for path in (f"/gone/{Path(own).name} (deleted)", other, moved))
+    monkeypatch.setattr(Path, "read_text", lambda path: listed)
+    found = device._parallel.__wrapped__()
+    assert found is not None
+
+
+def test_the_shapes_of_tiles_live_as_long_as_a_call(monkeypatch):
+    """Two threads that call for the first time may each make them; only one pair is kept."""
+    device = pytest.importorskip("collegium.kernels.cpu_fused")
+    alive, seen = [], []
+
+    def shapes():
+        made = type("Shapes", (np.ndarray,), {})((17, 64), dtype=np.uint8)
+        alive.append(weakref.ref(made))
+        return made
+
+    work = SimpleNamespace(ctypes=lambda address: seen.append(alive[0]() is not None))
+    monkeypatch.setattr(device, "_shapes", shapes)
+    monkeypatch.setattr(device, "_compiled", lambda: work)
+    device.run(np.zeros(len(device.FIELDS), dtype=np.int64), 1)
+    assert seen == [True]
 
 
 def test_threads_without_the_runtime_of_torch(kernel, monkeypatch):

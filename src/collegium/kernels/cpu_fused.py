@@ -462,9 +462,14 @@ def _compiled():
 def _parallel():
     """Return ``GOMP_parallel`` of the OpenMP runtime in this process, or None where there is none."""
     lines = Path("/proc/self/maps").read_text().splitlines()
-    paths = {line.split()[-1] for line in lines if any(name in line for name in ("libgomp", "libiomp5", "libomp"))}
+    paths = {
+        line.split(maxsplit=5)[-1] for line in lines if any(name in line for name in ("libgomp", "libiomp5", "libomp"))
+    }
     for path in sorted(paths):
-        found = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
+        try:
+            found = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
+        except OSError:  # replaced on the disk since, or a file of another kind
+            continue
         if found is not None:
             found.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
             return found
@@ -473,8 +478,8 @@ def _parallel():
 
 def run(job, threads):
     """Run ``job``, int64 numbers in the order of ``FIELDS``, in ``threads`` threads; returns when it is done."""
-    parallel, work = _parallel(), _compiled()
-    job[SHAPES] = _shapes().ctypes.data
+    shapes, parallel, work = _shapes(), _parallel(), _compiled()
+    job[SHAPES] = shapes.ctypes.data
     if threads == 1:
         work.ctypes(job.ctypes.data)
     elif parallel is not None:

@@ -41,10 +41,16 @@ class PackedModule(nn.Module):
             self.register_buffer("handle", torch.zeros(1, dtype=torch.uint8, device=device), persistent=False)
         announce(self)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the handle out: sending a tensor to another process changes its address here too."""
+        buffers = {name: tensor for name, tensor in self._buffers.items() if name != "handle"}
+        return {**self.__dict__, "_buffers": buffers, "_place": self.handle.device}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copied or unpickled module under an identity of its own."""
+        place = state.pop("_place")
         super().__setstate__(state)
-        self.identify(self.handle.device, self._kind_of_input)
+        self.identify(place, self._kind_of_input)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedModule:
         """Allow what changes nothing; raises InputError for another device or dtype."""

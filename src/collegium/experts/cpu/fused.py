@@ -145,7 +145,7 @@ def pack_fused(payload: Payload, bias: Tensor | None, name: str) -> FusedMatrix:
     size = 2 * pairs if more["group"] >= columns else more["group"]
 
     def per_row(tensor: Tensor | None) -> Tensor | None:
-        wide = None if tensor is None else tensor.reshape(experts, -1).float()
+        wide = None if tensor is None else tensor.reshape(experts, -1).float().contiguous()
         return None if wide is None else functional.pad(wide, (0, height - wide.shape[1]))
 
     more |= {"rows": lines.shape[1], "group": size // 2, "factors": per_row(factors), "bias": per_row(bias)}

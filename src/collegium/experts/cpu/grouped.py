@@ -32,7 +32,7 @@ from ...runtime.memory import Memory, Regions
 from ...types import ActivationSpec, ContiguousBatch, ExpertWeights
 from ..base import ExpertKernel, Packed, refuse_codes, with_each
 from .decode import CPU_FORMATS, CodeMatrix, PlainMatrix, Scratch, pack_matrix
-from .panels import FusedMatrix, lacking, scratch_bytes, turned
+from .panels import FusedMatrix, scratch_bytes, turned
 
 __all__ = ["CpuExperts", "CpuGrouped", "cut_experts", "fast_activate"]
 
@@ -46,7 +46,7 @@ _HAS_TILES = bool(torch.cpu._is_amx_tile_supported())  # pyright: ignore[reportP
 # Rows of an expert, on average, that ``kernels.cpu_fused`` multiplies faster on a CPU with AVX2 alone (emulated); with
 # AVX-512 any number is faster (EPYC with AVX512_BF16, November 2026). With AMX it was not measured.
 _AVX2_ROWS = 1.25, 32
-_TURNS = not _HAS_TILES and lacking() is None
+_TURNS = not _HAS_TILES
 _Spans = list[tuple[int, slice]]  # experts and their rows
 _CHUNK_ROWS = 512  # rows whose intermediate values are kept at once, unless one expert has more
 
@@ -148,8 +148,8 @@ class CpuGrouped(ExpertKernel):
         return CpuExperts(
             gate_up=pack_matrix(weights.gate_up, "gate_up"),
             down=pack_matrix(weights.down, "down"),
-            gate_up_bias=None if gate_up_bias is None else gate_up_bias.reshape(experts, -1).float(),
-            down_bias=None if down_bias is None else down_bias.float(),
+            gate_up_bias=None if gate_up_bias is None else gate_up_bias.reshape(experts, -1).float().contiguous(),
+            down_bias=None if down_bias is None else down_bias.float().contiguous(),
             activation=problem.activation,
         )
 

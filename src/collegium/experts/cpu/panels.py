@@ -22,6 +22,8 @@ COLUMNS = 32  # columns of a tile
 # In the order of ``kernels.cpu_fused.SCALES``; uint8 is E8M0.
 _SCALES = (torch.uint8, torch.float8_e4m3fn, torch.int8, torch.bfloat16, torch.float16, torch.float32)
 _UNREAD = torch.zeros(1, 16)  # scales and values of numbers that have none
+# With these Numba compiles nothing, or without AVX, which ends the process.
+_SWITCHES = {"DISABLE_JIT": 1, "ENABLE_AVX": 0, "CPU_NAME": "generic"}
 TENSORS = ("codes", "scales", "supers", "values", "order", "factors", "bias")
 
 
@@ -29,7 +31,13 @@ def lacking() -> str | None:
     """Return what this machine lacks to run the kernel, and what to do, or None."""
     if sys.platform != "linux" or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         return f"found {torch.backends.cpu.get_cpu_capability()} on {sys.platform}; it needs AVX2 or AVX512 on linux"
-    return None if find_spec("numba") else "found no Numba; install it with: pip install 'collegium[cpu]'"
+    if not find_spec("numba"):
+        return "found no Numba; install it with: pip install 'collegium[cpu]'"
+    settings = import_module("numba.core.config")
+    for name, value in _SWITCHES.items():
+        if getattr(settings, name) == value:
+            return f"found NUMBA_{name}={value}, with which Numba cannot make it; unset it"
+    return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +99,8 @@ def turned(matrix: PlainMatrix | CodeMatrix, bias: Tensor | None) -> FusedMatrix
     values = matrix.values
     experts, rows, columns = values.shape
     if values.dtype != torch.bfloat16 or rows % TASK or columns % COLUMNS or not values.is_contiguous():
+        return None
+    if lacking() is not None:
         return None
     return FusedMatrix(
         codes=values.view(torch.uint8).view(experts, rows // 16, columns // 2, 64),
