@@ -755,7 +755,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("the calibrated scale of gate and up used for down", "ops/quantize.py", (("form.within(reach[1])", "form.within(reach[0])"),), _STATIC),
     Mutant(
         "the calibrated scale of gate and up used for down", "experts/triton/packed.py",
-        (("form = self.forms[1]", "form = self.forms[0]"),), _STATIC,
+        (("inner_format(self.forms[1], self", "inner_format(self.forms[0], self"),), _STATIC,
     ),
     Mutant(
         "the smallest calibrated scale of all experts", "checkpoint/activation_scales.py",

@@ -32,7 +32,7 @@ from ...runtime.memory import Memory, Regions
 from ...types import ActivationSpec, ContiguousBatch, ExpertWeights
 from ..base import ExpertKernel, Packed, refuse_codes, with_each
 from .decode import CPU_FORMATS, CodeMatrix, PlainMatrix, Scratch, pack_matrix
-from .panels import FusedMatrix, scratch_bytes, turned
+from .panels import FusedMatrix, lacking, scratch_bytes, turned
 
 __all__ = ["CpuExperts", "CpuGrouped", "cut_experts", "fast_activate"]
 
@@ -53,13 +53,17 @@ _CHUNK_ROWS = 512  # rows whose intermediate values are kept at once, unless one
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CpuExperts(Packed):
-    """Both matrices as the CPU decodes them; the memory of a batch is torch's own."""
+    """Both matrices as the CPU decodes them; the memory of a batch is torch's own.
+
+    turns: machine code may multiply BF16 weights where they lie.
+    """
 
     gate_up: PlainMatrix | CodeMatrix
     down: PlainMatrix | CodeMatrix
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
     activation: ActivationSpec
+    turns: bool
 
     def run(self, batch: ContiguousBatch, memory: Memory | None = None) -> Tensor:
         """Return ``[R, H]``; rows of dropped assignments are not written.
@@ -74,7 +78,7 @@ class CpuExperts(Packed):
         chunks = cut_experts(offsets)
         longest = max((offsets[last] - offsets[first] for first, last in chunks), default=0)
         room = torch.empty(longest, self.gate_up.shape[1], dtype=torch.float32)
-        both = self._turned() if batch.x.dtype == torch.bfloat16 else None
+        both = self._turned() if self.turns and batch.x.dtype == torch.bfloat16 else None
         scratch, compute = _scratch(self), torch.bfloat16 if batch.x.dtype == torch.bfloat16 else torch.float32
         with torch.inference_mode():
             for first, last in chunks:
@@ -97,7 +101,7 @@ class CpuExperts(Packed):
     def _turned(self) -> tuple[FusedMatrix, FusedMatrix] | None:
         """Return both matrices as machine code reads them where they lie, or None where it does not."""
         both = (self.gate_up, self.gate_up_bias), (self.down, self.down_bias)
-        first, second = (turned(*own) if _TURNS else None for own in both)
+        first, second = (turned(*own) for own in both)
         return None if first is None or second is None else (first, second)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> CpuExperts:
@@ -151,6 +155,7 @@ class CpuGrouped(ExpertKernel):
             gate_up_bias=None if gate_up_bias is None else gate_up_bias.reshape(experts, -1).float().contiguous(),
             down_bias=None if down_bias is None else down_bias.float().contiguous(),
             activation=problem.activation,
+            turns=_TURNS and lacking() is None,
         )
 
 

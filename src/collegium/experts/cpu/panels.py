@@ -100,8 +100,6 @@ def turned(matrix: PlainMatrix | CodeMatrix, bias: Tensor | None) -> FusedMatrix
     experts, rows, columns = values.shape
     if values.dtype != torch.bfloat16 or rows % TASK or columns % COLUMNS or not values.is_contiguous():
         return None
-    if lacking() is not None:
-        return None
     return FusedMatrix(
         codes=values.view(torch.uint8).view(experts, rows // 16, columns // 2, 64),
         scales=_UNREAD[None, None],

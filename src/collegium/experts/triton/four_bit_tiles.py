@@ -68,8 +68,8 @@ def four_bit_score(problem: TileProblem, tile: TileChoice, machine: Machine) -> 
         math_time *= math.ceil(each_sm) / each_sm
     # A program by itself: it waits for loads, decoding and products in turn.
     alone = steps * (0.35 + 0.07 * (tile.block_n // 128) + 0.08 * (tile.warps // 8))
-    # Scales of the first product's rows are laid out for tall tiles by a kernel of its own; the second one's size is
-    # no other.
+    # A kernel of its own lays scales of the first product's rows out for tall tiles. Nothing here says which product
+    # it is, so the second one counts it too.
     laid = 6.0 if problem.promoted and tile.block_t >= TALL else 0.0
     # The last programs leave the others' multiprocessors idle.
     return max(memory, math_time, alone) + 0.25 * min(memory, math_time) + 0.7 * alone + laid

@@ -31,7 +31,7 @@ from .matrix import PackedMatrix, RangeReport
 from .prefill import CodeScales, prefill_gemm
 from .tile_choice import TileChoice, TunedTiles
 from .tiles import BAND, candidates, choose, score
-from .tiling import ProductTiling, codes_of, lies_across
+from .tiling import ProductTiling, codes_of, inner_format, lies_across
 
 __all__ = ["PackedExperts", "pack_both"]
 
@@ -228,9 +228,7 @@ class PackedExperts(Packed):
         grouped_gemm(
             x, self.gate_up, offsets, tiles[0], middle, source=source, x_scale=x_scale, activation=self.activation
         )
-        form = self.forms[1]
-        if form is not None and lies_across(form, self.down.layout, tiles[1].tile):
-            form = replace(form, across=True)
+        form = inner_format(self.forms[1], self.down.layout, tiles[1].tile)
         made = operand(middle, form, order=self.down.layout.row_order, used=used, memory=part(memory, "h"))
         codes, scale = _summed(made, self.down, used, part(memory, "h"))
         # The tile lists were complete before the first product started.
@@ -368,7 +366,8 @@ class _Product:
         more: dict[str, Any] = {"source": batch.source, "activation": packed.activation} if first else {}
         lists: dict[TileChoice, TileList] = {}
         # What quantises the second product's rows writes their scales so, at no cost.
-        beside = across(scale, None) if not first and isinstance(scale, Tensor) else None
+        ever = not first and lies_across(packed.activations, matrix.layout)
+        beside = across(scale, None) if ever and isinstance(scale, Tensor) else None
 
         def run(tile: TileChoice) -> Tensor:
             if tile not in lists:

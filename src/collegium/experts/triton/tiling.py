@@ -22,7 +22,7 @@ from .layout import Layout
 from .tile_choice import TileChoice, TileProblem, TunedTiles
 from .tiles import BAND, choose, nearest, prefill_tile
 
-__all__ = ["CODES", "ProductTiling", "codes_of", "lies_across", "product_regions", "refuse_machine"]
+__all__ = ["CODES", "ProductTiling", "codes_of", "inner_format", "lies_across", "product_regions", "refuse_machine"]
 
 CODES = tuple(form.name for form in ACTIVATION_FORMATS if form.e4m3)  # multiplied as E4M3 codes
 
@@ -146,6 +146,13 @@ def lies_across(form: ActivationFormat | None, layout: Layout, tile: TileChoice 
     return grouped and layout.decoded and (tile is None or tile.block_t >= TALL)
 
 
+def inner_format(
+    form: ActivationFormat | None, down: Layout, tile: TileChoice | None = None
+) -> ActivationFormat | None:
+    """Return the format of the second product's rows, with their scales where ``lies_across`` says."""
+    return replace(form, across=True) if form is not None and lies_across(form, down, tile) else form
+
+
 def product_regions(problem: ExpertsProblem, tiling: ProductTiling) -> Regions:
     """Return the memory ``PackedExperts.run`` takes at most: operands, middle rows, result, tile lists."""
     dtype, form, rows = DTYPES[problem.dtype], tiling.activations, problem.rows
@@ -156,8 +163,7 @@ def product_regions(problem: ExpertsProblem, tiling: ProductTiling) -> Regions:
     order, second = tiling.gate_up.row_order, tiling.down.row_order
     taken = rows if problem.weighted else problem.tokens
     x = operand_regions(taken, hidden, name, order=order, gathered=problem.weighted, dtype=dtype)
-    laid = replace(form, across=True) if form is not None and lies_across(form, tiling.down) else form
-    h = operand_regions(rows, wide, laid, order=second, dtype=dtype)
+    h = operand_regions(rows, wide, inner_format(form, tiling.down), order=second, dtype=dtype)
     if problem.weight_format.endswith("_ordered"):
         x["ordered"] = rows * hidden * dtype.itemsize
     for own, layout, count, columns in ((x, tiling.gate_up, taken, hidden), (h, tiling.down, rows, wide)):
