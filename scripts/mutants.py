@@ -637,11 +637,11 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "scales of two quarters swapped (INT4, E4M3 rows)", "kernels/w4a8.py",
-        (("s0, s1, s2, s3 = upper_scale(low << 16), upper_scale(low), ", "s1, s0, s2, s3 = upper_scale(low << 16), upper_scale(low), "),), _FOUR,
+        (("pair if quarter % 2 else pair << 16", "pair << 16 if quarter % 2 else pair"),), _FOUR,
     ),
     Mutant(
         "tokens of the neighbouring quarter (INT4, E4M3 rows)", "kernels/w4a8.py",
-        (("x2 = _load_tokens(x_ptr + 2 * STEP", "x2 = _load_tokens(x_ptr + STEP"),), _FOUR,
+        (("_load_tokens(x_ptr + quarter * STEP", "_load_tokens(x_ptr + (quarter ^ 1) * STEP"),), _FOUR,
     ),
     Mutant(
         "halves of a quarter swapped (INT4, E4M3 rows)", "experts/triton/words.py",
@@ -749,7 +749,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "input left in 32 bits", "experts/reference.py", (("x = form.round_trip(x)", "x = x.float()"),),
         ("tests/cpu/test_proofs.py",),
     ),
-    Mutant("scales across of the first K block", "kernels/w4a8.py", (("xs_ptr += scale_step", "xs_ptr += 0 * scale_step"),), _FOUR),
+    Mutant("scales across of the first K block", "kernels/w4a8.py", (("xs_ptr += DEPTH * scale_step", "xs_ptr += 0 * scale_step"),), _FOUR),
+    Mutant("tokens of a step's first K block", "kernels/w4a8.py", (("x_ptr + at * (2 * HALF), valid, BLOCK_T)", "x_ptr + 0 * (2 * HALF), valid, BLOCK_T)"),), _FOUR),
+    Mutant("the last of an odd number of K blocks dropped", "kernels/w4a8.py", (("REST: tl.constexpr = K_BLOCKS % DEPTH", "REST: tl.constexpr = 0"),), _FOUR),
     Mutant("scales across in the order of the tokens", "experts/triton/packed.py", (("across(x_scale, source, used", "across(x_scale, None, used"),), _FOUR),
     # Scales of activations that a checkpoint has.
     Mutant("the calibrated scale of gate and up used for down", "ops/quantize.py", (("form.within(reach[1])", "form.within(reach[0])"),), _STATIC),

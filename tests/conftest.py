@@ -1,7 +1,14 @@
 from __future__ import annotations
 
+import os
+import platform
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+# Triton's interpreter multiplies with NumPy. OpenBLAS's products for Haswell and Zen add in an order that depends on
+# how many columns there are; these do not. Read when NumPy is first loaded.
+if platform.machine() in ("x86_64", "AMD64"):
+    os.environ["OPENBLAS_CORETYPE"] = "Sandybridge"
 
 import pytest
 import torch

@@ -27,6 +27,8 @@ PAIRS, FLOATS = {"WEIGHT": 10}, {"WEIGHT": 11}
 GROUPS, ACROSS = {"X_SCALE": 1}, {"X_SCALE": 3}
 DOWN = {"PARTS": 1, "KIND": -1, "GATHER": False, "BIAS": True, "EARLY": True, "PDL": True}
 TALL = {"BLOCK_N": 128}
+PAIRED = {"BLOCK_T": 64, "NARROW": True, "DEPTH": 2, "STAGES": 3}
+OAI = {"KIND": 2, "BIAS": True, "HAS_LIMIT": True}
 WIDE = {"BLOCK_N": 128, "BLOCK_T": 128, "WARPS": 8, "STAGES": 3}
 
 # (architecture, changes, most instructions in a step of the K loop, most registers, most KiB of shared memory)
@@ -36,13 +38,16 @@ CASES: tuple[tuple[int, dict[str, Any], int, int, int], ...] = (
     (90, {"TOP_K": 8, "PDL": True}, 150, 72, 22),
     (90, TALL, 230, 104, 36),
     (90, {"DEPTH": 2, "STAGES": 3}, 245, 80, 30),
-    (90, {"DEPTH": 4, "STAGES": 2}, 430, 80, 34),
+    (90, {"DEPTH": 4, "STAGES": 2}, 430, 96, 34),
     (90, WIDE | {"NARROW": True}, 165, 216, 68),
     (90, TALL | {"BLOCK_T": 128, "NARROW": True}, 230, 255, 90),
     (90, GROUPS, 200, 80, 22),
     (90, ACROSS | WIDE, 275, 240, 68),
     (90, ACROSS | WIDE | DOWN | {"BLOCK_T": 64, "STAGES": 4}, 210, 140, 58),
     (90, ACROSS | TALL | {"BLOCK_T": 64, "STAGES": 4}, 330, 240, 58),
+    (90, ACROSS | TALL | PAIRED, 590, 255, 82),
+    (90, ACROSS | TALL | PAIRED | OAI | {"K_BLOCKS": 23}, 620, 255, 82),
+    (90, ACROSS | TALL | PAIRED | DOWN | {"K_BLOCKS": 23}, 660, 255, 82),
     (90, ACROSS | NVFP4 | WIDE, 350, 255, 92),
     (90, INT4, 215, 72, 22),
     (90, NVFP4, 215, 96, 23),
@@ -117,16 +122,30 @@ def test_instructions_registers_and_shared_memory(compiled: list[Any], index: in
 
 
 def test_scales_of_groups_are_loaded_where_they_are_used(compiled: list[Any]) -> None:
-    """Two a thread for each eight rows, from one address; none is copied to shared memory first."""
+    """Two a thread for each eight rows, from one address a K block; none is copied to shared memory first."""
     found = 0
     for (arch, changes, *_), (*_, loop, _, _) in zip(CASES, compiled, strict=True):
         if arch == 90 and changes.get("X_SCALE") == 3:
             found += 1
-            rows = changes.get("BLOCK_T", 16)
+            rows = max(int(size) for size in re.findall(r"QGMMA\.64x(\d+)", " ".join(loop)))
             loads = [re.search(r"\[(R\d+)", text) for text in loop if text.split()[0].startswith("LDG.E")]
-            assert len(loads) == rows // 4
-            assert len({load[1] for load in loads if load}) == 1
-    assert found == 4
+            assert len(loads) == rows // 4 * changes.get("DEPTH", 1)
+            assert len({load[1] for load in loads if load}) == changes.get("DEPTH", 1)
+    assert found == 7
+
+
+def test_scales_of_groups_arrive_while_products_run(compiled: list[Any]) -> None:
+    """Of two K blocks none is waited for with loads still to start."""
+    found = 0
+    for (_, changes, *_), (*_, loop, _, _) in zip(CASES, compiled, strict=True):
+        if changes.get("X_SCALE") == 3 and changes.get("DEPTH") == 2:
+            found += 1
+            loads = [i for i, text in enumerate(loop) if text.startswith("LDG.E")]
+            waits = [i for i, text in enumerate(loop) if "WARPGROUP.DEPBAR" in text]
+            assert len(waits) == 2
+            assert min(loads) < waits[0]
+            assert max(loads) < waits[1]
+    assert found == 3
 
 
 def test_decoded_weights_stay_in_registers(compiled: list[Any]) -> None:

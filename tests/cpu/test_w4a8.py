@@ -146,7 +146,7 @@ def test_codes_that_arrive_give_the_bits_of_the_tokens_they_were(weights: str, a
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_a_row_does_not_depend_on_the_batch_or_the_tile(weights: str) -> None:
-    problem = question(weights, "fp8_group128")
+    problem = question(weights, "fp8_group128", hidden_size=368)
     packed, _ = build(problem, weights)
     batch = batch_of(40, problem)
     whole = packed.run(batch)
@@ -154,9 +154,10 @@ def test_a_row_does_not_depend_on_the_batch_or_the_tile(weights: str) -> None:
     for warps, height in ((4, 32), (8, 32), (4, 64)):
         wide = TileChoice(block_n=128, block_t=height, warps=warps, stages=3, group_t=2, narrow=height == 64)
         assert torch.equal(replace(packed, tiles=(wide, wide)).run(batch)[:stop], whole[:stop])
-    both = replace(packed, tiles=(replace(TILE, depth=packed.gate_up.layout.k_blocks), TILE))
-    assert both.tiles[0].depth == 2
-    assert torch.equal(both.run(batch)[:stop], whole[:stop])
+    deep = replace(TILE, depth=2), replace(TILE, block_n=128, block_t=64, narrow=True, depth=2, registers=168)
+    assert packed.gate_up.layout.k_blocks == 3
+    for tile in deep:
+        assert torch.equal(replace(packed, tiles=(tile, TILE)).run(batch)[:stop], whole[:stop])
     row = stop - 1
     expert = int(torch.searchsorted(batch.expert_offsets, torch.tensor(row), right=True)) - 1
     one = ContiguousBatch(

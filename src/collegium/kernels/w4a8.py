@@ -109,8 +109,9 @@ def _e2m1_byte(code, d):
 
 
 @triton.jit
-def _halves(words, byte):
+def _halves(words):
     """Return magnitudes and signs ``m0, s0, m1, s1`` of both halves for the byte of the word a column is in."""
+    byte = (tl.arange(0, words.shape[1]) % 4)[None, :]
     m0 = (words >> (4 * byte)) & 7
     m1 = (words >> (16 + 4 * byte)) & 7
     s0 = (words >> (8 * byte + 7)) & 1
@@ -119,8 +120,8 @@ def _halves(words, byte):
 
 
 @triton.jit
-def _e2m1_table(words, byte, d):
-    m0, s0, m1, s1 = _halves(words, byte)
+def _e2m1_table(words, d):
+    m0, s0, m1, s1 = _halves(words)
     return _bytes(_e2m1_byte(m0, d) | (s0 << 7)), _bytes(_e2m1_byte(m1, d) | (s1 << 7))
 
 
@@ -154,14 +155,14 @@ def _operand(a0, a1, BLOCK_N: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
-def _int4(words, byte, ASM: tl.constexpr):
+def _int4(words, ASM: tl.constexpr):
     """Return the E4M3 numbers of the first and second halves of words."""
     if ASM:
         return tl.inline_asm_elementwise(
             _INT4_ASM, "=&r,=&r,r", [words], dtype=(tl.float8e4nv, tl.float8e4nv), is_pure=True, pack=4
         )
     else:
-        m0, s0, m1, s1 = _halves(words, byte)
+        m0, s0, m1, s1 = _halves(words)
         return _int4_one(m0, s0), _int4_one(m1, s1)
 
 
@@ -172,29 +173,18 @@ def _quarters(words):
     even, odd = tl.split(tl.permute(split, (0, 1, 4, 2, 3)))
     q0, q2 = tl.split(even)
     q1, q3 = tl.split(odd)
-    STEP: tl.constexpr = words.shape[1] // 4
-    SHAPE: tl.constexpr = (words.shape[0], STEP)
+    SHAPE: tl.constexpr = (words.shape[0], words.shape[1] // 4)
     return tl.reshape(q0, SHAPE), tl.reshape(q1, SHAPE), tl.reshape(q2, SHAPE), tl.reshape(q3, SHAPE)
 
 
 @triton.jit
-def _quarter(words, BLOCK_N: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr):
-    """Return ``[BLOCK_N, BLOCK_K / 4]`` as ``_operand`` does, from words of one quarter."""
-    a0, a1 = _int4(words, (tl.arange(0, words.shape[1]) % 4)[None, :], ASM)
-    HALF: tl.constexpr = a0.shape[1]
-    both = tl.reshape(tl.join(a0, a1), (BLOCK_N // (16 * WARPS), 2, WARPS, 8, 4, HALF // 4, 2))
-    both = tl.permute(both, (0, 2, 1, 3, 6, 4, 5))
-    return tl.reshape(both, (BLOCK_N, 2 * HALF))
-
-
-@triton.jit
 def _decode(
-    words, byte, scales, select,
+    words, scales, select,
     BLOCK_N: tl.constexpr, WARPS: tl.constexpr, WEIGHT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Return two E4M3 operands ``[BLOCK_N, BLOCK_K]``: the weights, and what they still lack (E2M1_E4M3)."""
     if WEIGHT == INT4_FLOAT:
-        a0, a1 = _int4(words, byte, ASM)
+        a0, a1 = _int4(words, ASM)
     elif WEIGHT == E2M1_E8M0:
         # The scale byte is 8 d: added to all bytes of the table but the first, it multiplies by 2^d. The words of a
         # group share the table, so it is made outside.
@@ -206,7 +196,7 @@ def _decode(
                 dtype=(tl.float8e4nv, tl.float8e4nv), is_pure=True, pack=4,
             )  # fmt: skip
         else:
-            a0, a1 = _e2m1_table(words, byte, d)
+            a0, a1 = _e2m1_table(words, d)
     else:
         # The byte is the E4M3 group scale over two. A magnitude with its mantissa bit set, 1.5 * 2^e, is
         # 2^e + 2^(e-1): the first table holds scale * 2^e, and the bytes of the second, taken from those, leave
@@ -220,7 +210,7 @@ def _decode(
                 dtype=(tl.float8e4nv, tl.float8e4nv, tl.float8e4nv, tl.float8e4nv), is_pure=True, pack=4,
             )  # fmt: skip
         else:
-            m0, s0, m1, s1 = _halves(words, byte)
+            m0, s0, m1, s1 = _halves(words)
             a0 = _bytes(_first(m0, d) | (s0 << 7))
             a1 = _bytes(_first(m1, d) | (s1 << 7))
             b0 = _bytes(_second(m0, d) | (s0 << 7))
@@ -238,19 +228,15 @@ def _load_words(pointers, ASM: tl.constexpr):
     if ASM:
         return tl.load(pointers)
     else:
-        b0 = tl.load(pointers).to(tl.int32) & 255
-        b1 = tl.load(pointers + 1).to(tl.int32) & 255
-        b2 = tl.load(pointers + 2).to(tl.int32) & 255
-        b3 = tl.load(pointers + 3).to(tl.int32) & 255
-        return b0 | (b1 << 8) | (b2 << 16) | (b3 << 24)
+        word = tl.load(pointers).to(tl.int32) & 255
+        for byte in tl.static_range(1, 4):
+            word |= (tl.load(pointers + byte).to(tl.int32) & 255) << (8 * byte)
+        return word
 
 
 @triton.jit
 def _load_tokens(pointers, valid, BLOCK_T: tl.constexpr):
-    if BLOCK_T <= 32:
-        return tl.load(pointers, mask=valid, other=0.0)
-    else:
-        return tl.load(pointers)
+    return tl.load(pointers, mask=valid, other=0.0) if BLOCK_T <= 32 else tl.load(pointers)
 
 
 @triton.jit
@@ -258,9 +244,15 @@ def _scales_across(pointers, ASM: tl.constexpr):
     """Return the float32 scales of a tile's rows for one K block, laid out beside each other."""
     if ASM:
         # A plain load would be one of those that the compiler starts some steps ahead: every thread copies all that it
-        # needs to shared memory, a number at a time, and reads it back. Loaded here, it arrives while weights decode.
+        # needs to shared memory, a number at a time, and reads it back. One without an order would be put where the
+        # number is needed, and waited for; ordered, it stays before the product and arrives meanwhile.
         return tl.inline_asm_elementwise(
-            "ld.global.b32 $0, [$1];", "=f,l", [pointers.to(tl.int64)], dtype=tl.float32, is_pure=True, pack=1
+            "ld.relaxed.cta.global.b32 $0, [$1];",
+            "=f,l",
+            [pointers.to(tl.int64)],
+            dtype=tl.float32,
+            is_pure=False,
+            pack=1,
         )
     else:
         return tl.load(pointers)
@@ -272,25 +264,19 @@ def _quarter_sum(
     BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, WARPS: tl.constexpr, PAIRS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Return the K block's product: of each quarter of weights and tokens, times its scale."""
-    q0, q1, q2, q3 = _quarters(words)
     STEP: tl.constexpr = x_ptr.shape[0]
-    x0 = _load_tokens(x_ptr, valid, BLOCK_T)
-    x1 = _load_tokens(x_ptr + STEP, valid, BLOCK_T)
-    x2 = _load_tokens(x_ptr + 2 * STEP, valid, BLOCK_T)
-    x3 = _load_tokens(x_ptr + 3 * STEP, valid, BLOCK_T)
-    if PAIRS:
-        low = tl.load(g_ptr)
-        high = tl.load(g_ptr + 64)
-        s0, s1, s2, s3 = upper_scale(low << 16), upper_scale(low), upper_scale(high << 16), upper_scale(high)
-    else:
-        s0 = tl.load(g_ptr)[:, None]
-        s1 = tl.load(g_ptr + 64)[:, None]
-        s2 = tl.load(g_ptr + 128)[:, None]
-        s3 = tl.load(g_ptr + 192)[:, None]
-    total = dot(_quarter(q0, BLOCK_N, WARPS, ASM), x0, none, ASM) * s0
-    total += dot(_quarter(q1, BLOCK_N, WARPS, ASM), x1, none, ASM) * s1
-    total += dot(_quarter(q2, BLOCK_N, WARPS, ASM), x2, none, ASM) * s2
-    total += dot(_quarter(q3, BLOCK_N, WARPS, ASM), x3, none, ASM) * s3
+    pieces = _quarters(words)
+    total = none
+    for quarter in tl.static_range(4):
+        tokens = _load_tokens(x_ptr + quarter * STEP, valid, BLOCK_T)
+        if PAIRS:
+            pair = tl.load(g_ptr + quarter // 2 * 64)
+            factor = upper_scale(pair if quarter % 2 else pair << 16)
+        else:
+            factor = tl.load(g_ptr + quarter * 64)[:, None]
+        a0, a1 = _int4(pieces[quarter], ASM)
+        product = dot(_operand(a0, a1, BLOCK_N, WARPS), tokens, none, ASM) * factor
+        total = total + product if quarter else product
     return total
 
 
@@ -311,6 +297,70 @@ def _dot_scaled(pairs, scales, tokens, acc, ASM: tl.constexpr):
 
 
 @triton.jit
+def _add_blocks(
+    acc, x_ptr, xs_ptr, w_ptr, s_ptr, valid, scale_step,
+    WEIGHT: tl.constexpr, X_SCALE: tl.constexpr, S_STEP: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Return ``acc`` plus the products of BLOCKS K blocks from these pointers on.
+
+    All are read before the first is multiplied: the compiler decodes the second one, and adds the first one's scaled
+    product, while the tensor core is busy.
+    """
+    BLOCK_N: tl.constexpr = acc.shape[0]
+    BLOCK_T: tl.constexpr = acc.shape[1]
+    HALF: tl.constexpr = w_ptr.shape[1]
+    QUARTERS: tl.constexpr = WEIGHT == INT4_PAIRS or WEIGHT == INT4_FLOATS
+    FOLDED: tl.constexpr = WEIGHT == E2M1_E8M0 or WEIGHT == E2M1_E4M3
+    GROUPS: tl.constexpr = X_SCALE == 1 or X_SCALE == 3
+    # A product with a factor of its own is added to the sum; others go on with it.
+    APART: tl.constexpr = GROUPS or not (FOLDED or WEIGHT == E2M1_SCALED)
+    none = tl.zeros_like(acc)
+    group = (tl.arange(0, HALF) // (HALF // (8 if WEIGHT == E2M1_E4M3 else 4)))[None, :]
+    blocks = ()
+    for at in tl.static_range(BLOCKS):
+        words = _load_words(w_ptr + at * (64 * HALF), ASM or WEIGHT == E2M1_SCALED)
+        tokens = words if QUARTERS else _load_tokens(x_ptr + at * (2 * HALF), valid, BLOCK_T)
+        scales = s_ptr + at * S_STEP
+        if WEIGHT == E2M1_SCALED:
+            scales = tl.load(scales)
+        elif WEIGHT == E2M1_E8M0:
+            scales = tl.load(scales)[:, None]
+        elif WEIGHT == E2M1_E4M3:
+            scales = tl.where(group < 4, tl.load(scales)[:, None], tl.load(scales + 64)[:, None])
+        xs = xs_ptr + at * scale_step
+        blocks += ((words, tokens, scales, tl.load(xs) if X_SCALE == 1 else xs),)
+    for at in tl.static_range(BLOCKS):
+        words, tokens, scales, xs = blocks[at]
+        a = words
+        b = words
+        if FOLDED:
+            spread, _ = tl.broadcast(scales, words)
+            select, _ = tl.broadcast(group % 4, words)
+            a, b = _decode(words, spread, select, BLOCK_N, WARPS, WEIGHT, ASM)
+        elif WEIGHT == INT4_FLOAT:
+            a, b = _decode(words, words, words, BLOCK_N, WARPS, WEIGHT, ASM)
+        if X_SCALE == 3:
+            xs = _scales_across(xs, ASM)
+        before = none if APART else acc
+        if QUARTERS:
+            x_at = x_ptr + at * (2 * HALF)
+            product = _quarter_sum(words, x_at, valid, scales, none, BLOCK_N, BLOCK_T, WARPS, WEIGHT == INT4_PAIRS, ASM)
+        elif WEIGHT == E2M1_SCALED:
+            product = _dot_scaled(a, scales, tokens, before, ASM)
+        else:
+            product = dot(a, tokens, before, ASM)
+        if WEIGHT == E2M1_E4M3:
+            product = dot(b, tokens, product, ASM)
+        if WEIGHT == INT4_FLOAT:
+            product *= tl.load(scales)[:, None]
+        if GROUPS:
+            product *= xs[None, :]
+        acc = acc + product if APART else product
+    return finished(acc, ASM) if FOLDED and not GROUPS else acc
+
+
+@triton.jit
 def w4a8_tile(
     x, x_scale, weight, scale, row_scale, bias, expert, n_first, token, row_first, row_count,
     n_out, x_stride, scale_step, row_tiles, limit, alpha, gate_bound, up_bound,
@@ -324,9 +374,12 @@ def w4a8_tile(
     any of x, and nothing of them counts. row_first: of rows in order. scale_step: from the scales of a K block to those
     of the next. LAUNCH: the next kernel may start once the products are done. The rest is as in ``w4a8_kernel``.
     """
-    WORDS: tl.constexpr = 2 if WEIGHT == E2M1_E4M3 else 1
-    QUARTERS: tl.constexpr = (WEIGHT == INT4_PAIRS) or (WEIGHT == INT4_FLOATS)
-    FACTORS: tl.constexpr = 2 if WEIGHT == INT4_PAIRS else 4 if WEIGHT == INT4_FLOATS else 1
+    FOLDED: tl.constexpr = WEIGHT == E2M1_E8M0 or WEIGHT == E2M1_E4M3
+    QUARTERS: tl.constexpr = WEIGHT == INT4_PAIRS or WEIGHT == INT4_FLOATS
+    WORDS: tl.constexpr = 4 if WEIGHT == INT4_FLOATS else 2 if WEIGHT == E2M1_E4M3 or WEIGHT == INT4_PAIRS else 1
+    # From the weights and scales of a K block to those of the next.
+    W_STEP: tl.constexpr = 32 * BLOCK_K
+    S_STEP: tl.constexpr = 256 if WEIGHT == E2M1_SCALED else 64 * WORDS
     t = tl.arange(0, BLOCK_T)
     n = tl.arange(0, BLOCK_N)
     valid = (t < row_count)[None, :]
@@ -335,82 +388,43 @@ def w4a8_tile(
     j = tl.arange(0, HALF)
     k = tl.arange(0, BLOCK_K // 4 if QUARTERS else BLOCK_K)
     x_ptr = x + token[None, :] * x_stride + k[:, None]
-    GROUPS: tl.constexpr = (X_SCALE == 1) or (X_SCALE == 3)
-    if GROUPS:
-        xs_ptr = x_scale + (row_first + t if X_SCALE == 3 else token * K_BLOCKS)
+    xs_ptr = x_scale + (row_first + t if X_SCALE == 3 else token * K_BLOCKS if X_SCALE == 1 else token)
 
     # The row of the tensor core that a loaded row becomes in _operand; weights are stored in the core's order.
-    if WEIGHT == E2M1_SCALED:
-        core = n
-    else:
-        core = n // (16 * WARPS) * (16 * WARPS) + n // 8 % WARPS * 16 + n // (8 * WARPS) % 2 * 8 + n % 8
+    moved = n // (16 * WARPS) * (16 * WARPS) + n // 8 % WARPS * 16 + n // (8 * WARPS) % 2 * 8 + n % 8
+    core = n if WEIGHT == E2M1_SCALED else moved
     n_tile = n_first // 64
     here = (expert * row_tiles + n_tile) * K_BLOCKS
-    beyond = tl.minimum(core // 64, row_tiles - 1 - n_tile) * K_BLOCKS
+    most = row_tiles - 1 - n_tile
+    beyond = tl.minimum(core // 64, most) * K_BLOCKS
     byte = j if ASM or WEIGHT == E2M1_SCALED else j // 4 * 4
-    w_ptr = weight + here * (64 * HALF) + ((beyond * (64 * HALF) + core % 64 * HALF)[:, None] + byte[None, :])
-    s_ptr = scale + here * (64 * WORDS) + (beyond * (64 * WORDS) + core % 64)
+    w_ptr = weight + here * W_STEP + ((beyond * W_STEP + core % 64 * HALF)[:, None] + byte[None, :])
+    s_ptr = scale + here * S_STEP
     if WEIGHT == E2M1_SCALED:
-        s_ptr = scale + here * 256 + ((beyond * 256 + core % 64 * 4)[:, None] + tl.arange(0, 4)[None, :])
-    g_tile = tl.minimum(n // 64, row_tiles - 1 - n_tile) * (K_BLOCKS * 64 * FACTORS)
-    g_ptr = scale + here * (64 * FACTORS) + (g_tile + n % 64)
-    byte = (j % 4)[None, :]
-    group_of = j // (HALF // (4 * WORDS))
-    select = (group_of % 4)[None, :]
+        s_ptr += (beyond * S_STEP + core % 64 * 4)[:, None] + tl.arange(0, 4)[None, :]
+    elif FOLDED:
+        s_ptr += beyond * S_STEP + core % 64
+    else:
+        s_ptr += tl.minimum(n // 64, most) * (K_BLOCKS * S_STEP) + n % 64
 
     acc = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
-    none = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
-    # A product with a factor of its own is added to the sum; others go on with it.
-    APART: tl.constexpr = GROUPS or (WEIGHT == INT4_FLOAT) or QUARTERS
-    CHAINED: tl.constexpr = not GROUPS and (WEIGHT == E2M1_E8M0 or WEIGHT == E2M1_E4M3)
-    for step in tl.range(0, K_BLOCKS // DEPTH, num_stages=STAGES):
-        for block in tl.static_range(DEPTH):
-            if X_SCALE == 3:
-                xs = _scales_across(xs_ptr, ASM)
-                xs_ptr += scale_step
-            if not QUARTERS:
-                tokens = _load_tokens(x_ptr, valid, BLOCK_T)
-            words = _load_words(w_ptr, ASM or WEIGHT == E2M1_SCALED)
-            if QUARTERS or WEIGHT == E2M1_SCALED:
-                a = words
-                b = words
-            elif WEIGHT == INT4_FLOAT:
-                a, b = _decode(words, byte, words, words, BLOCK_N, WARPS, WEIGHT, ASM)
-            else:
-                spread = tl.load(s_ptr)[:, None]
-                if WORDS == 2:
-                    spread = tl.where((group_of < 4)[None, :], spread, tl.load(s_ptr + 64)[:, None])
-                spread, _ = tl.broadcast(spread, words)
-                chosen, _ = tl.broadcast(select, words)
-                a, b = _decode(words, byte, spread, chosen, BLOCK_N, WARPS, WEIGHT, ASM)
-            before = none if APART else acc
-            if QUARTERS:
-                product = _quarter_sum(
-                    words, x_ptr, valid, g_ptr, none, BLOCK_N, BLOCK_T, WARPS, WEIGHT == INT4_PAIRS, ASM
-                )
-            elif WEIGHT == E2M1_SCALED:
-                product = _dot_scaled(a, tl.load(s_ptr), tokens, before, ASM)
-            else:
-                product = dot(a, tokens, before, ASM)
-            if WEIGHT == E2M1_E4M3:
-                product = dot(b, tokens, product, ASM)
-            if WEIGHT == INT4_FLOAT:
-                product *= tl.load(g_ptr)[:, None]
-            if X_SCALE == 1:
-                xs = tl.load(xs_ptr + step * DEPTH + block)
-            if GROUPS:
-                product *= xs[None, :]
-            acc = acc + product if APART else product
-            x_ptr += BLOCK_K
-            w_ptr += 64 * HALF
-            s_ptr += 256 if WEIGHT == E2M1_SCALED else 64 * WORDS
-            g_ptr += 64 * FACTORS
-        if CHAINED:
-            acc = finished(acc, ASM)
+    for _ in tl.range(0, K_BLOCKS // DEPTH, num_stages=STAGES):
+        acc = _add_blocks(
+            acc, x_ptr, xs_ptr, w_ptr, s_ptr, valid, scale_step, WEIGHT, X_SCALE, S_STEP, WARPS, ASM, DEPTH
+        )
+        x_ptr += DEPTH * BLOCK_K
+        xs_ptr += DEPTH * scale_step
+        w_ptr += DEPTH * W_STEP
+        s_ptr += DEPTH * S_STEP
+    REST: tl.constexpr = K_BLOCKS % DEPTH
+    if REST:
+        acc = _add_blocks(
+            acc, x_ptr, xs_ptr, w_ptr, s_ptr, valid, scale_step, WEIGHT, X_SCALE, S_STEP, WARPS, ASM, REST
+        )
 
     if LAUNCH:
         gdc_launch_dependents()
-    if WEIGHT == E2M1_E8M0 or WEIGHT == E2M1_E4M3:
+    if FOLDED:
         last_row = row_tiles * 64 - 1
         acc *= tl.load(row_scale + expert * (row_tiles * 64) + tl.minimum(n_first + n, last_row))[:, None]
     if X_SCALE == 2:

@@ -45,16 +45,9 @@ def expanded(matrix: PackedMatrix, room: Tensor) -> PackedMatrix:
 
     layout, made = matrix.layout, matrix.layout.expanded
     experts, parts, n_out, k_in = layout.shape
-    constants = {
-        "WEIGHT": layout.weight,
-        "SCALE": layout.scale_kind,
-        "WORDS": max(1, layout.words),
-        "K_BLOCKS": layout.k_blocks,
-        "BLOCK_K": layout.block_k,
-        "BLOCK_N": _TILE,
-        "HALF": layout.row_dtype == torch.float16,
-        "ASM": room.is_cuda,
-    }
+    constants = {"WEIGHT": layout.weight, "SCALE": layout.scale_kind, "WORDS": max(1, layout.words)}
+    constants |= {"K_BLOCKS": layout.k_blocks, "BLOCK_K": layout.block_k, "BLOCK_N": _TILE}
+    constants |= {"HALF": layout.row_dtype == torch.float16, "ASM": room.is_cuda}
     room_of_numbers = experts * layout.expanded_sizes[0]
     values = room[:room_of_numbers].view(made.stored).view(made.values_shape)
     shape = experts, parts, made.k_blocks, made.words, n_out

@@ -37,17 +37,21 @@ def four_bit_candidates(problem: TileProblem, machine: Machine) -> tuple[TileCho
             # A wide tile whose weights take several products decodes so long that a fifth stage has nothing to hide.
             busy = block_n > 64 and (problem.quartered or problem.operands == 2)
             stages = min(3 if block_t > 128 else 4 if block_t > 32 or busy else 5, fitting)
+            tall = machine.copies and not busy and (block_n, block_t, warps) == (128, 64, 4)
+            if tall and not problem.promoted:
+                # What gate and up take after the loop would leave room for two programs only.
+                tile = replace(tile, registers=168)
             # A quarter of a K block by few rows is copied in pieces too small to be prefetched.
             narrow = machine.copies and block_t >= 64 and not problem.quartered
             if stages >= 2:
                 found.append(replace(tile, stages=stages, narrow=narrow))
-            # Fewer instructions a block. No score says so yet: who measures finds them behind their like.
-            for depth in (2, 4):
-                whole = math.ceil(problem.k_in / problem.block_k) % depth == 0 and not (
-                    problem.quartered or machine.scaled
-                )
-                if whole and block_t <= 32 and fitting >= 2 * depth:
-                    found.append(replace(tile, stages=min(1 + 4 // depth, fitting // depth), depth=depth))
+            # Few rows: fewer instructions a block, which no score says yet; who measures finds them behind their like.
+            # Tall: one of two blocks is read and decoded while the other one is multiplied.
+            few = block_t <= 32 and not (problem.quartered or machine.scaled)
+            for depth in (2, 4) if few else (2,) if tall and problem.promoted else ():
+                if min(problem.k_in // problem.block_k, fitting) >= 2 * depth:
+                    stages = min(1 + 4 // depth, fitting // depth)
+                    found.append(replace(tile, stages=stages, depth=depth, narrow=narrow))
     return tuple(found)
 
 
@@ -83,6 +87,8 @@ def _four_bit_step(problem: TileProblem, tile: TileChoice) -> float:
     step = (130 + 60 * problem.operands + token * tile.block_t) * tile.block_n / 128
     if tile.block_n == 64:
         step *= 1.03 if tile.block_t <= 16 and problem.operands == 1 else 1.1 if tile.block_t <= 16 else 1.4
+    if tile.depth == 2 and tile.block_t >= TALL:
+        step *= 0.86
     if tile.warps == 8:
         step *= 1.05 if tile.block_t <= 16 else 1.4 / problem.operands**0.3
     return step

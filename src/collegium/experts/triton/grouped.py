@@ -116,17 +116,11 @@ def grouped_gemm(
         spare if source is None else source, expert_offsets, tiles.expert, tiles.row, *sizes, tiles.count, experts,
         *bounds_of(activation),
     )  # fmt: skip
-    constants = constants_of(packed, activation, x_scale, tiles) | {
-        "WEIGHT": layout.weight,
-        "GATHER": source is not None,
-        "BLOCK_N": tile.block_n,
-        "NARROW": tile.narrow,
-        "STAGES": tile.stages,
-        **tiles.constants(x),
-        **own,
-    }
+    own |= {"WEIGHT": layout.weight, "GATHER": source is not None, "BLOCK_N": tile.block_n, "NARROW": tile.narrow}
+    own |= {"STAGES": tile.stages} | tiles.constants(x)
+    constants = constants_of(packed, activation, x_scale, tiles) | own
     grid = (tiles.count * -(-layout.operand_rows[1] // tile.columns),)
-    launch(kernel, grid, args, constants, num_warps=tile.warps)
+    launch(kernel, grid, args, constants, num_warps=tile.warps, maxnreg=tile.registers or None)
     return out
 
 
@@ -156,18 +150,11 @@ def constants_of(
 ) -> dict[str, Any]:
     """Return the compile-time arguments of every product."""
     layout, scale = packed.layout, scales_of(x_scale, packed.values)[0]
-    return {
-        "BIAS": packed.bias is not None,
-        "PARTS": layout.shape[1],
-        "KIND": kind_of(activation),
-        "HAS_LIMIT": activation is not None and activation.limit is not None,
-        "K_BLOCKS": layout.k_blocks,
-        "BLOCK_K": layout.block_k,
-        "X_SCALE": 0 if x_scale is None else 2 if scale.shape[1] == 1 else 1 if scale.stride(1) == 1 else 3,
-        "BLOCK_T": tiles.tile.block_t,
-        "GROUP_T": tiles.tile.group_t,
-        "PLACED": tiles.placed(layout.shape[2]),
-    }
+    grouped = 0 if x_scale is None else 2 if scale.shape[1] == 1 else 1 if scale.stride(1) == 1 else 3
+    found = {"BIAS": packed.bias is not None, "PARTS": layout.shape[1], "KIND": kind_of(activation)}
+    found |= {"HAS_LIMIT": activation is not None and activation.limit is not None, "K_BLOCKS": layout.k_blocks}
+    found |= {"BLOCK_K": layout.block_k, "X_SCALE": grouped, "BLOCK_T": tiles.tile.block_t}
+    return found | {"GROUP_T": tiles.tile.group_t, "PLACED": tiles.placed(layout.shape[2])}
 
 
 def _check(x: Tensor, packed: PackedMatrix, out: Tensor, x_scale: Tensor | RowSums | None) -> None:

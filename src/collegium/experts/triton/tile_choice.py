@@ -41,7 +41,8 @@ class TileChoice:
     every part has an operand of its own. block_t: rows. group_t: token tiles that share a pass over the weights.
     overlap: it may start while the kernel before it ends. programs: how many share the tiles, each taking the next in
     turn; 0: one for each tile. narrow: few rows run as a tile of half or a quarter of block_t. depth: K blocks that
-    a step of the loop multiplies, of four-bit weights with E4M3 rows.
+    a step of the loop multiplies, of four-bit weights with E4M3 rows. registers: most of a thread, where more would
+    leave room for fewer programs; 0: what the compiler takes.
     """
 
     block_n: int
@@ -54,6 +55,7 @@ class TileChoice:
     programs: int = 0
     narrow: bool = False
     depth: int = 1
+    registers: int = 0
 
     @property
     def columns(self) -> int:
