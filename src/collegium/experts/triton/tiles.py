@@ -240,18 +240,18 @@ def _resident(problem: TileProblem, tile: TileChoice, machine: Machine) -> int:
 def _crowd(problem: TileProblem, tile: TileChoice, rows: int) -> float:
     """Return how many times longer a block of decoded weights takes in this tile than in one of 128 rows, four warps.
 
-    Of eight warps and 64 tokens or more: fitted to MXFP4, NVFP4, INT4 and INT8 of three models on an H200, 2026-11-23.
+    Of eight warps and tall tiles: fitted to MXFP4, INT4 and INT8 of three models on an H200, 2026-11-23.
     """
-    lone, area = rows == tile.block_n, rows * tile.block_t
-    if tile.warps == 8 and tile.block_t >= 64 and not problem.quartered:
-        if problem.weight_bits > 6:
-            return 1.3 if lone and tile.block_t == 64 else 1.08
+    lone, single = rows == tile.block_n, problem.operands == 1 and not problem.quartered
+    if tile.warps == 8 and tile.block_t >= 64 and single:
         if problem.promoted:
-            return 1.37 if tile.block_t > 64 else 1.2
-        # Two accumulators of 128 rows, or 256 tokens: each operand is read for twice the products.
-        wide = 1.07 if problem.weight_bits < 4.5 else 1.3
-        return wide if area == 256 * 128 else 1.28 if tile.block_t == 128 else 1.04 if lone else 1.2
-    crowd = (1.0 if rows == 128 and tile.warps == 4 else 1.2) if lone else 1.12 if rows == 128 else 1.3
+            short, tall = (1.3, 1.08) if problem.weight_bits > 6 else (1.12 if lone else 1.22, 1.37)
+            return short if tile.block_t == 64 else tall
+        if problem.weight_bits < 4.5:
+            # Two accumulators of 128 rows, or 256 tokens: each operand is read for twice the products.
+            wide = rows * tile.block_t == 256 * 128
+            return 1.07 if wide else 1.28 if tile.block_t == 128 else 1.04 if lone else 1.2
+    crowd = (1.0 if rows == 128 and tile.warps == 4 else 1.2) if lone else 1.15 if rows == 128 else 1.3
     if lone and problem.quartered and (tile.warps == 8 or rows == 64):
         crowd = 1.6 if tile.warps == 8 else 1.5
     return crowd * (1.3 if tile.block_t >= 128 else 1.0)
