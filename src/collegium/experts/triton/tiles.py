@@ -240,14 +240,15 @@ def _resident(problem: TileProblem, tile: TileChoice, machine: Machine) -> int:
 def _crowd(problem: TileProblem, tile: TileChoice, rows: int) -> float:
     """Return how many times longer a block of decoded weights takes in this tile than in one of 128 rows, four warps.
 
-    Of eight warps and tall tiles: fitted to MXFP4, INT4 and INT8 of three models on an H200, 2026-11-23.
+    Of eight warps and tall tiles: fitted to MXFP4, INT4 and INT8 of three models on an H200, 2026-11-23. Others, and
+    the same with minima or scales of E4M3, are slower than that.
     """
-    lone, single = rows == tile.block_n, problem.operands == 1 and not problem.quartered
-    if tile.warps == 8 and tile.block_t >= 64 and single:
-        if problem.promoted:
-            short, tall = (1.3, 1.08) if problem.weight_bits > 6 else (1.12 if lone else 1.22, 1.37)
+    lone, bits = rows == tile.block_n, problem.weight_bits
+    if tile.warps == 8 and tile.block_t >= 64 and problem.operands == 1 and not problem.quartered:
+        if problem.promoted and (bits <= 4.25 or bits > 8):
+            short, tall = (1.3, 1.12) if bits > 8 else (1.12 if lone else 1.22, 1.37)
             return short if tile.block_t == 64 else tall
-        if problem.weight_bits < 4.5:
+        if bits <= 4.25:
             # Two accumulators of 128 rows, or 256 tokens: each operand is read for twice the products.
             wide = rows * tile.block_t == 256 * 128
             return 1.07 if wide else 1.28 if tile.block_t == 128 else 1.04 if lone else 1.2
