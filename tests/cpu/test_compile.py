@@ -45,6 +45,7 @@ DIRECT = {"TOP_K": 8}
 EARLY = {"EARLY": True}
 WIDE = {"BLOCK_N": 128, "BLOCK_T": 128, "STAGES": 3, "warps": 8, "NARROW": True}
 NARROW = {"BLOCK_T": 64, "NARROW": True}
+TALL = WIDE | {"NARROW": False, "STAGES": 4}
 DOWN = {"PARTS": 1, "KIND": -1, "BLOCK_N": 128}
 
 # (architecture, weights, changes, the tensor core's instruction, most registers, most KiB of shared memory)
@@ -79,6 +80,11 @@ CASES: tuple[tuple[int, str, dict[str, Any], str, int, int], ...] = (
     (90, "i16", INT8, "HGMMA", 148, 67),
     (90, "i16", INT8 | FOUR | STACKED, "HGMMA", 168, 71),
     (90, "i16", INT8 | {"HALF": True}, "HGMMA", 148, 67),
+    (90, "i16", INT8 | TALL | STACKED, "HGMMA", 255, 200),
+    (90, "i16", INT8 | TALL | DOWN | {"HALF": True}, "HGMMA", 255, 200),
+    (90, "i16", ZEROS | TALL | STACKED | {"BLOCK_T": 64}, "HGMMA", 255, 200),
+    (90, "i16", MXFP4 | TALL, "HGMMA", 255, 200),
+    (90, "i16", MXFP4 | TALL | DOWN | {"BLOCK_T": 256, "STAGES": 3}, "HGMMA", 255, 220),
     (90, "i16", Q4_K, "HGMMA", 184, 49),
     (90, "i16", Q4_K | DIRECT, "HGMMA", 184, 49),
     (90, "i16", Q4_K | STACKED, "HGMMA", 184, 49),
