@@ -159,10 +159,10 @@ def load_all(
 
     progress: called before each layer and once at the end with (layers done, layers, text).
     """
-    layers = moe_layers(checkpoint.config)
+    layers = [CheckpointLayer.open(checkpoint, number) for number in moe_layers(checkpoint.config)]
 
-    def text(number: int) -> str:
-        return f"layer {number} ({CheckpointLayer.open(checkpoint, number).stored.name})"
+    def text(layer: CheckpointLayer) -> str:
+        return f"layer {layer.number} ({layer.stored.name})"
 
-    for number in counted(layers, progress, text, end=f"{len(layers)} layers loaded"):
-        yield number, load_experts(CheckpointLayer.open(checkpoint, number), placement, device=device, pad=pad)
+    for layer in counted(layers, progress, text, end=f"{len(layers)} layers loaded"):
+        yield layer.number, load_experts(layer, placement, device=device, pad=pad)
