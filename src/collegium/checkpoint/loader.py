@@ -6,6 +6,7 @@ Peak memory is the local weights plus one matrix: the result is allocated once a
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -159,10 +160,10 @@ def load_all(
 
     progress: called before each layer and once at the end with (layers done, layers, text).
     """
-    layers = [CheckpointLayer.open(checkpoint, number) for number in moe_layers(checkpoint.config)]
+    layers, opened = moe_layers(checkpoint.config), lru_cache(maxsize=1)(partial(CheckpointLayer.open, checkpoint))
 
-    def text(layer: CheckpointLayer) -> str:
-        return f"layer {layer.number} ({layer.stored.name})"
+    def text(number: int) -> str:
+        return f"layer {number} ({opened(number).stored.name})"
 
-    for layer in counted(layers, progress, text, end=f"{len(layers)} layers loaded"):
-        yield layer.number, load_experts(layer, placement, device=device, pad=pad)
+    for number in counted(layers, progress, text, end=f"{len(layers)} layers loaded"):
+        yield number, load_experts(opened(number), placement, device=device, pad=pad)

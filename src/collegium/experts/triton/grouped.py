@@ -150,10 +150,10 @@ def constants_of(
 ) -> dict[str, Any]:
     """Return the compile-time arguments of every product."""
     layout, scale = packed.layout, scales_of(x_scale, packed.values)[0]
-    grouped = 0 if x_scale is None else 2 if scale.shape[1] == 1 else 1 if scale.stride(1) == 1 else 3
+    per_row = 0 if x_scale is None else 2 if scale.shape[1] == 1 else 1 if scale.stride(1) == 1 else 3
     found = {"BIAS": packed.bias is not None, "PARTS": layout.shape[1], "KIND": kind_of(activation)}
     found |= {"HAS_LIMIT": activation is not None and activation.limit is not None, "K_BLOCKS": layout.k_blocks}
-    found |= {"BLOCK_K": layout.block_k, "X_SCALE": grouped, "BLOCK_T": tiles.tile.block_t}
+    found |= {"BLOCK_K": layout.block_k, "X_SCALE": per_row, "BLOCK_T": tiles.tile.block_t}
     return found | {"GROUP_T": tiles.tile.group_t, "PLACED": tiles.placed(layout.shape[2])}
 
 
