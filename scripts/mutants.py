@@ -655,9 +655,17 @@ MUTANTS: tuple[Mutant, ...] = (
         Mutant(name, file, (edit,), ("tests/cpu/test_grouped_gemm.py::test_codes_that_look_numbers_up",))
         for name, file, edit in (
             ("the smaller term of a looked up number dropped", "kernels/grouped_gemm.py", ("for term in tl.static_range(2):", "for term in tl.static_range(1):")),
-            ("numbers of gate looked up for up", "kernels/grouped_gemm.py", ("X_SCALE == 1, STACKED, SETS - 1, ASM", "X_SCALE == 1, STACKED, 0, ASM")),
+            ("numbers of gate looked up for up", "kernels/grouped_gemm.py", ("X_SCALE == 1, STACKED, SETS - 1, WHOLE", "X_SCALE == 1, STACKED, 0, WHOLE")),
             ("terms of a looked up number swapped", "experts/triton/lanes.py", ("(first.dtype), first), dim=-1)", "(first.dtype), first.flip(-1)), dim=-1)")),
             ("the scale of the neighbouring half", "kernels/decode.py", ("n0[:, None], n0[:, None], n1[:, None], n1[:, None]", "n0[:, None], n1[:, None], n1[:, None], n1[:, None]")),
+        )
+    ),
+    # Quarters of a K block as one product.
+    *(
+        Mutant(name, file, (edit,), ("tests/cpu/test_grouped_gemm.py::test_experts_against_the_reference",))
+        for name, file, edit in (
+            ("quarters joined in another order", "kernels/decode.py", ("both = tl.join(tl.join(a0, a2), tl.join(a1, a3))", "both = tl.join(tl.join(a0, a1), tl.join(a2, a3))")),
+            ("gate read again for up ahead of its product", "kernels/grouped_gemm.py", ("u0, u1 = _load_weights(up_ptr, k[None, :], left, WIDTH, WEIGHT, EVEN_K or QUARTERS)\n            gate", "u0, u1 = w0, w1\n            gate")),
         )
     ),
     # The shared expert.

@@ -21,7 +21,7 @@ BASE = {
     "WEIGHT": 0, "SCALE": 0, "WORDS": 1, "X_SCALE": 0, "ROW_SCALE": False, "BIAS": False, "GATHER": True,
     "PARTS": 2, "KIND": 0, "HAS_LIMIT": False, "EVEN_K": True, "ASM": True, "GROUP_T": 8, "K_BLOCKS": 32,
     "NARROW": False, "BLOCK_N": 64, "BLOCK_T": 16, "BLOCK_K": 128, "STAGES": 4, "STACKED": False, "TOP_K": 0,
-    "EARLY": False, "PDL": True, "row_places": None, "PLACED": 0,
+    "EARLY": False, "PDL": True, "row_places": None, "PLACED": 0, "JOINED": False,
 }  # fmt: skip
 PLAIN = {"BLOCK_K": 64}
 BLOCKS = {"WEIGHT": 2, "SCALE": 1, "X_SCALE": 1}
@@ -45,7 +45,10 @@ DIRECT = {"TOP_K": 8}
 EARLY = {"EARLY": True}
 WIDE = {"BLOCK_N": 128, "BLOCK_T": 128, "STAGES": 3, "warps": 8, "NARROW": True}
 NARROW = {"BLOCK_T": 64, "NARROW": True}
-TALL = WIDE | {"NARROW": False, "STAGES": 4}
+JOINED = {"JOINED": True}
+MIDDLE = {"BLOCK_N": 128, "BLOCK_T": 64, "NARROW": True, "JOINED": True}
+TALL = MIDDLE | {"BLOCK_T": 128, "STAGES": 3}
+CLOSE = {"REGISTERS": 168, "STAGES": 3}  # what is kept elsewhere costs less than a program less
 DOWN = {"PARTS": 1, "KIND": -1, "BLOCK_N": 128}
 
 # (architecture, weights, changes, the tensor core's instruction, most registers, most KiB of shared memory)
@@ -69,7 +72,6 @@ CASES: tuple[tuple[int, str, dict[str, Any], str, int, int], ...] = (
     (90, "bf16", PLAIN | STACKED | {"warps": 8, "KIND": FAST_MATH}, "HGMMA", 64, 74),
     (90, "e4m3", BLOCKS | STACKED | {"warps": 8}, "QGMMA", 80, 75),
     (90, "i16", MXFP4 | STACKED, "HGMMA", 128, 43),
-    (90, "i16", MXFP4 | STACKED | NARROW, "HGMMA", 168, 91),
     (90, "i16", NVFP4 | STACKED, "HGMMA", 96, 23),
     (90, "i16", MXFP8 | STACKED, "HGMMA", 128, 67),
     (90, "i16", INT4 | STACKED, "HGMMA", 168, 45),
@@ -80,16 +82,27 @@ CASES: tuple[tuple[int, str, dict[str, Any], str, int, int], ...] = (
     (90, "i16", INT8, "HGMMA", 148, 67),
     (90, "i16", INT8 | FOUR | STACKED, "HGMMA", 168, 71),
     (90, "i16", INT8 | {"HALF": True}, "HGMMA", 148, 67),
-    (90, "i16", INT8 | TALL | STACKED, "HGMMA", 255, 200),
-    (90, "i16", INT8 | TALL | DOWN | {"HALF": True}, "HGMMA", 255, 200),
-    (90, "i16", ZEROS | TALL | STACKED | {"BLOCK_T": 64}, "HGMMA", 255, 200),
-    (90, "i16", MXFP4 | TALL, "HGMMA", 255, 200),
-    (90, "i16", MXFP4 | TALL | DOWN | {"BLOCK_T": 256, "STAGES": 3}, "HGMMA", 255, 220),
+    (90, "i16", MXFP4 | STACKED | JOINED, "HGMMA", 168, 43),
+    (90, "i16", MXFP4 | STACKED | MIDDLE | CLOSE, "HGMMA", 168, 66),
+    (90, "i16", MXFP4 | DOWN | MIDDLE | CLOSE, "HGMMA", 168, 66),
+    (90, "i16", MXFP4 | STACKED | TALL, "HGMMA", 255, 113),
+    (90, "i16", MXFP4 | DOWN | TALL, "HGMMA", 255, 113),
+    (90, "i16", NVFP4 | STACKED | TALL | {"STAGES": 4}, "HGMMA", 255, 80),
+    (90, "i16", NVFP4 | DOWN | MIDDLE, "HGMMA", 168, 50),
+    (90, "i16", ZEROS | STACKED | JOINED | CLOSE | {"BLOCK_T": 32}, "HGMMA", 168, 58),
+    (90, "i16", ZEROS | STACKED | MIDDLE, "HGMMA", 255, 90),
+    (90, "i16", ZEROS | STACKED | MIDDLE | {"HALF": True}, "HGMMA", 255, 90),
+    (90, "i16", INT8 | STACKED | MIDDLE | {"STAGES": 3}, "HGMMA", 255, 84),
+    (90, "i16", INT8 | DOWN | MIDDLE | {"STAGES": 3, "HALF": True}, "HGMMA", 255, 84),
+    (90, "i16", W8A16 | STACKED | MIDDLE | {"warps": 8, "REGISTERS": 128, "STAGES": 3}, "HGMMA", 128, 84),
+    (90, "i16", MXFP8 | DOWN | MIDDLE | {"warps": 8, "REGISTERS": 128, "STAGES": 3}, "HGMMA", 128, 84),
+    (90, "i16", Q4_K | STACKED | JOINED | {"BLOCK_T": 32}, "HGMMA", 255, 70),
+    (90, "i16", Q5_K | STACKED | JOINED | {"BLOCK_T": 32}, "HGMMA", 255, 96),
+    (90, "i16", Q4_K | {"BLOCK_T": 64, "NARROW": True, "STAGES": 3, "REGISTERS": 255}, "HGMMA", 255, 80),
+    (90, "i16", Q5_K | DOWN | {"BLOCK_N": 64, "BLOCK_T": 64, "NARROW": True, "STAGES": 3}, "HGMMA", 255, 109),
     (90, "i16", Q4_K, "HGMMA", 184, 49),
     (90, "i16", Q4_K | DIRECT, "HGMMA", 184, 49),
     (90, "i16", Q4_K | STACKED, "HGMMA", 184, 49),
-    (90, "i16", Q4_K | STACKED | NARROW | {"warps": 8}, "HGMMA", 255, 109),
-    (90, "i16", Q4_K | DOWN | NARROW | {"warps": 8}, "HGMMA", 255, 109),
     (90, "i16", Q4_0 | STACKED, "HGMMA", 168, 45),
     (90, "i16", Q4_1, "HGMMA", 184, 56),
     (90, "i16", Q5_1 | STACKED, "HGMMA", 192, 104),
@@ -97,12 +110,10 @@ CASES: tuple[tuple[int, str, dict[str, Any], str, int, int], ...] = (
     (90, "i16", Q5_K | DOWN | {"BLOCK_T": 32}, "HGMMA", 255, 120),
     (90, "i16", Q6_K | STACKED, "HGMMA", 128, 52),
     (90, "i16", Q6_K | DIRECT | {"HALF": True}, "HGMMA", 128, 52),
-    (90, "i16", Q6_K | DOWN | NARROW | {"warps": 8}, "HGMMA", 192, 96),
     (90, "i16", Q8_0 | DOWN, "HGMMA", 168, 104),
     (90, "i16", LOOKED_UP, "HGMMA", 184, 80),
     (90, "i16", LOOKED_UP | DIRECT | {"HALF": True}, "HGMMA", 184, 80),
     (90, "i16", LOOKED_UP | FOUR | STACKED, "HGMMA", 200, 115),
-    (90, "i16", LOOKED_UP | DOWN | NARROW | {"warps": 8}, "HGMMA", 200, 160),
     (80, "bf16", PLAIN | ALONE, "HMMA", 128, 74),
     (80, "i16", ZEROS | ALONE, "HMMA", 168, 50),
     (80, "i16", INT8 | ALONE | {"HALF": True}, "HMMA", 168, 90),
@@ -138,7 +149,7 @@ pointers = {"x_scale": "fp32", "sums": "fp16", "row_scale": "fp32", "bias": "bf1
 pointers |= {"expert_offsets": "i64", "tile_expert": "i32", "tile_row": "i64"}
 even = {"n_out", "k_in", "x_stride", "n_step", "k_step", "part_step"}
 found = []
-for arch, weight, constants, warps in json.load(sys.stdin):
+for arch, weight, constants, warps, most in json.load(sys.stdin):
     stored = {"e4m3": "fp8e4nv"}.get(weight, weight)
     tokens = "fp16" if constants.pop("HALF", False) else "bf16"
     types = {name: "*" + kind for name, kind in pointers.items()}
@@ -154,7 +165,7 @@ for arch, weight, constants, warps in json.load(sys.stdin):
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
     aligned = [i for i, n in enumerate(names) if signature[n].startswith("*") or n in even]
     source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
-    built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps})
+    built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps, "maxnreg": most})
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(built.asm["cubin"])
         file.flush()
@@ -267,7 +278,7 @@ def compiled() -> list[Any]:
     asked = []
     for arch, weight, changes, *_ in CASES:
         constants = BASE | changes
-        asked.append([arch, weight, constants, constants.pop("warps", 4)])
+        asked.append([arch, weight, constants, constants.pop("warps", 4), constants.pop("REGISTERS", None)])
     return compile_apart(_PROGRAM, asked)
 
 
@@ -277,8 +288,8 @@ def test_instructions_registers_and_shared_memory(compiled: list[Any], index: in
     registers, stack, shared, codes, waits, (fresh, any_kind), straight = compiled[index]
     assert any(code.startswith(wanted) for code in codes), codes
     assert "LDGSTS" in codes, "weights are not prefetched"
-    assert stack == 0
-    assert not {"LDL", "STL"} & set(codes), "registers spill"
+    assert stack <= (160 if "REGISTERS" in changes else 0)
+    assert stack or not {"LDL", "STL"} & set(codes), "registers spill"
     assert registers <= most_registers
     assert shared <= most_shared * 1024
     # The kernel waits for the one before it and lets the next one in, where the machine can.

@@ -49,6 +49,7 @@ pytest.importorskip("triton")
 
 KERNELS = (TritonBf16(), TritonFp8(), TritonW4A16(), TritonW8A16())
 TILE = TileChoice(block_n=64, block_t=16, warps=4, stages=2)
+JOINED = replace(TILE, joined=True)
 # The interpreter rounds to bfloat16 toward zero, so its rows are twice as far from the truth as a GPU's.
 SIXTEEN, EIGHT = 0.015, 0.06
 FORMATS = (
@@ -122,9 +123,11 @@ def truth(batch: ContiguousBatch, made: ExpertWeights[Any], problem: Problem) ->
 
 
 @pytest.mark.parametrize(("weights", "act", "bound"), FORMATS)
-def test_experts_against_the_reference(weights: str, act: str, bound: float) -> None:
+@pytest.mark.parametrize("tile", [TILE, JOINED, replace(JOINED, stacked=True)], ids=["apart", "joined", "stacked"])
+def test_experts_against_the_reference(weights: str, act: str, bound: float, tile: TileChoice) -> None:
     problem = question(weights, act)
     packed, made = build(problem)
+    packed = replace(packed, tiles=(tile, replace(tile, stacked=False)))
     batch = batch_of(23, problem)
     stop = int(batch.expert_offsets[-1])
     found = packed.run(batch)
@@ -405,7 +408,10 @@ def test_codes_that_look_numbers_up(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("columns", [96, 320, 512])
-def test_every_kind_of_gguf_block_and_dtype_of_rows(kind: str, rows: torch.dtype, columns: int) -> None:
+@pytest.mark.parametrize("tile", [TILE, JOINED], ids=["apart", "joined"])
+def test_every_kind_of_gguf_block_and_dtype_of_rows(
+    kind: str, rows: torch.dtype, columns: int, tile: TileChoice
+) -> None:
     payload = random_blocks(kind, 2, 1, 40, columns)
     packed = pack.pack_gguf(payload, None, half=rows == torch.float16)
     packed = replace(packed, layout=replace(packed.layout, half=rows == torch.float16))
@@ -414,7 +420,7 @@ def test_every_kind_of_gguf_block_and_dtype_of_rows(kind: str, rows: torch.dtype
     found = torch.empty(9, 40)
     assert packed.layout.minima == (kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K"))
     own, beside = halves_and_sums(x) if packed.layout.minima else (x, None)
-    ops.grouped_gemm(own, packed, offsets, ops.tile_list(offsets, 9, TILE), found, x_scale=beside)
+    ops.grouped_gemm(own, packed, offsets, ops.tile_list(offsets, 9, tile), found, x_scale=beside)
     assert relative_error(found, grouped_gemm_reference(x, payload.decode(), offsets)) < 1e-6
 
 

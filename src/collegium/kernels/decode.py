@@ -11,7 +11,10 @@ import triton.language as tl
 
 from . import numbers
 
-__all__ = ["decoded", "finished", "has_minima", "is_stepped", "look_up", "minima", "minimum", "upper_scale", "words_of"]
+__all__ = [
+    "decoded", "finished", "has_minima", "is_stepped", "is_whole", "joined", "look_up", "minima", "minimum",
+    "upper_scale", "words_of",
+]  # fmt: skip
 
 E4M3_LANES = tl.constexpr(numbers.E4M3_LANES)
 E2M1_LANES = tl.constexpr(numbers.E2M1_LANES)
@@ -352,15 +355,29 @@ def is_stepped(SCALE, WORDS):
 
 
 @triton.constexpr_function
+def is_whole(SCALE, WORDS):
+    """Return whether the quarters of a K block share one factor or have theirs in the operand."""
+    return WORDS == 1 or is_stepped(SCALE, WORDS)
+
+
+@triton.constexpr_function
 def has_minima(SCALE, WORDS):
     """Return whether weights have minima, which sums of the rows' columns multiply; their codes lose nothing."""
     return is_stepped(SCALE, WORDS) or (SCALE, WORDS) == (numbers.HALF_SCALE, 4)
 
 
 @triton.jit
+def joined(a0, a1, a2, a3):
+    """Return the quarters ``[rows, columns]`` of a K block beside each other."""
+    # By views alone: so it is made in registers, in the layout of an operand.
+    both = tl.join(tl.join(a0, a2), tl.join(a1, a3))
+    return tl.reshape(tl.permute(both, (0, 2, 3, 1)), (a0.shape[0], 4 * a0.shape[1]))
+
+
+@triton.jit
 def minima(m0, m1, m2, m3):
     """Return float16 ``[rows, 32]``, the operand that sums multiply: each of four ``[rows]`` eight times."""
-    # By views alone, not from numbers of columns: so it is made in registers, in the layout of an operand.
+    # By views alone, not from numbers of columns, as ``joined``.
     both = tl.join(tl.join(m0, m2), tl.join(m1, m3))
     rows: tl.constexpr = m0.shape[0]
     return tl.reshape(tl.broadcast_to(tl.reshape(both, (rows, 4, 1)), (rows, 4, 8)), (rows, 32))

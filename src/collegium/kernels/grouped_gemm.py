@@ -5,6 +5,9 @@ most BLOCK_T rows; the tensor core sees weights [BLOCK_N, K] times tokens [K, BL
 padding. The K loop always runs forward in steps of BLOCK_K with one accumulator, whatever BLOCK_T is: a row's
 bits do not depend on the rows beside it. All addresses start from 64-bit bases.
 
+JOINED tiles multiply a K block of decoded weights as one operand where no quarter of it has a factor of its own:
+products follow each other without a wait, for more registers. They add in the same order.
+
 STACKED tiles hold half as many columns, gate and up as rows of one operand, for products with too few programs. Eight
 rows of gate and eight of up take turns, so that both values of a column are in one thread.
 
@@ -19,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from . import numbers
 from .activation import activate
-from .decode import decoded, finished, has_minima, is_stepped, look_up, minima, words_of
+from .decode import decoded, finished, has_minima, is_stepped, is_whole, joined, look_up, minima, words_of
 from .tiles import begun, dot, halves, store_rows, token_at
 
 __all__ = ["grouped_gemm_kernel", "grouped_tile"]
@@ -63,9 +66,11 @@ def _load_weights(pointers, k, left, WIDTH: tl.constexpr, WEIGHT: tl.constexpr, 
 def _multiply(
     acc, w, w1, scale, scale_step, x, sums, x_scale,
     WEIGHT: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr, X_SCALED: tl.constexpr, STACKED: tl.constexpr,
-    PART: tl.constexpr, ASM: tl.constexpr,
+    PART: tl.constexpr, WHOLE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Add one K block: weights ``w [BLOCK_N, .]`` times tokens ``x``, a tensor or one a quarter, scaled as SCALE says.
+
+    WHOLE: the quarters are one product.
 
     x_scale: of the tokens if X_SCALED. sums ``[32, BLOCK_T]``: of the tokens' columns, where weights have minima; where
     codes look numbers up, those (``words_of``).
@@ -79,10 +84,13 @@ def _multiply(
         if has_minima(SCALE, WORDS):
             product = dot(minima(m[0], m[1], m[2], m[3]), sums, none, ASM)
             acc += product * f[1] if is_stepped(SCALE, WORDS) else product
-        if WORDS == 1 or is_stepped(SCALE, WORDS):
+        if is_whole(SCALE, WORDS):
             product = acc if FOLDED else none
-            for quarter in tl.static_range(4):
-                product = dot(a[quarter], x[quarter], product, ASM)
+            if WHOLE:
+                product = dot(joined(a[0], a[1], a[2], a[3]), x[0], product, ASM)
+            else:
+                for quarter in tl.static_range(4):
+                    product = dot(a[quarter], x[quarter], product, ASM)
             if FOLDED:
                 acc = finished(product, ASM)
             elif SCALE == BLOCK_SCALE:
@@ -128,7 +136,7 @@ def grouped_tile(
     WEIGHT: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr, X_SCALE: tl.constexpr, ROW_SCALE: tl.constexpr,
     BIAS: tl.constexpr, PARTS: tl.constexpr, KIND: tl.constexpr, HAS_LIMIT: tl.constexpr, K_BLOCKS: tl.constexpr,
     EVEN_K: tl.constexpr, ASM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr, STACKED: tl.constexpr, LAUNCH: tl.constexpr,
+    STAGES: tl.constexpr, STACKED: tl.constexpr, JOINED: tl.constexpr, LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """Return ``[columns, BLOCK_T]`` float32: rows ``token [BLOCK_T]`` of x times weights of an expert from n_first on.
 
@@ -158,7 +166,11 @@ def grouped_tile(
     k = tl.arange(0, WIDTH)
     # Rows beyond the end are not read: every program asks for the same few rows at the same time.
     valid = (t < row_count)[None, :]
-    x_ptr = x + token[None, :] * x_stride + k[:, None]
+    WHOLE: tl.constexpr = JOINED and QUARTERS and is_whole(SCALE, WORDS)
+    PIECES: tl.constexpr = 4 if QUARTERS and not WHOLE else 1
+    PIECE: tl.constexpr = BLOCK_K // PIECES
+    x_k = tl.arange(0, PIECE)
+    x_ptr = x + token[None, :] * x_stride + x_k[:, None]
     w_ptr = w_row[:, None] + k[None, :]
     if SCALE == BLOCK_SCALE:
         s_ptr = scale + (matrix * scale_rows + n_first // 128) * K_BLOCKS
@@ -184,22 +196,28 @@ def grouped_tile(
     for block in tl.range(0, K_BLOCKS, num_stages=STAGES):
         left = k_in - block * BLOCK_K
         tokens = ()
-        for quarter in tl.static_range(4 if QUARTERS else 1):
-            at = quarter * WIDTH
-            tokens += (_load_rows(x_ptr + at, valid, k[:, None] < left - at, EVEN_K),)
+        for piece in tl.static_range(PIECES):
+            at = piece * PIECE
+            tokens += (_load_rows(x_ptr + at, valid, x_k[:, None] < left - at, EVEN_K),)
         xs = tl.load(xs_ptr + block) if X_SCALE == 1 else 0.0
         added = _load_rows(sums_ptr + block * 32, valid, valid, True) if has_minima(SCALE, WORDS) else tables
         if SETS == 2:
             w0, w1 = _load_weights(w_ptr, k[None, :], left, WIDTH, WEIGHT, EVEN_K or QUARTERS)
+            if WHOLE:
+                # Read before gate is multiplied, and decoded while the tensor core is busy.
+                u0, u1 = _load_weights(up_ptr, k[None, :], left, WIDTH, WEIGHT, EVEN_K or QUARTERS)
             gate = _multiply(
-                gate, w0, w1, s_ptr, n_out, tokens, added, xs, WEIGHT, SCALE, WORDS, X_SCALE == 1, STACKED, 0, ASM
-            )
+                gate, w0, w1, s_ptr, n_out, tokens, added, xs, WEIGHT, SCALE, WORDS, X_SCALE == 1, STACKED, 0, WHOLE,
+                ASM,
+            )  # fmt: skip
             w_ptr += k_step
             s_ptr += s_k
-        w0, w1 = _load_weights(up_ptr, k[None, :], left, WIDTH, WEIGHT, EVEN_K or QUARTERS)
+        if SETS == 1 or not WHOLE:
+            u0, u1 = _load_weights(up_ptr, k[None, :], left, WIDTH, WEIGHT, EVEN_K or QUARTERS)
         up = _multiply(
-            up, w0, w1, us_ptr, n_out, tokens, added, xs, WEIGHT, SCALE, WORDS, X_SCALE == 1, STACKED, SETS - 1, ASM
-        )
+            up, u0, u1, us_ptr, n_out, tokens, added, xs, WEIGHT, SCALE, WORDS, X_SCALE == 1, STACKED, SETS - 1, WHOLE,
+            ASM,
+        )  # fmt: skip
         up_ptr += k_step
         us_ptr += s_k
         x_ptr += BLOCK_K
@@ -237,8 +255,8 @@ def _write_tile(
     WEIGHT: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr, X_SCALE: tl.constexpr, ROW_SCALE: tl.constexpr,
     BIAS: tl.constexpr, GATHER: tl.constexpr, PARTS: tl.constexpr, KIND: tl.constexpr, HAS_LIMIT: tl.constexpr,
     K_BLOCKS: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr, STACKED: tl.constexpr, PLACED: tl.constexpr, TOP_K: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    STAGES: tl.constexpr, STACKED: tl.constexpr, JOINED: tl.constexpr, PLACED: tl.constexpr, TOP_K: tl.constexpr,
+    PDL: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Multiply and store ``row_count`` rows, up to BLOCK_T, by an expert's weight rows from n_first on."""
     COLUMNS: tl.constexpr = BLOCK_N // 2 if STACKED else BLOCK_N
@@ -249,7 +267,7 @@ def _write_tile(
         x, x_scale, sums, weight, scale, row_scale, bias, expert, n_first, token, row_count,
         n_out, k_in, x_stride, n_step, k_step, part_step, scale_rows, limit, alpha, gate_bound, up_bound,
         WEIGHT, SCALE, WORDS, X_SCALE, ROW_SCALE, BIAS, PARTS, KIND, HAS_LIMIT, K_BLOCKS, EVEN_K, ASM, BLOCK_N, BLOCK_T,
-        BLOCK_K, STAGES, STACKED, PDL and not TOP_K,
+        BLOCK_K, STAGES, STACKED, JOINED, PDL and not TOP_K,
     )  # fmt: skip
     store_rows(result, out, row_places, row, t < row_count, n_first, tl.arange(0, COLUMNS), n_out, PLACED)
 
@@ -266,7 +284,7 @@ def grouped_gemm_kernel(
     BIAS: tl.constexpr, GATHER: tl.constexpr, PARTS: tl.constexpr, KIND: tl.constexpr, HAS_LIMIT: tl.constexpr,
     K_BLOCKS: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr, GROUP_T: tl.constexpr, NARROW: tl.constexpr, STAGES: tl.constexpr, STACKED: tl.constexpr,
-    PLACED: tl.constexpr, TOP_K: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    JOINED: tl.constexpr, PLACED: tl.constexpr, TOP_K: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write ``out [R, n_out]``: rows of one expert times its weights, then bias and activation.
 
@@ -294,5 +312,5 @@ def grouped_gemm_kernel(
         if row_count <= BLOCK_T >> halved and (halved == HALVED or row_count > BLOCK_T >> (halved + 1)):
             _write_tile(
                 *given, WEIGHT, SCALE, WORDS, X_SCALE, ROW_SCALE, BIAS, GATHER, PARTS, KIND, HAS_LIMIT, K_BLOCKS,
-                EVEN_K, ASM, BLOCK_N, BLOCK_K, STAGES, STACKED, PLACED, TOP_K, PDL, BLOCK_T >> halved,
+                EVEN_K, ASM, BLOCK_N, BLOCK_K, STAGES, STACKED, JOINED, PLACED, TOP_K, PDL, BLOCK_T >> halved,
             )  # fmt: skip

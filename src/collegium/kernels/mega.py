@@ -156,7 +156,7 @@ def _multiply(
             codes, scale, codes, weight, weight_scale, factor, bias, expert, band * COLUMNS, row, here, n_out, k_in,
             k_wide, k_in, BLOCK, n_out * k_in, tl.cdiv(n_out, 128), clamp, alpha, gate_bound, up_bound,
             WEIGHT, BLOCK_SCALE, 1, X_SCALE, False, BIAS, PARTS, KIND, HAS_LIMIT, K_BLOCKS, EVEN_K, ASM, BLOCK_N,
-            BLOCK_T, BLOCK, STAGES, PARTS == 2, False,
+            BLOCK_T, BLOCK, STAGES, PARTS == 2, False, False,
         )  # fmt: skip
         column = band * COLUMNS + tl.arange(0, COLUMNS)
     else:

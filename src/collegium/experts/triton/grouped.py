@@ -110,7 +110,7 @@ def grouped_gemm(
         kernel, sizes = grouped_gemm_kernel, (n_out, k_in, x.stride(0), *layout.steps, layout.scale_rows)
         scaled = packed.row_scale is not None and layout.operands == 1
         own = {"SCALE": layout.scale_kind, "WORDS": max(1, layout.words), "ROW_SCALE": scaled}
-        own |= {"EVEN_K": k_in % layout.block_k == 0, "STACKED": tile.stacked}
+        own |= {"EVEN_K": k_in % layout.block_k == 0, "STACKED": tile.stacked, "JOINED": tile.joined}
     args = (
         x, *beside, *packed.pointers, out, tiles.places,
         spare if source is None else source, expert_offsets, tiles.expert, tiles.row, *sizes, tiles.count, experts,

@@ -42,7 +42,7 @@ class TileChoice:
     overlap: it may start while the kernel before it ends. programs: how many share the tiles, each taking the next in
     turn; 0: one for each tile. narrow: few rows run as a tile of half or a quarter of block_t. depth: K blocks that
     a step of the loop multiplies, of four-bit weights with E4M3 rows. registers: most of a thread, where more would
-    leave room for fewer programs; 0: what the compiler takes.
+    leave room for fewer programs; 0: what the compiler takes. joined: the quarters of a K block are one product.
     """
 
     block_n: int
@@ -56,6 +56,7 @@ class TileChoice:
     narrow: bool = False
     depth: int = 1
     registers: int = 0
+    joined: bool = False
 
     @property
     def columns(self) -> int:

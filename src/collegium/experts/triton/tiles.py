@@ -12,6 +12,7 @@ from itertools import product
 
 from ...errors import PlanError
 from ...runtime.machine import Machine
+from .decoded_tiles import decoded_candidates, decoded_score
 from .four_bit_tiles import four_bit_candidates, four_bit_score
 from .tile_choice import (
     TileChoice,
@@ -46,21 +47,15 @@ def nearest(tuned: TunedTiles, rows: int) -> TileChoice | None:
 def candidates(problem: TileProblem, machine: Machine) -> tuple[TileChoice, ...]:
     """Return every tile whose buffers and accumulators fit."""
     found: list[TileChoice] = []
-    if problem.decoded and problem.x_bits == 8:
-        return four_bit_candidates(problem, machine)
+    if problem.decoded:
+        return (four_bit_candidates if problem.x_bits == 8 else decoded_candidates)(problem, machine)
     overlap, hit = starts_early(problem, machine), experts_hit(problem)
     for block_t in (16, 32, 64, 128, 256):
         # Where every expert has one tile, programs in a row share its tokens and read neighbours in memory.
-        group_t = 1 if not problem.decoded and problem.rows <= block_t * hit else 8
+        group_t = 1 if problem.rows <= block_t * hit else 8
         for block_n, warps, stacked in product((64, 128), (4, 8), (False, True)):
-            # A warp decodes the weight rows it multiplies: with more warps, several decode the same rows.
-            rows = block_n * (1 if stacked else problem.parts)
-            if stacked and problem.parts == 1:
-                continue
-            if problem.decoded and (block_n < 16 * warps or rows > 32 * warps):
-                continue
-            # Undecoded weights gain from stacking only with eight warps and few tokens.
-            if stacked and not problem.decoded and (block_n, warps) != (128, 8):
+            # Stacking gains only with eight warps and few tokens.
+            if stacked and (problem.parts == 1 or (block_n, warps) != (128, 8)):
                 continue
             tile = TileChoice(
                 block_n=block_n,
@@ -71,7 +66,8 @@ def candidates(problem: TileProblem, machine: Machine) -> tuple[TileChoice, ...]
                 stacked=stacked,
                 overlap=overlap,
             )
-            if _registers_fit(problem, machine, tile):
+            used = _accumulators(problem, tile)
+            if used <= 128 and not (warps == 8 and used < (8 if block_t <= 32 else 16)):
                 stages = _stages(problem, machine, tile)
                 found += [replace(tile, stages=count, narrow=machine.copies and block_t >= 64) for count in stages]
     lone = _lone(problem, machine)
@@ -80,8 +76,8 @@ def candidates(problem: TileProblem, machine: Machine) -> tuple[TileChoice, ...]
 
 def score(problem: TileProblem, tile: TileChoice, machine: Machine) -> float:
     """Return the estimated microseconds of ``problem`` with ``tile``."""
-    if problem.decoded and problem.x_bits == 8:
-        return four_bit_score(problem, tile, machine)
+    if problem.decoded:
+        return (four_bit_score if problem.x_bits == 8 else decoded_score)(problem, tile, machine)
     hit, weights = experts_hit(problem), weight_bytes(problem)
     if tile == _lone(problem, machine):
         return weights / machine.bandwidth
@@ -95,18 +91,12 @@ def score(problem: TileProblem, tile: TileChoice, machine: Machine) -> float:
     memory = weights / machine.bandwidth + again / (4 * machine.bandwidth)
     math_time = tiles * columns * _program(problem, tile, machine)
     programs = tiles * columns
-    resident = _resident(problem, tile, machine)
-    waves = programs / (machine.sms * resident)
+    waves = programs / (machine.sms * _resident(problem, tile, machine))
     # The last wave is only partly full: with few waves that is felt, with many it is not.
     filled = waves / math.ceil(waves) if waves > 1 else 1.0
-    each_sm = programs / machine.sms
-    even = max(each_sm / math.ceil(each_sm), 0.5) if each_sm < 4 else 1.0
-    if problem.decoded:
-        math_time /= even
-    else:
-        # One multiprocessor reads 1.5 times its share at most, however many others have nothing to do.
-        one = weight_rows(problem, tile) * problem.k_in * problem.weight_bits / 8
-        memory = max(memory, one * machine.sms / (1.5 * machine.bandwidth)) * _slower(problem, tile, waves)
+    # One multiprocessor reads 1.5 times its share at most, however many others have nothing to do.
+    one = weight_rows(problem, tile) * problem.k_in * problem.weight_bits / 8
+    memory = max(memory, one * machine.sms / (1.5 * machine.bandwidth)) * _slower(problem, tile, waves)
     return max(memory, math_time) / filled**0.5 + 0.25 * min(memory, math_time)
 
 
@@ -143,7 +133,7 @@ def _lone(problem: TileProblem, machine: Machine) -> TileChoice | None:
     alone = machine.copies and problem.rows <= 16 and problem.rows <= 1.1 * experts_hit(problem)
     # In 16 bits both products of a layer gain together or not at all; the outputs of one are the inputs of the other.
     least = min(problem.k_in, problem.n_out) if problem.x_bits == 16 else problem.k_in
-    if problem.decoded or not alone or least < 12 * problem.block_k:
+    if not alone or least < 12 * problem.block_k:
         return None
     stages = 8
     if problem.x_bits == 8:
@@ -200,9 +190,9 @@ def _stages(problem: TileProblem, machine: Machine, tile: TileChoice) -> tuple[i
     short = problem.k_in < 12 * problem.block_k
     few = tile.block_t == 16 and problem.rows <= 8 * experts_hit(problem)
     alone = few and tile.warps == 4 and problem.k_in >= 20 * problem.block_k and 8 * one <= room
-    if rows == 64 and alone and not problem.decoded and problem.n_out * experts_hit(problem) <= 128 * machine.sms:
+    if rows == 64 and alone and problem.n_out * experts_hit(problem) <= 128 * machine.sms:
         return (stages, 8)  # hardly more than one program on a multiprocessor
-    if problem.decoded or rows != 128 or tile.block_t > 32 or deep <= stages or short:
+    if rows != 128 or tile.block_t > 32 or deep <= stages or short:
         return (stages,)
     # Wide operands of few tokens: two programs with more stages, or one with eight, are sometimes better than three.
     deeper = (deep, 8) if alone and rows > tile.block_n else (deep,)
@@ -214,48 +204,10 @@ def _accumulators(problem: TileProblem, tile: TileChoice) -> float:
     return copies * tile.block_t / (32 * tile.warps)
 
 
-def _registers_fit(problem: TileProblem, machine: Machine, tile: TileChoice) -> bool:
-    used = _accumulators(problem, tile)
-    # Decoded operands, scales and addresses need room beside the accumulators, and so do minima, an operand too.
-    # Eight warps have it on Hopper, where the tensor core reads decoded operands from registers.
-    roomy = machine.copies and tile.warps == 8 and problem.operands == 1
-    most = (64 if problem.x_bits > 16 else 128 if roomy else 96) if problem.decoded else 128
-    if problem.quartered:
-        # Four products, each scaled by itself, are there at once, and off Hopper the decoded operands. Found by
-        # compiling groups of 32 integers and every kind of GGUF block for sm_80, sm_90 and sm_100, 2026-11-23: what
-        # is left does not spill.
-        roomy = machine.copies and problem.x_bits <= 16 and (problem.parts == 1 or tile.stacked)
-        most = (64 if roomy else 40) - (16 if tile.block_n == 64 else 0)
-        # Four warps have no room for both terms of weights that are sums off Hopper. Found in the same way.
-        most = most if problem.operands == 1 or machine.copies or tile.warps == 8 else 0
-    return used <= most and not (tile.warps == 8 and used < (8 if tile.block_t <= 32 else 16))
-
-
 def _resident(problem: TileProblem, tile: TileChoice, machine: Machine) -> int:
     by_shared = int(machine.shared / (tile.stages * stage_bytes(problem, tile) + 1024))
     registers = 64 + _accumulators(problem, tile)
     return max(1, min(by_shared, int(65536 / (registers * 32 * tile.warps))))
-
-
-def _crowd(problem: TileProblem, tile: TileChoice, rows: int) -> float:
-    """Return how many times longer a block of decoded weights takes in this tile than in one of 128 rows, four warps.
-
-    Of eight warps and tall tiles: fitted to MXFP4, INT4 and INT8 of three models on an H200, 2026-11-23. Others, and
-    the same with minima or scales of E4M3, are slower than that.
-    """
-    lone, bits = rows == tile.block_n, problem.weight_bits
-    if tile.warps == 8 and tile.block_t >= 64 and problem.operands == 1 and not problem.quartered:
-        if problem.promoted and (bits <= 4.25 or bits > 8):
-            short, tall = (1.3, 1.12) if bits > 8 else (1.12 if lone else 1.22, 1.37)
-            return short if tile.block_t == 64 else tall
-        if bits <= 4.25:
-            # Two accumulators of 128 rows, or 256 tokens: each operand is read for twice the products.
-            wide = rows * tile.block_t == 256 * 128
-            return 1.07 if wide else 1.28 if tile.block_t == 128 else 1.04 if lone else 1.2
-    crowd = (1.0 if rows == 128 and tile.warps == 4 else 1.2) if lone else 1.15 if rows == 128 else 1.3
-    if lone and problem.quartered and (tile.warps == 8 or rows == 64):
-        crowd = 1.6 if tile.warps == 8 else 1.5
-    return crowd * (1.3 if tile.block_t >= 128 else 1.0)
 
 
 def _program(problem: TileProblem, tile: TileChoice, machine: Machine) -> float:
@@ -266,12 +218,6 @@ def _program(problem: TileProblem, tile: TileChoice, machine: Machine) -> float:
     rows = weight_rows(problem, tile)
     weights = rows * problem.k_in
     area = rows * tile.block_t
-    if problem.decoded:
-        # Decoding costs the same for any number of tokens. A lone accumulator of 64 rows waits for each product, and
-        # four of them crowd the registers.
-        one = (0.24 + 0.0053 * tile.block_t) * weights / 16384 / machine.sms
-        one *= 1.3 if problem.weight_bits > 6 else 1.0
-        return one * _crowd(problem, tile, rows)
     share = 0.76 * (area / (256 * 128)) ** 0.33
     rate = machine.rate
     if problem.x_bits == 8 and machine.fp8:
