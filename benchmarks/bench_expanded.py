@@ -1,7 +1,7 @@
 """Both products of one layer with packed weights: decoded in registers for every tile, and decoded once into memory.
 
-Where the second way is the faster one is what ``_EXPANDED`` in ``experts/triton/tiles.py`` says. A time counts only if
-both ways give the same bits. Needs a Hopper GPU.
+Where the second way is the faster one is what ``once_from`` in ``experts/triton/decoded_tiles.py`` says. A time counts
+only if both ways give the same bits. Needs a Hopper GPU.
 
     python benchmarks/bench_expanded.py
     python benchmarks/bench_expanded.py --formats gguf int8_affine --rows 128 256
@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS, help="rows of an expert on average")
     parser.add_argument("--out", type=Path, default=RESULTS)
     asked = parser.parse_args()
-    tiles._EXPANDED = 1, 1, 1
+    tiles.once_from = lambda _: 1
     device = torch.device("cuda")
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
     about = [torch.cuda.get_device_name(), driver_version(device), torch.__version__, version_of("triton")]

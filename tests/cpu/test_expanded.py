@@ -112,7 +112,7 @@ def test_minima_without_steps_stay_with_the_small_tiles() -> None:
 def test_a_large_batch_gives_the_rows_of_the_small_tiles(
     name: str, act: str, group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiles, "_EXPANDED", (1, 1, 1))
+    monkeypatch.setattr(tiles, "once_from", lambda _: 1)
     monkeypatch.setattr(tiles, "_LONG", 8)
     device = DeviceFacts(kind="cuda", capability=(9, 0))
     packed, batch, truth = decoded_layer(name, act, group, device, tokens=6, sizes=(3, 72, 136))

@@ -18,7 +18,7 @@ from decoded_layers import DECODED, decoded_layer
 
 @pytest.fixture(autouse=True)
 def _always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "_EXPANDED", (8, 8, 8))
+    monkeypatch.setattr(tiles, "once_from", lambda _: 8)
     monkeypatch.setattr(tiles, "_LONG", 8)
 
 

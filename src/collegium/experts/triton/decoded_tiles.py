@@ -6,7 +6,7 @@ from dataclasses import replace
 from ...runtime.machine import Machine
 from .tile_choice import TileChoice, TileProblem, experts_hit, starts_early, weight_bytes, weight_rows
 
-__all__ = ["decoded_candidates", "decoded_score"]
+__all__ = ["decoded_candidates", "decoded_score", "once_from"]
 
 # Tiles of 128 weight rows on Hopper by their most tokens: how many times longer than ``_step`` says without it, warps,
 # and registers of a thread where the compiler would take so many that a program less fits. H200, 2026-11-24.
@@ -81,6 +81,14 @@ def decoded_score(problem: TileProblem, tile: TileChoice, machine: Machine) -> f
         # The last wave is only partly full: with few waves that is felt, with many it is not.
         work /= (waves / math.ceil(waves)) ** 0.5
     return max(memory, work) + 0.25 * min(memory, work)
+
+
+def once_from(problem: TileProblem) -> int:
+    """Return the rows of an expert from which on weights are better decoded once, into memory, before the products."""
+    table = _tiles_of(problem)
+    if table is _QUARTERS:
+        return 288 if problem.operands == 2 else 1024
+    return 352 if table in (_INT8, _FP8) else 704 if table in (_MXFP4, _MINIMA) else 512
 
 
 def _step(problem: TileProblem, tile: TileChoice, each: float) -> float:

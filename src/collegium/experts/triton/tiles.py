@@ -12,7 +12,7 @@ from itertools import product
 
 from ...errors import PlanError
 from ...runtime.machine import Machine
-from .decoded_tiles import decoded_candidates, decoded_score
+from .decoded_tiles import decoded_candidates, decoded_score, once_from
 from .four_bit_tiles import four_bit_candidates, four_bit_score
 from .tile_choice import (
     TileChoice,
@@ -30,9 +30,6 @@ __all__ = ["BAND", "candidates", "choose", "nearest", "prefill_tile", "score"]
 
 BAND = 128  # weight rows a tile of a large batch holds twice
 _LARGE = 56  # rows of an expert from which on those tiles are the faster ones
-# The same where weights are decoded first: of four bits, of eight or numbers that are looked up, and of groups that
-# are products of their own.
-_EXPANDED = 512, 288, 1024
 _LONG = 512  # columns that such a product has at least: shorter ones decode little
 _SHARED_PASS = 4  # token tiles of a large batch that share a pass over the weights
 
@@ -154,8 +151,7 @@ def prefill_tile(problem: TileProblem, machine: Machine) -> TileChoice | None:
     """
     if problem.decoded:
         fits = machine.specialises and problem.x_bits >= 16 and problem.k_in % 8 == 0 and problem.k_in >= _LONG
-        kind = 1 if problem.operands == 2 else 2 if problem.quartered else problem.weight_bits >= 8
-        least = _EXPANDED[kind]
+        least = once_from(problem)
     else:
         same = problem.weight_bits == problem.x_bits and problem.block_k * problem.x_bits == 1024
         fits, least = same and problem.k_in * problem.x_bits % 128 == 0, _LARGE
