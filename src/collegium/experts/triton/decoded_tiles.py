@@ -85,10 +85,12 @@ def decoded_score(problem: TileProblem, tile: TileChoice, machine: Machine) -> f
 
 def once_from(problem: TileProblem) -> int:
     """Return the rows of an expert from which on weights are better decoded once, into memory, before the products."""
-    table = _tiles_of(problem)
-    if table is _QUARTERS:
+    if problem.quartered:
         return 288 if problem.operands == 2 else 1024
-    return 352 if table in (_INT8, _FP8) else 704 if table in (_MXFP4, _MINIMA) else 512
+    table = _tiles_of(problem)
+    if table is _INT4 or table is _INT8:
+        return 576 if table is _INT4 else 448
+    return 480 if table is _FP8 else 1280 if table is _MXFP4 else 1024
 
 
 def _step(problem: TileProblem, tile: TileChoice, each: float) -> float:
