@@ -580,7 +580,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "router weight on the input dropped", "experts/cpu/grouped.py",
-        (("(x.float() * batch.input_weights[start:stop, None])", "(x.float() * 1.0)"),), _CPU,
+        (("(x.float() * batch.input_weights[own, None])", "(x.float() * 1.0)"),), _CPU,
     ),
     Mutant(
         "router weight on the input dropped", "experts/triton/packed.py",

@@ -250,10 +250,9 @@ def _words(codes: Tensor) -> Tensor:
 
 
 def _mxfp4(payload: MxFp4) -> CodeMatrix:
-    experts = payload.shape[0]
-    fields, largest = relative_e8m0(flat(payload.scales, experts), _MX_FIELD)
+    fields, largest = relative_e8m0(flat(payload.scales), _MX_FIELD)
     return CodeMatrix(
-        codes=_words(flat(payload.codes, experts)),
+        codes=_words(flat(payload.codes)),
         table=_table(tuple(v * 2.0**-63 for v in E2M1_VALUES)),
         scales=fields,
         step="exponent",
@@ -264,9 +263,8 @@ def _mxfp4(payload: MxFp4) -> CodeMatrix:
 
 
 def _nvfp4(payload: NvFp4) -> CodeMatrix:
-    experts = payload.shape[0]
     scale = payload.global_scale.float()
-    codes = flat(payload.codes, experts)
+    codes = flat(payload.codes)
     words = torch.empty(codes.shape, dtype=torch.uint8)
     for expert, own in enumerate(codes):
         grouped = unpack_nibbles(own).view(own.shape[0], -1, 16).transpose(1, 2)
@@ -274,7 +272,7 @@ def _nvfp4(payload: NvFp4) -> CodeMatrix:
     return CodeMatrix(
         codes=_words(words),
         table=_table(tuple(v * _E4M3_LIFT for v in E2M1_VALUES)),
-        scales=flat(payload.scales.view(torch.uint8), experts),
+        scales=flat(payload.scales.view(torch.uint8)),
         step="e4m3",
         row_scale=by_row(scale.reciprocal() if payload.global_divides else scale, payload.shape),
         columns=payload.shape[-1],
@@ -284,13 +282,12 @@ def _nvfp4(payload: NvFp4) -> CodeMatrix:
 
 
 def _int4(payload: Int4Group | Int4Affine) -> CodeMatrix:
-    experts = payload.shape[0]
-    codes, zeros = flat(payload.codes, experts), payload.zeros if isinstance(payload, Int4Affine) else None
+    codes, zeros = flat(payload.codes), payload.zeros if isinstance(payload, Int4Affine) else None
     return CodeMatrix(
         codes=_words(functional.pad(codes, (0, codes.shape[-1] % 2)) if codes.shape[-1] % 2 else codes),
         table=_table(tuple(float(code - (8 if zeros is None else 0)) for code in range(16))),
-        scales=flat(payload.scales, experts),
-        zeros=None if zeros is None else flat(zeros, experts),
+        scales=flat(payload.scales),
+        zeros=None if zeros is None else flat(zeros),
         step="value",
         columns=payload.shape[-1],
         group=payload.group_size,
@@ -298,22 +295,20 @@ def _int4(payload: Int4Group | Int4Affine) -> CodeMatrix:
 
 
 def _e4m3(payload: MxFp8 | Fp8Tensor | Fp8Channel | Fp8Block) -> CodeMatrix:
-    experts, more = payload.shape[0], dict[str, Any]()
+    more: dict[str, Any] = {}
     match payload:
         case MxFp8():
-            fields, largest = relative_e8m0(flat(payload.scales, experts), _E4M3_FIELD)
+            fields, largest = relative_e8m0(flat(payload.scales), _E4M3_FIELD)
             more.update(scales=fields, step="power", row_scale=largest, group=32)
         case Fp8Tensor():
             more["row_scale"] = by_row(payload.scale, payload.shape)
         case Fp8Channel():
-            more["row_scale"] = payload.scales.reshape(experts, -1).float()
+            more["row_scale"] = payload.scales.flatten(1).float()
         case Fp8Block():
             parts = payload.shape[1] if len(payload.shape) == 4 else 1
             row_block, group = payload.block
-            more.update(
-                scales=flat(payload.scales, experts), step="value", group=group, row_block=row_block, parts=parts
-            )
-    return CodeMatrix(codes=flat(payload.codes.view(torch.int8), experts), columns=payload.shape[-1], **more)
+            more.update(scales=flat(payload.scales), step="value", group=group, row_block=row_block, parts=parts)
+    return CodeMatrix(codes=flat(payload.codes.view(torch.int8)), columns=payload.shape[-1], **more)
 
 
 CPU_FORMATS = (Bf16, Fp16, Fp32, Fp8Block, Fp8Tensor, Fp8Channel, MxFp8, MxFp4, NvFp4, Int4Group, Int4Affine)
@@ -328,7 +323,7 @@ def pack_matrix(payload: Payload, name: str) -> PlainMatrix | CodeMatrix:
     refuse_faults(payload, name)
     match payload:
         case Bf16() | Fp16() | Fp32():
-            return PlainMatrix(values=flat(payload.values, payload.shape[0]))
+            return PlainMatrix(values=flat(payload.values))
         case MxFp4():
             return _mxfp4(payload)
         case NvFp4():

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from ...problem import ExpertsProblem
 from ...runtime.memory import Memory, Regions
 from ...types import ActivationSpec, ContiguousBatch, ExpertWeights
 from ..base import ExpertKernel, Packed, refuse_codes, with_each
-from .grouped import cut_experts, fast_activate
+from .grouped import cut_rows, fast_activate, starts_of, tokens_of
 from .panels import COLUMNS, TASK, TENSORS, FusedMatrix, lacking, scratch_bytes
 from .stored import by_row, flat, refuse_faults
 
@@ -53,20 +52,14 @@ class FusedExperts(Packed):
         """Return ``[R, H]`` float32; rows of dropped assignments are not written."""
         refuse_codes(batch, CpuFused.name)
         rows = torch.empty(batch.source.numel(), self.down.rows, dtype=torch.float32)
-        offsets: list[int] = batch.expert_offsets.tolist()
         with torch.inference_mode():
-            for first, last in cut_experts(offsets):
-                start, stop = offsets[first], offsets[last]
-                x = batch.x.index_select(0, batch.source[start:stop])
-                if batch.input_weights is not None:
-                    x = (x.float() * batch.input_weights[start:stop, None]).to(x.dtype)
-                active = [first + i for i, (a, b) in enumerate(pairwise(offsets[first : last + 1])) if b > a]
-                bounds = torch.tensor([*(offsets[e] - start for e in active), stop - start])
-                where = torch.tensor(active), bounds
+            for own, spans in cut_rows(batch):
+                x = tokens_of(batch, own)
+                where = starts_of(spans, len(x))
                 inner = [matrix.multiply(x, *where)[:, : matrix.rows] for matrix in self.gate_up]
                 inner = torch.cat(inner, dim=1) if len(inner) > 1 else inner[0]
                 hidden = fast_activate(inner, self.activation).to(x.dtype)
-                rows[start:stop] = self.down.multiply(hidden, *where)[:, : self.down.rows]
+                rows[own] = self.down.multiply(hidden, *where)[:, : self.down.rows]
         return rows
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> FusedExperts:
@@ -166,17 +159,17 @@ def _lines(payload: Payload) -> tuple[Tensor, dict[str, Any]]:
     experts, numbers = payload.shape[0], torch.arange(16.0)
     match payload:
         case MxFp4():
-            lines, largest = relative_e8m0(flat(payload.scales, experts), _LARGEST)
+            lines, largest = relative_e8m0(flat(payload.scales), _LARGEST)
             return lines[..., None], {"values": torch.tensor(E2M1_VALUES), "group": 32, "factors": largest}
         case NvFp4():
             scale = payload.global_scale.float()
             factors = by_row(scale.reciprocal() if payload.global_divides else scale, payload.shape)
-            lines = flat(payload.scales, experts).view(torch.float8_e4m3fn)
+            lines = flat(payload.scales).view(torch.float8_e4m3fn)
             return lines[..., None], {"values": torch.tensor(E2M1_VALUES), "group": 16, "factors": factors}
         case Int4Affine() | Int8Affine() | Int4Ordered() | Int8Ordered():
-            scales = _plain(flat(payload.scales, experts))
+            scales = _plain(flat(payload.scales))
             # Zeros are at most 255, which bfloat16 holds.
-            lines = torch.stack((scales, flat(payload.zeros, experts).to(scales.dtype)), dim=-1)
+            lines = torch.stack((scales, flat(payload.zeros).to(scales.dtype)), dim=-1)
             more = {"values": numbers, "bits": payload.bits, "shift": "zeros", "group": payload.group_size}
             if isinstance(payload, Int4Affine | Int8Affine):
                 return lines, more
@@ -198,7 +191,7 @@ def _lines(payload: Payload) -> tuple[Tensor, dict[str, Any]]:
         case _:
             assert isinstance(payload, Int4Group | Bnb4)
             values = payload.table.reshape(experts, -1, 16)[:, 0] if isinstance(payload, Bnb4) else numbers - 8
-            return _plain(flat(payload.scales, experts))[..., None], {"values": values, "group": payload.group_size}
+            return _plain(flat(payload.scales))[..., None], {"values": values, "group": payload.group_size}
 
 
 def _order(group_of: Tensor, largest: int) -> tuple[Tensor, int]:

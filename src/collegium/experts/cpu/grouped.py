@@ -34,7 +34,7 @@ from ..base import ExpertKernel, Packed, refuse_codes, with_each
 from .decode import CPU_FORMATS, CodeMatrix, PlainMatrix, Scratch, pack_matrix
 from .panels import FusedMatrix, lacking, scratch_bytes, turned
 
-__all__ = ["CpuExperts", "CpuGrouped", "cut_experts", "fast_activate"]
+__all__ = ["CpuExperts", "CpuGrouped", "cut_rows", "fast_activate", "starts_of", "tokens_of"]
 
 # Weights in one decoded tile, 8 MiB of bfloat16: each call of the CPU library costs some 30 microseconds whatever
 # its size, so tiles that stay in the second-level cache lose more than they save (Xeon with AMX, November 2026).
@@ -74,28 +74,23 @@ class CpuExperts(Packed):
         finished = self.down.row_scale is None and self.down_bias is None
         exact = torch.bfloat16 if finished and batch.x.dtype == torch.bfloat16 else torch.float32
         rows = torch.empty(batch.source.numel(), self.down.shape[1], dtype=exact)
-        offsets: list[int] = batch.expert_offsets.tolist()
-        chunks = cut_experts(offsets)
-        longest = max((offsets[last] - offsets[first] for first, last in chunks), default=0)
+        chunks = cut_rows(batch)
+        longest = max((own.stop - own.start for own, _ in chunks), default=0)
         room = torch.empty(longest, self.gate_up.shape[1], dtype=torch.float32)
         both = self._turned() if self.turns and batch.x.dtype == torch.bfloat16 else None
         scratch, compute = _scratch(self), torch.bfloat16 if batch.x.dtype == torch.bfloat16 else torch.float32
         with torch.inference_mode():
-            for first, last in chunks:
-                start, stop = offsets[first], offsets[last]
-                x = batch.x.index_select(0, batch.source[start:stop])
-                if batch.input_weights is not None:
-                    x = (x.float() * batch.input_weights[start:stop, None]).to(x.dtype)
-                inner, bounds = room[: stop - start], pairwise(offsets[first : last + 1])
-                spans = [(expert, slice(a - start, b - start)) for expert, (a, b) in enumerate(bounds, first) if b > a]
+            for own, spans in chunks:
+                x = tokens_of(batch, own)
+                inner = room[: len(x)]
                 if both is not None and _turns(len(x), len(spans)):
-                    where = torch.tensor([e for e, _ in spans]), torch.tensor([*(s.start for _, s in spans), len(x)])
+                    where = starts_of(spans, len(x))
                     hidden = fast_activate(both[0].multiply(x, *where), self.activation)
-                    rows[start:stop] = both[1].multiply(hidden.to(x.dtype), *where)
+                    rows[own] = both[1].multiply(hidden.to(x.dtype), *where)
                     continue
                 _project(self.gate_up, self.gate_up_bias, x.to(compute), (spans, inner, scratch))
                 hidden = fast_activate(inner, self.activation).to(x.dtype)
-                _project(self.down, self.down_bias, hidden.to(compute), (spans, rows[start:stop], scratch))
+                _project(self.down, self.down_bias, hidden.to(compute), (spans, rows[own], scratch))
         return rows
 
     def _turned(self) -> tuple[FusedMatrix, FusedMatrix] | None:
@@ -211,16 +206,33 @@ def fast_activate(inner: Tensor, spec: ActivationSpec) -> Tensor:
     return functional.silu(gate).mul_(up)
 
 
-def cut_experts(offsets: list[int]) -> list[tuple[int, int]]:
-    """Cut the experts into runs ``first:last`` of at most ``_CHUNK_ROWS`` rows, or one expert."""
-    cuts: list[tuple[int, int]] = []
-    first = 0
-    for expert in range(len(offsets) - 1):
-        if offsets[expert + 1] - offsets[first] > _CHUNK_ROWS and expert > first:
-            cuts.append((first, expert))
-            first = expert
-    cuts.append((first, len(offsets) - 1))
-    return [(a, b) for a, b in cuts if offsets[b] > offsets[a]]
+def cut_rows(batch: ContiguousBatch) -> list[tuple[slice, _Spans]]:
+    """Cut the rows of ``batch`` into runs of at most ``_CHUNK_ROWS``, or of one expert, and say whose a run's rows are.
+
+    Rows of a span are counted from the first of their run.
+    """
+    cuts: list[tuple[slice, _Spans]] = []
+    start, spans = 0, _Spans()
+    for expert, (first, last) in enumerate(pairwise(batch.expert_offsets.tolist())):
+        if spans and last - start > _CHUNK_ROWS:
+            cuts.append((slice(start, first), spans))
+            start, spans = first, _Spans()
+        if last > first:
+            spans.append((expert, slice(first - start, last - start)))
+    if spans:
+        cuts.append((slice(start, start + spans[-1][1].stop), spans))
+    return cuts
+
+
+def tokens_of(batch: ContiguousBatch, own: slice) -> Tensor:
+    """Return the tokens of rows ``own``, times their weights where they have some."""
+    x = batch.x.index_select(0, batch.source[own])
+    return x if batch.input_weights is None else (x.float() * batch.input_weights[own, None]).to(x.dtype)
+
+
+def starts_of(spans: _Spans, rows: int) -> tuple[Tensor, Tensor]:
+    """Return the experts of a run of ``rows`` rows, and where the rows of each begin, as ``FusedMatrix`` takes them."""
+    return torch.tensor([expert for expert, _ in spans]), torch.tensor([*(own.start for _, own in spans), rows])
 
 
 def _scratch(packed: CpuExperts) -> Scratch:

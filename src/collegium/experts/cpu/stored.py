@@ -8,9 +8,9 @@ from ...formats import Fp8Block, Fp8Channel, Fp8Tensor, MxFp4, MxFp8, NvFp4, Pay
 __all__ = ["by_row", "flat", "refuse_faults"]
 
 
-def flat(stored: Tensor, experts: int) -> Tensor:
+def flat(stored: Tensor) -> Tensor:
     """Merge the parts of ``[E, P, N, any]`` into its rows."""
-    return stored.reshape(experts, -1, stored.shape[-1]) if stored.dim() > 3 else stored
+    return stored.flatten(1, 2) if stored.dim() > 3 else stored
 
 
 def by_row(per_matrix: Tensor, shape: tuple[int, ...]) -> Tensor:
