@@ -26,7 +26,7 @@ from .pipelines import Asked, PipelineKind
 from .problem import Choice, Problem, Refusal
 from .runtime.memory import Region, Regions, largest, memory_map, under
 from .sharing import SharedWay, shared_way
-from .types import MoESpec, require
+from .types import MoESpec, named, require
 
 __all__ = ["Plan", "Stretch", "dispatcher_named", "expert_bytes", "kernel_named", "plan", "stretches"]
 
@@ -324,10 +324,7 @@ def _first(
 
 
 def _named(what: str, name: str, table: Sequence[Any]) -> Any:
-    found = next((row for row in table if row.name == name), None)
-    if found is None:
-        raise PlanError(f"{what} {name!r} was forced; known {what}s: {', '.join(row.name for row in table)}")
-    return found
+    return named(table, name, f"{what} {name!r} was forced; known {what}s: ", PlanError)
 
 
 def _listed(refusals: Sequence[Refusal]) -> str:

@@ -7,17 +7,19 @@ experts read and write (differs from D only for latent MoE), I intermediate size
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
-from .errors import SpecError
+from .errors import CollegiumError, SpecError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import torch
     from torch import Tensor
 
 __all__ = [
     "ActivationSpec", "Back", "ContiguousBatch", "ExpertWeights", "LatentWeights", "MoESpec", "RouterWeights",
-    "Routing", "RoutingSpec", "SharedSpec", "SharedWeights", "TileRows", "require",
+    "Routing", "RoutingSpec", "SharedSpec", "SharedWeights", "TileRows", "named", "require",
 ]  # fmt: skip
 
 ActivationKind = Literal["swiglu", "swiglu_oai", "swiglu_step", "situ", "geglu", "geglu_tanh", "relu2", "silu", "gelu"]
@@ -43,6 +45,14 @@ def require(ok: bool, asked: str, found: object, allowed: str) -> None:
     """Raise SpecError, which names what was asked, found and allowed, unless ``ok``."""
     if not ok:
         raise SpecError(f"{asked}: found {found!r}, allowed: {allowed}")
+
+
+def named(table: Iterable[Any], name: str, said: str, error: type[CollegiumError] = SpecError) -> Any:
+    """Return the row of ``table`` called ``name``; without one raise ``error``: what is ``said``, then all names."""
+    found = next((row for row in table if row.name == name), None)
+    if found is None:
+        raise error(said + ", ".join(row.name for row in table))
+    return found
 
 
 def _require_count(asked: str, found: object) -> None:

@@ -1,6 +1,6 @@
 """Weight formats: one payload class a file, exact encode and decode, and the published storages of each."""
 
-from ..errors import SpecError
+from ..types import named
 from .bnb4 import Bnb4
 from .fp8_block import Fp8Block
 from .fp8_channel import Fp8Channel
@@ -42,8 +42,4 @@ FORMATS: tuple[type[Payload], ...] = (
 
 def by_name(name: str) -> type[Payload]:
     """Return the format called ``name``; SpecError lists all names."""
-    for candidate in FORMATS:
-        if candidate.name == name:
-            return candidate
-    known = ", ".join(candidate.name for candidate in FORMATS)
-    raise SpecError(f"weight format {name!r} is not known, allowed: {known}")
+    return named(FORMATS, name, f"weight format {name!r} is not known, allowed: ")

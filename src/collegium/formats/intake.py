@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..errors import InputError, MissingTensorError, SpecError, TensorMismatchError, UnknownTensorError
+from ..errors import InputError, MissingTensorError, TensorMismatchError, UnknownTensorError
+from ..types import named
 from .codecs import e8m0_values, look_up
 
 if TYPE_CHECKING:
@@ -40,11 +41,7 @@ SAFETENSORS_DTYPES: Mapping[str, torch.dtype] = {
 
 def find_storage(cls: type[Payload], name: str) -> Storage:
     """Return the storage of ``cls`` called ``name``; SpecError lists the known ones."""
-    for storage in cls.storages:
-        if storage.name == name:
-            return storage
-    known = ", ".join(storage.name for storage in cls.storages)
-    raise SpecError(f"{cls.name}: storage {name!r} is not known, allowed: {known}")
+    return named(cls.storages, name, f"{cls.name}: storage {name!r} is not known, allowed: ")
 
 
 def take(
