@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from ..errors import InputError
 from ..types import ActivationSpec
-from .checks import require_tensor
+from .checks import require_input
 
 __all__ = ["activate", "deinterleave", "interleave"]
 
@@ -32,7 +32,7 @@ def activate(x: Tensor, spec: ActivationSpec) -> Tensor:
     parts = 2 if spec.gated else 1
     allowed = f"floating [R, {parts}, I] ({'gate, then up' if spec.gated else 'up alone'})"
     fits = x.dim() == 3 and x.shape[1] == parts and x.is_floating_point()
-    require_tensor(fits, f"activation {spec.kind}", x, allowed)
+    require_input(fits, f"activation {spec.kind}", x, allowed)
     rows, _, width = x.shape
     step = max(1, _CHUNK // max(1, width))
     if rows <= step:
@@ -47,20 +47,16 @@ def _formula(x: Tensor, spec: ActivationSpec) -> Tensor:
 
 
 def _gated(gate: Tensor, up: Tensor, spec: ActivationSpec) -> Tensor:
-    limit = spec.limit
+    if spec.kind == "swiglu_step":
+        gate = functional.silu(gate)
+    if spec.limit is not None:
+        gate, up = gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit)
     match spec.kind:
         case "swiglu":
-            if limit is not None:
-                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
             return functional.silu(gate) * up
         case "swiglu_oai":
-            if limit is not None:
-                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
             return (up + spec.beta) * (gate * torch.sigmoid(spec.alpha * gate))
         case "swiglu_step":
-            gate = functional.silu(gate)
-            if limit is not None:
-                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
             return gate * up
         case "situ":
             bounded = spec.gate_bound * torch.tanh(gate / spec.gate_bound) * torch.sigmoid(gate)
@@ -116,6 +112,5 @@ def interleave(parts: Tensor, dim: int) -> Tensor:
 
 
 def _axis(dim: int, dims: int) -> int:
-    if not -dims <= dim < dims:
-        raise InputError(f"interleaved axis: found {dim}, allowed: {-dims} to {dims - 1}")
+    require_input(-dims <= dim < dims, "interleaved axis", dim, f"{-dims} to {dims - 1}")
     return dim % dims

@@ -9,13 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import InputError
 from ..kernels.numbers import NOWHERE
 from ..runtime.launch import dense_rows, launch, on_device, overlaps, power_at_least
 from ..runtime.memory import Memory, Regions, largest
 from ..types import TileRows
 from .buffers import Buffers, sizes, taken
-from .checks import require_tensor
+from .checks import require_input
 
 __all__ = ["Owners", "Permutation", "permute", "permute_regions", "tile_count"]
 
@@ -228,11 +227,10 @@ def _tiles(expert_offsets: Tensor, block_t: int, count: int) -> TileRows:
 
 def _check(ids: Tensor, num_experts: int, weights: Tensor | None, block_t: tuple[int, ...]) -> None:
     whole = not ids.is_floating_point() and ids.dtype != torch.bool
-    require_tensor(whole and ids.dim() == 2 and ids.shape[1] >= 1, "topk_ids", ids, "[T, K >= 1] integers")
-    if num_experts < 1:
-        raise InputError(f"num_experts: found {num_experts}, allowed: at least 1")
+    require_input(whole and ids.dim() == 2 and ids.shape[1] >= 1, "topk_ids", ids, "[T, K >= 1] integers")
+    require_input(num_experts >= 1, "num_experts", num_experts, "at least 1")
     if weights is not None:
         fits = weights.shape == ids.shape and weights.is_floating_point()
-        require_tensor(fits, "input_weights", weights, f"floating {tuple(ids.shape)} like topk_ids")
-    if len(block_t) > 2 or min(block_t, default=1) < 1:
-        raise InputError(f"block_t: found {block_t}, allowed: at most two row counts of at least 1")
+        require_input(fits, "input_weights", weights, f"floating {tuple(ids.shape)} like topk_ids")
+    fits = len(block_t) <= 2 and min(block_t, default=1) >= 1
+    require_input(fits, "block_t", block_t, "at most two row counts of at least 1")

@@ -24,7 +24,9 @@ from ..errors import InputError
 from ..formats.codecs import E2M1_MAX, E4M3_MAX, SMALLEST_SCALE, e2m1_codes, e4m3_codes, in_groups, pack_nibbles
 from ..runtime.launch import dense_rows, launch, on_device, power_at_least
 from ..runtime.memory import Memory, Regions
+from ..types import named
 from .buffers import Buffers, sizes, taken
+from .checks import require_input
 from .rows import GivenRows, QuantizedRows, across_rows, block_of, check_rows, present, warps_of, weighted, whole_rows
 from .scales import e2m1_numbers, e8m0_numbers, power, quotient, spread
 
@@ -67,11 +69,9 @@ class ActivationFormat:
         Larger numbers saturate. Raises InputError where the scale is not finite, or too small to divide by.
         """
         scale = torch.tensor(reach / self.most).item()
-        if not self.least <= scale < math.inf:
-            raise InputError(
-                f"activation format {self.name}: found scale {scale:g}, for numbers up to {reach:g}, allowed: finite "
-                f"scales from {self.least:g} on; calibrate the checkpoint again"
-            )
+        found = f"scale {scale:g}, for numbers up to {reach:g}"
+        allowed = f"finite scales from {self.least:g} on; calibrate the checkpoint again"
+        require_input(self.least <= scale < math.inf, f"activation format {self.name}", found, allowed)
         return replace(self, scale=scale)
 
     def given_scale(self) -> float | None:
@@ -110,11 +110,8 @@ class ActivationFormat:
         """Return how many columns rows of codes have in ``order``; ``InputError`` for one they cannot have."""
         if order == AS_IS:
             return columns
-        if not self.e4m3:
-            raise InputError(
-                f"activation format {self.name}: found order {order} of its rows, allowed: {AS_IS} (as they are); only "
-                "operands of FP8 tensor cores have others"
-            )
+        allowed = f"{AS_IS} (as they are); only operands of FP8 tensor cores have others"
+        require_input(self.e4m3, f"activation format {self.name}", f"order {order} of its rows", allowed)
         return -(-columns // 128) * 128
 
     def buffers(self, rows: int, columns: int) -> Buffers:
@@ -292,11 +289,7 @@ def activation_format(name: str | ActivationFormat) -> ActivationFormat:
     """Return the format called ``name``, or the one given; raises ``InputError`` naming the allowed ones."""
     if isinstance(name, ActivationFormat):
         return name
-    for candidate in ACTIVATION_FORMATS:
-        if candidate.name == name:
-            return candidate
-    allowed = ", ".join(candidate.name for candidate in ACTIVATION_FORMATS)
-    raise InputError(f"activation format: found {name!r}, allowed: {allowed}")
+    return named(ACTIVATION_FORMATS, name, f"activation format: found {name!r}, allowed: ", InputError)
 
 
 def formats_within(name: str, reach: tuple[float, float] | None) -> tuple[ActivationFormat, ActivationFormat]:

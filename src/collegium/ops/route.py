@@ -16,7 +16,7 @@ from ..errors import InputError, RoutingError
 from ..runtime.launch import on_device
 from ..runtime.memory import Memory
 from ..types import Routing, RoutingSpec, ScoreFunction
-from .checks import described, require_tensor
+from .checks import described, require_input
 from .route_device import ID_DTYPES, route_on_device, route_regions
 
 __all__ = ["given_routing", "route", "route_custom", "route_regions"]
@@ -135,9 +135,8 @@ def given_routing(topk_ids: Tensor, topk_weights: Tensor, num_experts: int, *, c
     _check_device("topk_weights", topk_weights, topk_ids, "topk_ids")
     fits = topk_weights.shape == topk_ids.shape and topk_weights.is_floating_point()
     allowed = f"a floating dtype and the shape of topk_ids {tuple(topk_ids.shape)}"
-    require_tensor(fits, "topk_weights", topk_weights, allowed)
-    if num_experts < 1:
-        raise InputError(f"num_experts: found {num_experts}, allowed: at least 1")
+    require_input(fits, "topk_weights", topk_weights, allowed)
+    require_input(num_experts >= 1, "num_experts", num_experts, "at least 1")
     if checked:
         ids = topk_ids.to(torch.int64)
         _refuse_bad_ids(ids, num_experts)
@@ -290,9 +289,9 @@ def _check_look_up(
     _check_ids("token_ids", token_ids, 1)
     _check_ids("hash_table", hash_table, 2)
     fits = token_ids.shape[0] == tokens
-    require_tensor(fits, "token_ids", token_ids, f"shape ({tokens},), one for each logits row")
+    require_input(fits, "token_ids", token_ids, f"shape ({tokens},), one for each logits row")
     fits = hash_table.shape[1] == spec.top_k and hash_table.shape[0] >= 1
-    require_tensor(fits, "hash_table", hash_table, f"[vocabulary >= 1, top_k={spec.top_k}]")
+    require_input(fits, "hash_table", hash_table, f"[vocabulary >= 1, top_k={spec.top_k}]")
     _check_device("token_ids", token_ids, logits)
     _check_device("hash_table", hash_table, logits)
 
@@ -344,7 +343,7 @@ def _refuse_slots(bad: Tensor, values: Tensor, what: str, allowed: str) -> None:
 
 def _check_logits(logits: Tensor, spec: RoutingSpec) -> None:
     fits = logits.dim() == 2 and logits.is_floating_point()
-    require_tensor(fits, "router logits", logits, "[T, E] of a floating dtype")
+    require_input(fits, "router logits", logits, "[T, E] of a floating dtype")
     experts = logits.shape[1]
     if not spec.top_k <= experts < 1 << _ID_BITS:
         most = (1 << _ID_BITS) - 1
@@ -358,7 +357,7 @@ def _check_logits(logits: Tensor, spec: RoutingSpec) -> None:
 
 def _check_ids(name: str, ids: Tensor, dims: int) -> None:
     fits = ids.dim() == dims and ids.dtype in _ID_DTYPES
-    require_tensor(fits, name, ids, f"{dims} dimensions of int8 to int64 or uint8 to uint32")
+    require_input(fits, name, ids, f"{dims} dimensions of int8 to int64 or uint8 to uint32")
 
 
 def _check_device(name: str, tensor: Tensor, other: Tensor, what: str = "the logits") -> None:

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from ..errors import InputError
 from ..runtime.launch import overlaps, power_at_least
-from .checks import require_tensor
+from .checks import require_input
 
 __all__ = [
     "GivenRows",
@@ -125,7 +125,7 @@ def weighted(x: Tensor, source: Tensor | None, weights: Tensor | None) -> Tensor
 def check_rows(name: str, x: Tensor) -> None:
     """Raise InputError for what is no rows of numbers."""
     fits = x.dim() == 2 and x.shape[1] >= 1 and x.is_floating_point()
-    require_tensor(fits, f"quantize to {name}", x, "floating [R, K >= 1]")
+    require_input(fits, f"quantize to {name}", x, "floating [R, K >= 1]")
 
 
 def present(name: str, scales: Tensor | None) -> Tensor:

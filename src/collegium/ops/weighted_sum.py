@@ -6,11 +6,10 @@ Shape letters: T tokens, K experts per token, R rows, H width.
 import torch
 from torch import Tensor
 
-from ..errors import InputError
 from ..runtime.launch import dense_rows, launch, on_device, overlaps, power_at_least
 from ..runtime.memory import Memory, Regions
 from .buffers import Buffers, sizes, taken
-from .checks import require_tensor
+from .checks import require_input
 
 __all__ = ["weighted_sum", "weighted_sum_regions"]
 
@@ -108,22 +107,21 @@ def _buffers(tokens: int, width: int, out_dtype: torch.dtype) -> Buffers:
 
 
 def _check(rows: Tensor, slots: Tensor, weights: Tensor | None, out_dtype: torch.dtype, experts: int) -> None:
-    require_tensor(rows.dim() == 2 and rows.is_floating_point(), "rows", rows, "[R, H] of a floating dtype")
+    require_input(rows.dim() == 2 and rows.is_floating_point(), "rows", rows, "[R, H] of a floating dtype")
     if experts:
         fits = slots.numel() == rows.shape[0] and not slots.is_floating_point()
-        require_tensor(fits, "slots", slots, "an expert id for each of the rows")
+        require_input(fits, "slots", slots, "an expert id for each of the rows")
     made = slots.dim() == 2 and (experts > 0 or slots.dtype == torch.int64)
-    require_tensor(made, "slots", slots, "[T, K] int64, as permute() makes")
+    require_input(made, "slots", slots, "[T, K] int64, as permute() makes")
     if weights is not None:
         fits = weights.shape == slots.shape and weights.is_floating_point()
-        require_tensor(fits, "weights", weights, f"floating of shape {tuple(slots.shape)}, one for each slot")
-    if not out_dtype.is_floating_point:
-        raise InputError(f"out_dtype: found {out_dtype}, allowed: a floating dtype")
+        require_input(fits, "weights", weights, f"floating of shape {tuple(slots.shape)}, one for each slot")
+    require_input(out_dtype.is_floating_point, "out_dtype", out_dtype, "a floating dtype")
 
 
 def _check_like(shape: tuple[int, int], out_dtype: torch.dtype, shared: Tensor | None, out: Tensor | None) -> None:
     if shared is not None:
-        require_tensor(shared.shape == shape and shared.is_floating_point(), "shared", shared, f"floating {shape}")
+        require_input(shared.shape == shape and shared.is_floating_point(), "shared", shared, f"floating {shape}")
     if out is not None:
         fits = out.shape == shape and out.dtype == out_dtype and out.is_contiguous()
-        require_tensor(fits, "out", out, f"contiguous {shape} {out_dtype}")
+        require_input(fits, "out", out, f"contiguous {shape} {out_dtype}")
