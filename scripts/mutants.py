@@ -248,7 +248,7 @@ MUTANTS: tuple[Mutant, ...] = (
     # A scale dropped.
     Mutant(
         "a group's scale dropped", "formats/codecs.py",
-        (("split_last(full, group).mul_(scales[:, :whole, None])", "split_last(full, group)"),), _FORMAT,
+        (("full.unflatten(-1, (-1, group)).mul_(scales[:, :whole, None])", "full.unflatten(-1, (-1, group))"),), _FORMAT,
     ),
     Mutant(
         "the last, partial group's scale dropped", "formats/codecs.py",

@@ -15,7 +15,7 @@ __all__ = [
     "E2M1_MAX", "E2M1_VALUES", "E4M3_MAX", "SMALLEST_SCALE", "as_float32", "check_decoded", "decode_rows",
     "e2m1_codes", "e2m1_pairs", "e4m3_codes", "e4m3_is_nan", "e4m3_values", "e8m0_codes", "e8m0_values",
     "floor_log2", "fp8_scales", "in_groups", "look_up", "pack_nibbles", "pair_table", "power_of_two",
-    "relative_e8m0", "scale_groups_", "split_last", "unpack_nibbles",
+    "relative_e8m0", "scale_groups_", "unpack_nibbles",
 ]  # fmt: skip
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -154,24 +154,19 @@ def as_float32(weight: Tensor, format_name: str) -> Tensor:
     return values
 
 
-def split_last(values: Tensor, size: int) -> Tensor:
-    """View ``[..., n * size]`` as ``[..., n, size]``."""
-    return values.view(*values.shape[:-1], values.shape[-1] // size, size)
-
-
 def in_groups(values: Tensor, group: int) -> Tensor:
     """Return ``[..., K]`` as ``[..., ceil(K / group), group]``, the last group filled with zeros."""
     short = -values.shape[-1] % group
     if short:
         values = torch.nn.functional.pad(values, (0, short))
-    return split_last(values, group)
+    return values.unflatten(-1, (-1, group))
 
 
 def scale_groups_(values: Tensor, scales: Tensor, group: int) -> Tensor:
     """Multiply float32 ``values [r, k]`` in place by ``scales [r, ceil(k / group)]`` and return it."""
     whole = values.shape[-1] // group
     full = values[:, : whole * group]
-    split_last(full, group).mul_(scales[:, :whole, None])
+    full.unflatten(-1, (-1, group)).mul_(scales[:, :whole, None])
     if whole < scales.shape[-1]:
         values[:, whole * group :].mul_(scales[:, whole:])
     return values

@@ -8,17 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from .codecs import (
-    E2M1_MAX,
-    E4M3_MAX,
-    SMALLEST_SCALE,
-    as_float32,
-    e2m1_codes,
-    e2m1_pairs,
-    in_groups,
-    pack_nibbles,
-    split_last,
-)
+from .codecs import E2M1_MAX, E4M3_MAX, SMALLEST_SCALE, as_float32, e2m1_codes, e2m1_pairs, in_groups, pack_nibbles
 from .grouped import Grouped
 from .intake import find_storage, take
 from .payload import Part, Storage
@@ -130,7 +120,7 @@ class NvFp4(Grouped):
         bad |= ~torch.isfinite(own) | (own < 0)
         zero = (scales == 0) | (own == 0)[..., None, None]
         if bool(zero.any()):
-            used = (split_last(self.codes.contiguous(), 8) & 0x77).amax(-1) != 0
+            used = (self.codes.unflatten(-1, (-1, 8)) & 0x77).amax(-1) != 0
             bad |= self._per_matrix(zero & used)
         return bad | (own == 0) if self.global_divides else bad
 

@@ -25,10 +25,8 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError
+from ...formats import Int4Group, MxFp4, NvFp4
 from ...formats.codecs import E2M1_VALUES, e2m1_codes, power_of_two, unpack_nibbles
-from ...formats.int4_group import Int4Group
-from ...formats.mxfp4 import MxFp4
-from ...formats.nvfp4 import NvFp4
 from .lanes import by_word, int4_scales
 from .layout import WORDS
 from .matrix import PackedMatrix, RangeReport
