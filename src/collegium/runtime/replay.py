@@ -51,13 +51,10 @@ class Replay:
         kind: list[Any] = [memory]
         addresses: list[int] = []
         for tensor in inputs:
-            if tensor is None:
-                kind.append(None)
-                addresses.append(0)
-            else:
-                address = tensor.data_ptr()
-                kind += (tensor.dtype, tensor.device, tensor.shape, tensor.stride(), address % 16)
-                addresses.append(address)
+            address = 0 if tensor is None else tensor.data_ptr()
+            addresses.append(address)
+            own = None if tensor is None else (tensor.dtype, tensor.device, tensor.shape, tensor.stride(), address % 16)
+            kind.append(own)
         key = tuple(kind)
         found = self._kinds.get(key)
         if isinstance(found, tuple):

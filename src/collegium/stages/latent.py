@@ -14,13 +14,8 @@ __all__ = ["Latent", "latent_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Latent:
-    """down ``[H, D]`` in the dtype of x; up ``[D, H]`` and norm ``[H]`` (or None) in float32."""
-
-    down: Tensor
-    up: Tensor
-    norm: Tensor | None
-    norm_eps: float
+class Latent(LatentWeights):
+    """Those of a layer: down in the dtype of x, up and norm in float32."""
 
     def enter(self, x: Tensor, memory: Memory | None) -> Tensor:
         """Return ``[T, H]`` for ``x [T, D]``."""

@@ -130,18 +130,14 @@ def _behind(weights: ExpertWeights[Payload], more: Sequence[ExpertWeights[Payloa
 
 def _joined(payloads: Sequence[P]) -> P:
     """Return all experts of ``payloads`` in one; raises InputError where they are stored in different ways."""
-    kinds, counts = [_stored(each) for each in payloads], [each.shape[0] for each in payloads]
+    kinds = [_stored(each) for each in payloads]
     for kind in kinds[1:]:
         if kind != kinds[0]:
             apart = [f"{k} {own} beside {kinds[0].get(k)}" for k, own in kind.items() if own != kinds[0].get(k)]
             raise InputError(f"the shared expert is stored as {', '.join(apart)} of the routed ones")
-    made = {k: own.new_empty((sum(counts), *own.shape[1:])) for k, own in payloads[0].tensors().items()}
-    start = 0
-    for each, count in zip(payloads, counts, strict=True):
-        for key, tensor in each.tensors().items():
-            made[key][start : start + count].copy_(tensor)
-        start += count
-    return replace(payloads[0], shape=(start, *payloads[0].shape[1:]), **made)
+    count, tensors = sum(each.shape[0] for each in payloads), [each.tensors() for each in payloads]
+    made = {key: torch.cat([each[key] for each in tensors]) for key in tensors[0]}
+    return replace(payloads[0], shape=(count, *payloads[0].shape[1:]), **made)
 
 
 def _stored(payload: Payload) -> dict[str, Any]:
