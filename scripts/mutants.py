@@ -179,11 +179,11 @@ MUTANTS: tuple[Mutant, ...] = (
     # The clamp.
     Mutant(
         "clamp dropped (swiglu)", "ops/activation.py",
-        (('case "swiglu":\n            if limit is not None:', 'case "swiglu":\n            if False:'),), _HOST,
+        (("if spec.limit is not None:", 'if spec.limit is not None and spec.kind != "swiglu":'),), _HOST,
     ),
     Mutant(
         "clamp dropped (swiglu_oai)", "ops/activation.py",
-        (('case "swiglu_oai":\n            if limit is not None:', 'case "swiglu_oai":\n            if False:'),), _HOST,
+        (("if spec.limit is not None:", 'if spec.limit is not None and spec.kind != "swiglu_oai":'),), _HOST,
     ),
     Mutant("clamp dropped", "experts/cpu/grouped.py", (("if spec.limit is not None:", "if False:"),), _CPU),
     Mutant("clamp dropped", "kernels/activation.py", (("if HAS_LIMIT and kind != 2:", "if HAS_LIMIT and kind > 9:"),), _ACTS),
@@ -193,13 +193,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "gate clamped from below too", "ops/activation.py",
-        (
-            (
-                'case "swiglu":\n            if limit is not None:\n                gate, up = gate.clamp(max=limit)',
-                'case "swiglu":\n            if limit is not None:\n                gate, up = gate.clamp(-limit, limit)',
-            ),
-        ),
-        _HOST,
+        (("gate, up = gate.clamp(max=spec.limit)", "gate, up = gate.clamp(-spec.limit, spec.limit)"),), _HOST,
     ),
     Mutant("gate clamped from below too", "kernels/activation.py",
         (("gate = _below(gate, limit)\n        up = _within(up, limit)\n    if kind == 0",
@@ -208,13 +202,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "clamp after SiLU", "ops/activation.py",
         (
-            (
-                'case "swiglu":\n            if limit is not None:\n'
-                "                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)\n"
-                "            return functional.silu(gate) * up",
-                'case "swiglu":\n            gate = functional.silu(gate)\n            if limit is not None:\n'
-                "                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)\n            return gate * up",
-            ),
+            ('if spec.kind == "swiglu_step":', 'if spec.kind in ("swiglu", "swiglu_step"):'),
+            ("return functional.silu(gate) * up", "return gate * up"),
         ),
         _HOST,
     ),
@@ -248,11 +237,11 @@ MUTANTS: tuple[Mutant, ...] = (
     # A scale dropped.
     Mutant(
         "a group's scale dropped", "formats/codecs.py",
-        (("full.unflatten(-1, (-1, group)).mul_(scales[:, :whole, None])", "full.unflatten(-1, (-1, group))"),), _FORMAT,
+        (("change(full.unflatten(-1, (-1, group)), scales[:, :whole, None])", "full.unflatten(-1, (-1, group))"),), _FORMAT,
     ),
     Mutant(
         "the last, partial group's scale dropped", "formats/codecs.py",
-        (("values[:, whole * group :].mul_(scales[:, whole:])", "values[:, whole * group :]"),), _FORMAT,
+        (("change(values[:, whole * group :], scales[:, whole:])", "values[:, whole * group :]"),), _FORMAT,
     ),
     Mutant(
         "a row's scale dropped", "experts/cpu/grouped.py",
@@ -277,7 +266,7 @@ MUTANTS: tuple[Mutant, ...] = (
     # The neighbouring group's scale.
     Mutant(
         "the neighbouring group's scale", "formats/codecs.py",
-        ((".mul_(scales[:, :whole, None])", ".mul_(scales.roll(1, 1)[:, :whole, None])"),), _FORMAT,
+        ((", scales[:, :whole, None])", ", scales.roll(1, 1)[:, :whole, None])"),), _FORMAT,
     ),
     Mutant(
         "the neighbouring group's scale (MXFP4)", "experts/cpu/decode.py",

@@ -162,13 +162,15 @@ def in_groups(values: Tensor, group: int) -> Tensor:
     return values.unflatten(-1, (-1, group))
 
 
-def scale_groups_(values: Tensor, scales: Tensor, group: int) -> Tensor:
-    """Multiply float32 ``values [r, k]`` in place by ``scales [r, ceil(k / group)]`` and return it."""
+def scale_groups_(
+    values: Tensor, scales: Tensor, group: int, change: Callable[[Tensor, Tensor], Tensor] = torch.Tensor.mul_
+) -> Tensor:
+    """Multiply ``values [r, k]`` in place by ``scales [r, ceil(k / group)]``, or ``change`` them so, and return it."""
     whole = values.shape[-1] // group
     full = values[:, : whole * group]
-    full.unflatten(-1, (-1, group)).mul_(scales[:, :whole, None])
+    change(full.unflatten(-1, (-1, group)), scales[:, :whole, None])
     if whole < scales.shape[-1]:
-        values[:, whole * group :].mul_(scales[:, whole:])
+        change(values[:, whole * group :], scales[:, whole:])
     return values
 
 

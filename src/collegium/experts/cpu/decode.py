@@ -19,21 +19,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...errors import SpecError
-from ...formats import (
-    Bf16,
-    Fp8Block,
-    Fp8Channel,
-    Fp8Tensor,
-    Fp16,
-    Fp32,
-    Int4Affine,
-    Int4Group,
-    MxFp4,
-    MxFp8,
-    NvFp4,
-    Payload,
-)
-from ...formats.codecs import E2M1_VALUES, pack_nibbles, relative_e8m0, unpack_nibbles
+from ...formats import Bf16, Fp8Block, Fp8Channel, Fp8Tensor, Fp16, Fp32, Int4Affine, Int4Group, MxFp4, MxFp8, NvFp4
+from ...formats.codecs import E2M1_VALUES, pack_nibbles, relative_e8m0, scale_groups_, unpack_nibbles
+from ...formats.payload import Payload
 from ..base import with_each
 from .stored import by_row, flat, refuse_faults
 
@@ -214,19 +202,10 @@ class CodeMatrix:
         factor = self.scales[expert].index_select(0, line)
         if dtype != torch.bfloat16:
             values, factor = values.to(dtype), factor.to(dtype)
-        whole = min(self.columns // self.group * self.group, values.shape[1])
-        full = whole // self.group
-
-        def apply(change: Callable[[Tensor, Tensor], Tensor], stored: Tensor) -> None:
-            if whole:
-                change(values[:, :whole].unflatten(1, (-1, self.group)), stored[:, :full].unsqueeze(-1))
-            if stored.shape[1] > full:
-                change(values[:, whole:], stored[:, -1:])
-
         if self.zeros is not None:
-            apply(torch.Tensor.sub_, self.zeros[expert].index_select(0, line).to(values.dtype))
-        apply(torch.Tensor.mul_, factor)
-        return values
+            zeros = self.zeros[expert].index_select(0, line).to(values.dtype)
+            scale_groups_(values, zeros, self.group, torch.Tensor.sub_)
+        return scale_groups_(values, factor, self.group)
 
 
 def _look_up(table: Tensor, codes: Tensor, bits: Tensor, scratch: Scratch) -> None:
