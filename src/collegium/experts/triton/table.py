@@ -13,16 +13,7 @@ from ...problem import ExpertsProblem
 from ...runtime.machine import Machine, machine_at, machine_for
 from ...runtime.memory import Regions
 from ...types import ExpertWeights
-from .lanes import (
-    pack_bnb4,
-    pack_fp8_block,
-    pack_fp8_rows,
-    pack_gguf,
-    pack_int,
-    pack_mx,
-    pack_nvfp4,
-    pack_plain,
-)
+from .lanes import pack_bnb4, pack_fp8_block, pack_fp8_rows, pack_gguf, pack_int, pack_mx, pack_nvfp4, pack_plain
 from .layout import LANES, ROWS, WORDS, Layout
 from .matrix import PackedMatrix
 from .packed import PackedExperts, pack_both
