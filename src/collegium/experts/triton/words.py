@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ...errors import InputError
 from ...formats import Int4Group, MxFp4, NvFp4
@@ -103,14 +104,13 @@ def _packed(
 
 def _pair_rows(payload: MxFp4, piece: _Piece) -> tuple[Tensor, Tensor, None]:
     codes, scales = (stored[piece.expert, :, piece.span] for stored in (payload.codes, payload.scales))
-    codes = _filled(codes, piece.blocks * _BLOCK // 2 - codes.shape[-1], piece.rows, 0)
-    scales = _filled(scales, piece.blocks * 4 - scales.shape[-1], piece.rows, 127)
+    codes, scales = _filled(codes, piece, 2, 0), _filled(scales, piece, payload.group, 127)
     return codes.unflatten(-1, (piece.blocks, -1)), _scale_words(scales, piece), None
 
 
 def _mxfp4_rows(payload: MxFp4, piece: _Piece) -> tuple[Tensor, Tensor, Tensor]:
     codes = _codes(payload, piece, 0)
-    exponent = _filled_groups(payload.scales[piece.expert, :, piece.span], payload.group, piece).to(torch.int16)
+    exponent = _filled(payload.scales[piece.expert, :, piece.span], piece, payload.group, 0).to(torch.int16)
     field, top = _fields(codes, exponent, None, payload.group, piece.counts)
     return _words(codes), _scale_words(field << 3, piece), _power(top - 133)
 
@@ -118,7 +118,7 @@ def _mxfp4_rows(payload: MxFp4, piece: _Piece) -> tuple[Tensor, Tensor, Tensor]:
 def _nvfp4_rows(payload: NvFp4, piece: _Piece) -> tuple[Tensor, Tensor, Tensor]:
     codes = _codes(payload, piece, 0)
     scales = payload.scales[piece.expert, :, piece.span].float()
-    mantissa, exponent = torch.frexp(_filled_groups(scales, payload.group, piece))
+    mantissa, exponent = torch.frexp(_filled(scales, piece, payload.group, 0))
     low = ((mantissa * 16) - 8).clamp(min=0).to(torch.int16)
     field, top = _fields(codes, exponent.to(torch.int16), low, payload.group, piece.counts)
     own = payload.global_scale[piece.expert].float()
@@ -133,7 +133,7 @@ def _int4_rows(payload: Int4Group, piece: _Piece) -> tuple[Tensor, Tensor, None]
     if words.shape[-1] > 1:
         # Quarter, half, t and column of four become t, quarter, half and column.
         codes = codes.unflatten(-1, (words.shape[-2], 4, 2, 4, 4)).permute(0, 1, 2, 5, 3, 4, 6).flatten(2)
-    words = _filled(words.flatten(-2), 0, piece.rows, 0).unflatten(-1, words.shape[-2:])
+    words = functional.pad(words, (0, 0, 0, 0, 0, piece.rows - words.shape[1]))
     return _words(codes), words, None
 
 
@@ -141,12 +141,7 @@ def _codes(payload: Any, piece: _Piece, zero: int) -> Tensor:
     """Return the piece's codes ``[P, rows, B * 128]`` uint8, filled with ``zero``."""
     columns = payload.shape[3]
     nibbles = unpack_nibbles(payload.codes[piece.expert, :, piece.span])[..., :columns]
-    return _filled(nibbles, piece.blocks * _BLOCK - columns, piece.rows, zero)
-
-
-def _filled_groups(scales: Tensor, group: int, piece: _Piece) -> Tensor:
-    """Return scales ``[P, n, g]`` of groups as ``[P, rows, B * 128 / group]``, filled with zeros."""
-    return _filled(scales, piece.blocks * _BLOCK // group - scales.shape[-1], piece.rows, 0)
+    return _filled(nibbles, piece, 1, zero)
 
 
 def _scale_words(bytes_: Tensor, piece: _Piece) -> Tensor:
@@ -186,9 +181,10 @@ def _power(exponent: Tensor) -> Tensor:
     return power_of_two(half.clamp(-126, 127)) * power_of_two((exponent - half).clamp(-126, 127))
 
 
-def _filled(values: Tensor, columns: int, rows: int, zero: int) -> Tensor:
-    """Return ``[P, n, k]`` as ``[P, rows, k + columns]``, filled with ``zero``."""
-    return torch.nn.functional.pad(values, (0, columns, 0, rows - values.shape[1]), value=zero)
+def _filled(values: Tensor, piece: _Piece, group: int, zero: int) -> Tensor:
+    """Return ``[P, n, k]``, one for each ``group`` columns, as ``[P, rows, B * 128 / group]``, filled with ``zero``."""
+    short = piece.blocks * _BLOCK // group - values.shape[-1]
+    return functional.pad(values, (0, short, 0, piece.rows - values.shape[1]), value=zero)
 
 
 def _words(codes: Tensor) -> Tensor:
