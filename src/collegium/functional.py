@@ -91,9 +91,7 @@ def _payload(name: str, weight: Payload | Tensor, parts: int | None) -> Payload:
         refuse_gradient(**{name: weight})
         if parts is not None and weight.dim() == 3 and weight.shape[1] % parts == 0:
             weight = weight.unflatten(1, (parts, -1))
-        payload = as_stored(weight)
-    else:
-        payload = weight
+    payload = weight if isinstance(weight, Payload) else as_stored(weight)
     shape = "[E, H, I]" if parts is None else f"[E, {parts}, I, H], or a tensor [E, {parts} * I, H]"
     if len(payload.shape) != (3 if parts is None else 4) or parts not in (None, payload.shape[1]):
         raise InputError(f"moe: {name} is {tuple(weight.shape)}; allowed: {shape}")
