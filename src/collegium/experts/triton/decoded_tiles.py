@@ -46,7 +46,7 @@ def decoded_candidates(problem: TileProblem, machine: Machine) -> tuple[TileChoi
                 overlap=starts_early(problem, machine),
                 narrow=machine.copies and block_t >= 64,
                 registers=registers,
-                joined=joined and not (table is _INT4 and (block_n, block_t) == (128, 16)),
+                joined=joined and (block_t > 16 or (table, block_n) not in ((_INT4, 128), (_MXFP4, 64))),
             )
             # Weights leave shared memory for registers a step before tokens do.
             weights = weight_rows(problem, tile) * problem.weight_bits / 8 * problem.block_k
@@ -73,7 +73,7 @@ def decoded_score(problem: TileProblem, tile: TileChoice, machine: Machine) -> f
     work = each_sm * weight_rows(problem, tile) * problem.k_in / 16384 * _step(problem, tile, each)
     if tile.block_n == 64 and tile.block_t == 16:
         # Few programs: two beside each other hide each other's waits.
-        work *= 0.9 if each_sm < 3 else 1.0 if problem.weight_bits > 6 else 1.2
+        work *= 0.9 if each_sm < (2 if _tiles_of(problem) is _INT4 else 3) else 1.0 if problem.weight_bits > 6 else 1.2
     if each_sm < 4:
         work /= max(each_sm / math.ceil(each_sm), 0.5)
     waves = each_sm / _resident(tile)
@@ -88,9 +88,9 @@ def once_from(problem: TileProblem) -> int:
     if problem.quartered:
         return 288 if problem.operands == 2 else 1024
     table = _tiles_of(problem)
-    if table is _INT4 or table is _INT8:
-        return 576 if table is _INT4 else 448
-    return 480 if table is _FP8 else 1280 if table is _MXFP4 else 1024
+    if problem.weight_bits > 6:
+        return 448 if table is _INT8 else 480
+    return 896 if table is _INT4 else 1280 if table is _MXFP4 else 1024
 
 
 def _step(problem: TileProblem, tile: TileChoice, each: float) -> float:
