@@ -143,9 +143,9 @@ def test_which_batches_are_decoded_first() -> None:
     assert prefill_tile(asked(4096, x_bits=8), hopper) is None, "E4M3 operands are decoded by another kernel"
     assert prefill_tile(asked(56), hopper) is None
     # Eight bits gain sooner.
-    assert prefill_tile(asked(384), hopper) is None
-    assert prefill_tile(asked(384, weight_bits=8.25), hopper) is not None
-    assert prefill_tile(asked(192, weight_bits=8.25), hopper) is None
+    assert prefill_tile(asked(640), hopper) is None
+    assert prefill_tile(asked(640, weight_bits=8.25), hopper) is not None
+    assert prefill_tile(asked(384, weight_bits=8.25), hopper) is None
     for bits in (4.75, 8.25):
         assert prefill_tile(asked(768, weight_bits=bits, quartered=True), hopper) is None, "four products gain later"
         assert prefill_tile(asked(1024, weight_bits=bits, quartered=True), hopper) is not None
@@ -160,7 +160,7 @@ def test_the_plan_holds_what_a_large_batch_decodes() -> None:
         weight_format="int4_affine",
     )
     device = DeviceFacts(kind="cuda", capability=(9, 0))
-    for tokens, nbytes in ((4096, 0), (8192, (2 * 2048 + 32 * 16) * 128 * 1536)):
+    for tokens, nbytes in ((8192, 0), (16384, (2 * 2048 + 32 * 16) * 128 * 1536)):
         made = plan(Problem(spec=spec, device=device, limits=Limits(max_tokens=tokens)))
         found = {region.name: region.nbytes for region in made.regions}
         assert found.get("experts/expanded", 0) == nbytes
