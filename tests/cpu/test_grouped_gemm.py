@@ -613,6 +613,22 @@ def test_few_tokens_stack_gate_and_up_and_long_products_that_decode_do_not_overl
     assert not any(tile.stacked for tile in candidates(alone, hopper))
 
 
+def test_decoded_weights_are_multiplied_whole_on_hopper_alone() -> None:
+    hopper, ampere = machine_of((9, 0), 132), machine_of((8, 0), 108)
+    decoded = {"decoded": True, "weight_bits": 4.25}
+    few, many = (replace(products(tokens, SIZES[1], **decoded), block_k=128) for tokens in (1, 8192))
+    assert (choose(many, hopper).joined, choose(many, hopper).block_t, choose(many, hopper).warps) == (True, 128, 4)
+    assert not choose(few, hopper).joined, "one token waits for each product"
+    assert choose(replace(few, promoted=True, x_bits=20), hopper).joined
+    assert not choose(replace(many, promoted=True, quartered=True), hopper).joined, "quarters have factors of their own"
+    for machine, most in ((hopper, 64), (ampere, 32)):
+        minima = candidates(replace(many, promoted=True, x_bits=20), machine)
+        assert max(tile.block_t for tile in minima) == most
+        assert not any(tile.joined for tile in minima if tile.block_t == 64 or machine is ampere)
+    assert max(tile.block_t for tile in candidates(many, ampere)) == 64
+    assert not any(tile.registers for tile in candidates(many, ampere))
+
+
 def test_one_token_of_undecoded_weights_keeps_many_bytes_on_their_way() -> None:
     hopper, ampere = machine_of((9, 0), 132), machine_of((8, 0), 108)
     eight = {"promoted": True, "x_bits": 8, "weight_bits": 8}

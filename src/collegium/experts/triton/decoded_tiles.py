@@ -26,7 +26,7 @@ def decoded_candidates(problem: TileProblem, machine: Machine) -> tuple[TileChoi
     for block_t, (_, warps, registers) in table.items():
         if machine.copies:
             joined, short = table is not _QUARTERS, table is _MINIMA and block_t == 64
-        elif block_t == 128:
+        elif block_t == 128 or (block_t == 64 and table is _MINIMA):
             continue
         else:
             # Other tensor cores have operands in shared memory or fewer accumulators a thread. Found by compiling.
@@ -73,7 +73,7 @@ def decoded_score(problem: TileProblem, tile: TileChoice, machine: Machine) -> f
     work = each_sm * weight_rows(problem, tile) * problem.k_in / 16384 * _step(problem, tile, each)
     if tile.block_n == 64 and tile.block_t == 16:
         # Few programs: two beside each other hide each other's waits.
-        work *= 0.9 if each_sm < (2 if _tiles_of(problem) is _INT4 else 3) else 1.0 if problem.weight_bits > 6 else 1.2
+        work *= 0.9 if each_sm < (2 if problem.promoted else 4) else 1.0 if problem.weight_bits > 6 else 1.2
     if each_sm < 4:
         work /= max(each_sm / math.ceil(each_sm), 0.5)
     waves = each_sm / _resident(tile)
