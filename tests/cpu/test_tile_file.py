@@ -17,7 +17,8 @@ import torch
 
 from collegium.commands.bench import named_layer, random_weights
 from collegium.commands.measure import random_routing
-from collegium.commands.tune import measure_tiles, tune
+from collegium.commands.printing import print_tuning
+from collegium.commands.tune import TuneReport, TuneRow, measure_tiles, tune
 from collegium.errors import InputError
 from collegium.experts.measured import tile_folder, tile_key, tile_path, with_measured_tiles, write_tiles
 from collegium.experts.reference import Reference
@@ -379,3 +380,25 @@ def test_a_batch_of_zeros_goes_through_a_layer_in_every_way_it_may_be_asked(monk
     kinds = (torch.float32, torch.bfloat16)
     routings = [((5, 64), None, whole, kind) for kind in kinds for whole in (torch.int64, torch.int32)]
     assert seen == [*routings, *(((5, 64), kind, None, None) for kind in (*kinds, None))]
+
+
+def test_tiles_that_differ_look_different(capsys: pytest.CaptureFixture[str]) -> None:
+    tile = TileChoice(block_n=128, block_t=64, warps=4, stages=3)
+    others = (
+        replace(tile, stacked=True),
+        replace(tile, depth=2),
+        replace(tile, registers=168),
+        replace(tile, joined=True),
+    )
+    rows = tuple(
+        TuneRow(
+            product="down", tokens=64, rows=512, chosen=tile, chosen_seconds=2e-5, best=best, best_seconds=1e-5,
+            candidates=5,
+        )
+        for best in (tile, *others)
+    )  # fmt: skip
+    print_tuning(TuneReport(shape="s", weights="mxfp4", activations="bf16", device="GPU", path="tiles.json", rows=rows))
+    shown = [line for line in capsys.readouterr().out.splitlines() if "128x64 w4 s3" in line]
+    assert len(set(shown)) == 5
+    assert "128x64 w4 s3 r168" in shown[3]
+    assert "128x64 w4 s3 joined" in shown[4]

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from ..balance.report import LoadReport
     from ..balance.simulate import Simulation
+    from ..experts.triton.tile_choice import TileChoice
     from ..planning import Plan
     from .bench import BenchReport
     from .bench_model import ModelReport
@@ -163,11 +164,18 @@ def print_tuning(report: TuneReport) -> None:
             f"{1e6 * row.chosen_seconds:.1f}",
             f"{1e6 * row.best_seconds:.1f}",
             f"{100 * (1 - row.best_seconds / row.chosen_seconds):.0f} %",
-            f"{row.best.block_n}x{row.best.block_t} w{row.best.warps} s{row.best.stages}",
+            _tile(row.best),
             row.candidates,
         ),
     )
     out.print(f"written to {report.path}", style="dim", soft_wrap=True, markup=False)
+
+
+def _tile(tile: TileChoice) -> str:
+    more = {f"d{tile.depth}": tile.depth > 1, f"r{tile.registers}": tile.registers}
+    more |= {"stacked": tile.stacked, "joined": tile.joined}
+    sizes = f"{tile.block_n}x{tile.block_t} w{tile.warps} s{tile.stages}"
+    return " ".join([sizes, *(name for name, given in more.items() if given)])
 
 
 def print_load(report: LoadReport) -> None:
