@@ -140,10 +140,12 @@ def test_every_tile_gives_the_same_bits(weights: str, act: str, bound: float) ->
     bits, groups = (8, act not in ("fp8_token", "fp8_static")) if packed.activations else (16, False)
     tried = candidates(packed.gate_up.layout.problem(600, bits, groups), packed.machine)
     allowed = set(candidates(packed.down.layout.problem(600, bits, groups), packed.machine))
-    assert len({tile.block_t for tile in tried}) >= 2
+    layout = packed.gate_up.layout
+    # Products of quarters have no room for taller tiles.
+    assert len({tile.block_t for tile in tried}) >= (2 if layout.quartered and not packed.activations else 3)
     for tile in tried:
         other = next(t for t in sorted(allowed, key=repr) if t.block_t == tile.block_t)
-        for joined in (False, True):
+        for joined in (False, True) if layout.decoded else (False,):
             pair = replace(tile, joined=joined), replace(other, joined=joined)
             assert torch.equal(replace(packed, tiles=pair).run(batch)[:stop], first), pair
 
