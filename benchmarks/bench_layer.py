@@ -6,6 +6,7 @@ one line of JSON for each tile that ``collegium tune`` would measure, best guess
 
     python benchmarks/bench_layer.py
     python benchmarks/bench_layer.py --shapes qwen3_30b --recipes mxfp4:fp8_token --tokens 1 512 --sweep 12
+    python benchmarks/bench_layer.py --recipes gguf@Q8_0:bf16 int4_affine@32:bf16
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import json
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from collegium.commands.bench import SHAPES, TOKENS, bench, recipe_of
+from collegium.commands.integers import ENCODERS, affine, q4_k, q8_0
 from collegium.commands.measure import ROUTINGS, measure_ceilings
 from collegium.commands.tune import packed_layer, tile_times
 
@@ -32,7 +35,16 @@ if TYPE_CHECKING:
 RECIPES = ("bf16:bf16", "fp8_block:fp8_group128", "mxfp4:bf16", "mxfp4:fp8_token", "nvfp4:bf16", "nvfp4:fp8_token")
 RESULTS = Path(__file__).parent / "results" / "layers_h200.csv"
 PLACE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+KINDS = {"Q4_K": q4_k, "Q8_0": q8_0}
 TILE = ("block_n", "block_t", "warps", "stages", "group_t", "stacked", "overlap")
+
+
+def encoded_as(weights: str) -> str:
+    """Return the format that ``weights`` begins with, encoded as the kind of GGUF or the group size behind @."""
+    name, _, how = weights.partition("@")
+    if how:
+        ENCODERS[name] = KINDS[how] if name == "gguf" else partial(affine, bits=int(name[3]), group=int(how))
+    return name
 
 
 def measured(shape: str, recipe: tuple[str, str], args: argparse.Namespace, ceilings: Ceilings) -> list[dict[str, Any]]:
@@ -45,7 +57,7 @@ def measured(shape: str, recipe: tuple[str, str], args: argparse.Namespace, ceil
     rows: list[dict[str, Any]] = []
     for row in report.rows:
         found = {
-            "weights": row.weights,
+            "weights": args.stored,
             "activations": row.activations,
             "tokens": row.tokens,
             "layer_us": round(1e6 * row.seconds, 1),
@@ -78,15 +90,19 @@ def main() -> int:
     ceilings = measure_ceilings(PLACE)
     print(ceilings, flush=True)
     rows: list[dict[str, Any]] = []
+    plain = dict(ENCODERS)
     for shape, recipe in ((shape, recipe) for shape in args.shapes for recipe in args.recipes):
         if time.time() - started > args.seconds:
             print(f"{shape} {recipe}: no time left", flush=True)
             continue
         try:
+            ENCODERS.update(plain)
+            args.stored, _, activations = recipe.partition(":")
+            asked = recipe_of(f"{encoded_as(args.stored)}:{activations}")
             if args.sweep:
-                swept(shape, recipe_of(recipe), args)
+                swept(shape, asked, args)
             else:
-                rows += measured(shape, recipe_of(recipe), args, ceilings)
+                rows += measured(shape, asked, args, ceilings)
                 _write(args.out, rows)
         except Exception as fault:  # the other recipes are still measured
             failed += 1
@@ -108,7 +124,9 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), help="as collegium bench takes them")
-    parser.add_argument("--recipes", nargs="+", default=RECIPES, help="weights:activations")
+    parser.add_argument(
+        "--recipes", nargs="+", default=RECIPES, help="weights:activations; weights as gguf@Q8_0 or int4_affine@32 too"
+    )
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
     parser.add_argument("--routing", default="uniform", choices=ROUTINGS)
     parser.add_argument("--rounds", type=int, default=9)

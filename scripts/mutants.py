@@ -301,7 +301,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the neighbouring group's zero point", "kernels/decode.py",
-        (("n1 = tl.load(scale + step)\n            n2", "n1 = n0\n            n2"),), _KERNEL,
+        (("n1 = tl.load(scale + step) if WORDS == 4 else n0", "n1 = n0"),), _KERNEL,
     ),
     Mutant("a zero point of seven bits", "kernels/decode.py", (("zero = (word & 255)[:, None] if ZEROED else MIDDLE", "zero = (word & 127)[:, None] if ZEROED else MIDDLE"),), _KERNEL),
     Mutant("a zero point left in its scale", "kernels/decode.py", (("(words & -256).to(tl.float32", "(words & -1).to(tl.float32"),), _KERNEL),
@@ -311,7 +311,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("what rounding leaves of a sum dropped", "kernels/columns.py", (("tl.where(place == 1, total - rounded, 0.0)", "tl.where(place == 1, 0.0, 0.0)"),), _BLOCKS[1:]),
     Mutant("rows whose sums overflow", "kernels/columns.py", (("(most >> 23) - 9, 1)", "(most >> 23) - 15, 1)"),), _BLOCKS[1:]),
     Mutant("a row with NaN that is zero", "kernels/columns.py", (("tl.where(finite, (byte << 23).to(tl.float32, bitcast=True), float(\"nan\"))", "(byte << 23).to(tl.float32, bitcast=True)"),), _BLOCKS[1:]),
-    Mutant("the factor of the neighbouring group", "kernels/expand.py", (("inside, f[group * 4 // GROUPS])", "inside, f[0])"),), _LARGE),
+    Mutant("the factor of the neighbouring group", "kernels/expand.py", (("f[group * 4 // GROUPS], mask", "f[0], mask"),), _LARGE),
     Mutant("the factor of the neighbouring block", "kernels/expand.py", (("row // 128) * K_BLOCKS + block)", "row // 128) * K_BLOCKS)"),), _LARGE),
     Mutant("quarters of a block swapped", "kernels/expand.py", (("tl.store(to + at, a[quarter]", "tl.store(to + at, a[3 - quarter]"),), _LARGE),
     Mutant("minima of a large batch left out", "kernels/prefill.py", (("    if MINIMA:\n        word", "    if MINIMA and ASM:\n        word"),), _LARGE),
@@ -644,9 +644,21 @@ MUTANTS: tuple[Mutant, ...] = (
         Mutant(name, file, (edit,), ("tests/cpu/test_grouped_gemm.py::test_codes_that_look_numbers_up",))
         for name, file, edit in (
             ("the smaller term of a looked up number dropped", "kernels/grouped_gemm.py", ("for term in tl.static_range(2):", "for term in tl.static_range(1):")),
-            ("numbers of gate looked up for up", "kernels/grouped_gemm.py", ("X_SCALE == 1, STACKED, SETS - 1, WHOLE", "X_SCALE == 1, STACKED, 0, WHOLE")),
+            ("numbers of gate looked up for up", "kernels/grouped_gemm.py", ("STACKED,\n            SETS - 1, WHOLE", "STACKED,\n            0, WHOLE")),
             ("terms of a looked up number swapped", "experts/triton/lanes.py", ("(first.dtype), first), dim=-1)", "(first.dtype), first.flip(-1)), dim=-1)")),
-            ("the scale of the neighbouring half", "kernels/decode.py", ("n0[:, None], n0[:, None], n1[:, None], n1[:, None]", "n0[:, None], n1[:, None], n1[:, None], n1[:, None]")),
+            ("the scale of the neighbouring half", "kernels/decode.py", ("n2 = tl.load(scale + WORDS // 2 * step) if WORDS > 1 else n0", "n2 = tl.load(scale + WORDS // 4 * step) if WORDS > 1 else n0")),
+        )
+    ),
+    # Sums in units of the group that is added last.
+    *(
+        Mutant(name, file, (edit,), ("tests/cpu/test_grouped_gemm.py",))
+        for name, file, edit in (
+            ("the unit of a sum forgotten", "kernels/grouped_gemm.py", ("                unit = f[quarter]\n", "")),
+            ("a sum left in its unit", "kernels/grouped_gemm.py", ("        up *= up_unit\n", "        up *= 1.0\n")),
+            ("gate in the unit of up", "kernels/grouped_gemm.py", ("            gate *= gate_unit\n", "            gate *= up_unit\n")),
+            ("codes of a group without a unit kept", "experts/triton/lanes.py", ("    return torch.where(gone, zeros, codes)\n", "    return codes\n")),
+            ("a step of zero for a unit", "experts/triton/lanes.py", ("steps + (steps == 0)", "steps")),
+            ("ones beyond the blocks of a file forgotten", "experts/triton/lanes.py", ("(0, short), value=1.0)", "(0, short))")),
         )
     ),
     # Quarters of a K block as one product.

@@ -48,6 +48,7 @@ NARROW = {"BLOCK_T": 64, "NARROW": True}
 JOINED = {"JOINED": True}
 MIDDLE = {"BLOCK_N": 128, "BLOCK_T": 64, "NARROW": True, "JOINED": True}
 TALL = MIDDLE | {"BLOCK_T": 128, "STAGES": 3}
+QUARTERED, HIGH = MIDDLE | {"JOINED": False, "STAGES": 3}, TALL | {"JOINED": False, "STAGES": 2}
 CLOSE = {"REGISTERS": 168, "STAGES": 3, "STACK": 80}  # what is kept elsewhere costs less than a program less
 DOWN = {"PARTS": 1, "KIND": -1, "BLOCK_N": 128}
 
@@ -76,7 +77,7 @@ CASES: tuple[tuple[int, str, dict[str, Any], str, int, int], ...] = (
     (90, "i16", MXFP8 | STACKED, "HGMMA", 128, 67),
     (90, "i16", INT4 | STACKED, "HGMMA", 168, 45),
     (90, "i16", ZEROS, "HGMMA", 148, 45),
-    (90, "i16", ZEROS | FOUR, "HGMMA", 176, 53),
+    (90, "i16", ZEROS | FOUR, "HGMMA", 176, 54),
     (90, "i16", ZEROS | STACKED | {"HALF": True}, "HGMMA", 168, 45),
     (90, "i16", ZEROS | DIRECT | {"HALF": True}, "HGMMA", 148, 45),
     (90, "i16", INT8, "HGMMA", 148, 67),
@@ -111,6 +112,13 @@ CASES: tuple[tuple[int, str, dict[str, Any], str, int, int], ...] = (
     (90, "i16", Q6_K | STACKED, "HGMMA", 128, 52),
     (90, "i16", Q6_K | DIRECT | {"HALF": True}, "HGMMA", 128, 52),
     (90, "i16", Q8_0 | DOWN, "HGMMA", 168, 104),
+    (90, "i16", Q4_0 | STACKED | QUARTERED | {"REGISTERS": 168}, "HGMMA", 168, 68),
+    (90, "i16", INT4 | DOWN | QUARTERED | {"REGISTERS": 168}, "HGMMA", 168, 68),
+    (90, "i16", ZEROS | FOUR | STACKED | QUARTERED | {"REGISTERS": 168, "HALF": True}, "HGMMA", 168, 76),
+    (90, "i16", Q8_0 | STACKED | QUARTERED, "HGMMA", 184, 84),
+    (90, "i16", Q8_0 | STACKED | HIGH, "HGMMA", 255, 84),
+    (90, "i16", INT8 | FOUR | DOWN | HIGH | {"HALF": True}, "HGMMA", 255, 88),
+    (90, "i16", Q6_K | STACKED | HIGH | {"STAGES": 4}, "HGMMA", 255, 94),
     (90, "i16", LOOKED_UP, "HGMMA", 184, 80),
     (90, "i16", LOOKED_UP | DIRECT | {"HALF": True}, "HGMMA", 184, 80),
     (90, "i16", LOOKED_UP | FOUR | STACKED, "HGMMA", 200, 115),
@@ -121,6 +129,8 @@ CASES: tuple[tuple[int, str, dict[str, Any], str, int, int], ...] = (
     (80, "i16", Q5_K | ALONE | STACKED, "HMMA", 255, 100),
     (80, "i16", Q6_K | ALONE, "HMMA", 168, 50),
     (80, "i16", Q8_0 | ALONE | {"STAGES": 3}, "HMMA", 184, 90),
+    (80, "i16", INT4 | ALONE | STACKED | QUARTERED, "HMMA", 192, 60),
+    (80, "i16", Q8_0 | ALONE | DOWN | QUARTERED, "HMMA", 200, 90),
     (80, "i16", LOOKED_UP | ALONE | STACKED | {"warps": 8}, "HMMA", 200, 90),
     (80, "bf16", PLAIN | ALONE | STACKED, "HMMA", 128, 74),
     (80, "i16", MXFP4 | ALONE, "HMMA", 168, 50),

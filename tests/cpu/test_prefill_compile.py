@@ -29,7 +29,6 @@ PLAIN = {"SCALE": 0, "X_SCALE": 0, "BLOCK_K": 64}
 PORTABLE = {"SPECIALIZE": False, "STAGES": 3}
 # Weights that were decoded first: rows of a factor for each group of columns, with sums where there are minima.
 GROUPS = PLAIN | {"SCALE": 4, "BLOCK_K": 128, "STAGES": 2}
-QUARTERS, SIXTEENTHS = GROUPS | {"BLOCK_K": 32, "STAGES": 4}, GROUPS | {"BLOCK_K": 16, "STAGES": 4}
 TWO_TERMS = GROUPS | {"BLOCK_K": 64, "TERMS": 2}
 MINIMA = GROUPS | {"MINIMA": True, "X_SCALE": 2, "SPECIALIZE": False}
 ONE, TWO = {"K_BLOCKS": 1}, {"K_BLOCKS": 2}  # steps of the K loop
@@ -52,14 +51,10 @@ CASES: tuple[tuple[int, str, dict[str, Any], str, int], ...] = (
     (90, "bf16", GROUPS, "HGMMA", 0),
     (90, "bf16", GROUPS | DOWN | {"BIAS": True}, "HGMMA", 0),
     (90, "bf16", GROUPS | ONE, "HGMMA", 0),
-    (90, "bf16", QUARTERS, "HGMMA", 0),
-    (90, "bf16", QUARTERS | DOWN, "HGMMA", 0),
-    (90, "bf16", SIXTEENTHS, "HGMMA", 0),
-    (90, "bf16", SIXTEENTHS | DOWN, "HGMMA", 0),
     (90, "fp16", GROUPS | DOWN, "HGMMA", 0),
     (90, "bf16", TWO_TERMS, "HGMMA", 0),
     (90, "fp16", TWO_TERMS | DOWN, "HGMMA", 0),
-    (90, "bf16", QUARTERS | {"TERMS": 2}, "HGMMA", 0),
+    (90, "bf16", TWO_TERMS | {"BLOCK_K": 32, "STAGES": 4}, "HGMMA", 0),
     (90, "fp16", MINIMA, "HGMMA", 0),
     (90, "fp16", MINIMA | DOWN, "HGMMA", 96),
     (80, "bf16", PLAIN | PORTABLE, "HMMA", 256),

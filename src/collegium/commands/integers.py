@@ -12,7 +12,7 @@ from torch.nn import functional
 from ..formats import Bnb4, Gguf, Int4Affine, Int4Ordered, Int8Affine, Int8Ordered
 from ..formats.codecs import in_groups, pack_nibbles, unpack_nibbles
 
-__all__ = ["ENCODERS", "affine", "nf4", "ordered", "q4_k"]
+__all__ = ["ENCODERS", "affine", "nf4", "ordered", "q4_k", "q8_0"]
 
 # The quantiles of a normal distribution that bitsandbytes has (``functional.py``).
 _nf4 = [-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.091050036, 0.0]
@@ -66,6 +66,16 @@ def q4_k(weight: Tensor) -> Gguf:
     low, high = codes.unflatten(-2, (4, 2)).unbind(-2)
     parts = (halves.view(torch.uint8), *twelve, (low | high << 4).flatten(-2))
     return Gguf(shape=tuple(weight.shape), blocks=torch.cat([part.to(torch.uint8) for part in parts], dim=-1))
+
+
+def q8_0(weight: Tensor) -> Gguf:
+    """Return ``weight [..., N, K]`` in blocks of Q8_0: the largest of each run of 32 becomes 127."""
+    runs = in_groups(functional.pad(weight.float(), (0, -weight.shape[-1] % 32)), 32)
+    halves = (runs.abs().amax(-1, keepdim=True) / 127).half()
+    codes = (runs / halves.float().clamp(min=1e-7)).round().clamp(-127, 127).to(torch.int8)
+    return Gguf(
+        shape=tuple(weight.shape), blocks=torch.cat([part.view(torch.uint8) for part in (halves, codes)], dim=-1)
+    )
 
 
 def nf4(weight: Tensor) -> Bnb4:

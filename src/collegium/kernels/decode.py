@@ -12,8 +12,8 @@ import triton.language as tl
 from . import numbers
 
 __all__ = [
-    "decoded", "finished", "has_minima", "is_stepped", "is_whole", "joined", "look_up", "minima", "minimum",
-    "upper_scale", "words_of",
+    "decoded", "finished", "has_minima", "in_units", "is_running", "is_stepped", "is_whole", "joined", "look_up",
+    "minima", "minimum", "upper_scale", "words_of",
 ]  # fmt: skip
 
 E4M3_LANES = tl.constexpr(numbers.E4M3_LANES)
@@ -366,6 +366,29 @@ def has_minima(SCALE, WORDS):
     return is_stepped(SCALE, WORDS) or (SCALE, WORDS) == (numbers.HALF_SCALE, 4)
 
 
+@triton.constexpr_function
+def is_running(WEIGHT, SCALE, WORDS):
+    """Return whether a sum is kept in units of the factor of the columns that are added last: integers with several."""
+    integers = WEIGHT in (numbers.INT4_LANES, numbers.INT8_LANES)
+    return integers and not (is_whole(SCALE, WORDS) or has_minima(SCALE, WORDS))
+
+
+@triton.jit
+def in_units(acc, unit, factor, ASM: tl.constexpr):
+    """Return ``acc [N, T]``, which counts ``unit [N, 1]``, in units of ``factor``: no product is kept beside it.
+
+    No factor is zero. A sum that has not begun has 0 for its unit.
+    """
+    if ASM:
+        ratio = tl.inline_asm_elementwise(
+            "{ .reg .f32 a; rcp.approx.ftz.f32 a, $2; mul.f32 $0, $1, a; }", "=f,f,f", [unit, factor],
+            dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        ratio = unit / factor
+    return acc * ratio
+
+
 @triton.jit
 def joined(a0, a1, a2, a3):
     """Return the quarters ``[rows, columns]`` of a K block beside each other."""
@@ -399,32 +422,23 @@ def _group_factors(scale, step, SCALE: tl.constexpr, WORDS: tl.constexpr):
     """Return words, factors and float16 minima of the quarters of a K block; with one word all quarters share it."""
     ZEROED: tl.constexpr = SCALE == ZERO_SCALE
     n0 = tl.load(scale)
-    n1, n2, n3 = n0, n0, n0
-    m0, m1, m2, m3 = n0, n0, n0, n0
+    n1 = tl.load(scale + step) if WORDS == 4 else n0
+    n2 = tl.load(scale + WORDS // 2 * step) if WORDS > 1 else n0
+    n3 = tl.load(scale + 3 * step) if WORDS == 4 else n2
+    m0, m1, m2, m3 = n0, n1, n2, n3
     if SCALE == PAIR_SCALE:
-        n1 = tl.load(scale + step)
-        f0, f1, f2, f3 = upper_scale(n0 << 16), upper_scale(n0), upper_scale(n1 << 16), upper_scale(n1)
+        f0, f1, f2, f3 = upper_scale(n0 << 16), upper_scale(n0), upper_scale(n2 << 16), upper_scale(n2)
     elif SCALE == STEP_SCALE:
-        n1 = tl.load(scale + step)
-        f0, f1 = _half_scale(n0) * _step_scale(n1, 0), _half_scale(n0) * _step_scale(n1, 1)
-        f2, f3 = _half_scale(n0) * _step_scale(n1, 2), _half_scale(n0) * _step_scale(n1, 3)
-    elif SCALE == GROUP_SCALE and WORDS == 2:
-        n1 = tl.load(scale + step)
-        f0, f1, f2, f3 = n0[:, None], n0[:, None], n1[:, None], n1[:, None]
+        f0, f1 = _half_scale(n0) * _step_scale(n2, 0), _half_scale(n0) * _step_scale(n2, 1)
+        f2, f3 = _half_scale(n0) * _step_scale(n2, 2), _half_scale(n0) * _step_scale(n2, 3)
     elif SCALE == HALF_SCALE and WORDS == 2:
-        n1 = tl.load(scale + step)
-        f0, f1, f2, f3 = _half_scale(n0), _half_scale(n0 >> 16), _half_scale(n1), _half_scale(n1 >> 16)
+        f0, f1, f2, f3 = _half_scale(n0), _half_scale(n0 >> 16), _half_scale(n2), _half_scale(n2 >> 16)
+    elif SCALE == HALF_SCALE:
+        f0, f1, f2, f3 = _half_scale(n0), _half_scale(n1), _half_scale(n2), _half_scale(n3)
+        m0, m1, m2, m3 = _upper_half(n0), _upper_half(n1), _upper_half(n2), _upper_half(n3)
     else:
-        if WORDS == 4:
-            n1 = tl.load(scale + step)
-            n2 = tl.load(scale + 2 * step)
-            n3 = tl.load(scale + 3 * step)
-        if SCALE == HALF_SCALE:
-            f0, f1, f2, f3 = _half_scale(n0), _half_scale(n1), _half_scale(n2), _half_scale(n3)
-            m0, m1, m2, m3 = _upper_half(n0), _upper_half(n1), _upper_half(n2), _upper_half(n3)
-        else:
-            f0, f1 = _group_scale(n0, ZEROED), _group_scale(n1, ZEROED)
-            f2, f3 = _group_scale(n2, ZEROED), _group_scale(n3, ZEROED)
+        f0, f1 = _group_scale(n0, ZEROED), _group_scale(n1, ZEROED)
+        f2, f3 = _group_scale(n2, ZEROED), _group_scale(n3, ZEROED)
     return n0, n1, n2, n3, (f0, f1, f2, f3), (m0, m1, m2, m3)
 
 

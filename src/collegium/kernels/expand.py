@@ -13,11 +13,6 @@ __all__ = ["expand_kernel"]
 
 
 @triton.jit
-def _store_group(factors, group, groups, n_out, inside, factor):
-    tl.store((factors + group * n_out)[:, None], factor, mask=(inside & (group < groups))[:, None])
-
-
-@triton.jit
 def expand_kernel(
     lanes, scale, table, out, factors, n_out, k_in, groups, row_tiles, scale_rows,
     WEIGHT: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr, K_BLOCKS: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -30,7 +25,7 @@ def expand_kernel(
     are in k_in columns. HALF: out is float16. Axis 0: K blocks of tiles of BLOCK_N rows; axis 1: M.
     """
     WIDTH: tl.constexpr = BLOCK_K // 4
-    GROUPS: tl.constexpr = 1 if WORDS == 1 else WORDS if WEIGHT == TABLE_LANES else 4
+    GROUPS: tl.constexpr = WORDS if WEIGHT == TABLE_LANES else 1
     SPAN: tl.constexpr = BLOCK_K // GROUPS
     EIGHT: tl.constexpr = (WEIGHT == E4M3_LANES) or (WEIGHT == INT8_LANES)
     matrix = tl.program_id(1).to(tl.int64)
@@ -44,19 +39,19 @@ def expand_kernel(
     w1 = tl.load(at + WIDTH) if EIGHT else w
     s = scale + (matrix * K_BLOCKS + block) * (WORDS * n_out) + row
     a, f, _ = decoded(w, w1, s, n_out, WEIGHT, SCALE, WORDS, HALF, ASM)
-    if SCALE == BLOCK_SCALE:
-        f_at = factors + matrix * groups * n_out + row
-        factor = tl.load(scale + (matrix * scale_rows + row // 128) * K_BLOCKS + block)[:, None]
-        _store_group(f_at, block, groups, n_out, inside, factor)
-    elif is_stepped(SCALE, WORDS):
-        f_at = factors + (matrix * groups + block) * (3 * n_out) + row
+    f_at = factors + matrix * groups * n_out + row
+    if is_stepped(SCALE, WORDS):
+        f_at += block * (3 * n_out) + matrix * groups * (2 * n_out)
         tl.store(f_at[:, None], f[0], mask=inside[:, None])
         tl.store((f_at + n_out)[:, None], f[1], mask=inside[:, None])
         tl.store(f_at + 2 * n_out, tl.load(s + 2 * n_out).to(tl.float32, bitcast=True), mask=inside)
+    elif SCALE == BLOCK_SCALE:
+        factor = tl.load(scale + (matrix * scale_rows + row // 128) * K_BLOCKS + block)
+        tl.store(f_at + block * n_out, factor, mask=inside)
     elif not (WEIGHT == E2M1_LANES or WEIGHT == E4M3_LANES):
-        f_at = factors + matrix * groups * n_out + row
         for group in tl.static_range(GROUPS):
-            _store_group(f_at, GROUPS * block + group, groups, n_out, inside, f[group * 4 // GROUPS])
+            at = GROUPS * block + group
+            tl.store((f_at + at * n_out)[:, None], f[group * 4 // GROUPS], mask=(inside & (at < groups))[:, None])
     to = out + (matrix * n_out + row)[:, None] * (k_in * (2 if WEIGHT == TABLE_LANES else 1)) + j[None, :]
     for quarter in tl.static_range(4):
         at = block * BLOCK_K + quarter * WIDTH

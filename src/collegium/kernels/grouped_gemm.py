@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from . import numbers
 from .activation import activate
-from .decode import decoded, finished, has_minima, is_stepped, is_whole, joined, look_up, minima, words_of
+from .decode import decoded, finished, has_minima, in_units, is_running, is_whole, joined, look_up, minima, words_of
 from .tiles import begun, dot, halves, store_rows, token_at
 
 __all__ = ["grouped_gemm_kernel", "grouped_tile"]
@@ -64,13 +64,13 @@ def _load_weights(pointers, k, left, WIDTH: tl.constexpr, WEIGHT: tl.constexpr, 
 
 @triton.jit
 def _multiply(
-    acc, w, w1, scale, scale_step, x, sums, x_scale,
+    acc, unit, w, w1, scale, scale_step, x, sums, x_scale,
     WEIGHT: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr, X_SCALED: tl.constexpr, STACKED: tl.constexpr,
     PART: tl.constexpr, WHOLE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Add one K block: weights ``w [BLOCK_N, .]`` times tokens ``x``, a tensor or one a quarter, scaled as SCALE says.
 
-    WHOLE: the quarters are one product.
+    Returns the sum and its unit, where it has one (``is_running``). WHOLE: the quarters are one product.
 
     x_scale: of the tokens if X_SCALED. sums ``[32, BLOCK_T]``: of the tokens' columns, where weights have minima; where
     codes look numbers up, those (``words_of``).
@@ -83,7 +83,7 @@ def _multiply(
         FOLDED: tl.constexpr = (WEIGHT == E2M1_LANES or WEIGHT == E4M3_LANES) and SCALE != BLOCK_SCALE
         if has_minima(SCALE, WORDS):
             product = dot(minima(m[0], m[1], m[2], m[3]), sums, none, ASM)
-            acc += product * f[1] if is_stepped(SCALE, WORDS) else product
+            acc += product * f[1] if is_whole(SCALE, WORDS) else product
         if is_whole(SCALE, WORDS):
             product = acc if FOLDED else none
             if WHOLE:
@@ -110,6 +110,11 @@ def _multiply(
                     for at in tl.static_range(EACH):
                         product = dot(terms[at][term], x[first + at], product, ASM)
                 acc += product * f[first]
+        elif is_running(WEIGHT, SCALE, WORDS):
+            for quarter in tl.static_range(4):
+                acc = dot(a[quarter], x[quarter], in_units(acc, unit, f[quarter], ASM), ASM)
+                unit = f[quarter]
+            acc = finished(acc, ASM)
         else:
             for quarter in tl.static_range(4):
                 acc += dot(a[quarter], x[quarter], none, ASM) * f[quarter]
@@ -126,7 +131,7 @@ def _multiply(
             acc += dot(w, x[0], none, ASM) * x_scale[None, :]
         else:
             acc = dot(w, x[0], acc, ASM)
-    return acc
+    return acc, unit
 
 
 @triton.jit
@@ -187,6 +192,9 @@ def grouped_tile(
     if has_minima(SCALE, WORDS):
         sums_ptr = sums + token[None, :] * (32 * K_BLOCKS) + tl.arange(0, 32)[:, None]
 
+    RUNNING: tl.constexpr = is_running(WEIGHT, SCALE, WORDS)
+    up_unit = tl.zeros((BLOCK_N, 1), dtype=tl.float32) if RUNNING else 0.0
+    gate_unit = up_unit
     up = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
     if SETS == 2:
         gate = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
@@ -206,17 +214,17 @@ def grouped_tile(
             if WHOLE:
                 # Read before gate is multiplied, and decoded while the tensor core is busy.
                 u0, u1 = _load_weights(up_ptr, k[None, :], left, WIDTH, WEIGHT, EVEN_K or QUARTERS)
-            gate = _multiply(
-                gate, w0, w1, s_ptr, n_out, tokens, added, xs, WEIGHT, SCALE, WORDS, X_SCALE == 1, STACKED, 0, WHOLE,
-                ASM,
+            gate, gate_unit = _multiply(
+                gate, gate_unit, w0, w1, s_ptr, n_out, tokens, added, xs, WEIGHT, SCALE, WORDS, X_SCALE == 1, STACKED,
+                0, WHOLE, ASM,
             )  # fmt: skip
             w_ptr += k_step
             s_ptr += s_k
         if SETS == 1 or not WHOLE:
             u0, u1 = _load_weights(up_ptr, k[None, :], left, WIDTH, WEIGHT, EVEN_K or QUARTERS)
-        up = _multiply(
-            up, u0, u1, us_ptr, n_out, tokens, added, xs, WEIGHT, SCALE, WORDS, X_SCALE == 1, STACKED, SETS - 1, WHOLE,
-            ASM,
+        up, up_unit = _multiply(
+            up, up_unit, u0, u1, us_ptr, n_out, tokens, added, xs, WEIGHT, SCALE, WORDS, X_SCALE == 1, STACKED,
+            SETS - 1, WHOLE, ASM,
         )  # fmt: skip
         up_ptr += k_step
         us_ptr += s_k
@@ -226,6 +234,10 @@ def grouped_tile(
         gdc_launch_dependents()
     vector = (matrix + part) * n_out + n_first + column
     last = vector + (SETS - 1) * n_out
+    if RUNNING:
+        up *= up_unit
+        if SETS == 2:
+            gate *= gate_unit
     if X_SCALE == 2:
         per_token = tl.load(x_scale + token)[None, :]
         up *= per_token

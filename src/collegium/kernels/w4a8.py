@@ -28,62 +28,35 @@ INT4_FLOATS = tl.constexpr(numbers.INT4_FLOATS)
 
 NO_ACTIVATION = tl.constexpr(numbers.NO_ACTIVATION)
 
+# Without signs, the upper half of the codes of word $W to the lower half of n: permutations read four codes.
+_HALVES = "and.b32 m, $W, 0x77777777; shr.u32 n, m, 16; shl.b32 s, $W, 4;"
+_SIGNS = "lop3.b32 $0, a, $W, 0x80808080, 0xF8; lop3.b32 $1, b, s, 0x80808080, 0xF8;"
+
+
+def _text(word: int, *steps: str) -> tl.constexpr:
+    return tl.constexpr(("{ .reg .b32 m, n, s, a, b; " + " ".join(steps) + " }").replace("$W", f"${word}"))
+
+
 # $2: the word; $3 and $7 (of $3 to $6 and $7 to $10, all the same): the table of eight bytes the permutations read.
-_E8M0_ASM = tl.constexpr(
-    """
-    {
-    .reg .b32 m, n, s;
-    and.b32 m, $2, 0x77777777;
-    shr.u32 n, m, 16;
-    prmt.b32 m, $3, $7, m;
-    prmt.b32 n, $3, $7, n;
-    shl.b32 s, $2, 4;
-    lop3.b32 $0, m, $2, 0x80808080, 0xF8;
-    lop3.b32 $1, n, s, 0x80808080, 0xF8;
-    }
-    """
-)
+_E8M0_ASM = _text(2, _HALVES, "prmt.b32 a, $3, $7, m; prmt.b32 b, $3, $7, n;", _SIGNS)
 
 # Two tables: 0 to 7 and -8 to -1; the sign, spread over its byte, chooses.
-_INT4_ASM = tl.constexpr(
-    """
-    {
-    .reg .b32 m, n, s, p, q;
-    and.b32 m, $2, 0x77777777;
-    shr.u32 n, m, 16;
-    prmt.b32 p, 0x44403800, 0x4E4C4A48, m;
-    prmt.b32 q, 0xCACCCED0, 0xB8C0C4C8, m;
-    prmt.b32 s, $2, 0, 0xBA98;
-    lop3.b32 $0, s, q, p, 0xCA;
-    prmt.b32 p, 0x44403800, 0x4E4C4A48, n;
-    prmt.b32 q, 0xCACCCED0, 0xB8C0C4C8, n;
-    shl.b32 s, $2, 4;
-    prmt.b32 s, s, 0, 0xBA98;
-    lop3.b32 $1, s, q, p, 0xCA;
-    }
-    """
+_TWO = "prmt.b32 a, 0x44403800, 0x4E4C4A48, {0}; prmt.b32 b, 0xCACCCED0, 0xB8C0C4C8, {0};"
+_INT4_ASM = _text(
+    2,
+    _HALVES,
+    _TWO.format("m") + "prmt.b32 m, $W, 0, 0xBA98; lop3.b32 $0, m, b, a, 0xCA;",
+    _TWO.format("n") + "prmt.b32 s, s, 0, 0xBA98; lop3.b32 $1, s, b, a, 0xCA;",
 )
 
 # $0, $1: first operands; $2, $3: second ones; $4: the word; $5 and $9: the first ones' table; $13 and $17: what
 # the second ones lack of the first. Additions issue on another pipe than the permutations and logic that limit this
 # kernel: so the second operands are differences, and the sign comes with the first.
-_E4M3_ASM = tl.constexpr(
-    """
-    {
-    .reg .b32 m, n, s, a, b;
-    and.b32 m, $4, 0x77777777;
-    shr.u32 n, m, 16;
-    shl.b32 s, $4, 4;
-    prmt.b32 a, $5, $9, m;
-    prmt.b32 b, $5, $9, n;
-    lop3.b32 $0, a, $4, 0x80808080, 0xF8;
-    lop3.b32 $1, b, s, 0x80808080, 0xF8;
-    prmt.b32 a, $13, $17, m;
-    prmt.b32 b, $13, $17, n;
-    sub.u32 $2, $0, a;
-    sub.u32 $3, $1, b;
-    }
-    """
+_E4M3_ASM = _text(
+    4,
+    _HALVES,
+    "prmt.b32 a, $5, $9, m; prmt.b32 b, $5, $9, n;" + _SIGNS,
+    "prmt.b32 a, $13, $17, m; prmt.b32 b, $13, $17, n; sub.u32 $2, $0, a; sub.u32 $3, $1, b;",
 )
 
 

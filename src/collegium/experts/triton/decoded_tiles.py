@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 from ...runtime.machine import Machine
-from .tile_choice import TileChoice, TileProblem, experts_hit, starts_early, weight_bytes, weight_rows
+from .tile_choice import TileChoice, TileProblem, starts_early
 
 __all__ = ["decoded_candidates", "decoded_score", "once_from"]
 
@@ -17,6 +17,8 @@ _INT8 = {16: (1.33, 4, 0), 32: (1.4, 4, 0), 64: (1.35, 4, 0)}
 _FP8 = {16: (1.33, 4, 0), 32: (1.5, 4, 0), 64: (1.4, 8, 128)}
 _MINIMA = {16: (1.4, 4, 0), 32: (1.38, 4, 0), 64: (1.68, 4, 0)}
 _QUARTERS = {16: (1.0, 4, 0), 32: (1.0, 4, 0)}
+_UNITS4 = {16: (1.0, 4, 0), 64: (1.0, 4, 168)}
+_UNITS8 = {16: (1.0, 4, 0), 64: (1.0, 4, 0), 128: (1.15, 4, 0)}
 
 
 def decoded_candidates(problem: TileProblem, machine: Machine) -> tuple[TileChoice, ...]:
@@ -25,7 +27,7 @@ def decoded_candidates(problem: TileProblem, machine: Machine) -> tuple[TileChoi
     table, stacked = _tiles_of(problem), problem.parts == 2
     for block_t, (_, warps, registers) in table.items():
         if machine.copies:
-            joined, short = table is not _QUARTERS, table is _MINIMA and block_t == 64
+            joined, short = not problem.quartered, table is _MINIMA and block_t == 64
         elif block_t == 128 or (block_t == 64 and table is _MINIMA):
             continue
         else:
@@ -49,7 +51,7 @@ def decoded_candidates(problem: TileProblem, machine: Machine) -> tuple[TileChoi
                 joined=joined and (block_t > 16 or (table, block_n) not in ((_INT4, 128), (_MXFP4, 64))),
             )
             # Weights leave shared memory for registers a step before tokens do.
-            weights = weight_rows(problem, tile) * problem.weight_bits / 8 * problem.block_k
+            weights = tile.weight_rows(problem) * problem.weight_bits / 8 * problem.block_k
             tokens = block_t * problem.x_bits / 8 * problem.block_k
             fit = int(((machine.shared + 1024) / _resident(tile) - 1024 + weights) / (tokens + weights))
             if 2 * tokens + weights <= machine.shared:
@@ -59,8 +61,8 @@ def decoded_candidates(problem: TileProblem, machine: Machine) -> tuple[TileChoi
 
 def decoded_score(problem: TileProblem, tile: TileChoice, machine: Machine) -> float:
     """Return microseconds, fitted to products of four models and eight formats on an H200, 2026-11-24."""
-    hit, weights = experts_hit(problem), weight_bytes(problem)
-    each = problem.rows / hit
+    hit, weights = problem.experts_hit, problem.weight_bytes
+    each, running = problem.rows / hit, problem.quartered and not problem.promoted
     # A tile less than full at the end of every expert: half of one on average, a whole one when all rows fit.
     tiles = 1.0 if each <= tile.block_t / 2 else each / tile.block_t + 0.5
     columns = math.ceil(problem.n_out / tile.columns)
@@ -70,10 +72,12 @@ def decoded_score(problem: TileProblem, tile: TileChoice, machine: Machine) -> f
     late = 1.1 if 7 * each < tile.block_t else 1.05 if problem.weight_bits > 6 and tile.block_n == 128 else 1.0
     memory = (weights + again / 4) / machine.bandwidth * late
     each_sm = hit * tiles * columns / machine.sms
-    work = each_sm * weight_rows(problem, tile) * problem.k_in / 16384 * _step(problem, tile, each)
+    work = each_sm * tile.weight_rows(problem) * problem.k_in / 16384 * _step(problem, tile, each)
     if tile.block_n == 64 and tile.block_t == 16:
         # Few programs: two beside each other hide each other's waits.
-        work *= 0.9 if each_sm < (2 if problem.promoted else 4) else 1.0 if problem.weight_bits > 6 else 1.2
+        few = 1 if running else 2 if problem.promoted else 4
+        slower = 0.9 if each_sm < few else 1.45 if running else 1.0 if problem.weight_bits > 6 else 1.2
+        work, memory = work * slower, memory * (slower if running else 1.0)
     if each_sm < 4:
         work /= max(each_sm / math.ceil(each_sm), 0.5)
     waves = each_sm / _resident(tile)
@@ -85,8 +89,8 @@ def decoded_score(problem: TileProblem, tile: TileChoice, machine: Machine) -> f
 
 def once_from(problem: TileProblem) -> int:
     """Return the rows of an expert from which on weights are better decoded once, into memory, before the products."""
-    if problem.quartered:
-        return 288 if problem.operands == 2 else 1024
+    if problem.operands == 2:
+        return 288
     table = _tiles_of(problem)
     if problem.weight_bits > 6:
         return 448 if table is _INT8 else 480
@@ -108,7 +112,7 @@ def _step(problem: TileProblem, tile: TileChoice, each: float) -> float:
 
 def _tiles_of(problem: TileProblem) -> dict[int, tuple[float, int, int]]:
     if problem.quartered:
-        return _QUARTERS
+        return _QUARTERS if problem.promoted else _UNITS8 if problem.weight_bits > 6 else _UNITS4
     if problem.x_bits > 16:
         return _MINIMA
     if problem.block_k < 128:

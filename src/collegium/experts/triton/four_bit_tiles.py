@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 from ...runtime.machine import Machine
-from .tile_choice import TileChoice, TileProblem, experts_hit, stage_bytes, starts_early, weight_bytes
+from .tile_choice import TileChoice, TileProblem, starts_early
 
 __all__ = ["TALL", "four_bit_candidates", "four_bit_score"]
 
@@ -33,7 +33,7 @@ def four_bit_candidates(problem: TileProblem, machine: Machine) -> tuple[TileCho
             narrow = block_n == 64 or problem.quartered or (block_t == 16 and problem.operands == 2)
             group_t = 32 if block_t == 128 and problem.operands == 1 else 1 if narrow else 8
             tile = TileChoice(block_n=block_n, block_t=block_t, warps=warps, stages=1, group_t=group_t, overlap=overlap)
-            fitting = int((machine.shared - 4096) / stage_bytes(problem, tile))
+            fitting = int((machine.shared - 4096) / tile.stage_bytes(problem))
             # A wide tile whose weights take several products decodes so long that a fifth stage has nothing to hide.
             busy = block_n > 64 and (problem.quartered or problem.operands == 2)
             stages = min(3 if block_t > 128 else 4 if block_t > 32 or busy else 5, fitting)
@@ -57,7 +57,7 @@ def four_bit_candidates(problem: TileProblem, machine: Machine) -> tuple[TileCho
 
 def four_bit_score(problem: TileProblem, tile: TileChoice, machine: Machine) -> float:
     """Return microseconds, fitted to four models' products on an H200, 2026-11-21."""
-    hit = experts_hit(problem)
+    hit = problem.experts_hit
     each = problem.rows / hit
     if problem.quartered:
         tiles = hit * _tiles_of(each, tile.block_t)
@@ -65,7 +65,7 @@ def four_bit_score(problem: TileProblem, tile: TileChoice, machine: Machine) -> 
         tiles = hit * (1.0 if each <= tile.block_t / 2 else each / tile.block_t + 0.5)
     columns = math.ceil(problem.n_out / tile.block_n)
     steps = math.ceil(problem.k_in / problem.block_k)
-    memory = weight_bytes(problem) / machine.bandwidth
+    memory = problem.weight_bytes / machine.bandwidth
     each_sm = tiles * columns / machine.sms
     math_time = each_sm * steps * _four_bit_step(problem, tile) / 1000
     if problem.quartered and each_sm < 4:

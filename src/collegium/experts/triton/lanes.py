@@ -42,6 +42,7 @@ __all__ = [
 ]  # fmt: skip
 
 _CHUNK = 1 << 20  # codes re-laid at a time
+_LEAST = 2.0**-80
 
 
 def pack_plain(payload: Bf16 | Fp16, bias: Tensor | None) -> PackedMatrix:
@@ -107,7 +108,7 @@ def pack_nvfp4(payload: NvFp4, bias: Tensor | None) -> PackedMatrix:
 
 
 def pack_int(payload: Integers, bias: Tensor | None) -> PackedMatrix:
-    """Re-lay codes; a group's float32 product is multiplied by its scale, which is kept exactly.
+    """Re-lay codes; a group's product is multiplied by its scale, or sums are in units of it; exact as ``_kept`` says.
 
     A zero point goes into the low byte of its scale, which a 16-bit number leaves free as a float32. Raises InputError
     when a group is no multiple of 32 columns (and not the whole row), and for zero points beside float32 scales.
@@ -127,15 +128,22 @@ def pack_int(payload: Integers, bias: Tensor | None) -> PackedMatrix:
     if zeroed:
         words, dtype = 4 if words > 1 else 1, torch.float32
     kind = numbers.ZERO_SCALE if zeroed else numbers.PAIR_SCALE if words == 2 else numbers.GROUP_SCALE
-    layout = replace(LANES[f"int{bits}"].of(payload.shape), scale_kind=kind, words=words, quartered=words > 1)
+    layout = replace(
+        LANES[f"int{bits}"].of(payload.shape), scale_kind=kind, words=words, quartered=words > 1, promoted=words == 1
+    )
     experts, parts, n_out, _ = payload.shape
     scale = torch.empty((experts, parts, layout.k_blocks, words, n_out), dtype=dtype, device=payload.codes.device)
     for expert, target in enumerate(scale):
-        target.copy_(by_word(payload, payload.scales[expert], words, dtype).permute(0, 2, 3, 1))
+        target.copy_(by_word(payload, _kept(payload.scales[expert]), words, dtype).permute(0, 2, 3, 1))
         if zeros is not None:
             stored = target.view(torch.int32)
             stored |= by_word(payload, zeros[expert], words, torch.int32).permute(0, 2, 3, 1)
-    values = _lanes(payload.codes, layout, 8, _e4m3_lane if bits == 8 else _int4_lane, order)
+
+    def cleared(found: Tensor, at: tuple[int, int], here: slice) -> Tensor:
+        zero = 1 << (bits - 1) if zeros is None else zeros[at][here]
+        return _cleared(found, payload.scales[at][here], payload.group_size, zero)
+
+    values = _lanes(payload.codes, layout, 8, _e4m3_lane if bits == 8 else _int4_lane, order, cleared=cleared)
     scale = scale.view(torch.int32) if zeroed else scale
     return PackedMatrix(layout=layout, values=values, scale=scale, bias=bias, order=order)
 
@@ -176,6 +184,7 @@ def pack_gguf(payload: Gguf, bias: Tensor | None, *, half: bool = False) -> Pack
         words=2 + two if stepped else 2 + 2 * two if kind.halves else 4,
         block_k=64 if kind.title == "Q6_K" else 128,
         quartered=not (two and stepped),
+        promoted=two,
     )
     scale = torch.empty(
         (experts, parts, layout.k_blocks, layout.words, n_out), dtype=torch.int32, device=payload.blocks.device
@@ -183,13 +192,18 @@ def pack_gguf(payload: Gguf, bias: Tensor | None, *, half: bool = False) -> Pack
     for matrix in range(experts * parts):
         at = divmod(matrix, parts)
         scale[at].copy_(_line_words(payload[at[0]][at[1]], layout).permute(1, 2, 0))
-    more = 0 if two else (32 if stepped else 128) - kind.zero
+    middle = 8 if not eight else 32 if stepped else 128
 
     def codes(rows: Tensor) -> Tensor:
         found = kind.codes(rows.reshape(-1, kind.nbytes)).view(rows.shape[0], -1)
-        if not kind.halves:
-            return (2 * torch.tensor(E2M1_VALUES, device=rows.device) + 128).to(torch.uint8)[found.int()]
-        return found + more if eight else found
+        if two:
+            return found
+        if kind.halves:
+            found = found + (middle - kind.zero)
+        else:
+            found = (2 * torch.tensor(E2M1_VALUES, device=rows.device) + middle).to(torch.uint8)[found.int()]
+        own = _group_scales(replace(payload, blocks=rows))
+        return _cleared(found, own, found.shape[1] // own.shape[1], middle)
 
     values = _lanes(payload.blocks, layout, 0, _e4m3_lane if eight else _int4_lane, unpack=codes)
     scale = scale if kind.halves else scale.view(torch.float32)
@@ -205,8 +219,11 @@ def _line_words(payload: Gguf, layout: Lanes) -> Tensor:
     rows, blocks = payload.shape[0], layout.k_blocks
     if not payload.kind.halves:
         # Codes are twice the numbers.
-        return _filled_words(e8m0_values(payload.blocks.device)[payload.blocks[..., 0].int()] / 2, layout)
+        return _filled_words(_kept(_group_scales(payload)) / 2, layout)
     halves, steps = payload.lines()
+    if halves.shape[1] == 1:
+        halves = _kept(halves.view(rows, -1)).view_as(halves)
+        steps = None if steps is None else steps + (steps == 0)
     if steps is None:
         return _filled_words(halves.view(rows, -1), layout)
     # Steps of a second half are subtracted.
@@ -216,10 +233,38 @@ def _line_words(payload: Gguf, layout: Lanes) -> Tensor:
     return torch.cat((words, *own), dim=-1)[:, :blocks]
 
 
+def _group_scales(payload: Gguf) -> Tensor:
+    """Return the float32 scales ``[N, G]`` of blocks ``[N, ., bytes]`` without a second half."""
+    if not payload.kind.halves:
+        return e8m0_values(payload.blocks.device)[payload.blocks[..., 0].int()]
+    halves, steps = payload.lines()
+    return (halves.float() * (1 if steps is None else steps[..., 0])).view(payload.blocks.shape[0], -1)
+
+
+def _kept(scales: Tensor) -> Tensor:
+    """Return scales, 1 for those up to 2^-80, which are no unit for a sum: their codes are zero (``_cleared``)."""
+    return torch.where(scales.abs() <= _LEAST, 1.0, scales)
+
+
+def _cleared(codes: Tensor, scales: Tensor, size: int, zero: Tensor | int) -> Tensor:
+    """Return codes ``[n, K]``, with ``zero`` in groups of ``size`` columns whose scale of ``[n, G]`` is no unit."""
+    gone = scales.abs() <= _LEAST
+    if not bool(gone.any()):
+        return codes
+    zeros = torch.as_tensor(zero, device=codes.device).to(codes.dtype).expand_as(gone)
+    gone, zeros = (each.repeat_interleave(size, dim=-1)[:, : codes.shape[1]] for each in (gone, zeros))
+    return torch.where(gone, zeros, codes)
+
+
 def _filled_words(scales: Tensor, layout: Lanes) -> Tensor:
-    """Return scales ``[N, any]`` as int32 ``[N, B, words]``, filled with zeros."""
+    """Return scales ``[N, any]`` as int32 ``[N, B, words]``, filled with ones."""
     short = layout.k_blocks * layout.words * 4 // scales.element_size() - scales.shape[1]
-    return functional.pad(scales, (0, short)).contiguous().view(torch.int32).view(-1, layout.k_blocks, layout.words)
+    return (
+        functional.pad(scales, (0, short), value=1.0)
+        .contiguous()
+        .view(torch.int32)
+        .view(-1, layout.k_blocks, layout.words)
+    )
 
 
 def column_order(payload: Int4Ordered | Int8Ordered) -> Tensor:
@@ -297,11 +342,12 @@ def _lanes(
     lane: Callable[[Tensor], Tensor],
     order: Tensor | None = None,
     unpack: Callable[[Tensor], Tensor] | None = None,
+    cleared: Callable[[Tensor, tuple[int, int], slice], Tensor] | None = None,
 ) -> Tensor:
     """Return int16 lanes of nibbles ``codes [E, P, N, bytes]``, low nibble first, or of bytes ``[E, P, N, K]``.
 
     order: ``[E, K]``, which column goes to each place; None: its own. unpack: of codes ``[n, ...]`` stored otherwise,
-    bytes ``[n, any]``.
+    bytes ``[n, any]``. cleared: of bytes ``[n, K]``, in the order of order, of which rows of which expert and part.
     """
     unpack = unpack or (unpack_nibbles if layout.code_bits == 4 else torch.Tensor.contiguous)
     experts, parts, n_out, k_in = layout.shape
@@ -309,14 +355,16 @@ def _lanes(
     out = torch.empty(layout.values_shape, dtype=layout.stored, device=codes.device)
     step = max(1, _CHUNK // (blocks * block_k))
     for matrix in range(experts * parts):
-        source, target = codes[matrix // parts, matrix % parts], out[matrix // parts, matrix % parts]
+        at = divmod(matrix, parts)
+        source, target = codes[at], out[at]
         for start in range(0, n_out, step):
-            rows = source[start : start + step]
-            rows = unpack(rows)[:, :k_in]
-            rows = rows if order is None else rows.index_select(1, order[matrix // parts])
+            here = slice(start, start + step)
+            rows = unpack(source[here])[:, :k_in]
+            rows = rows if order is None else rows.index_select(1, order[at[0]])
+            rows = rows if cleared is None else cleared(rows, at, here)
             padded = functional.pad(rows, (0, blocks * block_k - k_in), value=zero)
             quarters = padded.view(-1, blocks, 4, block_k // 4).to(torch.int32)
-            target[:, start : start + step] = lane(quarters).to(torch.int16).transpose(0, 1)
+            target[:, here] = lane(quarters).to(torch.int16).transpose(0, 1)
     if prod(out.shape) == 0:
         raise InputError(f"packing: a weight of shape {layout.shape} is empty, allowed: at least one row and column")
     return out

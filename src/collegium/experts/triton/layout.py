@@ -92,7 +92,7 @@ class Layout:
         plain = replace(ROWS["plain"].of(self.shape, half=half), stored=self.row_dtype)
         if self.scale_kind in (numbers.NO_SCALE, numbers.E8M0_SCALE, numbers.E4M3_SCALE):
             return plain
-        groups = 1 if self.words <= 1 or self.stepped else self.words if self.operands == 2 else 4
+        groups = self.words if self.operands == 2 else 1
         plain = replace(plain, block_k=self.block_k // groups, operands=self.operands)
         return replace(plain, scale_kind=numbers.GROUP_SCALE, words=3 if self.stepped else 1)
 
@@ -114,8 +114,8 @@ class Layout:
 
     @property
     def expands(self) -> bool:
-        """Whether they become 16-bit numbers, decoded before products of large batches, and gain: not groups of 16."""
-        return self.stepped or not (self.minima or (self.quartered and self.block_k < 128))
+        """Whether they become 16-bit numbers, decoded before products of large batches, and gain."""
+        return self.stepped or self.operands == 2 or not (self.minima or self.quartered)
 
     @property
     def values_shape(self) -> tuple[int, ...]:

@@ -4,10 +4,7 @@ from dataclasses import dataclass
 
 from ...runtime.machine import Machine
 
-__all__ = [
-    "TileChoice", "TileProblem", "TunedTiles", "experts_hit", "stage_bytes", "starts_early", "weight_bytes",
-    "weight_rows",
-]  # fmt: skip
+__all__ = ["TileChoice", "TileProblem", "TunedTiles", "starts_early"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +28,17 @@ class TileProblem:
     promoted: bool = False
     quartered: bool = False
     operands: int = 1
+
+    @property
+    def experts_hit(self) -> float:
+        """How many experts random rows are likely to have."""
+        missed = (1 - 1 / self.experts) ** self.rows if self.experts > 1 else 0.0
+        return max(1.0, self.experts * (1 - missed))
+
+    @property
+    def weight_bytes(self) -> float:
+        """The bytes of those experts' weights."""
+        return self.experts_hit * self.parts * self.n_out * self.k_in * self.weight_bits / 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +71,15 @@ class TileChoice:
         """Output columns of a program."""
         return self.block_n // 2 if self.stacked else self.block_n
 
+    def weight_rows(self, problem: TileProblem) -> int:
+        """Return the weight rows of a program."""
+        return self.block_n * (1 if self.stacked else problem.parts)
+
+    def stage_bytes(self, problem: TileProblem) -> float:
+        """Return the shared memory of one K block."""
+        weights = self.weight_rows(problem) * problem.weight_bits
+        return problem.block_k * (weights + self.block_t * problem.x_bits) / 8
+
 
 TunedTiles = tuple[tuple[int, TileChoice], ...]  # (rows, the tile measured to be best there), rows ascending
 
@@ -70,26 +87,4 @@ TunedTiles = tuple[tuple[int, TileChoice], ...]  # (rows, the tile measured to b
 def starts_early(problem: TileProblem, machine: Machine) -> bool:
     """Return whether the product may start while the kernel before it ends."""
     # A product gains by starting before the kernel before it ends; a long one that decodes its weights can lose.
-    return machine.pdl and (not problem.decoded or weight_bytes(problem) < 4.5e8)
-
-
-def experts_hit(problem: TileProblem) -> float:
-    """Return how many experts random rows are likely to have."""
-    missed = (1 - 1 / problem.experts) ** problem.rows if problem.experts > 1 else 0.0
-    return max(1.0, problem.experts * (1 - missed))
-
-
-def weight_bytes(problem: TileProblem) -> float:
-    """Return the bytes of those experts' weights."""
-    return experts_hit(problem) * problem.parts * problem.n_out * problem.k_in * problem.weight_bits / 8
-
-
-def weight_rows(problem: TileProblem, tile: TileChoice) -> int:
-    """Return the weight rows of a program."""
-    return tile.block_n * (1 if tile.stacked else problem.parts)
-
-
-def stage_bytes(problem: TileProblem, tile: TileChoice) -> float:
-    """Return the shared memory of one K block."""
-    weights = weight_rows(problem, tile) * problem.weight_bits
-    return problem.block_k * (weights + tile.block_t * problem.x_bits) / 8
+    return machine.pdl and (not problem.decoded or problem.weight_bytes < 4.5e8)

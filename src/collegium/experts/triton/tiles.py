@@ -14,16 +14,7 @@ from ...errors import PlanError
 from ...runtime.machine import Machine
 from .decoded_tiles import decoded_candidates, decoded_score, once_from
 from .four_bit_tiles import four_bit_candidates, four_bit_score
-from .tile_choice import (
-    TileChoice,
-    TileProblem,
-    TunedTiles,
-    experts_hit,
-    stage_bytes,
-    starts_early,
-    weight_bytes,
-    weight_rows,
-)
+from .tile_choice import TileChoice, TileProblem, TunedTiles, starts_early
 
 __all__ = ["BAND", "candidates", "choose", "nearest", "prefill_tile", "score"]
 
@@ -46,7 +37,7 @@ def candidates(problem: TileProblem, machine: Machine) -> tuple[TileChoice, ...]
     found: list[TileChoice] = []
     if problem.decoded:
         return (four_bit_candidates if problem.x_bits == 8 else decoded_candidates)(problem, machine)
-    overlap, hit = starts_early(problem, machine), experts_hit(problem)
+    overlap, hit = starts_early(problem, machine), problem.experts_hit
     for block_t in (16, 32, 64, 128, 256):
         # Where every expert has one tile, programs in a row share its tokens and read neighbours in memory.
         group_t = 1 if problem.rows <= block_t * hit else 8
@@ -75,7 +66,7 @@ def score(problem: TileProblem, tile: TileChoice, machine: Machine) -> float:
     """Return the estimated microseconds of ``problem`` with ``tile``."""
     if problem.decoded:
         return (four_bit_score if problem.x_bits == 8 else decoded_score)(problem, tile, machine)
-    hit, weights = experts_hit(problem), weight_bytes(problem)
+    hit, weights = problem.experts_hit, problem.weight_bytes
     if tile == _lone(problem, machine):
         return weights / machine.bandwidth
     each = problem.rows / hit
@@ -92,14 +83,14 @@ def score(problem: TileProblem, tile: TileChoice, machine: Machine) -> float:
     # The last wave is only partly full: with few waves that is felt, with many it is not.
     filled = waves / math.ceil(waves) if waves > 1 else 1.0
     # One multiprocessor reads 1.5 times its share at most, however many others have nothing to do.
-    one = weight_rows(problem, tile) * problem.k_in * problem.weight_bits / 8
+    one = tile.weight_rows(problem) * problem.k_in * problem.weight_bits / 8
     memory = max(memory, one * machine.sms / (1.5 * machine.bandwidth)) * _slower(problem, tile, waves)
     return max(memory, math_time) / filled**0.5 + 0.25 * min(memory, math_time)
 
 
 def _slower(problem: TileProblem, tile: TileChoice, waves: float) -> float:
     """Return how many times longer a tile of undecoded weights takes to read them than the best one."""
-    rows = weight_rows(problem, tile)
+    rows = tile.weight_rows(problem)
     factor = 1 + 0.08 / (tile.stages - 1)
     if waves <= 1 and rows > tile.block_n:
         return factor * 1.08  # one wave: two operands a step keep fewer bytes in flight than one of eight warps
@@ -127,7 +118,7 @@ def _lone(problem: TileProblem, machine: Machine) -> TileChoice | None:
     scores as if it took no longer than its weights. Bytes in flight matter most: 8 stages, or 6 where two
     programs then fit beside each other and are needed.
     """
-    alone = machine.copies and problem.rows <= 16 and problem.rows <= 1.1 * experts_hit(problem)
+    alone = machine.copies and problem.rows <= 16 and problem.rows <= 1.1 * problem.experts_hit
     # In 16 bits both products of a layer gain together or not at all; the outputs of one are the inputs of the other.
     least = min(problem.k_in, problem.n_out) if problem.x_bits == 16 else problem.k_in
     if not alone or least < 12 * problem.block_k:
@@ -140,7 +131,7 @@ def _lone(problem: TileProblem, machine: Machine) -> TileChoice | None:
         stages = 8 if programs <= machine.sms else 6
     overlap = starts_early(problem, machine)
     tile = TileChoice(block_n=64, block_t=16, warps=4, stages=stages, group_t=1, overlap=overlap)
-    return tile if stages * stage_bytes(problem, tile) <= machine.shared - 4096 else None
+    return tile if stages * tile.stage_bytes(problem) <= machine.shared - 4096 else None
 
 
 def prefill_tile(problem: TileProblem, machine: Machine) -> TileChoice | None:
@@ -176,17 +167,17 @@ def _coprime(most: int) -> int:
 
 def _stages(problem: TileProblem, machine: Machine, tile: TileChoice) -> tuple[int, ...]:
     room = machine.shared - 4096
-    one = stage_bytes(problem, tile)
+    one = tile.stage_bytes(problem)
     # Two programs on a multiprocessor hide each other's waits better than more stages of one.
     fits = next((f for count, least in ((3, 4), (2, 3)) if (f := int(room / count / one)) >= least), int(room / one))
     stages = min(4, fits)
     if stages < 2:
         return ()
-    rows, deep = weight_rows(problem, tile), min(6 if tile.warps == 4 else 5, int(room / 2 / one))
+    rows, deep = tile.weight_rows(problem), min(6 if tile.warps == 4 else 5, int(room / 2 / one))
     short = problem.k_in < 12 * problem.block_k
-    few = tile.block_t == 16 and problem.rows <= 8 * experts_hit(problem)
+    few = tile.block_t == 16 and problem.rows <= 8 * problem.experts_hit
     alone = few and tile.warps == 4 and problem.k_in >= 20 * problem.block_k and 8 * one <= room
-    if rows == 64 and alone and problem.n_out * experts_hit(problem) <= 128 * machine.sms:
+    if rows == 64 and alone and problem.n_out * problem.experts_hit <= 128 * machine.sms:
         return (stages, 8)  # hardly more than one program on a multiprocessor
     if rows != 128 or tile.block_t > 32 or deep <= stages or short:
         return (stages,)
@@ -196,12 +187,12 @@ def _stages(problem: TileProblem, machine: Machine, tile: TileChoice) -> tuple[i
 
 
 def _accumulators(problem: TileProblem, tile: TileChoice) -> float:
-    copies = weight_rows(problem, tile) + (tile.block_n if problem.promoted else 0)
+    copies = tile.weight_rows(problem) + (tile.block_n if problem.promoted else 0)
     return copies * tile.block_t / (32 * tile.warps)
 
 
 def _resident(problem: TileProblem, tile: TileChoice, machine: Machine) -> int:
-    by_shared = int(machine.shared / (tile.stages * stage_bytes(problem, tile) + 1024))
+    by_shared = int(machine.shared / (tile.stages * tile.stage_bytes(problem) + 1024))
     registers = 64 + _accumulators(problem, tile)
     return max(1, min(by_shared, int(65536 / (registers * 32 * tile.warps))))
 
@@ -211,7 +202,7 @@ def _program(problem: TileProblem, tile: TileChoice, machine: Machine) -> float:
 
     Fitted to products of 4096 x 4096 and 4096 x 2048 over 256 experts on an H200, 2026-11-21.
     """
-    rows = weight_rows(problem, tile)
+    rows = tile.weight_rows(problem)
     weights = rows * problem.k_in
     area = rows * tile.block_t
     share = 0.76 * (area / (256 * 128)) ** 0.33

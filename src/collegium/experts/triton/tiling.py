@@ -157,8 +157,7 @@ def product_regions(problem: ExpertsProblem, tiling: ProductTiling) -> Regions:
     """Return the memory ``PackedExperts.run`` takes at most: operands, middle rows, result, tile lists."""
     dtype, form, rows = DTYPES[problem.dtype], tiling.activations, problem.rows
     name = None if form is None else form.name
-    result = 2 if dtype == torch.bfloat16 else 4
-    middle = result if form else 2
+    result = dtype.itemsize if form is None or dtype == torch.bfloat16 else 4
     wide, hidden = problem.intermediate, problem.hidden
     order, second = tiling.gate_up.row_order, tiling.down.row_order
     taken = rows if problem.weighted else problem.tokens
@@ -172,7 +171,7 @@ def product_regions(problem: ExpertsProblem, tiling: ProductTiling) -> Regions:
             own |= {"halves": 2 * count * columns, "scales": 4 * count, "sums": 2 * SUMS * count * -(-columns // 128)}
     if form is not None and lies_across(form, tiling.gate_up):
         x["across/codes"] = 4 * across_rows(rows) * -(-hidden // form.group)
-    regions: Regions = {"rows": rows * hidden * result, "middle": rows * wide * middle}
+    regions: Regions = {"rows": rows * hidden * result, "middle": rows * wide * result}
     count = tile_count(rows, problem.experts, 16)
     lists = {"expert": 4 * count, "row": 8 * count, "used": 4}
     regions |= under("first", lists) | under("second", lists)
