@@ -675,6 +675,19 @@ def test_decoded_weights_are_multiplied_whole_on_hopper_alone() -> None:
     assert not any(tile.registers for tile in candidates(many, ampere))
 
 
+def test_sums_in_units_of_a_group_leave_room_for_tall_tiles() -> None:
+    hopper, ampere = machine_of((9, 0), 132), machine_of((8, 0), 108)
+    four = {"decoded": True, "quartered": True, "weight_bits": 4.5}
+    for bits, most, few in ((4.5, 64, 128), (8.5, 128, 64)):
+        one, many = (replace(products(n, SIZES[1], **four), block_k=128, weight_bits=bits) for n in (1, 8192))
+        assert choose(many, hopper).block_t == most
+        assert (choose(one, hopper).block_t, choose(one, hopper).block_n) == (16, few)
+        assert choose(many, ampere).block_t == 64
+        assert not any(tile.joined for tile in candidates(many, hopper))
+        # Two sums do not fit beside each other.
+        assert choose(replace(many, promoted=True), hopper).block_t == 32
+
+
 def test_one_token_of_undecoded_weights_keeps_many_bytes_on_their_way() -> None:
     hopper, ampere = machine_of((9, 0), 132), machine_of((8, 0), 108)
     eight = {"promoted": True, "x_bits": 8, "weight_bits": 8}

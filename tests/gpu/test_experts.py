@@ -194,7 +194,8 @@ def test_every_integer_beside_every_zero_point_is_exact(bits: int, group: int, d
     for block_n in (64, 128):
         tile = TileChoice(block_n=block_n, block_t=16, warps=4, stages=2)
         grouped_gemm(torch.eye(256, device="cuda").to(dtype), packed, offsets, tile_list(offsets, 256, tile), found)
-        assert torch.equal(found.T, payload.decode()[0, 0])
+        # A sum in units of a group is rounded whenever the unit changes.
+        assert relative_error(found.T, payload.decode()[0, 0]) <= (2e-6 if group == 32 else 0.0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -209,8 +210,8 @@ def test_every_code_and_step_of_gguf_blocks_is_exact(kind: str, dtype: torch.dty
     for block_n in (64, 128):
         tile = TileChoice(block_n=block_n, block_t=16, warps=4, stages=2)
         grouped_gemm(own, packed, offsets, tile_list(offsets, 512, tile), found, x_scale=beside)
-        # Two products of a minimum, or its difference, are rounded once more than the format's.
-        close = 2e-6 if packed.layout.minima else 0.0
+        # Two products of a minimum, its difference, and a sum in another unit are rounded once more than the format's.
+        close = 2e-6 if packed.layout.minima or packed.layout.quartered else 0.0
         assert relative_error(found.T, payload.decode()[0, 0]) <= close
 
 

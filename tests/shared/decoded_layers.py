@@ -32,7 +32,7 @@ DECODED = (
     *(("int4_group", act, group) for act in ("bf16", "fp16") for group in (32, 128)),
     *((f"int{bits}_affine", "bf16", group) for bits in (4, 8) for group in (32, 128)),
     *((f"int{bits}_affine", "fp16", 128) for bits in (4, 8)),
-    *((f"int{bits}_ordered", "bf16", 32) for bits in (4, 8)),
+    *((f"int{bits}_ordered", "bf16", group) for bits in (4, 8) for group in (32, 128)),
     *(("bnb4", act, 64) for act in ("bf16", "fp16")),
     *((kind, act, 32) for kind in KINDS for act in ("bf16", "fp16")),
 )

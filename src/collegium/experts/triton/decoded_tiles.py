@@ -17,6 +17,7 @@ _INT8 = {16: (1.33, 4, 0), 32: (1.4, 4, 0), 64: (1.35, 4, 0)}
 _FP8 = {16: (1.33, 4, 0), 32: (1.5, 4, 0), 64: (1.4, 8, 128)}
 _MINIMA = {16: (1.4, 4, 0), 32: (1.38, 4, 0), 64: (1.68, 4, 0)}
 _QUARTERS = {16: (1.0, 4, 0), 32: (1.0, 4, 0)}
+# Integers whose sums are in units of a group.
 _UNITS4 = {16: (1.0, 4, 0), 64: (1.0, 4, 168)}
 _UNITS8 = {16: (1.0, 4, 0), 64: (1.0, 4, 0), 128: (1.15, 4, 0)}
 
@@ -38,7 +39,7 @@ def decoded_candidates(problem: TileProblem, machine: Machine) -> tuple[TileChoi
         # and minima leave none for a whole K block beside 64 tokens.
         if short or (block_t == 64 and (table is _NVFP4 if stacked else table is _INT8)):
             joined = False
-        for block_n in (64,) if short else (64, 128) if block_t == 16 and warps == 4 else (128,):
+        for block_n in (64,) if short else (128,) if block_t > 16 or warps > 4 or table is _UNITS4 else (64, 128):
             tile = TileChoice(
                 block_n=block_n,
                 block_t=block_t,
@@ -75,7 +76,7 @@ def decoded_score(problem: TileProblem, tile: TileChoice, machine: Machine) -> f
     work = each_sm * tile.weight_rows(problem) * problem.k_in / 16384 * _step(problem, tile, each)
     if tile.block_n == 64 and tile.block_t == 16:
         # Few programs: two beside each other hide each other's waits.
-        few = 1 if running else 2 if problem.promoted else 4
+        few = 8 if running else 2 if problem.promoted else 4
         slower = 0.9 if each_sm < few else 1.45 if running else 1.0 if problem.weight_bits > 6 else 1.2
         work, memory = work * slower, memory * (slower if running else 1.0)
     if each_sm < 4:
