@@ -371,7 +371,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("E8M0 bias off by one (MXFP8)", "experts/cpu/decode.py", (("_E4M3_FIELD = 247", "_E4M3_FIELD = 246"),), _CPU),
     Mutant(
         "E8M0 bias off by one", "kernels/decode.py",
-        (("return _as_bf16(bytes_.to(tl.int32) << 7)", "return _as_bf16((bytes_.to(tl.int32) - 1) << 7)"),), _KERNEL,
+        (("_as_rows(byte << (10 if HALF else 7), HALF)", "_as_rows((byte - 1) << (10 if HALF else 7), HALF)"),), _KERNEL,
     ),
     # The global scale of NVFP4.
     Mutant(
@@ -413,7 +413,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "one scale for both halves (FP8)", "experts/triton/lanes.py",
-        (("row_scale=scale.float().expand(payload.shape[:3]).contiguous()", "row_scale=scale[:, :1].float().expand(payload.shape[:3]).contiguous()"),),
+        (("row_scale = scale.float().expand(payload.shape[:3]).contiguous()", "row_scale = scale[:, :1].float().expand(payload.shape[:3]).contiguous()"),),
         _KERNEL,
     ),
     Mutant(
@@ -661,6 +661,19 @@ MUTANTS: tuple[Mutant, ...] = (
             ("ones beyond the blocks of a file forgotten", "experts/triton/lanes.py", ("(0, short), value=1.0)", "(0, short))")),
         )
     ),
+    # Beside float16 tokens.
+    *(
+        Mutant(name, file, (edit,), (f"tests/cpu/{test}.py",))
+        for name, file, test, edit in (
+            ("what lanes in float16 leave of a scale forgotten", "experts/triton/lanes.py", "test_grouped_gemm", ("largest / (1 if not half", "largest / (1 if half")),
+            ("what lanes in float16 leave of a global scale forgotten", "experts/triton/lanes.py", "test_grouped_gemm", ("128.0 if half else 512.0", "512.0")),
+            ("the power of two of a row in float16 forgotten", "experts/triton/lanes.py", "test_grouped_gemm", ("scale.copy_(power_of_two(power))", "scale.fill_(1.0)")),
+            ("an exponent's bit of the third quarter lost (float16, as on a device)", "kernels/decode.py", "test_decoding_text", ("$4, 9; and.b32 a, a, 0x0E000E00;", "$4, 9; and.b32 a, a, 0x06000600;")),
+            ("sign of the last quarter lost (float16, as on a device)", "kernels/decode.py", "test_decoding_text", ("shl.b32 b, $4, 1; lop3", "shl.b32 b, $4, 2; lop3")),
+            ("E4M3 a bit too low (float16, as on a device)", "kernels/decode.py", "test_decoding_text", ('"left": 7', '"left": 6')),
+            ("E4M3 without a scale times 2^7 (float16, as on a device)", "kernels/decode.py", "test_decoding_text", ('"0x5C005C00"', '"0x58005800"')),
+        )
+    ),
     # Quarters of a K block as one product.
     *(
         Mutant(name, file, (edit,), ("tests/cpu/test_grouped_gemm.py::test_experts_against_the_reference",))
@@ -821,7 +834,7 @@ MUTANTS: tuple[Mutant, ...] = (
 _DEVICE: tuple[Mutant, ...] = (
     Mutant("quarters swapped (device)", "kernels/decode.py", (("fma.rn.KIND $1, b, $6, none;", "fma.rn.KIND $1, a, $6, none;"),), _GPU),
     Mutant("the neighbouring group's scale (device)", "kernels/decode.py", (("fma.rn.KIND $2, b, $7, none;", "fma.rn.KIND $2, b, $6, none;"),), _GPU),
-    Mutant("sign of the last quarter dropped (device)", "kernels/decode.py", (("shl.b32 b, $4, 1;", "shl.b32 b, $4, 2;"),), _GPU),
+    Mutant("sign of the last quarter dropped (device)", "kernels/decode.py", (("shl.b32 b, $4, 1; and", "shl.b32 b, $4, 2; and"),), _GPU),
     Mutant("INT4 zero off by one (device)", "kernels/decode.py", (("0xE400 if HALF else 0xC300", "0xE400 if HALF else 0xC301"),), _GPU),
     Mutant("upper bit of INT8 dropped (device)", "kernels/decode.py", (("lop3.b32 b, a, 0x00800080,", "lop3.b32 b, a, 0x00000080,"),), _GPU),
     Mutant("INT8 in float16 of seven bits (device)", "kernels/decode.py", (("_BYTE = \"shr.u32 a, $2, {}; lop3.b32 a, a, 0x00FF00FF,", "_BYTE = \"shr.u32 a, $2, {}; lop3.b32 a, a, 0x007F007F,"),), _GPU),

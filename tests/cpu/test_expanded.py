@@ -111,7 +111,10 @@ def test_minima_without_steps_stay_with_the_small_tiles() -> None:
     ("name", "act", "group"),
     [
         ("nvfp4", "bf16", 128),
+        ("nvfp4", "fp16", 128),
+        ("mxfp4", "fp16", 128),
         ("fp8_block", "bf16", 128),
+        ("fp8_block", "fp16", 128),
         ("int4_affine", "fp16", 128),
         ("int8_ordered", "bf16", 128),
         ("Q4_K", "bf16", 32),

@@ -16,7 +16,19 @@ from collegium.experts.triton import grouped as ops, lanes as pack
 from collegium.experts.triton.table import TritonBf16, TritonFp8, TritonW4A8, TritonW4A16, TritonW8A16
 from collegium.experts.triton.tile_choice import TileChoice, TileProblem
 from collegium.experts.triton.tiles import candidates, choose, score
-from collegium.formats import Bnb4, Fp8Block, Fp8Channel, Fp32, Int4Affine, Int4Group, Int8Affine, MxFp4, MxFp8
+from collegium.formats import (
+    Bf16,
+    Bnb4,
+    Fp8Block,
+    Fp8Channel,
+    Fp32,
+    Int4Affine,
+    Int4Group,
+    Int8Affine,
+    MxFp4,
+    MxFp8,
+    NvFp4,
+)
 from collegium.formats.codecs import pack_nibbles
 from collegium.formats.gguf import KINDS
 from collegium.formats.unquantised import DTYPES
@@ -51,25 +63,27 @@ KERNELS = (TritonBf16(), TritonFp8(), TritonW4A16(), TritonW8A16())
 TILE = TileChoice(block_n=64, block_t=16, warps=4, stages=2)
 JOINED = replace(TILE, joined=True)
 # The interpreter rounds to bfloat16 toward zero, so its rows are twice as far from the truth as a GPU's.
-SIXTEEN, EIGHT = 0.015, 0.06
+SIXTEEN, HALF, EIGHT = 0.015, 0.002, 0.06
 FORMATS = (
     ("bf16", "bf16", SIXTEEN),
+    ("bf16", "fp16", HALF),
+    ("fp16", "bf16", SIXTEEN),
     ("mxfp4", "bf16", SIXTEEN),
+    ("mxfp4", "fp16", HALF),
     ("nvfp4", "bf16", SIXTEEN),
+    ("nvfp4", "fp16", HALF),
     ("int4_group", "bf16", SIXTEEN),
-    ("int4_group", "fp16", SIXTEEN),
+    ("int4_group", "fp16", HALF),
     ("int4_affine", "bf16", SIXTEEN),
-    ("int4_affine", "fp16", SIXTEEN),
+    ("int4_affine", "fp16", HALF),
     ("int8_affine", "bf16", SIXTEEN),
-    ("int8_affine", "fp16", SIXTEEN),
+    ("int8_affine", "fp16", HALF),
     ("int4_ordered", "bf16", SIXTEEN),
-    ("int8_ordered", "fp16", SIXTEEN),
+    ("int8_ordered", "fp16", HALF),
     ("gguf", "bf16", SIXTEEN),
-    ("gguf", "fp16", SIXTEEN),
-    ("fp8_block", "bf16", SIXTEEN),
-    ("fp8_channel", "bf16", SIXTEEN),
-    ("fp8_tensor", "bf16", SIXTEEN),
-    ("mxfp8", "bf16", SIXTEEN),
+    ("gguf", "fp16", HALF),
+    *((name, "bf16", SIXTEEN) for name in ("fp8_block", "fp8_channel", "fp8_tensor", "mxfp8")),
+    *((name, "fp16", HALF) for name in ("fp8_block", "fp8_channel", "fp8_tensor", "mxfp8")),
     ("fp8_block", "fp8_group128", EIGHT),
     ("fp8_block", "fp8_token", EIGHT),
     ("fp8_channel", "fp8_group128_pow2", EIGHT),
@@ -281,35 +295,84 @@ def test_tile_count_is_reached_by_the_worst_routing() -> None:
         assert ops.tile_count(rows, experts, block) == sum(-(-c // block) for c in counts)
 
 
-def test_every_e2m1_code_and_scale_is_exact() -> None:
+def in_rows_of(packed: Any, rows: torch.dtype) -> Any:
+    return replace(packed, layout=replace(packed.layout, half=rows == torch.float16))
+
+
+@pytest.mark.parametrize("rows", [torch.bfloat16, torch.float16])
+def test_every_e2m1_code_and_scale_is_exact(rows: torch.dtype) -> None:
+    half = rows == torch.float16
     codes = torch.arange(16, dtype=torch.uint8).repeat(16)[None, None, None]
     row = codes[..., 0::2] | (codes[..., 1::2] << 4)
-    for low, high in ((127, 127), (100, 139), (1, 120), (127, 250)):
+    for low, high in ((127, 127), (1, 24), (230, 250), *(() if half else ((100, 139), (1, 120), (127, 250)))):
         scales = torch.linspace(low, high, 8).round().to(torch.uint8)[None, None, None]
         payload = MxFp4(shape=(1, 1, 1, 256), codes=row, scales=scales)
-        packed = pack.pack_mx(payload, None)
+        packed = in_rows_of(pack.pack_mx(payload, None, half=half), rows)
         offsets = torch.tensor([0, 256])
         found = torch.empty(256, 1)
-        x = torch.eye(256).bfloat16()
+        x = torch.eye(256).to(rows)
         ops.grouped_gemm(x, packed, offsets, ops.tile_list(offsets, 256, TILE), found)
         assert torch.equal(found[:, 0], payload.decode()[0, 0, 0])
 
 
-def test_every_e4m3_code_is_exact_in_lanes() -> None:
+@pytest.mark.parametrize("rows", [torch.bfloat16, torch.float16])
+def test_every_e4m3_code_is_exact_in_lanes(rows: torch.dtype) -> None:
+    half = rows == torch.float16
     codes = torch.arange(256, dtype=torch.uint8)
     codes = torch.where((codes & 127) == 127, 0, codes)[None, None, None].view(torch.float8_e4m3fn)
     offsets = torch.tensor([0, 256])
-    x = torch.eye(256).bfloat16()
-    for low, high in ((127, 127), (20, 120), (120, 134), (127, 240)):
+    x = torch.eye(256).to(rows)
+    for low, high in ((127, 127), (120, 134), (90, 112), *(() if half else ((20, 120), (127, 240)))):
         scales = torch.linspace(low, high, 8).round().to(torch.uint8)[None, None, None]
         payload = MxFp8(shape=(1, 1, 1, 256), codes=codes, scales=scales)
         found = torch.empty(256, 1)
         tiles = ops.tile_list(offsets, 256, TILE)
-        ops.grouped_gemm(x, pack.pack_mx(payload, None), offsets, tiles, found)
+        ops.grouped_gemm(x, in_rows_of(pack.pack_mx(payload, None, half=half), rows), offsets, tiles, found)
         assert torch.equal(found[:, 0], payload.decode()[0, 0, 0])
     channel = Fp8Channel(shape=(1, 1, 1, 256), codes=codes, scales=torch.ones(1, 1, 1))
-    ops.grouped_gemm(x, pack.pack_fp8_rows(channel, None, native=False), offsets, tiles, found)
+    ops.grouped_gemm(x, in_rows_of(pack.pack_fp8_rows(channel, None, native=False), rows), offsets, tiles, found)
     assert torch.equal(found[:, 0], codes.float()[0, 0, 0])
+
+
+@pytest.mark.parametrize("rows", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("divides", [False, True])
+def test_every_e2m1_code_is_exact_beside_every_e4m3_scale(rows: torch.dtype, divides: bool) -> None:
+    half = rows == torch.float16
+    codes = torch.arange(16, dtype=torch.uint8).repeat(127)[None, None, None]
+    scales = torch.arange(127, dtype=torch.uint8)[None, None, None].view(torch.float8_e4m3fn)
+    payload = NvFp4(
+        shape=(1, 1, 1, 2032),
+        codes=pack_nibbles(codes),
+        scales=scales,
+        global_scale=torch.full((1, 1), 0.25),
+        global_divides=divides,
+    )
+    packed, offsets = in_rows_of(pack.pack_nvfp4(payload, None, half=half), rows), torch.tensor([0, 2032])
+    found = torch.empty(2032, 1)
+    ops.grouped_gemm(torch.eye(2032).to(rows), packed, offsets, ops.tile_list(offsets, 2032, JOINED), found)
+    assert torch.equal(found[:, 0], payload.decode()[0, 0, 0])
+
+
+def test_bfloat16_weights_beside_float16_tokens_are_exact() -> None:
+    """Rows of every size are brought into float16's range; what is rounded is far below a row's largest number."""
+    made = random_experts(3, 1, 40, 176, seed=4).gate_up.decode()[:, :1].bfloat16()
+    made[0] *= 2.0**-100
+    made[1, 0, :20] *= 2.0**100
+    made[1, 0, 30] = 0
+    made[2, 0, :, 0] = 2.0**-126
+    made[2, 0, :, 1] = 2.0**20
+    before = made.clone()
+    payload = Bf16(shape=tuple(made.shape), values=made)
+    packed, offsets = in_rows_of(pack.pack_plain(payload, None, half=True), torch.float16), torch.tensor([0, 3, 5, 9])
+    x, found = heavy_tailed(9, 176, seed=6).half(), torch.empty(9, 40)
+    ops.grouped_gemm(x, packed, offsets, ops.tile_list(offsets, 9, TILE), found)
+    wanted = grouped_gemm_reference(x, made, offsets)
+    assert torch.equal(made, before)
+    assert not found[3:5, 30].any()
+    for expert, rows in enumerate((slice(3), slice(3, 5), slice(5, 9))):
+        for column in range(40):
+            if (expert, column) != (1, 30):
+                assert relative_error(found[rows, column], wanted[rows, column]) < 3e-6
 
 
 def test_packing_keeps_plain_weights_where_they_are() -> None:
@@ -351,7 +414,7 @@ def random_integers(bits: int, group: int, dtype: torch.dtype, *shape: int) -> I
 def test_zero_points_of_every_width_group_and_dtype_of_rows(bits: int, group: int, rows: torch.dtype) -> None:
     payload = random_integers(bits, group, torch.float16 if group > 32 else torch.bfloat16, 2, 1, 40, 176)
     packed = pack.pack_int(payload, None)
-    packed = replace(packed, layout=replace(packed.layout, half=rows == torch.float16))
+    packed = in_rows_of(packed, rows)
     offsets = torch.tensor([0, 3, 9])
     x = heavy_tailed(9, 176, seed=6).to(rows)
     found = torch.empty(9, 40)
@@ -420,7 +483,7 @@ def test_codes_that_look_numbers_up(
     parts = 1 if activation is None else 2
     payload = random_looked_up(2, parts, 40, columns)
     packed = pack.pack_bnb4(payload, None, half=rows == torch.float16)
-    packed = replace(packed, layout=replace(packed.layout, half=rows == torch.float16))
+    packed = in_rows_of(packed, rows)
     offsets = torch.tensor([0, 3, 9])
     x = heavy_tailed(9, columns, seed=6).to(rows)
     found = torch.empty(9, 40)
@@ -438,7 +501,7 @@ def test_every_kind_of_gguf_block_and_dtype_of_rows(
 ) -> None:
     payload = random_blocks(kind, 2, 1, 40, columns)
     packed = pack.pack_gguf(payload, None, half=rows == torch.float16)
-    packed = replace(packed, layout=replace(packed.layout, half=rows == torch.float16))
+    packed = in_rows_of(packed, rows)
     offsets = torch.tensor([0, 3, 9])
     x = heavy_tailed(9, columns, seed=6).to(rows)
     found = torch.empty(9, 40)
@@ -462,7 +525,7 @@ def test_gguf_blocks_whose_scale_is_zero(kind: str) -> None:
         blocks[:, :, 12:18, 0, 192:200] = 0
         blocks[:, :, 19, :, 200] = 128
     packed, offsets = pack.pack_gguf(payload, None, half=True), torch.tensor([0, 3, 9])
-    packed = replace(packed, layout=replace(packed.layout, half=True))
+    packed = in_rows_of(packed, torch.float16)
     x, found = heavy_tailed(9, 512, seed=6).half(), torch.empty(9, 40)
     ops.grouped_gemm(x, packed, offsets, ops.tile_list(offsets, 9, TILE), found)
     wanted = grouped_gemm_reference(x, payload.decode(), offsets)
@@ -549,15 +612,15 @@ def test_large_fp8_blocks_are_repeated() -> None:
 def test_refusals_name_what_was_asked() -> None:
     bf16, fp8, w4, w8 = KERNELS
     assert "takes bf16 or fp16" in str(bf16.refuse(question("mxfp4", "bf16").routed))
-    assert "with bf16 it takes bf16 for both" in str(bf16.refuse(question("bf16", "fp8_token").routed))
-    assert "takes bf16 for both" in str(w4.refuse(question("mxfp4", "fp8_token").routed))
-    assert "with mxfp4 it takes bf16 for both" in str(w4.refuse(question("mxfp4", "fp16").routed))
+    assert "with bf16 it takes bf16 or fp16 for both" in str(bf16.refuse(question("bf16", "fp8_token").routed))
+    assert "with fp16 it takes fp16 or bf16 for both" in str(bf16.refuse(question("fp16", "fp32").routed))
+    assert "takes bf16 or fp16 for both" in str(w4.refuse(question("mxfp4", "fp8_token").routed))
     assert "it takes int8_affine" in str(w8.refuse(question("int4_affine", "bf16").routed))
     assert "with int8_affine it takes bf16 or fp16 for both" in str(
         w8.refuse(question("int8_affine", "fp8_token").routed)
     )
-    assert "with mxfp8 it takes bf16 for both" in str(fp8.refuse(question("mxfp8", "fp8_token").routed))
-    assert "with fp8_block it takes bf16 for both, fp8_group128, " in str(
+    assert "with mxfp8 it takes bf16 or fp16 for both" in str(fp8.refuse(question("mxfp8", "fp8_token").routed))
+    assert "with fp8_block it takes bf16 or fp16 for both, fp8_group128, " in str(
         fp8.refuse(question("fp8_block", "mxfp8").routed)
     )
     assert "bf16 activations and bf16 input; with mxfp4 it takes fp8_token, " in str(
@@ -602,7 +665,7 @@ def test_wrong_rows_are_refused() -> None:
     with pytest.raises(InputError, match=r"out is \(4, 175\)"):
         ops.grouped_gemm(torch.zeros(4, 90).bfloat16(), packed.down, offsets, tiles, out[:, :175])
     lines = build(question("gguf", "bf16"))[0].down
-    with pytest.raises(InputError, match="weights with minima what halves_and_sums gives"):
+    with pytest.raises(InputError, match="weights that rescale rows what halves_and_sums gives"):
         ops.grouped_gemm(torch.zeros(4, 90).half(), lines, offsets, tiles, out)
 
 

@@ -2,61 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from typing import TYPE_CHECKING, Any
-
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
 from collegium.kernels import decode
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-LANES, WORD = 32, 0xFFFFFFFF
-
-
-def permuted(a: Tensor, b: Tensor, select: int) -> Tensor:
-    both = a | (b << 32)
-    return sum(((both >> (8 * (select >> 4 * at & 7))) & 255) << (8 * at) for at in range(4))
-
-
-def logic(a: Tensor, b: Tensor, c: Tensor, table: int) -> Tensor:
-    """Return bit 4 * a + 2 * b + c of ``table`` for each bit."""
-    chosen = torch.zeros_like(a)
-    for index in range(8):
-        if table >> index & 1:
-            chosen |= (a if index & 4 else ~a) & (b if index & 2 else ~b) & (c if index & 1 else ~c)
-    return chosen & WORD
-
-
-def asked(a: Tensor, lane: Tensor, bound: int, mask: int) -> Tensor:
-    assert (bound, mask) == (31, WORD), "lanes of a whole warp"
-    return a[lane & 31]
-
-
-STEPS: dict[str, Callable[..., Tensor]] = {
-    "shr.u32": lambda a, by: a >> by,
-    "lop3.b32": logic,
-    "prmt.b32": permuted,
-    "shfl.sync.idx.b32": asked,
-}
-
-
-def run(text: str, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the registers of all lanes after the steps of ``text``; other steps than these few are a KeyError."""
-    registers = dict(inputs)
-    for line in re.sub(r"[{}\n]|\.reg [^;]*;", "", text).split(";")[:-1]:
-        step, into, *given = re.split(r"[ ,]+", line.strip())
-        values: list[Any] = [registers[one] if one in registers else int(one, 0) for one in given]
-        if step == "lop3.b32":
-            values = [torch.full((LANES,), one) if isinstance(one, int) else one for one in values[:-1]] + values[-1:]
-        registers[into] = STEPS[step](*values)
-    return registers
+from ptx import LANES, WORD, run
 
 
 @pytest.mark.parametrize("quarter", range(4))

@@ -48,6 +48,8 @@ CASES: tuple[tuple[int, str, dict[str, Any], str, int], ...] = (
     (90, "fp8e4nv", CHANNEL | ONE | {"STAGES": 3}, "QGMMA", 0),
     (90, "bf16", PLAIN | ONE, "HGMMA", 0),
     (90, "bf16", PLAIN | DOWN | ONE, "HGMMA", 0),
+    (90, "fp16", PLAIN | {"ROW_SCALE": True}, "HGMMA", 0),
+    (90, "fp16", PLAIN | DOWN | {"ROW_SCALE": True}, "HGMMA", 0),
     (90, "bf16", GROUPS, "HGMMA", 0),
     (90, "bf16", GROUPS | DOWN | {"BIAS": True}, "HGMMA", 0),
     (90, "bf16", GROUPS | ONE, "HGMMA", 0),
@@ -79,7 +81,7 @@ for arch, operand, constants in json.load(sys.stdin):
     types |= dict.fromkeys(("expert_offsets", "tile_row", "tile_corner"), "*i64")
     types |= dict.fromkeys(("tile_expert", "tiles_used"), "*i32")
     types |= dict.fromkeys(("limit", "alpha", "gate_bound", "up_bound"), "fp32")
-    types |= {"bias": "*bf16", "out": "*fp8e4nv" if constants["CODES"] else "*fp32" if operand == "fp16" else "*bf16"}
+    types |= {"bias": "*bf16", "out": "*fp8e4nv" if constants["CODES"] else "*fp16" if operand == "fp16" else "*bf16"}
     types["x"] = types["weight"] = "*" + operand
     types["sums"] = "*fp16"
     names = kernel.arg_names

@@ -11,12 +11,12 @@ if not torch.cuda.is_available():
 
 from collegium.experts.reference import Reference
 from collegium.experts.triton.grouped import grouped_gemm, tile_list
-from collegium.experts.triton.lanes import pack_fp8_rows, pack_gguf, pack_int, pack_mx
+from collegium.experts.triton.lanes import pack_fp8_rows, pack_gguf, pack_int, pack_mx, pack_nvfp4
 from collegium.experts.triton.packed import PackedExperts
 from collegium.experts.triton.table import TritonBf16, TritonFp8, TritonW4A16, TritonW8A16
 from collegium.experts.triton.tile_choice import TileChoice
 from collegium.experts.triton.tiles import candidates
-from collegium.formats import Fp8Channel, Int4Affine, Int8Affine, MxFp8
+from collegium.formats import Fp8Channel, Int4Affine, Int8Affine, MxFp4, MxFp8, NvFp4
 from collegium.formats.codecs import pack_nibbles
 from collegium.formats.gguf import KINDS
 from collegium.formats.unquantised import DTYPES
@@ -40,25 +40,27 @@ from integers import encoded, random_blocks
 from passes import check_replay_with_another_routing, check_rows_stand_alone
 
 KERNELS = (TritonBf16(), TritonFp8(), TritonW4A16(), TritonW8A16())
-BF16, CODES = 0.01, 0.06
+BF16, FP16, CODES = 0.01, 0.002, 0.06
 CASES = (
     ("bf16", "bf16", BF16),
+    ("bf16", "fp16", FP16),
+    ("fp16", "bf16", BF16),
     ("mxfp4", "bf16", BF16),
+    ("mxfp4", "fp16", FP16),
     ("nvfp4", "bf16", BF16),
+    ("nvfp4", "fp16", FP16),
     ("int4_group", "bf16", BF16),
-    ("int4_group", "fp16", BF16),
+    ("int4_group", "fp16", FP16),
     ("int4_affine", "bf16", BF16),
-    ("int4_affine", "fp16", BF16),
+    ("int4_affine", "fp16", FP16),
     ("int8_affine", "bf16", BF16),
-    ("int8_affine", "fp16", BF16),
+    ("int8_affine", "fp16", FP16),
     ("int4_ordered", "bf16", BF16),
-    ("int8_ordered", "fp16", BF16),
+    ("int8_ordered", "fp16", FP16),
     ("gguf", "bf16", BF16),
-    ("gguf", "fp16", BF16),
-    ("fp8_block", "bf16", BF16),
-    ("fp8_channel", "bf16", BF16),
-    ("fp8_tensor", "bf16", BF16),
-    ("mxfp8", "bf16", BF16),
+    ("gguf", "fp16", FP16),
+    *((name, "bf16", BF16) for name in ("fp8_block", "fp8_channel", "fp8_tensor", "mxfp8")),
+    *((name, "fp16", FP16) for name in ("fp8_block", "fp8_channel", "fp8_tensor", "mxfp8")),
     ("fp8_block", "fp8_group128", CODES),
     ("fp8_block", "fp8_group128_pow2", CODES),
     ("fp8_block", "fp8_token", CODES),
@@ -157,21 +159,45 @@ def test_a_row_does_not_depend_on_the_batch(weights: str, act: str, bound: float
 
 
 @pytest.mark.parametrize("scaled", [True, False])
-def test_every_e4m3_code_is_exact_in_lanes(scaled: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_e4m3_code_is_exact_in_lanes(scaled: bool, dtype: torch.dtype) -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     codes = torch.where((codes & 127) == 127, 0, codes)[None, None, None].view(torch.float8_e4m3fn).cuda()
     scales = torch.linspace(118, 134, 8).round().to(torch.uint8)[None, None, None].cuda()
     if scaled:
         payload = MxFp8(shape=(1, 1, 1, 256), codes=codes, scales=scales)
-        packed = pack_mx(payload, None)
+        packed = pack_mx(payload, None, half=dtype == torch.float16)
     else:
         payload = Fp8Channel(shape=(1, 1, 1, 256), codes=codes, scales=torch.ones(1, 1, 1, device="cuda"))
         packed = pack_fp8_rows(payload, None, native=False)
+    packed = replace(packed, layout=replace(packed.layout, half=dtype == torch.float16))
     offsets = torch.tensor([0, 256], device="cuda")
     found = torch.empty(256, 1, device="cuda")
     tiles = tile_list(offsets, 256, TileChoice(block_n=64, block_t=16, warps=4, stages=2))
-    grouped_gemm(torch.eye(256, device="cuda").bfloat16(), packed, offsets, tiles, found)
+    grouped_gemm(torch.eye(256, device="cuda").to(dtype), packed, offsets, tiles, found)
     assert torch.equal(found[:, 0], payload.decode()[0, 0, 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+def test_every_e2m1_code_and_scale_is_exact(name: str, dtype: torch.dtype) -> None:
+    half, size = dtype == torch.float16, 32 if name == "mxfp4" else 16
+    codes = pack_nibbles(torch.arange(16, dtype=torch.uint8).repeat(128)[None, None, None])
+    scales = torch.arange(2048 // size, dtype=torch.uint8)
+    if name == "mxfp4":
+        # Twenty-three powers of two, the most that float16 holds beside every code.
+        payload: Any = MxFp4(shape=(1, 1, 1, 2048), codes=codes, scales=(110 + scales % 23)[None, None, None])
+    else:
+        own = scales.clamp(max=126)[None, None, None].view(torch.float8_e4m3fn)
+        payload = NvFp4(shape=(1, 1, 1, 2048), codes=codes, scales=own, global_scale=torch.full((1, 1), 0.25))
+    payload = payload.to("cuda")
+    packed = (pack_mx if name == "mxfp4" else pack_nvfp4)(payload, None, half=half)
+    packed = replace(packed, layout=replace(packed.layout, half=half))
+    offsets, found = torch.tensor([0, 2048], device="cuda"), torch.empty(2048, 1, device="cuda")
+    for joined in (False, True):
+        tiles = tile_list(offsets, 2048, TileChoice(block_n=64, block_t=16, warps=4, stages=2, joined=joined))
+        grouped_gemm(torch.eye(2048, device="cuda").to(dtype), packed, offsets, tiles, found.fill_(torch.nan))
+        assert torch.equal(found[:, 0], payload.decode()[0, 0, 0])
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -21,6 +21,7 @@ from collegium.experts.triton.prefill import CodeScales, prefill_gemm
 from collegium.experts.triton.table import TritonBf16, TritonFp8
 from collegium.experts.triton.tile_choice import TileChoice
 from collegium.experts.triton.tiles import prefill_tile
+from collegium.formats.unquantised import DTYPES
 from collegium.ops.operand import operand
 from collegium.parallel.local import Local
 from collegium.problem import Problem
@@ -34,6 +35,8 @@ DEVICE = torch.device("cuda")
 LARGE = TileChoice(block_n=128, block_t=128, warps=4, stages=4, programs=132)
 CASES = (
     ("bf16", "bf16", 0.01),
+    ("bf16", "fp16", 0.002),
+    ("fp16", "bf16", 0.01),
     ("fp8_block", "fp8_group128", 0.06),
     ("fp8_block", "fp8_group128_pow2", 0.06),
     ("fp8_block", "fp8_token", 0.06),
@@ -42,6 +45,10 @@ CASES = (
     ("fp8_tensor", "fp8_token", 0.06),
     ("fp8_tensor", "fp8_static", 0.06),
 )
+
+
+def dtype_of(act: str) -> Any:
+    return "fp16" if act == "fp16" else "bf16"
 
 
 def build(weights: str, act: str, *, experts: int = 17, wide: int = 176, hidden: int = 336) -> tuple[Any, ...]:
@@ -54,8 +61,8 @@ def build(weights: str, act: str, *, experts: int = 17, wide: int = 176, hidden:
         weight_format=weights,
         expert_bias=True,
     )
-    problem = Problem(spec=spec, device=probe(DEVICE), activation_format=act)
-    kernel: Any = TritonBf16() if weights == "bf16" else TritonFp8()
+    problem = Problem(spec=spec, device=probe(DEVICE), dtype=dtype_of(act), activation_format=act)
+    kernel: Any = TritonBf16() if weights.endswith("16") else TritonFp8()
     made = encode_experts(random_experts(experts, 2, wide, hidden, seed=1, bias=True), weights)
     made = replace(
         made,
@@ -72,8 +79,10 @@ def small(packed: PackedExperts) -> PackedExperts:
     return replace(packed, machine=replace(packed.machine, copies=False))
 
 
-def dispatched(tokens: int, experts: int, hidden: int, ids: torch.Tensor | None = None) -> ContiguousBatch:
-    x = heavy_tailed(tokens, hidden, seed=3).bfloat16().cuda()
+def dispatched(
+    tokens: int, experts: int, hidden: int, ids: torch.Tensor | None = None, dtype: str = "bf16"
+) -> ContiguousBatch:
+    x = heavy_tailed(tokens, hidden, seed=3).to(DTYPES[dtype]).cuda()
     chosen = uneven_ids(tokens, 4, experts, seed=2).cuda() if ids is None else ids
     routing = Routing(topk_ids=chosen, topk_weights=torch.rand(tokens, 4, device="cuda"))
     return Local(num_experts=experts).dispatch(x, routing)[0]
@@ -89,9 +98,9 @@ def test_truth_and_the_bits_of_the_small_batch_product(
     ids = uneven_ids(600, 4, experts, seed=2).cuda()
     ids[1, 1] = -1
     ids[ids == 3] = -1  # an empty expert
-    batch = dispatched(600, experts, hidden, ids)
+    batch = dispatched(600, experts, hidden, ids, dtype_of(act))
     rows, stop = batch.source.numel(), int(batch.expert_offsets[-1])
-    bits, groups = (16, False) if weights == "bf16" else (8, act not in ("fp8_token", "fp8_static"))
+    bits, groups = (16, False) if weights.endswith("16") else (8, act not in ("fp8_token", "fp8_static"))
     assert prefill_tile(packed.gate_up.layout.problem(rows, bits, groups), packed.machine) is not None
     assert packed.tiling.large(rows) is not None
     assert small(packed).tiling.large(rows) is None
@@ -106,7 +115,7 @@ def test_truth_and_the_bits_of_the_small_batch_product(
 @pytest.mark.parametrize(("weights", "act", "bound"), CASES)
 def test_a_row_does_not_depend_on_the_batch(weights: str, act: str, bound: float) -> None:
     packed, _, _ = build(weights, act, wide=256, hidden=512)
-    check_rows_stand_alone(packed, (9, 130, 237, 238, 333, 1024, 4096))
+    check_rows_stand_alone(packed, (9, 130, 237, 238, 333, 1024, 4096), DTYPES[dtype_of(act)])
 
 
 @pytest.mark.parametrize(("weights", "act"), [("bf16", "bf16"), ("fp8_block", "fp8_group128")])

@@ -28,7 +28,8 @@ _KERNELS: tuple[Any, ...] = (TritonBf16(), TritonFp8(), TritonW4A16(), TritonW8A
 
 # Format or kind of GGUF block, activations, columns of a group.
 DECODED = (
-    *((name, "bf16", 128) for name in ("mxfp4", "nvfp4", "mxfp8", "fp8_block", "fp8_channel", "fp8_tensor")),
+    *((name, act, 128) for name in ("mxfp4", "nvfp4", "mxfp8", "fp8_block", "fp8_channel") for act in ("bf16", "fp16")),
+    ("fp8_tensor", "bf16", 128),
     *(("int4_group", act, group) for act in ("bf16", "fp16") for group in (32, 128)),
     *((f"int{bits}_affine", "bf16", group) for bits in (4, 8) for group in (32, 128)),
     *((f"int{bits}_affine", "fp16", 128) for bits in (4, 8)),

@@ -1,4 +1,4 @@
-"""Weight codes to bfloat16 operands, integers to float16 too, in registers.
+"""Weight codes to bfloat16 or float16 operands, in registers.
 
 A sixteen-bit lane holds four codes of one row (or two of eight bits), one from each quarter (or half) of a block of
 input columns. Every shift and mask below works on two rows' worth of lanes at once and yields one operand for each
@@ -40,11 +40,20 @@ _E2M1_STEPS = """
     shr.u32 a, $4, 5; and.b32 a, a, 0x01000100; shr.u32 b, $4, 4; and.b32 b, b, 0x00C000C0; or.b32 a, a, b;
     shl.b32 b, $4, 1; and.b32 b, b, 0x80008000; or.b32 a, a, b; fma.rn.KIND $3, a, $8, none;
 """
-# A byte's sign, exponent and mantissa to bfloat16's bit 15 and bits 10 to 4: the value times 2^-120.
+# The same to float16's sign and bits 11 10 9, by a shift each.
+_E2M1_HALF_STEPS = """
+    shl.b32 b, $4, 3; and.b32 a, b, 0x0E000E00; lop3.b32 a, $4, 0x80008000, a, 0xEA; fma.rn.KIND $0, a, $5, none;
+    shl.b32 c, $4, 6; and.b32 a, c, 0x0E000E00; lop3.b32 a, b, 0x80008000, a, 0xEA; fma.rn.KIND $1, a, $6, none;
+    shl.b32 a, $4, 9; and.b32 a, a, 0x0E000E00; lop3.b32 a, c, 0x80008000, a, 0xEA; fma.rn.KIND $2, a, $7, none;
+    shr.u32 a, $4, 2; and.b32 a, a, 0x08000800; shr.u32 b, $4, 1; lop3.b32 a, b, 0x06000600, a, 0xEA;
+    shl.b32 b, $4, 1; lop3.b32 a, b, 0x80008000, a, 0xEA; fma.rn.KIND $3, a, $8, none;
+"""
+# A byte's sign, exponent and mantissa to bfloat16's bit 15 and bits 10 to 4: the value times 2^-120; to float16's bit
+# 15 and bits 13 to 7: times 2^-8.
 _E4M3_STEPS = """
-    shl.b32 a, $2, 4; and.b32 a, a, 0x07F007F0; shl.b32 b, $2, 8; and.b32 b, b, 0x80008000; or.b32 a, a, b;
+    shl.b32 a, $2, left; and.b32 a, a, field; shl.b32 b, $2, 8; and.b32 b, b, 0x80008000; or.b32 a, a, b;
     fma.rn.KIND $0, a, $3, none;
-    shr.u32 a, $2, 4; and.b32 a, a, 0x07F007F0; and.b32 b, $2, 0x80008000; or.b32 a, a, b;
+    shr.u32 a, $2, right; and.b32 a, a, field; and.b32 b, $2, 0x80008000; or.b32 a, a, b;
     fma.rn.KIND $1, a, $4, none;
 """
 # An integer becomes the low bits of base, 128 (bfloat16) or 1024 (float16); base and the zero point are then taken.
@@ -74,66 +83,64 @@ _STEPPED_BYTES = [
 ]
 
 
-def _text(steps: str, kind: str, one: str, base: str) -> str:
-    numbers = {
-        "one": one,
-        "base": base,
-        "less": "0xC380C380",
-        "none": "0x80008000",
-        "large": "0x7B807B80",
-        "away": "0xE400E400",
-        "part": "0x2C002C00",
-    }
+_NUMBERS = {"less": "0xC380C380", "none": "0x80008000", "away": "0xE400E400", "part": "0x2C002C00"}
+_BF16 = {"one": "0x3F803F80", "base": "0x43004300", "large": "0x7B807B80", "left": 4, "right": 4, "field": "0x07F007F0"}
+_FP16 = {"one": "0x3C003C00", "base": "0x64006400", "large": "0x5C005C00", "left": 7, "right": 1, "field": "0x3F803F80"}
+
+
+def _text(steps: str, own: dict[str, object]) -> str:
+    numbers = own | _NUMBERS
     moves = "".join(f"mov.b32 {name}, {value};" for name, value in numbers.items())
-    return f"{{ .reg .b32 a, b, c, {', '.join(numbers)}; {moves} {steps.replace('KIND', kind)} }}"
+    steps = steps.replace("KIND", "bf16x2" if own is _BF16 else "f16x2")
+    return f"{{ .reg .b32 a, b, c, {', '.join(numbers)}; {moves} {steps} }}"
 
 
-_BF16, _FP16 = ("bf16x2", "0x3F803F80", "0x43004300"), ("f16x2", "0x3C003C00", "0x64006400")
-_INT4_ASM, _INT4_HALF_ASM = tl.constexpr(_text(_FOURS, *_BF16)), tl.constexpr(_text(_FOURS, *_FP16))
-_INT7_ASM = tl.constexpr(_text(_BYTES, *_BF16))
-_INT8_ASM, _INT8_HALF_ASM = tl.constexpr(_text(_SPLITS, *_BF16)), tl.constexpr(_text(_BYTES, *_FP16))
-_INT8_MIDDLE_ASM = tl.constexpr(_text(_MIDDLES, *_BF16))
-_STEPPED_FOURS_ASM = tl.constexpr(_text(_STEPPED_FOURS, *_FP16))
-_STEPPED_LOW_ASM, _STEPPED_HIGH_ASM = (tl.constexpr(_text(steps, *_FP16)) for steps in _STEPPED_BYTES)
+_INT4_ASM, _INT4_HALF_ASM = tl.constexpr(_text(_FOURS, _BF16)), tl.constexpr(_text(_FOURS, _FP16))
+_INT7_ASM = tl.constexpr(_text(_BYTES, _BF16))
+_INT8_ASM, _INT8_HALF_ASM = tl.constexpr(_text(_SPLITS, _BF16)), tl.constexpr(_text(_BYTES, _FP16))
+_INT8_MIDDLE_ASM = tl.constexpr(_text(_MIDDLES, _BF16))
+_STEPPED_FOURS_ASM = tl.constexpr(_text(_STEPPED_FOURS, _FP16))
+_STEPPED_LOW_ASM, _STEPPED_HIGH_ASM = (tl.constexpr(_text(steps, _FP16)) for steps in _STEPPED_BYTES)
 
-_E2M1_ASM, _E4M3_ASM = tl.constexpr(_text(_E2M1_STEPS, *_BF16)), tl.constexpr(_text(_E4M3_STEPS, *_BF16))
-# Without scales, 2^120 takes their place.
-_E4M3_ALONE_ASM = tl.constexpr(_text(_E4M3_STEPS.replace("$3", "large").replace("$4", "large"), *_BF16))
-
-
-@triton.jit
-def _as_bf16(bits):
-    return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
-
-
-@triton.jit
-def _scaled(bits, factor):
-    # The interpreter does not convert subnormal bfloat16 numbers; as the upper half of a float32 they are exact.
-    wide = (bits << 16).to(tl.float32, bitcast=True)
-    return (wide * factor).to(tl.bfloat16)
-
-
-@triton.jit
-def _e2m1_quarters(lanes, s0, s1, s2, s3, ASM: tl.constexpr):
-    """Return four bfloat16 tensors: code of each quarter times 2^-126 times the bfloat16 scale of that quarter."""
-    if ASM:
-        return tl.inline_asm_elementwise(
-            _E2M1_ASM, "=&r,=&r,=&r,=&r,r,r,r,r,r", [lanes, s0, s1, s2, s3],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        bits = lanes.to(tl.int32)
-        a = bits & 0x81C0
-        b = (bits << 3) & 0x81C0
-        c = (bits << 6) & 0x81C0
-        d = ((bits >> 5) & 0x0100) | ((bits >> 4) & 0x00C0) | ((bits << 1) & 0x8000)
-        f0, f1 = s0.to(tl.float32), s1.to(tl.float32)
-        return _scaled(a, f0), _scaled(b, f1), _scaled(c, s2.to(tl.float32)), _scaled(d, s3.to(tl.float32))
+_E2M1_ASM, _E2M1_HALF_ASM = tl.constexpr(_text(_E2M1_STEPS, _BF16)), tl.constexpr(_text(_E2M1_HALF_STEPS, _FP16))
+_E4M3_ASM, _E4M3_HALF_ASM = (tl.constexpr(_text(_E4M3_STEPS, kind)) for kind in (_BF16, _FP16))
+# Without scales, 2^120 or 2^8 takes their place.
+_ALONE = _E4M3_STEPS.replace("$3", "large").replace("$4", "large")
+_E4M3_ALONE_ASM, _E4M3_ALONE_HALF_ASM = (tl.constexpr(_text(_ALONE, kind)) for kind in (_BF16, _FP16))
 
 
 @triton.jit
 def _as_rows(bits, HALF: tl.constexpr):
-    return bits.to(tl.float16 if HALF else tl.bfloat16, bitcast=True)
+    return bits.to(tl.int16).to(tl.float16 if HALF else tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _scaled(bits, factor, HALF: tl.constexpr):
+    # The interpreter does not convert subnormal bfloat16 numbers; as the upper half of a float32 they are exact.
+    wide = _as_rows(bits, HALF).to(tl.float32) if HALF else (bits << 16).to(tl.float32, bitcast=True)
+    return (wide * factor).to(tl.float16 if HALF else tl.bfloat16)
+
+
+@triton.jit
+def _e2m1_quarters(lanes, s0, s1, s2, s3, HALF: tl.constexpr, ASM: tl.constexpr):
+    """Return four tensors: code of each quarter times 2^-126 (HALF: 2^-14) times the scale of that quarter."""
+    if ASM:
+        a, b, c, d = tl.inline_asm_elementwise(
+            _E2M1_HALF_ASM if HALF else _E2M1_ASM, "=&r,=&r,=&r,=&r,r,r,r,r,r", [lanes, s0, s1, s2, s3],
+            dtype=(tl.int16, tl.int16, tl.int16, tl.int16), is_pure=True, pack=2,
+        )  # fmt: skip
+        return _as_rows(a, HALF), _as_rows(b, HALF), _as_rows(c, HALF), _as_rows(d, HALF)
+    else:
+        bits = lanes.to(tl.int32)
+        if HALF:
+            a = ((bits << 3) & 0x0E00) | (bits & 0x8000)
+            b = ((bits << 6) & 0x0E00) | ((bits << 3) & 0x8000)
+            c = ((bits << 9) & 0x0E00) | ((bits << 6) & 0x8000)
+            d = ((bits >> 2) & 0x0800) | ((bits >> 1) & 0x0600) | ((bits << 1) & 0x8000)
+        else:
+            a, b, c = bits & 0x81C0, (bits << 3) & 0x81C0, (bits << 6) & 0x81C0
+            d = ((bits >> 5) & 0x0100) | ((bits >> 4) & 0x00C0) | ((bits << 1) & 0x8000)
+        return _scaled(a, s0, HALF), _scaled(b, s1, HALF), _scaled(c, s2, HALF), _scaled(d, s3, HALF)
 
 
 @triton.jit
@@ -279,47 +286,43 @@ def _stepped(codes, steps, QUARTER: tl.constexpr):
 
 
 @triton.jit
-def _e4m3_halves(lanes, s0, s1, SCALED: tl.constexpr, ASM: tl.constexpr):
-    """Return two bfloat16 tensors, the codes of low and high byte: times 2^-120 and their scale if SCALED.
+def _e4m3_halves(lanes, s0, s1, SCALED: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr):
+    """Return two tensors, the codes of low and high byte: times 2^-120 (HALF: 2^-8) and their scale if SCALED.
 
     The two NaN codes become 480; checkpoints refuse them.
     """
-    if ASM and not SCALED:
-        return tl.inline_asm_elementwise(
-            _E4M3_ALONE_ASM, "=&r,=&r,r", [lanes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
-        )
-    elif ASM:
-        return tl.inline_asm_elementwise(
-            _E4M3_ASM, "=&r,=&r,r,r,r", [lanes, s0, s1], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
-        )
+    if ASM:
+        WHOLE: tl.constexpr = _E4M3_HALF_ASM if HALF else _E4M3_ASM
+        ALONE: tl.constexpr = _E4M3_ALONE_HALF_ASM if HALF else _E4M3_ALONE_ASM
+        a, b = tl.inline_asm_elementwise(
+            WHOLE if SCALED else ALONE, "=&r,=&r,r,r,r" if SCALED else "=&r,=&r,r",
+            (lanes, s0, s1) if SCALED else (lanes,), dtype=(tl.int16, tl.int16), is_pure=True, pack=2,
+        )  # fmt: skip
+        return _as_rows(a, HALF), _as_rows(b, HALF)
     else:
         bits = lanes.to(tl.int32)
-        low = ((bits << 4) & 0x07F0) | ((bits << 8) & 0x8000)
-        high = ((bits >> 4) & 0x07F0) | (bits & 0x8000)
-        if SCALED:
-            s0 = s0.to(tl.float32)
-            s1 = s1.to(tl.float32)
-        return _scaled(low, s0), _scaled(high, s1)
+        LEFT: tl.constexpr = 7 if HALF else 4
+        FIELD: tl.constexpr = 0x3F80 if HALF else 0x07F0
+        low = ((bits << LEFT) & FIELD) | ((bits << 8) & 0x8000)
+        high = ((bits >> (8 - LEFT)) & FIELD) | (bits & 0x8000)
+        return _scaled(low, s0, HALF), _scaled(high, s1, HALF)
 
 
 @triton.jit
-def _e8m0_scale(bytes_):
-    """Return 2^(byte - 127) as bfloat16, 0 for byte 0 (the packer writes 1 to 254 for scales in use)."""
-    return _as_bf16(bytes_.to(tl.int32) << 7)
+def _e4m3_scale(bytes_, HALF: tl.constexpr):
+    """Return an E4M3 group scale times 2^117 (HALF: 2^7): with the factor of E2M1 lanes, 2^-9 (2^-7) is left."""
+    small = (bytes_.to(tl.int32) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    return (small * (128.0 if HALF else 1.661534994731145e35)).to(tl.float16 if HALF else tl.bfloat16)
 
 
 @triton.jit
-def _e4m3_scale(bytes_):
-    """Return an E4M3 group scale times 2^117 as bfloat16: with the 2^-126 of E2M1 lanes, 2^-9 is left to undo."""
-    small = (bytes_.to(tl.int32) << 20).to(tl.float32, bitcast=True)
-    return ((small * 1.329227995784916e36) * 1.661534994731145e35).to(tl.bfloat16)
+def _byte_scale(words, like, QUARTER: tl.constexpr, SCALE: tl.constexpr, HALF: tl.constexpr):
+    """Return the scale of a quarter, from its byte of ``words [rows]``, in 16 bits and the shape of ``like``.
 
-
-@triton.jit
-def _byte_scale(words, like, QUARTER: tl.constexpr, SCALE: tl.constexpr):
-    """Return the scale of a quarter, from its byte of ``words [rows]``, as bfloat16 of the shape of ``like``."""
+    E8M0 bytes are exponents of that dtype, 0 is the scale 0: the packer writes at least 1 for scales in use.
+    """
     byte = (words >> (8 * QUARTER)) & 255
-    scale = _e8m0_scale(byte) if SCALE == E8M0_SCALE else _e4m3_scale(byte)
+    scale = _as_rows(byte << (10 if HALF else 7), HALF) if SCALE == E8M0_SCALE else _e4m3_scale(byte, HALF)
     spread, _ = tl.broadcast(scale[:, None], like)
     return spread
 
@@ -457,17 +460,17 @@ def decoded(
     EIGHT: tl.constexpr = (WEIGHT == E4M3_LANES) or (WEIGHT == INT8_LANES)
     if (WEIGHT == E2M1_LANES) or (WEIGHT == E4M3_LANES):
         SCALED: tl.constexpr = (SCALE == E8M0_SCALE) or (SCALE == E4M3_SCALE)
-        s0 = 1.329227995784916e36
+        s0 = 256.0 if HALF else 1.329227995784916e36
         s1, s2, s3 = s0, s0, s0
         if SCALED:
             words = tl.load(scale)
-            s0, s1 = _byte_scale(words, lanes, 0, SCALE), _byte_scale(words, lanes, 1, SCALE)
-            s2, s3 = _byte_scale(words, lanes, 2, SCALE), _byte_scale(words, lanes, 3, SCALE)
+            s0, s1 = _byte_scale(words, lanes, 0, SCALE, HALF), _byte_scale(words, lanes, 1, SCALE, HALF)
+            s2, s3 = _byte_scale(words, lanes, 2, SCALE, HALF), _byte_scale(words, lanes, 3, SCALE, HALF)
         if EIGHT:
-            a0, a1 = _e4m3_halves(lanes, s0, s1, SCALED, ASM)
-            a2, a3 = _e4m3_halves(lanes1, s2, s3, SCALED, ASM)
+            a0, a1 = _e4m3_halves(lanes, s0, s1, SCALED, HALF, ASM)
+            a2, a3 = _e4m3_halves(lanes1, s2, s3, SCALED, HALF, ASM)
         else:
-            a0, a1, a2, a3 = _e2m1_quarters(lanes, s0, s1, s2, s3, ASM)
+            a0, a1, a2, a3 = _e2m1_quarters(lanes, s0, s1, s2, s3, HALF, ASM)
         a = (a0, a1, a2, a3)
         return a, a, a
     elif is_stepped(SCALE, WORDS):

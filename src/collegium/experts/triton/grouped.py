@@ -86,9 +86,9 @@ def grouped_gemm(
 
     x: ``[T, K]`` of the operand dtype, read at ``source [R]`` int64, or row by row without it. x_scale: float32
     ``[T, ceil(K / 128)]`` or ``[T, 1]`` for E4M3 rows, or ``[R, ceil(K / 128)]`` from ``across`` where ``lies_across``
-    says so, with x from ``halves_and_sums`` for minima. tiles: from ``tile_list``; when nothing is sorted
-    expert_offsets is not read, and source only says that row r reads x at r // top_k. Rows from ``expert_offsets[E]``
-    on are not written. With ``tiles.places`` out is ``[any, N]``, and rows go where those say.
+    says so, with x from ``halves_and_sums`` for weights that rescale rows. tiles: from ``tile_list``; when nothing is
+    sorted expert_offsets is not read, and source only says that row r reads x at r // top_k. Rows from
+    ``expert_offsets[E]`` on are not written. With ``tiles.places`` out is ``[any, N]``, and rows go where those say.
     Raises InputError for wrong shapes or dtypes.
     """
     _check(x, packed, out, x_scale)
@@ -167,9 +167,9 @@ def _check(x: Tensor, packed: PackedMatrix, out: Tensor, x_scale: Tensor | RowSu
         )
     if x.dtype != layout.row_dtype:
         raise InputError(f"grouped_gemm: x is {x.dtype}, these weights multiply {layout.row_dtype}; convert x")
-    if (isinstance(x_scale, RowSums), x_scale is not None) != (layout.minima, layout.scaled_rows or layout.minima):
+    if (isinstance(x_scale, RowSums), x_scale is not None) != (layout.rescaled, layout.scaled_rows or layout.rescaled):
         raise InputError(
-            "grouped_gemm: E4M3 rows need x_scale, weights with minima what halves_and_sums gives, others neither"
+            "grouped_gemm: E4M3 rows need x_scale, weights that rescale rows what halves_and_sums gives, others neither"
         )
     if out.dim() != 2 or out.shape[1] != n_out or not out.is_contiguous():
         raise InputError(f"grouped_gemm: out is {tuple(out.shape)}, these weights write contiguous [rows, {n_out}]")

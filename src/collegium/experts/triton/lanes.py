@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from ...errors import InputError
 from ...formats.bnb4 import Bnb4
-from ...formats.codecs import E2M1_VALUES, e8m0_values, relative_e8m0, unpack_nibbles
+from ...formats.codecs import power_of_two, relative_e8m0, unpack_nibbles
 from ...formats.fp8_block import Fp8Block
 from ...formats.fp8_channel import Fp8Channel
 from ...formats.fp8_tensor import Fp8Tensor
@@ -45,13 +45,28 @@ _CHUNK = 1 << 20  # codes re-laid at a time
 _LEAST = 2.0**-80
 
 
-def pack_plain(payload: Bf16 | Fp16, bias: Tensor | None) -> PackedMatrix:
-    """Take values ``[E, P, N, K]`` as they are (copied only if not contiguous)."""
-    return PackedMatrix(layout=ROWS["plain"].of(payload.shape), values=payload.values.contiguous(), bias=bias)
+def pack_plain(payload: Bf16 | Fp16, bias: Tensor | None, *, half: bool = False) -> PackedMatrix:
+    """Take values ``[E, P, N, K]`` as they are (copied only if not contiguous).
+
+    half: bfloat16 becomes float16 over a power of two for each row, which is applied after the sum. Numbers below 2^-32
+    of their row's largest are rounded, nothing else. Beside float16 without it, tokens do.
+    """
+    layout, values, row_scale = ROWS["plain"].of(payload.shape), payload.values.contiguous(), None
+    if isinstance(payload, Fp16):
+        layout = replace(layout, halved=not half)
+    elif half:
+        values = torch.empty_like(values, dtype=torch.float16)
+        row_scale = values.new_empty(payload.shape[:3], dtype=torch.float32)
+        for own, rows, scale in zip(payload.values, values, row_scale, strict=True):
+            # The largest of a row comes to lie between 2^14 and 2^15.
+            power = (torch.frexp(own.abs().amax(-1).float()).exponent - 15).clamp(-126, 113)
+            rows.copy_(own.float() * power_of_two(-power).unsqueeze(-1))
+            scale.copy_(power_of_two(power))
+    return PackedMatrix(layout=layout, values=values, row_scale=row_scale, bias=bias)
 
 
 def pack_fp8_block(payload: Fp8Block, bias: Tensor | None, *, native: bool) -> PackedMatrix:
-    """Native: take codes as they are, as E4M3 operands; otherwise re-lay them to be decoded to bfloat16.
+    """Native: take codes as they are, as E4M3 operands; otherwise re-lay them to be decoded to 16 bits.
 
     Blocks must be whole multiples of 128 x 128; their scales are repeated. Raises InputError for other blocks.
     """
@@ -71,33 +86,33 @@ def pack_fp8_rows(payload: Fp8Channel | Fp8Tensor, bias: Tensor | None, *, nativ
     """Take or re-lay codes like ``pack_fp8_block``; the one scale of a row is applied after the sum."""
     layout = (ROWS if native else LANES)["fp8_rows"].of(payload.shape)
     scale = payload.scale.unsqueeze(-1) if isinstance(payload, Fp8Tensor) else payload.scales
-    return PackedMatrix(
-        layout=layout,
-        values=_e4m3(payload.codes, layout),
-        row_scale=scale.float().expand(payload.shape[:3]).contiguous(),
-        bias=bias,
-    )
+    row_scale = scale.float().expand(payload.shape[:3]).contiguous()
+    return PackedMatrix(layout=layout, values=_e4m3(payload.codes, layout), row_scale=row_scale, bias=bias)
 
 
-def pack_mx(payload: MxFp4 | MxFp8, bias: Tensor | None) -> PackedMatrix:
+def pack_mx(payload: MxFp4 | MxFp8, bias: Tensor | None, *, half: bool = False) -> PackedMatrix:
     """Re-lay codes; E8M0 scales are relative to the largest of their row, which is applied after the sum.
 
     Lanes of MXFP8 decode to code times 2^-120, which the largest scale, 2^120, undoes. A group of MXFP4 below 2^-252 of
-    its row's largest decodes to zero, and one below 2^-126 loses low bits: nothing else is rounded.
+    its row's largest decodes to zero, and one below 2^-126 loses low bits: nothing else is rounded. Beside float16
+    tokens (half) the largest scale is 2^15 and groups below 2^-24 of it lose low bits, of MXFP8 below 2^-22.
     """
     layout, eight = LANES[payload.name].of(payload.shape), isinstance(payload, MxFp8)
-    relative, largest = relative_e8m0(payload.scales, 247 if eight else 253)
+    relative, largest = relative_e8m0(payload.scales, 30 if half else 247 if eight else 253)
+    # In float16 lanes decode to code times 2^-14, or 2^-8, of which 2^15 leaves 2 and 128.
+    row_scale = largest / (1 if not half else 128 if eight else 2)
     values = _e4m3(payload.codes, layout) if eight else _lanes(payload.codes, layout, 0, _e2m1_lane)
-    scale = _scale_words(relative, layout)
-    return PackedMatrix(layout=layout, values=values, scale=scale, row_scale=largest, bias=bias)
+    return PackedMatrix(
+        layout=layout, values=values, scale=_scale_words(relative, layout), row_scale=row_scale, bias=bias
+    )
 
 
-def pack_nvfp4(payload: NvFp4, bias: Tensor | None) -> PackedMatrix:
+def pack_nvfp4(payload: NvFp4, bias: Tensor | None, *, half: bool = False) -> PackedMatrix:
     """Re-lay codes; E4M3 group scales stay as they are, the global scale is applied after the sum."""
     layout = LANES["nvfp4"].of(payload.shape)
     own = payload.global_scale.float()
-    # Lanes decode to code times 2^-126 and group scales to scale times 2^117.
-    row_scale = (own.reciprocal() if payload.global_divides else own) * 512.0
+    # Lanes decode to code times 2^-126 and group scales to scale times 2^117, in float16 (half) 2^-14 and 2^7.
+    row_scale = (own.reciprocal() if payload.global_divides else own) * (128.0 if half else 512.0)
     return PackedMatrix(
         layout=layout,
         values=_lanes(payload.codes, layout, 0, _e2m1_lane),
@@ -124,10 +139,9 @@ def pack_int(payload: Integers, bias: Tensor | None) -> PackedMatrix:
                 "bits; use the reference kernel for them"
             )
         zeros = None
-    zeroed = zeros is not None
-    if zeroed:
+    if zeros is not None:
         words, dtype = 4 if words > 1 else 1, torch.float32
-    kind = numbers.ZERO_SCALE if zeroed else numbers.PAIR_SCALE if words == 2 else numbers.GROUP_SCALE
+    kind = numbers.ZERO_SCALE if zeros is not None else numbers.PAIR_SCALE if words == 2 else numbers.GROUP_SCALE
     layout = replace(
         LANES[f"int{bits}"].of(payload.shape), scale_kind=kind, words=words, quartered=words > 1, promoted=words == 1
     )
@@ -144,7 +158,7 @@ def pack_int(payload: Integers, bias: Tensor | None) -> PackedMatrix:
         return _cleared(found, payload.scales[at][here], payload.group_size, zero)
 
     values = _lanes(payload.codes, layout, 8, _e4m3_lane if bits == 8 else _int4_lane, order, cleared=cleared)
-    scale = scale.view(torch.int32) if zeroed else scale
+    scale = scale if zeros is None else scale.view(torch.int32)
     return PackedMatrix(layout=layout, values=values, scale=scale, bias=bias, order=order)
 
 
@@ -169,19 +183,18 @@ def pack_bnb4(payload: Bnb4, bias: Tensor | None, *, half: bool = False) -> Pack
 def pack_gguf(payload: Gguf, bias: Tensor | None, *, half: bool = False) -> PackedMatrix:
     """Re-lay blocks of any kind as integers of four or eight bits, halves and steps kept exactly as they are.
 
-    Without a second half, codes lose their zero; with one they are taken as they are. MXFP4 stays what it is, but
-    beside float16 tokens (half), which have no room for its scales, becomes integers too.
+    Without a second half, codes lose their zero; with one they are taken as they are. MXFP4 stays what it is.
     """
     kind, shape = payload.kind, payload.shape
     experts, parts, n_out, _ = shape
-    if not kind.halves and not half:
-        made = pack_mx(MxFp4.from_parts({".weight": payload.blocks}, storage="gguf", shape=shape), bias)
-        return replace(made, report=_stored(kind.title, made.layout))
-    two, stepped, eight = len(kind.halves) == 2, kind.steps is not None, kind.bits > 4 or not kind.halves
+    if not kind.halves:
+        packed = pack_mx(MxFp4.from_parts({".weight": payload.blocks}, storage="gguf", shape=shape), bias, half=half)
+        return replace(packed, report=_stored(kind.title, packed.layout))
+    two, stepped, eight = len(kind.halves) == 2, kind.steps is not None, kind.bits > 4
     layout = replace(
         LANES["int8" if eight else "int4"].of(shape),
-        scale_kind=numbers.STEP_SCALE if stepped else numbers.HALF_SCALE if kind.halves else numbers.GROUP_SCALE,
-        words=2 + two if stepped else 2 + 2 * two if kind.halves else 4,
+        scale_kind=numbers.STEP_SCALE if stepped else numbers.HALF_SCALE,
+        words=2 + two if stepped else 2 + 2 * two,
         block_k=64 if kind.title == "Q6_K" else 128,
         quartered=not (two and stepped),
         promoted=two,
@@ -198,15 +211,10 @@ def pack_gguf(payload: Gguf, bias: Tensor | None, *, half: bool = False) -> Pack
         found = kind.codes(rows.reshape(-1, kind.nbytes)).view(rows.shape[0], -1)
         if two:
             return found
-        if kind.halves:
-            found = found + (middle - kind.zero)
-        else:
-            found = (2 * torch.tensor(E2M1_VALUES, device=rows.device) + middle).to(torch.uint8)[found.int()]
         own = _group_scales(replace(payload, blocks=rows))
-        return _cleared(found, own, found.shape[1] // own.shape[1], middle)
+        return _cleared(found + (middle - kind.zero), own, found.shape[1] // own.shape[1], middle)
 
     values = _lanes(payload.blocks, layout, 0, _e4m3_lane if eight else _int4_lane, unpack=codes)
-    scale = scale if kind.halves else scale.view(torch.float32)
     return PackedMatrix(layout=layout, values=values, scale=scale, bias=bias, report=_stored(kind.title, layout))
 
 
@@ -217,9 +225,6 @@ def _stored(title: str, layout: Layout) -> str:
 def _line_words(payload: Gguf, layout: Lanes) -> Tensor:
     """Return the scale words int32 ``[N, B, words]`` of blocks ``[N, ., bytes]``."""
     rows, blocks = payload.shape[0], layout.k_blocks
-    if not payload.kind.halves:
-        # Codes are twice the numbers.
-        return _filled_words(_kept(_group_scales(payload)) / 2, layout)
     halves, steps = payload.lines()
     if halves.shape[1] == 1:
         halves = _kept(halves.view(rows, -1)).view_as(halves)
@@ -235,8 +240,6 @@ def _line_words(payload: Gguf, layout: Lanes) -> Tensor:
 
 def _group_scales(payload: Gguf) -> Tensor:
     """Return the float32 scales ``[N, G]`` of blocks ``[N, ., bytes]`` without a second half."""
-    if not payload.kind.halves:
-        return e8m0_values(payload.blocks.device)[payload.blocks[..., 0].int()]
     halves, steps = payload.lines()
     return (halves.float() * (1 if steps is None else steps[..., 0])).view(payload.blocks.shape[0], -1)
 
@@ -259,12 +262,8 @@ def _cleared(codes: Tensor, scales: Tensor, size: int, zero: Tensor | int) -> Te
 def _filled_words(scales: Tensor, layout: Lanes) -> Tensor:
     """Return scales ``[N, any]`` as int32 ``[N, B, words]``, filled with ones."""
     short = layout.k_blocks * layout.words * 4 // scales.element_size() - scales.shape[1]
-    return (
-        functional.pad(scales, (0, short), value=1.0)
-        .contiguous()
-        .view(torch.int32)
-        .view(-1, layout.k_blocks, layout.words)
-    )
+    padded = functional.pad(scales, (0, short), value=1.0).contiguous()
+    return padded.view(torch.int32).view(-1, layout.k_blocks, layout.words)
 
 
 def column_order(payload: Int4Ordered | Int8Ordered) -> Tensor:

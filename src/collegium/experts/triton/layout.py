@@ -32,7 +32,8 @@ class Layout:
     """One matrix ``shape``, (E, P, N, K), as a kernel reads it: as published, where a subclass says nothing else.
 
     weight, scale_kind: the kernel's numbers (``kernels/numbers.py``). code_bits: of a weight without scales. operand:
-    dtype of the rows that these weights multiply. stored: dtype of values. half: rows are float16 instead of operand.
+    dtype of the rows that these weights multiply. stored: dtype of values. half: rows are float16 instead of operand;
+    halved: they become it here.
     block_k: columns of a step of the K loop. scale_block: rows that share a scale, where it belongs to a block. words:
     32-bit words of scales for a row and K block, where scales belong to groups. scaled_rows: rows of x have scales.
     row_order: of their codes (``ops/quantize.py``). decoded, promoted, quartered, operands: see ``TileProblem``.
@@ -44,6 +45,7 @@ class Layout:
     stored: torch.dtype
     shape: Shape = (0, 0, 0, 0)
     half: bool = False
+    halved: bool = False
     block_k: int = 128
     scale_kind: int = numbers.NO_SCALE
     scale_block: int = 1
@@ -63,11 +65,16 @@ class Layout:
     @property
     def row_dtype(self) -> torch.dtype:
         """The dtype of rows."""
-        return torch.float16 if self.half or self.minima else self.operand
+        return torch.float16 if self.half or self.rescaled else self.operand
+
+    @property
+    def rescaled(self) -> bool:
+        """Whether rows become float16 over a power of two each (``halves_and_sums``)."""
+        return self.halved or self.minima
 
     @property
     def minima(self) -> bool:
-        """Whether scales have minima, which sums of the rows' columns multiply; rows are float16 then, with scales."""
+        """Whether scales have minima, which sums of the rows' columns multiply."""
         return self.stepped or (self.scale_kind, self.words) == (numbers.HALF_SCALE, 4)
 
     @property

@@ -122,9 +122,7 @@ class PackedExperts(Packed):
         source = None if gathered else batch.source
         rows_in, source = self._in_order(rows_in, batch.expert_offsets, source, memory)
         pair = pair[0], replace(pair[1], places=_places(batch))
-        return self._both(
-            rows_in, batch.expert_offsets, pair, out, memory, source=source, dtype=dtype, used=_used(batch)
-        )
+        return self._both(rows_in, batch.expert_offsets, pair, out, memory, source=source, used=_used(batch))
 
     def run_unsorted(self, x: Tensor, ids: Tensor, memory: Memory | None = None) -> Tensor:
         """Return ``[T * K, H]``: what ``run`` returns for few assignments, in their own order and not sorted.
@@ -140,7 +138,7 @@ class PackedExperts(Packed):
         listed = self.activations is not None
         tiles = TileList(expert=ids, row=ids, count=ids.numel(), tile=first, top_k=top_k, early=listed)
         pair = tiles, replace(tiles, tile=second)
-        return self._both(rows_in, ids, pair, out, memory, source=source, dtype=x.dtype)
+        return self._both(rows_in, ids, pair, out, memory, source=source)
 
     def products(self) -> tuple[_Product, ...]:
         """Return gate_up and down."""
@@ -214,7 +212,6 @@ class PackedExperts(Packed):
         memory: Memory | None,
         *,
         source: Tensor | None,
-        dtype: torch.dtype,
         used: Tensor | None = None,
     ) -> Tensor:
         """Write ``out`` and return it: both products of ``rows_in``, which are codes and scales or rows and None."""
@@ -223,8 +220,7 @@ class PackedExperts(Packed):
             x_scale = across(x_scale, source, used=used, memory=part(memory, "x"))
         places = tiles[1].places
         count = out.shape[0] if places is None else places.shape[0]
-        kept = out.dtype if self.activations else dtype
-        middle = take(memory, "middle", (count, self.gate_up.layout.shape[2]), kept, out.device)
+        middle = take(memory, "middle", (count, self.gate_up.layout.shape[2]), out.dtype, out.device)
         grouped_gemm(
             x, self.gate_up, offsets, tiles[0], middle, source=source, x_scale=x_scale, activation=self.activation
         )
@@ -242,12 +238,13 @@ class PackedExperts(Packed):
         rows_in = self._rows_in(batch, memory, AS_IS, gathered=gathered)
         rows_in, _ = self._in_order(rows_in, offsets, None if gathered else batch.source, memory)
         rows, x_scale = _summed(rows_in, self.gate_up, _used(batch), part(memory, "x"))
-        narrow = form is None or batch.dtype == torch.bfloat16
-        codes, dtype = None, batch.dtype if narrow else torch.float32
+        codes, dtype = None, out.dtype
         if form is not None and form.group == BAND:
             scale = take(memory, "scales", (count, -(-wide // BAND)), torch.float32, device)
-            dtype, codes = torch.float8_e4m3fn, CodeScales(scale=scale, power=form.power, rounded=narrow)
-        assert dtype is not None
+            dtype, codes = (
+                torch.float8_e4m3fn,
+                CodeScales(scale=scale, power=form.power, rounded=out.dtype == torch.bfloat16),
+            )
         middle = take(memory, "middle", (count, wide), dtype, device)
         most = max(self.gate_up.layout.expanded_bytes, self.down.layout.expanded_bytes)
         room = take(memory, "expanded", (most,), torch.int8, device) if most else None
@@ -312,8 +309,8 @@ def _reported(first: RangeReport | str | None, second: RangeReport | str | None)
 def _summed(
     rows: Operand, matrix: PackedMatrix, used: Tensor | None, memory: Memory | None
 ) -> tuple[Tensor, Tensor | RowSums | None]:
-    """Return an operand as it is, or in float16 with sums of its columns where the weights have minima."""
-    return halves_and_sums(rows[0], used=used, memory=memory) if matrix.layout.minima else rows
+    """Return an operand as it is, or in float16 over powers of two, with sums of its columns, as the weights ask."""
+    return halves_and_sums(rows[0], used=used, memory=memory) if matrix.layout.rescaled else rows
 
 
 def _used(batch: ContiguousBatch) -> Tensor | None:

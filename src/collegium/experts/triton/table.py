@@ -5,8 +5,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from ...formats.unquantised import DTYPES
 from ...kernels.numbers import STEP_SCALE, ZERO_SCALE
 from ...problem import ExpertsProblem
@@ -27,17 +25,19 @@ class _Row(NamedTuple):
     """Weights of a format with tokens in one of some activation formats.
 
     layout: without sizes; integers are taken to have 16-bit scales of 128 columns and blocks of GGUF to be Q4_K, the
-    commonest, packing alone sees others. scaled: for tensor cores that decode the weights themselves.
+    commonest, packing alone sees others. scaled: for tensor cores that decode the weights themselves. halves: pack asks
+    whether tokens are float16 (half).
     """
 
     weights: str
     tokens: tuple[str, ...]
     layout: Layout
-    pack: Callable[[Any, Tensor | None], PackedMatrix]
+    pack: Callable[..., PackedMatrix]
     scaled: bool = False
+    halves: bool = False
 
 
-_BF16, _EITHER = ("bf16",), ("bf16", "fp16")
+_EITHER = "bf16", "fp16"
 _ZEROED = {name: replace(LANES[name], scale_kind=ZERO_SCALE) for name in ("int4", "int8")}
 
 _Q4_K = replace(LANES["int4"], scale_kind=STEP_SCALE, words=3)
@@ -45,15 +45,19 @@ _Q4_K = replace(LANES["int4"], scale_kind=STEP_SCALE, words=3)
 
 # By kernel; of the rows that take a pair of formats the first one runs it.
 TABLE = {
-    "triton_bf16": (_Row("bf16", _BF16, ROWS["plain"], pack_plain), _Row("fp16", ("fp16",), ROWS["plain"], pack_plain)),
+    "triton_bf16": (
+        _Row("bf16", _EITHER, ROWS["plain"], pack_plain, halves=True),
+        _Row("fp16", ("fp16",), ROWS["plain"], pack_plain, halves=True),
+        _Row("fp16", ("bf16",), replace(ROWS["plain"], halved=True), pack_plain),
+    ),
     "triton_fp8": (
         _Row("fp8_block", CODES, ROWS["fp8_block"], partial(pack_fp8_block, native=True)),
         _Row("fp8_tensor", CODES, ROWS["fp8_rows"], partial(pack_fp8_rows, native=True)),
         _Row("fp8_channel", CODES, ROWS["fp8_rows"], partial(pack_fp8_rows, native=True)),
-        _Row("fp8_block", _BF16, LANES["fp8_block"], partial(pack_fp8_block, native=False)),
-        _Row("fp8_tensor", _BF16, LANES["fp8_rows"], partial(pack_fp8_rows, native=False)),
-        _Row("fp8_channel", _BF16, LANES["fp8_rows"], partial(pack_fp8_rows, native=False)),
-        _Row("mxfp8", _BF16, LANES["mxfp8"], pack_mx),
+        _Row("fp8_block", _EITHER, LANES["fp8_block"], partial(pack_fp8_block, native=False)),
+        _Row("fp8_tensor", _EITHER, LANES["fp8_rows"], partial(pack_fp8_rows, native=False)),
+        _Row("fp8_channel", _EITHER, LANES["fp8_rows"], partial(pack_fp8_rows, native=False)),
+        _Row("mxfp8", _EITHER, LANES["mxfp8"], pack_mx, halves=True),
     ),
     "triton_w4a8": (
         # Triton 3.6 compiles no product that is scaled by the tensor core and again by the tokens' groups.
@@ -63,15 +67,13 @@ TABLE = {
         _Row("int4_group", CODES, WORDS["int4_1"], pack_w4a8),
     ),
     "triton_w4a16": (
-        _Row("mxfp4", _BF16, LANES["mxfp4"], pack_mx),
-        _Row("nvfp4", _BF16, LANES["nvfp4"], pack_nvfp4),
+        _Row("mxfp4", _EITHER, LANES["mxfp4"], pack_mx, halves=True),
+        _Row("nvfp4", _EITHER, LANES["nvfp4"], pack_nvfp4, halves=True),
         _Row("int4_group", _EITHER, LANES["int4"], pack_int),
         _Row("int4_affine", _EITHER, _ZEROED["int4"], pack_int),
         _Row("int4_ordered", _EITHER, _ZEROED["int4"], pack_int),
-        _Row("bnb4", _BF16, LANES["table"], pack_bnb4),
-        _Row("bnb4", ("fp16",), LANES["table"], partial(pack_bnb4, half=True)),
-        _Row("gguf", _BF16, _Q4_K, pack_gguf),
-        _Row("gguf", ("fp16",), _Q4_K, partial(pack_gguf, half=True)),
+        _Row("bnb4", _EITHER, LANES["table"], pack_bnb4, halves=True),
+        _Row("gguf", _EITHER, _Q4_K, pack_gguf, halves=True),
     ),
     "triton_w8a16": (
         _Row("int8_affine", _EITHER, _ZEROED["int8"], pack_int),
@@ -114,7 +116,9 @@ class TritonKernel:
 
         Raises InputError for blocks, groups and scales that the kernel cannot take.
         """
-        return pack_both(self._row(problem, machine_at(weights.down.device)).pack, weights, problem)
+        row = self._row(problem, machine_at(weights.down.device))
+        packer = partial(row.pack, half=problem.activation_format == "fp16") if row.halves else row.pack
+        return pack_both(packer, weights, problem)
 
     def layouts(self, problem: ExpertsProblem, machine: Machine) -> tuple[Layout, Layout]:
         """Return the layouts of gate_up and down that ``pack`` gives the weights of ``problem`` on ``machine``."""
@@ -140,13 +144,13 @@ class TritonKernel:
 
 
 class TritonBf16(TritonKernel):
-    """Weights and tokens in one 16-bit dtype, sums in float32; weights are used where they lie."""
+    """Plain 16-bit weights and tokens, sums in float32; weights of the tokens' dtype are used where they lie."""
 
     name = "triton_bf16"
 
 
 class TritonFp8(TritonKernel):
-    """FP8 weights: E4M3 products with E4M3 tokens, or decoded to BF16 for BF16 tokens."""
+    """FP8 weights: E4M3 products with E4M3 tokens, or decoded to the dtype of 16-bit tokens."""
 
     name = "triton_fp8"
 

@@ -166,7 +166,7 @@ def product_regions(problem: ExpertsProblem, tiling: ProductTiling) -> Regions:
     if problem.weight_format.endswith("_ordered"):
         x["ordered"] = rows * hidden * dtype.itemsize
     for own, layout, count, columns in ((x, tiling.gate_up, taken, hidden), (h, tiling.down, rows, wide)):
-        if layout.minima:
+        if layout.rescaled:
             count = rows if tiling.large(rows) else count
             own |= {"halves": 2 * count * columns, "scales": 4 * count, "sums": 2 * SUMS * count * -(-columns // 128)}
     if form is not None and lies_across(form, tiling.gate_up):
