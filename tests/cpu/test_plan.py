@@ -80,6 +80,19 @@ def test_a_quantised_activation_format_goes_to_a_kernel_that_applies_it():
     assert any(r.name == "cpu_grouped" and "fp8_group128" in r.reason for r in made.refusals)
 
 
+@pytest.mark.parametrize("weight_format", [f.name for f in FORMATS if f.name != "fp32"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_every_format_has_a_kernel_on_a_gpu_beside_both_16_bit_dtypes(weight_format, dtype):
+    spec = MoESpec(
+        hidden_size=256, intermediate_size=128, num_experts=4, routing=RoutingSpec(top_k=2), weight_format=weight_format
+    )  # fmt: skip
+    for capability in ((8, 0), (9, 0), (10, 0)):
+        device = DeviceFacts(kind="cuda", capability=capability, memory=1 << 36)
+        made = plan(Problem(spec=spec, device=device, dtype=dtype))
+        assert made.kernel.startswith("triton_")
+        assert made.activation_format == dtype
+
+
 @pytest.mark.parametrize("weight_format", [f.name for f in FORMATS if not f.read_only])
 @pytest.mark.parametrize("sizes", [(90, 56), (176, 33), (256, 192)], ids=str)
 def test_planned_bytes_are_the_bytes_of_the_weights(weight_format, sizes):
