@@ -47,10 +47,10 @@ def test_eight_bit_activations_pass_within_their_tolerance(tmp_path, name: str) 
 
 def test_a_broken_packing_is_caught(tmp_path, monkeypatch) -> None:
     write_checkpoint(tmp_path, "mixtral", "mxfp4", size=SIZE)
-    true = pack._e2m1_lane
+    true = pack._E2M1[0]
 
     def swapped(codes: Any) -> Any:
         return true(codes[:, :, [1, 0, 2, 3]])
 
-    monkeypatch.setattr(pack, "_e2m1_lane", swapped)
+    monkeypatch.setattr(pack, "_E2M1", (swapped, swapped))
     assert not verify_model(tmp_path, device="cuda", experts=2).passed

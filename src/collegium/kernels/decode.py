@@ -40,13 +40,14 @@ _E2M1_STEPS = """
     shr.u32 a, $4, 5; and.b32 a, a, 0x01000100; shr.u32 b, $4, 4; and.b32 b, b, 0x00C000C0; or.b32 a, a, b;
     shl.b32 b, $4, 1; and.b32 b, b, 0x80008000; or.b32 a, a, b; fma.rn.KIND $3, a, $8, none;
 """
-# The same to float16's sign and bits 11 10 9, by a shift each.
+# Beside float16, whose bits those are 15 and 11 10 9:
+#   quarter 0: 15, 11 10 9   quarter 1: 12, 8 7 6   quarter 2: 14, 5 4 3   quarter 3: 13, 2 1 0
 _E2M1_HALF_STEPS = """
-    shl.b32 b, $4, 3; and.b32 a, b, 0x0E000E00; lop3.b32 a, $4, 0x80008000, a, 0xEA; fma.rn.KIND $0, a, $5, none;
-    shl.b32 c, $4, 6; and.b32 a, c, 0x0E000E00; lop3.b32 a, b, 0x80008000, a, 0xEA; fma.rn.KIND $1, a, $6, none;
-    shl.b32 a, $4, 9; and.b32 a, a, 0x0E000E00; lop3.b32 a, c, 0x80008000, a, 0xEA; fma.rn.KIND $2, a, $7, none;
-    shr.u32 a, $4, 2; and.b32 a, a, 0x08000800; shr.u32 b, $4, 1; lop3.b32 a, b, 0x06000600, a, 0xEA;
-    shl.b32 b, $4, 1; lop3.b32 a, b, 0x80008000, a, 0xEA; fma.rn.KIND $3, a, $8, none;
+    and.b32 a, $4, 0x8E008E00; fma.rn.KIND $0, a, $5, none;
+    shl.b32 b, $4, 3; and.b32 b, b, 0x8E008E00; fma.rn.KIND $1, b, $6, none; shl.b32 b, $4, 1;
+    shl.b32 a, $4, 6; and.b32 a, a, 0x0E000E00; lop3.b32 a, b, 0x80008000, a, 0xEA; fma.rn.KIND $2, a, $7, none;
+    shl.b32 b, $4, 9; and.b32 b, b, 0x0E000E00; shl.b32 a, $4, 2; lop3.b32 a, a, 0x80008000, b, 0xEA;
+    fma.rn.KIND $3, a, $8, none;
 """
 # A byte's sign, exponent and mantissa to bfloat16's bit 15 and bits 10 to 4: the value times 2^-120; to float16's bit
 # 15 and bits 13 to 7: times 2^-8.
@@ -133,10 +134,9 @@ def _e2m1_quarters(lanes, s0, s1, s2, s3, HALF: tl.constexpr, ASM: tl.constexpr)
     else:
         bits = lanes.to(tl.int32)
         if HALF:
-            a = ((bits << 3) & 0x0E00) | (bits & 0x8000)
-            b = ((bits << 6) & 0x0E00) | ((bits << 3) & 0x8000)
-            c = ((bits << 9) & 0x0E00) | ((bits << 6) & 0x8000)
-            d = ((bits >> 2) & 0x0800) | ((bits >> 1) & 0x0600) | ((bits << 1) & 0x8000)
+            a, b = bits & 0x8E00, (bits << 3) & 0x8E00
+            c = ((bits << 6) & 0x0E00) | ((bits << 1) & 0x8000)
+            d = ((bits << 9) & 0x0E00) | ((bits << 2) & 0x8000)
         else:
             a, b, c = bits & 0x81C0, (bits << 3) & 0x81C0, (bits << 6) & 0x81C0
             d = ((bits >> 5) & 0x0100) | ((bits >> 4) & 0x00C0) | ((bits << 1) & 0x8000)

@@ -101,7 +101,7 @@ def pack_mx(payload: MxFp4 | MxFp8, bias: Tensor | None, *, half: bool = False) 
     relative, largest = relative_e8m0(payload.scales, 30 if half else 247 if eight else 253)
     # In float16 lanes decode to code times 2^-14, or 2^-8, of which 2^15 leaves 2 and 128.
     row_scale = largest / (1 if not half else 128 if eight else 2)
-    values = _e4m3(payload.codes, layout) if eight else _lanes(payload.codes, layout, 0, _e2m1_lane)
+    values = _e4m3(payload.codes, layout) if eight else _lanes(payload.codes, layout, 0, _E2M1[half])
     return PackedMatrix(
         layout=layout, values=values, scale=_scale_words(relative, layout), row_scale=row_scale, bias=bias
     )
@@ -113,13 +113,9 @@ def pack_nvfp4(payload: NvFp4, bias: Tensor | None, *, half: bool = False) -> Pa
     own = payload.global_scale.float()
     # Lanes decode to code times 2^-126 and group scales to scale times 2^117, in float16 (half) 2^-14 and 2^7.
     row_scale = (own.reciprocal() if payload.global_divides else own) * (128.0 if half else 512.0)
-    return PackedMatrix(
-        layout=layout,
-        values=_lanes(payload.codes, layout, 0, _e2m1_lane),
-        scale=_scale_words(payload.scales.view(torch.uint8), layout),
-        row_scale=row_scale.unsqueeze(-1).expand(payload.shape[:3]).contiguous(),
-        bias=bias,
-    )
+    row_scale = row_scale.unsqueeze(-1).expand(payload.shape[:3]).contiguous()
+    values, scale = _lanes(payload.codes, layout, 0, _E2M1[half]), payload.scales.view(torch.uint8)
+    return PackedMatrix(layout=layout, values=values, scale=_scale_words(scale, layout), row_scale=row_scale, bias=bias)
 
 
 def pack_int(payload: Integers, bias: Tensor | None) -> PackedMatrix:
@@ -373,6 +369,15 @@ def _e2m1_lane(codes: Tensor) -> Tensor:
     a, b, c, d = codes.unbind(2)
     lane = ((a & 8) << 12) | ((a & 7) << 6) | ((b & 8) << 9) | ((b & 7) << 3) | ((c & 8) << 6) | (c & 7)
     return lane | ((d & 8) << 11) | ((d & 4) << 11) | ((d & 3) << 10)
+
+
+def _e2m1_half_lane(codes: Tensor) -> Tensor:
+    a, b, c, d = codes.unbind(2)
+    signs = ((a & 8) << 12) | ((b & 8) << 9) | ((c & 8) << 11) | ((d & 8) << 10)
+    return signs | ((a & 7) << 9) | ((b & 7) << 6) | ((c & 7) << 3) | (d & 7)
+
+
+_E2M1 = (_e2m1_lane, _e2m1_half_lane)  # beside bfloat16, and beside float16
 
 
 def _e4m3_lane(codes: Tensor) -> Tensor:
