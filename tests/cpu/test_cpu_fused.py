@@ -18,12 +18,15 @@ import pytest
 import torch
 
 from collegium import moe
-from collegium.errors import BadScaleError
+from collegium.errors import BadScaleError, InputError
 from collegium.experts import CpuFused, CpuGrouped
 from collegium.experts.cpu import grouped, panels
 from collegium.experts.cpu.fused import pack_fused
 from collegium.formats import (
     Bnb4,
+    Fp8Block,
+    Fp8Channel,
+    Fp8Tensor,
     Gguf,
     Int4Affine,
     Int4Group,
@@ -31,6 +34,7 @@ from collegium.formats import (
     Int8Affine,
     Int8Ordered,
     MxFp4,
+    MxFp8,
     NvFp4,
     by_name,
 )
@@ -41,7 +45,8 @@ from collegium.testing.compare import heavy_tailed
 from collegium.types import ActivationSpec, ContiguousBatch, ExpertWeights, MoESpec, RoutingSpec
 
 SHIPPED = Path(__file__).resolve().parents[2] / "demo" / "fables-16m"
-NAMES = ["mxfp4", "nvfp4", "int4_group"]
+FLOATS = ["fp8_block", "fp8_channel", "fp8_tensor", "mxfp8"]
+NAMES = ["mxfp4", "nvfp4", "int4_group", *FLOATS]
 CPU = DeviceFacts(kind="cpu")
 
 
@@ -114,7 +119,8 @@ def truth(batch, weights, activation=None):
 
     def decoded(payload):
         values = payload.decode(torch.float32)
-        return values if isinstance(payload, MxFp4 | NvFp4) else values.bfloat16().float()
+        scaled_after = isinstance(payload, MxFp4 | NvFp4 | MxFp8 | Fp8Channel | Fp8Tensor)
+        return values if scaled_after else values.bfloat16().float()
 
     result = torch.full((batch.source.numel(), weights.down.shape[1]), torch.nan)
     for expert in range(weights.down.shape[0]):
@@ -453,24 +459,44 @@ def test_run_with_groups_and_zero_points(kernel, group, dtype):
 def test_every_code_under_every_scale_is_decoded_exactly(kernel, name):
     """Rows of x with a single one read single weights."""
     payload = by_name(name).encode(heavy_tailed(2, 70, 160, seed=7) * torch.logspace(-6, 3, 70)[:, None])
-    payload = replace(payload, codes=torch.randint(0, 256, payload.codes.shape, dtype=torch.uint8))
+    codes = torch.randint(0, 256, payload.codes.shape, dtype=torch.uint8)
+    if name in FLOATS:
+        codes = torch.where(codes & 127 == 127, 0, codes).view(torch.float8_e4m3fn)
+        assert len(codes.view(torch.uint8).unique()) == 254
+    payload = replace(payload, codes=codes)
     if name == "nvfp4":  # all bytes that are allowed, subnormal ones too
         scales = torch.arange(payload.scales.numel()).remainder(126).to(torch.uint8).view(payload.scales.shape) + 1
         payload = replace(payload, scales=scales.view(torch.float8_e4m3fn))
-    elif name == "mxfp4":
+    elif name in ("mxfp4", "mxfp8"):
         scales = torch.arange(payload.scales.numel()).remainder(200).to(torch.uint8).view(payload.scales.shape) + 20
         payload = replace(payload, scales=scales)
     matrix = pack_fused(payload, None, "down")
     eye = torch.eye(160).bfloat16()
     found = matrix.multiply(eye.repeat(2, 1), torch.tensor([0, 1]), torch.tensor([0, 160, 320]))[:, :70]
     wanted = payload.decode(torch.float32)
-    wanted = (wanted.bfloat16() if name == "int4_group" else wanted).float()
+    wanted = (wanted.bfloat16() if name in ("int4_group", "fp8_block") else wanted).float()
     # What is 2^-120 of the largest weight of its row may become zero.
     rough = wanted.abs() < wanted.abs().amax(-1, keepdim=True) * 2.0**-120
     found = found.view(2, 160, 70).transpose(1, 2)
     # A global scale multiplies the sum here, the group's scale in ``decode``: one rounding of float32 each.
     torch.testing.assert_close(found[~rough], wanted[~rough], rtol=2.0**-23 if name == "nvfp4" else 0.0, atol=0.0)
     assert bool((found[rough].abs() <= wanted[rough].abs()).all())
+
+
+@pytest.mark.parametrize("block", [(64, 48), (1, 32), (128, 256)])
+def test_blocks_of_other_sizes(kernel, block):
+    gate_up, down = heavy_tailed(3, 2, 70, 200, seed=1) / 14, heavy_tailed(3, 200, 70, seed=2) / 8
+    made = ExpertWeights(
+        gate_up=Fp8Block.encode(gate_up, block=block), down=Fp8Block.encode(down, block=block),
+        gate_up_bias=None, down_bias=None,
+    )  # fmt: skip
+    judge(kernel, make_batch([2, 0, 9], 200), made)
+
+
+def test_blocks_of_an_odd_width_are_refused(kernel):
+    payload = Fp8Block.encode(heavy_tailed(1, 64, 70, seed=2), block=(64, 35))
+    with pytest.raises(InputError, match=r"blocks of \(64, 35\) found"):
+        pack_fused(payload, None, "down")
 
 
 @pytest.mark.parametrize("counts", [[40, 0, 0], [0, 0, 1], [600, 8, 1], [0, 12, 0]])

@@ -5,8 +5,8 @@ Shape letters: E experts, N output rows, K input columns, r rows of x, G groups,
 Sixteen rows of weights lie side by side, a panel: ``[N / 16, K / 2, 4 b]`` bytes. A pair of columns is 32 codes in the
 order of the bfloat16 numbers they become: row 0 of columns 2k and 2k + 1, row 1 of both, and so on. Codes of up to six
 bits are 16 bytes, the first half in the low nibbles and the second in the high ones, then for each further bit four
-bytes with one bit of each; codes of eight bits are 32 bytes. Codes of sixteen bits are bfloat16 numbers in rows as they
-are published, ``[N, K]``, and are turned where others are decoded.
+bytes with one bit of each; codes of eight bits, integers or E4M3, are 32 bytes. Codes of sixteen bits are bfloat16
+numbers in rows as they are published, ``[N, K]``, and are turned where others are decoded.
 
 Four panels are a task. They are decoded whole into bfloat16 pairs ``[K / 2, 16]`` that stay in the second-level cache,
 then multiplied by all rows of x of their expert, sixteen at a time with AMX or a few at a time with products of pairs
@@ -46,15 +46,16 @@ _FEW, _PAIR, _MORE = 1, 2, 4
 # What a call is told, 64-bit numbers; addresses are of contiguous tensors. task, thread: counters that threads share.
 # experts, bounds: int64, the experts that have rows, the first row of each, and the end. blocks: tasks of an expert.
 # kind, shift: places in SCALES and SHIFTS. line: bytes of a row of scales. values: float32 [E, 16], what the lower four
-# bits of a code mean; to codes of eight bits the first is added. group: pairs of columns of a scale. factors, bias:
-# float32 [E, N], or 0. x: bfloat16 [r, K]. out: float32 [r, N], zeros without tiles. scratch: a task in bfloat16 for
-# each thread. shapes: 64 bytes for each count of rows, what AMX is told of its tiles.
+# bits of a code mean; to codes of eight bits the first is added. floats: whether those are E4M3 numbers, of which 2^-8
+# is read. group: pairs of columns of a scale. factors, bias: float32 [E, N], or 0. x: bfloat16 [r, K]. out: float32
+# [r, N], zeros without tiles. scratch: a task in bfloat16 for each thread. shapes: 64 bytes for each count of rows,
+# what AMX is told of its tiles.
 FIELDS = (
-    "task", "thread", "tasks", "experts", "bounds", "blocks", "codes", "bits", "scales", "supers", "kind", "shift",
-    "line", "values", "group", "groups", "pairs", "factors", "bias", "x", "out", "scratch", "tiles", "shapes",
+    "task", "thread", "tasks", "experts", "bounds", "blocks", "codes", "bits", "floats", "scales", "supers", "kind",
+    "shift", "line", "values", "group", "groups", "pairs", "factors", "bias", "x", "out", "scratch", "tiles", "shapes",
 )  # fmt: skip
 (
-    TASK, THREAD, TASKS, EXPERTS, BOUNDS, BLOCKS, CODES, BITS, SCALES_AT, SUPERS, KIND, SHIFT,
+    TASK, THREAD, TASKS, EXPERTS, BOUNDS, BLOCKS, CODES, BITS, FLOATS, SCALES_AT, SUPERS, KIND, SHIFT,
     LINE, VALUES, GROUP, GROUPS, PAIRS, FACTORS, BIAS, X, OUT, SCRATCH, TILES, SHAPES,
 ) = range(len(FIELDS))  # fmt: skip
 
@@ -194,13 +195,17 @@ def _look_up(builder, table, code):
     return builder.select(builder.trunc(builder.lshr(code, _word(3)), ir.VectorType(_I1, LANES)), high, low)
 
 
-def _numbers(builder, place, bits, table):
+def _numbers(builder, place, bits, floats, table):
     """Return both halves of 32 codes as float32: up to six bits as ``table`` says, eight as they are."""
-    low = builder.zext(_load(builder, place, _BYTES), _WORDS)
     if bits == 8:
-        high = builder.zext(_load(builder, builder.add(place, _number(LANES)), _BYTES), _WORDS)
-        return [builder.sitofp(own, _FLOATS) for own in (low, high)]
-    found = []
+        both = [_load(builder, builder.add(place, _number(at)), _BYTES) for at in (0, LANES)]
+        if not floats:
+            return [builder.sitofp(builder.zext(own, _WORDS), _FLOATS) for own in both]
+        # A sign fills the upper byte, and is in the way once more above the exponent.
+        codes = [builder.shl(builder.sext(own, _SHORTS), _word(7, _SHORTS)) for own in both]
+        codes = [builder.bitcast(builder.and_(own, _word(-0x4080, _SHORTS)), _HALVES) for own in codes]
+        return [builder.fpext(own, _FLOATS) for own in codes]
+    low, found = builder.zext(_load(builder, place, _BYTES), _WORDS), []
     for half, code in enumerate((low, builder.lshr(low, _word(4)))):
         number = _look_up(builder, table, code)
         for plane in range(4, bits):
@@ -212,7 +217,7 @@ def _numbers(builder, place, bits, table):
 
 
 @_instruction
-def _decode(builder, kind, bits, shift, codes, count, values, scales, supers, out):
+def _decode(builder, kind, bits, floats, shift, codes, count, values, scales, supers, out):
     """Decode ``count`` pairs of columns of sixteen rows under one row of scales."""
     rooms = [cgutils.alloca_once(builder, _FLOATS) for _ in range(2)]
     _fetch(builder, builder.add(scales, _number(256)))
@@ -237,13 +242,14 @@ def _decode(builder, kind, bits, shift, codes, count, values, scales, supers, ou
         return [builder.shuffle_vector(vector, vector, ir.Constant(_WORDS, own)) for own in orders]
 
     lines = list(zip(halves(start), halves(scale), halves(offset), strict=True))
-    for own, apart in ((4, 0), (5, 0), (6, 0), (8, 0), (4, 1), (8, 1)):
-        taken = builder.and_(_is(builder, bits, own), _is(builder, builder.zext(wide, _I64), apart))
+    how = builder.add(builder.zext(wide, _I64), builder.mul(floats, _number(2)))
+    for own, apart in ((4, 0), (5, 0), (6, 0), (8, 0), (4, 1), (8, 1), (8, 2)):
+        taken = builder.and_(_is(builder, bits, own), _is(builder, how, apart))
         with builder.if_then(taken), cgutils.for_range(builder, count) as loop:
             pair, place = [], builder.add(codes, builder.mul(loop.index, _number(4 * own)))
             _fetch(builder, builder.add(place, _number(4 * own * _PIECE)))
-            for number, (begin, *line) in zip(_numbers(builder, place, own, table), lines, strict=True):
-                number = builder.fadd(number, begin) if apart else number
+            for number, (begin, *line) in zip(_numbers(builder, place, own, apart == 2, table), lines, strict=True):
+                number = builder.fadd(number, begin) if apart == 1 else number
                 pair.append(_call(builder, "llvm.fma.v16f32", _FLOATS, number, *line))
             _store(builder, _rounded(builder, *pair), builder.add(out, builder.mul(loop.index, _number(4 * LANES))))
 
@@ -402,7 +408,7 @@ def _work(job):
                     start, room = codes + done * 4 * bits, decoded + (done - begin) * 4 * LANES
                     scales = _field(job, SCALES_AT) + (number * groups + at) * line
                     supers = _field(job, SUPERS) + (number * spans + done // _SPAN) * super_line
-                    _decode(kind, bits, shift, start, count, values, scales, supers, room)
+                    _decode(kind, bits, _field(job, FLOATS), shift, start, count, values, scales, supers, room)
                     done, at = done + count, at + 1
             row = first
             while row < stop:

@@ -230,47 +230,30 @@ def _words(codes: Tensor) -> Tensor:
 
 def _mxfp4(payload: MxFp4) -> CodeMatrix:
     fields, largest = relative_e8m0(flat(payload.scales), _MX_FIELD)
-    return CodeMatrix(
-        codes=_words(flat(payload.codes)),
-        table=_table(tuple(v * 2.0**-63 for v in E2M1_VALUES)),
-        scales=fields,
-        step="exponent",
-        row_scale=largest.mul_(0.5),
-        columns=payload.shape[-1],
-        group=32,
-    )
+    more: dict[str, Any] = {"scales": fields, "step": "exponent", "row_scale": largest.mul_(0.5), "group": 32}
+    table = _table(tuple(v * 2.0**-63 for v in E2M1_VALUES))
+    return CodeMatrix(codes=_words(flat(payload.codes)), table=table, columns=payload.shape[-1], **more)
 
 
 def _nvfp4(payload: NvFp4) -> CodeMatrix:
-    scale = payload.global_scale.float()
-    codes = flat(payload.codes)
+    scale, codes = payload.global_scale.float(), flat(payload.codes)
     words = torch.empty(codes.shape, dtype=torch.uint8)
     for expert, own in enumerate(codes):
         grouped = unpack_nibbles(own).view(own.shape[0], -1, 16).transpose(1, 2)
         words[expert] = pack_nibbles(grouped.reshape(own.shape[0], -1))
-    return CodeMatrix(
-        codes=_words(words),
-        table=_table(tuple(v * _E4M3_LIFT for v in E2M1_VALUES)),
-        scales=flat(payload.scales.view(torch.uint8)),
-        step="e4m3",
-        row_scale=by_row(scale.reciprocal() if payload.global_divides else scale, payload.shape),
-        columns=payload.shape[-1],
-        group=16,
-        strided=True,
-    )
+    row_scale = by_row(scale.reciprocal() if payload.global_divides else scale, payload.shape)
+    more: dict[str, Any] = {"scales": flat(payload.scales.view(torch.uint8)), "step": "e4m3", "row_scale": row_scale}
+    table = _table(tuple(v * _E4M3_LIFT for v in E2M1_VALUES))
+    return CodeMatrix(codes=_words(words), table=table, columns=payload.shape[-1], group=16, strided=True, **more)
 
 
 def _int4(payload: Int4Group | Int4Affine) -> CodeMatrix:
     codes, zeros = flat(payload.codes), payload.zeros if isinstance(payload, Int4Affine) else None
-    return CodeMatrix(
-        codes=_words(functional.pad(codes, (0, codes.shape[-1] % 2)) if codes.shape[-1] % 2 else codes),
-        table=_table(tuple(float(code - (8 if zeros is None else 0)) for code in range(16))),
-        scales=flat(payload.scales),
-        zeros=None if zeros is None else flat(zeros),
-        step="value",
-        columns=payload.shape[-1],
-        group=payload.group_size,
-    )
+    codes = functional.pad(codes, (0, codes.shape[-1] % 2)) if codes.shape[-1] % 2 else codes
+    table = _table(tuple(float(code - (8 if zeros is None else 0)) for code in range(16)))
+    more: dict[str, Any] = {"scales": flat(payload.scales), "zeros": None if zeros is None else flat(zeros)}
+    more |= {"step": "value", "columns": payload.shape[-1], "group": payload.group_size}
+    return CodeMatrix(codes=_words(codes), table=table, **more)
 
 
 def _e4m3(payload: MxFp8 | Fp8Tensor | Fp8Channel | Fp8Block) -> CodeMatrix:

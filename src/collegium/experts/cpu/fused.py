@@ -20,8 +20,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...formats import Bnb4, Gguf, Int4Affine, Int4Group, Int4Ordered, Int8Affine, Int8Ordered, MxFp4, NvFp4, Payload
+from ... import formats
+from ...errors import InputError
 from ...formats.codecs import E2M1_VALUES, pack_nibbles, relative_e8m0, unpack_nibbles
+from ...formats.unquantised import DTYPES
 from ...problem import ExpertsProblem
 from ...runtime.memory import Memory, Regions
 from ...types import ActivationSpec, ContiguousBatch, ExpertWeights
@@ -32,9 +34,10 @@ from .stored import by_row, flat, refuse_faults
 
 __all__ = ["CpuFused", "FusedExperts", "pack_fused"]
 
-_FORMATS = (MxFp4, NvFp4, Int4Group, Int4Affine, Int8Affine, Int4Ordered, Int8Ordered, Bnb4, Gguf)
+_NAMES = [form.name for form in formats.FORMATS if form.name not in DTYPES]
 _LOW = 0x0F0F0F0F0F0F0F0F  # low nibbles of eight bytes
 _LARGEST = 127  # exponent field of 1, which the largest scale of a row of MXFP4 becomes
+_FLOATS = {"values": torch.zeros(16), "bits": 8, "floats": True}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,12 +77,12 @@ class CpuFused(ExpertKernel):
 
     def refuse(self, problem: ExpertsProblem) -> str | None:
         """Refuse other devices, weights and activations, machines without AVX2, and a missing Numba."""
-        asked, names = problem.activation_format, [known.name for known in _FORMATS]
+        asked = problem.activation_format
         if problem.device.kind != "cpu":
             return f"asked for {problem.device.kind}; it needs a CPU"
-        if problem.weight_format not in names:
-            return f"asked for {problem.weight_format} weights; it takes {', '.join(names)}"
-        if problem.weight_format == Bnb4.name and (problem.hidden % 2 or problem.intermediate % 2):
+        if problem.weight_format not in _NAMES:
+            return f"asked for {problem.weight_format} weights; it takes {', '.join(_NAMES)}"
+        if problem.weight_format == formats.Bnb4.name and (problem.hidden % 2 or problem.intermediate % 2):
             return f"asked for bnb4 and widths {problem.hidden} and {problem.intermediate}; it takes even ones"
         if asked != "bf16" or problem.dtype != "bf16":
             return f"asked for {asked} activations and {problem.dtype} input; it takes bf16 for both"
@@ -95,7 +98,7 @@ class CpuFused(ExpertKernel):
         row = 4 * (8 * (problem.hidden + TASK) + (2 * problem.parts + 7) * (problem.intermediate + TASK))
         return {"tile": threads * scratch_bytes(longest), "rows": max(1, problem.rows) * row}
 
-    def pack(self, weights: ExpertWeights[Payload], problem: ExpertsProblem) -> FusedExperts:
+    def pack(self, weights: ExpertWeights[formats.Payload], problem: ExpertsProblem) -> FusedExperts:
         """Lay the codes out anew, one expert at a time.
 
         Biases become float32. Raises BadScaleError for scales or codes the format forbids.
@@ -108,14 +111,14 @@ class CpuFused(ExpertKernel):
         )
 
 
-def _parts(payload: Payload, bias: Tensor | None) -> list[tuple[Payload, Tensor | None]]:
+def _parts(payload: formats.Payload, bias: Tensor | None) -> list[tuple[formats.Payload, Tensor | None]]:
     """Return ``payload [E, P, N, K]`` and its bias, or those of each part where tables or orders of columns differ."""
     stored = payload.tensors()
     own = [tensor for name, tensor in stored.items() if name in ("table", "group_of")]
     if all(bool((tensor == tensor[:, :1]).all()) for tensor in own):
         return [(payload, bias)]
 
-    def part(index: int) -> tuple[Payload, Tensor | None]:
+    def part(index: int) -> tuple[formats.Payload, Tensor | None]:
         tensors = {name: tensor[:, index] for name, tensor in stored.items()}
         made = replace(payload, shape=(payload.shape[0], *payload.shape[2:]), **tensors)
         return made, None if bias is None else bias[:, index]
@@ -123,13 +126,13 @@ def _parts(payload: Payload, bias: Tensor | None) -> list[tuple[Payload, Tensor 
     return [part(index) for index in range(payload.shape[1])]
 
 
-def pack_fused(payload: Payload, bias: Tensor | None, name: str) -> FusedMatrix:
+def pack_fused(payload: formats.Payload, bias: Tensor | None, name: str) -> FusedMatrix:
     """Return ``payload`` of logical shape ``[E, N, K]`` or ``[E, P, N, K]`` as the kernel reads it; parts become rows.
 
     Raises BadScaleError for scales or codes the format forbids.
     """
-    if isinstance(payload, Gguf) and not payload.kind.halves:
-        payload = MxFp4.from_parts({".weight": payload.blocks}, storage="gguf", shape=payload.shape)
+    if isinstance(payload, formats.Gguf) and not payload.kind.halves:
+        payload = formats.MxFp4.from_parts({".weight": payload.blocks}, storage="gguf", shape=payload.shape)
     refuse_faults(payload, name)
     lines, more = _lines(payload)
     experts, order, factors, supers = payload.shape[0], more.get("order"), more.get("factors"), more.pop("supers", None)
@@ -151,33 +154,46 @@ def pack_fused(payload: Payload, bias: Tensor | None, name: str) -> FusedMatrix:
     )
 
 
-def _lines(payload: Payload) -> tuple[Tensor, dict[str, Any]]:
+def _lines(payload: formats.Payload) -> tuple[Tensor, dict[str, Any]]:
     """Return the scales ``[E, N, G, 1]``, or ``[E, N, G, 2]`` with what is behind them, and more of a ``FusedMatrix``.
 
     Its group is in columns, its supers are ``[E, N, Kp/256, 1 or 2]``; bits: of a code that has not four.
     """
     experts, numbers = payload.shape[0], torch.arange(16.0)
     match payload:
-        case MxFp4():
+        case formats.MxFp4():
             lines, largest = relative_e8m0(flat(payload.scales), _LARGEST)
             return lines[..., None], {"values": torch.tensor(E2M1_VALUES), "group": 32, "factors": largest}
-        case NvFp4():
+        case formats.NvFp4():
             scale = payload.global_scale.float()
             factors = by_row(scale.reciprocal() if payload.global_divides else scale, payload.shape)
             lines = flat(payload.scales).view(torch.float8_e4m3fn)
             return lines[..., None], {"values": torch.tensor(E2M1_VALUES), "group": 16, "factors": factors}
-        case Int4Affine() | Int8Affine() | Int4Ordered() | Int8Ordered():
+        case formats.MxFp8():
+            lines, largest = relative_e8m0(flat(payload.scales), _LARGEST + 8)
+            return lines[..., None], {**_FLOATS, "group": 32, "factors": largest}
+        case formats.Fp8Block():
+            rows, columns = payload.block
+            if columns % 2:
+                raise InputError(f"fp8_block: blocks of {payload.block} found; {CpuFused.name} takes even widths")
+            lines = payload.scales.float().repeat_interleave(rows, dim=-2)[..., : payload.shape[-2], :] * 2**8
+            return flat(lines)[..., None], {**_FLOATS, "group": columns}
+        case formats.Fp8Channel() | formats.Fp8Tensor():
+            own = by_row(payload.scale, payload.shape) if isinstance(payload, formats.Fp8Tensor) else payload.scales
+            lines = torch.full((experts, own.numel() // experts, 1, 1), 2.0**8)
+            return lines, {**_FLOATS, "group": payload.shape[-1], "factors": own}
+        case formats.Int4Affine() | formats.Int8Affine() | formats.Int4Ordered() | formats.Int8Ordered():
             scales = _plain(flat(payload.scales))
             # Zeros are at most 255, which bfloat16 holds.
             lines = torch.stack((scales, flat(payload.zeros).to(scales.dtype)), dim=-1)
             more = {"values": numbers, "bits": payload.bits, "shift": "zeros", "group": payload.group_size}
-            if isinstance(payload, Int4Affine | Int8Affine):
+            if isinstance(payload, formats.Int4Affine | formats.Int8Affine):
                 return lines, more
             group_of = payload.group_of.reshape(experts, -1, payload.shape[-1])[:, 0].long()
             order, size = _order(group_of, payload.group_size)
             own = functional.pad(group_of, (0, 1)).gather(1, order[:, ::size])[:, None, :, None]
             return lines.gather(2, own.expand(-1, lines.shape[1], -1, 2)), {**more, "order": order, "group": size}
-        case Gguf():
+        case formats.Gguf():
             halves, steps = payload.lines()
             supers = _plain(halves).view(experts, -1, payload.blocks.shape[-2], halves.shape[-1])
             more: dict[str, Any] = {"values": numbers - payload.kind.zero, "bits": payload.kind.bits}
@@ -189,8 +205,8 @@ def _lines(payload: Payload) -> tuple[Tensor, dict[str, Any]]:
             more |= {"supers": supers, "group": payload.kind.elements // steps.shape[1]}
             return lines.view(*supers.shape[:2], -1, halves.shape[-1]), more
         case _:
-            assert isinstance(payload, Int4Group | Bnb4)
-            values = payload.table.reshape(experts, -1, 16)[:, 0] if isinstance(payload, Bnb4) else numbers - 8
+            assert isinstance(payload, formats.Int4Group | formats.Bnb4)
+            values = payload.table.reshape(experts, -1, 16)[:, 0] if isinstance(payload, formats.Bnb4) else numbers - 8
             return _plain(flat(payload.scales))[..., None], {"values": values, "group": payload.group_size}
 
 
@@ -211,12 +227,12 @@ def _order(group_of: Tensor, largest: int) -> tuple[Tensor, int]:
 
 def _codes(payload: Any, expert: int, bits: int, order: Tensor | None) -> Tensor:
     """Return uint8 codes ``[N, any]`` of an expert in its ``order``: pairs of four bits, the first low, or bytes."""
-    codes = payload[expert].codes() if isinstance(payload, Gguf) else payload.codes[expert]
+    codes = payload[expert].codes() if isinstance(payload, formats.Gguf) else payload.codes[expert]
     codes = codes.view(torch.uint8).reshape(-1, codes.shape[-1])
     if order is not None:
         codes = (unpack_nibbles(codes) if bits == 4 else codes)[:, : payload.shape[-1]]
         codes = functional.pad(codes, (0, 1)).index_select(1, order[expert])
-    return pack_nibbles(codes) if bits == 4 and (order is not None or isinstance(payload, Gguf)) else codes
+    return pack_nibbles(codes) if bits == 4 and (order is not None or isinstance(payload, formats.Gguf)) else codes
 
 
 def _each(count: int, make: Callable[[int], Tensor]) -> Tensor:

@@ -47,19 +47,21 @@ class FusedMatrix:
     codes: uint8 ``[E, Np/16, Kp/2, 4 b]``, in the layout of ``kernels.cpu_fused``; b is 16 for numbers in rows. scales:
     ``[E, Np/16, G, 16]``, or ``[E, Np/16, G, 32]`` with what ``shift`` says (``SHIFTS`` there) behind them. supers:
     float16 ``[E, Np/16, Kp/256, 16 or 32]``, which multiply int8 scales, or None. values: float32 ``[E, 16]``, what the
-    lower four bits of a code mean; to codes of eight bits the first is added. order: int64 ``[E, Kp]``, the column of x
-    for each column of codes, K for none; None where they are in order. factors: float32 ``[E, Np]`` of the result, or
-    None. bias: likewise. rows: N. group: pairs of columns of a scale.
+    lower four bits of a code mean; to codes of eight bits the first is added. floats: codes are E4M3, scales for
+    2^-8 of what they mean. order: int64 ``[E, Kp]``, the column of x for each column of codes, K for none; None where
+    they are in order. factors: float32 ``[E, Np]`` of the result, or None. bias: likewise. rows: N. group: pairs of
+    columns of a scale.
     """
 
     codes: Tensor
-    scales: Tensor
-    supers: Tensor | None
-    values: Tensor
+    scales: Tensor = _UNREAD[None, None]
+    supers: Tensor | None = None
+    values: Tensor = _UNREAD
     order: Tensor | None = None
-    factors: Tensor | None
+    factors: Tensor | None = None
     bias: Tensor | None
     shift: str = "none"
+    floats: bool = False
     rows: int
     group: int
 
@@ -84,7 +86,7 @@ class FusedMatrix:
         blocks, kind, shift = panels * 16 // TASK, _SCALES.index(self.scales.dtype), kernel.SHIFTS.index(self.shift)
         fields |= {"tasks": experts.numel() * blocks, "blocks": blocks, "bits": wide // 4, "pairs": pairs}
         fields |= {"kind": kind, "shift": shift, "tiles": tiles, "line": self.scales[0, 0, 0].nbytes}
-        fields |= {"group": self.group, "groups": self.scales.shape[2]}
+        fields |= {"group": self.group, "groups": self.scales.shape[2], "floats": self.floats}
         kernel.run(np.array([fields.get(name, 0) for name in kernel.FIELDS], dtype=np.int64), threads)
         return out
 
@@ -100,16 +102,8 @@ def turned(matrix: PlainMatrix | CodeMatrix, bias: Tensor | None) -> FusedMatrix
     experts, rows, columns = values.shape
     if values.dtype != torch.bfloat16 or rows % TASK or columns % COLUMNS or not values.is_contiguous():
         return None
-    return FusedMatrix(
-        codes=values.view(torch.uint8).view(experts, rows // 16, columns // 2, 64),
-        scales=_UNREAD[None, None],
-        supers=None,
-        values=_UNREAD,
-        factors=None,
-        bias=bias,
-        rows=rows,
-        group=columns // 2,
-    )
+    codes = values.view(torch.uint8).view(experts, rows // 16, columns // 2, 64)
+    return FusedMatrix(codes=codes, bias=bias, rows=rows, group=columns // 2)
 
 
 def scratch_bytes(columns: int) -> int:
