@@ -320,3 +320,23 @@ def test_workspace_grows_with_the_batch():
     larger = replace(problem, limits=replace(problem.limits, max_tokens=2 * problem.limits.max_tokens))
     kernel = CpuGrouped()
     assert sum(kernel.regions(larger.routed).values()) > sum(kernel.regions(problem.routed).values()) > 0
+
+
+@pytest.mark.parametrize("name", ["fp16", "fp32"])
+@pytest.mark.parametrize("sizes", [(64, 64), (90, 33)])
+def test_plain_numbers_are_rounded_once(name, sizes):
+    weights = make_weights(name, 3, *sizes)
+    before = weights.down.values.clone()
+    batch = make_batch([9, 0, 40], sizes[0], torch.bfloat16)
+    packed = CpuGrouped().pack(weights, problem_for(weights).routed)
+    assert packed.gate_up.values.dtype == packed.down.values.dtype == torch.bfloat16
+    rounded = {part: getattr(weights, part).values.bfloat16() for part in ("gate_up", "down")}
+    same = replace(
+        weights, **{part: by_name("bf16")(shape=tuple(own.shape), values=own) for part, own in rounded.items()}
+    )
+    alike = CpuGrouped().pack(same, problem_for(same).routed)
+    assert alike.down.values.data_ptr() == rounded["down"].data_ptr(), "what is bfloat16 stays where it is"
+    assert torch.equal(packed.run(batch), alike.run(batch))
+    assert torch.equal(weights.down.values, before)
+    exact = CpuGrouped().pack(weights, problem_for(weights, dtype="fp32").routed)
+    assert exact.down.values.data_ptr() == weights.down.values.data_ptr()

@@ -276,16 +276,17 @@ def _e4m3(payload: MxFp8 | Fp8Tensor | Fp8Channel | Fp8Block) -> CodeMatrix:
 CPU_FORMATS = (Bf16, Fp16, Fp32, Fp8Block, Fp8Tensor, Fp8Channel, MxFp8, MxFp4, NvFp4, Int4Group, Int4Affine)
 
 
-def pack_matrix(payload: Payload, name: str) -> PlainMatrix | CodeMatrix:
+def pack_matrix(payload: Payload, name: str, dtype: torch.dtype | None = None) -> PlainMatrix | CodeMatrix:
     """Bring ``payload`` of logical shape ``[E, N, K]`` or ``[E, P, N, K]`` into the CPU layout; parts become rows.
 
-    Codes are shared with the payload where the layout is the same, else copied one expert at a time. Raises
-    BadScaleError for scales or codes the format forbids (``Payload.faults``) and SpecError for another format.
+    Codes are shared with the payload where the layout is the same, else copied one expert at a time. dtype: what plain
+    numbers are rounded to here instead of in every pass. Raises BadScaleError for scales or codes the format forbids
+    (``Payload.faults``) and SpecError for another format.
     """
     refuse_faults(payload, name)
     match payload:
         case Bf16() | Fp16() | Fp32():
-            return PlainMatrix(values=flat(payload.values))
+            return PlainMatrix(values=flat(payload.values).to(dtype or payload.values.dtype))
         case MxFp4():
             return _mxfp4(payload)
         case NvFp4():

@@ -140,13 +140,15 @@ class CpuGrouped(ExpertKernel):
     def pack(self, weights: ExpertWeights[Payload], problem: ExpertsProblem) -> CpuExperts:
         """Share or re-lay the codes, one expert at a time, and keep biases in float32.
 
-        Raises BadScaleError for scales or codes the format forbids.
+        Plain numbers are rounded to bfloat16 beside bfloat16 tokens, where they are not that already. Raises
+        BadScaleError for scales or codes the format forbids.
         """
         experts = weights.down.shape[0]
         gate_up_bias, down_bias = weights.gate_up_bias, weights.down_bias
+        rounded = torch.bfloat16 if problem.dtype == "bf16" else None
         return CpuExperts(
-            gate_up=pack_matrix(weights.gate_up, "gate_up"),
-            down=pack_matrix(weights.down, "down"),
+            gate_up=pack_matrix(weights.gate_up, "gate_up", rounded),
+            down=pack_matrix(weights.down, "down", rounded),
             gate_up_bias=None if gate_up_bias is None else gate_up_bias.reshape(experts, -1).float().contiguous(),
             down_bias=None if down_bias is None else down_bias.float().contiguous(),
             activation=problem.activation,
