@@ -260,7 +260,7 @@ def _laid(codes: Tensor, bits: int, height: int, pairs: int) -> Tensor:
         first, second = made.view(-1, 16, pairs).transpose(1, 2).contiguous().view(torch.int64).split(1, dim=-1)
         even, odd = first & _LOW | (second & _LOW) << 4, first >> 4 & _LOW | second & ~_LOW
         return torch.stack((even.view(torch.uint8), odd.view(torch.uint8)), dim=-1).flatten(2)
-    made = made.view(-1, 16, pairs, 2).transpose(1, 2).flatten(2)
+    made = made.view(torch.int16).view(-1, 16, pairs).transpose(1, 2).contiguous().view(torch.uint8)
     planes = [made] if bits == 8 else [made[..., :16] & 15 | made[..., 16:] << 4]
     for plane in range(4, bits if bits < 8 else 4):
         eight = (made >> plane & 1).unflatten(2, (4, 8)) << torch.arange(8, dtype=torch.uint8)
