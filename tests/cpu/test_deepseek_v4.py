@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from collegium.errors import ConfigError, TensorMismatchError, UnknownTensorError
-from collegium.experts import CpuGrouped
+from collegium.experts import CpuFused, CpuGrouped
 from collegium.loading import load_layer
 from commands import command
 from published_v4 import EXPERTS, HASHED, LAYERS, ROUTED, VOCABULARY, write
@@ -64,6 +64,7 @@ def test_a_shared_expert_the_kernel_does_not_take_has_a_kernel_of_its_own(
     """As on a GPU, where the kernels of four-bit weights take no others."""
     toy = write(tmp_path)
     monkeypatch.setattr(CpuGrouped, "refuse", _but_fp8_blocks)
+    monkeypatch.setattr(CpuFused, "refuse", lambda *_: "not on this machine")
     layer = load_layer(tmp_path, 4, dtype="fp32", device="cpu")
     assert layer.plan.kernel == "cpu_grouped"
     x = torch.randn(9, D)
