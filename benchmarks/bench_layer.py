@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 RECIPES = ("bf16:bf16", "fp8_block:fp8_group128", "mxfp4:bf16", "mxfp4:fp8_token", "nvfp4:bf16", "nvfp4:fp8_token")
 RESULTS = Path(__file__).parent / "results" / "layers_h200.csv"
 PLACE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+_PLAIN = dict(ENCODERS)
 KINDS = {"Q4_K": q4_k, "Q8_0": q8_0}
 TILE = ("block_n", "block_t", "warps", "stages", "group_t", "stacked", "overlap")
 
@@ -42,6 +43,7 @@ TILE = ("block_n", "block_t", "warps", "stages", "group_t", "stacked", "overlap"
 def encoded_as(weights: str) -> str:
     """Return the format that ``weights`` begins with, encoded as the kind of GGUF or the group size behind @."""
     name, _, how = weights.partition("@")
+    ENCODERS.update(_PLAIN)
     if how:
         ENCODERS[name] = KINDS[how] if name == "gguf" else partial(affine, bits=int(name[3]), group=int(how))
     return name
@@ -90,13 +92,11 @@ def main() -> int:
     ceilings = measure_ceilings(PLACE)
     print(ceilings, flush=True)
     rows: list[dict[str, Any]] = []
-    plain = dict(ENCODERS)
     for shape, recipe in ((shape, recipe) for shape in args.shapes for recipe in args.recipes):
         if time.time() - started > args.seconds:
             print(f"{shape} {recipe}: no time left", flush=True)
             continue
         try:
-            ENCODERS.update(plain)
             args.stored, _, activations = recipe.partition(":")
             asked = recipe_of(f"{encoded_as(args.stored)}:{activations}")
             if args.sweep:

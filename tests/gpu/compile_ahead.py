@@ -37,7 +37,7 @@ from torch.overrides import TorchFunctionMode
 from triton.backends.compiler import GPUTarget
 
 import collegium
-from launches import Launches, Variant, pretending
+from launches import Launches, Variant, layer_on, pretending
 
 __all__ = ["main", "noted_of_recipe", "noted_of_tests"]
 
@@ -104,29 +104,24 @@ def noted_of_recipe(shape: str, recipe: str, tokens: list[int]) -> list[Noted]:
 
     from collegium.commands import bench
     from collegium.formats.unquantised import DTYPES
-    from collegium.layer import MoELayer
-    from collegium.problem import DeviceFacts
     from collegium.types import Routing
 
     lanes = import_module("collegium.experts.triton.lanes")
-    facts = DeviceFacts(kind="cuda", capability=(9, 0), memory=_GPU.total_memory, sms=_GPU.multi_processor_count)
-    weights, _, activations = recipe.partition(":")
+    weights, activations = bench.recipe_of(recipe)
     _, spec = bench.named_layer(shape)
-    chosen = bench.planned_layer(spec, bench.recipe_of(f"{encoded_as(weights)}:{activations}"), facts, max(tokens))
+    spec = replace(spec, weight_format=encoded_as(weights))
 
     def unpacked(_: Any, layout: Any, *__: Any, **___: Any) -> torch.Tensor:
         return torch.zeros(layout.values_shape, dtype=layout.stored)
 
     # Which numbers there are does not matter: one expert is made, and no code is re-laid.
     with pretending() as launches, patch.object(bench, "_DISTINCT", 1), patch.object(lanes, "_lanes", unpacked):
-        layer = MoELayer(bench.random_weights(chosen.problem.spec, torch.device("cpu")), chosen)
-        asked = replace(layer.plan.problem, device=replace(facts, kind="cpu"))
-        layer.plan = replace(layer.plan, problem=asked)
+        layer = layer_on(spec, activations, limit=max(tokens))
         for count in tokens:
             ids = torch.rand(count, spec.num_experts).topk(spec.routing.top_k).indices
             routing = Routing(topk_ids=ids, topk_weights=torch.rand(ids.shape))
             with torch.inference_mode():
-                layer(torch.zeros(count, spec.hidden_size, dtype=DTYPES[asked.dtype]), routing=routing)
+                layer(torch.zeros(count, spec.hidden_size, dtype=DTYPES[layer.plan.problem.dtype]), routing=routing)
     return _rows(launches)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from collegium import load_layer
 from collegium.formats import FORMATS
+from collegium.formats.unquantised import DTYPES
 from collegium.problem import Choice
 from collegium.testing.compare import heavy_tailed, relative_error
 from collegium.types import Routing
@@ -27,7 +28,7 @@ def test_no_format_needs_the_reference_and_none_is_wrong(weights: str, dtype: An
     judge = load_layer(MODEL, layer=2, weight_format=weights, dtype="fp32", force=Choice(kernel="reference"))
     assert layer.plan.kernel != "reference"
     assert layer.plan.activation_format == dtype
-    stored = torch.float16 if dtype == "fp16" else torch.bfloat16
+    stored = DTYPES[dtype]
     for tokens in (1, 7, 333):
         x = heavy_tailed(tokens, layer.spec.hidden_size, seed=tokens).to("cuda", stored)
         routing = judge.route(x.float())

@@ -20,10 +20,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from collegium.commands.bench import random_weights
+from collegium.commands.bench import planned_layer, random_weights
 from collegium.layer import MoELayer
-from collegium.planning import plan
-from collegium.problem import Choice, DeviceFacts, Limits, Problem
+from collegium.problem import DeviceFacts
 from collegium.runtime.machine import machine_of
 from collegium.types import MoESpec
 
@@ -119,10 +118,8 @@ def layer_on(
 ) -> MoELayer:
     """Return a layer of ``spec`` packed for a GPU of ``capability``, whose tensors are on the CPU."""
     facts = DeviceFacts(kind="cuda", name="pretended", capability=capability, memory=1 << 36)
-    dtype: Any = spec.weight_format if spec.weight_format in ("fp16", "fp32") else "bf16"
-    problem = Problem(spec=spec, device=facts, limits=Limits(max_tokens=limit), dtype=dtype)
-    cpu = torch.device("cpu")
-    layer = MoELayer(random_weights(spec, cpu), plan(problem, Choice(activation_format=activations)), **parts)
+    chosen = planned_layer(spec, (spec.weight_format, activations), facts, limit)
+    layer = MoELayer(random_weights(spec, torch.device("cpu")), chosen, **parts)
     # Warming up makes its batches where the plan says the layer is.
     asked = replace(layer.plan.problem, device=replace(facts, kind="cpu"))
     layer.plan = replace(layer.plan, problem=asked)

@@ -373,7 +373,7 @@ def _work(job):
     scratch = _field(job, SCRATCH) + _next(job + 8 * THREAD) * pairs * PANELS * LANES * 4
     spans, super_line = (pairs + _SPAN - 1) // _SPAN, 4 * LANES if shift else 2 * LANES
     x_stride, out_stride, tiles = pairs * 4, blocks * PANELS * LANES * 4, _field(job, TILES)
-    configured = 0
+    floats, configured = _field(job, FLOATS), 0
     upcoming = _next(job + 8 * TASK)
     while upcoming < _field(job, TASKS):
         task, upcoming = upcoming, _next(job + 8 * TASK)
@@ -408,7 +408,7 @@ def _work(job):
                     start, room = codes + done * 4 * bits, decoded + (done - begin) * 4 * LANES
                     scales = _field(job, SCALES_AT) + (number * groups + at) * line
                     supers = _field(job, SUPERS) + (number * spans + done // _SPAN) * super_line
-                    _decode(kind, bits, _field(job, FLOATS), shift, start, count, values, scales, supers, room)
+                    _decode(kind, bits, floats, shift, start, count, values, scales, supers, room)
                     done, at = done + count, at + 1
             row = first
             while row < stop:

@@ -51,18 +51,18 @@ def pack_plain(payload: Bf16 | Fp16, bias: Tensor | None, *, half: bool = False)
     half: bfloat16 becomes float16 over a power of two for each row, which is applied after the sum. Numbers below 2^-32
     of their row's largest are rounded, nothing else. Beside float16 without it, tokens do.
     """
-    layout, values, row_scale = ROWS["plain"].of(payload.shape), payload.values.contiguous(), None
+    layout, values, row_scale = ROWS["plain"].of(payload.shape), payload.values, None
     if isinstance(payload, Fp16):
         layout = replace(layout, halved=not half)
     elif half:
-        values = torch.empty_like(values, dtype=torch.float16)
+        values = values.new_empty(payload.shape, dtype=torch.float16)
         row_scale = values.new_empty(payload.shape[:3], dtype=torch.float32)
         for own, rows, scale in zip(payload.values, values, row_scale, strict=True):
             # The largest of a row comes to lie between 2^14 and 2^15.
             power = (torch.frexp(own.abs().amax(-1).float()).exponent - 15).clamp(-126, 113)
             rows.copy_(own.float() * power_of_two(-power).unsqueeze(-1))
             scale.copy_(power_of_two(power))
-    return PackedMatrix(layout=layout, values=values, row_scale=row_scale, bias=bias)
+    return PackedMatrix(layout=layout, values=values.contiguous(), row_scale=row_scale, bias=bias)
 
 
 def pack_fp8_block(payload: Fp8Block, bias: Tensor | None, *, native: bool) -> PackedMatrix:

@@ -103,11 +103,10 @@ class PackedExperts(Packed):
         """
         refuse_codes(batch, "experts in Triton", self._codes)
         count = batch.source.numel()
-        dtype = batch.dtype or batch.x.dtype
-        out = self._target(batch.back, count, dtype, batch.x.device, memory)
+        out = self._target(batch.back, count, batch.dtype or batch.x.dtype, batch.x.device, memory)
         if count == 0:
             return out
-        batch = replace(batch, x=usual_rows(batch.x), dtype=dtype)
+        batch = replace(batch, x=usual_rows(batch.x))
         rows = count if batch.rows is None else batch.rows
         large = self.tiling.large(rows)
         if large is not None:
@@ -241,10 +240,8 @@ class PackedExperts(Packed):
         codes, dtype = None, out.dtype
         if form is not None and form.group == BAND:
             scale = take(memory, "scales", (count, -(-wide // BAND)), torch.float32, device)
-            dtype, codes = (
-                torch.float8_e4m3fn,
-                CodeScales(scale=scale, power=form.power, rounded=out.dtype == torch.bfloat16),
-            )
+            codes = CodeScales(scale=scale, power=form.power, rounded=out.dtype == torch.bfloat16)
+            dtype = torch.float8_e4m3fn
         middle = take(memory, "middle", (count, wide), dtype, device)
         most = max(self.gate_up.layout.expanded_bytes, self.down.layout.expanded_bytes)
         room = take(memory, "expanded", (most,), torch.int8, device) if most else None
