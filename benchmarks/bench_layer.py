@@ -2,11 +2,13 @@
 
 The first writes ``benchmarks/results/layers_h200.csv``, recipe by recipe, each beside the floor of this machine; a
 recipe whose output is not what FP32 truth says has no times, is named, and the program ends with 1. The second prints
-one line of JSON for each tile that ``collegium tune`` would measure, best guess of the cost model first.
+one line of JSON for each tile that ``collegium tune`` would measure, best guess of the cost model first. A card slows
+down as it warms: with ``--turns`` all recipes of a shape take turns.
 
     python benchmarks/bench_layer.py
     python benchmarks/bench_layer.py --shapes qwen3_30b --recipes mxfp4:fp8_token --tokens 1 512 --sweep 12
     python benchmarks/bench_layer.py --recipes gguf@Q8_0:bf16 int4_affine@32:bf16
+    python benchmarks/bench_layer.py --shapes qwen3_30b --recipes bf16:bf16 fp16:fp16 --turns
 """
 
 from __future__ import annotations
@@ -43,23 +45,30 @@ TILE = ("block_n", "block_t", "warps", "stages", "group_t", "stacked", "overlap"
 def encoded_as(weights: str) -> str:
     """Return the format that ``weights`` begins with, encoded as the kind of GGUF or the group size behind @."""
     name, _, how = weights.partition("@")
-    ENCODERS.update(_PLAIN)
     if how:
         ENCODERS[name] = KINDS[how] if name == "gguf" else partial(affine, bits=int(name[3]), group=int(how))
+    elif name in _PLAIN:
+        ENCODERS[name] = _PLAIN[name]
     return name
 
 
-def measured(shape: str, recipe: tuple[str, str], args: argparse.Namespace, ceilings: Ceilings) -> list[dict[str, Any]]:
-    """Return a row for each token count."""
-    report = bench(shape, [recipe], tokens=args.tokens, routing=args.routing, ceilings=ceilings, rounds=args.rounds)
+def measured(shape: str, texts: list[str], args: argparse.Namespace, ceilings: Ceilings) -> list[dict[str, Any]]:
+    """Return a row for each token count and recipe of ``texts``, which take turns."""
+    pairs = [(text, *recipe_of(text)) for text in texts]
+    stored = {encoded_as(weights): weights for _, weights, _ in pairs}
+    if len(stored) < len({weights for _, weights, _ in pairs}):
+        raise SystemExit(f"{' '.join(texts)}: a format that is stored in two ways cannot take turns with itself")
+    asked = [(encoded_as(weights), activations) for _, weights, activations in pairs]
+    report = bench(shape, asked, tokens=args.tokens, routing=args.routing, ceilings=ceilings, rounds=args.rounds)
     said = [f"{name} {' '.join(map(str, getattr(args, name.strip('-'))))}" for name in ("--shapes", "--recipes")]
+    said += ["--turns"] if args.turns else []
     head = {"gpu": report.device, "driver": report.driver, "torch": report.torch, "triton": report.triton}
     head |= {"commit": args.commit, "command": " ".join(["python benchmarks/bench_layer.py", *said])}
     head |= {"shape": report.shape, "routing": report.routing}
     rows: list[dict[str, Any]] = []
     for row in report.rows:
         found = {
-            "weights": args.stored,
+            "weights": stored[row.weights],
             "activations": row.activations,
             "tokens": row.tokens,
             "layer_us": round(1e6 * row.seconds, 1),
@@ -92,21 +101,21 @@ def main() -> int:
     ceilings = measure_ceilings(PLACE)
     print(ceilings, flush=True)
     rows: list[dict[str, Any]] = []
-    for shape, recipe in ((shape, recipe) for shape in args.shapes for recipe in args.recipes):
+    groups = [args.recipes] if args.turns else [[recipe] for recipe in args.recipes]
+    for shape, recipes in ((shape, recipes) for shape in args.shapes for recipes in groups):
         if time.time() - started > args.seconds:
-            print(f"{shape} {recipe}: no time left", flush=True)
+            print(f"{shape} {' '.join(recipes)}: no time left", flush=True)
             continue
         try:
-            args.stored, _, activations = recipe.partition(":")
-            asked = recipe_of(f"{encoded_as(args.stored)}:{activations}")
             if args.sweep:
-                swept(shape, asked, args)
+                for weights, activations in map(recipe_of, recipes):
+                    swept(shape, (encoded_as(weights), activations), args)
             else:
-                rows += measured(shape, asked, args, ceilings)
+                rows += measured(shape, recipes, args, ceilings)
                 _write(args.out, rows)
         except Exception as fault:  # the other recipes are still measured
             failed += 1
-            print(f"{shape} {recipe}: {type(fault).__name__}: {fault}", flush=True)
+            print(f"{shape} {' '.join(recipes)}: {type(fault).__name__}: {fault}", flush=True)
         gc.collect()
         if PLACE.type == "cuda":
             torch.cuda.empty_cache()
@@ -127,6 +136,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--recipes", nargs="+", default=RECIPES, help="weights:activations; weights as gguf@Q8_0 or int4_affine@32 too"
     )
+    parser.add_argument("--turns", action="store_true", help="all recipes of a shape in turns, not one after the other")
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
     parser.add_argument("--routing", default="uniform", choices=ROUTINGS)
     parser.add_argument("--rounds", type=int, default=9)

@@ -82,25 +82,29 @@ def test_e4m3(dtype: torch.dtype, kind: str, scaled: bool) -> None:
 
 @pytest.mark.parametrize(("dtype", "kind"), KINDS, ids=["bf16", "fp16"])
 def test_int4(dtype: torch.dtype, kind: str) -> None:
-    far = 1024 if kind else 128
     for seed in range(40):
-        codes, zeros = drawn(16, seed), drawn(16, seed + 100)
+        codes, zeros = drawn(16, seed), drawn(17, seed + 100)
         both = lanes_of(codes, lanes._int4_lane)[..., 0]
-        beside = [paired(*(-(far + zeros[..., q])).to(dtype)) for q in range(4)]
+        away = -(1024 + zeros) if kind else zeros / -64
+        beside = [paired(*away[..., q].to(dtype)) for q in range(4)]
         found = decoded(text_of(f"_INT4{kind}_ASM"), both, beside, 4, dtype)
-        assert all(torch.equal(found[q], (codes - zeros)[..., q].float()) for q in range(4))
+        whole = decode.divisor(decode.numbers.INT4_LANES, bool(kind))
+        assert all(torch.equal(found[q] * whole, (codes - zeros)[..., q].float()) for q in range(4))
 
 
-@pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "_INT8_ASM"), (torch.float16, "_INT8_HALF_ASM")])
-def test_int8(dtype: torch.dtype, name: str) -> None:
-    for seed in range(100):
+@pytest.mark.parametrize(("dtype", "kind"), KINDS, ids=["bf16", "fp16"])
+def test_int8(dtype: torch.dtype, kind: str) -> None:
+    met: set[tuple[int, int]] = set()
+    for seed in range(200):
         codes, zeros = drawn(256, seed), drawn(256, seed + 200)
         both = lanes_of(codes, lanes._e4m3_lane)[..., 0]
-        # 128 is gone already beside bfloat16, which has no room for it.
-        away = 128 - zeros if dtype == torch.bfloat16 else -(1024 + zeros)
+        away = -(1024 + zeros) if kind else zeros / -64
         beside = [paired(*away[..., q].to(dtype)) for q in range(2)]
-        found = decoded(text_of(name), both, beside, 2, dtype)
-        assert all(torch.equal(found[q], (codes - zeros)[..., q].float()) for q in range(2))
+        found = decoded(text_of(f"_INT8{kind}_ASM"), both, beside, 2, dtype)
+        whole = decode.divisor(decode.numbers.INT8_LANES, bool(kind))
+        assert all(torch.equal(found[q] * whole, (codes - zeros)[..., q].float()) for q in range(2))
+        met |= {(q, code) for q in range(2) for code in codes[..., q].flatten().tolist()}
+    assert len(met) == 512
 
 
 def test_steps_times_codes() -> None:

@@ -533,6 +533,25 @@ def test_gguf_blocks_whose_scale_is_zero(kind: str) -> None:
     assert all(relative_error(found[:, row], wanted[:, row]) < 3e-6 for row in range(40) if row != 20)
 
 
+@pytest.mark.parametrize("kind", ["Q4_1", "Q5_1", "Q4_K", "Q5_K"])
+@pytest.mark.parametrize("tile", [TILE, JOINED], ids=["apart", "joined"])
+def test_gguf_blocks_with_a_half_of_zero(kind: str, tile: TileChoice) -> None:
+    """A scale of zero leaves the minimum alone, a minimum of zero the codes, whatever the steps beside them are."""
+    payload = random_blocks(kind, 2, 1, 40, 512)
+    for half, rows, at in ((0, slice(10), 0), (0, slice(5, 15), 1), (0, slice(20, 22), slice(None)),
+                           (1, slice(8, 14), 0), (1, slice(21, 25), slice(None)), (1, slice(30, 40), -1)):  # fmt: skip
+        first = KINDS[kind].halves[half]
+        payload.blocks[:, :, rows, at, first : first + 2] = 0
+    payload.blocks[:, :, 3, 1, KINDS[kind].halves[0] + 1] ^= 128  # a sign
+    packed = in_rows_of(pack.pack_gguf(payload, None), torch.bfloat16)
+    x, offsets, found = heavy_tailed(9, 512, seed=6).bfloat16(), torch.tensor([0, 3, 9]), torch.empty(9, 40)
+    own, beside = halves_and_sums(x)
+    ops.grouped_gemm(own, packed, offsets, ops.tile_list(offsets, 9, tile), found, x_scale=beside)
+    wanted = grouped_gemm_reference(x, payload.decode(), offsets)
+    assert float(found[:, 21].abs().max()) < 1e-30, "both are zero"
+    assert all(relative_error(found[:, row], wanted[:, row]) < 3e-6 for row in range(40) if row != 21)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_halves_and_sums_of_columns_end_with_their_row(dtype: torch.dtype) -> None:
     x = heavy_tailed(6, 1200, seed=6).to(dtype)
@@ -728,19 +747,19 @@ def test_decoded_weights_are_multiplied_whole_on_hopper_alone() -> None:
     few, many = (replace(products(tokens, SIZES[1], **decoded), block_k=128) for tokens in (1, 8192))
     assert (choose(many, hopper).joined, choose(many, hopper).block_t, choose(many, hopper).warps) == (True, 128, 4)
     assert not choose(few, hopper).joined, "one token waits for each product"
-    assert choose(replace(few, promoted=True, x_bits=20), hopper).joined
+    assert choose(replace(few, running=True, x_bits=20), hopper).joined
     assert not choose(replace(many, promoted=True, quartered=True), hopper).joined, "quarters have factors of their own"
-    for machine, most in ((hopper, 64), (ampere, 32)):
-        minima = candidates(replace(many, promoted=True, x_bits=20), machine)
+    for machine, most in ((hopper, 128), (ampere, 32)):
+        minima = candidates(replace(many, running=True, x_bits=20), machine)
         assert max(tile.block_t for tile in minima) == most
-        assert not any(tile.joined for tile in minima if tile.block_t == 64 or machine is ampere)
+        assert not any(tile.joined for tile in minima if machine is ampere)
     assert max(tile.block_t for tile in candidates(many, ampere)) == 64
     assert not any(tile.registers for tile in candidates(many, ampere))
 
 
 def test_sums_in_units_of_a_group_leave_room_for_tall_tiles() -> None:
     hopper, ampere = machine_of((9, 0), 132), machine_of((8, 0), 108)
-    four = {"decoded": True, "quartered": True, "weight_bits": 4.5}
+    four = {"decoded": True, "quartered": True, "running": True, "weight_bits": 4.5}
     for bits, most, few in ((4.5, 64, 128), (8.5, 128, 64)):
         one, many = (replace(products(n, SIZES[1], **four), block_k=128, weight_bits=bits) for n in (1, 8192))
         assert choose(many, hopper).block_t == most
@@ -748,7 +767,7 @@ def test_sums_in_units_of_a_group_leave_room_for_tall_tiles() -> None:
         assert choose(many, ampere).block_t == 64
         assert not any(tile.joined for tile in candidates(many, hopper))
         # Two sums do not fit beside each other.
-        assert choose(replace(many, promoted=True), hopper).block_t == 32
+        assert choose(replace(many, promoted=True, running=False), hopper).block_t == 32
 
 
 def test_one_token_of_undecoded_weights_keeps_many_bytes_on_their_way() -> None:

@@ -12,8 +12,8 @@ import triton.language as tl
 from . import numbers
 
 __all__ = [
-    "decoded", "finished", "has_minima", "in_units", "is_running", "is_stepped", "is_whole", "joined", "look_up",
-    "minima", "minimum", "upper_scale", "words_of",
+    "decoded", "divisor", "finished", "has_minima", "in_units", "is_running", "is_whole", "joined", "look_up",
+    "upper_scale", "words_of",
 ]  # fmt: skip
 
 E4M3_LANES = tl.constexpr(numbers.E4M3_LANES)
@@ -57,19 +57,27 @@ _E4M3_STEPS = """
     shr.u32 a, $2, right; and.b32 a, a, field; and.b32 b, $2, 0x80008000; or.b32 a, a, b;
     fma.rn.KIND $1, a, $4, none;
 """
-# An integer becomes the low bits of base, 128 (bfloat16) or 1024 (float16); base and the zero point are then taken.
-# 0xEA is "and the first two, or the third", which the compiler does not find by itself, 0x6A the same with xor.
-_FOUR = "shr.u32 a, $4, {}; lop3.b32 a, a, 0x000F000F, base, 0xEA; fma.rn.KIND ${}, a, one, ${};"
-_FOURS = "".join(_FOUR.format(4 * q, q, 5 + q) for q in range(4))
-_BYTE = "shr.u32 a, $2, {}; lop3.b32 a, a, 0x00FF00FF, base, 0xEA; fma.rn.KIND ${}, a, one, ${};"
-_BYTES = "".join(_BYTE.format(8 * q, q, 3 + q) for q in range(2))
-# bfloat16 has room for seven bits beside 128. The upper one, flipped, makes -256 of -128: what is added to the seven.
-_SPLIT = """
-    shr.u32 a, $2, {0}; lop3.b32 b, a, 0x00800080, less, 0x6A; lop3.b32 a, a, 0x007F007F, base, 0xEA;
-    fma.rn.KIND {1}, a, one, b;
+# Beside bfloat16 an integer of up to eight bits is one as it is, 2^-133 times itself, and of bits 4 to 7 sixteen times
+# that, since exponents 0 and 1 have the same unit. Times 2^127 (2^123) it is a 64th of itself, from which a 64th of the
+# zero point is taken. Beside float16 it becomes the low bits of base, 1024; base and the zero point are then taken, of
+# bits 4 to 7 a sixteenth of base. 0xEA is "and the first two, or the third", which the compiler does not find itself.
+_FOURS = """
+    and.b32 a, $4, 0x000F000F; fma.rn.KIND $0, a, lower, $5; and.b32 a, $4, 0x00F000F0; fma.rn.KIND $1, a, upper, $6;
+    shr.u32 b, $4, 8;
+    and.b32 a, b, 0x000F000F; fma.rn.KIND $2, a, lower, $7; and.b32 a, b, 0x00F000F0; fma.rn.KIND $3, a, upper, $8;
 """
-_MIDDLES = "".join(_SPLIT.format(8 * q, f"${q}") for q in range(2))
-_SPLITS = "".join(_SPLIT.format(8 * q, "a") + f"fma.rn.KIND ${q}, a, one, ${3 + q};" for q in range(2))
+_FOURS_HALF = """
+    lop3.b32 a, $4, 0x000F000F, base, 0xEA; add.rn.KIND $0, a, $5;
+    lop3.b32 a, $4, 0x00F000F0, base, 0xEA; add.rn.KIND c, $6, most; fma.rn.KIND $1, a, part, c; shr.u32 b, $4, 8;
+    lop3.b32 a, b, 0x000F000F, base, 0xEA; add.rn.KIND $2, a, $7;
+    lop3.b32 a, b, 0x00F000F0, base, 0xEA; add.rn.KIND c, $8, most; fma.rn.KIND $3, a, part, c;
+"""
+_BYTES = """
+    prmt.b32 a, $2, 0, 0x4240; fma.rn.KIND $0, a, lower, $3; prmt.b32 a, $2, 0, 0x4341; fma.rn.KIND $1, a, lower, $4;
+"""
+_BYTES_HALF = """
+    prmt.b32 a, $2, base, 0x5250; add.rn.KIND $0, a, $3; prmt.b32 a, $2, base, 0x5351; add.rn.KIND $1, a, $4;
+"""
 # Times a step, which a byte of a word becomes: (1024 + code) * step - 1024 * step. Every second code of four bits stays
 # where it is, 16 times what it is, times a sixteenth of its step.
 _STEP = "prmt.b32 b, ${}, base, 0x5{q}5{q}; add.rn.f16x2 b, b, away; {part} mul.rn.f16x2 c, b, away;"
@@ -84,9 +92,11 @@ _STEPPED_BYTES = [
 ]
 
 
-_NUMBERS = {"less": "0xC380C380", "none": "0x80008000", "away": "0xE400E400", "part": "0x2C002C00"}
-_BF16 = {"one": "0x3F803F80", "base": "0x43004300", "large": "0x7B807B80", "left": 4, "right": 4, "field": "0x07F007F0"}
-_FP16 = {"one": "0x3C003C00", "base": "0x64006400", "large": "0x5C005C00", "left": 7, "right": 1, "field": "0x3F803F80"}
+_NUMBERS = {"none": "0x80008000"}
+_BF16 = {"large": "0x7B807B80", "lower": "0x7F007F00", "upper": "0x7D007D00", "left": 4, "right": 4}
+_BF16 |= {"field": "0x07F007F0"}
+_FP16 = {"base": "0x64006400", "away": "0xE400E400", "part": "0x2C002C00", "most": "0x63806380", "large": "0x5C005C00"}
+_FP16 |= {"left": 7, "right": 1, "field": "0x3F803F80"}
 
 
 def _text(steps: str, own: dict[str, object]) -> str:
@@ -96,10 +106,8 @@ def _text(steps: str, own: dict[str, object]) -> str:
     return f"{{ .reg .b32 a, b, c, {', '.join(numbers)}; {moves} {steps} }}"
 
 
-_INT4_ASM, _INT4_HALF_ASM = tl.constexpr(_text(_FOURS, _BF16)), tl.constexpr(_text(_FOURS, _FP16))
-_INT7_ASM = tl.constexpr(_text(_BYTES, _BF16))
-_INT8_ASM, _INT8_HALF_ASM = tl.constexpr(_text(_SPLITS, _BF16)), tl.constexpr(_text(_BYTES, _FP16))
-_INT8_MIDDLE_ASM = tl.constexpr(_text(_MIDDLES, _BF16))
+_INT4_ASM, _INT4_HALF_ASM = tl.constexpr(_text(_FOURS, _BF16)), tl.constexpr(_text(_FOURS_HALF, _FP16))
+_INT8_ASM, _INT8_HALF_ASM = tl.constexpr(_text(_BYTES, _BF16)), tl.constexpr(_text(_BYTES_HALF, _FP16))
 _STEPPED_FOURS_ASM = tl.constexpr(_text(_STEPPED_FOURS, _FP16))
 _STEPPED_LOW_ASM, _STEPPED_HIGH_ASM = (tl.constexpr(_text(steps, _FP16)) for steps in _STEPPED_BYTES)
 
@@ -143,16 +151,18 @@ def _e2m1_quarters(lanes, s0, s1, s2, s3, HALF: tl.constexpr, ASM: tl.constexpr)
         return _scaled(a, s0, HALF), _scaled(b, s1, HALF), _scaled(c, s2, HALF), _scaled(d, s3, HALF)
 
 
+@triton.constexpr_function
+def divisor(WEIGHT, HALF):
+    """Return what integers are divided by in the operands that they are decoded to; 1 for other weights."""
+    return 64.0 if is_running(WEIGHT) and not HALF else 1.0
+
+
 @triton.jit
 def _minus(word, lanes, MIDDLE: tl.constexpr, ZEROED: tl.constexpr, HALF: tl.constexpr):
     """Return the bits of what is left to add to the numbers that ``lanes`` become in the text above."""
+    # A middle is known to the compiler, which makes operands in registers of loads and constants alone.
     zero = (word & 255)[:, None] if ZEROED else tl.full((1, 1), MIDDLE, tl.int32)
-    if HALF or MIDDLE < 128:
-        bits = zero | (0xE400 if HALF else 0xC300)
-    elif ZEROED:
-        bits = (128 - zero).to(tl.float32).to(tl.int32, bitcast=True) >> 16  # 128 is gone already
-    else:
-        bits = zero - MIDDLE  # known to the compiler, which makes operands in registers of loads and constants alone
+    bits = zero | 0xE400 if HALF else (zero.to(tl.float32) * -0.015625).to(tl.int32, bitcast=True) >> 16
     spread, _ = tl.broadcast(bits.to(tl.int16), lanes)
     return spread
 
@@ -160,14 +170,14 @@ def _minus(word, lanes, MIDDLE: tl.constexpr, ZEROED: tl.constexpr, HALF: tl.con
 @triton.jit
 def _less(codes, word, MIDDLE: tl.constexpr, ZEROED: tl.constexpr, HALF: tl.constexpr):
     zero = (word & 255)[:, None] if ZEROED else MIDDLE
-    return (codes - zero).to(tl.float32).to(tl.float16 if HALF else tl.bfloat16)
+    return ((codes - zero).to(tl.float32) * (1.0 if HALF else 0.015625)).to(tl.float16 if HALF else tl.bfloat16)
 
 
 @triton.jit
 def _int4_quarters(
     lanes, n0, n1, n2, n3, MIDDLE: tl.constexpr, ZEROED: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
-    """Return four tensors, code - zero of each quarter; quarter q is in bits 4q to 4q+3 of its lane.
+    """Return four tensors, code - zero of each quarter over ``divisor``; quarter q is in bits 4q to 4q+3 of a lane.
 
     n0 to n3: int32 ``[rows]``, zero points in the low bytes, if ZEROED; otherwise all are MIDDLE. HALF: in float16.
     """
@@ -235,16 +245,12 @@ def look_up(
 
 @triton.jit
 def _int8_halves(lanes, n0, n1, MIDDLE: tl.constexpr, ZEROED: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr):
-    """Return two tensors, code - zero of low and high byte; zero points as ``_int4_quarters`` says, or all are MIDDLE.
-
-    Below 128 codes have seven bits.
-    """
+    """Return two tensors, code - zero of low and high byte over ``divisor``; zeros as ``_int4_quarters`` says."""
     if ASM:
         m0, m1 = _minus(n0, lanes, MIDDLE, ZEROED, HALF), _minus(n1, lanes, MIDDLE, ZEROED, HALF)
-        WHOLE: tl.constexpr = _INT8_ASM if ZEROED else _INT8_MIDDLE_ASM
-        TEXT: tl.constexpr = _INT8_HALF_ASM if HALF else WHOLE if MIDDLE == 128 else _INT7_ASM
         a, b = tl.inline_asm_elementwise(
-            TEXT, "=&r,=&r,r,r,r", [lanes, m0, m1], dtype=(tl.int16, tl.int16), is_pure=True, pack=2,
+            _INT8_HALF_ASM if HALF else _INT8_ASM, "=&r,=&r,r,r,r", [lanes, m0, m1], dtype=(tl.int16, tl.int16),
+            is_pure=True, pack=2,
         )  # fmt: skip
         return _as_rows(a, HALF), _as_rows(b, HALF)
     else:
@@ -352,7 +358,7 @@ def _step_scale(words, QUARTER: tl.constexpr):
 
 
 @triton.constexpr_function
-def is_stepped(SCALE, WORDS):
+def _is_stepped(SCALE, WORDS):
     """Return whether steps of groups are multiplied into codes, which leaves one factor for a whole K block."""
     return (SCALE, WORDS) == (numbers.STEP_SCALE, 3)
 
@@ -360,20 +366,19 @@ def is_stepped(SCALE, WORDS):
 @triton.constexpr_function
 def is_whole(SCALE, WORDS):
     """Return whether the quarters of a K block share one factor or have theirs in the operand."""
-    return WORDS == 1 or is_stepped(SCALE, WORDS)
+    return WORDS == 1 or _is_stepped(SCALE, WORDS)
 
 
 @triton.constexpr_function
 def has_minima(SCALE, WORDS):
     """Return whether weights have minima, which sums of the rows' columns multiply; their codes lose nothing."""
-    return is_stepped(SCALE, WORDS) or (SCALE, WORDS) == (numbers.HALF_SCALE, 4)
+    return _is_stepped(SCALE, WORDS) or (SCALE, WORDS) == (numbers.HALF_SCALE, 4)
 
 
 @triton.constexpr_function
-def is_running(WEIGHT, SCALE, WORDS):
-    """Return whether a sum is kept in units of the factor of the columns that are added last: integers with several."""
-    integers = WEIGHT in (numbers.INT4_LANES, numbers.INT8_LANES)
-    return integers and not (is_whole(SCALE, WORDS) or has_minima(SCALE, WORDS))
+def is_running(WEIGHT):
+    """Return whether a sum is kept in units of the factor of the columns that are added last: integers."""
+    return WEIGHT in (numbers.INT4_LANES, numbers.INT8_LANES)
 
 
 @triton.jit
@@ -401,7 +406,7 @@ def joined(a0, a1, a2, a3):
 
 
 @triton.jit
-def minima(m0, m1, m2, m3):
+def _minima(m0, m1, m2, m3):
     """Return float16 ``[rows, 32]``, the operand that sums multiply: each of four ``[rows]`` eight times."""
     # By views alone, not from numbers of columns, as ``joined``.
     both = tl.join(tl.join(m0, m2), tl.join(m1, m3))
@@ -410,7 +415,7 @@ def minima(m0, m1, m2, m3):
 
 
 @triton.jit
-def minimum(words, QUARTER: tl.constexpr):
+def _minimum(words, QUARTER: tl.constexpr):
     """Return a byte of each word, from 0 to 63, as float16."""
     return ((words >> (8 * QUARTER)) & 255).to(tl.float32).to(tl.float16)
 
@@ -422,13 +427,13 @@ def _upper_half(words):
 
 @triton.jit
 def _group_factors(scale, step, SCALE: tl.constexpr, WORDS: tl.constexpr):
-    """Return words, factors and float16 minima of the quarters of a K block; with one word all quarters share it."""
+    """Return words and factors of the quarters of a K block, which share one word, and of minima operand and factor."""
     ZEROED: tl.constexpr = SCALE == ZERO_SCALE
     n0 = tl.load(scale)
     n1 = tl.load(scale + step) if WORDS == 4 else n0
     n2 = tl.load(scale + WORDS // 2 * step) if WORDS > 1 else n0
     n3 = tl.load(scale + 3 * step) if WORDS == 4 else n2
-    m0, m1, m2, m3 = n0, n1, n2, n3
+    m = n0, n0
     if SCALE == PAIR_SCALE:
         f0, f1, f2, f3 = upper_scale(n0 << 16), upper_scale(n0), upper_scale(n2 << 16), upper_scale(n2)
     elif SCALE == STEP_SCALE:
@@ -438,11 +443,12 @@ def _group_factors(scale, step, SCALE: tl.constexpr, WORDS: tl.constexpr):
         f0, f1, f2, f3 = _half_scale(n0), _half_scale(n0 >> 16), _half_scale(n2), _half_scale(n2 >> 16)
     elif SCALE == HALF_SCALE:
         f0, f1, f2, f3 = _half_scale(n0), _half_scale(n1), _half_scale(n2), _half_scale(n3)
-        m0, m1, m2, m3 = _upper_half(n0), _upper_half(n1), _upper_half(n2), _upper_half(n3)
+        own = _minima(_upper_half(n0), _upper_half(n1), _upper_half(n2), _upper_half(n3))
+        m = own, tl.full(f0.shape, 1.0, tl.float32)
     else:
         f0, f1 = _group_scale(n0, ZEROED), _group_scale(n1, ZEROED)
         f2, f3 = _group_scale(n2, ZEROED), _group_scale(n3, ZEROED)
-    return n0, n1, n2, n3, (f0, f1, f2, f3), (m0, m1, m2, m3)
+    return n0, n1, n2, n3, (f0, f1, f2, f3), m
 
 
 @triton.jit
@@ -450,12 +456,12 @@ def decoded(
     lanes, lanes1, scale, step, WEIGHT: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr,
     HALF: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Return the quarters of a K block, and of integers as many float32 columns of factors and float16 ones of minima.
+    """Return the quarters of a K block, of integers as many float32 columns of factors, and what sums multiply.
 
     lanes1: the second halves of lanes of two. scale: addresses of words, ``step`` apart. Integers lose their zero
-    points; without minima the last ones mean nothing. Where they are stepped, the first of two factors is of the whole
-    K block and the second of its minima. Scales of other lanes are in the quarters, unless they belong to blocks. Codes
-    that look numbers up are for ``look_up``: of these quarters nothing is computed.
+    points and are over ``divisor``; where they are stepped there is one factor for a K block. The last is the operand
+    of minima and its factor, and without minima means nothing. Scales of other lanes are in the quarters, unless they
+    belong to blocks. Codes that look numbers up are for ``look_up``: of these quarters nothing is computed.
     """
     EIGHT: tl.constexpr = (WEIGHT == E4M3_LANES) or (WEIGHT == INT8_LANES)
     if (WEIGHT == E2M1_LANES) or (WEIGHT == E4M3_LANES):
@@ -473,12 +479,12 @@ def decoded(
             a0, a1, a2, a3 = _e2m1_quarters(lanes, s0, s1, s2, s3, HALF, ASM)
         a = (a0, a1, a2, a3)
         return a, a, a
-    elif is_stepped(SCALE, WORDS):
+    elif _is_stepped(SCALE, WORDS):
         halves, words = tl.load(scale), tl.load(scale + 2 * step)
         a0, a1, a2, a3 = _stepped_quarters(lanes, lanes1, tl.load(scale + step), EIGHT, ASM)
         f0, f1 = _half_scale(halves), _half_scale(halves >> 16)
-        m0, m1, m2, m3 = minimum(words, 0), minimum(words, 1), minimum(words, 2), minimum(words, 3)
-        return (a0, a1, a2, a3), (f0, f1), (m0, m1, m2, m3)
+        m = _minima(_minimum(words, 0), _minimum(words, 1), _minimum(words, 2), _minimum(words, 3))
+        return (a0, a1, a2, a3), (f0,), (m, f1)
     else:
         n0, n1, n2, n3, f, m = _group_factors(scale, step, SCALE, WORDS)
         ZEROED: tl.constexpr = SCALE == ZERO_SCALE

@@ -7,7 +7,7 @@ products by: nothing is rounded, so a row has the same bits whichever kernel dec
 import triton
 import triton.language as tl
 
-from .decode import BLOCK_SCALE, E2M1_LANES, E4M3_LANES, INT8_LANES, TABLE_LANES, decoded, is_stepped, look_up, words_of
+from .decode import BLOCK_SCALE, E2M1_LANES, E4M3_LANES, INT8_LANES, TABLE_LANES, decoded, divisor, look_up, words_of
 
 __all__ = ["expand_kernel"]
 
@@ -40,18 +40,14 @@ def expand_kernel(
     s = scale + (matrix * K_BLOCKS + block) * (WORDS * n_out) + row
     a, f, _ = decoded(w, w1, s, n_out, WEIGHT, SCALE, WORDS, HALF, ASM)
     f_at = factors + matrix * groups * n_out + row
-    if is_stepped(SCALE, WORDS):
-        f_at += block * (3 * n_out) + matrix * groups * (2 * n_out)
-        tl.store(f_at[:, None], f[0], mask=inside[:, None])
-        tl.store((f_at + n_out)[:, None], f[1], mask=inside[:, None])
-        tl.store(f_at + 2 * n_out, tl.load(s + 2 * n_out).to(tl.float32, bitcast=True), mask=inside)
-    elif SCALE == BLOCK_SCALE:
+    if SCALE == BLOCK_SCALE:
         factor = tl.load(scale + (matrix * scale_rows + row // 128) * K_BLOCKS + block)
         tl.store(f_at + block * n_out, factor, mask=inside)
     elif not (WEIGHT == E2M1_LANES or WEIGHT == E4M3_LANES):
         for group in tl.static_range(GROUPS):
             at = GROUPS * block + group
-            tl.store((f_at + at * n_out)[:, None], f[group * 4 // GROUPS], mask=(inside & (at < groups))[:, None])
+            factor = f[group * 4 // GROUPS] * divisor(WEIGHT, HALF)
+            tl.store((f_at + at * n_out)[:, None], factor, mask=(inside & (at < groups))[:, None])
     to = out + (matrix * n_out + row)[:, None] * (k_in * (2 if WEIGHT == TABLE_LANES else 1)) + j[None, :]
     for quarter in tl.static_range(4):
         at = block * BLOCK_K + quarter * WIDTH

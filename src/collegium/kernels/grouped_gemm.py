@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from . import numbers
 from .activation import activate
-from .decode import decoded, finished, has_minima, in_units, is_running, is_whole, joined, look_up, minima, words_of
+from .decode import decoded, divisor, finished, has_minima, in_units, is_running, is_whole, joined, look_up, words_of
 from .tiles import begun, dot, halves, store_rows, token_at
 
 __all__ = ["grouped_gemm_kernel", "grouped_tile"]
@@ -81,23 +81,23 @@ def _multiply(
         HALF: tl.constexpr = x[0].dtype == tl.float16
         a, f, m = decoded(w, w1, scale, scale_step, WEIGHT, SCALE, WORDS, HALF, ASM)
         FOLDED: tl.constexpr = (WEIGHT == E2M1_LANES or WEIGHT == E4M3_LANES) and SCALE != BLOCK_SCALE
+        RUNNING: tl.constexpr = is_running(WEIGHT)
         if has_minima(SCALE, WORDS):
-            product = dot(minima(m[0], m[1], m[2], m[3]), sums, none, ASM)
-            acc += product * f[1] if is_whole(SCALE, WORDS) else product
+            acc, unit = dot(m[0], sums, in_units(acc, unit, m[1], ASM), ASM), m[1]
         if is_whole(SCALE, WORDS):
-            product = acc if FOLDED else none
+            product = in_units(acc, unit, f[0], ASM) if RUNNING else acc if FOLDED else none
             if WHOLE:
                 product = dot(joined(a[0], a[1], a[2], a[3]), x[0], product, ASM)
             else:
                 for quarter in tl.static_range(4):
                     product = dot(a[quarter], x[quarter], product, ASM)
-            if FOLDED:
+            if RUNNING:
+                acc, unit = finished(product, ASM), f[0]
+            elif FOLDED:
                 acc = finished(product, ASM)
-            elif SCALE == BLOCK_SCALE:
+            else:
                 factor = tl.load(scale)
                 acc += product * (factor[:, None] if STACKED else factor)
-            else:
-                acc += product * f[0]
         elif WEIGHT == TABLE_LANES:
             # The columns of a scale at a time: operands of the whole block would take too many registers.
             EACH: tl.constexpr = 4 // WORDS
@@ -110,14 +110,11 @@ def _multiply(
                     for at in tl.static_range(EACH):
                         product = dot(terms[at][term], x[first + at], product, ASM)
                 acc += product * f[first]
-        elif is_running(WEIGHT, SCALE, WORDS):
+        else:
             for quarter in tl.static_range(4):
                 acc = dot(a[quarter], x[quarter], in_units(acc, unit, f[quarter], ASM), ASM)
                 unit = f[quarter]
             acc = finished(acc, ASM)
-        else:
-            for quarter in tl.static_range(4):
-                acc += dot(a[quarter], x[quarter], none, ASM) * f[quarter]
     else:
         if SCALE == BLOCK_SCALE:
             # One number for the whole tile: with the tokens' scales it is a row of factors, not a matrix.
@@ -192,7 +189,7 @@ def grouped_tile(
     if has_minima(SCALE, WORDS):
         sums_ptr = sums + token[None, :] * (32 * K_BLOCKS) + tl.arange(0, 32)[:, None]
 
-    RUNNING: tl.constexpr = is_running(WEIGHT, SCALE, WORDS)
+    RUNNING: tl.constexpr = is_running(WEIGHT)
     up_unit = tl.zeros((BLOCK_N, 1), dtype=tl.float32) if RUNNING else 0.0
     gate_unit = up_unit
     up = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
@@ -235,9 +232,10 @@ def grouped_tile(
     vector = (matrix + part) * n_out + n_first + column
     last = vector + (SETS - 1) * n_out
     if RUNNING:
-        up *= up_unit
+        WHOLE_NUMBER: tl.constexpr = divisor(WEIGHT, x.dtype.element_ty == tl.float16)
+        up *= up_unit * WHOLE_NUMBER
         if SETS == 2:
-            gate *= gate_unit
+            gate *= gate_unit * WHOLE_NUMBER
     if X_SCALE == 2:
         per_token = tl.load(x_scale + token)[None, :]
         up *= per_token

@@ -15,7 +15,7 @@ from triton import set_allocator
 
 from . import numbers
 from .activation import activate
-from .decode import minima, minimum
+from .decode import in_units
 from .scales import exact_scale, power_byte
 from .tiles import NOWHERE, dot, place_at, tile_of
 
@@ -63,25 +63,22 @@ def _add_block(acc, x, w, x_scale, scale, SCALE: tl.constexpr, X_SCALE: tl.const
 
 
 @triton.jit
-def _add_group(
-    acc, x, weight, row, block, sums, factors, step, MINIMA: tl.constexpr, TERMS: tl.constexpr, ASM: tl.constexpr
-):  # fmt: skip
+def _add_group(acc, x, weight, row, block, factors, s_step, TERMS: tl.constexpr, ASM: tl.constexpr):
     """Add a group of columns: 128 rows of weights times tokens ``x [BLOCK_T, BLOCK_K]``, to their transpose.
 
-    factors: addresses of a factor for each weight row; with MINIMA that of the minima is ``step`` behind it, and
-    after as many again the word they are in. sums ``[BLOCK_T, 32]``: what those multiply. Weights are sums of two TERMS
-    where the second ones of a group lie behind its first.
+    factors: addresses of a factor for each weight row, ``s_step`` behind that of the group before. acc counts those
+    (``in_units``), which are read again, since groups of warps cannot keep them. With two TERMS weights are sums, the
+    second terms of a group lie behind its first, and products are added to acc.
     """
     w = weight.load([row, block * (TERMS * x.shape[1])])
     factor = tl.load(factors)[:, None]
-    if MINIMA:
-        word = tl.load(factors + 2 * step).to(tl.int32, bitcast=True)
-        added = minima(minimum(word, 0), minimum(word, 1), minimum(word, 2), minimum(word, 3))
-        acc = _promoted(dot(added, sums.T, tl.zeros_like(acc), ASM), tl.load(factors + step)[:, None], acc, ASM)
-    product = dot(w, x.T, tl.zeros_like(acc), ASM)
     if TERMS == 2:
+        product = dot(w, x.T, tl.zeros_like(acc), ASM)
         product = dot(weight.load([row, (2 * block + 1) * x.shape[1]]), x.T, product, ASM)
-    return _promoted(product, factor, acc, ASM)
+        return _promoted(product, factor, acc, ASM)
+    else:
+        unit = tl.load(factors - tl.minimum(block, 1) * s_step)[:, None]
+        return dot(w, x.T, in_units(acc, unit, factor, ASM), ASM)
 
 
 @triton.jit
@@ -125,12 +122,12 @@ def _store_codes(value, at, at_scale, inside, kept, ROUND: tl.constexpr, CODES: 
 
 @triton.jit
 def _write_tile(
-    place, token_tiles, x, weight, sums, x_scale, scale, row_scale, bias, out, row_places, out_scale, expert_offsets,
+    place, token_tiles, x, weight, x_scale, scale, row_scale, bias, out, row_places, out_scale, expert_offsets,
     tile_expert, tile_row, tile_corner, n_out, k_in, scale_rows, limit, alpha, gate_bound, up_bound,
-    SCALE: tl.constexpr, MINIMA: tl.constexpr, TERMS: tl.constexpr, X_SCALE: tl.constexpr, ROW_SCALE: tl.constexpr,
-    BIAS: tl.constexpr, PARTS: tl.constexpr, KIND: tl.constexpr, HAS_LIMIT: tl.constexpr, CODES: tl.constexpr,
-    ROUND: tl.constexpr, K_BLOCKS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_T: tl.constexpr,
-    STAGES: tl.constexpr, PLACED: tl.constexpr, ASM: tl.constexpr,
+    SCALE: tl.constexpr, TERMS: tl.constexpr, X_SCALE: tl.constexpr, ROW_SCALE: tl.constexpr, BIAS: tl.constexpr,
+    PARTS: tl.constexpr, KIND: tl.constexpr, HAS_LIMIT: tl.constexpr, CODES: tl.constexpr, ROUND: tl.constexpr,
+    K_BLOCKS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_T: tl.constexpr, STAGES: tl.constexpr,
+    PLACED: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Multiply and store one place of the grid: GROUP_T token tiles by all columns, then the next."""
     BAND: tl.constexpr = 128
@@ -153,12 +150,10 @@ def _write_tile(
     band = n_first // BAND
     GROUPS: tl.constexpr = SCALE == GROUP_SCALE
     if GROUPS:
-        STEPS: tl.constexpr = 3 * K_BLOCKS if MINIMA else K_BLOCKS
-        factors = scale + (expert * PARTS).to(tl.int64) * STEPS * n_out + n_first
+        factors = scale + (expert * PARTS).to(tl.int64) * K_BLOCKS * n_out + n_first
         end = n_out - 1 - n_first
         s_first = factors + tl.minimum(n, end)
-        s_second = s_first + tl.cast(n_out, tl.int64) * STEPS if PARTS == 2 else factors + tl.minimum(n + BAND, end)
-        s_step = 3 * n_out if MINIMA else n_out
+        s_second = s_first + tl.cast(n_out, tl.int64) * K_BLOCKS if PARTS == 2 else factors + tl.minimum(n + BAND, end)
         a = tl.zeros((BAND, BLOCK_T), dtype=tl.float32)
         b = tl.zeros((BAND, BLOCK_T), dtype=tl.float32)
     else:
@@ -174,11 +169,8 @@ def _write_tile(
     for block in tl.range(0, tl.cdiv(k_in, BLOCK_K) if K_BLOCKS == 1 and ASM else K_BLOCKS, num_stages=STAGES):
         tokens = x.load([corner, block * BLOCK_K])
         if GROUPS:
-            added = sums.load([corner, block * 32]) if MINIMA else tokens
-            at = s_first + block * s_step
-            a = _add_group(a, tokens, weight, first, block, added, at, n_out, MINIMA, TERMS, ASM)
-            at = s_second + block * s_step
-            b = _add_group(b, tokens, weight, second, block, added, at, n_out, MINIMA, TERMS, ASM)
+            a = _add_group(a, tokens, weight, first, block, s_first + block * n_out, n_out, TERMS, ASM)
+            b = _add_group(b, tokens, weight, second, block, s_second + block * n_out, n_out, TERMS, ASM)
         else:
             # Loaded before the products, so that their wait covers it.
             token_scale = tl.load(xs + block) if X_SCALE == 1 else 1.0
@@ -189,6 +181,9 @@ def _write_tile(
             w_b = weight.load([second, block * BLOCK_K])
             b = _add_block(b, tokens, w_b, token_scale, scale_b, SCALE, X_SCALE, ASM)
     if GROUPS:
+        if TERMS == 1:
+            a *= tl.load(s_first + (K_BLOCKS - 1) * n_out)[:, None]
+            b *= tl.load(s_second + (K_BLOCKS - 1) * n_out)[:, None]
         a = tl.trans(a)
         b = tl.trans(b)
 
@@ -237,22 +232,20 @@ def _forget_barriers(number, STAGES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["row_places", "expert_offsets"])
 def prefill_kernel(
-    x, weight, x_scale, sums, scale, row_scale, bias, out, row_places, out_scale, expert_offsets, tile_expert, tile_row,
+    x, weight, x_scale, scale, row_scale, bias, out, row_places, out_scale, expert_offsets, tile_expert, tile_row,
     tile_corner, tiles_used, rows, n_out, k_in, x_stride, n_step, weight_rows, scale_rows, limit, alpha, gate_bound,
     up_bound,
-    SCALE: tl.constexpr, MINIMA: tl.constexpr, TERMS: tl.constexpr, X_SCALE: tl.constexpr, ROW_SCALE: tl.constexpr,
-    BIAS: tl.constexpr, PARTS: tl.constexpr, KIND: tl.constexpr, HAS_LIMIT: tl.constexpr, CODES: tl.constexpr,
-    ROUND: tl.constexpr, K_BLOCKS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_T: tl.constexpr,
-    STAGES: tl.constexpr, SPECIALIZE: tl.constexpr, PLACED: tl.constexpr, ASM: tl.constexpr,
+    SCALE: tl.constexpr, TERMS: tl.constexpr, X_SCALE: tl.constexpr, ROW_SCALE: tl.constexpr, BIAS: tl.constexpr,
+    PARTS: tl.constexpr, KIND: tl.constexpr, HAS_LIMIT: tl.constexpr, CODES: tl.constexpr, ROUND: tl.constexpr,
+    K_BLOCKS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_T: tl.constexpr, STAGES: tl.constexpr,
+    SPECIALIZE: tl.constexpr, PLACED: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Write ``out [R, n_out]``: rows of one expert times its weights, then bias and activation.
 
     x ``[rows, x_stride]``; weight ``[weight_rows, n_step]``, the rows of all experts and parts; both hold k_in
     numbers a row, weights of two TERMS as many of each, and read zero beyond them. x_scale: float32 ``[R, K_BLOCKS]``
     (X_SCALE 1) or ``[R, 1]`` (2). scale: float32 ``[E, PARTS, scale_rows, K_BLOCKS]``, a factor of 128 weight rows and
-    a K block (BLOCK_SCALE), or ``[E, PARTS, K_BLOCKS, n_out]`` (GROUP_SCALE). With MINIMA it is
-    ``[E, PARTS, K_BLOCKS, 3, n_out]``: factors, those of minima, and words of minima, which sums multiply, float16
-    ``[R, 32 * K_BLOCKS]`` (``halves_kernel``).
+    a K block (BLOCK_SCALE), or ``[E, PARTS, K_BLOCKS, n_out]`` (GROUP_SCALE).
     row_scale, bias: ``[E, PARTS, n_out]``. tile_corner: tile_row again. tiles_used: one number, how many tiles there
     are. CODES: out is E4M3 and out_scale float32 ``[R, ceil(n_out / 128)]``; ROUND: what is quantised is rounded to
     bfloat16 first. Rows from expert_offsets[E] on are not written. PLACED: row r is written to element row_places[r] of
@@ -265,18 +258,15 @@ def prefill_kernel(
     # sees being made shrinks with it.
     x_blocks = tl.make_tensor_descriptor(x, [rows, k_in], [x_stride, 1], [BLOCK_T, BLOCK_K])
     w_blocks = tl.make_tensor_descriptor(weight, [weight_rows, TERMS * k_in], [n_step, 1], [128, BLOCK_K])
-    s_blocks = x_blocks
-    if MINIMA:
-        s_blocks = tl.make_tensor_descriptor(sums, [rows, 32 * K_BLOCKS], [32 * K_BLOCKS, 1], [BLOCK_T, 32])
     token_tiles = tl.load(tiles_used)
     places = token_tiles * tl.cdiv(n_out, 128 if PARTS == 2 else 256)
     # Numbers known to the compiler cannot be in it: in a variable they would no longer be.
     given = (
-        token_tiles, x_blocks, w_blocks, s_blocks, x_scale, scale, row_scale, bias, out, row_places, out_scale,
+        token_tiles, x_blocks, w_blocks, x_scale, scale, row_scale, bias, out, row_places, out_scale,
         expert_offsets, tile_expert, tile_row, tile_corner, n_out, k_in, scale_rows, limit, alpha, gate_bound, up_bound,
     )  # fmt: skip
     for place in tl.range(tl.program_id(0), places, tl.num_programs(0), warp_specialize=SPECIALIZE):
         _write_tile(
-            place, *given, SCALE, MINIMA, TERMS, X_SCALE, ROW_SCALE, BIAS, PARTS, KIND, HAS_LIMIT, CODES, ROUND,
+            place, *given, SCALE, TERMS, X_SCALE, ROW_SCALE, BIAS, PARTS, KIND, HAS_LIMIT, CODES, ROUND,
             K_BLOCKS, BLOCK_T, BLOCK_K, GROUP_T, STAGES, PLACED, ASM,
         )  # fmt: skip

@@ -12,10 +12,10 @@ __all__ = ["decoded_candidates", "decoded_score", "once_from"]
 # and registers of a thread where the compiler would take so many that a program less fits. H200, 2026-11-24.
 _MXFP4 = {16: (1.06, 4, 0), 32: (1.02, 4, 0), 64: (1.04, 4, 168), 128: (1.07, 4, 0)}
 _NVFP4 = {16: (1.2, 4, 0), 32: (1.2, 4, 0), 64: (1.14, 4, 0), 128: (1.2, 4, 0)}
-_INT4 = {16: (1.05, 4, 0), 32: (1.0, 4, 168), 64: (1.03, 4, 0)}
-_INT8 = {16: (1.33, 4, 0), 32: (1.4, 4, 0), 64: (1.35, 4, 0)}
+_INT4 = {16: (0.95, 4, 0), 32: (1.0, 4, 168), 64: (0.95, 4, 168), 128: (1.05, 4, 0)}
+_INT8 = {16: (1.2, 4, 0), 32: (1.4, 4, 168), 64: (1.25, 4, 0), 128: (1.55, 4, 0)}
 _FP8 = {16: (1.33, 4, 0), 32: (1.5, 4, 0), 64: (1.4, 8, 128)}
-_MINIMA = {16: (1.4, 4, 0), 32: (1.38, 4, 0), 64: (1.68, 4, 0)}
+_MINIMA = {16: (1.25, 4, 0), 32: (1.38, 4, 0), 64: (1.4, 4, 0)}
 _QUARTERS = {16: (1.0, 4, 0), 32: (1.0, 4, 0)}
 # Integers whose sums are in units of a group.
 _UNITS4 = {16: (1.0, 4, 0), 64: (1.0, 4, 168)}
@@ -28,17 +28,17 @@ def decoded_candidates(problem: TileProblem, machine: Machine) -> tuple[TileChoi
     table, stacked = _tiles_of(problem), problem.parts == 2
     for block_t, (_, warps, registers) in table.items():
         if machine.copies:
-            joined, short = not problem.quartered, table is _MINIMA and block_t == 64
+            joined = not problem.quartered
         elif block_t == 128 or (block_t == 64 and table is _MINIMA):
             continue
         else:
             # Other tensor cores have operands in shared memory or fewer accumulators a thread. Found by compiling.
-            joined, short, registers = False, problem.promoted and block_t == 64, 0
+            joined, registers = False, 0
             warps = 8 if problem.operands == 2 or (problem.quartered and block_t == 32) else 4
-        # Apart, quarters leave room for a program more where scales of NVFP4 or zero points take many registers; those
-        # and minima leave none for a whole K block beside 64 tokens.
-        if short or (block_t == 64 and (table is _NVFP4 if stacked else table is _INT8)):
+        # Apart, quarters leave room for a program more where scales of NVFP4 or zero points take many registers.
+        if block_t == 64 and (table is _INT4 or (table is _NVFP4 and stacked)):
             joined = False
+        short = block_t == 64 and problem.promoted and not machine.copies
         for block_n in (64,) if short else (128,) if block_t > 16 or warps > 4 or table is _UNITS4 else (64, 128):
             tile = TileChoice(
                 block_n=block_n,
@@ -49,7 +49,7 @@ def decoded_candidates(problem: TileProblem, machine: Machine) -> tuple[TileChoi
                 overlap=starts_early(problem, machine),
                 narrow=machine.copies and block_t >= 64,
                 registers=registers,
-                joined=joined and (block_t > 16 or (table, block_n) not in ((_INT4, 128), (_MXFP4, 64))),
+                joined=joined and (block_t > 16 or table is not _MXFP4 or block_n > 64),
             )
             # Weights leave shared memory for registers a step before tokens do.
             weights = tile.weight_rows(problem) * problem.weight_bits / 8 * problem.block_k
@@ -63,7 +63,7 @@ def decoded_candidates(problem: TileProblem, machine: Machine) -> tuple[TileChoi
 def decoded_score(problem: TileProblem, tile: TileChoice, machine: Machine) -> float:
     """Return microseconds, fitted to products of four models and eight formats on an H200, 2026-11-24."""
     hit, weights = problem.experts_hit, problem.weight_bytes
-    each, running = problem.rows / hit, problem.quartered and not problem.promoted
+    each, running = problem.rows / hit, problem.quartered and problem.running
     # A tile less than full at the end of every expert: half of one on average, a whole one when all rows fit.
     tiles = 1.0 if each <= tile.block_t / 2 else each / tile.block_t + 0.5
     columns = math.ceil(problem.n_out / tile.columns)
@@ -76,8 +76,9 @@ def decoded_score(problem: TileProblem, tile: TileChoice, machine: Machine) -> f
     work = each_sm * tile.weight_rows(problem) * problem.k_in / 16384 * _step(problem, tile, each)
     if tile.block_n == 64 and tile.block_t == 16:
         # Few programs: two beside each other hide each other's waits.
-        few = 8 if running else 2 if problem.promoted else 4
-        slower = 0.9 if each_sm < few else 1.45 if running else 1.0 if problem.weight_bits > 6 else 1.2
+        narrow, whole = problem.weight_bits < 6, problem.running and not running
+        few = 8 if running else 1 if whole and narrow else 2 if whole or problem.promoted else 4
+        slower = 0.9 if each_sm < few else 1.5 if running or (whole and narrow) else 1.2 if narrow else 1.0
         work, memory = work * slower, memory * (slower if running else 1.0)
     if each_sm < 4:
         work /= max(each_sm / math.ceil(each_sm), 0.5)
@@ -94,8 +95,8 @@ def once_from(problem: TileProblem) -> int:
         return 288
     table = _tiles_of(problem)
     if problem.weight_bits > 6:
-        return 448 if table is _INT8 else 480
-    return 896 if table is _INT4 else 1280 if table is _MXFP4 else 1024
+        return 768 if table is _INT8 else 480
+    return 1024 if table is _NVFP4 else 1280
 
 
 def _step(problem: TileProblem, tile: TileChoice, each: float) -> float:
@@ -113,14 +114,14 @@ def _step(problem: TileProblem, tile: TileChoice, each: float) -> float:
 
 def _tiles_of(problem: TileProblem) -> dict[int, tuple[float, int, int]]:
     if problem.quartered:
-        return _QUARTERS if problem.promoted else _UNITS8 if problem.weight_bits > 6 else _UNITS4
+        return _QUARTERS if not problem.running else _UNITS8 if problem.weight_bits > 6 else _UNITS4
     if problem.x_bits > 16:
         return _MINIMA
     if problem.block_k < 128:
         return _NVFP4
     if problem.weight_bits > 6:
-        return _INT8 if problem.promoted and problem.weight_bits > 8 else _FP8
-    return _INT4 if problem.promoted else _MXFP4
+        return _INT8 if problem.running else _FP8
+    return _INT4 if problem.running else _MXFP4
 
 
 def _resident(tile: TileChoice) -> int:

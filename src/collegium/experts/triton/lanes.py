@@ -119,7 +119,7 @@ def pack_nvfp4(payload: NvFp4, bias: Tensor | None, *, half: bool = False) -> Pa
 
 
 def pack_int(payload: Integers, bias: Tensor | None) -> PackedMatrix:
-    """Re-lay codes; a group's product is multiplied by its scale, or sums are in units of it; exact as ``_kept`` says.
+    """Re-lay codes; sums are in units of a group's scale, which is exact as ``_kept`` says.
 
     A zero point goes into the low byte of its scale, which a 16-bit number leaves free as a float32. Raises InputError
     when a group is no multiple of 32 columns (and not the whole row), and for zero points beside float32 scales.
@@ -138,9 +138,7 @@ def pack_int(payload: Integers, bias: Tensor | None) -> PackedMatrix:
     if zeros is not None:
         words, dtype = 4 if words > 1 else 1, torch.float32
     kind = numbers.ZERO_SCALE if zeros is not None else numbers.PAIR_SCALE if words == 2 else numbers.GROUP_SCALE
-    layout = replace(
-        LANES[f"int{bits}"].of(payload.shape), scale_kind=kind, words=words, quartered=words > 1, promoted=words == 1
-    )
+    layout = replace(LANES[f"int{bits}"].of(payload.shape), scale_kind=kind, words=words, quartered=words > 1)
     experts, parts, n_out, _ = payload.shape
     scale = torch.empty((experts, parts, layout.k_blocks, words, n_out), dtype=dtype, device=payload.codes.device)
     for expert, target in enumerate(scale):
@@ -193,7 +191,6 @@ def pack_gguf(payload: Gguf, bias: Tensor | None, *, half: bool = False) -> Pack
         words=2 + two if stepped else 2 + 2 * two,
         block_k=64 if kind.title == "Q6_K" else 128,
         quartered=not (two and stepped),
-        promoted=two,
     )
     scale = torch.empty(
         (experts, parts, layout.k_blocks, layout.words, n_out), dtype=torch.int32, device=payload.blocks.device
@@ -205,10 +202,10 @@ def pack_gguf(payload: Gguf, bias: Tensor | None, *, half: bool = False) -> Pack
 
     def codes(rows: Tensor) -> Tensor:
         found = kind.codes(rows.reshape(-1, kind.nbytes)).view(rows.shape[0], -1)
-        if two:
+        if two and stepped:
             return found
-        own = _group_scales(replace(payload, blocks=rows))
-        return _cleared(found + (middle - kind.zero), own, found.shape[1] // own.shape[1], middle)
+        own, zero = _group_scales(replace(payload, blocks=rows)), kind.zero if two else middle
+        return _cleared(found + (zero - kind.zero), own, found.shape[1] // own.shape[1], zero)
 
     values = _lanes(payload.blocks, layout, 0, _e4m3_lane if eight else _int4_lane, unpack=codes)
     return PackedMatrix(layout=layout, values=values, scale=scale, bias=bias, report=_stored(kind.title, layout))
@@ -222,22 +219,22 @@ def _line_words(payload: Gguf, layout: Lanes) -> Tensor:
     """Return the scale words int32 ``[N, B, words]`` of blocks ``[N, ., bytes]``."""
     rows, blocks = payload.shape[0], layout.k_blocks
     halves, steps = payload.lines()
-    if halves.shape[1] == 1:
-        halves = _kept(halves.view(rows, -1)).view_as(halves)
-        steps = None if steps is None else steps + (steps == 0)
+    kept = _kept(halves)
     if steps is None:
-        return _filled_words(halves.view(rows, -1), layout)
+        return _filled_words(torch.cat((kept[:, :1], halves[:, 1:]), dim=1).view(rows, -1), layout)
+    # A factor of zero leaves nothing of two halves' steps; with one half codes are cleared, and steps are factors too.
+    steps = steps * (halves == kept).unsqueeze(1) if halves.shape[1] == 2 else steps + (steps == 0)
     # Steps of a second half are subtracted.
-    first = functional.pad(halves, (0, 2 - halves.shape[1])) * halves.new_tensor([1, -1])
+    first = functional.pad(kept, (0, 2 - kept.shape[1])) * kept.new_tensor([1, -1])
     words = first.view(torch.int32).view(rows, -1, 1).repeat_interleave(steps.shape[1] // 4, dim=1)
     own = (steps[..., half].contiguous().view(torch.int32).view(rows, -1, 1) for half in range(steps.shape[2]))
     return torch.cat((words, *own), dim=-1)[:, :blocks]
 
 
 def _group_scales(payload: Gguf) -> Tensor:
-    """Return the float32 scales ``[N, G]`` of blocks ``[N, ., bytes]`` without a second half."""
+    """Return the float32 scales ``[N, G]`` of blocks ``[N, ., bytes]``."""
     halves, steps = payload.lines()
-    return (halves.float() * (1 if steps is None else steps[..., 0])).view(payload.blocks.shape[0], -1)
+    return (halves[:, :1].float() * (1 if steps is None else steps[..., 0])).view(payload.blocks.shape[0], -1)
 
 
 def _kept(scales: Tensor) -> Tensor:

@@ -75,12 +75,7 @@ class Layout:
     @property
     def minima(self) -> bool:
         """Whether scales have minima, which sums of the rows' columns multiply."""
-        return self.stepped or (self.scale_kind, self.words) == (numbers.HALF_SCALE, 4)
-
-    @property
-    def stepped(self) -> bool:
-        """Whether scales and minima are small integers times one number for a K block."""
-        return self.words == 3
+        return self.words == 3 or (self.scale_kind, self.words) == (numbers.HALF_SCALE, 4)
 
     @property
     def bits(self) -> float:
@@ -101,7 +96,7 @@ class Layout:
             return plain
         groups = self.words if self.operands == 2 else 1
         plain = replace(plain, block_k=self.block_k // groups, operands=self.operands)
-        return replace(plain, scale_kind=numbers.GROUP_SCALE, words=3 if self.stepped else 1)
+        return replace(plain, scale_kind=numbers.GROUP_SCALE, words=1)
 
     @property
     def expanded_sizes(self) -> tuple[int, int]:
@@ -122,7 +117,7 @@ class Layout:
     @property
     def expands(self) -> bool:
         """Whether they become 16-bit numbers, decoded before products of large batches, and gain."""
-        return self.stepped or self.operands == 2 or not (self.minima or self.quartered)
+        return self.operands == 2 or not (self.minima or self.quartered)
 
     @property
     def values_shape(self) -> tuple[int, ...]:
@@ -173,6 +168,7 @@ class Layout:
             decoded=self.decoded,
             promoted=x_groups or self.promoted,
             quartered=self.quartered,
+            running=self.weight in (numbers.INT4_LANES, numbers.INT8_LANES),
             operands=self.operands,
         )
 
@@ -265,8 +261,8 @@ LANES = {
     "mxfp8": replace(_E4M3_LANES, scale_kind=numbers.E8M0_SCALE, words=1),
     "mxfp4": replace(_E2M1_LANES, scale_kind=numbers.E8M0_SCALE),
     "nvfp4": replace(_E2M1_LANES, scale_kind=numbers.E4M3_SCALE, block_k=64),
-    "int4": Lanes(weight=numbers.INT4_LANES, code_bits=4, scale_kind=numbers.GROUP_SCALE, words=1, promoted=True),
-    "int8": Lanes(weight=numbers.INT8_LANES, code_bits=8, scale_kind=numbers.GROUP_SCALE, words=1, promoted=True),
+    "int4": Lanes(weight=numbers.INT4_LANES, code_bits=4, scale_kind=numbers.GROUP_SCALE, words=1),
+    "int8": Lanes(weight=numbers.INT8_LANES, code_bits=8, scale_kind=numbers.GROUP_SCALE, words=1),
     "table": Lanes(
         weight=numbers.TABLE_LANES, code_bits=4, scale_kind=numbers.GROUP_SCALE, words=2, promoted=True, quartered=True,
         operands=2,

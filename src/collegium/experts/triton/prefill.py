@@ -54,7 +54,7 @@ def prefill_gemm(
     """Write ``out [R, N]`` and return it; see ``grouped_gemm`` for its contents.
 
     x: ``[R, K]`` of the operand dtype in expert order. x_scale: float32 ``[R, ceil(K / 128)]`` or ``[R, 1]`` for E4M3
-    rows, with x from ``halves_and_sums`` for minima. codes: makes ``out`` take E4M3 codes. Rows from
+    rows, with x from ``halves_and_sums`` for weights that rescale rows. codes: makes ``out`` take E4M3 codes. Rows from
     ``expert_offsets[E]`` on are not written. With ``tiles.places`` rows go where those say. Raises InputError for rows
     no tensor descriptor can describe.
     """
@@ -66,29 +66,25 @@ def prefill_gemm(
     tile = tiles.tile
     n_tiles = -(-n_out // (BAND if parts == 2 else 2 * BAND))
     values, *beside = packed.pointers
-    scales = scales_of(x_scale, values)
     wide = layout.operands * layout.block_k * x.element_size() > _STEP
-    # Warps of their own cannot make an operand out of words.
-    warps = 8 if layout.minima else tile.warps
     args = (
-        x, values, *scales, *beside, out, tiles.places, values if codes is None else codes.scale, expert_offsets,
-        tiles.expert, tiles.row, tiles.row, tiles.used, x.shape[0], n_out, k_in, x.stride(0), values.stride(-2),
-        experts * parts * n_out, layout.scale_rows, *bounds_of(activation),
+        x, values, scales_of(x_scale, values)[0], *beside, out, tiles.places, values if codes is None else codes.scale,
+        expert_offsets, tiles.expert, tiles.row, tiles.row, tiles.used, x.shape[0], n_out, k_in, x.stride(0),
+        values.stride(-2), experts * parts * n_out, layout.scale_rows, *bounds_of(activation),
     )  # fmt: skip
     constants = constants_of(packed, activation, x_scale, tiles) | {
         "SCALE": layout.scale_kind,
-        "MINIMA": layout.minima,
         "TERMS": layout.operands,
         "ROW_SCALE": packed.row_scale is not None and layout.operands == 1,
         "CODES": ROWS if codes is None else POWER_CODES if codes.power else GROUP_CODES,
         "ROUND": codes is not None and codes.rounded,
         # Float32 results pass through shared memory that one stage less leaves free; wide blocks leave room for two.
         "STAGES": min(tile.stages, 2 if wide else 3 if out.dtype == torch.float32 else 4),
-        "SPECIALIZE": warps == 4,
+        "SPECIALIZE": tile.warps == 4,
         "ASM": x.is_cuda,
     }
     grid = (min(tile.programs, tiles.count * n_tiles),)
-    _with_scratch(x.device, partial(launch, prefill_kernel, grid, args, constants, num_warps=warps), tiles.memory)
+    _with_scratch(x.device, partial(launch, prefill_kernel, grid, args, constants, num_warps=tile.warps), tiles.memory)
     return out
 
 

@@ -13,7 +13,8 @@ class TileProblem:
 
     weight_bits: stored bits a weight. x_bits: bits of an activation. decoded: weights are decoded in registers.
     promoted: the product is scaled inside the K loop, which needs a second accumulator. quartered: each quarter of the
-    K block is a product of its own, scaled by itself. operands: products a weight takes, 2 when it is decoded to a sum.
+    K block is a product of its own, scaled by itself. running: instead, the sum is in units of the last factor, in
+    place. operands: products a weight takes, 2 when it is decoded to a sum.
     """
 
     rows: int
@@ -27,6 +28,7 @@ class TileProblem:
     decoded: bool = False
     promoted: bool = False
     quartered: bool = False
+    running: bool = False
     operands: int = 1
 
     @property
