@@ -17,7 +17,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("needs Triton", allow_module_level=True)
 
 BASE = {
-    "SCALE": 1, "MINIMA": False, "TERMS": 1, "X_SCALE": 1, "ROW_SCALE": False, "BIAS": False, "PARTS": 2, "KIND": 0,
+    "SCALE": 1, "TERMS": 1, "X_SCALE": 1, "ROW_SCALE": False, "BIAS": False, "PARTS": 2, "KIND": 0,
     "HAS_LIMIT": False, "CODES": 0, "ROUND": True, "K_BLOCKS": 56, "BLOCK_T": 128, "BLOCK_K": 128, "GROUP_T": 8,
     "STAGES": 4, "SPECIALIZE": True, "ASM": True, "row_places": None, "PLACED": 0,
 }  # fmt: skip
@@ -27,10 +27,9 @@ TOKEN = {"SCALE": 0, "X_SCALE": 2, "ROW_SCALE": True}
 CHANNEL = {"SCALE": 0, "ROW_SCALE": True, "BIAS": True, "CODES": 2}
 PLAIN = {"SCALE": 0, "X_SCALE": 0, "BLOCK_K": 64}
 PORTABLE = {"SPECIALIZE": False, "STAGES": 3}
-# Weights that were decoded first: rows of a factor for each group of columns, with sums where there are minima.
+# Weights that were decoded first: rows of a factor for each group of columns.
 GROUPS = PLAIN | {"SCALE": 4, "BLOCK_K": 128, "STAGES": 2}
 TWO_TERMS = GROUPS | {"BLOCK_K": 64, "TERMS": 2}
-MINIMA = GROUPS | {"MINIMA": True, "X_SCALE": 2, "SPECIALIZE": False}
 ONE, TWO = {"K_BLOCKS": 1}, {"K_BLOCKS": 2}  # steps of the K loop
 
 # (architecture, operands, changes, the tensor core's instruction, most stack bytes)
@@ -57,8 +56,6 @@ CASES: tuple[tuple[int, str, dict[str, Any], str, int], ...] = (
     (90, "bf16", TWO_TERMS, "HGMMA", 0),
     (90, "fp16", TWO_TERMS | DOWN, "HGMMA", 0),
     (90, "bf16", TWO_TERMS | {"BLOCK_K": 32, "STAGES": 4}, "HGMMA", 0),
-    (90, "fp16", MINIMA, "HGMMA", 0),
-    (90, "fp16", MINIMA | DOWN, "HGMMA", 96),
     (80, "bf16", PLAIN | PORTABLE, "HMMA", 256),
     (80, "bf16", PLAIN | PORTABLE | ONE, "HMMA", 256),
     (100, "bf16", PLAIN | PORTABLE, "UTCHMMA", 0),

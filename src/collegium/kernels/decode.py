@@ -157,12 +157,22 @@ def divisor(WEIGHT, HALF):
     return 64.0 if is_running(WEIGHT) and not HALF else 1.0
 
 
+@triton.constexpr_function
+def _middle_bits(MIDDLE, HALF):
+    """Return the bits of -(1024 + MIDDLE) in float16, or of a 64th of -MIDDLE, zero or a power of two, in bfloat16."""
+    return 0xE400 | MIDDLE if HALF else 0x8000 | ((120 + MIDDLE.bit_length()) << 7 if MIDDLE else 0)
+
+
 @triton.jit
 def _minus(word, lanes, MIDDLE: tl.constexpr, ZEROED: tl.constexpr, HALF: tl.constexpr):
     """Return the bits of what is left to add to the numbers that ``lanes`` become in the text above."""
-    # A middle is known to the compiler, which makes operands in registers of loads and constants alone.
-    zero = (word & 255)[:, None] if ZEROED else tl.full((1, 1), MIDDLE, tl.int32)
-    bits = zero | 0xE400 if HALF else (zero.to(tl.float32) * -0.015625).to(tl.int32, bitcast=True) >> 16
+    if not ZEROED:
+        # A number by itself: the compiler makes operands in registers of loads and constants alone.
+        bits = tl.full((1, 1), _middle_bits(MIDDLE, HALF), tl.int32)
+    elif HALF:
+        bits = (word & 255)[:, None] | 0xE400
+    else:
+        bits = ((word & 255)[:, None].to(tl.float32) * -0.015625).to(tl.int32, bitcast=True) >> 16
     spread, _ = tl.broadcast(bits.to(tl.int16), lanes)
     return spread
 
