@@ -2,13 +2,14 @@
 
 The first writes ``benchmarks/results/layers_h200.csv``, recipe by recipe, each beside the floor of this machine; a
 recipe whose output is not what FP32 truth says has no times, is named, and the program ends with 1. The second prints
-one line of JSON for each tile that ``collegium tune`` would measure, best guess of the cost model first. A card slows
-down as it warms: with ``--turns`` all recipes of a shape take turns.
+one line of JSON for each tile that ``collegium tune`` would measure, best guess of the cost model first. In the last
+two recipes take turns, since a card slows down as it warms. Only recipes that draw as much power should: a clock that
+others hold down is no clock of a model that runs one of them.
 
     python benchmarks/bench_layer.py
     python benchmarks/bench_layer.py --shapes qwen3_30b --recipes mxfp4:fp8_token --tokens 1 512 --sweep 12
     python benchmarks/bench_layer.py --recipes gguf@Q8_0:bf16 int4_affine@32:bf16
-    python benchmarks/bench_layer.py --shapes qwen3_30b --recipes bf16:bf16 fp16:fp16 --turns
+    python benchmarks/bench_layer.py --shapes qwen3_30b --recipes bf16:bf16,fp16:fp16 mxfp4:bf16,mxfp4:fp16
 """
 
 from __future__ import annotations
@@ -61,7 +62,6 @@ def measured(shape: str, texts: list[str], args: argparse.Namespace, ceilings: C
     asked = [(encoded_as(weights), activations) for _, weights, activations in pairs]
     report = bench(shape, asked, tokens=args.tokens, routing=args.routing, ceilings=ceilings, rounds=args.rounds)
     said = [f"{name} {' '.join(map(str, getattr(args, name.strip('-'))))}" for name in ("--shapes", "--recipes")]
-    said += ["--turns"] if args.turns else []
     head = {"gpu": report.device, "driver": report.driver, "torch": report.torch, "triton": report.triton}
     head |= {"commit": args.commit, "command": " ".join(["python benchmarks/bench_layer.py", *said])}
     head |= {"shape": report.shape, "routing": report.routing}
@@ -101,8 +101,7 @@ def main() -> int:
     ceilings = measure_ceilings(PLACE)
     print(ceilings, flush=True)
     rows: list[dict[str, Any]] = []
-    groups = [args.recipes] if args.turns else [[recipe] for recipe in args.recipes]
-    for shape, recipes in ((shape, recipes) for shape in args.shapes for recipes in groups):
+    for shape, recipes in ((shape, group.split(",")) for shape in args.shapes for group in args.recipes):
         if time.time() - started > args.seconds:
             print(f"{shape} {' '.join(recipes)}: no time left", flush=True)
             continue
@@ -134,9 +133,11 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), help="as collegium bench takes them")
     parser.add_argument(
-        "--recipes", nargs="+", default=RECIPES, help="weights:activations; weights as gguf@Q8_0 or int4_affine@32 too"
+        "--recipes",
+        nargs="+",
+        default=RECIPES,
+        help="weights:activations, several in turns by commas; weights as gguf@Q8_0 or int4_affine@32 too",
     )
-    parser.add_argument("--turns", action="store_true", help="all recipes of a shape in turns, not one after the other")
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
     parser.add_argument("--routing", default="uniform", choices=ROUTINGS)
     parser.add_argument("--rounds", type=int, default=9)

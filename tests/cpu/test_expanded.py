@@ -74,17 +74,6 @@ def test_scales_that_are_powers_of_two_leave_no_factors() -> None:
     assert torch.equal(numbers_of(packed), payload.decode())
 
 
-@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K"])
-def test_steps_are_in_the_numbers_and_minima_beside_them(kind: str) -> None:
-    payload = random_blocks(kind, 2, 1, 24, 512)
-    own = expand(pack_gguf(payload, None))
-    assert own.scale is not None
-    factors, minima, _ = own.scale.permute(0, 1, 4, 2, 3).repeat_interleave(128, dim=3).unbind(-1)
-    words = own.scale[:, :, :, 2].contiguous().view(torch.int8).unflatten(-1, (24, 4))
-    steps = words.permute(0, 1, 3, 2, 4).flatten(3).repeat_interleave(32, dim=3)
-    assert relative_error(own.values.float() * factors + minima * steps, payload.decode()) < 1e-6
-
-
 @pytest.mark.parametrize("columns", [96, 192])
 @pytest.mark.parametrize("half", [False, True])
 def test_numbers_that_are_looked_up_become_two_terms(columns: int, half: bool) -> None:
@@ -101,8 +90,9 @@ def test_numbers_that_are_looked_up_become_two_terms(columns: int, half: bool) -
     assert relative_error((large * factors).flatten(3), payload.decode()) > (1e-5 if half else 1e-4)
 
 
-def test_minima_without_steps_stay_with_the_small_tiles() -> None:
-    made = pack_gguf(random_blocks("Q4_1", 2, 1, 24, 512), None).layout
+@pytest.mark.parametrize("kind", ["Q4_1", "Q4_K", "Q5_K"])
+def test_minima_stay_with_the_small_tiles(kind: str) -> None:
+    made = pack_gguf(random_blocks(kind, 2, 1, 24, 512), None).layout
     assert (made.expands, made.expanded_bytes) == (False, 0)
 
 
@@ -117,8 +107,6 @@ def test_minima_without_steps_stay_with_the_small_tiles() -> None:
         ("fp8_block", "fp16", 128),
         ("int4_affine", "fp16", 128),
         ("int8_ordered", "bf16", 128),
-        ("Q4_K", "bf16", 32),
-        ("Q5_K", "fp16", 32),
         ("bnb4", "bf16", 64),
     ],
 )
@@ -170,7 +158,7 @@ def test_the_plan_holds_what_a_large_batch_decodes() -> None:
         intermediate_size=768,
         num_experts=128,
         routing=RoutingSpec(top_k=8),
-        weight_format="int4_affine",
+        weight_format="int8_affine",
     )
     device = DeviceFacts(kind="cuda", capability=(9, 0))
     for tokens, nbytes in ((8192, 0), (16384, (2 * 2048 + 32 * 16) * 128 * 1536)):

@@ -749,7 +749,7 @@ def test_decoded_weights_are_multiplied_whole_on_hopper_alone() -> None:
     assert not choose(few, hopper).joined, "one token waits for each product"
     assert choose(replace(few, running=True, x_bits=20), hopper).joined
     assert not choose(replace(many, promoted=True, quartered=True), hopper).joined, "quarters have factors of their own"
-    for machine, most in ((hopper, 128), (ampere, 32)):
+    for machine, most in ((hopper, 64), (ampere, 32)):
         minima = candidates(replace(many, running=True, x_bits=20), machine)
         assert max(tile.block_t for tile in minima) == most
         assert not any(tile.joined for tile in minima if machine is ampere)

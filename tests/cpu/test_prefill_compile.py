@@ -80,7 +80,6 @@ for arch, operand, constants in json.load(sys.stdin):
     types |= dict.fromkeys(("limit", "alpha", "gate_bound", "up_bound"), "fp32")
     types |= {"bias": "*bf16", "out": "*fp8e4nv" if constants["CODES"] else "*fp16" if operand == "fp16" else "*bf16"}
     types["x"] = types["weight"] = "*" + operand
-    types["sums"] = "*fp16"
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
     aligned = [i for i, n in enumerate(names) if signature[n].startswith("*") or n in even]
