@@ -387,7 +387,7 @@ def has_minima(SCALE, WORDS):
 
 @triton.constexpr_function
 def is_running(WEIGHT):
-    """Return whether a sum is kept in units of the factor of the columns that are added next: integers."""
+    """Return whether a sum is kept in units of the factor of the columns that are added last: integers."""
     return WEIGHT in (numbers.INT4_LANES, numbers.INT8_LANES)
 
 
@@ -395,7 +395,7 @@ def is_running(WEIGHT):
 def in_units(acc, unit, factor, ASM: tl.constexpr):
     """Return ``acc [N, T]``, which counts ``unit [N, 1]``, in units of ``factor``: no product is kept beside it.
 
-    Neither is zero.
+    No factor is zero. A sum that has not begun has 0 for its unit.
     """
     if ASM:
         ratio = tl.inline_asm_elementwise(
@@ -462,36 +462,15 @@ def _group_factors(scale, step, SCALE: tl.constexpr, WORDS: tl.constexpr):
 
 
 @triton.jit
-def _next_unit(scale, step, k_step, last, SCALE: tl.constexpr, WORDS: tl.constexpr):
-    """Return the column of factors of what the K block after that at ``scale`` adds first; 1 behind the last one."""
-    at = scale + tl.where(last, 0, k_step)
-    words = tl.load(at)
-    if has_minima(SCALE, WORDS):
-        factor = (
-            _half_scale(words >> 16) if _is_stepped(SCALE, WORDS) else tl.full((words.shape[0], 1), 1.0, tl.float32)
-        )
-    elif SCALE == PAIR_SCALE:
-        factor = upper_scale(words << 16)
-    elif SCALE == STEP_SCALE:
-        factor = _half_scale(words) * _step_scale(tl.load(at + step), 0)
-    elif SCALE == HALF_SCALE:
-        factor = _half_scale(words)
-    else:
-        factor = _group_scale(words, SCALE == ZERO_SCALE)
-    return tl.where(last, 1.0, factor)
-
-
-@triton.jit
 def decoded(
-    lanes, lanes1, scale, step, k_step, last, WEIGHT: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr,
+    lanes, lanes1, scale, step, WEIGHT: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr,
     HALF: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Return the quarters of a K block, float32 columns of factors, and what sums of columns multiply.
+    """Return the quarters of a K block, of integers as many float32 columns of factors, and what sums multiply.
 
-    lanes1: the second halves of lanes of two. scale: addresses of words, ``step`` apart, and ``k_step`` from those of
-    the next K block; last: there is none. Integers lose their zero points and are over ``divisor``. They have a factor
-    for each quarter, or one (``is_whole``), and then that of what is added next, or 1. The last is the operand of
-    minima and its factor, and without minima means nothing. Scales of other lanes are in the quarters, unless they
+    lanes1: the second halves of lanes of two. scale: addresses of words, ``step`` apart. Integers lose their zero
+    points and are over ``divisor``; where they are stepped there is one factor for a K block. The last is the operand
+    of minima and its factor, and without minima means nothing. Scales of other lanes are in the quarters, unless they
     belong to blocks. Codes that look numbers up are for ``look_up``: of these quarters nothing is computed.
     """
     EIGHT: tl.constexpr = (WEIGHT == E4M3_LANES) or (WEIGHT == INT8_LANES)
@@ -515,7 +494,7 @@ def decoded(
         a0, a1, a2, a3 = _stepped_quarters(lanes, lanes1, tl.load(scale + step), EIGHT, ASM)
         f0, f1 = _half_scale(halves), _half_scale(halves >> 16)
         m = _minima(_minimum(words, 0), _minimum(words, 1), _minimum(words, 2), _minimum(words, 3))
-        return (a0, a1, a2, a3), (f0, _next_unit(scale, step, k_step, last, SCALE, WORDS)), (m, f1)
+        return (a0, a1, a2, a3), (f0,), (m, f1)
     else:
         n0, n1, n2, n3, f, m = _group_factors(scale, step, SCALE, WORDS)
         ZEROED: tl.constexpr = SCALE == ZERO_SCALE
@@ -527,9 +506,6 @@ def decoded(
         else:
             MIDDLE: tl.constexpr = 0 if has_minima(SCALE, WORDS) else 8
             a0, a1, a2, a3 = _int4_quarters(lanes, n0, n1, n2, n3, MIDDLE, ZEROED, HALF, ASM)
-        if is_running(WEIGHT):
-            unit = _next_unit(scale, step, k_step, last, SCALE, WORDS)
-            f = (f[0], unit) if WORDS == 1 else (f[0], f[1], f[2], f[3], unit)
         return (a0, a1, a2, a3), f, m
 
 

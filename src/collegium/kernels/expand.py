@@ -38,7 +38,7 @@ def expand_kernel(
     w = tl.load(at)
     w1 = tl.load(at + WIDTH) if EIGHT else w
     s = scale + (matrix * K_BLOCKS + block) * (WORDS * n_out) + row
-    a, f, _ = decoded(w, w1, s, n_out, 0, True, WEIGHT, SCALE, WORDS, HALF, ASM)
+    a, f, _ = decoded(w, w1, s, n_out, WEIGHT, SCALE, WORDS, HALF, ASM)
     f_at = factors + matrix * groups * n_out + row
     if SCALE == BLOCK_SCALE:
         factor = tl.load(scale + (matrix * scale_rows + row // 128) * K_BLOCKS + block)

@@ -64,14 +64,13 @@ def _load_weights(pointers, k, left, WIDTH: tl.constexpr, WEIGHT: tl.constexpr, 
 
 @triton.jit
 def _multiply(
-    acc, w, w1, scale, scale_step, k_step, last, x, sums, x_scale,
+    acc, unit, w, w1, scale, scale_step, x, sums, x_scale,
     WEIGHT: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr, X_SCALED: tl.constexpr, STACKED: tl.constexpr,
     PART: tl.constexpr, WHOLE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Add one K block: weights ``w [BLOCK_N, .]`` times tokens ``x``, a tensor or one a quarter, scaled as SCALE says.
 
-    Returns the sum, of integers in units of what the next K block adds first (``is_running``), whose scale is k_step
-    further on; last: there is none. WHOLE: the quarters are one product.
+    Returns the sum and its unit, where it has one (``is_running``). WHOLE: the quarters are one product.
 
     x_scale: of the tokens if X_SCALED. sums ``[32, BLOCK_T]``: of the tokens' columns, where weights have minima; where
     codes look numbers up, those (``words_of``).
@@ -80,20 +79,20 @@ def _multiply(
     QUARTERS: tl.constexpr = WEIGHT != PLAIN and WEIGHT != E4M3_E4M3
     if QUARTERS:
         HALF: tl.constexpr = x[0].dtype == tl.float16
-        a, f, m = decoded(w, w1, scale, scale_step, k_step, last, WEIGHT, SCALE, WORDS, HALF, ASM)
+        a, f, m = decoded(w, w1, scale, scale_step, WEIGHT, SCALE, WORDS, HALF, ASM)
         FOLDED: tl.constexpr = (WEIGHT == E2M1_LANES or WEIGHT == E4M3_LANES) and SCALE != BLOCK_SCALE
         RUNNING: tl.constexpr = is_running(WEIGHT)
         if has_minima(SCALE, WORDS):
-            acc = in_units(dot(m[0], sums, acc, ASM), m[1], f[0], ASM)
+            acc, unit = dot(m[0], sums, in_units(acc, unit, m[1], ASM), ASM), m[1]
         if is_whole(SCALE, WORDS):
-            product = acc if RUNNING or FOLDED else none
+            product = in_units(acc, unit, f[0], ASM) if RUNNING else acc if FOLDED else none
             if WHOLE:
                 product = dot(joined(a[0], a[1], a[2], a[3]), x[0], product, ASM)
             else:
                 for quarter in tl.static_range(4):
                     product = dot(a[quarter], x[quarter], product, ASM)
             if RUNNING:
-                acc = in_units(product, f[0], f[1], ASM)
+                acc, unit = finished(product, ASM), f[0]
             elif FOLDED:
                 acc = finished(product, ASM)
             else:
@@ -113,7 +112,9 @@ def _multiply(
                 acc += product * f[first]
         else:
             for quarter in tl.static_range(4):
-                acc = in_units(dot(a[quarter], x[quarter], acc, ASM), f[quarter], f[quarter + 1], ASM)
+                acc = dot(a[quarter], x[quarter], in_units(acc, unit, f[quarter], ASM), ASM)
+                unit = f[quarter]
+            acc = finished(acc, ASM)
     else:
         if SCALE == BLOCK_SCALE:
             # One number for the whole tile: with the tokens' scales it is a row of factors, not a matrix.
@@ -127,7 +128,7 @@ def _multiply(
             acc += dot(w, x[0], none, ASM) * x_scale[None, :]
         else:
             acc = dot(w, x[0], acc, ASM)
-    return acc
+    return acc, unit
 
 
 @triton.jit
@@ -188,6 +189,9 @@ def grouped_tile(
     if has_minima(SCALE, WORDS):
         sums_ptr = sums + token[None, :] * (32 * K_BLOCKS) + tl.arange(0, 32)[:, None]
 
+    RUNNING: tl.constexpr = is_running(WEIGHT)
+    up_unit = tl.zeros((BLOCK_N, 1), dtype=tl.float32) if RUNNING else 0.0
+    gate_unit = up_unit
     up = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
     if SETS == 2:
         gate = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
@@ -195,7 +199,7 @@ def grouped_tile(
     us_ptr = s_ptr + (SETS - 1) * s_part
     tables = words_of(row_scale + matrix * 16, PARTS, ASM) if WEIGHT == TABLE_LANES else sums
     for block in tl.range(0, K_BLOCKS, num_stages=STAGES):
-        left, last_block = k_in - block * BLOCK_K, block == K_BLOCKS - 1
+        left = k_in - block * BLOCK_K
         tokens = ()
         for piece in tl.static_range(PIECES):
             at = piece * PIECE
@@ -207,16 +211,16 @@ def grouped_tile(
             if WHOLE:
                 # Read before gate is multiplied, and decoded while the tensor core is busy.
                 u0, u1 = _load_weights(up_ptr, k[None, :], left, WIDTH, WEIGHT, EVEN_K or QUARTERS)
-            gate = _multiply(
-                gate, w0, w1, s_ptr, n_out, s_k, last_block, tokens, added, xs, WEIGHT, SCALE, WORDS, X_SCALE == 1,
-                STACKED, 0, WHOLE, ASM,
+            gate, gate_unit = _multiply(
+                gate, gate_unit, w0, w1, s_ptr, n_out, tokens, added, xs, WEIGHT, SCALE, WORDS, X_SCALE == 1, STACKED,
+                0, WHOLE, ASM,
             )  # fmt: skip
             w_ptr += k_step
             s_ptr += s_k
         if SETS == 1 or not WHOLE:
             u0, u1 = _load_weights(up_ptr, k[None, :], left, WIDTH, WEIGHT, EVEN_K or QUARTERS)
-        up = _multiply(
-            up, u0, u1, us_ptr, n_out, s_k, last_block, tokens, added, xs, WEIGHT, SCALE, WORDS, X_SCALE == 1, STACKED,
+        up, up_unit = _multiply(
+            up, up_unit, u0, u1, us_ptr, n_out, tokens, added, xs, WEIGHT, SCALE, WORDS, X_SCALE == 1, STACKED,
             SETS - 1, WHOLE, ASM,
         )  # fmt: skip
         up_ptr += k_step
@@ -227,11 +231,11 @@ def grouped_tile(
         gdc_launch_dependents()
     vector = (matrix + part) * n_out + n_first + column
     last = vector + (SETS - 1) * n_out
-    WHOLE_NUMBER: tl.constexpr = divisor(WEIGHT, x.dtype.element_ty == tl.float16)
-    if WHOLE_NUMBER != 1.0:
-        up *= WHOLE_NUMBER
+    if RUNNING:
+        WHOLE_NUMBER: tl.constexpr = divisor(WEIGHT, x.dtype.element_ty == tl.float16)
+        up *= up_unit * WHOLE_NUMBER
         if SETS == 2:
-            gate *= WHOLE_NUMBER
+            gate *= gate_unit * WHOLE_NUMBER
     if X_SCALE == 2:
         per_token = tl.load(x_scale + token)[None, :]
         up *= per_token

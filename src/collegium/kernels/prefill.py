@@ -63,12 +63,12 @@ def _add_block(acc, x, w, x_scale, scale, SCALE: tl.constexpr, X_SCALE: tl.const
 
 
 @triton.jit
-def _add_group(acc, x, weight, row, block, last, factors, s_step, TERMS: tl.constexpr, ASM: tl.constexpr):
+def _add_group(acc, x, weight, row, block, factors, s_step, TERMS: tl.constexpr, ASM: tl.constexpr):
     """Add a group of columns: 128 rows of weights times tokens ``x [BLOCK_T, BLOCK_K]``, to their transpose.
 
-    factors: addresses of a factor for each weight row, ``s_step`` before that of the next group, whose units the sum is
-    in at the end; last: there is none. With two TERMS weights are sums, the second terms of a group lie behind its
-    first, and a group's product is scaled and added.
+    factors: addresses of a factor for each weight row, ``s_step`` behind that of the group before. acc counts those
+    (``in_units``), which are read again, since groups of warps cannot keep them. With two TERMS weights are sums, the
+    second terms of a group lie behind its first, and products are added to acc.
     """
     w = weight.load([row, block * (TERMS * x.shape[1])])
     factor = tl.load(factors)[:, None]
@@ -77,8 +77,8 @@ def _add_group(acc, x, weight, row, block, last, factors, s_step, TERMS: tl.cons
         product = dot(weight.load([row, (2 * block + 1) * x.shape[1]]), x.T, product, ASM)
         return _promoted(product, factor, acc, ASM)
     else:
-        unit = tl.where(last, 1.0, tl.load(factors + tl.where(last, 0, s_step))[:, None])
-        return in_units(dot(w, x.T, acc, ASM), factor, unit, ASM)
+        unit = tl.load(factors - tl.minimum(block, 1) * s_step)[:, None]
+        return dot(w, x.T, in_units(acc, unit, factor, ASM), ASM)
 
 
 @triton.jit
@@ -169,9 +169,8 @@ def _write_tile(
     for block in tl.range(0, tl.cdiv(k_in, BLOCK_K) if K_BLOCKS == 1 and ASM else K_BLOCKS, num_stages=STAGES):
         tokens = x.load([corner, block * BLOCK_K])
         if GROUPS:
-            end = block == K_BLOCKS - 1
-            a = _add_group(a, tokens, weight, first, block, end, s_first + block * n_out, n_out, TERMS, ASM)
-            b = _add_group(b, tokens, weight, second, block, end, s_second + block * n_out, n_out, TERMS, ASM)
+            a = _add_group(a, tokens, weight, first, block, s_first + block * n_out, n_out, TERMS, ASM)
+            b = _add_group(b, tokens, weight, second, block, s_second + block * n_out, n_out, TERMS, ASM)
         else:
             # Loaded before the products, so that their wait covers it.
             token_scale = tl.load(xs + block) if X_SCALE == 1 else 1.0
@@ -182,6 +181,9 @@ def _write_tile(
             w_b = weight.load([second, block * BLOCK_K])
             b = _add_block(b, tokens, w_b, token_scale, scale_b, SCALE, X_SCALE, ASM)
     if GROUPS:
+        if TERMS == 1:
+            a *= tl.load(s_first + (K_BLOCKS - 1) * n_out)[:, None]
+            b *= tl.load(s_second + (K_BLOCKS - 1) * n_out)[:, None]
         a = tl.trans(a)
         b = tl.trans(b)
 
