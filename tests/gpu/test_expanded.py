@@ -51,10 +51,8 @@ def test_bits_of_the_small_tiles(
 
 
 def test_a_graph_of_layers() -> None:
-    packed, batch, _ = decoded_layer("Q4_K", "bf16", 32, probe("cuda"), tokens=600, where="cuda")
-    other, _, _ = decoded_layer(
-        "int4_affine", "bf16", 128, probe("cuda"), tokens=600, sizes=(5, 256, 512), where="cuda"
-    )
+    packed, batch, _ = decoded_layer("nvfp4", "bf16", 128, probe("cuda"), tokens=600, where="cuda")
+    other, _, _ = decoded_layer("bnb4", "bf16", 64, probe("cuda"), tokens=600, sizes=(5, 256, 512), where="cuda")
     stop = int(batch.expert_offsets[-1])
     wanted = [layer.run(batch)[:stop].clone() for layer in (packed, other)]
     graph = torch.cuda.CUDAGraph()

@@ -7,7 +7,7 @@ products by: nothing is rounded, so a row has the same bits whichever kernel dec
 import triton
 import triton.language as tl
 
-from .decode import BLOCK_SCALE, E2M1_LANES, E4M3_LANES, INT8_LANES, TABLE_LANES, decoded, divisor, look_up, words_of
+from .decode import BLOCK_SCALE, E4M3_LANES, TABLE_LANES, decoded, look_up, words_of
 
 __all__ = ["expand_kernel"]
 
@@ -27,7 +27,7 @@ def expand_kernel(
     WIDTH: tl.constexpr = BLOCK_K // 4
     GROUPS: tl.constexpr = WORDS if WEIGHT == TABLE_LANES else 1
     SPAN: tl.constexpr = BLOCK_K // GROUPS
-    EIGHT: tl.constexpr = (WEIGHT == E4M3_LANES) or (WEIGHT == INT8_LANES)
+    EIGHT: tl.constexpr = WEIGHT == E4M3_LANES
     matrix = tl.program_id(1).to(tl.int64)
     block = tl.program_id(0) // row_tiles
     row = tl.program_id(0) % row_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -43,11 +43,10 @@ def expand_kernel(
     if SCALE == BLOCK_SCALE:
         factor = tl.load(scale + (matrix * scale_rows + row // 128) * K_BLOCKS + block)
         tl.store(f_at + block * n_out, factor, mask=inside)
-    elif not (WEIGHT == E2M1_LANES or WEIGHT == E4M3_LANES):
+    elif WEIGHT == TABLE_LANES:
         for group in tl.static_range(GROUPS):
             at = GROUPS * block + group
-            factor = f[group * 4 // GROUPS] * divisor(WEIGHT, HALF)
-            tl.store((f_at + at * n_out)[:, None], factor, mask=(inside & (at < groups))[:, None])
+            tl.store((f_at + at * n_out)[:, None], f[group * 4 // GROUPS], mask=(inside & (at < groups))[:, None])
     to = out + (matrix * n_out + row)[:, None] * (k_in * (2 if WEIGHT == TABLE_LANES else 1)) + j[None, :]
     for quarter in tl.static_range(4):
         at = block * BLOCK_K + quarter * WIDTH

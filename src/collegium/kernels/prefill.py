@@ -5,8 +5,8 @@ channels, or 256 neighbours. On Hopper the compiler splits it into one group of 
 multiply 64 tokens each, so one multiplies while the other scales its product. The K loop, its blocks and its
 rounding are those of ``grouped_gemm.py``: a row has the same bits through either kernel.
 
-Integers that ``expand.py`` decoded have a factor for each weight row and group of columns. Their weights are the first
-operand, so that a thread holds two rows of a band and loads two factors, not one for each of 32 columns.
+Weights that ``expand.py`` decoded can have a factor for each row and group of columns. They are then the first operand,
+so that a thread holds two rows of a band and loads two factors, not one for each of 32 columns.
 """
 
 import triton
@@ -15,7 +15,6 @@ from triton import set_allocator
 
 from . import numbers
 from .activation import activate
-from .decode import in_units
 from .scales import exact_scale, power_byte
 from .tiles import NOWHERE, dot, place_at, tile_of
 
@@ -63,22 +62,18 @@ def _add_block(acc, x, w, x_scale, scale, SCALE: tl.constexpr, X_SCALE: tl.const
 
 
 @triton.jit
-def _add_group(acc, x, weight, row, block, factors, s_step, TERMS: tl.constexpr, ASM: tl.constexpr):
+def _add_group(acc, x, weight, row, block, factors, TERMS: tl.constexpr, ASM: tl.constexpr):
     """Add a group of columns: 128 rows of weights times tokens ``x [BLOCK_T, BLOCK_K]``, to their transpose.
 
-    factors: addresses of a factor for each weight row, ``s_step`` behind that of the group before. acc counts those
-    (``in_units``), which are read again, since groups of warps cannot keep them. With two TERMS weights are sums, the
-    second terms of a group lie behind its first, and products are added to acc.
+    factors: addresses of a factor for each weight row. Weights are sums of two TERMS where the second ones of a group
+    lie behind its first.
     """
     w = weight.load([row, block * (TERMS * x.shape[1])])
     factor = tl.load(factors)[:, None]
+    product = dot(w, x.T, tl.zeros_like(acc), ASM)
     if TERMS == 2:
-        product = dot(w, x.T, tl.zeros_like(acc), ASM)
         product = dot(weight.load([row, (2 * block + 1) * x.shape[1]]), x.T, product, ASM)
-        return _promoted(product, factor, acc, ASM)
-    else:
-        unit = tl.load(factors - tl.minimum(block, 1) * s_step)[:, None]
-        return dot(w, x.T, in_units(acc, unit, factor, ASM), ASM)
+    return _promoted(product, factor, acc, ASM)
 
 
 @triton.jit
@@ -169,8 +164,8 @@ def _write_tile(
     for block in tl.range(0, tl.cdiv(k_in, BLOCK_K) if K_BLOCKS == 1 and ASM else K_BLOCKS, num_stages=STAGES):
         tokens = x.load([corner, block * BLOCK_K])
         if GROUPS:
-            a = _add_group(a, tokens, weight, first, block, s_first + block * n_out, n_out, TERMS, ASM)
-            b = _add_group(b, tokens, weight, second, block, s_second + block * n_out, n_out, TERMS, ASM)
+            a = _add_group(a, tokens, weight, first, block, s_first + block * n_out, TERMS, ASM)
+            b = _add_group(b, tokens, weight, second, block, s_second + block * n_out, TERMS, ASM)
         else:
             # Loaded before the products, so that their wait covers it.
             token_scale = tl.load(xs + block) if X_SCALE == 1 else 1.0
@@ -181,9 +176,6 @@ def _write_tile(
             w_b = weight.load([second, block * BLOCK_K])
             b = _add_block(b, tokens, w_b, token_scale, scale_b, SCALE, X_SCALE, ASM)
     if GROUPS:
-        if TERMS == 1:
-            a *= tl.load(s_first + (K_BLOCKS - 1) * n_out)[:, None]
-            b *= tl.load(s_second + (K_BLOCKS - 1) * n_out)[:, None]
         a = tl.trans(a)
         b = tl.trans(b)
 

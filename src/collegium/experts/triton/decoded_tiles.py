@@ -12,10 +12,10 @@ __all__ = ["decoded_candidates", "decoded_score", "once_from"]
 # and registers of a thread where the compiler would take so many that a program less fits. H200, 2026-11-24.
 _MXFP4 = {16: (1.06, 4, 0), 32: (1.02, 4, 0), 64: (1.04, 4, 168), 128: (1.07, 4, 0)}
 _NVFP4 = {16: (1.2, 4, 0), 32: (1.2, 4, 0), 64: (1.14, 4, 0), 128: (1.2, 4, 0)}
-_INT4 = {16: (0.95, 4, 0), 32: (1.0, 4, 168), 64: (0.95, 4, 168), 128: (1.05, 4, 0)}
+_INT4 = {16: (1.0, 4, 0), 32: (1.0, 4, 168), 64: (0.95, 4, 168), 128: (1.05, 4, 0)}
 _INT8 = {16: (1.2, 4, 0), 32: (1.4, 4, 168), 64: (1.25, 4, 0), 128: (1.55, 4, 0)}
 _FP8 = {16: (1.33, 4, 0), 32: (1.5, 4, 0), 64: (1.4, 8, 128)}
-_MINIMA = {16: (1.25, 4, 0), 32: (1.38, 4, 0), 64: (1.4, 4, 0)}
+_MINIMA = {16: (1.4, 4, 0), 32: (1.38, 4, 0), 64: (1.4, 4, 0)}
 _QUARTERS = {16: (1.0, 4, 0), 32: (1.0, 4, 0)}
 # Integers whose sums are in units of a group.
 _UNITS4 = {16: (1.0, 4, 0), 64: (1.0, 4, 168)}
@@ -76,9 +76,8 @@ def decoded_score(problem: TileProblem, tile: TileChoice, machine: Machine) -> f
     work = each_sm * tile.weight_rows(problem) * problem.k_in / 16384 * _step(problem, tile, each)
     if tile.block_n == 64 and tile.block_t == 16:
         # Few programs: two beside each other hide each other's waits.
-        narrow, whole = problem.weight_bits < 6, problem.running and not running
-        few = 8 if running else 1 if whole and narrow else 2 if whole or problem.promoted else 4
-        slower = 0.9 if each_sm < few else 1.5 if running or (whole and narrow) else 1.2 if narrow else 1.0
+        few = 8 if running else 2 if problem.promoted or problem.running else 4
+        slower = 0.9 if each_sm < few else 1.45 if running else 1.0 if problem.weight_bits > 6 else 1.2
         work, memory = work * slower, memory * (slower if running else 1.0)
     if each_sm < 4:
         work /= max(each_sm / math.ceil(each_sm), 0.5)
@@ -93,10 +92,7 @@ def once_from(problem: TileProblem) -> int:
     """Return the rows of an expert from which on weights are better decoded once, into memory, before the products."""
     if problem.operands == 2:
         return 288
-    table = _tiles_of(problem)
-    if problem.weight_bits > 6:
-        return 768 if table is _INT8 else 480
-    return 1024 if table is _NVFP4 else 1280
+    return 480 if problem.weight_bits > 6 else 1024 if _tiles_of(problem) is _NVFP4 else 1280
 
 
 def _step(problem: TileProblem, tile: TileChoice, each: float) -> float:

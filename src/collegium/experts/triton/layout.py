@@ -78,6 +78,11 @@ class Layout:
         return self.words == 3 or (self.scale_kind, self.words) == (numbers.HALF_SCALE, 4)
 
     @property
+    def running(self) -> bool:
+        """Whether sums are in units of a group's factor: integers."""
+        return self.weight in (numbers.INT4_LANES, numbers.INT8_LANES)
+
+    @property
     def bits(self) -> float:
         """Stored bits of a weight, scales of groups included."""
         return self.code_bits + 32 * self.words / self.block_k
@@ -117,7 +122,7 @@ class Layout:
     @property
     def expands(self) -> bool:
         """Whether they become 16-bit numbers, decoded before products of large batches, and gain."""
-        return self.operands == 2 or not (self.minima or self.quartered)
+        return not self.running
 
     @property
     def values_shape(self) -> tuple[int, ...]:
@@ -168,7 +173,7 @@ class Layout:
             decoded=self.decoded,
             promoted=x_groups or self.promoted,
             quartered=self.quartered,
-            running=self.weight in (numbers.INT4_LANES, numbers.INT8_LANES),
+            running=self.running,
             operands=self.operands,
         )
 
