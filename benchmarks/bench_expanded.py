@@ -4,7 +4,7 @@ Where the second way is the faster one is what ``once_from`` in ``experts/triton
 only if both ways give the same bits. Needs a Hopper GPU.
 
     python benchmarks/bench_expanded.py
-    python benchmarks/bench_expanded.py --formats gguf int8_affine --rows 128 256
+    python benchmarks/bench_expanded.py --formats nvfp4 fp8_block --rows 512 1024
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from collegium.commands.bench import named_layer, random_weights
-from collegium.commands.integers import ENCODERS, affine, ordered, q4_k
 from collegium.commands.measure import driver_version, version_of
 from collegium.encoding import encode_experts
 from collegium.experts import KERNELS
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from collegium.types import ContiguousBatch, ExpertWeights, MoESpec
 
 RESULTS = Path(__file__).parent / "results" / "expanded_h200.csv"
-FORMATS = ("bf16", "int4_affine", "int4_affine:32", "int8_affine", "gguf", "mxfp4", "nvfp4", "fp8_block")
+FORMATS = ("bf16", "mxfp4", "nvfp4", "fp8_block")
 ROWS = (32, 64, 128, 256, 512, 2048)
 
 
@@ -49,16 +48,9 @@ def layers() -> dict[str, MoESpec]:
     return {"qwen3_30b": small, "4096x14336x8x2": large}
 
 
-def packed_as(spec: MoESpec, plain: ExpertWeights[Any], name: str, group: int) -> PackedExperts:
-    """Return the experts in the format ``name``, groups of integers with ``group`` columns."""
-    made = plain
-    if name in ENCODERS:
-        encode: Any = affine if name.endswith("_affine") else ordered
-        kind, given = (q4_k, ()) if name == "gguf" else (encode, (int(name[3]), group))
-        gate_up, down = (kind(part.decode(), *given) for part in (plain.gate_up, plain.down))
-        made = replace(plain, gate_up=gate_up, down=down)
-    elif name != "bf16":
-        made = encode_experts(plain, name)
+def packed_as(spec: MoESpec, plain: ExpertWeights[Any], name: str) -> PackedExperts:
+    """Return the experts in the format ``name``."""
+    made = plain if name == "bf16" else encode_experts(plain, name)
     problem = Problem(spec=replace(spec, weight_format=name), device=probe("cuda"), activation_format="bf16")
     kernel: Any = next(k for k in KERNELS if k.name.startswith("triton") and k.refuse(problem.routed) is None)
     return kernel.pack(made, problem.routed)
@@ -88,7 +80,7 @@ def microseconds(call: Callable[[], object], count: int = 10) -> float:
 def main() -> None:
     """Measure every format, write and print the rows."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
-    parser.add_argument("--formats", nargs="+", default=FORMATS, help="name, or name:columns of a group")
+    parser.add_argument("--formats", nargs="+", default=FORMATS)
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS, help="rows of an expert on average")
     parser.add_argument("--out", type=Path, default=RESULTS)
     asked = parser.parse_args()
@@ -100,9 +92,8 @@ def main() -> None:
     found: list[list[object]] = []
     for layer, spec in layers().items():
         plain = random_weights(spec, device)
-        for text in asked.formats:
-            name, _, group = text.partition(":")
-            packed = packed_as(spec, plain, name, int(group or 128))
+        for name in asked.formats:
+            packed = packed_as(spec, plain, name)
             small = packed if name == "bf16" else replace(packed, machine=replace(packed.machine, specialises=False))
             for rows in asked.rows:
                 batch = batch_of(spec, rows)
@@ -110,7 +101,7 @@ def main() -> None:
                 same = torch.equal(packed.run(batch)[:stop], small.run(batch)[:stop])
                 times = [microseconds(lambda way=way, batch=batch: way.run(batch)) for way in (small, packed)]
                 shown = [f"{time:.0f}" if same else "" for time in times]
-                found.append([*about, layer, text, rows, *(["", shown[1]] if name == "bf16" else shown), same])
+                found.append([*about, layer, name, rows, *(["", shown[1]] if name == "bf16" else shown), same])
                 print(*found[-1][-6:], flush=True)
     with asked.out.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)

@@ -4,8 +4,8 @@
     python tests/gpu/compile_ahead.py CACHE --tests tests/gpu/test_experts.py tests/gpu/test_layer.py
 
 Host code runs as it would beside an H100 or H200, on tensors of the CPU (``tests/shared/launches.py``), and what it
-would start is compiled into the folder CACHE. With CACHE there, a machine with the GPU and the same release of Triton
-finds it:
+would start is compiled into the folder CACHE. With CACHE there, under the same path, a machine with the GPU and the
+same release of Triton finds it:
 
     TRITON_CACHE_DIR=CACHE PYTHONPATH=src:tests/gpu/ahead python -m pytest tests/gpu
 
