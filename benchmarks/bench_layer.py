@@ -55,11 +55,11 @@ def encoded_as(weights: str) -> str:
 
 def measured(shape: str, texts: list[str], args: argparse.Namespace, ceilings: Ceilings) -> list[dict[str, Any]]:
     """Return a row for each token count and recipe of ``texts``, which take turns."""
-    pairs = [(text, *recipe_of(text)) for text in texts]
-    stored = {encoded_as(weights): weights for _, weights, _ in pairs}
-    if len(stored) < len({weights for _, weights, _ in pairs}):
+    pairs = [recipe_of(text) for text in texts]
+    asked = [(encoded_as(weights), activations) for weights, activations in pairs]
+    stored = {name: weights for (name, _), (weights, _) in zip(asked, pairs, strict=True)}
+    if len(stored) < len({weights for weights, _ in pairs}):
         raise SystemExit(f"{' '.join(texts)}: a format that is stored in two ways cannot take turns with itself")
-    asked = [(encoded_as(weights), activations) for _, weights, activations in pairs]
     report = bench(shape, asked, tokens=args.tokens, routing=args.routing, ceilings=ceilings, rounds=args.rounds)
     said = [f"{name} {' '.join(map(str, getattr(args, name.strip('-'))))}" for name in ("--shapes", "--recipes")]
     head = {"gpu": report.device, "driver": report.driver, "torch": report.torch, "triton": report.triton}

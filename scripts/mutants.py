@@ -662,7 +662,7 @@ MUTANTS: tuple[Mutant, ...] = (
             ("codes of a group without a unit kept", "experts/triton/lanes.py", ("    return torch.where(gone, zeros, codes)\n", "    return codes\n")),
             ("the unit of a K block forgotten", "kernels/grouped_gemm.py", ("acc, unit = finished(product, ASM), f[0]", "acc = finished(product, ASM)")),
             ("minima in the unit of codes", "kernels/grouped_gemm.py", ("in_units(acc, unit, m[1], ASM), ASM), m[1]", "in_units(acc, unit, m[1], ASM), ASM), unit")),
-            ("integers a 64th", "kernels/grouped_gemm.py", ("divisor(WEIGHT, x.dtype.element_ty == tl.float16)", "1.0")),
+            ("integers a 64th", "kernels/grouped_gemm.py", ("divisor(x.dtype.element_ty == tl.float16)", "1.0")),
             ("minima beside a zero half kept", "experts/triton/lanes.py", ("steps * (halves == kept).unsqueeze(1) if", "steps if")),
             ("a step of zero for a unit", "experts/triton/lanes.py", ("steps + (steps == 0)", "steps")),
             ("ones beyond the blocks of a file forgotten", "experts/triton/lanes.py", ("(0, short), value=1.0)", "(0, short))")),

@@ -88,7 +88,7 @@ def test_int4(dtype: torch.dtype, kind: str) -> None:
         away = -(1024 + zeros) if kind else zeros / -64
         beside = [paired(*away[..., q].to(dtype)) for q in range(4)]
         found = decoded(text_of(f"_INT4{kind}_ASM"), both, beside, 4, dtype)
-        whole = decode.divisor(decode.numbers.INT4_LANES, bool(kind))
+        whole = decode.divisor(bool(kind))
         assert all(torch.equal(found[q] * whole, (codes - zeros)[..., q].float()) for q in range(4))
 
 
@@ -101,7 +101,7 @@ def test_int8(dtype: torch.dtype, kind: str) -> None:
         away = -(1024 + zeros) if kind else zeros / -64
         beside = [paired(*away[..., q].to(dtype)) for q in range(2)]
         found = decoded(text_of(f"_INT8{kind}_ASM"), both, beside, 2, dtype)
-        whole = decode.divisor(decode.numbers.INT8_LANES, bool(kind))
+        whole = decode.divisor(bool(kind))
         assert all(torch.equal(found[q] * whole, (codes - zeros)[..., q].float()) for q in range(2))
         met |= {(q, code) for q in range(2) for code in codes[..., q].flatten().tolist()}
     assert len(met) == 512

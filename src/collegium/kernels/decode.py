@@ -152,9 +152,9 @@ def _e2m1_quarters(lanes, s0, s1, s2, s3, HALF: tl.constexpr, ASM: tl.constexpr)
 
 
 @triton.constexpr_function
-def divisor(WEIGHT, HALF):
-    """Return what integers are divided by in the operands that they are decoded to; 1 for other weights."""
-    return 64.0 if is_running(WEIGHT) and not HALF else 1.0
+def divisor(HALF):
+    """Return what integers are divided by in the operands that they are decoded to."""
+    return 1.0 if HALF else 64.0
 
 
 @triton.constexpr_function
@@ -180,7 +180,7 @@ def _minus(word, lanes, MIDDLE: tl.constexpr, ZEROED: tl.constexpr, HALF: tl.con
 @triton.jit
 def _less(codes, word, MIDDLE: tl.constexpr, ZEROED: tl.constexpr, HALF: tl.constexpr):
     zero = (word & 255)[:, None] if ZEROED else MIDDLE
-    return ((codes - zero).to(tl.float32) * (1.0 if HALF else 0.015625)).to(tl.float16 if HALF else tl.bfloat16)
+    return ((codes - zero).to(tl.float32) / divisor(HALF)).to(tl.float16 if HALF else tl.bfloat16)
 
 
 @triton.jit

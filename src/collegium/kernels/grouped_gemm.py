@@ -232,7 +232,7 @@ def grouped_tile(
     vector = (matrix + part) * n_out + n_first + column
     last = vector + (SETS - 1) * n_out
     if RUNNING:
-        WHOLE_NUMBER: tl.constexpr = divisor(WEIGHT, x.dtype.element_ty == tl.float16)
+        WHOLE_NUMBER: tl.constexpr = divisor(x.dtype.element_ty == tl.float16)
         up *= up_unit * WHOLE_NUMBER
         if SETS == 2:
             gate *= gate_unit * WHOLE_NUMBER

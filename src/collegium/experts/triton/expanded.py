@@ -57,4 +57,4 @@ def expanded(matrix: PackedMatrix, room: Tensor) -> PackedMatrix:
         matrix.values, *matrix.pointers[1:3], values, factors, n_out, k_in, made.k_blocks, row_tiles, layout.scale_rows,
     )  # fmt: skip
     launch(expand_kernel, (row_tiles * layout.k_blocks, experts * parts), args, constants, num_warps=4)
-    return replace(matrix, layout=made, values=values, scale=factors if made.words else None, order=None)
+    return replace(matrix, layout=made, values=values, scale=factors if made.words else None)

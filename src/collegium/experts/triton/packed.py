@@ -233,9 +233,7 @@ class PackedExperts(Packed):
         """Write both products to ``out``, rows put in expert order first, with the bits of the small tiles."""
         form, offsets, device, count = self.activations, batch.expert_offsets, out.device, batch.source.numel()
         wide = self.gate_up.layout.shape[2]
-        gathered = self.gate_up.order is None or batch.input_weights is not None
-        rows_in = self._rows_in(batch, memory, AS_IS, gathered=gathered)
-        rows_in, _ = self._in_order(rows_in, offsets, None if gathered else batch.source, memory)
+        rows_in = self._rows_in(batch, memory, AS_IS, gathered=True)
         rows, x_scale = _summed(rows_in, self.gate_up, _used(batch), part(memory, "x"))
         codes, dtype = None, out.dtype
         if form is not None and form.group == BAND:
