@@ -494,7 +494,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("one token more than a rank has", "kernels/mega.py", (("brought = token < found", "brought = token <= found"),), _MEGA),
     Mutant("counters of the pass before", "kernels/mega.py", (("while start < cleared:", "while start < 0:"),), _MEGA),
     Mutant("a unit of the expert before", "kernels/mega.py", (("tl.where(last <= unit,", "tl.where(last < unit,"),), _MEGA),
-    Mutant("who gave up says that it did not", "kernels/mega.py", (("publish(head, deltas, ROWS, own, step, world, tl.where(failed == 0, epoch << 44, -1), PEERS)", "publish(head, deltas, ROWS, own, step, world, epoch << 44, PEERS)"),), _MEGA_LOST),
+    Mutant("who gave up says that it did not", "kernels/mega.py", (("publish(flags, ROWS, world, tl.where(ended >> 16 == 0, epoch << 44, -1))", "publish(flags, ROWS, world, epoch << 44)"),), _MEGA_LOST),
     Mutant("lists that overlap", "kernels/mega.py", (("capacity = world * bound * TOP_K", "capacity = bound"),), _MEGA_FULL),
     Mutant(
         "router weight applied on both sides", "parallel/local.py",

@@ -344,12 +344,15 @@ class MoELayer(PackedModule):
         own = self.choose is None and self.after_expert is None
         # On a CPU torch alone exchanges with peers.
         own = own and (self._reaching is None or self._device.type == "cuda")
-        if not own or captured(self._device) or inputs[0].shape[0] > self.plan.problem.limits.max_tokens:
-            self._passes(memory, *inputs)
+        again = partial(self._replay, partial(self._passes, memory), memory=kind)
+        if own and not captured(self._device) and inputs[0].shape[0] <= self.plan.problem.limits.max_tokens:
+            again(inputs)
         else:
-            self._replay(partial(self._passes, memory), inputs, kind)
+            # Passes of one batch are of one kind. Ranks that reach each other, and who checks ids, do more for each.
+            own = own and not captured(self._device) and self._reaching is None and not self.checked
+            self._passes(memory, *inputs, each=again if own else None)
 
-    def _passes(self, memory: Memory | None, *inputs: Any) -> None:
+    def _passes(self, memory: Memory | None, *inputs: Any, each: Callable[[Any], None] | None = None) -> None:
         x, out = inputs[0], inputs[-1]
         tokens, step = x.shape[0], self._step
         if tokens > self.plan.problem.limits.max_tokens and step is None:
@@ -362,6 +365,9 @@ class MoELayer(PackedModule):
         for start in range(0, tokens, step):
             span = slice(start, min(start + step, tokens))
             own = replace(chosen, topk_ids=chosen.topk_ids[span], topk_weights=chosen.topk_weights[span])
+            if each is not None:
+                each((x[span], None, own.topk_ids, own.topk_weights, None, None, out[span]))
+                continue
             if self._reaching is not None and memory is not None:
                 self._reaching.meet(memory, self._number, *own.topk_ids.shape)
             self._tokens(x[span], lambda own=own: own, out[span], memory)

@@ -39,7 +39,7 @@ from collegium.parallel.placement import linear
 from collegium.parallel.symm_mem import SymmMem
 from collegium.pipelines import Parts
 from collegium.pipelines import mega
-from collegium.pipelines.mega import PROGRAMS, Mega
+from collegium.pipelines.mega import CUTS, Mega
 from collegium.runtime.memory import Arena, memory_map
 from collegium.runtime.warming import sizes_for
 
@@ -86,7 +86,8 @@ for hidden, inner, top_k, kind, weights, wide in json.load(sys.stdin):
         lines = [t for t in re.findall(r"/\\*[0-9a-f]{4,}\\*/ +([@A-Z][^;]*;)", sass)]
         height = variant.arguments["BLOCK_T"]
         rows.append([height, variant.options, registers, made.metadata.shared, lines])
-        rows[-1] += [PROGRAMS[run.coded][height], made.asm["ptx"].count("mul.rn.f32")]
+        cut = CUTS[run.coded, height, variant.arguments["BLOCK_N"]]
+        rows[-1] += [cut.programs, made.asm["ptx"].count("mul.rn.f32")]
     found.append(rows)
 print("RESULT" + json.dumps(found))
 """
@@ -123,8 +124,9 @@ def test_weights_and_rows_move_sixteen_bytes_at_once(compiled: list[Any]) -> Non
             assert all(registers) if case[4] == "mxfp4" else not any(registers), products
             assert "LDGSTS.E.BYPASS.128" in codes, "weights are not prefetched"
             assert "STG.E.128" in codes
-            # For the flags of all peers, three times, and where each program ends, whose rows went to them.
-            assert codes.count("MEMBAR.ALL.SYS") == 4
+            # For the flags of all peers, three times, and where each program ends, whose rows went to them: that may be
+            # there twice, for those that gave up.
+            assert codes.count("MEMBAR.ALL.SYS") in (4, 5)
             assert any(code.startswith("ATOMG.E.ADD.64.STRONG.SYS") for code in codes), "flags of peers are acquired"
             assert codes.count("CCTL.IVALL") >= codes.count("MEMBAR.ALL.GPU"), "what was read before is read again"
 

@@ -204,6 +204,23 @@ def test_repeated_passes_give_the_bits_of_computed_ones(
     assert len(repeated) == 2
 
 
+def test_passes_of_a_batch_beyond_max_tokens_are_repeated(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    repeated: list[int] = []
+    start = replay._start
+    monkeypatch.setattr(replay, "_start", lambda *args: (repeated.append(1), start(*args)))
+    layer, plain = layer_of("mxfp4", None, shared=True), layer_of("mxfp4", None, shared=True)
+    plain.workspaces = None
+    most = layer.plan.problem.limits.max_tokens
+    x, ids, chosen, out = given(5 * most + 1, 3)
+    machine.see(*(piece for whole in (x, ids, chosen, out) for piece in whole.split(most)))
+    routing = Routing(topk_ids=ids, topk_weights=chosen)
+    assert torch.equal(layer(x, routing=routing, out=out), plain(x, routing=routing))
+    assert len(repeated) == 3, "one pass compiles, one is recorded, and the last one is of another kind"
+    layer.checked = True
+    layer(x, routing=Routing(topk_ids=ids.clamp(-1, E - 1), topk_weights=chosen), out=out)
+    assert len(repeated) == 3
+
+
 @pytest.mark.parametrize("rule", [{}, {"round_logits": True, "id_dtype": "int32"}], ids=str)
 def test_a_pass_with_the_layers_own_router_is_repeated_whole(rule: dict[str, Any], machine: Machine) -> None:
     layer, plain = layer_of("mxfp4", None, **rule), layer_of("mxfp4", None, **rule)

@@ -138,11 +138,12 @@ def grouped_tile(
     WEIGHT: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr, X_SCALE: tl.constexpr, ROW_SCALE: tl.constexpr,
     BIAS: tl.constexpr, PARTS: tl.constexpr, KIND: tl.constexpr, HAS_LIMIT: tl.constexpr, K_BLOCKS: tl.constexpr,
     EVEN_K: tl.constexpr, ASM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr, STACKED: tl.constexpr, JOINED: tl.constexpr, LAUNCH: tl.constexpr,
+    DEPTH: tl.constexpr, STAGES: tl.constexpr, STACKED: tl.constexpr, JOINED: tl.constexpr, LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """Return ``[columns, BLOCK_T]`` float32: rows ``token [BLOCK_T]`` of x times weights of an expert from n_first on.
 
-    row_count: of the rows those that exist; the others may be any of x, and nothing of them counts. LAUNCH: the next
+    row_count: of the rows those that exist; the others may be any of x, and nothing of them counts. DEPTH: blocks of
+    E4M3 codes that a step of the loop multiplies, one operand of weights each; it divides K_BLOCKS. LAUNCH: the next
     kernel may start once the products are done. The rest is as in ``grouped_gemm_kernel``; there are BLOCK_N columns,
     or half as many where a tile is stacked.
     """
@@ -198,7 +199,25 @@ def grouped_tile(
     up_ptr = w_ptr + (SETS - 1) * part_step
     us_ptr = s_ptr + (SETS - 1) * s_part
     tables = words_of(row_scale + matrix * 16, PARTS, ASM) if WEIGHT == TABLE_LANES else sums
-    for block in tl.range(0, K_BLOCKS, num_stages=STAGES):
+    for step in tl.range(0, K_BLOCKS // DEPTH if DEPTH > 1 else 0, num_stages=STAGES):
+        # All are read before the first is multiplied.
+        blocks = ()
+        for at in tl.static_range(DEPTH):
+            left = k_in - (step * DEPTH + at) * BLOCK_K
+            tokens = (_load_rows(x_ptr + at * BLOCK_K, valid, x_k[:, None] < left, EVEN_K),)
+            xs = tl.load(xs_ptr + step * DEPTH + at) if X_SCALE == 1 else 0.0
+            w = _load(up_ptr + at * k_step, k[None, :] < left, EVEN_K)
+            blocks += ((tokens, xs, w),)
+        for at in tl.static_range(DEPTH):
+            tokens, xs, w = blocks[at]
+            up, up_unit = _multiply(
+                up, up_unit, w, w, us_ptr + at * s_k, n_out, tokens, tables, xs, WEIGHT, SCALE, WORDS, X_SCALE == 1,
+                STACKED, 0, WHOLE, ASM,
+            )  # fmt: skip
+        up_ptr += DEPTH * k_step
+        us_ptr += DEPTH * s_k
+        x_ptr += DEPTH * BLOCK_K
+    for block in tl.range(0, K_BLOCKS if DEPTH == 1 else 0, num_stages=STAGES):
         left = k_in - block * BLOCK_K
         tokens = ()
         for piece in tl.static_range(PIECES):
@@ -277,7 +296,7 @@ def _write_tile(
         x, x_scale, sums, weight, scale, row_scale, bias, expert, n_first, token, row_count,
         n_out, k_in, x_stride, n_step, k_step, part_step, scale_rows, limit, alpha, gate_bound, up_bound,
         WEIGHT, SCALE, WORDS, X_SCALE, ROW_SCALE, BIAS, PARTS, KIND, HAS_LIMIT, K_BLOCKS, EVEN_K, ASM, BLOCK_N, BLOCK_T,
-        BLOCK_K, STAGES, STACKED, JOINED, PDL and not TOP_K,
+        BLOCK_K, 1, STAGES, STACKED, JOINED, PDL and not TOP_K,
     )  # fmt: skip
     store_rows(result, out, row_places, row, t < row_count, n_first, tl.arange(0, COLUMNS), n_out, PLACED)
 

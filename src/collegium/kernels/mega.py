@@ -23,7 +23,6 @@ import triton.language as tl
 from . import numbers
 from .grouped_gemm import grouped_tile
 from .peer import (
-    COLLECT_FAILED,
     EPOCH,
     LATE,
     POSTS,
@@ -33,6 +32,8 @@ from .peer import (
     announce,
     collect_token,
     fault,
+    flag_places,
+    next_epoch,
     now,
     publish,
     report,
@@ -156,7 +157,7 @@ def _multiply(
             codes, scale, codes, weight, weight_scale, factor, bias, expert, band * COLUMNS, row, here, n_out, k_in,
             k_wide, k_in, BLOCK, n_out * k_in, tl.cdiv(n_out, 128), clamp, alpha, gate_bound, up_bound,
             WEIGHT, BLOCK_SCALE, 1, X_SCALE, False, BIAS, PARTS, KIND, HAS_LIMIT, K_BLOCKS, EVEN_K, ASM, BLOCK_N,
-            BLOCK_T, BLOCK, STAGES, PARTS == 2, False, False,
+            BLOCK_T, BLOCK, DEPTH, STAGES, PARTS == 2, False, False,
         )  # fmt: skip
         column = band * COLUMNS + tl.arange(0, COLUMNS)
     else:
@@ -229,10 +230,9 @@ def mega_kernel(
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     ROUND: tl.constexpr = not ASM
+    flags = flag_places(head, deltas, own, step, world, PEERS)
     if FIRST == 1:
-        before = tl.load(head + EPOCH)
-        over = (before < 0) | (tl.load(head + PULL_FAILED) + tl.load(head + COLLECT_FAILED) > 0)
-        epoch = tl.where(over, -1, (before + 1) & 0x7FFFF)
+        epoch = next_epoch(head)
         start = program * 256
         while start < cleared:
             word = start + tl.arange(0, 256)
@@ -246,7 +246,7 @@ def mega_kernel(
                 TOP_K, BLOCK_K, False, BLOCK_X, True, X_GROUP, POWER, ROUND, REORDER,
             )  # fmt: skip
             token += programs
-        announce(head, deltas, count, layer, own, step, world, TOP_K, PEERS)
+        announce(head, flags, epoch, count, layer, world, TOP_K)
     else:
         epoch = tl.load(head + EPOCH)
 
@@ -257,28 +257,24 @@ def mega_kernel(
             chunks = blocks * world
             counts = counters + _FIXED
             units = counts + held
-            # Then all counters are zero.
-            seen = tl.sum(wait_for_flags(head, POSTS, rank, 1, epoch, limit, 1, ASM), 0)
+            lost = tl.zeros([], tl.int32)
+            # After that of this rank all its counters are zero.
+            seen = wait_for_flags(head, POSTS, 0, world, epoch, limit, PEERS, ASM)
             tl.debug_barrier()
-            ready = (seen >> 44) == epoch
+            tag = (epoch << 20) | (layer.to(tl.int64) << 8) | TOP_K
+            peers = tl.arange(0, PEERS)
+            bad = (peers < world) & (((seen >> 24) != tag) | ((seen & 0xFFFFFF) > bound))
+            ready = tl.max(bad.to(tl.int32), 0) == 0
             if not ready:
-                report(head, deltas, PULL_FAILED, world, rank, fault(seen, epoch), seen, epoch << 20)
+                first = tl.min(tl.where(bad, peers, PEERS), 0)
+                word = tl.sum(tl.where(peers == first, seen, 0), 0)
+                report(head, deltas, PULL_FAILED, world, first, fault(word, epoch), word, tag)
             if ready:
-                tag = (epoch << 20) | (layer.to(tl.int64) << 8) | TOP_K
-                lost = tl.zeros([], tl.int32)
                 chunk = program
                 while chunk < chunks:
                     # Own tokens last, and each rank begins with another one.
                     peer = (chunk % world + rank + 1) % world
-                    found = tl.zeros([], tl.int64)
-                    if lost == 0:
-                        seen = tl.sum(wait_for_flags(head, POSTS, peer, 1, epoch, limit, 1, ASM), 0)
-                        tl.debug_barrier()
-                        if ((seen >> 24) == tag) & ((seen & 0xFFFFFF) <= bound):
-                            found = seen & 0xFFFFFF
-                        else:
-                            report(head, deltas, PULL_FAILED, world, peer, fault(seen, epoch), seen, tag)
-                            lost += 1
+                    found = tl.sum(tl.where(peers == peer, seen & 0xFFFFFF, 0), 0)
                     _pull_chunk(
                         peer, chunk // world * CHUNK, found, sent_words, sent_scale, sent_places, pulled_words,
                         pulled_scale, counts, counters + PULLED, lists, deltas, bound, capacity, held, rank,
@@ -319,7 +315,8 @@ def mega_kernel(
                 while task < tasks:
                     unit = (task - ups) // down_bands
                     expert, begin, row, here = _unit_at(unit, last, needed, counts, lists, capacity, held, BLOCK_T)
-                    if _reached(units + unit, up_bands + 1, head, deltas, limit, rank, world, ASM):
+                    ready = _reached(units + unit, up_bands + 1, head, deltas, limit, rank, world, ASM)
+                    if ready:
                         result, column = _multiply(
                             codes, scales, down_weight, down_scale, down_factor, down_bias, expert,
                             (task - ups) % down_bands, row, here, width, inner, inner_wide, down_tiles, clamp, alpha,
@@ -334,14 +331,17 @@ def mega_kernel(
                         there = rows + place[None, :] + column[:, None]
                         tl.store(there, result.to(rows.dtype.element_ty), mask=kept)
                     task = programs + tl.atomic_add(counters + TICKETS, 1, sem="relaxed", scope="gpu")
+                    lost += tl.where(ready, 0, 1)
+            else:
+                lost += 1
             tl.debug_barrier()
-            # To the whole system, since rows went to other ranks.
-            ended = tl.atomic_add(counters + FINISHED, tl.full([], 1, tl.int32), sem="acq_rel", scope="sys")
-            if ended == programs - 1:
-                failed = tl.atomic_add(head + PULL_FAILED, tl.zeros([], tl.int64), sem="relaxed")
-                publish(head, deltas, ROWS, own, step, world, tl.where(failed == 0, epoch << 44, -1), PEERS)
+            # To the whole system, since rows went to other ranks. Who gave up is counted above those who ended.
+            one = 1 + (tl.minimum(lost, 1) << 16)
+            ended = one + tl.atomic_add(counters + FINISHED, one, sem="acq_rel", scope="sys")
+            if (ended & 0xFFFF) == programs:
+                publish(flags, ROWS, world, tl.where(ended >> 16 == 0, epoch << 44, -1))
         elif program == 0:
-            publish(head, deltas, ROWS, own, step, world, epoch, PEERS)
+            publish(flags, ROWS, world, epoch)
 
     if LAST == 3:
         fine = epoch >= 0

@@ -25,8 +25,8 @@ from .quantize import load_rows, store_codes
 
 __all__ = [
     "COLLECT_FAILED", "EPOCH", "LATE", "POSTS", "PULL_FAILED", "ROWS", "all_came", "announce", "collect_kernel",
-    "collect_token", "fault", "now", "post_kernel", "publish", "pull_kernel", "reduce_kernel", "report",
-    "send_kernel", "send_token", "wait_for_flags",
+    "collect_token", "fault", "flag_places", "next_epoch", "now", "post_kernel", "publish", "pull_kernel",
+    "reduce_kernel", "report", "send_kernel", "send_token", "wait_for_flags",
 ]  # fmt: skip
 
 # Words of a rank's head; also in parallel/peers_in_torch.py. Flags of up to 64 peers come first, posts and then rows.
@@ -45,13 +45,26 @@ _GAVE_UP = tl.constexpr(3)
 
 
 @triton.jit
-def publish(head, deltas, flags: tl.constexpr, own, step, world, word, PEERS: tl.constexpr):
-    """Write ``word`` to the flag of this rank at every peer, after everything this program has seen or written."""
+def flag_places(head, deltas, own, step, world, PEERS: tl.constexpr):
+    """Return where the first of this rank's flags is at every peer; to be read long before they are written."""
     peer = tl.arange(0, PEERS)
-    inside = peer < world
-    delta = tl.load(deltas + peer, mask=inside, other=0)
-    place = head + flags + own + peer * step + delta // 8
-    tl.atomic_xchg(place, tl.zeros([PEERS], tl.int64) + word, mask=inside, sem="release", scope="sys")
+    return head + own + peer * step + tl.load(deltas + peer, mask=peer < world, other=0) // 8
+
+
+@triton.jit
+def publish(places, flags: tl.constexpr, world, word):
+    """Write ``word`` to the flag of this rank at every peer, after everything this program has seen or written."""
+    PEERS: tl.constexpr = places.shape[0]
+    inside = tl.arange(0, PEERS) < world
+    tl.atomic_xchg(places + flags, tl.zeros([PEERS], tl.int64) + word, mask=inside, sem="release", scope="sys")
+
+
+@triton.jit
+def next_epoch(head):
+    """Return the epoch of the pass that begins, -1 where this rank gave up; before ``announce`` writes it."""
+    before = tl.load(head + EPOCH)
+    failed = tl.load(head + PULL_FAILED) + tl.load(head + COLLECT_FAILED)
+    return tl.where((before < 0) | (failed > 0), -1, (before + 1) & 0x7FFFF)
 
 
 @triton.jit
@@ -121,8 +134,12 @@ def _choose(
     found = tl.load(ids + token * id_stride + assignment % TOP_K, mask=inside, other=-1).to(tl.int64)
     known = (found >= 0) & (found < experts)
     expert = tl.where(known, found, 0)
-    turn = (assignment // TOP_K + rank) % tl.load(copies + expert)
-    place = tl.load(places + expert * spread + turn)
+    if spread == 1:
+        # Each expert is in one place, which is one question less.
+        place = tl.load(places + expert)
+    else:
+        turn = (assignment // TOP_K + rank) % tl.load(copies + expert)
+        place = tl.load(places + expert * spread + turn)
     tl.store(sent_places + assignment, tl.where(known, place, tl.where(found == -1, -1, -2)), mask=inside)
     if WEIGHTS:
         weight = tl.load(weights + token * weight_stride + assignment % TOP_K, mask=inside, other=0.0)
@@ -132,21 +149,18 @@ def _choose(
 
 
 @triton.jit
-def announce(head, deltas, count, layer, own, step, world, TOP_K: tl.constexpr, PEERS: tl.constexpr):
-    """Tell every peer, in the last program that comes here, that this rank began a pass of ``count`` assignments."""
+def announce(head, flags, epoch, count, layer, world, TOP_K: tl.constexpr):
+    """Tell every peer, in the last program that comes here, that this rank began a pass of ``count`` assignments.
+
+    flags: from ``flag_places``; epoch: from ``next_epoch``, in every program.
+    """
     tl.debug_barrier()
     ticket = tl.atomic_add(head + _TICKET, tl.full([], 1, tl.int64), sem="acq_rel", scope="gpu")
     if ticket == tl.num_programs(0) - 1:
         tl.store(head + _TICKET, tl.zeros([], tl.int64))
-        failed = tl.load(head + PULL_FAILED) + tl.load(head + COLLECT_FAILED)
-        before = tl.load(head + EPOCH)
-        ended = (before < 0) | (failed > 0)
-        epoch = tl.where(ended, -1, (before + 1) & 0x7FFFF)
-        word = (epoch << 44) | (layer.to(tl.int64) << 32) | (TOP_K << 24) | (count // TOP_K).to(tl.int64)
-        # After every thread has read the epoch before.
-        tl.debug_barrier()
         tl.store(head + EPOCH, epoch)
-        publish(head, deltas, POSTS, own, step, world, tl.where(ended, -1, word), PEERS)
+        word = (epoch << 44) | (layer.to(tl.int64) << 32) | (TOP_K << 24) | (count // TOP_K).to(tl.int64)
+        publish(flags, POSTS, world, tl.where(epoch < 0, -1, word))
 
 
 @triton.jit
@@ -193,12 +207,13 @@ def post_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+    flags, epoch = flag_places(head, deltas, own, step, world, PEERS), next_epoch(head)
     assignment = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     _choose(
         assignment, assignment < count, ids, weights, sent_places, sent_weights, places, copies, load, recording,
         id_stride, weight_stride, experts, spread, rank, TOP_K, WEIGHTS,
     )  # fmt: skip
-    announce(head, deltas, count, layer, own, step, world, TOP_K, PEERS)
+    announce(head, flags, epoch, count, layer, world, TOP_K)
 
 
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=("ids", "weights"))
@@ -217,12 +232,13 @@ def send_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+    flags, epoch = flag_places(head, deltas, own, step, world, PEERS), next_epoch(head)
     send_token(
         tl.program_id(0), ids, weights, sent_places, sent_weights, places, copies, load, recording,
         count, id_stride, weight_stride, experts, spread, rank, x, codes, scales, columns, x_stride, groups, wide,
         TOP_K, BLOCK_K, WEIGHTS, BLOCK, CODES, GROUP, POWER, ROUND, REORDER,
     )  # fmt: skip
-    announce(head, deltas, count, layer, own, step, world, TOP_K, PEERS)
+    announce(head, flags, epoch, count, layer, world, TOP_K)
 
 
 @triton.jit(do_not_specialize=_COUNTS)
@@ -439,7 +455,8 @@ def collect_kernel(
     failed = tl.load(head + PULL_FAILED)
     fine = (epoch >= 0) & (failed == 0)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        publish(head, deltas, ROWS, own, step, world, tl.where(fine, epoch << 44, -1), PEERS)
+        flags = flag_places(head, deltas, own, step, world, PEERS)
+        publish(flags, ROWS, world, tl.where(fine, epoch << 44, -1))
     if fine:
         fine = all_came(head, deltas, epoch, limit, world, PEERS, ASM)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

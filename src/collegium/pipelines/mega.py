@@ -50,16 +50,34 @@ FORMATS = (("mxfp4", "fp8_token"), ("fp8_block", "fp8_group128"))
 MOST_TOKENS = 4096  # of a rank: each expert has room for all ranks' assignments on its list
 # Where it was the faster one on two H200 (parallel_h200.csv), in graphs of layers of V4-Flash's and V3's shapes.
 FASTER_TOKENS, FASTER_WIDTH = 8, 7168
+
+
+class Cut(NamedTuple):
+    """How products are cut: programs of a multiprocessor, all at once; stages of copies; K blocks of a stage."""
+
+    programs: int
+    stages: int
+    depth: int
+
+
 # What a GPU is to decide; no bit of the output depends on any of them.
-# Programs of a multiprocessor, all at once: are weights codes of eight bits, and how many rows has a unit? Three have
-# 168 registers for each of their threads.
-PROGRAMS = {False: {16: 3, 32: 3, 64: 2}, True: {16: 3, 32: 2}}
-REGISTERS = {3: 168}
+# Are weights codes of eight bits, how many rows has a unit, and how many weight rows a piece?
+CUTS = {
+    (False, 16, 64): Cut(3, 4, 2),
+    (False, 16, 128): Cut(3, 3, 2),
+    (False, 32, 64): Cut(3, 4, 2),
+    (False, 32, 128): Cut(3, 4, 1),
+    (False, 64, 64): Cut(2, 4, 2),
+    (False, 64, 128): Cut(2, 4, 1),
+    (True, 16, 64): Cut(2, 5, 2),
+    (True, 16, 128): Cut(2, 3, 2),
+    (True, 32, 64): Cut(2, 5, 1),
+    (True, 32, 128): Cut(2, 4, 1),
+}
+REGISTERS = {3: 168}  # of a thread, so that as many programs fit
 CHUNK = 2  # tokens that are listed and pulled together
 WARPS = 4
 WIDE = 3  # pieces of 128 weight rows for each multiprocessor from which on they are the faster ones, not 64
-STAGES = {(False, 64): 4, (False, 128): 4, (True, 64): 5, (True, 128): 4}  # by coded and weight rows
-DEPTH = {64: 2, 128: 1}  # K blocks of a step, of four-bit weights, by weight rows: two spill with 128
 COLUMNS = 1024  # of a token that are summed together
 QUANTISED = 2048  # values between the products that a program quantises together
 
@@ -159,13 +177,13 @@ class Mega:
             return
         shape, on_gpu = self._shape(peers.bound, ids.shape[1]), x.is_cuda
         block_t, block_n = self._block_t(shape), self._block_n(shape)
+        cut = CUTS[self.coded, block_t, block_n]
         _, rows_dtype = experts.storing(x.dtype)
         own = taken(memory, shape.buffers(block_t, rows_dtype), x.device)
         x, added = dense_rows(x), out if shared is None else dense_rows(shared)
         words = (own["sent/codes"].view(torch.int32), own["x"].view(torch.int32))
         up, down, act, table = experts.gate_up, experts.down, experts.activation, reach.map
-        resident = PROGRAMS[self.coded][block_t]
-        programs = resident * experts.machine.sms if on_gpu else 1
+        programs = cut.programs * experts.machine.sms if on_gpu else 1
         args = (
             peers.head, peers.deltas, ids, weights, table.places, table.copies, table.load, table.recording,
             x, own["sent/codes"], words[0], own["sent/scales"], own["sent/ids"], own["x"], words[1], own["scale"],
@@ -179,11 +197,11 @@ class Mega:
             *(_bands(each.layout, 64) for each in (up, down)), added.stride(0),
             *bounds_of(act),
         )  # fmt: skip
-        constants = {"FIRST": phases[0], "LAST": phases[1]} | self._constants(shape, (block_t, block_n), peers)
+        constants = {"FIRST": phases[0], "LAST": phases[1]} | self._constants(shape, (block_t, block_n, cut), peers)
         constants |= {"SHARED": shared is not None, "ASM": on_gpu}
         # So that a grid that does not fit is an error and no program waits for one that never starts.
         options = {"launch_cooperative_grid": True} if on_gpu else {}
-        options |= {"maxnreg": REGISTERS[resident]} if on_gpu and resident in REGISTERS else {}
+        options |= {"maxnreg": REGISTERS[cut.programs]} if on_gpu and cut.programs in REGISTERS else {}
         # Imported here: Triton exists for Linux alone, and everything but a launch works without it.
         from ..kernels.mega import mega_kernel
 
@@ -223,7 +241,7 @@ class Mega:
 
     def _block_t(self, shape: _Shape) -> int:
         each = self._each(shape)
-        return 16 if each <= 14 else 32 if each <= 40 else max(PROGRAMS[self.coded])
+        return 16 if each <= 14 else 32 if each <= 40 else 32 if self.coded else 64
 
     def _block_n(self, shape: _Shape) -> int:
         """Return the weight rows of a task: fewer where there would be hardly a task for every program."""
@@ -232,8 +250,8 @@ class Mega:
         wide = hit * _bands(self._experts.gate_up.layout, 128)
         return 128 if wide >= WIDE * self._experts.machine.sms else 64
 
-    def _constants(self, shape: _Shape, blocks: tuple[int, int], peers: Peers) -> dict[str, Any]:
-        block_t, block_n = blocks
+    def _constants(self, shape: _Shape, blocks: tuple[int, int, Cut], peers: Peers) -> dict[str, Any]:
+        block_t, block_n, cut = blocks
         experts = self._experts
         form, up, down, act = experts.activations, experts.gate_up, experts.down, experts.activation
         assert form is not None
@@ -252,9 +270,8 @@ class Mega:
             "HAS_LIMIT": act.limit is not None, "UP_BLOCKS": up.layout.k_blocks, "DOWN_BLOCKS": down.layout.k_blocks,
             "UP_EVEN": shape.width % block_k == 0, "DOWN_EVEN": shape.inner % block_k == 0,
             "WARPS": WARPS, "BLOCK_N": block_n, "BLOCK_T": block_t, "BLOCK": block_k,
-            "UP_DEPTH": gcd(DEPTH[block_n], up.layout.k_blocks),
-            "DOWN_DEPTH": gcd(DEPTH[block_n], down.layout.k_blocks),
-            "STAGES": STAGES[self.coded, block_n],
+            "UP_DEPTH": gcd(cut.depth, up.layout.k_blocks), "DOWN_DEPTH": gcd(cut.depth, down.layout.k_blocks),
+            "STAGES": cut.stages,
             "ALL": unasked(peers.world, shape.top_k, peers.bound),
             "PLACED": 16 if shape.width % 16 == 0 else 1, "BLOCK_C": block_c, "EVEN": shape.width % 16 == 0,
             "FULL": shape.width % block_c == 0,
