@@ -496,6 +496,10 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("a unit of the expert before", "kernels/mega.py", (("tl.where(last <= unit,", "tl.where(last < unit,"),), _MEGA),
     Mutant("who gave up says that it did not", "kernels/mega.py", (("publish(flags, ROWS, world, tl.where(ended >> 16 == 0, epoch << 44, -1))", "publish(flags, ROWS, world, epoch << 44)"),), _MEGA_LOST),
     Mutant("lists that overlap", "kernels/mega.py", (("capacity = world * bound * TOP_K", "capacity = bound"),), _MEGA_FULL),
+    Mutant("the second K block of a step read as the first", "kernels/grouped_gemm.py", (("w = _load(up_ptr + at * k_step,", "w = _load(up_ptr,"),), _MEGA),
+    Mutant("the first K block's scale for the second of a step", "kernels/grouped_gemm.py", (("us_ptr + at * s_k,", "us_ptr,"),), _MEGA),
+    Mutant("tokens' scales of the first K block for the second of a step", "kernels/grouped_gemm.py", (("tl.load(xs_ptr + step * DEPTH + at)", "tl.load(xs_ptr + step * DEPTH)"),), _MEGA),
+    Mutant("a rank in another call taken for one in this one", "kernels/mega.py", (("((seen >> 24) != tag) | ", ""),), ("tests/cpu/test_mega.py::test_a_rank_in_another_call_is_told_so",)),
     Mutant(
         "router weight applied on both sides", "parallel/local.py",
         (("carried = routing.topk_weights if self.weight_on_input else None", "carried = routing.topk_weights"),), _LAYER,
@@ -647,7 +651,7 @@ MUTANTS: tuple[Mutant, ...] = (
         Mutant(name, file, (edit,), ("tests/cpu/test_grouped_gemm.py::test_codes_that_look_numbers_up",))
         for name, file, edit in (
             ("the smaller term of a looked up number dropped", "kernels/grouped_gemm.py", ("for term in tl.static_range(2):", "for term in tl.static_range(1):")),
-            ("numbers of gate looked up for up", "kernels/grouped_gemm.py", ("STACKED,\n            SETS - 1, WHOLE", "STACKED,\n            0, WHOLE")),
+            ("numbers of gate looked up for up", "kernels/grouped_gemm.py", ("STACKED,\n                SETS - 1, WHOLE", "STACKED,\n                0, WHOLE")),
             ("terms of a looked up number swapped", "experts/triton/lanes.py", ("(first.dtype), first), dim=-1)", "(first.dtype), first.flip(-1)), dim=-1)")),
             ("the scale of the neighbouring half", "kernels/decode.py", ("n2 = tl.load(scale + WORDS // 2 * step) if WORDS > 1 else n0", "n2 = tl.load(scale + WORDS // 4 * step) if WORDS > 1 else n0")),
         )
@@ -690,7 +694,7 @@ MUTANTS: tuple[Mutant, ...] = (
         Mutant(name, file, (edit,), ("tests/cpu/test_grouped_gemm.py::test_experts_against_the_reference",))
         for name, file, edit in (
             ("quarters joined in another order", "kernels/decode.py", ("both = tl.join(tl.join(a0, a2), tl.join(a1, a3))", "both = tl.join(tl.join(a0, a1), tl.join(a2, a3))")),
-            ("gate read again for up ahead of its product", "kernels/grouped_gemm.py", ("u0, u1 = _load_weights(up_ptr, k[None, :], left, WIDTH, WEIGHT, EVEN_K or QUARTERS)\n            gate", "u0, u1 = w0, w1\n            gate")),
+            ("gate read again for up ahead of its product", "kernels/grouped_gemm.py", ("u0, u1 = _load_weights(up_ptr, k[None, :], left, WIDTH, WEIGHT, EVEN_K or QUARTERS)\n                gate", "u0, u1 = w0, w1\n                gate")),
         )
     ),
     # The shared expert.

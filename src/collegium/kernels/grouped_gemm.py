@@ -199,52 +199,54 @@ def grouped_tile(
     up_ptr = w_ptr + (SETS - 1) * part_step
     us_ptr = s_ptr + (SETS - 1) * s_part
     tables = words_of(row_scale + matrix * 16, PARTS, ASM) if WEIGHT == TABLE_LANES else sums
-    for step in tl.range(0, K_BLOCKS // DEPTH if DEPTH > 1 else 0, num_stages=STAGES):
-        # All are read before the first is multiplied.
-        blocks = ()
-        for at in tl.static_range(DEPTH):
-            left = k_in - (step * DEPTH + at) * BLOCK_K
-            tokens = (_load_rows(x_ptr + at * BLOCK_K, valid, x_k[:, None] < left, EVEN_K),)
-            xs = tl.load(xs_ptr + step * DEPTH + at) if X_SCALE == 1 else 0.0
-            w = _load(up_ptr + at * k_step, k[None, :] < left, EVEN_K)
-            blocks += ((tokens, xs, w),)
-        for at in tl.static_range(DEPTH):
-            tokens, xs, w = blocks[at]
-            up, up_unit = _multiply(
-                up, up_unit, w, w, us_ptr + at * s_k, n_out, tokens, tables, xs, WEIGHT, SCALE, WORDS, X_SCALE == 1,
-                STACKED, 0, WHOLE, ASM,
-            )  # fmt: skip
-        up_ptr += DEPTH * k_step
-        us_ptr += DEPTH * s_k
-        x_ptr += DEPTH * BLOCK_K
-    for block in tl.range(0, K_BLOCKS if DEPTH == 1 else 0, num_stages=STAGES):
-        left = k_in - block * BLOCK_K
-        tokens = ()
-        for piece in tl.static_range(PIECES):
-            at = piece * PIECE
-            tokens += (_load_rows(x_ptr + at, valid, x_k[:, None] < left - at, EVEN_K),)
-        xs = tl.load(xs_ptr + block) if X_SCALE == 1 else 0.0
-        added = _load_rows(sums_ptr + block * 32, valid, valid, True) if has_minima(SCALE, WORDS) else tables
-        if SETS == 2:
-            w0, w1 = _load_weights(w_ptr, k[None, :], left, WIDTH, WEIGHT, EVEN_K or QUARTERS)
-            if WHOLE:
-                # Read before gate is multiplied, and decoded while the tensor core is busy.
+    if DEPTH > 1:
+        for step in tl.range(0, K_BLOCKS // DEPTH, num_stages=STAGES):
+            # All are read before the first is multiplied.
+            blocks = ()
+            for at in tl.static_range(DEPTH):
+                left = k_in - (step * DEPTH + at) * BLOCK_K
+                tokens = (_load_rows(x_ptr + at * BLOCK_K, valid, x_k[:, None] < left, EVEN_K),)
+                xs = tl.load(xs_ptr + step * DEPTH + at) if X_SCALE == 1 else 0.0
+                w = _load(up_ptr + at * k_step, k[None, :] < left, EVEN_K)
+                blocks += ((tokens, xs, w),)
+            for at in tl.static_range(DEPTH):
+                tokens, xs, w = blocks[at]
+                up, up_unit = _multiply(
+                    up, up_unit, w, w, us_ptr + at * s_k, n_out, tokens, tables, xs, WEIGHT, SCALE, WORDS, X_SCALE == 1,
+                    STACKED, 0, WHOLE, ASM,
+                )  # fmt: skip
+            up_ptr += DEPTH * k_step
+            us_ptr += DEPTH * s_k
+            x_ptr += DEPTH * BLOCK_K
+    else:
+        for block in tl.range(0, K_BLOCKS, num_stages=STAGES):
+            left = k_in - block * BLOCK_K
+            tokens = ()
+            for piece in tl.static_range(PIECES):
+                at = piece * PIECE
+                tokens += (_load_rows(x_ptr + at, valid, x_k[:, None] < left - at, EVEN_K),)
+            xs = tl.load(xs_ptr + block) if X_SCALE == 1 else 0.0
+            added = _load_rows(sums_ptr + block * 32, valid, valid, True) if has_minima(SCALE, WORDS) else tables
+            if SETS == 2:
+                w0, w1 = _load_weights(w_ptr, k[None, :], left, WIDTH, WEIGHT, EVEN_K or QUARTERS)
+                if WHOLE:
+                    # Read before gate is multiplied, and decoded while the tensor core is busy.
+                    u0, u1 = _load_weights(up_ptr, k[None, :], left, WIDTH, WEIGHT, EVEN_K or QUARTERS)
+                gate, gate_unit = _multiply(
+                    gate, gate_unit, w0, w1, s_ptr, n_out, tokens, added, xs, WEIGHT, SCALE, WORDS, X_SCALE == 1,
+                    STACKED, 0, WHOLE, ASM,
+                )  # fmt: skip
+                w_ptr += k_step
+                s_ptr += s_k
+            if SETS == 1 or not WHOLE:
                 u0, u1 = _load_weights(up_ptr, k[None, :], left, WIDTH, WEIGHT, EVEN_K or QUARTERS)
-            gate, gate_unit = _multiply(
-                gate, gate_unit, w0, w1, s_ptr, n_out, tokens, added, xs, WEIGHT, SCALE, WORDS, X_SCALE == 1, STACKED,
-                0, WHOLE, ASM,
+            up, up_unit = _multiply(
+                up, up_unit, u0, u1, us_ptr, n_out, tokens, added, xs, WEIGHT, SCALE, WORDS, X_SCALE == 1, STACKED,
+                SETS - 1, WHOLE, ASM,
             )  # fmt: skip
-            w_ptr += k_step
-            s_ptr += s_k
-        if SETS == 1 or not WHOLE:
-            u0, u1 = _load_weights(up_ptr, k[None, :], left, WIDTH, WEIGHT, EVEN_K or QUARTERS)
-        up, up_unit = _multiply(
-            up, up_unit, u0, u1, us_ptr, n_out, tokens, added, xs, WEIGHT, SCALE, WORDS, X_SCALE == 1, STACKED,
-            SETS - 1, WHOLE, ASM,
-        )  # fmt: skip
-        up_ptr += k_step
-        us_ptr += s_k
-        x_ptr += BLOCK_K
+            up_ptr += k_step
+            us_ptr += s_k
+            x_ptr += BLOCK_K
 
     if LAUNCH:
         gdc_launch_dependents()
