@@ -173,12 +173,13 @@ def test_it_runs_only_where_it_is_asked_for_and_says_why() -> None:
         assert made.pipelines[-1] == "split"
         return next(refusal.reason for refusal in made.refusals if refusal.name == "mega")
 
-    slow = "measured to be faster only for mxfp4 weights, tokens from 7168 wide and up to 8 of them; found "
-    assert slow + "mxfp4, 64 and 64; Choice(pipeline='mega') takes it" in why()
-    assert slow + "mxfp4, 7168 and 9" in why(most=9, hidden_size=7168)
-    assert slow + "fp8_block, 7168 and 8" in why(
-        act="fp8_group128", weight_format="fp8_block", most=8, hidden_size=7168
-    )
+    slow = "measured to be faster only for tokens from {} wide and up to {} of them with {} weights; found "
+    four, eight = slow.format(7168, 8, "mxfp4"), slow.format(4096, 128, "fp8_block")
+    assert four + "64 and 64; Choice(pipeline='mega') takes it" in why()
+    assert four + "7168 and 9" in why(most=9, hidden_size=7168)
+    blocks: dict[str, Any] = {"act": "fp8_group128", "weight_format": "fp8_block"}
+    assert eight + "4096 and 129" in why(**blocks, most=129, hidden_size=4096)
+    assert eight + "2048 and 8" in why(**blocks, most=8, hidden_size=2048)
     assert "asked for cpu" in why(DeviceFacts(kind="cpu"), "fp32")
     assert "asked for the dispatcher local" in why(world=1)
     assert "asked for the dispatcher all_to_all" in why(wish={"dispatcher": "all_to_all"})
@@ -188,11 +189,12 @@ def test_it_runs_only_where_it_is_asked_for_and_says_why() -> None:
     assert "asked for nvfp4 weights with fp8_token activations" in why(weight_format="nvfp4")
     assert "found sm_100" in why(replace(GPU, capability=(10, 0)))
     assert "asked for the combine reduced" in why(wish={"combine": "reduced"})
-    wide = replace(spec, hidden_size=7168)
-    for spare, taken in ((0, "mega"), (1, "split")):
-        given = replace(linear(8, 0, 2), spare=spare)
-        few = Problem(spec=wide, device=GPU, placement=given, limits=Limits(max_tokens=8))
-        assert plan(few, Choice(activation_format="fp8_token")).pipelines == (taken,)
+    for weights, width, most, act in (("mxfp4", 7168, 8, "fp8_token"), ("fp8_block", 4096, 128, "fp8_group128")):
+        wide = replace(spec, hidden_size=width, weight_format=weights)
+        for spare, taken in ((0, "mega"), (1, "split")):
+            given = replace(linear(8, 0, 2), spare=spare)
+            few = Problem(spec=wide, device=GPU, placement=given, limits=Limits(max_tokens=most))
+            assert plan(few, Choice(activation_format=act)).pipelines == (taken,)
     assert f"asked for 9,999 tokens of a rank; it has lists for {MOST_TOKENS:,}" in why(most=9999)
     carried = RoutingSpec(top_k=1, weight_on_input=True, renormalise=False)
     assert "asked for router weights on the input" in why(routing=carried)

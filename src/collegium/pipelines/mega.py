@@ -48,8 +48,9 @@ __all__ = ["COMBINE", "MOST_TOKENS", "PUBLISH", "PULL", "Mega", "MegaKind"]
 PUBLISH, PULL, COMBINE = 1, 2, 3  # phases of the kernel
 FORMATS = (("mxfp4", "fp8_token"), ("fp8_block", "fp8_group128"))
 MOST_TOKENS = 4096  # of a rank: each expert has room for all ranks' assignments on its list
-# Where it was the faster one on two H200 (parallel_h200.csv), in graphs of layers of V4-Flash's and V3's shapes.
-FASTER_TOKENS, FASTER_WIDTH = 8, 7168
+# Where it was the faster one on two H200 (parallel_h200.csv), in graphs of layers of V4-Flash's and V3's shapes: from
+# tokens of that width on, up to so many of a rank.
+FASTER = {"mxfp4": (7168, 8), "fp8_block": (4096, 128)}
 
 
 class Cut(NamedTuple):
@@ -306,10 +307,11 @@ def _words(asked: Asked) -> bool:
 def _slower(problem: Problem) -> str | None:
     """Return why ``split`` is taken where nobody asked, or None; all ranks say the same, whatever tokens they bring."""
     width, tokens, placed = problem.spec.expert_hidden_size, problem.limits.max_tokens, problem.placement
-    if problem.spec.weight_format != "mxfp4" or width < FASTER_WIDTH or tokens > FASTER_TOKENS:
+    least, most = FASTER[problem.spec.weight_format]
+    if width < least or tokens > most:
         return (
-            f"measured to be faster only for mxfp4 weights, tokens from {FASTER_WIDTH} wide and up to {FASTER_TOKENS} "
-            f"of them; found {problem.spec.weight_format}, {width} and {tokens}; Choice(pipeline='mega') takes it"
+            f"measured to be faster only for tokens from {least} wide and up to {most} of them with "
+            f"{problem.spec.weight_format} weights; found {width} and {tokens}; Choice(pipeline='mega') takes it"
         )
     if placed is not None and placed.spare:
         return (
