@@ -5,7 +5,8 @@ contender first has to pass against a float32 loop over its own weights (relativ
 are timed in turn, the order rotated each round, and the median is printed with its ratio to transformers'
 default and to our BF16. The timed part is dispatch, experts and combine: what transformers' experts class does.
 Formats that are only read are asked for by name: int4_affine, int8_affine, int4_ordered, int8_ordered; as random
-bytes bnb4 and kinds of GGUF blocks, by their title.
+bytes bnb4 and kinds of GGUF blocks, by their title. With ``--dtype fp16`` tokens are float16, as in most checkpoints of
+AWQ and GPTQ, transformers' weights too, and the reference kernel is timed beside the others.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from collegium.commands.integers import ENCODERS
 from collegium.experts import CpuFused, CpuGrouped
+from collegium.experts.reference import Reference
 from collegium.formats import Bf16, Bnb4, Gguf, by_name
 from collegium.formats.gguf import KINDS
+from collegium.formats.unquantised import DTYPES
 from collegium.parallel.local import Local
 from collegium.problem import Problem
 from collegium.runtime.devices import probe
@@ -75,23 +78,24 @@ def main() -> None:
         gate_up=Bf16(shape=(E, 2, WIDE, H), values=torch.stack([experts[e][0] for e in order])),
         down=Bf16(shape=(E, H, WIDE), values=torch.stack([experts[e][1] for e in order])),
     )
-    contenders = [own for name in options.formats.split(",") for own in _ours(name, plain)]
-    contenders = [*_transformers(plain), *contenders]
+    contenders = [own for name in options.formats.split(",") for own in _ours(name, plain, options.dtype)]
+    contenders = [*_transformers(plain, options.dtype), *contenders]
     rows: list[list[str]] = []
     for tokens in (int(t) for t in options.tokens.split(",")):
-        case = _case(tokens)
+        case = _case(tokens, options.dtype)
         for contender in contenders:
             _check(contender, case)
         times = _measure(contenders, case, options)
         rows += [_row(c, tokens, times) for c in contenders]
     _show(rows)
-    _write(rows, options.formats)
+    _write(rows, options)
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", default="1,64,512")
     parser.add_argument("--formats", default=ALL)
+    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16"), help="of the tokens")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--quick", action="store_true", help="three repeats")
     options = parser.parse_args()
@@ -132,7 +136,7 @@ def _read(name: str, shape: tuple[int, ...]) -> Payload:
     )
 
 
-def _ours(name: str, plain: ExpertWeights[Bf16]) -> list[Contender]:
+def _ours(name: str, plain: ExpertWeights[Bf16], dtype: str) -> list[Contender]:
     """Every kernel that takes the format."""
     made: list[Payload] = []
     for own in (plain.gate_up, plain.down):
@@ -147,13 +151,14 @@ def _ours(name: str, plain: ExpertWeights[Bf16]) -> list[Contender]:
     spec = MoESpec(
         hidden_size=H, intermediate_size=WIDE, num_experts=E, routing=RoutingSpec(top_k=K), weight_format=weight_format
     )
-    problem = Problem(spec=spec, device=probe("cpu"))
+    problem = Problem(spec=spec, device=probe("cpu"), dtype=dtype, activation_format=dtype)
     local = Local(num_experts=E)
-    taken = [kernel for kernel in (CpuGrouped(), CpuFused()) if kernel.refuse(problem.routed) is None]
+    kernels = (CpuGrouped(), CpuFused(), *((Reference(),) if dtype == "fp16" else ()))
+    taken = [kernel for kernel in kernels if kernel.refuse(problem.routed) is None]
     if not taken:
         sys.exit(f"{name}: no kernel takes it")
 
-    def contender(kernel: CpuGrouped | CpuFused) -> Contender:
+    def contender(kernel: CpuGrouped | CpuFused | Reference) -> Contender:
         packed = kernel.pack(weights, problem.routed)
 
         def call(x: Tensor, ids: Tensor, topk_weights: Tensor) -> Tensor:
@@ -165,14 +170,15 @@ def _ours(name: str, plain: ExpertWeights[Bf16]) -> list[Contender]:
     return [contender(kernel) for kernel in taken]
 
 
-def _transformers(plain: ExpertWeights[Bf16]) -> list[Contender]:
+def _transformers(plain: ExpertWeights[Bf16], dtype: str) -> list[Contender]:
     config = Qwen3MoeConfig(
         num_experts=E, num_experts_per_tok=K, hidden_size=H, moe_intermediate_size=WIDE, hidden_act="silu"
     )
     with torch.device("meta"):
         experts = Qwen3MoeExperts(config)
-    experts.gate_up_proj = torch.nn.Parameter(plain.gate_up.values.view(E, 2 * WIDE, H), requires_grad=False)
-    experts.down_proj = torch.nn.Parameter(plain.down.values, requires_grad=False)
+    gate_up, down = plain.gate_up.values.view(E, 2 * WIDE, H).to(DTYPES[dtype]), plain.down.values.to(DTYPES[dtype])
+    experts.gate_up_proj = torch.nn.Parameter(gate_up, requires_grad=False)
+    experts.down_proj = torch.nn.Parameter(down, requires_grad=False)
 
     def path(name: str) -> Contender:
         def call(x: Tensor, ids: Tensor, topk_weights: Tensor) -> Tensor:
@@ -184,8 +190,8 @@ def _transformers(plain: ExpertWeights[Bf16]) -> list[Contender]:
     return [path(name) for name in ("grouped_mm", "eager", "batched_mm")]
 
 
-def _case(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    x = torch.randn(tokens, H).to(torch.bfloat16)
+def _case(tokens: int, dtype: str) -> tuple[Tensor, Tensor, Tensor]:
+    x = torch.randn(tokens, H).to(DTYPES[dtype])
     ids = torch.stack([torch.randperm(E)[:K] for _ in range(tokens)])
     return x, ids, torch.softmax(torch.randn(tokens, K), -1)
 
@@ -235,7 +241,7 @@ def _measure(
         # A step of one token takes milliseconds: more rounds tell it from the noise of the machine.
         for turn in range(options.repeats * (4 if len(case[0]) == 1 else 1)):
             order = active[turn % len(active) :] + active[: turn % len(active)]
-            x, ids, topk_weights = case if len(case[0]) > 1 else _case(1)
+            x, ids, topk_weights = case if len(case[0]) > 1 else _case(1, options.dtype)
             for contender in order:
                 start = time.perf_counter()
                 contender.call(x, ids, topk_weights)
@@ -287,9 +293,10 @@ def _commit() -> str:
     return found.stdout.strip() if found.returncode == 0 else "uncommitted"
 
 
-def _write(rows: list[list[str]], formats: str) -> None:
+def _write(rows: list[list[str]], options: argparse.Namespace) -> None:
     RESULTS.mkdir(exist_ok=True)
-    name = "all" if formats == ALL else formats.replace(",", "-")
+    name = "all" if options.formats == ALL else options.formats.replace(",", "-")
+    name = name if options.dtype == "bf16" else f"{options.dtype}-{name}"
     facts = [_cpu(), torch.get_num_threads(), torch.__version__, transformers.__version__, _commit()]
     with (RESULTS / f"cpu-{name}.csv").open("w", newline="") as file:
         out = csv.writer(file)

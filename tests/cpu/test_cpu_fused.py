@@ -103,10 +103,10 @@ def make_weights(name, experts, hidden, wide, *, parts=2, bias=True):
     )
 
 
-def make_batch(counts, hidden, *, dropped=0, weighted=False):
+def make_batch(counts, hidden, *, dropped=0, weighted=False, dtype=torch.bfloat16):
     rows = sum(counts) + dropped
     return ContiguousBatch(
-        x=heavy_tailed(max(1, rows), hidden, seed=5).bfloat16(),
+        x=heavy_tailed(max(1, rows), hidden, seed=5).to(dtype),
         source=torch.randperm(max(1, rows))[:rows],
         expert_offsets=torch.tensor([0, *counts]).cumsum(0),
         input_weights=torch.rand(rows) if weighted else None,
@@ -114,7 +114,7 @@ def make_batch(counts, hidden, *, dropped=0, weighted=False):
 
 
 def truth(batch, weights, activation=None):
-    """Float32 sums of the weights as decoded, rounded to bfloat16 as the recipe says."""
+    """Float32 sums of the weights as decoded, rounded to bfloat16 as the recipe says; rows have the dtype of x."""
     from collegium.ops.activation import activate
 
     def decoded(payload):
@@ -127,21 +127,21 @@ def truth(batch, weights, activation=None):
         for row in range(int(batch.expert_offsets[expert]), int(batch.expert_offsets[expert + 1])):
             x = batch.x[batch.source[row]].float()
             if batch.input_weights is not None:
-                x = (x * batch.input_weights[row]).bfloat16().float()
+                x = (x * batch.input_weights[row]).to(batch.x.dtype).float()
             inner = decoded(weights.gate_up[expert]) @ x
             if weights.gate_up_bias is not None:
                 inner = inner + weights.gate_up_bias[expert]
-            hidden = activate(inner[None], activation or ActivationSpec())[0].bfloat16().float()
+            hidden = activate(inner[None], activation or ActivationSpec())[0].to(batch.x.dtype).float()
             result[row] = decoded(weights.down[expert]) @ hidden
             if weights.down_bias is not None:
                 result[row] += weights.down_bias[expert]
     return result
 
 
-def judge(kernel, batch, weights, activation=None, most=1e-3):
+def judge(kernel, batch, weights, activation=None, most=1e-3, like=None):
     packed = kernel.pack(weights, problem(weights.down.name, activation).routed)
     used = int(batch.expert_offsets[-1])
-    found, wanted = packed.run(batch)[:used], truth(batch, weights, activation)[:used]
+    found, wanted = packed.run(batch)[:used], truth(like or batch, weights, activation)[:used]
     assert found.dtype == torch.float32
     # Sums in another order can round a hidden value to its neighbour in bfloat16, no more.
     error = float((found - wanted).norm() / wanted.norm())
@@ -220,6 +220,39 @@ def test_run_matches_truth(kernel, name, hidden, wide):
     judge(kernel, make_batch([1, 0, 4, 17, 40], hidden, dropped=3), make_weights(name, 5, hidden, wide))
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("hidden", "wide", "weighted"), [(90, 33, False), (64, 64, True)])
+def test_float16_rows_keep_all_their_bits(kernel, name, hidden, wide, weighted):
+    weights = make_weights(name, 5, hidden, wide)
+    batch = make_batch([1, 0, 4, 17, 40], hidden, dropped=3, weighted=weighted, dtype=torch.float16)
+    judge(kernel, batch, weights, most=2e-4)
+    with pytest.raises(AssertionError, match="relative L2 error"):  # as rows of bfloat16 would be
+        judge(kernel, replace(batch, x=batch.x.bfloat16().half()), weights, most=2e-4, like=batch)
+    packed = kernel.pack(weights, problem(name).routed)
+    wanted = packed.run(batch)
+    for row in (0, 3, 30):
+        own = None if batch.input_weights is None else batch.input_weights[row : row + 1]
+        offsets = (batch.expert_offsets > row).long()
+        alone = replace(batch, source=batch.source[row : row + 1], expert_offsets=offsets, input_weights=own)
+        assert torch.equal(packed.run(alone)[0], wanted[row]), "a row's bits depend on the rows beside it"
+
+
+def test_an_infinite_float16_number_stays_in_its_row(kernel):
+    batch = make_batch([3, 0, 2], 64, dtype=torch.float16)
+    packed = kernel.pack(make_weights("mxfp4", 3, 64, 64), problem("mxfp4").routed)
+    wanted = packed.run(batch)
+    token = int(batch.source[1])
+    batch.x[token, 5] = torch.inf
+    found = packed.run(batch)
+    assert not found[1].isfinite().any()
+    others = [row for row in range(5) if row != 1]
+    assert torch.equal(found[others], wanted[others])
+    where, own = (torch.tensor([0]), torch.tensor([0, 1])), batch.x[token : token + 1]
+    found, wanted = (packed.gate_up[0].multiply(x, *where) for x in (own, own.bfloat16()))
+    assert found.isinf().any()
+    assert torch.equal(found.isinf(), wanted.isinf()), "no NaN of what is left of an infinity"
+
+
 def affine(kind, *shape, group=32, dtype=torch.float16):
     *lead, columns = shape
     own, lines = min(group, columns), (*lead, -(-columns // min(group, columns)))
@@ -278,7 +311,8 @@ def test_formats_that_are_only_read(kernel, name, hidden, wide):
         gate_up=READ[name](5, 2, wide, hidden), down=READ[name](5, hidden, wide), gate_up_bias=bias, down_bias=None
     )
     # Zeros and offsets of any size leave sums that cancel.
-    judge(kernel, make_batch([1, 0, 4, 17, 40], hidden, dropped=3), weights, most=3e-3)
+    for dtype, most in ((torch.bfloat16, 3e-3), (torch.float16, 1e-3)):
+        judge(kernel, make_batch([1, 0, 4, 17, 40], hidden, dropped=3, dtype=dtype), weights, most=most)
 
 
 @pytest.mark.parametrize("name", READ)

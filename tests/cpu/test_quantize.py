@@ -137,7 +137,7 @@ def test_bytes_of_scales_are_packed_four_in_a_word(rows, columns):
     if groups % 4:
         assert (found[:, -1].long() & 0xFFFFFFFF < 1 << 8 * (groups % 4)).all()
     for name in ("fp8_group128_pow2", "bf16"):
-        with pytest.raises(InputError, match=r"packed scales: found .*; quantise to mxfp8 or fp8_group128_e8m0"):
+        with pytest.raises(InputError, match=r"packed scales: found .*; take mxfp8 or fp8_group128_e8m0"):
             activation_format(name).quantize(x).packed_scales()
 
 

@@ -52,9 +52,7 @@ class Int4Group(Scaled):
         # A group so small that its scale rounds to zero becomes zeros under the scale 1.
         scales = torch.where(scales > 0, scales, torch.ones_like(scales))
         if not bool(torch.isfinite(scales).all()):
-            raise InputError(
-                f"{cls.name}: a scale is beyond {torch.finfo(scale_dtype).max}; choose scale_dtype float32"
-            )
+            raise InputError(f"{cls.name}: a scale is beyond {torch.finfo(scale_dtype).max}; take scale_dtype float32")
         codes = (groups / scales.float().unsqueeze(-1)).round_().clamp_(-8, 7).add_(8).to(torch.uint8).flatten(-2)
         padded = pad_last(codes, _padded(columns, group_size), columns, 8)
         return cls(shape=tuple(weight.shape), codes=pack_nibbles(padded), scales=scales, group_size=group_size)

@@ -68,9 +68,7 @@ def take(
             taken[suffix] = fitted.mT if part.transposed else fitted
         elif part.required:
             found = ", ".join(parts) or "nothing"
-            raise MissingTensorError(
-                f"{cls.name} in {storage.name} storage needs the part {suffix!r}, found only: {found}"
-            )
+            raise MissingTensorError(f"{cls.name} in {storage.name} storage needs the part {suffix!r}, found: {found}")
     return taken
 
 

@@ -94,9 +94,7 @@ def deinterleave(rows: Tensor, dim: int) -> Tensor:
     """
     axis = _axis(dim, rows.dim())
     if rows.shape[axis] % 2:
-        raise InputError(
-            f"deinterleave: axis {dim} of {tuple(rows.shape)} is odd, allowed: 2*I rows, gate and up in turn"
-        )
+        raise InputError(f"deinterleave: axis {dim} of {tuple(rows.shape)} is odd, allowed: 2*I, gate and up in turn")
     return rows.unflatten(axis, (rows.shape[axis] // 2, 2)).transpose(axis, axis + 1)
 
 

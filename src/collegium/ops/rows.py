@@ -52,9 +52,7 @@ class QuantizedRows:
         """
         if self.scales is None or self.scales.dtype != torch.uint8:
             found = "none" if self.scales is None else self.scales.dtype
-            raise InputError(
-                f"packed scales: found {found}, allowed: E8M0 bytes; quantise to mxfp8 or fp8_group128_e8m0"
-            )
+            raise InputError(f"packed scales: found {found}, allowed: E8M0 bytes; take mxfp8 or fp8_group128_e8m0")
         rows, groups = self.scales.shape
         words = functional.pad(self.scales, (0, -groups % 4, 0, -rows % 4)).view(torch.int32)
         return words.t().contiguous().t()[:rows]

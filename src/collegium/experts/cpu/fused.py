@@ -71,7 +71,7 @@ class FusedExperts(Packed):
 
 
 class CpuFused(ExpertKernel):
-    """Codes of four to eight bits and bfloat16 activations on a CPU with AVX2, AVX-512 or AMX."""
+    """Codes of four to eight bits and activations of 16 on a CPU with AVX2, AVX-512 or AMX."""
 
     name = "cpu_fused"
 
@@ -84,8 +84,8 @@ class CpuFused(ExpertKernel):
             return f"asked for {problem.weight_format} weights; it takes {', '.join(_NAMES)}"
         if problem.weight_format == formats.Bnb4.name and (problem.hidden % 2 or problem.intermediate % 2):
             return f"asked for bnb4 and widths {problem.hidden} and {problem.intermediate}; it takes even ones"
-        if asked != "bf16" or problem.dtype != "bf16":
-            return f"asked for {asked} activations and {problem.dtype} input; it takes bf16 for both"
+        if asked not in ("bf16", "fp16") or problem.dtype != asked:
+            return f"asked for {asked} activations and {problem.dtype} input; it takes bf16 or fp16 for both"
         return lacking()
 
     def regions(self, problem: ExpertsProblem) -> Regions:
@@ -94,8 +94,9 @@ class CpuFused(ExpertKernel):
         longest = max(problem.hidden, problem.intermediate) * (3 if problem.weight_format.endswith("_ordered") else 1)
         threads = max(problem.device.threads, torch.get_num_threads())
         # Per row: x gathered, filled up and in another order, gate_up, its activation in two precisions, the result
-        # twice.
+        # twice. Float16 takes two rows.
         row = 4 * (8 * (problem.hidden + TASK) + (2 * problem.parts + 7) * (problem.intermediate + TASK))
+        row *= 2 if problem.dtype == "fp16" else 1
         return {"tile": threads * scratch_bytes(longest), "rows": max(1, problem.rows) * row}
 
     def pack(self, weights: ExpertWeights[formats.Payload], problem: ExpertsProblem) -> FusedExperts:

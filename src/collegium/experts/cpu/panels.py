@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -66,10 +66,12 @@ class FusedMatrix:
     group: int
 
     def multiply(self, x: Tensor, experts: Tensor, bounds: Tensor) -> Tensor:
-        """Return ``[r, Np]`` float32 for ``x [r, K]`` bfloat16; columns from N on mean nothing.
+        """Return ``[r, Np]`` float32 for ``x [r, K]`` bfloat16 or float16; columns from N on mean nothing.
 
         experts: int64, those that have rows. bounds: int64, where the rows of each begin, and the end.
         """
+        if x.dtype == torch.float16:
+            return self._multiply_halves(x, experts, bounds)
         kernel: Any = import_module("collegium.kernels.cpu_fused")
         tiles, threads = kernel.has_tiles(), torch.get_num_threads()
         panels, pairs, wide = self.codes.shape[1:]
@@ -89,6 +91,15 @@ class FusedMatrix:
         fields |= {"group": self.group, "groups": self.scales.shape[2], "floats": self.floats}
         kernel.run(np.array([fields.get(name, 0) for name in kernel.FIELDS], dtype=np.int64), threads)
         return out
+
+    def _multiply_halves(self, x: Tensor, experts: Tensor, bounds: Tensor) -> Tensor:
+        """Do it for float16: each number is the sum of two bfloat16 numbers, exactly, which are two rows."""
+        upper = x.bfloat16()
+        # Nothing is left of an infinity.
+        lower = (x.float() - upper.float()).nan_to_num(0.0, 0.0, 0.0).bfloat16()
+        rows = torch.stack((upper, lower), 1).flatten(0, 1)
+        out = replace(self, bias=None).multiply(rows, experts, 2 * bounds).unflatten(0, (-1, 2)).sum(1)
+        return out if self.bias is None else out + self.bias[experts].repeat_interleave(bounds.diff(), 0)
 
 
 def turned(matrix: PlainMatrix | CodeMatrix, bias: Tensor | None) -> FusedMatrix | None:
