@@ -115,8 +115,9 @@ def cases(device: str, work: Path) -> list[Case]:
 
 def _split(text: tuple[str, ...], *, gpu: bool) -> list[tuple[str, ...]]:
     """Return the options of a text written by two processes: on a CPU, and on two GPUs where there are as many."""
-    on_cpu = tuple("cpu" if word.startswith("cuda") else word for word in text)
-    return [on_cpu, text] if gpu and torch.cuda.device_count() > 1 else [on_cpu]
+    # Each of several processes takes its own GPU and can be given no other.
+    on_cpu, each_its_own = ([kind if word.startswith("cuda") else word for word in text] for kind in ("cpu", "cuda"))
+    return [tuple(on_cpu), tuple(each_its_own)] if gpu and torch.cuda.device_count() > 1 else [tuple(on_cpu)]
 
 
 def _looks(model: str, here: tuple[str, ...]) -> list[Case]:

@@ -424,11 +424,16 @@ def test_published_checkpoints_load_and_run(tmp_path: Path, method: str) -> None
     x, logits = torch.randn(9, SIZE.hidden), torch.randn(9, SIZE.experts)
     assert torch.equal(layer(x, router_logits=logits), plain(x, router_logits=logits))
     assert load_layer(tmp_path, 0, weight_format="bf16", device="cpu").plan.kernel == "cpu_grouped"
-    # The kernel of this machine's CPU in bfloat16, twice.
-    fast, x = load_layer(tmp_path, 0, device="cpu"), x.bfloat16()
-    found, wanted = fast(x, router_logits=logits), plain(x.float(), router_logits=logits)
-    assert torch.equal(found, fast(x, router_logits=logits))
-    assert float((found - wanted).norm() / wanted.norm()) < 6e-3
+    # The kernel of this machine's CPU in both 16-bit dtypes, twice.
+    kernels = set[str]()
+    for dtype, own in (("bf16", x.bfloat16()), ("fp16", (x / 4).half())):  # sums stay below 65504
+        fast = load_layer(tmp_path, 0, device="cpu", dtype=dtype)
+        kernels.add(fast.plan.kernel)
+        found, wanted = fast(own, router_logits=logits), plain(own.float(), router_logits=logits)
+        assert found.dtype == own.dtype
+        assert torch.equal(found, fast(own, router_logits=logits))
+        assert float((found - wanted).norm() / wanted.norm()) < 6e-3
+    assert len(kernels) == 1, "float16 runs where bfloat16 does"
 
 
 @pytest.mark.parametrize("method", [m for m in METHODS if m != "nf4 nested"])
