@@ -18,6 +18,8 @@ OFFLINE := HF_HUB_OFFLINE=1
 VLLM   := $(VENV)-vllm
 # Nearly all the time of the GPU tests is compilation. What measures the host runs alone, after them.
 GPU_WORKERS ?= -n 14 --dist worksteal
+# What several GPUs do together runs after the rest: kernels that wait for each other are late beside other processes.
+GPU_RANKS := $(patsubst %,tests/gpu/test_%.py,all_gather all_to_all compiled_models half_batches mega mover symm_mem symmetric whole_model_ranks)
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check -c $(PINS)
 
 .PHONY: help setup fix check test unit snippets examples docs demo bench-cpu gpu-test vllm-test mutants fuzz cover constraints wheel dist clean
@@ -95,9 +97,9 @@ bench-cpu: $(VENV)/.dev ## the CPU path beside transformers' own experts
 	$(OFFLINE) $(BIN)/python benchmarks/bench_cpu.py
 
 gpu-test: ## the tests of a machine with a GPU, on the Python that is there (torch, Triton and pytest installed)
-	PYTHONPATH=src $(ONE_THREAD) python3 -m pytest tests/gpu --ignore tests/gpu/test_host.py -o filterwarnings=default $$(python3 -c 'import xdist' 2>/dev/null && echo $(GPU_WORKERS))
+	seen=$${CUDA_VISIBLE_DEVICES:-0}; CUDA_VISIBLE_DEVICES=$${seen%%,*} PYTHONPATH=src $(ONE_THREAD) python3 -m pytest tests/gpu --ignore tests/gpu/test_host.py -o filterwarnings=default $$(python3 -c 'import xdist' 2>/dev/null && echo $(GPU_WORKERS))
 	PYTHONPATH=src python3 -m pytest tests/gpu/test_host.py -o filterwarnings=default
-	if [ $$(python3 -c 'import torch; print(torch.cuda.device_count())') -gt 1 ]; then PYTHONPATH=src python3 tests/gpu/soak_ranks.py; fi
+	if [ $$(python3 -c 'import torch; print(torch.cuda.device_count())') -gt 1 ]; then PYTHONPATH=src $(ONE_THREAD) python3 -m pytest $(GPU_RANKS) -o filterwarnings=default && PYTHONPATH=src python3 tests/gpu/soak_ranks.py; fi
 	PYTHONPATH=src python3 scripts/run_commands.py $(if $(COMMIT),--commit $(COMMIT))
 	PYTHONPATH=src PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python3 tests/gpu/sanitize.py
 	PYTHONPATH=src compute-sanitizer --tool racecheck --error-exitcode 1 python3 tests/gpu/sanitize.py together

@@ -295,7 +295,7 @@ def run_case(case: Case, work: Path, threads: int | None = None) -> Outcome:
         return Outcome(case=case, code=-1, seconds=case.limit, figures="", fault=f"not done in {case.limit:.0f} s")
     seconds, fault = time.monotonic() - begin, ""
     if done.returncode != case.code or "Traceback" in done.stderr:
-        fault = f"exit code {done.returncode}, expected {case.code}: {done.stderr[-2000:].strip()}"
+        fault = f"exit code {done.returncode}, expected {case.code}: {_middle_out(done.stderr.strip())}"
     elif case.says not in done.stdout + done.stderr:
         fault = f"its output has no {case.says!r}: {done.stdout[-500:]}{done.stderr[-500:]}"
     elif seconds > case.within:
@@ -306,6 +306,11 @@ def run_case(case: Case, work: Path, threads: int | None = None) -> Outcome:
         except (ValueError, KeyError) as error:
             fault = f"implausible: {error!s:.1500}"
     return Outcome(case=case, code=done.returncode, seconds=seconds, figures=figures, fault=fault)
+
+
+def _middle_out(text: str) -> str:
+    """Return the beginning and the end of a long text: torchrun says what it saw behind what a process said."""
+    return text if len(text) <= 2000 else f"{text[:900]}\n...\n{text[-1000:]}"
 
 
 def run_all(run: Sequence[Case], work: Path, keep: Callable[[list[Outcome]], None]) -> list[Outcome]:
