@@ -27,6 +27,7 @@ from collegium.commands.measure import (
 from collegium.commands.picture import draw_bench, save_picture
 from collegium.errors import ConfigError, InputError, MeasurementError, SpecError
 from collegium.experts.cpu import grouped as cpu_grouped
+from collegium.experts.cpu.panels import lacking
 from collegium.problem import DeviceFacts, Problem
 from collegium.testing.compare import relative_error
 from collegium.types import Routing
@@ -279,7 +280,8 @@ def test_the_command_reports_every_recipe_at_every_token_count():
     assert one["bound"] == "math"
     assert one["of_floor"] == pytest.approx(one["floor_seconds"] / one["seconds"])
     assert one["error"] < TOLERANCES[16]
-    assert rows["int4_group", "fp16", 5]["kernel"] == "cpu_grouped"  # tokens are fp16 too
+    # Tokens are fp16 too.
+    assert rows["int4_group", "fp16", 5]["kernel"] == ("cpu_grouped" if lacking() else "cpu_fused")
     assert 0.01 < rows["nvfp4", "nvfp4", 5]["error"] < TOLERANCES[4]
     assert not one["cold"]
 

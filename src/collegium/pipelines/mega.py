@@ -53,7 +53,7 @@ MOST_TOKENS = 4096  # of a rank: each expert has room for all ranks' assignments
 FASTER = {"mxfp4": (7168, 8), "fp8_block": (4096, 128)}
 
 
-class Cut(NamedTuple):
+class _Cut(NamedTuple):
     """How products are cut: programs of a multiprocessor, all at once; stages of copies; K blocks of a stage."""
 
     programs: int
@@ -64,16 +64,16 @@ class Cut(NamedTuple):
 # What a GPU is to decide; no bit of the output depends on any of them.
 # Are weights codes of eight bits, how many rows has a unit, and how many weight rows a piece?
 CUTS = {
-    (False, 16, 64): Cut(3, 4, 2),
-    (False, 16, 128): Cut(3, 3, 2),
-    (False, 32, 64): Cut(3, 4, 2),
-    (False, 32, 128): Cut(3, 4, 1),
-    (False, 64, 64): Cut(2, 4, 2),
-    (False, 64, 128): Cut(2, 4, 1),
-    (True, 16, 64): Cut(2, 5, 2),
-    (True, 16, 128): Cut(2, 3, 2),
-    (True, 32, 64): Cut(2, 5, 1),
-    (True, 32, 128): Cut(2, 4, 1),
+    (False, 16, 64): _Cut(3, 4, 2),
+    (False, 16, 128): _Cut(3, 3, 2),
+    (False, 32, 64): _Cut(3, 4, 2),
+    (False, 32, 128): _Cut(3, 4, 1),
+    (False, 64, 64): _Cut(2, 4, 2),
+    (False, 64, 128): _Cut(2, 4, 1),
+    (True, 16, 64): _Cut(2, 5, 2),
+    (True, 16, 128): _Cut(2, 3, 2),
+    (True, 32, 64): _Cut(2, 5, 1),
+    (True, 32, 128): _Cut(2, 4, 1),
 }
 REGISTERS = {3: 168}  # of a thread, so that as many programs fit
 CHUNK = 2  # tokens that are listed and pulled together
@@ -251,7 +251,7 @@ class Mega:
         wide = hit * _bands(self._experts.gate_up.layout, 128)
         return 128 if wide >= WIDE * self._experts.machine.sms else 64
 
-    def _constants(self, shape: _Shape, blocks: tuple[int, int, Cut], peers: Peers) -> dict[str, Any]:
+    def _constants(self, shape: _Shape, blocks: tuple[int, int, _Cut], peers: Peers) -> dict[str, Any]:
         block_t, block_n, cut = blocks
         experts = self._experts
         form, up, down, act = experts.activations, experts.gate_up, experts.down, experts.activation
