@@ -343,13 +343,13 @@ class MoELayer(PackedModule):
         # User callbacks may launch work that the recorder cannot see; a graph records by itself.
         own = self.choose is None and self.after_expert is None
         # On a CPU torch alone exchanges with peers.
-        own = own and (self._reaching is None or self._device.type == "cuda")
+        own = own and (self._reaching is None or self._device.type == "cuda") and not captured(self._device)
         again = partial(self._replay, partial(self._passes, memory), memory=kind)
-        if own and not captured(self._device) and inputs[0].shape[0] <= self.plan.problem.limits.max_tokens:
+        if own and inputs[0].shape[0] <= self.plan.problem.limits.max_tokens:
             again(inputs)
         else:
             # Passes of one batch are of one kind. Ranks that reach each other, and who checks ids, do more for each.
-            own = own and not captured(self._device) and self._reaching is None and not self.checked
+            own = own and self._reaching is None and not self.checked
             self._passes(memory, *inputs, each=again if own else None)
 
     def _passes(self, memory: Memory | None, *inputs: Any, each: Callable[[Any], None] | None = None) -> None:

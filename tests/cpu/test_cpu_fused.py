@@ -113,6 +113,13 @@ def make_batch(counts, hidden, *, dropped=0, weighted=False, dtype=torch.bfloat1
     )
 
 
+def alone(batch, row):
+    """Return a batch of one row of ``batch``."""
+    own = None if batch.input_weights is None else batch.input_weights[row : row + 1]
+    offsets = (batch.expert_offsets > row).long()
+    return replace(batch, source=batch.source[row : row + 1], expert_offsets=offsets, input_weights=own)
+
+
 def truth(batch, weights, activation=None):
     """Float32 sums of the weights as decoded, rounded to bfloat16 as the recipe says; rows have the dtype of x."""
     from collegium.ops.activation import activate
@@ -162,13 +169,10 @@ def test_rows_of_bfloat16_are_multiplied_where_they_lie(kernel, monkeypatch, hid
     found, wanted = packed.run(batch)[:used].float(), truth(batch, weights)[:used]
     assert float((found - wanted).norm() / wanted.norm()) <= (1e-3 if bias else 3e-3)  # without biases in bfloat16
 
-    def alone(row: int) -> ContiguousBatch:
-        own = None if batch.input_weights is None else batch.input_weights[row : row + 1]
-        offsets = (batch.expert_offsets > row).long()
-        return replace(batch, source=batch.source[row : row + 1], expert_offsets=offsets, input_weights=own)
-
     for row in (0, 3, 30):
-        assert torch.equal(packed.run(alone(row))[0].float(), found[row]), "a row's bits depend on the rows beside it"
+        assert torch.equal(packed.run(alone(batch, row))[0].float(), found[row]), (
+            "a row's bits depend on the rows beside it"
+        )
 
     packed.put(2, tuple(tensor.clone() for tensor in packed.take(1)))
     moved = truth(batch, weights)[:used]  # which lie where the packed ones do
@@ -231,10 +235,7 @@ def test_float16_rows_keep_all_their_bits(kernel, name, hidden, wide, weighted):
     packed = kernel.pack(weights, problem(name).routed)
     wanted = packed.run(batch)
     for row in (0, 3, 30):
-        own = None if batch.input_weights is None else batch.input_weights[row : row + 1]
-        offsets = (batch.expert_offsets > row).long()
-        alone = replace(batch, source=batch.source[row : row + 1], expert_offsets=offsets, input_weights=own)
-        assert torch.equal(packed.run(alone)[0], wanted[row]), "a row's bits depend on the rows beside it"
+        assert torch.equal(packed.run(alone(batch, row))[0], wanted[row]), "a row's bits depend on the rows beside it"
 
 
 def test_an_infinite_float16_number_stays_in_its_row(kernel):

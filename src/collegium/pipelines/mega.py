@@ -242,7 +242,7 @@ class Mega:
 
     def _block_t(self, shape: _Shape) -> int:
         each = self._each(shape)
-        return 16 if each <= 14 else 32 if each <= 40 else 32 if self.coded else 64
+        return 16 if each <= 14 else 32 if each <= 40 or self.coded else 64
 
     def _block_n(self, shape: _Shape) -> int:
         """Return the weight rows of a task: fewer where there would be hardly a task for every program."""
