@@ -29,9 +29,9 @@ from .peer import (
     PULL_FAILED,
     ROWS,
     all_came,
+    all_right,
     announce,
     collect_token,
-    fault,
     flag_places,
     next_epoch,
     now,
@@ -263,12 +263,8 @@ def mega_kernel(
             tl.debug_barrier()
             tag = (epoch << 20) | (layer.to(tl.int64) << 8) | TOP_K
             peers = tl.arange(0, PEERS)
-            bad = (peers < world) & (((seen >> 24) != tag) | ((seen & 0xFFFFFF) > bound))
-            ready = tl.max(bad.to(tl.int32), 0) == 0
-            if not ready:
-                first = tl.min(tl.where(bad, peers, PEERS), 0)
-                word = tl.sum(tl.where(peers == first, seen, 0), 0)
-                report(head, deltas, PULL_FAILED, world, first, fault(word, epoch), word, tag)
+            bad = ((seen >> 24) != tag) | ((seen & 0xFFFFFF) > bound)
+            ready = all_right(head, deltas, PULL_FAILED, world, seen, bad, epoch, tag)
             if ready:
                 chunk = program
                 while chunk < chunks:

@@ -24,9 +24,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globalti
 from .quantize import load_rows, store_codes
 
 __all__ = [
-    "COLLECT_FAILED", "EPOCH", "LATE", "POSTS", "PULL_FAILED", "ROWS", "all_came", "announce", "collect_kernel",
-    "collect_token", "fault", "flag_places", "next_epoch", "now", "post_kernel", "publish", "pull_kernel",
-    "reduce_kernel", "report", "send_kernel", "send_token", "wait_for_flags",
+    "COLLECT_FAILED", "EPOCH", "LATE", "POSTS", "PULL_FAILED", "ROWS", "all_came", "all_right", "announce",
+    "collect_kernel", "collect_token", "fault", "flag_places", "next_epoch", "now", "post_kernel", "publish",
+    "pull_kernel", "reduce_kernel", "report", "send_kernel", "send_token", "wait_for_flags",
 ]  # fmt: skip
 
 # Words of a rank's head; also in parallel/peers_in_torch.py. Flags of up to 64 peers come first, posts and then rows.
@@ -121,6 +121,20 @@ def report(head, deltas, failed: tl.constexpr, world, peer, what, seen, wanted):
         host = tl.load(deltas + world).to(tl.pointer_type(tl.int64))
         tl.store(host, code.to(tl.int64))
     tl.store(head + failed, tl.full([], 1, tl.int64))
+
+
+@triton.jit
+def all_right(head, deltas, failed: tl.constexpr, world, seen, bad, epoch, wanted):
+    """Return whether no flag of ``seen`` is ``bad``; this rank gives up because of the first one that is."""
+    PEERS: tl.constexpr = seen.shape[0]
+    peer = tl.arange(0, PEERS)
+    bad &= peer < world
+    fine = tl.max(bad.to(tl.int32), 0) == 0
+    if not fine:
+        first = tl.min(tl.where(bad, peer, PEERS), 0)
+        word = tl.sum(tl.where(peer == first, seen, 0), 0)
+        report(head, deltas, failed, world, first, fault(word, epoch), word, wanted)
+    return fine
 
 
 @triton.jit
@@ -300,15 +314,8 @@ def pull_kernel(
 @triton.jit
 def all_came(head, deltas, epoch, limit, world, PEERS: tl.constexpr, ASM: tl.constexpr):
     """Return whether every rank did its part of the pass ``epoch``, once all said so or one gave up or is late."""
-    peer = tl.arange(0, PEERS)
     seen = wait_for_flags(head, ROWS, 0, world, epoch, limit, PEERS, ASM)
-    bad = (peer < world) & ((seen >> 44) != epoch)
-    fine = tl.max(bad.to(tl.int32), 0) == 0
-    if not fine:
-        first = tl.min(tl.where(bad, peer, PEERS), 0)
-        word = tl.sum(tl.where(peer == first, seen, 0), 0)
-        report(head, deltas, COLLECT_FAILED, world, first, fault(word, epoch), word, epoch << 20)
-    return fine
+    return all_right(head, deltas, COLLECT_FAILED, world, seen, (seen >> 44) != epoch, epoch, epoch << 20)
 
 
 _ABSENT = tl.constexpr(-(1 << 62))  # the offset of a row that is not there
