@@ -4,7 +4,7 @@ A layer call (tokens and routing in, output out) runs in a CUDA graph over sever
 all ranks wait for each other on the device; of each repeat the slowest rank counts, of the repeats the median. Rows:
 
     layer     the whole layer; its output was compared with FP32 truth, and bit for bit with a layer of one rank, or,
-              with a reduced combine, with itself once more
+              with a reduced combine, with itself once more; so is a peer's (``--peer``)
     exchange  the same without the experts: post, pull, sort, collect; not of the pipeline mega
     kernels   the kernels of both by name (``--kernels``): microseconds of a call that each adds to those before it,
               median over ranks; what runs while an earlier kernel still does is not counted twice
@@ -17,6 +17,7 @@ failed, and then has no time for that case.
 
     python benchmarks/bench_parallel.py
     python benchmarks/bench_parallel.py --pipeline split mega --tokens 1 8 64 128
+    python benchmarks/bench_parallel.py --pipeline split mega --recipes fp8_block:fp8_group128 --peer
     python benchmarks/bench_parallel.py --pipeline split --halves --tokens 512 2048 8192
     torchrun --nproc-per-node 2 benchmarks/bench_parallel.py --shapes dsv3 --tokens 1 128 2048
 """
@@ -53,6 +54,7 @@ from collegium.pipelines.split import Split
 from collegium.planning import expert_bytes
 from collegium.runtime.memory import take
 from collegium.runtime.symmetric import SymmetricWorkspace
+from mega_moe import MegaMoe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -236,7 +238,7 @@ class Bench:
         held = _held(whole_weights, placed.expert_ids)
         wishes: dict[str, Any] = {"dispatcher": self.args.dispatcher, "combine": self.args.combine}
         facts = {"shape": name, "weights": weights_name, "activations": activations, "combine": self.args.combine}
-        layers: list[tuple[MoELayer | Halves, dict[str, Any]]] = []
+        layers: list[tuple[MoELayer | Halves | MegaMoe, dict[str, Any]]] = []
         for pipeline in self.args.pipeline:
             force = Choice(activation_format=activations, pipeline=pipeline, **wishes)
             layer = MoELayer(held, plan(replace(base, placement=placed, graph=True), force))
@@ -246,6 +248,12 @@ class Bench:
             layers.append((layer, facts | {"dispatcher": way}))
             if self.args.halves and "mega" not in layer.plan.pipelines:
                 layers.append((Halves(layer, self.halves), facts | {"dispatcher": f"{way}, two halves"}))
+        if self.args.peer:
+            try:
+                peer = MegaMoe(held, layers[0][0].plan)
+                layers.append((peer, facts | {"dispatcher": peer.name}))
+            except (ImportError, ValueError) as why:
+                self.say(what=f"no MegaMoE: {why}", **facts)
         # Those that are compared run one after the other, at the same temperature.
         for tokens, (layer, own) in product(self.args.tokens, layers):
             if max(self.everybody(self.spent(), "time")) > self.args.seconds:
@@ -253,7 +261,9 @@ class Bench:
                 return
             self.case(layer, one, whole_weights, own | {"tokens": tokens})
 
-    def case(self, layer: MoELayer | Halves, one: MoELayer, weights: ExpertWeights[Any], facts: dict[str, Any]) -> None:
+    def case(
+        self, layer: MoELayer | Halves | MegaMoe, one: MoELayer, weights: ExpertWeights[Any], facts: dict[str, Any]
+    ) -> None:
         """Check and measure one count of tokens."""
         tokens, spec = facts["tokens"], layer.spec
         generator = torch.Generator(self.device).manual_seed(1000 * self.rank + tokens)
@@ -264,6 +274,8 @@ class Bench:
             )
             for _ in range(input_sets(tokens))
         ]
+        if isinstance(layer, MegaMoe):
+            inputs = [(x, layer.routed(routing)) for x, routing in inputs]
         outs = [torch.full_like(x, float("nan")) for x, _ in inputs]
         calls = [
             lambda x=x, r=routing, o=out: layer(x, routing=r, out=o)
@@ -274,7 +286,7 @@ class Bench:
             out.fill_(float("nan"))
         graph.replay()
         torch.cuda.synchronize()
-        judge = one if self.args.combine == "exact" else layer
+        judge = one if self.args.combine == "exact" and not isinstance(layer, MegaMoe) else layer
         with torch.inference_mode():
             # All of them, also where one differs: ranks call their layer equally often.
             again = [judge(x, routing=r) for x, r in inputs]
@@ -358,7 +370,7 @@ class Bench:
             rounded = {name: round(us, 2) for name, us in found.items()}
             self.say(what=f"kernels of {what}: {key[:60]}", **facts, **rounded)
 
-    def bytes_of(self, layer: MoELayer | Halves, routings: list[Routing], way: str) -> int:
+    def bytes_of(self, layer: MoELayer | Halves | MegaMoe, routings: list[Routing], way: str) -> int:
         """Return what this rank sends to others there, or gets from them back, on average; the most of any rank."""
         width = layer.spec.expert_hidden_size
         form = activation_format(layer.plan.activation_format)
@@ -375,7 +387,7 @@ class Bench:
                     total += tokens * token if way == "there" else back * 2 * width
         return max(self.everybody(total // len(routings), way))
 
-    def floors(self, layer: MoELayer | Halves, routings: list[Routing]) -> dict[str, Any]:
+    def floors(self, layer: MoELayer | Halves | MegaMoe, routings: list[Routing]) -> dict[str, Any]:
         """Return the three floors of the busiest rank, in microseconds, and the bytes it reads of others."""
         spec: MoESpec = layer.spec
         everyone = self.everybody([routing.topk_ids.cpu() for routing in routings], "routings")
@@ -457,6 +469,7 @@ def _options() -> argparse.Namespace:
         "--pipeline", nargs="+", default=[None], help="instead of the one that the plan prefers: mega, split, or both"
     )
     parser.add_argument("--halves", action="store_true", help="also two half batches beside each other")
+    parser.add_argument("--peer", action="store_true", help="also MegaMoE of sgl-deep-gemm, if it is installed")
     parser.add_argument("--combine", default="exact", choices=("exact", "reduced"), help="what comes back")
     parser.add_argument("--kernels", action="store_true", help="also the kernels of layer and exchange, by name")
     parser.add_argument("--gpus", type=int, default=0, help="this many instead of all")

@@ -334,12 +334,13 @@ def _listed(refusals: Sequence[Refusal]) -> str:
 def _pipelines(question: Asked, force: Choice, refusals: list[Refusal]) -> list[PipelineKind]:
     """Return the pipelines that share the batches, the one for the fewest tokens first; the last serves any number."""
     rows, found, top_k = pipelines.PIPELINES, list["PipelineKind"](), question.problem.spec.routing.top_k
-    if force.pipeline is not None:
-        _named("pipeline", force.pipeline, rows)
+    forced = None if force.pipeline is None else _named("pipeline", force.pipeline, rows)
+    # One that is forced and serves any number needs none beside it; one for few tokens needs one for the rest.
+    alone = forced is not None and forced.most(question.tiling, top_k) is None
     own: list[Refusal] = []
     for kind in rows:
         reason = kind.refuse(question)
-        if reason is None and force.pipeline not in (None, kind.name) and kind.most(question.tiling, top_k) is not None:
+        if reason is None and forced not in (None, kind) and (alone or kind.most(question.tiling, top_k) is not None):
             reason = f"pipeline {force.pipeline} was forced"
         if reason is None and found and found[-1].most(question.tiling, top_k) is None:
             reason = f"it can run this, but {found[-1].name} is before it in the table"

@@ -195,6 +195,8 @@ def test_it_runs_only_where_it_is_asked_for_and_says_why() -> None:
             given = replace(linear(8, 0, 2), spare=spare)
             few = Problem(spec=wide, device=GPU, placement=given, limits=Limits(max_tokens=most))
             assert plan(few, Choice(activation_format=act)).pipelines == (taken,)
+            # What an error tells people to ask for, whatever the plan prefers.
+            assert plan(few, Choice(activation_format=act, pipeline="split")).pipelines == ("split",)
     assert f"asked for 9,999 tokens of a rank; it has lists for {MOST_TOKENS:,}" in why(most=9999)
     carried = RoutingSpec(top_k=1, weight_on_input=True, renormalise=False)
     assert "asked for router weights on the input" in why(routing=carried)

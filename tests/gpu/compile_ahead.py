@@ -101,7 +101,6 @@ def noted_of_tests(paths: list[str]) -> list[Noted]:
 def noted_of_recipe(shape: str, recipe: str, tokens: list[int]) -> list[Noted]:
     """Return what ``benchmarks/bench_layer.py`` would start for a recipe."""
     from bench_layer import encoded_as
-
     from collegium.commands import bench
     from collegium.formats.unquantised import DTYPES
     from collegium.types import Routing
