@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed
 
-from collegium.commands.measure import version_of
-
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -44,7 +42,7 @@ class MegaMoe:
     @property
     def name(self) -> str:
         """The package and its version."""
-        return f"sgl-deep-gemm {version_of('sgl-deep-gemm') or self._library.__version__}"
+        return f"sgl-deep-gemm {self._library.__version__}"
 
     @staticmethod
     def routed(routing: Routing) -> Routing:

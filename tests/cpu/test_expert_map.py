@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from collegium import InputError, Placement
 from collegium.parallel.expert_map import ExpertMap
+from collegium.parallel.placement import linear
 
 RANKS = ((0, 1, 2), (2, 3), (0, 2, 4))
 
@@ -28,6 +31,15 @@ def test_copies_are_served_in_turn_and_every_place_holds_the_expert() -> None:
         # A later part of the same tokens goes where the whole batch sent it.
         assert torch.equal(own.choose(ids[2:], first=2), places[2:])
         assert torch.equal(_map(1).choose(ids, rank=rank), places)
+
+
+def test_a_row_has_as_many_places_as_an_expert_can_have() -> None:
+    assert _map(0).places.shape == (5, 3)
+    for experts, ranks, spare, most in ((8, 4, 0, 1), (7, 2, 0, 2), (8, 2, 1, 2), (8, 4, 2, 4), (1, 1, 0, 1)):
+        maps = [ExpertMap(replace(linear(experts, rank, ranks), spare=spare), experts, "cpu") for rank in range(ranks)]
+        assert {each.places.shape[1] for each in maps} == {most}, (experts, ranks, spare)
+        ids = torch.arange(experts)[None]
+        assert all(torch.equal(each.choose(ids, rank=0), maps[0].choose(ids)) for each in maps)
 
 
 def test_ids_of_nobody_have_no_place() -> None:

@@ -27,7 +27,8 @@ class ExpertMap:
     """The tables of one layer on one rank.
 
     slots: of every rank the expert in each slot, -1 where there is none; what the tables hold.
-    places: ``[E, W]`` int32, the places of each expert in the order of ranks, the first one repeated to fill the row.
+    places: ``[E, P]`` int32, the places of each expert in the order of ranks, the first one repeated to fill the row;
+        P is the most that an expert can have, 1 where all slots are needed for one place each.
     copies: ``[E]`` int32, how many places an expert has.
     load: ``[E]`` int64, the assignments of this rank's tokens counted while ``recording [1]`` int32 is not 0.
     Dispatchers keep these tensors; ``switch`` writes into them.
@@ -39,7 +40,8 @@ class ExpertMap:
         self.width, self.num_experts = placement.width, num_experts
         self.slots: tuple[tuple[int, ...], ...] = ()
         with torch.inference_mode(False):
-            self.places = torch.zeros(num_experts, self.world_size, dtype=torch.int32, device=device)
+            most = _most_places(num_experts, self.world_size, self.width)
+            self.places = torch.zeros(num_experts, most, dtype=torch.int32, device=device)
             self.copies = torch.zeros(num_experts, dtype=torch.int32, device=device)
             self.load = torch.zeros(num_experts, dtype=torch.int64, device=device)
             self.recording = torch.zeros(1, dtype=torch.int32, device=device)
@@ -101,6 +103,10 @@ class ExpertMap:
         self.load.index_add_(0, wide.masked_fill(~known, 0), known.to(torch.int64) * self.recording)
 
 
+def _most_places(experts: int, ranks: int, width: int) -> int:
+    return max(1, min(ranks, ranks * width - experts + 1))
+
+
 def _tables(slots: tuple[tuple[int, ...], ...], experts: int, ranks: int, width: int) -> tuple[Tensor, Tensor]:
     if len(slots) != ranks or any(len(own) != width for own in slots):
         raise InputError(f"expert map: found slots {[len(own) for own in slots]}, allowed: {width} for {ranks} ranks")
@@ -119,5 +125,6 @@ def _tables(slots: tuple[tuple[int, ...], ...], experts: int, ranks: int, width:
     if missing:
         raise InputError(f"expert map: experts {missing[:8]} are on no rank; every expert needs a place")
     copies = torch.tensor([len(own) for own in found], dtype=torch.int32)
-    places = torch.tensor([own + own[:1] * (ranks - len(own)) for own in found], dtype=torch.int32)
+    most = _most_places(experts, ranks, width)
+    places = torch.tensor([own + own[:1] * (most - len(own)) for own in found], dtype=torch.int32)
     return places, copies
