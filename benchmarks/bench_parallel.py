@@ -248,11 +248,11 @@ class Bench:
             layers.append((layer, facts | {"dispatcher": way}))
             if self.args.halves and "mega" not in layer.plan.pipelines:
                 layers.append((Halves(layer, self.halves), facts | {"dispatcher": f"{way}, two halves"}))
-        if self.args.peer:
+        if self.args.peer and weights_name == "fp8_block":
             try:
                 peer = MegaMoe(held, layers[0][0].plan)
                 layers.append((peer, facts | {"dispatcher": peer.name}))
-            except (ImportError, ValueError) as why:
+            except ImportError as why:
                 self.say(what=f"no MegaMoE: {why}", **facts)
         # Those that are compared run one after the other, at the same temperature.
         for tokens, (layer, own) in product(self.args.tokens, layers):

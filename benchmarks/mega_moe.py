@@ -23,7 +23,7 @@ class MegaMoe:
     """A rank's experts in FP8 blocks of 128 x 128, tokens in FP8 with a scale for each 128 columns.
 
     plan: of our own layer over the same ranks. Buffers are as large as a call needs, which suits it best. Raises
-    ImportError where ``deep_gemm`` cannot be imported, ValueError for weights in another format.
+    ImportError where ``deep_gemm`` cannot be imported.
     """
 
     def __init__(self, weights: ExpertWeights[Any], plan: Plan) -> None:
@@ -31,8 +31,6 @@ class MegaMoe:
 
         self._library: Any = deep_gemm
         self.plan, self.spec = plan, plan.problem.spec
-        if self.spec.weight_format != "fp8_block" or weights.gate_up.block != (128, 128):
-            raise ValueError(f"MegaMoE takes fp8_block in blocks of 128 x 128, asked was {self.spec.weight_format}")
         gate_up, down = weights.gate_up, weights.down
         # Gate's rows, then up's.
         first = gate_up.codes.flatten(1, 2), gate_up.scales.flatten(1, 2)
