@@ -36,7 +36,9 @@ class Placement:
     def __post_init__(self) -> None:
         require(0 <= self.rank < self.world_size, "rank", self.rank, f"0 to {self.world_size - 1}")
         require(0 <= self.tp_rank < self.tp_size, "tp_rank", self.tp_rank, f"0 to {self.tp_size - 1}")
-        require(len(set(self.expert_ids)) == len(self.expert_ids), "expert_ids", self.expert_ids, "each id once")
+        for ids in (self.expert_ids, *self.ranks):
+            require(len(set(ids)) == len(ids), "expert_ids", ids, "each id once")
+        require(self.slice_size is None or self.slice_size >= 1, "slice_size", self.slice_size, "None, or at least 1")
         require(self.spare >= 0, "spare", self.spare, "0 or more slots")
         told = len(self.ranks)
         require(told in (0, self.world_size), "ranks", told, f"none, or one entry for each of {self.world_size} ranks")

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from .placement import Placement
-from .types import ActivationSpec, MoESpec, RoutingSpec, require
+from .types import ActivationSpec, MoESpec, RoutingSpec, require, require_count
 
 __all__ = ["COMBINES", "Choice", "Combine", "DeviceFacts", "ExpertsProblem", "Limits", "Problem", "Refusal"]
 
@@ -49,8 +49,8 @@ class Limits:
     rank_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
-        fits = self.rank_tokens is None or 1 <= self.rank_tokens <= self.max_tokens
+        require_count("max_tokens", self.max_tokens)
+        fits = self.rank_tokens is None or self.rank_tokens in range(1, self.max_tokens + 1)
         require(fits, "rank_tokens", self.rank_tokens, f"None, or 1 to max_tokens={self.max_tokens}")
 
 
@@ -105,7 +105,8 @@ class Problem:
         require(self.dtype in ("bf16", "fp16", "fp32"), "dtype", self.dtype, "bf16, fp16, fp32")
         require(type(self.limits) is Limits, "limits", self.limits, "Limits(max_tokens=...)")
         if self.placement is not None:
-            beyond = [expert for expert in self.placement.expert_ids if not 0 <= expert < self.spec.num_experts]
+            held = self.placement.ranks or (self.placement.expert_ids,)
+            beyond = [expert for ids in held for expert in ids if not 0 <= expert < self.spec.num_experts]
             require(not beyond, "placement.expert_ids", beyond, f"0 to {self.spec.num_experts - 1}")
 
     @property
@@ -125,12 +126,10 @@ class Problem:
 
     @property
     def alone(self) -> bool:
-        """Whether this rank holds everything, so that nothing has to be exchanged."""
-        placed = self.placement
-        if placed is None:
-            return True
-        whole = placed.expert_ids == tuple(range(self.spec.num_experts))
-        return whole and placed.tp_size == 1 and not placed.spare
+        """Whether every rank holds everything, so that nothing has to be exchanged; all ranks say the same."""
+        placed, whole = self.placement, tuple(range(self.spec.num_experts))
+        held = () if placed is None else {*placed.ranks, placed.expert_ids}
+        return placed is None or (held == {whole} and placed.tp_size == 1 and not placed.spare)
 
     @property
     def routed(self) -> ExpertsProblem:

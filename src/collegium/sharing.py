@@ -26,14 +26,14 @@ def _kernel(problem: Problem, kernel: ExpertKernel, *, capturable: bool) -> Expe
     for other in dict.fromkeys((kernel, *experts.KERNELS)):
         reason = other.refuse(asked)
         if reason is None and capturable and not other.capturable:
-            reason = "it cannot be captured in a CUDA graph, which the plan promises"
+            reason = "no CUDA graph can capture it; it is taken where neither a graph nor activations were asked for"
         if reason is None:
             return other
         reasons.append(f"  {other.name}: {reason}")
     raise PlanError(
         f"{kernel.name} runs the routed experts, no kernel runs the shared expert ({asked.weight_format}) beside it:\n"
         + "\n".join(reasons)
-        + "\nForce another activation format or kernel."
+        + "\nForce another activation format or kernel, or ask for no graph."
     )
 
 
@@ -71,8 +71,10 @@ def shared_way(
         reason = "no CUDA graph can capture the layer"
     if reason is not None and force.shared == "beside":
         raise forced_in_vain("beside", reason)
-    own = _kernel(problem, kernel, capturable=capturable)
-    return SharedWay(own, beside=_BESIDE if reason is None else 0)
+    # A slow kernel that nobody asked for is taken where nothing else would run, and the plan says so.
+    asked = problem.graph or force.activation_format is not None
+    own = _kernel(problem, kernel, capturable=capturable and asked)
+    return SharedWay(own, beside=_BESIDE if reason is None and own.capturable else 0)
 
 
 def _cannot_merge(problem: Problem, dispatcher: str) -> str | None:
@@ -87,7 +89,7 @@ def _cannot_merge(problem: Problem, dispatcher: str) -> str | None:
         ("weights", shared.weight_format, routed.weight_format),
         ("activation", shared.activation, routed.activation),
         ("biases", shared.bias, routed.bias),
-        ("width of tokens", shared.hidden, routed.hidden),
+        ("latent width", None, problem.spec.latent_size),
     ):
         if found != wanted:
             return f"found {name} {found}, those of the routed experts are {wanted}"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ActivationSpec", "Back", "ContiguousBatch", "ExpertWeights", "LatentWeights", "MoESpec", "RouterWeights",
-    "Routing", "RoutingSpec", "SharedSpec", "SharedWeights", "TileRows", "named", "require",
+    "Routing", "RoutingSpec", "SharedSpec", "SharedWeights", "TileRows", "named", "require", "require_count",
 ]  # fmt: skip
 
 ActivationKind = Literal["swiglu", "swiglu_oai", "swiglu_step", "situ", "geglu", "geglu_tanh", "relu2", "silu", "gelu"]
@@ -55,7 +55,8 @@ def named(table: Iterable[Any], name: str, said: str, error: type[CollegiumError
     return found
 
 
-def _require_count(asked: str, found: object) -> None:
+def require_count(asked: str, found: object) -> None:
+    """Raise SpecError for what is no whole number of at least 1."""
     require(isinstance(found, int) and found >= 1, asked, found, "a whole number, at least 1")
 
 
@@ -134,7 +135,7 @@ class RoutingSpec:
 
     def __post_init__(self) -> None:
         for name in ("top_k", "groups", "kept_groups"):
-            _require_count(name, getattr(self, name))
+            require_count(name, getattr(self, name))
         require(self.score in SCORE_FUNCTIONS, "score function", self.score, ", ".join(SCORE_FUNCTIONS))
         kept = 1 <= self.kept_groups <= self.groups
         require(kept, "kept_groups", self.kept_groups, f"1 to groups={self.groups}")
@@ -204,7 +205,8 @@ class MoESpec:
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "intermediate_size", "num_experts"):
-            _require_count(name, getattr(self, name))
+            require_count(name, getattr(self, name))
+        require_count("latent_size", self.expert_hidden_size)
         k, e, g = self.routing.top_k, self.num_experts, self.routing.groups
         require(k <= e, "top_k", k, f"at most num_experts={e}")
         require(e % g == 0, "num_experts with routing groups", (e, g), "num_experts a multiple of groups")

@@ -315,7 +315,8 @@ REASONS = {
     "found activation": {"shared": SharedSpec(intermediate_size=WIDE, activation=ActivationSpec(kind="geglu"))},
     "found weights fp8_block": {"shared": SharedSpec(intermediate_size=WIDE, weight_format="fp8_block")},
     "found biases False": {"expert_bias": True},
-    "found width of tokens": {"latent_size": 32},
+    "found latent width None": {"latent_size": 32},
+    f"found latent width None, those of the routed experts are {H}": {"latent_size": H},
     "found 48 columns": {"shared": SharedSpec(intermediate_size=48)},
 }
 

@@ -92,6 +92,7 @@ def test_what_cannot_be_balanced_is_refused_on_every_rank() -> None:
         assert "allowed are ['a'], when idle" in errors[2]
         assert "wrong are [0]" in errors[3]
         assert "wrong are [0, 1, 3, 4]" in errors[4] or "wrong are [4]" in errors[4]
+        assert "layers ['a'] got other experts or another plan since (swap, replan)" in errors[5]
 
 
 @given(st.integers(0, 10**6), st.integers(1, 6), st.integers(2, 5), st.integers(1, 3))

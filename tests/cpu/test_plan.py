@@ -11,7 +11,9 @@ from collegium import (
     Choice,
     DeviceFacts,
     InputError,
+    Limits,
     MoESpec,
+    Placement,
     PlanError,
     Problem,
     RoutingSpec,
@@ -23,6 +25,7 @@ from collegium import (
 from collegium.experts import KERNELS
 from collegium.experts.cpu import panels
 from collegium.formats import FORMATS
+from collegium.parallel.placement import linear
 from collegium.planning import expert_bytes
 from collegium.testing.compare import random_experts
 
@@ -126,6 +129,18 @@ def test_the_routed_experts_alone_are_a_layer_of_their_width():
         (lambda: RoutingSpec(top_k=0), "top_k"),
         (lambda: RoutingSpec(top_k=2, kept_groups=3, groups=2), "kept_groups"),
         (lambda: ActivationSpec(kind="situ", limit=3.0), "limit"),
+        (lambda: replace(problem().spec, latent_size=-5), "latent_size: found -5, allowed: a whole number, at least 1"),
+        (lambda: Limits(max_tokens=2.5), "max_tokens: found 2.5, allowed: a whole number"),  # type: ignore[arg-type]
+        (lambda: Limits(max_tokens=8, rank_tokens=1.5), "rank_tokens: found 1.5"),  # type: ignore[arg-type]
+        (lambda: replace(linear(4, 0, 2), slice_size=-3), "slice_size: found -3"),
+        (
+            lambda: replace(linear(4, 0, 2), ranks=((0, 1), (3, 3))),
+            r"expert_ids: found \(3, 3\), allowed: each id once",
+        ),
+        (
+            lambda: replace(problem(), placement=replace(linear(4, 0, 2), ranks=((0, 1), (2, 17)))),
+            r"placement.expert_ids: found \[17\], allowed: 0 to 16",
+        ),
         (lambda: ActivationSpec(kind="swish"), "swiglu_oai"),  # type: ignore[arg-type]
         (
             lambda: (
@@ -139,3 +154,51 @@ def test_the_routed_experts_alone_are_a_layer_of_their_width():
 def test_specs_that_contradict_themselves(make, text):
     with pytest.raises(SpecError, match=text):
         make()
+
+
+SMALL = MoESpec(hidden_size=32, intermediate_size=32, num_experts=4, routing=RoutingSpec(top_k=2))
+NEIGHBOURS = replace(H200, sms=132, peers=2)
+WITH_SHARED = replace(SMALL, shared=SharedSpec(intermediate_size=32))
+
+
+@pytest.mark.parametrize("ids", [((0, 1, 2, 3), (2, 3, 0, 1)), ((0, 1, 2, 3), (0, 1)), ((0, 1, 2, 3),) * 2])
+def test_ranks_plan_one_dispatcher_also_where_one_of_them_holds_everything(ids):
+    placed = [Placement(rank=rank, world_size=2, expert_ids=ids[rank], ranks=ids) for rank in range(2)]
+    found = {plan(Problem(spec=SMALL, device=NEIGHBOURS, placement=each)).dispatcher for each in placed}
+    assert found == {"local" if ids[0] == ids[1] else "symm_mem"}
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_the_same_tokens_leave_room_for_no_more_than_a_rank_has(graph):
+    placed = replace(linear(4, 0, 2), same_tokens=True)
+    asked = Problem(spec=SMALL, device=H200, placement=placed, graph=graph)
+    for room in (1, 32, 64):
+        assert plan(replace(asked, limits=Limits(max_tokens=64, rank_tokens=room))).problem.limits.rank_tokens == room
+
+
+def test_a_shared_expert_that_only_the_slow_kernel_runs_needs_no_wish():
+    spec = replace(SMALL, shared=SharedSpec(intermediate_size=32, weight_format="fp32"))
+    for placed, peers in ((None, 1), (linear(4, 0, 2), 1), (linear(4, 0, 2), 2)):
+        asked = Problem(spec=spec, device=replace(NEIGHBOURS, peers=peers), placement=placed)
+        made = plan(asked)
+        assert (made.kernel, made.shared_kernel, made.capturable, made.beside) == ("triton_bf16", "reference", False, 0)
+        with pytest.raises(PlanError, match="or ask for no graph"):
+            plan(replace(asked, graph=True))
+    # A wish for an activation format is no wish for the slow kernel.
+    with pytest.raises(PlanError, match="Force another activation format"):
+        four = replace(SMALL, weight_format="mxfp4", shared=SharedSpec(intermediate_size=32, weight_format="bf16"))
+        plan(Problem(spec=four, device=H200), Choice(activation_format="fp8_token"))
+
+
+@pytest.mark.parametrize("more", [{"spec": WITH_SHARED}, {"combine": "reduced"}, {"placement": linear(2, 2, 3)}])
+def test_only_what_can_be_asked_for_is_offered(more):
+    asked = Problem(**{"spec": SMALL, "device": CPU, "placement": linear(4, 0, 2), **more})
+    if "placement" in more:
+        asked = replace(asked, spec=replace(SMALL, num_experts=2))
+    with pytest.raises(PlanError):
+        plan(asked, Choice(dispatcher="partial"))
+    try:
+        said = plan(asked).explain()
+    except PlanError as error:
+        said = str(error)
+    assert "ask for it with Choice(dispatcher='partial')" not in said

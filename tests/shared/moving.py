@@ -291,6 +291,10 @@ def refused(rank: int) -> list[str]:
         lambda: good.plan({"a": ((0, 1, 2), (2, 3))}),
     ]
     errors = [error_of(ask) for ask in wrong]
+    # Its slots hold other bytes now than those whose checksums were taken.
+    held = placement(5, rank, world, 1).expert_ids
+    loose.swap(taken(weights, held + held[:1]))
+    errors.append(error_of(lambda: good.plan({"a": ((0, 1, 2), (3, 4))})))
     good.close()
     return errors
 

@@ -128,8 +128,9 @@ class Balancer:
     def plan(self, wanted: Mapping[Any, Slots]) -> None:
         """Begin to make every rank hold what ``wanted`` says of a layer, by name; all ranks say so at the same call.
 
-        Raises InputError, and begins nothing, for a layer or placement that cannot be.
+        Raises InputError, and begins nothing, for a layer or placement that cannot be, or a layer built anew since.
         """
+        self._same()
         own = {layer.name: layer for layer in self._layers}
         unknown = [name for name in wanted if name not in own]
         if unknown or self._queue or self._placing is not None:
@@ -145,11 +146,12 @@ class Balancer:
     def step(self) -> None:
         """Do what is due between two steps; every rank calls it equally often, on the stream that serves.
 
-        Raises RankError where another rank is gone or calls it at another time.
+        Raises RankError where another rank is gone or calls it at another time, InputError for a layer built anew.
         """
         self._calls += 1
         if self._calls != self._next:
             return
+        self._same()
         self._measured()
         if self._given is not None:
             self._act(self._meeting.collect(*self._given))
@@ -164,6 +166,15 @@ class Balancer:
     def close(self) -> None:
         """Stop moving; all ranks call it. Layers go on serving with the maps they have."""
         self._mover.close()
+
+    def _same(self) -> None:
+        """Refuse layers whose experts are others than those whose checksums were taken."""
+        built = [own.name for own in self._layers if getattr(own.layer.dispatcher, "map", None) is not own.map]
+        if built:
+            raise InputError(
+                f"balancing: layers {built} got other experts or another plan since (swap, replan), so nothing is "
+                "known of what their slots hold; close() this Balancer on all ranks and make another one"
+            )
 
     def _say(self) -> None:
         """Tell the others how far this rank is; begin what there is to begin."""

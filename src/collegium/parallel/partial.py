@@ -84,15 +84,17 @@ class PartialKind:
     reaching = False
 
     def refuse(self, problem: Problem, *, asked: bool) -> str | None:
-        """Refuse unless it was asked for, and a shared expert, which every rank would add."""
-        if not asked:
-            return "returns this rank's part of the sum only; ask for it with Choice(dispatcher='partial')"
+        """Refuse a shared expert, which every rank would add, what has no part to return, and who did not ask."""
+        if not problem.slots:
+            return "found no expert on this rank, whose part is nothing; give it one, or do not call the layer there"
         if problem.combine != "exact":
             return f"asked for the combine {problem.combine}; its parts are added by the caller"
         if problem.spec.shared is not None:
             return "asked for a layer with a shared expert, which each rank would add; run the shared expert apart"
         if problem.spec.latent_norm_eps is not None:
             return "asked for a latent layer with a norm, which is of the whole sum; run projections and norm apart"
+        if not asked:
+            return "returns this rank's part of the sum only; ask for it with Choice(dispatcher='partial')"
         return None
 
     def wire(self, problem: Problem) -> str:

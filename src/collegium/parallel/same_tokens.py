@@ -148,8 +148,10 @@ class SameTokensKind(Around):
     def inside(self, problem: Problem) -> Problem:
         """Return the question with a share of the tokens."""
         most = -(-problem.limits.max_tokens // self.placed.world_size)
+        given = problem.limits.rank_tokens
+        limits = replace(problem.limits, max_tokens=most, rank_tokens=None if given is None else min(given, most))
         placed = None if problem.placement is None else replace(problem.placement, same_tokens=False)
-        return replace(problem, limits=replace(problem.limits, max_tokens=most), placement=placed)
+        return replace(problem, limits=limits, placement=placed)
 
     def rows(self, problem: Problem, tokens: int) -> int:
         """Return the rows of a share of the tokens."""
