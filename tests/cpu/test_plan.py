@@ -185,8 +185,8 @@ def test_a_shared_expert_that_only_the_slow_kernel_runs_needs_no_wish():
         with pytest.raises(PlanError, match="or ask for no graph"):
             plan(replace(asked, graph=True))
     # A wish for an activation format is no wish for the slow kernel.
+    four = replace(SMALL, weight_format="mxfp4", shared=SharedSpec(intermediate_size=32, weight_format="bf16"))
     with pytest.raises(PlanError, match="Force another activation format"):
-        four = replace(SMALL, weight_format="mxfp4", shared=SharedSpec(intermediate_size=32, weight_format="bf16"))
         plan(Problem(spec=four, device=H200), Choice(activation_format="fp8_token"))
 
 
