@@ -7,16 +7,16 @@ import os
 import sys
 from errno import EPIPE
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
-from rich.text import Text
 
 from . import __version__
 from .commands import printing
 from .commands.cached import cached_model, shipped_model
 from .commands.options import (
     HELP,
+    NAMES_A_MODEL,
     Activations,
     Device,
     Format,
@@ -28,7 +28,7 @@ from .commands.options import (
     formats_of,
     numbers,
 )
-from .commands.terminal import Report, asks_json, bar, prints
+from .commands.terminal import Report, asks_json, bar, complain, one_line, prints, show_anything
 from .errors import CollegiumError, InputError
 from .problem import Choice, Limits
 
@@ -101,7 +101,11 @@ def generate(
     from .parallel.torchrun import joined
     from .runtime.warming import warm_up
 
+    if not -(1 << 63) <= seed < 1 << 63:
+        raise InputError(f"--seed: found {seed}, allowed are whole numbers of 64 bits")
     checkpoint = check_writable(model)
+    # Bytes that the locale does not know are those of UTF-8, or nobody's.
+    prompt = prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     limits = prompt_limits(checkpoint.path, prompt)
     with joined(os.environ, device, same_tokens=True) as place:
         with bar("loading") as progress:
@@ -158,7 +162,12 @@ def plan(
 @app.command()
 @prints(printing.print_bench)
 def bench(
-    what: Annotated[str, typer.Argument(help="dsv3, v4_flash, gptoss120b, qwen3_30b, HxIxExK, or a model's folder.")],
+    what: Annotated[
+        str,
+        typer.Argument(
+            callback=cached_model, help="dsv3, v4_flash, gptoss120b, qwen3_30b, HxIxExK, or a model's folder."
+        ),
+    ],
     recipes: Annotated[
         list[str] | None, typer.Option("--format", help="weights or weights:activations, such as mxfp4; repeatable.")
     ] = None,
@@ -197,7 +206,12 @@ def bench(
 @app.command()
 @prints(printing.print_model_bench, together=True)
 def bench_model(
-    what: Annotated[str, typer.Argument(help="qwen3_30b, gpt_oss_20b, or the folder of a model transformers knows.")],
+    what: Annotated[
+        str,
+        typer.Argument(
+            callback=cached_model, help="qwen3_30b, gpt_oss_20b, or the folder of a model transformers knows."
+        ),
+    ],
     recipes: Annotated[
         list[str] | None, typer.Option("--format", help="Ours beside BF16: weights or weights:activations; repeatable.")
     ] = None,
@@ -228,7 +242,12 @@ def bench_model(
 @app.command()
 @prints(printing.print_tuning)
 def tune(
-    what: Annotated[str, typer.Argument(help="dsv3, v4_flash, gptoss120b, qwen3_30b, HxIxExK, or a model's folder.")],
+    what: Annotated[
+        str,
+        typer.Argument(
+            callback=cached_model, help="dsv3, v4_flash, gptoss120b, qwen3_30b, HxIxExK, or a model's folder."
+        ),
+    ],
     recipe: Annotated[str, typer.Option("--format", help="weights or weights:activations, such as mxfp4.")] = "bf16",
     tokens: Annotated[str | None, typer.Option(help="Token counts; powers of two up to 8192 when left out.")] = None,
     most: Annotated[int, typer.Option(min=1, help="Tiles tried for each product and token count.")] = 8,
@@ -251,15 +270,18 @@ def tune(
 @app.command()
 @prints(printing.print_conversion)
 def quantize(
-    model: Model,
+    model: Annotated[str, typer.Argument(help=NAMES_A_MODEL)],
     to: Annotated[str, typer.Option(help="Weight format of the experts to write.")],
     target: Annotated[str | None, typer.Option("--out", help="New folder; MODEL-FORMAT when left out.")] = None,
 ) -> Report:
     """Write a checkpoint with its experts in another format; all else is copied. The folder appears when complete."""
     from .commands.quantize import quantize_model
 
+    folder = cached_model(model)
+    if target is None and folder != model:
+        target = f"{Path(model).name}-{to}"  # a name is no folder to write beside
     with bar("quantize") as progress:
-        return quantize_model(model, to, target, progress=progress)
+        return quantize_model(folder, to, target, progress=progress)
 
 
 @app.command()
@@ -350,36 +372,22 @@ def heatmap(
 
 def main() -> None:
     """Run the command; what the library or the machine refuses becomes one message and exit code 1."""
+    show_anything()
     try:
         # What a command line lacks is told by the parser, in its own words, unless JSON is wanted.
         sys.exit(app(standalone_mode=False) if asks_json() else app())
     except _USAGE as error:
-        _complain("UsageError", error.format_message(), code=error.exit_code)
+        complain("UsageError", error.format_message(), code=error.exit_code)
     except CollegiumError as error:
-        _complain(type(error).__name__, str(error))
+        complain(type(error).__name__, str(error))
     except OSError as error:
         if error.errno == EPIPE:  # whoever read the output has what they wanted
             os._exit(0)
-        _complain(type(error).__name__, _one_line(error))
+        complain(type(error).__name__, one_line(error))
     except MemoryError as error:
-        _complain("MemoryError", f"{_one_line(error) or 'no memory is left'}; close other programs or ask for less")
+        complain("MemoryError", f"{one_line(error) or 'no memory is left'}; close other programs or ask for less")
     except RuntimeError as error:
         # torch.OutOfMemoryError on a GPU; on a CPU it is a plain RuntimeError of the allocator.
         if "out of memory" not in str(error).lower() and "can't allocate memory" not in str(error):
             raise
-        _complain("MemoryError", f"{_one_line(error)}; close other programs or ask for less")
-
-
-def _complain(kind: str, text: str, *, code: int = 1) -> NoReturn:
-    if asks_json():
-        printing.print_json({"error": {"kind": kind, "message": text}})
-        sys.exit(code)
-    several = "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
-    who = f"rank {os.environ['RANK']}: " if several else ""
-    # In one piece, as other ranks write too.
-    printing.err.print(Text.assemble(who, (kind, "bold red"), ": ", text), soft_wrap=True)
-    sys.exit(code)
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:500]
+        complain("MemoryError", f"{one_line(error)}; close other programs or ask for less")

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from .placement import Placement
-from .types import ActivationSpec, MoESpec, RoutingSpec, require, require_count
+from .types import ActivationSpec, MoESpec, RoutingSpec, require
 
 __all__ = ["COMBINES", "Choice", "Combine", "DeviceFacts", "ExpertsProblem", "Limits", "Problem", "Refusal"]
 
@@ -49,8 +49,8 @@ class Limits:
     rank_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        require_count("max_tokens", self.max_tokens)
-        fits = self.rank_tokens is None or self.rank_tokens in range(1, self.max_tokens + 1)
+        require(1 <= self.max_tokens < 1 << 62, "max_tokens", self.max_tokens, "at least 1, and below 2 ** 62")
+        fits = self.rank_tokens is None or 1 <= self.rank_tokens <= self.max_tokens
         require(fits, "rank_tokens", self.rank_tokens, f"None, or 1 to max_tokens={self.max_tokens}")
 
 

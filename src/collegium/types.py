@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ActivationSpec", "Back", "ContiguousBatch", "ExpertWeights", "LatentWeights", "MoESpec", "RouterWeights",
-    "Routing", "RoutingSpec", "SharedSpec", "SharedWeights", "TileRows", "named", "require", "require_count",
+    "Routing", "RoutingSpec", "SharedSpec", "SharedWeights", "TileRows", "named", "require",
 ]  # fmt: skip
 
 ActivationKind = Literal["swiglu", "swiglu_oai", "swiglu_step", "situ", "geglu", "geglu_tanh", "relu2", "silu", "gelu"]
@@ -55,8 +55,7 @@ def named(table: Iterable[Any], name: str, said: str, error: type[CollegiumError
     return found
 
 
-def require_count(asked: str, found: object) -> None:
-    """Raise SpecError for what is no whole number of at least 1."""
+def _require_count(asked: str, found: object) -> None:
     require(isinstance(found, int) and found >= 1, asked, found, "a whole number, at least 1")
 
 
@@ -135,7 +134,7 @@ class RoutingSpec:
 
     def __post_init__(self) -> None:
         for name in ("top_k", "groups", "kept_groups"):
-            require_count(name, getattr(self, name))
+            _require_count(name, getattr(self, name))
         require(self.score in SCORE_FUNCTIONS, "score function", self.score, ", ".join(SCORE_FUNCTIONS))
         kept = 1 <= self.kept_groups <= self.groups
         require(kept, "kept_groups", self.kept_groups, f"1 to groups={self.groups}")
@@ -205,8 +204,8 @@ class MoESpec:
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "intermediate_size", "num_experts"):
-            require_count(name, getattr(self, name))
-        require_count("latent_size", self.expert_hidden_size)
+            _require_count(name, getattr(self, name))
+        _require_count("latent_size", self.expert_hidden_size)
         k, e, g = self.routing.top_k, self.num_experts, self.routing.groups
         require(k <= e, "top_k", k, f"at most num_experts={e}")
         require(e % g == 0, "num_experts with routing groups", (e, g), "num_experts a multiple of groups")

@@ -18,6 +18,7 @@ pytest.importorskip("transformers")
 from collegium import cli
 from collegium.commands import generate as writing, inspect as inspecting, picture, room
 from collegium.commands.bench import bench
+from collegium.commands.printing import print_json
 from collegium.commands.room import bytes_per_weight, check_room, free_bytes, layer_needs
 from collegium.errors import InputError
 from collegium.runtime.devices import probe
@@ -264,3 +265,39 @@ def test_an_interrupted_command_says_no_more_than_that(tmp_path):
     assert running.returncode not in (0, None)
     assert out == ""
     assert "Traceback" not in err
+
+
+def test_a_name_is_no_folder_to_write_beside(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["collegium", "quantize", "fables-16m", "--to", "mxfp4"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code
+    assert (tmp_path / "fables-16m-mxfp4" / "config.json").exists()
+    assert not (SHIPPED.parent / "fables-16m-mxfp4").exists()
+
+
+@pytest.mark.parametrize("text", ["[]", '{"eos_token_id": "x"}', "{"])
+def test_a_generation_config_that_is_none_is_named(text, said, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(SHIPPED, folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    (folder / "generation_config.json").write_text(text)
+    message = said("generate", str(folder), "--tokens", "1", "--device", "cpu")
+    assert message.startswith("ConfigError")
+    assert "generation_config.json: cannot be used" in message
+
+
+def test_attention_that_is_not_here_and_seeds_without_end_are_no_tracebacks(said, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(SHIPPED, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(config | {"_attn_implementation": "flash_attention_2"}))
+    assert "FlashAttention" in said("generate", str(folder), "--tokens", "1", "--device", "cpu")
+    assert "--seed: found" in said("generate", str(SHIPPED), "--seed", "9" * 30, "--device", "cpu")
+
+
+def test_json_has_no_numbers_that_json_lacks(capsys):
+    print_json({"a": [float("inf"), 1.5], "b": {"c": float("nan")}})
+    assert json.loads(capsys.readouterr().out) == {"a": [None, 1.5], "b": {"c": None}}

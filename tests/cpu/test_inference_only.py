@@ -75,6 +75,37 @@ def test_a_transformers_model_refuses_training_in_one_sentence() -> None:
     assert torch.equal(model.requires_grad_(False)(ids).logits, wanted)
 
 
+def test_every_expert_parameter_may_ask_for_a_gradient_and_none_may_be_computed_at_each_call() -> None:
+    transformers = pytest.importorskip("transformers")
+    from collegium.integrations.transformers import experts_modules, register
+
+    register()
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model = load(SHIPPED, experts_implementation="collegium").requires_grad_(False)
+    ids, experts = torch.tensor([[1, 5, 9]]), next(iter(experts_modules(model).values()))
+    for name, parameter in experts.named_parameters():
+        parameter.requires_grad_(True)
+        with pytest.raises(InputError, match=f"inference only: (experts|{name}) requires a gradient"):
+            model(ids)
+        parameter.requires_grad_(False)
+    before = model(ids).logits
+    torch.nn.utils.parametrize.register_parametrization(experts, "gate_up_proj", torch.nn.Identity())
+    with pytest.raises(InputError, match=r"its parameters gate_up_proj are computed at every call.*merge_and_unload"):
+        model(ids)
+    torch.nn.utils.parametrize.remove_parametrizations(experts, "gate_up_proj")
+    assert torch.equal(model(ids).logits, before)
+
+
+@pytest.mark.parametrize("weights", [None, "mxfp4", "fp8_block"])
+@pytest.mark.parametrize("kernel", [None, "cpu_grouped"])
+def test_a_default_device_is_no_place_for_a_layers_buffers(weights: str | None, kernel: str | None) -> None:
+    own = load_layer(SHIPPED, 2, device="cpu", weight_format=weights, force=Choice(kernel=kernel))
+    x = torch.randn(5, 256).bfloat16()
+    before = own(x)
+    with torch.device("meta"):
+        assert torch.equal(own(x), before)
+
+
 def test_there_is_no_state_dict_and_none_is_taken() -> None:
     model = nn.Sequential(nn.Linear(40, 40), layer())
     for refused in (model.state_dict, model[1].state_dict, lambda: model.load_state_dict({}, strict=False)):

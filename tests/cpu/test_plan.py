@@ -130,8 +130,7 @@ def test_the_routed_experts_alone_are_a_layer_of_their_width():
         (lambda: RoutingSpec(top_k=2, kept_groups=3, groups=2), "kept_groups"),
         (lambda: ActivationSpec(kind="situ", limit=3.0), "limit"),
         (lambda: replace(problem().spec, latent_size=-5), "latent_size: found -5, allowed: a whole number, at least 1"),
-        (lambda: Limits(max_tokens=2.5), "max_tokens: found 2.5, allowed: a whole number"),  # type: ignore[arg-type]
-        (lambda: Limits(max_tokens=8, rank_tokens=1.5), "rank_tokens: found 1.5"),  # type: ignore[arg-type]
+        (lambda: Limits(max_tokens=1 << 63), "max_tokens: found 9223372036854775808, allowed: at least 1"),
         (lambda: replace(linear(4, 0, 2), slice_size=-3), "slice_size: found -3"),
         (
             lambda: replace(linear(4, 0, 2), ranks=((0, 1), (3, 3))),

@@ -1,6 +1,5 @@
 """Text from a whole model: its tokenizer, what it writes and how fast, and whether it can be loaded at all."""
 
-import math
 import time
 from dataclasses import dataclass
 from functools import lru_cache
@@ -112,7 +111,7 @@ class Writer:
         with torch.inference_mode():
             logits = self.model(ids[:, :-1], use_cache=False).logits.float()
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
-        return math.exp(float(loss))
+        return float(loss.double().exp())
 
 
 def check_writable(path: str) -> Checkpoint:

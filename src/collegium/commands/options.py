@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from .measure import Ceilings
 
 __all__ = [
-    "ACTIVATIONS", "FORMATS", "HELP", "KERNELS", "Activations", "Device", "Format", "Kernel", "Model", "Steps",
-    "Trace", "ceilings_of", "formats_of", "numbers",
+    "ACTIVATIONS", "FORMATS", "HELP", "KERNELS", "NAMES_A_MODEL", "Activations", "Device", "Format", "Kernel",
+    "Model", "ShapeOrModel", "Steps", "Trace", "WholeModel", "ceilings_of", "formats_of", "numbers",
 ]  # fmt: skip
 
 HELP = {"help_option_names": ["-h", "--help"]}
@@ -30,12 +30,21 @@ Device = Annotated[str | None, typer.Option(help="cpu or cuda; the best device o
 Format = Annotated[str | None, typer.Option("--format", help=f"Encode the experts into this format first: {FORMATS}.")]
 Kernel = Annotated[str | None, typer.Option(help=f"Force this experts kernel; it runs or refuses: {KERNELS}.")]
 Activations = Annotated[str | None, typer.Option(help=f"Force this activation format: {ACTIVATIONS}.")]
-Model = Annotated[
+NAMES_A_MODEL = (
+    "Folder with config.json and safetensors files, fables-16m for the shipped model, or the id of a model in "
+    "the cache of Hugging Face."
+)
+Model = Annotated[str, typer.Argument(help=NAMES_A_MODEL, callback=cached_model)]
+ShapeOrModel = Annotated[
     str,
     typer.Argument(
-        help="Folder with config.json and safetensors files, fables-16m for the shipped model, or the id of a model in "
-        "the cache of Hugging Face.",
-        callback=cached_model,
+        help="dsv3, v4_flash, gptoss120b, qwen3_30b, HxIxExK, or a model's folder, name or id.", callback=cached_model
+    ),
+]
+WholeModel = Annotated[
+    str,
+    typer.Argument(
+        help="qwen3_30b, gpt_oss_20b, or the folder, name or id of a model transformers knows.", callback=cached_model
     ),
 ]
 Trace = Annotated[str, typer.Argument(help="File that `collegium balance record` wrote.")]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 from rich.markup import escape
@@ -39,8 +40,16 @@ err = Console(stderr=True)
 
 
 def print_json(value: dict[str, object]) -> None:
-    """Print one JSON object on standard output."""
-    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+    """Print one JSON object on standard output; numbers that JSON lacks are null."""
+    sys.stdout.write(json.dumps(_finite(value), indent=2, allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _print_table(

@@ -26,7 +26,7 @@ from ..checkpoint.outside import outside_experts, outside_problems
 from ..checkpoint.problems import refuse
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.writer import Shard, entry_of, matrix_parts, whole_folder
-from ..errors import ConfigError, InputError
+from ..errors import CheckpointError, ConfigError, InputError
 from ..formats import Fp8Tensor, NvFp4, by_name
 from ..formats.payload import Payload
 from ..formats.unquantised import CONFIG_NAMES
@@ -84,8 +84,8 @@ def quantize_model(
     exists, CheckpointError when the disk is full.
     """
     checkpoint = Checkpoint.open(path)
-    if not checkpoint.config or not checkpoint.path.is_dir():
-        raise ConfigError(f"{path}: quantize needs a model's folder with config.json")
+    if not checkpoint.config or not checkpoint.path.is_dir() or checkpoint.is_gguf:
+        raise ConfigError(f"{path}: quantize needs a model's folder with config.json and safetensors files")
     job = _job(checkpoint, weight_format)
     report = audit(checkpoint, deep=False)
     if {layer.stored.name for layer in report.layers} == {job.target.name}:
@@ -272,5 +272,10 @@ def _copy_files(source: Path, room: Path) -> tuple[tuple[str, ...], tuple[str, .
     skipped = [name for name in others if (source / name).is_dir() or name.endswith(_WEIGHT_FILES)]
     copied = [name for name in others if name not in skipped]
     for name in copied:
-        shutil.copy2(source / name, room / name)
+        try:
+            shutil.copy2(source / name, room / name)
+        except OSError as error:
+            raise CheckpointError(
+                f"{source / name}: cannot be copied ({error.strerror or error}); mend it or take it away"
+            ) from error
     return tuple(copied), tuple(skipped)

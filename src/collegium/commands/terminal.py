@@ -7,15 +7,17 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import wraps
 from inspect import Parameter, Signature, signature
-from typing import Annotated, Any, ClassVar, Protocol
+from io import TextIOWrapper
+from typing import Annotated, Any, ClassVar, NoReturn, Protocol
 
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
 
 from ..errors import InputError
 from .printing import err, print_json
 
-__all__ = ["Report", "asks_json", "bar", "prints"]
+__all__ = ["Report", "asks_json", "bar", "complain", "one_line", "prints", "show_anything"]
 
 _JSON = typer.Option("--json", help="Print one JSON object instead of tables.")
 
@@ -23,6 +25,13 @@ _JSON = typer.Option("--json", help="Print one JSON object instead of tables.")
 def asks_json() -> bool:
     """Return whether the command line asks for JSON, so that what is wrong with it is said in JSON too."""
     return "--json" in sys.argv[1:]
+
+
+def show_anything() -> None:
+    """Let output that cannot show a character show its number."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 class Report(Protocol):
@@ -82,3 +91,24 @@ def bar(what: str) -> Generator[Callable[[int, int, str], None]]:
             progress.update(task, completed=done, total=total, description=f"{what}: {text}")
 
         yield step
+
+
+def complain(kind: str, text: str, *, code: int = 1) -> NoReturn:
+    """Say what went wrong, in one piece, and end with ``code``."""
+    if asks_json():
+        try:
+            print_json({"error": {"kind": kind, "message": text}})
+            sys.stdout.flush()
+        except OSError:  # nobody reads it
+            os._exit(code)
+        sys.exit(code)
+    several = "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
+    who = f"rank {os.environ['RANK']}: " if several else ""
+    # In one piece, as other ranks write too.
+    err.print(Text.assemble(who, (kind, "bold red"), ": ", text), soft_wrap=True)
+    sys.exit(code)
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error's text without its line ends, and no more of it than one reads."""
+    return " ".join(str(error).split())[:500]

@@ -50,8 +50,8 @@ class Scratch:
     """
 
     def __init__(self, size: int, longest: int) -> None:
-        self._index = torch.empty(-(-max(min(size, _STEP), longest) // 4), dtype=torch.int64)
-        self._values = torch.empty(-(-size // 4), dtype=torch.int64)
+        self._index = torch.empty(-(-max(min(size, _STEP), longest) // 4), dtype=torch.int64, device="cpu")
+        self._values = torch.empty(-(-size // 4), dtype=torch.int64, device="cpu")
 
     def index(self, count: int) -> Tensor:
         """Return an int64 buffer for the indices of ``count`` words of four weights."""
@@ -195,7 +195,7 @@ class CodeMatrix:
 
     def _scale_by_value(self, values: Tensor, expert: int, span: slice, dtype: torch.dtype) -> Tensor:
         assert self.scales is not None
-        rows = torch.arange(span.start, span.stop)
+        rows = torch.arange(span.start, span.stop, device="cpu")
         height = self.codes.shape[1] // self.parts
         blocks = -(-height // self.row_block)
         line = rows if self.row_block == 1 else rows // height * blocks + rows % height // self.row_block

@@ -37,7 +37,7 @@ __all__ = ["CpuFused", "FusedExperts", "pack_fused"]
 _NAMES = [form.name for form in formats.FORMATS if form.name not in DTYPES]
 _LOW = 0x0F0F0F0F0F0F0F0F  # low nibbles of eight bytes
 _LARGEST = 127  # exponent field of 1, which the largest scale of a row of MXFP4 becomes
-_FLOATS = {"values": torch.zeros(16), "bits": 8, "floats": True}
+_FLOATS = {"values": torch.zeros(16, device="cpu"), "bits": 8, "floats": True}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +54,7 @@ class FusedExperts(Packed):
     def run(self, batch: ContiguousBatch, memory: Memory | None = None) -> Tensor:
         """Return ``[R, H]`` float32; rows of dropped assignments are not written."""
         refuse_codes(batch, CpuFused.name)
-        rows = torch.empty(batch.source.numel(), self.down.rows, dtype=torch.float32)
+        rows = torch.empty(batch.source.numel(), self.down.rows, dtype=torch.float32, device=batch.x.device)
         with torch.inference_mode():
             for own, spans in cut_rows(batch):
                 x = tokens_of(batch, own)

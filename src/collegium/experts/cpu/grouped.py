@@ -73,10 +73,10 @@ class CpuExperts(Packed):
         refuse_codes(batch, CpuGrouped.name)
         finished = self.down.row_scale is None and self.down_bias is None
         exact = torch.bfloat16 if finished and batch.x.dtype == torch.bfloat16 else torch.float32
-        rows = torch.empty(batch.source.numel(), self.down.shape[1], dtype=exact)
+        rows = torch.empty(batch.source.numel(), self.down.shape[1], dtype=exact, device=batch.x.device)
         chunks = cut_rows(batch)
         longest = max((own.stop - own.start for own, _ in chunks), default=0)
-        room = torch.empty(longest, self.gate_up.shape[1], dtype=torch.float32)
+        room = torch.empty(longest, self.gate_up.shape[1], dtype=torch.float32, device=batch.x.device)
         both = self._turned() if self.turns and batch.x.dtype == torch.bfloat16 else None
         scratch, compute = _scratch(self), torch.bfloat16 if batch.x.dtype == torch.bfloat16 else torch.float32
         with torch.inference_mode():
@@ -234,7 +234,8 @@ def tokens_of(batch: ContiguousBatch, own: slice) -> Tensor:
 
 def starts_of(spans: _Spans, rows: int) -> tuple[Tensor, Tensor]:
     """Return the experts of a run of ``rows`` rows, and where the rows of each begin, as ``FusedMatrix`` takes them."""
-    return torch.tensor([expert for expert, _ in spans]), torch.tensor([*(own.start for _, own in spans), rows])
+    # These are on the CPU whatever torch's default device is.
+    return torch.LongTensor([expert for expert, _ in spans]), torch.LongTensor([*(own.start for _, own in spans), rows])
 
 
 def _scratch(packed: CpuExperts) -> Scratch:

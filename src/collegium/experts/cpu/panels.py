@@ -21,7 +21,7 @@ TASK = 64  # rows of weights that are decoded at once
 COLUMNS = 32  # columns of a tile
 # In the order of ``kernels.cpu_fused.SCALES``; uint8 is E8M0.
 _SCALES = (torch.uint8, torch.float8_e4m3fn, torch.int8, torch.bfloat16, torch.float16, torch.float32)
-_UNREAD = torch.zeros(1, 16)  # scales and values of numbers that have none
+_UNREAD = torch.zeros(1, 16, device="cpu")  # scales and values of numbers that have none
 # With these Numba compiles nothing, or without AVX, which ends the process.
 _SWITCHES = {"DISABLE_JIT": 1, "ENABLE_AVX": 0, "CPU_NAME": "generic"}
 TENSORS = ("codes", "scales", "supers", "values", "order", "factors", "bias")
@@ -80,8 +80,8 @@ class FusedMatrix:
             x = torch.cat([own.index_select(1, order) for own, order in zip(rows, self.order[experts], strict=True)])
         elif x.shape[1] != 2 * pairs:
             x = functional.pad(x, (0, 2 * pairs - x.shape[1]))
-        out = (torch.empty if tiles else torch.zeros)(x.shape[0], panels * 16, dtype=torch.float32)
-        scratch = torch.empty(threads, scratch_bytes(2 * pairs), dtype=torch.uint8)
+        out = (torch.empty if tiles else torch.zeros)(x.shape[0], panels * 16, dtype=torch.float32, device=x.device)
+        scratch = torch.empty(threads, scratch_bytes(2 * pairs), dtype=torch.uint8, device=x.device)
         tensors = {name: getattr(self, name) for name in TENSORS}
         tensors |= {"experts": experts, "bounds": bounds, "x": x.contiguous(), "out": out, "scratch": scratch}
         fields = {name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None}

@@ -8,6 +8,7 @@ quantised matrix is offered as the plain weight it decodes to, so that none of i
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -102,7 +103,7 @@ def load_outside(
         except Exception as error:
             if faults:
                 raise faults[0] from error
-            if isinstance(error, CollegiumError | ImportError | torch.OutOfMemoryError):
+            if isinstance(error, CollegiumError | torch.OutOfMemoryError):
                 raise
             raise CheckpointError(
                 f"{checkpoint.path}: transformers' {cls.__name__} cannot be built from config.json and the tensors "
@@ -116,8 +117,21 @@ def load_outside(
     _give_back(model, away)
     model.name_or_path = model.config.name_or_path = str(checkpoint.folder)
     if (checkpoint.folder / "generation_config.json").exists():
-        model.generation_config = extra("transformers").GenerationConfig.from_pretrained(checkpoint.folder)
+        model.generation_config = _generation_config(checkpoint.folder)
     return model.requires_grad_(False).eval(), done
+
+
+def _generation_config(folder: Path) -> Any:
+    try:
+        found = extra("transformers").GenerationConfig.from_pretrained(folder)
+        ends = found.eos_token_id
+        torch.tensor([] if ends is None else ends, dtype=torch.int64)
+    except (AttributeError, OSError, RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{folder / 'generation_config.json'}: cannot be used ({type(error).__name__}: {error}); correct the "
+            "entry, or take the file away: nothing else needs it"
+        ) from error
+    return found
 
 
 def _taken(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:

@@ -80,9 +80,17 @@ def experts_forward(module: nn.Module, x: Tensor, topk_ids: Tensor, topk_weights
     ``attach`` or ``load_model`` are used as they are. With expert parallelism ids of ``num_experts`` and above mean
     "not on this rank". Inference only: InputError where a gradient is asked for.
     """
+    computed: Any = getattr(module, "parametrizations", None)
+    if computed:
+        raise InputError(
+            f"{type(module).__name__}: its parameters {', '.join(computed)} are computed at every call, "
+            "as PEFT's target_parameters are, so that nothing tells when they change; merge them (merge_and_unload()), "
+            "or give the adapter to load_model(adapter=...)"
+        )
     handle = _handle(module)
     refuse_gradient(x=x, topk_weights=topk_weights, experts=handle)
     if not torch.compiler.is_compiling():
+        refuse_gradient(**dict(module.named_parameters(recurse=False)))
         return _run(module, x, topk_ids, topk_weights)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     torch.ops.collegium.transformers_experts(x, topk_ids, topk_weights, handle, out)
