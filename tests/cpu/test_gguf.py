@@ -378,7 +378,7 @@ def test_broken_models(tmp_path: Path) -> None:
 def test_a_folder_of_gguf_files_has_no_tokenizer_to_copy(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     write_gguf(tmp_path / "model" / "model.gguf", "deepseek2", ("Q5_K", "Q8_0"))
-    with pytest.raises(CheckpointError, match="quantize needs a model's folder with config.json and"):
+    with pytest.raises(CheckpointError, match=r"quantize needs a model's folder with config.json and"):
         quantize_model(str(tmp_path / "model"), "mxfp4", str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
