@@ -22,8 +22,10 @@ from .commands.options import (
     Format,
     Kernel,
     Model,
+    ShapeOrModel,
     Steps,
     Trace,
+    WholeModel,
     ceilings_of,
     formats_of,
     numbers,
@@ -162,12 +164,7 @@ def plan(
 @app.command()
 @prints(printing.print_bench)
 def bench(
-    what: Annotated[
-        str,
-        typer.Argument(
-            callback=cached_model, help="dsv3, v4_flash, gptoss120b, qwen3_30b, HxIxExK, or a model's folder."
-        ),
-    ],
+    what: ShapeOrModel,
     recipes: Annotated[
         list[str] | None, typer.Option("--format", help="weights or weights:activations, such as mxfp4; repeatable.")
     ] = None,
@@ -206,12 +203,7 @@ def bench(
 @app.command()
 @prints(printing.print_model_bench, together=True)
 def bench_model(
-    what: Annotated[
-        str,
-        typer.Argument(
-            callback=cached_model, help="qwen3_30b, gpt_oss_20b, or the folder of a model transformers knows."
-        ),
-    ],
+    what: WholeModel,
     recipes: Annotated[
         list[str] | None, typer.Option("--format", help="Ours beside BF16: weights or weights:activations; repeatable.")
     ] = None,
@@ -242,12 +234,7 @@ def bench_model(
 @app.command()
 @prints(printing.print_tuning)
 def tune(
-    what: Annotated[
-        str,
-        typer.Argument(
-            callback=cached_model, help="dsv3, v4_flash, gptoss120b, qwen3_30b, HxIxExK, or a model's folder."
-        ),
-    ],
+    what: ShapeOrModel,
     recipe: Annotated[str, typer.Option("--format", help="weights or weights:activations, such as mxfp4.")] = "bf16",
     tokens: Annotated[str | None, typer.Option(help="Token counts; powers of two up to 8192 when left out.")] = None,
     most: Annotated[int, typer.Option(min=1, help="Tiles tried for each product and token count.")] = 8,
