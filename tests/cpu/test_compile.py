@@ -22,6 +22,7 @@ BASE = {
     "PARTS": 2, "KIND": 0, "HAS_LIMIT": False, "EVEN_K": True, "ASM": True, "GROUP_T": 8, "K_BLOCKS": 32,
     "NARROW": False, "BLOCK_N": 64, "BLOCK_T": 16, "BLOCK_K": 128, "STAGES": 4, "STACKED": False, "TOP_K": 0,
     "EARLY": False, "PDL": True, "row_places": None, "PLACED": 0, "JOINED": False,
+    "DEPTH": 1,
 }  # fmt: skip
 PLAIN = {"BLOCK_K": 64}
 BLOCKS = {"WEIGHT": 2, "SCALE": 1, "X_SCALE": 1}
@@ -40,6 +41,7 @@ LOOKED_UP = {"WEIGHT": 12, "SCALE": 4, "WORDS": 2}  # numbers of bitsandbytes
 MXFP8 = {"WEIGHT": 1, "SCALE": 2, "ROW_SCALE": True}
 W8A16 = {"WEIGHT": 1, "SCALE": 1}
 STACKED = {"STACKED": True, "BLOCK_N": 128}
+DEEP = {"STACKED": True, "DEPTH": 2, "STAGES": 3}
 ALONE = {"PDL": False}
 DIRECT = {"TOP_K": 8}
 EARLY = {"EARLY": True}
@@ -57,6 +59,13 @@ HALF = {"HALF": True}
 CASES: tuple[tuple[int, str, dict[str, Any], str, int, int], ...] = (
     (90, "bf16", PLAIN, "HGMMA", 64, 74),
     (90, "bf16", PLAIN | WIDE, "HGMMA", 255, 146),
+    (90, "bf16", PLAIN | DEEP, "HGMMA", 128, 64),
+    (90, "bf16", PLAIN | DEEP | {"DEPTH": 3, "K_BLOCKS": 45}, "HGMMA", 128, 96),
+    (90, "bf16", PLAIN | DEEP | NARROW, "HGMMA", 168, 100),
+    (90, "e4m3", BLOCKS | DEEP, "QGMMA", 128, 64),
+    (90, "e4m3", BLOCKS | DEEP | {"STAGES": 4}, "QGMMA", 128, 84),
+    (90, "e4m3", BLOCKS | DEEP | NARROW, "QGMMA", 248, 100),
+    (90, "e4m3", BLOCKS | DOWN | DEEP | {"STACKED": False, "BLOCK_N": 64}, "QGMMA", 128, 64),
     (90, "e4m3", BLOCKS, "QGMMA", 96, 75),
     (90, "e4m3", BLOCKS | EARLY, "QGMMA", 96, 75),
     (90, "e4m3", BLOCKS | NARROW | {"BLOCK_N": 128, "warps": 8}, "QGMMA", 255, 170),

@@ -10,6 +10,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -85,6 +86,8 @@ def kernel(request, monkeypatch):
         pytest.skip("no AMX here")
     if request.param == "pairs" and not device._host("avx512bf16"):
         pytest.skip("no products of pairs here")
+    if request.param == "vectors" and not device._host("avx512f"):
+        pytest.skip("no AVX-512 here")
     if request.param != "tiles":
         monkeypatch.setattr(device, "has_tiles", lambda: False)
     if request.param in ("vectors", "avx2"):
@@ -159,6 +162,7 @@ def judge(kernel, batch, weights, activation=None, most=1e-3, like=None):
 @pytest.mark.parametrize(("hidden", "wide", "bias"), [(64, 32, True), (320, 192, False), (192, 64, True)])
 def test_rows_of_bfloat16_are_multiplied_where_they_lie(kernel, monkeypatch, hidden, wide, bias, weighted):
     monkeypatch.setattr(grouped, "_TURNS", True)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     weights = make_weights("bf16", 5, hidden, wide, bias=bias)
     packed = CpuGrouped().pack(weights, problem("bf16").routed)
     both = packed._turned()
@@ -187,8 +191,8 @@ def test_rows_are_counted_on_a_cpu_with_avx2_alone(kernel, monkeypatch):
     project = grouped._project
     monkeypatch.setattr(grouped, "_project", lambda *given: seen.append(1) or project(*given))
     for found, counts, library in (
-        ("AVX2", [1, 1, 1], 2), ("AVX2", [1, 0, 2], 0), ("AVX2", [30, 30, 36], 0), ("AVX2", [0, 33, 0], 2),
-        ("AVX512", [1, 1, 1], 0), ("AVX512", [0, 33, 0], 0),
+        ("AVX2", [1, 1, 1], 2), ("AVX2", [2, 0, 3], 2), ("AVX2", [3, 30, 36], 0), ("AVX2", [0, 37, 0], 2),
+        ("AVX512", [1, 1, 1], 0), ("AVX512", [0, 37, 0], 0),
     ):  # fmt: skip
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda found=found: found)
         batch = make_batch(counts, 64)
@@ -196,6 +200,23 @@ def test_rows_are_counted_on_a_cpu_with_avx2_alone(kernel, monkeypatch):
         got, wanted = packed.run(batch), truth(batch, weights)
         assert float((got - wanted).norm() / wanted.norm()) <= 2e-2
         assert len(seen) == library, (found, counts)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_no_other_expert_has_a_say_in_an_experts_bits(kernel, monkeypatch, bias):
+    """As ranks that hold a part of the experts each need it: some go to the library, some do not."""
+    monkeypatch.setattr(grouped, "_TURNS", True)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    weights = make_weights("bf16", 6, 64, 64, bias=bias)
+    packed, counts = CpuGrouped().pack(weights, problem("bf16").routed), [1, 5, 0, 40, 2, 20]
+    batch = make_batch(counts, 64)
+    whole = packed.run(batch)
+    wanted = truth(batch, weights)
+    assert float((whole.float() - wanted).norm() / wanted.norm()) <= 2e-2
+    for expert, (first, last) in enumerate(pairwise(batch.expert_offsets.tolist())):
+        offsets = torch.where(torch.arange(7) > expert, last - first, 0)
+        own = replace(batch, source=batch.source[first:last], expert_offsets=offsets)
+        assert torch.equal(packed.run(own), whole[first:last]), expert
 
 
 @pytest.mark.parametrize(("hidden", "wide"), [(64, 33), (90, 64), (64, 48)])

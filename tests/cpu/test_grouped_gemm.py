@@ -201,6 +201,31 @@ def test_a_row_does_not_depend_on_the_batch_or_the_tile(weights: str, act: str) 
         assert torch.equal(packed.run(one)[0], whole[row])
 
 
+@pytest.mark.parametrize(
+    ("weights", "act", "sizes", "depths"),
+    [
+        ("bf16", "bf16", (330, 200), (2, 2)),
+        ("fp16", "fp16", (560, 330), (3, 3)),
+        ("fp8_block", "fp8_group128", (500, 700), (2, 3)),
+        ("fp8_channel", "fp8_token", (700, 500), (3, 2)),
+    ],
+)
+def test_several_blocks_a_step_add_in_the_same_order(
+    weights: str, act: str, sizes: tuple[int, int], depths: tuple[int, int]
+) -> None:
+    """The last block is a part of one, tiles are as few rows as there are, and gate and up share an operand."""
+    problem = question(weights, act, hidden_size=sizes[0], intermediate_size=sizes[1])
+    packed, _ = build(problem)
+    blocks = packed.gate_up.layout.k_blocks, packed.down.layout.k_blocks
+    assert all(count >= 4 and count % depth == 0 for count, depth in zip(blocks, depths, strict=True))
+    batch = batch_of(50, problem)
+    stop = int(batch.expert_offsets[-1])
+    whole = packed.run(batch)[:stop].clone()
+    for tile in (replace(TILE, stages=3), replace(TILE, block_t=64, narrow=True, stages=3)):
+        pair = replace(tile, depth=depths[0], stacked=True), replace(tile, depth=depths[1])
+        assert torch.equal(replace(packed, tiles=pair).run(batch)[:stop], whole), pair
+
+
 @pytest.mark.parametrize(("weights", "act"), [("bf16", "bf16"), ("nvfp4", "bf16"), ("mxfp4", "fp8_token")])
 def test_batches_of_one_tile_need_one_compiled_kernel(weights: str, act: str, monkeypatch: Any) -> None:
     asked: list[tuple[object, ...]] = []
@@ -715,7 +740,7 @@ def test_a_tile_that_fits_is_chosen_for_every_size(machine: Machine) -> None:
                 tile = choose(problem, machine)
                 assert tile in candidates(problem, machine)
                 bits = 2 * tile.columns * problem.weight_bits + tile.block_t * problem.x_bits
-                assert tile.stages * 64 * bits / 8 <= machine.shared
+                assert tile.stages * tile.depth * 64 * bits / 8 <= machine.shared
                 assert score(problem, tile, machine) == min(
                     score(problem, other, machine) for other in candidates(problem, machine)
                 )
@@ -770,20 +795,31 @@ def test_sums_in_units_of_a_group_leave_room_for_tall_tiles() -> None:
         assert choose(replace(many, promoted=True, running=False), hopper).block_t == 32
 
 
-def test_one_token_of_undecoded_weights_keeps_many_bytes_on_their_way() -> None:
+def test_few_rows_of_undecoded_weights_read_several_blocks_before_the_first_is_multiplied() -> None:
     hopper, ampere = machine_of((9, 0), 132), machine_of((8, 0), 108)
     eight = {"promoted": True, "x_bits": 8, "weight_bits": 8}
-    for sizes in SIZES[:4]:
-        one = products(1, sizes)
-        assert (choose(one, hopper).block_n, choose(one, hopper).stages) == (64, 8)
-        assert choose(one, ampere).stages < 8
-    # Few programs stand alone on their multiprocessors; more fit in pairs; many are no matter of this rule.
-    assert [choose(replace(products(1, sizes, **eight), block_k=128), hopper).stages for sizes in SIZES[:4]] == [
-        8,
-        6,
-        6,
-        8,
-    ]
+
+    def tile(tokens: int, sizes: tuple[int, ...], **facts: Any) -> TileChoice:
+        return choose(replace(products(tokens, sizes, **eight), block_k=128, **facts), hopper)
+
+    v3, qwen = (7168, 2048, 256, 8), (2048, 768, 128, 8)
+    # All programs at once where three share a multiprocessor; more of them keep more bytes on their way in pairs.
+    few, more = tile(1, qwen), tile(1, v3)
+    assert (few.block_n, few.stacked, few.depth, few.stages) == (64, True, 2, 3)
+    assert (more.depth, more.stages) == (2, 4)
+    assert [tile(count, v3).block_t for count in (1, 8, 128, 512)] == [16, 16, 16, 64]
+    assert tile(512, v3).narrow
+    # Where K is an odd number of blocks, there is a third or nothing.
+    thirds, odd = choose(products(1, (2880, 2880, 128, 4)), hopper), tile(1, v3, k_in=1408)
+    assert (thirds.depth, odd.depth) == (3, 1)
+    # A short product of many rows, and rows that fill tiles, are better off one by one.
+    down = {"parts": 1, "k_in": 768, "n_out": 2048}
+    assert (tile(8, qwen, **down).depth, tile(512, qwen, **down).depth) == (2, 1)
+    assert not tile(8, qwen, **down).stacked
+    assert tile(2048, v3).depth == 1
+    assert choose(products(1, SIZES[0]), ampere).depth == 1
+    assert choose(products(1, SIZES[0]), replace(hopper, shared=99 << 10)).depth == 2
+    assert choose(products(1, SIZES[0]), replace(hopper, shared=60 << 10)).depth == 1
 
 
 def test_a_machine_too_small_is_named() -> None:

@@ -170,7 +170,7 @@ def equal(found: torch.Tensor, wanted: torch.Tensor, *, exact: bool) -> bool:
     if not torch.equal(nan, wanted.isnan()):
         return False
     found, wanted = found.masked_fill(nan, 7.0).float(), wanted.masked_fill(nan, 7.0).float()
-    return torch.equal(found, wanted) if exact else bool((found - wanted).norm() <= 0.005 * wanted.norm())
+    return torch.equal(found, wanted) if exact else bool((found - wanted).norm() <= 0.01 * wanted.norm())
 
 
 class Turn(NamedTuple):

@@ -143,7 +143,7 @@ def grouped_tile(
     """Return ``[columns, BLOCK_T]`` float32: rows ``token [BLOCK_T]`` of x times weights of an expert from n_first on.
 
     row_count: of the rows those that exist; the others may be any of x, and nothing of them counts. DEPTH: blocks of
-    E4M3 codes that a step of the loop multiplies, one operand of weights each; it divides K_BLOCKS. LAUNCH: the next
+    weights as stored that a step of the loop multiplies, one operand each; it divides K_BLOCKS. LAUNCH: the next
     kernel may start once the products are done. The rest is as in ``grouped_gemm_kernel``; there are BLOCK_N columns,
     or half as many where a tile is stacked.
     """
@@ -286,8 +286,8 @@ def _write_tile(
     WEIGHT: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr, X_SCALE: tl.constexpr, ROW_SCALE: tl.constexpr,
     BIAS: tl.constexpr, GATHER: tl.constexpr, PARTS: tl.constexpr, KIND: tl.constexpr, HAS_LIMIT: tl.constexpr,
     K_BLOCKS: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr, STACKED: tl.constexpr, JOINED: tl.constexpr, PLACED: tl.constexpr, TOP_K: tl.constexpr,
-    PDL: tl.constexpr, BLOCK_T: tl.constexpr,
+    DEPTH: tl.constexpr, STAGES: tl.constexpr, STACKED: tl.constexpr, JOINED: tl.constexpr, PLACED: tl.constexpr,
+    TOP_K: tl.constexpr, PDL: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Multiply and store ``row_count`` rows, up to BLOCK_T, by an expert's weight rows from n_first on."""
     COLUMNS: tl.constexpr = BLOCK_N // 2 if STACKED else BLOCK_N
@@ -298,7 +298,7 @@ def _write_tile(
         x, x_scale, sums, weight, scale, row_scale, bias, expert, n_first, token, row_count,
         n_out, k_in, x_stride, n_step, k_step, part_step, scale_rows, limit, alpha, gate_bound, up_bound,
         WEIGHT, SCALE, WORDS, X_SCALE, ROW_SCALE, BIAS, PARTS, KIND, HAS_LIMIT, K_BLOCKS, EVEN_K, ASM, BLOCK_N, BLOCK_T,
-        BLOCK_K, 1, STAGES, STACKED, JOINED, PDL and not TOP_K,
+        BLOCK_K, DEPTH, STAGES, STACKED, JOINED, PDL and not TOP_K,
     )  # fmt: skip
     store_rows(result, out, row_places, row, t < row_count, n_first, tl.arange(0, COLUMNS), n_out, PLACED)
 
@@ -314,8 +314,9 @@ def grouped_gemm_kernel(
     WEIGHT: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr, X_SCALE: tl.constexpr, ROW_SCALE: tl.constexpr,
     BIAS: tl.constexpr, GATHER: tl.constexpr, PARTS: tl.constexpr, KIND: tl.constexpr, HAS_LIMIT: tl.constexpr,
     K_BLOCKS: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr, GROUP_T: tl.constexpr, NARROW: tl.constexpr, STAGES: tl.constexpr, STACKED: tl.constexpr,
-    JOINED: tl.constexpr, PLACED: tl.constexpr, TOP_K: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP_T: tl.constexpr, NARROW: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
+    STACKED: tl.constexpr, JOINED: tl.constexpr, PLACED: tl.constexpr, TOP_K: tl.constexpr, EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Write ``out [R, n_out]``: rows of one expert times its weights, then bias and activation.
 
@@ -343,5 +344,5 @@ def grouped_gemm_kernel(
         if row_count <= BLOCK_T >> halved and (halved == HALVED or row_count > BLOCK_T >> (halved + 1)):
             _write_tile(
                 *given, WEIGHT, SCALE, WORDS, X_SCALE, ROW_SCALE, BIAS, GATHER, PARTS, KIND, HAS_LIMIT, K_BLOCKS,
-                EVEN_K, ASM, BLOCK_N, BLOCK_K, STAGES, STACKED, JOINED, PLACED, TOP_K, PDL, BLOCK_T >> halved,
+                EVEN_K, ASM, BLOCK_N, BLOCK_K, DEPTH, STAGES, STACKED, JOINED, PLACED, TOP_K, PDL, BLOCK_T >> halved,
             )  # fmt: skip

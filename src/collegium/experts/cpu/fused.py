@@ -58,7 +58,7 @@ class FusedExperts(Packed):
         with torch.inference_mode():
             for own, spans in cut_rows(batch):
                 x = tokens_of(batch, own)
-                where = starts_of(spans, len(x))
+                where = starts_of(spans)
                 inner = [matrix.multiply(x, *where)[:, : matrix.rows] for matrix in self.gate_up]
                 inner = torch.cat(inner, dim=1) if len(inner) > 1 else inner[0]
                 hidden = fast_activate(inner, self.activation).to(x.dtype)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -43,9 +43,9 @@ _TILE = 1 << 22
 # ONEDNN_MAX_CPU_ISA, November 2026).
 _FLOAT32_ROWS = 3
 _HAS_TILES = bool(torch.cpu._is_amx_tile_supported())  # pyright: ignore[reportPrivateUsage]
-# Rows of an expert, on average, that ``kernels.cpu_fused`` multiplies faster on a CPU with AVX2 alone (emulated); with
-# AVX-512 any number is faster (EPYC with AVX512_BF16, November 2026). With AMX it was not measured.
-_AVX2_ROWS = 1.25, 32
+# Rows of an expert that ``kernels.cpu_fused`` multiplies faster on a CPU with AVX2 alone (two cores of a Zen 3 EPYC,
+# November 2026); with AVX-512 any number is faster (EPYC with AVX512_BF16). With AMX it was not measured.
+_AVX2_ROWS = range(3, 37)
 _TURNS = not _HAS_TILES
 _Spans = list[tuple[int, slice]]  # experts and their rows
 _CHUNK_ROWS = 512  # rows whose intermediate values are kept at once, unless one expert has more
@@ -81,16 +81,18 @@ class CpuExperts(Packed):
         scratch, compute = _scratch(self), torch.bfloat16 if batch.x.dtype == torch.bfloat16 else torch.float32
         with torch.inference_mode():
             for own, spans in chunks:
-                x = tokens_of(batch, own)
-                inner = room[: len(x)]
-                if both is not None and _turns(len(x), len(spans)):
-                    where = starts_of(spans, len(x))
-                    hidden = fast_activate(both[0].multiply(x, *where), self.activation)
-                    rows[own] = both[1].multiply(hidden.to(x.dtype), *where)
-                    continue
-                _project(self.gate_up, self.gate_up_bias, x.to(compute), (spans, inner, scratch))
-                hidden = fast_activate(inner, self.activation).to(x.dtype)
-                _project(self.down, self.down_bias, hidden.to(compute), (spans, rows[own], scratch))
+                x, out, inner = tokens_of(batch, own), rows[own], room[: own.stop - own.start]
+                # Each expert for itself: which way it goes decides its bits.
+                near, far = ([span for span in spans if _turns(span[1], both) is way] for way in (True, False))
+                if both is not None and near:
+                    picked = torch.LongTensor([row for _, s in near for row in range(s.start, s.stop)])
+                    where = starts_of(near)
+                    hidden = fast_activate(both[0].multiply(x[picked] if far else x, *where), self.activation)
+                    out[picked if far else slice(None)] = both[1].multiply(hidden.to(x.dtype), *where).to(out.dtype)
+                if far:
+                    _project(self.gate_up, self.gate_up_bias, x.to(compute), (far, inner, scratch))
+                    hidden = fast_activate(inner, self.activation).to(x.dtype)
+                    _project(self.down, self.down_bias, hidden.to(compute), (far, out, scratch))
         return rows
 
     def _turned(self) -> tuple[FusedMatrix, FusedMatrix] | None:
@@ -156,10 +158,10 @@ class CpuGrouped(ExpertKernel):
         )
 
 
-def _turns(rows: int, experts: int) -> bool:
-    """Return whether ``kernels.cpu_fused`` multiplies so many rows of bfloat16 faster than the library."""
-    few, many = _AVX2_ROWS
-    return torch.backends.cpu.get_cpu_capability() == "AVX512" or few * experts < rows <= many * experts
+def _turns(span: slice, both: object) -> bool:
+    """Return whether ``kernels.cpu_fused`` has the matrices and multiplies an expert's rows faster than the library."""
+    every = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return both is not None and (every or span.stop - span.start in _AVX2_ROWS)
 
 
 def _project(
@@ -232,10 +234,11 @@ def tokens_of(batch: ContiguousBatch, own: slice) -> Tensor:
     return x if batch.input_weights is None else (x.float() * batch.input_weights[own, None]).to(x.dtype)
 
 
-def starts_of(spans: _Spans, rows: int) -> tuple[Tensor, Tensor]:
-    """Return the experts of a run of ``rows`` rows, and where the rows of each begin, as ``FusedMatrix`` takes them."""
+def starts_of(spans: _Spans) -> tuple[Tensor, Tensor]:
+    """Return the experts of ``spans``, and where the rows of each begin, as ``FusedMatrix`` takes them."""
     # These are on the CPU whatever torch's default device is.
-    return torch.LongTensor([expert for expert, _ in spans]), torch.LongTensor([*(own.start for _, own in spans), rows])
+    bounds = accumulate((own.stop - own.start for _, own in spans), initial=0)
+    return torch.LongTensor([expert for expert, _ in spans]), torch.LongTensor([*bounds])
 
 
 def _scratch(packed: CpuExperts) -> Scratch:

@@ -103,7 +103,7 @@ def grouped_gemm(
 
         kernel, sizes = w4a8_kernel, (n_out, x.stride(0), beside[0].stride(-1), layout.row_tiles)
         beside = beside[:1]
-        own: dict[str, Any] = {"WARPS": tile.warps, "DEPTH": tile.depth}
+        own: dict[str, Any] = {"WARPS": tile.warps}
     else:
         from ...kernels.grouped_gemm import grouped_gemm_kernel
 
@@ -117,8 +117,7 @@ def grouped_gemm(
         *bounds_of(activation),
     )  # fmt: skip
     own |= {"WEIGHT": layout.weight, "GATHER": source is not None, "BLOCK_N": tile.block_n, "NARROW": tile.narrow}
-    own |= {"STAGES": tile.stages} | tiles.constants(x)
-    constants = constants_of(packed, activation, x_scale, tiles) | own
+    constants = constants_of(packed, activation, x_scale, tiles) | own | {"DEPTH": tile.depth} | tiles.constants(x)
     grid = (tiles.count * -(-layout.operand_rows[1] // tile.columns),)
     launch(kernel, grid, args, constants, num_warps=tile.warps, maxnreg=tile.registers or None)
     return out
@@ -153,7 +152,7 @@ def constants_of(
     per_row = 0 if x_scale is None else 2 if scale.shape[1] == 1 else 1 if scale.stride(1) == 1 else 3
     found = {"BIAS": packed.bias is not None, "PARTS": layout.shape[1], "KIND": kind_of(activation)}
     found |= {"HAS_LIMIT": activation is not None and activation.limit is not None, "K_BLOCKS": layout.k_blocks}
-    found |= {"BLOCK_K": layout.block_k, "X_SCALE": per_row, "BLOCK_T": tiles.tile.block_t}
+    found |= {"BLOCK_K": layout.block_k, "X_SCALE": per_row, "BLOCK_T": tiles.tile.block_t, "STAGES": tiles.tile.stages}
     return found | {"GROUP_T": tiles.tile.group_t, "PLACED": tiles.placed(layout.shape[2])}
 
 
