@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from collegium.checkpoint import Checkpoint, CheckpointLayer, audit, describe_checkpoint, load_all, load_experts
+from collegium.encoding import encode_experts
 from collegium.errors import BadScaleError, ConfigError, InputError, TensorMismatchError, UnknownTensorError
 from collegium.formats import by_name
 from collegium.formats.unquantised import as_stored
@@ -131,6 +132,18 @@ def test_replicas_of_an_expert_load_on_every_rank_that_holds_one(tmp_path: Path)
     for ids in slots:
         weights = load_experts(CheckpointLayer.open(checkpoint, 0), Placement(expert_ids=ids))
         assert torch.equal(weights.down.decode(), tiny.experts[0][2].decode()[list(ids)])
+
+
+@pytest.mark.parametrize("ids", [(2, 1), (3,)])
+def test_spare_slots_hold_a_copy_of_the_first_expert_and_can_be_encoded(tmp_path: Path, ids: tuple[int, ...]) -> None:
+    tiny = write_checkpoint(tmp_path, "mixtral", size=TinySize(hidden=64, intermediate=64, experts=4, layers=1))
+    weights = load_experts(CheckpointLayer.open(Checkpoint.open(tmp_path), 0), Placement(expert_ids=ids, spare=2))
+    held = [*ids, ids[0], ids[0]]
+    assert torch.equal(weights.down.decode(), tiny.experts[0][2].decode()[held])
+    for half in (0, 1):
+        assert torch.equal(weights.gate_up.decode()[:, half], tiny.experts[0][half].decode()[held])
+    small = encode_experts(weights, "nvfp4")  # which refuses what is not finite
+    assert torch.equal(small.down[len(held) - 1].decode(), small.down[0].decode())
 
 
 def test_layers_stream_one_at_a_time_and_say_which(tmp_path: Path) -> None:

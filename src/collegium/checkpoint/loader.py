@@ -98,6 +98,9 @@ def _fill(
                 made[field].put(slot, matrix)
             elif count:
                 made[field][slot].put(half, matrix)
+    for slot in range(max(1, len(placement.expert_ids)), count):
+        for whole in made.values():
+            whole.put(slot, whole[0])
     return made, problems
 
 
