@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,18 @@ from collegium.balance.balancer import Balancer
 from collegium.balance.checksum import agreed, checksum
 from collegium.balance.mover import rounds
 from collegium.balance.slots import balancedness
-from moving import by_policy, random_slots, rebalance, refused, served_while_moving
-from ranks import run_ranks
+from collegium.parallel.meeting import timeout_seconds
+from moving import (
+    by_policy,
+    placement,
+    random_slots,
+    rebalance,
+    refused,
+    served_while_moving,
+    split_layer,
+    whole_weights,
+)
+from ranks import error_of, run_ranks
 
 
 @pytest.mark.parametrize(("world", "times"), [(2, 880), (4, 120)])
@@ -76,6 +87,108 @@ def test_a_policy_is_asked_with_the_loads_of_all_ranks_and_evens_them(policy: st
     assert sum(told) == moved > 0
 
 
+def _served(rank: int) -> tuple[Any, Any]:
+    """Return a layer whose five experts are split over two ranks, and whether it still gives the right numbers."""
+    weights = whole_weights("whole", 5, 0)
+    layer = split_layer("whole", weights, "cpu", placement(5, rank, 2, 1))
+    x = torch.randint(-2, 3, (9, 32), generator=torch.Generator().manual_seed(rank)).float()
+    logits = torch.randn(9, 5, generator=torch.Generator().manual_seed(rank + 7))
+    wanted = split_layer("whole", weights, "cpu", None)(x, router_logits=logits)
+    return layer, lambda: torch.equal(layer(x, router_logits=logits), wanted)
+
+
+WAYS: Any = (((0, 1, 2), (3, 4)), ((3, 4), (0, 1, 2)))
+
+
+def _asked_meanwhile(rank: int) -> list[str]:
+    """Return what goes wrong where experts are asked to move by hand at every call that a policy may be asked at."""
+    layer, right = _served(rank)
+    looked, faults = list[int](), list[str]()
+    balancer = Balancer({"a": layer}, lambda load, slots: looked.append(1), interval=6, every=2)
+    for call in range(150):
+        if not right():
+            faults.append(f"call {call}")
+        balancer.step()
+        time.sleep(0.001)
+        if call % 7 == 3:
+            said = error_of(partial(balancer.plan, {"a": WAYS[call // 7 % 2]}))
+            if said != "none" and "when idle" not in said:
+                faults.append(said)
+    if len(looked) < 3 or balancer.counts.switched < 6:
+        faults.append(f"{len(looked)} looks, {balancer.counts}")
+    balancer.close()
+    return [*faults, error_of(lambda: balancer.plan({"a": WAYS[0]}))]
+
+
+def test_experts_can_be_moved_by_hand_between_the_looks_of_a_policy() -> None:
+    for said in run_ranks(_asked_meanwhile, 2):
+        assert len(said) == 1, said
+        assert "this Balancer was closed and moves nothing; make another one on all ranks" in said[0]
+
+
+def _asked_for_loads(rank: int) -> Any:
+    layer, right = _served(rank)
+    timeout_seconds(5)
+    balancer, faults = Balancer({"a": layer}, every=3), list[str]()
+    balancer.record()
+    balancer.plan({"a": WAYS[0]})
+    for call in range(40):
+        if not right():
+            faults.append(f"call {call}")
+        balancer.step()
+        loads = [balancer.loads() for _ in range(3)]
+        if not all(torch.equal(own, loads[0]) and int(own.sum()) == (call + 1) * 2 * 9 * 3 for own in loads):
+            faults.append(f"call {call}: {loads}")
+    done = balancer.idle, balancer.counts.switched > 0
+    balancer.close()
+    return faults, done
+
+
+def test_loads_can_be_asked_for_any_number_of_times_while_experts_move() -> None:
+    assert run_ranks(_asked_for_loads, 2) == [([], (True, True))] * 2
+
+
+def _policy_that_fails(rank: int) -> Any:
+    layer, right = _served(rank)
+    asked: list[int] = []
+
+    def place(load: Any, slots: Any) -> Any:
+        asked.append(1)
+        if len(asked) == 1:
+            raise ValueError("no idea")
+        return ((0, 1),) if len(asked) == 2 else WAYS[0] if len(asked) == 3 else None
+
+    balancer, said = Balancer({"a": layer}, place, interval=4, every=2), list[str]()
+    for _ in range(80):
+        try:
+            balancer.step()
+        except (ValueError, InputError) as error:
+            said.append(str(error))
+        if not right():
+            said.append("wrong")
+        time.sleep(0.002)
+    held, switched = layer.dispatcher.map.slots, balancer.counts.switched
+    balancer.close()
+    return said, [sorted(set(own) - {-1}) for own in held], switched > 0
+
+
+def test_a_policy_that_fails_is_told_on_every_rank_and_asked_again() -> None:
+    first, second = run_ranks(_policy_that_fails, 2)
+    assert first == second
+    said, held, switched = first
+    assert said[0] == "no idea"
+    assert "needed are as many ranks, slots enough, and the experts there are" in said[1]
+    assert len(said) == 2
+    assert held == [[0, 1, 2], [3, 4]]
+    assert switched
+
+
+@pytest.mark.parametrize(("asked", "text"), [({"interval": 0}, "interval=0"), ({"every": 0}, "every=0")])
+def test_times_that_never_come_are_refused(asked: Any, text: str) -> None:
+    with pytest.raises(InputError, match=f"balancing: {text} was asked for; allowed: 1 call or more"):
+        Balancer({}, **asked)
+
+
 def test_layers_in_one_kernel_are_refused() -> None:
     placed = SimpleNamespace(spare=1, group="")
     made = SimpleNamespace(problem=SimpleNamespace(placement=placed), dispatcher="symm_mem", pipelines=("mega",))
@@ -116,6 +229,11 @@ def test_rounds_reach_any_placement_and_never_lose_an_expert(seed: int, each: in
         assert set(range(experts)) <= {expert for own in one.slots for expert in own}
         held = one.slots
     assert [set(own) - {-1} for own in held] == [set(own) for own in wanted]
+
+
+def test_rounds_for_more_ranks_than_there_are_are_refused() -> None:
+    with pytest.raises(InputError, match=r"asked for \[\[0\], \[1\], \[\]\] in \[2, 2\] slots of 2 ranks"):
+        rounds(((0, -1), (1, -1)), ((0,), (1,), ()), (2, 2))
 
 
 def test_rounds_without_an_empty_slot_are_refused() -> None:

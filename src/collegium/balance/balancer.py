@@ -68,9 +68,10 @@ class Balancer:
 
     place: ``(load [E], slots) -> slots or None``, pure, for instance ``policy_named("greedy").place``: where experts
     should be, None for where they are. It is asked every ``interval`` calls, in a thread beside the steps, and never
-    sees the last empty slot of a rank. Without it experts move only as ``plan`` says. every: calls between two beats
-    while something is under way. metrics: told what came to this rank. counts: what was done. Raises InputError on
-    every rank for layers that cannot move experts, and where ranks packed an expert into different bytes.
+    sees the last empty slot of a rank; what it raises ``step`` does, on every rank, and then nothing moves until it is
+    asked again. Without it experts move only as ``plan`` says. every: calls between two beats while something is under
+    way. metrics: told what came to this rank. counts: what was done. Raises InputError on every rank for layers that
+    cannot move experts, and where ranks packed an expert into different bytes.
     """
 
     def __init__(
@@ -83,14 +84,20 @@ class Balancer:
         metrics: Metrics | None = None,
     ) -> None:
         """Exchange checksums, and connect to the other ranks."""
+        given: dict[str, object] = {"interval": interval, "every": every}
+        for name, asked in given.items():
+            if not isinstance(asked, int) or asked < 1:
+                raise InputError(f"balancing: {name}={asked!r} was asked for; allowed: 1 call or more")
         first = _checked(layers)
         self.counts = Counts()
         self._place, self._interval, self._every, self._metrics = place, interval, every, metrics
-        self._meeting = Meeting(first.group)
+        # Two: what loads() asks must not come between a note that was left and its reading.
+        self._meeting, self._asking = Meeting(first.group), Meeting(first.group)
         self._mover = Mover(first.group, first.device)
         self._layers = _with_sums(layers, self._meeting)
         self._calls, self._next = 0, interval if place else 0
         self._given: tuple[int, str] | None = None
+        self._closed = False
         self._queue: deque[tuple[_Layer, Round]] = deque()
         self._moving: Future[Arrived] | None = None
         self._placing: Future[list[tuple[_Layer, Round]]] | None = None
@@ -107,7 +114,7 @@ class Balancer:
 
     def loads(self) -> Tensor:
         """Return ``[layers, E]`` int64: assignments counted so far on all ranks, which call this at the same time."""
-        found = self._meeting.exchange(self._copy_loads().read(), "summing loads")
+        found = self._asking.exchange(self._copy_loads().read(), "summing loads")
         return torch.stack(found).sum(0)
 
     @property
@@ -153,22 +160,24 @@ class Balancer:
             return
         self._same()
         self._measured()
-        if self._given is not None:
-            self._act(self._meeting.collect(*self._given))
-            self._given = None
+        told, self._given, self._next = self._given, None, self._calls + self._every
+        if told is not None:
+            self._act(self._meeting.collect(*told))
         busy = self._queue or self._copied is not None or self._placing is not None
         if busy or (self._place and self._calls % self._interval < self._every):
             self._say()
-            self._next = self._calls + self._every
         else:
             self._next = self._calls - self._calls % self._interval + self._interval if self._place else 0
 
     def close(self) -> None:
         """Stop moving; all ranks call it. Layers go on serving with the maps they have."""
+        self._closed = True
         self._mover.close()
 
     def _same(self) -> None:
-        """Refuse layers whose experts are others than those whose checksums were taken."""
+        """Refuse layers whose experts are others than those whose checksums were taken, and any after ``close``."""
+        if self._closed:
+            raise InputError("balancing: this Balancer was closed and moves nothing; make another one on all ranks")
         built = [own.name for own in self._layers if getattr(own.layer.dispatcher, "map", None) is not own.map]
         if built:
             raise InputError(
@@ -184,7 +193,7 @@ class Balancer:
             if self._moving is None:
                 tables = partial(own.map.tables, due.slots)
                 self._moving = self._mover.start(own.layer.experts, due.moves, own.sums, tables)
-            state = (own.name, self._moving.result().good if self._moving.done() else None)
+            state = ("moved", self._moving.result().good if self._moving.done() else None)
         elif self._placing is not None:
             state = ("placed", self._placing.done())
         elif self._copied is not None:
@@ -196,7 +205,7 @@ class Balancer:
 
     def _act(self, found: list[Any]) -> None:
         """Do what all ranks do who were told the same."""
-        if self._queue and all(state and state[1] is not None for state in found):
+        if all(state and state[0] == "moved" and state[1] is not None for state in found):
             assert self._moving is not None
             (own, due), arrived, self._moving = self._queue[0], self._moving.result(), None
             if all(good for _, good in found):
@@ -213,8 +222,9 @@ class Balancer:
             self._queue.extend(placed.result())
         elif all(state and state[0] == "loads" for state in found):
             total = torch.stack([loads for _, loads in found]).sum(0)
-            fresh, self._seen = total - self._seen, total
-            self._placing = self._mover.aside(self._placed, fresh)
+            if not self._queue:  # what ``plan`` asked for meanwhile comes first; they are counted at the next look
+                fresh, self._seen = total - self._seen, total
+                self._placing = self._mover.aside(self._placed, fresh)
 
     def _placed(self, loads: Tensor) -> list[tuple[_Layer, Round]]:
         """Return what ``place`` has to move; beside the steps, which it would hold up for milliseconds a layer."""

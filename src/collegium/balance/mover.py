@@ -54,7 +54,7 @@ def rounds(current: Slots, wanted: Slots, room: Sequence[int]) -> tuple[Round, .
     targets = [set(own) - {-1} for own in wanted]
     held = [[*own] for own in current]
     homeless = set[int]().union(*targets) ^ (set[int]().union(*map(set, current)) - {-1})
-    full = [rank for rank, own in enumerate(targets) if len(own) > room[rank]]
+    full = [rank for rank, (own, most) in enumerate(zip(targets, room, strict=False)) if len(own) > most]
     if len(targets) != len(held) or homeless or full:
         raise InputError(
             f"moving experts: asked for {[sorted(own) for own in targets]} in {list(room)} slots of {len(held)} ranks; "
