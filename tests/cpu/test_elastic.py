@@ -15,7 +15,7 @@ import pytest
 from collegium.balance.elastic import spread
 from collegium.parallel.doors import Door, is_gone, own_door
 from ranks import run_ranks
-from regrouping import EXPERTS, NAMES, come_and_go, copies_suffice, refused, shrink
+from regrouping import EXPERTS, NAMES, come_and_go, copies_suffice, refused, shrink, sums_alone
 from tracked import ROOT
 
 
@@ -75,6 +75,12 @@ def test_ranks_that_read_each_others_memory_leave_and_no_block_stays(tmp_path: P
 
 def test_where_copies_are_left_nothing_is_read(tmp_path: Path) -> None:
     assert run_ranks(partial(copies_suffice, folder=str(tmp_path)), 3) == [[]] * 3
+
+
+def test_a_rank_alone_goes_on_with_rows_where_ranks_sent_sums(tmp_path: Path) -> None:
+    (_, _), (faults, kinds) = run_ranks(partial(sums_alone, folder=str(tmp_path)), 2)
+    assert not faults
+    assert kinds == [("local", "exact")] * 2
 
 
 def test_what_cannot_go_on_is_refused(tmp_path: Path) -> None:

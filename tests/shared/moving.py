@@ -80,7 +80,12 @@ def placement(experts: int, rank: int, world: int, spare: int) -> Placement:
 
 
 def split_layer(
-    recipe: str, weights: ExpertWeights[Any], device: str, placed: Placement | None, dispatcher: str | None = None
+    recipe: str,
+    weights: ExpertWeights[Any],
+    device: str,
+    placed: Placement | None,
+    dispatcher: str | None = None,
+    **wished: Any,
 ) -> MoELayer:
     """Return a layer of the experts of ``placed``, of all where it is None; spare slots hold the first expert."""
     form, act, dtype = RECIPES[recipe]
@@ -97,7 +102,7 @@ def split_layer(
     limits = Limits(max_tokens=64 if placed is not None else 512)
     problem: Any = Problem(spec=spec, device=probe(device), limits=limits, dtype=dtype, placement=placed)
     sent = replace(held, gate_up=held.gate_up.to(device), down=held.down.to(device))
-    return MoELayer(sent, plan(problem, Choice(activation_format=act, dispatcher=dispatcher)))
+    return MoELayer(sent, plan(problem, Choice(activation_format=act, dispatcher=dispatcher, **wished)))
 
 
 def random_slots(experts: int, room: tuple[int, ...], chance: random.Random, *, replicas: bool) -> Any:

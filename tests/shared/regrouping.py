@@ -20,7 +20,7 @@ from moving import TOP_K, placement, split_layer, whole_weights
 from ranks import error_of
 from split_layers import taken
 
-__all__ = ["come_and_go", "copies_suffice", "refused", "shrink"]
+__all__ = ["come_and_go", "copies_suffice", "refused", "shrink", "sums_alone"]
 
 EXPERTS, NAMES = 7, ("first", "second")
 _WEIGHTS = {name: whole_weights("whole", EXPERTS, seed) for seed, name in enumerate(NAMES)}
@@ -164,6 +164,25 @@ def copies_suffice(rank: int, folder: str) -> Any:
         return faults
     regroup(layers, (0,))
     return faults + _faults(layers, "two ranks")
+
+
+def sums_alone(rank: int, folder: str) -> Any:
+    """Two ranks send back sums; one leaves, and the other is alone."""
+    faults: list[str] = []
+    layers: Any = {}
+    for name in NAMES:
+        combine = "reduced" if name == "first" else "reduced_fp8"
+        placed = placement(EXPERTS, rank, 2, 1)
+        layers[name] = split_layer("whole", _WEIGHTS[name], "cpu", placed, combine=combine)
+        layers[name](torch.ones(3, 32), router_logits=torch.zeros(3, EXPERTS))
+    if rank == 0:
+        distributed.destroy_process_group()
+        _alone(folder, rank)
+        return faults, []
+    regroup(layers, (0,), read=_Read())
+    return faults + _faults(layers, "alone"), [
+        (own.plan.dispatcher, own.plan.problem.combine) for own in layers.values()
+    ]
 
 
 def refused(rank: int, folder: str) -> Any:

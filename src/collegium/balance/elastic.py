@@ -107,8 +107,9 @@ def regroup(
     All members call it, those of torch's default group that are left, with the same layers by name, in the same order;
     ``RankError.ranks`` says who is lost. read: what nobody holds any more, by name of the layer (``reader_of`` takes
     the layer's number). spare: empty slots of a rank, as many as before when None. The layers are changed in place: a
-    layer of its own rank alone goes on with ``local``, and CUDA graphs of them are captured anew. While a layer's
-    experts change slots it takes its packed bytes once more. Balancers are closed before and made again.
+    layer of its own rank alone goes on with ``local`` and the combine ``exact``, and CUDA graphs of them are captured
+    anew. While a layer's experts change slots it takes its packed bytes once more. Balancers are closed before and made
+    again.
 
     Raises RankError where another member does not come in time, and InputError on every rank for layers that cannot
     go on: experts that nobody holds without ``read``, slices (tp_size above 1), process groups of one's own.
@@ -124,7 +125,8 @@ def regroup(
     }
     for name, placed in _agreed(own, read is not None).items():
         layer, chosen = layers[name], layers[name].plan
-        problem = replace(chosen.problem, placement=placed)
+        combine = chosen.problem.combine if placed is not None else "exact"  # nothing comes back from another rank
+        problem = replace(chosen.problem, placement=placed, combine=combine)
         choice = Choice(
             kernel=chosen.kernel,
             activation_format=chosen.activation_format,
