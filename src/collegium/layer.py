@@ -21,7 +21,7 @@ from .formats.payload import Payload
 from .formats.unquantised import DTYPES
 from .ops.route_wide import widened
 from .parallel import Reaching, composed
-from .parallel.meeting import meeting_of
+from .parallel.meeting import in_turn, meeting_of
 from .pipelines import Parts, Pipeline
 from .pipelines.batched import check_batched, run_batched
 from .planning import Plan, dispatcher_named, kernel_named, plan as planned, stretches
@@ -315,7 +315,7 @@ class MoELayer(PackedModule):
             # Before ranks wait for each other.
             self._router.check_own(router_input)
         capturing = self._capturing()
-        with in_full(x.device):
+        with in_turn(self.plan.groups), in_full(x.device):
             inputs = (x, router_logits, topk_ids, topk_weights, token_ids, router_input, out)
             if memory is not None or self.workspaces is None:
                 self._passes(memory, *inputs)

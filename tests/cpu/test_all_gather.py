@@ -17,10 +17,11 @@ def test_a_layer_over_ranks_has_the_bits_of_one_layer(world: int) -> None:
 
 def test_ranks_that_disagree_are_told_so_on_every_rank() -> None:
     for errors in run_ranks(partial(disagree, name="all_gather"), 2):
-        assert "found rank 0: 5 tokens, top-3; rank 1: 65 tokens, top-3" in errors[0]
-        assert "rank 0: 2 tokens, top-2; rank 1: 2 tokens, top-3" in errors[1]
+        assert "found rank 0: 5 tokens, top-3, layer 1; rank 1: 65 tokens, top-3, layer 1" in errors[0]
+        assert "rank 0: 2 tokens, top-2, layer 1; rank 1: 2 tokens, top-3, layer 1" in errors[1]
         assert "all_gather: building a layer: ranks 0 and 1 differ" in errors[2]
         assert "asked for rank 0 of 3, experts 0 to 2, torch.distributed has rank" in errors[3]
+        assert "found rank 0: 4 tokens, top-3, layer 1; rank 1: 4 tokens, top-3, layer 2; call layers" in errors[4]
 
 
 def test_what_it_cannot_split_is_refused_by_name() -> None:

@@ -87,6 +87,13 @@ def test_a_store_that_is_gone_is_a_rank_error_at_the_request_that_needs_it(broke
         assert "did not come to 'turns'" in said
 
 
+@pytest.mark.parametrize("wrong", [0, -1, float("nan"), float("inf"), 1e12, "3"])
+def test_a_time_that_no_wait_can_have_is_refused(wrong: Any) -> None:
+    with pytest.raises(InputError, match=r"timeout_seconds: found .*, allowed: a positive number of seconds, below"):
+        timeout_seconds(wrong)
+    assert timeout_seconds() > 0
+
+
 def _elsewhere(rank: int) -> Any:
     errors: list[str] = []
     for asked in (

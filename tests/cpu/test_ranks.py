@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from collegium import (
     PlanError,
     Problem,
     Ranks,
+    Routing,
     RoutingSpec,
     load_layer,
     plan,
@@ -35,6 +37,7 @@ from collegium.checkpoint.opened import CheckpointLayer
 from collegium.checkpoint.reader import Checkpoint
 from collegium.parallel.meeting import timeout_seconds
 from collegium.testing.compare import random_experts
+from moving import placement, split_layer, whole_weights
 from rank_cases import FOLDERS, built, compare_loaded, refusals, sequences_in_parts
 from ranks import error_of, run_ranks
 
@@ -91,6 +94,8 @@ def test_what_cannot_be_shared_is_one_error_on_every_rank(
         "other weights": "loading layer 1: ranks 0 and 1 differ: checkpoint",
         "other limits": "limits Limits(max_tokens=9, rank_tokens=None) and Limits(max_tokens=8, rank_tokens=None)",
         "other tokens": "same_tokens: every rank has to be called with the same tokens, found [4, 5]",
+        "no mesh": "'cpu' was given as the mesh; allowed: a DeviceMesh, or none",
+        "another layer of slices": "slices: every rank has to call the same layer, found layers [",
         "other slices": "loading layer 1: ranks 0 and 1 differ: checkpoint",
         "other tokens of slices": "slices: every rank has to be called with the same tokens, found [4, 5]",
     }
@@ -159,6 +164,52 @@ def test_who_holds_what() -> None:
     assert held(2, 3, order=((2, 0), (1, 2)), replicas=1) == [(2, 0, 1), (1, 2, 0)]
     placed = Ranks(rank=1, world_size=2, spare=3, same_tokens=True, group="g").placement(4)
     assert (placed.width, placed.same_tokens, placed.group) == (5, True, "g")
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ({"order": [(0, 1), (2, 3)]}, r"order=\[\(0, 1\), \(2, 3\)\] was asked for; allowed: .* a tuple with the"),
+        ({"order": ([0, 1], (2, 3))}, r"every rank needs a tuple .* \(ranks \[0\] have not\)"),
+        ({"order": ((0, 1), (2, 3.0))}, r"every rank needs a tuple .* \(ranks \[1\] have not\)"),
+        ({"order": (0, 1)}, r"\(ranks \[0, 1\] have not\)"),
+        ({"replicas": 0.5}, r"replicas=0.5, spare=0 were asked for"),
+        ({"spare": "1"}, r"replicas=0, spare='1' were asked for"),
+    ],
+)
+def test_what_is_no_number_or_map_of_experts_is_refused(asked: dict[str, Any], text: str) -> None:
+    with pytest.raises(InputError, match=text):
+        Ranks(world_size=2, **asked).placement(4)
+
+
+def _from_threads(rank: int) -> list[str]:
+    """Return which calls differ that four threads of each rank make in whatever order they come."""
+    weights = whole_weights("whole", 7, 0)
+    whole, faults = split_layer("whole", weights, "cpu", None), list[str]()
+    for name in ("all_to_all", "all_gather", "symm_mem"):
+        layer = split_layer("whole", weights, "cpu", placement(7, rank, 2, 0), name)
+        calls: list[tuple[torch.Tensor, Routing]] = []
+        for number in range(24):
+            tokens, made = 1 + (5 * number + 3 * rank) % 17, torch.Generator().manual_seed(100 * rank + number)
+            x = torch.randint(-2, 3, (tokens, 32), generator=made).float()
+            ids = torch.rand(tokens, 7, generator=made).topk(3).indices
+            calls.append((x, Routing(topk_ids=ids, topk_weights=torch.rand(tokens, 3, generator=made))))
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda own, layer=layer: layer(own[0], routing=own[1]), calls))
+        faults += [
+            f"{name}, call {number}"
+            for number, ((x, routing), own) in enumerate(zip(calls, found, strict=True))
+            if not torch.equal(own, whole(x, routing=routing))
+        ]
+        _kept.append(layer)
+    return faults
+
+
+_kept: list[Any] = []  # until the process ends, as a program keeps its model
+
+
+def test_threads_of_ranks_that_bring_their_own_tokens_call_in_any_order() -> None:
+    assert run_ranks(_from_threads, 2) == [[], []]
 
 
 def test_a_plan_says_what_travels_and_what_it_costs() -> None:

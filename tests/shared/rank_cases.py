@@ -185,6 +185,7 @@ def refusals(rank: int) -> dict[str, str]:
         "map": lambda: Ranks.of(order=((0, 1), (1,)) + ((2,),) * (world - 2)).placement(5),
         "too many replicas": lambda: load_layer(folder, 1, device=Ranks.of(replicas=9)),
         "another order": lambda: Ranks.of(order="middle").placement(8),  # type: ignore[arg-type]
+        "no mesh": lambda: Ranks.of("cpu"),  # type: ignore[arg-type]
         "other checkpoints": lambda: load_layer(other if rank else folder, 1, device=Ranks.of()),
         "other weights": lambda: load_layer(trained if rank else folder, 1, device=Ranks.of()),
         "other limits": lambda: load_layer(folder, 1, device=Ranks.of(), limits=Limits(max_tokens=9 - rank % 2)),
@@ -199,6 +200,8 @@ def refusals(rank: int) -> dict[str, str]:
     found["other slices"] = error_of(lambda: load_layer(other if rank else folder, 1, device=sliced))
     layer = load_layer(folder, 1, device=sliced)
     found["other tokens of slices"] = error_of(lambda: layer(x))
+    second = load_layer(folder, 2, device=sliced)
+    found["another layer of slices"] = error_of(lambda: (second if rank else layer)(x[:4]))
     assert bool(layer(x[:4]).isfinite().all())
     return found
 

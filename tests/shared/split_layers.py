@@ -243,11 +243,13 @@ def disagree(rank: int, name: str) -> list[str]:
     """Return the errors of a rank whose neighbours ask for something else."""
     world = distributed.get_world_size()
     layer = layer_of("shared", RECIPES[1], "cpu", linear(EXPERTS, rank, world), dispatcher=name)
+    next_one = layer_of("shared", RECIPES[1], "cpu", linear(EXPERTS, rank, world), dispatcher=name)
     asks: list[Any] = [
         lambda: layer(torch.zeros(65 if rank == 1 else 5, HIDDEN)),
         lambda: layer(torch.zeros(2, HIDDEN), routing=_first(2, 3 - (rank == 0))),
         lambda: layer_of("plain", RECIPES[rank % 2], "cpu", linear(EXPERTS, rank, world), dispatcher=name),
         lambda: layer_of("plain", RECIPES[1], "cpu", linear(EXPERTS, 0, world + 1), dispatcher=name),
+        lambda: (next_one if rank else layer)(torch.zeros(4, HIDDEN)),
     ]
     errors = [error_of(ask) for ask in asks]
     # Nothing was left half done: the layer still answers.

@@ -19,12 +19,19 @@ if TYPE_CHECKING:
 __all__ = ["Around", "AroundHandle", "Outer", "check_same_tokens"]
 
 
-def check_same_tokens(name: str, group: str, tokens: int) -> None:
+def check_same_tokens(name: str, group: str, tokens: int, layer: int = 0) -> None:
     """Raise InputError on every rank of ``group`` unless all bring as many ``tokens``; all ranks ask together.
 
-    name: of what needs that, as ``Around`` has it. Raises RankError where a rank does not come.
+    name: of what needs that, as ``Around`` has it. layer: its number, which has to be the same too, where nothing
+    inside compares it. Raises RankError where a rank does not come.
     """
-    found = meeting_of(group).exchange(tokens, f"{name} dispatch")
+    told = meeting_of(group).exchange((tokens, layer), f"{name} dispatch")
+    found, layers = [own for own, _ in told], [own for _, own in told]
+    if len(set(layers)) > 1:
+        raise InputError(
+            f"{name}: every rank has to call the same layer, found layers {layers} by rank, numbered as they were "
+            "built; call layers in the same order on every rank"
+        )
     if len(set(found)) > 1:
         raise InputError(
             f"{name}: every rank has to be called with the same tokens, found {found} of them by rank; give all ranks "

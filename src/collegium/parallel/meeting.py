@@ -10,8 +10,8 @@ import pickle
 import threading
 import time
 import weakref
-from contextlib import suppress
-from typing import Any
+from contextlib import ExitStack, contextmanager, suppress
+from typing import TYPE_CHECKING, Any
 
 from torch import distributed
 
@@ -19,22 +19,28 @@ from ..errors import InputError, RankError
 from .doors import Door, is_gone, own_door
 from .groups import group_named, world_ranks
 
-__all__ = ["LOOK", "Meeting", "meeting_of", "timeout_seconds"]
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+__all__ = ["LOOK", "Meeting", "in_turn", "meeting_of", "timeout_seconds"]
 
 LOOK = 0.5  # seconds between looks whether those who are waited for still live
 _KEPT = 2  # meetings whose values stay in the store: a rank that is late may still read the one before
+_LONGEST = 10**9  # seconds; torch counts waits in 64 bits of nanoseconds
 _seconds = 10.0
 _made: dict[str, tuple[weakref.ref[distributed.ProcessGroup], Meeting]] = {}
 _lock = threading.Lock()
+_turns: dict[str, threading.RLock] = {}
 
 
 def timeout_seconds(seconds: float | None = None) -> float:
-    """Return how long a rank waits for another one; ``seconds`` sets it. Raises InputError unless it is positive."""
+    """Return how long a rank waits for another one; ``seconds`` sets it.
+
+    Raises InputError unless it is positive and finite.
+    """
     global _seconds
     if seconds is not None:
-        if not seconds > 0:
-            raise InputError(f"timeout_seconds: found {seconds}, allowed: a positive number of seconds")
-        _seconds = float(seconds)
+        _seconds = _checked(seconds)
     return _seconds
 
 
@@ -43,6 +49,7 @@ class Meeting:
 
     Every rank makes the same calls; ``phase`` is compared, so a rank that is somewhere else is found and named. After a
     RankError the ranks no longer agree on how often they met: make a new group of those that are left.
+    built: how many layers were built over the group, as whoever builds one counts.
     """
 
     def __init__(self, group: str = "") -> None:
@@ -55,7 +62,7 @@ class Meeting:
         named = f"collegium/{group}/{'.'.join(map(str, self.ranks))}"
         # A group made again over the same store would otherwise read what the one before left there.
         self._prefix = f"{named}/{self.store.add(f'{named}/made by {self.rank}', 1)}"
-        self._count = 0
+        self._count = self.built = 0
         self._doors: tuple[Door, ...] = ()
         self._turn = threading.RLock()
 
@@ -110,6 +117,12 @@ class Meeting:
     def doors(self) -> tuple[Door, ...]:
         """Where each rank's process listens; empty before the first meeting."""
         return self._doors
+
+    def build(self, value: Any, phase: str) -> int:
+        """Return the number of a layer that all ranks build together, the first one's being 1; errors as ``agree``."""
+        self.agree(value, phase)
+        self.built += 1
+        return self.built
 
     def agree(self, value: Any, phase: str) -> None:
         """Raise InputError on every rank unless all ranks give the same ``value``; of a dict it names what differs."""
@@ -186,6 +199,26 @@ def meeting_of(group: str = "") -> Meeting:
             found = Meeting(group)
             _made[group] = weakref.ref(own), found
         return found
+
+
+@contextmanager
+def in_turn(groups: tuple[str, ...]) -> Generator[None]:
+    """Let one thread of this process at a time pass tokens over the process ``groups``.
+
+    A pass is several exchanges, which the other ranks would pair with those of another thread's pass.
+    """
+    with ExitStack() as held:
+        for name in sorted(groups):
+            held.enter_context(_turns.setdefault(name, threading.RLock()))
+        yield
+
+
+def _checked(seconds: object) -> float:
+    if not isinstance(seconds, int | float) or not 0 < seconds < _LONGEST:
+        raise InputError(
+            f"timeout_seconds: found {seconds!r}, allowed: a positive number of seconds, below {_LONGEST:,}"
+        )
+    return float(seconds)
 
 
 def _listed(ranks: tuple[int, ...]) -> str:

@@ -6,7 +6,7 @@ import platform
 import weakref
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import torch
 from torch import distributed
@@ -147,9 +147,9 @@ class Ranks:
             # With copies in an expert map, the others may hold what this rank has.
             others[r] = [expert for expert in dict.fromkeys(others[r]) if expert not in own]
         most = min(map(len, others))
-        if not 0 <= self.replicas <= most or self.spare < 0:
+        if not _whole(self.replicas, self.spare) or not 0 <= self.replicas <= most or self.spare < 0:
             raise InputError(
-                f"Ranks: replicas={self.replicas}, spare={self.spare} were asked for {num_experts} experts on "
+                f"Ranks: replicas={self.replicas!r}, spare={self.spare!r} were asked for {num_experts} experts on "
                 f"{self.world_size} ranks; allowed are 0 to {most} replicas a rank, which are all that the others "
                 "hold, and 0 or more spare slots"
             )
@@ -176,7 +176,7 @@ class Ranks:
                 f"{num_experts} ranks or fewer, or let several share each expert: "
                 f"Ranks.of(experts={_largest(num_experts, self.world_size)})"
             )
-        made = {"linear": linear, "round_robin": round_robin}.get(self.order)
+        made = {"linear": linear, "round_robin": round_robin}.get(str(self.order))
         if made is None:
             raise InputError(
                 f"Ranks: order={self.order!r} was asked for; allowed: 'linear', 'round_robin', or a tuple with the "
@@ -185,15 +185,24 @@ class Ranks:
         return made(num_experts, self.rank, self.world_size).ranks
 
     def _checked(self, table: tuple[tuple[int, ...], ...], num_experts: int) -> tuple[tuple[int, ...], ...]:
-        found, wanted = {expert for own in table for expert in own}, set(range(num_experts))
-        wrong = [rank for rank, own in enumerate(table) if not own or len(set(own)) < len(own)]
+        held = [own if _are_ids(own) else () for own in table]
+        found, wanted = {expert for own in held for expert in own}, set(range(num_experts))
+        wrong = [rank for rank, own in enumerate(held) if not own or len(set(own)) < len(own)]
         if len(table) != self.world_size or wrong or found != wanted:
             raise InputError(
                 f"Ranks: an expert map for {len(table)} ranks was given, {self.world_size} share {num_experts} "
-                f"experts; every rank needs one or more, none of them twice (ranks {wrong} have not), and every expert "
-                f"a rank (missing {sorted(wanted - found)[:8]}, unknown {sorted(found - wanted)[:8]})"
+                f"experts; every rank needs a tuple of one or more, none of them twice (ranks {wrong} have not), and "
+                f"every expert a rank (missing {sorted(wanted - found)[:8]}, unknown {sorted(found - wanted)[:8]})"
             )
         return table
+
+
+def _whole(*numbers: object) -> bool:
+    return all(isinstance(number, int) for number in numbers)
+
+
+def _are_ids(own: object) -> bool:
+    return isinstance(own, tuple) and _whole(*cast("tuple[object, ...]", own))
 
 
 def _largest(num_experts: int, ranks: int) -> int:
@@ -266,6 +275,10 @@ def _named(
     mesh: DeviceMesh, experts: str | int | None, slices: str | int | None, context: str | int | None
 ) -> tuple[str | None, str | None]:
     """Return the names of this rank's groups along dimensions of ``mesh``, experts and context making one."""
+    if not hasattr(mesh, "mesh_dim_names"):
+        raise InputError(
+            f"Ranks: {mesh!r} was given as the mesh; allowed: a DeviceMesh, or none for all ranks there are"
+        )
     dims = tuple(mesh.mesh_dim_names or ())
     if experts is None and slices is None and context is None and mesh.ndim == 1:
         experts = dims[0] if dims else 0

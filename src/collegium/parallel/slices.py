@@ -30,16 +30,20 @@ __all__ = ["Slices", "SlicesKind"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slices(Outer):
-    """``inner`` as if it had whole experts, and a sum over the ``size`` ranks of ``group``."""
+    """``inner`` as if it had whole experts, and a sum over the ``size`` ranks of ``group``.
+
+    number: of the layer among those built over the group.
+    """
 
     size: int
     group: str
+    number: int
 
     def dispatch(
         self, x: Tensor, routing: Routing, memory: Memory | None = None, *, block_t: tuple[int, ...] = ()
     ) -> tuple[ContiguousBatch, AroundHandle]:
-        """Dispatch as the inner one does; raises InputError on every rank of a slice group where T is not the same."""
-        check_same_tokens("slices", self.group, x.shape[0])
+        """Dispatch as the inner one does; raises InputError on every rank of a slice group where T or layer differ."""
+        check_same_tokens("slices", self.group, x.shape[0], self.number)
         batch, inner = self.inner.dispatch(x, routing, memory, block_t=block_t)
         return batch, AroundHandle(inner=inner, tokens=x.shape[0])
 
@@ -96,5 +100,6 @@ class SlicesKind(Around):
         placed = self.placed
         check_ranks(self.name, placed)
         asked = said_of(problem) | {"experts": placed.expert_ids, "slice_size": placed.slice_size}
-        meeting_of(placed.slice_group).agree(asked, "slices: building a layer")
-        return Slices(inner=self.inner.build(self.inside(problem)), size=placed.tp_size, group=placed.slice_group)
+        number = meeting_of(placed.slice_group).build(asked, "slices: building a layer")
+        inner = self.inner.build(self.inside(problem))
+        return Slices(inner=inner, size=placed.tp_size, group=placed.slice_group, number=number)

@@ -55,18 +55,18 @@ def said_of(problem: Problem) -> dict[str, Any]:
     return spec | {name: getattr(problem, name) for name in names}
 
 
-def checked_placement(name: str, problem: Problem) -> Placement:
-    """Return the placement once all ranks have agreed that they build the same layer; all ranks ask at the same time.
+def checked_placement(name: str, problem: Problem) -> tuple[Placement, int]:
+    """Return the placement and the number of the layer, once all ranks have agreed that they build the same one.
 
-    name: of the dispatcher. Raises InputError on every rank where torch.distributed has other ranks than the placement,
-    or where the ranks were planned for different layers, and RankError where one does not come.
+    All ranks ask at the same time. name: of the dispatcher. Raises InputError on every rank where torch.distributed has
+    other ranks than the placement, or where the ranks were planned for different layers, and RankError where one does
+    not come.
     """
     placed = problem.placement
     assert placed is not None
     check_ranks(name, placed)
     asked = said_of(problem) | {"ranks": placed.ranks, "spare": placed.spare}
-    meeting_of(placed.group).agree(asked, f"{name}: building a layer")
-    return placed
+    return placed, meeting_of(placed.group).build(asked, f"{name}: building a layer")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +74,7 @@ class Across:
     """What a dispatcher over ranks keeps.
 
     inner: of what arrives, to the experts that are here. limit: the most tokens a rank may bring. group: name of the
-    ranks' process group. reduced: None where each row comes back.
+    ranks' process group. number: of the layer, of those built over the group. reduced: None where each row comes back.
     """
 
     name: str
@@ -84,6 +84,7 @@ class Across:
     reduced: Reduced | None
     limit: int
     group: str
+    number: int
 
     @classmethod
     def of(cls, name: str, problem: Problem, **own: Any) -> Self:
@@ -92,7 +93,7 @@ class Across:
         Raises InputError on every rank where torch.distributed has other ranks than the placement, or where the ranks
         were planned for different layers.
         """
-        placed = checked_placement(name, problem)
+        placed, number = checked_placement(name, problem)
         return cls(
             name=name,
             inner=Local(num_experts=problem.slots, weight_on_input=problem.spec.routing.weight_on_input),
@@ -101,6 +102,7 @@ class Across:
             reduced=reduced_of(problem),
             limit=problem.limits.max_tokens,
             group=placed.group,
+            number=number,
             **own,
         )
 
@@ -114,17 +116,20 @@ class Across:
     def met(self, shape: tuple[int, ...], told: Any = None) -> list[tuple[int, int, Any]]:
         """Return what every rank brings to a call: the ``shape`` of its ids, and whatever else it tells.
 
-        Raises InputError on every rank where one brings more than ``limit`` tokens, or another top-k, and RankError
-        where one does not come.
+        Raises InputError on every rank where one brings more than ``limit`` tokens or another top-k, or calls another
+        layer, and RankError where one does not come.
         """
-        table = meeting_of(self.group).exchange((*shape, told), f"{self.name} dispatch")
-        if any(count > self.limit or k != shape[1] for count, k, _ in table):
-            said = "; ".join(f"rank {rank}: {count} tokens, top-{k}" for rank, (count, k, _) in enumerate(table))
-            raise InputError(
-                f"{self.name}: every rank needs the same top-k and at most max_tokens={self.limit} tokens, found "
-                f"{said}; plan for more tokens, or call with fewer on every rank"
+        table = meeting_of(self.group).exchange((*shape, self.number, told), f"{self.name} dispatch")
+        if any(count > self.limit or (k, own) != (shape[1], self.number) for count, k, own, _ in table):
+            said = "; ".join(
+                f"rank {rank}: {count} tokens, top-{k}, layer {own}" for rank, (count, k, own, _) in enumerate(table)
             )
-        return table
+            raise InputError(
+                f"{self.name}: every rank needs the same layer (numbered as they were built) and top-k and at most "
+                f"max_tokens={self.limit} tokens, found {said}; call layers in the same order on every rank, plan for "
+                "more tokens, or call with fewer on every rank"
+            )
+        return [(count, k, told) for count, k, _, told in table]
 
 
 class AcrossKind:

@@ -323,7 +323,7 @@ class SymmMemKind:
         Raises InputError on every rank where torch.distributed has other ranks than the placement, or where the ranks
         were planned for different layers.
         """
-        placed = checked_placement(self.name, problem)
+        placed, _ = checked_placement(self.name, problem)
         device = torch.device(problem.device.place)
         return SymmMem(
             inner=Local(num_experts=problem.slots, weight_on_input=problem.spec.routing.weight_on_input),
