@@ -148,6 +148,32 @@ def test_loads_can_be_asked_for_any_number_of_times_while_experts_move() -> None
     assert run_ranks(_asked_for_loads, 2) == [([], (True, True))] * 2
 
 
+def _made_anew(rank: int) -> Any:
+    """Return what goes wrong where Balancers of one layer follow each other, and are there at the same time."""
+    layer, right = _served(rank)
+    timeout_seconds(8)
+    faults, groups = list[str](), set[str]()
+    for turn in range(8):
+        both = [Balancer({"a": layer}, every=1) for _ in range(1 + turn % 2)]
+        groups |= {each._mover._group for each in both}
+        time.sleep(0.03 * ((rank + turn) % 2))
+        for each, wanted in zip(both, WAYS if turn % 4 < 2 else WAYS[::-1], strict=False):
+            each.plan({"a": wanted})
+            while not each.idle:
+                each.step()
+                if not right():
+                    faults.append(f"turn {turn}")
+        if not all(each.counts.switched for each in both[1:]):
+            faults.append(f"turn {turn}: nothing moved")
+        for each in (*both, *both):
+            each.close()
+    return faults, len(groups)
+
+
+def test_balancers_of_a_layer_can_be_closed_and_made_anew_any_number_of_times() -> None:
+    assert run_ranks(_made_anew, 2) == [([], 2)] * 2
+
+
 def _policy_that_fails(rank: int) -> Any:
     layer, right = _served(rank)
     asked: list[int] = []

@@ -93,8 +93,8 @@ class Balancer:
         self._place, self._interval, self._every, self._metrics = place, interval, every, metrics
         # Two: what loads() asks must not come between a note that was left and its reading.
         self._meeting, self._asking = Meeting(first.group), Meeting(first.group)
-        self._mover = Mover(first.group, first.device)
         self._layers = _with_sums(layers, self._meeting)
+        self._mover = Mover(self._meeting, first.device)
         self._calls, self._next = 0, interval if place else 0
         self._given: tuple[int, str] | None = None
         self._closed = False

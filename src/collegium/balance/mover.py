@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,7 +19,7 @@ import torch
 from torch import distributed
 
 from ..errors import InputError, RankError
-from ..parallel.groups import group_named, world_ranks
+from ..parallel.groups import group_named
 from ..parallel.meeting import timeout_seconds
 from .checksum import checksum
 from .slots import Move, Slots
@@ -30,11 +31,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..experts import Packed
+    from ..parallel.meeting import Meeting
 
 __all__ = ["Arrived", "Mover", "Round", "rounds"]
 
 _Made = TypeVar("_Made")
 _CTAS = 8  # multiprocessors that messages may take
+# Groups of movers that were closed with nothing on its way, by default group, members, device and bound of a wait.
+# They are taken again: torch names a group by its members, and under the name of one that was destroyed finds addresses
+# where nobody listens.
+_free: dict[tuple[Any, ...], set[str]] = {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,18 +130,26 @@ class Arrived(NamedTuple):
 class Mover:
     """Carries this rank's part of one round at a time, in a thread and on a stream of its own.
 
-    group: name of the process group of those that split the experts; all of them make their movers at the same time.
+    meeting: of those that split the experts; all of them make their movers at the same time.
     damage: called with what has arrived before its checksum is taken; tests damage a move with it.
     """
 
-    def __init__(self, group: str, device: torch.device) -> None:
-        """Make a process group of its own, so that moves never stand in the way of the layers' exchanges."""
-        self.ranks, self.rank = world_ranks(group), distributed.get_rank(group_named(group))
+    def __init__(self, meeting: Meeting, device: torch.device) -> None:
+        """Take a process group of its own, so that moves never stand in the way of the layers' exchanges."""
+        self.ranks, self.rank = meeting.ranks, meeting.rank
         bound = timedelta(seconds=max(timeout_seconds(), 1.0))
-        made: Any = distributed.new_group(
-            list(self.ranks), timeout=bound, use_local_synchronization=True, pg_options=_options(device, bound)
-        )
-        self._group: str = made.group_name
+        self._key = weakref.ref(group_named("")), self.ranks, device.type, bound
+        for old in [old for old in _free if old[0] != self._key[0]]:
+            del _free[old]
+        own = _free.setdefault(self._key, set())
+        common = set[str].intersection(*meeting.exchange(own, "groups of closed movers"))
+        self._group, self._under_way = min(common, default=""), 0
+        own.discard(self._group)
+        if not self._group:
+            made: Any = distributed.new_group(
+                list(self.ranks), timeout=bound, use_local_synchronization=True, pg_options=_options(device, bound)
+            )
+            self._group = made.group_name
         self._thread = ThreadPoolExecutor(1, "collegium-mover")
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.damage: Callable[[tuple[Tensor, ...]], None] | None = None
@@ -150,6 +164,7 @@ class Mover:
         Whatever the current stream was given before is done with the slots that are written.
         """
         free = None if self._side is None else torch.cuda.current_stream(self._side.device).record_event()
+        self._under_way += 1
         return self._thread.submit(self._carry, free, packed, tuple(moves), sums, tables)
 
     def aside(self, work: Callable[..., _Made], *args: Any) -> Future[_Made]:
@@ -157,10 +172,11 @@ class Mover:
         return self._thread.submit(work, *args)
 
     def close(self) -> None:
-        """End the thread and the process group."""
+        """End the thread; leave the process group to the next mover of these ranks, unless a message may be in it."""
         self._thread.shutdown(cancel_futures=True)
-        with contextlib.suppress(InputError):
-            distributed.destroy_process_group(group_named(self._group))
+        if not self._under_way and self._key in _free:
+            _free[self._key].add(self._group)
+            self._under_way = 1  # closing again must not give away what another mover has taken
 
     def _on_side(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self._side is None else torch.cuda.stream(self._side)
@@ -201,6 +217,7 @@ class Mover:
             made = tables()
             there = made[0].to(sums.device), made[1].to(sums.device)
             ready = None if self._side is None else self._side.record_event()
+            self._under_way -= 1
             return Arrived(not good or bool(torch.stack(good).all().item()), there, ready)
 
     def _settled(self, move: Move, parts: tuple[Tensor, ...], raw: list[Tensor], sums: Tensor) -> Tensor:
