@@ -80,9 +80,10 @@ def _set_implementation(original: Any, name: str, model: Any, /, experts_impleme
     _confirm(model, name, experts_implementation)
 
 
-def _load(original: Any, name: str, model: Any, /, *args: Any, **kwargs: Any) -> Any:
+def _load(original: Any, name: str, /, *args: Any, **kwargs: Any) -> Any:
+    model = args[0] if args else kwargs["model"]
     _require(model, name, _asks(model.config, name))
-    return original(model, *args, **kwargs)
+    return original(*args, **kwargs)
 
 
 def _mentions(asked: Any, name: str) -> bool:
