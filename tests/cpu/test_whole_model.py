@@ -158,7 +158,6 @@ def test_it_stays_where_and_what_it_is(folder: Path) -> None:
         lambda: model.to("cuda"),
         lambda: model.to("cpu", torch.float32),
         lambda: model.to(device=torch.device("cuda:1")),
-        lambda: model.to(0),
         lambda: model.cuda(),
         lambda: model.cuda(1),
         lambda: model.to(dtype=torch.float16),

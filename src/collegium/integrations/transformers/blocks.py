@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...errors import InputError
@@ -36,6 +37,8 @@ class Block(nn.Module):
     def hold(self, layer: MoELayer) -> None:
         """Let the layer run here."""
         vars(self)["_layer"] = layer
+        # What a state_dict names in its place, as the parameters of experts are named there.
+        self.layer_packed = nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)
 
     def forward(self, x: Tensor, *_: object, **__: object) -> Any:
         """Return what the layer makes of ``x [..., D]``; raises InputError without a layer."""

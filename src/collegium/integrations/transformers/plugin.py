@@ -39,6 +39,15 @@ class _Entry:
     layer: MoELayer
     stamp: tuple[object, ...] | None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let a process that unpickles a model know the implementation that its experts ask for."""
+        return _restored, (self.layer, self.stamp)
+
+
+def _restored(layer: MoELayer, stamp: tuple[object, ...] | None) -> _Entry:
+    make_known()
+    return _Entry(layer=layer, stamp=stamp)
+
 
 class _Settings:
     """What ``register`` was last called with."""
@@ -83,9 +92,8 @@ def experts_forward(module: nn.Module, x: Tensor, topk_ids: Tensor, topk_weights
     computed: Any = getattr(module, "parametrizations", None)
     if computed:
         raise InputError(
-            f"{type(module).__name__}: its parameters {', '.join(computed)} are computed at every call, "
-            "as PEFT's target_parameters are, so that nothing tells when they change; merge them (merge_and_unload()), "
-            "or give the adapter to load_model(adapter=...)"
+            f"{type(module).__name__}: its parameters {', '.join(computed)} are computed at every call, as PEFT's "
+            "target_parameters are; merge them (merge_and_unload()), or give the adapter to load_model(adapter=...)"
         )
     handle = _handle(module)
     refuse_gradient(x=x, topk_weights=topk_weights, experts=handle)
@@ -108,14 +116,15 @@ def attach(model: nn.Module, layers: Mapping[int, MoELayer]) -> None:
             f"attach: layers were given for {sorted(layers)}, the model has experts in {sorted(modules)}; give all"
         )
     for index, module in modules.items():
-        _LAYERS[module] = _Entry(layer=layers[index], stamp=None)
+        # In the module itself, so that it goes with copies and into pickles.
+        vars(module)["collegium_given"] = _Entry(layer=layers[index], stamp=None)
         # Parameters on the meta device have no address, and a copy of the module must not share this one's handle.
         module.register_buffer("collegium_handle", layers[index].handle.clone(), persistent=False)
 
 
 def layers_of(model: nn.Module) -> list[MoELayer]:
     """Return the layers that the experts of ``model`` run through so far, in order; for ``collegium.warm_up``."""
-    layers = {index: _LAYERS[module].layer for index, module in experts_modules(model).items() if module in _LAYERS}
+    layers = {index: entry.layer for index, own in experts_modules(model).items() if (entry := _entry_of(own))}
     layers |= {index: block.layer for index, block in blocks_of(model).items()}
     return [layer for _, layer in sorted(layers.items())]
 
@@ -127,9 +136,7 @@ def refresh(model: nn.Module) -> None:
     ``load_model`` do not come from the model's parameters and stay as they are.
     """
     for module in experts_modules(model).values():
-        entry = _LAYERS.get(module)
-        if entry is not None and entry.stamp is not None:
-            _LAYERS.pop(module, None)
+        _LAYERS.pop(module, None)
         for parameter in module.parameters(recurse=False):
             if not parameter.is_inference():
                 torch.autograd.graph.increment_version(parameter)  # written on purpose: no longer the checkpoint's
@@ -148,7 +155,7 @@ def _handle(module: Any) -> Tensor:
 def transformers_experts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, handle: Tensor, out: Tensor) -> None:
     """Write ``out [T, H]``, the output for ``x [T, H]`` of the experts module that has ``handle``."""
     module = _module_of(handle)
-    if not _is_built(module):
+    if _built_for(module, x, topk_ids) is None:
         _build_apart(module, x, topk_ids)
     _run(module, x, topk_ids, topk_weights, out)
 
@@ -159,7 +166,7 @@ def _transformers_experts_fake(*_: object) -> None:
 
 
 def _run(module: nn.Module, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor | None = None) -> Tensor:
-    entry = _LAYERS[module] if _is_built(module) else _built(module, x, topk_ids.shape[-1])
+    entry = _built_for(module, x, topk_ids) or _build_once(module, x, topk_ids)
     split = torch.distributed.is_available() and torch.distributed.is_initialized()
     # A layer over ranks of its own takes every id; there an unknown one is a fault.
     if not entry.layer.plan.groups and getattr(module, "_is_expert_parallel", split):
@@ -167,9 +174,14 @@ def _run(module: nn.Module, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, o
     return entry.layer(x, routing=Routing(topk_ids=topk_ids, topk_weights=topk_weights), out=out)
 
 
-def _is_built(module: nn.Module) -> bool:
-    entry = _LAYERS.get(module)
-    return entry is not None and (entry.stamp is None or entry.stamp == _stamp(module))
+def _entry_of(module: nn.Module) -> _Entry | None:
+    return vars(module).get("collegium_given") or _LAYERS.get(module)
+
+
+def _built_for(module: nn.Module, x: Tensor, topk_ids: Tensor) -> _Entry | None:
+    """Return what was built of the module's parameters as they are, for tokens like these, None without it."""
+    entry = _entry_of(module)
+    return entry if entry is None or entry.stamp in (None, _stamp(module, x, topk_ids)) else None
 
 
 def _build_apart(module: nn.Module, x: Tensor, topk_ids: Tensor) -> None:
@@ -231,17 +243,16 @@ def _module_of(handle: Tensor) -> nn.Module:
     )
 
 
-def _built(module: nn.Module, x: Tensor, top_k: int) -> _Entry:
+def _build_once(module: nn.Module, x: Tensor, topk_ids: Tensor) -> _Entry:
     """Build the layer of ``module`` and remember it; one thread builds, others that need it wait."""
     if captured(x.device):
         raise InputError(
-            f"{type(module).__name__}: a CUDA graph is captured and its layer is not built yet; call the model once "
-            "before the capture"
+            f"{type(module).__name__}: a CUDA graph is captured and its layer is not built yet; call the model before"
         )
     with _building:
-        stamp, entry = _stamp(module), _LAYERS.get(module)
+        stamp, entry = _stamp(module, x, topk_ids), _LAYERS.get(module)
         if entry is None or entry.stamp != stamp:
-            _LAYERS[module] = entry = _Entry(layer=_build(module, x, top_k), stamp=stamp)
+            _LAYERS[module] = entry = _Entry(layer=_build(module, x, topk_ids.shape[-1]), stamp=stamp)
     return entry
 
 
@@ -249,8 +260,7 @@ def _build(module: Any, x: Tensor, top_k: int) -> MoELayer:
     weights = routed_weights(module)
     if weights.down.device.type == "meta":
         raise InputError(
-            f"{type(module).__name__}: its parameters are on the meta device and no layer was attached; "
-            "use load_model(), or attach() layers of your own"
+            f"{type(module).__name__}: its parameters are on the meta device, no layer was given; use load_model()"
         )
     if x.dtype not in FLOAT_FORMATS:
         raise InputError(f"x is {x.dtype}; allowed: {', '.join(map(str, FLOAT_FORMATS))}")
@@ -262,5 +272,7 @@ def _build(module: Any, x: Tensor, top_k: int) -> MoELayer:
     return MoELayer(weights, plan(problem, _Settings.force), after_expert=norm)
 
 
-def _stamp(module: nn.Module) -> tuple[object, ...]:
-    return tuple((p.data_ptr(), write_count(p), p.dtype, p.device) for p in module.parameters(recurse=False))
+def _stamp(module: nn.Module, x: Tensor, topk_ids: Tensor) -> tuple[object, ...]:
+    """Return what a layer is built for: the kind of tokens, and the parameters as they are."""
+    held = ((p.data_ptr(), write_count(p), p.dtype, p.device) for p in module.parameters(recurse=False))
+    return x.dtype, topk_ids.shape[-1], *held

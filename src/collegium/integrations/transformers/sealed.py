@@ -1,31 +1,65 @@
 """What a model of ``load_model`` refuses, because its experts are in layers that transformers does not see."""
 
+import weakref
+from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor, nn
 
 from ...errors import InputError
 from .blocks import blocks_of
 from .modules import experts_modules
 from .plugin import NAME
 
-__all__ = ["seal"]
+__all__ = ["Packed", "seal"]
+
+_NO_STATE = (
+    "state_dict: the experts of a model loaded by load_model() are packed in Collegium's layers, so it has their "
+    "shapes alone. torch.save(model) keeps all of it; the files of the model are those it was loaded from"
+)
 
 
-def seal(model: Any, path: Path) -> None:
-    """Let ``model``, loaded from ``path``, refuse to be saved, moved, and to run its experts otherwise.
+class Packed(Tensor):
+    """What a ``state_dict`` has in the place of experts: shape and dtype, and InputError where numbers are needed.
+
+    owner: the parameter it stands for.
+    """
+
+    owner: weakref.ref[nn.Parameter]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Do what a tensor does, as far as it needs no numbers."""
+        try:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        except NotImplementedError as error:
+            raise InputError(_NO_STATE) from error
+
+    def __deepcopy__(self, memo: object) -> "Packed":
+        """Return itself, which nothing can change."""
+        return self
+
+    def __reduce_ex__(self, proto: Any) -> NoReturn:
+        """Refuse to be saved."""
+        raise InputError(_NO_STATE)
+
+
+def seal(model: Any, path: object) -> None:
+    """Let ``model``, loaded from ``path``, refuse to be saved in parts, moved, and to run its experts otherwise.
 
     All are InputErrors: its experts' own parameters hold nothing.
     """
-    for way, named in (("to", None), ("cuda", "cuda"), ("cpu", "cpu")):
-        setattr(model, way, partial(_stay, model, named))
     for module in model.modules():
         if hasattr(module, "set_experts_implementation"):
             module.set_experts_implementation = _keep_implementation  # type: ignore[assignment]
-        if hasattr(module, "save_pretrained"):
             module.save_pretrained = partial(_refuse_to_save, str(path))  # type: ignore[assignment]
+        if _packed(module):
+            # On all that hold experts: a part or a wrapper that is asked changes nothing before it is refused.
+            module._apply = partial(_stay, module, model.dtype, model.device)  # type: ignore[assignment]
+            module.register_state_dict_post_hook(_name_packed)
+            module.register_load_state_dict_pre_hook(_refuse_others)
     for experts in experts_modules(model).values():
         experts.register_forward_pre_hook(_refuse_other_ways)
     if blocks_of(model):
@@ -34,28 +68,46 @@ def seal(model: Any, path: Path) -> None:
         model.register_forward_pre_hook(_refuse_router_logits, with_kwargs=True)
 
 
+def _packed(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.is_meta}
+
+
+def _name_packed(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+    for name, parameter in _packed(module).items():
+        state[prefix + name] = parameter.detach().as_subclass(Packed)
+        state[prefix + name].owner = weakref.ref(parameter)
+
+
+def _refuse_others(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """Refuse the experts of others; what the module itself named changes nothing."""
+    for name, parameter in _packed(module).items():
+        found = state.get(prefix + name)
+        if found is not None and (not isinstance(found, Packed) or found.owner() is not parameter):
+            raise InputError(
+                f"load_state_dict: {name} was given to a model loaded by load_model(), whose experts are packed and do "
+                "not change so. Load a checkpoint that has them, or leave them out and say strict=False"
+            )
+
+
+def _stay(module: Any, dtype: torch.dtype, device: torch.device, fn: Any, recurse: bool = True) -> Any:
+    """Return the module where ``fn`` changes neither device nor dtype, else refuse."""
+    found = None
+    with suppress(AssertionError, RuntimeError):  # a device that this process does not have
+        found = fn(torch.empty(0, dtype=dtype, device=device))
+    if found is None or (found.dtype, found.device) != (dtype, device):
+        asked = "elsewhere" if found is None else f"to {found.dtype} on {found.device}"
+        raise InputError(
+            f"a model loaded by load_model() was to be moved or converted {asked}; it is {dtype} on {device}, and "
+            "packed experts do neither. Load it again with load_model(..., device=...)"
+        )
+    return module
+
+
 def _keep_implementation(experts_implementation: str | dict[str, str]) -> None:
     asked = experts_implementation
-    names = set(asked.values()) if isinstance(asked, dict) else {asked}
-    if names - {NAME}:
-        raise _only_ours(sorted(map(str, names - {NAME}))[0])
-
-
-def _stay(model: Any, named: str | None, *asked: Any, **others: Any) -> Any:
-    """Return the model where it is asked to be where and what it is, else refuse."""
-    for one in [*asked, *others.values()] or [named]:
-        if isinstance(one, torch.dtype):
-            same = one == model.dtype
-        elif isinstance(one, torch.device | str | int) and not isinstance(one, bool):
-            same = (f"cuda:{one}" if isinstance(one, int) else str(one)) in (str(model.device), model.device.type)
-        else:
-            continue
-        if not same:
-            raise InputError(
-                f"a model loaded by load_model() was to be moved or converted to {one}; it is {model.dtype} on "
-                f"{model.device}, and packed experts do neither. Load it again with load_model(..., device=...)"
-            )
-    return model
+    others = {*(asked.values() if isinstance(asked, dict) else [asked])} - {NAME}
+    if others:
+        raise _only_ours(min(map(str, others)))
 
 
 def _refuse_other_ways(module: Any, _: object) -> None:
@@ -73,15 +125,13 @@ def _refuse_router_logits(_: Any, __: object, others: dict[str, Any]) -> None:
 
 def _only_ours(asked: str) -> InputError:
     return InputError(
-        f"experts_implementation={asked!r} was asked of a model loaded by load_model(); allowed: {NAME!r}. Its experts "
-        "are packed in Collegium's layers and transformers holds no weights of them; load the model with "
-        f"from_pretrained(..., experts_implementation={asked!r}) to run them in another way"
+        f"experts_implementation={asked!r} was asked of a model loaded by load_model(), whose experts are packed; "
+        f"allowed: {NAME!r}. For another one load the model with from_pretrained(..., experts_implementation=...)"
     )
 
 
 def _refuse_to_save(path: str, *_: object, **__: object) -> NoReturn:
     raise InputError(
-        "save_pretrained was called on a model loaded by load_model(), whose experts are packed in Collegium's layers "
-        f"and would be missing in the files. The files of this model are those of {path}: copy them, or write its "
-        f"experts in another format with: collegium quantize {path} --to FORMAT"
+        "save_pretrained: the experts of a model loaded by load_model() are packed and would be missing in the files. "
+        f"This model's are those of {path}: copy them, or write other ones with: collegium quantize {path} --to FORMAT"
     )

@@ -51,8 +51,9 @@ def load_model(
     merged into what is read, as ``checkpoint.with_adapter`` does. progress: called with (done, total, what).
     Tensors outside the experts are BF16, but for those transformers keeps in float32; matrices that are quantised
     there are decoded, and a line of the log says so.
-    Neither ``save_pretrained`` nor another ``experts_implementation`` works afterwards (InputError), and nothing
-    needs a gradient. Raises CheckpointError kinds, PlanError, and MissingExtraError without transformers.
+    It can be deep-copied and kept by ``torch.save(model)``. ``save_pretrained``, files of its ``state_dict``, other
+    experts, a move, another dtype and another ``experts_implementation`` are InputErrors, and nothing needs a gradient.
+    Raises CheckpointError kinds, PlanError, and MissingExtraError without transformers.
     """
     asked: dict[str, Any] = {"weight_format": weight_format, "force": force, "limits": limits, "progress": progress}
     return load_model_in("bf16", path, device=device, adapter=adapter, **asked)
@@ -104,15 +105,11 @@ def build_layers(
     and output. Other arguments and errors as ``load_model``.
     """
     family = family_of(checkpoint.config)
-    whole = family.name in BLOCKS
-    wishes: dict[str, Any] = {"weight_format": weight_format, "force": force, "device": device, "limits": limits}
-    layers: dict[int, MoELayer] = {}
-    for index in counted(family.moe_layers(checkpoint.config), progress, "layer {}".format, end="done"):
-        if whole:
-            layers[index] = load_layer(checkpoint, index, dtype=dtype, **wishes)
-        else:
-            layers[index] = load_routed(CheckpointLayer.open(checkpoint, index), dtype=dtype, **wishes)
-    return layers
+    wishes: Any = {"weight_format": weight_format, "force": force, "device": device, "limits": limits, "dtype": dtype}
+    indices = counted(family.moe_layers(checkpoint.config), progress, "layer {}".format, end="done")
+    if family.name in BLOCKS:
+        return {index: load_layer(checkpoint, index, **wishes) for index in indices}
+    return {index: load_routed(CheckpointLayer.open(checkpoint, index), **wishes) for index in indices}
 
 
 def _check_places(model: nn.Module, checkpoint: Checkpoint) -> None:
