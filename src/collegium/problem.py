@@ -49,9 +49,9 @@ class Limits:
     rank_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        require(1 <= self.max_tokens < 1 << 62, "max_tokens", self.max_tokens, "at least 1, and below 2 ** 62")
-        fits = self.rank_tokens is None or 1 <= self.rank_tokens <= self.max_tokens
-        require(fits, "rank_tokens", self.rank_tokens, f"None, or 1 to max_tokens={self.max_tokens}")
+        n, m = self.max_tokens, self.rank_tokens
+        require(type(n) is int and 1 <= n < 1 << 62, "max_tokens", n, "at least 1, a whole number below 2 ** 62")
+        require(m is None or (type(m) is int and 0 < m <= n), "rank_tokens", m, f"None, or 1 to max_tokens={n}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +101,7 @@ class Problem:
     sent_as: str | None = None
 
     def __post_init__(self) -> None:
+        require(self.device.kind in ("cpu", "cuda"), "device kind", self.device.kind, "cpu, cuda")
         require(self.combine in COMBINES, "combine", self.combine, ", ".join(COMBINES))
         require(self.dtype in ("bf16", "fp16", "fp32"), "dtype", self.dtype, "bf16, fp16, fp32")
         require(type(self.limits) is Limits, "limits", self.limits, "Limits(max_tokens=...)")
@@ -185,8 +186,7 @@ class Choice:
     shared: Literal["merged", "beside", "apart"] | None = None
 
     def __post_init__(self) -> None:
-        ways = ("merged", "beside", "apart")
-        require(self.shared in (None, *ways), "shared", self.shared, ", ".join(ways))
+        require(self.shared in (None, "merged", "beside", "apart"), "shared", self.shared, "merged, beside, apart")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

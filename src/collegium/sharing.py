@@ -19,10 +19,11 @@ def _kernel(problem: Problem, kernel: ExpertKernel, *, capturable: bool) -> Expe
     """Return the kernel of the shared expert, to which it is one expert that every token goes to.
 
     The routed experts' ``kernel`` where it takes the weights; otherwise (FP8 or BF16 beside routed experts of four
-    bits) the first one of the table that does, and can be captured where the plan is. Raises PlanError.
+    bits) the first one of the table that does, and can be captured where the plan is. Raises PlanError, and SpecError
+    for a format that is not known.
     """
-    asked = problem.shared()
-    reasons: list[str] = []
+    asked, reasons = problem.shared(), list[str]()
+    by_name(asked.weight_format)  # raises where there is no such format
     for other in dict.fromkeys((kernel, *experts.KERNELS)):
         reason = other.refuse(asked)
         if reason is None and capturable and not other.capturable:

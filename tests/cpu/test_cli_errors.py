@@ -240,6 +240,28 @@ def test_what_the_machine_refuses_is_one_message(error, text, said, monkeypatch)
     assert said("plan", str(SHIPPED)).startswith(text)
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is full")
+@pytest.mark.parametrize(
+    ("where", "code", "text"),
+    [
+        (">&-", 0, ""),
+        ("--json >&-", 0, ""),
+        ("--kernel nothing >&-", 1, "PlanError: kernel 'nothing' was forced"),
+        ("--kernel nothing 2>&-", 1, ""),
+        ("--kernel nothing --json >/dev/full", 1, "kernel 'nothing' was forced"),
+        (">/dev/full", 1, "OSError: [Errno 28]"),
+        ("--json >/dev/full", 1, "[Errno 28]"),
+    ],
+)
+def test_a_stream_that_takes_nothing_is_no_traceback(where, code, text):
+    line = f"{sys.executable} -m collegium plan {SHIPPED} --device cpu {where}"
+    done = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr.startswith(text)
+    assert bool(done.stderr) == bool(text)
+    assert "Traceback" not in done.stderr
+
+
 def test_a_fault_of_our_own_keeps_its_traceback(monkeypatch):
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("shapes")

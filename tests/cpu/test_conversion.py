@@ -194,16 +194,44 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch) -> None:
     refused(tmp_path, "cannot be written.*No space left", "mxfp4", CheckpointError)
 
 
-def test_what_killed_runs_left_is_removed_and_named_and_live_runs_are_not_touched(tmp_path) -> None:
+def test_what_killed_runs_left_is_removed_and_named_and_a_live_run_is_told_before_work_begins(tmp_path) -> None:
     write_checkpoint(tmp_path / "in", "mixtral", "bf16", size=SIZE)
     for name in (".out.partial-dead", ".out.partial-live", ".other.partial-dead"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(b"half")
-    with writer._locked(tmp_path / ".out.partial-live"):
-        report = quantize_model(str(tmp_path / "in"), "mxfp4", str(tmp_path / "out"))
-    assert report.removed == (".out.partial-dead",)
-    left = sorted(p.name for p in tmp_path.iterdir())
-    assert left == [".other.partial-dead", ".out.partial-live", "in", "out"]
+    with (
+        writer._locked(tmp_path / ".out.partial-live"),
+        pytest.raises(InputError, match="out: another run is writing it now; wait for its end, or name another folder"),
+    ):
+        quantize_model(str(tmp_path / "in"), "mxfp4", str(tmp_path / "out"))
+    assert (tmp_path / ".out.partial-live" / "model.safetensors").read_bytes() == b"half"
+    report = quantize_model(str(tmp_path / "in"), "mxfp4", str(tmp_path / "out"))
+    assert sorted(report.removed) == [".out.partial-dead", ".out.partial-live"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".other.partial-dead", "in", "out"]
+
+
+def test_a_side_file_that_cannot_be_copied_is_told_before_work_begins(tmp_path) -> None:
+    write_checkpoint(tmp_path / "in", "mixtral", "bf16", size=SIZE)
+    (tmp_path / "in" / "tokenizer.json").symlink_to("nothing")
+    done: list[int] = []
+    with pytest.raises(CheckpointError, match=r"tokenizer.json: cannot be copied \(No such file"):
+        quantize_model(
+            str(tmp_path / "in"), "mxfp4", str(tmp_path / "out"), progress=lambda experts, *_: done.append(experts)
+        )
+    assert not done
+
+
+def test_folders_made_for_a_run_that_failed_are_removed_and_no_others(tmp_path) -> None:
+    write_checkpoint(tmp_path / "in", "mixtral", "bf16", size=SIZE)
+    (tmp_path / "in" / "tokenizer.json").symlink_to("nothing")
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(CheckpointError, match="cannot be copied"):
+        quantize_model(str(tmp_path / "in"), "mxfp4", str(tmp_path / "mine" / "a" / "b" / "out"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "mine"]
+    assert not [*(tmp_path / "mine").iterdir()]
+    (tmp_path / "in" / "tokenizer.json").unlink()
+    quantize_model(str(tmp_path / "in"), "mxfp4", str(tmp_path / "mine" / "a" / "b" / "out"))
+    assert (tmp_path / "mine" / "a" / "b" / "out" / "config.json").exists()
 
 
 KILLER = textwrap.dedent("""
@@ -319,11 +347,13 @@ def test_every_config_is_one_transformers_parses(tmp_path, name: str) -> None:
 def test_the_command_reports_errors_and_files(tmp_path) -> None:
     shutil.copytree(SHIPPED, tmp_path / "model")
     (tmp_path / "model" / "original").mkdir()
+    (tmp_path / "model" / "consolidated.safetensors").write_bytes(b"the same numbers once more")
+    (tmp_path / "model" / "consolidated.safetensors.index.json").write_text("{}")
     done = CliRunner().invoke(cli.app, ["quantize", str(tmp_path / "model"), "--to", "mxfp4", "--json"])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert found["path"].endswith("model-mxfp4")
-    assert found["skipped"] == ["original"]
+    assert found["skipped"] == ["consolidated.safetensors", "consolidated.safetensors.index.json", "original"]
     assert "tokenizer.json" in found["copied"]
     assert all(0.1 < layer["error"] < 0.13 for layer in found["layers"])
     assert found["nbytes"] < 0.4 * found["source_nbytes"]

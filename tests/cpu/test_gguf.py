@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import struct
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -291,6 +292,10 @@ def test_split_files_are_read_together(tmp_path: Path) -> None:
     weights = load_experts(CheckpointLayer.open(checkpoint, 1), linear(E))
     assert same_bits(weights.down.decode(), truth[1, "ffn_down_exps"])
     assert Checkpoint.open(parts[1]).tensors.keys() == checkpoint.tensors.keys()
+    (tmp_path / "capitals").mkdir()
+    loud = [shutil.copy(part, tmp_path / "capitals" / part.name.upper()) for part in parts]
+    for path in (loud[0], tmp_path / "capitals"):
+        assert Checkpoint.open(path).tensors.keys() == checkpoint.tensors.keys()
     content = parts[1].read_bytes()
     parts[1].unlink()
     with pytest.raises(HostileFileError, match=r"one of 2 parts; missing beside it: \['model-00002-of-00002.gguf'\]"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -145,10 +146,23 @@ def test_partial_blocks_load(tmp_path: Path) -> None:
 def test_wrong_layer_and_expert_are_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "deepseek_v3", size=SMALL)
     checkpoint = Checkpoint.open(tmp_path)
+    for number in (True, 1.0):
+        with pytest.raises(InputError, match=rf"layer {number} was asked.*\(1,\)"):
+            CheckpointLayer.open(checkpoint, number)  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"layer 0 was asked.*\(1,\)"):
         CheckpointLayer.open(checkpoint, 0)
     with pytest.raises(InputError, match=r"experts \[3\], allowed are 0 to 2"):
         load_experts(CheckpointLayer.open(checkpoint, 1), Placement(expert_ids=(1, 3)))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_device_that_is_not_here_is_refused_by_every_part_of_a_layer(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "deepseek_v3", size=SMALL)
+    layer = CheckpointLayer.open(Checkpoint.open(tmp_path))
+    parts = (partial(load_experts, layer, linear(3)), partial(load_router, layer), partial(load_shared, layer))
+    for load in parts:
+        with pytest.raises(InputError, match=r"device 'cuda': torch .* sees 0 CUDA devices.*allowed: cpu"):
+            load(device="cuda")
 
 
 def test_an_opened_layer_is_the_first_unless_named_and_says_what_is_stored(tmp_path: Path) -> None:

@@ -131,6 +131,14 @@ def test_the_routed_experts_alone_are_a_layer_of_their_width():
         (lambda: ActivationSpec(kind="situ", limit=3.0), "limit"),
         (lambda: replace(problem().spec, latent_size=-5), "latent_size: found -5, allowed: a whole number, at least 1"),
         (lambda: Limits(max_tokens=1 << 63), "max_tokens: found 9223372036854775808, allowed: at least 1"),
+        (lambda: Limits(max_tokens=2.5), "max_tokens: found 2.5, allowed: at least 1, a whole number"),  # type: ignore[arg-type]
+        (lambda: Limits(max_tokens=True), "max_tokens: found True, allowed: at least 1, a whole number"),
+        (lambda: Limits(rank_tokens=2.0), "rank_tokens: found 2.0, allowed: None, or 1 to"),  # type: ignore[arg-type]
+        (lambda: problem(DeviceFacts(kind="mps")), "device kind: found 'mps', allowed: cpu, cuda"),  # type: ignore[arg-type]
+        (
+            lambda: plan(problem(shared=SharedSpec(intermediate_size=32, weight_format="fp7"))),
+            "weight format 'fp7' is not known, allowed: .*mxfp4",
+        ),
         (lambda: replace(linear(4, 0, 2), slice_size=-3), "slice_size: found -3"),
         (
             lambda: replace(linear(4, 0, 2), ranks=((0, 1), (3, 3))),

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from safetensors.torch import save_file
 
 from collegium.checkpoint import Checkpoint
-from collegium.errors import ConfigError, InputError, MissingTensorError
+from collegium.errors import CheckpointError, ConfigError, InputError, MissingTensorError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -96,3 +96,37 @@ def test_separate_modelopt_config_is_merged(tmp_path: Path) -> None:
     (tmp_path / "hf_quant_config.json").write_text("{}")
     with pytest.raises(ConfigError, match="no object 'quantization'"):
         Checkpoint.open(tmp_path)
+
+
+def opening(path: Path | str, text: str, error: type[CheckpointError] = CheckpointError) -> None:
+    with pytest.raises(error, match=text):
+        Checkpoint.open(path)
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "model.safetensors", "model.safetensors.index.json", "config.json"])
+def test_a_link_to_nothing_is_named_as_what_it_is(tmp_path: Path, name: str) -> None:
+    if name == "config.json":
+        save_file({"x": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / name).symlink_to("../../blobs/0123")  # what an interrupted download leaves in the cache
+    opening(tmp_path, rf"{name}: cannot be (read|opened) \(No such file or directory\); check that the download")
+
+
+def test_what_the_system_refuses_is_an_error_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opening("x" * 5000, r"cannot be read \(File name too long\); check")
+
+    def closed(path: object, *_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with monkeypatch.context() as patch:  # root reads everything
+        patch.setattr("collegium.checkpoint.reader.read_json", closed)
+        (tmp_path / "config.json").write_text("{}")
+        save_file({"x": torch.ones(2)}, tmp_path / "model.safetensors")
+        opening(tmp_path, r"config.json: cannot be read \(Permission denied\); check")
+
+
+def test_files_without_an_index_say_what_to_do(tmp_path: Path) -> None:
+    opening(tmp_path, "found nothing; download the model again")
+    save_file({"x": torch.ones(2)}, tmp_path / "model-00001-of-00002.safetensors")
+    text = "found model-00001-of-00002.safetensors; download model.safetensors.index.json, or name the one file"
+    opening(tmp_path, text)
+    assert "x" in Checkpoint.open(tmp_path / "model-00001-of-00002.safetensors")

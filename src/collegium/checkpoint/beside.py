@@ -21,6 +21,7 @@ from ..errors import (
 from ..formats.payload import Payload
 from ..models import declared_format
 from ..models.base import Config
+from ..runtime.devices import probe
 from ..types import ExpertWeights, LatentWeights, RouterWeights, SharedWeights
 from .activation_scales import ACTIVATION_SCALES, input_reach
 from .detect import stored_format
@@ -224,6 +225,7 @@ def load_router(layer: CheckpointLayer, *, device: torch.device | str = "cpu") -
     A factor of the router's input is multiplied into the weight, with ``D**-0.5``, in float32. Raises
     MissingTensorError, TensorMismatchError, and BadScaleError for NaN or infinity.
     """
+    device = probe(device).place
     found = {key: _vector(layer, *wanted).to(device) for key, wanted in _vectors(layer).items() if key in _OF_ROUTER}
     weight, scale = found["router_weight"], found.get("router_scale")
     table = load_hash_table(layer)
@@ -269,7 +271,7 @@ def load_latent(layer: CheckpointLayer, *, device: torch.device | str = "cpu") -
 
     Raises ConfigError, MissingTensorError, TensorMismatchError and BadScaleError.
     """
-    modules = [*_latent(layer)]
+    device, modules = probe(device).place, [*_latent(layer)]
     if not modules:
         return None
     down, up = (_matrices(layer, module)[0].decode().to(device) for module in modules)
@@ -286,7 +288,7 @@ def load_shared(
     activations: the format its rows will have, whose scales are read if it is static. Raises ConfigError,
     MissingTensorError, TensorMismatchError, BadScaleError, and InputError as ``input_reach`` says.
     """
-    module = _shared(layer)
+    device, module = probe(device).place, _shared(layer)
     if module is None:
         return None
     *upper, lower = (matrix.to(device) for matrix in _matrices(layer, module))

@@ -114,7 +114,7 @@ def read_gguf(path: Path) -> tuple[dict[str, object], dict[str, TensorInfo]]:
     config, infos = _read_one(path)
     count = config.get("split.count", 0)
     if isinstance(count, int) and count > 1:
-        match = re.fullmatch(r"(.+-)\d{5}(-of-\d{5}\.gguf)", path.name)
+        match = re.fullmatch(r"(.+-)\d{5}(-of-\d{5}\.gguf)", path.name, re.IGNORECASE)
         names = [f"{match[1]}{i:05d}{match[2]}" for i in range(1, count + 1)] if match and count < 10**5 else []
         others = [path.with_name(name) for name in names if name != path.name]
         missing = [other.name for other in others if not other.is_file()]

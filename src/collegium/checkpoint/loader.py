@@ -17,6 +17,7 @@ from ..errors import CheckpointError, InputError, TensorMismatchError
 from ..formats.payload import Payload
 from ..models import describe, moe_layers
 from ..placement import Placement
+from ..runtime.devices import probe
 from ..runtime.progress import Progress, counted
 from ..types import ExpertWeights, MoESpec
 from .audit import bad_bias, check_layer
@@ -52,10 +53,10 @@ def load_experts(
     not cut I on the format's groups, give every rank the next number of whole groups and fill the last ranks up with
     zeros, which add nothing to the sum over ranks.
 
-    Raises InputError for an expert or split that does not exist, and the CheckpointErrors of the audit for whatever is
-    wrong with the layer's headers or with the scales read here.
+    Raises InputError for an expert, a split or a device that does not exist, and the CheckpointErrors of the audit for
+    whatever is wrong with the layer's headers or with the scales read here.
     """
-    spec, stored = layer.spec, layer.stored
+    spec, stored, device = layer.spec, layer.stored, probe(device).place
     beyond = [e for e in placement.expert_ids if not 0 <= e < spec.num_experts]
     if beyond:
         raise InputError(f"placement has experts {beyond[:8]}, allowed are 0 to {spec.num_experts - 1}")

@@ -39,7 +39,7 @@ class CheckpointLayer:
         index = index_of(checkpoint)
         layers = index.family.moe_layers(checkpoint.config)
         number = layers[0] if number is None and layers else number
-        if number is None or number not in layers:
+        if number is None or isinstance(number, bool | float) or number not in layers:
             raise InputError(f"layer {number!r} was asked for, layers with routed experts are {layers}")
         spec = index.family.describe(checkpoint.config, number)
         stored = detect(checkpoint, spec, number)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
+from os.path import lexists
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import cast
 
@@ -20,9 +21,9 @@ from ..formats.intake import SAFETENSORS_DTYPES
 from .gguf import read_gguf
 from .header import TensorInfo, read_header, read_json
 
-__all__ = ["TORCH_DTYPES", "Checkpoint", "bounds_of", "gguf_file", "read_config", "without_wrappers"]
+__all__ = ["INDEX", "TORCH_DTYPES", "Checkpoint", "bounds_of", "gguf_file", "read_config", "without_wrappers"]
 
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _AWQ_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}  # what AutoAWQ's own file calls them
 
@@ -53,16 +54,20 @@ class Checkpoint:
         MissingTensorError, DuplicateTensorError, CheckpointError.
         """
         root = Path(path)
-        gguf = gguf_file(root)
-        if gguf is not None:
-            config, tensors = read_gguf(gguf)
-        elif root.is_dir():
-            config, tensors = read_config(root), _folder(root)
-        elif root.is_file():
-            config, tensors = read_config(root.parent), read_header(root)
-        else:
-            msg = f"{root}: no such folder or file; give a checkpoint folder or one .safetensors or .gguf file"
-            raise CheckpointError(msg)
+        try:
+            gguf = gguf_file(root)
+            if gguf is not None:
+                config, tensors = read_gguf(gguf)
+            elif root.is_dir():
+                config, tensors = read_config(root), _folder(root)
+            elif root.is_file():
+                config, tensors = read_config(root.parent), read_header(root)
+            else:
+                msg = f"{root}: no such folder or file; give a checkpoint folder or one .safetensors or .gguf file"
+                raise CheckpointError(msg)
+        except OSError as error:  # no permission, a link to nothing, a name that no file system takes
+            what = f"{error.filename or root}: cannot be read ({error.strerror or error})"
+            raise CheckpointError(f"{what}; check that the download is complete and readable") from error
         return cls(root, config, without_wrappers(tensors))
 
     @property
@@ -158,11 +163,11 @@ def gguf_file(root: Path) -> Path | None:
     Of a split file the first part is returned. Raises CheckpointError when a folder holds several models.
     """
     if not root.is_dir():
-        return root if root.suffix == ".gguf" and root.is_file() else None
-    if (root / _INDEX).exists() or (root / _SINGLE).exists():
+        return root if root.suffix.lower() == ".gguf" and root.is_file() else None
+    if lexists(root / INDEX) or lexists(root / _SINGLE):
         return None
-    found = [p for p in sorted(root.glob("*.gguf")) if not p.name.startswith("mmproj")]
-    found = [p for p in found if not re.search(r"-(?!00001)\d{5}-of-\d{5}$", p.stem)]
+    found = [p for p in sorted(root.iterdir()) if p.suffix.lower() == ".gguf" and not p.name.startswith("mmproj")]
+    found = [p for p in found if not re.search(r"(?i)-(?!00001)\d{5}-of-\d{5}$", p.stem)]
     if len(found) > 1:
         names = ", ".join(p.name for p in found[:8])
         raise CheckpointError(f"{root}: holds several GGUF models ({names}); name the file")
@@ -175,7 +180,7 @@ def read_config(root: Path) -> dict[str, object]:
     ``hf_quant_config.json``, ``quantize_config.json`` (GPTQ) or ``quant_config.json`` (AWQ) is merged in where it says
     nothing of a quantisation.
     """
-    config = read_json(root / "config.json") if (root / "config.json").exists() else {}
+    config = read_json(root / "config.json") if lexists(root / "config.json") else {}
     if "compression_config" in config:  # what the first releases of compressed-tensors wrote
         config.setdefault("quantization_config", config.pop("compression_config"))
     separate, gptq, awq = (root / f"{name}_config.json" for name in ("hf_quant", "quantize", "quant"))
@@ -196,13 +201,16 @@ def read_config(root: Path) -> dict[str, object]:
 
 
 def _folder(root: Path) -> dict[str, TensorInfo]:
-    index = root / _INDEX
-    if index.exists():
+    index = root / INDEX
+    if lexists(index):  # a link to nothing is an error of its own
         return _sharded(root, index)
-    if (root / _SINGLE).is_file():
+    if lexists(root / _SINGLE):
         return read_header(root / _SINGLE)
-    found = sorted(p.name for p in root.iterdir())[:8]
-    raise CheckpointError(f"{root}: neither {_INDEX} nor {_SINGLE} is there; found {', '.join(found) or 'nothing'}")
+    found = sorted(p.name for p in root.iterdir())
+    shards = any(name.endswith(".safetensors") for name in found)
+    todo = f"download {INDEX}, or name the one file that holds the model" if shards else "download the model again"
+    listed = ", ".join(found[:8]) or "nothing"
+    raise CheckpointError(f"{root}: neither {INDEX} nor {_SINGLE} is there; found {listed}; {todo}")
 
 
 def _weight_map(index: Path) -> dict[str, str]:

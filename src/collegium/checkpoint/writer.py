@@ -116,17 +116,23 @@ def whole_folder(out: Path, needed: int) -> Generator[tuple[Path, list[str]]]:
     """Give a temporary folder beside ``out`` that becomes ``out`` when the block ends well, and vanishes otherwise.
 
     Also gives the names of folders that killed runs had left and that were removed. A run is alive as long as it holds
-    the lock on its folder. needed: bytes that must be free. Raises InputError when ``out`` exists and CheckpointError
-    when the disk is too small or refuses.
+    the lock on its folder. needed: bytes that must be free. Raises InputError when ``out`` exists or a live run writes
+    it, and CheckpointError when the disk is too small or refuses.
     """
     prefix = f".{out.name}.partial-"
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as held:
+            for parent in reversed(out.parents):
+                if not parent.exists():
+                    parent.mkdir(exist_ok=True)
+                    held.callback(_remove_empty, parent)
             with _locked(out.parent):
                 if out.exists():
                     raise InputError(f"{out} exists; nothing is overwritten, name another folder or remove it")
-                stale = [p for p in out.parent.iterdir() if p.name.startswith(prefix) and _abandoned(p)]
+                partial = [p for p in out.parent.iterdir() if p.name.startswith(prefix)]
+                stale = [p for p in partial if _abandoned(p)]
+                if len(stale) < len(partial):
+                    raise InputError(f"{out}: another run is writing it now; wait for its end, or name another folder")
                 for path in stale:
                     shutil.rmtree(path)
                 free = shutil.disk_usage(out.parent).free
@@ -169,6 +175,11 @@ def _abandoned(folder: Path) -> bool:
     with suppress(OSError), _locked(folder, wait=False):
         return True
     return False
+
+
+def _remove_empty(folder: Path) -> None:
+    with suppress(OSError):  # not empty: all went well, or another run writes there
+        folder.rmdir()
 
 
 def _sync(folder: Path) -> None:

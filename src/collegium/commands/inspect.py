@@ -106,7 +106,9 @@ def inspect_model(
     """
     checkpoint = Checkpoint.open(path)
     if not checkpoint.config:
-        raise ConfigError(f"{path}: no config.json beside the tensors; inspect needs it to know what they mean")
+        raise ConfigError(
+            f"{path}: no config.json beside the tensors, or an empty one; inspect needs it to know what they mean"
+        )
     spec = describe_checkpoint(checkpoint)
     return Inspection(
         path=str(path),

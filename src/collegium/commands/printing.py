@@ -34,8 +34,8 @@ __all__ = [
 ]  # fmt: skip
 
 T = TypeVar("T")
-# A table or a path in a pipe or a file is never cut or wrapped.
-out = Console(width=None if sys.stdout.isatty() else 10_000)
+# A table or a path in a pipe or a file is never cut or wrapped. A closed stream is None to Python.
+out = Console(width=None if sys.stdout and sys.stdout.isatty() else 10_000)
 err = Console(stderr=True)
 
 

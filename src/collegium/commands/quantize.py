@@ -24,7 +24,7 @@ from ..checkpoint.loader import load_experts
 from ..checkpoint.opened import CheckpointLayer
 from ..checkpoint.outside import outside_experts, outside_problems
 from ..checkpoint.problems import refuse
-from ..checkpoint.reader import Checkpoint
+from ..checkpoint.reader import INDEX, Checkpoint
 from ..checkpoint.writer import Shard, entry_of, matrix_parts, whole_folder
 from ..errors import CheckpointError, ConfigError, InputError
 from ..formats import Fp8Tensor, NvFp4, by_name
@@ -96,9 +96,9 @@ def quantize_model(
     needed = sum(info.nbytes for info in kept.values())
     needed += expert_bytes(replace(job.spec, weight_format=job.target.name)) * job.spec.num_experts * len(layers)
     with whole_folder(folder.absolute(), needed) as (room, removed):
+        copied, skipped = _copy_files(checkpoint, room)  # first, as it may fail
         done = _write_tensors(job, layers, kept, room, progress)
         (room / "config.json").write_text(json.dumps(new_config(job, kept), indent=2) + "\n")
-        copied, skipped = _copy_files(checkpoint.path, room)
         written = Checkpoint.open(room)
         audit(written, deep=False)
         refuse(written, outside_problems(written, outside_experts(written)))
@@ -180,7 +180,7 @@ def _write_tensors(
         weight_map |= dict.fromkeys(written, name)
     size = sum((room / name).stat().st_size for name in names)
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
-    (room / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    (room / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     return done
 
 
@@ -264,11 +264,11 @@ def _layer_entries(job: Job, layer: int, matrices: tuple[Payload, ...]) -> dict[
     return {name: entry_of(tensor, held) for own in tensors for name, tensor in own.items()}
 
 
-def _copy_files(source: Path, room: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Copy tokenizer, licence and the like; weight files and folders are skipped and named."""
-    own = set(os.listdir(room)) | {"config.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json"}
-    others = sorted(set(os.listdir(source)) - own)
-    others = [name for name in others if not name.endswith((".safetensors", ".safetensors.index.json"))]
+def _copy_files(checkpoint: Checkpoint, room: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Copy tokenizer, licence and the like; other weight files than were read, and folders, are skipped and named."""
+    source, read = checkpoint.path, {info.file.name for info in checkpoint.tensors.values()}
+    read |= {"config.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json", INDEX}
+    others = sorted(set(os.listdir(source)) - read)
     skipped = [name for name in others if (source / name).is_dir() or name.endswith(_WEIGHT_FILES)]
     copied = [name for name in others if name not in skipped]
     for name in copied:

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import asdict
+from errno import EPIPE
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from io import TextIOWrapper
@@ -28,7 +29,10 @@ def asks_json() -> bool:
 
 
 def show_anything() -> None:
-    """Let output that cannot show a character show its number."""
+    """Let output that cannot show a character show its number, and a closed stream take what nobody wants."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  open until the process ends
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -99,7 +103,9 @@ def complain(kind: str, text: str, *, code: int = 1) -> NoReturn:
         try:
             print_json({"error": {"kind": kind, "message": text}})
             sys.stdout.flush()
-        except OSError:  # nobody reads it
+        except OSError as error:  # nobody reads it, or the disk is full
+            if error.errno != EPIPE:
+                err.print(Text(text), soft_wrap=True)
             os._exit(code)
         sys.exit(code)
     several = "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
