@@ -354,6 +354,9 @@ METHODS: dict[str, tuple[dict[str, Any], str, Callable[..., Parts], Callable[[Pa
     "gptq v2": (
         {**GPTQ, "checkpoint_format": "gptq_v2"}, "int4_affine", gptq_parts, lambda p, n, k: affine(p, 4, "gptq_v2")
     ),
+    "gptq v2 by its newer name": (
+        {**GPTQ, "format": "gptq_v2"}, "int4_affine", gptq_parts, lambda p, n, k: affine(p, 4, "gptq_v2")
+    ),
     "gptq 8 bits": (
         {**GPTQ, "bits": 8}, "int8_affine", lambda r, n, k: gptq_parts(r, n, k, 8), lambda p, n, k: affine(p, 8, "gptq")
     ),

@@ -121,6 +121,12 @@ def as_vllm_loads(kind: str) -> tuple[dict[str, torch.Tensor], list[list[torch.T
     return {name: torch.stack(rows) for name, rows in found.items()}, numbers
 
 
+@pytest.mark.parametrize("key", ["checkpoint_format", "format"])
+def test_the_layout_of_gptq_has_two_names(key: str) -> None:
+    config = SimpleNamespace(**{**vars(CONFIG), "full_config": {key: "gptq_v2"}})
+    assert stored_as(method("AutoGPTQMoEMethod", quant_config=config)).storage == "gptq_v2"
+
+
 @pytest.mark.parametrize("kind", list(METHODS))
 def test_what_vllm_loads_are_the_numbers_of_the_checkpoint(kind: str) -> None:
     tensors, numbers = as_vllm_loads(kind)

@@ -276,13 +276,16 @@ def _gptq(block: Mapping[str, object], path: str, plain: Declared) -> Declared:
     symmetric = _only(block, "sym", (True, False)) is True
     ordered = _only(block, "desc_act", (False, True)) is True and size is not None
     name = _integers(f"int{bits}_group", symmetric=symmetric, ordered=ordered)
-    storage = str(_only(block, "checkpoint_format", ("gptq", "gptq_v2")))
+    # GPTQModel and transformers have both names, and the older one decides.
+    layout = "format" if block.get("checkpoint_format") is None else "checkpoint_format"
+    storage = str(_only(block, layout, ("gptq", "gptq_v2")))
     return Declared(format=name, method="gptq", group=size, storage=storage)
 
 
 def _awq(block: Mapping[str, object], _path: str, _plain: Declared) -> Declared:
     _only(block, "bits", (4,))
-    _only(block, "version", ("gemm", "GEMM"))
+    for layout in ("version", "format", "checkpoint_format"):
+        _only(block, layout, ("gemm", "GEMM"))
     _only(block, "zero_point", (True,))
     return Declared(format="int4_affine", method="awq", group=_columns(block), storage="awq")
 

@@ -76,7 +76,7 @@ def stored_as(method: Any) -> Stored:
             storage = "compressed-tensors" if quant.symmetric else "compressed-tensors-asymmetric"
             return _integers(storage, quant.num_bits, quant.group_size, quant.actorder, symmetric=quant.symmetric)
         case "AutoGPTQMoEMethod":
-            storage = str(config.full_config.get("checkpoint_format") or "gptq")
+            storage = str(config.full_config.get("checkpoint_format") or config.full_config.get("format") or "gptq")
             return _integers(storage, config.weight_bits, config.group_size, config.desc_act, symmetric=config.is_sym)
         case "AutoAWQMoEMethod":
             return _integers("awq", 4, config.group_size, None, symmetric=False)
