@@ -140,6 +140,7 @@ BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_typ
         ({**GPTQ, "sym": False}, ("int4_affine", "gptq", 32)),
         ({**GPTQ, "desc_act": True}, ("int4_ordered", "gptq", 32)),
         ({**GPTQ, "desc_act": True, "group_size": -1}, ("int4_group", "gptq", None)),
+        ({**GPTQ, "bits": 4.0, "sym": 1}, ("int4_group", "gptq", 32)),
         ({**GPTQ, "bits": 8}, ("int8_affine", "gptq", 32)),
         ({**GPTQ, "dynamic": {"-:.*experts.*": {}}}, ("bf16", None, None)),
         ({**GPTQ, "dynamic": {"+:.*w9": {"bits": 8}, r".*\.experts\..*": {"bits": 8, "group_size": 64}}},

@@ -248,7 +248,7 @@ def _only(block: Mapping[str, object], key: str, allowed: tuple[object, ...]) ->
     found = allowed[0] if found is None else found
     if found not in allowed:
         raise _wrong(f"{key} is {found!r}, allowed are {', '.join(map(repr, allowed))}")
-    return found
+    return allowed[allowed.index(found)]  # 4.0 is 4, and 1 is True
 
 
 def _columns(block: Mapping[str, object]) -> int | None:
