@@ -69,11 +69,8 @@ def run(weights: str, activations: str | None, tokens: int, *, together: bool) -
         chosen = plan(problem, Choice(kernel=kernel, activation_format=activations))
         layer = MoELayer(made, chosen, router=router)
         if together and isinstance(layer.experts, PackedExperts):
-            own = replace(layer.experts, machine=replace(layer.experts.machine, specialises=False))
-            pipelines = [
-                (most, replace(each, parts=replace(each.parts, experts=own))) for most, each in layer._pipelines
-            ]
-            layer.experts, layer._pipelines = own, tuple(pipelines)
+            machine = replace(layer.experts.machine, specialises=False)
+            layer.replan(chosen, replace(layer.experts, machine=machine))
         layer.workspaces = None  # separate allocations, so that a read past one is seen
         found.append(layer(x, routing=given))
     lost = found[1].isnan().all(dim=1)
