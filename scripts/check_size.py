@@ -22,6 +22,7 @@ SEVERAL = 6_000
 REST = 8_000
 SEVERAL_OF = (
     "balance",
+    "commands/balance.py",
     "parallel",
     "kernels/mega.py",
     "kernels/peer.py",
