@@ -10,7 +10,7 @@ import pickle
 import threading
 import time
 import weakref
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from torch import distributed
@@ -201,12 +201,16 @@ def meeting_of(group: str = "") -> Meeting:
         return found
 
 
-@contextmanager
-def in_turn(groups: tuple[str, ...]) -> Generator[None]:
-    """Let one thread of this process at a time pass tokens over the process ``groups``.
+def in_turn(groups: tuple[str, ...]) -> AbstractContextManager[None]:
+    """Let one thread of this process at a time pass tokens over the process ``groups``; one rank waits for nobody.
 
     A pass is several exchanges, which the other ranks would pair with those of another thread's pass.
     """
+    return _in_turn(groups) if groups else nullcontext()
+
+
+@contextmanager
+def _in_turn(groups: tuple[str, ...]) -> Generator[None]:
     with ExitStack() as held:
         for name in sorted(groups):
             held.enter_context(_turns.setdefault(name, threading.RLock()))

@@ -79,16 +79,17 @@ class CpuExperts(Packed):
         room = torch.empty(longest, self.gate_up.shape[1], dtype=torch.float32, device=batch.x.device)
         both = self._turned() if self.turns and batch.x.dtype == torch.bfloat16 else None
         scratch, compute = _scratch(self), torch.bfloat16 if batch.x.dtype == torch.bfloat16 else torch.float32
+        every = torch.backends.cpu.get_cpu_capability() == "AVX512"
         with torch.inference_mode():
-            for own, spans in chunks:
-                x, out, inner = tokens_of(batch, own), rows[own], room[: own.stop - own.start]
+            for run, spans in chunks:
+                x, out, inner = tokens_of(batch, run), rows[run], room[: run.stop - run.start]
                 # Each expert for itself: which way it goes decides its bits.
-                near, far = ([span for span in spans if _turns(span[1], both) is way] for way in (True, False))
+                near = {expert: own for expert, own in spans if every or own.stop - own.start in _AVX2_ROWS}
+                far = spans if both is None else [span for span in spans if span[0] not in near]
                 if both is not None and near:
-                    picked = torch.LongTensor([row for _, s in near for row in range(s.start, s.stop)])
-                    where = starts_of(near)
-                    hidden = fast_activate(both[0].multiply(x[picked] if far else x, *where), self.activation)
-                    out[picked if far else slice(None)] = both[1].multiply(hidden.to(x.dtype), *where).to(out.dtype)
+                    picked, where = _rows_of(near) if far else slice(None), starts_of([*near.items()])
+                    hidden = fast_activate(both[0].multiply(x[picked], *where), self.activation)
+                    out[picked] = both[1].multiply(hidden.to(x.dtype), *where).to(out.dtype)
                 if far:
                     _project(self.gate_up, self.gate_up_bias, x.to(compute), (far, inner, scratch))
                     hidden = fast_activate(inner, self.activation).to(x.dtype)
@@ -158,10 +159,8 @@ class CpuGrouped(ExpertKernel):
         )
 
 
-def _turns(span: slice, both: object) -> bool:
-    """Return whether ``kernels.cpu_fused`` has the matrices and multiplies an expert's rows faster than the library."""
-    every = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    return both is not None and (every or span.stop - span.start in _AVX2_ROWS)
+def _rows_of(spans: dict[int, slice]) -> Tensor:
+    return torch.LongTensor([row for own in spans.values() for row in range(own.start, own.stop)])
 
 
 def _project(
