@@ -145,11 +145,11 @@ def test_each_rank_reads_its_own_bytes(folders: list[Path]) -> None:
     whole = read(Ranks())
     assert [read(ranks) for ranks in _ranks(3)] == [whole * n // 8 for n in (3, 3, 2)]
     assert [read(ranks) for ranks in _ranks(4, replicas=1)] == [whole * 3 // 8] * 4
-    # A slice is cut from every expert, none twice; 24 columns in 5 slices are 4 of 5 and one of 4.
+    # A slice is cut from every expert, none twice; 32 columns in 5 slices are 4 of 7 and one of 4.
     for cut in (2, 5):
         parts = [read(Ranks(slice_rank=rank, slices=cut)) for rank in range(cut)]
         assert sum(parts) == whole
-        assert max(parts) == -(-24 // cut) * whole // 24
+        assert max(parts) == -(-32 // cut) * whole // 32
 
 
 def test_who_holds_what() -> None:

@@ -30,7 +30,7 @@ from numba import cfunc, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-__all__ = ["FIELDS", "LANES", "PANELS", "SCALES", "SHIFTS", "has_tiles", "run"]
+__all__ = ["FIELDS", "LANES", "PAIR_BYTES", "PANELS", "SCALES", "SHIFTS", "has_tiles", "run"]
 
 LANES = 16  # rows of a panel: 32-bit lanes of a register
 PANELS = 4  # panels of a task: four sums that do not wait for each other hide the latency of a product
@@ -40,16 +40,15 @@ SHIFTS = ("none", "zeros", "offsets")
 _SPAN = 128  # pairs of columns of a float16 that int8 scales are multiplied by
 _PIECE, _SHORT = 64, 32  # pairs of columns, 16 KiB of a task in bfloat16, and those of rows that are turned
 _TILE_ROWS = 16  # of x
-# Rows of x at a time without AMX: more than four, and LLVM keeps sums in memory, though 32 registers would hold them.
-_FEW, _PAIR, _MORE = 1, 2, 4
+_MOST = 4  # rows of x at a time without AMX: with more, LLVM keeps sums in memory, though registers would hold them
 
 # What a call is told, 64-bit numbers; addresses are of contiguous tensors. task, thread: counters that threads share.
 # experts, bounds: int64, the experts that have rows, the first row of each, and the end. blocks: tasks of an expert.
 # kind, shift: places in SCALES and SHIFTS. line: bytes of a row of scales. values: float32 [E, 16], what the lower four
 # bits of a code mean; to codes of eight bits the first is added. floats: whether those are E4M3 numbers, of which 2^-8
-# is read. group: pairs of columns of a scale. factors, bias: float32 [E, N], or 0. x: bfloat16 [r, K]. out: float32
-# [r, N], zeros without tiles. scratch: a task in bfloat16 for each thread. shapes: 64 bytes for each count of rows,
-# what AMX is told of its tiles.
+# is read. group: pairs of columns of a scale. factors, bias: float32 [E, N], or 0. x: bfloat16 [r, K], or float32 where
+# PAIR_BYTES is 8. out: float32 [r, N], zeros without tiles. scratch: a task in bfloat16 for each thread. shapes: 64
+# bytes for each count of rows, what AMX is told of its tiles.
 FIELDS = (
     "task", "thread", "tasks", "experts", "bounds", "blocks", "codes", "bits", "floats", "scales", "supers", "kind",
     "shift", "line", "values", "group", "groups", "pairs", "factors", "bias", "x", "out", "scratch", "tiles", "shapes",
@@ -75,7 +74,11 @@ def _host(feature):
 @cache
 def has_tiles():
     """Return whether this CPU multiplies tiles of bfloat16 (AMX) and the system lets this process do it."""
-    return _host("amx-bf16") and bool(torch.cpu._init_amx())
+    return _host("amx-bf16") and _host("avx512bf16") and bool(torch.cpu._init_amx())
+
+
+# Bytes of two columns of x: a pair that one instruction multiplies, or two numbers widened to float32 beforehand.
+PAIR_BYTES = 4 if _host("avx512bf16") else 8
 
 
 def _at(builder, address, kind):
@@ -319,44 +322,57 @@ def _store_tiles(builder, out, out_stride):
         _tile(builder, "tilestored64", own, _at(builder, builder.add(out, _number(64 * own)), _I8), out_stride)
 
 
-def _products(builder, place, words, rooms):
-    """Add the products of the pair at ``place`` with ``words``, sixteen pairs each, to ``rooms``."""
-    one = builder.insert_element(ir.Constant(_WORDS, None), _load(builder, place, _I32), ir.Constant(_I32, 0))
-    one = builder.shuffle_vector(one, one, _word(0))
-    for own, room in zip(words, rooms, strict=True):
-        if _host("avx512bf16"):
-            pairs = (builder.bitcast(word, _PAIRS) for word in (one, own))
-            found = _call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _FLOATS, builder.load(room), *pairs)
-        else:
-            low = (builder.bitcast(builder.shl(word, _word(16)), _FLOATS) for word in (one, own))
-            high = (builder.bitcast(builder.and_(word, _word(0xFFFF0000)), _FLOATS) for word in (one, own))
-            found = _call(builder, "llvm.fma.v16f32", _FLOATS, *low, builder.load(room))
-            found = _call(builder, "llvm.fma.v16f32", _FLOATS, *high, found)
-        builder.store(found, room)
+def _splat(builder, place, kind):
+    one = builder.insert_element(ir.Constant(kind, None), _load(builder, place, kind.element), ir.Constant(_I32, 0))
+    return builder.shuffle_vector(one, one, _word(0))
 
 
-def _adder(rows):
-    def add(builder, x, x_stride, weights, panel, pairs, out, out_stride):
-        """Add the product of rows with ``pairs`` columns of four panels, ``panel`` bytes apart, to ``out``."""
-        starts = [builder.add(out, builder.mul(out_stride, _number(row))) for row in range(rows)]
-        places = [builder.add(start, _number(64 * own)) for start in starts for own in range(PANELS)]
-        sums = [cgutils.alloca_once(builder, _FLOATS) for _ in places]
-        for place, room in zip(places, sums, strict=True):
-            builder.store(_load(builder, place, _FLOATS), room)
-        with cgutils.for_range(builder, pairs) as loop:
-            apart = [builder.add(weights, builder.mul(panel, _number(own))) for own in range(PANELS)]
-            at, own = (builder.mul(loop.index, _number(count)) for count in (4 * LANES, 4))
-            words = [_load(builder, builder.add(start, at), _WORDS) for start in apart]
-            for row in range(rows):
-                start = builder.add(builder.add(x, builder.mul(x_stride, _number(row))), own)
-                _products(builder, start, words, sums[PANELS * row : PANELS * (row + 1)])
-        for place, room in zip(places, sums, strict=True):
-            _store(builder, builder.load(room), place)
-
-    return _instruction(add)
+def _products(builder, words, places, rooms):
+    """Add the products of ``words``, sixteen pairs of columns each, with the pair at each of ``places`` to ``rooms``."""
+    if _host("avx512bf16"):
+        for place, own in zip(places, rooms, strict=True):
+            one = builder.bitcast(_splat(builder, place, _WORDS), _PAIRS)
+            for word, room in zip(words, own, strict=True):
+                given = builder.load(room), one, builder.bitcast(word, _PAIRS)
+                builder.store(_call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _FLOATS, *given), room)
+        return
+    low = [builder.shl(word, _word(16)) for word in words]
+    high = [builder.and_(word, _word(0xFFFF0000)) for word in words]
+    for column, halves in ((0, low), (4, high)):
+        for place, own in zip(places, rooms, strict=True):
+            one = _splat(builder, builder.add(place, _number(column)), _FLOATS)
+            for word, room in zip(halves, own, strict=True):
+                given = builder.bitcast(word, _FLOATS), one, builder.load(room)
+                builder.store(_call(builder, "llvm.fma.v16f32", _FLOATS, *given), room)
 
 
-_add_row, _add_pair, _add_rows = _adder(_FEW), _adder(_PAIR), _adder(_MORE)
+@_instruction
+def _add_rows(builder, count, x, x_stride, weights, panel, pairs, out, out_stride):
+    """Add the product of ``count`` rows with ``pairs`` columns of four panels, ``panel`` bytes apart, to ``out``."""
+    for rows in range(1, _MOST + 1):
+        with builder.if_then(_is(builder, count, rows)):
+            # Sixteen sums are one register of 32, or two of 16.
+            together = PANELS if _host("avx512f") else {1: 4, 2: 2}.get(rows, 1)
+            for first in range(0, PANELS, together):
+                panels = range(first, first + together)
+                _add_panels(builder, rows, panels, (x, x_stride, weights, panel, pairs, out, out_stride))
+
+
+def _add_panels(builder, count, panels, given):
+    x, x_stride, weights, panel, pairs, out, out_stride = given
+    starts = [builder.add(out, builder.mul(out_stride, _number(row))) for row in range(count)]
+    places = [builder.add(start, _number(64 * own)) for start in starts for own in panels]
+    sums = [cgutils.alloca_once(builder, _FLOATS) for _ in places]
+    for place, room in zip(places, sums, strict=True):
+        builder.store(_load(builder, place, _FLOATS), room)
+    with cgutils.for_range(builder, pairs) as loop:
+        apart = [builder.add(weights, builder.mul(panel, _number(own))) for own in panels]
+        at, own = (builder.mul(loop.index, _number(size)) for size in (4 * LANES, PAIR_BYTES))
+        words = [_load(builder, builder.add(start, at), _WORDS) for start in apart]
+        rows = [builder.add(builder.add(x, builder.mul(x_stride, _number(row))), own) for row in range(count)]
+        _products(builder, words, rows, [sums[len(panels) * row : len(panels) * (row + 1)] for row in range(count)])
+    for place, room in zip(places, sums, strict=True):
+        _store(builder, builder.load(room), place)
 
 
 @_instruction
@@ -372,7 +388,12 @@ def _work(job):
     kind, bits, shift, line = _field(job, KIND), _field(job, BITS), _field(job, SHIFT), _field(job, LINE)
     scratch = _field(job, SCRATCH) + _next(job + 8 * THREAD) * pairs * PANELS * LANES * 4
     spans, super_line = (pairs + _SPAN - 1) // _SPAN, 4 * LANES if shift else 2 * LANES
-    x_stride, out_stride, tiles = pairs * 4, blocks * PANELS * LANES * 4, _field(job, TILES)
+    line_stride, x_stride, out_stride, tiles = (
+        pairs * 4,
+        pairs * PAIR_BYTES,
+        blocks * PANELS * LANES * 4,
+        _field(job, TILES),
+    )
     floats, configured = _field(job, FLOATS), 0
     upcoming = _next(job + 8 * TASK)
     while upcoming < _field(job, TASKS):
@@ -401,7 +422,7 @@ def _work(job):
                 decoded = scratch + own * panel
                 done, at = begin, begin // group
                 if bits == 16:
-                    _turn(codes + begin * 4, x_stride, end - begin, ahead, decoded)
+                    _turn(codes + begin * 4, line_stride, end - begin, ahead, decoded)
                     continue
                 while done < end:
                     count = min((at + 1) * group, end) - done
@@ -420,18 +441,12 @@ def _work(job):
                         configured = rows
                     if begin == 0:
                         _clear_tiles()
-                    _add_tiles(x + begin * 4, x_stride, scratch, panel, (end - begin) // 16)
+                    _add_tiles(x + begin * PAIR_BYTES, x_stride, scratch, panel, (end - begin) // 16)
                     if end == pairs:
                         _store_tiles(out, out_stride)
-                elif stop - row >= _MORE:
-                    rows = _MORE
-                    _add_rows(x + begin * 4, x_stride, scratch, panel, end - begin, out, out_stride)
-                elif stop - row >= _PAIR:
-                    rows = _PAIR
-                    _add_pair(x + begin * 4, x_stride, scratch, panel, end - begin, out, out_stride)
                 else:
-                    rows = _FEW
-                    _add_row(x + begin * 4, x_stride, scratch, panel, end - begin, out, out_stride)
+                    rows = min(_MOST, stop - row)
+                    _add_rows(rows, x + begin * PAIR_BYTES, x_stride, scratch, panel, end - begin, out, out_stride)
                 row += rows
         factors, bias = _field(job, FACTORS), _field(job, BIAS)
         if factors or bias:

@@ -39,13 +39,10 @@ __all__ = ["CpuExperts", "CpuGrouped", "cut_rows", "fast_activate", "starts_of",
 # Weights in one decoded tile, 8 MiB of bfloat16: each call of the CPU library costs some 30 microseconds whatever
 # its size, so tiles that stay in the second-level cache lose more than they save (Xeon with AMX, November 2026).
 _TILE = 1 << 22
-# From here on the library takes several times as long in bfloat16 on a CPU with AVX2 alone (emulated with oneDNN's
-# ONEDNN_MAX_CPU_ISA, November 2026).
-_FLOAT32_ROWS = 3
+# From here on the library takes longer in bfloat16 than in float32, with the conversion, on a CPU with AVX2 alone (two
+# cores of a Zen 3 EPYC, November 2026: 1.4 and 3.1 ms at 4 rows, 2.6 and 3.5 at 8, 5.0 and 2.4 at 12).
+_FLOAT32_ROWS = 9
 _HAS_TILES = bool(torch.cpu._is_amx_tile_supported())  # pyright: ignore[reportPrivateUsage]
-# Rows of an expert that ``kernels.cpu_fused`` multiplies faster on a CPU with AVX2 alone (two cores of a Zen 3 EPYC,
-# November 2026); with AVX-512 any number is faster (EPYC with AVX512_BF16). With AMX it was not measured.
-_AVX2_ROWS = range(3, 37)
 _TURNS = not _HAS_TILES
 _Spans = list[tuple[int, slice]]  # experts and their rows
 _CHUNK_ROWS = 512  # rows whose intermediate values are kept at once, unless one expert has more
@@ -74,26 +71,22 @@ class CpuExperts(Packed):
         finished = self.down.row_scale is None and self.down_bias is None
         exact = torch.bfloat16 if finished and batch.x.dtype == torch.bfloat16 else torch.float32
         rows = torch.empty(batch.source.numel(), self.down.shape[1], dtype=exact, device=batch.x.device)
-        chunks = cut_rows(batch)
-        longest = max((own.stop - own.start for own, _ in chunks), default=0)
-        room = torch.empty(longest, self.gate_up.shape[1], dtype=torch.float32, device=batch.x.device)
         both = self._turned() if self.turns and batch.x.dtype == torch.bfloat16 else None
+        chunks = cut_rows(batch)
+        longest = max((own.stop - own.start for own, _ in chunks), default=0) if both is None else 0
+        room = torch.empty(longest, self.gate_up.shape[1], dtype=torch.float32, device=batch.x.device)
         scratch, compute = _scratch(self), torch.bfloat16 if batch.x.dtype == torch.bfloat16 else torch.float32
-        every = torch.backends.cpu.get_cpu_capability() == "AVX512"
         with torch.inference_mode():
             for run, spans in chunks:
                 x, out, inner = tokens_of(batch, run), rows[run], room[: run.stop - run.start]
-                # Each expert for itself: which way it goes decides its bits.
-                near = {expert: own for expert, own in spans if every or own.stop - own.start in _AVX2_ROWS}
-                far = spans if both is None else [span for span in spans if span[0] not in near]
-                if both is not None and near:
-                    picked, where = _rows_of(near) if far else slice(None), starts_of([*near.items()])
-                    hidden = fast_activate(both[0].multiply(x[picked], *where), self.activation)
-                    out[picked] = both[1].multiply(hidden.to(x.dtype), *where).to(out.dtype)
-                if far:
-                    _project(self.gate_up, self.gate_up_bias, x.to(compute), (far, inner, scratch))
-                    hidden = fast_activate(inner, self.activation).to(x.dtype)
-                    _project(self.down, self.down_bias, hidden.to(compute), (far, out, scratch))
+                if both is not None:
+                    where = starts_of(spans)
+                    hidden = fast_activate(both[0].multiply(x, *where), self.activation)
+                    out.copy_(both[1].multiply(hidden.to(x.dtype), *where))
+                    continue
+                _project(self.gate_up, self.gate_up_bias, x.to(compute), (spans, inner, scratch))
+                hidden = fast_activate(inner, self.activation).to(x.dtype)
+                _project(self.down, self.down_bias, hidden.to(compute), (spans, out, scratch))
         return rows
 
     def _turned(self) -> tuple[FusedMatrix, FusedMatrix] | None:
@@ -157,10 +150,6 @@ class CpuGrouped(ExpertKernel):
             activation=problem.activation,
             turns=_TURNS and lacking() is None,
         )
-
-
-def _rows_of(spans: dict[int, slice]) -> Tensor:
-    return torch.LongTensor([row for own in spans.values() for row in range(own.start, own.stop)])
 
 
 def _project(

@@ -80,6 +80,7 @@ class FusedMatrix:
             x = torch.cat([own.index_select(1, order) for own, order in zip(rows, self.order[experts], strict=True)])
         elif x.shape[1] != 2 * pairs:
             x = functional.pad(x, (0, 2 * pairs - x.shape[1]))
+        x = x if kernel.PAIR_BYTES == 4 else x.float()
         out = (torch.empty if tiles else torch.zeros)(x.shape[0], panels * 16, dtype=torch.float32, device=x.device)
         scratch = torch.empty(threads, scratch_bytes(2 * pairs), dtype=torch.uint8, device=x.device)
         tensors = {name: getattr(self, name) for name in TENSORS}
