@@ -322,44 +322,36 @@ def _store_tiles(builder, out, out_stride):
         _tile(builder, "tilestored64", own, _at(builder, builder.add(out, _number(64 * own)), _I8), out_stride)
 
 
-def _splat(builder, place, kind):
-    one = builder.insert_element(ir.Constant(kind, None), _load(builder, place, kind.element), ir.Constant(_I32, 0))
-    return builder.shuffle_vector(one, one, _word(0))
-
-
 def _products(builder, words, places, rooms):
-    """Add the products of ``words``, sixteen pairs of columns each, with the pair at each of ``places`` to ``rooms``."""
-    if _host("avx512bf16"):
+    """Add the products of ``words``, sixteen pairs of columns each, with the two at each of ``places`` to ``rooms``."""
+    name, kind, at, steps = "llvm.x86.avx512bf16.dpbf16ps.512", _PAIRS, 0, [words]
+    if PAIR_BYTES == 8:
+        change = (builder.shl, _word(16)), (builder.and_, _word(0xFFFF0000))
+        name, kind, at, steps = "llvm.fma.v16f32", _FLOATS, 2, [[do(own, by) for own in words] for do, by in change]
+    for column, halves in enumerate(steps):
         for place, own in zip(places, rooms, strict=True):
-            one = builder.bitcast(_splat(builder, place, _WORDS), _PAIRS)
-            for word, room in zip(words, own, strict=True):
-                given = builder.load(room), one, builder.bitcast(word, _PAIRS)
-                builder.store(_call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _FLOATS, *given), room)
-        return
-    low = [builder.shl(word, _word(16)) for word in words]
-    high = [builder.and_(word, _word(0xFFFF0000)) for word in words]
-    for column, halves in ((0, low), (4, high)):
-        for place, own in zip(places, rooms, strict=True):
-            one = _splat(builder, builder.add(place, _number(column)), _FLOATS)
-            for word, room in zip(halves, own, strict=True):
-                given = builder.bitcast(word, _FLOATS), one, builder.load(room)
-                builder.store(_call(builder, "llvm.fma.v16f32", _FLOATS, *given), room)
+            one = _load(builder, builder.add(place, _number(4 * column)), _I32)
+            one = builder.insert_element(ir.Constant(_WORDS, None), one, ir.Constant(_I32, 0))
+            one = builder.shuffle_vector(one, one, _word(0))
+            for half, room in zip(halves, own, strict=True):
+                given = [builder.bitcast(each, kind) for each in (one, half)]
+                given.insert(at, builder.load(room))
+                builder.store(_call(builder, name, _FLOATS, *given), room)
 
 
 @_instruction
 def _add_rows(builder, count, x, x_stride, weights, panel, pairs, out, out_stride):
     """Add the product of ``count`` rows with ``pairs`` columns of four panels, ``panel`` bytes apart, to ``out``."""
+    given = x, x_stride, weights, panel, pairs, out, out_stride
     for rows in range(1, _MOST + 1):
         with builder.if_then(_is(builder, count, rows)):
             # Sixteen sums are one register of 32, or two of 16.
             together = PANELS if _host("avx512f") else {1: 4, 2: 2}.get(rows, 1)
             for first in range(0, PANELS, together):
-                panels = range(first, first + together)
-                _add_panels(builder, rows, panels, (x, x_stride, weights, panel, pairs, out, out_stride))
+                _add_panels(builder, rows, range(first, first + together), *given)
 
 
-def _add_panels(builder, count, panels, given):
-    x, x_stride, weights, panel, pairs, out, out_stride = given
+def _add_panels(builder, count, panels, x, x_stride, weights, panel, pairs, out, out_stride):
     starts = [builder.add(out, builder.mul(out_stride, _number(row))) for row in range(count)]
     places = [builder.add(start, _number(64 * own)) for start in starts for own in panels]
     sums = [cgutils.alloca_once(builder, _FLOATS) for _ in places]
