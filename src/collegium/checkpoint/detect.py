@@ -55,8 +55,7 @@ def _match_storage(declared: Declared, seen: Mapping[str, set[str]], where: str)
         raise ConfigError(msg)
     cls = by_name(name)
     fitting = [s.name for s in cls.storages if _fits(s, seen) and declared.storage in (None, s.name)]
-    foreign = declared.method is None and any(n not in DTYPES for n in closest)
-    if not fitting or foreign:
+    if not fitting or (declared.method is None and any(n not in DTYPES for n in closest)):
         asked = [s for s in cls.storages if declared.storage in (None, s.name)]
         needs = " or ".join(dict.fromkeys(" + ".join(p.suffix for p in s.parts if p.required) for s in asked))
         declares = f"declares {name}" if declared.method is None else f"declares {name} ({declared.method})"

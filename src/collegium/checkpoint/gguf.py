@@ -209,8 +209,7 @@ def _experts(cursor: _Cursor, info: TensorInfo) -> Iterable[TensorInfo]:
     if match[3] != "weight":
         return (replace(info, name=f"{match[1]}exps.{match[3]}.{match[2]}"),)
     halves = ("gate", "up") if match[2] == "gate_up" else (match[2],)
-    axes = 4 if info.dtype in _BLOCKS else 3
-    experts, rows = info.shape[0], info.shape[1] if len(info.shape) == axes else 0
+    experts, rows = info.shape[0], info.shape[1] if len(info.shape) == (4 if info.dtype in _BLOCKS else 3) else 0
     if not rows or rows % len(halves) or experts > _MAX_ENTRIES:
         cursor.fail(f"tensor {info.name!r} has shape {info.shape}, expected (experts, rows, columns)")
     shape = (rows // len(halves), *info.shape[2:])

@@ -68,8 +68,7 @@ class Index:
         for name, info in checkpoint.tensors.items():
             match = _NAME.fullmatch(name)
             if match is not None:
-                layers = self.heads.setdefault(match[1], {})
-                layers.setdefault(int(match[2]), []).append((match[3], info))
+                self.heads.setdefault(match[1], {}).setdefault(int(match[2]), []).append((match[3], info))
         self._found: dict[int, Found] = {}
         self.family = family_of(checkpoint.config)
         self.names = self._choose(self.family, checkpoint.config)
@@ -177,16 +176,13 @@ def _sort(names: Names, layer: int, tensors: Iterable[tuple[str, TensorInfo]]) -
     found, (pattern, tails), (exact, paths) = Found(), _patterns(names), _others(names)
     prefix, table = names.experts.removeprefix(names.layer), names.stacked
     block = names.router_weight.removeprefix(names.layer).partition(".")[0] + "."
-    stacks: dict[str, Projection] = {
-        path.removeprefix(names.layer): which for which, path in stack_paths(table).items()
-    }
+    stacks: dict[str, Projection] = {p.removeprefix(names.layer): which for which, p in stack_paths(table).items()}
     for rest, info in tensors:
         if not rest.startswith((prefix, block)) or rest in exact or rest.startswith(paths):
             continue
         match = pattern.fullmatch(rest) if pattern is not None else None
         if match is not None:
-            key = (int(match[1]), tails[match[2]])
-            found.single.setdefault(key, {})[match[3]] = info
+            found.single.setdefault((int(match[1]), tails[match[2]]), {})[match[3]] = info
             continue
         path = next((p for p in stacks if rest.startswith(p)), None)
         if path is None:

@@ -124,8 +124,7 @@ def named_layer(what: str) -> tuple[str, MoESpec]:
     ``describe`` raises for a config.
     """
     if (Path(what) / "config.json").is_file():
-        spec = describe(read_config(Path(what)))
-        return Path(what).resolve().name, spec.routed_alone()
+        return Path(what).resolve().name, describe(read_config(Path(what))).routed_alone()
     if Path(what).is_dir():
         raise ConfigError(f"{what}: no config.json there; give a model's folder")
     pieces = SHAPES.get(what) or tuple(int(piece) for piece in what.split("x") if piece.isdigit())
@@ -178,9 +177,8 @@ def bench(
     for recipe, chosen in counted(plans.items(), progress, "building {0[0][0]} x {0[0][1]}".format):
         weights = random_weights(chosen.problem.spec, place)
         layer = MoELayer(weights, chosen)
-        dtype = DTYPES[chosen.problem.dtype]
         for count, pairs in made.items():
-            inputs = [(x.to(dtype), routing_of) for x, routing_of in pairs]
+            inputs = [(x.to(DTYPES[chosen.problem.dtype]), routing_of) for x, routing_of in pairs]
             cases[*recipe, count] = _Case(layer=layer, weights=weights, inputs=inputs)
     errors: dict[Any, float] = {}
     for key, case in counted(cases.items(), progress, "checking {0[0][0]} x {0[0][1]}, {0[0][2]} tokens".format):
@@ -194,8 +192,7 @@ def bench(
     # One token count after another: a large batch heats the device, and a small one behind it would pay for that.
     times: dict[Any, float] = {}
     for count in counted(made, progress, "timing {} tokens".format):
-        alike = {key: call for key, call in passes.items() if key[2] == count}
-        times |= take_turns(alike, place, rounds=rounds)
+        times |= take_turns({key: call for key, call in passes.items() if key[2] == count}, place, rounds=rounds)
     if ceilings is None and place.type == "cpu":
         # Others may have been at work the first time, and a ceiling is the best there is.
         least = least.raised(measure_ceilings(place))

@@ -143,7 +143,7 @@ def bench_model(
     facts = probe(device.device if isinstance(device, Ranks) else device)
     place = torch.device(facts.place)
     model = _built(what, layers, facts, [weights for weights, _ in recipes])
-    ours = [_way(weights, activations or "bf16") for weights, activations in recipes]
+    ours = [f"collegium {weights}" + (f":{made}" if made not in ("", "bf16") else "") for weights, made in recipes]
     rows: list[ModelRow] = []
     specs = _specs(model) if ranks else list[MoESpec]()
     groups = [(*_THEIRS, "collegium bf16"), *((way,) for way in ours)]
@@ -221,10 +221,6 @@ def _needs(model: Any, formats: Sequence[str]) -> dict[str, float]:
     return {"model": 2.0 * sum(p.numel() for p in model.parameters()), "experts in another format": max(each) * experts}
 
 
-def _way(weights: str, activations: str) -> str:
-    return f"collegium {weights}" + ("" if activations == "bf16" else f":{activations}")
-
-
 def _formats(way: str) -> tuple[str, str]:
     """Return the weights and activations that ``way`` names: ``collegium WEIGHTS[:ACTIVATIONS]``, or transformers'."""
     return recipe_of(way.partition(" ")[2] or "bf16")
@@ -259,8 +255,8 @@ def _turns(model: Any, ways: Mapping[str, str], batch: int, rounds: int, ranks: 
     """Return a row for each of ``ways``, which take turns; without a time where it names a reason."""
     ready: dict[str, Callable[[], object]] = {}
     # Ranks with sequences of their own decode as many more together.
-    apart = ranks is not None and not ranks.same_tokens
-    count, seed = (batch * ranks.world_size, 1000 * ranks.rank) if ranks and apart else (batch, 0)
+    apart = None if ranks is None or ranks.same_tokens else ranks
+    count, seed = (batch * apart.world_size, 1000 * apart.rank) if apart else (batch, 0)
     rows = {way: ModelRow(batch=count, experts=way, note=reason) for way, reason in ways.items()}
     for way in [way for way, reason in ways.items() if not reason]:
         try:
@@ -290,8 +286,7 @@ def _warm(model: Any) -> None:
     """Build our layers with one token, unless they are attached already, and compile the rest side by side."""
     if not plugin.layers_of(model):
         with torch.inference_mode():
-            token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-            model(token, use_cache=False, logits_to_keep=1)
+            model(torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=False, logits_to_keep=1)
     warm_up(plugin.layers_of(model))
 
 
@@ -309,8 +304,7 @@ def _checked(model: Any, way: str, stepper: _Stepper, ranks: Ranks | None) -> fl
         spec = replace(plugin.spec_of(module, plain, ids.shape[-1]), weight_format=weights)
         own = plain if weights == "bf16" else random_weights(spec, model.device, seed=index)
         case = (x.view(-1, x.shape[-1]), Routing(topk_ids=ids, topk_weights=topk_weights.float()))
-        problem = Problem(spec=spec, device=probe(model.device))
-        error = experts_error(found.view(-1, x.shape[-1]), problem, own, case)
+        error = experts_error(found.view(-1, x.shape[-1]), Problem(spec=spec, device=probe(model.device)), own, case)
     allowed = TOLERANCES[activation_format(activations).bits]
     if ranks is not None:
         error = max(ranks.exchange(error, "bench-model: error"), key=lambda each: (each != each, each))

@@ -129,10 +129,8 @@ def _without_experts(job: Job, block: dict[str, Any]) -> dict[str, Any]:
     """Return the source's block with the routed experts among what is not quantised."""
     method, experts = str(block.get("quant_method")).lower(), _experts(job)
     if method == "gptq":
-        return {
-            **block,
-            "dynamic": {**{f"-:{re.escape(path)}": {} for path in experts}, **(block.get("dynamic") or {})},
-        }
+        left_out = {f"-:{re.escape(path)}": {} for path in experts}
+        return {**block, "dynamic": {**left_out, **(block.get("dynamic") or {})}}
     key, form = _SKIPS[method]
     key = "exclude_modules" if key == "ignore" and "exclude_modules" in block else key
     listed = [form.format(re.escape(path) if form.startswith("re:") else path) for path in experts]

@@ -127,8 +127,7 @@ def check_writable(path: str) -> Checkpoint:
 
 def prompt_limits(folder: Path, prompt: str) -> Limits:
     """Return the least power of two that a prompt fits in, at most 512: fewer kinds of batches are fewer kernels."""
-    count = len(_tokenizer(folder).encode(prompt).ids)
-    return Limits(max_tokens=min(512, 1 << max(0, count - 1).bit_length()))
+    return Limits(max_tokens=min(512, 1 << max(0, len(_tokenizer(folder).encode(prompt).ids) - 1).bit_length()))
 
 
 def _tokenizer(where: Path) -> Any:

@@ -245,9 +245,8 @@ def _expert_tensors(job: Job, layer: int, expert: int, matrices: tuple[Payload, 
             path = names.projection(which).format(layer=layer, expert=expert)
             out |= {path + suffix: tensor for suffix, tensor in parts.items()}
         return out
-    together = upper if table.up is None else upper[:1]
     for which, path in stack_paths(table).items():
-        held = {"gate": together, "up": upper[1:], "down": [down]}[which]
+        held = {"gate": upper if table.up is None else upper[:1], "up": upper[1:], "down": [down]}[which]
         for suffix in down:
             own = torch.stack([parts[suffix] for parts in held])
             own = interleave(own, 0) if table.interleaved and which == "gate" else own.flatten(0, 1)

@@ -118,8 +118,7 @@ class Steps:
         """Run the prompt ``[B, T]``; return the logits ``[B, V]`` of what follows."""
         self.token = ids.new_zeros(ids.shape[0], 1)
         self.position = ids.new_zeros(1, 1)
-        positions = torch.arange(ids.shape[1], device=ids.device)[None]
-        logits = self._forward(ids, positions, None)
+        logits = self._forward(ids, torch.arange(ids.shape[1], device=ids.device)[None], None)
         # Ours for the steps: making one copies a number from the host, which no graph can hold.
         self.mask: Tensor | None = None
         if self.masked:

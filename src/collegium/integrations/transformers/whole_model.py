@@ -23,6 +23,7 @@ from ...runtime.devices import plain_torch, probe
 from ...runtime.progress import Progress, counted
 from .blocks import BLOCKS, blocks_of
 from .classes import class_and_config
+from .dense import widen
 from .modules import experts_modules
 from .outside import load_outside
 from .plugin import NAME, attach, make_known
@@ -84,6 +85,7 @@ def load_model_in(
                 _LOG.warning("%s: %s", checkpoint.path, said)
         _check_places(model, checkpoint)
         _give(model, build_layers(checkpoint, device=device, dtype=dtype, **others))
+    widen(model)
     seal(model, checkpoint.path)
     return model
 
