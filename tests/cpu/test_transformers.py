@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import transformers
@@ -131,7 +133,9 @@ def test_load_model_reads_what_transformers_saved(saved):
     ).eval()
     ours = load_model(str(folder))
     with torch.inference_mode():
-        assert relative_error(ours(ids).logits, theirs(ids).logits.double()) < 0.02
+        found, plain, wanted = ours(ids).logits, theirs(ids).logits, copy.deepcopy(theirs).float()(ids).logits.double()
+    # Both round to bfloat16 in every layer; which expert is chosen, and so all the rest, can hang on one rounding.
+    assert relative_error(found, wanted) < 1.5 * relative_error(plain, wanted) < 0.06
     assert all(p.device.type == "meta" for m in experts_modules(ours).values() for p in m.parameters())
 
 
