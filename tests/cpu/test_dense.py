@@ -36,7 +36,7 @@ def avx2(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("avx2")
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("lead", [(1,), (7,), (8,), (2, 5), (3, 4, 6), (0,)])
+@pytest.mark.parametrize("lead", [(1,), (11,), (12,), (2, 7), (3, 4, 6), (0,)])
 def test_products_are_rounded_once(monkeypatch: pytest.MonkeyPatch, lead: tuple[int, ...], bias: bool) -> None:
     monkeypatch.setattr(dense, "_TILE", 7 * 96)  # 131 rows are cut into 19 tiles, the last one of 5
     plain = layer(96, 131, bias=bias)
@@ -49,7 +49,7 @@ def test_products_are_rounded_once(monkeypatch: pytest.MonkeyPatch, lead: tuple[
         nn.functional.linear(x.double(), plain.weight.double(), plain.bias.double() if bias else None),
     )
     assert (found.dtype, found.shape) == (torch.bfloat16, (*lead, 131))
-    if found.numel() >= 8 * 131:
+    if found.numel() >= 12 * 131:
         # Half a unit in the last place, and what float32 sums are off.
         assert bool(((found.double() - wanted).abs() <= wanted.abs() * 2**-8 + 1e-5).all())
     else:

@@ -8,9 +8,9 @@ from torch.nn import functional
 
 __all__ = ["WideLinear", "widen"]
 
-# From here on torch takes longer in bfloat16 than in float32, with the conversion, on a CPU with AVX2 alone, from 64
-# rows on five to ten times as long (one core of a Zen 3 EPYC, November 2026).
-_ROWS = 8
+# From here on torch takes longer in bfloat16 than in float32, with the conversion, on a CPU with AVX2 alone, at 512
+# rows more than five times as long (benchmarks/results/cpu-dense.csv).
+_ROWS = 12
 _TILE = 1 << 22  # weights that are converted at once
 
 
