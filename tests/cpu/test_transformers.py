@@ -134,8 +134,8 @@ def test_load_model_reads_what_transformers_saved(saved):
     ours = load_model(str(folder))
     with torch.inference_mode():
         found, plain, wanted = ours(ids).logits, theirs(ids).logits, copy.deepcopy(theirs).float()(ids).logits.double()
-    # Both round to bfloat16 in every layer; which expert is chosen, and so all the rest, can hang on one rounding.
-    assert relative_error(found, wanted) < 1.5 * relative_error(plain, wanted) < 0.06
+    # One rounding can decide which expert is chosen: of mixtral's logits it is theirs that are 0.022 off on some CPUs.
+    assert min(relative_error(found, plain.double()), relative_error(found, wanted)) < 0.02
     assert all(p.device.type == "meta" for m in experts_modules(ours).values() for p in m.parameters())
 
 
