@@ -2,8 +2,8 @@
 
 Every rank replays one CUDA graph of all layers over and over (on a CPU it calls them), with tokens that like some
 experts (zipf, the same ones in every batch, others in every layer). After ``--steps`` steps the policy is asked
-through Balancer and experts move while the steps go on; then as many steps again. Then one more expert moves, and a bit
-of it is flipped as it arrives. Every output of every step is compared, bit by bit, with the first one for the same
+through Balancer and experts move while the steps go on, ``--rounds`` times, each time as if other experts were liked;
+then as many steps again. Then one more expert moves, and a bit of it is flipped as it arrives. Every output of every step is compared, bit by bit, with the first one for the same
 batch. A row:
 
     before_us, during_us, after_us   a step, median over steps, slowest rank (_max: its longest one)
@@ -14,6 +14,7 @@ batch. A row:
     caught        whether the damaged move was given up on every rank
 
     python benchmarks/rebalance.py                                            all GPUs of this host
+    python benchmarks/rebalance.py --rounds 25 --steps 40                     25 times 8 layers
     python benchmarks/rebalance.py --device cpu --shape 256x128x16x4 --tokens 32 --steps 40 --spare 1
 
 With one spare slot experts change places and are not copied. On a CPU the bits of a row depend on how many rows its
@@ -36,6 +37,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
 from torch import distributed
 from torch.multiprocessing.spawn import spawn
@@ -193,10 +195,11 @@ class Bench:
         serving = Serving(layers, args, self.rank)
         shown = itertools.count()
 
-        def once(load: Any, slots: Any) -> Any:
-            return place(load, slots) if next(shown) < len(layers) else None
+        def asked_of(load: Any, slots: Any) -> Any:
+            turn = next(shown) // len(layers)
+            return place(numpy.roll(load, 7 * turn), slots) if turn < args.rounds else None
 
-        balancer = Balancer(named, once, interval=args.steps)
+        balancer = Balancer(named, asked_of, interval=args.steps)
         start = [own.slots for own in maps]
         for _ in range(BATCHES + 2):
             serving.step()
@@ -208,9 +211,12 @@ class Bench:
         left = min(self.everybody(args.seconds + self.started - time.monotonic(), "seconds left"))
         most = int(min(5000, max(100, left / (3 * max(self.everybody(statistics.median(before), "a step"))))))
         calls = 0
-        while calls < most and (calls < 12 or not balancer.idle):
-            serving.step(balancer)
-            calls += 1
+        for turn in range(args.rounds):
+            # The first was asked for at the last step; the next ones at every so many steps when nothing moves.
+            least = calls + (args.steps + 12 if turn else 12)
+            while calls < most and (calls < least or not balancer.idle):
+                serving.step(balancer)
+                calls += 1
         during, took = serving.phase(), time.monotonic() - asked
         stall, idle = balancer.stall, balancer.idle
         loads = balancer.loads().double().numpy()
@@ -327,7 +333,8 @@ def main() -> int:
     parser.add_argument("--spare", type=int, default=2, help="empty slots of a rank; one is for moving")
     parser.add_argument("--skew", type=float, default=1.2, help="expert i is drawn with weight i ** -skew")
     parser.add_argument("--policy", default="least_moves")
-    parser.add_argument("--steps", type=int, default=400, help="steps before, and after")
+    parser.add_argument("--steps", type=int, default=400, help="steps before, after, and between rounds")
+    parser.add_argument("--rounds", type=int, default=1, help="how often all layers are rebalanced")
     parser.add_argument("--dispatcher", help="instead of the one that the plan prefers")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--ranks", type=int, default=0, help="this many instead of all GPUs, or 2 on a CPU")

@@ -31,7 +31,7 @@ TURNS = ((3, 1, 0, 6), (0, 5, 2, 1), (1, 0, 0, 0), (70, 3, 9, 4), (33, 300, 12, 
 WIDER = Case(1024, 512, 4)
 
 
-@pytest.mark.parametrize(("case", "world"), product((*CASES, WIDER), (2, 4)))
+@pytest.mark.parametrize(("case", "world"), list(product((*CASES, WIDER), (2, 4))))
 def test_virtual_ranks_have_the_bits_of_one_rank(case: Case, world: int) -> None:
     ranks = Ranks(case, world, "cuda", most=600)
     for turn, counts in enumerate(TURNS):
