@@ -3,8 +3,8 @@
 Every rank replays one CUDA graph of all layers over and over (on a CPU it calls them), with tokens that like some
 experts (zipf, the same ones in every batch, others in every layer). After ``--steps`` steps the policy is asked
 through Balancer and experts move while the steps go on, ``--rounds`` times, each time as if other experts were liked;
-then as many steps again. Then one more expert moves, and a bit of it is flipped as it arrives. Every output of every step is compared, bit by bit, with the first one for the same
-batch. A row:
+then as many steps again. Then one more expert moves, and a bit of it is flipped as it arrives. Every output of every
+step is compared, bit by bit, with the first one for the same batch. A row:
 
     before_us, during_us, after_us   a step, median over steps, slowest rank (_max: its longest one)
     stall_us      what the switches of maps took on the serving stream, all together, most of any rank
@@ -209,7 +209,9 @@ class Bench:
         before, asked = serving.phase(), time.monotonic()
         # All ranks stop at the same step: what they know of the time is agreed on.
         left = min(self.everybody(args.seconds + self.started - time.monotonic(), "seconds left"))
-        most = int(min(5000, max(100, left / (3 * max(self.everybody(statistics.median(before), "a step"))))))
+        most = int(
+            min(5000 * args.rounds, max(100, left / (3 * max(self.everybody(statistics.median(before), "a step")))))
+        )
         calls = 0
         for turn in range(args.rounds):
             # The first was asked for at the last step; the next ones at every so many steps when nothing moves.

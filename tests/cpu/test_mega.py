@@ -157,7 +157,7 @@ def test_no_pass_takes_more_memory_than_is_planned() -> None:
 
 def test_it_runs_only_where_it_is_asked_for_and_says_why() -> None:
     rule = RoutingSpec(top_k=2)
-    spec = MoESpec(hidden_size=64, intermediate_size=64, num_experts=8, routing=rule, weight_format="mxfp4")
+    spec = MoESpec(hidden_size=64, intermediate_size=64, num_experts=64, routing=rule, weight_format="mxfp4")
 
     def why(
         device: DeviceFacts = GPU,
@@ -167,19 +167,24 @@ def test_it_runs_only_where_it_is_asked_for_and_says_why() -> None:
         wish: Any = (),
         **changes: Any,
     ) -> str:
-        placed = None if world == 1 else linear(8, 0, world)
+        placed = None if world == 1 else linear(64, 0, world)
         asked = Problem(spec=replace(spec, **changes), device=device, placement=placed, limits=Limits(max_tokens=most))
         made = plan(asked, Choice(activation_format=act, **dict(wish)))
         assert made.pipelines[-1] == "split"
         return next(refusal.reason for refusal in made.refusals if refusal.name == "mega")
 
-    slow = "measured to be faster only for tokens from {} wide and up to {} of them with {} weights; found "
-    four, eight = slow.format(7168, 8, "mxfp4"), slow.format(4096, 128, "fp8_block")
+    slow = "only for tokens from {} wide and up to {} of them on each of {} ranks with {} weights; found "
+    four, eight = slow.format(7168, 8, 2, "mxfp4"), slow.format(4096, 128, 2, "fp8_block")
     assert four + "64 and 64; Choice(pipeline='mega') takes it" in why()
     assert four + "7168 and 9" in why(most=9, hidden_size=7168)
     blocks: dict[str, Any] = {"act": "fp8_group128", "weight_format": "fp8_block"}
     assert eight + "4096 and 129" in why(**blocks, most=129, hidden_size=4096)
     assert eight + "2048 and 8" in why(**blocks, most=8, hidden_size=2048)
+    # Over four ranks: up to 128 tokens in four bits, and up to 6 rows of an expert in eight.
+    many = replace(GPU, peers=4)
+    assert slow.format(7168, 128, 4, "mxfp4") + "7168 and 129" in why(many, most=129, world=4, hidden_size=7168)
+    blocks |= {"world": 4, "hidden_size": 4096}
+    assert slow.format(4096, 48, 4, "fp8_block") + "4096 and 49" in why(many, **blocks, most=49)
     assert "asked for cpu" in why(DeviceFacts(kind="cpu"), "fp32")
     assert "asked for the dispatcher local" in why(world=1)
     assert "asked for the dispatcher all_to_all" in why(wish={"dispatcher": "all_to_all"})
@@ -189,11 +194,14 @@ def test_it_runs_only_where_it_is_asked_for_and_says_why() -> None:
     assert "asked for nvfp4 weights with fp8_token activations" in why(weight_format="nvfp4")
     assert "found sm_100" in why(replace(GPU, capability=(10, 0)))
     assert "asked for the combine reduced" in why(wish={"combine": "reduced"})
-    for weights, width, most, act in (("mxfp4", 7168, 8, "fp8_token"), ("fp8_block", 4096, 128, "fp8_group128")):
+    for weights, width, most, act, world in (
+        ("mxfp4", 7168, 8, "fp8_token", 2), ("fp8_block", 4096, 128, "fp8_group128", 2),
+        ("mxfp4", 7168, 128, "fp8_token", 4), ("fp8_block", 4096, 48, "fp8_group128", 4),
+    ):  # fmt: skip
         wide = replace(spec, hidden_size=width, weight_format=weights)
         for spare, taken in ((0, "mega"), (1, "split")):
-            given = replace(linear(8, 0, 2), spare=spare)
-            few = Problem(spec=wide, device=GPU, placement=given, limits=Limits(max_tokens=most))
+            given = replace(linear(64, 0, world), spare=spare)
+            few = Problem(spec=wide, device=many, placement=given, limits=Limits(max_tokens=most))
             assert plan(few, Choice(activation_format=act)).pipelines == (taken,)
             # What an error tells people to ask for, whatever the plan prefers.
             assert plan(few, Choice(activation_format=act, pipeline="split")).pipelines == ("split",)
@@ -201,7 +209,7 @@ def test_it_runs_only_where_it_is_asked_for_and_says_why() -> None:
     carried = RoutingSpec(top_k=1, weight_on_input=True, renormalise=False)
     assert "asked for router weights on the input" in why(routing=carried)
 
-    asked = Problem(spec=spec, device=GPU, placement=linear(8, 0, 2), limits=Limits(max_tokens=64), graph=True)
+    asked = Problem(spec=spec, device=GPU, placement=linear(64, 0, 2), limits=Limits(max_tokens=64), graph=True)
     made = plan(asked, Choice(activation_format="fp8_token", pipeline="mega"))
     assert made.pipelines == ("mega",)
     assert "1 to 64 tokens mega (one kernel over all ranks)" in made.explain()

@@ -48,9 +48,13 @@ __all__ = ["COMBINE", "MOST_TOKENS", "PUBLISH", "PULL", "Mega", "MegaKind"]
 PUBLISH, PULL, COMBINE = 1, 2, 3  # phases of the kernel
 FORMATS = (("mxfp4", "fp8_token"), ("fp8_block", "fp8_group128"))
 MOST_TOKENS = 4096  # of a rank: each expert has room for all ranks' assignments on its list
-# Where it was the faster one on two H200 (parallel_h200.csv), in graphs of layers of V4-Flash's and V3's shapes: from
-# tokens of that width on, up to so many of a rank.
-FASTER = {"mxfp4": (7168, 8), "fp8_block": (4096, 128)}
+# Where it was the faster one in graphs of layers of V4-Flash's and V3's shapes, on two H200 (parallel_h200.csv) and on
+# four H100 (parallel_h100.csv), also for more ranks: from tokens of that width on, up to so many of a rank, and as many
+# rows of an expert.
+FASTER = {
+    ("mxfp4", False): (7168, 8, 16), ("mxfp4", True): (7168, 128, 16),
+    ("fp8_block", False): (4096, 128, 8), ("fp8_block", True): (4096, 128, 6),
+}  # fmt: skip
 
 
 class _Cut(NamedTuple):
@@ -307,11 +311,13 @@ def _words(asked: Asked) -> bool:
 def _slower(problem: Problem) -> str | None:
     """Return why ``split`` is taken where nobody asked, or None; all ranks say the same, whatever tokens they bring."""
     width, tokens, placed = problem.spec.expert_hidden_size, problem.limits.max_tokens, problem.placement
-    least, most = FASTER[problem.spec.weight_format]
+    spec, world = problem.spec, problem.world_size
+    least, most, rows = FASTER[spec.weight_format, world >= 4]
+    most = min(most, rows * spec.num_experts // (spec.routing.top_k * world))
     if width < least or tokens > most:
         return (
-            f"measured to be faster only for tokens from {least} wide and up to {most} of them with "
-            f"{problem.spec.weight_format} weights; found {width} and {tokens}; Choice(pipeline='mega') takes it"
+            f"measured to be faster only for tokens from {least} wide and up to {most} of them on each of {world} "
+            f"ranks with {spec.weight_format} weights; found {width} and {tokens}; Choice(pipeline='mega') takes it"
         )
     if placed is not None and placed.spare:
         return (
