@@ -20,7 +20,7 @@ import torch
 from collegium import moe
 from collegium.errors import BadScaleError, InputError
 from collegium.experts import CpuFused, CpuGrouped
-from collegium.experts.cpu import grouped, panels
+from collegium.experts.cpu import panels
 from collegium.experts.cpu.fused import pack_fused
 from collegium.formats import (
     Bnb4,
@@ -160,8 +160,7 @@ def judge(kernel, batch, weights, activation=None, most=1e-3, like=None):
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(("hidden", "wide", "bias"), [(64, 32, True), (320, 192, False), (192, 64, True)])
-def test_rows_of_bfloat16_are_multiplied_where_they_lie(kernel, monkeypatch, hidden, wide, bias, weighted):
-    monkeypatch.setattr(grouped, "_TURNS", True)
+def test_rows_of_bfloat16_are_multiplied_where_they_lie(kernel, hidden, wide, bias, weighted):
     weights = make_weights("bf16", 5, hidden, wide, bias=bias)
     packed = CpuGrouped().pack(weights, problem("bf16").routed)
     both = packed._turned()
@@ -184,8 +183,7 @@ def test_rows_of_bfloat16_are_multiplied_where_they_lie(kernel, monkeypatch, hid
 
 
 @pytest.mark.parametrize(("hidden", "wide"), [(64, 33), (90, 64), (64, 48)])
-def test_rows_of_other_sizes_go_to_the_library(kernel, monkeypatch, hidden, wide):
-    monkeypatch.setattr(grouped, "_TURNS", True)
+def test_rows_of_other_sizes_go_to_the_library(kernel, hidden, wide):
     weights, batch = make_weights("bf16", 3, hidden, wide), make_batch([1, 0, 9], hidden)
     packed = CpuGrouped().pack(weights, problem("bf16").routed)
     assert packed._turned() is None
@@ -193,8 +191,7 @@ def test_rows_of_other_sizes_go_to_the_library(kernel, monkeypatch, hidden, wide
     assert float((packed.run(batch) - wanted).norm() / wanted.norm()) <= 2e-2
 
 
-def test_rows_that_do_not_lie_one_after_the_other_go_to_the_library(kernel, monkeypatch):
-    monkeypatch.setattr(grouped, "_TURNS", True)
+def test_rows_that_do_not_lie_one_after_the_other_go_to_the_library(kernel):
     weights, batch = make_weights("bf16", 3, 64, 64, bias=False), make_batch([1, 0, 9], 64)
     apart = replace(weights.down, values=weights.down.values.transpose(1, 2).contiguous().transpose(1, 2))
     packed = CpuGrouped().pack(replace(weights, down=apart), problem("bf16").routed)
@@ -364,8 +361,7 @@ def test_packed_bytes_are_near_those_published(name):
 
 @pytest.mark.parametrize("name", ["bf16", "mxfp4", "int4_group"])
 @pytest.mark.parametrize("lie", ["in a larger tensor", "transposed", "the same for all"])
-def test_biases_may_lie_anyhow(kernel, monkeypatch, name, lie):
-    monkeypatch.setattr(grouped, "_TURNS", True)
+def test_biases_may_lie_anyhow(kernel, name, lie):
     weights, x = make_weights(name, 3, 64, 64), heavy_tailed(9, 64, seed=5).bfloat16()
     first, second = weights.gate_up_bias.view(3, 128), weights.down_bias
     if lie == "the same for all":

@@ -48,7 +48,6 @@ def test_plain_values_are_the_decoded_values(form: Any, columns: int) -> None:
 def _one_kernel(monkeypatch) -> None:
     """What is broken below is broken in ``cpu_grouped``."""
     monkeypatch.setattr(panels, "find_spec", lambda name: None)
-    monkeypatch.setattr(cpu_grouped, "_TURNS", False)
 
 
 @pytest.mark.parametrize(

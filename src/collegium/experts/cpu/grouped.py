@@ -11,8 +11,8 @@ The CPU library packs its right operand on each call, so that is the small one, 
 it reads weights on the right where they lie, in half the time for few rows (EPYC with AVX512_BF16, November 2026). A
 tile is at most 4 million weights, so no decoded copy of the layer exists.
 
-Bfloat16 weights without AMX are multiplied by ``kernels.cpu_fused`` where it runs, from where they lie; C is float32
-then. A call of the library ends when its slowest thread does, many times a layer; tasks of that kernel wait for nobody.
+Bfloat16 weights are multiplied by ``kernels.cpu_fused`` where it runs, from where they lie; C is float32 then. A call
+of the library ends when its slowest thread does, many times a layer; tasks of that kernel wait for nobody.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ _TILE = 1 << 22
 # cores of a Zen 3 EPYC, November 2026: 1.4 and 3.1 ms at 4 rows, 2.6 and 3.5 at 8, 5.0 and 2.4 at 12).
 _FLOAT32_ROWS = 9
 _HAS_TILES = bool(torch.cpu._is_amx_tile_supported())  # pyright: ignore[reportPrivateUsage]
-_TURNS = not _HAS_TILES
 _Spans = list[tuple[int, slice]]  # experts and their rows
 _CHUNK_ROWS = 512  # rows whose intermediate values are kept at once, unless one expert has more
 
@@ -148,7 +147,7 @@ class CpuGrouped(ExpertKernel):
             gate_up_bias=None if gate_up_bias is None else gate_up_bias.reshape(experts, -1).float().contiguous(),
             down_bias=None if down_bias is None else down_bias.float().contiguous(),
             activation=problem.activation,
-            turns=_TURNS and lacking() is None,
+            turns=lacking() is None,
         )
 
 
