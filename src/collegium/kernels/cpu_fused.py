@@ -220,8 +220,8 @@ def _numbers(builder, place, bits, floats, table):
 
 
 @_instruction
-def _decode(builder, kind, bits, floats, shift, codes, count, values, scales, supers, out):
-    """Decode ``count`` pairs of columns of sixteen rows under one row of scales."""
+def _decode(builder, kind, bits, floats, shift, codes, count, ahead, values, scales, supers, out):
+    """Decode ``count`` pairs of columns of sixteen rows under one row of scales; fetch what is ``ahead``."""
     rooms = [cgutils.alloca_once(builder, _FLOATS) for _ in range(2)]
     _fetch(builder, builder.add(scales, _number(256)))
     builder.store(_word(0.0, _FLOATS), rooms[1])
@@ -250,7 +250,7 @@ def _decode(builder, kind, bits, floats, shift, codes, count, values, scales, su
         taken = builder.and_(_is(builder, bits, own), _is(builder, how, apart))
         with builder.if_then(taken), cgutils.for_range(builder, count) as loop:
             pair, place = [], builder.add(codes, builder.mul(loop.index, _number(4 * own)))
-            _fetch(builder, builder.add(place, _number(4 * own * _PIECE)))
+            _fetch(builder, builder.add(place, ahead))
             for number, (begin, *line) in zip(_numbers(builder, place, own, apart == 2, table), lines, strict=True):
                 number = builder.fadd(number, begin) if apart == 1 else number
                 pair.append(_call(builder, "llvm.fma.v16f32", _FLOATS, number, *line))
@@ -402,12 +402,13 @@ def _work(job):
         panel = piece * 4 * LANES
         for begin in range(0, pairs, piece):
             end = min(begin + piece, pairs)
-            # Rows that are turned have the next piece fetched, and at their end the first one of the task after.
-            ahead = 4 * short
+            # The next piece is fetched, and at the end the first one of the task after.
+            apart = 4 if bits == 16 else 4 * bits
+            ahead = apart * short
             if end == pairs and upcoming < _field(job, TASKS):
                 other = upcoming // blocks
                 tasks = (_field(_field(job, EXPERTS), other) - other - expert) * blocks + upcoming - block
-                ahead = tasks * PANELS * pairs * 64 - begin * 4
+                ahead = tasks * PANELS * pairs * 4 * bits - begin * apart
             for own in range(PANELS):
                 number = (expert * blocks + block) * PANELS + own
                 codes = _field(job, CODES) + number * pairs * 4 * bits
@@ -421,7 +422,7 @@ def _work(job):
                     start, room = codes + done * 4 * bits, decoded + (done - begin) * 4 * LANES
                     scales = _field(job, SCALES_AT) + (number * groups + at) * line
                     supers = _field(job, SUPERS) + (number * spans + done // _SPAN) * super_line
-                    _decode(kind, bits, floats, shift, start, count, values, scales, supers, room)
+                    _decode(kind, bits, floats, shift, start, count, ahead, values, scales, supers, room)
                     done, at = done + count, at + 1
             row = first
             while row < stop:

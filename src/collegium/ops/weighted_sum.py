@@ -83,7 +83,7 @@ def _summed(rows: Tensor, slots: Tensor, weights: Tensor | None, experts: int) -
         slots = slots.masked_fill(dropped, 0)
     # NaN from the start where a slot is neither a row nor -1.
     first = torch.where(lost, torch.nan, 0.0)
-    total = first.to(torch.float32).repeat(1, width)
+    total = first.to(torch.float32).expand(-1, width).clone()
     if count:
         # Few assignments are gathered and weighted at once, more of them slot by slot in the same two buffers: fresh
         # memory for each product costs more than the product.
