@@ -50,6 +50,7 @@ from collegium.ops.quantize import activation_format
 from collegium.parallel.meeting import meeting_of, timeout_seconds
 from collegium.parallel.placement import linear
 from collegium.pipelines import Parts
+from collegium.pipelines.mega import MOST_TOKENS
 from collegium.pipelines.split import Split
 from collegium.planning import expert_bytes
 from collegium.runtime.memory import take
@@ -241,7 +242,8 @@ class Bench:
         layers: list[tuple[MoELayer | Halves | MegaMoe, dict[str, Any]]] = []
         for pipeline in self.args.pipeline:
             force = Choice(activation_format=activations, pipeline=pipeline, **wishes)
-            layer = MoELayer(held, plan(replace(base, placement=placed, graph=True), force))
+            limits = Limits(max_tokens=min(most, MOST_TOKENS)) if pipeline == "mega" else base.limits
+            layer = MoELayer(held, plan(replace(base, placement=placed, graph=True, limits=limits), force))
             if self.rank == 0:
                 print(layer.plan.explain(), flush=True)
             way = layer.plan.dispatcher if pipeline is None else f"{layer.plan.dispatcher}, {pipeline}"
@@ -256,6 +258,9 @@ class Bench:
                 self.say(what=f"no MegaMoE: {why}", **facts)
         # Those that are compared run one after the other, at the same temperature.
         for tokens, (layer, own) in product(self.args.tokens, layers):
+            if isinstance(layer, MoELayer) and tokens > layer.plan.problem.limits.max_tokens:
+                self.say(what="too many tokens", **own, tokens=tokens)
+                continue
             if max(self.everybody(self.spent(), "time")) > self.args.seconds:
                 self.say(what="no time left", **own, tokens=tokens)
                 return
