@@ -155,7 +155,7 @@ def test_which_batches_are_large() -> None:
     tile = prefill_tile(product(), hopper)
     assert tile is not None
     # Programs that take every 132nd tile would meet the same part of an expert's rows again and again.
-    assert (tile.programs, tile.group_t) == (131, 4)
+    assert (tile.programs, tile.group_t) == (131, 8)
     for processors, programs in ((114, 113), (78, 77), (4, 1), (1, 1)):
         fewer = prefill_tile(product(), replace(hopper, sms=processors))
         assert fewer is not None

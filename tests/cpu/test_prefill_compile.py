@@ -75,7 +75,7 @@ even = {"n_out", "k_in", "x_stride", "n_step", "weight_rows"}
 found = []
 for arch, operand, constants in json.load(sys.stdin):
     types = dict.fromkeys(("x_scale", "scale", "row_scale", "out_scale"), "*fp32")
-    types |= dict.fromkeys(("expert_offsets", "tile_row", "tile_corner"), "*i64")
+    types |= dict.fromkeys(("expert_offsets", "tile_row"), "*i64")
     types |= dict.fromkeys(("tile_expert", "tiles_used"), "*i32")
     types |= dict.fromkeys(("limit", "alpha", "gate_bound", "up_bound"), "fp32")
     types |= {"bias": "*bf16", "out": "*fp8e4nv" if constants["CODES"] else "*fp16" if operand == "fp16" else "*bf16"}

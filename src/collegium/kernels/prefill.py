@@ -15,7 +15,7 @@ from triton import set_allocator
 
 from . import numbers
 from .activation import activate
-from .scales import exact_scale, power_byte
+from .scales import scaled
 from .tiles import NOWHERE, dot, place_at, tile_of
 
 __all__ = ["prefill_kernel", "set_allocator"]
@@ -90,35 +90,19 @@ def _finished(
 
 
 @triton.jit
-def _scaled(value, POWER: tl.constexpr):
-    """Return float32 ``value [rows, columns]`` over its scales, within 448, and the float32 scales of the rows."""
-    # NaN fails the comparison too.
-    finite = tl.min((tl.abs(value) < float("inf")).to(tl.int32), 1) == 1
-    amax = tl.where(finite, tl.max(tl.where(finite[:, None], tl.abs(value), 0.0), 1), 0.0)
-    if POWER:
-        scale = (power_byte(amax.to(tl.int32, bitcast=True)) << 23).to(tl.float32, bitcast=True)
-    else:
-        scale = exact_scale(amax)
-    factor = tl.div_rn(1.0, scale)
-    scaled = tl.where(finite[:, None], value * factor[:, None], 0.0)
-    scaled = tl.minimum(tl.maximum(scaled, -448.0), 448.0)
-    return scaled, tl.where(finite, scale, float("nan"))
-
-
-@triton.jit
 def _store_codes(value, at, at_scale, inside, kept, ROUND: tl.constexpr, CODES: tl.constexpr):
     if ROUND:
         value = value.to(tl.bfloat16).to(tl.float32)
     value = tl.where(inside[None, :], value, 0.0)
-    scaled, scale = _scaled(value, CODES == POWER_CODES)
-    tl.store(at, scaled.to(at.dtype.element_ty), mask=kept[:, None] & inside[None, :])
-    tl.store(at_scale, scale, mask=kept)
+    within, scale, finite = scaled(value, None, CODES == POWER_CODES)
+    tl.store(at, within.to(at.dtype.element_ty), mask=kept[:, None] & inside[None, :])
+    tl.store(at_scale, tl.where(finite, scale, float("nan")), mask=kept)
 
 
 @triton.jit
 def _write_tile(
-    place, token_tiles, x, weight, x_scale, scale, row_scale, bias, out, row_places, out_scale, expert_offsets,
-    tile_expert, tile_row, tile_corner, n_out, k_in, scale_rows, limit, alpha, gate_bound, up_bound,
+    place, x, weight, x_scale, scale, row_scale, bias, out, row_places, out_scale, expert_offsets,
+    tile_expert, tile_row, n_out, k_in, scale_rows, limit, alpha, gate_bound, up_bound,
     SCALE: tl.constexpr, TERMS: tl.constexpr, X_SCALE: tl.constexpr, ROW_SCALE: tl.constexpr, BIAS: tl.constexpr,
     PARTS: tl.constexpr, KIND: tl.constexpr, HAS_LIMIT: tl.constexpr, CODES: tl.constexpr, ROUND: tl.constexpr,
     K_BLOCKS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_T: tl.constexpr, STAGES: tl.constexpr,
@@ -129,14 +113,13 @@ def _write_tile(
     SPAN: tl.constexpr = BAND if PARTS == 2 else 2 * BAND
     t = tl.arange(0, BLOCK_T)
     n = tl.arange(0, BAND)
-    tile, n_tile = tile_of(place, tl.cdiv(n_out, SPAN), token_tiles, GROUP_T)
+    expert, corner, count, tile, n_tile = tile_of(
+        place, tl.cdiv(n_out, SPAN), tile_expert, tile_row, expert_offsets, BLOCK_T, GROUP_T, ""
+    )
     n_first = n_tile * SPAN
-    expert = tl.load(tile_expert + tile)
-    row_first = tl.load(tile_row + tile).to(tl.int32)
-    # The same number, read again: the compiler moves where the second half of a tile is copied from by its 64 rows,
+    # The same number, from the list: the compiler moves where the second half of a tile is copied from by its 64 rows,
     # and would move everything else computed from that number too.
-    corner = tl.load(tile_corner + tile).to(tl.int32)
-    count = tl.minimum(tl.load(expert_offsets + expert + 1).to(tl.int32) - row_first, BLOCK_T)
+    corner, row_first = corner.to(tl.int32), tl.load(tile_row + tile).to(tl.int32)
 
     first = expert * PARTS * n_out + n_first
     second = first + (n_out if PARTS == 2 else BAND)
@@ -225,7 +208,7 @@ def _forget_barriers(number, STAGES: tl.constexpr):
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["row_places", "expert_offsets"])
 def prefill_kernel(
     x, weight, x_scale, scale, row_scale, bias, out, row_places, out_scale, expert_offsets, tile_expert, tile_row,
-    tile_corner, tiles_used, rows, n_out, k_in, x_stride, n_step, weight_rows, scale_rows, limit, alpha, gate_bound,
+    tiles_used, rows, n_out, k_in, x_stride, n_step, weight_rows, scale_rows, limit, alpha, gate_bound,
     up_bound,
     SCALE: tl.constexpr, TERMS: tl.constexpr, X_SCALE: tl.constexpr, ROW_SCALE: tl.constexpr, BIAS: tl.constexpr,
     PARTS: tl.constexpr, KIND: tl.constexpr, HAS_LIMIT: tl.constexpr, CODES: tl.constexpr, ROUND: tl.constexpr,
@@ -238,7 +221,7 @@ def prefill_kernel(
     numbers a row, weights of two TERMS as many of each, and read zero beyond them. x_scale: float32 ``[R, K_BLOCKS]``
     (X_SCALE 1) or ``[R, 1]`` (2). scale: float32 ``[E, PARTS, scale_rows, K_BLOCKS]``, a factor of 128 weight rows and
     a K block (BLOCK_SCALE), or ``[E, PARTS, K_BLOCKS, n_out]`` (GROUP_SCALE).
-    row_scale, bias: ``[E, PARTS, n_out]``. tile_corner: tile_row again. tiles_used: one number, how many tiles there
+    row_scale, bias: ``[E, PARTS, n_out]``. tiles_used: one number, how many tiles there
     are. CODES: out is E4M3 and out_scale float32 ``[R, ceil(n_out / 128)]``; ROUND: what is quantised is rounded to
     bfloat16 first. Rows from expert_offsets[E] on are not written. PLACED: row r is written to element row_places[r] of
     out, which may be in a peer's memory (``place_at``).
@@ -250,12 +233,11 @@ def prefill_kernel(
     # sees being made shrinks with it.
     x_blocks = tl.make_tensor_descriptor(x, [rows, k_in], [x_stride, 1], [BLOCK_T, BLOCK_K])
     w_blocks = tl.make_tensor_descriptor(weight, [weight_rows, TERMS * k_in], [n_step, 1], [128, BLOCK_K])
-    token_tiles = tl.load(tiles_used)
-    places = token_tiles * tl.cdiv(n_out, 128 if PARTS == 2 else 256)
+    places = tl.load(tiles_used) * tl.cdiv(n_out, 128 if PARTS == 2 else 256)
     # Numbers known to the compiler cannot be in it: in a variable they would no longer be.
     given = (
-        token_tiles, x_blocks, w_blocks, x_scale, scale, row_scale, bias, out, row_places, out_scale,
-        expert_offsets, tile_expert, tile_row, tile_corner, n_out, k_in, scale_rows, limit, alpha, gate_bound, up_bound,
+        x_blocks, w_blocks, x_scale, scale, row_scale, bias, out, row_places, out_scale,
+        expert_offsets, tile_expert, tile_row, n_out, k_in, scale_rows, limit, alpha, gate_bound, up_bound,
     )  # fmt: skip
     for place in tl.range(tl.program_id(0), places, tl.num_programs(0), warp_specialize=SPECIALIZE):
         _write_tile(

@@ -8,12 +8,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .scales import exact_scale, power_byte
+from .scales import INFINITY, scaled
 from .tiles import follow
 
 __all__ = ["cast_kernel", "e4m3_kernel", "load_rows", "nvfp4_kernel", "store_codes"]
-
-_INFINITY = tl.constexpr(0x7F800000)
 
 
 @triton.jit
@@ -90,22 +88,9 @@ def store_codes(
     columns to those of the next, None where those of a row are next to each other.
     """
     value = tl.reshape(value, [BLOCK_R, BLOCK_C // GROUP, GROUP])
-    # As integers, magnitudes order like numbers, with infinity and every NaN above them.
-    most = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2)
-    finite = most < _INFINITY
-    most = tl.where(finite, most, 0)
-    if POWER:
-        byte = power_byte(most)
-        scale = (byte << 23).to(tl.float32, bitcast=True)
-    else:
-        byte = most
-        scale = exact_scale(most.to(tl.float32, bitcast=True))
-    if fixed is not None:
-        scale = tl.where(finite, fixed, scale)
-    scaled = tl.where(finite[:, :, None], value * tl.div_rn(1.0, scale)[:, :, None], 0.0)
-    scaled = tl.reshape(tl.minimum(tl.maximum(scaled, -448.0), 448.0), [BLOCK_R, BLOCK_C])
+    within, scale, finite = scaled(value, fixed, POWER)
     inside = (row < rows)[:, None] & (column < wide)[None, :]
-    found = _to_e4m3(scaled, codes.dtype.element_ty, ROUND)
+    found = _to_e4m3(tl.reshape(within, [BLOCK_R, BLOCK_C]), codes.dtype.element_ty, ROUND)
     place = column
     if REORDER:
         # t (32), s (8), half (4), i (1) to half (64), s (16), t (4), i (1).
@@ -113,7 +98,8 @@ def store_codes(
     tl.store(codes + row[:, None] * wide + place[None, :], found, mask=inside)
     group = part * (BLOCK_C // GROUP) + tl.arange(0, BLOCK_C // GROUP)
     held = (row < rows)[:, None] & (group < groups)[None, :]
-    stored = tl.where(finite, byte, 255).to(tl.uint8) if BYTE else tl.where(finite, scale, float("nan"))
+    byte = tl.where(finite, scale.to(tl.int32, bitcast=True) >> 23, 255).to(tl.uint8)
+    stored = byte if BYTE else tl.where(finite, scale, float("nan"))
     tl.store(scales + _places(row, group, groups, across), stored, mask=held)
 
 
@@ -173,7 +159,7 @@ def nvfp4_kernel(
     value = tl.reshape(value, [BLOCK_C // 16, 16])
     most = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     row_most = tl.max(most, 0)
-    finite = row_most < _INFINITY
+    finite = row_most < INFINITY
     amax = tl.where(finite, most, 0).to(tl.float32, bitcast=True)
     row_amax = tl.where(finite, row_most, 0).to(tl.float32, bitcast=True)
     # 2688 is 6 * 448; the floor times the smallest E4M3 number is the smallest normal float32.

@@ -69,7 +69,7 @@ def prefill_gemm(
     wide = layout.operands * layout.block_k * x.element_size() > _STEP
     args = (
         x, values, scales_of(x_scale, values)[0], *beside, out, tiles.places, values if codes is None else codes.scale,
-        expert_offsets, tiles.expert, tiles.row, tiles.row, tiles.used, x.shape[0], n_out, k_in, x.stride(0),
+        expert_offsets, tiles.expert, tiles.row, tiles.used, x.shape[0], n_out, k_in, x.stride(0),
         values.stride(-2), experts * parts * n_out, layout.scale_rows, *bounds_of(activation),
     )  # fmt: skip
     constants = constants_of(packed, activation, x_scale, tiles) | {

@@ -22,7 +22,7 @@ __all__ = ["BAND", "candidates", "choose", "nearest", "prefill_tile", "score"]
 BAND = 128  # weight rows a tile of a large batch holds twice
 _LARGE = 56  # rows of an expert from which on those tiles are the faster ones
 _LONG = 512  # columns that such a product has at least: shorter ones decode little
-_SHARED_PASS = 4  # token tiles of a large batch that share a pass over the weights
+_SHARED_PASS = 8  # token tiles of a large batch that share a pass over the weights
 
 
 def nearest(tuned: TunedTiles, rows: int) -> TileChoice | None:
