@@ -304,11 +304,12 @@ def _write_tile(
 
 
 @triton.jit(
+    do_not_specialize=["token_tiles"],
     do_not_specialize_on_alignment=["row_places", "source", "expert_offsets", "tile_expert", "tile_row"],
 )
 def grouped_gemm_kernel(
     x, x_scale, sums, weight, scale, row_scale, bias, out, row_places, source, expert_offsets, tile_expert, tile_row,
-    n_out, k_in, x_stride, n_step, k_step, part_step, scale_rows, experts, limit, alpha, gate_bound,
+    n_out, k_in, x_stride, n_step, k_step, part_step, scale_rows, token_tiles, experts, limit, alpha, gate_bound,
     up_bound,
     WEIGHT: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr, X_SCALE: tl.constexpr, ROW_SCALE: tl.constexpr,
     BIAS: tl.constexpr, GATHER: tl.constexpr, PARTS: tl.constexpr, KIND: tl.constexpr, HAS_LIMIT: tl.constexpr,
@@ -328,7 +329,7 @@ def grouped_gemm_kernel(
     NARROW: a tile of few rows is multiplied as one of half or a quarter of BLOCK_T.
     """
     expert, row_first, row_count, n_first = begun(
-        n_out, None, tile_expert, tile_row, expert_offsets, experts, BLOCK_N // 2 if STACKED else BLOCK_N,
+        n_out, token_tiles, tile_expert, tile_row, expert_offsets, experts, BLOCK_N // 2 if STACKED else BLOCK_N,
         BLOCK_T, GROUP_T, TOP_K, EARLY, PDL,
     )  # fmt: skip
     if expert < 0:

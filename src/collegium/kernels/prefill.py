@@ -100,6 +100,22 @@ def _store_codes(value, at, at_scale, inside, kept, ROUND: tl.constexpr, CODES: 
 
 
 @triton.jit
+def _expert_at(place, n_tiles, tile_expert, tile_row, expert_offsets, BLOCK_T: tl.constexpr):
+    """Return the expert at a place of the grid, its first row, its count of rows, how many tiles are before it, and the
+    place among its own.
+
+    Token tiles that share a pass over the weights are all of one expert: if a pass went on with the next expert, the
+    weights of the one it ends in would be read from memory once more.
+    """
+    tile = place // n_tiles
+    expert = tl.load(tile_expert + tile)
+    start = tl.load(expert_offsets + expert).to(tl.int32)
+    rows = tl.load(expert_offsets + expert + 1).to(tl.int32) - start
+    before = tile - (tl.load(tile_row + tile).to(tl.int32) - start) // BLOCK_T
+    return expert, start, rows, before, place - before * n_tiles
+
+
+@triton.jit
 def _write_tile(
     place, x, weight, x_scale, scale, row_scale, bias, out, row_places, out_scale, expert_offsets,
     tile_expert, tile_row, n_out, k_in, scale_rows, limit, alpha, gate_bound, up_bound,
@@ -108,18 +124,21 @@ def _write_tile(
     K_BLOCKS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_T: tl.constexpr, STAGES: tl.constexpr,
     PLACED: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Multiply and store one place of the grid: GROUP_T token tiles by all columns, then the next."""
+    """Multiply and store one place of the grid: GROUP_T token tiles of an expert by all columns, then the next."""
     BAND: tl.constexpr = 128
     SPAN: tl.constexpr = BAND if PARTS == 2 else 2 * BAND
     t = tl.arange(0, BLOCK_T)
     n = tl.arange(0, BAND)
-    expert, corner, count, tile, n_tile = tile_of(
-        place, tl.cdiv(n_out, SPAN), tile_expert, tile_row, expert_offsets, BLOCK_T, GROUP_T, ""
+    expert, start, rows, before, inside = _expert_at(
+        place, tl.cdiv(n_out, SPAN), tile_expert, tile_row, expert_offsets, BLOCK_T
     )
+    tile, n_tile = tile_of(inside, tl.cdiv(n_out, SPAN), tl.cdiv(rows, BLOCK_T), GROUP_T)
     n_first = n_tile * SPAN
+    count = tl.minimum(rows - tile * BLOCK_T, BLOCK_T)
+    corner = start + tile * BLOCK_T
     # The same number, from the list: the compiler moves where the second half of a tile is copied from by its 64 rows,
     # and would move everything else computed from that number too.
-    corner, row_first = corner.to(tl.int32), tl.load(tile_row + tile).to(tl.int32)
+    row_first = tl.load(tile_row + before + tile).to(tl.int32)
 
     first = expert * PARTS * n_out + n_first
     second = first + (n_out if PARTS == 2 else BAND)

@@ -44,42 +44,35 @@ def halves(rows, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr):
 
 
 @triton.jit
-def _passes(program, n_tiles, token_tiles, GROUP_T: tl.constexpr):
+def tile_of(program, n_tiles, token_tiles, GROUP_T: tl.constexpr):
     """Return token tile and column tile of ``program``: GROUP_T token tiles share a pass over the columns."""
     group = program // (GROUP_T * n_tiles)
-    # Of a tile without an expert, token_tiles may be any number.
-    width = 1 if GROUP_T == 1 else tl.maximum(tl.minimum(token_tiles - group * GROUP_T, GROUP_T), 1)
+    width = tl.minimum(token_tiles - group * GROUP_T, GROUP_T)
     inside = program - group * GROUP_T * n_tiles
     return group * GROUP_T + inside % width, inside // width
 
 
 @triton.jit
-def _listed(tile, tile_expert, tile_row, expert_offsets, CACHE: tl.constexpr):
-    """Return expert (-1: none) and first row of a token tile, and the first row of its expert and of the next one."""
-    expert = tl.load(tile_expert + tile, cache_modifier=CACHE)
-    first = tl.load(tile_row + tile, cache_modifier=CACHE)
-    offset = expert_offsets + tl.maximum(expert, 0)
-    start, stop = tl.load(offset, cache_modifier=CACHE), tl.load(offset + 1, cache_modifier=CACHE)
-    return expert, first, start, stop
-
-
-@triton.jit
-def tile_of(
-    program, n_tiles, tile_expert, tile_row, expert_offsets, BLOCK_T: tl.constexpr, GROUP_T: tl.constexpr,
-    CACHE: tl.constexpr,
+def _tile_at(
+    tile, tile_expert, tile_row, expert_offsets, experts, BLOCK_T: tl.constexpr, TOP_K: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Return expert (-1: none), first row, count of rows and number of the token tile of ``program``, and its columns'.
+    """Return expert (-1: none) and first row, both int64, and count of rows of a token tile; TOP_K 0: it is listed.
 
-    GROUP_T token tiles share a pass over the columns, all of one expert: if a pass went on with the next expert, the
-    weights of the one it ends in would be read from memory once more.
+    EARLY: the kernel before this one has not been waited for, so tile lists are read through the L2 cache
+    (.cg): this multiprocessor's L1 may hold a stale line.
     """
-    near = program // n_tiles
-    expert, first, start, stop = _listed(near, tile_expert, tile_row, expert_offsets, CACHE)
-    rows = (stop - start).to(tl.int32)
-    before = near - (first - start).to(tl.int32) // BLOCK_T
-    tile, n_tile = _passes(program - before * n_tiles, n_tiles, tl.cdiv(rows, BLOCK_T), GROUP_T)
-    inside = tile * BLOCK_T
-    return expert, start + inside, tl.minimum(rows - inside, BLOCK_T), before + tile, n_tile
+    CACHE: tl.constexpr = ".cg" if EARLY else ""
+    found = tl.load(tile_expert + tile, cache_modifier=CACHE)
+    if TOP_K:
+        # Compared in the width of the ids: a wide id must not become a small one.
+        expert = tl.where((found >= 0) & (found < experts), found, -1).to(tl.int64)
+        return expert, tile.to(tl.int64), 1
+    else:
+        expert = found.to(tl.int64)
+        first = tl.load(tile_row + tile, cache_modifier=CACHE)
+        stop = tl.load(expert_offsets + tl.maximum(expert, 0) + 1, cache_modifier=CACHE)
+        return expert, first, tl.minimum(stop - first, BLOCK_T).to(tl.int32)
 
 
 @triton.jit
@@ -87,36 +80,20 @@ def begun(
     width, token_tiles, tile_expert, tile_row, expert_offsets, experts, COLUMNS: tl.constexpr, BLOCK_T: tl.constexpr,
     GROUP_T: tl.constexpr, TOP_K: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Wait for the kernel before this one, and return this program's expert, first row, count of rows and first column.
+    """Wait for the kernel before this one, and return this program's expert and rows (``_tile_at``) and first column.
 
-    COLUMNS: of a program, from ``width`` in all. token_tiles: how many share passes, of any experts; None: passes
-    are of one expert (``tile_of``). TOP_K not 0: tile_expert holds ids of any width and value, each a tile of one row.
-    EARLY: tiles are looked up before the wait, through the L2 cache (.cg): L1 may hold a stale line.
+    COLUMNS: of a program, from ``width`` in all.
     """
-    program, n_tiles = tl.program_id(0), tl.cdiv(width, COLUMNS)
-    CACHE: tl.constexpr = ".cg" if EARLY else ""
+    tile, n_tile = tile_of(tl.program_id(0), tl.cdiv(width, COLUMNS), token_tiles, GROUP_T)
+    n_first = n_tile * COLUMNS
     if PDL and not EARLY:
         gdc_wait()
-    if TOP_K:
-        tile, n_tile = program // n_tiles, program % n_tiles
-        found = tl.load(tile_expert + tile, cache_modifier=CACHE)
-        # Compared in the width of the ids: a wide id must not become a small one.
-        found, first, count = tl.where((found >= 0) & (found < experts), found, -1), tile.to(tl.int64), 1
-    elif token_tiles is None and GROUP_T > 1:
-        found, _, count, tile, n_tile = tile_of(
-            program, n_tiles, tile_expert, tile_row, expert_offsets, BLOCK_T, GROUP_T, CACHE
-        )
-        # The same number, but one that is computed keeps more registers for the whole loop.
-        first = tl.load(tile_row + tile, cache_modifier=CACHE)
-    else:
-        tile, n_tile = _passes(program, n_tiles, token_tiles, GROUP_T)
-        found, first, _, stop = _listed(tile, tile_expert, tile_row, expert_offsets, CACHE)
-        count = tl.minimum(stop - first, BLOCK_T).to(tl.int32)
+    expert, row_first, row_count = _tile_at(tile, tile_expert, tile_row, expert_offsets, experts, BLOCK_T, TOP_K, EARLY)
     if PDL and EARLY:
         gdc_wait()
     if PDL and TOP_K:
         gdc_launch_dependents()
-    return found.to(tl.int64), first, count, n_tile * COLUMNS
+    return expert, row_first, row_count, n_first
 
 
 @triton.jit

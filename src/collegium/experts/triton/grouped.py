@@ -101,7 +101,7 @@ def grouped_gemm(
     if isinstance(layout, Words):
         from ...kernels.w4a8 import w4a8_kernel
 
-        kernel, sizes = w4a8_kernel, (n_out, x.stride(0), beside[0].stride(-1), layout.row_tiles, tiles.count)
+        kernel, sizes = w4a8_kernel, (n_out, x.stride(0), beside[0].stride(-1), layout.row_tiles)
         beside = beside[:1]
         own: dict[str, Any] = {"WARPS": tile.warps}
     else:
@@ -113,7 +113,7 @@ def grouped_gemm(
         own |= {"EVEN_K": k_in % layout.block_k == 0, "STACKED": tile.stacked, "JOINED": tile.joined}
     args = (
         x, *beside, *packed.pointers, out, tiles.places,
-        spare if source is None else source, expert_offsets, tiles.expert, tiles.row, *sizes, experts,
+        spare if source is None else source, expert_offsets, tiles.expert, tiles.row, *sizes, tiles.count, experts,
         *bounds_of(activation),
     )  # fmt: skip
     own |= {"WEIGHT": layout.weight, "GATHER": source is not None, "BLOCK_N": tile.block_n, "NARROW": tile.narrow}
