@@ -10,7 +10,7 @@ import torch
 
 from collegium.encoding import encode_experts
 from collegium.errors import InputError
-from collegium.experts.triton import grouped as ops
+from collegium.experts.triton import grouped as ops, tiles as choice
 from collegium.experts.triton.lanes import pack_fp8_block, pack_fp8_rows, pack_plain
 from collegium.experts.triton.prefill import CodeScales, prefill_gemm
 from collegium.experts.triton.table import TritonBf16, TritonFp8
@@ -114,7 +114,10 @@ def test_codes_and_scales_of_the_rows_between(act: str, parts: int) -> None:
 
 
 @pytest.mark.parametrize(("weights", "act"), [*FORMATS, ("bf16", "fp16"), ("fp16", "bf16"), ("fp8_block", "bf16")])
-def test_a_large_batch_gives_the_rows_of_the_small_batch_product(weights: str, act: str | None) -> None:
+def test_a_large_batch_gives_the_rows_of_the_small_batch_product(
+    weights: str, act: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "large_from", lambda _: 56)
     spec = MoESpec(
         hidden_size=272,
         intermediate_size=144,
@@ -164,9 +167,16 @@ def test_which_batches_are_large() -> None:
     plain = prefill_tile(product(), replace(hopper, specialises=False))
     assert plain is not None
     assert (plain.warps, plain.stages) == (8, 3)
-    assert prefill_tile(product(block_k=64, weight_bits=16, x_bits=16, k_in=2880), hopper) is not None
+    plain16 = {"block_k": 64, "weight_bits": 16, "x_bits": 16}
+    assert prefill_tile(product(**plain16, k_in=2880), hopper) is not None
+    assert prefill_tile(product(rows=256 * 72), hopper) is not None
+    assert prefill_tile(product(**plain16, rows=256 * 156), hopper) is not None
+    assert prefill_tile(product(**plain16, n_out=768, k_in=2048), hopper) is not None
     for refused in (
         {"rows": 512},
+        {"rows": 256 * 71},
+        {**plain16, "rows": 256 * 155},
+        {**plain16, "n_out": 768, "k_in": 2048, "rows": 256 * 231},
         {"k_in": 7176},
         {"x_bits": 16, "decoded": True},
         {"weight_bits": 4.25, "decoded": True},

@@ -26,6 +26,7 @@ from collegium import (
     probe,
 )
 from collegium.errors import RoutingError
+from collegium.experts.triton import tiles
 from collegium.pipelines.direct import Direct
 from collegium.testing.compare import heavy_tailed, random_experts
 from collegium.types import ExpertWeights
@@ -86,7 +87,8 @@ def test_what_is_wrong_makes_its_row_nan_and_no_other(weights: str, activations:
 
 @pytest.mark.skipif(not HOPPER, reason="large batches have a product of their own on Hopper")
 @pytest.mark.parametrize(("weights", "activations"), LARGE)
-def test_large_batches_show_it(weights: str, activations: str | None) -> None:
+def test_large_batches_show_it(weights: str, activations: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "large_from", lambda _: 56)
     layer = build(weights, activations, spec={"num_experts": 5, "intermediate_size": 256})
     x = tokens(200)
     tiling: Any = layer.experts.tiling

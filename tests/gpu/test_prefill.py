@@ -13,6 +13,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
 
 from collegium.encoding import encode_experts
 from collegium.experts.reference import Reference
+from collegium.experts.triton import tiles as choice
 from collegium.experts.triton.grouped import tile_list
 from collegium.experts.triton.layout import ROWS
 from collegium.experts.triton.matrix import PackedMatrix
@@ -72,6 +73,12 @@ def build(weights: str, act: str, *, experts: int = 17, wide: int = 176, hidden:
         down_bias=None if made.down_bias is None else made.down_bias.cuda(),
     )
     return kernel.pack(made, problem.routed), made, problem
+
+
+@pytest.fixture(autouse=True)
+def large_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run batches of 56 rows an expert with the large tiles, so that tests stay small."""
+    monkeypatch.setattr(choice, "large_from", lambda _: 56)
 
 
 def small(packed: PackedExperts) -> PackedExperts:

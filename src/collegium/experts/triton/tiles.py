@@ -16,11 +16,11 @@ from .decoded_tiles import decoded_candidates, decoded_score, once_from
 from .four_bit_tiles import four_bit_candidates, four_bit_score
 from .tile_choice import TileChoice, TileProblem, TunedTiles, starts_early
 
-__all__ = ["BAND", "candidates", "choose", "nearest", "prefill_tile", "score"]
+__all__ = ["BAND", "candidates", "choose", "large_from", "nearest", "prefill_tile", "score"]
 
 
 BAND = 128  # weight rows a tile of a large batch holds twice
-_LARGE = 56  # rows of an expert from which on those tiles are the faster ones
+_SMALL = 1 << 22  # weights that a small expert has in a product
 _LONG = 512  # columns that such a product has at least: shorter ones decode little
 _SHARED_PASS = 8  # token tiles of a large batch that share a pass over the weights
 
@@ -142,7 +142,7 @@ def prefill_tile(problem: TileProblem, machine: Machine) -> TileChoice | None:
         least = once_from(problem)
     else:
         same = problem.weight_bits == problem.x_bits and problem.block_k * problem.x_bits == 1024
-        fits, least = same and problem.k_in * problem.x_bits % 128 == 0, _LARGE
+        fits, least = same and problem.k_in * problem.x_bits % 128 == 0, large_from(problem)
     fits = fits and machine.copies and problem.experts * problem.parts * problem.n_out < 1 << 31
     if not fits or problem.rows < least * problem.experts:
         return None
@@ -150,6 +150,16 @@ def prefill_tile(problem: TileProblem, machine: Machine) -> TileChoice | None:
     warps, stages = (4, 4) if machine.specialises else (8, 3)
     programs = _coprime(machine.sms)
     return TileChoice(block_n=BAND, block_t=128, warps=warps, stages=stages, group_t=_SHARED_PASS, programs=programs)
+
+
+def large_from(problem: TileProblem) -> int:
+    """Return the rows of an expert from which on the tiles of large batches are the faster ones, of whole weights.
+
+    Between 128 and 150 rows every second expert has a second tile that is nearly empty.
+    """
+    if problem.x_bits == 8:
+        return 72
+    return 232 if problem.parts * problem.n_out * problem.k_in < _SMALL else 156
 
 
 def _coprime(most: int) -> int:
