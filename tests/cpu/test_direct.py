@@ -214,11 +214,11 @@ def test_a_layer_says_which_batches_take_which_way() -> None:
 
 def test_a_plan_names_the_ways_before_packing() -> None:
     spec = MoESpec(hidden_size=HIDDEN, intermediate_size=96, num_experts=EXPERTS, routing=RoutingSpec(top_k=3))
-    problem = Problem(spec=spec, device=DeviceFacts(kind="cuda", capability=(9, 0)), limits=Limits(max_tokens=300))
+    problem = Problem(spec=spec, device=DeviceFacts(kind="cuda", capability=(9, 0)), limits=Limits(max_tokens=900))
     assert plan(problem).stretches == (
         Stretch(tokens=1, pipeline="direct", tiles="small tiles"),
         Stretch(tokens=6, pipeline="split", tiles="small tiles"),
-        Stretch(tokens=94, pipeline="split", tiles="large tiles"),
+        Stretch(tokens=387, pipeline="split", tiles="large tiles"),
     )
     assert plan(problem, Choice(pipeline="split")).pipelines == ("split",)
     packed = build("bf16", None)[1]

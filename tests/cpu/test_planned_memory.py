@@ -45,7 +45,7 @@ SPECS: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any] | Non
         None,
     ),
     "many": (300, {"hidden_size": 96, "intermediate_size": 160, "num_experts": 300}, {"top_k": 8}, None, None),
-    "part": (600, {"hidden_size": 352, "intermediate_size": 208, "num_experts": 6}, {"top_k": 2}, None, [1, 4]),
+    "part": (800, {"hidden_size": 352, "intermediate_size": 208, "num_experts": 6}, {"top_k": 2}, None, [1, 4]),
 }
 # Four-bit weights are laid out otherwise for the last, and tiles of large batches are for the first alone.
 CAPABILITIES = ((9, 0), (10, 0))
