@@ -210,7 +210,7 @@ class Bench:
         # All ranks stop at the same step: what they know of the time is agreed on.
         left = min(self.everybody(args.seconds + self.started - time.monotonic(), "seconds left"))
         most = int(
-            min(5000 * args.rounds, max(100, left / (3 * max(self.everybody(statistics.median(before), "a step")))))
+            min(5000 * args.rounds, max(100, left / (1.5 * max(self.everybody(statistics.median(before), "a step")))))
         )
         calls = 0
         for turn in range(args.rounds):

@@ -314,6 +314,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("the factor of the neighbouring group", "kernels/expand.py", (("f[group * 4 // GROUPS], mask", "f[0], mask"),), _LARGE),
     Mutant("the factor of the neighbouring block", "kernels/expand.py", (("row // 128) * K_BLOCKS + block)", "row // 128) * K_BLOCKS)"),), _LARGE),
     Mutant("quarters of a block swapped", "kernels/expand.py", (("tl.store(to + at, a[quarter]", "tl.store(to + at, a[3 - quarter]"),), _LARGE),
+    Mutant("an expert's first tokens in all of its tiles", "kernels/prefill.py", (("corner = start + tile * BLOCK_T", "corner = start"),), ("tests/cpu/test_prefill.py",)),
     Mutant("gate's factors for up", "kernels/prefill.py", (("s_second = s_first + tl.cast(n_out, tl.int64) * K_BLOCKS", "s_second = s_first + 0 * tl.cast(n_out, tl.int64) * K_BLOCKS"),), _LARGE),
     Mutant("the tiles of all experts for some", "experts/triton/expanded.py", (("tiles if turn == experts else tile_list(own, rows, tiles.tile, memory)", "tiles"),), _LARGE),
     Mutant("the sign of a step lost", "kernels/decode.py", (("((words << (24 - 8 * QUARTER)) >> 24)", "((words >> (8 * QUARTER)) & 255)"),), _BLOCKS),
@@ -616,7 +617,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (("chosen = tl.min(tl.where(key == most, expert, 0x7FFFFFFF), 0)", "chosen = tl.max(tl.where(key == most, expert, -1), 0)"),), _SMALL,
     ),
     Mutant("routed scale dropped", "kernels/route.py", (("weight * scale), mask=written)", "weight), mask=written)"),), _SMALL),
-    Mutant("E4M3 scale of rows inverted", "kernels/quantize.py", (("value * tl.div_rn(1.0, scale)[:, :, None], 0.0)", "value * scale[:, :, None], 0.0)"),), _SMALL),
+    Mutant("E4M3 scale of rows inverted", "kernels/scales.py", (("value * tl.expand_dims(tl.div_rn(1.0, scale), last), 0.0)", "value * tl.expand_dims(scale, last), 0.0)"),), _SMALL),
     # Products whose rows do not depend on each other.
     Mutant("all rows multiplied at once", "ops/linear.py", (("made = _in_blocks(x, weight)", "made = x.to(weight.dtype) @ weight.T"),), _LINEAR),
     Mutant(
@@ -816,7 +817,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (("    if found.missing:\n        raise", "    if found.missing and not found.down:\n        raise"),), _STATIC,
     ),
     Mutant(
-        "a row's own scale instead of the calibrated one", "kernels/quantize.py",
+        "a row's own scale instead of the calibrated one", "kernels/scales.py",
         (("        scale = tl.where(finite, fixed, scale)\n", "        scale = scale + 0.0 * fixed\n"),),
         ("tests/cpu/test_small_kernels.py::test_codes_of_a_calibrated_scale",),
     ),
@@ -881,6 +882,7 @@ _ON_GPU: dict[str, tuple[str, ...]] = {
     "kernels/weighted_sum.py": (*_GPU_CLOSE, *_GPU_SMALL),
     "kernels/route.py": _GPU_SMALL,
     "kernels/quantize.py": _GPU_SMALL,
+    "kernels/scales.py": _GPU_SMALL,
     "experts/triton/lanes.py": (*_GPU, "tests/gpu/test_verify.py"),
     "experts/triton/packed.py": ("tests/gpu/test_static_scales.py", *_GPU_SMALL, *_GPU),
     "experts/triton/words.py": _GPU_FOUR,
