@@ -223,7 +223,8 @@ class Bench:
         stall, idle = balancer.stall, balancer.idle
         loads = balancer.loads().double().numpy()
         if not idle or not balancer.counts.switched:
-            self.say(f"nothing was moved in {calls} steps (still under way: {not idle}); not measured")
+            why = "nothing was moved" if idle else f"not over, {left:.0f} s were left for it; give more --seconds"
+            self.say(f"after {calls} steps: {why}; not measured")
             balancer.close()
             return False
         balancer.record(False)
