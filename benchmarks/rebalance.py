@@ -149,8 +149,8 @@ class Bench:
         self.rank, self.world = distributed.get_rank(), distributed.get_world_size()
         on_gpu = device.type == "cuda"
         self.head = {
-            "gpu": torch.cuda.get_device_name(device) if on_gpu else f"none: {probe('cpu').name}",
-            "driver": driver_version(device),
+            "gpu": torch.cuda.get_device_name(device) if on_gpu else "",
+            "driver": driver_version(device) + ("" if on_gpu else f" on {probe('cpu').name}"),
             "torch": torch.__version__,
             "triton": version_of("triton"),
             "commit": args.commit,
