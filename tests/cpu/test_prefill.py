@@ -169,12 +169,12 @@ def test_which_batches_are_large() -> None:
     assert (plain.warps, plain.stages) == (8, 3)
     plain16 = {"block_k": 64, "weight_bits": 16, "x_bits": 16}
     assert prefill_tile(product(**plain16, k_in=2880), hopper) is not None
-    assert prefill_tile(product(rows=256 * 72), hopper) is not None
+    assert prefill_tile(product(rows=256 * 56), hopper) is not None
     assert prefill_tile(product(**plain16, rows=256 * 156), hopper) is not None
     assert prefill_tile(product(**plain16, n_out=768, k_in=2048), hopper) is not None
     for refused in (
         {"rows": 512},
-        {"rows": 256 * 71},
+        {"rows": 256 * 55},
         {**plain16, "rows": 256 * 155},
         {**plain16, "n_out": 768, "k_in": 2048, "rows": 256 * 231},
         {"k_in": 7176},
