@@ -129,10 +129,9 @@ def _write_tile(
     SPAN: tl.constexpr = BAND if PARTS == 2 else 2 * BAND
     t = tl.arange(0, BLOCK_T)
     n = tl.arange(0, BAND)
-    expert, start, rows, before, inside = _expert_at(
-        place, tl.cdiv(n_out, SPAN), tile_expert, tile_row, expert_offsets, BLOCK_T
-    )
-    tile, n_tile = tile_of(inside, tl.cdiv(n_out, SPAN), tl.cdiv(rows, BLOCK_T), GROUP_T)
+    columns = tl.cdiv(n_out, SPAN)
+    expert, start, rows, before, inside = _expert_at(place, columns, tile_expert, tile_row, expert_offsets, BLOCK_T)
+    tile, n_tile = tile_of(inside, columns, tl.cdiv(rows, BLOCK_T), GROUP_T)
     n_first = n_tile * SPAN
     count = tl.minimum(rows - tile * BLOCK_T, BLOCK_T)
     corner = start + tile * BLOCK_T

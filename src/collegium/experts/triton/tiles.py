@@ -22,7 +22,7 @@ __all__ = ["BAND", "candidates", "choose", "large_from", "nearest", "prefill_til
 BAND = 128  # weight rows a tile of a large batch holds twice
 _SMALL = 1 << 22  # weights that a small expert has in a product
 _LONG = 512  # columns that such a product has at least: shorter ones decode little
-_SHARED_PASS = 8  # token tiles of a large batch that share a pass over the weights
+_SHARED_PASS = 8  # token tiles of one expert in a large batch that share a pass over its weights
 
 
 def nearest(tuned: TunedTiles, rows: int) -> TileChoice | None:
@@ -155,8 +155,8 @@ def prefill_tile(problem: TileProblem, machine: Machine) -> TileChoice | None:
 def large_from(problem: TileProblem) -> int:
     """Return the rows of an expert from which on whole weights run with the tiles of large batches.
 
-    Of 128 to 150 rows every second expert has a second tile that is nearly empty, which costs 16 bits more than other
-    tiles do. E4M3 rows are level at 64, and a quarter faster where the same rows crowd on few experts.
+    With 128 to 150 rows on average half of the experts have a second tile that is nearly empty; 16-bit weights are
+    faster with small tiles there. E4M3 rows are level at 64, and a quarter faster where they crowd on few experts.
     """
     if problem.x_bits == 8:
         return 56
