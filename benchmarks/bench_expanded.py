@@ -5,6 +5,7 @@ only if both ways give the same bits. Needs a Hopper GPU.
 
     python benchmarks/bench_expanded.py
     python benchmarks/bench_expanded.py --formats nvfp4 fp8_block --rows 512 1024
+    python benchmarks/bench_expanded.py --formats mxfp4 nvfp4 fp8_block bnb4 --rows 288 384 512 640 1024 1536 2048
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import csv
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +22,6 @@ import torch
 
 from collegium.commands.bench import named_layer, random_weights
 from collegium.commands.measure import driver_version, version_of
-from collegium.encoding import encode_experts
 from collegium.experts import KERNELS
 from collegium.experts.triton import tiles
 from collegium.parallel.local import Local
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from collegium.experts.triton.packed import PackedExperts
-    from collegium.types import ContiguousBatch, ExpertWeights, MoESpec
+    from collegium.types import ContiguousBatch, MoESpec
 
 RESULTS = Path(__file__).parent / "results" / "expanded_h200.csv"
 FORMATS = ("bf16", "mxfp4", "nvfp4", "fp8_block")
@@ -48,12 +49,11 @@ def layers() -> dict[str, MoESpec]:
     return {"qwen3_30b": small, "4096x14336x8x2": large}
 
 
-def packed_as(spec: MoESpec, plain: ExpertWeights[Any], name: str) -> PackedExperts:
-    """Return the experts in the format ``name``."""
-    made = plain if name == "bf16" else encode_experts(plain, name)
-    problem = Problem(spec=replace(spec, weight_format=name), device=probe("cuda"), activation_format="bf16")
+def packed_as(spec: MoESpec) -> PackedExperts:
+    """Return random experts of ``spec``."""
+    problem = Problem(spec=spec, device=probe("cuda"), activation_format="bf16")
     kernel: Any = next(k for k in KERNELS if k.name.startswith("triton") and k.refuse(problem.routed) is None)
-    return kernel.pack(made, problem.routed)
+    return kernel.pack(random_weights(spec, torch.device("cuda")), problem.routed)
 
 
 def batch_of(spec: MoESpec, rows: int) -> ContiguousBatch:
@@ -83,17 +83,17 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", default=FORMATS)
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS, help="rows of an expert on average")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    asked = parser.parse_args()
-    tiles.once_from = lambda _: 1
-    device = torch.device("cuda")
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
+    parser.add_argument("--commit", default=commit.strip() or "unknown")
+    asked = parser.parse_args()
+    tiles.once_from = lambda *_: 1
+    device = torch.device("cuda")
     about = [torch.cuda.get_device_name(), driver_version(device), torch.__version__, version_of("triton")]
-    about += [commit.strip() or "unknown", "python benchmarks/bench_expanded.py"]
+    about += [asked.commit, " ".join(["python", "benchmarks/bench_expanded.py", *sys.argv[1:]])]
     found: list[list[object]] = []
     for layer, spec in layers().items():
-        plain = random_weights(spec, device)
         for name in asked.formats:
-            packed = packed_as(spec, plain, name)
+            packed = packed_as(replace(spec, weight_format=name))
             small = packed if name == "bf16" else replace(packed, machine=replace(packed.machine, specialises=False))
             for rows in asked.rows:
                 batch = batch_of(spec, rows)

@@ -19,7 +19,8 @@ class DeviceFacts:
     kind: ``cpu`` or ``cuda``. capability: (major, minor) of a CUDA device, None on CPU.
     memory: bytes of the device, 0 when unknown. threads: CPU threads torch will use. index: number of the CUDA device
     on this machine, None for one that is not here. sms: its multiprocessors, None for those of an H100 or H200.
-    peers: GPUs of its host whose memory it reaches, itself included, None where that is not known.
+    peers: GPUs of its host whose memory it reaches, itself included, None where that is not known. bandwidth: bytes a
+    second that its memory is clocked for, None for those of an H200.
     """
 
     kind: Literal["cpu", "cuda"]
@@ -30,6 +31,7 @@ class DeviceFacts:
     index: int | None = None
     sms: int | None = None
     peers: int | None = None
+    bandwidth: float | None = None
 
     @property
     def place(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,8 @@ from collegium.experts.triton.tiles import prefill_tile
 from collegium.formats import MxFp8
 from collegium.planning import plan
 from collegium.problem import DeviceFacts, Limits, Problem
-from collegium.runtime.machine import Machine, machine_of
+from collegium.runtime.devices import probe
+from collegium.runtime.machine import Machine, machine_at, machine_for, machine_of
 from collegium.testing.compare import relative_error
 from collegium.types import MoESpec, RoutingSpec
 from decoded_layers import decoded_layer
@@ -99,7 +101,7 @@ def test_numbers_that_are_looked_up_become_two_terms(columns: int, half: bool) -
 def test_a_large_batch_gives_the_rows_of_the_small_tiles(
     name: str, act: str, group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiles, "once_from", lambda _: 1)
+    monkeypatch.setattr(tiles, "once_from", lambda *_: 1)
     monkeypatch.setattr(tiles, "_LONG", 8)
     device = DeviceFacts(kind="cuda", capability=(9, 0))
     packed, batch, truth = decoded_layer(name, act, group, device, tokens=6, sizes=(3, 72, 136))
@@ -133,9 +135,16 @@ def test_which_batches_are_decoded_first() -> None:
     assert prefill_tile(asked(640), hopper) is None
     assert prefill_tile(asked(640, weight_bits=8.25), hopper) is not None
     assert prefill_tile(asked(384, weight_bits=8.25), hopper) is None
-    looked_up = {"quartered": True, "promoted": True, "operands": 2}
+    looked_up: dict[str, Any] = {"quartered": True, "promoted": True, "operands": 2}
     assert prefill_tile(asked(256, **looked_up), hopper) is None
     assert prefill_tile(asked(288, **looked_up), hopper) is not None
+    # On an H100, whose memory is slower, all of them gain later.
+    slower = machine_of((9, 0), 132, 3.35e12)
+    eight: dict[str, Any] = {"weight_bits": 8.25}
+    for changes, rows, later in (({}, 1280, 1880), (eight, 480, 596), (looked_up, 288, 358)):
+        assert prefill_tile(asked(rows, **changes), hopper) is not None
+        assert prefill_tile(asked(later - 16, **changes), slower) is None
+        assert prefill_tile(asked(later, **changes), slower) is not None
 
 
 def test_the_plan_holds_what_a_large_batch_decodes() -> None:
@@ -151,3 +160,17 @@ def test_the_plan_holds_what_a_large_batch_decodes() -> None:
         made = plan(Problem(spec=spec, device=device, limits=Limits(max_tokens=tokens)))
         found = {region.name: region.nbytes for region in made.regions}
         assert found.get("experts/expanded", 0) == nbytes
+
+
+def test_what_torch_says_of_a_gpu_reaches_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of an H100 as torch describes it, for the plan and where weights are packed; and a torch that does not."""
+    sizes = {"name": "a GPU", "major": 9, "minor": 0, "total_memory": 80 << 30, "multi_processor_count": 132}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for more, bandwidth in (({"memory_clock_rate": 2_619_000, "memory_bus_width": 5120}, 3.352e12), ({}, None)):
+        told = types.SimpleNamespace(**sizes, **more)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, told=told: told)
+        facts = probe("cuda:0")
+        assert facts.bandwidth == (bandwidth if bandwidth is None else pytest.approx(bandwidth, rel=1e-3))
+        assert machine_at(torch.device("cuda:0")) == machine_for(facts)
+        assert machine_for(facts).slower == (0 if bandwidth is None else pytest.approx(0.467, abs=2e-3))

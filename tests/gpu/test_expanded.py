@@ -12,13 +12,14 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
 
 from collegium.experts.triton import layout, tiles
 from collegium.runtime.devices import probe
+from collegium.runtime.machine import machine_at, machine_for
 from collegium.testing.compare import relative_error
 from decoded_layers import DECODED, decoded_layer
 
 
 @pytest.fixture(autouse=True)
 def _always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "once_from", lambda _: 8)
+    monkeypatch.setattr(tiles, "once_from", lambda *_: 8)
     monkeypatch.setattr(tiles, "_LONG", 8)
 
 
@@ -61,3 +62,10 @@ def test_a_graph_of_layers() -> None:
     for _ in range(2):
         graph.replay()
         assert all(torch.equal(rows[:stop], right) for rows, right in zip(found, wanted, strict=True))
+
+
+def test_the_driver_tells_how_fast_memory_is() -> None:
+    facts = probe("cuda")
+    assert facts.bandwidth is not None
+    assert 1.5e12 < facts.bandwidth < 6e12, "no Hopper GPU has that"
+    assert machine_at(torch.device("cuda")) == machine_for(facts)

@@ -7,18 +7,21 @@ from importlib.util import find_spec
 import torch
 
 from ..problem import DeviceFacts
+from .devices import probe
 
 __all__ = ["Machine", "machine_at", "machine_for", "machine_of"]
 
 _SMS = 132  # of an H100 or H200
+_CLOCKED = 3.201e9 * 2 * 6144 / 8  # bytes a second, of an H200
 _SHARED = {(8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (12, 0): 99, (12, 1): 99}  # KiB a block may take
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What the score needs of a GPU.
+    """What the choice of a tile needs of a GPU.
 
-    sms: multiprocessors. shared: bytes of shared memory one of them has for a block. bandwidth: bytes a microsecond.
+    sms: multiprocessors. shared: bytes of shared memory one of them has for a block. bandwidth: bytes a microsecond, of
+    every GPU those of an H200, which the score was fitted to. slower: how much longer its memory takes than an H200's.
     rate: bf16 FLOP a microsecond; FP8 runs twice as fast where ``fp8`` says the tensor cores have it. pdl: a kernel
     may start before the one before it has finished. scaled: its tensor cores multiply four-bit weights and E4M3 rows
     with block scales. copies: tiles come by the tensor memory accelerator (Hopper). specialises: the compiler gives
@@ -28,6 +31,7 @@ class Machine:
     sms: int = _SMS
     shared: int = 227 * 1024
     bandwidth: float = 4.33e6
+    slower: float = 0.0
     rate: float = 7.9e8
     fp8: bool = True
     pdl: bool = True
@@ -36,8 +40,8 @@ class Machine:
     specialises: bool = False
 
 
-def machine_of(capability: tuple[int, int], sms: int) -> Machine:
-    """Return the machine of a CUDA ``capability`` with ``sms`` multiprocessors."""
+def machine_of(capability: tuple[int, int], sms: int, bandwidth: float | None = None) -> Machine:
+    """Return the machine of a CUDA ``capability`` with ``sms`` multiprocessors; bandwidth: as in ``DeviceFacts``."""
     shared = _SHARED.get(capability, 227 if capability >= (9, 0) else 99) * 1024
     hopper = capability == (9, 0)
     # Looked at by its version alone: Triton exists for Linux only, and a plan needs none of it.
@@ -45,6 +49,7 @@ def machine_of(capability: tuple[int, int], sms: int) -> Machine:
     return Machine(
         sms=sms,
         shared=shared,
+        slower=_CLOCKED / (bandwidth or _CLOCKED) - 1,
         fp8=capability >= (8, 9),
         pdl=capability >= (9, 0),
         scaled=capability[0] == 10,
@@ -54,13 +59,10 @@ def machine_of(capability: tuple[int, int], sms: int) -> Machine:
 
 
 def machine_for(facts: DeviceFacts) -> Machine:
-    """Return the machine a plan is made for; what is not known of it is that of an H100 or H200."""
-    return machine_of(facts.capability or (9, 0), facts.sms or _SMS)
+    """Return the machine a plan is made for; what is not known of it is that of an H200."""
+    return machine_of(facts.capability or (9, 0), facts.sms or _SMS, facts.bandwidth)
 
 
 def machine_at(device: torch.device) -> Machine:
     """Return the machine of a CUDA ``device``; on a CPU (the interpreter) the defaults."""
-    if device.type != "cuda":
-        return Machine()
-    facts = torch.cuda.get_device_properties(device)
-    return machine_of((facts.major, facts.minor), facts.multi_processor_count)
+    return machine_for(probe(device)) if device.type == "cuda" else Machine()

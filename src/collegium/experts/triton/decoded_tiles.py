@@ -88,11 +88,14 @@ def decoded_score(problem: TileProblem, tile: TileChoice, machine: Machine) -> f
     return max(memory, work) + 0.25 * min(memory, work)
 
 
-def once_from(problem: TileProblem) -> int:
-    """Return the rows of an expert from which on weights are better decoded once, into memory, before the products."""
-    if problem.operands == 2:
-        return 288
-    return 480 if problem.weight_bits > 6 else 1024 if _tiles_of(problem) is _NVFP4 else 1280
+def once_from(problem: TileProblem, machine: Machine) -> float:
+    """Return the rows of an expert from which on weights are better decoded once, into memory, before the products.
+
+    What is written there and read again takes longer where memory is slower, so more rows have to share it.
+    """
+    if problem.operands == 2 or problem.weight_bits > 6:
+        return (288 if problem.operands == 2 else 480) * (1 + machine.slower / 2)
+    return (1024 if _tiles_of(problem) is _NVFP4 else 1280) * (1 + machine.slower)
 
 
 def _step(problem: TileProblem, tile: TileChoice, each: float) -> float:

@@ -139,7 +139,7 @@ def prefill_tile(problem: TileProblem, machine: Machine) -> TileChoice | None:
     """
     if problem.decoded:
         fits = machine.specialises and problem.x_bits >= 16 and problem.k_in % 8 == 0 and problem.k_in >= _LONG
-        least = once_from(problem)
+        least = once_from(problem, machine)
     else:
         same = problem.weight_bits == problem.x_bits and problem.block_k * problem.x_bits == 1024
         fits, least = same and problem.k_in * problem.x_bits % 128 == 0, large_from(problem)
