@@ -18,18 +18,18 @@ from ..types import MoESpec
 __all__ = ["ELSEWHERE", "Inspection", "inspect_model", "plan_model"]
 
 
-def _gpu(name: str, major: int, minor: int, gigabytes: int, sms: int) -> DeviceFacts:
-    return DeviceFacts(kind="cuda", name=name, capability=(major, minor), memory=gigabytes * 10**9, sms=sms)
+def _gpu(name: str, cc: tuple[int, int], gigabytes: int, sms: int, bandwidth: float) -> DeviceFacts:
+    return DeviceFacts(kind="cuda", name=name, capability=cc, memory=gigabytes * 10**9, sms=sms, bandwidth=bandwidth)
 
 
-# Machines to plan for that are not here: capability, memory and multiprocessors as in NVIDIA's data sheets.
+# Machines to plan for that are not here, as in NVIDIA's data sheets; on Hopper bandwidth is what memory is clocked for.
 ELSEWHERE = {
-    "a100": _gpu("NVIDIA A100-SXM4-80GB", 8, 0, 80, 108),
-    "h100": _gpu("NVIDIA H100 80GB HBM3", 9, 0, 80, 132),
-    "h200": _gpu("NVIDIA H200", 9, 0, 141, 132),
-    "b200": _gpu("NVIDIA B200", 10, 0, 180, 148),
-    "l40s": _gpu("NVIDIA L40S", 8, 9, 48, 142),
-    "rtx4090": _gpu("NVIDIA GeForce RTX 4090", 8, 9, 24, 128),
+    "a100": _gpu("NVIDIA A100-SXM4-80GB", (8, 0), 80, 108, 2.039e12),
+    "h100": _gpu("NVIDIA H100 80GB HBM3", (9, 0), 80, 132, 3.352e12),
+    "h200": _gpu("NVIDIA H200", (9, 0), 141, 132, 4.917e12),
+    "b200": _gpu("NVIDIA B200", (10, 0), 180, 148, 8e12),
+    "l40s": _gpu("NVIDIA L40S", (8, 9), 48, 142, 8.64e11),
+    "rtx4090": _gpu("NVIDIA GeForce RTX 4090", (8, 9), 24, 128, 1.008e12),
 }
 
 
