@@ -23,6 +23,8 @@ CASES = (
     (4096, 2048, 6, "swiglu", "mxfp4", 128),
     (2880, 2880, 4, "swiglu_oai", "mxfp4", 128),
     (7168, 2048, 8, "swiglu", "mxfp4", 128),
+    (4096, 2048, 6, "swiglu", "nvfp4", 64),
+    (7168, 2048, 8, "swiglu", "nvfp4", 128),
     (4096, 2048, 6, "swiglu", "fp8_block", 128),
     (7168, 2048, 8, "swiglu", "fp8_block", 64),
 )
@@ -54,7 +56,7 @@ for hidden, inner, top_k, kind, weights, wide in json.load(sys.stdin):
     )
     facts = DeviceFacts(kind="cuda", name="pretended", capability=(9, 0), memory=1 << 36, sms=132)
     problem = Problem(spec=spec, device=facts, limits=Limits(max_tokens=600), placement=placed, graph=True)
-    act = "fp8_token" if weights == "mxfp4" else "fp8_group128"
+    act = "fp8_group128" if weights == "fp8_block" else "fp8_token"
     chosen = plan(problem, Choice(activation_format=act, pipeline="mega"))
     with pretending((9, 0)) as launches, torch.inference_mode():
         small = replace(spec, num_experts=4, routing=replace(rule, top_k=1))
@@ -86,7 +88,7 @@ for hidden, inner, top_k, kind, weights, wide in json.load(sys.stdin):
         lines = [t for t in re.findall(r"/\\*[0-9a-f]{4,}\\*/ +([@A-Z][^;]*;)", sass)]
         height = variant.arguments["BLOCK_T"]
         rows.append([height, variant.options, registers, made.metadata.shared, lines])
-        cut = CUTS[run.coded, height, variant.arguments["BLOCK_N"]]
+        cut = CUTS[run.weight, height, variant.arguments["BLOCK_N"]]
         rows[-1] += [cut.programs, made.asm["ptx"].count("mul.rn.f32")]
     found.append(rows)
 print("RESULT" + json.dumps(found))
@@ -121,7 +123,7 @@ def test_weights_and_rows_move_sixteen_bytes_at_once(compiled: list[Any]) -> Non
             assert len(products) >= 8, "two products of four steps"
             # QGMMA sum, weights, tokens: four-bit weights are a register, not a descriptor.
             registers = [text.split(",")[1].strip().startswith("R") for text in products]
-            assert all(registers) if case[4] == "mxfp4" else not any(registers), products
+            assert not any(registers) if case[4] == "fp8_block" else all(registers), products
             assert "LDGSTS.E.BYPASS.128" in codes, "weights are not prefetched"
             assert "STG.E.128" in codes
             # For the flags of all peers, three times, and where each program ends, whose rows went to them: that may be

@@ -100,6 +100,7 @@ CASES = (
     Case(64, 70, 1, ActivationSpec(kind="relu2")),
     Case(176, 90, 2, weights="fp8_block", tokens="fp8_group128"),
     Case(272, 130, 3, ActivationSpec(kind="relu2"), weights="fp8_block", tokens="fp8_group128", bias=False),
+    Case(208, 144, 3, weights="nvfp4"),
 )
 
 

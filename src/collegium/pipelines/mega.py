@@ -17,7 +17,7 @@ from ..errors import InputError
 from ..experts.triton.grouped import bounds_of, kind_of
 from ..experts.triton.packed import PackedExperts
 from ..formats.unquantised import DTYPES
-from ..kernels.numbers import E4M3_E4M3
+from ..kernels.numbers import E2M1_E4M3, E2M1_E8M0, E4M3_E4M3
 from ..ops.buffers import sizes, taken
 from ..ops.permute import tile_count
 from ..ops.quantize import AS_IS, REORDERED, activation_format
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["COMBINE", "MOST_TOKENS", "PUBLISH", "PULL", "Mega", "MegaKind"]
 
 PUBLISH, PULL, COMBINE = 1, 2, 3  # phases of the kernel
-FORMATS = (("mxfp4", "fp8_token"), ("fp8_block", "fp8_group128"))
+FORMATS = (("mxfp4", "fp8_token"), ("nvfp4", "fp8_token"), ("fp8_block", "fp8_group128"))
 MOST_TOKENS = 4096  # of a rank: each expert has room for all ranks' assignments on its list
 # Where it was the faster one in graphs of layers of V4-Flash's and V3's shapes, on two H200 (parallel_h200.csv) and on
 # four H100 (parallel_h100.csv), also for more ranks: from tokens of that width on, up to so many of a rank, and as many
@@ -66,18 +66,23 @@ class _Cut(NamedTuple):
 
 
 # What a GPU is to decide; no bit of the output depends on any of them.
-# Are weights codes of eight bits, how many rows has a unit, and how many weight rows a piece?
+# What are the weights, how many rows has a unit, and how many weight rows a piece?
 CUTS = {
-    (False, 16, 64): _Cut(3, 4, 2),
-    (False, 16, 128): _Cut(3, 3, 2),
-    (False, 32, 64): _Cut(3, 4, 2),
-    (False, 32, 128): _Cut(3, 4, 1),
-    (False, 64, 64): _Cut(2, 4, 2),
-    (False, 64, 128): _Cut(2, 4, 1),
-    (True, 16, 64): _Cut(2, 5, 2),
-    (True, 16, 128): _Cut(2, 3, 2),
-    (True, 32, 64): _Cut(2, 5, 1),
-    (True, 32, 128): _Cut(2, 4, 1),
+    (E2M1_E8M0, 16, 64): _Cut(3, 4, 2),
+    (E2M1_E8M0, 16, 128): _Cut(3, 3, 2),
+    (E2M1_E8M0, 32, 64): _Cut(3, 4, 2),
+    (E2M1_E8M0, 32, 128): _Cut(3, 4, 1),
+    (E2M1_E8M0, 64, 64): _Cut(2, 4, 2),
+    (E2M1_E8M0, 64, 128): _Cut(2, 4, 1),
+    # Two operands a weight take the registers of a third program.
+    (E2M1_E4M3, 16, 64): _Cut(3, 4, 2),
+    (E2M1_E4M3, 16, 128): _Cut(2, 3, 2),
+    (E2M1_E4M3, 32, 64): _Cut(3, 4, 2),
+    (E2M1_E4M3, 32, 128): _Cut(2, 4, 1),
+    (E4M3_E4M3, 16, 64): _Cut(2, 5, 2),
+    (E4M3_E4M3, 16, 128): _Cut(2, 3, 2),
+    (E4M3_E4M3, 32, 64): _Cut(2, 5, 1),
+    (E4M3_E4M3, 32, 128): _Cut(2, 4, 1),
 }
 REGISTERS = {3: 168}  # of a thread, so that as many programs fit
 CHUNK = 2  # tokens that are listed and pulled together
@@ -182,7 +187,7 @@ class Mega:
             return
         shape, on_gpu = self._shape(peers.bound, ids.shape[1]), x.is_cuda
         block_t, block_n = self._block_t(shape), self._block_n(shape)
-        cut = CUTS[self.coded, block_t, block_n]
+        cut = CUTS[self.weight, block_t, block_n]
         _, rows_dtype = experts.storing(x.dtype)
         own = taken(memory, shape.buffers(block_t, rows_dtype), x.device)
         x, added = dense_rows(x), out if shared is None else dense_rows(shared)
@@ -219,9 +224,9 @@ class Mega:
         return frozenset({("mega", self._block_t(shape), self._block_n(shape), asked)})
 
     @property
-    def coded(self) -> bool:
-        """Whether weights are E4M3 codes, which are multiplied as they are."""
-        return self._experts.gate_up.layout.weight == E4M3_E4M3
+    def weight(self) -> int:
+        """What the weights are, a number of ``kernels/numbers.py``."""
+        return self._experts.gate_up.layout.weight
 
     @property
     def _experts(self) -> PackedExperts:
@@ -246,7 +251,7 @@ class Mega:
 
     def _block_t(self, shape: _Shape) -> int:
         each = self._each(shape)
-        return 16 if each <= 14 else 32 if each <= 40 or self.coded else 64
+        return 16 if each <= 14 else 32 if each <= 40 or (self.weight, 64, 64) not in CUTS else 64
 
     def _block_n(self, shape: _Shape) -> int:
         """Return the weight rows of a task: fewer where there would be hardly a task for every program."""
@@ -305,13 +310,15 @@ def _shape_of(form: ActivationFormat, order: int, counts: tuple[int, int, int, i
 
 
 def _words(asked: Asked) -> bool:
-    return asked.problem.spec.weight_format == "mxfp4"
+    return asked.problem.spec.weight_format in ("mxfp4", "nvfp4")
 
 
 def _slower(problem: Problem) -> str | None:
     """Return why ``split`` is taken where nobody asked, or None; all ranks say the same, whatever tokens they bring."""
     width, tokens, placed = problem.spec.expert_hidden_size, problem.limits.max_tokens, problem.placement
     spec, world = problem.spec, problem.world_size
+    if (spec.weight_format, world >= 4) not in FASTER:
+        return f"never measured with {spec.weight_format} weights; Choice(pipeline='mega') takes it"
     least, most, rows = FASTER[spec.weight_format, world >= 4]
     most = min(most, rows * spec.num_experts // (spec.routing.top_k * world))
     if width < least or tokens > most:
@@ -327,7 +334,7 @@ def _slower(problem: Problem) -> str | None:
 
 
 class MegaKind:
-    """The row of the table: experts in MXFP4 or FP8 split over Hopper GPUs of one host."""
+    """The row of the table: experts in MXFP4, NVFP4 or FP8 split over Hopper GPUs of one host."""
 
     name = "mega"
     does = "one kernel over all ranks"
