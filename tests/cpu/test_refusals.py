@@ -100,6 +100,7 @@ ASKS: list[tuple[Problem, Choice | None]] = [
     (asked(FOUR, placement=SPLIT, limits=Limits(max_tokens=1 << 20)), MEGA),
     (asked(FOUR, placement=SPLIT, limits=Limits(max_tokens=64)), FP8),
     (asked(FOUR, placement=replace(SPLIT, spare=1), limits=Limits(max_tokens=8)), FP8),
+    (asked(replace(FOUR, weight_format="nvfp4"), placement=SPLIT, limits=Limits(max_tokens=8)), FP8),
 ]  # fmt: skip
 
 
