@@ -74,7 +74,7 @@ CUTS = {
     (E2M1_E8M0, 32, 128): _Cut(3, 4, 1),
     (E2M1_E8M0, 64, 64): _Cut(2, 4, 2),
     (E2M1_E8M0, 64, 128): _Cut(2, 4, 1),
-    # Two operands a weight take the registers of a third program.
+    # In pieces of 128 rows two operands a weight take the registers of a third program, and those of units of 64.
     (E2M1_E4M3, 16, 64): _Cut(3, 4, 2),
     (E2M1_E4M3, 16, 128): _Cut(2, 3, 2),
     (E2M1_E4M3, 32, 64): _Cut(3, 4, 2),
@@ -317,9 +317,10 @@ def _slower(problem: Problem) -> str | None:
     """Return why ``split`` is taken where nobody asked, or None; all ranks say the same, whatever tokens they bring."""
     width, tokens, placed = problem.spec.expert_hidden_size, problem.limits.max_tokens, problem.placement
     spec, world = problem.spec, problem.world_size
-    if (spec.weight_format, world >= 4) not in FASTER:
+    found = FASTER.get((spec.weight_format, world >= 4))
+    if found is None:
         return f"never measured with {spec.weight_format} weights; Choice(pipeline='mega') takes it"
-    least, most, rows = FASTER[spec.weight_format, world >= 4]
+    least, most, rows = found
     most = min(most, rows * spec.num_experts // (spec.routing.top_k * world))
     if width < least or tokens > most:
         return (

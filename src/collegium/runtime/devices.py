@@ -39,7 +39,7 @@ def probe(device: torch.device | str | None = None) -> DeviceFacts:
             memory=facts.total_memory,
             index=index,
             sms=facts.multi_processor_count,
-            # Kilohertz, twice a clock, and bits. Some drivers and older releases of torch do not tell.
+            # Kilohertz, twice a clock, and bits; None where torch does not tell.
             bandwidth=250.0 * getattr(facts, "memory_clock_rate", 0) * getattr(facts, "memory_bus_width", 0) or None,
             peers=1 + sum(torch.cuda.can_device_access_peer(index, other) for other in range(seen) if other != index),
         )
