@@ -192,7 +192,7 @@ def test_it_runs_only_where_it_is_asked_for_and_says_why() -> None:
     coded: dict[str, Any] = {"act": "fp8_group128", "weight_format": "fp8_block"}
     assert "asked for tokens of 40; their codes are copied by sixteen" in why(**coded, hidden_size=40)
     assert "asked for int4_group weights with fp8_token activations" in why(weight_format="int4_group")
-    assert "never measured with nvfp4 weights; Choice(pipeline='mega') takes it" in why(weight_format="nvfp4")
+    assert "measured too little with nvfp4 weights; Choice(pipeline='mega') takes it" in why(weight_format="nvfp4")
     assert "found sm_100" in why(replace(GPU, capability=(10, 0)))
     assert "asked for the combine reduced" in why(wish={"combine": "reduced"})
     for weights, width, most, act, world in (

@@ -319,7 +319,7 @@ def _slower(problem: Problem) -> str | None:
     spec, world = problem.spec, problem.world_size
     found = FASTER.get((spec.weight_format, world >= 4))
     if found is None:
-        return f"never measured with {spec.weight_format} weights; Choice(pipeline='mega') takes it"
+        return f"measured too little with {spec.weight_format} weights; Choice(pipeline='mega') takes it"
     least, most, rows = found
     most = min(most, rows * spec.num_experts // (spec.routing.top_k * world))
     if width < least or tokens > most:
