@@ -1,0 +1,263 @@
+// The functions of sm90.cu in C++, so that large_batch.cu runs on a CPU: one cluster, its threads as coroutines that take
+// turns wherever they wait. Copies and numbers that are sent arrive late and in any order. Shared memory begins as NaN.
+// Sums are float32, in the order of columns, which is not the tensor core's.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <ucontext.h>
+#include <unordered_map>
+#include <vector>
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __grid_constant__
+#define __cluster_dims__(...)
+#define __launch_bounds__(...)
+
+struct Index { int x; };
+struct float2 { float x, y; };
+struct uint4 { u32 x, y, z, w; };
+static Index threadIdx, blockIdx, gridDim{2};
+using std::max;
+using std::min;
+
+// --- threads ---
+
+constexpr int THREADS = 384, BLOCK_BYTES = 227 * 1024;
+struct Thread { ucontext_t context; std::vector<char> stack; int block, index; bool ended; };
+struct Group { int inside = 0; u64 round = 0; };
+
+static ucontext_t main_context;
+static std::vector<Thread> threads;
+static Thread* current;
+static u64 events;
+static u8* memory[2];
+static Group warps[2][THREADS / 32], cluster;
+static u64 slots[2][THREADS / 32][32][5];
+static std::vector<std::function<void()>> late;
+static std::mt19937 chance;
+
+static void pause_thread() {
+    Thread* own = current;
+    swapcontext(&own->context, &main_context);
+}
+
+static void meet(Group& group, int members) {
+    u64 round = group.round;
+    if (++group.inside == members) group.inside = 0, group.round++, events++;
+    while (group.round == round) pause_thread();
+}
+
+static int own_lane() { return threadIdx.x % 32; }
+static void __syncwarp() { meet(warps[blockIdx.x][threadIdx.x / 32], 32); }
+static void __syncthreads() { std::abort(); }
+
+template <class T> static T shuffled(T value, int from) {
+    auto& own = slots[blockIdx.x][threadIdx.x / 32];
+    std::memcpy(own[own_lane()], &value, sizeof value);
+    __syncwarp();
+    T found;
+    std::memcpy(&found, own[from], sizeof found);
+    __syncwarp();
+    return found;
+}
+
+template <class T> static T __shfl_sync(u32, T value, int from) { return shuffled(value, from); }
+template <class T> static T __shfl_xor_sync(u32, T value, int by) { return shuffled(value, own_lane() ^ by); }
+template <class T> static T __ldg(const T* p) { return *p; }
+static int atomicAdd(int* p, int more) { return (*p += more) - more; }
+
+template <class To, class From> static To as(From value) {
+    To r;
+    std::memcpy(&r, &value, sizeof r);
+    return r;
+}
+static float __uint_as_float(u32 x) { return as<float>(x); }
+static float __int_as_float(int x) { return as<float>(x); }
+static u32 __float_as_uint(float x) { return as<u32>(x); }
+
+// --- shared memory, barriers and copies ---
+
+struct Barrier { int arrivals, left; i64 bytes; u32 round; };
+struct Map { const u8* rows; i64 row_bytes, count, stride; int box; };
+
+static u8* shared_memory() { return memory[blockIdx.x]; }
+template <class T> static T* in(u32 rank, T* p) { return (T*)(memory[rank] + ((u8*)p - memory[blockIdx.x])); }
+
+static void init(Barrier* b, int count) { *b = {count, count, 0, 0}; }
+static void show_barriers() {}
+static void meet_cluster() { meet(cluster, 2 * THREADS); }
+
+static void look(Barrier* b) {
+    if (b->left < 0) std::fprintf(stderr, "a barrier got more arrivals than it waits for\n"), std::abort();
+    if (b->left == 0 && b->bytes == 0) b->left = b->arrivals, b->round++, events++;
+}
+
+static void arrive(Barrier* b) { b->left--, look(b); }
+static void arrive_at_both(u32 peer, Barrier* b) { arrive(b), arrive(in(peer, b)); }
+static void expect(Barrier* b, int bytes) { b->bytes += bytes, b->left--, look(b); }
+static void wait(Barrier* b, u32 parity) { while ((b->round & 1) == parity) pause_thread(); }
+static void came(Barrier* b, int bytes) { b->bytes -= bytes, look(b); }
+
+static void send(u32 rank, u32* to, u32 value, Barrier* b) {
+    to = in(rank, to), b = in(rank, b);
+    late.push_back([=] { *to = value, came(b, 4); });
+}
+static void send(u32 rank, int* to, u32 value, Barrier* b) { send(rank, (u32*)to, value, b); }
+
+static void copy_box(u8* to, const Map& map, int x, int y, Barrier* b, int step) {
+    for (int r = 0; r < map.box; r++)
+        for (int c = 0; c < 128; c++) {
+            i64 column = (i64)x * step + c, row = (i64)y + r;
+            bool inside = column < map.row_bytes && row < map.count;
+            to[r * 128 + ((c / 16) ^ (r % 8)) * 16 + c % 16] = inside ? map.rows[row * map.stride + column] : 0;
+        }
+    came(b, map.box * 128);
+}
+
+constexpr int SIZE = OPERAND ? 2 : 1;
+static void copy(void* to, const Map& map, int x, int y, Barrier* b) {
+    late.push_back([=, &map] { copy_box((u8*)to, map, x, y, b, SIZE); });
+}
+static void copy_to_both(void* to, const Map& map, int x, int y, Barrier* b) {
+    for (u32 rank = 0; rank < 2; rank++) copy(in(rank, (u8*)to), map, x, y, in(rank, b));
+}
+
+static void have_56_registers() {}
+static void have_224_registers() {}
+
+// --- numbers and products ---
+
+static float from_e4m3(u8 x) {
+    int exponent = x >> 3 & 15, part = x & 7;
+    float v = exponent == 15 && part == 7 ? NAN : exponent ? std::ldexp(8.0f + part, exponent - 10) : std::ldexp((float)part, -9);
+    return x & 128 ? -v : v;
+}
+static float from_half(u16 x) { return (float)as<_Float16>(x); }
+
+static u16 to_bfloat(float x) {
+    u32 v = as<u32>(x);
+    return std::isnan(x) ? 0x7FFF : (u16)((v + 0x7FFF + (v >> 16 & 1)) >> 16);
+}
+static u32 pair(float low, float high) {
+    if (OUT == 2) return as<u16>((_Float16)low) | (u32)as<u16>((_Float16)high) << 16;
+    return to_bfloat(low) | (u32)to_bfloat(high) << 16;
+}
+
+static u8 to_e4m3(float x) {
+    if (std::isnan(x)) return 0x7F;
+    u8 sign = std::signbit(x) ? 128 : 0, best = 0;
+    x = std::min(std::fabs(x), 448.0f);
+    int low = 0, high = 126;  // codes order like numbers
+    while (high - low > 1) (from_e4m3((low + high) / 2) <= x ? low : high) = (low + high) / 2;
+    float under = x - from_e4m3(low), above = from_e4m3(high) - x;
+    best = under < above || (under == above && low % 2 == 0) ? low : high;
+    return sign | best;
+}
+static u16 codes_of(float low, float high) { return to_e4m3(low) | to_e4m3(high) << 8; }
+
+static void begin_products() {}
+static void commit_products() {}
+template <int LEFT> static void await_products() {}
+
+static float number_at(const u8* rows, int r, int i) {
+    static std::vector<float> codes = [] {
+        std::vector<float> all(256);
+        for (int c = 0; c < 256; c++) all[c] = from_e4m3(c);
+        return all;
+    }();
+    int byte = i * SIZE;
+    const u8* p = rows + r * 128 + ((byte / 16) ^ (r % 8)) * 16 + byte % 16;
+    if (OPERAND == 0) return codes[*p];
+    u16 v;
+    std::memcpy(&v, p, 2);
+    return OPERAND == 1 ? as<float>((u32)v << 16) : from_half(v);
+}
+
+static void multiply(float (&d)[64], const u8* x, const u8* w, int k, bool added) {
+    constexpr int COLUMNS = 32 / SIZE;
+    int lane = own_lane(), first = threadIdx.x / 32 % 4 * 16 + lane / 4;
+    float rows[2][COLUMNS];
+    for (int h = 0; h < 2; h++)
+        for (int i = 0; i < COLUMNS; i++) rows[h][i] = number_at(x, first + 8 * h, k * COLUMNS + i);
+    for (int j = 0; j < 16; j++)
+        for (int e = 0; e < 2; e++) {
+            float sum[2] = {0, 0};
+            for (int i = 0; i < COLUMNS; i++) {
+                float v = number_at(w, 8 * j + lane % 4 * 2 + e, k * COLUMNS + i);
+                sum[0] += rows[0][i] * v, sum[1] += rows[1][i] * v;
+            }
+            for (int h = 0; h < 2; h++) d[4 * j + 2 * h + e] = (added ? d[4 * j + 2 * h + e] : 0.0f) + sum[h];
+        }
+}
+
+static void put_matrices(u8* row, u32 a, u32 b, u32 c, u32 d) {
+    auto& own = slots[blockIdx.x][threadIdx.x / 32];
+    int lane = own_lane();
+    own[lane][1] = a, own[lane][2] = b, own[lane][3] = c, own[lane][4] = d;
+    __syncwarp();
+    for (int i = 0; i < 4; i++) {
+        u32 two = (u32)own[lane % 8 * 4 + i][1 + lane / 8];
+        std::memcpy(row + 4 * i, &two, 4);
+    }
+    __syncwarp();
+}
+
+static float near_exp2(float x) { return std::exp2(x); }
+static float near_tanh(float x) { return std::tanh(x); }
+static float near_inverse(float x) { return 1.0f / x; }
+static float over(float x, float y) { return x / y; }
+
+// --- the cluster ---
+
+// Runs the threads until all have ended; ends the process where they wait for each other.
+static void run_cluster(std::function<void()> body) {
+    static std::function<void()> what;
+    what = body;
+    for (int block = 0; block < 2; block++) {
+        memory[block] = (u8*)std::aligned_alloc(1024, BLOCK_BYTES);
+        std::memset(memory[block], 0xFF, BLOCK_BYTES);
+    }
+    threads = std::vector<Thread>(2 * THREADS);
+    for (int i = 0; i < 2 * THREADS; i++) {
+        Thread& t = threads[i];
+        t.stack.resize(1 << 16), t.block = i / THREADS, t.index = i % THREADS, t.ended = false;
+        getcontext(&t.context);
+        t.context.uc_stack.ss_sp = t.stack.data(), t.context.uc_stack.ss_size = t.stack.size();
+        t.context.uc_link = &main_context;
+        makecontext(&t.context, +[] { what(); current->ended = true, events++; }, 0);
+    }
+    int idle = 0;
+    for (bool some = true; some;) {
+        some = false;
+        u64 before = events;
+        for (Thread& t : threads) {
+            if (t.ended) continue;
+            some = true, current = &t;
+            threadIdx.x = t.index, blockIdx.x = t.block;
+            swapcontext(&main_context, &t.context);
+        }
+        // Some of what is on its way arrives, whichever was sent first; all of it where nothing else moves.
+        for (u64 i = late.size(); i-- > 0;)
+            if (events == before || chance() % 2) {
+                auto arrives = late[i];
+                late.erase(late.begin() + (i64)i), arrives(), events++;
+            }
+        idle = events == before ? idle + 1 : 0;
+        if (idle > 2) std::fprintf(stderr, "all threads wait\n"), std::abort();
+    }
+    for (u8* each : memory) std::free(each);
+}

@@ -1,0 +1,170 @@
+"""The large-batch product in CUDA, compiled as C++ and run on the CPU: truth, bits of a row, codes, places and NaN."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from shutil import which
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if torch.cuda.is_available() or which("g++") is None:
+    pytest.skip("needs a C++ compiler, and Triton's interpreter to list tiles", allow_module_level=True)
+
+from collegium.experts.triton import tiles
+from collegium.experts.triton.grouped import TileList, tile_list
+from collegium.experts.triton.lanes import pack_fp8_block, pack_fp8_rows, pack_plain
+from collegium.experts.triton.matrix import PackedMatrix
+from collegium.experts.triton.prefill import CodeScales
+from collegium.experts.triton.tile_choice import TileChoice
+from collegium.formats import by_name
+from collegium.kernels.numbers import NOWHERE
+from collegium.ops.quantize import activation_format
+from collegium.problem import DeviceFacts
+from collegium.runtime.machine import Machine
+from collegium.testing.compare import heavy_tailed, relative_error
+from collegium.types import ActivationSpec
+from decoded_layers import decoded_layer
+from large_batch import ABLATIONS, constants_of, large_batch, multiplying, text_of
+from products import grouped_gemm_reference
+
+TILE = TileChoice(block_n=128, block_t=128, warps=4, stages=4, group_t=2, programs=3)
+COUNTS = (0, 300, 3, 0, 65)  # five units in two tiles, one nearly empty, one more than full
+ROWS, OWNED = 372, 368
+OFFSETS = torch.tensor([0, *COUNTS]).cumsum(0)
+SWIGLU = ActivationSpec(limit=2.0)
+
+
+def matrix(weights: str, parts: int, n_out: int, k_in: int, *, bias: bool = True) -> tuple[PackedMatrix, torch.Tensor]:
+    """Return packed weights of five experts and what they stand for, in float32."""
+    values = torch.stack([heavy_tailed(n_out * parts, k_in, seed=5 + e).view(parts, n_out, k_in) for e in range(5)])
+    payload: Any = by_name(weights).encode(values / k_in**0.5)
+    added = torch.randn(5, parts, n_out).bfloat16() if bias else None
+    if weights == "bf16":
+        return pack_plain(payload, added), payload.decode()
+    pack = pack_fp8_block if weights == "fp8_block" else pack_fp8_rows
+    return pack(payload, added, native=True), payload.decode()
+
+
+def tokens(act: str | None, k_in: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Return rows, their scales, and what they stand for."""
+    x = heavy_tailed(ROWS, k_in, seed=3).bfloat16()
+    if act is None:
+        return x, None, x.float()
+    made = activation_format(act).quantize(x)
+    assert made.scales is not None
+    wide = made.scales.repeat_interleave(k_in if made.scales.shape[1] == 1 else 128, 1)[:, :k_in]
+    return made.codes, made.scales, made.codes.float() * wide
+
+
+def listed(offsets: torch.Tensor = OFFSETS) -> TileList:
+    return tile_list(offsets, ROWS, TILE)
+
+
+def run(
+    x: torch.Tensor, packed: PackedMatrix, dtype: torch.dtype, offsets: torch.Tensor = OFFSETS, **more: Any
+) -> torch.Tensor:
+    out = torch.full((ROWS, packed.layout.shape[2]), 7.0, dtype=dtype)
+    return large_batch(x, packed, offsets, listed(offsets), out, **more)
+
+
+@pytest.mark.parametrize(
+    ("weights", "act", "parts"),
+    [
+        ("bf16", None, 2),
+        ("bf16", None, 1),
+        ("fp8_block", "fp8_group128", 2),
+        ("fp8_block", "fp8_token", 1),
+        ("fp8_channel", "fp8_group128", 1),
+        ("fp8_channel", "fp8_token", 2),
+    ],
+)
+def test_truth_and_results_of_16_bits(weights: str, act: str | None, parts: int) -> None:
+    packed, values = matrix(weights, parts, 208, 272)
+    x, x_scale, meant = tokens(act, 272)
+    activation = SWIGLU if parts == 2 else None
+    wide = run(x, packed, torch.float32, x_scale=x_scale, activation=activation)
+    truth = grouped_gemm_reference(meant, values, OFFSETS, bias=packed.bias, activation=activation)
+    assert relative_error(wide[:OWNED], truth[:OWNED]) < 2e-6
+    assert bool((wide[OWNED:] == 7.0).all())
+    assert torch.equal(run(x, packed, torch.bfloat16, x_scale=x_scale, activation=activation), wide.bfloat16())
+
+
+@pytest.mark.parametrize("act", ["fp8_group128", "fp8_group128_pow2"])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_codes_are_what_quantising_the_rows_gives(act: str, parts: int) -> None:
+    packed, _ = matrix("fp8_block", parts, 336, 256, bias=False)
+    x, x_scale, _ = tokens("fp8_group128", 256)
+    x[5] = torch.nan
+    activation = ActivationSpec(kind="swiglu" if parts == 2 else "relu2")
+    rows = run(x, packed, torch.bfloat16, x_scale=x_scale, activation=activation)
+    wanted = activation_format(act).quantize(rows)
+    assert wanted.scales is not None
+    made = CodeScales(scale=torch.full((ROWS, 3), 7.0), power=act.endswith("pow2"), rounded=True)
+    codes = run(x, packed, torch.float8_e4m3fn, x_scale=x_scale, activation=activation, codes=made)
+    assert bool(wanted.scales[5].isnan().all())
+    torch.testing.assert_close(made.scale[:OWNED], wanted.scales[:OWNED], rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(codes[:OWNED].view(torch.uint8), wanted.codes[:OWNED].view(torch.uint8))
+    assert bool((made.scale[OWNED:] == 7.0).all())
+    assert bool((codes[OWNED:].float() == 7.0).all())
+
+
+def test_a_row_has_the_same_bits_in_any_batch_and_nan_stays_in_its_row() -> None:
+    packed, _ = matrix("fp8_block", 2, 208, 272)
+    x, x_scale, _ = tokens("fp8_group128", 272)
+    wanted = run(x, packed, torch.bfloat16, x_scale=x_scale, activation=SWIGLU)
+    # The last 40 rows of the second expert alone, and the third one's.
+    fewer = torch.tensor([0, 0, 40, 43, 43, 43])
+    moved = torch.cat([torch.arange(260, 303), torch.arange(ROWS - 43)])
+    x, x_scale = x[moved], None if x_scale is None else x_scale[moved]
+    found = run(x, packed, torch.bfloat16, fewer, x_scale=x_scale, activation=SWIGLU)
+    assert torch.equal(found[:43], wanted[260:303])
+    x[7, 5] = torch.nan
+    again = run(x, packed, torch.bfloat16, fewer, x_scale=x_scale, activation=SWIGLU)
+    others = torch.arange(43) != 7
+    assert bool(again[7].isnan().all())
+    assert torch.equal(again[:43][others], found[:43][others])
+
+
+@pytest.mark.parametrize("n_out", [208, 204])
+def test_rows_go_to_their_places(n_out: int) -> None:
+    packed, _ = matrix("bf16", 1, n_out, 272)
+    x, _, _ = tokens(None, 272)
+    wanted = run(x, packed, torch.bfloat16)
+    places = torch.randperm(ROWS)
+    at = torch.where(places == 3, NOWHERE, places * n_out)
+    out = torch.full((ROWS, n_out), 7.0, dtype=torch.bfloat16)
+    large_batch(x, packed, OFFSETS, replace(listed(), places=at), out)
+    written = places[:OWNED][places[:OWNED] != 3]
+    assert torch.equal(out[written], wanted[:OWNED][places[:OWNED] != 3])
+    kept = torch.ones(ROWS, dtype=torch.bool)
+    kept[written] = False
+    assert bool((out[kept] == 7.0).all())
+
+
+@pytest.mark.parametrize(
+    ("name", "group", "sizes"),
+    [("fp8_block", 128, (3, 320, 136)), ("bnb4", 64, (3, 128, 320)), ("mxfp8", 128, (3, 96, 192))],
+)
+def test_weights_that_were_decoded_once(
+    name: str, group: int, sizes: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiles, "once_from", lambda *_: 1)
+    monkeypatch.setattr(tiles, "_LONG", 8)
+    hopper = DeviceFacts(kind="cuda", capability=(9, 0))
+    packed, batch, truth = decoded_layer(name, "fp16", group, hopper, tokens=6, sizes=sizes)
+    large = replace(packed, machine=Machine(copies=True, specialises=True))
+    stop = int(batch.expert_offsets[-1])
+    assert large.tiling.large(12) is not None
+    with multiplying(large_batch):
+        assert relative_error(large.run(batch)[:stop], truth[:stop]) < 5e-4
+
+
+def test_what_is_left_out_for_a_measurement_is_in_the_text() -> None:
+    packed, _ = matrix("fp8_block", 2, 208, 272)
+    x, x_scale, _ = tokens("fp8_group128", 272)
+    constants = constants_of(x, packed, listed(), torch.empty(ROWS, 208), x_scale, SWIGLU, None)
+    for left_out in ABLATIONS.values():
+        assert text_of(constants, left_out) != text_of(constants)
