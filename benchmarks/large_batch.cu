@@ -1,15 +1,15 @@
-// The product of a large batch in CUDA for sm_90a: out[r] = rows of one expert times its weights, then bias and
-// activation. The contract, the K loop, its blocks and its rounding are those of kernels/prefill.py: the bits are equal.
+// The product of a large batch in CUDA for sm_90a: rows of one expert times its weights, then bias and activation. The
+// contract, the K loop, its blocks and its rounding are those of kernels/prefill.py: the bits are equal.
 //
-// A block of threads takes output tiles in turn: up to 256 tokens, in units of 64, by 128 weight rows: gate and up of the
-// same 64 channels, or 128 neighbours. An expert's units are spread evenly over its tiles. The two blocks of a cluster
+// A block of threads takes output tiles in turn: up to 256 tokens, in units of 64, by 128 weight rows: gate and up of
+// the same 64 channels, or 128 neighbours. An expert's units are spread evenly over its tiles. The two blocks of a cluster
 // take neighbouring weights; each copies half of the tokens, and the tensor memory accelerator writes them to both. One
 // thread copies, two warps load factors, and two groups of four warps multiply, each every second unit: one scales its
 // product while the other's runs. A tile is drawn when the one before it is nearly copied, so tiles that follow each
 // other, and read the same weights, begin at about the same time, and weights come from memory once.
 //
-// The compiler's options give, with the meanings of prefill.py: OPERAND (0 E4M3, 1 bfloat16, 2 float16), OUT (0 float32,
-// 1 bfloat16, 2 float16), SCALE, TERMS, X_SCALE, ROW_SCALE, PARTS, KIND, FAST, HAS_LIMIT, CODES, ROUND, PLACED; BIAS (0
+// The compiler's options give, with the meanings of prefill.py: OPERAND (0 E4M3, 1 bfloat16, 2 float16), OUT (0
+// float32, 1 bfloat16, 2 float16), SCALE, TERMS, X_SCALE, ROW_SCALE, PARTS, KIND, FAST, HAS_LIMIT, CODES, ROUND, PLACED; BIAS (0
 // none, 1 bfloat16, 2 float16, 3 float32); ALIGNED: 16-bit results are stored in pieces of 16 bytes.
 //
 // The functions that are no C++ are those of sm90.cu, which comes before this text.
@@ -341,7 +341,9 @@ __device__ __forceinline__ i64 begins(const Out& o, int row, int n_out) {
 }
 
 // Stores 16 rows of 64 columns. row: the first of the warp; left: how many rows there are from it.
-__device__ __forceinline__ void store_rows(u8* room, const float* d, int row, int left, int column, const Out& o, const Sizes& z) {
+__device__ __forceinline__ void store_rows(
+    u8* room, const float* d, int row, int left, int column, const Out& o, const Sizes& z
+) {
     int lane = threadIdx.x % 32;
     if (!ALIGNED) {
 #pragma unroll
@@ -376,7 +378,8 @@ __device__ __forceinline__ void store_rows(u8* room, const float* d, int row, in
         int r = 4 * i + lane / 8;
         if (r >= left || at_column >= z.n_out) continue;
         i64 to = begins(o, row + r, z.n_out);
-        if (to != NOWHERE) *(uint4*)((u16*)o.rows + to + at_column) = *(const uint4*)(room + r * 128 + (lane % 8 ^ r % 8) * 16);
+        const uint4* piece = (const uint4*)(room + r * 128 + (lane % 8 ^ r % 8) * 16);
+        if (to != NOWHERE) *(uint4*)((u16*)o.rows + to + at_column) = *piece;
     }
     __syncwarp();
 }
@@ -405,8 +408,8 @@ __device__ __forceinline__ u16 code_pair(float low, float high, float inverse, b
     return codes_of(low, high);
 }
 
-// Stores codes of 16 rows of 64 or 128 columns. Where gate and up are beside each other, the other half of a row's group
-// is in the other block, and its largest magnitude comes from there; the blocks of a cluster meet turn after turn.
+// Stores codes of 16 rows of 64 or 128 columns. Where gate and up are beside each other, the other half of a row's
+// group is in the other block, and its largest magnitude comes from there; the blocks of a cluster meet turn after turn.
 __device__ __forceinline__ void store_codes(
     Shared& s, float* d, int row, int left, int column, u32 peer, u32 turn, const Out& o, const Sizes& z
 ) {
@@ -441,8 +444,10 @@ __device__ __forceinline__ void store_codes(
         bool finite = most[h] < 0x7F800000u;
         float scale = scale_of(finite ? most[h] : 0), inverse = inverse_of(scale);
 #pragma unroll
-        for (int j = 0; j < PAIRS; j++)
-            *(u16*)(room + r * 128 + 8 * j + lane % 4 * 2) = code_pair(d[4 * j + 2 * h], d[4 * j + 2 * h + 1], inverse, finite);
+        for (int j = 0; j < PAIRS; j++) {
+            const float* two = d + 4 * j + 2 * h;
+            *(u16*)(room + r * 128 + 8 * j + lane % 4 * 2) = code_pair(two[0], two[1], inverse, finite);
+        }
         if (r < left && column < z.n_out && column % 128 + lane % 4 == 0)
             o.scale[(i64)(row + r) * groups + column / 128] = finite ? scale : __int_as_float(0x7FFFFFFF);
     }

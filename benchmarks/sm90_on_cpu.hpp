@@ -1,5 +1,5 @@
-// The functions of sm90.cu in C++, so that large_batch.cu runs on a CPU: one cluster, its threads as coroutines that take
-// turns wherever they wait. Copies and numbers that are sent arrive late and in any order. Shared memory begins as NaN.
+// The functions of sm90.cu in C++, so that large_batch.cu runs on a CPU: one cluster, its threads as coroutines that
+// take turns wherever they wait. Copies and numbers that are sent arrive late and in any order. Shared memory begins as NaN.
 // Sums are float32, in the order of columns, which is not the tensor core's.
 
 #include <algorithm>
@@ -143,7 +143,8 @@ static void have_224_registers() {}
 
 static float from_e4m3(u8 x) {
     int exponent = x >> 3 & 15, part = x & 7;
-    float v = exponent == 15 && part == 7 ? NAN : exponent ? std::ldexp(8.0f + part, exponent - 10) : std::ldexp((float)part, -9);
+    float v = exponent ? std::ldexp(8.0f + part, exponent - 10) : std::ldexp((float)part, -9);
+    if (exponent == 15 && part == 7) v = NAN;
     return x & 128 ? -v : v;
 }
 static float from_half(u16 x) { return (float)as<_Float16>(x); }
