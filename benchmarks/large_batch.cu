@@ -2,19 +2,22 @@
 // contract, the K loop, its blocks and its rounding are those of kernels/prefill.py: the bits are equal.
 //
 // A block of threads takes output tiles in turn: up to 256 tokens, in units of 64, by 128 weight rows: gate and up of
-// the same 64 channels, or 128 neighbours. An expert's units are spread evenly over its tiles. The two blocks of a cluster
-// take neighbouring weights; each copies half of the tokens, and the tensor memory accelerator writes them to both. One
-// thread copies, two warps load factors, and two groups of four warps multiply, each every second unit: one scales its
-// product while the other's runs. A tile is drawn when the one before it is nearly copied, so tiles that follow each
-// other, and read the same weights, begin at about the same time, and weights come from memory once.
+// the same 64 channels, or 128 neighbours. An expert's units are spread evenly over its tiles. The two blocks of a
+// cluster take neighbouring weights; each copies half of the tokens, and the tensor memory accelerator writes them to
+// both. One thread copies, two warps load factors, and two groups of four warps multiply, each every second unit (or
+// three groups, every third of 192 tokens): one scales its product while another's runs. A tile is drawn when the one
+// before it is nearly copied, so tiles that follow each other, and read the same weights, begin at about the same time,
+// and weights come from memory once.
 //
 // The compiler's options give, with the meanings of prefill.py: OPERAND (0 E4M3, 1 bfloat16, 2 float16), OUT (0
-// float32, 1 bfloat16, 2 float16), SCALE, TERMS, X_SCALE, ROW_SCALE, PARTS, KIND, FAST, HAS_LIMIT, CODES, ROUND, PLACED; BIAS (0
-// none, 1 bfloat16, 2 float16, 3 float32); ALIGNED: 16-bit results are stored in pieces of 16 bytes.
+// float32, 1 bfloat16, 2 float16), SCALE, TERMS, X_SCALE, ROW_SCALE, PARTS, KIND, FAST, HAS_LIMIT, CODES, ROUND, PLACED;
+// WORKERS: 2 or 3 groups that multiply; BIAS (0 none, 1 bfloat16, 2 float16, 3 float32); ALIGNED: 16-bit results are
+// stored in pieces of 16 bytes.
 //
 // The functions that are no C++ are those of sm90.cu, which comes before this text.
 
-constexpr int STAGES = 4, STEP = 128, UNIT = 64, MOST = 4, RING = 16;
+constexpr int STAGES = 4, STEP = 128, UNIT = 64, RING = 16;
+constexpr int EACH = WORKERS == 2 ? 2 : 1, MOST = WORKERS * EACH, WARPS = 4 * WORKERS;  // units of a group and a tile
 constexpr int WEIGHT_BYTES = 2 * UNIT * STEP, UNIT_BYTES = UNIT * STEP;
 constexpr int STAGE_BYTES = WEIGHT_BYTES + MOST * UNIT_BYTES;
 constexpr int STEP_K = OPERAND ? STEP / 2 : STEP, SPAN = PARTS == 2 ? 128 : 256;
@@ -27,13 +30,13 @@ struct Tile { int expert, column, row, count; };
 
 struct Shared {
     u8 stage[STAGES][STAGE_BYTES];
-    alignas(16) u8 turned[8][2048];
+    alignas(16) u8 turned[WARPS][2048];
     alignas(16) float weight[STAGES][2 * UNIT];
     float token[STAGES][MOST * UNIT];
-    u32 most[8][2][16];
+    u32 most[WARPS][2][16];
     Tile tile[RING];
     int place[RING];
-    Barrier full[STAGES], empty[STAGES], ready[RING], told[RING], met[8][2];
+    Barrier full[STAGES], empty[STAGES], ready[RING], told[RING], met[WARPS][2];
 };
 
 struct Sizes { int n_out, steps, k_blocks, scale_rows, group_t; float limit, alpha, gate_bound, up_bound; };
@@ -110,8 +113,8 @@ __device__ __forceinline__ void copies(
 
 // Loads the factors of tokens and weights, K block by K block. Two warps, which ask for four blocks at a time.
 __device__ __forceinline__ void factors(Shared& s, u32 rank, const Beside& n, const Sizes& z) {
-    constexpr int AHEAD = GROUPS ? 2 : 4, EACH = X_SCALE == 1 ? MOST * UNIT / 64 : 1, OWN = GROUPS ? 2 : 1;
-    int lane = threadIdx.x - 9 * 32;
+    constexpr int AHEAD = GROUPS ? 2 : 4, ROWS = X_SCALE == 1 ? MOST : 1, OWN = GROUPS ? 2 : 1;
+    int lane = threadIdx.x - (WARPS + 1) * 32;
     Place p{0, 0};
     u32 parity = 0;
 #pragma unroll 1
@@ -120,9 +123,9 @@ __device__ __forceinline__ void factors(Shared& s, u32 rank, const Beside& n, co
         Tile t = s.tile[turn];
         if (t.count == 0) break;
         if (++turn == RING) turn = 0, parity ^= 1;
-        int row[EACH], units = units_of(t);
+        int row[ROWS], units = units_of(t);
 #pragma unroll
-        for (int i = 0; i < EACH; i++) row[i] = (t.row + min(lane + 64 * i, t.count - 1)) * z.k_blocks;
+        for (int i = 0; i < ROWS; i++) row[i] = (t.row + min(lane + 64 * i, t.count - 1)) * z.k_blocks;
         // Of blocks one factor a part, lanes 0 and 1; of groups one a weight row, two a lane.
         i64 weight[OWN];
         int by = GROUPS ? z.n_out : 1;
@@ -139,12 +142,12 @@ __device__ __forceinline__ void factors(Shared& s, u32 rank, const Beside& n, co
         }
 #pragma unroll 1
         for (int block = 0; block < z.k_blocks; block += AHEAD) {
-            float of_token[AHEAD][EACH], of_weight[AHEAD][OWN];
+            float of_token[AHEAD][ROWS], of_weight[AHEAD][OWN];
 #pragma unroll
             for (int k = 0; k < AHEAD; k++) {
                 bool here = block + k < z.k_blocks;
 #pragma unroll
-                for (int i = 0; i < EACH; i++)
+                for (int i = 0; i < ROWS; i++)
                     of_token[k][i] = X_SCALE == 1 && here && i < units ? __ldg(n.x_scale + row[i] + block + k) : 1.0f;
 #pragma unroll
                 for (int h = 0; h < OWN; h++)
@@ -156,7 +159,7 @@ __device__ __forceinline__ void factors(Shared& s, u32 rank, const Beside& n, co
                 if (block + k >= z.k_blocks) break;
                 wait(&s.empty[p.stage], p.parity ^ 1);
 #pragma unroll
-                for (int i = 0; i < EACH && !GROUPS; i++) s.token[p.stage][lane + 64 * i] = of_token[k][i];
+                for (int i = 0; i < ROWS && !GROUPS; i++) s.token[p.stage][lane + 64 * i] = of_token[k][i];
 #pragma unroll
                 for (int h = 0; h < OWN; h++)
                     if (GROUPS || lane < 2) s.weight[p.stage][lane + UNIT * h] = of_weight[k][h];
@@ -229,11 +232,11 @@ template <int UNITS> __device__ __forceinline__ void products(
 #pragma unroll
             for (int u = 0; u < UNITS; u++) {
                 begin_products();
-                multiply_stage(d, first + p.stage * STAGE_BYTES + 2 * u * UNIT_BYTES, s.stage[p.stage], false);
+                multiply_stage(d, first + p.stage * STAGE_BYTES + WORKERS * u * UNIT_BYTES, s.stage[p.stage], false);
                 if (STEPS == 2)
-                    multiply_stage(d, first + q.stage * STAGE_BYTES + 2 * u * UNIT_BYTES, s.stage[q.stage], true);
+                    multiply_stage(d, first + q.stage * STAGE_BYTES + WORKERS * u * UNIT_BYTES, s.stage[q.stage], true);
                 commit_products();
-                Factors f = factors_of(token + 2 * UNIT * u, weight);
+                Factors f = factors_of(token + WORKERS * UNIT * u, weight);
                 await_products<0>();
                 // Nothing reads the stage any more, but the factors of groups.
                 if (!GROUPS && u == UNITS - 1 && lane == 0) arrive_at_both(peer, &s.empty[p.stage]);
@@ -257,7 +260,7 @@ template <int UNITS> __device__ __forceinline__ void products(
                 const u8 *w = s.stage[p.stage], *x = first + p.stage * STAGE_BYTES;
                 begin_products();
                 multiply_stage(a, x, w, step > 0);
-                if (UNITS == 2) multiply_stage(b, x + 2 * UNIT_BYTES, w, step > 0);
+                if (UNITS == 2) multiply_stage(b, x + WORKERS * UNIT_BYTES, w, step > 0);
                 commit_products();
                 await_products<1>();
             }
@@ -464,7 +467,7 @@ __device__ __forceinline__ void store_codes(
     __syncwarp();
 }
 
-extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) large_batch(
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(32 * WARPS + 128, 1) large_batch(
     const __grid_constant__ Map x, const __grid_constant__ Map w, int* counters, const __grid_constant__ Beside n,
     const __grid_constant__ Out o, const __grid_constant__ Lists lists, const __grid_constant__ Sizes z
 ) {
@@ -472,19 +475,19 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) l
     int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     u32 rank = blockIdx.x % 2, peer = rank ^ 1;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; i++) init(&s.full[i], PROMOTED ? 65 : 1), init(&s.empty[i], 16);
+        for (int i = 0; i < STAGES; i++) init(&s.full[i], PROMOTED ? 65 : 1), init(&s.empty[i], 2 * WARPS);
         for (int i = 0; i < RING; i++) init(&s.ready[i], 1), init(&s.told[i], 1);
-        for (int i = 0; i < 8; i++) init(&s.met[i][0], 1), init(&s.met[i][1], 1);
+        for (int i = 0; i < WARPS; i++) init(&s.met[i][0], 1), init(&s.met[i][1], 1);
         show_barriers();
     }
     meet_cluster();
-    if (warp >= 8) {
-        have_56_registers();
-        if (warp == 8 && lane == 0) copies(s, rank, x, w, lists, z, counters);
-        if (PROMOTED && (warp == 9 || warp == 10)) factors(s, rank, n, z);
+    if (warp >= WARPS) {
+        need_registers<56>();
+        if (warp == WARPS && lane == 0) copies(s, rank, x, w, lists, z, counters);
+        if (PROMOTED && (warp == WARPS + 1 || warp == WARPS + 2)) factors(s, rank, n, z);
         __syncwarp();
     } else {
-        have_224_registers();
+        take_registers<WORKERS == 2 ? 224 : 152>();
         int group = warp / 4, of_warp = UNIT * group + 16 * (warp % 4);
         u32 met = 0;
         Place p{0, 0};
@@ -493,18 +496,18 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) l
             wait(&s.full[p.stage], p.parity);
             Tile t = s.tile[turn];
             if (t.count == 0) break;
-            int own = (units_of(t) - group + 1) / 2, column = t.column * SPAN + SPAN / 2 * rank;
+            int own = (units_of(t) - group + WORKERS - 1) / WORKERS, column = t.column * SPAN + SPAN / 2 * rank;
             float a[64], b[64];
 #pragma unroll
             for (int i = 0; i < 64; i++) a[i] = b[i] = 0.0f;
-            if (own == 2) products<2>(s, p, z.steps, group, peer, a, b);
+            if (EACH == 2 && own == 2) products<EACH>(s, p, z.steps, group, peer, a, b);
             else if (own == 1) products<1>(s, p, z.steps, group, peer, a, b);
             else products<0>(s, p, z.steps, group, peer, a, b);
 #pragma unroll
-            for (int u = 0; u < 2; u++) {
+            for (int u = 0; u < EACH; u++) {
                 if (u >= own) break;
                 float (&d)[64] = u ? b : a;
-                int row = t.row + 2 * UNIT * u + of_warp, left = t.count - 2 * UNIT * u - of_warp;
+                int row = t.row + WORKERS * UNIT * u + of_warp, left = t.count - WORKERS * UNIT * u - of_warp;
                 float per_token[2];
 #pragma unroll
                 for (int h = 0; h < 2; h++)

@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -59,7 +59,7 @@ INSTRUCTIONS = SOURCE.with_name("sm90.cu")
 RESULTS = Path(__file__).parent / "results" / "large_batch_h100.csv"
 RECIPES = ("fp8_block:fp8_group128", "bf16:bf16", "mxfp4:bf16")
 
-_THREADS, _SHARED, _TILE = 384, 227 * 1024, 256
+_SHARED, _UNIT = 227 * 1024, 64
 _COLUMNS = 64  # of 16 bits, of a step of the K loop
 _triton = prefill.prefill_gemm
 _OPERANDS = {torch.float8_e4m3fn: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -97,8 +97,23 @@ ABLATIONS = {
     "products alone": _SAME + _NO_SCALING,
 }
 
+
+class Way(NamedTuple):
+    """A variant of the kernel: how many groups of warps multiply, and what of its text is replaced."""
+
+    workers: int = 2
+    left_out: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def tile(self) -> int:
+        """Rows of a token tile at most."""
+        return _UNIT * (4 if self.workers == 2 else 3)
+
+
+WAYS = {"cuda": Way(), "cuda, three groups": Way(workers=3)}
+
 _lock = threading.Lock()
-_left_out: tuple[tuple[str, str], ...] = ()
+_way = Way()
 _kernels: dict[tuple[object, ...], ctypes.c_void_p] = {}
 _counters: dict[torch.device, Tensor] = {}
 
@@ -201,11 +216,11 @@ def compiled(text: str, constants: dict[str, int], *more: str) -> tuple[bytes, s
 
 
 def _kernel(constants: dict[str, int], device: torch.device) -> ctypes.c_void_p:
-    key = (device, _left_out, *constants.values())
+    key = (device, _way.left_out, *constants.values())
     with _lock:
         if key not in _kernels:
             cuda, module, function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
-            code, _ = compiled(text_of(constants, _left_out), constants)
+            code, _ = compiled(text_of(constants, _way.left_out), constants)
             _done(cuda.cuModuleLoadData(ctypes.byref(module), code), "cuModuleLoadData")
             _done(cuda.cuModuleGetFunction(ctypes.byref(function), module, b"large_batch"), "cuModuleGetFunction")
             _done(cuda.cuFuncSetAttribute(function, _MOST_SHARED, _SHARED), "cuFuncSetAttribute")
@@ -245,6 +260,7 @@ def constants_of(
     scale = scales_of(x_scale, packed.values)[0]
     aligned = n_out % 16 == 0 if codes is not None else n_out % 8 == 0 and out.dtype != torch.float32 and placed != 1
     return {
+        "WORKERS": _way.workers,
         "OPERAND": _OPERANDS[x.dtype],
         "OUT": 1 if codes is not None else _RESULTS[out.dtype],
         "SCALE": layout.scale_kind,
@@ -283,7 +299,7 @@ def large_batch(
         # Numbers that are looked up, in groups of 32.
         return _triton(x, packed, expert_offsets, tiles, out, x_scale=x_scale, activation=activation, codes=codes)
     constants = constants_of(x, packed, tiles, out, x_scale, activation, codes)
-    own = tile_list(expert_offsets, x.shape[0], replace(tiles.tile, block_t=_TILE))
+    own = tile_list(expert_offsets, x.shape[0], replace(tiles.tile, block_t=_way.tile))
     used = cast("Tensor", own.used)
     values, scale, row_scale, bias = packed.pointers
     step = 128 // x.element_size()
@@ -312,7 +328,9 @@ def large_batch(
     given = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(each) for each in arguments))
     blocks = torch.cuda.get_device_properties(x.device).multi_processor_count // 2 * 2
     stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
-    code = _driver().cuLaunchKernel(function, blocks, 1, 1, _THREADS, 1, 1, _SHARED, stream, given, None)
+    code = _driver().cuLaunchKernel(
+        function, blocks, 1, 1, 128 * _way.workers + 128, 1, 1, _SHARED, stream, given, None
+    )
     _done(code, "cuLaunchKernel")
     return out
 
@@ -341,14 +359,15 @@ def _on_cpu(*constants: tuple[str, int]) -> ctypes.CDLL:
 
 
 @contextmanager
-def multiplying(product: Callable[..., Tensor]) -> Generator[None]:
-    """Multiply large batches by ``product`` inside the block."""
-    before = experts.prefill_gemm
-    experts.prefill_gemm = product
+def multiplying(product: Callable[..., Tensor], way: Way | None = None) -> Generator[None]:
+    """Multiply large batches by ``product`` inside the block, this one's kernel in one of its ways."""
+    global _way
+    before = experts.prefill_gemm, _way
+    experts.prefill_gemm, _way = product, way or Way()
     try:
         yield
     finally:
-        experts.prefill_gemm = before
+        experts.prefill_gemm, _way = before
 
 
 def pytest_configure() -> None:
@@ -399,19 +418,17 @@ def in_turns(graphs: Sequence[torch.cuda.CUDAGraph], rounds: int = 5) -> list[fl
 
 def measured(packed: PackedExperts, batch: ContiguousBatch, *, ablate: bool) -> list[tuple[str, float, bool]]:
     """Return microseconds of both products of a batch, and whether the bits are Triton's, for every way to run them."""
-    global _left_out
     stop = int(batch.expert_offsets[-1])
     run = partial(packed.run, batch)
     wanted = run()[:stop].clone()
     names, same, graphs = ["triton"], [True], [captured(run)]
-    for name, left_out in {"cuda": (), **(ABLATIONS if ablate else {})}.items():
-        _left_out = left_out
-        with multiplying(large_batch):
+    less = {name: Way(left_out=pieces) for name, pieces in ABLATIONS.items()} if ablate else {}
+    for name, way in (WAYS | less).items():
+        with multiplying(large_batch, way):
             graphs.append(captured(run))
             found = run()[:stop]
         names.append(name)
         same.append(torch.equal(found, wanted))
-    _left_out = ()
     return list(zip(names, in_turns(graphs), same, strict=True))
 
 

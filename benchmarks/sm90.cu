@@ -75,8 +75,13 @@ __device__ __forceinline__ void copy_to_both(void* to, const Map& map, int x, in
                  ::"r"(at(to)), "l"(&map), "r"(x), "r"(y), "r"(at(b)), "h"((u16)3) : "memory");
 }
 
-__device__ __forceinline__ void have_56_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 56;"); }
-__device__ __forceinline__ void have_224_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 224;"); }
+// From here on a warp has so many registers a thread: fewer than it began with, or more.
+template <int COUNT> __device__ __forceinline__ void need_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <int COUNT> __device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
 
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

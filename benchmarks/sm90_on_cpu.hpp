@@ -1,5 +1,5 @@
 // The functions of sm90.cu in C++, so that large_batch.cu runs on a CPU: one cluster, its threads as coroutines that
-// take turns wherever they wait. Copies and numbers that are sent arrive late and in any order. Shared memory begins as NaN.
+// take turns where they wait. Copies and numbers that are sent arrive late and in any order. Shared memory begins as NaN.
 // Sums are float32, in the order of columns, which is not the tensor core's.
 
 #include <algorithm>
@@ -36,7 +36,7 @@ using std::min;
 
 // --- threads ---
 
-constexpr int THREADS = 384, BLOCK_BYTES = 227 * 1024;
+constexpr int THREADS = 128 * WORKERS + 128, BLOCK_BYTES = 227 * 1024;
 struct Thread { ucontext_t context; std::vector<char> stack; int block, index; bool ended; };
 struct Group { int inside = 0; u64 round = 0; };
 
@@ -136,8 +136,8 @@ static void copy_to_both(void* to, const Map& map, int x, int y, Barrier* b) {
     for (u32 rank = 0; rank < 2; rank++) copy(in(rank, (u8*)to), map, x, y, in(rank, b));
 }
 
-static void have_56_registers() {}
-static void have_224_registers() {}
+template <int COUNT> static void need_registers() {}
+template <int COUNT> static void take_registers() {}
 
 // --- numbers and products ---
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from shutil import which
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -27,8 +27,11 @@ from collegium.runtime.machine import Machine
 from collegium.testing.compare import heavy_tailed, relative_error
 from collegium.types import ActivationSpec
 from decoded_layers import decoded_layer
-from large_batch import ABLATIONS, constants_of, large_batch, multiplying, text_of
+from large_batch import ABLATIONS, WAYS, constants_of, large_batch, multiplying, text_of
 from products import grouped_gemm_reference
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 TILE = TileChoice(block_n=128, block_t=128, warps=4, stages=4, group_t=2, programs=3)
 COUNTS = (0, 300, 3, 0, 65)  # five units in two tiles, one nearly empty, one more than full
@@ -63,6 +66,15 @@ def listed(offsets: torch.Tensor = OFFSETS) -> TileList:
     return tile_list(offsets, ROWS, TILE)
 
 
+BOTH = pytest.mark.parametrize("way", WAYS, indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def way(request: pytest.FixtureRequest) -> Iterator[None]:
+    with multiplying(large_batch, WAYS[getattr(request, "param", "cuda")]):
+        yield
+
+
 def run(
     x: torch.Tensor, packed: PackedMatrix, dtype: torch.dtype, offsets: torch.Tensor = OFFSETS, **more: Any
 ) -> torch.Tensor:
@@ -92,8 +104,8 @@ def test_truth_and_results_of_16_bits(weights: str, act: str | None, parts: int)
     assert torch.equal(run(x, packed, torch.bfloat16, x_scale=x_scale, activation=activation), wide.bfloat16())
 
 
-@pytest.mark.parametrize("act", ["fp8_group128", "fp8_group128_pow2"])
-@pytest.mark.parametrize("parts", [1, 2])
+@BOTH
+@pytest.mark.parametrize(("act", "parts"), [("fp8_group128", 2), ("fp8_group128_pow2", 1)])
 def test_codes_are_what_quantising_the_rows_gives(act: str, parts: int) -> None:
     packed, _ = matrix("fp8_block", parts, 336, 256, bias=False)
     x, x_scale, _ = tokens("fp8_group128", 256)
@@ -128,6 +140,7 @@ def test_a_row_has_the_same_bits_in_any_batch_and_nan_stays_in_its_row() -> None
     assert torch.equal(again[:43][others], found[:43][others])
 
 
+@BOTH
 @pytest.mark.parametrize("n_out", [208, 204])
 def test_rows_go_to_their_places(n_out: int) -> None:
     packed, _ = matrix("bf16", 1, n_out, 272)
@@ -158,8 +171,7 @@ def test_weights_that_were_decoded_once(
     large = replace(packed, machine=Machine(copies=True, specialises=True))
     stop = int(batch.expert_offsets[-1])
     assert large.tiling.large(12) is not None
-    with multiplying(large_batch):
-        assert relative_error(large.run(batch)[:stop], truth[:stop]) < 5e-4
+    assert relative_error(large.run(batch)[:stop], truth[:stop]) < 5e-4
 
 
 def test_what_is_left_out_for_a_measurement_is_in_the_text() -> None:
