@@ -10,13 +10,13 @@
 // and weights come from memory once.
 //
 // The compiler's options give, with the meanings of prefill.py: OPERAND (0 E4M3, 1 bfloat16, 2 float16), OUT (0
-// float32, 1 bfloat16, 2 float16), SCALE, TERMS, X_SCALE, ROW_SCALE, PARTS, KIND, FAST, HAS_LIMIT, CODES, ROUND, PLACED;
-// WORKERS: 2 or 3 groups that multiply; BIAS (0 none, 1 bfloat16, 2 float16, 3 float32); ALIGNED: 16-bit results are
-// stored in pieces of 16 bytes.
+// float32, 1 bfloat16, 2 float16), SCALE, TERMS, X_SCALE, ROW_SCALE, PARTS, KIND, FAST, HAS_LIMIT, CODES, ROUND,
+// PLACED; BIAS (0 none, 1 bfloat16, 2 float16, 3 float32); ALIGNED: 16-bit results are stored in pieces of 16 bytes;
+// WORKERS: 2 or 3 groups that multiply.
 //
 // The functions that are no C++ are those of sm90.cu, which comes before this text.
 
-constexpr int STAGES = 4, STEP = 128, UNIT = 64, RING = 16;
+constexpr int STAGES = WORKERS == 2 ? 4 : 5, STEP = 128, UNIT = 64, RING = 16;
 constexpr int EACH = WORKERS == 2 ? 2 : 1, MOST = WORKERS * EACH, WARPS = 4 * WORKERS;  // units of a group and a tile
 constexpr int WEIGHT_BYTES = 2 * UNIT * STEP, UNIT_BYTES = UNIT * STEP;
 constexpr int STAGE_BYTES = WEIGHT_BYTES + MOST * UNIT_BYTES;
@@ -30,7 +30,7 @@ struct Tile { int expert, column, row, count; };
 
 struct Shared {
     u8 stage[STAGES][STAGE_BYTES];
-    alignas(16) u8 turned[WARPS][2048];
+    alignas(16) u8 turned[WARPS][1024];
     alignas(16) float weight[STAGES][2 * UNIT];
     float token[STAGES][MOST * UNIT];
     u32 most[WARPS][2][16];
@@ -38,6 +38,8 @@ struct Shared {
     int place[RING];
     Barrier full[STAGES], empty[STAGES], ready[RING], told[RING], met[WARPS][2];
 };
+
+static_assert(sizeof(Shared) + 1023 <= 227 * 1024, "more than a block may have");
 
 struct Sizes { int n_out, steps, k_blocks, scale_rows, group_t; float limit, alpha, gate_bound, up_bound; };
 struct Lists { const i64* expert_offsets; const int* tile_expert; const i64* tile_row; const int* tiles_used; };
@@ -366,25 +368,28 @@ __device__ __forceinline__ void store_rows(
         }
         return;
     }
-    // Through shared memory, 16 bytes of a row where the row turns them, so that no two lanes ask one bank.
-    int own = lane % 16;
+    // Eight rows after the other through shared memory, 16 bytes of a row where the row turns them: no two lanes ask one
+    // bank.
+    int own = lane % 8, at_column = column + 8 * own;
 #pragma unroll
-    for (int j = 0; j < 8; j += 2) {
-        const float* v = d + 4 * j;
-        u8* to = room + own * 128 + ((j + lane / 16) ^ (own % 8)) * 16;
-        put_matrices(to, pair(v[0], v[1]), pair(v[2], v[3]), pair(v[4], v[5]), pair(v[6], v[7]));
-    }
-    __syncwarp();
-    int at_column = column + lane % 8 * 8;
+    for (int h = 0; h < 2; h++) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        int r = 4 * i + lane / 8;
-        if (r >= left || at_column >= z.n_out) continue;
-        i64 to = begins(o, row + r, z.n_out);
-        const uint4* piece = (const uint4*)(room + r * 128 + (lane % 8 ^ r % 8) * 16);
-        if (to != NOWHERE) *(uint4*)((u16*)o.rows + to + at_column) = *piece;
+        for (int j = 0; j < 8; j += 4) {
+            const float* v = d + 4 * j + 2 * h;
+            u8* to = room + own * 128 + ((j + lane / 8) ^ own) * 16;
+            put_matrices(to, pair(v[0], v[1]), pair(v[4], v[5]), pair(v[8], v[9]), pair(v[12], v[13]));
+        }
+        __syncwarp();
+#pragma unroll
+        for (int i = lane / 8; i < 8; i += 4) {
+            int r = 8 * h + i;
+            if (r >= left || at_column >= z.n_out) continue;
+            i64 to = begins(o, row + r, z.n_out);
+            const uint4* piece = (const uint4*)(room + i * 128 + (own ^ i) * 16);
+            if (to != NOWHERE) *(uint4*)((u16*)o.rows + to + at_column) = *piece;
+        }
+        __syncwarp();
     }
-    __syncwarp();
 }
 
 // Rounded as div.rn does, for magnitudes and for normal numbers; a division of the compiler's would be a call.
@@ -412,7 +417,7 @@ __device__ __forceinline__ u16 code_pair(float low, float high, float inverse, b
 }
 
 // Stores codes of 16 rows of 64 or 128 columns. Where gate and up are beside each other, the other half of a row's
-// group is in the other block, and its largest magnitude comes from there; the blocks of a cluster meet turn after turn.
+// group is in the other block, and its largest magnitude comes from there; the blocks meet turn after turn.
 __device__ __forceinline__ void store_codes(
     Shared& s, float* d, int row, int left, int column, u32 peer, u32 turn, const Out& o, const Sizes& z
 ) {
@@ -439,32 +444,32 @@ __device__ __forceinline__ void store_codes(
         wait(met, turn / 2 % 2);
         most[0] = max(most[0], theirs[0]), most[1] = max(most[1], theirs[8]);
     }
+    constexpr int WIDE = ALIGNED ? 16 : 1, ACROSS = 64 * CHUNKS / WIDE;
     int groups = (z.n_out + 127) / 128;
     u8* room = s.turned[warp];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        int r = lane / 4 + 8 * h;
         bool finite = most[h] < 0x7F800000u;
         float scale = scale_of(finite ? most[h] : 0), inverse = inverse_of(scale);
 #pragma unroll
         for (int j = 0; j < PAIRS; j++) {
             const float* two = d + 4 * j + 2 * h;
-            *(u16*)(room + r * 128 + 8 * j + lane % 4 * 2) = code_pair(two[0], two[1], inverse, finite);
+            *(u16*)(room + lane / 4 * 128 + 8 * j + lane % 4 * 2) = code_pair(two[0], two[1], inverse, finite);
         }
-        if (r < left && column < z.n_out && column % 128 + lane % 4 == 0)
-            o.scale[(i64)(row + r) * groups + column / 128] = finite ? scale : __int_as_float(0x7FFFFFFF);
-    }
-    __syncwarp();
-    constexpr int WIDE = ALIGNED ? 16 : 1, ACROSS = 64 * CHUNKS / WIDE;
+        int own = lane / 4 + 8 * h;
+        if (own < left && column < z.n_out && column % 128 + lane % 4 == 0)
+            o.scale[(i64)(row + own) * groups + column / 128] = finite ? scale : __int_as_float(0x7FFFFFFF);
+        __syncwarp();
 #pragma unroll 1
-    for (int i = lane; i < 16 * ACROSS; i += 32) {
-        int r = i / ACROSS, c = i % ACROSS * WIDE;
-        if (r >= left || column + c >= z.n_out) continue;
-        u8* to = (u8*)o.rows + (i64)(row + r) * z.n_out + column + c;
-        if (ALIGNED) *(uint4*)to = *(const uint4*)(room + r * 128 + c);
-        else *to = room[r * 128 + c];
+        for (int i = lane; i < 8 * ACROSS; i += 32) {
+            int r = i / ACROSS + 8 * h, c = i % ACROSS * WIDE;
+            if (r >= left || column + c >= z.n_out) continue;
+            u8 *to = (u8*)o.rows + (i64)(row + r) * z.n_out + column + c, *from = room + i / ACROSS * 128 + c;
+            if (ALIGNED) *(uint4*)to = *(const uint4*)from;
+            else *to = *from;
+        }
+        __syncwarp();
     }
-    __syncwarp();
 }
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(32 * WARPS + 128, 1) large_batch(
