@@ -368,8 +368,8 @@ __device__ __forceinline__ void store_rows(
         }
         return;
     }
-    // Eight rows after the other through shared memory, 16 bytes of a row where the row turns them: no two lanes ask one
-    // bank.
+    // Eight rows after the other through shared memory, 16 bytes of a row where the row turns them, so that no two
+    // lanes ask one bank.
     int own = lane % 8, at_column = column + 8 * own;
 #pragma unroll
     for (int h = 0; h < 2; h++) {

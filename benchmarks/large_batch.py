@@ -338,24 +338,13 @@ def large_batch(
 @cache
 def _on_cpu(*constants: tuple[str, int]) -> ctypes.CDLL:
     """Return the kernel in C++, compiled for this machine by the compiler that is here."""
-    folder = Path(tempfile.mkdtemp())
     options = [f"-D{name}={value}" for name, value in constants]
     text = f'#include "{SOURCE.with_name("sm90_on_cpu.hpp")}"\n#include "{SOURCE}"\n' + _ENTRY
-    (folder / "large_batch.cpp").write_text(text, encoding="utf-8")
-    command = [
-        "g++",
-        "-std=c++20",
-        "-O2",
-        "-w",
-        "-shared",
-        "-fPIC",
-        *options,
-        "large_batch.cpp",
-        "-o",
-        "large_batch.so",
-    ]
-    subprocess.run(command, cwd=folder, check=True)
-    return ctypes.CDLL(str(folder / "large_batch.so"))
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "large_batch.cpp").write_text(text, encoding="utf-8")
+        command = ["g++", "-std=c++20", "-O2", "-w", "-shared", "-fPIC", *options, "large_batch.cpp", "-o", "made.so"]
+        subprocess.run(command, cwd=folder, check=True)
+        return ctypes.CDLL(f"{folder}/made.so")  # which stays in memory
 
 
 @contextmanager
