@@ -21,7 +21,7 @@ constexpr int EACH = WORKERS == 2 ? 2 : 1, MOST = WORKERS * EACH, WARPS = 4 * WO
 constexpr int WEIGHT_BYTES = 2 * UNIT * STEP, UNIT_BYTES = UNIT * STEP;
 constexpr int STAGE_BYTES = WEIGHT_BYTES + MOST * UNIT_BYTES;
 constexpr int STEP_K = OPERAND ? STEP / 2 : STEP, SPAN = PARTS == 2 ? 128 : 256;
-constexpr bool BLOCKS = SCALE == 1, GROUPS = SCALE == 4, PROMOTED = BLOCKS || GROUPS || X_SCALE == 1;
+constexpr bool GROUPS = SCALE == 4, PROMOTED = SCALE || X_SCALE == 1;
 constexpr int STEPS = GROUPS ? 2 : 1;  // stages whose product is scaled at once
 constexpr int CHUNKS = PARTS == 2 ? 1 : 2;  // results of a unit: 64 columns each
 constexpr i64 NOWHERE = -(1LL << 62);
@@ -113,7 +113,7 @@ __device__ __forceinline__ void copies(
     if (rank == 0 && atomicAdd(counters + 1, 1) == gridDim.x / 2 - 1) counters[0] = counters[1] = 0;
 }
 
-// Loads the factors of tokens and weights, K block by K block. Two warps, which ask for four blocks at a time.
+// Loads the factors of tokens and weights, K block by K block. Two warps, which ask for some blocks at a time.
 __device__ __forceinline__ void factors(Shared& s, u32 rank, const Beside& n, const Sizes& z) {
     constexpr int AHEAD = GROUPS ? 2 : 4, ROWS = X_SCALE == 1 ? MOST : 1, OWN = GROUPS ? 2 : 1;
     int lane = threadIdx.x - (WARPS + 1) * 32;
@@ -505,7 +505,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(32 * WARP
             float a[64], b[64];
 #pragma unroll
             for (int i = 0; i < 64; i++) a[i] = b[i] = 0.0f;
-            if (EACH == 2 && own == 2) products<EACH>(s, p, z.steps, group, peer, a, b);
+            if (EACH == 2 && own == 2) products<2>(s, p, z.steps, group, peer, a, b);
             else if (own == 1) products<1>(s, p, z.steps, group, peer, a, b);
             else products<0>(s, p, z.steps, group, peer, a, b);
 #pragma unroll

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import csv
 import ctypes
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -30,17 +29,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from collegium.commands.bench import named_layer, random_weights, recipe_of
-from collegium.commands.measure import driver_version, version_of
+from collegium.commands.bench import named_layer, planned_layer, random_inputs, random_weights, recipe_of
+from collegium.commands.measure import driver_version, graph_pool, prepare_pass, take_turns, version_of
 from collegium.errors import MeasurementError
-from collegium.experts import KERNELS
 from collegium.experts.triton import packed as experts, prefill
 from collegium.experts.triton.grouped import bounds_of, kind_of, scales_of, tile_list
+from collegium.formats.unquantised import DTYPES
 from collegium.kernels.numbers import FAST_MATH, GROUP_CODES, GROUP_SCALE, POWER_CODES, ROWS
 from collegium.parallel.local import Local
-from collegium.problem import Problem
+from collegium.planning import kernel_named
 from collegium.runtime.devices import probe
-from collegium.types import Routing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -52,7 +50,8 @@ if TYPE_CHECKING:
     from collegium.experts.triton.packed import PackedExperts
     from collegium.experts.triton.prefill import CodeScales
     from collegium.ops.columns import RowSums
-    from collegium.types import ActivationSpec, ContiguousBatch, MoESpec
+    from collegium.planning import Plan
+    from collegium.types import ActivationSpec, ContiguousBatch
 
 SOURCE = Path(__file__).with_suffix(".cu")
 INSTRUCTIONS = SOURCE.with_name("sm90.cu")
@@ -364,61 +363,31 @@ def pytest_configure() -> None:
     experts.prefill_gemm = prefill.prefill_gemm = large_batch
 
 
-def packed_as(spec: MoESpec, activations: str) -> PackedExperts:
-    """Return random experts of ``spec``."""
-    dtype: Any = "fp16" if activations == "fp16" else "bf16"
-    problem = Problem(spec=spec, device=probe("cuda"), dtype=dtype, activation_format=activations)
-    kernel: Any = next(k for k in KERNELS if k.name.startswith("triton") and k.refuse(problem.routed) is None)
-    return kernel.pack(random_weights(spec, torch.device("cuda")), problem.routed)
+def packed_as(plan: Plan) -> PackedExperts:
+    """Return random experts for a plan, which a kernel in Triton runs."""
+    weights = random_weights(plan.problem.spec, torch.device("cuda"))
+    return cast("PackedExperts", kernel_named(plan.kernel).pack(weights, plan.problem.routed))
 
 
-def batch_of(spec: MoESpec, tokens: int) -> ContiguousBatch:
+def batch_of(plan: Plan, tokens: int) -> ContiguousBatch:
     """Return random tokens, each at random experts."""
-    x = torch.randn(tokens, spec.hidden_size, device="cuda").bfloat16()
-    ids = torch.rand(tokens, spec.num_experts, device="cuda").topk(spec.routing.top_k, dim=1).indices
-    routing = Routing(topk_ids=ids, topk_weights=torch.ones(ids.shape, device="cuda"))
-    return Local(num_experts=spec.num_experts).dispatch(x, routing)[0]
+    spec = plan.problem.spec
+    x, routing = random_inputs(tokens, spec, "uniform", torch.Generator("cuda").manual_seed(0))[0]
+    return Local(num_experts=spec.num_experts).dispatch(x.to(DTYPES[plan.problem.dtype]), routing)[0]
 
 
-def captured(call: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:
-    """Return a graph of ``call``, after one call without."""
-    call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph
-
-
-def in_turns(graphs: Sequence[torch.cuda.CUDAGraph], rounds: int = 5) -> list[float]:
-    """Return the median microseconds of each graph, all of them taking turns."""
-    times: list[list[float]] = [[] for _ in graphs]
-    for _ in range(rounds):
-        for graph, found in zip(graphs, times, strict=True):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            graph.replay()
-            begin.record()
-            graph.replay()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            found.append(begin.elapsed_time(end) / 2 * 1000)
-    return [statistics.median(each) for each in times]
-
-
-def measured(packed: PackedExperts, batch: ContiguousBatch, *, ablate: bool) -> list[tuple[str, float, bool]]:
+def measured(packed: PackedExperts, batch: ContiguousBatch, *, ablate: bool) -> dict[str, tuple[float, bool]]:
     """Return microseconds of both products of a batch, and whether the bits are Triton's, for every way to run them."""
-    stop = int(batch.expert_offsets[-1])
-    run = partial(packed.run, batch)
+    device, stop = batch.x.device, int(batch.expert_offsets[-1])
+    run, pool = partial(packed.run, batch), graph_pool(device)
     wanted = run()[:stop].clone()
-    names, same, graphs = ["triton"], [True], [captured(run)]
+    passes, same = {"triton": prepare_pass([run], device, pool=pool)}, {"triton": True}
     less = {name: Way(left_out=pieces) for name, pieces in ABLATIONS.items()} if ablate else {}
     for name, way in (WAYS | less).items():
         with multiplying(large_batch, way):
-            graphs.append(captured(run))
-            found = run()[:stop]
-        names.append(name)
-        same.append(torch.equal(found, wanted))
-    return list(zip(names, in_turns(graphs), same, strict=True))
+            passes[name] = prepare_pass([run], device, pool=pool)
+            same[name] = torch.equal(run()[:stop], wanted)
+    return {name: (1e6 * time, same[name]) for name, time in take_turns(passes, device).items()}
 
 
 def main() -> int:
@@ -441,18 +410,18 @@ def main() -> int:
         head = ["gpu", "driver", "torch", "triton", "commit", "command", "shape", "weights", "activations", "tokens"]
         writer.writerow([*head, "product", "us", "same bits"])
         for shape in asked.shapes:
-            for weights, activations in map(recipe_of, asked.recipes):
-                spec = replace(named_layer(shape)[1], weight_format=weights)
-                packed = packed_as(spec, activations)
+            for recipe in map(recipe_of, asked.recipes):
+                plan = planned_layer(named_layer(shape)[1], recipe, probe(device), max(asked.tokens))
+                packed = packed_as(plan)
                 for tokens in asked.tokens:
-                    batch = batch_of(spec, tokens)
+                    batch = batch_of(plan, tokens)
                     if packed.tiling.large(batch.source.numel()) is None:
-                        print(shape, weights, activations, tokens, "runs small tiles", flush=True)
+                        print(shape, *recipe, tokens, "runs small tiles", flush=True)
                         continue
-                    for name, time, same in measured(packed, batch, ablate=asked.ablate):
+                    for name, (time, same) in measured(packed, batch, ablate=asked.ablate).items():
                         counts = same or name in ABLATIONS
                         wrong += not counts
-                        row = [shape, weights, activations, tokens, name, f"{time:.1f}" if counts else "", same]
+                        row = [shape, *recipe, tokens, name, f"{time:.1f}" if counts else "", same]
                         writer.writerow([*about, *row])
                         file.flush()
                         print(*row, flush=True)

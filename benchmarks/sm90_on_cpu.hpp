@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -63,7 +62,6 @@ static void meet(Group& group, int members) {
 
 static int own_lane() { return threadIdx.x % 32; }
 static void __syncwarp() { meet(warps[blockIdx.x][threadIdx.x / 32], 32); }
-static void __syncthreads() { std::abort(); }
 
 template <class T> static T shuffled(T value, int from) {
     auto& own = slots[blockIdx.x][threadIdx.x / 32];

@@ -15,18 +15,17 @@ if torch.cuda.is_available() or which("g++") is None:
 
 from collegium.experts.triton import tiles
 from collegium.experts.triton.grouped import TileList, tile_list
-from collegium.experts.triton.lanes import pack_fp8_block, pack_fp8_rows, pack_plain
 from collegium.experts.triton.matrix import PackedMatrix
 from collegium.experts.triton.prefill import CodeScales
 from collegium.experts.triton.tile_choice import TileChoice
-from collegium.formats import by_name
 from collegium.kernels.numbers import NOWHERE
 from collegium.ops.quantize import activation_format
 from collegium.problem import DeviceFacts
 from collegium.runtime.machine import Machine
-from collegium.testing.compare import heavy_tailed, relative_error
+from collegium.testing.compare import relative_error
 from collegium.types import ActivationSpec
 from decoded_layers import decoded_layer
+from five_experts import five_experts, rows_of
 from large_batch import ABLATIONS, WAYS, constants_of, large_batch, multiplying, text_of
 from products import grouped_gemm_reference
 
@@ -40,26 +39,11 @@ OFFSETS = torch.tensor([0, *COUNTS]).cumsum(0)
 SWIGLU = ActivationSpec(limit=2.0)
 
 
-def matrix(weights: str, parts: int, n_out: int, k_in: int, *, bias: bool = True) -> tuple[PackedMatrix, torch.Tensor]:
-    """Return packed weights of five experts and what they stand for, in float32."""
-    values = torch.stack([heavy_tailed(n_out * parts, k_in, seed=5 + e).view(parts, n_out, k_in) for e in range(5)])
-    payload: Any = by_name(weights).encode(values / k_in**0.5)
-    added = torch.randn(5, parts, n_out).bfloat16() if bias else None
-    if weights == "bf16":
-        return pack_plain(payload, added), payload.decode()
-    pack = pack_fp8_block if weights == "fp8_block" else pack_fp8_rows
-    return pack(payload, added, native=True), payload.decode()
-
-
 def tokens(act: str | None, k_in: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """Return rows, their scales, and what they stand for."""
-    x = heavy_tailed(ROWS, k_in, seed=3).bfloat16()
-    if act is None:
-        return x, None, x.float()
-    made = activation_format(act).quantize(x)
-    assert made.scales is not None
-    wide = made.scales.repeat_interleave(k_in if made.scales.shape[1] == 1 else 128, 1)[:, :k_in]
-    return made.codes, made.scales, made.codes.float() * wide
+    x, scale = rows_of(act, k_in, ROWS)
+    wide = 1.0 if scale is None else scale.repeat_interleave(k_in if scale.shape[1] == 1 else 128, 1)[:, :k_in]
+    return x, scale, x.float() * wide
 
 
 def listed(offsets: torch.Tensor = OFFSETS) -> TileList:
@@ -94,7 +78,7 @@ def run(
     ],
 )
 def test_truth_and_results_of_16_bits(weights: str, act: str | None, parts: int) -> None:
-    packed, values = matrix(weights, parts, 208, 272)
+    packed, values = five_experts(weights, parts, 208, 272, bias=True)
     x, x_scale, meant = tokens(act, 272)
     activation = SWIGLU if parts == 2 else None
     wide = run(x, packed, torch.float32, x_scale=x_scale, activation=activation)
@@ -107,7 +91,7 @@ def test_truth_and_results_of_16_bits(weights: str, act: str | None, parts: int)
 @BOTH
 @pytest.mark.parametrize(("act", "parts"), [("fp8_group128", 2), ("fp8_group128_pow2", 1)])
 def test_codes_are_what_quantising_the_rows_gives(act: str, parts: int) -> None:
-    packed, _ = matrix("fp8_block", parts, 336, 256, bias=False)
+    packed, _ = five_experts("fp8_block", parts, 336, 256, bias=False)
     x, x_scale, _ = tokens("fp8_group128", 256)
     x[5] = torch.nan
     activation = ActivationSpec(kind="swiglu" if parts == 2 else "relu2")
@@ -124,7 +108,7 @@ def test_codes_are_what_quantising_the_rows_gives(act: str, parts: int) -> None:
 
 
 def test_a_row_has_the_same_bits_in_any_batch_and_nan_stays_in_its_row() -> None:
-    packed, _ = matrix("fp8_block", 2, 208, 272)
+    packed, _ = five_experts("fp8_block", 2, 208, 272, bias=True)
     x, x_scale, _ = tokens("fp8_group128", 272)
     wanted = run(x, packed, torch.bfloat16, x_scale=x_scale, activation=SWIGLU)
     # The last 40 rows of the second expert alone, and the third one's.
@@ -143,7 +127,7 @@ def test_a_row_has_the_same_bits_in_any_batch_and_nan_stays_in_its_row() -> None
 @BOTH
 @pytest.mark.parametrize("n_out", [208, 204])
 def test_rows_go_to_their_places(n_out: int) -> None:
-    packed, _ = matrix("bf16", 1, n_out, 272)
+    packed, _ = five_experts("bf16", 1, n_out, 272, bias=True)
     x, _, _ = tokens(None, 272)
     wanted = run(x, packed, torch.bfloat16)
     places = torch.randperm(ROWS)
@@ -175,7 +159,7 @@ def test_weights_that_were_decoded_once(
 
 
 def test_what_is_left_out_for_a_measurement_is_in_the_text() -> None:
-    packed, _ = matrix("fp8_block", 2, 208, 272)
+    packed, _ = five_experts("fp8_block", 2, 208, 272, bias=True)
     x, x_scale, _ = tokens("fp8_group128", 272)
     constants = constants_of(x, packed, listed(), torch.empty(ROWS, 208), x_scale, SWIGLU, None)
     for left_out in ABLATIONS.values():

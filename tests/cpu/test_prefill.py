@@ -11,12 +11,10 @@ import torch
 from collegium.encoding import encode_experts
 from collegium.errors import InputError
 from collegium.experts.triton import grouped as ops, tiles as choice
-from collegium.experts.triton.lanes import pack_fp8_block, pack_fp8_rows, pack_plain
 from collegium.experts.triton.prefill import CodeScales, prefill_gemm
 from collegium.experts.triton.table import TritonBf16, TritonFp8
 from collegium.experts.triton.tile_choice import TileChoice, TileProblem
 from collegium.experts.triton.tiles import prefill_tile
-from collegium.formats import by_name
 from collegium.formats.unquantised import DTYPES
 from collegium.ops.quantize import activation_format
 from collegium.parallel.local import Local
@@ -24,6 +22,7 @@ from collegium.problem import DeviceFacts, Limits, Problem
 from collegium.runtime.machine import Machine, machine_of
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
 from collegium.types import ACTIVATION_KINDS, ActivationSpec, MoESpec, Routing, RoutingSpec
+from five_experts import five_experts, rows_of
 from products import grouped_gemm_reference
 
 if torch.cuda.is_available():
@@ -42,30 +41,11 @@ FORMATS = (
 )
 
 
-def matrix(weights: str, parts: int, n_out: int, k_in: int, *, bias: bool) -> Any:
-    values = torch.stack([heavy_tailed(n_out * parts, k_in, seed=5 + e).view(parts, n_out, k_in) for e in range(5)])
-    payload = by_name(weights).encode(values / k_in**0.5)
-    added = torch.randn(5, parts, n_out).bfloat16() if bias else None
-    if weights == "bf16":
-        return pack_plain(payload, added)
-    if weights == "fp8_block":
-        return pack_fp8_block(payload, added, native=True)
-    return pack_fp8_rows(payload, added, native=True)
-
-
-def rows_of(act: str | None, k_in: int, count: int = 290) -> tuple[torch.Tensor, torch.Tensor | None]:
-    x = heavy_tailed(count, k_in, seed=3).bfloat16()
-    if act is None:
-        return x, None
-    made = activation_format(act).quantize(x)
-    return made.codes, made.scales
-
-
 @pytest.mark.parametrize(("weights", "act"), FORMATS)
 @pytest.mark.parametrize("parts", [1, 2])
 def test_bits_of_the_small_batch_product(weights: str, act: str | None, parts: int) -> None:
-    packed = matrix(weights, parts, 208, 272, bias=weights != "bf16")
-    x, x_scale = rows_of(act, 272)
+    packed, _ = five_experts(weights, parts, 208, 272, bias=weights != "bf16")
+    x, x_scale = rows_of(act, 272, 290)
     offsets = torch.tensor([0, *COUNTS]).cumsum(0)
     activation = ActivationSpec(limit=2.0) if parts == 2 else None
     outs = []
@@ -83,8 +63,8 @@ def test_bits_of_the_small_batch_product(weights: str, act: str | None, parts: i
 def test_every_activation(kind: Any) -> None:
     activation = ActivationSpec(kind=kind)
     parts = 1 if kind in ("relu2", "silu", "gelu") else 2
-    packed = matrix("bf16", parts, 136, 64, bias=True)
-    x = rows_of(None, 64)[0] * 0.1
+    packed, _ = five_experts("bf16", parts, 136, 64, bias=True)
+    x = rows_of(None, 64, 290)[0] * 0.1
     offsets = torch.tensor([0, *COUNTS]).cumsum(0)
     out = torch.empty(290, 136, dtype=torch.float32)
     prefill_gemm(x, packed, offsets, ops.tile_list(offsets, 290, LARGE), out, activation=activation)
@@ -96,8 +76,8 @@ def test_every_activation(kind: Any) -> None:
 @pytest.mark.parametrize("parts", [1, 2])
 def test_codes_and_scales_of_the_rows_between(act: str, parts: int) -> None:
     """What leaves the first product as codes is what quantising its rows gives."""
-    packed = matrix("fp8_block", parts, 336, 256, bias=False)
-    x, x_scale = rows_of("fp8_group128", 256)
+    packed, _ = five_experts("fp8_block", parts, 336, 256, bias=False)
+    x, x_scale = rows_of("fp8_group128", 256, 290)
     offsets = torch.tensor([0, *COUNTS]).cumsum(0)
     tiles = ops.tile_list(offsets, 290, LARGE)
     activation = ActivationSpec(kind="swiglu" if parts == 2 else "relu2")
@@ -188,7 +168,7 @@ def test_which_batches_are_large() -> None:
 
 
 def test_rows_that_start_at_odd_bytes_are_refused() -> None:
-    packed = matrix("fp8_channel", 1, 32, 40, bias=False)
+    packed, _ = five_experts("fp8_channel", 1, 32, 40, bias=False)
     x, x_scale = rows_of("fp8_token", 40, 20)
     offsets = torch.tensor([0, 20, 20, 20, 20, 20])
     out = torch.empty(20, 32)
