@@ -102,7 +102,7 @@ gpu-test: ## the tests of a machine with a GPU, on the Python that is there (tor
 	if [ $$(python3 -c 'import torch; print(torch.cuda.device_count())') -gt 1 ]; then PYTHONPATH=src $(ONE_THREAD) python3 -m pytest $(GPU_RANKS) -o filterwarnings=default && PYTHONPATH=src python3 tests/gpu/soak_ranks.py; fi
 	PYTHONPATH=src python3 scripts/run_commands.py $(if $(COMMIT),--commit $(COMMIT))
 	PYTHONPATH=src PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python3 tests/gpu/sanitize.py
-	PYTHONPATH=src compute-sanitizer --tool racecheck --error-exitcode 1 python3 tests/gpu/sanitize.py together
+	PYTHONPATH=src compute-sanitizer --tool racecheck --error-exitcode 1 python3 tests/gpu/sanitize.py
 
 cover: $(VENV)/.dev ## tests with a coverage report
 	$(ONE_THREAD) $(OFFLINE) $(BIN)/python -m pytest tests -n 2 --dist worksteal --cov

@@ -94,7 +94,7 @@ def main() -> None:
     for layer, spec in layers().items():
         for name in asked.formats:
             packed = packed_as(replace(spec, weight_format=name))
-            small = packed if name == "bf16" else replace(packed, machine=replace(packed.machine, specialises=False))
+            small = packed if name == "bf16" else replace(packed, machine=replace(packed.machine, compiles=False))
             for rows in asked.rows:
                 batch = batch_of(spec, rows)
                 stop = int(batch.expert_offsets[-1])

@@ -104,6 +104,7 @@ class Plan:
         """Return the plan as lines a person can read."""
         spec, device = self.problem.spec, self.problem.device
         where = f"{device.kind} {device.name}".strip()
+        where += "" if device.nvrtc else "; no NVRTC, so large batches run small tiles: install nvidia-cuda-nvrtc"
         kernels = self.kernel
         if self.shared_kernel not in (None, self.kernel):
             kernels += f", {self.shared_kernel} for the shared expert"

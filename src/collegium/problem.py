@@ -20,7 +20,8 @@ class DeviceFacts:
     memory: bytes of the device, 0 when unknown. threads: CPU threads torch will use. index: number of the CUDA device
     on this machine, None for one that is not here. sms: its multiprocessors, None for those of an H100 or H200.
     peers: GPUs of its host whose memory it reaches, itself included, None where that is not known. bandwidth: bytes a
-    second that its memory is clocked for, None for those of an H200.
+    second that its memory is clocked for, None for those of an H200. nvrtc: whether the compiler that PyTorch brings
+    for CUDA is there.
     """
 
     kind: Literal["cpu", "cuda"]
@@ -32,6 +33,7 @@ class DeviceFacts:
     sms: int | None = None
     peers: int | None = None
     bandwidth: float | None = None
+    nvrtc: bool = True
 
     @property
     def place(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 
@@ -13,3 +14,4 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     if importlib.util.find_spec("triton") is not None:
         hasten()
+    importlib.import_module("prefill_on_cpu").install()

@@ -32,7 +32,7 @@ from integers import affine, random_blocks
 if TYPE_CHECKING:
     from collegium.experts.triton.matrix import PackedMatrix
 
-HOPPER = Machine(copies=True, specialises=True)
+HOPPER = Machine(copies=True, compiles=True)
 
 
 def expand(packed: PackedMatrix) -> PackedMatrix:
@@ -70,15 +70,19 @@ def test_scales_that_are_powers_of_two_leave_no_factors() -> None:
     assert torch.equal(numbers_of(packed), payload.decode())
 
 
-@pytest.mark.parametrize("columns", [96, 192])
+def test_numbers_that_are_looked_up_in_groups_of_32_stay_with_the_small_tiles() -> None:
+    made = pack_bnb4(nf4(torch.randn(3, 2, 40, 96)), None).layout
+    assert (made.expands, made.expanded_bytes) == (False, 0)
+
+
 @pytest.mark.parametrize("half", [False, True])
-def test_numbers_that_are_looked_up_become_two_terms(columns: int, half: bool) -> None:
-    payload = nf4(torch.randn(3, 2, 40, columns))
+def test_numbers_that_are_looked_up_become_two_terms(half: bool) -> None:
+    payload = nf4(torch.randn(3, 2, 40, 192))
     payload.table.mul_(torch.rand(3, 2, 16))  # of its own for each matrix
     packed = pack_bnb4(payload, None, half=half)
     own = expand(replace(packed, layout=replace(packed.layout, half=half)))
     group = own.layout.block_k
-    assert (group, own.values.shape[3]) == (64 if columns == 192 else 32, 2 * columns)
+    assert (group, own.values.shape[3]) == (64, 384)
     large, small = own.values.float().unflatten(3, (-1, 2, group)).unbind(4)
     assert own.scale is not None
     factors = own.scale[:, :, :, 0].transpose(2, 3)[..., None]
@@ -109,13 +113,14 @@ def test_a_large_batch_gives_the_rows_of_the_small_tiles(
     large = replace(packed, machine=HOPPER)
     assert packed.tiling.large(12) is None
     assert large.tiling.large(12) is not None
-    small = packed.run(batch)[:stop]
-    assert relative_error(large.run(batch)[:stop], small) < 3e-3
-    assert relative_error(small, truth[:stop]) < 0.02
+    assert relative_error(large.run(batch)[:stop], truth[:stop]) < 4e-3
+    assert relative_error(packed.run(batch)[:stop], truth[:stop]) < 0.02
     # An expert at a time, with weighted rows.
-    monkeypatch.setattr(layout, "_MOST", 1)
     weighted = replace(batch, input_weights=torch.rand(12) + 0.5)
-    assert relative_error(large.run(weighted)[:stop], packed.run(weighted)[:stop]) < 3e-3
+    whole = large.run(weighted)[:stop]
+    assert relative_error(whole, packed.run(weighted)[:stop]) < 0.02
+    monkeypatch.setattr(layout, "_MOST", 1)
+    assert torch.equal(large.run(weighted)[:stop], whole)
 
 
 def test_which_batches_are_decoded_first() -> None:
@@ -125,7 +130,7 @@ def test_which_batches_are_decoded_first() -> None:
 
     hopper = machine_of((9, 0), 132)
     assert prefill_tile(asked(4096), hopper) is not None
-    assert prefill_tile(asked(4096), replace(hopper, specialises=False)) is None
+    assert prefill_tile(asked(4096), replace(hopper, compiles=False)) is None
     assert prefill_tile(asked(4096), machine_of((8, 0), 108)) is None
     assert prefill_tile(asked(4096, k_in=4100), hopper) is None
     assert prefill_tile(asked(4096, k_in=256), hopper) is None

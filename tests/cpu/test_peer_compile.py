@@ -82,7 +82,7 @@ print("RESULT" + json.dumps(found))
 """
 
 
-_PRODUCTS = {"grouped_gemm_kernel", "w4a8_kernel", "prefill_kernel"}
+_PRODUCTS = {"grouped_gemm_kernel", "w4a8_kernel", "prefill"}
 _STORING = _PRODUCTS | {"permute_kernel", "scatter_kernel"}
 
 
@@ -125,6 +125,9 @@ def test_products_store_sixteen_bytes_of_a_row_at_its_owner(compiled: list[Any],
     for name, where, _, codes in rows:
         assert not {"LDL", "STL"} & set(codes), f"{where}: registers spill"
         if name in _PRODUCTS:
-            stores, places = [code for code in codes if code.startswith("STG")], codes.count("LDG.E.64")
+            stores = [code for code in codes if code.startswith("STG")]
+            places = sum(code.startswith("LDG.E.64") for code in codes)
+            if name == "prefill":
+                stores.remove("STG.E"), stores.remove("STG.E")  # the two counters
             assert set(stores) == {"STG.E.128"}, where
             assert 1 <= places <= len(stores) + 2, f"{where}: a place is read once for 16 bytes at most"

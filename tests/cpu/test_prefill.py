@@ -10,6 +10,7 @@ import torch
 
 from collegium.encoding import encode_experts
 from collegium.errors import InputError
+from collegium.experts.reference import Reference
 from collegium.experts.triton import grouped as ops, tiles as choice
 from collegium.experts.triton.prefill import CodeScales, prefill_gemm
 from collegium.experts.triton.table import TritonBf16, TritonFp8
@@ -30,7 +31,7 @@ if torch.cuda.is_available():
 pytest.importorskip("triton")
 
 SMALL = TileChoice(block_n=128, block_t=128, warps=8, stages=2)
-LARGE = TileChoice(block_n=128, block_t=128, warps=4, stages=3, group_t=2, programs=3)
+LARGE = TileChoice(block_n=128, block_t=256, warps=8, stages=4, group_t=2, programs=2)
 COUNTS = (0, 150, 3, 0, 129)
 FORMATS = (
     ("bf16", None),
@@ -43,18 +44,18 @@ FORMATS = (
 
 @pytest.mark.parametrize(("weights", "act"), FORMATS)
 @pytest.mark.parametrize("parts", [1, 2])
-def test_bits_of_the_small_batch_product(weights: str, act: str | None, parts: int) -> None:
+def test_sums_of_the_small_batch_product(weights: str, act: str | None, parts: int) -> None:
     packed, _ = five_experts(weights, parts, 208, 272, bias=weights != "bf16")
     x, x_scale = rows_of(act, 272, 290)
     offsets = torch.tensor([0, *COUNTS]).cumsum(0)
     activation = ActivationSpec(limit=2.0) if parts == 2 else None
     outs = []
     for product, tile in ((ops.grouped_gemm, SMALL), (prefill_gemm, LARGE)):
-        out = torch.full((290, 208), 7.0, dtype=torch.bfloat16)
+        out = torch.full((290, 208), 7.0)
         tiles = ops.tile_list(offsets, 290, tile)
         outs.append(product(x, packed, offsets, tiles, out, x_scale=x_scale, activation=activation))
-    # The interpreter multiplies blocks of other shapes in another order; the bits are compared on a device.
-    assert relative_error(outs[1][:282], outs[0][:282]) < 3e-3
+    # On a CPU sums are in another order; the bits are compared on a device.
+    assert relative_error(outs[1][:282], outs[0][:282]) < 1e-5
     assert bool((outs[1][282:] == 7.0).all())
     assert not bool((outs[1][:282] == 7.0).all(1).any())
 
@@ -109,7 +110,9 @@ def test_a_large_batch_gives_the_rows_of_the_small_batch_product(
     device, dtype = DeviceFacts(kind="cuda", capability=(9, 0)), "fp16" if act == "fp16" else "bf16"
     problem = Problem(spec=spec, device=device, dtype=dtype, activation_format=act or "bf16")
     kernel: Any = TritonBf16() if weights.endswith("16") else TritonFp8()
-    packed = kernel.pack(encode_experts(random_experts(3, 2, 144, 272, seed=1, bias=True), weights), problem.routed)
+    made = encode_experts(random_experts(3, 2, 144, 272, seed=1, bias=True), weights)
+    packed = kernel.pack(made, problem.routed)
+    judge = Reference().pack(made, replace(problem, activation_format="fp32").routed)
     ids = uneven_ids(90, 2, 3, seed=2)
     ids[0, 0] = -1
     x = heavy_tailed(90, 272, seed=3).to(DTYPES[dtype])
@@ -118,14 +121,19 @@ def test_a_large_batch_gives_the_rows_of_the_small_batch_product(
     for weight in (None, torch.rand(180) + 0.5):
         given = replace(batch, input_weights=weight)
         small = packed.run(given)[:stop]
-        other = replace(packed, machine=Machine(copies=True))
+        other = replace(packed, machine=Machine(copies=True, compiles=True))
         assert packed.tiling.large(180) is None
         assert (other.tiling.large(180) is None) == (weights == "fp8_block" and act == "bf16"), (
             "decoded weights alone keep the small tiles"
         )
         large = other.run(given)[:stop]
-        # Codes of the rows between are rounded by Triton's interpreter here and by torch there.
-        assert relative_error(large, small) < (0.06 if act else 3e-3)
+        if other.tiling.large(180) is None:
+            assert relative_error(large, small) < 3e-3
+        elif act is None or act.endswith("16"):
+            assert relative_error(large, judge.run(given)[:stop]) < 4e-3
+        else:
+            # Codes of the rows between are rounded toward zero by Triton's interpreter.
+            assert relative_error(large, small) < 0.06
 
 
 def product(**changes: Any) -> TileProblem:
@@ -137,16 +145,17 @@ def test_which_batches_are_large() -> None:
     hopper = machine_of((9, 0), 132)
     tile = prefill_tile(product(), hopper)
     assert tile is not None
-    # Programs that take every 132nd tile would meet the same part of an expert's rows again and again.
-    assert (tile.programs, tile.group_t) == (131, 8)
-    for processors, programs in ((114, 113), (78, 77), (4, 1), (1, 1)):
-        fewer = prefill_tile(product(), replace(hopper, sms=processors))
-        assert fewer is not None
-        assert fewer.programs == programs
-    assert (tile.warps, tile.stages) == ((4, 4) if hopper.specialises else (8, 3))
-    plain = prefill_tile(product(), replace(hopper, specialises=False))
+    assert (tile.programs, tile.group_t) == (132, 8)
+    fewer = prefill_tile(product(), replace(hopper, sms=115))
+    assert fewer is not None
+    assert fewer.programs == 114, "blocks come in pairs"
+    # Where no product is scaled by itself, a group of warps multiplies two units.
+    assert (tile.block_t, tile.warps) == (192, 12)
+    plain = prefill_tile(product(promoted=False), hopper)
     assert plain is not None
-    assert (plain.warps, plain.stages) == (8, 3)
+    assert (plain.block_t, plain.warps) == (256, 8)
+    assert prefill_tile(product(), replace(hopper, compiles=False)) is None, "without NVRTC"
+    assert prefill_tile(product(), machine_of((9, 0), 132, nvrtc=False)) is None
     plain16 = {"block_k": 64, "weight_bits": 16, "x_bits": 16}
     assert prefill_tile(product(**plain16, k_in=2880), hopper) is not None
     assert prefill_tile(product(rows=256 * 56), hopper) is not None
@@ -187,8 +196,6 @@ def test_the_workspace_holds_the_rows_in_expert_order() -> None:
         def held(asked: Problem, kernel: Any = kernel) -> tuple[int, bool]:
             """Return the bytes of the first product's rows, and whether those of large batches are counted."""
             regions = kernel.regions(asked.routed)
-            large = {"scales", "first/scratch", "second/scratch"}
-            assert large <= set(regions) or not large & set(regions)
             return sum(size for name, size in regions.items() if name in ("x/codes", "x/scales")), "scales" in regions
 
         assert held(problem) == (1200 * bytes_a_row, True)

@@ -116,8 +116,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
         monkeypatch.setattr(module, "on_device", lambda *_: True)
     for module in ("linear", "permute", "quantize", "route_device", "weighted_sum"):
         monkeypatch.setattr(f"collegium.ops.{module}.launch", started)
-    for module in ("grouped", "prefill"):
-        monkeypatch.setattr(f"collegium.experts.triton.{module}.launch", started)
+    monkeypatch.setattr("collegium.experts.triton.grouped.launch", started)
     monkeypatch.setattr(launching, "_direct", lambda: True)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
     return made

@@ -268,7 +268,7 @@ def test_warming_up_needs_a_tile_of_unsorted_rows_again_for_sorted_ones():
 
 def test_warming_up_needs_the_product_of_large_batches_and_no_tile_it_replaces():
     _, packed = packed_layer("bf16", "256x256x8x2")
-    hopper = replace(packed, machine=replace(packed.machine, copies=True))
+    hopper = replace(packed, machine=replace(packed.machine, copies=True, compiles=True))
     limit = 2900
     first = next(t for t in range(1, limit + 1) if hopper.tiling.large(2 * t) is not None)
     sizes = sizes_for(variants(hopper), limit)

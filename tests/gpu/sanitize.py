@@ -1,13 +1,7 @@
 """One small batch through every kernel, for compute-sanitizer; wrong numbers and memory errors end with exit code 1.
 
 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python3 tests/gpu/sanitize.py
-compute-sanitizer --tool racecheck python3 tests/gpu/sanitize.py together
-
-together: the large-batch product runs without groups of warps of their own. Where Triton makes such groups, the group
-that copies tells the others through one word of shared memory what to do, written once before their work and once
-after it. Barrier 1, which every warp of the program passes, stands between each write and each read of that word
-(``BAR.SYNC 0x1`` in the machine code); racecheck of CUDA 13.0 does not see that these are one barrier, since the
-groups reach it at different places, and reports the word as a race.
+compute-sanitizer --tool racecheck python3 tests/gpu/sanitize.py
 """
 
 from __future__ import annotations
@@ -21,7 +15,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
 import torch
 
 from collegium import Choice, MoELayer, MoESpec, Problem, RouterWeights, Routing, RoutingSpec, plan
-from collegium.experts.triton.packed import PackedExperts
 from collegium.runtime.devices import probe
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error
 from integers import encoded
@@ -45,7 +38,7 @@ RECIPES = [
 ]
 
 
-def run(weights: str, activations: str | None, tokens: int, *, together: bool) -> float:
+def run(weights: str, activations: str | None, tokens: int) -> float:
     """Return the difference of a layer's output from the reference kernel's."""
     spec = MoESpec(
         hidden_size=HIDDEN,
@@ -68,9 +61,6 @@ def run(weights: str, activations: str | None, tokens: int, *, together: bool) -
     for kernel in (None, "reference"):
         chosen = plan(problem, Choice(kernel=kernel, activation_format=activations))
         layer = MoELayer(made, chosen, router=router)
-        if together and isinstance(layer.experts, PackedExperts):
-            machine = replace(layer.experts.machine, specialises=False)
-            layer.replan(chosen, replace(layer.experts, machine=machine))
         layer.workspaces = None  # separate allocations, so that a read past one is seen
         found.append(layer(x, routing=given))
     lost = found[1].isnan().all(dim=1)
@@ -91,10 +81,10 @@ def over_ranks(case: Case) -> int:
 
 def main() -> int:
     """Run every recipe on few and on many rows, and passes over ranks in one kernel."""
-    wrong, together = 0, "together" in sys.argv[1:]
+    wrong = 0
     for weights, activations in RECIPES:
         for tokens in (1, 37, 700):
-            error = run(weights, activations, tokens, together=together)
+            error = run(weights, activations, tokens)
             wrong += not error < 0.03
             print(f"{weights} x {activations or 'bf16'} T={tokens}: {error:.4f}")
     for case in CASES if torch.cuda.get_device_capability() == (9, 0) else ():

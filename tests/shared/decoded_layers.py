@@ -34,7 +34,7 @@ DECODED = (
     *((f"int{bits}_affine", "bf16", group) for bits in (4, 8) for group in (32, 128)),
     *((f"int{bits}_affine", "fp16", 128) for bits in (4, 8)),
     *((f"int{bits}_ordered", "bf16", group) for bits in (4, 8) for group in (32, 128)),
-    *(("bnb4", act, 64) for act in ("bf16", "fp16")),
+    *(("bnb4", act, group) for act in ("bf16", "fp16") for group in (32, 64)),
     *((kind, act, 32) for kind in KINDS for act in ("bf16", "fp16")),
 )
 
@@ -57,7 +57,8 @@ def decoded_layer(
     if name in KINDS:
         wide, hidden = -(-wide // 256) * 256, -(-hidden // 256) * 256
     if name == "bnb4":
-        wide, hidden = -(-wide // 64) * 64 - 32, -(-hidden // 64) * 64  # scales of 32 columns, and of 64
+        # Scales of 64 columns, or of 32 in the second product.
+        wide, hidden = -(-wide // 64) * 64 - (32 if group == 32 else 0), -(-hidden // 64) * 64
     spec = MoESpec(
         hidden_size=hidden,
         intermediate_size=wide,

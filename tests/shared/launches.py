@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import types
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -21,15 +22,17 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from collegium.commands.bench import planned_layer, random_weights
+from collegium.experts.triton.prefill import source_of
 from collegium.layer import MoELayer
 from collegium.problem import DeviceFacts
 from collegium.runtime.machine import machine_of
+from collegium.runtime.nvrtc import compiled
 from collegium.types import MoESpec
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
 
-__all__ = ["Launches", "Variant", "layer_on", "pretending"]
+__all__ = ["CudaVariant", "Launches", "Variant", "layer_on", "pretending"]
 
 _HOMES = ("collegium.runtime.launch", "collegium.runtime.machine")  # ask torch, and are asked through others
 
@@ -58,12 +61,34 @@ class Variant:
         return triton.compile(ASTSource(self.kernel, signature, fixed, attributes), target, options.__dict__)
 
 
+@dataclass(frozen=True, kw_only=True)
+class CudaVariant:
+    """What NVRTC compiles once: the kernel of large batches, and its constants."""
+
+    arguments: dict[str, int]
+    options: tuple[()] = ()
+
+    @property
+    def kernel(self) -> Any:
+        """What has the kernel's name and module."""
+        return types.SimpleNamespace(__name__="prefill", __module__="collegium.kernels.prefill")
+
+    @property
+    def name(self) -> str:
+        """The kernel's name and constants."""
+        return f"prefill({', '.join(f'{name}={value}' for name, value in self.arguments.items())})"
+
+    def compile(self, _: GPUTarget) -> Any:
+        """Return what NVRTC makes of it; raises what it says."""
+        return types.SimpleNamespace(asm={"cubin": compiled(source_of(self.arguments), "prefill", self.arguments)[0]})
+
+
 class Launches:
     """Every launch since it was made, alike ones once."""
 
     def __init__(self, capability: tuple[int, int]) -> None:
         self.target = GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
-        self.found: dict[tuple[Any, ...], Variant] = {}
+        self.found: dict[tuple[Any, ...], Variant | CudaVariant] = {}
         self._binders: dict[int, Any] = {}
         self._lock = threading.Lock()
 
@@ -84,6 +109,15 @@ class Launches:
                 held = {n: None if isinstance(v, torch.Tensor) else v for n, v in arguments.items()}
                 self.found[key] = Variant(kernel=kernel, arguments=held, kinds=kinds, options=keywords)
 
+    def note_cuda(
+        self, _: Any, constants: Mapping[str, int], device: torch.device, sizes: tuple[int, int], *arguments: Any
+    ) -> None:
+        """Take the place of ``runtime.nvrtc.start``."""
+        assert len(arguments) == 7
+        assert sizes[0] % 2 == 0
+        with self._lock:
+            self.found["prefill", *constants.items()] = CudaVariant(arguments=dict(constants))
+
     def names(self) -> set[str]:
         """Return the name of every variant noted."""
         return {variant.name for variant in self.found.values()}
@@ -96,6 +130,7 @@ def pretending(capability: tuple[int, int] = (9, 0), sms: int = 132) -> Generato
     machine = machine_of(capability, sms)
     replaced: dict[str, Any] = {
         "launch": launches.note,
+        "start": launches.note_cuda,
         "on_device": lambda _, least=(8, 0): capability >= least,
         "overlaps": lambda _: capability >= (9, 0),
         "machine_at": lambda _: machine,

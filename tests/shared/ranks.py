@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed
 
+import prefill_on_cpu
 from collegium import CollegiumError
 from collegium.parallel.meeting import timeout_seconds
 from interpreting import hasten
@@ -39,6 +40,7 @@ def _rank(
             torch.use_deterministic_algorithms(True)
         if os.environ.get("TRITON_INTERPRET") == "1":
             hasten()
+            prefill_on_cpu.install()
         if "nccl" in backend:
             torch.cuda.set_device(rank)
         store = distributed.TCPStore("localhost", port, is_master=False)

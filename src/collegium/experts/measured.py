@@ -8,7 +8,6 @@ result, so a file can cost time and nothing else.
 import hashlib
 import json
 import logging
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..problem import Problem
+from ..runtime.cached import cache_folder, write_whole
 from .base import Packed
 
 __all__ = ["tile_folder", "tile_key", "tile_path", "with_measured_tiles", "write_tiles"]
@@ -28,9 +28,8 @@ Tables = tuple[tuple[int, Any], ...]  # (rows, the tile measured to be best ther
 
 
 def tile_folder() -> Path:
-    """Return the folder of measured tiles: ``$XDG_CACHE_HOME/collegium/tiles``, by default under ``~/.cache``."""
-    # Where files are is the user's to say; XDG_CACHE_HOME changes no behaviour.
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "collegium" / "tiles"
+    """Return the folder of measured tiles."""
+    return cache_folder("tiles")
 
 
 def tile_key(problem: Problem) -> dict[str, Any]:
@@ -62,11 +61,8 @@ def tile_path(problem: Problem, folder: Path | None = None) -> Path:
 def write_tiles(problem: Problem, tuned: Mapping[str, Tables], folder: Path | None = None) -> Path:
     """Write the tiles measured for ``problem``, by product, and return the file."""
     path = tile_path(problem, folder)
-    path.parent.mkdir(parents=True, exist_ok=True)
     tables = {name: [{"rows": rows} | asdict(tile) for rows, tile in table] for name, table in tuned.items()}
-    partial = path.with_suffix(f".{os.getpid()}.tmp")
-    partial.write_text(json.dumps({"key": tile_key(problem), **tables}, indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)  # a reader sees the old file or the new one, never half of one
+    write_whole(path, (json.dumps({"key": tile_key(problem), **tables}, indent=1) + "\n").encode())
     return path
 
 
@@ -115,5 +111,5 @@ def _warn(path: Path, reason: str) -> None:
 def _source_hash() -> str:
     """Return a digest of the kernels' source and of the tile choice: another kernel needs another measurement."""
     here = Path(__file__).resolve()
-    sources = [*sorted(here.parents[1].joinpath("kernels").glob("*.py")), *sorted(here.parent.rglob("tiles.py"))]
+    sources = [*sorted(here.parents[1].joinpath("kernels").glob("*.*")), *sorted(here.parent.rglob("tiles.py"))]
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]

@@ -18,7 +18,7 @@ def expand_kernel(
     WEIGHT: tl.constexpr, SCALE: tl.constexpr, WORDS: tl.constexpr, K_BLOCKS: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Write ``out [M, n_out, k_in]``, or for TABLE_LANES 2 * k_in, and ``factors`` as ``prefill_kernel`` takes them.
+    """Write ``out [M, n_out, k_in]``, or for TABLE_LANES 2 * k_in, and ``factors`` as ``prefill.cu`` takes them.
 
     M: expert and part. lanes: int16 ``[M, K_BLOCKS, n_out, .]``. scale: 32-bit ``[M, K_BLOCKS, WORDS, n_out]``, where
     groups have one, or as ``Rows`` has it of blocks. table: int32 ``[M, 16]`` for TABLE_LANES. groups: how many there

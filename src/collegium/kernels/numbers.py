@@ -51,7 +51,7 @@ FAST_MATH = 16
 # The place of a row that is nobody's. A peer's memory may come before this rank's: other places are negative too.
 NOWHERE = -(1 << 62)
 
-# CODES: how prefill.py stores its result.
+# CODES: how prefill.cu stores its result.
 ROWS = 0  # as it is
 GROUP_CODES = 1  # E4M3 codes with a scale for each 128 columns
 POWER_CODES = 2  # the same with scales that are powers of two

@@ -12,6 +12,7 @@ import torch
 
 from ..errors import InputError
 from ..problem import DeviceFacts
+from .nvrtc import nvrtc_found
 
 __all__ = ["current_device", "plain_torch", "probe", "recording"]
 
@@ -41,6 +42,7 @@ def probe(device: torch.device | str | None = None) -> DeviceFacts:
             sms=facts.multi_processor_count,
             # Kilohertz, twice a clock, and bits; None where torch does not tell.
             bandwidth=250.0 * getattr(facts, "memory_clock_rate", 0) * getattr(facts, "memory_bus_width", 0) or None,
+            nvrtc=(facts.major, facts.minor) != (9, 0) or nvrtc_found(),  # nothing else asks for it
             peers=1 + sum(torch.cuda.can_device_access_peer(index, other) for other in range(seen) if other != index),
         )
     raise _refused(wanted, seen)

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "STREAM", "Step", "dense_rows", "launch", "on_device", "overlaps", "power_at_least", "recorded", "usual_rows",
-    "watched",
+    "STREAM", "Step", "dense_rows", "launch", "on_device", "overlaps", "power_at_least", "recorded", "unrepeatable",
+    "usual_rows", "watched",
 ]  # fmt: skip
 
 STREAM = 3  # place of the stream among the arguments of Triton's C function
@@ -54,6 +54,12 @@ def recorded() -> Generator[list[Step | None]]:
         yield steps
     finally:
         _recording.steps = before
+
+
+def unrepeatable() -> None:
+    """Note that this thread started a kernel that is started anew each time."""
+    if _recording.steps is not None:
+        _recording.steps.append(None)
 
 
 def on_device(x: Tensor, capability: tuple[int, int] = (8, 0)) -> bool:

@@ -1,8 +1,6 @@
 """What the choice of a tile needs to know of a GPU."""
 
 from dataclasses import dataclass
-from importlib.metadata import version
-from importlib.util import find_spec
 
 import torch
 
@@ -24,8 +22,8 @@ class Machine:
     every GPU those of an H200, which the score was fitted to. slower: how much longer its memory takes than an H200's.
     rate: bf16 FLOP a microsecond; FP8 runs twice as fast where ``fp8`` says the tensor cores have it. pdl: a kernel
     may start before the one before it has finished. scaled: its tensor cores multiply four-bit weights and E4M3 rows
-    with block scales. copies: tiles come by the tensor memory accelerator (Hopper). specialises: the compiler gives
-    copies and products warps of their own, as Triton 3.6 does on Hopper.
+    with block scales. copies: it has the tensor memory accelerator and products of Hopper. compiles: NVRTC is there
+    too, which large batches need.
     """
 
     sms: int = _SMS
@@ -37,15 +35,13 @@ class Machine:
     pdl: bool = True
     scaled: bool = False
     copies: bool = False
-    specialises: bool = False
+    compiles: bool = False
 
 
-def machine_of(capability: tuple[int, int], sms: int, bandwidth: float | None = None) -> Machine:
-    """Return the machine of a CUDA ``capability`` with ``sms`` multiprocessors; bandwidth: as in ``DeviceFacts``."""
+def machine_of(capability: tuple[int, int], sms: int, bandwidth: float | None = None, *, nvrtc: bool = True) -> Machine:
+    """Return the machine of a CUDA ``capability`` with ``sms`` multiprocessors; the others as in ``DeviceFacts``."""
     shared = _SHARED.get(capability, 227 if capability >= (9, 0) else 99) * 1024
     hopper = capability == (9, 0)
-    # Looked at by its version alone: Triton exists for Linux only, and a plan needs none of it.
-    specialises = hopper and find_spec("triton") is not None and version("triton").startswith("3.6.")
     return Machine(
         sms=sms,
         shared=shared,
@@ -54,13 +50,13 @@ def machine_of(capability: tuple[int, int], sms: int, bandwidth: float | None = 
         pdl=capability >= (9, 0),
         scaled=capability[0] == 10,
         copies=hopper,
-        specialises=specialises,
+        compiles=hopper and nvrtc,
     )
 
 
 def machine_for(facts: DeviceFacts) -> Machine:
     """Return the machine a plan is made for; what is not known of it is that of an H200."""
-    return machine_of(facts.capability or (9, 0), facts.sms or _SMS, facts.bandwidth)
+    return machine_of(facts.capability or (9, 0), facts.sms or _SMS, facts.bandwidth, nvrtc=facts.nvrtc)
 
 
 def machine_at(device: torch.device) -> Machine:

@@ -29,9 +29,9 @@ _BLOCK_TILES = 64
 class TileList:
     """expert ``[count]`` int32 (-1: no tile) and first row ``[count]`` int64 of each token tile of ``tile``.
 
-    used: ``[1]`` int32, how many tiles have an expert; they come first. None: not counted. top_k: not 0 when nothing
-    is sorted: then expert holds the ids ``[T, top_k]`` of any width and value, and row r is assignment r, one tile.
-    early: the tile list was complete before the previous kernel started. memory: where a product takes its scratch.
+    used: ``[3]`` int32, how many tiles have an expert, which come first, and two zeros to count with. None: not
+    counted. top_k: not 0 when nothing is sorted: then expert holds the ids ``[T, top_k]`` of any width and value, and
+    row r is assignment r, one tile. early: the tile list was complete before the previous kernel started.
     places: ``[R]`` int64, where row r is written, in elements from the first of the result, as ``Back`` says; None: r.
     """
 
@@ -42,7 +42,6 @@ class TileList:
     used: Tensor | None = None
     top_k: int = 0
     early: bool = False
-    memory: Memory | None = None
     places: Tensor | None = None
 
     def placed(self, n_out: int) -> int:
@@ -63,12 +62,12 @@ def tile_list(expert_offsets: Tensor, rows: int, tile: TileChoice, memory: Memor
     from ...kernels.tiles import tile_list_kernel
 
     expert = take(memory, "expert", (count,), torch.int32, device)
-    used = take(memory, "used", (1,), torch.int32, device)
+    used = take(memory, "used", (3,), torch.int32, device)
     row = take(memory, "row", (count,), torch.int64, device)
     constants = {"BLOCK_T": tile.block_t, "BLOCK_E": power_at_least(experts, 16), "BLOCK_TILES": _BLOCK_TILES}
     grid = (-(-count // _BLOCK_TILES),)
     launch(tile_list_kernel, grid, (expert_offsets, expert, row, used, experts, count), constants)
-    return TileList(expert=expert, row=row, used=used, count=count, tile=tile, memory=memory)
+    return TileList(expert=expert, row=row, used=used, count=count, tile=tile)
 
 
 def grouped_gemm(

@@ -25,6 +25,7 @@ Shape = tuple[int, int, int, int]
 
 _E4M3 = torch.float8_e4m3fn
 _MOST = 1 << 30  # bytes decoded at a time, of one expert at least
+_SCALED = 128  # decoded numbers of a row that large tiles scale at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +123,8 @@ class Layout:
     @property
     def expands(self) -> bool:
         """Whether they become 16-bit numbers, decoded before products of large batches, and gain."""
-        return not self.running
+        made = self.expanded
+        return not self.running and (made.scale_kind != numbers.GROUP_SCALE or made.block_k * made.operands == _SCALED)
 
     @property
     def values_shape(self) -> tuple[int, ...]:

@@ -49,8 +49,8 @@ class TileChoice:
 
     block_n: weight rows of an operand. stacked: half of them are gate and half up of the same columns, otherwise
     every part has an operand of its own. block_t: rows. group_t: token tiles that share a pass over the weights.
-    overlap: it may start while the kernel before it ends. programs: how many share the tiles, each taking the next in
-    turn; 0: one for each tile. narrow: few rows run as a tile of half or a quarter of block_t. depth: K blocks that
+    overlap: it may start while the kernel before it ends. programs: how many share the tiles of a large batch;
+    0: one for each tile. narrow: few rows run as a tile of half or a quarter of block_t. depth: K blocks that
     a step of the loop multiplies; beside weights of 8 and 16 bits it divides K, and a tile has one operand. registers:
     most of a thread, where more would leave room for fewer programs; 0: what the compiler takes. joined: the quarters
     of a K block are one product.

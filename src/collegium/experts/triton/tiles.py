@@ -23,6 +23,7 @@ BAND = 128  # weight rows a tile of a large batch holds twice
 _SMALL = 1 << 22  # weights that a small expert has in a product
 _LONG = 512  # columns that such a product has at least: shorter ones decode little
 _SHARED_PASS = 8  # token tiles of one expert in a large batch that share a pass over its weights
+_UNIT = 64  # rows that one of the groups of warps of a large tile multiplies at once
 
 
 def nearest(tuned: TunedTiles, rows: int) -> TileChoice | None:
@@ -138,18 +139,25 @@ def prefill_tile(problem: TileProblem, machine: Machine) -> TileChoice | None:
     bytes, and enough rows for each expert.
     """
     if problem.decoded:
-        fits = machine.specialises and problem.x_bits >= 16 and problem.k_in % 8 == 0 and problem.k_in >= _LONG
+        fits = problem.x_bits >= 16 and problem.k_in % 8 == 0 and problem.k_in >= _LONG
         least = once_from(problem, machine)
     else:
         same = problem.weight_bits == problem.x_bits and problem.block_k * problem.x_bits == 1024
         fits, least = same and problem.k_in * problem.x_bits % 128 == 0, large_from(problem)
-    fits = fits and machine.copies and problem.experts * problem.parts * problem.n_out < 1 << 31
+    fits = fits and machine.compiles and problem.experts * problem.parts * problem.n_out < 1 << 31
     if not fits or problem.rows < least * problem.experts:
         return None
-    # With four warps the compiler gives copies and products warps of their own; with eight they take turns.
-    warps, stages = (4, 4) if machine.specialises else (8, 3)
-    programs = _coprime(machine.sms)
-    return TileChoice(block_n=BAND, block_t=128, warps=warps, stages=stages, group_t=_SHARED_PASS, programs=programs)
+    # Two groups of warps multiply two units each. Where each product is scaled by itself, three multiply one, so that
+    # two go on while one scales.
+    groups, each, stages = (3, 1, 5) if problem.promoted else (2, 2, 4)
+    return TileChoice(
+        block_n=BAND,
+        block_t=groups * each * _UNIT,
+        warps=4 * groups,
+        stages=stages,
+        group_t=_SHARED_PASS,
+        programs=machine.sms // 2 * 2,  # two blocks share their tokens
+    )
 
 
 def large_from(problem: TileProblem) -> int:
@@ -161,16 +169,6 @@ def large_from(problem: TileProblem) -> int:
     if problem.x_bits == 8:
         return 56
     return 232 if problem.parts * problem.n_out * problem.k_in < _SMALL else 156
-
-
-def _coprime(most: int) -> int:
-    """Return the most programs, up to ``most``, that have neither 2 nor 3 as a factor.
-
-    Of n programs each takes every n-th tile. An expert's rows often fill two or three tiles, the last one in part, so
-    it is done sooner. A program that always drew it would run ahead, and the weights would leave the L2 cache before
-    its neighbours read them.
-    """
-    return next(count for count in range(most, 0, -1) if count % 2 and count % 3)
 
 
 def _stages(problem: TileProblem, machine: Machine, tile: TileChoice) -> tuple[int, ...]:

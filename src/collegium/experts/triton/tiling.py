@@ -29,7 +29,6 @@ CODES = tuple(form.name for form in ACTIVATION_FORMATS if form.e4m3)  # multipli
 SMALL, LARGE = "small tiles", "large tiles"
 _FEW = 16  # most assignments that each take a tile of their own
 _ORDERED = 4.0  # microseconds that ordering a small batch takes
-_SCRATCH = 2048  # bytes for the tensor descriptors of a program
 
 Pair = tuple[TileChoice, TileChoice]
 
@@ -173,13 +172,11 @@ def product_regions(problem: ExpertsProblem, tiling: ProductTiling) -> Regions:
         x["across/codes"] = 4 * across_rows(rows) * -(-hidden // form.group)
     regions: Regions = {"rows": rows * hidden * result, "middle": rows * wide * result}
     count = tile_count(rows, problem.experts, 16)
-    lists = {"expert": 4 * count, "row": 8 * count, "used": 4}
+    lists = {"expert": 4 * count, "row": 8 * count, "used": 12}
     regions |= under("first", lists) | under("second", lists)
     if tiling.large(rows) is not None:
         # Rows are put in order first.
         x = largest(x, operand_regions(rows, hidden, name, order=AS_IS, gathered=True, dtype=dtype))
         regions["scales"] = 4 * rows * -(-wide // BAND)
-        scratch = _SCRATCH * tiling.machine.sms
-        regions |= {"first/scratch": scratch, "second/scratch": scratch}
         regions["expanded"] = max(tiling.gate_up.expanded_bytes, tiling.down.expanded_bytes)
     return regions | under("x", x) | under("h", h)

@@ -1,4 +1,4 @@
-// What large_batch.cu asks of a GPU of sm_90a, one function an instruction. OPERAND and OUT are as there.
+// What prefill.cu asks of a GPU of sm_90a, one function an instruction. OPERAND and OUT are as there.
 
 typedef unsigned char u8;
 typedef unsigned short u16;

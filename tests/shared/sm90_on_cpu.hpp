@@ -1,4 +1,4 @@
-// The functions of sm90.cu in C++, so that large_batch.cu runs on a CPU: one cluster, its threads as coroutines that
+// The functions of sm90.cu in C++, so that prefill.cu runs on a CPU: one cluster, its threads as coroutines that
 // take turns where they wait. Copies and numbers that are sent arrive late and in any order. Shared memory begins as NaN.
 // Sums are float32, in the order of columns, which is not the tensor core's.
 

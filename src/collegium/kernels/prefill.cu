@@ -1,5 +1,5 @@
 // The product of a large batch in CUDA for sm_90a: rows of one expert times its weights, then bias and activation. The
-// contract, the K loop, its blocks and its rounding are those of kernels/prefill.py: the bits are equal.
+// contract, the K loop, its blocks and its rounding are those of grouped_gemm.py: the bits are equal.
 //
 // A block of threads takes output tiles in turn: up to 256 tokens, in units of 64, by 128 weight rows: gate and up of
 // the same 64 channels, or 128 neighbours. An expert's units are spread evenly over its tiles. The two blocks of a
@@ -9,12 +9,18 @@
 // before it is nearly copied, so tiles that follow each other, and read the same weights, begin at about the same time,
 // and weights come from memory once.
 //
-// The compiler's options give, with the meanings of prefill.py: OPERAND (0 E4M3, 1 bfloat16, 2 float16), OUT (0
-// float32, 1 bfloat16, 2 float16), SCALE, TERMS, X_SCALE, ROW_SCALE, PARTS, KIND, FAST, HAS_LIMIT, CODES, ROUND,
-// PLACED; BIAS (0 none, 1 bfloat16, 2 float16, 3 float32); ALIGNED: 16-bit results are stored in pieces of 16 bytes;
-// WORKERS: 2 or 3 groups that multiply.
+// x [rows, K] and w [E * PARTS * n_out, TERMS * K] come by tensor maps; both read zero beyond their ends. x_scale: float32
+// [rows, k_blocks] (X_SCALE 1) or [rows, 1] (2). scale: float32 [E, PARTS, scale_rows, k_blocks], a factor of 128 weight
+// rows and a K block (SCALE 1), or [E, PARTS, k_blocks, n_out] (SCALE 4: of decoded weights, whose second TERMS of a group
+// of columns lie behind its first). row_scale, bias: [E, PARTS, n_out]. counters: two zeros, which it leaves so. CODES: the
+// result is E4M3 with a float32 scale for each row and 128 columns; ROUND: what is quantised is rounded to bfloat16 first.
+// Rows from expert_offsets[E] on are not written. PLACED: row r is written to element row_places[r] of the result, which
+// may be in a peer's memory, or nowhere.
 //
-// The functions that are no C++ are those of sm90.cu, which comes before this text.
+// The compiler's options give these and OPERAND (0 E4M3, 1 bfloat16, 2 float16), OUT (1 bfloat16, 2 float16, 3 float32),
+// ROW_SCALE, KIND, FAST, HAS_LIMIT (kernels/numbers.py), BIAS (0 none, 1 bfloat16, 2 float16, 3 float32), ALIGNED: 16-bit
+// results are stored in pieces of 16 bytes, WORKERS: 2 or 3 groups that multiply. The functions that are no C++ are those
+// of sm90.cu, which comes before this text.
 
 constexpr int STAGES = WORKERS == 2 ? 4 : 5, STEP = 128, UNIT = 64, RING = 16;
 constexpr int EACH = WORKERS == 2 ? 2 : 1, MOST = WORKERS * EACH, WARPS = 4 * WORKERS;  // units of a group and a tile
@@ -362,7 +368,7 @@ __device__ __forceinline__ void store_rows(
                 int c = column + lane % 4 * 2 + i / 2 * 8 + i % 2;
                 float v = d[i / 2 * 4 + 2 * h + i % 2];
                 if (c >= z.n_out) continue;
-                if (OUT) ((u16*)o.rows)[to + c] = (u16)pair(v, v);
+                if (OUT != 3) ((u16*)o.rows)[to + c] = (u16)pair(v, v);
                 else ((float*)o.rows)[to + c] = v;
             }
         }
@@ -472,7 +478,7 @@ __device__ __forceinline__ void store_codes(
     }
 }
 
-extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(32 * WARPS + 128, 1) large_batch(
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(32 * WARPS + 128, 1) prefill(
     const __grid_constant__ Map x, const __grid_constant__ Map w, int* counters, const __grid_constant__ Beside n,
     const __grid_constant__ Out o, const __grid_constant__ Lists lists, const __grid_constant__ Sizes z
 ) {

@@ -1,0 +1,91 @@
+"""The kernel of large batches on a CPU: its text compiled as C++, beside ``sm90_on_cpu.hpp`` in place of ``sm90.cu``.
+
+``install`` puts it in place of the GPU's for tests without one, where Triton's interpreter runs the other kernels.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import tempfile
+import threading
+from functools import cache
+from pathlib import Path
+from shutil import which
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from collegium.experts.triton import prefill
+from collegium.runtime.nvrtc import Rows
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from collegium.runtime.nvrtc import CudaKernel
+
+__all__ = ["install"]
+
+_HERE = Path(__file__)
+_alone = threading.Lock()  # the cluster's memory is the library's
+_KERNEL = _HERE.parents[2] / "src" / "collegium" / "kernels" / "prefill.cu"
+
+_ENTRY = """
+extern "C" void run(
+    const Map* x, const Map* w, int* counters, const Beside* n, const Out* o, const Lists* lists, const Sizes* z
+) {
+    run_cluster([&] { prefill(*x, *w, counters, *n, *o, *lists, *z); });
+}
+"""
+
+
+class _Map(ctypes.Structure):
+    _fields_ = (
+        ("rows", ctypes.c_void_p),
+        *((name, ctypes.c_longlong) for name in ("row_bytes", "count", "stride")),
+        ("box", ctypes.c_int),
+    )
+
+
+def install() -> None:
+    """Let products of large batches of this process run on the CPU."""
+    prefill.__dict__["start"] = _start
+
+
+def _start(
+    kernel: CudaKernel, constants: Mapping[str, int], device: torch.device, sizes: tuple[int, int], *arguments: Any
+) -> None:
+    """Run the kernel in one cluster of two blocks; what it takes is in memory of the CPU."""
+    if which("g++") is None:
+        pytest.skip("needs g++ to run the kernel of large batches on a CPU")
+    assert device.type == "cpu"
+    assert sizes[1] == 128 * (constants["WORKERS"] + 1)
+    assert kernel.shared == 227 * 1024
+    counters = arguments[2]
+    assert isinstance(counters, Tensor)
+    assert counters.tolist() == [0, 0]
+    given = [_given(each) for each in arguments]
+    run = _library(*constants.items()).run
+    with _alone:
+        run(*(each if isinstance(each, ctypes.c_void_p) else ctypes.byref(each) for each in given))
+    assert counters.tolist() == [0, 0], "counters are left as they were found"
+
+
+def _given(argument: Any) -> Any:
+    if isinstance(argument, Rows):
+        rows, size = argument.tensor, argument.tensor.element_size()
+        return _Map(rows.data_ptr(), argument.columns * size, argument.height, rows.stride(-2) * size, argument.box)
+    return ctypes.c_void_p(argument.data_ptr()) if isinstance(argument, Tensor) else argument
+
+
+@cache
+def _library(*constants: tuple[str, int]) -> Any:
+    options = [f"-D{name}={value}" for name, value in constants]
+    text = f'#include "{_HERE.with_name("sm90_on_cpu.hpp")}"\n#include "{_KERNEL}"\n' + _ENTRY
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "prefill.cpp").write_text(text, encoding="utf-8")
+        command = ["g++", "-std=c++20", "-O2", "-w", "-shared", "-fPIC", *options, "prefill.cpp", "-o", "made.so"]
+        subprocess.run(command, cwd=folder, check=True)
+        return ctypes.CDLL(f"{folder}/made.so")  # which stays in memory
