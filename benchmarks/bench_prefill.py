@@ -1,4 +1,4 @@
-"""Both products of a batch in small tiles and in the two large ones: the same bits, and how long they take.
+"""Both products of a batch in small tiles and in large ones: the same bits, and how long they take.
 
 With ``--ablate`` the kernel of large batches runs with parts of its text left out, which gives wrong numbers and tells
 what the others cost. Times are of CUDA graphs that take turns; one counts only where the bits are those of small tiles.
@@ -75,7 +75,7 @@ class Way(NamedTuple):
 
 
 _ANY = tiles.TileProblem(rows=1 << 20, experts=1, n_out=512, k_in=512, parts=1, block_k=64)
-WAYS = {"two groups": Way(2), "three groups": Way(3)}
+WAYS = {"three groups": Way(3), "four groups": Way(4)}
 
 
 def text_of(constants: Mapping[str, int], left_out: tuple[tuple[str, str], ...]) -> str:
@@ -120,9 +120,10 @@ def measured(packed: PackedExperts, batch: ContiguousBatch, *, ablate: bool) -> 
     pool = graph_pool(device)
     wanted = small.run(batch)[:stop].clone()
     passes, same = {"small tiles": prepare_pass([partial(small.run, batch)], device, pool=pool)}, {"small tiles": True}
-    chosen = WAYS["three groups" if packed.gate_up.layout.promoted else "two groups"]
-    less = {name: chosen._replace(left_out=pieces) for name, pieces in ABLATIONS.items()} if ablate else {}
-    for name, way in (WAYS | less).items():
+    asked = packed.tiling.problem_of(packed.gate_up.layout, batch.source.numel())
+    ways = {name: way for name, way in WAYS.items() if way.groups == 3 or not asked.promoted}
+    less = {name: Way(3, pieces) for name, pieces in ABLATIONS.items()} if ablate else {}
+    for name, way in (ways | less).items():
         large = replace(packed, machine=packed.machine)  # which decides anew
         with multiplying(way):
             passes[name] = prepare_pass([partial(large.run, batch)], device, pool=pool)

@@ -31,7 +31,7 @@ if torch.cuda.is_available():
 pytest.importorskip("triton")
 
 SMALL = TileChoice(block_n=128, block_t=128, warps=8, stages=2)
-LARGE = TileChoice(block_n=128, block_t=256, warps=8, stages=4, group_t=2, programs=2)
+LARGE = TileChoice(block_n=128, block_t=192, warps=12, stages=5, group_t=2, programs=2)
 COUNTS = (0, 150, 3, 0, 129)
 FORMATS = (
     ("bf16", None),
@@ -149,11 +149,10 @@ def test_which_batches_are_large() -> None:
     fewer = prefill_tile(product(), replace(hopper, sms=115))
     assert fewer is not None
     assert fewer.programs == 114, "blocks come in pairs"
-    # Where no product is scaled by itself, a group of warps multiplies two units.
     assert (tile.block_t, tile.warps) == (192, 12)
     plain = prefill_tile(product(promoted=False), hopper)
     assert plain is not None
-    assert (plain.block_t, plain.warps) == (256, 8)
+    assert (plain.block_t, plain.warps) == (256, 16)
     assert prefill_tile(product(), replace(hopper, compiles=False)) is None, "without NVRTC"
     assert prefill_tile(product(), machine_of((9, 0), 132, nvrtc=False)) is None
     plain16 = {"block_k": 64, "weight_bits": 16, "x_bits": 16}

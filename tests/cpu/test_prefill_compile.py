@@ -25,9 +25,9 @@ FP8 = {
 }  # fmt: skip
 CODES = {"CODES": 1, "ROUND": 1}
 DOWN = {"PARTS": 1, "KIND": -1}
-TOKEN = {"WORKERS": 2, "SCALE": 0, "X_SCALE": 2, "ROW_SCALE": 1}
+TOKEN = {"WORKERS": 4, "SCALE": 0, "X_SCALE": 2, "ROW_SCALE": 1}
 CHANNEL = {"SCALE": 0, "ROW_SCALE": 1, "BIAS": 1, "CODES": 2}
-PLAIN = {"WORKERS": 2, "OPERAND": 1, "SCALE": 0, "X_SCALE": 0}
+PLAIN = {"WORKERS": 4, "OPERAND": 1, "SCALE": 0, "X_SCALE": 0}
 HALF = PLAIN | {"OPERAND": 2, "OUT": 2}
 # Weights that were decoded first: a factor for each row and group of columns; two terms of numbers that are looked up.
 GROUPS = {"OPERAND": 1, "SCALE": 4, "X_SCALE": 0}

@@ -25,7 +25,7 @@ if torch.cuda.is_available():
 pytest.importorskip("triton")
 
 SMALL = TileChoice(block_n=64, block_t=16, warps=4, stages=2)
-LARGE = TileChoice(block_n=128, block_t=256, warps=8, stages=4, group_t=2, programs=2)
+LARGE = TileChoice(block_n=128, block_t=192, warps=12, stages=5, group_t=2, programs=2)
 
 
 permute_on_device = by_kernel(permute)

@@ -33,7 +33,7 @@ from passes import check_rows_stand_alone
 from products import grouped_gemm_reference
 
 DEVICE = torch.device("cuda")
-LARGE = TileChoice(block_n=128, block_t=256, warps=8, stages=4, programs=132)
+LARGE = TileChoice(block_n=128, block_t=192, warps=12, stages=5, programs=132)
 CASES = (
     ("bf16", "bf16", 0.01),
     ("bf16", "fp16", 0.002),

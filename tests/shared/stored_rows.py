@@ -32,7 +32,7 @@ __all__ = ["store"]
 MOST, WIDE = 9, 96
 TURNS = ((3, 1, 0, 9), (0, 4, 2, 1), (0, 0, 0, 0), (9, 2, 5, 0))
 SMALL = TileChoice(block_n=64, block_t=16, warps=4, stages=2)
-LARGE = TileChoice(block_n=128, block_t=256, warps=8, stages=4, group_t=2, programs=2)
+LARGE = TileChoice(block_n=128, block_t=192, warps=12, stages=5, group_t=2, programs=2)
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
 // The product of a large batch in CUDA for sm_90a: rows of one expert times its weights, then bias and activation. The
 // contract, the K loop, its blocks and its rounding are those of grouped_gemm.py: the bits are equal.
 //
-// A block of threads takes output tiles in turn: up to 256 tokens, in units of 64, by 128 weight rows: gate and up of
-// the same 64 channels, or 128 neighbours. An expert's units are spread evenly over its tiles. The two blocks of a
+// A block of threads takes output tiles in turn: up to three units of 64 tokens by 128 weight rows: gate and up of the
+// same 64 channels, or 128 neighbours. An expert's units are spread evenly over its tiles. The two blocks of a
 // cluster take neighbouring weights; each copies half of the tokens, and the tensor memory accelerator writes them to
-// both. One thread copies, two warps load factors, and two groups of four warps multiply, each every second unit (or
-// three groups, every third of 192 tokens): one scales its product while another's runs. A tile is drawn when the one
+// both. One thread copies, two warps load factors, and three groups of four warps multiply a unit each: one scales its
+// product while the others' run. A tile is drawn when the one
 // before it is nearly copied, so tiles that follow each other, and read the same weights, begin at about the same time,
 // and weights come from memory once.
 //
@@ -19,13 +19,12 @@
 //
 // The compiler's options give these and OPERAND (0 E4M3, 1 bfloat16, 2 float16), OUT (1 bfloat16, 2 float16, 3 float32),
 // ROW_SCALE, KIND, FAST, HAS_LIMIT (kernels/numbers.py), BIAS (0 none, 1 bfloat16, 2 float16, 3 float32), ALIGNED: 16-bit
-// results are stored in pieces of 16 bytes, WORKERS: 2 or 3 groups that multiply. The functions that are no C++ are those
+// results are stored in pieces of 16 bytes, WORKERS: 3 groups that multiply, or 4. The functions that are no C++ are those
 // of sm90.cu, which comes before this text.
 
-constexpr int STAGES = WORKERS == 2 ? 4 : 5, STEP = 128, UNIT = 64, RING = 16;
-constexpr int EACH = WORKERS == 2 ? 2 : 1, MOST = WORKERS * EACH, WARPS = 4 * WORKERS;  // units of a group and a tile
+constexpr int STAGES = 8 - WORKERS, STEP = 128, UNIT = 64, RING = 16, WARPS = 4 * WORKERS;
 constexpr int WEIGHT_BYTES = 2 * UNIT * STEP, UNIT_BYTES = UNIT * STEP;
-constexpr int STAGE_BYTES = WEIGHT_BYTES + MOST * UNIT_BYTES;
+constexpr int STAGE_BYTES = WEIGHT_BYTES + WORKERS * UNIT_BYTES;
 constexpr int STEP_K = OPERAND ? STEP / 2 : STEP, SPAN = PARTS == 2 ? 128 : 256;
 constexpr bool GROUPS = SCALE == 4, PROMOTED = SCALE || X_SCALE == 1;
 constexpr int STEPS = GROUPS ? 2 : 1;  // stages whose product is scaled at once
@@ -38,7 +37,7 @@ struct Shared {
     u8 stage[STAGES][STAGE_BYTES];
     alignas(16) u8 turned[WARPS][1024];
     alignas(16) float weight[STAGES][2 * UNIT];
-    float token[STAGES][MOST * UNIT];
+    float token[STAGES][WORKERS * UNIT];
     u32 most[WARPS][2][16];
     Tile tile[RING];
     int place[RING];
@@ -62,8 +61,8 @@ __device__ __forceinline__ Tile tile_of(int place, int columns, int group_t, con
     int listed = place / columns;
     int expert = __ldg(lists.tile_expert + listed), start = (int)__ldg(lists.expert_offsets + expert);
     int rows = (int)__ldg(lists.expert_offsets + expert + 1) - start;
-    int before = listed - ((int)__ldg(lists.tile_row + listed) - start) / (MOST * UNIT);
-    int inside = place - before * columns, units = (rows + UNIT - 1) / UNIT, tiles = (units + MOST - 1) / MOST;
+    int before = listed - ((int)__ldg(lists.tile_row + listed) - start) / (WORKERS * UNIT);
+    int inside = place - before * columns, units = (rows + UNIT - 1) / UNIT, tiles = (units + WORKERS - 1) / WORKERS;
     int group = inside / (group_t * columns), width = min(tiles - group * group_t, group_t);
     inside -= group * group_t * columns;
     int tile = group * group_t + inside % width, each = units / tiles, more = units % tiles;
@@ -121,7 +120,7 @@ __device__ __forceinline__ void copies(
 
 // Loads the factors of tokens and weights, K block by K block. Two warps, which ask for some blocks at a time.
 __device__ __forceinline__ void factors(Shared& s, u32 rank, const Beside& n, const Sizes& z) {
-    constexpr int AHEAD = GROUPS ? 2 : 4, ROWS = X_SCALE == 1 ? MOST : 1, OWN = GROUPS ? 2 : 1;
+    constexpr int AHEAD = GROUPS ? 2 : 4, ROWS = X_SCALE == 1 ? WORKERS : 1, OWN = GROUPS ? 2 : 1;
     int lane = threadIdx.x - (WARPS + 1) * 32;
     Place p{0, 0};
     u32 parity = 0;
@@ -221,9 +220,9 @@ __device__ __forceinline__ void promote(float (&acc)[64], const float (&d)[64], 
     }
 }
 
-// Sums of all K blocks of this group's UNITS units; without one it only lets stages go.
-template <int UNITS> __device__ __forceinline__ void products(
-    Shared& s, Place& p, int steps, int group, u32 peer, float (&a)[64], float (&b)[64]
+// Sums of all K blocks of this group's unit; without one it only lets stages go.
+template <bool HERE> __device__ __forceinline__ void products(
+    Shared& s, Place& p, int steps, int group, u32 peer, float (&acc)[64]
 ) {
     int lane = threadIdx.x % 32, of_thread = group * UNIT + threadIdx.x / 32 % 4 * 16 + lane / 4;
     const u8* first = s.stage[0] + WEIGHT_BYTES + group * UNIT_BYTES;
@@ -234,27 +233,23 @@ template <int UNITS> __device__ __forceinline__ void products(
             wait(&s.full[p.stage], p.parity);
             next(q);
             if (STEPS == 2) wait(&s.full[q.stage], q.parity);
-            const float *token = s.token[p.stage] + of_thread;
             const float *weight = s.weight[p.stage] + (GROUPS ? lane % 4 * 2 : 0);
             float d[64];
-#pragma unroll
-            for (int u = 0; u < UNITS; u++) {
+            Factors f;
+            if (HERE) {
                 begin_products();
-                multiply_stage(d, first + p.stage * STAGE_BYTES + WORKERS * u * UNIT_BYTES, s.stage[p.stage], false);
-                if (STEPS == 2)
-                    multiply_stage(d, first + q.stage * STAGE_BYTES + WORKERS * u * UNIT_BYTES, s.stage[q.stage], true);
+                multiply_stage(d, first + p.stage * STAGE_BYTES, s.stage[p.stage], false);
+                if (STEPS == 2) multiply_stage(d, first + q.stage * STAGE_BYTES, s.stage[q.stage], true);
                 commit_products();
-                Factors f = factors_of(token + WORKERS * UNIT * u, weight);
+                f = factors_of(s.token[p.stage] + of_thread, weight);
                 await_products<0>();
-                // Nothing reads the stage any more, but the factors of groups.
-                if (!GROUPS && u == UNITS - 1 && lane == 0) arrive_at_both(peer, &s.empty[p.stage]);
-                promote(u ? b : a, d, f, weight);
             }
+            // Nothing reads the stage any more, but the factors of groups.
+            if (!GROUPS && lane == 0) arrive_at_both(peer, &s.empty[p.stage]);
+            if (HERE) promote(acc, d, f, weight);
             if (GROUPS) {
                 __syncwarp();
                 if (lane == 0) arrive_at_both(peer, &s.empty[p.stage]), arrive_at_both(peer, &s.empty[q.stage]);
-            } else if (!UNITS && lane == 0) {
-                arrive_at_both(peer, &s.empty[p.stage]);
             }
             next(p);
             if (STEPS == 2) next(p);
@@ -264,18 +259,16 @@ template <int UNITS> __device__ __forceinline__ void products(
 #pragma unroll 1
         for (int step = 0; step < steps; step++, next(p)) {
             wait(&s.full[p.stage], p.parity);
-            if (UNITS) {
-                const u8 *w = s.stage[p.stage], *x = first + p.stage * STAGE_BYTES;
+            if (HERE) {
                 begin_products();
-                multiply_stage(a, x, w, step > 0);
-                if (UNITS == 2) multiply_stage(b, x + WORKERS * UNIT_BYTES, w, step > 0);
+                multiply_stage(acc, first + p.stage * STAGE_BYTES, s.stage[p.stage], step > 0);
                 commit_products();
                 await_products<1>();
             }
             if (before >= 0 && lane == 0) arrive_at_both(peer, &s.empty[before]);
             before = p.stage;
         }
-        if (UNITS) await_products<0>();
+        if (HERE) await_products<0>();
         if (lane == 0) arrive_at_both(peer, &s.empty[before]);
     }
 }
@@ -493,12 +486,12 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(32 * WARP
     }
     meet_cluster();
     if (warp >= WARPS) {
-        need_registers<56>();
+        need_registers<WORKERS == 3 ? 56 : 40>();
         if (warp == WARPS && lane == 0) copies(s, rank, x, w, lists, z, counters);
         if (PROMOTED && (warp == WARPS + 1 || warp == WARPS + 2)) factors(s, rank, n, z);
         __syncwarp();
     } else {
-        take_registers<WORKERS == 2 ? 224 : 152>();
+        take_registers<WORKERS == 3 ? 152 : 112>();
         int group = warp / 4, of_warp = UNIT * group + 16 * (warp % 4);
         u32 met = 0;
         Place p{0, 0};
@@ -507,31 +500,27 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(32 * WARP
             wait(&s.full[p.stage], p.parity);
             Tile t = s.tile[turn];
             if (t.count == 0) break;
-            int own = (units_of(t) - group + WORKERS - 1) / WORKERS, column = t.column * SPAN + SPAN / 2 * rank;
-            float a[64], b[64];
+            float d[64];
 #pragma unroll
-            for (int i = 0; i < 64; i++) a[i] = b[i] = 0.0f;
-            if (EACH == 2 && own == 2) products<2>(s, p, z.steps, group, peer, a, b);
-            else if (own == 1) products<1>(s, p, z.steps, group, peer, a, b);
-            else products<0>(s, p, z.steps, group, peer, a, b);
+            for (int i = 0; i < 64; i++) d[i] = 0.0f;
+            if (group >= units_of(t)) {
+                products<false>(s, p, z.steps, group, peer, d);
+                continue;
+            }
+            products<true>(s, p, z.steps, group, peer, d);
+            int column = t.column * SPAN + SPAN / 2 * rank, row = t.row + of_warp, left = t.count - of_warp;
+            float per_token[2];
 #pragma unroll
-            for (int u = 0; u < EACH; u++) {
-                if (u >= own) break;
-                float (&d)[64] = u ? b : a;
-                int row = t.row + WORKERS * UNIT * u + of_warp, left = t.count - WORKERS * UNIT * u - of_warp;
-                float per_token[2];
+            for (int h = 0; h < 2; h++)
+                per_token[h] = X_SCALE == 2 ? __ldg(n.x_scale + row + min(8 * h + lane / 4, left - 1)) : 1.0f;
+            finish(d, t.expert, column + lane % 4 * 2, per_token, n, z);
 #pragma unroll
-                for (int h = 0; h < 2; h++)
-                    per_token[h] = X_SCALE == 2 ? __ldg(n.x_scale + row + min(8 * h + lane / 4, left - 1)) : 1.0f;
-                finish(d, t.expert, column + lane % 4 * 2, per_token, n, z);
-#pragma unroll
-                for (int i = 0; i < 32 * CHUNKS; i++) d[i] = activated(d[i], d[PARTS == 2 ? i + 32 : i], z);
-                if (CODES) {
-                    store_codes(s, d, row, left, column, peer, met++, o, z);
-                } else {
-                    store_rows(s.turned[warp], d, row, left, column, o, z);
-                    if (PARTS == 1) store_rows(s.turned[warp], d + 32, row, left, column + UNIT, o, z);
-                }
+            for (int i = 0; i < 32 * CHUNKS; i++) d[i] = activated(d[i], d[PARTS == 2 ? i + 32 : i], z);
+            if (CODES) {
+                store_codes(s, d, row, left, column, peer, met++, o, z);
+            } else {
+                store_rows(s.turned[warp], d, row, left, column, o, z);
+                if (PARTS == 1) store_rows(s.turned[warp], d + 32, row, left, column + UNIT, o, z);
             }
         }
     }

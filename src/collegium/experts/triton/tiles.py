@@ -147,14 +147,13 @@ def prefill_tile(problem: TileProblem, machine: Machine) -> TileChoice | None:
     fits = fits and machine.compiles and problem.experts * problem.parts * problem.n_out < 1 << 31
     if not fits or problem.rows < least * problem.experts:
         return None
-    # Two groups of warps multiply two units each. Where each product is scaled by itself, three multiply one, so that
-    # two go on while one scales.
-    groups, each, stages = (3, 1, 5) if problem.promoted else (2, 2, 4)
+    # A product that is scaled by itself takes registers beside its sum, which four groups of warps do not have.
+    groups = 3 if problem.promoted else 4
     return TileChoice(
         block_n=BAND,
-        block_t=groups * each * _UNIT,
+        block_t=groups * _UNIT,
         warps=4 * groups,
-        stages=stages,
+        stages=8 - groups,
         group_t=_SHARED_PASS,
         programs=machine.sms // 2 * 2,  # two blocks share their tokens
     )
