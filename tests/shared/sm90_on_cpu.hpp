@@ -35,7 +35,7 @@ using std::min;
 
 // --- threads ---
 
-constexpr int THREADS = 128 * WORKERS + 128, BLOCK_BYTES = 227 * 1024;
+constexpr int IN_BLOCK = 128 * WORKERS + 128, BLOCK_BYTES = 227 * 1024;
 struct Thread { ucontext_t context; std::vector<char> stack; int block, index; bool ended; };
 struct Group { int inside = 0; u64 round = 0; };
 
@@ -44,8 +44,8 @@ static std::vector<Thread> threads;
 static Thread* current;
 static u64 events;
 static u8* memory[2];
-static Group warps[2][THREADS / 32], cluster;
-static u64 slots[2][THREADS / 32][32][5];
+static Group warps[2][IN_BLOCK / 32], cluster;
+static u64 slots[2][IN_BLOCK / 32][32][5];
 static std::vector<std::function<void()>> late;
 static std::mt19937 chance;
 
@@ -97,7 +97,7 @@ template <class T> static T* in(u32 rank, T* p) { return (T*)(memory[rank] + ((u
 
 static void init(Barrier* b, int count) { *b = {count, count, 0, 0}; }
 static void show_barriers() {}
-static void meet_cluster() { meet(cluster, 2 * THREADS); }
+static void meet_cluster() { meet(cluster, 2 * IN_BLOCK); }
 
 static void look(Barrier* b) {
     if (b->left < 0) std::fprintf(stderr, "a barrier got more arrivals than it waits for\n"), std::abort();
@@ -230,10 +230,10 @@ static void run_cluster(std::function<void()> body) {
         memory[block] = (u8*)std::aligned_alloc(1024, BLOCK_BYTES);
         std::memset(memory[block], 0xFF, BLOCK_BYTES);
     }
-    threads = std::vector<Thread>(2 * THREADS);
-    for (int i = 0; i < 2 * THREADS; i++) {
+    threads = std::vector<Thread>(2 * IN_BLOCK);
+    for (int i = 0; i < 2 * IN_BLOCK; i++) {
         Thread& t = threads[i];
-        t.stack.resize(1 << 16), t.block = i / THREADS, t.index = i % THREADS, t.ended = false;
+        t.stack.resize(1 << 16), t.block = i / IN_BLOCK, t.index = i % IN_BLOCK, t.ended = false;
         getcontext(&t.context);
         t.context.uc_stack.ss_sp = t.stack.data(), t.context.uc_stack.ss_size = t.stack.size();
         t.context.uc_link = &main_context;

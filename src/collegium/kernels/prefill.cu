@@ -26,6 +26,10 @@ constexpr int STAGES = 8 - WORKERS, STEP = 128, UNIT = 64, RING = 16, WARPS = 4 
 constexpr int WEIGHT_BYTES = 2 * UNIT * STEP, UNIT_BYTES = UNIT * STEP;
 constexpr int STAGE_BYTES = WEIGHT_BYTES + WORKERS * UNIT_BYTES;
 constexpr int STEP_K = OPERAND ? STEP / 2 : STEP, SPAN = PARTS == 2 ? 128 : 256;
+// Registers of a thread: as many as all threads may have at first, then few of those that copy and more of the others.
+constexpr int THREADS = 32 * WARPS + 128, FIRST = 65536 / THREADS / 8 * 8;
+constexpr int COPYING = WORKERS == 3 ? 56 : 40, MULTIPLYING = WORKERS == 3 ? 152 : 104;
+static_assert(128 * COPYING + 32 * WARPS * MULTIPLYING <= THREADS * FIRST, "more than the block was given");
 constexpr bool GROUPS = SCALE == 4, PROMOTED = SCALE || X_SCALE == 1;
 constexpr int STEPS = GROUPS ? 2 : 1;  // stages whose product is scaled at once
 constexpr int CHUNKS = PARTS == 2 ? 1 : 2;  // results of a unit: 64 columns each
@@ -471,7 +475,7 @@ __device__ __forceinline__ void store_codes(
     }
 }
 
-extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(32 * WARPS + 128, 1) prefill(
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1) prefill(
     const __grid_constant__ Map x, const __grid_constant__ Map w, int* counters, const __grid_constant__ Beside n,
     const __grid_constant__ Out o, const __grid_constant__ Lists lists, const __grid_constant__ Sizes z
 ) {
@@ -486,12 +490,12 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(32 * WARP
     }
     meet_cluster();
     if (warp >= WARPS) {
-        need_registers<WORKERS == 3 ? 56 : 40>();
+        need_registers<COPYING>();
         if (warp == WARPS && lane == 0) copies(s, rank, x, w, lists, z, counters);
         if (PROMOTED && (warp == WARPS + 1 || warp == WARPS + 2)) factors(s, rank, n, z);
         __syncwarp();
     } else {
-        take_registers<WORKERS == 3 ? 152 : 112>();
+        take_registers<MULTIPLYING>();
         int group = warp / 4, of_warp = UNIT * group + 16 * (warp % 4);
         u32 met = 0;
         Place p{0, 0};
