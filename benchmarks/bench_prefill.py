@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -34,9 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
 
     from collegium.experts.triton.packed import PackedExperts
-    from collegium.experts.triton.tile_choice import TileChoice, TileProblem
     from collegium.planning import Plan
-    from collegium.runtime.machine import Machine
     from collegium.types import ContiguousBatch
 
 RESULTS = Path(__file__).parent / "results" / "prefill_h100.csv"
@@ -62,20 +60,7 @@ ABLATIONS: dict[str, tuple[tuple[str, str], ...]] = {
 }
 
 
-class Way(NamedTuple):
-    """How large tiles multiply: how many groups of warps, and what is left out of the text."""
-
-    groups: int
-    left_out: tuple[tuple[str, str], ...] = ()
-
-    def tile(self, _: TileProblem, machine: Machine) -> TileChoice:
-        """Take the place of ``prefill_tile``."""
-        asked = replace(_ANY, promoted=self.groups == 3)
-        return cast("TileChoice", tiles.prefill_tile(asked, machine))
-
-
-_ANY = tiles.TileProblem(rows=1 << 20, experts=1, n_out=512, k_in=512, parts=1, block_k=64)
-WAYS = {"three groups": Way(3), "four groups": Way(4)}
+_LARGE = tiles.TileProblem(rows=1 << 20, experts=1, n_out=512, k_in=512, parts=1, block_k=64)
 
 
 def text_of(constants: Mapping[str, int], left_out: tuple[tuple[str, str], ...]) -> str:
@@ -88,12 +73,12 @@ def text_of(constants: Mapping[str, int], left_out: tuple[tuple[str, str], ...])
 
 
 @contextmanager
-def multiplying(way: Way) -> Generator[None]:
-    """Multiply every batch by large tiles inside the block, in one way."""
+def multiplying(left_out: tuple[tuple[str, str], ...]) -> Generator[None]:
+    """Multiply every batch by large tiles inside the block, without pieces of their kernel's text."""
     before = tiling.prefill_tile, prefill.KERNEL
-    tiling.prefill_tile = way.tile
-    if way.left_out:
-        prefill.KERNEL = CudaKernel("prefill", partial(text_of, left_out=way.left_out), before[1].shared)
+    tiling.prefill_tile = lambda _, machine: tiles.prefill_tile(_LARGE, machine)
+    if left_out:
+        prefill.KERNEL = CudaKernel("prefill", partial(text_of, left_out=left_out), before[1].shared)
     try:
         yield
     finally:
@@ -114,18 +99,15 @@ def batch_of(plan: Plan, tokens: int) -> ContiguousBatch:
 
 
 def measured(packed: PackedExperts, batch: ContiguousBatch, *, ablate: bool) -> dict[str, tuple[float, bool]]:
-    """Return microseconds of both products, and whether the bits are those of small tiles, for every way."""
+    """Return microseconds of both products, and whether the bits are those of small tiles, with each tile."""
     device, stop = batch.x.device, int(batch.expert_offsets[-1])
     small = replace(packed, machine=replace(packed.machine, compiles=False))
     pool = graph_pool(device)
     wanted = small.run(batch)[:stop].clone()
     passes, same = {"small tiles": prepare_pass([partial(small.run, batch)], device, pool=pool)}, {"small tiles": True}
-    asked = packed.tiling.problem_of(packed.gate_up.layout, batch.source.numel())
-    ways = {name: way for name, way in WAYS.items() if way.groups == 3 or not asked.promoted}
-    less = {name: Way(3, pieces) for name, pieces in ABLATIONS.items()} if ablate else {}
-    for name, way in (ways | less).items():
+    for name, left_out in ({"large tiles": ()} | (ABLATIONS if ablate else {})).items():
         large = replace(packed, machine=packed.machine)  # which decides anew
-        with multiplying(way):
+        with multiplying(left_out):
             passes[name] = prepare_pass([partial(large.run, batch)], device, pool=pool)
             same[name] = torch.equal(large.run(batch)[:stop], wanted)
     return {name: (1e6 * time, same[name]) for name, time in take_turns(passes, device).items()}

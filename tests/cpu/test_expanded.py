@@ -137,16 +137,16 @@ def test_which_batches_are_decoded_first() -> None:
     assert prefill_tile(asked(4096, x_bits=8), hopper) is None, "E4M3 operands are decoded by another kernel"
     assert prefill_tile(asked(56), hopper) is None
     # Eight bits gain sooner.
-    assert prefill_tile(asked(640), hopper) is None
-    assert prefill_tile(asked(640, weight_bits=8.25), hopper) is not None
+    assert prefill_tile(asked(512), hopper) is None
+    assert prefill_tile(asked(512, weight_bits=8.25), hopper) is not None
     assert prefill_tile(asked(384, weight_bits=8.25), hopper) is None
     looked_up: dict[str, Any] = {"quartered": True, "promoted": True, "operands": 2}
-    assert prefill_tile(asked(256, **looked_up), hopper) is None
-    assert prefill_tile(asked(288, **looked_up), hopper) is not None
+    assert prefill_tile(asked(192, **looked_up), hopper) is None
+    assert prefill_tile(asked(208, **looked_up), hopper) is not None
     # On an H100, whose memory is slower, all of them gain later.
     slower = machine_of((9, 0), 132, 3.35e12)
     eight: dict[str, Any] = {"weight_bits": 8.25}
-    for changes, rows, later in (({}, 1280, 1880), (eight, 480, 596), (looked_up, 288, 358)):
+    for changes, rows, later in (({}, 800, 1176), (eight, 400, 496), (looked_up, 208, 258)):
         assert prefill_tile(asked(rows, **changes), hopper) is not None
         assert prefill_tile(asked(later - 16, **changes), slower) is None
         assert prefill_tile(asked(later, **changes), slower) is not None
@@ -161,7 +161,7 @@ def test_the_plan_holds_what_a_large_batch_decodes() -> None:
         weight_format="nvfp4",
     )
     device = DeviceFacts(kind="cuda", capability=(9, 0))
-    for tokens, nbytes in ((8192, 0), (16384, (2 * 2048 + 32 * 16) * 128 * 1536)):
+    for tokens, nbytes in ((8192, 0), (12288, (2 * 2048 + 32 * 16) * 128 * 1536)):
         made = plan(Problem(spec=spec, device=device, limits=Limits(max_tokens=tokens)))
         found = {region.name: region.nbytes for region in made.regions}
         assert found.get("experts/expanded", 0) == nbytes

@@ -149,22 +149,18 @@ def test_which_batches_are_large() -> None:
     fewer = prefill_tile(product(), replace(hopper, sms=115))
     assert fewer is not None
     assert fewer.programs == 114, "blocks come in pairs"
-    assert (tile.block_t, tile.warps) == (192, 12)
-    plain = prefill_tile(product(promoted=False), hopper)
-    assert plain is not None
-    assert (plain.block_t, plain.warps) == (256, 16)
     assert prefill_tile(product(), replace(hopper, compiles=False)) is None, "without NVRTC"
     assert prefill_tile(product(), machine_of((9, 0), 132, nvrtc=False)) is None
-    plain16 = {"block_k": 64, "weight_bits": 16, "x_bits": 16}
+    plain16 = {"block_k": 64, "weight_bits": 16, "x_bits": 16, "promoted": False}
     assert prefill_tile(product(**plain16, k_in=2880), hopper) is not None
-    assert prefill_tile(product(rows=256 * 56), hopper) is not None
-    assert prefill_tile(product(**plain16, rows=256 * 156), hopper) is not None
-    assert prefill_tile(product(**plain16, n_out=768, k_in=2048), hopper) is not None
+    assert prefill_tile(product(rows=256 * 16), hopper) is not None
+    assert prefill_tile(product(rows=256 * 40, promoted=False), hopper) is not None
+    assert prefill_tile(product(**plain16, rows=256 * 48), hopper) is not None
     for refused in (
         {"rows": 512},
-        {"rows": 256 * 55},
-        {**plain16, "rows": 256 * 155},
-        {**plain16, "n_out": 768, "k_in": 2048, "rows": 256 * 231},
+        {"rows": 256 * 15},
+        {"rows": 256 * 39, "promoted": False},
+        {**plain16, "rows": 256 * 47},
         {"k_in": 7176},
         {"x_bits": 16, "decoded": True},
         {"weight_bits": 4.25, "decoded": True},

@@ -20,14 +20,14 @@ if not nvrtc_found():
     pytest.skip("needs NVRTC", allow_module_level=True)
 
 FP8 = {
-    "WORKERS": 3, "OPERAND": 0, "OUT": 1, "SCALE": 1, "TERMS": 1, "X_SCALE": 1, "ROW_SCALE": 0, "PARTS": 2, "KIND": 0,
+    "OPERAND": 0, "OUT": 1, "SCALE": 1, "TERMS": 1, "X_SCALE": 1, "ROW_SCALE": 0, "PARTS": 2, "KIND": 0,
     "FAST": 0, "HAS_LIMIT": 0, "CODES": 0, "ROUND": 0, "PLACED": 0, "BIAS": 0, "ALIGNED": 1,
 }  # fmt: skip
 CODES = {"CODES": 1, "ROUND": 1}
 DOWN = {"PARTS": 1, "KIND": -1}
-TOKEN = {"WORKERS": 4, "SCALE": 0, "X_SCALE": 2, "ROW_SCALE": 1}
+TOKEN = {"SCALE": 0, "X_SCALE": 2, "ROW_SCALE": 1}
 CHANNEL = {"SCALE": 0, "ROW_SCALE": 1, "BIAS": 1, "CODES": 2}
-PLAIN = {"WORKERS": 4, "OPERAND": 1, "SCALE": 0, "X_SCALE": 0}
+PLAIN = {"OPERAND": 1, "SCALE": 0, "X_SCALE": 0}
 HALF = PLAIN | {"OPERAND": 2, "OUT": 2}
 # Weights that were decoded first: a factor for each row and group of columns; two terms of numbers that are looked up.
 GROUPS = {"OPERAND": 1, "SCALE": 4, "X_SCALE": 0}

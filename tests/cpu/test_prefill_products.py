@@ -27,9 +27,7 @@ from decoded_layers import decoded_layer
 from five_experts import five_experts, rows_of
 from products import grouped_gemm_reference
 
-# Three or four groups of warps multiply 64 rows each.
-THREE = TileChoice(block_n=128, block_t=192, warps=12, stages=5, group_t=2, programs=2)
-FOUR = replace(THREE, block_t=256, warps=16, stages=4)
+TILE = TileChoice(block_n=128, block_t=192, warps=12, stages=5, group_t=2, programs=2)
 COUNTS = (0, 300, 3, 0, 65)  # five units in two tiles, one nearly empty, one more than full
 ROWS, OWNED = 372, 368
 OFFSETS = torch.tensor([0, *COUNTS]).cumsum(0)
@@ -43,19 +41,15 @@ def tokens(act: str | None, k_in: int) -> tuple[torch.Tensor, torch.Tensor | Non
     return x, scale, x.float() * wide
 
 
-BOTH = pytest.mark.parametrize("tile", [THREE, FOUR])
-
-
 def run(
     x: torch.Tensor,
     packed: PackedMatrix,
     dtype: torch.dtype,
     offsets: torch.Tensor = OFFSETS,
-    tile: TileChoice = THREE,
     **more: Any,
 ) -> torch.Tensor:
     out = torch.full((ROWS, packed.layout.shape[2]), 7.0, dtype=dtype)
-    return prefill_gemm(x, packed, offsets, tile_list(offsets, ROWS, tile), out, **more)
+    return prefill_gemm(x, packed, offsets, tile_list(offsets, ROWS, TILE), out, **more)
 
 
 @pytest.mark.parametrize(
@@ -73,27 +67,25 @@ def test_truth_and_results_of_16_bits(weights: str, act: str | None, parts: int)
     packed, values = five_experts(weights, parts, 208, 272, bias=True)
     x, x_scale, meant = tokens(act, 272)
     activation = SWIGLU if parts == 2 else None
-    tile = THREE if weights == "fp8_block" or act == "fp8_group128" else FOUR
-    wide = run(x, packed, torch.float32, tile=tile, x_scale=x_scale, activation=activation)
+    wide = run(x, packed, torch.float32, x_scale=x_scale, activation=activation)
     truth = grouped_gemm_reference(meant, values, OFFSETS, bias=packed.bias, activation=activation)
     assert relative_error(wide[:OWNED], truth[:OWNED]) < 2e-6
     assert bool((wide[OWNED:] == 7.0).all())
-    rows = run(x, packed, torch.bfloat16, tile=tile, x_scale=x_scale, activation=activation)
+    rows = run(x, packed, torch.bfloat16, x_scale=x_scale, activation=activation)
     assert torch.equal(rows, wide.bfloat16())
 
 
-@BOTH
 @pytest.mark.parametrize(("act", "parts"), [("fp8_group128", 2), ("fp8_group128_pow2", 1)])
-def test_codes_are_what_quantising_the_rows_gives(act: str, parts: int, tile: TileChoice) -> None:
+def test_codes_are_what_quantising_the_rows_gives(act: str, parts: int) -> None:
     packed, _ = five_experts("fp8_block", parts, 336, 256, bias=False)
     x, x_scale, _ = tokens("fp8_group128", 256)
     x[5] = torch.nan
     activation = ActivationSpec(kind="swiglu" if parts == 2 else "relu2")
-    rows = run(x, packed, torch.bfloat16, tile=tile, x_scale=x_scale, activation=activation)
+    rows = run(x, packed, torch.bfloat16, x_scale=x_scale, activation=activation)
     wanted = activation_format(act).quantize(rows)
     assert wanted.scales is not None
     made = CodeScales(scale=torch.full((ROWS, 3), 7.0), power=act.endswith("pow2"), rounded=True)
-    codes = run(x, packed, torch.float8_e4m3fn, tile=tile, x_scale=x_scale, activation=activation, codes=made)
+    codes = run(x, packed, torch.float8_e4m3fn, x_scale=x_scale, activation=activation, codes=made)
     assert bool(wanted.scales[5].isnan().all())
     torch.testing.assert_close(made.scale[:OWNED], wanted.scales[:OWNED], rtol=0, atol=0, equal_nan=True)
     assert torch.equal(codes[:OWNED].view(torch.uint8), wanted.codes[:OWNED].view(torch.uint8))
@@ -118,16 +110,15 @@ def test_a_row_has_the_same_bits_in_any_batch_and_nan_stays_in_its_row() -> None
     assert torch.equal(again[:43][others], found[:43][others])
 
 
-@BOTH
 @pytest.mark.parametrize("n_out", [208, 204])
-def test_rows_go_to_their_places(n_out: int, tile: TileChoice) -> None:
+def test_rows_go_to_their_places(n_out: int) -> None:
     packed, _ = five_experts("bf16", 1, n_out, 272, bias=True)
     x, _, _ = tokens(None, 272)
-    wanted = run(x, packed, torch.bfloat16, tile=tile)
+    wanted = run(x, packed, torch.bfloat16)
     places = torch.randperm(ROWS)
     at = torch.where(places == 3, NOWHERE, places * n_out)
     out = torch.full((ROWS, n_out), 7.0, dtype=torch.bfloat16)
-    prefill_gemm(x, packed, OFFSETS, replace(tile_list(OFFSETS, ROWS, tile), places=at), out)
+    prefill_gemm(x, packed, OFFSETS, replace(tile_list(OFFSETS, ROWS, TILE), places=at), out)
     written = places[:OWNED][places[:OWNED] != 3]
     assert torch.equal(out[written], wanted[:OWNED][places[:OWNED] != 3])
     kept = torch.ones(ROWS, dtype=torch.bool)

@@ -35,7 +35,7 @@ using std::min;
 
 // --- threads ---
 
-constexpr int IN_BLOCK = 128 * WORKERS + 128, BLOCK_BYTES = 227 * 1024;
+constexpr int IN_BLOCK = 512, BLOCK_BYTES = 227 * 1024;
 struct Thread { ucontext_t context; std::vector<char> stack; int block, index; bool ended; };
 struct Group { int inside = 0; u64 round = 0; };
 

@@ -19,16 +19,15 @@
 //
 // The compiler's options give these and OPERAND (0 E4M3, 1 bfloat16, 2 float16), OUT (1 bfloat16, 2 float16, 3 float32),
 // ROW_SCALE, KIND, FAST, HAS_LIMIT (kernels/numbers.py), BIAS (0 none, 1 bfloat16, 2 float16, 3 float32), ALIGNED: 16-bit
-// results are stored in pieces of 16 bytes, WORKERS: 3 groups that multiply, or 4. The functions that are no C++ are those
+// results are stored in pieces of 16 bytes. The functions that are no C++ are those
 // of sm90.cu, which comes before this text.
 
-constexpr int STAGES = 8 - WORKERS, STEP = 128, UNIT = 64, RING = 16, WARPS = 4 * WORKERS;
+constexpr int WORKERS = 3, WARPS = 4 * WORKERS, STAGES = 5, STEP = 128, UNIT = 64, RING = 16;
 constexpr int WEIGHT_BYTES = 2 * UNIT * STEP, UNIT_BYTES = UNIT * STEP;
 constexpr int STAGE_BYTES = WEIGHT_BYTES + WORKERS * UNIT_BYTES;
 constexpr int STEP_K = OPERAND ? STEP / 2 : STEP, SPAN = PARTS == 2 ? 128 : 256;
-// Registers of a thread: as many as all threads may have at first, then few of those that copy and more of the others.
-constexpr int THREADS = 32 * WARPS + 128, FIRST = 65536 / THREADS / 8 * 8;
-constexpr int COPYING = WORKERS == 3 ? 56 : 40, MULTIPLYING = WORKERS == 3 ? 152 : 104;
+// Registers of a thread: as many for all at first, then few for those that copy and more for the others.
+constexpr int THREADS = 32 * WARPS + 128, FIRST = 65536 / THREADS, COPYING = 56, MULTIPLYING = 152;
 static_assert(128 * COPYING + 32 * WARPS * MULTIPLYING <= THREADS * FIRST, "more than the block was given");
 constexpr bool GROUPS = SCALE == 4, PROMOTED = SCALE || X_SCALE == 1;
 constexpr int STEPS = GROUPS ? 2 : 1;  // stages whose product is scaled at once

@@ -23,8 +23,8 @@ from .matrix import PackedMatrix
 
 __all__ = ["KERNEL", "CodeScales", "prefill_gemm", "source_of"]
 
-# Bytes of a row in a step of the K loop, rows of tokens that four warps multiply at once, shared memory of a block.
-_STEP, _UNIT, _SHARED = 128, 64, 227 * 1024
+# Bytes of a row in a step of the K loop, rows of tokens that four warps multiply at once, what a block has.
+_STEP, _UNIT, _SHARED, _THREADS = 128, 64, 227 * 1024, 512
 _NUMBERS = {torch.float8_e4m3fn: 0, torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 
 
@@ -69,7 +69,7 @@ def prefill_gemm(
         KERNEL,
         _constants(x, packed, tiles, out, x_scale, activation, codes),
         x.device,
-        (tile.programs, 32 * tile.warps + 128),
+        (tile.programs, _THREADS),
         Rows(x, x.shape[0], k_in, _UNIT // 2),
         Rows(values, experts * parts * n_out, layout.operands * k_in, _UNIT),
         tiles.used[1:],
@@ -130,7 +130,6 @@ def _constants(
     scale = scales_of(x_scale, packed.values)[0]
     wide = n_out % 16 == 0 if codes is not None else n_out % 8 == 0 and out.dtype != torch.float32 and placed != 1
     return {
-        "WORKERS": tiles.tile.warps // 4,
         "OPERAND": _NUMBERS[x.dtype],
         "OUT": 1 if codes is not None else _NUMBERS[out.dtype],
         "SCALE": layout.scale_kind,

@@ -23,7 +23,6 @@ BAND = 128  # weight rows a tile of a large batch holds twice
 _SMALL = 1 << 22  # weights that a small expert has in a product
 _LONG = 512  # columns that such a product has at least: shorter ones decode little
 _SHARED_PASS = 8  # token tiles of one expert in a large batch that share a pass over its weights
-_UNIT = 64  # rows that one of the groups of warps of a large tile multiplies at once
 
 
 def nearest(tuned: TunedTiles, rows: int) -> TileChoice | None:
@@ -147,27 +146,18 @@ def prefill_tile(problem: TileProblem, machine: Machine) -> TileChoice | None:
     fits = fits and machine.compiles and problem.experts * problem.parts * problem.n_out < 1 << 31
     if not fits or problem.rows < least * problem.experts:
         return None
-    # A product that is scaled by itself takes registers beside its sum, which four groups of warps do not have.
-    groups = 3 if problem.promoted else 4
-    return TileChoice(
-        block_n=BAND,
-        block_t=groups * _UNIT,
-        warps=4 * groups,
-        stages=8 - groups,
-        group_t=_SHARED_PASS,
-        programs=machine.sms // 2 * 2,  # two blocks share their tokens
-    )
+    # Three groups of warps multiply 64 rows each; two blocks share their tokens.
+    programs = machine.sms // 2 * 2
+    return TileChoice(block_n=BAND, block_t=192, warps=12, stages=5, group_t=_SHARED_PASS, programs=programs)
 
 
 def large_from(problem: TileProblem) -> int:
     """Return the rows of an expert from which on whole weights run with the tiles of large batches.
 
-    With 128 to 150 rows on average half of the experts have a second tile that is nearly empty; 16-bit weights are
-    faster with small tiles there. E4M3 rows are level at 64, and a quarter faster where they crowd on few experts.
+    From 32 rows on 16-bit weights and E4M3 rows with one scale are level with small tiles on an H200. Where each K
+    block is scaled, those wait for every product.
     """
-    if problem.x_bits == 8:
-        return 56
-    return 232 if problem.parts * problem.n_out * problem.k_in < _SMALL else 156
+    return 16 if problem.promoted else 48 if problem.x_bits > 8 else 40
 
 
 def _stages(problem: TileProblem, machine: Machine, tile: TileChoice) -> tuple[int, ...]:
