@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collegium.planning import Plan
     from collegium.types import ContiguousBatch
 
-RESULTS = Path(__file__).parent / "results" / "prefill_h100.csv"
+RESULTS = Path(__file__).parent / "results" / "prefill_h200.csv"
 RECIPES = ("bf16:bf16", "fp8_block:fp8_group128")
 
 # What --ablate leaves out, by pieces of the text.

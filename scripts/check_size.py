@@ -16,10 +16,11 @@ HOST_FILE = 400
 KERNEL_FILE = 700
 FUNCTION = 60
 PARAMETERS = 8
-# Lines of code; ADR 8 says why comments and docstrings are free, and why there are three budgets.
+# Lines of code; ADR 8 says why comments and docstrings are free, and why there are three budgets; ADR 14: CUDA.
 LAYER = 10_000
 SEVERAL = 6_000
 REST = 8_000
+CUDA = 600
 SEVERAL_OF = (
     "balance",
     "commands/balance.py",
@@ -57,6 +58,7 @@ def oversized(root: Path = ROOT) -> list[str]:
             faults.append(f"{name}: {lines} lines, allowed {allowed}; split it by subject")
         if not device:
             faults += [f"{name}:{fault}" for fault in _functions(ast.parse(text))]
+    faults += _cuda(root)
     for allowed, total in totals.items():
         if total > allowed:
             faults.append(f"src: {total} lines of code in {_WHAT[allowed]}, allowed {allowed}; what can be deleted?")
@@ -83,6 +85,19 @@ def code_lines(text: str) -> int:
             if ast.get_docstring(node, clean=False) is not None and first is not None:
                 found.difference_update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
     return len(found)
+
+
+def _cuda(root: Path) -> list[str]:
+    """Return what is over the budget of kernels in CUDA; their comments are lines of their own."""
+    total, faults = 0, list[str]()
+    for path in (path for path in tracked(root) if path.suffix == ".cu" and path.is_relative_to(root / "src")):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        total += sum(bool(line.strip()) and not line.lstrip().startswith("//") for line in lines)
+        if len(lines) > KERNEL_FILE:
+            faults.append(f"{path.relative_to(root)}: {len(lines)} lines, allowed {KERNEL_FILE}; split it by subject")
+    if total > CUDA:
+        faults.append(f"src: {total} lines of CUDA, allowed {CUDA}; what can be deleted, or written in Triton?")
+    return faults
 
 
 def _budget(path: Path, root: Path) -> int:

@@ -74,7 +74,8 @@ _WRITE = ("tests/cpu/test_conversion.py::test_what_is_written_loads_back",)
 _STACK = ("tests/cpu/test_conversion.py::test_stacked_families_stay_stacked",)
 _GPU = ("tests/gpu/test_experts.py",)
 _GPU_FOUR = ("tests/gpu/test_w4a8.py",)
-_GPU_LARGE = ("tests/gpu/test_prefill.py",)
+_GPU_LARGE = ("tests/gpu/test_prefill.py", "tests/gpu/test_expanded.py")
+_PREFILL = ("tests/cpu/test_prefill_products.py", "tests/cpu/test_prefill.py")
 _GPU_SMALL = ("tests/gpu/test_small_kernels.py", "tests/gpu/test_layer.py")
 _GPU_BESIDE = ("tests/gpu/test_layer.py::test_gpu_a_shared_expert_runs_beside_the_others",)
 _GPU_CLOSE = ("tests/gpu/test_direct.py",)
@@ -314,8 +315,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("the factor of the neighbouring group", "kernels/expand.py", (("f[group * 4 // GROUPS], mask", "f[0], mask"),), _LARGE),
     Mutant("the factor of the neighbouring block", "kernels/expand.py", (("row // 128) * K_BLOCKS + block)", "row // 128) * K_BLOCKS)"),), _LARGE),
     Mutant("quarters of a block swapped", "kernels/expand.py", (("tl.store(to + at, a[quarter]", "tl.store(to + at, a[3 - quarter]"),), _LARGE),
-    Mutant("an expert's first tokens in all of its tiles", "kernels/prefill.py", (("corner = start + tile * BLOCK_T", "corner = start"),), ("tests/cpu/test_prefill.py",)),
-    Mutant("gate's factors for up", "kernels/prefill.py", (("s_second = s_first + tl.cast(n_out, tl.int64) * K_BLOCKS", "s_second = s_first + 0 * tl.cast(n_out, tl.int64) * K_BLOCKS"),), _LARGE),
+    Mutant("an expert's first tokens in all of its tiles", "kernels/prefill.cu", (("inside / width, start + first,", "inside / width, start,"),), _PREFILL),
+    Mutant("gate's factors for up", "kernels/prefill.cu", (("i64 part = (i64)t.expert * PARTS + (PARTS == 2 ? h : 0);", "i64 part = (i64)t.expert * PARTS;"),), _PREFILL),
+    Mutant("gate and up swapped in a large tile", "kernels/prefill.cu", (("activated(d[i], d[PARTS == 2 ? i + 32 : i], z)", "activated(d[PARTS == 2 ? i + 32 : i], d[i], z)"),), _PREFILL),
+    Mutant("the neighbouring row block's scale", "kernels/prefill.cu", (("(PARTS == 2 && lane == 1)) * z.scale_rows + band) * z.k_blocks", "(PARTS == 2 && lane == 1)) * z.scale_rows + (band ^ 1)) * z.k_blocks"),), _PREFILL),
+    Mutant("a bias of the neighbouring expert", "kernels/prefill.cu", (("i64 i = ((i64)expert * PARTS + part) * z.n_out + c;", "i64 i = ((i64)(expert ^ 1) * PARTS + part) * z.n_out + c;"),), _PREFILL),
+    Mutant("a row beyond a tile's end stored", "kernels/prefill.cu", (("if (r >= left || at_column >= z.n_out) continue;", "if (r > left || at_column >= z.n_out) continue;"),), _PREFILL),
+    Mutant("a stage multiplied before it is there", "kernels/prefill.cu", (("            wait(&s.full[p.stage], p.parity);\n            next(q);", "            next(q);"),), _PREFILL),
+    Mutant("a row's scale of one block's columns alone", "kernels/prefill.cu", (("most[0] = max(most[0], theirs[0]), most[1] = max(most[1], theirs[8]);", ""),), _PREFILL),
+    Mutant("a counter that is left", "kernels/prefill.cu", (("counters[0] = counters[1] = 0;", "counters[0] = 0;"),), _PREFILL),
     Mutant("the tiles of all experts for some", "experts/triton/expanded.py", (("tiles if turn == experts else tile_list(own, rows, tiles.tile, memory)", "tiles"),), _LARGE),
     Mutant("the sign of a step lost", "kernels/decode.py", (("((words << (24 - 8 * QUARTER)) >> 24)", "((words >> (8 * QUARTER)) & 255)"),), _BLOCKS),
     Mutant("steps of minima added", "experts/triton/lanes.py", (("kept.new_tensor([1, -1])", "kept.new_tensor([1, 1])"),), _BLOCKS),
@@ -865,12 +873,8 @@ _DEVICE: tuple[Mutant, ...] = (
     Mutant("-8 read as -7 (INT4, E4M3 rows, device)", "kernels/w4a8.py", (("b, 0xCACCCED0, 0xB8C0C4C8, {0};", "b, 0xCACCCECE, 0xB8C0C4C8, {0};"),), _GPU_FOUR),
     Mutant("second operand dropped (NVFP4, E4M3 rows, device)", "kernels/w4a8.py", (("sub.u32 $3, $1, b;", "sub.u32 $3, $1, $1;"),), _GPU_FOUR),
     Mutant("the neighbouring group's scale (E4M3 rows, device)", "kernels/w4a8.py", (("[scales, which + 0x4440]", "[scales, (which ^ 1) + 0x4440]"),), _GPU_FOUR),
-    Mutant("gate and up swapped", "kernels/prefill.py", (("a = activate(a, b, KIND, HAS_LIMIT", "a = activate(b, a, KIND, HAS_LIMIT"),), _GPU_LARGE),
-    Mutant("the neighbouring row block's scale", "kernels/prefill.py", (("(expert * PARTS).to(tl.int64) * scale_rows + band) * K_BLOCKS", "(expert * PARTS).to(tl.int64) * scale_rows + (band ^ 1)) * K_BLOCKS"),), _GPU_LARGE),
-    Mutant("a bias of the neighbouring expert", "kernels/prefill.py", (("vector = (expert * PARTS).to(tl.int64) * n_out + n_first", "vector = ((expert ^ 1) * PARTS).to(tl.int64) * n_out + n_first"),), _GPU_LARGE),
     Mutant("the sum does not wait for a shared expert beside it", "runtime/side.py", (("torch.cuda.current_stream(device).wait_stream(side)", "pass"),), _GPU_BESIDE),
     Mutant("a shared expert begins before its tokens are there", "runtime/side.py", (("    side.wait_stream(torch.cuda.current_stream(device))\n", ""),), _GPU_BESIDE),
-    Mutant("a row beyond a tile's end stored", "kernels/prefill.py", (("    kept = (t < count)[:, None]\n", "    kept = (t <= count)[:, None]\n"),), _GPU_LARGE),
 )  # fmt: skip
 
 # Mistakes in kernels and in what packs and orders for them, made again for the tests of a GPU to see.
@@ -881,6 +885,7 @@ _ON_GPU: dict[str, tuple[str, ...]] = {
     "kernels/tiles.py": _GPU_CLOSE,
     "kernels/weighted_sum.py": (*_GPU_CLOSE, *_GPU_SMALL),
     "kernels/route.py": _GPU_SMALL,
+    "kernels/prefill.cu": _GPU_LARGE,
     "kernels/quantize.py": _GPU_SMALL,
     "kernels/scales.py": _GPU_SMALL,
     "experts/triton/lanes.py": (*_GPU, "tests/gpu/test_verify.py"),

@@ -30,7 +30,7 @@ __all__ = ["install"]
 
 _HERE = Path(__file__)
 _alone = threading.Lock()  # the cluster's memory is the library's
-_KERNEL = _HERE.parents[2] / "src" / "collegium" / "kernels" / "prefill.cu"
+_KERNEL = Path(prefill.__file__).parents[2] / "kernels" / "prefill.cu"
 
 _ENTRY = """
 extern "C" void run(
