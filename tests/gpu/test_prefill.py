@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
 
 from collegium.encoding import encode_experts
 from collegium.experts.reference import Reference
-from collegium.experts.triton import tiles as choice
+from collegium.experts.triton import prefill, tiles as choice
 from collegium.experts.triton.grouped import tile_list
 from collegium.experts.triton.layout import ROWS
 from collegium.experts.triton.matrix import PackedMatrix
@@ -26,11 +27,16 @@ from collegium.formats.unquantised import DTYPES
 from collegium.ops.operand import operand
 from collegium.parallel.local import Local
 from collegium.problem import Problem
+from collegium.runtime import nvrtc
 from collegium.runtime.devices import probe
+from collegium.runtime.nvrtc import CudaKernel, compiled
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
 from collegium.types import ActivationSpec, ContiguousBatch, MoESpec, Routing, RoutingSpec
 from passes import check_rows_stand_alone
 from products import grouped_gemm_reference
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 DEVICE = torch.device("cuda")
 LARGE = TileChoice(block_n=128, block_t=192, warps=12, stages=5, programs=132)
@@ -146,6 +152,43 @@ def test_one_hot_expert_and_graph_replay_with_another_routing(weights: str, act:
             ids[:, 0] = 11
         graph.replay()
         assert torch.equal(replayed, layer(small(packed)))
+
+
+def test_a_variant_may_be_loaded_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    packed, _, _ = build("fp8_block", "fp8_group128")
+    batch = dispatched(300, 17, 336)
+    stop, wanted = int(batch.expert_offsets[-1]), packed.run(batch).clone()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(prefill, "KERNEL", CudaKernel("prefill", prefill.source_of, prefill.KERNEL.shared))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = packed.run(batch)
+    graph.replay()
+    assert torch.equal(found[:stop], wanted[:stop])
+    assert len(list((tmp_path / "collegium" / "kernels").iterdir())) == 2, "one for each product"
+
+
+def test_threads_that_need_a_variant_at_once_compile_it_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    packed, _, _ = build("bf16", "bf16")
+    batches = [dispatched(tokens, 17, 336) for tokens in (300, 420, 555, 600)]
+    wanted = [packed.run(batch)[: int(batch.expert_offsets[-1])].clone() for batch in batches]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(prefill, "KERNEL", CudaKernel("prefill", prefill.source_of, prefill.KERNEL.shared))
+    texts: list[str] = []
+    monkeypatch.setattr(nvrtc, "compiled", lambda *a: texts.append(a[0]) or compiled(*a))
+
+    def run(batch: ContiguousBatch) -> torch.Tensor:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            found = packed.run(batch)
+            torch.cuda.current_stream().synchronize()
+        return found
+
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(run, batches))
+    assert len(texts) == 2
+    for rows, right in zip(found, wanted, strict=True):
+        assert torch.equal(rows[: right.shape[0]], right)
 
 
 def test_nothing_waits_for_the_device() -> None:

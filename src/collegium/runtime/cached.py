@@ -8,9 +8,13 @@ __all__ = ["cache_folder", "write_whole"]
 
 
 def cache_folder(name: str) -> Path:
-    """Return ``$XDG_CACHE_HOME/collegium/name``, by default under ``~/.cache``."""
+    """Return ``$XDG_CACHE_HOME/collegium/name``, or one under ``~/.cache``; for a user without a home nowhere."""
     # Where files are is the user's to say; XDG_CACHE_HOME changes no behaviour.
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "collegium" / name
+    told = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return Path(told or Path.home() / ".cache") / "collegium" / name
+    except RuntimeError:
+        return Path(os.devnull) / name
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -1,0 +1,110 @@
+"""Kernels in CUDA are compiled where they run, kept in the cache of the user, and missed by name without NVRTC."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from collegium.errors import PlanError
+from collegium.planning import plan
+from collegium.problem import DeviceFacts, Problem
+from collegium.runtime import nvrtc
+from collegium.runtime.cached import cache_folder
+from collegium.runtime.machine import machine_for
+from collegium.types import MoESpec, RoutingSpec
+
+TEXT = 'extern "C" __global__ void twice(float* x) { x[threadIdx.x] *= FACTOR; }\n'
+NEEDED = pytest.mark.skipif(not nvrtc.nvrtc_found(), reason="needs NVRTC")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "collegium" / "kernels"
+
+
+def code_of(factor: int = 2) -> bytes:
+    return nvrtc._kept(TEXT, "twice", {"FACTOR": factor})
+
+
+@NEEDED
+def test_code_is_compiled_once_for_all_processes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = code_of()
+    assert code.startswith(b"\x7fELF")
+    (path,) = folder.iterdir()
+    monkeypatch.setattr(nvrtc, "compiled", lambda *_: pytest.fail("it is compiled again"))
+    assert code_of() == code
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder.parents[1]))
+    assert code_of(3) != code
+    assert len(list(folder.iterdir())) == 2
+    # A file that was cut off is another one.
+    path.write_bytes(path.read_bytes()[:-7])
+    assert code_of() == code
+
+
+@NEEDED
+def test_a_folder_nobody_can_write_to_costs_a_compilation_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert code_of().startswith(b"\x7fELF")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+
+    def nobody() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", nobody)
+    assert not cache_folder("kernels").exists()
+    assert code_of().startswith(b"\x7fELF")
+
+
+@NEEDED
+def test_what_the_compiler_says_is_in_the_error(folder: Path) -> None:
+    with pytest.raises(PlanError, match=r"does not compile twice: (.|\n)*FACTOR(.|\n)*error"):
+        nvrtc._kept(TEXT, "twice", {})
+    assert not folder.exists()
+
+
+def test_without_nvrtc_large_batches_run_small_tiles_and_the_plan_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = MoESpec(hidden_size=512, intermediate_size=256, num_experts=8, routing=RoutingSpec(top_k=2))
+    found = {}
+    for there in (True, False):
+        facts = DeviceFacts(kind="cuda", name="a GPU", capability=(9, 0), nvrtc=there)
+        assert machine_for(facts).compiles == there
+        found[there] = plan(Problem(spec=spec, device=facts))
+    assert {stretch.tiles for stretch in found[True].stretches} == {"small tiles", "large tiles"}
+    assert {stretch.tiles for stretch in found[False].stretches} == {"small tiles"}
+    assert "a GPU; no NVRTC, so large batches run small tiles: install nvidia-cuda-nvrtc" in found[False].explain()
+    assert "NVRTC" not in found[True].explain()
+    monkeypatch.setattr(nvrtc, "_nvrtc", lambda: None)
+    assert not nvrtc.nvrtc_found()
+    with pytest.raises(
+        PlanError, match="twice is a kernel in CUDA, and NVRTC was not found; install nvidia-cuda-nvrtc"
+    ):
+        nvrtc.compiled(TEXT, "twice", {})
+
+
+def test_nvrtc_is_looked_for_where_wheels_put_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wheels of CUDA 13 and of CUDA 12 have other folders; only the one that torch was built for is taken."""
+    for name in ("cu13/lib/libnvrtc.so.13", "cuda_nvrtc/lib/libnvrtc.so.12"):
+        path = tmp_path / "nvidia" / name
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"")
+    asked: list[str] = []
+
+    def load(name: str, *_: int) -> None:
+        asked.append(name)
+        raise OSError(name)
+
+    monkeypatch.setattr(nvrtc.ctypes, "CDLL", load)
+    spec = type("Spec", (), {"submodule_search_locations": [str(tmp_path / "nvidia")]})
+    monkeypatch.setattr(nvrtc, "find_spec", lambda _: spec)
+    for version, wanted in (("12.8", "cuda_nvrtc/lib/libnvrtc.so.12"), ("13.0", "cu13/lib/libnvrtc.so.13")):
+        asked.clear()
+        monkeypatch.setattr(torch.version, "cuda", version)
+        assert nvrtc._nvrtc.__wrapped__() is None
+        assert asked == [str(tmp_path / "nvidia" / wanted), f"libnvrtc.so.{version[:2]}"]
