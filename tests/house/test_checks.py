@@ -75,6 +75,8 @@ def test_size() -> None:
         ("a.py", "def long():\n" + "    x = 1\n" * 60, "long has 61 lines, allowed 60"),
         ("a.py", "def wide(a, b, c, d, e, f, g, *, h, i): ...\n", "wide takes 9 parameters, allowed 8"),
         ("a.py", "class C:\n    def wide(self, a, b, c, d, e, f, g, h, i): ...\n", "takes 9 parameters"),
+        ("kernels/a.cu", "// x\n" * 701, "a.cu: 701 lines, allowed 700"),
+        ("kernels/a.cu", "int x;\n" * 601 + "\n  // y\n", "601 lines of CUDA, allowed 600"),
     ],
 )
 def test_an_oversized_thing_is_found(tmp_path: Path, name: str, source: str, text: str) -> None:

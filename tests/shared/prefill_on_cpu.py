@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from collegium.experts.triton import prefill
-from collegium.runtime.nvrtc import Rows
+from collegium.runtime.nvrtc import Boxes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -74,7 +74,7 @@ def _start(
 
 
 def _given(argument: Any) -> Any:
-    if isinstance(argument, Rows):
+    if isinstance(argument, Boxes):
         rows, size = argument.tensor, argument.tensor.element_size()
         return _Map(rows.data_ptr(), argument.columns * size, argument.height, rows.stride(-2) * size, argument.box)
     return ctypes.c_void_p(argument.data_ptr()) if isinstance(argument, Tensor) else argument

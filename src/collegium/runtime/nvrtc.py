@@ -22,7 +22,7 @@ from ..errors import PlanError
 from .cached import cache_folder, write_whole
 from .launch import unrepeatable
 
-__all__ = ["CudaKernel", "Rows", "compiled", "nvrtc_found", "start"]
+__all__ = ["Boxes", "CudaKernel", "compiled", "nvrtc_found", "start"]
 
 # The driver's numbers: element types of a tensor map and its other settings, a function's most shared memory, and a
 # mode of capturing that forbids nothing.
@@ -31,7 +31,7 @@ _SWIZZLE_128, _PROMOTE_256, _MOST_SHARED, _RELAXED = 3, 3, 8, 2
 _ACROSS = 128  # bytes of a row that one copy takes
 
 
-class Rows(NamedTuple):
+class Boxes(NamedTuple):
     """The argument of a kernel that copies boxes of ``box`` rows by 128 bytes: ``height`` rows of ``columns`` numbers.
 
     Rows begin ``stride(-2)`` numbers apart, at multiples of 16 bytes.
@@ -82,7 +82,7 @@ def start(
 ) -> None:
     """Run a kernel on the current stream of ``device``; sizes: blocks, and threads of one.
 
-    Arguments are ``Rows``, tensors, or ctypes structures. Raises PlanError where NVRTC or the driver refuses.
+    Arguments are ``Boxes``, tensors, or ctypes structures. Raises PlanError where NVRTC or the driver refuses.
     """
     with torch.cuda.device(device):
         function = kernel.on(device, constants)
@@ -148,12 +148,12 @@ def _kept(text: str, name: str, constants: Mapping[str, int]) -> bytes:
 
 def _argument(given: Any) -> Any:
     """Return a value of ctypes that lives as long as the caller holds it."""
-    if isinstance(given, Rows):
+    if isinstance(given, Boxes):
         return _tensor_map(given)
     return ctypes.c_void_p(given.data_ptr()) if isinstance(given, Tensor) else given
 
 
-def _tensor_map(rows: Rows) -> Any:
+def _tensor_map(rows: Boxes) -> Any:
     """Describe rows for the tensor memory accelerator; what lies outside of them is read as zero."""
     tensor, size = rows.tensor, rows.tensor.element_size()
     room = (ctypes.c_uint64 * 24)()

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...errors import InputError
 from ...kernels.numbers import FAST_MATH, GROUP_CODES, GROUP_SCALE, POWER_CODES, ROWS
 from ...ops.columns import RowSums
-from ...runtime.nvrtc import CudaKernel, Rows, start
+from ...runtime.nvrtc import Boxes, CudaKernel, start
 from ...types import ActivationSpec
 from .grouped import TileList, bounds_of, kind_of, scales_of
 from .matrix import PackedMatrix
@@ -70,8 +70,8 @@ def prefill_gemm(
         _constants(x, packed, tiles, out, x_scale, activation, codes),
         x.device,
         (tile.programs, _THREADS),
-        Rows(x, x.shape[0], k_in, _UNIT // 2),
-        Rows(values, experts * parts * n_out, layout.operands * k_in, _UNIT),
+        Boxes(x, x.shape[0], k_in, _UNIT // 2),
+        Boxes(values, experts * parts * n_out, layout.operands * k_in, _UNIT),
         tiles.used[1:],
         _addresses(scales_of(x_scale, values)[0], scale, row_scale, bias),
         _addresses(out, tiles.places, None if codes is None else codes.scale),
