@@ -363,19 +363,19 @@ def test_every_e4m3_code_is_exact_in_lanes(rows: torch.dtype) -> None:
 @pytest.mark.parametrize("divides", [False, True])
 def test_every_e2m1_code_is_exact_beside_every_e4m3_scale(rows: torch.dtype, divides: bool) -> None:
     half = rows == torch.float16
-    codes = torch.arange(16, dtype=torch.uint8).repeat(127)[None, None, None]
-    scales = torch.arange(127, dtype=torch.uint8)[None, None, None].view(torch.float8_e4m3fn)
+    codes = torch.arange(16, dtype=torch.uint8).repeat(128).view(1, 1, 16, 128)
+    scales = torch.arange(128, dtype=torch.uint8).clamp(max=126).view(1, 1, 16, 8).view(torch.float8_e4m3fn)
     payload = NvFp4(
-        shape=(1, 1, 1, 2032),
+        shape=(1, 1, 16, 128),
         codes=pack_nibbles(codes),
         scales=scales,
         global_scale=torch.full((1, 1), 0.25),
         global_divides=divides,
     )
-    packed, offsets = in_rows_of(pack.pack_nvfp4(payload, None, half=half), rows), torch.tensor([0, 2032])
-    found = torch.empty(2032, 1)
-    ops.grouped_gemm(torch.eye(2032).to(rows), packed, offsets, ops.tile_list(offsets, 2032, JOINED), found)
-    assert torch.equal(found[:, 0], payload.decode()[0, 0, 0])
+    packed, offsets = in_rows_of(pack.pack_nvfp4(payload, None, half=half), rows), torch.tensor([0, 128])
+    found = torch.empty(128, 16)
+    ops.grouped_gemm(torch.eye(128).to(rows), packed, offsets, ops.tile_list(offsets, 128, JOINED), found)
+    assert torch.equal(found.T, payload.decode()[0, 0])
 
 
 def test_bfloat16_weights_beside_float16_tokens_are_exact() -> None:
