@@ -16,7 +16,8 @@ def test_every_mutant_still_applies(mutant: Mutant) -> None:
     text = (ROOT / "src" / "collegium" / mutant.file).read_text(encoding="utf-8")
     changed = applied(mutant, text)
     assert changed != text
-    compile(changed, mutant.file, "exec")
+    if mutant.file.endswith(".py"):
+        compile(changed, mutant.file, "exec")
     assert mutant.tests
     assert all((ROOT / test.partition("::")[0]).is_file() for test in mutant.tests)
 
