@@ -2,25 +2,24 @@
 // contract, the K loop, its blocks and its rounding are those of grouped_gemm.py: the bits are equal.
 //
 // A block of threads takes output tiles in turn: up to three units of 64 tokens by 128 weight rows: gate and up of the
-// same 64 channels, or 128 neighbours. An expert's units are spread evenly over its tiles. The two blocks of a
-// cluster take neighbouring weights; each copies half of the tokens, and the tensor memory accelerator writes them to
-// both. One thread copies, two warps load factors, and three groups of four warps multiply a unit each: one scales its
-// product while the others' run. A tile is drawn when the one
-// before it is nearly copied, so tiles that follow each other, and read the same weights, begin at about the same time,
-// and weights come from memory once.
+// same 64 channels, or 128 neighbours. An expert's units are spread evenly over its tiles. The two blocks of a cluster
+// take neighbouring weights; each copies half of the tokens, and the tensor memory accelerator writes them to both.
+// One thread copies, two warps load factors, and three groups of four warps multiply a unit each: one scales its
+// product while the others' run. A tile is drawn when the one before it is nearly copied, so tiles that follow each
+// other, and read the same weights, begin at about the same time, and weights come from memory once.
 //
-// x [rows, K] and w [E * PARTS * n_out, TERMS * K] come by tensor maps; both read zero beyond their ends. x_scale: float32
-// [rows, k_blocks] (X_SCALE 1) or [rows, 1] (2). scale: float32 [E, PARTS, scale_rows, k_blocks], a factor of 128 weight
-// rows and a K block (SCALE 1), or [E, PARTS, k_blocks, n_out] (SCALE 4: of decoded weights, whose second TERMS of a group
-// of columns lie behind its first). row_scale, bias: [E, PARTS, n_out]. counters: two zeros, which it leaves so. CODES: the
-// result is E4M3 with a float32 scale for each row and 128 columns; ROUND: what is quantised is rounded to bfloat16 first.
-// Rows from expert_offsets[E] on are not written. PLACED: row r is written to element row_places[r] of the result, which
-// may be in a peer's memory, or nowhere.
+// x [rows, K] and w [E * PARTS * n_out, TERMS * K] come by tensor maps; both read zero beyond their ends. x_scale:
+// float32 [rows, k_blocks] (X_SCALE 1) or [rows, 1] (2). scale: float32 [E, PARTS, scale_rows, k_blocks], a factor of
+// 128 weight rows and a K block (SCALE 1), or [E, PARTS, k_blocks, n_out] (SCALE 4: of decoded weights, whose second
+// TERMS of a group of columns lie behind its first). row_scale, bias: [E, PARTS, n_out]. counters: two zeros, which it
+// leaves so. CODES: the result is E4M3 with a float32 scale for each row and 128 columns; ROUND: what is quantised is
+// rounded to bfloat16 first. Rows from expert_offsets[E] on are not written. PLACED: row r is written to element
+// row_places[r] of the result, which may be in a peer's memory, or nowhere.
 //
-// The compiler's options give these and OPERAND (0 E4M3, 1 bfloat16, 2 float16), OUT (1 bfloat16, 2 float16, 3 float32),
-// ROW_SCALE, KIND, FAST, HAS_LIMIT (kernels/numbers.py), BIAS (0 none, 1 bfloat16, 2 float16, 3 float32), ALIGNED: 16-bit
-// results are stored in pieces of 16 bytes. The functions that are no C++ are those
-// of sm90.cu, which comes before this text.
+// The compiler's options give these and OPERAND (0 E4M3, 1 bfloat16, 2 float16), OUT (1 bfloat16, 2 float16, 3
+// float32), ROW_SCALE, KIND, FAST, HAS_LIMIT (kernels/numbers.py), BIAS (0 none, 1 bfloat16, 2 float16, 3 float32),
+// ALIGNED: 16-bit results are stored in pieces of 16 bytes. The functions that are no C++ are those of sm90.cu, which
+// comes before this text.
 
 constexpr int WORKERS = 3, WARPS = 4 * WORKERS, STAGES = 5, STEP = 128, UNIT = 64, RING = 16;
 constexpr int WEIGHT_BYTES = 2 * UNIT * STEP, UNIT_BYTES = UNIT * STEP;
