@@ -67,7 +67,7 @@ def _start(
     assert isinstance(counters, Tensor)
     assert counters.tolist() == [0, 0]
     given = [_given(each) for each in arguments]
-    run = _library(*constants.items()).run
+    run = _library(_text(), *constants.items()).run
     with _alone:
         run(*(each if isinstance(each, ctypes.c_void_p) else ctypes.byref(each) for each in given))
     assert counters.tolist() == [0, 0], "counters are left as they were found"
@@ -80,12 +80,15 @@ def _given(argument: Any) -> Any:
     return ctypes.c_void_p(argument.data_ptr()) if isinstance(argument, Tensor) else argument
 
 
+def _text() -> str:
+    return f'#include "{_HERE.with_name("sm90_on_cpu.hpp")}"\n' + _KERNEL.read_text(encoding="utf-8")
+
+
 @cache
-def _library(*constants: tuple[str, int]) -> Any:
+def _library(text: str, *constants: tuple[str, int]) -> Any:
     options = [f"-D{name}={value}" for name, value in constants]
-    text = f'#include "{_HERE.with_name("sm90_on_cpu.hpp")}"\n#include "{_KERNEL}"\n' + _ENTRY
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "prefill.cpp").write_text(text, encoding="utf-8")
+        (Path(folder) / "prefill.cpp").write_text(text + _ENTRY, encoding="utf-8")
         command = ["g++", "-std=c++20", "-O2", "-w", "-shared", "-fPIC", *options, "prefill.cpp", "-o", "made.so"]
         subprocess.run(command, cwd=folder, check=True)
         return ctypes.CDLL(f"{folder}/made.so")  # which stays in memory

@@ -29,7 +29,10 @@ typedef long long i64;
 struct Index { int x; };
 struct float2 { float x, y; };
 struct uint4 { u32 x, y, z, w; };
-static Index threadIdx, blockIdx, gridDim{2};
+#ifndef BLOCKS
+#define BLOCKS 2  // of the cluster
+#endif
+static Index threadIdx, blockIdx, gridDim{BLOCKS};
 using std::max;
 using std::min;
 
@@ -43,9 +46,9 @@ static ucontext_t main_context;
 static std::vector<Thread> threads;
 static Thread* current;
 static u64 events;
-static u8* memory[2];
-static Group warps[2][IN_BLOCK / 32], cluster;
-static u64 slots[2][IN_BLOCK / 32][32][5];
+static u8* memory[BLOCKS];
+static Group warps[BLOCKS][IN_BLOCK / 32], cluster;
+static u64 slots[BLOCKS][IN_BLOCK / 32][32][5];
 static std::vector<std::function<void()>> late;
 static std::mt19937 chance;
 
@@ -97,7 +100,7 @@ template <class T> static T* in(u32 rank, T* p) { return (T*)(memory[rank] + ((u
 
 static void init(Barrier* b, int count) { *b = {count, count, 0, 0}; }
 static void show_barriers() {}
-static void meet_cluster() { meet(cluster, 2 * IN_BLOCK); }
+static void meet_cluster() { meet(cluster, BLOCKS * IN_BLOCK); }
 
 static void look(Barrier* b) {
     if (b->left < 0) std::fprintf(stderr, "a barrier got more arrivals than it waits for\n"), std::abort();
@@ -105,7 +108,8 @@ static void look(Barrier* b) {
 }
 
 static void arrive(Barrier* b) { b->left--, look(b); }
-static void arrive_at_both(u32 peer, Barrier* b) { arrive(b), arrive(in(peer, b)); }
+static void arrive_at(u32 rank, Barrier* b) { arrive(in(rank, b)); }
+static void arrive_at_both(u32 peer, Barrier* b) { arrive(b), arrive_at(peer, b); }
 static void expect(Barrier* b, int bytes) { b->bytes += bytes, b->left--, look(b); }
 static void wait(Barrier* b, u32 parity) { while ((b->round & 1) == parity) pause_thread(); }
 static void came(Barrier* b, int bytes) { b->bytes -= bytes, look(b); }
@@ -130,9 +134,11 @@ constexpr int SIZE = OPERAND ? 2 : 1;
 static void copy(void* to, const Map& map, int x, int y, Barrier* b) {
     late.push_back([=, &map] { copy_box((u8*)to, map, x, y, b, SIZE); });
 }
-static void copy_to_both(void* to, const Map& map, int x, int y, Barrier* b) {
-    for (u32 rank = 0; rank < 2; rank++) copy(in(rank, (u8*)to), map, x, y, in(rank, b));
+static void copy_to(void* to, const Map& map, int x, int y, Barrier* b, u32 blocks) {
+    for (u32 rank = 0; rank < BLOCKS; rank++)
+        if (blocks >> rank & 1) copy(in(rank, (u8*)to), map, x, y, in(rank, b));
 }
+static void copy_to_both(void* to, const Map& map, int x, int y, Barrier* b) { copy_to(to, map, x, y, b, 3); }
 
 template <int COUNT> static void need_registers() {}
 template <int COUNT> static void take_registers() {}
@@ -226,12 +232,12 @@ static float over(float x, float y) { return x / y; }
 static void run_cluster(std::function<void()> body) {
     static std::function<void()> what;
     what = body;
-    for (int block = 0; block < 2; block++) {
+    for (int block = 0; block < BLOCKS; block++) {
         memory[block] = (u8*)std::aligned_alloc(1024, BLOCK_BYTES);
         std::memset(memory[block], 0xFF, BLOCK_BYTES);
     }
-    threads = std::vector<Thread>(2 * IN_BLOCK);
-    for (int i = 0; i < 2 * IN_BLOCK; i++) {
+    threads = std::vector<Thread>(BLOCKS * IN_BLOCK);
+    for (int i = 0; i < BLOCKS * IN_BLOCK; i++) {
         Thread& t = threads[i];
         t.stack.resize(1 << 16), t.block = i / IN_BLOCK, t.index = i % IN_BLOCK, t.ended = false;
         getcontext(&t.context);
