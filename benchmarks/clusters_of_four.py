@@ -43,6 +43,10 @@ _WHICH = """
 // (wide) by two at once. tile: of the block of this rank.
 struct Work { Tile tile; int passes; bool wide; };
 
+__device__ __forceinline__ void tell(Shared& s, int draw, int place) {
+    for (u32 r = 0; r < 4; r++) send(r, &s.place[draw], place, &s.ready[draw]);
+}
+
 __device__ __forceinline__ Work work_of(int place, int columns, int group_t, u32 rank, const Lists& lists) {
     int spans = (columns + 1) / 2, listed = place / spans, half = rank / 2;
     int expert = __ldg(lists.tile_expert + listed), start = (int)__ldg(lists.expert_offsets + expert);
@@ -63,10 +67,16 @@ __device__ __forceinline__ Work work_of(int place, int columns, int group_t, u32
 _COPIES = """
     Place p{0, 0};
     int columns = (z.n_out + SPAN - 1) / SPAN, places = __ldg(lists.tiles_used) * ((columns + 1) / 2);
-    int second = PARTS == 2 ? z.n_out : UNIT, place = blockIdx.x / 4, half = rank / 2, turn = 0, draw = 0;
+    int second = PARTS == 2 ? z.n_out : UNIT, half = rank / 2, turn = 0, draw = 0;
     u32 parity = 0;
+    // The first place is drawn too: of 33 clusters one may begin when the others are done.
+    expect(&s.ready[draw], 4);
+    if (rank == 0) tell(s, draw, atomicAdd(counters, 1));
 #pragma unroll 1
     for (;;) {
+        wait(&s.ready[draw], parity);
+        int place = s.place[draw];
+        if (++draw == RING) draw = 0, parity ^= 1;
         Work found{{0, 0, 0, 0}, 0, false};
         if (place < places) found = work_of(place, columns, z.group_t, rank, lists);
         if (found.passes == 0) break;
@@ -82,10 +92,8 @@ _COPIES = """
             int row = t.expert * PARTS * z.n_out + t.column * SPAN + SPAN / 2 * (rank % 2);
 #pragma unroll 1
             for (int step = 0; step < z.steps; step++, next(p)) {
-                if (rank == 0 && pass == found.passes - 1 && step == max(0, z.steps - 2)) {
-                    int after = gridDim.x / 4 + atomicAdd(counters, 1);
-                    for (u32 r = 0; r < 4; r++) send(r, &s.place[draw], after, &s.ready[draw]);
-                }
+                if (rank == 0 && pass == found.passes - 1 && step == max(0, z.steps - 2))
+                    tell(s, draw, atomicAdd(counters, 1));
                 wait(&s.empty[p.stage], p.parity ^ 1);
                 u8* to = s.stage[p.stage];
                 Barrier* full = &s.full[p.stage];
@@ -105,9 +113,6 @@ _COPIES = """
                 }
             }
         }
-        wait(&s.ready[draw], parity);
-        place = s.place[draw];
-        if (++draw == RING) draw = 0, parity ^= 1;
     }
     s.tile[turn] = {0, 0, 0, 0};
     if (PROMOTED) arrive(&s.told[turn]);
