@@ -12,24 +12,19 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("the benchmark compares its bits on the device", allow_module_level=True)
 
-
 import prefill_on_cpu
 from clusters_of_four import changed, source_of, tile_for
 from collegium.experts.triton.grouped import tile_list
 from collegium.experts.triton.prefill import CodeScales, prefill_gemm
-from collegium.experts.triton.tile_choice import TileChoice
 from collegium.runtime.machine import Machine
 from collegium.runtime.nvrtc import compiled, nvrtc_found
 from collegium.types import ActivationSpec
 from five_experts import five_experts, rows_of
+from prefill_on_cpu import FP8, TILE
 
-TILE = TileChoice(block_n=128, block_t=192, warps=12, stages=5, group_t=2, programs=2)
-FP8 = {
-    "OPERAND": 0, "OUT": 1, "SCALE": 1, "TERMS": 1, "X_SCALE": 1, "ROW_SCALE": 0, "PARTS": 2, "KIND": 0, "FAST": 0,
-    "HAS_LIMIT": 0, "CODES": 1, "ROUND": 1, "PLACED": 0, "BIAS": 0, "ALIGNED": 1,
-}  # fmt: skip
-DOWN = {"PARTS": 1, "KIND": -1, "CODES": 0, "ROUND": 0}
-BF16 = {"OPERAND": 1, "SCALE": 0, "X_SCALE": 0, "CODES": 0}
+CODES = {"CODES": 1, "ROUND": 1}
+DOWN = {"PARTS": 1, "KIND": -1}
+BF16 = {"OPERAND": 1, "SCALE": 0, "X_SCALE": 0}
 COUNTS = (450, 300, 3, 0, 65)  # two pairs of tiles, a pair, and experts of one and two units
 ROWS = sum(COUNTS) + 4
 OFFSETS = torch.tensor([0, *COUNTS]).cumsum(0)
@@ -67,7 +62,7 @@ def test_bits_of_clusters_of_two(
 
 
 @pytest.mark.skipif(not nvrtc_found(), reason="needs NVRTC")
-@pytest.mark.parametrize("changes", [{}, BF16 | DOWN, BF16 | {"SCALE": 4}])
+@pytest.mark.parametrize("changes", [CODES, BF16 | DOWN, BF16 | {"SCALE": 4}])
 def test_it_compiles_without_spills(changes: dict[str, Any]) -> None:
     constants = FP8 | changes
     said = compiled(source_of(constants), "prefill", constants, "--ptxas-options=-v")[1]

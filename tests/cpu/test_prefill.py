@@ -24,6 +24,7 @@ from collegium.runtime.machine import Machine, machine_of
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
 from collegium.types import ACTIVATION_KINDS, ActivationSpec, MoESpec, Routing, RoutingSpec
 from five_experts import five_experts, rows_of
+from prefill_on_cpu import TILE
 from products import grouped_gemm_reference
 
 if torch.cuda.is_available():
@@ -31,7 +32,6 @@ if torch.cuda.is_available():
 pytest.importorskip("triton")
 
 SMALL = TileChoice(block_n=128, block_t=128, warps=8, stages=2)
-LARGE = TileChoice(block_n=128, block_t=192, warps=12, stages=5, group_t=2, programs=2)
 COUNTS = (0, 150, 3, 0, 129)
 FORMATS = (
     ("bf16", None),
@@ -50,7 +50,7 @@ def test_sums_of_the_small_batch_product(weights: str, act: str | None, parts: i
     offsets = torch.tensor([0, *COUNTS]).cumsum(0)
     activation = ActivationSpec(limit=2.0) if parts == 2 else None
     outs = []
-    for product, tile in ((ops.grouped_gemm, SMALL), (prefill_gemm, LARGE)):
+    for product, tile in ((ops.grouped_gemm, SMALL), (prefill_gemm, TILE)):
         out = torch.full((290, 208), 7.0)
         tiles = ops.tile_list(offsets, 290, tile)
         outs.append(product(x, packed, offsets, tiles, out, x_scale=x_scale, activation=activation))
@@ -68,7 +68,7 @@ def test_every_activation(kind: Any) -> None:
     x = rows_of(None, 64, 290)[0] * 0.1
     offsets = torch.tensor([0, *COUNTS]).cumsum(0)
     out = torch.empty(290, 136, dtype=torch.float32)
-    prefill_gemm(x, packed, offsets, ops.tile_list(offsets, 290, LARGE), out, activation=activation)
+    prefill_gemm(x, packed, offsets, ops.tile_list(offsets, 290, TILE), out, activation=activation)
     wanted = grouped_gemm_reference(x, packed.values, offsets, bias=packed.bias, activation=activation)
     assert relative_error(out[:282], wanted[:282]) < 1e-5
 
@@ -80,7 +80,7 @@ def test_codes_and_scales_of_the_rows_between(act: str, parts: int) -> None:
     packed, _ = five_experts("fp8_block", parts, 336, 256, bias=False)
     x, x_scale = rows_of("fp8_group128", 256, 290)
     offsets = torch.tensor([0, *COUNTS]).cumsum(0)
-    tiles = ops.tile_list(offsets, 290, LARGE)
+    tiles = ops.tile_list(offsets, 290, TILE)
     activation = ActivationSpec(kind="swiglu" if parts == 2 else "relu2")
     rows = torch.empty(290, 336, dtype=torch.bfloat16)
     prefill_gemm(x, packed, offsets, tiles, rows, x_scale=x_scale, activation=activation)
@@ -177,7 +177,7 @@ def test_rows_that_start_at_odd_bytes_are_refused() -> None:
     offsets = torch.tensor([0, 20, 20, 20, 20, 20])
     out = torch.empty(20, 32)
     with pytest.raises(InputError, match=r"multiples of 16 bytes"):
-        prefill_gemm(x, packed, offsets, ops.tile_list(offsets, 20, LARGE), out, x_scale=x_scale)
+        prefill_gemm(x, packed, offsets, ops.tile_list(offsets, 20, TILE), out, x_scale=x_scale)
 
 
 def test_the_workspace_holds_the_rows_in_expert_order() -> None:

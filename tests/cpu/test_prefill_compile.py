@@ -14,15 +14,12 @@ import pytest
 
 from collegium.experts.triton.prefill import source_of
 from collegium.runtime.nvrtc import compiled, nvrtc_found
+from prefill_on_cpu import FP8
 
 triton = pytest.importorskip("triton")  # its wheel brings the disassembler
 if not nvrtc_found():
     pytest.skip("needs NVRTC", allow_module_level=True)
 
-FP8 = {
-    "OPERAND": 0, "OUT": 1, "SCALE": 1, "TERMS": 1, "X_SCALE": 1, "ROW_SCALE": 0, "PARTS": 2, "KIND": 0,
-    "FAST": 0, "HAS_LIMIT": 0, "CODES": 0, "ROUND": 0, "PLACED": 0, "BIAS": 0, "ALIGNED": 1,
-}  # fmt: skip
 CODES = {"CODES": 1, "ROUND": 1}
 DOWN = {"PARTS": 1, "KIND": -1}
 TOKEN = {"SCALE": 0, "X_SCALE": 2, "ROW_SCALE": 1}

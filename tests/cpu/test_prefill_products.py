@@ -16,7 +16,6 @@ from collegium.experts.triton import tiles
 from collegium.experts.triton.grouped import tile_list
 from collegium.experts.triton.matrix import PackedMatrix
 from collegium.experts.triton.prefill import CodeScales, prefill_gemm
-from collegium.experts.triton.tile_choice import TileChoice
 from collegium.kernels.numbers import NOWHERE
 from collegium.ops.quantize import activation_format
 from collegium.problem import DeviceFacts
@@ -25,9 +24,9 @@ from collegium.testing.compare import relative_error
 from collegium.types import ActivationSpec
 from decoded_layers import decoded_layer
 from five_experts import five_experts, rows_of
+from prefill_on_cpu import TILE
 from products import grouped_gemm_reference
 
-TILE = TileChoice(block_n=128, block_t=192, warps=12, stages=5, group_t=2, programs=2)
 COUNTS = (0, 300, 3, 0, 65)  # five units in two tiles, one nearly empty, one more than full
 ROWS, OWNED = 372, 368
 OFFSETS = torch.tensor([0, *COUNTS]).cumsum(0)

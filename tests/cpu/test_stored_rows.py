@@ -17,6 +17,7 @@ from collegium.formats import Bf16
 from collegium.kernels.numbers import NOWHERE
 from collegium.ops.permute import Owners, permute
 from collegium.testing.compare import heavy_tailed
+from prefill_on_cpu import TILE
 from ranks import run_ranks
 from stored_rows import store
 
@@ -25,7 +26,6 @@ if torch.cuda.is_available():
 pytest.importorskip("triton")
 
 SMALL = TileChoice(block_n=64, block_t=16, warps=4, stages=2)
-LARGE = TileChoice(block_n=128, block_t=192, warps=12, stages=5, group_t=2, programs=2)
 
 
 permute_on_device = by_kernel(permute)
@@ -36,7 +36,7 @@ def test_passes_have_the_bits_of_one_rank(world: int) -> None:
     assert run_ranks(store, world, seconds=400) == [[]] * world
 
 
-@pytest.mark.parametrize(("product", "tile"), [(ops.grouped_gemm, SMALL), (prefill_gemm, LARGE)])
+@pytest.mark.parametrize(("product", "tile"), [(ops.grouped_gemm, SMALL), (prefill_gemm, TILE)])
 @pytest.mark.parametrize("width", [208, 90])
 @pytest.mark.parametrize("before", [False, True])
 def test_products_store_rows_anywhere_and_not_those_of_nobody(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from collegium.experts.triton import prefill
+from collegium.experts.triton.tile_choice import TileChoice
 from collegium.runtime.nvrtc import Boxes
 
 if TYPE_CHECKING:
@@ -26,7 +27,14 @@ if TYPE_CHECKING:
 
     from collegium.runtime.nvrtc import CudaKernel
 
-__all__ = ["install"]
+__all__ = ["FP8", "TILE", "install"]
+
+TILE = TileChoice(block_n=128, block_t=192, warps=12, stages=5, group_t=2, programs=2)  # of one cluster
+# What the kernel is compiled for: gate and up in FP8 blocks.
+FP8 = {
+    "OPERAND": 0, "OUT": 1, "SCALE": 1, "TERMS": 1, "X_SCALE": 1, "ROW_SCALE": 0, "PARTS": 2, "KIND": 0, "FAST": 0,
+    "HAS_LIMIT": 0, "CODES": 0, "ROUND": 0, "PLACED": 0, "BIAS": 0, "ALIGNED": 1,
+}  # fmt: skip
 
 _HERE = Path(__file__)
 _alone = threading.Lock()  # the cluster's memory is the library's

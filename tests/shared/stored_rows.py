@@ -24,6 +24,7 @@ from collegium.pipelines.split import Split
 from collegium.planning import kernel_named
 from collegium.runtime.memory import MemoryMap, memory_map
 from collegium.testing.compare import heavy_tailed, random_experts
+from prefill_on_cpu import TILE
 from rough_tokens import same
 from split_layers import EXPERTS, replicated, taken_by
 
@@ -32,7 +33,6 @@ __all__ = ["store"]
 MOST, WIDE = 9, 96
 TURNS = ((3, 1, 0, 9), (0, 4, 2, 1), (0, 0, 0, 0), (9, 2, 5, 0))
 SMALL = TileChoice(block_n=64, block_t=16, warps=4, stages=2)
-LARGE = TileChoice(block_n=128, block_t=192, warps=12, stages=5, group_t=2, programs=2)
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def _tiles(case: Case) -> Any:
 
 
 def _large(*_: object) -> TileChoice:
-    return LARGE
+    return TILE
 
 
 def _everywhere(_: Tensor) -> bool:

@@ -147,8 +147,7 @@ class _Variant:
                 compiled = self._kernel[grid](*args, **self._keywords)
             if _direct():
                 self._started[key] = _started(compiled)
-            if steps is not None:
-                steps.append(None)
+            unrepeatable()
             return
         x, y, z = (*grid, 1, 1)[:3]
         stream = torch._C._cuda_getCurrentRawStream(device)  # pyright: ignore[reportPrivateUsage]

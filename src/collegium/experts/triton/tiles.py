@@ -134,8 +134,8 @@ def _deep(problem: TileProblem, machine: Machine) -> TileChoice | None:
 def prefill_tile(problem: TileProblem, machine: Machine) -> TileChoice | None:
     """Return the tile of ``prefill_gemm`` for ``problem`` where that is the faster product, otherwise None.
 
-    It needs a Hopper GPU, operands of one width, or weights that are decoded to 16 bits first, rows of a multiple of 16
-    bytes, and enough rows for each expert.
+    It needs a Hopper GPU with NVRTC, operands of one width, or weights that are decoded to 16 bits first, rows of a
+    multiple of 16 bytes, and enough rows for each expert.
     """
     if problem.decoded:
         fits = problem.x_bits >= 16 and problem.k_in % 8 == 0 and problem.k_in >= _LONG
