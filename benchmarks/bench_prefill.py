@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-import clusters_of_four
 from collegium.commands.bench import named_layer, planned_layer, random_inputs, random_weights, recipe_of
 from collegium.commands.measure import driver_version, graph_pool, prepare_pass, take_turns, version_of
 from collegium.experts.triton import prefill, tiles, tiling
@@ -30,6 +29,7 @@ from collegium.parallel.local import Local
 from collegium.planning import kernel_named
 from collegium.runtime.devices import probe
 from collegium.runtime.nvrtc import CudaKernel
+from experiments import clusters_of_four
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping

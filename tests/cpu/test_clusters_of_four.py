@@ -13,12 +13,12 @@ if torch.cuda.is_available():
     pytest.skip("the benchmark compares its bits on the device", allow_module_level=True)
 
 import prefill_on_cpu
-from clusters_of_four import changed, source_of, tile_for
 from collegium.experts.triton.grouped import tile_list
 from collegium.experts.triton.prefill import CodeScales, prefill_gemm
 from collegium.runtime.machine import Machine
 from collegium.runtime.nvrtc import compiled, nvrtc_found
 from collegium.types import ActivationSpec
+from experiments.clusters_of_four import changed, source_of, tile_for
 from five_experts import five_experts, rows_of
 from prefill_on_cpu import FP8, TILE
 
