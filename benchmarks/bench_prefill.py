@@ -4,7 +4,7 @@ With ``--ablate`` the kernel of large batches runs with parts of its text left o
 what the others cost. Times are of CUDA graphs that take turns; one counts only where the bits are those of small tiles.
 
     python benchmarks/bench_prefill.py --shapes qwen3_30b --recipes bf16:bf16 --tokens 1024 2048 8192
-    python benchmarks/bench_prefill.py --shapes dsv3 --recipes fp8_block:fp8_group128 --tokens 8192 --ablate --four
+    python benchmarks/bench_prefill.py --shapes dsv3 --recipes fp8_block:fp8_group128 --tokens 8192 --ablate
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from collegium.parallel.local import Local
 from collegium.planning import kernel_named
 from collegium.runtime.devices import probe
 from collegium.runtime.nvrtc import CudaKernel
-from experiments import clusters_of_four
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
@@ -99,18 +98,7 @@ def batch_of(plan: Plan, tokens: int) -> ContiguousBatch:
     return Local(num_experts=spec.num_experts).dispatch(x.to(DTYPES[plan.problem.dtype]), routing)[0]
 
 
-@contextmanager
-def multiplying_in_fours() -> Generator[None]:
-    """Multiply every batch by large tiles in clusters of four blocks inside the block."""
-    with multiplying(()):
-        tiling.prefill_tile = lambda _, machine: clusters_of_four.tile_for(machine)
-        prefill.KERNEL = CudaKernel("prefill", clusters_of_four.source_of, prefill.KERNEL.shared)
-        yield
-
-
-def measured(
-    packed: PackedExperts, batch: ContiguousBatch, *, ablate: bool, four: bool
-) -> dict[str, tuple[float, bool]]:
+def measured(packed: PackedExperts, batch: ContiguousBatch, *, ablate: bool) -> dict[str, tuple[float, bool]]:
     """Return microseconds of both products, and whether the bits are those of small tiles, with each tile."""
     device, stop = batch.x.device, int(batch.expert_offsets[-1])
     small = replace(packed, machine=replace(packed.machine, compiles=False))
@@ -119,7 +107,6 @@ def measured(
     passes, same = {"small tiles": prepare_pass([partial(small.run, batch)], device, pool=pool)}, {"small tiles": True}
     ways: dict[str, Any] = {"large tiles": multiplying(())}
     ways |= {name: multiplying(left_out) for name, left_out in ABLATIONS.items() if ablate}
-    ways |= {"clusters of four": multiplying_in_fours()} if four else {}
     for name, way in ways.items():
         large = replace(packed, machine=packed.machine)  # which decides anew
         with way:
@@ -135,7 +122,6 @@ def main() -> int:
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
     parser.add_argument("--tokens", nargs="+", type=int, default=[2048, 8192])
     parser.add_argument("--ablate", action="store_true", help="also leave out parts of the kernel")
-    parser.add_argument("--four", action="store_true", help="also run it in clusters of four blocks, an experiment")
     parser.add_argument("--out", type=Path, default=RESULTS)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
     parser.add_argument("--commit", default=commit.strip() or "unknown")
@@ -153,9 +139,7 @@ def main() -> int:
                 plan = planned_layer(named_layer(shape)[1], recipe, probe(device), max(asked.tokens))
                 packed = packed_as(plan)
                 for tokens in asked.tokens:
-                    for name, (time, same) in measured(
-                        packed, batch_of(plan, tokens), ablate=asked.ablate, four=asked.four
-                    ).items():
+                    for name, (time, same) in measured(packed, batch_of(plan, tokens), ablate=asked.ablate).items():
                         counts = same or name in ABLATIONS
                         wrong += not counts
                         row = [shape, *recipe, tokens, name, f"{time:.1f}" if counts else "", same]

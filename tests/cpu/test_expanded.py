@@ -146,7 +146,7 @@ def test_which_batches_are_decoded_first() -> None:
     # On an H100, whose memory is slower, all of them gain later.
     slower = machine_of((9, 0), 132, 3.35e12)
     eight: dict[str, Any] = {"weight_bits": 8.25}
-    for changes, rows, later in (({}, 800, 1176), (eight, 400, 496), (looked_up, 208, 258)):
+    for changes, rows, later in (({}, 800, 1324), (eight, 400, 662), (looked_up, 208, 345)):
         assert prefill_tile(asked(rows, **changes), hopper) is not None
         assert prefill_tile(asked(later - 16, **changes), slower) is None
         assert prefill_tile(asked(later, **changes), slower) is not None

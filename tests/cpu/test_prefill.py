@@ -98,7 +98,7 @@ def test_codes_and_scales_of_the_rows_between(act: str, parts: int) -> None:
 def test_a_large_batch_gives_the_rows_of_the_small_batch_product(
     weights: str, act: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choice, "large_from", lambda _: 56)
+    monkeypatch.setattr(choice, "large_from", lambda *_: 56)
     spec = MoESpec(
         hidden_size=272,
         intermediate_size=144,
@@ -156,7 +156,15 @@ def test_which_batches_are_large() -> None:
     assert prefill_tile(product(rows=256 * 16), hopper) is not None
     assert prefill_tile(product(rows=256 * 40, promoted=False), hopper) is not None
     assert prefill_tile(product(**plain16, rows=256 * 48), hopper) is not None
+    # A shared expert has too few tiles for the multiprocessors, eight experts have enough.
+    few16 = {**plain16, "experts": 1}
+    assert prefill_tile(product(experts=1, rows=40), hopper) is not None
+    assert prefill_tile(product(**few16, rows=120), hopper) is not None
+    assert prefill_tile(product(experts=8, rows=8 * 16), hopper) is not None
     for refused in (
+        {"experts": 1, "rows": 39},
+        {**few16, "rows": 119},
+        {"experts": 8, "n_out": 768, "rows": 8 * 39},
         {"rows": 512},
         {"rows": 256 * 15},
         {"rows": 256 * 39, "promoted": False},

@@ -11,13 +11,14 @@ import ctypes
 import pickle
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from collegium.runtime import launch as launching
+from collegium.runtime import launch as launching, nvrtc
 from collegium.runtime.launch import launch
 from collegium.runtime.memory import Region, Workspace, memory_map
 from collegium.runtime.replay import Replay
@@ -342,3 +343,63 @@ def test_inside_an_operation_of_torch_library() -> None:
         four_times(x, out)
         assert torch.equal(out, x * 4)
     assert one.calls == 2
+
+
+class Driver:
+    """Starts ``out[i] = x[i] * w[i] * FACTOR``: x as a tensor map, whose first number is the address here."""
+
+    def __init__(self) -> None:
+        self.streams: list[int] = []
+        self.maps = 0
+
+    def cuTensorMapEncodeTiled(self, made: Any, kind: int, rank: int, address: Any, *sizes: Any) -> int:
+        self.maps += 1
+        made._obj[0] = address.value
+        return 0
+
+    def cuLaunchKernel(self, function: Any, *given: Any) -> int:
+        assert (function.value, given[:7]) == (11, (3, 1, 1, 32, 1, 1, 64))
+        stream, arguments = given[7], given[8]
+        self.streams.append(stream.value)
+        (x,) = (ctypes.c_uint64 * 1).from_address(arguments[0])
+        w, nothing, out = (ctypes.c_void_p * 3).from_address(arguments[1])
+        (count,) = (ctypes.c_int * 1).from_address(arguments[2])
+        assert nothing is None
+        found, weights, result = (_numbers(place, count) for place in (x, w, out))
+        for i in range(count):
+            result[i] = found[i] * weights[i]
+        return 0
+
+
+class _Count(ctypes.Structure):
+    _fields_ = (("count", ctypes.c_int),)
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_a_kernel_in_cuda_is_repeated(monkeypatch: pytest.MonkeyPatch, between: bool) -> None:
+    """With memory of the caller it copies from and writes to, or with the workspace's between two other kernels."""
+    driver, one = Driver(), Pass()
+    kernel: Any = SimpleNamespace(shared=64, on=lambda *_: ctypes.c_void_p(11))
+    monkeypatch.setattr(nvrtc, "_driver", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+
+    def start(x: torch.Tensor, out: torch.Tensor) -> None:
+        boxes = nvrtc.Boxes(torch.bfloat16, 1, x.numel(), 256, 8)
+        nvrtc.start(kernel, {}, (3, 32), (x, one.weight, None, out), (boxes, 3, _Count(x.numel())))
+
+    if between:
+        one.extra = lambda _, middle: start(middle, middle)
+    else:
+        one._multiply = start
+    replay = Replay()
+    kept = [(numbers(8), torch.empty(8)) for _ in range(6)]
+    for x, out in kept:
+        replay(one, (x, None, out))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: STREAM + 1, raising=False)
+    x, out = kept[3]
+    replay(one, (x.fill_(3.0), None, out))
+    assert one.calls == 2
+    each = 1 if between else 2
+    assert driver.streams == [STREAM] * 6 * each + [STREAM + 1] * each
+    assert driver.maps == (2 if between else 14), "what is in the workspace is described when it is recorded, and once"
+    assert all(torch.equal(out, x * (8 if between else 4)) for x, out in kept)

@@ -88,7 +88,7 @@ def test_what_is_wrong_makes_its_row_nan_and_no_other(weights: str, activations:
 @pytest.mark.skipif(not HOPPER, reason="large batches have a product of their own on Hopper")
 @pytest.mark.parametrize(("weights", "activations"), LARGE)
 def test_large_batches_show_it(weights: str, activations: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "large_from", lambda _: 56)
+    monkeypatch.setattr(tiles, "large_from", lambda *_: 56)
     layer = build(weights, activations, spec={"num_experts": 5, "intermediate_size": 256})
     x = tokens(200)
     tiling: Any = layer.experts.tiling

@@ -84,7 +84,7 @@ def build(weights: str, act: str, *, experts: int = 17, wide: int = 176, hidden:
 @pytest.fixture(autouse=True)
 def large_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run batches of 56 rows an expert with the large tiles, so that tests stay small."""
-    monkeypatch.setattr(choice, "large_from", lambda _: 56)
+    monkeypatch.setattr(choice, "large_from", lambda *_: 56)
 
 
 def small(packed: PackedExperts) -> PackedExperts:

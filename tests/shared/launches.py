@@ -30,7 +30,7 @@ from collegium.runtime.nvrtc import compiled
 from collegium.types import MoESpec
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping
+    from collections.abc import Generator, Mapping, Sequence
 
 __all__ = ["CudaVariant", "Launches", "Variant", "layer_on", "pretending"]
 
@@ -110,10 +110,11 @@ class Launches:
                 self.found[key] = Variant(kernel=kernel, arguments=held, kinds=kinds, options=keywords)
 
     def note_cuda(
-        self, _: Any, constants: Mapping[str, int], device: torch.device, sizes: tuple[int, int], *arguments: Any
+        self, _: Any, constants: Mapping[str, int], sizes: tuple[int, int], tensors: Sequence[Any], forms: Sequence[Any]
     ) -> None:
         """Take the place of ``runtime.nvrtc.start``."""
-        assert len(arguments) == 7
+        assert len(tensors) == 2 + sum(form for form in forms if isinstance(form, int))
+        assert len(forms) == 7
         assert sizes[0] % 2 == 0
         with self._lock:
             self.found["prefill", *constants.items()] = CudaVariant(arguments=dict(constants))

@@ -10,12 +10,12 @@ import subprocess
 import tempfile
 import threading
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from shutil import which
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from collegium.experts.triton import prefill
@@ -23,7 +23,7 @@ from collegium.experts.triton.tile_choice import TileChoice
 from collegium.runtime.nvrtc import Boxes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from collegium.runtime.nvrtc import CudaKernel
 
@@ -63,29 +63,40 @@ def install() -> None:
 
 
 def _start(
-    kernel: CudaKernel, constants: Mapping[str, int], device: torch.device, sizes: tuple[int, int], *arguments: Any
+    kernel: CudaKernel,
+    constants: Mapping[str, int],
+    sizes: tuple[int, int],
+    tensors: tuple[Tensor, *tuple[Tensor | None, ...]],
+    forms: Sequence[Any],
 ) -> None:
     """Run the kernel in one cluster of two blocks; what it takes is in memory of the CPU."""
     if which("g++") is None:
         pytest.skip("needs g++ to run the kernel of large batches on a CPU")
-    assert device.type == "cpu"
+    assert all(tensor is None or tensor.device.type == "cpu" for tensor in tensors)
     assert sizes[1] == 512
     assert kernel.shared == 227 * 1024
-    counters = arguments[2]
+    counters = tensors[2]
     assert isinstance(counters, Tensor)
     assert counters.tolist() == [0, 0]
-    given = [_given(each) for each in arguments]
+    left = iter(tensors)
+    given = [_given(form, left) for form in forms]
     run = _library(_text(), *constants.items()).run
     with _alone:
         run(*(each if isinstance(each, ctypes.c_void_p) else ctypes.byref(each) for each in given))
     assert counters.tolist() == [0, 0], "counters are left as they were found"
+    assert next(left, None) is None, "every tensor is an argument"
 
 
-def _given(argument: Any) -> Any:
-    if isinstance(argument, Boxes):
-        rows, size = argument.tensor, argument.tensor.element_size()
-        return _Map(rows.data_ptr(), argument.columns * size, argument.height, rows.stride(-2) * size, argument.box)
-    return ctypes.c_void_p(argument.data_ptr()) if isinstance(argument, Tensor) else argument
+def _given(form: Any, left: Iterator[Tensor | None]) -> Any:
+    if isinstance(form, Boxes):
+        rows = next(left)
+        assert rows is not None
+        assert rows.dtype == form.dtype
+        return _Map(rows.data_ptr(), form.columns * rows.element_size(), form.height, form.step, form.box)
+    if not isinstance(form, int):
+        return form
+    pointers = [None if tensor is None else tensor.data_ptr() for tensor in islice(left, form)]
+    return ctypes.c_void_p(pointers[0]) if form == 1 else (ctypes.c_void_p * form)(*pointers)
 
 
 def _text() -> str:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "STREAM", "Step", "dense_rows", "launch", "on_device", "overlaps", "power_at_least", "recorded", "unrepeatable",
+    "STREAM", "Step", "dense_rows", "launch", "noted", "on_device", "overlaps", "power_at_least", "recorded",
     "usual_rows", "watched",
 ]  # fmt: skip
 
@@ -56,10 +56,10 @@ def recorded() -> Generator[list[Step | None]]:
         _recording.steps = before
 
 
-def unrepeatable() -> None:
-    """Note that this thread started a kernel that is started anew each time."""
+def noted(step: Step | None) -> None:
+    """Note what this thread started, None for what C alone could not repeat."""
     if _recording.steps is not None:
-        _recording.steps.append(None)
+        _recording.steps.append(step)
 
 
 def on_device(x: Tensor, capability: tuple[int, int] = (8, 0)) -> bool:
@@ -134,7 +134,6 @@ class _Variant:
         # The same kinds that Triton compiles for: dtypes, pointers and integers that 16 divides, 1, 32 or 64 bits.
         key = (device, *[_kind(argument) for argument in args])
         known = self._started.get(key) if _direct() and not watched() else None
-        steps = _recording.steps
         if known is None:
             # Warming up runs batches side by side, and Triton lets every thread compile what one of them does already.
             with self._first:
@@ -147,14 +146,13 @@ class _Variant:
                 compiled = self._kernel[grid](*args, **self._keywords)
             if _direct():
                 self._started[key] = _started(compiled)
-            unrepeatable()
+            noted(None)
             return
         x, y, z = (*grid, 1, 1)[:3]
         stream = torch._C._cuda_getCurrentRawStream(device)  # pyright: ignore[reportPrivateUsage]
         step = Step(known.call, (x, y, z, stream, *known.middle, *args, *self._tail))
         step.call(*step.arguments)
-        if steps is not None:
-            steps.append(step if known.alone else None)
+        noted(step if known.alone else None)
 
 
 class _Started(NamedTuple):

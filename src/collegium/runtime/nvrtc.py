@@ -8,10 +8,11 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from ..errors import PlanError
 from .cached import cache_folder, write_whole
-from .launch import unrepeatable
+from .launch import Step, noted
 
 __all__ = ["Boxes", "CudaKernel", "compiled", "nvrtc_found", "start"]
 
@@ -29,17 +30,19 @@ __all__ = ["Boxes", "CudaKernel", "compiled", "nvrtc_found", "start"]
 _ELEMENTS = {torch.float8_e4m3fn: 0, torch.float16: 6, torch.bfloat16: 9}
 _SWIZZLE_128, _PROMOTE_256, _MOST_SHARED, _RELAXED = 3, 3, 8, 2
 _ACROSS = 128  # bytes of a row that one copy takes
+_Tensors = tuple[Tensor, *tuple[Tensor | None, ...]]
 
 
 class Boxes(NamedTuple):
-    """The argument of a kernel that copies boxes of ``box`` rows by 128 bytes: ``height`` rows of ``columns`` numbers.
+    """An argument for copies of boxes of ``box`` rows by 128 bytes: ``height`` rows of ``columns`` numbers.
 
-    Rows begin ``stride(-2)`` numbers apart, at multiples of 16 bytes.
+    step: bytes from row to row, a multiple of 16.
     """
 
-    tensor: Tensor
+    dtype: torch.dtype
     height: int
     columns: int
+    step: int
     box: int
 
 
@@ -78,21 +81,37 @@ class CudaKernel:
 
 
 def start(
-    kernel: CudaKernel, constants: Mapping[str, int], device: torch.device, sizes: tuple[int, int], *arguments: Any
+    kernel: CudaKernel, constants: Mapping[str, int], sizes: tuple[int, int], tensors: _Tensors, forms: Sequence[Any]
 ) -> None:
-    """Run a kernel on the current stream of ``device``; sizes: blocks, and threads of one.
+    """Run a kernel on the current stream of the first tensor's device; sizes: blocks, and threads of one.
 
-    Arguments are ``Boxes``, tensors, or ctypes structures. Raises PlanError where NVRTC or the driver refuses.
+    forms: of the kernel's arguments. ``Boxes`` take one of the tensors, a number takes so many, as pointers side by
+    side, and a ctypes structure none. Raises PlanError where NVRTC or the driver refuses.
     """
+    device, addresses = tensors[0].device, tuple(None if each is None else each.data_ptr() for each in tensors)
     with torch.cuda.device(device):
-        function = kernel.on(device, constants)
-        held = [_argument(each) for each in arguments]
-        given = (ctypes.c_void_p * len(held))(*(ctypes.addressof(each) for each in held))
-        stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
-        blocks, threads = sizes
-        code = _driver().cuLaunchKernel(function, blocks, 1, 1, threads, 1, 1, kernel.shared, stream, given, None)
-    _done(code, "starting a kernel")
-    unrepeatable()
+        stream = torch._C._cuda_getCurrentRawStream(device.index)  # pyright: ignore[reportPrivateUsage]
+        function, call = kernel.on(device, constants), _starter(kernel.shared, forms, addresses)
+        call(function, *sizes, stream, *addresses)
+    noted(Step(call, (function, *sizes, stream, *tensors)))
+
+
+def _starter(shared: int, forms: Sequence[Any], first: tuple[int | None, ...]) -> Callable[..., None]:
+    """Return what starts a function: with arguments made once for the addresses ``first``, for others made anew."""
+
+    def made(addresses: tuple[int | None, ...]) -> list[Any]:
+        left = iter(addresses)
+        return [_argument(form, left) for form in forms]
+
+    def call(function: ctypes.c_void_p, blocks: int, threads: int, stream: int, *addresses: int | None) -> None:
+        given = held if addresses == first else made(addresses)
+        there = (ctypes.c_void_p * len(given))(*(ctypes.addressof(each) for each in given))
+        at = ctypes.c_void_p(stream)
+        code = _driver().cuLaunchKernel(function, blocks, 1, 1, threads, 1, 1, shared, at, there, None)
+        _done(code, "starting a kernel")
+
+    held = made(first)
+    return call
 
 
 def nvrtc_found() -> bool:
@@ -146,25 +165,24 @@ def _kept(text: str, name: str, constants: Mapping[str, int]) -> bytes:
     return code
 
 
-def _argument(given: Any) -> Any:
+def _argument(form: Any, addresses: Iterator[int | None]) -> Any:
     """Return a value of ctypes that lives as long as the caller holds it."""
-    if isinstance(given, Boxes):
-        return _tensor_map(given)
-    return ctypes.c_void_p(given.data_ptr()) if isinstance(given, Tensor) else given
+    if isinstance(form, Boxes):
+        return _tensor_map(form, next(addresses))
+    return (ctypes.c_void_p * form)(*islice(addresses, form)) if isinstance(form, int) else form
 
 
-def _tensor_map(rows: Boxes) -> Any:
+def _tensor_map(rows: Boxes, address: int | None) -> Any:
     """Describe rows for the tensor memory accelerator; what lies outside of them is read as zero."""
-    tensor, size = rows.tensor, rows.tensor.element_size()
     room = (ctypes.c_uint64 * 24)()
     made = (ctypes.c_uint64 * 16).from_buffer(room, -ctypes.addressof(room) % 64)
     wide, narrow = ctypes.c_uint64, ctypes.c_uint32
     code = _driver().cuTensorMapEncodeTiled(
-        ctypes.byref(made), _ELEMENTS[tensor.dtype], 2, ctypes.c_void_p(tensor.data_ptr()),
-        (wide * 2)(rows.columns, rows.height), (wide * 1)(tensor.stride(-2) * size),
-        (narrow * 2)(_ACROSS // size, rows.box), (narrow * 2)(1, 1), 0, _SWIZZLE_128, _PROMOTE_256, 0,
+        ctypes.byref(made), _ELEMENTS[rows.dtype], 2, ctypes.c_void_p(address),
+        (wide * 2)(rows.columns, rows.height), (wide * 1)(rows.step),
+        (narrow * 2)(_ACROSS // rows.dtype.itemsize, rows.box), (narrow * 2)(1, 1), 0, _SWIZZLE_128, _PROMOTE_256, 0,
     )  # fmt: skip
-    _done(code, f"describing {tuple(tensor.shape)} of {tensor.dtype} for the tensor memory accelerator")
+    _done(code, f"describing {rows} for the tensor memory accelerator")
     return made
 
 

@@ -93,9 +93,8 @@ def once_from(problem: TileProblem, machine: Machine) -> float:
 
     What is written there and read again takes longer where memory is slower, so more rows have to share it.
     """
-    if problem.operands == 2 or problem.weight_bits > 6:
-        return (208 if problem.operands == 2 else 400) * (1 + machine.slower / 2)
-    return (640 if _tiles_of(problem) is _NVFP4 else 800) * (1 + machine.slower)
+    least = 400 if problem.weight_bits > 6 else 640 if _tiles_of(problem) is _NVFP4 else 800
+    return (208 if problem.operands == 2 else least) * (1 + 1.4 * machine.slower)
 
 
 def _step(problem: TileProblem, tile: TileChoice, each: float) -> float:

@@ -8,7 +8,6 @@ import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,23 +59,23 @@ def prefill_gemm(
     """
     layout, tile = packed.layout, tiles.tile
     experts, parts, n_out, k_in = layout.shape
-    _check(x, packed)
     if tiles.used is None:
         raise InputError("prefill_gemm: the tiles are not counted; list them with tile_list")
     steps = 2 * layout.k_blocks if layout.scale_kind == GROUP_SCALE else -(-k_in * x.element_size() // _STEP)
     values, scale, row_scale, bias = packed.pointers
+    boxes = (
+        _boxes("x", x, x.shape[0], k_in, _UNIT // 2),
+        _boxes("weights", values, experts * parts * n_out, layout.operands * k_in, _UNIT),
+    )
+    read = (x, values, tiles.used[1:], scales_of(x_scale, values)[0], scale, row_scale, bias)
+    others = (out, tiles.places, codes and codes.scale, expert_offsets, tiles.expert, tiles.row, tiles.used)
+    sizes = _Sizes(n_out, steps, layout.k_blocks, layout.scale_rows, tile.group_t, *bounds_of(activation))
     start(
         KERNEL,
         _constants(x, packed, tiles, out, x_scale, activation, codes),
-        x.device,
         (tile.programs, _THREADS),
-        Boxes(x, x.shape[0], k_in, _UNIT // 2),
-        Boxes(values, experts * parts * n_out, layout.operands * k_in, _UNIT),
-        tiles.used[1:],
-        _addresses(scales_of(x_scale, values)[0], scale, row_scale, bias),
-        _addresses(out, tiles.places, None if codes is None else codes.scale),
-        _addresses(expert_offsets, tiles.expert, tiles.row, tiles.used),
-        _Sizes(n_out, steps, layout.k_blocks, layout.scale_rows, tile.group_t, *bounds_of(activation)),
+        (*read, *others),
+        (*boxes, 1, 4, 3, 4, sizes),
     )
     return out
 
@@ -96,11 +95,6 @@ class _Sizes(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("n_out", "steps", "k_blocks", "scale_rows", "group_t")),
         *((name, ctypes.c_float) for name in ("limit", "alpha", "gate_bound", "up_bound")),
     )
-
-
-def _addresses(*given: Tensor | None) -> Any:
-    """Return a structure of pointers: Beside, Out or Lists of the kernel."""
-    return (ctypes.c_void_p * len(given))(*[None if each is None else each.data_ptr() for each in given])
 
 
 def _product_of(operand: int) -> str:
@@ -148,10 +142,11 @@ def _constants(
     }
 
 
-def _check(x: Tensor, packed: PackedMatrix) -> None:
-    for name, rows in (("x", x), ("weights", packed.values)):
-        if rows.stride(-2) * rows.element_size() % 16 or rows.stride(-1) != 1 or rows.data_ptr() % 16:
-            raise InputError(
-                f"prefill_gemm: {name} has strides {rows.stride()} of {rows.dtype} at {rows.data_ptr():#x}; rows must "
-                "be dense and start at multiples of 16 bytes; use grouped_gemm"
-            )
+def _boxes(name: str, rows: Tensor, height: int, columns: int, box: int) -> Boxes:
+    step = rows.stride(-2) * rows.element_size()
+    if step % 16 or rows.stride(-1) != 1 or rows.data_ptr() % 16:
+        raise InputError(
+            f"prefill_gemm: {name} has strides {rows.stride()} of {rows.dtype} at {rows.data_ptr():#x}; rows must "
+            "be dense and start at multiples of 16 bytes; use grouped_gemm"
+        )
+    return Boxes(rows.dtype, height, columns, step, box)

@@ -142,7 +142,7 @@ def prefill_tile(problem: TileProblem, machine: Machine) -> TileChoice | None:
         least = once_from(problem, machine)
     else:
         same = problem.weight_bits == problem.x_bits and problem.block_k * problem.x_bits == 1024
-        fits, least = same and problem.k_in * problem.x_bits % 128 == 0, large_from(problem)
+        fits, least = same and problem.k_in * problem.x_bits % 128 == 0, large_from(problem, machine)
     fits = fits and machine.compiles and problem.experts * problem.parts * problem.n_out < 1 << 31
     if not fits or problem.rows < least * problem.experts:
         return None
@@ -151,13 +151,15 @@ def prefill_tile(problem: TileProblem, machine: Machine) -> TileChoice | None:
     return TileChoice(block_n=BAND, block_t=192, warps=12, stages=5, group_t=_SHARED_PASS, programs=programs)
 
 
-def large_from(problem: TileProblem) -> int:
+def large_from(problem: TileProblem, machine: Machine) -> float:
     """Return the rows of an expert from which on whole weights run with the tiles of large batches.
 
     From 32 rows on 16-bit weights and E4M3 rows with one scale are level with small tiles on an H200. Where each K
-    block is scaled, those wait for every product.
+    block is scaled, those wait for every product. Experts too few for half of the multiprocessors need more rows: small
+    tiles have more programs.
     """
-    return 16 if problem.promoted else 48 if problem.x_bits > 8 else 40
+    least = 16 if problem.promoted else 48 if problem.x_bits > 8 else 40
+    return least * (1 if problem.experts * problem.parts * problem.n_out >= BAND * machine.sms else 2.5)
 
 
 def _stages(problem: TileProblem, machine: Machine, tile: TileChoice) -> tuple[int, ...]:
