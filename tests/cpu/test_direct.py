@@ -218,7 +218,7 @@ def test_a_plan_names_the_ways_before_packing() -> None:
     assert plan(problem).stretches == (
         Stretch(tokens=1, pipeline="direct", tiles="small tiles"),
         Stretch(tokens=6, pipeline="split", tiles="small tiles"),
-        Stretch(tokens=80, pipeline="split", tiles="large tiles"),
+        Stretch(tokens=200, pipeline="split", tiles="large tiles"),
     )
     assert plan(problem, Choice(pipeline="split")).pipelines == ("split",)
     packed = build("bf16", None)[1]
