@@ -324,6 +324,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("a stage multiplied before it is there", "kernels/prefill.cu", (("            wait(&s.full[p.stage], p.parity);\n            next(q);", "            next(q);"),), _PREFILL),
     Mutant("a row's scale of one block's columns alone", "kernels/prefill.cu", (("most[0] = max(most[0], theirs[0]), most[1] = max(most[1], theirs[8]);", ""),), _PREFILL),
     Mutant("a counter that is left", "kernels/prefill.cu", (("counters[0] = counters[1] = 0;", "counters[0] = 0;"),), _PREFILL),
+    Mutant("a repeated kernel in CUDA with the tensors of the first call", "runtime/nvrtc.py", (("given = held if addresses == first else made(addresses)", "given = held"),), ("tests/cpu/test_replay.py",)),
+    Mutant("large tiles for a few rows of one expert", "experts/triton/tiles.py", (("BAND * machine.sms else 2.5)", "BAND * machine.sms else 1)"),), _PREFILL[1:]),
     Mutant("the tiles of all experts for some", "experts/triton/expanded.py", (("tiles if turn == experts else tile_list(own, rows, tiles.tile, memory)", "tiles"),), _LARGE),
     Mutant("the sign of a step lost", "kernels/decode.py", (("((words << (24 - 8 * QUARTER)) >> 24)", "((words >> (8 * QUARTER)) & 255)"),), _BLOCKS),
     Mutant("steps of minima added", "experts/triton/lanes.py", (("kept.new_tensor([1, -1])", "kept.new_tensor([1, 1])"),), _BLOCKS),

@@ -120,6 +120,18 @@ def test_repeated_passes_give_the_bits_of_computed_ones() -> None:
     assert any(isinstance(found, tuple) for found in layer._replay._kinds.values())
 
 
+@pytest.mark.parametrize(("weights", "activations"), [("bf16", None), ("fp8_block", "fp8_group128")])
+def test_a_large_batch_is_repeated_too(weights: str, activations: str | None) -> None:
+    layer, plain = build(weights, activations, shared=True), build(weights, activations, shared=True)
+    plain.workspaces = None
+    x, routing = call(600)
+    assert layer.plan.stretches[-1].tiles == "large tiles" or torch.cuda.get_device_capability() != (9, 0)
+    for _ in range(4):
+        x.normal_()
+        assert torch.equal(layer(x, routing=routing), plain(x, routing=routing))
+    assert all(isinstance(found, tuple) for found in layer._replay._kinds.values())
+
+
 def test_a_repeated_pass_is_captured_as_it_is() -> None:
     layer = build("mxfp4", "fp8_group128")
     x, routing = call(9)
