@@ -70,6 +70,7 @@ def prefill_gemm(
     read = (x, values, tiles.used[1:], scales_of(x_scale, values)[0], scale, row_scale, bias)
     others = (out, tiles.places, codes and codes.scale, expert_offsets, tiles.expert, tiles.row, tiles.used)
     sizes = _Sizes(n_out, steps, layout.k_blocks, layout.scale_rows, tile.group_t, *bounds_of(activation))
+    # The kernel takes two tensor maps, the counters, then Beside, Out, Lists and Sizes.
     start(
         KERNEL,
         _constants(x, packed, tiles, out, x_scale, activation, codes),
