@@ -253,13 +253,19 @@ def test_what_the_machine_refuses_is_one_message(error, text, said, monkeypatch)
         ("--json >/dev/full", 1, "[Errno 28]"),
     ],
 )
-def test_a_stream_that_takes_nothing_is_no_traceback(where, code, text):
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_stream_that_takes_nothing_is_no_traceback(where, code, text, at_once, monkeypatch):
+    if at_once:
+        monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    else:  # the usual case: a process writes what is left when it ends
+        monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     line = f"{sys.executable} -m collegium plan {SHIPPED} --device cpu {where}"
     done = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (code, "")
     assert done.stderr.startswith(text)
     assert bool(done.stderr) == bool(text)
     assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
 
 
 def test_a_fault_of_our_own_keeps_its_traceback(monkeypatch):

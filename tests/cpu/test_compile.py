@@ -6,16 +6,14 @@ Triton's place in this one.
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import pytest
 
 from collegium.kernels.numbers import FAST_MATH
-from compiling import compile_apart
+from compiling import compile_apart, skip_other_compilers
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("needs Triton", allow_module_level=True)
+skip_other_compilers()
 
 BASE = {
     "WEIGHT": 0, "SCALE": 0, "WORDS": 1, "X_SCALE": 0, "ROW_SCALE": False, "BIAS": False, "GATHER": True,

@@ -5,16 +5,14 @@ No GPU is needed; the compiler runs in a process of its own (see test_compile.py
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from typing import Any
 
 import pytest
 
-from compiling import compile_apart
+from compiling import compile_apart, skip_other_compilers
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("needs Triton", allow_module_level=True)
+skip_other_compilers()
 
 BASE = {
     "WEIGHT": 6, "X_SCALE": 2, "BIAS": False, "GATHER": True, "PARTS": 2, "KIND": 0, "HAS_LIMIT": False,

@@ -5,15 +5,13 @@ No GPU is needed; which variants there are is what the host code asks for (see `
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import pytest
 
-from compiling import compile_apart
+from compiling import compile_apart, skip_other_compilers
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("needs Triton", allow_module_level=True)
+skip_other_compilers()
 
 # dtypes of x and of the weight, and how many products of terms a block of K takes
 PAIRS = {

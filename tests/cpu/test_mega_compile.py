@@ -5,16 +5,14 @@ No GPU is needed: launches are noted (see ``launches.py``), and every peer is th
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from typing import Any
 
 import pytest
 
-from compiling import compile_apart
+from compiling import compile_apart, skip_other_compilers
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("needs Triton", allow_module_level=True)
+skip_other_compilers()
 
 # Hidden and intermediate size, top-k, activation and weights of DeepSeek-V4-Flash, gpt-oss and DeepSeek-V3, and the
 # weight rows of a piece.

@@ -67,6 +67,7 @@ def prints(
                 print_json(report.to_json() if hasattr(report, "to_json") else asdict(report))
             elif is_first(os.environ):
                 show(report)
+            sys.stdout.flush()  # while what goes wrong is still told
             if not getattr(report, "passed", True):
                 raise typer.Exit(1)
 
@@ -99,19 +100,17 @@ def bar(what: str) -> Generator[Callable[[int, int, str], None]]:
 
 def complain(kind: str, text: str, *, code: int = 1) -> NoReturn:
     """Say what went wrong, in one piece, and end with ``code``."""
-    if asks_json():
-        try:
+    who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1" else ""
+    try:
+        if asks_json():
             print_json({"error": {"kind": kind, "message": text}})
-            sys.stdout.flush()
-        except OSError as error:  # nobody reads it, or the disk is full
-            if error.errno != EPIPE:
-                err.print(Text(text), soft_wrap=True)
-            os._exit(code)
-        sys.exit(code)
-    several = "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
-    who = f"rank {os.environ['RANK']}: " if several else ""
-    # In one piece, as other ranks write too.
-    err.print(Text.assemble(who, (kind, "bold red"), ": ", text), soft_wrap=True)
+        else:  # in one piece, as other ranks write too
+            err.print(Text.assemble(who, (kind, "bold red"), ": ", text), soft_wrap=True)
+        sys.stdout.flush()
+    except OSError as error:  # nobody reads it, or the disk is full: Python would try again when it ends, and complain
+        if asks_json() and error.errno != EPIPE:
+            err.print(Text(text), soft_wrap=True)
+        os._exit(code)
     sys.exit(code)
 
 
