@@ -346,7 +346,7 @@ def test_inside_an_operation_of_torch_library() -> None:
 
 
 class Driver:
-    """Starts ``out[i] = x[i] * w[i] * FACTOR``: x as a tensor map, whose first number is the address here."""
+    """Starts ``out[i] = x[i] * w[i]``: x as a tensor map, whose first number is the address here."""
 
     def __init__(self) -> None:
         self.streams: list[int] = []

@@ -14,7 +14,6 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -23,13 +22,13 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
 
 import torch
-from stress_threads import recipes
+from stress_threads import experts_of, problem_of, recipes
 from torch import Tensor
 
-from collegium import Choice, Limits, MoELayer, MoESpec, Problem, Routing, RoutingSpec, encode_experts, plan, probe
+from collegium import Choice, Limits, MoELayer, MoESpec, Routing, RoutingSpec, plan
 from collegium.commands.measure import ROUTINGS, random_routing
 from collegium.formats.unquantised import DTYPES
-from collegium.testing.compare import heavy_tailed, random_experts
+from collegium.testing.compare import heavy_tailed
 from rough_tokens import same
 
 MOST = 2048
@@ -55,11 +54,8 @@ def drawn_layer(draw: random.Random, weights: str, activations: str) -> MoELayer
         routing=RoutingSpec(top_k=min(draw.choice((1, 2, 4)), max(1, experts // 2))),
         weight_format=weights,
     )
-    coded = encode_experts(random_experts(experts, 2, wide, hidden, seed=draw.randrange(1 << 30)), weights)
-    coded = replace(coded, gate_up=coded.gate_up.to("cuda"), down=coded.down.to("cuda"))
-    dtype = activations if activations in ("bf16", "fp16") else "bf16"
-    problem = Problem(spec=spec, device=probe("cuda"), limits=Limits(max_tokens=MOST), dtype=dtype)
-    return MoELayer(coded, plan(problem, Choice(activation_format=activations)))
+    made = plan(problem_of(spec, activations, Limits(max_tokens=MOST)), Choice(activation_format=activations))
+    return MoELayer(experts_of(weights, experts, wide, hidden, seed=draw.randrange(1 << 30)), made)
 
 
 def drawn_inputs(draw: random.Random, layer: MoELayer, tokens: int) -> tuple[Tensor, Routing]:

@@ -20,11 +20,13 @@ import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from collegium import (
     Choice,
+    ExpertWeights,
     Limits,
     MoELayer,
     MoESpec,
@@ -60,15 +62,25 @@ def spec_of(weights: str) -> MoESpec:
     )
 
 
+def problem_of(spec: MoESpec, activations: str, limits: Limits = LIMITS) -> Problem:
+    """Return the problem of a layer on this GPU whose tokens have the dtype of ``activations``, or else bfloat16."""
+    dtype = activations if activations in ("bf16", "fp16") else "bf16"
+    return Problem(spec=spec, device=probe("cuda"), limits=limits, dtype=dtype)
+
+
+def experts_of(weights: str, experts: int, wide: int, hidden: int, seed: int) -> ExpertWeights[Any]:
+    """Return random experts on this GPU."""
+    coded = encode_experts(random_experts(experts, 2, wide, hidden, seed=seed), weights)
+    return replace(coded, gate_up=coded.gate_up.to("cuda"), down=coded.down.to("cuda"))
+
+
 def recipes() -> list[tuple[str, str]]:
     """Return every pair of formats that a Triton kernel runs here, and one pair of the reference's."""
     found: list[tuple[str, str]] = []
     names = [f.name for f in ACTIVATION_FORMATS if f.name != "fp32"]
     for weights, activations in itertools.product([f.name for f in FORMATS if not f.read_only], names):
-        dtype = activations if activations in ("bf16", "fp16") else "bf16"
-        problem = Problem(spec=spec_of(weights), device=probe("cuda"), limits=LIMITS, dtype=dtype)
         try:
-            kernel = plan(problem, Choice(activation_format=activations)).kernel
+            kernel = plan(problem_of(spec_of(weights), activations), Choice(activation_format=activations)).kernel
         except PlanError:
             continue
         if kernel != "reference" or (weights, activations) == ("nvfp4", "nvfp4"):
@@ -77,17 +89,11 @@ def recipes() -> list[tuple[str, str]]:
 
 
 def layer_of(weights: str, activations: str, seed: int) -> MoELayer:
-    def made(experts: int, own: int):
-        coded = encode_experts(random_experts(experts, 2, WIDE, HIDDEN, seed=own), weights)
-        return replace(coded, gate_up=coded.gate_up.to("cuda"), down=coded.down.to("cuda"))
-
-    dtype = activations if activations in ("bf16", "fp16") else "bf16"
-    problem = Problem(spec=spec_of(weights), device=probe("cuda"), limits=LIMITS, dtype=dtype)
     return MoELayer(
-        made(EXPERTS, seed),
-        plan(problem, Choice(activation_format=activations)),
+        experts_of(weights, EXPERTS, WIDE, HIDDEN, seed),
+        plan(problem_of(spec_of(weights), activations), Choice(activation_format=activations)),
         router=RouterWeights(weight=heavy_tailed(EXPERTS, HIDDEN, seed=seed + 1).cuda()),
-        shared=SharedWeights(experts=made(1, seed + 2)),
+        shared=SharedWeights(experts=experts_of(weights, 1, WIDE, HIDDEN, seed + 2)),
     )
 
 
