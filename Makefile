@@ -10,8 +10,10 @@ VENV   ?= .venv
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do $$p -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 BIN    := $(VENV)/bin
 PINS   := constraints/py311.txt
-# A GPU build of torch brings the Triton it was built with; beside a CPU build we choose.
-TRITON := triton==3.6.0; platform_system == "Linux"
+# A GPU build of torch brings the Triton it was built with; with a CPU build this one is installed.
+TRITON ?= triton==3.6.0; platform_system == "Linux"
+# What `pip install` brings today; `make constraints` writes these pins too.
+NEWEST := VENV=$(VENV)-newest PINS=constraints/newest.txt TRITON=triton
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 OFFLINE := HF_HUB_OFFLINE=1
 # vLLM pins a torch of its own, so it has an environment of its own; the models are quantised by our tools.
@@ -22,7 +24,7 @@ GPU_WORKERS ?= -n 14 --dist worksteal
 GPU_RANKS := $(patsubst %,tests/gpu/test_%.py,all_gather all_to_all compiled_models half_batches mega mover symm_mem symmetric whole_model_ranks)
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check -c $(PINS)
 
-.PHONY: help setup fix check test unit snippets examples docs demo bench-cpu gpu-test vllm-test mutants fuzz cover constraints wheel dist clean
+.PHONY: help setup fix check test test-newest unit snippets examples docs demo bench-cpu gpu-test vllm-test mutants fuzz cover constraints wheel dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -90,6 +92,12 @@ docs: $(VENV)/.dev ## build the site into build/docs; a broken link or reference
 
 test: check snippets examples docs unit ## all of the above; what CI runs
 
+test-newest: ## the same tests with the newest torch, Triton and transformers, in an environment of their own (a large download)
+	$(MAKE) $(NEWEST) versions snippets examples unit
+
+versions: $(VENV)/.dev
+	@$(BIN)/python -c 'from importlib.metadata import version; print(*(f"{n} {version(n)}" for n in ("torch", "triton", "transformers")), sep=", ")'
+
 demo: $(VENV)/.runtime ## the shipped model writes text in every weight format
 	@$(OFFLINE) $(BIN)/collegium demo
 
@@ -107,8 +115,9 @@ gpu-test: ## the tests of a machine with a GPU, on the Python that is there (tor
 cover: $(VENV)/.dev ## tests with a coverage report
 	$(ONE_THREAD) $(OFFLINE) $(BIN)/python -m pytest tests -n 2 --dist worksteal --cov
 
-constraints: $(VENV)/.dev ## pin every dependency anew (run it on Linux x86_64)
-	@scripts/pin.sh $(BIN) $(PINS)
+constraints: $(VENV)/.dev ## pin every dependency anew, and the newest of each (run it on Linux x86_64)
+	@scripts/pin.sh $(BIN) $(PINS) constraints/base.in
+	@scripts/pin.sh $(BIN) constraints/newest.txt
 
 wheel: $(VENV)/.dev ## build the wheel and run it in an empty environment of every Python that is there
 	$(BIN)/python scripts/try_wheel.py --torch torch==$$(sed -n 's/^torch==\([^ ;]*\).*/\1/p' $(PINS))
@@ -117,5 +126,5 @@ dist: $(VENV)/.dev ## build the wheel and the source archive into dist/
 	$(BIN)/python -m build
 
 clean: ## remove the virtual environment, build outputs and caches
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache .coverage htmlcov
+	rm -rf $(VENV) $(VENV)-newest build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache .coverage htmlcov
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
