@@ -33,42 +33,47 @@ triton: Any = pytest.importorskip("triton")
 
 
 class Kernel:
-    """``out[i] = x[i] * w[i]`` for ``count`` numbers; ``scratch``: it asks Triton for memory."""
+    """``out[i] = x[i] * w[i]`` for ``count`` numbers; ``scratch``: bytes of memory that Triton allocates for it."""
 
     arg_names = ("x", "w", "out", "count", "FACTOR")
 
-    def __init__(self, scratch: int = 0) -> None:
+    def __init__(self, scratch: int = 0, launcher: str = "3.6") -> None:
         self.scratch = scratch
+        self.launcher = launcher
         self.streams: list[int] = []
 
     def warmup(self, *args: Any, grid: tuple[int, ...], **options: Any) -> Any:
         return SimpleNamespace(run=None)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        def through_triton(*args: Any, FACTOR: int, num_warps: int) -> Any:
+        def through_triton(*args: Any, FACTOR: int, num_warps: int, enable_fp_fusion: bool) -> Any:
+            assert enable_fp_fusion
             self._multiply(*args)
-            run: Any = SimpleNamespace(
-                launch=self._from_c,
-                global_scratch_size=self.scratch,
-                profile_scratch_size=0,
-                launch_cooperative_grid=False,
-                launch_pdl=False,
-            )
-            if self.scratch:
-                run = _Launcher(run, self._from_python)
+            launcher = {"3.6": Launcher36, "3.9": Launcher39, "unknown": UnknownLauncher}[self.launcher]
+            run = launcher(self._from_c, self.scratch)
             return SimpleNamespace(run=run, function=11, packed_metadata=(num_warps, 1, 0))
 
         return through_triton
 
-    def _from_python(self, x: int, y: int, z: int, stream: int, function: int, *rest: Any) -> None:
-        assert (x, y, z, function, rest[:4]) == (3, 1, 1, 11, ((4, 1, 0), None, None, None))
-        self._multiply(*rest[4:8])
-
-    def _from_c(self, x: int, y: int, z: int, stream: int, function: int, *rest: Any) -> None:
-        assert (x, y, z, function, rest[:8]) == (3, 1, 1, 11, (False, False, None, None, (4, 1, 0), None, None, None))
-        assert rest[12:] == (5,)
+    def _from_c(self, *passed: Any) -> None:
+        if self.launcher == "unknown":
+            assert passed[:4] == (11, 3, 1, 1)
+            assert passed[5:9] == ((4, 1, 0), None, None, None)
+            self._multiply(*passed[9:13])
+            return
+        x, y, z, stream, function, *rest = passed
+        assert (x, y, z, function) == (3, 1, 1, 11)
+        rest = tuple(rest)
+        if self.launcher == "3.6":
+            assert rest[2:8] == (self.scratch or None, None, (4, 1, 0), None, None, None)
+            arguments = rest[8:]
+        else:
+            assert rest[2:10] == ((4, 1, 0), None, None, None, self.scratch or None, None, b"annotations", b"signature")
+            (arguments,) = rest[10:]
+        assert rest[:2] == (False, True)
+        assert arguments[4:] in ((5,), [5])
         self.streams.append(stream)
-        self._multiply(*rest[8:12])
+        self._multiply(*arguments[:4])
 
     def _multiply(self, x: Any, w: Any, out: Any, count: int) -> None:
         given, weights, result = (_numbers(place, count) for place in (x, w, out))
@@ -76,13 +81,34 @@ class Kernel:
             result[i] = given[i] * weights[i]
 
 
-class _Launcher:
-    def __init__(self, run: Any, call: Callable[..., None]) -> None:
-        self.__dict__.update(vars(run))
-        self._call = call
+class Launcher36:
+    """Triton's launcher in Python up to release 3.6: the C function takes a kernel's arguments one by one."""
 
-    def __call__(self, *args: Any) -> None:
-        self._call(*args)
+    def __init__(self, launch: Callable[..., None], scratch: int) -> None:
+        self.launch = launch
+        self.global_scratch_size, self.profile_scratch_size = scratch, 0
+        self.launch_cooperative_grid, self.launch_pdl = False, True
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: int, *rest: Any) -> None:
+        scratch = self.global_scratch_size or None
+        self.launch(x, y, z, stream, function, self.launch_cooperative_grid, self.launch_pdl, scratch, None, *rest)
+
+
+class Launcher39(Launcher36):
+    """From 3.7 on the C function takes a kernel's arguments as one sequence, after what describes them."""
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: int, *rest: Any) -> None:
+        ways = (self.launch_cooperative_grid, self.launch_pdl)
+        scratch = self.global_scratch_size or None
+        describing = (b"annotations", b"signature")
+        self.launch(x, y, z, stream, function, *ways, *rest[:4], scratch, None, *describing, rest[4:])
+
+
+class UnknownLauncher(Launcher36):
+    """A launcher of a later release, whose C function takes the kernel's function first."""
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: int, *rest: Any) -> None:
+        self.launch(function, x, y, z, stream, *rest)
 
 
 def _numbers(place: Any, count: int) -> Any:
@@ -99,8 +125,8 @@ def _direct(monkeypatch: pytest.MonkeyPatch) -> None:
 class Pass:
     """x * w * w through a buffer of a workspace, with ``extra`` in between; counts how often it is called."""
 
-    def __init__(self, extra: Callable[..., object] = lambda *_: None, scratch: int = 0) -> None:
-        self.kernel = Kernel(scratch)
+    def __init__(self, extra: Callable[..., object] = lambda *_: None, scratch: int = 0, launcher: str = "3.6") -> None:
+        self.kernel = Kernel(scratch, launcher)
         self.weight = torch.full((64,), 2.0)
         self.space = Workspace(CPU, PLACES.nbytes)
         self.extra = extra
@@ -130,8 +156,9 @@ def numbers(count: int) -> torch.Tensor:
     return torch.rand(count)
 
 
-def test_the_third_call_of_a_kind_is_repeated_with_its_own_tensors_on_the_stream_of_then(monkeypatch) -> None:
-    replay, one = Replay(), Pass()
+@pytest.mark.parametrize("launcher", ["3.6", "3.9"])
+def test_third_call_is_repeated(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    replay, one = Replay(), Pass(launcher=launcher)
     for _ in range(2):
         give(replay, one, numbers(8))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: STREAM + 1, raising=False)
@@ -219,11 +246,30 @@ def test_two_names_for_one_tensor_are_never_repeated() -> None:
     assert one.calls == 5
 
 
-def test_a_kernel_that_takes_memory_is_started_by_triton() -> None:
-    replay, one = Replay(), Pass(scratch=128)
+@pytest.mark.parametrize("launcher", ["3.6", "3.9"])
+def test_scratch_memory_prevents_repetition(launcher: str) -> None:
+    replay, one = Replay(), Pass(scratch=128, launcher=launcher)
     for _ in range(5):
         give(replay, one, numbers(8))
     assert one.calls == 5
+
+
+def test_unknown_launcher_is_not_repeated(caplog: pytest.LogCaptureFixture) -> None:
+    launching._warn_once.cache_clear()
+    replay, one = Replay(), Pass(launcher="unknown")
+    for _ in range(5):
+        give(replay, one, numbers(8))
+    assert one.calls == 5
+    assert len(caplog.records) == 1
+
+
+def test_started_kernels_are_kept() -> None:
+    # Triton 3.8 and later unload the code of a compiled kernel that is freed.
+    kernel, x = Kernel(), numbers(8)
+    launch(kernel, (3,), (x, x, torch.empty(8), 8), {"FACTOR": 5}, num_warps=4)
+    (variant,) = [variant for variant in launching._variants.values() if variant._kernel is kernel]
+    (started,) = variant._started.values()
+    assert started.compiled.function == 11
 
 
 def test_no_two_threads_compile_one_kernel_at_the_same_time() -> None:

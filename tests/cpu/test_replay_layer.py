@@ -55,6 +55,18 @@ class Machine:
         self.tensors.update({(tensor.data_ptr(), tensor.dtype): tensor for tensor in tensors})
 
 
+class Launcher:
+    """Triton's launcher in Python: it calls a C function with the kernel's arguments as one sequence."""
+
+    global_scratch_size = profile_scratch_size = 0
+
+    def __init__(self, launch: Callable[..., None]) -> None:
+        self.launch = launch
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: int, *rest: Any) -> None:
+        self.launch(x, y, z, stream, function, rest[4:])
+
+
 class Compiled:
     """A kernel compiled for arguments of the kinds of ``args``."""
 
@@ -62,17 +74,10 @@ class Compiled:
         self.function, self.packed_metadata = 0, ()
         self._machine, self._kernel, self._keywords = machine, kernel, keywords
         self._dtypes = [getattr(argument, "dtype", None) for argument in args]
-        self.run = SimpleNamespace(
-            launch=self._launch,
-            global_scratch_size=0,
-            profile_scratch_size=0,
-            launch_cooperative_grid=False,
-            launch_pdl=False,
-        )
+        self.run = Launcher(self._launch)
 
-    def _launch(self, x: int, y: int, z: int, *rest: Any) -> None:
-        # After the stream stand the function, how it is started, and what describes and watches it.
-        args = list(rest[10 : 10 + len(self._dtypes)])
+    def _launch(self, x: int, y: int, z: int, stream: int, function: int, arguments: Any) -> None:
+        args = list(arguments[: len(self._dtypes)])
         for place, (dtype, argument) in enumerate(zip(self._dtypes, args, strict=True)):
             if isinstance(argument, torch.Tensor):
                 self._machine.see(argument)

@@ -25,6 +25,7 @@ from collegium.commands.bench import planned_layer, random_weights
 from collegium.experts.triton.prefill import source_of
 from collegium.layer import MoELayer
 from collegium.problem import DeviceFacts
+from collegium.runtime.launch import compile_options
 from collegium.runtime.machine import machine_of
 from collegium.runtime.nvrtc import compiled
 from collegium.types import MoESpec
@@ -97,7 +98,7 @@ class Launches:
     ) -> None:
         """Take the place of ``runtime.launch.launch``."""
         assert all(size > 0 for size in grid), (kernel.__name__, grid)
-        keywords = {**options, **({"launch_pdl": True} if constants.get("PDL") else {})}
+        keywords = compile_options(constants, options)
         with self._lock:
             bind = self._binders.get(id(kernel))
             if bind is None:

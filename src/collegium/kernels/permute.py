@@ -84,7 +84,8 @@ def _begin_tiles(tile_expert, tile_row, first_tile, expert, kept, order, row, BL
 def _write_offsets(expert_offsets, first_row, total, experts, BLOCK_E: tl.constexpr):
     """Write ``expert_offsets [E + 1]``."""
     expert = tl.arange(0, BLOCK_E)
-    writes = (tl.program_id(0) == 0) & (expert < experts)
+    # The condition of a program goes into a bound: Triton's interpreter refuses a mask made with a scalar.
+    writes = expert < tl.where(tl.program_id(0) == 0, experts, 0)
     tl.store(expert_offsets + expert + 1, (first_row + total).to(tl.int64), mask=writes)
     tl.store(expert_offsets + expert, tl.zeros([BLOCK_E], tl.int64), mask=writes & (expert == 0))
 

@@ -158,4 +158,6 @@ def tile_list_kernel(
     tl.store(tile_expert + tile, tl.where(found, owner, -1), mask=written)
     tl.store(tile_row + tile, row, mask=written)
     place = tl.arange(0, 4)
-    tl.store(used + place, tl.where(place == 0, tl.sum(count, 0), 0), mask=(place < 3) & (tl.program_id(0) == 0))
+    # The condition of a program goes into a bound: Triton's interpreter refuses a mask made with a scalar.
+    places = tl.where(tl.program_id(0) == 0, 3, 0)
+    tl.store(used + place, tl.where(place == 0, tl.sum(count, 0), 0), mask=place < places)

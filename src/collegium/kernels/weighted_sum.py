@@ -32,7 +32,9 @@ def weighted_sum_kernel(
         # What is not there is read as 0, which the factor makes 0 or NaN.
         absent = tl.where(slot == -1, 0.0, float("nan"))
         row = token * TOP_K + k if IDS else slot
-        value = tl.load(rows + row * row_stride + column, mask=inside & kept, other=0.0).to(tl.float32)
+        # Not ``inside & kept``: Triton's interpreter refuses a mask made with a scalar.
+        value = tl.load(rows + row * row_stride + column, mask=column < tl.where(kept, width, 0), other=0.0)
+        value = value.to(tl.float32)
         weight = 1.0
         if WEIGHTS:
             weight = tl.load(weights + token * weight_stride + k).to(tl.float32)

@@ -1,12 +1,13 @@
 """Start Triton kernels with little work on the host, where Triton can run them.
 
 Triton binds, classifies and hashes all arguments at every call, 20 to 60 microseconds for a kernel with thirty of
-them. ``launch`` does it once for each kind of call and afterwards hands the arguments straight to the C function that
-starts the compiled kernel. ``recorded`` notes such calls, for ``runtime/replay.py`` to repeat.
+them, more than 100 from release 3.7 on. ``launch`` does it once for each kind of call and afterwards passes the arguments
+straight to the C function that starts the compiled kernel. ``recorded`` notes such calls, for ``runtime/replay.py`` to repeat.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 from collections.abc import Callable, Generator, Mapping
@@ -20,22 +21,27 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "STREAM", "Step", "dense_rows", "launch", "noted", "on_device", "overlaps", "power_at_least", "recorded",
-    "usual_rows", "watched",
+    "STREAM", "Step", "compile_options", "dense_rows", "launch", "noted", "on_device", "overlaps", "power_at_least",
+    "recorded", "usual_rows", "watched",
 ]  # fmt: skip
 
-STREAM = 3  # place of the stream among the arguments of Triton's C function
-_TESTED = ("3.6.",)  # releases of Triton whose launcher takes what ``_started`` prepares
+STREAM = 3  # position of the stream in ``Step.head``
+_TESTED = ("3.6.", "3.9.")  # releases of Triton with which the kernels were run on a GPU
 
 _variants: dict[tuple[Any, ...], _Variant] = {}
 _loading = threading.Lock()
 
 
 class Step(NamedTuple):
-    """One start of a kernel: a C function and all of its arguments."""
+    """One start of a kernel: a C function, the arguments of the launch, and those of the kernel.
+
+    head: at ``STREAM`` is the stream. nested: ``call`` takes ``arguments`` as one sequence, its last argument.
+    """
 
     call: Callable[..., None]
+    head: tuple[Any, ...]
     arguments: tuple[Any, ...]
+    nested: bool = False
 
 
 class _Recording(threading.local):
@@ -123,9 +129,7 @@ class _Variant:
         names = tuple(kernel.arg_names)
         assert set(names[-len(constants) :]) == set(constants), f"{names}: compile-time parameters are last"
         self._kernel = kernel
-        # The interpreter knows no such option, and a kernel that does not wait must not have it.
-        overlap = {"launch_pdl": True} if constants.get("PDL") else {}
-        self._keywords = {**constants, **options, **overlap}
+        self._keywords = {**constants, **compile_options(constants, options)}
         self._tail = tuple(constants[name] for name in names[-len(constants) :])
         self._started: dict[tuple[Any, ...], _Started] = {}
         self._first = threading.RLock()
@@ -145,31 +149,85 @@ class _Variant:
                         _ = made.run
                 compiled = self._kernel[grid](*args, **self._keywords)
             if _direct():
-                self._started[key] = _started(compiled)
+                self._started[key] = _started(compiled, len(args) + len(self._tail))
             noted(None)
             return
         x, y, z = (*grid, 1, 1)[:3]
         stream = torch._C._cuda_getCurrentRawStream(device)  # pyright: ignore[reportPrivateUsage]
-        step = Step(known.call, (x, y, z, stream, *known.middle, *args, *self._tail))
-        step.call(*step.arguments)
-        noted(step if known.alone else None)
+        step = Step(known.call, (x, y, z, stream, *known.middle), (*args, *self._tail), known.nested)
+        if known.nested:
+            step.call(*step.head, step.arguments)
+        else:
+            step.call(*step.head, *step.arguments)
+        noted(step if known.repeatable else None)
+
+
+def compile_options(constants: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return Triton's options for a kernel with ``constants``: ``options``, and those that every kernel needs."""
+    # Triton 3.10 no longer fuses multiplications and additions by default.
+    every = {"enable_fp_fusion": True, **options}
+    # The interpreter rejects this option, and a kernel that does not wait must not have it.
+    return {**every, "launch_pdl": True} if constants.get("PDL") else every
 
 
 class _Started(NamedTuple):
-    """What starts a compiled kernel: ``middle`` comes between the stream and the kernel's own arguments."""
+    """How to start a compiled kernel.
+
+    middle: the arguments between the stream and the kernel's. nested: as in ``Step``. repeatable: whether ``call`` is
+    the C function, which allocates nothing. compiled: kept, since Triton 3.8 unloads the code of a kernel it frees.
+    """
 
     call: Callable[..., None]
     middle: tuple[Any, ...]
-    alone: bool  # whether call is C, which takes no memory
+    nested: bool
+    repeatable: bool
+    compiled: Any
 
 
-def _started(compiled: Any) -> _Started:
-    """Leave out of Triton's launcher what a kernel does not need: memory for each program, and hooks."""
+def _started(compiled: Any, count: int) -> _Started:
+    """Return how to start ``compiled``, a kernel of ``count`` arguments, without Triton's launcher in Python if possible.
+
+    That launcher gives each launch scratch memory and runs hooks, and then calls a C function. Where a kernel needs
+    neither, the C function is called directly, with the arguments that the launcher passes to it.
+    """
     run = compiled.run
-    if run.global_scratch_size or run.profile_scratch_size:
-        return _Started(run, (compiled.function, compiled.packed_metadata, None, None, None), alone=False)
-    asked = (run.launch_cooperative_grid, run.launch_pdl, None, None)
-    return _Started(run.launch, (compiled.function, *asked, compiled.packed_metadata, None, None, None), alone=True)
+    if not _needs_launcher(run):
+        passed = _arguments_passed(compiled, count)
+        if passed is not None:
+            middle, nested = passed
+            return _Started(run.launch, middle, nested, True, compiled)
+        _warn_once("the launcher of this release of Triton is not known; eager calls take several times as long")
+    middle = (compiled.function, compiled.packed_metadata, None, None, None)
+    return _Started(run, middle, nested=False, repeatable=False, compiled=compiled)
+
+
+def _needs_launcher(run: Any) -> bool:
+    """Return whether a launch does more than calling the C function: scratch memory, or Triton's race detector."""
+    return bool(run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False))
+
+
+def _arguments_passed(compiled: Any, count: int) -> tuple[tuple[Any, ...], bool] | None:
+    """Return what Triton's launcher passes to its C function between the stream and the kernel's arguments.
+
+    Also returns whether it passes those as one sequence (Triton 3.7 and later) or one by one (3.6). The launcher itself
+    is run, with a stand-in for the C function, so a release that passes something else is noticed: then the result is None.
+    """
+    run, calls = copy.copy(compiled.run), list[tuple[Any, ...]]()
+    run.launch = lambda *passed: calls.append(passed)
+    leading = (1, 1, 1, 0)  # the grid and the stream
+    arguments = tuple(object() for _ in range(count))
+    try:
+        run(*leading, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+    except (AttributeError, TypeError):
+        return None
+    if len(calls) != 1 or calls[0][: len(leading)] != leading:
+        return None
+    (passed,) = calls
+    if passed[-count:] == arguments:
+        return passed[len(leading) : -count], False
+    if isinstance(passed[-1], tuple) and passed[-1] == arguments:
+        return passed[len(leading) : -1], True
+    return None
 
 
 def watched() -> bool:
@@ -180,13 +238,17 @@ def watched() -> bool:
 
 @cache
 def _direct() -> bool:
-    """Return whether kernels run on an NVIDIA GPU by a release of Triton whose launcher is known here."""
+    """Return whether compiled kernels run on an NVIDIA GPU, so that their C function may be called."""
     triton: Any = import_module("triton")
-    tested = triton.__version__.startswith(_TESTED)
-    if not tested:  # once a process: the answer is kept
-        said = "Triton %s is installed; the kernels were run with 3.6 alone, see docs/compatibility.md"
-        logging.getLogger(__name__).warning(said, triton.__version__)
-    return tested and torch.version.hip is None and not _runtime().interpret
+    if not triton.__version__.startswith(_TESTED):
+        releases = " and ".join(release.rstrip(".") for release in _TESTED)
+        _warn_once(f"Triton {triton.__version__} is installed; the kernels were tested with {releases}")
+    return torch.version.hip is None and not _runtime().interpret
+
+
+@cache
+def _warn_once(text: str) -> None:
+    logging.getLogger(__name__).warning("%s, see docs/compatibility.md", text)
 
 
 @cache

@@ -93,7 +93,7 @@ def start(
         stream = torch._C._cuda_getCurrentRawStream(device.index)  # pyright: ignore[reportPrivateUsage]
         function, call = kernel.on(device, constants), _starter(kernel.shared, forms, addresses)
         call(function, *sizes, stream, *addresses)
-    noted(Step(call, (function, *sizes, stream, *tensors)))
+    noted(Step(call, (function, *sizes, stream), tensors))
 
 
 def _starter(shared: int, forms: Sequence[Any], first: tuple[int | None, ...]) -> Callable[..., None]:

@@ -71,10 +71,15 @@ class Replay:
 
 
 class _Launch(NamedTuple):
-    """A launch with addresses for tensors; holes: (place, which of the caller's tensors) to be filled in."""
+    """A launch with addresses in place of tensors.
+
+    holes: (position in ``arguments``, which of the caller's tensors) to be filled in. nested: as in ``Step``.
+    """
 
     call: Callable[..., None]
+    head: list[Any]
     arguments: list[Any]
+    nested: bool
     holes: tuple[tuple[int, int], ...]
     kept: tuple[Tensor, ...]  # alive as long as their addresses
 
@@ -129,7 +134,9 @@ def _open(step: Step, inputs: tuple[Tensor | None, ...]) -> _Launch | None:
                 return None  # another view of the caller's memory
             else:
                 kept.append(argument)
-    return _Launch(step.call, arguments, tuple(holes), tuple(kept)) if len(places) == len(given) else None
+    if len(places) != len(given):
+        return None
+    return _Launch(step.call, list(step.head), arguments, step.nested, tuple(holes), tuple(kept))
 
 
 def _start(launches: tuple[_Launch, ...], addresses: list[int], device: torch.device) -> None:
@@ -137,10 +144,14 @@ def _start(launches: tuple[_Launch, ...], addresses: list[int], device: torch.de
         with torch.cuda.device(device):
             return _start(launches, addresses, device)
     stream = torch._C._cuda_getCurrentRawStream(device.index or 0)  # pyright: ignore[reportPrivateUsage]
-    for call, fixed, holes, _ in launches:
+    for call, fixed_head, fixed, nested, holes, _ in launches:
+        head = fixed_head.copy()
+        head[STREAM] = stream
         arguments = fixed.copy()
-        arguments[STREAM] = stream
         for place, which in holes:
             arguments[place] = addresses[which]
-        call(*arguments)
+        if nested:
+            call(*head, arguments)
+        else:
+            call(*head, *arguments)
     return None
