@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest

@@ -158,7 +158,8 @@ def main() -> None:
                 by_triton, widths = triton_launches(call)
                 by_replay = repeated_launches(layer, call, widths)
                 case = f"{weights} {activations} {tokens}"
-                print(json.dumps({"case": case, "triton": by_triton, "replay": by_replay}), flush=True)
+                launches = {"case": case, "triton": by_triton, "replay": by_replay}
+                sys.stdout.write(json.dumps(launches) + "\n")
 
 
 if __name__ == "__main__":

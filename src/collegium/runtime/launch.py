@@ -1,8 +1,9 @@
 """Start Triton kernels with little work on the host, where Triton can run them.
 
 Triton binds, classifies and hashes all arguments at every call, 20 to 60 microseconds for a kernel with thirty of
-them, more than 100 from release 3.7 on. ``launch`` does it once for each kind of call and afterwards passes the arguments
-straight to the C function that starts the compiled kernel. ``recorded`` notes such calls, for ``runtime/replay.py`` to repeat.
+them, more than 100 from release 3.7 on. ``launch`` does it once for each kind of call and afterwards passes the
+arguments straight to the C function that starts the compiled kernel. ``recorded`` notes such calls, for
+``runtime/replay.py`` to repeat.
 """
 
 from __future__ import annotations
@@ -185,7 +186,7 @@ class _Started(NamedTuple):
 
 
 def _started(compiled: Any, count: int) -> _Started:
-    """Return how to start ``compiled``, a kernel of ``count`` arguments, without Triton's launcher in Python if possible.
+    """Return how to start ``compiled``, a kernel of ``count`` arguments, if possible without Triton's Python launcher.
 
     That launcher gives each launch scratch memory and runs hooks, and then calls a C function. Where a kernel needs
     neither, the C function is called directly, with the arguments that the launcher passes to it.
@@ -210,7 +211,8 @@ def _arguments_passed(compiled: Any, count: int) -> tuple[tuple[Any, ...], bool]
     """Return what Triton's launcher passes to its C function between the stream and the kernel's arguments.
 
     Also returns whether it passes those as one sequence (Triton 3.7 and later) or one by one (3.6). The launcher itself
-    is run, with a stand-in for the C function, so a release that passes something else is noticed: then the result is None.
+    is run, with a stand-in for the C function, so a release that passes something else is noticed: then the result is
+    None.
     """
     run, calls = copy.copy(compiled.run), list[tuple[Any, ...]]()
     run.launch = lambda *passed: calls.append(passed)
