@@ -6,6 +6,7 @@ layers that keep another state than keys and values (Mamba, linear attention, co
 cache that transformers itself gives them, and no graph.
 """
 
+import inspect
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -105,6 +106,9 @@ class Steps:
     def __init__(self, model: Any, caches: Any, length: int, capture: bool) -> None:
         """Make a cache of ``length`` positions; caches: transformers' module of them. capture: steps as a graph."""
         self.model = model
+        # transformers 5.24 renamed past_key_values to cache; classes of a checkpoint's code may keep the old name.
+        parameters = inspect.signature(model.forward).parameters
+        self.cache_name = "cache" if "cache" in parameters else "past_key_values"
         # Where there is none, the model makes the cache it needs in the first pass.
         self.cache = fixed = _fixed_cache(caches, model.config, length)
         # A sliding window's cache runs other Python code once it is full, which a graph cannot follow.
@@ -164,11 +168,11 @@ class Steps:
         return self._forward(self.token, self.position, self.mask)
 
     def _forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
-        made = {"past_key_values": self.cache, "use_cache": True, "logits_to_keep": 1}
-        out = self.model(ids, attention_mask=mask, position_ids=positions, **made)
-        self.cache = out.past_key_values
+        options = {self.cache_name: self.cache, "use_cache": True, "logits_to_keep": 1}
+        out = self.model(ids, attention_mask=mask, position_ids=positions, **options)
+        self.cache = getattr(out, self.cache_name)
         if self.cache is None:
-            raise InputError(f"generate: {type(self.model).__name__} returns no cache (past_key_values) to write with")
+            raise InputError(f"generate: {type(self.model).__name__} returns no cache ({self.cache_name}) to write with")
         return out.logits[:, -1].float()
 
 
