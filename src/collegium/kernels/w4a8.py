@@ -216,15 +216,16 @@ def _load_tokens(pointers, valid, BLOCK_T: tl.constexpr):
 def _scales_across(pointers, ASM: tl.constexpr):
     """Return the float32 scales of a tile's rows for one K block, laid out beside each other."""
     if ASM:
-        # A plain load would be one of those that the compiler starts some steps ahead: every thread copies all that it
-        # needs to shared memory, a number at a time, and reads it back. One without an order would be put where the
-        # number is needed, and waited for; ordered, it stays before the product and arrives meanwhile.
+        # A plain load would be prefetched into shared memory: every thread would copy all that it needs, a number at a
+        # time, and read it back. A weak load would be moved to where the number is needed, and waited for; a relaxed
+        # one stays before the product and arrives meanwhile. Pure, and with addresses made from a scalar in each step,
+        # so that every thread computes its own addresses: Triton 3.9 would move the numbers between threads instead.
         return tl.inline_asm_elementwise(
             "ld.relaxed.cta.global.b32 $0, [$1];",
             "=f,l",
             [pointers.to(tl.int64)],
             dtype=tl.float32,
-            is_pure=False,
+            is_pure=True,
             pack=1,
         )
     else:
@@ -314,7 +315,7 @@ def _add_blocks(
         elif WEIGHT == INT4_FLOAT:
             a, b = _decode(words, words, words, BLOCK_N, WARPS, WEIGHT, ASM)
         if X_SCALE == 3:
-            xs = _scales_across(xs, ASM)
+            xs = _scales_across(xs + tl.arange(0, BLOCK_T), ASM)
         before = none if APART else acc
         if QUARTERS:
             x_at = x_ptr + at * (2 * HALF)
@@ -361,7 +362,7 @@ def w4a8_tile(
     j = tl.arange(0, HALF)
     k = tl.arange(0, BLOCK_K // 4 if QUARTERS else BLOCK_K)
     x_ptr = x + token[None, :] * x_stride + k[:, None]
-    xs_ptr = x_scale + (row_first + t if X_SCALE == 3 else token * K_BLOCKS if X_SCALE == 1 else token)
+    xs_ptr = x_scale + (row_first if X_SCALE == 3 else token * K_BLOCKS if X_SCALE == 1 else token)
 
     # The row of the tensor core that a loaded row becomes in _operand; weights are stored in the core's order.
     moved = n // (16 * WARPS) * (16 * WARPS) + n // 8 % WARPS * 16 + n // (8 * WARPS) % 2 * 8 + n % 8
