@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from compiling import compile_apart, skip_other_compilers
+from compiling import compile_apart, compiler_release, skip_other_compilers
 
 skip_other_compilers()
 
@@ -60,6 +60,8 @@ CASES: tuple[tuple[int, dict[str, Any], int, int, int], ...] = (
     (100, {}, 400, 96, 32),
     (100, SCALED | TALL | {"BLOCK_T": 64}, 0, 255, 80),
 )
+# Where Triton 3.9 needs more than 3.6: by index of the case, the bounds of its code.
+CASES_OF_39 = {2: (152, 72, 22), 5: (430, 102, 34), 19: (345, 128, 37), 20: (289, 80, 23), 24: (302, 80, 24)}
 PRODUCT = {89: "QMMA", 90: "QGMMA", 100: "UTCQMMA"}
 
 _PROGRAM = """
@@ -113,7 +115,10 @@ def compiled() -> list[Any]:
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=[f"sm{c[0]}-{i}" for i, c in enumerate(CASES)])
 def test_instructions_registers_and_shared_memory(compiled: list[Any], index: int) -> None:
-    arch, _, most_instructions, most_registers, most_shared = CASES[index]
+    arch, _, *bounds = CASES[index]
+    if compiler_release() == "3.9":
+        bounds = CASES_OF_39.get(index, bounds)
+    most_instructions, most_registers, most_shared = bounds
     registers, stack, shared, loop, whole, _ = compiled[index]
     assert any(PRODUCT[arch] in text for text in loop or whole)
     assert any("LDGSTS" in text for text in loop or whole), "weights are not prefetched"
