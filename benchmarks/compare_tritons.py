@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -87,8 +88,11 @@ def eager_microseconds(call: Callable[[], object]) -> float:
     return 1e6 * best
 
 
-def measure(shape: str, recipes: list[str], tokens: list[int], eager_up_to: int) -> None:
-    """Print a JSON row for each recipe, number of tokens and mode, with the Triton that this process imports."""
+def measure(shape: str, recipes: list[str], tokens: list[int], eager_up_to: int, compile_only: bool) -> None:
+    """Print a JSON row for each recipe, number of tokens and mode, with the Triton that this process imports.
+
+    compile_only: check outputs and print nothing, so that the kernels are in Triton's cache afterwards.
+    """
     device = torch.device("cuda")
     facts = probe(device)
     for recipe in recipes:
@@ -101,6 +105,8 @@ def measure(shape: str, recipes: list[str], tokens: list[int], eager_up_to: int)
             generator = torch.Generator(device).manual_seed(count)
             inputs = random_inputs(count, plan.problem.spec, "uniform", generator)
             error = check_output(f"{shape} {recipe} {count}", layer, weights, inputs[0])
+            if compile_only:
+                continue
             calls = [partial(layer, x, routing=routing) for x, routing in inputs]
             with torch.inference_mode():
                 digest = hashlib.sha256(calls[0]().view(torch.uint8).cpu().numpy().tobytes()).hexdigest()[:16]
@@ -115,13 +121,26 @@ def measure(shape: str, recipes: list[str], tokens: list[int], eager_up_to: int)
         torch.cuda.empty_cache()
 
 
-def child_rows(options: argparse.Namespace, folder: Path | None) -> tuple[str, list[dict[str, Any]]]:
-    """Return the release and the rows of a process that imports Triton from ``folder``, None for the installed one."""
+def compile_all(options: argparse.Namespace, folder: Path | None) -> None:
+    """Compile the kernels of all recipes with the Triton in ``folder``, many recipes at a time."""
+    with ThreadPoolExecutor(max_workers=max(1, (os.cpu_count() or 2) - 2)) as pool:
+        list(pool.map(lambda recipe: child_rows(options, folder, recipe), options.recipes))
+
+
+def child_rows(
+    options: argparse.Namespace, folder: Path | None, compiled_recipe: str | None = None
+) -> tuple[str, list[dict[str, Any]]]:
+    """Return the release and the rows of a process that imports Triton from ``folder``, None for the installed one.
+
+    compiled_recipe: only compile this one.
+    """
     paths = [str(SOURCE), *([str(folder)] if folder else [])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     if folder:
         environment["TRITON_CACHE_DIR"] = str(options.cache)
-    command = [sys.executable, __file__, "--measure", "--shape", options.shape, "--recipes", *options.recipes]
+    recipes = [compiled_recipe] if compiled_recipe else options.recipes
+    command = [sys.executable, __file__, "--measure", "--shape", options.shape, "--recipes", *recipes]
+    command += ["--compile-only"] if compiled_recipe else []
     command += ["--tokens", *map(str, options.tokens), "--eager-up-to", str(options.eager_up_to)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -135,6 +154,8 @@ def compare(options: argparse.Namespace) -> tuple[dict[str, str], dict[tuple[str
     """Return the releases, and for each recipe, tokens and mode the best time and the bits under each."""
     releases: dict[str, str] = {}
     cells: dict[tuple[str, int, str], dict[str, Any]] = {}
+    for folder in (None, options.other):
+        compile_all(options, folder)
     for turn in range(options.rounds):
         order: list[tuple[str, Path | None]] = [("base", None), ("other", options.other)]
         for name, folder in order if turn % 2 == 0 else order[::-1]:
@@ -160,9 +181,10 @@ def main() -> int:
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
-        measure(options.shape, options.recipes, options.tokens, options.eager_up_to)
+        measure(options.shape, options.recipes, options.tokens, options.eager_up_to, options.compile_only)
         return 0
     releases, cells = compare(options)
     device = torch.device("cuda")
