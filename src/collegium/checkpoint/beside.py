@@ -119,21 +119,25 @@ def check_beside(
 
 
 def _unused(layer: CheckpointLayer, remarks: Remarks | None) -> list[CheckpointError]:
-    """Return a problem for each tensor the layer would be wrong without, had config.json spoken of it.
+    """Return a problem for each tensor that the layer would not use, because config.json describes one without it.
 
-    A correction bias is only remarked on: some models store one that they do not use.
+    The bias of a layer that looks its experts up by token id is allowed: it could only choose them.
     """
     checkpoint, names, spec, number = layer.checkpoint, layer.names, layer.spec, layer.number
     used, rule = {name for name, _ in _vectors(layer).values()}, spec.routing
     used |= {(names.hash_table or "").format(layer=number)} if rule.hash_routing else set()
-    others = (names.expert_scale, names.shared_gate, names.latent_norm, names.hash_table)
+    others = (names.expert_scale, names.shared_gate, names.latent_norm, names.hash_table, names.correction_bias)
     found = [n for t in others if t is not None and (n := t.format(layer=number)) in checkpoint and n not in used]
+    found = [
+        name for name in found if not (rule.hash_routing and name == (names.correction_bias or "").format(layer=number))
+    ]
     shared = (names.shared or ()) if spec.shared is None else ()
     latent = (names.latent or ()) if not spec.latent_size else ()
     found += [path.format(layer=number) for path in (*shared, *latent) if layer.suffixes((path,))]
-    bias = (names.correction_bias or "").format(layer=number)
-    if remarks is not None and bias in checkpoint and bias not in used and not rule.hash_routing:
-        remarks.say(f"layer {number}: {bias} is in the files, by config.json the layer does not use it")
+    if remarks is not None and layer.shared_assumed:
+        remarks.say(
+            f"layer {number}: neither config.json nor the files have a shared expert; the layer runs without one"
+        )
     return [
         UnknownTensorError(
             f"layer {number}: {name} is in the files, config.json describes a layer without it, which would compute "

@@ -87,6 +87,13 @@ class Index:
             self._found[layer] = _sort(self.names, layer, self.tensors(layer))
         return self._found[layer]
 
+    @property
+    def has_shared(self) -> bool:
+        """Whether any layer has a tensor of a shared expert."""
+        cut = len(self.names.layer)
+        paths = tuple(path[cut:] + "." for path in self.names.shared or ())
+        return any(rest.startswith(paths) for layer in self.layers() for rest, _ in self.tensors(layer))
+
     def suffixes(self, layer: int, templates: Iterable[str]) -> dict[str, set[str]]:
         """Return the suffixes and dtypes of the tensors at module paths of ``layer``."""
         paths = [template.removeprefix(self.names.layer) for template in templates]

@@ -39,7 +39,9 @@ def describe_checkpoint(checkpoint: Checkpoint, layer: int | None = None) -> MoE
     ``CheckpointLayer.open`` raise.
     """
     spec = describe(checkpoint.config, layer)
-    return replace(spec, weight_format=CheckpointLayer.open(checkpoint, layer).stored.name)
+    opened = CheckpointLayer.open(checkpoint, layer)
+    shared = None if opened.shared_assumed else spec.shared
+    return replace(spec, weight_format=opened.stored.name, shared=shared)
 
 
 def load_experts(

@@ -42,9 +42,16 @@ class CheckpointLayer:
         if number is None or isinstance(number, bool | float) or number not in layers:
             raise InputError(f"layer {number!r} was asked for, layers with routed experts are {layers}")
         spec = index.family.describe(checkpoint.config, number)
+        if _without_shared(checkpoint, index, number):
+            spec = replace(spec, shared=None)
         stored = detect(checkpoint, spec, number)
         spec = replace(spec, weight_format=stored.name)
         return cls(checkpoint=checkpoint, number=number, index=index, spec=spec, stored=stored)
+
+    @property
+    def shared_assumed(self) -> bool:
+        """Whether the layer has no shared expert although the model type has one by default."""
+        return self.spec.shared is None and _without_shared(self.checkpoint, self.index, self.number)
 
     @property
     def names(self) -> Names:
@@ -71,3 +78,13 @@ class CheckpointLayer:
         return source_of(
             self.names, self.spec, layer=self.number, expert=expert, projection=projection, stacked=self.stored.stacked
         )
+
+
+def _without_shared(checkpoint: Checkpoint, index: Index, number: int) -> bool:
+    """Tell whether a shared expert that config.json does not mention is absent from all layers of the files."""
+    return (
+        checkpoint.complete
+        and index.names.shared is not None
+        and not index.has_shared
+        and index.family.assumes_shared(checkpoint.config, number)
+    )

@@ -34,14 +34,23 @@ class Checkpoint:
     """The tensors of one model and its ``config.json``; made by ``Checkpoint.open`` and ``Arrivals``.
 
     path: the folder or file. config: ``config.json`` (with ``quantization_config`` as ``read_config`` finds it), empty
-    when there is no such file. tensors: name to ``TensorInfo``. bytes_read: bytes of tensor data read so far. merged: a
-    digest of the adapter that is merged into what is read, empty without one.
+    when there is no such file. tensors: name to ``TensorInfo``. complete: whether these are all tensors of the model,
+    which neither ``Arrivals`` nor one file of several can promise. bytes_read: bytes of tensor data read so far.
+    merged: a digest of the adapter that is merged into what is read, empty without one.
     """
 
-    def __init__(self, path: Path, config: Mapping[str, object], tensors: Mapping[str, TensorInfo]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        config: Mapping[str, object],
+        tensors: Mapping[str, TensorInfo],
+        *,
+        complete: bool = False,
+    ) -> None:
         self.path = path
         self.config = config
         self.tensors = tensors
+        self.complete = complete
         self.bytes_read = 0
         self.merged = ""
 
@@ -68,7 +77,7 @@ class Checkpoint:
         except OSError as error:  # no permission, a link to nothing, a name that no file system takes
             what = f"{error.filename or root}: cannot be read ({error.strerror or error})"
             raise CheckpointError(f"{what}; check that the download is complete and readable") from error
-        return cls(root, config, without_wrappers(tensors))
+        return cls(root, config, without_wrappers(tensors), complete=gguf is not None or root.is_dir())
 
     @property
     def folder(self) -> Path:

@@ -14,7 +14,7 @@ from . import (  # isort: skip
     granitemoe, hunyuan, hy_v3, jamba, kimi_linear, llama4, mimo_v2, minimax, minimax_m2, minimax_m3, mixtral,
     nemotron_h, olmoe, phimoe, qwen2_moe, qwen3_moe, step3, step3p7,
 )  # fmt: skip
-from .base import PREFIXES, Family, Names, StackedNames, text_of
+from .base import AUTO_TEXT, PREFIXES, Family, Names, StackedNames, text_of
 from .quantization import Declared, declared_format, experts_apart, mixed_algorithms
 
 __all__ = [
@@ -33,13 +33,14 @@ FAMILIES: tuple[Family, ...] = (
 
 def family_of(config: Mapping[str, object]) -> Family:
     """Return the family of the config's ``model_type``, or of its text part; raises ConfigError naming the known."""
-    asked = config.get("model_type")
-    for name in (asked, text_of(config).get("model_type")):
+    outer, inner = config.get("model_type"), text_of(config).get("model_type")
+    names = (inner if inner is not None else outer,) if outer in AUTO_TEXT else (outer, inner)
+    for name in names:
         for family in FAMILIES:
             if name in family.model_types:
                 return family
     known = ", ".join(name for family in FAMILIES for name in family.model_types)
-    msg = f"config.json: model_type is {asked!r}, known are {known}; a new family is one file in collegium/models"
+    msg = f"config.json: model_type is {names[0]!r}, known are {known}; a new family is one file in collegium/models"
     raise ConfigError(msg)
 
 

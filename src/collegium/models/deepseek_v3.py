@@ -16,12 +16,12 @@ def biased_sigmoid(config: Config) -> RoutingSpec:
     return RoutingSpec(
         top_k=config.top_k,
         score="sigmoid",
-        renormalise=config.flag("norm_topk_prob", "moe_renormalize", default=True),
+        renormalise=config.flag("norm_topk_prob", "moe_renormalize"),
         renormalise_eps=1e-20,
-        groups=config.integer("n_group", "num_expert_group", default=1),
-        kept_groups=config.integer("topk_group", default=1),
+        groups=config.integer("n_group", "num_expert_group"),
+        kept_groups=config.integer("topk_group"),
         group_score="top2_sum",
-        scale=config.number("routed_scaling_factor", default=1.0),
+        scale=config.number("routed_scaling_factor"),
         correction_bias=True,
     )
 
@@ -32,5 +32,12 @@ def deepseek_spec(config: Config, _: int) -> MoESpec:
 
 
 NAMES = Names.below(correction_bias="mlp.gate.e_score_correction_bias", shared=projections_of("mlp.shared_experts."))
+_DEFAULT = {
+    "hidden_size": 7168, "moe_intermediate_size": 2048, "num_hidden_layers": 61, "n_routed_experts": 256,
+    "num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4,
+    "norm_topk_prob": True, "routed_scaling_factor": 2.5, "hidden_act": "silu",
+}  # fmt: skip
+# Kimi-K2 is published with DeepSeek-V3's configuration class.
 _TYPES = ("deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25")
-FAMILY = Family("deepseek_v3", _TYPES, NAMES, deepseek_spec, listed_layers)
+_DEFAULTS = dict.fromkeys(_TYPES, _DEFAULT)
+FAMILY = Family("deepseek_v3", _TYPES, NAMES, deepseek_spec, listed_layers, defaults=_DEFAULTS)

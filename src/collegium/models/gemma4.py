@@ -12,13 +12,13 @@ __all__ = ["FAMILY"]
 
 def _spec(config: Config, _: int) -> MoESpec:
     config.only("hidden_activation", "gelu_pytorch_tanh")
-    eps = config.number("rms_norm_eps", default=1e-6)
+    eps = config.number("rms_norm_eps")
     routing = RoutingSpec(top_k=config.top_k, input_norm_eps=eps, expert_scale=True)
     return spec_of(config, routing, activation=ActivationSpec(kind="geglu_tanh"))
 
 
 def _layers(config: Config) -> tuple[int, ...]:
-    return every_layer(config) if config.flag("enable_moe_block", default=False) else ()
+    return every_layer(config) if config.flag("enable_moe_block") else ()
 
 
 _NAMES = Names.below(
@@ -28,4 +28,9 @@ _NAMES = Names.below(
     router_scale="router.scale",
     expert_scale="router.per_expert_scale",
 )
-FAMILY = Family("gemma4", ("gemma4", "gemma4_text"), _NAMES, _spec, _layers)
+_TYPES = ("gemma4", "gemma4_text")
+_DEFAULT = {
+    "hidden_size": 2304, "num_hidden_layers": 30, "enable_moe_block": False, "hidden_activation": "gelu_pytorch_tanh",
+    "rms_norm_eps": 1e-6,
+}  # fmt: skip
+FAMILY = Family("gemma4", _TYPES, _NAMES, _spec, _layers, defaults=dict.fromkeys(_TYPES, _DEFAULT))

@@ -27,7 +27,7 @@ def _spec(config: Config, layer: int) -> MoESpec:
     for key in ("use_moe", "use_moe_router_bias", "norm_expert_weight"):
         config.only(key, True)
     config.only("n_shared_experts", 1)
-    scale = config.number("moe_router_scaling_factor", default=1.0)
+    scale = config.number("moe_router_scaling_factor")
     routing = RoutingSpec(top_k=config.top_k, score="sigmoid", scale=scale, correction_bias=True)
     limited = _limited(config, "swiglu_limits_shared", layer)
     shared = SharedSpec(intermediate_size=config.integer("share_expert_dim", "share_expert_dims"), activation=limited)
@@ -46,4 +46,10 @@ _BESIDE: dict[str, Any] = {
 _PUBLISHED = Names.below(experts="moe.", single=(), stacked=STACK, **_BESIDE)
 _SINGLE = Names.below(experts="moe.experts.", **_BESIDE)
 _TYPES = ("step3p7", "step3p5", "step3p7_text")
-FAMILY = Family("step3p7", _TYPES, _PUBLISHED, _spec, _layers, (_SINGLE, NAMES))
+_DEFAULT = {
+    "hidden_size": 4096, "moe_intermediate_size": 1280, "share_expert_dim": 1280, "num_hidden_layers": 45,
+    "n_routed_experts": 288, "num_experts_per_tok": 8, "moe_router_scaling_factor": 1.0, "hidden_act": "silu",
+}  # fmt: skip
+FAMILY = Family(
+    "step3p7", _TYPES, _PUBLISHED, _spec, _layers, (_SINGLE, NAMES), defaults=dict.fromkeys(_TYPES, _DEFAULT)
+)
