@@ -17,7 +17,7 @@ from ..errors import (
     UnknownTensorError,
 )
 from ..formats.payload import Payload
-from ..models import describe, moe_layers, text_of
+from ..models import describe, moe_layers
 from ..runtime.progress import Progress, counted
 from .activation_scales import ACTIVATION_SCALES, activation_scales
 from .beside import check_beside
@@ -80,10 +80,10 @@ def check_layer(layer: CheckpointLayer) -> Iterator[CheckpointError]:
 
 def check_dense_layers(checkpoint: Checkpoint) -> Iterator[CheckpointError]:
     """Yield a problem for each layer that the config calls dense although the files hold experts for it."""
-    index, text = index_of(checkpoint), text_of(checkpoint.config)
-    sparse, count = index.family.moe_layers(checkpoint.config), text.get("num_hidden_layers", text.get("n_layers"))
+    index = index_of(checkpoint)
+    sparse, count = index.family.moe_layers(checkpoint.config), index.family.num_layers(checkpoint.config)
     # from there on layers predict further tokens
-    end = count if isinstance(count, int) else max(sparse, default=0)
+    end = max(sparse, default=0) if count is None else count
     for layer in sorted(set(index.layers()) - set(sparse)):
         infos = list(index.found(layer).infos()) if layer < end else []
         if infos:

@@ -118,11 +118,11 @@ def _shape(checkpoint: Checkpoint, path: str, stored: StoredFormat, parts: Mappi
 
 def _place(checkpoint: Checkpoint, path: str) -> tuple[int | None, str]:
     """Return the layer of the text model that a module is in, None for another place, and its path below that."""
-    text, head = text_of(checkpoint.config), index_of(checkpoint).names.layer.partition("{layer}")[0]
+    index = index_of(checkpoint)
+    head, count = index.names.layer.partition("{layer}")[0], index.family.num_layers(checkpoint.config)
     number, _, kind = path.removeprefix(head).partition(".")
-    count = text.get("num_hidden_layers", text.get("n_layers"))
     # a GGUF file counts those that predict further too
-    end = count if isinstance(count, int) else 1 + max(moe_layers(checkpoint.config), default=-1)
+    end = 1 + max(moe_layers(checkpoint.config), default=-1) if count is None else count
     inside = path.startswith(head) and number.isdigit() and int(number) < end
     return (int(number), kind) if inside else (None, path)
 

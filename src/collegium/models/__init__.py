@@ -10,11 +10,11 @@ from ..errors import ConfigError
 from ..types import MoESpec
 
 from . import (  # isort: skip
-    arctic, dbrx, deepseek_v2, deepseek_v3, deepseek_v4, ernie4_5, gemma4, gguf, gguf_gpt_oss, glm4_moe, gpt_oss,
+    arctic, base, dbrx, deepseek_v2, deepseek_v3, deepseek_v4, ernie4_5, gemma4, gguf, gguf_gpt_oss, glm4_moe, gpt_oss,
     granitemoe, hunyuan, hy_v3, jamba, kimi_linear, llama4, mimo_v2, minimax, minimax_m2, minimax_m3, mixtral,
     nemotron_h, olmoe, phimoe, qwen2_moe, qwen3_moe, step3, step3p7,
 )  # fmt: skip
-from .base import AUTO_TEXT, PREFIXES, Family, Names, StackedNames, text_of
+from .base import PREFIXES, Family, Names, StackedNames, text_of
 from .quantization import Declared, declared_format, experts_apart, mixed_algorithms
 
 __all__ = [
@@ -34,7 +34,7 @@ FAMILIES: tuple[Family, ...] = (
 def family_of(config: Mapping[str, object]) -> Family:
     """Return the family of the config's ``model_type``, or of its text part; raises ConfigError naming the known."""
     outer, inner = config.get("model_type"), text_of(config).get("model_type")
-    names = (inner if inner is not None else outer,) if outer in AUTO_TEXT else (outer, inner)
+    names = (inner if inner is not None else outer,) if outer in base.AUTO_TEXT else (outer, inner)
     for name in names:
         for family in FAMILIES:
             if name in family.model_types:
