@@ -19,6 +19,9 @@ from .reader import Checkpoint
 
 __all__ = ["Found", "Index", "expert_of", "index_of", "router_names"]
 
+# A module below a layer whose name is one of routing, experts or feed-forward networks, outside the family's MoE block.
+_SUSPECT = re.compile(r"expert|moe|rout|exps|shexp|exp_probs|correction|feed_forward$|^(shared?_|mlp|ffn|gate$|mixer)")
+_HARMLESS = re.compile(r"attn|^hc_|^shared_head$|^(?!.*exp).*norm")
 _NAME = re.compile(r"((?:[A-Za-z_]\w*\.)+)(0|[1-9]\d{0,8})\.(.+)")
 
 
@@ -27,7 +30,8 @@ class Found:
     """The expert tensors of one layer, by name only.
 
     single: ``(expert, projection)`` to suffix to header entry. stack: the same without experts (``gate`` means
-    gate_up where both are in one). unknown: names in the block of router and experts that the family does not have.
+    gate_up where both are in one). unknown: names of the layer that belong to router or experts by their place or by
+    what they are called, and that the family does not have.
     """
 
     single: dict[tuple[int, Projection], dict[str, TensorInfo]] = field(default_factory=dict)
@@ -165,7 +169,7 @@ def router_names(names: Names) -> tuple[str | None, ...]:
 def _others(names: Names) -> tuple[set[str], tuple[str, ...]]:
     """Return the names and the module paths of everything in an MoE block that is no expert."""
     exact = (*router_names(names), names.shared_gate, names.latent_norm, *(names.biases or ()))
-    paths = (*(names.shared or ()), *(names.latent or ()))
+    paths = (*(names.shared or ()), *(names.latent or ()), *(names.outside or ()))
     cut = len(names.layer)
     return {name[cut:] for name in exact if name is not None}, tuple(path[cut:] + "." for path in paths)
 
@@ -179,13 +183,19 @@ def _turned(found: Found, table: Names, spec: MoESpec) -> int:
     return wrong
 
 
+def _suspicious(rest: str) -> bool:
+    """Tell whether a tensor below a layer, outside its MoE block, could change what the block computes."""
+    module = rest.partition(".")[0]
+    return _SUSPECT.search(module) is not None and _HARMLESS.search(module) is None
+
+
 def _sort(names: Names, layer: int, tensors: Iterable[tuple[str, TensorInfo]]) -> Found:
     found, (pattern, tails), (exact, paths) = Found(), _patterns(names), _others(names)
     prefix, table = names.experts.removeprefix(names.layer), names.stacked
     block = names.router_weight.removeprefix(names.layer).partition(".")[0] + "."
     stacks: dict[str, Projection] = {p.removeprefix(names.layer): which for which, p in stack_paths(table).items()}
     for rest, info in tensors:
-        if not rest.startswith((prefix, block)) or rest in exact or rest.startswith(paths):
+        if rest in exact or rest.startswith(paths) or not (rest.startswith((prefix, block)) or _suspicious(rest)):
             continue
         match = pattern.fullmatch(rest) if pattern is not None else None
         if match is not None:

@@ -5,7 +5,7 @@ The dense residual MLP of a layer has an input of its own and stays with the cal
 
 from ..types import MoESpec, RoutingSpec
 from .base import WIDTH, Config, Family, each_nth, spec_of
-from .mixtral import NAMES
+from .mixtral import mixtral_names
 
 __all__ = ["FAMILY"]
 
@@ -20,10 +20,11 @@ def _layers(config: Config) -> tuple[int, ...]:
     return each_nth(config, config.integer("moe_layer_frequency"))
 
 
+_NAMES = mixtral_names(outside=("residual_mlp",))
 _DEFAULTS = {
     "arctic": {
         "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_local_experts": 8,
         "num_experts_per_tok": 1, "moe_layer_frequency": 2, "hidden_act": "silu",
     },
 }  # fmt: skip
-FAMILY = Family("arctic", ("arctic",), NAMES, _spec, _layers, defaults=_DEFAULTS)
+FAMILY = Family("arctic", ("arctic",), _NAMES, _spec, _layers, defaults=_DEFAULTS)

@@ -90,7 +90,7 @@ class Names:
     router_scale: factor of the router's input; expert_scale: factor of each expert's weight; hash_table: experts by
     token id. latent: module paths of the projections into and out of the latent width; latent_norm: the norm between
     experts and the latter. biases: tensors ``[E, N]`` of gate, up and down where they are apart; None where they are
-    the stacks' names with ``_bias``.
+    the stacks' names with ``_bias``. outside: module paths of feed-forward networks that stay with the caller.
     """
 
     layer: str
@@ -110,6 +110,7 @@ class Names:
     latent: tuple[str, str] | None = None
     latent_norm: str | None = None
     biases: tuple[str, ...] | None = None
+    outside: tuple[str, ...] | None = None
 
     @classmethod
     def below(

@@ -26,6 +26,7 @@ _NAMES = Names.below(
     experts="experts.",
     router="router.proj.weight",
     router_scale="router.scale",
+    outside=("mlp",),
     expert_scale="router.per_expert_scale",
 )
 _TYPES = ("gemma4", "gemma4_text")
