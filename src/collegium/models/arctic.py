@@ -4,7 +4,7 @@ The dense residual MLP of a layer has an input of its own and stays with the cal
 """
 
 from ..types import MoESpec, RoutingSpec
-from .base import WIDTH, Config, Family, each_nth, spec_of
+from .base import W123, WIDTH, Config, Family, each_nth, spec_of
 from .mixtral import mixtral_names
 
 __all__ = ["FAMILY"]
@@ -20,7 +20,7 @@ def _layers(config: Config) -> tuple[int, ...]:
     return each_nth(config, config.integer("moe_layer_frequency"))
 
 
-_NAMES = mixtral_names(outside=("residual_mlp",))
+_NAMES = mixtral_names(outside=tuple("residual_mlp." + name for name in W123))
 _DEFAULTS = {
     "arctic": {
         "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_local_experts": 8,

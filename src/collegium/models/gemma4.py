@@ -5,7 +5,7 @@ input: call the layer with ``router_input``.
 """
 
 from ..types import ActivationSpec, MoESpec, RoutingSpec
-from .base import PREFIXES, Config, Family, Names, every_layer, spec_of
+from .base import PREFIXES, Config, Family, Names, every_layer, projections_of, spec_of
 
 __all__ = ["FAMILY"]
 
@@ -26,7 +26,7 @@ _NAMES = Names.below(
     experts="experts.",
     router="router.proj.weight",
     router_scale="router.scale",
-    outside=("mlp",),
+    outside=projections_of("mlp."),
     expert_scale="router.per_expert_scale",
 )
 _TYPES = ("gemma4", "gemma4_text")
