@@ -13,14 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from collegium import load_layer
 from collegium.checkpoint import Checkpoint, audit
 from collegium.commands.bench import named_layer
 from collegium.commands.inspect import inspect_model, plan_model
 from collegium.errors import ConfigError, MissingTensorError, SpecError
+from collegium.integrations.transformers import load_model
+from collegium.integrations.transformers.whole_model import load_model_in
 from collegium.models import FAMILIES, describe, family_of, moe_layers, text_of
+from family_cases import CASES, IDS, build
+from whole_models import eager
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -207,6 +211,38 @@ def test_kimi_k3_states_routing() -> None:
 
 
 # checkpoints on disk
+
+ROUTING = ("routed_scaling_factor", "norm_topk_prob", "first_k_dense_replace", "swiglu_limit", "num_hash_layers")
+
+
+@pytest.mark.parametrize(
+    "kind", ["glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_vl_moe", "glm5_next", "mimo_v2_flash"]
+)
+def test_whole_model_has_defaults(tmp_path: Path, kind: str) -> None:
+    """``load_model`` and transformers read the same config without the entries of routing."""
+    build(CASES[kind], tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for key in (*ROUTING, *(["model_type"] if kind.startswith("qwen3_vl") else [])):
+        text(config).pop(key, None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ours = load_model_in("fp32", str(tmp_path), device="cpu")
+    theirs = eager(ours, tmp_path, torch.float32)
+    with torch.no_grad():
+        found, wanted = ours(IDS).logits, theirs(IDS).logits
+    assert (found - wanted).abs().max() <= 2e-5 * wanted.abs().max()
+
+
+def test_whole_model_needs_its_shared_expert(tmp_path: Path) -> None:
+    """The model's class makes a shared expert, so a layer without one would not be the model's."""
+    build(CASES["glm4_moe"], tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["n_shared_experts"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({name: t for name, t in tensors.items() if "shared" not in name}, tmp_path / "model.safetensors")
+    with pytest.raises(MissingTensorError, match="shared_experts"):
+        load_model(str(tmp_path), device="cpu")
+
 
 E, H, N, K, LAYERS = 12, 100, 72, 3, 2
 BASE: dict[str, Any] = {

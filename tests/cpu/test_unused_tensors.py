@@ -36,7 +36,8 @@ FOREIGN = (
 )  # fmt: skip
 REST = (
     "self_attn.rotary_emb.inv_freq", "self_attn.q_proj.bias", "self_attn.g_proj.weight", "self_attn.k_scale",
-    "input_layernorm.weight", "post_attention_layernorm.weight", "pre_feedforward_layernorm_2.weight",
+    "input_layernorm.weight", "mlp_res_proj.weight", "ffn_hc.base", "mlp_hc.scale",
+    "post_attention_layernorm.weight", "pre_feedforward_layernorm_2.weight",
     "post_moe_norm.weight", "ffn_norm.weight", "hc_ffn_base", "layer_scalar", "linear_attn.A_log", "mamba.D",
     "attention_gate.weight", "per_layer_input_gate.weight", "eh_proj.weight", "shared_head.head.weight",
 )  # fmt: skip

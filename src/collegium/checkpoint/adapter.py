@@ -45,7 +45,7 @@ class _Merged(Checkpoint):
     """A checkpoint that returns changed weights: added in float32, rounded once to the dtype they are stored in."""
 
     def __init__(self, base: Checkpoint, changes: Mapping[str, Sequence[LowRank]], digest: str) -> None:
-        super().__init__(base.path, base.config, base.tensors)
+        super().__init__(base.path, base.config, base.tensors, complete=base.complete)
         self._changes, self.merged = changes, digest
 
     def read_slice(self, name: str, slices: Sequence[slice]) -> Tensor:

@@ -21,10 +21,10 @@ __all__ = ["Found", "Index", "expert_of", "index_of", "router_names"]
 
 # A module below a layer whose name is one of routing, experts or feed-forward networks, outside the family's MoE block.
 _SUSPECT = re.compile(
-    r"expert|moe|rout|exps|shexp|exp_probs|correction|feed_forward$|(^|_)(mlp|ffn)(_|$)"
-    r"|^(shared?_|gate$|mixer|latent)"
+    r"expert|moe|rout|exps|shexp|exp_probs|correction|(^|_)(mlp|feed_forward)$|^ffn(_(gate|up|down|latent)|$)"
+    r"|^(shared?_|gate$|mixer$|latent)"
 )
-_HARMLESS = re.compile(r"attn|(^|_)hc(_|$)|^shared_head$|^(?!.*exp).*norm")
+_HARMLESS = re.compile(r"attn|^shared_head$|^(?!.*exp).*norm")
 _NAME = re.compile(r"((?:[A-Za-z_]\w*\.)+)(0|[1-9]\d{0,8})\.(.+)")
 
 
