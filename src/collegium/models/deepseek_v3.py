@@ -4,7 +4,7 @@ Layers from ``num_hidden_layers`` on hold multi-token prediction and are not des
 """
 
 from ..types import MoESpec, RoutingSpec
-from .base import Config, Family, Names, listed_layers, projections_of, shared_width, spec_of
+from .base import Config, Defaults, Family, Names, listed_layers, projections_of, shared_width, spec_of
 
 __all__ = ["FAMILY", "NAMES", "biased_sigmoid", "deepseek_spec"]
 
@@ -39,5 +39,5 @@ _DEFAULT = {
 }  # fmt: skip
 # Kimi-K2 is published with DeepSeek-V3's configuration class.
 _TYPES = ("deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25")
-_DEFAULTS = dict.fromkeys(_TYPES, _DEFAULT)
+_DEFAULTS: dict[str, Defaults] = dict.fromkeys(_TYPES, _DEFAULT)
 FAMILY = Family("deepseek_v3", _TYPES, NAMES, deepseek_spec, listed_layers, defaults=_DEFAULTS)
