@@ -181,6 +181,7 @@ UNUSED = {
     "ffn_gate_chexps.weight": (E, N, H),
     "ffn_latent_down.weight": (N, H),
     "ffn_norm_exps.weight": (H,),
+    "ffn_gate_inp_norm.weight": (H,),
 }
 
 

@@ -32,7 +32,7 @@ FOREIGN = (
     "shared_mlp.input_linear.weight", "block_sparse_moe.gate.bias", "block_sparse_moe.expert_bias",
     "router.per_expert_scale", "router.bias", "experts.scale", "expert_bias", "e_score_correction_bias",
     "feed_forward.router.bias", "feed_forward.expert_bias", "ffn.gate.bias", "latent_proj.weight",
-    "moe_statics.e_score_correction_bias", "routed_expert_norm.weight", "residual_mlp.w1.weight",
+    "moe_statics.e_score_correction_bias", "routed_expert_norm.weight", "residual_mlp.w1.weight", "router_norm.weight",
 )  # fmt: skip
 REST = (
     "self_attn.rotary_emb.inv_freq", "self_attn.q_proj.bias", "self_attn.g_proj.weight", "self_attn.k_scale",

@@ -124,13 +124,12 @@ def _unused(layer: CheckpointLayer, remarks: Remarks | None) -> list[CheckpointE
     The bias of a layer that looks its experts up by token id is allowed: it could only choose them.
     """
     checkpoint, names, spec, number = layer.checkpoint, layer.names, layer.spec, layer.number
-    used, rule = {name for name, _ in _vectors(layer).values()}, spec.routing
-    used |= {(names.hash_table or "").format(layer=number)} if rule.hash_routing else set()
-    others = (names.expert_scale, names.shared_gate, names.latent_norm, names.hash_table, names.correction_bias)
-    found = [n for t in others if t is not None and (n := t.format(layer=number)) in checkpoint and n not in used]
-    found = [
-        name for name in found if not (rule.hash_routing and name == (names.correction_bias or "").format(layer=number))
-    ]
+    used = {name for name, _ in _vectors(layer).values()}
+    templates = [names.expert_scale, names.shared_gate, names.latent_norm]
+    templates.append(None if spec.routing.hash_routing else names.correction_bias)
+    templates.append(None if spec.routing.hash_routing else names.hash_table)
+    stored = [template.format(layer=number) for template in templates if template is not None]
+    found = [name for name in stored if name in checkpoint and name not in used]
     shared = (names.shared or ()) if spec.shared is None else ()
     latent = (names.latent or ()) if not spec.latent_size else ()
     found += [path.format(layer=number) for path in (*shared, *latent) if layer.suffixes((path,))]

@@ -19,12 +19,14 @@ from .reader import Checkpoint
 
 __all__ = ["Found", "Index", "expert_of", "index_of", "router_names"]
 
-# A module below a layer whose name is one of routing, experts or feed-forward networks, outside the family's MoE block.
+# Modules below a layer and outside the family's MoE block whose names are those of routing, experts or feed-forward
+# networks, unless they belong to attention, to residual connections, to the heads that predict further tokens, or are
+# norms of the block's input or output, which the caller applies.
 _SUSPECT = re.compile(
     r"expert|moe|rout|exps|shexp|exp_probs|correction|(^|_)(mlp|feed_forward)$|^ffn(_(gate|up|down|latent)|$)"
     r"|^(shared?_|gate$|mixer$|latent)"
 )
-_HARMLESS = re.compile(r"attn|^shared_head$|^(?!.*exp).*norm")
+_HARMLESS = re.compile(r"attn|^shared_head$|^(?!.*(exp|rout|gate_inp)).*norm")
 _NAME = re.compile(r"((?:[A-Za-z_]\w*\.)+)(0|[1-9]\d{0,8})\.(.+)")
 
 

@@ -54,13 +54,13 @@ NAMES = Names.below(
 def gguf_spec(config: Config, _layer: int) -> MoESpec:
     """Return the spec the metadata state, with SwiGLU and without biases."""
     architecture = _ARCHITECTURES[config.kind]
-    # A file states whether it has the bias (``read_gguf``); metadata alone leave that to the score function.
-    stated = config.value("exp_probs_b", default=None)
-    function = _gating_function(config, architecture, bias=stated is True)
+    # ``read_gguf`` notes whether the file has the bias; metadata alone leave that to the score function.
+    present = config.value("exp_probs_b", default=None)
+    function = _gating_function(config, architecture, bias=present is True)
     sigmoid = function == _SIGMOID
-    biased = architecture.bias == "always" or (architecture.bias == "if present" and (stated is True or sigmoid))
-    if architecture.bias == "if present" and stated is False:
-        biased = False
+    biased = architecture.bias == "always"
+    if architecture.bias == "if present":
+        biased = sigmoid if present is None else present is True
     width = config.value("expert_feed_forward_length", default=None)
     width = config.integer("feed_forward_length" if width is None else "expert_feed_forward_length")
     shared = config.integer("expert_shared_count", default=0)
