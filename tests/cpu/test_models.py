@@ -238,7 +238,7 @@ def test_deepseek_v4_declares_its_experts_elsewhere() -> None:
 @pytest.mark.parametrize(
     ("block", "text"),
     [
-        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "'W4A8_AWQ', known are FP8"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_SVD"}, "'NVFP4_SVD', known are FP8"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size is \[128\]"),
         (
             compressed(type="float", num_bits=4, strategy="group", group_size=64),

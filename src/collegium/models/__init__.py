@@ -14,12 +14,21 @@ from . import (  # isort: skip
     granitemoe, hunyuan, hy_v3, jamba, kimi_linear, llama4, mimo_v2, minimax, minimax_m2, minimax_m3, mixtral,
     nemotron_h, olmoe, phimoe, qwen2_moe, qwen3_moe, step3, step3p7,
 )  # fmt: skip
-from .base import PREFIXES, Family, Names, StackedNames, text_of
-from .quantization import Declared, declared_format, experts_apart, mixed_algorithms
+from .base import NESTED, PREFIXES, Family, Names, StackedNames, text_of
+from .quantization import (
+    Declared,
+    declared_format,
+    experts_apart,
+    method_of,
+    mixed_algorithms,
+    quantization_block,
+    without_quantization,
+)  # fmt: skip
 
 __all__ = [
-    "FAMILIES", "PREFIXES", "Declared", "Family", "Names", "StackedNames", "declared_format", "describe",
-    "experts_apart", "family_of", "mixed_algorithms", "moe_layers", "text_of",
+    "FAMILIES", "NESTED", "PREFIXES", "Declared", "Family", "Names", "StackedNames", "declared_format", "describe",
+    "experts_apart", "family_of", "method_of", "mixed_algorithms", "moe_layers", "quantization_block", "text_of",
+    "without_quantization",
 ]  # fmt: skip
 
 FAMILIES: tuple[Family, ...] = (

@@ -17,8 +17,8 @@ from ..errors import ConfigError
 from ..types import ActivationSpec, MoESpec, RoutingSpec, SharedSpec
 
 __all__ = [
-    "AUTO_TEXT", "PREFIXES", "W123", "WIDTH", "Config", "Defaults", "Family", "Names", "StackedNames", "each_nth",
-    "every_layer", "listed_layers", "object_of", "projections_of", "shared_width", "spec_of", "text_of",
+    "AUTO_TEXT", "NESTED", "PREFIXES", "W123", "WIDTH", "Config", "Defaults", "Family", "Names", "StackedNames",
+    "each_nth", "every_layer", "listed_layers", "object_of", "projections_of", "shared_width", "spec_of", "text_of",
 ]  # fmt: skip
 
 _ABSENT = object()
@@ -33,7 +33,7 @@ _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "
 _WIDTH = ("moe_intermediate_size",)
 # How many shared experts there are, or how wide they are together, in the families whose model may have none.
 _SHARED_COUNTS = {"n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "shared_intermediate_size"}
-_NESTED = ("thinker_config", "text_config", "language_config", "llm_config")
+NESTED = ("thinker_config", "text_config", "language_config", "llm_config")
 _PROJ = ("gate_proj", "up_proj", "down_proj")
 W123 = ("w1", "w3", "w2")
 WIDTH = ("intermediate_size",)  # of an expert, in the families without ``moe_intermediate_size``
@@ -229,7 +229,7 @@ class Family:
 
 def text_of(config: Mapping[str, object]) -> Mapping[str, object]:
     """Return the part of a multimodal config that describes the text model."""
-    for key in _NESTED:
+    for key in NESTED:
         config = object_of(config.get(key), config)
     return config
 
