@@ -18,6 +18,7 @@ from torch import Tensor
 from ..errors import CheckpointError, ConfigError, DuplicateTensorError, InputError, MissingTensorError
 from ..formats.gguf import KINDS
 from ..formats.intake import SAFETENSORS_DTYPES
+from ..models import quantization_block
 from .gguf import read_gguf
 from .header import TensorInfo, read_header, read_json
 
@@ -186,15 +187,15 @@ def gguf_file(root: Path) -> Path | None:
 def read_config(root: Path) -> dict[str, object]:
     """Return ``config.json`` of a folder, empty without one; raises ConfigError.
 
-    ``hf_quant_config.json``, ``quantize_config.json`` (GPTQ) or ``quant_config.json`` (AWQ) is merged in where it says
-    nothing of a quantisation.
+    ``hf_quant_config.json`` (ModelOpt), ``quantize_config.json`` (GPTQ), ``quant_config.json`` (AWQ) or
+    ``quantization_config.json`` (AutoRound) is merged in where it says nothing of a quantisation.
     """
     config = read_json(root / "config.json") if lexists(root / "config.json") else {}
     if "compression_config" in config:  # what the first releases of compressed-tensors wrote
         config.setdefault("quantization_config", config.pop("compression_config"))
     separate, gptq, awq = (root / f"{name}_config.json" for name in ("hf_quant", "quantize", "quant"))
-    text = config.get("text_config")
-    if "quantization_config" in config or (isinstance(text, dict) and "quantization_config" in text):
+    rounded = root / "quantization_config.json"
+    if quantization_block(config) is not None:
         return config
     if separate.exists():
         block = read_json(separate).get("quantization")
@@ -206,6 +207,8 @@ def read_config(root: Path) -> dict[str, object]:
     elif awq.exists():
         block = {_AWQ_NAMES.get(name, name): value for name, value in read_json(awq).items()}
         config["quantization_config"] = {"quant_method": "awq", **block}
+    elif rounded.exists():
+        config["quantization_config"] = read_json(rounded)
     return config
 
 
