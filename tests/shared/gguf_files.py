@@ -69,7 +69,14 @@ def add(writer: GGUFWriter, name: str, kind: str, rng: np.random.Generator, shap
 
 
 def write_gguf(
-    path: Path, arch: str, kinds: tuple[str, str], *, wide: int = 256, fused: bool = False, split: str | None = None
+    path: Path,
+    arch: str,
+    kinds: tuple[str, str],
+    *,
+    wide: int = 256,
+    fused: bool = False,
+    split: str | None = None,
+    router: str = "F32",
 ) -> dict[tuple[int, str], Tensor]:
     """Write a model of two layers (the last is MoE for all); return values of layer 1 by (layer, tensor)."""
     writer = GGUFWriter(path, arch, **({} if split is None else {"split_max_tensors": 5}))
@@ -97,7 +104,7 @@ def write_gguf(
         for name, shape in shapes.items():
             kind = kinds[name == "ffn_down_exps"]
             truth[layer, name] = add(writer, f"blk.{layer}.{name}.weight", kind, rng, shape)
-        truth[layer, "router"] = add(writer, f"blk.{layer}.ffn_gate_inp.weight", "F32", rng, (E, D))
+        truth[layer, "router"] = add(writer, f"blk.{layer}.ffn_gate_inp.weight", router, rng, (E, D))
         if arch == "gpt-oss":
             add(writer, f"blk.{layer}.ffn_gate_inp.bias", "F32", rng, (E,))
             for name in ("gate", "up", "down"):

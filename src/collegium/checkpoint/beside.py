@@ -23,32 +23,38 @@ from ..models import declared_format
 from ..models.base import Config
 from ..runtime.devices import probe
 from ..types import ExpertWeights, LatentWeights, RouterWeights, SharedWeights
-from .activation_scales import ACTIVATION_SCALES, input_reach
+from .activation_scales import input_reach
 from .detect import stored_format
 from .header import FLOATS, TensorInfo
+from .index import router_names
 from .layout import Source, parts_problems, read_matrix, read_whole
 from .opened import CheckpointLayer
 from .problems import refuse
 from .remarks import Remarks
-from .stored import StoredFormat
+from .stored import ACTIVATION_SCALES, StoredFormat
 
 __all__ = ["check_beside", "load_hash_table", "load_latent", "load_router", "load_shared"]
 
+_MATRICES = {"router_weight": "router", "shared_gate": "gate of the shared expert"}
 _OF_ROUTER = ("router_weight", "router_bias", "router_scale", "correction_bias", "expert_scale")
 _INTEGERS = ("U8", "I8", "U16", "I16", "U32", "I32", "I64")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Module:
-    """Matrices that share one stored format: their name templates, what to call them, and where each one lies."""
+    """Matrices that share one stored format: their name templates, what to call them, and where each one lies.
+
+    others: suffixes of tensors below the same path that are no part of the matrices.
+    """
 
     templates: tuple[str, ...]
     where: str
     places: tuple[Source, ...]
+    others: tuple[str, ...] = ()
 
 
 def _vectors(layer: CheckpointLayer) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return the unquantised numbers the layer needs: field of ``Names`` to (name, shape)."""
+    """Return the numbers the layer needs: field of ``Names`` to (name, shape); matrices may be quantised."""
     names, spec = layer.names, layer.spec
     rule, e, d = spec.routing, spec.num_experts, spec.hidden_size
     gated = spec.shared is not None and spec.shared.gated
@@ -98,6 +104,23 @@ def _latent(layer: CheckpointLayer) -> Iterator[_Module]:
         yield _Module(templates=(template,), where=where, places=(place,))
 
 
+def _quantised(layer: CheckpointLayer, key: str) -> _Module | None:
+    """Return where the router or the gate of the shared expert lies, None where it is unquantised or missing."""
+    if key not in _MATRICES:
+        return None
+    name, (rows, columns) = _vectors(layer)[key]
+    path = name.removesuffix(".weight")
+    named = (other.format(layer=layer.number) for other in router_names(layer.names) if other is not None)
+    others = tuple(other.removeprefix(path) for other in named if other != name and other.startswith(path + "."))
+    template = (getattr(layer.names, key) or "").removesuffix(".weight")
+    seen = {suffix: dtypes for suffix, dtypes in layer.suffixes((template,)).items() if suffix not in others}
+    if not seen or (seen.keys() == {".weight"} and seen[".weight"] <= {*FLOATS}):
+        return None
+    where = f"layer {layer.number}, {_MATRICES[key]}"
+    source = Source(label=where, path=path, rows=rows, columns=columns, stored_rows=rows, own_bias=".bias" in others)
+    return _Module(templates=(template,), where=where, places=(source,), others=others)
+
+
 def check_beside(
     layer: CheckpointLayer, *, deep: bool = False, tables: bool = False, remarks: Remarks | None = None
 ) -> Iterator[CheckpointError]:
@@ -106,7 +129,7 @@ def check_beside(
     deep: read the tensors too (numbers, scales, the hash table's entries), otherwise only their headers. tables: read
     the hash table in any case. remarks: takes in the matrices that are read.
     """
-    checks = [partial(_vector if deep else _header, layer, *wanted) for wanted in _vectors(layer).values()]
+    checks = [partial(_read if deep else _header, layer, key) for key in _vectors(layer)]
     for check in (*checks, partial(load_hash_table, layer, deep=deep or tables)):
         try:
             check()
@@ -125,11 +148,14 @@ def _unused(layer: CheckpointLayer, remarks: Remarks | None) -> list[CheckpointE
     """
     checkpoint, names, spec, number = layer.checkpoint, layer.names, layer.spec, layer.number
     used = {name for name, _ in _vectors(layer).values()}
-    templates = [names.expert_scale, names.shared_gate, names.latent_norm]
-    templates.append(None if spec.routing.hash_routing else names.correction_bias)
-    templates.append(None if spec.routing.hash_routing else names.hash_table)
+    templates = [names.expert_scale, names.latent_norm]
+    if not spec.routing.hash_routing:
+        templates += [names.correction_bias, names.hash_table]
     stored = [template.format(layer=number) for template in templates if template is not None]
     found = [name for name in stored if name in checkpoint and name not in used]
+    gate = names.shared_gate
+    if gate is not None and gate.format(layer=number) not in used and layer.suffixes((gate.removesuffix(".weight"),)):
+        found.append(gate.format(layer=number))
     shared = (names.shared or ()) if spec.shared is None else ()
     latent = (names.latent or ()) if not spec.latent_size else ()
     found += [path.format(layer=number) for path in (*shared, *latent) if layer.suffixes((path,))]
@@ -165,7 +191,13 @@ def _check_module(
     return problems
 
 
-def _header(layer: CheckpointLayer, name: str, shape: tuple[int, ...]) -> None:
+def _header(layer: CheckpointLayer, key: str) -> None:
+    """Check the headers of what ``_vectors`` names; raises the first problem."""
+    name, shape = _vectors(layer)[key]
+    module = _quantised(layer, key)
+    if module is not None:
+        refuse(layer.checkpoint, _check_module(layer, module, None, deep=False))
+        return
     info = _info(layer, name)
     # Dimensions of 1 are stored by some and not by others; any other order of the same numbers is another tensor.
     if [n for n in info.shape if n != 1] != [n for n in shape if n != 1] or info.dtype not in FLOATS:
@@ -179,8 +211,13 @@ def _info(layer: CheckpointLayer, name: str) -> TensorInfo:
     return layer.checkpoint.info(name)
 
 
-def _vector(layer: CheckpointLayer, name: str, shape: tuple[int, ...]) -> Tensor:
-    _header(layer, name, shape)
+def _read(layer: CheckpointLayer, key: str) -> Tensor:
+    """Read what ``_vectors`` names in its stored dtype; a quantised matrix is decoded to float32, exactly."""
+    _header(layer, key)
+    module = _quantised(layer, key)
+    if module is not None:
+        return _matrices(layer, module)[0].decode()
+    name, shape = _vectors(layer)[key]
     tensor = layer.checkpoint.read(name).reshape(shape)
     if not bool(torch.isfinite(tensor).all()):
         msg = f"layer {layer.number}: {name} holds NaN or infinity; download the file again or export it anew"
@@ -225,11 +262,12 @@ def load_hash_table(layer: CheckpointLayer, *, deep: bool = True) -> Tensor | No
 def load_router(layer: CheckpointLayer, *, device: torch.device | str = "cpu") -> RouterWeights:
     """Read the router of ``layer`` in its stored dtype: weight ``[E, D]``, the rest ``[E]`` or None.
 
-    A factor of the router's input is multiplied into the weight, with ``D**-0.5``, in float32. Raises
-    MissingTensorError, TensorMismatchError, and BadScaleError for NaN or infinity.
+    A quantised weight is decoded to float32, exactly. A factor of the router's input is multiplied into the weight,
+    with ``D**-0.5``, in float32. Raises MissingTensorError, TensorMismatchError, UnknownTensorError, ConfigError, and
+    BadScaleError for NaN or infinity.
     """
     device = probe(device).place
-    found = {key: _vector(layer, *wanted).to(device) for key, wanted in _vectors(layer).items() if key in _OF_ROUTER}
+    found = {key: _read(layer, key).to(device) for key in _vectors(layer) if key in _OF_ROUTER}
     weight, scale = found["router_weight"], found.get("router_scale")
     table = load_hash_table(layer)
     return RouterWeights(
@@ -249,7 +287,7 @@ def _stored_at(layer: CheckpointLayer, module: _Module) -> StoredFormat:
         raise MissingTensorError(
             f"layer {number}: {' and '.join(missing)} missing; the layer needs {'it' if len(missing) == 1 else 'them'}"
         )
-    seen = layer.suffixes(module.templates)
+    seen = {k: dtypes for k, dtypes in layer.suffixes(module.templates).items() if k not in module.others}
     paths = [template.format(layer=number) for template in module.templates]
     declared = {path: declared_format(layer.checkpoint.config, path) for path in paths}
     if len(set(declared.values())) > 1:
@@ -258,7 +296,10 @@ def _stored_at(layer: CheckpointLayer, module: _Module) -> StoredFormat:
     stored = stored_format(declared[paths[0]], seen, module.where)
     unknown = set(seen) - {part.suffix for part in stored.layout.parts} - set(ACTIVATION_SCALES)
     if unknown:
-        raise UnknownTensorError(f"{module.where}: has {', '.join(sorted(unknown))}, which {stored.name} does not have")
+        names = [n for path in paths for s in sorted(unknown) if (n := path + s) in layer.checkpoint]
+        raise UnknownTensorError(
+            f"{module.where}: {', '.join(names)}: {stored.name} ({stored.storage}) has no such part"
+        )
     return stored
 
 
@@ -278,8 +319,7 @@ def load_latent(layer: CheckpointLayer, *, device: torch.device | str = "cpu") -
     if not modules:
         return None
     down, up = (_matrices(layer, module)[0].decode().to(device) for module in modules)
-    wanted = _vectors(layer).get("latent_norm")
-    norm = None if wanted is None else _vector(layer, *wanted).to(device)
+    norm = _read(layer, "latent_norm").to(device) if "latent_norm" in _vectors(layer) else None
     return LatentWeights(down=down, up=up, norm=norm, norm_eps=layer.spec.latent_norm_eps or 0.0)
 
 
@@ -299,7 +339,6 @@ def load_shared(
     for half, matrix in enumerate(upper):
         gate_up[0].put(half, matrix)
     down.put(0, lower)
-    wanted = _vectors(layer).get("shared_gate")
-    gate = None if wanted is None else _vector(layer, *wanted).to(device)
+    gate = _read(layer, "shared_gate").to(device) if "shared_gate" in _vectors(layer) else None
     reach = input_reach(layer.checkpoint, module.places, _stored_at(layer, module), activations)
     return SharedWeights(experts=ExpertWeights(gate_up=gate_up, down=down, input_reach=reach), gate=gate)

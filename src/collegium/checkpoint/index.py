@@ -6,18 +6,19 @@ tensor an expert or one stack, and in which orientation.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from functools import cache
 from weakref import WeakKeyDictionary
 
 from ..models import PREFIXES, Family, Names, family_of
 from ..types import MoESpec
-from .header import TensorInfo
+from .header import FLOATS, TensorInfo
 from .layout import PROJECTIONS, Projection, plain_shape, source_of, stack_paths
 from .reader import Checkpoint
+from .stored import ACTIVATION_SCALES, PART_SUFFIXES
 
-__all__ = ["Found", "Index", "expert_of", "index_of", "router_names"]
+__all__ = ["Found", "Index", "expert_of", "index_of", "router_names", "single_matrices"]
 
 # Modules below a layer and outside the family's MoE block whose names are those of routing, experts or feed-forward
 # networks, unless they belong to attention, to residual connections, to the heads that predict further tokens, or are
@@ -125,7 +126,9 @@ class Index:
                 if found is None or layer is None or not (found.single or found.stack):
                     continue
                 faults = _turned(found, table, family.describe(config, layer))
-                faults += len(_others(table)[0] - {rest for rest, _ in present[layer]})
+                rests = {rest for rest, _ in present[layer]}
+                rests |= {f"{path}.weight" for path in _parts(table, rests).values()}
+                faults += len(_others(table)[0] - rests)
                 if faults < best[0]:
                     best = (faults, table.moved(prefix))
         return best[1]
@@ -171,6 +174,22 @@ def router_names(names: Names) -> tuple[str | None, ...]:
     return (*own, names.hash_table)
 
 
+def single_matrices(names: Names) -> tuple[str, ...]:
+    """Return the module paths of the router and of the shared expert's gate, which may be quantised as others are."""
+    return tuple(name.removesuffix(".weight") for name in (names.router_weight, names.shared_gate) if name is not None)
+
+
+def _parts(names: Names, present: Set[str]) -> dict[str, str]:
+    """Return the parts of a quantised router and shared gate among the names below a layer, each with its module."""
+    parts: dict[str, str] = {}
+    for path in (path.removeprefix(names.layer) for path in single_matrices(names)):
+        # GPTQ and AWQ write biases of zero
+        known = PART_SUFFIXES if f"{path}.qweight" in present else PART_SUFFIXES - {".bias"}
+        named = [path + suffix for suffix in (*known, *ACTIVATION_SCALES)]
+        parts |= {name: path for name in named if name in present}
+    return parts
+
+
 def _others(names: Names) -> tuple[set[str], tuple[str, ...]]:
     """Return the names and the module paths of everything in an MoE block that is no expert."""
     exact = (*router_names(names), names.shared_gate, names.latent_norm, *(names.biases or ()))
@@ -184,7 +203,7 @@ def _turned(found: Found, table: Names, spec: MoESpec) -> int:
     wrong = 0
     for which, parts in found.stack.items():
         needed = plain_shape(source_of(table, spec, layer=0, expert=0, projection=which, stacked=True))
-        wrong += ".weight" in parts and parts[".weight"].shape != needed
+        wrong += ".weight" in parts and parts[".weight"].dtype in FLOATS and parts[".weight"].shape != needed
     return wrong
 
 
@@ -199,8 +218,12 @@ def _sort(names: Names, layer: int, tensors: Iterable[tuple[str, TensorInfo]]) -
     prefix, table = names.experts.removeprefix(names.layer), names.stacked
     block = names.router_weight.removeprefix(names.layer).partition(".")[0] + "."
     stacks: dict[str, Projection] = {p.removeprefix(names.layer): which for which, p in stack_paths(table).items()}
+    tensors = [*tensors]
+    parts = _parts(names, {rest for rest, _ in tensors})
     for rest, info in tensors:
-        if rest in exact or rest.startswith(paths) or not (rest.startswith((prefix, block)) or _suspicious(rest)):
+        if rest in exact or rest in parts or rest.startswith(paths):
+            continue
+        if not (rest.startswith((prefix, block)) or _suspicious(rest)):
             continue
         match = pattern.fullmatch(rest) if pattern is not None else None
         if match is not None:
