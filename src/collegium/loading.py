@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 
 from .checkpoint.activation_scales import input_reach
+from .checkpoint.audit import check_dense_layers
 from .checkpoint.beside import check_beside, load_latent, load_router, load_shared
 from .checkpoint.loader import load_experts
 from .checkpoint.opened import CheckpointLayer
@@ -52,7 +53,7 @@ def load_layer(
     opened = CheckpointLayer.open(checkpoint, layer)
     facts, placement = _placed(opened, device, limits=limits, dtype=dtype, format=weight_format, force=force)
     weights = _experts(opened, weight_format, facts.place, placement, force)
-    refuse(checkpoint, check_beside(opened))
+    refuse(checkpoint, [*check_dense_layers(checkpoint), *check_beside(opened)])
     problem = _problem(opened.spec, weights, facts, placement, limits=limits or Limits(), dtype=dtype)
     return MoELayer(
         weights,
