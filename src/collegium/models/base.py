@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 
 from ..errors import ConfigError
 from ..types import ActivationSpec, MoESpec, RoutingSpec, SharedSpec
+from .in_memory import InMemory
 
 __all__ = [
     "AUTO_TEXT", "NESTED", "PREFIXES", "W123", "WIDTH", "Config", "Defaults", "Family", "Names", "StackedNames",
@@ -182,7 +183,8 @@ class Family:
     it. spec_of: config and layer to ``MoESpec`` (``weight_format`` left to the caller). layers_of: config to the
     indices of the layers that have routed experts. defaults: by model type, what the model's configuration class takes
     for absent entries, limited to the entries read here; a wrapper of several modalities has those of its text class.
-    null_is_default: entries for which the class replaces null by its default.
+    null_is_default: entries for which the class replaces null by its default. in_memory: what transformers
+    names or holds otherwise.
     """
 
     name: str
@@ -193,6 +195,7 @@ class Family:
     others: tuple[Names, ...] = ()
     defaults: Mapping[str, Defaults] = field(default_factory=dict[str, Defaults])
     null_is_default: frozenset[str] = frozenset()
+    in_memory: InMemory = InMemory()
 
     def read(self, config: Mapping[str, object]) -> Config:
         """Return the text part of a config with the defaults of its model type."""

@@ -5,6 +5,7 @@ Layers from ``num_hidden_layers`` on hold multi-token prediction and are not des
 
 from ..types import MoESpec, RoutingSpec
 from .base import Config, Defaults, Family, Names, listed_layers, projections_of, shared_width, spec_of
+from .in_memory import InMemory
 
 __all__ = ["FAMILY", "NAMES", "biased_sigmoid", "deepseek_spec"]
 
@@ -40,4 +41,15 @@ _DEFAULT = {
 # Kimi-K2 is published with DeepSeek-V3's configuration class.
 _TYPES = ("deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25")
 _DEFAULTS: dict[str, Defaults] = dict.fromkeys(_TYPES, _DEFAULT)
-FAMILY = Family("deepseek_v3", _TYPES, NAMES, deepseek_spec, listed_layers, defaults=_DEFAULTS)
+# Of Kimi-K2.5's vision tower.
+_RENAMES = (
+    (r"^(vision_tower\.encoder\.blocks\.\d+)\.wo\.", r"\1.attn.proj."),
+    (r"^(vision_tower\.encoder\.blocks\.\d+\.mlp)\.fc1\.", r"\1.fc2."),
+    (r"^(vision_tower\.encoder\.blocks\.\d+\.mlp)\.fc0\.", r"\1.fc1."),
+    (r"^vision_tower\.encoder\.blocks\.", "model.vision_tower.layers."),
+    (r"^vision_tower\.encoder\.", "model.vision_tower."),
+    (r"^mm_projector\.proj\.0\.", "model.mm_projector.in_proj."),
+    (r"^mm_projector\.proj\.2\.", "model.mm_projector.out_proj."),
+)
+_IN_MEMORY = InMemory(renames=_RENAMES)
+FAMILY = Family("deepseek_v3", _TYPES, NAMES, deepseek_spec, listed_layers, defaults=_DEFAULTS, in_memory=_IN_MEMORY)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from ..types import ActivationSpec, MoESpec, RoutingSpec
 from .base import W123, Config, Family, Names, shared_width, spec_of
 from .deepseek_v3 import NAMES
+from .in_memory import InMemory
 
 __all__ = ["FAMILY"]
 
@@ -52,4 +53,31 @@ _DEFAULTS = {
 }  # fmt: skip
 _NULL = frozenset(("num_hash_layers",))
 _TYPES = ("deepseek_v4",)
-FAMILY = Family("deepseek_v4", _TYPES, _NAMES, _spec, others=(_SAVED,), defaults=_DEFAULTS, null_is_default=_NULL)
+_RENAMES = (
+    (r"^head\.", "lm_head."),
+    (r"\.hc_(attn|ffn)_(fn|base|scale)$", r".\1_hc.\2"),
+    (r"\.ffn\.", ".mlp."),
+    (r"\.attn\.", ".self_attn."),
+    (r"\.indexer\.compressor\.", ".compressor.indexer."),
+    (r"\.indexer\.weights_proj\.", ".compressor.indexer.scorer.weights_proj."),
+    (r"\.indexer\.wq_b\.", ".compressor.indexer.q_b_proj."),
+    (r"\.self_attn\.wq_b\.", ".self_attn.q_b_proj."),
+    (r"\.wq_a\.", ".q_a_proj."),
+    (r"\.wkv\.", ".kv_proj."),
+    (r"\.wgate\.", ".gate_proj."),
+    (r"\.wo_(a|b)\.", r".o_\1_proj."),
+    (r"\.shared_experts\.w1\.", ".shared_experts.gate_proj."),
+    (r"\.shared_experts\.w2\.", ".shared_experts.down_proj."),
+    (r"\.shared_experts\.w3\.", ".shared_experts.up_proj."),
+)
+_IN_MEMORY = InMemory(renames=_RENAMES)
+FAMILY = Family(
+    "deepseek_v4",
+    _TYPES,
+    _NAMES,
+    _spec,
+    others=(_SAVED,),
+    defaults=_DEFAULTS,
+    null_is_default=_NULL,
+    in_memory=_IN_MEMORY,
+)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from ..types import ActivationSpec, MoESpec
 from .base import Config, Defaults, Family, listed_layers
 from .deepseek_v3 import NAMES, deepseek_spec
+from .in_memory import FORGET_GATE, InMemory
 
 __all__ = ["FAMILY"]
 
@@ -41,4 +42,16 @@ _DEFAULTS: dict[str, Defaults] = {
     "glm5_next": _GLM5_NEXT,
     "glm5_next_text": _GLM5_NEXT,
 }
-FAMILY = Family("glm4_moe", tuple(_DEFAULTS), NAMES, _spec, listed_layers, defaults=_DEFAULTS)
+
+
+def _layers(config: Config) -> tuple[int, ...]:
+    return listed_layers(config, first=1 if config.value("model_type", default="") in _EARLY else 3)
+
+
+_EARLY = ("glm4_moe", "glm4_moe_lite", "glm4v_moe", "glm4v_moe_text")
+_RENAMES = (
+    *FORGET_GATE,
+    (r"\.hc_(attn|ffn)_(fn|base|scale)$", r".\1_hc.\2"),
+)
+_IN_MEMORY = InMemory(renames=_RENAMES)  # of GLM-5-Next
+FAMILY = Family("glm4_moe", tuple(_DEFAULTS), NAMES, _spec, listed_layers, defaults=_DEFAULTS, in_memory=_IN_MEMORY)

@@ -5,6 +5,7 @@
 
 from ..types import ActivationSpec, MoESpec, RoutingSpec
 from .base import WIDTH, Config, Family, Names, StackedNames, spec_of
+from .in_memory import InMemory
 
 __all__ = ["FAMILY", "swiglu_oai"]
 
@@ -31,4 +32,5 @@ _DEFAULTS = {
         "num_experts_per_tok": 4, "hidden_act": "silu", "swiglu_limit": 7.0, "swiglu_alpha": 1.702,
     },
 }  # fmt: skip
-FAMILY = Family("gpt_oss", ("gpt_oss",), _NAMES, _spec, defaults=_DEFAULTS)
+_IN_MEMORY = InMemory(transposed=True, marked=True)
+FAMILY = Family("gpt_oss", ("gpt_oss",), _NAMES, _spec, defaults=_DEFAULTS, in_memory=_IN_MEMORY)

@@ -2,6 +2,7 @@
 
 from ..types import MoESpec, RoutingSpec, SharedSpec
 from .base import WIDTH, Config, Family, Names, StackedNames, every_layer, spec_of
+from .in_memory import InMemory
 
 __all__ = ["FAMILY"]
 
@@ -37,4 +38,5 @@ _DEFAULTS = {
     "granitemoeshared": {**_DEFAULT, "shared_intermediate_size": 0},
     "granitemoehybrid": {**_DEFAULT, "shared_intermediate_size": 1024},
 }
-FAMILY = Family("granitemoe", tuple(_DEFAULTS), _NAMES, _spec, _layers, (_SAVED,), _DEFAULTS)
+_IN_MEMORY = InMemory(renames=((r"block_sparse_moe\.router\.layer\.", "block_sparse_moe.router."),))
+FAMILY = Family("granitemoe", tuple(_DEFAULTS), _NAMES, _spec, _layers, (_SAVED,), _DEFAULTS, in_memory=_IN_MEMORY)

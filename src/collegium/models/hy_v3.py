@@ -2,6 +2,7 @@
 
 from ..types import MoESpec, RoutingSpec
 from .base import Config, Family, Names, listed_layers, projections_of, shared_width, spec_of
+from .in_memory import InMemory
 
 __all__ = ["FAMILY"]
 
@@ -29,4 +30,6 @@ _DEFAULTS = {
         "hidden_act": "silu",
     },
 }  # fmt: skip
-FAMILY = Family("hy_v3", ("hy_v3",), _NAMES, _spec, listed_layers, (_SAVED,), _DEFAULTS)
+_RENAMES = ((r"\.mlp\.router\.gate\.", ".mlp.gate."), (r"\.mlp\.shared_mlp\.", ".mlp.shared_experts."))
+_IN_MEMORY = InMemory(renames=_RENAMES)
+FAMILY = Family("hy_v3", ("hy_v3",), _NAMES, _spec, listed_layers, (_SAVED,), _DEFAULTS, in_memory=_IN_MEMORY)

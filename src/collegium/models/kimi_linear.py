@@ -3,6 +3,7 @@
 from ..types import ActivationSpec, MoESpec
 from .base import Config, Family, listed_layers, projections_of, shared_width, spec_of
 from .deepseek_v3 import NAMES, biased_sigmoid
+from .in_memory import FORGET_GATE, InMemory
 from .mixtral import mixtral_names
 
 __all__ = ["FAMILY"]
@@ -44,4 +45,6 @@ _DEFAULTS = {
     },
 }  # fmt: skip
 _TYPES = ("kimi_linear", "kimi_k3")
-FAMILY = Family("kimi_linear", _TYPES, _NAMES, _spec, listed_layers, (NAMES,), _DEFAULTS)
+_RENAMES = (*FORGET_GATE, (r"\.block_sparse_moe\.", ".mlp."))
+_IN_MEMORY = InMemory(renames=_RENAMES)
+FAMILY = Family("kimi_linear", _TYPES, _NAMES, _spec, listed_layers, (NAMES,), _DEFAULTS, in_memory=_IN_MEMORY)

@@ -2,6 +2,7 @@
 
 from ..types import MoESpec, RoutingSpec, SharedSpec
 from .base import WIDTH, Config, Family, Names, StackedNames, each_nth, every_layer, projections_of, spec_of
+from .in_memory import InMemory
 
 __all__ = ["FAMILY"]
 
@@ -32,4 +33,7 @@ _DEFAULT = {
     "hidden_size": 5120, "intermediate_size": 8192, "num_hidden_layers": 48, "num_local_experts": 16,
     "num_experts_per_tok": 1, "interleave_moe_layer_step": 1, "hidden_act": "silu",
 }  # fmt: skip
-FAMILY = Family("llama4", _TYPES, _NAMES, _spec, _layers, defaults=dict.fromkeys(_TYPES, _DEFAULT))
+_IN_MEMORY = InMemory(transposed=True)
+FAMILY = Family(
+    "llama4", _TYPES, _NAMES, _spec, _layers, defaults=dict.fromkeys(_TYPES, _DEFAULT), in_memory=_IN_MEMORY
+)

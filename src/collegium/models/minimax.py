@@ -1,7 +1,7 @@
 """MiniMax-Text-01 and M1: Mixtral's experts and routing; an optional shared MLP is not published and refused."""
 
 from .base import Config, Family, Names, every_layer
-from .mixtral import NAMES, mixtral_spec
+from .mixtral import IN_MEMORY, NAMES, mixtral_spec
 
 __all__ = ["FAMILY"]
 
@@ -23,4 +23,4 @@ _DEFAULTS = {
         "num_experts_per_tok": 2, "hidden_act": "silu",
     },
 }  # fmt: skip
-FAMILY = Family("minimax", _TYPES, NAMES, mixtral_spec, _layers, (Names.below(),), _DEFAULTS)
+FAMILY = Family("minimax", _TYPES, NAMES, mixtral_spec, _layers, (Names.below(),), _DEFAULTS, in_memory=IN_MEMORY)

@@ -2,7 +2,6 @@
 
 from ..types import MoESpec, RoutingSpec
 from .base import WIDTH, Config, Family, Names, spec_of
-from .mixtral import mixtral_names
 
 __all__ = ["FAMILY", "minimax_routing"]
 
@@ -26,4 +25,4 @@ _DEFAULTS = {
         "num_experts_per_tok": 8, "hidden_act": "silu",
     },
 }  # fmt: skip
-FAMILY = Family("minimax_m2", ("minimax_m2",), _NAMES, _spec, others=(_SAVED,), defaults=_DEFAULTS)
+FAMILY = Family("minimax_m2", ("minimax_m2",), _NAMES, _spec, others=(_SAVED,), defaults=_DEFAULTS, in_memory=IN_MEMORY)

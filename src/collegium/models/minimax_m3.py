@@ -3,6 +3,7 @@
 from ..types import MoESpec, SharedSpec
 from .base import WIDTH, Config, Family, Names, listed_layers, projections_of, spec_of
 from .gpt_oss import swiglu_oai
+from .in_memory import InMemory
 from .minimax_m2 import minimax_routing
 from .mixtral import mixtral_names
 
@@ -33,4 +34,21 @@ _DEFAULT = {
     "num_local_experts": 128, "num_experts_per_tok": 4, "first_k_dense_replace": 0, "routed_scaling_factor": 2.0,
     "hidden_act": "silu", "swiglu_limit": 7.0, "swiglu_alpha": 1.702,
 }  # fmt: skip
-FAMILY = Family("minimax_m3", _TYPES, _NAMES, _spec, listed_layers, (_SAVED,), defaults=dict.fromkeys(_TYPES, _DEFAULT))
+_RENAMES = (
+    (r"^vision_tower\.vision_model\.encoder\.layers\.", "model.vision_tower.layers."),
+    (r"^multi_modal_projector\.", "model.multi_modal_projector."),
+    (r"^patch_merge_mlp\.linear_", "model.multi_modal_projector.merge_linear_"),
+    (r"\.block_sparse_moe\.", ".mlp."),
+    (r"\.self_attn\.index_(q|k)_proj\.", r".self_attn.indexer.\1_proj."),
+)
+_IN_MEMORY = InMemory(renames=_RENAMES, joined=((("gate_proj", "up_proj"), "gate_up_proj"),))
+FAMILY = Family(
+    "minimax_m3",
+    _TYPES,
+    _NAMES,
+    _spec,
+    listed_layers,
+    (_SAVED,),
+    defaults=dict.fromkeys(_TYPES, _DEFAULT),
+    in_memory=_IN_MEMORY,
+)

@@ -4,8 +4,9 @@ from typing import Any
 
 from ..types import MoESpec, RoutingSpec
 from .base import PREFIXES, W123, WIDTH, Config, Family, Names, spec_of
+from .in_memory import InMemory
 
-__all__ = ["FAMILY", "NAMES", "mixtral_names", "mixtral_spec"]
+__all__ = ["FAMILY", "IN_MEMORY", "NAMES", "mixtral_names", "mixtral_spec"]
 
 
 def mixtral_spec(config: Config, _: int) -> MoESpec:
@@ -26,4 +27,7 @@ _DEFAULTS = {
         "num_experts_per_tok": 2, "hidden_act": "silu",
     },
 }  # fmt: skip
-FAMILY = Family("mixtral", ("mixtral",), NAMES, mixtral_spec, others=(Names.below(),), defaults=_DEFAULTS)
+IN_MEMORY = InMemory(renames=((r"\.block_sparse_moe\.", ".mlp."),))
+FAMILY = Family(
+    "mixtral", ("mixtral",), NAMES, mixtral_spec, others=(Names.below(),), defaults=_DEFAULTS, in_memory=IN_MEMORY
+)

@@ -3,6 +3,7 @@
 from ..types import ActivationSpec, MoESpec, SharedSpec
 from .base import Config, Family, Names, StackedNames, spec_of
 from .deepseek_v3 import biased_sigmoid
+from .in_memory import InMemory
 
 __all__ = ["FAMILY"]
 
@@ -45,4 +46,5 @@ _DEFAULTS = {
         "norm_topk_prob": True, "routed_scaling_factor": 1.0, "mlp_hidden_act": "relu2",
     },
 }  # fmt: skip
-FAMILY = Family("nemotron_h", ("nemotron_h",), _NAMES, _spec, _layers, defaults=_DEFAULTS)
+_IN_MEMORY = InMemory(renames=((r"\bbackbone\.", "model."),))
+FAMILY = Family("nemotron_h", ("nemotron_h",), _NAMES, _spec, _layers, defaults=_DEFAULTS, in_memory=_IN_MEMORY)

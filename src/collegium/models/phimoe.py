@@ -2,6 +2,7 @@
 
 from ..types import MoESpec, RoutingSpec
 from .base import WIDTH, Config, Family, Names, spec_of
+from .in_memory import InMemory
 from .mixtral import NAMES
 
 __all__ = ["FAMILY"]
@@ -20,4 +21,6 @@ _DEFAULTS = {
         "num_experts_per_tok": 2, "router_jitter_noise": 0.01, "hidden_act": "silu",
     },
 }  # fmt: skip
-FAMILY = Family("phimoe", ("phimoe",), NAMES, _spec, others=(_SAVED,), defaults=_DEFAULTS)
+_RENAMES = ((r"\.block_sparse_moe\.gate\.weight", ".mlp.router.weight"), (r"\.block_sparse_moe\.", ".mlp."))
+_IN_MEMORY = InMemory(renames=_RENAMES)
+FAMILY = Family("phimoe", ("phimoe",), NAMES, _spec, others=(_SAVED,), defaults=_DEFAULTS, in_memory=_IN_MEMORY)

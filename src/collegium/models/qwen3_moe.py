@@ -6,6 +6,7 @@ the shapes of the two stacks together decide. Its model code always renormalises
 
 from ..types import MoESpec, RoutingSpec
 from .base import Config, Defaults, Family, Names, StackedNames, each_nth, spec_of
+from .in_memory import InMemory
 
 __all__ = ["FAMILY", "qwen_routing", "step_layers"]
 
@@ -47,4 +48,7 @@ _DEFAULTS: dict[str, Defaults] = {
     "qwen3_omni_moe_text": _QWEN3_OMNI,
 }
 _OTHERS = (Names.below(stacked=_STACK),)
-FAMILY = Family("qwen3_moe", tuple(_DEFAULTS), Names.below(), _spec, step_layers, _OTHERS, _DEFAULTS)
+_IN_MEMORY = InMemory(turned_since_4=("qwen3_vl_moe", "qwen3_vl_moe_text"))
+FAMILY = Family(
+    "qwen3_moe", tuple(_DEFAULTS), Names.below(), _spec, step_layers, _OTHERS, _DEFAULTS, in_memory=_IN_MEMORY
+)

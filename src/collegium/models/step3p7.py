@@ -8,6 +8,7 @@ from typing import Any
 from ..types import ActivationSpec, MoESpec, RoutingSpec, SharedSpec
 from .base import Config, Family, Names, projections_of, spec_of
 from .deepseek_v3 import NAMES
+from .in_memory import InMemory
 from .step3 import STACK, enumerated_layers
 
 __all__ = ["FAMILY"]
@@ -50,6 +51,20 @@ _DEFAULT = {
     "hidden_size": 4096, "moe_intermediate_size": 1280, "share_expert_dim": 1280, "num_hidden_layers": 45,
     "n_routed_experts": 288, "num_experts_per_tok": 8, "moe_router_scaling_factor": 1.0, "hidden_act": "silu",
 }  # fmt: skip
+_RENAMES = (
+    (r"^vision_model\.", "model.vision_model."),
+    (r"^vit_large_projector\.", "model.multi_modal_projector."),
+    (r"\.moe\.gate\.", ".mlp.gate."),
+    (r"\.share_expert\.", ".mlp.shared_experts."),
+)
+_IN_MEMORY = InMemory(renames=_RENAMES)
 FAMILY = Family(
-    "step3p7", _TYPES, _PUBLISHED, _spec, _layers, (_SINGLE, NAMES), defaults=dict.fromkeys(_TYPES, _DEFAULT)
+    "step3p7",
+    _TYPES,
+    _PUBLISHED,
+    _spec,
+    _layers,
+    (_SINGLE, NAMES),
+    defaults=dict.fromkeys(_TYPES, _DEFAULT),
+    in_memory=_IN_MEMORY,
 )

@@ -1,0 +1,186 @@
+"""LoRA adapters of every model class: what transformers loads from the merged files against the model merged in memory.
+
+The adapters are written by PEFT's rule, and by PEFT itself where it is installed.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import shutil
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from collegium.checkpoint import Checkpoint, with_adapter
+from collegium.models import family_of
+from family_cases import CASES, Case, build
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+RANK, STACK_RANK, ALPHA, STACK_ALPHA = 3, 5, 7.0, 4.0
+# Loaded by transformers only as another model type, or without a class that loads the files it saved.
+CLASSES = {name: case for name, case in CASES.items() if case.published is None}
+# In one tensor of the files with rows in another order, or refused by PEFT for the model.
+NOT_MATRICES = ("vision_tower.layers.0.attn.", "out_proj", "conv1d")
+
+
+def sized(case: Case, width: int) -> Case:
+    """Return the case with experts of another width; the model is 32 wide."""
+    text = copy.deepcopy(case.text)
+    if "ffn_config" in text:
+        text["ffn_config"]["ffn_hidden_size"] = width
+    else:
+        text["moe_intermediate_size" if "moe_intermediate_size" in text else "intermediate_size"] = width
+    return replace(case, text=text)
+
+
+def targets(model: nn.Module) -> tuple[list[str], list[str]]:
+    """Return the paths of all linear modules, and of the parameters that are matrices or stacks of them."""
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    linear = [name for name in linear if not any(part in name for part in NOT_MATRICES)]
+    tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
+    linear = [name for name in linear if not (tied and name.endswith("lm_head"))]
+    parameters: list[str] = []
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.Embedding | nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            stacked = parameter.dim() == 3 and "experts" in path
+            matrix = parameter.dim() == 2 and (name in ("w1", "v1", "w2") or (name == "weight" and "layers" in path))
+            if stacked or matrix:
+                parameters.append(f"{path}.{name}")
+    return linear, parameters
+
+
+def random_pairs(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+    """Return an adapter by PEFT's rule, what it adds to every parameter, and ``adapter_config.json``."""
+    generator = torch.Generator().manual_seed(5)
+    linear, parameters = targets(model)
+    tensors, added = dict[str, Tensor](), dict[str, Tensor]()
+
+    def pair(path: str, into: int, out: int) -> tuple[Tensor, Tensor]:
+        a, b = torch.randn(into[0], into[1], generator=generator), torch.randn(*out, generator=generator)
+        tensors[f"base_model.model.{path}.lora_A.weight"] = a
+        tensors[f"base_model.model.{path}.lora_B.weight"] = b
+        return a.double(), b.double()
+
+    for path in linear:
+        out, into = model.get_submodule(path).weight.shape
+        a, b = pair(path, (RANK, into), (out, RANK))
+        added[f"{path}.weight"] = ALPHA / RANK * (b @ a)
+    for at, key in enumerate(parameters):
+        path, _, name = key.rpartition(".")
+        module = model.get_submodule(path)
+        parameter = module.get_parameter(name)
+        after = [other for other in parameters[at + 1 :] if other.rpartition(".")[0] == path]
+        nested = path + ".base_layer" * len(after)
+        if parameter.dim() == 2:
+            out, into = parameter.shape
+            a, b = pair(nested, (STACK_RANK, into), (out, STACK_RANK))
+            added[key] = STACK_ALPHA / STACK_RANK * (b @ a)
+            continue
+        experts, second, third = parameter.shape
+        swapped = not getattr(module, "is_transposed", False)
+        into, out = (third, second) if swapped else (second, third)
+        a, b = pair(nested, (experts * STACK_RANK, into), (out, experts * STACK_RANK))
+        a, b = a.reshape(experts, -1, into), b.reshape(out, -1, experts)
+        form = "o r e, e r i -> e o i" if swapped else "o r e, e r i -> e i o"
+        added[key] = STACK_ALPHA / STACK_RANK * torch.einsum(form, b, a)
+    return tensors, added, adapter_config(linear, parameters)
+
+
+def adapter_config(linear: list[str], parameters: list[str]) -> dict[str, Any]:
+    import re
+
+    patterns = [re.escape(name) for name in parameters]
+    return {
+        "peft_type": "LORA", "peft_version": "0.21.2", "r": RANK, "lora_alpha": ALPHA, "bias": "none",
+        "target_modules": linear, "target_parameters": parameters,
+        "rank_pattern": dict.fromkeys(patterns, STACK_RANK), "alpha_pattern": dict.fromkeys(patterns, STACK_ALPHA),
+    }  # fmt: skip
+
+
+def loaded(model: nn.Module, base: Path, adapter: Path, merged: Path) -> dict[str, Tensor]:
+    """Return the parameters that transformers has after loading the merged tensors as files."""
+    checkpoint = with_adapter(Checkpoint.open(base), adapter)
+    shutil.copytree(base, merged, ignore=shutil.ignore_patterns("*.safetensors"))
+    save_file(
+        {name: checkpoint.read(name) for name in checkpoint.tensors},
+        merged / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    found = type(model).from_pretrained(merged, dtype=torch.float32)
+    return dict(found.state_dict())
+
+
+def write(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> Path:
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def compare(found: dict[str, Tensor], wanted: dict[str, Tensor], changed: set[str]) -> None:
+    assert changed
+    for name, tensor in wanted.items():
+        if not tensor.is_floating_point():
+            continue
+        far = (found[name].double() - tensor.double()).abs().max()
+        assert far <= 1e-5 * tensor.double().abs().max().clamp(min=1.0), name
+
+
+@pytest.mark.parametrize("width", [24, 32, 16])
+@pytest.mark.parametrize("original", [True, False])
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_module_of_every_class(name: str, original: bool, width: int, tmp_path: Path) -> None:
+    model = build(sized(CLASSES[name], width), tmp_path / "base", original=original)
+    tensors, added, config = random_pairs(model)
+    adapter = write(tmp_path / "adapter", tensors, config)
+    wanted = {n: t.double() + added.get(n, 0.0) for n, t in model.state_dict().items()}
+    compare(loaded(model, tmp_path / "base", adapter, tmp_path / "merged"), wanted, set(added))
+
+
+@pytest.mark.parametrize("width", [24, 32, 16])
+@pytest.mark.parametrize("name", CLASSES)
+def test_what_peft_writes_is_what_peft_merges(name: str, width: int, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = build(sized(CLASSES[name], width), tmp_path / "base")
+    linear, parameters = targets(model)
+    entries = adapter_config(linear, parameters)
+    for key in ("peft_type", "peft_version"):
+        del entries[key]
+    wrapped = peft.get_peft_model(copy.deepcopy(model).double(), peft.LoraConfig(**entries))
+    with torch.no_grad():
+        for key, parameter in wrapped.named_parameters():
+            if ".lora_" in key:
+                parameter.copy_(torch.randn(parameter.shape).float().double())
+    wrapped.save_pretrained(tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    save_file({n: t.float() for n, t in load_file(file).items()}, file)
+    wanted = wrapped.merge_and_unload().state_dict()
+    changed = {n for n, t in wanted.items() if not torch.equal(t, model.state_dict()[n].double())}
+    assert set(parameters) <= changed
+    compare(loaded(model, tmp_path / "base", tmp_path / "adapter", tmp_path / "merged"), wanted, changed)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_families_declare_what_their_classes_are(name: str, tmp_path: Path) -> None:
+    """The orientation that a family declares is that of the installed class, and so is its ``is_transposed``."""
+    model = build(CLASSES[name], tmp_path / "base")
+    declared = family_of(json.loads((tmp_path / "base" / "config.json").read_text())).in_memory
+    found = set[tuple[bool, bool]]()
+    for path, module in model.named_modules():
+        parameter = getattr(module, "down_proj", None)
+        if "experts" in path and isinstance(parameter, nn.Parameter):
+            found.add((parameter.shape[1] == 24, bool(getattr(module, "is_transposed", False))))
+    assert found == ({(declared.transposed, declared.marked)} if name != "dbrx" else set())
