@@ -10,11 +10,12 @@ import logging
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
+import torch
 from torch import Tensor, uint8
 
 from ..errors import BadScaleError, ConfigError, MissingTensorError, TensorMismatchError
@@ -26,34 +27,52 @@ from .header import FLOATS, read_header
 from .index import index_of
 from .layout import part_name, projections
 from .opened import CheckpointLayer
-from .reader import Checkpoint, bounds_of
+from .reader import TORCH_DTYPES, Checkpoint, bounds_of
 
 __all__ = ["with_adapter"]
 
 _LOG = logging.getLogger(__name__)
 _HALF = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.weight")
+_WHOLE = re.compile(r"(?:base_model\.model\.)?((?:(?!\blora_|\bbase_layer\b).)+?)(\.base_layer)?\.(weight|bias)")
 _NESTED = re.compile(r"(?:\.base_layer)*\Z")
+_EMBEDDINGS = ("embed_tokens", "lm_head")
 _MERGE = "Merge the adapter with PEFT (merge_and_unload) and load the model that it saves"
 
 
 class _Merged(Checkpoint):
-    """A checkpoint that returns changed weights: added in float32, rounded once to the dtype they are stored in."""
+    """A checkpoint that returns changed weights: added in float32, rounded once to the dtype they are stored in.
 
-    def __init__(self, base: Checkpoint, changes: Mapping[str, Sequence[LowRank]], digest: str) -> None:
+    changes: what is added to a tensor. replaced: tensors that the adapter brings whole.
+    """
+
+    def __init__(
+        self, base: Checkpoint, changes: Mapping[str, Sequence[LowRank]], replaced: Mapping[str, Tensor], digest: str
+    ) -> None:
         super().__init__(base.path, base.config, base.tensors, complete=base.complete)
         before = base.changes if isinstance(base, _Merged) else {}
-        names = before.keys() | changes.keys()
-        self.changes = {name: (*before.get(name, ()), *changes.get(name, ())) for name in names}
+        names = (before.keys() - replaced.keys()) | changes.keys()
+        self.replaced = {**(base.replaced if isinstance(base, _Merged) else {}), **replaced}
+        self.changes = {
+            name: (*(() if name in replaced else before.get(name, ())), *changes.get(name, ())) for name in names
+        }
         self.merged = base.merged + digest
 
     def read_slice(self, name: str, slices: Sequence[slice]) -> Tensor:
-        tensor = super().read_slice(name, slices)
+        if name in self.replaced:
+            bounds = bounds_of(self.info(name), slices)
+            tensor = self.replaced[name][tuple(slice(start, stop) for start, stop in bounds)]
+            stored = TORCH_DTYPES[self.info(name).dtype]
+            if name not in self.changes:
+                return tensor.to(stored)
+        else:
+            tensor = super().read_slice(name, slices)
+            stored = tensor.dtype
         if name not in self.changes:
             return tensor
         out = tensor.float().clone()
         for change in self.changes[name]:
             change.add_to(out, bounds_of(self.info(name), slices))
-        return out.to(tensor.dtype)
+        return out.to(stored)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,10 +95,11 @@ class _Pair:
 
 @dataclass(kw_only=True, slots=True)
 class _Summary:
-    """What was merged, for the log. experts: layer and number. modules: last names of all others."""
+    """What was merged, for the log. experts: layer and number. modules, replaced: last names of all others."""
 
     experts: set[tuple[int, int]]
     modules: set[str]
+    replaced: set[str]
     ranks: set[int]
     scales: set[float]
 
@@ -90,6 +110,8 @@ class _Summary:
             into.append(f"{len(self.experts)} experts of layers {min(layers)} to {max(layers)}")
         if self.modules:
             into.append(f"outside the experts {', '.join(sorted(self.modules))}")
+        if self.replaced:
+            into.append(f"in place of {', '.join(sorted(self.replaced))}")
         ranks = ", ".join(map(str, sorted(self.ranks)))
         scales = ", ".join(f"{scale:g}" for scale in sorted(self.scales))
         return f"rank {ranks}, scale {scales}, merged into {' and '.join(into)}"
@@ -104,7 +126,8 @@ class _Collector:
         self._in_memory = index_of(checkpoint).family.in_memory
         self._opened = cache(partial(CheckpointLayer.open, checkpoint))  # a layer has hundreds of pairs
         self.changes = defaultdict[str, list[LowRank]](list)
-        self.summary = _Summary(experts=set(), modules=set(), ranks=set(), scales=set())
+        self.replaced: dict[str, Tensor] = {}
+        self.summary = _Summary(experts=set(), modules=set(), replaced=set(), ranks=set(), scales=set())
 
     def add(self, path: str, levels: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Add the pairs of the module at ``path``, the innermost of PEFT's nested wrappers last."""
@@ -120,6 +143,37 @@ class _Collector:
             self._add_expert(experts, pair, *self._rank_and_scale(path))
             return
         self._add_matrix(pair)
+
+    def replace(self, path: str, parameter: str, copied: bool, tensor: Tensor) -> None:
+        """Take ``tensor`` in place of a parameter of the module at ``path``.
+
+        copied: it is the one below an adapter, or of embeddings, which PEFT saves with the adapter unasked.
+        """
+        config = self._config.path
+        known = copied or path.rpartition(".")[2] in _EMBEDDINGS
+        if not known and not self._config.saves_module(path):
+            raise ConfigError(
+                f"{config}: the adapter has {path}.{parameter}, and modules_to_save does not name it; correct the entry"
+            )
+        if self._names.experts(path) is not None:
+            raise ConfigError(f"{config}: the adapter has {path}.{parameter} of routed experts in full. {_MERGE}")
+        (piece, *others) = self._names.rows(path, parameter)
+        info = self._checkpoint.info(piece.name)
+        if others or piece.stored or info.dtype not in FLOATS:
+            raise ConfigError(
+                f"{config}: the adapter has {path}.{parameter} in full, and the checkpoint {piece.name} in "
+                f"{info.dtype} {info.shape}; only BF16, F16 and F32 of the same rows are replaced. {_MERGE}"
+            )
+        if info.shape != tuple(tensor.shape):
+            raise TensorMismatchError(
+                f"{path}.{parameter}: the adapter has {tuple(tensor.shape)}, the checkpoint {info.shape} "
+                f"({piece.name}); is the adapter of another model, or was its vocabulary enlarged? {_MERGE}"
+            )
+        if torch.equal(self._checkpoint.read(piece.name), tensor.to(TORCH_DTYPES[info.dtype])):
+            return
+        self._refuse_tied(piece.name, path)
+        self.replaced[piece.name] = tensor
+        self.summary.replaced.add(path.rpartition(".")[2])
 
     def _rank_and_scale(self, key: str) -> tuple[int, float]:
         rank, scale = self._config.rank_and_scale(key)
@@ -185,7 +239,7 @@ class _Collector:
     def _refuse_tied(self, name: str, path: str) -> None:
         """Refuse a head that shares its weight with the embeddings: which of the two is read is not known here."""
         config = self._checkpoint.config
-        tied = text_of(config).get("tie_word_embeddings", config.get("tie_word_embeddings"))
+        tied = config.get("tie_word_embeddings", text_of(config).get("tie_word_embeddings"))
         if tied is True and name.rpartition(".")[0].rpartition(".")[2] in ("lm_head", "embed_tokens"):
             raise ConfigError(
                 f"{self._config.path}: the adapter has {path}, and config.json has tie_word_embeddings: true, so its "
@@ -291,22 +345,31 @@ def with_adapter(checkpoint: Checkpoint, adapter: str | os.PathLike[str]) -> Che
         raise ConfigError(f"{root}: adapters are merged into safetensors, {checkpoint.path} is a GGUF file")
     tensors = Checkpoint(root, {}, read_header(root / "adapter_model.safetensors"))
     merge, digest = _Collector(checkpoint, config), hashlib.sha256()
-    for path, levels in _modules(tensors).items():
+    whole = {name: match for name in tensors.tensors if (match := _WHOLE.fullmatch(name)) is not None}
+    for name, match in whole.items():
+        tensor = _finite(root, name, tensors.read(name))
+        digest.update(tensor.view(-1).view(uint8).numpy().tobytes())
+        merge.replace(match[1], match[3], match[2] is not None, tensor)
+    for path, levels in _modules(tensors, whole).items():
         pairs = [(tensors.read(halves["A"]), tensors.read(halves["B"])) for halves in levels]
         for a, b in pairs:
-            digest.update(b"".join(half.view(uint8).numpy().tobytes() for half in (a, b)))
-            if not bool(a.isfinite().all() and b.isfinite().all()):
-                raise BadScaleError(f"{root}: {path} holds NaN or infinity; train or download the adapter again")
+            digest.update(b"".join(_finite(root, path, half).view(uint8).numpy().tobytes() for half in (a, b)))
         merge.add(path, pairs)
     digest.update(repr([(name, [c.scale for c in changes]) for name, changes in merge.changes.items()]).encode())
     _LOG.warning("%s: %s", root, merge.summary.line())
-    return _Merged(checkpoint, merge.changes, digest.hexdigest())
+    return _Merged(checkpoint, merge.changes, merge.replaced, digest.hexdigest())
 
 
-def _modules(adapter: Checkpoint) -> dict[str, list[dict[str, str]]]:
+def _finite(root: Path, path: str, tensor: Tensor) -> Tensor:
+    if not bool(tensor.isfinite().all()):
+        raise BadScaleError(f"{root}: {path} holds NaN or infinity; train or download the adapter again")
+    return tensor
+
+
+def _modules(adapter: Checkpoint, whole: Iterable[str]) -> dict[str, list[dict[str, str]]]:
     """Return the names of A and B by module, the outermost of nested wrappers first."""
     found = defaultdict[str, dict[int, dict[str, str]]](lambda: defaultdict(dict))
-    for path, halves in _pairs(adapter).items():
+    for path, halves in _pairs(adapter, set(whole)).items():
         nested = _NESTED.search(path)
         depth = 0 if nested is None else nested[0].count(".base_layer")
         found[path.replace(".base_layer", "")][depth] = halves
@@ -318,10 +381,12 @@ def _modules(adapter: Checkpoint) -> dict[str, list[dict[str, str]]]:
     return {path: [levels[depth] for depth in sorted(levels)] for path, levels in found.items()}
 
 
-def _pairs(adapter: Checkpoint) -> dict[str, dict[str, str]]:
-    """Return the names of A and B of each module."""
+def _pairs(adapter: Checkpoint, whole: set[str]) -> dict[str, dict[str, str]]:
+    """Return the names of A and B of each module; ``whole``: names of tensors that are no half of a pair."""
     found = defaultdict[str, dict[str, str]](dict)
     for name, info in adapter.tensors.items():
+        if name in whole:
+            continue
         match = _HALF.fullmatch(name)
         if match is None or info.dtype not in FLOATS or len(info.shape) != 2:
             known = "matrices lora_A.weight and lora_B.weight in BF16, F16 or F32"

@@ -22,7 +22,7 @@ __all__ = ["AdapterConfig"]
 _KNOWN = frozenset((
     "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "eva_config", "exclude_modules",
     "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout",
-    "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision",
+    "megatron_core", "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision",
     "target_modules", "target_parameters", "task_type", "use_rslora",
 ))  # fmt: skip
 # Other ways to begin, such as "pissa", take a part out of the base weights.
@@ -45,6 +45,7 @@ class AdapterConfig:
     rank, alpha: ``r`` and ``lora_alpha``. ranks, alphas: the same by pattern (``rank_pattern``, ``alpha_pattern``).
     root_scale: the scale is ``alpha / sqrt(rank)`` instead of ``alpha / rank``. modules: names of targeted modules or
     one regular expression, None where PEFT chose them by the model's class. parameters: names of targeted parameters.
+    saved: modules whose weights the adapter replaces (``modules_to_save``).
     excluded: modules that are not targeted, or one regular expression. layers: of ``modules``, None for all of them.
     swapped: whether PEFT exchanges in and out of three-dimensional parameters whose class has no ``is_transposed``,
     None where the file does not record the release of PEFT that decides it.
@@ -58,6 +59,7 @@ class AdapterConfig:
     root_scale: bool
     modules: tuple[str, ...] | str | None
     parameters: tuple[str, ...] | None
+    saved: tuple[str, ...]
     excluded: tuple[str, ...] | str
     layers: tuple[int, ...] | None
     layer_patterns: tuple[str, ...]
@@ -96,6 +98,7 @@ class AdapterConfig:
             root_scale=bool(config.get("use_rslora")),
             modules=modules,
             parameters=_list(config, "target_parameters"),
+            saved=_list(config, "modules_to_save") or (),
             excluded=_names(config, "exclude_modules") or (),
             layers=_layers(path, layers),
             layer_patterns=(layer_patterns,) if isinstance(layer_patterns, str) else layer_patterns,
@@ -118,6 +121,10 @@ class AdapterConfig:
         names = self.parameters or ()
         return key in names or _ends_in(key, names)
 
+    def saves_module(self, key: str) -> bool:
+        """Tell whether the weights of module ``key`` are replaced."""
+        return any(self._matches(f"(?:.*\\.)?(?:{name})(?:\\Z|\\.)", key, name) for name in self.saved)
+
     def rank_and_scale(self, key: str) -> tuple[int, float]:
         """Return rank and scale of the module or parameter at path ``key``."""
         rank = self.ranks.get(self._pattern(tuple(self.ranks), key), self.rank)
@@ -125,6 +132,8 @@ class AdapterConfig:
         return rank, alpha / (rank**0.5 if self.root_scale else rank)
 
     def _excludes(self, key: str) -> bool:
+        if self.saves_module(key):
+            return True
         if isinstance(self.excluded, str):
             return self._matches(f"(?:{self.excluded})\\Z", key)
         return key in self.excluded or _ends_in(key, self.excluded)

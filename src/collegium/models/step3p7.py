@@ -52,6 +52,10 @@ _DEFAULT = {
     "n_routed_experts": 288, "num_experts_per_tok": 8, "moe_router_scaling_factor": 1.0, "hidden_act": "silu",
 }  # fmt: skip
 _RENAMES = (
+    (r"^vision_model\.transformer\.resblocks\.", "vision_model.layers."),
+    (r"^(vision_model\.layers\.\d+)\.attn\.", r"\1.self_attn."),
+    (r"^(vision_model\.layers\.\d+\.mlp)\.c_fc\.", r"\1.fc1."),
+    (r"^(vision_model\.layers\.\d+\.mlp)\.c_proj\.", r"\1.fc2."),
     (r"^vision_model\.", "model.vision_model."),
     (r"^vit_large_projector\.", "model.multi_modal_projector."),
     (r"\.moe\.gate\.", ".mlp.gate."),
