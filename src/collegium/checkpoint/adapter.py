@@ -95,13 +95,17 @@ class _Pair:
 
 @dataclass(kw_only=True, slots=True)
 class _Summary:
-    """What was merged, for the log. experts: layer and number. modules, replaced: last names of all others."""
+    """What was merged, for the log. experts: layer and number. modules, replaced: last names of all others.
+
+    untargeted: paths of what ``adapter_config.json`` does not target.
+    """
 
     experts: set[tuple[int, int]]
     modules: set[str]
     replaced: set[str]
     ranks: set[int]
     scales: set[float]
+    untargeted: list[str]
 
     def line(self) -> str:
         into = []
@@ -127,7 +131,7 @@ class _Collector:
         self._opened = cache(partial(CheckpointLayer.open, checkpoint))  # a layer has hundreds of pairs
         self.changes = defaultdict[str, list[LowRank]](list)
         self.replaced: dict[str, Tensor] = {}
-        self.summary = _Summary(experts=set(), modules=set(), replaced=set(), ranks=set(), scales=set())
+        self.summary = _Summary(experts=set(), modules=set(), replaced=set(), ranks=set(), scales=set(), untargeted=[])
 
     def add(self, path: str, levels: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Add the pairs of the module at ``path``, the innermost of PEFT's nested wrappers last."""
@@ -139,7 +143,7 @@ class _Collector:
             raise ConfigError(f"{self._config.path}: {path} has {len(levels)} nested pairs, known of stacked experts only")
         pair = _Pair(path=path, a=levels[0][0], b=levels[0][1])
         if isinstance(experts, ExpertModule):
-            self._need(self._config.changes_module(path), path, "target_modules")
+            self._check_module(path)
             self._add_expert(experts, pair, *self._rank_and_scale(path))
             return
         self._add_matrix(pair)
@@ -175,20 +179,34 @@ class _Collector:
         self.replaced[piece.name] = tensor
         self.summary.replaced.add(path.rpartition(".")[2])
 
+    def check_saved(self, paths: Sequence[str]) -> None:
+        """Refuse an adapter that lacks a module of ``modules_to_save`` which the checkpoint has."""
+        modules = {name.rpartition(".")[0] for name in self._checkpoint.tensors}
+        for name in self._config.saved:
+            if not any(self._config.saves_module(path, name) for path in paths):
+                lost = next((path for path in sorted(modules) if self._config.saves_module(path, name)), None)
+                if lost is not None:
+                    raise MissingTensorError(
+                        f"{self._config.path}: modules_to_save names {name}, the checkpoint has {lost}, and the adapter "
+                        "no such tensor; download the adapter again"
+                    )
+
     def _rank_and_scale(self, key: str) -> tuple[int, float]:
         rank, scale = self._config.rank_and_scale(key)
         self.summary.ranks.add(rank)
         self.summary.scales.add(scale)
         return rank, scale
 
-    def _need(self, targeted: bool, path: str, entry: str) -> None:
-        """Refuse a pair that PEFT would not load."""
-        if not targeted:
+    def _check_module(self, path: str) -> None:
+        """Refuse a module that an entry excludes, and list one that none targets."""
+        entry = self._config.excluded_by(path)
+        if entry:
             raise ConfigError(
-                f"{self._config.path}: the adapter has {path}, which {entry} (with exclude_modules and "
-                "layers_to_transform) does not target, so PEFT would not load it; correct the entry, or remove the "
+                f"{self._config.path}: the adapter has {path}, which {entry} excludes; correct the entry, or remove the "
                 f"tensors {path}.lora_A.weight and lora_B.weight"
             )
+        if not self._config.changes_module(path):
+            self.summary.untargeted.append(path)
 
     def _add_expert(self, module: ExpertModule, pair: _Pair, rank: int, scale: float) -> None:
         spec = self._opened(module.layer).spec
@@ -218,12 +236,12 @@ class _Collector:
         if not self._config.changes_module(path):
             names = [name for name in self._names.parameters(path) if self._config.changes_parameter(f"{path}.{name}")]
             if len(names) > 1:
-                raise ConfigError(f"{self._config.path}: {path} is one pair of {' or '.join(names)}; {_MERGE}")
-            # Without a hit the module is looked for first: that it is absent is the better message.
-            parameter = names[0] if names else parameter
-            key = f"{path}.{parameter}" if names else ""
+                raise ConfigError(f"{self._config.path}: {path} is one pair of {' or '.join(names)}. {_MERGE}")
+            if names:
+                parameter, key = names[0], f"{path}.{names[0]}"
+            else:
+                self._check_module(path)
         found = self._names.rows(path, parameter)
-        self._need(bool(key), path, "target_modules and target_parameters")
         rank, scale = self._rank_and_scale(key)
         for piece in found:
             shape = _plain(self._checkpoint, piece.name, path)
@@ -254,6 +272,11 @@ class _Collector:
         """
         keys = {parameter: f"{path}.{parameter.name}" for parameter in module.parameters}
         targeted = [parameter for parameter, key in keys.items() if self._config.changes_parameter(key)]
+        matrices = [parameter for parameter in module.parameters if parameter.projections]
+        if len(targeted) != len(levels) == len(matrices):
+            # One pair for each of them leaves no choice.
+            self.summary.untargeted += [keys[parameter] for parameter in matrices if parameter not in targeted]
+            targeted = matrices
         if len(targeted) != len(levels):
             listed = ", ".join(parameter.name for parameter in targeted) or "none"
             raise ConfigError(
@@ -350,6 +373,7 @@ def with_adapter(checkpoint: Checkpoint, adapter: str | os.PathLike[str]) -> Che
         tensor = _finite(root, name, tensors.read(name))
         digest.update(tensor.view(-1).view(uint8).numpy().tobytes())
         merge.replace(match[1], match[3], match[2] is not None, tensor)
+    merge.check_saved([match[1] for match in whole.values()])
     for path, levels in _modules(tensors, whole).items():
         pairs = [(tensors.read(halves["A"]), tensors.read(halves["B"])) for halves in levels]
         for a, b in pairs:
@@ -357,6 +381,11 @@ def with_adapter(checkpoint: Checkpoint, adapter: str | os.PathLike[str]) -> Che
         merge.add(path, pairs)
     digest.update(repr([(name, [c.scale for c in changes]) for name, changes in merge.changes.items()]).encode())
     _LOG.warning("%s: %s", root, merge.summary.line())
+    if merge.summary.untargeted:
+        first, *others = merge.summary.untargeted
+        more = f" and {len(others)} more" if others else ""
+        message = "%s: adapter_config.json does not target %s%s; PEFT would not load what is merged here"
+        _LOG.warning(message, root, first, more)
     return _Merged(checkpoint, merge.changes, merge.replaced, digest.hexdigest())
 
 
@@ -373,11 +402,6 @@ def _modules(adapter: Checkpoint, whole: Iterable[str]) -> dict[str, list[dict[s
         nested = _NESTED.search(path)
         depth = 0 if nested is None else nested[0].count(".base_layer")
         found[path.replace(".base_layer", "")][depth] = halves
-    for path, levels in found.items():
-        if sorted(levels) != list(range(len(levels))):
-            missing = next(depth for depth in range(len(levels)) if depth not in levels)
-            what = f"{path}{'.base_layer' * missing}.lora_A.weight"
-            raise MissingTensorError(f"{adapter.path}: {what} missing next to a nested one; download the adapter again")
     return {path: [levels[depth] for depth in sorted(levels)] for path, levels in found.items()}
 
 

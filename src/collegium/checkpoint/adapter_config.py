@@ -107,23 +107,27 @@ class AdapterConfig:
 
     def changes_module(self, key: str) -> bool:
         """Tell whether module ``key``, its path in the model in memory, is targeted."""
-        if self._excludes(key):
-            return False
-        modules = self.modules
-        if modules is None:
-            return self.parameters is None
-        if isinstance(modules, str):
-            return modules.lower() == "all-linear" or self._matches(f"(?:{modules})\\Z", key)
-        return key in modules or (_ends_in(key, modules) and self._in_layers(key))
+        return self._targets(key) and not self.excluded_by(key)
+
+    def excluded_by(self, key: str) -> str:
+        """Return the entry that takes module ``key`` out of those that are targeted, empty where none does."""
+        if self.saves_module(key):
+            return "modules_to_save"
+        if isinstance(self.excluded, str):
+            return "exclude_modules" if self._matches(f"(?:{self.excluded})\\Z", key) else ""
+        if key in self.excluded or _ends_in(key, self.excluded):
+            return "exclude_modules"
+        listed = isinstance(self.modules, tuple) and key not in self.modules and _ends_in(key, self.modules)
+        return "layers_to_transform" if listed and not self._in_layers(key) else ""
 
     def changes_parameter(self, key: str) -> bool:
         """Tell whether parameter ``key``, its path in the model in memory, is targeted."""
         names = self.parameters or ()
         return key in names or _ends_in(key, names)
 
-    def saves_module(self, key: str) -> bool:
-        """Tell whether the weights of module ``key`` are replaced."""
-        return any(self._matches(f"(?:.*\\.)?(?:{name})(?:\\Z|\\.)", key, name) for name in self.saved)
+    def saves_module(self, key: str, *names: str) -> bool:
+        """Tell whether the weights of module ``key`` are replaced; names: entries to look at, by default all."""
+        return any(self._matches(f"(?:.*\\.)?(?:{name})(?:\\Z|\\.)", key, name) for name in names or self.saved)
 
     def rank_and_scale(self, key: str) -> tuple[int, float]:
         """Return rank and scale of the module or parameter at path ``key``."""
@@ -131,12 +135,13 @@ class AdapterConfig:
         alpha = self.alphas.get(self._pattern(tuple(self.alphas), key), self.alpha)
         return rank, alpha / (rank**0.5 if self.root_scale else rank)
 
-    def _excludes(self, key: str) -> bool:
-        if self.saves_module(key):
-            return True
-        if isinstance(self.excluded, str):
-            return self._matches(f"(?:{self.excluded})\\Z", key)
-        return key in self.excluded or _ends_in(key, self.excluded)
+    def _targets(self, key: str) -> bool:
+        modules = self.modules
+        if modules is None:
+            return self.parameters is None
+        if isinstance(modules, str):
+            return modules.lower() == "all-linear" or self._matches(f"(?:{modules})\\Z", key)
+        return key in modules or _ends_in(key, modules)
 
     def _in_layers(self, key: str) -> bool:
         if self.layers is None:
