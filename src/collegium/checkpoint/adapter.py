@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, uint8
 
-from ..errors import BadScaleError, ConfigError, MissingTensorError, TensorMismatchError
+from ..errors import BadScaleError, ConfigError, DuplicateTensorError, MissingTensorError, TensorMismatchError
 from ..models.base import text_of
 from ..ops.low_rank import LowRank, pairs_of_stack
 from .adapter_config import AdapterConfig
@@ -32,8 +32,11 @@ from .reader import TORCH_DTYPES, Checkpoint, bounds_of
 __all__ = ["with_adapter"]
 
 _LOG = logging.getLogger(__name__)
-_HALF = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.weight")
-_WHOLE = re.compile(r"(?:base_model\.model\.)?((?:(?!\blora_|\bbase_layer\b).)+?)(\.base_layer)?\.(weight|bias)")
+# An adapter's name, "default", is in the names where the state was not saved by PEFT itself.
+_HALF = re.compile(r"(?:base_model\.model\.)*(.+)\.lora_([AB])(?:\.default)?\.weight")
+_WHOLE = re.compile(r"(?:base_model\.model\.)*((?:(?!\blora_|\bbase_layer\b).)+?)(\.base_layer)?\.(weight|bias)")
+# What torch.compile, checkpointing of activations and FSDP put into names.
+_WRAPPERS = re.compile(r"\b(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 _NESTED = re.compile(r"(?:\.base_layer)*\Z")
 _EMBEDDINGS = ("embed_tokens", "lm_head")
 _MERGE = "Merge the adapter with PEFT (merge_and_unload) and load the model that it saves"
@@ -368,7 +371,7 @@ def with_adapter(checkpoint: Checkpoint, adapter: str | os.PathLike[str]) -> Che
         raise ConfigError(f"{root}: adapters are merged into safetensors, {checkpoint.path} is a GGUF file")
     tensors = Checkpoint(root, {}, read_header(root / "adapter_model.safetensors"))
     merge, digest = _Collector(checkpoint, config), hashlib.sha256()
-    whole = {name: match for name in tensors.tensors if (match := _WHOLE.fullmatch(name)) is not None}
+    whole = {name: match for name in tensors.tensors if (match := _WHOLE.fullmatch(_WRAPPERS.sub("", name))) is not None}
     for name, match in whole.items():
         tensor = _finite(root, name, tensors.read(name))
         digest.update(tensor.view(-1).view(uint8).numpy().tobytes())
@@ -411,11 +414,13 @@ def _pairs(adapter: Checkpoint, whole: set[str]) -> dict[str, dict[str, str]]:
     for name, info in adapter.tensors.items():
         if name in whole:
             continue
-        match = _HALF.fullmatch(name)
+        match = _HALF.fullmatch(_WRAPPERS.sub("", name))
         if match is None or info.dtype not in FLOATS or len(info.shape) != 2:
             known = "matrices lora_A.weight and lora_B.weight in BF16, F16 or F32"
             raise ConfigError(f"{adapter.path}: {name}, {info.dtype} {info.shape}, is in the adapter; known are {known}")
-        found[match[1]][match[2]] = name
+        other = found[match[1]].setdefault(match[2], name)
+        if other != name:
+            raise DuplicateTensorError(f"{adapter.path}: {other} and {name} are the same half of one pair; keep one")
     missing = [f"{path}.lora_{half}.weight" for path, halves in found.items() for half in "AB" if half not in halves]
     if missing or not found:
         what = f"{missing[0]} missing beside its other half" if missing else "holds no lora_A and lora_B"

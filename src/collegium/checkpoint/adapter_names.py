@@ -80,9 +80,12 @@ class NamesInMemory:
         self._stacks = _stack_parameters(tables, checkpoint)
         self._experts = _expert_modules(tables, checkpoint)
         self._files = defaultdict[str, set[str]](set)
+        self._below = defaultdict[str, set[str]](set)
         for name in checkpoint.tensors:
-            self._files[text_path(name)].add(name)
-            self._files[text_path(self._family.in_memory.name(name))].add(name)
+            for known in {text_path(name), text_path(self._family.in_memory.name(name))}:
+                self._files[known].add(name)
+                module, _, parameter = known.rpartition(".")
+                self._below[module].add(parameter)
 
     def experts(self, path: str) -> ExpertModule | StackModule | None:
         """Return what the module at ``path`` holds of a layer's routed experts, None for another module."""
@@ -98,8 +101,8 @@ class NamesInMemory:
 
     def parameters(self, path: str) -> list[str]:
         """Return the names of the parameters of the module at ``path``."""
-        head = text_path(path + ".")
-        return sorted({name.removeprefix(head) for name in self._files if name.rpartition(".")[0] + "." == head})
+        module, _, _ = text_path(f"{path}.weight").rpartition(".")
+        return sorted(self._below.get(module, ()))
 
     def rows(self, path: str, parameter: str = "weight") -> list[Rows]:
         """Return the tensors that hold the rows of a matrix; raises ConfigError where none or several may."""
@@ -110,6 +113,12 @@ class NamesInMemory:
         found = self._from_parts(path, parameter) or self._from_joined(path, parameter)
         if found:
             return found
+        parts = self.parameters(path)
+        if parts:
+            raise ConfigError(
+                f"the adapter has {path}, and the checkpoint holds {', '.join(parts)} of it; adapters are merged into "
+                f"matrices in BF16, F16 and F32. Take the model that is not quantised"
+            )
         raise ConfigError(
             f"the adapter has {path}, the checkpoint no {path}.{parameter}, nor a tensor that transformers names so in "
             f"memory for {self._family.name}; is the adapter of another model?"
