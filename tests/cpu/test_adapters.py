@@ -264,7 +264,12 @@ def save_q_proj(tensors: dict[str, Tensor]) -> None:
 
 FAULTS: dict[str, tuple[type[CheckpointError], str, Callable[[dict[str, Tensor]], object], dict[str, Any]]] = {
     "half": (MissingTensorError, r"experts\.lora_B\.weight missing", lambda t: t.pop(f"{FIRST}.lora_B.weight"), {}),
-    "rank": (TensorMismatchError, r"gate_up_proj: lora_A and lora_B are \(15, 24\).*\(20, 24\)", lambda _: None, {"r": 4}),
+    "rank": (
+        TensorMismatchError,
+        r"gate_up_proj: lora_A and lora_B are \(15, 24\).*\(20, 24\)",
+        lambda _: None,
+        {"r": 4},
+    ),
     "nan": (BadScaleError, "holds NaN", lambda t: t[f"{FIRST}.lora_A.weight"].fill_(torch.nan), {}),
     "target": (
         ConfigError,
@@ -411,7 +416,11 @@ PATTERNS: dict[str, tuple[dict[str, Any], tuple[int, float], tuple[int, float]]]
         (5, 2.0),
         (4, 2.0),
     ),
-    "anchored at a dot": ({"rank_pattern": {"proj": 9, "_proj": 9, "attn.q_proj": 9, "self_attn.q": 9}}, (3, 7.0), (3, 7.0)),
+    "anchored at a dot": (
+        {"rank_pattern": {"proj": 9, "_proj": 9, "attn.q_proj": 9, "self_attn.q": 9}},
+        (3, 7.0),
+        (3, 7.0),
+    ),
     "from the beginning": ({"alpha_pattern": {r"^model\.layers\.1\.self_attn\.q_proj": 3}}, (3, 3.0), (3, 7.0)),
     "alternatives": ({"rank_pattern": {"k_proj|1.self_attn.q_proj": 6}}, (6, 7.0), (3, 7.0)),
     "a whole name": ({"alpha_pattern": {"model.layers.1.self_attn.q_proj": 0.5}}, (3, 0.5), (3, 7.0)),
@@ -433,7 +442,10 @@ def test_patterns_of_ranks_and_alphas(case: str, rooted: bool, tmp_path: Path) -
     found = with_adapter(base, write(tmp_path / "adapter", tensors, use_rslora=rooted, **entries))
     for path, (rank, alpha) in zip(paths, ranks, strict=True):
         scale = alpha / (rank**0.5 if rooted else rank)
-        close(found.read(f"{path}.weight"), (base.read(f"{path}.weight").double() + scale * added_of(tensors, path)).float())
+        close(
+            found.read(f"{path}.weight"),
+            (base.read(f"{path}.weight").double() + scale * added_of(tensors, path)).float(),
+        )
 
 
 def test_patterns_match_names_of_parameters_in_stacks(tmp_path: Path) -> None:
@@ -469,7 +481,10 @@ SELECTED: dict[str, tuple[dict[str, Any], set[str]]] = {
     "a list": ({"target_modules": ["q_proj", "k_proj"]}, {"0q", "0k", "1q", "1k"}),
     "an expression": ({"target_modules": r".*\.(q|k)_proj", "exclude_modules": r".*0.*k_proj"}, {"0q", "1q", "1k"}),
     "all": ({"target_modules": "all-linear", "exclude_modules": ["k_proj"]}, {"0q", "1q"}),
-    "excluded by a tail": ({"target_modules": ["q_proj", "k_proj"], "exclude_modules": ["0.self_attn.k_proj"]}, {"0q", "1q", "1k"}),
+    "excluded by a tail": (
+        {"target_modules": ["q_proj", "k_proj"], "exclude_modules": ["0.self_attn.k_proj"]},
+        {"0q", "1q", "1k"},
+    ),
     "layers": ({"target_modules": ["q_proj", "k_proj"], "layers_to_transform": 1}, {"1q", "1k"}),
     "layers below a pattern": (
         {"target_modules": ["q_proj", "k_proj"], "layers_to_transform": [0], "layers_pattern": ["h", "layers"]},
@@ -549,7 +564,10 @@ def test_modules_saved_in_full_replace_the_base_weights(dtype: torch.dtype, tmp_
     assert torch.equal(found.read("lm_head.weight"), head.to(dtype))
     assert torch.equal(found.read_slice("lm_head.weight", (slice(3, 7), slice(0, 5))), head[3:7, :5].to(dtype))
     assert torch.equal(found.read("model.norm.weight"), norm.to(dtype))
-    close(found.read(f"{path}.weight"), (base.read(f"{path}.weight").double() + ALPHA / RANK * added_of(tensors, path)).to(dtype))
+    close(
+        found.read(f"{path}.weight"),
+        (base.read(f"{path}.weight").double() + ALPHA / RANK * added_of(tensors, path)).to(dtype),
+    )
     wrong = tensors | {"base_model.model.lm_head.weight": heavy_tailed(41, H, seed=3)}
     with pytest.raises(TensorMismatchError, match=r"\(41, 24\).*\(40, 24\)"):
         with_adapter(base, write(tmp_path / "wrong", wrong, modules_to_save=["lm_head", "norm"]))
@@ -590,4 +608,6 @@ def test_a_convolution_is_no_matrix(tmp_path: Path) -> None:
         "base_model.model.model.layers.0.conv1d.lora_B.weight": torch.ones(1, RANK),
     }
     with pytest.raises(ConfigError, match=r"conv1d.*\(6, 1, 4\)"):
-        with_adapter(Checkpoint.open(tmp_path / "base"), write(tmp_path / "adapter", tensors, target_modules=["conv1d"]))
+        with_adapter(
+            Checkpoint.open(tmp_path / "base"), write(tmp_path / "adapter", tensors, target_modules=["conv1d"])
+        )

@@ -203,7 +203,17 @@ def test_families_declare_what_their_classes_are(name: str, tmp_path: Path) -> N
     assert found == ({(declared.transposed, declared.marked)} if name != "dbrx" else set())
 
 
-RENAMED = ["nemotron_h", "kimi_linear", "deepseek_v4", "minimax_m3_vl", "step3p7", "glm5_next", "llama4", "gpt_oss", "dbrx"]
+RENAMED = [
+    "nemotron_h",
+    "kimi_linear",
+    "deepseek_v4",
+    "minimax_m3_vl",
+    "step3p7",
+    "glm5_next",
+    "llama4_text",
+    "gpt_oss",
+    "dbrx",
+]
 
 
 @pytest.mark.parametrize("name", RENAMED)

@@ -25,7 +25,7 @@ from .adapter_config import AdapterConfig
 from .adapter_names import ExpertModule, NamesInMemory, StackModule, StackParameter
 from .header import FLOATS, read_header
 from .index import index_of
-from .layout import part_name, projections
+from .layout import part_name
 from .opened import CheckpointLayer
 from .reader import TORCH_DTYPES, Checkpoint, bounds_of
 
@@ -143,7 +143,9 @@ class _Collector:
             self._add_stacks(path, experts, levels)
             return
         if len(levels) != 1:
-            raise ConfigError(f"{self._config.path}: {path} has {len(levels)} nested pairs, known of stacked experts only")
+            raise ConfigError(
+                f"{self._config.path}: {path} has {len(levels)} nested pairs, known of stacked experts only"
+            )
         pair = _Pair(path=path, a=levels[0][0], b=levels[0][1])
         if isinstance(experts, ExpertModule):
             self._check_module(path)
@@ -190,8 +192,8 @@ class _Collector:
                 lost = next((path for path in sorted(modules) if self._config.saves_module(path, name)), None)
                 if lost is not None:
                     raise MissingTensorError(
-                        f"{self._config.path}: modules_to_save names {name}, the checkpoint has {lost}, and the adapter "
-                        "no such tensor; download the adapter again"
+                        f"{self._config.path}: modules_to_save names {name}, the checkpoint has {lost}, and the "
+                        "adapter no such tensor; download the adapter again"
                     )
 
     def _rank_and_scale(self, key: str) -> tuple[int, float]:
@@ -205,8 +207,8 @@ class _Collector:
         entry = self._config.excluded_by(path)
         if entry:
             raise ConfigError(
-                f"{self._config.path}: the adapter has {path}, which {entry} excludes; correct the entry, or remove the "
-                f"tensors {path}.lora_A.weight and lora_B.weight"
+                f"{self._config.path}: the adapter has {path}, which {entry} excludes; correct the entry, or remove "
+                f"the tensors {path}.lora_A.weight and lora_B.weight"
             )
         if not self._config.changes_module(path):
             self.summary.untargeted.append(path)
@@ -352,7 +354,9 @@ class _Collector:
     def _single(self, path: str, second: int, third: int) -> bool:
         """Return True for a stack of one expert, which PEFT takes for a matrix ``[second, third]``."""
         if second != third:
-            raise ConfigError(f"{self._config.path}: {path} has one expert, [1, {second}, {third}], which PEFT cannot merge")
+            raise ConfigError(
+                f"{self._config.path}: {path} has one expert, [1, {second}, {third}], which PEFT cannot merge"
+            )
         return True
 
 
@@ -371,7 +375,9 @@ def with_adapter(checkpoint: Checkpoint, adapter: str | os.PathLike[str]) -> Che
         raise ConfigError(f"{root}: adapters are merged into safetensors, {checkpoint.path} is a GGUF file")
     tensors = Checkpoint(root, {}, read_header(root / "adapter_model.safetensors"))
     merge, digest = _Collector(checkpoint, config), hashlib.sha256()
-    whole = {name: match for name in tensors.tensors if (match := _WHOLE.fullmatch(_WRAPPERS.sub("", name))) is not None}
+    whole = {
+        name: match for name in tensors.tensors if (match := _WHOLE.fullmatch(_WRAPPERS.sub("", name))) is not None
+    }
     for name, match in whole.items():
         tensor = _finite(root, name, tensors.read(name))
         digest.update(tensor.view(-1).view(uint8).numpy().tobytes())
@@ -417,7 +423,9 @@ def _pairs(adapter: Checkpoint, whole: set[str]) -> dict[str, dict[str, str]]:
         match = _HALF.fullmatch(_WRAPPERS.sub("", name))
         if match is None or info.dtype not in FLOATS or len(info.shape) != 2:
             known = "matrices lora_A.weight and lora_B.weight in BF16, F16 or F32"
-            raise ConfigError(f"{adapter.path}: {name}, {info.dtype} {info.shape}, is in the adapter; known are {known}")
+            raise ConfigError(
+                f"{adapter.path}: {name}, {info.dtype} {info.shape}, is in the adapter; known are {known}"
+            )
         other = found[match[1]].setdefault(match[2], name)
         if other != name:
             raise DuplicateTensorError(f"{adapter.path}: {other} and {name} are the same half of one pair; keep one")

@@ -1,8 +1,8 @@
 """``adapter_config.json`` of PEFT: which modules and parameters a LoRA adapter changes, with which rank and scale.
 
 Source of the rules: PEFT 0.17 to 0.21, ``check_target_module_exists`` and ``_inject_parameters`` in
-``tuners/tuners_utils.py``, ``get_pattern_key`` in ``utils/other.py``, ``_create_and_replace`` in ``tuners/lora/model.py``
-and ``ParamWrapper`` in ``tuners/lora/layer.py``.
+``tuners/tuners_utils.py``, ``get_pattern_key`` in ``utils/other.py``, ``_create_and_replace`` in
+``tuners/lora/model.py`` and ``ParamWrapper`` in ``tuners/lora/layer.py``.
 """
 
 import re
@@ -22,8 +22,8 @@ __all__ = ["AdapterConfig"]
 _KNOWN = frozenset((
     "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "eva_config", "exclude_modules",
     "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout",
-    "megatron_core", "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision",
-    "target_modules", "target_parameters", "task_type", "use_rslora",
+    "megatron_core", "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern",
+    "revision", "target_modules", "target_parameters", "task_type", "use_rslora",
 ))  # fmt: skip
 # Other ways to begin, such as "pissa", take a part out of the base weights.
 _ONLY = {

@@ -183,7 +183,9 @@ def _stack_parameters(tables: tuple[Names, ...], checkpoint: Checkpoint) -> dict
     found: dict[str, tuple[StackParameter, ...]] = {}
     for names in tables:
         table, modules = names.stacked, dict[str, list[StackParameter]]()
-        apart = [(table.gate_up, tuple(upper))] if table.up is None else [(table.gate_up, ("gate",)), (table.up, ("up",))]
+        apart = (
+            [(table.gate_up, tuple(upper))] if table.up is None else [(table.gate_up, ("gate",)), (table.up, ("up",))]
+        )
         for path, held in (*apart, (table.down, (lower,))):
             module, _, name = (path.removeprefix(names.layer) + table.plain).rpartition(".")
             interleaved = table.interleaved and len(held) == 2

@@ -175,6 +175,9 @@ def each_nth(config: Config, step: int) -> tuple[int, ...]:
     return tuple(i for i in every_layer(config) if step > 0 and (i + 1) % step == 0)
 
 
+_AS_IN_FILES = InMemory()
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """One row of ``models.FAMILIES``.
@@ -195,7 +198,7 @@ class Family:
     others: tuple[Names, ...] = ()
     defaults: Mapping[str, Defaults] = field(default_factory=dict[str, Defaults])
     null_is_default: frozenset[str] = frozenset()
-    in_memory: InMemory = InMemory()
+    in_memory: InMemory = _AS_IN_FILES
 
     def read(self, config: Mapping[str, object]) -> Config:
         """Return the text part of a config with the defaults of its model type."""

@@ -37,8 +37,6 @@ def matches_prefix(pattern: str, text: str, *, where: str = "quantization_config
         )
     try:
         tree = _parser.parse(pattern)
-        if tree.state.flags & ~re.UNICODE:
-            raise _Unsupported("flags")
         return bool(_Matcher(text, tree.state).walk(tree, {0}))
     except _Unsupported as error:
         allowed = "literals, sets, groups, alternatives, repetitions, anchors and look-ahead"
@@ -47,7 +45,7 @@ def matches_prefix(pattern: str, text: str, *, where: str = "quantization_config
         raise ConfigError(f"{where}: the pattern {pattern[:100]!r} cannot be used: {error}") from error
 
 
-class _Unsupported(Exception):  # noqa: N818
+class _Unsupported(Exception):
     """A construct that cannot be matched without backtracking."""
 
 
@@ -56,6 +54,8 @@ class _Matcher:
 
     def __init__(self, text: str, state: Any) -> None:
         self._text, self._state = text, state
+        if state.flags & ~re.UNICODE:
+            raise _Unsupported("flags")
         self._leaves: dict[int, re.Pattern[str]] = {}
 
     def walk(self, nodes: Iterable[Any], positions: set[int]) -> set[int]:
