@@ -21,7 +21,7 @@ from collegium.checkpoint import Checkpoint, with_adapter
 from collegium.errors import ConfigError
 from collegium.integrations.transformers.whole_model import load_model_in
 from collegium.models import family_of
-from family_cases import CASES, IDS, Case, build
+from family_cases import CASES, IDS, build
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,7 +36,7 @@ PROJECTIONS = ("gate", "gate_proj", "up_proj", "down_proj")
 NOT_MATRICES = ("vision_tower.layers.0.attn.", "vision_model.layers.0.self_attn.", "out_proj", "conv1d")
 
 
-def sized(case: Case, width: int) -> Case:
+def sized(case: Any, width: int) -> Any:
     """Return the case with experts of another width; the model is 32 wide."""
     text = copy.deepcopy(case.text)
     if "ffn_config" in text:
@@ -46,7 +46,7 @@ def sized(case: Case, width: int) -> Case:
     return replace(case, text=text)
 
 
-def targets(model: nn.Module) -> tuple[list[str], list[str]]:
+def targets(model: Any) -> tuple[list[str], list[str]]:
     """Return the paths of all linear modules, and of the parameters that are matrices or stacks of them."""
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     linear = [name for name in linear if not any(part in name for part in NOT_MATRICES)]
@@ -64,7 +64,7 @@ def targets(model: nn.Module) -> tuple[list[str], list[str]]:
     return linear, parameters
 
 
-def random_pairs(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+def random_pairs(model: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
     """Return an adapter by PEFT's rule, what it adds to every parameter, and ``adapter_config.json``."""
     generator = torch.Generator().manual_seed(5)
     linear, parameters = targets(model)
@@ -94,6 +94,11 @@ def random_pairs(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]
         experts, second, third = parameter.shape
         swapped = not getattr(module, "is_transposed", False)
         into, out = (third, second) if swapped else (second, third)
+        if experts == 1:
+            # A matrix to PEFT, added as it is.
+            a, b = pair(nested, (STACK_RANK, into), (out, STACK_RANK))
+            added[key] = STACK_ALPHA / STACK_RANK * (b @ a)[None]
+            continue
         a, b = pair(nested, (experts * STACK_RANK, into), (out, experts * STACK_RANK))
         a, b = a.reshape(experts, -1, into), b.reshape(out, -1, experts)
         form = "o r e, e r i -> e o i" if swapped else "o r e, e r i -> e i o"
@@ -101,7 +106,7 @@ def random_pairs(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]
     return tensors, added, adapter_config(linear, parameters)
 
 
-def converted(model: nn.Module) -> bool:
+def converted(model: Any) -> bool:
     """Tell whether PEFT rewrites the targets of this class, whose experts were modules in transformers 4."""
     table = importlib.import_module("transformers.conversion_mapping")._MODEL_TO_CONVERSION_PATTERN
     kind = model.config.model_type
@@ -119,7 +124,7 @@ def adapter_config(linear: list[str], parameters: list[str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def loaded(model: nn.Module, base: Path, adapter: Path, merged: Path) -> dict[str, Tensor]:
+def loaded(model: Any, base: Path, adapter: Path, merged: Path) -> dict[str, Tensor]:
     """Return the parameters that transformers has after loading the merged tensors as files."""
     checkpoint = with_adapter(Checkpoint.open(base), adapter)
     shutil.copytree(base, merged, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -158,14 +163,53 @@ def test_every_module_of_every_class(name: str, original: bool, width: int, tmp_
     compare(loaded(model, tmp_path / "base", adapter, tmp_path / "merged"), wanted, set(added))
 
 
+SINGLE = ["mixtral", "gpt_oss", "llama4_text"]
+
+
+def single(name: str, width: int) -> Any:
+    """Return the case with one expert."""
+    case = sized(CASES[name], width)
+    return replace(case, text=case.text | {"num_local_experts": 1, "num_experts_per_tok": 1})
+
+
+@pytest.mark.parametrize("name", ["mixtral", "llama4_text"])
+def test_a_stack_of_one_expert(name: str, tmp_path: Path) -> None:
+    model = build(single(name, 24), tmp_path / "base")
+    tensors, added, config = random_pairs(model)
+    adapter = write(tmp_path / "adapter", tensors, config)
+    wanted = {n: t.double() + added.get(n, 0.0) for n, t in model.state_dict().items()}
+    compare(loaded(model, tmp_path / "base", adapter, tmp_path / "merged"), wanted, set(added))
+
+
+def test_a_stack_that_peft_cannot_merge_is_refused(tmp_path: Path) -> None:
+    """One expert, [in, out] and not square: PEFT takes it for a matrix [out, in]."""
+    model = build(single("gpt_oss", 32), tmp_path / "base")
+    tensors, _, config = random_pairs(copy.deepcopy(model))
+    with pytest.raises(ConfigError, match=r"gate_up_proj has one expert, \[1, 32, 64\]"):
+        with_adapter(Checkpoint.open(tmp_path / "base"), write(tmp_path / "adapter", tensors, config))
+    down = {name: tensor for name, tensor in tensors.items() if "experts.base_layer" not in name}
+    config["target_parameters"] = [name for name in config["target_parameters"] if "gate_up_proj" not in name]
+    base = Checkpoint.open(tmp_path / "base")
+    found = with_adapter(base, write(tmp_path / "down", down, config))
+    a, b = (down[f"base_model.model.model.layers.0.mlp.experts.lora_{half}.weight"].double() for half in "AB")
+    name = "model.layers.0.mlp.experts.down_proj"
+    step = found.read(name).double() - base.read(name)
+    assert (step - STACK_ALPHA / STACK_RANK * (b @ a)).abs().max() < 1e-4
+
+
 # PEFT compares the patterns of ranks with modules alone, and warns of those that are of parameters.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("width", [24, 32, 16])
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", [*CLASSES, *(f"{name} of one expert" for name in SINGLE)])
 def test_what_peft_writes_is_what_peft_merges(name: str, width: int, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
-    model = build(sized(CLASSES[name], width), tmp_path / "base")
+    kind, _, one = name.partition(" of ")
+    model = build(single(kind, width) if one else sized(CLASSES[kind], width), tmp_path / "base")
     linear, parameters = targets(model)
+    if one and kind == "gpt_oss":
+        if width != 32:
+            pytest.skip("PEFT cannot merge it")
+        parameters = [name for name in parameters if "gate_up_proj" not in name]
     if converted(model):
         # PEFT takes these names for experts that it has to convert, wherever they are.
         linear = [path for path in linear if path.rpartition(".")[2] not in PROJECTIONS]

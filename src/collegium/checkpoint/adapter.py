@@ -39,6 +39,7 @@ _WHOLE = re.compile(r"(?:base_model\.model\.)*((?:(?!\blora_|\bbase_layer\b).)+?
 _WRAPPERS = re.compile(r"\b(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 _NESTED = re.compile(r"(?:\.base_layer)*\Z")
 _EMBEDDINGS = ("embed_tokens", "lm_head")
+_SHARED = (*_EMBEDDINGS, "embed", "head")  # names in files of what config.json may tie
 _MERGE = "Merge the adapter with PEFT (merge_and_unload) and load the model that it saves"
 
 
@@ -65,17 +66,14 @@ class _Merged(Checkpoint):
             bounds = bounds_of(self.info(name), slices)
             tensor = self.replaced[name][tuple(slice(start, stop) for start, stop in bounds)]
             stored = TORCH_DTYPES[self.info(name).dtype]
-            if name not in self.changes:
-                return tensor.to(stored)
         else:
             tensor = super().read_slice(name, slices)
             stored = tensor.dtype
-        if name not in self.changes:
-            return tensor
-        out = tensor.float().clone()
-        for change in self.changes[name]:
-            change.add_to(out, bounds_of(self.info(name), slices))
-        return out.to(stored)
+        if name in self.changes:
+            tensor = tensor.float().clone()
+            for change in self.changes[name]:
+                change.add_to(tensor, bounds_of(self.info(name), slices))
+        return tensor.to(stored)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,7 +109,8 @@ class _Summary:
     untargeted: list[str]
 
     def line(self) -> str:
-        into = []
+        """Return the sentence of the log."""
+        into: list[str] = []
         if self.experts:
             layers = [layer for layer, _ in self.experts]
             into.append(f"{len(self.experts)} experts of layers {min(layers)} to {max(layers)}")
@@ -263,7 +262,7 @@ class _Collector:
         """Refuse a head that shares its weight with the embeddings: which of the two is read is not known here."""
         config = self._checkpoint.config
         tied = config.get("tie_word_embeddings", text_of(config).get("tie_word_embeddings"))
-        if tied is True and name.rpartition(".")[0].rpartition(".")[2] in ("lm_head", "embed_tokens"):
+        if tied is True and name.rpartition(".")[0].rpartition(".")[2] in _SHARED:
             raise ConfigError(
                 f"{self._config.path}: the adapter has {path}, and config.json has tie_word_embeddings: true, so its "
                 f"weight is also that of the embeddings. {_MERGE}"
@@ -365,8 +364,9 @@ def with_adapter(checkpoint: Checkpoint, adapter: str | os.PathLike[str]) -> Che
 
     Added is ``scale * B @ A`` in float32, rounded once; a line of the log reports what was changed. Modules may have
     their names in the files or those that transformers gives them in memory. May be called again on what it returns.
-    Raises ConfigError for an option that is not implemented, a pair that ``adapter_config.json`` does not target, a
-    target that the checkpoint does not have and one that is quantised, MissingTensorError where A or B is missing,
+    A pair that ``adapter_config.json`` does not target is merged with a warning. Raises ConfigError for an option that
+    is not implemented, a pair that an entry excludes, a target that the checkpoint does not have and one that is
+    quantised, MissingTensorError where A or B is missing,
     TensorMismatchError for another rank or size, BadScaleError for NaN.
     """
     root = Path(adapter)
@@ -380,7 +380,7 @@ def with_adapter(checkpoint: Checkpoint, adapter: str | os.PathLike[str]) -> Che
     }
     for name, match in whole.items():
         tensor = _finite(root, name, tensors.read(name))
-        digest.update(tensor.view(-1).view(uint8).numpy().tobytes())
+        digest.update(name.encode() + tensor.view(-1).view(uint8).numpy().tobytes())
         merge.replace(match[1], match[3], match[2] is not None, tensor)
     merge.check_saved([match[1] for match in whole.values()])
     for path, levels in _modules(tensors, whole).items():

@@ -97,7 +97,7 @@ class NamesInMemory:
             expert, projection = self._experts[tail]
             return ExpertModule(layer=layer, expert=expert, projection=projection)
         parameters = self._stacks.get(tail)
-        return parameters and StackModule(layer=layer, tail=tail, parameters=parameters)
+        return None if parameters is None else StackModule(layer=layer, tail=tail, parameters=parameters)
 
     def parameters(self, path: str) -> list[str]:
         """Return the names of the parameters of the module at ``path``."""
@@ -117,7 +117,7 @@ class NamesInMemory:
         if parts:
             raise ConfigError(
                 f"the adapter has {path}, and the checkpoint holds {', '.join(parts)} of it; adapters are merged into "
-                f"matrices in BF16, F16 and F32. Take the model that is not quantised"
+                "matrices in BF16, F16 and F32. Take the model that is not quantised"
             )
         raise ConfigError(
             f"the adapter has {path}, the checkpoint no {path}.{parameter}, nor a tensor that transformers names so in "
@@ -183,10 +183,10 @@ def _stack_parameters(tables: tuple[Names, ...], checkpoint: Checkpoint) -> dict
     found: dict[str, tuple[StackParameter, ...]] = {}
     for names in tables:
         table, modules = names.stacked, dict[str, list[StackParameter]]()
-        apart = (
-            [(table.gate_up, tuple(upper))] if table.up is None else [(table.gate_up, ("gate",)), (table.up, ("up",))]
-        )
-        for path, held in (*apart, (table.down, (lower,))):
+        stacks: list[tuple[str, tuple[Projection, ...]]] = [(table.gate_up, tuple(upper))]
+        if table.up is not None:
+            stacks = [(table.gate_up, ("gate",)), (table.up, ("up",))]
+        for path, held in (*stacks, (table.down, (lower,))):
             module, _, name = (path.removeprefix(names.layer) + table.plain).rpartition(".")
             interleaved = table.interleaved and len(held) == 2
             parameter = StackParameter(name=name, projections=held, interleaved=interleaved, flat=table.flat)

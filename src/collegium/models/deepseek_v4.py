@@ -55,6 +55,7 @@ _NULL = frozenset(("num_hash_layers",))
 _TYPES = ("deepseek_v4",)
 _RENAMES = (
     (r"^head\.", "lm_head."),
+    (r"^embed\.", "embed_tokens."),
     (r"\.hc_(attn|ffn)_(fn|base|scale)$", r".\1_hc.\2"),
     (r"\.ffn\.", ".mlp."),
     (r"\.attn\.", ".self_attn."),

@@ -10,10 +10,10 @@ from functools import cache
 
 __all__ = ["FORGET_GATE", "InMemory", "text_path"]
 
-# What may come before the layers of a text model, by itself and inside multimodal models.
+# What may come before the layers, embeddings and last norm of a text model, alone and inside multimodal models.
 _LAYERS = re.compile(
     r"(?:model\.language_model|language_model\.model|language_model\.backbone|language_model|thinker\.model|model"
-    r"|backbone|transformer)\.(?=(?:layers|blocks)\.\d+\.)"
+    r"|backbone|transformer)\.(?=(?:layers|blocks)\.\d+\.|embed_tokens\.|norm\.)"
 )
 _HEAD = re.compile(r"(?:model\.language_model|language_model|thinker)\.(?=lm_head\.)")
 # Linear attention of Kimi-Linear and GLM-5-Next.
