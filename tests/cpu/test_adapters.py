@@ -611,3 +611,37 @@ def test_a_convolution_is_no_matrix(tmp_path: Path) -> None:
         with_adapter(
             Checkpoint.open(tmp_path / "base"), write(tmp_path / "adapter", tensors, target_modules=["conv1d"])
         )
+
+
+def test_files_that_take_no_adapter(tmp_path: Path) -> None:
+    tensors = stacks(model_of("qwen3_moe", tmp_path / "base"))
+    adapter, base = write(tmp_path / "adapter", tensors), Checkpoint.open(tmp_path / "base")
+    with pytest.raises(ConfigError, match="GGUF"):
+        with_adapter(Checkpoint(tmp_path / "model.gguf", {"model_type": "gguf:llama"}, {}), adapter)
+    (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model.bin")
+    with pytest.raises(ConfigError, match=r"adapter_model\.bin"):
+        with_adapter(base, adapter)
+
+
+@pytest.mark.parametrize("name", [
+    "model.layers.1.self_attn.q_proj.lora_{}.weight",
+    "base_model.model.base_model.model.model.layers.1.self_attn.q_proj.lora_{}.weight",
+    "base_model.model.model.language_model.layers.1.self_attn.q_proj.lora_{}.weight",
+    "base_model.model.language_model.model.layers.1.self_attn.q_proj.lora_{}.weight",
+    "base_model.model.layers.1.self_attn.q_proj.lora_{}.weight",
+    "base_model.model.model.layers.1.self_attn.q_proj.lora_{}.default.weight",
+    "base_model.model._orig_mod.model.layers.1._checkpoint_wrapped_module.self_attn.q_proj.lora_{}.weight",
+])  # fmt: skip
+def test_prefixes_and_wrappers_in_names(name: str, tmp_path: Path) -> None:
+    model_of("qwen3_moe", tmp_path / "base", torch.float32)
+    a, b = heavy_tailed(RANK, H, seed=1), heavy_tailed(24, RANK, seed=2)
+    adapter = write(tmp_path / "adapter", {name.format("A"): a, name.format("B"): b})
+    base, key = Checkpoint.open(tmp_path / "base"), "model.layers.1.self_attn.q_proj.weight"
+    close(
+        with_adapter(base, adapter).read(key),
+        (base.read(key).double() + ALPHA / RANK * (b.double() @ a.double())).float(),
+    )
+    prefix = "base_model.model.thinker.model.layers.1.self_attn.q_proj.lora_"
+    pair = {name.format("A"): a, name.format("B"): b, f"{prefix}A.weight": a.clone(), f"{prefix}B.weight": b.clone()}
+    with pytest.raises(DuplicateTensorError, match="q_proj"):
+        with_adapter(base, write(tmp_path / "twice", pair))

@@ -247,6 +247,70 @@ def test_families_declare_what_their_classes_are(name: str, tmp_path: Path) -> N
     assert found == ({(declared.transposed, declared.marked)} if name != "dbrx" else set())
 
 
+@pytest.mark.parametrize("name", ["nemotron_h", "kimi_linear", "deepseek_v4", "minimax_m3_vl", "step3p7", "hy_v3"])
+def test_published_names_fit_files_that_transformers_saved(name: str, tmp_path: Path) -> None:
+    """Code published with a model names modules as the files do; a copy saved by transformers names them otherwise."""
+    build(CASES[name], tmp_path / "published")
+    build(CASES[name], tmp_path / "saved", original=False)
+    published, saved = (Checkpoint.open(tmp_path / folder) for folder in ("published", "saved"))
+    matrices = [
+        key
+        for key in published.tensors
+        if key.endswith(".weight") and len(published.info(key).shape) == 2 and ".experts." not in key
+    ]
+    matrices = [key for key in matrices if "vision" not in key and "embed" not in key and ".moe." not in key]
+    merged = []
+    for base in (published, saved):
+        tensors = dict[str, torch.Tensor]()
+        for at, key in enumerate(matrices):
+            generator = torch.Generator().manual_seed(at)
+            rows, columns = published.info(key).shape
+            path = f"base_model.model.{key.removesuffix('.weight')}"
+            tensors[f"{path}.lora_A.weight"] = torch.randn(RANK, columns, generator=generator)
+            tensors[f"{path}.lora_B.weight"] = torch.randn(rows, RANK, generator=generator)
+        adapter = write(
+            tmp_path / f"adapter_{len(merged)}", tensors, adapter_config(["all"], []) | {"target_modules": "all-linear"}
+        )
+        merged.append(with_adapter(base, adapter))
+    folders = []
+    for at, checkpoint in enumerate(merged):
+        folder = tmp_path / f"merged_{at}"
+        shutil.copytree(checkpoint.path, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+        state = {key: checkpoint.read(key) for key in checkpoint.tensors}
+        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+        folders.append(folder)
+    kind = type(build(CASES[name], tmp_path / "again"))
+    one, two = (dict(kind.from_pretrained(folder, dtype=torch.float32).state_dict()) for folder in folders)
+    for key, tensor in one.items():
+        assert torch.equal(tensor, two[key]), key
+
+
+@pytest.mark.parametrize("width", [24, 32, 16])
+def test_stacks_that_are_modules_in_transformers_4(width: int, tmp_path: Path) -> None:
+    """Granite's stacks were weights of two modules; each has one pair."""
+    model = build(sized(CASES["granitemoe"], width), tmp_path / "base")
+    generator = torch.Generator().manual_seed(3)
+    tensors, wanted = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    base = Checkpoint.open(tmp_path / "base")
+    for which in ("input_linear", "output_linear"):
+        key = f"model.layers.1.block_sparse_moe.{which}"
+        weight = base.read(f"{key}.weight").double()
+        experts, out, into = weight.shape
+        a, b = (
+            torch.randn(experts * RANK, into, generator=generator),
+            torch.randn(out, experts * RANK, generator=generator),
+        )
+        tensors |= {f"base_model.model.{key}.lora_A.weight": a, f"base_model.model.{key}.lora_B.weight": b}
+        step = torch.einsum("ore,eri->eoi", b.double().view(out, RANK, experts), a.double().view(experts, RANK, into))
+        wanted[f"{key}.weight"] = weight + ALPHA / RANK * step
+    config = adapter_config([], ["input_linear.weight", "output_linear.weight"])
+    config |= {"rank_pattern": {}, "alpha_pattern": {}}
+    found = with_adapter(base, write(tmp_path / "adapter", tensors, config))
+    for key, tensor in wanted.items():
+        assert (found.read(key).double() - tensor).abs().max() < 1e-4
+    assert type(model).__name__ == "GraniteMoeForCausalLM"
+
+
 RENAMED = [
     "nemotron_h",
     "kimi_linear",

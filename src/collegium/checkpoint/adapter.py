@@ -133,6 +133,7 @@ class _Collector:
         self._opened = cache(partial(CheckpointLayer.open, checkpoint))  # a layer has hundreds of pairs
         self.changes = defaultdict[str, list[LowRank]](list)
         self.replaced: dict[str, Tensor] = {}
+        self._paths: dict[tuple[str, int, int, int | None], str] = {}
         self.summary = _Summary(experts=set(), modules=set(), replaced=set(), ranks=set(), scales=set(), untargeted=[])
 
     def add(self, path: str, levels: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -230,8 +231,18 @@ class _Collector:
         rows = range(at.offset, at.offset + at.step * at.rows, at.step)
         index = None if at.experts is None else module.expert
         change = LowRank(a=pair.a, b=pair.b, scale=scale, rows=rows, index=index, transposed=at.transposed)
-        self.changes[name].append(change)
+        self._change(name, pair.path, change)
         self.summary.experts.add((module.layer, module.expert))
+
+    def _change(self, name: str, path: str, change: LowRank) -> None:
+        """Add ``change`` to tensor ``name``; raises DuplicateTensorError where another module has changed its rows."""
+        rows = (name, change.rows.start, change.rows.step, change.index)
+        other = self._paths.setdefault(rows, path)
+        if other != path:
+            raise DuplicateTensorError(
+                f"{self._config.path}: {other} and {path} are both {name} of the checkpoint; keep one of them"
+            )
+        self.changes[name].append(change)
 
     def _add_matrix(self, pair: _Pair) -> None:
         """Change a matrix that belongs to no routed expert: a module's weight, or a two-dimensional parameter."""
@@ -255,7 +266,7 @@ class _Collector:
             start, stop = piece.rows
             rows = range(piece.stored, piece.stored + stop - start)
             self._refuse_tied(piece.name, path)
-            self.changes[piece.name].append(LowRank(a=pair.a, b=pair.b[start:stop], scale=scale, rows=rows))
+            self._change(piece.name, path, LowRank(a=pair.a, b=pair.b[start:stop], scale=scale, rows=rows))
         self.summary.modules.add(path.rpartition(".")[2])
 
     def _refuse_tied(self, name: str, path: str) -> None:
@@ -305,7 +316,7 @@ class _Collector:
         name = part_name(at, layer.stored.layout.parts[0])
         height, columns = _plain(self._checkpoint, name, pair.path)
         pair.check((rank, columns), (height, rank))
-        self.changes[name].append(LowRank(a=pair.a, b=pair.b, scale=scale, rows=range(height)))
+        self._change(name, pair.path, LowRank(a=pair.a, b=pair.b, scale=scale, rows=range(height)))
         self.summary.experts |= {(module.layer, expert) for expert in range(layer.spec.num_experts)}
 
     def _add_stack(self, module: StackModule, parameter: StackParameter, pair: _Pair, rank: int, scale: float) -> None:
@@ -373,6 +384,11 @@ def with_adapter(checkpoint: Checkpoint, adapter: str | os.PathLike[str]) -> Che
     config = AdapterConfig.read(root / "adapter_config.json")
     if checkpoint.is_gguf:
         raise ConfigError(f"{root}: adapters are merged into safetensors, {checkpoint.path} is a GGUF file")
+    if (root / "adapter_model.bin").exists() and not (root / "adapter_model.safetensors").exists():
+        raise ConfigError(
+            f"{root}: holds adapter_model.bin, a pickle, which can run code and is not read; load it with PEFT and "
+            "save it again (save_pretrained), which writes adapter_model.safetensors"
+        )
     tensors = Checkpoint(root, {}, read_header(root / "adapter_model.safetensors"))
     merge, digest = _Collector(checkpoint, config), hashlib.sha256()
     whole = {

@@ -106,13 +106,12 @@ class NamesInMemory:
 
     def rows(self, path: str, parameter: str = "weight") -> list[Rows]:
         """Return the tensors that hold the rows of a matrix; raises ConfigError where none or several may."""
-        name = self._one(path, parameter)
-        if name is not None:
-            height = self._height(name)
-            return [Rows(name=name, rows=(0, height), stored=0, height=height)]
-        found = self._from_parts(path, parameter) or self._from_joined(path, parameter)
-        if found:
-            return found
+        # The files may be a copy that transformers saved, and the adapter that of code with the published names.
+        renamed = self._family.in_memory.name(f"{path}.{parameter}")
+        for known, _, last in (name.rpartition(".") for name in dict.fromkeys((f"{path}.{parameter}", renamed))):
+            found = self._rows(known, last)
+            if found:
+                return found
         parts = self.parameters(path)
         if parts:
             raise ConfigError(
@@ -123,6 +122,13 @@ class NamesInMemory:
             f"the adapter has {path}, the checkpoint no {path}.{parameter}, nor a tensor that transformers names so in "
             f"memory for {self._family.name}; is the adapter of another model?"
         )
+
+    def _rows(self, path: str, parameter: str) -> list[Rows]:
+        name = self._one(path, parameter)
+        if name is None:
+            return self._from_parts(path, parameter) or self._from_joined(path, parameter)
+        height = self._height(name)
+        return [Rows(name=name, rows=(0, height), stored=0, height=height)]
 
     def _one(self, path: str, parameter: str) -> str | None:
         exact = f"{path}.{parameter}"
@@ -186,7 +192,8 @@ def _stack_parameters(tables: tuple[Names, ...], checkpoint: Checkpoint) -> dict
         stacks: list[tuple[str, tuple[Projection, ...]]] = [(table.gate_up, tuple(upper))]
         if table.up is not None:
             stacks = [(table.gate_up, ("gate",)), (table.up, ("up",))]
-        for path, held in (*stacks, (table.down, (lower,))):
+        stacks.append((table.down, (lower,)))
+        for path, held in stacks:
             module, _, name = (path.removeprefix(names.layer) + table.plain).rpartition(".")
             interleaved = table.interleaved and len(held) == 2
             parameter = StackParameter(name=name, projections=held, interleaved=interleaved, flat=table.flat)
