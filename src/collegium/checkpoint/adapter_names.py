@@ -14,7 +14,6 @@ from ..models.in_memory import text_path
 from ..types import MoESpec
 from .index import index_of
 from .layout import Projection, projections
-from .opened import CheckpointLayer
 from .reader import Checkpoint
 
 __all__ = ["ExpertModule", "NamesInMemory", "Rows", "StackModule", "StackParameter"]
@@ -206,4 +205,4 @@ def _stack_parameters(tables: tuple[Names, ...], checkpoint: Checkpoint) -> dict
 
 
 def _spec(checkpoint: Checkpoint) -> MoESpec:
-    return CheckpointLayer.open(checkpoint).spec
+    return index_of(checkpoint).family.describe(checkpoint.config)
