@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, ConfigError, TensorMismatchError, UnknownTensorError
-from ..models import declared_format, moe_layers, quantization_block, text_of
+from ..models import declared_format, moe_layers, quantization_block
 from .detect import stored_format
 from .header import FLOATS, TensorInfo
 from .index import index_of, single_matrices

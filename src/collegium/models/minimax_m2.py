@@ -2,6 +2,7 @@
 
 from ..types import MoESpec, RoutingSpec
 from .base import WIDTH, Config, Family, Names, spec_of
+from .mixtral import IN_MEMORY, mixtral_names
 
 __all__ = ["FAMILY", "minimax_routing"]
 
