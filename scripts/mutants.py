@@ -626,7 +626,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "tie broken the other way", "kernels/route.py",
         (("chosen = tl.min(tl.where(key == most, expert, 0x7FFFFFFF), 0)", "chosen = tl.max(tl.where(key == most, expert, -1), 0)"),), _SMALL,
     ),
-    Mutant("routed scale dropped", "kernels/route.py", (("weight * scale), mask=written)", "weight), mask=written)"),), _SMALL),
+    Mutant("routed scale dropped", "kernels/route.py", (("    weight = weight * scale\n", ""),), _SMALL),
     Mutant("E4M3 scale of rows inverted", "kernels/scales.py", (("value * tl.expand_dims(tl.div_rn(1.0, scale), last), 0.0)", "value * tl.expand_dims(scale, last), 0.0)"),), _SMALL),
     # Products whose rows do not depend on each other.
     Mutant("all rows multiplied at once", "ops/linear.py", (("made = _in_blocks(x, weight)", "made = x.to(weight.dtype) @ weight.T"),), _LINEAR),

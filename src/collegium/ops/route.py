@@ -47,8 +47,7 @@ def route(
         ``spec.hash_routing`` is set (token_ids alone is ignored otherwise).
     expert_scale: ``[E]``, needed exactly when ``spec.expert_scale`` is set.
     checked: waits for the device and raises on bad values; otherwise a bad row gets ids -2 and weights of NaN, which
-        make its output NaN. On a GPU, unchecked routing is one kernel for all but the sparse mixer and a floor of the
-        sum.
+        make its output NaN. On a GPU, unchecked routing is one kernel.
     memory: where that kernel takes "topk_ids" and "topk_weights".
 
     Returns ids of ``spec.id_dtype`` in descending order of the (biased) score, ties to the lower id; a hash table keeps
@@ -66,10 +65,11 @@ def route(
     if (None if expert_scale is None else tuple(expert_scale.shape)) != ((experts,) if spec.expert_scale else None):
         found = f"expert_scale is {described(expert_scale)}"
         raise InputError(f"route: {found}, spec.expert_scale={spec.expert_scale} needs ({experts},)")
-    # the kernel knows neither the sparse mixer nor a floor of the sum; torch routes for the two families that do
-    if not checked and on_device(logits) and spec.score != "sparsemixer" and not spec.renormalise_floor:
-        chosen = route_on_device(logits, spec, bias=bias, token_ids=token_ids, hash_table=hash_table, memory=memory)
-        return _scaled(chosen, expert_scale)
+    if expert_scale is not None:
+        _check_device("expert_scale", expert_scale, logits)
+    if not checked and on_device(logits):
+        parts = {"bias": bias, "token_ids": token_ids, "hash_table": hash_table, "expert_scale": expert_scale}
+        return route_on_device(logits, spec, **parts, memory=memory)
     raw = logits.to(torch.float32)
     scores = _scores(raw, spec.score)
     if spec.hash_routing and token_ids is not None and hash_table is not None:

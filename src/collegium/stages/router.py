@@ -7,10 +7,10 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ..errors import InputError
 from ..ops.linear import linear
+from ..ops.rms_norm import rms_norm
 from ..ops.route import given_routing, route, route_custom
 from ..runtime.memory import Memory, part, take
 from ..types import MoESpec, RouterWeights, Routing
@@ -55,7 +55,7 @@ class Router:
     def _own_logits(self, seen: Tensor, dtype: torch.dtype, memory: Memory | None) -> Tensor:
         own, eps = cast("RouterWeights", self.weights), self.spec.routing.input_norm_eps
         if eps is not None:
-            seen = functional.rms_norm(seen.float(), (seen.shape[-1],), eps=eps)
+            seen = rms_norm(seen, None, eps, memory=memory)
         shape = (seen.shape[0], self.spec.num_experts)
         out = take(memory, "out", shape, dtype, seen.device) if self.spec.routing.round_logits else None
         return linear(seen, own.weight, own.bias, out=out, memory=memory)
