@@ -15,8 +15,8 @@ def rms_norm_kernel(
 ):  # fmt: skip
     """Write ``out [T, width]`` float32: ``x / sqrt(mean(x * x) + eps)``, times ``weight [width]`` with WEIGHT.
 
-    count: ``width`` in float32. The row is read in STEPS blocks of BLOCK columns, so the order of the sum follows from the width alone. Compiled
-    without fused multiply-adds: each product is rounded to float32.
+    count: ``width`` in float32. The row is read in STEPS blocks of BLOCK columns, so the order of the sum follows from
+    the width alone. Compiled without fused multiply-adds: each product is rounded to float32.
     """
     follow(PDL)
     token = tl.program_id(0).to(tl.int64)

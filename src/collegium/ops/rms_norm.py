@@ -25,8 +25,8 @@ def rms_norm_regions(tokens: int, columns: int) -> Regions:
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, memory: Memory | None = None) -> Tensor:
     """Return ``x / sqrt(mean(x * x) + eps) * weight``, ``[T, C]`` float32, for ``x [T, C]``.
 
-    x: floating. weight: ``[C]`` float32, or None for ones. On a GPU a row's bits do not depend on T. memory: where the kernel
-    takes "norm". Raises InputError for wrong shapes or dtypes.
+    x: floating. weight: ``[C]`` float32, or None for ones. On a GPU a row's bits do not depend on T. memory: where the
+    kernel takes "norm". Raises InputError for wrong shapes or dtypes.
     """
     require_input(x.dim() == 2 and x.is_floating_point(), "x", x, "[T, C] of a floating dtype")
     tokens, columns = x.shape
