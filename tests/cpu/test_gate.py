@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from by_kernel import by_kernel
-from collegium.errors import InputError
+from collegium import DeviceFacts, InputError, Limits, MoESpec, Problem, RoutingSpec, SharedSpec
 from collegium.ops import linear as products
 from collegium.ops.linear import gated
 from collegium.ops.rms_norm import rms_norm
 from collegium.testing.compare import heavy_tailed, relative_error
-from memories import Poisoned
+from memories import Noted, Poisoned
 
 kernels = pytest.mark.skipif(
     torch.cuda.is_available() or importlib.util.find_spec("triton") is None,
@@ -107,6 +107,39 @@ def test_gate_refusals() -> None:
         with pytest.raises(InputError) as raised:
             gated(*given)
         assert value in str(raised.value)
+
+
+def problem_of(tokens: int) -> Problem:
+    """A layer whose gate, latent width and router have everything that a pass computes around the experts."""
+    spec = MoESpec(
+        hidden_size=130,
+        intermediate_size=64,
+        num_experts=4,
+        routing=RoutingSpec(top_k=2, input_norm_eps=1e-6),
+        shared=SharedSpec(intermediate_size=64, gated=True),
+        latent_size=72,
+        latent_norm_eps=1e-5,
+    )
+    hopper = DeviceFacts(kind="cuda", name="H200", capability=(9, 0), memory=140 << 30)
+    return Problem(spec=spec, device=hopper, limits=Limits(max_tokens=tokens))
+
+
+@kernels
+@pytest.mark.parametrize("tokens", [1, 17, 70])
+@pytest.mark.parametrize("whole", [False, True])
+def test_declared_memory(tokens: int, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    declared = products.regions_of(problem_of(70))
+    if whole:  # more tokens than parts are made apart for
+        monkeypatch.setattr(products, "_APART", 16)
+        declared = products.regions_of(problem_of(70))
+    memory, x = Noted(), torch.ones(tokens, 130)
+    by_kernel(gated)(x, torch.ones(1, 130), x, memory=memory.part("gate"))
+    by_kernel(rms_norm)(x, None, 1e-6, memory=memory.part("router"))
+    by_kernel(rms_norm)(x[:, :72], torch.ones(72), 1e-6, memory=memory.part("latent"))
+    assert set(memory.sizes) == {"gate/sums", "gate/rows", "router/norm", "latent/norm"}
+    for name, size in memory.sizes.items():
+        assert size <= declared[name], name
+        assert tokens < 70 or whole or size == declared[name], name
 
 
 @pytest.mark.parametrize("way", ways(rms_norm))
