@@ -231,8 +231,10 @@ _READS = {"TOP_K": 8, "BLOCK_E": 256}
 _ROUTE = {
     "SCORE": 2, "TOP_K": 8, "BLOCK_K": 8, "BLOCK_G": 8, "BLOCK_S": 32, "KEPT": 4, "TOP2": True, "BIAS": True,
     "HASH": False, "RENORM": True, "EXPERT_SCALE": False,
-}
-_MIXER = {"SCORE": 4, "TOP_K": 2, "BLOCK_K": 2, "BLOCK_G": 1, "BLOCK_S": 32, "KEPT": 0, "BIAS": False, "RENORM": False}  # fmt: skip
+}  # fmt: skip
+_MIXER = {
+    "SCORE": 4, "TOP_K": 2, "BLOCK_K": 2, "BLOCK_G": 1, "BLOCK_S": 32, "KEPT": 0, "BIAS": False, "RENORM": False,
+}  # fmt: skip
 _SUM = {"TOP_K": 8, "BLOCK": 1024, "WEIGHTS": True, "SHARED": True, "IDS": False}
 _COLUMNS = {"GATHER": True, "TOP_K": 0, "BLOCK_E": 256, "BLOCK": 1024}
 _ROWS = {"BLOCK_R": 2, "BLOCK_C": 1024, "GATHER": True, "WEIGHTS": True, "SOME": False}
