@@ -29,6 +29,9 @@ COMPRESSED: Mapping[str, tuple[str, dict[str, object], dict[str, object] | None]
     "nvfp4": ("nvfp4-pack-quantized", {**_FLOAT4, "strategy": "tensor_group", "group_size": 16}, None),
     "int4_group": ("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}, None),
 }
+# compressed-tensors' ignore list by pattern: every module outside the routed experts. transformers renames modules of
+# many families when it loads them, so a list of the checkpoint's names alone would leave some of them quantised.
+_NO_EXPERT = r"re:^(?!.*\.experts(?:\.|$)).*"
 _FLOAT8: dict[str, object] = {"num_bits": 8, "type": "float", "symmetric": True}
 # The lists of modules that are not quantised: key, and how one module and everything below it is written there.
 _SKIPS = {
@@ -110,6 +113,8 @@ def new_config(job: Job, kept: Mapping[str, TensorInfo]) -> dict[str, object]:
             "modules_to_not_convert": ignore,
         }
     else:
+        if not job.outside:
+            ignore.append(_NO_EXPERT)
         config["quantization_config"] = {"quant_method": "compressed-tensors", **_groups(job, block), "ignore": ignore}
     return config
 
