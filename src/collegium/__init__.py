@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .errors import *  # noqa: F403 -- every error is public
     from .formats import FORMATS as FORMATS
     from .functional import moe as moe
+    from .integrations.transformers import load_model as load_model
     from .layer import MoELayer as MoELayer
     from .loading import load_layer as load_layer
     from .models import describe as describe
@@ -60,6 +61,7 @@ _ROOMS = {
     "TensorMismatchError UnknownTensorError",
     "formats": "FORMATS",
     "functional": "moe",
+    "integrations.transformers": "load_model",
     "layer": "MoELayer",
     "loading": "load_layer",
     "models": "describe",

@@ -28,7 +28,7 @@ from .planning import Plan, dispatcher_named, kernel_named, plan as planned, str
 from .problem import Choice
 from .runtime.devices import plain_torch
 from .runtime.memory import Memory, OwnMemory, Workspaces, captured, memory_map, part, shared_workspaces
-from .runtime.packed_module import PackedModule, check_given
+from .runtime.packed_module import PackedModule, check_given, held_bytes
 from .runtime.replay import Replay
 from .runtime.side import on_the_side
 from .runtime.warming import compile_batches, run_every_way, sizes_for
@@ -177,6 +177,11 @@ class MoELayer(PackedModule):
             return self._reaching.blocks
         on_gpu = self._device.type == "cuda" and self.plan.capturable
         return shared_workspaces(self._device, self._places.nbytes) if on_gpu else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed experts, the shared expert, the router and the latent projections on this rank."""
+        return held_bytes(self.experts, self.shared, self.router, self.latent)
 
     def extra_repr(self) -> str:
         """Show the plan, and what only packing knows."""

@@ -55,6 +55,7 @@ PUBLIC = {
     "describe",
     "encode_experts",
     "load_layer",
+    "load_model",
     "moe",
     "plan",
     "probe",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Generator
+from dataclasses import fields, is_dataclass
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from ..errors import InputError
 from .compiled import announce
 
-__all__ = ["PackedModule", "check_given", "refuse_gradient"]
+__all__ = ["PackedModule", "check_given", "held_bytes", "refuse_gradient"]
 
 _NO_STATE = (
     "a packed layer has no state_dict: its weights are laid out for one kernel. Keep the checkpoint it was loaded from "
@@ -92,3 +93,22 @@ def refuse_gradient(**given: Tensor | None) -> None:
                 f"inference only: {name} requires a gradient, and none passes through packed experts; call inside "
                 "torch.no_grad() or torch.inference_mode(), or set requires_grad_(False) on the model"
             )
+
+
+def held_bytes(*owners: object) -> int:
+    """Return the bytes of the memory behind all tensors of ``owners``; what several tensors share counts once."""
+    blocks = (tensor.untyped_storage() for tensor in _tensors_of(owners))
+    return sum({block.data_ptr(): block.nbytes() for block in blocks}.values())
+
+
+def _tensors_of(owner: object) -> Generator[Tensor]:
+    """Yield the tensors of dataclasses, tuples, lists and dicts, however deep they lie."""
+    if isinstance(owner, Tensor):
+        yield owner
+    elif isinstance(owner, tuple | list):
+        for part in cast("tuple[object, ...]", owner):
+            yield from _tensors_of(part)
+    elif isinstance(owner, dict):
+        yield from _tensors_of(tuple(cast("dict[object, object]", owner).values()))
+    elif is_dataclass(owner) and not isinstance(owner, type):
+        yield from _tensors_of(tuple(getattr(owner, field.name) for field in fields(owner)))
