@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .encoding import encode_experts as encode_experts
+    from .encoding import encode_experts as encode_experts, expert_weights as expert_weights
     from .errors import *  # noqa: F403 -- every error is public
     from .formats import FORMATS as FORMATS
     from .functional import moe as moe
@@ -55,7 +55,7 @@ __version__ = "0.1.0"
 
 # Each public name and its room, which is imported when the name is first asked for: torch alone takes a second.
 _ROOMS = {
-    "encoding": "encode_experts",
+    "encoding": "encode_experts expert_weights",
     "errors": "BadScaleError CheckpointError CollegiumError ConfigError DuplicateTensorError HostileFileError "
     "InputError MeasurementError MissingExtraError MissingTensorError PlanError RankError RoutingError SpecError "
     "TensorMismatchError UnknownTensorError",

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import pipelines
+from .encoding import as_payloads
 from .errors import InputError
 from .experts import Packed
 from .experts.measured import with_measured_tiles
@@ -34,7 +35,7 @@ from .runtime.side import on_the_side
 from .runtime.warming import compile_batches, run_every_way, sizes_for
 from .stages.checks import check_extras, check_input, check_rows, check_weights, check_whole, output_for
 from .stages.latent import latent_of
-from .stages.router import Router, in_float32, in_full
+from .stages.router import Choose, Router, in_float32, in_full
 from .stages.shared import check_kept, pack_shared, settled
 from .types import ExpertWeights, LatentWeights, RouterWeights, Routing, SharedWeights
 
@@ -58,22 +59,24 @@ class MoELayer(PackedModule):
     @plain_torch()
     def __init__(
         self,
-        weights: ExpertWeights[Payload],
+        weights: ExpertWeights[Payload] | ExpertWeights[Tensor],
         plan: Plan,
         *,
         router: RouterWeights | None = None,
-        shared: SharedWeights[Payload] | None = None,
+        shared: SharedWeights[Payload] | SharedWeights[Tensor] | None = None,
         latent: LatentWeights | None = None,
-        choose: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]] | None = None,
+        choose: Choose | None = None,
         after_expert: Callable[[Tensor], Tensor] | None = None,
         checked: bool = False,
     ) -> None:
         """Pack ``weights``, this rank's experts in the order of the plan's placement, for the kernel of ``plan``.
 
+        weights: payloads, or plain tensors in the shapes of ``expert_weights``.
         router: needed unless every call brings logits or a routing; it works in float32, in a copy made here of a
         weight and a bias of another dtype. shared, latent: as the spec says.
-        choose: a routing rule of your own, ``choose(x [T, D], logits [T, E], top_k) -> (weights, ids)`` both
-        ``[T, K]``; it replaces the spec's rule, and what it returns is checked like any other routing.
+        choose: a custom routing rule, ``choose(x [T, D], logits [T, E], top_k) -> (topk_ids, topk_weights)``, integers
+        and floating numbers ``[T, K]``, or a ``Routing``; it replaces the spec's rule, and what it returns is checked
+        like any other routing. logits are None where the layer has no router and the call brings none.
         after_expert: applied to the rows ``[R, H]`` the experts return, row by row, before they are weighted.
         checked: raise RoutingError on NaN logits, biases or weights, out-of-range and repeated ids instead of NaN rows;
         this reads the device once a call. Raises InputError when weights and plan disagree. ``workspaces`` lends the
@@ -81,6 +84,8 @@ class MoELayer(PackedModule):
         """
         super().__init__()
         problem, spec = plan.problem, plan.problem.spec
+        weights = as_payloads(weights)
+        shared = None if shared is None else SharedWeights(experts=as_payloads(shared.experts), gate=shared.gate)
         check_weights(weights, problem.routed)
         check_extras(spec, router, shared, latent)
         check_whole(problem, after_expert)
@@ -132,7 +137,7 @@ class MoELayer(PackedModule):
         self._build(plan)
 
     @plain_torch()
-    def swap(self, weights: ExpertWeights[Payload], force: Choice | None = None) -> None:
+    def swap(self, weights: ExpertWeights[Payload] | ExpertWeights[Tensor], force: Choice | None = None) -> None:
         """Go on with other routed experts of the same sizes, in the format of ``weights``; all else stays as it is.
 
         weights: this rank's, in the order of the plan's placement, on the layer's device. force: as ``plan``, where the
@@ -143,6 +148,7 @@ class MoELayer(PackedModule):
         shared expert is merged or would need another packing; PlanError where nothing runs the format. The layer is
         then unchanged.
         """
+        weights = as_payloads(weights)
         old, shared = self.plan.problem, self.plan.problem.spec.shared
         check_weights(weights, replace(old.routed, weight_format=weights.down.name))
         if self._captured or weights.down.device != self._device:

@@ -54,6 +54,7 @@ PUBLIC = {
     "__version__",
     "describe",
     "encode_experts",
+    "expert_weights",
     "load_layer",
     "load_model",
     "moe",

@@ -95,7 +95,7 @@ def _named(device: torch.device | str) -> torch.device:
 def _refused(device: torch.device | str, seen: int) -> InputError:
     allowed = "cpu" if seen == 0 else "cpu, cuda, " + ", ".join(f"cuda:{index}" for index in range(seen))
     several = ""
-    if str(device) in _MAPS or not isinstance(device, str | torch.device):
+    if str(device) in _MAPS or type(device) not in (str, torch.device):
         several = " Several GPUs are several processes: start them with torchrun and pass device=Ranks.of()."
     return InputError(
         f"device {str(device)!r}: torch {torch.__version__} sees {seen} CUDA devices on this machine; "

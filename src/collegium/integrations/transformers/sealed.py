@@ -73,9 +73,9 @@ def seal(model: Any, path: object) -> None:
 
 def _memory_footprint(module: nn.Module, return_buffers: bool = True) -> int:
     """Return the bytes of parameters, buffers and packed experts on this rank."""
-    tensors = [parameter for parameter in module.parameters() if not parameter.is_meta]
-    tensors += module.buffers() if return_buffers else ()
-    return sum(tensor.nbytes for tensor in tensors) + sum(layer.nbytes for layer in layers_of(module))
+    parameters = sum(parameter.nbytes for parameter in module.parameters() if not parameter.is_meta)
+    buffers = sum(buffer.nbytes for buffer in module.buffers()) if return_buffers else 0
+    return parameters + buffers + sum(layer.nbytes for layer in layers_of(module))
 
 
 def _num_parameters(module: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:

@@ -294,16 +294,17 @@ def _method_class() -> Any:
         def get_fused_moe_quant_config(self, layer: Any) -> None:
             return None
 
+        # vLLM passes weights before ids; everything of Collegium takes ids first.
         def apply(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *_: Any, **__: Any) -> Tensor:
             if torch.compiler.is_compiling():
-                return torch.ops.collegium.vllm_experts(x, topk_weights, topk_ids, layer.layer_name)
+                return torch.ops.collegium.vllm_experts(x, topk_ids, topk_weights, layer.layer_name)
             return self.packed(x, routing=Routing(topk_ids=topk_ids, topk_weights=topk_weights))
 
     return CollegiumMoEMethod
 
 
 @torch.library.custom_op("collegium::vllm_experts", mutates_args=())
-def vllm_experts(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, layer_name: str) -> Tensor:
+def vllm_experts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, layer_name: str) -> Tensor:
     """Return what the experts of the layer that vLLM calls ``layer_name`` make of ``x [T, H]``."""
     layers = extra("vllm.forward_context", group="vllm").get_forward_context().no_compile_layers
     packed: MoELayer = layers[layer_name].routed_experts.quant_method.packed
