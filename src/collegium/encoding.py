@@ -189,7 +189,8 @@ def _biases(upper: Any, lower: Any, shape: tuple[int, ...], device: torch.device
         upper = torch.stack(halves, 1)
     _check_bias("gate_up_bias", upper, [(experts, parts * wide), (experts, parts, wide)], device)
     _check_bias("down_bias", lower, [(experts, hidden)], device)
-    return {"gate_up_bias": upper.detach().reshape(experts, parts, wide), "down_bias": lower.detach()}
+    first, second = cast("Tensor", upper), cast("Tensor", lower)
+    return {"gate_up_bias": first.detach().reshape(experts, parts, wide), "down_bias": second.detach()}
 
 
 def _check_bias(name: str, bias: Any, shapes: list[tuple[int, ...]], device: torch.device) -> None:

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from ..errors import InputError
+from ..errors import InputError, SpecError
 
 __all__ = ["Dtype", "dtype_name", "refuse_others"]
 
@@ -71,13 +71,13 @@ _ELSEWHERE: Mapping[str, str] = {
 def dtype_name(call: str, dtype: object) -> Dtype:
     """Return ``bf16``, ``fp16`` or ``fp32`` for one of these names, torch's name of it, or the torch.dtype.
 
-    call: name of the function for the error. Raises InputError for anything else.
+    call: name of the function for the error. Raises SpecError for anything else.
     """
     known = dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype
     if not isinstance(known, str | torch.dtype) or known not in _DTYPES:
-        raise InputError(
-            f"{call}: dtype is {dtype!r}; allowed: 'bf16', 'fp16', 'fp32', torch.bfloat16, torch.float16, "
-            "torch.float32. Leave it out for bf16"
+        raise SpecError(
+            f"{call}: dtype: found {dtype!r}, allowed: bf16, fp16, fp32, or torch.bfloat16, torch.float16, "
+            "torch.float32; leave it out for bf16"
         )
     return _DTYPES[known]
 
