@@ -117,7 +117,8 @@ def route_custom(
             f"route_custom: the callable, choose returned ({described(ids)}, {described(weights)}), weights first; "
             "it must return (topk_ids, topk_weights) in this order, integers first"
         )
-    _check_device("topk_ids that choose returned", ids, x, "the tokens")
+    source, what = (x, "the tokens") if logits is None else (logits, "the logits")
+    _check_device("topk_ids that choose returned", ids, source, what)
     want = (rows, spec.top_k)
     if tuple(ids.shape) != want:
         raise InputError(
