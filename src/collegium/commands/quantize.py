@@ -191,7 +191,10 @@ def _storages(names: Names, *, apart: bool) -> dict[str, Storage]:
 
 def _readable(weight_format: str, sizes: tuple[int, int]) -> bool:
     """Whether the format's readers understand matrices ``[I, H]`` and ``[H, I]`` of ``sizes`` (H, I)."""
-    return all(size % _WHOLE_GROUPS.get(weight_format, 1) == 0 for size in sizes)
+    group = _WHOLE_GROUPS.get(weight_format, 1)
+    # One group that is the whole row is derived correctly from its one scale.
+    single = group if weight_format == "mxfp8" else 0
+    return all(size % group == 0 or size < single for size in sizes)
 
 
 def _kept(job: Job, layers: Iterable[CheckpointLayer]) -> dict[str, TensorInfo]:
