@@ -44,11 +44,6 @@ _DEFAULTS: dict[str, Defaults] = {
 }
 
 
-def _layers(config: Config) -> tuple[int, ...]:
-    return listed_layers(config, first=1 if config.value("model_type", default="") in _EARLY else 3)
-
-
-_EARLY = ("glm4_moe", "glm4_moe_lite", "glm4v_moe", "glm4v_moe_text")
 _RENAMES = (
     *FORGET_GATE,
     (r"\.hc_(attn|ffn)_(fn|base|scale)$", r".\1_hc.\2"),
