@@ -8,10 +8,11 @@ import operator
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from . import pipelines
 from .encoding import as_payloads
@@ -22,6 +23,7 @@ from .formats.payload import Payload
 from .formats.unquantised import DTYPES
 from .ops.route_wide import widened
 from .parallel import Reaching, composed
+from .parallel.input_check import Contribution, InputCheck, fingerprints, input_check
 from .parallel.meeting import in_turn, meeting_of
 from .pipelines import Parts, Pipeline
 from .pipelines.batched import check_batched, run_batched
@@ -44,6 +46,12 @@ __all__ = ["MoELayer"]
 
 # Once a compiled call has raised, torch no longer compiles any layer's ``forward``, and would compile what it calls.
 _unseen: Any = torch.compiler.disable(operator.call)
+
+
+def _given(inputs: tuple[Any, ...]) -> tuple[bool, ...]:
+    """Return which of logits, routing, token ids and router input a call has."""
+    _, logits, topk_ids, _, token_ids, router_input, _ = inputs
+    return logits is not None, topk_ids is not None, token_ids is not None, router_input is not None
 
 
 class MoELayer(PackedModule):
@@ -79,8 +87,10 @@ class MoELayer(PackedModule):
         like any other routing. logits are None where the layer has no router and the call brings none.
         after_expert: applied to the rows ``[R, H]`` the experts return, row by row, before they are weighted.
         checked: raise RoutingError on NaN logits, biases or weights, out-of-range and repeated ids instead of NaN rows;
-        this reads the device once a call. Raises InputError when weights and plan disagree. ``workspaces`` lends the
-        memory of a pass on a GPU, to all layers of the device; None: every pass takes fresh memory.
+        this reads the device once a call. Over ranks they also compare the inputs of every pass
+        (``parallel/input_check.py``), and all raise RankError where one cannot run it; give all ranks the same value.
+        Raises InputError when weights and plan disagree. ``workspaces`` lends the memory of a pass on a GPU, to all
+        layers of the device; None: every pass takes fresh memory.
         """
         super().__init__()
         problem, spec = plan.problem, plan.problem.spec
@@ -127,6 +137,12 @@ class MoELayer(PackedModule):
         self._reaching = self.dispatcher if isinstance(self.dispatcher, Reaching) else None
         self._number = 0 if self._reaching is None else self._reaching.join(self._places)
         self.workspaces: Workspaces | Any = self._lender()
+        self._input_check = self._comparison()
+
+    def _comparison(self) -> InputCheck | None:
+        """Return what compares the inputs of ranks that have to bring the same, None where there are none."""
+        number = getattr(self.dispatcher, "number", 0)
+        return input_check(self.plan.problem.placement, self.plan.dispatcher, checked=self.checked, layer=number)
 
     def replan(self, plan: Plan, experts: Packed) -> None:
         """Go on with ``experts``, packed for ``plan``, which differs from the layer's own in its placement alone.
@@ -176,6 +192,8 @@ class MoELayer(PackedModule):
         super().__setattr__(name, value)
         self.__dict__["_replay"] = Replay()
         self.__dict__["_choice"] = None
+        if name == "checked" and "_pipelines" in self.__dict__:
+            self.__dict__["_input_check"] = self._comparison()
 
     def _lender(self) -> Workspaces | Any:
         """Return what lends the memory of passes: the dispatcher, this device, or nobody."""
@@ -209,15 +227,25 @@ class MoELayer(PackedModule):
         neither: the layer's own router. token_ids: ``[T]`` integers, needed for hash routing only.
         router_input: what the layer's own router reads, like ``x``, where the model gives it another input (Gemma-4).
         T is the product of the leading dimensions and may be 0. out: contiguous, like x, written and returned instead
-        of fresh memory. Raises InputError on shapes, dtypes, devices and where a gradient is asked for, and
-        RoutingError in checked mode.
+        of fresh memory. Raises InputError on shapes, dtypes, devices and where a gradient is asked for, RoutingError
+        in checked mode, and RankError on every rank where ranks that need the same inputs have different ones.
         """
-        inputs = self._inputs(x, router_logits, routing, token_ids, router_input)
+        given = router_logits, routing, token_ids, router_input
+        if not torch.compiler.is_compiling():
+            return _unseen(self._eager, x, given, out)
+        inputs = self._inputs(x, *given)
         out = output_for(x, out)
-        if torch.compiler.is_compiling():
-            torch.ops.collegium.moe_layer(*inputs, self.handle, out.view(-1, self.spec.hidden_size))
-        else:
-            _unseen(self.compute, *inputs, out.view(-1, self.spec.hidden_size))
+        torch.ops.collegium.moe_layer(*inputs, self.handle, out.view(-1, self.spec.hidden_size))
+        return out
+
+    def _eager(self, x: Tensor, given: tuple[Any, Any, Any, Any], out: Tensor | None) -> Tensor:
+        try:
+            inputs = self._inputs(x, *given)
+            out = output_for(x, out)
+        except InputError as error:
+            self._refused(x, given, error)
+            raise
+        self.compute(*inputs, out.view(-1, self.spec.hidden_size))
         return out
 
     def route(
@@ -322,12 +350,14 @@ class MoELayer(PackedModule):
 
         memory: where buffers come from, instead of one of ``workspaces``.
         """
-        if router_logits is None and (topk_ids is None or topk_weights is None):
-            # Before ranks wait for each other.
-            self._router.check_own(router_input)
+        inputs = (x, router_logits, topk_ids, topk_weights, token_ids, router_input, out)
         capturing = self._capturing()
+        comparing = memory is None and not capturing and self._input_check is not None and self._due(inputs)
+        if not comparing:
+            self._check_router(inputs)  # before ranks wait for each other
         with in_turn(self.plan.groups), in_full(x.device):
-            inputs = (x, router_logits, topk_ids, topk_weights, token_ids, router_input, out)
+            if comparing:
+                x, _, topk_ids, *_ = inputs = self._compared(inputs)
             if memory is not None or self.workspaces is None:
                 self._passes(memory, *inputs)
             elif capturing and self._reaching is None:
@@ -342,6 +372,67 @@ class MoELayer(PackedModule):
                     self._recorded(own, kind, inputs)
                 finally:
                     self.workspaces.give(space)
+
+    def _check_router(self, inputs: tuple[Any, ...]) -> None:
+        _, logits, topk_ids, topk_weights, _, router_input, _ = inputs
+        if logits is None and (topk_ids is None or topk_weights is None):
+            self._router.check_own(router_input)
+
+    def _due(self, inputs: tuple[Any, ...]) -> bool:
+        """Return whether ranks compare the inputs of this pass."""
+        return self._input_check is not None and self._input_check.due(inputs[0].shape[0], _given(inputs))
+
+    def _compared(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return ``inputs`` with the chosen experts in place of what chooses them, once all ranks agree on both."""
+        x, logits, topk_ids, topk_weights, token_ids, router_input, out = inputs
+        try:
+            self._check_router(inputs)
+            chosen = self._router(*inputs[:-1])
+        except Exception as error:  # a function of the user's may raise anything, and the other ranks wait
+            self._meet_inputs(x.shape[0], _given(inputs), error=error)
+            raise
+        named = {"x": x, "router_logits": logits, "topk_ids": topk_ids, "topk_weights": topk_weights}
+        named |= {"token_ids": token_ids, "router_input": router_input}
+        if topk_ids is None:
+            named |= {"the chosen experts": chosen.topk_ids, "the weights of the chosen experts": chosen.topk_weights}
+        self._meet_inputs(x.shape[0], _given(inputs), named, top_k=chosen.topk_ids.shape[1])
+        return x, None, chosen.topk_ids, chosen.topk_weights, None, None, out
+
+    def _meet_inputs(
+        self,
+        tokens: int,
+        given: tuple[bool, ...],
+        named: dict[str, Tensor | None] | None = None,
+        *,
+        top_k: int | None = None,
+        error: Exception | None = None,
+    ) -> None:
+        """Exchange what ranks bring; raises ``error``, why this one cannot run the pass, once the others know it."""
+        check = self._input_check
+        assert check is not None
+        if self._reaching is not None:
+            # First, in the words in which ranks agree on passes: one that calls another layer is noticed at once.
+            try:
+                most = tokens if self._step is None else min(tokens, self._step)
+                self._reaching.greet(self._number, most, top_k or self.spec.routing.top_k)
+            except InputError as disagreement:
+                raise (error or disagreement) from None
+        inputs, constant = fingerprints(named, named["x"]) if check.compares and named is not None else ({}, False)
+        text = "" if error is None else f"{type(error).__name__}: {error}"
+        rank = distributed.get_rank()
+        own = Contribution(rank=rank, tokens=tokens, layer=check.layer, inputs=inputs, constant=constant, error=text)
+        check.compare(own, given, error)
+
+    def _refused(self, x: Any, given: tuple[Any, Any, Any, Any], error: InputError) -> None:
+        """Let ranks that wait for this pass know why this one cannot run it, where they compare inputs."""
+        if self._input_check is None or captured(self._device):
+            return
+        logits, routing, token_ids, own = (each is not None for each in given)
+        tokens = prod(x.shape[:-1]) if isinstance(x, Tensor) else 0
+        present = logits, routing, token_ids, own and not logits and not routing
+        if self._input_check.due(tokens, present):
+            with in_turn(self.plan.groups):
+                self._meet_inputs(tokens, present, error=error)
 
     def _capturing(self) -> bool:
         """Return whether a CUDA graph captures this call; if so, it keeps the addresses of the experts."""

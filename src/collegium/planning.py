@@ -21,6 +21,7 @@ from .ops.quantize import ACTIVATION_FORMATS, activation_format
 from .ops.route import route_regions
 from .ops.route_wide import widened_regions
 from .parallel import DispatcherKind
+from .parallel.input_check import compared_words
 from .parallel.traffic import Away, Traffic
 from .pipelines import Asked, PipelineKind
 from .problem import Choice, Problem, Refusal
@@ -105,6 +106,7 @@ class Plan:
         spec, device = self.problem.spec, self.problem.device
         where = f"{device.kind} {device.name}".strip()
         where += "" if device.nvrtc else "; no NVRTC, so large batches run small tiles: install nvidia-cuda-nvrtc"
+        compared = compared_words(self.problem.placement, self.dispatcher)
         kernels = self.kernel
         if self.shared_kernel not in (None, self.kernel):
             kernels += f", {self.shared_kernel} for the shared expert"
@@ -120,6 +122,7 @@ class Plan:
             f"dispatch   {self.dispatcher}, at most {self.capacity:,} rows"
             + ("" if self.problem.placement is None else f"; {self.problem.placement}")
             + ("" if self.wire_format == "none" else f"; {self.wire_format} between ranks"),
+            *([] if compared is None else [f"inputs     {compared}"]),
             f"formats    weights {spec.weight_format}, activations {self.activation_format}",
             f"bytes      {self.expert_bytes:,} an expert, {self.weight_bytes:,} a layer, "
             f"workspace at most {self.workspace_bytes:,} for {self.problem.limits.max_tokens:,} tokens",
