@@ -48,6 +48,10 @@ __all__ = ["MoELayer"]
 _unseen: Any = torch.compiler.disable(operator.call)
 
 
+# Attributes that ``_build`` makes of the others, and what was recorded or captured in one process.
+_BUILT = ("dispatcher", "_pipelines", "_places", "_step", "_reaching", "_number", "_input_check", "_replay", "_choice")
+
+
 def _given(inputs: tuple[Any, ...]) -> tuple[bool, ...]:
     """Return which of logits, routing, token ids and router input a call has."""
     _, logits, topk_ids, _, token_ids, router_input, _ = inputs
@@ -63,6 +67,7 @@ class MoELayer(PackedModule):
     """
 
     _captured = False
+    packed_names = ("experts", "shared", "router", "latent")
 
     @plain_torch()
     def __init__(
@@ -194,6 +199,30 @@ class MoELayer(PackedModule):
         self.__dict__["_choice"] = None
         if name == "checked" and "_pipelines" in self.__dict__:
             self.__dict__["_input_check"] = self._comparison()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled: weights, plan and options; what runs them is built anew.
+
+        Raises InputError for a layer over ranks.
+        """
+        if self.plan.groups:
+            raise InputError(
+                f"a layer over ranks cannot be pickled ({self.plan.problem.placement}): it needs the process groups of "
+                "this process, and every rank holds another part. Load it in each process with device=Ranks.of(...)"
+            )
+        state = super().__getstate__()
+        for name in _BUILT:
+            state.pop(name)
+        state.pop("_captured", None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copied layer, or build what runs an unpickled one."""
+        super().__setstate__(state)
+        if "_pipelines" not in self.__dict__:
+            workspaces = self.__dict__.pop("workspaces")
+            self._build(self.plan)
+            self.workspaces = workspaces
 
     def _lender(self) -> Workspaces | Any:
         """Return what lends the memory of passes: the dispatcher, this device, or nobody."""
