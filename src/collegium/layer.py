@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from . import pipelines
 from .encoding import as_payloads
@@ -23,7 +23,7 @@ from .formats.payload import Payload
 from .formats.unquantised import DTYPES
 from .ops.route_wide import widened
 from .parallel import Reaching, composed
-from .parallel.input_check import Contribution, InputCheck, fingerprints, input_check
+from .parallel.input_check import InputCheck, input_check
 from .parallel.meeting import in_turn, meeting_of
 from .pipelines import Parts, Pipeline
 from .pipelines.batched import check_batched, run_batched
@@ -381,12 +381,11 @@ class MoELayer(PackedModule):
         """
         inputs = (x, router_logits, topk_ids, topk_weights, token_ids, router_input, out)
         capturing = self._capturing()
-        comparing = memory is None and not capturing and self._input_check is not None and self._due(inputs)
-        if not comparing:
-            self._check_router(inputs)  # before ranks wait for each other
         with in_turn(self.plan.groups), in_full(x.device):
-            if comparing:
+            if memory is None and not capturing and self._due(inputs):
                 x, _, topk_ids, *_ = inputs = self._compared(inputs)
+            else:
+                self._check_router(inputs)  # before ranks wait for each other
             if memory is not None or self.workspaces is None:
                 self._passes(memory, *inputs)
             elif capturing and self._reaching is None:
@@ -431,7 +430,7 @@ class MoELayer(PackedModule):
         self,
         tokens: int,
         given: tuple[bool, ...],
-        named: dict[str, Tensor | None] | None = None,
+        tensors: dict[str, Tensor | None] | None = None,
         *,
         top_k: int | None = None,
         error: Exception | None = None,
@@ -446,11 +445,7 @@ class MoELayer(PackedModule):
                 self._reaching.greet(self._number, most, top_k or self.spec.routing.top_k)
             except InputError as disagreement:
                 raise (error or disagreement) from None
-        inputs, constant = fingerprints(named, named["x"]) if check.compares and named is not None else ({}, False)
-        text = "" if error is None else f"{type(error).__name__}: {error}"
-        rank = distributed.get_rank()
-        own = Contribution(rank=rank, tokens=tokens, layer=check.layer, inputs=inputs, constant=constant, error=text)
-        check.compare(own, given, error)
+        check.compare(tokens, given, tensors, error)
 
     def _refused(self, x: Any, given: tuple[Any, Any, Any, Any], error: InputError) -> None:
         """Let ranks that wait for this pass know why this one cannot run it, where they compare inputs."""
@@ -459,8 +454,8 @@ class MoELayer(PackedModule):
         logits, routing, token_ids, own = (each is not None for each in given)
         tokens = prod(x.shape[:-1]) if isinstance(x, Tensor) else 0
         present = logits, routing, token_ids, own and not logits and not routing
-        if self._input_check.due(tokens, present):
-            with in_turn(self.plan.groups):
+        with in_turn(self.plan.groups):
+            if self._input_check.due(tokens, present):
                 self._meet_inputs(tokens, present, error=error)
 
     def _capturing(self) -> bool:

@@ -409,7 +409,8 @@ def test_plan_reports_what_is_compared() -> None:
         problem = Problem(spec=spec, device=probe("cpu"), placement=Ranks(**asked).placement(8))
         return plan(problem, Choice(dispatcher=dispatcher)).explain()
 
-    for asked in ({"world_size": 2, "same_tokens": True}, {"slices": 2}):
+    ways: tuple[dict[str, Any], ...] = ({"world_size": 2, "same_tokens": True}, {"slices": 2})
+    for asked in ways:
         assert "inputs     compared between ranks in the first pass of each kind" in explained(**asked)
     assert "\ninputs" not in explained(world_size=2)
     assert "in every pass with checked=True, otherwise never" in explained("partial", world_size=2)

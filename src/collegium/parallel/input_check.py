@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import distributed
 
 from ..errors import InputError, RankError
 from .bit_hash import bit_hash, one_value
@@ -187,28 +188,58 @@ class InputCheck:
         """
         return self.every or (self.compares and self._compared.get(self._kind(tokens, given), 0) < FIRST_PASSES)
 
-    def compare(self, own: Contribution, given: tuple[bool, ...], error: Exception | None = None) -> None:
-        """Exchange ``own`` with all ranks; all of them call it together.
+    def compare(
+        self,
+        tokens: int,
+        given: tuple[bool, ...],
+        tensors: Mapping[str, Tensor | None] | None,
+        error: Exception | None = None,
+    ) -> None:
+        """Exchange the fingerprints of ``tensors``, by name, ``x`` among them; all ranks call it together.
 
-        error: why this rank cannot run the pass, raised here once the others know. Raises what ``check_contributions``
-        does, on every rank, and RankError where a rank does not come.
+        error: why this rank cannot run the pass, raised here once the others know; tensors is then None. Raises what
+        ``check_contributions`` does, on every rank, and RankError where a rank does not come.
         """
+        own = self._contribution(tokens, tensors, error)
         table = [own]
-        with in_turn(tuple({group for _, group in self.groups})):
-            for name, group in self.groups:
-                rows = meeting_of(group).exchange(table, f"{name} dispatch")
-                table = [each for row in rows for each in row]
+        try:
+            with in_turn(tuple({group for _, group in self.groups})):
+                for name, group in self.groups:
+                    rows = meeting_of(group).exchange(table, f"{name} dispatch")
+                    table = [each for row in rows for each in row]
+        except RankError:
+            if error is None:
+                raise
         if error is not None:
             raise error
+        self._judge(table)
+        kind = self._kind(tokens, given)
+        telling = not any(each.constant for each in table)
+        self._compared[kind] = self._compared.get(kind, 0) + (FIRST_PASSES if telling else 1)
+
+    def _contribution(
+        self, tokens: int, tensors: Mapping[str, Tensor | None] | None, error: Exception | None
+    ) -> Contribution:
+        inputs: Mapping[str, Fingerprint] = {}
+        constant = False
+        if self.compares and tensors is not None and tensors["x"] is not None:
+            inputs, constant = fingerprints(tensors, tensors["x"])
+        return Contribution(
+            rank=distributed.get_rank(),
+            tokens=tokens,
+            layer=self.layer,
+            inputs=inputs,
+            constant=constant,
+            error="" if error is None else f"{type(error).__name__}: {error}",
+        )
+
+    def _judge(self, table: Sequence[Contribution]) -> None:
         name = self.groups[0][0]
         size = len(table) if self._whole else self._size
         if any(each.error for each in table):
             check_contributions(name, table)
         for start in range(0, len(table), size):
             check_contributions(name, table[start : start + size])
-        kind = self._kind(own.tokens, given)
-        telling = not any(each.constant for each in table)
-        self._compared[kind] = self._compared.get(kind, 0) + (FIRST_PASSES if telling else 1)
 
     def _kind(self, tokens: int, given: tuple[bool, ...]) -> Any:
         # Groups of slices may bring other numbers of tokens than each other, and must not decide by them.
