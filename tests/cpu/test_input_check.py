@@ -191,8 +191,16 @@ def _different_tokens(rank: int) -> list[str]:
                     faults.append(f"{label}, {change}: {found}")
             logits = heavy_tailed(7, whole.spec.num_experts, seed=3)
             found = _outcome(partial(layer, x, router_logits=logits + (rank == last)))
-            if found[:2] != wanted:
+            if found[:2] != wanted or (concerned and "the values of router_logits" not in found[2]):
                 faults.append(f"{label}, logits: {found}")
+            found = _outcome(partial(layer, x, token_ids=torch.arange(7) + (rank == last)))
+            if found[:2] != wanted or (concerned and "the values of token_ids" not in found[2]):
+                faults.append(f"{label}, token ids: {found}")
+            if layer.plan.problem.placement.tp_size == 1 or name == "slices":
+                # Another way to call it: nothing is sent either, whichever rank compares.
+                found = _outcome(partial(layer, x, routing=routing if rank == last else None))
+                if found[0] != ("RankError" if concerned else "none"):
+                    faults.append(f"{label}, a routing on one rank: {found}")
             faults += _faults(label, layer, whole, ranks, seed=6)
             # Later passes: compared by checked layers, and by no others.
             found = _outcome(partial(layer, x + (rank == last)))
@@ -399,6 +407,21 @@ def test_routing_functions_have_to_agree(folder: Path, monkeypatch: pytest.Monke
     (first, right), (other, also) = run_ranks(_chooses, 2)
     assert (first, other) == (["RankError", "('RankError', (1,))"], ["ZeroDivisionError", "('RankError', (1,))"])
     assert (right, also) == (True, True)
+
+
+def _compiled(rank: int) -> Any:
+    """Return what a compiled layer raises for other tokens, and whether it has the bits of one rank afterwards."""
+    layer = _load(Ranks.of(same_tokens=True))
+    x, _ = _inputs(layer, seed=5)
+    run: Any = torch.compile(layer, backend="aot_eager")
+    with torch.inference_mode():
+        found = _outcome(partial(run, x + rank))[:2]
+        return found, torch.equal(run(x), load_layer(os.environ[FOLDERS], 1)(x))
+
+
+def test_compiled_layers_compare_their_inputs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FOLDERS, str(folder))
+    assert run_ranks(_compiled, 2) == [(("RankError", (1,)), True)] * 2
 
 
 def test_plan_reports_what_is_compared() -> None:

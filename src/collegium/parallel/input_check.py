@@ -255,19 +255,20 @@ def input_check(placed: Placement | None, dispatcher: str, *, checked: bool, lay
         return None
     if dispatcher == "partial":
         return _check_of_partial(placed) if checked else None
-    across = (placed.group,) if placed.world_size > 1 else ()
-    slices = (placed.slice_group,) if placed.tp_size > 1 else ()
+    across = placed.world_size > 1
+    slices = (("slices", placed.slice_group),) if placed.tp_size > 1 else ()
     if placed.same_tokens and across:
-        order = [("same_tokens", across[0]), *(("slices", name) for name in slices)]
+        order = (("same_tokens", placed.group), *slices)
         size = placed.world_size * placed.tp_size
-        return InputCheck(tuple(order), size=size, whole=True, every=checked, layer=0)
+        return InputCheck(order, size=size, whole=True, every=checked, layer=0)
     if slices:
-        order = tuple(("slices", name) for name in (*slices, *across))
+        order = (*slices, ("slices", placed.group)) if across else slices
         return InputCheck(order, size=placed.tp_size, whole=not across, every=checked, layer=layer)
     if dispatcher == "local" or not checked:
         return None
     # Nothing has to be the same; the ranks of a checked layer hear when one of them cannot run a pass.
-    return InputCheck(((f"checked {dispatcher}", across[0]),), size=1, whole=False, every=True, layer=0)
+    order = ((f"checked {dispatcher}", placed.group),)
+    return InputCheck(order, size=1, whole=False, every=True, layer=0)
 
 
 def _check_of_partial(placed: Placement) -> InputCheck | None:

@@ -48,7 +48,7 @@ class _Pickler(pickle.Pickler):
             self._numbers[key] = len(self.storages)
             with torch.inference_mode(False):
                 self.storages.append(torch.empty(0, dtype=torch.uint8, device=obj.device).set_(storage))
-        return _View(self._numbers[key], obj.dtype, obj.storage_offset(), tuple(obj.shape), obj.stride())
+        return _View(self._numbers[key], obj.dtype, int(obj.storage_offset()), tuple(obj.shape), obj.stride())
 
 
 class _Unpickler(pickle.Unpickler):
