@@ -388,7 +388,7 @@ def _chooses(rank: int) -> Any:
     def fails(x: torch.Tensor, logits: torch.Tensor, top_k: int) -> Any:
         if rank:
             raise ZeroDivisionError("a fault of the user's")
-        return routing.topk_weights, routing.topk_ids
+        return routing.topk_ids, routing.topk_weights
 
     layer.choose = fails
     try:
@@ -396,9 +396,9 @@ def _chooses(rank: int) -> Any:
         found = ["none"]
     except (RankError, ZeroDivisionError) as error:
         found = [type(error).__name__]
-    layer.choose = lambda x, logits, top_k: (routing.topk_weights, routing.topk_ids + rank)
+    layer.choose = lambda x, logits, top_k: (routing.topk_ids + rank, routing.topk_weights)
     found.append(str(_outcome(partial(layer, x))[:2]))
-    layer.choose = lambda x, logits, top_k: (routing.topk_weights, routing.topk_ids)
+    layer.choose = lambda x, logits, top_k: (routing.topk_ids, routing.topk_weights)
     return found, torch.equal(layer(x), load_layer(os.environ[FOLDERS], 1)(x, routing=routing))
 
 
