@@ -13,12 +13,11 @@ import typer
 
 from . import __version__
 from .commands import printing
-from .commands.cached import cached_model, shipped_model
 from .commands.options import (
     HELP,
-    NAMES_A_MODEL,
     Activations,
     Device,
+    Download,
     Format,
     Kernel,
     Model,
@@ -27,11 +26,13 @@ from .commands.options import (
     Trace,
     WholeModel,
     ceilings_of,
+    find_model,
     formats_of,
     numbers,
 )
 from .commands.terminal import Report, asks_json, bar, complain, one_line, prints, show_anything
 from .errors import CollegiumError, InputError
+from .locate import SHIPPED
 from .problem import Choice, Limits
 
 __all__ = ["app", "main"]
@@ -65,14 +66,15 @@ def options(
 @app.command()
 @prints(printing.print_demo)
 def demo(
-    model: Annotated[str | None, typer.Option(help="Model folder; the shipped model when left out.")] = None,
+    model: Annotated[str, typer.Option(help="Folder or id of a model; the shipped one when left out.")] = SHIPPED,
     device: Device = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens written in each format.")] = 32,
+    download: Download = False,
 ) -> Report:
     """Run the shipped model in every format: bytes, perplexity, error, speed, and a few sentences."""
     from .commands.demo import run_demo
 
-    folder = shipped_model() if model is None else Path(cached_model(model))
+    folder = Path(find_model(model, download))
     with bar("demo") as progress:
         return run_demo(folder, device=device, tokens=tokens, progress=progress)
 
@@ -88,11 +90,14 @@ def generate(
     penalty: Annotated[
         float, typer.Option(min=1.0, help="Repetition penalty: divides the logits of tokens already there; 1 is off.")
     ] = 1.0,
-    adapter: Annotated[str | None, typer.Option(help="Folder of a LoRA adapter of PEFT, merged as it is read.")] = None,
+    adapter: Annotated[
+        str | None, typer.Option(help="Folder or id of a LoRA adapter of PEFT, merged as it is read.")
+    ] = None,
     weight_format: Format = None,
     kernel: Kernel = None,
     activations: Activations = None,
     device: Device = None,
+    download: Download = False,
 ) -> Report:
     """Write text: transformers runs everything but the experts, which run through Collegium.
 
@@ -105,7 +110,8 @@ def generate(
 
     if not -(1 << 63) <= seed < 1 << 63:
         raise InputError(f"--seed: found {seed}, allowed are whole numbers of 64 bits")
-    checkpoint = check_writable(model)
+    checkpoint = check_writable(find_model(model, download))
+    adapter = None if adapter is None else find_model(adapter, download)
     # Bytes that the locale does not know are those of UTF-8, or nobody's.
     prompt = prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     limits = prompt_limits(checkpoint.path, prompt)
@@ -128,12 +134,14 @@ def inspect(
     model: Model,
     deep: Annotated[bool, typer.Option(help="Read every scale and check it; --no-deep reads headers only.")] = True,
     device: Device = None,
+    download: Download = False,
 ) -> Report:
     """Say what a checkpoint holds (formats, sizes, audit) and what would run it here and why."""
     from .commands.inspect import inspect_model
 
+    folder = find_model(model, download)
     with bar("audit") as progress:
-        return inspect_model(model, deep=deep, device=device, progress=progress)
+        return inspect_model(folder, deep=deep, device=device, progress=progress)
 
 
 @app.command()
@@ -145,6 +153,7 @@ def plan(
     activations: Activations = None,
     weight_format: Format = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of one forward pass.")] = 8192,
+    download: Download = False,
 ) -> Report:
     """Plan one MoE layer from config.json alone: kernel, formats, bytes, and why the others were refused.
 
@@ -153,7 +162,7 @@ def plan(
     from .commands.inspect import plan_model
 
     return plan_model(
-        model,
+        find_model(model, download, weights=False),
         device=device,
         force=Choice(kernel=kernel, activation_format=activations),
         weight_format=weight_format,
@@ -178,6 +187,7 @@ def bench(
         str | None, typer.Option(help="TB/s,TFLOP/s of 16 bits,TFLOP/s of 8 bits; measured when left out.")
     ] = None,
     picture: Annotated[str | None, typer.Option("--plot", help="Draw latency and roofline into this PNG.")] = None,
+    download: Download = False,
 ) -> Report:
     """Time one MoE layer on random weights, beside the least this machine could take; wrong results get no time."""
     from .commands.bench import bench
@@ -185,9 +195,10 @@ def bench(
 
     if picture is not None:
         check_picture(picture)
+    shape = find_model(what, download, weights=False)
     with bar("bench") as progress:
         report = bench(
-            what,
+            shape,
             [formats_of(recipe) for recipe in recipes or ["bf16"]],
             tokens=None if tokens is None else numbers("--tokens", tokens, int),
             routing=routing,
@@ -213,6 +224,7 @@ def bench_model(
         "same"
     ),
     device: Device = None,
+    download: Download = False,
 ) -> Report:
     """Time decode steps of a whole model with random weights, our experts beside those of transformers."""
     from .commands.bench_model import RECIPES, bench_model
@@ -220,9 +232,10 @@ def bench_model(
 
     if parallel not in ("same", "data"):
         raise InputError(f"--parallel {parallel!r}: allowed are same (every rank decodes the same sequences) and data")
+    model = find_model(what, download, weights=False)
     with joined(os.environ, device, same_tokens=parallel == "same") as place, bar("bench-model") as progress:
         return bench_model(
-            what,
+            model,
             [formats_of(recipe) for recipe in recipes or []] or RECIPES,
             batches=numbers("--batches", batches, int),
             layers=layers,
@@ -239,13 +252,15 @@ def tune(
     tokens: Annotated[str | None, typer.Option(help="Token counts; powers of two up to 8192 when left out.")] = None,
     most: Annotated[int, typer.Option(min=1, help="Tiles tried for each product and token count.")] = 8,
     device: Device = None,
+    download: Download = False,
 ) -> Report:
     """Measure the tiles of one layer on this GPU and keep the best in your cache directory."""
     from .commands.tune import TUNED_TOKENS, tune
 
+    shape = find_model(what, download, weights=False)
     with bar("tune") as progress:
         return tune(
-            what,
+            shape,
             formats_of(recipe),
             tokens=TUNED_TOKENS if tokens is None else numbers("--tokens", tokens, int),
             most=most,
@@ -257,16 +272,17 @@ def tune(
 @app.command()
 @prints(printing.print_conversion)
 def quantize(
-    model: Annotated[str, typer.Argument(help=NAMES_A_MODEL)],
+    model: Model,
     to: Annotated[str, typer.Option(help="Weight format of the experts to write.")],
     target: Annotated[str | None, typer.Option("--out", help="New folder; MODEL-FORMAT when left out.")] = None,
+    download: Download = False,
 ) -> Report:
     """Write a checkpoint with its experts in another format; all else is copied. The folder appears when complete."""
     from .commands.quantize import quantize_model
 
-    folder = cached_model(model)
+    folder = find_model(model, download)
     if target is None and folder != model:
-        target = f"{Path(model).name}-{to}"  # a name is no folder to write beside
+        target = f"{Path(model).name}-{to}"  # into the current folder, neither the cache nor the package
     with bar("quantize") as progress:
         return quantize_model(folder, to, target, progress=progress)
 
@@ -281,6 +297,7 @@ def verify(
     kernel: Kernel = None,
     activations: Activations = None,
     weight_format: Format = None,
+    download: Download = False,
 ) -> Report:
     """Recompute experts as they run here beside plain FP32 code; exit code 1 when one is over tolerance.
 
@@ -289,9 +306,10 @@ def verify(
     from .commands.verify import verify_model
     from .parallel.torchrun import joined
 
+    folder = find_model(model, download)
     with joined(os.environ, device, same_tokens=False) as place, bar("verify") as progress:
         return verify_model(
-            model,
+            folder,
             experts=None if every else experts,
             device=place,
             force=Choice(kernel=kernel, activation_format=activations),
@@ -309,12 +327,14 @@ def record(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of one step, which is one forward pass.")] = 256,
     steps: Steps = None,
     device: Device = None,
+    download: Download = False,
 ) -> Report:
     """Run a model over a text and write which experts its tokens went to, step by step."""
     from .commands.balance import record_load
 
+    folder = find_model(model, download)
     with bar("record") as progress:
-        return record_load(model, target, text=text, tokens=tokens, steps=steps, device=device, progress=progress)
+        return record_load(folder, target, text=text, tokens=tokens, steps=steps, device=device, progress=progress)
 
 
 @balance.command()

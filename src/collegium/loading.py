@@ -31,7 +31,7 @@ __all__ = ["asked_activations", "load_layer", "load_routed"]
 
 
 @plain_torch()
-def load_layer(
+def load_layer(  # noqa: PLR0913  every option of a layer that is read from disk
     path: str | os.PathLike[str] | Checkpoint,
     layer: int,
     *,
@@ -41,10 +41,13 @@ def load_layer(
     dtype: Dtype | torch.dtype = "bf16",
     limits: Limits | None = None,
     checked: bool = False,
+    download: bool = False,
     **others: Never,
 ) -> MoELayer:
     """Load MoE layer ``layer`` of the checkpoint at ``path``, or of an open one: router, experts and shared expert.
 
+    path: a folder or file, ``fables-16m`` for the shipped model, or an id of the Hugging Face Hub (``org/name`` or
+    ``org/name@revision``) in the local cache; an existing path wins. download: fetch what the cache lacks.
     weight_format: encode the experts into this format instead of the published one. force, limits: as ``plan``.
     device: the best of this machine when None; Ranks: this rank's part of a layer whose experts several share, read
     from disk without the others'. dtype: of the layer's input and output, a name or a torch.dtype. checked: as
@@ -54,7 +57,7 @@ def load_layer(
     """
     refuse_others(load_layer, others)
     dtype = dtype_name("load_layer", dtype)
-    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
+    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path, download=download)
     opened = CheckpointLayer.open(checkpoint, layer)
     facts, placement = _placed(opened, device, limits=limits, dtype=dtype, format=weight_format, force=force)
     weights = _experts(opened, weight_format, facts.place, placement, force)

@@ -13,9 +13,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from collegium import cli
+from collegium import cli, locate as locating
 from collegium.checkpoint.reader import read_config
-from collegium.commands import cached, demo, generate as writing
+from collegium.commands import demo, generate as writing
 from collegium.commands.demo import RECIPES
 from collegium.errors import CheckpointError
 from collegium.formats import FORMATS
@@ -74,21 +74,21 @@ def test_generate_writes_the_same_text_twice():
 
 def test_the_shipped_model_is_found_from_any_folder_and_by_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert cached.shipped_model() == SHIPPED.resolve()
-    assert cached.cached_model("fables-16m") == str(SHIPPED.resolve())
+    assert locating.shipped_model() == SHIPPED.resolve()
+    assert locating.locate("fables-16m") == SHIPPED.resolve()
     assert json.loads(run("plan", "fables-16m", "--device", "cpu", "--json"))["expert_bytes"] == 294912
     (tmp_path / "fables-16m").mkdir()  # a folder of that name comes first
-    assert cached.cached_model("fables-16m") == "fables-16m"
+    assert locating.locate("fables-16m") == Path("fables-16m")
 
 
 def test_an_installed_package_has_the_shipped_model_beside_its_code(tmp_path, monkeypatch):
     package = tmp_path / "site-packages" / "collegium"
-    monkeypatch.setattr(cached, "__file__", str(package / "commands" / "cached.py"))
+    monkeypatch.setattr(locating, "__file__", str(package / "locate.py"))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match="neither in the package nor in the folder demo of a clone"):
-        cached.shipped_model()
+        locating.shipped_model()
     shutil.copytree(SHIPPED, package / "shipped" / "fables-16m")
-    assert cached.shipped_model() == package / "shipped" / "fables-16m"
+    assert locating.shipped_model() == package / "shipped" / "fables-16m"
 
 
 def test_demo_covers_every_format_and_degrades_in_the_known_order():

@@ -11,7 +11,7 @@ from collegium.ops.quantize import ACTIVATION_FORMATS
 
 # Every command with its arguments (upper case) and options. Changing one is a change users see: CHANGELOG.md.
 COMMANDS = {
-    "demo": {"--model", "--device", "--tokens", "--json"},
+    "demo": {"--model", "--device", "--tokens", "--download", "--json"},
     "generate": {
         "MODEL",
         "--prompt",
@@ -24,9 +24,10 @@ COMMANDS = {
         "--kernel",
         "--activations",
         "--device",
+        "--download",
         "--json",
     },
-    "inspect": {"MODEL", "--deep", "--no-deep", "--device", "--json"},
+    "inspect": {"MODEL", "--deep", "--no-deep", "--device", "--download", "--json"},
     "bench": {
         "WHAT",
         "--format",
@@ -35,16 +36,27 @@ COMMANDS = {
         "--device",
         "--ceilings",
         "--plot",
+        "--download",
         "--json",
     },
-    "bench-model": {"WHAT", "--format", "--batches", "--layers", "--parallel", "--device", "--json"},
-    "tune": {"WHAT", "--format", "--tokens", "--most", "--device", "--json"},
-    "quantize": {"MODEL", "--to", "--out", "--json"},
-    "verify": {"MODEL", "--experts", "--all", "--device", "--kernel", "--activations", "--format", "--json"},
-    "balance record": {"MODEL", "--out", "--text", "--tokens", "--steps", "--device", "--json"},
+    "bench-model": {"WHAT", "--format", "--batches", "--layers", "--parallel", "--device", "--download", "--json"},
+    "tune": {"WHAT", "--format", "--tokens", "--most", "--device", "--download", "--json"},
+    "quantize": {"MODEL", "--to", "--out", "--download", "--json"},
+    "verify": {
+        "MODEL",
+        "--experts",
+        "--all",
+        "--device",
+        "--kernel",
+        "--activations",
+        "--format",
+        "--download",
+        "--json",
+    },
+    "balance record": {"MODEL", "--out", "--text", "--tokens", "--steps", "--device", "--download", "--json"},
     "balance simulate": {"TRACE", "--ranks", "--replicas", "--policy", "--hosts", "--picture", "--json"},
     "balance heatmap": {"TRACE", "--out", "--json"},
-    "plan": {"MODEL", "--device", "--kernel", "--activations", "--format", "--max-tokens", "--json"},
+    "plan": {"MODEL", "--device", "--kernel", "--activations", "--format", "--max-tokens", "--download", "--json"},
 }
 
 

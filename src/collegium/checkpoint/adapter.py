@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, uint8
 
 from ..errors import BadScaleError, ConfigError, DuplicateTensorError, MissingTensorError, TensorMismatchError
+from ..locate import locate
 from ..models.base import text_of
 from ..ops.low_rank import LowRank, pairs_of_stack
 from .adapter_config import AdapterConfig
@@ -370,9 +371,10 @@ class _Collector:
         return True
 
 
-def with_adapter(checkpoint: Checkpoint, adapter: str | os.PathLike[str]) -> Checkpoint:
+def with_adapter(checkpoint: Checkpoint, adapter: str | os.PathLike[str], *, download: bool = False) -> Checkpoint:
     """Return ``checkpoint`` with the LoRA adapter in folder ``adapter`` merged into its BF16, FP16 and FP32 weights.
 
+    adapter: also an id of the Hugging Face Hub in the local cache. download: fetch what the cache lacks.
     Added is ``scale * B @ A`` in float32, rounded once; a line of the log reports what was changed. Modules may have
     their names in the files or those that transformers gives them in memory. May be called again on what it returns.
     A pair that ``adapter_config.json`` does not target is merged with a warning. Raises ConfigError for an option that
@@ -380,7 +382,7 @@ def with_adapter(checkpoint: Checkpoint, adapter: str | os.PathLike[str]) -> Che
     quantised, MissingTensorError where A or B is missing,
     TensorMismatchError for another rank or size, BadScaleError for NaN.
     """
-    root = Path(adapter)
+    root = locate(adapter, download=download)
     config = AdapterConfig.read(root / "adapter_config.json")
     if checkpoint.is_gguf:
         raise ConfigError(f"{root}: adapters are merged into safetensors, {checkpoint.path} is a GGUF file")

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..errors import CheckpointError, ConfigError, DuplicateTensorError, InputError, MissingTensorError
 from ..formats.gguf import KINDS
 from ..formats.intake import SAFETENSORS_DTYPES
+from ..locate import locate
 from ..models import quantization_block
 from .gguf import read_gguf
 from .header import TensorInfo, read_header, read_json
@@ -56,14 +57,17 @@ class Checkpoint:
         self.merged = ""
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Checkpoint:
+    def open(cls, path: str | os.PathLike[str], *, revision: str | None = None, download: bool = False) -> Checkpoint:
         """Open a folder or one ``.safetensors`` or ``.gguf`` file and check every header; no tensor data is read.
 
+        path: also ``fables-16m``, the shipped model, or an id of the Hugging Face Hub (``org/name`` or
+        ``org/name@revision``) in the local cache. revision: branch, tag or commit of an id. download: fetch what the
+        cache lacks. An existing path wins over an id.
         In a folder the ``weight_map`` of ``model.safetensors.index.json`` is the authority; files it does not name
         are ignored. A folder without safetensors may hold one GGUF model. Raises HostileFileError, ConfigError,
-        MissingTensorError, DuplicateTensorError, CheckpointError.
+        MissingTensorError, DuplicateTensorError, CheckpointError, and what ``locate`` raises.
         """
-        root = Path(path)
+        root = locate(path, revision=revision, download=download)
         try:
             gguf = gguf_file(root)
             if gguf is not None:
@@ -73,7 +77,10 @@ class Checkpoint:
             elif root.is_file():
                 config, tensors = read_config(root.parent), read_header(root)
             else:
-                msg = f"{root}: no such folder or file; give a checkpoint folder or one .safetensors or .gguf file"
+                msg = (
+                    f"{root}: no such folder or file; give a checkpoint folder, one .safetensors or .gguf file, "
+                    "fables-16m for the shipped model, or an id of the Hugging Face Hub (org/name)"
+                )
                 raise CheckpointError(msg)
         except OSError as error:  # no permission, a link to nothing, a name that no file system takes
             what = f"{error.filename or root}: cannot be read ({error.strerror or error})"

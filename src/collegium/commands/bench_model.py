@@ -191,7 +191,7 @@ def _built(what: str, layers: int | None, facts: DeviceFacts, formats: Sequence[
         raise InputError(f"model {what!r}: allowed are {', '.join(MODELS)}, or a folder with config.json")
     read_config(folder)
     try:
-        config = transformers.AutoConfig.from_pretrained(folder)
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as fault:  # of many kinds, some of packages below transformers
         raise InputError(f"model {what!r}: transformers cannot read its config.json: {_reason(fault)}") from fault
     text = config.get_text_config()
@@ -201,11 +201,11 @@ def _built(what: str, layers: int | None, facts: DeviceFacts, formats: Sequence[
             text.layer_types = text.layer_types[:layers]
     plugin.register()
     with torch.device("meta"):
-        sizes = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        sizes = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
     check_room(f"bench-model {what}", _needs(sizes, formats), facts)
     torch.manual_seed(0)
     with torch.device(facts.place):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
     if not plugin.experts_modules(model):
         raise InputError(f"model {what!r}: transformers builds no experts for it that can be run in another way")
     return model.eval()

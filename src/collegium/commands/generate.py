@@ -142,13 +142,18 @@ def _tokenizer(where: Path) -> Any:
     return _read_tokenizer(path, path.stat().st_mtime_ns)
 
 
+def _gguf_tokenizer(transformers: Any, path: Path) -> Any:
+    read = transformers.AutoTokenizer.from_pretrained
+    return read(path.parent, gguf_file=path.name, trust_remote_code=False).backend_tokenizer
+
+
 @lru_cache(maxsize=1)
 def _read_tokenizer(path: Path, _written: int) -> Any:
     """Read the file once for all that ask, again when it was written since: megabytes for a large vocabulary."""
     package = extra("transformers" if path.suffix == ".gguf" else "tokenizers")
     try:
         if path.suffix == ".gguf":
-            return package.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).backend_tokenizer
+            return _gguf_tokenizer(package, path)
         return package.Tokenizer.from_file(str(path))
     except Exception as error:  # the packages raise plain Exception
         raise InputError(

@@ -1,13 +1,13 @@
 """What a checkpoint holds and what would run it here: the answer behind ``collegium inspect`` and ``plan``."""
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from ..checkpoint.audit import AuditReport, audit
 from ..checkpoint.loader import describe_checkpoint
 from ..checkpoint.reader import Checkpoint, gguf_file, read_config
 from ..errors import ConfigError
 from ..formats import by_name
+from ..locate import locate
 from ..models import describe, family_of
 from ..planning import Plan, plan
 from ..problem import Choice, DeviceFacts, Limits, Problem
@@ -132,7 +132,7 @@ def plan_model(
     device: as ``probe`` takes it, or one of ``ELSEWHERE``. weight_format: plan for experts encoded into this format.
     Raises ConfigError, SpecError and PlanError.
     """
-    where = Path(path)
+    where = locate(path, weights=False)
     folder = where.parent if where.is_file() else where
     if gguf_file(where) is not None:
         spec = describe_checkpoint(Checkpoint.open(where))

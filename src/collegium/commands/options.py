@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 from ..errors import InputError
-from .cached import cached_model
+from ..locate import locate
+from .terminal import asks_json
 
 if TYPE_CHECKING:
     from .measure import Ceilings
 
 __all__ = [
-    "ACTIVATIONS", "FORMATS", "HELP", "KERNELS", "NAMES_A_MODEL", "Activations", "Device", "Format", "Kernel",
-    "Model", "ShapeOrModel", "Steps", "Trace", "WholeModel", "ceilings_of", "formats_of", "numbers",
+    "ACTIVATIONS", "FORMATS", "HELP", "KERNELS", "Activations", "Device", "Download", "Format", "Kernel", "Model",
+    "ShapeOrModel", "Steps", "Trace", "WholeModel", "ceilings_of", "find_model", "formats_of", "numbers",
 ]  # fmt: skip
 
 HELP = {"help_option_names": ["-h", "--help"]}
@@ -32,23 +34,31 @@ Kernel = Annotated[str | None, typer.Option(help=f"Force this experts kernel; it
 Activations = Annotated[str | None, typer.Option(help=f"Force this activation format: {ACTIVATIONS}.")]
 NAMES_A_MODEL = (
     "Folder with config.json and safetensors files, fables-16m for the shipped model, or the id of a model in "
-    "the cache of Hugging Face."
+    "the Hugging Face cache, org/name or org/name@revision. An existing folder wins."
 )
-Model = Annotated[str, typer.Argument(help=NAMES_A_MODEL, callback=cached_model)]
+Model = Annotated[str, typer.Argument(help=NAMES_A_MODEL)]
+Download = Annotated[
+    bool, typer.Option("--download", help="Download what the Hugging Face cache lacks: safetensors, JSON, tokenizer.")
+]
 ShapeOrModel = Annotated[
     str,
-    typer.Argument(
-        help="dsv3, v4_flash, gptoss120b, qwen3_30b, HxIxExK, or a model's folder, name or id.", callback=cached_model
-    ),
+    typer.Argument(help="dsv3, v4_flash, gptoss120b, qwen3_30b, HxIxExK, or a model's folder, name or id."),
 ]
 WholeModel = Annotated[
     str,
-    typer.Argument(
-        help="qwen3_30b, gpt_oss_20b, or the folder, name or id of a model transformers knows.", callback=cached_model
-    ),
+    typer.Argument(help="qwen3_30b, gpt_oss_20b, or the folder, name or id of a model transformers knows."),
 ]
 Trace = Annotated[str, typer.Argument(help="File that `collegium balance record` wrote.")]
 Steps = Annotated[int | None, typer.Option(min=2, help="Stop after so many steps.")]
+
+
+def find_model(name: str, download: bool, *, weights: bool = True) -> str:
+    """Return the folder or file of a model, as ``locate`` finds it.
+
+    weights: False for commands that read config.json alone. Progress bars are shown by one process, without ``--json``.
+    """
+    show = not asks_json() and os.environ.get("RANK", "0") == "0"
+    return str(locate(name, download=download, weights=weights, progress=show))
 
 
 def numbers(option: str, text: str, kind: type[N], *, least: int | None = None) -> list[N]:

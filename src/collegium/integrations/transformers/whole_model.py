@@ -47,14 +47,17 @@ def load_model(
     limits: Limits | None = None,
     adapter: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
+    download: bool = False,
     **others: Never,
 ) -> nn.Module:
     """Load a model that writes text, whose experts run through Collegium in their published format.
 
-    path: of a folder or GGUF file, or the open checkpoint itself.
+    path: of a folder or GGUF file, or the open checkpoint itself; also ``fables-16m``, the shipped model, and an id of
+    the Hugging Face Hub (``org/name`` or ``org/name@revision``) in the local cache. An existing path wins. download:
+    fetch what the cache lacks, of the model and of the adapter; code of a repository is neither fetched nor run.
     weight_format: encode the experts into this format instead. force: kernel or activation format. device: Ranks, where
     several ranks share the experts: each reads its own, and everything else. dtype: of the model, a name or a
-    torch.dtype. adapter: folder of a LoRA adapter of PEFT,
+    torch.dtype. adapter: folder or id of a LoRA adapter of PEFT,
     merged into what is read, as ``checkpoint.with_adapter`` does. progress: called with (done, total, what).
     Tensors outside the experts have this dtype, but for those transformers keeps in float32; matrices that are
     quantised there are decoded, and a line of the log says so. ``print(model)`` shows kernel and format of the experts,
@@ -67,7 +70,8 @@ def load_model(
     refuse_others(load_model, others)
     extra("transformers")
     asked: dict[str, Any] = {"weight_format": weight_format, "force": force, "limits": limits, "progress": progress}
-    return load_model_in(dtype_name("load_model", dtype), path, device=device, adapter=adapter, **asked)
+    name = dtype_name("load_model", dtype)
+    return load_model_in(name, path, device=device, adapter=adapter, download=download, **asked)
 
 
 def load_model_in(
@@ -76,12 +80,13 @@ def load_model_in(
     *,
     device: torch.device | str | Ranks | None = None,
     adapter: str | os.PathLike[str] | None = None,
+    download: bool = False,
     **others: Any,
 ) -> nn.Module:
     """Do what ``load_model`` does in ``dtype``."""
     place = probe(device.device if isinstance(device, Ranks) else device).place
-    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
-    checkpoint = checkpoint if adapter is None else with_adapter(checkpoint, adapter)
+    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path, download=download)
+    checkpoint = checkpoint if adapter is None else with_adapter(checkpoint, adapter, download=download)
     make_known()
     cls, config = class_and_config(checkpoint)
     outside = outside_experts(checkpoint)
