@@ -5,10 +5,15 @@ Every choice is in the plan, which is made before the weights are packed.
 """
 
 import operator
+import sys
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+<<<<<<< HEAD
 from functools import partial
 from math import prod
+=======
+from functools import cache, partial
+>>>>>>> c40b61a (cli: start in half the CPU time, profile the phases of generate)
 from typing import Any
 
 import torch
@@ -44,8 +49,13 @@ from .types import ExpertWeights, LatentWeights, RouterWeights, Routing, SharedW
 __all__ = ["MoELayer"]
 
 
-# Once a compiled call has raised, torch no longer compiles any layer's ``forward``, and would compile what it calls.
-_unseen: Any = torch.compiler.disable(operator.call)
+@cache
+def _uncompiled_call() -> Any:
+    """Return ``operator.call`` for a process that compiles.
+
+    Once a compiled call has raised, torch no longer compiles any layer's ``forward``, and would compile what it calls.
+    """
+    return torch.compiler.disable(operator.call)
 
 
 # Attributes that ``_build`` makes of the others, and what was recorded or captured in one process.
@@ -264,6 +274,7 @@ class MoELayer(PackedModule):
             return _unseen(self._eager, x, given, out)
         inputs = self._inputs(x, *given)
         out = output_for(x, out)
+<<<<<<< HEAD
         torch.ops.collegium.moe_layer(*inputs, self.handle, out.view(-1, self.spec.hidden_size))
         return out
 
@@ -275,6 +286,14 @@ class MoELayer(PackedModule):
             self._refused(x, given, error)
             raise
         self.compute(*inputs, out.view(-1, self.spec.hidden_size))
+=======
+        if torch.compiler.is_compiling():
+            torch.ops.collegium.moe_layer(*inputs, self.handle, out.view(-1, self.spec.hidden_size))
+        else:
+            # The compiler takes a second to import; a process that has not done so compiles nothing.
+            call = _uncompiled_call() if "torch._dynamo" in sys.modules else operator.call
+            call(self.compute, *inputs, out.view(-1, self.spec.hidden_size))
+>>>>>>> c40b61a (cli: start in half the CPU time, profile the phases of generate)
         return out
 
     def route(
@@ -331,7 +350,8 @@ class MoELayer(PackedModule):
         self._capturing()
         with in_full(x.device):
             more = {"expected": expected, "after_expert": self.after_expert, "merged": self.plan.merged}
-            _unseen(run_batched, self.experts, x, counts, out, **more)
+            call = _uncompiled_call() if "torch._dynamo" in sys.modules else operator.call
+            call(run_batched, self.experts, x, counts, out, **more)
         return out
 
     def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> int:
