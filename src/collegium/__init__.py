@@ -58,7 +58,7 @@ _ROOMS = {
     "encoding": "encode_experts expert_weights",
     "errors": "BadScaleError CheckpointError CollegiumError ConfigError DuplicateTensorError HostileFileError "
     "InputError MeasurementError MissingExtraError MissingTensorError PlanError RankError RoutingError SpecError "
-    "TensorMismatchError UnknownTensorError",
+    "TensorMismatchError TruncatedFileError UnknownTensorError",
     "formats": "FORMATS",
     "functional": "moe",
     "integrations.transformers": "load_model",

@@ -8,6 +8,7 @@
     │   └── RoutingError   NaN logits, out-of-range or duplicate expert ids in checked mode
     ├── CheckpointError    a file cannot be read as what it claims to be
     │   ├── HostileFileError   the bytes break the rules of safetensors or GGUF
+    │   ├── TruncatedFileError a file ends before the last byte that its header describes
     │   ├── MissingTensorError / UnknownTensorError / DuplicateTensorError
     │   ├── TensorMismatchError    shape or dtype is not what the config implies
     │   ├── BadScaleError      a scale is NaN, infinite, negative or a forbidden zero
@@ -25,7 +26,7 @@ from functools import partial
 __all__ = [
     "BadScaleError", "CheckpointError", "CollegiumError", "ConfigError", "DuplicateTensorError", "HostileFileError",
     "InputError", "MeasurementError", "MissingExtraError", "MissingTensorError", "PlanError", "RankError",
-    "RoutingError", "SpecError", "TensorMismatchError", "UnknownTensorError",
+    "RoutingError", "SpecError", "TensorMismatchError", "TruncatedFileError", "UnknownTensorError",
 ]  # fmt: skip
 
 
@@ -51,6 +52,10 @@ class CheckpointError(CollegiumError):
 
 class HostileFileError(CheckpointError):
     """A file breaks the rules of the safetensors or the GGUF format."""
+
+
+class TruncatedFileError(CheckpointError):
+    """A file ends before the last byte that its header describes; what is there is in order."""
 
 
 class MissingTensorError(CheckpointError):

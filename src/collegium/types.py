@@ -7,6 +7,7 @@ experts read and write (differs from D only for latent MoE), I intermediate size
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from .errors import CollegiumError, SpecError
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ActivationSpec", "Back", "ContiguousBatch", "ExpertWeights", "LatentWeights", "MoESpec", "RouterWeights",
-    "Routing", "RoutingSpec", "SharedSpec", "SharedWeights", "TileRows", "named", "require",
+    "Routing", "RoutingSpec", "SharedSpec", "SharedWeights", "TileRows", "closest", "named", "require",
 ]  # fmt: skip
 
 ActivationKind = Literal["swiglu", "swiglu_oai", "swiglu_step", "situ", "geglu", "geglu_tanh", "relu2", "silu", "gelu"]
@@ -48,11 +49,21 @@ def require(ok: bool, asked: str, found: object, allowed: str) -> None:
 
 
 def named(table: Iterable[Any], name: str, said: str, error: type[CollegiumError] = SpecError) -> Any:
-    """Return the row of ``table`` called ``name``; without one raise ``error``: what is ``said``, then all names."""
-    found = next((row for row in table if row.name == name), None)
-    if found is None:
-        raise error(said + ", ".join(row.name for row in table))
-    return found
+    """Return the row of ``table`` called ``name``; without one raise ``error``: ``said``, all names, the closest."""
+    rows = list(table)
+    row = next((row for row in rows if row.name == name), None)
+    if row is None:
+        names = [row.name for row in rows]
+        near = closest(str(name), names)
+        raise error(said + ", ".join(names) + (f"; {near}" if near else ""))
+    return row
+
+
+def closest(name: str, names: Iterable[str]) -> str:
+    """Return a clause with up to three of ``names`` that are spelled like ``name``, empty where none is."""
+    by_lower = {each.lower(): each for each in names}
+    near = get_close_matches(name.lower(), by_lower, n=3, cutoff=0.6)
+    return f"closest to {name!r}: {', '.join(by_lower[each] for each in near)}" if near else ""
 
 
 def _require_count(asked: str, found: object) -> None:

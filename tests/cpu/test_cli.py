@@ -191,7 +191,7 @@ def test_it_runs_as_a_module():
 @pytest.mark.parametrize(
     ("damage", "text"),
     [
-        (lambda f: f.write_bytes(f.read_bytes()[:5000]), "HostileFileError"),
+        (lambda f: f.write_bytes(f.read_bytes()[:5000]), "TruncatedFileError"),
         (lambda f: f.write_bytes((1 << 62).to_bytes(8, "little") + f.read_bytes()[8:]), "HostileFileError"),
         (lambda f: f.unlink(), "CheckpointError"),
     ],

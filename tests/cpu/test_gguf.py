@@ -28,6 +28,7 @@ from collegium.errors import (
     InputError,
     MissingTensorError,
     TensorMismatchError,
+    TruncatedFileError,
     UnknownTensorError,
 )
 from collegium.formats import Fp32, Gguf, MxFp4
@@ -349,7 +350,7 @@ def test_unknown_routing_is_refused() -> None:
         describe(_config("qwen3moe", expert_used_count=2, expert_gating_func=9, **keys))
     with pytest.raises(ConfigError, match="swiglu_clamp_exp='an array of 2' is not implemented"):
         describe(_config("qwen3moe", expert_used_count=2, swiglu_clamp_exp="an array of 2", **keys))
-    with pytest.raises(ConfigError, match=r"'gguf:mamba', known are .*gguf:llama"):
+    with pytest.raises(ConfigError, match=r"'gguf:mamba'.*closest to.*gguf:llama"):
         describe(_config("mamba", **keys))
     assert sum(name.startswith("gguf:") for f in FAMILIES for name in f.model_types) == len(ARCHITECTURES)
 
@@ -415,15 +416,11 @@ def padded(raw: bytes, data: int) -> bytes:
 
 HUGE = struct.pack("<Q", 2**63)
 HOSTILE: list[tuple[bytes, str]] = [
-    (b"", "the magic needs 4 bytes, 0 are left"),
-    (b"GGU", "the magic needs 4 bytes, 3 are left"),
     (b"GGML" + bytes(20), r"starts with b'GGML', a GGUF file with b'GGUF'"),
     (header(version=1), "GGUF version 1, known are 2 and 3"),
     (header(version=3 << 24), "GGUF version 50331648, known are 2 and 3, little-endian"),
     (header(tensors=2**63), "9223372036854775808 tensors and 0 metadata entries"),
     (header(entries=2**40), "0 tensors and 1099511627776 metadata entries"),
-    (header(entries=1), "the length of a metadata key needs 8 bytes, 0 are left"),
-    (header(tensors=1), "the length of a tensor name needs 8 bytes"),
     (header(entries=1) + HUGE, "a metadata key has 9223372036854775808 bytes, allowed are 1 to 4096"),
     (header(kv=(entry(b"k", 8, HUGE),)), "k needs 9223372036854775808 bytes, 0 are left"),
     (header(kv=(entry(b"k", 9, struct.pack("<IQ", 4, 2**62)),)), "k needs 18446744073709551616 bytes"),
@@ -441,8 +438,7 @@ HOSTILE: list[tuple[bytes, str]] = [
     (header(infos=(tensor(shape=(32, 0)),)), "no empty axis"),
     (header(infos=(tensor(shape=(33,), kind=8),)), "rows of whole blocks of 32"),
     (header(infos=(tensor(kind=77),)), "'t' is type 77"),
-    (padded(header(infos=(tensor(),)), 127), r"lies at 64 to 192, .*is the file truncated"),
-    (padded(header(infos=(tensor(offset=2**63),)), 128), "is the file truncated"),
+    (padded(header(infos=(tensor(offset=2**63),)), 128), "lies at 9223372036854775872 to"),
     (padded(header(infos=(tensor(offset=4),)), 256), "at a multiple of 32"),
     (padded(header(infos=(tensor(), tensor(b"u", offset=96))), 512), "'u' lies at 192 to 320, allowed is from 224 on"),
     (padded(header(infos=(tensor(), tensor(offset=128))), 512), "each name once"),
@@ -451,6 +447,24 @@ HOSTILE: list[tuple[bytes, str]] = [
                           tensor(b"blk.0.ffn_exps.0.up.weight", offset=128))), 512), "is stored twice"),
     (padded(header(infos=(tensor(b"blk.0.ffn_gate_up_exps.weight", (32, 3, 2)),)), 768), "expected \\(experts, rows"),
 ]  # fmt: skip
+
+
+TRUNCATED: list[tuple[bytes, int]] = [
+    (b"", 4),
+    (b"GGU", 4),
+    (header(entries=1), 32),
+    (header(tensors=1), 32),
+    (padded(header(infos=(tensor(),)), 127), 192),
+    (padded(header(infos=(tensor(), tensor(b"u", offset=128))), 1), 352),
+]
+
+
+@pytest.mark.parametrize(("raw", "needed"), TRUNCATED)
+def test_truncated_files(tmp_path: Path, raw: bytes, needed: int) -> None:
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(raw)
+    with pytest.raises(TruncatedFileError, match=rf"has {len(raw)} bytes, its header needs {needed} "):
+        Checkpoint.open(path)
 
 
 @pytest.mark.parametrize(("raw", "words"), HOSTILE)

@@ -7,10 +7,19 @@ import struct
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from collegium.checkpoint import Checkpoint
 from collegium.checkpoint.header import MAX_HEADER_BYTES, read_header
-from collegium.errors import CheckpointError, ConfigError, DuplicateTensorError, HostileFileError, MissingTensorError
+from collegium.errors import (
+    CheckpointError,
+    ConfigError,
+    DuplicateTensorError,
+    HostileFileError,
+    MissingTensorError,
+    TruncatedFileError,
+)
 from commands import command
 from toys import write_checkpoint
 
@@ -40,7 +49,6 @@ def entry(start: int, stop: int, shape: list[int] | None = None, dtype: str = "U
         ({"a": entry(0, 4)}, b"1234", 2**64 - 1, r"header length is 18446744073709551615"),
         ({"a": entry(0, 4)}, b"1234", 0, r"header length is 0, allowed are 2"),
         ({"a": entry(0, 4)}, b"1234", MAX_HEADER_BYTES + 1, r"header length is 100000001, allowed"),
-        ({"a": entry(0, 4)}, b"12", None, r"two rising integers from 0 to 2.*truncated"),
         ({"a": entry(0, 4), "b": entry(2, 6)}, b"123456", None, r"'b' overlaps 'a' by 2 bytes"),
         ({"a": entry(0, 4), "b": entry(6, 8)}, b"12345678", None, r"hole of 2 bytes between 'a' and 'b'"),
         ({"a": entry(2, 4)}, b"1234", None, r"hole of 2 bytes between the header and 'a'"),
@@ -91,8 +99,34 @@ def test_every_truncation_is_refused(tmp_path: Path, size: int) -> None:
     whole = raw_file(tmp_path / "whole", {"a": entry(0, 4)}, b"1234").read_bytes()
     cut = tmp_path / "cut"
     cut.write_bytes(whole[:size])
-    with pytest.raises(HostileFileError, match="cut"):
+    # 8 bytes of length, the header, and 4 bytes of data.
+    needed = 8 if size < 8 else len(whole) - 4 if size < len(whole) - 4 else len(whole)
+    with pytest.raises(TruncatedFileError, match=rf"cut.* has {size} bytes, its header needs {needed} ") as caught:
         read_header(cut)
+    assert not isinstance(caught.value, HostileFileError)
+
+
+def test_a_truncated_shard(tmp_path: Path) -> None:
+    tensors = {name: torch.arange(100 * scale, dtype=torch.float32) for scale, name in enumerate("abc", 1)}
+    weight_map = {}
+    for name, tensor in tensors.items():
+        save_file({name: tensor}, tmp_path / f"{name}.safetensors")
+        weight_map[name] = f"{name}.safetensors"
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert set(Checkpoint.open(tmp_path).tensors) == set("abc")
+    shard = tmp_path / "b.safetensors"
+    whole = shard.read_bytes()
+    for cut in (1, 300, 799):
+        shard.write_bytes(whole[:-cut])
+        with pytest.raises(TruncatedFileError, match=rf"b.safetensors.*needs {len(whole)} \({cut} are missing"):
+            Checkpoint.open(tmp_path)
+
+
+def test_a_cut_file_with_broken_offsets_is_hostile(tmp_path: Path) -> None:
+    for header in ({"a": entry(0, 8), "b": entry(12, 20)}, {"a": entry(0, 8, [3])}, {"a": entry(0, 2**64)}):
+        path = raw_file(tmp_path / "model.safetensors", header, b"1234")
+        with pytest.raises(HostileFileError):
+            Checkpoint.open(path)
 
 
 @pytest.mark.parametrize("words", ["inspect", "verify"])
@@ -103,13 +137,13 @@ def test_what_a_clone_without_its_large_files_says(tmp_path: Path, words: str) -
     whole = file.read_bytes()
     for held, text in (
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12345678\n", "(a Git LFS pointer?)"),
-        (whole[: len(whole) // 2], "is the file truncated?"),
-        (b"", "0 bytes; a safetensors file has at least"),
+        (whole[: len(whole) // 2], f"{len(whole) // 2} bytes, its header needs {len(whole)} "),
+        (b"", "the file has 0 bytes"),
     ):
         file.write_bytes(held)
         code, out, said = command(words, tmp_path, "--device", "cpu")
         assert (code, out) == (1, "")
-        assert said.startswith("HostileFileError: ")
+        assert said.startswith("HostileFileError: " if b"git-lfs" in held else "TruncatedFileError: ")
         assert text in said
         assert said.endswith("; download the file again")
 
@@ -118,7 +152,7 @@ def test_a_file_that_shrinks_after_opening(tmp_path: Path) -> None:
     path = raw_file(tmp_path / "model.safetensors", {"a": entry(0, 4)}, b"1234")
     checkpoint = Checkpoint.open(path)
     path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(HostileFileError, match=r"inside tensor 'a'; it has shrunk"):
+    with pytest.raises(TruncatedFileError, match=r"inside tensor 'a' since it was opened.* \(2 are missing"):
         checkpoint.read("a")
 
 

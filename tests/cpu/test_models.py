@@ -96,7 +96,19 @@ def test_every_family_is_found_by_its_types() -> None:
 @pytest.mark.parametrize(
     ("config", "error", "text"),
     [
-        ({"model_type": "llama"}, ConfigError, "'llama', known are qwen3_moe.*mixtral, deepseek_v3.*gpt_oss"),
+        ({"model_type": "llama", "hidden_size": 64}, ConfigError, "'llama': this model is dense"),
+        ({"model_type": "qwen2_vl", "text_config": {"model_type": "qwen2"}}, ConfigError, "'qwen2_vl'.* dense"),
+        ({**QWEN3, "model_type": "qwen3_mo"}, ConfigError, r"'qwen3_mo'.*qwen3_moe(, \w+){0,2}\. All"),
+        ({**QWEN3, "model_type": "Mixtral"}, ConfigError, r"'Mixtral'.*: mixtral\. All"),
+        ({**QWEN3, "num_experts": 0}, ConfigError, "dense.*num_experts is 0"),
+        ({**MIXTRAL, "num_local_experts": None}, ConfigError, "dense.*num_local_experts is None"),
+        (
+            {"model_type": "jamba", "num_experts": 1, "num_hidden_layers": 4},
+            ConfigError,
+            "'jamba': this model is dense",
+        ),
+        ({"model_type": "gguf:llama", "block_count": 2}, ConfigError, "dense.*expert_count"),
+        ({"model_type": "gguf:gemma2", "block_count": 2}, ConfigError, "'gguf:gemma2': this model is dense"),
         ({}, ConfigError, "model_type is None"),
         ({**MIXTRAL, "hidden_size": "4096"}, ConfigError, "hidden_size is '4096', allowed is an integer"),
         ({**MIXTRAL, "hidden_size": None}, ConfigError, "hidden_size is None"),

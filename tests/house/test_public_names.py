@@ -50,6 +50,7 @@ PUBLIC = {
     "SharedWeights",
     "SpecError",
     "TensorMismatchError",
+    "TruncatedFileError",
     "UnknownTensorError",
     "__version__",
     "describe",

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO, NoReturn
 
 from ..errors import DuplicateTensorError, HostileFileError
-from .header import MAX_HEADER_BYTES, TensorInfo
+from .header import MAX_HEADER_BYTES, TensorInfo, truncated
 
 __all__ = ["GGML_TYPES", "read_gguf"]
 
@@ -58,6 +58,8 @@ class _Cursor:
 
     def check(self, count: int, what: str) -> None:
         room = min(self.size, MAX_HEADER_BYTES) - self.at
+        if count > room and self.at + count <= MAX_HEADER_BYTES:
+            raise truncated(self.path, self.size, self.at + count, f"inside its header, at {what}")
         if count > room:
             self.fail(f"{what} needs {count} bytes, {room} are left in the header")
 
@@ -112,7 +114,7 @@ class _Cursor:
 def read_gguf(path: Path) -> tuple[dict[str, object], dict[str, TensorInfo]]:
     """Read and check one GGUF file, with its other parts if it is split; return config and tensors.
 
-    Raises HostileFileError saying what was found and allowed, and DuplicateTensorError.
+    Raises HostileFileError saying what was found and allowed, TruncatedFileError, and DuplicateTensorError.
     """
     config, infos = _read_one(path)
     count = config.get("split.count", 0)
@@ -176,13 +178,16 @@ def _read_one(path: Path) -> tuple[dict[str, object], dict[str, TensorInfo]]:
     at, before = base, "the header"
     for info in sorted(infos, key=lambda i: i.start):
         start, stop = base + info.start, base + info.stop
-        if start < at or info.start % step or stop > cursor.size or info.name in found:
+        if start < at or info.start % step or stop > 2**63 or info.name in found:
             cursor.fail(
                 f"tensor {info.name!r} lies at {start} to {stop}, allowed is from {at} on, behind {before}, at a "
-                f"multiple of {step}, up to the file's end, each name once (is the file truncated?)"
+                f"multiple of {step}, each name once"
             )
         at, before = stop, repr(info.name)
         found[info.name] = replace(info, start=start, stop=stop)
+    if at > cursor.size:
+        first = next(info for info in found.values() if info.stop > cursor.size)
+        raise truncated(path, cursor.size, at, f"at tensor {first.name!r}")
     tensors: dict[str, TensorInfo] = {}
     for info in (piece for whole in found.values() for piece in _experts(cursor, whole)):
         if info.name in tensors:

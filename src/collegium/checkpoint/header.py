@@ -7,10 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, cast
 
-from ..errors import CheckpointError, ConfigError, HostileFileError
+from ..errors import CheckpointError, ConfigError, HostileFileError, TruncatedFileError
 from ..formats.intake import SAFETENSORS_DTYPES
 
-__all__ = ["DTYPE_BITS", "FLOATS", "MAX_HEADER_BYTES", "TensorInfo", "middle_of", "read_header", "read_json"]
+__all__ = [
+    "DTYPE_BITS",
+    "FLOATS",
+    "MAX_HEADER_BYTES",
+    "TensorInfo",
+    "middle_of",
+    "read_header",
+    "read_json",
+    "truncated",
+]
 
 MAX_HEADER_BYTES = 100_000_000
 _PIECE_BYTES = 1 << 24
@@ -48,7 +57,7 @@ class TensorInfo:
         return self.stop - self.start
 
     def fill(self, into: memoryview, runs: Iterable[tuple[int, int]]) -> None:
-        """Read runs of bytes, (offset in the file, count), one behind the other; HostileFileError where it ends."""
+        """Read runs of bytes, (offset in the file, count), one after the other; TruncatedFileError where it ends."""
         at = 0
         with self.file.open("rb", buffering=0) as file:
             for start, count in runs:
@@ -57,8 +66,8 @@ class TensorInfo:
                 while at < end:
                     got = file.readinto(into[at:end])
                     if not got:
-                        where = f"byte {file.tell()} inside tensor {self.name!r}"
-                        raise HostileFileError(f"{self.file}: ended at {where}; it has shrunk since it was opened")
+                        size = os.fstat(file.fileno()).st_size
+                        raise truncated(self.file, size, self.stop, f"inside tensor {self.name!r} since it was opened")
                     at += got
 
     def pieces(self) -> Iterator[bytearray]:
@@ -126,6 +135,14 @@ def read_json(path: Path) -> dict[str, object]:
         raise ConfigError(f"{path}: is not a valid JSON object: {error}") from error
 
 
+def truncated(path: Path, size: int, needed: int, where: str) -> TruncatedFileError:
+    """Return the error of a file of ``size`` bytes that should have ``needed`` at least; where: what is cut off."""
+    return TruncatedFileError(
+        f"{path}: truncated {where}: the file has {size} bytes, its header needs {needed} ({needed - size} are "
+        "missing); download the file again"
+    )
+
+
 def _fail(path: Path, what: str) -> NoReturn:
     raise HostileFileError(f"{path}: {what}; download the file again")
 
@@ -140,9 +157,11 @@ def _raw_header(path: Path) -> tuple[int, bytes, int]:
     with file:
         size = os.fstat(file.fileno()).st_size
         if size < 8:
-            _fail(path, f"{size} bytes; a safetensors file has at least the 8 bytes of its header length")
+            raise truncated(path, size, 8, "before its header")
         length = int.from_bytes(file.read(8), "little")
         allowed = min(MAX_HEADER_BYTES, size - 8)
+        if allowed < length <= MAX_HEADER_BYTES and file.read(1) in (b"{", b""):
+            raise truncated(path, size, 8 + length, "inside its header")
         if not 2 <= length <= allowed:
             _fail(path, f"header length is {length}, allowed are 2 to {allowed} of {size} bytes (a Git LFS pointer?)")
         return length, file.read(length), size
@@ -151,6 +170,7 @@ def _raw_header(path: Path) -> tuple[int, bytes, int]:
 def read_header(path: Path) -> dict[str, TensorInfo]:
     """Read and check the header of one safetensors file; raises HostileFileError saying what was found and allowed.
 
+    Raises TruncatedFileError where the header is sound and the file ends before the bytes it describes.
     Checked: length field, UTF-8, JSON without duplicate keys, dtypes, shapes, that every tensor's bytes match its
     shape and dtype, and that the tensors cover the data exactly once, without holes or overlaps.
     """
@@ -163,9 +183,20 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         raise HostileFileError(f"{path}: the header is not valid JSON: {error}") from error
     _check_metadata(path, entries.pop("__metadata__", None))
     base = 8 + length
-    infos = {name: _tensor(path, name, entry, base=base, size=size) for name, entry in entries.items()}
-    _check_coverage(path, infos, base=base, size=size)
+    # A download that stopped has a sound header: it is judged by the size that the header describes.
+    described = max(size, base + max((_end_of(entry) for entry in entries.values()), default=0))
+    infos = {name: _tensor(path, name, entry, base=base, size=described) for name, entry in entries.items()}
+    _check_coverage(path, infos, base=base, size=described)
+    if described > size:
+        first = min((info for info in infos.values() if info.stop > size), key=lambda info: info.start)
+        raise truncated(path, size, described, f"at tensor {first.name!r}")
     return infos
+
+
+def _end_of(entry: object) -> int:
+    """Return the last data offset of a header entry, 0 where it has none that is allowed."""
+    offsets = cast("dict[str, object]", entry).get("data_offsets") if isinstance(entry, dict) else None
+    return max(_naturals(offsets) or [0])
 
 
 def _check_metadata(path: Path, metadata: object) -> None:
@@ -209,7 +240,7 @@ def _tensor(path: Path, name: str, entry: object, *, base: int, size: int) -> Te
     room = size - base
     if offsets is None or len(offsets) != 2 or not offsets[0] <= offsets[1] <= room:
         allowed = f"allowed are two rising integers from 0 to {room}, the bytes behind the header"
-        fail(f"has data_offsets {fields['data_offsets']!r:.200}, {allowed} (is the file truncated?)")
+        fail(f"has data_offsets {fields['data_offsets']!r:.200}, {allowed}")
     start, stop = offsets
     if bits != 8 * (stop - start):
         fail(f"holds {stop - start} bytes, shape {shape} of {dtype} needs {bits / 8:g}")

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from ..errors import InputError
-from ..models import Names
+from ..models import Names, dense_error
 from ..types import MoESpec
 from .detect import detect
 from .index import Found, Index, index_of
@@ -34,12 +34,15 @@ class CheckpointLayer:
     def open(cls, checkpoint: Checkpoint, number: int | None = None) -> Self:
         """Open layer ``number`` (default: the first with routed experts) by config and headers; no tensor is read.
 
-        Raises InputError for a layer without routed experts, and what ``models.describe`` and ``detect`` raise.
+        Raises InputError for a layer without routed experts, ConfigError for a dense model, and what
+        ``models.describe`` and ``detect`` raise.
         """
         index = index_of(checkpoint)
         layers = index.family.moe_layers(checkpoint.config)
-        number = layers[0] if number is None and layers else number
-        if number is None or isinstance(number, bool | float) or number not in layers:
+        if not layers:
+            raise dense_error(checkpoint.config, "no layer has routed experts")
+        number = layers[0] if number is None else number
+        if isinstance(number, bool | float) or number not in layers:
             raise InputError(f"layer {number!r} was asked for, layers with routed experts are {layers}")
         spec = index.family.describe(checkpoint.config, number)
         if _without_shared(checkpoint, index, number):

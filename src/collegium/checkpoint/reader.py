@@ -64,8 +64,8 @@ class Checkpoint:
         ``org/name@revision``) in the local cache. revision: branch, tag or commit of an id. download: fetch what the
         cache lacks. An existing path wins over an id.
         In a folder the ``weight_map`` of ``model.safetensors.index.json`` is the authority; files it does not name
-        are ignored. A folder without safetensors may hold one GGUF model. Raises HostileFileError, ConfigError,
-        MissingTensorError, DuplicateTensorError, CheckpointError, and what ``locate`` raises.
+        are ignored. A folder without safetensors may hold one GGUF model. Raises HostileFileError, TruncatedFileError,
+        ConfigError, MissingTensorError, DuplicateTensorError, CheckpointError, and what ``locate`` raises.
         """
         root = locate(path, revision=revision, download=download)
         try:

@@ -6,7 +6,6 @@ Adding a family is one file with its literal name table and one entry in ``FAMIL
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ..errors import ConfigError
 from ..types import MoESpec
 
 from . import (  # isort: skip
@@ -24,11 +23,12 @@ from .quantization import (
     quantization_block,
     without_quantization,
 )  # fmt: skip
+from .unknown import dense_error, no_experts_in, unknown_error
 
 __all__ = [
-    "FAMILIES", "NESTED", "PREFIXES", "Declared", "Family", "Names", "StackedNames", "declared_format", "describe",
-    "experts_apart", "family_of", "method_of", "mixed_algorithms", "moe_layers", "quantization_block", "text_of",
-    "without_quantization",
+    "FAMILIES", "NESTED", "PREFIXES", "Declared", "Family", "Names", "StackedNames", "declared_format", "dense_error",
+    "describe", "experts_apart", "family_of", "method_of", "mixed_algorithms", "moe_layers", "quantization_block",
+    "text_of", "without_quantization",
 ]  # fmt: skip
 
 FAMILIES: tuple[Family, ...] = (
@@ -41,16 +41,19 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def family_of(config: Mapping[str, object]) -> Family:
-    """Return the family of the config's ``model_type``, or of its text part; raises ConfigError naming the known."""
+    """Return the family of the config's ``model_type``, or of its text part.
+
+    Raises ConfigError for an unknown type, with the closest known ones, and for a dense model.
+    """
     outer, inner = config.get("model_type"), text_of(config).get("model_type")
     names = (inner if inner is not None else outer,) if outer in base.AUTO_TEXT else (outer, inner)
     for name in names:
         for family in FAMILIES:
             if name in family.model_types:
+                if (dense := no_experts_in(config)) is not None:
+                    raise dense
                 return family
-    known = ", ".join(name for family in FAMILIES for name in family.model_types)
-    msg = f"config.json: model_type is {names[0]!r}, known are {known}; a new family is one file in collegium/models"
-    raise ConfigError(msg)
+    raise unknown_error(config, (name for family in FAMILIES for name in family.model_types))
 
 
 def moe_layers(config: Mapping[str, object]) -> tuple[int, ...]:
@@ -68,7 +71,7 @@ def describe(config: Mapping[str, object], layer: int | None = None) -> MoESpec:
     family = family_of(config)
     layers = family.moe_layers(config)
     if not layers:
-        raise ConfigError(f"config.json of model_type {config.get('model_type')!r}: no layer has routed experts")
+        raise dense_error(config, "no layer has routed experts")
     # what quantisation tables are asked about: a projection of expert 0, or the stack
     named = family.names.gate or family.names.up or family.names.stacked.gate_up
     path = named.format(layer=layers[0] if layer is None else layer, expert=0)
