@@ -3,6 +3,9 @@
 What needs torch is imported by the command that runs: help and mistakes of a command line do not wait for it.
 """
 
+from . import interrupts
+
+# isort: split
 import atexit
 import gc
 import os
@@ -396,9 +399,22 @@ def main() -> None:
     """Run the command; what the library or the machine refuses becomes one message and exit code 1."""
     _collect_rarely()
     show_anything()
+    with interrupts.one_interrupt():
+        try:
+            _run()
+        except BaseException as error:
+            # Half an import, or a pool of threads that is torn down, raises anything.
+            if interrupts.interrupted() or isinstance(error, KeyboardInterrupt | typer.Abort):
+                complain("Interrupted", interrupts.TEXT, code=interrupts.EXIT_CODE)
+            raise
+
+
+def _run() -> None:
     try:
         # What a command line lacks is told by the parser, in its own words, unless JSON is wanted.
         sys.exit(app(standalone_mode=False) if asks_json() else app())
+    except typer.Abort:
+        raise
     except _USAGE as error:
         complain("UsageError", error.format_message(), code=error.exit_code)
     except CollegiumError as error:

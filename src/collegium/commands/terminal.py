@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.text import Text
 
 from ..errors import InputError
+from ..interrupts import EXIT_CODE, interrupted
 from .printing import err, print_json
 
 __all__ = ["Report", "asks_json", "bar", "complain", "one_line", "prints", "show_anything"]
@@ -100,6 +101,8 @@ def bar(what: str) -> Generator[Callable[[int, int, str], None]]:
 
 def complain(kind: str, text: str, *, code: int = 1) -> NoReturn:
     """Say what went wrong, in one piece, and end with ``code``."""
+    if interrupted() and code != EXIT_CODE:
+        raise KeyboardInterrupt  # not an error: ``main`` reports the interrupt
     who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1" else ""
     try:
         if asks_json():
@@ -109,7 +112,7 @@ def complain(kind: str, text: str, *, code: int = 1) -> NoReturn:
         sys.stdout.flush()
     except OSError as error:  # nobody reads it, or the disk is full: Python would try again when it ends, and complain
         if asks_json() and error.errno != EPIPE:
-            err.print(Text(text), soft_wrap=True)
+            err.print(Text.assemble(who, (kind, "bold red"), ": ", text), soft_wrap=True)
         os._exit(code)
     sys.exit(code)
 
