@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ myst_heading_anchors = 4
 nitpicky = True
 
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["code.css"]
 html_title = f"Collegium {release}"
 html_copy_source = html_show_sourcelink = False
 
@@ -30,9 +34,13 @@ autoclass_content = "both"
 autodoc_default_options = {"members": True}
 autodoc_member_order = "groupwise"
 add_module_names = False
+python_maximum_signature_line_length = 88  # longer ones get a line for each parameter
 
 _LINK = re.compile(r"^( *)- \[([^\]]*)\]\(([^):#]+)\.md\)", re.M)
-_ARGUMENT = re.compile(r"((?:``)?[a-z_]\w*(?:``)?(?:(?:, | and )(?:``)?[a-z_]\w*(?:``)?)*): (?=\S)")
+_NAME = r"(?:``)?[a-z_]\w*(?:``)?"
+# An argument begins a sentence or a paragraph.
+_ARGUMENT = re.compile(rf"(?:(?<=[.;:)] )|^)({_NAME}(?:(?:, | and ){_NAME})*): (?=\S)")
+_AFTER = re.compile(r"(?<=[.;)] )(?=(?:Raises|Returns|Source|Shapes)\b)")
 
 
 def navigation() -> dict[str, list[tuple[str, list[str]]]]:
@@ -57,19 +65,53 @@ def add_navigation(_app: Any, page: str, text: list[str]) -> None:
         text[0] += f"\n\n```{{toctree}}\n:hidden:\n{title}\n" + "\n".join(pages) + "\n```\n"
 
 
-def list_arguments(_app: Any, _what: str, _name: str, _of: object, _options: Any, lines: list[str]) -> None:
-    """Make a list of the lines ``name: what it is``."""
+def list_arguments(_app: Any, _what: str, _name: str, of: object, _options: Any, lines: list[str]) -> None:
+    """Make a list of ``name: what it is``, wherever in a paragraph a sentence begins so."""
+    known = argument_names(of)
     made: list[str] = []
-    inside, before = False, ""
-    for line in lines:
-        begins = not before.strip() or before.rstrip().endswith((".", ":", ";"))
-        name = _ARGUMENT.match(line) if begins else None
-        if name:
-            made += [*([] if inside else [""]), f"* **{name[1].replace('``', '')}**: {line[name.end() :]}"]
-        else:
-            made.append(f"  {line.lstrip()}" if inside and line.strip() else line)
-        inside, before = bool(line.strip()) and (inside or name is not None), line
+    for paragraph in paragraphs(lines):
+        made += [*listed(paragraph, known), ""]
     lines[:] = made
+
+
+def argument_names(of: Any) -> set[str]:
+    """Return the parameters of a function or of a class's constructor, and the annotated attributes of a class."""
+    names = set[str](getattr(of, "__annotations__", {}))
+    with suppress(TypeError, ValueError):  # no function, or one without a signature
+        names |= set(inspect.signature(of).parameters)
+    return names
+
+
+def paragraphs(lines: list[str]) -> list[list[str]]:
+    """Split at blank lines."""
+    found: list[list[str]] = [[]]
+    for line in lines:
+        if line.strip():
+            found[-1].append(line)
+        elif found[-1]:
+            found.append([])
+    return [paragraph for paragraph in found if paragraph]
+
+
+def listed(paragraph: list[str], known: set[str]) -> list[str]:
+    """Return the lines of a paragraph, as a list from its first argument to its last."""
+    if paragraph[0][0].isspace() or paragraph[0].startswith(("* ", "- ", "..", ":")) or paragraph[-1].endswith("::"):
+        return paragraph
+    starts = {line.lstrip() for line in paragraph}
+    text, cuts = " ".join(line.strip() for line in paragraph), list[tuple[int, int, str]]()
+    for match in _ARGUMENT.finditer(text):
+        names = match[1].replace("``", "")
+        own_line = any(line.startswith(match[0]) for line in starts)
+        if own_line or known.issuperset(re.split(r", | and ", names)):
+            cuts.append((match.start(), match.end(), names))
+    if not cuts:
+        return paragraph
+    ends = [start for start, _, _ in cuts[1:]]
+    after = _AFTER.search(text, cuts[-1][1])
+    ends.append(after.start() if after else len(text))
+    items = [f"* **{names}**: {text[begin:end].strip()}" for (_, begin, names), end in zip(cuts, ends, strict=True)]
+    before = [text[: cuts[0][0]].strip(), ""] if text[: cuts[0][0]].strip() else []
+    return [*before, *items, *(["", text[after.start() :].strip()] if after else [])]
 
 
 def show_default(*signature: Any) -> tuple[str | None, str | None]:

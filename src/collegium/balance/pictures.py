@@ -18,7 +18,8 @@ def draw_load(figure: Any, trace: LoadTrace) -> None:
     figure.colorbar(shown, ax=axes, label="times an even share")
     every = max(1, len(trace.layers) // 16)
     axes.set_yticks(range(0, len(trace.layers), every), trace.layers[::every])
-    axes.set(xlabel="logical expert", title=f"{trace.model}: load of experts over {trace.counts.shape[0]} steps")
+    axes.set(xlabel="logical expert")
+    figure.suptitle(f"{trace.model}: load of experts over {trace.counts.shape[0]} steps", wrap=True)
 
 
 def draw_simulation(figure: Any, report: Simulation) -> None:
@@ -34,4 +35,4 @@ def draw_simulation(figure: Any, report: Simulation) -> None:
         axes.set(xlabel="replicas a layer", ylim=(0, 1.05), title=title)
     left.set(ylabel="balancedness (triangle: worst layer)")
     left.legend(loc="lower left")
-    figure.suptitle(f"{report.model} on {report.ranks} ranks, {report.policy}")
+    figure.suptitle(f"{report.model} on {report.ranks} ranks, {report.policy}", wrap=True)

@@ -43,7 +43,9 @@ def draw_bench(figure: Any, report: BenchReport) -> None:
         latency.plot(tokens, [1e6 * r.floor_seconds for r in rows], "--", color=color)
         roof.plot([r.intensity for r in rows], [r.teraflops for r in rows], "o", color=color)
     latency.set(xscale="log", yscale="log", xlabel="tokens", ylabel="microseconds a layer (dashed: floor)")
-    latency.set_title(f"{report.shape}, {report.routing} routing, {report.device}")
+    # Above both panels and wrapped: names of shapes and devices are longer than one panel.
+    figure.suptitle(f"{report.shape}, {report.routing} routing, {report.device}", wrap=True)
+    latency.set_title("latency")
     latency.legend()
     top = report.ceilings
     at = [min((r.intensity for r in report.rows), default=1.0) / 2, 4 * top.rate_8 / top.bandwidth]
