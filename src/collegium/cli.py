@@ -30,7 +30,9 @@ from .commands.options import (
     Steps,
     Trace,
     WholeModel,
+    WrittenFormat,
     ceilings_of,
+    complete_model,
     find_model,
     formats_of,
     numbers,
@@ -42,7 +44,7 @@ from .problem import Choice, Limits
 
 __all__ = ["app", "main"]
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, context_settings=HELP)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, context_settings=HELP)
 balance = typer.Typer(
     help="Load of experts: record it, see it, and simulate what moving experts would do.",
     no_args_is_help=True,
@@ -71,7 +73,9 @@ def options(
 @app.command()
 @prints(printing.print_demo)
 def demo(
-    model: Annotated[str, typer.Option(help="Folder or id of a model; the shipped one when left out.")] = SHIPPED,
+    model: Annotated[
+        str, typer.Option(autocompletion=complete_model, help="Folder or id of a model; the shipped one when left out.")
+    ] = SHIPPED,
     device: Device = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens written in each format.")] = 32,
     download: Download = False,
@@ -96,7 +100,10 @@ def generate(
         float, typer.Option(min=1.0, help="Repetition penalty: divides the logits of tokens already there; 1 is off.")
     ] = 1.0,
     adapter: Annotated[
-        str | None, typer.Option(help="Folder or id of a LoRA adapter of PEFT, merged as it is read.")
+        str | None,
+        typer.Option(
+            autocompletion=complete_model, help="Folder or id of a LoRA adapter of PEFT, merged as it is read."
+        ),
     ] = None,
     weight_format: Format = None,
     kernel: Kernel = None,
@@ -281,7 +288,7 @@ def tune(
 @prints(printing.print_conversion)
 def quantize(
     model: Model,
-    to: Annotated[str, typer.Option(help="Weight format of the experts to write.")],
+    to: WrittenFormat,
     target: Annotated[str | None, typer.Option("--out", help="New folder; MODEL-FORMAT when left out.")] = None,
     download: Download = False,
 ) -> Report:
@@ -412,7 +419,7 @@ def main() -> None:
 def _run() -> None:
     try:
         # What a command line lacks is told by the parser, in its own words, unless JSON is wanted.
-        sys.exit(app(standalone_mode=False) if asks_json() else app())
+        sys.exit(app(prog_name="collegium", standalone_mode=not asks_json()))
     except typer.Abort:
         raise
     except _USAGE as error:

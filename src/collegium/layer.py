@@ -8,12 +8,8 @@ import operator
 import sys
 from collections.abc import Callable, Hashable
 from dataclasses import replace
-<<<<<<< HEAD
-from functools import partial
-from math import prod
-=======
 from functools import cache, partial
->>>>>>> c40b61a (cli: start in half the CPU time, profile the phases of generate)
+from math import prod
 from typing import Any
 
 import torch
@@ -36,7 +32,7 @@ from .planning import Plan, dispatcher_named, kernel_named, plan as planned, str
 from .problem import Choice
 from .runtime.devices import plain_torch
 from .runtime.memory import Memory, OwnMemory, Workspaces, captured, memory_map, part, shared_workspaces
-from .runtime.packed_module import PackedModule, check_given, held_bytes
+from .runtime.packed_module import PackedModule, check_given, held_bytes, refuse_backward
 from .runtime.replay import Replay
 from .runtime.side import on_the_side
 from .runtime.warming import compile_batches, run_every_way, sizes_for
@@ -271,10 +267,11 @@ class MoELayer(PackedModule):
         """
         given = router_logits, routing, token_ids, router_input
         if not torch.compiler.is_compiling():
-            return _unseen(self._eager, x, given, out)
+            # The compiler takes a second to import; a process that has not done so compiles nothing.
+            call: Any = _uncompiled_call() if "torch._dynamo" in sys.modules else operator.call
+            return call(self._eager, x, given, out)
         inputs = self._inputs(x, *given)
         out = output_for(x, out)
-<<<<<<< HEAD
         torch.ops.collegium.moe_layer(*inputs, self.handle, out.view(-1, self.spec.hidden_size))
         return out
 
@@ -286,15 +283,7 @@ class MoELayer(PackedModule):
             self._refused(x, given, error)
             raise
         self.compute(*inputs, out.view(-1, self.spec.hidden_size))
-=======
-        if torch.compiler.is_compiling():
-            torch.ops.collegium.moe_layer(*inputs, self.handle, out.view(-1, self.spec.hidden_size))
-        else:
-            # The compiler takes a second to import; a process that has not done so compiles nothing.
-            call = _uncompiled_call() if "torch._dynamo" in sys.modules else operator.call
-            call(self.compute, *inputs, out.view(-1, self.spec.hidden_size))
->>>>>>> c40b61a (cli: start in half the CPU time, profile the phases of generate)
-        return out
+        return refuse_backward(self.training, out)
 
     def route(
         self,
@@ -350,7 +339,7 @@ class MoELayer(PackedModule):
         self._capturing()
         with in_full(x.device):
             more = {"expected": expected, "after_expert": self.after_expert, "merged": self.plan.merged}
-            call = _uncompiled_call() if "torch._dynamo" in sys.modules else operator.call
+            call: Any = _uncompiled_call() if "torch._dynamo" in sys.modules else operator.call
             call(run_batched, self.experts, x, counts, out, **more)
         return out
 

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from .errors import CheckpointError, InputError, MissingExtraError
 
-__all__ = ["SHIPPED", "locate", "missing_files", "shipped_model"]
+__all__ = ["SHIPPED", "cached_ids", "locate", "missing_files", "shipped_model"]
 
 SHIPPED = "fables-16m"
 _LOG = logging.getLogger(__name__)
@@ -81,6 +81,15 @@ def locate(
     if match is not None:
         _report_shadowed(match[1], match[2], download)
     return path
+
+
+def cached_ids() -> list[str]:
+    """Return the ids of the models in the Hugging Face cache, complete or not; [] without huggingface_hub."""
+    try:
+        folders = Path(_constants().HF_HUB_CACHE).expanduser().glob("models--*--*")
+        return sorted(folder.name.removeprefix("models--").replace("--", "/", 1) for folder in folders)
+    except (MissingExtraError, OSError):
+        return []
 
 
 def missing_files(folder: Path) -> list[str]:

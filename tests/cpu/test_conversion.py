@@ -20,7 +20,7 @@ from collegium import cli, load_layer
 from collegium.checkpoint import Checkpoint, CheckpointLayer, audit, load_experts, writer
 from collegium.commands.quantize import quantize_model
 from collegium.errors import CheckpointError, ConfigError, InputError, SpecError
-from collegium.formats import NvFp4, by_name
+from collegium.formats import FORMATS, NvFp4, by_name
 from collegium.models import moe_layers
 from collegium.parallel.placement import linear
 from collegium.testing.compare import heavy_tailed
@@ -474,3 +474,11 @@ def test_the_command_reports_errors_and_files(tmp_path) -> None:
     assert shown.exit_code == 0
     assert "worst expert" in shown.stdout
     assert audit(Checkpoint.open(tmp_path / "model-mxfp4-bf16")).layers[0].stored.name == "bf16"
+
+
+def test_unknown_targets_list_what_is_written(tmp_path: Path) -> None:
+    with pytest.raises(SpecError) as caught:
+        quantize_model(str(SHIPPED), "mxpf4", str(tmp_path / "out"))
+    listed = str(caught.value).partition("allowed: ")[2].partition(";")[0].split(", ")
+    assert listed == [form.name for form in FORMATS if not form.read_only]
+    assert str(caught.value).endswith("mxfp4, mxfp8")

@@ -249,3 +249,32 @@ def test_a_routing_that_is_a_tuple_and_a_rule_that_returns_one_tensor_are_refuse
     made.choose = lambda x, logits, top_k: (chosen.topk_ids, torch.ones(6, 2, device="meta"))
     with pytest.raises(InputError, match="topk_weights: found on meta, allowed: cpu, where topk_ids are"):
         made(X)
+
+
+def test_backward_in_training_mode_is_ours() -> None:
+    made = layer()
+    plain = made(X, routing=(chosen := routing()))
+    assert not made.training
+    assert not plain.requires_grad
+    made.train()
+    trained = made(X, routing=chosen)
+    assert torch.equal(trained.detach(), plain)
+    with pytest.raises(InputError, match="inference only"):
+        trained.sum().backward()
+    with torch.no_grad():
+        assert not made(X, routing=chosen).requires_grad
+    assert not made.eval()(X, routing=chosen).requires_grad
+
+
+def test_backward_of_a_whole_model_is_ours() -> None:
+    from collegium.integrations.transformers import load_model
+
+    model, ids = load_model(SHIPPED, device="cpu"), torch.arange(9)[None]
+    before = model(ids).logits
+    model.train()
+    out = model(ids, labels=ids)
+    assert torch.equal(out.logits.detach(), before)
+    for loss in (out.loss, out.logits.sum(), model(ids, return_dict=False)[0].sum()):
+        with pytest.raises(InputError, match="inference only"):
+            loss.backward()
+    assert not model.eval()(ids).logits.requires_grad

@@ -8,15 +8,18 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from ..errors import InputError
-from ..locate import locate
+from ..locate import SHIPPED, cached_ids, locate
 from .terminal import asks_json
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from .measure import Ceilings
 
 __all__ = [
     "ACTIVATIONS", "FORMATS", "HELP", "KERNELS", "Activations", "Device", "Download", "Format", "Kernel", "Model",
-    "ShapeOrModel", "Steps", "Trace", "WholeModel", "ceilings_of", "find_model", "formats_of", "numbers",
+    "ShapeOrModel", "Steps", "Trace", "WholeModel", "WrittenFormat", "ceilings_of",
+    "complete_model", "find_model", "formats_of", "numbers",
 ]  # fmt: skip
 
 HELP = {"help_option_names": ["-h", "--help"]}
@@ -28,25 +31,67 @@ ACTIVATIONS = (
     "nvfp4_static"
 )
 KERNELS = "triton_fp8, triton_w4a8, triton_w4a16, triton_w8a16, triton_bf16, cpu_fused, cpu_grouped or reference"
-Device = Annotated[str | None, typer.Option(help="cpu or cuda; the best device of this machine when left out.")]
-Format = Annotated[str | None, typer.Option("--format", help=f"Encode the experts into this format first: {FORMATS}.")]
-Kernel = Annotated[str | None, typer.Option(help=f"Force this experts kernel; it runs or refuses: {KERNELS}.")]
-Activations = Annotated[str | None, typer.Option(help=f"Force this activation format: {ACTIVATIONS}.")]
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """Return the names of models that begin so: the shipped one and those in the Hugging Face cache."""
+    return [name for name in (SHIPPED, *cached_ids()) if name.startswith(incomplete)]
+
+
+def _complete(values: str) -> Callable[[str], list[str]]:
+    """Return what completes one of ``values``, a list as in a help text."""
+    names = values.replace(" or ", ", ").split(", ")
+
+    def complete(incomplete: str) -> list[str]:
+        return [name for name in names if name.startswith(incomplete)]
+
+    return complete
+
+
+Device = Annotated[
+    str | None,
+    typer.Option(
+        autocompletion=_complete("cpu, cuda"), help="cpu or cuda; the best device of this machine when left out."
+    ),
+]
+Format = Annotated[
+    str | None,
+    typer.Option(
+        "--format", autocompletion=_complete(FORMATS), help=f"Encode the experts into this format first: {FORMATS}."
+    ),
+]
+WrittenFormat = Annotated[
+    str, typer.Option(autocompletion=_complete(FORMATS), help=f"Weight format of the experts to write: {FORMATS}.")
+]
+Kernel = Annotated[
+    str | None,
+    typer.Option(autocompletion=_complete(KERNELS), help=f"Force this experts kernel; it runs or refuses: {KERNELS}."),
+]
+Activations = Annotated[
+    str | None,
+    typer.Option(autocompletion=_complete(ACTIVATIONS), help=f"Force this activation format: {ACTIVATIONS}."),
+]
 NAMES_A_MODEL = (
     "Folder with config.json and safetensors files, fables-16m for the shipped model, or the id of a model in "
     "the Hugging Face cache, org/name or org/name@revision. An existing folder wins."
 )
-Model = Annotated[str, typer.Argument(help=NAMES_A_MODEL)]
+Model = Annotated[str, typer.Argument(help=NAMES_A_MODEL, autocompletion=complete_model)]
 Download = Annotated[
     bool, typer.Option("--download", help="Download what the Hugging Face cache lacks: safetensors, JSON, tokenizer.")
 ]
 ShapeOrModel = Annotated[
     str,
-    typer.Argument(help="dsv3, v4_flash, gptoss120b, qwen3_30b, HxIxExK, or a model's folder, name or id."),
+    typer.Argument(
+        autocompletion=complete_model,
+        help="dsv3, v4_flash, gptoss120b, qwen3_30b, HxIxExK, or a model's folder, name or id.",
+    ),
 ]
 WholeModel = Annotated[
     str,
-    typer.Argument(help="qwen3_30b, gpt_oss_20b, or the folder, name or id of a model transformers knows."),
+    typer.Argument(
+        autocompletion=complete_model,
+        help="qwen3_30b, gpt_oss_20b, or the folder, name or id of a model transformers knows.",
+    ),
 ]
 Trace = Annotated[str, typer.Argument(help="File that `collegium balance record` wrote.")]
 Steps = Annotated[int | None, typer.Option(min=2, help="Stop after so many steps.")]

@@ -129,7 +129,7 @@ def quantize_model(
 
 def _job(checkpoint: Checkpoint, weight_format: str) -> Job:
     """Choose the published storage of ``weight_format`` for this family; InputError lists the formats that have one."""
-    target, index = by_name(weight_format), index_of(checkpoint)
+    target, index = by_name(weight_format, to_write=True), index_of(checkpoint)
     names, spec, apart = index.names, describe(checkpoint.config), experts_apart(checkpoint.config)
     storages = _storages(names, apart=apart)
     sizes = (spec.expert_hidden_size, spec.intermediate_size)

@@ -40,6 +40,7 @@ FORMATS: tuple[type[Payload], ...] = (
 )
 
 
-def by_name(name: str) -> type[Payload]:
-    """Return the format called ``name``; SpecError lists all names."""
-    return named(FORMATS, name, f"weight format {name!r} is not known, allowed: ")
+def by_name(name: str, *, to_write: bool = False) -> type[Payload]:
+    """Return the format called ``name``; SpecError lists all names, or with ``to_write`` those that are written."""
+    known = [form for form in FORMATS if form.name == name or not (to_write and form.read_only)]
+    return named(known, name, f"weight format {name!r} is not known, allowed: ")

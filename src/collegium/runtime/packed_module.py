@@ -14,7 +14,7 @@ from ..errors import InputError
 from .compiled import announce
 from .pickling import WithTensors
 
-__all__ = ["PackedModule", "check_given", "held_bytes", "refuse_gradient"]
+__all__ = ["PackedModule", "check_given", "held_bytes", "refuse_backward", "refuse_gradient"]
 
 _NO_STATE = (
     "a packed layer has no state_dict: its weights are laid out for one kernel. Keep the checkpoint it was loaded from "
@@ -31,6 +31,11 @@ class PackedModule(nn.Module):
 
     handle: Tensor
     packed_names: ClassVar[tuple[str, ...]] = ()  # attributes that hold the packed tensors
+
+    def __init__(self) -> None:
+        """Start in evaluation mode; after ``train()`` a backward pass through the module raises InputError."""
+        super().__init__()
+        self.training = False
 
     @property
     def input_dtype(self) -> torch.dtype:
@@ -107,6 +112,32 @@ def check_given(device: torch.device, **given: object) -> None:
             )
         if tensor.requires_grad:
             refuse_gradient(**{name: tensor})
+
+
+class _RefusedBackward(torch.autograd.Function):
+    """The identity, without a backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, _anchor: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> NoReturn:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise InputError(
+            "inference only: backward() through packed experts, which have no gradient; call eval() and "
+            "torch.no_grad(), and train with the experts of transformers or torch"
+        )
+
+
+def refuse_backward(training: bool, rows: Tensor) -> Tensor:
+    """Return ``rows``; of a module in training mode such that a backward pass through them raises InputError.
+
+    Without it a loss of frozen weights fails with torch's error about tensors without ``grad_fn``.
+    """
+    if not training or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return rows
+    anchor = torch.empty(0, requires_grad=True)
+    return cast("Tensor", _RefusedBackward.apply(rows, anchor))
 
 
 def refuse_gradient(**given: Tensor | None) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ...errors import InputError
 from ...layer import MoELayer
+from ...runtime.packed_module import refuse_backward
 from .blocks import blocks_of
 from .modules import experts_modules
 from .plugin import NAME, layers_of
@@ -63,6 +64,7 @@ def seal(model: Any, path: object) -> None:
             module._apply = partial(_stay, module, model.dtype, model.device)  # type: ignore[assignment]
             module.register_state_dict_post_hook(_name_packed)
             module.register_load_state_dict_pre_hook(_refuse_others)
+    model.register_forward_hook(_refuse_training)
     for experts in experts_modules(model).values():
         experts.register_forward_pre_hook(_refuse_other_ways)
     if blocks_of(model):
@@ -105,6 +107,23 @@ def _numbers(layer: MoELayer) -> int:
     if latent is not None:
         others += [latent.down, latent.up, latent.norm]
     return total + sum(tensor.numel() for tensor in others if tensor is not None)
+
+
+def _refuse_training(model: nn.Module, _: object, output: Any) -> Any:
+    """Let a backward pass through a model in training mode raise InputError: every weight is frozen."""
+    if not model.training:
+        return output
+    if isinstance(output, tuple):
+        return tuple(_without_backward(value) for value in output)
+    for name in ("loss", "logits") if isinstance(output, dict) else ():
+        if output.get(name) is not None:
+            output[name] = _without_backward(output[name])
+    return output
+
+
+def _without_backward(value: Any) -> Any:
+    floats = isinstance(value, Tensor) and value.is_floating_point()
+    return refuse_backward(True, value) if floats and not value.requires_grad else value
 
 
 def _packed(module: nn.Module) -> dict[str, nn.Parameter]:
