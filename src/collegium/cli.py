@@ -117,7 +117,8 @@ def generate(
     """
     from .runtime.early import start_context
 
-    start_context(device)  # before transformers is imported, which takes as long
+    if "RANK" not in os.environ:  # ranks of torchrun choose their device later
+        start_context(device)  # while transformers is imported
     from .commands.generate import Writer, check_writable, prompt_limits
     from .integrations.transformers import layers_of, load_model
     from .parallel.torchrun import joined

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 from ..errors import InputError
 from ..locate import SHIPPED, cached_ids, locate
-from .terminal import asks_json
+from .terminal import shows_progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -102,8 +101,7 @@ def find_model(name: str, download: bool, *, weights: bool = True) -> str:
 
     weights: False for commands that read config.json alone. Progress bars are shown by one process, without ``--json``.
     """
-    show = not asks_json() and os.environ.get("RANK", "0") == "0"
-    return str(locate(name, download=download, weights=weights, progress=show))
+    return str(locate(name, download=download, weights=weights, progress=shows_progress()))
 
 
 def numbers(option: str, text: str, kind: type[N], *, least: int | None = None) -> list[N]:

@@ -19,7 +19,7 @@ from ..errors import InputError
 from ..interrupts import EXIT_CODE, interrupted
 from .printing import err, print_json
 
-__all__ = ["Report", "asks_json", "bar", "complain", "one_line", "prints", "show_anything"]
+__all__ = ["Report", "asks_json", "bar", "complain", "one_line", "prints", "show_anything", "shows_progress"]
 
 _JSON = typer.Option("--json", help="Print one JSON object instead of tables.")
 
@@ -27,6 +27,11 @@ _JSON = typer.Option("--json", help="Print one JSON object instead of tables.")
 def asks_json() -> bool:
     """Return whether the command line asks for JSON, so that what is wrong with it is said in JSON too."""
     return "--json" in sys.argv[1:]
+
+
+def shows_progress() -> bool:
+    """Return whether this process shows how far a download is: not with ``--json``, and one of several ranks."""
+    return not asks_json() and os.environ.get("RANK", "0") == "0"
 
 
 def show_anything() -> None:

@@ -27,8 +27,8 @@ from .unknown import dense_error, no_experts_in, unknown_error
 
 __all__ = [
     "FAMILIES", "NESTED", "PREFIXES", "Declared", "Family", "Names", "StackedNames", "declared_format", "dense_error",
-    "describe", "experts_apart", "family_of", "method_of", "mixed_algorithms", "moe_layers", "quantization_block",
-    "text_of", "without_quantization",
+    "describe", "experts_apart", "family_of", "method_of", "mixed_algorithms", "moe_layers", "no_experts_in",
+    "quantization_block", "text_of", "unknown_error", "without_quantization",
 ]  # fmt: skip
 
 FAMILIES: tuple[Family, ...] = (

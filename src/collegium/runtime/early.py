@@ -1,6 +1,5 @@
 """Start the GPU while Python is still importing packages."""
 
-import os
 from contextlib import suppress
 from threading import Thread
 
@@ -12,10 +11,10 @@ __all__ = ["start_context"]
 def start_context(device: str | None) -> Thread | None:
     """Create the CUDA context and the cuBLAS handle in a thread; return it, or None where there is nothing to start.
 
-    Both take about a second each outside the interpreter lock, as long as transformers takes to import. device: as
-    ``probe`` takes it. Ranks of torchrun choose their device later and start it then.
+    The driver does both outside the interpreter lock, while the caller imports transformers. device: as ``probe``
+    takes it.
     """
-    if "RANK" in os.environ or not torch.cuda.is_available() or not (device or "cuda").startswith("cuda"):
+    if not torch.cuda.is_available() or not (device or "cuda").startswith("cuda"):
         return None
     # Not a daemon: a process must not end inside the driver.
     thread = Thread(target=_create, args=(device or "cuda",), name="collegium-cuda-context")
