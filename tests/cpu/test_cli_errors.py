@@ -248,9 +248,9 @@ def test_what_the_machine_refuses_is_one_message(error, text, said, monkeypatch)
         ("--json >&-", 0, ""),
         ("--kernel nothing >&-", 1, "PlanError: kernel 'nothing' was forced"),
         ("--kernel nothing 2>&-", 1, ""),
-        ("--kernel nothing --json >/dev/full", 1, "kernel 'nothing' was forced"),
+        ("--kernel nothing --json >/dev/full", 1, "PlanError: kernel 'nothing' was forced"),
         (">/dev/full", 1, "OSError: [Errno 28]"),
-        ("--json >/dev/full", 1, "[Errno 28]"),
+        ("--json >/dev/full", 1, "OSError: [Errno 28]"),
     ],
 )
 @pytest.mark.parametrize("at_once", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
@@ -97,11 +98,12 @@ Steps = Annotated[int | None, typer.Option(min=2, help="Stop after so many steps
 
 
 def find_model(name: str, download: bool, *, weights: bool = True) -> str:
-    """Return the folder or file of a model, as ``locate`` finds it.
+    """Return the folder or file of a model, as ``locate`` finds it; a path as it was typed.
 
     weights: False for commands that read config.json alone. Progress bars are shown by one process, without ``--json``.
     """
-    return str(locate(name, download=download, weights=weights, progress=shows_progress()))
+    found = locate(name, download=download, weights=weights, progress=shows_progress())
+    return name if found == Path(name) else str(found)
 
 
 def numbers(option: str, text: str, kind: type[N], *, least: int | None = None) -> list[N]:
