@@ -136,20 +136,27 @@ def _wrong_count(layer: CheckpointLayer, held: int) -> ConfigError:
     )
 
 
-def _bias_shapes(layer: CheckpointLayer) -> list[tuple[str, tuple[int, int]]]:
-    """Return name and shape of every expert bias the layer needs."""
+def _bias_shapes(layer: CheckpointLayer) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """Return name, shape and experts of every expert bias the layer needs."""
     spec = layer.spec
     if not spec.expert_bias:
         return []
-    *upper, down = bias_names(layer.names, layer.number)
+    *upper, down = bias_names(layer.names, layer.number, stacked=layer.stored.stacked)
     wide = spec.gate_up_parts * spec.intermediate_size // len(upper)
     widths = {**dict.fromkeys(upper, wide), down: spec.expert_hidden_size}
-    return [(name, (spec.num_experts, width)) for name, width in widths.items()]
+    every = tuple(range(spec.num_experts))
+    found: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
+    for name, width in widths.items():
+        if "{expert}" in name:
+            found += [(name.replace("{expert}", str(expert)), (width,), (expert,)) for expert in every]
+        else:
+            found.append((name, (spec.num_experts, width), every))
+    return found
 
 
 def _check_biases(layer: CheckpointLayer) -> Iterator[CheckpointError]:
     where = f"layer {layer.number}"
-    for name, shape in _bias_shapes(layer):
+    for name, shape, _ in _bias_shapes(layer):
         if name not in layer.checkpoint:
             yield MissingTensorError(f"{where}: {name} missing; {layer.index.family.name} experts have biases")
             continue
@@ -174,7 +181,7 @@ def _check_experts(layer: CheckpointLayer) -> Iterator[CheckpointError]:
         yield MissingTensorError(f"{where}, expert {expert}: no tensor at all; {held}")
     dtypes: dict[tuple[bool, str], dict[str, str]] = defaultdict(dict)
     for expert, source in layer.sources():
-        if expert not in present:
+        if expert not in present or (layer.names.fused and source.label.endswith("up")):  # asked for with the gate
             continue
         yield from parts_problems(checkpoint, source, layer.stored)
         for part in layer.stored.layout.parts:
@@ -191,8 +198,10 @@ def _check_experts(layer: CheckpointLayer) -> Iterator[CheckpointError]:
 def _check_suffixes(layer: CheckpointLayer) -> Iterator[CheckpointError]:
     found, stored, where = layer.found, layer.stored, f"layer {layer.number}"
     known = {part.suffix for part in stored.layout.parts} | set(ACTIVATION_SCALES)
-    stack_known = known | ({"_bias"} if layer.spec.expert_bias else set())
-    groups = [(group, known) for group in found.single.values()]
+    biased = layer.spec.expert_bias
+    stack_known = known | ({"_bias"} if biased else set())
+    single_known = known | ({".bias"} if biased and layer.names.biases is None else set())
+    groups = [(group, single_known) for group in found.single.values()]
     groups += [(group, stack_known) for group in found.stack.values()]
     for group, allowed in groups:
         for suffix, info in group.items():
@@ -225,8 +234,8 @@ def _check_values(layer: CheckpointLayer, remarks: Remarks) -> tuple[list[Checkp
         elif source.label.endswith("up") and first is not None and scale is not None:
             unequal += int(not torch.equal(scale, first.tensors()["global_scale"]))
     experts = layer.spec.num_experts
-    for name, _ in _bias_shapes(layer):
-        problems += bad_bias(layer, name, layer.checkpoint.read(name), range(experts))
+    for name, shape, ids in _bias_shapes(layer):
+        problems += bad_bias(layer, name, layer.checkpoint.read(name).reshape(len(ids), shape[-1]), ids)
     if unequal:
         findings.append(
             f"layer {layer.number}: gate and up of {unequal} of {experts} experts have different global scales; "

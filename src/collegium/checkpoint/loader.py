@@ -62,8 +62,10 @@ def load_experts(
         raise InputError(f"placement has experts {beyond[:8]}, allowed are 0 to {spec.num_experts - 1}")
     refuse(layer.checkpoint, check_layer(layer))
     block = math.lcm(*(p.rows_per for p in stored.layout.parts if p.required and p.rows_per))
-    if stored.stacked and layer.names.stacked.up is None and spec.gate_up_parts == 2 and spec.intermediate_size % block:
-        meet = f"stacked gate and up meet at row {spec.intermediate_size}"
+    joined = layer.names.stacked.up is None if stored.stacked else layer.names.fused
+    halves = joined and spec.gate_up_parts == 2 and not layer.names.stacked.interleaved
+    if halves and spec.intermediate_size % block:
+        meet = f"gate and up in one matrix meet at row {spec.intermediate_size}"
         raise TensorMismatchError(f"{meet}, which is inside a scale block of {block} rows")
     local, room = _local_range(layer, placement, pad=pad)
     made, problems = _fill(layer, placement, local, room, device)
@@ -129,8 +131,11 @@ def _local_range(layer: CheckpointLayer, placement: Placement, *, pad: bool) -> 
     return (placement.tp_rank * width, (placement.tp_rank + 1) * width), width
 
 
-def _rows(checkpoint: Checkpoint, name: str, ids: tuple[int, ...]) -> Tensor:
-    """Read the rows ``ids`` of a tensor, and no others."""
+def _bias_rows(checkpoint: Checkpoint, name: str, ids: tuple[int, ...]) -> Tensor:
+    """Read the biases ``[len(ids), N]`` of some experts: rows of one tensor, or a tensor each, and no others."""
+    if "{expert}" in name:
+        names = [name.replace("{expert}", str(expert)) for expert in ids or (0,)]
+        return torch.stack([checkpoint.read(one) for one in names])[: len(ids)]
     read = [checkpoint.read_slice(name, (slice(i, i + 1),)) for i in ids]
     return torch.cat(read) if read else checkpoint.read_slice(name, (slice(0, 0),))
 
@@ -141,12 +146,13 @@ def _biases(
     """Return the biases by their names in ``ExpertWeights``; what is wrong with them is added to ``problems``."""
     ids = placement.expert_ids + placement.expert_ids[:1] * placement.spare
     tensors: list[Tensor] = []
-    for name in bias_names(layer.names, layer.number):
-        tensors.append(_rows(layer.checkpoint, name, ids))
+    for name in bias_names(layer.names, layer.number, stacked=layer.stored.stacked):
+        tensors.append(_bias_rows(layer.checkpoint, name, ids))
         problems += bad_bias(layer, name, tensors[-1], ids)
     *upper, down = tensors
     both, parts = upper[0] if len(upper) == 1 else torch.cat(upper, dim=-1), layer.spec.gate_up_parts
-    order = both.unflatten(-1, (-1, parts)).mT if layer.names.stacked.interleaved else both.unflatten(-1, (parts, -1))
+    alternate = layer.names.stacked.interleaved and len(upper) == 1
+    order = both.unflatten(-1, (-1, parts)).mT if alternate else both.unflatten(-1, (parts, -1))
     own = order[..., local[0] : local[1]]
     gate_up = functional.pad(own, (0, room - own.shape[-1])).contiguous()
     return {"gate_up_bias": gate_up, "down_bias": torch.zeros_like(down) if placement.tp_rank else down}

@@ -122,6 +122,12 @@ def _job(checkpoint: Checkpoint, weight_format: str) -> Job:
     """
     names, spec, target = index_of(checkpoint).names, describe(checkpoint.config), by_name(weight_format)
     apart, stacked = experts_apart(checkpoint.config), names.up is None
+    if names.fused:
+        raise InputError(
+            f"{weight_format}: the checkpoint holds gate and up of an expert in one module ({names.gate}), which is "
+            "read but not written; allowed are stacks and three modules an expert. Save the model with transformers "
+            "first, which stacks the experts"
+        )
     known = {*CONFIG_NAMES, *COMPRESSED, "fp8_block", "mxfp8"}
     wanted = ("plain", "gpt-oss") if stacked else ("plain", "finegrained-fp8", "minimax-m3", "compressed-tensors")
     if apart:

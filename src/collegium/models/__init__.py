@@ -14,12 +14,13 @@ from . import (  # isort: skip
     granitemoe, hunyuan, hy_v3, jamba, kimi_linear, llama4, mimo_v2, minimax, minimax_m2, minimax_m3, mixtral,
     nemotron_h, olmoe, phimoe, qwen2_moe, qwen3_moe, step3, step3p7,
 )  # fmt: skip
-from .base import PREFIXES, Family, Names, StackedNames, text_of
+from .base import PREFIXES, Family, Names, StackedNames, is_wrapped, text_of
 from .quantization import Declared, declared_format, experts_apart, mixed_algorithms
+from .spellings import unpacked
 
 __all__ = [
     "FAMILIES", "PREFIXES", "Declared", "Family", "Names", "StackedNames", "declared_format", "describe",
-    "experts_apart", "family_of", "mixed_algorithms", "moe_layers", "text_of",
+    "experts_apart", "family_of", "is_wrapped", "mixed_algorithms", "moe_layers", "text_of", "unpacked",
 ]  # fmt: skip
 
 FAMILIES: tuple[Family, ...] = (
