@@ -20,7 +20,7 @@ from torch import distributed
 from ..checkpoint.loader import load_experts
 from ..checkpoint.opened import CheckpointLayer
 from ..checkpoint.reader import Checkpoint
-from ..encoding import encode_experts
+from ..encoding import encoded
 from ..errors import InputError, RankError
 from ..parallel.doors import Door, is_gone, own_door, store_behind
 from ..parallel.meeting import meeting_of, timeout_seconds
@@ -69,7 +69,7 @@ def reader_of(
     def read(layer: Any, ids: tuple[int, ...]) -> ExpertWeights[Any]:
         opened = CheckpointLayer.open(checkpoint, layer)
         weights = load_experts(opened, Placement(expert_ids=ids), device=device)
-        return weights if weight_format in (None, weights.down.name) else encode_experts(weights, weight_format)
+        return encoded(weights, weight_format)
 
     return read
 

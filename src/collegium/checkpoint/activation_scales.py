@@ -37,11 +37,12 @@ class ActivationScales:
     unequal: list[str] = field(default_factory=list)
     problems: list[CheckpointError] = field(default_factory=list)
 
-    def findings(self, where: str, stored: StoredFormat) -> list[str]:
+    def findings(self, where: str, stored: tuple[StoredFormat, StoredFormat]) -> list[str]:
         """Return what to say of scales that are there; the first sentence is the same for every layer."""
         if not self.gate_up + self.down:
             return []
-        name = _OF.get(stored.name)
+        names = [_OF.get(form.name) for form in stored]
+        name = None if None in names else names[0]
         use = "no activation format uses" if name is None else f"--activations {name} uses, the largest of a layer"
         said = [f"the experts have static activation scales, which {use}; without it rows find their own"]
         if self.unequal:
@@ -51,8 +52,10 @@ class ActivationScales:
         return said
 
 
-def activation_scales(checkpoint: Checkpoint, sources: Iterable[Source], stored: StoredFormat) -> ActivationScales:
-    """Read the scales of ``sources``: one for a matrix, or those of a stack."""
+def activation_scales(
+    checkpoint: Checkpoint, sources: Iterable[Source], stored: tuple[StoredFormat, StoredFormat]
+) -> ActivationScales:
+    """Read the scales of ``sources``: one for a matrix, or those of a stack. stored: of gate and up, and of down."""
     found, seen, gate = ActivationScales(), dict[str, Tensor](), 0.0
     for source in sources:
         which = source.label.rpartition(" ")[2]
@@ -71,7 +74,7 @@ def activation_scales(checkpoint: Checkpoint, sources: Iterable[Source], stored:
         (found.down if which == "down" else found.gate_up).append(own)
         if which == "up" and gate and abs(own - gate) > _AGREE * max(own, gate):
             found.unequal.append(source.label)
-            if stored.storage == "compressed-tensors":
+            if stored[0].storage == "compressed-tensors":
                 said = f"{source.label}: {name} is {own:g}, that of gate is {gate:g}; they share one input"
                 found.problems.append(BadScaleError(said))
         gate = own if which == "gate" else 0.0
@@ -79,7 +82,7 @@ def activation_scales(checkpoint: Checkpoint, sources: Iterable[Source], stored:
 
 
 def input_reach(
-    checkpoint: Checkpoint, sources: Iterable[Source], stored: StoredFormat, activations: str
+    checkpoint: Checkpoint, sources: Iterable[Source], stored: tuple[StoredFormat, StoredFormat], activations: str
 ) -> tuple[float, float] | None:
     """Return ``ExpertWeights.input_reach`` of all ``sources`` for a static format ``activations``; None for others.
 
@@ -89,9 +92,15 @@ def input_reach(
         return None
     sources = list(sources)
     asked = f"activation format {activations} was asked for"
-    name, instead = _OF.get(stored.name), "take fp8_token or nvfp4, which find the scales of each row"
-    if name is None:
-        which = f"{sources[0].label} is {stored.name}, whose checkpoints have no static scales of activations"
+    names, instead = (
+        [_OF.get(form.name) for form in stored],
+        "take fp8_token or nvfp4, which find the scales of each row",
+    )
+    lacking = [form.name for form, name in zip(stored, names, strict=True) if name is None]
+    if lacking:
+        which = f"{sources[0].label} is {lacking[0]}, whose checkpoints have no static scales of activations"
+        if len(lacking) == 1 and stored[0].name != stored[1].name:
+            which = f"one of its projections is {lacking[0]}, whose checkpoints have no static scales of activations"
         raise InputError(f"{asked}: {which}, allowed: {', '.join(_OF)}; {instead}")
     found = activation_scales(checkpoint, sources, stored)
     refuse(checkpoint, found.problems)
@@ -100,5 +109,5 @@ def input_reach(
             f"{asked}: {found.missing[0]} has no {ACTIVATION_SCALES[0]}, and {len(found.missing) - 1} more of "
             f"{len(sources)} have none; all need one; {instead}"
         )
-    most = activation_format(name).most
-    return max(found.gate_up) * most, max(found.down) * most
+    first, second = (activation_format(str(name)).most for name in names)
+    return max(found.gate_up) * first, max(found.down) * second

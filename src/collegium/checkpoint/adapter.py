@@ -89,7 +89,7 @@ def with_adapter(checkpoint: Checkpoint, adapter: str | os.PathLike[str]) -> Che
         layer = opened(int(match[2]))
         for expert, which, one, two in _experts(layer, place, path, (a, b), rank):
             at = layer.source(expert, which)
-            name, index = part_name(at, layer.stored.layout.parts[0]), None if at.experts is None else expert
+            name, index = part_name(at, layer.stored_as(at).layout.parts[0]), None if at.experts is None else expert
             _plain(checkpoint, name, path)
             rows = range(at.offset, at.offset + at.step * at.rows, at.step)
             changes[name].append(LowRank(a=one, b=two, scale=scale, rows=rows, index=index, transposed=at.transposed))

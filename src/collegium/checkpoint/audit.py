@@ -43,12 +43,22 @@ _REFUSED = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerReport:
-    """One MoE layer: how its experts are stored, how many there are and their bytes in the files."""
+    """One MoE layer: how its experts are stored, how many there are and their bytes in the files.
+
+    stored: of gate and up. down_stored: of down, another one perhaps.
+    """
 
     layer: int
     stored: StoredFormat
+    down_stored: StoredFormat
     experts: int
     nbytes: int
+
+    @property
+    def formats(self) -> str:
+        """Format and storage of the experts, those of down as well where they are others."""
+        first, second = (f"{stored.name} ({stored.storage})" for stored in (self.stored, self.down_stored))
+        return first if first == second else f"gate and up {first}, down {second}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,11 +116,11 @@ def check_outside_experts(checkpoint: Checkpoint) -> Iterator[CheckpointError]:
 
 
 def _check_stack(layer: CheckpointLayer) -> Iterator[CheckpointError]:
-    checkpoint, spec, stored = layer.checkpoint, layer.spec, layer.stored
+    checkpoint, spec = layer.checkpoint, layer.spec
     sources = [layer.source(0, which) for which in stack_paths(layer.names.stacked)]
     held: dict[str, int] = {}
     for source in sources:
-        for part in stored.layout.parts:
+        for part in layer.stored_as(source).layout.parts:
             name = part_name(source, part)
             shape = checkpoint.tensors[name].shape if name in checkpoint else ()
             if shape and not source.flat and (part.rows_per or part.columns_per):
@@ -126,7 +136,7 @@ def _check_stack(layer: CheckpointLayer) -> Iterator[CheckpointError]:
             "many; download the file again or export it anew"
         )
     for source in () if others else sources:
-        yield from parts_problems(checkpoint, source, stored)
+        yield from parts_problems(checkpoint, source, layer.stored_as(source))
 
 
 def _wrong_count(layer: CheckpointLayer, held: int) -> ConfigError:
@@ -183,10 +193,11 @@ def _check_experts(layer: CheckpointLayer) -> Iterator[CheckpointError]:
     for expert, source in layer.sources():
         if expert not in present or (layer.names.fused and source.label.endswith("up")):  # asked for with the gate
             continue
-        yield from parts_problems(checkpoint, source, layer.stored)
-        for part in layer.stored.layout.parts:
+        stored = layer.stored_as(source)
+        yield from parts_problems(checkpoint, source, stored)
+        for part in stored.layout.parts:
             if part.required and part_name(source, part) in checkpoint:
-                kind = (source.label.endswith("down"), part.suffix)
+                kind = (source.projection == "down", part.suffix)
                 dtypes[kind][checkpoint.info(part_name(source, part)).dtype] = source.label
     for (_, suffix), seen in dtypes.items():
         if len(seen) > 1:
@@ -196,14 +207,13 @@ def _check_experts(layer: CheckpointLayer) -> Iterator[CheckpointError]:
 
 
 def _check_suffixes(layer: CheckpointLayer) -> Iterator[CheckpointError]:
-    found, stored, where = layer.found, layer.stored, f"layer {layer.number}"
-    known = {part.suffix for part in stored.layout.parts} | set(ACTIVATION_SCALES)
-    biased = layer.spec.expert_bias
-    stack_known = known | ({"_bias"} if biased else set())
-    single_known = known | ({".bias"} if biased and layer.names.biases is None else set())
-    groups = [(group, single_known) for group in found.single.values()]
-    groups += [(group, stack_known) for group in found.stack.values()]
-    for group, allowed in groups:
+    found, where, biased = layer.found, f"layer {layer.number}", layer.spec.expert_bias
+    single_bias = {".bias"} if biased and layer.names.biases is None else set[str]()
+    groups = [(which, group, single_bias) for (_, which), group in found.single.items()]
+    groups += [(which, group, {"_bias"} if biased else set[str]()) for which, group in found.stack.items()]
+    for which, group, bias in groups:
+        stored = layer.down_stored if which == "down" else layer.stored
+        allowed = {part.suffix for part in stored.layout.parts} | set(ACTIVATION_SCALES) | bias
         for suffix, info in group.items():
             if suffix in _REFUSED and suffix not in allowed:
                 yield UnknownTensorError(f"{where}: {info.name}: {_REFUSED[suffix]}")
@@ -220,11 +230,11 @@ def _check_values(layer: CheckpointLayer, remarks: Remarks) -> tuple[list[Checkp
     first: Payload | None = None
     seen: dict[str, Tensor] = {}
     sources = [source for _, source in layer.sources()]
-    scales = activation_scales(layer.checkpoint, sources, layer.stored)
-    problems, findings = scales.problems, scales.findings(f"layer {layer.number}", layer.stored)
+    scales = activation_scales(layer.checkpoint, sources, layer.both_stored)
+    problems, findings = scales.problems, scales.findings(f"layer {layer.number}", layer.both_stored)
     for source in sources:
         seen = {} if source.label.endswith("gate") else seen
-        payload, wrong = read_matrix(layer.checkpoint, source, layer.stored, seen=seen)
+        payload, wrong = read_matrix(layer.checkpoint, source, layer.stored_as(source), seen=seen)
         problems += wrong
         if payload is not None and not wrong:
             remarks.see(source.label, payload)
@@ -282,6 +292,16 @@ def _outside(checkpoint: Checkpoint) -> list[str]:
     return [*said, *([f"not loaded as a whole model: {wrong[0]}"] if wrong else [])]
 
 
+def _reported(layer: CheckpointLayer) -> LayerReport:
+    return LayerReport(
+        layer=layer.number,
+        stored=layer.stored,
+        down_stored=layer.down_stored,
+        experts=layer.spec.num_experts,
+        nbytes=sum(info.nbytes for info in layer.found.infos()),
+    )
+
+
 def audit(checkpoint: Checkpoint, *, deep: bool = True, progress: Progress | None = None) -> AuditReport:
     """Check the experts of every MoE layer and return what was found.
 
@@ -307,8 +327,7 @@ def audit(checkpoint: Checkpoint, *, deep: bool = True, progress: Progress | Non
             wrong, unequal = _check_values(layer, remarks)
             findings += unequal
         problems += wrong + beside
-        nbytes = sum(info.nbytes for info in layer.found.infos())
-        reports.append(LayerReport(layer=number, stored=layer.stored, experts=layer.spec.num_experts, nbytes=nbytes))
+        reports.append(_reported(layer))
     refuse(checkpoint, problems)
     return AuditReport(
         path=str(checkpoint.path),

@@ -9,15 +9,18 @@ from ..formats.payload import Storage
 from ..formats.unquantised import DTYPES
 from ..models import Declared, declared_format, mixed_algorithms
 from ..types import MoESpec
-from .index import Index, index_of
-from .layout import projections, source_of
+from .index import Found, Index, index_of
+from .layout import Projection, projections, source_of
 from .reader import Checkpoint
 from .stored import StoredFormat
 
 __all__ = ["detect", "stored_format"]
 
 _MOST_NAMES = 2000  # that are compared with the one that is missing
-_ALIKE = "; export the checkpoint again with all routed experts of a layer alike; layers may differ from each other"
+_ALIKE = (
+    "; export the checkpoint again with all routed experts of a layer alike, gate and up in one format; down may have "
+    "another, and layers may differ from each other"
+)
 
 
 def _fits(storage: Storage, seen: Mapping[str, set[str]]) -> bool:
@@ -66,34 +69,53 @@ def _match_storage(declared: Declared, seen: Mapping[str, set[str]], where: str)
     return name, declared.method if declared.method in fitting else fitting[0]
 
 
-def detect(checkpoint: Checkpoint, spec: MoESpec, layer: int) -> StoredFormat:
-    """Return how the experts of ``layer``, which ``spec`` describes, are stored.
+def detect(checkpoint: Checkpoint, spec: MoESpec, layer: int) -> tuple[StoredFormat, StoredFormat]:
+    """Return how gate and up of the experts of ``layer``, which ``spec`` describes, are stored, and how down is.
 
-    Raises ConfigError when the config names something unknown, declares different formats for the projections of an
-    expert, or contradicts the tensors, and MissingTensorError when the layer has no expert tensors at all.
+    Raises ConfigError when the config names something unknown, declares different formats for gate and up of an expert
+    or for two experts, or contradicts the tensors, and MissingTensorError when the layer has no expert tensors at all.
     """
     config, index = checkpoint.config, index_of(checkpoint)
     found = index.found(layer)
     if not found.single and not found.stack:
         raise _no_experts(checkpoint, index, layer)
     stacked = not found.single
-    paths = [
-        source_of(index.names, spec, layer=layer, expert=0, projection=which, stacked=stacked).path
-        for which in projections(spec)
-    ]
-    declared = {path: declared_format(config, path) for path in paths}
-    if len(set(declared.values())) > 1:
-        listed = ", ".join(f"{path} {entry.format}" for path, entry in declared.items())
-        msg = f"layer {layer}: one expert's projections differ in format: {listed}; they must share one"
-        raise ConfigError(msg + _ALIKE)
-    every = (index.names.projection(which).format(layer=layer, expert=expert) for expert, which in sorted(found.single))
+    *upper, lower = projections(spec)
+    both, declared = ((*upper,), (lower,)), list[Declared]()
+    for which in both:
+        places = [source_of(index.names, spec, layer=layer, expert=0, projection=p, stacked=stacked) for p in which]
+        entries = {place.path: declared_format(config, place.path) for place in places}
+        if len(set(entries.values())) > 1:
+            listed = ", ".join(f"{path} {entry.format}" for path, entry in entries.items())
+            msg = f"layer {layer}: gate and up of one expert differ in format: {listed}; they are one product"
+            raise ConfigError(msg + _ALIKE)
+        _refuse_unlike_experts(config, index, layer, which)
+        declared.append(entries[places[0].path])
+    # Where nothing is declared, or in a file of blocks, the tensors of each product have the last word.
+    apart = declared[0] != declared[1] or declared[0].method in (None, "gguf")
+    first, second = (
+        stored_format(entry, _expert_suffixes(found, spec, which if apart else None), f"layer {layer}", stacked=stacked)
+        for entry, which in zip(declared, both, strict=True)
+    )
+    return first, second
+
+
+def _expert_suffixes(found: Found, spec: MoESpec, which: tuple[Projection, ...] | None) -> dict[str, set[str]]:
+    """Return suffixes and dtypes of some projections' weights; of all where those have none, or None is given."""
+    seen = (found.suffixes(*which) if which else {}) or found.suffixes(*projections(spec))
+    return {k: v for k, v in seen.items() if k != "_bias" and not (spec.expert_bias and k == ".bias")}
+
+
+def _refuse_unlike_experts(
+    config: Mapping[str, object], index: Index, layer: int, which: tuple[Projection, ...]
+) -> None:
+    """Raise ConfigError where mixed precision declares formats that differ from expert to expert."""
+    experts = sorted((expert, one) for expert, one in index.found(layer).single if one in which)
+    every = (index.names.projection(one).format(layer=layer, expert=expert) for expert, one in experts)
     mixed = mixed_algorithms(config, every)
     if len(mixed) > 1:
         listed = ", ".join(f"{path} {algorithm}" for algorithm, path in mixed.items())
         raise ConfigError(f"layer {layer}: its experts differ in format: {listed}; they must share one{_ALIKE}")
-    biases = {"_bias"} | ({".bias"} if spec.expert_bias else set())
-    seen = {k: v for k, v in found.suffixes().items() if k not in biases}
-    return stored_format(declared[paths[0]], seen, f"layer {layer}", stacked=stacked)
 
 
 def _no_experts(checkpoint: Checkpoint, index: Index, layer: int) -> MissingTensorError:

@@ -47,9 +47,11 @@ class Found:
         """Return the header entries of all known expert tensors."""
         return (info for _, info in self.items())
 
-    def suffixes(self) -> dict[str, set[str]]:
-        """Return every suffix seen, with the dtypes it was seen in."""
-        return _dtypes(self.items())
+    def suffixes(self, *projections: Projection) -> dict[str, set[str]]:
+        """Return every suffix seen of ``projections``, with the dtypes it was seen in."""
+        groups = [group for (_, which), group in self.single.items() if which in projections]
+        groups += [group for which, group in self.stack.items() if which in projections]
+        return _dtypes(item for group in groups for item in group.items())
 
 
 def _dtypes(suffixes: Iterable[tuple[str, TensorInfo]]) -> dict[str, set[str]]:

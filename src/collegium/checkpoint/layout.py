@@ -33,15 +33,17 @@ _MAX_LIST = 1 << 16
 class Source:
     """One projection ``[rows, columns]`` of one expert, as stored.
 
-    path: module path; format suffixes follow it. experts: length of the stack, None when each expert has its own
-    tensors. index: entry of the stack. stored_rows: rows of the stored matrix. offset, step: row i of the projection
-    is stored row ``offset + step * i``. transposed: an unquantised tensor is stored ``[columns, rows]``. flat: the
-    entries of the stack follow each other along the first stored axis. plain: suffix of an unquantised stack.
+    path: module path; format suffixes follow it. projection: which one it is. experts: length of the stack, None when
+    each expert has its own tensors. index: entry of the stack. stored_rows: rows of the stored matrix. offset, step:
+    row i of the projection is stored row ``offset + step * i``. transposed: an unquantised tensor is stored
+    ``[columns, rows]``. flat: the entries of the stack follow each other along the first stored axis. plain: suffix of
+    an unquantised stack.
     own_bias: the module may have a bias, which is not read with the matrix; elsewhere a bias is refused.
     """
 
     label: str
     path: str
+    projection: Projection = "gate"
     rows: int
     columns: int
     experts: int | None = None
@@ -77,6 +79,7 @@ def source_of(names: Names, spec: MoESpec, *, layer: int, expert: int, projectio
         return Source(
             label=label,
             path=names.projection(projection).format(layer=layer, expert=expert),
+            projection=projection,
             rows=rows,
             columns=columns,
             stored_rows=stored,
@@ -88,6 +91,7 @@ def source_of(names: Names, spec: MoESpec, *, layer: int, expert: int, projectio
     return Source(
         label=label,
         path=paths.get(projection, paths["gate"]).format(layer=layer),
+        projection=projection,
         rows=rows,
         columns=columns,
         experts=spec.num_experts,

@@ -19,7 +19,7 @@ from ..models import describe, moe_layers
 from ..placement import Placement
 from ..runtime.devices import probe
 from ..runtime.progress import Progress, counted
-from ..types import ExpertWeights, MoESpec
+from ..types import ExpertWeights, MoESpec, format_names
 from .audit import bad_bias, check_layer
 from .layout import Cut, bias_names, projections, read_matrix
 from .opened import CheckpointLayer
@@ -39,7 +39,8 @@ def describe_checkpoint(checkpoint: Checkpoint, layer: int | None = None) -> MoE
     ``CheckpointLayer.open`` raise.
     """
     spec = describe(checkpoint.config, layer)
-    return replace(spec, weight_format=CheckpointLayer.open(checkpoint, layer).stored.name)
+    opened = CheckpointLayer.open(checkpoint, layer).spec
+    return replace(spec, weight_format=opened.weight_format, down_format=opened.down_format)
 
 
 def load_experts(
@@ -89,7 +90,8 @@ def _fill(
             place, down = layer.source(expert, which), which == "down"
             rows, columns = (place.rows, room) if down else (room, place.columns)
             cut = Cut(rows=(0, rows), columns=local) if down else Cut(rows=local, columns=(0, columns))
-            matrix, wrong = read_matrix(layer.checkpoint, place, layer.stored, cut, seen, (rows, columns))
+            stored = layer.stored_as(place)
+            matrix, wrong = read_matrix(layer.checkpoint, place, stored, cut, seen, (rows, columns))
             problems += wrong
             if matrix is None:
                 fail(layer.checkpoint, problems)
@@ -112,12 +114,14 @@ def _local_range(layer: CheckpointLayer, placement: Placement, *, pad: bool) -> 
 
     InputError lists the tensor-parallel sizes that work.
     """
-    wide, stored = layer.spec.intermediate_size, layer.stored
-    step = math.lcm(*(n for p in stored.layout.parts if p.required for n in (p.rows_per, p.columns_per) if n))
+    wide, both = layer.spec.intermediate_size, layer.both_stored
+    parts = [part for stored in both for part in stored.layout.parts if part.required]
+    step = math.lcm(*(size for part in parts for size in (part.rows_per, part.columns_per) if size))
+    padded, names = all(stored.name in _PADDED for stored in both), format_names(layer.spec.formats)
     if placement.tp_size == 1:
         return (0, wide), wide
     width, rest = divmod(wide, placement.tp_size)
-    if (rest or width % step) and pad and stored.name in _PADDED:
+    if (rest or width % step) and pad and padded:
         width = math.ceil(math.ceil(wide / step) / placement.tp_size) * step
         start = placement.tp_rank * width
         return ((start, min(wide, start + width)) if start < wide else (0, 0)), width
@@ -125,7 +129,7 @@ def _local_range(layer: CheckpointLayer, placement: Placement, *, pad: bool) -> 
         works = [n for n in range(1, _MOST_RANKS + 1) if wide % n == 0 and (n == 1 or (wide // n) % step == 0)]
         raise InputError(
             f"tp_size={placement.tp_size} cuts intermediate_size={wide} into {wide / placement.tp_size:g}, which is "
-            f"no multiple of {step} ({stored.name} groups); tensor-parallel sizes that work: {works}; expert "
+            f"no multiple of {step} ({names} groups); tensor-parallel sizes that work: {works}; expert "
             "parallelism has no such limit, and pad=True fills up with zeros"
         )
     return (placement.tp_rank * width, (placement.tp_rank + 1) * width), width
@@ -173,7 +177,7 @@ def load_all(
     layers, opened = moe_layers(checkpoint.config), lru_cache(maxsize=1)(partial(CheckpointLayer.open, checkpoint))
 
     def text(number: int) -> str:
-        return f"layer {number} ({opened(number).stored.name})"
+        return f"layer {number} ({format_names(opened(number).spec.formats)})"
 
     for number in counted(layers, progress, text, end=f"{len(layers)} layers loaded"):
         yield number, load_experts(opened(number), placement, device=device, pad=pad)

@@ -21,7 +21,8 @@ class CheckpointLayer:
     """What is known of one MoE layer before a tensor is read; made by ``CheckpointLayer.open``.
 
     number: of the layer in its model. index: the checkpoint's names by layer. spec: what the config says of this
-    layer, with the ``weight_format`` that the tensors confirm. stored: how its routed experts are stored.
+    layer, with the ``weight_format`` that the tensors confirm. stored: how gate and up of its routed experts are
+    stored; down_stored: how down is, in another format perhaps.
     """
 
     checkpoint: Checkpoint
@@ -29,6 +30,7 @@ class CheckpointLayer:
     index: Index
     spec: MoESpec
     stored: StoredFormat
+    down_stored: StoredFormat
 
     @classmethod
     def open(cls, checkpoint: Checkpoint, number: int | None = None) -> Self:
@@ -42,9 +44,18 @@ class CheckpointLayer:
         if number is None or isinstance(number, bool | float) or number not in layers:
             raise InputError(f"layer {number!r} was asked for, layers with routed experts are {layers}")
         spec = index.family.describe(checkpoint.config, number)
-        stored = detect(checkpoint, spec, number)
-        spec = replace(spec, weight_format=stored.name)
-        return cls(checkpoint=checkpoint, number=number, index=index, spec=spec, stored=stored)
+        stored, down = detect(checkpoint, spec, number)
+        spec = replace(spec, weight_format=stored.name, down_format=None if down.name == stored.name else down.name)
+        return cls(checkpoint=checkpoint, number=number, index=index, spec=spec, stored=stored, down_stored=down)
+
+    @property
+    def both_stored(self) -> tuple[StoredFormat, StoredFormat]:
+        """How gate and up are stored, and how down is."""
+        return self.stored, self.down_stored
+
+    def stored_as(self, source: Source) -> StoredFormat:
+        """Return how one projection is stored."""
+        return self.down_stored if source.projection == "down" else self.stored
 
     @property
     def names(self) -> Names:

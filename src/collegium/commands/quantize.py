@@ -35,6 +35,7 @@ from ..ops.activation import interleave
 from ..placement import Placement
 from ..planning import expert_bytes
 from ..runtime.progress import Progress
+from ..types import format_names
 from .described import COMPRESSED, Job, described, new_config
 
 __all__ = ["ConvertedLayer", "QuantizeReport", "quantize_model"]
@@ -88,13 +89,18 @@ def quantize_model(
         raise ConfigError(f"{path}: quantize needs a model's folder with config.json and safetensors files")
     job = _job(checkpoint, weight_format)
     report = audit(checkpoint, deep=False)
-    if {layer.stored.name for layer in report.layers} == {job.target.name}:
+    names = {stored.name for layer in report.layers for stored in (layer.stored, layer.down_stored)}
+    if names == {job.target.name}:
         raise InputError(f"{path}: the experts are {job.target.name} already")
     layers = [CheckpointLayer.open(checkpoint, layer.layer) for layer in report.layers]
     kept = _kept(job, layers)
     folder = Path(out) if out is not None else Path(f"{os.path.abspath(path)}-{weight_format}")
     needed = sum(info.nbytes for info in kept.values())
-    needed += expert_bytes(replace(job.spec, weight_format=job.target.name)) * job.spec.num_experts * len(layers)
+    needed += (
+        expert_bytes(replace(job.spec, weight_format=job.target.name, down_format=None))
+        * job.spec.num_experts
+        * len(layers)
+    )
     with whole_folder(folder.absolute(), needed) as (room, removed):
         copied, skipped = _copy_files(checkpoint, room)  # first, as it may fail
         done = _write_tensors(job, layers, kept, room, progress)
@@ -215,8 +221,9 @@ def _write_layer(
                 step(expert + 1)
     worst = max(range(len(errors)), key=lambda expert: errors[expert])
     mean = (sum(error * error for error in errors) / len(errors)) ** 0.5
+    formats = format_names(spec.formats)
     converted = ConvertedLayer(
-        layer=layer.number, source_format=spec.weight_format, error=mean, worst=worst, worst_error=errors[worst]
+        layer=layer.number, source_format=formats, error=mean, worst=worst, worst_error=errors[worst]
     )
     return converted, entries
 
