@@ -132,6 +132,6 @@ def _experts(
     held = placement or linear(layer.spec.num_experts, 0, 1)
     everyone = (source for _, source in layer.sources())
     reach = input_reach(layer.checkpoint, everyone, layer.both_stored, asked_activations(force))
-    weights = load_experts(layer, held, device=place, pad=held.tp_size > 1)
+    weights = load_experts(layer, held, device=place, pad=held.tp_size > 1, convert=weight_format is not None)
     weights = replace(weights, input_reach=reach)
     return encoded(weights, weight_format)

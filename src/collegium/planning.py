@@ -237,12 +237,7 @@ def plan(problem: Problem, force: Choice | None = None) -> Plan:
 
     kernel = _first("kernel", experts.KERNELS, force.kernel, refuse_kernel, refusals)
     if kernel is None:
-        raise PlanError(
-            f"no kernel runs {format_names(asked.spec.formats)} weights with {wanted} activations on "
-            f"{asked.device.kind}:\n"
-            f"{_listed(refusals)}\nAllowed activation formats: {', '.join(f.name for f in ACTIVATION_FORMATS)}. "
-            "Drop the forced choice or change the named limit."
-        )
+        raise _no_kernel(asked, refusals)
     asked = _with_wire(asked, kernel)
 
     def refuse_dispatcher(kind: Any) -> str | None:
@@ -281,6 +276,15 @@ def plan(problem: Problem, force: Choice | None = None) -> Plan:
         merged=shared.merged,
         beside=shared.beside,
         force=force,
+    )
+
+
+def _no_kernel(asked: Problem, refusals: Sequence[Refusal]) -> PlanError:
+    return PlanError(
+        f"no kernel runs {format_names(asked.spec.formats)} weights with {asked.activation_format} activations on "
+        f"{asked.device.kind}:\n"
+        f"{_listed(refusals)}\nAllowed activation formats: {', '.join(f.name for f in ACTIVATION_FORMATS)}. "
+        "Drop the forced choice or change the named limit."
     )
 
 

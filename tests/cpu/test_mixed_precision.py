@@ -111,12 +111,22 @@ def test_only_declared_mixtures_are_read(tmp_path: Path) -> None:
         load_layer(path, 0, device="cpu")
 
 
-def test_gate_and_up_of_two_formats_are_refused_by_name(tmp_path: Path) -> None:
-    path = mixed(tmp_path, "up_proj")
+def test_gate_and_up_of_two_formats(tmp_path: Path) -> None:
+    """Refused as they are, encoded into one format where that is wanted, from float32 and not from one another."""
+    path, out = mixed(tmp_path / "in", "up_proj"), str(tmp_path / "out")
     for ask in (lambda: load_layer(path, 0, device="cpu"), lambda: inspect_model(path, device="cpu")):
-        with pytest.raises(ConfigError, match=r"gate and up .*: .*gate_proj nvfp4.*up_proj fp8_tensor") as refusal:
+        with pytest.raises(ConfigError, match=r"gate is nvfp4 \(modelopt\), up is fp8_tensor") as refusal:
             ask()
-        assert "one product" in str(refusal.value)
+        assert f"collegium quantize {path} --to FORMAT" in str(refusal.value)
+    quantize_model(path, "bf16", out)
+    x = torch.randn(7, load_layer(out, 0, device="cpu").spec.hidden_size)
+    for layer in (
+        load_layer(out, 0, device="cpu", dtype="fp32"),
+        load_layer(path, 0, device="cpu", dtype="fp32", weight_format="bf16"),
+    ):
+        assert layer.spec.formats == ("bf16", "bf16")
+        routing = routing_of(layer, 7)
+        assert off(layer(x, routing=routing), truth_of(tmp_path / "in", 0, x, routing)) < 0.006
 
 
 def test_experts_of_two_formats_are_refused_by_name(tmp_path: Path) -> None:

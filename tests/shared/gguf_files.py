@@ -69,9 +69,19 @@ def add(writer: GGUFWriter, name: str, kind: str, rng: np.random.Generator, shap
 
 
 def write_gguf(
-    path: Path, arch: str, kinds: tuple[str, str], *, wide: int = 256, fused: bool = False, split: str | None = None
+    path: Path,
+    arch: str,
+    kinds: tuple[str, str],
+    *,
+    wide: int = 256,
+    fused: bool = False,
+    split: str | None = None,
+    up: str | None = None,
 ) -> dict[tuple[int, str], Tensor]:
-    """Write a model of two layers (the last is MoE for all); return values of layer 1 by (layer, tensor)."""
+    """Write a model of two layers (the last is MoE for all); return values of layer 1 by (layer, tensor).
+
+    kinds: of gate and up, and of down. up: another kind of up.
+    """
     writer = GGUFWriter(path, arch, **({} if split is None else {"split_max_tensors": 5}))
     writer.add_block_count(2 + ARCHITECTURES[arch].get("nextn_predict_layers", 0))
     writer.add_embedding_length(D)
@@ -95,7 +105,7 @@ def write_gguf(
         if fused:
             shapes = {"ffn_gate_up_exps": (E, 2 * wide, D), "ffn_down_exps": (E, D, wide)}
         for name, shape in shapes.items():
-            kind = kinds[name == "ffn_down_exps"]
+            kind = up if up is not None and name == "ffn_up_exps" else kinds[name == "ffn_down_exps"]
             truth[layer, name] = add(writer, f"blk.{layer}.{name}.weight", kind, rng, shape)
         truth[layer, "router"] = add(writer, f"blk.{layer}.ffn_gate_inp.weight", "F32", rng, (E, D))
         if arch == "gpt-oss":

@@ -68,7 +68,8 @@ def reader_of(
 
     def read(layer: Any, ids: tuple[int, ...]) -> ExpertWeights[Any]:
         opened = CheckpointLayer.open(checkpoint, layer)
-        weights = load_experts(opened, Placement(expert_ids=ids), device=device)
+        convert = weight_format is not None
+        weights = load_experts(opened, Placement(expert_ids=ids), device=device, convert=convert)
         return encoded(weights, weight_format)
 
     return read

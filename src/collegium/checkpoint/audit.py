@@ -76,16 +76,33 @@ class AuditReport:
     deep: bool = True
 
 
-def check_layer(layer: CheckpointLayer) -> Iterator[CheckpointError]:
-    """Yield every problem the headers show in the experts of ``layer``; no tensor data is read."""
+def check_layer(layer: CheckpointLayer, *, convert: bool = False) -> Iterator[CheckpointError]:
+    """Yield every problem the headers show in the experts of ``layer``; no tensor data is read.
+
+    convert: the experts will be encoded anew, so gate and up may differ in format.
+    """
     where, found, family = f"layer {layer.number}", layer.found, layer.index.family
     for name in found.unknown:
         yield UnknownTensorError(f"{where}: {name} lies in the MoE block, {family.name} has no such tensor")
     if found.single and found.stack:
         yield DuplicateTensorError(f"{where}: experts are stored one by one and stacked at once; keep one of the two")
+    if layer.unequal is not None and not convert:
+        yield _unequal(layer, layer.unequal)
     yield from _check_stack(layer) if layer.stored.stacked else _check_experts(layer)
     yield from _check_biases(layer)
     yield from _check_suffixes(layer)
+
+
+def _unequal(layer: CheckpointLayer, how: str) -> ConfigError:
+    path, again = layer.checkpoint.path, "gate and up alike"
+    command = f"collegium quantize {path} --to FORMAT writes them; "
+    if layer.checkpoint.is_gguf:
+        command, again = "", "one --tensor-type for ffn_gate_exps and ffn_up_exps"
+    return ConfigError(
+        f"layer {layer.number}: gate and up of one expert differ in format: {how}; they are one product, and no format "
+        f"holds both exactly. Encode the experts into one format ({command}--format FORMAT, or weight_format=FORMAT in "
+        f"Python, loads them so), or export the checkpoint with {again}"
+    )
 
 
 def check_dense_layers(checkpoint: Checkpoint) -> Iterator[CheckpointError]:
@@ -189,7 +206,7 @@ def _check_experts(layer: CheckpointLayer) -> Iterator[CheckpointError]:
     for expert in sorted(set(range(e)) - present):
         held = f"{len(present)} of {e} experts are in the files"
         yield MissingTensorError(f"{where}, expert {expert}: no tensor at all; {held}")
-    dtypes: dict[tuple[bool, str], dict[str, str]] = defaultdict(dict)
+    dtypes: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
     for expert, source in layer.sources():
         if expert not in present or (layer.names.fused and source.label.endswith("up")):  # asked for with the gate
             continue
@@ -197,7 +214,7 @@ def _check_experts(layer: CheckpointLayer) -> Iterator[CheckpointError]:
         yield from parts_problems(checkpoint, source, stored)
         for part in stored.layout.parts:
             if part.required and part_name(source, part) in checkpoint:
-                kind = (source.projection == "down", part.suffix)
+                kind = (source.projection, part.suffix)
                 dtypes[kind][checkpoint.info(part_name(source, part)).dtype] = source.label
     for (_, suffix), seen in dtypes.items():
         if len(seen) > 1:
@@ -212,7 +229,7 @@ def _check_suffixes(layer: CheckpointLayer) -> Iterator[CheckpointError]:
     groups = [(which, group, single_bias) for (_, which), group in found.single.items()]
     groups += [(which, group, {"_bias"} if biased else set[str]()) for which, group in found.stack.items()]
     for which, group, bias in groups:
-        stored = layer.down_stored if which == "down" else layer.stored
+        stored = {"up": layer.up_stored, "down": layer.down_stored}.get(which, layer.stored)
         allowed = {part.suffix for part in stored.layout.parts} | set(ACTIVATION_SCALES) | bias
         for suffix, info in group.items():
             if suffix in _REFUSED and suffix not in allowed:
@@ -242,7 +259,8 @@ def _check_values(layer: CheckpointLayer, remarks: Remarks) -> tuple[list[Checkp
         if source.label.endswith("gate"):
             first = payload
         elif source.label.endswith("up") and first is not None and scale is not None:
-            unequal += int(not torch.equal(scale, first.tensors()["global_scale"]))
+            other = first.tensors().get("global_scale")
+            unequal += int(other is not None and not torch.equal(scale, other))
     experts = layer.spec.num_experts
     for name, shape, ids in _bias_shapes(layer):
         problems += bad_bias(layer, name, layer.checkpoint.read(name).reshape(len(ids), shape[-1]), ids)
@@ -302,12 +320,14 @@ def _reported(layer: CheckpointLayer) -> LayerReport:
     )
 
 
-def audit(checkpoint: Checkpoint, *, deep: bool = True, progress: Progress | None = None) -> AuditReport:
+def audit(
+    checkpoint: Checkpoint, *, deep: bool = True, convert: bool = False, progress: Progress | None = None
+) -> AuditReport:
     """Check the experts of every MoE layer and return what was found.
 
-    deep: also read every expert, one matrix at a time, and check its scales. progress: called before each layer and
-    once at the end with (layers done, layers, text). Raises one CheckpointError (of the class
-    of the first problem) that lists up to 20 problems, each with layer, expert and tensor.
+    convert: as ``check_layer``. deep: also read every expert, one matrix at a time, and check its scales.
+    progress: called before each layer and once at the end with (layers done, layers, text). Raises one CheckpointError
+    (of the class of the first problem) that lists up to 20 problems, each with layer, expert and tensor.
     """
     describe(checkpoint.config)  # refuses a model without routed experts
     problems = [*check_dense_layers(checkpoint)]
@@ -321,7 +341,7 @@ def audit(checkpoint: Checkpoint, *, deep: bool = True, progress: Progress | Non
         except CheckpointError as error:
             problems.append(error)
             continue
-        wrong = [*check_layer(layer)]
+        wrong = [*check_layer(layer, convert=convert)]
         beside = [*check_beside(layer, deep=deep, remarks=remarks)]
         if deep and not wrong:
             wrong, unequal = _check_values(layer, remarks)

@@ -9,7 +9,7 @@ from ..formats.payload import Storage
 from ..formats.unquantised import DTYPES
 from ..models import Declared, declared_format, mixed_algorithms
 from ..types import MoESpec
-from .index import Found, Index, index_of
+from .index import Index, index_of
 from .layout import Projection, projections, source_of
 from .reader import Checkpoint
 from .stored import StoredFormat
@@ -17,10 +17,7 @@ from .stored import StoredFormat
 __all__ = ["detect", "stored_format"]
 
 _MOST_NAMES = 2000  # that are compared with the one that is missing
-_ALIKE = (
-    "; export the checkpoint again with all routed experts of a layer alike, gate and up in one format; down may have "
-    "another, and layers may differ from each other"
-)
+_ALIKE = "; export the checkpoint again with all routed experts of a layer alike; layers may differ from each other"
 
 
 def _fits(storage: Storage, seen: Mapping[str, set[str]]) -> bool:
@@ -69,49 +66,41 @@ def _match_storage(declared: Declared, seen: Mapping[str, set[str]], where: str)
     return name, declared.method if declared.method in fitting else fitting[0]
 
 
-def detect(checkpoint: Checkpoint, spec: MoESpec, layer: int) -> tuple[StoredFormat, StoredFormat]:
-    """Return how gate and up of the experts of ``layer``, which ``spec`` describes, are stored, and how down is.
+def detect(checkpoint: Checkpoint, spec: MoESpec, layer: int) -> dict[Projection, StoredFormat]:
+    """Return how each projection of the experts of ``layer``, which ``spec`` describes, is stored.
 
-    Raises ConfigError when the config names something unknown, declares different formats for gate and up of an expert
-    or for two experts, or contradicts the tensors, and MissingTensorError when the layer has no expert tensors at all.
+    Raises ConfigError when the config names something unknown, declares different formats for two experts, or
+    contradicts the tensors, and MissingTensorError when the layer has no expert tensors at all.
     """
     config, index = checkpoint.config, index_of(checkpoint)
     found = index.found(layer)
     if not found.single and not found.stack:
         raise _no_experts(checkpoint, index, layer)
-    stacked = not found.single
-    *upper, lower = projections(spec)
-    both, declared = ((*upper,), (lower,)), list[Declared]()
-    for which in both:
-        places = [source_of(index.names, spec, layer=layer, expert=0, projection=p, stacked=stacked) for p in which]
-        entries = {place.path: declared_format(config, place.path) for place in places}
-        if len(set(entries.values())) > 1:
-            listed = ", ".join(f"{path} {entry.format}" for path, entry in entries.items())
-            msg = f"layer {layer}: gate and up of one expert differ in format: {listed}; they are one product"
-            raise ConfigError(msg + _ALIKE)
+    stacked, every = not found.single, projections(spec)
+    paths = {
+        which: source_of(index.names, spec, layer=layer, expert=0, projection=which, stacked=stacked).path
+        for which in every
+    }
+    for which in every:
         _refuse_unlike_experts(config, index, layer, which)
-        declared.append(entries[places[0].path])
-    # Where nothing is declared, or in a file of blocks, the tensors of each product have the last word.
-    apart = declared[0] != declared[1] or declared[0].method in (None, "gguf")
-    first, second = (
-        stored_format(entry, _expert_suffixes(found, spec, which if apart else None), f"layer {layer}", stacked=stacked)
-        for entry, which in zip(declared, both, strict=True)
-    )
-    return first, second
+    declared = {which: declared_format(config, path) for which, path in paths.items()}
+    # Where nothing is declared, or no format has all blocks of a file, the tensors of each projection tell.
+    method, seen = declared["down"].method, found.suffixes(*every)
+    apart = len(set(declared.values())) > 1 or method is None
+    apart = apart or (method == "gguf" and not any(_holds(s, seen) for form in FORMATS for s in form.storages))
+    stored: dict[Projection, StoredFormat] = {}
+    for which in every:
+        holder = next(other for other in every if paths[other] == paths[which])  # of gate and up in one, gate
+        own = (found.suffixes(holder) if apart else {}) or found.suffixes(*every)
+        own = {k: v for k, v in own.items() if k != "_bias" and not (spec.expert_bias and k == ".bias")}
+        stored[which] = stored_format(declared[which], own, f"layer {layer}", stacked=stacked)
+    return stored
 
 
-def _expert_suffixes(found: Found, spec: MoESpec, which: tuple[Projection, ...] | None) -> dict[str, set[str]]:
-    """Return suffixes and dtypes of some projections' weights; of all where those have none, or None is given."""
-    seen = (found.suffixes(*which) if which else {}) or found.suffixes(*projections(spec))
-    return {k: v for k, v in seen.items() if k != "_bias" and not (spec.expert_bias and k == ".bias")}
-
-
-def _refuse_unlike_experts(
-    config: Mapping[str, object], index: Index, layer: int, which: tuple[Projection, ...]
-) -> None:
+def _refuse_unlike_experts(config: Mapping[str, object], index: Index, layer: int, which: Projection) -> None:
     """Raise ConfigError where mixed precision declares formats that differ from expert to expert."""
-    experts = sorted((expert, one) for expert, one in index.found(layer).single if one in which)
-    every = (index.names.projection(one).format(layer=layer, expert=expert) for expert, one in experts)
+    experts = sorted(expert for expert, one in index.found(layer).single if one == which)
+    every = (index.names.projection(which).format(layer=layer, expert=expert) for expert in experts)
     mixed = mixed_algorithms(config, every)
     if len(mixed) > 1:
         listed = ", ".join(f"{path} {algorithm}" for algorithm, path in mixed.items())

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from ..errors import CheckpointError, InputError, TensorMismatchError
 from ..formats.payload import Payload
+from ..formats.unquantised import as_stored
 from ..models import describe, moe_layers
 from ..placement import Placement
 from ..runtime.devices import probe
@@ -44,7 +45,12 @@ def describe_checkpoint(checkpoint: Checkpoint, layer: int | None = None) -> MoE
 
 
 def load_experts(
-    layer: CheckpointLayer, placement: Placement, *, device: torch.device | str = "cpu", pad: bool = False
+    layer: CheckpointLayer,
+    placement: Placement,
+    *,
+    device: torch.device | str = "cpu",
+    pad: bool = False,
+    convert: bool = False,
 ) -> ExpertWeights[Payload]:
     """Read the local experts of ``layer`` on ``device``, byte for byte in the format they are stored in.
 
@@ -52,7 +58,8 @@ def load_experts(
     ``placement.expert_ids``, then spare slots, which hold a copy of the first one. With biases, ranks other than
     ``tp_rank`` 0 get zeros for ``down_bias``, because the sum over ranks must hold it once. pad: where ``tp_size`` does
     not cut I on the format's groups, give every rank the next number of whole groups and fill the last ranks up with
-    zeros, which add nothing to the sum over ranks.
+    zeros, which add nothing to the sum over ranks. convert: gate and up that differ in format are decoded to float32,
+    for a caller that encodes them anew; elsewhere they are refused.
 
     Raises InputError for an expert, a split or a device that does not exist, and the CheckpointErrors of the audit for
     whatever is wrong with the layer's headers or with the scales read here.
@@ -61,7 +68,7 @@ def load_experts(
     beyond = [e for e in placement.expert_ids if not 0 <= e < spec.num_experts]
     if beyond:
         raise InputError(f"placement has experts {beyond[:8]}, allowed are 0 to {spec.num_experts - 1}")
-    refuse(layer.checkpoint, check_layer(layer))
+    refuse(layer.checkpoint, check_layer(layer, convert=convert))
     block = math.lcm(*(p.rows_per for p in stored.layout.parts if p.required and p.rows_per))
     joined = layer.names.stacked.up is None if stored.stacked else layer.names.fused
     halves = joined and spec.gate_up_parts == 2 and not layer.names.stacked.interleaved
@@ -81,6 +88,7 @@ def _fill(
 ) -> tuple[dict[str, Payload], list[CheckpointError]]:
     """Return gate_up and down, and what is wrong with them; raises what cannot be read, with what came before it."""
     made, problems = dict[str, Payload](), list[CheckpointError]()
+    decoded = layer.unequal is not None
     # Spare slots hold what the first one does until an expert is moved there.
     count = len(placement.expert_ids) + placement.spare
     # without local experts, expert 0 still says what an empty payload looks like
@@ -96,6 +104,8 @@ def _fill(
             if matrix is None:
                 fail(layer.checkpoint, problems)
             field = "down" if down else "gate_up"
+            if decoded and not down:
+                matrix = as_stored(matrix.decode())
             if field not in made:
                 one = matrix.to(device)
                 made[field] = (one if down else one.repeated(layer.spec.gate_up_parts)).repeated(count)

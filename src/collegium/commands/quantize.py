@@ -88,11 +88,11 @@ def quantize_model(
     if not checkpoint.config or not checkpoint.path.is_dir() or checkpoint.is_gguf:
         raise ConfigError(f"{path}: quantize needs a model's folder with config.json and safetensors files")
     job = _job(checkpoint, weight_format)
-    report = audit(checkpoint, deep=False)
-    names = {stored.name for layer in report.layers for stored in (layer.stored, layer.down_stored)}
+    report = audit(checkpoint, deep=False, convert=True)
+    layers = [CheckpointLayer.open(checkpoint, layer.layer) for layer in report.layers]
+    names = {stored.name for layer in layers for stored in (layer.stored, layer.up_stored, layer.down_stored)}
     if names == {job.target.name}:
         raise InputError(f"{path}: the experts are {job.target.name} already")
-    layers = [CheckpointLayer.open(checkpoint, layer.layer) for layer in report.layers]
     kept = _kept(job, layers)
     folder = Path(out) if out is not None else Path(f"{os.path.abspath(path)}-{weight_format}")
     needed = sum(info.nbytes for info in kept.values())
@@ -209,7 +209,7 @@ def _write_layer(
         shard: Shard | None = None
         for start in range(0, spec.num_experts, together):
             ids = tuple(range(start, min(start + together, spec.num_experts)))
-            weights = load_experts(layer, Placement(expert_ids=ids))
+            weights = load_experts(layer, Placement(expert_ids=ids), convert=True)
             for slot, expert in enumerate(ids):
                 matrices, error = _encode(job, weights.gate_up[slot], weights.down[slot])
                 errors.append(error)
@@ -221,7 +221,7 @@ def _write_layer(
                 step(expert + 1)
     worst = max(range(len(errors)), key=lambda expert: errors[expert])
     mean = (sum(error * error for error in errors) / len(errors)) ** 0.5
-    formats = format_names(spec.formats)
+    formats = format_names(spec.formats) if layer.unequal is None else layer.unequal
     converted = ConvertedLayer(
         layer=layer.number, source_format=formats, error=mean, worst=worst, worst_error=errors[worst]
     )

@@ -143,7 +143,7 @@ def _prove_routed(
     def source() -> Iterator[tuple[int, ExpertWeights[Payload], int]]:
         for start in range(0, len(chosen), _TOGETHER):
             ids = tuple(chosen[start : start + _TOGETHER])
-            weights = load_experts(layer, Placement(expert_ids=ids))
+            weights = load_experts(layer, Placement(expert_ids=ids), convert=weight_format is not None)
             weights = encoded(weights, weight_format)
             for slot, expert in enumerate(ids):
                 yield expert, weights, slot
