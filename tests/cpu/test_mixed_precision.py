@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from collegium import CheckpointError, Choice, ConfigError, Placement, Routing, load_layer
+from collegium import CheckpointError, Choice, ConfigError, Placement, Ranks, Routing, load_layer
 from collegium.checkpoint import Checkpoint, CheckpointLayer, load_experts
 from collegium.commands.inspect import inspect_model, plan_model
 from collegium.commands.quantize import quantize_model
 from collegium.commands.verify import verify_model
 from collegium.loading import load_routed
+from ranks import run_ranks
 from toys import write_checkpoint
 from truth import moe_truth
 
@@ -253,3 +255,26 @@ def test_a_shared_expert_of_two_formats(tmp_path: Path) -> None:
     found = layer(x, routing=Routing(topk_ids=nobody, topk_weights=torch.zeros(nobody.shape)))
     inner = x.double() @ gate.T
     assert off(found, (inner * torch.sigmoid(inner) * (x.double() @ up.T)) @ down.T) < 1e-5
+
+
+def _on_ranks(path: str, rank: int) -> list[list[float]]:
+    """Return how far off a layer over two ranks is, by dispatcher, and its formats."""
+    errors: list[list[float]] = []
+    torch.manual_seed(3 + rank)
+    alone = load_layer(path, 0, device="cpu", dtype="fp32")
+    x = torch.randn(4 + rank, alone.spec.hidden_size)
+    wanted = alone(x)
+    for slices in (1, 2):
+        ranks = Ranks.of(slices=slices) if slices > 1 else Ranks.of()
+        layer = load_layer(path, 0, device=ranks, dtype="fp32")
+        assert layer.spec.formats == ("nvfp4", "fp8_tensor")
+        tokens = x if slices == 1 else torch.ones(3, alone.spec.hidden_size)
+        truth = wanted if slices == 1 else alone(tokens)
+        errors.append([float((layer(tokens) - truth).norm() / truth.norm())])
+    return errors
+
+
+def test_mixed_experts_over_two_processes(tmp_path: Path) -> None:
+    path = mixed(tmp_path, "down_proj")
+    for errors in run_ranks(partial(_on_ranks, path), 2):
+        assert all(error < 1e-5 for (error,) in errors)
