@@ -251,6 +251,7 @@ SPELLED = [
     ("qwen3_vl_moe_text", "experts.", "{container}{expert}.{fused}_proj"),
     ("granitemoe", "experts.", "{container}{expert}.{which}_proj"),
     ("granitemoe", "", "{granite}.{expert}"),
+    ("granitemoe", "", "{granite}.experts.{expert}"),
     ("step3_text", "", "{container}{which}_proj.{expert}"),
     ("step3_text", "experts.", "{container}{expert}.{which}_proj"),
     ("dbrx", "experts.", "{container}mlp.{expert}.{dbrx}"),
@@ -320,6 +321,14 @@ def test_every_spelling_of_a_family(tmp_path: Path, kind: str, container: str, t
         weights = torch.full(ids.shape, 0.75)
         found = layer(x, routing=Routing(topk_ids=ids, topk_weights=weights))
         assert off(found, output(x, expert, 0.75)) < 2e-5
+
+
+def test_square_matrices_that_may_be_turned_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "WIDTH", HIDDEN)
+    monkeypatch.setitem(CONFIGS["dbrx"]["ffn_config"], "ffn_hidden_size", HIDDEN)
+    family_layer(tmp_path, "dbrx", "experts.", "{container}mlp.{dbrx}_linear.{expert}")
+    with pytest.raises(MissingTensorError, match="w1_linear"):
+        load_layer(tmp_path, 0, device="cpu")
 
 
 WRAPPERS = ("language_model.", "model.language_model.", "thinker.model.", "model.text_model.", "llm.", "model.llm.")

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from ..errors import DuplicateTensorError
-from ..models import Family, Names, family_of, is_wrapped, unpacked
+from ..models import Family, Names, either_way, family_of, is_wrapped, unpacked
 from ..types import MoESpec
 from .header import TensorInfo
 from .layout import PROJECTIONS, Projection, plain_shape, source_of, stack_paths
@@ -155,8 +155,10 @@ class Index:
                 continue
             names = table.moved(head + table.layer.removeprefix(published))
             found = _sort(names, layer, present[layer])
-            if found.single or found.stack:
-                faults = _turned(found, table, self.family.describe(config, layer)) + len(found.unknown)
+            spec = self.family.describe(config, layer) if found.single or found.stack else None
+            unclear = spec is not None and either_way(table) and spec.expert_hidden_size == spec.intermediate_size
+            if spec is not None and not unclear:
+                faults = _turned(found, table, spec) + len(found.unknown)
                 faults += len(_others(table)[0] - {rest for rest, _ in present[layer]})
                 yield _Candidate(not known, faults, order, head, names)
 

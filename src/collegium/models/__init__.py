@@ -16,10 +16,10 @@ from . import (  # isort: skip
 )  # fmt: skip
 from .base import PREFIXES, Family, Names, StackedNames, is_wrapped, text_of
 from .quantization import Declared, declared_format, experts_apart, mixed_algorithms
-from .spellings import unpacked
+from .spellings import either_way, unpacked
 
 __all__ = [
-    "FAMILIES", "PREFIXES", "Declared", "Family", "Names", "StackedNames", "declared_format", "describe",
+    "FAMILIES", "PREFIXES", "Declared", "Family", "Names", "StackedNames", "declared_format", "describe", "either_way",
     "experts_apart", "family_of", "is_wrapped", "mixed_algorithms", "moe_layers", "text_of", "unpacked",
 ]  # fmt: skip
 

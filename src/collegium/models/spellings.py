@@ -5,7 +5,8 @@ derived from the stack's names, so that every family has them:
 
 - ``experts.N.gate_proj`` and ``experts.N.w1``: llm-compressor, ModelOpt, GPTQModel, AutoRound; gate and up apart.
 - ``experts.gate_up_projs.N``: Unsloth, GPTQModel; lists of modules whose rows lie as in the stack, so that gate and up
-  of gpt-oss alternate. ``experts.w1_linear.N``: the same of ModelOpt for DBRX.
+  of gpt-oss alternate. ``input_linear.experts.N``, ``w1_linear.N``: the same of AutoGPTQ for Granite-MoE and of
+  ModelOpt for DBRX.
 - ``experts.N.gate_up_proj`` and ``experts.mlp.N.w1``: the stack's own names below each expert, only of stacks that
   store gate before up or apart.
 """
@@ -15,9 +16,11 @@ from dataclasses import replace
 
 from .base import W123, Names, projections_of
 
-__all__ = ["unpacked"]
+__all__ = ["either_way", "unpacked"]
 
-_LISTS = ("s.{expert}", ".{expert}", "_linear.{expert}")
+_TURNABLE = "_linear.{expert}"  # releases of ModelOpt differ in which axis comes first
+
+_LISTS = ("s.{expert}", ".{expert}", ".experts.{expert}", _TURNABLE)
 
 
 def unpacked(table: Names) -> Iterator[Names]:
@@ -28,6 +31,11 @@ def unpacked(table: Names) -> Iterator[Names]:
         if kind == "weight":  # Unsloth wraps the router of gpt-oss in a module that holds a linear layer
             bias = None if table.router_bias is None else f"{module}.linear.bias"
             yield replace(one, router_weight=f"{module}.linear.weight", router_bias=bias)
+
+
+def either_way(table: Names) -> bool:
+    """Whether only the shape of a matrix tells which of its axes are outputs, so that square ones tell nothing."""
+    return (table.down or "").endswith(_TURNABLE)
 
 
 def _experts(table: Names) -> Iterator[Names]:
