@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from collegium import CheckpointError, Choice, ConfigError, Placement, Ranks, Routing, load_layer
 from collegium.checkpoint import Checkpoint, CheckpointLayer, load_experts
+from collegium.checkpoint.adapter import with_adapter
 from collegium.commands.inspect import inspect_model, plan_model
 from collegium.commands.quantize import quantize_model
 from collegium.commands.verify import verify_model
@@ -278,3 +279,46 @@ def test_mixed_experts_over_two_processes(tmp_path: Path) -> None:
     path = mixed(tmp_path, "down_proj")
     for errors in run_ranks(partial(_on_ranks, path), 2):
         assert all(error < 1e-5 for (error,) in errors)
+
+
+@pytest.mark.parametrize("which", ["gate", "down"])
+def test_an_adapter_on_the_plain_product_alone(tmp_path: Path, which: str) -> None:
+    """BF16 gate and up take one, FP8 down refuses it by name."""
+    model, eight, adapter = tmp_path / "model", tmp_path / "eight", tmp_path / "adapter"
+    write_checkpoint(model, "qwen3_moe", "bf16", "plain")
+    write_checkpoint(eight, "qwen3_moe", "fp8_channel", "compressed-tensors")
+    tensors, others = load_file(model / "model.safetensors"), load_file(eight / "model.safetensors")
+    tensors = {name: value for name, value in tensors.items() if "down_proj" not in name}
+    tensors |= {name: value for name, value in others.items() if "experts." in name and "down_proj" in name}
+    save_file(tensors, model / "model.safetensors")
+    config = json.loads((eight / "config.json").read_text())
+    block = config["quantization_config"]
+    block["config_groups"]["group_0"]["targets"] = ["re:.*down_proj$"]
+    (model / "config.json").write_text(json.dumps(config))
+    plain = load_layer(model, 0, device="cpu", dtype="fp32")
+    assert plain.spec.formats == ("bf16", "fp8_channel")
+    hidden, wide = plain.spec.hidden_size, plain.spec.intermediate_size
+    rows, columns = (hidden, wide) if which == "down" else (wide, hidden)
+    adapter.mkdir()
+    a, b = torch.randn(2, columns), torch.randn(rows, 2)
+    path = f"model.layers.0.mlp.experts.1.{which}_proj"
+    halves = {"A": a, "B": b}
+    pair = {f"base_model.model.{path}.lora_{half}.weight": matrix for half, matrix in halves.items()}
+    save_file(pair, adapter / "adapter_model.safetensors")
+    (adapter / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2, "bias": "none", "target_modules": [f"{which}_proj"]})
+    )
+    if which == "down":
+        with pytest.raises(ConfigError, match=r"experts\.1\.down_proj"):
+            with_adapter(Checkpoint.open(model), adapter)
+        return
+    layer = load_layer(with_adapter(Checkpoint.open(model), adapter), 0, device="cpu", dtype="fp32")
+    weights = load_experts(CheckpointLayer.open(Checkpoint.open(model), 0), Placement(expert_ids=(1,)))
+    gate, up, down = (*weights.gate_up.decode()[0].double(), weights.down.decode()[0].double())
+    gate = (gate + b.double() @ a.double()).bfloat16().double()
+    x = torch.randn(3, hidden)
+    ids = torch.full((3, plain.spec.routing.top_k), -1)
+    ids[:, 0] = 1
+    inner = x.double() @ gate.T
+    truth = (inner * torch.sigmoid(inner) * (x.double() @ up.T)) @ down.T
+    assert off(layer(x, routing=Routing(topk_ids=ids, topk_weights=torch.ones(ids.shape))), truth) < 2e-3

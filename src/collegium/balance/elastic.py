@@ -28,6 +28,7 @@ from ..parallel.shared_block import drop_blocks
 from ..placement import Placement
 from ..planning import kernel_named, plan
 from ..problem import Choice
+from ..stages.checks import check_weights
 
 if TYPE_CHECKING:
     import os
@@ -243,6 +244,7 @@ def _repacked(name: Any, layer: MoELayer, placed: Placement | None, read: Reader
         assert read is not None  # agreed on
         asked = replace(layer.plan.problem.routed, experts=len(missing))
         own = replace(read(name, missing), input_reach=layer.experts.input_reach)
+        check_weights(own, asked)
         fresh = kernel_named(layer.plan.kernel).pack(own, asked)
     for slot, expert in enumerate(ids):
         taken = fresh.take(missing.index(expert)) if fresh and expert in missing else layer.experts.take(here[expert])

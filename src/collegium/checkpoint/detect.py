@@ -90,7 +90,9 @@ def detect(checkpoint: Checkpoint, spec: MoESpec, layer: int) -> dict[Projection
     apart = apart or (method == "gguf" and not any(_holds(s, seen) for form in FORMATS for s in form.storages))
     stored: dict[Projection, StoredFormat] = {}
     for which in every:
-        holder = next(other for other in every if paths[other] == paths[which])  # of gate and up in one, gate
+        holder: Projection = next(
+            other for other in every if paths[other] == paths[which]
+        )  # of gate and up in one, gate
         own = (found.suffixes(holder) if apart else {}) or found.suffixes(*every)
         own = {k: v for k, v in own.items() if k != "_bias" and not (spec.expert_bias and k == ".bias")}
         stored[which] = stored_format(declared[which], own, f"layer {layer}", stacked=stacked)

@@ -210,7 +210,7 @@ def _pattern(names: Names) -> re.Pattern[str] | None:
 def _expert(match: re.Match[str]) -> tuple[int, Projection]:
     """Return expert and projection of a match of ``_pattern``."""
     groups = match.groupdict()
-    which = next(which for which in PROJECTIONS if groups.get(which) is not None)
+    which: Projection = next(one for one in PROJECTIONS if groups.get(one) is not None)
     return int(groups[which]), which
 
 
