@@ -36,7 +36,7 @@ from collegium.runtime.machine import Machine
 from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
 from collegium.types import ActivationSpec
 from integers import encoded
-from memories import Poisoned
+from memories import Noted, Poisoned
 from truth import moe_truth
 
 E, H, WIDE, K = 5, 160, 96, 2
@@ -151,6 +151,10 @@ def test_kernels_of_a_gpu(
         x, routing = heavy_tailed(tokens, H, seed=3).to(DTYPES[dtype]), routing_of(tokens)
         batch = Local(num_experts=E).dispatch(x, routing)[0]
         rows = packed.run(batch, Poisoned())
+        noted = Noted()
+        packed.run(batch, noted)
+        planned = kernel_named(one).regions(replace(made.problem.routed, tokens=tokens, rows=tokens * K))
+        assert {name: size for name, size in noted.sizes.items() if size > planned.get(name, 0)} == {}
         count = int(batch.expert_offsets[-1])
         owners = torch.repeat_interleave(torch.arange(E), batch.expert_offsets.diff())
         alone = Routing(topk_ids=owners[:, None], topk_weights=torch.ones(count, 1))
