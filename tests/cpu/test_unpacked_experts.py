@@ -145,9 +145,9 @@ def gpt_oss(path: Path, spelling: Any, name: str, router: str = "router.") -> Ca
     for expert in range(EXPERTS):
         matrices = {"gate": heavy(WIDTH, HIDDEN), "up": heavy(WIDTH, HIDDEN), "down": heavy(HIDDEN, WIDTH)}
         biases = {which: heavy(matrix.shape[0]) for which, matrix in matrices.items()}
-        more, truth = spelling(expert, matrices, biases, store)
+        more, decoded = spelling(expert, matrices, biases, store)
         tensors |= more
-        experts.append((truth, biases))
+        experts.append((decoded, biases))
     config: dict[str, Any] = {
         "model_type": "gpt_oss", "hidden_size": HIDDEN, "intermediate_size": WIDTH, "num_local_experts": EXPERTS,
         "num_experts_per_tok": TOP_K, "num_hidden_layers": 1, "swiglu_limit": 7.0, "hidden_act": "silu",
@@ -340,7 +340,7 @@ def test_wrappers_compose_with_prefixes(tmp_path: Path, kind: str, wrapper: str)
     torch.manual_seed(6)
     published = PLACES[kind][0]
     inner = published.removeprefix("model.") if wrapper.endswith("model.") else published
-    template = next(t for k, c, t in SPELLED if k == kind)
+    template = next(own for family, _, own in SPELLED if family == kind)
     output = family_layer(tmp_path, kind, "experts.", template, wrapper + inner)
     layer = load_layer(tmp_path, 0, dtype="fp32", device="cpu")
     ids = torch.tensor([[2, -1]])
