@@ -1,7 +1,7 @@
 """Write the pages and pictures of benchmarks from the CSV files in benchmarks/results.
 
-docs/benchmarks.md has the pictures and short tables, docs/benchmark-tables.md every row of every file. ``--check`` only
-says whether they are up to date.
+docs/benchmarks.md has the pictures and short tables, docs/benchmark-tables.md every row of every file, and README.md
+some numbers between comments that name them. ``--check`` only says whether they are up to date.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from charts import Line, Panel, chart
+from comparisons import readme_layers, readme_models, readme_slower, slower
 from tracked import ROOT
 
-__all__ = ["FRONT", "PAGE", "PICTURES", "front", "main", "page", "pictures"]
+__all__ = ["FRONT", "PAGE", "PICTURES", "README", "front", "main", "page", "pictures", "readme"]
 
 FRONT = ROOT / "docs" / "benchmarks.md"
 PAGE = ROOT / "docs" / "benchmark-tables.md"
+README = ROOT / "README.md"
 PICTURES = ROOT / "docs" / "pictures"
 RESULTS = ROOT / "benchmarks" / "results"
 FACTS = (
@@ -96,9 +98,28 @@ def front(results: Path = RESULTS) -> str:
         parts += [f"![{_alternative(drawn[file])}](pictures/{file})\n" for file in own]
         parts += [_beside(rows)] if "contender" in rows[0] else []
         parts += [_tokens_a_second(rows)] if "tokens_per_second" in rows[0] else []
+    parts += [slower(files)] if "One layer beside other projects" in map(_heading, files.values()) else []
     others = [name for name, rows in files.items() if not _heading(rows)]
     links = (f"[{name}](benchmark-tables.md#{name.lower()}csv)" for name in others)
     return "\n".join([*parts, "## Everything else\n", "Tables alone: " + ", ".join(links) + ".\n"])
+
+
+def readme(text: str, results: Path = RESULTS) -> str:
+    """Return ``text``, README.md, with the numbers of ``results`` in each of its marked blocks.
+
+    A block is between ``<!-- NAME: written by scripts/make_benchmarks.py -->`` and ``<!-- end of NAME -->``. Raises
+    ValueError where one is missing.
+    """
+    files = _files(results)
+    for name, made in (("layers", readme_layers), ("models", readme_models), ("slower", readme_slower)):
+        begin, end = f"<!-- {name}: written by scripts/make_benchmarks.py -->\n", f"<!-- end of {name} -->\n"
+        if text.count(begin) != 1 or text.count(end) != 1:
+            raise ValueError(
+                f"README.md: found {text.count(begin)} of {begin!r} and {text.count(end)} of {end!r}; 1 each"
+            )
+        before, after = text.partition(begin)[0], text.partition(end)[2]
+        text = f"{before}{begin}{made(files)}{end}{after}"
+    return text
 
 
 def _heading(rows: list[Row]) -> str:
@@ -334,7 +355,8 @@ def _table(head: list[str], body: list[list[str]]) -> str:
 
 def main() -> int:
     """Write pages and pictures, or with ``--check`` say whether any differs; 1 when one does."""
-    wanted = {FRONT: front(), PAGE: page(), **{PICTURES / name: drawn for name, drawn in pictures().items()}}
+    written = {FRONT: front(), PAGE: page(), README: readme(README.read_text(encoding="utf-8"))}
+    wanted = {**written, **{PICTURES / name: drawn for name, drawn in pictures().items()}}
     stale = set(PICTURES.glob("*.svg")) - wanted.keys() if PICTURES.is_dir() else set[Path]()
     if "--check" in sys.argv[1:]:
         differ = [

@@ -329,7 +329,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("the tiles of all experts for some", "experts/triton/expanded.py", (("tiles if turn == experts else tile_list(own, rows, tiles.tile, memory)", "tiles"),), _LARGE),
     Mutant("the sign of a step lost", "kernels/decode.py", (("((words << (24 - 8 * QUARTER)) >> 24)", "((words >> (8 * QUARTER)) & 255)"),), _BLOCKS),
     Mutant("steps of minima added", "experts/triton/lanes.py", (("kept.new_tensor([1, -1])", "kept.new_tensor([1, 1])"),), _BLOCKS),
-    Mutant("sums of columns beyond a row", "kernels/columns.py", (("inside = (column < columns) & kept", "inside = (column >= 0) & kept"),), _BLOCKS[1:]),
+    Mutant("sums of columns beyond a row", "kernels/columns.py", (("inside = column < tl.where(kept, columns, 0)", "inside = column >= 0"),), _BLOCKS[1:]),
     Mutant("the columns of the neighbouring expert", "kernels/columns.py", (("order + expert * columns + column", "order + (expert ^ 1) * columns + column"),), _ORDERS),
     Mutant("rows of the first product in their own order", "experts/triton/packed.py", (("        weights = _rows_moved(weights)\n", "        pass\n"),), _KERNEL),
     Mutant("a bias that stays where it was", "experts/triton/packed.py", (("None if bias is None else moved(bias)", "bias"),), _KERNEL),
@@ -626,7 +626,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "tie broken the other way", "kernels/route.py",
         (("chosen = tl.min(tl.where(key == most, expert, 0x7FFFFFFF), 0)", "chosen = tl.max(tl.where(key == most, expert, -1), 0)"),), _SMALL,
     ),
-    Mutant("routed scale dropped", "kernels/route.py", (("weight * scale), mask=written)", "weight), mask=written)"),), _SMALL),
+    Mutant("routed scale dropped", "kernels/route.py", (("    weight = weight * scale\n", ""),), _SMALL),
     Mutant("E4M3 scale of rows inverted", "kernels/scales.py", (("value * tl.expand_dims(tl.div_rn(1.0, scale), last), 0.0)", "value * tl.expand_dims(scale, last), 0.0)"),), _SMALL),
     # Products whose rows do not depend on each other.
     Mutant("all rows multiplied at once", "ops/linear.py", (("made = _in_blocks(x, weight)", "made = x.to(weight.dtype) @ weight.T"),), _LINEAR),

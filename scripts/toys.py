@@ -43,7 +43,9 @@ _MODELOPT = {
     "fp8_channel": "FP8_PER_CHANNEL_PER_TOKEN",
     "fp8_block": "FP8_PB_WO",
     "mxfp8": "MXFP8",
+    "mxfp4": "MXFP4",
     "nvfp4": "NVFP4",
+    "int4_group": "W4A16_AWQ",
 }
 
 
@@ -86,9 +88,11 @@ def combinations() -> list[tuple[str, str, str, bool]]:
     for family in (f for f in FAMILIES if f.name in _FAMILIES):
         for cls in FORMATS:
             for storage in written_storages(cls):
-                if storage.name == "plain" or (storage.name == "gpt-oss" and family.names.gate is None):
+                whole = storage.name == "gpt-oss" or storage.name.endswith("-stack")
+                interleaved = family.names.gate is None
+                if storage.name == "plain" or (whole and interleaved == (storage.name == "gpt-oss")):
                     rows.append((family.name, cls.name, storage.name, True))
-                if family.names.gate is not None and storage.name != "gpt-oss":
+                if not interleaved and not whole:
                     rows.append((family.name, cls.name, storage.name, False))
     return rows
 
@@ -102,7 +106,8 @@ def _quantization(format_name: str, storage: str) -> dict[str, object] | None:
         return {"quant_method": storage, "config_groups": {"group_0": group}, "ignore": ignore}
     if storage == "modelopt":
         exclude = ["lm_head", "*self_attn*", "*.shared_experts*"]
-        return {"quant_method": storage, "quant_algo": _MODELOPT[format_name], "exclude_modules": exclude}
+        group = {"group_size": 32} if format_name == "int4_group" else {}
+        return {"quant_method": storage, "quant_algo": _MODELOPT[format_name], **group, "exclude_modules": exclude}
     if format_name in ("mxfp4", "mxfp8"):
         return {"quant_method": format_name, "modules_to_not_convert": ["lm_head", "shared_experts"]}
     block: dict[str, object] = {"weight_block_size": [128, 128]} if format_name == "fp8_block" else {}
@@ -166,7 +171,10 @@ def _parts(payload: Payload, storage: Storage) -> dict[str, Tensor]:
     codes = tensors["codes"]
     scales = tensors["scale"] if "scale" in tensors else tensors["scales"]
     out: dict[str, Tensor] = {}
-    if isinstance(payload, Int4Group):
+    if isinstance(payload, Int4Group) and storage.name == "modelopt":
+        nibbles = torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(-2)[..., :columns] ^ 8
+        codes = nibbles[:, 0::2] | (nibbles[:, 1::2] << 4)
+    elif isinstance(payload, Int4Group):
         codes = codes[..., : 4 * -(-columns // 8)].contiguous().view(torch.int32)
         out[".weight_shape"] = torch.tensor([rows, columns]).repeat(count, 1)
     elif first.suffix == "_blocks":
@@ -200,7 +208,12 @@ def _stacked(
     gate, up, down = (_parts(payload, storage) for payload in payloads)
     table, out = family.names.stacked, dict[str, "Tensor"]()
     for suffix in gate:
-        both = _interleave(gate[suffix], up[suffix]) if table.interleaved else torch.cat((gate[suffix], up[suffix]), 1)
+        pair = (gate[suffix], up[suffix])
+        if table.interleaved:
+            both = _interleave(*pair)
+        else:
+            # one number for a matrix becomes two for an expert
+            both = torch.stack(pair, 1) if pair[0].dim() == 1 else torch.cat(pair, 1)
         plain = suffix == ".weight"
         flip = plain and table.transposed
         name = "" if plain else suffix

@@ -19,10 +19,11 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .encoding import encode_experts as encode_experts
+    from .encoding import encode_experts as encode_experts, expert_weights as expert_weights
     from .errors import *  # noqa: F403 -- every error is public
     from .formats import FORMATS as FORMATS
     from .functional import moe as moe
+    from .integrations.transformers import load_model as load_model
     from .layer import MoELayer as MoELayer
     from .loading import load_layer as load_layer
     from .models import describe as describe
@@ -54,12 +55,13 @@ __version__ = "0.1.0"
 
 # Each public name and its room, which is imported when the name is first asked for: torch alone takes a second.
 _ROOMS = {
-    "encoding": "encode_experts",
+    "encoding": "encode_experts expert_weights",
     "errors": "BadScaleError CheckpointError CollegiumError ConfigError DuplicateTensorError HostileFileError "
     "InputError MeasurementError MissingExtraError MissingTensorError PlanError RankError RoutingError SpecError "
     "TensorMismatchError UnknownTensorError",
     "formats": "FORMATS",
     "functional": "moe",
+    "integrations.transformers": "load_model",
     "layer": "MoELayer",
     "loading": "load_layer",
     "models": "describe",

@@ -8,12 +8,14 @@ import operator
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import pipelines
+from .encoding import as_payloads
 from .errors import InputError
 from .experts import Packed
 from .experts.measured import with_measured_tiles
@@ -21,6 +23,7 @@ from .formats.payload import Payload
 from .formats.unquantised import DTYPES
 from .ops.route_wide import widened
 from .parallel import Reaching, composed
+from .parallel.input_check import InputCheck, input_check
 from .parallel.meeting import in_turn, meeting_of
 from .pipelines import Parts, Pipeline
 from .pipelines.batched import check_batched, run_batched
@@ -28,13 +31,13 @@ from .planning import Plan, dispatcher_named, kernel_named, plan as planned, str
 from .problem import Choice
 from .runtime.devices import plain_torch
 from .runtime.memory import Memory, OwnMemory, Workspaces, captured, memory_map, part, shared_workspaces
-from .runtime.packed_module import PackedModule, check_given
+from .runtime.packed_module import PackedModule, check_given, held_bytes
 from .runtime.replay import Replay
 from .runtime.side import on_the_side
 from .runtime.warming import compile_batches, run_every_way, sizes_for
 from .stages.checks import check_extras, check_input, check_rows, check_weights, check_whole, output_for
 from .stages.latent import latent_of
-from .stages.router import Router, in_float32, in_full
+from .stages.router import Choose, Router, in_float32, in_full
 from .stages.shared import check_kept, pack_shared, settled
 from .types import ExpertWeights, LatentWeights, RouterWeights, Routing, SharedWeights
 
@@ -43,6 +46,16 @@ __all__ = ["MoELayer"]
 
 # Once a compiled call has raised, torch no longer compiles any layer's ``forward``, and would compile what it calls.
 _unseen: Any = torch.compiler.disable(operator.call)
+
+
+# Attributes that ``_build`` makes of the others, and what was recorded or captured in one process.
+_BUILT = ("dispatcher", "_pipelines", "_places", "_step", "_reaching", "_number", "_input_check", "_replay", "_choice")
+
+
+def _given(inputs: tuple[Any, ...]) -> tuple[bool, ...]:
+    """Return which of logits, routing, token ids and router input a call has."""
+    _, logits, topk_ids, _, token_ids, router_input, _ = inputs
+    return logits is not None, topk_ids is not None, token_ids is not None, router_input is not None
 
 
 class MoELayer(PackedModule):
@@ -54,33 +67,40 @@ class MoELayer(PackedModule):
     """
 
     _captured = False
+    packed_names = ("experts", "shared", "router", "latent")
 
     @plain_torch()
     def __init__(
         self,
-        weights: ExpertWeights[Payload],
+        weights: ExpertWeights[Payload] | ExpertWeights[Tensor],
         plan: Plan,
         *,
         router: RouterWeights | None = None,
-        shared: SharedWeights[Payload] | None = None,
+        shared: SharedWeights[Payload] | SharedWeights[Tensor] | None = None,
         latent: LatentWeights | None = None,
-        choose: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]] | None = None,
+        choose: Choose | None = None,
         after_expert: Callable[[Tensor], Tensor] | None = None,
         checked: bool = False,
     ) -> None:
         """Pack ``weights``, this rank's experts in the order of the plan's placement, for the kernel of ``plan``.
 
+        weights: payloads, or plain tensors in the shapes of ``expert_weights``.
         router: needed unless every call brings logits or a routing; it works in float32, in a copy made here of a
         weight and a bias of another dtype. shared, latent: as the spec says.
-        choose: a routing rule of your own, ``choose(x [T, D], logits [T, E], top_k) -> (weights, ids)`` both
-        ``[T, K]``; it replaces the spec's rule, and what it returns is checked like any other routing.
+        choose: a custom routing rule, ``choose(x [T, D], logits [T, E], top_k) -> (topk_ids, topk_weights)``, integers
+        and floating numbers ``[T, K]``, or a ``Routing``; it replaces the spec's rule, and what it returns is checked
+        like any other routing. logits are None where the layer has no router and the call brings none.
         after_expert: applied to the rows ``[R, H]`` the experts return, row by row, before they are weighted.
         checked: raise RoutingError on NaN logits, biases or weights, out-of-range and repeated ids instead of NaN rows;
-        this reads the device once a call. Raises InputError when weights and plan disagree. ``workspaces`` lends the
-        memory of a pass on a GPU, to all layers of the device; None: every pass takes fresh memory.
+        this reads the device once a call. Over ranks they also compare the inputs of every pass
+        (``parallel/input_check.py``), and all raise RankError where one cannot run it; give all ranks the same value.
+        Raises InputError when weights and plan disagree. ``workspaces`` lends the memory of a pass on a GPU, to all
+        layers of the device; None: every pass takes fresh memory.
         """
         super().__init__()
         problem, spec = plan.problem, plan.problem.spec
+        weights = as_payloads(weights)
+        shared = None if shared is None else SharedWeights(experts=as_payloads(shared.experts), gate=shared.gate)
         check_weights(weights, problem.routed)
         check_extras(spec, router, shared, latent)
         check_whole(problem, after_expert)
@@ -122,6 +142,12 @@ class MoELayer(PackedModule):
         self._reaching = self.dispatcher if isinstance(self.dispatcher, Reaching) else None
         self._number = 0 if self._reaching is None else self._reaching.join(self._places)
         self.workspaces: Workspaces | Any = self._lender()
+        self._input_check = self._comparison()
+
+    def _comparison(self) -> InputCheck | None:
+        """Return what compares the inputs of ranks that have to bring the same, None where there are none."""
+        number = getattr(self.dispatcher, "number", 0)
+        return input_check(self.plan.problem.placement, self.plan.dispatcher, checked=self.checked, layer=number)
 
     def replan(self, plan: Plan, experts: Packed) -> None:
         """Go on with ``experts``, packed for ``plan``, which differs from the layer's own in its placement alone.
@@ -132,7 +158,7 @@ class MoELayer(PackedModule):
         self._build(plan)
 
     @plain_torch()
-    def swap(self, weights: ExpertWeights[Payload], force: Choice | None = None) -> None:
+    def swap(self, weights: ExpertWeights[Payload] | ExpertWeights[Tensor], force: Choice | None = None) -> None:
         """Go on with other routed experts of the same sizes, in the format of ``weights``; all else stays as it is.
 
         weights: this rank's, in the order of the plan's placement, on the layer's device. force: as ``plan``, where the
@@ -143,6 +169,7 @@ class MoELayer(PackedModule):
         shared expert is merged or would need another packing; PlanError where nothing runs the format. The layer is
         then unchanged.
         """
+        weights = as_payloads(weights)
         old, shared = self.plan.problem, self.plan.problem.spec.shared
         check_weights(weights, replace(old.routed, **weights.formats))
         if self._captured or weights.down.device != self._device:
@@ -172,6 +199,32 @@ class MoELayer(PackedModule):
         super().__setattr__(name, value)
         self.__dict__["_replay"] = Replay()
         self.__dict__["_choice"] = None
+        if name == "checked" and "_pipelines" in self.__dict__:
+            self.__dict__["_input_check"] = self._comparison()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled: weights, plan and options; what runs them is built anew.
+
+        Raises InputError for a layer over ranks.
+        """
+        if self.plan.groups:
+            raise InputError(
+                f"a layer over ranks cannot be pickled ({self.plan.problem.placement}): it needs the process groups of "
+                "this process, and every rank holds another part. Load it in each process with device=Ranks.of(...)"
+            )
+        state = super().__getstate__()
+        for name in _BUILT:
+            state.pop(name)
+        state.pop("_captured", None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copied layer, or build what runs an unpickled one."""
+        super().__setstate__(state)
+        if "_pipelines" not in self.__dict__:
+            workspaces = self.__dict__.pop("workspaces")
+            self._build(self.plan)
+            self.workspaces = workspaces
 
     def _lender(self) -> Workspaces | Any:
         """Return what lends the memory of passes: the dispatcher, this device, or nobody."""
@@ -179,6 +232,11 @@ class MoELayer(PackedModule):
             return self._reaching.blocks
         on_gpu = self._device.type == "cuda" and self.plan.capturable
         return shared_workspaces(self._device, self._places.nbytes) if on_gpu else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed experts, the shared expert, the router and the latent projections on this rank."""
+        return held_bytes(self.experts, self.shared, self.router, self.latent)
 
     def extra_repr(self) -> str:
         """Show the plan, and what only packing knows."""
@@ -200,15 +258,25 @@ class MoELayer(PackedModule):
         neither: the layer's own router. token_ids: ``[T]`` integers, needed for hash routing only.
         router_input: what the layer's own router reads, like ``x``, where the model gives it another input (Gemma-4).
         T is the product of the leading dimensions and may be 0. out: contiguous, like x, written and returned instead
-        of fresh memory. Raises InputError on shapes, dtypes, devices and where a gradient is asked for, and
-        RoutingError in checked mode.
+        of fresh memory. Raises InputError on shapes, dtypes, devices and where a gradient is asked for, RoutingError
+        in checked mode, and RankError on every rank where ranks that need the same inputs have different ones.
         """
-        inputs = self._inputs(x, router_logits, routing, token_ids, router_input)
+        given = router_logits, routing, token_ids, router_input
+        if not torch.compiler.is_compiling():
+            return _unseen(self._eager, x, given, out)
+        inputs = self._inputs(x, *given)
         out = output_for(x, out)
-        if torch.compiler.is_compiling():
-            torch.ops.collegium.moe_layer(*inputs, self.handle, out.view(-1, self.spec.hidden_size))
-        else:
-            _unseen(self.compute, *inputs, out.view(-1, self.spec.hidden_size))
+        torch.ops.collegium.moe_layer(*inputs, self.handle, out.view(-1, self.spec.hidden_size))
+        return out
+
+    def _eager(self, x: Tensor, given: tuple[Any, Any, Any, Any], out: Tensor | None) -> Tensor:
+        try:
+            inputs = self._inputs(x, *given)
+            out = output_for(x, out)
+        except InputError as error:
+            self._refused(x, given, error)
+            raise
+        self.compute(*inputs, out.view(-1, self.spec.hidden_size))
         return out
 
     def route(
@@ -313,12 +381,13 @@ class MoELayer(PackedModule):
 
         memory: where buffers come from, instead of one of ``workspaces``.
         """
-        if router_logits is None and (topk_ids is None or topk_weights is None):
-            # Before ranks wait for each other.
-            self._router.check_own(router_input)
+        inputs = (x, router_logits, topk_ids, topk_weights, token_ids, router_input, out)
         capturing = self._capturing()
         with in_turn(self.plan.groups), in_full(x.device):
-            inputs = (x, router_logits, topk_ids, topk_weights, token_ids, router_input, out)
+            if memory is None and not capturing and self._due(inputs):
+                x, _, topk_ids, *_ = inputs = self._compared(inputs)
+            else:
+                self._check_router(inputs)  # before ranks wait for each other
             if memory is not None or self.workspaces is None:
                 self._passes(memory, *inputs)
             elif capturing and self._reaching is None:
@@ -333,6 +402,63 @@ class MoELayer(PackedModule):
                     self._recorded(own, kind, inputs)
                 finally:
                     self.workspaces.give(space)
+
+    def _check_router(self, inputs: tuple[Any, ...]) -> None:
+        _, logits, topk_ids, topk_weights, _, router_input, _ = inputs
+        if logits is None and (topk_ids is None or topk_weights is None):
+            self._router.check_own(router_input)
+
+    def _due(self, inputs: tuple[Any, ...]) -> bool:
+        """Return whether ranks compare the inputs of this pass."""
+        return self._input_check is not None and self._input_check.due(inputs[0].shape[0], _given(inputs))
+
+    def _compared(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return ``inputs`` with the chosen experts in place of what chooses them, once all ranks agree on both."""
+        x, logits, topk_ids, topk_weights, token_ids, router_input, out = inputs
+        try:
+            self._check_router(inputs)
+            chosen = self._router(*inputs[:-1])
+        except Exception as error:  # a function of the user's may raise anything, and the other ranks wait
+            self._meet_inputs(x.shape[0], _given(inputs), error=error)
+            raise
+        named = {"x": x, "router_logits": logits, "topk_ids": topk_ids, "topk_weights": topk_weights}
+        named |= {"token_ids": token_ids, "router_input": router_input}
+        if topk_ids is None:
+            named |= {"the chosen experts": chosen.topk_ids, "the weights of the chosen experts": chosen.topk_weights}
+        self._meet_inputs(x.shape[0], _given(inputs), named, top_k=chosen.topk_ids.shape[1])
+        return x, None, chosen.topk_ids, chosen.topk_weights, None, None, out
+
+    def _meet_inputs(
+        self,
+        tokens: int,
+        given: tuple[bool, ...],
+        tensors: dict[str, Tensor | None] | None = None,
+        *,
+        top_k: int | None = None,
+        error: Exception | None = None,
+    ) -> None:
+        """Exchange what ranks bring; raises ``error``, why this one cannot run the pass, once the others know it."""
+        check = self._input_check
+        assert check is not None
+        if self._reaching is not None:
+            # First, in the words in which ranks agree on passes: one that calls another layer is noticed at once.
+            try:
+                most = tokens if self._step is None else min(tokens, self._step)
+                self._reaching.greet(self._number, most, top_k or self.spec.routing.top_k)
+            except InputError as disagreement:
+                raise (error or disagreement) from None
+        check.compare(tokens, given, tensors, error)
+
+    def _refused(self, x: Any, given: tuple[Any, Any, Any, Any], error: InputError) -> None:
+        """Let ranks that wait for this pass know why this one cannot run it, where they compare inputs."""
+        if self._input_check is None or captured(self._device):
+            return
+        logits, routing, token_ids, own = (each is not None for each in given)
+        tokens = prod(x.shape[:-1]) if isinstance(x, Tensor) else 0
+        present = logits, routing, token_ids, own and not logits and not routing
+        with in_turn(self.plan.groups):
+            if self._input_check.due(tokens, present):
+                self._meet_inputs(tokens, present, error=error)
 
     def _capturing(self) -> bool:
         """Return whether a CUDA graph captures this call; if so, it keeps the addresses of the experts."""

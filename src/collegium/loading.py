@@ -2,11 +2,12 @@
 
 import os
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, Never
 
 import torch
 
 from .checkpoint.activation_scales import input_reach
+from .checkpoint.audit import check_dense_layers
 from .checkpoint.beside import check_beside, load_latent, load_router, load_shared
 from .checkpoint.loader import load_experts
 from .checkpoint.opened import CheckpointLayer
@@ -22,6 +23,7 @@ from .parallel.ranks import Ranks
 from .placement import Placement
 from .planning import plan
 from .problem import Choice, DeviceFacts, Limits, Problem
+from .runtime.arguments import Dtype, dtype_name, refuse_others
 from .runtime.devices import plain_torch, probe
 from .types import ExpertWeights, MoESpec
 
@@ -36,23 +38,27 @@ def load_layer(
     weight_format: str | None = None,
     force: Choice | None = None,
     device: torch.device | str | Ranks | None = None,
-    dtype: Literal["bf16", "fp16", "fp32"] = "bf16",
+    dtype: Dtype | torch.dtype = "bf16",
     limits: Limits | None = None,
     checked: bool = False,
+    **others: Never,
 ) -> MoELayer:
     """Load MoE layer ``layer`` of the checkpoint at ``path``, or of an open one: router, experts and shared expert.
 
     weight_format: encode the experts into this format instead of the published one. force, limits: as ``plan``.
     device: the best of this machine when None; Ranks: this rank's part of a layer whose experts several share, read
-    from disk without the others'. dtype: of the layer's input and output. checked: as ``MoELayer``.
+    from disk without the others'. dtype: of the layer's input and output, a name or a torch.dtype. checked: as
+    ``MoELayer``.
     Raises the CheckpointErrors of the audit, InputError for a layer without experts, PlanError, and with Ranks
     InputError on every rank where they read different checkpoints or limits, RankError where one does not come.
     """
+    refuse_others(load_layer, others)
+    dtype = dtype_name("load_layer", dtype)
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
     opened = CheckpointLayer.open(checkpoint, layer)
     facts, placement = _placed(opened, device, limits=limits, dtype=dtype, format=weight_format, force=force)
     weights = _experts(opened, weight_format, facts.place, placement, force)
-    refuse(checkpoint, check_beside(opened))
+    refuse(checkpoint, [*check_dense_layers(checkpoint), *check_beside(opened)])
     problem = _problem(opened.spec, weights, facts, placement, limits=limits or Limits(), dtype=dtype)
     return MoELayer(
         weights,

@@ -21,6 +21,7 @@ from .ops.quantize import ACTIVATION_FORMATS, activation_format
 from .ops.route import route_regions
 from .ops.route_wide import widened_regions
 from .parallel import DispatcherKind
+from .parallel.input_check import compared_words
 from .parallel.traffic import Away, Traffic
 from .pipelines import Asked, PipelineKind
 from .problem import Choice, ExpertsProblem, Problem, Refusal
@@ -110,6 +111,7 @@ class Plan:
         spec, device = self.problem.spec, self.problem.device
         where = f"{device.kind} {device.name}".strip()
         where += "" if device.nvrtc else "; no NVRTC, so large batches run small tiles: install nvidia-cuda-nvrtc"
+        compared = compared_words(self.problem.placement, self.dispatcher)
         kernels = _product_kernels(self.kernel, self.problem.routed)
         shared = None if self.shared_kernel is None else _product_kernels(self.shared_kernel, self.problem.shared())
         if shared not in (None, kernels):
@@ -126,6 +128,7 @@ class Plan:
             f"dispatch   {self.dispatcher}, at most {self.capacity:,} rows"
             + ("" if self.problem.placement is None else f"; {self.problem.placement}")
             + ("" if self.wire_format == "none" else f"; {self.wire_format} between ranks"),
+            *([] if compared is None else [f"inputs     {compared}"]),
             f"formats    weights {format_names(spec.formats)}, activations {self.activation_format}",
             f"bytes      {self.expert_bytes:,} an expert, {self.weight_bytes:,} a layer, "
             f"workspace at most {self.workspace_bytes:,} for {self.problem.limits.max_tokens:,} tokens",

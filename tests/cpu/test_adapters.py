@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 E, H, LAYERS, RANK, ALPHA = 5, 24, 2, 3, 7.0
 PLAIN: dict[str, Any] = {
     "hidden_size": H, "num_hidden_layers": LAYERS, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 12,
@@ -51,6 +53,7 @@ CONFIG: dict[str, Any] = {
     "peft_type": "LORA", "peft_version": "0.21.2", "r": RANK, "lora_alpha": ALPHA, "bias": "none",
     "init_lora_weights": True, "megatron_core": "megatron.core", "qalora_group_size": 16, "use_dora": False,
     "target_modules": ["q_proj"], "rank_pattern": {}, "modules_to_save": None,
+    "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
 }  # fmt: skip
 
 
@@ -127,7 +130,7 @@ def test_a_model_with_an_adapter_is_the_merged_model(
 ) -> None:
     model = model_of(kind, tmp_path / "base", dtype)
     tensors = stacks(model)
-    adapter = write(tmp_path / "adapter", tensors, target_parameters=["mlp.experts.gate_up_proj"])
+    adapter = write(tmp_path / "adapter", tensors)
     merge(model, tensors, ALPHA / RANK)
     model.save_pretrained(tmp_path / "merged")
     base, wanted = Checkpoint.open(tmp_path / "base"), Checkpoint.open(tmp_path / "merged")
@@ -205,7 +208,7 @@ def test_experts_one_by_one_and_a_base_saved_in_wrappers(wrapped: bool, tmp_path
         save_file({f"base_model.model.{names[n]}": t for n, t in plain.items()}, file, metadata={"format": "pt"})
     base = Checkpoint.open(tmp_path / "base")
     audit(base)
-    found = with_adapter(base, write(tmp_path / "adapter", tensors))
+    found = with_adapter(base, write(tmp_path / "adapter", tensors, target_modules=list(PROJECTIONS)))
     for name, weight in plain.items():
         head = f"base_model.model.{name.removesuffix('weight')}"
         if f"{head}lora_A.weight" in tensors:
@@ -254,9 +257,19 @@ def test_the_command_writes_what_the_merged_model_writes(tmp_path: Path) -> None
 FIRST = "base_model.model.model.layers.0.mlp.experts"
 
 
+def save_q_proj(tensors: dict[str, Tensor]) -> None:
+    """Put ``q_proj`` of the first layer into the adapter in full, next to its pair."""
+    tensors["base_model.model.model.layers.0.self_attn.q_proj.weight"] = torch.ones(24, 24)
+
+
 FAULTS: dict[str, tuple[type[CheckpointError], str, Callable[[dict[str, Tensor]], object], dict[str, Any]]] = {
     "half": (MissingTensorError, r"experts\.lora_B\.weight missing", lambda t: t.pop(f"{FIRST}.lora_B.weight"), {}),
-    "rank": (TensorMismatchError, r"experts: lora_A and lora_B are \(15, 20\).*\(20, 20\)", lambda _: None, {"r": 4}),
+    "rank": (
+        TensorMismatchError,
+        r"gate_up_proj: lora_A and lora_B are \(15, 24\).*\(20, 24\)",
+        lambda _: None,
+        {"r": 4},
+    ),
     "nan": (BadScaleError, "holds NaN", lambda t: t[f"{FIRST}.lora_A.weight"].fill_(torch.nan), {}),
     "target": (
         ConfigError,
@@ -278,16 +291,26 @@ FAULTS: dict[str, tuple[type[CheckpointError], str, Callable[[dict[str, Tensor]]
     "dora": (ConfigError, "use_dora=True is not implemented.*merge_and_unload", lambda _: None, {"use_dora": True}),
     "bias": (ConfigError, "bias='all' is not implemented", lambda _: None, {"bias": "all"}),
     "pissa": (ConfigError, "init_lora_weights='pissa'", lambda _: None, {"init_lora_weights": "pissa"}),
-    "pattern": (ConfigError, "rank_pattern=", lambda _: None, {"rank_pattern": {"q_proj": 8}}),
+    "pattern": (ConfigError, "rank_pattern=", lambda _: None, {"rank_pattern": {"q_proj": 0}}),
+    "alphas": (ConfigError, "alpha_pattern=", lambda _: None, {"alpha_pattern": {"q_proj": "8"}}),
+    "expression": (ConfigError, "pattern.*cannot be used", lambda _: None, {"rank_pattern": {"q_proj(": 3}}),
+    "ranks": (TensorMismatchError, r"q_proj.*\(8, 24\)", lambda _: None, {"rank_pattern": {"q_proj": 8}}),
+    "excluded": (ConfigError, "q_proj.*exclude_modules", lambda _: None, {"exclude_modules": ["q_proj"]}),
+    "layers": (ConfigError, "q_proj.*layers_to_transform", lambda _: None, {"layers_to_transform": [1]}),
+    "saved": (ConfigError, "q_proj.*modules_to_save", save_q_proj, {"modules_to_save": ["q_proj"]}),
+    "lost": (MissingTensorError, "lm_head.*no such tensor", lambda _: None, {"modules_to_save": ["lm_head"]}),
+    "whole": (ConfigError, r"q_proj\.weight.*modules_to_save", save_q_proj, {}),
     "none": (ConfigError, "r=0", lambda _: None, {"r": 0}),
     "infinite": (ConfigError, "lora_alpha=inf", lambda _: None, {"lora_alpha": float("inf")}),
     "empty": (MissingTensorError, "holds no lora_A and lora_B", lambda t: t.clear(), {}),
     "old": (
-        ConfigError,
-        "target_parameters='stacks written before PEFT 0.20",
+        TensorMismatchError,
+        r"gate_up_proj.*\(15, 40\) and \(24, 15\).*does not swap",
         lambda _: None,
-        {"target_parameters": ["mlp.experts.down_proj"], "peft_version": "0.18.1"},
+        {"peft_version": "0.18.1"},
     ),
+    "unknown": (ConfigError, "peft_version is no release", lambda _: None, {"peft_version": "0.19.0.dev0"}),
+    "versionless": (ConfigError, "peft_version is no release", lambda _: None, {"peft_version": None}),
 }
 
 
@@ -316,24 +339,27 @@ def test_layers_of_another_part_of_the_model_are_not_taken_for_the_text_models(t
 
 
 @pytest.mark.parametrize("wide", [24, 32])
-def test_a_stack_whose_name_fits_two_matrices_is_refused(tmp_path: Path, wide: int) -> None:
+def test_one_parameter_of_a_stack_is_the_one_that_is_named(tmp_path: Path, wide: int) -> None:
+    """Up and down of experts without a gate may have the same size; the configuration settles which a pair is of."""
     case = CASES["nemotron_h"]
     build(replace(case, text={**case.text, "moe_intermediate_size": wide}), tmp_path / "base")
     head = "base_model.model.model.layers.1.mixer.experts"
-    tensors = {
-        f"{head}.base_layer.lora_A.weight": heavy_tailed(8 * RANK, 32, seed=1),
-        f"{head}.base_layer.lora_B.weight": heavy_tailed(wide, 8 * RANK, seed=2),
-    }
-    adapter, base = write(tmp_path / "adapter", tensors), Checkpoint.open(tmp_path / "base")
-    if wide == 32:
-        with pytest.raises(ConfigError, match="up and down are both 32 by 32, and its name does not say which"):
-            with_adapter(base, adapter)
-        return
-    found, name = with_adapter(base, adapter), "backbone.layers.1.mixer.experts.2.up_proj.weight"
-    a, b = (tensor.double() for tensor in tensors.values())
-    added = ALPHA / RANK * (b.view(wide, RANK, 8)[..., 2] @ a.view(8, RANK, 32)[2])
-    close(found.read(name), (base.read(name).double() + added).to(base.read(name).dtype))
-    assert torch.equal(found.read(name.replace("up", "down")), base.read(name.replace("up", "down")))
+    base = Checkpoint.open(tmp_path / "base")
+    for target, rows, columns in (("up", wide, 32), ("down", 32, wide)):
+        tensors = {
+            f"{head}.lora_A.weight": heavy_tailed(8 * RANK, columns, seed=1),
+            f"{head}.lora_B.weight": heavy_tailed(rows, 8 * RANK, seed=2),
+        }
+        entries = {"target_modules": [], "target_parameters": [f"experts.{target}_proj"]}
+        found = with_adapter(base, write(tmp_path / "adapter", tensors, **entries))
+        a, b = (tensor.double() for tensor in tensors.values())
+        added = ALPHA / RANK * (b.view(rows, RANK, 8)[..., 2] @ a.view(8, RANK, columns)[2])
+        for which in ("up", "down"):
+            name = f"backbone.layers.1.mixer.experts.2.{which}_proj.weight"
+            weight = base.read(name)
+            close(found.read(name), (weight.double() + added).to(weight.dtype) if which == target else weight)
+        with pytest.raises(ConfigError, match=r"1 pairs.*up_proj, down_proj.*names none"):
+            with_adapter(base, write(tmp_path / "adapter", tensors, target_parameters=None))
 
 
 def test_quantised_experts_are_refused_with_what_to_do(tmp_path: Path) -> None:
@@ -374,3 +400,248 @@ def test_a_scale_is_of_the_adapter_alone(tmp_path: Path) -> None:
     ]
     for other, factor in zip(added[1:], (4, RANK**0.5), strict=True):
         assert float((other - factor * added[0]).norm() / other.norm()) < 1e-5
+
+
+def added_of(tensors: dict[str, Tensor], path: str) -> Tensor:
+    """B @ A of a module, in float64."""
+    a, b = (tensors[f"base_model.model.{path}.lora_{half}.weight"].double() for half in "AB")
+    return b @ a
+
+
+# Patterns, the rank and the alpha that PEFT gives q_proj of layer 1, and those that it gives the others.
+PATTERNS: dict[str, tuple[dict[str, Any], tuple[int, float], tuple[int, float]]] = {
+    "plain": ({"rank_pattern": {"1.self_attn.q_proj": 5}}, (5, ALPHA), (RANK, ALPHA)),
+    "first match wins": (
+        {"rank_pattern": {r"layers\.1\..*q_proj": 5, "q_proj": 4}, "alpha_pattern": {"q_proj": 2}},
+        (5, 2.0),
+        (4, 2.0),
+    ),
+    "anchored at a dot": (
+        {"rank_pattern": {"proj": 9, "_proj": 9, "attn.q_proj": 9, "self_attn.q": 9}},
+        (3, 7.0),
+        (3, 7.0),
+    ),
+    "from the beginning": ({"alpha_pattern": {r"^model\.layers\.1\.self_attn\.q_proj": 3}}, (3, 3.0), (3, 7.0)),
+    "alternatives": ({"rank_pattern": {"k_proj|1.self_attn.q_proj": 6}}, (6, 7.0), (3, 7.0)),
+    "a whole name": ({"alpha_pattern": {"model.layers.1.self_attn.q_proj": 0.5}}, (3, 0.5), (3, 7.0)),
+    "parameters do not count": ({"rank_pattern": {"q_proj.weight": 9}}, (3, 7.0), (3, 7.0)),
+}
+
+
+@pytest.mark.parametrize("rooted", [False, True])
+@pytest.mark.parametrize("case", PATTERNS)
+def test_patterns_of_ranks_and_alphas(case: str, rooted: bool, tmp_path: Path) -> None:
+    entries, *ranks = PATTERNS[case]
+    model_of("qwen3_moe", tmp_path / "base", torch.float32)
+    paths = ["model.layers.1.self_attn.q_proj", "model.layers.0.self_attn.q_proj"]
+    tensors = dict[str, torch.Tensor]()
+    for path, (rank, _) in zip(paths, ranks, strict=True):
+        tensors[f"base_model.model.{path}.lora_A.weight"] = heavy_tailed(rank, H, seed=rank)
+        tensors[f"base_model.model.{path}.lora_B.weight"] = heavy_tailed(24, rank, seed=rank + 1)
+    base = Checkpoint.open(tmp_path / "base")
+    found = with_adapter(base, write(tmp_path / "adapter", tensors, use_rslora=rooted, **entries))
+    for path, (rank, alpha) in zip(paths, ranks, strict=True):
+        scale = alpha / (rank**0.5 if rooted else rank)
+        close(
+            found.read(f"{path}.weight"),
+            (base.read(f"{path}.weight").double() + scale * added_of(tensors, path)).float(),
+        )
+
+
+def test_patterns_match_names_of_parameters_in_stacks(tmp_path: Path) -> None:
+    model = model_of("gpt_oss", tmp_path / "base", torch.float32)
+    tensors = stacks(model)
+    base = Checkpoint.open(tmp_path / "base")
+    one = with_adapter(base, write(tmp_path / "one", tensors))
+    two = with_adapter(base, write(tmp_path / "two", tensors, alpha_pattern={r"0\.mlp\.experts\.down_proj": 2 * ALPHA}))
+    for layer in range(LAYERS):
+        for which in ("gate_up_proj", "down_proj"):
+            name = f"model.layers.{layer}.mlp.experts.{which}"
+            steps = [found.read(name).double() - base.read(name) for found in (one, two)]
+            factor = 2 if (layer, which) == (0, "down_proj") else 1
+            assert float((steps[1] - factor * steps[0]).norm() / steps[1].norm()) < 1e-5
+
+
+def test_rank_and_alpha_are_8_where_absent(tmp_path: Path) -> None:
+    model_of("qwen3_moe", tmp_path / "base", torch.float32)
+    path = "model.layers.0.self_attn.q_proj"
+    tensors = {
+        f"base_model.model.{path}.lora_A.weight": heavy_tailed(8, H, seed=1),
+        f"base_model.model.{path}.lora_B.weight": heavy_tailed(24, 8, seed=2),
+    }
+    adapter = write(tmp_path / "adapter", tensors)
+    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "target_modules": ["q_proj"]}))
+    base = Checkpoint.open(tmp_path / "base")
+    wanted = base.read(f"{path}.weight").double() + added_of(tensors, path)
+    close(with_adapter(base, adapter).read(f"{path}.weight"), wanted.float())
+
+
+# Entries, and which of q_proj and k_proj of layers 0 and 1 PEFT attaches an adapter to.
+SELECTED: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "a list": ({"target_modules": ["q_proj", "k_proj"]}, {"0q", "0k", "1q", "1k"}),
+    "an expression": ({"target_modules": r".*\.(q|k)_proj", "exclude_modules": r".*0.*k_proj"}, {"0q", "1q", "1k"}),
+    "all": ({"target_modules": "all-linear", "exclude_modules": ["k_proj"]}, {"0q", "1q"}),
+    "excluded by a tail": (
+        {"target_modules": ["q_proj", "k_proj"], "exclude_modules": ["0.self_attn.k_proj"]},
+        {"0q", "1q", "1k"},
+    ),
+    "layers": ({"target_modules": ["q_proj", "k_proj"], "layers_to_transform": 1}, {"1q", "1k"}),
+    "layers below a pattern": (
+        {"target_modules": ["q_proj", "k_proj"], "layers_to_transform": [0], "layers_pattern": ["h", "layers"]},
+        {"0q", "0k"},
+    ),
+    "a whole name in no layer": (
+        {"target_modules": ["model.layers.0.self_attn.q_proj", "q_proj", "k_proj"], "layers_to_transform": [1]},
+        {"0q", "1q", "1k"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SELECTED)
+def test_modules_are_selected_as_peft_selects_them(case: str, tmp_path: Path) -> None:
+    """Every pair that an entry selects is merged, and every one that an entry excludes is refused."""
+    entries, selected = SELECTED[case]
+    model_of("qwen3_moe", tmp_path / "base", torch.float32)
+    base = Checkpoint.open(tmp_path / "base")
+    for layer, which in ((0, "q"), (0, "k"), (1, "q"), (1, "k")):
+        path = f"model.layers.{layer}.self_attn.{which}_proj"
+        tensors = {
+            f"base_model.model.{path}.lora_A.weight": heavy_tailed(RANK, H, seed=1),
+            f"base_model.model.{path}.lora_B.weight": heavy_tailed(base.info(f"{path}.weight").shape[0], RANK, seed=2),
+        }
+        adapter = write(tmp_path / "adapter", tensors, target_parameters=None, **entries)
+        if f"{layer}{which}" not in selected:
+            with pytest.raises(ConfigError, match=rf"{which}_proj.*(exclude_modules|layers_to_transform)"):
+                with_adapter(base, adapter)
+            continue
+        wanted = base.read(f"{path}.weight").double() + ALPHA / RANK * added_of(tensors, path)
+        close(with_adapter(base, adapter).read(f"{path}.weight"), wanted.float())
+
+
+@pytest.mark.parametrize("case", SELECTED)
+def test_peft_selects_the_same_modules(case: str) -> None:
+    peft = pytest.importorskip("peft")
+    exists = importlib.import_module("peft.tuners.tuners_utils").check_target_module_exists
+    entries, selected = SELECTED[case]
+    if entries["target_modules"] == "all-linear":
+        entries = entries | {"target_modules": ["q_proj", "k_proj"]}  # what PEFT makes of it for this model
+    config = peft.LoraConfig(**entries)
+    keys = {f"{layer}{which}": f"model.layers.{layer}.self_attn.{which}_proj" for layer in range(2) for which in "qk"}
+    found = {short for short, key in keys.items() if exists(config, key)}
+    assert found == selected
+
+
+@pytest.mark.parametrize("case", PATTERNS)
+def test_peft_matches_patterns_alike(case: str) -> None:
+    pytest.importorskip("peft")
+    match = importlib.import_module("peft.utils.other").get_pattern_key
+    entries, *wanted = PATTERNS[case]
+    ranks, alphas = entries.get("rank_pattern", {}), entries.get("alpha_pattern", {})
+    for layer, pair in ((1, wanted[0]), (0, wanted[1])):
+        key = f"model.layers.{layer}.self_attn.q_proj"
+        assert (ranks.get(match(ranks, key), RANK), alphas.get(match(alphas, key), ALPHA)) == pair
+
+
+def test_what_is_not_targeted_is_merged_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tensors = stacks(model_of("qwen3_moe", tmp_path / "base"))
+    base = Checkpoint.open(tmp_path / "base")
+    found = with_adapter(base, write(tmp_path / "adapter", tensors, target_modules=["k_proj"]))
+    assert "does not target model.layers.0.self_attn.q_proj and 1 more" in caplog.text
+    name = "model.layers.1.self_attn.q_proj.weight"
+    assert not torch.equal(found.read(name), base.read(name))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_modules_saved_in_full_replace_the_base_weights(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = model_of("qwen3_moe", tmp_path / "base", dtype)
+    tensors = stacks(model)
+    head, norm = heavy_tailed(40, H, seed=3), heavy_tailed(H, 1, seed=4)[:, 0].contiguous()
+    tensors |= {"base_model.model.lm_head.weight": head, "base_model.model.model.norm.weight": norm}
+    # What PEFT writes next to the adapter of an embedding: the base weight itself.
+    path, base = "model.layers.0.self_attn.q_proj", Checkpoint.open(tmp_path / "base")
+    tensors[f"base_model.model.{path}.base_layer.weight"] = base.read(f"{path}.weight")
+    found = with_adapter(base, write(tmp_path / "adapter", tensors, modules_to_save=["lm_head", "norm"]))
+    assert torch.equal(found.read("lm_head.weight"), head.to(dtype))
+    assert torch.equal(found.read_slice("lm_head.weight", (slice(3, 7), slice(0, 5))), head[3:7, :5].to(dtype))
+    assert torch.equal(found.read("model.norm.weight"), norm.to(dtype))
+    close(
+        found.read(f"{path}.weight"),
+        (base.read(f"{path}.weight").double() + ALPHA / RANK * added_of(tensors, path)).to(dtype),
+    )
+    wrong = tensors | {"base_model.model.lm_head.weight": heavy_tailed(41, H, seed=3)}
+    with pytest.raises(TensorMismatchError, match=r"\(41, 24\).*\(40, 24\)"):
+        with_adapter(base, write(tmp_path / "wrong", wrong, modules_to_save=["lm_head", "norm"]))
+
+
+def test_a_head_that_is_tied_is_refused(tmp_path: Path) -> None:
+    model_of("qwen3_moe", tmp_path / "base")
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    tensors = {
+        "base_model.model.lm_head.lora_A.weight": heavy_tailed(RANK, H, seed=1),
+        "base_model.model.lm_head.lora_B.weight": heavy_tailed(40, RANK, seed=2),
+    }
+    adapter = write(tmp_path / "adapter", tensors, target_modules=["lm_head"])
+    with_adapter(Checkpoint.open(tmp_path / "base"), adapter)
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    with pytest.raises(ConfigError, match=r"lm_head.*tie_word_embeddings"):
+        with_adapter(Checkpoint.open(tmp_path / "base"), adapter)
+
+
+def test_two_adapters_are_added_one_after_the_other(tmp_path: Path) -> None:
+    tensors = stacks(model_of("qwen3_moe", tmp_path / "base", torch.float32))
+    base = Checkpoint.open(tmp_path / "base")
+    first = write(tmp_path / "first", tensors)
+    second = write(tmp_path / "second", tensors, lora_alpha=-2 * ALPHA)
+    found = with_adapter(with_adapter(base, first), second)
+    for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.experts.4.down_proj.weight"):
+        once = with_adapter(base, first).read(name).double() - base.read(name)
+        assert float((found.read(name).double() - base.read(name) + once).norm() / once.norm()) < 1e-5
+    assert len({found.merged, with_adapter(base, first).merged, with_adapter(base, second).merged}) == 3
+
+
+def test_a_convolution_is_no_matrix(tmp_path: Path) -> None:
+    model_of("qwen3_moe", tmp_path / "base")
+    file = tmp_path / "base" / "model.safetensors"
+    save_file(load_file(file) | {"model.layers.0.conv1d.weight": torch.ones(6, 1, 4)}, file, metadata={"format": "pt"})
+    tensors = {
+        "base_model.model.model.layers.0.conv1d.lora_A.weight": torch.ones(RANK, 4),
+        "base_model.model.model.layers.0.conv1d.lora_B.weight": torch.ones(1, RANK),
+    }
+    with pytest.raises(ConfigError, match=r"conv1d.*\(6, 1, 4\)"):
+        with_adapter(
+            Checkpoint.open(tmp_path / "base"), write(tmp_path / "adapter", tensors, target_modules=["conv1d"])
+        )
+
+
+def test_files_that_take_no_adapter(tmp_path: Path) -> None:
+    tensors = stacks(model_of("qwen3_moe", tmp_path / "base"))
+    adapter, base = write(tmp_path / "adapter", tensors), Checkpoint.open(tmp_path / "base")
+    with pytest.raises(ConfigError, match="GGUF"):
+        with_adapter(Checkpoint(tmp_path / "model.gguf", {"model_type": "gguf:llama"}, {}), adapter)
+    (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model.bin")
+    with pytest.raises(ConfigError, match=r"adapter_model\.bin"):
+        with_adapter(base, adapter)
+
+
+@pytest.mark.parametrize("name", [
+    "model.layers.1.self_attn.q_proj.lora_{}.weight",
+    "base_model.model.base_model.model.model.layers.1.self_attn.q_proj.lora_{}.weight",
+    "base_model.model.model.language_model.layers.1.self_attn.q_proj.lora_{}.weight",
+    "base_model.model.language_model.model.layers.1.self_attn.q_proj.lora_{}.weight",
+    "base_model.model.layers.1.self_attn.q_proj.lora_{}.weight",
+    "base_model.model.model.layers.1.self_attn.q_proj.lora_{}.default.weight",
+    "base_model.model._orig_mod.model.layers.1._checkpoint_wrapped_module.self_attn.q_proj.lora_{}.weight",
+])  # fmt: skip
+def test_prefixes_and_wrappers_in_names(name: str, tmp_path: Path) -> None:
+    model_of("qwen3_moe", tmp_path / "base", torch.float32)
+    a, b = heavy_tailed(RANK, H, seed=1), heavy_tailed(24, RANK, seed=2)
+    adapter = write(tmp_path / "adapter", {name.format("A"): a, name.format("B"): b})
+    base, key = Checkpoint.open(tmp_path / "base"), "model.layers.1.self_attn.q_proj.weight"
+    close(
+        with_adapter(base, adapter).read(key),
+        (base.read(key).double() + ALPHA / RANK * (b.double() @ a.double())).float(),
+    )
+    prefix = "base_model.model.thinker.model.layers.1.self_attn.q_proj.lora_"
+    pair = {name.format("A"): a, name.format("B"): b, f"{prefix}A.weight": a.clone(), f"{prefix}B.weight": b.clone()}
+    with pytest.raises(DuplicateTensorError, match="q_proj"):
+        with_adapter(base, write(tmp_path / "twice", pair))

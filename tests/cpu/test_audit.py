@@ -206,7 +206,7 @@ def test_broken_stacks(tmp_path: Path, change: Change, error: type[CheckpointErr
         ("nvfp4", {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
          r"looks like nvfp4; config.json declares fp8_block \(fp8\), which needs .weight \+ .weight_scale_inv"),
         ("nvfp4", {"quantization_config": None}, r"looks like nvfp4; config.json declares bf16"),
-        ("fp8_block", {"quantization_config": None}, r"looks like fp8_block; config.json declares bf16"),
+        ("fp8_block", {"quantization_config": None}, r"looks like fp8_block or fp8_tensor; config.json declares bf16"),
         ("bf16", {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
          r"looks like bf16; config.json declares fp8_block"),
     ],

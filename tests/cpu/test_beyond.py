@@ -83,7 +83,7 @@ def test_what_others_choose_is_told_too_and_what_is_wrong_is_refused_as_by_a_cal
     x, logits = heavy_tailed(T, H, seed=2), heavy_tailed(T, E, seed=4)
     layer = layer_of(SPECS["plain"])
     assert torch.equal(layer(x, routing=layer.route(x, router_logits=logits)), layer(x, router_logits=logits))
-    rule = layer_of(SPECS["plain"], choose=lambda x, logits, k: (torch.ones(len(x), k), logits.topk(k).indices))
+    rule = layer_of(SPECS["plain"], choose=lambda x, logits, k: (logits.topk(k).indices, torch.ones(len(x), k)))
     assert bool((rule.route(x).topk_weights == 1).all())
     assert torch.equal(rule(x, routing=rule.route(x)), rule(x))
     bad = x.clone()

@@ -230,7 +230,10 @@ _LISTS = {"BLOCK_E": 256, "BLOCK_T_A": 16, "BLOCK_T_B": 64} | _ORDER
 _READS = {"TOP_K": 8, "BLOCK_E": 256}
 _ROUTE = {
     "SCORE": 2, "TOP_K": 8, "BLOCK_K": 8, "BLOCK_G": 8, "BLOCK_S": 32, "KEPT": 4, "TOP2": True, "BIAS": True,
-    "HASH": False, "RENORM": True,
+    "HASH": False, "RENORM": True, "EXPERT_SCALE": False,
+}  # fmt: skip
+_MIXER = {
+    "SCORE": 4, "TOP_K": 2, "BLOCK_K": 2, "BLOCK_G": 1, "BLOCK_S": 32, "KEPT": 0, "BIAS": False, "RENORM": False,
 }  # fmt: skip
 _SUM = {"TOP_K": 8, "BLOCK": 1024, "WEIGHTS": True, "SHARED": True, "IDS": False}
 _COLUMNS = {"GATHER": True, "TOP_K": 0, "BLOCK_E": 256, "BLOCK": 1024}
@@ -254,6 +257,8 @@ SMALL: tuple[tuple[str, str, dict[str, str], dict[str, Any], int, int], ...] = (
     ("weighted_sum", "weighted_sum_kernel", {"slots": "i32"}, _SUM | {"IDS": True, "BLOCK": 256}, 1, 80),
     ("route", "route_kernel", {}, _ROUTE, 1, 128),
     ("route", "route_kernel", {}, _ROUTE | {"SCORE": 3, "BLOCK_G": 1, "BLOCK_S": 1024, "KEPT": 0}, 4, 128),
+    ("route", "route_kernel", {}, _ROUTE | {"EXPERT_SCALE": True}, 1, 128),
+    ("route", "route_kernel", {}, _ROUTE | _MIXER, 1, 96),
     ("route", "widen_kernel", {"weights": "bf16", "wide_ids": "i64", "wide_weights": "fp32"},
      {"TOP_K": 8, "BLOCK_K": 16, "MERGED": 1}, 1, 64),
     ("quantize", "cast_kernel", {"codes": "bf16"}, _ROWS, 4, 64),
@@ -274,6 +279,7 @@ _POINTERS = {
     **dict.fromkeys(("token_ids", "hash_table", "owner"), "i64"),
     **dict.fromkeys(("tile_expert_a", "tile_expert_b", "histograms", "order"), "i32"),
     **dict.fromkeys(("weights", "weights_by_row", "scales", "global_scales", "logits", "bias"), "fp32"),
+    "expert_scale": "fp32",
     **dict.fromkeys(("x", "rows", "shared", "out"), "bf16"),
 }
 
@@ -284,11 +290,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 tool = triton.__path__[0] + "/backends/nvidia/bin/cuobjdump"
+FLOATS = "eps", "floor", "scale", "jitter", "fixed"
 even = {"columns", "x_stride", "width", "row_stride", "shared_stride", "logits_stride"}
 found = []
 for arch, file, name, pointers, constants, warps in json.load(sys.stdin):
     kernel = getattr(importlib.import_module("collegium.kernels." + file), name)
-    types = {n: "*" + kind for n, kind in pointers.items()} | {"eps": "fp32", "scale": "fp32", "fixed": "fp32"}
+    types = {n: "*" + kind for n, kind in pointers.items()} | dict.fromkeys(FLOATS, "fp32")
     if file == "quantize":
         types["rows"] = "i32"
     names = kernel.arg_names

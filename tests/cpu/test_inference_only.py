@@ -226,7 +226,7 @@ def test_arguments_of_other_kinds_are_refused_before_anything_is_packed() -> Non
         load_layer(SHIPPED, 2, device="cpu", force="reference")
     with pytest.raises(SpecError, match=r"limits: found 16, allowed: Limits\(max_tokens"):
         load_layer(SHIPPED, 2, device="cpu", limits=16)
-    for dtype in ("float16", "fp8_token", torch.float16):
+    for dtype in ("auto", "fp8_token", torch.int8):
         with pytest.raises(SpecError, match=r"dtype: found .*allowed: bf16, fp16, fp32"):
             load_layer(SHIPPED, 2, device="cpu", dtype=dtype)
     with pytest.raises(InputError, match="layer '2' was asked for"):
@@ -241,11 +241,11 @@ def test_a_routing_that_is_a_tuple_and_a_rule_that_returns_one_tensor_are_refuse
     made.choose = lambda x, logits, top_k: logits.topk(top_k).indices
     with pytest.raises(InputError, match="choose returned"):
         made(X)
-    made.choose = lambda x, logits, top_k: (torch.ones(6, 2), ELSEWHERE)
+    made.choose = lambda x, logits, top_k: (ELSEWHERE, torch.ones(6, 2))
     with pytest.raises(
         InputError, match="topk_ids that choose returned: found on meta, allowed: cpu, where the logits"
     ):
         made(X)
-    made.choose = lambda x, logits, top_k: (torch.ones(6, 2, device="meta"), chosen.topk_ids)
+    made.choose = lambda x, logits, top_k: (chosen.topk_ids, torch.ones(6, 2, device="meta"))
     with pytest.raises(InputError, match="topk_weights: found on meta, allowed: cpu, where topk_ids are"):
         made(X)

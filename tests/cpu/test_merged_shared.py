@@ -254,7 +254,7 @@ def test_a_rule_of_the_callers_own_and_a_factor_of_each_expert() -> None:
 
     def choose(x: torch.Tensor, logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
         weights, ids = (-logits).topk(top_k)
-        return weights, ids
+        return ids, weights
 
     merged, apart = (layer_of(force, choose=choose) for force in (MERGED, APART))
     assert torch.equal(merged(x), apart(x))

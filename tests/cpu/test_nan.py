@@ -179,9 +179,9 @@ def test_a_rule_of_ones_own_shows_what_is_wrong() -> None:
     ids = torch.stack([torch.randperm(E)[:K] for _ in range(9)])
     weights[2, 1], ids[5, 0], ids[6, 1], weights[6, 1] = NAN, E, -1, NAN
     router = RouterWeights(weight=heavy_tailed(E, H, seed=6))
-    layer = build(router=router, choose=lambda *_: (weights, ids))
+    layer = build(router=router, choose=lambda *_: (ids, weights))
     assert nan_rows(layer(tokens(9))) == [2, 5]
-    layer = build(router=router, choose=lambda *_: (weights, ids), checked=True)
+    layer = build(router=router, choose=lambda *_: (ids, weights), checked=True)
     with pytest.raises(RoutingError, match="token 5, slot 0 is 6"):
         layer(tokens(9))
 

@@ -10,7 +10,7 @@ import torch
 
 from collegium.errors import InputError, RoutingError, SpecError
 from collegium.ops.route import given_routing, route, route_custom
-from collegium.types import MoESpec, RoutingSpec
+from collegium.types import MoESpec, Routing, RoutingSpec
 
 V3 = RoutingSpec(
     top_k=4,
@@ -501,7 +501,7 @@ def test_route_custom_passes_and_validates():
     def fn(given, scores, top_k):
         assert given is x
         assert scores is logits
-        return torch.full((4, top_k), 0.25), torch.tensor([[1, 2], [19, 20], [3, 3], [0, -1]])
+        return torch.tensor([[1, 2], [19, 20], [3, 3], [0, -1]]), torch.full((4, top_k), 0.25)
 
     found = route_custom(fn, x, logits, spec)
     assert found.topk_ids.tolist() == [[1, 2], [19, 20], [3, 3], [0, -1]]
@@ -510,8 +510,29 @@ def test_route_custom_passes_and_validates():
         route_custom(fn, x, logits, spec, checked=True)
     with pytest.raises(InputError, match="in this order"):
         route_custom(lambda *_: (torch.ones(4, 3), torch.ones(4, 3)), x, logits, spec)
+    with pytest.raises(InputError, match=r"float32.*int64.*weights first.*topk_ids, topk_weights"):
+        route_custom(lambda *given: fn(*given)[::-1], x, logits, spec)
+    with pytest.raises(InputError, match="returned a Tensor"):
+        route_custom(lambda *given: fn(*given)[0], x, logits, spec)
+    with pytest.raises(InputError, match="topk_weights requires a gradient"):
+        route_custom(lambda *given: (fn(*given)[0], torch.ones(4, 2, requires_grad=True)), x, logits, spec)
     with pytest.raises(InputError, match="a row for each token"):
         route_custom(fn, x[1:], logits, spec)
+    routing = route_custom(lambda _, none, k: pair_of(*fn_of(none, k)), x, None, spec, num_experts=21)
+    assert routing.topk_ids.tolist() == [[20, 2]] * 4
+    with pytest.raises(RoutingError, match="allowed: 0 to 19"):
+        route_custom(lambda _, none, k: fn_of(none, k), x, None, spec, num_experts=20, checked=True)
+    with pytest.raises(InputError, match="swapped"):
+        given_routing(torch.ones(4, 2), torch.zeros(4, 2, dtype=torch.int64), 20)
+
+
+def pair_of(ids, weights):
+    return Routing(topk_ids=ids, topk_weights=weights)
+
+
+def fn_of(logits, top_k):
+    assert logits is None
+    return torch.tensor([[20, 2]] * 4), torch.ones(4, top_k)
 
 
 class _Config:

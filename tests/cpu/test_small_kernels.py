@@ -294,6 +294,40 @@ def test_router(name: str) -> None:
         assert lost[3]
 
 
+@pytest.mark.parametrize("jitter", [1e-4, 0.05, 0.5])
+def test_router_mixes_two_experts(jitter: float) -> None:
+    spec = RoutingSpec(top_k=2, score="sparsemixer", renormalise=False, jitter=jitter, scale=1.5)
+    logits = torch.randn(40, 20) * 3
+    logits[3, 4], logits[4, 5], logits[5, 2] = torch.nan, torch.inf, -torch.inf
+    logits[6], logits[8], logits[9], logits[10, :18] = 0, torch.inf, -torch.inf, -torch.inf
+    logits[11:20] = logits[11:20].round()
+    wanted = route(logits, spec)
+    assert same_routing(route_on_device(logits, spec, memory=Poisoned()), wanted)
+    # Neither all weights alike nor each token alone with one expert.
+    assert jitter < 0.01 or wanted.topk_weights[20:].unique().numel() > 5
+
+
+@pytest.mark.parametrize("spec", ["softmax", "topk_softmax_renormalised", "top2_groups", "sqrt_softplus"])
+@pytest.mark.parametrize("floor", [0.0, 3.0])
+def test_router_floors_and_scales(spec: str, floor: float) -> None:
+    """A floor of the sum, and a factor for each expert, which may be any number and every second one in memory."""
+    rule = replace(SPECS[spec], renormalise_floor=floor, expert_scale=True)
+    logits = torch.randn(30, 20) * 2 - 3
+    logits[3, 4], logits[5] = torch.nan, -80.0
+    factors = (torch.randn(40).exp())[::2]
+    factors[2], factors[7] = -0.5, torch.inf
+    given = {"bias": torch.randn(20) if rule.correction_bias else None}
+    for scale in (factors, factors.bfloat16()):
+        wanted = route(logits, rule, **given, expert_scale=scale)
+        found = route_on_device(logits, rule, **given, expert_scale=scale, memory=Poisoned())
+        assert same_routing(found, wanted)
+    plain = route_on_device(logits, replace(rule, expert_scale=False), **given)
+    assert same_routing(plain, route(logits, replace(rule, expert_scale=False), **given))
+    other = route(logits, replace(rule, expert_scale=False, renormalise_floor=0.0), **given)
+    lowered = plain.topk_weights[6:] < other.topk_weights[6:]
+    assert bool(lowered.any()) == bool(floor), "no sum is below the floor"
+
+
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "topk_softmax", "sqrt_softplus"])
 def test_router_looks_experts_up(score: Any) -> None:
     spec = RoutingSpec(top_k=3, score=score, hash_routing=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -13,8 +15,17 @@ from torch import nn
 
 from collegium import DeviceFacts, InputError, MissingExtraError, MoELayer, PlanError, Routing, SpecError
 from collegium.errors import BadScaleError, MissingTensorError, TensorMismatchError
-from collegium.integrations.vllm import layers, plugin
-from collegium.integrations.vllm.layers import Stored, activation_of, audited, choose, loaded_weights, stored_as
+from collegium.integrations.vllm import layers, plugin, served
+from collegium.integrations.vllm.layers import (
+    Stored,
+    activation_of,
+    audited,
+    choose,
+    faster,
+    loaded_weights,
+    stored_as,
+)
+from collegium.integrations.vllm.served import SERVED, not_served
 from collegium.ops.activation import activate
 from collegium.testing.compare import heavy_tailed, relative_error, uneven_ids
 from collegium.types import ActivationSpec
@@ -341,26 +352,79 @@ def test_activations_are_vllms() -> None:
         named("swigluoai_uninterleave", swiglu_limit=7.0)
 
 
-def test_four_bits_meet_fp8_tensor_cores_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
+HOPPER = DeviceFacts(kind="cuda", name="NVIDIA H200", capability=(9, 0), memory=141 << 30, index=0, sms=132)
+# Methods whose checkpoint declares dynamic FP8 activations, and what vLLM has of that.
+DECLARED = {
+    "fp8 blocks": ({"quant_config": SimpleNamespace(**vars(CONFIG), activation_scheme="dynamic")}, "fp8_group128"),
+    "ct fp8 tensor": ({"input_quant": SimpleNamespace(strategy="tensor", dynamic=True)}, "fp8_token"),
+    "ct fp8 channel": ({"input_quant": SimpleNamespace(strategy="token", dynamic=True)}, "fp8_token"),
+}
+
+
+def test_activations_are_those_declared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamic FP8 where the checkpoint declares it and a GPU has FP8 tensor cores, otherwise 16 bits."""
+    for capability, fp8 in (((9, 0), True), ((8, 9), True), ((8, 0), False), (None, False)):
+        if capability is not None:
+            monkeypatch.setattr(layers, "probe", lambda _, found=capability: replace(HOPPER, capability=found))
+        else:
+            monkeypatch.undo()
+        for kind, (name, held) in METHODS.items():
+            layer = Layer(as_vllm_loads(kind)[0], moe(in_dtype=torch.bfloat16))
+            made = choose(layer, stored_as(method(name, **held)))
+            assert made.activation_format == "bf16", "nothing is declared"
+            if kind in DECLARED:
+                more, form = DECLARED[kind]
+                made = choose(layer, stored_as(method(name, **(held | more))))
+                assert made.activation_format == (form if fp8 else "bf16")
+                assert choose(layer, stored_as(method(name, **(held | more))), "bf16").activation_format == "bf16"
+
+
+def test_static_scales_are_not_declared() -> None:
+    for kind, more in (
+        ("fp8 blocks", {"quant_config": SimpleNamespace(**vars(CONFIG), activation_scheme="static")}),
+        ("ct fp8 tensor", {"input_quant": SimpleNamespace(strategy="tensor", dynamic=False)}),
+    ):
+        name, held = METHODS[kind]
+        assert stored_as(method(name, **(held | more))).activations is None
+
+
+def test_the_option_names_activations(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors, _ = as_vllm_loads("ct mxfp4")
     layer, stored = Layer(tensors, moe(in_dtype=torch.bfloat16)), Stored("mxfp4", "compressed-tensors")
-    assert choose(layer, stored).activation_format == "bf16"
     assert choose(layer, stored, "fp8_token").activation_format == "fp8_token"
     with pytest.raises(Exception, match="fp3"):
         choose(layer, stored, "fp3")
     with pytest.raises(InputError, match="fp8_static: found no calibrated scales"):
         choose(layer, stored, "fp8_static")
-    hopper = DeviceFacts(kind="cuda", name="NVIDIA H200", capability=(9, 0), memory=141 << 30, index=0, sms=132)
-    monkeypatch.setattr(layers, "probe", lambda _: hopper)
-    made = choose(layer, stored)
+    assert faster(choose(layer, stored)) is None, "a CPU has no FP8 tensor cores"
+    monkeypatch.setattr(layers, "probe", lambda _: HOPPER)
+    assert choose(layer, stored).kernel == "triton_w4a16"
+    made = choose(layer, stored, "fp8_group128")
     assert (made.kernel, made.activation_format, made.capturable) == ("triton_w4a8", "fp8_group128", True)
-    assert choose(layer, stored, "bf16").kernel == "triton_w4a16"
-    for kind, (name, held) in METHODS.items():  # no kernel has FP8 tensor cores for zero points and eight bits
-        other = Layer(as_vllm_loads(kind)[0], moe(in_dtype=torch.bfloat16))
-        plain = KINDS[kind].form in ("int4_affine", "int8_affine")
-        assert choose(other, stored_as(method(name, **held))).activation_format == ("bf16" if plain else "fp8_group128")
-    monkeypatch.setattr(layers, "probe", lambda _: replace(hopper, capability=(8, 0)))
-    assert choose(layer, stored).activation_format == "bf16"
+
+
+def test_a_faster_mode_is_suggested(monkeypatch: pytest.MonkeyPatch) -> None:
+    for capability, cores in (((9, 0), True), ((8, 0), False)):
+        monkeypatch.setattr(layers, "probe", lambda _, found=capability: replace(HOPPER, capability=found))
+        for kind, (name, held) in METHODS.items():
+            layer = Layer(as_vllm_loads(kind)[0], moe(in_dtype=torch.bfloat16))
+            # No kernel has FP8 tensor cores for zero points and integers of eight bits.
+            plain = KINDS[kind].form in ("int4_affine", "int8_affine") or not cores
+            assert faster(choose(layer, stored_as(method(name, **held)))) == (None if plain else "fp8_group128")
+            if not plain:
+                assert faster(choose(layer, stored_as(method(name, **held)), "fp8_group128")) is None
+
+
+def test_served_recipes_have_committed_runs() -> None:
+    """The table is what the committed files say vLLM served with the plug-in on, no more and no less."""
+    found: dict[str, set[tuple[str, str]]] = {}
+    for path in (Path(__file__).parents[2] / "benchmarks" / "results").glob("vllm_*.csv"):
+        with path.open(encoding="utf-8", newline="") as lines:
+            for row in csv.DictReader(lines):
+                if row["experts run by"] not in ("vLLM", "nobody") and not row["error"]:
+                    kind = "cpu" if "cpu" in row else "cuda"
+                    found.setdefault(kind, set()).add((row["weights"], row["activations"]))
+    assert found == {kind: set(recipes) for kind, recipes in SERVED.items()}
 
 
 class Stand:
@@ -490,8 +554,56 @@ def test_one_missing_expert_leaves_the_whole_model_to_vllm_or_is_an_error(monkey
         stand.model()
 
 
+@pytest.mark.parametrize("mode", ["auto", "on", "require"])
+def test_recipes_that_were_not_served(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They run where the user switches them on; by default vLLM's own experts run them, and a line names the switch."""
+    monkeypatch.setattr(served, "SERVED", {"cpu": frozenset({("bf16", "bf16")})})
+    monkeypatch.setenv("COLLEGIUM_VLLM", mode)
+    stand = Stand(monkeypatch)
+    built = stand.model()
+    if mode == "auto":
+        assert len(stand.said) == 4
+        for part in ("vLLM's own experts run this model", "3 of 3", "fp32", "COLLEGIUM_VLLM=on", "cpu_grouped"):
+            assert part in stand.said[0]
+        assert stand.said[0].count("COLLEGIUM_VLLM=on") == 1, "a reason is told once for all layers"
+        assert stand.said[1:] == [f"vLLM finished layers.{n}" for n in range(3)]
+        assert all(layer.w13_weight.isfinite().all() and layer.w13_weight.numel() for layer in built)
+    else:
+        assert "runs the experts of layers.0 to layers.2" in stand.said[0]
+    monkeypatch.setattr(served, "SERVED", {"cpu": frozenset({("fp32", "fp32")}), "cuda": frozenset()})
+    monkeypatch.setattr(plugin, "_waiting", [])
+    stand.said.clear()
+    stand.model()
+    assert "runs the experts of layers.0 to layers.2" in stand.said[0]
+
+
+def test_the_log_names_the_faster_option_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLLEGIUM_VLLM", "on")
+    monkeypatch.setattr(plugin, "faster", lambda _: "fp8_group128")
+    stand = Stand(monkeypatch)
+    stand.model()
+    assert ["COLLEGIUM_VLLM_ACTIVATIONS=fp8_group128" in line for line in stand.said] == [False, True]
+    stand.said.clear()
+    monkeypatch.setenv("COLLEGIUM_VLLM_ACTIVATIONS", "fp32")
+    stand.model()
+    assert len(stand.said) == 1
+
+
+def test_nothing_is_on_by_default_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "probe", lambda _: HOPPER)
+    for kind, (name, held) in METHODS.items():
+        layer = Layer(as_vllm_loads(kind)[0], moe(in_dtype=torch.bfloat16))
+        made = choose(layer, stored_as(method(name, **held)))
+        reason = not_served(made)
+        if (made.problem.spec.weight_format, made.activation_format) in SERVED.get("cuda", ()):
+            assert reason is None
+        else:
+            assert reason is not None
+            assert all(part in reason for part in (made.kernel, "a GPU", "COLLEGIUM_VLLM=on"))
+
+
 def test_vllm_moves_the_experts_of_layers_that_are_packed_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLLEGIUM_VLLM", "auto")
+    monkeypatch.setenv("COLLEGIUM_VLLM", "on")
     stand = Stand(monkeypatch)
     size = matrices(1)[0][0].numel() * 4
     for layer in stand.model(enable_eplb=True):
@@ -518,7 +630,7 @@ def test_scales_stay_as_published(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_modes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLLEGIUM_VLLM", "perhaps")
-    with pytest.raises(InputError, match="auto, require, off"):
+    with pytest.raises(InputError, match="auto, on, require, off"):
         plugin.register()
     monkeypatch.setenv("COLLEGIUM_VLLM", "off")
     plugin.register()

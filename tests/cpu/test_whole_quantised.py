@@ -83,6 +83,20 @@ def test_it_is_the_model_of_the_decoded_numbers(tmp_path: Path, name: str, caplo
     same_tensors(load_model(str(tmp_path / "model"), device="cpu"), eager(ours, twin, torch.bfloat16))
 
 
+@pytest.mark.parametrize("name", ["fp8 tensor", "gptq zeros", "bitsandbytes", "auto-round", "ct nvfp4"])
+def test_routers_are_quantised_too(tmp_path: Path, name: str) -> None:
+    """In bitsandbytes' case the experts stay in bfloat16: that package replaces linear modules only."""
+    experts = name != "bitsandbytes"
+    twin = quantise(
+        write(tmp_path / "model"), KINDS[name],
+        lambda path: not path.endswith("embed_tokens") and (experts or ".experts." not in path),
+    )  # fmt: skip
+    ours = load_model_in("fp32", str(tmp_path / "model"), device="cpu")
+    theirs = eager(ours, twin, torch.float32)
+    same_tensors(ours, theirs)
+    close(ours, theirs)
+
+
 @pytest.mark.parametrize("name", ["ct fp8 tensor", "ct fp8 channel", "ct fp8 block"])
 def test_fp8_scales_have_the_dtype_of_the_float16_model_that_was_quantised(tmp_path: Path, name: str) -> None:
     def in_half(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
@@ -376,7 +390,10 @@ def test_inspect_says_why_it_is_no_whole_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "target"),
     [("fp8 blocks", "mxfp4"), ("fp8 blocks", "bf16"), ("ct nvfp4", "int4_group"), ("ct fp8 channel", "nvfp4")]
-    + [(name, "bf16") for name in ("ct int4 zeros", "modelopt nvfp4", "gptq", "awq", "bitsandbytes", "mxfp8")],
+    + [
+        (name, "bf16")
+        for name in ("ct int4 zeros", "modelopt nvfp4", "gptq", "awq", "auto-round", "bitsandbytes", "mxfp8")
+    ],
 )
 def test_quantize_copies_it(tmp_path: Path, name: str, target: str) -> None:
     """The written checkpoint is a whole model: its other matrices are as they were, its experts in the new format."""

@@ -25,15 +25,18 @@ COSTS = [("fp8_block", "fp8_group128"), ("mxfp4", "fp8_group128"), ("mxfp4", Non
 FORMATS = [("bf16", None), ("fp8_block", "fp8_group128"), ("mxfp4", None), ("nvfp4", None)]
 
 
-def build(weights: str, activations: str | None, *, shared: bool = False, max_tokens: int = 600) -> MoELayer:
+def build(
+    weights: str, activations: str | None, *, shared: bool = False, gated: bool = False, max_tokens: int = 600
+) -> MoELayer:
     spec = MoESpec(
         hidden_size=384,
         intermediate_size=256,
         num_experts=17,
         routing=RoutingSpec(top_k=4),
         weight_format=weights,
-        shared=SharedSpec(intermediate_size=256) if shared else None,
+        shared=SharedSpec(intermediate_size=256, gated=gated) if shared else None,
     )
+    gate = heavy_tailed(1, 384, seed=3).cuda() / 20 if gated else None
 
     def made(experts: int, seed: int):
         coded = encode_experts(random_experts(experts, 2, 256, 384, seed=seed), weights)
@@ -41,7 +44,7 @@ def build(weights: str, activations: str | None, *, shared: bool = False, max_to
 
     problem = Problem(spec=spec, device=probe(torch.device("cuda")), limits=Limits(max_tokens=max_tokens))
     chosen = plan(problem, Choice(activation_format=activations))
-    return MoELayer(made(17, 1), chosen, shared=SharedWeights(experts=made(1, 2)) if shared else None)
+    return MoELayer(made(17, 1), chosen, shared=SharedWeights(experts=made(1, 2), gate=gate) if shared else None)
 
 
 def call(tokens: int) -> tuple[torch.Tensor, Routing]:
@@ -51,9 +54,11 @@ def call(tokens: int) -> tuple[torch.Tensor, Routing]:
 
 
 @pytest.mark.parametrize(("weights", "activations"), FORMATS)
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_pass_takes_no_memory_and_does_not_wait(weights: str, activations: str | None, shared: bool) -> None:
-    layer = build(weights, activations, shared=shared)
+@pytest.mark.parametrize(("shared", "gated"), [(False, False), (True, False), (True, True)])
+def test_a_pass_takes_no_memory_and_does_not_wait(
+    weights: str, activations: str | None, shared: bool, gated: bool
+) -> None:
+    layer = build(weights, activations, shared=shared, gated=gated)
     layer.workspaces = Workspaces(torch.device("cuda", torch.cuda.current_device()))
     layer.workspaces.reserve(layer.plan.workspace_bytes)
     taken = layer.workspaces.nbytes

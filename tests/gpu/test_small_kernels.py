@@ -13,14 +13,16 @@ if not torch.cuda.is_available():
 
 from collegium.encoding import encode_experts
 from collegium.layer import MoELayer
+from collegium.ops.linear import gated, linear
 from collegium.ops.permute import Permutation, permute
 from collegium.ops.quantize import ACTIVATION_FORMATS, formats_within, quantize_rows
+from collegium.ops.rms_norm import rms_norm
 from collegium.ops.route import route
 from collegium.ops.weighted_sum import weighted_sum
 from collegium.planning import plan
 from collegium.problem import Problem
 from collegium.runtime.devices import probe
-from collegium.testing.compare import heavy_tailed, random_experts, uneven_ids
+from collegium.testing.compare import heavy_tailed, random_experts, relative_error, uneven_ids
 from collegium.types import SCORE_FUNCTIONS, MoESpec, Routing, RoutingSpec
 from memories import Poisoned
 
@@ -174,6 +176,40 @@ def test_router(score: Any, biased: bool, experts: int, options: dict[str, Any])
 @pytest.mark.parametrize("experts", [16, 128])
 def test_router_mixes_two_experts(experts: int) -> None:
     check_router(RoutingSpec(top_k=2, score="sparsemixer", renormalise=False), experts)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "topk_softmax"])
+def test_router_floors_and_scales(score: Any) -> None:
+    rule = RoutingSpec(top_k=4, score=score, renormalise_floor=0.7, expert_scale=True, scale=1.25)
+    logits, factors = heavy_tailed(300, 128, seed=1), torch.rand(256).exp()[::2]
+    wanted = route(logits, rule, expert_scale=factors)
+    found = route(logits.cuda(), rule, expert_scale=factors.cuda())
+    assert same_bits(found.topk_ids, wanted.topk_ids)
+    assert same_bits(found.topk_weights, wanted.topk_weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("tokens", "hidden"), [(1, 2048), (63, 384), (64, 5120), (3000, 300)])
+def test_gated_rows(tokens: int, hidden: int, dtype: torch.dtype) -> None:
+    """The bits of torch's own sigmoid in float64, for every batch that a row is in."""
+    x, rows = heavy_tailed(tokens, hidden, seed=1).cuda().to(dtype), heavy_tailed(tokens, hidden, seed=2).cuda()
+    gate = heavy_tailed(1, hidden, seed=3).cuda() / hidden**0.5
+    for given in (rows, rows.to(dtype)):
+        found = gated(x, gate, given)
+        assert torch.equal(found, torch.sigmoid(linear(x, gate).double()).float() * given)
+        assert torch.equal(found[tokens // 2 :], gated(x[tokens // 2 :], gate, given[tokens // 2 :]))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("tokens", "columns"), [(1, 5120), (64, 1024), (300, 4097)])
+def test_rms_norm(tokens: int, columns: int, weighted: bool) -> None:
+    x = heavy_tailed(tokens, columns, seed=1).cuda()
+    weight = heavy_tailed(1, columns, seed=2)[0].cuda() if weighted else None
+    found = rms_norm(x, weight, 1e-5)
+    truth = x.double() / (x.double().square().mean(1, keepdim=True) + 1e-5).sqrt()
+    truth = truth if weight is None else truth * weight.double()
+    assert relative_error(found, truth) < 3e-7
+    assert torch.equal(found[tokens // 2 :], rms_norm(x[tokens // 2 :], weight, 1e-5))
 
 
 def check_router(spec: RoutingSpec, experts: int) -> None:

@@ -5,7 +5,9 @@ import re
 from pathlib import Path
 from xml.etree import ElementTree
 
-from make_benchmarks import FRONT, PAGE, PICTURES, front, page, pictures
+import pytest
+
+from make_benchmarks import FRONT, PAGE, PICTURES, README, front, page, pictures, readme
 from tracked import ROOT, tracked
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -104,39 +106,101 @@ def test_layers_are_read_with_and_without_a_column_for_each_format(tmp_path: Pat
     assert "| s | nvfp4 x fp8_token | 20.0 (2.00) |" in text
 
 
-def test_the_models_of_the_readme_stand_in_their_file() -> None:
-    lines = (ROOT / "README.md").read_text(encoding="utf-8").split("| whole model")[1].split("\n\n")[0].splitlines()
-    names = {"gpt-oss-20b": "gpt_oss_20b", "Qwen3-30B-A3B": "qwen3_30b"}
-    ways = ("grouped_mm", "collegium bf16", "collegium mxfp4", "collegium mxfp4:fp8_token")
-    with (ROOT / "benchmarks/results/models_h200.csv").open(encoding="utf-8") as file:
-        found = {(r["model"], r["batch"], r["experts"]): float(r["tokens_per_second"]) for r in csv.DictReader(file)}
-    said = [line.strip("| ").split(" | ") for line in lines[2:]]
-    assert len(said) == 4
-    for model, batch, *cells in said:
-        assert cells == [f"{found[names[model], batch, way]:.0f}" for way in ways]
+def test_the_readme_is_what_the_results_say() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert text == readme(text), RUN
+    for block in ("layers", "models", "slower"):
+        assert len(block_of(text, block)) > 200
+    with pytest.raises(ValueError, match="slower"):
+        readme(text.replace("<!-- end of slower -->", ""))
 
 
-def test_the_numbers_of_the_readme_stand_in_their_file() -> None:
-    pairs = {"BF16": "bf16", "FP8 blocks": "fp8_block", "FP8": "fp8", "MXFP4": "mxfp4", "NVFP4": "nvfp4"}
-    text = (ROOT / "README.md").read_text(encoding="utf-8").split("## How fast")[1].split("## ")[0]
-    with (ROOT / "benchmarks/results/peers_qwen3_30b_h200.csv").open(encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if row["routing"] == "uniform"]
-    lines = [
-        line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith(("| BF", "| FP", "| MX", "| NV"))
-    ]
-    assert len(lines) == 6
-    for what, *cells in lines:
-        weights, _, activations = what.partition(" x ")
-        asked = pairs[weights], pairs[activations or weights]
+def block_of(text: str, name: str) -> str:
+    return text.partition(f"<!-- {name}: written by")[2].partition("-->")[2].partition("<!-- end of")[0]
+
+
+def test_a_row_of_the_readme_has_one_recipe() -> None:
+    """Every number is that of its row's own weights and activations, ours, the fastest peer's and the floor."""
+    with (RESULTS / "peers_qwen3_30b_h200.csv").open(encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["routing"] == "uniform" and row["us"]]
+    lines = block_of(README.read_text(encoding="utf-8"), "layers").strip().splitlines()[2:]
+    assert len(lines) == len({(row["weights"], row["activations"]) for row in rows}) >= 7
+    for line in lines:
+        recipe, *cells = line.strip("| ").split(" | ")
         for tokens, (ours, peer, floor) in (("1", cells[:3]), ("8", cells[3:])):
-            found = [r for r in rows if r["tokens"] == tokens and r["weights"] == asked[0]]
-            found = [r for r in found if r["activations"].startswith(asked[1])]
-            mine = min((r for r in found if r["contender"] == "collegium"), key=lambda r: float(r["us"]))
-            others = [float(r["us"]) for r in found if r["contender"] != "collegium"]
-            assert float(f"{float(mine['us']):.3g}") == float(ours)
-            assert float(f"{float(mine['floor_us']):.3g}") == float(f"{float(floor):.3g}")
-            best = peer.split(" ")[0]
-            assert (float(f"{min(others):.3g}") == float(best)) if others else best == "none"
+            found = [r for r in rows if (f"`{r['weights']} x {r['activations']}`", r["tokens"]) == (recipe, tokens)]
+            (mine,) = [r for r in found if r["contender"] == "collegium"]
+            others = {r["contender"]: float(r["us"]) for r in found if r["contender"] != "collegium"}
+            assert float(ours) == float(f"{float(mine['us']):.3g}")
+            assert float(floor) == float(f"{float(mine['floor_us']):.3g}")
+            if not others:
+                assert peer == "none"
+                continue
+            time, _, name = peer.rstrip(")").partition(" (")
+            assert float(time) == float(f"{min(others.values()):.3g}")
+            assert others[name] == min(others.values())
+
+
+def test_the_models_of_the_readme_stand_in_their_file() -> None:
+    lines = block_of(README.read_text(encoding="utf-8"), "models").strip().splitlines()
+    ways = ("grouped_mm", "collegium bf16", "collegium mxfp4", "collegium mxfp4:fp8_token")
+    with (RESULTS / "models_h200.csv").open(encoding="utf-8") as file:
+        found = {(r["model"], r["batch"], r["experts"]): float(r["tokens_per_second"]) for r in csv.DictReader(file)}
+    assert "mxfp4 x fp8_token" in lines[0]
+    rows = [line.strip("| ").split(" | ") for line in lines[2:]]
+    assert len(rows) == 4
+    for model, batch, *cells in rows:
+        assert cells == [f"{found[model, batch, way]:.0f}" for way in ways]
+
+
+def test_every_slower_comparison_is_listed() -> None:
+    """Each row of ours that a peer beats in the same run, whatever its routing, with the ratio."""
+    text = FRONT.read_text(encoding="utf-8").partition("## Where a peer is faster")[2].partition("## ")[0]
+    listed = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if "| `" in line]
+    wanted = 0
+    for path in RESULTS.glob("peers_*.csv"):
+        with path.open(encoding="utf-8") as file:
+            rows = [row for row in csv.DictReader(file) if row["us"]]
+        for row in rows:
+            if row["contender"] != "collegium":
+                continue
+            same = ("shape", "routing", "tokens", "weights", "activations", "commit")
+            peers = [r for r in rows if r["contender"] != "collegium" and all(r[name] == row[name] for name in same)]
+            ratio = min((float(r["us"]) for r in peers), default=1e9) / float(row["us"])
+            cell = [row["shape"], row["routing"], f"{int(row['tokens']):,}", f"{row['weights']} x {row['activations']}"]
+            if ratio < 1:
+                wanted += 1
+                assert [*cell, f"{ratio:.3f}"] in [[*own[1:5], own[7]] for own in listed]
+    assert wanted == len([own for own in listed if not own[0][0].isdigit()]) > 20
+    assert {"zipf", "hot", "half", "uniform"} <= {own[2] for own in listed}
+
+
+def test_the_worst_are_in_the_readme(tmp_path: Path) -> None:
+    """The worst comparison is named with its routing and recipe, and one that a later commit turned is still there."""
+    text = block_of(README.read_text(encoding="utf-8"), "slower")
+    listed = FRONT.read_text(encoding="utf-8").partition("## Where a peer is faster")[2]
+    rows = [row.split(" | ") for row in listed.partition("On several GPUs")[0].splitlines() if "| `" in row]
+    worst = min(float(cells[7]) for cells in rows)
+    assert f": {worst:.2f} (" in text
+    same = {"gpu": "NVIDIA G 1", "shape": "s", "tokens": 8, "floor_us": 1.0, "weights": "mxfp4", "note": ""}
+    runs = [
+        ("zipf", "fp8_token", "old", {"collegium": 20.0, "p": 15.0}),
+        ("zipf", "fp8_token", "new", {"collegium": 10.0, "q": 12.0}),
+        ("zipf", "fp8_group128", "new", {"collegium": 10.0, "p": 9.0}),
+        ("uniform", "fp8_token", "new", {"collegium": 10.0, "p": 11.0}),
+    ]
+    write(
+        tmp_path / "peers.csv",
+        [
+            same | {"routing": routing, "activations": form, "commit": commit, "contender": who, "us": us}
+            for routing, form, commit, times in runs
+            for who, us in times.items()
+        ],
+    )
+    text = front(tmp_path).partition("## Where a peer is faster")[2].partition("## ")[0]
+    assert "On one GPU: 2 of 4 comparisons" in text
+    assert "| G | s | zipf | 8 | mxfp4 x fp8_token | 20 | 15 (p) | 0.750 | `old` |" in text
+    assert "| G | s | zipf | 8 | mxfp4 x fp8_group128 | 10 | 9 (p) | 0.900 | `new` |" in text
 
 
 def test_the_numbers_of_balancing_stand_in_their_file() -> None:

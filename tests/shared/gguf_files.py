@@ -77,6 +77,7 @@ def write_gguf(
     fused: bool = False,
     split: str | None = None,
     up: str | None = None,
+    router: str = "F32",
 ) -> dict[tuple[int, str], Tensor]:
     """Write a model of two layers (the last is MoE for all); return values of layer 1 by (layer, tensor).
 
@@ -107,7 +108,7 @@ def write_gguf(
         for name, shape in shapes.items():
             kind = up if up is not None and name == "ffn_up_exps" else kinds[name == "ffn_down_exps"]
             truth[layer, name] = add(writer, f"blk.{layer}.{name}.weight", kind, rng, shape)
-        truth[layer, "router"] = add(writer, f"blk.{layer}.ffn_gate_inp.weight", "F32", rng, (E, D))
+        truth[layer, "router"] = add(writer, f"blk.{layer}.ffn_gate_inp.weight", router, rng, (E, D))
         if arch == "gpt-oss":
             add(writer, f"blk.{layer}.ffn_gate_inp.bias", "F32", rng, (E,))
             for name in ("gate", "up", "down"):

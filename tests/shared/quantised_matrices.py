@@ -75,6 +75,12 @@ def fp8_tensor(weight: Tensor) -> Stored:
     return stored, codes.float() * scale
 
 
+def fp8_named(weight: Tensor, scale: str, activation: str) -> Stored:
+    """One scale a matrix under the names of transformers (``weight_scale_inv``) or of Mistral (``qscale_weight``)."""
+    parts, values = fp8_tensor(weight)
+    return {"weight": parts["weight"], scale: parts["weight_scale"], activation: parts["input_scale"]}, values
+
+
 def fp8_channel(weight: Tensor) -> Stored:
     scale = weight.abs().amax(1, keepdim=True) / 448
     codes = (weight / scale).to(torch.float8_e4m3fn)
@@ -93,6 +99,25 @@ def mxfp4(weight: Tensor) -> Stored:
     factor = _spread(torch.exp2(exponent), weight.shape[1], size=32)
     codes = _nearest(weight / factor, E2M1)
     return {"weight_packed": _pairs(codes), "weight_scale": (exponent + 127).to(torch.uint8)}, E2M1[codes] * factor
+
+
+def mxfp4_modelopt(weight: Tensor) -> Stored:
+    parts, values = mxfp4(weight)
+    return {"weight": parts["weight_packed"], "weight_scale": parts["weight_scale"]}, values
+
+
+def int4_modelopt(weight: Tensor) -> Stored:
+    """Two rows a byte, signed codes, one scale for a row and a group of columns."""
+    made = integers(weight, 4, symmetric=True)
+    codes = (made.codes - 8).long() & 15
+    packed = (codes[0::2] | codes[1::2] << 4).to(torch.uint8)
+    stored = {"weight": packed, "weight_scale": made.scales.float(), "weight_scale_2": torch.tensor(0.03)}
+    return stored, made.values
+
+
+def int8_modelopt(weight: Tensor) -> Stored:
+    parts, values = plain_int8(weight)
+    return {"weight": parts["weight"], "weight_scale": parts["weight_scale"][:, 0]}, values
 
 
 def nvfp4(weight: Tensor, *, divides: bool) -> Stored:
@@ -159,12 +184,12 @@ def plain_int8(weight: Tensor) -> Stored:
     return {"weight": codes, "weight_scale": scale}, codes.float() * scale
 
 
-def gptq(weight: Tensor, bits: int = 4, *, symmetric: bool = True, ordered: bool = False) -> Stored:
-    """Input first; zero points are stored minus one."""
+def gptq(weight: Tensor, bits: int = 4, *, symmetric: bool = True, ordered: bool = False, less: int = 1) -> Stored:
+    """Input first; zero points are stored minus one (``less``)."""
     made = integers(weight, bits, symmetric=symmetric, ordered=ordered)
     stored = {
         "qweight": _words(made.codes, bits).T,
-        "qzeros": _words((made.zeros - 1).T, bits),
+        "qzeros": _words((made.zeros - less).T, bits),
         "scales": made.scales.T,
         "g_idx": made.order.int(),
     }
@@ -218,6 +243,15 @@ def _gptq(**more: Any) -> Callable[[list[str]], dict[str, Any]]:
     return lambda skip: {**plain, **more, "dynamic": {rf"-:{name}$": {} for name in skip}}
 
 
+def _auto_round(packing: str, **more: Any) -> Callable[[list[str]], dict[str, Any]]:
+    """AutoRound lists what stays in 16 bits among its overrides."""
+    plain = {
+        "quant_method": "auto-round", "bits": 4, "group_size": GROUP, "sym": True, "data_type": "int",
+        "packing_format": packing,
+    }  # fmt: skip
+    return lambda skip: {**plain, **more, "extra_config": {name: {"bits": 16, "data_type": "float"} for name in skip}}
+
+
 @dataclass
 class Kind:
     """form: name of the format here. write: a matrix to its tensors. block: a skip list to ``quantization_config``."""
@@ -227,13 +261,23 @@ class Kind:
     block: Callable[[list[str]], dict[str, Any]]
 
 
-def _modelopt(algorithm: str) -> Callable[[list[str]], dict[str, Any]]:
-    return lambda skip: {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": skip}
+def _modelopt(algorithm: str, **more: Any) -> Callable[[list[str]], dict[str, Any]]:
+    return lambda skip: {"quant_method": "modelopt", "quant_algo": algorithm, **more, "ignore": skip}
 
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 KINDS = {
     "fp8 blocks": Kind("fp8_block", fp8_block, lambda skip: {**FP8, "modules_to_not_convert": skip}),
+    "fp8 tensor": Kind(
+        "fp8_tensor", lambda w: fp8_named(w, "weight_scale_inv", "activation_scale"),
+        lambda skip: {
+            **FP8, "activation_scheme": "static", "weight_block_size": None, "modules_to_not_convert": skip,
+        },
+    ),
+    "mistral fp8": Kind(
+        "fp8_tensor", lambda w: fp8_named(w, "qscale_weight", "qscale_act"),
+        lambda skip: {"quant_method": "fp8", "activation_scheme": "static", "modules_to_not_convert": skip},
+    ),
     "mxfp8": Kind("mxfp8", mxfp8, lambda skip: {"quant_method": "mxfp8", "modules_to_not_convert": skip}),
     "ct fp8 tensor": Kind("fp8_tensor", fp8_tensor, _float(8, "tensor")),
     "ct fp8 channel": Kind("fp8_channel", fp8_channel, _float(8, "channel")),
@@ -251,7 +295,21 @@ KINDS = {
     "modelopt fp8": Kind("fp8_tensor", fp8_tensor, _modelopt("FP8")),
     "modelopt blocks": Kind("fp8_block", fp8_modelopt, _modelopt("FP8_PB_WO")),
     "modelopt nvfp4": Kind("nvfp4", lambda w: nvfp4(w, divides=False), _modelopt("NVFP4")),
+    "modelopt nvfp4 w4a8": Kind("nvfp4", lambda w: nvfp4(w, divides=False), _modelopt("W4A8_NVFP4_FP8", group_size=16)),
+    "modelopt mxfp4 w4a8": Kind("mxfp4", mxfp4_modelopt, _modelopt("W4A8_MXFP4_FP8", group_size=32)),
+    "modelopt int4 w4a8": Kind(
+        "int4_group", int4_modelopt, _modelopt("W4A8_AWQ", group_size=GROUP, has_zero_point=False, pre_quant_scale=True)
+    ),
+    "modelopt int8": Kind("int8_affine", int8_modelopt, _modelopt("W8A16")),
     "gptq": Kind("int4_group", gptq, _gptq()),
+    "auto-round": Kind("int4_group", gptq, _auto_round("auto_round:auto_gptq")),
+    "auto-round zeros": Kind(
+        "int4_affine", lambda w: gptq(w, symmetric=False, less=0), _auto_round("auto_round", sym=False)
+    ),
+    "auto-round 8 bits": Kind(
+        "int8_affine", lambda w: gptq(w, 8, symmetric=False), _auto_round("auto_round:gptq", bits=8, sym=False)
+    ),
+    "auto-round awq": Kind("int4_affine", awq, _auto_round("auto_round:auto_awq", sym=False)),
     "gptq zeros": Kind("int4_affine", lambda w: gptq(w, symmetric=False), _gptq(sym=False)),
     "gptq order": Kind("int4_ordered", lambda w: gptq(w, ordered=True), _gptq(desc_act=True)),
     "gptq 8 bits": Kind("int8_affine", lambda w: gptq(w, 8, symmetric=False), _gptq(bits=8, sym=False)),

@@ -166,4 +166,4 @@ def test_wrong_weights_are_seen_before_anything_runs(answers: dict[str, Any]) ->
 
 
 def test_an_unknown_mode_ends_the_engine(answers: dict[str, Any]) -> None:
-    assert "COLLEGIUM_VLLM is 'perhaps', allowed: auto, require, off" in answers["unknown mode"]["error"]
+    assert "COLLEGIUM_VLLM is 'perhaps', allowed: auto, on, require, off" in answers["unknown mode"]["error"]

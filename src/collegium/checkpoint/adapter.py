@@ -1,7 +1,8 @@
 """A LoRA adapter of PEFT, merged into a checkpoint's plain weights as they are read.
 
 Experts that are modules of their own have a pair of matrices each; a stack of experts (``target_parameters``) has one
-pair for all. Every other matrix that the adapter names is merged too. Source: PEFT 0.21, ``tuners/lora/config.py``.
+pair for all. Every other matrix that the adapter names is merged too. ``adapter_config`` holds PEFT's rules, and
+``adapter_names`` finds the tensors.
 """
 
 import hashlib
@@ -9,178 +10,446 @@ import logging
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
+import torch
 from torch import Tensor, uint8
 
-from ..errors import BadScaleError, ConfigError, MissingTensorError, TensorMismatchError
-from ..models import PREFIXES, Names
+from ..errors import BadScaleError, ConfigError, DuplicateTensorError, MissingTensorError, TensorMismatchError
+from ..models.base import text_of
 from ..ops.low_rank import LowRank, pairs_of_stack
-from .header import FLOATS, read_header, read_json
+from .adapter_config import AdapterConfig
+from .adapter_names import ExpertModule, NamesInMemory, StackModule, StackParameter
+from .header import FLOATS, read_header
 from .index import index_of
-from .layout import Projection, part_name, projections
+from .layout import part_name
 from .opened import CheckpointLayer
-from .reader import Checkpoint, bounds_of
+from .reader import TORCH_DTYPES, Checkpoint, bounds_of
 
 __all__ = ["with_adapter"]
 
 _LOG = logging.getLogger(__name__)
-# Entries of adapter_config.json that are read or change no weight; any other must be empty or false.
-_KNOWN = frozenset((
-    "auto_mapping", "base_model_name_or_path", "bias", "exclude_modules", "inference_mode", "init_lora_weights",
-    "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout", "megatron_core", "peft_type",
-    "peft_version", "qalora_group_size", "r", "revision", "target_modules", "target_parameters", "task_type",
-    "use_rslora",
-))  # fmt: skip
-# Other ways to begin, such as "pissa", take a part out of the base weights.
-_ONLY = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, False, "gaussian", "orthogonal")}
-_HALF = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.weight")
-_PLACE = re.compile(r"((?:[A-Za-z_]\w*\.)+)(\d+)\.(.+)")
-_Place = tuple[int, Projection] | Names
+# An adapter's name, "default", is in the names where the state was not saved by PEFT itself.
+_HALF = re.compile(r"(?:base_model\.model\.)*(.+)\.lora_([AB])(?:\.default)?\.weight")
+_WHOLE = re.compile(r"(?:base_model\.model\.)*((?:(?!\blora_|\bbase_layer\b).)+?)(\.base_layer)?\.(weight|bias)")
+# What torch.compile, checkpointing of activations and FSDP put into names.
+_WRAPPERS = re.compile(r"\b(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+_NESTED = re.compile(r"(?:\.base_layer)*\Z")
+_EMBEDDINGS = ("embed_tokens", "lm_head")
+_SHARED = (*_EMBEDDINGS, "embed", "head")  # names in files of what config.json may tie
+_MERGE = "Merge the adapter with PEFT (merge_and_unload) and load the model that it saves"
 
 
 class _Merged(Checkpoint):
-    """A checkpoint that returns changed weights: added in float32, rounded once to the dtype they are stored in."""
+    """A checkpoint that returns changed weights: added in float32, rounded once to the dtype they are stored in.
 
-    def __init__(self, base: Checkpoint, changes: Mapping[str, Sequence[LowRank]], digest: str) -> None:
-        super().__init__(base.path, base.config, base.tensors)
-        self._changes, self.merged = changes, digest
+    changes: what is added to a tensor. replaced: tensors that the adapter brings whole.
+    """
+
+    def __init__(
+        self, base: Checkpoint, changes: Mapping[str, Sequence[LowRank]], replaced: Mapping[str, Tensor], digest: str
+    ) -> None:
+        super().__init__(base.path, base.config, base.tensors, complete=base.complete)
+        before = base.changes if isinstance(base, _Merged) else {}
+        names = (before.keys() - replaced.keys()) | changes.keys()
+        self.replaced = {**(base.replaced if isinstance(base, _Merged) else {}), **replaced}
+        self.changes = {
+            name: (*(() if name in replaced else before.get(name, ())), *changes.get(name, ())) for name in names
+        }
+        self.merged = base.merged + digest
 
     def read_slice(self, name: str, slices: Sequence[slice]) -> Tensor:
-        tensor = super().read_slice(name, slices)
-        if name not in self._changes:
-            return tensor
-        out = tensor.float().clone()
-        for change in self._changes[name]:
-            change.add_to(out, bounds_of(self.info(name), slices))
-        return out.to(tensor.dtype)
+        if name in self.replaced:
+            bounds = bounds_of(self.info(name), slices)
+            tensor = self.replaced[name][tuple(slice(start, stop) for start, stop in bounds)]
+            stored = TORCH_DTYPES[self.info(name).dtype]
+        else:
+            tensor = super().read_slice(name, slices)
+            stored = tensor.dtype
+        if name in self.changes:
+            tensor = tensor.float().clone()
+            for change in self.changes[name]:
+                change.add_to(tensor, bounds_of(self.info(name), slices))
+        return tensor.to(stored)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Pair:
+    """A ``[r, K]`` and B ``[N, r]`` of one module or parameter. path: of its module in memory, for errors."""
+
+    path: str
+    a: Tensor
+    b: Tensor
+
+    def check(self, a: tuple[int, int], b: tuple[int, int], why: str = "") -> None:
+        """Raise TensorMismatchError where A and B have other shapes."""
+        found = tuple(self.a.shape), tuple(self.b.shape)
+        if found != (a, b):
+            raise TensorMismatchError(
+                f"{self.path}: lora_A and lora_B are {found[0]} and {found[1]}, r and the checkpoint's sizes need "
+                f"{a} and {b}{why}; is the adapter of another model?"
+            )
+
+
+@dataclass(kw_only=True, slots=True)
+class _Summary:
+    """What was merged, for the log. experts: layer and number. modules, replaced: last names of all others.
+
+    untargeted: paths of what ``adapter_config.json`` does not target.
+    """
+
+    experts: set[tuple[int, int]]
+    modules: set[str]
+    replaced: set[str]
+    ranks: set[int]
+    scales: set[float]
+    untargeted: list[str]
+
+    def line(self) -> str:
+        """Return the sentence of the log."""
+        into: list[str] = []
+        if self.experts:
+            layers = [layer for layer, _ in self.experts]
+            into.append(f"{len(self.experts)} experts of layers {min(layers)} to {max(layers)}")
+        if self.modules:
+            into.append(f"outside the experts {', '.join(sorted(self.modules))}")
+        if self.replaced:
+            into.append(f"in place of {', '.join(sorted(self.replaced))}")
+        ranks = ", ".join(map(str, sorted(self.ranks)))
+        scales = ", ".join(f"{scale:g}" for scale in sorted(self.scales))
+        return f"rank {ranks}, scale {scales}, merged into {' and '.join(into)}"
+
+
+class _Collector:
+    """Collects the changes of one adapter, module by module."""
+
+    def __init__(self, checkpoint: Checkpoint, config: AdapterConfig) -> None:
+        self._checkpoint, self._config = checkpoint, config
+        self._names = NamesInMemory(checkpoint)
+        self._in_memory = index_of(checkpoint).family.in_memory
+        self._opened = cache(partial(CheckpointLayer.open, checkpoint))  # a layer has hundreds of pairs
+        self.changes = defaultdict[str, list[LowRank]](list)
+        self.replaced: dict[str, Tensor] = {}
+        self._paths: dict[tuple[str, int, int, int | None], str] = {}
+        self.summary = _Summary(experts=set(), modules=set(), replaced=set(), ranks=set(), scales=set(), untargeted=[])
+
+    def add(self, path: str, levels: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Add the pairs of the module at ``path``, the innermost of PEFT's nested wrappers last."""
+        experts = self._names.experts(path)
+        if isinstance(experts, StackModule):
+            self._add_stacks(path, experts, levels)
+            return
+        if len(levels) != 1:
+            raise ConfigError(
+                f"{self._config.path}: {path} has {len(levels)} nested pairs, known of stacked experts only"
+            )
+        pair = _Pair(path=path, a=levels[0][0], b=levels[0][1])
+        if isinstance(experts, ExpertModule):
+            self._check_module(path)
+            self._add_expert(experts, pair, *self._rank_and_scale(path))
+            return
+        self._add_matrix(pair)
+
+    def replace(self, path: str, parameter: str, copied: bool, tensor: Tensor) -> None:
+        """Take ``tensor`` in place of a parameter of the module at ``path``.
+
+        copied: it is the one below an adapter, or of embeddings, which PEFT saves with the adapter unasked.
+        """
+        config = self._config.path
+        known = copied or path.rpartition(".")[2] in _EMBEDDINGS
+        if not known and not self._config.saves_module(path):
+            raise ConfigError(
+                f"{config}: the adapter has {path}.{parameter}, and modules_to_save does not name it; correct the entry"
+            )
+        if self._names.experts(path) is not None:
+            raise ConfigError(f"{config}: the adapter has {path}.{parameter} of routed experts in full. {_MERGE}")
+        (piece, *others) = self._names.rows(path, parameter)
+        info = self._checkpoint.info(piece.name)
+        if others or piece.stored or info.dtype not in FLOATS:
+            raise ConfigError(
+                f"{config}: the adapter has {path}.{parameter} in full, and the checkpoint {piece.name} in "
+                f"{info.dtype} {info.shape}; only BF16, F16 and F32 of the same rows are replaced. {_MERGE}"
+            )
+        if info.shape != tuple(tensor.shape):
+            raise TensorMismatchError(
+                f"{path}.{parameter}: the adapter has {tuple(tensor.shape)}, the checkpoint {info.shape} "
+                f"({piece.name}); is the adapter of another model, or was its vocabulary enlarged? {_MERGE}"
+            )
+        if torch.equal(self._checkpoint.read(piece.name), tensor.to(TORCH_DTYPES[info.dtype])):
+            return
+        self._refuse_tied(piece.name, path)
+        self.replaced[piece.name] = tensor
+        self.summary.replaced.add(path.rpartition(".")[2])
+
+    def check_saved(self, paths: Sequence[str]) -> None:
+        """Refuse an adapter that lacks a module of ``modules_to_save`` which the checkpoint has."""
+        modules = {name.rpartition(".")[0] for name in self._checkpoint.tensors}
+        for name in self._config.saved:
+            if not any(self._config.saves_module(path, name) for path in paths):
+                lost = next((path for path in sorted(modules) if self._config.saves_module(path, name)), None)
+                if lost is not None:
+                    raise MissingTensorError(
+                        f"{self._config.path}: modules_to_save names {name}, the checkpoint has {lost}, and the "
+                        "adapter no such tensor; download the adapter again"
+                    )
+
+    def _rank_and_scale(self, key: str) -> tuple[int, float]:
+        rank, scale = self._config.rank_and_scale(key)
+        self.summary.ranks.add(rank)
+        self.summary.scales.add(scale)
+        return rank, scale
+
+    def _check_module(self, path: str) -> None:
+        """Refuse a module that an entry excludes, and list one that none targets."""
+        entry = self._config.excluded_by(path)
+        if entry:
+            raise ConfigError(
+                f"{self._config.path}: the adapter has {path}, which {entry} excludes; correct the entry, or remove "
+                f"the tensors {path}.lora_A.weight and lora_B.weight"
+            )
+        if not self._config.changes_module(path):
+            self.summary.untargeted.append(path)
+
+    def _add_expert(self, module: ExpertModule, pair: _Pair, rank: int, scale: float) -> None:
+        spec = self._opened(module.layer).spec
+        hidden, width = spec.expert_hidden_size, spec.intermediate_size
+        rows, columns = (hidden, width) if module.projection == "down" else (width, hidden)
+        pair.check((rank, columns), (rows, rank))
+        self._change_expert(module, pair, scale)
+
+    def _change_expert(self, module: ExpertModule, pair: _Pair, scale: float) -> None:
+        """Change one projection of one expert; A and B are ``[r, columns]`` and ``[rows, r]``."""
+        layer = self._opened(module.layer)
+        at = layer.source(module.expert, module.projection)
+        name = part_name(at, layer.stored_as(at).layout.parts[0])
+        _plain(self._checkpoint, name, pair.path)
+        if at.flat:
+            raise ConfigError(f"{pair.path}: {name} holds experts along its rows, and the adapter one expert at a time")
+        rows = range(at.offset, at.offset + at.step * at.rows, at.step)
+        index = None if at.experts is None else module.expert
+        change = LowRank(a=pair.a, b=pair.b, scale=scale, rows=rows, index=index, transposed=at.transposed)
+        self._change(name, pair.path, change)
+        self.summary.experts.add((module.layer, module.expert))
+
+    def _change(self, name: str, path: str, change: LowRank) -> None:
+        """Add ``change`` to tensor ``name``; raises DuplicateTensorError where another module has changed its rows."""
+        rows = (name, change.rows.start, change.rows.step, change.index)
+        other = self._paths.setdefault(rows, path)
+        if other != path:
+            raise DuplicateTensorError(
+                f"{self._config.path}: {other} and {path} are both {name} of the checkpoint; keep one of them"
+            )
+        self.changes[name].append(change)
+
+    def _add_matrix(self, pair: _Pair) -> None:
+        """Change a matrix that belongs to no routed expert: a module's weight, or a two-dimensional parameter."""
+        path, parameter = pair.path, "weight"
+        key = path
+        if not self._config.changes_module(path):
+            names = [name for name in self._names.parameters(path) if self._config.changes_parameter(f"{path}.{name}")]
+            if len(names) > 1:
+                raise ConfigError(f"{self._config.path}: {path} is one pair of {' or '.join(names)}. {_MERGE}")
+            if names:
+                parameter, key = names[0], f"{path}.{names[0]}"
+            else:
+                self._check_module(path)
+        found = self._names.rows(path, parameter)
+        rank, scale = self._rank_and_scale(key)
+        for piece in found:
+            shape = _plain(self._checkpoint, piece.name, path)
+            if len(shape) != 2:
+                raise ConfigError(f"the adapter has {path}, and {piece.name} is {shape}, which is no matrix. {_MERGE}")
+            pair.check((rank, shape[1]), (piece.height, rank))
+            start, stop = piece.rows
+            rows = range(piece.stored, piece.stored + stop - start)
+            self._refuse_tied(piece.name, path)
+            self._change(piece.name, path, LowRank(a=pair.a, b=pair.b[start:stop], scale=scale, rows=rows))
+        self.summary.modules.add(path.rpartition(".")[2])
+
+    def _refuse_tied(self, name: str, path: str) -> None:
+        """Refuse a head that shares its weight with the embeddings: which of the two is read is not known here."""
+        config = self._checkpoint.config
+        tied = config.get("tie_word_embeddings", text_of(config).get("tie_word_embeddings"))
+        if tied is True and name.rpartition(".")[0].rpartition(".")[2] in _SHARED:
+            raise ConfigError(
+                f"{self._config.path}: the adapter has {path}, and config.json has tie_word_embeddings: true, so its "
+                f"weight is also that of the embeddings. {_MERGE}"
+            )
+
+    def _add_stacks(self, path: str, module: StackModule, levels: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Change the stacks of one layer.
+
+        PEFT wraps the module once for each targeted parameter, in the order in which they are registered, so the
+        innermost pair is of the first one.
+        """
+        keys = {parameter: f"{path}.{parameter.name}" for parameter in module.parameters}
+        targeted = [parameter for parameter, key in keys.items() if self._config.changes_parameter(key)]
+        matrices = [parameter for parameter in module.parameters if parameter.projections]
+        if len(targeted) != len(levels) == len(matrices):
+            # One pair for each of them leaves no choice.
+            self.summary.untargeted += [keys[parameter] for parameter in matrices if parameter not in targeted]
+            targeted = matrices
+        if len(targeted) != len(levels):
+            listed = ", ".join(parameter.name for parameter in targeted) or "none"
+            raise ConfigError(
+                f"{self._config.path}: the adapter has {len(levels)} pairs of {path}, whose parameters are "
+                f"{', '.join(parameter.name for parameter in module.parameters)}, and target_parameters names "
+                f"{listed} of them; correct target_parameters, or download the adapter again"
+            )
+        for parameter, (a, b) in zip(targeted, reversed(levels), strict=True):
+            pair = _Pair(path=keys[parameter], a=a, b=b)
+            if not parameter.projections:
+                raise ConfigError(f"{self._config.path}: the adapter has {pair.path}, a bias of experts. {_MERGE}")
+            rank, scale = self._rank_and_scale(pair.path)
+            if parameter.flat:
+                self._add_flat(module, parameter, pair, rank, scale)
+            else:
+                self._add_stack(module, parameter, pair, rank, scale)
+
+    def _add_flat(self, module: StackModule, parameter: StackParameter, pair: _Pair, rank: int, scale: float) -> None:
+        """Change a two-dimensional parameter that holds all experts, as the matrix it is to PEFT."""
+        layer = self._opened(module.layer)
+        at = layer.source(0, parameter.projections[0])
+        name = part_name(at, layer.stored_as(at).layout.parts[0])
+        height, columns = _plain(self._checkpoint, name, pair.path)
+        pair.check((rank, columns), (height, rank))
+        self._change(name, pair.path, LowRank(a=pair.a, b=pair.b, scale=scale, rows=range(height)))
+        self.summary.experts |= {(module.layer, expert) for expert in range(layer.spec.num_experts)}
+
+    def _add_stack(self, module: StackModule, parameter: StackParameter, pair: _Pair, rank: int, scale: float) -> None:
+        """Change a stack ``[E, N, K]``, held ``[E, K, N]`` by some classes.
+
+        To PEFT the second dimension is in and the third out, or the other way about where it swaps them. Which it does
+        depends on the class and on PEFT's release, never on the sizes, which may be equal.
+        """
+        spec, held = self._opened(module.layer).spec, parameter.projections
+        hidden, width, experts = spec.expert_hidden_size, spec.intermediate_size, spec.num_experts
+        rows, columns = (hidden, width) if held[-1] == "down" else (len(held) * width, hidden)
+        transposed = self._in_memory.transposed
+        swapped = self._swapped(pair.path)
+        second, third = (columns, rows) if transposed else (rows, columns)
+        into, out = (third, second) if swapped else (second, third)
+        rule = f" (PEFT {'swaps' if swapped else 'does not swap'} in and out of [{experts}, {second}, {third}])"
+        pair.check((experts * rank, into), (out, experts * rank), rule)
+        # B @ A is [out, in]. PEFT adds it as it is where it swapped them, else transposed, but for a single expert.
+        upright = swapped or (experts == 1 and self._single(pair.path, second, third))
+        for expert, (a, b) in enumerate(zip(*pairs_of_stack(pair.a, pair.b, experts), strict=True)):
+            # upright: B @ A is a matrix of [E, second, third]; turned where the projection is its transpose
+            a, b = (a, b) if upright != transposed else (b.mT, a.mT)
+            halves = b.unflatten(0, (-1, len(held))).unbind(1) if parameter.interleaved else b.chunk(len(held))
+            for projection, half in zip(held, halves, strict=True):
+                target = ExpertModule(layer=module.layer, expert=expert, projection=projection)
+                self._change_expert(target, _Pair(path=pair.path, a=a, b=half), scale)
+
+    def _swapped(self, path: str) -> bool:
+        """Return whether PEFT exchanged in and out of a stack; raises ConfigError where that cannot be known."""
+        swapped, kind = self._config.swapped, str(text_of(self._checkpoint.config).get("model_type"))
+        outer = str(self._checkpoint.config.get("model_type"))
+        if swapped is None:
+            raise ConfigError(
+                f"{self._config.path}: the adapter has {path}, a stack of experts, and peft_version is no release; "
+                "PEFT exchanges A and B of stacks from 0.19.0 on. Enter the release that wrote the adapter. " + _MERGE
+            )
+        if not swapped and {kind, outer} & {*self._in_memory.turned_since_4}:
+            raise ConfigError(
+                f"{self._config.path}: the adapter has {path}, a stack of experts that transformers 4 and 5 hold in "
+                "different orientations, and was written by a PEFT before 0.19.0, which both could be used with. "
+                + _MERGE
+            )
+        return swapped and not self._in_memory.marked
+
+    def _single(self, path: str, second: int, third: int) -> bool:
+        """Return True for a stack of one expert, which PEFT takes for a matrix ``[second, third]``."""
+        if second != third:
+            raise ConfigError(
+                f"{self._config.path}: {path} has one expert, [1, {second}, {third}], which PEFT cannot merge"
+            )
+        return True
 
 
 def with_adapter(checkpoint: Checkpoint, adapter: str | os.PathLike[str]) -> Checkpoint:
     """Return ``checkpoint`` with the LoRA adapter in folder ``adapter`` merged into its BF16, FP16 and FP32 weights.
 
-    Added is ``scale * B @ A`` in float32, rounded once; a line of the log says to what. Raises ConfigError for an
-    option that is not implemented, a target that the checkpoint does not have and one that is quantised,
-    MissingTensorError where A or B is missing, TensorMismatchError for another rank or size, BadScaleError for NaN.
+    Added is ``scale * B @ A`` in float32, rounded once; a line of the log reports what was changed. Modules may have
+    their names in the files or those that transformers gives them in memory. May be called again on what it returns.
+    A pair that ``adapter_config.json`` does not target is merged with a warning. Raises ConfigError for an option that
+    is not implemented, a pair that an entry excludes, a target that the checkpoint does not have and one that is
+    quantised, MissingTensorError where A or B is missing,
+    TensorMismatchError for another rank or size, BadScaleError for NaN.
     """
     root = Path(adapter)
-    rank, scale = _settings(root / "adapter_config.json")
-    own = Checkpoint(root, {}, read_header(root / "adapter_model.safetensors"))
-    changes, digest = defaultdict[str, list[LowRank]](list), hashlib.sha256(f"{rank} {scale}".encode())
-    experts, others, (places, heads) = set[tuple[int, int]](), set[str](), _places(checkpoint)
-    opened = cache(partial(CheckpointLayer.open, checkpoint))  # a layer has hundreds of pairs
-    for path, halves in _pairs(own).items():
-        a, b = (own.read(halves[half]) for half in "AB")
-        digest.update(b"".join(half.view(uint8).numpy().tobytes() for half in (a, b)))
-        if not bool(a.isfinite().all() and b.isfinite().all()):
-            raise BadScaleError(f"{root}: {path} holds NaN or infinity; train or download the adapter again")
-        match = _PLACE.fullmatch(path.replace(".base_layer", ""))
-        # Layers below another prefix, a speech model's or a draft model's, are not those of the text model.
-        place = places.get(match[3]) if match and match[1] + "{layer}." in heads else None
-        if match is None or place is None:
-            others.add(path.rpartition(".")[2])
-            name = path.replace(".base_layer", "") + ".weight"
-            height, width = _plain(checkpoint, name, path)[-2:]
-            _fit(path, (a, b), (rank, width), (height, rank))
-            changes[name].append(LowRank(a=a, b=b, scale=scale, rows=range(height)))
-            continue
-        layer = opened(int(match[2]))
-        for expert, which, one, two in _experts(layer, place, path, (a, b), rank):
-            at = layer.source(expert, which)
-            name, index = part_name(at, layer.stored_as(at).layout.parts[0]), None if at.experts is None else expert
-            _plain(checkpoint, name, path)
-            rows = range(at.offset, at.offset + at.step * at.rows, at.step)
-            changes[name].append(LowRank(a=one, b=two, scale=scale, rows=rows, index=index, transposed=at.transposed))
-            experts.add((layer.number, expert))
-    into = [f"{len(experts)} experts of layers {min(experts)[0]} to {max(experts)[0]}"] if experts else []
-    into += [f"outside the experts {', '.join(sorted(others))}"] if others else []
-    _LOG.warning("%s: rank %d, scale %g, merged into %s", root, rank, scale, " and ".join(into))
-    return _Merged(checkpoint, changes, digest.hexdigest())
-
-
-def _settings(path: Path) -> tuple[int, float]:
-    """Return rank and scale."""
-    config = read_json(path)
-    rank, alpha = config.get("r"), config.get("lora_alpha")
-    wrong = {key: value for key, value in config.items() if value and key not in _KNOWN}
-    wrong |= {key: config[key] for key, allowed in _ONLY.items() if config.get(key, allowed[0]) not in allowed}
-    if config.get("target_parameters") and not re.match(r"0\.[2-9]\d|[1-9]", str(config.get("peft_version"))):
-        wrong["target_parameters"] = "stacks written before PEFT 0.20, whose A and B may be swapped"
-    if wrong or not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float) or not abs(alpha) < 1e30:
-        wrong = wrong or {"r": rank, "lora_alpha": alpha}
-        listed = ", ".join(f"{key}={value!r:.100}" for key, value in wrong.items())
+    config = AdapterConfig.read(root / "adapter_config.json")
+    if checkpoint.is_gguf:
+        raise ConfigError(f"{root}: adapters are merged into safetensors, {checkpoint.path} is a GGUF file")
+    if (root / "adapter_model.bin").exists() and not (root / "adapter_model.safetensors").exists():
         raise ConfigError(
-            f"{path}: {listed} is not implemented; allowed is plain LoRA without biases, with one r and one lora_alpha "
-            "for all modules. Merge the adapter with PEFT (merge_and_unload) and load the model that it saves"
+            f"{root}: holds adapter_model.bin, a pickle, which can run code and is not read; load it with PEFT and "
+            "save it again (save_pretrained), which writes adapter_model.safetensors"
         )
-    return rank, alpha / (rank**0.5 if config.get("use_rslora") else rank)
+    tensors = Checkpoint(root, {}, read_header(root / "adapter_model.safetensors"))
+    merge, digest = _Collector(checkpoint, config), hashlib.sha256()
+    whole = {
+        name: match for name in tensors.tensors if (match := _WHOLE.fullmatch(_WRAPPERS.sub("", name))) is not None
+    }
+    for name, match in whole.items():
+        tensor = _finite(root, name, tensors.read(name))
+        digest.update(name.encode() + tensor.view(-1).view(uint8).numpy().tobytes())
+        merge.replace(match[1], match[3], match[2] is not None, tensor)
+    merge.check_saved([match[1] for match in whole.values()])
+    for path, levels in _modules(tensors, whole).items():
+        pairs = [(tensors.read(halves["A"]), tensors.read(halves["B"])) for halves in levels]
+        for a, b in pairs:
+            digest.update(b"".join(_finite(root, path, half).view(uint8).numpy().tobytes() for half in (a, b)))
+        merge.add(path, pairs)
+    digest.update(repr([(name, [c.scale for c in changes]) for name, changes in merge.changes.items()]).encode())
+    _LOG.warning("%s: %s", root, merge.summary.line())
+    if merge.summary.untargeted:
+        first, *others = merge.summary.untargeted
+        more = f" and {len(others)} more" if others else ""
+        message = "%s: adapter_config.json does not target %s%s; PEFT would not load what is merged here"
+        _LOG.warning(message, root, first, more)
+    return _Merged(checkpoint, merge.changes, merge.replaced, digest.hexdigest())
 
 
-def _pairs(own: Checkpoint) -> dict[str, dict[str, str]]:
-    """Return the names of A and B of each module."""
+def _finite(root: Path, path: str, tensor: Tensor) -> Tensor:
+    if not bool(tensor.isfinite().all()):
+        raise BadScaleError(f"{root}: {path} holds NaN or infinity; train or download the adapter again")
+    return tensor
+
+
+def _modules(adapter: Checkpoint, whole: Iterable[str]) -> dict[str, list[dict[str, str]]]:
+    """Return the names of A and B by module, the outermost of nested wrappers first."""
+    found = defaultdict[str, dict[int, dict[str, str]]](lambda: defaultdict(dict))
+    for path, halves in _pairs(adapter, set(whole)).items():
+        nested = _NESTED.search(path)
+        depth = 0 if nested is None else nested[0].count(".base_layer")
+        found[path.replace(".base_layer", "")][depth] = halves
+    return {path: [levels[depth] for depth in sorted(levels)] for path, levels in found.items()}
+
+
+def _pairs(adapter: Checkpoint, whole: set[str]) -> dict[str, dict[str, str]]:
+    """Return the names of A and B of each module; ``whole``: names of tensors that are no half of a pair."""
     found = defaultdict[str, dict[str, str]](dict)
-    for name, info in own.tensors.items():
-        match = _HALF.fullmatch(name)
+    for name, info in adapter.tensors.items():
+        if name in whole:
+            continue
+        match = _HALF.fullmatch(_WRAPPERS.sub("", name))
         if match is None or info.dtype not in FLOATS or len(info.shape) != 2:
             known = "matrices lora_A.weight and lora_B.weight in BF16, F16 or F32"
-            raise ConfigError(f"{own.path}: {name}, {info.dtype} {info.shape}, is in the adapter; known are {known}")
-        found[match[1]][match[2]] = name
+            raise ConfigError(
+                f"{adapter.path}: {name}, {info.dtype} {info.shape}, is in the adapter; known are {known}"
+            )
+        other = found[match[1]].setdefault(match[2], name)
+        if other != name:
+            raise DuplicateTensorError(f"{adapter.path}: {other} and {name} are the same half of one pair; keep one")
     missing = [f"{path}.lora_{half}.weight" for path, halves in found.items() for half in "AB" if half not in halves]
     if missing or not found:
         what = f"{missing[0]} missing beside its other half" if missing else "holds no lora_A and lora_B"
-        raise MissingTensorError(f"{own.path}: {what}; download the adapter again")
+        raise MissingTensorError(f"{adapter.path}: {what}; download the adapter again")
     return dict(sorted(found.items()))
-
-
-def _places(checkpoint: Checkpoint) -> tuple[dict[str, _Place], set[str]]:
-    """Return what the modules below a layer are to an adapter: a projection of an expert, or all experts in a stack.
-
-    And the prefixes that a layer may have.
-    """
-    family, spec = index_of(checkpoint).family, CheckpointLayer.open(checkpoint).spec
-    places: dict[str, _Place] = {}
-    for names in (family.names, *family.others):
-        if names.stacked.up is None:
-            places.setdefault(names.stacked.gate_up.removeprefix(names.layer).rpartition(".")[0], names)
-        for which in projections(spec) if names.up else ():
-            path = names.projection(which).removeprefix(names.layer)
-            places |= {path.format(expert=expert): (expert, which) for expert in range(spec.num_experts)}
-    return places, {*PREFIXES, *(names.layer for names in (family.names, *family.others))}
-
-
-def _experts(
-    layer: CheckpointLayer, place: _Place, path: str, pair: tuple[Tensor, Tensor], rank: int
-) -> Iterator[tuple[int, Projection, Tensor, Tensor]]:
-    """Yield (expert, projection, A, B) of one module of the adapter."""
-    (a, b), experts = pair, layer.spec.num_experts
-    *upper, lower = projections(layer.spec)
-    wide, hidden = layer.spec.intermediate_size, layer.spec.expert_hidden_size
-    if isinstance(place, tuple):
-        rows, columns = (hidden, wide) if place[1] == lower else (wide, hidden)
-        _fit(path, pair, (rank, columns), (rows, rank))
-        yield *place, a, b
-        return
-    # PEFT does not say which parameter of a module a pair is of; gate_up and down differ in size where there is a gate.
-    if (hidden, wide) == (len(upper) * wide, hidden):
-        msg = f"{path}: an expert's up and down are both {hidden} by {wide}, and its name does not say which it is of"
-        raise ConfigError(f"{msg}. Merge the adapter with PEFT (merge_and_unload) and load the model that it saves")
-    down = (b.shape[0], a.shape[1]) == (hidden, wide)
-    rows, columns = (hidden, wide) if down else (len(upper) * wide, hidden)
-    which: list[Projection] = [lower] if down else upper
-    _fit(path, pair, (experts * rank, columns), (rows, experts * rank))
-    for expert, (one, two) in enumerate(zip(*pairs_of_stack(a, b, experts), strict=True)):
-        apart = two.unflatten(0, (-1, len(which))).unbind(1) if place.stacked.interleaved else two.chunk(len(which))
-        for projection, half in zip(which, apart, strict=True):
-            yield expert, projection, one, half
-
-
-def _fit(path: str, pair: tuple[Tensor, Tensor], a: tuple[int, int], b: tuple[int, int]) -> None:
-    found = tuple(pair[0].shape), tuple(pair[1].shape)
-    if found != (a, b):
-        msg = f"{path}: lora_A and lora_B are {found[0]} and {found[1]}, r and the checkpoint's sizes need {a} and {b}"
-        raise TensorMismatchError(f"{msg}; is the adapter of another model, or were its parameters never swapped?")
 
 
 def _plain(checkpoint: Checkpoint, name: str, path: str) -> tuple[int, ...]:

@@ -17,27 +17,33 @@ from ..errors import (
     UnknownTensorError,
 )
 from ..formats.payload import Payload
-from ..models import describe, moe_layers, text_of
+from ..models import describe, moe_layers
 from ..runtime.progress import Progress, counted
-from .activation_scales import ACTIVATION_SCALES, activation_scales
+from .activation_scales import activation_scales
 from .beside import check_beside
 from .header import FLOATS, TensorInfo
-from .index import index_of, router_names
+from .index import index_of, router_names, single_matrices
 from .layout import bias_names, part_name, parts_problems, read_matrix, stack_paths
 from .opened import CheckpointLayer
 from .outside import matrices_of, outside_experts, outside_problems, sentences
 from .problems import refuse
 from .reader import Checkpoint
 from .remarks import Remarks
-from .stored import StoredFormat
+from .stored import ACTIVATION_SCALES, StoredFormat
 
 __all__ = [
     "AuditReport", "LayerReport", "audit", "bad_bias", "check_dense_layers", "check_layer", "check_outside_experts",
 ]  # fmt: skip
 
+_FACTORS = "factors of the inputs (AWQ), which no kernel applies; export it with them folded into the weights"
+_LOW_RANK = "a low-rank correction (SVDQuant), which no kernel applies; export the checkpoint in another format"
 _REFUSED = {
     ".weight_zero_point": "a zero point, where the config declares no asymmetric packed integers",
     ".weight_g_idx": "an activation order of the columns, where the config declares no integer weights",
+    ".pre_quant_scale": _FACTORS,
+    "_pre_quant_scale": _FACTORS,
+    ".svdquant_lora_a": _LOW_RANK,
+    ".svdquant_lora_b": _LOW_RANK,
 }
 
 
@@ -107,10 +113,10 @@ def _unequal(layer: CheckpointLayer, how: str) -> ConfigError:
 
 def check_dense_layers(checkpoint: Checkpoint) -> Iterator[CheckpointError]:
     """Yield a problem for each layer that the config calls dense although the files hold experts for it."""
-    index, text = index_of(checkpoint), text_of(checkpoint.config)
-    sparse, count = index.family.moe_layers(checkpoint.config), text.get("num_hidden_layers", text.get("n_layers"))
+    index = index_of(checkpoint)
+    sparse, count = index.family.moe_layers(checkpoint.config), index.family.num_layers(checkpoint.config)
     # from there on layers predict further tokens
-    end = count if isinstance(count, int) else max(sparse, default=0)
+    end = max(sparse, default=0) if count is None else count
     for layer in sorted(set(index.layers()) - set(sparse)):
         infos = list(index.found(layer).infos()) if layer < end else []
         if infos:
@@ -248,7 +254,7 @@ def _check_values(layer: CheckpointLayer, remarks: Remarks) -> tuple[list[Checkp
     seen: dict[str, Tensor] = {}
     sources = [source for _, source in layer.sources()]
     scales = activation_scales(layer.checkpoint, sources, layer.both_stored)
-    problems, findings = scales.problems, scales.findings(f"layer {layer.number}", layer.both_stored)
+    problems, findings = list[CheckpointError](), scales.findings(f"layer {layer.number}", layer.both_stored)
     for source in sources:
         seen = {} if source.label.endswith("gate") else seen
         payload, wrong = read_matrix(layer.checkpoint, source, layer.stored_as(source), seen=seen)
@@ -289,13 +295,15 @@ def _roles(checkpoint: Checkpoint, layers: Sequence[int]) -> dict[str, tuple[int
 
     names = index.names
     router = {name.removeprefix(names.layer) for name in router_names(names) if name}
+    # parts of a quantised router, and of a quantised gate of the shared expert
+    below, *beside = (path.removeprefix(names.layer) + "." for path in single_matrices(names))
     shared = tuple(p.removeprefix(names.layer) + "." for p in names.shared or ()) or ("\0",)
     gate = {names.shared_gate.removeprefix(names.layer)} if names.shared_gate else set[str]()
     for layer in layers:
         rest = index.tensors(layer)
         add("experts", index.found(layer).infos())
-        add("router", (i for n, i in rest if n in router))
-        add("shared", (i for n, i in rest if n.startswith(shared) or n in gate))
+        add("router", (i for n, i in rest if n in router or n.startswith(below)))
+        add("shared", (i for n, i in rest if n.startswith((*shared, *beside)) or n in gate))
     add("beyond the last layer", (i for n in index.layers() if n > max(layers) for _, i in index.tensors(n)))
     count, nbytes = (sum(column) for column in zip(*totals.values(), strict=True))
     everything = sum(info.nbytes for info in checkpoint.tensors.values())

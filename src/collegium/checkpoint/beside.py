@@ -23,32 +23,38 @@ from ..models import declared_format
 from ..models.base import Config
 from ..runtime.devices import probe
 from ..types import ExpertWeights, LatentWeights, RouterWeights, SharedWeights
-from .activation_scales import ACTIVATION_SCALES, input_reach
+from .activation_scales import input_reach
 from .detect import stored_format
 from .header import FLOATS, TensorInfo
+from .index import router_names
 from .layout import Projection, Source, parts_problems, read_matrix, read_whole
 from .opened import CheckpointLayer
 from .problems import refuse
 from .remarks import Remarks
-from .stored import StoredFormat
+from .stored import ACTIVATION_SCALES, StoredFormat
 
 __all__ = ["check_beside", "load_hash_table", "load_latent", "load_router", "load_shared"]
 
+_MATRICES = {"router_weight": "router", "shared_gate": "gate of the shared expert"}
 _OF_ROUTER = ("router_weight", "router_bias", "router_scale", "correction_bias", "expert_scale")
 _INTEGERS = ("U8", "I8", "U16", "I16", "U32", "I32", "I64")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Module:
-    """Matrices of one module: their name templates, what to call them, and where each one lies."""
+    """Matrices of one module: their name templates, what to call them, and where each one lies.
+
+    others: suffixes of tensors below the same path that are no part of the matrices.
+    """
 
     templates: tuple[str, ...]
     where: str
     places: tuple[Source, ...]
+    others: tuple[str, ...] = ()
 
 
 def _vectors(layer: CheckpointLayer) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return the unquantised numbers the layer needs: field of ``Names`` to (name, shape)."""
+    """Return the numbers the layer needs: field of ``Names`` to (name, shape); matrices may be quantised."""
     names, spec = layer.names, layer.spec
     rule, e, d = spec.routing, spec.num_experts, spec.hidden_size
     gated = spec.shared is not None and spec.shared.gated
@@ -102,6 +108,23 @@ def _latent(layer: CheckpointLayer) -> Iterator[_Module]:
         yield _Module(templates=(template,), where=where, places=(place,))
 
 
+def _quantised(layer: CheckpointLayer, key: str) -> _Module | None:
+    """Return where the router or the gate of the shared expert lies, None where it is unquantised or missing."""
+    if key not in _MATRICES:
+        return None
+    name, (rows, columns) = _vectors(layer)[key]
+    path = name.removesuffix(".weight")
+    named = (other.format(layer=layer.number) for other in router_names(layer.names) if other is not None)
+    others = tuple(other.removeprefix(path) for other in named if other != name and other.startswith(path + "."))
+    template = (getattr(layer.names, key) or "").removesuffix(".weight")
+    seen = {suffix: dtypes for suffix, dtypes in layer.suffixes((template,)).items() if suffix not in others}
+    if not seen or (seen.keys() == {".weight"} and seen[".weight"] <= {*FLOATS}):
+        return None
+    where = f"layer {layer.number}, {_MATRICES[key]}"
+    source = Source(label=where, path=path, rows=rows, columns=columns, stored_rows=rows, own_bias=".bias" in others)
+    return _Module(templates=(template,), where=where, places=(source,), others=others)
+
+
 def check_beside(
     layer: CheckpointLayer, *, deep: bool = False, tables: bool = False, remarks: Remarks | None = None
 ) -> Iterator[CheckpointError]:
@@ -110,7 +133,7 @@ def check_beside(
     deep: read the tensors too (numbers, scales, the hash table's entries), otherwise only their headers. tables: read
     the hash table in any case. remarks: takes in the matrices that are read.
     """
-    checks = [partial(_vector if deep else _header, layer, *wanted) for wanted in _vectors(layer).values()]
+    checks = [partial(_read if deep else _header, layer, key) for key in _vectors(layer)]
     for check in (*checks, partial(load_hash_table, layer, deep=deep or tables)):
         try:
             check()
@@ -123,21 +146,27 @@ def check_beside(
 
 
 def _unused(layer: CheckpointLayer, remarks: Remarks | None) -> list[CheckpointError]:
-    """Return a problem for each tensor the layer would be wrong without, had config.json spoken of it.
+    """Return a problem for each tensor that the layer would not use, because config.json describes one without it.
 
-    A correction bias is only remarked on: some models store one that they do not use.
+    The bias of a layer that looks its experts up by token id is allowed: it could only choose them.
     """
     checkpoint, names, spec, number = layer.checkpoint, layer.names, layer.spec, layer.number
-    used, rule = {name for name, _ in _vectors(layer).values()}, spec.routing
-    used |= {(names.hash_table or "").format(layer=number)} if rule.hash_routing else set()
-    others = (names.expert_scale, names.shared_gate, names.latent_norm, names.hash_table)
-    found = [n for t in others if t is not None and (n := t.format(layer=number)) in checkpoint and n not in used]
+    used = {name for name, _ in _vectors(layer).values()}
+    templates = [names.expert_scale, names.latent_norm]
+    if not spec.routing.hash_routing:
+        templates += [names.correction_bias, names.hash_table]
+    stored = [template.format(layer=number) for template in templates if template is not None]
+    found = [name for name in stored if name in checkpoint and name not in used]
+    gate = names.shared_gate
+    if gate is not None and gate.format(layer=number) not in used and layer.suffixes((gate.removesuffix(".weight"),)):
+        found.append(gate.format(layer=number))
     shared = (names.shared or ()) if spec.shared is None else ()
     latent = (names.latent or ()) if not spec.latent_size else ()
     found += [path.format(layer=number) for path in (*shared, *latent) if layer.suffixes((path,))]
-    bias = (names.correction_bias or "").format(layer=number)
-    if remarks is not None and bias in checkpoint and bias not in used and not rule.hash_routing:
-        remarks.say(f"layer {number}: {bias} is in the files, by config.json the layer does not use it")
+    if remarks is not None and layer.shared_assumed:
+        remarks.say(
+            f"layer {number}: neither config.json nor the files have a shared expert; the layer runs without one"
+        )
     return [
         UnknownTensorError(
             f"layer {number}: {name} is in the files, config.json describes a layer without it, which would compute "
@@ -168,7 +197,13 @@ def _check_module(
     return problems
 
 
-def _header(layer: CheckpointLayer, name: str, shape: tuple[int, ...]) -> None:
+def _header(layer: CheckpointLayer, key: str) -> None:
+    """Check the headers of what ``_vectors`` names; raises the first problem."""
+    name, shape = _vectors(layer)[key]
+    module = _quantised(layer, key)
+    if module is not None:
+        refuse(layer.checkpoint, _check_module(layer, module, None, deep=False))
+        return
     info = _info(layer, name)
     # Dimensions of 1 are stored by some and not by others; any other order of the same numbers is another tensor.
     if [n for n in info.shape if n != 1] != [n for n in shape if n != 1] or info.dtype not in FLOATS:
@@ -182,8 +217,13 @@ def _info(layer: CheckpointLayer, name: str) -> TensorInfo:
     return layer.checkpoint.info(name)
 
 
-def _vector(layer: CheckpointLayer, name: str, shape: tuple[int, ...]) -> Tensor:
-    _header(layer, name, shape)
+def _read(layer: CheckpointLayer, key: str) -> Tensor:
+    """Read what ``_vectors`` names in its stored dtype; a quantised matrix is decoded to float32, exactly."""
+    _header(layer, key)
+    module = _quantised(layer, key)
+    if module is not None:
+        return _matrices(layer, module)[0].decode()
+    name, shape = _vectors(layer)[key]
     tensor = layer.checkpoint.read(name).reshape(shape)
     if not bool(torch.isfinite(tensor).all()):
         msg = f"layer {layer.number}: {name} holds NaN or infinity; download the file again or export it anew"
@@ -228,11 +268,12 @@ def load_hash_table(layer: CheckpointLayer, *, deep: bool = True) -> Tensor | No
 def load_router(layer: CheckpointLayer, *, device: torch.device | str = "cpu") -> RouterWeights:
     """Read the router of ``layer`` in its stored dtype: weight ``[E, D]``, the rest ``[E]`` or None.
 
-    A factor of the router's input is multiplied into the weight, with ``D**-0.5``, in float32. Raises
-    MissingTensorError, TensorMismatchError, and BadScaleError for NaN or infinity.
+    A quantised weight is decoded to float32, exactly. A factor of the router's input is multiplied into the weight,
+    with ``D**-0.5``, in float32. Raises MissingTensorError, TensorMismatchError, UnknownTensorError, ConfigError, and
+    BadScaleError for NaN or infinity.
     """
     device = probe(device).place
-    found = {key: _vector(layer, *wanted).to(device) for key, wanted in _vectors(layer).items() if key in _OF_ROUTER}
+    found = {key: _read(layer, key).to(device) for key in _vectors(layer) if key in _OF_ROUTER}
     weight, scale = found["router_weight"], found.get("router_scale")
     table = load_hash_table(layer)
     return RouterWeights(
@@ -258,7 +299,7 @@ def _stored_at(layer: CheckpointLayer, module: _Module) -> dict[str, StoredForma
     *upper, lower = module.templates
     found: dict[str, StoredFormat] = {}
     for templates in (upper, [lower]) if upper else ([lower],):
-        seen = layer.suffixes(templates)
+        seen = {k: dtypes for k, dtypes in layer.suffixes(templates).items() if k not in module.others}
         paths = [template.format(layer=number) for template in templates]
         declared = {path: declared_format(layer.checkpoint.config, path) for path in paths}
         if len(set(declared.values())) > 1:
@@ -267,8 +308,10 @@ def _stored_at(layer: CheckpointLayer, module: _Module) -> dict[str, StoredForma
         stored = stored_format(declared[paths[0]], seen, module.where)
         unknown = set(seen) - {part.suffix for part in stored.layout.parts} - set(ACTIVATION_SCALES)
         if unknown:
-            listed = ", ".join(sorted(unknown))
-            raise UnknownTensorError(f"{module.where}: has {listed}, which {stored.name} does not have")
+            names = [n for path in paths for s in sorted(unknown) if (n := path + s) in layer.checkpoint]
+            raise UnknownTensorError(
+                f"{module.where}: {', '.join(names)}: {stored.name} ({stored.storage}) has no such part"
+            )
         found |= dict.fromkeys(paths, stored)
     return found
 
@@ -289,8 +332,7 @@ def load_latent(layer: CheckpointLayer, *, device: torch.device | str = "cpu") -
     if not modules:
         return None
     down, up = (_matrices(layer, module)[0].decode().to(device) for module in modules)
-    wanted = _vectors(layer).get("latent_norm")
-    norm = None if wanted is None else _vector(layer, *wanted).to(device)
+    norm = _read(layer, "latent_norm").to(device) if "latent_norm" in _vectors(layer) else None
     return LatentWeights(down=down, up=up, norm=norm, norm_eps=layer.spec.latent_norm_eps or 0.0)
 
 
@@ -310,8 +352,7 @@ def load_shared(
     for half, matrix in enumerate(upper):
         gate_up[0].put(half, matrix)
     down.put(0, lower)
-    wanted = _vectors(layer).get("shared_gate")
-    gate = None if wanted is None else _vector(layer, *wanted).to(device)
+    gate = _read(layer, "shared_gate").to(device) if "shared_gate" in _vectors(layer) else None
     stored = _stored_at(layer, module)
     both = stored[module.places[0].path], stored[module.places[-1].path]
     reach = input_reach(layer.checkpoint, module.places, both, activations)

@@ -9,6 +9,7 @@ from ..formats.payload import Storage
 from ..formats.unquantised import DTYPES
 from ..models import Declared, declared_format, mixed_algorithms
 from ..types import MoESpec
+from .header import FLOATS
 from .index import Index, index_of
 from .layout import Projection, projections, source_of
 from .reader import Checkpoint
@@ -32,7 +33,7 @@ def _holds(storage: Storage, seen: Mapping[str, set[str]]) -> bool:
 
 def _closest(seen: Mapping[str, set[str]]) -> list[str]:
     """Name the formats the tensors look like; those that explain the most suffixes come first."""
-    fits = [(len(s.parts), f.name) for f in FORMATS for s in f.storages if _fits(s, seen)]
+    fits = [(sum(p.suffix in seen for p in s.parts), f.name) for f in FORMATS for s in f.storages if _fits(s, seen)]
     most = max((count for count, _ in fits), default=0)
     return list(dict.fromkeys(name for count, name in fits if count == most))
 
@@ -40,6 +41,11 @@ def _closest(seen: Mapping[str, set[str]]) -> list[str]:
 def _match_storage(declared: Declared, seen: Mapping[str, set[str]], where: str) -> tuple[str, str]:
     """Return (format, storage) that is declared and present; raises ConfigError when the two contradict each other."""
     closest = _closest(seen)
+    if declared.method == "bitsandbytes" and set(seen) == {".weight"} and seen[".weight"] <= {*FLOATS}:
+        # bitsandbytes replaces linear modules only and lists none of them: its own tensors tell what it quantised
+        declared = Declared(format=None)
+    if declared.refusal:
+        raise ConfigError(f"{where}: {declared.refusal}; convert the checkpoint into a format that is read")
     name = declared.format
     if declared.method is None:
         # dtype in config.json says how to compute; unquantised tensors carry their own dtype and it is the truth
@@ -138,4 +144,11 @@ def stored_format(
     """Return the stored format that is both declared and present; raises ConfigError."""
     name, storage = _match_storage(declared, seen, where)
     block, group = declared.block or (128, 128), declared.group or 0
-    return StoredFormat(name=name, storage=storage, stacked=stacked, block=block, group=group)
+    return StoredFormat(
+        name=name,
+        storage=storage,
+        stacked=stacked,
+        block=block,
+        group=group,
+        static_activations=declared.static_activations,
+    )

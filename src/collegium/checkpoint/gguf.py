@@ -42,6 +42,9 @@ _MAX_DEPTH = 4
 _EXPERTS = re.compile(r"(blk\.\d{1,6}\.ffn_)(gate|up|down|gate_up)_exps\.(\w+)")
 
 
+_BIAS = re.compile(r"blk\.\d{1,6}\.exp_probs_b\.bias")
+
+
 class _Cursor:
     """Reads on in the header; every read is checked against the file and the largest header allowed."""
 
@@ -132,8 +135,18 @@ def read_gguf(path: Path) -> tuple[dict[str, object], dict[str, TensorInfo]]:
     architecture = config.get("general.architecture", "unknown")
     own = {key.removeprefix(f"{architecture}."): v for key, v in config.items() if key.startswith(f"{architecture}.")}
     own |= {f"{end}_token_id": config.get(f"tokenizer.ggml.{end}_token_id") for end in ("bos", "eos")}
+    if own.get("vocab_size") is None and (count := _array_length(config.get("tokenizer.ggml.tokens"))) is not None:
+        own["vocab_size"] = count
+    # Whether a bias chooses the experts changes their routing, and no entry of the metadata states it.
+    own["exp_probs_b"] = any(_BIAS.fullmatch(name) for name in infos)
     block = {"model_type": f"gguf:{architecture}", "quantization_config": {"quant_method": "gguf"}}
     return {**own, **block}, infos
+
+
+def _array_length(value: object) -> int | None:
+    """Return the length of an array as ``_Cursor.value`` describes it, None for anything else."""
+    match = re.fullmatch(r"an array of (\d{1,9})", value) if isinstance(value, str) else None
+    return None if match is None else int(match[1])
 
 
 def _read_one(path: Path) -> tuple[dict[str, object], dict[str, TensorInfo]]:

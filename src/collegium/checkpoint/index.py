@@ -6,7 +6,7 @@ tensor an expert or one stack, and in which orientation. The prefix is proven by
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
@@ -15,12 +15,22 @@ from weakref import WeakKeyDictionary
 from ..errors import DuplicateTensorError
 from ..models import Family, Names, either_way, family_of, is_wrapped, unpacked
 from ..types import MoESpec
-from .header import TensorInfo
+from .header import FLOATS, TensorInfo
 from .layout import PROJECTIONS, Projection, plain_shape, source_of, stack_paths
 from .reader import Checkpoint
+from .stored import ACTIVATION_SCALES, PART_SUFFIXES
 
-__all__ = ["Found", "Index", "expert_of", "index_of", "router_names"]
+__all__ = ["Found", "Index", "expert_of", "index_of", "router_names", "single_matrices"]
 
+# Modules below a layer and outside the family's MoE block whose names are those of routing, experts or feed-forward
+# networks, unless they belong to attention, to residual connections, to the heads that predict further tokens, or are
+# norms of the block's input or output, which the caller applies.
+_SUSPECT = re.compile(
+    r"expert|moe|rout|exps|shexp|exp_probs|correction|(^|_)(mlp|feed_forward)$|^ffn(_(gate|up|down|latent)|$)"
+    r"|^(shared?_|gate$|mixer$|latent)"
+)
+_HARMLESS = re.compile(r"attn|^shared_head$|^(?!.*(exp|rout|gate_inp)).*norm")
+_GGUF_LAYERS = "blk."
 _NAME = re.compile(r"((?:[A-Za-z_]\w*\.)+)(0|[1-9]\d{0,8})\.(.+)")
 # What may follow the path of a stack: not more letters of a longer name, nor the number of an expert.
 _STACK_SUFFIX = re.compile(r"(?!.*\.\d+\.)(?:[._].+)?")
@@ -31,7 +41,8 @@ class Found:
     """The expert tensors of one layer, by name only.
 
     single: ``(expert, projection)`` to suffix to header entry. stack: the same without experts (``gate`` means
-    gate_up where both are in one). unknown: names in the block of router and experts that the family does not have.
+    gate_up where both are in one). unknown: names of the layer that belong to router or experts by their place or by
+    what they are called, and that the family does not have.
     """
 
     single: dict[tuple[int, Projection], dict[str, TensorInfo]] = field(default_factory=dict)
@@ -107,6 +118,13 @@ class Index:
             self._found[layer] = _sort(self.names, layer, self.tensors(layer))
         return self._found[layer]
 
+    @property
+    def has_shared(self) -> bool:
+        """Whether any layer has a tensor of a shared expert."""
+        cut = len(self.names.layer)
+        paths = tuple(path[cut:] + "." for path in self.names.shared or ())
+        return any(rest.startswith(paths) for layer in self.layers() for rest, _ in self.tensors(layer))
+
     def suffixes(self, layer: int, templates: Iterable[str]) -> dict[str, set[str]]:
         """Return the suffixes and dtypes of the tensors at module paths of ``layer``."""
         paths = [template.removeprefix(self.names.layer) for template in templates]
@@ -159,7 +177,9 @@ class Index:
             unclear = spec is not None and either_way(table) and spec.expert_hidden_size == spec.intermediate_size
             if spec is not None and not unclear:
                 faults = _turned(found, table, spec) + len(found.unknown)
-                faults += len(_others(table)[0] - {rest for rest, _ in present[layer]})
+                rests = {rest for rest, _ in present[layer]}
+                rests |= {f"{path}.weight" for path in _parts(table, rests).values()}
+                faults += len(_others(table)[0] - rests)
                 yield _Candidate(not known, faults, order, head, names)
 
 
@@ -220,10 +240,28 @@ def router_names(names: Names) -> tuple[str | None, ...]:
     return (*own, names.hash_table)
 
 
+def single_matrices(names: Names) -> tuple[str, ...]:
+    """Return the module paths of the router and of the shared expert's gate, which may be quantised as others are."""
+    return tuple(name.removesuffix(".weight") for name in (names.router_weight, names.shared_gate) if name is not None)
+
+
+def _parts(names: Names, present: Set[str]) -> dict[str, str]:
+    """Return the parts of a quantised router and shared gate among the names below a layer, each with its module."""
+    parts: dict[str, str] = {}
+    if names.layer.startswith(_GGUF_LAYERS):
+        return parts  # a matrix in GGUF blocks is one tensor
+    for path in (path.removeprefix(names.layer) for path in single_matrices(names)):
+        # GPTQ and AWQ write biases of zero
+        known = PART_SUFFIXES if f"{path}.qweight" in present else PART_SUFFIXES - {".bias"}
+        named = [path + suffix for suffix in (*known, *ACTIVATION_SCALES)]
+        parts |= {name: path for name in named if name in present}
+    return parts
+
+
 def _others(names: Names) -> tuple[set[str], tuple[str, ...]]:
     """Return the names and the module paths of everything in an MoE block that is no expert."""
     exact = (*router_names(names), names.shared_gate, names.latent_norm, *(names.biases or ()))
-    paths = (*(names.shared or ()), *(names.latent or ()))
+    paths = (*(names.shared or ()), *(names.latent or ()), *(names.outside or ()))
     cut = len(names.layer)
     return {name[cut:] for name in exact if name is not None}, tuple(path[cut:] + "." for path in paths)
 
@@ -233,8 +271,14 @@ def _turned(found: Found, table: Names, spec: MoESpec) -> int:
     wrong = 0
     for which, parts in found.stack.items():
         needed = plain_shape(source_of(table, spec, layer=0, expert=0, projection=which, stacked=True))
-        wrong += ".weight" in parts and parts[".weight"].shape != needed
+        wrong += ".weight" in parts and parts[".weight"].dtype in FLOATS and parts[".weight"].shape != needed
     return wrong
+
+
+def _suspicious(rest: str) -> bool:
+    """Tell whether a tensor below a layer, outside its MoE block, could change what the block computes."""
+    module = rest.partition(".")[0]
+    return _SUSPECT.search(module) is not None and _HARMLESS.search(module) is None
 
 
 def _sort(names: Names, layer: int, tensors: Iterable[tuple[str, TensorInfo]]) -> Found:
@@ -242,8 +286,12 @@ def _sort(names: Names, layer: int, tensors: Iterable[tuple[str, TensorInfo]]) -
     prefix, table = names.experts.removeprefix(names.layer), names.stacked
     block = names.router_weight.removeprefix(names.layer).partition(".")[0] + "."
     stacks: dict[str, Projection] = {p.removeprefix(names.layer): which for which, p in stack_paths(table).items()}
+    tensors = [*tensors]
+    parts = _parts(names, {rest for rest, _ in tensors})
     for rest, info in tensors:
-        if not rest.startswith((prefix, block)) or rest in exact or rest.startswith(paths):
+        if rest in exact or rest in parts or rest.startswith(paths):
+            continue
+        if not (rest.startswith((prefix, block)) or _suspicious(rest)):
             continue
         match = pattern.fullmatch(rest) if pattern is not None else None
         if match is not None:

@@ -6,6 +6,7 @@ entry of the stack it is, and how its rows are spread over the stored rows.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Literal
 
 import torch
@@ -16,6 +17,7 @@ from ..formats import FORMATS
 from ..formats.payload import Part, Payload
 from ..models import Names, StackedNames
 from ..types import MoESpec
+from .header import FLOATS
 from .reader import Checkpoint
 from .stored import StoredFormat
 
@@ -139,8 +141,10 @@ def part_name(source: Source, part: Part) -> str:
     return source.path + suffix
 
 
-def _stored_shape(source: Source, part: Part) -> tuple[int, ...]:
+def _stored_shape(source: Source, part: Part, *, halves: bool = False) -> tuple[int, ...]:
     shape = part.stored_shape(source.stored_rows, source.columns)
+    if halves:
+        shape = (2 * _half_rows(source, part), *shape[1:])
     if _flipped(source, part) and not part.transposed:
         shape = shape[::-1]
     if source.flat and source.experts is not None:
@@ -149,7 +153,28 @@ def _stored_shape(source: Source, part: Part) -> tuple[int, ...]:
 
 
 def _flipped(source: Source, part: Part) -> bool:
-    return part.transposed or (source.transposed and source.experts is not None and part.suffix == ".weight")
+    """Tell whether a part is stored input-first; of a family's transposed stacks only the unquantised ones are."""
+    plain = source.flat or {*part.dtypes} <= {*FLOATS}
+    return part.transposed or (source.transposed and source.experts is not None and part.suffix == ".weight" and plain)
+
+
+def _joined(source: Source, part: Part) -> bool:
+    """Tell whether a scale of several rows could serve rows of gate and of up, which are in one tensor."""
+    return part.rows_per > 1 and source.stored_rows == 2 * source.rows
+
+
+def _half_rows(source: Source, part: Part) -> int:
+    return -(-source.rows // part.rows_per)
+
+
+def _halves(source: Source, part: Part, shape: tuple[int, ...]) -> bool:
+    """Tell whether gate and up in one tensor have a grid of scales each, although a common one would be smaller."""
+    if not _joined(source, part) or source.step > 1 or source.flat or part.transposed or part.flat:
+        return False
+    rows = 2 * _half_rows(source, part)
+    axis = 0 if source.experts is None else 1
+    common = -(-source.stored_rows // part.rows_per)
+    return len(shape) > axis and shape[axis] == rows != common
 
 
 def _squeezed(shape: tuple[int, ...]) -> list[int]:
@@ -164,7 +189,8 @@ def _check_part(source: Source, part: Part, checkpoint: Checkpoint, cls: type[Pa
         msg = f"{source.label}: {name} is {info.dtype}, {cls.name} allows {' or '.join(part.dtypes)}"
         raise TensorMismatchError(msg)
     part = part.fitted(info.dtype, info.shape, source.stored_rows)
-    needed = _stored_shape(source, part)
+    halves = _halves(source, part, info.shape)
+    needed = _stored_shape(source, part, halves=halves)
     if part.any_length:
         if info.nbytes > _MAX_LIST:
             msg = f"{source.label}: {name} has {info.nbytes} bytes, at most {_MAX_LIST} are allowed"
@@ -175,6 +201,13 @@ def _check_part(source: Source, part: Part, checkpoint: Checkpoint, cls: type[Pa
         raise TensorMismatchError(
             f"{source.label}: {what} is {info.shape}, {cls.name} with N={source.stored_rows} and K={source.columns} "
             f"needs {needed}{_hint(source, part, info.shape, cls)} ({name})"
+        )
+    cut = source.experts is not None and _joined(source, part) and not halves
+    if part.required and cut and (source.step > 1 or source.rows % part.rows_per):
+        meet = "alternate" if source.step > 1 else f"meet at row {source.rows}"
+        raise TensorMismatchError(
+            f"{source.label}: stacked gate and up {meet}, which is inside a scale block of {part.rows_per} rows "
+            f"({name})"
         )
 
 
@@ -197,7 +230,12 @@ def _one_for_all(source: Source, part: Part, shape: tuple[int, ...]) -> bool:
     """Tell whether a stack stores one number for all its experts, or one for gate and one for up of each."""
     if source.experts is None or part.rows_per or part.columns_per:
         return False
-    return not _squeezed(shape) or (shape == (source.experts, 2) and source.stored_rows == 2 * source.rows)
+    return not _squeezed(shape) or _one_for_each_half(source, shape)
+
+
+def _one_for_each_half(source: Source, shape: tuple[int, ...]) -> bool:
+    """Tell whether a shape is ``[E, 2]``, with or without further dimensions of 1, for gate and up in one stack."""
+    return shape[:2] == (source.experts, 2) and prod(shape[2:]) == 1 and source.stored_rows == 2 * source.rows
 
 
 def _hint(source: Source, part: Part, found: tuple[int, ...], cls: type[Payload]) -> str:
@@ -221,11 +259,12 @@ def _read_part(checkpoint: Checkpoint, source: Source, part: Part, cut: Cut, see
         return checkpoint.read(name)
     if not part.rows_per and not part.columns_per:
         return _read_number(checkpoint, source, part, actual)
-    wanted, stacked = _slices(source, part, cut)
+    halves = _halves(source, part, actual)
+    wanted, stacked = _slices(source, part, cut, halves=halves)
     key = f"{name}{wanted}"
     tensor = seen.get(key)
     if tensor is None:
-        tensor = checkpoint.read_slice(name, _aligned(wanted, _stored_shape(source, part), actual))
+        tensor = checkpoint.read_slice(name, _aligned(wanted, _stored_shape(source, part, halves=halves), actual))
         if source.step > 1:
             seen[key] = tensor
     tensor = tensor.reshape([s.stop - s.start for s in wanted])
@@ -240,11 +279,15 @@ def _read_part(checkpoint: Checkpoint, source: Source, part: Part, cut: Cut, see
     return tensor.mT if part.transposed else tensor
 
 
-def _slices(source: Source, part: Part, cut: Cut) -> tuple[list[slice], bool]:
+def _slices(source: Source, part: Part, cut: Cut, *, halves: bool = False) -> tuple[list[slice], bool]:
     """Return the stored slices of a cut, and whether the first of them picks an entry of a stack."""
     first, last = (source.step * n if source.step > 1 else source.offset + n for n in cut.rows)
     wanted: list[slice] = []
-    if part.rows_per:
+    if halves:
+        half = _boundaries(source, *cut.rows, part.rows_per, source.rows)
+        start = _half_rows(source, part) if source.offset else 0
+        wanted.append(slice(start + half.start, start + half.stop))
+    elif part.rows_per:
         wanted.append(_boundaries(source, first, last, part.rows_per, source.stored_rows))
     if part.columns_per:
         wanted.append(_boundaries(source, *cut.columns, part.columns_per, source.columns))
@@ -265,8 +308,8 @@ def _read_number(checkpoint: Checkpoint, source: Source, part: Part, actual: tup
     stacked = source.experts is not None and len(_squeezed(actual)) > len(_squeezed(part.inner))
     index = slice(source.index, source.index + 1)
     tensor = checkpoint.read_slice(part_name(source, part), (index,) if stacked else ())
-    if stacked and actual == (source.experts, 2) and not part.inner:
-        return tensor[0, int(source.offset > 0)]
+    if stacked and not part.inner and _one_for_each_half(source, actual):
+        return tensor.reshape(2)[int(source.offset > 0)]
     return tensor.reshape(part.inner)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..errors import CheckpointError, InputError, TensorMismatchError
+from ..errors import CheckpointError, InputError
 from ..formats.payload import Payload
 from ..formats.unquantised import as_stored
 from ..models import describe, moe_layers
@@ -40,8 +40,10 @@ def describe_checkpoint(checkpoint: Checkpoint, layer: int | None = None) -> MoE
     ``CheckpointLayer.open`` raise.
     """
     spec = describe(checkpoint.config, layer)
-    opened = CheckpointLayer.open(checkpoint, layer).spec
-    return replace(spec, weight_format=opened.weight_format, down_format=opened.down_format)
+    opened = CheckpointLayer.open(checkpoint, layer)
+    shared = None if opened.shared_assumed else spec.shared
+    formats = {"weight_format": opened.spec.weight_format, "down_format": opened.spec.down_format}
+    return replace(spec, shared=shared, **formats)
 
 
 def load_experts(
@@ -64,17 +66,11 @@ def load_experts(
     Raises InputError for an expert, a split or a device that does not exist, and the CheckpointErrors of the audit for
     whatever is wrong with the layer's headers or with the scales read here.
     """
-    spec, stored, device = layer.spec, layer.stored, probe(device).place
+    spec, device = layer.spec, probe(device).place
     beyond = [e for e in placement.expert_ids if not 0 <= e < spec.num_experts]
     if beyond:
         raise InputError(f"placement has experts {beyond[:8]}, allowed are 0 to {spec.num_experts - 1}")
     refuse(layer.checkpoint, check_layer(layer, convert=convert))
-    block = math.lcm(*(p.rows_per for p in stored.layout.parts if p.required and p.rows_per))
-    joined = layer.names.stacked.up is None if stored.stacked else layer.names.fused
-    halves = joined and spec.gate_up_parts == 2 and not layer.names.stacked.interleaved
-    if halves and spec.intermediate_size % block:
-        meet = f"gate and up in one matrix meet at row {spec.intermediate_size}"
-        raise TensorMismatchError(f"{meet}, which is inside a scale block of {block} rows")
     local, room = _local_range(layer, placement, pad=pad)
     made, problems = _fill(layer, placement, local, room, device)
     biases = _biases(layer, placement, local, room, problems) if spec.expert_bias else {}

@@ -49,6 +49,8 @@ class CheckpointLayer:
         if number is None or isinstance(number, bool | float) or number not in layers:
             raise InputError(f"layer {number!r} was asked for, layers with routed experts are {layers}")
         spec = index.family.describe(checkpoint.config, number)
+        if _without_shared(checkpoint, index, number):
+            spec = replace(spec, shared=None)
         found = detect(checkpoint, spec, number)
         first, down = next(iter(found.values())), found["down"]
         spec = replace(spec, weight_format=first.name, down_format=None if down.name == first.name else down.name)
@@ -79,6 +81,11 @@ class CheckpointLayer:
         return None
 
     @property
+    def shared_assumed(self) -> bool:
+        """Whether the layer has no shared expert although the model type has one by default."""
+        return self.spec.shared is None and _without_shared(self.checkpoint, self.index, self.number)
+
+    @property
     def names(self) -> Names:
         """The name table that the checkpoint follows."""
         return self.index.names
@@ -103,3 +110,13 @@ class CheckpointLayer:
         return source_of(
             self.names, self.spec, layer=self.number, expert=expert, projection=projection, stacked=self.stored.stacked
         )
+
+
+def _without_shared(checkpoint: Checkpoint, index: Index, number: int) -> bool:
+    """Tell whether a shared expert that config.json does not mention is absent from all layers of the files."""
+    return (
+        checkpoint.complete
+        and index.names.shared is not None
+        and not index.has_shared
+        and index.family.assumes_shared(checkpoint.config, number)
+    )

@@ -13,16 +13,14 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, ConfigError, TensorMismatchError, UnknownTensorError
-from ..formats import FORMATS
-from ..models import declared_format, moe_layers, text_of
-from .activation_scales import ACTIVATION_SCALES
+from ..models import declared_format, moe_layers, quantization_block
 from .detect import stored_format
 from .header import FLOATS, TensorInfo
-from .index import index_of
+from .index import index_of, single_matrices
 from .layout import Source, parts_problems, read_whole
 from .problems import refuse
 from .reader import Checkpoint
-from .stored import StoredFormat
+from .stored import ACTIVATION_SCALES, PART_SUFFIXES, StoredFormat
 
 __all__ = ["Outside", "matrices_of", "outside_experts", "outside_problems", "sentences"]
 
@@ -30,7 +28,7 @@ __all__ = ["Outside", "matrices_of", "outside_experts", "outside_problems", "sen
 _STATIC = (*ACTIVATION_SCALES, ".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".output_scale")
 # ``.scale`` and ``.scales`` are also names of plain parameters.
 _NO_MARKS = (".weight", ".bias", ".scale", ".scales", *_STATIC)
-_MARKS = {part.suffix for form in FORMATS for storage in form.storages for part in storage.parts}.difference(_NO_MARKS)
+_MARKS = PART_SUFFIXES.difference(_NO_MARKS)
 _MOST_STATED = 1 << 16
 
 
@@ -118,11 +116,11 @@ def _shape(checkpoint: Checkpoint, path: str, stored: StoredFormat, parts: Mappi
 
 def _place(checkpoint: Checkpoint, path: str) -> tuple[int | None, str]:
     """Return the layer of the text model that a module is in, None for another place, and its path below that."""
-    text, head = text_of(checkpoint.config), index_of(checkpoint).names.layer.partition("{layer}")[0]
+    index = index_of(checkpoint)
+    head, count = index.names.layer.partition("{layer}")[0], index.family.num_layers(checkpoint.config)
     number, _, kind = path.removeprefix(head).partition(".")
-    count = text.get("num_hidden_layers", text.get("n_layers"))
     # a GGUF file counts those that predict further too
-    end = count if isinstance(count, int) else 1 + max(moe_layers(checkpoint.config), default=-1)
+    end = 1 + max(moe_layers(checkpoint.config), default=-1) if count is None else count
     inside = path.startswith(head) and number.isdigit() and int(number) < end
     return (int(number), kind) if inside else (None, path)
 
@@ -141,7 +139,7 @@ def outside_problems(checkpoint: Checkpoint, found: Mapping[str, Outside | Check
     store theirs; in GGUF files every tensor has a type of its own.
     """
     names, problems = index_of(checkpoint).names, list[CheckpointError]()
-    beside = (*(names.shared or ()), *(names.latent or ()))
+    beside = (*(names.shared or ()), *(names.latent or ()), *single_matrices(names))
     stored, plain = dict[str, tuple[str, Outside]](), list[tuple[str, str]]()
     for path, parts in _modules(checkpoint).items():
         layer, kind = _place(checkpoint, path)
@@ -155,8 +153,12 @@ def outside_problems(checkpoint: Checkpoint, found: Mapping[str, Outside | Check
         elif ".weight" in parts and len(parts[".weight"].shape) == 2:
             plain.append((kind, path))
     for kind, path in plain:
-        declared = declared_format(checkpoint.config, path) if kind in stored else None
-        if declared is not None and declared.method not in (None, "gguf"):
+        try:
+            declared = declared_format(checkpoint.config, path) if kind in stored else None
+        except CheckpointError as error:
+            problems.append(error)
+            continue
+        if declared is not None and declared.method not in (None, "gguf", "bitsandbytes"):
             other, entry = stored[kind]
             problems.append(
                 ConfigError(
@@ -182,7 +184,7 @@ def sentences(checkpoint: Checkpoint, matrices: Sequence[Outside], dtype: torch.
             f"{taken:,} bytes instead of {held:,}"
         )
     static = [path + s for path, parts in _modules(checkpoint).items() for s in parts if s in _STATIC]
-    if static and "quantization_config" in {**text_of(checkpoint.config), **checkpoint.config}:
+    if static and quantization_block(checkpoint.config):
         said.append(
             f"{len(static)} scales of activations or caches outside the experts are not used ({static[0]}, ...)"
         )

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..errors import CheckpointError, ConfigError, DuplicateTensorError, InputError, MissingTensorError
 from ..formats.gguf import KINDS
 from ..formats.intake import SAFETENSORS_DTYPES
+from ..models import quantization_block
 from .gguf import read_gguf
 from .header import TensorInfo, read_header, read_json
 
@@ -34,14 +35,23 @@ class Checkpoint:
     """The tensors of one model and its ``config.json``; made by ``Checkpoint.open`` and ``Arrivals``.
 
     path: the folder or file. config: ``config.json`` (with ``quantization_config`` as ``read_config`` finds it), empty
-    when there is no such file. tensors: name to ``TensorInfo``. bytes_read: bytes of tensor data read so far. merged: a
-    digest of the adapter that is merged into what is read, empty without one.
+    when there is no such file. tensors: name to ``TensorInfo``. complete: whether these are all tensors of the model,
+    which neither ``Arrivals`` nor one file of several can promise. bytes_read: bytes of tensor data read so far.
+    merged: a digest of the adapter that is merged into what is read, empty without one.
     """
 
-    def __init__(self, path: Path, config: Mapping[str, object], tensors: Mapping[str, TensorInfo]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        config: Mapping[str, object],
+        tensors: Mapping[str, TensorInfo],
+        *,
+        complete: bool = False,
+    ) -> None:
         self.path = path
         self.config = config
         self.tensors = tensors
+        self.complete = complete
         self.bytes_read = 0
         self.merged = ""
 
@@ -68,7 +78,7 @@ class Checkpoint:
         except OSError as error:  # no permission, a link to nothing, a name that no file system takes
             what = f"{error.filename or root}: cannot be read ({error.strerror or error})"
             raise CheckpointError(f"{what}; check that the download is complete and readable") from error
-        return cls(root, config, without_wrappers(tensors))
+        return cls(root, config, without_wrappers(tensors), complete=gguf is not None or root.is_dir())
 
     @property
     def folder(self) -> Path:
@@ -177,15 +187,15 @@ def gguf_file(root: Path) -> Path | None:
 def read_config(root: Path) -> dict[str, object]:
     """Return ``config.json`` of a folder, empty without one; raises ConfigError.
 
-    ``hf_quant_config.json``, ``quantize_config.json`` (GPTQ) or ``quant_config.json`` (AWQ) is merged in where it says
-    nothing of a quantisation.
+    ``hf_quant_config.json`` (ModelOpt), ``quantize_config.json`` (GPTQ), ``quant_config.json`` (AWQ) or
+    ``quantization_config.json`` (AutoRound) is merged in where it says nothing of a quantisation.
     """
     config = read_json(root / "config.json") if lexists(root / "config.json") else {}
     if "compression_config" in config:  # what the first releases of compressed-tensors wrote
         config.setdefault("quantization_config", config.pop("compression_config"))
     separate, gptq, awq = (root / f"{name}_config.json" for name in ("hf_quant", "quantize", "quant"))
-    text = config.get("text_config")
-    if "quantization_config" in config or (isinstance(text, dict) and "quantization_config" in text):
+    rounded = root / "quantization_config.json"
+    if quantization_block(config) is not None:
         return config
     if separate.exists():
         block = read_json(separate).get("quantization")
@@ -197,6 +207,8 @@ def read_config(root: Path) -> dict[str, object]:
     elif awq.exists():
         block = {_AWQ_NAMES.get(name, name): value for name, value in read_json(awq).items()}
         config["quantization_config"] = {"quant_method": "awq", **block}
+    elif rounded.exists():
+        config["quantization_config"] = read_json(rounded)
     return config
 
 

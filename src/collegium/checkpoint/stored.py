@@ -6,11 +6,16 @@ from typing import Any
 
 from torch import Tensor
 
-from ..formats import Fp8Block, Int4Affine, Int4Group, Int4Ordered, Int8Affine, Int8Ordered, by_name
+from ..formats import FORMATS, Fp8Block, Int4Affine, Int4Group, Int4Ordered, Int8Affine, Int8Ordered, by_name
 from ..formats.payload import Part, Payload, Storage
 
-__all__ = ["StoredFormat"]
+__all__ = ["ACTIVATION_SCALES", "PART_SUFFIXES", "StoredFormat"]
 
+# What a tensor of a matrix ends in: the parts of any format, and static scales of its input.
+PART_SUFFIXES = frozenset(part.suffix for form in FORMATS for storage in form.storages for part in storage.parts)
+ACTIVATION_SCALES = (
+    ".input_scale", ".input_global_scale", ".activation_scale", ".qscale_act", "_input_scale", "_activation_scale",
+)  # fmt: skip
 _INTEGERS = (Int4Group, Int4Affine, Int4Ordered, Int8Affine, Int8Ordered)
 
 
@@ -20,7 +25,8 @@ class StoredFormat:
 
     name: a format of ``formats.FORMATS``. storage: one of its storages. stacked: one tensor holds all experts.
     block: rows and columns that share a scale (FP8 block). group: columns that share a scale (integers; 0: a
-    whole row).
+    whole row). static_activations: the activation format that static scales in the files belong to, where it is not
+    the usual one of the weight format.
     """
 
     name: str
@@ -28,6 +34,7 @@ class StoredFormat:
     stacked: bool = False
     block: tuple[int, int] = (128, 128)
     group: int = 0
+    static_activations: str | None = None
 
     @property
     def whole(self) -> bool:

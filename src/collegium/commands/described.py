@@ -13,7 +13,7 @@ from ..checkpoint.reader import Checkpoint
 from ..errors import CheckpointError, InputError
 from ..formats.payload import Payload, Storage
 from ..formats.unquantised import CONFIG_NAMES
-from ..models import Names, moe_layers
+from ..models import Names, method_of, moe_layers, quantization_block, without_quantization
 from ..types import MoESpec
 
 __all__ = ["COMPRESSED", "Job", "described", "new_config"]
@@ -29,6 +29,9 @@ COMPRESSED: Mapping[str, tuple[str, dict[str, object], dict[str, object] | None]
     "nvfp4": ("nvfp4-pack-quantized", {**_FLOAT4, "strategy": "tensor_group", "group_size": 16}, None),
     "int4_group": ("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}, None),
 }
+# compressed-tensors' ignore list by pattern: every module outside the routed experts. transformers renames modules of
+# many families when it loads them, so a list of the checkpoint's names alone would leave some of them quantised.
+_NO_EXPERT = r"re:^(?!.*\.experts(?:\.|$)).*"
 _FLOAT8: dict[str, object] = {"num_bits": 8, "type": "float", "symmetric": True}
 # The lists of modules that are not quantised: key, and how one module and everything below it is written there.
 _SKIPS = {
@@ -56,8 +59,7 @@ class Job:
 
 def _block(job: Job) -> dict[str, Any]:
     """Return the quantisation block of the source, empty without one."""
-    config: Any = job.checkpoint.config
-    return config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config") or {}
+    return dict(quantization_block(job.checkpoint.config) or {})
 
 
 def described(job: Job, kept: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
@@ -69,7 +71,7 @@ def described(job: Job, kept: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]
     refuse(job.checkpoint, [entry for entry in job.outside.values() if isinstance(entry, CheckpointError)])
     entries = [entry for entry in job.outside.values() if not isinstance(entry, CheckpointError)]
     stored = {(entry.stored.name, entry.stored.storage) for entry in entries}
-    method = str(_block(job).get("quant_method")).lower()
+    method = str(method_of(_block(job)))
     packed = job.storage.name == "compressed-tensors"
     if stored == {("fp8_block", "finegrained-fp8")} and packed:
         names = {name: re.sub(r"\.weight_scale_inv$", ".weight_scale", name) for name in kept}
@@ -90,10 +92,7 @@ def new_config(job: Job, kept: Mapping[str, TensorInfo]) -> dict[str, object]:
     if job.storage.name == "deepseek-v4":
         config["quantization_config"] = {k: v for k, v in block.items() if k != "moe_quant_algo"}
         return {**config, "expert_dtype": "fp8" if job.target.name == "fp8_block" else "fp4"}
-    config.pop("quantization_config", None)
-    text = config.get("text_config")
-    if isinstance(text, dict):
-        config["text_config"] = {k: v for k, v in text.items() if k != "quantization_config"}
+    config = without_quantization(config)
     linear = [n.removesuffix(".weight") for n, i in kept.items() if n.endswith(".weight") and len(i.shape) == 2]
     ignore = sorted({*linear, "lm_head"} - job.outside.keys())
     name = job.target.name
@@ -114,6 +113,8 @@ def new_config(job: Job, kept: Mapping[str, TensorInfo]) -> dict[str, object]:
             "modules_to_not_convert": ignore,
         }
     else:
+        if not job.outside:
+            ignore.append(_NO_EXPERT)
         config["quantization_config"] = {"quant_method": "compressed-tensors", **_groups(job, block), "ignore": ignore}
     return config
 
@@ -127,10 +128,13 @@ def _experts(job: Job) -> list[str]:
 
 def _without_experts(job: Job, block: dict[str, Any]) -> dict[str, Any]:
     """Return the source's block with the routed experts among what is not quantised."""
-    method, experts = str(block.get("quant_method")).lower(), _experts(job)
+    method, experts = str(method_of(block)), _experts(job)
     if method == "gptq":
         left_out = {f"-:{re.escape(path)}": {} for path in experts}
         return {**block, "dynamic": {**left_out, **(block.get("dynamic") or {})}}
+    if method == "auto-round":
+        left_out = {rf"^{re.escape(path)}(\..*)?$": {"bits": 16} for path in experts}
+        return {**block, "extra_config": {**left_out, **(block.get("extra_config") or {})}}
     key, form = _SKIPS[method]
     key = "exclude_modules" if key == "ignore" and "exclude_modules" in block else key
     listed = [form.format(re.escape(path) if form.startswith("re:") else path) for path in experts]

@@ -28,9 +28,9 @@ from ..checkpoint.reader import INDEX, Checkpoint
 from ..checkpoint.writer import Shard, entry_of, matrix_parts, whole_folder
 from ..errors import CheckpointError, ConfigError, InputError
 from ..formats import Fp8Tensor, NvFp4, by_name
-from ..formats.payload import Payload
+from ..formats.payload import Payload, Storage
 from ..formats.unquantised import CONFIG_NAMES
-from ..models import describe, experts_apart, family_of
+from ..models import Names, describe, experts_apart, family_of, moe_layers
 from ..ops.activation import interleave
 from ..placement import Placement
 from ..planning import expert_bytes
@@ -41,6 +41,18 @@ from .described import COMPRESSED, Job, described, new_config
 __all__ = ["ConvertedLayer", "QuantizeReport", "quantize_model"]
 
 _CHUNK = 1 << 26  # bytes of experts read at a time
+# Of these formats hidden and intermediate size must be multiples, because the readers refuse a last, partial group or
+# read it wrongly. compressed-tensors raises ("must be divisible"). transformers derives the group of FP8 and MXFP8 from
+# the number of scales, so it reads 100 columns with four scales in groups of 25 instead of 32, without an error; its
+# MXFP4 reader returns whole blocks, which are wider than the model's parameter.
+_WHOLE_GROUPS = {"fp8_block": 128, "mxfp8": 32, "mxfp4": 32, "int4_group": 32, "nvfp4": 16}
+_READERS = {
+    "fp8_block": "transformers",
+    "mxfp8": "transformers",
+    "mxfp4": "transformers and compressed-tensors",
+    "int4_group": "compressed-tensors",
+    "nvfp4": "compressed-tensors",
+}
 _WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 
 
@@ -122,42 +134,79 @@ def quantize_model(
 
 
 def _job(checkpoint: Checkpoint, weight_format: str) -> Job:
-    """Choose the published storage this family can hold; InputError lists the formats that have one.
-
-    DeepSeek-V4's config can say little of its routed experts, as its other weights are FP8 blocks.
-    """
-    names, spec, target = index_of(checkpoint).names, describe(checkpoint.config), by_name(weight_format)
-    apart, stacked = experts_apart(checkpoint.config), names.up is None
+    """Choose the published storage of ``weight_format`` for this family; InputError lists the formats that have one."""
+    target, index = by_name(weight_format), index_of(checkpoint)
+    names, spec, apart = index.names, describe(checkpoint.config), experts_apart(checkpoint.config)
     if names.fused:
         raise InputError(
             f"{weight_format}: the checkpoint holds gate and up of an expert in one module ({names.gate}), which is "
             "read but not written; allowed are stacks and three modules an expert. Save the model with transformers "
             "first, which stacks the experts"
         )
-    known = {*CONFIG_NAMES, *COMPRESSED, "fp8_block", "mxfp8"}
-    wanted = ("plain", "gpt-oss") if stacked else ("plain", "finegrained-fp8", "minimax-m3", "compressed-tensors")
-    if apart:
-        wanted = () if stacked else ("deepseek-v4",)
-    found = [s for name in wanted for s in target.storages if s.name == name and target.name in known]
-    found = [s for s in found if s.name != "finegrained-fp8" or target.name == "fp8_block"]
-    sizes, block = (spec.expert_hidden_size, spec.intermediate_size), 128 if target.name == "fp8_block" else 32
-    partial = any(size % block for size in sizes)
-    if apart and (partial or not found):
+    storages = _storages(names, apart=apart)
+    sizes = (spec.expert_hidden_size, spec.intermediate_size)
+    readable = [name for name in storages if _readable(name, sizes)]
+    if target.name not in storages:
+        reason = ""
+        if apart:
+            reason = " (DeepSeek-V4: its config can describe experts only in these formats, one tensor each)"
+        elif names.up is None:
+            reason = " (each row holds several experts)" if names.stacked.flat else " (they are stacked)"
         raise InputError(
-            f"{target.name}: DeepSeek-V4's other weights are FP8 blocks, beside which its config can describe routed "
-            "experts, one tensor each, in mxfp4 (sizes that are multiples of 32) or fp8_block (of 128) alone; hidden "
-            f"and intermediate size are {sizes}"
+            f"{weight_format}: experts of {family_of(checkpoint.config).name}{reason} can be written as: "
+            f"{', '.join(sorted(storages)) or 'no other format'}"
+            + (f"; with hidden and intermediate size {sizes}: {', '.join(sorted(readable))}" if storages else "")
         )
-    if not found or (stacked and names.stacked.flat):
-        flat, other = "no other format, because they follow each other along rows", ", ".join(sorted(known))
-        can = flat if names.stacked.flat else "bf16, fp16, fp32 and mxfp4, stacked" if stacked else other
-        raise InputError(f"{weight_format}: experts of {family_of(checkpoint.config).name} are written in {can}")
-    if target.name == "fp8_block" and partial:
-        # transformers derives the block from the number of scales, and so reads a last, partial block wrongly.
-        msg = f"fp8_block: hidden and intermediate size are {sizes}; only multiples of 128 are read alike everywhere, "
-        raise InputError(msg + "use mxfp8 or fp8_channel")
-    job = Job(checkpoint=checkpoint, names=names, spec=spec, target=target, storage=found[0], stacked=stacked)
+    if target.name not in readable:
+        group = _WHOLE_GROUPS[target.name]
+        raise InputError(
+            f"{weight_format}: the experts' hidden and intermediate size are {sizes}; both must be multiples of "
+            f"{group}, as {_READERS[target.name]} cannot read a partial group. Formats for these sizes: "
+            f"{', '.join(sorted(readable)) or 'none'}"
+        )
+    storage = storages[target.name]
+    # Unquantised experts stay as published: many a class of transformers reads only stacks, or only single experts.
+    published_stacked = any(index.found(layer).stack for layer in moe_layers(checkpoint.config))
+    job = Job(
+        checkpoint=checkpoint,
+        names=names,
+        spec=spec,
+        target=target,
+        storage=storage,
+        stacked=names.up is None or (storage.name == "plain" and published_stacked),
+    )
     return job if apart else replace(job, outside=outside_experts(checkpoint))
+
+
+def _storages(names: Names, *, apart: bool) -> dict[str, Storage]:
+    """Return the formats that can be written for a family, each with the storage that its publishers use.
+
+    apart: DeepSeek-V4's experts, which its config describes separately from the other weights, which are FP8 blocks.
+    """
+    stacked = names.up is None
+    if apart:
+        layouts = () if stacked else ("deepseek-v4",)
+    elif stacked:
+        layouts = () if names.stacked.flat else ("plain", "gpt-oss")
+    else:
+        layouts = ("plain", "finegrained-fp8", "minimax-m3", "compressed-tensors")
+    storages: dict[str, Storage] = {}
+    for name in (*CONFIG_NAMES, *COMPRESSED, "fp8_block", "mxfp8"):
+        known = {storage.name: storage for storage in by_name(name).storages}
+        if name != "fp8_block":
+            known.pop("finegrained-fp8", None)
+        layout = next((layout for layout in layouts if layout in known), None)
+        if layout is not None:
+            storages[name] = known[layout]
+    return storages
+
+
+def _readable(weight_format: str, sizes: tuple[int, int]) -> bool:
+    """Whether the format's readers understand matrices ``[I, H]`` and ``[H, I]`` of ``sizes`` (H, I)."""
+    group = _WHOLE_GROUPS.get(weight_format, 1)
+    # One group that is the whole row is derived correctly from its one scale.
+    single = group if weight_format == "mxfp8" else 0
+    return all(size % group == 0 or size < single for size in sizes)
 
 
 def _kept(job: Job, layers: Iterable[CheckpointLayer]) -> dict[str, TensorInfo]:

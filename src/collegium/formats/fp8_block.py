@@ -19,7 +19,9 @@ _BLOCK = (128, 128)
 
 
 def _storage(name: str, suffix: str) -> Storage:
-    scale = Part(suffix=suffix, dtypes=("F32", "BF16", "F16", "F8_E8M0"), rows_per=_BLOCK[0], columns_per=_BLOCK[1])
+    scale = Part(
+        suffix=suffix, dtypes=("F32", "BF16", "F16", "F8_E8M0", "U8"), rows_per=_BLOCK[0], columns_per=_BLOCK[1]
+    )
     return Storage(name=name, parts=(Part(suffix=".weight", dtypes=("F8_E4M3",)), scale))
 
 
@@ -38,6 +40,8 @@ class Fp8Block(Scaled):
     tolerance: ClassVar[float] = 0.03
     storages: ClassVar[tuple[Storage, ...]] = (
         _storage("finegrained-fp8", ".weight_scale_inv"),
+        _storage("finegrained-fp8-stack", "_scale_inv"),
+        _storage("mistral", ".qscale_weight"),
         _storage("deepseek-v4", ".scale"),
         _storage("compressed-tensors", ".weight_scale"),
         _storage("modelopt", ".weight_scale"),
@@ -69,7 +73,7 @@ class Fp8Block(Scaled):
     def from_parts(
         cls, parts: Mapping[str, Tensor], *, storage: str, shape: tuple[int, ...], block: tuple[int, int] = _BLOCK
     ) -> Self:
-        """Take codes as stored and promote F32, BF16, F16 or E8M0 scales to float32, exactly.
+        """Take codes as stored and promote F32, BF16, F16 or E8M0 scales (U8 holds E8M0) to float32, exactly.
 
         block: the config's ``weight_block_size``. ModelOpt's scales ``[N/128, 1, K/128, 1]`` are accepted.
         """

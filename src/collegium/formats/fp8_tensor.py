@@ -15,16 +15,14 @@ from .payload import Part, Payload, Storage
 __all__ = ["Fp8Tensor"]
 
 
-def _storage(name: str) -> Storage:
+def _storage(name: str, weight_scale: str, input_scale: str, *, transposed: bool = False) -> Storage:
     dtypes = ("F32", "BF16", "F16")
-    stack = name == "modelopt-stack"  # all experts in one tensor, input-first, names joined by an underscore
-    join = "_" if stack else "."
     return Storage(
         name=name,
         parts=(
-            Part(suffix=".weight", dtypes=("F8_E4M3",), transposed=stack),
-            Part(suffix=f"{join}weight_scale", dtypes=dtypes, rows_per=0, columns_per=0),
-            Part(suffix=f"{join}input_scale", dtypes=dtypes, rows_per=0, columns_per=0, required=False),
+            Part(suffix=".weight", dtypes=("F8_E4M3",), transposed=transposed),
+            Part(suffix=weight_scale, dtypes=dtypes, rows_per=0, columns_per=0),
+            Part(suffix=input_scale, dtypes=dtypes, rows_per=0, columns_per=0, required=False),
         ),
     )
 
@@ -39,8 +37,14 @@ class Fp8Tensor(Payload):
     name: ClassVar[str] = "fp8_tensor"
     tolerance: ClassVar[float] = 0.03
     by_row: ClassVar[tuple[str, ...]] = ("codes",)
-    storages: ClassVar[tuple[Storage, ...]] = tuple(
-        _storage(name) for name in ("modelopt", "compressed-tensors", "finegrained-fp8", "modelopt-stack")
+    # in stacks all experts are in one tensor and an underscore joins the names; ModelOpt's are input-first
+    storages: ClassVar[tuple[Storage, ...]] = (
+        _storage("modelopt", ".weight_scale", ".input_scale"),
+        _storage("compressed-tensors", ".weight_scale", ".input_scale"),
+        _storage("finegrained-fp8", ".weight_scale_inv", ".activation_scale"),
+        _storage("finegrained-fp8-stack", "_scale_inv", "_activation_scale"),
+        _storage("mistral", ".qscale_weight", ".qscale_act"),
+        _storage("modelopt-stack", "_weight_scale", "_input_scale", transposed=True),
     )
 
     @classmethod

@@ -11,7 +11,7 @@ from ..errors import InputError, TensorMismatchError
 from .codecs import as_float32, in_groups, pack_nibbles, pair_table
 from .grouped import Scaled
 from .intake import check_cut, pad_last
-from .integers import check_group_size, compressed, gptq, read_integers
+from .integers import check_group_size, compressed, gptq, modelopt, read_integers
 from .payload import Storage
 
 __all__ = ["Int4Group"]
@@ -32,7 +32,12 @@ class Int4Group(Scaled):
     name: ClassVar[str] = "int4_group"
     group: ClassVar[int] = 32
     tolerance: ClassVar[float] = 0.1
-    storages: ClassVar[tuple[Storage, ...]] = (compressed("compressed-tensors", 4), gptq("gptq", 4), gptq("gptq_v2", 4))
+    storages: ClassVar[tuple[Storage, ...]] = (
+        compressed("compressed-tensors", 4),
+        gptq("gptq", 4),
+        gptq("gptq_v2", 4),
+        modelopt(),
+    )
 
     @classmethod
     def encode(cls, weight: Tensor, *, group_size: int = 32, scale_dtype: torch.dtype = torch.bfloat16) -> Self:

@@ -93,8 +93,8 @@ def _fit(what: str, part: Part, tensor: Tensor, shape: tuple[int, ...]) -> Tenso
 
 
 def promote_scales(scales: Tensor) -> Tensor:
-    """Return BF16, FP16, FP32 or E8M0 scales as float32, exactly."""
-    if scales.dtype == torch.float8_e8m0fnu:
+    """Return BF16, FP16, FP32 or E8M0 scales (also as bytes) as float32, exactly."""
+    if scales.dtype in (torch.float8_e8m0fnu, torch.uint8):
         return look_up(e8m0_values(scales.device), scales.view(torch.uint8))
     return scales.float()
 

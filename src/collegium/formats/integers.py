@@ -1,8 +1,10 @@
-"""How published integer weights become row-major codes: GPTQ, AWQ and compressed-tensors packings, taken apart.
+"""How published integer weights become row-major codes: GPTQ, AWQ, compressed-tensors and ModelOpt packings.
 
-All of them hold words of 32 bits with 4-bit or 8-bit codes. GPTQ is compressed-tensors stored input-first, so its
-words transposed are rows of codes already; AWQ packs output columns in an order of its own.
-Sources: GPTQModel ``nn_modules/qlinear``, AutoAWQ gemm layout, compressed-tensors ``pack_quantized``.
+All but ModelOpt's hold words of 32 bits with 4-bit or 8-bit codes. GPTQ is compressed-tensors stored input-first, so
+its words transposed are rows of codes already; AWQ packs output columns in an order of its own.
+ModelOpt's bytes hold the codes of two rows in one column.
+Sources: GPTQModel ``nn_modules/qlinear``, AutoAWQ gemm layout, compressed-tensors ``pack_quantized``, ModelOpt
+``export/quant_utils.py``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +18,7 @@ from .codecs import pack_nibbles
 from .intake import find_storage, take
 from .payload import Part, Payload, Storage
 
-__all__ = ["GROUP", "Integers", "awq", "check_group_size", "compressed", "gptq", "read_integers"]
+__all__ = ["GROUP", "Integers", "awq", "check_group_size", "compressed", "gptq", "modelopt", "read_integers"]
 
 GROUP = 32
 _SCALES = ("BF16", "F16", "F32")
@@ -88,6 +90,21 @@ def awq() -> Storage:
     )
 
 
+def modelopt() -> Storage:
+    """Return ModelOpt's storage of INT4: a byte holds rows 2i (low nibble) and 2i + 1 of one column, as signed codes.
+
+    ``.weight_scale_2`` is the scale with which a kernel may round decoded weights to FP8; the weights do not need it.
+    """
+    return Storage(
+        name="modelopt",
+        parts=(
+            Part(suffix=".weight", dtypes=("U8",), rows_per=2),
+            Part(suffix=".weight_scale", dtypes=_SCALES, columns_per=GROUP),
+            Part(suffix=".weight_scale_2", dtypes=_SCALES, rows_per=0, columns_per=0, required=False),
+        ),
+    )
+
+
 def read_integers(
     cls: type[Payload],
     bits: int,
@@ -130,6 +147,9 @@ def read_integers(
 def _codes(stored: Tensor, bits: int, storage: str, shape: tuple[int, ...]) -> Tensor:
     if stored.dtype == torch.int8:
         return stored.contiguous().view(torch.uint8) ^ 0x80
+    if storage == "modelopt":
+        rows = torch.stack((stored & 0xF, stored >> 4), dim=-2).flatten(-3, -2)[..., : shape[-2], :]
+        return pack_nibbles(torch.nn.functional.pad(rows ^ 8, (0, shape[-1] % 2)))
     if storage == "awq":
         nibbles = _unpack_rows(stored, 4, _AWQ_PLACES, shape[-2]).to(torch.uint8)
         return pack_nibbles(torch.nn.functional.pad(nibbles, (0, shape[-1] % 2)))

@@ -32,6 +32,9 @@ class MxFp4(Grouped):
         _storage("gpt-oss", Part(suffix="_blocks", dtypes=("U8",), columns_per=32, inner=(16,)), "_scales"),
         _storage("deepseek-v4", Part(suffix=".weight", dtypes=("I8", "U8"), columns_per=2), ".scale"),
         _storage("compressed-tensors", Part(suffix=".weight_packed", dtypes=("U8",), columns_per=2), ".weight_scale"),
+        _storage("finegrained-fp8", Part(suffix=".weight", dtypes=("I8", "U8"), columns_per=2), ".weight_scale_inv"),
+        _storage("finegrained-fp8-stack", Part(suffix=".weight", dtypes=("I8", "U8"), columns_per=2), "_scale_inv"),
+        _storage("modelopt", Part(suffix=".weight", dtypes=("U8",), columns_per=2), ".weight_scale"),
         Storage(name="gguf", parts=(Part(suffix=".weight", dtypes=("MXFP4",), columns_per=32, inner=(17,)),)),
     )
 

@@ -7,7 +7,8 @@ sum (below 2**-25 of the largest) not at all.
 
 The order of a sum follows from N and K alone. The tensor core, which cuts a sum off where it should round, adds up no
 more than a block of BLOCK_K columns. Blocks are added in float32, EACH of them to a part, and parts in order:
-by ``add_parts_kernel`` where a program makes one PART, otherwise by the program that makes them all.
+by ``add_parts_kernel`` or ``gate_rows_kernel`` where a program makes one PART, otherwise by the program that makes
+them all.
 """
 
 import triton
@@ -16,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .tiles import dot, follow
 
-__all__ = ["add_parts_kernel", "linear_kernel"]
+__all__ = ["add_parts_kernel", "gate_rows_kernel", "linear_kernel"]
 
 
 @triton.jit
@@ -120,3 +121,25 @@ def add_parts_kernel(
     if ADDED:
         total += tl.load(added + token * added_stride + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * n_out + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def gate_rows_kernel(
+    sums, rows, out, tokens, width, row_stride,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Write ``out [tokens, width]`` float32: each of ``rows`` times the sigmoid of its logit.
+
+    A logit is the parts of ``sums [PARTS, tokens]`` added in order. The sigmoid is evaluated in float64 and rounded
+    once to float32, as ``ops/linear.py`` defines it. A program owns BLOCK columns of one token.
+    """
+    follow(PDL)
+    token = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    logit = tl.load(sums + token)
+    for part in tl.static_range(1, PARTS):
+        logit += tl.load(sums + token + tl.cast(tokens, tl.int64) * part)
+    factor = (1.0 / (1.0 + tl.exp(-logit.to(tl.float64)))).to(tl.float32)
+    value = tl.load(rows + token * row_stride + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * width + column, factor * value, mask=inside)

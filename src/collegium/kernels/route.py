@@ -11,7 +11,8 @@ from .tiles import follow
 __all__ = ["route_kernel", "widen_kernel"]
 
 _LOWEST = tl.constexpr(-2147483648)  # below the key of every float
-SOFTMAX, TOPK_SOFTMAX, SIGMOID, SQRT_SOFTPLUS = (tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3))
+# In the order of ``types.SCORE_FUNCTIONS``; what is none of them is sqrt_softplus.
+SOFTMAX, TOPK_SOFTMAX, SIGMOID, SPARSEMIXER = (tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(4))
 
 
 @triton.jit
@@ -28,8 +29,8 @@ def _value(key):
 
 @triton.jit
 def _score(logit, valid, SCORE: tl.constexpr):
-    """Score logits ``[N]``; for topk_softmax the logits, normalised after the choice."""
-    if SCORE == TOPK_SOFTMAX:
+    """Score logits ``[N]``; for topk_softmax and sparsemixer the logits, weighted after the choice."""
+    if SCORE == TOPK_SOFTMAX or SCORE == SPARSEMIXER:
         return logit
     wide = logit.to(tl.float64)
     if SCORE == SOFTMAX:
@@ -43,6 +44,19 @@ def _score(logit, valid, SCORE: tl.constexpr):
     w = 1.0 + u
     ratio = tl.log(w) * (u / tl.where(w == 1.0, 1.0, w - 1.0))
     return tl.sqrt(tl.maximum(wide, 0.0) + tl.where(w == 1.0, u, ratio)).to(tl.float32)
+
+
+@triton.jit
+def _sparsemixer(logit, left, chosen, jitter):
+    """Return the weight of the ``chosen`` lane: a softmax over the logits near its own, of those that are ``left``.
+
+    As ``_sparsemixer`` of ``ops/route.py`` defines it.
+    """
+    best = tl.sum(tl.where(chosen, logit, 0.0), 0)
+    far = tl.div_rn(best - logit, tl.maximum(tl.abs(logit), best)) > 2 * jitter
+    near = tl.where(left & ~far, logit, float("-inf")).to(tl.float64)
+    raised = tl.exp(near - tl.max(near, 0))
+    return (tl.sum(tl.where(chosen, raised, 0.0), 0) / tl.sum(raised, 0)).to(tl.float32)
 
 
 @triton.jit
@@ -73,11 +87,12 @@ def _keep_groups(
 
 @triton.jit(do_not_specialize=["token_stride"], do_not_specialize_on_alignment=["token_ids"])
 def route_kernel(
-    logits, bias, token_ids, hash_table, ids, weights,
-    experts, groups, group_size, vocabulary, logits_stride, bias_stride, token_stride, eps, scale,
+    logits, bias, token_ids, hash_table, expert_scale, ids, weights,
+    experts, groups, group_size, vocabulary, logits_stride, bias_stride, token_stride, scale_stride,
+    eps, floor, scale, jitter,
     SCORE: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
-    KEPT: tl.constexpr, TOP2: tl.constexpr, BIAS: tl.constexpr, HASH: tl.constexpr, RENORM: tl.constexpr,
-    PDL: tl.constexpr,
+    KEPT: tl.constexpr, TOP2: tl.constexpr, BIAS: tl.constexpr, HASH: tl.constexpr, EXPERT_SCALE: tl.constexpr,
+    RENORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write ids ``[T, K]`` and weights ``[T, K]`` float32 of one token: -2 and NaN where scores or bias are NaN.
 
@@ -119,12 +134,18 @@ def route_kernel(
         if HASH:
             chosen = tl.max(tl.where(slot == k, table, -2), 0)
         else:
+            left = key != _LOWEST
             most = tl.max(key, 0)
             chosen = tl.min(tl.where(key == most, expert, 0x7FFFFFFF), 0)
             key = tl.where(expert == chosen, _LOWEST, key)
         chosen = tl.where(poisoned, -2, chosen)
         found = tl.where(slot == k, chosen, found)
-        weight = tl.where(slot == k, tl.sum(tl.where(valid & (expert == chosen), score, 0.0), 0), weight)
+        picked = valid & (expert == chosen)
+        if SCORE == SPARSEMIXER:
+            share = _sparsemixer(raw, left, picked, jitter)
+        else:
+            share = tl.sum(tl.where(picked, score, 0.0), 0)
+        weight = tl.where(slot == k, share, weight)
     if SCORE == TOPK_SOFTMAX:
         wide = tl.where(found >= 0, weight.to(tl.float64), float("-inf"))
         most = tl.max(wide, 0)
@@ -136,11 +157,15 @@ def route_kernel(
         total = tl.sum(tl.where(slot == 0, weight, 0.0), 0)
         for k in tl.static_range(1, TOP_K):
             total = total + tl.sum(tl.where(slot == k, weight, 0.0), 0)
-        total = total + eps
+        total = tl.maximum(total + eps, floor, propagate_nan=tl.PropagateNan.ALL)
         weight = tl.where(total == 0.0, 0.0, tl.div_rn(weight, tl.zeros([BLOCK_K], tl.float32) + total))
+    weight = weight * scale
     written = slot < TOP_K
+    if EXPERT_SCALE:
+        at = expert_scale + tl.maximum(found, 0) * scale_stride
+        weight = weight * tl.load(at, mask=written, other=0.0).to(tl.float32)
     tl.store(ids + token * TOP_K + slot, found.to(ids.dtype.element_ty), mask=written)
-    tl.store(weights + token * TOP_K + slot, tl.where(found < -1, float("nan"), weight * scale), mask=written)
+    tl.store(weights + token * TOP_K + slot, tl.where(found < -1, float("nan"), weight), mask=written)
 
 
 @triton.jit

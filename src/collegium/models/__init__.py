@@ -10,17 +10,26 @@ from ..errors import ConfigError
 from ..types import MoESpec
 
 from . import (  # isort: skip
-    arctic, dbrx, deepseek_v2, deepseek_v3, deepseek_v4, ernie4_5, gemma4, gguf, gguf_gpt_oss, glm4_moe, gpt_oss,
+    arctic, base, dbrx, deepseek_v2, deepseek_v3, deepseek_v4, ernie4_5, gemma4, gguf, gguf_gpt_oss, glm4_moe, gpt_oss,
     granitemoe, hunyuan, hy_v3, jamba, kimi_linear, llama4, mimo_v2, minimax, minimax_m2, minimax_m3, mixtral,
     nemotron_h, olmoe, phimoe, qwen2_moe, qwen3_moe, step3, step3p7,
 )  # fmt: skip
-from .base import PREFIXES, Family, Names, StackedNames, is_wrapped, text_of
-from .quantization import Declared, declared_format, experts_apart, mixed_algorithms
+from .base import NESTED, PREFIXES, Family, Names, StackedNames, is_wrapped, text_of
+from .quantization import (
+    Declared,
+    declared_format,
+    experts_apart,
+    method_of,
+    mixed_algorithms,
+    quantization_block,
+    without_quantization,
+)  # fmt: skip
 from .spellings import either_way, unpacked
 
 __all__ = [
-    "FAMILIES", "PREFIXES", "Declared", "Family", "Names", "StackedNames", "declared_format", "describe", "either_way",
-    "experts_apart", "family_of", "is_wrapped", "mixed_algorithms", "moe_layers", "text_of", "unpacked",
+    "FAMILIES", "NESTED", "PREFIXES", "Declared", "Family", "Names", "StackedNames", "declared_format", "describe",
+    "either_way", "experts_apart", "family_of", "is_wrapped", "method_of", "mixed_algorithms", "moe_layers",
+    "quantization_block", "text_of", "unpacked", "without_quantization",
 ]  # fmt: skip
 
 FAMILIES: tuple[Family, ...] = (
@@ -34,13 +43,14 @@ FAMILIES: tuple[Family, ...] = (
 
 def family_of(config: Mapping[str, object]) -> Family:
     """Return the family of the config's ``model_type``, or of its text part; raises ConfigError naming the known."""
-    asked = config.get("model_type")
-    for name in (asked, text_of(config).get("model_type")):
+    outer, inner = config.get("model_type"), text_of(config).get("model_type")
+    names = (inner if inner is not None else outer,) if outer in base.AUTO_TEXT else (outer, inner)
+    for name in names:
         for family in FAMILIES:
             if name in family.model_types:
                 return family
     known = ", ".join(name for family in FAMILIES for name in family.model_types)
-    msg = f"config.json: model_type is {asked!r}, known are {known}; a new family is one file in collegium/models"
+    msg = f"config.json: model_type is {names[0]!r}, known are {known}; a new family is one file in collegium/models"
     raise ConfigError(msg)
 
 

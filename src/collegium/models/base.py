@@ -1,7 +1,8 @@
 """What a model family is: how its config becomes a ``MoESpec`` and how its tensors are named.
 
 A ``Config`` remembers which entries were asked for. What is left over and speaks of experts, routing or activation
-is refused, so that no entry that changes the mathematics is passed over in silence.
+is refused, so that no entry that changes the mathematics is passed over in silence. An absent entry has the default of
+the model's configuration class (``Family.defaults``); where there is none, its absence is a ConfigError.
 """
 
 from __future__ import annotations
@@ -9,26 +10,35 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar, cast
 
 from ..errors import ConfigError
 from ..types import ActivationSpec, MoESpec, RoutingSpec, SharedSpec
+from .in_memory import InMemory
 
 __all__ = [
-    "PREFIXES", "W123", "Config", "Family", "Names", "StackedNames", "each_nth", "every_layer", "is_wrapped",
-    "layers_after_first", "listed_layers", "object_of", "projections_of", "shared_width", "spec_of", "text_of",
+    "AUTO_TEXT", "NESTED", "PREFIXES", "W123", "WIDTH", "Config", "Defaults", "Family", "Names", "StackedNames",
+    "each_nth", "every_layer", "is_wrapped", "listed_layers", "object_of", "projections_of", "shared_width", "spec_of",
+    "text_of",
 ]  # fmt: skip
 
 _ABSENT = object()
+Defaults = Mapping[str, object]
+# Wrappers whose text part is of the class of its own model type.
+AUTO_TEXT = ("kimi_k25",)
 _MOST_COUNT = 1 << 14  # layers, experts; published models have at most 126 and 896
 _MOST_SIZE = 1 << 24
 # The same number under the names that families and tools give it; several must agree.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_top_k", "moe_k", "top_k_experts")
-_NESTED = ("thinker_config", "text_config", "language_config", "llm_config")
+_WIDTH = ("moe_intermediate_size",)
+# How many shared experts there are, or how wide they are together, in the families whose model may have none.
+_SHARED_COUNTS = {"n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "shared_intermediate_size"}
+NESTED = ("thinker_config", "text_config", "language_config", "llm_config")
 _PROJ = ("gate_proj", "up_proj", "down_proj")
 W123 = ("w1", "w3", "w2")
+WIDTH = ("intermediate_size",)  # of an expert, in the families without ``moe_intermediate_size``
 # Where a text model's layers lie, by itself and inside multimodal models.
 PREFIXES = (
     "model.layers.{layer}.",
@@ -93,7 +103,8 @@ class Names:
     router_scale: factor of the router's input; expert_scale: factor of each expert's weight; hash_table: experts by
     token id. latent: module paths of the projections into and out of the latent width; latent_norm: the norm between
     experts and the latter. biases: tensors ``[E, N]`` of gate, up and down where they are apart; None where they are
-    the stacks' names with ``_bias``, or the modules' ``.bias``.
+    the stacks' names with ``_bias``, or the modules' ``.bias``. outside: module paths of feed-forward networks that
+    stay with the caller.
     """
 
     layer: str
@@ -113,6 +124,7 @@ class Names:
     latent: tuple[str, str] | None = None
     latent_norm: str | None = None
     biases: tuple[str, ...] | None = None
+    outside: tuple[str, ...] | None = None
 
     @classmethod
     def below(
@@ -160,14 +172,14 @@ T = TypeVar("T", Names, StackedNames)
 
 def _moved(table: T, old: str, new: str) -> T:
     changed: dict[str, object] = {}
-    for field in fields(table):
-        found = getattr(table, field.name)
+    for entry in fields(table):
+        found = getattr(table, entry.name)
         if isinstance(found, StackedNames):
-            changed[field.name] = _moved(found, old, new)
+            changed[entry.name] = _moved(found, old, new)
         elif isinstance(found, tuple):
-            changed[field.name] = tuple(new + path.removeprefix(old) for path in cast("tuple[str, ...]", found))
-        elif isinstance(found, str) and field.name != "plain":
-            changed[field.name] = new + found.removeprefix(old)
+            changed[entry.name] = tuple(new + path.removeprefix(old) for path in cast("tuple[str, ...]", found))
+        elif isinstance(found, str) and entry.name != "plain":
+            changed[entry.name] = new + found.removeprefix(old)
     return replace(table, **changed)  # pyright: ignore[reportArgumentType]
 
 
@@ -194,13 +206,19 @@ def each_nth(config: Config, step: int) -> tuple[int, ...]:
     return tuple(i for i in every_layer(config) if step > 0 and (i + 1) % step == 0)
 
 
+_AS_IN_FILES = InMemory()
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """One row of ``models.FAMILIES``.
 
     model_types: values of ``model_type`` it answers to. names: the published table; others: tables that exist beside
     it. spec_of: config and layer to ``MoESpec`` (``weight_format`` left to the caller). layers_of: config to the
-    indices of the layers that have routed experts.
+    indices of the layers that have routed experts. defaults: by model type, what the model's configuration class takes
+    for absent entries, limited to the entries read here; a wrapper of several modalities has those of its text class.
+    null_is_default: entries for which the class replaces null by its default. in_memory: what transformers
+    names or holds otherwise.
     """
 
     name: str
@@ -209,6 +227,24 @@ class Family:
     spec_of: Callable[[Config, int], MoESpec]
     layers_of: Callable[[Config], tuple[int, ...]] = every_layer
     others: tuple[Names, ...] = ()
+    defaults: Mapping[str, Defaults] = field(default_factory=dict[str, Defaults])
+    null_is_default: frozenset[str] = frozenset()
+    in_memory: InMemory = _AS_IN_FILES
+
+    def read(self, config: Mapping[str, object]) -> Config:
+        """Return the text part of a config with the defaults of its model type."""
+        text = text_of(config)
+        # The class of a wrapper fixes the class of its text part, whatever model type that part states.
+        kinds = [config.get("model_type"), text.get("model_type")]
+        if kinds[0] in AUTO_TEXT:
+            kinds.reverse()
+        kind = next((name for name in kinds if name in self.model_types), None)
+        return Config(config, kind, self.defaults.get(str(kind), {}), self.null_is_default)
+
+    def num_layers(self, config: Mapping[str, object]) -> int | None:
+        """Return the number of layers before those that predict further tokens, None where the config has none."""
+        count = self.read(config).value("num_hidden_layers", "n_layers", default=None)
+        return count if isinstance(count, int) and not isinstance(count, bool) else None
 
     @property
     def tables(self) -> tuple[Names, ...]:
@@ -217,20 +253,25 @@ class Family:
 
     def moe_layers(self, config: Mapping[str, object]) -> tuple[int, ...]:
         """Return the indices of the layers that have routed experts; raises ConfigError."""
-        return self.layers_of(Config(config))
+        return self.layers_of(self.read(config))
 
     def describe(self, config: Mapping[str, object], layer: int | None = None) -> MoESpec:
         """Return the spec of a layer, default the last with routed experts; raises ConfigError and SpecError."""
-        read = Config(config)
+        read = self.read(config)
         layers = self.layers_of(read)
         spec = self.spec_of(read, layer if layer is not None else layers[-1] if layers else 0)
         read.refuse_unread()
         return spec
 
+    def assumes_shared(self, config: Mapping[str, object], layer: int) -> bool:
+        """Tell whether the layer's shared expert is one of the model type's defaults, not of the config."""
+        read = self.read(config)
+        return self.spec_of(read, layer).shared is not None and bool(read.assumed & _SHARED_COUNTS)
+
 
 def text_of(config: Mapping[str, object]) -> Mapping[str, object]:
     """Return the part of a multimodal config that describes the text model."""
-    for key in _NESTED:
+    for key in NESTED:
         config = object_of(config.get(key), config)
     return config
 
@@ -241,16 +282,34 @@ def object_of(value: object, otherwise: Mapping[str, object] | None = None) -> M
 
 
 class Config:
-    """The text part of one ``config.json``; every method raises ConfigError on what it does not allow."""
+    """The text part of one ``config.json``; every method raises ConfigError on what it does not allow.
 
-    def __init__(self, config: Mapping[str, object]) -> None:
+    kind: the model type whose rules apply. defaults: of that model type's configuration class. null_is_default:
+    entries whose null means the default.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, object],
+        kind: object = None,
+        defaults: Defaults | None = None,
+        null_is_default: frozenset[str] = frozenset(),
+    ) -> None:
         self.entries = text_of(config)
+        self.kind = str(kind)
         self.asked: set[str] = set()
+        self.assumed: set[str] = set()  # absent entries for which the model type's default was taken
         self.parts: list[Config] = []
-        self._model = config.get("model_type") or self.entries.get("model_type")
+        self._defaults: Defaults = {} if defaults is None else defaults
+        self._null_is_default = null_is_default
+        self._model = config.get("model_type") or self.entries.get("model_type") or kind
 
     def value(self, *keys: str, default: object = _ABSENT) -> object:
-        """Return the entry under any of ``keys`` (null counts as absent); several must agree."""
+        """Return the entry under any of ``keys``; several must agree.
+
+        An absent entry has the default of the model type, else ``default``; without either its absence is an error.
+        Null is what absence is, but for an entry whose default is not null: the configuration class keeps the null.
+        """
         self.asked.update(keys)
         found = {key: self.entries[key] for key in keys if self.entries.get(key) is not None}
         values = list(found.values())
@@ -258,8 +317,18 @@ class Config:
             raise self.wrong(", ".join(found), ", ".join(map(str, values)), "one value for both")
         if values:
             return values[0]
+        named = next((key for key in keys if self._defaults.get(key) is not None), "")
+        known = self._defaults.get(named)
+        nulls = [key for key in keys if key in self.entries and key not in self._null_is_default]
+        if nulls and known is not None:
+            raise self.wrong(nulls[0], None, f"a value, or no entry, which means {known!r}")
+        if known is not None:
+            self.assumed.add(named)
+            return known
         if default is _ABSENT:
-            raise ConfigError(f"config.json of model_type {self._model!r} lacks {' or '.join(keys)}")
+            raise ConfigError(
+                f"config.json of model_type {self._model!r} lacks {' or '.join(keys)}; the model has no default for it"
+            )
         return default
 
     def _typed(self, kind: Any, allowed: str, keys: tuple[str, ...], default: object) -> Any:
@@ -286,19 +355,20 @@ class Config:
             raise self.wrong(keys[0], found, "a finite number")
         return float(found)
 
-    def flag(self, *keys: str, default: bool) -> bool:
+    def flag(self, *keys: str, default: object = _ABSENT) -> bool:
         """Return a boolean."""
         return self._typed(bool, "true and false", keys, default)
 
     def only(self, key: str, *allowed: object) -> None:
-        """Refuse an entry other than the allowed ones; absent is allowed."""
+        """Refuse an entry other than the allowed ones; absence means its default, else the first of them."""
         found = self.value(key, default=allowed[0])
         if found not in allowed:
             raise self.wrong(key, found, " and ".join(map(repr, allowed)))
 
     def inner(self, key: str) -> Config:
         """Return the object under ``key`` as a config of its own, empty when absent."""
-        part = Config(self._typed(dict, "an object", (key,), {}))
+        defaults = object_of(self._defaults.get(key))
+        part = Config(self._typed(dict, "an object", (key,), {}), self._model, defaults)
         self.parts.append(part)
         return part
 
@@ -307,9 +377,9 @@ class Config:
         """The number of experts per token."""
         return self.integer(*_TOP_K)
 
-    def items(self, key: str) -> list[object] | None:
+    def items(self, *keys: str) -> list[object] | None:
         """Return a list, or None when absent or a number; text is split at commas."""
-        found = self.value(key, default=None)
+        found = self.value(*keys, default=None)
         if isinstance(found, str) and len(found) <= _MOST_COUNT:
             found = [int(piece) if piece.strip().isdigit() else piece.strip() for piece in found.split(",")]
         return cast("list[object]", found) if isinstance(found, list) else None
@@ -321,9 +391,9 @@ class Config:
             raise self.wrong(key, f"a list of {len(found)}", f"one entry for each of num_hidden_layers={layers}")
         return found
 
-    def per_layer(self, key: str, layer: int, default: object = _ABSENT) -> int:
+    def per_layer(self, *keys: str, layer: int, default: object = _ABSENT) -> int:
         """Return an integer that is given once, or in a list for each layer."""
-        found = self.value(key, default=default)
+        found, key = self.value(*keys, default=default), keys[0]
         if isinstance(found, list):
             listed = cast("list[object]", found)
             found = listed[layer] if layer < len(listed) else None
@@ -352,33 +422,26 @@ class Config:
             )
 
 
-def listed_layers(config: Config, *, first: int = 0) -> tuple[int, ...]:
-    """Return the layers after the dense ones: a list of kinds, or one flag a layer, or a first layer and a step.
-
-    first: number of dense layers when the config does not say.
-    """
+def listed_layers(config: Config) -> tuple[int, ...]:
+    """Return the layers after the dense ones: a list of kinds, or one flag a layer, or a first layer and a step."""
     layers = range(config.integer("num_hidden_layers"))
     kinds, flags = config.kinds("mlp_layer_types"), config.kinds("moe_layer_freq")
-    dense = config.integer("first_k_dense_replace", default=first)
+    config.passed_over("first_k_dense_replace")
     if kinds is not None:
         return tuple(i for i in layers if kinds[i] != "dense")
     if flags is not None:
         return tuple(i for i in layers if flags[i])
+    dense = config.integer("first_k_dense_replace")
     step = config.integer("moe_layer_freq", default=1)
     if step < 1:
         raise config.wrong("moe_layer_freq", step, "1 or more")
     return tuple(i for i in layers if i >= dense and i % step == 0)
 
 
-def shared_width(config: Config, *keys: str, default: int = 0) -> SharedSpec | None:
+def shared_width(config: Config, *keys: str, width: tuple[str, ...] = _WIDTH) -> SharedSpec | None:
     """Return the shared expert that is as wide as ``keys`` routed ones together, or None for a count of 0."""
-    count, each = config.integer(*keys, default=default), config.integer("moe_intermediate_size")
-    return SharedSpec(intermediate_size=count * each) if count else None
-
-
-def layers_after_first(config: Config) -> tuple[int, ...]:
-    """Return ``listed_layers`` of a model whose first layer is dense when the config does not say."""
-    return listed_layers(config, first=1)
+    count, size = config.integer(*keys), config.integer(*width)
+    return SharedSpec(intermediate_size=count * size) if count else None
 
 
 def projections_of(path: str) -> tuple[str, ...]:
@@ -390,19 +453,19 @@ def spec_of(
     config: Config,
     routing: RoutingSpec,
     *,
-    wide: str = "moe_intermediate_size",
+    width: tuple[str, ...] = _WIDTH,
     activation: ActivationSpec | None = None,
     **others: Any,
 ) -> MoESpec:
     """Return the spec of a layer; SiLU is required without ``activation``.
 
-    wide: the entry with an expert's width. others: further fields of ``MoESpec``.
+    width: the names of the entry with an expert's width. others: further fields of ``MoESpec``.
     """
     if activation is None:
         config.only("hidden_act", "silu", "swish")
     return MoESpec(
         hidden_size=config.integer("hidden_size", "d_model"),
-        intermediate_size=config.integer(wide),
+        intermediate_size=config.integer(*width),
         num_experts=config.integer(*_EXPERTS),
         routing=routing,
         activation=activation or ActivationSpec(),

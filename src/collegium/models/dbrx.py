@@ -8,7 +8,7 @@ __all__ = ["FAMILY"]
 
 def _spec(config: Config, _: int) -> MoESpec:
     inner = config.inner("ffn_config")
-    act = inner.value("ffn_act_fn", default={"name": "silu"})
+    act = inner.value("ffn_act_fn")
     if act != {"name": "silu"}:
         raise inner.wrong("ffn_act_fn", act, "{'name': 'silu'}")
     inner.passed_over("moe_jitter_eps", "moe_loss_weight")
@@ -32,4 +32,14 @@ _NAMES = Names.below(
     stacked=StackedNames(gate_up="ffn.experts.mlp.w1", up="ffn.experts.mlp.v1", down="ffn.experts.mlp.w2", flat=True),
     router="ffn.router.layer.weight",
 )
-FAMILY = Family("dbrx", ("dbrx",), _NAMES, _spec, _layers)
+_DEFAULTS = {
+    "dbrx": {
+        "d_model": 2048, "n_layers": 24,
+        "ffn_config": {
+            "ffn_act_fn": {"name": "silu"}, "ffn_hidden_size": 3584, "moe_num_experts": 4, "moe_top_k": 1,
+            "moe_normalize_expert_weights": 1.0,
+        },
+    },
+}  # fmt: skip
+_NULL = frozenset(("ffn_config",))
+FAMILY = Family("dbrx", ("dbrx",), _NAMES, _spec, _layers, defaults=_DEFAULTS, null_is_default=_NULL)

@@ -10,17 +10,25 @@ def _spec(config: Config, _: int) -> MoESpec:
     config.only("scoring_func", "softmax")
     config.only("norm_topk_prob", False)
     config.only("topk_method", "greedy", "group_limited_greedy")
-    groups, kept = config.integer("n_group", default=1), config.integer("topk_group", default=1)
-    grouped = config.value("topk_method", default="greedy") == "group_limited_greedy"
+    grouped = config.value("topk_method") == "group_limited_greedy"
+    config.passed_over("n_group", "topk_group")
     routing = RoutingSpec(
         top_k=config.top_k,
         renormalise=False,
-        groups=groups if grouped else 1,
-        kept_groups=kept if grouped else 1,
-        scale=config.number("routed_scaling_factor", default=1.0),
+        groups=config.integer("n_group") if grouped else 1,
+        kept_groups=config.integer("topk_group") if grouped else 1,
+        scale=config.number("routed_scaling_factor"),
     )
     return spec_of(config, routing, shared=shared_width(config, "n_shared_experts"))
 
 
 _NAMES = Names.below(shared=projections_of("mlp.shared_experts."))
-FAMILY = Family("deepseek_v2", ("deepseek_v2",), _NAMES, _spec, listed_layers)
+# The class has null for the number of experts per token and of groups, which no model computes with.
+_DEFAULTS = {
+    "deepseek_v2": {
+        "hidden_size": 4096, "moe_intermediate_size": 1407, "num_hidden_layers": 32, "n_routed_experts": 64,
+        "n_shared_experts": 2, "first_k_dense_replace": 0, "topk_method": "greedy", "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0, "hidden_act": "silu",
+    },
+}  # fmt: skip
+FAMILY = Family("deepseek_v2", ("deepseek_v2",), _NAMES, _spec, listed_layers, defaults=_DEFAULTS)

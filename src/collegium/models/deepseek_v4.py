@@ -8,6 +8,7 @@ from dataclasses import replace
 from ..types import ActivationSpec, MoESpec, RoutingSpec
 from .base import W123, Config, Family, Names, shared_width, spec_of
 from .deepseek_v3 import NAMES
+from .in_memory import InMemory
 
 __all__ = ["FAMILY"]
 
@@ -17,19 +18,19 @@ def _spec(config: Config, layer: int) -> MoESpec:
     config.only("scoring_func", "sqrtsoftplus")
     config.only("topk_method", "noaux_tc")
     config.only("norm_topk_prob", True)
-    kinds, count = config.kinds("mlp_layer_types"), config.integer("num_hash_layers", default=3)
+    kinds, count = config.kinds("mlp_layer_types"), config.integer("num_hash_layers")
     hashed = kinds[layer] == "hash_moe" if kinds else layer < count
     routing = RoutingSpec(
         top_k=config.top_k,
         score="sqrt_softplus",
         renormalise_eps=1e-20,
-        scale=config.number("routed_scaling_factor", default=1.5),
+        scale=config.number("routed_scaling_factor"),
         correction_bias=not hashed,
         hash_routing=hashed,
     )
-    activation = ActivationSpec(limit=config.number("swiglu_limit", default=10.0))
-    shared = shared_width(config, "n_shared_experts", default=1)
-    return spec_of(config, routing, activation=activation, shared=shared)
+    activation = ActivationSpec(limit=config.number("swiglu_limit"))
+    shared = shared_width(config, "n_shared_experts", width=_WIDTH)
+    return spec_of(config, routing, width=_WIDTH, activation=activation, shared=shared)
 
 
 _NAMES = Names.below(
@@ -42,4 +43,42 @@ _NAMES = Names.below(
     shared=("ffn.shared_experts.w1", "ffn.shared_experts.w3", "ffn.shared_experts.w2"),
 )
 _SAVED = replace(NAMES, hash_table=NAMES.layer + "mlp.gate.tid2eid")
-FAMILY = Family("deepseek_v4", ("deepseek_v4",), _NAMES, _spec, others=(_SAVED,))
+_WIDTH = ("moe_intermediate_size", "intermediate_size")
+_DEFAULTS = {
+    "deepseek_v4": {
+        "hidden_size": 4096, "moe_intermediate_size": 2048, "num_hidden_layers": 43, "n_routed_experts": 256,
+        "num_experts_per_tok": 6, "n_shared_experts": 1, "num_hash_layers": 3, "scoring_func": "sqrtsoftplus",
+        "norm_topk_prob": True, "routed_scaling_factor": 1.5, "hidden_act": "silu", "swiglu_limit": 10.0,
+    },
+}  # fmt: skip
+_NULL = frozenset(("num_hash_layers",))
+_TYPES = ("deepseek_v4",)
+_RENAMES = (
+    (r"^head\.", "lm_head."),
+    (r"^embed\.", "embed_tokens."),
+    (r"\.hc_(attn|ffn)_(fn|base|scale)$", r".\1_hc.\2"),
+    (r"\.ffn\.", ".mlp."),
+    (r"\.attn\.", ".self_attn."),
+    (r"\.indexer\.compressor\.", ".compressor.indexer."),
+    (r"\.indexer\.weights_proj\.", ".compressor.indexer.scorer.weights_proj."),
+    (r"\.indexer\.wq_b\.", ".compressor.indexer.q_b_proj."),
+    (r"\.self_attn\.wq_b\.", ".self_attn.q_b_proj."),
+    (r"\.wq_a\.", ".q_a_proj."),
+    (r"\.wkv\.", ".kv_proj."),
+    (r"\.wgate\.", ".gate_proj."),
+    (r"\.wo_(a|b)\.", r".o_\1_proj."),
+    (r"\.shared_experts\.w1\.", ".shared_experts.gate_proj."),
+    (r"\.shared_experts\.w2\.", ".shared_experts.down_proj."),
+    (r"\.shared_experts\.w3\.", ".shared_experts.up_proj."),
+)
+_IN_MEMORY = InMemory(renames=_RENAMES)
+FAMILY = Family(
+    "deepseek_v4",
+    _TYPES,
+    _NAMES,
+    _spec,
+    others=(_SAVED,),
+    defaults=_DEFAULTS,
+    null_is_default=_NULL,
+    in_memory=_IN_MEMORY,
+)

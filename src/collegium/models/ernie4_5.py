@@ -10,18 +10,25 @@ def _spec(config: Config, _: int) -> MoESpec:
     config.only("use_bias", False)
     config.only("moe_gate", "topk")
     config.only("moe_use_aux_free", True)
-    floor = config.number("moe_norm_min", default=1e-12)
+    floor = config.number("moe_norm_min")
     routing = RoutingSpec(top_k=config.top_k, renormalise_floor=floor, correction_bias=True)
     return spec_of(config, routing, shared=shared_width(config, "moe_num_shared_experts"))
 
 
 def _layers(config: Config) -> tuple[int, ...]:
-    first, last = config.integer("moe_layer_start_index", default=1), config.integer("moe_layer_end_index", default=-1)
-    layers = each_nth(config, config.integer("moe_layer_interval", default=1))
+    first, last = config.integer("moe_layer_start_index"), config.integer("moe_layer_end_index")
+    layers = each_nth(config, config.integer("moe_layer_interval"))
     return tuple(i for i in layers if first <= i and (last == -1 or i <= last))
 
 
 _SHARED = projections_of("mlp.shared_experts.")
 _NAMES = Names.below(correction_bias="mlp.moe_statics.e_score_correction_bias", shared=_SHARED)
 _SAVED = Names.below(correction_bias="mlp.gate.moe_statics.e_score_correction_bias", shared=_SHARED)
-FAMILY = Family("ernie4_5", ("ernie4_5_moe",), _NAMES, _spec, _layers, (_SAVED,))
+_DEFAULTS = {
+    "ernie4_5_moe": {
+        "hidden_size": 2560, "moe_intermediate_size": 1536, "num_hidden_layers": 28, "moe_num_experts": 64, "moe_k": 6,
+        "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1,
+        "moe_norm_min": 1e-12, "use_bias": False, "hidden_act": "silu",
+    },
+}  # fmt: skip
+FAMILY = Family("ernie4_5", ("ernie4_5_moe",), _NAMES, _spec, _layers, (_SAVED,), _DEFAULTS)

@@ -5,20 +5,20 @@ input: call the layer with ``router_input``.
 """
 
 from ..types import ActivationSpec, MoESpec, RoutingSpec
-from .base import PREFIXES, Config, Family, Names, every_layer, spec_of
+from .base import PREFIXES, Config, Family, Names, every_layer, projections_of, spec_of
 
 __all__ = ["FAMILY"]
 
 
 def _spec(config: Config, _: int) -> MoESpec:
     config.only("hidden_activation", "gelu_pytorch_tanh")
-    eps = config.number("rms_norm_eps", default=1e-6)
+    eps = config.number("rms_norm_eps")
     routing = RoutingSpec(top_k=config.top_k, input_norm_eps=eps, expert_scale=True)
     return spec_of(config, routing, activation=ActivationSpec(kind="geglu_tanh"))
 
 
 def _layers(config: Config) -> tuple[int, ...]:
-    return every_layer(config) if config.flag("enable_moe_block", default=False) else ()
+    return every_layer(config) if config.flag("enable_moe_block") else ()
 
 
 _NAMES = Names.below(
@@ -26,6 +26,12 @@ _NAMES = Names.below(
     experts="experts.",
     router="router.proj.weight",
     router_scale="router.scale",
+    outside=projections_of("mlp."),
     expert_scale="router.per_expert_scale",
 )
-FAMILY = Family("gemma4", ("gemma4", "gemma4_text"), _NAMES, _spec, _layers)
+_TYPES = ("gemma4", "gemma4_text")
+_DEFAULT = {
+    "hidden_size": 2304, "num_hidden_layers": 30, "enable_moe_block": False, "hidden_activation": "gelu_pytorch_tanh",
+    "rms_norm_eps": 1e-6,
+}  # fmt: skip
+FAMILY = Family("gemma4", _TYPES, _NAMES, _spec, _layers, defaults=dict.fromkeys(_TYPES, _DEFAULT))

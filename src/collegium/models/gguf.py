@@ -1,25 +1,44 @@
 """Models in GGUF files: the config is the metadata of the architecture, the names are those the reader gives.
 
-Routing follows the architecture where the metadata do not say it. gpt-oss has a file of its own: it alone has biases.
+Routing follows llama.cpp where the metadata do not state it (``load_arch_hparams`` of each architecture and
+``build_moe_ffn``): a bias ``exp_probs_b`` chooses the experts wherever a file has one, whatever the score function, and
+never changes their weights. gpt-oss has a file of its own: it alone has biases of experts.
 """
 
 from collections.abc import Mapping
+from typing import Literal, NamedTuple
 
+from ..errors import ConfigError
 from ..types import ActivationSpec, MoESpec, RoutingSpec, ScoreFunction, SharedSpec
 from .base import Config, Family, Names, StackedNames
 
 __all__ = ["FAMILY", "NAMES", "gguf_layers", "gguf_spec"]
 
 _SCORES: Mapping[int, ScoreFunction] = {1: "softmax", 2: "sigmoid", 3: "topk_softmax", 4: "sqrt_softplus"}
-# what an architecture does where the metadata are silent: score function, renormalisation
-_ARCHITECTURES: Mapping[str, tuple[int, bool]] = {
-    "gguf:llama": (1, True),  # Mixtral
-    "gguf:qwen3moe": (1, True),
-    "gguf:olmoe": (1, False),
-    "gguf:deepseek2": (1, False),
-    "gguf:glm4moe": (2, True),
-    "gguf:gpt-oss": (3, True),
+_SIGMOID = 2
+
+
+class _Architecture(NamedTuple):
+    """What llama.cpp does where the metadata have no entry, and whether files have a bias that chooses experts.
+
+    score: a key of ``_SCORES``. renormalise: of the chosen weights. bias: never, wherever a file has one, or always.
+    """
+
+    score: int
+    renormalise: bool
+    bias: Literal["never", "if present", "always"] = "never"
+
+
+_ARCHITECTURES: Mapping[str, _Architecture] = {
+    "gguf:llama": _Architecture(1, True),  # Mixtral
+    "gguf:qwen3moe": _Architecture(1, True),
+    "gguf:olmoe": _Architecture(1, False),
+    "gguf:deepseek2": _Architecture(1, False, "if present"),
+    "gguf:glm4moe": _Architecture(_SIGMOID, False, "always"),
+    "gguf:gpt-oss": _Architecture(3, True),
 }
+# GLM-4.7-Flash has the architecture of DeepSeek-V2 and files without a gating function: llama.cpp knows them by these.
+_FLASH_LAYERS, _FLASH_VOCABULARY = (47, 48), 154880
 
 NAMES = Names.below(
     "blk.{layer}.",
@@ -34,33 +53,58 @@ NAMES = Names.below(
 
 def gguf_spec(config: Config, _layer: int) -> MoESpec:
     """Return the spec the metadata state, with SwiGLU and without biases."""
-    score, renormalise = _ARCHITECTURES[str(config.value("model_type"))]
-    function = config.integer("expert_gating_func", default=score)
-    if function not in _SCORES:
-        raise config.wrong("expert_gating_func", function, ", ".join(f"{n} ({s})" for n, s in _SCORES.items()))
-    wide = config.value("expert_feed_forward_length", default=None)
-    wide = config.integer("feed_forward_length" if wide is None else "expert_feed_forward_length")
+    architecture = _ARCHITECTURES[config.kind]
+    # ``read_gguf`` notes whether the file has the bias; metadata alone leave that to the score function.
+    present = config.value("exp_probs_b", default=None)
+    function = _gating_function(config, architecture, bias=present is True)
+    sigmoid = function == _SIGMOID
+    biased = architecture.bias == "always"
+    if architecture.bias == "if present":
+        biased = sigmoid if present is None else present is True
+    width = config.value("expert_feed_forward_length", default=None)
+    width = config.integer("feed_forward_length" if width is None else "expert_feed_forward_length")
     shared = config.integer("expert_shared_count", default=0)
-    shared_wide = config.integer("expert_shared_feed_forward_length", default=shared * wide)
-    corrected = _SCORES[function] == "sigmoid"
+    shared_width = config.integer("expert_shared_feed_forward_length", default=shared * width)
     return MoESpec(
         hidden_size=config.integer("embedding_length"),
-        intermediate_size=wide,
+        intermediate_size=width,
         num_experts=config.integer("expert_count"),
         routing=RoutingSpec(
             top_k=config.integer("expert_used_count"),
             score=_SCORES[function],
-            renormalise=config.flag("expert_weights_norm", default=renormalise),
-            renormalise_eps=1e-20 if corrected else 0.0,
+            renormalise=config.flag("expert_weights_norm", default=architecture.renormalise),
+            renormalise_eps=1e-20 if sigmoid else 0.0,
             groups=config.integer("expert_group_count", default=1),
             kept_groups=config.integer("expert_group_used_count", default=1),
-            group_score="top2_sum" if corrected else "max",
+            group_score="top2_sum" if sigmoid or biased else "max",
             scale=config.number("expert_weights_scale", default=1.0) or 1.0,
-            correction_bias=corrected,
+            correction_bias=biased,
         ),
-        shared=SharedSpec(intermediate_size=shared_wide) if shared else None,
+        shared=SharedSpec(intermediate_size=shared_width) if shared else None,
         activation=ActivationSpec(),
     )
+
+
+def _gating_function(config: Config, architecture: _Architecture, *, bias: bool) -> int:
+    """Return the score function's number; bias: whether the file has ``exp_probs_b``."""
+    function = config.value("expert_gating_func", default=None)
+    if function is None or function == 0:  # 0 is none in llama.cpp
+        ahead = config.integer("nextn_predict_layers", default=0)
+        layers = (config.integer("block_count"), config.integer("block_count") - ahead)
+        flash = any(count in _FLASH_LAYERS for count in layers)
+        if config.kind == "gguf:deepseek2" and flash and config.value("vocab_size", default=0) == _FLASH_VOCABULARY:
+            return _SIGMOID
+        if bias and architecture.bias == "if present":
+            raise ConfigError(
+                "GGUF metadata: expert_gating_func is missing and the file has exp_probs_b, the bias of models with "
+                "sigmoid scores; without the entry llama.cpp takes softmax. Set deepseek2.expert_gating_func to 2 "
+                "(sigmoid) or 1 (softmax), for instance with gguf_new_metadata of the gguf package"
+            )
+        return architecture.score
+    number = config.integer("expert_gating_func")
+    if number not in _SCORES:
+        raise config.wrong("expert_gating_func", number, ", ".join(f"{n} ({s})" for n, s in _SCORES.items()))
+    return number
 
 
 def gguf_layers(config: Config) -> tuple[int, ...]:

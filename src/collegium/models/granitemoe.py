@@ -1,7 +1,8 @@
 """Granite-MoE: stacked experts, top-k then softmax; the later kinds have a shared expert, gate and up in one."""
 
 from ..types import MoESpec, RoutingSpec, SharedSpec
-from .base import Config, Family, Names, StackedNames, every_layer, spec_of
+from .base import WIDTH, Config, Family, Names, StackedNames, every_layer, spec_of
+from .in_memory import InMemory
 
 __all__ = ["FAMILY"]
 
@@ -10,11 +11,11 @@ def _spec(config: Config, _: int) -> MoESpec:
     wide = config.integer("shared_intermediate_size", default=0)
     routing = RoutingSpec(top_k=config.top_k, score="topk_softmax")
     shared = SharedSpec(intermediate_size=wide) if wide else None
-    return spec_of(config, routing, wide="intermediate_size", shared=shared)
+    return spec_of(config, routing, width=WIDTH, shared=shared)
 
 
 def _layers(config: Config) -> tuple[int, ...]:
-    return every_layer(config) if config.integer("num_local_experts", default=0) else ()
+    return every_layer(config) if config.integer("num_local_experts") else ()
 
 
 _SHARED = ("shared_mlp.input_linear", "shared_mlp.output_linear")
@@ -28,5 +29,14 @@ _NAMES = Names.below(
     shared=_SHARED,
 )
 _SAVED = Names.below(experts="block_sparse_moe.experts.", router="block_sparse_moe.router.weight", shared=_SHARED)
-_TYPES = ("granitemoe", "granitemoeshared", "granitemoehybrid")
-FAMILY = Family("granitemoe", _TYPES, _NAMES, _spec, _layers, (_SAVED,))
+_DEFAULT = {
+    "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_local_experts": 8,
+    "num_experts_per_tok": 2, "hidden_act": "silu",
+}  # fmt: skip
+_DEFAULTS = {
+    "granitemoe": _DEFAULT,
+    "granitemoeshared": {**_DEFAULT, "shared_intermediate_size": 0},
+    "granitemoehybrid": {**_DEFAULT, "shared_intermediate_size": 1024},
+}
+_IN_MEMORY = InMemory(renames=((r"block_sparse_moe\.router\.layer\.", "block_sparse_moe.router."),))
+FAMILY = Family("granitemoe", tuple(_DEFAULTS), _NAMES, _spec, _layers, (_SAVED,), _DEFAULTS, in_memory=_IN_MEMORY)

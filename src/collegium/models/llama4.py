@@ -1,7 +1,8 @@
 """Llama-4: the router's weight, a sigmoid of the logit, multiplies the expert's input; a shared expert."""
 
 from ..types import MoESpec, RoutingSpec, SharedSpec
-from .base import Config, Family, Names, StackedNames, each_nth, every_layer, projections_of, spec_of
+from .base import WIDTH, Config, Family, Names, StackedNames, each_nth, every_layer, projections_of, spec_of
+from .in_memory import InMemory
 
 __all__ = ["FAMILY"]
 
@@ -9,12 +10,12 @@ __all__ = ["FAMILY"]
 def _spec(config: Config, _: int) -> MoESpec:
     routing = RoutingSpec(top_k=config.top_k, score="sigmoid", renormalise=False, weight_on_input=True)
     shared = SharedSpec(intermediate_size=config.integer("intermediate_size"))
-    return spec_of(config, routing, wide="intermediate_size", shared=shared)
+    return spec_of(config, routing, width=WIDTH, shared=shared)
 
 
 def _layers(config: Config) -> tuple[int, ...]:
     listed = config.items("moe_layers")
-    stepped = each_nth(config, config.integer("interleave_moe_layer_step", default=1))
+    stepped = each_nth(config, config.integer("interleave_moe_layer_step"))
     return stepped if listed is None else tuple(i for i in every_layer(config) if i in listed)
 
 
@@ -27,4 +28,12 @@ _NAMES = Names.below(
     router="feed_forward.router.weight",
     shared=projections_of("feed_forward.shared_expert."),
 )
-FAMILY = Family("llama4", ("llama4", "llama4_text"), _NAMES, _spec, _layers)
+_TYPES = ("llama4", "llama4_text")
+_DEFAULT = {
+    "hidden_size": 5120, "intermediate_size": 8192, "num_hidden_layers": 48, "num_local_experts": 16,
+    "num_experts_per_tok": 1, "interleave_moe_layer_step": 1, "hidden_act": "silu",
+}  # fmt: skip
+_IN_MEMORY = InMemory(transposed=True)
+FAMILY = Family(
+    "llama4", _TYPES, _NAMES, _spec, _layers, defaults=dict.fromkeys(_TYPES, _DEFAULT), in_memory=_IN_MEMORY
+)

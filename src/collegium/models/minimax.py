@@ -1,7 +1,7 @@
 """MiniMax-Text-01 and M1: Mixtral's experts and routing; an optional shared MLP is not published and refused."""
 
 from .base import Config, Family, Names, every_layer
-from .mixtral import NAMES, mixtral_spec
+from .mixtral import IN_MEMORY, NAMES, mixtral_spec
 
 __all__ = ["FAMILY"]
 
@@ -16,4 +16,11 @@ def _layers(config: Config) -> tuple[int, ...]:
 
 
 _TYPES = ("minimax", "minimax_text_01", "minimax_m1", "minimax_vl_01")
-FAMILY = Family("minimax", _TYPES, NAMES, mixtral_spec, _layers, (Names.below(),))
+# The models with code of their own state everything.
+_DEFAULTS = {
+    "minimax": {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_local_experts": 8,
+        "num_experts_per_tok": 2, "hidden_act": "silu",
+    },
+}  # fmt: skip
+FAMILY = Family("minimax", _TYPES, NAMES, mixtral_spec, _layers, (Names.below(),), _DEFAULTS, in_memory=IN_MEMORY)

@@ -1,8 +1,8 @@
 """MiniMax-M2: Mixtral's names, sigmoid scores with a correction bias that lies beside the gate."""
 
 from ..types import MoESpec, RoutingSpec
-from .base import Config, Family, Names, spec_of
-from .mixtral import mixtral_names
+from .base import WIDTH, Config, Family, Names, spec_of
+from .mixtral import IN_MEMORY, mixtral_names
 
 __all__ = ["FAMILY", "minimax_routing"]
 
@@ -15,9 +15,15 @@ def minimax_routing(config: Config, scale: float) -> RoutingSpec:
 
 
 def _spec(config: Config, _: int) -> MoESpec:
-    return spec_of(config, minimax_routing(config, 1.0), wide="intermediate_size")
+    return spec_of(config, minimax_routing(config, 1.0), width=WIDTH)
 
 
 _NAMES = mixtral_names(correction_bias="block_sparse_moe.e_score_correction_bias")
 _SAVED = Names.below(correction_bias="mlp.e_score_correction_bias")
-FAMILY = Family("minimax_m2", ("minimax_m2",), _NAMES, _spec, others=(_SAVED,))
+_DEFAULTS = {
+    "minimax_m2": {
+        "hidden_size": 3072, "intermediate_size": 1536, "num_hidden_layers": 62, "num_local_experts": 256,
+        "num_experts_per_tok": 8, "hidden_act": "silu",
+    },
+}  # fmt: skip
+FAMILY = Family("minimax_m2", ("minimax_m2",), _NAMES, _spec, others=(_SAVED,), defaults=_DEFAULTS, in_memory=IN_MEMORY)

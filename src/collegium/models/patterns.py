@@ -23,29 +23,30 @@ _compiler: Any = import_module("re._compiler")
 _LEAVES = ("ANY", "LITERAL", "NOT_LITERAL", "IN", "AT")
 
 
-def matches_prefix(pattern: str, text: str) -> bool:
+def matches_prefix(pattern: str, text: str, *, where: str = "quantization_config") -> bool:
     """Tell whether ``pattern`` matches at the start of ``text``, as ``re.match`` does.
 
-    Raises ConfigError for a pattern or text beyond 1,000 characters, a faulty pattern, and what needs backtracking
-    (references to groups, atomic groups, look-behind) or flags.
+    where: the part of the config that has the pattern, for errors. Raises ConfigError for a pattern or text beyond
+    1,000 characters, a faulty pattern, and what needs backtracking (references to groups, atomic groups, look-behind)
+    or flags.
     """
     if len(pattern) > _MAX_PATTERN or len(text) > _MAX_TEXT:
         raise ConfigError(
-            f"quantization_config: a pattern has {len(pattern)} characters and the name {len(text)}, at most "
+            f"{where}: a pattern has {len(pattern)} characters and the name {len(text)}, at most "
             f"{_MAX_PATTERN} and {_MAX_TEXT} are allowed"
         )
     try:
         tree = _parser.parse(pattern)
-        if tree.state.flags & ~re.UNICODE:
-            raise _refused("flags")
         return bool(_Matcher(text, tree.state).walk(tree, {0}))
+    except _Unsupported as error:
+        allowed = "literals, sets, groups, alternatives, repetitions, anchors and look-ahead"
+        raise ConfigError(f"{where}: a pattern uses {error}, allowed are {allowed}") from None
     except (re.error, OverflowError, RecursionError) as error:
-        raise ConfigError(f"quantization_config: the pattern {pattern[:100]!r} cannot be used: {error}") from error
+        raise ConfigError(f"{where}: the pattern {pattern[:100]!r} cannot be used: {error}") from error
 
 
-def _refused(what: str) -> ConfigError:
-    allowed = "literals, sets, groups, alternatives, repetitions, anchors and look-ahead"
-    return ConfigError(f"quantization_config: a pattern uses {what}, allowed are {allowed}")
+class _Unsupported(Exception):
+    """A construct that cannot be matched without backtracking."""
 
 
 class _Matcher:
@@ -53,6 +54,8 @@ class _Matcher:
 
     def __init__(self, text: str, state: Any) -> None:
         self._text, self._state = text, state
+        if state.flags & ~re.UNICODE:
+            raise _Unsupported("flags")
         self._leaves: dict[int, re.Pattern[str]] = {}
 
     def walk(self, nodes: Iterable[Any], positions: set[int]) -> set[int]:
@@ -78,7 +81,7 @@ class _Matcher:
             return self._repeat(value, positions)
         if kind in ("ASSERT", "ASSERT_NOT") and value[0] > 0:
             return {p for p in positions if bool(self.walk(value[1], {p})) == (kind == "ASSERT")}
-        raise _refused("flags" if kind == "SUBPATTERN" else kind.lower().replace("_", " "))
+        raise _Unsupported("flags" if kind == "SUBPATTERN" else kind.lower().replace("_", " "))
 
     def _repeat(self, value: Any, positions: set[int]) -> set[int]:
         least, most, inner = value

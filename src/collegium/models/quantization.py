@@ -1,6 +1,7 @@
 """Which weight format a config declares for one module: the quantisation block, its skip list, and ``dtype``."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import chain
@@ -8,23 +9,54 @@ from typing import cast
 
 from ..errors import ConfigError
 from ..formats.unquantised import CONFIG_NAMES
-from .base import object_of
+from .base import NESTED, object_of
 from .patterns import matches_prefix
 
-__all__ = ["METHODS", "Declared", "declared_format", "experts_apart", "mixed_algorithms"]
+__all__ = [
+    "METHODS", "Declared", "declared_format", "experts_apart", "method_of", "mixed_algorithms", "quantization_block",
+    "without_quantization",
+]  # fmt: skip
 
-METHODS = ("fp8", "mxfp4", "mxfp8", "modelopt", "compressed-tensors", "gptq", "awq", "bitsandbytes", "gguf")
+METHODS = (
+    "fp8", "mxfp4", "mxfp8", "modelopt", "compressed-tensors", "gptq", "awq", "auto-round", "bitsandbytes", "gguf",
+)  # fmt: skip
+_BLOCK = "quantization_config"
+_ALIASES = {"intel/auto-round": "auto-round", "auto_round": "auto-round"}
+_CACHE_ENTRIES = ("kv_cache_scheme", "kv_cache_quant_algo")
 _MOST_COLUMNS = 1 << 24  # far larger blocks and groups overflow in what computes with them
 _FLOATS = {dtype: name for name, dtype in CONFIG_NAMES.items()}
-_MODELOPT = {
-    "FP8": "fp8_tensor",
-    "FP8_PER_CHANNEL_PER_TOKEN": "fp8_channel",
-    "FP8_PB_WO": "fp8_block",
-    "FP8_BLOCK_SCALES": "fp8_block",
-    "NVFP4": "nvfp4",
-    "W4A16_NVFP4": "nvfp4",
-    "MXFP8": "mxfp8",
+# algorithm -> format, storage (None: any), the activation format that static scales in the files are for (None: the
+# one of the weight format)
+_MODELOPT: Mapping[str, tuple[str, str | None, str | None]] = {
+    "FP8": ("fp8_tensor", None, None),
+    "FP8_PER_CHANNEL_PER_TOKEN": ("fp8_channel", None, None),
+    "FP8_PB_WO": ("fp8_block", None, None),
+    "FP8_PB_REAL": ("fp8_block", None, None),
+    "FP8_BLOCK_SCALES": ("fp8_block", None, None),
+    "NVFP4": ("nvfp4", None, None),
+    "NVFP4_AWQ": ("nvfp4", None, None),
+    "W4A16_NVFP4": ("nvfp4", None, None),
+    "W4A8_NVFP4_FP8": ("nvfp4", None, "fp8_static"),
+    "MXFP4": ("mxfp4", "modelopt", None),
+    "W4A8_MXFP4_FP8": ("mxfp4", "modelopt", "fp8_static"),
+    "MXFP8": ("mxfp8", None, None),
+    "INT4_AWQ": ("int4_group", "modelopt", None),
+    "W4A16_AWQ": ("int4_group", "modelopt", None),
+    "W4A8_AWQ": ("int4_group", "modelopt", "fp8_static"),
+    "W8A16": ("int8_affine", "int-quantized", None),
+    "W8A8_SQ_PER_CHANNEL": ("int8_affine", "int-quantized", None),
 }
+# packing_format (and what older releases call backend) -> layout; only the first two store zero points minus one
+_AUTO_ROUND = {
+    "auto_round:auto_gptq": "gptq",
+    "auto_round:gptq": "gptq",
+    "auto_round": "gptq_v2",
+    "auto_round:gptqmodel": "gptq_v2",
+    "auto_round:auto_awq": "awq",
+    "auto_round:awq": "awq",
+}
+_PATTERN = re.compile(r"[*+?^$()\[\]{}|\\]")
+_KERNELS = (":exllamav2", ":tritonv2", ":triton", ":marlin")
 _COMPRESSED = (
     # type, bits, strategy, group size (None: any) -> format
     ("float", 8, "tensor", None, "fp8_tensor"),
@@ -47,7 +79,9 @@ class Declared:
     format: name of a format of ``collegium.formats.FORMATS``; None when the config says nothing. method: the
     ``quant_method`` it is in, None for unquantised. block: rows and columns that share a scale (FP8 block).
     group: columns that share a scale (integers; None: a whole row). storage: the one storage of the format that is
-    declared, None when any will do.
+    declared, None when any will do. static_activations: the activation format that static scales in the files belong
+    to, None for the usual one of the weight format. refusal: why matrices in this format cannot be read; unquantised
+    ones can.
     """
 
     format: str | None
@@ -55,6 +89,8 @@ class Declared:
     block: tuple[int, int] | None = None
     group: int | None = None
     storage: str | None = None
+    static_activations: str | None = None
+    refusal: str = ""
 
 
 def declared_format(config: Mapping[str, object], path: str) -> Declared:
@@ -62,14 +98,16 @@ def declared_format(config: Mapping[str, object], path: str) -> Declared:
 
     Raises ConfigError for an unknown method, algorithm or argument, naming those known.
     """
-    block = _block(config)
+    block, nested = _found_block(config)
     plain = Declared(format=_float_format(config))
     if block is None:
         return plain
-    method = str(block.get("quant_method")).lower()
+    method = method_of(block)
+    if method is None and _only_caches(block):
+        return plain
     if method not in METHODS:
         raise _wrong(f"quant_method is {block.get('quant_method')!r}, known are {', '.join(METHODS)}")
-    if _skipped(block, path):
+    if any(_skipped(block, name) for name in _names(path, nested=nested)):
         return plain
     if method == "fp8":
         return _fp8(config, block, path)
@@ -82,13 +120,70 @@ def _wrong(what: str) -> ConfigError:
     return ConfigError(f"quantization_config: {what}")
 
 
-def _block(config: Mapping[str, object]) -> Mapping[str, object] | None:
-    found = config.get("quantization_config") or object_of(config.get("text_config")).get("quantization_config")
+def quantization_block(config: Mapping[str, object]) -> Mapping[str, object] | None:
+    """Return the quantisation block of a config or of its nested text config, None without one.
+
+    Raises ConfigError where it is no object, and where two parts of the config hold blocks that differ.
+    """
+    return _found_block(config)[0]
+
+
+def without_quantization(config: Mapping[str, object]) -> dict[str, object]:
+    """Return a copy of the config without its quantisation block, at the top and in nested parts."""
+    kept = {key: value for key, value in config.items() if key != _BLOCK}
+    for key in NESTED:
+        if isinstance(kept.get(key), dict):
+            kept[key] = without_quantization(object_of(kept[key]))
+    return kept
+
+
+def method_of(block: Mapping[str, object]) -> str | None:
+    """Return ``quant_method`` in lower case under its usual name; None where the block says nothing.
+
+    A block without it is recognised by the entries of the tool that writes none.
+    """
+    named = block.get("quant_method")
+    if named is not None:
+        name = str(getattr(named, "value", named)).lower()
+        return _ALIASES.get(name, name)
+    if object_of(block.get("producer")).get("name") == "modelopt":
+        return "modelopt"
+    return "bitsandbytes" if {"load_in_4bit", "load_in_8bit"} & block.keys() else None
+
+
+def _only_caches(block: Mapping[str, object]) -> bool:
+    """Tell whether a block that names no format of weights describes the cache of keys and values."""
+    return any(block.get(key) for key in _CACHE_ENTRIES) and not block.get("quant_algo")
+
+
+def _found_block(config: Mapping[str, object]) -> tuple[Mapping[str, object] | None, bool]:
+    """Return the quantisation block, and whether it lies in a nested part, whose module names may start there."""
+    found = {where: block for where, block in _blocks(config) if block}
+    for where, block in found.items():
+        if not isinstance(block, dict):
+            raise ConfigError(f"config.json: {where} is {block!r:.200}, allowed is an object")
     if not found:
-        return None
-    if not isinstance(found, dict):
-        raise ConfigError(f"config.json: quantization_config is {found!r}, allowed is an object")
-    return cast("Mapping[str, object]", found)
+        return None, False
+    where, block = next(iter(found.items()))
+    if any(other != block for other in found.values()):
+        raise ConfigError(f"config.json: {' and '.join(found)} differ; keep the one that describes the tensors")
+    return object_of(block), where != _BLOCK
+
+
+def _blocks(config: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """Yield name and value of the entry at the top, and in each part on the way to the text model's (``text_of``)."""
+    yield _BLOCK, config.get(_BLOCK)
+    head = ""
+    for key in NESTED:
+        if isinstance(config.get(key), dict):
+            config, head = object_of(config[key]), f"{head}{key}."
+            yield head + _BLOCK, config.get(_BLOCK)
+
+
+def _names(path: str, *, nested: bool) -> tuple[str, ...]:
+    """Return the names a block may use for a module: a nested one may leave out the wrapper around the text model."""
+    _, found, rest = path.partition("layers.")
+    return (path, f"model.layers.{rest}", f"layers.{rest}") if nested and found else (path,)
 
 
 def _float_format(config: Mapping[str, object]) -> str | None:
@@ -136,7 +231,7 @@ def _pair(block: Mapping[str, object], key: str) -> tuple[int, int]:
 
 def experts_apart(config: Mapping[str, object]) -> bool:
     """Tell whether entries beside the quantisation block say how the routed experts are stored (DeepSeek-V4)."""
-    fp8 = str((_block(config) or {}).get("quant_method")).lower() == "fp8"
+    fp8 = method_of(quantization_block(config) or {}) == "fp8"
     return fp8 and config.get("model_type") == "deepseek_v4"
 
 
@@ -156,25 +251,35 @@ def _fp8(config: Mapping[str, object], block: Mapping[str, object], path: str) -
 
 
 def _modelopt(block: Mapping[str, object], path: str, plain: Declared) -> Declared:
-    algorithm = str(block.get("quant_algo")).upper()
+    if block.get("quant_algo") is None and _only_caches(block):
+        return plain
+    entry, algorithm = block, str(block.get("quant_algo")).upper()
     if algorithm == "MIXED_PRECISION":
-        found = _mixed(block, path)
-        if found is None:
+        mixed = _mixed(block, path)
+        if mixed is None:
             return plain
-        algorithm = found
+        entry, algorithm = mixed, str(mixed.get("quant_algo")).upper()
     if algorithm not in _MODELOPT:
         raise _wrong(f"quant_algo is {algorithm!r}, known are {', '.join(_MODELOPT)}, MIXED_PRECISION")
-    name = _MODELOPT[algorithm]
-    return Declared(format=name, method="modelopt", block=(128, 128) if name == "fp8_block" else None)
+    name, storage, activations = _MODELOPT[algorithm]
+    if entry.get("has_zero_point"):
+        raise _wrong(f"quant_algo {algorithm} has has_zero_point={entry['has_zero_point']!r}, allowed is false")
+    return Declared(
+        format=name,
+        method="modelopt",
+        block=(128, 128) if name == "fp8_block" else None,
+        group=_columns(entry) if name == "int4_group" else None,
+        storage=storage,
+        static_activations=activations,
+    )
 
 
-def _mixed(block: Mapping[str, object], path: str) -> str | None:
-    """Return the algorithm that a table of mixed precision gives the module, or the longest part of its path."""
+def _mixed(block: Mapping[str, object], path: str) -> Mapping[str, object] | None:
+    """Return the entry that a table of mixed precision has for the module, or for the longest part of its path."""
     layers, steps = object_of(block.get("quantized_layers")), path.split(".")
     for stop in range(len(steps), 0, -1):
         if (name := ".".join(steps[:stop])) in layers:
-            entry = layers[name]
-            return str(object_of(entry).get("quant_algo")).upper() if isinstance(entry, dict) else ""
+            return object_of(layers[name], {"quant_algo": ""})
     return None
 
 
@@ -183,13 +288,14 @@ def mixed_algorithms(config: Mapping[str, object], paths: Iterable[str]) -> dict
 
     A module it does not list has ``none``. Empty for every other method.
     """
-    block = _block(config) or {}
-    method, algorithm = str(block.get("quant_method")).lower(), str(block.get("quant_algo")).upper()
-    if (method, algorithm) != ("modelopt", "MIXED_PRECISION"):
+    block = quantization_block(config) or {}
+    algorithm = str(block.get("quant_algo")).upper()
+    if (method_of(block), algorithm) != ("modelopt", "MIXED_PRECISION"):
         return {}
     seen: dict[str, str] = {}
     for path in paths:
-        seen.setdefault(_mixed(block, path) or "none", path)
+        entry = _mixed(block, path)
+        seen.setdefault("none" if entry is None else str(entry.get("quant_algo")).upper(), path)
     return seen
 
 
@@ -198,6 +304,8 @@ def _compressed(block: Mapping[str, object], path: str, plain: Declared) -> Decl
     if turned:
         raise _wrong(f"transform_config is {turned!r:.200}, allowed is none: inputs would have to be transformed too")
     schemes = [object_of(entry) for entry in object_of(groups).values() if isinstance(entry, dict)]
+    if not groups and _only_caches(block):
+        return plain
     if not schemes:
         raise _wrong(f"config_groups is {groups!r:.200}, expected at least one group with 'weights'")
     weights = object_of(_targeting(schemes, path)).get("weights")
@@ -271,18 +379,109 @@ def _gptq(block: Mapping[str, object], path: str, plain: Declared) -> Declared:
                 return plain
             block = {**block, **object_of(change)}
             break
-    size = _columns(block)
-    bits = _only(block, "bits", (4, 8))
-    symmetric = _only(block, "sym", (True, False)) is True
-    ordered = _only(block, "desc_act", (False, True)) is True and size is not None
-    name = _integers(f"int{bits}_group", symmetric=symmetric, ordered=ordered)
+    if not _listed(block, "modules_in_block_to_quantize", path):
+        return plain
+    ordered = _only(block, "desc_act", (False, True)) is True
     # GPTQModel and transformers have both names, and the older one decides.
     layout = "format" if block.get("checkpoint_format") is None else "checkpoint_format"
     storage = str(_only(block, layout, ("gptq", "gptq_v2")))
-    return Declared(format=name, method="gptq", group=size, storage=storage)
+    return _gptq_integers(block, "gptq", storage, ordered=ordered)
 
 
-def _awq(block: Mapping[str, object], _path: str, _plain: Declared) -> Declared:
+def _gptq_integers(block: Mapping[str, object], method: str, storage: str, *, ordered: bool = False) -> Declared:
+    size = _columns(block)
+    bits = _only(block, "bits", (4, 8))
+    symmetric = _only(block, "sym", (True, False)) is True
+    name = _integers(f"int{bits}_group", symmetric=symmetric, ordered=ordered and size is not None)
+    return Declared(format=name, method=method, group=size, storage=storage)
+
+
+def _listed(block: Mapping[str, object], key: str, path: str) -> bool:
+    """Tell whether a list of what is quantised covers ``path``; without the list everything is.
+
+    The list may hold lists, or be text with commas.
+    """
+    found = block.get(key)
+    if not found:
+        return True
+    entries = found.split(",") if isinstance(found, str) else [*_flat(found)]
+    if not all(isinstance(entry, str) for entry in entries):
+        raise _wrong(f"{key} is {found!r:.200}, allowed is a list of module names")
+    return any(_matches(entry.strip(), path) for entry in cast("list[str]", entries))
+
+
+def _flat(found: object) -> Iterator[object]:
+    if isinstance(found, list):
+        for entry in cast("list[object]", found):
+            yield from _flat(entry)
+    else:
+        yield found
+
+
+def _auto_round(block: Mapping[str, object], path: str, plain: Declared) -> Declared:
+    override = _override(block, path)
+    if override is None and not (_block_listed(block, path) and _listed(block, "modules_in_block_to_quantize", path)):
+        return plain
+    block = {**block, **(override or {})}
+    if block.get("bits") in (16, 32):
+        return plain
+    _only(block, "data_type", ("int",))
+    _only(block, "act_bits", (None, 16, 32))
+    for key in ("super_bits", "super_group_size", "transform_config", "hadamard_config", "rotation_config"):
+        _only(block, key, (None, {}))
+    storage = _AUTO_ROUND[_packing(block)]
+    if storage != "awq":
+        return _gptq_integers(block, "auto-round", storage)
+    _only(block, "bits", (4,))
+    _only(block, "sym", (True, False))
+    return Declared(format="int4_affine", method="auto-round", group=_columns(block), storage="awq")
+
+
+def _packing(block: Mapping[str, object]) -> str:
+    """Return AutoRound's packing format; releases that have no entry for it put it into ``backend``."""
+    key = "packing_format" if block.get("packing_format") is not None else "backend"
+    found = block.get(key)
+    if key == "backend" and not str(found).startswith("auto_round"):
+        found = None  # a kernel is preferred, and the packing is the default
+    name = str(found or "auto_round:auto_gptq")
+    for kernel in _KERNELS:
+        name = name.removesuffix(kernel)
+    if name not in _AUTO_ROUND:
+        raise _wrong(f"{key} is {found!r}, allowed are {', '.join(map(repr, _AUTO_ROUND))}")
+    return name
+
+
+def _block_listed(block: Mapping[str, object], path: str) -> bool:
+    keys = ("block_name_to_quantize", "to_quant_block_names")
+    return _listed(block, next((key for key in keys if block.get(key)), keys[0]), path)
+
+
+def _override(block: Mapping[str, object], path: str) -> Mapping[str, object] | None:
+    """Return what ``extra_config`` changes for a module, None where it says nothing.
+
+    The module's name decides before the longest name of a module around it, then a name of consecutive parts of its
+    path, then the first regular expression that is found in it.
+    """
+    found = block.get("extra_config")
+    entries = object_of(found)
+    if found and not entries:
+        raise _wrong(f"extra_config is {found!r:.200}, allowed is an object of module names")
+    steps = path.split(".")
+    chosen = next((n for stop in range(len(steps), 0, -1) if (n := ".".join(steps[:stop])) in entries), None)
+    if chosen is None:
+        patterns = [name for name in entries if _PATTERN.search(name)]
+        inside = [name for name in entries if f".{name}." in f".{path}."]
+        matching = (name for name in patterns if matches_prefix(f".*(?:{name})", path))
+        chosen = max(inside, key=len) if inside else next(matching, None)
+    if chosen is None:
+        return None
+    change = entries[chosen]
+    if not isinstance(change, dict):
+        raise _wrong(f"extra_config[{chosen!r}] is {change!r:.200}, allowed is an object")
+    return object_of(cast("dict[str, object]", change))
+
+
+def _awq(block: Mapping[str, object], path: str, plain: Declared) -> Declared:
     _only(block, "bits", (4,))
     for layout in ("version", "format", "checkpoint_format"):
         _only(block, layout, ("gemm", "GEMM"))
@@ -290,7 +489,10 @@ def _awq(block: Mapping[str, object], _path: str, _plain: Declared) -> Declared:
     return Declared(format="int4_affine", method="awq", group=_columns(block), storage="awq")
 
 
-def _bitsandbytes(block: Mapping[str, object], _path: str, _plain: Declared) -> Declared:
+def _bitsandbytes(block: Mapping[str, object], path: str, plain: Declared) -> Declared:
+    if block.get("load_in_8bit") is True and block.get("load_in_4bit") is not True:
+        refusal = "the config declares load_in_8bit (bitsandbytes), which is not read; allowed is load_in_4bit"
+        return Declared(format=None, method="bitsandbytes", refusal=refusal)
     _only({"load_in_4bit": False, **block}, "load_in_4bit", (True,))
     kind = str(_only({"bnb_4bit_quant_type": "fp4", **block}, "bnb_4bit_quant_type", ("nf4", "fp4")))
     return Declared(format="bnb4", method="bitsandbytes", storage=kind)
@@ -301,5 +503,6 @@ _METHODS: Mapping[str, Callable[[Mapping[str, object], str, Declared], Declared]
     "compressed-tensors": _compressed,
     "gptq": _gptq,
     "awq": _awq,
+    "auto-round": _auto_round,
     "bitsandbytes": _bitsandbytes,
 }

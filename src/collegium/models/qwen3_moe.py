@@ -5,7 +5,8 @@ the shapes of the two stacks together decide. Its model code always renormalises
 """
 
 from ..types import MoESpec, RoutingSpec
-from .base import Config, Family, Names, StackedNames, each_nth, spec_of
+from .base import Config, Defaults, Family, Names, StackedNames, each_nth, spec_of
+from .in_memory import InMemory
 
 __all__ = ["FAMILY", "qwen_routing", "step_layers"]
 
@@ -15,15 +16,14 @@ def step_layers(config: Config) -> tuple[int, ...]:
     dense = config.items("mlp_only_layers") or []
     if any(isinstance(item, bool) or not isinstance(item, int) for item in dense):
         raise config.wrong("mlp_only_layers", dense, "a list of integers")
-    return tuple(i for i in each_nth(config, config.integer("decoder_sparse_step", default=1)) if i not in dense)
+    return tuple(i for i in each_nth(config, config.integer("decoder_sparse_step")) if i not in dense)
 
 
 def qwen_routing(config: Config) -> RoutingSpec:
     """Return softmax routing; Qwen3-VL and Qwen3.5 always renormalise."""
-    always = str(config.value("model_type", default="")).startswith(("qwen3_vl", "qwen3_5"))
-    if always:
+    if config.kind.startswith(("qwen3_vl", "qwen3_5")):
         config.only("norm_topk_prob", True)
-    return RoutingSpec(top_k=config.top_k, renormalise=always or config.flag("norm_topk_prob", default=False))
+    return RoutingSpec(top_k=config.top_k, renormalise=config.flag("norm_topk_prob"))
 
 
 def _spec(config: Config, _: int) -> MoESpec:
@@ -31,5 +31,24 @@ def _spec(config: Config, _: int) -> MoESpec:
 
 
 _STACK = StackedNames(gate_up="mlp.experts.gate_up_proj", down="mlp.experts.down_proj", transposed=True)
-_TYPES = ("qwen3_moe", "qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3_omni_moe", "qwen3_omni_moe_text")
-FAMILY = Family("qwen3_moe", _TYPES, Names.below(), _spec, step_layers, (Names.below(stacked=_STACK),))
+_QWEN3: Defaults = {
+    "hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 24, "num_experts": 128,
+    "num_experts_per_tok": 8, "decoder_sparse_step": 1, "norm_topk_prob": False, "hidden_act": "silu",
+}  # fmt: skip
+_QWEN3_VL: Defaults = {
+    "hidden_size": 2048, "moe_intermediate_size": 1408, "num_hidden_layers": 24, "num_experts": 60,
+    "num_experts_per_tok": 4, "decoder_sparse_step": 1, "norm_topk_prob": True, "hidden_act": "silu",
+}  # fmt: skip
+_QWEN3_OMNI: Defaults = {**_QWEN3, "num_hidden_layers": 28, "norm_topk_prob": True}
+_DEFAULTS: dict[str, Defaults] = {
+    "qwen3_moe": _QWEN3,
+    "qwen3_vl_moe": _QWEN3_VL,
+    "qwen3_vl_moe_text": _QWEN3_VL,
+    "qwen3_omni_moe": _QWEN3_OMNI,
+    "qwen3_omni_moe_text": _QWEN3_OMNI,
+}
+_OTHERS = (Names.below(stacked=_STACK),)
+_IN_MEMORY = InMemory(turned_since_4=("qwen3_vl_moe", "qwen3_vl_moe_text"))
+FAMILY = Family(
+    "qwen3_moe", tuple(_DEFAULTS), Names.below(), _spec, step_layers, _OTHERS, _DEFAULTS, in_memory=_IN_MEMORY
+)

@@ -19,7 +19,7 @@ def enumerated_layers(config: Config, default: range) -> tuple[int, ...]:
 
 
 def _spec(config: Config, _: int) -> MoESpec:
-    routing = RoutingSpec(top_k=config.top_k, renormalise=config.flag("norm_expert_weight", default=False))
+    routing = RoutingSpec(top_k=config.top_k, renormalise=config.flag("norm_expert_weight"))
     return spec_of(config, routing, shared=SharedSpec(intermediate_size=config.integer("share_expert_dim")))
 
 
@@ -30,4 +30,9 @@ def _layers(config: Config) -> tuple[int, ...]:
 STACK = StackedNames(gate_up="moe.gate_proj", up="moe.up_proj", down="moe.down_proj", plain=".weight")
 _SHARED = projections_of("share_expert.")
 _NAMES = Names.below(experts="moe.", single=(), stacked=STACK, router="moe.gate.weight", shared=_SHARED)
-FAMILY = Family("step3", ("step3_text", "step3_vl"), _NAMES, _spec, _layers)
+_TYPES = ("step3_text", "step3_vl")
+_DEFAULT = {
+    "hidden_size": 7168, "moe_intermediate_size": 5120, "share_expert_dim": 5120, "num_hidden_layers": 61,
+    "moe_num_experts": 48, "moe_top_k": 3, "norm_expert_weight": False,
+}  # fmt: skip
+FAMILY = Family("step3", _TYPES, _NAMES, _spec, _layers, defaults=dict.fromkeys(_TYPES, _DEFAULT))

@@ -11,11 +11,12 @@ from torch import Tensor
 from ..errors import InputError
 from ..formats.unquantised import DTYPES
 from ..problem import Problem
-from ..runtime.launch import launch, on_device, overlaps, power_at_least, usual_rows
-from ..runtime.memory import Memory, Regions, under
+from ..runtime.launch import dense_rows, launch, on_device, overlaps, power_at_least, usual_rows
+from ..runtime.memory import Memory, Regions, largest, under
 from .buffers import Buffers, sizes, taken
+from .rms_norm import rms_norm_regions
 
-__all__ = ["linear", "linear_regions", "regions_of"]
+__all__ = ["gated", "linear", "linear_regions", "regions_of"]
 
 # K is cut into parts for as many programs, and into no more parts than that: numbers that stay when the GPU changes,
 # because they decide the order of sums.
@@ -33,22 +34,26 @@ def linear_regions(tokens: int, k_in: int, n_out: int, out_dtype: torch.dtype | 
 
     On a CUDA device; on a CPU none.
     """
-    apart = min(tokens, 1 << (_APART // n_out).bit_length() - 1) if n_out <= _APART else 0
-    return sizes(_sums(apart, k_in, n_out) | _result(tokens, n_out, out_dtype))
+    return sizes(_sums(_most_apart(tokens, n_out), k_in, n_out) | _result(tokens, n_out, out_dtype))
 
 
 def regions_of(problem: Problem) -> Regions:
-    """Return those of a layer: of its router, latent projections and the shared expert's gate."""
+    """Return those of a layer: of its router, latent projections and the shared expert's gate, with their norms."""
     spec, tokens = problem.spec, problem.limits.max_tokens
     hidden, inner = spec.hidden_size, spec.latent_size
     if problem.device.kind != "cuda":
         return {}
     found = under("router", linear_regions(tokens, hidden, spec.num_experts, torch.float32))
+    if spec.routing.input_norm_eps is not None:
+        found |= under("router", rms_norm_regions(tokens, hidden))
+    if spec.latent_norm_eps is not None and inner is not None:
+        found |= under("latent", rms_norm_regions(tokens, inner))
     if inner is not None:
         found |= under("latent/enter", linear_regions(tokens, hidden, inner, DTYPES[problem.dtype]))
         found |= under("latent/leave", linear_regions(tokens, inner, hidden, None))
     if spec.shared is not None and spec.shared.gated:
-        found |= under("gate", linear_regions(tokens, hidden, 1, torch.float32))
+        sums = [sizes(_gate_sums(count, hidden)) for count in (_most_apart(tokens, 1), tokens)]
+        found |= under("gate", largest(*sums) | sizes(_gated_rows(tokens, hidden)))
     return found
 
 
@@ -70,35 +75,86 @@ def linear(
             made = made.float().add_(added)
         return made.to(weight.dtype) if out is None else out.copy_(made)
     # Imported here: Triton exists for Linux alone, and everything but a launch works without it.
-    from ..kernels.linear import add_parts_kernel, linear_kernel
+    from ..kernels.linear import add_parts_kernel
 
     (tokens, k_in), n_out = x.shape, weight.shape[0]
-    each, parts = _order(k_in, n_out)
-    apart = parts > 1 and power_at_least(tokens) * n_out <= _APART
+    apart = _made_apart(tokens, k_in, n_out)
     asked = _result(tokens, n_out, weight.dtype if out is None else None)
     room = taken(memory, asked | (_sums(tokens, k_in, n_out) if apart else {}), x.device)
     out = room["out"] if out is None else out
     if tokens == 0:
         return out
+    if not apart:
+        _multiply(x, weight, added, out)
+        return out
+    sums = room["sums"]
+    _multiply(x, weight, None, sums, apart=True)
+    more, step = _added_rows(added, sums, n_out)
+    block = min(power_at_least(n_out, 32), 128)
+    constants = {"PARTS": sums.shape[0], "BLOCK": block, "ADDED": added is not None, "PDL": overlaps(x)}
+    launch(add_parts_kernel, (-(-n_out // block), tokens), (sums, more, out, tokens, n_out, step), constants)
+    return out
+
+
+def gated(x: Tensor, gate: Tensor, rows: Tensor, *, memory: Memory | None = None) -> Tensor:
+    """Return ``sigmoid(x @ gate.T) * rows``, ``[T, D]`` float32, for ``x [T, K]``, ``gate [1, K]`` and ``rows [T, D]``.
+
+    The logit is that of ``linear``, in float32; the sigmoid is evaluated in float64 and rounded once, and the product
+    is rounded to float32. So a row's bits do not depend on T. gate: as ``linear`` takes a weight. rows: floating.
+    memory: where kernels take "sums" and "rows". Raises InputError for wrong shapes or dtypes.
+    """
+    _check(x, gate, None, None)
+    if gate.shape[0] != 1 or rows.dim() != 2 or rows.shape[0] != x.shape[0] or not rows.is_floating_point():
+        raise InputError(
+            f"gated: found a gate {tuple(gate.shape)} and rows {tuple(rows.shape)} {rows.dtype}, allowed: a gate "
+            f"(1, {x.shape[1]}) and floating rows ({x.shape[0]}, D), one for each row of x"
+        )
+    if not on_device(x):
+        # In float64: torch's float32 sigmoid gives the last rows of a batch other bits on a CPU.
+        return torch.sigmoid(linear(x, gate).double()).float() * rows
+    # Imported here: Triton exists for Linux alone, and everything but a launch works without it.
+    from ..kernels.linear import gate_rows_kernel
+
+    (tokens, k_in), width = x.shape, rows.shape[1]
+    room = taken(memory, _gate_sums(tokens, k_in) | _gated_rows(tokens, width), x.device)
+    sums, out = room["sums"], room["rows"]
+    if tokens == 0:
+        return out
+    _multiply(x, gate, None, sums, apart=_made_apart(tokens, k_in, 1))
+    rows = dense_rows(rows)
+    # Few tokens are spread over more programs; with many of them a program does the sigmoid for more columns.
+    block = min(power_at_least(width, 32), 2048 if tokens >= 64 else 256)
+    args = (sums, rows, out, tokens, width, rows.stride(0))
+    constants = {"PARTS": sums.shape[0], "BLOCK": block, "PDL": overlaps(x)}
+    warps = max(1, min(4, block // 256))
+    launch(gate_rows_kernel, (-(-width // block), tokens), args, constants, num_warps=warps, enable_fp_fusion=False)
+    return out
+
+
+def _multiply(x: Tensor, weight: Tensor, added: Tensor | None, out: Tensor, *, apart: bool = False) -> None:
+    """Write ``out [T, N]``, or ``[P, T, N]`` float32 where the P parts of the sums are made apart."""
+    from ..kernels.linear import linear_kernel
+
+    (tokens, k_in), n_out = x.shape, weight.shape[0]
+    each, parts = _order(k_in, n_out)
     x, weight = usual_rows(x), weight.contiguous()
-    more = weight if added is None else added.contiguous()
-    step = 0 if more.dim() == 1 else n_out
+    more, step = _added_rows(added, weight, n_out)
     few, wide = tokens <= 16, x.element_size() == 4 or k_in % 16
     block_t = 16 if few else 32 if wide else 64
     terms = 0 if weight.element_size() == 2 else {torch.bfloat16: 1, torch.float16: 2}.get(x.dtype, 3)
-    steps, pdl = each if apart else -(-k_in // _BLOCK_K), overlaps(x)
-    constants = {"TERMS": terms, "PART": apart, "EACH": each, "STEPS": steps, "ASM": x.is_cuda, "PDL": pdl}
+    steps = each if apart else -(-k_in // _BLOCK_K)
+    constants = {"TERMS": terms, "PART": apart, "EACH": each, "STEPS": steps, "ASM": x.is_cuda, "PDL": overlaps(x)}
     constants |= {"BLOCK_N": _BLOCK_N, "BLOCK_T": block_t, "BLOCK_K": _BLOCK_K, "STAGES": 4 if few else 3}
-    constants["ADDED"] = added is not None and not apart
-    target = room["sums"] if apart else out
-    args = (x, weight, more, target, tokens, n_out, k_in, x.stride(0), step)
+    constants["ADDED"] = added is not None
+    args = (x, weight, more, out, tokens, n_out, k_in, x.stride(0), step)
     grid = (-(-tokens // block_t), -(-n_out // _BLOCK_N), parts if apart else 1)
     launch(linear_kernel, grid, args, constants, num_warps=4)
-    if apart:
-        block = min(power_at_least(n_out, 32), 128)
-        constants = {"PARTS": parts, "BLOCK": block, "ADDED": added is not None, "PDL": pdl}
-        launch(add_parts_kernel, (-(-n_out // block), tokens), (target, more, out, tokens, n_out, step), constants)
-    return out
+
+
+def _added_rows(added: Tensor | None, instead: Tensor, n_out: int) -> tuple[Tensor, int]:
+    """Return what a kernel adds, ``instead`` where that is nothing, and how far its rows are apart, 0 for one row."""
+    more = instead if added is None else added.contiguous()
+    return more, 0 if added is None or more.dim() == 1 else n_out
 
 
 def _in_blocks(x: Tensor, weight: Tensor) -> Tensor:
@@ -121,9 +177,29 @@ def _order(k_in: int, n_out: int) -> tuple[int, int]:
     return each, -(-blocks // each)
 
 
+def _made_apart(tokens: int, k_in: int, n_out: int) -> bool:
+    """Return whether the parts of each sum are made by programs side by side."""
+    return _order(k_in, n_out)[1] > 1 and power_at_least(tokens) * n_out <= _APART
+
+
+def _most_apart(tokens: int, n_out: int) -> int:
+    """Return the most tokens, up to ``tokens``, whose sums are made in parts."""
+    return min(tokens, 1 << (_APART // n_out).bit_length() - 1) if n_out <= _APART else 0
+
+
 def _sums(tokens: int, k_in: int, n_out: int) -> Buffers:
     parts = _order(k_in, n_out)[1]
     return {"sums": ((parts, tokens, n_out), torch.float32)} if parts > 1 else {}
+
+
+def _gate_sums(tokens: int, k_in: int) -> Buffers:
+    """Return the logits of a gate, in the parts that are added where they are read."""
+    parts = _order(k_in, 1)[1] if _made_apart(tokens, k_in, 1) else 1
+    return {"sums": ((parts, tokens, 1), torch.float32)}
+
+
+def _gated_rows(tokens: int, width: int) -> Buffers:
+    return {"rows": ((tokens, width), torch.float32)}
 
 
 def _result(tokens: int, n_out: int, dtype: torch.dtype | None) -> Buffers:

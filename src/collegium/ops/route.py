@@ -15,6 +15,7 @@ from torch import Tensor
 from ..errors import InputError, RoutingError
 from ..runtime.launch import on_device
 from ..runtime.memory import Memory
+from ..runtime.packed_module import refuse_gradient
 from ..types import Routing, RoutingSpec, ScoreFunction
 from .checks import described, require_input
 from .route_device import ID_DTYPES, route_on_device, route_regions
@@ -47,8 +48,7 @@ def route(
         ``spec.hash_routing`` is set (token_ids alone is ignored otherwise).
     expert_scale: ``[E]``, needed exactly when ``spec.expert_scale`` is set.
     checked: waits for the device and raises on bad values; otherwise a bad row gets ids -2 and weights of NaN, which
-        make its output NaN. On a GPU, unchecked routing is one kernel for all but the sparse mixer and a floor of the
-        sum.
+        make its output NaN. On a GPU, unchecked routing is one kernel.
     memory: where that kernel takes "topk_ids" and "topk_weights".
 
     Returns ids of ``spec.id_dtype`` in descending order of the (biased) score, ties to the lower id; a hash table keeps
@@ -66,10 +66,11 @@ def route(
     if (None if expert_scale is None else tuple(expert_scale.shape)) != ((experts,) if spec.expert_scale else None):
         found = f"expert_scale is {described(expert_scale)}"
         raise InputError(f"route: {found}, spec.expert_scale={spec.expert_scale} needs ({experts},)")
-    # the kernel knows neither the sparse mixer nor a floor of the sum; torch routes for the two families that do
-    if not checked and on_device(logits) and spec.score != "sparsemixer" and not spec.renormalise_floor:
-        chosen = route_on_device(logits, spec, bias=bias, token_ids=token_ids, hash_table=hash_table, memory=memory)
-        return _scaled(chosen, expert_scale)
+    if expert_scale is not None:
+        _check_device("expert_scale", expert_scale, logits)
+    if not checked and on_device(logits):
+        parts = {"bias": bias, "token_ids": token_ids, "hash_table": hash_table, "expert_scale": expert_scale}
+        return route_on_device(logits, spec, **parts, memory=memory)
     raw = logits.to(torch.float32)
     scores = _scores(raw, spec.score)
     if spec.hash_routing and token_ids is not None and hash_table is not None:
@@ -89,37 +90,56 @@ def route(
 
 
 def route_custom(
-    fn: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]],
+    fn: Callable[[Tensor, Any, int], tuple[Tensor, Tensor] | Routing],
     x: Tensor,
-    logits: Tensor,
+    logits: Tensor | None,
     spec: RoutingSpec,
     *,
+    num_experts: int | None = None,
     checked: bool = False,
 ) -> Routing:
-    """Let ``fn(x, logits, top_k) -> (topk_weights, topk_ids)`` choose the experts, and validate its choice.
+    """Let ``fn(x, logits, top_k) -> (topk_ids, topk_weights)`` choose the experts, and validate its choice.
 
-    x: ``[T, D]``, logits: ``[T, E]``; both results must be ``[T, K]``. The weights are taken as returned: the
-    score function, renormalisation and scale of ``spec`` are the callable's own business. Validation is
-    ``given_routing``.
+    x: ``[T, D]``, logits: ``[T, E]``, or None with num_experts, E. Both results must be ``[T, K]``, ids integers and
+    weights floating, or in a ``Routing``. The weights are taken as returned: the score function, renormalisation and
+    scale of ``spec`` are not applied to them. Validation is ``given_routing``. Raises InputError for results in another
+    order, of other shapes and dtypes, on another device, and where they require a gradient.
     """
-    _check_logits(logits, spec)
-    if x.dim() != 2 or x.shape[0] != logits.shape[0]:
-        raise InputError(f"route_custom: x is {described(x)}, allowed: [{logits.shape[0]}, D], a row for each token")
-    found = cast("Any", fn(x, logits, spec.top_k))
-    if not isinstance(found, tuple | list) or len(found) != 2 or not all(isinstance(t, torch.Tensor) for t in found):
+    if logits is not None:
+        _check_logits(logits, spec)
+        num_experts = logits.shape[1]
+    rows = x.shape[0] if logits is None else logits.shape[0]
+    if x.dim() != 2 or x.shape[0] != rows:
+        raise InputError(f"route_custom: x is {described(x)}, allowed: [{rows}, D], a row for each token")
+    ids, weights = _pair(cast("Any", fn(x, logits, spec.top_k)))
+    if ids.is_floating_point() and not weights.is_floating_point():
         raise InputError(
-            f"route_custom: the callable, choose returned a {type(found).__name__}; allowed: two tensors, "
-            "(topk_weights, topk_ids)"
+            f"route_custom: the callable, choose returned ({described(ids)}, {described(weights)}), weights first; "
+            "it must return (topk_ids, topk_weights) in this order, integers first"
         )
-    weights, ids = found
-    _check_device("topk_ids that choose returned", ids, logits)
-    want = (logits.shape[0], spec.top_k)
+    source, what = (x, "the tokens") if logits is None else (logits, "the logits")
+    _check_device("topk_ids that choose returned", ids, source, what)
+    want = (rows, spec.top_k)
     if tuple(ids.shape) != want:
         raise InputError(
             f"route_custom: the callable returned topk_ids {described(ids)}, allowed: shape {want} "
-            "(T, top_k); it must return (topk_weights, topk_ids) in this order"
+            "(T, top_k); it must return (topk_ids, topk_weights) in this order"
         )
-    return given_routing(ids, weights, logits.shape[1], checked=checked)
+    refuse_gradient(topk_weights=weights)
+    return given_routing(ids, weights, cast("int", num_experts), checked=checked)
+
+
+def _pair(chosen: Any) -> tuple[Tensor, Tensor]:
+    """Return ids and weights of what a callable returned; raises InputError for anything but two tensors."""
+    if isinstance(chosen, Routing):
+        return chosen.topk_ids, chosen.topk_weights
+    listed: Any = chosen if isinstance(chosen, tuple | list) else ()
+    if len(listed) != 2 or not all(isinstance(tensor, Tensor) for tensor in listed):
+        raise InputError(
+            f"route_custom: the callable, choose returned a {type(chosen).__name__}; allowed: two tensors, "
+            "(topk_ids, topk_weights), or a Routing"
+        )
+    return listed[0], listed[1]
 
 
 def given_routing(topk_ids: Tensor, topk_weights: Tensor, num_experts: int, *, checked: bool = False) -> Routing:
@@ -131,6 +151,11 @@ def given_routing(topk_ids: Tensor, topk_weights: Tensor, num_experts: int, *, c
     added twice, and weights multiply as they are.
     Raises ``InputError`` for wrong shapes and dtypes in both modes.
     """
+    if topk_ids.is_floating_point() and not topk_weights.is_floating_point():
+        raise InputError(
+            f"topk_ids is {described(topk_ids)} and topk_weights {described(topk_weights)}: they are swapped; the "
+            "order is (topk_ids, topk_weights) everywhere, integers first"
+        )
     _check_ids("topk_ids", topk_ids, 2)
     _check_device("topk_weights", topk_weights, topk_ids, "topk_ids")
     fits = topk_weights.shape == topk_ids.shape and topk_weights.is_floating_point()

@@ -28,6 +28,7 @@ def route_on_device(
     bias: Tensor | None = None,
     token_ids: Tensor | None = None,
     hash_table: Tensor | None = None,
+    expert_scale: Tensor | None = None,
     memory: Memory | None = None,
 ) -> Routing:
     """Do ``route`` unchecked, in one kernel; the arguments must be those ``route`` accepts."""
@@ -44,16 +45,19 @@ def route_on_device(
     block_s = max(block_s, 32 // block_g)
     seen = token_ids if spec.hash_routing else None  # given all the same, they would make another kernel of it
     table = None if hash_table is None else hash_table.contiguous()
-    given = [logits if each is None else each for each in (bias, seen, table)]
-    bias_stride, token_stride = (1 if each is None else each.stride(0) for each in (bias, seen))
+    given = [logits if each is None else each for each in (bias, seen, table, expert_scale)]
+    bias_stride, token_stride, scale_stride = (
+        1 if each is None else each.stride(0) for each in (bias, seen, expert_scale)
+    )
     numbers = (experts, groups, experts // groups, 1 if table is None else table.shape[0])
-    strides = (logits.stride(0), bias_stride, token_stride)
-    factors = (float(spec.renormalise_eps), float(spec.scale))
+    strides = (logits.stride(0), bias_stride, token_stride, scale_stride)
+    factors = tuple(map(float, (spec.renormalise_eps, spec.renormalise_floor, spec.scale, spec.jitter)))
     args = (logits, *given, made.topk_ids, made.topk_weights, *numbers, *strides, *factors)
     constants = {"SCORE": SCORE_FUNCTIONS.index(spec.score), "TOP_K": spec.top_k, "RENORM": spec.renormalise}
     constants |= {"KEPT": spec.kept_groups if groups > 1 else 0, "TOP2": spec.group_score == "top2_sum"}
     constants |= {"BLOCK_K": power_at_least(spec.top_k), "BLOCK_G": block_g, "BLOCK_S": block_s}
-    constants |= {"BIAS": bias is not None, "HASH": spec.hash_routing, "PDL": overlaps(logits)}
+    constants |= {"BIAS": bias is not None, "HASH": spec.hash_routing}
+    constants |= {"EXPERT_SCALE": expert_scale is not None, "PDL": overlaps(logits)}
     warps = max(1, min(4, block_g * block_s // 256))
     launch(route_kernel, (tokens,), args, constants, num_warps=warps, enable_fp_fusion=False)
     return made

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError
+from torch import distributed
+
+from .input_check import Contribution, check_contributions
 from .meeting import meeting_of
 
 if TYPE_CHECKING:
@@ -23,20 +25,12 @@ def check_same_tokens(name: str, group: str, tokens: int, layer: int = 0) -> Non
     """Raise InputError on every rank of ``group`` unless all bring as many ``tokens``; all ranks ask together.
 
     name: of what needs that, as ``Around`` has it. layer: its number, which has to be the same too, where nothing
-    inside compares it. Raises RankError where a rank does not come.
+    inside compares it. Raises RankError where a rank does not come, or compares its inputs and this one does not.
     """
-    told = meeting_of(group).exchange((tokens, layer), f"{name} dispatch")
-    found, layers = [own for own, _ in told], [own for _, own in told]
-    if len(set(layers)) > 1:
-        raise InputError(
-            f"{name}: every rank has to call the same layer, found layers {layers} by rank, numbered as they were "
-            "built; call layers in the same order on every rank"
-        )
-    if len(set(found)) > 1:
-        raise InputError(
-            f"{name}: every rank has to be called with the same tokens, found {found} of them by rank; give all ranks "
-            "the same input, or make the ranks with same_tokens=False and without slices"
-        )
+    # In the form of ``InputCheck``, so that a rank that compares its inputs in this pass and one that does not hear so.
+    own = Contribution(rank=distributed.get_rank(), tokens=tokens, layer=layer)
+    rows = meeting_of(group).exchange([own], f"{name} dispatch")
+    check_contributions(name, [each for row in rows for each in row])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -72,11 +72,16 @@ class Reaching(Dispatcher, Protocol):
         """Make room for a layer with the regions of ``places`` and return its number; all ranks ask together."""
         ...
 
-    def meet(self, memory: Memory, layer: int, tokens: int, top_k: int) -> Hashable:
+    def meet(self, memory: Memory, layer: int, tokens: int, top_k: int, *, shares: int = 1) -> Hashable:
         """Agree with the peers on a pass of ``tokens`` tokens here; return what it has in common with passes like it.
 
-        Raises InputError on every rank where they disagree, and RankError where one does not come.
+        shares: above 1 every rank has the same tokens, and serves one of so many shares of them. Raises InputError on
+        every rank where they disagree, and RankError where one does not come.
         """
+        ...
+
+    def greet(self, layer: int, tokens: int, top_k: int, *, shares: int = 1) -> None:
+        """Agree as ``meet`` does, without a pass that follows; raises the same errors."""
         ...
 
     def likely(self, posted: Any) -> int:

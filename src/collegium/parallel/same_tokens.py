@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import InputError
 from ..types import Routing
 from .around import Around, AroundHandle, Outer, check_same_tokens
 from .collectives import gathered
@@ -99,17 +98,12 @@ class SameTokensReaching(SameTokens):
         return self.inner.join(places)
 
     def meet(self, memory: Memory, layer: int, tokens: int, top_k: int) -> Hashable:
-        """Agree on a pass of which this rank serves its share; raises InputError where shares show another T."""
-        own, each = share_of(tokens, self.rank, self.world_size), -(-tokens // self.world_size)
-        kind: Any = self.inner.meet(memory, layer, own.stop - own.start, top_k)
-        # The first rank's share is the largest, so this sees every difference that would change what is exchanged.
-        if kind[0] != each:
-            raise InputError(
-                f"same_tokens: every rank has to be called with the same tokens; this rank has {tokens}, shares of "
-                f"{each}, and the largest share of any rank is {kind[0]}; give all ranks the same input, or make the "
-                "ranks with same_tokens=False"
-            )
-        return tokens, kind
+        """Agree on a pass of which this rank serves its share; raises InputError on every rank where T differs."""
+        return tokens, self.inner.meet(memory, layer, tokens, top_k, shares=self.world_size)
+
+    def greet(self, layer: int, tokens: int, top_k: int) -> None:
+        """Agree as ``meet`` does, without a pass that follows."""
+        self.inner.greet(layer, tokens, top_k, shares=self.world_size)
 
     def likely(self, posted: tuple[Any, int]) -> int:
         """Return how many rows are likely to be here."""

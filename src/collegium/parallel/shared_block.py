@@ -211,11 +211,12 @@ class SharedBlocks:
         """Take back what ``take`` returned, once everything that uses it is on its stream."""
         self._one.release()
 
-    def meet(self, layer: int, tokens: int, top_k: int, limit: int) -> tuple[Peers, Hashable]:
+    def meet(self, layer: int, tokens: int, top_k: int, limit: int, *, shares: int = 1) -> tuple[Peers, Hashable]:
         """Return what the pass that begins knows of its peers, and what it has in common with passes like it.
 
-        Raises InputError on every rank where one brings more than ``limit`` tokens, another top-k, or calls another
-        layer, and RankError where one does not come or gave up before.
+        shares: above 1 every rank has the same ``tokens``, and brings one of so many shares of them. Raises InputError
+        on every rank where one brings more than ``limit`` tokens, another top-k, or calls another layer, and RankError
+        where one does not come or gave up before.
         """
         block = self._block
         assert block is not None
@@ -236,7 +237,13 @@ class SharedBlocks:
                 places = [self.ranks.index(rank) for rank in error.ranks]
                 release(block.head, places, block.mirror[1:], block.side)
             raise
-        if any(count > limit or (own, k) != (layer, top_k) for own, count, k in said):
+        counts = [count for _, count, _ in said]
+        if shares > 1 and len(set(counts)) > 1 and all(own == layer for own, _, _ in said):
+            raise InputError(
+                f"same_tokens: every rank has to be called with the same tokens, found {counts} of them by rank; give "
+                "all ranks the same input, or make the ranks with same_tokens=False"
+            )
+        if any(-(-count // shares) > limit or (own, k) != (layer, top_k) for own, count, k in said):
             found = "; ".join(
                 f"rank {rank}: {count} tokens, top-{k}, layer {own}"
                 for rank, (own, count, k) in zip(self.ranks, said, strict=True)
@@ -245,7 +252,8 @@ class SharedBlocks:
                 f"symm_mem: every rank needs the same layer and top-k and at most max_tokens={limit} tokens, found "
                 f"{found}; plan for more tokens, or call with fewer on every rank"
             )
-        bound, seconds = max(count for _, count, _ in said), timeout_seconds()
+        # Of the same tokens the word may not hold the whole number; this rank knows it.
+        bound, seconds = (-(-tokens // shares) if shares > 1 else max(counts)), timeout_seconds()
         peers = Peers(
             rank=block.rank,
             ranks=self.ranks,

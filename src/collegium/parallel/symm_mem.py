@@ -91,11 +91,15 @@ class SymmMem:
         """Make room for a layer's regions and return its number; all ranks ask at the same time."""
         return self.blocks.join(places)
 
-    def meet(self, memory: Memory, layer: int, tokens: int, top_k: int) -> Hashable:
+    def meet(self, memory: Memory, layer: int, tokens: int, top_k: int, *, shares: int = 1) -> Hashable:
         """Agree with the peers on the pass that ``memory`` is for; return what it has in common with passes like it."""
         assert isinstance(memory, PeerArena)
-        memory.peers, kind = self.blocks.meet(layer, tokens, top_k, self.limit)
+        memory.peers, kind = self.blocks.meet(layer, tokens, top_k, self.limit, shares=shares)
         return kind
+
+    def greet(self, layer: int, tokens: int, top_k: int, *, shares: int = 1) -> None:
+        """Agree as ``meet`` does, without a pass that follows: nothing on the device knows of it."""
+        self.blocks.meet(layer, tokens, top_k, self.limit, shares=shares)
 
     def send(
         self, x: Tensor, routing: Routing, memory: Memory | None = None, *, codes: tuple[str, int] | None = None

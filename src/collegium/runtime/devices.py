@@ -14,6 +14,8 @@ from ..errors import InputError
 from ..problem import DeviceFacts
 from .nvrtc import nvrtc_found
 
+_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")  # what accelerate calls a map of devices
+
 __all__ = ["current_device", "plain_torch", "probe", "recording"]
 
 
@@ -86,15 +88,18 @@ def plain_torch() -> Generator[None]:
 def _named(device: torch.device | str) -> torch.device:
     try:
         return torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise _refused(device, torch.cuda.device_count()) from error
 
 
 def _refused(device: torch.device | str, seen: int) -> InputError:
     allowed = "cpu" if seen == 0 else "cpu, cuda, " + ", ".join(f"cuda:{index}" for index in range(seen))
+    several = ""
+    if str(device) in _MAPS or type(device) not in (str, torch.device):
+        several = " Several GPUs are several processes: start them with torchrun and pass device=Ranks.of()."
     return InputError(
         f"device {str(device)!r}: torch {torch.__version__} sees {seen} CUDA devices on this machine; "
-        f"allowed: {allowed}. Leave the device out to take the best one."
+        f"allowed: {allowed}. Leave the device out to take the best one.{several}"
     )
 
 

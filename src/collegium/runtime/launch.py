@@ -214,8 +214,13 @@ def _arguments_passed(compiled: Any, count: int) -> tuple[tuple[Any, ...], bool]
     is run, with a stand-in for the C function, so a release that passes something else is noticed: then the result is
     None.
     """
-    run, calls = copy.copy(compiled.run), list[tuple[Any, ...]]()
-    run.launch = lambda *passed: calls.append(passed)
+    calls: list[tuple[Any, ...]] = []
+
+    def stand_in(*passed: Any) -> None:
+        calls.append(passed)
+
+    run = copy.copy(compiled.run)
+    run.launch = stand_in
     leading = (1, 1, 1, 0)  # the grid and the stream
     arguments = tuple(object() for _ in range(count))
     try:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NoReturn
+import copy
+from collections.abc import Callable, Generator
+from dataclasses import fields, is_dataclass
+from typing import Any, ClassVar, NoReturn, Self, cast
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
 from .compiled import announce
+from .pickling import WithTensors
 
-__all__ = ["PackedModule", "check_given", "refuse_gradient"]
+__all__ = ["PackedModule", "check_given", "held_bytes", "refuse_gradient"]
 
 _NO_STATE = (
     "a packed layer has no state_dict: its weights are laid out for one kernel. Keep the checkpoint it was loaded from "
@@ -27,6 +30,7 @@ class PackedModule(nn.Module):
     """
 
     handle: Tensor
+    packed_names: ClassVar[tuple[str, ...]] = ()  # attributes that hold the packed tensors
 
     @property
     def input_dtype(self) -> torch.dtype:
@@ -41,16 +45,37 @@ class PackedModule(nn.Module):
             self.register_buffer("handle", torch.zeros(1, dtype=torch.uint8, device=device), persistent=False)
         announce(self)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         """Leave the handle out: sending a tensor to another process changes its address here too."""
         buffers = {name: tensor for name, tensor in self._buffers.items() if name != "handle"}
         return {**self.__dict__, "_buffers": buffers, "_place": self.handle.device}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled; copies are made without it."""
+        state = self._state()
+        state["_packed"] = WithTensors({name: state.pop(name) for name in self.packed_names})
+        return state
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copied or unpickled module under an identity of its own."""
+        state = {**state, **state.get("_packed", {})}
+        state.pop("_packed", None)
         place = state.pop("_place")
         super().__setstate__(state)
         self.identify(place, self._kind_of_input)
+
+    def __copy__(self) -> Self:
+        """Return a module with the same packed weights."""
+        made = type(self).__new__(type(self))
+        made.__setstate__(self._state())
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return a module with packed weights of its own."""
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__setstate__(copy.deepcopy(self._state(), memo))
+        return made
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedModule:
         """Allow what changes nothing; raises InputError for another device or dtype."""
@@ -92,3 +117,22 @@ def refuse_gradient(**given: Tensor | None) -> None:
                 f"inference only: {name} requires a gradient, and none passes through packed experts; call inside "
                 "torch.no_grad() or torch.inference_mode(), or set requires_grad_(False) on the model"
             )
+
+
+def held_bytes(*owners: object) -> int:
+    """Return the bytes of the memory behind all tensors of ``owners``; what several tensors share counts once."""
+    blocks = (tensor.untyped_storage() for tensor in _tensors_of(owners))
+    return sum({block.data_ptr(): block.nbytes() for block in blocks}.values())
+
+
+def _tensors_of(owner: object) -> Generator[Tensor]:
+    """Yield the tensors of dataclasses, tuples, lists and dicts, however deep they lie."""
+    if isinstance(owner, Tensor):
+        yield owner
+    elif isinstance(owner, tuple | list):
+        for part in cast("tuple[object, ...]", owner):
+            yield from _tensors_of(part)
+    elif isinstance(owner, dict):
+        yield from _tensors_of(tuple(cast("dict[object, object]", owner).values()))
+    elif is_dataclass(owner) and not isinstance(owner, type):
+        yield from _tensors_of(tuple(getattr(owner, field.name) for field in fields(owner)))

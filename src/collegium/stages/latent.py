@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ..ops.linear import linear
+from ..ops.rms_norm import rms_norm
 from ..runtime.memory import Memory, part
 from ..types import LatentWeights
 
@@ -24,7 +24,7 @@ class Latent(LatentWeights):
     def leave(self, rows: Tensor, shared: Tensor | None, out: Tensor, memory: Memory | None) -> None:
         """Write ``out [T, D]`` for the experts' sums ``[T, H]`` float32, and add ``shared [T, D]``."""
         if self.norm is not None:
-            rows = functional.rms_norm(rows, (rows.shape[-1],), self.norm, self.norm_eps)
+            rows = rms_norm(rows, self.norm, self.norm_eps, memory=memory)
         linear(rows, self.up, shared, out=out, memory=part(memory, "leave"))
 
 

@@ -3,20 +3,20 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ..errors import InputError
 from ..ops.linear import linear
+from ..ops.rms_norm import rms_norm
 from ..ops.route import given_routing, route, route_custom
 from ..runtime.memory import Memory, part, take
 from ..types import MoESpec, RouterWeights, Routing
 from .checks import check_rows
 
-__all__ = ["Router", "in_float32", "in_full"]
+__all__ = ["Choose", "Router", "in_float32", "in_full"]
 
 
 def in_full(device: torch.device) -> AbstractContextManager[object]:
@@ -30,13 +30,16 @@ def in_float32(router: RouterWeights) -> RouterWeights:
     return replace(router, weight=router.weight.detach().float(), bias=bias)
 
 
+Choose = Callable[[Tensor, Any, int], tuple[Tensor, Tensor] | Routing]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Router:
     """How one layer chooses experts. weights: None where every call brings logits or a routing."""
 
     spec: MoESpec
     weights: RouterWeights | None
-    choose: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]] | None
+    choose: Choose | None
     checked: bool
 
     def check_own(self, router_input: Tensor | None) -> None:
@@ -46,16 +49,16 @@ class Router:
                 "forward: this router reads an input of its own, which it normalises (Gemma-4: the residual before "
                 "the experts' norm); give router_input, or router_logits or a routing"
             )
-        if self.weights is None:
+        if self.weights is None and self.choose is None:
             raise InputError(
                 "forward: no router_logits and no routing were given and the layer was built without a router; "
-                "give one of the two, or build the layer with router=RouterWeights(...)"
+                "give one of the two, or build the layer with router=RouterWeights(...) or choose=..."
             )
 
     def _own_logits(self, seen: Tensor, dtype: torch.dtype, memory: Memory | None) -> Tensor:
         own, eps = cast("RouterWeights", self.weights), self.spec.routing.input_norm_eps
         if eps is not None:
-            seen = functional.rms_norm(seen.float(), (seen.shape[-1],), eps=eps)
+            seen = rms_norm(seen, None, eps, memory=memory)
         shape = (seen.shape[0], self.spec.num_experts)
         out = take(memory, "out", shape, dtype, seen.device) if self.spec.routing.round_logits else None
         return linear(seen, own.weight, own.bias, out=out, memory=memory)
@@ -78,6 +81,9 @@ class Router:
         if topk_ids is not None and topk_weights is not None:
             check_rows("topk_ids", topk_ids, (x.shape[0], topk_ids.shape[-1]))
             return given_routing(topk_ids, topk_weights, self.spec.num_experts, checked=self.checked)
+        if logits is None and own is None and self.choose is not None:
+            experts = self.spec.num_experts
+            return route_custom(self.choose, x, None, rule, num_experts=experts, checked=self.checked)
         if logits is None:
             seen = x if router_input is None else router_input
             logits = self._own_logits(seen, x.dtype, part(memory, "router"))

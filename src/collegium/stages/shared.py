@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..experts import ExpertKernel, Packed
 from ..formats.payload import Payload
-from ..ops.linear import linear
+from ..ops.linear import gated
 from ..ops.quantize import activation_format
 from ..planning import Plan, plan
 from ..problem import Problem
@@ -48,9 +48,7 @@ class SharedExpert:
         out = self.experts.run(batch, part(memory, "shared"))
         if self.gate is None:
             return out
-        gate = linear(x, self.gate, memory=part(memory, "gate"))
-        # In float64: torch's float32 sigmoid gives the last rows of a batch other bits on a CPU.
-        return torch.sigmoid(gate.double()).float() * out
+        return gated(x, self.gate, out, memory=part(memory, "gate"))
 
     def variants(self, tokens: int) -> frozenset[Hashable]:
         """Return what has to be compiled for a batch of ``tokens`` tokens."""

@@ -8,10 +8,19 @@ from torch import Tensor, nn
 from ...errors import InputError
 from ...layer import MoELayer
 
-__all__ = ["BLOCKS", "Block", "blocks_of", "replace_blocks"]
+__all__ = ["BLOCKS", "Block", "blocks_of", "described_layer", "replace_blocks"]
 
 # Family: class of the block, and whether it returns its router's logits beside the output.
 BLOCKS = {"llama4": ("Llama4TextMoe", True), "dbrx": ("DbrxFFN", False), "step3p7": ("Step3p7SparseMoeBlock", False)}
+
+
+def described_layer(layer: MoELayer) -> str:
+    """Return one line for ``print(model)``: kernel, formats, experts and packed bytes of a layer."""
+    spec, plan = layer.spec, layer.plan
+    return (
+        f"Collegium: kernel={plan.kernel}, weight_format={spec.weight_format}, "
+        f"activation_format={plan.activation_format}, experts={spec.num_experts}, bytes={layer.nbytes:,}"
+    )
 
 
 class Block(nn.Module):
@@ -39,6 +48,11 @@ class Block(nn.Module):
         vars(self)["_layer"] = layer
         # What a state_dict names in its place, as the parameters of experts are named there.
         self.layer_packed = nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)
+
+    def extra_repr(self) -> str:
+        """Show what runs the layer."""
+        layer: MoELayer | None = vars(self)["_layer"]
+        return "" if layer is None else described_layer(layer)
 
     def forward(self, x: Tensor, *_: object, **__: object) -> Any:
         """Return what the layer makes of ``x [..., D]``; raises InputError without a layer."""

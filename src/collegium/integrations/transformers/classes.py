@@ -63,9 +63,17 @@ def _config(checkpoint: Checkpoint) -> Any:
             f"{folder / 'config.json'}: transformers {transformers.__version__} cannot read it as {kind!r}: "
             f"{str(error).strip()}; correct the entry, or install a release of transformers that reads it"
         ) from error
-    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
-        vars(part or config).pop("quantization_config", None)
+    _drop_quantization(config)
     return config
+
+
+def _drop_quantization(config: Any) -> None:
+    """Remove the quantisation block from a config and its nested configs: the weights that it is given are decoded."""
+    vars(config).pop("quantization_config", None)
+    parts = (getattr(config, name, None) for name in getattr(config, "sub_configs", {}))
+    for part in parts:
+        if part is not None and not isinstance(part, dict):
+            _drop_quantization(part)
 
 
 def _fitting(cls: Any, config: Any) -> tuple[Any, Any]:

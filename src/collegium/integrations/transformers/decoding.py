@@ -172,7 +172,9 @@ class Steps:
         out = self.model(ids, attention_mask=mask, position_ids=positions, **options)
         self.cache = getattr(out, self.cache_name)
         if self.cache is None:
-            raise InputError(f"generate: {type(self.model).__name__} returns no cache ({self.cache_name}) to write with")
+            raise InputError(
+                f"generate: {type(self.model).__name__} returns no cache ({self.cache_name}) to write with"
+            )
         return out.logits[:, -1].float()
 
 

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -22,7 +23,7 @@ from ...runtime.packed_module import refuse_gradient
 from ...types import Routing
 from ..extra import extra
 from . import hooks, trust
-from .blocks import blocks_of
+from .blocks import blocks_of, described_layer
 from .modules import experts_modules, is_experts, routed_weights, spec_of, write_count
 
 __all__ = [
@@ -118,6 +119,7 @@ def attach(model: nn.Module, layers: Mapping[int, MoELayer]) -> None:
     for index, module in modules.items():
         # In the module itself, so that it goes with copies and into pickles.
         vars(module)["collegium_given"] = _Entry(layer=layers[index], stamp=None)
+        _show(module)
         # Parameters on the meta device have no address, and a copy of the module must not share this one's handle.
         module.register_buffer("collegium_handle", layers[index].handle.clone(), persistent=False)
 
@@ -176,6 +178,18 @@ def _run(module: nn.Module, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, o
 
 def _entry_of(module: nn.Module) -> _Entry | None:
     return vars(module).get("collegium_given") or _LAYERS.get(module)
+
+
+def _show(module: nn.Module) -> None:
+    """Let ``print(model)`` show the layer that runs the experts of ``module``."""
+    vars(module)["extra_repr"] = partial(_described, module)
+
+
+def _described(module: Any) -> str:
+    entry, before = _entry_of(module), type(module).extra_repr(module)
+    if entry is None or module.config._experts_implementation != NAME:
+        return before
+    return ", ".join(filter(None, (before, described_layer(entry.layer))))
 
 
 def _built_for(module: nn.Module, x: Tensor, topk_ids: Tensor) -> _Entry | None:
@@ -253,6 +267,7 @@ def _build_once(module: nn.Module, x: Tensor, topk_ids: Tensor) -> _Entry:
         stamp, entry = _stamp(module, x, topk_ids), _LAYERS.get(module)
         if entry is None or entry.stamp != stamp:
             _LAYERS[module] = entry = _Entry(layer=_build(module, x, topk_ids.shape[-1]), stamp=stamp)
+            _show(module)
     return entry
 
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import InputError
+from ...layer import MoELayer
 from .blocks import blocks_of
 from .modules import experts_modules
-from .plugin import NAME
+from .plugin import NAME, layers_of
 
 __all__ = ["Packed", "seal"]
 
@@ -55,6 +56,8 @@ def seal(model: Any, path: object) -> None:
         if hasattr(module, "set_experts_implementation"):
             module.set_experts_implementation = _keep_implementation  # type: ignore[assignment]
             module.save_pretrained = partial(_refuse_to_save, str(path))  # type: ignore[assignment]
+            module.get_memory_footprint = partial(_memory_footprint, module)  # type: ignore[assignment]
+            module.num_parameters = partial(_num_parameters, module)  # type: ignore[assignment]
         if _packed(module):
             # On all that hold experts: a part or a wrapper that is asked changes nothing before it is refused.
             module._apply = partial(_stay, module, model.dtype, model.device)  # type: ignore[assignment]
@@ -66,6 +69,42 @@ def seal(model: Any, path: object) -> None:
         for config in {id(c): c for c in (model.config, model.config.get_text_config())}.values():
             config.output_router_logits = False
         model.register_forward_pre_hook(_refuse_router_logits, with_kwargs=True)
+
+
+def _memory_footprint(module: nn.Module, return_buffers: bool = True) -> int:
+    """Return the bytes of parameters, buffers and packed experts on this rank."""
+    parameters = sum(parameter.nbytes for parameter in module.parameters() if not parameter.is_meta)
+    buffers = sum(buffer.nbytes for buffer in module.buffers()) if return_buffers else 0
+    return parameters + buffers + sum(layer.nbytes for layer in layers_of(module))
+
+
+def _num_parameters(module: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+    """Return how many numbers the checkpoint has for ``module``, however few bits the packed ones take."""
+    counted = type(module).num_parameters(module, only_trainable=only_trainable, exclude_embeddings=exclude_embeddings)
+    # Parameters of experts are on the meta device and are counted by their shapes; a Block has none.
+    return counted if only_trainable else counted + sum(_numbers(block.layer) for block in blocks_of(module).values())
+
+
+def _numbers(layer: MoELayer) -> int:
+    """Return how many weights a layer has before it is packed: experts, router, shared expert, latent projections.
+
+    Correction biases and hash tables are buffers in transformers, which it does not count.
+    """
+    spec, router, latent = layer.spec, layer.router, layer.latent
+    expert = (spec.gate_up_parts + 1) * spec.intermediate_size * spec.expert_hidden_size
+    if spec.expert_bias:
+        expert += spec.gate_up_parts * spec.intermediate_size + spec.expert_hidden_size
+    total = spec.num_experts * expert
+    if spec.shared is not None:
+        shared = spec.shared_alone()
+        total += (shared.gate_up_parts + 1) * shared.intermediate_size * shared.hidden_size
+        total += spec.hidden_size if spec.shared.gated else 0
+    others: list[Tensor | None] = []
+    if router is not None:
+        others += [router.weight, router.bias, router.expert_scale]
+    if latent is not None:
+        others += [latent.down, latent.up, latent.norm]
+    return total + sum(tensor.numel() for tensor in others if tensor is not None)
 
 
 def _packed(module: nn.Module) -> dict[str, nn.Parameter]:

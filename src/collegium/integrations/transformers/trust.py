@@ -20,7 +20,7 @@ from ...checkpoint.opened import CheckpointLayer
 from ...checkpoint.reader import Checkpoint, read_config
 from ...errors import CheckpointError, ConfigError, InputError, SpecError
 from ...formats.payload import Payload
-from ...models import Declared, declared_format, family_of
+from ...models import NESTED, Declared, declared_format, family_of, method_of, quantization_block
 from ...types import ExpertWeights, format_names
 from ..extra import extra
 from .modules import named_experts, write_count
@@ -207,8 +207,9 @@ def _rows(matrix: Payload, start: int, stop: int) -> Tensor:
 
 def _block(config: Any) -> dict[str, object] | None:
     """Return ``quantization_config`` of a model's config or of its text part as an object of JSON."""
-    for part in (config, getattr(config, "text_config", None)):
-        found = getattr(part, "quantization_config", None)
+    for name in ("", *NESTED):
+        config = getattr(config, name, config) if name else config
+        found = getattr(config, "quantization_config", None)
         if found:
             return cast("dict[str, object]", dict(found if isinstance(found, dict) else found.to_dict()))
     return None
@@ -219,10 +220,10 @@ def _stored_block(origin: Origin) -> dict[str, object] | None:
     if origin.folder is None or not _SWITCH["compare"]:
         return None
     try:
-        found = read_config(Path(origin.folder)).get("quantization_config")
+        block = quantization_block(read_config(Path(origin.folder)))
     except (CheckpointError, OSError):
         return None
-    return cast("dict[str, object]", found) if isinstance(found, dict) else None
+    return None if block is None else dict(block)
 
 
 def _refuse_method(module: nn.Module, weights: ExpertWeights[Payload], origin: Origin) -> None:
@@ -230,7 +231,7 @@ def _refuse_method(module: nn.Module, weights: ExpertWeights[Payload], origin: O
     block = origin.quantization or _stored_block(origin)
     if block is None:
         return
-    method = str(getattr(block.get("quant_method"), "value", block.get("quant_method"))).lower()
+    method = str(method_of(block))
     declared = _declared({**block, "quant_method": method}, module, origin)
     if declared is not None and declared.method is None:
         return  # the experts are on the list of what is not quantised

@@ -2,8 +2,9 @@
 
 import logging
 import os
-from typing import Any, Literal
+from typing import Any, Literal, Never
 
+import torch
 from torch import nn
 
 from ...checkpoint.adapter import with_adapter
@@ -12,15 +13,17 @@ from ...checkpoint.opened import CheckpointLayer
 from ...checkpoint.outside import outside_experts, outside_problems, sentences
 from ...checkpoint.problems import refuse
 from ...checkpoint.reader import Checkpoint
-from ...errors import ConfigError
+from ...errors import ConfigError, InputError
 from ...formats.unquantised import DTYPES
 from ...layer import MoELayer
 from ...loading import load_layer, load_routed
 from ...models import family_of
 from ...parallel.ranks import Ranks
 from ...problem import Choice, Limits
+from ...runtime.arguments import Dtype, dtype_name, refuse_others
 from ...runtime.devices import plain_torch, probe
 from ...runtime.progress import Progress, counted
+from ..extra import extra
 from .blocks import BLOCKS, blocks_of
 from .classes import class_and_config
 from .dense import widen
@@ -39,36 +42,43 @@ def load_model(
     *,
     weight_format: str | None = None,
     force: Choice | None = None,
-    device: str | Ranks | None = None,
+    device: torch.device | str | Ranks | None = None,
+    dtype: Dtype | torch.dtype = "bf16",
     limits: Limits | None = None,
     adapter: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
+    **others: Never,
 ) -> nn.Module:
-    """Load a model that writes text, in BF16, whose experts run through Collegium in their published format.
+    """Load a model that writes text, whose experts run through Collegium in their published format.
 
     path: of a folder or GGUF file, or the open checkpoint itself.
     weight_format: encode the experts into this format instead. force: kernel or activation format. device: Ranks, where
-    several ranks share the experts: each reads its own, and everything else. adapter: folder of a LoRA adapter of PEFT,
+    several ranks share the experts: each reads its own, and everything else. dtype: of the model, a name or a
+    torch.dtype. adapter: folder of a LoRA adapter of PEFT,
     merged into what is read, as ``checkpoint.with_adapter`` does. progress: called with (done, total, what).
-    Tensors outside the experts are BF16, but for those transformers keeps in float32; matrices that are quantised
-    there are decoded, and a line of the log says so.
+    Tensors outside the experts have this dtype, but for those transformers keeps in float32; matrices that are
+    quantised there are decoded, and a line of the log says so. ``print(model)`` shows kernel and format of the experts,
+    and ``model.get_memory_footprint()`` counts them as they are packed.
     It can be deep-copied and kept by ``torch.save(model)``. ``save_pretrained``, files of its ``state_dict``, other
     experts, a move, another dtype and another ``experts_implementation`` are InputErrors, and nothing needs a gradient.
-    Raises CheckpointError kinds, PlanError, and MissingExtraError without transformers.
+    Raises CheckpointError kinds, PlanError, InputError for arguments of transformers' ``from_pretrained``, naming what
+    to pass instead, and for weights beyond the range of fp16, and MissingExtraError without transformers.
     """
+    refuse_others(load_model, others)
+    extra("transformers")
     asked: dict[str, Any] = {"weight_format": weight_format, "force": force, "limits": limits, "progress": progress}
-    return load_model_in("bf16", path, device=device, adapter=adapter, **asked)
+    return load_model_in(dtype_name("load_model", dtype), path, device=device, adapter=adapter, **asked)
 
 
 def load_model_in(
     dtype: Literal["bf16", "fp16", "fp32"],
     path: str | os.PathLike[str] | Checkpoint,
     *,
-    device: str | Ranks | None = None,
+    device: torch.device | str | Ranks | None = None,
     adapter: str | os.PathLike[str] | None = None,
     **others: Any,
 ) -> nn.Module:
-    """Do what ``load_model`` does, which is in BF16, in another dtype: in float32 a whole model can be judged."""
+    """Do what ``load_model`` does in ``dtype``."""
     place = probe(device.device if isinstance(device, Ranks) else device).place
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
     checkpoint = checkpoint if adapter is None else with_adapter(checkpoint, adapter)
@@ -84,6 +94,7 @@ def load_model_in(
             for said in sentences(checkpoint, decoded, DTYPES[dtype]):
                 _LOG.warning("%s: %s", checkpoint.path, said)
         _check_places(model, checkpoint)
+        _check_range(model, checkpoint)
         _give(model, build_layers(checkpoint, device=device, dtype=dtype, **others))
     widen(model)
     seal(model, checkpoint.path)
@@ -95,7 +106,7 @@ def build_layers(
     *,
     weight_format: str | None = None,
     force: Choice | None = None,
-    device: str | Ranks | None = None,
+    device: torch.device | str | Ranks | None = None,
     limits: Limits | None = None,
     progress: Progress | None = None,
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16",
@@ -123,6 +134,16 @@ def _check_places(model: nn.Module, checkpoint: Checkpoint) -> None:
             f"{checkpoint.path}: config.json has experts in layers {list(wanted)}, transformers' "
             f"{type(model).__name__} takes experts of others in layers {found}; load single layers with load_layer()"
         )
+
+
+def _check_range(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Refuse weights outside the experts that are infinite in FP16; those of the experts are never rounded to it."""
+    for name, parameter in model.named_parameters():
+        if parameter.dtype == torch.float16 and not parameter.is_meta and not bool(torch.isfinite(parameter).all()):
+            raise InputError(
+                f"{checkpoint.path}: {name} has weights beyond {torch.finfo(torch.float16).max}, the largest number of "
+                "fp16; load the model with dtype='bf16' or 'fp32'"
+            )
 
 
 def _give(model: nn.Module, layers: dict[int, MoELayer]) -> None:

@@ -16,7 +16,7 @@ from ...errors import BadScaleError, MissingTensorError, PlanError, SpecError
 from ...formats import by_name
 from ...formats.intake import find_storage
 from ...formats.payload import Part, Payload
-from ...formats.unquantised import FLOAT_FORMATS
+from ...formats.unquantised import DTYPES, FLOAT_FORMATS
 from ...ops.quantize import formats_within
 from ...placement import Placement
 from ...planning import Plan, plan
@@ -24,7 +24,7 @@ from ...problem import Choice, Limits, Problem
 from ...runtime.devices import probe
 from ...types import ActivationSpec, ExpertWeights, MoESpec, RoutingSpec
 
-__all__ = ["Seen", "Stored", "activation_of", "audited", "choose", "loaded_weights", "padded", "stored_as"]
+__all__ = ["Seen", "Stored", "activation_of", "audited", "choose", "faster", "loaded_weights", "padded", "stored_as"]
 
 Seen = dict[int, set[tuple[int, str]]]  # id of a parameter to the (local expert, shard) loaded into it
 # What vLLM adds to a rank's slice is zeros here. It may have to be kept, because slices are of unequal width.
@@ -36,19 +36,23 @@ _KINDS = {
 
 
 class Stored(NamedTuple):
-    """How a method of vLLM keeps weights, as ``Payload.from_parts`` is told. Format ``plain``: what their dtype is."""
+    """How a method of vLLM keeps weights, as arguments of ``Payload.from_parts``. Format ``plain``: as their dtype.
+
+    activations: the format of dynamically scaled activations that the checkpoint declares, None for 16 bits.
+    """
 
     format: str
     storage: str
     more: Mapping[str, Any] = {}
+    activations: str | None = None
 
 
 _STORED = {
     "UnquantizedFusedMoEMethod": Stored("plain", "plain"),
     "ModelOptFp8MoEMethod": Stored("fp8_tensor", "modelopt"),
-    "ModelOptMxFp8FusedMoE": Stored("mxfp8", "modelopt"),
+    "ModelOptMxFp8FusedMoE": Stored("mxfp8", "modelopt", activations="mxfp8"),
     "ModelOptNvFp4FusedMoE": Stored("nvfp4", "modelopt"),
-    "CompressedTensorsW8A8Mxfp8MoEMethod": Stored("mxfp8", "compressed-tensors"),
+    "CompressedTensorsW8A8Mxfp8MoEMethod": Stored("mxfp8", "compressed-tensors", activations="mxfp8"),
     "CompressedTensorsW4A4Mxfp4MoEMethod": Stored("mxfp4", "compressed-tensors"),
     "CompressedTensorsW4A4Nvfp4MoEMethod": Stored("nvfp4", "compressed-tensors"),
     "GptOssMxfp4MoEMethod": Stored("mxfp4", "compressed-tensors"),
@@ -63,15 +67,18 @@ def stored_as(method: Any) -> Stored:
     if getattr(config, "is_checkpoint_fp8_serialized", True) is False:
         raise SpecError("vLLM quantises its weights while it loads them; quantise the checkpoint instead")
     match name:
-        case "Fp8MoEMethod" if not method.block_quant:
-            return Stored("fp8_tensor", "finegrained-fp8")
         case "Fp8MoEMethod":
+            dynamic = getattr(config, "activation_scheme", None) == "dynamic"
+            if not method.block_quant:
+                return Stored("fp8_tensor", "finegrained-fp8", activations="fp8_token" if dynamic else None)
             block = method.moe_block_shape if method.weight_scale_refine else method.weight_block_size
-            return Stored("fp8_block", "finegrained-fp8", {"block": tuple(block)})
+            activations = "fp8_group128" if dynamic else None
+            return Stored("fp8_block", "finegrained-fp8", {"block": tuple(block)}, activations)
         case "CompressedTensorsW8A8Fp8MoEMethod":
             strategy = str(getattr(quant.strategy, "value", quant.strategy))
             more = {"block": tuple(method.weight_block_size)} if strategy == "block" else {}
-            return Stored(f"fp8_{strategy}", "compressed-tensors", more)
+            activations = _declared_e4m3(getattr(method, "input_quant", None))
+            return Stored(f"fp8_{strategy}", "compressed-tensors", more, activations)
         case "CompressedTensorsWNA16MoEMethod":
             storage = "compressed-tensors" if quant.symmetric else "compressed-tensors-asymmetric"
             return _integers(storage, quant.num_bits, quant.group_size, quant.actorder, symmetric=quant.symmetric)
@@ -84,6 +91,15 @@ def stored_as(method: Any) -> Stored:
             return _STORED[name]
         case _:
             raise SpecError(f"vLLM keeps its weights in a {name}, whose tensors Collegium does not know")
+
+
+def _declared_e4m3(arguments: Any) -> str | None:
+    """Return the format of E4M3 activations that compressed-tensors declares, None where their scales are static."""
+    if arguments is None or arguments.dynamic is False:
+        return None
+    strategy = str(getattr(arguments.strategy, "value", arguments.strategy))
+    # No format has one scale for all tokens of a batch, in which a token's bits would depend on the others.
+    return {"group": "fp8_group128", "token": "fp8_token", "tensor": "fp8_token"}.get(strategy)
 
 
 def _integers(storage: str, bits: int, group: int | None, order: Any, *, symmetric: bool) -> Stored:
@@ -146,9 +162,10 @@ def _sizes(layer: Any, stored: Stored) -> tuple[int, int]:
 def choose(
     layer: Any, stored: Stored, activations: str | None = None, weights: ExpertWeights[Payload] | None = None
 ) -> Plan:
-    """Plan a layer of vLLM. activations: their format, ours to choose when None; weights: once they are loaded.
+    """Plan a layer of vLLM. weights: once they are loaded.
 
-    Raises InputError, SpecError and PlanError, which say why Collegium does not run it.
+    activations: their format; None: what the checkpoint declares where a kernel for FP8 tensor cores runs it, else the
+    model's dtype. Raises InputError, SpecError and PlanError, which say why Collegium does not run it.
     """
     _refuse(layer)
     moe, (wide, hidden) = layer.moe_config, _sizes(layer, stored)
@@ -175,12 +192,28 @@ def choose(
         graph=facts.kind == "cuda",
     )
     formats_within(activations or problem.dtype, None)  # refuses static ones before anything is loaded
-    force = Choice(activation_format=activations, dispatcher=None if problem.placement is None else "partial")
-    if activations is None and facts.capability is not None and facts.capability >= (8, 9):
-        # FP8 tensor cores, where a kernel that CUDA graphs can capture has them for these weights
+    dispatcher = None if problem.placement is None else "partial"
+    if activations is None and stored.activations is not None and _fp8_cores(problem):
         with suppress(PlanError):
-            return plan(problem, replace(force, activation_format="fp8_group128"))
-    return plan(problem, force)
+            return plan(problem, Choice(activation_format=stored.activations, dispatcher=dispatcher))
+    return plan(problem, Choice(activation_format=activations, dispatcher=dispatcher))
+
+
+def faster(made: Plan) -> str | None:
+    """Return the activation format with which FP8 tensor cores would run the experts of ``made``, or None.
+
+    Only for activations that are not in FP8 already.
+    """
+    if made.activation_format not in DTYPES or not _fp8_cores(made.problem):
+        return None
+    with suppress(PlanError):
+        return plan(made.problem, replace(made.force, activation_format="fp8_group128")).activation_format
+    return None
+
+
+def _fp8_cores(problem: Problem) -> bool:
+    capability = problem.device.capability
+    return capability is not None and capability >= (8, 9)
 
 
 def _placement(layer: Any, wide: int) -> Placement | None:

@@ -26,13 +26,14 @@ from ...runtime.devices import plain_torch
 from ...runtime.warming import warm_up
 from ...types import Routing
 from ..extra import extra
-from .layers import Seen, Stored, audited, choose, loaded_weights, padded, stored_as
+from .layers import Seen, Stored, audited, choose, faster, loaded_weights, padded, stored_as
+from .served import not_served
 
 __all__ = ["ACTIVATIONS", "MODE", "register", "vllm_experts"]
 
 # `vllm serve` passes no arguments on to plug-ins.
 MODE, ACTIVATIONS = "COLLEGIUM_VLLM", "COLLEGIUM_VLLM_ACTIVATIONS"
-_MODES = ("auto", "require", "off")
+_MODES = ("auto", "on", "require", "off")
 _LAYERS = "vllm.model_executor.layers.fused_moe"
 
 
@@ -61,8 +62,9 @@ _waiting: list[Any] = []  # layers of the model that is being built and loaded, 
 def register() -> None:
     """Make Collegium run the experts of the models that this process loads from now on; vLLM calls it by itself.
 
-    The option COLLEGIUM_VLLM says what becomes of a model that is refused: vLLM runs it (``auto``), or it is an error
-    (``require``); ``off``: vLLM runs all. Raises InputError for another mode, MissingExtraError without vLLM.
+    The option COLLEGIUM_VLLM: ``auto`` runs the recipes that have been served (``served.py``), ``on`` those that a
+    kernel runs, and vLLM runs the other models; with ``require`` a model that is refused is an error; ``off``: vLLM
+    runs all. Raises InputError for another mode, MissingExtraError without vLLM.
     """
     if _mode() == "off":
         return
@@ -162,6 +164,9 @@ def _consider(layer: Any, state: _State) -> None:
     try:
         state.stored = stored_as(method)
         state.plan = choose(layer, state.stored, _option(ACTIVATIONS) or None)
+        reason = not_served(state.plan) if _mode() == "auto" else None
+        if reason is not None:
+            raise PlanError(reason)
         if state.stored.format == "plain" and not padded(layer):
             for name in ("w13_weight", "w2_weight"):
                 getattr(layer, name).data.fill_(torch.nan)  # what no file fills is seen
@@ -217,15 +222,15 @@ def _decide(layers: list[Any]) -> None:
         for layer in (each for others in list(kinds.values())[1:] for each in others):
             layer.collegium.refusal = "packed unlike others; vLLM moves all through one buffer; leave out --enable-eplb"
     say = extra("vllm.logger", group="vllm").init_logger("vllm.collegium")
-    refused = [f"{each.layer_name}: {each.collegium.refusal}" for each in layers if each.collegium.refusal is not None]
+    refused = [(each.layer_name, each.collegium.refusal) for each in layers if each.collegium.refusal is not None]
     config = layers[0].collegium.config
     if config.parallel_config.world_size_across_dp > 1:
         group = extra("vllm.distributed.parallel_state", group="vllm").get_ep_group()
         found: list[Any] = [None] * group.world_size
         torch.distributed.all_gather_object(found, refused, group=group.cpu_group)
-        refused = refused or [f"on another rank {each}" for others in found for each in others]
+        refused = refused or [(f"on another rank {name}", reason) for others in found for name, reason in others]
     if refused:
-        listed = f"{len(refused)} of {len(layers)} MoE layers are refused: {'; '.join(refused)}"
+        listed = f"{len(refused)} of {len(layers)} MoE layers are refused: {_listed(refused)}"
         alone = next((each.collegium.alone for each in layers if each.collegium.alone is not None), None)
         if _mode() == "require" or alone is not None:
             raise PlanError(listed if alone is None else f"{listed}; nor does vLLM itself run them here: {alone}")
@@ -235,9 +240,29 @@ def _decide(layers: list[Any]) -> None:
         return
     if isinstance(config.additional_config, dict):
         config.additional_config["collegium"] = __version__  # part of the key under which vLLM keeps what it compiles
+    _report(say, kinds, len(layers))
+
+
+def _report(say: Any, kinds: dict[str, list[Any]], count: int) -> None:
+    """Log what runs, by kind of layer, and once the option that would be faster."""
     for text, those in kinds.items():
-        of = f"{those[0].layer_name} to {those[-1].layer_name}, {len(those)} of {len(layers)} MoE layers"
+        of = f"{those[0].layer_name} to {those[-1].layer_name}, {len(those)} of {count} MoE layers"
         say.info("Collegium: runs the experts of %s: %s", of, text)
+    if _option(ACTIVATIONS):
+        return
+    forms = (faster(those[0].collegium.plan) for those in kinds.values())
+    form = next((form for form in forms if form is not None), None)
+    if form is not None:
+        say.info("Collegium: %s=%s runs experts on FP8 tensor cores and rounds activations to FP8", ACTIVATIONS, form)
+
+
+def _listed(refused: list[tuple[str, str]]) -> str:
+    """Return names of layers and the reasons why they are refused, each reason once."""
+    names: dict[str, list[str]] = {}
+    for name, reason in refused:
+        names.setdefault(reason, []).append(name)
+    more = {reason: f" and {len(group) - 1} more" if len(group) > 1 else "" for reason, group in names.items()}
+    return "; ".join(f"{group[0]}{more[reason]}: {reason}" for reason, group in names.items())
 
 
 def _told(made: Plan) -> str:
@@ -269,16 +294,17 @@ def _method_class() -> Any:
         def get_fused_moe_quant_config(self, layer: Any) -> None:
             return None
 
+        # vLLM passes weights before ids; everything of Collegium takes ids first.
         def apply(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *_: Any, **__: Any) -> Tensor:
             if torch.compiler.is_compiling():
-                return torch.ops.collegium.vllm_experts(x, topk_weights, topk_ids, layer.layer_name)
+                return torch.ops.collegium.vllm_experts(x, topk_ids, topk_weights, layer.layer_name)
             return self.packed(x, routing=Routing(topk_ids=topk_ids, topk_weights=topk_weights))
 
     return CollegiumMoEMethod
 
 
 @torch.library.custom_op("collegium::vllm_experts", mutates_args=())
-def vllm_experts(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, layer_name: str) -> Tensor:
+def vllm_experts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, layer_name: str) -> Tensor:
     """Return what the experts of the layer that vLLM calls ``layer_name`` make of ``x [T, H]``."""
     layers = extra("vllm.forward_context", group="vllm").get_forward_context().no_compile_layers
     packed: MoELayer = layers[layer_name].routed_experts.quant_method.packed
