@@ -812,7 +812,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the smallest calibrated scale of all experts", "checkpoint/activation_scales.py",
-        (("max(found.gate_up) * most, max(found.down) * most", "min(found.gate_up) * most, min(found.down) * most"),), _STATIC,
+        (("max(found.gate_up) * first, max(found.down) * second", "min(found.gate_up) * first, min(found.down) * second"),), _STATIC,
     ),
     Mutant(
         "a calibrated scale that divides multiplied", "checkpoint/activation_scales.py",

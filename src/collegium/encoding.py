@@ -13,7 +13,7 @@ from .formats.payload import Payload
 from .formats.unquantised import as_stored
 from .types import ExpertWeights
 
-__all__ = ["Matrices", "as_payloads", "encode_experts", "expert_weights"]
+__all__ = ["Matrices", "as_payloads", "encode_experts", "encoded", "expert_weights"]
 
 # All experts of one projection: in one tensor or payload, or one tensor an expert.
 Matrices = Tensor | Payload | Sequence[Tensor]
@@ -77,13 +77,23 @@ def encode_experts(
 ) -> ExpertWeights[Payload]:
     """Encode every expert into ``weight_format``, one expert at a time; biases stay as they are.
 
-    weights: payloads, or plain tensors in the shapes of ``expert_weights``. Raises SpecError for an unknown format.
+    weights: payloads, or plain tensors in the shapes of ``expert_weights``. A projection that has the format keeps its
+    bits. Raises SpecError for an unknown format.
     """
     target, payloads = by_name(weight_format), as_payloads(weights)
     return replace(payloads, gate_up=_encode(payloads.gate_up, target), down=_encode(payloads.down, target))
 
 
+def encoded(weights: ExpertWeights[Payload], weight_format: str | None) -> ExpertWeights[Payload]:
+    """Return ``weights`` in ``weight_format``: encoded unless both projections have it, or it is None."""
+    if weight_format is None or weights.gate_up.name == weights.down.name == weight_format:
+        return weights
+    return encode_experts(weights, weight_format)
+
+
 def _encode(source: Payload, target: type[Payload]) -> Payload:
+    if source.name == target.name:
+        return source
     first = target.encode(source[0].decode())
     out = first.repeated(source.shape[0])
     for expert in range(source.shape[0]):

@@ -57,6 +57,7 @@ def moe(
         routing=RoutingSpec(top_k=min(topk_ids.shape[-1], experts)),
         activation=kind,
         weight_format=upper.name,
+        down_format=None if lower.name == upper.name else lower.name,
         expert_bias=biases is not None,
     )
     problem = Problem(

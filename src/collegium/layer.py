@@ -177,16 +177,18 @@ class MoELayer(PackedModule):
         """
         weights = as_payloads(weights)
         old, shared = self.plan.problem, self.plan.problem.spec.shared
-        check_weights(weights, replace(old.routed, weight_format=weights.down.name))
+        check_weights(weights, replace(old.routed, **weights.formats))
         if self._captured or weights.down.device != self._device:
             raise InputError(
                 f"swap: the weights are on {weights.down.device}, the layer is on {self._device}, "
                 f"{'captured' if self._captured else 'not captured'} by a CUDA graph; allowed: weights on its device, "
                 "for a layer that no graph replays with the experts it has. Load another layer, and capture that"
             )
-        spec = replace(old.spec, weight_format=weights.down.name)
+        spec = replace(old.spec, **weights.formats)
         if shared is not None:
-            spec = replace(spec, shared=replace(shared, weight_format=shared.weight_format or old.spec.weight_format))
+            alone = old.spec.shared_alone()
+            kept = replace(shared, weight_format=alone.weight_format, down_format=alone.down_format)
+            spec = replace(spec, shared=kept)
         wish = force or Choice(dispatcher=self.plan.dispatcher)
         made = planned(replace(old, spec=spec), replace(wish, shared=wish.shared or self.plan.force.shared))
         check_kept(self.plan, made)

@@ -13,7 +13,7 @@ from .checkpoint.loader import load_experts
 from .checkpoint.opened import CheckpointLayer
 from .checkpoint.problems import refuse
 from .checkpoint.reader import Checkpoint
-from .encoding import encode_experts
+from .encoding import encoded
 from .errors import InputError
 from .formats.payload import Payload
 from .layer import MoELayer
@@ -122,7 +122,7 @@ def _problem(
     if placement is not None:
         # Read with padding up to whole groups, a slice is wider than its share.
         placement = replace(placement, slice_size=weights.down.shape[-1])
-    return Problem(spec=replace(spec, weight_format=weights.down.name), device=facts, placement=placement, **asked)
+    return Problem(spec=replace(spec, **weights.formats), device=facts, placement=placement, **asked)
 
 
 def asked_activations(force: Choice | None) -> str:
@@ -140,7 +140,7 @@ def _experts(
     """
     held = placement or linear(layer.spec.num_experts, 0, 1)
     everyone = (source for _, source in layer.sources())
-    reach = input_reach(layer.checkpoint, everyone, layer.stored, asked_activations(force))
-    weights = load_experts(layer, held, device=place, pad=held.tp_size > 1)
+    reach = input_reach(layer.checkpoint, everyone, layer.both_stored, asked_activations(force))
+    weights = load_experts(layer, held, device=place, pad=held.tp_size > 1, convert=weight_format is not None)
     weights = replace(weights, input_reach=reach)
-    return weights if weight_format in (None, weights.down.name) else encode_experts(weights, weight_format)
+    return encoded(weights, weight_format)

@@ -24,10 +24,10 @@ from .parallel import DispatcherKind
 from .parallel.input_check import compared_words
 from .parallel.traffic import Away, Traffic
 from .pipelines import Asked, PipelineKind
-from .problem import Choice, Problem, Refusal
+from .problem import Choice, ExpertsProblem, Problem, Refusal
 from .runtime.memory import Region, Regions, largest, memory_map, under
 from .sharing import SharedWay, shared_way
-from .types import MoESpec, named, require
+from .types import MoESpec, format_names, named, require
 
 __all__ = ["Plan", "Stretch", "dispatcher_named", "expert_bytes", "kernel_named", "plan", "stretches"]
 
@@ -79,6 +79,11 @@ class Plan:
         return self.problem.widened(self.merged)
 
     @property
+    def down_kernel(self) -> str:
+        """Name of the kernel of the down projections, which is another one where their format is."""
+        return kernel_named(self.kernel).kernels(self.problem.routed)[1]
+
+    @property
     def workspace_bytes(self) -> int:
         """Bytes of temporary memory of one pass at most."""
         return memory_map(self.regions).nbytes
@@ -107,9 +112,10 @@ class Plan:
         where = f"{device.kind} {device.name}".strip()
         where += "" if device.nvrtc else "; no NVRTC, so large batches run small tiles: install nvidia-cuda-nvrtc"
         compared = compared_words(self.problem.placement, self.dispatcher)
-        kernels = self.kernel
-        if self.shared_kernel not in (None, self.kernel):
-            kernels += f", {self.shared_kernel} for the shared expert"
+        kernels = _product_kernels(self.kernel, self.problem.routed)
+        shared = None if self.shared_kernel is None else _product_kernels(self.shared_kernel, self.problem.shared())
+        if shared not in (None, kernels):
+            kernels += f", {shared} for the shared expert" if " for " not in shared else f"; shared expert: {shared}"
         lines = [
             f"layer      {spec.num_experts} experts, top-{spec.routing.top_k} ({spec.routing.method}), "
             f"hidden {spec.hidden_size}, intermediate {spec.intermediate_size}, {spec.activation.kind}"
@@ -123,7 +129,7 @@ class Plan:
             + ("" if self.problem.placement is None else f"; {self.problem.placement}")
             + ("" if self.wire_format == "none" else f"; {self.wire_format} between ranks"),
             *([] if compared is None else [f"inputs     {compared}"]),
-            f"formats    weights {spec.weight_format}, activations {self.activation_format}",
+            f"formats    weights {format_names(spec.formats)}, activations {self.activation_format}",
             f"bytes      {self.expert_bytes:,} an expert, {self.weight_bytes:,} a layer, "
             f"workspace at most {self.workspace_bytes:,} for {self.problem.limits.max_tokens:,} tokens",
             f"graph      {'can' if self.capturable else 'cannot'} be captured in a CUDA graph",
@@ -162,6 +168,8 @@ class Plan:
             "device": self.problem.device.kind,
             "device_name": self.problem.device.name,
             "weight_format": self.problem.spec.weight_format,
+            "down_format": self.problem.spec.formats[1],
+            "down_kernel": self.down_kernel,
             "activation_format": self.activation_format,
             "wire_format": self.wire_format,
             "rank": 0 if placed is None else placed.rank,
@@ -175,6 +183,12 @@ class Plan:
             "capturable": self.capturable,
             "refusals": [asdict(refusal) for refusal in self.refusals],
         }
+
+
+def _product_kernels(name: str, problem: ExpertsProblem) -> str:
+    """Return the kernel called ``name`` as text; of weights in two formats, the kernels of both products."""
+    first, second = kernel_named(name).kernels(problem)
+    return f"{first} for gate_up, {second} for down" if problem.mixed else first
 
 
 def kernel_named(name: str) -> ExpertKernel:
@@ -193,7 +207,8 @@ def expert_bytes(spec: MoESpec, intermediate: int | None = None) -> int:
     intermediate: the width of a slice instead of the whole.
     """
     hidden, wide, parts = spec.expert_hidden_size, intermediate or spec.intermediate_size, spec.gate_up_parts
-    matrices = parts * _matrix_bytes(spec.weight_format, wide, hidden) + _matrix_bytes(spec.weight_format, hidden, wide)
+    first, second = spec.formats
+    matrices = parts * _matrix_bytes(first, wide, hidden) + _matrix_bytes(second, hidden, wide)
     biases = 2 * (parts * wide + hidden) if spec.expert_bias else 0
     return matrices + biases
 
@@ -225,11 +240,7 @@ def plan(problem: Problem, force: Choice | None = None) -> Plan:
 
     kernel = _first("kernel", experts.KERNELS, force.kernel, refuse_kernel, refusals)
     if kernel is None:
-        raise PlanError(
-            f"no kernel runs {asked.spec.weight_format} weights with {wanted} activations on {asked.device.kind}:\n"
-            f"{_listed(refusals)}\nAllowed activation formats: {', '.join(f.name for f in ACTIVATION_FORMATS)}. "
-            "Drop the forced choice or change the named limit."
-        )
+        raise _no_kernel(asked, refusals)
     asked = _with_wire(asked, kernel)
 
     def refuse_dispatcher(kind: Any) -> str | None:
@@ -268,6 +279,15 @@ def plan(problem: Problem, force: Choice | None = None) -> Plan:
         merged=shared.merged,
         beside=shared.beside,
         force=force,
+    )
+
+
+def _no_kernel(asked: Problem, refusals: Sequence[Refusal]) -> PlanError:
+    return PlanError(
+        f"no kernel runs {format_names(asked.spec.formats)} weights with {asked.activation_format} activations on "
+        f"{asked.device.kind}:\n"
+        f"{_listed(refusals)}\nAllowed activation formats: {', '.join(f.name for f in ACTIVATION_FORMATS)}. "
+        "Drop the forced choice or change the named limit."
     )
 
 

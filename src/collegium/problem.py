@@ -65,6 +65,7 @@ class ExpertsProblem:
     experts, parts, intermediate, hidden: the weights ``[experts, parts, intermediate, hidden]`` and
     ``[experts, hidden, intermediate]`` it packs. weighted: rows are multiplied by a weight before they are quantised.
     tokens, rows: the most of each in one batch; a row is a token at one of its experts.
+    weight_format: of gate_up, and of down unless ``down_format`` names another.
     activation_format: what rows become before each product; dtype: of the tokens.
     """
 
@@ -81,6 +82,17 @@ class ExpertsProblem:
     dtype: Literal["bf16", "fp16", "fp32"]
     activation_format: str
     device: DeviceFacts
+    down_format: str | None = None
+
+    @property
+    def formats(self) -> tuple[str, str]:
+        """Formats of gate_up and of down."""
+        return self.weight_format, self.down_format or self.weight_format
+
+    @property
+    def mixed(self) -> bool:
+        """Whether the two products have weights in two formats."""
+        return self.formats[0] != self.formats[1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,6 +162,7 @@ class Problem:
             hidden=spec.expert_hidden_size,
             activation=spec.activation,
             weight_format=spec.weight_format,
+            down_format=None if spec.down_format == spec.weight_format else spec.down_format,
             bias=spec.expert_bias,
             weighted=spec.routing.weight_on_input,
             tokens=self.limits.max_tokens,

@@ -8,6 +8,7 @@ from .errors import PlanError
 from .experts import ExpertKernel
 from .formats import by_name
 from .problem import Choice, Problem
+from .types import format_names
 
 __all__ = ["SharedWay", "forced_in_vain", "shared_way"]
 
@@ -23,7 +24,8 @@ def _kernel(problem: Problem, kernel: ExpertKernel, *, capturable: bool) -> Expe
     for a format that is not known.
     """
     asked, reasons = problem.shared(), list[str]()
-    by_name(asked.weight_format)  # raises where there is no such format
+    for name in asked.formats:
+        by_name(name)  # raises where there is no such format
     for other in dict.fromkeys((kernel, *experts.KERNELS)):
         reason = other.refuse(asked)
         if reason is None and capturable and not other.capturable:
@@ -32,7 +34,7 @@ def _kernel(problem: Problem, kernel: ExpertKernel, *, capturable: bool) -> Expe
             return other
         reasons.append(f"  {other.name}: {reason}")
     raise PlanError(
-        f"{kernel.name} runs the routed experts, no kernel runs the shared expert ({asked.weight_format}) beside it:\n"
+        f"{kernel.name} runs the routed experts, no kernel runs the shared expert ({format_names(asked.formats)}):\n"
         + "\n".join(reasons)
         + "\nForce another activation format or kernel, or ask for no graph."
     )
@@ -87,15 +89,15 @@ def _cannot_merge(problem: Problem, dispatcher: str) -> str | None:
     if own.gated:
         return "its gate gives each token a weight of its own, which is computed beside the experts"
     for name, found, wanted in (
-        ("weights", shared.weight_format, routed.weight_format),
+        ("weights", format_names(shared.formats), format_names(routed.formats)),
         ("activation", shared.activation, routed.activation),
         ("biases", shared.bias, routed.bias),
         ("latent width", None, problem.spec.latent_size),
     ):
         if found != wanted:
             return f"found {name} {found}, those of the routed experts are {wanted}"
-    layout, wide = by_name(shared.weight_format), routed.intermediate
-    step = math.lcm(layout.row_block, layout.group or 1)
+    layouts, wide = [by_name(name) for name in shared.formats], routed.intermediate
+    step = math.lcm(*(size for layout in layouts for size in (layout.row_block, layout.group or 1)))
     if shared.intermediate % wide or (shared.intermediate > wide and wide % step):
         return (
             f"found {shared.intermediate:,} columns; needed are those of whole routed experts, {wide:,} each, in whole "

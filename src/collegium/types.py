@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 from .errors import CollegiumError, SpecError
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ActivationSpec", "Back", "ContiguousBatch", "ExpertWeights", "LatentWeights", "MoESpec", "RouterWeights",
-    "Routing", "RoutingSpec", "SharedSpec", "SharedWeights", "TileRows", "closest", "named", "require",
+    "Routing", "RoutingSpec", "SharedSpec", "SharedWeights", "TileRows", "closest", "format_names", "named", "require",
 ]  # fmt: skip
 
 ActivationKind = Literal["swiglu", "swiglu_oai", "swiglu_step", "situ", "geglu", "geglu_tanh", "relu2", "silu", "gelu"]
@@ -64,6 +64,12 @@ def closest(name: str, names: Iterable[str]) -> str:
     by_lower = {each.lower(): each for each in names}
     near = get_close_matches(name.lower(), by_lower, n=3, cutoff=0.6)
     return f"closest to {name!r}: {', '.join(by_lower[each] for each in near)}" if near else ""
+
+
+def format_names(formats: tuple[str, str]) -> str:
+    """Return the formats of gate_up and of down as text: one name where they are equal."""
+    first, second = formats
+    return first if first == second else f"{first} (gate_up) and {second} (down)"
 
 
 def _require_count(asked: str, found: object) -> None:
@@ -179,14 +185,16 @@ class RoutingSpec:
 class SharedSpec:
     """The dense expert every token passes through, width ``intermediate_size``.
 
-    gated: its output is multiplied by sigmoid(Linear(x) -> 1) (Qwen2-MoE family). activation, weight_format: its own,
-    None for those of the routed experts.
+    gated: its output is multiplied by sigmoid(Linear(x) -> 1) (Qwen2-MoE family). activation: None for that of the
+    routed experts. weight_format: of gate and up, and of down unless ``down_format`` names another; None for those of
+    the routed experts.
     """
 
     intermediate_size: int
     gated: bool = False
     activation: ActivationSpec | None = None
     weight_format: str | None = None
+    down_format: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,6 +204,7 @@ class MoESpec:
     hidden_size: D, width of the layer's input and output.
     intermediate_size: I, width between the projections of one expert.
     weight_format: name of the format the experts are published in (see ``collegium.formats.FORMATS``).
+    down_format: format of the down projections where it is another one; None: ``weight_format``.
     expert_bias: whether both projections carry biases ``[E, 2I or I]`` and ``[E, H]``.
     latent_size: H when the routed experts work in a latent width; None means H = D.
     latent_norm_eps: epsilon of the RMS norm before the projection out of the latent width, None when there is none.
@@ -212,6 +221,7 @@ class MoESpec:
     latent_size: int | None = None
     shared: SharedSpec | None = None
     latent_norm_eps: float | None = None
+    down_format: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "intermediate_size", "num_experts"):
@@ -227,6 +237,11 @@ class MoESpec:
     def expert_hidden_size(self) -> int:
         """H, the width the routed experts read and write."""
         return self.hidden_size if self.latent_size is None else self.latent_size
+
+    @property
+    def formats(self) -> tuple[str, str]:
+        """Formats of gate and up, and of down."""
+        return self.weight_format, self.down_format or self.weight_format
 
     @property
     def gate_up_parts(self) -> int:
@@ -247,13 +262,15 @@ class MoESpec:
         """
         if self.shared is None:
             raise SpecError("shared_alone: the spec has no shared expert; ask only where spec.shared is given")
+        first = self.shared.weight_format or self.weight_format
         return MoESpec(
             hidden_size=self.hidden_size,
             intermediate_size=self.shared.intermediate_size,
             num_experts=1,
             routing=RoutingSpec(top_k=1),
             activation=self.shared.activation or self.activation,
-            weight_format=self.shared.weight_format or self.weight_format,
+            weight_format=first,
+            down_format=self.shared.down_format or (None if self.shared.weight_format else self.down_format),
         )
 
 
@@ -276,6 +293,12 @@ class ExpertWeights(Generic[F_co]):
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     input_reach: tuple[float, float] | None = None
+
+    @property
+    def formats(self) -> dict[str, Any]:
+        """The fields ``weight_format`` and ``down_format`` of a spec that describes payloads like these."""
+        first, second = (cast("Any", payload).name for payload in (self.gate_up, self.down))
+        return {"weight_format": first, "down_format": None if second == first else second}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

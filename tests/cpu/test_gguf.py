@@ -43,7 +43,7 @@ from collegium.pipelines.split import Split
 from collegium.planning import kernel_named, plan
 from collegium.problem import Choice
 from collegium.testing.compare import relative_error
-from collegium.types import ExpertWeights, Routing
+from collegium.types import ActivationSpec, ExpertWeights, Routing
 from gguf_files import ARCHITECTURES, D, E, random_blocks, theirs, write_gguf
 from truth import moe_truth
 
@@ -155,6 +155,8 @@ COMBINATIONS = [
     ("glm4moe", ("BF16", "BF16"), "bf16"),
     ("gpt-oss", ("MXFP4", "MXFP4"), "mxfp4"),
     ("gpt-oss", ("F32", "F32"), "fp32"),
+    ("qwen3moe", ("Q4_K", "F16"), "gguf"),
+    ("llama", ("BF16", "Q8_0"), "bf16"),
 ]
 
 
@@ -188,7 +190,7 @@ def test_models_load_and_run(tmp_path: Path, arch: str, kinds: tuple[str, str], 
     reference = Choice(kernel="reference")
     x = torch.randn(7, D)
     layer = load_layer(path, 1, dtype="fp32", device="cpu", force=reference)
-    problem = replace(layer.plan.problem, spec=replace(spec, weight_format="fp32"))
+    problem = replace(layer.plan.problem, spec=replace(spec, weight_format="fp32", down_format=None))
     plain = MoELayer(
         ExpertWeights(
             gate_up=Fp32(values=gate_up, shape=tuple(gate_up.shape)),
@@ -207,6 +209,25 @@ def test_models_load_and_run(tmp_path: Path, arch: str, kinds: tuple[str, str], 
     found, wanted = fast(x, router_logits=logits), plain(x.float(), router_logits=logits)
     assert torch.equal(found, fast(x, router_logits=logits))
     assert float((found - wanted).norm() / wanted.norm()) < 6e-3
+
+
+@pytest.mark.parametrize("up", ["Q6_K", "Q5_K", "BF16"])
+def test_gate_and_up_of_two_kinds(tmp_path: Path, up: str) -> None:
+    """Refused as they are, and encoded from the exact numbers where another format is wanted."""
+    path = tmp_path / "model.gguf"
+    truth = write_gguf(path, "qwen3moe", ("Q4_K", "Q6_K"), up=up)
+    with pytest.raises(ConfigError, match=rf"gate .*(Q4_K|gguf).*up is ({up}|bf16)") as refusal:
+        load_layer(path, 1, device="cpu")
+    assert "--format FORMAT" in str(refusal.value)
+    assert "--tensor-type" in str(refusal.value)
+    layer = load_layer(path, 1, device="cpu", dtype="fp32", weight_format="fp32")
+    x = torch.randn(5, D)
+    routing = Routing(topk_ids=torch.tensor([[0, 3], [1, -1], [2, 0], [3, 1], [-1, -1]]), topk_weights=torch.rand(5, 2))
+    gate_up = torch.stack((truth[1, "ffn_gate_exps"], truth[1, "ffn_up_exps"]), dim=1)
+    ids, weights = routing.topk_ids, routing.topk_weights
+    wanted = moe_truth(x, gate_up, truth[1, "ffn_down_exps"], ids, weights, ActivationSpec())
+    found = layer(x, routing=routing).double()
+    assert float((found - wanted).norm() / wanted.norm()) < 1e-5
 
 
 KERNELS_OF_GPU = [
@@ -370,8 +391,9 @@ def test_broken_models(tmp_path: Path) -> None:
     with pytest.raises(UnknownTensorError, match=r"layer 1: blk.1.ffn_exps.bias.up lies in the MoE block, gguf has no"):
         audit(Checkpoint(path, checkpoint.config, {**checkpoint.tensors, odd.name: odd}), deep=False)
     write_gguf(path, "qwen3moe", ("Q8_0", "F32"))
-    with pytest.raises(TensorMismatchError, match=r"expert 0, down: .* is F32, gguf allows Q4_0"):
-        audit(Checkpoint.open(path))
+    stray = replace(Checkpoint.open(path).info("blk.1.ffn_gate_inp.weight"), name="blk.1.ffn_exps.1.down.weight")
+    with pytest.raises(CheckpointError, match=r"down.* F32"):
+        audit(Checkpoint(path, checkpoint.config, {**checkpoint.tensors, stray.name: stray}), deep=False)
     tensors = dict(checkpoint.tensors)
     del tensors["blk.1.ffn_exps.3.up.weight"]
     with pytest.raises(MissingTensorError, match=r"layer 1, expert 3, up"):

@@ -26,7 +26,7 @@ from collegium import (
 )
 from collegium.experts import KERNELS
 from collegium.experts.cpu import panels
-from collegium.experts.triton import tiling
+from collegium.experts.triton import table, tiling
 from collegium.parallel import DISPATCHERS
 from collegium.parallel.placement import linear, tensor_parallel
 from collegium.parallel.slices import SlicesKind
@@ -101,6 +101,9 @@ ASKS: list[tuple[Problem, Choice | None]] = [
     (asked(FOUR, placement=SPLIT, limits=Limits(max_tokens=64)), FP8),
     (asked(FOUR, placement=replace(SPLIT, spare=1), limits=Limits(max_tokens=8)), FP8),
     (asked(replace(FOUR, weight_format="nvfp4"), placement=SPLIT, limits=Limits(max_tokens=8)), FP8),
+    (asked(replace(FOUR, down_format="fp8_tensor"), placement=SPLIT), MEGA),
+    (asked(replace(FOUR, down_format="int4_ordered")), None),
+    (asked(replace(FOUR, down_format="fp32")), None),
 ]  # fmt: skip
 
 
@@ -109,6 +112,7 @@ def functions() -> list[Callable[..., Any]]:
     rows = [*KERNELS, *DISPATCHERS, *PIPELINES, SlicesKind]
     own = [(row if inspect.isclass(row) else type(row)).refuse for row in rows]
     shared = [refuse_split, tiling.refuse_machine, mega._slower, _cannot_capture]  # pyright: ignore[reportPrivateUsage]
+    shared.append(table._refuse_down)  # pyright: ignore[reportPrivateUsage]
     return list(dict.fromkeys([*own, *shared]))
 
 

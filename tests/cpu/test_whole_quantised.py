@@ -23,7 +23,7 @@ import transformers
 
 import commands
 from collegium.errors import CheckpointError, InputError
-from collegium.integrations.transformers import load_model
+from collegium.integrations.transformers import layers_of, load_model
 from collegium.integrations.transformers.whole_model import load_model_in
 from family_cases import CASES, IDS, build
 from quantised_matrices import KINDS, Kind, fp8_block, fp8_tensor, mxfp4, nvfp4, plain_int8, quantise
@@ -181,6 +181,27 @@ def test_modelopt_gives_modules_algorithms_of_their_own(tmp_path: Path, caplog: 
     assert (
         "16 scales of activations or caches outside the experts are not used (lm_head.input_scale, ...)" in caplog.text
     )
+
+
+def test_down_in_another_format_than_gate_and_up(tmp_path: Path) -> None:
+    """Of routed experts NVFP4 with FP8, as ModelOpt mixes them."""
+    layers = {}
+
+    def other(path: str) -> Any:
+        fp8 = path.endswith("down_proj")
+        layers[path] = {"quant_algo": "FP8" if fp8 else "NVFP4"}
+        return fp8_tensor if fp8 else None
+
+    def block(_: list[str]) -> dict[str, Any]:
+        return {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+
+    kind = Kind("nvfp4", lambda weight: nvfp4(weight, divides=False), block)
+    twin = quantise(write(tmp_path / "model"), kind, lambda path: ".experts." in path, other)
+    ours = load_model_in("fp32", str(tmp_path / "model"), device="cpu")
+    found = [layer.spec.formats for layer in layers_of(ours)]
+    assert found
+    assert set(found) == {("nvfp4", "fp8_tensor")}
+    close(ours, eager(ours, twin, torch.float32))
 
 
 @pytest.mark.parametrize("target", ["re:.*embed_tokens$", "Embedding"])

@@ -74,7 +74,7 @@ def test_no_model_type_has_two_families() -> None:
 
 
 def test_every_model_file_makes_a_family_or_serves_them() -> None:
-    helpers = {"base", "in_memory", "patterns", "quantization", "unknown"}
+    helpers = {"base", "in_memory", "patterns", "quantization", "spellings", "unknown"}
     assert {m.__name__.rsplit(".", 1)[1] for m in files("models") if not hasattr(m, "FAMILY")} <= helpers
 
 

@@ -76,9 +76,13 @@ def write_gguf(
     wide: int = 256,
     fused: bool = False,
     split: str | None = None,
+    up: str | None = None,
     router: str = "F32",
 ) -> dict[tuple[int, str], Tensor]:
-    """Write a model of two layers (the last is MoE for all); return values of layer 1 by (layer, tensor)."""
+    """Write a model of two layers (the last is MoE for all); return values of layer 1 by (layer, tensor).
+
+    kinds: of gate and up, and of down. up: another kind of up.
+    """
     writer = GGUFWriter(path, arch, **({} if split is None else {"split_max_tensors": 5}))
     writer.add_block_count(2 + ARCHITECTURES[arch].get("nextn_predict_layers", 0))
     writer.add_embedding_length(D)
@@ -102,7 +106,7 @@ def write_gguf(
         if fused:
             shapes = {"ffn_gate_up_exps": (E, 2 * wide, D), "ffn_down_exps": (E, D, wide)}
         for name, shape in shapes.items():
-            kind = kinds[name == "ffn_down_exps"]
+            kind = up if up is not None and name == "ffn_up_exps" else kinds[name == "ffn_down_exps"]
             truth[layer, name] = add(writer, f"blk.{layer}.{name}.weight", kind, rng, shape)
         truth[layer, "router"] = add(writer, f"blk.{layer}.ffn_gate_inp.weight", router, rng, (E, D))
         if arch == "gpt-oss":

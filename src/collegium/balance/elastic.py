@@ -20,7 +20,7 @@ from torch import distributed
 from ..checkpoint.loader import load_experts
 from ..checkpoint.opened import CheckpointLayer
 from ..checkpoint.reader import Checkpoint
-from ..encoding import encode_experts
+from ..encoding import encoded
 from ..errors import InputError, RankError
 from ..parallel.doors import Door, is_gone, own_door, store_behind
 from ..parallel.meeting import meeting_of, timeout_seconds
@@ -28,6 +28,7 @@ from ..parallel.shared_block import drop_blocks
 from ..placement import Placement
 from ..planning import kernel_named, plan
 from ..problem import Choice
+from ..stages.checks import check_weights
 
 if TYPE_CHECKING:
     import os
@@ -68,8 +69,9 @@ def reader_of(
 
     def read(layer: Any, ids: tuple[int, ...]) -> ExpertWeights[Any]:
         opened = CheckpointLayer.open(checkpoint, layer)
-        weights = load_experts(opened, Placement(expert_ids=ids), device=device)
-        return weights if weight_format in (None, weights.down.name) else encode_experts(weights, weight_format)
+        convert = weight_format is not None
+        weights = load_experts(opened, Placement(expert_ids=ids), device=device, convert=convert)
+        return encoded(weights, weight_format)
 
     return read
 
@@ -242,6 +244,7 @@ def _repacked(name: Any, layer: MoELayer, placed: Placement | None, read: Reader
         assert read is not None  # agreed on
         asked = replace(layer.plan.problem.routed, experts=len(missing))
         own = replace(read(name, missing), input_reach=layer.experts.input_reach)
+        check_weights(own, asked)
         fresh = kernel_named(layer.plan.kernel).pack(own, asked)
     for slot, expert in enumerate(ids):
         taken = fresh.take(missing.index(expert)) if fresh and expert in missing else layer.experts.take(here[expert])

@@ -38,14 +38,15 @@ class ActivationScales:
     unequal: list[str] = field(default_factory=list)
     problems: list[CheckpointError] = field(default_factory=list)
 
-    def findings(self, where: str, stored: StoredFormat) -> list[str]:
+    def findings(self, where: str, stored: tuple[StoredFormat, StoredFormat]) -> list[str]:
         """Return remarks on scales that are stored; the first sentence is the same for every layer.
 
         Faulty scales are remarks too: they are refused only where a plan uses them (``input_reach``).
         """
         if not self.gate_up + self.down and not self.problems:
             return []
-        name = static_format(stored)
+        names = [static_format(form) for form in stored]
+        name = None if None in names else names[0]
         use = "no activation format uses" if name is None else f"--activations {name} uses, the largest of a layer"
         remarks = [f"the experts have static activation scales, which {use}; without it rows find their own"]
         if self.problems:
@@ -65,8 +66,10 @@ def static_format(stored: StoredFormat) -> str | None:
     return stored.static_activations or _OF.get(stored.name)
 
 
-def activation_scales(checkpoint: Checkpoint, sources: Iterable[Source], stored: StoredFormat) -> ActivationScales:
-    """Read the scales of ``sources``: one for a matrix, or those of a stack."""
+def activation_scales(
+    checkpoint: Checkpoint, sources: Iterable[Source], stored: tuple[StoredFormat, StoredFormat]
+) -> ActivationScales:
+    """Read the scales of ``sources``: one for a matrix, or those of a stack. stored: of gate and up, and of down."""
     scales, seen, gate = ActivationScales(), dict[str, Tensor](), 0.0
     for source in sources:
         which = source.label.rpartition(" ")[2]
@@ -82,7 +85,7 @@ def activation_scales(checkpoint: Checkpoint, sources: Iterable[Source], stored:
         (scales.down if which == "down" else scales.gate_up).append(scale)
         if which == "up" and gate and abs(scale - gate) > _AGREE * max(scale, gate):
             scales.unequal.append(source.label)
-            if stored.storage == "compressed-tensors":
+            if stored[0].storage == "compressed-tensors":
                 text = f"{source.label}: {name} is {scale:g}, that of gate is {gate:g}; they share one input"
                 scales.problems.append(BadScaleError(text))
         gate = scale if which == "gate" else 0.0
@@ -111,7 +114,7 @@ def _scale(checkpoint: Checkpoint, source: Source, name: str, seen: dict[str, Te
 
 
 def input_reach(
-    checkpoint: Checkpoint, sources: Iterable[Source], stored: StoredFormat, activations: str
+    checkpoint: Checkpoint, sources: Iterable[Source], stored: tuple[StoredFormat, StoredFormat], activations: str
 ) -> tuple[float, float] | None:
     """Return ``ExpertWeights.input_reach`` of all ``sources`` for a static format ``activations``; None for others.
 
@@ -121,9 +124,15 @@ def input_reach(
         return None
     sources = list(sources)
     asked = f"activation format {activations} was asked for"
-    name, instead = static_format(stored), "take fp8_token or nvfp4, which find the scales of each row"
-    if name is None:
-        which = f"{sources[0].label} is {stored.name}, whose checkpoints have no static scales of activations"
+    names, instead = (
+        [static_format(form) for form in stored],
+        "take fp8_token or nvfp4, which find the scales of each row",
+    )
+    lacking = [form.name for form, name in zip(stored, names, strict=True) if name is None]
+    if lacking:
+        which = f"{sources[0].label} is {lacking[0]}, whose checkpoints have no static scales of activations"
+        if len(lacking) == 1 and stored[0].name != stored[1].name:
+            which = f"one of its projections is {lacking[0]}, whose checkpoints have no static scales of activations"
         raise InputError(f"{asked}: {which}, allowed: {', '.join(_OF)}; {instead}")
     found = activation_scales(checkpoint, sources, stored)
     refuse(checkpoint, found.problems)
@@ -132,5 +141,5 @@ def input_reach(
             f"{asked}: {found.missing[0]} has no {ACTIVATION_SCALES[0]}, and {len(found.missing) - 1} more of "
             f"{len(sources)} have none; all need one; {instead}"
         )
-    most = activation_format(name).most
-    return max(found.gate_up) * most, max(found.down) * most
+    first, second = (activation_format(str(name)).most for name in names)
+    return max(found.gate_up) * first, max(found.down) * second

@@ -225,7 +225,7 @@ class _Collector:
         """Change one projection of one expert; A and B are ``[r, columns]`` and ``[rows, r]``."""
         layer = self._opened(module.layer)
         at = layer.source(module.expert, module.projection)
-        name = part_name(at, layer.stored.layout.parts[0])
+        name = part_name(at, layer.stored_as(at).layout.parts[0])
         _plain(self._checkpoint, name, pair.path)
         if at.flat:
             raise ConfigError(f"{pair.path}: {name} holds experts along its rows, and the adapter one expert at a time")
@@ -314,7 +314,7 @@ class _Collector:
         """Change a two-dimensional parameter that holds all experts, as the matrix it is to PEFT."""
         layer = self._opened(module.layer)
         at = layer.source(0, parameter.projections[0])
-        name = part_name(at, layer.stored.layout.parts[0])
+        name = part_name(at, layer.stored_as(at).layout.parts[0])
         height, columns = _plain(self._checkpoint, name, pair.path)
         pair.check((rank, columns), (height, rank))
         self._change(name, pair.path, LowRank(a=pair.a, b=pair.b, scale=scale, rows=range(height)))

@@ -49,12 +49,22 @@ _REFUSED = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerReport:
-    """One MoE layer: how its experts are stored, how many there are and their bytes in the files."""
+    """One MoE layer: how its experts are stored, how many there are and their bytes in the files.
+
+    stored: of gate and up. down_stored: of down, another one perhaps.
+    """
 
     layer: int
     stored: StoredFormat
+    down_stored: StoredFormat
     experts: int
     nbytes: int
+
+    @property
+    def formats(self) -> str:
+        """Format and storage of the experts, those of down as well where they are others."""
+        first, second = (f"{stored.name} ({stored.storage})" for stored in (self.stored, self.down_stored))
+        return first if first == second else f"gate and up {first}, down {second}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,16 +82,33 @@ class AuditReport:
     deep: bool = True
 
 
-def check_layer(layer: CheckpointLayer) -> Iterator[CheckpointError]:
-    """Yield every problem the headers show in the experts of ``layer``; no tensor data is read."""
+def check_layer(layer: CheckpointLayer, *, convert: bool = False) -> Iterator[CheckpointError]:
+    """Yield every problem the headers show in the experts of ``layer``; no tensor data is read.
+
+    convert: the experts will be encoded anew, so gate and up may differ in format.
+    """
     where, found, family = f"layer {layer.number}", layer.found, layer.index.family
     for name in found.unknown:
         yield UnknownTensorError(f"{where}: {name} lies in the MoE block, {family.name} has no such tensor")
     if found.single and found.stack:
         yield DuplicateTensorError(f"{where}: experts are stored one by one and stacked at once; keep one of the two")
+    if layer.unequal is not None and not convert:
+        yield _unequal(layer, layer.unequal)
     yield from _check_stack(layer) if layer.stored.stacked else _check_experts(layer)
     yield from _check_biases(layer)
     yield from _check_suffixes(layer)
+
+
+def _unequal(layer: CheckpointLayer, how: str) -> ConfigError:
+    path, again = layer.checkpoint.path, "gate and up alike"
+    command = f"collegium quantize {path} --to FORMAT writes them; "
+    if layer.checkpoint.is_gguf:
+        command, again = "", "one --tensor-type for ffn_gate_exps and ffn_up_exps"
+    return ConfigError(
+        f"layer {layer.number}: gate and up of one expert differ in format: {how}; they are one product, and no format "
+        f"holds both exactly. Encode the experts into one format ({command}--format FORMAT, or weight_format=FORMAT in "
+        f"Python, loads them so), or export the checkpoint with {again}"
+    )
 
 
 def check_dense_layers(checkpoint: Checkpoint) -> Iterator[CheckpointError]:
@@ -112,11 +139,11 @@ def check_outside_experts(checkpoint: Checkpoint) -> Iterator[CheckpointError]:
 
 
 def _check_stack(layer: CheckpointLayer) -> Iterator[CheckpointError]:
-    checkpoint, spec, stored = layer.checkpoint, layer.spec, layer.stored
+    checkpoint, spec = layer.checkpoint, layer.spec
     sources = [layer.source(0, which) for which in stack_paths(layer.names.stacked)]
     held: dict[str, int] = {}
     for source in sources:
-        for part in stored.layout.parts:
+        for part in layer.stored_as(source).layout.parts:
             name = part_name(source, part)
             shape = checkpoint.tensors[name].shape if name in checkpoint else ()
             if shape and not source.flat and (part.rows_per or part.columns_per):
@@ -132,7 +159,7 @@ def _check_stack(layer: CheckpointLayer) -> Iterator[CheckpointError]:
             "many; download the file again or export it anew"
         )
     for source in () if others else sources:
-        yield from parts_problems(checkpoint, source, stored)
+        yield from parts_problems(checkpoint, source, layer.stored_as(source))
 
 
 def _wrong_count(layer: CheckpointLayer, held: int) -> ConfigError:
@@ -142,20 +169,27 @@ def _wrong_count(layer: CheckpointLayer, held: int) -> ConfigError:
     )
 
 
-def _bias_shapes(layer: CheckpointLayer) -> list[tuple[str, tuple[int, int]]]:
-    """Return name and shape of every expert bias the layer needs."""
+def _bias_shapes(layer: CheckpointLayer) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """Return name, shape and experts of every expert bias the layer needs."""
     spec = layer.spec
     if not spec.expert_bias:
         return []
-    *upper, down = bias_names(layer.names, layer.number)
+    *upper, down = bias_names(layer.names, layer.number, stacked=layer.stored.stacked)
     wide = spec.gate_up_parts * spec.intermediate_size // len(upper)
     widths = {**dict.fromkeys(upper, wide), down: spec.expert_hidden_size}
-    return [(name, (spec.num_experts, width)) for name, width in widths.items()]
+    every = tuple(range(spec.num_experts))
+    found: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
+    for name, width in widths.items():
+        if "{expert}" in name:
+            found += [(name.replace("{expert}", str(expert)), (width,), (expert,)) for expert in every]
+        else:
+            found.append((name, (spec.num_experts, width), every))
+    return found
 
 
 def _check_biases(layer: CheckpointLayer) -> Iterator[CheckpointError]:
     where = f"layer {layer.number}"
-    for name, shape in _bias_shapes(layer):
+    for name, shape, _ in _bias_shapes(layer):
         if name not in layer.checkpoint:
             yield MissingTensorError(f"{where}: {name} missing; {layer.index.family.name} experts have biases")
             continue
@@ -178,14 +212,15 @@ def _check_experts(layer: CheckpointLayer) -> Iterator[CheckpointError]:
     for expert in sorted(set(range(e)) - present):
         held = f"{len(present)} of {e} experts are in the files"
         yield MissingTensorError(f"{where}, expert {expert}: no tensor at all; {held}")
-    dtypes: dict[tuple[bool, str], dict[str, str]] = defaultdict(dict)
+    dtypes: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
     for expert, source in layer.sources():
-        if expert not in present:
+        if expert not in present or (layer.names.fused and source.label.endswith("up")):  # asked for with the gate
             continue
-        yield from parts_problems(checkpoint, source, layer.stored)
-        for part in layer.stored.layout.parts:
+        stored = layer.stored_as(source)
+        yield from parts_problems(checkpoint, source, stored)
+        for part in stored.layout.parts:
             if part.required and part_name(source, part) in checkpoint:
-                kind = (source.label.endswith("down"), part.suffix)
+                kind = (source.projection, part.suffix)
                 dtypes[kind][checkpoint.info(part_name(source, part)).dtype] = source.label
     for (_, suffix), seen in dtypes.items():
         if len(seen) > 1:
@@ -195,12 +230,13 @@ def _check_experts(layer: CheckpointLayer) -> Iterator[CheckpointError]:
 
 
 def _check_suffixes(layer: CheckpointLayer) -> Iterator[CheckpointError]:
-    found, stored, where = layer.found, layer.stored, f"layer {layer.number}"
-    known = {part.suffix for part in stored.layout.parts} | set(ACTIVATION_SCALES)
-    stack_known = known | ({"_bias"} if layer.spec.expert_bias else set())
-    groups = [(group, known) for group in found.single.values()]
-    groups += [(group, stack_known) for group in found.stack.values()]
-    for group, allowed in groups:
+    found, where, biased = layer.found, f"layer {layer.number}", layer.spec.expert_bias
+    single_bias = {".bias"} if biased and layer.names.biases is None else set[str]()
+    groups = [(which, group, single_bias) for (_, which), group in found.single.items()]
+    groups += [(which, group, {"_bias"} if biased else set[str]()) for which, group in found.stack.items()]
+    for which, group, bias in groups:
+        stored = {"up": layer.up_stored, "down": layer.down_stored}.get(which, layer.stored)
+        allowed = {part.suffix for part in stored.layout.parts} | set(ACTIVATION_SCALES) | bias
         for suffix, info in group.items():
             if suffix in _REFUSED and suffix not in allowed:
                 yield UnknownTensorError(f"{where}: {info.name}: {_REFUSED[suffix]}")
@@ -217,11 +253,11 @@ def _check_values(layer: CheckpointLayer, remarks: Remarks) -> tuple[list[Checkp
     first: Payload | None = None
     seen: dict[str, Tensor] = {}
     sources = [source for _, source in layer.sources()]
-    scales = activation_scales(layer.checkpoint, sources, layer.stored)
-    problems, findings = list[CheckpointError](), scales.findings(f"layer {layer.number}", layer.stored)
+    scales = activation_scales(layer.checkpoint, sources, layer.both_stored)
+    problems, findings = list[CheckpointError](), scales.findings(f"layer {layer.number}", layer.both_stored)
     for source in sources:
         seen = {} if source.label.endswith("gate") else seen
-        payload, wrong = read_matrix(layer.checkpoint, source, layer.stored, seen=seen)
+        payload, wrong = read_matrix(layer.checkpoint, source, layer.stored_as(source), seen=seen)
         problems += wrong
         if payload is not None and not wrong:
             remarks.see(source.label, payload)
@@ -229,10 +265,11 @@ def _check_values(layer: CheckpointLayer, remarks: Remarks) -> tuple[list[Checkp
         if source.label.endswith("gate"):
             first = payload
         elif source.label.endswith("up") and first is not None and scale is not None:
-            unequal += int(not torch.equal(scale, first.tensors()["global_scale"]))
+            other = first.tensors().get("global_scale")
+            unequal += int(other is not None and not torch.equal(scale, other))
     experts = layer.spec.num_experts
-    for name, _ in _bias_shapes(layer):
-        problems += bad_bias(layer, name, layer.checkpoint.read(name), range(experts))
+    for name, shape, ids in _bias_shapes(layer):
+        problems += bad_bias(layer, name, layer.checkpoint.read(name).reshape(len(ids), shape[-1]), ids)
     if unequal:
         findings.append(
             f"layer {layer.number}: gate and up of {unequal} of {experts} experts have different global scales; "
@@ -281,12 +318,24 @@ def _outside(checkpoint: Checkpoint) -> list[str]:
     return [*said, *([f"not loaded as a whole model: {wrong[0]}"] if wrong else [])]
 
 
-def audit(checkpoint: Checkpoint, *, deep: bool = True, progress: Progress | None = None) -> AuditReport:
+def _reported(layer: CheckpointLayer) -> LayerReport:
+    return LayerReport(
+        layer=layer.number,
+        stored=layer.stored,
+        down_stored=layer.down_stored,
+        experts=layer.spec.num_experts,
+        nbytes=sum(info.nbytes for info in layer.found.infos()),
+    )
+
+
+def audit(
+    checkpoint: Checkpoint, *, deep: bool = True, convert: bool = False, progress: Progress | None = None
+) -> AuditReport:
     """Check the experts of every MoE layer and return what was found.
 
-    deep: also read every expert, one matrix at a time, and check its scales. progress: called before each layer and
-    once at the end with (layers done, layers, text). Raises one CheckpointError (of the class
-    of the first problem) that lists up to 20 problems, each with layer, expert and tensor.
+    convert: as ``check_layer``. deep: also read every expert, one matrix at a time, and check its scales.
+    progress: called before each layer and once at the end with (layers done, layers, text). Raises one CheckpointError
+    (of the class of the first problem) that lists up to 20 problems, each with layer, expert and tensor.
     """
     describe(checkpoint.config)  # refuses a model without routed experts
     problems = [*check_dense_layers(checkpoint)]
@@ -300,14 +349,13 @@ def audit(checkpoint: Checkpoint, *, deep: bool = True, progress: Progress | Non
         except CheckpointError as error:
             problems.append(error)
             continue
-        wrong = [*check_layer(layer)]
+        wrong = [*check_layer(layer, convert=convert)]
         beside = [*check_beside(layer, deep=deep, remarks=remarks)]
         if deep and not wrong:
             wrong, unequal = _check_values(layer, remarks)
             findings += unequal
         problems += wrong + beside
-        nbytes = sum(info.nbytes for info in layer.found.infos())
-        reports.append(LayerReport(layer=number, stored=layer.stored, experts=layer.spec.num_experts, nbytes=nbytes))
+        reports.append(_reported(layer))
     refuse(checkpoint, problems)
     return AuditReport(
         path=str(checkpoint.path),

@@ -27,7 +27,7 @@ from .activation_scales import input_reach
 from .detect import stored_format
 from .header import FLOATS, TensorInfo
 from .index import router_names
-from .layout import Source, parts_problems, read_matrix, read_whole
+from .layout import Projection, Source, parts_problems, read_matrix, read_whole
 from .opened import CheckpointLayer
 from .problems import refuse
 from .remarks import Remarks
@@ -42,7 +42,7 @@ _INTEGERS = ("U8", "I8", "U16", "I16", "U32", "I32", "I64")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Module:
-    """Matrices that share one stored format: their name templates, what to call them, and where each one lies.
+    """Matrices of one module: their name templates, what to call them, and where each one lies.
 
     others: suffixes of tensors below the same path that are no part of the matrices.
     """
@@ -78,18 +78,22 @@ def _shared(layer: CheckpointLayer) -> _Module | None:
     paths = [template.format(layer=layer.number) for template in templates]
     wide, width = spec.shared.intermediate_size, spec.hidden_size
     fused = gated and len(paths) == 2  # gate rows, then up rows, in one tensor
+    upper: tuple[Projection, ...] = ("gate", "up") if gated else ("up",)
     places = [
         Source(
             label=f"{where}, {which}",
             path=paths[0 if fused else half],
+            projection=which,
             rows=wide,
             columns=width,
             stored_rows=2 * wide if fused else wide,
             offset=wide * half if fused else 0,
         )
-        for half, which in enumerate(("gate", "up") if gated else ("up",))
+        for half, which in enumerate(upper)
     ]
-    places.append(Source(label=f"{where}, down", path=paths[-1], rows=width, columns=wide, stored_rows=width))
+    lower: Projection = "down"
+    label = f"{where}, down"
+    places.append(Source(label=label, path=paths[-1], projection=lower, rows=width, columns=wide, stored_rows=width))
     return _Module(templates=templates, where=where, places=tuple(places))
 
 
@@ -180,11 +184,13 @@ def _check_module(
     except CheckpointError as error:
         return [error]
     places = {place.path: place for place in reversed(module.places)}  # gate and up in one tensor: asked once
-    problems = [problem for place in places.values() for problem in parts_problems(layer.checkpoint, place, stored)]
+    problems: list[CheckpointError] = []
+    for place in places.values():
+        problems += parts_problems(layer.checkpoint, place, stored[place.path])
     if problems or not deep:
         return problems
     for place in module.places:
-        payload, wrong = read_matrix(layer.checkpoint, place, stored)
+        payload, wrong = read_matrix(layer.checkpoint, place, stored[place.path])
         problems += wrong
         if remarks is not None and payload is not None and not wrong:
             remarks.see(place.label, payload)
@@ -279,35 +285,42 @@ def load_router(layer: CheckpointLayer, *, device: torch.device | str = "cpu") -
     )
 
 
-def _stored_at(layer: CheckpointLayer, module: _Module) -> StoredFormat:
-    """Return how the matrices are stored; raises MissingTensorError, ConfigError and UnknownTensorError."""
+def _stored_at(layer: CheckpointLayer, module: _Module) -> dict[str, StoredFormat]:
+    """Return how each matrix is stored, by module path; gate and up of a shared expert alike, down as it likes.
+
+    Raises MissingTensorError, ConfigError and UnknownTensorError.
+    """
     number = layer.number
     missing = [t.format(layer=number) for t in module.templates if not layer.suffixes((t,))]
     if missing:
         raise MissingTensorError(
             f"layer {number}: {' and '.join(missing)} missing; the layer needs {'it' if len(missing) == 1 else 'them'}"
         )
-    seen = {k: dtypes for k, dtypes in layer.suffixes(module.templates).items() if k not in module.others}
-    paths = [template.format(layer=number) for template in module.templates]
-    declared = {path: declared_format(layer.checkpoint.config, path) for path in paths}
-    if len(set(declared.values())) > 1:
-        listed = ", ".join(f"{path} {entry.format}" for path, entry in declared.items())
-        raise ConfigError(f"{module.where}: its projections differ in format: {listed}; they must share one")
-    stored = stored_format(declared[paths[0]], seen, module.where)
-    unknown = set(seen) - {part.suffix for part in stored.layout.parts} - set(ACTIVATION_SCALES)
-    if unknown:
-        names = [n for path in paths for s in sorted(unknown) if (n := path + s) in layer.checkpoint]
-        raise UnknownTensorError(
-            f"{module.where}: {', '.join(names)}: {stored.name} ({stored.storage}) has no such part"
-        )
-    return stored
+    *upper, lower = module.templates
+    found: dict[str, StoredFormat] = {}
+    for templates in (upper, [lower]) if upper else ([lower],):
+        seen = {k: dtypes for k, dtypes in layer.suffixes(templates).items() if k not in module.others}
+        paths = [template.format(layer=number) for template in templates]
+        declared = {path: declared_format(layer.checkpoint.config, path) for path in paths}
+        if len(set(declared.values())) > 1:
+            listed = ", ".join(f"{path} {entry.format}" for path, entry in declared.items())
+            raise ConfigError(f"{module.where}: gate and up differ in format: {listed}; they are one product")
+        stored = stored_format(declared[paths[0]], seen, module.where)
+        unknown = set(seen) - {part.suffix for part in stored.layout.parts} - set(ACTIVATION_SCALES)
+        if unknown:
+            names = [n for path in paths for s in sorted(unknown) if (n := path + s) in layer.checkpoint]
+            raise UnknownTensorError(
+                f"{module.where}: {', '.join(names)}: {stored.name} ({stored.storage}) has no such part"
+            )
+        found |= dict.fromkeys(paths, stored)
+    return found
 
 
 def _matrices(layer: CheckpointLayer, module: _Module) -> list[Payload]:
     """Read the matrices of a module whole in their stored format, checked."""
     refuse(layer.checkpoint, _check_module(layer, module, None, deep=False))
     stored = _stored_at(layer, module)
-    return [read_whole(layer.checkpoint, place, stored) for place in module.places]
+    return [read_whole(layer.checkpoint, place, stored[place.path]) for place in module.places]
 
 
 def load_latent(layer: CheckpointLayer, *, device: torch.device | str = "cpu") -> LatentWeights | None:
@@ -340,5 +353,7 @@ def load_shared(
         gate_up[0].put(half, matrix)
     down.put(0, lower)
     gate = _read(layer, "shared_gate").to(device) if "shared_gate" in _vectors(layer) else None
-    reach = input_reach(layer.checkpoint, module.places, _stored_at(layer, module), activations)
+    stored = _stored_at(layer, module)
+    both = stored[module.places[0].path], stored[module.places[-1].path]
+    reach = input_reach(layer.checkpoint, module.places, both, activations)
     return SharedWeights(experts=ExpertWeights(gate_up=gate_up, down=down, input_reach=reach), gate=gate)

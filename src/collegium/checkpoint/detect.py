@@ -1,6 +1,7 @@
 """Which format a layer's experts are stored in: what the config declares, checked against the tensors."""
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 
 from ..errors import ConfigError, MissingTensorError
 from ..formats import FORMATS, by_name
@@ -9,13 +10,14 @@ from ..formats.unquantised import DTYPES
 from ..models import Declared, declared_format, mixed_algorithms
 from ..types import MoESpec
 from .header import FLOATS
-from .index import index_of
-from .layout import projections, source_of
+from .index import Index, index_of
+from .layout import Projection, projections, source_of
 from .reader import Checkpoint
 from .stored import StoredFormat
 
 __all__ = ["detect", "stored_format"]
 
+_MOST_NAMES = 2000  # that are compared with the one that is missing
 _ALIKE = "; export the checkpoint again with all routed experts of a layer alike; layers may differ from each other"
 
 
@@ -70,41 +72,70 @@ def _match_storage(declared: Declared, seen: Mapping[str, set[str]], where: str)
     return name, declared.method if declared.method in fitting else fitting[0]
 
 
-def detect(checkpoint: Checkpoint, spec: MoESpec, layer: int) -> StoredFormat:
-    """Return how the experts of ``layer``, which ``spec`` describes, are stored.
+def detect(checkpoint: Checkpoint, spec: MoESpec, layer: int) -> dict[Projection, StoredFormat]:
+    """Return how each projection of the experts of ``layer``, which ``spec`` describes, is stored.
 
-    Raises ConfigError when the config names something unknown, declares different formats for the projections of an
-    expert, or contradicts the tensors, and MissingTensorError when the layer has no expert tensors at all.
+    Raises ConfigError when the config names something unknown, declares different formats for two experts, or
+    contradicts the tensors, and MissingTensorError when the layer has no expert tensors at all.
     """
     config, index = checkpoint.config, index_of(checkpoint)
     found = index.found(layer)
     if not found.single and not found.stack:
-        prefix = index.names.experts.format(layer=layer)
-        near = dict.fromkeys(name.split(".layers.")[0] for name in checkpoint.tensors if ".experts." in name)
-        others = f"; experts exist below {', '.join(map(repr, near))}" if near else ""
-        if index.tensors(layer):
-            held = [info.name for _, info in index.tensors(layer)]
-            others += f"; the layer holds {', '.join(held[:6])}{', ...' if len(held) > 6 else ''}"
-            others += "; if it is dense, correct the entry of config.json that says which layers have experts"
-        msg = f"layer {layer}: no tensor starts with {prefix!r}, which {index.family.name} needs{others}"
-        raise MissingTensorError(msg)
-    stacked = not found.single
-    paths = [
-        source_of(index.names, spec, layer=layer, expert=0, projection=which, stacked=stacked).path
-        for which in projections(spec)
-    ]
-    declared = {path: declared_format(config, path) for path in paths}
-    if len(set(declared.values())) > 1:
-        listed = ", ".join(f"{path} {entry.format}" for path, entry in declared.items())
-        msg = f"layer {layer}: one expert's projections differ in format: {listed}; they must share one"
-        raise ConfigError(msg + _ALIKE)
-    every = (index.names.projection(which).format(layer=layer, expert=expert) for expert, which in sorted(found.single))
+        raise _no_experts(checkpoint, index, layer)
+    stacked, every = not found.single, projections(spec)
+    paths = {
+        which: source_of(index.names, spec, layer=layer, expert=0, projection=which, stacked=stacked).path
+        for which in every
+    }
+    for which in every:
+        _refuse_unlike_experts(config, index, layer, which)
+    declared = {which: declared_format(config, path) for which, path in paths.items()}
+    # Where nothing is declared, or no format has all blocks of a file, the tensors of each projection tell.
+    method, seen = declared["down"].method, found.suffixes(*every)
+    apart = len(set(declared.values())) > 1 or method is None
+    apart = apart or (method == "gguf" and not any(_holds(s, seen) for form in FORMATS for s in form.storages))
+    stored: dict[Projection, StoredFormat] = {}
+    for which in every:
+        holder: Projection = next(
+            other for other in every if paths[other] == paths[which]
+        )  # of gate and up in one, gate
+        own = (found.suffixes(holder) if apart else {}) or found.suffixes(*every)
+        own = {k: v for k, v in own.items() if k != "_bias" and not (spec.expert_bias and k == ".bias")}
+        stored[which] = stored_format(declared[which], own, f"layer {layer}", stacked=stacked)
+    return stored
+
+
+def _refuse_unlike_experts(config: Mapping[str, object], index: Index, layer: int, which: Projection) -> None:
+    """Raise ConfigError where mixed precision declares formats that differ from expert to expert."""
+    experts = sorted(expert for expert, one in index.found(layer).single if one == which)
+    every = (index.names.projection(which).format(layer=layer, expert=expert) for expert in experts)
     mixed = mixed_algorithms(config, every)
     if len(mixed) > 1:
         listed = ", ".join(f"{path} {algorithm}" for algorithm, path in mixed.items())
         raise ConfigError(f"layer {layer}: its experts differ in format: {listed}; they must share one{_ALIKE}")
-    seen = {k: v for k, v in found.suffixes().items() if k != "_bias"}
-    return stored_format(declared[paths[0]], seen, f"layer {layer}", stacked=stacked)
+
+
+def _no_experts(checkpoint: Checkpoint, index: Index, layer: int) -> MissingTensorError:
+    """Return the error for a layer without a tensor that is named as the family names its experts."""
+    prefix, family = index.names.experts.format(layer=layer), index.family.name
+    near = [name for name in checkpoint.tensors if name.startswith(prefix)]
+    known = [names.projection("down") or names.stacked.down for names in index.family.tables]
+    if near:
+        needs = " or ".join(dict.fromkeys(known)).replace("{layer}", str(layer))
+        return MissingTensorError(
+            f"layer {layer}: {len(near)} tensors start with {prefix!r}, none of them is named like an expert of "
+            f"{family}: {', '.join(near[:6])}{', ...' if len(near) > 6 else ''}; down, for example, is {needs}"
+        )
+    experts = [name for name in checkpoint.tensors if ".experts." in name]
+    heads = dict.fromkeys(name.split(".layers.")[0] for name in experts if ".layers." in name)
+    others = f"; experts exist below {', '.join(map(repr, heads))}" if heads else ""
+    inside = [info.name for _, info in index.tensors(layer)]
+    pool = inside or experts or list(checkpoint.tensors)
+    if closest := get_close_matches(prefix, pool[:_MOST_NAMES], 3, 0.0):
+        others += f"; the nearest names are {', '.join(closest)}"
+    if inside:
+        others += "; if the layer is dense, correct the entry of config.json that says which layers have experts"
+    return MissingTensorError(f"layer {layer}: no tensor starts with {prefix!r}, which {family} needs{others}")
 
 
 def stored_format(

@@ -1,7 +1,7 @@
 """Which tensors belong to which layer: every name is looked at once, however many layers ask.
 
 Here too it is settled which name table of the family a checkpoint follows: below which prefix its layers lie, one
-tensor an expert or one stack, and in which orientation.
+tensor an expert or one stack, and in which orientation. The prefix is proven by the experts below it.
 """
 
 import re
@@ -9,9 +9,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from functools import cache
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from ..models import PREFIXES, Family, Names, family_of
+from ..errors import DuplicateTensorError
+from ..models import Family, Names, either_way, family_of, is_wrapped, unpacked
 from ..types import MoESpec
 from .header import FLOATS, TensorInfo
 from .layout import PROJECTIONS, Projection, plain_shape, source_of, stack_paths
@@ -28,7 +30,10 @@ _SUSPECT = re.compile(
     r"|^(shared?_|gate$|mixer$|latent)"
 )
 _HARMLESS = re.compile(r"attn|^shared_head$|^(?!.*(exp|rout|gate_inp)).*norm")
+_GGUF_LAYERS = "blk."
 _NAME = re.compile(r"((?:[A-Za-z_]\w*\.)+)(0|[1-9]\d{0,8})\.(.+)")
+# What may follow the path of a stack: not more letters of a longer name, nor the number of an expert.
+_STACK_SUFFIX = re.compile(r"(?!.*\.\d+\.)(?:[._].+)?")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -53,9 +58,11 @@ class Found:
         """Return the header entries of all known expert tensors."""
         return (info for _, info in self.items())
 
-    def suffixes(self) -> dict[str, set[str]]:
-        """Return every suffix seen, with the dtypes it was seen in."""
-        return _dtypes(self.items())
+    def suffixes(self, *projections: Projection) -> dict[str, set[str]]:
+        """Return every suffix seen of ``projections``, with the dtypes it was seen in."""
+        groups = [group for (_, which), group in self.single.items() if which in projections]
+        groups += [group for which, group in self.stack.items() if which in projections]
+        return _dtypes(item for group in groups for item in group.items())
 
 
 def _dtypes(suffixes: Iterable[tuple[str, TensorInfo]]) -> dict[str, set[str]]:
@@ -64,6 +71,20 @@ def _dtypes(suffixes: Iterable[tuple[str, TensorInfo]]) -> dict[str, set[str]]:
     for suffix, info in suffixes:
         seen[suffix].add(info.dtype)
     return dict(seen)
+
+
+class _Candidate(NamedTuple):
+    """A table below a prefix where experts exist. Candidates compare by rank: the smallest is the best.
+
+    stray: the prefix has a module that is not known to wrap a text model. faults: names that the table lacks, or that
+    are not in the files. order: of tables that are equal, the first. head: the prefix. names: the table below it.
+    """
+
+    stray: bool
+    faults: int
+    order: int
+    head: str
+    names: Names
 
 
 class Index:
@@ -115,23 +136,51 @@ class Index:
         )
 
     def _choose(self, family: Family, config: Mapping[str, object]) -> Names:
-        """Return the table whose experts exist and most of whose other names do; the first of equals."""
-        layers, best = family.moe_layers(config), (1 << 30, family.names)
-        for table in (family.names, *family.others):
-            for prefix in dict.fromkeys((table.layer, *PREFIXES)):
-                present = self.heads.get(prefix.partition("{layer}")[0], {})
-                # Of tensors that are still arriving, the layer with most of them says most.
-                layer = max((i for i in layers if i in present), key=lambda i, all=present: len(all[i]), default=None)
-                found = None if layer is None else _sort(table.moved(prefix), layer, present[layer])
-                if found is None or layer is None or not (found.single or found.stack):
-                    continue
-                faults = _turned(found, table, family.describe(config, layer))
+        """Return the table whose experts exist and most of whose other names do; the first of equals.
+
+        Raises DuplicateTensorError where experts lie below two prefixes that may both be the text model's.
+        """
+        layers = frozenset(family.moe_layers(config))
+        found = [one for order, table in enumerate(family.tables) for one in self._below(table, order, layers, config)]
+        # Spellings of tools are looked for where the published ones leave experts over.
+        if not found or min(found).faults:
+            order = len(family.tables)
+            for table in family.tables:
+                for other in unpacked(table):
+                    found += self._below(other, order, layers, config)
+                    order += 1
+        if not found:
+            return family.names
+        best = min(found)
+        rivals = sorted({one.head for one in found if one.stray == best.stray})
+        if len(rivals) > 1:
+            raise DuplicateTensorError(
+                f"experts of {family.name} lie below {', '.join(map(repr, rivals))}, and nothing tells which of them "
+                "are the text model's; keep the tensors of one"
+            )
+        return best.names
+
+    def _below(
+        self, table: Names, order: int, layers: frozenset[int], config: Mapping[str, object]
+    ) -> Iterable[_Candidate]:
+        """Yield ``table`` below every prefix where it has experts."""
+        published = table.layer.partition("{layer}")[0]
+        for head, present in self.heads.items():
+            known = is_wrapped(head, published)
+            # Of tensors that are still arriving, the layer with most of them says most.
+            layer = max(layers.intersection(present), key=lambda i, all=present: (len(all[i]), -i), default=None)
+            if known is None or layer is None:
+                continue
+            names = table.moved(head + table.layer.removeprefix(published))
+            found = _sort(names, layer, present[layer])
+            spec = self.family.describe(config, layer) if found.single or found.stack else None
+            unclear = spec is not None and either_way(table) and spec.expert_hidden_size == spec.intermediate_size
+            if spec is not None and not unclear:
+                faults = _turned(found, table, spec) + len(found.unknown)
                 rests = {rest for rest, _ in present[layer]}
                 rests |= {f"{path}.weight" for path in _parts(table, rests).values()}
                 faults += len(_others(table)[0] - rests)
-                if faults < best[0]:
-                    best = (faults, table.moved(prefix))
-        return best[1]
+                yield _Candidate(not known, faults, order, head, names)
 
 
 _INDICES: WeakKeyDictionary[Checkpoint, Index] = WeakKeyDictionary()
@@ -147,25 +196,42 @@ def index_of(checkpoint: Checkpoint) -> Index:
 def expert_of(family: Family, name: str) -> int | None:
     """Return whose own tensor ``name`` is by a table of the family: the number of a routed expert, or None."""
     match = _NAME.fullmatch(name)
-    patterns = (_patterns(names)[0] for names in (family.names, *family.others))
-    found = (pattern.fullmatch(match[3]) for pattern in patterns if match is not None and pattern is not None)
-    return next((int(one[1]) for one in found if one is not None), None)
+    if match is None:
+        return None
+    found = (pattern.fullmatch(match[3]) for pattern in _every_pattern(family))
+    return next((_expert(one)[0] for one in found if one is not None), None)
 
 
 @cache
-def _patterns(names: Names) -> tuple[re.Pattern[str] | None, dict[str, Projection]]:
-    tails: dict[str, Projection] = {}
-    head = ""
+def _every_pattern(family: Family) -> tuple[re.Pattern[str], ...]:
+    tables = (*family.tables, *(other for table in family.tables for other in unpacked(table)))
+    patterns = (_pattern(names) for names in tables)
+    return tuple({one.pattern: one for one in patterns if one is not None}.values())
+
+
+@cache
+def _pattern(names: Names) -> re.Pattern[str] | None:
+    """Return what the names of an expert's own tensors match, with a group for each projection and for the suffix."""
+    paths: dict[str, Projection] = {}
     for which in PROJECTIONS:
-        path = names.projection(which)
+        path = names.projection(which).removeprefix(names.layer)
         if path:
-            head, _, tail = path.removeprefix(names.layer).partition("{expert}.")
-            tails[tail] = which
-    if not tails:
-        return None, tails
-    # no leading zeros: experts.01 is not what the loader would look for
-    choice = "|".join(re.escape(tail) for tail in tails)
-    return re.compile(rf"{re.escape(head)}(0|[1-9][0-9]{{0,8}})\.({choice})(\..+)"), tails
+            paths.setdefault(path, which)  # gate and up in one module are found as gate
+    if not paths:
+        return None
+    choices: list[str] = []
+    for path, which in paths.items():
+        head, _, tail = map(re.escape, path.partition("{expert}"))
+        # no leading zeros: experts.01 is not what the loader would look for
+        choices.append(rf"{head}(?P<{which}>0|[1-9][0-9]{{0,8}}){tail}")
+    return re.compile(rf"(?:{'|'.join(choices)})(?P<suffix>\..+)")
+
+
+def _expert(match: re.Match[str]) -> tuple[int, Projection]:
+    """Return expert and projection of a match of ``_pattern``."""
+    groups = match.groupdict()
+    which: Projection = next(one for one in PROJECTIONS if groups.get(one) is not None)
+    return int(groups[which]), which
 
 
 def router_names(names: Names) -> tuple[str | None, ...]:
@@ -182,6 +248,8 @@ def single_matrices(names: Names) -> tuple[str, ...]:
 def _parts(names: Names, present: Set[str]) -> dict[str, str]:
     """Return the parts of a quantised router and shared gate among the names below a layer, each with its module."""
     parts: dict[str, str] = {}
+    if names.layer.startswith(_GGUF_LAYERS):
+        return parts  # a matrix in GGUF blocks is one tensor
     for path in (path.removeprefix(names.layer) for path in single_matrices(names)):
         # GPTQ and AWQ write biases of zero
         known = PART_SUFFIXES if f"{path}.qweight" in present else PART_SUFFIXES - {".bias"}
@@ -214,7 +282,7 @@ def _suspicious(rest: str) -> bool:
 
 
 def _sort(names: Names, layer: int, tensors: Iterable[tuple[str, TensorInfo]]) -> Found:
-    found, (pattern, tails), (exact, paths) = Found(), _patterns(names), _others(names)
+    found, pattern, (exact, paths) = Found(), _pattern(names), _others(names)
     prefix, table = names.experts.removeprefix(names.layer), names.stacked
     block = names.router_weight.removeprefix(names.layer).partition(".")[0] + "."
     stacks: dict[str, Projection] = {p.removeprefix(names.layer): which for which, p in stack_paths(table).items()}
@@ -227,9 +295,9 @@ def _sort(names: Names, layer: int, tensors: Iterable[tuple[str, TensorInfo]]) -
             continue
         match = pattern.fullmatch(rest) if pattern is not None else None
         if match is not None:
-            found.single.setdefault((int(match[1]), tails[match[2]]), {})[match[3]] = info
+            found.single.setdefault(_expert(match), {})[match["suffix"]] = info
             continue
-        path = next((p for p in stacks if rest.startswith(p)), None)
+        path = next((p for p in stacks if rest.startswith(p) and _STACK_SUFFIX.fullmatch(rest, len(p))), None)
         if path is None:
             found.unknown.append(names.layer.format(layer=layer) + rest)
         else:

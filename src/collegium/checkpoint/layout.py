@@ -5,7 +5,7 @@ entry of the stack it is, and how its rows are spread over the stored rows.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
@@ -35,15 +35,17 @@ _MAX_LIST = 1 << 16
 class Source:
     """One projection ``[rows, columns]`` of one expert, as stored.
 
-    path: module path; format suffixes follow it. experts: length of the stack, None when each expert has its own
-    tensors. index: entry of the stack. stored_rows: rows of the stored matrix. offset, step: row i of the projection
-    is stored row ``offset + step * i``. transposed: an unquantised tensor is stored ``[columns, rows]``. flat: the
-    entries of the stack follow each other along the first stored axis. plain: suffix of an unquantised stack.
-    own_bias: the module may have a bias, which is not read with the matrix; a bias of an expert is refused.
+    path: module path; format suffixes follow it. projection: which one it is. experts: length of the stack, None when
+    each expert has its own tensors. index: entry of the stack. stored_rows: rows of the stored matrix. offset, step:
+    row i of the projection is stored row ``offset + step * i``. transposed: an unquantised tensor is stored
+    ``[columns, rows]``. flat: the entries of the stack follow each other along the first stored axis. plain: suffix of
+    an unquantised stack.
+    own_bias: the module may have a bias, which is not read with the matrix; elsewhere a bias is refused.
     """
 
     label: str
     path: str
+    projection: Projection = "gate"
     rows: int
     columns: int
     experts: int | None = None
@@ -70,18 +72,28 @@ def source_of(names: Names, spec: MoESpec, *, layer: int, expert: int, projectio
     wide, width = spec.intermediate_size, spec.expert_hidden_size
     rows, columns = (width, wide) if projection == "down" else (wide, width)
     label = f"layer {layer}, expert {expert}, {projection}"
-    if not stacked:
-        path = names.projection(projection).format(layer=layer, expert=expert)
-        return Source(label=label, path=path, rows=rows, columns=columns, stored_rows=rows)
     table = names.stacked
     stored, offset, step = rows, 0, 1
-    if projection != "down" and table.up is None and spec.gate_up_parts == 2:
+    if projection != "down" and spec.gate_up_parts == 2 and (table.up is None if stacked else names.fused):
         stored, second = 2 * rows, projection == "up"
         offset, step = (int(second), 2) if table.interleaved else (rows * second, 1)
+    if not stacked:
+        return Source(
+            label=label,
+            path=names.projection(projection).format(layer=layer, expert=expert),
+            projection=projection,
+            rows=rows,
+            columns=columns,
+            stored_rows=stored,
+            offset=offset,
+            step=step,
+            own_bias=spec.expert_bias,
+        )
     paths = stack_paths(table)
     return Source(
         label=label,
         path=paths.get(projection, paths["gate"]).format(layer=layer),
+        projection=projection,
         rows=rows,
         columns=columns,
         experts=spec.num_experts,
@@ -111,10 +123,16 @@ def plain_shape(source: Source) -> tuple[int, ...]:
     return _stored_shape(source, Part(suffix=".weight", dtypes=()))
 
 
-def bias_names(names: Names, layer: int) -> tuple[str, ...]:
-    """Return the names of the expert biases: gate, up and down, or gate_up and down."""
-    templates = names.biases or tuple(f"{t}_bias" for t in (names.stacked.gate_up, names.stacked.down))
-    return tuple(template.format(layer=layer) for template in templates)
+def bias_names(names: Names, layer: int, *, stacked: bool) -> tuple[str, ...]:
+    """Return the names of the expert biases: gate, up and down, or gate_up and down.
+
+    Those that hold the bias of one expert have ``{expert}`` in them; others are ``[E, N]``.
+    """
+    single = tuple(dict.fromkeys(names.projection(which) for which in PROJECTIONS if names.projection(which)))
+    templates = names.biases or tuple(f"{path}_bias" for path in (names.stacked.gate_up, names.stacked.down))
+    if names.biases is None and not stacked:
+        templates = tuple(f"{path}.bias" for path in single)
+    return tuple(template.replace("{layer}", str(layer)) for template in templates)
 
 
 def part_name(source: Source, part: Part) -> str:
@@ -312,11 +330,11 @@ def _aligned(wanted: list[slice], expected: tuple[int, ...], actual: tuple[int, 
 def _declared_shape(checkpoint: Checkpoint, source: Source) -> list[CheckpointError]:
     """Compare the ``.weight_shape`` of packed integers, where there is one, with what the config implies."""
     name = f"{source.path}.weight_shape"
-    claimed = checkpoint.read(name).tolist() if name in checkpoint else [source.rows, source.columns]
-    if claimed == [source.rows, source.columns]:
+    implied = [source.rows if source.experts is not None else source.stored_rows, source.columns]
+    claimed = checkpoint.read(name).tolist() if name in checkpoint else implied
+    if claimed == implied:
         return []
-    msg = f"{source.label}: {name} says {claimed}, the config implies {[source.rows, source.columns]}"
-    return [TensorMismatchError(msg)]
+    return [TensorMismatchError(f"{source.label}: {name} says {claimed}, the config implies {implied}")]
 
 
 def read_matrix(
@@ -337,6 +355,8 @@ def read_matrix(
         return None, problems
     everything = Cut(rows=(0, source.rows), columns=(0, source.columns))
     cut = everything if cut is None else cut
+    if _rows_cut_late(source, stored):
+        return _read_fused(checkpoint, source, stored, cut)
     span = everything if stored.whole else cut
     present = [p for p in stored.layout.parts if p.required or (p.if_present and part_name(source, p) in checkpoint)]
     present = [p for p in present if not (source.own_bias and p.suffix == ".bias")]
@@ -352,6 +372,32 @@ def read_matrix(
     if span != cut:
         payload = payload.rows(*cut.rows).columns(*cut.columns)
     return payload, [_bad_scale(source, stored)] if bool(payload.faults()) else []
+
+
+def _rows_cut_late(source: Source, stored: StoredFormat) -> bool:
+    """Tell whether gate and up lie in one matrix in such a way that it has to be decoded into rows before it is cut."""
+    parts = [part for part in stored.layout.parts if part.required]
+    flat = any(part.flat for part in parts)
+    return source.stored_rows != source.rows and (
+        flat or (source.step > 1 and any(part.rows_per > 1 for part in parts))
+    )
+
+
+def _read_fused(
+    checkpoint: Checkpoint, source: Source, stored: StoredFormat, cut: Cut
+) -> tuple[Payload | None, list[CheckpointError]]:
+    """Return what ``read_matrix`` returns of gate or up, from the whole matrix of both."""
+    both = replace(source, rows=source.stored_rows, offset=0, step=1)
+    payload, wrong = read_matrix(checkpoint, both, stored)
+    if payload is None:
+        return None, wrong
+    try:
+        payload = payload.every(source.step, source.offset, source.rows)
+    except InputError as error:
+        return None, [TensorMismatchError(f"{source.label}: {error}")]
+    if cut != Cut(rows=(0, source.rows), columns=(0, source.columns)):
+        payload = payload.rows(*cut.rows).columns(*cut.columns)
+    return payload, wrong
 
 
 def read_whole(checkpoint: Checkpoint, source: Source, stored: StoredFormat, cut: Cut | None = None) -> Payload:

@@ -15,11 +15,12 @@ from torch.nn import functional
 
 from ..errors import CheckpointError, InputError
 from ..formats.payload import Payload
+from ..formats.unquantised import as_stored
 from ..models import describe, moe_layers
 from ..placement import Placement
 from ..runtime.devices import probe
 from ..runtime.progress import Progress, counted
-from ..types import ExpertWeights, MoESpec
+from ..types import ExpertWeights, MoESpec, format_names
 from .audit import bad_bias, check_layer
 from .layout import Cut, bias_names, projections, read_matrix
 from .opened import CheckpointLayer
@@ -41,11 +42,17 @@ def describe_checkpoint(checkpoint: Checkpoint, layer: int | None = None) -> MoE
     spec = describe(checkpoint.config, layer)
     opened = CheckpointLayer.open(checkpoint, layer)
     shared = None if opened.shared_assumed else spec.shared
-    return replace(spec, weight_format=opened.stored.name, shared=shared)
+    formats = {"weight_format": opened.spec.weight_format, "down_format": opened.spec.down_format}
+    return replace(spec, shared=shared, **formats)
 
 
 def load_experts(
-    layer: CheckpointLayer, placement: Placement, *, device: torch.device | str = "cpu", pad: bool = False
+    layer: CheckpointLayer,
+    placement: Placement,
+    *,
+    device: torch.device | str = "cpu",
+    pad: bool = False,
+    convert: bool = False,
 ) -> ExpertWeights[Payload]:
     """Read the local experts of ``layer`` on ``device``, byte for byte in the format they are stored in.
 
@@ -53,7 +60,8 @@ def load_experts(
     ``placement.expert_ids``, then spare slots, which hold a copy of the first one. With biases, ranks other than
     ``tp_rank`` 0 get zeros for ``down_bias``, because the sum over ranks must hold it once. pad: where ``tp_size`` does
     not cut I on the format's groups, give every rank the next number of whole groups and fill the last ranks up with
-    zeros, which add nothing to the sum over ranks.
+    zeros, which add nothing to the sum over ranks. convert: gate and up that differ in format are decoded to float32,
+    for a caller that encodes them anew; elsewhere they are refused.
 
     Raises InputError for an expert, a split or a device that does not exist, and the CheckpointErrors of the audit for
     whatever is wrong with the layer's headers or with the scales read here.
@@ -62,7 +70,7 @@ def load_experts(
     beyond = [e for e in placement.expert_ids if not 0 <= e < spec.num_experts]
     if beyond:
         raise InputError(f"placement has experts {beyond[:8]}, allowed are 0 to {spec.num_experts - 1}")
-    refuse(layer.checkpoint, check_layer(layer))
+    refuse(layer.checkpoint, check_layer(layer, convert=convert))
     local, room = _local_range(layer, placement, pad=pad)
     made, problems = _fill(layer, placement, local, room, device)
     biases = _biases(layer, placement, local, room, problems) if spec.expert_bias else {}
@@ -76,6 +84,7 @@ def _fill(
 ) -> tuple[dict[str, Payload], list[CheckpointError]]:
     """Return gate_up and down, and what is wrong with them; raises what cannot be read, with what came before it."""
     made, problems = dict[str, Payload](), list[CheckpointError]()
+    decoded = layer.unequal is not None
     # Spare slots hold what the first one does until an expert is moved there.
     count = len(placement.expert_ids) + placement.spare
     # without local experts, expert 0 still says what an empty payload looks like
@@ -85,11 +94,14 @@ def _fill(
             place, down = layer.source(expert, which), which == "down"
             rows, columns = (place.rows, room) if down else (room, place.columns)
             cut = Cut(rows=(0, rows), columns=local) if down else Cut(rows=local, columns=(0, columns))
-            matrix, wrong = read_matrix(layer.checkpoint, place, layer.stored, cut, seen, (rows, columns))
+            stored = layer.stored_as(place)
+            matrix, wrong = read_matrix(layer.checkpoint, place, stored, cut, seen, (rows, columns))
             problems += wrong
             if matrix is None:
                 fail(layer.checkpoint, problems)
             field = "down" if down else "gate_up"
+            if decoded and not down:
+                matrix = as_stored(matrix.decode())
             if field not in made:
                 one = matrix.to(device)
                 made[field] = (one if down else one.repeated(layer.spec.gate_up_parts)).repeated(count)
@@ -108,12 +120,14 @@ def _local_range(layer: CheckpointLayer, placement: Placement, *, pad: bool) -> 
 
     InputError lists the tensor-parallel sizes that work.
     """
-    wide, stored = layer.spec.intermediate_size, layer.stored
-    step = math.lcm(*(n for p in stored.layout.parts if p.required for n in (p.rows_per, p.columns_per) if n))
+    wide, both = layer.spec.intermediate_size, layer.both_stored
+    parts = [part for stored in both for part in stored.layout.parts if part.required]
+    step = math.lcm(*(size for part in parts for size in (part.rows_per, part.columns_per) if size))
+    padded, names = all(stored.name in _PADDED for stored in both), format_names(layer.spec.formats)
     if placement.tp_size == 1:
         return (0, wide), wide
     width, rest = divmod(wide, placement.tp_size)
-    if (rest or width % step) and pad and stored.name in _PADDED:
+    if (rest or width % step) and pad and padded:
         width = math.ceil(math.ceil(wide / step) / placement.tp_size) * step
         start = placement.tp_rank * width
         return ((start, min(wide, start + width)) if start < wide else (0, 0)), width
@@ -121,14 +135,17 @@ def _local_range(layer: CheckpointLayer, placement: Placement, *, pad: bool) -> 
         works = [n for n in range(1, _MOST_RANKS + 1) if wide % n == 0 and (n == 1 or (wide // n) % step == 0)]
         raise InputError(
             f"tp_size={placement.tp_size} cuts intermediate_size={wide} into {wide / placement.tp_size:g}, which is "
-            f"no multiple of {step} ({stored.name} groups); tensor-parallel sizes that work: {works}; expert "
+            f"no multiple of {step} ({names} groups); tensor-parallel sizes that work: {works}; expert "
             "parallelism has no such limit, and pad=True fills up with zeros"
         )
     return (placement.tp_rank * width, (placement.tp_rank + 1) * width), width
 
 
-def _rows(checkpoint: Checkpoint, name: str, ids: tuple[int, ...]) -> Tensor:
-    """Read the rows ``ids`` of a tensor, and no others."""
+def _bias_rows(checkpoint: Checkpoint, name: str, ids: tuple[int, ...]) -> Tensor:
+    """Read the biases ``[len(ids), N]`` of some experts: rows of one tensor, or a tensor each, and no others."""
+    if "{expert}" in name:
+        names = [name.replace("{expert}", str(expert)) for expert in ids or (0,)]
+        return torch.stack([checkpoint.read(one) for one in names])[: len(ids)]
     read = [checkpoint.read_slice(name, (slice(i, i + 1),)) for i in ids]
     return torch.cat(read) if read else checkpoint.read_slice(name, (slice(0, 0),))
 
@@ -139,12 +156,13 @@ def _biases(
     """Return the biases by their names in ``ExpertWeights``; what is wrong with them is added to ``problems``."""
     ids = placement.expert_ids + placement.expert_ids[:1] * placement.spare
     tensors: list[Tensor] = []
-    for name in bias_names(layer.names, layer.number):
-        tensors.append(_rows(layer.checkpoint, name, ids))
+    for name in bias_names(layer.names, layer.number, stacked=layer.stored.stacked):
+        tensors.append(_bias_rows(layer.checkpoint, name, ids))
         problems += bad_bias(layer, name, tensors[-1], ids)
     *upper, down = tensors
     both, parts = upper[0] if len(upper) == 1 else torch.cat(upper, dim=-1), layer.spec.gate_up_parts
-    order = both.unflatten(-1, (-1, parts)).mT if layer.names.stacked.interleaved else both.unflatten(-1, (parts, -1))
+    alternate = layer.names.stacked.interleaved and len(upper) == 1
+    order = both.unflatten(-1, (-1, parts)).mT if alternate else both.unflatten(-1, (parts, -1))
     own = order[..., local[0] : local[1]]
     gate_up = functional.pad(own, (0, room - own.shape[-1])).contiguous()
     return {"gate_up_bias": gate_up, "down_bias": torch.zeros_like(down) if placement.tp_rank else down}
@@ -165,7 +183,7 @@ def load_all(
     layers, opened = moe_layers(checkpoint.config), lru_cache(maxsize=1)(partial(CheckpointLayer.open, checkpoint))
 
     def text(number: int) -> str:
-        return f"layer {number} ({opened(number).stored.name})"
+        return f"layer {number} ({format_names(opened(number).spec.formats)})"
 
     for number in counted(layers, progress, text, end=f"{len(layers)} layers loaded"):
         yield number, load_experts(opened(number), placement, device=device, pad=pad)

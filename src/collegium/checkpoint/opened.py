@@ -16,12 +16,17 @@ from .stored import StoredFormat
 __all__ = ["CheckpointLayer"]
 
 
+def _said(stored: StoredFormat) -> str:
+    return f"{stored.name} ({stored.storage})" + (f" in groups of {stored.group}" if stored.group else "")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointLayer:
     """What is known of one MoE layer before a tensor is read; made by ``CheckpointLayer.open``.
 
     number: of the layer in its model. index: the checkpoint's names by layer. spec: what the config says of this
-    layer, with the ``weight_format`` that the tensors confirm. stored: how its routed experts are stored.
+    layer, with the ``weight_format`` that the tensors confirm. stored: how gate and up of its routed experts are
+    stored; down_stored: how down is, in another format perhaps; up_stored: how up is, as gate unless ``unequal``.
     """
 
     checkpoint: Checkpoint
@@ -29,6 +34,8 @@ class CheckpointLayer:
     index: Index
     spec: MoESpec
     stored: StoredFormat
+    up_stored: StoredFormat
+    down_stored: StoredFormat
 
     @classmethod
     def open(cls, checkpoint: Checkpoint, number: int | None = None) -> Self:
@@ -47,9 +54,34 @@ class CheckpointLayer:
         spec = index.family.describe(checkpoint.config, number)
         if _without_shared(checkpoint, index, number):
             spec = replace(spec, shared=None)
-        stored = detect(checkpoint, spec, number)
-        spec = replace(spec, weight_format=stored.name)
-        return cls(checkpoint=checkpoint, number=number, index=index, spec=spec, stored=stored)
+        found = detect(checkpoint, spec, number)
+        first, down = next(iter(found.values())), found["down"]
+        spec = replace(spec, weight_format=first.name, down_format=None if down.name == first.name else down.name)
+        made = {"stored": first, "up_stored": found["up"], "down_stored": down}
+        return cls(checkpoint=checkpoint, number=number, index=index, spec=spec, **made)
+
+    @property
+    def both_stored(self) -> tuple[StoredFormat, StoredFormat]:
+        """How gate and up are stored, and how down is."""
+        return self.stored, self.down_stored
+
+    def stored_as(self, source: Source) -> StoredFormat:
+        """Return how one projection is stored."""
+        return {"up": self.up_stored, "down": self.down_stored}.get(source.projection, self.stored)
+
+    @property
+    def unequal(self) -> str | None:
+        """How gate and up of an expert differ in format, which one product cannot multiply; None where they do not."""
+        found = self.found.single
+        for expert in sorted({expert for expert, _ in found}):
+            gate, up = (found.get((expert, which), {}) for which in ("gate", "up"))
+            kinds = [own[".weight"].dtype if ".weight" in own else "" for own in (gate, up)]
+            if self.stored.name == "gguf" and all(kinds) and kinds[0] != kinds[1]:
+                return f"gate of expert {expert} is {kinds[0]}, up is {kinds[1]}"
+        if self.stored != self.up_stored:
+            first, second = (_said(own) for own in (self.stored, self.up_stored))
+            return f"gate is {first}, up is {second}"
+        return None
 
     @property
     def shared_assumed(self) -> bool:

@@ -205,7 +205,7 @@ def planned_layer(spec: MoESpec, recipe: tuple[str, str], facts: DeviceFacts, mo
 
     Tokens are BF16, but FP16 and FP32 where the recipe names these.
     """
-    own = replace(spec, weight_format=by_name(recipe[0]).name)
+    own = replace(spec, weight_format=by_name(recipe[0]).name, down_format=None)
     dtype: Any = recipe[1] if recipe[1] in DTYPES else "bf16"
     problem = Problem(spec=own, device=facts, limits=Limits(max_tokens=most), dtype=dtype)
     return plan(problem, Choice(activation_format=recipe[1]))

@@ -165,7 +165,8 @@ class _Bench:
 
 
 def _limits(spec: MoESpec, facts: DeviceFacts, recipe: tuple[str, str]) -> Limits:
-    problem = Problem(spec=replace(spec, weight_format=recipe[0]), device=facts)
+    own = spec if recipe[0] == spec.weight_format else replace(spec, weight_format=recipe[0], down_format=None)
+    problem = Problem(spec=own, device=facts)
     made = plan(problem, Choice(activation_format=recipe[1]))
     return Limits(max_tokens=_COMPILED_PASS if made.capturable else _PLAIN_PASS)
 

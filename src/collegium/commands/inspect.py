@@ -46,7 +46,7 @@ class Inspection:
     def lines(self) -> list[tuple[str, str]]:
         """Return (what, found) pairs for a table."""
         spec, routing = self.spec, self.spec.routing
-        formats = sorted({f"{layer.stored.name} ({layer.stored.storage})" for layer in self.report.layers})
+        formats = sorted({layer.formats for layer in self.report.layers})
         indices = [layer.layer for layer in self.report.layers]
         rule = routing.score + (", renormalised" if routing.renormalise else "")
         rule += f", {routing.kept_groups} of {routing.groups} groups" if routing.groups > 1 else ""
@@ -84,6 +84,8 @@ class Inspection:
                     "layer": layer.layer,
                     "format": layer.stored.name,
                     "storage": layer.stored.storage,
+                    "down_format": layer.down_stored.name,
+                    "down_storage": layer.down_stored.storage,
                     "experts": layer.experts,
                     "bytes": layer.nbytes,
                 }
@@ -141,6 +143,6 @@ def plan_model(
     else:
         raise ConfigError(f"{path}: no config.json there; give a model's folder, or the file itself")
     if weight_format is not None:
-        spec = replace(spec, weight_format=by_name(weight_format).name)
+        spec = replace(spec, weight_format=by_name(weight_format).name, down_format=None)
     facts = ELSEWHERE.get((device or "").lower()) or probe(device)
     return plan(Problem(spec=spec, device=facts, limits=limits or Limits()), force)

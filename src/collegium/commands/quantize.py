@@ -35,6 +35,7 @@ from ..ops.activation import interleave
 from ..placement import Placement
 from ..planning import expert_bytes
 from ..runtime.progress import Progress
+from ..types import format_names
 from .described import COMPRESSED, Job, described, new_config
 
 __all__ = ["ConvertedLayer", "QuantizeReport", "quantize_model"]
@@ -99,14 +100,19 @@ def quantize_model(
     if not checkpoint.config or not checkpoint.path.is_dir() or checkpoint.is_gguf:
         raise ConfigError(f"{path}: quantize needs a model's folder with config.json and safetensors files")
     job = _job(checkpoint, weight_format)
-    report = audit(checkpoint, deep=False)
-    if {layer.stored.name for layer in report.layers} == {job.target.name}:
-        raise InputError(f"{path}: the experts are {job.target.name} already")
+    report = audit(checkpoint, deep=False, convert=True)
     layers = [CheckpointLayer.open(checkpoint, layer.layer) for layer in report.layers]
+    names = {stored.name for layer in layers for stored in (layer.stored, layer.up_stored, layer.down_stored)}
+    if names == {job.target.name}:
+        raise InputError(f"{path}: the experts are {job.target.name} already")
     kept = _kept(job, layers)
     folder = Path(out) if out is not None else Path(f"{os.path.abspath(path)}-{weight_format}")
     needed = sum(info.nbytes for info in kept.values())
-    needed += expert_bytes(replace(job.spec, weight_format=job.target.name)) * job.spec.num_experts * len(layers)
+    needed += (
+        expert_bytes(replace(job.spec, weight_format=job.target.name, down_format=None))
+        * job.spec.num_experts
+        * len(layers)
+    )
     with whole_folder(folder.absolute(), needed) as (room, removed):
         copied, skipped = _copy_files(checkpoint, room)  # first, as it may fail
         done = _write_tensors(job, layers, kept, room, progress)
@@ -131,6 +137,12 @@ def _job(checkpoint: Checkpoint, weight_format: str) -> Job:
     """Choose the published storage of ``weight_format`` for this family; InputError lists the formats that have one."""
     target, index = by_name(weight_format, to_write=True), index_of(checkpoint)
     names, spec, apart = index.names, describe(checkpoint.config), experts_apart(checkpoint.config)
+    if names.fused:
+        raise InputError(
+            f"{weight_format}: the checkpoint holds gate and up of an expert in one module ({names.gate}), which is "
+            "read but not written; allowed are stacks and three modules an expert. Save the model with transformers "
+            "first, which stacks the experts"
+        )
     storages = _storages(names, apart=apart)
     sizes = (spec.expert_hidden_size, spec.intermediate_size)
     readable = [name for name in storages if _readable(name, sizes)]
@@ -246,7 +258,7 @@ def _write_layer(
         shard: Shard | None = None
         for start in range(0, spec.num_experts, together):
             ids = tuple(range(start, min(start + together, spec.num_experts)))
-            weights = load_experts(layer, Placement(expert_ids=ids))
+            weights = load_experts(layer, Placement(expert_ids=ids), convert=True)
             for slot, expert in enumerate(ids):
                 matrices, error = _encode(job, weights.gate_up[slot], weights.down[slot])
                 errors.append(error)
@@ -258,8 +270,9 @@ def _write_layer(
                 step(expert + 1)
     worst = max(range(len(errors)), key=lambda expert: errors[expert])
     mean = (sum(error * error for error in errors) / len(errors)) ** 0.5
+    formats = format_names(spec.formats) if layer.unequal is None else layer.unequal
     converted = ConvertedLayer(
-        layer=layer.number, source_format=spec.weight_format, error=mean, worst=worst, worst_error=errors[worst]
+        layer=layer.number, source_format=formats, error=mean, worst=worst, worst_error=errors[worst]
     )
     return converted, entries
 

@@ -63,17 +63,21 @@ def bytes_per_weight(weight_format: str) -> float:
     """Return the bytes of one weight with its share of the scales; raises SpecError for an unknown format."""
     size = 1024
     spec = MoESpec(hidden_size=size, intermediate_size=size, num_experts=1, routing=RoutingSpec(top_k=1))
-    return expert_bytes(replace(spec, weight_format=weight_format)) / (3 * size * size)
+    return expert_bytes(replace(spec, weight_format=weight_format, down_format=None)) / (3 * size * size)
 
 
 def _repacks(made: Plan) -> bool:
-    """Whether the plan's kernel lays codes out anew, beside the ones it was given."""
-    weights = made.problem.spec.weight_format
-    if made.kernel == "cpu_grouped":
+    """Whether the plan's kernels lay codes out anew, beside the ones they were given."""
+    pairs = zip((made.kernel, made.down_kernel), made.problem.spec.formats, strict=True)
+    return any(_product_repacks(kernel, weights, made.activation_format) for kernel, weights in pairs)
+
+
+def _product_repacks(kernel: str, weights: str, activations: str) -> bool:
+    if kernel == "cpu_grouped":
         return weights == "nvfp4"
-    if made.kernel == "triton_fp8":
-        return weights == "mxfp8" or not made.activation_format.startswith("fp8")
-    return made.kernel in ("cpu_fused", "triton_w4a16", "triton_w4a8", "triton_w8a16")
+    if kernel == "triton_fp8":
+        return weights == "mxfp8" or not activations.startswith("fp8")
+    return kernel in ("cpu_fused", "triton_w4a16", "triton_w4a8", "triton_w8a16")
 
 
 def _gigabytes(count: float) -> str:

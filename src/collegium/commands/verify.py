@@ -20,7 +20,7 @@ from ..checkpoint.loader import load_experts
 from ..checkpoint.opened import CheckpointLayer
 from ..checkpoint.problems import refuse
 from ..checkpoint.reader import Checkpoint
-from ..encoding import encode_experts
+from ..encoding import encoded
 from ..errors import InputError
 from ..formats.payload import Payload
 from ..layer import MoELayer
@@ -34,7 +34,7 @@ from ..problem import Choice, DeviceFacts, Problem
 from ..runtime.devices import probe
 from ..runtime.progress import Progress, counted
 from ..testing.compare import between, heavy_tailed
-from ..types import ExpertWeights, Routing
+from ..types import ExpertWeights, Routing, format_names
 
 __all__ = ["LayerProof", "VerifyReport", "plain_values", "tolerance_of", "verify_model"]
 
@@ -143,9 +143,8 @@ def _prove_routed(
     def source() -> Iterator[tuple[int, ExpertWeights[Payload], int]]:
         for start in range(0, len(chosen), _TOGETHER):
             ids = tuple(chosen[start : start + _TOGETHER])
-            weights = load_experts(layer, Placement(expert_ids=ids))
-            if weight_format not in (None, layer.stored.name):
-                weights = encode_experts(weights, weight_format)
+            weights = load_experts(layer, Placement(expert_ids=ids), convert=weight_format is not None)
+            weights = encoded(weights, weight_format)
             for slot, expert in enumerate(ids):
                 yield expert, weights, slot
 
@@ -159,8 +158,10 @@ def _prove_shared(
     shared = load_shared(layer, device=facts.place, activations=asked_activations(force))
     if shared is None:
         return []
-    own = None if layer.spec.shared is None else replace(layer.spec.shared, weight_format=shared.experts.down.name)
-    spec = replace(layer.spec, weight_format=weight_format or layer.spec.weight_format, shared=own)
+    own = None if layer.spec.shared is None else replace(layer.spec.shared, **shared.experts.formats)
+    spec = replace(layer.spec, shared=own)
+    if weight_format is not None:
+        spec = replace(spec, weight_format=weight_format, down_format=None)
     # The kernel that the whole layer's plan gives it.
     kernel = plan(Problem(spec=spec, device=facts), force).shared_kernel
     problem = Problem(spec=spec.shared_alone(), device=facts)
@@ -214,7 +215,7 @@ def _prove(
         layer=layer,
         part=part,
         kernel=chosen.kernel,
-        weight_format=spec.weight_format,
+        weight_format=format_names(spec.formats),
         activation_format=chosen.activation_format,
         checked=len(by_expert),
         held=spec.num_experts,

@@ -219,6 +219,10 @@ class ExpertKernel(Protocol):
         """Return why this kernel cannot run ``problem``, with numbers, or None when it can."""
         return None
 
+    def kernels(self, problem: ExpertsProblem) -> tuple[str, str]:
+        """Return the names of the kernels that run gate_up and down of ``problem``."""
+        return self.name, self.name
+
     def tiling(self, problem: ExpertsProblem) -> Tiling:
         """Return how batches of ``problem`` will be cut, as far as that follows from the problem alone."""
         return NO_TILES

@@ -45,7 +45,7 @@ def tile_key(problem: Problem) -> dict[str, Any]:
         "intermediate": asked.intermediate,
         "experts": asked.experts,
         "parts": asked.parts,
-        "weights": asked.weight_format,
+        "weights": asked.weight_format if not asked.mixed else "+".join(asked.formats),
         "activations": asked.activation_format,
     }
 

@@ -160,6 +160,22 @@ class Payload:
         cut = {name: getattr(self, name).narrow(axis, first, last - first) for name, (first, last) in ends.items()}
         return replace(self, shape=(*self.shape[:-2], stop - start, self.shape[-1]), **cut)
 
+    def every(self, step: int, offset: int, count: int) -> Self:
+        """Return ``count`` output rows from ``offset`` on, each ``step`` after the one before; a view.
+
+        Raises InputError where rows share a scale block.
+        """
+        shared = max(self._row_runs().values())
+        if shared > 1:
+            raise InputError(
+                f"{self.name}: rows {offset}, {offset + step}, ... of {self.shape[-2]} cannot be taken out of "
+                f"blocks of {shared} rows that share a scale; export gate and up apart, or without row blocks"
+            )
+        axis, stop = len(self.shape) - 2, offset + step * count
+        picked = (slice(None),) * axis + (slice(offset, stop, step),)
+        cut = {name: getattr(self, name)[picked] for name in self._row_runs()}
+        return replace(self, shape=(*self.shape[:-2], count, self.shape[-1]), **cut)
+
     def _row_runs(self) -> Mapping[str, int]:
         """Return by tensor the output rows that one of its rows holds."""
         return dict.fromkeys(self.by_row, 1)

@@ -13,7 +13,7 @@ from . import (  # isort: skip
     granitemoe, hunyuan, hy_v3, jamba, kimi_linear, llama4, mimo_v2, minimax, minimax_m2, minimax_m3, mixtral,
     nemotron_h, olmoe, phimoe, qwen2_moe, qwen3_moe, step3, step3p7,
 )  # fmt: skip
-from .base import NESTED, PREFIXES, Family, Names, StackedNames, text_of
+from .base import NESTED, PREFIXES, Family, Names, StackedNames, is_wrapped, text_of
 from .quantization import (
     Declared,
     declared_format,
@@ -23,12 +23,13 @@ from .quantization import (
     quantization_block,
     without_quantization,
 )  # fmt: skip
+from .spellings import either_way, unpacked
 from .unknown import dense_error, no_experts_in, unknown_error
 
 __all__ = [
     "FAMILIES", "NESTED", "PREFIXES", "Declared", "Family", "Names", "StackedNames", "declared_format", "dense_error",
-    "describe", "experts_apart", "family_of", "method_of", "mixed_algorithms", "moe_layers", "no_experts_in",
-    "quantization_block", "text_of", "unknown_error", "without_quantization",
+    "describe", "either_way", "experts_apart", "family_of", "is_wrapped", "method_of", "mixed_algorithms", "moe_layers",
+    "no_experts_in", "quantization_block", "text_of", "unknown_error", "unpacked", "without_quantization",
 ]  # fmt: skip
 
 FAMILIES: tuple[Family, ...] = (
@@ -64,19 +65,27 @@ def moe_layers(config: Mapping[str, object]) -> tuple[int, ...]:
 def describe(config: Mapping[str, object], layer: int | None = None) -> MoESpec:
     """Return the ``MoESpec`` of an MoE layer, default the last one; few families differ from layer to layer.
 
-    ``weight_format`` is what the quantisation block says of the layer's experts, by default of the first MoE layer's,
-    else what ``dtype`` says, else ``bf16``. Raises ConfigError for an unknown model type, a missing, ill-typed or
-    unimplemented entry, or an unknown quantisation, and SpecError when the entries contradict each other.
+    ``weight_format`` and ``down_format`` are what the quantisation block says of the layer's experts, by default of the
+    first MoE layer's, else what ``dtype`` says, else ``bf16``. Raises ConfigError for an unknown model type, a missing,
+    ill-typed or unimplemented entry, or an unknown quantisation, and SpecError when the entries contradict each other.
     """
     family = family_of(config)
     layers = family.moe_layers(config)
     if not layers:
         raise dense_error(config, "no layer has routed experts")
-    # what quantisation tables are asked about: a projection of expert 0, or the stack
-    named = family.names.gate or family.names.up or family.names.stacked.gate_up
-    path = named.format(layer=layers[0] if layer is None else layer, expert=0)
-    layer_prefix = family.names.layer.partition("{layer}")[0]
-    heads = (prefix.partition("{layer}")[0] for prefix in (family.names.layer, *PREFIXES))
-    said = [declared_format(config, path.replace(layer_prefix, head)).format for head in dict.fromkeys(heads)]
+    number = layers[0] if layer is None else layer
+    names = family.names
+    # what quantisation tables are asked about: projections of expert 0, or the stacks
+    first = _declared_below(config, family, (names.gate or names.up or names.stacked.gate_up), number)
+    second = _declared_below(config, family, names.down or names.stacked.down, number)
+    spec = family.describe(config, layer)
+    return replace(spec, weight_format=first, down_format=None if second == first else second)
+
+
+def _declared_below(config: Mapping[str, object], family: Family, template: str, layer: int) -> str:
+    """Return the format that the config declares for a module, whatever prefix it knows the model's layers by."""
+    path, own = template.format(layer=layer, expert=0), family.names.layer
+    heads = dict.fromkeys(prefix.partition("{layer}")[0] for prefix in (own, *PREFIXES))
+    declared = [declared_format(config, path.replace(own.partition("{layer}")[0], head)).format for head in heads]
     # tables that name modules in full know one prefix: the answer without rivals is theirs
-    return replace(family.describe(config, layer), weight_format=min(said, key=said.count) or "bf16")
+    return min(declared, key=declared.count) or "bf16"

@@ -19,7 +19,8 @@ from .in_memory import InMemory
 
 __all__ = [
     "AUTO_TEXT", "NESTED", "PREFIXES", "W123", "WIDTH", "Config", "Defaults", "Family", "Names", "StackedNames",
-    "each_nth", "every_layer", "listed_layers", "object_of", "projections_of", "shared_width", "spec_of", "text_of",
+    "each_nth", "every_layer", "is_wrapped", "listed_layers", "object_of", "projections_of", "shared_width", "spec_of",
+    "text_of",
 ]  # fmt: skip
 
 _ABSENT = object()
@@ -47,6 +48,16 @@ PREFIXES = (
     "thinker.model.layers.{layer}.",
     "layers.{layer}.",
 )
+# Modules that may lie around a text model's list of layers, in any order and number.
+_WRAPPERS = frozenset((
+    "backbone", "base_model", "decoder", "language", "language_model", "llm", "lm", "model", "module", "text",
+    "text_model", "thinker", "transformer",
+))  # fmt: skip
+# First words of modules that hold layers of another model: towers, talkers, and those that predict further tokens.
+_OTHER_MODELS = (
+    "adapter", "audio", "code_predictor", "draft", "eagle", "encoder", "image", "medusa", "mtp", "nextn", "speech",
+    "talker", "video", "vision", "visual", "vit",
+)  # fmt: skip
 _SUSPECT = re.compile(
     r"moe|expert|rout|swiglu|situ|scor|shared|mlp|n_group$|topk_group|topk_method|norm_topk|hidden_act|activation"
     r"|latent|act_fn|hash|ffn"
@@ -86,12 +97,14 @@ class Names:
 
     layer: prefix of a layer. experts: prefix of everything that belongs to routed experts. gate, up, down: module
     paths of one expert, the format's suffix (``.weight``, ...) follows; up and down are None where the family stores
-    experts stacked only, gate also where experts have none. shared: module paths of the shared expert's gate, up and
-    down; where there are two and experts have a gate, of gate and up in one, and down. shared_gate: its sigmoid gate.
+    experts stacked only, gate also where experts have none. gate and up are equal where one module holds both.
+    shared: module paths of the shared expert's gate, up and down; where there are two and experts have a gate, of gate
+    and up in one, and down. shared_gate: its sigmoid gate.
     router_scale: factor of the router's input; expert_scale: factor of each expert's weight; hash_table: experts by
     token id. latent: module paths of the projections into and out of the latent width; latent_norm: the norm between
     experts and the latter. biases: tensors ``[E, N]`` of gate, up and down where they are apart; None where they are
-    the stacks' names with ``_bias``. outside: module paths of feed-forward networks that stay with the caller.
+    the stacks' names with ``_bias``, or the modules' ``.bias``. outside: module paths of feed-forward networks that
+    stay with the caller.
     """
 
     layer: str
@@ -140,6 +153,11 @@ class Names:
             **cast("dict[str, Any]", extra),
         )
 
+    @property
+    def fused(self) -> bool:
+        """Whether gate and up of one expert are one module, whose rows lie as those of the stack."""
+        return self.gate is not None and self.gate == self.up
+
     def projection(self, which: str) -> str:
         """Return the module path of one expert's ``gate``, ``up`` or ``down``, empty where there is none."""
         return {"gate": self.gate, "up": self.up, "down": self.down}[which] or ""
@@ -163,6 +181,19 @@ def _moved(table: T, old: str, new: str) -> T:
         elif isinstance(found, str) and entry.name != "plain":
             changed[entry.name] = new + found.removeprefix(old)
     return replace(table, **changed)  # pyright: ignore[reportArgumentType]
+
+
+def is_wrapped(prefix: str, layer: str) -> bool | None:
+    """Tell whether tensors below ``prefix`` may be the text model's layers, whose published prefix is ``layer``.
+
+    Both end in a dot and have no ``{layer}``. True: ``prefix`` ends in the same list of layers, inside modules that
+    are known to wrap a text model. False: inside a module that is not known. None: another list, or another model.
+    """
+    *outer, layers = prefix.removesuffix(".").split(".")
+    *published, published_layers = layer.removesuffix(".").split(".")
+    if layers != published_layers or any(name.startswith(_OTHER_MODELS) for name in outer):
+        return None
+    return _WRAPPERS.issuperset(set(outer) - set(published))
 
 
 def every_layer(config: Config) -> tuple[int, ...]:
@@ -214,6 +245,11 @@ class Family:
         """Return the number of layers before those that predict further tokens, None where the config has none."""
         count = self.read(config).value("num_hidden_layers", "n_layers", default=None)
         return count if isinstance(count, int) and not isinstance(count, bool) else None
+
+    @property
+    def tables(self) -> tuple[Names, ...]:
+        """The tables of names that are known: published, saved otherwise."""
+        return (self.names, *self.others)
 
     def moe_layers(self, config: Mapping[str, object]) -> tuple[int, ...]:
         """Return the indices of the layers that have routed experts; raises ConfigError."""

@@ -27,6 +27,7 @@ from ..parallel.symm_mem import SymmMem
 from ..runtime.launch import dense_rows, launch, power_at_least
 from ..runtime.memory import OwnMemory, take
 from ..runtime.ranges import step
+from ..types import format_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -350,6 +351,8 @@ class MegaKind:
             return (
                 f"asked for the dispatcher {asked.dispatcher.name}; it does what symm_mem does, and nothing around it"
             )
+        if problem.routed.mixed:
+            return f"asked for weights in {format_names(problem.spec.formats)}; its kernel takes one format for both"
         if formats not in FORMATS or not asked.kernel.name.startswith("triton"):
             taken = ", ".join(f"{weights} with {activations}" for weights, activations in FORMATS)
             return f"asked for {formats[0]} weights with {formats[1]} activations; it takes {taken}"

@@ -18,15 +18,15 @@ def check_weights(weights: ExpertWeights[Payload], problem: ExpertsProblem) -> N
     """Compare shapes, formats and biases of experts with what the kernel was planned for; raises InputError."""
     experts, parts, wide, hidden = problem.experts, problem.parts, problem.intermediate, problem.hidden
     wanted = {"gate_up": (experts, parts, wide, hidden), "down": (experts, hidden, wide)}
-    for name, shape in wanted.items():
+    for (name, shape), form in zip(wanted.items(), problem.formats, strict=True):
         payload: Payload = getattr(weights, name)
         if payload.shape != shape:
             raise InputError(
                 f"{name}: the payload's logical shape is {payload.shape}, the spec needs {shape} "
                 f"(E={experts}, P={parts}, I={wide}, H={hidden})"
             )
-        if payload.name != problem.weight_format:
-            raise InputError(f"{name}: the payload is {payload.name}, the spec says {problem.weight_format}")
+        if payload.name != form:
+            raise InputError(f"{name}: the payload is {payload.name}, the spec says {form}")
     formats_within(problem.activation_format, weights.input_reach)  # refuses a static one without scales
     biases = {"gate_up_bias": (experts, parts, wide), "down_bias": (experts, hidden)}
     for name, shape in biases.items():

@@ -75,9 +75,10 @@ def settled(
     after_expert: what else is done to the rows of routed experts. Raises PlanError where no kernel runs it, or where it
     was to be merged and cannot be, and InputError when weights and spec disagree.
     """
-    spec, found = made.problem.spec, shared.experts.down.name
-    if spec.shared is not None and found != (spec.shared.weight_format or spec.weight_format):
-        spec = replace(spec, shared=replace(spec.shared, weight_format=found))
+    spec, found = made.problem.spec, shared.experts.formats
+    wanted = made.problem.shared() if spec.shared is not None else None
+    if wanted is not None and spec.shared is not None and wanted.formats != replace(wanted, **found).formats:
+        spec = replace(spec, shared=replace(spec.shared, **found))
         made = plan(replace(made.problem, spec=spec), made.force)
     check_weights(shared.experts, made.problem.shared())
     if not made.merged:

@@ -28,8 +28,9 @@ from ...problem import ExpertsProblem
 from ...runtime.memory import Memory, Regions
 from ...types import ActivationSpec, ContiguousBatch, ExpertWeights
 from ..base import ExpertKernel, Packed, refuse_codes, with_each
+from .decode import PlainMatrix
 from .grouped import cut_rows, fast_activate, starts_of, tokens_of
-from .panels import COLUMNS, TASK, TENSORS, FusedMatrix, lacking, scratch_bytes
+from .panels import COLUMNS, TASK, TENSORS, FusedMatrix, lacking, scratch_bytes, turned
 from .stored import by_row, flat, refuse_faults
 
 __all__ = ["CpuFused", "FusedExperts", "pack_fused"]
@@ -80,9 +81,13 @@ class CpuFused(ExpertKernel):
         asked = problem.activation_format
         if problem.device.kind != "cpu":
             return f"asked for {problem.device.kind}; it needs a CPU"
-        if problem.weight_format not in _NAMES:
-            return f"asked for {problem.weight_format} weights; it takes {', '.join(_NAMES)}"
-        if problem.weight_format == formats.Bnb4.name and (problem.hidden % 2 or problem.intermediate % 2):
+        # Plain numbers are multiplied by the library, but next to codes they have no kernel that runs both products.
+        plain = () if problem.dtype == "fp16" else ("fp16", "fp32")
+        beside_codes = ("bf16", *plain) if problem.mixed and set(problem.formats) & set(_NAMES) else ()
+        for form in problem.formats:
+            if form not in (*_NAMES, *beside_codes):
+                return f"asked for {form} weights; it takes {', '.join(_NAMES)}"
+        if formats.Bnb4.name in problem.formats and (problem.hidden % 2 or problem.intermediate % 2):
             return f"asked for bnb4 and widths {problem.hidden} and {problem.intermediate}; it takes even ones"
         if asked not in ("bf16", "fp16") or problem.dtype != asked:
             return f"asked for {asked} activations and {problem.dtype} input; it takes bf16 or fp16 for both"
@@ -91,7 +96,8 @@ class CpuFused(ExpertKernel):
     def regions(self, problem: ExpertsProblem) -> Regions:
         """Return the decoded rows of each thread, and the rows of the largest batch all routed to one expert."""
         # Groups of a part of the columns in activation order are filled up to the largest.
-        longest = max(problem.hidden, problem.intermediate) * (3 if problem.weight_format.endswith("_ordered") else 1)
+        ordered = any(form.endswith("_ordered") for form in problem.formats)
+        longest = max(problem.hidden, problem.intermediate) * (3 if ordered else 1)
         threads = max(problem.device.threads, torch.get_num_threads())
         # Per row: x gathered, filled up and in another order, gate_up, its activation in two precisions, the result
         # twice. Float16 takes two rows.
@@ -130,8 +136,10 @@ def _parts(payload: formats.Payload, bias: Tensor | None) -> list[tuple[formats.
 def pack_fused(payload: formats.Payload, bias: Tensor | None, name: str) -> FusedMatrix:
     """Return ``payload`` of logical shape ``[E, N, K]`` or ``[E, P, N, K]`` as the kernel reads it; parts become rows.
 
-    Raises BadScaleError for scales or codes the format forbids.
+    Plain numbers are rounded to bfloat16. Raises BadScaleError for scales or codes the format forbids.
     """
+    if isinstance(payload, formats.Bf16 | formats.Fp16 | formats.Fp32):
+        return _plain_fused(payload, bias)
     if isinstance(payload, formats.Gguf) and not payload.kind.halves:
         payload = formats.MxFp4.from_parts({".weight": payload.blocks}, storage="gguf", shape=payload.shape)
     refuse_faults(payload, name)
@@ -153,6 +161,17 @@ def pack_fused(payload: formats.Payload, bias: Tensor | None, name: str) -> Fuse
         values=more.pop("values").float().expand(experts, 16).contiguous(),
         **more,
     )
+
+
+def _plain_fused(payload: formats.Bf16 | formats.Fp16 | formats.Fp32, bias: Tensor | None) -> FusedMatrix:
+    """Return plain numbers as bfloat16, in whole tasks of rows and whole tiles of columns."""
+    values = flat(payload.values).bfloat16()
+    experts, rows, columns = values.shape
+    filled = functional.pad(values, (0, -columns % COLUMNS, 0, -rows % TASK))
+    wide = None if bias is None else functional.pad(bias.reshape(experts, -1).float(), (0, -rows % TASK))
+    made = turned(PlainMatrix(values=filled.contiguous()), wide)
+    assert made is not None
+    return replace(made, rows=rows)
 
 
 def _lines(payload: formats.Payload) -> tuple[Tensor, dict[str, Any]]:

@@ -118,8 +118,9 @@ class CpuGrouped(ExpertKernel):
                 f"dtype, {problem.dtype!r}"
             )
         known = [known.name for known in CPU_FORMATS]
-        if problem.weight_format not in known:
-            return f"asked for weight format {problem.weight_format!r}; it reads {', '.join(known)}"
+        for form in problem.formats:
+            if form not in known:
+                return f"asked for weight format {form!r}; it reads {', '.join(known)}"
         return None
 
     def regions(self, problem: ExpertsProblem) -> Regions:

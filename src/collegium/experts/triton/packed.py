@@ -244,33 +244,38 @@ class PackedExperts(Packed):
         most = max(self.gate_up.layout.expanded_bytes, self.down.layout.expanded_bytes)
         room = take(memory, "expanded", (most,), torch.int8, device) if most else None
         tiles = tile_list(offsets, count, tile, part(memory, "first"))
-        turns = partial(in_turns, offsets=offsets, tiles=tiles, rows=count, room=room, memory=part(memory, "second"))
-        for matrix, own, listed in turns(self.gate_up):
+        turns = partial(in_turns, offsets=offsets, tiles=tiles, rows=count, memory=part(memory, "second"))
+
+        def room_of(matrix: PackedMatrix) -> Tensor | None:
+            return room if matrix.layout.expanded_bytes else None  # the other product's weights may be operands as is
+
+        for matrix, own, listed in turns(self.gate_up, room=room_of(self.gate_up)):
             prefill_gemm(rows, matrix, own, listed, middle, x_scale=x_scale, activation=self.activation, codes=codes)
         if codes is None:
             made = operand(middle, self.forms[1], used=_used(batch), memory=part(memory, "h"))
             middle, scale = _summed(made, self.down, _used(batch), part(memory, "h"))
         else:
             scale = codes.scale
-        for matrix, own, listed in turns(self.down):
+        for matrix, own, listed in turns(self.down, room=room_of(self.down)):
             prefill_gemm(middle, matrix, own, replace(listed, places=_places(batch)), out, x_scale=scale)
         return out
 
 
-def pack_both(
-    packer: Callable[[Any, Tensor | None], PackedMatrix], weights: ExpertWeights[Any], problem: ExpertsProblem
-) -> PackedExperts:
-    """Return the experts of ``problem``; packer: of a payload ``[E, P, N, K]`` and its bias."""
+_Packer = Callable[[Any, Tensor | None], PackedMatrix]
+
+
+def pack_both(packers: tuple[_Packer, _Packer], weights: ExpertWeights[Any], problem: ExpertsProblem) -> PackedExperts:
+    """Return the experts of ``problem``; packers of gate_up and down: of a payload ``[E, P, N, K]`` and its bias."""
     if isinstance(weights.gate_up, Int4Ordered | Int8Ordered):
         weights = _rows_moved(weights)
     half = problem.activation_format == "fp16"
 
-    def packed(payload: Any, bias: Tensor | None) -> PackedMatrix:
+    def packed(packer: _Packer, payload: Any, bias: Tensor | None) -> PackedMatrix:
         made = packer(payload, None if bias is None else bias.contiguous())
         return replace(made, layout=replace(made.layout, half=half))
 
-    gate_up = packed(weights.gate_up, weights.gate_up_bias)
-    down = packed(with_part(weights.down), weights.down_bias)
+    gate_up = packed(packers[0], weights.gate_up, weights.gate_up_bias)
+    down = packed(packers[1], with_part(weights.down), weights.down_bias)
     form = codes_of(problem.activation_format)
     return PackedExperts(
         gate_up=gate_up,

@@ -96,7 +96,8 @@ class TritonKernel:
     def refuse(self, problem: ExpertsProblem) -> str | None:
         """Refuse weights and tokens that no row has, and machines Triton cannot serve.
 
-        Tokens are E4M3 codes of any input, or the 16-bit input itself.
+        Tokens are E4M3 codes of any input, or the 16-bit input itself. Down may have weights of another format, which
+        the kernel of that format multiplies.
         """
         weights, asked, dtype = problem.weight_format, problem.activation_format, problem.dtype
         known = dict.fromkeys(row.weights for row in TABLE[self.name])
@@ -107,7 +108,9 @@ class TritonKernel:
             same, codes = [name for name in taken if name in DTYPES], [name for name in taken if name not in DTYPES]
             told = ([f"{_either(same)} for both"] if same else []) + codes
             return f"asked for {asked} activations and {dtype} input; with {weights} it takes {_either(told)}"
-        if weights == "bnb4" and (problem.hidden % 32 or problem.intermediate % 32):
+        if problem.mixed and (reason := _refuse_down(problem)):
+            return reason
+        if "bnb4" in problem.formats and (problem.hidden % 32 or problem.intermediate % 32):
             return f"asked for bnb4 and widths {problem.hidden} and {problem.intermediate}; it takes multiples of 32"
         return refuse_machine(problem)
 
@@ -116,15 +119,20 @@ class TritonKernel:
 
         Raises InputError for blocks, groups and scales that the kernel cannot take.
         """
-        row = self._row(problem, machine_at(weights.down.device))
-        packer = partial(row.pack, half=problem.activation_format == "fp16") if row.halves else row.pack
-        return pack_both(packer, weights, problem)
+        half = problem.activation_format == "fp16"
+        rows = self._rows(problem, machine_at(weights.down.device))
+        first, second = (partial(row.pack, half=half) if row.halves else row.pack for row in rows)
+        return pack_both((first, second), weights, problem)
 
     def layouts(self, problem: ExpertsProblem, machine: Machine) -> tuple[Layout, Layout]:
         """Return the layouts of gate_up and down that ``pack`` gives the weights of ``problem`` on ``machine``."""
-        layout, half = self._row(problem, machine).layout, problem.activation_format == "fp16"
-        first = layout.of((problem.experts, problem.parts, problem.intermediate, problem.hidden), half=half)
-        return first, layout.of((problem.experts, 1, problem.hidden, problem.intermediate), half=half)
+        (first, second), half = self._rows(problem, machine), problem.activation_format == "fp16"
+        gate_up = first.layout.of((problem.experts, problem.parts, problem.intermediate, problem.hidden), half=half)
+        return gate_up, second.layout.of((problem.experts, 1, problem.hidden, problem.intermediate), half=half)
+
+    def kernels(self, problem: ExpertsProblem) -> tuple[str, str]:
+        """Return this kernel, and the one that takes the format of down."""
+        return self.name, (_kernel_of_down(problem) if problem.mixed else None) or self.name
 
     def tiling(self, problem: ExpertsProblem) -> ProductTiling:
         """Return how batches of ``problem`` will be cut."""
@@ -137,10 +145,41 @@ class TritonKernel:
         """Return the memory of both products of a batch at most."""
         return product_regions(problem, self.tiling(problem))
 
-    def _row(self, problem: ExpertsProblem, machine: Machine) -> _Row:
-        asked = problem.weight_format, problem.activation_format
-        fitting = (row for row in TABLE[self.name] if row.weights == asked[0] and asked[1] in row.tokens)
-        return next(row for row in fitting if machine.scaled or not row.scaled)
+    def _rows(self, problem: ExpertsProblem, machine: Machine) -> tuple[_Row, _Row]:
+        """Return the rows of gate_up and of down."""
+        pairs = zip(self.kernels(problem), problem.formats, strict=True)
+        first, second = (_row(name, form, problem.activation_format, machine) for name, form in pairs)
+        return first, second
+
+
+def _row(name: str, weights: str, tokens: str, machine: Machine) -> _Row:
+    fitting = (row for row in TABLE[name] if row.weights == weights and tokens in row.tokens)
+    return next(row for row in fitting if machine.scaled or not row.scaled)
+
+
+def _kernel_of_down(problem: ExpertsProblem) -> str | None:
+    """Return the first kernel that takes the weights of down with the activations of ``problem``."""
+    asked = problem.formats[1], problem.activation_format
+    return next((name for name, rows in TABLE.items() for row in rows if _takes(row, asked)), None)
+
+
+def _takes(row: _Row, asked: tuple[str, str]) -> bool:
+    return row.weights == asked[0] and asked[1] in row.tokens
+
+
+def _refuse_down(problem: ExpertsProblem) -> str | None:
+    """Return why no kernel in Triton runs down in a format that gate_up does not have, or None."""
+    ordered = next((form for form in problem.formats if form.endswith("_ordered")), None)
+    if ordered is not None:
+        return f"asked for {ordered} in one product; columns in an order of their own need that format in both"
+    if _kernel_of_down(problem) is not None:
+        return None
+    down = problem.formats[1]
+    taken = dict.fromkeys(
+        token for rows in TABLE.values() for row in rows if row.weights == down for token in row.tokens
+    )
+    can = f"it takes {_either(list(taken))}" if taken else "no kernel in Triton takes those weights"
+    return f"asked for {problem.activation_format} activations between the products; down is {down}: {can}"
 
 
 class TritonBf16(TritonKernel):

@@ -96,8 +96,8 @@ def spec_of(module: Any, weights: ExpertWeights[Payload], top_k: int) -> MoESpec
         num_experts=experts,
         routing=RoutingSpec(top_k=min(top_k, experts)),
         activation=_activation_of(module),
-        weight_format=weights.down.name,
         expert_bias=weights.down_bias is not None,
+        **weights.formats,
     )
 
 

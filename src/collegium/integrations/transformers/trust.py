@@ -21,7 +21,7 @@ from ...checkpoint.reader import Checkpoint, read_config
 from ...errors import CheckpointError, ConfigError, InputError, SpecError
 from ...formats.payload import Payload
 from ...models import NESTED, Declared, declared_format, family_of, method_of, quantization_block
-from ...types import ExpertWeights
+from ...types import ExpertWeights, format_names
 from ..extra import extra
 from .modules import named_experts, write_count
 
@@ -143,8 +143,9 @@ def _compare(module: nn.Module, weights: ExpertWeights[Payload], origin: Origin)
         return None
     raise ConfigError(
         f"{origin.name}: {found[0]}: transformers {extra('transformers').__version__} loaded numbers that are "
-        f"{found[1]:.1%} off those of the checkpoint {origin.folder} ({layer.stored.name}); rounding is at most "
-        f"{_TOLERANCE:.1%}. Load the model with load_model({origin.folder!r}), which reads the experts itself. "
+        f"{found[1]:.1%} off those of the checkpoint {origin.folder} ({format_names(layer.spec.formats)}); rounding "
+        f"is at most {_TOLERANCE:.1%}. Load the model with load_model({origin.folder!r}), which reads the experts "
+        "itself. "
         "Where you changed the weights on purpose (an adapter that was merged, for instance), say so with "
         "register(compare=False)"
     )
@@ -176,7 +177,8 @@ def _samples(
 ) -> Iterator[tuple[Source, tuple[int, int], Payload]]:
     """Yield rows of the first, the middle and the last expert: where they are stored, which, and the module's."""
     spec, halves = layer.spec, projections(layer.spec)
-    step = max(part.rows_per for part in layer.stored.layout.parts if part.required)
+    parts = [part for stored in layer.both_stored for part in stored.layout.parts if part.required]
+    step = max(part.rows_per for part in parts)
     for expert in sorted({0, spec.num_experts // 2, spec.num_experts - 1}):
         for half, which in enumerate(halves):
             source = layer.source(expert, which)
@@ -191,9 +193,9 @@ def _published(layer: CheckpointLayer, source: Source, window: tuple[int, int]) 
     """Decode rows of one projection as the checkpoint holds them."""
     cut = Cut(rows=window, columns=(0, source.columns))
     try:
-        return read_whole(layer.checkpoint, source, layer.stored, cut).decode()
+        return read_whole(layer.checkpoint, source, layer.stored_as(source), cut).decode()
     except InputError:  # a scale that serves more rows than these
-        return read_whole(layer.checkpoint, source, layer.stored).rows(*window).decode()
+        return read_whole(layer.checkpoint, source, layer.stored_as(source)).rows(*window).decode()
 
 
 def _rows(matrix: Payload, start: int, stop: int) -> Tensor:
