@@ -69,8 +69,8 @@ HEAD = (
     "commit",
     "command",
 )
-CALLS = 200  # eager calls of one timing
-REPEATS = 7
+CALLS = 100  # eager calls of one timing
+REPEATS = 40  # timings, of which the best counts: whatever else the host does only adds time
 
 
 def eager_microseconds(call: Callable[[], object]) -> float:

@@ -8,7 +8,7 @@ import operator
 import sys
 from collections.abc import Callable, Hashable
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -45,13 +45,20 @@ from .types import ExpertWeights, LatentWeights, RouterWeights, Routing, SharedW
 __all__ = ["MoELayer"]
 
 
-@cache
+_disabled: list[Any] = []  # ``operator.call`` that torch does not compile, made when it is first needed
+
+
 def _uncompiled_call() -> Any:
-    """Return ``operator.call`` for a process that compiles.
+    """Return ``operator.call``, which torch does not compile in a process that compiles.
 
     Once a compiled call has raised, torch no longer compiles any layer's ``forward``, and would compile what it calls.
+    The compiler takes a second to import; a process that has not done so compiles nothing.
     """
-    return torch.compiler.disable(operator.call)
+    if "torch._dynamo" not in sys.modules:
+        return operator.call
+    if not _disabled:
+        _disabled.append(torch.compiler.disable(operator.call))
+    return _disabled[0]
 
 
 # Attributes that ``_build`` makes of the others, and what was recorded or captured in one process.
@@ -269,9 +276,7 @@ class MoELayer(PackedModule):
         """
         given = router_logits, routing, token_ids, router_input
         if not torch.compiler.is_compiling():
-            # The compiler takes a second to import; a process that has not done so compiles nothing.
-            call: Any = _uncompiled_call() if "torch._dynamo" in sys.modules else operator.call
-            return call(self._eager, x, given, out)
+            return self._eager(x, given, out)
         inputs = self._inputs(x, *given)
         out = output_for(x, out)
         torch.ops.collegium.moe_layer(*inputs, self.handle, out.view(-1, self.spec.hidden_size))
@@ -284,7 +289,7 @@ class MoELayer(PackedModule):
         except InputError as error:
             self._refused(x, given, error)
             raise
-        self.compute(*inputs, out.view(-1, self.spec.hidden_size))
+        _uncompiled_call()(self.compute, *inputs, out.view(-1, self.spec.hidden_size))
         return refuse_backward(self.training, out)
 
     def route(
@@ -341,8 +346,7 @@ class MoELayer(PackedModule):
         self._capturing()
         with in_full(x.device):
             more = {"expected": expected, "after_expert": self.after_expert, "merged": self.plan.merged}
-            call: Any = _uncompiled_call() if "torch._dynamo" in sys.modules else operator.call
-            call(run_batched, self.experts, x, counts, out, **more)
+            _uncompiled_call()(run_batched, self.experts, x, counts, out, **more)
         return out
 
     def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> int:

@@ -187,8 +187,10 @@ class Plan:
 
 def _product_kernels(name: str, problem: ExpertsProblem) -> str:
     """Return the kernel called ``name`` as text; of weights in two formats, the kernels of both products."""
+    if not problem.mixed:
+        return name
     first, second = kernel_named(name).kernels(problem)
-    return f"{first} for gate_up, {second} for down" if problem.mixed else first
+    return f"{first} for gate_up, {second} for down"
 
 
 def kernel_named(name: str) -> ExpertKernel:

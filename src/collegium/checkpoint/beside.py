@@ -305,7 +305,13 @@ def _stored_at(layer: CheckpointLayer, module: _Module) -> dict[str, StoredForma
         if len(set(declared.values())) > 1:
             listed = ", ".join(f"{path} {entry.format}" for path, entry in declared.items())
             raise ConfigError(f"{module.where}: gate and up differ in format: {listed}; they are one product")
-        stored = stored_format(declared[paths[0]], seen, module.where)
+        try:
+            stored = stored_format(declared[paths[0]], seen, module.where)
+        except ConfigError:
+            above = found.get(module.templates[0].format(layer=number))
+            if above is None or declared[paths[0]] != declared_format(layer.checkpoint.config, next(iter(found))):
+                raise
+            stored = above  # declared alike: the check of the parts names the one that is missing
         unknown = set(seen) - {part.suffix for part in stored.layout.parts} - set(ACTIVATION_SCALES)
         if unknown:
             names = [n for path in paths for s in sorted(unknown) if (n := path + s) in layer.checkpoint]

@@ -11,8 +11,9 @@ from .tiles import follow
 __all__ = ["route_kernel", "widen_kernel"]
 
 _LOWEST = tl.constexpr(-2147483648)  # below the key of every float
-# In the order of ``types.SCORE_FUNCTIONS``; what is none of them is sqrt_softplus.
-SOFTMAX, TOPK_SOFTMAX, SIGMOID, SPARSEMIXER = (tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(4))
+# In the order of ``types.SCORE_FUNCTIONS``.
+SOFTMAX, TOPK_SOFTMAX, SIGMOID = (tl.constexpr(0), tl.constexpr(1), tl.constexpr(2))
+SQRT_SOFTPLUS, SPARSEMIXER = (tl.constexpr(3), tl.constexpr(4))
 
 
 @triton.jit

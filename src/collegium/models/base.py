@@ -227,7 +227,7 @@ class Family:
     spec_of: Callable[[Config, int], MoESpec]
     layers_of: Callable[[Config], tuple[int, ...]] = every_layer
     others: tuple[Names, ...] = ()
-    defaults: Mapping[str, Defaults] = field(default_factory=dict[str, Defaults])
+    defaults: Mapping[str, Defaults] = field(default_factory=dict[str, Defaults], hash=False)
     null_is_default: frozenset[str] = frozenset()
     in_memory: InMemory = _AS_IN_FILES
 
