@@ -3,7 +3,7 @@
 What needs torch is imported by the command that runs: help and mistakes of a command line do not wait for it.
 """
 
-from . import interrupts
+from . import interrupt_hook, interrupts
 
 # isort: split
 import atexit
@@ -43,6 +43,8 @@ from .locate import SHIPPED
 from .problem import Choice, Limits
 
 __all__ = ["app", "main"]
+
+assert interrupt_hook  # imported first: Ctrl-C during the imports above is one line too
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, context_settings=HELP)
 balance = typer.Typer(

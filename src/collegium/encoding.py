@@ -39,6 +39,7 @@ def expert_weights(
         copy contiguous tensors.
     input_reach: as ``ExpertWeights``, for static activation formats.
 
+    Where 2 * intermediate equals hidden, a transposed stack has the same shape and cannot be noticed: pass ``.mT``.
     Inference only: tensors are detached. Raises InputError for shapes, dtypes and devices that do not fit, and
     SpecError for an unknown format.
     """
@@ -47,8 +48,9 @@ def expert_weights(
         raise InputError(f"expert_weights: down is {_sizes(lower)}; allowed: [experts, hidden, intermediate]")
     experts, hidden, wide = lower.shape
     upper = _upper(gate_up, wide, hidden)
-    wanted = (experts, upper.shape[1], wide, hidden)
-    if upper.shape != wanted or upper.shape[1] not in (1, 2):
+    parts = upper.shape[1] if len(upper.shape) == 4 else 0
+    wanted = (experts, parts, wide, hidden)
+    if upper.shape != wanted or parts not in (1, 2):
         raise InputError(_mismatch(upper, lower))
     if upper.device != lower.device:
         raise InputError(

@@ -11,7 +11,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 
-__all__ = ["EXIT_CODE", "TEXT", "interrupted", "one_interrupt"]
+__all__ = ["EXIT_CODE", "TEXT", "install", "interrupted", "one_interrupt"]
 
 EXIT_CODE = 128 + signal.SIGINT
 TEXT = "stopped by Ctrl-C"
@@ -63,5 +63,7 @@ def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType 
     sys.__excepthook__(kind, error, trace)
 
 
-if sys.excepthook is sys.__excepthook__:
-    sys.excepthook = _hook
+def install() -> None:
+    """Let Ctrl-C end this process with one line; for the command alone, before it imports anything slow."""
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _hook

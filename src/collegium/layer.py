@@ -25,14 +25,14 @@ from .formats.unquantised import DTYPES
 from .ops.route_wide import widened
 from .parallel import Reaching, composed
 from .parallel.input_check import InputCheck, input_check
-from .parallel.meeting import in_turn, meeting_of
+from .parallel.meeting import in_turn, is_known_to_all, meeting_of
 from .pipelines import Parts, Pipeline
 from .pipelines.batched import check_batched, run_batched
 from .planning import Plan, dispatcher_named, kernel_named, plan as planned, stretches
 from .problem import Choice
 from .runtime.devices import plain_torch
 from .runtime.memory import Memory, OwnMemory, Workspaces, captured, memory_map, part, shared_workspaces
-from .runtime.packed_module import PackedModule, check_given, held_bytes, refuse_backward
+from .runtime.packed_module import PackedModule, check_given, held_bytes
 from .runtime.replay import Replay
 from .runtime.side import on_the_side
 from .runtime.warming import compile_batches, run_every_way, sizes_for
@@ -286,11 +286,14 @@ class MoELayer(PackedModule):
         try:
             inputs = self._inputs(x, *given)
             out = output_for(x, out)
-        except InputError as error:
-            self._refused(x, given, error)
+        except Exception as error:
+            try:
+                self._refused(x, given, error)
+            finally:
+                self._compare_next(error)
             raise
         _uncompiled_call()(self.compute, *inputs, out.view(-1, self.spec.hidden_size))
-        return refuse_backward(self.training, out)
+        return out
 
     def route(
         self,
@@ -395,6 +398,19 @@ class MoELayer(PackedModule):
         memory: where buffers come from, instead of one of ``workspaces``.
         """
         inputs = (x, router_logits, topk_ids, topk_weights, token_ids, router_input, out)
+        try:
+            self._compute(inputs, memory)
+        except Exception as error:
+            self._compare_next(error)
+            raise
+
+    def _compare_next(self, error: Exception) -> None:
+        """Let this rank compare its next pass after an ``error`` that the other ranks do not know of."""
+        if self._input_check is not None and not is_known_to_all(error):
+            self._input_check.forget()
+
+    def _compute(self, inputs: tuple[Any, ...], memory: Memory | None) -> None:
+        x, _, topk_ids, *_ = inputs
         capturing = self._capturing()
         with in_turn(self.plan.groups), in_full(x.device):
             if memory is None and not capturing and self._due(inputs):
@@ -462,7 +478,7 @@ class MoELayer(PackedModule):
                 raise (error or disagreement) from None
         check.compare(tokens, given, tensors, error)
 
-    def _refused(self, x: Any, given: tuple[Any, Any, Any, Any], error: InputError) -> None:
+    def _refused(self, x: Any, given: tuple[Any, Any, Any, Any], error: Exception) -> None:
         """Let ranks that wait for this pass know why this one cannot run it, where they compare inputs."""
         if self._input_check is None or captured(self._device):
             return

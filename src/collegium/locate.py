@@ -162,6 +162,10 @@ def _downloaded(repository: str, revision: str | None, weights: bool, typed: str
             f"{typed}: cannot be downloaded ({type(error).__name__}: {reason}); {_after_failure(repository, revision)}"
         ) from error
     if weights and (missing := missing_files(folder)):
+        if (folder / _INDEX).is_file() or _constants().HF_HUB_OFFLINE:  # the index names files that the repository has
+            raise CheckpointError(
+                f"{typed}: {_listed(missing)} could not be downloaded; {_after_failure(repository, revision)}"
+            )
         raise CheckpointError(
             f"{typed}: the repository has no {_listed(missing)}; only safetensors are downloaded, never .bin or .pth. "
             f"For one GGUF file: hf download {repository} FILE.gguf, then give the path it prints"

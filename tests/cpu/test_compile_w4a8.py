@@ -98,6 +98,9 @@ for arch, constants, most in json.load(sys.stdin):
             body = [t for a, t in lines if int(jump[1], 16) <= a <= at]
             if any("QGMMA" in t or "QMMA" in t for t in body):
                 loops.append(body)
+    ptx = built.asm["ptx"]
+    if "ld.relaxed.cta" in ptx and "griddepcontrol.wait" in ptx:
+        assert ptx.index("griddepcontrol.wait") < ptx.index("ld.relaxed.cta"), "scales are read before they are written"
     scaled = "kind::mxf8f6f4.block_scale" in built.asm["ptx"]
     body = min(loops, key=len, default=[])
     found.append([registers, stack, built.metadata.shared, body, [t for _, t in lines], scaled])

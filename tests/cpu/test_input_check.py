@@ -380,6 +380,27 @@ def test_a_pass_that_one_rank_compares_is_an_error(folder: Path, monkeypatch: py
     assert run_ranks(_half_compared, 2, seconds=200) == [[], []]
 
 
+def _raises_alone(rank: int) -> list[str]:
+    """Return what later passes do after rank 1 alone refused a call, in a pass that was not compared."""
+    timeout_seconds(20)
+    layer = _load(Ranks.of(same_tokens=True))
+    x, _ = _inputs(layer, seed=5)
+    layer(x)
+    classes = []
+    for attempt in range(3):
+        narrow = rank == 1 and attempt == 0
+        classes.append(_outcome(partial(layer, x[:, :3] if narrow else x + attempt))[0])
+    return classes
+
+
+def test_ranks_out_of_step_are_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FOLDERS, str(folder))
+    first, second = run_ranks(_raises_alone, 2, seconds=200)
+    assert second[0] == "InputError"
+    assert first[0] == second[1] == "RankError"  # rank 0 is in its first call while rank 1 is in its second
+    assert "none" not in (*first, *second)
+
+
 def _chooses(rank: int) -> Any:
     """Return the errors of a routing function that fails on a rank, chooses otherwise there, and is right."""
     layer = _load(Ranks.of(same_tokens=True))

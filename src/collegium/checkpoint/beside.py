@@ -312,6 +312,9 @@ def _stored_at(layer: CheckpointLayer, module: _Module) -> dict[str, StoredForma
             if above is None or declared[paths[0]] != declared_format(layer.checkpoint.config, next(iter(found))):
                 raise
             stored = above  # declared alike: the check of the parts names the one that is missing
+        if stored.name == "gguf" and len(seen[".weight"]) > 1:
+            kinds = ", ".join(sorted(seen[".weight"]))
+            raise ConfigError(f"{module.where}: gate and up differ in format: {kinds}; they are one product")
         unknown = set(seen) - {part.suffix for part in stored.layout.parts} - set(ACTIVATION_SCALES)
         if unknown:
             names = [n for path in paths for s in sorted(unknown) if (n := path + s) in layer.checkpoint]

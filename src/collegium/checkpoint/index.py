@@ -253,7 +253,8 @@ def _parts(names: Names, present: Set[str]) -> dict[str, str]:
     for path in (path.removeprefix(names.layer) for path in single_matrices(names)):
         # GPTQ and AWQ write biases of zero
         known = PART_SUFFIXES if f"{path}.qweight" in present else PART_SUFFIXES - {".bias"}
-        named = [path + suffix for suffix in (*known, *ACTIVATION_SCALES)]
+        # Suffixes without a dot belong to stacks.
+        named = [path + suffix for suffix in (*known, *ACTIVATION_SCALES) if suffix.startswith(".")]
         parts |= {name: path for name in named if name in present}
     return parts
 

@@ -16,7 +16,7 @@ from ..errors import CheckpointError, ConfigError, TensorMismatchError, UnknownT
 from ..models import declared_format, moe_layers, quantization_block
 from .detect import stored_format
 from .header import FLOATS, TensorInfo
-from .index import index_of, single_matrices
+from .index import index_of, router_names, single_matrices
 from .layout import Source, parts_problems, read_whole
 from .problems import refuse
 from .reader import Checkpoint
@@ -68,7 +68,10 @@ def _modules(checkpoint: Checkpoint) -> Mapping[str, dict[str, TensorInfo]]:
     """Return the tensors outside the model's routed experts: path of their module to suffix to header entry."""
     index, modules = index_of(checkpoint), defaultdict[str, dict[str, TensorInfo]](dict)
     routed = {info.name for layer in moe_layers(checkpoint.config) for info in index.found(layer).infos()}
-    for name in checkpoint.tensors.keys() - routed:
+    # Tensors below a router's module next to its weight: correction bias, table of experts.
+    others = [name for name in router_names(index.names)[1:] if name is not None]
+    router = {name.format(layer=layer) for name in others for layer in index.layers()}
+    for name in checkpoint.tensors.keys() - routed - router:
         head, inner, _ = name.partition(".weight.")
         path = head if inner else name.rpartition(".")[0]
         modules[path][name.removeprefix(path)] = checkpoint.tensors[name]

@@ -211,7 +211,12 @@ def _readable(weight_format: str, sizes: tuple[int, int]) -> bool:
 
 def _kept(job: Job, layers: Iterable[CheckpointLayer]) -> dict[str, TensorInfo]:
     """Return every tensor that is copied by its new name; InputError where no one config could describe them."""
-    replaced = {info.name for layer in layers for suffix, info in layer.found.items() if not suffix.endswith("bias")}
+    replaced = {
+        info.name
+        for layer in layers
+        for suffix, info in layer.found.items()
+        if not (layer.spec.expert_bias and suffix.endswith("bias"))
+    }
     return described(job, {name: info for name, info in job.checkpoint.tensors.items() if name not in replaced})
 
 
@@ -329,6 +334,7 @@ def _copy_files(checkpoint: Checkpoint, room: Path) -> tuple[tuple[str, ...], tu
     """Copy tokenizer, licence and the like; other weight files than were read, and folders, are skipped and named."""
     source, read = checkpoint.path, {info.file.name for info in checkpoint.tensors.values()}
     read |= {"config.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json", INDEX}
+    read.add("quantization_config.json")
     others = sorted(set(os.listdir(source)) - read)
     skipped = [name for name in others if (source / name).is_dir() or name.endswith(_WEIGHT_FILES)]
     copied = [name for name in others if name not in skipped]

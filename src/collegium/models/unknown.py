@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 
 from ..errors import ConfigError
 from ..types import closest
-from .base import text_of
+from .base import AUTO_TEXT, text_of
 
 __all__ = ["dense_error", "no_experts_in", "unknown_error"]
 
@@ -38,6 +38,8 @@ def no_experts_in(config: Mapping[str, object]) -> ConfigError | None:
 def unknown_error(config: Mapping[str, object], known: Iterable[str]) -> ConfigError:
     """Return the error of a ``model_type`` that is not among ``known``."""
     kind, names = config.get("model_type"), list(known)
+    if kind in AUTO_TEXT:
+        kind = text_of(config).get("model_type", kind)
     if kind is not None and not _mentions_experts(config):
         why = "no entry is about experts"
         near = closest(str(kind), names)

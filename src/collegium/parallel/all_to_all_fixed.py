@@ -17,7 +17,7 @@ from ..ops.weighted_sum import weighted_sum
 from ..runtime.memory import captured, take
 from .collectives import exchanged
 from .combine import back_bytes, back_words, reduced_of
-from .meeting import meeting_of
+from .meeting import known_to_all, meeting_of
 from .split import Across, AcrossKind, by_rank
 from .traffic import Away, Traffic
 from .wire import EMPTY, TokenWire, message_bytes, sent_words, there_bytes
@@ -161,11 +161,12 @@ class AllToAllFixed(Across):
             )
         if max(most) > self.room:
             said = "; ".join(f"rank {rank}: {found}" for rank, found in enumerate(most))
-            raise InputError(
+            text = (
                 f"{self.name}: one rank may send rank_tokens={self.room} tokens to one other, and the most that each "
                 f"would send are {said}; nothing was sent. Plan with a larger Limits(rank_tokens=...), or call with "
                 "fewer tokens"
             )
+            raise known_to_all(InputError(text))
 
 
 class AllToAllFixedKind(AcrossKind):

@@ -2,8 +2,9 @@
 
 Ranks with ``same_tokens`` and the ranks that hold slices of the same experts compute parts of one output. With other
 inputs each of them still computes something, and the output mixes tokens without an error. Hashes of the inputs and of
-the chosen experts are exchanged on the host before anything else is sent, so all ranks come to the same verdict, all
-raise, and the next pass finds the ranks in step.
+the chosen experts are exchanged on the host before anything else is sent, so all ranks come to the same verdict and all
+raise. A rank that raises in a pass which is not compared, while the others go on, compares its next pass: they do not,
+and all raise.
 
 A layer with ``checked=True`` compares every pass. Any other layer compares the first pass of each kind, which finds a
 mistake in the wiring of a program, and then costs nothing. Passes that a CUDA graph captures are never compared: the
@@ -20,7 +21,7 @@ from torch import distributed
 from ..errors import InputError, RankError
 from .bit_hash import bit_hash, one_value
 from .groups import check_ranks
-from .meeting import in_turn, meeting_of
+from .meeting import in_turn, known_to_all, meeting_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -109,15 +110,17 @@ def check_contributions(name: str, table: Sequence[Contribution]) -> None:
         )
     layers, counts = [each.layer for each in table], [each.tokens for each in table]
     if len(set(layers)) > 1:
-        raise InputError(
+        text = (
             f"{name}: every rank has to call the same layer, found layers {layers} by rank, numbered as they were "
             "built; call layers in the same order on every rank"
         )
+        raise known_to_all(InputError(text))
     if len(set(counts)) > 1:
-        raise InputError(
+        text = (
             f"{name}: every rank has to be called with the same tokens, found {counts} of them by rank; give all ranks "
             "the same input, or make the ranks with same_tokens=False and without slices"
         )
+        raise known_to_all(InputError(text))
     _check_inputs(name, table)
 
 
@@ -134,8 +137,9 @@ def _check_inputs(name: str, table: Sequence[Contribution]) -> None:
     else:
         said = f"rank {_listed(others)} differs from rank {_listed(rest)} in {_differences(first, other)}"
         do = (
-            "give all ranks the same tokens and the same routing; a caller whose ranks have tokens of their own needs "
-            "Ranks.of(same_tokens=False) without slices"
+            "give all ranks the same tokens and the same routing, equal in every bit; a caller whose ranks have "
+            "different tokens needs Ranks.of(same_tokens=False) without slices. FIRST_PASSES = 0 in "
+            "collegium.parallel.input_check, on all ranks, turns the first comparisons off"
         )
     raise RankError(
         f"{name}: every rank has to be called with the same tokens; {said}. Nothing was sent: {do}",
@@ -188,6 +192,10 @@ class InputCheck:
         """
         return self.every or (self.compares and self._compared.get(self._kind(tokens, given), 0) < FIRST_PASSES)
 
+    def forget(self) -> None:
+        """Compare the next pass of every kind: after an error of one rank the others may be a call ahead."""
+        self._compared.clear()
+
     def compare(
         self,
         tokens: int,
@@ -200,6 +208,8 @@ class InputCheck:
         error: why this rank cannot run the pass, raised here once the others know; tensors is then None. Raises what
         ``check_contributions`` does, on every rank, and RankError where a rank does not come.
         """
+        if error is not None:
+            known_to_all(error)
         own = self._contribution(tokens, tensors, error)
         table = [own]
         try:

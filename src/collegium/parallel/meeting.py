@@ -22,7 +22,7 @@ from .groups import group_named, world_ranks
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-__all__ = ["LOOK", "Meeting", "in_turn", "meeting_of", "timeout_seconds"]
+__all__ = ["LOOK", "Meeting", "in_turn", "is_known_to_all", "known_to_all", "meeting_of", "timeout_seconds"]
 
 LOOK = 0.5  # seconds between looks whether those who are waited for still live
 _KEPT = 2  # meetings whose values stay in the store: a rank that is late may still read the one before
@@ -134,10 +134,11 @@ class Meeting:
             if isinstance(value, dict):
                 names = [name for name in {**one, **two} if one.get(name) != two.get(name)]
                 said = "; ".join(f"{name} {one.get(name)} and {two.get(name)}" for name in names)
-            raise InputError(
+            text = (
                 f"{phase}: ranks {self.ranks[0]} and {self.ranks[other]} differ: {said}; every rank has to ask for the "
                 "same"
             )
+            raise known_to_all(InputError(text))
 
     def _values(self, number: int, phase: str) -> list[bytes]:
         store, keys = self.store, [self._key(number, rank) for rank in range(self.size)]
@@ -199,6 +200,17 @@ def meeting_of(group: str = "") -> Meeting:
             found = Meeting(group)
             _made[group] = weakref.ref(own), found
         return found
+
+
+def known_to_all(error: Exception) -> Exception:
+    """Return ``error``, marked as one that every rank raises or hears of, so that the ranks stay in step."""
+    error.__dict__["known_to_all"] = True
+    return error
+
+
+def is_known_to_all(error: Exception) -> bool:
+    """Return whether every rank raises or hears of ``error``."""
+    return isinstance(error, RankError) or "known_to_all" in vars(error)
 
 
 def in_turn(groups: tuple[str, ...]) -> AbstractContextManager[None]:

@@ -1,7 +1,8 @@
 """Every rank is called with the same tokens: each serves its share of them, and all get the outputs of all.
 
 So attention may be replicated and no token is computed twice. A token's output is made by one rank and copied to the
-others, so the ranks agree on every bit even where their inputs do not.
+others, so the ranks agree on every bit of it. Inputs that differ are an error in the passes that are compared
+(``input_check.py``).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from ..errors import InputError, RankError
 from ..runtime.memory import Arena, Region, captured, captures, current_stream, memory_map, wait_for
 from ..runtime.symmetric import SymmetricWorkspace
 from .groups import group_named, world_ranks
-from .meeting import LOOK, Meeting, meeting_of, timeout_seconds
+from .meeting import LOOK, Meeting, known_to_all, meeting_of, timeout_seconds
 from .peers import HEAD_BYTES, Peers
 from .peers_in_torch import raise_status, release
 
@@ -239,18 +239,21 @@ class SharedBlocks:
             raise
         counts = [count for _, count, _ in said]
         if shares > 1 and len(set(counts)) > 1 and all(own == layer for own, _, _ in said):
-            raise InputError(
+            text = (
                 f"same_tokens: every rank has to be called with the same tokens, found {counts} of them by rank; give "
                 "all ranks the same input, or make the ranks with same_tokens=False"
             )
+            raise known_to_all(InputError(text))
         if any(-(-count // shares) > limit or (own, k) != (layer, top_k) for own, count, k in said):
             found = "; ".join(
                 f"rank {rank}: {count} tokens, top-{k}, layer {own}"
                 for rank, (own, count, k) in zip(self.ranks, said, strict=True)
             )
-            raise InputError(
-                f"symm_mem: every rank needs the same layer and top-k and at most max_tokens={limit} tokens, found "
-                f"{found}; plan for more tokens, or call with fewer on every rank"
+            raise known_to_all(
+                InputError(
+                    f"symm_mem: every rank needs the same layer and top-k and at most max_tokens={limit} tokens, found "
+                    f"{found}; plan for more tokens, or call with fewer on every rank"
+                )
             )
         # Of the same tokens the word may not hold the whole number; this rank knows it.
         bound, seconds = (-(-tokens // shares) if shares > 1 else max(counts)), timeout_seconds()

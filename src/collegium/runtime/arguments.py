@@ -30,24 +30,23 @@ _NO_OFFLOAD = f"nothing is offloaded; {_ONE_DEVICE}"
 _WEIGHT_FORMAT = (
     "pass weight_format='mxfp4' or another name of collegium.FORMATS, or leave it out for the published one"
 )
-_LOCAL = "pass the path of a folder or GGUF file"
 # Arguments of transformers' from_pretrained, and what to do instead.
 _ELSEWHERE: Mapping[str, str] = {
     "adapter_kwargs": "pass adapter=, the folder of a LoRA adapter",
     "attn_implementation": "leave it out, and call model.set_attn_implementation() afterwards",
-    "cache_dir": _LOCAL,
+    "cache_dir": "set HF_HOME, or pass the path of a folder",
     "config": "leave it out; config.json of the checkpoint is used",
     "device_map": _ONE_DEVICE,
     "device_mesh": _ONE_DEVICE,
     "distributed_config": _ONE_DEVICE,
     "experts_implementation": "leave it out; the experts always run through Collegium",
-    "force_download": _LOCAL,
+    "force_download": "leave it out; download=True fetches what the cache lacks",
     "generation_config": "leave it out, and set model.generation_config afterwards",
     "gguf_file": "pass the path of the GGUF file itself",
     "ignore_mismatched_sizes": "leave it out; a tensor of another shape is an error",
     "load_in_4bit": _WEIGHT_FORMAT,
     "load_in_8bit": _WEIGHT_FORMAT,
-    "local_files_only": _LOCAL,
+    "local_files_only": "leave it out; nothing is downloaded without download=True",
     "low_cpu_mem_usage": "leave it out; tensors are read one at a time",
     "max_memory": _NO_OFFLOAD,
     "offload_buffers": _NO_OFFLOAD,
@@ -55,10 +54,10 @@ _ELSEWHERE: Mapping[str, str] = {
     "offload_state_dict": _NO_OFFLOAD,
     "output_loading_info": "leave it out; a missing or unknown tensor is an error",
     "quantization_config": _WEIGHT_FORMAT,
-    "revision": "pass the path of a folder that holds this revision",
+    "revision": "write it after the id: org/name@REVISION",
     "state_dict": "leave it out, and pass the path of the files or an open Checkpoint",
     "subfolder": "pass the path of the folder itself",
-    "token": _LOCAL,
+    "token": "run hf auth login, or pass the path of a folder",
     "torch_dtype": "pass dtype='bf16', 'fp16' or 'fp32', or a torch.dtype",
     "tp_plan": _ONE_DEVICE,
     "tp_size": _ONE_DEVICE,

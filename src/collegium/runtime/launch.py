@@ -149,8 +149,9 @@ class _Variant:
                     with _loading:
                         _ = made.run
                 compiled = self._kernel[grid](*args, **self._keywords)
-            if _direct():
-                self._started[key] = _started(compiled, len(args) + len(self._tail))
+            started = _started(compiled, len(args) + len(self._tail)) if _direct() else None
+            if started is not None:
+                self._started[key] = started
             noted(None)
             return
         x, y, z = (*grid, 1, 1)[:3]
@@ -185,26 +186,26 @@ class _Started(NamedTuple):
     compiled: Any
 
 
-def _started(compiled: Any, count: int) -> _Started:
+def _started(compiled: Any, count: int) -> _Started | None:
     """Return how to start ``compiled``, a kernel of ``count`` arguments, if possible without Triton's Python launcher.
 
     That launcher gives each launch scratch memory and runs hooks, and then calls a C function. Where a kernel needs
-    neither, the C function is called directly, with the arguments that the launcher passes to it.
+    neither, the C function is called directly, with the arguments that the launcher passes to it. None: the launcher is
+    not known, and Triton makes every launch itself.
     """
-    run = compiled.run
-    if not _needs_launcher(run):
+    try:
         passed = _arguments_passed(compiled, count)
-        if passed is not None:
-            middle, nested = passed
-            return _Started(run.launch, middle, nested, True, compiled)
+        scratch = compiled.run.global_scratch_size or compiled.run.profile_scratch_size
+    except (AttributeError, TypeError):
+        passed, scratch = None, 0
+    if passed is None:
         _warn_once("the launcher of this release of Triton is not known; eager calls take several times as long")
-    middle = (compiled.function, compiled.packed_metadata, None, None, None)
-    return _Started(run, middle, nested=False, repeatable=False, compiled=compiled)
-
-
-def _needs_launcher(run: Any) -> bool:
-    """Return whether a launch does more than calling the C function: scratch memory, or Triton's race detector."""
-    return bool(run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False))
+        return None
+    if scratch:
+        middle = (compiled.function, compiled.packed_metadata, None, None, None)
+        return _Started(compiled.run, middle, nested=False, repeatable=False, compiled=compiled)
+    middle, nested = passed
+    return _Started(compiled.run.launch, middle, nested, True, compiled)
 
 
 def _arguments_passed(compiled: Any, count: int) -> tuple[tuple[Any, ...], bool] | None:
@@ -220,13 +221,13 @@ def _arguments_passed(compiled: Any, count: int) -> tuple[tuple[Any, ...], bool]
         calls.append(passed)
 
     run = copy.copy(compiled.run)
+    if getattr(run, "gsan_enabled", False):
+        return None  # Triton's race detector adds arguments to every launch
     run.launch = stand_in
+    run.global_scratch_size = run.profile_scratch_size = 0
     leading = (1, 1, 1, 0)  # the grid and the stream
     arguments = tuple(object() for _ in range(count))
-    try:
-        run(*leading, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
-    except (AttributeError, TypeError):
-        return None
+    run(*leading, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
     if len(calls) != 1 or calls[0][: len(leading)] != leading:
         return None
     (passed,) = calls

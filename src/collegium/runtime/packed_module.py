@@ -119,7 +119,8 @@ class _RefusedBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, _anchor: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return rows.view_as(rows)
+        # No view, which could not be changed in place.
+        return rows.new_empty(0).set_(rows)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> NoReturn:  # pyright: ignore[reportIncompatibleMethodOverride]

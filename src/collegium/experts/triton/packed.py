@@ -303,7 +303,8 @@ def _rows_moved(weights: ExpertWeights[Any]) -> ExpertWeights[Any]:
 def _reported(first: RangeReport | str | None, second: RangeReport | str | None) -> RangeReport | str | None:
     if isinstance(first, RangeReport) and isinstance(second, RangeReport):
         return first + second
-    return None if first is None else f"gate_up {first}, down {second}"
+    named = [f"{name} {report}" for name, report in (("gate_up", first), ("down", second)) if report is not None]
+    return ", ".join(named) or None
 
 
 def _summed(

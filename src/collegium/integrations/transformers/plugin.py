@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -119,7 +118,7 @@ def attach(model: nn.Module, layers: Mapping[int, MoELayer]) -> None:
     for index, module in modules.items():
         # In the module itself, so that it goes with copies and into pickles.
         vars(module)["collegium_given"] = _Entry(layer=layers[index], stamp=None)
-        _show(module)
+        _add_repr(module)
         # Parameters on the meta device have no address, and a copy of the module must not share this one's handle.
         module.register_buffer("collegium_handle", layers[index].handle.clone(), persistent=False)
 
@@ -180,13 +179,23 @@ def _entry_of(module: nn.Module) -> _Entry | None:
     return vars(module).get("collegium_given") or _LAYERS.get(module)
 
 
-def _show(module: nn.Module) -> None:
-    """Let ``print(model)`` show the layer that runs the experts of ``module``."""
-    vars(module)["extra_repr"] = partial(_described, module)
+def _add_repr(module: nn.Module) -> None:
+    """Let ``print(model)`` show the layer that runs the experts of ``module``, by its class.
+
+    An attribute of the module itself would be a reference cycle, which keeps GPU memory until the next collection.
+    """
+    cls: Any = type(module)
+    if "collegium_extra_repr" not in vars(cls):
+        cls.collegium_extra_repr = before = cls.extra_repr
+
+        def extra_repr(self: nn.Module) -> str:
+            return _repr_with_layer(self, before(self))
+
+        cls.extra_repr = extra_repr
 
 
-def _described(module: Any) -> str:
-    entry, before = _entry_of(module), type(module).extra_repr(module)
+def _repr_with_layer(module: Any, before: str) -> str:
+    entry = _entry_of(module)
     if entry is None or module.config._experts_implementation != NAME:
         return before
     return ", ".join(filter(None, (before, described_layer(entry.layer))))
@@ -267,7 +276,7 @@ def _build_once(module: nn.Module, x: Tensor, topk_ids: Tensor) -> _Entry:
         stamp, entry = _stamp(module, x, topk_ids), _LAYERS.get(module)
         if entry is None or entry.stamp != stamp:
             _LAYERS[module] = entry = _Entry(layer=_build(module, x, topk_ids.shape[-1]), stamp=stamp)
-            _show(module)
+            _add_repr(module)
     return entry
 
 

@@ -32,7 +32,7 @@ SERVED: dict[str, frozenset[tuple[str, str]]] = {
 def not_served(plan: Plan) -> str | None:
     """Return why ``auto`` leaves the experts of ``plan`` to vLLM, or None where the recipe has been served."""
     kind, recipe = plan.problem.device.kind, (plan.problem.spec.weight_format, plan.activation_format)
-    if recipe in SERVED.get(kind, frozenset()):
+    if not plan.problem.routed.mixed and recipe in SERVED.get(kind, frozenset()):
         return None
     where = "a GPU" if kind == "cuda" else f"a {kind.upper()}"
     return (
