@@ -57,13 +57,26 @@ def _on_interrupt(_: int, __: FrameType | None) -> None:
 
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if issubclass(kind, KeyboardInterrupt):
-        sys.stderr.write(f"Interrupted: {TEXT}\n")
-        sys.stderr.flush()
-        os._exit(EXIT_CODE)
+        _end()
     sys.__excepthook__(kind, error, trace)
+
+
+def _unraisable_hook(unraisable: "sys.UnraisableHookArgs") -> None:
+    # Ctrl-C while a destructor runs: Python would print a traceback and go on.
+    if issubclass(unraisable.exc_type, KeyboardInterrupt):
+        _end()
+    sys.__unraisablehook__(unraisable)
+
+
+def _end() -> None:
+    sys.stderr.write(f"Interrupted: {TEXT}\n")
+    sys.stderr.flush()
+    os._exit(EXIT_CODE)
 
 
 def install() -> None:
     """Let Ctrl-C end this process with one line; for the command alone, before it imports anything slow."""
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _hook
+    if sys.unraisablehook is sys.__unraisablehook__:
+        sys.unraisablehook = _unraisable_hook

@@ -58,8 +58,9 @@ def test_words_are_completed(tmp_path: Path, line: str, expected: list[str]) -> 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_scripts_name_the_command(shell: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "collegium", "--show-completion", shell], capture_output=True, text=True, check=True
-    )
+    # Without the variable the shell is found among the parent processes, and there may be none.
+    environment = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    command = [sys.executable, "-m", "collegium", "--show-completion", shell]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert "_COLLEGIUM_COMPLETE" in done.stdout
     assert "python" not in done.stdout

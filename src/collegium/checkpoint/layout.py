@@ -202,9 +202,8 @@ def _check_part(source: Source, part: Part, checkpoint: Checkpoint, cls: type[Pa
             f"{source.label}: {what} is {info.shape}, {cls.name} with N={source.stored_rows} and K={source.columns} "
             f"needs {needed}{_hint(source, part, info.shape, cls)} ({name})"
         )
-    cut = part.required and _joined(source, part) and not halves and not part.flat
-    alternate = source.step > 1 and (source.experts is not None or cls.row_block > 1)
-    if cut and (alternate or (source.step == 1 and source.rows % part.rows_per)):
+    cut = source.experts is not None and _joined(source, part) and not halves
+    if part.required and cut and (source.step > 1 or source.rows % part.rows_per):
         meet = "alternate" if source.step > 1 else f"meet at row {source.rows}"
         raise TensorMismatchError(
             f"{source.label}: gate and up in one tensor {meet}, which is inside a scale block of {part.rows_per} rows "
