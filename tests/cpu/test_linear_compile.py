@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 
-from compiling import compile_apart, skip_other_compilers
+from compiling import compile_apart, compiler_release, skip_other_compilers
 
 skip_other_compilers()
+
+# Bytes of stack by release of Triton: of columns that 16 bytes do not hold evenly, and of others (on sm_100 alone).
+ODD_STACK = {"3.6": 8, "3.9": 56}
+EVEN_STACK = {"3.6": 0, "3.9": 24}
 
 # dtypes of x and of the weight, and how many products of terms a block of K takes
 PAIRS = {
@@ -73,7 +77,8 @@ def test_products_are_made_of_the_same_instructions_for_any_count_of_tokens(comp
         terms, tile = PAIRS[pair], own["BLOCK_T"]
         half = "" if pair.endswith("float16 float16") and not pair.startswith("b") else ".BF16"
         odd = own["STEPS"] in (1, 16)  # 1000 columns, which no 16 bytes hold evenly
-        assert stack <= (8 if odd else 0), says
+        even = EVEN_STACK[compiler_release()] if major == 10 else 0
+        assert stack <= (ODD_STACK[compiler_release()] if odd else even), says
         assert shared <= 100 << 10, says
         assert "LDGSTS" in codes or odd, says  # prefetched
         assert "FFMA" not in codes, says

@@ -66,6 +66,7 @@ EXTRA: dict[str, dict[str, Any]] = {
     },
     "granitemoehybrid": {"layer_types": MIXED, "mamba_n_heads": 8, "mamba_d_head": 16},
     "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 8, "moe_topk": 2},
+    "hy_v4_vl": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]}},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2},
     "kimi_linear": {"layer_types": MIXED},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
