@@ -333,8 +333,8 @@ def _layer_entries(job: Job, layer: int, matrices: tuple[Payload, ...]) -> dict[
 def _copy_files(checkpoint: Checkpoint, room: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Copy tokenizer, licence and the like; other weight files than were read, and folders, are skipped and named."""
     source, read = checkpoint.path, {info.file.name for info in checkpoint.tensors.values()}
-    read |= {"config.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json", INDEX}
-    read.add("quantization_config.json")
+    read |= {"config.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json"}
+    read |= {"quantization_config.json", INDEX}
     others = sorted(set(os.listdir(source)) - read)
     skipped = [name for name in others if (source / name).is_dir() or name.endswith(_WEIGHT_FILES)]
     copied = [name for name in others if name not in skipped]

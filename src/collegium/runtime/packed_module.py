@@ -130,12 +130,12 @@ class _RefusedBackward(torch.autograd.Function):
         )
 
 
-def refuse_backward(training: bool, rows: Tensor) -> Tensor:
-    """Return ``rows``; of a module in training mode such that a backward pass through them raises InputError.
+def refuse_backward(rows: Tensor) -> Tensor:
+    """Return ``rows`` such that a backward pass through them raises InputError.
 
     Without it a loss of frozen weights fails with torch's error about tensors without ``grad_fn``.
     """
-    if not training or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return rows
     anchor = torch.empty(0, requires_grad=True)
     return cast("Tensor", _RefusedBackward.apply(rows, anchor))

@@ -123,7 +123,7 @@ def _refuse_training(model: nn.Module, _: object, output: Any) -> Any:
 
 def _without_backward(value: Any) -> Any:
     floats = isinstance(value, Tensor) and value.is_floating_point()
-    return refuse_backward(True, value) if floats and not value.requires_grad else value
+    return refuse_backward(value) if floats and not value.requires_grad else value
 
 
 def _packed(module: nn.Module) -> dict[str, nn.Parameter]:
